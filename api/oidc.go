@@ -1,6 +1,7 @@
 package api
 
 import (
+	"cmp"
 	"context"
 	"crypto/subtle"
 	"encoding/base64"
@@ -10,9 +11,11 @@ import (
 	"html"
 	"maps"
 	"net/http"
+	"net/url"
 	"slices"
 	"strings"
-	"sync"
+	"sync/atomic"
+	"time"
 
 	"github.com/coreos/go-oidc/v3/oidc"
 	"golang.org/x/oauth2"
@@ -29,6 +32,8 @@ type OIDC struct {
 	Roles []ClaimRole
 	// PublicURL is where browsers reach the agent; the address of the request when empty.
 	PublicURL string
+	// Timeout bounds a request to the issuer; 10 s when zero.
+	Timeout time.Duration
 }
 
 // ClaimRole gives a role to accounts that have a claim with this value, or a list with it.
@@ -40,8 +45,7 @@ type ClaimRole struct {
 // oidcLogin is the login at the issuer. It discovers the issuer at the first login, so the agent starts without it.
 type oidcLogin struct {
 	OIDC
-	mu       sync.Mutex
-	provider *oidc.Provider
+	provider atomic.Pointer[oidc.Provider]
 }
 
 const (
@@ -49,6 +53,8 @@ const (
 	callbackPath = "/login/oidc/callback"
 	oidcCookie   = "lanekeeper_oidc"
 	oidcSeconds  = 600
+
+	issuerTimeout = 10 * time.Second
 )
 
 // loginAttempt is the content of a cookie. So only the browser that began a login can finish it.
@@ -69,24 +75,29 @@ func (s *server) oidcRoutes() []route {
 	}
 }
 
+// asking returns a context whose requests to the issuer end, whatever it does. The provider fetches keys with that of
+// its discovery.
+func (o *oidcLogin) asking(ctx context.Context) context.Context {
+	return oidc.ClientContext(ctx, &http.Client{Timeout: cmp.Or(o.Timeout, issuerTimeout)})
+}
+
 func (o *oidcLogin) config(ctx context.Context, r *http.Request) (*oauth2.Config, *oidc.Provider, error) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if o.provider == nil {
-		p, err := oidc.NewProvider(context.WithoutCancel(ctx), o.Issuer)
-		if err != nil {
+	provider := o.provider.Load()
+	if provider == nil {
+		var err error
+		if provider, err = oidc.NewProvider(o.asking(context.WithoutCancel(ctx)), o.Issuer); err != nil {
 			return nil, nil, fmt.Errorf("discover OIDC issuer: %w", err)
 		}
-		o.provider = p
+		o.provider.Store(provider)
 	}
 	base := strings.TrimSuffix(o.PublicURL, "/")
 	if base == "" {
 		base = map[bool]string{true: "https://", false: "http://"}[local.ViaTLS(r)] + r.Host
 	}
 	return &oauth2.Config{
-		ClientID: o.ClientID, ClientSecret: o.ClientSecret, Endpoint: o.provider.Endpoint(), RedirectURL: base + callbackPath,
+		ClientID: o.ClientID, ClientSecret: o.ClientSecret, Endpoint: provider.Endpoint(), RedirectURL: base + callbackPath,
 		Scopes: []string{oidc.ScopeOpenID, "profile", "email"},
-	}, o.provider, nil
+	}, provider, nil
 }
 
 // attemptCookie is Lax, because the issuer sends the browser back from another site.
@@ -186,6 +197,19 @@ func addClaims(claims map[string]any, info *oidc.UserInfo, subject string) error
 	return nil
 }
 
+// exchangeError says why a code was not exchanged, without the issuer's answer, which may quote secrets.
+func exchangeError(err error) error {
+	if lost, is := errors.AsType[*url.Error](err); is {
+		return fmt.Errorf("exchange code: %w", lost)
+	}
+	refused, is := errors.AsType[*oauth2.RetrieveError](err)
+	if !is {
+		return fmt.Errorf("%w: exchange code", errIssuer)
+	}
+	return fmt.Errorf("%w: exchange code: status %d, error %.100q", errIssuer, refused.Response.StatusCode,
+		refused.ErrorCode)
+}
+
 // verify exchanges the code and checks the id token: signature, issuer, audience, expiry and nonce.
 func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name string, role principals.Role, err error) {
 	config, provider, err := o.config(r.Context(), r)
@@ -196,12 +220,13 @@ func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name strin
 	if code == "" {
 		return "", "", "", fmt.Errorf("%w: %.100s", errIssuer, r.URL.Query().Get("error"))
 	}
-	tokens, err := config.Exchange(r.Context(), code, oauth2.VerifierOption(a.Verifier))
+	ctx := o.asking(r.Context())
+	tokens, err := config.Exchange(ctx, code, oauth2.VerifierOption(a.Verifier))
 	if err != nil {
-		return "", "", "", fmt.Errorf("%w: exchange code", errIssuer) // the error may quote secrets of the answer
+		return "", "", "", exchangeError(err)
 	}
 	raw, _ := tokens.Extra("id_token").(string)
-	id, err := provider.Verifier(&oidc.Config{ClientID: o.ClientID}).Verify(r.Context(), raw)
+	id, err := provider.Verifier(&oidc.Config{ClientID: o.ClientID}).Verify(ctx, raw)
 	if err != nil {
 		return "", "", "", fmt.Errorf("%w: verify id token: %w", errIssuer, err)
 	}
@@ -213,7 +238,7 @@ func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name strin
 		return "", "", "", fmt.Errorf("%w: read claims: %w", errIssuer, err)
 	}
 	if provider.UserInfoEndpoint() != "" {
-		info, err := provider.UserInfo(r.Context(), config.TokenSource(r.Context(), tokens))
+		info, err := provider.UserInfo(ctx, config.TokenSource(ctx, tokens))
 		if err != nil {
 			return "", "", "", fmt.Errorf("read user info: %w", err)
 		}

@@ -8,6 +8,7 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"fmt"
+	"io"
 	"math/big"
 	"net/http"
 	"net/http/httptest"
@@ -28,6 +29,7 @@ type issuer struct {
 	url, nonce string
 	key        *rsa.PrivateKey
 	userInfo   http.HandlerFunc
+	faults     map[string]http.HandlerFunc // by path
 }
 
 func newIssuer(t *testing.T) *issuer {
@@ -36,7 +38,13 @@ func newIssuer(t *testing.T) *issuer {
 	require.NoError(t, err)
 	i := &issuer{key: key}
 	mux := http.NewServeMux()
-	server := httptest.NewServer(mux)
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if fault := i.faults[r.URL.Path]; fault != nil {
+			fault(w, r)
+			return
+		}
+		mux.ServeHTTP(w, r)
+	}))
 	t.Cleanup(server.Close)
 	i.url = server.URL
 	respond := func(w http.ResponseWriter, v any) {
@@ -80,6 +88,65 @@ func (i *issuer) token() string {
 	return signed + "." + raw64(signature)
 }
 
+// logIn begins a login and returns the answer to the issuer's answer, or to the first request where that failed.
+func (i *issuer) logIn(t *testing.T, a *agent) *httptest.ResponseRecorder {
+	t.Helper()
+	began := a.raw("GET", "/login/oidc", "", nil)
+	if began.Code != http.StatusSeeOther {
+		return began
+	}
+	to, err := url.Parse(began.Header().Get("Location"))
+	require.NoError(t, err)
+	i.nonce = to.Query().Get("nonce")
+	back := http.Header{}
+	for _, c := range began.Result().Cookies() {
+		back.Add("Cookie", c.Name+"="+c.Value)
+	}
+	return a.raw("GET", "/login/oidc/callback?code=c&state="+url.QueryEscape(to.Query().Get("state")), "", back)
+}
+
+// An issuer that hangs holds up its own login only, and for a bounded time. The log has the error that it answers.
+func TestAnIssuerThatFailsHoldsUpNoLaterLogin(t *testing.T) {
+	t.Parallel()
+	i := newIssuer(t)
+	i.userInfo = func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		_, _ = w.Write([]byte(`{"sub":"7","groups":["agents"]}`))
+	}
+	pool := pgtest.DB(t)
+	a := newAgentWith(t, api.Options{
+		Pool: pool, Engine: engine(t, pool), Pages: errorPages{}, OIDC: &api.OIDC{
+			Issuer: i.url, ClientID: "agent", ClientSecret: "a-secret-of-the-client", PublicURL: "http://agent.example",
+			Roles:   []api.ClaimRole{{Claim: "groups", Value: "agents", Role: principals.Admin}},
+			Timeout: time.Second,
+		},
+	})
+	hang := func(_ http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body) // then the server notices that the client leaves
+		<-r.Context().Done()
+	}
+	refuse := func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(http.StatusUnauthorized)
+		_, _ = w.Write([]byte(`{"error":"invalid_client","error_description":"a-secret-of-the-client is old"}`))
+	}
+	for _, test := range []struct {
+		path   string
+		fault  http.HandlerFunc
+		status int
+	}{
+		{"/.well-known/openid-configuration", hang, 502}, {"/token", hang, 502}, {"/token", refuse, 403},
+		{"/keys", hang, 403}, {"/me", hang, 502}, {"", nil, 200},
+	} {
+		i.faults = map[string]http.HandlerFunc{test.path: test.fault}
+		got := i.logIn(t, a)
+		assert.Truef(t, got.Code == test.status, "%s: %d %s", test.path, got.Code, got.Body)
+	}
+	said := a.log.String()
+	assert.Contains(t, said, "invalid_client")
+	assert.True(t, !strings.Contains(said, "a-secret-of-the-client"), "the log has the client's secret")
+}
+
 // User info that cannot be read, or that is of another subject, logs nobody in: its claims may give a role.
 func TestUserInfoThatFailsLogsNobodyIn(t *testing.T) {
 	t.Parallel()
@@ -106,15 +173,7 @@ func TestUserInfoThatFailsLogsNobodyIn(t *testing.T) {
 			w.WriteHeader(test.status)
 			_, _ = w.Write([]byte(test.body))
 		}
-		began := a.raw("GET", "/login/oidc", "", nil)
-		to, err := url.Parse(began.Header().Get("Location"))
-		require.NoError(t, err)
-		i.nonce = to.Query().Get("nonce")
-		back := http.Header{}
-		for _, c := range began.Result().Cookies() {
-			back.Add("Cookie", c.Name+"="+c.Value)
-		}
-		got := a.raw("GET", "/login/oidc/callback?code=c&state="+url.QueryEscape(to.Query().Get("state")), "", back)
+		got := i.logIn(t, a)
 		sessions := pgtest.Value[int](t, pool, `select count(*)::int from agent_sessions`)
 		assert.Truef(t, (got.Code == http.StatusOK) == test.in && sessions == map[bool]int{true: 1}[test.in],
 			"%s: %d %s, %d sessions", name, got.Code, got.Body, sessions)
