@@ -267,19 +267,19 @@ func (c *cli) memoryForgetCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			changed, err := recordChange(cmd.Context(), s, "forget_memory", memoryInput(owner, category, args[0], reason),
+			_, err = recordChange(cmd.Context(), s, "forget_memory", memoryInput(owner, category, args[0], reason),
 				func(tx pgx.Tx, _ string) (bool, error) {
-					return owner.Forget(cmd.Context(), tx, category, args[0], revision)
+					forgotten, err := owner.Forget(cmd.Context(), tx, category, args[0], revision)
+					if err == nil && !forgotten {
+						err = fmt.Errorf("forget memory %q of category %q: %w", args[0], category, memory.ErrNotFound)
+					}
+					return forgotten, err
 				})
 			if err != nil {
 				return memoryHint(err)
 			}
-			return c.print(map[string]any{"category": category, "key": args[0], "forgotten": changed}, func(w io.Writer) {
-				said := "forgotten"
-				if !changed {
-					said = "was not stored"
-				}
-				fmt.Fprintf(w, "%s / %s: %s\n", printable(category), printable(args[0]), said)
+			return c.print(map[string]any{"category": category, "key": args[0], "forgotten": true}, func(w io.Writer) {
+				fmt.Fprintf(w, "%s / %s: forgotten\n", printable(category), printable(args[0]))
 			})
 		}),
 	}

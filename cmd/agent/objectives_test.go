@@ -134,7 +134,8 @@ func TestMemoryCommands(t *testing.T) {
 		p.fails(exitUsage, "see agent memory set --help", append([]string{"memory", "set"}, wrong...)...)
 	}
 	assert.Contains(t, p.must("memory", "forget", "plain"), "forgotten")
-	assert.Contains(t, p.must("memory", "forget", "plain"), "was not stored")
+	p.fails(exitFailed, `forget memory "plain" of category "general": memory not found; see agent memory ls`,
+		"memory", "forget", "plain")
 }
 
 // browserTab is an admin's browser for forms.
