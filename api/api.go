@@ -53,6 +53,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"path"
 	"slices"
 	"strings"
 
@@ -196,11 +197,29 @@ func (s *server) newMux(table []route) (http.Handler, error) {
 			return nil, err
 		}
 	}
-	mux.Handle("/v1/", s.unknownV1Route())
+	unknown := s.unknownV1Route()
+	mux.Handle("/v1", unknown)
+	mux.Handle("/v1/", unknown)
 	if _, taken := paths["/"]; !taken {
 		mux.Handle("/", s.authorize(route{access: Public}, s.unknownRoute()))
 	}
-	return s.proxies.Handler(s.withLogging(mux), s.log), nil
+	return s.proxies.Handler(s.withLogging(withoutHTML(mux, unknown)), s.log), nil
+}
+
+// withoutHTML answers paths of the API that http.ServeMux would clean, such as /v1//x. If the clean path is no route it
+// answers as unknown does, else with a redirect that has no HTML page.
+func withoutHTML(mux *http.ServeMux, unknown http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		clean := path.Clean(r.URL.Path)
+		if clean != strings.TrimSuffix(r.URL.Path, "/") && strings.HasPrefix(clean+"/", "/v1/") {
+			if _, pattern := mux.Handler(r); strings.HasPrefix(pattern, "/v1") {
+				unknown.ServeHTTP(w, r)
+				return
+			}
+			w.Header()["Content-Type"] = nil // http.Redirect writes a page only where none is set
+		}
+		mux.ServeHTTP(w, r)
+	})
 }
 
 // register is mux.Handle, which panics on an invalid pattern.

@@ -746,6 +746,7 @@ func TestPageErrorsArePages(t *testing.T) {
 	a := withPages(t)
 	c := a.logIn()
 	browser, act := http.Header{"Accept": {"text/html,*/*"}}, "/act/v1/lanes/x/break"
+	admin := http.Header{"Authorization": {"Bearer " + token}}
 	from := func(page string) http.Header { return http.Header{"Referer": {page}} }
 	for name, test := range map[string]struct {
 		method, path string
@@ -766,12 +767,18 @@ func TestPageErrorsArePages(t *testing.T) {
 		"no such page":           {"GET", "/nowhere", browser, 404, "error page|no page /nowhere"},
 		"no such route":          {"GET", "/nowhere", nil, 404, "no route"},
 		"no such route in v1":    {"GET", "/v1/nowhere", browser, 401, "AGENT_ADMIN_TOKEN"},
+		"v1":                     {"GET", "/v1", admin, 404, `"no route /v1; see`},
+		"two slashes":            {"GET", "/v1//x", admin, 404, `"no route /v1//x; see`},
+		"two slashes first":      {"GET", "//v1/x", nil, 401, "AGENT_ADMIN_TOKEN"},
+		"two slashes of a route": {"GET", "/v1//lanes", nil, 307, "/v1/lanes"},
 		"login is no place":      {"GET", "/login", nil, 200, ""},
 	} {
 		w := a.raw(test.method, test.path, "", test.header)
 		place := w.Header().Get("Location")
 		said := place == test.says || place == "" && strings.Contains(w.Body.String(), test.says)
 		assert.Truef(t, w.Code == test.status && said, "%s: %d %q %s", name, w.Code, place, w.Body)
+		ofAPI := strings.HasPrefix(strings.TrimLeft(test.path, "/"), "v1")
+		assert.Truef(t, !ofAPI || !strings.HasPrefix(w.Body.String(), "<"), "%s: %s", name, w.Body)
 	}
 	for path := range a.doc["paths"].(map[string]any) {
 		assert.Truef(t, !strings.HasPrefix(path, "/l") && path != "/", "page %s is in the document", path)
