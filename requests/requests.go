@@ -172,6 +172,18 @@ func Get(ctx context.Context, db postgres.DB, id string) (Record, error) {
 	return postgres.CollectOne(rows, err, ErrNotFound, "read request "+id, pgx.RowToStructByPos[Record])
 }
 
+// OverBefore returns the status of a request that had ended before an event, which changed nothing then; else "".
+func OverBefore(ctx context.Context, db postgres.DB, id, event string) (status string, err error) {
+	err = db.QueryRow(ctx, `
+		select coalesce(max(status), '') from agent_requests
+		 where id = @id and (status = 'closed' or event_id <> @event)`,
+		postgres.Strict{"id": id, "event": event}).Scan(&status)
+	if err != nil {
+		return "", fmt.Errorf("read request %s: %w", id, err)
+	}
+	return status, nil
+}
+
 // Filter narrows [List]; the zero value lists the newest 50. Before, an id, selects older requests. Limit is at most
 // 1000.
 type Filter struct {

@@ -283,7 +283,7 @@ and stores it in the thread.`,
 				return usageError("the key is empty; name the wait")
 			}
 			return c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-				got, err := c.raiseEvent(cmd.Context(), s, args[0], args[1], text, id)
+				got, err := c.raiseEvent(cmd.Context(), s, args[0], args[1], text, id, nil)
 				if err != nil {
 					return err
 				}
@@ -296,9 +296,10 @@ and stores it in the thread.`,
 	return cmd
 }
 
-// raiseEvent delivers an event and records its origin in one transaction.
+// raiseEvent delivers an event and records its origin in one transaction, which check may still refuse.
 func (c *cli) raiseEvent(
 	ctx context.Context, s *session, event, key string, data json.RawMessage, id string,
+	check func(tx pgx.Tx, event string) error,
 ) (got executions.Delivered, err error) {
 	a, err := c.app(s, nil)
 	if err != nil {
@@ -321,6 +322,9 @@ func (c *cli) raiseEvent(
 				got, err = a.Engine.Deliver(ctx, tx, event, key, data, id)
 			}
 			output["event_id"], output["resumed"] = got.EventID, got.Resumed
+			if err == nil && check != nil {
+				err = check(tx, got.EventID)
+			}
 			if err == nil {
 				err = activity.Asked(ctx, tx, "event "+got.EventID)
 			}

@@ -6,7 +6,10 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -416,7 +419,19 @@ func TestAnswerRequest(t *testing.T) {
 		p.fails(1, "is already completed", append([]string{"requests", "answer", id}, c.flags...)...)
 	}
 	assert.Contains(t, p.must("activity", "audit"), "raise_event")
-	id := ask("document", "{cv,photo}")
+	id := ask("test", "{}")
+	var counted atomic.Int64
+	var together sync.WaitGroup
+	for n := range 6 {
+		together.Go(func() {
+			if p.run("requests", "answer", id, "--yes", "--score", strconv.Itoa(n)).code == 0 {
+				counted.Add(1)
+			}
+		})
+	}
+	together.Wait()
+	assert.Equal(t, 1, counted.Load(), "answers at once that counted")
+	id = ask("document", "{cv,photo}")
 	assert.Contains(t, p.must("requests", "answer", id, "--document", "cv=https://example.com/?a=1,b=2"),
 		"pending "+id+"; still missing: photo")
 	assert.Contains(t, p.must("requests", "show", id), "pending", "cv: https://example.com/?a=1,b=2", "photo: missing",

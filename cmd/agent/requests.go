@@ -12,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
@@ -188,8 +189,11 @@ func (c *cli) answerRequest(cmd *cobra.Command, s *session, id string, a request
 	if err != nil {
 		return err
 	}
+	over := func(status string) error {
+		return hint(fmt.Errorf("request %s is already %s", r.ID, status), "see agent requests show %s", r.ID)
+	}
 	if r.Status != requests.Pending {
-		return hint(fmt.Errorf("request %s is already %s", r.ID, r.Status), "see agent requests show %s", r.ID)
+		return over(r.Status)
 	}
 	event, data, err := a.event(r)
 	if err != nil {
@@ -199,7 +203,13 @@ func (c *cli) answerRequest(cmd *cobra.Command, s *session, id string, a request
 	if err != nil {
 		return fmt.Errorf("encode answer: %w", err)
 	}
-	got, err := c.raiseEvent(cmd.Context(), s, event, r.ID, text, "")
+	got, err := c.raiseEvent(cmd.Context(), s, event, r.ID, text, "", func(tx pgx.Tx, event string) error {
+		status, err := requests.OverBefore(cmd.Context(), tx, r.ID, event)
+		if err == nil && status != "" {
+			err = over(status)
+		}
+		return err
+	})
 	if err != nil {
 		return err
 	}
