@@ -121,7 +121,7 @@ func (g *authenticator) authenticatePrincipal(
 // byToken finds the caller of an API token. Only an unknown token counts as a wrong try.
 func (g *authenticator) byToken(w http.ResponseWriter, r *http.Request, token string) (*principals.Caller, error) {
 	var who *principals.Caller
-	err := postgres.Again(r.Context(), func() (err error) {
+	err := postgres.RetryOnDisconnect(r.Context(), func() (err error) {
 		who, err = principals.ByToken(r.Context(), g.sessions.db, token)
 		return err
 	})

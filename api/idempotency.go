@@ -79,7 +79,7 @@ func (s *server) claim(ctx context.Context, id *keyedRequest) (first *storedResp
 	s.pending.flush(ctx)
 	what := fmt.Sprintf("%s %q", keyHeader, id.key)
 	err = s.locks.Try(ctx, what+" of "+id.scope, func(ctx context.Context) error {
-		return postgres.Again(ctx, func() (err error) {
+		return postgres.RetryOnDisconnect(ctx, func() (err error) {
 			first, err = id.claim(ctx, s.pool)
 			return err
 		})
@@ -144,7 +144,7 @@ func (s *server) runAttempt(w http.ResponseWriter, r *http.Request, id *keyedReq
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), completeTimeout)
 		defer cancel()
 		as := outcomeOf(held, complete)
-		err := postgres.Again(ctx, func() error { return id.complete(ctx, s.pool, as) })
+		err := postgres.RetryOnDisconnect(ctx, func() error { return id.complete(ctx, s.pool, as) })
 		if err != nil {
 			s.pending.add(id, as)
 			s.log.WarnContext(ctx, "response of an idempotency key not stored", "path", problem.Path(r), "error", err)
@@ -508,7 +508,7 @@ func (u *pendingResults) flush(ctx context.Context) {
 	}
 	defer func() { <-u.writing }()
 	for _, a := range u.unexpired() {
-		if postgres.Again(ctx, func() error { return a.request.complete(ctx, u.db, a.out) }) != nil {
+		if postgres.RetryOnDisconnect(ctx, func() error { return a.request.complete(ctx, u.db, a.out) }) != nil {
 			return
 		}
 		u.mu.Lock()

@@ -75,7 +75,7 @@ func (s *sessions) start(w http.ResponseWriter, r *http.Request, principal, meth
 		n.Digest = s.keyedDigest()
 	}
 	var secret string
-	err := postgres.Again(r.Context(), func() (err error) {
+	err := postgres.RetryOnDisconnect(r.Context(), func() (err error) {
 		secret, err = principals.LogIn(r.Context(), s.db, n)
 		return err
 	})
@@ -113,7 +113,7 @@ func (s *sessions) current(r *http.Request) (who *principals.Caller, err error) 
 	if err != nil || !secretForm.MatchString(c.Value) {
 		return nil, nil //nolint:nilerr // the only error is a missing cookie
 	}
-	err = postgres.Again(r.Context(), func() (err error) {
+	err = postgres.RetryOnDisconnect(r.Context(), func() (err error) {
 		who, err = principals.BySession(r.Context(), s.db, c.Value, s.keyedDigest())
 		return err
 	})
@@ -129,7 +129,7 @@ func (s *sessions) revoke(r *http.Request) error {
 	if who == nil || err != nil {
 		return err
 	}
-	return postgres.Again(r.Context(), func() error { return principals.LogOut(r.Context(), s.db, who) })
+	return postgres.RetryOnDisconnect(r.Context(), func() error { return principals.LogOut(r.Context(), s.db, who) })
 }
 
 // watch returns a context that ends with the caller's session or token. The caller must call release.
@@ -231,7 +231,7 @@ func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
 // logInByLink exchanges a one-use link for a cookie.
 func (s *server) logInByLink(w http.ResponseWriter, r *http.Request, next, link string) {
 	var id string
-	err := postgres.Again(r.Context(), func() (err error) {
+	err := postgres.RetryOnDisconnect(r.Context(), func() (err error) {
 		id, err = principals.UseLink(r.Context(), s.pool, link)
 		return err
 	})

@@ -93,7 +93,7 @@ func (rt route) invoke(in request) (got response, err error) {
 	if !retryable {
 		return rt.handle(in)
 	}
-	err = postgres.Again(in.Context(), func() error {
+	err = postgres.RetryOnDisconnect(in.Context(), func() error {
 		got, err = rt.handle(in)
 		return err
 	})

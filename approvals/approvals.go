@@ -321,7 +321,7 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 		}
 		return recordDecision(ctx, tx, decided, approve)
 	}
-	err := postgres.Again(ctx, func() error {
+	err := postgres.RetryOnDisconnect(ctx, func() error {
 		err := postgres.InTx(ctx, db, decide)
 		if errors.Is(err, ErrNotFound) {
 			now, getErr := Get(ctx, db, id)

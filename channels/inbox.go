@@ -34,7 +34,7 @@ type inbox struct {
 
 // Receive implements [Inbox].
 func (b *inbox) Receive(ctx context.Context, cursor string, messages ...Incoming) error {
-	return postgres.Again(ctx, func() error {
+	return postgres.RetryOnDisconnect(ctx, func() error {
 		return postgres.InTx(ctx, b.db, func(tx pgx.Tx) error {
 			if b.lease != nil { // another process may poll by now
 				if err := b.lease.Fence(ctx, tx); err != nil {

@@ -98,7 +98,7 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 	if !v.ok() {
 		out.Status = activity.Error
 	}
-	err = postgres.Again(ctx, func() error {
+	err = postgres.RetryOnDisconnect(ctx, func() error {
 		return postgres.InTx(ctx, d.Pool, func(tx pgx.Tx) error { // an open row is found only through the message
 			if err := activity.Close(ctx, tx, id, entry, out); err != nil {
 				return err

@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
-// Backoff pauses between two tries. The pause doubles from First to Max, and as much again is added at random at most.
+// Backoff pauses between two tries. The pause doubles from First to Max; a random part of up to its length is added.
 // Set First and Max, and use a new one for each series of tries.
 type Backoff struct {
 	First, Max time.Duration
@@ -22,23 +22,23 @@ type Backoff struct {
 	next time.Duration
 }
 
-// Wait pauses; false when ctx has ended first.
+// Wait pauses. It returns false when ctx ends first.
 func (b *Backoff) Wait(ctx context.Context) bool {
 	pause := max(b.next, b.First)
 	b.next = min(2*pause, b.Max)
 	return sleep.For(ctx, pause+rand.N(pause))
 }
 
-// tries is how often [Again] calls, and firstPause how long it waits before the second time, at least.
+// tries bounds the calls of [RetryOnDisconnect]. firstPause is the shortest pause before the second call.
 const (
 	tries      = 4
 	firstPause = 15 * time.Millisecond
 )
 
-// Again calls fn, and calls it again, up to three times more within a fraction of a second, when it fails because a
-// connection broke. Whether what was asked took effect is not known then, so fn must bear being called twice, as a
-// read does. The error of the last call comes back as it is.
-func Again(ctx context.Context, fn func() error) error {
+// RetryOnDisconnect calls fn again, up to three times within a fraction of a second, while it fails because a
+// connection broke. The first call may have taken effect, so fn must be idempotent, as a read is. It returns the
+// error of the last call unchanged.
+func RetryOnDisconnect(ctx context.Context, fn func() error) error {
 	backoff := Backoff{First: firstPause, Max: 4 * firstPause}
 	for n := 1; ; n++ {
 		err := fn()
@@ -48,16 +48,16 @@ func Again(ctx context.Context, fn func() error) error {
 	}
 }
 
-// Transient reports an error that another try may not meet: the server is away, starting or stopping, or the
-// transaction was chosen to give way. A cancelled statement (57014) is not: the cancel may have been meant.
+// Transient reports an error that a retry may avoid: the server is away, starting or stopping, or it aborted the
+// transaction because of a conflict. A cancelled statement (57014) is not transient: the cancel may be deliberate.
 func Transient(err error) bool {
 	if code := Code(err); code != "" {
 		switch code[:2] {
 		case "08", "40", "57":
 			return code != "57014"
 		case "53":
-			return code != "53400" // disk full, out of memory, too many connections; not a limit that somebody configured
-		case "23": // a try whose connection broke was still at work: the next sees the row that it opened
+			return code != "53400" // disk full, out of memory, too many connections; not a configured limit
+		case "23": // the row of an earlier try, whose connection broke while the server still ran it
 			return Constraint(err) == "agent_activity_open_step"
 		}
 		return code == codeLocked || code == codeReadOnly || code == codeIdle // read-only while a failover settles
@@ -67,8 +67,8 @@ func Transient(err error) bool {
 	return errors.As(err, &connect) || pgconn.SafeToRetry(err) || pgconn.Timeout(err) || network || Broken(err)
 }
 
-// Broken reports an error of a connection that broke, or that the server ended: another one may well work at once.
-// Time that ran out is not of that kind.
+// Broken reports an error of a connection that broke or that the server closed: a new connection may work at once.
+// A timeout is not such an error.
 func Broken(err error) bool {
 	for _, broken := range []error{
 		io.EOF, io.ErrUnexpectedEOF, net.ErrClosed, syscall.ECONNRESET, syscall.EPIPE,

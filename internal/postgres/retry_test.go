@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-func TestAgain(t *testing.T) {
+func TestRetryOnDisconnect(t *testing.T) {
 	t.Parallel()
 	over, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -42,7 +42,7 @@ func TestAgain(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			calls := 0
-			err := postgres.Again(test.ctx, func() error {
+			err := postgres.RetryOnDisconnect(test.ctx, func() error {
 				calls++
 				return test.errs[min(calls, len(test.errs))-1]
 			})

@@ -162,7 +162,7 @@ func (c *Chat) startTurn(ctx context.Context, a *UserMessage) (*startedTurn, err
 	if a.fresh = a.Name == ""; a.fresh {
 		a.Name = NewThreadID()
 	}
-	err := postgres.Again(ctx, func() error {
+	err := postgres.RetryOnDisconnect(ctx, func() error {
 		err := c.resolveThread(ctx, a)
 		if err == nil {
 			err = c.intake.Do(ctx, c.Front, a.thread, func(tx pgx.Tx) (err error) {

@@ -335,7 +335,7 @@ func (c *Chat) reachable(r *http.Request) ([]agents.Agent, error) {
 
 // agentsOf lists the agents of a chat key. It retries when the connection breaks.
 func (c *Chat) agentsOf(ctx context.Context, key string) (list []agents.Agent, err error) {
-	err = postgres.Again(ctx, func() error {
+	err = postgres.RetryOnDisconnect(ctx, func() error {
 		list, err = c.Agents.Reachable(ctx, c.Front, key)
 		return err
 	})

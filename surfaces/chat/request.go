@@ -183,7 +183,7 @@ func (c *Chat) newMessage(r *http.Request, req *request, secret string) (*UserMe
 // retries when the connection breaks.
 func (c *Chat) lookUp(ctx context.Context, a *UserMessage) error {
 	from := &reason.Available{}
-	err := postgres.Again(ctx, func() error {
+	err := postgres.RetryOnDisconnect(ctx, func() error {
 		b := &pgx.Batch{}
 		c.Agents.QueueList(b, &from.Agents)
 		skills.QueueCallable(b, scopes, &from.Skills)
