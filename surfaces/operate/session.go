@@ -26,19 +26,19 @@ type Session struct {
 	o    *Operate
 	id   string
 	slot chan struct{} // has a token while a turn is taken or the lane is being freed
-	wake chan struct{} // has room for one: look at the turn now
+	wake chan struct{} // has room for one; a token starts the next poll at once
 
 	mu             sync.Mutex
-	agent          string // that the admin named; empty: the thread's, or the default one
+	agent          string // named by the admin; empty: the thread's, or the default one
 	keepLane       bool   // hold the lane between turns
 	lease          *lanes.Lease
 	cancelLease    context.CancelCauseFunc // of the lease's context
-	nextTrace      trace.ID                // of the next turn: the lease is held in its name
+	nextTrace      trace.ID                // of the next turn; the lease has it, too
 	idle           *time.Timer
 	idleGeneration int  // of the idle timer: a timer of an earlier generation has no effect
-	turnActive     bool // a turn has the slot, from begin to rest
+	turnActive     bool // a turn has the slot
 	closed         bool
-	laneLent       bool // the lane was left to a turn that another process went on with
+	laneLent       bool // the lane was released for a turn that another process resumed
 }
 
 // ID returns the id of the session and its thread.
@@ -73,8 +73,7 @@ func (s *Session) Hold(ctx context.Context, wait bool) error {
 		return err
 	}
 	defer s.releaseSlot(ctx)
-	err := s.acquireLane(ctx, wait)
-	return err
+	return s.acquireLane(ctx, wait)
 }
 
 // Touch restarts the idle timer.
@@ -104,7 +103,7 @@ func (s *Session) Close(ctx context.Context) error {
 		defer func() { <-s.slot }()
 		return s.closeLane(ctx)
 	default:
-		return nil // who takes the turn frees the lane
+		return nil // releaseSlot of the running turn releases the lane
 	}
 }
 
@@ -138,10 +137,10 @@ func (s *Session) acquireSlot(ctx context.Context, wait bool) error {
 	}
 }
 
-func (s *Session) setTurnActive(turns bool) {
+func (s *Session) setTurnActive(active bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.turnActive = turns
+	s.turnActive = active
 }
 
 func (s *Session) isTurnActive() bool {
@@ -166,7 +165,7 @@ func (s *Session) releaseSlot(ctx context.Context) {
 	}
 	<-s.slot
 	s.mu.Lock()
-	closedMeanwhile := keepLane && s.closed // who closed it in this moment found the slot taken
+	closedMeanwhile := keepLane && s.closed // a concurrent Close found the slot taken
 	s.mu.Unlock()
 	if closedMeanwhile {
 		s.logReleaseError(ctx, s.Close(ctx))
@@ -175,7 +174,7 @@ func (s *Session) releaseSlot(ctx context.Context) {
 
 // expireIdle releases the lane of an idle session, unless a turn started since.
 func (s *Session) expireIdle(generation int) {
-	s.slot <- struct{}{} // it may be the rest itself that has it still, and a turn gives it back
+	s.slot <- struct{}{} // releaseSlot, which set the timer, may still have the slot
 	defer func() { <-s.slot }()
 	s.mu.Lock()
 	resumed := s.idleGeneration != generation && !s.closed // a turn has begun since

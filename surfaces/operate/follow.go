@@ -1,0 +1,458 @@
+package operate
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+var (
+	// ErrInterrupt as the cause of ctx cancels the turn even during an approval.
+	ErrInterrupt = errors.New("interrupted by the admin")
+	// ErrDetach as the cause of ctx detaches a turn that waits for approval, and cancels any other.
+	ErrDetach = errors.New("the admin has left")
+)
+
+const (
+	cancelTimeout = 10 * time.Second // bounds the write of a cancel or of a new turn
+	outageTimeout = 30 * time.Second // bounds the retries of a listener while the database is away
+)
+
+// Turn runs a message as a turn and calls emit for each event, one at a time; the last is done or error. It returns
+// when the turn has ended or was detached. When ctx ends, the turn is cancelled. A turn that waits for approval keeps
+// waiting instead, and Done.Ended is WaitingApproval, unless the cause is ErrInterrupt. Errors before the start emit
+// nothing: *lanes.BusyError, ErrBusySession, an invalid message. NUL and invalid UTF-8 are removed from the message.
+func (s *Session) Turn(ctx context.Context, message string, wait bool, emit func(Event)) (Done, error) {
+	return s.turn(ctx, message, "", wait, emit)
+}
+
+// turn is Turn with a dedupe key.
+func (s *Session) turn(ctx context.Context, message, key string, wait bool, emit func(Event)) (Done, error) {
+	message = postgres.Text(message)
+	if err := s.o.checkMessage(message); err != nil {
+		return Done{}, err
+	}
+	if err := s.acquireSlot(ctx, wait); err != nil {
+		return Done{}, err
+	}
+	defer s.releaseSlot(ctx)
+	if err := s.acquireLane(ctx, wait); err != nil {
+		return Done{}, err
+	}
+	claimed, err := s.insertTurn(ctx, message, key)
+	if err != nil {
+		return Done{}, errors.Join(err, s.releaseLane(ctx))
+	}
+	return s.followTurn(ctx, claimed, emit)
+}
+
+// Resume follows a detached turn of this session.
+func (s *Session) Resume(ctx context.Context, execution string, emit func(Event)) (Done, error) {
+	x, err := executions.Get(ctx, s.o.Pool, execution)
+	if err != nil {
+		return Done{}, err
+	}
+	if x.Flow != Flow || x.ThreadID == nil || *x.ThreadID != s.id {
+		return Done{}, fmt.Errorf("resume turn: execution %s is no turn of session %s: %w", execution, s.id,
+			executions.ErrNotFound)
+	}
+	if err := s.acquireSlot(ctx, false); err != nil {
+		return Done{}, err
+	}
+	defer s.releaseSlot(ctx)
+	if err := s.acquireLane(ctx, false); err != nil {
+		return Done{}, err
+	}
+	x.ClaimedBy = nil // this session did not claim it
+	return s.followTurn(ctx, x, emit)
+}
+
+func (o *Operate) checkMessage(message string) error {
+	switch {
+	case strings.TrimSpace(message) == "":
+		return problem.New(http.StatusBadRequest, "message is empty; say something").Kind("bad-body", "Bad body")
+	case len(message) > o.MaxMessage:
+		return problem.New(http.StatusRequestEntityTooLarge, "message has %d bytes; the most is %d",
+			len(message), o.MaxMessage)
+	}
+	return nil
+}
+
+// insertTurn inserts message and turn in one transaction, claimed by this process. It ignores an interrupt, which
+// would leave an unknown row.
+func (s *Session) insertTurn(ctx context.Context, message, key string) (claimed executions.Execution, err error) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelTimeout)
+	defer cancel()
+	id := s.traceID()
+	acting, err := s.agentName(ctx)
+	if err != nil {
+		return claimed, fmt.Errorf("begin turn: %w", err)
+	}
+	err = new(postgres.KeyedTx).Do(ctx, s.o.Pool, s.id, func(tx pgx.Tx) error {
+		got, _, err := threads.Open(ctx, tx, threads.Admin, threads.Thread{
+			ID: s.id, Channel: Channel, Agent: acting, Participant: owner,
+		})
+		if err == nil && got.Channel != Channel {
+			err = threads.ErrForeign
+		}
+		if err != nil {
+			return err
+		}
+		acting, err := s.threadAgent(ctx, tx, got.Agent, acting)
+		if err != nil {
+			return err
+		}
+		var created bool
+		claimed, created, err = s.o.Engine.InsertClaimed(ctx, tx, executions.Spec{
+			Flow: Flow, Surface: trace.Operate, TraceID: id, Agent: acting, ThreadID: s.id, Queue: executions.Interactive,
+			Priority: 1, Input: input{s.id, message}, DedupeKey: key,
+		})
+		if err == nil && !created {
+			return duplicateTurn(claimed)
+		}
+		if err != nil {
+			return err
+		}
+		_, err = threads.Post(ctx, tx, threads.NewMessage{
+			ThreadID: s.id, Role: threads.User, Content: message, Channel: Channel, ExecutionID: claimed.ID,
+			TraceID: claimed.TraceID, Status: threads.Received,
+		})
+		if err != nil {
+			return err
+		}
+		return activity.Link(ctx, tx, id)
+	})
+	err = postgres.ExplainLock(ctx, s.o.Pool, err, "session "+s.id, "agent_messages", "agent_threads", "agent_executions")
+	if errors.Is(err, threads.ErrForeign) {
+		return claimed, problem.New(http.StatusConflict, "session_id %s is the id of a thread that is no session", s.id)
+	}
+	if err != nil {
+		return claimed, fmt.Errorf("begin turn: %w", err)
+	}
+	return claimed, nil
+}
+
+// followTurn reports a turn from start to end.
+func (s *Session) followTurn(ctx context.Context, x executions.Execution, emit func(Event)) (Done, error) {
+	l := &listener{
+		session: s, emit: emit, since: x.Claim, seen: map[string]activity.Status{}, claims: map[int64]bool{},
+		shownApprovals: map[string]bool{}, shownDenials: map[string]bool{},
+	}
+	if x.Status != executions.Waiting && x.Status != executions.Pending {
+		l.since-- // report the present run, too
+	}
+	s.o.mu.Lock()
+	s.o.listeners[x.ID] = l
+	s.o.mu.Unlock()
+	defer func() {
+		s.o.mu.Lock()
+		delete(s.o.listeners, x.ID)
+		s.o.mu.Unlock()
+	}()
+	l.send(Event{"start", Start{x.TraceID, s.id, x.ID}})
+	ended, left, err := s.follow(ctx, x, l)
+	s.reacquireLane(ctx)
+	if err != nil {
+		l.send(Event{"error", toProblem(err, x.TraceID)})
+		return Done{}, err
+	}
+	done := Done{TraceID: x.TraceID, ExecutionID: x.ID, SessionID: s.id, Ended: left}
+	if left == "" {
+		if done, err = s.readOutcome(ctx, done, ended); err != nil {
+			l.send(Event{"error", toProblem(err, x.TraceID)})
+			return done, err
+		}
+		if text := strings.TrimSpace(done.Text); !strings.HasSuffix(strings.TrimSpace(l.streamedText()), text) {
+			l.send(Event{"delta", Delta{done.Text}}) // another process or no model produced it
+		}
+	} else {
+		done.Usage, done.CostUSD = s.usageSoFar(ctx, x)
+	}
+	if left == WaitingApproval && ctx.Err() != nil && !errors.Is(context.Cause(ctx), ErrDetach) {
+		s.logReleaseError(ctx, s.releaseLane(ctx)) // the admin is gone
+	}
+	l.send(Event{"done", done})
+	return done, nil
+}
+
+// usageSoFar reads the usage of a detached turn. A failure is only logged.
+func (s *Session) usageSoFar(ctx context.Context, x executions.Execution) (activity.Usage, float64) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelTimeout)
+	defer cancel()
+	used, costUSD, err := activity.Spent(ctx, s.o.Pool, x.TraceID)
+	if err != nil {
+		s.o.log.WarnContext(ctx, "what a turn has used so far is not known", "execution", x.ID, "error", err)
+	}
+	return used, costUSD
+}
+
+// toProblem returns the client's view of an error.
+func toProblem(err error, traceID string) *problem.Problem {
+	p, _ := problem.Of(err)
+	copied := *p
+	copied.TraceID = cmp.Or(traceID, copied.TraceID)
+	return &copied
+}
+
+// readOutcome returns the result of an ended turn.
+func (s *Session) readOutcome(ctx context.Context, done Done, x executions.Execution) (Done, error) {
+	switch x.Status {
+	case executions.Completed:
+		var o reason.Outcome
+		if err := json.Unmarshal(x.Result, &o); err != nil {
+			return done, fmt.Errorf("read result of turn: %w", err)
+		}
+		done.Ended, done.Text, done.Until, done.Usage, done.CostUSD = o.Ended, o.Text, o.Until, o.Usage, o.CostUSD
+		return done, nil
+	case executions.Cancelled:
+		return done, problem.New(http.StatusConflict, "the turn was cancelled by %s: %s", deref(x.CancelledBy),
+			deref(x.CancelReason)).
+			Kind("turn-cancelled", "Turn cancelled").WithTrace(x.TraceID)
+	case executions.Failed, executions.Timeout, executions.Pending, executions.Running, executions.Waiting:
+	}
+	x = x.Redacted(ctx)
+	return done, problem.New(http.StatusInternalServerError, "the turn %s: %s", x.Status, deref(x.ErrorMessage)).
+		Kind("turn-failed", "Turn failed").WithTrace(x.TraceID)
+}
+
+func deref(s *string) string {
+	if s == nil {
+		return ""
+	}
+	return *s
+}
+
+// follow runs or polls a turn until it has ended or is detached. A goroutine interrupts it when ctx ends; follow
+// waits for that goroutine.
+func (s *Session) follow(
+	ctx context.Context, x executions.Execution, l *listener,
+) (ended executions.Execution, left string, err error) {
+	done := make(chan struct{})
+	var watching sync.WaitGroup
+	var reason string
+	watching.Go(func() {
+		select {
+		case <-ctx.Done():
+			reason = s.o.interruptTurn(ctx, x.ID, l)
+		case <-done:
+		}
+	})
+	detached := func() string {
+		if ctx.Err() == nil {
+			return ""
+		}
+		watching.Wait()
+		return reason
+	}
+	defer func() {
+		close(done)
+		watching.Wait()
+	}()
+	runCtx := context.WithoutCancel(ctx)
+	if x.ClaimedBy != nil {
+		if _, err := s.o.Engine.RunClaimed(runCtx, &x); err != nil {
+			return x, "", err
+		}
+	}
+	for {
+		now, err := s.o.readExecution(runCtx, x.ID)
+		if err != nil {
+			return x, "", err
+		}
+		if err := s.o.catchUp(runCtx, now, l); err != nil {
+			s.o.log.WarnContext(ctx, "calls of a turn in another process not shown", "execution", x.ID, "error", err)
+		}
+		if now.Status.Ended() {
+			return now, "", nil
+		}
+		left := detached()
+		// A cancel that met another transaction's lock is only requested, and this process may run no sweep.
+		if left == "" && ctx.Err() != nil {
+			left = s.o.interruptTurn(ctx, x.ID, l)
+		}
+		if left != "" {
+			return now, left, nil
+		}
+		if s.o.draining() {
+			return now, HandedOn, nil
+		}
+		pause, err := s.advance(ctx, now)
+		if err != nil {
+			return x, "", err
+		}
+		s.o.sleep(ctx, pause, s.wake)
+	}
+}
+
+// catchUp sends the events of a turn's runs in other processes. Their answer comes with the end of the turn.
+func (o *Operate) catchUp(ctx context.Context, x executions.Execution, l *listener) error {
+	if l.ranHere(x.Claim) {
+		return nil
+	}
+	asked, err := approvals.List(ctx, o.Pool, approvals.Filter{TraceIDs: []trace.ID{trace.ID(x.TraceID)}})
+	if err != nil {
+		return err
+	}
+	rows, _, err := activity.Recent(ctx, o.Pool, activity.Filter{
+		TraceID: x.TraceID, Kinds: []activity.Kind{activity.KindCall, activity.KindModel}, Limit: activity.MaxLimit,
+	})
+	if err != nil {
+		return err
+	}
+	for _, a := range slices.Backward(asked) {
+		if a.Status == "rejected" && l.wasShown(a.ID) {
+			l.sendCall(ToolCall{
+				ID: a.ID, Name: a.SkillName, Arguments: redact.JSON(a.Arguments, maxEvent), Status: denied,
+				Error: redact.Text(a.Reason, maxEvent), ApprovalID: a.ID,
+			})
+		}
+	}
+	for _, row := range slices.Backward(rows) {
+		if deref(row.ExecutionID) == x.ID && row.Purpose == Flow && row.Claim != nil && !l.ranHere(*row.Claim) {
+			l.sendRow(row)
+		}
+	}
+	for _, a := range slices.Backward(asked) {
+		if a.Status == "pending" && x.Status == executions.Waiting {
+			l.send(Event{"approval", approvalOf(a)})
+		}
+	}
+	return nil
+}
+
+// sendRow sends the news of an activity of another process. A text without calls is the answer, which follows.
+func (l *listener) sendRow(row activity.Row) {
+	before, known := l.seen[row.ID]
+	l.seen[row.ID] = row.Status
+	switch {
+	case known && before == row.Status, row.Status == activity.PendingApproval:
+	case row.Kind == activity.KindModel:
+		if text := modelText(row); text != "" && len(row.LedTo) > 0 {
+			l.send(Event{"delta", Delta{text}})
+		}
+	case known || row.Status == activity.Running:
+		l.send(Event{"tool", toolCallOf(row)})
+	default:
+		l.sendCall(toolCallOf(row))
+	}
+}
+
+// sendCall sends the start and the end of a call.
+func (l *listener) sendCall(c ToolCall) {
+	l.send(Event{"tool", ToolCall{
+		ID: c.ID, Name: c.Name, Arguments: c.Arguments, Status: "started", ApprovalID: c.ApprovalID,
+	}})
+	l.send(Event{"tool", c})
+}
+
+// readExecution reads a turn's row. It retries while the database restarts.
+func (o *Operate) readExecution(ctx context.Context, id string) (executions.Execution, error) {
+	for deadline := time.Now().Add(outageTimeout); ; {
+		x, err := executions.Get(ctx, o.Pool, id)
+		if err == nil || !problem.Away(err) || time.Now().After(deadline) {
+			return x, err
+		}
+		o.log.WarnContext(ctx, "database unavailable, looking again", "execution", id, "error", err)
+		o.sleep(ctx, o.Poll, nil)
+	}
+}
+
+// advance does what this process can do for the turn, and returns the pause before the next poll.
+func (s *Session) advance(ctx context.Context, x executions.Execution) (time.Duration, error) {
+	runCtx := context.WithoutCancel(ctx)
+	kind, key := deref(x.WaitingFor), deref(x.WaitingKey)
+	switch {
+	case x.Status != executions.Waiting && x.ClaimedBy == nil:
+		return retryInterval, s.o.Engine.ClaimAndRun(runCtx, x.ID)
+	case x.Status == executions.Waiting && kind == "lane" && key == Lane:
+		// Another process resumed the turn and needs the lane for it.
+		s.mu.Lock()
+		s.laneLent = true
+		s.mu.Unlock()
+		return s.o.Poll, s.releaseLane(runCtx)
+	case x.Status == executions.Waiting && kind == "agent":
+		if err := s.o.Engine.ClaimAndRun(ctx, key); ctx.Err() == nil { // in case no other process runs it
+			return s.o.Poll, err
+		}
+	}
+	return s.o.Poll, nil
+}
+
+// sleep waits until the timer, ctx or sooner. After an interrupt it polls soon.
+func (o *Operate) sleep(ctx context.Context, d time.Duration, sooner <-chan struct{}) {
+	ended := ctx.Done()
+	if ctx.Err() != nil {
+		ended, d = nil, retryInterval
+	}
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ended:
+	case <-sooner:
+	}
+}
+
+func (o *Operate) draining() bool { return errors.Is(o.Engine.Live(), executions.ErrDraining) }
+
+// interruptTurn cancels a turn whose admin has left, or returns why it continues.
+func (o *Operate) interruptTurn(ctx context.Context, id string, l *listener) (left string) {
+	cause := context.Cause(ctx)
+	detached, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelTimeout)
+	defer cancel()
+	if o.draining() || errors.Is(cause, executions.ErrDraining) {
+		return HandedOn
+	}
+	if !errors.Is(cause, ErrInterrupt) && o.waitsForApproval(detached, id, l) {
+		return WaitingApproval
+	}
+	why := "the admin left"
+	if errors.Is(cause, ErrInterrupt) {
+		why = "interrupted"
+	}
+	if _, err := o.Engine.Cancel(detached, id, activity.ActorFrom(ctx).Name, why); err != nil {
+		o.log.ErrorContext(detached, "turn not cancelled, stopped in this process", "execution", id, "error", err)
+		l.stopRun(executions.ErrCancelled)
+	}
+	return ""
+}
+
+// waitsForApproval reports whether a turn, or the delegated task that it waits for, waits for approval. It polls while
+// a turn that requested one has not recorded its wait.
+func (o *Operate) waitsForApproval(ctx context.Context, id string, l *listener) bool {
+	for {
+		x, err := executions.Get(ctx, o.Pool, id)
+		for err == nil && x.Status == executions.Waiting && deref(x.WaitingFor) == "agent" {
+			x, err = executions.Get(ctx, o.Pool, deref(x.WaitingKey))
+		}
+		switch {
+		case err != nil || ctx.Err() != nil:
+			return false
+		case x.Status == executions.Waiting:
+			return deref(x.WaitingFor) == "approval"
+		case x.ID == id && x.Status.Ended() || !l.awaitsApproval():
+			return false
+		}
+		sleep.For(ctx, retryInterval)
+	}
+}
