@@ -171,7 +171,7 @@ func (s *server) bodyError(err error) error {
 	if errors.Is(err, admission.ErrFull) {
 		return err
 	}
-	return badBody("the body is incomplete")
+	return problem.BadBody("the body is incomplete")
 }
 
 // limits bound the time of a client.

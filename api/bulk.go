@@ -22,16 +22,16 @@ type bulkRequest struct {
 func (b bulkRequest) check() error {
 	switch {
 	case b.Action != "retry" && b.Action != "cancel":
-		return badBody("action is %.60q; use retry or cancel", b.Action)
+		return problem.BadBody("action is %.60q; use retry or cancel", b.Action)
 	case len(b.IDs) == 0 || len(b.IDs) > maxBulk:
-		return badBody("ids has %d ids; send 1 to %d", len(b.IDs), maxBulk)
+		return problem.BadBody("ids has %d ids; send 1 to %d", len(b.IDs), maxBulk)
 	}
 	for i, id := range b.IDs {
 		switch {
 		case !uuidForm.MatchString(id):
-			return badBody("ids: %.60q is not the id (uuid) of an execution", id)
+			return problem.BadBody("ids: %.60q is not the id (uuid) of an execution", id)
 		case slices.Contains(b.IDs[:i], id):
-			return badBody("ids: %s occurs twice", id)
+			return problem.BadBody("ids: %s occurs twice", id)
 		}
 	}
 	return reasonRequest{b.Reason}.check()

@@ -174,7 +174,7 @@ func (s *server) listMemory(r request) (response, error) {
 	if q := r.query["q"]; q != "" {
 		for _, other := range []string{"cursor", "category", "prefix", "trace_id"} {
 			if r.query[other] != "" {
-				return response{}, badParameter("parameters q and %s exclude each other", other)
+				return response{}, problem.BadParameter("parameters q and %s exclude each other", other)
 			}
 		}
 		owner, err := s.owner(r)
@@ -258,11 +258,11 @@ type decisionRequest struct {
 func (d decisionRequest) check() error {
 	switch {
 	case d.Decision != "approve" && d.Decision != "reject":
-		return badBody("decision is %.60q; use approve or reject", d.Decision)
+		return problem.BadBody("decision is %.60q; use approve or reject", d.Decision)
 	case len(d.Reason) > maxReason:
-		return badBody("reason is longer than %d bytes", maxReason)
+		return problem.BadBody("reason is longer than %d bytes", maxReason)
 	case !storable(d.Reason):
-		return badBody("reason has control characters")
+		return problem.BadBody("reason has control characters")
 	}
 	return nil
 }

@@ -24,14 +24,14 @@ type unpairRequest struct {
 
 func (b pairRequest) check() error {
 	if b.Code == "" || !storable(b.Code) {
-		return badBody("code is missing: it is in the sender's first answer")
+		return problem.BadBody("code is missing: it is in the sender's first answer")
 	}
 	return nil
 }
 
 func (b unpairRequest) check() error {
 	if b.Sender == "" || !storable(b.Sender) {
-		return badBody("sender is missing: the id that GET /v1/channels/senders lists")
+		return problem.BadBody("sender is missing: the id that GET /v1/channels/senders lists")
 	}
 	return nil
 }

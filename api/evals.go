@@ -36,9 +36,9 @@ type newEvalRun struct {
 func (b newEvalRun) check() error {
 	switch {
 	case b.Suite == "" || !storable(b.Suite) || !storable(b.Model) || len(b.Model) > maxText:
-		return badBody("suite is missing; it is one of GET /v1/evals")
+		return problem.BadBody("suite is missing; it is one of GET /v1/evals")
 	case b.Trials < 0 || b.Trials > 100:
-		return badBody("trials is %d; it can be 1 to 100", b.Trials)
+		return problem.BadBody("trials is %d; it can be 1 to 100", b.Trials)
 	}
 	return nil
 }
@@ -47,7 +47,7 @@ type newEvalLabel evals.NewLabel
 
 func (b newEvalLabel) check() error {
 	if !uuidForm.MatchString(b.Run) || b.Case == "" || !storable(b.Case) || !storable(b.Note) {
-		return badBody("run and case are required: a run's id, and the name of a case of its suite")
+		return problem.BadBody("run and case are required: a run's id, and the name of a case of its suite")
 	}
 	return nil
 }
@@ -64,13 +64,13 @@ func missingEval(err error, format string, args ...any) error {
 func evalError(err error) error {
 	switch {
 	case errors.Is(err, evals.ErrLabel):
-		return badBody("%s", evals.ErrLabel)
+		return problem.BadBody("%s", evals.ErrLabel)
 	case errors.Is(err, evals.ErrTrial):
-		return badBody("%s", evals.ErrTrial)
+		return problem.BadBody("%s", evals.ErrTrial)
 	case errors.Is(err, evals.ErrNoAnswer):
 		return problem.New(http.StatusConflict, "%s", evals.ErrNoAnswer)
 	case errors.Is(err, runner.ErrOffline):
-		return badBody("model cannot be chosen: %s", runner.ErrOffline)
+		return problem.BadBody("model cannot be chosen: %s", runner.ErrOffline)
 	case errors.Is(err, runner.ErrUnpriced):
 		return problem.New(http.StatusConflict, "%s", runner.ErrUnpriced).Kind("unpriced-model", "Model without a price")
 	}
@@ -132,7 +132,7 @@ func (s *server) getEvalRun(r request) (response, error) {
 	}
 	other, err := evals.GetRun(r.Context(), s.pool, against)
 	if err == nil && other.Suite != run.Suite {
-		return response{}, badParameter("parameter against is a run of %s, not of %s", other.Suite, run.Suite)
+		return response{}, problem.BadParameter("parameter against is a run of %s, not of %s", other.Suite, run.Suite)
 	}
 	if err != nil {
 		return response{}, missingEval(err, "against: no run %s", against)

@@ -56,15 +56,15 @@ func reservedPrefixes() []string { return []string{"completed ", "approval "} }
 func (e eventRequest) check() error {
 	switch {
 	case !slices.Contains(externalEvents(), e.Event):
-		return badBody("event is %.60q; use %s", e.Event, strings.Join(externalEvents(), ", "))
+		return problem.BadBody("event is %.60q; use %s", e.Event, strings.Join(externalEvents(), ", "))
 	case e.Key == "" || len(e.Key) > maxEventKey || !storable(e.Key):
-		return badBody("key must be 1 to %d bytes of text", maxEventKey)
+		return problem.BadBody("key must be 1 to %d bytes of text", maxEventKey)
 	case len(e.ID) > maxEventID || !storable(e.ID):
-		return badBody("id must be at most %d bytes of text", maxEventID)
+		return problem.BadBody("id must be at most %d bytes of text", maxEventID)
 	}
 	for _, prefix := range reservedPrefixes() {
 		if strings.HasPrefix(e.ID, prefix) {
-			return badBody("ids that begin with %q are reserved", prefix)
+			return problem.BadBody("ids that begin with %q are reserved", prefix)
 		}
 	}
 	return nil

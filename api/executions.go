@@ -221,38 +221,38 @@ var reservedFlows = map[string]string{
 func (b startRequest) check() error {
 	switch {
 	case b.Flow == "" || !storable(b.Flow):
-		return badBody("flow is missing: name a flow, or %s for an external worker", executions.External)
+		return problem.BadBody("flow is missing: name a flow, or %s for an external worker", executions.External)
 	case b.ParentID != "" && !uuidForm.MatchString(b.ParentID):
-		return badBody("parent_id is %.60q, not the id of an execution", b.ParentID)
+		return problem.BadBody("parent_id is %.60q, not the id of an execution", b.ParentID)
 	case b.WaitForCompletion && b.ParentID == "":
-		return badBody("wait_for_completion needs parent_id: the execution that waits")
+		return problem.BadBody("wait_for_completion needs parent_id: the execution that waits")
 	case b.CanInheritLock != nil && !b.WaitForCompletion:
-		return badBody("can_inherit_lock needs wait_for_completion: only a waiting parent lends its lanes")
+		return problem.BadBody("can_inherit_lock needs wait_for_completion: only a waiting parent lends its lanes")
 	case !slices.Contains([]string{"", "fail", "hand_on", "resume"}, b.OnLost):
-		return badBody("on_lost is %.60q; use fail or hand_on", b.OnLost)
+		return problem.BadBody("on_lost is %.60q; use fail or hand_on", b.OnLost)
 	case b.OnLost == "resume" && executions.IsExternal(b.Flow):
-		return badBody("on_lost is resume; external executions accept fail or hand_on")
+		return problem.BadBody("on_lost is resume; external executions accept fail or hand_on")
 	case b.ProgressSeconds < 0 || b.ProgressSeconds > maxProgress:
-		return badBody("progress_seconds is %d; use 0 (no bound) to %d", b.ProgressSeconds, maxProgress)
+		return problem.BadBody("progress_seconds is %d; use 0 (no bound) to %d", b.ProgressSeconds, maxProgress)
 	case !slices.Contains([]string{"", executions.Background, executions.Interactive}, b.Queue):
-		return badBody("queue is %.60q; use %s or %s", b.Queue, executions.Background, executions.Interactive)
+		return problem.BadBody("queue is %.60q; use %s or %s", b.Queue, executions.Background, executions.Interactive)
 	case b.Priority < 0 || b.Priority > 4:
-		return badBody("priority is %d; use 1 (first) to 4 (last)", b.Priority)
+		return problem.BadBody("priority is %d; use 1 (first) to 4 (last)", b.Priority)
 	}
 	switch {
 	case b.ChatKey != "" && b.ThreadID == "":
-		return badBody("chat_key needs thread_id: name the thread to open to the key")
+		return problem.BadBody("chat_key needs thread_id: name the thread to open to the key")
 	case !storable(b.Reason) || len(b.Reason) > maxReason:
-		return badBody("reason has at most %d bytes of text", maxReason)
+		return problem.BadBody("reason has at most %d bytes of text", maxReason)
 	case !storable(b.ChatKey) || len(b.ChatKey) > 200:
-		return badBody("chat_key has at most 200 bytes of text")
+		return problem.BadBody("chat_key has at most 200 bytes of text")
 	}
 	if err := b.Labels.Validate(); err != nil {
-		return badBody("%s", err)
+		return problem.BadBody("%s", err)
 	}
 	if b.ThreadID != "" {
 		if err := threads.CheckID(b.ThreadID); err != nil {
-			return badBody("thread_id: %s", err)
+			return problem.BadBody("thread_id: %s", err)
 		}
 	}
 	return nil
@@ -449,10 +449,10 @@ type forkResponse struct {
 
 func (f forkRequest) check() error {
 	if !storable(f.Reason) || len(f.Reason) > maxReason {
-		return badBody("reason has at most %d bytes of text", maxReason)
+		return problem.BadBody("reason has at most %d bytes of text", maxReason)
 	}
 	if !storable(f.From) || len(f.From) > 4*maxStep {
-		return badBody("from must be the key of a recorded step")
+		return problem.BadBody("from must be the key of a recorded step")
 	}
 	return nil
 }
@@ -547,7 +547,7 @@ func executionRef(x executions.Execution) map[string]string {
 func forkResult(x, got executions.Execution, from string, err error) (response, error) {
 	switch {
 	case errors.Is(err, executions.ErrNoStep):
-		return response{trace: x.TraceID}, badBody("from: %s", err)
+		return response{trace: x.TraceID}, problem.BadBody("from: %s", err)
 	case errors.Is(err, executions.ErrNoFork), errors.Is(err, executions.ErrNotFailed):
 		return response{trace: x.TraceID}, problem.New(http.StatusConflict, "%s", err).Kind("no-fork", "Cannot be forked")
 	case errors.Is(err, executions.ErrChanged):

@@ -108,9 +108,9 @@ type releaseRequest struct {
 func (l lockRequest) check() error {
 	switch {
 	case strings.TrimSpace(l.Owner) == "" || !storable(l.Owner):
-		return badBody("owner is missing or has control characters: name one process of the worker")
+		return problem.BadBody("owner is missing or has control characters: name one process of the worker")
 	case l.TTLSeconds != nil && (*l.TTLSeconds < 1 || *l.TTLSeconds > 86400):
-		return badBody("ttl_seconds is %d; use 1 to 86400", *l.TTLSeconds)
+		return problem.BadBody("ttl_seconds is %d; use 1 to 86400", *l.TTLSeconds)
 	}
 	return nil
 }
@@ -126,17 +126,17 @@ func (c claimRequest) check() error {
 	}
 	switch {
 	case len(c.Flows) == 0 || len(c.Flows) > maxClaimFlows:
-		return badBody("flows has %d names; use 1 to %d", len(c.Flows), maxClaimFlows)
+		return problem.BadBody("flows has %d names; use 1 to %d", len(c.Flows), maxClaimFlows)
 	case c.Max != nil && (*c.Max < 1 || *c.Max > executions.MaxClaim):
-		return badBody("max is %d; use 1 to %d", *c.Max, executions.MaxClaim)
+		return problem.BadBody("max is %d; use 1 to %d", *c.Max, executions.MaxClaim)
 	case !(c.WaitSeconds >= 0 && c.WaitSeconds <= maxClaimWait):
-		return badBody("wait_seconds is %g; use 0 to %d", c.WaitSeconds, maxClaimWait)
+		return problem.BadBody("wait_seconds is %g; use 0 to %d", c.WaitSeconds, maxClaimWait)
 	case len(c.LockIDs) > maxHeartbeats:
-		return badBody("lock_ids has %d locks; use at most %d", len(c.LockIDs), maxHeartbeats)
+		return problem.BadBody("lock_ids has %d locks; use at most %d", len(c.LockIDs), maxHeartbeats)
 	}
 	for _, flow := range c.Flows {
 		if !externalForm.MatchString(flow) {
-			return badBody("flows has %.100q; name external flows, such as external:sum", flow)
+			return problem.BadBody("flows has %.100q; name external flows, such as external:sum", flow)
 		}
 	}
 	return heartbeatsRequest{c.LockIDs}.checkIDs()
@@ -144,7 +144,7 @@ func (c claimRequest) check() error {
 
 func (b heartbeatsRequest) check() error {
 	if len(b.LockIDs) == 0 || len(b.LockIDs) > maxHeartbeats {
-		return badBody("lock_ids has %d locks; use 1 to %d", len(b.LockIDs), maxHeartbeats)
+		return problem.BadBody("lock_ids has %d locks; use 1 to %d", len(b.LockIDs), maxHeartbeats)
 	}
 	return b.checkIDs()
 }
@@ -152,7 +152,7 @@ func (b heartbeatsRequest) check() error {
 func (b heartbeatsRequest) checkIDs() error {
 	for i, id := range b.LockIDs {
 		if !isLockID(id) {
-			return badBody("lock_ids[%d] is not the id of a lock", i)
+			return problem.BadBody("lock_ids[%d] is not the id of a lock", i)
 		}
 	}
 	return nil
@@ -164,13 +164,13 @@ var waitStep = regexp.MustCompile(`^wait [a-z]+ [0-9]+$`)
 func (c checkpointRequest) check() error {
 	switch {
 	case !isLockID(c.LockID):
-		return badBody("lock_id is missing or malformed")
+		return problem.BadBody("lock_id is missing or malformed")
 	case strings.TrimSpace(c.Step) == "" || len(c.Step) > 4*maxStep || !storable(c.Step):
-		return badBody("step must be 1 to %d characters of text", maxStep)
+		return problem.BadBody("step must be 1 to %d characters of text", maxStep)
 	case waitStep.MatchString(c.Step):
-		return badBody("step is %.60q; steps named \"wait KIND NUMBER\" are reserved for the outcomes of waits", c.Step)
+		return problem.BadBody("step is %.60q; steps named \"wait KIND NUMBER\" are reserved for the outcomes of waits", c.Step)
 	case c.Output == nil:
-		return badBody("output is missing; null is valid")
+		return problem.BadBody("output is missing; null is valid")
 	}
 	return nil
 }
@@ -179,19 +179,19 @@ func (r releaseRequest) check() error {
 	waiting := r.Status == executions.Waiting
 	switch {
 	case !slices.Contains([]executions.Status{executions.Completed, executions.Failed, executions.Waiting}, r.Status):
-		return badBody("status is %.60q; use completed, failed or waiting", r.Status)
+		return problem.BadBody("status is %.60q; use completed, failed or waiting", r.Status)
 	case !waiting && (r.WaitingFor != "" || r.WaitingKey != "" || isSet(r.Timeout)):
-		return badBody("waiting_for, waiting_key and timeout belong to status waiting, not %s", r.Status)
+		return problem.BadBody("waiting_for, waiting_key and timeout belong to status waiting, not %s", r.Status)
 	case waiting && (r.ResultSummary != "" || isSet(r.Result)):
-		return badBody("result_summary and result exclude status waiting")
+		return problem.BadBody("result_summary and result exclude status waiting")
 	case r.ErrorMessage != "" && r.Status != executions.Failed:
-		return badBody("error_message belongs to status failed, not %s", r.Status)
+		return problem.BadBody("error_message belongs to status failed, not %s", r.Status)
 	case len(r.ResultSummary) > maxSummary || len(r.ErrorMessage) > maxSummary:
-		return badBody("result_summary and error_message have at most %d bytes", maxSummary)
+		return problem.BadBody("result_summary and error_message have at most %d bytes", maxSummary)
 	case !postgres.IsText(r.ResultSummary) || !postgres.IsText(r.ErrorMessage) || !storable(r.WaitingKey):
-		return badBody("result_summary, error_message or waiting_key has unstorable characters")
+		return problem.BadBody("result_summary, error_message or waiting_key has unstorable characters")
 	case waiting && r.WaitingFor == "agent" && r.WaitingKey != "" && !uuidForm.MatchString(r.WaitingKey):
-		return badBody("waiting_key is %.60q; for agent it must be the id of an execution", r.WaitingKey)
+		return problem.BadBody("waiting_key is %.60q; for agent it must be the id of an execution", r.WaitingKey)
 	}
 	_, err := timeout(r.Timeout)
 	return err
@@ -208,7 +208,7 @@ func timeout(raw json.RawMessage) (time.Duration, error) {
 		return 0, nil
 	}
 	var text string
-	wrong := badBody("timeout is %.60s; use a positive number of seconds, or text such as \"90m\", \"24h\" or \"7d\"", raw)
+	wrong := problem.BadBody("timeout is %.60s; use a positive number of seconds, or text such as \"90m\", \"24h\" or \"7d\"", raw)
 	if json.Unmarshal(raw, &text) != nil {
 		seconds, err := strconv.ParseFloat(string(raw), 64)
 		if err != nil || !(seconds > 0) || seconds > 1e9 {
@@ -360,7 +360,7 @@ func (s *server) releaseLock(r request) (response, error) {
 		return response{}, err
 	}
 	if b.WaitingFor == "agent" && strings.EqualFold(b.WaitingKey, id) {
-		return response{}, badBody("waiting_key is this execution; it cannot wait for itself")
+		return response{}, problem.BadBody("waiting_key is this execution; it cannot wait for itself")
 	}
 	if b.WaitingFor == "agent" && b.WaitingKey != "" {
 		_, err := executions.Get(r.Context(), s.pool, b.WaitingKey)
@@ -396,7 +396,7 @@ func (s *server) releaseLock(r request) (response, error) {
 // valueError maps errors of unstorable values, such as \u0000 in JSON, to problems.
 func valueError(err error) error {
 	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22003", "22023", "22P02", "22P05") {
-		return badBody("%s", postgres.Told(refused))
+		return problem.BadBody("%s", postgres.Told(refused))
 	}
 	return err
 }

@@ -26,9 +26,9 @@ func (b memoryWrite) check() error {
 	const century = 100 * 365 * 24 * 3600
 	switch {
 	case len(b.Value) == 0:
-		return badBody("value is missing")
+		return problem.BadBody("value is missing")
 	case b.TTLSeconds < 0 || b.TTLSeconds > century:
-		return badBody("ttl_seconds must be 0 (for ever) to %d", century)
+		return problem.BadBody("ttl_seconds must be 0 (for ever) to %d", century)
 	}
 	return reasonRequest{b.Reason}.check()
 }
@@ -40,7 +40,7 @@ type conflictDecision struct {
 
 func (d conflictDecision) check() error {
 	if d.Decision != "keep" && d.Decision != "take" {
-		return badBody("decision is %.60q; use keep (the stored value) or take (the late value)", d.Decision)
+		return problem.BadBody("decision is %.60q; use keep (the stored value) or take (the late value)", d.Decision)
 	}
 	return reasonRequest{d.Reason}.check()
 }
@@ -89,7 +89,7 @@ var agentParam = textParam("agent", "The owner of the memory; default the shared
 func (s *server) owner(r request) (memory.Owner, error) {
 	owner, err := s.agents.MemoryOf(r.Context(), s.pool, r.query["agent"])
 	if errors.Is(err, agents.ErrNotFound) || errors.Is(err, agents.ErrNoMemory) {
-		err = badParameter("agent: %s", err)
+		err = problem.BadParameter("agent: %s", err)
 	}
 	return memory.Owner(owner), err
 }
@@ -163,7 +163,7 @@ func memoryInput(owner memory.Owner, category, key string) map[string]any {
 func memoryError(err error) error {
 	switch {
 	case errors.Is(err, memory.ErrInvalid), errors.Is(err, memory.ErrSecret):
-		return badBody("%s", err)
+		return problem.BadBody("%s", err)
 	case errors.Is(err, memory.ErrFull):
 		return problem.New(http.StatusConflict, "%s", err).Kind("memory-full", "Memory full")
 	}

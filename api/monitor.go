@@ -31,7 +31,7 @@ type acknowledgeRequest struct {
 
 func (b acknowledgeRequest) check() error {
 	if strings.TrimSpace(b.Mark) == "" {
-		return badBody("mark is empty; it is the mark of GET /v1/monitor/verdict")
+		return problem.BadBody("mark is empty; it is the mark of GET /v1/monitor/verdict")
 	}
 	return reasonRequest{b.Reason}.check()
 }

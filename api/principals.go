@@ -93,7 +93,7 @@ func principalError(err error) error {
 	case errors.Is(err, principals.ErrNotFound):
 		return problem.New(http.StatusNotFound, "%s", principals.ErrNotFound)
 	case errors.Is(err, principals.ErrInvalid):
-		return badBody("%s", strings.TrimPrefix(innermost(err), "invalid: "))
+		return problem.BadBody("%s", strings.TrimPrefix(innermost(err), "invalid: "))
 	case errors.Is(err, principals.ErrTaken):
 		return problem.New(http.StatusConflict, "%s", strings.TrimPrefix(innermost(err), "taken: "))
 	}
@@ -154,7 +154,7 @@ func (s *server) createPrincipal(r request) (response, error) {
 func (s *server) changePrincipal(r request, id string) (response, error) {
 	b := r.body.(principalPatch)
 	if (b.Role == nil) == (b.Enabled == nil) {
-		return response{}, badBody("send role or enabled")
+		return response{}, problem.BadBody("send role or enabled")
 	}
 	var p principals.Principal
 	var err error

@@ -94,19 +94,19 @@ type query map[string]string
 func readQuery(raw string, params []param) (query, error) {
 	values, err := url.ParseQuery(raw)
 	if err != nil {
-		return nil, badParameter("malformed query: %s", err)
+		return nil, problem.BadParameter("malformed query: %s", err)
 	}
 	got := query{}
 	for _, name := range slices.Sorted(maps.Keys(values)) {
 		i := slices.IndexFunc(params, func(p param) bool { return p.name == name })
 		if i < 0 {
-			return nil, badParameter("unknown parameter %.60q; %s", name, knownParams(params))
+			return nil, problem.BadParameter("unknown parameter %.60q; %s", name, knownParams(params))
 		}
 		if len(values[name]) > 1 {
-			return nil, badParameter("parameter %s occurs %d times", name, len(values[name]))
+			return nil, problem.BadParameter("parameter %s occurs %d times", name, len(values[name]))
 		}
 		if err := params[i].accept(values[name][0]); err != nil {
-			return nil, badParameter("parameter %s %s", name, err)
+			return nil, problem.BadParameter("parameter %s %s", name, err)
 		}
 		got[name] = values[name][0]
 	}
@@ -139,10 +139,6 @@ func knownParams(params []param) string {
 		list = append(list, p.name)
 	}
 	return "this route has " + strings.Join(list, ", ")
-}
-
-func badParameter(format string, args ...any) *problem.Problem {
-	return problem.New(http.StatusBadRequest, format, args...).Kind("bad-parameter", "Bad parameter")
 }
 
 func checkTime(value string) error {

@@ -242,11 +242,11 @@ type reasonRequest struct {
 func (b reasonRequest) check() error {
 	switch {
 	case strings.TrimSpace(b.Reason) == "":
-		return badBody("reason is missing; it is kept in the audit log")
+		return problem.BadBody("reason is missing; it is kept in the audit log")
 	case len(b.Reason) > maxReason:
-		return badBody("reason is longer than %d bytes", maxReason)
+		return problem.BadBody("reason is longer than %d bytes", maxReason)
 	case !storable(b.Reason):
-		return badBody("reason has control characters")
+		return problem.BadBody("reason has control characters")
 	}
 	return nil
 }
@@ -278,28 +278,28 @@ func readBody(r *http.Request, zero any) (any, error) {
 // decode reads exactly one JSON object into a struct.
 func decode(raw []byte, into any) error {
 	if start := bytes.TrimLeft(raw, " \t\r\n"); len(start) == 0 || start[0] != '{' {
-		return badBody("the body is not a JSON object")
+		return problem.BadBody("the body is not a JSON object")
 	}
 	if !utf8.Valid(raw) { // the decoder would replace invalid bytes
-		return badBody("the body is not UTF-8")
+		return problem.BadBody("the body is not UTF-8")
 	}
 	dec := json.NewDecoder(bytes.NewReader(raw))
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(into); err != nil {
 		if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok && wrong.Field != "" {
-			return badBody("%s is a JSON %s; send %s", wrong.Field, wrong.Value, describeType(wrong.Type))
+			return problem.BadBody("%s is a JSON %s; send %s", wrong.Field, wrong.Value, describeType(wrong.Type))
 		}
-		return badBody("%s", strings.TrimPrefix(err.Error(), "json: "))
+		return problem.BadBody("%s", strings.TrimPrefix(err.Error(), "json: "))
 	}
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
-		return badBody("the body continues after the JSON object")
+		return problem.BadBody("the body continues after the JSON object")
 	}
 	name, err := problem.Stray(raw, into)
 	switch {
 	case err != nil:
-		return badBody("%s", err)
+		return problem.BadBody("%s", err)
 	case name != "":
-		return badBody("unknown field %.60q", name)
+		return problem.BadBody("unknown field %.60q", name)
 	}
 	return nil
 }
@@ -320,10 +320,6 @@ func describeType(t reflect.Type) string {
 	default:
 		return "a whole number"
 	}
-}
-
-func badBody(format string, args ...any) *problem.Problem {
-	return problem.New(http.StatusBadRequest, format, args...).Kind("bad-body", "Bad body")
 }
 
 // storable reports whether PostgreSQL can store a text and a terminal can print it.

@@ -230,7 +230,7 @@ func (s *server) getAgent(r request) (response, error) {
 	if r.query["version"] != "" {
 		var err error
 		if version, err = strconv.Atoi(r.query["version"]); err != nil {
-			return response{}, badParameter("parameter version %s", err)
+			return response{}, problem.BadParameter("parameter version %s", err)
 		}
 	}
 	shown, err := s.agents.Show(r.Context(), s.pool, name, version)

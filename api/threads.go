@@ -125,14 +125,14 @@ type joinTokenRequest struct {
 
 func (i joinTokenRequest) check() error {
 	if i.ExecutionID != "" && !uuidForm.MatchString(i.ExecutionID) {
-		return badBody("execution_id is %.60q; use the id of an execution", i.ExecutionID)
+		return problem.BadBody("execution_id is %.60q; use the id of an execution", i.ExecutionID)
 	}
 	life, err := timeout(i.ExpiresIn)
 	switch {
 	case err != nil:
-		return badBody("expires_in must be a positive number of seconds, or text such as 90m, 24h or 7d")
+		return problem.BadBody("expires_in must be a positive number of seconds, or text such as 90m, 24h or 7d")
 	case life > threads.MaxTokenLife:
-		return badBody("expires_in is at most 30 days")
+		return problem.BadBody("expires_in is at most 30 days")
 	}
 	return nil
 }
@@ -162,16 +162,16 @@ func (b accessRequest) check() error {
 			named++
 		}
 		if !storable(name) || len(name) > 200 {
-			return badBody("key, flow and webhook have at most 200 bytes of text")
+			return problem.BadBody("key, flow and webhook have at most 200 bytes of text")
 		}
 	}
 	switch {
 	case named != 1:
-		return badBody("name one of key, flow and webhook")
+		return problem.BadBody("name one of key, flow and webhook")
 	case b.Flow != "" && b.Name != "":
-		return badBody("name belongs to key and webhook; a flow uses the thread's id")
+		return problem.BadBody("name belongs to key and webhook; a flow uses the thread's id")
 	case b.Name != "" && threads.CheckID(b.Name) != nil:
-		return badBody("name: %s", threads.ErrInvalid)
+		return problem.BadBody("name: %s", threads.ErrInvalid)
 	}
 	return nil
 }
@@ -281,9 +281,9 @@ type titleRequest struct {
 func (b titleRequest) check() error {
 	switch {
 	case b.Title == nil:
-		return badBody("title is required; an empty one removes it")
+		return problem.BadBody("title is required; an empty one removes it")
 	case utf8.RuneCountInString(*b.Title) > threads.MaxTitle || !storable(*b.Title):
-		return badBody("title is not text of at most %d characters", threads.MaxTitle)
+		return problem.BadBody("title is not text of at most %d characters", threads.MaxTitle)
 	}
 	return nil
 }
@@ -355,13 +355,13 @@ type messageResponse struct {
 func (b messageRequest) check() error {
 	switch {
 	case strings.TrimSpace(b.Content) == "":
-		return badBody("content is missing")
+		return problem.BadBody("content is missing")
 	case len(b.Content) > maxMessage:
-		return badBody("content is longer than %d bytes", maxMessage)
+		return problem.BadBody("content is longer than %d bytes", maxMessage)
 	case b.ExecutionID != "" && !uuidForm.MatchString(b.ExecutionID):
-		return badBody("execution_id is %.60q; use the id of an execution", b.ExecutionID)
+		return problem.BadBody("execution_id is %.60q; use the id of an execution", b.ExecutionID)
 	case b.LockID != "" && b.ExecutionID == "":
-		return badBody("lock_id needs execution_id: name the locked execution")
+		return problem.BadBody("lock_id needs execution_id: name the locked execution")
 	}
 	return nil
 }
@@ -379,18 +379,18 @@ func (o threadRequest) check() error {
 	channels := []string{threads.ChannelChat, threads.ChannelWebhook, threads.ChannelLog}
 	switch {
 	case threads.CheckID(o.ID) != nil:
-		return badBody("id: %s", threads.ErrInvalid)
+		return problem.BadBody("id: %s", threads.ErrInvalid)
 	case o.Channel != "" && !slices.Contains(channels, o.Channel):
-		return badBody("channel is %.60q; use %s", o.Channel, strings.Join(channels, ", "))
+		return problem.BadBody("channel is %.60q; use %s", o.Channel, strings.Join(channels, ", "))
 	case (o.Channel == threads.ChannelWebhook) != (o.Target != ""):
-		return badBody("target and channel webhook require each other")
+		return problem.BadBody("target and channel webhook require each other")
 	case o.IdleSeconds != nil && (*o.IdleSeconds < 1 || *o.IdleSeconds > maxIdle):
-		return badBody("idle_seconds is %d; use 1 to %d (30 days)", *o.IdleSeconds, maxIdle)
+		return problem.BadBody("idle_seconds is %d; use 1 to %d (30 days)", *o.IdleSeconds, maxIdle)
 	case threads.IsGenerated(o.ID):
-		return badBody("id has the form of generated ids; choose another")
+		return problem.BadBody("id has the form of generated ids; choose another")
 	case !storable(o.Participant) || !storable(o.Owner) || !storable(o.Target) || len(o.Participant) > 200 ||
 		len(o.Owner) > 200:
-		return badBody("participant and owner have at most 200 bytes of text")
+		return problem.BadBody("participant and owner have at most 200 bytes of text")
 	}
 	return nil
 }
@@ -405,7 +405,7 @@ func (s *server) openThread(r request) (response, error) {
 			return response{}, err
 		}
 		if !known {
-			return response{}, badBody("no outgoing webhook target %q; declare it in the workspace", o.Target)
+			return response{}, problem.BadBody("no outgoing webhook target %q; declare it in the workspace", o.Target)
 		}
 	}
 	var got threads.Thread
@@ -553,7 +553,7 @@ func (s *server) sendAsAdmin(r request, o threads.Outgoing) (response, error) {
 
 func messageError(err error) error {
 	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22023") {
-		return badBody("%s", refused.Message)
+		return problem.BadBody("%s", refused.Message)
 	}
 	return err
 }

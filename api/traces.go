@@ -6,6 +6,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/prompts"
 	"github.com/lanekeeper/lanekeeper/retention"
 	"github.com/lanekeeper/lanekeeper/why"
@@ -126,7 +127,7 @@ func logPage[T any](listing string, rows []T, next string, err error) (response,
 func (s *server) listSpend(r request) (response, error) {
 	if r.query["by"] == string(activity.ByPurpose) {
 		if r.query["skill"] != "" {
-			return response{}, badParameter("%s", activity.ErrSkillOrPurpose)
+			return response{}, problem.BadParameter("%s", activity.ErrSkillOrPurpose)
 		}
 		return report(s, r, "spend by purpose", activity.SpendByPurpose)
 	}
@@ -193,11 +194,11 @@ type retentionRequest struct {
 
 func (b retentionRequest) check() error {
 	if len(b.Keep) == 0 {
-		return badBody(`keep is missing: send kinds and durations, such as {"activity": "90d"}`)
+		return problem.BadBody(`keep is missing: send kinds and durations, such as {"activity": "90d"}`)
 	}
 	for name, time := range b.Keep {
 		if !storable(name) || !storable(time) {
-			return badBody("keep has control characters at %.60q", name)
+			return problem.BadBody("keep has control characters at %.60q", name)
 		}
 	}
 	return b.reasonRequest.check()
@@ -212,7 +213,7 @@ func (s *server) setRetention(r request) (response, error) {
 	b := r.body.(retentionRequest)
 	got, err := retention.Set(r.Context(), s.pool, b.Keep, by(r.Context()), b.Reason)
 	if errors.Is(err, retention.ErrInvalid) {
-		return response{}, badBody("%s", err)
+		return response{}, problem.BadBody("%s", err)
 	}
 	return response{body: got, trace: got.TraceID}, err
 }

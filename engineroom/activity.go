@@ -10,6 +10,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -67,7 +68,7 @@ func openActivity(_ context.Context, v *visit) (string, error) {
 	}
 	if asked.TraceID != "" {
 		if _, err := trace.ParseAny(asked.TraceID); err != nil {
-			return "", badFilter("trace %s", err)
+			return "", problem.BadParameter("trace %s", err)
 		}
 	}
 	if asked.Since, err = v.timeFilter("since"); err != nil {
@@ -139,7 +140,7 @@ type activityEntered struct{ Skill, Lane, Agent, ID string }
 func (v *visit) textFilter(name string) (string, error) {
 	value := strings.TrimSpace(v.Query.Get(name))
 	if len(value) > maxFilterBytes || !postgres.IsText(value) {
-		return "", badFilter("%s is not text of at most %d bytes", name, maxFilterBytes)
+		return "", problem.BadParameter("%s is not text of at most %d bytes", name, maxFilterBytes)
 	}
 	return value, nil
 }
@@ -155,7 +156,7 @@ func (v *visit) timeFilter(name string) (time.Time, error) {
 			return t, nil
 		}
 	}
-	return time.Time{}, badFilter("%s is %.60q; it looks like 2026-01-31T15:04 or 2026-01-31T15:04Z", name, value)
+	return time.Time{}, problem.BadParameter("%s is %.60q; it looks like 2026-01-31T15:04 or 2026-01-31T15:04Z", name, value)
 }
 
 // feedPage is a page of rows.

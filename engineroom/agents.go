@@ -3,7 +3,6 @@ package engineroom
 import (
 	"context"
 	"errors"
-	"net/http"
 	"slices"
 	"strconv"
 	"strings"
@@ -95,8 +94,7 @@ func (room *Room) openAgent(ctx context.Context, v *visit) (string, error) {
 	if given := v.Query.Get("version"); given != "" {
 		number, err := strconv.ParseInt(given, 10, 32)
 		if err != nil || number < 1 {
-			return "", problem.New(http.StatusBadRequest, "version is %.40q; it is a number from 1", given).
-				Kind("bad-parameter", "Bad filter")
+			return "", problem.BadParameter("version is %.40q; it is a number from 1", given)
 		}
 		asked.version = int(number)
 	}

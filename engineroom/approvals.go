@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/http"
 	"slices"
 	"strings"
 	"time"
@@ -62,9 +61,7 @@ func openApprovals(v *visit) (want approvalFilter, err error) {
 	moment, id, _ := strings.Cut(before, "_")
 	at, wrong := time.Parse(time.RFC3339Nano, moment)
 	if wrong != nil || !uuidShape.MatchString(id) {
-		return want, problem.New(http.StatusBadRequest, "before is %.60q, which is no place in this list; begin at its top",
-			before).
-			Kind("bad-parameter", "Bad filter")
+		return want, problem.BadParameter("before is %.60q, which is no place in this list; begin at its top", before)
 	}
 	want.BeforeAt, want.BeforeID = at, id
 	return want, nil

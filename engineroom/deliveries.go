@@ -2,7 +2,6 @@ package engineroom
 
 import (
 	"context"
-	"net/http"
 	"regexp"
 	"strconv"
 	"time"
@@ -104,8 +103,7 @@ func (room *Room) deliveriesFor(ctx context.Context, text string) ([]string, err
 func (v *visit) hookFilter(name string) (string, error) {
 	value := v.Query.Get(name)
 	if value != "" && !hookName.MatchString(value) {
-		return "", problem.New(http.StatusBadRequest, "%s is %.80q, which cannot be the name of one", name, value).
-			Kind("bad-parameter", "Bad filter")
+		return "", problem.BadParameter("%s is %.80q, which cannot be the name of one", name, value)
 	}
 	return value, nil
 }

@@ -108,7 +108,7 @@ func (a *evalCaseAbout) choose(v *visit) error {
 		}
 		n, err := strconv.Atoi(text)
 		if err != nil || n < 1 || n > 1000 {
-			return 0, badFilter("%s is %.60q; it is the number of a trial", name, text)
+			return 0, problem.BadParameter("%s is %.60q; it is the number of a trial", name, text)
 		}
 		return n, nil
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/evals/stats"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
 const (
@@ -281,7 +282,7 @@ func (room *Room) readEvalRun(ctx context.Context, v *visit) (about evalRunAbout
 	}
 	other, err := room.evalRun(ctx, id)
 	if err == nil && other.Suite != about.Run.Suite {
-		err = badFilter("against is a run of another suite")
+		err = problem.BadParameter("against is a run of another suite")
 	}
 	about.Against = &other
 	return about, err

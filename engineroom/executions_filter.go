@@ -2,7 +2,6 @@ package engineroom
 
 import (
 	"context"
-	"net/http"
 	"net/url"
 	"slices"
 	"strings"
@@ -95,11 +94,11 @@ func (room *Room) openExecutions(ctx context.Context, v *visit) (string, error) 
 	f.Failed = q["failed"] != ""
 	switch {
 	case f.View != "" && (f.Status != "" || f.Failed):
-		return "", badFilter("view=%s lists what waits: leave status and failed out", f.View)
+		return "", problem.BadParameter("view=%s lists what waits: leave status and failed out", f.View)
 	case f.View != "" && f.Sort != "":
-		return "", badFilter("view=%s is by deadline: leave sort out", f.View)
+		return "", problem.BadParameter("view=%s is by deadline: leave sort out", f.View)
 	case f.View == "" && f.Kind != "":
-		return "", badFilter("for narrows what waits: use it with view=waiting or view=stuck")
+		return "", problem.BadParameter("for narrows what waits: use it with view=waiting or view=stuck")
 	}
 	if f.traces, f.ids, err = room.runsFor(ctx, f.Trace); err != nil {
 		return "", err
@@ -250,11 +249,11 @@ func filtersOf(values url.Values, known ...string) (map[string]string, error) {
 	for name, given := range values {
 		switch {
 		case !slices.Contains(known, name):
-			return nil, badFilter("there is no filter %.60q here; there are %s", name, strings.Join(known, ", "))
+			return nil, problem.BadParameter("there is no filter %.60q here; there are %s", name, strings.Join(known, ", "))
 		case len(given) > 1:
-			return nil, badFilter("filter %s is given %d times", name, len(given))
+			return nil, problem.BadParameter("filter %s is given %d times", name, len(given))
 		case len(given[0]) > maxFilter || !utf8.ValidString(given[0]) || strings.ContainsFunc(given[0], unicode.IsControl):
-			return nil, badFilter("filter %s has to be text of at most %d bytes", name, maxFilter)
+			return nil, problem.BadParameter("filter %s has to be text of at most %d bytes", name, maxFilter)
 		case strings.TrimSpace(given[0]) != "":
 			q[name] = given[0]
 		}
@@ -296,10 +295,6 @@ func (room *Room) runsFor(ctx context.Context, text string) (traces, ids []strin
 	return traces, ids, err
 }
 
-func badFilter(format string, args ...any) error {
-	return problem.New(http.StatusBadRequest, format, args...).Kind("bad-parameter", "Bad parameter")
-}
-
 func badCursor() error {
-	return badFilter("this is not where a page of this listing begins: take it from the page before")
+	return problem.BadParameter("this is not where a page of this listing begins: take it from the page before")
 }

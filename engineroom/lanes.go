@@ -2,7 +2,6 @@ package engineroom
 
 import (
 	"context"
-	"net/http"
 	"strings"
 	"time"
 	"unicode"
@@ -54,9 +53,7 @@ func (room *Room) openLanes(ctx context.Context, v *visit) (string, error) {
 	want := laneFilter{Lane: v.Query.Get("lane"), After: v.Query.Get("after")}
 	for _, name := range []string{want.Lane, want.After} {
 		if len(name) > maxLane || !utf8.ValidString(name) || strings.ContainsFunc(name, unicode.IsControl) {
-			return "", problem.New(http.StatusBadRequest,
-				"%.60q is not the name of a lane: it has 1 to 255 printable characters", name).
-				Kind("bad-parameter", "Bad filter")
+			return "", problem.BadParameter("%.60q is not the name of a lane: it has 1 to 255 printable characters", name)
 		}
 	}
 	var err error

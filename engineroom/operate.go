@@ -51,7 +51,7 @@ type operateVisit struct{ Session, Q string }
 func openSession(_ context.Context, v *visit) (string, error) {
 	for name := range v.Query {
 		if name != "session" && name != "q" {
-			return "", badFilter("%.60q is no filter of this page; it takes session and q", name)
+			return "", problem.BadParameter("%.60q is no filter of this page; it takes session and q", name)
 		}
 	}
 	session := v.Query.Get("session")

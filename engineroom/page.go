@@ -447,9 +447,8 @@ func (v *visit) oneOf(name string, known ...string) (string, error) {
 	case value == "":
 		return known[0], nil
 	case !slices.Contains(known, value):
-		return "", problem.New(http.StatusBadRequest, "%s is %.60q; it can be %s", name, value,
-			strings.Join(slices.DeleteFunc(slices.Clone(known), func(s string) bool { return s == "" }), ", ")).
-			Kind("bad-parameter", "Bad filter")
+		return "", problem.BadParameter("%s is %.60q; it can be %s", name, value,
+			strings.Join(slices.DeleteFunc(slices.Clone(known), func(s string) bool { return s == "" }), ", "))
 	}
 	return value, nil
 }
@@ -458,9 +457,7 @@ func (v *visit) oneOf(name string, known ...string) (string, error) {
 func (v *visit) uuidFilter(name string) (string, error) {
 	value := v.Query.Get(name)
 	if value != "" && !uuidShape.MatchString(value) {
-		return "", problem.New(http.StatusBadRequest, "%s is %.60q, which is no place in this list; begin at its top", name,
-			value).
-			Kind("bad-parameter", "Bad filter")
+		return "", problem.BadParameter("%s is %.60q, which is no place in this list; begin at its top", name, value)
 	}
 	return value, nil
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
 const (
@@ -92,7 +93,7 @@ func openSpend(_ context.Context, v *visit) (title string, err error) {
 		return "", err
 	}
 	if days := want.Days; want.Per == string(activity.ByHour) && days != "1" && days != "7" {
-		return "", badFilter("per is hour; that is shown for 1 or 7 days, not for %s", days)
+		return "", problem.BadParameter("per is hour; that is shown for 1 or 7 days, not for %s", days)
 	}
 	if want.Surface, err = v.oneOf("surface", append([]string{""}, activitySurfaces...)...); err != nil {
 		return "", err
@@ -105,13 +106,13 @@ func openSpend(_ context.Context, v *visit) (title string, err error) {
 	if bySkill, byPurpose := want.Skill != "" || want.By == "skill", want.Purpose != "" ||
 		want.By == "purpose"; bySkill && byPurpose {
 		if want.Skill != "" || v.Query.Get("by") != "" {
-			return "", badFilter("%s", activity.ErrSkillOrPurpose)
+			return "", problem.BadParameter("%s", activity.ErrSkillOrPurpose)
 		}
 		want.By = string(activity.ByPurpose)
 	}
 	byCaller := want.By == string(activity.ByAgent) || want.By == string(activity.ByKey)
 	if byCaller && (want.Skill != "" || want.Purpose != "") {
-		return "", badFilter("by is %s; skills and purposes are not counted by %s", want.By, want.By)
+		return "", problem.BadParameter("by is %s; skills and purposes are not counted by %s", want.By, want.By)
 	}
 	v.About = want
 	return "", nil

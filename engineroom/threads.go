@@ -78,7 +78,7 @@ func (room *Room) openThreads(ctx context.Context, v *visit) (string, error) {
 		return "", err
 	}
 	if f.View != "" && len(q) > 1 {
-		return "", badFilter("view=%s lists all such threads: leave other filters out", f.View)
+		return "", problem.BadParameter("view=%s lists all such threads: leave other filters out", f.View)
 	}
 	if q["before"] != "" {
 		at, id, found := strings.Cut(q["before"], " ")

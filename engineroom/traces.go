@@ -402,7 +402,7 @@ func (room *Room) openTrace(ctx context.Context, v *visit) (string, error) {
 		about.View = traceViews[0]
 	}
 	if about.Span != "" && !spanShape.MatchString(about.Span) {
-		return "", badFilter("span is %.60q, which is no span of a trace; take it from the waterfall", about.Span)
+		return "", problem.BadParameter("span is %.60q, which is no span of a trace; take it from the waterfall", about.Span)
 	}
 	if err := oneOf("tab", about.Tab, panelTabs); err != nil {
 		return "", err

@@ -75,8 +75,7 @@ type Problem struct {
 	Yours   any `json:"yours,omitempty"`
 }
 
-// New returns a problem whose type and title are those of the status. What format and args say is told to
-// the client.
+// New returns a problem with the title of the status. The client sees the text of format and args.
 func New(status int, format string, args ...any) *Problem {
 	return &Problem{
 		Type: "about:blank", Title: http.StatusText(status), Status: status,
@@ -84,8 +83,18 @@ func New(status int, format string, args ...any) *Problem {
 	}
 }
 
-// Kind names a problem that clients tell apart beyond its status: name is a word with hyphens, title is
-// for people. It changes p and returns it.
+// BadParameter returns a problem of a query parameter.
+func BadParameter(format string, args ...any) *Problem {
+	return New(http.StatusBadRequest, format, args...).Kind("bad-parameter", "Bad parameter")
+}
+
+// BadBody returns a problem of a request's body.
+func BadBody(format string, args ...any) *Problem {
+	return New(http.StatusBadRequest, format, args...).Kind("bad-body", "Bad body")
+}
+
+// Kind names a problem that clients distinguish beyond its status: name is a word with hyphens, title is for people.
+// It changes p and returns it.
 func (p *Problem) Kind(name, title string) *Problem {
 	p.Type, p.Title = "urn:lanekeeper:problem:"+name, title
 	return p
@@ -192,8 +201,7 @@ func Of(err error) (p *Problem, news bool) {
 	}
 	switch {
 	case is(err, activity.ErrCursor):
-		return New(http.StatusBadRequest, "parameter cursor is not one that this listing gave out").
-			Kind("bad-parameter", "Bad parameter"), false
+		return BadParameter("parameter cursor is not one that this listing gave out"), false
 	case is(err, trace.ErrInvalid, lanes.ErrInvalid):
 		return New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id"), false
 	case is(err, activity.ErrNotFound, executions.ErrNotFound, skills.ErrNotFound, memory.ErrNotFound,
@@ -208,7 +216,7 @@ func Of(err error) (p *Problem, news bool) {
 	case is(err, documents.ErrTooMany):
 		return New(http.StatusConflict, "%s", err), false
 	case is(err, threads.ErrEmpty, documents.ErrEmpty, documents.ErrForm):
-		return New(http.StatusBadRequest, "%s", err).Kind("bad-body", "Bad body"), false
+		return BadBody("%s", err), false
 	case is(err, memory.ErrConflictDecided, memory.ErrConflictsFull, objectives.ErrNotActive, objectives.ErrConflict,
 		objectives.ErrNoEvidence,
 		objectives.ErrNameTaken, automations.ErrProposal, automations.ErrSkillDisabled, automations.ErrNameTaken,

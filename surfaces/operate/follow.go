@@ -90,7 +90,7 @@ func (s *Session) Resume(ctx context.Context, execution string, emit func(Event)
 func (o *Operate) checkMessage(message string) error {
 	switch {
 	case strings.TrimSpace(message) == "":
-		return problem.New(http.StatusBadRequest, "message is empty; say something").Kind("bad-body", "Bad body")
+		return problem.BadBody("message is empty; say something")
 	case len(message) > o.MaxMessage:
 		return problem.New(http.StatusRequestEntityTooLarge, "message has %d bytes; the most is %d",
 			len(message), o.MaxMessage)

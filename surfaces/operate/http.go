@@ -105,10 +105,10 @@ func (o *Operate) readBody(w http.ResponseWriter, r *http.Request) (Body, error)
 		return body, problem.New(http.StatusRequestEntityTooLarge, "the body is longer than %d bytes", tooLong.Limit)
 	}
 	if err != nil {
-		return body, badBody("the body is not {message, session_id?, agent?, wait?}: %s", bodyFault(err))
+		return body, problem.BadBody("the body is not {message, session_id?, agent?, wait?}: %s", bodyFault(err))
 	}
 	if threads.CheckID(body.SessionID) != nil && body.SessionID != "" {
-		return body, badBody("session_id: %s", threads.ErrInvalid)
+		return body, problem.BadBody("session_id: %s", threads.ErrInvalid)
 	}
 	return body, o.checkMessage(postgres.Text(body.Message))
 }
@@ -128,10 +128,6 @@ func decode(raw []byte, body *Body) error {
 		err = fmt.Errorf("unknown field %.60q", name)
 	}
 	return err
-}
-
-func badBody(format string, args ...any) error {
-	return problem.New(http.StatusBadRequest, format, args...).Kind("bad-body", "Bad body")
 }
 
 // bodyFault describes a JSON error for the client.

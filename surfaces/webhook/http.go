@@ -114,41 +114,38 @@ func filter(raw string) (webhooks.Filter, error) {
 	f := webhooks.Filter{Limit: defaultPage}
 	values, err := url.ParseQuery(raw)
 	if err != nil {
-		return f, badParameter("malformed query: %s", err)
+		return f, problem.BadParameter("malformed query: %s", err)
 	}
 	for name, all := range values {
 		value := all[0]
 		switch {
 		case len(all) > 1 || value == "":
-			return f, badParameter("parameter %.60q is empty or given twice", name)
+			return f, problem.BadParameter("parameter %.60q is empty or given twice", name)
 		case !postgres.IsText(value):
-			return f, badParameter("parameter %.60q has a NUL or is not UTF-8", name)
+			return f, problem.BadParameter("parameter %.60q has a NUL or is not UTF-8", name)
 		case name == "endpoint":
 			f.Endpoint = value
 		case name == "status":
 			if f.Status = value; !slices.Contains(webhooks.Statuses(), value) {
-				return f, badParameter("parameter status is %.60q; it can be %s", value, strings.Join(webhooks.Statuses(), ", "))
+				return f, problem.BadParameter("parameter status is %.60q; it can be %s", value,
+					strings.Join(webhooks.Statuses(), ", "))
 			}
 		case name == "limit":
 			if f.Limit, err = strconv.Atoi(value); err != nil || f.Limit < 1 || f.Limit > maxPage {
-				return f, badParameter("parameter limit is %.60q; it can be 1 to %d", value, maxPage)
+				return f, problem.BadParameter("parameter limit is %.60q; it can be 1 to %d", value, maxPage)
 			}
 		case name == "cursor":
 			key, err := base64.RawURLEncoding.DecodeString(value)
 			id, ours := strings.CutPrefix(string(key), "deliveries\n")
 			if err != nil || !ours || !uuidForm.MatchString(id) {
-				return f, badParameter("parameter cursor is not one that this listing gave out")
+				return f, problem.BadParameter("parameter cursor is not one that this listing gave out")
 			}
 			f.Before = id
 		default:
-			return f, badParameter("there is no parameter %.60q here; this route takes endpoint, status, limit, cursor", name)
+			return f, problem.BadParameter("there is no parameter %.60q here; this route takes endpoint, status, limit, cursor", name)
 		}
 	}
 	return f, nil
-}
-
-func badParameter(format string, args ...any) error {
-	return problem.New(http.StatusBadRequest, format, args...).Kind("bad-parameter", "Bad parameter")
 }
 
 // Delivery serves GET /v1/webhooks/deliveries/{id}.
