@@ -116,7 +116,7 @@ func sendRetry(ctx context.Context, w http.ResponseWriter, control *http.Respons
 	if !errors.Is(context.Cause(ctx), executions.ErrDraining) {
 		return nil
 	}
-	if _, err := w.Write(sse.Again(nil, time.Second)); err != nil {
+	if _, err := w.Write(sse.Retry(nil, time.Second)); err != nil {
 		return err
 	}
 	return control.Flush()

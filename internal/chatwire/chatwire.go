@@ -1,7 +1,6 @@
 // Package chatwire writes the server's half of the OpenAI chat completions protocol.
 //
-// Every server in this module that answers in that protocol writes through here, so that there is one
-// place that knows what strict clients insist on:
+// Every server in this module that speaks the protocol uses this package, which meets the demands of strict clients:
 //
 //   - every chunk carries id, object, created and model;
 //   - the first delta has the role and an empty content, later ones have no role;
@@ -10,8 +9,8 @@
 //   - the stream ends with [DONE], except after an error, which ends it by itself;
 //   - each chunk is flushed, and proxies are told not to buffer.
 //
-// A [Stream] is used by one goroutine. The first write that fails is kept and ends all further writing;
-// [Stream.Err] returns it, so a writer checks once, at the end.
+// A [Stream] is used by one goroutine. After the first failed write it writes nothing more; [Stream.Err] returns
+// that error, so a caller checks once, at the end.
 package chatwire
 
 import (
@@ -30,7 +29,7 @@ type Answer struct {
 	Text    string
 	Calls   []openai.ToolCall
 	Finish  openai.FinishReason
-	Usage   *openai.Usage // nil when the server does not say
+	Usage   *openai.Usage // nil if unknown
 }
 
 // WriteStream sends the answer chunk by chunk; withUsage adds the usage chunk if the answer has one.
@@ -55,7 +54,7 @@ func WriteStream(w http.ResponseWriter, a Answer, withUsage bool) error {
 // WriteJSON sends the answer in one piece.
 func WriteJSON(w http.ResponseWriter, a Answer) error { return writeAnswer(w, http.StatusOK, a) }
 
-// WriteUnfinished sends what there is of an answer that is still being made: 202, without a finish reason.
+// WriteUnfinished sends the text so far of an unfinished answer: 202, without a finish reason.
 func WriteUnfinished(w http.ResponseWriter, a Answer) error {
 	a.Finish = ""
 	return writeAnswer(w, http.StatusAccepted, a)
@@ -84,7 +83,7 @@ func writeAnswer(w http.ResponseWriter, status int, a Answer) error {
 	return writeJSON(w, status, body)
 }
 
-// Failure is an error as the protocol tells it.
+// Failure is the protocol's error object.
 type Failure struct {
 	Message string  `json:"message"`
 	Type    string  `json:"type"`
@@ -111,14 +110,14 @@ func WriteModel(w http.ResponseWriter, created int64, owner string, m Model) err
 	return writeJSON(w, http.StatusOK, modelObject{m, "model", created, owner})
 }
 
-// Model is what a client may name as model. The protocol knows no description and no greeting, but takes them.
+// Model is an entry of the listing of models. Description and greeting extend the protocol.
 type Model struct {
 	ID          string `json:"id"`
 	Description string `json:"description,omitempty"`
 	Greeting    string `json:"greeting,omitempty"`
 }
 
-// modelObject is a model as the protocol has it.
+// modelObject is the protocol's model object.
 type modelObject struct {
 	Model
 	Object  string `json:"object"`

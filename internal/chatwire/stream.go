@@ -60,10 +60,7 @@ type delta struct {
 
 // Open sends the headers of a stream.
 func Open(w http.ResponseWriter, id, model string, created int64) *Stream {
-	w.Header().Set("Content-Type", "text/event-stream")
-	w.Header().Set("Cache-Control", "no-cache")
-	w.Header().Set("X-Accel-Buffering", "no")
-	w.WriteHeader(http.StatusOK)
+	sse.Open(w)
 	head := chunk{ID: id, Object: "chat.completion.chunk", Created: created, Model: model}
 	return &Stream{w: w, head: head}
 }
@@ -139,15 +136,8 @@ func (s *Stream) data(v any) {
 }
 
 func (s *Stream) write(event []byte) {
-	if s.err != nil {
-		return
-	}
-	if _, err := s.w.Write(event); err != nil {
-		s.err = fmt.Errorf("send chunk: %w", err)
-		return
-	}
-	if err := http.NewResponseController(s.w).Flush(); err != nil {
-		s.err = fmt.Errorf("flush chunk: %w", err)
+	if s.err == nil {
+		s.err = sse.Send(s.w, event)
 	}
 }
 

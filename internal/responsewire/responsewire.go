@@ -134,18 +134,15 @@ func WriteJSON(w http.ResponseWriter, body any) error {
 type Stream struct {
 	w      http.ResponseWriter
 	head   Response
-	number int
-	said   string
-	begun  bool
+	number int // of the next event
+	text   string
+	begun  bool // the message is open
 	err    error
 }
 
 // Open sends the headers and the events with which each stream begins.
 func Open(w http.ResponseWriter, r Response) *Stream {
-	w.Header().Set("Content-Type", "text/event-stream")
-	w.Header().Set("Cache-Control", "no-cache")
-	w.Header().Set("X-Accel-Buffering", "no")
-	w.WriteHeader(http.StatusOK)
+	sse.Open(w)
 	r.Status, r.Text, r.Usage = InProgress, "", nil
 	s := &Stream{w: w, head: r}
 	s.send("response.created", map[string]any{"response": r.document()})
@@ -156,22 +153,22 @@ func Open(w http.ResponseWriter, r Response) *Stream {
 // Text sends a piece of the answer.
 func (s *Stream) Text(piece string) {
 	s.begin()
-	s.said += piece
+	s.text += piece
 	s.send("response.output_text.delta", s.place(map[string]any{"delta": piece, "logprobs": []any{}}))
 }
 
 // Idle sends a sign of life.
 func (s *Stream) Idle() { s.write(sse.Comment(nil, "keep-alive")) }
 
-// Finish ends the stream with the response as it has come out.
+// Finish ends the stream with the final response.
 func (s *Stream) Finish(r Response) {
 	if r.Text != "" || r.Status == Completed || s.begun {
 		s.begin()
-		s.send("response.output_text.done", s.place(map[string]any{"text": s.said, "logprobs": []any{}}))
-		s.send("response.content_part.done", s.place(map[string]any{"part": part(s.said)}))
-		s.send("response.output_item.done", map[string]any{"output_index": 0, "item": r.item(s.said)})
+		s.send("response.output_text.done", s.place(map[string]any{"text": s.text, "logprobs": []any{}}))
+		s.send("response.content_part.done", s.place(map[string]any{"part": part(s.text)}))
+		s.send("response.output_item.done", map[string]any{"output_index": 0, "item": r.item(s.text)})
 	}
-	r.Text = s.said
+	r.Text = s.text
 	name := "response." + r.Status
 	if r.Status == Cancelled {
 		name = "response.failed" // there is no event of that name
@@ -194,7 +191,7 @@ func (s *Stream) begin() {
 	s.send("response.content_part.added", s.place(map[string]any{"part": part("")}))
 }
 
-// place says which part an event is about.
+// place adds the position of the part that an event is about.
 func (s *Stream) place(event map[string]any) map[string]any {
 	event["item_id"], event["output_index"], event["content_index"] = s.head.ItemID, 0, 0
 	return event
@@ -211,14 +208,7 @@ func (s *Stream) send(name string, event map[string]any) {
 }
 
 func (s *Stream) write(event []byte) {
-	if s.err != nil {
-		return
-	}
-	if _, err := s.w.Write(event); err != nil {
-		s.err = fmt.Errorf("send event: %w", err)
-		return
-	}
-	if err := http.NewResponseController(s.w).Flush(); err != nil {
-		s.err = fmt.Errorf("flush event: %w", err)
+	if s.err == nil {
+		s.err = sse.Send(s.w, event)
 	}
 }

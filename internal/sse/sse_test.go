@@ -34,7 +34,7 @@ func TestAnEventIsWrittenSo(t *testing.T) {
 	} {
 		assert.Equal(t, want, string(e.Append(nil)), e)
 	}
-	assert.Equal(t, ": a\n: b\n\nretry: 1000\n\n", string(sse.Again(sse.Comment(nil, "a\nb"), time.Second)))
+	assert.Equal(t, ": a\n: b\n\nretry: 1000\n\n", string(sse.Retry(sse.Comment(nil, "a\nb"), time.Second)))
 }
 
 func TestAVeryLongEventIsOne(t *testing.T) {
