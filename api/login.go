@@ -19,7 +19,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/credentials"
-	"github.com/lanekeeper/lanekeeper/internal/local"
+	"github.com/lanekeeper/lanekeeper/internal/origin"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/principals"
@@ -92,15 +92,15 @@ func (s *sessions) logoutCookie(r *http.Request) *http.Cookie { return s.cookie(
 // clearCookie deletes an invalid cookie. Call it only for a page: a background request could delete the cookie of a
 // newer login.
 func (s *sessions) clearCookie(w http.ResponseWriter, r *http.Request) {
-	if _, err := r.Cookie(local.CookieName(r, sessionCookie)); err == nil {
+	if _, err := r.Cookie(origin.CookieName(r, sessionCookie)); err == nil {
 		http.SetCookie(w, s.logoutCookie(r))
 	}
 }
 
 func (s *sessions) cookie(r *http.Request, value string, age int) *http.Cookie {
 	return &http.Cookie{
-		Name: local.CookieName(r, sessionCookie), Value: value, Path: "/", MaxAge: age, HttpOnly: true,
-		SameSite: http.SameSiteStrictMode, Secure: local.ViaTLS(r),
+		Name: origin.CookieName(r, sessionCookie), Value: value, Path: "/", MaxAge: age, HttpOnly: true,
+		SameSite: http.SameSiteStrictMode, Secure: origin.ViaTLS(r),
 	}
 }
 
@@ -109,7 +109,7 @@ var secretForm = regexp.MustCompile(`^[A-Z2-7]{26,40}$`)
 
 // current returns the caller of the request's session, or nil. An expired cookie counts as none.
 func (s *sessions) current(r *http.Request) (who *principals.Caller, err error) {
-	c, err := r.Cookie(local.CookieName(r, sessionCookie))
+	c, err := r.Cookie(origin.CookieName(r, sessionCookie))
 	if err != nil || !secretForm.MatchString(c.Value) {
 		return nil, nil //nolint:nilerr // the only error is a missing cookie
 	}
@@ -305,7 +305,7 @@ func (s *server) logOut(w http.ResponseWriter, r *http.Request) {
 
 // afterLogin returns the local path to open after the login, never a login page.
 func afterLogin(next string) string {
-	next = local.Path(next)
+	next = origin.Path(next)
 	if path, _, _ := strings.Cut(next, "?"); path == loginPath || path == logoutPath {
 		return "/"
 	}
@@ -324,7 +324,7 @@ func (s *server) writeErrorPage(w http.ResponseWriter, r *http.Request, err erro
 	s.auth.sessions.clearCookie(w, r)
 	to, page := loginPath, r.URL.RequestURI()
 	if r.Method != http.MethodGet && r.Method != http.MethodHead {
-		page = local.Referer(r)
+		page = origin.Referer(r)
 	}
 	if next := afterLogin(page); next != "/" {
 		to += "?next=" + url.QueryEscape(next)

@@ -20,7 +20,7 @@ import (
 	"github.com/coreos/go-oidc/v3/oidc"
 	"golang.org/x/oauth2"
 
-	"github.com/lanekeeper/lanekeeper/internal/local"
+	"github.com/lanekeeper/lanekeeper/internal/origin"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
@@ -92,7 +92,7 @@ func (o *oidcLogin) config(ctx context.Context, r *http.Request) (*oauth2.Config
 	}
 	base := strings.TrimSuffix(o.PublicURL, "/")
 	if base == "" {
-		base = map[bool]string{true: "https://", false: "http://"}[local.ViaTLS(r)] + r.Host
+		base = map[bool]string{true: "https://", false: "http://"}[origin.ViaTLS(r)] + r.Host
 	}
 	return &oauth2.Config{
 		ClientID: o.ClientID, ClientSecret: o.ClientSecret, Endpoint: provider.Endpoint(), RedirectURL: base + callbackPath,
@@ -103,8 +103,8 @@ func (o *oidcLogin) config(ctx context.Context, r *http.Request) (*oauth2.Config
 // attemptCookie is Lax, because the issuer sends the browser back from another site.
 func attemptCookie(r *http.Request, value string, age int) *http.Cookie {
 	return &http.Cookie{
-		Name: local.CookieName(r, oidcCookie), Value: value, Path: oidcPath, MaxAge: age, HttpOnly: true,
-		SameSite: http.SameSiteLaxMode, Secure: local.ViaTLS(r),
+		Name: origin.CookieName(r, oidcCookie), Value: value, Path: oidcPath, MaxAge: age, HttpOnly: true,
+		SameSite: http.SameSiteLaxMode, Secure: origin.ViaTLS(r),
 	}
 }
 
@@ -164,7 +164,7 @@ func (s *server) finishOIDC(w http.ResponseWriter, r *http.Request) {
 // attemptOf returns the attempt that this browser began, if the answer belongs to it.
 func attemptOf(r *http.Request) (a loginAttempt, err error) {
 	var text []byte
-	c, err := r.Cookie(local.CookieName(r, oidcCookie))
+	c, err := r.Cookie(origin.CookieName(r, oidcCookie))
 	if err == nil {
 		text, err = base64.RawURLEncoding.DecodeString(c.Value)
 	}

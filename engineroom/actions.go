@@ -11,7 +11,7 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/lanekeeper/lanekeeper/internal/local"
+	"github.com/lanekeeper/lanekeeper/internal/origin"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
@@ -55,9 +55,9 @@ func (room *Room) redirectBack(w http.ResponseWriter, r *http.Request, back stri
 // originPage returns the form's page.
 func originPage(r *http.Request) string {
 	if given := r.PostForm.Get(backField); given != "" {
-		return local.Path(given)
+		return origin.Path(given)
 	}
-	return local.Referer(r)
+	return origin.Referer(r)
 }
 
 // callRoute sends the body to the route within this process.

@@ -9,7 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/lanekeeper/lanekeeper/internal/local"
+	"github.com/lanekeeper/lanekeeper/internal/origin"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -25,7 +25,7 @@ var (
 
 // zoneOf returns the reader's time zone; UTC if unknown.
 func zoneOf(r *http.Request) *time.Location {
-	c, err := r.Cookie(local.CookieName(r, zoneCookie))
+	c, err := r.Cookie(origin.CookieName(r, zoneCookie))
 	if err != nil || len(c.Value) > 64 || c.Value == "Local" || !zoneForm.MatchString(c.Value) {
 		return time.UTC
 	}

@@ -26,7 +26,7 @@ import (
 	"github.com/klauspost/compress/gzhttp"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/lanekeeper/lanekeeper/internal/local"
+	"github.com/lanekeeper/lanekeeper/internal/origin"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
@@ -184,7 +184,7 @@ func (room *Room) serve(p page) http.Handler {
 			return
 		}
 		s := show{
-			visit: newVisit(r, p, ""), Flash: room.takeFlash(w, r), zoneCookie: local.CookieName(r, zoneCookie),
+			visit: newVisit(r, p, ""), Flash: room.takeFlash(w, r), zoneCookie: origin.CookieName(r, zoneCookie),
 		}
 		var body []byte
 		from, err := room.Read.Do(r.Context(), p.follows || s.fresh, func(ctx context.Context) (err error) {
@@ -611,7 +611,7 @@ func (room *Room) LogIn(w http.ResponseWriter, r *http.Request, status int, next
 
 // login serves the login page.
 func (room *Room) login(w http.ResponseWriter, r *http.Request) {
-	room.LogIn(w, r, http.StatusOK, local.Path(r.URL.Query().Get("next")), "")
+	room.LogIn(w, r, http.StatusOK, origin.Path(r.URL.Query().Get("next")), "")
 }
 
 const (
@@ -638,21 +638,21 @@ func (room *Room) setFlash(w http.ResponseWriter, r *http.Request, f flash) {
 	}
 	body := strconv.FormatInt(time.Now().Add(flashLasts).Unix(), 36) + "." + base64.RawURLEncoding.EncodeToString(text)
 	http.SetCookie(w, &http.Cookie{
-		Name: local.CookieName(r, flashCookie), Value: body + "." + room.sign(body), Path: "/",
+		Name: origin.CookieName(r, flashCookie), Value: body + "." + room.sign(body), Path: "/",
 		MaxAge:   int(flashLasts.Seconds()),
-		HttpOnly: true, SameSite: http.SameSiteStrictMode, Secure: local.ViaTLS(r),
+		HttpOnly: true, SameSite: http.SameSiteStrictMode, Secure: origin.ViaTLS(r),
 	})
 }
 
 // takeFlash returns and clears the stored message; nil for none.
 func (room *Room) takeFlash(w http.ResponseWriter, r *http.Request) *flash {
-	c, err := r.Cookie(local.CookieName(r, flashCookie))
+	c, err := r.Cookie(origin.CookieName(r, flashCookie))
 	if err != nil || r.Method != http.MethodGet {
 		return nil
 	}
 	http.SetCookie(w, &http.Cookie{
-		Name: local.CookieName(r, flashCookie), Path: "/", MaxAge: -1, HttpOnly: true, SameSite: http.SameSiteStrictMode,
-		Secure: local.ViaTLS(r),
+		Name: origin.CookieName(r, flashCookie), Path: "/", MaxAge: -1, HttpOnly: true, SameSite: http.SameSiteStrictMode,
+		Secure: origin.ViaTLS(r),
 	})
 	return room.readFlash(c.Value)
 }

@@ -7,7 +7,7 @@ import (
 	"net/http"
 	"strings"
 
-	"github.com/lanekeeper/lanekeeper/internal/local"
+	"github.com/lanekeeper/lanekeeper/internal/origin"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
@@ -69,7 +69,7 @@ func (room *Room) showSecret(w http.ResponseWriter, r *http.Request, back string
 	}
 	if made.Path != "" {
 		scheme := "http://"
-		if local.ViaTLS(r) {
+		if origin.ViaTLS(r) {
 			scheme = "https://"
 		}
 		made.Path = scheme + r.Host + made.Path

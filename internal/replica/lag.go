@@ -9,7 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
-	"github.com/lanekeeper/lanekeeper/internal/local"
+	"github.com/lanekeeper/lanekeeper/internal/origin"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -91,7 +91,7 @@ func (s *Source) Tell(h http.Header) {
 // Wrote has a browser read from the primary for a while. Nothing is kept from whom the cookie is made up.
 func Wrote(w http.ResponseWriter, r *http.Request) {
 	http.SetCookie(w, &http.Cookie{
-		Name: local.CookieName(r, wroteCookie), Value: "1", Path: "/", MaxAge: int(FreshFor.Seconds()),
+		Name: origin.CookieName(r, wroteCookie), Value: "1", Path: "/", MaxAge: int(FreshFor.Seconds()),
 		HttpOnly: true, SameSite: http.SameSiteStrictMode,
 		Secure: r.TLS != nil || strings.EqualFold(r.Header.Get("X-Forwarded-Proto"), "https"),
 	})
@@ -109,6 +109,6 @@ func Fresh(r *http.Request) bool {
 // JustWrote reports whether a request's browser wrote a moment ago. It is Fresh for an event stream, for which browsers
 // always send Cache-Control: no-cache.
 func JustWrote(r *http.Request) bool {
-	_, err := r.Cookie(local.CookieName(r, wroteCookie))
+	_, err := r.Cookie(origin.CookieName(r, wroteCookie))
 	return err == nil
 }

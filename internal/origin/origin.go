@@ -1,9 +1,8 @@
-// Package local tells addresses of this server from those that lead away.
+// Package origin relates a browser's request to this server's own origin: safe redirects, cookies per port, TLS.
 //
-// What a form or a link says about where to go next comes from the browser, and may have been put there by somebody
-// else. Path lets through what is a path of this server to every browser, which read "//host", "/\host" and a
-// path with a tab in it as another host.
-package local
+// The target of a form or a link comes from the browser, and another site may have written it. Path accepts only a
+// path that every browser resolves on this server: some read "//host", "/\host" or a path with a tab as another host.
+package origin
 
 import (
 	"net"
@@ -13,7 +12,7 @@ import (
 	"strings"
 )
 
-// Path is address when it is a path of this server, with its query and without a fragment, and else "/".
+// Path returns address without its fragment if it is a path of this server, else "/".
 func Path(address string) string {
 	odd := func(r rune) bool { return r <= ' ' || r == 0x7f || r == '\\' }
 	if !strings.HasPrefix(address, "/") || strings.HasPrefix(address, "//") || strings.ContainsFunc(address, odd) ||
@@ -31,7 +30,7 @@ func Path(address string) string {
 	return u.RequestURI()
 }
 
-// Referer is the path of the page that a request came from; "/" for that of another site.
+// Referer returns the path of the page that sent the request; "/" for a page of another site.
 func Referer(r *http.Request) string {
 	from, err := url.Parse(r.Referer())
 	if err != nil || from.Host != r.Host {
@@ -40,8 +39,8 @@ func Referer(r *http.Request) string {
 	return Path(from.RequestURI())
 }
 
-// CookieName is the name of a cookie with the port that the browser sees: it sends the cookies of a host to all of
-// its ports.
+// CookieName appends the port that the browser sees to a cookie's name, because browsers send the cookies of a host to
+// all of its ports.
 func CookieName(r *http.Request, name string) string {
 	_, port, err := net.SplitHostPort(r.Host)
 	if _, bad := strconv.ParseUint(port, 10, 16); err != nil || bad != nil {

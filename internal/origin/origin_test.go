@@ -1,10 +1,10 @@
-package local_test
+package origin_test
 
 import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
-	"github.com/lanekeeper/lanekeeper/internal/local"
+	"github.com/lanekeeper/lanekeeper/internal/origin"
 )
 
 func TestPath(t *testing.T) {
@@ -24,6 +24,6 @@ func TestPath(t *testing.T) {
 		"javascript:alert(1)":       "/",
 		"/a?next=https://b.example": "/a?next=https://b.example",
 	} {
-		assert.Equal(t, want, local.Path(given), given)
+		assert.Equal(t, want, origin.Path(given), given)
 	}
 }
