@@ -19,7 +19,7 @@ func ExampleReservation() {
 		r := &budgets.Reservation{
 			ExecutionID: x.ID, Claim: x.Claim,
 			Scopes: []budgets.Scope{{Name: "day", Limit: budgets.Limit{Tokens: 100_000}}},
-			Need:   budgets.Need{PromptTokens: 900, Wanted: 500, Least: 50},
+			Need:   budgets.Need{PromptTokens: 900, Wanted: 500, Min: 50},
 		}
 		return executions.Do(ctx, "model", executions.Call{
 			Entry: activity.Entry{Skill: "ask"}, OnIntent: r.Reserve,

@@ -28,7 +28,7 @@ type Need struct {
 	PromptUSD    float64
 	TokenUSD     float64 // of one completion token; 0 for a model without a price
 	Wanted       int64   // completion tokens
-	Least        int64   // completion tokens of a useful answer
+	Min          int64   // completion tokens of a useful answer
 }
 
 // Reservation reserves and settles one call. Its fields are set before use; only Estimate changes Need later. It is not
@@ -128,7 +128,7 @@ func (r *Reservation) Await(ctx context.Context, db postgres.DB) (int64, error) 
 		}
 		enough := r.enough()
 		if last = !time.Now().Before(deadline); last {
-			enough = r.Need.Least
+			enough = r.Need.Min
 		}
 		if err := r.retry(ctx, db, enough); err != nil {
 			return 0, err
@@ -178,19 +178,19 @@ func (r *Reservation) arguments(enough int64) postgres.Strict {
 	for i, s := range r.Scopes {
 		limits[i] = limit{s.Name, max(s.Tokens, 0), max(s.USD, 0)}
 	}
-	least := max(r.Need.Least, 1)
-	enough = max(enough, least)
+	minimum := max(r.Need.Min, 1)
+	enough = max(enough, minimum)
 	return postgres.Strict{
 		"execution_id": r.ExecutionID, "claim": r.Claim, "step": r.Step, "limits": limits, "need": map[string]any{
 			"prompt_tokens": r.Need.PromptTokens, "prompt_usd": r.Need.PromptUSD, "token_usd": r.Need.TokenUSD,
-			"wanted": max(r.Need.Wanted, enough), "enough": enough, "least": least,
+			"wanted": max(r.Need.Wanted, enough), "enough": enough, "least": minimum,
 		},
 	}
 }
 
 // enough is the accepted length of an answer while others hold the remainder: half of the wanted one. A wait is better
 // than a short answer.
-func (r *Reservation) enough() int64 { return max(r.Need.Wanted/2, r.Need.Least, 1) }
+func (r *Reservation) enough() int64 { return max(r.Need.Wanted/2, r.Need.Min, 1) }
 
 func (r *Reservation) patience() time.Duration {
 	if r.Patience > 0 {

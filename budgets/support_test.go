@@ -28,7 +28,7 @@ func running(t *testing.T, db *pgxpool.Pool) string {
 func call(id string, n int, scopes ...budgets.Scope) *budgets.Reservation {
 	return &budgets.Reservation{
 		ExecutionID: id, Claim: 1, Step: fmt.Sprintf("model %d", n), Scopes: scopes,
-		Need: budgets.Need{PromptTokens: 100, Wanted: 1000, Least: 50},
+		Need: budgets.Need{PromptTokens: 100, Wanted: 1000, Min: 50},
 	}
 }
 

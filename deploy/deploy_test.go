@@ -148,8 +148,8 @@ func enough(t *testing.T, where string, drain, granted time.Duration) {
 	t.Helper()
 	// After the two timeouts: answers that are cut say so (5 s), what is under way is cut off (5 s), and leases are
 	// given back.
-	least := drain + 2*duration(t, fallback(t, "AGENT_SHUTDOWN_TIMEOUT")) + 15*time.Second
-	assert.Truef(t, granted >= least, "%s: the process is killed after %s, and may need %s", where, granted, least)
+	needed := drain + 2*duration(t, fallback(t, "AGENT_SHUTDOWN_TIMEOUT")) + 15*time.Second
+	assert.Truef(t, granted >= needed, "%s: the process is killed after %s, and may need %s", where, granted, needed)
 }
 
 func TestACompositionKeepsItsData(t *testing.T) {

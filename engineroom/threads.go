@@ -186,11 +186,11 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 		select `+threadRowColumns+` from (select w.id from (
 		  (select x.id, x.updated_at, x.channel, x.agent, x.owner, x.participant, x.name from agent_threads x
 		    where @owner <> '' and x.owner = @owner and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
-		    order by x.updated_at desc, x.id desc limit @looked)
+		    order by x.updated_at desc, x.id desc limit @searched)
 		  union all
 		  (select x.id, x.updated_at, x.channel, x.agent, x.owner, x.participant, x.name from agent_threads x
 		    where @owner = '' and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
-		    order by x.updated_at desc, x.id desc limit @looked)) w
+		    order by x.updated_at desc, x.id desc limit @searched)) w
 		  where (@channel = '' or w.channel = @channel) and (@agent = '' or w.agent ilike @agent)
 		    and (@owners::text[] is null or w.owner = any (@owners))
 		    and (@name = '' or w.id ilike @name or w.participant ilike @name or w.name ilike @name)
@@ -199,7 +199,7 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 		 order by t.updated_at desc, t.id desc`, freshPlan,
 		postgres.Strict{
 			"owner": f.oneOwner(), "owners": f.moreOwners(), "name": likePart(f.Name), "channel": f.Channel,
-			"agent": likePart(f.Agent), "at": at, "before": id, "looked": maxSearched,
+			"agent": likePart(f.Agent), "at": at, "before": id, "searched": maxSearched,
 			"most":        threadsShown,
 			"queued_most": maxQueued,
 		})
@@ -233,12 +233,12 @@ func (room *Room) searchEnd(
 	err = room.Read.QueryRow(ctx, `
 		select w.* from ((select x.updated_at, x.id from agent_threads x
 		  where @owner <> '' and x.owner = @owner and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
-		  order by x.updated_at desc, x.id desc offset @looked - 1 limit 1)
+		  order by x.updated_at desc, x.id desc offset @searched - 1 limit 1)
 		union all
 		(select x.updated_at, x.id from agent_threads x
 		  where @owner = '' and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
-		  order by x.updated_at desc, x.id desc offset @looked - 1 limit 1)) w`, freshPlan,
-		postgres.Strict{"owner": f.oneOwner(), "at": at, "before": before, "looked": maxSearched}).Scan(&end.At, &end.ID)
+		  order by x.updated_at desc, x.id desc offset @searched - 1 limit 1)) w`, freshPlan,
+		postgres.Strict{"owner": f.oneOwner(), "at": at, "before": before, "searched": maxSearched}).Scan(&end.At, &end.ID)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return end, false, nil
 	}

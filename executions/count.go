@@ -50,9 +50,9 @@ func CountPass(
 
 // countInTx is a pass in its transaction.
 func countInTx(ctx context.Context, tx pgx.Tx, limit int, lag time.Duration) (counted int, more bool, err error) {
-	var upto, looked string
+	var upto, checked string
 	err = tx.QueryRow(ctx, `
-		select c.counted_upto::text, c.looked::text from agent_executions_counted c for update skip locked`).Scan(&upto, &looked)
+		select c.counted_upto::text, c.looked::text from agent_executions_counted c for update skip locked`).Scan(&upto, &checked)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return 0, false, nil // another process counts
 	} else if err != nil {
@@ -73,7 +73,7 @@ func countInTx(ctx context.Context, tx pgx.Tx, limit int, lag time.Duration) (co
 	var listed int
 	var last string
 	err = tx.QueryRow(ctx, countSQL, pgx.QueryExecModeCacheDescribe, postgres.Strict{
-		"counted_upto": upto, "bound": bound, "looked": looked, "most": limit,
+		"counted_upto": upto, "bound": bound, "looked": checked, "most": limit,
 	}).Scan(&counted, &listed, &last)
 	if err != nil {
 		return 0, false, err

@@ -90,7 +90,7 @@ func (a *account) reservation(ctx context.Context, model *models.Client, req mod
 		return budgets.Need{
 			PromptTokens: int64(math.Ceil(float64(quote.PromptTokens) * dense)), PromptUSD: quote.PromptUSD * dense,
 			TokenUSD: quote.TokenUSD,
-			Wanted:   int64(quote.AnswerTokens), Least: int64(min(minAnswer, quote.AnswerTokens)),
+			Wanted:   int64(quote.AnswerTokens), Min: int64(min(minAnswer, quote.AnswerTokens)),
 		}
 	}
 	return &reservation{

@@ -32,13 +32,13 @@ var kinds = map[string]kind{
 	"activity": {
 		first: zeroID,
 		find: `
-		with looked as materialized (
+		with page as materialized (
 		  select a.id, a.trace_id, a.execution_id, a.created_at from agent_activity a
 		   where a.id > @after::uuid
 		     and a.id < (select least(lanekeeper.agent_uuid7_floor(@before), c.counted_upto) from agent_activity_counted c)
 		   order by a.id limit @most),
 		needed as materialized (
-		  select t.trace_id from (select distinct l.trace_id from looked l) t
+		  select t.trace_id from (select distinct l.trace_id from page l) t
 		   where exists (select from agent_executions e where e.trace_id = t.trace_id and e.completed_at is null)
 		      or exists (select from agent_approvals p
 		                  where p.trace_id = t.trace_id and p.status in ('pending', 'approved') and p.expires_at > now()))
@@ -49,7 +49,7 @@ var kinds = map[string]kind{
 		        and not exists (select from agent_activity_uncounted u where u.activity_id = l.id)
 		        and not exists (select from agent_executions e where e.id = l.execution_id and e.completed_at is null))
 		        is true as goes
-		  from looked l order by l.id`,
+		  from page l order by l.id`,
 		// The bounds let the server skip partitions.
 		remove: `
 		with held as (
@@ -68,11 +68,11 @@ var kinds = map[string]kind{
 		effect: "execution",
 		prune:  pruneExecutions,
 		find: `
-		with looked as materialized (
+		with page as materialized (
 		  select x.id, x.trace_id, x.parent_id, x.completed_at, x.dedupe_key from agent_executions x
 		   where x.id > @after::uuid and x.id < lanekeeper.agent_uuid7_floor(@before) order by x.id limit @most),
 		needed as materialized (
-		  select t.trace_id from (select distinct l.trace_id from looked l) t
+		  select t.trace_id from (select distinct l.trace_id from page l) t
 		   where exists (select from agent_executions e
 		                  where e.trace_id = t.trace_id and (e.completed_at is null or e.completed_at >= @before))
 		      or exists (select from agent_approvals p
@@ -96,7 +96,7 @@ var kinds = map[string]kind{
 		                         where c.id = lanekeeper.agent_uuid(substr(l.dedupe_key, 10))
 		                           and l.dedupe_key like 'mcp.call %'
 		                           and c.collected_at is null)) is true as goes
-		  from looked l order by l.id`,
+		  from page l order by l.id`,
 		remove: `
 		with held as (
 		  select x.id from agent_executions x where x.id = any (@keys::uuid[]) and x.completed_at is not null order by x.id
@@ -112,7 +112,7 @@ var kinds = map[string]kind{
 		first:  zeroID,
 		effect: "event",
 		find: `
-		with looked as materialized (
+		with page as materialized (
 		  select v.id, v.event, v.key, v.execution_id, v.consumed_by, v.created_at from agent_events v
 		   where v.id > @after::uuid and v.id < lanekeeper.agent_uuid7_floor(@before) order by v.id limit @most),
 		oldest as materialized (
@@ -137,7 +137,7 @@ var kinds = map[string]kind{
 		              select lanekeeper.agent_uuid7_floor(l.created_at + r.keep)::text collate "C"
 		                from agent_retention r where r.kind = 'events'), true)
 		          else true end) is true as goes
-		  from looked l order by l.id`,
+		  from page l order by l.id`,
 		remove: `
 		with held as (select v.id from agent_events v where v.id = any (@keys::uuid[]) for update skip locked)
 		delete from agent_events v using held h where v.id = h.id returning v.id::text`,
@@ -148,7 +148,7 @@ var kinds = map[string]kind{
 		limit:  50,
 		prune:  pruneThreads,
 		find: `
-		with looked as materialized (
+		with page as materialized (
 		  select t.id, t.updated_at from agent_threads t
 		   where (t.updated_at, t.id) > (@at::text::timestamptz, @after) and t.updated_at < @before
 		   order by t.updated_at, t.id limit @most)
@@ -159,7 +159,7 @@ var kinds = map[string]kind{
 		       and not exists (select from agent_locks k
 		                        where k.lane = 'thread:' || l.id and k.locked_by <> ''
 		                          and (k.parked or k.expires_at > now())) as goes
-		  from looked l order by l.updated_at, l.id`,
+		  from page l order by l.updated_at, l.id`,
 		count: `
 		select count(*) from agent_messages m
 		 where m.thread_id = any (@keys)
@@ -171,7 +171,7 @@ var kinds = map[string]kind{
 	"approvals": {
 		first: zeroID,
 		find: `
-		with looked as materialized (
+		with page as materialized (
 		  select a.id, a.status, a.execution_id, a.parked, a.created_at, a.decided_at, a.consumed_at, a.consumed_for,
 		         a.expires_at from agent_approvals a
 		   where a.id > @after::uuid and a.id < lanekeeper.agent_uuid7_floor(@before) order by a.id limit @most)
@@ -183,7 +183,7 @@ var kinds = map[string]kind{
 		        and not exists (select from agent_executions x
 		                         where x.id = lanekeeper.agent_uuid(left(l.consumed_for, 36)) and x.completed_at is null))
 		       is true as goes
-		  from looked l order by l.id`,
+		  from page l order by l.id`,
 		remove: `
 		with held as (select a.id from agent_approvals a where a.id = any (@keys::uuid[]) for update skip locked)
 		delete from agent_approvals a using held h where a.id = h.id returning a.id::text`,
@@ -193,14 +193,14 @@ var kinds = map[string]kind{
 		first:  zeroID,
 		effect: "run",
 		find: `
-		with looked as materialized (
+		with page as materialized (
 		  select r.id, r.status, r.execution_id, r.claimed_at, r.finished_at from agent_automation_runs r
 		   where r.id > @after::uuid and r.id < lanekeeper.agent_uuid7_floor(@before) order by r.id limit @most)
 		select l.id::text as key,
 		       (l.status in ('success', 'skipped') and coalesce(l.finished_at, l.claimed_at) < @before
 		        and not exists (select from agent_executions x where x.id = l.execution_id and x.completed_at is null))
 		        is true as goes
-		  from looked l order by l.id`,
+		  from page l order by l.id`,
 		remove: `
 		with held as (
 		  select r.id from agent_automation_runs r where r.id = any (@keys::uuid[]) and r.status in ('success', 'skipped')
@@ -211,13 +211,13 @@ var kinds = map[string]kind{
 	"deliveries": {
 		first: zeroID,
 		find: `
-		with looked as materialized (
+		with page as materialized (
 		  select d.id, d.status, d.execution_id, d.finished_at from agent_webhook_deliveries d
 		   where d.id > @after::uuid and d.id < lanekeeper.agent_uuid7_floor(@before) order by d.id limit @most)
 		select l.id::text as key,
 		       l.status in ('done', 'ignored') and coalesce(l.finished_at, '-infinity') < @before
 		       and not exists (select from agent_executions x where x.id = l.execution_id and x.completed_at is null) as goes
-		  from looked l order by l.id`,
+		  from page l order by l.id`,
 		remove: `
 		with held as (
 		  select d.id from agent_webhook_deliveries d where d.id = any (@keys::uuid[]) and d.status in ('done', 'ignored')
@@ -228,10 +228,10 @@ var kinds = map[string]kind{
 	"channel_messages": {
 		first: zeroID,
 		find: `
-		with looked as materialized (
+		with page as materialized (
 		  select m.id, m.finished_at from agent_channel_messages m
 		   where m.id > @after::uuid and m.id < lanekeeper.agent_uuid7_floor(@before) order by m.id limit @most)
-		select l.id::text as key, coalesce(l.finished_at < @before, false) as goes from looked l order by l.id`,
+		select l.id::text as key, coalesce(l.finished_at < @before, false) as goes from page l order by l.id`,
 		remove: `
 		with held as (
 		  select m.id from agent_channel_messages m where m.id = any (@keys::uuid[]) and m.finished_at is not null
@@ -243,11 +243,11 @@ var kinds = map[string]kind{
 		first:  zeroID,
 		effect: "outgoing",
 		find: `
-		with looked as materialized (
+		with page as materialized (
 		  select w.id, w.status, w.finished_at from agent_webhook_outbox w
 		   where w.id > @after::uuid and w.id < lanekeeper.agent_uuid7_floor(@before) order by w.id limit @most)
 		select l.id::text as key, l.status in ('sent', 'dead') and coalesce(l.finished_at, '-infinity') < @before as goes
-		  from looked l order by l.id`,
+		  from page l order by l.id`,
 		remove: `
 		with held as (
 		  select w.id from agent_webhook_outbox w where w.id = any (@keys::uuid[]) and w.status in ('sent', 'dead')
@@ -259,7 +259,7 @@ var kinds = map[string]kind{
 	"budgets": {
 		byTime: true,
 		find: `
-		with looked as materialized (
+		with page as materialized (
 		  select b.scope, b.created_at, b.reserved_tokens, b.reserved_usd from agent_budgets b
 		   where b.created_at >= @at::text::timestamptz and (b.created_at > @at::text::timestamptz or b.scope > @after)
 		     and b.created_at < @before
@@ -269,7 +269,7 @@ var kinds = map[string]kind{
 		       and not exists (select from agent_executions x
 		                        where l.scope like 'run:%' and x.trace_id = substr(l.scope, 5)
 		                          and x.completed_at is null) as goes
-		  from looked l order by l.created_at, l.scope`,
+		  from page l order by l.created_at, l.scope`,
 		remove: `
 		with held as (
 		  select b.scope from agent_budgets b where b.scope = any (@keys) and b.reserved_tokens = 0 and b.reserved_usd = 0
@@ -281,14 +281,14 @@ var kinds = map[string]kind{
 	"evals": {
 		first: zeroID,
 		find: `
-		with looked as materialized (
+		with page as materialized (
 		  select r.id, r.finished_at from agent_eval_runs r
 		   where r.id > @after::uuid and r.id < lanekeeper.agent_uuid7_floor(@before) order by r.id limit @most)
 		select l.id::text as key,
 		       coalesce(l.finished_at < @before, false)
 		       and not exists (select from agent_eval_runs c
 		                        where c.control_id = l.id and coalesce(c.finished_at >= @before, true)) as goes
-		  from looked l order by l.id`,
+		  from page l order by l.id`,
 		remove: `
 		with held as (
 		  select r.id from agent_eval_runs r where r.id = any (@keys::uuid[]) and r.finished_at is not null
@@ -343,13 +343,13 @@ var kinds = map[string]kind{
 		first: zeroID,
 		prune: prunePrompts,
 		find: `
-		with looked as materialized (
+		with page as materialized (
 		  select p.activity_id from agent_prompts p
 		   where p.activity_id > @after::uuid and p.activity_id < lanekeeper.agent_uuid7_floor(@before)
 		   order by p.activity_id limit @most)
 		select l.activity_id::text as key,
 		       not exists (select from agent_activity_open w where w.activity_id = l.activity_id) as goes
-		  from looked l order by l.activity_id`,
+		  from page l order by l.activity_id`,
 		remove: `
 		with held as (select p.activity_id from agent_prompts p where p.activity_id = any (@keys::uuid[])
 		     for update skip locked)

@@ -13,7 +13,7 @@ import (
 // lockWait is how long a piece waits for the lock of somebody else.
 const lockWait = "100ms"
 
-// cursor is the last row that a pass has looked at.
+// cursor is the last row that a pass has examined.
 type cursor struct {
 	At  string // a time in PostgreSQL's words; -infinity where the key alone counts
 	Key string
@@ -27,7 +27,7 @@ type state struct {
 	Open   bool // it has not ended yet
 }
 
-// found is a row that a piece has looked at.
+// found is a row that a piece has examined.
 type found struct {
 	cursor
 	Goes bool

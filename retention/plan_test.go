@@ -81,14 +81,14 @@ func TestAPieceReadsWhatItLooksAt(t *testing.T) {
 	for _, keep := range []string{"14 days", "90 days"} {
 		pgtest.Exec(t, pool, `update agent_retention set keep = $1::text::interval where kind = 'activity'`, keep)
 		for _, kind := range kinds {
-			least := 100
+			wanted := 100
 			if kind == "executions" && keep == "90 days" {
-				least = 0 // it is busy with the checkpoints of those that went before
+				wanted = 0 // it is busy with the checkpoints of those that went before
 			}
 			if kind == "evals" || kind == "eval_labels" {
-				least = 0 // there are none
+				wanted = 0 // there are none
 			}
-			readsLittle(t, pool, kind, least, piece(kind))
+			readsLittle(t, pool, kind, wanted, piece(kind))
 			readsLittle(t, pool, kind, 0, piece(kind))
 		}
 	}
@@ -107,7 +107,7 @@ func piece(kind string) func(ctx context.Context, db postgres.Beginner) (int64, 
 }
 
 // readsLittle runs what removes something, in the middle of what is old and not at once after what was removed before.
-func readsLittle(t *testing.T, pool postgres.Beginner, what string, least int,
+func readsLittle(t *testing.T, pool postgres.Beginner, what string, wanted int,
 	run func(context.Context, postgres.Beginner) (int64, error),
 ) {
 	t.Helper()
@@ -120,7 +120,7 @@ func readsLittle(t *testing.T, pool postgres.Beginner, what string, least int,
 		if err != nil {
 			return err
 		}
-		assert.Truef(t, removed >= int64(least/4), "%s: %d rows", what, removed)
+		assert.Truef(t, removed >= int64(wanted/4), "%s: %d rows", what, removed)
 		after, err := reads(t, tx)
 		for table, n := range after {
 			seq, rows := n.Seq-before[table].Seq, n.Rows-before[table].Rows

@@ -30,12 +30,12 @@ func rounds() int {
 // randomPolicy keeps each kind for some days, or for ever. Partial says whether activity goes row by row.
 func randomPolicy(r *rand.Rand) map[string]string {
 	policy := map[string]string{}
-	for kind, least := range map[string]int{
+	for kind, minDays := range map[string]int{
 		"activity": 7, "executions": 1, "events": 1, "messages": 1, "approvals": 1, "automation_runs": 1, "deliveries": 1,
 		"outbox": 1, "channel_messages": 1,
 		"budgets": 31, "hour_counts": 35, "prompts": 1,
 	} {
-		policy[kind] = fmt.Sprintf("%dd", least+r.IntN(120))
+		policy[kind] = fmt.Sprintf("%dd", minDays+r.IntN(120))
 		if r.IntN(6) == 0 {
 			policy[kind] = retention.Forever
 		}

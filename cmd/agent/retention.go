@@ -35,7 +35,7 @@ select * from agent_retention.`,
 					if p.EndedAt != nil {
 						last = formatTime(*p.EndedAt)
 					}
-					return []string{p.Kind, p.Keep, p.Least, fmt.Sprint(p.Removed), last, p.About}
+					return []string{p.Kind, p.Keep, p.MinKeep, fmt.Sprint(p.Removed), last, p.About}
 				})
 		}),
 	}
