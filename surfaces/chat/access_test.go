@@ -396,6 +396,15 @@ func TestAThreadKeepsItsAgent(t *testing.T) {
 	var failure *openai.APIError
 	require.Truef(t, errors.As(err, &failure) && failure.HTTPStatusCode == http.StatusConflict &&
 		failure.Code == "thread_agent", "another agent in the thread: %v", err)
+	assert.Contains(t, failure.Message, "belongs to billing. Name that model")
+	// A key that no longer reaches the thread's agent is not advised to name it.
+	_, err = agents.Put(t.Context(), w.pool, agents.Definition{Name: "billing", Instructions: "You are Bill.",
+		Keys: []string{"shop"}}, "workspace")
+	require.NoError(t, err)
+	_, err = both.CreateChatCompletion(t.Context(), to("sales", "And now?"))
+	require.True(t, errors.As(err, &failure), err)
+	assert.Equal(t, "This thread belongs to an agent that this key does not reach. Start another thread.",
+		failure.Message)
 	// What it said is billing's alone: neither another key nor another agent sees it.
 	for _, key := range []string{"site", "shop"} {
 		model := map[string]string{"site": "sales", "shop": "billing"}[key]

@@ -398,11 +398,18 @@ func (c *Chat) sameAgent(ctx context.Context, tx pgx.Tx, thread string, a *UserM
 	if thread == agentName(a.agent) {
 		return nil
 	}
-	owner, err := c.Agents.Acting(ctx, tx, thread)
-	if err != nil || owner.Name == a.agent.Name {
+	all, err := c.Agents.List(ctx, tx)
+	if err != nil {
 		return err
 	}
+	owner := agents.Acting(all, thread)
+	if owner.Name == a.agent.Name {
+		return nil
+	}
 	r := conflict("thread_agent", "This thread belongs to %s. Name that model, or start another thread.", owner.Name)
+	if _, err := selectAgent(agents.ReachedBy(all, a.Owner), owner.Name); err != nil && a.available != nil {
+		r = conflict("thread_agent", "This thread belongs to an agent that this key does not reach. Start another thread.")
+	}
 	r.Param = "model"
 	return r
 }
