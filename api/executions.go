@@ -282,6 +282,12 @@ func (s *server) startExecution(r request) (response, error) {
 		if b.WaitForCompletion && spec.ThreadID == "" {
 			spec.ThreadID = deref(parent.ThreadID)
 		}
+	} else {
+		acting, err := s.agents.Default(r.Context(), s.pool)
+		if err != nil {
+			return response{}, err
+		}
+		spec.Agent = acting.Name
 	}
 	if err := startError(flows.CheckThread(r.Context(), s.pool, b.Flow, spec.ThreadID)); err != nil {
 		return response{}, err

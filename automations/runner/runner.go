@@ -50,7 +50,7 @@ type Runner struct {
 	Engine   *executions.Engine
 	Logger   *slog.Logger
 	Listener *postgres.Listener // shortens the poll; may be nil
-	Agent    string             // acting agent
+	Agent    string             // acting agent where Loop has no Agents
 	// PollEvery is the interval of polls without a notification; default 5 s. SignalsEvery is the interval of signal
 	// evaluations; default 30 s.
 	PollEvery, SignalsEvery time.Duration
@@ -155,8 +155,16 @@ func (r *Runner) Dispatch(ctx context.Context) (started int, err error) {
 	if err != nil {
 		return 0, fmt.Errorf("dispatch automations: %w", err)
 	}
+	acting := r.Agent
+	if r.Loop.Agents != nil && len(ready) > 0 {
+		a, err := r.Loop.Agents.Default(ctx, r.Pool)
+		if err != nil {
+			return 0, fmt.Errorf("dispatch automations: %w", err)
+		}
+		acting = a.Name
+	}
 	for _, t := range ready {
-		ok, err := r.start(ctx, t)
+		ok, err := r.start(ctx, t, cmp.Or(t.Agent, acting))
 		if err != nil {
 			return started, fmt.Errorf("dispatch automation %q: %w", t.Name, err)
 		}
@@ -171,13 +179,13 @@ func (r *Runner) Dispatch(ctx context.Context) (started int, err error) {
 var errTaken = errors.New("claimed by another process")
 
 // start claims a run and starts its execution in one transaction.
-func (r *Runner) start(ctx context.Context, t Task) (bool, error) {
+func (r *Runner) start(ctx context.Context, t Task, acting string) (bool, error) {
 	run := t.Run
 	if run.Cause != automations.Event {
 		run.TraceID = "" // each attempt has its own trace
 	}
 	err := postgres.InTx(ctx, r.Pool, func(tx pgx.Tx) error {
-		s := Spec(cmp.Or(t.Agent, r.Agent), run)
+		s := Spec(acting, run)
 		if s.Surface == trace.Operate {
 			s.Surface = trace.Flow // no user waits for it
 		}

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -28,6 +29,9 @@ func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
 		When: `payload.action == "opened" and key startsWith "repo/"`, Prompt: "Answer the issue.",
 	})
 	w.put(t, automations.Definition{Name: "other", Event: "PUSH"})
+	w.loop.Agents = &agents.Directory{}
+	_, err := agents.Put(t.Context(), w.pool, agents.Definition{Name: "desk", Default: true}, "workspace")
+	require.NoError(t, err)
 	w.process(t)
 	pgtest.Exec(t, w.pool, `select *
 		from raise_agent_event('ISSUE', 'repo/1', '{"action": "opened", "title": "It broke", "password": "hunter2"}', 'd1',
@@ -38,8 +42,8 @@ func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
 	w.raise(t, "ISSUE", "elsewhere", `{"action": "opened"}`)
 	pgtest.Exec(t, w.pool, `select * from deliver_agent_event('EVENT_COMPLETED', 'PUSH')`) // known by its key
 	w.until(t, "skipped 2, success 2")
-	pgtest.Equal(t, w.pool, hook+" webhook automation "+hook, `
-		select r.trace_id || ' ' || x.surface || ' ' || x.flow || ' ' || x.trace_id
+	pgtest.Equal(t, w.pool, hook+" webhook automation "+hook+" desk", `
+		select r.trace_id || ' ' || x.surface || ' ' || x.flow || ' ' || x.trace_id || ' ' || x.agent
 		  from agent_automation_runs r join agent_executions x on x.id = r.execution_id where r.status = 'success'
 		    and r.trace_id <> ''  and x.surface = 'webhook'`)
 	prompt := w.model.Requests()[0].Messages[1].Content

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -388,6 +389,10 @@ func (c *cli) runAutomation(ctx context.Context, s *session, a *app.App, name, r
 		s.recordSkipped(ctx, "run_automation", map[string]any{"automation": automation.Name}, busy)
 		return &exitError{exitBusy, hint(fmt.Errorf("skipped: %w", busy), "see agent lanes ls")}
 	}
+	acting, err := a.Loop.Agents.Default(ctx, s.Pool)
+	if err != nil {
+		return err
+	}
 	var run automations.Run
 	_, err = recordChange(ctx, s, "run_automation_by_hand", map[string]any{
 		"automation": automation.Name,
@@ -400,7 +405,7 @@ func (c *cli) runAutomation(ctx context.Context, s *session, a *app.App, name, r
 	if err != nil {
 		return automationHint(err)
 	}
-	ended, err := a.Engine.RunSync(ctx, runner.Spec(s.config.Name, run))
+	ended, err := a.Engine.RunSync(ctx, runner.Spec(cmp.Or(automation.Agent, acting.Name), run))
 	if err != nil {
 		return err
 	}

@@ -101,7 +101,11 @@ func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) er
 	if err := startable(ctx, a, &b.spec); err != nil {
 		return err
 	}
-	b.spec.Agent = s.config.Name
+	acting, err := a.Loop.Agents.Default(ctx, s.Pool)
+	if err != nil {
+		return err
+	}
+	b.spec.Agent = acting.Name
 	if id := b.spec.ThreadID; id != "" { // a flow may create its thread
 		if err := b.openThread(ctx, s, id); err != nil {
 			return err

@@ -330,11 +330,15 @@ func (c *cli) callSkill(ctx context.Context, s *session, call app.SkillCall) err
 		}
 		return err
 	}
+	acting, err := a.Loop.Agents.Default(ctx, s.Pool)
+	if err != nil {
+		return err
+	}
 	var ended executions.Execution
 	err = a.RunWithLeases(ctx, func(ctx context.Context) error {
 		ended, err = a.Engine.RunSync(ctx, executions.Spec{
 			Flow: app.CallFlow, Surface: trace.Operate,
-			Agent: s.config.Name, Input: call,
+			Agent: acting.Name, Input: call,
 		})
 		return err
 	})

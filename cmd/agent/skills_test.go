@@ -306,7 +306,8 @@ func TestAgentCommands(t *testing.T) {
 	const sales = "kind: agent\nname: sales\ndefault: true\ndescription: Orders.\ninstructions: You are " +
 		"Nora.\ntimezone: Europe/Madrid\n" +
 		"limits: {tokens: 60000, day_usd: 5}\n"
-	const billing = "---\nkind: agent\nname: billing\nkeys: [shop]\nmemory: own\n"
+	const billing = "---\nkind: agent\nname: billing\nkeys: [shop]\nmemory: own\n" +
+		"---\nkind: automation\nname: look\ncron: 0 9 1 1 *\nskill: objectives_list\n"
 	dir := writeFolder(t, map[string]string{"a.yaml": sales + billing})
 	p.must("apply", dir)
 	p.must("apply", writeFolder(t, map[string]string{"a.yaml": sales + "effort: low\n" + billing}))
@@ -327,6 +328,10 @@ func TestAgentCommands(t *testing.T) {
 		assert.Contains(t, p.must(append(list, "--agent", "billing")...), "hb_")
 		assert.Contains(t, p.must(append(list, "--agent", "sales")...), "no matching ")
 	}
+	p.must("executions", "start", "external:sum")
+	p.must("skills", "call", "objectives_list")
+	p.must("automations", "run", "look")
+	assert.Contains(t, p.must("executions", "ls", "--agent", "sales"), "external:sum", "skill_call", "automation")
 	assert.Contains(t, p.must("threads", "ls", "--agent", "billing"), "no threads")
 	for _, c := range []struct {
 		args []string
