@@ -403,7 +403,7 @@ func (c Condition) failing(concerns func(string) bool) (found []finding) {
 				i = len(found)
 				at[f.Name] = i
 				many := func(n int) (string, string) { return fmt.Sprintf("%d %ss failing", n, kind), "#failing" }
-				found = append(found, finding{Reason: failingReason(kind, f.Name, o.Since, key), class: kind, many: many})
+				found = append(found, finding{Reason: failingReason(f, o.Since, key), class: kind, many: many})
 			}
 			found[i].Since = earliest(found[i].Since, o.Since)
 			if !slices.Contains(found[i].keys, key) { // the newest failure comes first
@@ -414,12 +414,17 @@ func (c Condition) failing(concerns func(string) bool) (found []finding) {
 	return found
 }
 
-func failingReason(kind, name string, since *time.Time, key string) Reason {
-	text := kind + " " + human.Cut(60, name) + " failing"
-	if kind == "model" {
+// failingReason is the reason of a failure. A model call that a limit refused (reason.EndedDay and others) did not reach
+// the model.
+func failingReason(f failure, since *time.Time, key string) Reason {
+	text, link := f.Kind+" "+human.Cut(60, f.Name)+" failing", SubjectURL(f.Kind, f.Name)
+	switch {
+	case f.Kind == "model" && strings.HasPrefix(f.Class, "budget_"):
+		text, link = "model calls refused by a limit", "/spend?days=1"
+	case f.Kind == "model":
 		text = "model calls failing"
 	}
-	return Reason{Text: text, Link: SubjectURL(kind, name), Since: since, keys: []string{key}}
+	return Reason{Text: text, Link: link, Since: since, keys: []string{key}}
 }
 
 // disabledSkills are the findings of skills that an agent may use and that self-heal disabled.

@@ -215,6 +215,8 @@ func TestTheConditionIsReadFromTheDatabase(t *testing.T) {
 	assert.Equal(t, "degraded: skill fetch failing </skills/fetch>, "+
 		"action webhook_send failing </activity?status=error&skill=webhook_send>, "+
 		"model calls failing </activity?status=error&skill=model_call>", judged(t, pool))
+	pgtest.Exec(t, pool, `update agent_activity set error_class = 'budget_surface' where kind = 'model'`)
+	assert.Contains(t, judged(t, pool), "model calls refused by a limit </spend?days=1>")
 	pgtest.Exec(t, pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = now();
 		update agent_activity set status = 'success' where skill_name <> 'fetch'`)
 	assert.Equal(t, "degraded: skill fetch disabled by self-heal </skills/fetch>", judged(t, pool))
