@@ -55,6 +55,7 @@ type stand struct {
 
 	runner *channels.Runner
 	env    sync.Map // the secrets
+	log    testkit.Log
 }
 
 func newStand(
@@ -75,7 +76,7 @@ func newStand(
 	keeper := lanes.NewKeeper(s.pool, lanes.Options{})
 	listener := lanes.NewListener(s.pool, nil)
 	r := &channels.Runner{
-		Pool: s.pool, Keeper: keeper, Listener: listener, Logger: slog.New(slog.DiscardHandler),
+		Pool: s.pool, Keeper: keeper, Listener: listener, Logger: slog.New(slog.NewTextHandler(&s.log, nil)),
 		Getenv: func(name string) string {
 			value, _ := s.env.Load(name)
 			return value.(string)
@@ -273,6 +274,8 @@ func TestTelegramPostsToTheWebhook(t *testing.T) {
 	assert.Equal(t, 400, post("a rotated secret", "no JSON"))
 	assert.Equal(t, 200, post("a rotated secret", update))
 	assert.Equal(t, 200, post("a rotated secret", update))
+	said := strings.Count(s.log.String(), "channel connected")
+	assert.Truef(t, said <= 1, "%d lines for 2 requests say that the channel is connected", said)
 	v := testkit.Receive(t, visits)
 	assert.Truef(t, v.Text == "see this" && len(v.Files) == 1 && string(v.Files[0].Content) == "content" &&
 		v.Sender == "9", "got %+v", v)
@@ -293,6 +296,9 @@ func TestOnlyLostTurnsOfLiveThreadsGetANotice(t *testing.T) {
 		  returning id, thread_id)
 		insert into agent_channel_messages (channel, external_id, conversation, sender, status, thread_id, execution_id)
 		select 'support', x.thread_id, x.thread_id, '7', 'running', x.thread_id, x.id from x`)
+	s.bot.Fail(func(method string, _ map[string]any) telegramtest.Fault {
+		return map[bool]telegramtest.Fault{true: telegramtest.Broken}[method == "sendMessage"]
+	})
 	pgtest.Exec(t, s.pool, `select pg_notify('agent_channels', 'support')`)
 	pgtest.Exec(t, s.pool, `update agent_executions set status = 'failed', claim = claim + 1, error_message = 'given up'`)
 	s.until("all messages are done", func() bool {
@@ -300,4 +306,7 @@ func TestOnlyLostTurnsOfLiveThreadsGetANotice(t *testing.T) {
 	})
 	pgtest.Equal(t, s.pool, "lost "+channels.FailedNotice,
 		`select string_agg(thread_id || ' ' || content, ', ') from agent_messages`)
+	s.until("the lost answer of Telegram is logged with its trace", func() bool {
+		return strings.Contains(s.log.String(), "trace_id=ch_lost")
+	})
 }

@@ -41,6 +41,7 @@ type send struct {
 	Conversation string
 	Content      string
 	ExecutionID  string
+	TraceID      string
 	Attempts     int
 	Parts        []string // the provider's ids of the parts so far
 	Attempting   bool     // the part after them was handed to the provider by an attempt that left no trace
@@ -68,7 +69,7 @@ func (w *worker) claimSends(ctx context.Context, limit int, full []string) ([]se
 		      order by f.message_id limit @limit)
 		  returning s.message_id, s.thread_id, s.attempts, s.parts, s.attempting)
 		select p.message_id::text, p.thread_id, h.name as conversation, m.content, coalesce(m.execution_id::text, '')
-		         as execution_id, p.attempts, p.parts, p.attempting, coalesce(i.message_ref, '') as reply_to
+		         as execution_id, coalesce(m.trace_id, '') as trace_id, p.attempts, p.parts, p.attempting, coalesce(i.message_ref, '') as reply_to
 		  from picked p join agent_messages m on m.id = p.message_id join agent_threads h on h.id = p.thread_id
 		  left join agent_channel_messages i on i.execution_id = m.execution_id and i.channel = @channel`,
 		postgres.Strict{
@@ -96,7 +97,8 @@ func (w *worker) deliver(ctx context.Context, s send) {
 	ctx, cancel = context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
 	defer cancel()
 	if err := w.recordSend(ctx, s, status, cause); err != nil {
-		w.Logger.WarnContext(ctx, "sent message not recorded", "channel", w.name, "message_id", s.MessageID, "error", err)
+		w.Logger.WarnContext(ctx, "sent message not recorded", "channel", w.name, "message_id", s.MessageID,
+			"trace_id", s.TraceID, "error", err)
 	}
 }
 
@@ -259,7 +261,7 @@ func (w *worker) recordSend(ctx context.Context, s send, status string, cause er
 	}
 	if cause != nil {
 		w.Logger.WarnContext(ctx, "channel message attempted", "channel", w.name, "message_id", s.MessageID,
-			"attempt", s.Attempts, "status", status, "error", message(cause))
+			"trace_id", s.TraceID, "attempt", s.Attempts, "status", status, "error", message(cause))
 	}
 	return postgres.InTx(ctx, w.Pool, func(tx pgx.Tx) error {
 		tag, err := tx.Exec(ctx, `

@@ -327,6 +327,7 @@ type hooked struct {
 	declared  Channel
 	secrets   map[string]string
 	transport Transport
+	state     *stateWriter
 }
 
 // ServeHTTP serves POST /channels/{name}, for providers that send messages by HTTP. Any process may serve it.
@@ -336,37 +337,36 @@ func (r *Runner) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		http.Error(w, "there is no such channel", http.StatusNotFound)
 		return
 	}
-	transport, err := r.hookOf(c)
+	transport, state, err := r.hookOf(c)
 	hook, is := transport.(Hook)
 	if err != nil || !is {
 		http.Error(w, "this channel takes no requests", http.StatusNotFound)
 		return
 	}
-	hook.Hook(w, req, &inbox{
-		db: r.Pool, pool: r.Pool, name: c.Name, state: &stateWriter{pool: r.Pool, name: c.Name, log: r.Logger},
-	})
+	hook.Hook(w, req, &inbox{db: r.Pool, pool: r.Pool, name: c.Name, state: state})
 }
 
 // hookOf opens the transport of a channel once for all its requests, until its declaration or a secret changes.
-func (r *Runner) hookOf(c Channel) (Transport, error) {
+func (r *Runner) hookOf(c Channel) (Transport, *stateWriter, error) {
 	r.hooks.Lock()
 	defer r.hooks.Unlock()
 	d := c.declared()
 	secrets, err := r.secrets(c)
 	if h := r.hooks.open[c.Name]; h != nil && reflect.DeepEqual(h.declared, d) &&
 		(err != nil || maps.Equal(h.secrets, secrets)) {
-		return h.transport, nil
+		return h.transport, h.state, nil
 	}
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	transport, err := r.open(c, secrets)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	if r.hooks.open == nil {
 		r.hooks.open = map[string]*hooked{}
 	}
-	r.hooks.open[c.Name] = &hooked{d, secrets, transport}
-	return transport, nil
+	state := &stateWriter{pool: r.Pool, name: c.Name, log: r.Logger}
+	r.hooks.open[c.Name] = &hooked{d, secrets, transport, state}
+	return transport, state, nil
 }
