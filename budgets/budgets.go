@@ -107,12 +107,13 @@ func (e *Error) Error() string {
 	return text
 }
 
-// ResetsAt returns when a daily limit resets, at midnight UTC. It is zero for other limits.
+// ResetsAt returns when a spent daily limit resets, at midnight UTC. It is zero for other limits, and for one that is
+// reserved: it has room again when the calls in progress end.
 func (e *Error) ResetsAt() time.Time {
 	kind, rest, _ := strings.Cut(e.Scope, ":")
 	date, _, _ := strings.Cut(rest, ":")
 	day, err := time.Parse(time.DateOnly, date)
-	if kind != "day" || err != nil {
+	if kind != "day" || err != nil || e.Kind == Reserved {
 		return time.Time{}
 	}
 	return day.AddDate(0, 0, 1)

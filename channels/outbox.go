@@ -69,7 +69,8 @@ func (w *worker) claimSends(ctx context.Context, limit int, full []string) ([]se
 		      order by f.message_id limit @limit)
 		  returning s.message_id, s.thread_id, s.attempts, s.parts, s.attempting)
 		select p.message_id::text, p.thread_id, h.name as conversation, m.content, coalesce(m.execution_id::text, '')
-		         as execution_id, coalesce(m.trace_id, '') as trace_id, p.attempts, p.parts, p.attempting, coalesce(i.message_ref, '') as reply_to
+		         as execution_id, coalesce(m.trace_id, '') as trace_id, p.attempts,
+		       p.parts, p.attempting, coalesce(i.message_ref, '') as reply_to
 		  from picked p join agent_messages m on m.id = p.message_id join agent_threads h on h.id = p.thread_id
 		  left join agent_channel_messages i on i.execution_id = m.execution_id and i.channel = @channel`,
 		postgres.Strict{

@@ -414,8 +414,7 @@ func (c Condition) failing(concerns func(string) bool) (found []finding) {
 	return found
 }
 
-// failingReason is the reason of a failure. A model call that a limit refused (reason.EndedDay and others) did not reach
-// the model.
+// failingReason is the reason of a failure. A model call that a limit refused did not reach the model.
 func failingReason(f failure, since *time.Time, key string) Reason {
 	text, link := f.Kind+" "+human.Cut(60, f.Name)+" failing", SubjectURL(f.Kind, f.Name)
 	switch {

@@ -402,6 +402,7 @@ func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
 	assert.Truef(t, got.Ended == "day" &&
 		strings.Contains(got.Text, "is reserved by calls in progress: 0 tokens spent, 2950 tokens "+"reserved"),
 		"outcome is %+v", got)
+	assert.Truef(t, got.Until.IsZero() && !strings.Contains(got.Text, "begins anew"), "a limit with room: %+v", got)
 	rows := named(w.rows(t, x), "model_call")
 	assert.Truef(t, len(rows) == 1 && rows[0].Class == "budget_day", "rows are %+v", rows)
 	pgtest.Exec(t, w.pool, `select lanekeeper.settle_agent_budget($1, 'model',

@@ -276,6 +276,29 @@ func TestASpentLimitIsAnErrorThatSaysWhenItEnds(t *testing.T) {
 	assert.Equal(t, 0, len(w.model.Requests()))
 }
 
+// A limit that calls in progress hold has room again soon, so nobody is sent away until tomorrow.
+func TestALimitThatOthersReserveIsNotSpent(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("At nine.").WithUsage(100, 10, 0))
+	p := w.process(t, limited(t, 30_000), func(c *chat.Chat) { c.Loop.Limits.Patience = 100 * time.Millisecond })
+	other := pgtest.Value[string](t, w.pool, `
+		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
+		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by)
+		select 'fl_x', 'flow', 'other', 'running', 1, id from w returning id::text`)
+	pgtest.Exec(t, w.pool, `
+		select lanekeeper.reserve_agent_budget($1, 1, 'model', '[{"scope": "day:{day}", "tokens": 30000, "usd": 0}]',
+		  '{"prompt_tokens": 29000, "prompt_usd": 0, "token_usd": 0, "wanted": 990, "enough": 990, "least": 990}')`, other)
+	client := p.official("site")
+	_, err := client.Chat.Completions.New(t.Context(), ask("When do you open?"))
+	var refused *openai.Error
+	require.Truef(t, errors.As(err, &refused) && refused.StatusCode == http.StatusTooManyRequests &&
+		strings.Contains(refused.Message, "in a moment") && !strings.Contains(refused.Message, "today"), "%v", err)
+	pgtest.Exec(t, w.pool, `select lanekeeper.settle_agent_budget($1, 'model',
+		'{"tokens": 100, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}')`, other)
+	_, err = client.Chat.Completions.New(t.Context(), ask("And now?"))
+	assert.NoError(t, err)
+}
+
 func TestALimitThatIsSpentInTheMiddleOfAnAnswerIsSaidInIt(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Let me see.").AndCall("opening", `{}`).WithUsage(1900, 90, 0))

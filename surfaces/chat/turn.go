@@ -287,21 +287,17 @@ func visibleAnswer(o reason.Outcome) (string, openai.FinishReason) {
 	case reason.EndedTokens, reason.EndedMoney:
 		return "I had to stop here: this took more than I may use for one answer.", openai.FinishReasonLength
 	case reason.EndedDay, reason.EndedSurface:
-		return "I have reached my limit for today" + retryAfterText(o.Until) + ".", openai.FinishReasonLength
+		if o.Until.IsZero() { // calls in progress hold the remainder
+			return "I am busy with other answers just now. Please write again in a moment.", openai.FinishReasonLength
+		}
+		return "I have reached my limit for today. I can answer again from " + o.Until.Format("2006-01-02 15:04 MST") +
+			" on.", openai.FinishReasonLength
 	case reason.EndedTime:
 		return "I had to stop here: this took longer than I may take for one answer. " +
 				"Please try again, or ask for a smaller part of it.",
 			openai.FinishReasonStop
 	}
 	return "I had to stop here before I was done. Please ask for a smaller part of it.", openai.FinishReasonStop
-}
-
-// retryAfterText names the end of a limit.
-func retryAfterText(until time.Time) string {
-	if until.IsZero() {
-		return ""
-	}
-	return ". I can answer again from " + until.Format("2006-01-02 15:04 MST") + " on"
 }
 
 // saveFinished makes the text of the finished model calls final, here and in the stored draft.
