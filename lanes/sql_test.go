@@ -342,6 +342,7 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 		"renew owner":   `select renew_agent_lock('x', $1, 1, 60)`,
 		"release lane":  `select release_agent_lock($1, 'a')`,
 		"release owner": `select release_agent_lock('x', $1)`,
+		"held lane":     `select is_agent_lock_held($1)`,
 		"break lane":    `select break_agent_lock($1, 'reason')`,
 	}
 	for what, value := range bad {

@@ -193,7 +193,8 @@ comment on function release_agent_lock is
 
 create or replace function is_agent_lock_held(p_lane text) returns boolean
 language sql volatile security definer set search_path from current as $$
-  select exists (select 1 from agent_locks l where l.lane = p_lane and l.expires_at > clock_timestamp())
+  select lanekeeper.agent_lock_check(p_lane, 'anybody', 1)
+     and exists (select 1 from agent_locks l where l.lane = p_lane and l.expires_at > clock_timestamp())
 $$;
 comment on function is_agent_lock_held is 'Whether somebody holds the lane now.';
 
