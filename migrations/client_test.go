@@ -51,6 +51,9 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 		{`select execution_id::text from deliver_agent_event('EVENT_COMPLETED', 'paid', '{"amount": 3}') where $1 <> $2`, id},
 	}, id, first)
 	second := pgtest.Value[string](t, conn, lock, id)
+	_, err := conn.Exec(t.Context(), `select unlock_agent_execution($1::text::uuid, $2, 'waiting', p_kind => 'agent',
+		p_key => '018f0000-0000-7000-8000-000000000000')`, id, second)
+	assert.Truef(t, postgres.IsCode(err, "P0002"), "a wait for no execution: %v", err)
 	says(t, conn, []asked{
 		{
 			`select r.checkpoints -> 'wait event 1' -> 'data' ->> 'amount' from read_agent_execution($1::text::uuid, $2) r`,
@@ -59,7 +62,7 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 		{`select unlock_agent_execution($1::text::uuid, $2, 'completed', 'the sum is 14')`, "completed"},
 		{`select refused from lock_agent_execution($1::text::uuid, 'worker 2') where $2 <> ''`, "ended"},
 	}, id, second)
-	_, err := conn.Exec(t.Context(), `select read_agent_execution($1::text::uuid, $2)`, id, first)
+	_, err = conn.Exec(t.Context(), `select read_agent_execution($1::text::uuid, $2)`, id, first)
 	assert.ErrorContains(t, err, "the lock of execution "+id+" is stale")
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "read under a void lock: %v", err)
 }

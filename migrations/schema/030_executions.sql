@@ -1246,6 +1246,9 @@ begin
   claim_ := agent_lock_claim(p_id, p_lock_id);               -- after the lock: its time may have run out meanwhile
   perform fence_agent_execution(p_id, coalesce(claim_, -1));
   if p_status = 'waiting' then
+    if p_kind = 'agent' and p_key <> '' and not exists (select from agent_executions y where y.id = lanekeeper.agent_uuid(p_key)) then
+      raise exception 'there is no execution %', quote_literal(left(p_key, 60)) using errcode = 'P0002';
+    end if;
     select 'wait ' || p_kind || ' ' || (x.wait_number + 1) into step_ from agent_executions x where x.id = p_id;
     outcome := lanekeeper.wait_agent_execution(p_id, claim_, step_, p_kind, p_key, p_timeout, null);
     if outcome is not null and p_kind = 'agent' then
@@ -1268,7 +1271,7 @@ end $$;
 comment on function unlock_agent_execution is
   'Release the lock of a run: end the run, or let it wait. After the wait any worker may lock it, and finds the '
   'outcome as step ''wait KIND N'' (N counts the waits of the run). It returns the status: running when the awaited '
-  'event was there already. LK001: the lock is void.';
+  'event was there already. LK001: the lock is void. P0002: there is no execution to wait for.';
 
 -- Limits.
 
