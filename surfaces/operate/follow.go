@@ -442,7 +442,9 @@ func (o *Operate) interruptTurn(ctx context.Context, id string, l *listener) (le
 func (o *Operate) waitsForApproval(ctx context.Context, id string, l *listener) bool {
 	for {
 		x, err := executions.Get(ctx, o.Pool, id)
-		for err == nil && x.Status == executions.Waiting && deref(x.WaitingFor) == "agent" {
+		seen := map[string]bool{} // executions of outside workers may wait for each other
+		for err == nil && x.Status == executions.Waiting && deref(x.WaitingFor) == "agent" && !seen[x.ID] {
+			seen[x.ID] = true
 			x, err = executions.Get(ctx, o.Pool, deref(x.WaitingKey))
 		}
 		switch {

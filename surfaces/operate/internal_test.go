@@ -38,6 +38,29 @@ func TestAdvanceOfLeftTurn(t *testing.T) {
 	require.NoError(t, err)
 }
 
+// Two executions of outside workers may wait for each other.
+func TestWaitsInACircleAreNoApproval(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	engine, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
+	require.NoError(t, err)
+	var ids [2]string
+	for i := range ids {
+		x, _, err := engine.Start(t.Context(), pool, executions.Spec{Flow: "external", Surface: trace.Operate})
+		require.NoError(t, err)
+		ids[i] = x.ID
+	}
+	pgtest.Exec(t, pool, `update agent_executions set status = 'running'`)
+	pgtest.Exec(t, pool, `
+		update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_step = 'wait agent 1',
+		  waiting_until = now() + interval '1 hour', waiting_key = case id when $1::text::uuid then $2::text else $1::text end`,
+		ids[0], ids[1])
+	ctx, stop := context.WithTimeout(t.Context(), time.Minute)
+	defer stop()
+	assert.True(t, !(&Operate{Options: Options{Pool: pool}}).waitsForApproval(ctx, ids[0], &listener{}), "it waits")
+	assert.NoError(t, ctx.Err())
+}
+
 // A resumed run that only waits for approval must free the lane it acquired, or the lane would be held until the
 // decision.
 func TestWaitingTurnFreesLane(t *testing.T) {
