@@ -213,7 +213,7 @@ func one(rows pgx.Rows, err error, doing string) (Document, error) {
 func Content(ctx context.Context, db postgres.DB, id string) ([]byte, error) {
 	var content []byte
 	err := db.QueryRow(ctx, `select content from agent_documents where id = @id`, postgres.Strict{"id": id}).Scan(&content)
-	if errors.Is(err, pgx.ErrNoRows) || postgres.IsCode(err, "22P02") {
+	if errors.Is(err, pgx.ErrNoRows) || postgres.IsCode(err, "22P02", "22021") {
 		err = ErrNotFound
 	}
 	if err != nil {

@@ -39,7 +39,7 @@ func Read(ctx context.Context, db postgres.DB, id string, offset int64, most int
 		  from agent_documents where id = @id`,
 		postgres.Strict{"id": id, "offset": min(p.Offset, 1<<30), "most": most}).Scan(&p.Size, &readable, &raw)
 	switch {
-	case errors.Is(err, pgx.ErrNoRows), postgres.IsCode(err, "22P02"):
+	case errors.Is(err, pgx.ErrNoRows), postgres.IsCode(err, "22P02", "22021"):
 		return p, fmt.Errorf("read document: %w", ErrNotFound)
 	case err != nil:
 		return p, fmt.Errorf("read document: %w", err)

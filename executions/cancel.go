@@ -137,7 +137,7 @@ func CancelDetail(ctx context.Context, db postgres.DB) (string, error) {
 // cancelResult maps the answer of a cancel to a status or an error.
 func cancelResult(id string, status *string, err error) (Status, error) {
 	switch {
-	case postgres.IsCode(err, "22P02") || (err == nil && status == nil):
+	case postgres.IsCode(err, "22P02", "22021") || (err == nil && status == nil):
 		return "", fmt.Errorf("cancel execution %s: %w", id, ErrNotFound)
 	case err != nil:
 		return "", fmt.Errorf("cancel execution %s: %w", id, err)

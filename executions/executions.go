@@ -158,7 +158,7 @@ func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return Execution{}, notFoundError(ctx, db, id)
-	case postgres.IsCode(err, "22P02"):
+	case postgres.IsCode(err, "22P02", "22021"):
 		return Execution{}, fmt.Errorf("execution %s: %w", id, ErrNotFound)
 	case err != nil:
 		return Execution{}, fmt.Errorf("read execution: %w", err)

@@ -160,13 +160,14 @@ func RowOr[T any](ctx context.Context, db DB, missing error, verb, sql string, a
 	return CollectOne(rows, err, missing, verb, pgx.RowToStructByName[T])
 }
 
-// CollectOne reads the only row of a query with fn. Without a row, and for an id that is no UUID, it returns missing.
+// CollectOne reads the only row of a query with fn. Without a row, and for an id that is no UUID or no text, it returns
+// missing.
 // It wraps every error in verb.
 func CollectOne[T any](rows pgx.Rows, err, missing error, verb string, fn pgx.RowToFunc[T]) (got T, _ error) {
 	if err == nil {
 		got, err = pgx.CollectExactlyOneRow(rows, fn)
 	}
-	if errors.Is(err, pgx.ErrNoRows) || IsCode(err, "22P02") {
+	if errors.Is(err, pgx.ErrNoRows) || IsCode(err, "22P02", "22021") {
 		err = missing
 	}
 	if err != nil {

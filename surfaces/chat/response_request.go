@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"strings"
 
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -206,6 +207,9 @@ func metadata(raw json.RawMessage) (map[string]string, error) {
 	for key, value := range m {
 		if len(key) > 64 || len(value) > 512 {
 			return nil, bad("metadata", "invalid_value", "A key of metadata has at most 64 bytes, a value 512.")
+		}
+		if !postgres.IsText(key + value) {
+			return nil, bad("metadata", "invalid_value", "metadata has a NUL character.")
 		}
 	}
 	return m, nil

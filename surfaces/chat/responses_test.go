@@ -107,9 +107,11 @@ func TestResponsesRefuseWhatTheyCannotDo(t *testing.T) {
 		{`"input":"hi","text":{"format":{"type":"grammar"}}`, "unsupported_value text.format"},
 		{`"input":"hi","max_output_tokens":0`, "invalid_value max_output_tokens"},
 		{`"input":"hi","metadata":{"a":1}`, "invalid_type metadata"},
+		{`"input":"hi","metadata":{"a":"\u0000"}`, "invalid_value metadata"},
 		{`"input":"hi","conversation":7`, "invalid_type conversation"},
 		{`"input":"hi","conversation":"a","previous_response_id":"b"`, "mutually_exclusive_parameters previous_response_id"},
 		{`"input":"hi","previous_response_id":"resp_none"`, "previous_response_not_found previous_response_id"},
+		{`"input":"hi","previous_response_id":"resp_\u0000"`, "previous_response_not_found previous_response_id"},
 		{`"input":[{"type":"function_call_output","call_id":"c","output":"x"}]`, "unsupported_value input[0]"},
 		{`"input":[{"type":"item_reference","id":"msg_x"},{"role":"user","content":"a"}]`, "item_not_found input[0]"},
 		{
