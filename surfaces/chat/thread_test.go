@@ -5,12 +5,16 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"net/http"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
 	"golang.org/x/sync/errgroup"
 
@@ -615,4 +619,71 @@ func TestAnAnswerOfAFlowBeginsWithWhatWasSaidSinceTheModels(t *testing.T) {
 	p.answerTo(t, "t", "hello")
 	p.talks(t)
 	assert.Equal(t, "Send me your name.\n\nHello, Ada.", p.answerTo(t, "t", "Ada"))
+}
+
+// A turn that starts in the process of its request chooses from the skills that the request read.
+func TestASkillDisabledBetweenRequestAndTurnIsNotCalled(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.ToolCall("opening", `{}`), modeltest.Text("I cannot tell."))
+	pgtest.Exec(t, w.pool, `
+		create function disable_opening() returns trigger language plpgsql as $$
+		begin
+		  update agent_skills set enabled = false, disabled_by = 'admin', disabled_reason = 'it misbehaves' where name = 'opening';
+		  return new;
+		end $$;
+		create trigger disabled before insert on agent_messages for each row execute function disable_opening()`)
+	assert.Equal(t, "I cannot tell.", w.process(t).answerTo(t, "hall", "When do you open?"))
+	assert.Equal(t, 0, w.called("opening"))
+	lines := heard(w.model.Requests()[1])
+	told := lines[len(lines)-1]
+	assert.Truef(t, strings.Contains(told, `"error":"disabled"`) && strings.Contains(told, "it misbehaves"),
+		"the model was told %s", told)
+}
+
+// transactionCount counts the transactions that a pool's connections end.
+type transactionCount struct{ atomic.Int64 }
+
+func (*transactionCount) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
+	return ctx
+}
+
+func (n *transactionCount) TraceQueryEnd(_ context.Context, conn *pgx.Conn, _ pgx.TraceQueryEndData) {
+	n.end(conn)
+}
+
+func (*transactionCount) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
+	return ctx
+}
+
+func (*transactionCount) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
+
+func (n *transactionCount) TraceBatchEnd(_ context.Context, conn *pgx.Conn, _ pgx.TraceBatchEndData) {
+	n.end(conn)
+}
+
+func (n *transactionCount) end(conn *pgx.Conn) {
+	if conn.PgConn().TxStatus() == 'I' {
+		n.Add(1)
+	}
+}
+
+func TestAFirstTurnMakesFewTransactions(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
+	var count transactionCount
+	config := w.pool.Config()
+	config.ConnConfig.Tracer = &count
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	w.pool = pool
+	p, _ := w.silent(t) // a process that works makes transactions besides
+	fewest := int64(math.MaxInt64)
+	for n := range 5 { // the first one registers the process; another may meet a timer
+		before := count.Load()
+		p.answerTo(t, fmt.Sprint("thread ", n), "Are you open?")
+		fewest = min(fewest, count.Load()-before)
+	}
+	assert.Truef(t, fewest <= 8, "a visitor's first turn made %d transactions", fewest)
 }
