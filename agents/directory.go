@@ -186,17 +186,17 @@ type row struct {
 
 // Put makes d the current version of d.Name and reports whether anything changed. Running turns keep their version.
 // The caller serializes calls for one name, as a workspace's apply does.
-func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
+func Put(ctx context.Context, db postgres.DB, d Definition) (changed bool, err error) {
 	verb := fmt.Sprintf("put agent %q", d.Name)
 	if err := Validate(d); err != nil {
 		return false, fmt.Errorf("%s: %w", verb, err)
 	}
-	return postgres.PutVersion(ctx, db, verb, "agent_agents", d.Name, source, d, postgres.Strict{"is_default": d.Default})
+	return postgres.PutVersion(ctx, db, verb, "agent_agents", d.Name, d, postgres.Strict{"is_default": d.Default})
 }
 
-// Remove retires the agents of source except keep, and returns their names. Their versions stay, for running turns.
-func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.RetireOthers(ctx, db, "agents", "agent_agents", source, keep)
+// Remove retires the workspace's agents except keep, and returns their names. Their versions stay, for running turns.
+func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
+	return postgres.RetireOthers(ctx, db, "agents", "agent_agents", keep)
 }
 
 // current reads the current agents: the default first, then by name.

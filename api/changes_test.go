@@ -362,7 +362,7 @@ func (a *agent) objective(name string) string {
 func (a *agent) automation(name string) string {
 	a.t.Helper()
 	d := automations.Definition{Name: name, Cron: "0 3 * * *", Prompt: "look around"}
-	_, err := automations.Put(a.t.Context(), a.pool, d, automations.SourceWorkspace)
+	_, err := automations.Put(a.t.Context(), a.pool, d)
 	require.NoError(a.t, err)
 	return name
 }

@@ -20,7 +20,7 @@ func evalTrial(t *testing.T, pool *pgxpool.Pool) string {
 	_, err := evals.Put(t.Context(), pool, evals.Definition{Name: "returns", Trials: 2, Cases: []evals.Case{{
 		Name: "late", Messages: []evals.Message{{User: "Money back!"}},
 		Expect: []evals.Expectation{{NotCalled: []string{"refund"}}},
-	}}}, "workspace")
+	}}})
 	require.NoError(t, err)
 	return pgtest.Value[string](t, pool, `
 		with run as (insert into agent_eval_runs (suite, version, agent, agent_version, model, trials)

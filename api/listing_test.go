@@ -292,7 +292,7 @@ func TestListFlows(t *testing.T) {
 				Name: name, Description: fmt.Sprint(len(name)),
 				Actions: []any{map[string]any{"actionType": "end"}},
 			}
-			_, err := flows.Put(t.Context(), a.pool, d, "workspace")
+			_, err := flows.Put(t.Context(), a.pool, d)
 			require.NoError(t, err)
 		}
 	}

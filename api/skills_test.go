@@ -26,7 +26,7 @@ import (
 func (a *agent) declare(all ...agents.Definition) {
 	a.t.Helper()
 	for _, d := range all {
-		_, err := agents.Put(a.t.Context(), a.pool, d, "workspace")
+		_, err := agents.Put(a.t.Context(), a.pool, d)
 		require.NoError(a.t, err)
 	}
 }
@@ -56,7 +56,7 @@ func TestListAgents(t *testing.T) {
 		t.Errorf("one page: %v", got)
 	}
 	got := a.list("/v1/agents", "name", 2, func() {
-		_, err := agents.Remove(t.Context(), a.pool, "workspace", []string{"sales", "returns", "zebra"})
+		_, err := agents.Remove(t.Context(), a.pool, []string{"sales", "returns", "zebra"})
 		require.NoError(t, err)
 	})
 	assert.Truef(t, slices.Equal(got, want), "pages between which the last agent was removed: %v", got)
@@ -109,7 +109,7 @@ func TestUnknownAgentProblems(t *testing.T) {
 	t.Parallel()
 	a := withAgents(t)
 	a.declare(agents.Definition{Name: "sales", Default: true}, agents.Definition{Name: "billing"})
-	_, err := agents.Remove(t.Context(), a.pool, "workspace", []string{"sales"})
+	_, err := agents.Remove(t.Context(), a.pool, []string{"sales"})
 	require.NoError(t, err)
 	for path, words := range map[string]string{
 		"/v1/agents/nobody-near":      `there is no agent "nobody-near"; see GET /v1/agents`,

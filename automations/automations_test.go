@@ -30,7 +30,7 @@ func put(t *testing.T, pool *pgxpool.Pool, d automations.Definition) automations
 	if d.Cron == "" && d.Event == "" && d.Signal == "" {
 		d.Cron = "*/30 * * * *"
 	}
-	_, err := automations.Put(t.Context(), pool, d, automations.SourceWorkspace)
+	_, err := automations.Put(t.Context(), pool, d)
 	require.NoError(t, err)
 	return get(t, pool, d.Name)
 }
@@ -147,7 +147,7 @@ func TestPutKeepsWhatWasLearned(t *testing.T) {
 	if at := a.NextRunAt.In(madrid); at.Hour() != 9 || at.Minute() != 0 || !at.After(time.Now()) || a.MaxAttempts != 3 {
 		t.Errorf("next at %s, %+v", at, a)
 	}
-	changed, err := automations.Put(t.Context(), pool, d, automations.SourceWorkspace)
+	changed, err := automations.Put(t.Context(), pool, d)
 	assert.Truef(t, !changed && err == nil, "the same again: %v, %v", changed, err)
 	pgtest.Exec(t, pool, `
 		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at)
@@ -177,7 +177,7 @@ func TestDueAndRemove(t *testing.T) {
 	ok, err := automations.Disable(t.Context(), pool, "off", "admin", "r")
 	require.True(t, ok && err == nil, ok, err)
 	assert.Equal(t, "later late", due(t, pool))
-	removed, err := automations.Remove(t.Context(), pool, automations.SourceWorkspace, []string{"late", "off", "on event"})
+	removed, err := automations.Remove(t.Context(), pool, []string{"late", "off", "on event"})
 	assert.Truef(t, err == nil && slices.Equal(removed, []string{"later", "not yet"}), "removed %v, %v", removed, err)
 	list, err := automations.List(t.Context(), pool, automations.Filter{Limit: 2})
 	assert.Truef(t, err == nil && len(list) == 2 && list[0].Name == "on event", "got %+v, %v", list, err)
@@ -420,7 +420,7 @@ func TestAnAutomationIsNotMissedThatIsMadeWhileItsSkillIsDisabled(t *testing.T) 
 		wg.Go(func() {
 			for n := range 15 {
 				d := automations.Definition{Name: strings.Repeat("a", i*20+n+1), Cron: "@daily", Skill: "s"}
-				_, err := automations.Put(t.Context(), pool, d, "workspace")
+				_, err := automations.Put(t.Context(), pool, d)
 				assert.NoError(t, err)
 			}
 		})

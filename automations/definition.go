@@ -196,7 +196,7 @@ func (r *resolved) checkAction() fielderr.List {
 
 // Put stores the declaration d and reports whether it changed anything. A changed schedule is due at its first time
 // from now. The state (enabled, paused, last run) stays.
-func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
+func Put(ctx context.Context, db postgres.DB, d Definition) (changed bool, err error) {
 	r, err := resolve(d)
 	if err != nil {
 		return false, fmt.Errorf("put automation %q: %w", d.Name, err)
@@ -244,7 +244,7 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 			"cron": r.Cron, "timezone": r.Timezone, "event": r.Event,
 			"condition": r.When, "signal": r.Signal, "skill": r.Skill, "arguments": r.arguments, "prompt": r.Prompt,
 			"flow":         r.Flow,
-			"max_attempts": r.MaxAttempts, "next": next, "source": source,
+			"max_attempts": r.MaxAttempts, "next": next, "source": postgres.SourceWorkspace,
 		})
 	return postgres.Changed(tag, err, fmt.Sprintf("put automation %q", d.Name))
 }
@@ -261,7 +261,7 @@ func firstTime(ctx context.Context, db postgres.DB, r resolved) (*time.Time, err
 	return &next, nil
 }
 
-// Remove deletes the automations of source except keep, with their runs, and returns their names.
-func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.DeleteOthers(ctx, db, "automations", "agent_automations", source, keep)
+// Remove deletes the workspace's automations except keep, with their runs, and returns their names.
+func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
+	return postgres.DeleteOthers(ctx, db, "automations", "agent_automations", keep)
 }

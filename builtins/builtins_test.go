@@ -81,7 +81,7 @@ func TestPutDeclaresOnceAndLeavesWhatAWorkspaceDeclared(t *testing.T) {
 	s, err := skills.Get(t.Context(), pool, "recall")
 	assert.Truef(t, err == nil && s.Handler == "sql:select 1 as one" && s.Source == skills.SourceWorkspace,
 		"the workspace's recall is %+v, %v", s, err)
-	_, err = skills.Remove(t.Context(), pool, skills.SourceWorkspace, nil)
+	_, err = skills.Remove(t.Context(), pool, nil)
 	require.NoError(t, err)
 	n, err := builtins.Put(t.Context(), pool)
 	assert.Truef(t, n == 1 && err == nil, "put %d rows, %v, after the workspace's was removed", n, err)

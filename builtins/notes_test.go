@@ -154,7 +154,7 @@ func newHouse(t *testing.T) *house {
 		{Name: "billing", Memory: agents.MemoryOwn},
 		{Name: "mute", Memory: agents.MemoryNone},
 	} {
-		_, err := agents.Put(t.Context(), h.pool, d, "workspace")
+		_, err := agents.Put(t.Context(), h.pool, d)
 		require.NoError(t, err)
 	}
 	_, err := builtins.Put(t.Context(), h.pool)
@@ -263,7 +263,7 @@ func TestWhoseMemoryItIsDependsOnWhoActs(t *testing.T) {
 	directory := &agents.Directory{}
 	sales, err := directory.Find(t.Context(), h.pool, "sales")
 	require.NoError(t, err)
-	_, err = agents.Remove(t.Context(), h.pool, "workspace", []string{"front"})
+	_, err = agents.Remove(t.Context(), h.pool, []string{"front"})
 	require.NoError(t, err)
 	_, err = h.as(agents.With(t.Context(), sales), "sales", "memory_write", `{"key": "late", "value": "of sales"}`)
 	require.NoError(t, err)

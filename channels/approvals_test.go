@@ -71,7 +71,7 @@ func newStand(
 		d.Settings = map[string]string{}
 	}
 	d.Settings["base_url"] = s.bot.URL()
-	_, err := channels.Put(t.Context(), s.pool, d, "workspace")
+	_, err := channels.Put(t.Context(), s.pool, d)
 	require.NoError(t, err)
 	keeper := lanes.NewKeeper(s.pool, lanes.Options{})
 	listener := lanes.NewListener(s.pool, nil)

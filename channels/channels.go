@@ -347,7 +347,7 @@ func ListBroken(ctx context.Context, db postgres.DB) ([]Broken, error) {
 }
 
 // Put stores the declaration d and reports whether it changed anything. State and cursor stay.
-func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
+func Put(ctx context.Context, db postgres.DB, d Definition) (changed bool, err error) {
 	if err := Validate(d); err != nil {
 		return false, fmt.Errorf("put channel %q: %w", d.Name, err)
 	}
@@ -355,7 +355,7 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 	changed, err = postgres.Upsert(ctx, db, verb, "agent_channels", "name", postgres.Strict{
 		"name": d.Name, "description": d.Description, "type": d.Type, "agent": d.Agent, "secrets": notNil(d.Secrets),
 		"settings": notNil(d.Settings), "pairing": cmp.Or(d.Pairing, PairingRequired), "report_to": d.ReportTo,
-		"source": source,
+		"source": postgres.SourceWorkspace,
 	})
 	if err == nil && changed {
 		err = notify(ctx, db)
@@ -370,9 +370,9 @@ func notNil(m map[string]string) map[string]string {
 	return m
 }
 
-// Remove deletes the channels of source except keep, and returns their names. Their messages stay.
-func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	names, err := postgres.DeleteOthers(ctx, db, "channels", "agent_channels", source, keep)
+// Remove deletes the workspace's channels except keep, and returns their names. Their messages stay.
+func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
+	names, err := postgres.DeleteOthers(ctx, db, "channels", "agent_channels", keep)
 	if err == nil && len(names) > 0 {
 		err = notify(ctx, db)
 	}

@@ -187,20 +187,20 @@ func (e *reachError) Error() string {
 func (e *reachError) Unwrap() error { return e.cause }
 
 // Put stores the declaration d and reports whether it changed anything.
-func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
+func Put(ctx context.Context, db postgres.DB, d Definition) (changed bool, err error) {
 	if err := Validate(d); err != nil {
 		return false, fmt.Errorf("put database %q: %w", d.Name, err)
 	}
 	verb := fmt.Sprintf("put database %q", d.Name)
 	return postgres.Upsert(ctx, db, verb, "agent_databases", "name", postgres.Strict{
 		"name": d.Name, "description": d.Description, "url_env": d.URLEnv, "access": cmp.Or(d.Access, AccessRead),
-		"role": d.Role, "source": source,
+		"role": d.Role, "source": postgres.SourceWorkspace,
 	})
 }
 
-// Remove deletes the databases of source except keep, and returns their names.
-func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.DeleteOthers(ctx, db, "databases", "agent_databases", source, keep)
+// Remove deletes the workspace's databases except keep, and returns their names.
+func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
+	return postgres.DeleteOthers(ctx, db, "databases", "agent_databases", keep)
 }
 
 // Get returns one database, or [ErrNotFound].

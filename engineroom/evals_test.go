@@ -31,7 +31,7 @@ func tried(t *testing.T, pool *pgxpool.Pool, text string) (older, newer string) 
 			Name: name, Messages: []evals.Message{{User: text}}, Expect: []evals.Expectation{{NotCalled: []string{"refund"}}},
 		})
 	}
-	_, err := evals.Put(t.Context(), pool, d, "workspace")
+	_, err := evals.Put(t.Context(), pool, d)
 	require.NoError(t, err)
 	run := func(status, passes string) string {
 		return put(t, pool, `

@@ -51,7 +51,7 @@ func TestFlowsAreListedWithTheirRunsAndStarted(t *testing.T) {
 		Input: map[string]any{"type": "object", "properties": map[string]any{
 			"name": map[string]any{"type": "string"}, "days": map[string]any{"type": "integer", "default": 3},
 		}},
-	}, "workspace")
+	})
 	require.NoError(t, err)
 	process(t, pool, "host-1", 60, "ship", "heartbeat")
 	for _, status := range []string{"completed", "failed", "timeout"} {
@@ -93,7 +93,7 @@ func TestThePageOfATalkingFlowDemandsAThread(t *testing.T) {
 	for name, action := range map[string]string{"silent": "end", "talks": "wait_for_response"} {
 		_, err := flows.Put(t.Context(), pool, flows.Definition{
 			Name: name, Actions: []any{map[string]any{"actionType": action}},
-		}, "workspace")
+		})
 		require.NoError(t, err)
 	}
 	field := func(name string) string {
@@ -156,7 +156,7 @@ func TestAPendingExecutionSaysThatNothingRunsIt(t *testing.T) {
 	pool, server := open(t)
 	_, err := flows.Put(t.Context(), pool, flows.Definition{
 		Name: "onboard", Actions: []any{map[string]any{"actionType": "end"}},
-	}, "workspace")
+	})
 	require.NoError(t, err)
 	says := func(status, flow, text string) {
 		t.Helper()

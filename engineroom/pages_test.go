@@ -19,7 +19,7 @@ import (
 // acts makes an agent the current one of its name.
 func acts(t *testing.T, pool *pgxpool.Pool, d agents.Definition) {
 	t.Helper()
-	_, err := agents.Put(t.Context(), pool, d, "workspace")
+	_, err := agents.Put(t.Context(), pool, d)
 	require.NoError(t, err)
 }
 
@@ -57,7 +57,7 @@ func TestAgentsAreShownWithTheirEffectiveValues(t *testing.T) {
 	turnsAway(t, server.URL+"/agents/salse", http.StatusNotFound, "did you mean")
 	turnsAway(t, server.URL+"/agents/sales?version=7", http.StatusNotFound, "the latest is 2")
 	turnsAway(t, server.URL+"/agents/sales?version=x", http.StatusBadRequest, "a number from 1")
-	_, err := agents.Remove(t.Context(), pool, "workspace", []string{"sales"})
+	_, err := agents.Remove(t.Context(), pool, []string{"sales"})
 	require.NoError(t, err)
 	turnsAway(t, server.URL+"/agents/billing", http.StatusNotFound, "/agents/billing?version=1")
 	shows(t, server.URL+"/agents/billing?version=1", "Invoices.")

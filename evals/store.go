@@ -28,17 +28,17 @@ type Suite struct {
 
 // Put makes d the current version of d.Name and reports whether anything changed. Runs keep their version. The caller
 // serializes calls for one name, as a workspace's apply does.
-func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
+func Put(ctx context.Context, db postgres.DB, d Definition) (changed bool, err error) {
 	verb := fmt.Sprintf("put eval %q", d.Name)
 	if err := Validate(d); err != nil {
 		return false, fmt.Errorf("%s: %w", verb, err)
 	}
-	return postgres.PutVersion(ctx, db, verb, "agent_evals", d.Name, source, d, nil)
+	return postgres.PutVersion(ctx, db, verb, "agent_evals", d.Name, d, nil)
 }
 
-// Remove retires the suites of source except keep, and returns their names. Their versions stay, for their runs.
-func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.RetireOthers(ctx, db, "evals", "agent_evals", source, keep)
+// Remove retires the workspace's suites except keep, and returns their names. Their versions stay, for their runs.
+func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
+	return postgres.RetireOthers(ctx, db, "evals", "agent_evals", keep)
 }
 
 // Get reads the current version of a suite, or returns [ErrNotFound].

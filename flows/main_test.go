@@ -85,7 +85,7 @@ func read(t *testing.T, text string) flows.Definition {
 
 func put(t *testing.T, pool *pgxpool.Pool, text string) {
 	t.Helper()
-	_, err := flows.Put(t.Context(), pool, read(t, text), "workspace")
+	_, err := flows.Put(t.Context(), pool, read(t, text))
 	require.NoError(t, err)
 }
 

@@ -31,18 +31,18 @@ type Flow struct {
 
 // Put makes d the current version of d.Name and reports whether anything changed. Running executions keep their
 // version. The caller serializes calls for one name, as a workspace's apply does.
-func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
+func Put(ctx context.Context, db postgres.DB, d Definition) (changed bool, err error) {
 	verb := fmt.Sprintf("put flow %q", d.Name)
 	if err := Validate(d); err != nil {
 		return false, fmt.Errorf("%s: %w", verb, err)
 	}
-	return postgres.PutVersion(ctx, db, verb, "agent_flows", d.Name, source, d, nil)
+	return postgres.PutVersion(ctx, db, verb, "agent_flows", d.Name, d, nil)
 }
 
-// Remove retires the flows of source except keep, and returns their names. Their versions stay, for the executions
+// Remove retires the workspace's flows except keep, and returns their names. Their versions stay, for the executions
 // that started with them.
-func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.RetireOthers(ctx, db, "flows", "agent_flows", source, keep)
+func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
+	return postgres.RetireOthers(ctx, db, "flows", "agent_flows", keep)
 }
 
 // Get reads the current version of a flow; [ErrNotFound] for none.

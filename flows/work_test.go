@@ -206,7 +206,7 @@ func TestTheModelIsAsked(t *testing.T) {
 func declared(t *testing.T, pool *pgxpool.Pool, all ...agents.Definition) {
 	t.Helper()
 	for _, d := range all {
-		_, err := agents.Put(t.Context(), pool, d, "workspace")
+		_, err := agents.Put(t.Context(), pool, d)
 		require.NoError(t, err)
 	}
 }
@@ -265,7 +265,7 @@ func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
 	w := newWorld(t, "name: a\ninput: {type: object, required: [n], properties: {n: {type: integer}}, "+
 		"additionalProperties: false}\nactions: [{actionType: end}]",
 		"name: gone\nactions: [{actionType: end}]")
-	_, err := flows.Remove(t.Context(), w.pool, "workspace", []string{"a"})
+	_, err := flows.Remove(t.Context(), w.pool, []string{"a"})
 	require.NoError(t, err)
 	check := func(name, input string) error {
 		return flows.CheckStart(t.Context(), w.pool, name, json.RawMessage(input))

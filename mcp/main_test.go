@@ -208,7 +208,7 @@ func (w *world) restart(getenv func(string) string) {
 
 func (w *world) put(d mcp.Definition) {
 	w.t.Helper()
-	_, err := mcp.Put(w.t.Context(), w.pool, d, skills.SourceWorkspace)
+	_, err := mcp.Put(w.t.Context(), w.pool, d)
 	require.NoError(w.t, err)
 }
 

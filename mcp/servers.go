@@ -43,12 +43,12 @@ const remoteColumns = `id::text, name, transport, url, command, headers, env, sc
 
 // Put stores the declaration d and reports whether it changed anything. Mounted tools get the new scope, trust and
 // timeout at once. The error of an invalid definition is that of [Validate].
-func Put(ctx context.Context, db postgres.Beginner, d Definition, source string) (changed bool, err error) {
+func Put(ctx context.Context, db postgres.Beginner, d Definition) (changed bool, err error) {
 	if err := Validate(d); err != nil {
 		return false, fmt.Errorf("put MCP server %q: %w", d.Name, err)
 	}
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		if changed, err = d.write(ctx, tx, source); err != nil || !changed {
+		if changed, err = d.write(ctx, tx); err != nil || !changed {
 			return err
 		}
 		return remount(ctx, tx, d.Name)
@@ -59,12 +59,12 @@ func Put(ctx context.Context, db postgres.Beginner, d Definition, source string)
 	return changed, nil
 }
 
-func (d Definition) write(ctx context.Context, tx pgx.Tx, source string) (bool, error) {
+func (d Definition) write(ctx context.Context, tx pgx.Tx) (bool, error) {
 	return postgres.Upsert(ctx, tx, "write the declaration", "agent_mcp_servers", "name", postgres.Strict{
 		"name": d.Name, "transport": d.transport(), "url": d.URL, "command": list(d.Command), "headers": object(d.Headers),
 		"env": object(d.Env), "scope": d.scope(), "trust": d.trust(), "auto": list(d.Auto), "include": list(d.Include),
 		"exclude": list(d.Exclude), "idempotent": list(d.Idempotent), "timeout_ms": d.timeout().Milliseconds(),
-		"source": source,
+		"source": postgres.SourceWorkspace,
 	}, "revision = t.revision + 1", "attempted_at = null")
 }
 
@@ -77,20 +77,20 @@ func object(m map[string]any) map[string]any {
 	return m
 }
 
-// Remove deletes the servers of source except keep, with their mounted skills, and returns their names.
-func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
+// Remove deletes the workspace's servers except keep, with their mounted skills, and returns their names.
+func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		with gone as (
 		  delete from agent_mcp_servers where source = @source and name <> all(@keep::text[]) returning name
 		)
 		select g.name, coalesce(array_agg(t.skill_name) filter (where t.skill_name is not null), '{}')
 		  from gone g left join agent_mcp_tools t on t.server = g.name group by g.name order by g.name`,
-		postgres.Strict{"source": source, "keep": list(keep)})
+		postgres.Strict{"source": postgres.SourceWorkspace, "keep": list(keep)})
 	type removed struct {
 		Name   string
 		Skills []string
 	}
-	gone, err := postgres.Collect(rows, err, "remove MCP servers of source "+source, pgx.RowToStructByPos[removed])
+	gone, err := postgres.Collect(rows, err, "remove MCP servers of the workspace", pgx.RowToStructByPos[removed])
 	if err != nil {
 		return nil, err
 	}

@@ -164,10 +164,10 @@ func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (
 	return id, false, err
 }
 
-// Remove retires the objectives of source except keep, and returns their names. It deletes one that was never
+// Remove retires the workspace's objectives except keep, and returns their names. It deletes one that was never
 // advanced, and pauses the others, because they hold results.
-func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.Values[string](ctx, db, fmt.Sprintf("remove objectives of source %s", source), `
+func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
+	return postgres.Values[string](ctx, db, "remove objectives of the workspace", `
 		with gone as (
 		  select o.id, o.round = 1 and not exists (
 		           select from agent_objective_steps s where s.objective_id = o.id
@@ -182,5 +182,5 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 		  update agent_objectives o set status = 'paused', updated_at = clock_timestamp()
 		    from gone where o.id = gone.id and not gone.untouched and o.status = 'active' returning o.name)
 		select name from deleted union all select name from paused order by name`,
-		pgx.StrictNamedArgs{"source": source, "keep": append([]string{}, keep...)})
+		pgx.StrictNamedArgs{"source": SourceWorkspace, "keep": append([]string{}, keep...)})
 }

@@ -289,7 +289,7 @@ func TestRemovePausesWhatWasAdvanced(t *testing.T) {
 	put(t, pool, objectives.Definition{Name: "fresh", Steps: []string{"s"}})
 	put(t, pool, objectives.Definition{Name: "kept"})
 	complete(t, pool, steps(t, pool, worked)[0])
-	names, err := objectives.Remove(t.Context(), pool, objectives.SourceWorkspace, []string{"kept"})
+	names, err := objectives.Remove(t.Context(), pool, []string{"kept"})
 	assert.Truef(t, err == nil && slices.Equal(names, []string{"fresh", "worked"}), "got %v, %v", names, err)
 	o := get(t, pool, "worked")
 	assert.Truef(t, o.Status == objectives.Paused && o.Done == 1, "got %+v", o)

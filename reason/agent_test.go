@@ -37,7 +37,7 @@ func (w *world) declare(t *testing.T, list ...agents.Definition) {
 	w.loop.Agents = &agents.Directory{Settings: agents.Settings{Name: "house", Timezone: "Europe/Madrid"}}
 	for i, d := range list {
 		d.Default = i == 0
-		_, err := agents.Put(t.Context(), w.pool, d, "workspace")
+		_, err := agents.Put(t.Context(), w.pool, d)
 		require.NoError(t, err)
 	}
 }
@@ -155,7 +155,7 @@ func TestATurnFinishesOnTheVersionItBeganWith(t *testing.T) {
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
 	w.declare(t, agents.Definition{Name: "sales", Instructions: "One."})
 	w.builtins["probe"] = func(ctx context.Context, _ skills.Call) (any, error) {
-		_, err := agents.Put(ctx, w.pool, agents.Definition{Name: "sales", Default: true, Instructions: "Two."}, "workspace")
+		_, err := agents.Put(ctx, w.pool, agents.Definition{Name: "sales", Default: true, Instructions: "Two."})
 		return "changed", err
 	}
 	runs := 0

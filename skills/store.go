@@ -45,10 +45,10 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 	return postgres.Changed(tag, err, fmt.Sprintf("put skill %q", d.Name))
 }
 
-// Remove deletes the skills of source except keep, and returns their names. A builtin that a workspace overrode
+// Remove deletes the workspace's skills except keep, and returns their names. A builtin that a workspace overrode
 // returns with the binary's next [Put].
-func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.DeleteOthers(ctx, db, "skills", "agent_skills", source, keep)
+func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
+	return postgres.DeleteOthers(ctx, db, "skills", "agent_skills", keep)
 }
 
 // Delete removes the named skills of source and reports whether any existed.

@@ -92,9 +92,9 @@ func TestRemoveKeepsWhatIsNamedAndOtherSources(t *testing.T) {
 	}
 	_, err := skills.Put(t.Context(), pool, skills.Definition{Name: "d", Handler: "builtin:x"}, skills.SourceBuiltin)
 	require.NoError(t, err)
-	removed, err := skills.Remove(t.Context(), pool, skills.SourceWorkspace, []string{"b"})
+	removed, err := skills.Remove(t.Context(), pool, []string{"b"})
 	assert.Truef(t, err == nil && slices.Equal(removed, []string{"a", "c"}), "removed %v, %v", removed, err)
-	removed, err = skills.Remove(t.Context(), pool, skills.SourceWorkspace, nil)
+	removed, err = skills.Remove(t.Context(), pool, nil)
 	assert.Truef(t, err == nil && slices.Equal(removed, []string{"b"}), "removed %v, %v", removed, err)
 }
 

@@ -83,7 +83,7 @@ func listens(
 	t.Cleanup(l.Close)
 	_, err = webhooks.PutTarget(t.Context(), pool, webhooks.TargetDefinition{
 		Name: name, URL: l.URL, Secrets: []string{"${SECRET}"}, Events: []string{"webhook.dead"},
-	}, webhooks.SourceWorkspace)
+	})
 	require.NoError(t, err)
 	return l
 }

@@ -124,7 +124,7 @@ func (e Endpoint) SecretHeaders() []string {
 }
 
 // PutEndpoint stores the declaration d and reports whether it changed anything. It does not enable or disable.
-func PutEndpoint(ctx context.Context, db postgres.DB, d EndpointDefinition, source string) (changed bool, err error) {
+func PutEndpoint(ctx context.Context, db postgres.DB, d EndpointDefinition) (changed bool, err error) {
 	verb := fmt.Sprintf("put webhook %q", d.Name)
 	e, invalid := d.resolve()
 	settings, settingsErr := json.Marshal(e.Settings)
@@ -134,7 +134,7 @@ func PutEndpoint(ctx context.Context, db postgres.DB, d EndpointDefinition, sour
 	}
 	return postgres.Upsert(ctx, db, verb, "agent_webhook_endpoints", "name", postgres.Strict{
 		"name": e.Name, "description": e.Description, "scheme": string(e.Scheme), "secrets": e.Secrets,
-		"settings": settings, "actions": actions, "source": source,
+		"settings": settings, "actions": actions, "source": postgres.SourceWorkspace,
 	})
 }
 
@@ -157,9 +157,9 @@ func Endpoints(ctx context.Context, db postgres.DB) ([]Endpoint, error) {
 		  from agent_webhook_endpoints order by name`)
 }
 
-// RemoveEndpoints deletes the endpoints of source except keep, and returns their names. Their deliveries stay.
-func RemoveEndpoints(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.DeleteOthers(ctx, db, "webhooks", "agent_webhook_endpoints", source, keep)
+// RemoveEndpoints deletes the workspace's endpoints except keep, and returns their names. Their deliveries stay.
+func RemoveEndpoints(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
+	return postgres.DeleteOthers(ctx, db, "webhooks", "agent_webhook_endpoints", keep)
 }
 
 // SetEndpoint enables or disables an endpoint for an admin. It returns false if nothing changed.

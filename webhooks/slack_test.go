@@ -21,7 +21,7 @@ func TestSlackGetsATextWithALinkAtASecretAddress(t *testing.T) {
 	pool := pgtest.DB(t)
 	them := listens(t, status(http.StatusOK))
 	d := webhooks.TargetDefinition{Name: "slack", URL: "${SLACK_URL}", Format: webhooks.FormatSlack, Events: []string{"*"}}
-	_, err := webhooks.PutTarget(t.Context(), pool, d, webhooks.SourceWorkspace)
+	_, err := webhooks.PutTarget(t.Context(), pool, d)
 	require.NoError(t, err)
 	client, err := skills.NewGuardedClient([]string{them.host(t)}, nil)
 	require.NoError(t, err)

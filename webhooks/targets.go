@@ -88,7 +88,7 @@ func family(event string) string {
 }
 
 // PutTarget stores the declaration d and reports whether it changed anything. The target's state and failures stay.
-func PutTarget(ctx context.Context, db postgres.DB, d TargetDefinition, source string) (changed bool, err error) {
+func PutTarget(ctx context.Context, db postgres.DB, d TargetDefinition) (changed bool, err error) {
 	if err := ValidateTarget(d); err != nil {
 		return false, fmt.Errorf("put webhook target %q: %w", d.Name, err)
 	}
@@ -96,7 +96,7 @@ func PutTarget(ctx context.Context, db postgres.DB, d TargetDefinition, source s
 	return postgres.Upsert(ctx, db, verb, "agent_webhook_targets", "name", postgres.Strict{
 		"name": d.Name, "description": d.Description, "url": d.URL, "secrets": append([]string{}, d.Secrets...),
 		"events": d.Events, "format": d.Format,
-		"max_failures": cmp.Or(d.MaxFailures, defaultFailures), "source": source,
+		"max_failures": cmp.Or(d.MaxFailures, defaultFailures), "source": postgres.SourceWorkspace,
 	})
 }
 
@@ -127,9 +127,9 @@ func targets(ctx context.Context, db postgres.DB, name string) ([]Target, error)
 		  from agent_webhook_targets t where @name = '' or t.name = @name order by t.name`, postgres.Strict{"name": name})
 }
 
-// RemoveTargets deletes the targets of source except keep, with their pending messages, and returns their names.
-func RemoveTargets(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.DeleteOthers(ctx, db, "webhook targets", "agent_webhook_targets", source, keep)
+// RemoveTargets deletes the workspace's targets except keep, with their pending messages, and returns their names.
+func RemoveTargets(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
+	return postgres.DeleteOthers(ctx, db, "webhook targets", "agent_webhook_targets", keep)
 }
 
 // SetTarget enables or disables a target for an admin. An enabled target receives its pending messages. It returns

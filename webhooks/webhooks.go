@@ -46,9 +46,6 @@ const (
 // Statuses lists the states of a delivery.
 func Statuses() []string { return []string{Received, Running, Failed, Done, Ignored, Dead} }
 
-// SourceWorkspace marks endpoints and targets of a workspace file.
-const SourceWorkspace = "workspace"
-
 // Endpoint is a row of agent_webhook_endpoints.
 type Endpoint struct {
 	ID             string           `json:"id"`

@@ -88,7 +88,7 @@ func target(t *testing.T, db postgres.DB, d webhooks.TargetDefinition) {
 		d.Events = []string{"*"}
 	}
 	d.Secrets = []string{"${SECRET}"}
-	_, err := webhooks.PutTarget(t.Context(), db, d, webhooks.SourceWorkspace)
+	_, err := webhooks.PutTarget(t.Context(), db, d)
 	require.NoError(t, err)
 }
 

@@ -139,8 +139,7 @@ func (s *scenario) listen() bool {
 	if s.rng.IntN(4) == 0 {
 		a.event = "AGENT_COMPLETED"
 	}
-	_, err := automations.Put(s.ctx(), s.pool, automations.Definition{Name: a.name, Event: a.event, Skill: "pay"},
-		automations.SourceWorkspace)
+	_, err := automations.Put(s.ctx(), s.pool, automations.Definition{Name: a.name, Event: a.event, Skill: "pay"})
 	require.NoError(s.t, err)
 	a.id = value[string](s.world, `select id::text from agent_automations where name = $1`, a.name)
 	s.autos = append(s.autos, a)

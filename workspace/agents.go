@@ -77,7 +77,7 @@ func agentTable(w Workspace, o Options) kindApplier {
 				return false, err
 			}
 			d.Default = d.Default || single
-			return agents.Put(ctx, tx, d, Source)
+			return agents.Put(ctx, tx, d)
 		},
 		notFound: agents.ErrNotFound, remove: agents.Remove,
 		declared: []string{
@@ -261,10 +261,8 @@ func databaseTable(w Workspace) kindApplier {
 func mcpServers(w Workspace) kindApplier {
 	return kindTable[mcp.Definition, mcp.Remote]{
 		kind: "mcp_server", documents: w.MCPServers, name: func(d mcp.Definition) string { return d.Name },
-		get: mcp.Get,
-		put: func(ctx context.Context, tx pgx.Tx, d mcp.Definition) (bool, error) {
-			return mcp.Put(ctx, tx, d, Source)
-		},
+		get:      mcp.Get,
+		put:      func(ctx context.Context, tx pgx.Tx, d mcp.Definition) (bool, error) { return mcp.Put(ctx, tx, d) },
 		notFound: mcp.ErrNotFound, remove: mcp.Remove,
 		declared: []string{
 			"transport", "url", "command", "headers", "env", "scope", "trust", "auto", "include", "exclude", "idempotent",

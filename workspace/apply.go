@@ -155,15 +155,15 @@ type kindTable[D, R any] struct {
 	get       func(ctx context.Context, db postgres.DB, name string) (R, error)
 	notFound  error
 	put       func(ctx context.Context, tx pgx.Tx, d D) (changed bool, err error)
-	remove    func(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error)
+	remove    func(ctx context.Context, db postgres.DB, keep []string) ([]string, error)
 	declared  []string // the JSON names of the row's fields that a document decides
 }
 
 // put adapts a package's Put.
 func put[D any](
-	store func(context.Context, postgres.DB, D, string) (bool, error),
+	store func(context.Context, postgres.DB, D) (bool, error),
 ) func(context.Context, pgx.Tx, D) (bool, error) {
-	return func(ctx context.Context, tx pgx.Tx, d D) (bool, error) { return store(ctx, tx, d, Source) }
+	return func(ctx context.Context, tx pgx.Tx, d D) (bool, error) { return store(ctx, tx, d) }
 }
 
 func (t kindTable[D, R]) apply(ctx context.Context, tx pgx.Tx, o Options) ([]Item, error) {
@@ -206,7 +206,7 @@ func (t kindTable[D, R]) prune(ctx context.Context, tx pgx.Tx, declared []string
 	if len(keep) == len(declared)+len(found) {
 		return items, nil
 	}
-	_, err = t.remove(ctx, tx, Source, keep)
+	_, err = t.remove(ctx, tx, keep)
 	return items, err
 }
 
@@ -216,7 +216,7 @@ func (t kindTable[D, R]) undeclared(ctx context.Context, tx pgx.Tx, declared []s
 	if err != nil {
 		return nil, fmt.Errorf("look for undeclared %s rows: %w", t.kind, err)
 	}
-	found, err := t.remove(ctx, inner, Source, declared)
+	found, err := t.remove(ctx, inner, declared)
 	if undone := inner.Rollback(ctx); err == nil && undone != nil {
 		err = fmt.Errorf("look for undeclared %s rows: %w", t.kind, undone)
 	}

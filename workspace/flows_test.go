@@ -87,8 +87,9 @@ func TestUnknownChildFlows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	_, err := flows.Put(t.Context(), pool,
-		flows.Definition{Name: "beside", Actions: []any{map[string]any{"actionType": "end"}}}, "api")
+		flows.Definition{Name: "beside", Actions: []any{map[string]any{"actionType": "end"}}})
 	require.NoError(t, err)
+	pgtest.Exec(t, pool, `update agent_flows set source = 'api'`) // a prune leaves it
 	text := `kind: flow
 name: a
 actions:

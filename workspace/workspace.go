@@ -44,7 +44,7 @@ import (
 )
 
 // Source marks rows that a workspace declared.
-const Source = skills.SourceWorkspace
+const Source = postgres.SourceWorkspace
 
 // Workspace holds the declarations of a folder. The zero value declares nothing.
 type Workspace struct {
@@ -225,8 +225,10 @@ func kindTables(w Workspace, o Options) []kindApplier {
 		databaseTable(w),
 		kindTable[skills.Definition, skill]{
 			kind: "skill", documents: w.Skills, name: func(d skills.Definition) string { return d.Name },
-			get:      getSkill,
-			put:      put(skills.Put),
+			get: getSkill,
+			put: func(ctx context.Context, tx pgx.Tx, d skills.Definition) (bool, error) {
+				return skills.Put(ctx, tx, d, Source)
+			},
 			notFound: skills.ErrNotFound, remove: skills.Remove,
 			declared: []string{
 				"description", "parameters", "handler", "config", "scope", "trust", "four_eyes", "idempotent",

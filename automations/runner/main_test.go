@@ -100,7 +100,7 @@ func (w *world) put(t *testing.T, d automations.Definition) automations.Automati
 	if d.Skill == "" && d.Prompt == "" && d.Flow == "" {
 		d.Skill = "look"
 	}
-	_, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace)
+	_, err := automations.Put(t.Context(), w.pool, d)
 	require.NoError(t, err)
 	a, err := automations.Get(t.Context(), w.pool, d.Name)
 	require.NoError(t, err)

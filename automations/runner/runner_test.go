@@ -30,7 +30,7 @@ func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
 	})
 	w.put(t, automations.Definition{Name: "other", Event: "PUSH"})
 	w.loop.Agents = &agents.Directory{}
-	_, err := agents.Put(t.Context(), w.pool, agents.Definition{Name: "desk", Default: true}, "workspace")
+	_, err := agents.Put(t.Context(), w.pool, agents.Definition{Name: "desk", Default: true})
 	require.NoError(t, err)
 	w.process(t)
 	pgtest.Exec(t, w.pool, `select *

@@ -72,7 +72,7 @@ func newApprovalTest(t *testing.T, mode string) *approvalTest {
 		Name: "ops", Type: channels.Slack, ReportTo: ops,
 		Secrets:  map[string]string{"token": "${TOKEN}", "app_token": "${APP}", "signing_secret": "${SECRET}"},
 		Settings: map[string]string{"mode": mode, "base_url": d.fake.URL},
-	}, "workspace")
+	})
 	require.NoError(t, err)
 	_, err = skills.Put(t.Context(), d.pool, skills.Definition{
 		Name: "refund", Handler: "builtin:refund", Description: "pays money back", Scope: skills.ScopeInternal,

@@ -36,7 +36,7 @@ func TestAReturnedSkillRunsItsCases(t *testing.T) {
 	_, err := evals.Put(t.Context(), w.pool, evals.Definition{
 		Name: evals.OutageSuite, Agent: "sales", Trials: 5,
 		Cases: []evals.Case{fails("orders", "check_order"), fails("refunds", "refund")},
-	}, "workspace")
+	})
 	require.NoError(t, err)
 	require.NoError(t, w.runner.Returned(ctx, "other"))
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_eval_runs`)

@@ -44,7 +44,7 @@ func newWorld(t *testing.T) *world {
 	w := &world{pool: pgtest.DB(t), model: modeltest.New(t)}
 	_, err := agents.Put(t.Context(), w.pool, agents.Definition{
 		Name: "sales", Default: true, Instructions: "You are Nora.", Pinned: []string{"policy/returns"},
-	}, "workspace")
+	})
 	require.NoError(t, err)
 	_, err = builtins.Put(t.Context(), w.pool)
 	require.NoError(t, err)
@@ -96,7 +96,7 @@ func (w *world) run(t *testing.T, d evals.Definition, o runner.Options) evals.Re
 
 func (w *world) start(t *testing.T, d evals.Definition, o runner.Options) evals.Run {
 	t.Helper()
-	_, err := evals.Put(t.Context(), w.pool, d, "workspace")
+	_, err := evals.Put(t.Context(), w.pool, d)
 	require.NoError(t, err)
 	s, err := evals.Get(t.Context(), w.pool, d.Name)
 	require.NoError(t, err)
@@ -260,7 +260,7 @@ func TestAModelWithoutAPriceIsRefusedForABudgetInDollars(t *testing.T) {
 	w := newWorld(t)
 	d := orders()
 	d.Budget.CostUSD = 1
-	_, err := evals.Put(t.Context(), w.pool, d, "workspace")
+	_, err := evals.Put(t.Context(), w.pool, d)
 	require.NoError(t, err)
 	s, err := evals.Get(t.Context(), w.pool, d.Name)
 	require.NoError(t, err)

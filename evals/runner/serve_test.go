@@ -90,7 +90,7 @@ func TestTheShadowOfARemovedAgentEndsUndecided(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	run := w.shadow(t)
-	_, err := agents.Remove(t.Context(), w.pool, "workspace", nil)
+	_, err := agents.Remove(t.Context(), w.pool, nil)
 	require.NoError(t, err)
 	w.serve(t)
 	w.awaitStatus(t, run.ID, evals.Undecided)

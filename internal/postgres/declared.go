@@ -11,6 +11,9 @@ import (
 	"strings"
 )
 
+// SourceWorkspace is the source of rows that workspace files declare.
+const SourceWorkspace = "workspace"
+
 // Upsert inserts a row into table, or updates the row with the same key columns, and reports whether it wrote. It does
 // not touch a row with equal values, and wraps an error in verb. key has the key columns, separated by ", ". also are
 // further assignments of an update; t is the existing row.
@@ -30,17 +33,17 @@ func Upsert(ctx context.Context, db DB, verb, table, key string, row Strict, als
 	return Changed(tag, err, verb)
 }
 
-// PutVersion makes definition the current version of name and reports whether anything changed. also are further
-// columns. The caller serializes calls for one name.
+// PutVersion makes definition the workspace's current version of name and reports whether anything changed. also are
+// further columns. The caller serializes calls for one name.
 func PutVersion(
-	ctx context.Context, db DB, verb, table, name, source string, definition any, also Strict,
+	ctx context.Context, db DB, verb, table, name string, definition any, also Strict,
 ) (bool, error) {
 	text, err := json.Marshal(definition)
 	if err != nil {
 		return false, fmt.Errorf("%s: %w", verb, err)
 	}
 	sum := sha256.Sum256(text)
-	row := Strict{"name": name, "source": source, "digest": hex.EncodeToString(sum[:16]), "definition": text}
+	row := Strict{"name": name, "source": SourceWorkspace, "digest": hex.EncodeToString(sum[:16]), "definition": text}
 	maps.Copy(row, also)
 	columns := slices.Sorted(maps.Keys(row))
 	tag, err := db.Exec(ctx, `with same as (
@@ -53,18 +56,18 @@ func PutVersion(
 	return Changed(tag, err, verb)
 }
 
-// DeleteOthers deletes the rows of source except those named keep, and returns their names. kind is for the error.
-func DeleteOthers(ctx context.Context, db DB, kind, table, source string, keep []string) ([]string, error) {
-	return removeOthers(ctx, db, kind, `delete from `+table+` where true`, source, keep)
+// DeleteOthers deletes the workspace's rows except those named keep, and returns their names. kind is for the error.
+func DeleteOthers(ctx context.Context, db DB, kind, table string, keep []string) ([]string, error) {
+	return removeOthers(ctx, db, kind, `delete from `+table+` where true`, keep)
 }
 
 // RetireOthers is [DeleteOthers] for a table of versions, which stay.
-func RetireOthers(ctx context.Context, db DB, kind, table, source string, keep []string) ([]string, error) {
-	return removeOthers(ctx, db, kind, `update `+table+` set current = false where current`, source, keep)
+func RetireOthers(ctx context.Context, db DB, kind, table string, keep []string) ([]string, error) {
+	return removeOthers(ctx, db, kind, `update `+table+` set current = false where current`, keep)
 }
 
-func removeOthers(ctx context.Context, db DB, kind, sql, source string, keep []string) ([]string, error) {
-	return Names(ctx, db, "remove "+kind+" of source "+source, sql+`
+func removeOthers(ctx context.Context, db DB, kind, sql string, keep []string) ([]string, error) {
+	return Names(ctx, db, "remove "+kind+" of the workspace", sql+`
 		   and source = @source and name <> all(@keep::text[]) returning name`,
-		Strict{"source": source, "keep": append([]string{}, keep...)})
+		Strict{"source": SourceWorkspace, "keep": append([]string{}, keep...)})
 }

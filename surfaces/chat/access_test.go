@@ -327,7 +327,7 @@ func (w *world) house(t *testing.T) *process {
 		},
 		{Name: "billing", Instructions: "You are Bill.", Keys: []string{"shop", "site-both"}},
 	} {
-		_, err := agents.Put(t.Context(), w.pool, d, "workspace")
+		_, err := agents.Put(t.Context(), w.pool, d)
 		require.NoError(t, err)
 	}
 	return w.process(t, func(c *chat.Chat) { c.Loop.Agents = c.Agents })
@@ -399,7 +399,7 @@ func TestAThreadKeepsItsAgent(t *testing.T) {
 	assert.Contains(t, failure.Message, "belongs to billing. Name that model")
 	// A key that no longer reaches the thread's agent is not advised to name it.
 	_, err = agents.Put(t.Context(), w.pool, agents.Definition{Name: "billing", Instructions: "You are Bill.",
-		Keys: []string{"shop"}}, "workspace")
+		Keys: []string{"shop"}})
 	require.NoError(t, err)
 	_, err = both.CreateChatCompletion(t.Context(), to("sales", "And now?"))
 	require.True(t, errors.As(err, &failure), err)

@@ -29,7 +29,7 @@ func (w *testHeartbeat) declare(t *testing.T, list ...agents.Definition) []agent
 	var all []agents.Agent
 	for i, d := range list {
 		d.Default = i == 0
-		_, err := agents.Put(t.Context(), w.pool, d, "workspace")
+		_, err := agents.Put(t.Context(), w.pool, d)
 		require.NoError(t, err)
 		a, err := w.beat.Loop.Agents.Find(t.Context(), w.pool, d.Name)
 		require.NoError(t, err)
@@ -127,7 +127,7 @@ func TestServerStartWaitsForApply(t *testing.T) {
 		{Name: "sales", Default: true},
 		{Name: "billing", Heartbeat: &agents.Heartbeat{}},
 	} {
-		_, err := agents.Put(t.Context(), apply, a, "workspace")
+		_, err := agents.Put(t.Context(), apply, a)
 		require.NoError(t, err)
 	}
 	require.NoError(t, heartbeat.Sync(t.Context(), apply, d, false))
@@ -150,7 +150,7 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 	}
 	put := func(d agents.Definition) {
 		t.Helper()
-		_, err := agents.Put(t.Context(), w.pool, d, "workspace")
+		_, err := agents.Put(t.Context(), w.pool, d)
 		require.NoError(t, err)
 	}
 	assert.Equal(t, "heartbeat house */30 * * * * UTC", schedules(true))
@@ -164,7 +164,7 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 		where name = 'heartbeat:billing'`)
 	schedules(false)
 	pgtest.Equal(t, w.pool, next, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`)
-	_, err := agents.Remove(t.Context(), w.pool, "workspace", []string{"sales"})
+	_, err := agents.Remove(t.Context(), w.pool, []string{"sales"})
 	require.NoError(t, err)
 	assert.Equal(t, "heartbeat sales * * * * * UTC", schedules(true))
 }

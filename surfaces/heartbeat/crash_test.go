@@ -181,7 +181,7 @@ func TestHeartbeatUsesAgentMemory(t *testing.T) {
 	w := withMemories(t, modeltest.ToolCall("remember", `{"key":"contact","value":"Bea"}`), modeltest.Text("Done."))
 	w.beat.Loop.Agents = &agents.Directory{}
 	house := agents.Definition{Name: "house", Default: true, Memory: agents.MemoryOwn}
-	_, err := agents.Put(t.Context(), w.pool, house, "workspace")
+	_, err := agents.Put(t.Context(), w.pool, house)
 	require.NoError(t, err)
 	w.runCompleted(t)
 	e := w.contact(t)

@@ -126,7 +126,7 @@ func (w *testHeartbeat) addFailingSkill(t *testing.T, name string) {
 func (w *testHeartbeat) addAutomation(t *testing.T, d automations.Definition) {
 	t.Helper()
 	d.Cron = "*/30 * * * *"
-	_, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace)
+	_, err := automations.Put(t.Context(), w.pool, d)
 	require.NoError(t, err)
 	w.makeDue(t, d.Name)
 }

@@ -375,7 +375,7 @@ func TestWaitingRunRunsTrial(t *testing.T) {
 	w.addFailingSkill(t, "fetch")
 	for _, name := range []string{"a", "b"} {
 		d := automations.Definition{Name: name, Event: "E", Skill: "fetch", MaxAttempts: 1}
-		_, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace)
+		_, err := automations.Put(t.Context(), w.pool, d)
 		require.NoError(t, err)
 	}
 	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
@@ -413,7 +413,7 @@ func TestEventRunsAreCreatedOnce(t *testing.T) {
 	w.replyNothing()
 	for i := range 4 {
 		d := automations.Definition{Name: fmt.Sprint("on event ", i), Event: "E", Skill: "look"}
-		_, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace)
+		_, err := automations.Put(t.Context(), w.pool, d)
 		require.NoError(t, err)
 		w.addAutomation(t, automations.Definition{Name: fmt.Sprint("scheduled ", i), Skill: "look"})
 	}
@@ -441,7 +441,7 @@ func TestHeartbeatRunsEventAutomations(t *testing.T) {
 	w := newTestHeartbeat(t)
 	w.replyNothing()
 	d := automations.Definition{Name: "on event", Event: "E", Skill: "look"}
-	_, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace)
+	_, err := automations.Put(t.Context(), w.pool, d)
 	require.NoError(t, err)
 	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	x, _ := w.runCompleted(t)

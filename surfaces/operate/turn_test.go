@@ -384,7 +384,7 @@ func TestASessionHasOneAgent(t *testing.T) {
 	for _, d := range []agents.Definition{
 		{Name: "sales", Default: true, Instructions: "You sell."}, {Name: "billing", Instructions: "You bill."},
 	} {
-		_, err := agents.Put(t.Context(), w.pool, d, "workspace")
+		_, err := agents.Put(t.Context(), w.pool, d)
 		require.NoError(t, err)
 	}
 	s := p.open(t, "")

@@ -447,7 +447,7 @@ func TestDeliveryRunsAutomationOnce(t *testing.T) {
 		{Name: "by event", Event: "EVENT_COMPLETED", Skill: "inside"},
 		{Name: "resting", Cron: "0 0 1 1 *", Skill: "pay"},
 	} {
-		_, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace)
+		_, err := automations.Put(t.Context(), w.pool, d)
 		require.NoError(t, err)
 	}
 	_, err := automations.Disable(t.Context(), w.pool, "resting", "admin", "holidays")

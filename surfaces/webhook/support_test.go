@@ -121,7 +121,7 @@ func (w *testWebhooks) addEndpoint(t *testing.T, d webhooks.EndpointDefinition) 
 	if d.Secrets == nil {
 		d.Secrets = []string{"${SECRET}"}
 	}
-	_, err := webhooks.PutEndpoint(t.Context(), w.pool, d, webhooks.SourceWorkspace)
+	_, err := webhooks.PutEndpoint(t.Context(), w.pool, d)
 	require.NoError(t, err)
 }
 

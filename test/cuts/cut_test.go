@@ -22,7 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// together is how many cuts one run of the sample has: as often as postgres.Again tries once more, since all of them
+// together is how many cuts one run of the sample has: as often as postgres.RetryOnDisconnect tries once more, since all of them
 // may meet one transaction.
 const together = 3
 
