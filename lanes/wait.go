@@ -1,0 +1,221 @@
+package lanes
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	channel       = "agent_lanes"          // of the notifications of releases: a lane, or a handover to a waiter
+	queuePlaceTTL = 5 * time.Second        // lifetime of a place in the queue between two attempts
+	pollInterval  = time.Second            // without a notification
+	pollPromised  = 150 * time.Millisecond // when the lane is free but promised to an earlier waiter
+	pollLocked    = 30 * time.Millisecond  // when the row was locked, and once after the first attempt
+)
+
+// AcquireWait queues for lane as a new owner. Waiters are served in order of arrival. It returns a *BusyError after
+// its timeout (see WithTimeout), or the cause of ctx when that ends, and leaves the queue either way.
+func (k *Keeper) AcquireWait(ctx context.Context, lane string, opts ...Option) (*Lease, error) {
+	return k.AcquireWaitAs(ctx, runOwner(ctx, settingsFor(lane, opts).process), lane, opts...)
+}
+
+// AcquireWaitAs is AcquireWait for the claim of an execution.
+func (k *Keeper) AcquireWaitAs(ctx context.Context, owner Owner, lane string, opts ...Option) (_ *Lease, err error) {
+	s := settingsFor(lane, opts)
+	w := waiter{keeper: k, owner: owner, lane: lane, ttl: s.ttl}
+	start := time.Now()
+	defer func() { k.observer.LaneWaited(lane, time.Since(start), err == nil) }()
+	if k.listener != nil && k.enabled {
+		freed, cancel := k.listener.SubscribeTo(channel, w.concerns)
+		defer cancel()
+		w.notifications = freed
+	}
+	return w.wait(ctx, s.timeout)
+}
+
+type waiter struct {
+	keeper        *Keeper
+	owner         Owner
+	lane          string
+	ttl           time.Duration
+	notifications <-chan string // of lanes; nil without a listener
+	sentAt        time.Time     // before the last answered attempt was sent
+	dbTime        time.Time     // the database's clock in that answer
+}
+
+func (w *waiter) wait(ctx context.Context, timeout time.Duration) (*Lease, error) {
+	deadline := time.NewTimer(timeout)
+	defer deadline.Stop()
+	for attempts := 1; ; attempts++ {
+		lease, busy, err := w.keeper.attempt(ctx, w.owner, w.lane, w.ttl, w.tryOrEnqueue)
+		if err != nil {
+			if attempts > 1 {
+				w.leaveQueue(ctx)
+			}
+			return nil, err
+		}
+		if lease != nil {
+			return lease, nil
+		}
+		if attempts == 1 {
+			w.keeper.log.WarnContext(ctx, "lane busy", "lane", w.lane, "owner", w.owner.name, "holder",
+				busy.Holder, "waiting", true)
+		}
+		handedOver, retry := w.pause(ctx, w.nextAttempt(busy, attempts), deadline.C)
+		if handedOver != nil && w.keeper.renewing() && time.Now().Before(w.localEnd(*handedOver)) {
+			return w.accept(ctx, *handedOver), nil
+		}
+		if !retry {
+			w.leaveQueue(ctx)
+			if ctx.Err() != nil {
+				return nil, fmt.Errorf("await %s: %w", w.lane, context.Cause(ctx))
+			}
+			return nil, busy.busyError(w.lane)
+		}
+	}
+}
+
+// concerns reports whether a notification is about this lane and not a handover to another owner. The filter here
+// saves one query per unrelated notification.
+func (w *waiter) concerns(payload string) bool {
+	return payload == w.lane || strings.HasPrefix(payload, w.lane+"\t"+w.owner.name+"\t")
+}
+
+// pause returns the lane when it is handed over, and true when it is time for another attempt.
+func (w *waiter) pause(ctx context.Context, d time.Duration, deadline <-chan time.Time) (got *handover, retry bool) {
+	poll := time.NewTimer(d)
+	defer poll.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil, false
+		case <-deadline:
+			return nil, false
+		case <-poll.C:
+			return nil, true
+		case payload := <-w.notifications:
+			if payload == w.lane || payload == "" {
+				return nil, true
+			}
+			if h, ok := parseHandover(payload); ok && h.lane == w.lane && h.owner == w.owner.name {
+				return &h, true
+			}
+		}
+	}
+}
+
+// nextAttempt is the pause without a notification. The second attempt is quick: a release during the first one may
+// have missed our place in the queue.
+func (w *waiter) nextAttempt(busy *acquireResult, attempts int) time.Duration {
+	switch remaining := busy.remaining(); {
+	case busy.Holder == "", attempts == 1:
+		return pollLocked/2 + rand.N(pollLocked)
+	case remaining <= 0:
+		return pollPromised/2 + rand.N(pollPromised)
+	default:
+		return min(remaining+rand.N(pollLocked), pollInterval*3/4+rand.N(pollInterval/2))
+	}
+}
+
+// leaveQueue leaves the queue and releases a lane that was just handed over, also when ctx has ended.
+// Otherwise the place expires after queuePlaceTTL.
+func (w *waiter) leaveQueue(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
+	defer cancel()
+	if err := leaveQueue(ctx, w.keeper.db, w.lane, w.owner); err != nil {
+		w.keeper.log.WarnContext(ctx, "place in the queue not removed, it expires", "lane", w.lane, "error", err)
+	}
+}
+
+// leaveQueue leaves the queue of a lane, and then releases a lane that was handed over meanwhile. The claim of an
+// execution gets no handover and may hold the lane: it only leaves.
+func leaveQueue(ctx context.Context, db postgres.DB, lane string, owner Owner) error {
+	args := postgres.Strict{"lane": lane, "owner": owner.name}
+	if owner.claim {
+		_, err := db.Exec(ctx, `select leave_agent_lock_queue(@lane, @owner)`, args)
+		return err
+	}
+	var released *string
+	return db.QueryRow(ctx, `
+		select lanekeeper.release_agent_lock(@lane, @owner, null, true) from leave_agent_lock_queue(@lane, @owner)`,
+		args).Scan(&released)
+}
+
+// tryOrEnqueue acquires the lane, or queues for it when it is busy. A listening waiter may get a handover. The claim of
+// an execution must be live (LK001), and gets no handover, because it may have ended by then.
+func (w *waiter) tryOrEnqueue(
+	ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration,
+) (acquireResult, error) {
+	sentAt := time.Now()
+	rows, err := db.Query(ctx, `
+		select `+acquireRowColumns+`
+		  from (select case when @claim then fence_agent_execution(split_part(@owner, '#', 1)::uuid,
+		          split_part(@owner, '#', 2)::bigint) end as fenced offset 0) f
+		 cross join lateral lanekeeper.acquire_or_enqueue_agent_lock(@lane, case when f.fenced is not false then @owner end,
+		         @ttl, @place, @handed)`,
+		postgres.Strict{
+			"claim": owner.claim, "lane": lane, "owner": owner.name, "ttl": seconds(ttl), "place": seconds(queuePlaceTTL),
+			"handed": w.notifications != nil && !owner.claim,
+		})
+	if err != nil {
+		return acquireResult{}, err
+	}
+	t, err := pgx.CollectExactlyOneRow(rows, scanAcquireRow)
+	if err == nil {
+		w.sentAt, w.dbTime = sentAt, t.Now
+	}
+	return t.result(), err
+}
+
+// handover is the notification of a release that handed the lane to a waiter.
+type handover struct {
+	lane, owner string
+	token       int64
+	until       time.Time // by the database's clock
+}
+
+// parseHandover parses a notification; false for another kind.
+func parseHandover(payload string) (h handover, ok bool) {
+	parts := strings.Split(payload, "\t")
+	if len(parts) != 4 {
+		return h, false
+	}
+	token, err := strconv.ParseInt(parts[2], 10, 64)
+	if err != nil {
+		return h, false
+	}
+	until, err := strconv.ParseInt(parts[3], 10, 64)
+	if err != nil {
+		return h, false
+	}
+	return handover{parts[0], parts[1], token, time.UnixMicro(until).UTC()}, true
+}
+
+// IsHandover reports a notification on agent_lanes that a lane went from its holder to a waiter, so it was never
+// free.
+func IsHandover(payload string) bool {
+	_, ok := parseHandover(payload)
+	return ok
+}
+
+// localEnd bounds the end of a handed-over lease by the local clock: it counts from before the last attempt, whose
+// answer had the database's time.
+func (w *waiter) localEnd(h handover) time.Time { return w.sentAt.Add(h.until.Sub(w.dbTime)) }
+
+// accept makes a lease of a handed-over lane. The lease is short until Run renews it at once; without Run the next
+// attempt does. Lanes that Run does not renew, those of threads, are never handed over.
+func (w *waiter) accept(ctx context.Context, h handover) *Lease {
+	lease := w.keeper.addGrant(ctx, w.owner, grant{
+		lane: w.lane, token: h.token, ttl: w.ttl, sentAt: w.sentAt, expires: h.until, localEnd: w.localEnd(h),
+	})
+	w.keeper.logGrant(ctx, lease, acquireResult{FencingToken: h.token}, false)
+	return lease
+}
