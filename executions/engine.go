@@ -125,7 +125,7 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	e.batchers = newBatchers(e)
 	e.statuses = newPoller(e.log, e.readStatus)
 	e.claimable = newPoller(e.log, e.readClaimable)
-	e.claimable.most = func(ready int) int { return ready } // one worker for each
+	e.claimable.limit = func(ready int) int { return ready } // one worker for each
 	var err error
 	if e.river, err = newRiverClient(pool, e); err != nil {
 		return nil, err

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// ErrNoFork reports an execution that cannot be forked; the text says why and what to do instead.
+// ErrNoFork reports an execution that cannot be forked. The message has the reason and an alternative.
 var ErrNoFork = errors.New("it cannot be forked")
 
 // ErrNoStep reports a fork from a step without a checkpoint.
@@ -37,8 +37,8 @@ type ForkSpec struct {
 	Latest bool
 }
 
-// Unforkable makes forks of a flow fail with ErrNoFork and a reason that says what to do instead. Use it for flows
-// whose owner has room for one execution. Call it before Run.
+// Unforkable makes forks of a flow fail with ErrNoFork and a reason, which names an alternative. Use it for flows whose
+// owner allows one execution. Call it before Run.
 func (e *Engine) Unforkable(flow, why string) {
 	if e.unforkable == nil {
 		e.unforkable = map[string]string{}
@@ -60,8 +60,8 @@ func (e *Engine) WhyUnforkable() map[string]string { return e.unforkable }
 // start is kept.
 //
 // With another input, a checkpoint with a different recorded input (see Input) makes Fork fail with ErrChanged and
-// the name of the step. An input with which the flow fails between steps gives ErrNoFork. Where that is not known
-// before, the fork itself fails. Further errors: ErrNotFound, ErrNoStep, ErrNoFork.
+// the name of the step. An input with which the flow fails between steps gives ErrNoFork. A failure that the replay
+// cannot find fails the fork itself. Further errors: ErrNotFound, ErrNoStep, ErrNoFork.
 func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Execution, error) {
 	x, err := Get(ctx, db, s.ID)
 	if err != nil {
@@ -102,16 +102,14 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 	var was, version *int
 	err := tx.QueryRow(ctx, `
 		with was as materialized (
-		  select x.*, case when @latest then coalesce((select f.version from agent_flows f where f.name = x.flow
-		    and f.current), x.flow_version)
-		              else x.flow_version end as version
+		  select x.*, coalesce((select f.version from agent_flows f where @latest and f.name = x.flow and f.current),
+		                       x.flow_version) as version
 		    from agent_executions x where x.id = @id for key share of x)
-		insert into agent_executions (trace_id, surface, agent, flow, flow_version, thread_id, queue, priority, status, claim,
-		  input, on_lost,
-		       max_attempts, progress_seconds, forked_from, forked_step)
-		select @trace_id, 'flow', w.agent, w.flow, w.version, w.thread_id, 'background', w.priority, 'pending', 1,
-		  coalesce(@input, w.input),
-		       w.on_lost, w.max_attempts, w.progress_seconds, w.id, @from from was w
+		insert into agent_executions (trace_id, surface, agent, flow, flow_version, thread_id, queue, priority, status,
+		       claim, input, on_lost, max_attempts, progress_seconds, forked_from, forked_step)
+		select @trace_id, 'flow', w.agent, w.flow, w.version, w.thread_id, 'background', w.priority, 'pending',
+		       1, coalesce(@input, w.input), w.on_lost, w.max_attempts, w.progress_seconds, w.id, @from
+		  from was w
 		returning id::text, flow_version, (select w.flow_version from was w)`, postgres.Strict{
 		"id": s.ID, "from": null(s.From), "input": s.Input, "trace_id": string(trace.New(trace.Flow)), "latest": s.Latest,
 	}).Scan(&id, &version, &was)
@@ -126,7 +124,8 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 		copied as (
 		  insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output, created_at)
 		  select @fork, s.step, 1, s.fingerprint, s.failed,
-		         case when s.step = 'flow version' and @was::int is not null and not s.failed then to_jsonb(@version::int) else s.output end, s.created_at
+		         case when s.step = 'flow version' and @was::int is not null and not s.failed then to_jsonb(@version::int)
+		              else s.output end, s.created_at
 		    from steps s where s.step is not null)
 		select count(*) from steps`, postgres.Strict{
 		"id": s.ID, "from": null(s.From), "fork": id, "was": was, "version": version,
@@ -209,8 +208,8 @@ func (c *inputConflict) Is(target error) bool { return target == ErrChanged }
 // useCurrentVersion gives an execution the current version of its flow, as fork does.
 func useCurrentVersion(ctx context.Context, tx pgx.Tx, x *Execution, checkpoints []Checkpoint) error {
 	var version int
-	err := tx.QueryRow(ctx, `select coalesce((select f.version from agent_flows f where f.name = @flow and f.current),
-		@was)`,
+	err := tx.QueryRow(ctx,
+		`select coalesce((select f.version from agent_flows f where f.name = @flow and f.current), @was)`,
 		postgres.Strict{"flow": x.Flow, "was": *x.FlowVersion}).Scan(&version)
 	if err != nil {
 		return fmt.Errorf("read current version of flow %s: %w", x.Flow, err)

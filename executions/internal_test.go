@@ -170,7 +170,7 @@ func TestAReadyRunWakesOneWaitingClaim(t *testing.T) {
 		p := newPoller(slog.New(slog.DiscardHandler), func(context.Context, []string) (map[string]int, error) {
 			return map[string]int{"external:sum": 2}, nil
 		})
-		p.most = func(ready int) int { return ready }
+		p.limit = func(ready int) int { return ready }
 		var woken atomic.Int32
 		for range 3 {
 			ready, unsubscribe := p.subscribe(t.Context(), "external:sum", "external:other")

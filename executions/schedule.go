@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Schedule starts executions of a flow repeatedly. Its next time is a row, so ticks without a running process are
-// found later; several missed ticks become one.
+// Schedule starts executions of a flow repeatedly. Its next time is stored, so ticks that no process was running for
+// are caught up later; several missed ticks become one.
 type Schedule struct {
 	Name     string
 	Flow     string
@@ -35,7 +35,7 @@ func (e *Engine) PutSchedule(ctx context.Context, s Schedule) error {
 	return e.refreshDue(ctx)
 }
 
-// PutSchedule is [Engine.PutSchedule] in the caller's transaction. Engines find the schedule at their next sweep.
+// PutSchedule is [Engine.PutSchedule] in the caller's transaction. Engines see the schedule at their next sweep.
 func PutSchedule(ctx context.Context, db postgres.DB, s Schedule) error {
 	if s.Name == "" || s.Flow == "" || s.Surface.Prefix() == "" {
 		return fmt.Errorf("schedule %s: name, flow and surface are required, got %q, %q and %q", s.Name,
@@ -61,8 +61,7 @@ func PutSchedule(ctx context.Context, db postgres.DB, s Schedule) error {
 		                          then x.next_run_at else excluded.next_run_at end`,
 		postgres.Strict{
 			"name": s.Name, "flow": s.Flow, "surface": string(s.Surface), "agent": s.Agent, "cron": s.Cron,
-			"timezone": s.Timezone,
-			"input":    input, "next": next,
+			"timezone": s.Timezone, "input": input, "next": next,
 		})
 	if err != nil {
 		return fmt.Errorf("schedule %s: %w", s.Name, err)

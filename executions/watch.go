@@ -91,12 +91,12 @@ func (e *Engine) readStatus(ctx context.Context, ids []string) (map[string]Statu
 	return found, nil
 }
 
-// poller reads what its subscribers want to know in one query. Its goroutine runs only while there are subscribers.
+// poller reads the values of all subscribed keys in one query. Its goroutine runs only while there are subscribers.
 type poller[V any] struct {
 	read    func(ctx context.Context, keys []string) (map[string]V, error)
-	most    func(V) int // subscribers of a key that get a value; nil for all
+	limit   func(V) int // subscribers of a key that get a value; nil for all
 	log     *slog.Logger
-	changed chan struct{} // something changed in this process: poll now
+	changed chan struct{} // a token starts the next poll at once
 
 	mu          sync.Mutex
 	subscribers map[string]map[chan V]struct{} // by key
@@ -203,8 +203,8 @@ func (p *poller[V]) publish(found map[string]V) {
 	defer p.mu.Unlock()
 	for key, value := range found {
 		left := len(p.subscribers[key])
-		if p.most != nil {
-			left = p.most(value)
+		if p.limit != nil {
+			left = p.limit(value)
 		}
 		for ch := range p.subscribers[key] {
 			if left--; left < 0 {
