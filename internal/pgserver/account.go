@@ -135,8 +135,9 @@ func ownerOf(path string) (int, error) {
 	return int(stat.Uid), nil
 }
 
-// giveAway makes config.Owner and gives it the database, with what the superuser made in it in an earlier version.
-func (s *Server) giveAway(ctx context.Context, config Config) error {
+// assignOwner creates config.Owner and makes it the owner of the database and of the superuser's objects in it, which
+// an earlier version created.
+func (s *Server) assignOwner(ctx context.Context, config Config) error {
 	if config.Owner == "" {
 		return nil
 	}

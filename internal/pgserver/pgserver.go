@@ -1,27 +1,24 @@
-// Package pgserver runs a PostgreSQL of the agent's own, so that `agent dev` and the tests need no
-// set-up: it finds server binaries (or gets them through the package manager that is there), makes
-// a data directory, and starts the server on a unix socket that only this user reaches.
+// Package pgserver runs a private PostgreSQL server, so that `agent dev` and the tests need no setup. It finds server
+// binaries, or installs them with the machine's package manager, creates a data directory, and starts the server on a
+// unix socket that only this user reaches.
 //
-// It promises: one server per directory however many processes ask at once; no server left behind,
-// also after kill -9 of everything that used it; data kept until it is told otherwise; never two
-// servers on one data directory; a second start in well under a second.
+// It promises: one server per directory, however many processes start it at once; no orphaned server, even after
+// kill -9 of all its users; never two servers on one data directory; a second start in well under a second. Only an
+// ephemeral or damaged test server loses its data.
 //
-// Three locks of the kernel carry this, all flock(2) on files beside the data, freed by the kernel
-// when their holder dies however it dies:
+// It needs three locks, all flock(2) on files beside the data, which the kernel releases when their holder dies:
 //
-//	start.lock  held while a process looks for a server or starts one: starters queue here
+//	start.lock  held while a process joins or starts a server: starters queue here
 //	users.lock  shared by every process that uses the server
-//	guard.lock  held by the guard: while it is held there is a server, or one that comes or goes
+//	guard.lock  held by the guard while a server runs, starts or stops
 //
-// The server is the child of a guard, this same binary started again under another name (see
-// [GuardMain]) in a session of its own, so that ^C at a terminal does not reach it. The guard asks
-// for users.lock exclusively; the kernel grants that when the last user is gone, and then the guard
-// shuts the server down, still holding the lock, so that a newcomer waits for the end and starts
-// afresh. Whoever comes later joins the running server ([Server.Adopted]) and keeps it alive when
-// the first one leaves.
+// The server is the child of a guard: this binary, started again under another name (see [GuardMain]) in a session of
+// its own, so that ^C at a terminal does not reach it. The guard requests users.lock exclusively. The kernel grants it
+// when the last user is gone. The guard then stops the server, still holding the lock, so that the next starter waits
+// for the end. A later process joins the running server ([Server.Adopted]) and keeps it alive when the first one ends.
 //
-// PostgreSQL refuses to run as root. Started by root, the server and its files belong to the user
-// `postgres`, else `nobody`; see place.go for where the files then are.
+// PostgreSQL refuses to run as root. Started by root, the server and its files belong to the user `postgres`, else
+// `nobody`; place.go decides the folder.
 package pgserver
 
 import (
@@ -39,30 +36,30 @@ import (
 	"time"
 )
 
-// Config says which server is wanted.
+// Config describes the wanted server.
 type Config struct {
 	// Dir holds the server's files, one folder per major version: for `agent dev` the project's
 	// .agent/pg. Unused when Ephemeral.
 	Dir string
 	// Ephemeral makes a server in a temporary directory that is removed when it stops.
 	Ephemeral bool
-	// Durable keeps every commit through a power failure. Without it the server is faster and its
-	// directory is made anew after a restart of the machine: for tests.
+	// Durable keeps every commit through a power failure. Without it the server is faster, and a restart of the
+	// machine discards its data: for tests.
 	Durable bool
 	// BinDir is the folder with postgres and initdb (AGENT_PG_BIN); empty to look for it.
 	BinDir string
-	// NoInstall forbids getting binaries through a package manager.
+	// NoInstall forbids the installation of binaries.
 	NoInstall bool
 	// Database is created when it does not exist; "postgres" when empty.
 	Database string
-	// Owner is a role that is no superuser; it is made, owns Database and what the superuser made there before, and URL is
-	// its own. The superuser's when empty.
+	// Owner is a role, created without superuser rights, that owns Database and all objects in it. URL connects as it.
+	// Empty for the superuser.
 	Owner string
 	// MaxConnections of the server; 100 when 0.
 	MaxConnections int
-	// Logger gets what is worth a log line; nil for none.
+	// Logger receives the events of the server; nil for none.
 	Logger *slog.Logger
-	// Progress gets one line for a person whenever something takes long or is not as expected; nil for none.
+	// Progress receives a line for the user when a step is slow or unusual; nil for none.
 	Progress func(line string)
 }
 
@@ -81,7 +78,7 @@ type Server struct {
 }
 
 const (
-	readyLimit = 2 * time.Minute // crash recovery of a big database takes its time
+	readyLimit = 2 * time.Minute // for crash recovery of a big database
 	goneLimit  = 30 * time.Second
 	watchEvery = 250 * time.Millisecond
 	pollEvery  = 10 * time.Millisecond
@@ -89,8 +86,8 @@ const (
 	lingerLimit = 20 * time.Second
 )
 
-// Start returns a server for config, started now or, when another process has it running already,
-// joined. It takes as long as the server needs to accept connections. ctx limits the start only.
+// Start starts a server for config, or joins the one that another process runs. It returns when the server accepts
+// connections. ctx limits the start only.
 func Start(ctx context.Context, config Config) (*Server, error) {
 	if isGuard(os.Args) {
 		return nil, errors.New("start postgres: this process was started as the guard of a server, but main (or TestMain) " +
@@ -131,7 +128,7 @@ func start(ctx context.Context, config Config) (*Server, error) {
 		}
 		return nil, err
 	}
-	if err := s.giveAway(ctx, config); err != nil {
+	if err := s.assignOwner(ctx, config); err != nil {
 		return nil, errors.Join(err, s.users.close())
 	}
 	s.url = connString(s.layout, cmp.Or(config.Owner, superuser), config.Database)
@@ -141,7 +138,7 @@ func start(ctx context.Context, config Config) (*Server, error) {
 	return s, nil
 }
 
-// joinOrLaunch runs under start.lock, so that of many starters one launches and the others join.
+// joinOrLaunch runs under start.lock: of concurrent starters, one launches the server and the others join it.
 func (s *Server) joinOrLaunch(ctx context.Context, config Config) (err error) {
 	s.users, err = lockShared(ctx, s.layout.path(usersLock), s.layout.user)
 	if err != nil {
@@ -165,7 +162,7 @@ func (s *Server) joinOrLaunch(ctx context.Context, config Config) (err error) {
 
 var errNoServer = errors.New("no server")
 
-// join waits until the running server accepts connections. errNoServer says there is none.
+// join waits until the running server accepts connections. It returns errNoServer if none runs.
 func (s *Server) join(ctx context.Context, config Config) error {
 	held, err := isLocked(s.layout.path(guardLock))
 	if err != nil {
@@ -196,7 +193,7 @@ func (s *Server) launch(ctx context.Context, config Config) error {
 		err = s.tryLaunch(ctx, config)
 	}
 	if err != nil && !config.Durable && ctx.Err() == nil && exists(s.layout.data()) {
-		config.Progress("the test server's directory is damaged, making it anew: " + err.Error())
+		config.Progress("the test server's directory is damaged, creating it again: " + err.Error())
 		if err := os.RemoveAll(s.layout.data()); err != nil {
 			return err
 		}
@@ -231,23 +228,23 @@ func (s *Server) tryLaunch(ctx context.Context, config Config) error {
 	return nil
 }
 
-// errLingering: processes of a server that was killed have not noticed yet.
-var errLingering = errors.New("processes of the server before are still there")
+// errLingering reports processes of a killed server that still hold its shared memory.
+var errLingering = errors.New("processes of the previous server are still running")
 
-// explainStart adds what the server itself said, which is nearly always the reason.
+// explainStart adds the end of the server's log, which nearly always has the reason.
 func (s *Server) explainStart(err error) error {
 	if !errors.Is(err, errNoServer) {
 		return err
 	}
-	said := tail(s.layout.path(logFile), 8)
-	err = fmt.Errorf("the server stopped at once; its log %s ends with:\n%s", s.layout.path(logFile), said)
-	if strings.Contains(said, "is still in use") { // shared memory
+	log := tail(s.layout.path(logFile), 8)
+	err = fmt.Errorf("the server stopped at once; its log %s ends with:\n%s", s.layout.path(logFile), log)
+	if strings.Contains(log, "is still in use") { // shared memory
 		return errors.Join(errLingering, err)
 	}
 	return err
 }
 
-// watch closes done when there is no server any more.
+// watch closes done when the server is gone.
 func (s *Server) watch(ctx context.Context) {
 	defer close(s.done)
 	ticker := time.NewTicker(watchEvery)
@@ -270,23 +267,23 @@ func (s *Server) watch(ctx context.Context) {
 	}
 }
 
-// URL is a connection string for Config.Owner, or else the server's superuser, over its unix socket.
+// URL returns a connection string for Config.Owner, or else the superuser, over the unix socket.
 func (s *Server) URL() string { return s.url }
 
-// Adopted reports whether another process had started the server before.
+// Adopted reports whether another process started the server.
 func (s *Server) Adopted() bool { return s.adopted }
 
-// Dir is the folder that holds the data directory, the locks and the server's log.
+// Dir returns the folder with the data directory, the locks and the server's log.
 func (s *Server) Dir() string { return s.layout.root }
 
-// Binaries are those the server was found or started with.
+// Binaries returns the server's binaries.
 func (s *Server) Binaries() Binaries { return s.bin }
 
-// Done is closed when the server is gone, whoever ended it, or after Stop. Start may then be called again.
+// Done returns a channel that is closed when the server is gone, or after Stop. Start may then be called again.
 func (s *Server) Done() <-chan struct{} { return s.done }
 
-// Stop gives up this process's share. The server goes down with its last user; Stop of the last one
-// returns when it is down, Stop of another returns at once. It may be called more than once.
+// Stop ends this process's use of the server. The last user's Stop returns when the server is down; any other returns
+// at once. It may be called more than once.
 func (s *Server) Stop(ctx context.Context) error {
 	s.stop()
 	s.watched.Wait()
@@ -301,7 +298,7 @@ func (s *Server) Stop(ctx context.Context) error {
 	return nil
 }
 
-// awaitGone returns when the server is down or has another user. A temporary server has none.
+// awaitGone returns when the server is down or has another user. An ephemeral server has no other users.
 func (s *Server) awaitGone(ctx context.Context) error {
 	if !s.layout.keep {
 		select {
@@ -316,8 +313,8 @@ func (s *Server) awaitGone(ctx context.Context) error {
 		if err != nil || !held {
 			return true, err
 		}
-		// The guard holds users.lock exclusively while it ends the server; that it is shared means
-		// that other users keep it, that it is free that the guard has not woken yet.
+		// A shared users.lock has other users. The guard holds it exclusively while it stops the server. A free
+		// lock means that the guard has not woken yet.
 		return othersUse(s.layout.path(usersLock))
 	})
 }

@@ -31,31 +31,30 @@ const (
 	socketPathMax = 103 // macOS; Linux allows 107
 )
 
-// layout is where the files of one server are.
+// layout has the paths of one server's files.
 type layout struct {
 	root    string   // the folder of this server: locks, log, data directory
 	sockets string   // the folder of its unix socket; known once the server is started or joined
-	user    *account // whom all of it belongs to; nil: ourselves
+	user    *account // owner of the files; nil for this process's user
 	keep    bool     // false: removed when the server stops
 }
 
 func (l layout) path(name string) string { return filepath.Join(l.root, name) }
 func (l layout) data() string            { return l.path(dataDir) }
 
-// place decides where the server's files are and makes the folder.
+// place chooses the folder of the server's files and creates it.
 //
-// It is config.Dir/<major>, except for root when the server's user cannot get there (a project
-// below /root) or cannot own files there (some mounts): then it is a folder below /var/lib/lanekeeper
-// named after the project, and config.Dir gets a file LOCATION that says so and is followed later.
+// The folder is config.Dir/<major>. Under root, the server's user may be unable to reach it (a project below /root) or
+// to own files there (some mounts). Then it is a folder below /var/lib/lanekeeper named after the project, and the file
+// LOCATION in config.Dir names it for later starts.
 func place(config Config, bin Binaries) (layout, error) {
 	user, err := serverAccount()
 	if err != nil {
 		return layout{}, err
 	}
 	if blocked := user.blockedAt(bin.Dir); blocked != "" {
-		return layout{}, fmt.Errorf("user %s, whom the server has to run as, cannot reach its binaries in %s (%s is closed "+
-			"to it): move them or run chmod o+x %s",
-			user.name, bin.Dir, blocked, blocked)
+		return layout{}, fmt.Errorf("the server runs as user %s, which cannot reach its binaries in %s (%s is closed to it): "+
+			"move them or run chmod o+x %s", user.name, bin.Dir, blocked, blocked)
 	}
 	if config.Ephemeral {
 		return placeTemporary(user)
@@ -97,7 +96,7 @@ func placeAsRoot(config Config, dir, major string, user *account) (layout, error
 	return l, l.claim()
 }
 
-// elsewhere names the folder below /var/lib that stands for dir.
+// elsewhere returns the folder below /var/lib that replaces dir.
 func elsewhere(dir string) string {
 	project := filepath.Base(filepath.Dir(filepath.Dir(dir))) // <project>/.agent/pg
 	sum := sha256.Sum256([]byte(dir))
@@ -120,8 +119,8 @@ func leavePointer(dir, base string) error {
 	return os.WriteFile(filepath.Join(dir, pointerFile), []byte(base+"\n"), 0o644)
 }
 
-// claim makes the server's folder and makes sure that it belongs to the server's user. Data that
-// another existing user owns is served as that user.
+// claim creates the server's folder, owned by the server's user. If another existing user owns the data, the server
+// runs as that user.
 func (l *layout) claim() error {
 	if err := makePath(l.root); err != nil {
 		return err
@@ -176,8 +175,8 @@ func placeTemporary(user *account) (layout, error) {
 	return layout{root: root, user: user}, user.own(root)
 }
 
-// sweepTemporary removes temporary servers whose guard was killed before it could. One that is only
-// just being made has no users yet either, hence the age.
+// sweepTemporary removes ephemeral servers whose guard was killed. A new server has no users yet either, so only
+// folders older than sweepAge count.
 func sweepTemporary(temp string) error {
 	marks, err := filepath.Glob(filepath.Join(temp, tempPattern+"*", guardLock))
 	if err != nil {
@@ -190,7 +189,7 @@ func sweepTemporary(temp string) error {
 			continue
 		}
 		if free, err := couldLock(mark, syscall.LOCK_EX); err != nil || !free {
-			continue // in use, or another user's
+			continue // in use, or owned by another user
 		}
 		if free, err := couldLock(filepath.Join(root, usersLock), syscall.LOCK_EX); err == nil && free {
 			if err := os.RemoveAll(root); err != nil {
@@ -201,7 +200,7 @@ func sweepTemporary(temp string) error {
 	return nil
 }
 
-// makePath is os.MkdirAll whose new folders can be passed by everybody, whatever the umask.
+// makePath is os.MkdirAll with mode 0755 for new folders, whatever the umask.
 func makePath(dir string) error {
 	if exists(dir) {
 		return nil
