@@ -67,8 +67,8 @@ func openApprovals(v *visit) (want approvalFilter, err error) {
 	return want, nil
 }
 
-// maxListed bounds the arguments of one approval in a list, in bytes. A call can be approved where they are shown
-// whole.
+// maxListed bounds the arguments of one approval in a list, in bytes. A list offers a decision only on arguments that
+// it shows in full.
 const maxListed = 4000
 
 // approvalRow is an approval in the list.
@@ -95,7 +95,7 @@ func (a approvalRow) Whole() bool { return a.Bytes <= maxListed }
 // Changed reports that the skill has changed since the request, so an approval would be void.
 func (a approvalRow) Changed() bool { return a.RevisionNow == nil || *a.RevisionNow != a.SkillRevision }
 
-// Text formats the arguments as they are hashed, or their beginning.
+// Text formats the arguments, or their beginning.
 func (a approvalRow) Text() string {
 	if a.Whole() {
 		return formatJSON(a.Arguments)
@@ -136,8 +136,8 @@ func (room *Room) approvalsList(ctx context.Context, v *visit) (any, error) {
 // selectApproval reads approvals a of executions e.
 const selectApproval = `
 		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.decided_by,
-		       left(a.reason, 300) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at, coalesce(e.flow, '')
-		         as flow,
+		       left(a.reason, 300) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at,
+		       coalesce(e.flow, '') as flow,
 		       case when @time::text = 'over' then 'expired' else a.status end as status, s.revision as revision_now,
 		       octet_length(a.arguments::text)::bigint as bytes, left(a.arguments::text, @listed::int) as arguments
 		  from agent_approvals a left join agent_executions e on e.id = a.execution_id
@@ -200,7 +200,7 @@ type approvalFacts struct {
 	FourEyes                                                         bool
 	RequestedBy                                                      []string
 	RootOnly                                                         bool
-	Own                                                              bool `db:"-"` // the viewer asked, and cannot decide
+	Own                                                              bool `db:"-"` // the viewer requested it, and cannot decide
 	Refused                                                          bool `db:"-"` // only root decides
 }
 
@@ -219,9 +219,10 @@ func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
 	got, err := postgres.Row[approvalFacts](ctx, room.Read, "read approval", `
 		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.arguments_hash,
 		       case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired'
-		         else a.status end as status,
-		       case when a.decided_by <> '' then lanekeeper.agent_decider(a.decided_by, a.decided_via, a.decided_token_id,
-		         a.decided_message) else '' end as decided_by, a.four_eyes, a.requested_by,
+		            else a.status end as status,
+		       case when a.decided_by <> '' then lanekeeper.agent_decider(
+		              a.decided_by, a.decided_via, a.decided_token_id, a.decided_message)
+		            else '' end as decided_by, a.four_eyes, a.requested_by,
 		       a.four_eyes and a.requested_by = '{}' and not exists (
 		         select from agent_executions x where x.id = a.execution_id and x.surface = 'chat') as root_only,
 		       left(a.reason, 4000) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at,
@@ -242,7 +243,7 @@ func (room *Room) approvalArguments(ctx context.Context, v *visit) (any, error) 
 	var bytes int
 	err := room.Read.QueryRow(ctx, `
 		select case when octet_length(a.arguments::text) <= @most then a.arguments::text
-		  else left(a.arguments::text, 20000) end,
+		            else left(a.arguments::text, 20000) end,
 		       octet_length(a.arguments::text)
 		  from agent_approvals a where a.id = @id`,
 		postgres.Strict{"id": v.About, "most": maxArguments}).Scan(&text, &bytes)
@@ -304,17 +305,16 @@ type approvalOutcome struct {
 }
 
 func (room *Room) approvalAfter(ctx context.Context, v *visit) (any, error) {
-	came, err := postgres.Row[approvalOutcome](ctx, room.Read, "read what came of the decision", `
+	got, err := postgres.Row[approvalOutcome](ctx, room.Read, "read outcome of decision", `
 		select case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired'
-		  else a.status end as status,
-		       a.parked, a.consumed_at, coalesce(e.id::text, '') as execution_id, coalesce(e.flow, '') as flow,
-		         coalesce(e.status, '') as state,
+		            else a.status end as status, a.parked, a.consumed_at,
+		       coalesce(e.id::text, '') as execution_id, coalesce(e.flow, '') as flow, coalesce(e.status, '') as state,
 		       coalesce(e.waiting_for, '') as waiting_for, coalesce(left(e.result_summary, 2000), '') as summary,
 		       coalesce(e.surface, '') as surface, e.thread_id,
 		       coalesce(left(e.error_message, 2000), '') as error, coalesce(u.id::text, '') as used_by,
 		       coalesce(c.status, '') as call_status, coalesce(left(c.error_message, 2000), '') as call_error,
-		       coalesce(left(c.output::text, 4000), '') as call_output, coalesce(c.trace_id, '') as call_trace, c.duration_ms
-		         as call_millis
+		       coalesce(left(c.output::text, 4000), '') as call_output, coalesce(c.trace_id, '') as call_trace,
+		       c.duration_ms as call_millis
 		  from agent_approvals a
 		  left join agent_executions e on e.id = a.execution_id
 		  left join agent_executions u on u.id =
@@ -328,9 +328,9 @@ func (room *Room) approvalAfter(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	hideResult(ctx, &came.Summary, came.Flow, came.Surface, came.ThreadID)
+	hideResult(ctx, &got.Summary, got.Flow, got.Surface, got.ThreadID)
 	id, _ := v.About.(string)
 	asked, err := approvals.Get(ctx, room.Read, id)
-	came.AskedBy = asked.AskedBy()
-	return came, err
+	got.AskedBy = asked.AskedBy()
+	return got, err
 }

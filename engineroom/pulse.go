@@ -9,15 +9,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/monitor"
 )
 
-// changes are kinds of changes that the pulse tells apart.
+// changes is a set of kinds of changes.
 type changes uint8
 
 const (
-	logChanged     changes = 1 << iota // the log has another newest activity
+	logChanged     changes = 1 << iota // the log has a new activity
 	openChanged                        // an activity began or ended
-	runsChanged                        // an execution began, was claimed, went on, or ended
-	failureChanged                     // an activity or an execution failed, or what fails ran again
-	asksChanged                        // another approval, request or pause stands open
+	runsChanged                        // an execution began, was claimed, resumed, or ended
+	failureChanged                     // an activity or an execution failed, or a failing one ran again
+	asksChanged                        // an approval, a request or a pause was opened or closed
 	anyChange      = 1<<iota - 1
 )
 
@@ -50,8 +50,8 @@ func (h *hub) pulse(ctx context.Context) {
 	}
 }
 
-// readPulse reads the pulse of the source of pages. With a replica the second one is that of the primary, because some
-// topics read from it nevertheless.
+// readPulse reads the pulse of the database that pages read. If that is a replica, the second pulse is the primary's,
+// because some topics read from it.
 func (h *hub) readPulse(ctx context.Context) (now [2]pulse) {
 	ctx, cancel := context.WithTimeout(ctx, h.pulseLimit)
 	defer cancel()
@@ -64,15 +64,15 @@ func (h *hub) readPulse(ctx context.Context) (now [2]pulse) {
 	return now
 }
 
-// pulse has the state of each kind of change as a text, and the time of the newest failure.
+// pulse has a text for each kind of change, which differs after a change, and the time of the newest failure.
 type pulse struct {
 	log, open, runs, asks string
-	failing               string // the newest runs and calls of what fails
+	failing               string // the newest runs and calls of failing flows and skills
 	failure               time.Time
 	away                  bool // an outage is a change, too: parts show the failure, and later the recovery
 }
 
-// since tells what changed.
+// since returns the changes since an earlier pulse.
 func (p pulse) since(last pulse) (c changes) {
 	if p.away != last.away {
 		return anyChange
@@ -110,7 +110,7 @@ func pulseOf(ctx context.Context, db postgres.DB, failing *monitor.Failing) (p p
 	if failing == nil || len(failing.Flows)+len(failing.Calls) == 0 {
 		return p
 	}
-	newest, err := postgres.RowsGeneric[struct{ Newest string }](ctx, db, "read newest runs of what fails",
+	newest, err := postgres.RowsGeneric[struct{ Newest string }](ctx, db, "read newest runs of failing flows",
 		pulseFailingSQL, postgres.Strict{"flows": failing.Flows, "calls": failing.Calls})
 	if err != nil {
 		return pulse{away: true}
@@ -121,7 +121,7 @@ func pulseOf(ctx context.Context, db postgres.DB, failing *monitor.Failing) (p p
 	return p
 }
 
-// notifyTopics makes the parts of every topic due that depend on what changed.
+// notifyTopics makes the parts of all topics due that depend on a change.
 func (h *hub) notifyTopics(changed changes) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -3,6 +3,7 @@ package engineroom
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -17,38 +18,44 @@ const (
 	maxSuggested = 300
 	// maxSuggestedCount bounds the count beside a suggestion.
 	maxSuggestedCount = 100
-	// suggestionsFor is how long suggestions are kept, so that many viewers cost one read.
-	suggestionsFor = 15 * time.Second
+	// suggestionTTL is how long suggestions are cached, so that many viewers cost one read.
+	suggestionTTL = 15 * time.Second
+	// maxNamesLike bounds the names that contain a text.
+	maxNamesLike = 20
+	// maxOptions bounds the suggestions of a filter on a page.
+	maxOptions = 100
 )
 
 // suggestion is a value that a filter can have.
 type suggestion struct {
 	Value string
-	Count string // of its rows; empty where no index counts them
+	Count string // of its rows; empty if no index counts them
 }
 
-// suggestions keeps the values of filters for suggestionsFor.
+// suggestions caches the values of filters for suggestionTTL.
 type suggestions struct {
-	mu   sync.Mutex
-	kept map[string]keptSuggestions
+	mu     sync.Mutex
+	cached map[string]cachedSuggestions
 }
 
-type keptSuggestions struct {
+type cachedSuggestions struct {
 	list []suggestion
 	at   time.Time
 }
 
-// distinctSQL lists the values of a column from an index that begins with it, one step of the index each, and counts
-// the rows of each value up to a bound. Its arguments are the column, the table and a condition of the index.
+// distinctSQL lists the values of a column with one index lookup each (a loose index scan), and counts the rows of each
+// value up to a bound. Its arguments are the column, the table and the condition of an index that begins with the
+// column.
 const distinctSQL = `
 	with recursive v (value) as (
 	  (select x.%[1]s from %[2]s x where %[3]s order by x.%[1]s limit 1)
 	  union all
 	  select (select x.%[1]s from %[2]s x where %[3]s and x.%[1]s > v.value order by x.%[1]s limit 1) from v
 	   where v.value is not null)
-	select left(v.value, 200) as value, (select count(*) filter (where c.value = v.value) from (
-	         select x.%[1]s as value from %[2]s x where %[3]s and x.%[1]s >= v.value
-	           order by x.%[1]s limit @counted + 1) c) as count
+	select left(v.value, 200) as value, (
+	         select count(*) filter (where c.value = v.value) from (
+	           select x.%[1]s as value from %[2]s x where %[3]s and x.%[1]s >= v.value
+	            order by x.%[1]s limit @counted + 1) c) as count
 	  from (select * from v where v.value is not null limit @most) v`
 
 // distinct are the columns with such an index.
@@ -59,13 +66,13 @@ var distinct = map[string][3]string{
 	"endpoint": {"endpoint", "agent_webhook_deliveries", "true"},
 }
 
-// suggested returns the values that a filter can have. They are at most suggestionsFor old.
+// suggested returns the values that a filter can have, at most suggestionTTL old.
 func (room *Room) suggested(ctx context.Context, kind string) ([]suggestion, error) {
 	room.hints.mu.Lock()
-	kept := room.hints.kept[kind]
+	cached := room.hints.cached[kind]
 	room.hints.mu.Unlock()
-	if time.Since(kept.at) < suggestionsFor {
-		return kept.list, nil
+	if time.Since(cached.at) < suggestionTTL {
+		return cached.list, nil
 	}
 	list, err := room.readSuggestions(ctx, kind)
 	if err != nil {
@@ -73,10 +80,10 @@ func (room *Room) suggested(ctx context.Context, kind string) ([]suggestion, err
 	}
 	room.hints.mu.Lock()
 	defer room.hints.mu.Unlock()
-	if room.hints.kept == nil {
-		room.hints.kept = map[string]keptSuggestions{}
+	if room.hints.cached == nil {
+		room.hints.cached = map[string]cachedSuggestions{}
 	}
-	room.hints.kept[kind] = keptSuggestions{list, time.Now()}
+	room.hints.cached[kind] = cachedSuggestions{list, time.Now()}
 	return list, nil
 }
 
@@ -101,16 +108,17 @@ func (room *Room) readSuggestions(ctx context.Context, kind string) ([]suggestio
 			postgres.Strict{"most": maxSuggested})
 	case "lane":
 		return postgres.Rows[suggestion](ctx, room.Read, "suggest lanes", `
-			select l.lane as value, '' as count from agent_locks l
-			  order by l.lane limit @most`, postgres.Strict{"most": maxSuggested})
+			select l.lane as value, '' as count from agent_locks l order by l.lane limit @most`,
+			postgres.Strict{"most": maxSuggested})
 	}
-	of := distinct[kind]
+	source := distinct[kind]
 	type counted struct {
 		Value string
 		Count int64
 	}
-	rows, err := postgres.Rows[counted](ctx, room.Read, "suggest values", fmt.Sprintf(distinctSQL, of[0], of[1], of[2]),
-		freshPlan, postgres.Strict{"most": maxSuggested, "counted": maxSuggestedCount})
+	rows, err := postgres.Rows[counted](ctx, room.Read, "suggest values",
+		fmt.Sprintf(distinctSQL, source[0], source[1], source[2]), freshPlan,
+		postgres.Strict{"most": maxSuggested, "counted": maxSuggestedCount})
 	for _, r := range rows {
 		if r.Value != "" {
 			list = append(list, suggestion{r.Value, capped(r.Count, maxSuggestedCount)})
@@ -144,14 +152,10 @@ func (room *Room) namesLike(ctx context.Context, kind, text string) ([]string, e
 	return names, nil
 }
 
-// maxNamesLike bounds the names that a part of one stands for.
-const maxNamesLike = 20
-
 // chip is a filter that is set.
 type chip struct{ Word, Value, Href string }
 
-// filterWords are the words of the filters' parameters, in the order of the chips. What names a place in a list has
-// none.
+// filterWords are the labels of the filters' parameters, in the order of the chips. Cursors have none.
 var filterWords = [][2]string{
 	{"q", "Words"},
 	{"status", "State"},
@@ -181,21 +185,17 @@ var filterWords = [][2]string{
 	{"sort", "Order"},
 }
 
-// Chips lists the filters that are set, but for the named ones. Each link is the page without that filter.
-func (v *visit) Chips(but ...string) []chip {
+// Chips lists the set filters, except the named ones. Each link is the page without that filter.
+func (v *visit) Chips(except ...string) []chip {
 	var list []chip
 	for _, w := range filterWords {
 		value := strings.TrimSpace(v.Query.Get(w[0]))
-		skip := value == ""
-		for _, name := range but {
-			skip = skip || name == w[0]
-		}
-		if skip {
+		if value == "" || slices.Contains(except, w[0]) {
 			continue
 		}
 		rest := v.withoutRow()
-		for _, place := range []string{"before", "after", "cursor"} {
-			rest.Query.Del(place)
+		for _, cursor := range []string{"before", "after", "cursor"} {
+			rest.Query.Del(cursor)
 		}
 		if w[0] == "failed" {
 			value = "failed or timed out"
@@ -213,8 +213,8 @@ func (v *visit) Chips(but ...string) []chip {
 	return list
 }
 
-// Set is how many filters are set, but for the named ones; 0 for none.
-func (v *visit) Set(but ...string) int { return len(v.Chips(but...)) }
+// Set returns the number of set filters, except the named ones.
+func (v *visit) Set(except ...string) int { return len(v.Chips(except...)) }
 
 // filterForm is the data of a page's filters.
 type filterForm struct {
@@ -223,8 +223,8 @@ type filterForm struct {
 	Lists map[string][]suggestion // by the names of kinds
 }
 
-// filtersPart shows the filters of a page with suggestions of some kinds. It does not change while viewed, so that
-// nothing is typed over.
+// filtersPart shows the filters of a page with suggestions of some kinds. No update replaces it, so that a viewer's
+// input stays.
 func (room *Room) filtersPart(path string, kinds ...string) part {
 	return part{name: "filters", load: func(ctx context.Context, v *visit) (any, error) {
 		form := filterForm{visit: v, Path: path, Lists: map[string][]suggestion{}}
@@ -238,6 +238,3 @@ func (room *Room) filtersPart(path string, kinds ...string) part {
 		return form, nil
 	}}
 }
-
-// maxOptions bounds the suggestions of a filter on a page.
-const maxOptions = 100

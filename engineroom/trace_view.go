@@ -21,11 +21,11 @@ type tracedView struct {
 	*tracedHead
 
 	View, Span string
-	Base       string // of the address of a span; its id follows
-	Filter     traceWanted
+	Base       string // address of a span, without its id
+	Filter     lineFilter
 	Shown      int           // shown rows
 	Order      []*tracedNode // lines of the waterfall
-	Wanted     int           // lines that the filter leaves
+	Wanted     int           // lines that the filter shows
 	Ticks      []tracedTick
 	Gaps       []tracedGap
 	Sorts      []string // present sorts, for the legend
@@ -35,23 +35,23 @@ type tracedView struct {
 	Paged      bool   // not the first page
 }
 
-// traceWanted narrows the lines of a waterfall.
-type traceWanted struct {
+// lineFilter selects lines of a waterfall.
+type lineFilter struct {
 	Text, Kind string
 	Errors     bool
 }
 
-// traceKinds are the kinds of lines that can be chosen.
+// traceKinds are the values of lineFilter.Kind.
 var traceKinds = []string{"run", "phase", "model", "call", "wait", "note"}
 
-// Kinds are the kinds of lines that can be chosen.
-func (traceWanted) Kinds() []string { return traceKinds }
+// Kinds returns the values of Kind.
+func (lineFilter) Kinds() []string { return traceKinds }
 
 // Set reports whether a filter is set.
-func (w traceWanted) Set() bool { return w != traceWanted{} }
+func (w lineFilter) Set() bool { return w != lineFilter{} }
 
-// has reports whether a line is wanted.
-func (w traceWanted) has(n *tracedNode) bool {
+// has reports whether a line matches.
+func (w lineFilter) has(n *tracedNode) bool {
 	if w.Errors && !n.Bad() || w.Kind != "" && w.Kind != n.Kind() {
 		return false
 	}
@@ -104,7 +104,7 @@ func (room *Room) traceView(ctx context.Context, v *visit) (any, error) {
 	})
 }
 
-// spanBase is the address of a span on this page, up to its id.
+// spanBase returns the address of a span on this page, up to its id.
 func spanBase(v *visit) string {
 	_, query, _ := strings.Cut(v.at("span", ""), "?")
 	if query != "" {
@@ -113,7 +113,7 @@ func spanBase(v *visit) string {
 	return "?" + query + "span="
 }
 
-// firstStep is the first recorded step of an execution; empty for none. A fork from there repeats all of it.
+// firstStep returns the first recorded step of an execution; empty for none. A fork from it repeats all steps.
 func (room *Room) firstStep(ctx context.Context, id string) (step string, err error) {
 	steps, err := postgres.Values[string](ctx, room.Read, "read first step", `
 		select c.step from agent_checkpoints c where c.execution_id = @id order by c.created_at, c.step limit 1`,
@@ -153,7 +153,7 @@ func (room *Room) loadLines(ctx context.Context, view *tracedView) error {
 	return nil
 }
 
-// linesOf reads the lines of a trace in drawing order, and how many rows they have.
+// linesOf reads the lines of a trace in drawing order, and returns their number of rows.
 func (room *Room) linesOf(ctx context.Context, h *tracedHead) (order []*tracedNode, shown int, err error) {
 	rows, err := room.rowsOf(ctx, h)
 	if err != nil {
@@ -169,12 +169,14 @@ func (room *Room) linesOf(ctx context.Context, h *tracedHead) (order []*tracedNo
 	}
 	nodes := nodesOf(rows, h.Runs, waits)
 	stopLost(nodes, h.Runs, lost)
-	partly := int64(len(rows)) < h.Sums.Rows
-	if partly && len(rows) > traceFirst {
+	incomplete := int64(len(rows)) < h.Sums.Rows
+	if incomplete && len(rows) > traceFirst {
 		nodes = withRest(nodes, rows, h.Sums.Rows, h.MoreRows)
 	}
 	order = arrange(nodes)
-	rollUp(order, h.byRun, partly)
+	if incomplete {
+		rollUp(order, h.byRun)
+	}
 	return order, len(rows), nil
 }
 
@@ -197,11 +199,8 @@ func withRest(nodes []*tracedNode, rows []tracedRow, count int64, more bool) []*
 	return append(nodes, rest)
 }
 
-// rollUp sets the exact totals at the runs, and marks incomplete ones.
-func rollUp(order []*tracedNode, byRun map[string]tracedSums, partly bool) {
-	if !partly {
-		return
-	}
+// rollUp sets the exact totals of runs, and marks other sums as lower bounds.
+func rollUp(order []*tracedNode, byRun map[string]tracedSums) {
 	below := map[*tracedNode]tracedSums{}
 	for _, n := range slices.Backward(order) {
 		if n.Run == nil {
@@ -222,7 +221,7 @@ func rollUp(order []*tracedNode, byRun map[string]tracedSums, partly bool) {
 	}
 }
 
-// fill draws the lines, and hides those that the filter does not want. The lines around a wanted one stay.
+// fill draws the lines, and hides those that do not match the filter. The ancestors of a match stay.
 func (view *tracedView) fill(order []*tracedNode) {
 	if t := newTraceScale(order); t != nil {
 		t.draw(order)
@@ -251,7 +250,7 @@ func (view *tracedView) fill(order []*tracedNode) {
 	slices.SortFunc(view.Sorts, func(a, b string) int { return slices.Index(legend, a) - slices.Index(legend, b) })
 }
 
-// sort is the word of the legend for a bar.
+// sort returns the legend's word for a bar.
 func (b tracedBar) sort() string {
 	if b.Class == "bad-run" {
 		return "bad"
@@ -259,7 +258,7 @@ func (b tracedBar) sort() string {
 	return b.Class
 }
 
-// legend is the order of the legend's words.
+// legend has the legend's words in order.
 var legend = []string{"queue", "run", "phase", "model", "call", "wait", "lane", "bad", "halted", "lost", "note"}
 
 // SortLabel returns the legend's label of a bar.
@@ -275,35 +274,35 @@ func (view *tracedView) SortLabel(sort string) string {
 	return sortLabels[sort]
 }
 
-// Partly reports whether rows are left out.
+// Partly reports whether rows are omitted.
 func (view *tracedView) Partly() bool {
 	return view.View != "table" && int64(view.Shown) < view.Sums.Rows
 }
 
-// Idle reports whether time is drawn shorter because nothing was done in it.
+// Idle reports whether idle time is drawn shorter.
 func (view *tracedView) Idle() bool {
 	return slices.ContainsFunc(view.Gaps, func(g tracedGap) bool { return !g.Rest })
 }
 
-// tracedWait is a time in which a run did nothing but wait.
+// tracedWait is a wait of a run.
 type tracedWait struct {
 	ExecutionID, Step string
 	Event, Kind       string
 	From              time.Time
-	To                *time.Time // nil while it goes on
-	Until             *time.Time // its deadline, while it goes on
+	To                *time.Time // nil while it lasts
+	Until             *time.Time // its deadline, while it lasts
 	TimedOut          bool
-	Key               string // what is waited for: an approval, an execution, a lane, the key of an event
+	Key               string // of the awaited approval, execution, lane or event
 	Standing          bool   // in the queue of a lane, with its process
 }
 
-// waitWords say what is waited for.
+// waitWords name what each kind of wait waits for.
 var waitWords = map[string]string{
 	"response": "a message", "agent": "another run", "document": "documents", "signature": "a signature", "test": "a test",
 	"event": "an event", "delay": "time to pass", "approval": "an approval", "lane": "a lane",
 }
 
-// About says what is waited for.
+// About names what the wait is for.
 func (w tracedWait) About() string { return waitWords[w.Kind] }
 
 // elementID stays the same when the wait ends.
@@ -317,9 +316,9 @@ func (w tracedWait) elementID() string {
 	return fmt.Sprintf("wait-%s-%x", w.ExecutionID, sum.Sum64())
 }
 
-// waitsOf are the waits of runs: those that are over, those that go on, and the places in queues of lanes.
+// waitsOf reads the past and present waits of runs, and their places in the queues of lanes.
 func (room *Room) waitsOf(ctx context.Context, runs []tracedRun) ([]tracedWait, error) {
-	var parked, standing []string
+	var parked, queued []string
 	var waits []tracedWait
 	for _, r := range runs {
 		if r.WaitNumber > 0 {
@@ -327,31 +326,30 @@ func (room *Room) waitsOf(ctx context.Context, runs []tracedRun) ([]tracedWait, 
 		}
 		switch r.Status {
 		case "running":
-			standing = append(standing, fmt.Sprintf("%s#%d", r.ID, r.Claim))
+			queued = append(queued, fmt.Sprintf("%s#%d", r.ID, r.Claim))
 		case "waiting":
 			waits = append(waits, tracedWait{
-				ExecutionID: r.ID, Step: text(r.WaitingStep), Kind: text(r.WaitingFor), Key: redact.Text(text(r.WaitingKey), 300),
-				From: r.UpdatedAt, Until: r.WaitingUntil,
+				ExecutionID: r.ID, Step: deref(r.WaitingStep), Kind: deref(r.WaitingFor),
+				Key: redact.Text(deref(r.WaitingKey), 300), From: r.UpdatedAt, Until: r.WaitingUntil,
 			})
 		}
 	}
 	over, err := room.pastWaits(ctx, parked)
-	if err != nil || len(standing) == 0 {
+	if err != nil || len(queued) == 0 {
 		return append(over, waits...), err
 	}
-	queued, err := room.standingWaits(ctx, standing)
-	return append(append(over, waits...), queued...), err
+	inQueue, err := room.queuedWaits(ctx, queued)
+	return append(append(over, waits...), inQueue...), err
 }
 
-// text is what a pointer points to; empty when it is nil.
-func text(s *string) string {
+func deref(s *string) string {
 	if s == nil {
 		return ""
 	}
 	return *s
 }
 
-// pastWaits are the waits of runs that are over.
+// pastWaits reads the ended waits of runs.
 func (room *Room) pastWaits(ctx context.Context, runs []string) ([]tracedWait, error) {
 	if len(runs) == 0 {
 		return nil, nil
@@ -384,8 +382,8 @@ func (room *Room) pastWaits(ctx context.Context, runs []string) ([]tracedWait, e
 	return waits, nil
 }
 
-// standingWaits are the places that runs have in queues of lanes now. They hold a process, and leave no record.
-func (room *Room) standingWaits(ctx context.Context, owners []string) ([]tracedWait, error) {
+// queuedWaits reads the places of runs in the queues of lanes. Such a wait occupies a process, and is not recorded.
+func (room *Room) queuedWaits(ctx context.Context, owners []string) ([]tracedWait, error) {
 	rows, err := room.Read.Query(ctx, `
 		select left(w.owner, 36) as execution_id, w.lane, w.since from agent_lock_waiters w
 		 where w.owner = any (@owners) order by w.since limit @most`,
@@ -404,7 +402,7 @@ func (room *Room) standingWaits(ctx context.Context, owners []string) ([]tracedW
 	return waits, nil
 }
 
-// Took is how long it lasted in few characters; empty while it goes on.
+// Took returns the formatted duration; empty while the wait lasts.
 func (w tracedWait) Took() string {
 	if w.To == nil {
 		return ""
@@ -412,7 +410,7 @@ func (w tracedWait) Took() string {
 	return human.Duration(w.To.Sub(w.From))
 }
 
-// Link is the page of what is waited for; empty when it has none.
+// Link returns the page of what the wait is for; empty if there is none.
 func (w tracedWait) Link() string {
 	switch {
 	case w.Key == "":

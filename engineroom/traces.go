@@ -370,7 +370,7 @@ type tracedVisit struct {
 	Span   string // the span that the panel shows; empty for the trace as a whole
 	Tab    string // of the panel
 	After  string // where the page of the table begins
-	Filter traceWanted
+	Filter lineFilter
 
 	mu   sync.Mutex
 	seen map[string]settledPart // leadingFilter part, once the trace has ended
@@ -393,7 +393,7 @@ func (room *Room) openTrace(ctx context.Context, v *visit) (string, error) {
 	}
 	about := &tracedVisit{
 		View: q["view"], Span: q["span"], Tab: q["tab"], seen: map[string]settledPart{},
-		Filter: traceWanted{Text: strings.TrimSpace(q["q"]), Kind: q["kind"], Errors: q["errors"] != ""},
+		Filter: lineFilter{Text: strings.TrimSpace(q["q"]), Kind: q["kind"], Errors: q["errors"] != ""},
 	}
 	if err := oneOf("view", about.View, traceViews); err != nil {
 		return "", err
