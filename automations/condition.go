@@ -56,10 +56,9 @@ type Cause struct {
 func Count(ctx context.Context, db postgres.DB) (Counters, error) {
 	rows, err := db.Query(ctx, `
 		with a as (
-		  select count(*) filter (where kind = 'call' and status = 'error') as failures, count(*) filter (where kind = 'call')
-		    as calls,
-		         coalesce(sum(lanekeeper.agent_tokens(token_usage, 'total_tokens')) filter (where kind = 'model'), 0)::bigint
-		           as tokens,
+		  select count(*) filter (where kind = 'call' and status = 'error') as failures,
+		         count(*) filter (where kind = 'call') as calls,
+		         coalesce(sum(lanekeeper.agent_tokens(token_usage, 'total_tokens')) filter (where kind = 'model'), 0)::bigint as tokens,
 		         coalesce(sum(cost_usd) filter (where kind = 'model'), 0)::float8 as cost
 		    from agent_activity where id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '24 hours'))),
 		x as (
@@ -70,8 +69,7 @@ func Count(ctx context.Context, db postgres.DB) (Counters, error) {
 		  select count(*) filter (where status = 'active') as active, count(*) filter (where status = 'proposed') as proposed,
 		         count(*) filter (where status = 'active' and due_at < clock_timestamp() - interval '1 hour') as overdue
 		    from agent_objectives where status in ('active', 'proposed'))
-		select (select count(*) from agent_approvals where status = 'pending' and expires_at > clock_timestamp())
-		  as pending_approvals,
+		select (select count(*) from agent_approvals where status = 'pending' and expires_at > clock_timestamp()) as pending_approvals,
 		       a.failures as failures_24h, a.calls as calls_24h, a.tokens as tokens_24h, a.cost as cost_usd_24h,
 		       x.pending as executions_pending, x.running as executions_running, x.waiting as executions_waiting,
 		       (select count(*) from agent_skills where not enabled) as skills_disabled,
@@ -89,16 +87,15 @@ func compile(text string, env any) (*vm.Program, error) {
 	}
 	options := []expr.Option{expr.Env(env), expr.AsBool(), expr.MaxNodes(maxNodes), expr.DisableAllBuiltins()}
 	for _, name := range []string{
-		"len", "lower", "upper", "trim", "int", "float", "string", "abs",
-		"hasPrefix", "hasSuffix",
+		"len", "lower", "upper", "trim", "int", "float", "string", "abs", "hasPrefix", "hasSuffix",
 	} {
 		options = append(options, expr.EnableBuiltin(name))
 	}
 	loops := &loopFinder{}
 	program, err := expr.Compile(text, append(options, expr.Patch(loops))...)
 	if err == nil && loops.found {
-		letters := []rune(text)
-		before := string(letters[:min(loops.at, len(letters))])
+		runes := []rune(text)
+		before := string(runes[:min(loops.at, len(runes))])
 		return nil, fmt.Errorf("loops over lists and ranges are not offered (line %d, column %d)",
 			1+strings.Count(before, "\n"), utf8.RuneCountInString(before[strings.LastIndex(before, "\n")+1:])+1)
 	}
@@ -142,11 +139,11 @@ func evaluate(text string, env any) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	truth, ok := value.(bool)
+	holds, ok := value.(bool)
 	if !ok {
 		return false, fmt.Errorf("is %T, not true or false", value)
 	}
-	return truth, nil
+	return holds, nil
 }
 
 // ConditionHolds reports whether the condition of a run's automation holds for the event and the counters. An empty

@@ -209,19 +209,15 @@ func Put(ctx context.Context, db postgres.DB, d Definition) (changed bool, err e
 	tag, err := db.Exec(ctx, `
 		insert into agent_automations as a
 		       (name, description, agent, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt,
-		         flow, max_attempts,
-		        next_run_at, source)
-		values (@name, @description, @agent, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments,
-		  @prompt, @flow,
-		        @max_attempts, @next, @source)
+		        flow, max_attempts, next_run_at, source)
+		values (@name, @description, @agent, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments, @prompt,
+		        @flow, @max_attempts, @next, @source)
 		on conflict (name) do update
 		   set description = excluded.description, agent = excluded.agent, trigger = excluded.trigger,
-		       cron = excluded.cron, timezone = excluded.timezone,
-		       event = excluded.event, condition = excluded.condition, signal = excluded.signal,
-		         skill_name = excluded.skill_name,
+		       cron = excluded.cron, timezone = excluded.timezone, event = excluded.event,
+		       condition = excluded.condition, signal = excluded.signal, skill_name = excluded.skill_name,
 		       arguments = excluded.arguments, prompt = excluded.prompt, flow = excluded.flow,
-		         max_attempts = excluded.max_attempts,
-		       source = excluded.source, updated_at = clock_timestamp(),
+		       max_attempts = excluded.max_attempts, source = excluded.source, updated_at = clock_timestamp(),
 		       armed = a.armed or a.signal <> excluded.signal,
 		       enabled = a.enabled or a.disabled_by = 'proposal',
 		       disabled_reason = case when a.disabled_by = 'proposal' then '' else a.disabled_reason end,
@@ -231,20 +227,16 @@ func Put(ctx context.Context, db postgres.DB, d Definition) (changed bool, err e
 		       next_run_at = case when (a.trigger, a.cron, a.timezone) = (excluded.trigger, excluded.cron, excluded.timezone)
 		                               and a.disabled_by <> 'proposal'
 		                          then a.next_run_at else excluded.next_run_at end
-		 where (a.description, a.agent, a.trigger, a.cron, a.timezone, a.event, a.condition, a.signal, a.skill_name,
-		   a.arguments, a.prompt,
-		       a.flow, a.max_attempts, a.source)
-		       is distinct from (excluded.description, excluded.agent, excluded.trigger, excluded.cron, excluded.timezone,
-		         excluded.event,
-		       excluded.condition, excluded.signal, excluded.skill_name, excluded.arguments, excluded.prompt, excluded.flow,
-		         excluded.max_attempts,
-		       excluded.source)`,
+		 where (a.description, a.agent, a.trigger, a.cron, a.timezone, a.event, a.condition, a.signal,
+		        a.skill_name, a.arguments, a.prompt, a.flow, a.max_attempts, a.source)
+		       is distinct from
+		       (excluded.description, excluded.agent, excluded.trigger, excluded.cron, excluded.timezone, excluded.event,
+		        excluded.condition, excluded.signal, excluded.skill_name, excluded.arguments, excluded.prompt, excluded.flow,
+		        excluded.max_attempts, excluded.source)`,
 		pgx.StrictNamedArgs{
-			"name": r.Name, "description": r.Description, "agent": r.Agent, "trigger": r.Trigger,
-			"cron": r.Cron, "timezone": r.Timezone, "event": r.Event,
-			"condition": r.When, "signal": r.Signal, "skill": r.Skill, "arguments": r.arguments, "prompt": r.Prompt,
-			"flow":         r.Flow,
-			"max_attempts": r.MaxAttempts, "next": next, "source": postgres.SourceWorkspace,
+			"name": r.Name, "description": r.Description, "agent": r.Agent, "trigger": r.Trigger, "cron": r.Cron,
+			"timezone": r.Timezone, "event": r.Event, "condition": r.When, "signal": r.Signal, "skill": r.Skill,
+			"arguments": r.arguments, "prompt": r.Prompt, "flow": r.Flow, "max_attempts": r.MaxAttempts, "next": next, "source": postgres.SourceWorkspace,
 		})
 	return postgres.Changed(tag, err, fmt.Sprintf("put automation %q", d.Name))
 }
