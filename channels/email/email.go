@@ -27,6 +27,7 @@
 package email
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -90,10 +91,10 @@ func Open(c channels.Config) (channels.Transport, error) {
 			return nil, misconfigured("settings.max_bytes: %v", err)
 		}
 	}
-	if t.relays, err = prefixes(or(set["relays"], "127.0.0.0/8 ::1")); err != nil {
+	if t.relays, err = prefixes(cmp.Or(set["relays"], "127.0.0.0/8 ::1")); err != nil {
 		return nil, misconfigured("settings.relays: %v", err)
 	}
-	t.hook = signature.Verifier{Scheme: signature.Scheme(or(set["webhook_scheme"], string(signature.Bearer)))}
+	t.hook = signature.Verifier{Scheme: signature.Scheme(cmp.Or(set["webhook_scheme"], string(signature.Bearer)))}
 	if secret := c.Secrets["webhook"]; secret != "" {
 		t.hook.Secrets = []string{secret}
 	}
@@ -102,7 +103,7 @@ func Open(c channels.Config) (channels.Transport, error) {
 
 func (t *transport) openServer(set map[string]string) error {
 	t.smtp = server{
-		address: set["smtp"], mode: or(set["smtp_tls"], "starttls"), user: set["username"], secret: t.Secrets["password"],
+		address: set["smtp"], mode: cmp.Or(set["smtp_tls"], "starttls"), user: set["username"], secret: t.Secrets["password"],
 	}
 	host, _, err := net.SplitHostPort(t.smtp.address)
 	if err != nil {
@@ -125,13 +126,6 @@ func (t *transport) openServer(set map[string]string) error {
 
 func misconfigured(format string, args ...any) error {
 	return fmt.Errorf("%w: %w", channels.ErrMisconfigured, fmt.Errorf(format, args...))
-}
-
-func or(value, otherwise string) string {
-	if value == "" {
-		return otherwise
-	}
-	return value
 }
 
 // prefixes reads addresses and networks that are separated by blanks.

@@ -1,6 +1,7 @@
 package email
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -59,7 +60,7 @@ func open(t *testing.T, settings ...string) *transport {
 	delete(set, "pairing")
 	got, err := Open(channels.Config{
 		Channel: channels.Channel{
-			Name: "mail", Type: channels.Email, Settings: set, Pairing: or(pairing, channels.PairingOpen),
+			Name: "mail", Type: channels.Email, Settings: set, Pairing: cmp.Or(pairing, channels.PairingOpen),
 		},
 		Secrets: map[string]string{"key": "a key of the test", "webhook": "hook secret"},
 		Logger:  slog.New(slog.DiscardHandler),
@@ -160,7 +161,7 @@ func TestAReplyContinuesItsConversationForItsSenderOnly(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			got := mb.receivedFrom(t, test.raw, or(test.to, "support@shop.example"))
+			got := mb.receivedFrom(t, test.raw, cmp.Or(test.to, "support@shop.example"))
 			assert.Truef(t, (got.Conversation != first.Conversation) == test.other,
 				"the conversation is %s, the first one %s", got.Conversation, first.Conversation)
 		})

@@ -2,6 +2,7 @@ package email
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -17,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/channels"
 )
 
-// Bounds of a mail. What is beyond them is left out; a larger header is an error.
+// Bounds of a mail. The rest is dropped; a larger header is an error.
 const (
 	maxHeader = 256 << 10
 	maxDepth  = 10
@@ -31,20 +32,20 @@ const (
 // errUnreadable reports a mail that no attempt can read.
 var errUnreadable = errors.New("the mail cannot be read")
 
-// received is a mail as it is read.
+// received is a parsed mail.
 type received struct {
 	from       string // in lower case; "" for none, or for several
 	name       string
 	recipients []string // in To, Cc and the headers that servers add
 	id         string
-	references []string // the first message of the thread first, the parent last
+	references []string // from the first message of the thread to the parent
 	subject    string
 	text       string
 	files      []channels.File
 	results    []string // headers Authentication-Results, the newest first
-	automatic  string   // why it is automatic mail; "" if it is not
+	automatic  string   // reason why it counts as automatic mail; "" if it does not
 	report     bool     // it has a delivery status
-	failure    string   // what the status says of a message that did not come; "" if it says none
+	failure    string   // the status's reason why a message was not delivered; "" if it was
 	returnPath string   // "<>" if a header says so
 }
 
@@ -86,17 +87,17 @@ func (m *received) readFrom(h *message.Header) {
 	m.from, m.name = strings.ToLower(list[0].Address), line(list[0].Name, 100)
 }
 
-// decodable reports an error after which the entity can be read as it stands.
+// decodable reports an error after which the entity can be read undecoded.
 func decodable(err error) bool {
 	return message.IsUnknownCharset(err) || message.IsUnknownEncoding(err)
 }
 
 func text(h *message.Header, name string) string {
-	value, _ := h.Text(name) // of an unknown charset: as it stands
+	value, _ := h.Text(name) // undecoded if the charset is unknown
 	return value
 }
 
-// line returns foreign text as one line of at most n bytes, without what changes the direction of the text around it.
+// line returns foreign text as one line of at most n bytes, without control characters, such as bidirectional marks.
 func line(s string, n int) string {
 	s = strings.Map(func(r rune) rune {
 		switch {
@@ -158,7 +159,7 @@ func addresses(value string) (all []string) {
 	return all
 }
 
-// automatic says why a mail counts as automatic; "" if it does not.
+// automatic returns the reason why a mail counts as automatic; "" if it does not.
 func automatic(h *message.Header, returnPath string) string {
 	if v := strings.ToLower(strings.TrimSpace(h.Get("Auto-Submitted"))); v != "" && v != "no" {
 		return "it is an automatic mail (Auto-Submitted)"
@@ -191,7 +192,7 @@ type walker struct {
 	files   []channels.File
 	report  bool
 	failure string
-	wanted  string // the part that is read into found; "" for none
+	wanted  string // path of the part to read into found; "" for none
 	limit   int64
 	found   []byte
 }
@@ -206,7 +207,7 @@ func (w *walker) walk(e *message.Entity, path string, depth int) {
 	}
 	parts := e.MultipartReader()
 	if parts == nil {
-		w.part(e, or(path, "0"), kind)
+		w.part(e, cmp.Or(path, "0"), kind)
 		return
 	}
 	for i := 1; w.parts <= maxParts; i++ {
@@ -218,7 +219,7 @@ func (w *walker) walk(e *message.Entity, path string, depth int) {
 	}
 }
 
-// part takes the text of a part, or counts it as a file. A part whose encoding is broken is as long as it can be read.
+// part adds the text of a part, or lists it as a file. A part with a broken encoding ends at the error.
 func (w *walker) part(e *message.Entity, path, kind string) {
 	disposition, params, _ := e.Header.ContentDisposition()
 	name := fileName(&e.Header, params)
@@ -230,14 +231,14 @@ func (w *walker) part(e *message.Entity, path, kind string) {
 		}
 	case kind == "message/delivery-status":
 		status, _ := io.ReadAll(io.LimitReader(e.Body, maxText))
-		w.report, w.failure = true, or(w.failure, failure(string(status)))
+		w.report, w.failure = true, cmp.Or(w.failure, failure(string(status)))
 	case inline && kind == "text/plain":
 		add(&w.plain, e.Body, maxText+1)
 	case inline && kind == "text/html":
 		add(&w.html, e.Body, maxSource)
 	case len(w.files) < maxFiles:
 		size, _ := io.Copy(io.Discard, e.Body)
-		w.files = append(w.files, channels.File{ID: path, Name: or(name, "part-"+path), Type: line(kind, 100), Size: size})
+		w.files = append(w.files, channels.File{ID: path, Name: cmp.Or(name, "part-"+path), Type: line(kind, 100), Size: size})
 	}
 }
 
@@ -246,7 +247,7 @@ func add(to *strings.Builder, from io.Reader, limit int64) {
 	to.WriteString(strings.ToValidUTF8(string(raw), "\ufffd"))
 }
 
-// body returns the text for people; that of HTML only if there is no other.
+// body returns the plain text, or the text of the HTML if there is none.
 func (w *walker) body() string {
 	body := strings.TrimSpace(strings.ReplaceAll(w.plain.String(), "\r\n", "\n"))
 	if body == "" {
@@ -261,7 +262,7 @@ func (w *walker) body() string {
 func fileName(h *message.Header, disposition map[string]string) string {
 	name := disposition["filename"]
 	if name == "" {
-		_, params, _ := h.ContentType() // a broken one has no name
+		_, params, _ := h.ContentType() // without a name if it is malformed
 		name = params["name"]
 	}
 	decoder := mime.WordDecoder{CharsetReader: charset.Reader}
@@ -272,7 +273,7 @@ func fileName(h *message.Header, disposition map[string]string) string {
 	return name[strings.LastIndexAny(name, `/\`)+1:]
 }
 
-// failure returns what a delivery status says of a message that did not come; "" for one that is under way or came.
+// failure returns the reason of a delivery status with a failed delivery; "" for any other status.
 func failure(status string) string {
 	fields := map[string]string{}
 	for l := range strings.SplitSeq(status, "\n") {
@@ -283,7 +284,7 @@ func failure(status string) string {
 	if !strings.EqualFold(fields["action"], "failed") {
 		return ""
 	}
-	return line("the mail came back: "+or(fields["diagnostic-code"], or(fields["status"], "it was not delivered")), 500)
+	return line("the mail came back: "+cmp.Or(fields["diagnostic-code"], fields["status"], "it was not delivered"), 500)
 }
 
 // Extract implements [channels.Extractor].

@@ -1,6 +1,7 @@
 package email
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"crypto/tls"
@@ -148,7 +149,7 @@ func (t *transport) ignored(m received, e envelope, sure bool) string {
 	case own:
 		return "the channel itself sent it"
 	case !sure && t.Channel.Pairing != channels.PairingOpen:
-		by := or(t.Channel.Settings["authserv_id"], "any server: settings.authserv_id is empty")
+		by := cmp.Or(t.Channel.Settings["authserv_id"], "any server: settings.authserv_id is empty")
 		return "its sender is not proven by " + by
 	}
 	return ""
@@ -319,8 +320,8 @@ func rawMail(contentType string, body []byte) ([]byte, error) {
 		Raw      string `json:"raw"`
 		RawEmail string // of Postmark
 	}
-	if err := json.Unmarshal(body, &of); err != nil || or(of.Raw, of.RawEmail) == "" {
+	if err := json.Unmarshal(body, &of); err != nil || cmp.Or(of.Raw, of.RawEmail) == "" {
 		return nil, errUnreadable
 	}
-	return []byte(or(of.Raw, of.RawEmail)), nil
+	return []byte(cmp.Or(of.Raw, of.RawEmail)), nil
 }

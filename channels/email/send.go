@@ -2,6 +2,7 @@ package email
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -235,7 +236,7 @@ func subject(ref reference, answers bool, markdown string) string {
 		if len(s) >= 3 && strings.EqualFold(s[:3], "re:") {
 			return s
 		}
-		return "Re: " + or(s, "your message")
+		return "Re: " + cmp.Or(s, "your message")
 	}
 	for l := range strings.Lines(markdown) {
 		if s := line(strings.Trim(l, "#*_`> \r\n"), 80); s != "" {
