@@ -27,8 +27,7 @@ const (
 	defaultRows = 100
 	maxRows     = 1000
 
-	// maxRowsSize bounds the bytes of rows.
-	maxRowsSize = maxResult - 1024
+	maxRowsSize = maxResult - 1024 // bytes of all rows
 
 	rollbackTimeout = 5 * time.Second
 )
@@ -151,7 +150,7 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 	result, err := executions.RetryTransient(ctx, func(ctx context.Context) (sqlResult, error) {
 		result, err := h.readOnly(ctx, on, timeout, query, values)
 		if postgres.IsCode(err, "57014") {
-			err = classifySQLError(timeout, err) // the skill's own timeout passed
+			err = classifySQLError(timeout, err) // not transient: the skill's own timeout
 		}
 		return result, err
 	})
@@ -194,7 +193,7 @@ func (h sqlHandler) readOnly(
 			err = undone
 		}
 	}()
-	if _, err = tx.Exec(ctx, prologue(timeout)+"; savepoint lanekeeper_query"+on.asRole()); err != nil {
+	if _, err = tx.Exec(ctx, prologue(timeout)+"; savepoint lanekeeper_query; "+on.asRole()); err != nil {
 		return sqlResult{}, err
 	}
 	return h.run(ctx, tx.Conn(), query, values)
@@ -290,19 +289,19 @@ func (d Database) Check(ctx context.Context) error {
 		return errors.New("the table agent_effects is missing, which writing skills need: agent apply makes it")
 	}
 	if d.Role != "" {
-		if _, err := tx.Exec(ctx, d.asRole()[2:]); err != nil {
+		if _, err := tx.Exec(ctx, d.asRole()); err != nil {
 			return fmt.Errorf("set the role %s: %w", d.Role, err)
 		}
 	}
 	return nil
 }
 
-// asRole returns the statement that sets the database's role for a transaction.
+// asRole returns the statement that sets the database's role for a transaction; empty for none.
 func (d Database) asRole() string {
 	if d.Role == "" {
 		return ""
 	}
-	return "; set local role " + pgx.Identifier{d.Role}.Sanitize()
+	return "set local role " + pgx.Identifier{d.Role}.Sanitize()
 }
 
 // classifySQLError classifies an error of a query.

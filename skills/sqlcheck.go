@@ -99,7 +99,7 @@ func (c sqlCheck) prepare(ctx context.Context, text string) (fields int, err err
 	}
 	statement, err := func() (*pgconn.StatementDescription, error) {
 		if role := c.on.asRole(); role != "" {
-			if _, err := inner.Exec(ctx, role[2:]); err != nil {
+			if _, err := inner.Exec(ctx, role); err != nil {
 				return nil, fmt.Errorf("set the role %s: %w", c.on.Role, err)
 			}
 		}

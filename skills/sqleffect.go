@@ -138,7 +138,7 @@ func (e queryError) Unwrap() error { return e.error }
 
 // write runs the query as the database's role and resets the session's state.
 func (h sqlHandler) write(ctx context.Context, tx pgx.Tx, on Database, args map[string]any) (json.RawMessage, error) {
-	if _, err := tx.Exec(ctx, "savepoint lanekeeper_query"+on.asRole()); err != nil {
+	if _, err := tx.Exec(ctx, "savepoint lanekeeper_query; "+on.asRole()); err != nil {
 		return nil, err
 	}
 	result, err := h.runWrite(ctx, tx.Conn(), args)
