@@ -236,7 +236,8 @@ func Put(ctx context.Context, db postgres.DB, d Definition) (changed bool, err e
 		pgx.StrictNamedArgs{
 			"name": r.Name, "description": r.Description, "agent": r.Agent, "trigger": r.Trigger, "cron": r.Cron,
 			"timezone": r.Timezone, "event": r.Event, "condition": r.When, "signal": r.Signal, "skill": r.Skill,
-			"arguments": r.arguments, "prompt": r.Prompt, "flow": r.Flow, "max_attempts": r.MaxAttempts, "next": next, "source": postgres.SourceWorkspace,
+			"arguments": r.arguments, "prompt": r.Prompt, "flow": r.Flow, "max_attempts": r.MaxAttempts,
+			"next": next, "source": postgres.SourceWorkspace,
 		})
 	return postgres.Changed(tag, err, fmt.Sprintf("put automation %q", d.Name))
 }

@@ -238,7 +238,8 @@ func (w *walker) part(e *message.Entity, path, kind string) {
 		add(&w.html, e.Body, maxSource)
 	case len(w.files) < maxFiles:
 		size, _ := io.Copy(io.Discard, e.Body)
-		w.files = append(w.files, channels.File{ID: path, Name: cmp.Or(name, "part-"+path), Type: line(kind, 100), Size: size})
+		name = cmp.Or(name, "part-"+path)
+		w.files = append(w.files, channels.File{ID: path, Name: name, Type: line(kind, 100), Size: size})
 	}
 }
 
