@@ -96,7 +96,7 @@ func (s *server) raiseEvent(r request) (response, error) {
 
 // deliver raises an event. A message for an existing thread is stored there, as if its visitor had sent it.
 func (s *server) deliver(ctx context.Context, e eventRequest) (executions.Delivered, error) {
-	ctx = executions.WithLockTimeout(ctx, postgres.LockPatience)
+	ctx = executions.WithLockTimeout(ctx, postgres.LockRetryTimeout)
 	data, content := messageContent(e)
 	if content == "" {
 		return s.deliverEvent(ctx, e)

@@ -315,7 +315,7 @@ func (s *server) startExecution(r request) (response, error) {
 // start starts an execution for the admin or for a parent. It waits a moment for an idempotency key locked by another
 // transaction.
 func (s *server) start(ctx context.Context, spec executions.Spec, reason string) (x executions.Execution, err error) {
-	ctx = executions.WithLockTimeout(ctx, postgres.LockPatience)
+	ctx = executions.WithLockTimeout(ctx, postgres.LockRetryTimeout)
 	if spec.ParentID != "" {
 		x, _, err = s.engine.Start(ctx, s.pool, spec)
 	} else {

@@ -111,7 +111,7 @@ func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) er
 			return err
 		}
 	}
-	x, created, err := a.Engine.StartByAdmin(executions.WithLockTimeout(ctx, postgres.LockPatience), b.spec, b.reason)
+	x, created, err := a.Engine.StartByAdmin(executions.WithLockTimeout(ctx, postgres.LockRetryTimeout), b.spec, b.reason)
 	if err != nil {
 		return err
 	}

@@ -6,19 +6,18 @@ import (
 )
 
 const (
-	// A server whose machine is gone says nothing. A connection that is silent for this long is asked whether the other
-	// side is there, so many times, so far apart; and what is sent must be confirmed within goneAfter. Without that a
-	// statement would wait for the better part of an hour.
-	silentFor  = 15 * time.Second
-	askedEvery = 5 * time.Second
-	askedTimes = 3
-	goneAfter  = 30 * time.Second
+	// TCP detects a dead machine: an idle connection sends keep-alive probes, and sent data must be acknowledged within
+	// userTimeout. With the kernel's defaults a statement could wait for most of an hour.
+	silentFor     = 15 * time.Second // without data, before the first probe
+	probeInterval = 5 * time.Second
+	probeCount    = 3
+	userTimeout   = 30 * time.Second
 )
 
-// dialer opens connections that notice when the other side is gone.
+// dialer opens connections that detect a dead peer.
 func dialer() *net.Dialer {
 	return &net.Dialer{
-		KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: silentFor, Interval: askedEvery, Count: askedTimes},
-		Control:         confirmWithin,
+		KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: silentFor, Interval: probeInterval, Count: probeCount},
+		Control:         setUserTimeout,
 	}
 }

@@ -20,7 +20,7 @@ func TestConnectionsNoticeThatTheOtherSideIsGone(t *testing.T) {
 	conn, err := config.ConnConfig.DialFunc(t.Context(), "tcp", listener.Addr().String())
 	require.NoError(t, err)
 	defer conn.Close()
-	raw, err := conn.(*asking).Conn.(*net.TCPConn).SyscallConn()
+	raw, err := conn.(*probedConn).Conn.(*net.TCPConn).SyscallConn()
 	require.NoError(t, err)
 	for option, want := range map[int]int{
 		tcpUserTimeout: 30_000, syscall.TCP_KEEPIDLE: 15, syscall.TCP_KEEPINTVL: 5, syscall.TCP_KEEPCNT: 3,

@@ -4,5 +4,5 @@ package postgres
 
 import "syscall"
 
-// confirmWithin does nothing where the kernel offers nothing of the kind.
-func confirmWithin(string, string, syscall.RawConn) error { return nil }
+// setUserTimeout does nothing: the option is Linux's.
+func setUserTimeout(string, string, syscall.RawConn) error { return nil }

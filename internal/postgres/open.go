@@ -145,8 +145,8 @@ func parse(url string, opts Options) (*pgxpool.Config, error) {
 		config.ConnConfig.RuntimeParams["application_name"] = cmp.Or(opts.ApplicationName, defaultApplicationName)
 	}
 	config.ConnConfig.ConnectTimeout = cmp.Or(config.ConnConfig.ConnectTimeout, connectTimeout)
-	config.ConnConfig.DialFunc = newPatience().DialContext
-	config.PingTimeout = cmp.Or(config.PingTimeout, answerWithin)
+	config.ConnConfig.DialFunc = newLivenessProber().DialContext
+	config.PingTimeout = cmp.Or(config.PingTimeout, probeTimeout)
 	config.AfterConnect = func(_ context.Context, conn *pgx.Conn) error {
 		readTimes(conn)
 		return nil

@@ -67,14 +67,14 @@ func (s *slowServer) serve(conn net.Conn) {
 	_, _ = conn.Read(request) // until it is closed
 }
 
-// hasty loses patience in no time.
-func hasty() *patience {
-	p := newPatience()
-	p.silent, p.within, p.look = time.Millisecond, 50*time.Millisecond, time.Millisecond
+// hasty probes at once.
+func hasty() *livenessProber {
+	p := newLivenessProber()
+	p.delay, p.timeout, p.interval = time.Millisecond, 50*time.Millisecond, time.Millisecond
 	return p
 }
 
-func (s *slowServer) conn(t *testing.T, p *patience, sends string) net.Conn {
+func (s *slowServer) conn(t *testing.T, p *livenessProber, sends string) net.Conn {
 	t.Helper()
 	conn, err := p.DialContext(t.Context(), "tcp", s.Addr().String())
 	require.NoError(t, err)
@@ -93,7 +93,7 @@ func TestNobodyWaitsForEverForAServerThatAnswersNobody(t *testing.T) {
 	s, p := newSlowServer(t), hasty()
 	idle := s.conn(t, p, "")
 	for name, conn := range map[string]net.Conn{"one that waits": s.conn(t, p, "question"), "one in the same pool": idle} {
-		if _, err := conn.Read(make([]byte, 1)); !errors.Is(err, errSilent) || !Broken(err) {
+		if _, err := conn.Read(make([]byte, 1)); !errors.Is(err, errUnresponsive) || !Broken(err) {
 			t.Errorf("%s: got %v, want that the server answers nobody, as a connection that broke", name, err)
 		}
 	}
@@ -106,7 +106,7 @@ func TestALongStatementIsWaitedForWhileItsServerAnswersOthers(t *testing.T) {
 	t.Parallel()
 	s, p := newSlowServer(t), hasty()
 	s.talks.Store(true)
-	p.within = time.Minute
+	p.timeout = time.Minute
 	conn := s.conn(t, p, "question")
 	for range 3 {
 		<-s.asked
@@ -121,13 +121,13 @@ func TestAServerThatRefusesIsNotSilent(t *testing.T) {
 	s, p := newSlowServer(t), hasty()
 	address := s.Addr()
 	s.Close()
-	assert.True(t, p.hears(address), "a refusal was taken for silence")
+	assert.True(t, p.probe(address), "a refusal was taken for silence")
 }
 
 func TestAPoolDoesNotWaitForEverForAnIdleConnection(t *testing.T) {
 	t.Parallel()
 	for url, want := range map[string]time.Duration{
-		"postgres://one.example/b":                      answerWithin,
+		"postgres://one.example/b":                      probeTimeout,
 		"postgres://one.example/b?pool_ping_timeout=7s": 7 * time.Second,
 	} {
 		config, err := parse(url, Options{})
@@ -136,6 +136,6 @@ func TestAPoolDoesNotWaitForEverForAnIdleConnection(t *testing.T) {
 	}
 	ended, end := context.WithCancel(t.Context())
 	end()
-	_, err := newPatience().DialContext(ended, "tcp", "127.0.0.1:1")
+	_, err := newLivenessProber().DialContext(ended, "tcp", "127.0.0.1:1")
 	assert.Error(t, err, "connected to nobody")
 }
