@@ -51,7 +51,7 @@ type claimRequest struct {
 	TTLSeconds  *int     `json:"ttl_seconds,omitempty"`  // default 30
 	Max         *int     `json:"max,omitempty"`          // locks; default 1
 	WaitSeconds float64  `json:"wait_seconds,omitempty"` // for the first execution; default 0, at most 30
-	// locks that the worker has. Others of the owner are returned again.
+	// LockIDs are the worker's locks. Other locks of the owner are returned again.
 	LockIDs []string `json:"lock_ids,omitempty"`
 }
 
@@ -238,18 +238,15 @@ func (s *server) lockExecution(r request) (response, error) {
 	if err := s.mayWork(r.Context(), id); err != nil {
 		return response{}, err
 	}
-	want, ttl := r.body.(lockRequest), defaultTTL
-	if want.TTLSeconds != nil {
-		ttl = *want.TTLSeconds
-	}
-	got, err := s.engine.LockRun(r.Context(), id, want.Owner, time.Duration(ttl)*time.Second)
+	want := r.body.(lockRequest)
+	got, err := s.engine.LockRun(r.Context(), id, want.Owner, ttl(want.TTLSeconds))
 	if err != nil {
 		return response{}, err
 	}
 	return response{body: lockOf(got), trace: got.Execution.TraceID}, nil
 }
 
-// claimExecutions locks what is ready of some flows, or waits for it. A shutdown ends the wait.
+// claimExecutions locks ready executions of some flows, or waits for one. A shutdown ends the wait.
 func (s *server) claimExecutions(r request) (response, error) {
 	c := r.body.(claimRequest)
 	if err := mayWorkOn(principals.From(r.Context()), c.Flows); err != nil {
@@ -262,7 +259,7 @@ func (s *server) claimExecutions(r request) (response, error) {
 		known = []string{}
 	}
 	got, err := s.engine.ClaimRuns(ctx, executions.ClaimParams{
-		Flows: c.Flows, Owner: c.Owner, TTL: time.Duration(cmp.Or(deref(c.TTLSeconds), defaultTTL)) * time.Second,
+		Flows: c.Flows, Owner: c.Owner, TTL: ttl(c.TTLSeconds),
 		Max: cmp.Or(deref(c.Max), 1), Known: known, Wait: time.Duration(c.WaitSeconds * float64(time.Second)),
 	})
 	if err != nil {
@@ -273,6 +270,10 @@ func (s *server) claimExecutions(r request) (response, error) {
 		all.Locks[i] = lockOf(lock)
 	}
 	return response{body: all}, nil
+}
+
+func ttl(seconds *int) time.Duration {
+	return time.Duration(cmp.Or(deref(seconds), defaultTTL)) * time.Second
 }
 
 func lockOf(got executions.RunLock) lockResponse {
@@ -338,12 +339,12 @@ func (s *server) checkpoint(r request) (response, error) {
 		return response{}, err
 	}
 	c := r.body.(checkpointRequest)
-	traceID, anew, err := s.engine.CheckpointRun(r.Context(), id, c.LockID, c.Step, c.Output)
+	traceID, isNew, err := s.engine.CheckpointRun(r.Context(), id, c.LockID, c.Step, c.Output)
 	if err != nil {
 		return response{}, err
 	}
 	got := response{body: checkpointResponse{id, c.Step}, trace: traceID, status: http.StatusOK}
-	if anew {
+	if isNew {
 		got.status = http.StatusCreated
 	}
 	return got, nil
@@ -406,14 +407,12 @@ func (s *server) executionRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/executions", body: startRequest{}, response: executionStatus{},
-			status: http.StatusCreated,
-			handle: s.startExecution, conflicts: true, missing: true, keyed: true,
+			status: http.StatusCreated, handle: s.startExecution, conflicts: true, missing: true, keyed: true,
 			about: "Start an execution of a flow. An external worker locks and runs the flows external and external:NAME. " +
 				"422 for an unknown flow.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/lock", body: lockRequest{}, response: lockResponse{},
-			handle: s.lockExecution, conflicts: true,
-			repeatable: true,
+			handle: s.lockExecution, conflicts: true, repeatable: true,
 			about: "Lock an execution to run it externally, and read its state. The same live owner gets the same " +
 				"lock. 409 with holder if it is locked, waiting or ended.",
 		}, {
@@ -422,14 +421,12 @@ func (s *server) executionRoutes() []route {
 			about: "Renew a lock, every 15 seconds. cancel_requested reports a cancel. 409 if the lock is void.",
 		}, {
 			method: "DELETE", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
-			handle:    s.releaseLock,
-			conflicts: true,
+			handle: s.releaseLock, conflicts: true,
 			about: "Release a lock: the execution ends or waits, and can be locked again after the wait. timeout " +
 				"is a number of seconds, or text such as 24h or 7d.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
-			handle:    s.releaseLock,
-			conflicts: true, repeatable: true,
+			handle: s.releaseLock, conflicts: true, repeatable: true,
 			about: "Release a lock, as DELETE does: some proxies remove the body of a DELETE.",
 		}, {
 			method: "POST", path: "/v1/locks", body: claimRequest{}, response: claimResponse{},
@@ -442,8 +439,7 @@ func (s *server) executionRoutes() []route {
 			about:  "Renew many locks at once. live is false for void ones.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/checkpoints", body: checkpointRequest{}, response: checkpointResponse{},
-			status: http.StatusCreated,
-			handle: s.checkpoint, conflicts: true, again: true, repeatable: true,
+			status: http.StatusCreated, handle: s.checkpoint, conflicts: true, again: true, repeatable: true,
 			about: "Checkpoint the output of a step. 200 if the same output was recorded before; 409 for a different output " +
 				"or a void lock.",
 		},

@@ -46,7 +46,7 @@ import (
 // is an installation without settings. index searches the memory; nil searches by words alone.
 func New(pool *pgxpool.Pool, directory *agents.Directory, index *memory.Index) map[string]skills.Builtin {
 	directory = cmp.Or(directory, &agents.Directory{})
-	recall := recalling(index)
+	recall := recallHandler(index)
 	return map[string]skills.Builtin{
 		"recall":             withMemory(pool, directory, recall),
 		"memory_search":      withMemory(pool, directory, recall),

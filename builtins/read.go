@@ -20,14 +20,14 @@ import (
 const (
 	defaultLimit = 10
 	maxLimit     = 50
-	searched     = 500       // matches to search before the filter by category
+	maxMatches   = 500       // matches of a search before the filter by category
 	maxRecalled  = 128 << 10 // bytes of values in one answer; one entry has at most half of it
 	maxGoal      = 400
 	maxError     = 300
 	maxSkills    = 100
 )
 
-// recallArgs may be empty: then the newest entries are returned.
+// recallArgs select entries; empty ones select the newest.
 type recallArgs struct {
 	Query    string `json:"query"`
 	Category string `json:"category"`
@@ -51,29 +51,28 @@ type memories struct {
 	LeftOut  int          `json:"left_out,omitempty"` // found, but beyond the size limit
 }
 
-// recalling returns the search of the memory.
-func recalling(index *memory.Index) func(context.Context, postgres.Beginner, memoryUser, recallArgs) (any, error) {
+// recallHandler returns the handler of recall.
+func recallHandler(index *memory.Index) func(context.Context, postgres.Beginner, memoryUser, recallArgs) (any, error) {
 	return func(ctx context.Context, db postgres.Beginner, who memoryUser, args recallArgs) (any, error) {
-		found, err := lookUp(ctx, db, index, who.owner, args)
+		found, err := searchMemory(ctx, db, index, who.owner, args)
 		if err != nil {
 			return nil, err
 		}
-		said, size := memories{Memories: []memoryView{}}, 0
+		result, size := memories{Memories: []memoryView{}}, 0
 		for _, e := range found[:min(len(found), postgres.PageSize(args.Limit, defaultLimit, maxLimit))] {
 			if size += len(e.Value); size > maxRecalled {
-				said.LeftOut++
+				result.LeftOut++
 				continue
 			}
-			said.Memories = append(said.Memories, memoryView{
-				e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt,
-				e.UpdatedAt, e.TraceID,
+			result.Memories = append(result.Memories, memoryView{
+				e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID,
 			})
 		}
-		return said, nil
+		return result, nil
 	}
 }
 
-func lookUp(
+func searchMemory(
 	ctx context.Context, db postgres.DB, index *memory.Index, owner memory.Owner, args recallArgs,
 ) ([]memory.Entry, error) {
 	switch {
@@ -82,7 +81,7 @@ func lookUp(
 	case args.Category == "":
 		return index.Search(ctx, db, owner, args.Query, postgres.PageSize(args.Limit, defaultLimit, maxLimit))
 	}
-	found, err := index.Search(ctx, db, owner, args.Query, searched)
+	found, err := index.Search(ctx, db, owner, args.Query, maxMatches)
 	return slices.DeleteFunc(found, func(e memory.Entry) bool { return e.Category != args.Category }), err
 }
 
@@ -179,20 +178,20 @@ func skillList(ctx context.Context, db postgres.DB, args skillsArgs) (any, error
 	if err != nil {
 		return nil, err
 	}
-	list, left := []skillView{}, 0
+	list, omitted := []skillView{}, 0
 	for _, s := range all {
 		text := strings.ToLower(s.Name + " " + s.Description)
 		missing := func(word string) bool { return !strings.Contains(text, word) }
 		switch {
 		case slices.ContainsFunc(strings.Fields(strings.ToLower(args.Words)), missing):
 		case len(list) == maxSkills:
-			left++
+			omitted++
 		default:
 			list = append(list, skillView{s.Name, textcut.Text(s.Description, maxError), s.Scope, s.Trust, s.Enabled})
 		}
 	}
 	slices.SortFunc(list, func(a, b skillView) int { return strings.Compare(a.Name, b.Name) })
-	return map[string]any{"skills": list, "left_out": left}, nil
+	return map[string]any{"skills": list, "left_out": omitted}, nil
 }
 
 type activityArgs struct {
@@ -267,11 +266,11 @@ func documentRead(ctx context.Context, db postgres.DB, args documentArgs) (any, 
 		if err != nil {
 			return nil, err
 		}
-		papers := make([]documentView, len(list))
+		views := make([]documentView, len(list))
 		for i, d := range list {
-			papers[i] = documentViewOf(d)
+			views[i] = documentViewOf(d)
 		}
-		return map[string]any{"documents": papers}, nil
+		return map[string]any{"documents": views}, nil
 	}
 	d, err := documents.GetReadable(ctx, db, span.ExecutionID, args.Document)
 	if err != nil {
