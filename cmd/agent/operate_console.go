@@ -262,7 +262,7 @@ const leftOpen = "left open; decide later with /approve or /reject"
 func (o *operator) leftOpenLines(ctx context.Context) string {
 	used, costUSD, err := activity.Spent(ctx, o.s.Pool, o.lastTrace)
 	if err != nil {
-		o.s.log.WarnContext(ctx, "what a turn has used so far is not known", "trace", o.lastTrace, "error", err)
+		o.s.log.WarnContext(ctx, "usage of turn not read", "trace", o.lastTrace, "error", err)
 	}
 	done := operate.Done{TraceID: o.lastTrace, Ended: operate.WaitingApproval, Usage: used, CostUSD: costUSD}
 	return doneLine(done) + "\n" + leftOpen

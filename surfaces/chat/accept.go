@@ -385,7 +385,7 @@ func (c *Chat) replay(ctx context.Context, a *UserMessage, x executions.Executio
 	case !x.Status.Ended():
 		r := conflict("still_running", "The first request with this Idempotency-Key is still being answered; attach to it "+
 			"with GET /v1/chat/completions/%s.", id)
-		r.CompletionID, r.RetryAfter = id, retrySoon
+		r.CompletionID, r.RetryAfter = id, retryDelay
 		return nil, r
 	}
 	f, release := c.feeds.join(x.ID)
@@ -507,7 +507,7 @@ func threadError(err error) error {
 	case postgres.Locked(err):
 		r := broken(http.StatusServiceUnavailable, "thread_locked", "This thread is busy: another transaction has it "+
 			"locked. Please send the message again.")
-		r.RetryAfter = retrySoon
+		r.RetryAfter = retryDelay
 		return r
 	case errors.Is(err, threads.ErrInvalid):
 		return bad("thread_id", "invalid_thread_id", "A thread id is 1 to %d printable characters.", threads.MaxID)

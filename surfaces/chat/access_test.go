@@ -179,7 +179,7 @@ func TestAMessageBehindAnApprovalIsNotWaitedForLonger(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, modeltest.ToolCall("refund", `{}`), modeltest.Text("You have your money back."),
 				modeltest.Text("At nine."))
-			p := w.process(t, func(c *chat.Chat) { c.ApprovalWait, c.Patience = 500*time.Millisecond, quick })
+			p := w.process(t, func(c *chat.Chat) { c.ApprovalWait, c.InProcessWait = 500*time.Millisecond, quick })
 			said := make([]string, 2)
 			ctx, stop := context.WithTimeout(t.Context(), patience)
 			defer stop()

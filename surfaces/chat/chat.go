@@ -141,8 +141,8 @@ type Chat struct {
 	KeepAlive time.Duration
 	// ApprovalWait bounds the wait of a connection for an approval; default 2 min.
 	ApprovalWait time.Duration
-	// Patience bounds the wait of a turn for earlier turns in its process; after that it waits durably. Default 1 min.
-	Patience time.Duration
+	// InProcessWait bounds the wait of a turn for earlier turns in its process; then it waits durably. Default 1 min.
+	InProcessWait time.Duration
 	// History is the number of tokens of the conversation that a model reads verbatim; default 12,000. Older turns are
 	// summarised.
 	History int
@@ -179,7 +179,7 @@ func (c *Chat) Register(e *executions.Engine) error {
 	c.MaxMessage = cmp.Or(c.MaxMessage, 32<<10)
 	c.KeepAlive = cmp.Or(c.KeepAlive, 10*time.Second)
 	c.ApprovalWait = cmp.Or(c.ApprovalWait, 2*time.Minute)
-	c.Patience = cmp.Or(c.Patience, time.Minute)
+	c.InProcessWait = cmp.Or(c.InProcessWait, time.Minute)
 	c.RelayWait = cmp.Or(c.RelayWait, 2*time.Minute)
 	c.History = cmp.Or(c.History, 12_000)
 	if c.Visitor == nil {
@@ -316,7 +316,7 @@ func (c *Chat) admit(r *http.Request, a *UserMessage) (*admission.Hold, error) {
 	if err != nil {
 		return nil, &Refusal{
 			Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
-			Message: "Too many messages are being answered. Please wait a moment.", RetryAfter: retrySoon,
+			Message: "Too many messages are being answered. Please wait a moment.", RetryAfter: retryDelay,
 		}
 	}
 	return place, nil

@@ -19,20 +19,20 @@ import (
 // byInterrupt is the canceller of a turn that a newer message interrupted.
 const byInterrupt = "visitor"
 
-// retrySoon is the Retry-After of a temporary refusal.
-const retrySoon = 2 * time.Second
+// retryDelay is the Retry-After of a temporary refusal.
+const retryDelay = 2 * time.Second
 
-// longestWait bounds one durable wait for an earlier turn.
-const longestWait = 24 * time.Hour
+// maxEarlierWait bounds one durable wait for an earlier turn.
+const maxEarlierWait = 24 * time.Hour
 
 // earlierTurnPoll is the pause between two reads of the earlier turns.
 const earlierTurnPoll = 100 * time.Millisecond
 
 // Waits for the lane: in the queue with a client, in the queue without one, and durably, without a worker.
 const (
-	lanePatience     = 5 * time.Second
-	headlessPatience = time.Second
-	laneWait         = time.Minute
+	laneQueueWait     = 5 * time.Second
+	headlessQueueWait = time.Second
+	laneWait          = time.Minute
 )
 
 // activeTurn is a turn that has not ended.
@@ -78,7 +78,7 @@ func (c *Chat) applyDoubleTexting(
 	}
 	if c.DoubleTexting == Reject {
 		r := conflict("thread_busy", "The last message of this thread is still being answered.")
-		r.CompletionID, r.RetryAfter = CompletionID(busy[0].ExecutionID), retrySoon
+		r.CompletionID, r.RetryAfter = CompletionID(busy[0].ExecutionID), retryDelay
 		return nil, r
 	}
 	for _, b := range busy {
@@ -139,9 +139,9 @@ func (c *Chat) storePartialAnswer(ctx context.Context, tx pgx.Tx, thread, traceI
 }
 
 // acquire waits for the earlier turns of the thread, then acquires or renews the lane. A turn whose client waits here
-// waits in the process for up to Patience, any other durably. step names the waits.
+// waits in the process for up to InProcessWait, any other durably. step names the waits.
 func (t *turn) acquire(ctx context.Context, step string) (context.Context, error) {
-	deadline := time.Now().Add(t.Patience)
+	deadline := time.Now().Add(t.InProcessWait)
 	for {
 		inProcess := t.startedHere && time.Now().Before(deadline) && !errors.Is(t.Engine.Live(), executions.ErrDraining)
 		ended := t.ended.next()
@@ -158,7 +158,7 @@ func (t *turn) acquire(ctx context.Context, step string) (context.Context, error
 		case inProcess:
 			err = pause(ctx, ended)
 		default:
-			_, err = executions.Wait(ctx, step+" earlier turn", executions.Agent(earlier[0].ExecutionID, longestWait))
+			_, err = executions.Wait(ctx, step+" earlier turn", executions.Agent(earlier[0].ExecutionID, maxEarlierWait))
 		}
 		if err != nil {
 			return ctx, err
@@ -179,11 +179,11 @@ func (t *turn) earlier(ctx context.Context) ([]activeTurn, error) {
 // acquireLane waits in the lane's queue for a moment. Then, unless inProcess, it waits durably until the lane is free.
 // It returns false when the caller has to check the earlier turns again.
 func (t *turn) acquireLane(ctx context.Context, step string, inProcess bool) (held bool, err error) {
-	lane, patience := threads.Lane(t.in.Thread), lanePatience
+	lane, queueWait := threads.Lane(t.in.Thread), laneQueueWait
 	if !inProcess {
-		patience = headlessPatience
+		queueWait = headlessQueueWait
 	}
-	hold, err := executions.LaneWait(ctx, lane, patience)
+	hold, err := executions.LaneWait(ctx, lane, queueWait)
 	busy, isBusy := errors.AsType[*lanes.BusyError](err)
 	switch {
 	case err == nil:
@@ -202,14 +202,14 @@ func (t *turn) acquireLane(ctx context.Context, step string, inProcess bool) (he
 
 // recoverLane moves the lane from an earlier claim of this turn to this one. A lost process may still have waited in
 // the queue and got the lane.
-func (t *turn) recoverLane(ctx context.Context, ghost string) error {
+func (t *turn) recoverLane(ctx context.Context, previous string) error {
 	_, err := executions.RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
 		return struct{}{}, postgres.InTx(ctx, t.Pool, func(tx pgx.Tx) error {
 			_, err := tx.Exec(ctx, `
-				select fence_agent_execution(@id, @claim), leave_agent_lock_queue(@lane, @ghost),
+				select fence_agent_execution(@id, @claim), leave_agent_lock_queue(@lane, @previous),
 				       lanekeeper.claim_agent_locks(@id)`,
 				postgres.Strict{
-					"id": t.exec.ID, "claim": t.exec.Claim, "lane": threads.Lane(t.in.Thread), "ghost": ghost,
+					"id": t.exec.ID, "claim": t.exec.Claim, "lane": threads.Lane(t.in.Thread), "previous": previous,
 				})
 			return err
 		})

@@ -211,7 +211,7 @@ func (f *follower) usageSoFar(ctx context.Context) openai.Usage {
 		used, _, err = activity.Spent(ctx, f.Front, x.TraceID)
 	}
 	if err != nil {
-		f.Logger.WarnContext(ctx, "what a turn has used so far is not known", "execution", f.id, "trace_id", f.traceID,
+		f.Logger.WarnContext(ctx, "usage of turn not read", "execution", f.id, "trace_id", f.traceID,
 			"error", err)
 	}
 	return openai.Usage{

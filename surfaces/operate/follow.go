@@ -201,7 +201,7 @@ func (s *Session) usageSoFar(ctx context.Context, x executions.Execution) (activ
 	defer cancel()
 	used, costUSD, err := activity.Spent(ctx, s.o.Pool, x.TraceID)
 	if err != nil {
-		s.o.log.WarnContext(ctx, "what a turn has used so far is not known", "execution", x.ID, "error", err)
+		s.o.log.WarnContext(ctx, "usage of turn not read", "execution", x.ID, "error", err)
 	}
 	return used, costUSD
 }
