@@ -39,10 +39,10 @@ const Model = "scripted"
 
 // Server is a running scripted model.
 type Server struct {
-	http   *httptest.Server
-	quit   chan struct{} // closed when the test ends; releases hanging replies
-	refuse func(Request) (Reply, bool)
-	dress  func(call, Reply) Reply // adds the members of the provider; nil for none
+	http       *httptest.Server
+	quit       chan struct{} // closed when the test ends; releases hanging replies
+	refuse     func(Request) (Reply, bool)
+	addMembers func(call, Reply) Reply // adds the provider's members; nil for none
 
 	mu       sync.Mutex
 	script   []Reply
@@ -147,8 +147,8 @@ func (s *Server) reply(w http.ResponseWriter, r *http.Request, req Request) {
 		return
 	}
 	made := call{w: w, r: r, req: req, n: n, quit: s.quit}
-	if s.dress != nil {
-		reply = s.dress(made, reply)
+	if s.addMembers != nil {
+		reply = s.addMembers(made, reply)
 	}
 	reply.serve(made)
 }

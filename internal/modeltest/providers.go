@@ -99,7 +99,7 @@ func QwenVLLM(tb testing.TB, replies ...Reply) *Server {
 	s := with(tb, func(r Request) (Reply, bool) {
 		return systemFirst(r, http.StatusBadRequest, "System message must be at the beginning.")
 	}, replies)
-	s.dress = func(_ call, r Reply) Reply { return r.with(`"reasoning": "Let me see."`, "") }
+	s.addMembers = func(_ call, r Reply) Reply { return r.with(`"reasoning": "Let me see."`, "") }
 	return s
 }
 
@@ -110,7 +110,7 @@ func LlamaCpp(tb testing.TB, replies ...Reply) *Server {
 		return systemFirst(r, http.StatusInternalServerError,
 			"Jinja Exception: System message must be at the beginning. (template)")
 	}, replies)
-	s.dress = func(_ call, r Reply) Reply {
+	s.addMembers = func(_ call, r Reply) Reply {
 		if r.custom == nil {
 			r.text = "<think>\nLet me see how this goes on.\n</think>\n\n" + r.text
 		}
@@ -175,7 +175,7 @@ func Gemini(tb testing.TB, replies ...Reply) *Server {
 		}
 		return Reply{}, false
 	}, replies)
-	s.dress = func(_ call, r Reply) Reply { return r.with("", `"extra_content": `+GeminiSignature) }
+	s.addMembers = func(_ call, r Reply) Reply { return r.with("", `"extra_content": `+GeminiSignature) }
 	return s
 }
 
@@ -211,7 +211,7 @@ func OpenRouter(tb testing.TB, replies ...Reply) *Server {
 		}
 		return Reply{}, false
 	}, replies)
-	s.dress = func(_ call, r Reply) Reply {
+	s.addMembers = func(_ call, r Reply) Reply {
 		return r.with(
 			`"reasoning": "Let ", "reasoning_details": [{"type":"reasoning.text","text":"Let ","index":0}]`,
 			"",
@@ -234,7 +234,7 @@ func AzureClassic(tb testing.TB, replies ...Reply) *Server {
 		}
 		return Reply{}, false
 	}, replies)
-	s.dress = func(_ call, r Reply) Reply {
+	s.addMembers = func(_ call, r Reply) Reply {
 		r.before = `{"choices":[],"created":0,"id":"","model":"","object":"","prompt_filter_results":[]}`
 		return r
 	}
@@ -249,8 +249,8 @@ func (r Reply) with(piece, call string, more ...string) Reply {
 	return r
 }
 
-// streamDressed sends an answer with a provider's members.
-func (r Reply) streamDressed(c call, a chatwire.Answer) error {
+// streamWithMembers streams an answer with a provider's members.
+func (r Reply) streamWithMembers(c call, a chatwire.Answer) error {
 	c.w.Header().Set("Content-Type", "text/event-stream")
 	var out strings.Builder
 	chunk := func(delta, finish string) {

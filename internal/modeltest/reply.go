@@ -96,30 +96,24 @@ func (r Reply) serve(c call) {
 		r.custom(c)
 		return
 	}
-	a := r.answer(c)
-	var err error
-	switch {
+	switch a := r.answer(c); { // an error means that the client disconnected
 	case c.req.Path == "/v1/responses":
-		err = writeResponse(c.w, a, c.req.Stream)
+		_ = writeResponse(c.w, a, c.req.Stream)
 	case !c.req.Stream:
-		if !c.sleep(r.pause) {
-			return
+		if c.sleep(r.pause) {
+			_ = chatwire.WriteJSON(c.w, a)
 		}
-		err = chatwire.WriteJSON(c.w, a)
 	case r.before != "" || r.members != nil:
-		err = r.streamDressed(c, a)
+		_ = r.streamWithMembers(c, a)
 	case r.pause > 0:
-		err = r.drip(c, a)
+		_ = r.streamSlowly(c, a)
 	default:
-		err = chatwire.WriteStream(c.w, a, c.wantsUsage())
-	}
-	if err != nil {
-		return // the client disconnected
+		_ = chatwire.WriteStream(c.w, a, c.wantsUsage())
 	}
 }
 
-// drip streams the answer with a pause before each chunk.
-func (r Reply) drip(c call, a chatwire.Answer) error {
+// streamSlowly streams the answer with a pause before each chunk.
+func (r Reply) streamSlowly(c call, a chatwire.Answer) error {
 	s := chatwire.Open(c.w, a.ID, a.Model, a.Created)
 	s.Role()
 	for _, piece := range chatwire.Pieces(a.Text) {

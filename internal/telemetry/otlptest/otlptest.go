@@ -1,7 +1,7 @@
-// Package otlptest is a receiver of traces for tests: OTLP over HTTP in protobuf, as collectors take it.
+// Package otlptest receives traces in tests: OTLP over HTTP in protobuf, as a collector does.
 //
-// It keeps every span that it has acknowledged, refuses what is not as the protocol says, and can be told to fail.
-// [Check] says whether spans are a complete and well-formed trace.
+// It stores every acknowledged span, fails the test for a request that violates the protocol, and can return errors.
+// [Check] reports whether spans form a complete trace.
 package otlptest
 
 import (
@@ -43,10 +43,10 @@ type Server struct {
 	mu       sync.Mutex
 	spans    []Span
 	requests []http.Header
-	fail     func(n int) int // the status of request n, 0 to take it
+	fail     func(n int) int // the status of request n; 0 to accept it
 }
 
-// New starts a receiver, which ends with the test.
+// New starts a receiver. The end of the test stops it.
 func New(tb testing.TB) *Server {
 	tb.Helper()
 	s := &Server{tb: tb}
@@ -58,24 +58,24 @@ func New(tb testing.TB) *Server {
 	return s
 }
 
-// URL is what OTEL_EXPORTER_OTLP_ENDPOINT takes.
+// URL returns the value for OTEL_EXPORTER_OTLP_ENDPOINT.
 func (s *Server) URL() string { return s.http.URL }
 
-// Fail has the receiver answer request n, counted from 0, with a status, or take it where that is 0.
+// Fail sets the status of the answer to request n, counted from 0. Status 0 accepts the request.
 func (s *Server) Fail(with func(n int) int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.fail = with
 }
 
-// Requests are the headers of all requests, also of those that were failed.
+// Requests returns the headers of all requests, including failed ones.
 func (s *Server) Requests() []http.Header {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Clone(s.requests)
 }
 
-// Trace is what was received of a trace, or of all when id is empty, in the order of the starts.
+// Trace returns the spans of a trace, or of all traces if id is empty, by start.
 func (s *Server) Trace(id string) []Span {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -171,9 +171,8 @@ func attributes(list []*common.KeyValue) map[string]any {
 	return got
 }
 
-// Check says what is wrong with the spans of one trace as a whole; nothing when it is complete and well formed: one
-// root, every parent there and no id twice, and no span that begins before its parent, or ends before it begins or
-// after its parent (but for a child that nobody waited for).
+// Check returns the faults of one trace's spans; none for a complete trace. It has one root and unique ids, and the
+// parent of each span. A span ends after it begins, and lies within its parent, unless it is a detached child.
 func Check(spans []Span) []string {
 	var wrong []string
 	byID := map[string]Span{}

@@ -1,5 +1,5 @@
-// Package bills has what tests of whole processes share: a server of skills that remembers its calls, and a workspace
-// in which each phase of a heartbeat has something to do, with its model.
+// Package bills has fixtures for tests of whole processes: a server of skills that records its calls, and a workspace
+// with work for each phase of a heartbeat, with its model.
 package bills
 
 import (
@@ -26,14 +26,14 @@ import (
 // Call is one HTTP request of a skill.
 type Call struct{ Skill, Key, Args string }
 
-// Skills is a server of skills. It remembers their calls.
+// Skills is a server of skills. It records their calls.
 type Skills struct {
 	mu     sync.Mutex
 	calls  []Call
 	before func(Call)
 }
 
-// Apply applies a workspace, in which %s stands for the address of its skills, and serves them.
+// Apply applies a workspace and serves its skills. %s in it is the address of the server.
 func Apply(tb testing.TB, db *pgxpool.Pool, declared string) *Skills {
 	tb.Helper()
 	s := &Skills{}
@@ -45,11 +45,11 @@ func Apply(tb testing.TB, db *pgxpool.Pool, declared string) *Skills {
 	return s
 }
 
-// ServeHTTP remembers a call and answers it.
+// ServeHTTP records a call and answers it.
 func (s *Skills) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
-		return // the client has gone
+		return // the client disconnected
 	}
 	c := Call{strings.TrimPrefix(r.URL.Path, "/"), r.Header.Get("Idempotency-Key"), string(body)}
 	s.Add(c)
@@ -60,19 +60,17 @@ func (s *Skills) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		before(c)
 	}
 	w.Header().Set("Content-Type", "application/json")
-	if _, err := fmt.Fprintf(w, `{"done": %q}`, c.Skill+c.Args); err != nil {
-		return // the client has gone
-	}
+	_, _ = fmt.Fprintf(w, `{"done": %q}`, c.Skill+c.Args) // the client may have disconnected
 }
 
-// Before sets what is done before a call is answered. It may block. nil is nothing.
+// Before sets a function to call before each answer; nil for none. It may block.
 func (s *Skills) Before(f func(Call)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.before = f
 }
 
-// Add adds a call to those remembered.
+// Add records a call.
 func (s *Skills) Add(c Call) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -152,7 +150,7 @@ parameters:
     item: {type: integer}
 ---`
 
-// MakeDue makes the automation due, approves a call, and lets a skill have failed three times.
+// MakeDue makes the automation due, approves a call, and records three failures of a skill.
 func MakeDue(tb testing.TB, db *pgxpool.Pool) {
 	tb.Helper()
 	pgtest.Exec(tb, db, `update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`)
@@ -166,8 +164,8 @@ func MakeDue(tb testing.TB, db *pgxpool.Pool) {
 		  from agent_skills, generate_series(1, 3) where name = 'broken'`)
 }
 
-// Model is the model of a heartbeat. What it says depends only on what it is shown, so a repeated request gets the
-// same answer. The steps are calls that it makes one after the other before it completes its step.
+// Model is the model of a heartbeat. Its answer depends only on the request, so a repeated request gets the same
+// answer. It makes the calls of steps in order before it completes its step.
 func Model(req openai.ChatCompletionRequest, steps ...modeltest.Reply) modeltest.Reply {
 	_, said := modeltest.Turn(req)
 	pursues := strings.Contains(req.Messages[0].Content, "You pursue one objective")

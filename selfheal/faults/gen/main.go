@@ -15,9 +15,9 @@ import (
 // seeds is the number of traces of each shape. Odd seeds are held out.
 const seeds = 30
 
-// patience is the number of calls, from the beginning of a fault, within which the skill has to be taken out: as many
-// as one run of the loop makes with default settings.
-const patience = 25
+// detectWithin is the number of calls of a faulty skill within which it must be disabled: as many as one run of the
+// loop makes with default settings.
+const detectWithin = 25
 
 func main() {
 	if err := write(os.Stdout); err != nil {
@@ -88,11 +88,11 @@ type maker struct {
 	gap     float64 // mean minutes between calls
 	callers int
 	others  int
-	share   float64 // of the calls, that others get
+	share   float64 // of calls of other skills
 	latency int
 	caller  byte // of the session
 	session int  // calls left of it
-	fixed   int  // the number of the skill's calls at which the fault is beyond doubt; From when 0
+	fixed   int  // number of the call from which the fault is certain; 0 for From
 }
 
 // between returns a number from low to high.
@@ -109,8 +109,8 @@ func (m *maker) world() {
 	m.latency = m.between(2, 5)
 }
 
-// next is the caller of the next call. Callers come in sessions of some calls.
-func (m *maker) next() byte {
+// nextCaller returns the caller of the next call. A caller makes some calls in a row.
+func (m *maker) nextCaller() byte {
 	if m.session == 0 {
 		m.caller, m.session = byte('a'+m.IntN(m.callers)), m.between(1, 4)
 	}
@@ -118,16 +118,16 @@ func (m *maker) next() byte {
 	return m.caller
 }
 
-// own adds a call of the skill, which fails with the class unless it is 0, and before it maybe some of others.
-func (m *maker) own(class byte, caller byte) {
+// addOwn adds a call of the skill, perhaps after calls of others. It fails with the class, unless that is 0.
+func (m *maker) addOwn(class byte, caller byte) {
 	for m.Float64() < m.share {
-		m.other(0)
+		m.addOther(0)
 	}
 	m.add('s', class, caller)
 }
 
-// other adds a call of another skill.
-func (m *maker) other(class byte) {
+// addOther adds a call of another skill.
+func (m *maker) addOther(class byte) {
 	if class == 0 && m.Float64() < m.base/2 {
 		class = m.any("tnh")
 	}
@@ -152,7 +152,7 @@ func (m *maker) chance(q float64, classes string) {
 	if m.Float64() < q {
 		class = m.any(classes)
 	}
-	m.own(class, m.next())
+	m.addOwn(class, m.nextCaller())
 }
 
 // healthy adds n calls of a skill without a fault.
@@ -168,9 +168,9 @@ func (m *maker) begin(format string, args ...any) {
 	m.Why = fmt.Sprintf(format, args...)
 }
 
-// deadline is the number of the last of patience calls of the skill since the fault was beyond doubt.
+// deadline returns the number of the call by which the skill must be disabled.
 func (m *maker) deadline() int {
-	left := patience
+	left := detectWithin
 	for i := max(m.From, m.fixed) - 1; i < len(m.calls); i++ {
 		if m.calls[i].skill == 's' {
 			if left--; left == 0 {
@@ -241,7 +241,7 @@ func slowDeath(m *maker) {
 		}
 		m.chance(q, "t")
 	}
-	for range patience + 3 {
+	for range detectWithin + 3 {
 		m.chance(0.97, "t")
 	}
 }
@@ -257,10 +257,10 @@ func modelMistakes(m *maker) {
 	for range m.between(3, 6) {
 		m.healthy(m.between(6, 18))
 		m.session = 0
-		caller := m.next()
+		caller := m.nextCaller()
 		m.session = 0
 		for range m.between(2, 6) {
-			m.own(class, caller)
+			m.addOwn(class, caller)
 		}
 	}
 	m.healthy(m.between(6, 18))
@@ -278,9 +278,9 @@ func providerOutage(m *maker) {
 				failed = class
 			}
 			if m.Float64() < 0.55 {
-				m.other(failed)
+				m.addOther(failed)
 			} else {
-				m.add('s', failed, m.next())
+				m.add('s', failed, m.nextCaller())
 			}
 		}
 	}
@@ -305,7 +305,7 @@ func flapping(m *maker) {
 		m.Why = "one short restart; it works before and after"
 		m.gap, m.session = 0.5, 0
 		for range m.between(2, 5) {
-			m.own(m.any("nh"), byte('a'+m.IntN(m.callers)))
+			m.addOwn(m.any("nh"), byte('a'+m.IntN(m.callers)))
 		}
 		m.gap = m.fraction(1, 25)
 		m.healthy(m.between(25, 60))
@@ -313,7 +313,7 @@ func flapping(m *maker) {
 	}
 	m.begin("it goes down and up again and again, and fails about half of its calls")
 	class := m.any("tn")
-	for n := 0; n < patience+8; {
+	for n := 0; n < detectWithin+8; {
 		down, up := m.between(2, 6), m.between(2, 4)
 		for range down {
 			m.chance(0.95, string(class))
@@ -335,7 +335,7 @@ func oneBadCaller(m *maker) {
 			continue
 		}
 		for range m.between(1, 5) {
-			m.own(class, bad)
+			m.addOwn(class, bad)
 			n--
 		}
 	}
