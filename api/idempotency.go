@@ -247,7 +247,7 @@ func (id *keyedRequest) claim(ctx context.Context, db postgres.DB) (*storedRespo
 			insert into agent_idempotency as i (scope, key, fingerprint, attempt, lease_until, expires_at)
 			select @scope, @key, @fingerprint, @attempt, clock_timestamp() + make_interval(secs => @lease),
 			  clock_timestamp() + make_interval(secs => @life)
-			  from set_config('lock_timeout', @patience, true)
+			  from set_config('lock_timeout', @lock_timeout, true)
 			on conflict (scope, key) do update
 			   set fingerprint = excluded.fingerprint, attempt = excluded.attempt, state = 'running', status = 0, header = '{}',
 			       body = '', lease_until = excluded.lease_until, expires_at = excluded.expires_at
@@ -255,8 +255,8 @@ func (id *keyedRequest) claim(ctx context.Context, db postgres.DB) (*storedRespo
 			    or (i.state = 'running' and i.lease_until <= clock_timestamp() and i.fingerprint = excluded.fingerprint)
 			returning true`, postgres.Strict{
 			"scope": id.scope, "key": id.key, "fingerprint": id.fingerprint, "attempt": id.attempt, "lease": keyLease.Seconds(),
-			"life":     keyTTL.Seconds(),
-			"patience": postgres.LockTimeout,
+			"life":         keyTTL.Seconds(),
+			"lock_timeout": postgres.LockTimeout,
 		}).Scan(&ours)
 		if err == nil {
 			return nil, nil

@@ -42,8 +42,8 @@ type Limit struct {
 type Limits struct {
 	Day     Limit
 	Surface map[trace.Surface]Limit
-	// Patience bounds the wait for others' reservations. Default: the constant Patience.
-	Patience time.Duration
+	// MaxWait bounds the wait for others' reservations. Default: DefaultMaxWait.
+	MaxWait time.Duration
 }
 
 // Scope is a named limit. {day} in a name is replaced by the database's UTC date.

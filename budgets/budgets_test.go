@@ -147,7 +147,7 @@ func TestARequestThatIsRepeatedIsReservedAnew(t *testing.T) {
 	db := pgtest.DB(t)
 	id := running(t, db)
 	r := call(id, 0, scope("s", 1500, 0))
-	r.Patience = 1
+	r.MaxWait = 1
 	_, err := reserve(t, db, r)
 	require.NoError(t, err)
 	lost, granted, err := r.Renew(t.Context(), db)
@@ -184,7 +184,7 @@ func TestOthersReservationsAreWaitedFor(t *testing.T) {
 	var refused *budgets.Error
 	require.Truef(t, errors.As(err, &refused) && refused.Kind == budgets.Reserved && refused.Reserved == 1100,
 		"err = %v, want the reservation of the first to be in the way", err)
-	second.Patience = time.Minute
+	second.MaxWait = time.Minute
 	require.NoError(t, send(t, db, queued(second)))
 	settled := make(chan error, 1)
 	go func() {
@@ -212,7 +212,7 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `select from agent_budgets for update`) // the first is at its decision
 	second := call(running(t, db), 2, scope("s", 1220, 0))
-	second.Patience = 1
+	second.MaxWait = 1
 	sent := make(chan error, 1)
 	go func() { sent <- send(t, db, queued(second)) }()
 	pgtest.Until(t, db, 1, `select count(*) from pg_stat_activity where datname = current_database()

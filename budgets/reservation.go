@@ -1,6 +1,7 @@
 package budgets
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"math/rand/v2"
@@ -13,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
-// Patience is the default bound of the wait for others' reservations.
-const Patience = 30 * time.Second
+// DefaultMaxWait bounds the wait for others' reservations.
+const DefaultMaxWait = 30 * time.Second
 
 // Pauses between attempts double from the first to the longest.
 const (
@@ -41,8 +42,8 @@ type Reservation struct {
 	Need        Need
 	// Estimate, if set, computes Need before each attempt, because a waiting call learns from others.
 	Estimate func() Need
-	// Patience bounds the wait of Await; the constant of that name when zero.
-	Patience time.Duration
+	// MaxWait bounds the wait of Await. Default: DefaultMaxWait.
+	MaxWait time.Duration
 
 	answer verdict
 }
@@ -112,9 +113,9 @@ func (r *Reservation) Renew(ctx context.Context, db postgres.DB) (Spend, int64, 
 }
 
 // Await returns the granted completion tokens. While other calls hold the remainder, it retries with growing pauses.
-// After Patience it accepts a small remainder. A refusal is an [*Error].
+// After MaxWait it accepts a small remainder. A refusal is an [*Error].
 func (r *Reservation) Await(ctx context.Context, db postgres.DB) (int64, error) {
-	deadline := time.Now().Add(r.patience())
+	deadline := time.Now().Add(cmp.Or(r.MaxWait, DefaultMaxWait))
 	last := false
 	for pause := firstPause; ; pause = min(2*pause, longestPause) {
 		switch {
@@ -191,13 +192,6 @@ func (r *Reservation) arguments(enough int64) postgres.Strict {
 // enough is the accepted length of an answer while others hold the remainder: half of the wanted one. A wait is better
 // than a short answer.
 func (r *Reservation) enough() int64 { return max(r.Need.Wanted/2, r.Need.Min, 1) }
-
-func (r *Reservation) patience() time.Duration {
-	if r.Patience > 0 {
-		return r.Patience
-	}
-	return Patience
-}
 
 func (v *verdict) scan(row pgx.Row) error {
 	var got verdict

@@ -50,7 +50,7 @@ func queued(r *budgets.Reservation) func(b *pgx.Batch) {
 // reserve sends a reservation and returns the granted tokens without waiting for others.
 func reserve(t *testing.T, db postgres.DB, r *budgets.Reservation) (int64, error) {
 	t.Helper()
-	r.Patience = 1
+	r.MaxWait = 1
 	require.NoError(t, send(t, db, queued(r)), "Reserve")
 	return r.Await(t.Context(), db)
 }

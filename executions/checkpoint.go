@@ -32,11 +32,11 @@ type checkpointWrite struct {
 func (p *checkpointWrite) queue(b *pgx.Batch) {
 	b.Queue(`
 		insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
-		select @id, @step, @claim, @fingerprint, @failed, @output from set_config('lock_timeout', @patience, true)
+		select @id, @step, @claim, @fingerprint, @failed, @output from set_config('lock_timeout', @lock_timeout, true)
 		on conflict (execution_id, step)
 		do update set claim = excluded.claim where agent_checkpoints.claim <> excluded.claim`, postgres.Strict{
 		"id": p.id, "step": p.step, "claim": p.claim, "fingerprint": p.fingerprint, "failed": p.failed, "output": p.output,
-		"patience": lockTimeout,
+		"lock_timeout": lockTimeout,
 	})
 }
 

@@ -173,16 +173,16 @@ func (e *Engine) queryEvents(ctx context.Context, events []event, worker string,
 		return e.pool.Query(ctx, `
 		select `+deliveredColumns+`
 		  from (select `+deliveredRow+`
-			          from (select set_config('lock_timeout', @patience, true) as patience,
+			          from (select set_config('lock_timeout', @lock_timeout, true) as lock_timeout,
 			            set_config('lanekeeper.raised_by', @raiser, true) offset 0) s
-			         cross join lateral lanekeeper.deliver_agent_event(case when s.patience <> '' then @event end, @key, @data,
+			         cross join lateral lanekeeper.deliver_agent_event(case when s.lock_timeout <> '' then @event end, @key, @data,
 			           @id, @worker,
 			                    array_remove(array[case when @background > 0 then 'background' end, case
 			                      when @interactive > 0 then 'interactive' end], null),
 			                    @skip) d) x`,
 			postgres.Strict{
 				"event": o.name, "key": o.key, "data": o.data, "id": o.id, "raiser": o.source, "worker": worker,
-				"background": reserved.background, "interactive": reserved.interactive, "skip": skip, "patience": lockTimeout,
+				"background": reserved.background, "interactive": reserved.interactive, "skip": skip, "lock_timeout": lockTimeout,
 			})
 	}
 	n := len(events)

@@ -51,10 +51,10 @@ const (
 	maxLendPause = time.Second
 )
 
-// LaneWait is Lane that queues for the lane, for at most patience; then it returns lanes.ErrBusy. It blocks the
+// LaneWait is Lane that queues for the lane until the timeout; then it returns lanes.ErrBusy. It blocks the
 // goroutine, so use it where a person waits. Other runs wait durably with LaneFree.
-func LaneWait(ctx context.Context, name string, patience time.Duration, opts ...lanes.Option) (*Hold, error) {
-	deadline := time.Now().Add(patience)
+func LaneWait(ctx context.Context, name string, timeout time.Duration, opts ...lanes.Option) (*Hold, error) {
+	deadline := time.Now().Add(timeout)
 	return acquireLane(ctx, name, func(r *run, detached context.Context) (*lanes.Lease, error) {
 		// The lease's context derives from this one, so it must outlive the wait.
 		waiting, stop := context.WithCancelCause(detached)

@@ -25,20 +25,20 @@ type lockTimeoutKey struct{}
 // WithLockTimeout bounds how long calls under ctx retry a write that another open transaction blocks; the default is
 // the worker's lease. Then they return a postgres.LockedError, and nothing has changed. Retries hold no connection
 // between attempts.
-func WithLockTimeout(ctx context.Context, patience time.Duration) context.Context {
-	return context.WithValue(ctx, lockTimeoutKey{}, patience)
+func WithLockTimeout(ctx context.Context, timeout time.Duration) context.Context {
+	return context.WithValue(ctx, lockTimeoutKey{}, timeout)
 }
 
 func (e *Engine) lockTimeout(ctx context.Context) time.Duration {
-	if patience, given := ctx.Value(lockTimeoutKey{}).(time.Duration); given {
-		return patience
+	if timeout, given := ctx.Value(lockTimeoutKey{}).(time.Duration); given {
+		return timeout
 	}
 	return e.opts.LeaseTTL
 }
 
 // queueLockTimeout bounds the lock waits of the statements queued after it.
 func queueLockTimeout(b *pgx.Batch) {
-	b.Queue(`select set_config('lock_timeout', @patience, true)`, postgres.Strict{"patience": lockTimeout})
+	b.Queue(`select set_config('lock_timeout', @lock_timeout, true)`, postgres.Strict{"lock_timeout": lockTimeout})
 }
 
 // maxLockPause is the longest pause between attempts of a blocked write.
@@ -72,8 +72,8 @@ func retryLocked[T any](ctx context.Context, e *Engine, write func(ctx context.C
 }
 
 // acquireRetrySlot waits for the retry slot; false when timeout or ctx ends first.
-func (e *Engine) acquireRetrySlot(ctx context.Context, patience time.Duration) bool {
-	timer := time.NewTimer(patience)
+func (e *Engine) acquireRetrySlot(ctx context.Context, timeout time.Duration) bool {
+	timer := time.NewTimer(timeout)
 	defer timer.Stop()
 	select {
 	case e.retrySlot <- struct{}{}:

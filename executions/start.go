@@ -179,7 +179,7 @@ func (s Spec) insertRow(
 		       case when @status::text = 'running' then 1 else 0 end,
 		       case when @status::text = 'running' then clock_timestamp() end, @input, @dedupe_key,
 		       @on_lost, @max_attempts, @progress_seconds
-		  from set_config('lock_timeout', coalesce(@patience, current_setting('lock_timeout')), true)
+		  from set_config('lock_timeout', coalesce(@lock_timeout, current_setting('lock_timeout')), true)
 		on conflict do nothing
 		returning `+columns, o.namedArgs(status, worker, lockTimeout))
 	if err != nil {
@@ -237,7 +237,7 @@ func (o insertParams) namedArgs(status, worker, lockTimeout string) postgres.Str
 		"parent_id": null(o.ParentID), "thread_id": null(o.ThreadID), "queue": o.Queue,
 		"priority": o.Priority, "status": status, "worker": null(worker), "input": o.input,
 		"dedupe_key": null(o.DedupeKey), "awaited": o.Awaited, "inherits": o.Inherits, "on_lost": o.OnLost,
-		"max_attempts": o.MaxAttempts, "progress_seconds": o.ProgressSeconds, "patience": null(lockTimeout),
+		"max_attempts": o.MaxAttempts, "progress_seconds": o.ProgressSeconds, "lock_timeout": null(lockTimeout),
 	}
 }
 

@@ -134,11 +134,11 @@ func (r *run) beginStep(ctx context.Context, tx pgx.Tx, s stepSpec, retry bool) 
 		r.queueCompletionLock(b)
 	}
 	b.Queue(`
-		select set_config('lock_timeout', @patience, true), fence_agent_execution(@id, @claim),
+		select set_config('lock_timeout', @lock_timeout, true), fence_agent_execution(@id, @claim),
 		  set_config('lock_timeout', o.was, true),
 		       pg_advisory_xact_lock(hashtextextended('step ' || @id::text || @step, 0))
 		  from (select current_setting('lock_timeout') as was offset 0) o`,
-		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "step": s.key, "patience": lockTimeout})
+		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "step": s.key, "lock_timeout": lockTimeout})
 	if err := tx.SendBatch(ctx, b).Close(); err != nil || !retry {
 		return err
 	}

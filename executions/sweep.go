@@ -153,8 +153,8 @@ const sweepLock = `sweeps as materialized (select pg_try_advisory_xact_lock(hash
 // before executions, so none renews meanwhile. Sequential scans are off, because a plan may outlive the size of its
 // table.
 func queueSweep(b *pgx.Batch) {
-	b.Queue(`select set_config('lock_timeout', @patience, true), set_config('enable_seqscan', 'off', true)`,
-		postgres.Strict{"patience": lockTimeout})
+	b.Queue(`select set_config('lock_timeout', @lock_timeout, true), set_config('enable_seqscan', 'off', true)`,
+		postgres.Strict{"lock_timeout": lockTimeout})
 	b.Queue(`
 		with ` + sweepLock + `,
 		over as materialized (

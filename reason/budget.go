@@ -42,9 +42,9 @@ const minAnswer = 64
 
 // account has the budget scopes of a turn.
 type account struct {
-	scopes   []budgets.Scope
-	patience time.Duration // bound of the wait for others' reservations
-	answer   int           // tokens of one answer; 0 for the model's default
+	scopes  []budgets.Scope
+	maxWait time.Duration // bound of the wait for others' reservations
+	answer  int           // tokens of one answer; 0 for the model's default
 }
 
 // open returns the scopes of a turn: the day, the surface's day, the run, the delegating turns and the agent's day.
@@ -52,14 +52,14 @@ func (l *Loop) open(ctx context.Context, t *Turn, b Budget, a agents.Agent) *acc
 	span, _ := trace.From(ctx)
 	others := append(slices.Clone(t.above), t.scope(span.TraceID, b))
 	if l.Sandbox != nil {
-		return &account{scopes: append(others, l.Sandbox.Budget), patience: l.Limits.Patience, answer: b.Answer}
+		return &account{scopes: append(others, l.Sandbox.Budget), maxWait: l.Limits.MaxWait, answer: b.Answer}
 	}
 	if a.Declared() {
 		others = append(others, budgets.AgentScope(a.Name, budgets.Limit{USD: a.Limits.DayUSD}))
 	}
 	return &account{
-		scopes:   l.Limits.Scopes(span.Surface, others...),
-		patience: l.Limits.Patience, answer: b.Answer,
+		scopes:  l.Limits.Scopes(span.Surface, others...),
+		maxWait: l.Limits.MaxWait, answer: b.Answer,
 	}
 }
 
@@ -95,7 +95,7 @@ func (a *account) reservation(ctx context.Context, model *models.Client, req mod
 	}
 	return &reservation{
 		Reservation: budgets.Reservation{
-			ExecutionID: current.ID, Claim: current.Claim, Scopes: a.scopes, Patience: a.patience, Need: need(),
+			ExecutionID: current.ID, Claim: current.Claim, Scopes: a.scopes, MaxWait: a.maxWait, Need: need(),
 			Estimate: need,
 		},
 		estimated: quote.PromptTokens,

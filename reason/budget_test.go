@@ -390,7 +390,7 @@ func TestARefusalIsRecorded(t *testing.T) {
 func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("ok").WithUsage(100, 10, 0))
-	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 3000}, Patience: 300 * time.Millisecond}
+	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 3000}, MaxWait: 300 * time.Millisecond}
 	other := pgtest.Value[string](t, w.pool, `
 		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
 		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by)

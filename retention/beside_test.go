@@ -229,7 +229,7 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	removed := map[string]int64{}
 	passes.Go(func() error {
 		for ctx.Err() == nil {
-			done, err := retention.Run(ctx, own, retention.Options{Anew: true, Patience: time.Second})
+			done, err := retention.Run(ctx, own, retention.Options{Restart: true, DetachTimeout: time.Second})
 			if err != nil && ctx.Err() == nil {
 				return err
 			}

@@ -94,7 +94,7 @@ func TestOldLabelsGoByTheirPolicy(t *testing.T) {
 			_, err := retention.Set(t.Context(), pool, map[string]string{"eval_labels": keep}, "admin", "")
 			require.NoError(t, err)
 		}
-		_, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"eval_labels"}, Anew: true})
+		_, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"eval_labels"}, Restart: true})
 		require.NoError(t, err)
 		pgtest.Equal(t, pool, map[string]int{"": 3, "60d": 2}[keep], `select count(*)::int from agent_eval_labels`)
 	}
@@ -120,7 +120,7 @@ func TestAPartGoesWithTheLastPromptThatHasIt(t *testing.T) {
 	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_prompts`))
 	_, err = retention.Set(t.Context(), pool, map[string]string{"activity": "7d"}, "admin", "")
 	require.NoError(t, err)
-	_, err = retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"prompts"}, Anew: true})
+	_, err = retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"prompts"}, Restart: true})
 	require.NoError(t, err)
 	left = pgtest.Value[[]string](t, pool, `select array_agg(body) from agent_prompt_parts`)
 	assert.Truef(t, slices.Equal(left, []string{"new"}),

@@ -22,7 +22,7 @@ import (
 // attaches it again. The pass after a kill goes on from the step that was reached.
 //
 // `detach partition … concurrently` marks the partition, commits, and then waits for all readers of that moment,
-// without a lock. Options.Patience bounds that wait. After it nobody reads the partition any more, and a later
+// without a lock. Options.DetachTimeout bounds that wait. After it nobody reads the partition any more, and a later
 // pass finishes the detachment when no old snapshot is left.
 
 const (
@@ -287,7 +287,7 @@ func (o Options) detach(ctx context.Context, pool *pgxpool.Pool, partition strin
 		return "", err
 	}
 	defer conn.Close(context.WithoutCancel(ctx))
-	inTime, cancel := context.WithTimeout(ctx, o.Patience)
+	inTime, cancel := context.WithTimeout(ctx, o.DetachTimeout)
 	defer cancel()
 	err = define(inTime, conn, "alter table agent_activity detach partition", partition, "concurrently")
 	switch {
@@ -296,7 +296,7 @@ func (o Options) detach(ctx context.Context, pool *pgxpool.Pool, partition strin
 	case ctx.Err() != nil:
 		return "", ctx.Err()
 	case inTime.Err() != nil:
-		return "others have read the log for longer than " + o.Patience.String(), nil
+		return "others have read the log for longer than " + o.DetachTimeout.String(), nil
 	case postgres.IsCode(err, "55P03", "40P01"):
 		return "others have the log locked", nil
 	}

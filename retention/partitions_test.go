@@ -47,7 +47,7 @@ func attached(t *testing.T, db postgres.DB, days int) []string {
 func pass(t *testing.T, pool *pgxpool.Pool, patience time.Duration) retention.Done {
 	t.Helper()
 	done, err := retention.Run(t.Context(), pool,
-		retention.Options{Kinds: []string{"activity"}, Anew: true, Patience: patience})
+		retention.Options{Kinds: []string{"activity"}, Restart: true, DetachTimeout: patience})
 	require.Truef(t, err == nil && len(done) == 1, "%+v, %v", done, err)
 	return done[0]
 }

@@ -29,11 +29,11 @@ const (
 type Options struct {
 	Kinds  []string // only these; all when nil
 	DryRun bool     // only count
-	// Anew begins with the oldest row; else a pass goes on where the last one stopped, and begins anew once a day.
-	Anew bool
-	// Patience is how long the readers of a partition that is to go are waited for; 10 seconds when 0.
-	Patience time.Duration
-	Logger   *slog.Logger // nil for none
+	// Restart begins with the oldest row. Otherwise a pass continues where the last one stopped, and restarts once a day.
+	Restart bool
+	// DetachTimeout bounds the wait for the readers of a partition; default 10 seconds.
+	DetachTimeout time.Duration
+	Logger        *slog.Logger // nil for none
 }
 
 // Done is what a pass did with one kind.
@@ -52,7 +52,7 @@ func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Done, error) {
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
-	o.Patience = cmp.Or(o.Patience, 10*time.Second)
+	o.DetachTimeout = cmp.Or(o.DetachTimeout, 10*time.Second)
 	policies, err := o.chosen(ctx, pool)
 	if err != nil {
 		return nil, err
@@ -123,9 +123,9 @@ func (o Options) one(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 			return err
 		}
 	}
-	for anew := o.Anew; ; anew = false {
+	for restart := o.Restart; ; restart = false {
 		began := time.Now()
-		n, more, err := pruneWithRetry(ctx, pool, d.Kind, anew)
+		n, more, err := pruneWithRetry(ctx, pool, d.Kind, restart)
 		d.Removed += n
 		if err != nil || !more {
 			return err
@@ -138,11 +138,11 @@ func (o Options) one(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 }
 
 // pruneWithRetry does one piece, and again when it met a lock.
-func pruneWithRetry(ctx context.Context, db postgres.Beginner, kind string, anew bool) (removed int64, more bool,
+func pruneWithRetry(ctx context.Context, db postgres.Beginner, kind string, restart bool) (removed int64, more bool,
 	err error,
 ) {
 	for try := 1; ; try++ {
-		removed, more, err = prune(ctx, db, kind, pieceRows, anew)
+		removed, more, err = prune(ctx, db, kind, pieceRows, restart)
 		if !postgres.IsCode(err, "55P03", "40P01") || try == tries {
 			return removed, more, err
 		}
@@ -152,7 +152,7 @@ func pruneWithRetry(ctx context.Context, db postgres.Beginner, kind string, anew
 	}
 }
 
-// count is what a pass that begins anew would remove at this moment.
+// count returns the number of rows that a restarted pass would remove now.
 func (o Options) count(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 	s, err := readState(ctx, pool, d.Kind, true)
 	if err != nil || s.Before == nil {

@@ -61,9 +61,9 @@ func byIndex(ctx context.Context, db postgres.Beginner, wait string, fn func(tx 
 }
 
 // prune looks at the next rows of a kind, and deletes those that are old by its policy and that nothing unfinished
-// needs. One caller at a time works on a kind; the others get 0. With anew it begins with the oldest row.
+// needs. One caller at a time works on a kind; the others get 0. With restart it begins with the oldest row.
 func prune(
-	ctx context.Context, db postgres.Beginner, name string, most int, anew bool,
+	ctx context.Context, db postgres.Beginner, name string, most int, restart bool,
 ) (removed int64, more bool, err error) {
 	p := piece{kind: kinds[name], most: most}
 	err = byIndex(ctx, db, lockWait, func(tx pgx.Tx) error {
@@ -79,7 +79,7 @@ func prune(
 				return err
 			}
 		}
-		removed, err = p.next(ctx, name, anew)
+		removed, err = p.next(ctx, name, restart)
 		return err
 	})
 	if err != nil {
@@ -89,8 +89,8 @@ func prune(
 }
 
 // next finds, deletes, and notes how far the pass came.
-func (p *piece) next(ctx context.Context, name string, anew bool) (removed int64, err error) {
-	s, err := readState(ctx, p.tx, name, anew)
+func (p *piece) next(ctx context.Context, name string, restart bool) (removed int64, err error) {
+	s, err := readState(ctx, p.tx, name, restart)
 	if err != nil || s.Before == nil {
 		return 0, err
 	}
@@ -119,10 +119,10 @@ func (p *piece) next(ctx context.Context, name string, anew bool) (removed int64
 	return removed, err
 }
 
-// readState reads a policy and how far the pass has come; after a day, or with anew, it is at its beginning. Activity
-// of 60 days and more goes by whole months, so that their partitions can be dropped. Prompts are kept no longer than
-// the rows that they belong to.
-func readState(ctx context.Context, db postgres.DB, name string, anew bool) (state, error) {
+// readState reads a policy and how far the pass has come; after a day, or with restart, it is at its beginning.
+// Activity of 60 days and more goes by whole months, so that their partitions can be dropped. Prompts are kept no
+// longer than the rows that they belong to.
+func readState(ctx context.Context, db postgres.DB, name string, restart bool) (state, error) {
 	return postgres.Row[state](ctx, db, "read pass", `
 		with old as (
 		  select r.kind, case when r.kind = 'hour_counts' then date_trunc('hour', now() - r.keep)
@@ -132,16 +132,16 @@ func readState(ctx context.Context, db postgres.DB, name string, anew bool) (sta
 		    from agent_retention r where r.kind in (@kind, 'activity')),
 		pass as (
 		  select p.kind, p.place_at, p.place_key, p.began_at, p.ended_at,
-		         @anew or p.ended_at is not null and p.began_at < clock_timestamp() - interval '1 day' as anew
+		         @restart or p.ended_at is not null and p.began_at < clock_timestamp() - interval '1 day' as restart
 		    from agent_retention_passes p where p.kind = @kind)
 		select case when o.kind = 'prompts' and o.before is not null
 		            then greatest(o.before, (select a.before from old a where a.kind = 'activity'))
 		            else o.before end as before,
-		       case when p.anew then '-infinity' else p.place_at::text end as at,
-		       case when p.anew then '' else p.place_key end as key,
-		       case when p.anew then clock_timestamp() else p.began_at end as began,
-		       p.anew or p.ended_at is null or p.began_at > p.ended_at as open
-		  from pass p join old o on o.kind = p.kind`, postgres.Strict{"kind": name, "anew": anew})
+		       case when p.restart then '-infinity' else p.place_at::text end as at,
+		       case when p.restart then '' else p.place_key end as key,
+		       case when p.restart then clock_timestamp() else p.began_at end as began,
+		       p.restart or p.ended_at is null or p.began_at > p.ended_at as open
+		  from pass p join old o on o.kind = p.kind`, postgres.Strict{"kind": name, "restart": restart})
 }
 
 // page is the next rows of a kind behind a cursor.

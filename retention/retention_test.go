@@ -64,7 +64,7 @@ func TestWhatGoesIsWhatThePolicySays(t *testing.T) {
 			counted, err := retention.Run(t.Context(), pool, retention.Options{DryRun: true})
 			require.NoError(t, err)
 			assert.NoDiff(t, had, read(t, pool).keys())
-			done, err := retention.Run(t.Context(), pool, retention.Options{Anew: true})
+			done, err := retention.Run(t.Context(), pool, retention.Options{Restart: true})
 			require.NoError(t, err)
 			assert.Equal(t, "", cmp.Diff(want.keys(), read(t, pool).keys()), policy)
 			agree(t, had, want.keys(), counted, done)
@@ -116,7 +116,7 @@ func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 		errs := make(chan error, 2)
 		for range 2 {
 			go func() {
-				_, err := retention.Run(ctx, pool, retention.Options{Anew: n == 3})
+				_, err := retention.Run(ctx, pool, retention.Options{Restart: n == 3})
 				errs <- err
 			}()
 		}
@@ -127,7 +127,7 @@ func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 		cancel()
 	}
 	for range 2 { // what a parked approval waited for may have gone after it was looked at
-		_, err := retention.Run(t.Context(), pool, retention.Options{Anew: true})
+		_, err := retention.Run(t.Context(), pool, retention.Options{Restart: true})
 		require.NoError(t, err)
 	}
 	assert.NoDiff(t, want.keys(), read(t, pool).keys())
@@ -142,7 +142,7 @@ func TestEverythingIsKeptUntilSomebodySaysOtherwise(t *testing.T) {
 	pgtest.Exec(t, pool, `update agent_retention set keep = null
 		where kind in ('deliveries', 'outbox', 'budgets', 'prompts', 'channel_messages', 'evals')`)
 	had := read(t, pool).keys()
-	done, err := retention.Run(t.Context(), pool, retention.Options{Anew: true})
+	done, err := retention.Run(t.Context(), pool, retention.Options{Restart: true})
 	assert.Truef(t, err == nil && len(done) == 1 && done[0].Removed == 0, "%+v, %v", done, err)
 	assert.NoDiff(t, had, read(t, pool).keys())
 }
@@ -201,7 +201,7 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 	}
 	soon, stop := context.WithTimeout(t.Context(), time.Minute)
 	defer stop()
-	_, err = retention.Run(soon, pool, retention.Options{Anew: true})
+	_, err = retention.Run(soon, pool, retention.Options{Restart: true})
 	require.NoError(t, err, "beside locked rows")
 	beside := read(t, pool).keys()
 	for kind, ids := range want.keys() {
@@ -212,7 +212,7 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 	assert.Truef(t, len(beside["executions"]) < len(had["executions"]),
 		"all %d executions are left", len(beside["executions"]))
 	require.NoError(t, tx.Rollback(t.Context()))
-	_, err = retention.Run(t.Context(), pool, retention.Options{Anew: true})
+	_, err = retention.Run(t.Context(), pool, retention.Options{Restart: true})
 	require.NoError(t, err)
 	assert.NoDiff(t, want.keys(), read(t, pool).keys())
 }

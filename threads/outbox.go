@@ -149,8 +149,8 @@ func Flush(ctx context.Context, db postgres.DB, log *slog.Logger, thread string)
 			postgres.Strict{"lane": postgres.Text(Lane(thread))}).QueryRow(func(r pgx.Row) error { return r.Scan(&before) })
 		b.Queue(`
 			select lanekeeper.flush_agent_thread(case when p <> '' then @thread end, @limit)
-			  from set_config('lock_timeout', @patience, true) p`,
-			postgres.Strict{"thread": postgres.Text(thread), "limit": flushBatch, "patience": postgres.LockTimeout}).
+			  from set_config('lock_timeout', @lock_timeout, true) p`,
+			postgres.Strict{"thread": postgres.Text(thread), "limit": flushBatch, "lock_timeout": postgres.LockTimeout}).
 			QueryRow(func(r pgx.Row) error { return r.Scan(&n) })
 		b.Queue(`
 			select l.fencing_token, l.locked_by, x.id::text, x.trace_id, (

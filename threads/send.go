@@ -102,14 +102,14 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 	err := tx.QueryRow(ctx, `
 		select message_id::text, seq, queued, acquired, holder, lender::text, stale_holder, stale_ms
 		  from (select s.*, set_config('lock_timeout', o.was, true)
-		          from (select current_setting('lock_timeout') as was, set_config('lock_timeout', @patience, true)
+		          from (select current_setting('lock_timeout') as was, set_config('lock_timeout', @lock_timeout, true)
 		            as now offset 0) o
 		         cross join lateral lanekeeper.send_agent_message(case when o.now <> '' then @thread end, @execution, @claim,
 		           @content, nullif(@channel, ''),
 		                            @target, @tokens) s offset 0) sent`,
 		postgres.Strict{
-			"patience": postgres.LockTimeout,
-			"thread":   postgres.Text(o.ThreadID), "execution": execution, "claim": claim, "content": content,
+			"lock_timeout": postgres.LockTimeout,
+			"thread":       postgres.Text(o.ThreadID), "execution": execution, "claim": claim, "content": content,
 			"channel": o.Channel,
 			"target":  o.Target, "tokens": tokens(Assistant, content),
 		}).Scan(&s.MessageID, &s.Seq, &s.Queued, &s.acquired, &holder, &s.lender, &s.staleHolder, &stale)

@@ -91,7 +91,7 @@ func (c *cli) retentionRunCommand() *cobra.Command {
 		Long: `Prune all expired rows now, as agent serve does every hour. It can be interrupted at any time, and it blocks no other
 work. --dry-run only counts.`,
 		RunE: c.withSession(func(cmd *cobra.Command, kinds []string, s *session) error {
-			o.Anew = true
+			o.Restart = true
 			if len(kinds) > 0 {
 				o.Kinds = kinds
 			}

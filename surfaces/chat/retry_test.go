@@ -280,7 +280,7 @@ func TestASpentLimitIsAnErrorThatSaysWhenItEnds(t *testing.T) {
 func TestALimitThatOthersReserveIsNotSpent(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("At nine.").WithUsage(100, 10, 0))
-	p := w.process(t, limited(t, 30_000), func(c *chat.Chat) { c.Loop.Limits.Patience = 100 * time.Millisecond })
+	p := w.process(t, limited(t, 30_000), func(c *chat.Chat) { c.Loop.Limits.MaxWait = 100 * time.Millisecond })
 	other := pgtest.Value[string](t, w.pool, `
 		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
 		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by)

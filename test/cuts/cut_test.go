@@ -22,8 +22,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// together is how many cuts one run of the sample has: as often as postgres.RetryOnDisconnect tries once more, since all of them
-// may meet one transaction.
+// together is how many cuts one run of the sample has: as many as the retries of postgres.RetryOnDisconnect, since all
+// of them may meet one transaction.
 const together = 3
 
 // trial is a story and its cuts.
