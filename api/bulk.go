@@ -64,12 +64,12 @@ func (s *server) bulkExecutions(r request) (response, error) {
 			return response{}, fmt.Errorf("%s executions: %d are done: %w", b.Action, got.Done, ended)
 		}
 		if err != nil {
-			told, news := problem.Of(err)
+			p, news := problem.Of(err)
 			if news {
 				s.log.ErrorContext(r.Context(), "execution of a bulk action failed", "action", b.Action, "execution_id", id,
 					"error", err)
 			}
-			item.Error = told.Detail
+			item.Error = p.Detail
 			got.Refused++
 		} else {
 			got.Done++

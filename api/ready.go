@@ -101,11 +101,11 @@ func (s *server) checkWrites(ctx context.Context) check {
 			s.prober.lastWrite = began
 			return accepted
 		}
-		if what, _ := postgres.Trouble(err); what != "" {
+		if what, _ := postgres.Diagnose(err); what != "" {
 			refused = err
 		}
 	}
-	what, _ := postgres.Trouble(refused)
+	what, _ := postgres.Diagnose(refused)
 	return check{false, what}
 }
 

@@ -265,8 +265,8 @@ func likePart(text string) string {
 // elsewhere returns the address of what an address with a part of an id or name stands for: the one match, or the page
 // Find with all of them. It is empty for an error that is no wrong id.
 func (room *Room) elsewhere(ctx context.Context, p page, v *visit, err error) string {
-	told, _ := problem.Of(err)
-	if told.Status != http.StatusNotFound && told.Status != http.StatusBadRequest {
+	refused, _ := problem.Of(err)
+	if refused.Status != http.StatusNotFound && refused.Status != http.StatusBadRequest {
 		return ""
 	}
 	kind, has := foundBy[p.path]

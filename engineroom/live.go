@@ -44,7 +44,7 @@ func (room *Room) live(p page) http.Handler {
 		}
 		v := newVisit(r, p, "/live")
 		if err := (&show{visit: v}).find(r.Context(), p); err != nil {
-			if told, _ := problem.Of(err); told.Status < http.StatusInternalServerError {
+			if refused, _ := problem.Of(err); refused.Status < http.StatusInternalServerError {
 				room.Refuse(w, r, err) // the page does not exist; a temporary failure is shown in each part
 				return
 			}

@@ -362,7 +362,7 @@ func (s *show) find(ctx context.Context, p page) error {
 		s.Title = title
 	}
 	if err != nil && !s.named(p) {
-		if told, _ := problem.Of(err); told.Status >= http.StatusInternalServerError {
+		if refused, _ := problem.Of(err); refused.Status >= http.StatusInternalServerError {
 			return missing("there is no page %.200q", s.URL)
 		}
 	}
@@ -400,11 +400,11 @@ func (room *Room) fill(p page, one part, data any, v *visit) ([]byte, error) {
 
 // renderTrouble renders a part's error.
 func (room *Room) renderTrouble(ctx context.Context, p page, one part, err error) ([]byte, error) {
-	told, news := problem.Of(err)
+	refused, news := problem.Of(err)
 	if news {
 		room.Logger.ErrorContext(ctx, "page part not read", "page", p.name, "part", one.name, "error", err)
 	}
-	return room.execute("trouble", map[string]any{"Name": one.name, "Detail": told.Detail})
+	return room.execute("trouble", map[string]any{"Name": one.name, "Detail": refused.Detail})
 }
 
 // digest identifies a render.
@@ -567,21 +567,22 @@ func (room *Room) send(w http.ResponseWriter, r *http.Request, status int, body 
 
 // Refuse writes an error page.
 func (room *Room) Refuse(w http.ResponseWriter, r *http.Request, err error) {
-	told, news := problem.Of(err)
+	refused, news := problem.Of(err)
 	if news {
 		room.Logger.ErrorContext(r.Context(), "page not rendered", "path", problem.Path(r), "error", err)
 	}
-	if told.Status == http.StatusServiceUnavailable && w.Header().Get("Retry-After") == "" {
+	if refused.Status == http.StatusServiceUnavailable && w.Header().Get("Retry-After") == "" {
 		w.Header().Set("Retry-After", "2")
 	}
 	body, err := room.execute("refusal", map[string]any{
-		"Agent": room.Agent, "Problem": told, "Find": told.Status == http.StatusNotFound, "Text": lastSegment(r.URL.Path),
+		"Agent": room.Agent, "Problem": refused, "Find": refused.Status == http.StatusNotFound,
+		"Text": lastSegment(r.URL.Path),
 	})
 	if err != nil {
-		http.Error(w, told.Detail, told.Status)
+		http.Error(w, refused.Detail, refused.Status)
 		return
 	}
-	room.send(w, r, told.Status, body)
+	room.send(w, r, refused.Status, body)
 }
 
 // lastSegment is the end of a path, to search for.

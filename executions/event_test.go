@@ -371,7 +371,7 @@ func TestASealedEventJoinsNoBatch(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := start(t, pool, awaits(0))
 	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
-	sealed, _ := postgres.Sealed(t.Context())
+	sealed, _ := postgres.WithoutDatabase(t.Context())
 	group, ctx := errgroup.WithContext(t.Context())
 	for caller := range 6 {
 		group.Go(func() error {

@@ -172,7 +172,7 @@ func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, record 
 		occurrences: map[string]int{}, latestStep: map[string]int{}, checkpoints: record.checkpoints,
 		interrupted: map[string]bool{},
 	}
-	sealed, seal := postgres.Sealed(r.flowContext(ctx))
+	sealed, seal := postgres.WithoutDatabase(r.flowContext(ctx))
 	result, err := r.callFlow(sealed, flow)
 	got := Replayed{
 		ExecutionID: x.ID, TraceID: x.TraceID, Flow: x.Flow, Status: x.Status,

@@ -174,7 +174,7 @@ func (e *Engine) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 // warnUnavailable logs an attempt that found the database unavailable, with a hint where one is known.
 func (e *Engine) warnUnavailable(ctx context.Context, err error, attrs ...any) {
 	attrs = append(attrs, "error", err)
-	if what, todo := postgres.Trouble(err); what != "" {
+	if what, todo := postgres.Diagnose(err); what != "" {
 		attrs = append(attrs, "trouble", what, "hint", todo)
 	}
 	e.log.WarnContext(ctx, "database unavailable, trying again", attrs...)

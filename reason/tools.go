@@ -92,7 +92,7 @@ func (w *turn) runCalls(ctx context.Context, made []models.ToolCall) error {
 
 // appendResults appends the results to the transcript. It reports whether a call was valid.
 func (w *turn) appendResults(calls []*call) (valid bool) {
-	var told []string
+	var hints []string
 	for _, c := range calls {
 		w.messages = append(w.messages, models.Message{
 			Role: models.RoleTool, ToolCallID: c.id, Name: c.name, Content: c.result,
@@ -104,11 +104,11 @@ func (w *turn) appendResults(calls []*call) (valid bool) {
 		}
 		for _, text := range []string{c.correction, c.advice} {
 			if text != "" {
-				told = append(told, text)
+				hints = append(hints, text)
 			}
 		}
 	}
-	for _, text := range told {
+	for _, text := range hints {
 		w.addMessage(models.RoleSystem, text)
 	}
 	return valid

@@ -148,7 +148,7 @@ func withAdvice(err error) error {
 	if _, known := errors.AsType[*hintedError](err); errors.Is(err, agents.ErrNotFound) && !known {
 		return hint(err, "see agent agents ls")
 	}
-	what, todo := postgres.Trouble(err)
+	what, todo := postgres.Diagnose(err)
 	switch postgres.Code(err) {
 	case codeNUL:
 		what, todo = "PostgreSQL cannot store the character U+0000", `remove \u0000`

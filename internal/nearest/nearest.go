@@ -1,29 +1,27 @@
-// Package nearest finds the name that a misspelt one was meant to be, for messages that ask "did you
-// mean …?". It compares bytes without regard to letter case, and answers nothing rather than something far
-// off: a name is near when few changes, for its length, make one the other.
+// Package nearest finds the intended name behind a misspelt one, for messages that ask "did you mean …?". It compares
+// bytes by Levenshtein distance, without regard to letter case, and accepts few changes for the length of the name.
 package nearest
 
 import "strings"
 
-// longest is up to which length, in bytes, a name is compared: what is longer is no slip of the finger.
-const longest = 80
+// maxLength bounds the names that are compared, in bytes: a longer one is no typing error.
+const maxLength = 80
 
-// To returns the one of known that is fewest changes away from name; empty when none is near. Of several
-// that are equally near it is the first.
+// To returns the name in known with the smallest distance to name, the first of equals; empty when none is near.
 func To(name string, known []string) string {
-	if name == "" || len(name) > longest {
+	if name == "" || len(name) > maxLength {
 		return ""
 	}
-	best, least := "", min(3, (len(name)+1)/2)+1
+	best, smallest := "", min(3, (len(name)+1)/2)+1
 	for _, k := range known {
-		if n := distance(strings.ToLower(name), strings.ToLower(k)); n < least {
-			best, least = k, n
+		if n := distance(strings.ToLower(name), strings.ToLower(k)); n < smallest {
+			best, smallest = k, n
 		}
 	}
 	return best
 }
 
-// distance counts the single-byte changes that make one name the other.
+// distance returns the Levenshtein distance of two names.
 func distance(a, b string) int {
 	row := make([]int, len(b)+1)
 	for j := range row {

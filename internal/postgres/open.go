@@ -54,7 +54,7 @@ func Open(ctx context.Context, url string, opts Options) (*pgxpool.Pool, error) 
 		return nil, explain(config.ConnConfig, err)
 	}
 	if g, ok := config.ConnConfig.Tracer.(guard); ok {
-		g.moved.pool.Store(pool)
+		g.resetter.pool.Store(pool)
 	}
 	return pool, nil
 }
@@ -66,7 +66,7 @@ func Reserve(ctx context.Context, pool *pgxpool.Pool, n int32) (*pgxpool.Pool, e
 	config.MaxConns, config.MinConns, config.MinIdleConns = n, 0, 0
 	g, ok := config.ConnConfig.Tracer.(guard)
 	if ok {
-		g.moved = &moved{}
+		g.resetter = &failoverResetter{}
 		config.ConnConfig.Tracer = g
 	}
 	if _, given := config.ConnConfig.RuntimeParams["lock_timeout"]; ok && !g.pooled && !given {
@@ -77,7 +77,7 @@ func Reserve(ctx context.Context, pool *pgxpool.Pool, n int32) (*pgxpool.Pool, e
 		return nil, explain(config.ConnConfig, err)
 	}
 	if ok {
-		g.moved.pool.Store(reserved)
+		g.resetter.pool.Store(reserved)
 	}
 	return reserved, nil
 }
@@ -171,7 +171,7 @@ var sessionDefaults = map[string]string{
 // adapt configures the session for the route. PgBouncer rejects some startup parameters, so they are sent only without
 // a pooler.
 func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) error {
-	config.Tracer = guard{moved: &moved{}, refused: &refusals{}, pooled: r.pooled}
+	config.Tracer = guard{resetter: &failoverResetter{}, refused: &refusals{}, pooled: r.pooled}
 	if !strings.Contains(url, "default_query_exec_mode") {
 		config.DefaultQueryExecMode = pgx.QueryExecModeCacheStatement
 		if r.pooled {
@@ -213,7 +213,7 @@ func probeWithin(ctx context.Context, config *pgx.ConnConfig, wait time.Duration
 	deadline := time.Now().Add(wait)
 	for {
 		r, err := probe(ctx, config)
-		if err == nil || !passing(err) || !time.Now().Before(deadline) {
+		if err == nil || !temporary(err) || !time.Now().Before(deadline) {
 			return r, err
 		}
 		select {

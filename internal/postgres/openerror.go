@@ -18,8 +18,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// openError is a refusal to open, told to an operator. Its text has no secret in it; the cause is
-// kept for errors.Is and errors.As.
+// openError is an error of Open for an operator. Its text has no secrets; errors.Is and errors.As see the cause.
 type openError struct {
 	target string
 	what   string
@@ -33,8 +32,7 @@ func (e *openError) Error() string {
 
 func (e *openError) Unwrap() error { return e.cause }
 
-// Todo is what an operator does about a database that could not be opened; its error ends with that. Empty for any
-// other error.
+// Todo returns the remedy at the end of an error of [Open]; empty for any other error.
 func Todo(err error) string {
 	if refused, ok := errors.AsType[*openError](err); ok {
 		return refused.todo
@@ -55,12 +53,12 @@ const (
 func explain(config *pgx.ConnConfig, err error) error {
 	e := &openError{target: target(config), cause: err}
 	var pgErr *pgconn.PgError
-	trouble, mend := Trouble(err)
+	problem, remedy := Diagnose(err)
 	switch {
 	case errors.As(err, &pgErr):
 		e.what, e.todo = refusal(config, pgErr)
-	case trouble != "": // of this process
-		e.what, e.todo = trouble, mend
+	case problem != "": // of this process
+		e.what, e.todo = problem, remedy
 	case isTLS(err):
 		e.what = "the two sides do not agree on TLS (" + root(err).Error() + ")"
 		e.todo = "add ?sslmode=disable for a server without TLS, or sslrootcert=FILE for its certificate authority"
@@ -92,16 +90,16 @@ func refusal(config *pgx.ConnConfig, err *pgconn.PgError) (what, todo string) {
 	return err.Message + " (SQLSTATE " + err.Code + ")", "see the server's log"
 }
 
-// passing reports whether a retry may help: the server is not there yet, is starting, or goes down in this moment.
-func passing(err error) bool {
+// temporary reports an error that a retry may avoid: the server is absent, starting or stopping.
+func temporary(err error) bool {
 	if code := Code(err); code != "" {
 		return IsCode(err, codeStarting, codeTooMany, codeTerminated, codeCrashed)
 	}
 	return unreachable(err) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF)
 }
 
-// Unreachable reports an error of [Open] that may pass: the server is away, is starting, or has no free connection.
-func Unreachable(err error) bool { return passing(err) || errors.Is(err, context.DeadlineExceeded) }
+// Unreachable reports a temporary error of [Open]: the server is absent, starting, or has no free connection.
+func Unreachable(err error) bool { return temporary(err) || errors.Is(err, context.DeadlineExceeded) }
 
 func unreachable(err error) bool {
 	if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, os.ErrDeadlineExceeded) {
@@ -116,27 +114,20 @@ func isTLS(err error) bool {
 	return strings.Contains(text, "tls: ") || strings.Contains(text, "x509: ") || strings.Contains(text, "TLS")
 }
 
-// root is the innermost cause: the part that neither repeats the target nor holds the connection string.
+// root returns the innermost cause, which neither repeats the target nor has the connection string.
 func root(err error) error {
 	for {
-		{
-			var inner interface{ Unwrap() error }
-			var inner1 interface{ Unwrap() []error }
-			switch {
-			case errors.As(err, &inner):
-				if inner.Unwrap() == nil {
-					return err
-				}
-				err = inner.Unwrap()
-			case errors.As(err, &inner1):
-				if len(inner1.Unwrap()) == 0 {
-					return err
-				}
-				err = inner1.Unwrap()[0]
-			default:
-				return err
-			}
+		var causes []error
+		switch e := err.(type) { //nolint:errorlint // it unwraps one level at a time
+		case interface{ Unwrap() error }:
+			causes = []error{e.Unwrap()}
+		case interface{ Unwrap() []error }:
+			causes = e.Unwrap()
 		}
+		if len(causes) == 0 || causes[0] == nil {
+			return err
+		}
+		err = causes[0]
 	}
 }
 
@@ -148,24 +139,24 @@ func target(config *pgx.ConnConfig) string {
 	return strconv.Quote(config.Database) + " at " + where
 }
 
-// refusedWrite is one that the server did not take, for a reason that an operator has to mend.
+// refusedWrite is a write that failed for a reason that needs an operator.
 type refusedWrite struct {
 	at  time.Time
 	err error
 }
 
-// refusals keeps the last one of a pool and of what was reserved beside it.
+// refusals has the last refused write of a pool and its reserved pools.
 type refusals struct{ last atomic.Pointer[refusedWrite] }
 
-// note looks at the answer to a statement.
-func (r *refusals) note(err error) {
+// observe records a refused write.
+func (r *refusals) observe(err error) {
 	if r != nil && err != nil && IsCode(err, codeDiskFull, codeReadOnly) {
 		r.last.Store(&refusedWrite{time.Now(), err})
 	}
 }
 
-// LastRefusal is when the server last refused a write of this process because its disk is full or it is read-only;
-// the error is nil when it never did. pool was made by [Open] or [Reserve], which share what they note.
+// LastRefusal returns the last refusal of a write, by a full disk or a read-only server, and its time; nil for none.
+// pool is of [Open] or [Reserve], which share the record.
 func LastRefusal(pool *pgxpool.Pool) (at time.Time, err error) {
 	g, ok := pool.Config().ConnConfig.Tracer.(guard)
 	if !ok || g.refused == nil {
@@ -178,7 +169,7 @@ func LastRefusal(pool *pgxpool.Pool) (at time.Time, err error) {
 	return last.at, last.err
 }
 
-// SQLSTATEs of a server that cannot do its work for a while, beside those that it answers a connection with.
+// SQLSTATEs of a server that is temporarily unable to work, beside those of a connection.
 const (
 	codeReadOnly   = "25006"
 	codeDiskFull   = "53100"
@@ -190,10 +181,9 @@ const (
 	codeLocked     = "55P03" // lock_timeout, or nowait
 )
 
-// Trouble says what keeps the database, or this process, from its work, and what an operator does about it, when err
-// is of that sort: something outside that goes on working by itself once it is mended. Both are empty for any other
-// error.
-func Trouble(err error) (what, todo string) {
+// Diagnose returns the outside problem behind an error and the remedy for an operator. After the remedy, this process
+// continues by itself. Both are empty for any other error.
+func Diagnose(err error) (what, todo string) {
 	switch Code(err) {
 	case codeDiskFull:
 		return "the database server's disk is full", "free space on it, or enlarge it; nothing needs to be restarted here"
@@ -218,19 +208,18 @@ func Trouble(err error) (what, todo string) {
 	return "", ""
 }
 
-// resetPause is how long a pool that has been emptied is left alone.
+// resetPause is the shortest time between two resets of a pool.
 const resetPause = time.Second
 
-// moved empties a pool whose server takes no more writes: after a failover the primary is elsewhere, and connections
-// to the old one, which may live on as a standby, would fail one by one for as long as they last. New ones go where the
-// connection string leads by then.
-type moved struct {
+// failoverResetter resets a pool whose server has become read-only. After a failover, the old primary may run on as a
+// standby, and each connection to it would fail until its end. New connections find the new primary.
+type failoverResetter struct {
 	pool atomic.Pointer[pgxpool.Pool]
-	last atomic.Int64 // when it was emptied, in nanoseconds of the epoch
+	last atomic.Int64 // time of the last reset, in Unix nanoseconds
 }
 
-// note looks at the answer to a statement. Connections that are lent meanwhile end when they are given back.
-func (m *moved) note(err error) {
+// observe resets the pool after a refused write. Acquired connections close on their release.
+func (m *failoverResetter) observe(err error) {
 	if m == nil || err == nil || !IsCode(err, codeReadOnly) {
 		return
 	}

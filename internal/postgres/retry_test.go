@@ -125,7 +125,7 @@ func TestAPoolLetsGoOfAServerThatTakesNoMoreWrites(t *testing.T) {
 func TestNothingIsAskedUnderASeal(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	sealed, seal := postgres.Sealed(t.Context())
+	sealed, seal := postgres.WithoutDatabase(t.Context())
 	assert.True(t, !seal.Tried(), "tried before anything was")
 	conn, err := pool.Acquire(t.Context())
 	require.NoError(t, err)

@@ -8,22 +8,22 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// Seal says whether something was asked of the database under a sealed context.
+// Seal records whether code used the database under a sealed context.
 type Seal struct{ tried atomic.Bool }
 
-// Tried reports whether a connection or a statement was refused.
+// Tried reports a refused connection or statement.
 func (s *Seal) Tried() bool { return s.tried.Load() }
 
 type sealKey struct{}
 
-// Sealed is a context under which no pool of [Open] lends a connection and no statement is sent: what tries
-// fails as if the context had been cancelled, and the seal notes it. Contexts derived from it are sealed too.
-func Sealed(ctx context.Context) (context.Context, *Seal) {
+// WithoutDatabase returns a sealed context: the pools of [Open] acquire no connection and send no statement under it or
+// its children. A use fails like one under a cancelled context, and the seal records it.
+func WithoutDatabase(ctx context.Context) (context.Context, *Seal) {
 	s := &Seal{}
 	return context.WithValue(ctx, sealKey{}, s), s
 }
 
-// Unsealed lifts the seal for one read, of what never changes once it is written.
+// Unsealed returns an unsealed context, for a read of immutable data.
 func Unsealed(ctx context.Context) context.Context {
 	if _, sealed := ctx.Value(sealKey{}).(*Seal); !sealed {
 		return ctx
@@ -31,23 +31,23 @@ func Unsealed(ctx context.Context) context.Context {
 	return context.WithValue(ctx, sealKey{}, (*Seal)(nil))
 }
 
-// IsSealed reports whether a context is sealed: what is asked under it must not be passed to anybody who is not.
+// IsSealed reports whether a context is sealed. Work under it must not be shared with unsealed callers.
 func IsSealed(ctx context.Context) bool {
 	s, _ := ctx.Value(sealKey{}).(*Seal)
 	return s != nil
 }
 
-// guard keeps seals. It is the tracer of every connection, and so knows where they lead.
+// guard is the tracer of every connection. It enforces seals and observes refused writes.
 type guard struct {
-	moved   *moved
-	refused *refusals
-	pooled  bool // a pooler is in between
+	resetter *failoverResetter
+	refused  *refusals
+	pooled   bool // through a pooler
 }
 
-// note looks at the answer to a statement.
-func (g guard) note(err error) {
-	g.moved.note(err)
-	g.refused.note(err)
+// observe handles the error of a statement.
+func (g guard) observe(err error) {
+	g.resetter.observe(err)
+	g.refused.observe(err)
 }
 
 func (guard) check(ctx context.Context) context.Context {
@@ -71,14 +71,14 @@ func (g guard) TraceAcquireStart(ctx context.Context, _ *pgxpool.Pool,
 // TraceAcquireEnd does nothing.
 func (guard) TraceAcquireEnd(context.Context, *pgxpool.Pool, pgxpool.TraceAcquireEndData) {}
 
-// TraceQueryStart refuses a statement on a connection that was lent before.
+// TraceQueryStart refuses a statement on an acquired connection.
 func (g guard) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
 	return g.check(ctx)
 }
 
-// TraceQueryEnd notes a write that was refused.
+// TraceQueryEnd observes the error.
 func (g guard) TraceQueryEnd(_ context.Context, _ *pgx.Conn, data pgx.TraceQueryEndData) {
-	g.note(data.Err)
+	g.observe(data.Err)
 }
 
 // TraceBatchStart refuses a batch.
@@ -86,12 +86,12 @@ func (g guard) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatc
 	return g.check(ctx)
 }
 
-// TraceBatchQuery notes a write that was refused.
+// TraceBatchQuery observes the error.
 func (g guard) TraceBatchQuery(_ context.Context, _ *pgx.Conn, data pgx.TraceBatchQueryData) {
-	g.note(data.Err)
+	g.observe(data.Err)
 }
 
-// TraceBatchEnd notes a write that was refused.
+// TraceBatchEnd observes the error.
 func (g guard) TraceBatchEnd(_ context.Context, _ *pgx.Conn, data pgx.TraceBatchEndData) {
-	g.note(data.Err)
+	g.observe(data.Err)
 }

@@ -143,7 +143,7 @@ func told(r *http.Request, err error, traceID string, log *slog.Logger) *Problem
 	p, news := Of(err)
 	if news && log != nil {
 		about := []any{"method", r.Method, "path", Path(r), "status", p.Status, "trace_id", traceID, "error", err}
-		if what, todo := postgres.Trouble(err); what != "" {
+		if what, todo := postgres.Diagnose(err); what != "" {
 			about = append(about, "trouble", what, "hint", todo)
 		}
 		log.ErrorContext(r.Context(), "request failed", about...)
@@ -229,10 +229,10 @@ func Of(err error) (p *Problem, news bool) {
 	case is(err, executions.ErrDraining):
 		return New(http.StatusServiceUnavailable, "this process shuts down; try again").Kind("draining", "Draining"), false
 	case postgres.Locked(err):
-		what, _ := postgres.Trouble(err)
+		what, _ := postgres.Diagnose(err)
 		return New(http.StatusServiceUnavailable, "%s; try again", what).Kind("locked", "Locked"), true
 	case Away(err):
-		what, _ := postgres.Trouble(err) // what to do about it is for the operator, and in the log
+		what, _ := postgres.Diagnose(err) // what to do about it is for the operator, and in the log
 		return New(http.StatusServiceUnavailable, "%s; try again", cmp.Or(what, "the database does not answer")).
 			Kind("database-away", "Database away"), true
 	}

@@ -167,14 +167,14 @@ func (h *Heartbeat) run(ctx context.Context, raw json.RawMessage) (executions.Re
 		summary.Phases[p.name] = result.Summary
 		b.collect(result)
 	}
-	if err := b.tell(ctx, failures); err != nil {
+	if err := b.reportToChannels(ctx, failures); err != nil {
 		return executions.Result{}, err
 	}
 	return executions.Result{Summary: b.summary(), Value: summary}, errors.Join(failures...)
 }
 
-// tell reports to the channels that ask for it, if there is something to say.
-func (b *heartbeatRun) tell(ctx context.Context, failures []error) error {
+// reportToChannels sends the summaries and failures, if any, to the channels of the agent.
+func (b *heartbeatRun) reportToChannels(ctx context.Context, failures []error) error {
 	lines := slices.Clone(b.summaries)
 	for _, err := range failures {
 		lines = append(lines, "failed: "+err.Error())

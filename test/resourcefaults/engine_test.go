@@ -143,7 +143,7 @@ func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 				bad.begin()
 				if err := refused(round + 1); err == nil {
 					t.Error("nothing was refused")
-				} else if what, _ := postgres.Trouble(err); !strings.Contains(what, bad.words) {
+				} else if what, _ := postgres.Diagnose(err); !strings.Contains(what, bad.words) {
 					t.Errorf("what was refused says %v", err)
 				}
 				bad.end()
