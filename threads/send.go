@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"slices"
 	"strings"
 	"time"
@@ -236,11 +237,16 @@ func Window(
 	ctx context.Context, db postgres.DB, thread string, before int64, tokens int,
 ) (summary string, messages []Message, err error) {
 	id, b := postgres.Text(thread), &pgx.Batch{}
+	if before == 0 {
+		before = math.MaxInt64
+	}
+	// A turn between two bounds, one of them unknown, counts as rare in a plan: it might read and sort the whole thread.
+	// Two bounds of different form count apart.
 	b.Queue(`
 		with latest as (
 		  select m.* from agent_messages m
 		   where m.thread_id = @thread and m.turn > (select summary_through from agent_threads where id = @thread)
-		     and (@before::bigint = 0 or m.turn < @before) and m.status not in ('failed', 'withdrawn')
+		     and (m.turn, m.seq) < (@before::bigint, 0) and m.status not in ('failed', 'withdrawn')
 		   order by m.turn desc, m.seq desc limit 400),
 		measured as (select l.*, sum(l.tokens) over (order by l.turn desc, l.seq desc) as running from latest l)
 		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
