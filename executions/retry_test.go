@@ -153,13 +153,21 @@ func TestACancelledQueryIsRetried(t *testing.T) {
 			pool := pgtest.DB(t)
 			var tries atomic.Int32
 			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-				_, err := executions.Step(ctx, "step", func(ctx context.Context) (bool, error) {
+				query := func(ctx context.Context, db postgres.DB) (bool, error) {
 					if int(tries.Add(1)) > test.cancels {
 						return true, nil
 					}
-					_, err := pool.Exec(ctx, `do $$ begin perform pg_cancel_backend(pg_backend_pid()), pg_sleep(60); end $$`)
+					_, err := db.Exec(ctx, `do $$ begin perform pg_cancel_backend(pg_backend_pid()), pg_sleep(60); end $$`)
 					return true, err
+				}
+				_, err := executions.StepTx(ctx, "in a transaction", func(ctx context.Context, tx pgx.Tx) (bool, error) {
+					return query(ctx, tx)
 				})
+				assert.Equal(t, test.tries, int(tries.Swap(0)))
+				if test.ends == executions.Completed {
+					require.NoError(t, err)
+				}
+				_, err = executions.Step(ctx, "step", func(ctx context.Context) (bool, error) { return query(ctx, pool) })
 				return executions.Result{}, err
 			}))
 			id := p.begin(t, "flow")

@@ -14,7 +14,7 @@ import (
 
 // StepTx runs fn in a transaction with the fence and the checkpoint: the effect is in the database exactly when the
 // step is recorded. fn may be called again in a new transaction after a broken connection, deadlock or serialization
-// failure.
+// failure, and twice after a cancelled statement, as by [RetryTransient].
 func StepTx[T any](
 	ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), opts ...Option,
 ) (T, error) {
@@ -33,9 +33,19 @@ func StepTx[T any](
 	if err := passGate(ctx, s); err != nil {
 		return zero, err
 	}
+	cancelled := 0
+	bounded := func(ctx context.Context, tx pgx.Tx) (T, error) {
+		value, err := fn(ctx, tx)
+		if postgres.IsCode(err, "57014") {
+			if cancelled++; cancelled > maxCancelRetries {
+				err = asStepError("", err)
+			}
+		}
+		return value, err
+	}
 	backoff := newBackoff()
 	for retry := false; ; retry = true {
-		value, err := tryTx(ctx, r, s, retry, fn)
+		value, err := tryTx(ctx, r, s, retry, bounded)
 		switch {
 		case err == nil:
 			return value, nil
@@ -168,7 +178,7 @@ func callTx[T any](
 	ctx context.Context, tx pgx.Tx, fn func(ctx context.Context, tx pgx.Tx) (T, error),
 ) (value T, err error) {
 	value, err = recoverPanic(ctx, nil, func(ctx context.Context, _ *Effect) (T, error) { return fn(ctx, tx) })
-	if err != nil && !tx.Conn().IsClosed() && (postgres.Code(err) == "" || !postgres.Transient(err)) &&
+	if err != nil && !tx.Conn().IsClosed() && (postgres.Code(err) == "" || !transient(err)) &&
 		!postgres.IsCode(err, "LK001") {
 		return value, asStepError("", err)
 	}
