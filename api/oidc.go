@@ -145,6 +145,10 @@ func (s *server) finishOIDC(w http.ResponseWriter, r *http.Request) {
 	p, err := principals.LogInIdentity(r.Context(), s.pool, principals.Account{
 		Issuer: s.oidc.Issuer, Subject: subject, Name: name, Role: role,
 	})
+	if errors.Is(err, principals.ErrInvalid) {
+		s.refuseOIDC(w, r, fmt.Errorf("%w: %w", errIssuer, err))
+		return
+	}
 	if errors.Is(err, principals.ErrRefused) {
 		err = problem.New(http.StatusForbidden, "this account has no role here; ask an admin for one").Kind("no-role",
 			"No role")
@@ -228,7 +232,8 @@ func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name strin
 	raw, _ := tokens.Extra("id_token").(string)
 	id, err := provider.Verifier(&oidc.Config{ClientID: o.ClientID}).Verify(ctx, raw)
 	if err != nil {
-		return "", "", "", fmt.Errorf("%w: verify id token: %w", errIssuer, err)
+		// not "token:", whose value logs redact
+		return "", "", "", fmt.Errorf("%w: the id token is not valid (%w)", errIssuer, err)
 	}
 	if subtle.ConstantTimeCompare([]byte(id.Nonce), []byte(a.Nonce)) == 0 {
 		return "", "", "", fmt.Errorf("%w: another nonce", errIssuer)

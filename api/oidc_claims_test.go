@@ -24,9 +24,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
-// issuer is an OIDC issuer that logs everybody in as subject 7. userInfo answers requests for more claims.
+// issuer is an OIDC issuer that logs everybody in as its subject. userInfo answers requests for more claims.
 type issuer struct {
 	url, nonce string
+	subject    string
 	key        *rsa.PrivateKey
 	userInfo   http.HandlerFunc
 	faults     map[string]http.HandlerFunc // by path
@@ -36,7 +37,7 @@ func newIssuer(t *testing.T) *issuer {
 	t.Helper()
 	key, err := rsa.GenerateKey(rand.Reader, 2048)
 	require.NoError(t, err)
-	i := &issuer{key: key}
+	i := &issuer{key: key, subject: "7"}
 	mux := http.NewServeMux()
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if fault := i.faults[r.URL.Path]; fault != nil {
@@ -75,9 +76,9 @@ func newIssuer(t *testing.T) *issuer {
 
 func raw64(b []byte) string { return base64.RawURLEncoding.EncodeToString(b) }
 
-// token is the id token of subject 7, without groups.
+// token is the id token of the subject, without groups.
 func (i *issuer) token() string {
-	claims := fmt.Sprintf(`{"iss":%q,"sub":"7","aud":"agent","nonce":%q,"exp":%d,"name":"Ana"}`, i.url, i.nonce,
+	claims := fmt.Sprintf(`{"iss":%q,"sub":%q,"aud":"agent","nonce":%q,"exp":%d,"name":"Ana"}`, i.url, i.subject, i.nonce,
 		time.Now().Add(time.Minute).Unix())
 	signed := raw64([]byte(`{"alg":"RS256","kid":"1"}`)) + "." + raw64([]byte(claims))
 	sum := sha256.Sum256([]byte(signed))
@@ -142,8 +143,15 @@ func TestAnIssuerThatFailsHoldsUpNoLaterLogin(t *testing.T) {
 		got := i.logIn(t, a)
 		assert.Truef(t, got.Code == test.status, "%s: %d %s", test.path, got.Code, got.Body)
 	}
+	i.subject = "no subject" // it has a space
+	i.userInfo = func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		_, _ = w.Write([]byte(`{"sub":"no subject"}`))
+	}
+	got := i.logIn(t, a)
+	assert.Truef(t, got.Code == 403, "a subject that cannot be: %d %s", got.Code, got.Body)
 	said := a.log.String()
-	assert.Contains(t, said, "invalid_client")
+	assert.Contains(t, said, "invalid_client", "issuer and subject have")
 	assert.True(t, !strings.Contains(said, "a-secret-of-the-client"), "the log has the client's secret")
 }
 
