@@ -24,6 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/signature"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/webhooks"
@@ -199,6 +200,8 @@ func TestWhatASenderWroteCannotLeaveItsPlace(t *testing.T) {
 
 func TestSecretsAreReferences(t *testing.T) {
 	t.Parallel()
+	why := fmt.Sprintf("%v: it is empty", signature.ErrSecret)
+	assert.Equal(t, why, redact.Text(why, 100))
 	env := func(name string) string { return map[string]string{"A": "value"}[name] }
 	if got, err := webhooks.Secrets([]string{"${A}"}, env); err != nil || got[0] != "value" {
 		t.Errorf("%v, %v", got, err)

@@ -37,7 +37,7 @@ var (
 	// ErrRefused reports a request that is not proved to come from its sender.
 	ErrRefused = errors.New("signature refused")
 	// ErrSecret reports a secret that the scheme cannot use: the receiver's mistake.
-	ErrSecret = errors.New("unusable secret")
+	ErrSecret = errors.New("the secret is unusable") // not "secret:", whose value is redacted
 )
 
 // Scheme is how a sender signs.
