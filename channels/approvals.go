@@ -43,9 +43,12 @@ func (w *worker) requestApprovals(ctx context.Context) error {
 		 where a.status = 'pending' and a.expires_at > clock_timestamp()
 		   and (@agent = '' or x.agent = @agent or exists (
 		     select from agent_threads t where t.id = x.thread_id and t.target = @channel and t.channel = @type))
-		   and not exists (select from agent_channel_buttons b where b.approval_id = a.id and b.channel = @channel)
+		   and not exists (select from agent_channel_buttons b
+		     where b.approval_id = a.id and b.channel = @channel and b.conversation = @conversation)
 		 order by a.id limit 10`,
-		postgres.Strict{"agent": w.channel.Agent, "channel": w.name, "type": w.channel.Type})
+		postgres.Strict{
+			"agent": w.channel.Agent, "channel": w.name, "type": w.channel.Type, "conversation": w.channel.ReportTo,
+		})
 	if err != nil {
 		return err
 	}
@@ -95,12 +98,12 @@ func (w *worker) requestApproval(ctx context.Context, a approvals.Approval) erro
 	switch {
 	case err == nil:
 		return exec(ctx, w.Pool, "record buttons", `
-			update agent_channel_buttons set message_ref = @ref where approval_id = @approval and channel = @channel`,
-			postgres.Strict{"ref": ref, "approval": a.ID, "channel": w.name})
+			update agent_channel_buttons set message_ref = @ref where nonce in (@approves, @rejects)`,
+			postgres.Strict{"ref": ref, "approves": approve, "rejects": reject})
 	case known && !failure.MaybeSent && !failure.Permanent: // shown by a later look
 		return errors.Join(err, exec(ctx, w.Pool, "delete buttons", `
-			delete from agent_channel_buttons where approval_id = @approval and channel = @channel`,
-			postgres.Strict{"approval": a.ID, "channel": w.name}))
+			delete from agent_channel_buttons where nonce in (@approves, @rejects)`,
+			postgres.Strict{"approves": approve, "rejects": reject}))
 	}
 	return fmt.Errorf("show request for approval %s: %w", a.ID, err)
 }

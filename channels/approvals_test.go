@@ -182,6 +182,14 @@ func TestAButtonDecidesAnApproval(t *testing.T) {
 	if m = s.shown(3); len(m.Buttons) > 0 || !strings.Contains(m.Text, third) {
 		t.Errorf("long arguments are shown as %q with %v", m.Text, m.Buttons)
 	}
+
+	// What is pending follows the conversation for reports.
+	pgtest.Exec(t, s.pool, `update agent_channels set report_to = '902'`)
+	pgtest.Exec(t, s.pool, `select pg_notify('agent_channels', '')`)
+	s.until("the requests are shown there", func() bool { return len(s.bot.Sent(902)) == 2 })
+	moved := s.bot.Sent(902)[0]
+	assert.Contains(t, s.click("moved", 902, 1, moved.ID, moved.Buttons["Approve"]), "You have approved")
+	assert.Equal(t, "approved mara", s.status(second))
 }
 
 // Three senders at most wait to be paired. The code of each works once.
