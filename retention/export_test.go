@@ -4,7 +4,7 @@ package retention
 var (
 	Prune     = prune
 	Retirable = retirable
-	Note      = note
+	Mark      = mark
 )
 
 // Remove is the statement that deletes rows of a kind.

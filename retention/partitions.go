@@ -17,32 +17,32 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
-// A whole month goes in three steps, each committed. A row of agent_activity_retired says that it is on its way
-// out. The month is detached. Now that nobody can write to it, the pass looks at it once more, and drops it or
-// attaches it again. The pass after a kill goes on from the step that was reached.
+// A month is retired in three committed steps. A row of agent_activity_retired marks it. The month is detached. Then
+// nobody can write to it, and the pass checks it again and drops or reattaches it. After a kill, the next pass
+// continues with the following step.
 //
-// `detach partition … concurrently` marks the partition, commits, and then waits for all readers of that moment,
-// without a lock. Options.DetachTimeout bounds that wait. After it nobody reads the partition any more, and a later
-// pass finishes the detachment when no old snapshot is left.
+// `detach partition … concurrently` marks the partition, commits, and then waits without a lock for all readers of
+// that moment. Options.DetachTimeout bounds the wait. New queries no longer read the partition, and a later pass
+// finalizes the detachment when no old snapshot is left.
 
 const (
-	// patientDays is after how long a month that cannot be detached goes row by row.
-	patientDays = 2
-	// dropTries is how often a detached month is tried in one pass; it does no harm until the next.
+	// stuckDays is the time after which a month that cannot be detached is pruned row by row.
+	stuckDays = 2
+	// dropTries bounds the tries to drop a detached month in one pass. It can wait for the next pass.
 	dropTries = 5
 )
 
-// month is a partition of the log that is to go.
+// month is a partition of the log to retire.
 type month struct {
 	Partition    string // quoted, with its schema
-	Lower, Upper string // its ids
-	Began        bool   // it is on its way out
+	Lower, Upper string // bounds of its ids
+	Marked       bool   // it is in agent_activity_retired
 	Attached     bool
 }
 
-// retire sees the old months out. It reports whether rows may go one by one now: not as long as a month that is to go
-// whole could not, because that would be the same work, much dearer.
-func (o Options) retire(ctx context.Context, pool *pgxpool.Pool, d *Done) (whole bool, err error) {
+// retireMonths retires the old months. It reports whether single rows may be pruned now: not while a month still waits
+// for its retirement, because to prune its rows would cost much more.
+func (o Options) retireMonths(ctx context.Context, pool *pgxpool.Pool, d *Done) (done bool, err error) {
 	if d.Keep == Forever {
 		return false, nil
 	}
@@ -51,14 +51,14 @@ func (o Options) retire(ctx context.Context, pool *pgxpool.Pool, d *Done) (whole
 		return false, err
 	}
 	for _, m := range list {
-		said, err := o.see(ctx, pool, m)
+		result, err := o.retireMonth(ctx, pool, m)
 		if err != nil {
 			return false, fmt.Errorf("partition %s: %w", m.Partition, err)
 		}
-		if said == "dropped" {
+		if result == "dropped" {
 			d.Partitions = append(d.Partitions, m.Partition)
 		} else {
-			d.Later = m.Partition + ": " + said
+			d.Later = m.Partition + ": " + result
 		}
 	}
 	var stuck int
@@ -66,31 +66,28 @@ func (o Options) retire(ctx context.Context, pool *pgxpool.Pool, d *Done) (whole
 		select count(*) from agent_activity_retired r
 		 where r.decided_at > clock_timestamp() - make_interval(days => @days)
 		   and exists (select from agent_activity_partitions p where p.partition = r.partition and not p.leaving)`,
-		postgres.Strict{"days": patientDays}).Scan(&stuck)
+		postgres.Strict{"days": stuckDays}).Scan(&stuck)
 	return stuck == 0, err
 }
 
-// see sees one partition out, and says how far it came.
-func (o Options) see(ctx context.Context, pool *pgxpool.Pool, m month) (string, error) {
-	if !m.Began {
-		if noted, err := note(ctx, pool, m.Partition); err != nil || !noted {
+// retireMonth runs the remaining steps of a partition. It returns "dropped", or the reason why it was not dropped.
+func (o Options) retireMonth(ctx context.Context, pool *pgxpool.Pool, m month) (string, error) {
+	if !m.Marked {
+		if marked, err := mark(ctx, pool, m.Partition); err != nil || !marked {
 			return "it is needed after all", err
 		}
+	} else if result, err := drop(ctx, pool, m.Partition); !m.Attached || result != notDetached || err != nil {
+		return result, err
 	}
-	if m.Began {
-		if said, err := drop(ctx, pool, m.Partition); !m.Attached || said != notDetached || err != nil {
-			return said, err
-		}
-	}
-	if said, err := o.detach(ctx, pool, m.Partition); said != "" || err != nil {
-		return said, err
+	if reason, err := o.detach(ctx, pool, m.Partition); reason != "" || err != nil {
+		return reason, err
 	}
 	return drop(ctx, pool, m.Partition)
 }
 
-// retirable lists the months that go, the oldest first: those that are on their way out, and by the policy those in
-// which nothing is needed. Last month stays: it would be made again. With a name in only, it is about that partition
-// alone.
+// retirable lists the months to retire, the oldest first: marked ones, and those that the policy allows and nothing
+// needs. Last month stays, because its partition would be created again. A name in only limits the list to that
+// partition.
 func retirable(ctx context.Context, db postgres.Beginner, only string) (list []month, err error) {
 	err = byIndex(ctx, db, "0", func(tx pgx.Tx) error {
 		s, err := readState(ctx, tx, "activity", false)
@@ -98,7 +95,7 @@ func retirable(ctx context.Context, db postgres.Beginner, only string) (list []m
 			return err
 		}
 		rows, err := tx.Query(ctx, `
-			select r.partition, r.lower_id::text as lower, r.upper_id::text as upper, true as began,
+			select r.partition, r.lower_id::text as lower, r.upper_id::text as upper, true as marked,
 			       exists (select from agent_activity_partitions p where p.partition = r.partition and not p.leaving) as attached
 			  from agent_activity_retired r
 			 where r.partition = @only or @only = ''
@@ -108,14 +105,14 @@ func retirable(ctx context.Context, db postgres.Beginner, only string) (list []m
 			         least(@before, (date_trunc('month', now() at time zone 'UTC') - interval '1 month') at time zone 'UTC')) end
 			   and not p.leaving and not exists (select from agent_activity_retired r where r.partition = p.partition)
 			   and (p.partition = @only or @only = '')
-			 order by began desc, lower`, postgres.Strict{"only": only, "before": s.Before})
+			 order by marked desc, lower`, postgres.Strict{"only": only, "before": s.Before})
 		if err != nil {
 			return err
 		}
 		all, err := pgx.CollectRows(rows, pgx.RowToStructByName[month])
 		for _, m := range all {
 			reason := ""
-			if !m.Began {
+			if !m.Marked {
 				if reason, err = needed(ctx, tx, m); err != nil {
 					return err
 				}
@@ -129,7 +126,7 @@ func retirable(ctx context.Context, db postgres.Beginner, only string) (list []m
 	return list, err
 }
 
-// needed says why a partition cannot go; nothing when it can. It may be detached.
+// needed returns the reason why a partition, attached or not, must stay; empty for none.
 func needed(ctx context.Context, tx pgx.Tx, m month) (reason string, err error) {
 	const query = `
 		select case
@@ -154,8 +151,8 @@ func needed(ctx context.Context, tx pgx.Tx, m month) (reason string, err error) 
 	return reason, err
 }
 
-// note writes down that a partition is on its way out. It returns false when that is not to go.
-func note(ctx context.Context, db postgres.Beginner, partition string) (bool, error) {
+// mark marks a partition as retired. It returns false if the partition must stay.
+func mark(ctx context.Context, db postgres.Beginner, partition string) (bool, error) {
 	list, err := retirable(ctx, db, partition)
 	if err != nil || len(list) == 0 {
 		return false, err
@@ -168,19 +165,19 @@ func note(ctx context.Context, db postgres.Beginner, partition string) (bool, er
 	return err == nil, err
 }
 
-// notDetached is what drop says of a partition that it cannot drop yet.
+// notDetached is the reason of drop for an attached partition.
 const notDetached = "it is not detached yet"
 
-// drop does the last step, or finds that the partition is needed after all, and says which.
-func drop(ctx context.Context, db postgres.Beginner, partition string) (said string, err error) {
+// drop runs dropOrAttach, and retries it while it meets locks.
+func drop(ctx context.Context, db postgres.Beginner, partition string) (result string, err error) {
 	for try := 1; ; try++ {
 		err := byIndex(ctx, db, "50ms", func(tx pgx.Tx) (err error) {
-			said, err = dropOrAttach(ctx, tx, partition)
+			result, err = dropOrAttach(ctx, tx, partition)
 			return err
 		})
 		switch {
-		case !postgres.IsCode(err, "55P03", "40P01", "42P01"): // the last: another pass has detached it in this very moment
-			return said, err
+		case !postgres.IsCode(err, "55P03", "40P01", "42P01"): // 42P01: another pass is just detaching it
+			return result, err
 		case try < dropTries:
 		case postgres.IsCode(err, "42P01"):
 			return "", err
@@ -193,8 +190,8 @@ func drop(ctx context.Context, db postgres.Beginner, partition string) (said str
 	}
 }
 
-// dropOrAttach drops a partition that was detached on its way out, or attaches it again when something in it is needed
-// after all. It says `dropped`, or why not.
+// dropOrAttach drops a detached partition, or reattaches it if it is needed after all. It returns "dropped", or the
+// reason why it was not dropped.
 func dropOrAttach(ctx context.Context, tx pgx.Tx, partition string) (string, error) {
 	rows, err := tx.Query(ctx, `
 		select r.partition, r.lower_id::text as lower, r.upper_id::text as upper,
@@ -206,17 +203,17 @@ func dropOrAttach(ctx context.Context, tx pgx.Tx, partition string) (string, err
 	}
 	m, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByNameLax[month])
 	if errors.Is(err, pgx.ErrNoRows) {
-		return "it is not on its way out, or somebody is at it", nil
+		return "another pass retires it, or it stays", nil
 	}
 	if err != nil {
 		return "", err
 	}
 	if !m.Attached {
-		if said, err := finalize(ctx, tx, partition); said != "" || err != nil {
-			return said, err
+		if result, err := finalize(ctx, tx, partition); result != "" || err != nil {
+			return result, err
 		}
 	}
-	// Nobody can write to a detached one any more: this looks again, for what came while it was detached.
+	// Nobody can write to a detached partition. Check again, for rows that were written before.
 	reason, err := needed(ctx, tx, m)
 	switch {
 	case err != nil:
@@ -233,11 +230,11 @@ func dropOrAttach(ctx context.Context, tx pgx.Tx, partition string) (string, err
 	if err != nil {
 		return "", err
 	}
-	return cmp.Or(reason, "dropped"), forget(ctx, tx, partition)
+	return cmp.Or(reason, "dropped"), unmark(ctx, tx, partition)
 }
 
-// finalize finishes a detachment whose session was stopped while it waited for readers. Nobody new reads the partition;
-// old snapshots may. It says what is left to say; nothing when the partition is detached.
+// finalize finishes an interrupted detachment. Old snapshots may still read the partition. It returns "dropped", the
+// reason to wait, or nothing when the partition is detached.
 func finalize(ctx context.Context, tx pgx.Tx, partition string) (string, error) {
 	var gone, leaving, read bool
 	err := tx.QueryRow(ctx, `
@@ -252,32 +249,32 @@ func finalize(ctx context.Context, tx pgx.Tx, partition string) (string, error) 
 	case err != nil:
 		return "", err
 	case gone:
-		return "dropped", forget(ctx, tx, partition)
+		return "dropped", unmark(ctx, tx, partition)
 	case leaving && read:
-		return "others read what was before", nil
+		return "older transactions may read it", nil
 	case leaving:
 		return "", define(ctx, tx, "alter table agent_activity detach partition", partition, "finalize")
 	}
 	return "", nil
 }
 
-// define changes the schema. Names are from the catalogue, quoted there.
+// define runs a schema change. Its names are from the catalogue, quoted.
 func define(ctx context.Context, db postgres.DB, words ...string) error {
 	_, err := db.Exec(ctx, strings.Join(words, " "), pgx.QueryExecModeSimpleProtocol)
 	return err
 }
 
-// forget ends what note began.
-func forget(ctx context.Context, tx pgx.Tx, partition string) error {
+// unmark removes the mark of a partition.
+func unmark(ctx context.Context, tx pgx.Tx, partition string) error {
 	_, err := tx.Exec(ctx, `delete from agent_activity_retired r where r.partition = @partition`,
 		postgres.Strict{"partition": partition})
 	return err
 }
 
-// detach takes a partition out of the log. It says why when that has to wait.
-func (o Options) detach(ctx context.Context, pool *pgxpool.Pool, partition string) (later string, err error) {
-	// A connection of its own, whose statement is cancelled on the server when time is up; the others would be closed
-	// and leave it at work.
+// detach detaches a partition. It returns the reason if that has to wait.
+func (o Options) detach(ctx context.Context, pool *pgxpool.Pool, partition string) (reason string, err error) {
+	// On a timeout, this connection cancels the statement on the server. The pool's would close, and the server would
+	// go on.
 	config := pool.Config().ConnConfig.Copy()
 	config.BuildContextWatcherHandler = func(c *pgconn.PgConn) ctxwatch.Handler {
 		return &pgconn.CancelRequestContextWatcherHandler{Conn: c, DeadlineDelay: 5 * time.Second}
@@ -287,15 +284,15 @@ func (o Options) detach(ctx context.Context, pool *pgxpool.Pool, partition strin
 		return "", err
 	}
 	defer conn.Close(context.WithoutCancel(ctx))
-	inTime, cancel := context.WithTimeout(ctx, o.DetachTimeout)
+	detachCtx, cancel := context.WithTimeout(ctx, o.DetachTimeout)
 	defer cancel()
-	err = define(inTime, conn, "alter table agent_activity detach partition", partition, "concurrently")
+	err = define(detachCtx, conn, "alter table agent_activity detach partition", partition, "concurrently")
 	switch {
-	case err == nil, postgres.IsCode(err, "55000", "42P01", "42P16"): // somebody else is at it, or was
+	case err == nil, postgres.IsCode(err, "55000", "42P01", "42P16"): // another pass detaches or detached it
 		return "", nil
 	case ctx.Err() != nil:
 		return "", ctx.Err()
-	case inTime.Err() != nil:
+	case detachCtx.Err() != nil:
 		return "others have read the log for longer than " + o.DetachTimeout.String(), nil
 	case postgres.IsCode(err, "55P03", "40P01"):
 		return "others have the log locked", nil

@@ -134,10 +134,10 @@ func useTheLog(t *testing.T, db *pgxpool.Pool, stop chan struct{}) error {
 	}
 }
 
-// note writes down that a month is on its way out, and no more.
-func note(t *testing.T, db postgres.Beginner, partition string) {
+// markOnly marks a month as retired, and no more.
+func markOnly(t *testing.T, db postgres.Beginner, partition string) {
 	t.Helper()
-	noted, err := retention.Note(t.Context(), db, partition)
+	noted, err := retention.Mark(t.Context(), db, partition)
 	require.Truef(t, noted && err == nil, "note %s: %v, %v", partition, noted, err)
 }
 
@@ -146,8 +146,8 @@ func TestAPassGoesOnWhereAnotherWasKilled(t *testing.T) {
 	t.Parallel()
 	pool, _ := months(t)
 	old := attached(t, pool, 123)
-	note(t, pool, old[0])
-	note(t, pool, old[1])
+	markOnly(t, pool, old[0])
+	markOnly(t, pool, old[1])
 	pgtest.Exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`},
 		" "))
 	done := pass(t, pool, 0)
@@ -162,7 +162,7 @@ func TestAMonthThatIsNeededAfterAllIsAttachedAgain(t *testing.T) {
 	old := attached(t, pool, 123)
 	rows := pgtest.Value[int](t, pool, `select count(*) from agent_activity`)
 	for _, name := range old[:2] {
-		note(t, pool, name)
+		markOnly(t, pool, name)
 		pgtest.Exec(t, pool, `insert into agent_executions (trace_id, surface, flow) values ('hb_' || $1, 'flow', 'f')`, name)
 	}
 	pgtest.Exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`},

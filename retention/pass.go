@@ -17,15 +17,15 @@ import (
 )
 
 const (
-	// pieceRows is how many rows one transaction looks at. It takes some tens of milliseconds.
+	// pieceRows bounds the rows that one transaction examines, which takes some tens of milliseconds.
 	pieceRows = 500
-	// counting is how many a dry run looks at at once; it holds no lock.
-	counting = 5000
-	// tries is how often a piece is tried that met the lock of somebody else.
+	// countRows bounds the rows of one query of a dry run, which takes no locks.
+	countRows = 5000
+	// tries bounds the tries of a piece that meets locked rows.
 	tries = 20
 )
 
-// Options say what kind of pass Run makes.
+// Options configure Run.
 type Options struct {
 	Kinds  []string // only these; all when nil
 	DryRun bool     // only count
@@ -36,24 +36,25 @@ type Options struct {
 	Logger        *slog.Logger // nil for none
 }
 
-// Done is what a pass did with one kind.
+// Done is the result of a pass for one kind.
 type Done struct {
 	Kind    string `json:"kind"`
 	Keep    string `json:"keep"`
-	Removed int64  `json:"removed"` // rows; of a dry run: that would go
-	// Partitions of the activity log that were dropped whole, or would be; their rows are in Removed of a dry run only.
+	Removed int64  `json:"removed"` // rows; of a dry run, those to remove
+	// Partitions are the dropped partitions of the activity log; of a dry run, those to drop. Only a dry run counts their
+	// rows in Removed.
 	Partitions []string `json:"partitions"`
-	Later      string   `json:"later"` // why something has to wait for another pass; empty when nothing does
+	Later      string   `json:"later"` // reason why work is left for another pass; empty for none
 }
 
-// Run makes one pass over the kinds whose rows are not kept for ever, and says what went. An error of one kind does not
-// keep it from the others.
+// Run makes one pass over the kinds whose rows are not kept forever, and returns the results. An error of one kind does
+// not stop the others.
 func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Done, error) {
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
 	o.DetachTimeout = cmp.Or(o.DetachTimeout, 10*time.Second)
-	policies, err := o.chosen(ctx, pool)
+	policies, err := o.selectPolicies(ctx, pool)
 	if err != nil {
 		return nil, err
 	}
@@ -61,7 +62,7 @@ func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Done, error) {
 	var failed error
 	for _, p := range policies {
 		d := Done{Kind: p.Kind, Keep: p.Keep, Partitions: []string{}}
-		err := o.one(ctx, pool, &d)
+		err := o.pruneKind(ctx, pool, &d)
 		if err != nil {
 			failed = errors.Join(failed, fmt.Errorf("prune %s: %w", p.Kind, err))
 		}
@@ -79,8 +80,9 @@ func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Done, error) {
 	return done, failed
 }
 
-// chosen are the policies that a pass goes by. What was left over when a policy was set to forever is seen to as well.
-func (o Options) chosen(ctx context.Context, db postgres.DB) ([]Policy, error) {
+// selectPolicies returns the policies of a pass. Executions are in it even with the policy forever, for checkpoints
+// that an earlier pass left.
+func (o Options) selectPolicies(ctx context.Context, db postgres.DB) ([]Policy, error) {
 	all, err := Show(ctx, db)
 	if err != nil {
 		return nil, err
@@ -112,14 +114,14 @@ func order(p Policy) int {
 	return 1
 }
 
-// one works on a kind.
-func (o Options) one(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
+// pruneKind makes a pass over one kind.
+func (o Options) pruneKind(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 	if o.DryRun {
 		return o.count(ctx, pool, d)
 	}
 	if d.Kind == "activity" {
-		whole, err := o.retire(ctx, pool, d)
-		if err != nil || !whole {
+		done, err := o.retireMonths(ctx, pool, d)
+		if err != nil || !done {
 			return err
 		}
 	}
@@ -130,14 +132,14 @@ func (o Options) one(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 		if err != nil || !more {
 			return err
 		}
-		// As much rest as work, so that a backlog is not all that the database does.
+		// Rest as long as the work took, so that a backlog leaves the database time for others.
 		if !sleep.For(ctx, time.Since(began)) {
 			return ctx.Err()
 		}
 	}
 }
 
-// pruneWithRetry does one piece, and again when it met a lock.
+// pruneWithRetry runs one piece, and retries it when it meets a lock.
 func pruneWithRetry(ctx context.Context, db postgres.Beginner, kind string, restart bool) (removed int64, more bool,
 	err error,
 ) {
@@ -169,9 +171,9 @@ func (o Options) count(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 			}
 		}
 	}
-	for at, seen := s.cursor, counting; seen == counting; {
+	for at, seen := s.cursor, countRows; seen == countRows; {
 		err := byIndex(ctx, pool, "0", func(tx pgx.Tx) error {
-			rows, err := kinds[d.Kind].page(ctx, tx, at, *s.Before, counting)
+			rows, err := kinds[d.Kind].page(ctx, tx, at, *s.Before, countRows)
 			if seen = len(rows); err != nil || seen == 0 {
 				return err
 			}

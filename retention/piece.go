@@ -10,7 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// lockWait is how long a piece waits for the lock of somebody else.
+// lockWait bounds a piece's wait for a lock.
 const lockWait = "100ms"
 
 // cursor is the last row that a pass has examined.
@@ -19,12 +19,12 @@ type cursor struct {
 	Key string
 }
 
-// state is what the database says of a pass over a kind.
+// state is the stored progress of a pass over a kind.
 type state struct {
 	cursor
-	Before *time.Time // older rows go; nil: none
+	Before *time.Time // older rows are pruned; nil for none
 	Began  time.Time
-	Open   bool // it has not ended yet
+	Open   bool // it has not ended
 }
 
 // found is a row that a piece has examined.
@@ -37,14 +37,14 @@ type found struct {
 type piece struct {
 	kind   kind
 	tx     pgx.Tx
-	most   int // how many rows it looks at and deletes, about
+	most   int // approximate bound of examined and deleted rows
 	before time.Time
-	more   bool // there is more to do
-	stays  bool // the next piece looks at the same rows
+	more   bool // rows are left
+	stays  bool // the next piece examines the same rows
 }
 
-// byIndex runs fn in a transaction whose statements go by index, at any size of the tables. A scan that is to be
-// avoided counts as dear, and what is dear would be compiled: so jit is off.
+// byIndex runs fn in a transaction whose statements use indexes, at any size of the tables. A disabled scan raises the
+// estimated cost, which would start the JIT compiler, so jit is off.
 func byIndex(ctx context.Context, db postgres.Beginner, wait string, fn func(tx pgx.Tx) error) error {
 	return postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		_, err := tx.Exec(ctx, `
@@ -60,8 +60,8 @@ func byIndex(ctx context.Context, db postgres.Beginner, wait string, fn func(tx 
 	})
 }
 
-// prune looks at the next rows of a kind, and deletes those that are old by its policy and that nothing unfinished
-// needs. One caller at a time works on a kind; the others get 0. With restart it begins with the oldest row.
+// prune examines the next rows of a kind, and deletes those that are old by its policy and not needed by unfinished
+// work. One caller at a time works on a kind; the others get 0. With restart it begins with the oldest row.
 func prune(
 	ctx context.Context, db postgres.Beginner, name string, most int, restart bool,
 ) (removed int64, more bool, err error) {
@@ -88,7 +88,7 @@ func prune(
 	return removed, p.more, nil
 }
 
-// next finds, deletes, and notes how far the pass came.
+// next deletes rows and stores the progress of the pass.
 func (p *piece) next(ctx context.Context, name string, restart bool) (removed int64, err error) {
 	s, err := readState(ctx, p.tx, name, restart)
 	if err != nil || s.Before == nil {
@@ -119,7 +119,7 @@ func (p *piece) next(ctx context.Context, name string, restart bool) (removed in
 	return removed, err
 }
 
-// readState reads a policy and how far the pass has come; after a day, or with restart, it is at its beginning.
+// readState reads a policy and the progress of the pass. After a day, or with restart, the pass is at its beginning.
 // Activity of 60 days and more goes by whole months, so that their partitions can be dropped. Prompts are kept no
 // longer than the rows that they belong to.
 func readState(ctx context.Context, db postgres.DB, name string, restart bool) (state, error) {
@@ -144,7 +144,7 @@ func readState(ctx context.Context, db postgres.DB, name string, restart bool) (
 		  from pass p join old o on o.kind = p.kind`, postgres.Strict{"kind": name, "restart": restart})
 }
 
-// page is the next rows of a kind behind a cursor.
+// page reads the next rows of a kind after a cursor.
 func (k kind) page(ctx context.Context, tx pgx.Tx, c cursor, before time.Time, most int) ([]found, error) {
 	args := postgres.Strict{"after": cmp.Or(c.Key, k.first), "before": before, "most": most}
 	if k.byTime {
