@@ -14,6 +14,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
@@ -442,8 +443,13 @@ func TestDeliveryRunsAutomationOnce(t *testing.T) {
 	t.Parallel()
 	w, model := newTestWebhooks(t), modeltest.New(t)
 	loop, made := w.newLoop(t, model)
+	w.surface.Loop, loop.Agents = loop, &agents.Directory{}
+	for _, d := range []agents.Definition{{Name: "desk", Default: true}, {Name: "clerk"}} {
+		_, err := agents.Put(t.Context(), w.pool, d)
+		require.NoError(t, err)
+	}
 	for _, d := range []automations.Definition{
-		{Name: "by name", Cron: "0 0 1 1 *", Skill: "answer"},
+		{Name: "by name", Agent: "clerk", Cron: "0 0 1 1 *", Skill: "answer"},
 		{Name: "by event", Event: "EVENT_COMPLETED", Skill: "inside"},
 		{Name: "resting", Cron: "0 0 1 1 *", Skill: "pay"},
 	} {
@@ -478,6 +484,9 @@ func TestDeliveryRunsAutomationOnce(t *testing.T) {
 		t.Errorf("answer ran %d times, inside %d times", made.of("answer"), made.of("inside"))
 	}
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_automation_runs where trace_id = $1`, got.TraceID)
+	pgtest.Equal(t, w.pool, "automation clerk, automation desk, webhook desk", `
+		select string_agg(flow || ' ' || agent, ', ' order by flow, agent) from agent_executions where trace_id = $1`,
+		got.TraceID)
 	assert.Equal(t, "action 1: automation resting is "+
 		"out of service: holidays", testkit.Deref(w.waitStatus(t, "msg_2", webhooks.Dead).ErrorMessage), "error")
 }

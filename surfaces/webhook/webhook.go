@@ -20,6 +20,7 @@
 package webhook
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -110,10 +111,23 @@ type input struct {
 	Delivery string `json:"delivery"`
 }
 
+// acting returns the name of the default agent.
+func (s *Surface) acting(ctx context.Context, db postgres.DB) (string, error) {
+	if s.Loop == nil || s.Loop.Agents == nil {
+		return s.Agent, nil
+	}
+	a, err := s.Loop.Agents.Default(ctx, db)
+	return a.Name, err
+}
+
 // start inserts the execution in the transaction that stored or reopened the delivery.
 func (s *Surface) start(ctx context.Context, tx pgx.Tx, d webhooks.Delivery) (string, error) {
+	agent, err := s.acting(ctx, tx)
+	if err != nil {
+		return "", fmt.Errorf("start webhook: %w", err)
+	}
 	x, created, err := s.Engine.StartTx(ctx, tx, executions.Spec{
-		Flow: Flow, Surface: trace.Webhook, TraceID: trace.ID(d.LastTraceID), Agent: s.Agent, Queue: executions.Background,
+		Flow: Flow, Surface: trace.Webhook, TraceID: trace.ID(d.LastTraceID), Agent: agent, Queue: executions.Background,
 		Input: input{d.ID}, DedupeKey: fmt.Sprintf("webhook %s %d", d.ID, d.Replays),
 	})
 	switch {
@@ -194,7 +208,11 @@ func (s *Surface) openThread(ctx context.Context, c webhooks.Content, template s
 		return "", fmt.Errorf("thread: %w", err)
 	}
 	return executions.Step(ctx, "thread", func(ctx context.Context) (string, error) {
-		got, _, err := threads.Open(ctx, s.Pool, endpointPrincipal(c.Endpoint), threads.Thread{Name: name, Agent: s.Agent})
+		agent, err := s.acting(ctx, s.Pool)
+		if err != nil {
+			return "", err
+		}
+		got, _, err := threads.Open(ctx, s.Pool, endpointPrincipal(c.Endpoint), threads.Thread{Name: name, Agent: agent})
 		return got.ID, err
 	})
 }
@@ -261,11 +279,15 @@ func (s *Surface) startAutomation(ctx context.Context, tx pgx.Tx, r AutomationRe
 	if !a.Enabled {
 		return "", fmt.Errorf("automation %s is out of service: %s", a.Name, a.DisabledReason)
 	}
+	agent, err := s.acting(ctx, tx)
+	if err != nil {
+		return "", err
+	}
 	run, err := automations.RunManually(ctx, tx, a.ID, r.TraceID)
 	if err != nil {
 		return "", err
 	}
-	x, _, err := s.Engine.StartTx(ctx, tx, runner.Spec(s.Agent, run))
+	x, _, err := s.Engine.StartTx(ctx, tx, runner.Spec(cmp.Or(a.Agent, agent), run))
 	if err != nil {
 		return "", err
 	}
