@@ -332,14 +332,29 @@ type hooked struct {
 
 // ServeHTTP serves POST /channels/{name}, for providers that send messages by HTTP. Any process may serve it.
 func (r *Runner) ServeHTTP(w http.ResponseWriter, req *http.Request) {
-	c, err := Get(req.Context(), r.Pool, req.PathValue("name"))
-	if err != nil || !c.Enabled {
+	name := req.PathValue("name")
+	var c Channel
+	err := ErrNotFound
+	if postgres.IsText(name) {
+		c, err = Get(req.Context(), r.Pool, name)
+	}
+	if errors.Is(err, ErrNotFound) || err == nil && !c.Enabled {
 		http.Error(w, "there is no such channel", http.StatusNotFound)
 		return
 	}
-	transport, state, err := r.hookOf(c)
+	var transport Transport
+	var state *stateWriter
+	if err == nil {
+		transport, state, err = r.hookOf(c)
+	}
+	if err != nil { // providers drop what is refused with 4xx
+		r.Logger.WarnContext(req.Context(), "request for a channel not taken, its sender should try again", "channel", name,
+			"error", err)
+		http.Error(w, "the channel takes no requests now, send it again", http.StatusServiceUnavailable)
+		return
+	}
 	hook, is := transport.(Hook)
-	if err != nil || !is {
+	if !is {
 		http.Error(w, "this channel takes no requests", http.StatusNotFound)
 		return
 	}
