@@ -21,6 +21,7 @@ import (
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -44,6 +45,7 @@ type Server struct {
 	Invoke func(ctx context.Context, step string, s skills.Skill, args json.RawMessage,
 		call executions.Call) (json.RawMessage, error)
 	Agent   string
+	Agents  *agents.Directory // the default one makes the calls; nil: Agent
 	Version string
 	Logger  *slog.Logger
 }
@@ -269,8 +271,14 @@ func (s *Server) call(ctx context.Context, name string, args json.RawMessage) (*
 	if err := s.Skills.Check(skill, args); err != nil {
 		return failure(err.Error()), nil
 	}
+	acting := agents.Agent{Definition: agents.Definition{Name: s.Agent}}
+	if s.Agents != nil {
+		if acting, err = s.Agents.Default(ctx, s.Pool); err != nil {
+			return nil, s.internalError(ctx, err)
+		}
+	}
 	var ended executions.Execution
-	spec := executions.Spec{Flow: Flow, Surface: trace.Flow, Agent: s.Agent, Input: callInput{name, args}}
+	spec := executions.Spec{Flow: Flow, Surface: trace.Flow, Agent: acting.Name, Input: callInput{name, args}}
 	if skill.Trust == skills.TrustApprove {
 		ended, err = s.callWithApproval(ctx, skill, args, spec)
 	} else {

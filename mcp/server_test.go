@@ -17,6 +17,7 @@ import (
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
@@ -72,7 +73,9 @@ func (h *house) process() *mcp.Server {
 	require.NoError(h.t, err)
 	engine := enginetest.New(h.t, h.pool)
 	loop := &reason.Loop{Pool: h.pool, Skills: registry}
-	s := &mcp.Server{Pool: h.pool, Engine: engine, Skills: registry, Invoke: loop.Invoke, Agent: "tester"}
+	s := &mcp.Server{
+		Pool: h.pool, Engine: engine, Skills: registry, Invoke: loop.Invoke, Agent: "tester", Agents: &agents.Directory{},
+	}
 	require.NoError(h.t, s.Register())
 	return s
 }
@@ -270,7 +273,10 @@ func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
 	if r := callTool(t, session, "add", args); r.IsError || !strings.Contains(said(r), "5") {
 		t.Errorf("after the approval: %q", said(r))
 	}
+	_, err = agents.Put(t.Context(), h.pool, agents.Definition{Name: "desk", Default: true})
+	require.NoError(t, err)
 	next := awaits(t, callTool(t, session, "add", args))
+	pgtest.Equal(t, h.pool, "desk", `select agent from agent_executions order by id desc limit 1`)
 	assert.Truef(t, next != id && h.made.Load() == 1, "the approval was used twice: %s, %d calls", next, h.made.Load())
 }
 

@@ -322,7 +322,7 @@ func (a *App) registerSurfaces() (err error) {
 	}
 	a.MCPServer = &mcp.Server{
 		Pool: a.admin(), Engine: a.Engine, Skills: a.Registry, Invoke: a.Loop.Invoke, Agent: cfg.Name,
-		Version: a.Version, Logger: a.Log,
+		Agents: a.Loop.Agents, Version: a.Version, Logger: a.Log,
 	}
 	a.Evals = &evalrunner.Runner{
 		Pool: a.Pool, Engine: a.Engine, Model: a.Loop.Model, Skills: a.Registry, Agents: a.Loop.Agents, Budget: a.Loop.Budget,
