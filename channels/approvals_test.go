@@ -190,6 +190,12 @@ func TestAButtonDecidesAnApproval(t *testing.T) {
 	moved := s.bot.Sent(902)[0]
 	assert.Contains(t, s.click("moved", 902, 1, moved.ID, moved.Buttons["Approve"]), "You have approved")
 	assert.Equal(t, "approved mara", s.status(second))
+
+	s.bot.Fail(func(string, map[string]any) telegramtest.Fault { return telegramtest.Broken })
+	s.request(`{"order": "D-4"}`)
+	s.until("the log says that a request is not shown", func() bool {
+		return strings.Contains(s.log.String(), "request for approval not shown")
+	})
 }
 
 // Three senders at most wait to be paired. The code of each works once.

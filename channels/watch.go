@@ -82,11 +82,12 @@ func (w *worker) watch(ctx context.Context) {
 		if err == nil {
 			err = w.finishTurns(ctx)
 		}
-		if err == nil && time.Now().UnixNano() >= w.quiet.Load() {
-			err = w.requestApprovals(ctx)
-		}
 		if err != nil && ctx.Err() == nil {
 			w.Logger.WarnContext(ctx, "turns of channel not read, trying again", "channel", w.name, "error", err)
+		} else if time.Now().UnixNano() >= w.quiet.Load() {
+			if err := w.requestApprovals(ctx); err != nil && ctx.Err() == nil {
+				w.Logger.WarnContext(ctx, "request for approval not shown", "channel", w.name, "error", message(err))
+			}
 		}
 		now := map[string]*shown{}
 		for _, t := range turns {
