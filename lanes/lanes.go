@@ -54,6 +54,7 @@ import (
 	"github.com/oklog/ulid/v2"
 	"golang.org/x/text/unicode/norm"
 
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -119,7 +120,7 @@ func (e *BlockedError) Unwrap() error { return e.cause }
 
 // asBlocked turns a lock timeout into a *BlockedError, and returns other errors unchanged.
 func asBlocked(err error) error {
-	if said, ok := errors.AsType[*pgconn.PgError](err); ok && said.Code == codeBlocked {
+	if said, ok := errors.AsType[*pgconn.PgError](err); ok && postgres.IsCode(err, codeBlocked) {
 		return &BlockedError{Reason: said.Message, Hint: said.Hint, cause: said}
 	}
 	return err

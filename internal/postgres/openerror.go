@@ -179,6 +179,7 @@ const (
 	codeIdle       = "25P03" // the session was idle in a transaction for too long
 	codeSession    = "57P05" // the session was idle for too long
 	codeLocked     = "55P03" // lock_timeout, or nowait
+	codeCancelled  = "57014" // statement_timeout, or a cancel
 )
 
 // Diagnose returns the outside problem behind an error and the remedy for an operator. After the remedy, this process

@@ -213,6 +213,23 @@ func TestUnchanged(t *testing.T) {
 		"after a connection that broke certainly nothing has changed, want that nobody knows")
 }
 
+// A lock timeout that PostgreSQL reports as a cancel is one all the same; a cancel of something else is none.
+func TestALockTimeoutInTheGuiseOfACancel(t *testing.T) {
+	t.Parallel()
+	const cancel, limit = "canceling statement due to user request", "canceling statement due to statement timeout"
+	const waited = "while locking tuple (0,3) in relation \"agent_locks\"\nSQL statement \"select 1\""
+	for _, test := range []struct {
+		message, where string
+		locked         bool
+	}{
+		{cancel, waited, true}, {cancel, "", false}, {cancel, "SQL statement \"select 1\"", false}, {limit, waited, false},
+	} {
+		err := fmt.Errorf("send: %w", &pgconn.PgError{Code: "57014", Message: test.message, Where: test.where})
+		assert.Equal(t, test.locked, postgres.Locked(err), test.message, test.where)
+		assert.Equal(t, test.locked, postgres.Transient(err), test.message, test.where)
+	}
+}
+
 func TestRowsGenericKeepsThePlanAndNoSetting(t *testing.T) {
 	t.Parallel()
 	conn, err := pgx.Connect(t.Context(), pgtest.DirectURL(t, pgtest.EmptyURL(t)))

@@ -54,7 +54,7 @@ func Transient(err error) bool {
 	if code := Code(err); code != "" {
 		switch code[:2] {
 		case "08", "40", "57":
-			return code != "57014"
+			return code != codeCancelled
 		case "53":
 			return code != "53400" // disk full, out of memory, too many connections; not a configured limit
 		case "23": // the row of an earlier try, whose connection broke while the server still ran it
