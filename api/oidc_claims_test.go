@@ -136,8 +136,12 @@ func TestAnIssuerThatFailsHoldsUpNoLaterLogin(t *testing.T) {
 		fault  http.HandlerFunc
 		status int
 	}{
-		{"/.well-known/openid-configuration", hang, 502}, {"/token", hang, 502}, {"/token", refuse, 403},
-		{"/keys", hang, 403}, {"/me", hang, 502}, {"", nil, 200},
+		{"/.well-known/openid-configuration", hang, 502},
+		{"/token", hang, 502},
+		{"/token", refuse, 403},
+		{"/keys", hang, 403},
+		{"/me", hang, 502},
+		{"", nil, 200},
 	} {
 		i.faults = map[string]http.HandlerFunc{test.path: test.fault}
 		got := i.logIn(t, a)

@@ -398,8 +398,10 @@ func TestAThreadKeepsItsAgent(t *testing.T) {
 		failure.Code == "thread_agent", "another agent in the thread: %v", err)
 	assert.Contains(t, failure.Message, "belongs to billing. Name that model")
 	// A key that no longer reaches the thread's agent is not advised to name it.
-	_, err = agents.Put(t.Context(), w.pool, agents.Definition{Name: "billing", Instructions: "You are Bill.",
-		Keys: []string{"shop"}})
+	_, err = agents.Put(t.Context(), w.pool, agents.Definition{
+		Name: "billing", Instructions: "You are Bill.",
+		Keys: []string{"shop"},
+	})
 	require.NoError(t, err)
 	_, err = both.CreateChatCompletion(t.Context(), to("sales", "And now?"))
 	require.True(t, errors.As(err, &failure), err)
