@@ -201,7 +201,7 @@ func checkThread(ctx context.Context, tx pgx.Tx, thread string, more int64) erro
 // Get returns a document without its content.
 func Get(ctx context.Context, db postgres.DB, id string) (Document, error) {
 	rows, err := db.Query(ctx, `select `+columns+` from agent_documents where id = @id`, postgres.Strict{"id": id})
-	return one(rows, err, "read document")
+	return one(rows, err, fmt.Sprintf("read document %.60q", id))
 }
 
 // one reads the document of a query.

@@ -205,7 +205,7 @@ func TestDocumentCommands(t *testing.T) {
 	}{
 		{[]string{"documents", "get", d.ID, "-o", out}, 1, "exists"},
 		{[]string{"documents", "get", d.ID, "--json"}, 2, "name a file with -o FILE"},
-		{[]string{"documents", "show", "nonsense"}, 1, "see agent documents ls"},
+		{[]string{"documents", "show", "nonsense"}, 1, `document "nonsense": no such document; see agent documents ls`},
 		{[]string{"documents", "add", "nowhere.txt"}, 1, "nowhere.txt"},
 		{[]string{"documents", "add", out, "--thread", "nobody"}, 1, "see agent threads ls"},
 	} {
