@@ -210,8 +210,9 @@ func (s *server) newMux(table []route) (http.Handler, error) {
 // answers as unknown does, else with a redirect that has no HTML page.
 func withoutHTML(mux *http.ServeMux, unknown http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		clean := path.Clean(r.URL.Path)
-		if clean != strings.TrimSuffix(r.URL.Path, "/") && strings.HasPrefix(clean+"/", "/v1/") {
+		given := r.URL.EscapedPath()
+		clean := path.Clean(given)
+		if clean != strings.TrimSuffix(given, "/") && strings.HasPrefix(clean+"/", "/v1/") {
 			if _, pattern := mux.Handler(r); strings.HasPrefix(pattern, "/v1") {
 				unknown.ServeHTTP(w, r)
 				return

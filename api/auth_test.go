@@ -771,6 +771,7 @@ func TestPageErrorsArePages(t *testing.T) {
 		"two slashes":            {"GET", "/v1//x", admin, 404, `"no route /v1//x; see`},
 		"two slashes first":      {"GET", "//v1/x", nil, 401, "AGENT_ADMIN_TOKEN"},
 		"two slashes of a route": {"GET", "/v1//lanes", nil, 307, "/v1/lanes"},
+		"two slashes in a key":   {"PATCH", "/v1/memory/entries/a/b%2F%2Fc", admin, 405, "use GET, HEAD, PUT, DELETE"},
 		"login is no place":      {"GET", "/login", nil, 200, ""},
 	} {
 		w := a.raw(test.method, test.path, "", test.header)
