@@ -293,8 +293,9 @@ func closeStale(ctx context.Context, tx pgx.Tx, r Request, hash string) error {
 
 // Decide approves or rejects for the principal by, and resumes the waiting execution. It records an activity under the
 // trace of ctx, or a new op_ trace. It returns [ErrDecided] if it is too late, [ErrFourEyes] if by requested the call,
-// and [ErrNotFound] for an unknown id.
+// and [ErrNotFound] for an unknown id. The reason is stored as [postgres.Text].
 func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, by, reason string) (Approval, error) {
+	reason = postgres.Text(reason)
 	if span, ok := trace.From(ctx); !ok || span.TraceID == "" {
 		ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Operate), Surface: trace.Operate})
 	}
