@@ -160,7 +160,8 @@ func (b *heartbeatRun) advanceObjective(ctx context.Context, o *dueObjective) (i
 	}
 	_, err = executions.StepTx(ctx, "advanced", func(ctx context.Context, tx pgx.Tx) (bool, error) {
 		_, err := objectives.Advanced(ctx, tx, o.ID, string(trace.IDFrom(ctx)))
-		if err == nil && !o.changed && outcome.Until.IsZero() { // a limit of the day says nothing about the objective
+		limited := outcome.Ended == reason.EndedDay || outcome.Ended == reason.EndedSurface
+		if err == nil && !o.changed && !limited { // a limit of the day says nothing about the objective
 			err = objectives.BackOff(ctx, tx, o.ID)
 		}
 		return err == nil, err
