@@ -119,7 +119,7 @@ func TestAnIssuerThatFailsHoldsUpNoLaterLogin(t *testing.T) {
 		Pool: pool, Engine: engine(t, pool), Pages: errorPages{}, OIDC: &api.OIDC{
 			Issuer: i.url, ClientID: "agent", ClientSecret: "a-secret-of-the-client", PublicURL: "http://agent.example",
 			Roles:   []api.ClaimRole{{Claim: "groups", Value: "agents", Role: principals.Admin}},
-			Timeout: time.Second,
+			Timeout: 3 * time.Second, // as a busy machine may need
 		},
 	})
 	hang := func(_ http.ResponseWriter, r *http.Request) {

@@ -2,7 +2,6 @@ package models
 
 import (
 	"context"
-	_ "embed"
 	"encoding/json"
 	"io"
 	"maps"
