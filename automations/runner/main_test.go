@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -194,9 +195,12 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	w.put(t, automations.Definition{Name: "before", Cron: "*/5 * * * *"})
 	w.put(t, automations.Definition{Name: "during", Cron: "*/5 * * * *"})
 	w.put(t, automations.Definition{Name: "event", Event: "E"})
+	w.loop.Agents = &agents.Directory{}
+	_, err := agents.Put(t.Context(), w.pool, agents.Definition{Name: "desk", Default: true})
+	require.NoError(t, err)
 	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = clock_timestamp() - interval '1 hour'
 		where name = 'before'`)
-	_, err := executions.PauseAll(t.Context(), w.pool, "ana", "prices look wrong")
+	_, err = executions.PauseAll(t.Context(), w.pool, "ana", "prices look wrong")
 	require.NoError(t, err)
 	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = clock_timestamp() where name = 'during'`)
 	const turn = "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
@@ -211,10 +215,10 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 		t.Errorf("%s, %d calls", got, w.count())
 	}
 	said := pgtest.Value[string](t, w.pool, `
-		select count(*) || ' ' || min(a.input ->> 'automation') || ' ' || min(a.output #>> '{}') from agent_activity a
+		select count(*) || ' ' || min(a.agent) || ' ' || min(a.input ->> 'automation') || ' ' || min(a.output #>> '{}') from agent_activity a
 		  join agent_automation_runs r on r.trace_id = a.trace_id where a.skill_name = 'run_automation'
 		    and a.status = 'skipped'`)
-	assert.Truef(t, strings.HasPrefix(said, "1 during autonomous work is paused since ") &&
+	assert.Truef(t, strings.HasPrefix(said, "1 desk during autonomous work is paused since ") &&
 		strings.HasSuffix(said, "by ana: prices look wrong"), "recorded: %s", said)
 	pgtest.Equal(t, w.pool, "before false, during true", `select string_agg(name || ' ' || (next_run_at > clock_timestamp())::text, ', '
 		order by name) from agent_automations where trigger = 'cron'`)

@@ -1,6 +1,7 @@
 package runner
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -42,7 +43,7 @@ func skip(ctx context.Context, db postgres.Beginner, agent string, a automations
 			return err
 		}
 		_, err = activity.Note(ctx, tx, activity.Entry{
-			TraceID: string(id), Surface: string(trace.Flow), Agent: agent, Skill: "run_automation",
+			TraceID: string(id), Surface: string(trace.Flow), Agent: cmp.Or(a.Agent, agent), Skill: "run_automation",
 			Input: map[string]any{"automation": a.Name, "scheduled_for": run.ScheduledFor},
 		}, activity.Outcome{Status: activity.Skipped, Output: p.String()})
 		return err

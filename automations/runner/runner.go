@@ -149,19 +149,19 @@ func (r *Runner) Dispatch(ctx context.Context) (started int, err error) {
 	case err != nil:
 		return 0, fmt.Errorf("dispatch automations: %w", err)
 	case pause.Paused:
-		return 0, skipDue(ctx, r.Pool, r.Agent, pause)
-	}
-	ready, err := Ready(ctx, r.Pool, r.Logger, batch)
-	if err != nil {
-		return 0, fmt.Errorf("dispatch automations: %w", err)
-	}
-	acting := r.Agent
-	if r.Loop.Agents != nil && len(ready) > 0 {
-		a, err := r.Loop.Agents.Default(ctx, r.Pool)
+		acting, err := r.acting(ctx)
 		if err != nil {
 			return 0, fmt.Errorf("dispatch automations: %w", err)
 		}
-		acting = a.Name
+		return 0, skipDue(ctx, r.Pool, acting, pause)
+	}
+	ready, err := Ready(ctx, r.Pool, r.Logger, batch)
+	acting := ""
+	if err == nil && len(ready) > 0 {
+		acting, err = r.acting(ctx)
+	}
+	if err != nil {
+		return 0, fmt.Errorf("dispatch automations: %w", err)
 	}
 	for _, t := range ready {
 		ok, err := r.start(ctx, t, cmp.Or(t.Agent, acting))
@@ -173,6 +173,15 @@ func (r *Runner) Dispatch(ctx context.Context) (started int, err error) {
 		}
 	}
 	return started, nil
+}
+
+// acting returns the agent of automations that name none.
+func (r *Runner) acting(ctx context.Context) (string, error) {
+	if r.Loop.Agents == nil {
+		return r.Agent, nil
+	}
+	a, err := r.Loop.Agents.Default(ctx, r.Pool)
+	return a.Name, err
 }
 
 // errTaken rolls back an execution whose run another process claimed.

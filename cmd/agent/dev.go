@@ -260,7 +260,7 @@ func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app.App) error 
 	}
 	x, err := a.Engine.RunSync(ctx, heartbeat.SpecOf(acting))
 	if held, paused := errors.AsType[*executions.PausedError](err); paused {
-		return c.skipHeartbeat(ctx, s, held.Pause)
+		return c.skipHeartbeat(ctx, s, acting.Name, held.Pause)
 	}
 	if err != nil || ctx.Err() != nil {
 		return err

@@ -36,7 +36,7 @@ a process that runs agent serve or agent dev resumes it.`,
 				}
 				ended, err := a.Engine.RunSync(ctx, heartbeat.SpecOf(acting))
 				if held, paused := errors.AsType[*executions.PausedError](err); paused {
-					return c.skipHeartbeat(ctx, s, held.Pause)
+					return c.skipHeartbeat(ctx, s, acting.Name, held.Pause)
 				}
 				if err != nil {
 					return err
@@ -173,9 +173,9 @@ func (c *cli) warnPaused(ctx context.Context, s *session) error {
 }
 
 // skipHeartbeat records a heartbeat skipped by a pause and prints its trace.
-func (c *cli) skipHeartbeat(ctx context.Context, s *session, p executions.Pause) error {
+func (c *cli) skipHeartbeat(ctx context.Context, s *session, agent string, p executions.Pause) error {
 	id, err := executions.RecordSkipped(ctx, s.Pool, executions.Spec{
-		Flow: heartbeat.Flow, Surface: trace.Heartbeat, Agent: s.config.Name,
+		Flow: heartbeat.Flow, Surface: trace.Heartbeat, Agent: agent,
 	}, p)
 	if err != nil {
 		return err

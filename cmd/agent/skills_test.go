@@ -328,6 +328,9 @@ func TestAgentCommands(t *testing.T) {
 		assert.Contains(t, p.must(append(list, "--agent", "billing")...), "hb_")
 		assert.Contains(t, p.must(append(list, "--agent", "sales")...), "no matching ")
 	}
+	p.must("pause", "--reason", "x")
+	assert.Contains(t, p.must("heartbeat", "--agent", "billing", "--json"), `"agent": "billing"`)
+	p.must("resume")
 	p.must("executions", "start", "external:sum")
 	p.must("skills", "call", "objectives_list")
 	p.must("automations", "run", "look")
