@@ -209,9 +209,10 @@ func (t *acquireRow) result() acquireResult {
 	return a
 }
 
-// acquireRowColumns are the columns of an acquireRow, in order.
-const acquireRowColumns = `acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'), coalesce(locked_by, ''),
-	coalesce(was_holder, ''), coalesce(was_until, 'epoch'), clock_timestamp()`
+// acquireRowColumns are the columns of an acquireRow, in order. test/linearizability reads them by name.
+const acquireRowColumns = `acquired, coalesce(fencing_token, 0) as fencing_token,
+	coalesce(expires_at, 'epoch') as expires_at, coalesce(locked_by, '') as holder, coalesce(was_holder, '') as was_holder,
+	coalesce(was_until, 'epoch') as was_until, clock_timestamp() as now`
 
 // scanAcquireRow scans by position, which is several times cheaper than by name.
 func scanAcquireRow(row pgx.CollectableRow) (t acquireRow, err error) {
