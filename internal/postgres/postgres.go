@@ -170,8 +170,7 @@ func RowOr[T any](ctx context.Context, db DB, missing error, verb, sql string, a
 }
 
 // CollectOne reads the only row of a query with fn. Without a row, and for an id that is no UUID or no text, it returns
-// missing.
-// It wraps every error in verb.
+// missing. So does any other text that cannot be stored: pass it through Text. It wraps every error in verb.
 func CollectOne[T any](rows pgx.Rows, err, missing error, verb string, fn pgx.RowToFunc[T]) (got T, _ error) {
 	if err == nil {
 		got, err = pgx.CollectExactlyOneRow(rows, fn)

@@ -21,7 +21,7 @@
 // waits for earlier turns durably, without a worker. The answer is stored before the final chunk is sent, and the text
 // of the stream up to [DONE] is the stored text. If a failed model call has shown text, the text stays and the stream
 // says that the answer starts again. Only the notice of a connection that waits too long for an approval is not stored.
-// A turn that a daily limit blocks stores a sentence with the end of the limit; its client gets insufficient_quota.
+// A turn that a daily limit blocks stores a sentence that says when to write again; its client gets insufficient_quota.
 //
 // The transaction that stores a message waits at most one second for locks. After that the message is refused with
 // 503, thread_locked, and nothing is stored. So a locked thread does not exhaust the connections of other visitors.
