@@ -268,7 +268,7 @@ func TestStartWithKeyAndChild(t *testing.T) {
 	a := runningAgent(t)
 	header := asAdmin()
 	header.Set("Idempotency-Key", "start 1")
-	a.declare(agents.Definition{Name: "desk", Default: true})
+	a.declare(agents.Definition{Name: "support", Default: true})
 	var first, again, child startedExecution
 	body := `{"flow":"external:sum","input":{"a":1},"labels":{"order":"A-1001"}}`
 	a.checkResponse(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &first)
@@ -277,7 +277,7 @@ func TestStartWithKeyAndChild(t *testing.T) {
 	a.checkResponse(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &child)
 	assert.Equal(t, again, first)
 	assert.Equal(t, child, first)
-	pgtest.Equal(t, a.pool, "desk", `select agent from agent_executions where id = $1`, first.ID)
+	pgtest.Equal(t, a.pool, "support", `select agent from agent_executions where id = $1`, first.ID)
 	var found struct{ Items []struct{ ID string } }
 	a.request("GET", "/v1/executions?label=order%3DA-1001", "", 200, &found)
 	var detail struct{ Labels map[string]string }

@@ -37,7 +37,7 @@ func withAgents(t *testing.T) *agent {
 	return newAgentWith(t, api.Options{
 		Pool: pool, Engine: engine(t, pool),
 		Agents: &agents.Directory{Settings: agents.Settings{
-			Name: "desk", Model: "gpt-6-luna",
+			Name: "support", Model: "gpt-6-luna",
 			Limits: agents.Limits{Tokens: 60000},
 		}},
 	})
@@ -46,7 +46,7 @@ func withAgents(t *testing.T) *agent {
 func TestListAgents(t *testing.T) {
 	t.Parallel()
 	a := withAgents(t)
-	if got := a.list("/v1/agents", "name", 5, nil); !slices.Equal(got, []string{"desk"}) {
+	if got := a.list("/v1/agents", "name", 5, nil); !slices.Equal(got, []string{"support"}) {
 		t.Errorf("without declared agents: %v", got)
 	}
 	a.declare(agents.Definition{Name: "sales", Default: true}, agents.Definition{Name: "billing"},

@@ -94,8 +94,8 @@ type started struct {
 	stop     context.CancelFunc
 }
 
-// start starts the workers of new and changed channels, and stops those of removed ones. A secret that was rotated
-// changes its channel; one that cannot be read for a moment does not.
+// start starts the workers of new and changed channels, and stops those of removed ones. A rotated secret restarts its
+// channel. An unreadable secret leaves the running worker as it is.
 func (r *Runner) start(ctx context.Context, list []Channel, workers map[string]*started, running *sync.WaitGroup) {
 	seen := map[string]bool{}
 	for _, c := range list {
@@ -347,7 +347,7 @@ func (r *Runner) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	if err == nil {
 		transport, state, err = r.hookOf(c)
 	}
-	if err != nil { // providers drop what is refused with 4xx
+	if err != nil { // a provider drops a message after a 4xx
 		r.Logger.WarnContext(req.Context(), "request for a channel not taken, its sender should try again", "channel", name,
 			"error", err)
 		http.Error(w, "the channel takes no requests now, send it again", http.StatusServiceUnavailable)

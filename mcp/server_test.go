@@ -273,10 +273,10 @@ func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
 	if r := callTool(t, session, "add", args); r.IsError || !strings.Contains(said(r), "5") {
 		t.Errorf("after the approval: %q", said(r))
 	}
-	_, err = agents.Put(t.Context(), h.pool, agents.Definition{Name: "desk", Default: true})
+	_, err = agents.Put(t.Context(), h.pool, agents.Definition{Name: "support", Default: true})
 	require.NoError(t, err)
 	next := awaits(t, callTool(t, session, "add", args))
-	pgtest.Equal(t, h.pool, "desk", `select agent from agent_executions order by id desc limit 1`)
+	pgtest.Equal(t, h.pool, "support", `select agent from agent_executions order by id desc limit 1`)
 	assert.Truef(t, next != id && h.made.Load() == 1, "the approval was used twice: %s, %d calls", next, h.made.Load())
 }
 

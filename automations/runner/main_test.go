@@ -196,7 +196,7 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	w.put(t, automations.Definition{Name: "during", Cron: "*/5 * * * *"})
 	w.put(t, automations.Definition{Name: "event", Event: "E"})
 	w.loop.Agents = &agents.Directory{}
-	_, err := agents.Put(t.Context(), w.pool, agents.Definition{Name: "desk", Default: true})
+	_, err := agents.Put(t.Context(), w.pool, agents.Definition{Name: "support", Default: true})
 	require.NoError(t, err)
 	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = clock_timestamp() - interval '1 hour'
 		where name = 'before'`)
@@ -218,7 +218,7 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 		select count(*) || ' ' || min(a.agent) || ' ' || min(a.input ->> 'automation') || ' ' || min(a.output #>> '{}') from agent_activity a
 		  join agent_automation_runs r on r.trace_id = a.trace_id where a.skill_name = 'run_automation'
 		    and a.status = 'skipped'`)
-	assert.Truef(t, strings.HasPrefix(said, "1 desk during autonomous work is paused since ") &&
+	assert.Truef(t, strings.HasPrefix(said, "1 support during autonomous work is paused since ") &&
 		strings.HasSuffix(said, "by ana: prices look wrong"), "recorded: %s", said)
 	pgtest.Equal(t, w.pool, "before false, during true", `select string_agg(name || ' ' || (next_run_at > clock_timestamp())::text, ', '
 		order by name) from agent_automations where trigger = 'cron'`)

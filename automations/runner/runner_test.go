@@ -30,7 +30,7 @@ func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
 	})
 	w.put(t, automations.Definition{Name: "other", Event: "PUSH"})
 	w.loop.Agents = &agents.Directory{}
-	_, err := agents.Put(t.Context(), w.pool, agents.Definition{Name: "desk", Default: true})
+	_, err := agents.Put(t.Context(), w.pool, agents.Definition{Name: "support", Default: true})
 	require.NoError(t, err)
 	w.process(t)
 	pgtest.Exec(t, w.pool, `select *
@@ -42,7 +42,7 @@ func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
 	w.raise(t, "ISSUE", "elsewhere", `{"action": "opened"}`)
 	pgtest.Exec(t, w.pool, `select * from deliver_agent_event('EVENT_COMPLETED', 'PUSH')`) // known by its key
 	w.until(t, "skipped 2, success 2")
-	pgtest.Equal(t, w.pool, hook+" webhook automation "+hook+" desk", `
+	pgtest.Equal(t, w.pool, hook+" webhook automation "+hook+" support", `
 		select r.trace_id || ' ' || x.surface || ' ' || x.flow || ' ' || x.trace_id || ' ' || x.agent
 		  from agent_automation_runs r join agent_executions x on x.id = r.execution_id where r.status = 'success'
 		    and r.trace_id <> ''  and x.surface = 'webhook'`)

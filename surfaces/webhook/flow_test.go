@@ -444,7 +444,7 @@ func TestDeliveryRunsAutomationOnce(t *testing.T) {
 	w, model := newTestWebhooks(t), modeltest.New(t)
 	loop, made := w.newLoop(t, model)
 	w.surface.Loop, loop.Agents = loop, &agents.Directory{}
-	for _, d := range []agents.Definition{{Name: "desk", Default: true}, {Name: "clerk"}} {
+	for _, d := range []agents.Definition{{Name: "support", Default: true}, {Name: "clerk"}} {
 		_, err := agents.Put(t.Context(), w.pool, d)
 		require.NoError(t, err)
 	}
@@ -484,7 +484,7 @@ func TestDeliveryRunsAutomationOnce(t *testing.T) {
 		t.Errorf("answer ran %d times, inside %d times", made.of("answer"), made.of("inside"))
 	}
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_automation_runs where trace_id = $1`, got.TraceID)
-	pgtest.Equal(t, w.pool, "automation clerk, automation desk, webhook desk", `
+	pgtest.Equal(t, w.pool, "automation clerk, automation support, webhook support", `
 		select string_agg(flow || ' ' || agent, ', ' order by flow, agent) from agent_executions where trace_id = $1`,
 		got.TraceID)
 	assert.Equal(t, "action 1: automation resting is "+
