@@ -391,13 +391,7 @@ func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("ok").WithUsage(100, 10, 0))
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 3000}, MaxWait: 300 * time.Millisecond}
-	other := pgtest.Value[string](t, w.pool, `
-		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
-		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by)
-		select 'fl_x', 'flow', 'other', 'running', 1, id from w returning id::text`)
-	pgtest.Exec(t, w.pool, `
-		select lanekeeper.reserve_agent_budget($1, 1, 'model', '[{"scope": "day:{day}", "tokens": 3000, "usd": 0}]',
-		       '{"prompt_tokens": 1000, "prompt_usd": 0, "token_usd": 0, "wanted": 1950, "enough": 1000, "least": 100}')`, other)
+	other := enginetest.ReserveDay(t, w.pool, 3000, 1000, 1950)
 	x, got := w.completed(t)
 	assert.Truef(t, got.Ended == "day" &&
 		strings.Contains(got.Text, "is reserved by calls in progress: 0 tokens spent, 2950 tokens "+"reserved"),

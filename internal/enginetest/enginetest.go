@@ -91,3 +91,19 @@ func message(x executions.Execution) (text string) {
 	}
 	return text
 }
+
+// ReserveDay reserves the tokens of a prompt and an answer for a new execution, within a limit of the day. It returns
+// the execution's id; the step is "model".
+func ReserveDay(tb testing.TB, db postgres.DB, limit, prompt, answer int64) (id string) {
+	tb.Helper()
+	id = pgtest.Value[string](tb, db, `
+		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
+		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by)
+		select 'fl_x', 'flow', 'other', 'running', 1, id from w returning id::text`)
+	pgtest.Exec(tb, db, `
+		select lanekeeper.reserve_agent_budget($4, 1, 'model',
+		         jsonb_build_array(jsonb_build_object('scope', 'day:{day}', 'tokens', $1::bigint, 'usd', 0)),
+		         jsonb_build_object('prompt_tokens', $2::bigint, 'prompt_usd', 0, 'token_usd', 0, 'wanted', $3::bigint,
+		           'enough', $3, 'least', $3))`, limit, prompt, answer, id)
+	return id
+}

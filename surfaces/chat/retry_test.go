@@ -17,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -281,13 +282,7 @@ func TestALimitThatOthersReserveIsNotSpent(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("At nine.").WithUsage(100, 10, 0))
 	p := w.process(t, limited(t, 30_000), func(c *chat.Chat) { c.Loop.Limits.MaxWait = 100 * time.Millisecond })
-	other := pgtest.Value[string](t, w.pool, `
-		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
-		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by)
-		select 'fl_x', 'flow', 'other', 'running', 1, id from w returning id::text`)
-	pgtest.Exec(t, w.pool, `
-		select lanekeeper.reserve_agent_budget($1, 1, 'model', '[{"scope": "day:{day}", "tokens": 30000, "usd": 0}]',
-		  '{"prompt_tokens": 29000, "prompt_usd": 0, "token_usd": 0, "wanted": 990, "enough": 990, "least": 990}')`, other)
+	other := enginetest.ReserveDay(t, w.pool, 30_000, 29_000, 990)
 	client := p.official("site")
 	_, err := client.Chat.Completions.New(t.Context(), ask("When do you open?"))
 	var refused *openai.Error

@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -301,13 +302,7 @@ func TestObjectiveBackoff(t *testing.T) {
 	}})
 	// A limit of the day that others have reserved is no run without progress.
 	w.beat.Loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 50_000}, MaxWait: time.Millisecond}
-	other := pgtest.Value[string](t, w.pool, `
-		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
-		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by)
-		select 'fl_x', 'flow', 'other', 'running', 1, id from w returning id::text`)
-	pgtest.Exec(t, w.pool, `
-		select lanekeeper.reserve_agent_budget($1, 1, 'model', '[{"scope": "day:{day}", "tokens": 50000, "usd": 0}]',
-		  '{"prompt_tokens": 49000, "prompt_usd": 0, "token_usd": 0, "wanted": 990, "enough": 990, "least": 990}')`, other)
+	enginetest.ReserveDay(t, w.pool, 50_000, 49_000, 990)
 	w.runCompleted(t)
 	o, err := objectives.Get(t.Context(), w.pool, "stuck")
 	assert.Truef(t, err == nil && o.IdleRuns == 0 && len(w.model.Requests()) == 0, "objective is %+v, %v", o, err)
