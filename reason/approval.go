@@ -127,6 +127,9 @@ func (w *turn) notifyApprovals(ctx context.Context, round []*call) error {
 // followDecision waits for the decision on a call, and makes or denies it.
 func (w *turn) followDecision(ctx context.Context, c *call) error {
 	id := c.approval.row.ID
+	if w.OnWait != nil {
+		w.OnWait()
+	}
 	d, err := approvals.Await(ctx, "decision on "+id, id)
 	switch {
 	case err != nil:

@@ -280,8 +280,8 @@ func (w *turn) childEnd(ctx context.Context, e *executions.Engine, child string)
 	if w.Approvals != Park {
 		patience = min(patience, max(time.Hour, 2*w.budget.Time))
 	}
-	if w.OnDelegate != nil {
-		w.OnDelegate()
+	if w.OnWait != nil {
+		w.OnWait()
 	}
 	out, err := executions.Wait(ctx, "end", executions.Agent(child, patience))
 	if err != nil {

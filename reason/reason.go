@@ -134,8 +134,8 @@ type Turn struct {
 	OnRestart  func() // the current answer restarts; earlier deltas are void
 	OnTool     func(ToolEvent)
 	OnApproval func(approvals.Approval) // a call waits for this decision
-	// OnDelegate is called before each wait for a delegated task.
-	OnDelegate func()
+	// OnWait is called before each wait for a decision or a delegated task, also before a recorded one.
+	OnWait func()
 
 	// Of a delegated turn:
 	above []budgets.Scope // of the delegating turns

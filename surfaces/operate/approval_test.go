@@ -122,36 +122,40 @@ func TestHeadlessTurnWaitsForLane(t *testing.T) {
 
 func TestHeadlessApprovalFreesLane(t *testing.T) {
 	t.Parallel()
-	ask := modeltest.ToolCall("wipe", `{"table":"two"}`)
-	for name, second := range map[string][]modeltest.Reply{
-		"own":       {ask},
-		"delegated": {modeltest.ToolCall("delegate", `{"task":"Wipe two."}`), ask, modeltest.Text("Two.")},
+	one, two := modeltest.ToolCall("wipe", `{"table":"one"}`), modeltest.ToolCall("wipe", `{"table":"two"}`)
+	for name, replies := range map[string][]modeltest.Reply{
+		"own":        {one, two},
+		"same reply": {one.AndCall("wipe", `{"table":"two"}`)},
+		"delegated":  {one, modeltest.ToolCall("delegate", `{"task":"Wipe two."}`), two, modeltest.Text("Two.")},
 	} {
-		t.Run(name, func(t *testing.T) { checkHeadlessApproval(t, second) })
+		t.Run(name, func(t *testing.T) { checkHeadlessApproval(t, replies) })
 	}
 }
 
 func checkHeadlessApproval(t *testing.T, replies []modeltest.Reply) {
 	t.Helper()
-	w := newTestDatabase(t, modeltest.ToolCall("wipe", `{"table":"one"}`))
-	w.model.Add(append(replies, modeltest.Text("Both."))...)
-	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
+	w := newTestDatabase(t, append(replies, modeltest.Text("Both."))...)
+	var called atomic.Int64
+	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) {
+		called.Add(1)
+		return "wiped", nil
+	})
 	p := w.process(t, true, w.delegates(t))
 	b := p.send(t, p.open(t, ""), "Wipe both.", false)
-	first := waitEvent[operate.Approval](t, b, "approval")
 	start := waitEvent[operate.Start](t, b, "start")
-	w.waitStatus(t, start.ExecutionID, executions.Waiting)
+	first := w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	b.leave(context.Canceled)
 	_, err := b.wait(t)
 	require.NoError(t, err)
-	w.decide(t, first.ID, true)
+	w.decide(t, testkit.Deref(first.WaitingKey), true)
 	second := ""
 	pgtest.Eventually(t, waitLimit, func() bool {
 		waiting, err := approvals.Pending(t.Context(), w.pool, 10)
 		if len(waiting) == 1 {
 			second = waiting[0].ID
 		}
-		return err == nil && second != "" && w.execution(t, start.ExecutionID).Status == executions.Waiting
+		return err == nil && second != "" && called.Load() == 1 &&
+			w.execution(t, start.ExecutionID).Status == executions.Waiting
 	}, "the second approval is asked for")
 	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" },
 		"the turn that waits for a person frees the lane")

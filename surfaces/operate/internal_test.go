@@ -71,7 +71,7 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 	keeper := lanes.NewKeeper(pool, lanes.Options{Listener: listener, Logger: log})
 	engine, err := executions.New(pool, executions.Options{Keeper: keeper, Listener: listener, Logger: log, Workers: 2})
 	require.NoError(t, err)
-	o := &Operate{log: log}
+	o := &Operate{Options: Options{Keeper: keeper}, log: log}
 	freed := make(chan string, 1)
 	err = engine.Register("waits", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		if current, _ := executions.Current(ctx); current.WaitNumber == 0 {
@@ -82,7 +82,8 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 		if _, err := executions.Wait(ctx, "first", executions.Event("first", time.Hour)); err != nil {
 			return executions.Result{}, err
 		}
-		_, p := o.guardLane(ctx, nil)
+		current, _ := executions.Current(ctx)
+		_, p := o.guardLane(ctx, current.ID, nil)
 		p.release(ctx)
 		var holder string
 		err := pool.QueryRow(ctx, `select coalesce((select locked_by from agent_locks_live where lane = @lane), '')`,

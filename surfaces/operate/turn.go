@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -39,7 +40,7 @@ func (o *Operate) turn(ctx context.Context, raw json.RawMessage) (executions.Res
 	if listener != nil {
 		listener.runsHere(current.Claim)
 	}
-	ctx, lane := o.guardLane(ctx, listener)
+	ctx, lane := o.guardLane(ctx, current.ID, listener)
 	defer lane.cancel(nil)
 	history, err := o.history(ctx, current, in)
 	if err != nil {
@@ -64,12 +65,8 @@ func (o *Operate) modelTurn(
 		Purpose: Flow, System: Rules, History: history.messages(), Prompt: in.Message,
 		Scopes: []string{skills.ScopeInternal, skills.ScopeBoth, skills.ScopeExternal}, Tools: o.Tools,
 		Approvals:  reason.Park,
-		OnApproval: func(approvals.Approval) { lane.release(ctx) },
-		OnDelegate: func() {
-			if lane.hold != nil { // a replayed wait has none
-				lane.release(ctx)
-			}
-		},
+		OnApproval: func(approvals.Approval) {}, // with and without a listener, the turn records the same steps
+		OnWait:     func() { lane.release(ctx) },
 	}
 	if listener == nil {
 		return t
@@ -77,10 +74,7 @@ func (o *Operate) modelTurn(
 	t.OnDelta = func(text string) { listener.send(Event{"delta", Delta{text}}) }
 	t.OnRestart = func() { listener.send(Event{"restart", nil}) }
 	t.OnTool = func(e reason.ToolEvent) { listener.send(Event{"tool", toolCall(e)}) }
-	t.OnApproval = func(a approvals.Approval) {
-		lane.release(ctx)
-		listener.send(Event{"approval", approvalOf(a)})
-	}
+	t.OnApproval = func(a approvals.Approval) { listener.send(Event{"approval", approvalOf(a)}) }
 	return t
 }
 
@@ -158,6 +152,8 @@ func (o *Operate) postAnswer(
 // next step.
 type laneGuard struct {
 	log    *slog.Logger
+	keeper *lanes.Keeper
+	owner  string // prefix of the lane's owner while the execution holds it
 	cancel context.CancelCauseFunc
 	hold   *executions.Hold // headless, while it is held
 	// headless marks a run without a session. A lane of an earlier claim still belongs to the execution.
@@ -165,9 +161,9 @@ type laneGuard struct {
 }
 
 // guardLane returns a context that ends when the lane is lost and gates steps on it.
-func (o *Operate) guardLane(ctx context.Context, listener *listener) (context.Context, *laneGuard) {
+func (o *Operate) guardLane(ctx context.Context, execution string, listener *listener) (context.Context, *laneGuard) {
 	ctx, end := context.WithCancelCause(trace.WithLane(ctx, Lane))
-	p := &laneGuard{log: o.log, cancel: end}
+	p := &laneGuard{log: o.log, keeper: o.Keeper, owner: execution + "#", cancel: end}
 	if listener != nil {
 		listener.onStop(end)
 		if lease := listener.session.liveLease(); lease != nil {
@@ -207,18 +203,21 @@ func (p *laneGuard) acquire(ctx context.Context) error {
 }
 
 // release releases a headless run's lane before an approval, which may take days, and before a delegated task, which
-// may need an approval. A session's lease stays. A resumed run may have no hold: the lane of its predecessor belongs
-// to the execution and is released.
+// may need an approval. A session's lease stays. A resumed run may have no hold: if its predecessor died with the
+// lane, that belongs to the execution and is released.
 func (p *laneGuard) release(ctx context.Context) {
 	if !p.headless {
 		return
 	}
 	var err error
 	if p.hold == nil {
-		p.hold, err = executions.Lane(ctx, Lane)
-	}
-	if errors.Is(err, lanes.ErrBusy) {
-		return // another execution holds it
+		held, failed := p.keeper.Holder(ctx, Lane)
+		if failed == nil && (held == nil || !strings.HasPrefix(held.Holder, p.owner)) {
+			return
+		}
+		if err = failed; err == nil {
+			p.hold, err = executions.Lane(ctx, Lane)
+		}
 	}
 	if err == nil {
 		err = p.hold.Release(ctx)

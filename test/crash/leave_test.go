@@ -8,7 +8,10 @@ import (
 	"sync"
 	"testing"
 
+	openai "github.com/sashabaranov/go-openai"
+
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -219,6 +222,48 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 			assert.Equal(t, "rejected", pgtest.Value[string](s.t, s.db, `select string_agg(status, ' ') from agent_approvals`))
 		})
 	}
+}
+
+// delegationWaits is where a turn's wait for its delegated task is recorded, its lane having been freed.
+var delegationWaits = regexp.MustCompile(`lanekeeper\.wait_agent_execution\(`)
+
+// TestADelegationDiesBeforeItsWait kills a turn that goes on without its admin between the release of the lane operate
+// and the wait for its delegated task. The next process frees the lane again before that wait.
+func TestADelegationDiesBeforeItsWait(t *testing.T) {
+	t.Parallel()
+	s := newTalk(t)
+	asked := newStop(t, 1)
+	s.atModel.Store(asked)
+	s.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		s.atModel.Load().pass()
+		words, said := modeltest.Turn(req)
+		switch {
+		case said > 0:
+			return modeltest.Text(reply(words))
+		case words == "delegate":
+			return modeltest.ToolCall("delegate", `{"task": "order"}`)
+		}
+		return modeltest.ToolCall("order", `{"item": 1}`)
+	})
+	a := s.serve("", "PGAPPNAME="+victim)
+	var asking sync.WaitGroup
+	defer asking.Wait()
+	asking.Go(func() {
+		testkit.Chat(s.request(a, http.MethodPost, "/v1/operate", adminToken, `{"message": "delegate"}`), nil)
+	})
+	<-asked.arrived
+	a.Kill()
+	asked.free()
+	s.quiet()
+	s.hurry()
+	s.breakIn(&counter{from: delegationWaits}, 1, killBefore, "serve").Exit()
+	s.over(a)
+	s.serve("")
+	eventually(t, "the delegated task waits for the admin", func() bool {
+		return pgtest.Value[bool](s.t, s.db, `select count(*) = 2 from agent_executions
+			where waiting_for = 'agent' and flow = 'operate' or waiting_for = 'approval' and flow = 'delegate'`)
+	})
+	assert.True(t, !pgtest.Value[bool](s.t, s.db, `select is_agent_lock_held('operate')`), "the lane is held")
 }
 
 // TestADecisionDiesWithItsProcess kills the process that takes the decision at each of its requests: it is made, and
