@@ -407,6 +407,11 @@ func TestEveryPageIsFitToBeReadInLightAndDarkAndOnAPhone(t *testing.T) {
 			p.Eval(`document.documentElement.scrollWidth`, &wide)
 			assert.Truef(t, wide <= width, "%s is %d wide at %d", address, wide, width)
 		}
+		p.As(browser.Look{})
+		var over []string
+		p.Eval(`[...document.querySelectorAll("td, th")].filter(c => c.clientWidth && c.scrollWidth > c.clientWidth + 1)
+			.map(c => c.textContent)`, &over)
+		assert.Truef(t, len(over) == 0, "%s: the text of cells lies over the next ones: %q", address, over)
 	}
 	pictures(t, p, server.URL, made)
 }

@@ -34,6 +34,7 @@ type chart struct {
 	Points       []point
 	Write        func(float64) string // formats a value
 	Lines        bool                 // draws a line for each series instead of bars; NaN is a gap
+	Tick         float64              // the distance of two ticks; 0 derives it from the highest bar
 }
 
 // bar is a piece of a bar.
@@ -77,6 +78,9 @@ func (c chart) top(p point) (top float64) {
 
 // step is the distance of two ticks: 1, 2 or 5 times a power of ten, with at most chartTicks up to the highest bar.
 func (c chart) step() float64 {
+	if c.Tick > 0 {
+		return c.Tick
+	}
 	most := 0.0
 	for _, p := range c.Points {
 		most = max(most, c.top(p))

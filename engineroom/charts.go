@@ -147,7 +147,7 @@ func (room *Room) runCharts(ctx context.Context, v *visit) (any, error) {
 		all.Completed, all.Cancelled, all.Failed = all.Completed+l.Completed, all.Cancelled+l.Cancelled,
 			all.Failed+l.Failed+l.Timeout
 	}
-	d := figure{Empty: "No execution ended in this time.", Chart: chart{
+	d := figure{Empty: "No end of an execution in this time is counted yet.", Chart: chart{
 		Title: "Runs and errors per " + axis.word, About: "Executions by the time of their end.",
 		Series: []series{{"completed", "bar-accent"}, {"cancelled", "bar-wait"}, {"failed", "bar-bad"}}, Write: countTick,
 		Points: axis.draw(of, 0, 0, 0),
@@ -222,10 +222,13 @@ func (room *Room) latencyCharts(ctx context.Context, v *visit) (any, error) {
 	}
 	var charts []figure
 	for _, m := range []struct{ measure, title, about, empty string }{
-		{"run", "Duration of runs", "From the first claim to the end, waits included.", "No run ended in this time."},
+		{
+			"run", "Duration of runs", "From the first claim to the end, waits included.",
+			"No run in this time is counted yet.",
+		},
 		{
 			"queue", "Queue delay", "From the start of an execution to its first claim by a worker.",
-			"No run ended in this time.",
+			"No run in this time is counted yet.",
 		},
 		{
 			"lane", "Waiting time for lanes", "Each wait of an execution for a lane.",
@@ -363,8 +366,11 @@ func stackedSpend(by activity.Dimension, lines []activity.SpendLine, axis scale)
 	}
 	d.Chart.Points = axis.draw(of, make([]float64, len(d.Chart.Series))...)
 	if len(names) > 0 {
-		d.Words = d.Chart.Write(totals[names[0]]) + " of " + tokensOrMoney(all) + ": " +
-			cmp.Or(brief(40, names[0]), "no "+string(by))
+		most := human.Money(totals[names[0]])
+		if all.CostUSD == 0 {
+			most = human.Count(int64(totals[names[0]]))
+		}
+		d.Words = most + " of " + tokensOrMoney(all) + ": " + cmp.Or(brief(40, names[0]), "no "+string(by))
 	}
 	return d
 }
@@ -393,7 +399,8 @@ func cacheChart(lines []activity.SpendLine, axis scale) figure {
 	}
 	d := figure{Empty: "No model was called in this time.", Chart: chart{
 		Title: "Cached prompt tokens", About: "Share of prompt tokens that the provider had cached.", Lines: true,
-		Series: []series{{"cached", "bar-accent"}}, Write: shareTick, Points: axis.draw(of, math.NaN()),
+		Series: []series{{"cached", "bar-accent"}}, Write: shareTick, Tick: .25,
+		Points: axis.draw(of, math.NaN()),
 	}}
 	if all.PromptTokens > 0 {
 		d.Words = human.Percent(float64(all.CachedTokens)/float64(all.PromptTokens)) + " of " +

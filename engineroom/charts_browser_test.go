@@ -50,9 +50,9 @@ func twoDays(t *testing.T, pool *pgxpool.Pool) {
 func TestChartsShowErrorsLatencyAndSpendWithTheirNumbers(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/charts", "No execution ended in this time.", "No skill was called")
+	shows(t, server.URL+"/charts", "No end of an execution in this time is counted yet.", "No skill was called")
 	twoDays(t, pool)
-	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
+	p := browser.Open(t, browser.Look{Width: 1280, Height: 900})
 	p.Go(server.URL + "/charts?range=7d")
 	for _, words := range []string{
 		"700 runs", "failed (9 %)", "Duration of runs", "Queue delay", "Waiting time for lanes", "Spend by agent",
@@ -62,6 +62,12 @@ func TestChartsShowErrorsLatencyAndSpendWithTheirNumbers(t *testing.T) {
 	}
 	p.Until("no label of an axis is cut off", `[...document.querySelectorAll(".chart-axis text")]
 		.every(t => t.textContent && t.getBBox().x >= 0)`)
+	p.Until("no labels below a chart overlap", `[...document.querySelectorAll(".chart-plot")].every(plot => {
+		const boxes = [...plot.querySelectorAll("text")].map(t => t.getBoundingClientRect()).filter(b => b.width)
+		return boxes.every((b, i) => i === 0 || boxes[i - 1].right < b.left)
+	})`)
+	p.Until("the axis of a share ends at the whole", `[...document.querySelectorAll(".panel")].some(panel =>
+		panel.textContent.includes("Cached prompt") && panel.querySelector(".chart-axis text:last-child").textContent === "100 %")`)
 	p.Until("values are named where one points", `document.querySelector(".chart-area title").textContent.includes("p95")`)
 	p.Click(".charts details > summary")
 	p.Until("a table has the numbers", `document.querySelector(".charts details[open] table td").textContent !== ""`)

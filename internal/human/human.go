@@ -146,7 +146,8 @@ func pair(d, big time.Duration, bigName string, small time.Duration, smallName s
 	return text
 }
 
-// Cut returns the first n characters of a text, and says how many it omits.
+// Cut returns the first n characters of a text, and says how many it omits. It omits nothing where that would take as
+// many characters to say.
 func Cut(n int, s string) string {
 	if len(s) <= n {
 		return s
@@ -154,7 +155,12 @@ func Cut(n int, s string) string {
 	count := 0
 	for i := range s {
 		if count == n {
-			return fmt.Sprintf("%s… (%s more characters)", s[:i], Count(int64(utf8.RuneCountInString(s[i:]))))
+			omitted := utf8.RuneCountInString(s[i:])
+			note := fmt.Sprintf("… (%s more characters)", Count(int64(omitted)))
+			if omitted <= utf8.RuneCountInString(note) {
+				return s
+			}
+			return s[:i] + note
 		}
 		count++
 	}

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"math"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -32,6 +33,15 @@ func TestValuesReadAsInTheExamples(t *testing.T) {
 		for _, e := range examples[name] {
 			assert.Equal(t, e[1].(string), format(e[0].(float64)), name, e[0])
 		}
+	}
+}
+
+func TestCutSaysWhatItOmits(t *testing.T) {
+	t.Parallel()
+	text := strings.Repeat("é", 100)
+	assert.Equal(t, strings.Repeat("é", 70)+"… (30 more characters)", Cut(70, text))
+	for _, n := range []int{100, 90, 78} {
+		assert.Equal(t, text, Cut(n, text), n, "the note would be as long as what it omits")
 	}
 }
 
