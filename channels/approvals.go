@@ -174,14 +174,22 @@ type button struct {
 	Approve      bool
 	Hash         string
 	Conversation string
+	MessageRef   string
 	Expired      bool
 	Used         bool // by another click
+}
+
+// isAt reports whether a click is where the button was shown. What Slack gets for a user's id is shown in their direct
+// messages, whose id only the message's reference has.
+func (b button) isAt(e entry) bool {
+	return b.Conversation == e.Conversation ||
+		b.MessageRef == e.MessageRef && strings.HasPrefix(b.MessageRef, e.Conversation+":")
 }
 
 // decide checks a click and decides. said answers it; shown is the new text of the message, "" for a refused click.
 func (w *worker) decide(ctx context.Context, e entry) (said, shown string, err error) {
 	b, err := w.button(ctx, e)
-	if errors.Is(err, errNoButton) || err == nil && b.Conversation != e.Conversation {
+	if errors.Is(err, errNoButton) || err == nil && !b.isAt(e) {
 		return "This button is not valid.", "", nil
 	}
 	if err != nil {
@@ -241,8 +249,8 @@ var errNoButton = errors.New("there is no such button")
 // button reads the button of a click.
 func (w *worker) button(ctx context.Context, e entry) (button, error) {
 	return postgres.RowOr[button](ctx, w.Pool, errNoButton, "read button", `
-		select approval_id::text, approve, arguments_hash as hash, conversation, expires_at <= clock_timestamp() as expired,
-		       used_at is not null and used_by <> @entry as used
+		select approval_id::text, approve, arguments_hash as hash, conversation, message_ref,
+		       expires_at <= clock_timestamp() as expired, used_at is not null and used_by <> @entry as used
 		  from agent_channel_buttons where nonce = @nonce and channel = @channel`,
 		postgres.Strict{"nonce": e.Click, "channel": w.name, "entry": e.ID})
 }

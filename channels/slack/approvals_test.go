@@ -40,6 +40,7 @@ type approvalTest struct {
 	fake  *slacktest.Server
 	pool  *pgxpool.Pool
 	skill skills.Skill
+	at    string // where requests are shown
 	asked int
 }
 
@@ -65,7 +66,7 @@ func (linked) Approver(ctx context.Context, issuer, subject, via, message string
 
 func newApprovalTest(t *testing.T, mode string) *approvalTest {
 	t.Helper()
-	d := &approvalTest{T: t, fake: slacktest.New(), pool: pgtest.DB(t)}
+	d := &approvalTest{T: t, at: ops, fake: slacktest.New(), pool: pgtest.DB(t)}
 	d.fake.RetryAfter = 2 * time.Second
 	t.Cleanup(d.fake.Close)
 	_, err := channels.Put(t.Context(), d.pool, channels.Definition{
@@ -126,7 +127,7 @@ func (d *approvalTest) request() (id string) {
 func (d *approvalTest) shown(order int) (shown slacktest.Message) {
 	d.Helper()
 	pgtest.Eventually(d.T, 30*time.Second, func() bool {
-		for _, m := range d.fake.Messages(ops) {
+		for _, m := range d.fake.Messages(d.at) {
 			if strings.Contains(string(m.Blocks), fmt.Sprintf(`\"order\": %d`, order)) {
 				shown = m
 			}
@@ -139,15 +140,15 @@ func (d *approvalTest) shown(order int) (shown slacktest.Message) {
 // click presses a button and returns what the person was told.
 func (d *approvalTest) click(user string, shown slacktest.Message, label string) string {
 	d.Helper()
-	before := len(d.fake.Messages(ops))
-	require.NoError(d.T, d.fake.Click(user, ops, shown.TS, label))
+	before := len(d.fake.Messages(d.at))
+	require.NoError(d.T, d.fake.Click(user, d.at, shown.TS, label))
 	return d.told(before)
 }
 
 func (d *approvalTest) told(before int) (said string) {
 	d.Helper()
 	pgtest.Eventually(d.T, 30*time.Second, func() bool {
-		for _, m := range d.fake.Messages(ops)[before:] {
+		for _, m := range d.fake.Messages(d.at)[before:] {
 			if m.Only != "" {
 				said = m.Text
 			}
@@ -204,6 +205,12 @@ func TestApprovalsBySlackButtons(t *testing.T) {
 			pgtest.Exec(t, d.pool, `update agent_approvals set requested_by = '{ana}' where id = $1`, ids[4])
 			d.expect("who asked", d.click("U0ANA", d.shown(5), "Approve"), "You asked for this", ids[4], "pending")
 			d.expect("an expired button", d.click("U0ANA", d.shown(4), "Approve"), "expired", ids[3], "pending")
+			pgtest.Exec(t, d.pool, `update agent_channels set report_to = 'U0ANA'`)
+			pgtest.Exec(t, d.pool, `select pg_notify('agent_channels', '')`)
+			d.at = "D0ANA"
+			pgtest.Until(t, d.pool, 6, `select count(*) from agent_channel_buttons
+				where conversation = 'U0ANA' and message_ref <> ''`)
+			d.expect("in direct messages", d.click("U0ANA", d.shown(3), "Approve"), "You have approved", ids[2], "approved")
 		})
 	}
 }

@@ -60,7 +60,7 @@ func (t *Transport) ask(ctx context.Context, in channels.Inbox) error {
 	if err == nil {
 		in.Connected(ctx)
 	} else if ctx.Err() == nil { // else the worker ends
-		return fmt.Errorf("auth.test: %w", classify(err))
+		return fmt.Errorf("log in at Slack: %w", classify(err))
 	}
 	return nil
 }

@@ -23,6 +23,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"net/url"
 	"slices"
 	"strings"
 	"sync"
@@ -99,7 +100,7 @@ func (t *Transport) self(ctx context.Context) (*slack.AuthTestResponse, error) {
 	if t.identity == nil {
 		me, err := t.api.AuthTestContext(ctx)
 		if err != nil {
-			return nil, fmt.Errorf("auth.test: %w", classify(err))
+			return nil, fmt.Errorf("log in at Slack: %w", classify(err)) // not "auth.test:", whose value is redacted
 		}
 		t.identity = me
 	}
@@ -296,6 +297,9 @@ func unauthorized(why string) bool {
 
 // classify says what became of a call.
 func classify(err error) error {
+	if failed, is := errors.AsType[*url.Error](err); is {
+		err = failed.Err // the URL, and "auth.test:" in it, says no more
+	}
 	if limit, is := errors.AsType[*slack.RateLimitedError](err); is {
 		return &channels.SendError{Err: err, RetryAfter: max(limit.RetryAfter, time.Second)}
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/channels/slack/slacktest"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -384,6 +385,7 @@ func TestWrongTokensAreMisconfigured(t *testing.T) {
 	require.NoError(t, err)
 	err = opened.Run(t.Context(), &memory{})
 	assert.Truef(t, errors.Is(err, channels.ErrMisconfigured) && !strings.Contains(err.Error(), "xoxb"), "error %v", err)
+	assert.Equal(t, err.Error(), redact.Text(err.Error(), 0), "as it is shown")
 	_, err = Open(channels.Config{Secrets: map[string]string{"token": "x"}})
 	assert.ErrorIs(t, err, channels.ErrMisconfigured, "without the token of the app")
 }
