@@ -253,7 +253,7 @@ func TestABounceMarksTheMessageThatItsReturnPathNames(t *testing.T) {
 		return fmt.Appendf(nil, "From: MAILER-DAEMON@home.example\r\nTo: %s\r\nAuto-Submitted: auto-replied\r\n"+
 			"Content-Type: multipart/report; report-type=delivery-status; boundary=b\r\n\r\n--b\r\n\r\nSorry.\r\n--b\r\n"+
 			"Content-Type: message/delivery-status\r\n\r\nReporting-MTA: dns; home.example\r\n\r\n"+
-			"Final-Recipient: rfc822; %s\r\nAction: %s\r\nStatus: 5.1.1\r\nDiagnostic-Code: smtp; 550 no such user\r\n--b--\r\n",
+			"Final-Recipient: rfc822; %s\r\nAction: %s\r\nStatus: 5.1.1\r\nDiagnostic-Code: smtp; 550 no\r\n such user\r\n--b--\r\n",
 			mb.bouncePath(id), bob, action)
 	}
 	take := func(raw []byte, to string) *inbox {

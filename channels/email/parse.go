@@ -277,7 +277,8 @@ func fileName(h *message.Header, disposition map[string]string) string {
 // failure returns the reason of a delivery status with a failed delivery; "" for any other status.
 func failure(status string) string {
 	fields := map[string]string{}
-	for l := range strings.SplitSeq(status, "\n") {
+	unfolded := strings.NewReplacer("\r\n ", " ", "\r\n\t", " ", "\n ", " ", "\n\t", " ").Replace(status)
+	for l := range strings.SplitSeq(unfolded, "\n") {
 		if key, value, ok := strings.Cut(l, ":"); ok {
 			fields[strings.ToLower(strings.TrimSpace(key))] = strings.TrimSpace(value)
 		}

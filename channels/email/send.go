@@ -72,10 +72,26 @@ func (t *transport) Send(ctx context.Context, m channels.Message) (string, error
 }
 
 func offer(c *smtp.Client, from, to string) error {
-	if err := c.Mail(from); err != nil {
+	if err := mailFrom(c, from); err != nil {
 		return err
 	}
 	return c.Rcpt(to)
+}
+
+// mailFrom begins a mail. A mail of ASCII does not ask for SMTPUTF8, as [smtp.Client.Mail] does wherever the server has
+// it: a later server without it would refuse the mail.
+func mailFrom(c *smtp.Client, from string) error {
+	if !plainAddress(from) {
+		return c.Mail(from)
+	}
+	id, err := c.Text.Cmd("MAIL FROM:<%s>", from)
+	if err != nil {
+		return err
+	}
+	c.Text.StartResponse(id)
+	defer c.Text.EndResponse(id)
+	_, _, err = c.Text.ReadResponse(250)
+	return err
 }
 
 // refused says whether a refusal is final. Without an answer, or with one that blames the login, nothing was sent.

@@ -52,6 +52,8 @@ func answers(t *testing.T, fixed map[string]string) string {
 				body, command = false, "."
 			case command == "DATA":
 				body = true
+			case strings.HasSuffix(lines.Text(), " SMTPUTF8"):
+				command = "SMTPUTF8"
 			}
 			usual := "250 ok\r\n"
 			if body {
@@ -92,6 +94,7 @@ func TestTheAnswerOfTheServerDecidesWhatBecomesOfAMail(t *testing.T) {
 		"answer lost":           {map[string]string{".": ""}, maybe},
 		"no sense in answer":    {map[string]string{".": "what\r\n"}, maybe},
 		"closed when it leaves": {map[string]string{"QUIT": ""}, sent},
+		"needless SMTPUTF8":     {map[string]string{"EHLO": "250-hi\r\n250 SMTPUTF8\r\n", "SMTPUTF8": "550 no\r\n"}, sent},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
