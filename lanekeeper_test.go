@@ -316,25 +316,25 @@ func TestTheProgramOfTheReadmeSurvivesAKill(t *testing.T) {
 	require.NoError(t, err, out)
 	pool := pgtest.DB(t)
 	program := func() (*exec.Cmd, *lines) {
-		said := &lines{news: make(chan struct{}, 1)}
+		stdout := &lines{news: make(chan struct{}, 1)}
 		p := exec.CommandContext(t.Context(), binary)
 		p.Env = append(os.Environ(), "DATABASE_URL="+pool.Config().ConnString())
-		p.Stdout, p.Stderr = said, os.Stderr
+		p.Stdout, p.Stderr = stdout, os.Stderr
 		require.NoError(t, p.Start())
-		return p, said
+		return p, stdout
 	}
-	first, said := program()
-	said.until(t, "pack")
+	first, stdout := program()
+	stdout.until(t, "pack")
 	require.NoError(t, first.Process.Kill())
 	first.Wait() // its error is the kill
 	second, more := program()
 	more.until(t, "order-7 is on its way")
 	require.NoError(t, second.Process.Kill())
 	second.Wait()
-	before, after := strings.Fields(said.String()), more.String()
+	before, after := strings.Fields(stdout.String()), more.String()
 	assert.Truef(t, !strings.Contains(after, "charge") && strings.Contains(after, "pack order-7 "+before[len(before)-1]) &&
 		strings.Contains(after, "send order-7 "),
-		"it said %q, and after the kill %q: want pack again under its key, and no charge", said, after)
+		"it said %q, and after the kill %q: want pack again under its key, and no charge", stdout, after)
 }
 
 // lines is the output of a program.

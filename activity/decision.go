@@ -20,11 +20,11 @@ type Decision struct {
 
 // String says who decided and why, for people.
 func (d Decision) String() string {
-	said := d.Reason
+	reason := d.Reason
 	if d.DecidedBy != "" {
-		said = strings.TrimSuffix("by "+d.DecidedBy+": "+d.Reason, ": ")
+		reason = strings.TrimSuffix("by "+d.DecidedBy+": "+d.Reason, ": ")
 	}
-	return said
+	return reason
 }
 
 // Decisions returns what became of the approvals that activities asked for, by the id of the activity. The row of such

@@ -195,11 +195,11 @@ func TestUndocumentedMethodsAreRejected(t *testing.T) {
 			w := a.raw(method, path, "", bearer(key))
 			refused := w.Code == http.StatusMethodNotAllowed
 			assert.Truef(t, refused != allow[method], "%s %s: %d", method, path, w.Code)
-			told := map[string]bool{}
+			allowed := map[string]bool{}
 			for m := range strings.SplitSeq(w.Header().Get("Allow"), ", ") {
-				told[m] = true
+				allowed[m] = true
 			}
-			assert.Truef(t, allow[method] || maps.Equal(told, allow),
+			assert.Truef(t, allow[method] || maps.Equal(allowed, allow),
 				"%s %s: Allow is %q", method, path, w.Header().Get("Allow"))
 		}
 	}
@@ -458,7 +458,7 @@ func TestLogoutRevokesCookie(t *testing.T) {
 	select {
 	case <-ended:
 		<-streamed
-	case <-time.After(patience):
+	case <-time.After(waitTimeout):
 		t.Fatal("the stream of the login goes on")
 	}
 	for name, p := range map[string]*agent{"here": a, "elsewhere": other} {
@@ -510,9 +510,9 @@ func (errorPages) LogIn(w http.ResponseWriter, _ *http.Request, status int, next
 }
 
 func (errorPages) Refuse(w http.ResponseWriter, _ *http.Request, err error) {
-	told, _ := houseproblem.Of(err)
-	w.WriteHeader(told.Status)
-	fmt.Fprintf(w, "error page|%s", told.Detail)
+	refusal, _ := houseproblem.Of(err)
+	w.WriteHeader(refusal.Status)
+	fmt.Fprintf(w, "error page|%s", refusal.Detail)
 }
 
 // scopeFor is the scope of an endpoint in tests.
@@ -776,8 +776,8 @@ func TestPageErrorsArePages(t *testing.T) {
 	} {
 		w := a.raw(test.method, test.path, "", test.header)
 		place := w.Header().Get("Location")
-		said := place == test.says || place == "" && strings.Contains(w.Body.String(), test.says)
-		assert.Truef(t, w.Code == test.status && said, "%s: %d %q %s", name, w.Code, place, w.Body)
+		shown := place == test.says || place == "" && strings.Contains(w.Body.String(), test.says)
+		assert.Truef(t, w.Code == test.status && shown, "%s: %d %q %s", name, w.Code, place, w.Body)
 		ofAPI := strings.HasPrefix(strings.TrimLeft(test.path, "/"), "v1")
 		assert.Truef(t, !ofAPI || !strings.HasPrefix(w.Body.String(), "<"), "%s: %s", name, w.Body)
 	}

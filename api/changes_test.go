@@ -68,10 +68,10 @@ func TestEnableSkillRestoresAutomations(t *testing.T) {
 // checkAudit expects one activity under an op_ trace with actor, action and reason.
 func (a *agent) checkAudit(traceID, activityID, action, reason string) {
 	a.t.Helper()
-	var told activity.Trace
-	a.get("/v1/traces/"+traceID, &told)
-	require.Truef(a.t, told.Surface == "operate" && len(told.Activities) == 1, "the audit is %+v", told)
-	row := told.Activities[0]
+	var audit activity.Trace
+	a.get("/v1/traces/"+traceID, &audit)
+	require.Truef(a.t, audit.Surface == "operate" && len(audit.Activities) == 1, "the audit is %+v", audit)
+	row := audit.Activities[0]
 	assert.Truef(a.t, row.ID == activityID && row.SkillName == action && row.Purpose == reason &&
 		(row.Agent == "admin" || row.Agent == principals.Root) && row.Status == activity.Success, "the audit says %+v", row)
 }
@@ -128,10 +128,10 @@ func TestBreakLane(t *testing.T) {
 		assert.Truef(t, !pgtest.Value[bool](t, a.pool, `select is_agent_lock_held(@lane)`, postgres.Strict{"lane": lane}),
 			"%s is still held", lane)
 		a.checkProblem(a.raw("POST", "/v1/lanes/"+escape(lane)+"/break", `{"reason":"stuck"}`, asAdmin()), 404, "is not held")
-		var told activity.Trace
-		a.get("/v1/traces/"+string(holder), &told)
-		assert.Truef(t, len(told.Activities) == 1 && told.Activities[0].ID == got.ActivityID &&
-			told.Activities[0].SkillName == "break_lane", "the audit is %+v", told.Activities)
+		var audit activity.Trace
+		a.get("/v1/traces/"+string(holder), &audit)
+		assert.Truef(t, len(audit.Activities) == 1 && audit.Activities[0].ID == got.ActivityID &&
+			audit.Activities[0].SkillName == "break_lane", "the audit is %+v", audit.Activities)
 	}
 }
 
@@ -410,8 +410,8 @@ func TestApprovalDecisionResumesExecution(t *testing.T) {
 	var group sync.WaitGroup
 	for i := range 20 {
 		group.Go(func() {
-			said := map[bool]string{true: "approve", false: "reject"}[i%2 == 0]
-			w := a.raw("POST", "/v1/approvals/"+open.ID, `{"decision":"`+said+`","reason":"looked at it"}`, asAdmin())
+			verb := map[bool]string{true: "approve", false: "reject"}[i%2 == 0]
+			w := a.raw("POST", "/v1/approvals/"+open.ID, `{"decision":"`+verb+`","reason":"looked at it"}`, asAdmin())
 			statuses[w.Code].Add(1)
 			if w.Code == http.StatusOK {
 				traceID.Store(w.Header().Get("X-Trace-Id"))
@@ -421,10 +421,10 @@ func TestApprovalDecisionResumesExecution(t *testing.T) {
 	group.Wait()
 	require.Truef(t, statuses[200].Load() == 1 && statuses[409].Load() == 19,
 		"%d decided, %d were refused", statuses[200].Load(), statuses[409].Load())
-	var told activity.Trace
-	a.get("/v1/traces/"+traceID.Load().(string), &told)
-	assert.Truef(t, told.Surface == "operate" && len(told.Activities) == 1 &&
-		told.Activities[0].SkillName == "decide_approval", "the audit is %+v", told)
+	var audit activity.Trace
+	a.get("/v1/traces/"+traceID.Load().(string), &audit)
+	assert.Truef(t, audit.Surface == "operate" && len(audit.Activities) == 1 &&
+		audit.Activities[0].SkillName == "decide_approval", "the audit is %+v", audit)
 	x, err = executions.Get(t.Context(), a.pool, *open.ExecutionID)
 	assert.Truef(t, err == nil && x.Status != executions.Waiting, "who waited is %+v, %v", x, err)
 	late := a.raw("POST", "/v1/approvals/"+open.ID, `{"decision":"approve"}`, asAdmin())
@@ -593,11 +593,11 @@ func TestRejectProposalOfAnyName(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	const name = "\u202egnp.exe\u200b\u0085\x1b[31m"
-	said := string(trace.New(trace.Heartbeat))
-	_, err := objectives.Propose(t.Context(), a.pool, objectives.Definition{Name: name, Goal: "hide"}, "agent", said)
+	traceID := string(trace.New(trace.Heartbeat))
+	_, err := objectives.Propose(t.Context(), a.pool, objectives.Definition{Name: name, Goal: "hide"}, "agent", traceID)
 	require.NoError(t, err)
 	d := automations.Definition{Name: name, Cron: "0 * * * *", Prompt: "look"}
-	_, err = automations.Propose(t.Context(), a.pool, d, "agent", said)
+	_, err = automations.Propose(t.Context(), a.pool, d, "agent", traceID)
 	require.NoError(t, err)
 	var got change
 	a.post("/v1/objectives/"+escape(name)+"/reject", `{"reason":"no"}`, &got)
@@ -688,7 +688,7 @@ func TestThreadPages(t *testing.T) {
 		require.NoError(t, err)
 	}
 	assert.NoDiff(t, []string{"first", "second/with a slash"}, a.list("/v1/threads?channel=chat", "id", 1, nil))
-	var said []string
+	var contents []string
 	path := "/v1/threads/first?limit=3"
 	for path != "" {
 		var got struct {
@@ -698,14 +698,14 @@ func TestThreadPages(t *testing.T) {
 		}
 		a.get(path, &got)
 		for _, m := range got.Messages {
-			said = append(said, m.Content)
+			contents = append(contents, m.Content)
 		}
 		path = ""
 		if got.Next != nil {
 			path = "/v1/threads/first?limit=3&cursor=" + *got.Next
 		}
 	}
-	assert.NoDiff(t, []string{"6", "5", "4", "3", "2", "1", "0"}, said)
+	assert.NoDiff(t, []string{"6", "5", "4", "3", "2", "1", "0"}, contents)
 	var other struct{ Messages []any }
 	a.get("/v1/threads/second%2Fwith%20a%20slash", &other)
 	assert.Truef(t, other.Messages != nil && len(other.Messages) == 0, "messages are %v", other.Messages)

@@ -151,13 +151,13 @@ func notHeld(lane string) error {
 
 // holderOf reads the former holder from the input of the recorded break.
 func holderOf(input json.RawMessage) (string, error) {
-	var said struct {
+	var body struct {
 		Holder string `json:"holder"`
 	}
-	if err := json.Unmarshal(input, &said); err != nil {
+	if err := json.Unmarshal(input, &body); err != nil {
 		return "", fmt.Errorf("read the lane's holder: %w", err)
 	}
-	return said.Holder, nil
+	return body.Holder, nil
 }
 
 func (s *server) pauseRoutes() []route {

@@ -31,8 +31,8 @@ import (
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
 const (
-	token    = "a-long-random-token-of-the-admin-4711"
-	patience = 90 * time.Second
+	token       = "a-long-random-token-of-the-admin-4711"
+	waitTimeout = 90 * time.Second
 )
 
 // agent is the API on its own database. It checks every response against the OpenAPI document.

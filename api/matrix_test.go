@@ -158,13 +158,13 @@ func TestAWorkerReachesItsFlowsOnly(t *testing.T) {
 			{"claim", "POST", "/v1/locks", fmt.Sprintf(`{"flows":[%q],"owner":"w2"}`, flow)},
 			{"release", "POST", at + "/lock/" + lock, `{"status":"completed"}`},
 		} {
-			code, said := send(c.method, c.path, c.body)
-			assert.Truef(t, code == want[c.name], "%s of %s: %d %s, want %d", c.name, flow, code, said, want[c.name])
-			assert.Truef(t, code != 403 || strings.Contains(said, `"scope":"work:external:other"`), "%s: %s", c.name, said)
+			code, body := send(c.method, c.path, c.body)
+			assert.Truef(t, code == want[c.name], "%s of %s: %d %s, want %d", c.name, flow, code, body, want[c.name])
+			assert.Truef(t, code != 403 || strings.Contains(body, `"scope":"work:external:other"`), "%s: %s", c.name, body)
 		}
 	}
-	code, said := send("POST", "/v1/threads/external:sum/messages", `{"content":"as an admin"}`)
-	assert.Equal(t, http.StatusForbidden, code, "a message outside an execution", said)
+	code, body := send("POST", "/v1/threads/external:sum/messages", `{"content":"as an admin"}`)
+	assert.Equal(t, http.StatusForbidden, code, "a message outside an execution", body)
 	pgtest.Equal(t, a.pool, "running", `select status from agent_executions where id::text = $1`, foreign)
 }
 

@@ -221,19 +221,19 @@ func TestIfMatchOfChanges(t *testing.T) {
 				w := a.raw("POST", m.path+"/"+action, `{"reason":"x"}`, withHeader(name, tag))
 				return w.Code, w.Body.String()
 			}
-			if code, said := act(m.first, "If-Match", seen); code != 200 {
-				t.Fatalf("%s of what was seen: %d %s", m.first, code, said)
+			if code, body := act(m.first, "If-Match", seen); code != 200 {
+				t.Fatalf("%s of what was seen: %d %s", m.first, code, body)
 			}
 			now := a.get(m.path, &struct{}{}).Get("ETag")
 			require.Truef(t, now != seen && now != "", "the ETag was %s and is %s", seen, now)
-			code, said := act(m.then, "If-Match", seen) // another admin, whose page is from before
+			code, body := act(m.then, "If-Match", seen) // another admin, whose page is from before
 			var p struct {
 				problem
 				Current map[string]any
 			}
-			err := json.Unmarshal([]byte(said), &p)
+			err := json.Unmarshal([]byte(body), &p)
 			assert.Truef(t, err == nil && code == 412 && p.Type == "urn:lanekeeper:problem:changed-meanwhile" &&
-				p.Current["name"] != nil, "%s of what was seen before: %d %s, %v", m.then, code, said, err)
+				p.Current["name"] != nil, "%s of what was seen before: %d %s, %v", m.then, code, body, err)
 			tag := fmt.Sprintf(`"%v"`, p.Current["revision"])
 			if m.what == "skill" {
 				tag = fmt.Sprintf(`"%v"`, p.Current["state_revision"])
@@ -248,12 +248,12 @@ func TestIfMatchOfChanges(t *testing.T) {
 				{"If-None-Match", "*"},
 				{"If-None-Match", now},
 			} {
-				code, said := act(m.then, bad[0], bad[1])
-				assert.Truef(t, code == 400, "%s: %s is answered %d %s", bad[0], bad[1], code, said)
+				code, body := act(m.then, bad[0], bad[1])
+				assert.Truef(t, code == 400, "%s: %s is answered %d %s", bad[0], bad[1], code, body)
 			}
 			for n, tag := range []string{"W/" + now, "*", now} { // a proxy has weakened it; any; what was there before those
-				code, said := act([]string{m.then, m.first, m.then}[n], "If-Match", tag)
-				assert.Equal(t, []int{200, 200, 412}[n], code, tag, said)
+				code, body := act([]string{m.then, m.first, m.then}[n], "If-Match", tag)
+				assert.Equal(t, []int{200, 200, 412}[n], code, tag, body)
 			}
 			a.post(m.path+"/"+m.then, `{"reason":"x"}`, &struct{}{}) // it says nothing, and does what it says
 			none := m.path[:strings.LastIndexByte(m.path, '/')] + "/none/" + m.first

@@ -154,9 +154,9 @@ func TestAnIssuerThatFailsHoldsUpNoLaterLogin(t *testing.T) {
 	}
 	got := i.logIn(t, a)
 	assert.Truef(t, got.Code == 403, "a subject that cannot be: %d %s", got.Code, got.Body)
-	said := a.log.String()
-	assert.Contains(t, said, "invalid_client", "issuer and subject have")
-	assert.True(t, !strings.Contains(said, "a-secret-of-the-client"), "the log has the client's secret")
+	body := a.log.String()
+	assert.Contains(t, body, "invalid_client", "issuer and subject have")
+	assert.True(t, !strings.Contains(body, "a-secret-of-the-client"), "the log has the client's secret")
 }
 
 // User info that cannot be read, or that is of another subject, logs nobody in: its claims may give a role.
@@ -193,7 +193,7 @@ func TestUserInfoThatFailsLogsNobodyIn(t *testing.T) {
 			"%s does not say whose answer failed: %s", name, got.Body)
 		pgtest.Exec(t, pool, `delete from agent_sessions`)
 	}
-	if said := a.log.String(); !strings.Contains(said, "user info") || strings.Contains(said, "an-access-token") {
-		t.Errorf("the log says %s", said)
+	if body := a.log.String(); !strings.Contains(body, "user info") || strings.Contains(body, "an-access-token") {
+		t.Errorf("the log says %s", body)
 	}
 }

@@ -114,7 +114,7 @@ func TestStreamEndsOnDisconnect(t *testing.T) {
 	select {
 	case cause := <-ended:
 		assert.Truef(t, !errors.Is(cause, executions.ErrDraining), "cause is %v", cause)
-	case <-time.After(patience):
+	case <-time.After(waitTimeout):
 		t.Fatal("the stream goes on")
 	}
 }
@@ -189,9 +189,9 @@ func TestFollowersReconnectAfterShutdown(t *testing.T) {
 	x := a.startExternal("")
 	answer := a.call(t.Context(), "GET", server.URL+"/v1/executions/"+x.ID+"/events", token)
 	close(stopping)
-	said, err := io.ReadAll(answer.Body)
-	assert.Truef(t, err == nil && strings.Contains(string(said), `"status":"pending"`) &&
-		strings.HasSuffix(string(said), "\n\nretry: 1000\n\n"), "the stream was %q, %v", said, err)
+	body, err := io.ReadAll(answer.Body)
+	assert.Truef(t, err == nil && strings.Contains(string(body), `"status":"pending"`) &&
+		strings.HasSuffix(string(body), "\n\nretry: 1000\n\n"), "the stream was %q, %v", body, err)
 }
 
 func TestHeadOfStream(t *testing.T) {

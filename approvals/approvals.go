@@ -104,34 +104,34 @@ func (a Approval) AskedBy() string {
 	if a.Agent == "" {
 		return ""
 	}
-	said := fmt.Sprintf("%s in %s (surface %s)", a.Agent, a.Flow, a.Surface)
+	line := fmt.Sprintf("%s in %s (surface %s)", a.Agent, a.Flow, a.Surface)
 	switch {
 	case a.Participant != "":
-		said += fmt.Sprintf(" for %s in thread %s", a.Participant, a.ThreadID)
+		line += fmt.Sprintf(" for %s in thread %s", a.Participant, a.ThreadID)
 	case a.Surface == string(trace.Operate):
-		said += " for the admin"
+		line += " for the admin"
 	case a.ThreadID != "":
-		said += " for the visitor in thread " + a.ThreadID
+		line += " for the visitor in thread " + a.ThreadID
 	}
 	if len(a.RequestedBy) > 0 && !slices.Contains(a.RequestedBy, activity.Admin) {
-		said += ", asked by " + strings.Join(a.RequestedBy, ", ")
+		line += ", asked by " + strings.Join(a.RequestedBy, ", ")
 	}
-	return said
+	return line
 }
 
 // Decider names who decided and how, for people.
 func (a Approval) Decider() string {
-	said := a.DecidedBy
+	decider := a.DecidedBy
 	if a.Via != "" {
-		said += " via " + a.Via
+		decider += " via " + a.Via
 	}
 	if a.TokenID != "" {
-		said += " with token " + a.TokenID
+		decider += " with token " + a.TokenID
 	}
 	if a.Message != "" {
-		said += ", message " + a.Message
+		decider += ", message " + a.Message
 	}
-	return said
+	return decider
 }
 
 // Own reports whether four eyes are required and the principal requested the call. Then it decides only if it is root.
@@ -158,16 +158,16 @@ func (e *DecidedError) Error() string {
 		if a.Status == "rejected" {
 			was = "rejected"
 		}
-		said := fmt.Sprintf("the approval was decided already: %s by %s at %s", was, a.Decider(), at(*a.DecidedAt))
+		message := fmt.Sprintf("the approval was decided already: %s by %s at %s", was, a.Decider(), at(*a.DecidedAt))
 		if a.Reason != "" {
-			said += ": " + a.Reason
+			message += ": " + a.Reason
 		}
 		if a.ConsumedAt != nil {
-			said += "; it was used at " + at(*a.ConsumedAt)
+			message += "; it was used at " + at(*a.ConsumedAt)
 		} else if a.Status == "expired" {
-			said += "; it has expired since"
+			message += "; it has expired since"
 		}
-		return said
+		return message
 	case a.Reason != "":
 		return "the approval is closed: " + a.Reason
 	case a.Status == "expired" && a.Parked:

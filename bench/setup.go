@@ -351,8 +351,8 @@ func (b *agentBinary) serve(
 		err = errors.Join(err, stopped)
 	}
 	if ended := agent.Wait(); ended != nil || err != nil {
-		said, _ := os.ReadFile(log.Name())
-		err = errors.Join(err, ended, fmt.Errorf("the agent's output: %.2000s", said))
+		output, _ := os.ReadFile(log.Name())
+		err = errors.Join(err, ended, fmt.Errorf("the agent's output: %.2000s", output))
 	}
 	return err
 }

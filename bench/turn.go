@@ -216,8 +216,8 @@ func sendMessage(
 	}
 	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusOK {
-		said, _ := io.ReadAll(io.LimitReader(resp.Body, 500))
-		return "", 0, fmt.Errorf("send message: status %d: %s", resp.StatusCode, said)
+		text, _ := io.ReadAll(io.LimitReader(resp.Body, 500))
+		return "", 0, fmt.Errorf("send message: status %d: %s", resp.StatusCode, text)
 	}
 	lines, done := bufio.NewScanner(resp.Body), false
 	for lines.Scan() {

@@ -162,29 +162,29 @@ func (s *scene) call(r *runner, name string, args map[string]any) json.RawMessag
 
 // judge compares an answer with the model, moves the model on, and returns what the run has read with it.
 func (r *runner) judge(s *scene, call *redo, answer json.RawMessage) *version {
-	var said struct {
+	var refusal struct {
 		Error     string
 		Theirs    *memory.Entry
 		Yours     json.RawMessage
 		Memories  []memory.Entry
 		Forgotten *bool
 	}
-	require.NoError(s.t, json.Unmarshal(answer, &said))
+	require.NoError(s.t, json.Unmarshal(answer, &refusal))
 	switch {
 	case call.skill == "recall":
-		if len(said.Memories) == 0 {
+		if len(refusal.Memories) == 0 {
 			s.shows("recall", nil, s.there)
 			return r.read // an answer without the key shows nothing
 		}
-		s.shows("recall", &said.Memories[0], s.there)
+		s.shows("recall", &refusal.Memories[0], s.there)
 		return s.there
-	case said.Error != "":
+	case refusal.Error != "":
 		if s.there == r.read {
 			s.fail("%s is refused though nobody wrote", call.skill)
 		}
-		s.shows("conflict", said.Theirs, s.there)
-		if call.skill == "memory_write" && tokenOf(said.Yours) != call.wrote.token {
-			s.fail("the conflict shows %s as what was to be written", said.Yours)
+		s.shows("conflict", refusal.Theirs, s.there)
+		if call.skill == "memory_write" && tokenOf(refusal.Yours) != call.wrote.token {
+			s.fail("the conflict shows %s as what was to be written", refusal.Yours)
 		}
 		if s.there == nil {
 			return r.read

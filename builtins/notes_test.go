@@ -51,9 +51,9 @@ func (n *noter) call(name string, args map[string]any) map[string]any {
 	require.NoError(n.t, err)
 	n.seen.Add(builtins.Sights(n.skills[name], answer, len(answer))...)
 	n.seen.Add(builtins.SightsWritten(n.skills[name], answer)...)
-	var said map[string]any
-	require.NoError(n.t, json.Unmarshal(answer, &said))
-	return said
+	var got map[string]any
+	require.NoError(n.t, json.Unmarshal(answer, &got))
+	return got
 }
 
 func (n *noter) note(words string, steps ...string) map[string]any {
@@ -84,11 +84,11 @@ func TestANoteReplacesOnlyTheOneThatItsRunHasRead(t *testing.T) {
 		o, err := objectives.Get(t.Context(), pool, o.ID)
 		assert.Truef(t, err == nil && o.Note == want, "the note is %q, want %q, %v", o.Note, want, err)
 	}
-	refused := func(said map[string]any, theirs string) {
+	refused := func(answer map[string]any, theirs string) {
 		t.Helper()
-		there, _ := said["theirs"].(map[string]any)
-		assert.Truef(t, said["error"] == "conflict" && there["note"] == theirs && said["yours"] != nil,
-			"the answer is %v", said)
+		there, _ := answer["theirs"].(map[string]any)
+		assert.Truef(t, answer["error"] == "conflict" && there["note"] == theirs && answer["yours"] != nil,
+			"the answer is %v", answer)
 	}
 	one.note("one") // there was none
 	one.note("one, again")
@@ -100,8 +100,8 @@ func TestANoteReplacesOnlyTheOneThatItsRunHasRead(t *testing.T) {
 	two.note("one, again, and two", "sweep")
 	refused(one.note("one only"), "one, again, and two")
 	stands("one, again, and two")
-	said := newNoter(t, pool).note("one, again, and two")
-	assert.Truef(t, said["error"] == nil, "what is made again after a crash does not find its own note: %v", said)
+	answer := newNoter(t, pool).note("one, again, and two")
+	assert.Truef(t, answer["error"] == nil, "what is made again after a crash does not find its own note: %v", answer)
 	late := newNoter(t, pool)
 	late.call("objectives_list", map[string]any{})
 	_, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "tidy", Goal: "Be clean."},
@@ -129,12 +129,12 @@ func TestANoteThatWasCutWasNotRead(t *testing.T) {
 	require.NoError(t, err)
 	n := newNoter(t, pool)
 	n.call("objectives_list", map[string]any{})
-	said := n.note("short")
-	assert.Truef(t, said["error"] == "conflict", "a partly shown note was replaced: %v", said)
+	answer := n.note("short")
+	assert.Truef(t, answer["error"] == "conflict", "a partly shown note was replaced: %v", answer)
 	n = newNoter(t, pool)
 	n.call("objectives_list", map[string]any{"objective": "tidy"})
-	if said := n.note("short"); said["error"] != nil || said["note"] != "short" {
-		t.Errorf("a note that was shown whole was not replaced: %v", said)
+	if answer := n.note("short"); answer["error"] != nil || answer["note"] != "short" {
+		t.Errorf("a note that was shown whole was not replaced: %v", answer)
 	}
 }
 

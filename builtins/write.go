@@ -112,8 +112,8 @@ const anyRevision = -1
 const ClassConflict = "conflict"
 
 // noteRevision converts a call's revision to that of a [memory.Note] or an objective's note. 0 or none means absent.
-func noteRevision(said float64) int {
-	switch revision := int(said); revision {
+func noteRevision(value float64) int {
+	switch revision := int(value); revision {
 	case 0:
 		return memory.Absent
 	case anyRevision:
@@ -132,13 +132,13 @@ type rejectedWrite struct {
 }
 
 func conflictAnswer(c *memory.ConflictError) any {
-	said := rejectedWrite{Error: ClassConflict, Yours: c.Yours, Message: "Nothing was changed: somebody else wrote this " +
-		"key since you read it, or you have not read it. " +
+	write := rejectedWrite{Error: ClassConflict, Yours: c.Yours, Message: "Nothing was changed: " +
+		"somebody else wrote this key since you read it, or you have not read it. " +
 		"Compare theirs with yours. Then, if it is still right, make the call again with what both say."}
 	if e := c.Theirs; e != nil {
-		said.Theirs = &memoryView{e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID}
+		write.Theirs = &memoryView{e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID}
 	}
-	return said
+	return write
 }
 
 // currentValue is the current value in a conflict.
@@ -249,17 +249,17 @@ func WithRevisions(s skills.Skill, args json.RawMessage, seen memory.Seen) json.
 	if seen == nil || !needsRevision(s) {
 		return args
 	}
-	var said map[string]json.RawMessage
+	var members map[string]json.RawMessage
 	var name struct{ Category, Key, Objective string }
-	if json.Unmarshal(args, &said) != nil || json.Unmarshal(args, &name) != nil {
+	if json.Unmarshal(args, &members) != nil || json.Unmarshal(args, &name) != nil {
 		return args // the argument check rejects it
 	}
 	revision := seen.Revision(name.Category, name.Key)
 	if writesObjective(s) {
 		revision = seen[memory.Name{Kind: kindObjective, Key: name.Objective}]
 	}
-	said["revision"] = json.RawMessage(fmt.Sprint(max(0, revision)))
-	guarded, err := json.Marshal(said)
+	members["revision"] = json.RawMessage(fmt.Sprint(max(0, revision)))
+	guarded, err := json.Marshal(members)
 	if err != nil {
 		return args
 	}
@@ -307,7 +307,7 @@ func objectiveUpdate(ctx context.Context, db postgres.Beginner, who acting, args
 	if args.Note == "" && len(args.AddSteps) == 0 {
 		return nil, invalid("say what to change: note or add_steps")
 	}
-	var said any
+	var value any
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		o, err := objectives.Get(ctx, tx, args.Objective)
 		if err != nil {
@@ -317,7 +317,7 @@ func objectiveUpdate(ctx context.Context, db postgres.Beginner, who acting, args
 		if args.Note != "" {
 			there, err := objectives.SetNote(ctx, tx, o.ID, args.Note, who.TraceID, noteRevision(args.Revision))
 			if errors.Is(err, objectives.ErrConflict) && there.Note != args.Note {
-				said = noteConflict(args.Note, there)
+				value = noteConflict(args.Note, there)
 				return nil
 			}
 			if err != nil && !errors.Is(err, objectives.ErrConflict) {
@@ -326,13 +326,13 @@ func objectiveUpdate(ctx context.Context, db postgres.Beginner, who acting, args
 			done["revision"], done["note"] = there.Revision, there.Note
 		}
 		done["steps_added"], err = addedSteps(ctx, tx, o.ID, args.AddSteps)
-		said = done
+		value = done
 		return err
 	})
 	if err != nil {
 		return nil, invalidIf(err, objectives.ErrNotFound, objectives.ErrNotActive)
 	}
-	return said, nil
+	return value, nil
 }
 
 // noteConflict is the answer of a note that would replace an unread one.

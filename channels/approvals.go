@@ -141,7 +141,7 @@ func approvalText(a approvals.Approval) (text string, whole bool) {
 
 // click decides an approval, or says why not.
 func (w *worker) click(ctx context.Context, e entry) {
-	said, shown, err := w.decide(ctx, e)
+	answer, shown, err := w.decide(ctx, e)
 	if err != nil {
 		w.postpone(ctx, e, err)
 		return
@@ -149,7 +149,7 @@ func (w *worker) click(ctx context.Context, e entry) {
 	if acknowledger, can := w.transport.(Acknowledger); can {
 		err := acknowledger.Acknowledge(ctx, Incoming{
 			ExternalID: e.ID, Conversation: e.Conversation, Ref: e.Ref, MessageRef: e.MessageRef, Sender: e.Sender,
-		}, said)
+		}, answer)
 		if err != nil {
 			w.Logger.WarnContext(ctx, "click not answered", "channel", w.name, "error", message(err))
 		}
@@ -161,8 +161,8 @@ func (w *worker) click(ctx context.Context, e entry) {
 		}
 	}
 	if shown == "" {
-		w.Logger.WarnContext(ctx, "click refused", "channel", w.name, "sender", e.Sender, "reason", said)
-		w.finish(ctx, e, "ignored", said)
+		w.Logger.WarnContext(ctx, "click refused", "channel", w.name, "sender", e.Sender, "reason", answer)
+		w.finish(ctx, e, "ignored", answer)
 		return
 	}
 	w.finish(ctx, e, "done", "")
@@ -187,7 +187,7 @@ func (b button) isAt(e entry) bool {
 }
 
 // decide checks a click and decides. said answers it; shown is the new text of the message, "" for a refused click.
-func (w *worker) decide(ctx context.Context, e entry) (said, shown string, err error) {
+func (w *worker) decide(ctx context.Context, e entry) (answer, shown string, err error) {
 	b, err := w.button(ctx, e)
 	if errors.Is(err, errNoButton) || err == nil && !b.isAt(e) {
 		return "This button is not valid.", "", nil
@@ -231,9 +231,9 @@ func (w *worker) decide(ctx context.Context, e entry) (said, shown string, err e
 		return err.Error(), "", nil
 	}
 	if late, is := errors.AsType[*approvals.DecidedError](err); is {
-		said = strings.ToUpper(late.Error()[:1]) + late.Error()[1:] + "."
+		answer = strings.ToUpper(late.Error()[:1]) + late.Error()[1:] + "."
 		text, _ := approvalText(a)
-		return said, text + "\n\n" + Code(said), nil
+		return answer, text + "\n\n" + Code(answer), nil
 	}
 	if err != nil {
 		return "", "", err

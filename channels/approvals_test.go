@@ -300,8 +300,8 @@ func TestTelegramPostsToTheWebhook(t *testing.T) {
 	for range 9 {
 		assert.Equal(t, 200, post("a rotated secret", update))
 	}
-	said := strings.Count(s.log.String(), "channel connected") // the worker says it, too
-	assert.Truef(t, said < 9, "%d lines for 9 requests say that the channel is connected", said)
+	connects := strings.Count(s.log.String(), "channel connected") // the worker says it, too
+	assert.Truef(t, connects < 9, "%d lines for 9 requests say that the channel is connected", connects)
 	v := testkit.Receive(t, visits)
 	assert.Truef(t, v.Text == "see this" && len(v.Files) == 1 && string(v.Files[0].Content) == "content" &&
 		v.Sender == "9", "got %+v", v)

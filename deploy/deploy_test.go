@@ -217,11 +217,11 @@ func TestTheUnit(t *testing.T) {
 	require.NoError(t, err)
 	path := filepath.Join(t.TempDir(), "lanekeeper.service")
 	testkit.WriteFile(t, path, strings.ReplaceAll(unit, "/usr/bin/agent", program))
-	if said, err := exec.Command(analyze, "verify", path).CombinedOutput(); err != nil || len(bytes.TrimSpace(said)) > 0 {
-		t.Errorf("systemd-analyze verify: %v\n%s", err, said)
+	if out, err := exec.Command(analyze, "verify", path).CombinedOutput(); err != nil || len(bytes.TrimSpace(out)) > 0 {
+		t.Errorf("systemd-analyze verify: %v\n%s", err, out)
 	}
-	said, err := exec.Command(analyze, "security", "--offline=true", "--threshold=20", path).CombinedOutput()
-	if err != nil && !strings.Contains(string(said), "unrecognized option") { // of systemd before 250
-		t.Errorf("systemd-analyze security finds more than 2.0 of exposure: %v\n%s", err, said)
+	out, err := exec.Command(analyze, "security", "--offline=true", "--threshold=20", path).CombinedOutput()
+	if err != nil && !strings.Contains(string(out), "unrecognized option") { // of systemd before 250
+		t.Errorf("systemd-analyze security finds more than 2.0 of exposure: %v\n%s", err, out)
 	}
 }

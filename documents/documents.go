@@ -250,14 +250,14 @@ func Delete(ctx context.Context, db postgres.DB, id string) (Document, error) {
 
 // Audit returns the description of a document for an activity.
 func (d Document) Audit() map[string]any {
-	said := map[string]any{
+	event := map[string]any{
 		"document": d.ID, "name": d.Name, "content_type": d.ContentType, "size": d.Size,
 		"sha256": d.SHA256,
 	}
 	if d.ThreadID != nil {
-		said["thread_id"] = *d.ThreadID
+		event["thread_id"] = *d.ThreadID
 	}
-	return said
+	return event
 }
 
 // Attach adds a principal's document to a thread, in the caller's transaction. It copies the document of another

@@ -31,16 +31,16 @@ func (room *Room) performAction(l action) http.Handler {
 			room.redirectBack(w, r, back, flash{Text: err.Error(), Bad: true})
 			return
 		}
-		status, header, said := room.callRoute(r, l, body)
+		status, header, reply := room.callRoute(r, l, body)
 		switch {
 		case status == http.StatusUnauthorized:
 			http.Redirect(w, r, "/login?next="+url.QueryEscape(back), http.StatusSeeOther)
 		case status == http.StatusCreated && l.makesSecret():
-			room.showSecret(w, r, back, said)
+			room.showSecret(w, r, back, reply)
 		case status >= http.StatusOK && status < http.StatusMultipleChoices:
-			room.redirectBack(w, r, back, flash{Text: l.successMessage(r, said), Trace: header.Get("X-Trace-Id")})
+			room.redirectBack(w, r, back, flash{Text: l.successMessage(r, reply), Trace: header.Get("X-Trace-Id")})
 		default:
-			room.redirectBack(w, r, back, flash{Text: problemDetail(status, said), Bad: true, Trace: header.Get("X-Trace-Id")})
+			room.redirectBack(w, r, back, flash{Text: problemDetail(status, reply), Bad: true, Trace: header.Get("X-Trace-Id")})
 		}
 	})
 }
@@ -61,7 +61,7 @@ func originPage(r *http.Request) string {
 }
 
 // callRoute sends the body to the route within this process.
-func (room *Room) callRoute(r *http.Request, l action, body []byte) (status int, header http.Header, said []byte) {
+func (room *Room) callRoute(r *http.Request, l action, body []byte) (status int, header http.Header, reply []byte) {
 	target := *r.URL
 	target.Path, target.RawPath, target.RawQuery = strings.TrimPrefix(target.Path, "/act"),
 		strings.TrimPrefix(target.RawPath, "/act"), ""
@@ -170,10 +170,10 @@ func (k kind) read(values []string) (value any, given bool, err error) {
 }
 
 // successMessage returns the message of a success.
-func (l action) successMessage(r *http.Request, said []byte) string {
+func (l action) successMessage(r *http.Request, body []byte) string {
 	text := l.done
 	if text == "" { // the answer says what happened
-		return problemDetail(http.StatusOK, said)
+		return problemDetail(http.StatusOK, body)
 	}
 	for _, m := range wildcard.FindAllStringSubmatch(l.path, -1) {
 		text = strings.ReplaceAll(text, m[0], cut(120, r.PathValue(m[1])))

@@ -573,14 +573,14 @@ func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
 		assert.Truef(t, got.accept == "application/json" && got.cookie == "lanekeeper=me" &&
 			strings.Contains(got.body, `"agent":"billing"`) && strings.Contains(got.body, `"session_id":"ses_0"`),
 			"%s: sent %+v", message, got)
-		said := ""
+		text := ""
 		for _, c := range w.Result().Cookies() {
 			if f := room.readFlash(c.Value); c.Name == flashCookie && f != nil {
-				said = f.Text
+				text = f.Text
 			}
 		}
-		assert.Truef(t, strings.Contains(said, want.said) && (want.said == "" || said != ""),
-			"%s: the page will say %q", message, said)
+		assert.Truef(t, strings.Contains(text, want.said) && (want.said == "" || text != ""),
+			"%s: the page will say %q", message, text)
 	}
 }
 

@@ -512,7 +512,7 @@ const (
 	doneEvent = "event: done\ndata: {\"ended\":\"answered\",\"trace_id\":\"op_01JD3V7K8ZQ6W2M5T9X4C1B0AE\"}\n\n"
 )
 
-func (f *fakeTurns) said(r *http.Request) (body string) {
+func (f *fakeTurns) message(r *http.Request) (body string) {
 	text, _ := io.ReadAll(r.Body)
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -536,7 +536,7 @@ func (f *fakeTurns) has(words ...string) bool {
 }
 
 func (f *fakeTurns) operate(w http.ResponseWriter, r *http.Request) {
-	body := f.said(r)
+	body := f.message(r)
 	tell := func(text string) {
 		io.WriteString(w, text)
 		w.(http.Flusher).Flush()
@@ -592,7 +592,7 @@ func (f *fakeTurns) operate(w http.ResponseWriter, r *http.Request) {
 }
 
 func (f *fakeTurns) rest(w http.ResponseWriter, r *http.Request) {
-	body := f.said(r)
+	body := f.message(r)
 	w.Header().Set("Content-Type", "application/json")
 	switch {
 	case strings.HasPrefix(r.URL.Path, "/v1/approvals/"):

@@ -84,7 +84,7 @@ func TestABulkActionSaysHowManyItChanged(t *testing.T) {
 	resp := post(t, client, server.URL+"/act/v1/executions/bulk", url.Values{
 		"action": {"retry"}, "ids": {"a\nb"}, "reason": {"it is back"}, "back": {"/executions?failed=1"},
 	}, nil)
-	said, _ := after(t, client, server, resp)
-	assert.Contains(t, said, "1 of 2 executions retried. 1 refused.")
+	notice, _ := after(t, client, server, resp)
+	assert.Contains(t, notice, "1 of 2 executions retried. 1 refused.")
 	assert.Equal(t, `{"action":"retry","ids":["a","b"],"reason":"it is back"}`, (*calls)[0].body)
 }

@@ -122,7 +122,7 @@ func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
 		return nil, fmt.Errorf("read session: %w", err)
 	}
 	got.Known = true
-	said, err := postgres.Rows[sessionMessage](ctx, room.Pool, "read session", `
+	messages, err := postgres.Rows[sessionMessage](ctx, room.Pool, "read session", `
 		select m.id::text, m.role, left(m.content, @long) as content, length(m.content)::bigint as length,
 		       left(coalesce(m.trace_id, ''), 200) as trace_id, m.created_at as at
 		  from (select n.* from agent_messages n where n.thread_id = @session and n.seq is not null
@@ -131,8 +131,8 @@ func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	if got.Earlier = len(said) > maxSessionMessages; got.Earlier {
-		said = said[1:]
+	if got.Earlier = len(messages) > maxSessionMessages; got.Earlier {
+		messages = messages[1:]
 	}
 	under, err := postgres.Rows[runningTurn](ctx, room.Pool, "read turn", `
 		select x.id::text as execution_id, x.trace_id, x.status, coalesce(x.waiting_for, '') as waiting_for
@@ -156,18 +156,18 @@ func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
 			return nil, err
 		}
 	}
-	calls, err := room.callsOfTurns(ctx, said)
+	calls, err := room.callsOfTurns(ctx, messages)
 	if err != nil {
 		return nil, err
 	}
-	got.Entries = transcript(said, calls)
+	got.Entries = transcript(messages, calls)
 	return got, nil
 }
 
 // callsOfTurns reads the calls of the newest turns.
-func (room *Room) callsOfTurns(ctx context.Context, said []sessionMessage) ([]sessionCall, error) {
+func (room *Room) callsOfTurns(ctx context.Context, messages []sessionMessage) ([]sessionCall, error) {
 	var traces []string
-	for _, m := range slices.Backward(said) {
+	for _, m := range slices.Backward(messages) {
 		if m.TraceID != "" && !slices.Contains(traces, m.TraceID) && len(traces) < callTurns {
 			traces = append(traces, m.TraceID)
 		}
@@ -201,7 +201,7 @@ func (room *Room) callsOfTurns(ctx context.Context, said []sessionMessage) ([]se
 }
 
 // transcript puts the calls of a turn before its answer, or at its end.
-func transcript(said []sessionMessage, calls []sessionCall) []sessionEntry {
+func transcript(messages []sessionMessage, calls []sessionCall) []sessionEntry {
 	var list []sessionEntry
 	add := func(trace string) {
 		for i := range calls {
@@ -210,14 +210,14 @@ func transcript(said []sessionMessage, calls []sessionCall) []sessionEntry {
 			}
 		}
 	}
-	for i := range said {
-		m := &said[i]
+	for i := range messages {
+		m := &messages[i]
 		answer := m.Role != string(threads.User)
-		if answer && (i == 0 || said[i-1].TraceID != m.TraceID || said[i-1].Role == string(threads.User)) {
+		if answer && (i == 0 || messages[i-1].TraceID != m.TraceID || messages[i-1].Role == string(threads.User)) {
 			add(m.TraceID)
 		}
 		list = append(list, sessionEntry{Message: m})
-		if !answer && (i+1 == len(said) || said[i+1].TraceID != m.TraceID) {
+		if !answer && (i+1 == len(messages) || messages[i+1].TraceID != m.TraceID) {
 			add(m.TraceID)
 		}
 	}

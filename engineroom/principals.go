@@ -61,9 +61,9 @@ func (room *Room) openPrincipal(ctx context.Context, v *visit) (string, error) {
 }
 
 // showSecret writes the page with what an action has made: a token or a login link. No cookie and no history has it.
-func (room *Room) showSecret(w http.ResponseWriter, r *http.Request, back string, said []byte) {
+func (room *Room) showSecret(w http.ResponseWriter, r *http.Request, back string, body []byte) {
 	var made struct{ Token, Path string }
-	if err := json.Unmarshal(said, &made); err != nil {
+	if err := json.Unmarshal(body, &made); err != nil {
 		room.Refuse(w, r, err)
 		return
 	}

@@ -297,9 +297,9 @@ func TestANewApprovalNotifiesOnceOverAllTabs(t *testing.T) {
 	asked(t, pool, "pending", `{"amount": 4}`, 5)
 	p.Until("four wait", `document.title.startsWith("(4)")`)
 	decided()
-	var told int
-	p.Eval(`told.length`, &told)
-	assert.Equal(t, 1, told)
+	var refreshes int
+	p.Eval(`told.length`, &refreshes)
+	assert.Equal(t, 1, refreshes)
 	noComplaint(t, p)
 }
 

@@ -667,7 +667,7 @@ func TestACostThatIsNoAmountIsAnError(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int32
 	got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
-		var said []string
+		var results []string
 		for _, cost := range []float64{math.NaN(), math.Inf(1), -1e300, 99_999_999} {
 			_, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}, Idempotent: true},
 				func(_ context.Context, effect *executions.Effect) (int, error) {
@@ -675,13 +675,13 @@ func TestACostThatIsNoAmountIsAnError(t *testing.T) {
 					effect.CostUSD = cost
 					return 1, nil
 				})
-			said = append(said, fmt.Sprint(err))
+			results = append(results, fmt.Sprint(err))
 		}
-		return said, nil
+		return results, nil
 	})
-	said := string(got.Result)
-	assert.Truef(t, strings.Count(said, "cannot be recorded") == 3 && strings.HasSuffix(said, `"<nil>"]`) &&
-		calls.Load() == 4, "%s %s after %d calls", got.Status, said, calls.Load())
+	result := string(got.Result)
+	assert.Truef(t, strings.Count(result, "cannot be recorded") == 3 && strings.HasSuffix(result, `"<nil>"]`) &&
+		calls.Load() == 4, "%s %s after %d calls", got.Status, result, calls.Load())
 	pgtest.Equal(t, pool, "error error error success 99999999.000000", `select string_agg(status, ' ' order by id) || ' ' || sum(cost_usd)
 		from agent_activity`)
 }

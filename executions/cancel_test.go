@@ -287,7 +287,7 @@ func effectRows(t *testing.T, pool *pgxpool.Pool) int {
 
 func TestACancelStopsAStepInATransaction(t *testing.T) {
 	t.Parallel()
-	for name, told := range map[string]struct {
+	for name, test := range map[string]struct {
 		listens bool
 		cancel  func(ctx context.Context, p *process, id string) (executions.Status, error)
 		within  time.Duration // or four times as long as a cancel that no transaction is in the way of
@@ -313,13 +313,13 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 			entered := make(chan struct{}, 1)
 			p := start(t, pool, inTx(entered, nil, false), func(o *executions.Options) {
 				o.SweepEvery, o.LeaseTTL = time.Hour, 12*time.Second
-				if told.listens {
+				if test.listens {
 					o.Listener = listener(t, pool)
 				}
 			})
 			timed := func(id string) (executions.Status, time.Duration) {
 				began := time.Now()
-				status, err := told.cancel(t.Context(), p, id)
+				status, err := test.cancel(t.Context(), p, id)
 				require.NoError(t, err)
 				return status, time.Since(began)
 			}
@@ -330,7 +330,7 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 				testkit.Receive(t, entered)
 				status, took := timed(id)
 				t.Logf("answered after %s: %s; without a transaction after %s", took, status, plain)
-				if told.within == 0 || status == executions.Cancelled && took <= max(told.within, 4*plain) {
+				if test.within == 0 || status == executions.Cancelled && took <= max(test.within, 4*plain) {
 					break
 				}
 				if try == 12 {

@@ -53,7 +53,7 @@ func another(ctx context.Context) error {
 func TestAnUnwrittenResultReleasesTheRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	told := make(chan error, 1)
+	done := make(chan error, 1)
 	var calls atomic.Int32
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		n, err := executions.Step(ctx, "step", func(context.Context) (int32, error) { return calls.Add(1), nil })
@@ -62,7 +62,7 @@ func TestAnUnwrittenResultReleasesTheRun(t *testing.T) {
 		}
 		if err != nil {
 			select {
-			case told <- err:
+			case done <- err:
 			default: // of a later try
 			}
 		}
@@ -70,7 +70,7 @@ func TestAnUnwrittenResultReleasesTheRun(t *testing.T) {
 	}), shortLease)
 	end := unwritable(t, pool)
 	id := p.begin(t, "flow")
-	assert.ErrorIs(t, testkit.Receive(t, told), executions.ErrLost)
+	assert.ErrorIs(t, testkit.Receive(t, done), executions.ErrLost)
 	end()
 	x := until(t, pool, id, executions.Completed)
 	assert.Truef(t, calls.Load() >= 2 && string(x.Result) != "1",
@@ -112,7 +112,7 @@ func TestAnOuterStepOfAnUnwrittenResultHasNoCheckpoint(t *testing.T) {
 func TestALateResultIsRecordedAsRejected(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	told := make(chan error, 1)
+	done := make(chan error, 1)
 	var calls atomic.Int32
 	body := flow(func(ctx context.Context) (executions.Result, error) {
 		n, err := executions.Step(ctx, "step", func(ctx context.Context) (int32, error) {
@@ -129,14 +129,14 @@ func TestALateResultIsRecordedAsRejected(t *testing.T) {
 			err = another(ctx)
 		}
 		if err != nil {
-			told <- err
+			done <- err
 		}
 		return ends(n, err)
 	})
 	ghost := prepare(t, pool, body, shortLease)
 	end := unwritable(t, pool)
 	wait := ghost.runInBackground(t)
-	assert.ErrorIs(t, testkit.Receive(t, told), executions.ErrStale)
+	assert.ErrorIs(t, testkit.Receive(t, done), executions.ErrStale)
 	end()
 	x := wait()
 	start(t, pool, body)
@@ -227,16 +227,16 @@ func TestResultsAreRecordedInTheOrderOfTheirSteps(t *testing.T) {
 func TestARejectedResultIsReturnedToTheCode(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	told := make(chan error, 1)
+	done := make(chan error, 1)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		_, err := executions.Step(ctx, "step",
 			func(context.Context) (json.RawMessage, error) { return json.RawMessage(`{"n": 1e400000}`), nil })
-		told <- err
+		done <- err
 		return executions.Result{}, nil
 	}))
 	id := p.begin(t, "flow")
 	var failure *executions.StepError
-	err := testkit.Receive(t, told)
+	err := testkit.Receive(t, done)
 	assert.Truef(t, errors.As(err, &failure) && failure.Class == "result", "the code was told %v", err)
 	until(t, pool, id, executions.Completed)
 }
@@ -253,17 +253,17 @@ func TestARejectedStepNameIsReturnedToTheCode(t *testing.T) {
 		"NUL": "a\x00b", "bytes that are no text": "a\xffb",
 		"a long name": long.String(),
 	} {
-		told := make(chan error, 1)
+		done := make(chan error, 1)
 		p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 			_, err := executions.Step(ctx, name, func(context.Context) (int, error) { return 7, nil })
 			select {
-			case told <- err:
+			case done <- err:
 			default: // it was told before
 			}
 			return executions.Result{}, nil
 		}))
 		id := p.begin(t, "flow")
-		assert.Error(t, testkit.Receive(t, told), what, "the code was told nothing")
+		assert.Error(t, testkit.Receive(t, done), what, "the code was told nothing")
 		until(t, pool, id, executions.Completed)
 		p.stop()
 	}

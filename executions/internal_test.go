@@ -97,15 +97,15 @@ func TestAFailedSweepIsNotRepeatedAtOnce(t *testing.T) {
 func TestFailedHousekeepingIsNotRepeatedAtEachSweep(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		var said bytes.Buffer
+		var log bytes.Buffer
 		tries := 0
-		e := engineAway(t, slog.New(slog.NewTextHandler(&said, nil)), &tries)
+		e := engineAway(t, slog.New(slog.NewTextHandler(&log, nil)), &tries)
 		defer e.pool.Close()
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
 		defer cancel()
 		e.sweepLoop(ctx)
 		synctest.Wait()
-		n := strings.Count(said.String(), "housekeeping failed")
+		n := strings.Count(log.String(), "housekeeping failed")
 		assert.Truef(t, n >= 5 && n <= 10, "it failed %d times in ten minutes, want about once a minute", n)
 	})
 }
@@ -113,13 +113,13 @@ func TestFailedHousekeepingIsNotRepeatedAtEachSweep(t *testing.T) {
 // A handed-over lane was never free, and handovers may come a thousand times a second, so they request no sweep.
 func TestAHandoverWakesNoSweep(t *testing.T) {
 	t.Parallel()
-	for said, wakes := range map[string]int{
+	for message, wakes := range map[string]int{
 		"pipeline:prices": 1, "": 1,
 		"pipeline:prices\trun/1\t1795234346428444\t1795234356428444": 0,
 	} {
 		e := &Engine{sweepRequests: make(chan struct{}, 1)}
-		e.onLaneFreed(said)
-		assert.Equal(t, wakes, len(e.sweepRequests), said)
+		e.onLaneFreed(message)
+		assert.Equal(t, wakes, len(e.sweepRequests), message)
 	}
 }
 
@@ -137,10 +137,10 @@ func TestFailedClaimsDoNotMultiply(t *testing.T) {
 		pool, err := pgxpool.NewWithConfig(t.Context(), config)
 		require.NoError(t, err)
 		defer pool.Close()
-		told := slog.New(slog.NewTextHandler(counter{&tries, "ready executions not claimed"}, nil))
+		log := slog.New(slog.NewTextHandler(counter{&tries, "ready executions not claimed"}, nil))
 		c := newWorkerPool(&Engine{
 			pool: pool, opts: Options{SweepEvery: time.Second, LeaseTTL: 30 * time.Second, Workers: 1},
-			log: told,
+			log: log,
 		}, Background)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()

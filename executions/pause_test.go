@@ -91,14 +91,14 @@ func TestOnlyAttendedWorkStartsDuringAPause(t *testing.T) {
 
 func TestAPausedRunStopsBeforeItsNextStepAndContinuesLater(t *testing.T) {
 	t.Parallel()
-	for _, told := range []bool{true, false} {
-		t.Run(map[bool]string{true: "told", false: "found"}[told], func(t *testing.T) {
+	for _, announced := range []bool{true, false} {
+		t.Run(map[bool]string{true: "told", false: "found"}[announced], func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
 			first := newGate(t)
 			var counts [2]atomic.Int32
 			with := func(*executions.Options) {}
-			if told {
+			if announced {
 				heard := listener(t, pool)
 				with = func(o *executions.Options) { neverSweep(o); o.Listener = heard }
 			}
@@ -342,12 +342,12 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 			require.NoError(t, p.Tick(t.Context()))
 		}
 	}
-	said := pgtest.Value[string](t, pool, `
+	log := pgtest.Value[string](t, pool, `
 		select count(*) || ' ' || count(distinct trace_id) || ' ' || min(left(trace_id,
 		  3)) || ' ' || min(surface) || ' ' || min(output #>> '{}')
 		  from agent_activity where skill_name = 'heartbeat' and status = 'skipped' and input ->> 'schedule' = 'beat'`)
-	assert.Truef(t, strings.HasPrefix(said, "2 2 hb_ heartbeat autonomous work is paused since ") &&
-		strings.HasSuffix(said, "by ana: "+was.Reason), "recorded: %s", said)
+	assert.Truef(t, strings.HasPrefix(log, "2 2 hb_ heartbeat autonomous work is paused since ") &&
+		strings.HasSuffix(log, "by ana: "+was.Reason), "recorded: %s", log)
 	resume(t, pool)
 	require.NoError(t, p.Tick(t.Context()))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))

@@ -326,13 +326,13 @@ func FuzzTextOfARun(f *testing.F) {
 	var text, raw string
 	var kept any
 	err = e.Register("says", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-		said, err := executions.Step(ctx, "text", func(context.Context) (map[string]string, error) {
+		texts, err := executions.Step(ctx, "text", func(context.Context) (map[string]string, error) {
 			return map[string]string{"a": text, text: "b"}, nil
 		})
 		if err != nil {
 			return executions.Result{}, err
 		}
-		kept = said
+		kept = texts
 		_, failure := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call", Input: text}},
 			func(context.Context, *executions.Effect) (json.RawMessage, error) {
 				if json.Valid([]byte(raw)) {
@@ -343,7 +343,7 @@ func FuzzTextOfARun(f *testing.F) {
 		if executions.IsControl(failure) {
 			return executions.Result{}, failure
 		}
-		return executions.Result{Summary: text, Value: []any{said, raw}}, nil
+		return executions.Result{Summary: text, Value: []any{texts, raw}}, nil
 	})
 	require.NoError(f, err)
 	for _, s := range []string{

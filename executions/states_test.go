@@ -529,17 +529,17 @@ func TestTheLogHasEveryTransition(t *testing.T) {
 			pgtest.Exec(t, pool, wake)
 			until(t, pool, id, executions.Completed)
 			pgtest.Eventually(t, timeout, func() bool { return len(l.Records(t, "locks released")) > 0 }, "the end is logged")
-			var told []string
+			var seen []string
 			for _, record := range l.Records(t, "execution started", "action requires wait",
 				"execution waiting", "execution resumed",
 				"continuing from checkpoint", "execution completed", "event emitted", "locks released") {
-				told = append(told, record["msg"].(string))
+				seen = append(seen, record["msg"].(string))
 			}
 			want := []string{
 				"execution started", "action requires wait", "execution waiting", "execution resumed", "continuing from checkpoint",
 				"execution completed", "event emitted", "locks released",
 			}
-			assert.Truef(t, slices.Equal(told, want), "told %q", told)
+			assert.Truef(t, slices.Equal(seen, want), "told %q", seen)
 			_, named := l.Records(t, "execution resumed")[0]["event"]
 			assert.Truef(t, named != (name == "by a sweep"), "an event is named: %t", named)
 			for message, attribute := range map[string][2]any{

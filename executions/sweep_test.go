@@ -284,10 +284,10 @@ func TestStuckExecutionsAreLogged(t *testing.T) {
 	for range 2 {
 		require.NoError(t, p.Sweep(t.Context()))
 	}
-	said := l.Records(t, "lost executions not taken over yet, their rows are locked")
-	assert.Truef(t, len(said) == 1 && said[0]["worker"] == "test" && said[0]["executions"] == 1.0 &&
-		strings.Contains(fmt.Sprint(said[0]["open_transactions"]), fmt.Sprintf("pid %d of ", pid)),
-		"after two sweeps the log has %v, want once, with the worker and session %d", said, pid)
+	records := l.Records(t, "lost executions not taken over yet, their rows are locked")
+	assert.Truef(t, len(records) == 1 && records[0]["worker"] == "test" && records[0]["executions"] == 1.0 &&
+		strings.Contains(fmt.Sprint(records[0]["open_transactions"]), fmt.Sprintf("pid %d of ", pid)),
+		"after two sweeps the log has %v, want once, with the worker and session %d", records, pid)
 	require.NoError(t, tx.Rollback(t.Context()))
 	require.NoError(t, p.Sweep(t.Context()))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`))
@@ -308,8 +308,8 @@ func TestExecutionsAboutToMoveAreNotLogged(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, p.Sweep(t.Context()))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`))
-	said := l.Records(t, "lost executions not taken over yet, their rows are locked")
-	assert.Truef(t, len(said) == 0, "the log has %v", said)
+	records := l.Records(t, "lost executions not taken over yet, their rows are locked")
+	assert.Truef(t, len(records) == 0, "the log has %v", records)
 }
 
 func nothing(context.Context) (executions.Result, error) { return executions.Result{}, nil }

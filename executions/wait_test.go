@@ -208,10 +208,10 @@ func TestStepsAfterAParkFail(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var after atomic.Int32
-	var told error
+	var cause error
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		if _, err := executions.Wait(ctx, "event", executions.Event("key", 0)); err != nil {
-			_, told = executions.Step(ctx, "after", func(context.Context) (int, error) { after.Add(1); return 0, nil })
+			_, cause = executions.Step(ctx, "after", func(context.Context) (int, error) { after.Add(1); return 0, nil })
 		}
 		return executions.Result{Value: "ignored the park"}, nil
 	}))
@@ -219,8 +219,8 @@ func TestStepsAfterAParkFail(t *testing.T) {
 	until(t, pool, id, executions.Waiting)
 	p.stop()
 	got := get(t, pool, id)
-	assert.Truef(t, got.Status == executions.Waiting && after.Load() == 0 && errors.Is(told, executions.ErrParked),
-		"status %s, the step ran %d times and returned %v", got.Status, after.Load(), told)
+	assert.Truef(t, got.Status == executions.Waiting && after.Load() == 0 && errors.Is(cause, executions.ErrParked),
+		"status %s, the step ran %d times and returned %v", got.Status, after.Load(), cause)
 }
 
 func TestWaitsCheckTheirArguments(t *testing.T) {

@@ -539,13 +539,13 @@ func Onboard(ctx context.Context, input json.RawMessage) (executions.Result, err
 
 // Evaluate is the child.
 func Evaluate(_ context.Context, input json.RawMessage) (executions.Result, error) {
-	var said struct {
+	var decoded struct {
 		LastResponse string `json:"lastResponse"`
 	}
-	if err := json.Unmarshal(input, &said); err != nil {
+	if err := json.Unmarshal(input, &decoded); err != nil {
 		return executions.Result{}, fmt.Errorf("read input: %w", err)
 	}
-	return executions.Result{Summary: "evaluated", Value: Verdict{Fit: said.LastResponse == "si"}}, nil
+	return executions.Result{Summary: "evaluated", Value: Verdict{Fit: decoded.LastResponse == "si"}}, nil
 }
 
 // A flow in Go is registered under its name, and started like any other.

@@ -34,8 +34,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// patience is how long a test waits for what must happen; it is long because machines are slow.
-const patience = 60 * time.Second
+// waitTimeout is how long a test waits for what must happen; it is long because machines are slow.
+const waitTimeout = 60 * time.Second
 
 // world is a database and a process that runs flows.
 type world struct {
@@ -114,7 +114,7 @@ func (w *world) begin(t *testing.T, flow string, input any) string {
 func waits(t *testing.T, db postgres.DB, id string, n int) executions.Execution {
 	t.Helper()
 	var got executions.Execution
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitTimeout, func() bool {
 		var err error
 		got, err = executions.Get(t.Context(), db, id)
 		return err == nil && got.Status == executions.Waiting && got.WaitNumber >= n
@@ -135,8 +135,8 @@ func variables(t *testing.T, x executions.Execution) map[string]any {
 	return all
 }
 
-// said is what went out in the thread, in its order.
-func said(t *testing.T, db postgres.DB) string {
+// replies is what went out in the thread, in its order.
+func replies(t *testing.T, db postgres.DB) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `select coalesce(string_agg(content, ' | ' order by seq), '') from agent_messages
 		where role = 'assistant' and seq is not null`)
@@ -326,9 +326,9 @@ func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
 			} else {
 				x := enginetest.Await(t, w.pool, id, executions.Failed)
 				there, _, _ := strings.Cut(test.want, " ")
-				said := testkit.Deref(x.ErrorMessage)
-				assert.Truef(t, strings.Contains(said, test.failed) && strings.Contains(said, "nothing was changed") &&
-					strings.Contains(said, there), "it says %q", said)
+				message := testkit.Deref(x.ErrorMessage)
+				assert.Truef(t, strings.Contains(message, test.failed) && strings.Contains(message, "nothing was changed") &&
+					strings.Contains(message, there), "it says %q", message)
 				pgtest.Equal(t, w.pool, "skipped", `select status from agent_activity
 					where skill_name in ('memory_write', 'memory_forget') and kind = 'call'`)
 			}
@@ -365,7 +365,7 @@ actions:
 	answer(t, w, "aqui esta")
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	assert.Equal(t, "Iniciamos tu proceso | Necesito tu INE | Documento recibido | Siguiente paso, "+
-		"aqui esta", said(t, w.pool))
+		"aqui esta", replies(t, w.pool))
 	want := map[string]any{
 		"color": "child", "input2": 1.0, "lastResponse": "aqui esta", "triggeredExecutionId": child,
 		"childExecutionStatus":  "completed",
@@ -603,7 +603,7 @@ actions:
 	waits(t, pool, id, 2)
 	answer(t, w, "yes")
 	var key string
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitTimeout, func() bool {
 		x, err := executions.Get(t.Context(), pool, id)
 		if err == nil && x.Status == executions.Waiting && *x.WaitingFor == "document" {
 			key = *x.WaitingKey
@@ -613,7 +613,7 @@ actions:
 	deliver(t, w, "DOCUMENT_UPLOADED", key, `{"document": "INE", "url": "u"}`)
 	x := enginetest.Await(t, pool, id, executions.Completed)
 	assert.Equal(t, "hello | again | at b | child of 1 | Please send us: INE. | A test is waiting for "+
-		"you: sql | bye yes abc u", said(t, pool))
+		"you: sql | bye yes abc u", replies(t, pool))
 	got := variables(t, x)
 	delete(got, "triggeredExecutionId")
 	delete(got, "requestId")

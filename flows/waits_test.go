@@ -76,8 +76,8 @@ func TestATimeoutThatFailsEndsTheExecutionAsTimedOut(t *testing.T) {
 			assert.Truef(t, testkit.Deref(x.ErrorMessage) == want && testkit.Deref(x.FailedStep) == "ask" &&
 				x.ResultSummary == "Timed out: "+want, "%q at %q, summary %q", testkit.Deref(x.ErrorMessage),
 				testkit.Deref(x.FailedStep), x.ResultSummary)
-			if !strings.HasSuffix(said(t, w.pool), "We will call you.") {
-				t.Errorf("said %s", said(t, w.pool))
+			if !strings.HasSuffix(replies(t, w.pool), "We will call you.") {
+				t.Errorf("said %s", replies(t, w.pool))
 			}
 		})
 	}
@@ -104,8 +104,8 @@ func TestATimeoutThatRetries(t *testing.T) {
 			}
 			x := enginetest.Await(t, w.pool, id, executions.Timeout)
 			if !strings.HasSuffix(testkit.Deref(x.ErrorMessage), "came within 1h, 4 times") ||
-				strings.Count(said(t, w.pool), "again") != 4 {
-				t.Errorf("%q, said %s", testkit.Deref(x.ErrorMessage), said(t, w.pool))
+				strings.Count(replies(t, w.pool), "again") != 4 {
+				t.Errorf("%q, said %s", testkit.Deref(x.ErrorMessage), replies(t, w.pool))
 			}
 		})
 	}
@@ -121,7 +121,7 @@ func TestAnAnswerAfterARetryCounts(t *testing.T) {
 	waits(t, w.pool, id, 2)
 	answer(t, w, "yes")
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
-	assert.Equal(t, "Still there? | You said yes.", said(t, w.pool))
+	assert.Equal(t, "Still there? | You said yes.", replies(t, w.pool))
 	assert.NoDiff(t, map[string]any{"lastResponse": "yes", "timedOut": false}, variables(t, x))
 }
 
@@ -205,7 +205,7 @@ actions:
 		"waits for %s of %s", *x.WaitingFor, *x.WaitingKey)
 	answer(t, w, "rojo")
 	x = enginetest.Await(t, w.pool, id, executions.Completed)
-	assert.Equal(t, "Hola María de Lima, intento 1 | Tu color es rojo", said(t, w.pool))
+	assert.Equal(t, "Hola María de Lima, intento 1 | Tu color es rojo", replies(t, w.pool))
 	want := map[string]any{"tries": 1.0, "lastResponse": "rojo", "color": "rojo", "timedOut": false}
 	assert.NoDiff(t, want, variables(t, x))
 	assert.Equal(t, "send_message, wait_for_response, send_message, send_message skipped", story(t, w.pool, id))
@@ -244,7 +244,7 @@ actions:
 	}
 	assert.NoDiff(t, want, got)
 	assert.Equal(t, "Sube INE: "+key+" | Please sign this document: contract.pdf | A test is waiting "+
-		"for you: sql | Please send us: later.", said(t, w.pool))
+		"for you: sql | Please send us: later.", replies(t, w.pool))
 }
 
 func TestEventsAndDelays(t *testing.T) {

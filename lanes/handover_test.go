@@ -155,8 +155,8 @@ func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 			conn := listener(t, db)
 			assert.Equal(t, c.to, releaseLane(t, db, lane, "a", token), "the lane went to")
 			assert.Equal(t, c.to, pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane))
-			told := notified(t, conn)
-			assert.Equal(t, (told == lane), c.tell, "notified", told)
+			payload := notified(t, conn)
+			assert.Equal(t, (payload == lane), c.tell, "notified", payload)
 			assert.True(t, !try(t, db, lane, "d", 60).acquired, "a newcomer overtakes the queue")
 		})
 	}

@@ -120,8 +120,8 @@ func (e *BlockedError) Unwrap() error { return e.cause }
 
 // asBlocked turns a lock timeout into a *BlockedError, and returns other errors unchanged.
 func asBlocked(err error) error {
-	if said, ok := errors.AsType[*pgconn.PgError](err); ok && postgres.IsCode(err, codeBlocked) {
-		return &BlockedError{Reason: said.Message, Hint: said.Hint, cause: said}
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && postgres.IsCode(err, codeBlocked) {
+		return &BlockedError{Reason: pgErr.Message, Hint: pgErr.Hint, cause: pgErr}
 	}
 	return err
 }

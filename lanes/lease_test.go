@@ -207,14 +207,14 @@ func TestReleaseIsRetriedAfterAnOutage(t *testing.T) {
 // or a pooler that has lost it, ends with an error after the commit.
 func TestALostAnswerLeavesTheLaneFree(t *testing.T) {
 	t.Parallel()
-	for what, said := range map[string]error{
+	for what, err := range map[string]error{
 		"nothing": nil, "the server goes down": &pgconn.PgError{Code: "57P01"},
 		"a pooler lost the server": &pgconn.PgError{Code: "08P01"},
 	} {
 		t.Run(what, func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.DB(t)
-			w := &wire{DB: db, said: said}
+			w := &wire{DB: db, lost: err}
 			k, _ := keeper(t, w)
 			w.lose.Store(true)
 			_, err := k.Acquire(t.Context(), "x")

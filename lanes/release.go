@@ -157,8 +157,8 @@ func (k *Keeper) retryInBackground(
 
 // retryable reports an error that a retry may avoid. A statement that the database cannot run is permanent.
 func retryable(err error) bool {
-	if said, ok := errors.AsType[*pgconn.PgError](err); ok {
-		return said.Code[:2] != "42" && !isInvalid(err)
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
+		return pgErr.Code[:2] != "42" && !isInvalid(err)
 	}
 	return !poolClosed(err)
 }

@@ -254,12 +254,13 @@ func TestABlockedReleaseNamesTheTransaction(t *testing.T) {
 					}
 					before := row(t, db, "x")
 					_, err := db.Exec(t.Context(), query)
-					said, ok := errors.AsType[*pgconn.PgError](err)
-					require.Truef(t, ok && said.Code == "55P03" && said.Hint != "", "%v, want SQLSTATE 55P03 with a hint", err)
+					pgErr, ok := errors.AsType[*pgconn.PgError](err)
+					require.Truef(t, ok && pgErr.Code == "55P03" && pgErr.Hint != "", "%v, want SQLSTATE 55P03 with a hint", err)
 					who := map[bool]string{true: "prepared transaction '", false: "pid "}[how == "prepared"]
-					n := strings.Count(said.Message, who)
-					assert.Truef(t, n == fences && strings.Contains(said.Message, " since 2") && strings.Contains(said.Message, `'x'`),
-						"it says %q, want %d times %q, the lane and since when", said.Message, fences, who)
+					n := strings.Count(pgErr.Message, who)
+					assert.Truef(t, n == fences && strings.Contains(pgErr.Message, " since 2") &&
+						strings.Contains(pgErr.Message, `'x'`),
+						"it says %q, want %d times %q, the lane and since when", pgErr.Message, fences, who)
 					assert.Equal(t, before, row(t, db, "x"))
 				})
 			}

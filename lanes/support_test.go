@@ -123,7 +123,7 @@ type wire struct {
 	postgres.DB
 	cut   atomic.Bool
 	lose  atomic.Bool
-	said  error // in the place of an answer that gets lost; nil for nothing, until the caller's time is up
+	lost  error // in the place of an answer that gets lost; nil for nothing, until the caller's time is up
 	delay time.Duration
 	sent  sync.Map // statements by the function they call → *atomic.Int64
 }
@@ -174,7 +174,7 @@ func (w *wire) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, er
 	rows, err := w.DB.Query(ctx, sql, args...)
 	if err == nil && w.lose.Load() {
 		rows.Close()
-		return nil, cmp.Or(w.said, context.DeadlineExceeded)
+		return nil, cmp.Or(w.lost, context.DeadlineExceeded)
 	}
 	return rows, err
 }
@@ -185,7 +185,7 @@ func (w *wire) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	}
 	if w.lose.Load() {
 		_, err := w.DB.Exec(ctx, sql, args...)
-		return failedRow{cmp.Or(err, w.said, context.DeadlineExceeded)}
+		return failedRow{cmp.Or(err, w.lost, context.DeadlineExceeded)}
 	}
 	return w.DB.QueryRow(ctx, sql, args...)
 }

@@ -86,7 +86,7 @@ func (d definition) parameters() map[string]any {
 		schema["type"] = "object"
 	}
 	properties, _ := schema["properties"].(map[string]any)
-	if _, said := schema["additionalProperties"]; !said && len(properties) == 0 {
+	if _, set := schema["additionalProperties"]; !set && len(properties) == 0 {
 		schema["additionalProperties"] = true
 	}
 	return schema

@@ -117,8 +117,8 @@ func (l *lineLogger) Write(text []byte) (int, error) {
 		if !ended {
 			break
 		}
-		if said := cleanText(l.hide(string(l.rest)), maxStderrLine); said != "" {
-			l.log.InfoContext(context.Background(), "MCP server says", "line", said)
+		if last := cleanText(l.hide(string(l.rest)), maxStderrLine); last != "" {
+			l.log.InfoContext(context.Background(), "MCP server says", "line", last)
 		}
 		l.rest = l.rest[:0]
 	}

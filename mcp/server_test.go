@@ -176,8 +176,8 @@ func callTool(t *testing.T, session *sdk.ClientSession, name string, args any) *
 	return result
 }
 
-// said returns the text of a result.
-func said(r *sdk.CallToolResult) string {
+// joined returns the text of a result.
+func joined(r *sdk.CallToolResult) string {
 	var parts []string
 	for _, c := range r.Content {
 		if text, ok := c.(*sdk.TextContent); ok {
@@ -199,19 +199,19 @@ func TestAStockClientCallsWhatIsOffered(t *testing.T) {
 			got := names(t, session)
 			assert.Truef(t, slices.Equal(got, []string{"add", "fails"}), "offered are %v", got)
 			r := callTool(t, session, "add", map[string]any{"a": 1, "b": 2})
-			if r.IsError || said(r) != `{"sum":3}` && said(r) != `{"sum": 3}` || r.StructuredContent == nil {
-				t.Errorf("add answers %q, %v", said(r), r.StructuredContent)
+			if r.IsError || joined(r) != `{"sum":3}` && joined(r) != `{"sum": 3}` || r.StructuredContent == nil {
+				t.Errorf("add answers %q, %v", joined(r), r.StructuredContent)
 			}
 			id, _ := r.Meta["lanekeeper/trace-id"].(string)
 			rows, _, err := activity.Recent(t.Context(), h.pool, activity.Filter{TraceID: id})
 			assert.Truef(t, err == nil && strings.HasPrefix(id, "fl_") && len(rows) == 1 && rows[0].SkillName == "add",
 				"trace %s has %+v, %v", id, rows, err)
 			if r := callTool(t, session, "add", map[string]any{"a": "x", "c": 1}); !r.IsError ||
-				!strings.Contains(said(r), "/a") {
-				t.Errorf("wrong arguments answer %q", said(r))
+				!strings.Contains(joined(r), "/a") {
+				t.Errorf("wrong arguments answer %q", joined(r))
 			}
-			if r := callTool(t, session, "fails", nil); !r.IsError || !strings.Contains(said(r), "no such thing") {
-				t.Errorf("a failing skill answers %q", said(r))
+			if r := callTool(t, session, "fails", nil); !r.IsError || !strings.Contains(joined(r), "no such thing") {
+				t.Errorf("a failing skill answers %q", joined(r))
 			}
 			for _, unknown := range []string{"hidden", "none"} {
 				_, err := session.CallTool(t.Context(), &sdk.CallToolParams{Name: unknown})
@@ -249,8 +249,8 @@ func awaits(t *testing.T, r *sdk.CallToolResult) string {
 	t.Helper()
 	fields, _ := r.StructuredContent.(map[string]any)
 	id, _ := fields["approval_id"].(string)
-	if !r.IsError || id == "" || fields["status"] != "pending_approval" || !strings.Contains(said(r), id) {
-		t.Fatalf("the call answers %q, %v", said(r), r.StructuredContent)
+	if !r.IsError || id == "" || fields["status"] != "pending_approval" || !strings.Contains(joined(r), id) {
+		t.Fatalf("the call answers %q, %v", joined(r), r.StructuredContent)
 	}
 	return id
 }
@@ -270,8 +270,8 @@ func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
 	session = h.http()
 	_, err := approvals.Decide(t.Context(), h.pool, id, true, "admin", "")
 	require.NoError(t, err)
-	if r := callTool(t, session, "add", args); r.IsError || !strings.Contains(said(r), "5") {
-		t.Errorf("after the approval: %q", said(r))
+	if r := callTool(t, session, "add", args); r.IsError || !strings.Contains(joined(r), "5") {
+		t.Errorf("after the approval: %q", joined(r))
 	}
 	_, err = agents.Put(t.Context(), h.pool, agents.Definition{Name: "support", Default: true})
 	require.NoError(t, err)
@@ -289,8 +289,8 @@ func TestACallThatIsNotApprovedIsNotMade(t *testing.T) {
 	_, err := approvals.Decide(t.Context(), h.pool, id, false, "admin", "not on a Friday")
 	require.NoError(t, err)
 	if r := callTool(t, session, "add", map[string]any{"a": 1}); !r.IsError ||
-		!strings.Contains(said(r), "not on a Friday") {
-		t.Errorf("after the rejection: %q", said(r))
+		!strings.Contains(joined(r), "not on a Friday") {
+		t.Errorf("after the rejection: %q", joined(r))
 	}
 	pgtest.Equal(t, h.pool, 1, `select count(*) from lanekeeper.agent_rejected_executions(10) r
 		join agent_executions x on x.id = r and x.status = 'failed'`)
@@ -336,7 +336,7 @@ func TestAMountedToolCanBeOfferedAgain(t *testing.T) {
 	h.server.Invoke = loop.Invoke
 	h.offer("mcp__test__echo")
 	if r := callTool(t, h.http(), "mcp__test__echo", map[string]any{"text": "through"}); r.IsError ||
-		said(r) != "through" {
-		t.Errorf("it answers %q", said(r))
+		joined(r) != "through" {
+		t.Errorf("it answers %q", joined(r))
 	}
 }

@@ -186,11 +186,11 @@ func (x *Index) requestVectors(ctx context.Context, list []claimedEntry, most in
 // refused reports an error that may concern the texts, not the server. Some servers answer 500 to a text that is too
 // long.
 func refused(err error) bool {
-	said, ok := errors.AsType[*models.Error](err)
+	modelErr, ok := errors.AsType[*models.Error](err)
 	return ok && slices.Contains([]int{
 		http.StatusBadRequest, http.StatusRequestEntityTooLarge, http.StatusUnprocessableEntity,
 		http.StatusInternalServerError,
-	}, said.Status)
+	}, modelErr.Status)
 }
 
 // text returns the text to embed: the key and the value, unquoted if it is a text.

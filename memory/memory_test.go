@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-const patience = 60 * time.Second
+const waitTimeout = 60 * time.Second
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
@@ -382,7 +382,7 @@ func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
 		e, err := memory.Save(t.Context(), pool, memory.Note{Key: "k", Value: 3, Revision: memory.Absent})
 		assert.Truef(t, err == nil && e.Revision == 3, "the writer got revision %d, %v", e.Revision, err)
 	})
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitTimeout, func() bool {
 		var waits bool
 		err := pool.QueryRow(t.Context(), `
 			select exists (select from pg_stat_activity where datname = current_database()

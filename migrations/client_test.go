@@ -253,11 +253,11 @@ func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
 	pgtest.Exec(t, owner, `alter table agent_activity owner to `+plain)
 	pgtest.Exec(t, owner, `alter table agent_pauses owner to `+plain)
 	as := opened(t, owner.Config().ConnString(), "role", plain)
-	rights := func(told string) {
+	rights := func(stage string) {
 		t.Helper()
 		err := migrations.Rights(t.Context(), as)
-		assert.Truef(t, (err == nil) == (told == "") && (err == nil || strings.Contains(err.Error(), told)),
-			"got %v, not %q", err, told)
+		assert.Truef(t, (err == nil) == (stage == "") && (err == nil || strings.Contains(err.Error(), stage)),
+			"got %v, not %q", err, stage)
 	}
 	rights("")
 	pgtest.Exec(t, owner, `alter table agent_pauses enable row level security`)

@@ -314,8 +314,8 @@ func wordsAgainstTheRule(sql string) []string {
 	var found []string
 	for what, pattern := range against {
 		for _, m := range pattern.FindAllStringSubmatch(text, -1) {
-			if said := what + " " + m[1]; !own[m[1]] && !slices.Contains(found, said) {
-				found = append(found, said)
+			if name := what + " " + m[1]; !own[m[1]] && !slices.Contains(found, name) {
+				found = append(found, name)
 			}
 		}
 	}

@@ -411,7 +411,7 @@ const (
 )
 
 // add splits a piece of text.
-func (t *reasoningSplitter) add(piece string) (said, thought string) {
+func (t *reasoningSplitter) add(piece string) (text, thought string) {
 	if t.state == thinkDone {
 		return piece, ""
 	}
@@ -446,7 +446,7 @@ func (t *reasoningSplitter) add(piece string) (said, thought string) {
 }
 
 // end flushes the held text.
-func (t *reasoningSplitter) end() (said, thought string) {
+func (t *reasoningSplitter) end() (text, thought string) {
 	if t.state == thinkInside {
 		return "", t.rest()
 	}

@@ -285,14 +285,14 @@ func TestACallThatWasCutBeforeItsArgumentsIsNone(t *testing.T) {
 
 func TestAnAttemptThatMayBeBilledIsToldBeforeAnother(t *testing.T) {
 	t.Parallel()
-	said := strings.Repeat("half an answer ", 20)
+	half := strings.Repeat("half an answer ", 20)
 	for name, test := range map[string]struct {
 		fault  modeltest.Reply
 		billed bool
 	}{
-		"cut":        {modeltest.CutStream(said), true},
-		"ended":      {modeltest.EndedStream(said), true},
-		"mid-error":  {modeltest.MidStreamError(said, "overloaded"), true},
+		"cut":        {modeltest.CutStream(half), true},
+		"ended":      {modeltest.EndedStream(half), true},
+		"mid-error":  {modeltest.MidStreamError(half, "overloaded"), true},
 		"silent":     {modeltest.Hang(), true},
 		"reset":      {modeltest.Reset(), true},
 		"empty":      {modeltest.Raw(http.StatusOK, "application/json", `{"choices":[]}`), true},
@@ -309,14 +309,14 @@ func TestAnAttemptThatMayBeBilledIsToldBeforeAnother(t *testing.T) {
 			retries := func(attempts int) func(c *models.Config) {
 				return func(c *models.Config) { c.IdleTimeout = 2 * time.Second; c.Retry.Attempts = attempts }
 			}
-			req, told := ask("go"), 0
+			req, calls := ask("go"), 0
 			req.BeforeRetry = func(context.Context) (int, error) {
-				told += len(server.Requests())
+				calls += len(server.Requests())
 				return 77, nil
 			}
 			resp := complete(t, client(t, server, retries(2)), req)
-			assert.Truef(t, (told == 1) == test.billed && !resp.Unknown && resp.Usage.TotalTokens == 161,
-				"told %d times, response %+v", told, resp)
+			assert.Truef(t, (calls == 1) == test.billed && !resp.Unknown && resp.Usage.TotalTokens == 161,
+				"told %d times, response %+v", calls, resp)
 			if got := server.Requests()[1].MaxTokens; (got == 77) != test.billed { //nolint:staticcheck // what most servers know
 				t.Errorf("the second attempt was allowed %d tokens", got)
 			}

@@ -117,8 +117,8 @@ func TestEmbeddingsComeInTheOrderOfTheTexts(t *testing.T) {
 	assert.Truef(t, sent.Model == "small" && sent.Header.Get("Api-Key") == "k", "sent %+v", sent)
 	server.Refuse(func([]string) int { return http.StatusUnauthorized })
 	_, err = client.Embed(t.Context(), []string{"a"})
-	said, ok := errors.AsType[*models.Error](err)
-	assert.Truef(t, ok && said.Status == 401 && strings.Contains(err.Error(), "AGENT_EMBEDDING_KEY"), "got %v", err)
+	modelErr, ok := errors.AsType[*models.Error](err)
+	assert.Truef(t, ok && modelErr.Status == 401 && strings.Contains(err.Error(), "AGENT_EMBEDDING_KEY"), "got %v", err)
 }
 
 func TestAnAnswerThatIsNotOneEmbeddingForEachTextIsAnError(t *testing.T) {

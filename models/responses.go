@@ -228,7 +228,7 @@ func (r *response) addDocument(raw []byte) (string, error) {
 	if err := r.end(whole); err != nil {
 		return "", err
 	}
-	text, _, _ := r.said()
+	text, _, _ := r.parts()
 	return text, nil
 }
 
@@ -324,8 +324,8 @@ func (r *response) size() int { return r.assembly.size() + r.pending }
 
 func (r *response) beyond(maxTokens int) bool { return exceedsLimit(r.size(), r.usage, maxTokens) }
 
-// said returns the texts of the items.
-func (r *response) said() (text, refusal, reasoning string) {
+// parts returns the texts of the items.
+func (r *response) parts() (text, refusal, reasoning string) {
 	var texts, refusals, thoughts []string
 	for _, item := range r.items {
 		var one strings.Builder
@@ -352,7 +352,7 @@ func (r *response) said() (text, refusal, reasoning string) {
 
 // answer returns the assembled answer.
 func (r *response) answer(req Request, origin string) answer {
-	text, refusal, reasoning := r.said()
+	text, refusal, reasoning := r.parts()
 	m := Message{
 		Role: RoleAssistant, Content: cmp.Or(text, r.text.String()), Refusal: cmp.Or(refusal, r.refusal.String()),
 		Reasoning: cmp.Or(reasoning, r.reasoning.String()),

@@ -369,16 +369,16 @@ func (l *link) mayBeBilled(err error) bool {
 // explain returns the error of a failed attempt.
 func (l *link) explain(ctx context.Context, err error) *Error {
 	var silent *idleError
-	var said *Error
+	var failure *Error
 	switch {
 	case errors.As(context.Cause(ctx), &silent):
-		said = &Error{Message: silent.Error(), Retryable: true, cause: silent}
+		failure = &Error{Message: silent.Error(), Retryable: true, cause: silent}
 	case l.failure != nil:
-		said = l.failure
-	case !errors.As(err, &said):
-		said = transportError(err)
+		failure = l.failure
+	case !errors.As(err, &failure):
+		failure = transportError(err)
 	}
-	return said.scrubbed(l.config.secrets())
+	return failure.scrubbed(l.config.secrets())
 }
 
 // idleReader resets the idle timer on each read.

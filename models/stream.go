@@ -271,8 +271,8 @@ func invalidChunk(raw []byte, err error) *Error {
 
 // addPart handles a part and returns the text to show.
 func (a *assembly) addPart(p *part) string {
-	said, thought := a.thinker.add(string(p.Content))
-	a.text.WriteString(said)
+	text, thought := a.thinker.add(string(p.Content))
+	a.text.WriteString(text)
 	a.reasoning.WriteString(thought + p.reasoning)
 	a.thoughtAs = cmp.Or(a.thoughtAs, p.reasoningAs)
 	for name, piece := range p.opaque {
@@ -282,7 +282,7 @@ func (a *assembly) addPart(p *part) string {
 	for _, f := range p.Calls {
 		a.calls.add(f)
 	}
-	return said
+	return text
 }
 
 // maxPlausibleTokens exceeds every model's limits.
@@ -312,10 +312,10 @@ func (a *assembly) ended(saidDone bool) bool { return a.finish != "" || saidDone
 
 // rest returns the held text.
 func (a *assembly) rest() string {
-	said, thought := a.thinker.end()
-	a.text.WriteString(said)
+	text, thought := a.thinker.end()
+	a.text.WriteString(text)
 	a.reasoning.WriteString(thought)
-	return said
+	return text
 }
 
 // cutAt ends a truncated answer.

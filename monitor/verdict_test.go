@@ -321,8 +321,8 @@ func TestMessagesDifferByMoreThanNumbersAndIds(t *testing.T) {
 	assert.True(t, errorKey("no such table orders") != errorKey("no such table customers"), "two errors have one key")
 }
 
-// told are the events that were written for targets.
-func told(t *testing.T, pool *pgxpool.Pool) []string {
+// events returns the events that were written for targets.
+func events(t *testing.T, pool *pgxpool.Pool) []string {
 	t.Helper()
 	return pgtest.Value[[]string](t, pool, `
 		select coalesce(array_agg(o.event || ' ' || coalesce(o.payload -> 'data' ->> 'state', o.payload -> 'data' ->> 'percent')
@@ -347,11 +347,11 @@ func TestEachChangeIsToldOnceByAllProcesses(t *testing.T) {
 	pgtest.Exec(t, pool, `insert into agent_webhook_targets (name, url, secrets, events)
 		values ('ops', 'https://example.com', array['${S}'], '{verdict.changed,budget.reached}')`)
 	check()
-	assert.Equal(t, 0, len(told(t, pool)))
+	assert.Equal(t, 0, len(events(t, pool)))
 	pgtest.Exec(t, pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = now();
 		insert into agent_budgets (scope, cost_usd) values ('day:' || (now() at time zone 'UTC')::date, 8)`)
 	check()
-	assert.NoDiff(t, []string{"verdict.changed degraded", "budget.reached 80"}, told(t, pool))
+	assert.NoDiff(t, []string{"verdict.changed degraded", "budget.reached 80"}, events(t, pool))
 	pgtest.Exec(t, pool, `update agent_budgets set cost_usd = 9.99; update agent_skills set enabled = true, disabled_by = '', disabled_at = null`)
 	check()
 	pgtest.Exec(t, pool, `update agent_budgets set cost_usd = 10`)
@@ -359,7 +359,7 @@ func TestEachChangeIsToldOnceByAllProcesses(t *testing.T) {
 	assert.NoDiff(t, []string{
 		"verdict.changed degraded", "budget.reached 80", "verdict.changed working", "verdict.changed degraded",
 		"budget.reached 100",
-	}, told(t, pool))
+	}, events(t, pool))
 	if err := m.Check(t.Context(), pool, time.Hour); err != nil { // another process checked within the hour
 		t.Error(err)
 	}

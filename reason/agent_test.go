@@ -44,8 +44,8 @@ func (w *world) declare(t *testing.T, list ...agents.Definition) {
 
 var clock = regexp.MustCompile(`Now: .*`)
 
-// said is what a request asked, the time left out.
-func said(r modeltest.Request) string {
+// lastContent is what a request asked, the time left out.
+func lastContent(r modeltest.Request) string {
 	var b strings.Builder
 	for _, tool := range r.Tools {
 		b.WriteString("tool " + tool.Function.Name + "\n")
@@ -71,7 +71,7 @@ func TestAPromptIsComposedInAStableOrder(t *testing.T) {
 	w.completed(t)
 	requests := w.model.Requests()
 	const golden = "testdata/prompt.golden"
-	got := said(requests[0]) + "=== the next turn\n" + said(requests[1])
+	got := lastContent(requests[0]) + "=== the next turn\n" + lastContent(requests[1])
 	if os.Getenv("UPDATE_GOLDEN") != "" {
 		require.NoError(t, os.WriteFile(golden, []byte(got), 0o600))
 	}
@@ -123,8 +123,8 @@ func TestASilentModelLeavesTimeForTheNext(t *testing.T) {
 	x, got := w.completed(t)
 	assert.Truef(t, got.Text == "Done." && len(w.model.Requests()) == 2, "after %d requests the answer is %q",
 		len(w.model.Requests()), got.Text)
-	said := named(w.rows(t, x), "model_call")[0].Message
-	assert.Truef(t, regexp.MustCompile(`silent for [1-3]s`).MatchString(said), "the row says %q", said)
+	message := named(w.rows(t, x), "model_call")[0].Message
+	assert.Truef(t, regexp.MustCompile(`silent for [1-3]s`).MatchString(message), "the row says %q", message)
 }
 
 func TestARefusalOfTheRequestIsNoReasonToFallBack(t *testing.T) {
@@ -367,15 +367,15 @@ func TestAConflictGivesTheModelBothValues(t *testing.T) {
 	w.during(1, func() { w.keep(t, "theirs") }, readK, writeK, writeK, bye)
 	w.completed(t)
 	assert.Equal(t, `"mine" at 4`, w.kept(t))
-	told := w.since(t, 2)
-	said := told[len(told)-1].Content
+	since := w.since(t, 2)
+	last := since[len(since)-1].Content
 	var both struct {
 		Error, Yours string
 		Theirs       memory.Entry
 	}
-	err := json.Unmarshal([]byte(said), &both)
+	err := json.Unmarshal([]byte(last), &both)
 	assert.Truef(t, err == nil && both.Error == "conflict" && both.Yours == "mine" &&
-		string(both.Theirs.Value) == `"theirs"` && both.Theirs.Revision == 3, "the model gets %s", said)
+		string(both.Theirs.Value) == `"theirs"` && both.Theirs.Revision == 3, "the model gets %s", last)
 }
 
 func TestWhatATurnHasReadSurvivesItsProcess(t *testing.T) {
@@ -461,8 +461,8 @@ func TestOfVeryManySkillsTheOthersAreFoundBySearch(t *testing.T) {
 	assert.Truef(t, len(offered) == 31 && slices.Contains(offered, "skill_search") && slices.Contains(offered, "probe") &&
 		!slices.Contains(offered, "send_invoice"), "%d are offered: %q", len(offered), offered)
 	assert.Contains(t, w.since(t, 1)[2].Content, "skill_search")
-	told := w.since(t, 2)[1].Content
-	assert.Truef(t, strings.Contains(told, "send_invoice") && !strings.Contains(told, "visitor"), "found %s", told)
+	text := w.since(t, 2)[1].Content
+	assert.Truef(t, strings.Contains(text, "send_invoice") && !strings.Contains(text, "visitor"), "found %s", text)
 	after := toolNames(requests[2])
 	assert.Truef(t, len(after) == 32 && slices.Contains(after, "send_invoice"), "after the search %q are offered", after)
 	assert.Truef(t, sent.Load() == 1 && slices.Equal(got.Calls, []string{"skill_search", "send_invoice"}),

@@ -79,7 +79,7 @@ func (w *world) ended(
 	t *testing.T, id string, decide func(approvals.Approval), polls ...func(),
 ) (x executions.Execution) {
 	t.Helper()
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitTimeout, func() bool {
 		for _, poll := range polls {
 			poll()
 		}
@@ -131,8 +131,8 @@ func TestAnApprovedCallIsMadeByTheTurnThatWaits(t *testing.T) {
 	}
 	got := d.list()
 	assert.Truef(t, slices.Equal(got, []string{`{"table":"x"}`}), "calls are %q", got)
-	told := w.since(t, 1)[1]
-	assert.Truef(t, told.Role == "tool" && told.Content == `"dropped"`, "the model was told %+v", told)
+	reply := w.since(t, 1)[1]
+	assert.Truef(t, reply.Role == "tool" && reply.Content == `"dropped"`, "the model was told %+v", reply)
 	rows := named(w.rows(t, x), "drop")
 	assert.Truef(t, len(rows) == 2 && rows[0].Status == "pending_approval" && rows[1].Status == "success",
 		"rows are %+v", rows)
@@ -168,9 +168,9 @@ func TestOneDenialEndsIt(t *testing.T) {
 			continue
 		}
 		replies++
-		var told struct{ Error, Reason string }
-		err := json.Unmarshal([]byte(r.Content), &told)
-		assert.Truef(t, err == nil && told.Error == "DENIED" && told.Reason == "not on a Friday",
+		var decoded struct{ Error, Reason string }
+		err := json.Unmarshal([]byte(r.Content), &decoded)
+		assert.Truef(t, err == nil && decoded.Error == "DENIED" && decoded.Reason == "not on a Friday",
 			"the model was told %s", r.Content)
 	}
 	n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'drop'`)
@@ -241,9 +241,9 @@ func TestAnApprovalThatNobodyDecidesIsADenial(t *testing.T) {
 		postgres.Strict{"id": x.ID})
 	w.engine(t, true)
 	w.ended(t, x.ID, nil)
-	if told := w.since(t, 1)[1].Content; !strings.Contains(told, `"DENIED"`) ||
-		!strings.Contains(told, "nobody decided in time") || len(d.list()) != 0 {
-		t.Errorf("the model was told %s, calls %q", told, d.list())
+	if content := w.since(t, 1)[1].Content; !strings.Contains(content, `"DENIED"`) ||
+		!strings.Contains(content, "nobody decided in time") || len(d.list()) != 0 {
+		t.Errorf("the model was told %s, calls %q", content, d.list())
 	}
 }
 
@@ -257,9 +257,9 @@ func TestAGrantOfASkillThatChangedSinceIsVoid(t *testing.T) {
 	w.put(t, dropSkill("cascade"))
 	w.engine(t, true)
 	x = w.ended(t, x.ID, nil)
-	if told := w.since(t, 1)[1].Content; !strings.Contains(told, `"DENIED"`) || len(d.list()) != 0 ||
+	if content := w.since(t, 1)[1].Content; !strings.Contains(content, `"DENIED"`) || len(d.list()) != 0 ||
 		x.Status != executions.Completed {
-		t.Errorf("the model was told %s, calls %q", told, d.list())
+		t.Errorf("the model was told %s, calls %q", content, d.list())
 	}
 }
 
@@ -278,8 +278,8 @@ func TestASkillThatNeedsLeaveSinceTheTurnBeganIsNotCalledWithout(t *testing.T) {
 		return modeltest.ToolCall("drop", `{"table":"x"}`)
 	})
 	w.completed(t)
-	if told := w.since(t, 1)[1].Content; !strings.Contains(told, `"disabled"`) || len(d.list()) != 0 {
-		t.Errorf("the model was told %s, calls %q", told, d.list())
+	if content := w.since(t, 1)[1].Content; !strings.Contains(content, `"disabled"`) || len(d.list()) != 0 {
+		t.Errorf("the model was told %s, calls %q", content, d.list())
 	}
 }
 
@@ -380,9 +380,9 @@ func TestCrashDuringAnApprovedCall(t *testing.T) {
 			assert.Truef(t, got.Status == executions.Completed && calls.Load() == test.calls,
 				"execution is %s (%s), %d calls", got.Status, testkit.Deref(got.ErrorMessage), calls.Load())
 			assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`))
-			told := w.since(t, len(w.model.Requests())-1)[1].Content
-			assert.Truef(t, test.idempotent == (told == `"dropped"`) &&
-				(test.idempotent || strings.Contains(told, `"error":"unknown"`)), "the model was told %s", told)
+			content := w.since(t, len(w.model.Requests())-1)[1].Content
+			assert.Truef(t, test.idempotent == (content == `"dropped"`) &&
+				(test.idempotent || strings.Contains(content, `"error":"unknown"`)), "the model was told %s", content)
 		})
 	}
 }

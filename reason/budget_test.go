@@ -447,7 +447,7 @@ func TestAProviderThatIgnoresItsLimitIsCutAndSettledAsItIs(t *testing.T) {
 
 func TestWhatMayBeBilledIsSpentAtItsWorstCase(t *testing.T) {
 	t.Parallel()
-	said := strings.Repeat("half an answer ", 20)
+	half := strings.Repeat("half an answer ", 20)
 	for name, test := range map[string]struct {
 		replies []modeltest.Reply
 		known   int64
@@ -459,10 +459,10 @@ func TestWhatMayBeBilledIsSpentAtItsWorstCase(t *testing.T) {
 			0, 0,
 		},
 		"cut three times": {[]modeltest.Reply{
-			modeltest.CutStream(said), modeltest.CutStream(said),
-			modeltest.CutStream(said),
+			modeltest.CutStream(half), modeltest.CutStream(half),
+			modeltest.CutStream(half),
 		}, 0, 3},
-		"cut, then whole": {[]modeltest.Reply{modeltest.CutStream(said), modeltest.Text("ok").WithUsage(100, 10, 0)}, 110, 1},
+		"cut, then whole": {[]modeltest.Reply{modeltest.CutStream(half), modeltest.Text("ok").WithUsage(100, 10, 0)}, 110, 1},
 		"out of time":     {[]modeltest.Reply{modeltest.Hang()}, 0, 1},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -504,12 +504,12 @@ func TestACancelledCallCountsInFull(t *testing.T) {
 		_, err := e.RunSync(ctx, executions.Spec{Flow: "turn", Surface: trace.Flow})
 		return err
 	})
-	pgtest.Eventually(t, patience, func() bool { return len(w.model.Requests()) == 1 }, "the model is asked")
+	pgtest.Eventually(t, waitTimeout, func() bool { return len(w.model.Requests()) == 1 }, "the model is asked")
 	cancel()
 	if err := run.Wait(); err != nil {
 		t.Logf("RunSync: %v", err)
 	}
-	pgtest.Eventually(t, patience, func() bool { return w.book(t).Unknown > 0 }, "the reservation is written off")
+	pgtest.Eventually(t, waitTimeout, func() bool { return w.book(t).Unknown > 0 }, "the reservation is written off")
 	if got := w.book(t); got.Aside != 0 || got.Spent < models.DefaultMaxTokens || got.Unknown != got.Spent {
 		t.Errorf("the day has %+v", got)
 	}
@@ -535,7 +535,7 @@ func TestACallRepeatedAfterACrashIsCountedTwice(t *testing.T) {
 		_, err := engine.RunSync(stopped, executions.Spec{Flow: "turn", Surface: trace.Flow})
 		return err
 	})
-	pgtest.Eventually(t, patience, func() bool { return len(w.model.Requests()) == 1 }, "the model is asked")
+	pgtest.Eventually(t, waitTimeout, func() bool { return len(w.model.Requests()) == 1 }, "the model is asked")
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.engine(t, true)
 	enginetest.Await(t, w.pool, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`),

@@ -276,14 +276,14 @@ func (w *turn) childBudget(tokens int) (Budget, error) {
 
 // childEnd waits for a child and reads its result. It cancels a child that exceeds the wait.
 func (w *turn) childEnd(ctx context.Context, e *executions.Engine, child string) (childResult, error) {
-	_, patience := executions.Limits("agent")
+	_, timeout := executions.Limits("agent")
 	if w.Approvals != Park {
-		patience = min(patience, max(time.Hour, 2*w.budget.Time))
+		timeout = min(timeout, max(time.Hour, 2*w.budget.Time))
 	}
 	if w.OnWait != nil {
 		w.OnWait()
 	}
-	out, err := executions.Wait(ctx, "end", executions.Agent(child, patience))
+	out, err := executions.Wait(ctx, "end", executions.Agent(child, timeout))
 	if err != nil {
 		return childResult{}, err
 	}

@@ -60,7 +60,7 @@ func begin(t *testing.T, w *world, e *executions.Engine) string {
 // child is the execution that another started.
 func (w *world) child(t *testing.T, parent string) (x executions.Execution) {
 	t.Helper()
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitTimeout, func() bool {
 		var id string
 		if err := w.pool.QueryRow(t.Context(), `select id::text from agent_executions where parent_id = @id`,
 			postgres.Strict{"id": parent}).Scan(&id); err != nil {
@@ -103,8 +103,8 @@ func TestADelegatedTaskAnswersItsTurn(t *testing.T) {
 		got.Usage.TotalTokens == 1040, "outcome is %+v", got)
 	names := w.offeredTo("Size it up.")
 	assert.Truef(t, slices.Equal(names, []string{"delegate", "sizes"}), "the child was offered %v", names)
-	told := w.model.Requests()[len(w.model.Requests())-1].Messages
-	assert.Contains(t, told[len(told)-1].Content, `"answer":"orders"`)
+	messages := w.model.Requests()[len(w.model.Requests())-1].Messages
+	assert.Contains(t, messages[len(messages)-1].Content, `"answer":"orders"`)
 	row := named(w.rows(t, parent), "delegate")
 	assert.Truef(t, len(row) == 1 && row[0].Kind == "phase" && strings.Contains(string(row[0].Output), child.ID),
 		"rows of the delegation: %+v", row)
@@ -167,8 +167,8 @@ func TestADelegatedTaskSpendsItsTurnsBudget(t *testing.T) {
 	})
 	w.loop.Budget = reason.Budget{Tokens: 6000}
 	got := outcome(t, enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed))
-	told := w.model.Requests()[len(w.model.Requests())-1].Messages
-	last := told[len(told)-1].Content
+	messages := w.model.Requests()[len(w.model.Requests())-1].Messages
+	last := messages[len(messages)-1].Content
 	assert.Truef(t, strings.Contains(last, `"ended":"tokens"`) && strings.Contains(last, "leaves too little") &&
 		len(w.model.Requests()) == 3, "after %d requests the turn was told %q", len(w.model.Requests()), last)
 	assert.Truef(t, got.Text == "That was all." && got.Usage.TotalTokens == 520+1100+610, "outcome is %+v", got)
@@ -182,8 +182,8 @@ func TestADelegatedTaskThatFailsIsAResult(t *testing.T) {
 	parent := enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed)
 	got := outcome(t, parent)
 	assert.Truef(t, got.Text == "It did not work.", "outcome is %+v", got)
-	told := w.model.Requests()[len(w.model.Requests())-1].Messages
-	last := told[len(told)-1]
+	messages := w.model.Requests()[len(w.model.Requests())-1].Messages
+	last := messages[len(messages)-1]
 	assert.Truef(t, strings.Contains(last.Content, `"error":"delegate"`) &&
 		strings.Contains(last.Content, "ended as failed"), "the turn was told %q", last.Content)
 	row := named(w.rows(t, parent), "delegate")

@@ -40,8 +40,8 @@ func TestAnEmptyAnswerIsAskedForOnceMore(t *testing.T) {
 	_, got := w.completed(t)
 	assert.Equal(t, "All is well.", got.Text, got)
 	assert.Equal(t, reason.Answered, got.Ended, got)
-	if told := w.since(t, 2); told[len(told)-1].Role != "system" || !strings.Contains(told[len(told)-1].Content, "empty") {
-		t.Errorf("the model was told %+v", told)
+	if got := w.since(t, 2); got[len(got)-1].Role != "system" || !strings.Contains(got[len(got)-1].Content, "empty") {
+		t.Errorf("the model was told %+v", got)
 	}
 }
 
@@ -84,8 +84,8 @@ func TestTheSameCallOverAndOverEndsTheTurn(t *testing.T) {
 		"%d calls in %d iterations", calls.Load(), len(w.model.Requests()))
 	for n := 1; n < 5; n++ {
 		last := w.since(t, n)
-		told := strings.Contains(last[len(last)-1].Content, "with the same arguments 3 times in a row")
-		assert.Equal(t, n == 3, told, n, last)
+		warned := strings.Contains(last[len(last)-1].Content, "with the same arguments 3 times in a row")
+		assert.Equal(t, n == 3, warned, n, last)
 	}
 }
 

@@ -228,14 +228,14 @@ func TestASkillThatNeedsLeaveIsAskedForOnce(t *testing.T) {
 		},
 	}})
 	x, got := w.completed(t)
-	var told struct {
+	var decoded struct {
 		Status     string
 		ApprovalID string `json:"approval_id"`
 	}
-	err := json.Unmarshal([]byte(w.since(t, 1)[1].Content), &told)
-	assert.Truef(t, err == nil && told.Status == "pending_approval" && told.ApprovalID != "",
+	err := json.Unmarshal([]byte(w.since(t, 1)[1].Content), &decoded)
+	assert.Truef(t, err == nil && decoded.Status == "pending_approval" && decoded.ApprovalID != "",
 		"the model was told %s (%v)", w.since(t, 1)[1].Content, err)
-	assert.Contains(t, w.since(t, 2)[1].Content, told.ApprovalID)
+	assert.Contains(t, w.since(t, 2)[1].Content, decoded.ApprovalID)
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'pending'`))
 	rows := named(w.rows(t, x), "drop")
 	assert.Truef(t, len(rows) == 2 && rows[0].Status == "pending_approval" && rows[0].Kind == "call", "rows are %+v", rows)
@@ -371,8 +371,8 @@ func (w *world) transcripts(t *testing.T) map[string]string {
 	for _, r := range w.model.Requests() {
 		key := r.IdempotencyKey()
 		assert.True(t, key != "", "a request has no idempotency key")
-		if said, again := got[key]; again && said != r.Body {
-			t.Errorf("two requests under one key differ:\n%s", cmp.Diff(said, r.Body))
+		if body, again := got[key]; again && body != r.Body {
+			t.Errorf("two requests under one key differ:\n%s", cmp.Diff(body, r.Body))
 		}
 		got[key] = r.Body
 	}

@@ -27,7 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-const patience = 90 * time.Second
+const waitTimeout = 90 * time.Second
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 

@@ -25,7 +25,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-const patience = 60 * time.Second
+const waitTimeout = 60 * time.Second
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
@@ -58,7 +58,7 @@ func asks(t *testing.T, pool *pgxpool.Pool, r requests.Request) (*executions.Eng
 func end(t *testing.T, pool *pgxpool.Pool, engine *executions.Engine, id string) map[string]any {
 	t.Helper()
 	var x executions.Execution
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitTimeout, func() bool {
 		require.NoError(t, engine.ClaimAndRun(t.Context(), id))
 		var err error
 		x, err = executions.Get(t.Context(), pool, id)
@@ -215,10 +215,10 @@ func TestADocumentWithoutANameIsRefused(t *testing.T) {
 			key := pgtest.Value[string](t, pool, `select id::text from agent_requests where execution_id = @id`,
 				postgres.Strict{"id": id})
 			_, err := engine.Deliver(t.Context(), pool, "DOCUMENT_UPLOADED", key, json.RawMessage(data), "")
-			told, is := errors.AsType[*pgconn.PgError](err)
-			assert.Truef(t, is == refused && (!is || told.Code == "22023" &&
-				strings.Contains(postgres.Told(told), " is missing in ") &&
-				strings.HasSuffix(told.Detail, "asks for "+items)), "%s: %v", data, err)
+			pgErr, is := errors.AsType[*pgconn.PgError](err)
+			assert.Truef(t, is == refused && (!is || pgErr.Code == "22023" &&
+				strings.Contains(postgres.Told(pgErr), " is missing in ") &&
+				strings.HasSuffix(pgErr.Detail, "asks for "+items)), "%s: %v", data, err)
 			got, err := requests.List(t.Context(), pool, requests.Filter{ExecutionID: id})
 			assert.Truef(t, err == nil && (len(got[0].Received)+len(got[0].Unexpected) == 0) == refused, "%+v, %v", got, err)
 		}
@@ -289,14 +289,14 @@ func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 	for item, d := range map[string]documents.Document{"photo": own, "form": admin} {
 		require.NoError(t, give(item, d.ID))
 	}
-	said := func(item string, d documents.Document) map[string]any {
+	event := func(item string, d documents.Document) map[string]any {
 		return map[string]any{
 			"document": item, "id": d.ID, "name": "photo.txt", "content_type": d.ContentType, "size": 6.0,
 			"url": "/v1/documents/" + d.ID + "/content",
 		}
 	}
 	want := map[string]any{
-		"documents":    []any{said("photo", own), said("form", admin)},
+		"documents":    []any{event("photo", own), event("form", admin)},
 		"documentUrls": []any{"/v1/documents/" + own.ID + "/content", "/v1/documents/" + admin.ID + "/content"},
 	}
 	assert.NoDiff(t, want, end(t, pool, engine, id))

@@ -116,9 +116,9 @@ func (w *waits) ended(conn *pgx.Conn, err error, sql any) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	of := w.seen[conn.PgConn().PID()]
-	said := w.t.Logf
+	report := w.t.Logf
 	if slices.Contains(of, passing) {
-		said = w.t.Errorf
+		report = w.t.Errorf
 	}
-	said("waited for a lock for longer than 100 ms, of %v: %v\n%v", of, err, sql)
+	report("waited for a lock for longer than 100 ms, of %v: %v\n%v", of, err, sql)
 }

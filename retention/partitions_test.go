@@ -44,10 +44,10 @@ func attached(t *testing.T, db postgres.DB, days int) []string {
 		 where upper_id < lanekeeper.agent_uuid7_floor(now() - make_interval(days => $1))`, days)
 }
 
-func pass(t *testing.T, pool *pgxpool.Pool, patience time.Duration) retention.Done {
+func pass(t *testing.T, pool *pgxpool.Pool, lockTimeout time.Duration) retention.Done {
 	t.Helper()
 	done, err := retention.Run(t.Context(), pool,
-		retention.Options{Kinds: []string{"activity"}, Restart: true, DetachTimeout: patience})
+		retention.Options{Kinds: []string{"activity"}, Restart: true, DetachTimeout: lockTimeout})
 	require.Truef(t, err == nil && len(done) == 1, "%+v, %v", done, err)
 	return done[0]
 }

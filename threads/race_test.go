@@ -52,7 +52,7 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 		ids[i] = x.ID
 	}
 	asked, cancelled := map[string]bool{}, map[string]bool{} // a cancel that meets a lock happens later
-	deadline := time.Now().Add(patience)
+	deadline := time.Now().Add(waitTimeout)
 	for ended := 0; ended < racers; {
 		require.Truef(t, !time.Now().After(deadline), "%d of %d have ended", ended, racers)
 		id := ids[rand.N(racers)]
@@ -84,10 +84,10 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 }
 
 // order checks what was said: each speaker's words once and in their order, all of them unless it was cancelled.
-func order(t *testing.T, said, ids []string, cancelled map[string]bool, words int) {
+func order(t *testing.T, sent, ids []string, cancelled map[string]bool, words int) {
 	t.Helper()
 	next := map[string]int{}
-	for _, line := range said {
+	for _, line := range sent {
 		id, n, _ := strings.Cut(line, " ")
 		assert.Equal(t, fmt.Sprint(next[id]), n, id, next[id])
 		next[id]++
@@ -95,7 +95,7 @@ func order(t *testing.T, said, ids []string, cancelled map[string]bool, words in
 	for _, id := range ids {
 		assert.Truef(t, next[id] == words || cancelled[id], "%s said %d of %d", id, next[id], words)
 	}
-	assert.Equal(t, len(said), len(slices.Compact(slices.Sorted(slices.Values(said)))))
+	assert.Equal(t, len(sent), len(slices.Compact(slices.Sorted(slices.Values(sent)))))
 }
 
 // One that holds the thread is not interrupted, however many others want to speak.
@@ -122,7 +122,7 @@ func TestNobodySpeaksBetweenTheWordsOfAHolder(t *testing.T) {
 	for range 10 {
 		p.begin(t, "speak")
 	}
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitTimeout, func() bool {
 		if pgtest.Value[bool](t, pool, `select exists (select from agent_executions x where x.status = 'waiting'
 			and not x.waiting_data ? 'queued_message')`) {
 			p.replies(t, "t", "go on")

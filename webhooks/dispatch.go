@@ -372,8 +372,8 @@ func (p Poster) Post(ctx context.Context, l Request) Response {
 		return connectionFailure(err)
 	}
 	defer func() { _ = response.Body.Close() }()                    // closing a response loses nothing
-	said, _ := io.ReadAll(io.LimitReader(response.Body, maxAnswer)) // the body is only logged
-	return classifyResponse(response, string(said))
+	body, _ := io.ReadAll(io.LimitReader(response.Body, maxAnswer)) // the body is only logged
+	return classifyResponse(response, string(body))
 }
 
 func (p Poster) getenv() func(string) string {
@@ -395,8 +395,8 @@ func connectionFailure(err error) Response {
 	return r
 }
 
-func classifyResponse(response *http.Response, said string) Response {
-	r := Response{Status: response.StatusCode, Answer: said}
+func classifyResponse(response *http.Response, body string) Response {
+	r := Response{Status: response.StatusCode, Answer: body}
 	if r.Status >= 200 && r.Status < 300 {
 		return r
 	}

@@ -33,14 +33,14 @@ func TestAMessageIsSignedAndSentOnceUnderTheCausesTrace(t *testing.T) {
 		ids[them.requests[i].Header.Get("webhook-id")] = true
 	}
 	assert.Equal(t, n, len(ids))
-	var said struct {
+	var event struct {
 		Type      string
 		Timestamp time.Time
 		Data      map[string]any
 	}
-	err := json.Unmarshal([]byte(them.bodies[0]), &said)
-	assert.Truef(t, err == nil && strings.HasPrefix(said.Type, "execution.") &&
-		time.Since(said.Timestamp) <= time.Minute && said.Data["id"] == "x", "payload %s: %v", them.bodies[0], err)
+	err := json.Unmarshal([]byte(them.bodies[0]), &event)
+	assert.Truef(t, err == nil && strings.HasPrefix(event.Type, "execution.") &&
+		time.Since(event.Timestamp) <= time.Minute && event.Data["id"] == "x", "payload %s: %v", them.bodies[0], err)
 	pgtest.Equal(t, pool, n, `select count(*) from agent_activity where trace_id = 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE'
 		and skill_name = 'webhook_send' and status = 'success'`)
 	pgtest.Equal(t, pool, 0, `select count(*) from agent_activity_open`)
@@ -241,7 +241,7 @@ func TestASlowTargetDoesNotHoldUpAnother(t *testing.T) {
 		emit(t, pool, "execution.completed")
 	}
 	dispatches(t, pool, []string{slow.host(t)})
-	pgtest.Eventually(t, patience, func() bool { return quick.count() == 40 }, "the quick target has everything")
+	pgtest.Eventually(t, waitTimeout, func() bool { return quick.count() == 40 }, "the quick target has everything")
 	if slow.count() > 4 {
 		t.Errorf("%d requests at once to the slow one", slow.count())
 	}

@@ -45,10 +45,10 @@ func TestSlackGetsATextWithALinkAtASecretAddress(t *testing.T) {
 	stop() // what it wrote is read below
 	got := map[string]bool{}
 	for _, body := range them.bodies {
-		var said map[string]string
-		err := json.Unmarshal([]byte(body), &said)
-		assert.Truef(t, err == nil && len(said) == 1, "body %s: %v", body, err)
-		got[said["text"]] = true
+		var payload map[string]string
+		err := json.Unmarshal([]byte(body), &payload)
+		assert.Truef(t, err == nil && len(payload) == 1, "body %s: %v", body, err)
+		got[payload["text"]] = true
 	}
 	for _, want := range []string{
 		"The agent is degraded, was working: flow &lt;!channel&gt; failing <https://agent.example.com/|Open>",

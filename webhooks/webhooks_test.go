@@ -31,8 +31,8 @@ import (
 )
 
 const (
-	patience = 90 * time.Second
-	whsec    = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+	waitTimeout = 90 * time.Second
+	whsec       = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
@@ -226,9 +226,9 @@ func FuzzTemplates(f *testing.F) {
 		}
 		c := webhooks.Content{Body: v, Header: http.Header{}}
 		_, _ = c.Text(template) // an error is fine, a panic is not
-		said, err := c.Quoted(template, 100)
-		assert.Truef(t, err != nil || strings.ContainsAny(template, "<>") || !strings.ContainsAny(said, "<>"),
-			"%q has a tag that the template has not", said)
+		quoted, err := c.Quoted(template, 100)
+		assert.Truef(t, err != nil || strings.ContainsAny(template, "<>") || !strings.ContainsAny(quoted, "<>"),
+			"%q has a tag that the template has not", quoted)
 	})
 }
 
@@ -252,9 +252,9 @@ func FuzzParse(f *testing.F) {
 			_, err = json.Marshal(v)
 			assert.NoError(t, err, raw, v, "which is not JSON")
 			c := webhooks.Content{Body: v, Header: http.Header{"X": {string(raw)}}}
-			said, err := c.Text(template)
-			assert.Truef(t, err != nil || !utf8.ValidString(template) || utf8.ValidString(said),
-				"%q of %q is %q", template, raw, said)
+			text, err := c.Text(template)
+			assert.Truef(t, err != nil || !utf8.ValidString(template) || utf8.ValidString(text),
+				"%q of %q is %q", template, raw, text)
 		}
 	})
 }

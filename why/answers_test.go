@@ -297,13 +297,13 @@ func (s *scenario) because(traceID string) []edge {
 	}
 	slices.SortFunc(roots, func(a, b *run) int { return strings.Compare(a.id, b.id) })
 	var edges []edge
-	told := map[string]bool{}
+	seen := map[string]bool{}
 	for _, root := range roots {
 		var chain []edge
 		inside := false
 		for ref := root.ref(); ; {
 			c, known := s.causes[ref]
-			if !known || told[ref] {
+			if !known || seen[ref] {
 				break
 			}
 			if inside = c.trace == traceID; inside {
@@ -316,7 +316,7 @@ func (s *scenario) because(traceID string) []edge {
 			continue
 		}
 		for _, e := range chain {
-			told[e.to] = true
+			seen[e.to] = true
 		}
 		edges = append(edges, chain...)
 	}
@@ -682,13 +682,13 @@ func (s *scenario) ended(r *run, status string) {
 		}
 	}
 	if status == "failed" && r.surface != "webhook" {
-		s.told(r.trace, r.ref())
+		s.recordMessage(r.trace, r.ref())
 	}
 	s.started(e)
 }
 
-// told notes the newest message to a target.
-func (s *scenario) told(traceID, from string) {
+// recordMessage notes the newest message to a target.
+func (s *scenario) recordMessage(traceID, from string) {
 	id := value[string](s.world, `select id::text from agent_webhook_outbox order by id desc limit 1`)
 	s.fact(traceID, "led to", "told", from, "outgoing "+id)
 }
@@ -700,12 +700,12 @@ func (s *scenario) tell() bool {
 	}
 	if s.rng.IntN(3) == 0 {
 		s.exec(`select lanekeeper.emit_agent_webhook('order.placed', $1, '{}')`, r.trace)
-		s.told(r.trace, "trace "+r.trace)
+		s.recordMessage(r.trace, "trace "+r.trace)
 		return true
 	}
 	s.exec(`select lanekeeper.emit_agent_webhook('order.placed', $1, jsonb_build_object('execution_id', $2::text))`,
 		r.trace, r.id)
-	s.told(r.trace, r.ref())
+	s.recordMessage(r.trace, r.ref())
 	return true
 }
 

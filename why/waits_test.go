@@ -401,8 +401,8 @@ func TestEveryEdgeIsToldAndNoOther(t *testing.T) {
 // compare asks why, by any form of the id.
 func (s *scenario) compare(traceID string, seed int, count map[string]int) {
 	s.t.Helper()
-	said := pick(s, []string{traceID, strings.ToLower(traceID), trace.ID(traceID).OTel()})
-	rows, err := s.pool.Query(s.ctx(), `select part, kind, from_ref, to_ref, detail from why($1, 1000)`, said)
+	id := pick(s, []string{traceID, strings.ToLower(traceID), trace.ID(traceID).OTel()})
+	rows, err := s.pool.Query(s.ctx(), `select part, kind, from_ref, to_ref, detail from why($1, 1000)`, id)
 	require.NoError(s.t, err)
 	var got []edge
 	spent := map[[2]string]model{}
@@ -426,7 +426,7 @@ func (s *scenario) compare(traceID string, seed int, count map[string]int) {
 	})
 	require.NoError(s.t, err)
 	diff := cmp.Diff(s.expected(traceID), sorted(got), cmp.AllowUnexported(edge{}))
-	assert.Truef(s.t, diff == "", "scenario %d, why(%s), after %v (-truth +told):\n%s", seed, said, s.log, diff)
+	assert.Truef(s.t, diff == "", "scenario %d, why(%s), after %v (-truth +told):\n%s", seed, id, s.log, diff)
 	want := map[[2]string]model{}
 	for key, m := range s.spend {
 		if key[0] == traceID {

@@ -195,7 +195,7 @@ func syntaxError(err error) (int, string) {
 
 // syntaxAdvice suggests a fix for a parser message.
 func syntaxAdvice(message string) string {
-	for said, todo := range map[string]string{
+	for problem, todo := range map[string]string{
 		"cannot start any token":                   "indent with blanks and not with a tab, and quote a text that begins " + "with @, ` or %",
 		"mapping values are not allowed":           `quote a text that has a ":", and give the keys of a mapping the same indentation`,
 		"expected alphabetic or numeric":           "quote a text that begins with * or &",
@@ -208,7 +208,7 @@ func syntaxAdvice(message string) string {
 		"found unknown escape character":           "write a text with a backslash in single quotes",
 		"did not find expected whitespace or line": "quote a text that begins with | or >",
 	} {
-		if strings.Contains(message, said) {
+		if strings.Contains(message, problem) {
 			return "; " + todo
 		}
 	}

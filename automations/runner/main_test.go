@@ -30,7 +30,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-const patience = 90 * time.Second
+const waitTimeout = 90 * time.Second
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
@@ -129,7 +129,7 @@ func (w *world) until(t *testing.T, want string) {
 			t.Logf("runs are %s", got)
 		}
 	}()
-	pgtest.Eventually(t, patience, func() bool { got = w.states(t); return got == want },
+	pgtest.Eventually(t, waitTimeout, func() bool { got = w.states(t); return got == want },
 		fmt.Sprintf("runs become %s", want))
 }
 
@@ -179,7 +179,7 @@ func TestARunThatIsTriedAgainStartsItsFlowOnce(t *testing.T) {
 		on agent_automation_runs for each row execute function refuse()`)
 	w.process(t)
 	w.raise(t, "hired", "c1", `{}`)
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitTimeout, func() bool {
 		pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp() where status = 'error'`)
 		return w.states(t) == "success 1"
 	}, "the second attempt succeeds")
@@ -214,12 +214,12 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	if got := w.states(t); got != "due 1, skipped 1" || w.count() != 0 {
 		t.Errorf("%s, %d calls", got, w.count())
 	}
-	said := pgtest.Value[string](t, w.pool, `
+	text := pgtest.Value[string](t, w.pool, `
 		select count(*) || ' ' || min(a.agent) || ' ' || min(a.input ->> 'automation') || ' ' || min(a.output #>> '{}') from agent_activity a
 		  join agent_automation_runs r on r.trace_id = a.trace_id where a.skill_name = 'run_automation'
 		    and a.status = 'skipped'`)
-	assert.Truef(t, strings.HasPrefix(said, "1 support during autonomous work is paused since ") &&
-		strings.HasSuffix(said, "by ana: prices look wrong"), "recorded: %s", said)
+	assert.Truef(t, strings.HasPrefix(text, "1 support during autonomous work is paused since ") &&
+		strings.HasSuffix(text, "by ana: prices look wrong"), "recorded: %s", text)
 	pgtest.Equal(t, w.pool, "before false, during true", `select string_agg(name || ' ' || (next_run_at > clock_timestamp())::text, ', '
 		order by name) from agent_automations where trigger = 'cron'`)
 	_, err = executions.ResumeAll(t.Context(), w.pool, "ana", "")

@@ -83,11 +83,11 @@ func Spec(agent string, run automations.Run) executions.Spec {
 
 // Run dispatches until ctx ends, and then returns nil. It retries an unreachable database.
 func (r *Runner) Run(ctx context.Context) error {
-	var told <-chan string
+	var notifications <-chan string
 	if r.Listener != nil {
 		payloads, cancel := r.Listener.Subscribe(automations.Channel)
 		defer cancel()
-		told = payloads
+		notifications = payloads
 	}
 	poll, signals := or(r.PollEvery, defaultPoll), or(r.SignalsEvery, defaultSignals)
 	timer, watch := time.NewTimer(0), time.NewTimer(0)
@@ -97,9 +97,9 @@ func (r *Runner) Run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case _, open := <-told:
+		case _, open := <-notifications:
 			if !open {
-				told = nil
+				notifications = nil
 				continue
 			}
 			r.report(ctx, "start automation runs", r.all(ctx))
@@ -242,11 +242,11 @@ func (r *Runner) run(ctx context.Context, raw json.RawMessage) (executions.Resul
 	if err != nil {
 		return executions.Result{}, err
 	}
-	said := Report{Automation: t.Name, Run: in.RunID, Attempt: run.Attempt}
+	report := Report{Automation: t.Name, Run: in.RunID, Attempt: run.Attempt}
 	if run.ID == "" {
-		return executions.Result{Summary: t.Name + ": somebody else has this run", Value: said}, nil
+		return executions.Result{Summary: t.Name + ": somebody else has this run", Value: report}, nil
 	}
-	said.Status, err = executions.Phase(ctx, "run_automation",
+	report.Status, err = executions.Phase(ctx, "run_automation",
 		func(ctx context.Context, effect *executions.Effect) (string, error) {
 			output, failure := Work(ctx, r.Loop, t.Automation, run, reason.Turn{System: system(run)})
 			if _, ok := errors.AsType[*executions.StepError](failure); failure != nil && !ok {
@@ -257,7 +257,7 @@ func (r *Runner) run(ctx context.Context, raw json.RawMessage) (executions.Resul
 	if err != nil {
 		return executions.Result{}, fmt.Errorf("automation %s: %w", t.Name, err)
 	}
-	return executions.Result{Summary: t.Name + ": " + said.Status, Value: said}, nil
+	return executions.Result{Summary: t.Name + ": " + report.Status, Value: report}, nil
 }
 
 // system is the opening message of a turn.

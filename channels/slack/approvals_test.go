@@ -142,28 +142,28 @@ func (d *approvalTest) click(user string, shown slacktest.Message, label string)
 	d.Helper()
 	before := len(d.fake.Messages(d.at))
 	require.NoError(d.T, d.fake.Click(user, d.at, shown.TS, label))
-	return d.told(before)
+	return d.feedback(before)
 }
 
-func (d *approvalTest) told(before int) (said string) {
+func (d *approvalTest) feedback(before int) (text string) {
 	d.Helper()
 	pgtest.Eventually(d.T, 30*time.Second, func() bool {
 		for _, m := range d.fake.Messages(d.at)[before:] {
 			if m.Only != "" {
-				said = m.Text
+				text = m.Text
 			}
 		}
-		return said != ""
+		return text != ""
 	}, "the click is answered")
-	return said
+	return text
 }
 
-func (d *approvalTest) expect(what, said, want, id, status string) {
+func (d *approvalTest) expect(what, text, want, id, status string) {
 	d.Helper()
 	got, err := approvals.Get(d.Context(), d.pool, id)
 	require.NoError(d.T, err)
-	if !strings.Contains(said, want) || got.Status != status {
-		d.Errorf("%s: %q, and the approval is %s; want %q and %s", what, said, got.Status, want, status)
+	if !strings.Contains(text, want) || got.Status != status {
+		d.Errorf("%s: %q, and the approval is %s; want %q and %s", what, text, got.Status, want, status)
 	}
 }
 
@@ -194,7 +194,7 @@ func TestApprovalsBySlackButtons(t *testing.T) {
 			before := len(d.fake.Messages(ops))
 			d.fake.ClickAgain(false) // the same event: it came already
 			d.fake.ClickAgain(true)
-			d.expect("a replay", d.told(before), "used already", id, "approved")
+			d.expect("a replay", d.feedback(before), "used already", id, "approved")
 			pgtest.Eventually(t, 30*time.Second, func() bool { return d.fake.Click("U0ANA", ops, shown.TS, "Approve") != nil },
 				"the buttons go")
 			d.expect("a rejection", d.click("U0ANA", d.shown(2), "Reject"), "You have rejected", ids[1], "rejected")

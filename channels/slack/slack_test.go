@@ -24,7 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-const patience = time.Minute
+const waitTimeout = time.Minute
 
 // memory is an inbox without a database. It fails the first broken calls.
 type memory struct {
@@ -135,7 +135,7 @@ func newWorld(t *testing.T, mode string, prepare ...func(*Transport)) *world {
 
 func (w *world) eventually(ok func() bool) {
 	w.Helper()
-	for end := time.Now().Add(patience); !ok(); time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(waitTimeout); !ok(); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(end) {
 			w.Fatalf("it does not happen; what came: %q", w.in.texts())
 		}
@@ -238,7 +238,7 @@ func TestABurstIsBoundedAndSurvivesABadMessage(t *testing.T) {
 func TestForeignEvents(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "socket")
-	w.fake.RetryAfter = patience
+	w.fake.RetryAfter = waitTimeout
 	for _, extra := range []map[string]any{
 		{"bot_id": "B2"},
 		{"user": slacktest.BotUser},

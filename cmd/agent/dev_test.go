@@ -198,9 +198,9 @@ func parseStory(t *testing.T, text string) (story, thread string) {
 }
 
 // checkNothingLeft reports rows and files that a demo left.
-func checkNothingLeft(t *testing.T, url, said string) {
+func checkNothingLeft(t *testing.T, url, stage string) {
 	t.Helper()
-	name := regexp.MustCompile(`agent_demo_\w+`).FindString(said)
+	name := regexp.MustCompile(`agent_demo_\w+`).FindString(stage)
 	db := connect(t, url)
 	var left bool
 	var rows int

@@ -520,17 +520,17 @@ func junit(reports []evals.Report) ([]byte, error) {
 				Class: r.Suite, Name: fmt.Sprintf("%s #%d", t.Case, t.Trial),
 				Seconds: fmt.Sprintf("%.3f", float64(t.DurationMS)/1000),
 			}
-			said := &junitMessage{strings.Join(t.Reasons, "; "), "trace " + t.TraceID}
+			message := &junitMessage{strings.Join(t.Reasons, "; "), "trace " + t.TraceID}
 			switch t.Verdict {
 			case evals.Pass:
 			case evals.Fail:
-				one.Failure = said
+				one.Failure = message
 				suite.Failures++
 			case evals.Diverged, evals.Error:
-				one.Error = said
+				one.Error = message
 				suite.Errors++
 			default:
-				one.Skipped = said
+				one.Skipped = message
 				suite.Skipped++
 			}
 			suite.Cases = append(suite.Cases, one)
@@ -548,15 +548,15 @@ func junit(reports []evals.Report) ([]byte, error) {
 func junitComparison(r evals.Report) junitSuite {
 	suite := junitSuite{Name: r.Kind + " of " + r.Agent, Tests: 1}
 	one := junitCase{Class: suite.Name, Name: "not worse than the control"}
-	said := &junitMessage{
+	message := &junitMessage{
 		fmt.Sprintf("%s: %+.2f (%.2f to %.2f)", r.Comparison.Answer, r.Comparison.Difference, r.Difference.Low,
 			r.Difference.High), "run " + r.ID,
 	}
 	switch r.Comparison.Answer {
 	case stats.Worse:
-		one.Failure, suite.Failures = said, 1
+		one.Failure, suite.Failures = message, 1
 	case stats.Undecided:
-		one.Skipped, suite.Skipped = said, 1
+		one.Skipped, suite.Skipped = message, 1
 	case stats.Better, stats.NotWorse:
 	}
 	suite.Cases = []junitCase{one}

@@ -213,7 +213,7 @@ func (c *cli) waitForEnd(ctx context.Context, s *session, x executions.Execution
 	if !c.json {
 		c.infof("started %s, trace %s", x.ID, x.TraceID)
 	}
-	said := ""
+	note := ""
 	for pause := 20 * time.Millisecond; ; pause = min(2*pause, maxPollInterval) {
 		now, err := executions.Get(ctx, s.Pool, x.ID)
 		if err != nil {
@@ -222,8 +222,8 @@ func (c *cli) waitForEnd(ctx context.Context, s *session, x executions.Execution
 		if now.Status.Ended() {
 			return c.printEnded(ctx, now)
 		}
-		if is := statusText(now); is != said && !c.json {
-			said, pause = is, 20*time.Millisecond
+		if is := statusText(now); is != note && !c.json {
+			note, pause = is, 20*time.Millisecond
 			c.infof("%s", is)
 		}
 		select {
@@ -358,17 +358,17 @@ func (c *cli) printDelivered(got executions.Delivered) error {
 func receiveMessage(
 	ctx context.Context, a *app.App, tx pgx.Tx, thread string, data json.RawMessage, id string,
 ) (executions.Delivered, error) {
-	var said map[string]any
-	if err := json.Unmarshal(data, &said); err != nil {
+	var object map[string]any
+	if err := json.Unmarshal(data, &object); err != nil {
 		return executions.Delivered{}, usageError(`--data: pass an object such as {"content": "yes"}`)
 	}
-	content, _ := said["content"].(string)
+	content, _ := object["content"].(string)
 	if content == "" {
 		return executions.Delivered{}, usageError(`--data: a message needs content, such as {"content": "yes"}`)
 	}
-	delete(said, "content")
+	delete(object, "content")
 	arrived, err := threads.Receive(ctx, a.Engine, tx,
-		threads.Incoming{ThreadID: thread, Content: content, Data: said, ID: id})
+		threads.Incoming{ThreadID: thread, Content: content, Data: object, ID: id})
 	if errors.Is(err, threads.ErrNotFound) {
 		err = hint(fmt.Errorf("thread %q: %w", thread, err), "see agent threads ls")
 	}

@@ -120,11 +120,11 @@ agent operate and the chat continue. In SQL: select pause_agent('why').`,
 				return err
 			}
 			return c.print(got, func(w io.Writer) {
-				said := got.String()
+				text := got.String()
 				if !got.Changed {
-					said = "already: " + said
+					text = "already: " + text
 				}
-				fmt.Fprintf(w, "%s\ntrace %s; `agent resume` ends it\n", printable(said), got.TraceID)
+				fmt.Fprintf(w, "%s\ntrace %s; `agent resume` ends it\n", printable(text), got.TraceID)
 			})
 		}),
 	}

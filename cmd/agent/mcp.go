@@ -240,8 +240,8 @@ func writeReport(w io.Writer, r mcp.Report) {
 	}
 	fmt.Fprintf(w, "%s: %d tools (%s)\n", r.Server, r.Tools, printable(r.About))
 	for _, part := range []struct {
-		said  string
-		tools []string
+		detail string
+		tools  []string
 	}{
 		{"mounted", r.Mounted},
 		{"changed, in quarantine (see agent mcp show)", r.Quarantined},
@@ -250,7 +250,7 @@ func writeReport(w io.Writer, r mcp.Report) {
 		{"refused", r.Refused},
 	} {
 		if len(part.tools) > 0 {
-			fmt.Fprintf(w, "  %s: %s\n", part.said, printable(strings.Join(part.tools, ", ")))
+			fmt.Fprintf(w, "  %s: %s\n", part.detail, printable(strings.Join(part.tools, ", ")))
 		}
 	}
 }

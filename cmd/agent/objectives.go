@@ -338,11 +338,11 @@ is stored as evidence instead.`,
 				return err
 			}
 			return c.print(map[string]any{"step": args[0], "changed": changed}, func(w io.Writer) {
-				said := "done"
+				verb := "done"
 				if !changed {
-					said = "no longer pending"
+					verb = "no longer pending"
 				}
-				fmt.Fprintf(w, "step %s: %s\n", args[0], said)
+				fmt.Fprintf(w, "step %s: %s\n", args[0], verb)
 			})
 		}),
 	}

@@ -216,8 +216,8 @@ func TestStalePagesDoNotOverwrite(t *testing.T) {
 			"it holds %s at %d, want %s at %d, %v", e.Value, e.Revision, value, revision, err)
 	}
 	p.must("memory", "set", "contact", "third") // after both have opened the page
-	said := decide(ana, "take", "2")
-	assert.Contains(t, said, `role="alert"`, "nothing was written", "the late one", "third", "revision 3 is there")
+	output := decide(ana, "take", "2")
+	assert.Contains(t, output, `role="alert"`, "nothing was written", "the late one", "third", "revision 3 is there")
 	holds("third", 3)
 	assert.Contains(t, decide(ana, "take", "3"), "The conflict is decided.")
 	holds("the late one", 4)

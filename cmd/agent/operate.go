@@ -342,11 +342,11 @@ func endReason(ended string) string {
 	if ended == reason.Stalled {
 		return "the model stalled"
 	}
-	said := "its limit of " + ended + " was reached"
+	why := "its limit of " + ended + " was reached"
 	if setting := limitSettings[ended]; setting != "" {
-		said += "; see " + setting
+		why += "; see " + setting
 	}
-	return said
+	return why
 }
 
 // limitSettings maps a limit to the settings that raise it. An agent's document may have a lower limit.

@@ -418,16 +418,16 @@ func TestInterruptEndsSilentPipe(t *testing.T) {
 func TestInterruptedVisitorTurn(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.Text("Too late."))
-	var said testkit.Log
-	c := &cli{environ: config.Environ(d.environ), in: strings.NewReader(""), out: io.Discard, err: &said}
+	var out testkit.Log
+	c := &cli{environ: config.Environ(d.environ), in: strings.NewReader(""), out: io.Discard, err: &out}
 	err := c.withApp(t.Context(), func(ctx context.Context, _ *session, a *app.App) error {
 		interrupts := make(chan os.Signal, 1)
 		interrupts <- os.Interrupt
 		return (&chatSession{cli: c, chat: a.Chat, thread: "t"}).sendInterruptible(ctx, interrupts, "Wait.")
 	})
-	lines := strings.Split(strings.TrimSpace(said.String()), "\n")
-	assert.Truef(t, err == nil && lines[len(lines)-1] == "cancelled" && !strings.Contains(said.String(), "exit"),
-		"%v, said %q", err, said.String())
+	lines := strings.Split(strings.TrimSpace(out.String()), "\n")
+	assert.Truef(t, err == nil && lines[len(lines)-1] == "cancelled" && !strings.Contains(out.String(), "exit"),
+		"%v, said %q", err, out.String())
 }
 
 func TestFailedTurnExitCode(t *testing.T) {

@@ -480,7 +480,7 @@ type remoteCall struct {
 	output string // the file that the command may write
 	// replace allows output to exist.
 	replace bool
-	told    bool // of another version
+	warned  bool // of another version
 	// tokenAdvice says what to do if the server refuses the token; empty: log in.
 	tokenAdvice string
 	// interrupted is printed after an interrupt.
@@ -569,11 +569,11 @@ func (r *remoteCall) refused(resp *http.Response) error {
 	text, _ := io.ReadAll(io.LimitReader(resp.Body, 64<<10)) // a part says enough
 	var problem struct{ Title, Detail string }
 	_ = json.Unmarshal(text, &problem) // a proxy's page has neither
-	said := resp.Status
+	message := resp.Status
 	if problem.Detail != "" {
-		said += ": " + truncate(printable(problem.Detail), 500)
+		message += ": " + truncate(printable(problem.Detail), 500)
 	}
-	err := fmt.Errorf("%s: %s", r.server, said)
+	err := fmt.Errorf("%s: %s", r.server, message)
 	switch {
 	case resp.StatusCode == http.StatusUnauthorized:
 		advice := cmp.Or(r.tokenAdvice, "set AGENT_TOKEN, or run agent login "+r.server.String())
@@ -601,8 +601,8 @@ func (r *remoteCall) print(body io.Reader, alive func()) error {
 		if f.Interrupted != "" {
 			r.interrupted = f.Interrupted
 		}
-		if f.Version != "" && f.Version != buildVersion() && !r.told {
-			r.told = true
+		if f.Version != "" && f.Version != buildVersion() && !r.warned {
+			r.warned = true
 			r.infof("agent: the server runs %s, this is %s", printable(f.Version), buildVersion())
 		}
 		if f.Ask != "" && r.asks != nil {

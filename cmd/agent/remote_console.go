@@ -100,14 +100,14 @@ func (r *remoteCall) turn(
 			}
 			return err
 		case <-interrupts:
-			said := stop()
+			message := stop()
 			switch {
 			case asked.Execution != "": // the turn would wait for the decision without its caller
-				said = r.cancelTurn(outer, asked, said)
+				message = r.cancelTurn(outer, asked, message)
 			case answers != nil: // an older server names no execution
-				said = notCancelled
+				message = notCancelled
 			}
-			r.infof("%s", said)
+			r.infof("%s", message)
 			return nil
 		case asked = <-r.asks:
 			answers = lines
@@ -132,13 +132,13 @@ const cancelTimeout = 10 * time.Second
 const notCancelled = "not cancelled: the approval is " + leftOpen
 
 // cancelTurn cancels a turn by a command of its own. It returns what to say: said, or notCancelled.
-func (r *remoteCall) cancelTurn(ctx context.Context, asked commandFrame, said string) string {
+func (r *remoteCall) cancelTurn(ctx context.Context, asked commandFrame, message string) string {
 	ctx, cancel := context.WithTimeout(ctx, cancelTimeout)
 	defer cancel()
 	err := r.aside(ctx, "executions", "cancel", asked.Execution, "--reason", operate.ErrInterrupt.Error())
 	switch exit, is := errors.AsType[*exitError](err); {
 	case err == nil:
-		return said
+		return message
 	case ctx.Err() != nil:
 		r.infof("agent: the cancel was not confirmed within %s", cancelTimeout)
 	case !is || exit.cause != nil: // not printed by the server

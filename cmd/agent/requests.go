@@ -218,14 +218,14 @@ func (c *cli) answerRequest(cmd *cobra.Command, s *session, id string, a request
 	}
 	result := map[string]any{"event_id": got.EventID, "resumed": append([]string{}, got.Resumed...), "request": r}
 	return c.print(result, func(w io.Writer) {
-		said := []string{r.Status + " " + r.ID}
+		parts := []string{r.Status + " " + r.ID}
 		if missing := missingDocuments(r); len(missing) > 0 {
-			said = append(said, "still missing: "+strings.Join(missing, ", "))
+			parts = append(parts, "still missing: "+strings.Join(missing, ", "))
 		}
 		if len(got.Resumed) > 0 {
-			said = append(said, "resumed "+strings.Join(got.Resumed, ", "))
+			parts = append(parts, "resumed "+strings.Join(got.Resumed, ", "))
 		}
-		fmt.Fprintln(w, printable(strings.Join(said, "; ")))
+		fmt.Fprintln(w, printable(strings.Join(parts, "; ")))
 	})
 }
 

@@ -71,11 +71,11 @@ The change is recorded. In SQL: select set_agent_retention('{"activity": "90 day
 				return err
 			}
 			return c.print(got, func(w io.Writer) {
-				said := "already set"
+				result := "already set"
 				if got.Changed {
-					said = "changed; trace " + got.TraceID
+					result = "changed; trace " + got.TraceID
 				}
-				fmt.Fprintln(w, said)
+				fmt.Fprintln(w, result)
 			})
 		}),
 	}

@@ -239,15 +239,15 @@ func TestDevOutput(t *testing.T) {
 	s.find(t, `\^C stops`)
 	assert.Contains(t, s.out.String(), "self_heal", "follow_through", "advance_plan", "run_automations", "reflect",
 		"save_memories", "total:")
-	said := s.err.String()
-	assert.Contains(t, said, "migrating the schema to version", "applied the caretaker example: 9 skills, 1 objective, "+
+	output := s.err.String()
+	assert.Contains(t, output, "migrating the schema to version", "applied the caretaker example: 9 skills, 1 objective, "+
 		"2 automations",
 		"running a heartbeat …", "admin token  the-admins-own-token\n", "/chat#key=the-visitors-own-key\n",
 		"data in      DATABASE_URL\n", "model        offline", "heartbeat    */30", "*/30 * * * * (UTC)", "^C stops")
-	assert.True(t, !strings.Contains(said, "hunter2"), "the database's password is shown")
-	logged := strings.Count(said, "level=WARN") // at the half hour, the schedule's heartbeat meets the first one
-	lines := strings.Count(said, "\n") - logged
-	assert.Truef(t, lines <= 16, "%d lines on stderr:\n%s", lines, said)
+	assert.True(t, !strings.Contains(output, "hunter2"), "the database's password is shown")
+	logged := strings.Count(output, "level=WARN") // at the half hour, the schedule's heartbeat meets the first one
+	lines := strings.Count(output, "\n") - logged
+	assert.Truef(t, lines <= 16, "%d lines on stderr:\n%s", lines, output)
 	code, body := testkit.Get(t, base+"/readyz")
 	assert.Truef(t, code == http.StatusOK, "readyz: %d %s", code, body)
 	s.stop()

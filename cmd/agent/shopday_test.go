@@ -137,12 +137,12 @@ func (d *shopDay) visitor(ctx context.Context, n, messages int) error {
 }
 
 // admin runs a session of some messages.
-func (d *shopDay) admin(ctx context.Context, said ...string) error {
+func (d *shopDay) admin(ctx context.Context, messages ...string) error {
 	s, err := d.app.Operate.Session("", true)
 	if err != nil {
 		return err
 	}
-	for _, words := range said {
+	for _, words := range messages {
 		if _, err := s.Turn(ctx, words, true, func(operate.Event) {}); err != nil {
 			return err
 		}
@@ -335,8 +335,8 @@ var orderPattern = regexp.MustCompile(`order (\d{4}).*e-mail is (\S+@\S+\w)`)
 // modelReply looks the order up, then answers.
 func modelReply(req openai.ChatCompletionRequest) modeltest.Reply {
 	last := req.Messages[len(req.Messages)-1]
-	said := modeltest.Said(last)
-	order := orderPattern.FindStringSubmatch(said)
+	text := modeltest.Said(last)
+	order := orderPattern.FindStringSubmatch(text)
 	switch {
 	case promptOf(req) == "reflection":
 		return modeltest.Text("Nothing out of the ordinary: all orders that were asked for were found.")
@@ -346,11 +346,11 @@ func modelReply(req openai.ChatCompletionRequest) modeltest.Reply {
 			"carrier says that it is with you within two working days. Is there anything else that I can do for you?")
 	case order != nil:
 		return modeltest.ToolCall("order_status", fmt.Sprintf(`{"order":%s,"email":%q}`, order[1], order[2]))
-	case strings.Contains(said, "weekly report"):
+	case strings.Contains(text, "weekly report"):
 		return modeltest.ToolCall("week_in_numbers", `{}`).AndCall("late_orders", `{}`)
-	case strings.Contains(said, "are late"):
+	case strings.Contains(text, "are late"):
 		return modeltest.ToolCall("late_orders", `{}`)
-	case strings.Contains(said, "numbers"):
+	case strings.Contains(text, "numbers"):
 		return modeltest.ToolCall("week_in_numbers", `{}`)
 	}
 	return modeltest.Text("You can send it back within thirty days, in its box, and it costs you nothing. We collect it " +

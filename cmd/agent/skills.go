@@ -241,12 +241,12 @@ func (c *cli) switchSkill(
 		"skill": name, "state": state, "changed": changed, "automations_paused": paused,
 		"automations_restored": restored,
 	}, func(w io.Writer) {
-		said := map[bool]string{true: "in service", false: "out of service"}[enable]
+		service := map[bool]string{true: "in service", false: "out of service"}[enable]
 		if !changed {
-			fmt.Fprintf(w, "%s was %s already\n", name, said)
+			fmt.Fprintf(w, "%s was %s already\n", name, service)
 			return
 		}
-		fmt.Fprintf(w, "%s is %s\n", name, said)
+		fmt.Fprintf(w, "%s is %s\n", name, service)
 		for _, a := range paused {
 			fmt.Fprintf(w, "automation %s is paused until the skill is enabled\n", a)
 		}

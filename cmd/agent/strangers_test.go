@@ -393,9 +393,9 @@ func (h *strangerTest) checkFlowAccess(th thread, b threadStart) {
 		LockID string `json:"lock_id"`
 	}
 	h.admin("POST", "/v1/executions/"+x.ID+"/lock", map[string]any{"owner": "w"}, http.StatusOK, &lock)
-	said := map[string]any{"content": "other was here", "execution_id": x.ID, "lock_id": lock.LockID}
-	h.admin("POST", "/v1/threads/"+th.id+"/messages", said, http.StatusNotFound, nil)
-	h.admin("POST", "/v1/threads/"+none+"/messages", said, http.StatusNotFound, nil)
+	message := map[string]any{"content": "other was here", "execution_id": x.ID, "lock_id": lock.LockID}
+	h.admin("POST", "/v1/threads/"+th.id+"/messages", message, http.StatusNotFound, nil)
+	h.admin("POST", "/v1/threads/"+none+"/messages", message, http.StatusNotFound, nil)
 	h.admin("DELETE", "/v1/executions/"+x.ID+"/lock/"+lock.LockID,
 		map[string]any{"status": "waiting", "waiting_for": "response", "waiting_key": th.id}, http.StatusNotFound, nil)
 }

@@ -46,7 +46,7 @@ func (g *gated) write(t *testing.T, n, queued int) {
 			assert.NoError(t, err)
 		})
 	}
-	pgtest.Eventually(t, patience, func() bool { return gathered(g.Batcher) == queued }, "writes are queued")
+	pgtest.Eventually(t, waitTimeout, func() bool { return gathered(g.Batcher) == queued }, "writes are queued")
 }
 
 // sent expects the sizes of the next batches.
@@ -56,7 +56,7 @@ func (g *gated) sent(t *testing.T, want ...int) {
 		select {
 		case got := <-g.sizes:
 			assert.Equal(t, n, got)
-		case <-time.After(patience):
+		case <-time.After(waitTimeout):
 			t.Fatalf("no batch of %d", n)
 		}
 	}
@@ -77,7 +77,7 @@ func (g *gated) finish(t *testing.T) {
 	t.Helper()
 	select {
 	case g.release <- struct{}{}:
-	case <-time.After(patience):
+	case <-time.After(waitTimeout):
 		t.Fatal("no batch is in flight")
 	}
 }

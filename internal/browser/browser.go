@@ -33,8 +33,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// patience is how long a step may take before the test fails: machines that test are slow and shared.
-const patience = 3 * time.Minute
+// waitTimeout is how long a step may take before the test fails: machines that test are slow and shared.
+const waitTimeout = 3 * time.Minute
 
 // Look is how a page is looked at.
 type Look struct {
@@ -112,7 +112,7 @@ func (p *Page) As(look Look) {
 func newTab(tb testing.TB) target.ID {
 	tb.Helper()
 	browser := chromedp.FromContext(process(tb)).Browser
-	ctx, cancel := context.WithTimeout(process(tb), patience)
+	ctx, cancel := context.WithTimeout(process(tb), waitTimeout)
 	defer cancel()
 	ctx = cdp.WithExecutor(ctx, browser)
 	profile, err := target.CreateBrowserContext().WithDisposeOnDetach(false).Do(ctx)
@@ -134,7 +134,7 @@ func newTab(tb testing.TB) target.ID {
 // do runs steps within the time they may take.
 func (p *Page) do(what string, steps ...chromedp.Action) {
 	p.tb.Helper()
-	ctx, cancel := context.WithTimeout(p.ctx, patience)
+	ctx, cancel := context.WithTimeout(p.ctx, waitTimeout)
 	defer cancel()
 	if err := chromedp.Run(ctx, steps...); err != nil {
 		p.tb.Fatalf("%s: %v\n%s", what, err, p.where())
@@ -261,7 +261,7 @@ func (p *Page) until(what, condition string, between func()) {
 // poll evaluates a script into now, again and again until done.
 func (p *Page) poll(what, script string, now any, done func() bool) {
 	p.tb.Helper()
-	ctx, cancel := context.WithTimeout(p.ctx, patience)
+	ctx, cancel := context.WithTimeout(p.ctx, waitTimeout)
 	defer cancel()
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()

@@ -89,10 +89,10 @@ func FuzzStream(f *testing.F) {
 		s.Finish(openai.FinishReasonStop)
 		s.Done()
 		require.NoError(t, s.Err())
-		said, called, ends := read(t, w.Body.String())
+		content, called, ends := read(t, w.Body.String())
 		assert.Equal(t, 1, ends, w.Body)
-		assert.Truef(t, (!utf8.ValidString(text) || said == text) && (!utf8.ValidString(arguments) || called == arguments),
-			"%q and %q came out as %q and %q", text, arguments, said, called)
+		assert.Truef(t, (!utf8.ValidString(text) || content == text) && (!utf8.ValidString(arguments) || called == arguments),
+			"%q and %q came out as %q and %q", text, arguments, content, called)
 		assert.Equal(t, text, strings.Join(chatwire.Pieces(text), ""), chatwire.Pieces(text))
 		for _, piece := range chatwire.Pieces(text) {
 			assert.Truef(t, !utf8.ValidString(text) || utf8.ValidString(piece) && piece != "",

@@ -28,12 +28,12 @@ case "$*" in
 *update) touch lists ;;
 *) test -e lists && echo >stork && chmod +x stork ;;
 esac`)
-	var said []string
+	var lines []string
 	wanted := debian.Program{Package: "storks", Names: []string{"stork", "stork2"}, Setting: "TEST_STORK"}
-	path, err := wanted.Find(t.Context(), func(line string) { said = append(said, line) })
+	path, err := wanted.Find(t.Context(), func(line string) { lines = append(lines, line) })
 	require.NoError(t, err)
 	assert.Equal(t, program, path)
-	assert.NoDiff(t, []string{"no stork found: installing Debian's package storks (apt-get)"}, said)
+	assert.NoDiff(t, []string{"no stork found: installing Debian's package storks (apt-get)"}, lines)
 	log, err := os.ReadFile(filepath.Join(dir, "log"))
 	require.NoError(t, err)
 	const install, wait = "install -y --no-install-recommends storks\n", "-o DPkg::Lock::Timeout=300 "

@@ -21,8 +21,8 @@ import (
 // outlive the tests of its binary.
 const guard = "github.com/lanekeeper/lanekeeper/internal/pgserver.launchGuard.func1"
 
-// patience bounds the wait for goroutines on a busy machine.
-const patience = 30 * time.Second
+// waitTimeout bounds the wait for goroutines on a busy machine.
+const waitTimeout = 30 * time.Second
 
 // Tests are the tests of a package without goroutine leaks.
 type Tests struct {
@@ -42,7 +42,7 @@ func (t Tests) Leaks() error {
 		}
 	}
 	http.DefaultClient.CloseIdleConnections() // connections that are kept for the next request belong to nobody
-	return t.find(patience)
+	return t.find(waitTimeout)
 }
 
 // find repeats the search until no goroutine remains, or the time is over.

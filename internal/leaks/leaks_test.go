@@ -20,5 +20,5 @@ func TestAGoroutineThatIsLeftIsFound(t *testing.T) {
 	assert.NoError(t, allowed.find(0), "one that is allowed")
 	close(end)
 	<-ended
-	assert.NoError(t, (Tests{}).find(patience), "one that has ended")
+	assert.NoError(t, (Tests{}).find(waitTimeout), "one that has ended")
 }

@@ -111,8 +111,8 @@ func TestOpenKnowsThePoolerAndUsesWhatItCarries(t *testing.T) {
 		assert.NoError(t, <-failed)
 	}
 	// Told otherwise it is still known where it leads.
-	told := open(t, through+"&default_query_exec_mode=exec")
-	assert.True(t, postgres.Pooled(told), "a mode in the connection string hides the pooler")
+	execMode := open(t, through+"&default_query_exec_mode=exec")
+	assert.True(t, postgres.Pooled(execMode), "a mode in the connection string hides the pooler")
 }
 
 func TestACancelledStatementIsCancelledBehindThePooler(t *testing.T) {

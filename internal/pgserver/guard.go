@@ -59,7 +59,7 @@ func launchGuard(l layout, bin Binaries, config Config) (*guard, error) {
 		return nil, err
 	}
 	defer log.Close()
-	heard, said, err := os.Pipe()
+	heard, write, err := os.Pipe()
 	if err != nil {
 		return nil, err
 	}
@@ -68,11 +68,11 @@ func launchGuard(l layout, bin Binaries, config Config) (*guard, error) {
 	cmd.Dir = l.root
 	cmd.Env = serverEnv() // no secret of ours stays in the environment of a process that may outlive us
 	cmd.Stdin = bytes.NewReader(input)
-	cmd.Stdout = said
+	cmd.Stdout = write
 	cmd.Stderr = log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	err = cmd.Start()
-	if err = errors.Join(err, said.Close()); err != nil {
+	if err = errors.Join(err, write.Close()); err != nil {
 		return nil, fmt.Errorf("start the guard: %w", err)
 	}
 	g := &guard{cmd: cmd, ended: make(chan struct{})}

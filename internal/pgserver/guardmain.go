@@ -34,8 +34,8 @@ func GuardMain() {
 func runGuard(in io.Reader, out io.WriteCloser) error {
 	runtime.LockOSThread()
 	signal.Ignore(syscall.SIGINT, syscall.SIGHUP, syscall.SIGPIPE)
-	told := make(chan os.Signal, 1)
-	signal.Notify(told, syscall.SIGTERM)
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, syscall.SIGTERM)
 	var o order
 	if err := json.NewDecoder(in).Decode(&o); err != nil {
 		return fmt.Errorf("read the order: %w", err)
@@ -53,7 +53,7 @@ func runGuard(in io.Reader, out io.WriteCloser) error {
 	if err != nil {
 		return err
 	}
-	err = attend(l, o, told, users)
+	err = attend(l, o, signals, users)
 	return errors.Join(err, cleanUp(l), alone.close(), users.close())
 }
 
@@ -76,7 +76,7 @@ func lockGuard(l layout) (*flock, error) {
 }
 
 // attend starts the server and ends it when users, wanted exclusively, is granted: nobody uses it.
-func attend(l layout, o order, told <-chan os.Signal, users *flock) error {
+func attend(l layout, o order, signals <-chan os.Signal, users *flock) error {
 	cmd := exec.Command(o.Program, o.Args...)
 	cmd.Dir = l.root
 	cmd.Env = serverEnv()
@@ -94,7 +94,7 @@ func attend(l layout, o order, told <-chan os.Signal, users *flock) error {
 	select {
 	case err := <-ended:
 		return err
-	case <-told:
+	case <-signals:
 		return shutDown(cmd.Process, ended)
 	case err := <-unused:
 		return errors.Join(err, shutDown(cmd.Process, ended))

@@ -112,9 +112,9 @@ func runTelling(cmd *exec.Cmd, progress func(string), name string) error {
 	out, in := io.Pipe()
 	cmd.Stdout = in
 	cmd.Stderr = in
-	told := make(chan struct{})
+	drained := make(chan struct{})
 	go func() {
-		defer close(told)
+		defer close(drained)
 		lines := bufio.NewScanner(io.TeeReader(out, &all))
 		for lines.Scan() {
 			progress(name + ": " + lines.Text())
@@ -123,7 +123,7 @@ func runTelling(cmd *exec.Cmd, progress func(string), name string) error {
 	}()
 	err := cmd.Run()
 	_ = in.Close() // never fails
-	<-told
+	<-drained
 	if err != nil {
 		return fmt.Errorf("%s: %w: %s", name, err, textcut.LastLines(all.String(), 5))
 	}

@@ -58,16 +58,16 @@ func beUser(arg string) int {
 	if err := json.Unmarshal([]byte(arg), &config); err != nil {
 		panic(err)
 	}
-	var said started
-	config.Progress = func(line string) { said.Progress = append(said.Progress, line) }
+	var report started
+	config.Progress = func(line string) { report.Progress = append(report.Progress, line) }
 	ctx := background()
 	s, err := pgserver.Start(ctx, config)
 	if err != nil {
-		said.Err = err.Error()
+		report.Err = err.Error()
 	} else {
-		said.URL, said.Dir, said.Adopted = s.URL(), s.Dir(), s.Adopted()
+		report.URL, report.Dir, report.Adopted = s.URL(), s.Dir(), s.Adopted()
 	}
-	if err := json.NewEncoder(os.Stdout).Encode(said); err != nil || said.Err != "" {
+	if err := json.NewEncoder(os.Stdout).Encode(report); err != nil || report.Err != "" {
 		return 1
 	}
 	_, _ = io.Copy(io.Discard, os.Stdin)

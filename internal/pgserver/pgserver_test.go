@@ -294,13 +294,13 @@ func TestDataOfAnotherVersionStaysBeside(t *testing.T) {
 	}
 	beside := filepath.Join(dir, strconv.Itoa(other), "data")
 	require.NoError(t, os.MkdirAll(beside, 0o700))
-	var told []string
-	config := pgserver.Config{Dir: dir, BinDir: bin.Dir, Progress: func(line string) { told = append(told, line) }}
+	var messages []string
+	config := pgserver.Config{Dir: dir, BinDir: bin.Dir, Progress: func(line string) { messages = append(messages, line) }}
 	s := start(t, config)
 	assert.Equal(t, strconv.Itoa(
 		bin.Major), query(t, s.URL(), "select split_part(current_setting('server_version'), '.', 1)"))
-	assert.Truef(t, strings.Contains(strings.Join(told, "\n"), beside),
-		"the other version's data is not mentioned in %q", told)
+	assert.Truef(t, strings.Contains(strings.Join(messages, "\n"), beside),
+		"the other version's data is not mentioned in %q", messages)
 }
 
 func TestProgramThatForgetsGuardMainIsTold(t *testing.T) {
@@ -369,10 +369,10 @@ func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
 	require.NoError(t, os.Mkdir(closed, 0o700))
 	link := filepath.Join(folder(t), "link") // the way in looks open
 	require.NoError(t, os.Symlink(closed, link))
-	var told []string
+	var messages []string
 	config := pgserver.Config{
 		Dir: filepath.Join(link, "project", ".agent", "pg"), Durable: true,
-		Progress: func(line string) { told = append(told, line) },
+		Progress: func(line string) { messages = append(messages, line) },
 	}
 	first := start(t, config)
 	base := filepath.Dir(first.Dir())
@@ -385,7 +385,7 @@ func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
 	require.NoError(t, err)
 	assert.Truef(t, strings.TrimSpace(string(pointer)) == base && strings.HasPrefix(filepath.Base(base), "project-"),
 		"LOCATION says %q, the files are in %s", pointer, base)
-	assert.Truef(t, strings.Contains(strings.Join(told, "\n"), base), "nobody was told of %s: %q", base, told)
+	assert.Truef(t, strings.Contains(strings.Join(messages, "\n"), base), "nobody was told of %s: %q", base, messages)
 	if err := os.Chmod(closed, 0o755); err != nil { // open now: the data must not seem lost
 		t.Fatal(err)
 	}

@@ -129,7 +129,7 @@ func (p *Problem) Error() string { return p.Title + ": " + p.Detail }
 // Write answers with what err means to the client, and logs what the client is not told. traceID may be
 // empty; log may be nil. Nothing may have been written to w before.
 func Write(w http.ResponseWriter, r *http.Request, err error, traceID string, log *slog.Logger) {
-	p := told(r, err, traceID, log)
+	p := answerOf(r, err, traceID, log)
 	send(w, r, p, ContentType, p, log)
 }
 
@@ -138,8 +138,8 @@ var lockInPath = regexp.MustCompile(`/lock/[^/]+`)
 // Path is the path of a request as it may be logged: the id of a run lock is a secret.
 func Path(r *http.Request) string { return lockInPath.ReplaceAllString(r.URL.Path, "/lock/[redacted]") }
 
-// told is the problem to answer with. What is news for the operator goes to the log.
-func told(r *http.Request, err error, traceID string, log *slog.Logger) *Problem {
+// answerOf returns the problem to answer with. What is news for the operator goes to the log.
+func answerOf(r *http.Request, err error, traceID string, log *slog.Logger) *Problem {
 	p, news := Of(err)
 	if news && log != nil {
 		about := []any{"method", r.Method, "path", Path(r), "status", p.Status, "trace_id", traceID, "error", err}
@@ -148,9 +148,9 @@ func told(r *http.Request, err error, traceID string, log *slog.Logger) *Problem
 		}
 		log.ErrorContext(r.Context(), "request failed", about...)
 	}
-	said := *p
-	said.TraceID = cmp.Or(said.TraceID, traceID)
-	return &said
+	named := *p
+	named.TraceID = cmp.Or(named.TraceID, traceID)
+	return &named
 }
 
 // send writes body, with the headers that p asks for.
@@ -178,15 +178,15 @@ func send(w http.ResponseWriter, r *http.Request, p *Problem, contentType string
 // Stray is the first field of a JSON object that is none of the struct's that into points to; empty when all are. A
 // decoder that refuses unknown fields lets one through whose name differs in the case of its letters alone.
 func Stray(raw []byte, into any) (string, error) {
-	var said map[string]json.RawMessage
-	if err := json.Unmarshal(raw, &said); err != nil {
+	var members map[string]json.RawMessage
+	if err := json.Unmarshal(raw, &members); err != nil {
 		return "", err
 	}
 	for _, f := range reflect.VisibleFields(reflect.TypeOf(into).Elem()) {
 		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
-		delete(said, name)
+		delete(members, name)
 	}
-	left := append(slices.Sorted(maps.Keys(said)), "")
+	left := append(slices.Sorted(maps.Keys(members)), "")
 	return left[0], nil
 }
 
@@ -329,7 +329,7 @@ func Away(err error) bool {
 
 // WriteOpenAI is Write in OpenAI's format.
 func WriteOpenAI(w http.ResponseWriter, r *http.Request, err error, traceID string, log *slog.Logger) {
-	p := told(r, err, traceID, log)
+	p := answerOf(r, err, traceID, log)
 	if p.TraceID != "" {
 		w.Header().Set("X-Request-Id", p.TraceID) // what the stock clients show
 	}

@@ -31,9 +31,9 @@ type Process struct {
 	Cmd      *exec.Cmd
 	Out, Err testkit.Log
 
-	t        testing.TB
-	patience time.Duration
-	ended    chan struct{} // closed when the process is gone
+	t       testing.TB
+	timeout time.Duration
+	ended   chan struct{} // closed when the process is gone
 }
 
 // Environ is what every process needs of the environment, and more.
@@ -49,9 +49,9 @@ func Environ(more ...string) []string {
 
 // Start starts a command in a folder with exactly the given environment. Patience is how long it may take until
 // something that is waited for has happened.
-func Start(tb testing.TB, patience time.Duration, dir string, environ []string, command ...string) *Process {
+func Start(tb testing.TB, timeout time.Duration, dir string, environ []string, command ...string) *Process {
 	tb.Helper()
-	p := &Process{Cmd: exec.Command(command[0], command[1:]...), t: tb, patience: patience, ended: make(chan struct{})}
+	p := &Process{Cmd: exec.Command(command[0], command[1:]...), t: tb, timeout: timeout, ended: make(chan struct{})}
 	p.Cmd.Dir, p.Cmd.Env = dir, environ
 	p.Cmd.Stdout, p.Cmd.Stderr = &p.Out, &p.Err
 	p.Cmd.SysProcAttr = DieWithUs()
@@ -105,8 +105,8 @@ func (p *Process) Exit() int {
 	select {
 	case <-p.ended:
 		return p.Cmd.ProcessState.ExitCode()
-	case <-time.After(p.patience):
-		p.t.Fatalf("%s did not end within %s", p.name(), p.patience)
+	case <-time.After(p.timeout):
+		p.t.Fatalf("%s did not end within %s", p.name(), p.timeout)
 		return 0
 	}
 }
@@ -129,7 +129,7 @@ func (p *Process) Stop() {
 // Says waits until the process has logged a text.
 func (p *Process) Says(words string) {
 	p.t.Helper()
-	pgtest.Eventually(p.t, p.patience, func() bool { return strings.Contains(p.Err.String(), words) },
+	pgtest.Eventually(p.t, p.timeout, func() bool { return strings.Contains(p.Err.String(), words) },
 		p.name()+" says: "+words)
 }
 
@@ -161,7 +161,7 @@ var listens = regexp.MustCompile(`(?:listen=|"listen":")(http://[^\s"]+)`)
 // Base waits until the process serves, and returns the URL.
 func (p *Process) Base() (url string) {
 	p.t.Helper()
-	pgtest.Eventually(p.t, p.patience, func() bool {
+	pgtest.Eventually(p.t, p.timeout, func() bool {
 		found := listens.FindStringSubmatch(p.Err.String())
 		switch {
 		case found != nil:

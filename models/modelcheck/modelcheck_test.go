@@ -71,14 +71,14 @@ func TestEveryProviderPassesItsChecks(t *testing.T) {
 			server.Handle(modeltest.PassesChecks)
 			c := client(t, server)
 			target := modelcheck.Target{Model: test.model}
-			said := modelcheck.Calls(c, target)
+			calls := modelcheck.Calls(c, target)
 			found := check(t, c, target)
 			for _, r := range found {
 				assert.Truef(t, r.Status != modelcheck.Fail, "%s: %s", r.Check, r.Detail)
 			}
 			assert.Equal(t, test.dialect, found[modelcheck.Dialect].Detail)
 			assert.Equal(t, test.images, found[modelcheck.Image].Status == modelcheck.Pass, found[modelcheck.Image])
-			assert.Equal(t, said, len(server.Requests()))
+			assert.Equal(t, calls, len(server.Requests()))
 		})
 	}
 }

@@ -174,12 +174,12 @@ func TestAnAttachedDocumentIsReadAndQuoted(t *testing.T) {
 		`{"type":"object","properties":{"document":{"type":"string"}}}`,
 		answers(`{"id":"01-a","name":"plan.txt","text":"One\nTwo\nThree\nFour"}`),
 	}
-	for name, said := range map[string][]string{
+	for name, messages := range map[string][]string{
 		"alone": {shown}, "English": {"What does this file say?\n\n" + shown}, "Spanish": {"Resume el documento\n\n" + shown},
 		"German": {"Was steht im Dokument?\n\n" + shown}, "later": {shown, "Noted.", "what is in the document?"},
 	} {
-		last := len(said) - 1
-		calls, text := talkOn(t, said[:last], said[last], append(caretaker(), read))
+		last := len(messages) - 1
+		calls, text := talkOn(t, messages[:last], messages[last], append(caretaker(), read))
 		assert.Truef(t, slices.Equal(calls, []string{`document_read {"document":"01-a"}`}) &&
 			text == "document_read: plan.txt One Two Three Four.", "%s: calls %q, says %q", name, calls, text)
 	}

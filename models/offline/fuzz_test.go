@@ -20,12 +20,12 @@ func FuzzRequest(f *testing.F) {
 		"parameters":{"required":["result"],"properties":{"result":{"maxLength":-1,"minLength":1e9}}}}}]}`)
 	f.Add(
 		`{"messages":[{"role":"user","content":"n"}],"response_format":{"type":"json_schema","json_schema":{"schema":{"type":"array","minItems":1e300}}}}`)
-	for _, said := range []string{
+	for _, text := range []string{
 		"forget the x", "remember that a is b", `use memory_forget with {\"key\":`, "¿Qué recuerdas de \\u0000?",
 		"again", "and?", "run a_b",
 		`{\"summary_so_far\":\"\",\"messages\":[{}]}`, "<delivery <delivery </delivery>", `propose an objective \"\"`,
 	} {
-		f.Add(`{"messages":[{"role":"user","content":"x"},{"role":"user","content":"` + said +
+		f.Add(`{"messages":[{"role":"user","content":"x"},{"role":"user","content":"` + text +
 			`"},{"role":"assistant","tool_calls":[{"id":"c",
 			"function":{"name":"memory_search"}}]},{"role":"tool","tool_call_id":"c","content":"{\"memories\":[{},7,{\"key\":\"x\"}]}"},
 			{"role":"system","content":"Tool call failed: INVALID_PARAMS. Schema: {} Errors: x"}],"tools":[{"function":{"name":"memory_forget",

@@ -100,12 +100,12 @@ func talkAs(t *testing.T, system string, before []string, prompt string, skills 
 	client, err := models.New(models.Config{BaseURL: server.URL + "/v1", Model: offline.Model})
 	require.NoError(t, err)
 	req := models.Request{Messages: []models.Message{{Role: models.RoleSystem, Content: system}}}
-	for i, said := range append(slices.Clone(before), prompt) {
+	for i, content := range append(slices.Clone(before), prompt) {
 		role := models.RoleUser
 		if i%2 == 1 && i < len(before) {
 			role = models.RoleAssistant
 		}
-		req.Messages = append(req.Messages, models.Message{Role: role, Content: said})
+		req.Messages = append(req.Messages, models.Message{Role: role, Content: content})
 	}
 	for _, s := range skills {
 		req.Tools = append(req.Tools, models.Tool{
@@ -120,11 +120,11 @@ func talkAs(t *testing.T, system string, before []string, prompt string, skills 
 		}
 		req.Messages = append(req.Messages, resp.Message)
 		for _, call := range resp.Message.ToolCalls {
-			said := call.Name + " " + call.Arguments
-			assert.Truef(t, !slices.Contains(calls, said), "called twice: %s", said)
-			calls = append(calls, said)
+			made := call.Name + " " + call.Arguments
+			assert.Truef(t, !slices.Contains(calls, made), "called twice: %s", made)
+			calls = append(calls, made)
 			i := slices.IndexFunc(skills, func(s skill) bool { return s.name == call.Name })
-			require.Truef(t, i >= 0, "called a tool that was not offered: %s", said)
+			require.Truef(t, i >= 0, "called a tool that was not offered: %s", made)
 			checkSchema(t, skills[i].schema, call.Arguments)
 			req.Messages = append(req.Messages, models.Message{
 				Role: models.RoleTool, ToolCallID: call.ID, Content: skills[i].do(call.Arguments),

@@ -613,8 +613,8 @@ func (c *Chat) relayDocuments(
 
 // emptyRelayAnswer is the answer of a relay without messages: the documents that a flow of the thread waits for, or
 // that the message was passed on. Until the first document it repeats the last message of the flow.
-func (c *Chat) emptyRelayAnswer(ctx context.Context, in input, said int) (string, error) {
-	if said > 0 {
+func (c *Chat) emptyRelayAnswer(ctx context.Context, in input, messages int) (string, error) {
+	if messages > 0 {
 		return "", nil
 	}
 	var question string

@@ -143,7 +143,7 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 				assert.Truef(t, err == nil && strings.Contains(text, "admin"), "the connection ends with %q, %v", text, err)
 			}
 			var open []approvals.Approval
-			pgtest.Eventually(t, patience, func() bool {
+			pgtest.Eventually(t, waitTimeout, func() bool {
 				open, err = approvals.Pending(t.Context(), w.pool, 10)
 				return err == nil && len(open) == 1 && pgtest.Value[bool](t, w.pool, `select status = 'waiting'
 					from agent_executions`)
@@ -158,7 +158,7 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 				text, err = streamed(t, stream)
 				assert.Truef(t, err == nil && text == "You have your money back.", "the stream goes on with %q, %v", text, err)
 			}
-			pgtest.Eventually(t, patience, func() bool {
+			pgtest.Eventually(t, waitTimeout, func() bool {
 				r, body := p.get(t, "/v1/chat/completions/"+first.ID)
 				defer r.Body.Close()
 				return r.StatusCode == http.StatusOK && strings.Contains(body, "You have your money back.")
@@ -180,13 +180,13 @@ func TestAMessageBehindAnApprovalIsNotWaitedForLonger(t *testing.T) {
 			w := newWorld(t, modeltest.ToolCall("refund", `{}`), modeltest.Text("You have your money back."),
 				modeltest.Text("At nine."))
 			p := w.process(t, func(c *chat.Chat) { c.ApprovalWait, c.InProcessWait = 500*time.Millisecond, quick })
-			said := make([]string, 2)
-			ctx, stop := context.WithTimeout(t.Context(), patience)
+			answers := make([]string, 2)
+			ctx, stop := context.WithTimeout(t.Context(), waitTimeout)
 			defer stop()
 			for i, text := range []string{"I want a refund.", "And when do you open?"} {
 				answer, err := p.client(inThread("r")...).CreateChatCompletion(ctx, says(text))
 				require.NoError(t, err)
-				if said[i] = answer.ID; !strings.Contains(answer.Choices[0].Message.Content, "admin") {
+				if answers[i] = answer.ID; !strings.Contains(answer.Choices[0].Message.Content, "admin") {
 					t.Errorf("%q is answered with %q", text, answer.Choices[0].Message.Content)
 				}
 				assert.Equal(t, i == 0, answer.Usage.TotalTokens > 0, text, "has used tokens")
@@ -195,8 +195,8 @@ func TestAMessageBehindAnApprovalIsNotWaitedForLonger(t *testing.T) {
 			require.Truef(t, err == nil && len(open) == 1, "open are %+v, %v", open, err)
 			_, err = approvals.Decide(t.Context(), w.pool, open[0].ID, true, "admin", "")
 			require.NoError(t, err)
-			pgtest.Eventually(t, patience, func() bool {
-				r, body := p.get(t, "/v1/chat/completions/"+said[1])
+			pgtest.Eventually(t, waitTimeout, func() bool {
+				r, body := p.get(t, "/v1/chat/completions/"+answers[1])
 				defer r.Body.Close()
 				return r.StatusCode == http.StatusOK && strings.Contains(body, "At nine.")
 			}, "the second message is answered")
@@ -432,10 +432,10 @@ func TestAGreetingBeginsANewThread(t *testing.T) {
 		_, err := p.clientOf("site", inThread("hall")...).CreateChatCompletion(t.Context(), to("sales", "Are you there?"))
 		require.NoError(t, err)
 	}
-	said := pgtest.Value[string](t, w.pool, `select string_agg(role || ': ' || content, ', ' order by seq)
+	transcript := pgtest.Value[string](t, w.pool, `select string_agg(role || ': ' || content, ', ' order by seq)
 		from agent_messages`)
 	want := "assistant: Hola, soy Nora., user: Are you there?, assistant: Yes., user: Are you there?, assistant: Still."
-	assert.Equal(t, want, said, "the thread")
+	assert.Equal(t, want, transcript, "the thread")
 	var roles []string
 	for _, m := range w.model.Requests()[1].Messages {
 		roles = append(roles, m.Role)

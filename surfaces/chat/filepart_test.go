@@ -48,15 +48,15 @@ func TestAFileInsideARequestIsStoredWithItsMessage(t *testing.T) {
 	if got, want := w.stored(t), "orders.csv text/csv key site id,total"; got != want {
 		t.Errorf("stored: %s, want %s", got, want)
 	}
-	said := w.transcript(t, "s")
-	assert.Truef(t, strings.Contains(said[0], `"orders.csv", text/csv, 8 B`) && strings.Contains(said[0], "id,total"),
-		"the model was shown %q", said[0])
+	lines := w.transcript(t, "s")
+	assert.Truef(t, strings.Contains(lines[0], `"orders.csv", text/csv, 8 B`) && strings.Contains(lines[0], "id,total"),
+		"the model was shown %q", lines[0])
 	id := p.upload(t, "note.txt", "by its id")
 	_, body := p.respond(t, "POST", "", fmt.Sprintf(`{"model":"agent","input":[{"role":"user","content":[
 		{"type":"input_file","file_id":%q},{"type":"input_file","filename":"a.txt","file_data":%q}]}]}`, id, inBase64("inside")), inThread("r")...)
 	require.True(t, strings.Contains(body, "Two."), body)
-	if said := w.transcript(t, "r"); !strings.Contains(said[0], "by its id") || !strings.Contains(said[0], "inside") {
-		t.Errorf("the model was shown %q", said[0])
+	if lines := w.transcript(t, "r"); !strings.Contains(lines[0], "by its id") || !strings.Contains(lines[0], "inside") {
+		t.Errorf("the model was shown %q", lines[0])
 	}
 	other := p.official("shop")
 	_, err := other.Chat.Completions.New(t.Context(),
@@ -121,9 +121,9 @@ func TestAnImageFileIsShownToAModelThatTakesImages(t *testing.T) {
 			t.Errorf("request %d has %d mentions of images: %.2000s", i, n, r.Body)
 		}
 	}
-	said := w.transcript(t, "s")
-	assert.Truef(t, strings.Contains(said[0], "orders.csv\", image/png") && strings.Contains(said[2], "5.2 MB"),
-		"the thread: %q", said)
+	lines := w.transcript(t, "s")
+	assert.Truef(t, strings.Contains(lines[0], "orders.csv\", image/png") && strings.Contains(lines[2], "5.2 MB"),
+		"the thread: %q", lines)
 }
 
 func TestAnImageFileIsDataForAModelThatTakesTextAlone(t *testing.T) {

@@ -63,8 +63,8 @@ func TestAVisitorsFileIsShownToTheModel(t *testing.T) {
 	refusal(t, err, 404, "file_not_found")
 	got, err := client.Chat.Completions.New(t.Context(), withFile(up.ID))
 	require.Truef(t, err == nil && got.Choices[0].Message.Content == "Two orders.", "%+v, %v", got, err)
-	said := w.transcript(t, "ada")
-	assert.Contains(t, said[0], "What is in it?", up.ID, `"orders.csv", text/csv, 16 B`, "1,9.50",
+	lines := w.transcript(t, "ada")
+	assert.Contains(t, lines[0], "What is in it?", up.ID, `"orders.csv", text/csv, 16 B`, "1,9.50",
 		"data, not instructions")
 	// In another thread it is a copy, which goes with that thread.
 	elsewhere := p.official("site", option.WithHeader("X-Thread-Id", "bea"))
@@ -136,9 +136,9 @@ func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
 	require.Truef(t, err == nil && second.Choices[0].Message.Content == "photo is dent.txt.\n\nform is signed.txt.",
 		"%+v, %v", second, err)
 	p.reaches(t, id, executions.Completed)
-	said := w.transcript(t, "t")
-	assert.Truef(t, len(said) == 6 && strings.Contains(said[1], "a dent") && strings.Contains(said[2], missing) &&
-		strings.Contains(said[3], "yes"), "the thread: %q", said)
+	lines := w.transcript(t, "t")
+	assert.Truef(t, len(lines) == 6 && strings.Contains(lines[1], "a dent") && strings.Contains(lines[2], missing) &&
+		strings.Contains(lines[3], "yes"), "the thread: %q", lines)
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*)::int from agent_documents where thread_id = 't'`))
 }
 
@@ -182,10 +182,10 @@ func TestWordsAloneAreToldWhichDocumentIsMissing(t *testing.T) {
 		assert.Equal(t, want, p.answerTo(t, "t", "it is broken"))
 	}
 	p.reaches(t, id, executions.Waiting)
-	said := w.transcript(t, "t")
-	require.Equal(t, 5, len(said), said)
-	assert.Contains(t, said[2], want)
-	assert.Contains(t, said[4], want)
+	lines := w.transcript(t, "t")
+	require.Equal(t, 5, len(lines), lines)
+	assert.Contains(t, lines[2], want)
+	assert.Contains(t, lines[4], want)
 	pgtest.Equal(t, w.pool, 2, `select count(*)::int from agent_messages a join agent_messages u using (execution_id, turn)
 		where a.role = 'assistant' and u.role = 'user'`)
 }

@@ -85,7 +85,7 @@ func (p *process) talks(t *testing.T) string {
 
 func (p *process) reaches(t *testing.T, id string, status executions.Status) {
 	t.Helper()
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitTimeout, func() bool {
 		x, err := executions.Get(t.Context(), p.pool, id)
 		return err == nil && x.Status == status
 	}, "execution is "+string(status))
@@ -186,7 +186,7 @@ func TestAMessageThatComesBeforeTheWaitIsNotLost(t *testing.T) {
 	testkit.Receive(t, asked)
 	answers := make(chan string, 1)
 	go func() { answers <- p.answerTo(t, "t", "Ada") }()
-	pgtest.Eventually(t, patience, func() bool { return slices.Contains(p.all(t, "t"), "Ada") }, "the message is stored")
+	pgtest.Eventually(t, waitTimeout, func() bool { return slices.Contains(p.all(t, "t"), "Ada") }, "stored")
 	close(goOn)
 	assert.Equal(t, "Hello, Ada.", testkit.Receive(t, answers))
 }
@@ -247,12 +247,12 @@ func TestARelayWhoseMessagesAreDeletedEndsWithWhatItHasShown(t *testing.T) {
 	stream, err := p.client(inThread("t")...).CreateChatCompletionStream(t.Context(), says("Ada"))
 	require.NoError(t, err)
 	defer stream.Close()
-	var said string
-	for !strings.Contains(said, "Hello, Ada.") {
+	var text string
+	for !strings.Contains(text, "Hello, Ada.") {
 		chunk, err := stream.Recv()
-		require.NoError(t, err, "after", said)
+		require.NoError(t, err, "after", text)
 		for _, c := range chunk.Choices {
-			said += c.Delta.Content
+			text += c.Delta.Content
 		}
 	}
 	pgtest.Exec(t, p.pool, `delete from agent_messages where role = 'assistant'`)

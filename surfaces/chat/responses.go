@@ -116,11 +116,11 @@ func (c *Chat) currentResponse(w http.ResponseWriter, r *http.Request, b *starte
 	case x.Status.Ended():
 		f := &follower{Chat: c, id: x.ID, in: in, feed: b.feed}
 		_, why := f.result(r.Context(), &x)
-		said, err := threads.Messages(r.Context(), c.Front, threads.MessageFilter{ExecutionID: x.ID, Role: threads.Assistant})
+		list, err := threads.Messages(r.Context(), c.Front, threads.MessageFilter{ExecutionID: x.ID, Role: threads.Assistant})
 		if err != nil {
 			return err
 		}
-		for _, m := range said {
+		for _, m := range list {
 			if m.Interrupted {
 				head.Text = m.Content
 			}

@@ -53,13 +53,13 @@ func TestTheOfficialClientHoldsAConversationOfResponses(t *testing.T) {
 		PreviousResponseID: openai.String(first.ID),
 	})
 	var kinds []string
-	var said string
+	var text string
 	var last responses.Response
 	for n := int64(0); stream.Next(); n++ {
 		e := stream.Current()
 		assert.Equal(t, n, e.SequenceNumber)
 		if kinds = append(kinds, e.Type); e.Type == "response.output_text.delta" {
-			said += e.Delta
+			text += e.Delta
 		}
 		last = e.Response
 	}
@@ -71,8 +71,8 @@ func TestTheOfficialClientHoldsAConversationOfResponses(t *testing.T) {
 	}
 	diff := cmp.Diff(want, slices.Compact(kinds))
 	assert.Truef(t, diff == "" && stream.Err() == nil, "%v; events (-want +got):\n%s", stream.Err(), diff)
-	if said != "We open at nine o'clock." || last.OutputText() != said || last.PreviousResponseID != first.ID {
-		t.Errorf("said %q; last %s", said, last.RawJSON())
+	if text != "We open at nine o'clock." || last.OutputText() != text || last.PreviousResponseID != first.ID {
+		t.Errorf("said %q; last %s", text, last.RawJSON())
 	}
 	lines := w.transcript(t, first.Conversation.ID)
 	assert.Truef(t, len(lines) == 4 && w.called("opening") == 1, "the thread has %q", lines)
@@ -82,7 +82,7 @@ func TestTheOfficialClientHoldsAConversationOfResponses(t *testing.T) {
 	_, err = client.Responses.Get(t.Context(), "resp_none", responses.ResponseGetParams{})
 	refusal(t, err, 404, "response_not_found")
 	stored, err := client.Responses.Get(t.Context(), last.ID, responses.ResponseGetParams{})
-	assert.Truef(t, err == nil && stored.OutputText() == said && stored.Status == "completed",
+	assert.Truef(t, err == nil && stored.OutputText() == text && stored.Status == "completed",
 		"stored %v, %v", stored, err)
 	_, err = client.Responses.New(t.Context(), responses.ResponseNewParams{
 		Model: "agent", Input: responses.ResponseNewParamsInputUnion{OfString: openai.String("And before?")},
@@ -151,7 +151,7 @@ func TestAResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
 		"%d %s", r.StatusCode, body)
 	testkit.Receive(t, g.asked)
 	send(t, g.pieces, "Half of it")
-	pgtest.Eventually(t, patience, func() bool {
+	pgtest.Eventually(t, waitTimeout, func() bool {
 		_, body := p.respond(t, "GET", "/"+got.ID, "")
 		return strings.Contains(body, `"status":"in_progress"`) && strings.Contains(body, "Half of it")
 	}, "the text so far is shown")

@@ -160,7 +160,7 @@ func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 			return err
 		})
 	}
-	pgtest.Eventually(t, patience, func() bool { return w.turns(t) == 5 }, "both are taken")
+	pgtest.Eventually(t, waitTimeout, func() bool { return w.turns(t) == 5 }, "both are taken")
 	send(t, g.pieces, "Four.")
 	close(g.pieces)
 	assert.NoError(t, group.Wait())
@@ -265,14 +265,14 @@ func TestASpentLimitIsAnErrorThatSaysWhenItEnds(t *testing.T) {
 	assert.Truef(t, !time.Now().UTC().Before(ends) || strings.Contains(refused.Message, "from "+day+" 0"),
 		"%q does not say that the limit ends on %s", refused.Message, day)
 	stream := client.Chat.Completions.NewStreaming(t.Context(), ask("Hello?"))
-	said := ""
+	text := ""
 	for stream.Next() {
 		if c := stream.Current(); len(c.Choices) > 0 {
-			said += c.Choices[0].Delta.Content
+			text += c.Choices[0].Delta.Content
 		}
 	}
-	assert.Truef(t, said == "" && stream.Err() != nil && strings.Contains(stream.Err().Error(), "insufficient_quota"),
-		"the stream says %q and ends with %v", said, stream.Err())
+	assert.Truef(t, text == "" && stream.Err() != nil && strings.Contains(stream.Err().Error(), "insufficient_quota"),
+		"the stream says %q and ends with %v", text, stream.Err())
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where role = 'user'`))
 	assert.Equal(t, 0, len(w.model.Requests()))
 }

@@ -37,7 +37,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-const patience = 90 * time.Second
+const waitTimeout = 90 * time.Second
 
 func TestMain(m *testing.M) {
 	pgtest.AtOnce(4)
@@ -366,7 +366,7 @@ func send[T any](t *testing.T, to chan<- T, v T) {
 	t.Helper()
 	select {
 	case to <- v:
-	case <-time.After(patience):
+	case <-time.After(waitTimeout):
 		t.Fatal("nobody takes what the test sends")
 	}
 }

@@ -114,8 +114,8 @@ func TestAnotherKeysThreadDoesNotExist(t *testing.T) {
 	_, err = p.clientOf("shop", inThread("mine")...).CreateChatCompletion(t.Context(), says("what was said?"))
 	assert.NoError(t, err, "a thread of the same name is another one")
 	requests := w.model.Requests()
-	told := heard(requests[len(requests)-1])
-	assert.Truef(t, slices.Equal(told, []string{"user: what was said?"}), "the model was told %q", told)
+	messages := heard(requests[len(requests)-1])
+	assert.Truef(t, slices.Equal(messages, []string{"user: what was said?"}), "the model was told %q", messages)
 	path := "/v1/chat/completions/"
 	_, foreign := p.get(t, path+got.ID, "Authorization", "Bearer shop")
 	missing, none := p.get(t, path+"chatcmpl-01a1fd04-74da-74d4-8812-62d9715247b0", "Authorization", "Bearer shop")
@@ -155,8 +155,8 @@ func TestTurnsAreAnsweredInTheirOrder(t *testing.T) {
 		assert.Truef(t, lines[i+1] == "assistant: re "+question, "%q is followed by %q", lines[i], lines[i+1])
 	}
 	for _, r := range w.model.Requests() { // whoever was answered had all before in view
-		said := heard(r)
-		assert.NoDiff(t, lines[:len(said)], said)
+		messages := heard(r)
+		assert.NoDiff(t, lines[:len(messages)], messages)
 	}
 	assert.True(t, pgtest.Value[bool](t, w.pool, `
 		select bool_and(ordered) from (select turn > coalesce(lag(turn) over (order by seq), 0) as ordered
@@ -235,7 +235,7 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 			kept := "Coffee is"
 			if elsewhere { // what another process knows may be a second old
 				send(t, g.pieces, " a drink")
-				pgtest.Eventually(t, patience, func() bool {
+				pgtest.Eventually(t, waitTimeout, func() bool {
 					select {
 					case g.pieces <- ".":
 					case <-time.After(100 * time.Millisecond):
@@ -249,10 +249,10 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 			var failure *openai.APIError
 			assert.Truef(t, errors.As(err, &failure) && failure.Code == "interrupted",
 				"the interrupted stream ends with %v", err)
-			said := heard(w.model.Requests()[1])
-			assert.Truef(t, len(said) == 3 && strings.HasPrefix(said[1], "assistant: "+kept) &&
-				strings.HasSuffix(said[1], "\n[interrupted]") && said[2] == "user: tea, rather",
-				"the model heard %q, want the partial answer %q", said, kept)
+			messages := heard(w.model.Requests()[1])
+			assert.Truef(t, len(messages) == 3 && strings.HasPrefix(messages[1], "assistant: "+kept) &&
+				strings.HasSuffix(messages[1], "\n[interrupted]") && messages[2] == "user: tea, rather",
+				"the model heard %q, want the partial answer %q", messages, kept)
 			pgtest.Equal(t, w.pool, "cancelled completed", `select string_agg(status, ' ' order by created_at) from agent_executions`)
 		})
 	}
@@ -635,9 +635,9 @@ func TestASkillDisabledBetweenRequestAndTurnIsNotCalled(t *testing.T) {
 	assert.Equal(t, "I cannot tell.", w.process(t).answerTo(t, "hall", "When do you open?"))
 	assert.Equal(t, 0, w.called("opening"))
 	lines := heard(w.model.Requests()[1])
-	told := lines[len(lines)-1]
-	assert.Truef(t, strings.Contains(told, `"error":"disabled"`) && strings.Contains(told, "it misbehaves"),
-		"the model was told %s", told)
+	last := lines[len(lines)-1]
+	assert.Truef(t, strings.Contains(last, `"error":"disabled"`) && strings.Contains(last, "it misbehaves"),
+		"the model was told %s", last)
 }
 
 // transactionCount counts the transactions that a pool's connections end.

@@ -177,11 +177,11 @@ func (t *turn) readMessages(ctx context.Context) error {
 	}
 	t.number, t.prompt = *got.messages[0].Turn, strings.Join(texts, "\n\n")
 	t.flowText = got.flowText
-	said := got.draft.Final()
-	if !strings.HasPrefix(said, t.flowText) {
-		said = t.flowText
+	final := got.draft.Final()
+	if !strings.HasPrefix(final, t.flowText) {
+		final = t.flowText
 	}
-	t.feed.start(t.exec.Claim, said, t.limit())
+	t.feed.start(t.exec.Claim, final, t.limit())
 	return nil
 }
 

@@ -114,8 +114,8 @@ func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost
 	times := map[string]int{}
 	for _, r := range w.model.Requests() {
 		key := r.IdempotencyKey()
-		if said, again := bodies[key]; again && said != r.Body {
-			t.Errorf("a request was repeated otherwise:\n%s", cmp.Diff(said, r.Body))
+		if body, again := bodies[key]; again && body != r.Body {
+			t.Errorf("a request was repeated otherwise:\n%s", cmp.Diff(body, r.Body))
 		}
 		bodies[key] = r.Body
 		times[key]++

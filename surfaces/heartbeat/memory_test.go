@@ -64,7 +64,7 @@ func TestStaleNoteIsConflict(t *testing.T) {
 		}
 		return answer(map[string][]modeltest.Reply{"Objective tidy": script}, req)
 	})
-	x, said := w.runCompleted(t)
+	x, got := w.runCompleted(t)
 	if e := w.contact(t); string(e.Value) != `"Carla, says the admin"` || e.Revision != 2 {
 		t.Errorf("it holds %s at %d", e.Value, e.Revision)
 	}
@@ -72,7 +72,7 @@ func TestStaleNoteIsConflict(t *testing.T) {
 	assert.Truef(t, err == nil && len(open) == 1 && string(open[0].Value) == `"Bea"` && open[0].IfRevision == 1 &&
 		open[0].FoundRevision == 2 && open[0].TraceID == x.TraceID && *open[0].ExecutionID == x.ID, "the conflict is %+v, %v",
 		open, err)
-	assert.Contains(t, said.Phases["save_memories"], "1 kept as conflicts")
+	assert.Contains(t, got.Phases["save_memories"], "1 kept as conflicts")
 	pgtest.Equal(t, w.pool, "skipped", `select status from agent_activity where skill_name = 'save_memory'`)
 }
 

@@ -63,7 +63,7 @@ func newBusyHeartbeat(t *testing.T) *testHeartbeat {
 func TestFullHeartbeatTrace(t *testing.T) {
 	t.Parallel()
 	w := newBusyHeartbeat(t)
-	x, said := w.runCompleted(t)
+	x, got := w.runCompleted(t)
 	assert.Truef(t, strings.HasPrefix(x.TraceID, "hb_"), "trace id is %s", x.TraceID)
 	want := []string{
 		"self_heal success", "heal_skill success", "heal_skill success",
@@ -79,9 +79,9 @@ func TestFullHeartbeatTrace(t *testing.T) {
 	assert.NoDiff(t, want, w.traceLines(t, x.TraceID))
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where trace_id <> $1 and trace_id like 'hb%'`,
 		x.TraceID)
-	assert.Truef(t, len(said.Phases) == 6 && strings.Contains(x.ResultSummary, "3 of 3 steps done") &&
+	assert.Truef(t, len(got.Phases) == 6 && strings.Contains(x.ResultSummary, "3 of 3 steps done") &&
 		strings.Contains(x.ResultSummary, "2 of 3 skills taken out of service"), "summary is %q, %v", x.ResultSummary,
-		said.Phases)
+		got.Phases)
 	pgtest.Equal(t, w.pool, 4, `select count(*) from agent_memory where trace_id = $1`, x.TraceID)
 	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_memory where key = 'lesson two' and category = 'lesson'
 		and expires_at > clock_timestamp()`)
@@ -182,7 +182,7 @@ func TestPhasesWithoutModel(t *testing.T) {
 	w := newBusyHeartbeat(t)
 	w.setReplies(nil)
 	w.model.Handle(func(int, request) modeltest.Reply { return modeltest.Status(503, 0) })
-	x, said := w.run(t)
+	x, got := w.run(t)
 	require.Truef(t, x.Status == executions.Failed && strings.Contains(testkit.Deref(x.ErrorMessage), "advance_plan: ") &&
 		strings.Contains(testkit.Deref(x.ErrorMessage), "reflect: "), "the heartbeat is %s: %s", x.Status,
 		testkit.Deref(x.ErrorMessage))
@@ -191,8 +191,8 @@ func TestPhasesWithoutModel(t *testing.T) {
 		"save_memories skipped",
 	}
 	assert.NoDiff(t, want, phases(w.traceLines(t, x.TraceID)))
-	if len(said.Phases) != 6 || !strings.HasPrefix(said.Phases["advance_plan"], "failed: ") || w.calls.of("look") != 1 {
-		t.Errorf("summary is %v, look was called %d times", said.Phases, w.calls.of("look"))
+	if len(got.Phases) != 6 || !strings.HasPrefix(got.Phases["advance_plan"], "failed: ") || w.calls.of("look") != 1 {
+		t.Errorf("summary is %v, look was called %d times", got.Phases, w.calls.of("look"))
 	}
 	states := pgtest.Value[[]string](t, w.pool, `select array_agg(status order by status) from agent_automation_runs`)
 	assert.NoDiff(t, []string{"error", "success"}, states)
@@ -227,8 +227,8 @@ func TestModelReadsMemoryError(t *testing.T) {
 	w.runCompleted(t)
 	keys := pgtest.Value[[]string](t, w.pool, `select array_agg(key) from agent_memory`)
 	assert.Truef(t, len(keys) == 1 && keys[0] == "good", "memories are %q", keys)
-	told := w.model.Requests()[1].Messages[3:8]
-	for n, m := range told {
+	messages := w.model.Requests()[1].Messages[3:8]
+	for n, m := range messages {
 		assert.Equal(t, n < 4, strings.Contains(strings.ToLower(m.Content), "invalid_params"), n, m.Content)
 	}
 }

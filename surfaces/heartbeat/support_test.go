@@ -183,9 +183,9 @@ func (w *testHeartbeat) run(t *testing.T) (executions.Execution, heartbeat.Summa
 // runCompleted expects a completed heartbeat.
 func (w *testHeartbeat) runCompleted(t *testing.T) (executions.Execution, heartbeat.Summary) {
 	t.Helper()
-	x, said := w.run(t)
+	x, got := w.run(t)
 	require.Equal(t, executions.Completed, x.Status, testkit.Deref(x.ErrorMessage))
-	return x, said
+	return x, got
 }
 
 func summary(t *testing.T, x executions.Execution) (s heartbeat.Summary) {

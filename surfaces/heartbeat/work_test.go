@@ -85,10 +85,10 @@ func TestAutomationRetriesThenDead(t *testing.T) {
 	}
 	w.addAutomation(t, automations.Definition{Name: "a", Skill: "look", MaxAttempts: 3})
 	for attempt, want := range []string{"error 1", "error 2", "dead 3"} {
-		x, said := w.runCompleted(t)
+		x, got := w.runCompleted(t)
 		require.Equal(t, want,
 			pgtest.Value[string](t, w.pool, `select status || ' ' || attempt from agent_automation_runs`), attempt+1)
-		assert.Truef(t, strings.Contains(said.Phases["run_automations"], "a failed: no answer"), "summary is %v", said.Phases)
+		assert.Truef(t, strings.Contains(got.Phases["run_automations"], "a failed: no answer"), "summary is %v", got.Phases)
 		pgtest.Equal(t, w.pool, "timeout", `select error_class from agent_activity where skill_name = 'run_automation'
 			and trace_id = $1`, x.TraceID)
 		x, _ = w.runCompleted(t) // too early: the back-off
@@ -122,8 +122,8 @@ func TestFailingAutomationDoesNotBlockOthers(t *testing.T) {
 	require.NoError(t, err)
 	pgtest.Exec(t, w.pool, `update agent_automations set cron = '0 0 30 2 *', next_run_at = next_run_at - interval '1 hour'
 		where name = 'a'`)
-	x, said := w.runCompleted(t)
-	text := said.Phases["run_automations"]
+	x, got := w.runCompleted(t)
+	text := got.Phases["run_automations"]
 	assert.Contains(t, text, "a failed: ", "b failed: ", "c succeeded")
 	assert.Truef(t, !strings.Contains(text, "d failed"), "an automation that is paused with its skill ran: %q", text)
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'run_automation'
@@ -267,11 +267,11 @@ func TestPlanAndCompleteInOneTurn(t *testing.T) {
 		id, _, _ := strings.Cut(rest, `"`)
 		return lookedUp(id)
 	})
-	_, said := w.runCompleted(t)
+	_, got := w.runCompleted(t)
 	states := pgtest.Value[string](t, w.pool, `select string_agg(title || ' ' || status, ', ' order by position)
 		from agent_objective_steps`)
-	if states != "one done, two pending" || !strings.Contains(said.Phases["advance_plan"], "plan: 1 of 2 steps done") {
-		t.Errorf("steps are %s, summary %v", states, said.Phases)
+	if states != "one done, two pending" || !strings.Contains(got.Phases["advance_plan"], "plan: 1 of 2 steps done") {
+		t.Errorf("steps are %s, summary %v", states, got.Phases)
 	}
 }
 
@@ -470,13 +470,13 @@ func TestStepNeedsEvidence(t *testing.T) {
 	w.runCompleted(t)
 	pgtest.Equal(t, w.pool, "first done, second pending", `select string_agg(title || ' ' || status, ', '
 		order by position) from agent_objective_steps`)
-	for n, told := range map[int]bool{1: true, 3: false, 4: true} {
+	for n, warned := range map[int]bool{1: true, 3: false, 4: true} {
 		var words []string
 		for _, m := range w.model.Requests()[n].Messages {
 			words = append(words, m.Content)
 		}
 		last := strings.Join(words[len(words)-2:], " ")
-		assert.Equal(t, told, strings.Contains(last, "Act first, then report"), n, last)
+		assert.Equal(t, warned, strings.Contains(last, "Act first, then report"), n, last)
 	}
 	pgtest.Equal(t, w.pool, "look true", `select skill_name || ' ' || (given_by = '') from agent_objective_evidence`)
 }

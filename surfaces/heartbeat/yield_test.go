@@ -36,11 +36,11 @@ func TestBusyLaneIsSkipped(t *testing.T) {
 	t.Parallel()
 	w := newBusyHeartbeat(t)
 	w.holdLane(t, heartbeat.Lane)
-	x, said := w.runCompleted(t)
+	x, got := w.runCompleted(t)
 	assert.NoDiff(t, []string{"heartbeat skipped"}, w.traceLines(t, x.TraceID))
 	output := pgtest.Value[string](t, w.pool, `select output::text from agent_activity where trace_id = $1`, x.TraceID)
-	assert.Truef(t, strings.Contains(output, "somebody#1") && strings.Contains(said.Skipped, "somebody#1"),
-		"the holder is not named: %s, %q", output, said.Skipped)
+	assert.Truef(t, strings.Contains(output, "somebody#1") && strings.Contains(got.Skipped, "somebody#1"),
+		"the holder is not named: %s, %q", output, got.Skipped)
 	w.freeLane(t, heartbeat.Lane)
 	assert.Equal(t, 0, len(w.model.Requests()))
 }
@@ -52,8 +52,8 @@ func TestHeartbeatWithoutLanes(t *testing.T) {
 	w.holdLane(t, heartbeat.OperateLane)
 	w.holdLane(t, heartbeat.Lane)
 	x := w.runWithoutLanes(t, 1)[0]
-	said := summary(t, x)
-	assert.Truef(t, said.Skipped == "" && len(said.Phases) == 6, "got %+v", said)
+	got := summary(t, x)
+	assert.Truef(t, got.Skipped == "" && len(got.Phases) == 6, "got %+v", got)
 }
 
 func TestConcurrentHeartbeatIsSkipped(t *testing.T) {
@@ -77,9 +77,9 @@ func TestHeartbeatYieldsToAdmin(t *testing.T) {
 	t.Parallel()
 	w := newBusyHeartbeat(t)
 	w.holdLane(t, heartbeat.OperateLane)
-	x, said := w.runCompleted(t)
+	x, got := w.runCompleted(t)
 	assert.NoDiff(t, []string{"heartbeat skipped"}, w.traceLines(t, x.TraceID))
-	assert.Truef(t, strings.Contains(said.Skipped, "operate"), "summary is %+v", said)
+	assert.Truef(t, strings.Contains(got.Skipped, "operate"), "summary is %+v", got)
 	assert.True(t, !pgtest.Value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`),
 		"the skipped heartbeat still holds its lane")
 }

@@ -389,23 +389,23 @@ func TestASessionHasOneAgent(t *testing.T) {
 	}
 	s := p.open(t, "")
 	assert.Error(t, s.SetAgent(t.Context(), "nobody"), "an agent that there is none of acts")
-	for _, c := range []struct{ session, agent, told string }{
+	for _, c := range []struct{ session, agent, message string }{
 		{"first", "", "You sell."}, {"second", "billing", "You bill."}, {"second", "", "You bill."}, {"first", "billing", ""},
 	} {
 		s := p.open(t, c.session)
 		require.NoError(t, s.SetAgent(t.Context(), c.agent))
 		b := p.send(t, s, "hello", true)
 		<-b.over
-		if c.told == "" {
-			told, _ := problem.Of(b.err)
-			assert.Truef(t, b.err != nil && told.Status == http.StatusConflict &&
-				strings.Contains(told.Detail, "is one with sales"), "another agent in the session: %v", b.err)
+		if c.message == "" {
+			refusal, _ := problem.Of(b.err)
+			assert.Truef(t, b.err != nil && refusal.Status == http.StatusConflict &&
+				strings.Contains(refusal.Detail, "is one with sales"), "another agent in the session: %v", b.err)
 			continue
 		}
 		require.NoError(t, b.err)
 		requests := w.model.Requests()
 		got := requests[len(requests)-1].Messages[0].Content
-		assert.Truef(t, strings.Contains(got, c.told), "session %s as %q was told %s", c.session, c.agent, got)
+		assert.Truef(t, strings.Contains(got, c.message), "session %s as %q was told %s", c.session, c.agent, got)
 		require.NoError(t, s.Close(t.Context()))
 	}
 	pgtest.Equal(t, w.pool, "sales billing billing", `select string_agg(agent, ' ' order by id) from agent_executions

@@ -47,11 +47,11 @@ func (s *Surface) run(ctx context.Context, raw json.RawMessage) (executions.Resu
 	}
 	p, err := executions.Step(ctx, "plan", func(ctx context.Context) (plan, error) { return s.plan(ctx, in.Delivery) })
 	if err != nil { // the delivery is dead with the execution; its trace says why
-		_, said := executions.Phase(ctx, "webhook_action",
+		_, reported := executions.Phase(ctx, "webhook_action",
 			func(context.Context, *executions.Effect) (any, error) { return nil, err },
 			executions.Input(map[string]any{"delivery": in.Delivery}))
-		if executions.IsControl(said) {
-			return executions.Result{}, said
+		if executions.IsControl(reported) {
+			return executions.Result{}, reported
 		}
 		return executions.Result{}, err
 	}

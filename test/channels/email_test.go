@@ -198,8 +198,8 @@ func TestNoMailApproves(t *testing.T) {
 	t.Cleanup(shop.Close)
 	model := modeltest.New(t)
 	model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
-		said := modeltest.Said(r.Messages[len(r.Messages)-1])
-		if strings.Contains(said, "money") {
+		text := modeltest.Said(r.Messages[len(r.Messages)-1])
+		if strings.Contains(text, "money") {
 			return modeltest.ToolCall("refund", `{"order": 7}`)
 		}
 		return modeltest.Text("I cannot approve that.")

@@ -28,7 +28,7 @@ func TestMain(m *testing.M) {
 	proctest.Main(m, "channels", &program)
 }
 
-const patience = 10 * time.Minute
+const waitTimeout = 10 * time.Minute
 
 // world is a database with a workspace, and processes that serve it.
 type world struct {
@@ -58,7 +58,7 @@ func newWorld(t *testing.T, model *modeltest.Server, workspace string, settings 
 // run runs a command to its end and returns what it printed.
 func (w *world) run(args ...string) string {
 	w.t.Helper()
-	p := proctest.Start(w.t, patience, w.folder, w.environ, append([]string{program}, args...)...)
+	p := proctest.Start(w.t, waitTimeout, w.folder, w.environ, append([]string{program}, args...)...)
 	code := p.Exit()
 	require.Truef(w.t, code == 0, "agent %v ended with %d:\n%s%s", args, code, p.Out.String(), p.Err.String())
 	return p.Out.String()
@@ -66,7 +66,7 @@ func (w *world) run(args ...string) string {
 
 func (w *world) serve() *proctest.Process {
 	w.t.Helper()
-	p := proctest.Start(w.t, patience, w.folder, w.environ, program, "serve")
+	p := proctest.Start(w.t, waitTimeout, w.folder, w.environ, program, "serve")
 	p.Base()
 	return p
 }
@@ -125,7 +125,7 @@ func (w *world) settled(messages int) (maybe int) {
 // until waits until something holds.
 func (w *world) until(what string, holds func() bool) {
 	w.t.Helper()
-	ctx, cancel := context.WithTimeout(w.t.Context(), patience)
+	ctx, cancel := context.WithTimeout(w.t.Context(), waitTimeout)
 	defer cancel()
 	for !holds() {
 		require.Truef(w.t, testkit.Wait(ctx, 50*time.Millisecond), "not in time: %s", what)

@@ -166,8 +166,8 @@ func TestASlackButtonApprovesACall(t *testing.T) {
 		if last.Role == openai.ChatMessageRoleTool {
 			return modeltest.Text("It is paid back.")
 		}
-		said := modeltest.Said(last)
-		return modeltest.ToolCall("refund", `{"order": `+said[strings.LastIndex(said, " ")+1:]+`}`)
+		text := modeltest.Said(last)
+		return modeltest.ToolCall("refund", `{"order": `+text[strings.LastIndex(text, " ")+1:]+`}`)
 	})
 	fake, w := newSlack(t, model, fmt.Sprintf(`report_to: C0OPS
 ---
@@ -204,7 +204,7 @@ handler: http:POST %s/refunds
 		})
 		return shown
 	}
-	told := func(want string) {
+	expect := func(want string) {
 		t.Helper()
 		w.until(want, func() bool {
 			all := answers(fake, "C0OPS", "")
@@ -213,14 +213,14 @@ handler: http:POST %s/refunds
 	}
 	shown := ask("U1", "D1", 7)
 	require.NoError(t, fake.Click("U9", "C0OPS", shown.TS, "Approve"))
-	told("not linked")
+	expect("not linked")
 	require.NoError(t, fake.Click("U0BEN", "C0OPS", shown.TS, "Approve"))
-	told("may not decide")
+	expect("may not decide")
 	require.NoError(t, fake.Click("U1", "C0OPS", shown.TS, "Approve"))
-	told("You asked for this")
+	expect("You asked for this")
 	assert.Equal(t, 0, int(paid.Load()))
 	require.NoError(t, fake.Click("U0ANA", "C0OPS", shown.TS, "Approve"))
-	told("You have approved")
+	expect("You have approved")
 	w.until("the answer", func() bool {
 		all := answers(fake, "D1", "")
 		return len(all) > 0 && all[len(all)-1].Text == "It is paid back."
@@ -228,17 +228,17 @@ handler: http:POST %s/refunds
 	decidedIn(w, shown)
 	fake.ClickAgain(false) // the same event
 	fake.ClickAgain(true)
-	told("used already")
+	expect("used already")
 	shown = ask("U2", "D2", 8)
 	_, err := w.pool.Exec(t.Context(), `update agent_channel_buttons set arguments_hash = 'of others' where used_at is null`)
 	require.NoError(t, err)
 	require.NoError(t, fake.Click("U0ANA", "C0OPS", shown.TS, "Approve"))
-	told("arguments have changed")
+	expect("arguments have changed")
 	shown = ask("U3", "D3", 9)
 	_, err = w.pool.Exec(t.Context(), `update agent_channel_buttons set expires_at = now() where used_at is null`)
 	require.NoError(t, err)
 	require.NoError(t, fake.Click("U0ANA", "C0OPS", shown.TS, "Approve"))
-	told("expired")
+	expect("expired")
 	assert.Equal(t, 1, int(paid.Load()))
 	assert.Equal(t, "approved pending pending", value[string](w, `
 		select string_agg(case status when 'consumed' then 'approved' else status end, ' ' order by id) from agent_approvals`))

@@ -20,8 +20,8 @@ func echo(t *testing.T) *modeltest.Server {
 	t.Helper()
 	model := modeltest.New(t)
 	model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
-		said := modeltest.Said(r.Messages[len(r.Messages)-1])
-		return modeltest.Text("You said **" + said[strings.LastIndex(said, "\n")+1:] + "**.")
+		text := modeltest.Said(r.Messages[len(r.Messages)-1])
+		return modeltest.Text("You said **" + text[strings.LastIndex(text, "\n")+1:] + "**.")
 	})
 	return model
 }
@@ -143,7 +143,7 @@ func TestATurnThatIsLostIsAnsweredByANotice(t *testing.T) {
 	bot := telegramtest.New(t)
 	model := modeltest.New(t)
 	model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
-		if said := modeltest.Said(r.Messages[len(r.Messages)-1]); !strings.HasSuffix(said, "again") {
+		if text := modeltest.Said(r.Messages[len(r.Messages)-1]); !strings.HasSuffix(text, "again") {
 			return modeltest.Text("too late").Slowly(time.Minute)
 		}
 		return modeltest.Text("Here I am.")

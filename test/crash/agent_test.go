@@ -25,9 +25,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// patience is how long anything may take on a busy machine before the test gives up. It is more than twice as long as
-// the server lets a stopped process keep a transaction open.
-const patience = 150 * time.Second
+// waitTimeout is how long anything may take on a busy machine before the test gives up. It is more than twice as
+// long as the server lets a stopped process keep a transaction open.
+const waitTimeout = 150 * time.Second
 
 // agent is a running process of the program.
 type agent struct {
@@ -39,13 +39,14 @@ type agent struct {
 // launch starts the program in a folder with exactly the given environment.
 func launch(t testing.TB, dir string, environ []string, args ...string) *agent {
 	t.Helper()
-	return &agent{proctest.Start(t, patience, dir, proctest.Environ(environ...), append([]string{program}, args...)...), t}
+	command := append([]string{program}, args...)
+	return &agent{proctest.Start(t, waitTimeout, dir, proctest.Environ(environ...), command...), t}
 }
 
 // eventually polls a condition.
 func eventually(t testing.TB, what string, condition func() bool) {
 	t.Helper()
-	pgtest.Eventually(t, patience, condition, what)
+	pgtest.Eventually(t, waitTimeout, condition, what)
 }
 
 var listens = regexp.MustCompile(`listen=http://(\S+)`)

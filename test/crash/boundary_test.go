@@ -400,7 +400,7 @@ func (s *scene) effects(id string) {
 	if unknown := pgtest.Value[int](s.t, s.db, `
 		select count(*) from agent_activity where execution_id = $1 and skill_name = 'pay' and status = 'unknown'
 		  and purpose = 'advance_plan'`,
-		id); unknown > 0 && !s.told("nobody knows whether it took effect") {
+		id); unknown > 0 && !s.logged("nobody knows whether it took effect") {
 		s.t.Error("the model was not told that nobody knows whether its call took effect")
 	}
 }

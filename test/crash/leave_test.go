@@ -186,7 +186,7 @@ func (s *scene) allowed(a *agent, who partner, before snapshot) {
 	}
 	unknown := pgtest.Value[bool](s.t, s.db,
 		`select status = 'unknown' from agent_activity where skill_name = 'order' and status <> 'pending_approval'`)
-	assert.True(s.t, !unknown || s.told("nobody knows whether it took effect"),
+	assert.True(s.t, !unknown || s.logged("nobody knows whether it took effect"),
 		"the model was not told that nobody knows whether its call took effect")
 }
 
@@ -218,7 +218,7 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 			for _, c := range s.skills.Calls() {
 				assert.Truef(t, c.Skill != "order", "the call was made: %+v", c)
 			}
-			assert.True(t, s.told("too dear"), "the model was not told why")
+			assert.True(t, s.logged("too dear"), "the model was not told why")
 			assert.Equal(t, "rejected", pgtest.Value[string](s.t, s.db, `select string_agg(status, ' ') from agent_approvals`))
 		})
 	}
@@ -286,10 +286,10 @@ func TestADecisionDiesWithItsProcess(t *testing.T) {
 			cli.Exit()
 			s.quiet()
 			decided := s.pending() == ""
-			told := pgtest.Value[bool](s.t, s.db, `select exists (select from agent_events where event = 'APPROVAL_DECIDED')`)
+			known := pgtest.Value[bool](s.t, s.db, `select exists (select from agent_events where event = 'APPROVAL_DECIDED')`)
 			noted := pgtest.Value[bool](s.t, s.db,
 				`select exists (select from agent_activity where skill_name = 'decide_approval')`)
-			assert.Equal(t, decided, told)
+			assert.Equal(t, decided, known)
 			assert.Equal(t, decided, noted)
 			var printed struct{ Status string }
 			out := cli.Out.String()

@@ -103,7 +103,7 @@ func (x *ledger) provide(random *rand.Rand, key string, req openai.ChatCompletio
 	}
 	x.mu.Unlock()
 	reply := modeltest.Text(words)
-	if said := req.Messages[len(req.Messages)-1]; said.Role == openai.ChatMessageRoleUser && random.IntN(2) == 0 {
+	if newest := req.Messages[len(req.Messages)-1]; newest.Role == openai.ChatMessageRoleUser && random.IntN(2) == 0 {
 		reply = reply.AndCall("look", `{}`)
 	}
 	switch random.IntN(12) {

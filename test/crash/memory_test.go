@@ -394,27 +394,27 @@ func (x *words) think(request string, req openai.ChatCompletionRequest) modeltes
 		}
 		return modeltest.ToolCall("memory_write", modeltest.Arguments(map[string]string{"key": key, "value": value}))
 	}
-	said := answered(req)
+	answer := answered(req)
 	switch {
-	case said == nil:
+	case answer == nil:
 		return recall(key)
-	case said.Error == "conflict":
+	case answer.Error == "conflict":
 		x.mu.Lock()
 		x.conflicts++
 		x.mu.Unlock()
-		if said.Theirs == nil {
+		if answer.Theirs == nil {
 			return write(entry{})
 		}
-		return write(*said.Theirs)
-	case said.Error != "":
+		return write(*answer.Theirs)
+	case answer.Error != "":
 		return recall(key)
-	case said.Revision > 0:
+	case answer.Revision > 0:
 		x.hears(word)
 		return modeltest.Text("It is written.")
-	case len(said.Memories) == 0:
+	case len(answer.Memories) == 0:
 		return write(entry{})
 	}
-	return write(said.Memories[0])
+	return write(answer.Memories[0])
 }
 
 func recall(key string) modeltest.Reply {
@@ -427,21 +427,21 @@ func answered(req openai.ChatCompletionRequest) *toolAnswer {
 	if m.Role != openai.ChatMessageRoleTool {
 		return nil
 	}
-	var said toolAnswer
-	if json.Unmarshal([]byte(m.Content), &said) != nil {
-		said.Error = "no JSON"
+	var answer toolAnswer
+	if json.Unmarshal([]byte(m.Content), &answer) != nil {
+		answer.Error = "no JSON"
 	}
-	return &said
+	return &answer
 }
 
 // pursue is the model of a heartbeat: it notes a word, and thinks until somebody else has written. So the note comes
 // too late, mostly.
 func (x *words) pursue(request string, req openai.ChatCompletionRequest) modeltest.Reply {
 	key, over := x.subject()
-	said := 0
+	replies := 0
 	for _, m := range req.Messages {
 		if m.Role == openai.ChatMessageRoleAssistant {
-			said++
+			replies++
 		}
 		for _, call := range m.ToolCalls {
 			if found := notes.FindStringSubmatch(call.Function.Arguments); call.Function.Name == "remember" && found != nil {
@@ -451,7 +451,7 @@ func (x *words) pursue(request string, req openai.ChatCompletionRequest) modelte
 			}
 		}
 	}
-	switch said {
+	switch replies {
 	case 0:
 		return recall(key)
 	case 1:

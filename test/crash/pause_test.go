@@ -256,7 +256,7 @@ func (p *proxy) holds() {
 	p.t.Helper()
 	select {
 	case <-p.held:
-	case <-time.After(patience):
+	case <-time.After(waitTimeout):
 		p.t.Fatal("the request that is to be held up was not made")
 	}
 }
@@ -284,9 +284,9 @@ type link struct {
 func (l *link) Upstream() { pgproxy.Forward(l.client, l.server, l.send) }
 
 // send passes one request on, unless the process dies of it.
-func (l *link) send(said pgproxy.Request) bool {
-	if said.Executes {
-		switch r, v := l.proxy.step(strings.Join(said.Bound, ";\n")); v {
+func (l *link) send(req pgproxy.Request) bool {
+	if req.Executes {
+		switch r, v := l.proxy.step(strings.Join(req.Bound, ";\n")); v {
 		case killBefore:
 			l.proxy.signal(syscall.SIGKILL)
 			return false
@@ -306,7 +306,7 @@ func (l *link) send(said pgproxy.Request) bool {
 		case pass:
 		}
 	}
-	_, err := l.server.Write(said.Raw)
+	_, err := l.server.Write(req.Raw)
 	return err == nil
 }
 

@@ -121,10 +121,10 @@ func (s *scene) status(id string) string {
 // ends waits for an execution to end in a status.
 func (s *scene) ends(id, status string) {
 	s.t.Helper()
-	late, told := time.Now().Add(patience*9/10), false
+	late, logged := time.Now().Add(waitTimeout*9/10), false
 	eventually(s.t, "execution "+id+" ends", func() bool {
-		if !told && time.Now().After(late) {
-			told = true
+		if !logged && time.Now().After(late) {
+			logged = true
 			s.t.Log(s.sessions())
 		}
 		return pgtest.Value[bool](s.t, s.db, `select completed_at is not null from agent_executions where id = $1`, id)
@@ -179,8 +179,8 @@ func (s *scene) called() map[string]int {
 	return counts
 }
 
-// told reports whether some request to the model had a tool's reply with these words.
-func (s *scene) told(words string) bool {
+// logged reports whether some request to the model had a tool's reply with these words.
+func (s *scene) logged(words string) bool {
 	for _, r := range s.model.Requests() {
 		for _, m := range r.Messages {
 			if m.Role == openai.ChatMessageRoleTool && strings.Contains(m.Content, words) {

@@ -51,7 +51,7 @@ func (x *stop) wait() {
 	x.t.Helper()
 	select {
 	case <-x.arrived:
-	case <-time.After(patience):
+	case <-time.After(waitTimeout):
 		x.t.Fatal("no call arrived")
 	}
 }

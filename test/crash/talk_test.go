@@ -57,12 +57,12 @@ func newTalk(t testing.TB) *scene {
 // user said, and how often it has answered that.
 func (s *scene) converse(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 	s.atModel.Load().pass()
-	words, said := modeltest.Turn(req)
+	words, turn := modeltest.Turn(req)
 	orders := strings.Contains(words, "order")
 	switch {
-	case said == 0:
+	case turn == 0:
 		return modeltest.Text("Let me look.").AndCall("look", `{}`).AndCall("tell", `{}`)
-	case said == 1 && orders:
+	case turn == 1 && orders:
 		return modeltest.ToolCall("order", `{"item": 1}`)
 	}
 	return modeltest.Text(reply(words))

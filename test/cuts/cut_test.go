@@ -61,7 +61,7 @@ func undisturbed(t *testing.T) map[string]ending {
 			t.Run(s.name, func(t *testing.T) {
 				t.Parallel()
 				e := s.end(t, nil)
-				assert.Equal(t, 0, len(e.told), e.told)
+				assert.Equal(t, 0, len(e.incidents), e.incidents)
 				assert.Truef(t, len(e.sent) >= 60, "%d different messages; does the proxy still see them?", len(e.sent))
 				mu.Lock()
 				defer mu.Unlock()
@@ -142,7 +142,7 @@ func (x trial) run(t *testing.T, want []string, found *findings) {
 	var seen []string
 	for range 3 {
 		got = x.story.end(t, x.cuts)
-		seen = append(got.told, difference(want, got.digest)...)
+		seen = append(got.incidents, difference(want, got.digest)...)
 		if !got.slow || len(seen) == 0 || t.Failed() {
 			break
 		}
@@ -217,7 +217,7 @@ func (w *world) ask(ctx context.Context, method, path, body, key string) []byte 
 		if err == nil && status < 300 {
 			return answer
 		}
-		w.note("%s %s: %s", method, strings.SplitN(path, "-", 2)[0], told(status, answer, err))
+		w.note("%s %s: %s", method, strings.SplitN(path, "-", 2)[0], outcome(status, answer, err))
 		again := err != nil || status >= 500 || strings.Contains(string(answer), "idempotency-key-running")
 		if !again || !pause(ctx) {
 			return nil
@@ -225,8 +225,8 @@ func (w *world) ask(ctx context.Context, method, path, body, key string) []byte 
 	}
 }
 
-// told is an answer that is an error, in few words.
-func told(status int, answer []byte, err error) string {
+// outcome describes a failed request in few words.
+func outcome(status int, answer []byte, err error) string {
 	if err != nil {
 		return "the connection broke"
 	}

@@ -43,7 +43,7 @@ func beat(ctx context.Context, w *world) {
 // converse sets the model of a conversation.
 func converse(w *world) {
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-		switch _, said := modeltest.Turn(req); said {
+		switch _, turn := modeltest.Turn(req); turn {
 		case 0:
 			return modeltest.Text("Let me look.").AndCall("look", `{}`).AndCall("tell", `{}`)
 		case 1:
@@ -64,7 +64,7 @@ func order(ctx context.Context, w *world) {
 	select {
 	case text := <-heard:
 		w.skills.Add(bills.Call{Skill: "the visitor heard", Key: "1", Args: text})
-	case <-time.After(patience):
+	case <-time.After(waitTimeout):
 		w.t.Errorf("the visitor has no answer\n%s", w.log.String())
 	}
 }
@@ -138,12 +138,12 @@ type story struct {
 
 // ending is how a story ended.
 type ending struct {
-	digest []string // the state of the world, see digest_test.go
-	told   []string // what somebody outside was told, other than what they asked for
-	sent   []sent
-	left   []cut // the cuts that were not made
-	slow   bool  // a lease was lost, which on a machine that stood still needs no cut
-	log    string
+	digest    []string // the state of the world, see digest_test.go
+	incidents []string // noted by others than the requester
+	sent      []sent
+	left      []cut // the cuts that were not made
+	slow      bool  // a lease was lost, which on a machine that stood still needs no cut
+	log       string
 }
 
 // end tells a story with cuts, and says how it ended.
@@ -159,11 +159,11 @@ func (s story) end(t *testing.T, cuts []cut) ending {
 			   and not exists (select from agent_activity_open) and not exists (select from agent_locks_live)`)
 	})
 	slow := pgtest.Value[int](w.t, w.db, `select count(*) from agent_workers`) > 1
-	return ending{digest(w), w.told(), w.ledger.all(), w.ledger.left(), slow, w.log.String()}
+	return ending{digest(w), w.reported(), w.ledger.all(), w.ledger.left(), slow, w.log.String()}
 }
 
-// patience is how long anything may take on a busy machine before the test gives up.
-const patience = 90 * time.Second
+// waitTimeout is how long anything may take on a busy machine before the test gives up.
+const waitTimeout = 90 * time.Second
 
 func TestMain(m *testing.M) {
 	pgtest.AtOnce(8)

@@ -87,17 +87,17 @@ func (w *world) process(url string, s settings, fn func(ctx context.Context)) er
 		return err
 	}
 	w.url, w.agent = served.URL, a
-	told := make(chan struct{})
+	done := make(chan struct{})
 	go func() {
-		defer close(told)
+		defer close(done)
 		fn(ctx)
 	}()
 	select {
-	case <-told:
+	case <-done:
 	case err := <-ended:
 		w.t.Errorf("the process ended while it worked: %v\n%s", err, w.log.String())
 		cancel()
-		<-told
+		<-done
 		return nil
 	}
 	w.ledger.close()
@@ -109,7 +109,7 @@ func (w *world) process(url string, s settings, fn func(ctx context.Context)) er
 
 // works waits until the engine takes work.
 func (w *world) works(ctx context.Context, a *agent, ended <-chan error) error {
-	late := time.After(patience)
+	late := time.After(waitTimeout)
 	for a.engine.Live() != nil {
 		select {
 		case err := <-ended:
@@ -130,8 +130,8 @@ func (w *world) note(format string, args ...any) {
 	w.incidents = append(w.incidents, fmt.Sprintf(format, args...))
 }
 
-// told is what somebody outside was told, other than what they asked for.
-func (w *world) told() []string {
+// reported returns the incidents so far.
+func (w *world) reported() []string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return append([]string(nil), w.incidents...)
@@ -140,11 +140,11 @@ func (w *world) told() []string {
 // eventually waits for a condition; where it does not come, the log tells why.
 func (w *world) eventually(what, sql string, args ...any) {
 	w.t.Helper()
-	late := time.After(patience)
+	late := time.After(waitTimeout)
 	for !pgtest.Value[bool](w.t, w.db, sql, args...) {
 		select {
 		case <-late:
-			w.t.Fatalf("not within %s: %s\n%s", patience, what, w.log.String())
+			w.t.Fatalf("not within %s: %s\n%s", waitTimeout, what, w.log.String())
 		default:
 			pause(w.t.Context())
 		}

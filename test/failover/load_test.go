@@ -197,20 +197,20 @@ func (l *load) started() int {
 	return len(l.runs)
 }
 
-// told is what only the test knows, beside the product's own tables.
-const told = `
-	create schema told;
-	create table told.runs (n int not null, id uuid not null);
-	create table told.given (id text not null, key text not null);
-	create table told.notes (id text not null, content text not null);
-	create table told.heard (question text not null, answer text not null);
-	create table told.calls (skill text not null, key text not null, body jsonb not null);
-	create table told.lanes (process int not null, nth int not null, lane text not null, token bigint not null)`
+// truthTables is what only the test knows, beside the product's own tables.
+const truthTables = `
+	create schema truth;
+	create table truth.runs (n int not null, id uuid not null);
+	create table truth.given (id text not null, key text not null);
+	create table truth.notes (id text not null, content text not null);
+	create table truth.heard (question text not null, answer text not null);
+	create table truth.calls (skill text not null, key text not null, body jsonb not null);
+	create table truth.lanes (process int not null, nth int not null, lane text not null, token bigint not null)`
 
 // checks are the invariants: each query lists what violates one, in words.
 var checks = map[string]string{
 	"a start that was confirmed is there, once": `
-		select format('number %s (%s) is not there as it was started', r.n, r.id) from told.runs r
+		select format('number %s (%s) is not there as it was started', r.n, r.id) from truth.runs r
 		  left join agent_executions x on x.id = r.id where x.input ->> 'n' is distinct from r.n::text
 		union all
 		select format('number %s was started %s times', input ->> 'n', count(*)) from agent_executions where flow = 'errand'
@@ -221,12 +221,12 @@ var checks = map[string]string{
 		   select from agent_activity a where a.execution_id = x.id and a.skill_name = 'pay' and a.status = 'unknown'))`,
 	"an event that was confirmed is there, once, and was heard": `
 		select format('%s (%s) is there %s times, consumed by %s', g.id, g.key, count(v.id), count(v.consumed_by))
-		  from told.given g
+		  from truth.given g
 		  left join agent_events v on v.external_id = g.id and v.key = g.key group by g.id, g.key having count(v.id) <> 1
 		    or count(v.consumed_by) <> 1`,
 	"a message that was confirmed is there, once, and was sent": `
 		select format('%L (%s) is there %s times: %s', n.content, n.id, count(m.id), string_agg(m.status, ', '))
-		  from told.notes n
+		  from truth.notes n
 		  left join agent_messages m on m.content = n.content
 		 group by n.content, n.id having count(m.id) <> 1
 		   or count(*) filter (where m.id::text = n.id and m.status = 'sent') <> 1`,
@@ -237,19 +237,19 @@ var checks = map[string]string{
 		   and m.content = (x.input ->> 'n') || ' ' || k.words) n
 		 where x.flow = 'errand' and n.times <> 1 and x.status = 'completed'`,
 	"an answer that was heard is there, once": `
-		select format('%s: %L is there %s times', h.question, h.answer, count(m.id)) from told.heard h
+		select format('%s: %L is there %s times', h.question, h.answer, count(m.id)) from truth.heard h
 		  left join agent_messages m on m.role = 'assistant' and m.content = h.answer
 		 group by h.question, h.answer having count(m.id) <> 1 or h.answer <> 'answer to ' || h.question`,
 	"what must not be repeated is not": `
-		select format('pay was called %s times under key %s for %s', count(*), key, body) from told.calls where skill = 'pay'
+		select format('pay was called %s times under key %s for %s', count(*), key, body) from truth.calls where skill = 'pay'
 		  group by key, body having count(*) > 1
 		union all
-		select format('pay was called %s times for %s', count(*), body) from told.calls where skill = 'pay'
+		select format('pay was called %s times for %s', count(*), body) from truth.calls where skill = 'pay'
 		  group by body having count(*) > 1`,
 	"what was done twice shows": `
 		select format('%s was called %s times under key %s; the log has %s rows, %s of them unknown', c.skill, c.n, c.key,
 		  a.n, a.unknown)
-		  from (select skill, key, count(*) as n from told.calls group by 1, 2) c
+		  from (select skill, key, count(*) as n from truth.calls group by 1, 2) c
 		 cross join lateral (select count(*) as n, count(*) filter (where a.status = 'unknown') as unknown
 		   from agent_activity a
 		                      where a.idempotency_key = c.key and a.skill_name = c.skill) a
@@ -257,17 +257,17 @@ var checks = map[string]string{
 	"what is logged was done": `
 		select format('%s of %s is logged as done and was never called', a.skill_name, a.execution_id) from agent_activity a
 		 where a.skill_name in ('pay', 'look') and a.status = 'success'
-		   and not exists (select from told.calls c where c.skill = a.skill_name and c.key = a.idempotency_key)`,
+		   and not exists (select from truth.calls c where c.skill = a.skill_name and c.key = a.idempotency_key)`,
 	"tokens of a lane grow": `
 		select format('lane %s: process %s got token %s after %s', lane, process, token, earlier)
-		  from (select *, lag(token) over (partition by process, lane order by nth) as earlier from told.lanes) x
+		  from (select *, lag(token) over (partition by process, lane order by nth) as earlier from truth.lanes) x
 		    where token <= earlier
 		union all
-		select format('lane %s: token %s was given %s times', lane, token, count(*)) from told.lanes
+		select format('lane %s: token %s was given %s times', lane, token, count(*)) from truth.lanes
 		  group by lane, token having count(*) > 1
 		union all
 		select format('lane %s has token %s, and gave %s', k.lane, k.fencing_token, max(l.token)) from agent_locks k
-		  join told.lanes l on l.lane = k.lane
+		  join truth.lanes l on l.lane = k.lane
 		 group by k.lane, k.fencing_token having max(l.token) > k.fencing_token`,
 	"nothing is left": `
 		select format('lane %s is held by %s, parked %s', lane, locked_by, parked) from agent_locks where locked_by <> ''
@@ -299,7 +299,7 @@ func (l *load) settle() {
 	l.t.Helper()
 	l.end()
 	pgtest.Exec(l.t, l.db, `update agent_schedules set next_run_at = clock_timestamp() + interval '1 day'`)
-	pgtest.Eventually(l.t, 2*patience, func() bool { return len(pgtest.Column[string](l.t, l.db, underWay)) == 0 },
+	pgtest.Eventually(l.t, 2*waitTimeout, func() bool { return len(pgtest.Column[string](l.t, l.db, underWay)) == 0 },
 		"everything that was begun ends")
 	l.survived()
 	for _, a := range l.agents {
@@ -321,27 +321,27 @@ func (l *load) settle() {
 // note writes down what only the test knows.
 func (l *load) note() {
 	for n, id := range l.runs {
-		pgtest.Exec(l.t, l.db, `insert into told.runs values ($1, $2)`, n, id)
+		pgtest.Exec(l.t, l.db, `insert into truth.runs values ($1, $2)`, n, id)
 	}
 	for id, key := range l.given {
-		pgtest.Exec(l.t, l.db, `insert into told.given values ($1, $2)`, id, key)
+		pgtest.Exec(l.t, l.db, `insert into truth.given values ($1, $2)`, id, key)
 	}
 	for id, content := range l.notes {
-		pgtest.Exec(l.t, l.db, `insert into told.notes values ($1, $2)`, id, content)
+		pgtest.Exec(l.t, l.db, `insert into truth.notes values ($1, $2)`, id, content)
 	}
 	for question, answer := range l.heard {
-		pgtest.Exec(l.t, l.db, `insert into told.heard values ($1, $2)`, question, answer)
+		pgtest.Exec(l.t, l.db, `insert into truth.heard values ($1, $2)`, question, answer)
 	}
 	for _, c := range l.calls {
-		pgtest.Exec(l.t, l.db, `insert into told.calls values ($1, $2, $3)`, c.skill, c.key, c.body)
+		pgtest.Exec(l.t, l.db, `insert into truth.calls values ($1, $2, $3)`, c.skill, c.key, c.body)
 	}
 	for i, token := range l.tokens {
-		pgtest.Exec(l.t, l.db, `insert into told.lanes values (-1, $1, 'probe', $2)`, i, token)
+		pgtest.Exec(l.t, l.db, `insert into truth.lanes values (-1, $1, 'probe', $2)`, i, token)
 	}
 	for i, a := range l.agents {
 		for nth, line := range a.Lines() {
 			if token, err := line.Token.Int64(); err == nil && line.Message == "lane acquired" {
-				pgtest.Exec(l.t, l.db, `insert into told.lanes values ($1, $2, $3, $4)`, i, nth, line.Lane, token)
+				pgtest.Exec(l.t, l.db, `insert into truth.lanes values ($1, $2, $3, $4)`, i, nth, line.Lane, token)
 			}
 		}
 	}
@@ -355,13 +355,13 @@ func (l *load) tally() {
 		what, sql string
 		may       bool // be none
 	}{
-		{"executions that were confirmed", `select count(*) from told.runs`, false},
-		{"events", `select count(*) from told.given`, false},
-		{"messages", `select count(*) from told.notes`, false},
-		{"answers", `select count(*) from told.heard`, false},
+		{"executions that were confirmed", `select count(*) from truth.runs`, false},
+		{"events", `select count(*) from truth.given`, false},
+		{"messages", `select count(*) from truth.notes`, false},
+		{"answers", `select count(*) from truth.heard`, false},
 		{"heartbeats", `select count(*) from agent_executions where flow = 'heartbeat'`, false},
-		{"tokens", `select count(*) from told.lanes`, false},
-		{"calls beyond the first", `select count(*) - count(distinct key) from told.calls`, true},
+		{"tokens", `select count(*) from truth.lanes`, false},
+		{"calls beyond the first", `select count(*) - count(distinct key) from truth.calls`, true},
 		{"calls that nobody knows the outcome of", `select count(*) from agent_activity where status = 'unknown'`, true},
 		{"executions that failed because of one", `select count(*) from agent_executions where status = 'failed'`, true},
 	} {
@@ -378,7 +378,7 @@ func TestTheChecksFindWhatTheyAreFor(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			w := &world{t: t, db: pgtest.DB(t)}
-			pgtest.Exec(w.t, w.db, told)
+			pgtest.Exec(w.t, w.db, truthTables)
 			found := pgtest.Column[string](w.t, w.db, checks[name])
 			require.Truef(t, len(found) == 0, "an empty database violates it: %s", strings.Join(found, "; "))
 			pgtest.Exec(w.t, w.db, planted)
@@ -395,19 +395,19 @@ const plantedExecution = `insert into agent_executions (id, trace_id, surface, f
 
 // plantedRows violate the checks.
 var plantedRows = map[string]string{
-	"a start that was confirmed is there, once":                 `insert into told.runs values (1, gen_random_uuid())`,
+	"a start that was confirmed is there, once":                 `insert into truth.runs values (1, gen_random_uuid())`,
 	"every execution ends":                                      plantedExecution,
-	"an event that was confirmed is there, once, and was heard": `insert into told.given values ('a', 'b')`,
-	"a message that was confirmed is there, once, and was sent": `insert into told.notes values ('a', 'b')`,
+	"an event that was confirmed is there, once, and was heard": `insert into truth.given values ('a', 'b')`,
+	"a message that was confirmed is there, once, and was sent": `insert into truth.notes values ('a', 'b')`,
 	"what a flow says is said once": plantedExecution + `; update agent_executions set status = 'running', claim = 1;
 		update agent_executions set status = 'completed'`,
-	"an answer that was heard is there, once": `insert into told.heard values ('question 1', 'answer to question 1')`,
-	"what must not be repeated is not": `insert into told.calls values ('pay', 'a', '{"n": 1}'),
+	"an answer that was heard is there, once": `insert into truth.heard values ('question 1', 'answer to question 1')`,
+	"what must not be repeated is not": `insert into truth.calls values ('pay', 'a', '{"n": 1}'),
 		('pay', 'b', '{"n": 1}')`,
-	"what was done twice shows": `insert into told.calls values ('look', 'a', '{"n": 1}')`,
+	"what was done twice shows": `insert into truth.calls values ('look', 'a', '{"n": 1}')`,
 	"what is logged was done": `insert into agent_activity (trace_id, skill_name, kind, status, idempotency_key,
 		finished_at)
 		values ('fl_x', 'pay', 'call', 'success', 'a', clock_timestamp())`,
-	"tokens of a lane grow": `insert into told.lanes values (0, 1, 'a', 5), (0, 2, 'a', 5)`,
+	"tokens of a lane grow": `insert into truth.lanes values (0, 1, 'a', 5), (0, 2, 'a', 5)`,
 	"nothing is left":       plantedExecution,
 }

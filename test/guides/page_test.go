@@ -171,8 +171,8 @@ func TestWhatIsShownIsCompared(t *testing.T) {
 }
 
 const (
-	// patience is how long a command may take.
-	patience = 2 * time.Minute
+	// waitTimeout is how long a command may take.
+	waitTimeout = 2 * time.Minute
 	// shown is the address in the pages.
 	shown = "127.0.0.1:8080"
 	// shownDatabase is the database in the pages that have one from their beginning.
@@ -272,23 +272,23 @@ func (s *shell) there(text string) string {
 func (s *shell) run(text string) (output string, code int) {
 	s.t.Helper()
 	mark := "end-" + rand.Text()
-	late := time.AfterFunc(patience, func() {
-		s.t.Errorf("after %s the command still runs: %s", patience, text)
+	late := time.AfterFunc(waitTimeout, func() {
+		s.t.Errorf("after %s the command still runs: %s", waitTimeout, text)
 	})
 	defer late.Stop()
 	// What a command reads is nothing; what it sets stays.
 	_, err := fmt.Fprintf(s.in, "{ %s\n} </dev/null\nprintf '\\n%s %%d\\n' $?\n", s.here(text), mark)
 	require.NoError(s.t, err)
-	var said strings.Builder
+	var printed strings.Builder
 	for {
 		line, err := s.out.ReadString('\n')
-		require.Truef(s.t, err == nil, "the shell ended at %q: %v\n%s", text, err, said.String())
+		require.Truef(s.t, err == nil, "the shell ended at %q: %v\n%s", text, err, printed.String())
 		if rest, is := strings.CutPrefix(line, mark+" "); is {
 			_, err := fmt.Sscan(rest, &code)
 			require.NoError(s.t, err)
-			return s.there(strings.TrimSuffix(said.String(), "\n")), code
+			return s.there(strings.TrimSuffix(printed.String(), "\n")), code
 		}
-		said.WriteString(line)
+		printed.WriteString(line)
 	}
 }
 
@@ -329,13 +329,13 @@ func (s *shell) start(c command) {
 	env, dir := cutLastLine(env)
 	cmd := s.command("bash", "--noprofile", "--norc", "-c", s.here(env+"\n"+c.text))
 	cmd.Dir = dir
-	var said testkit.Log
-	cmd.Stdout, cmd.Stderr = &said, &said
+	var printed testkit.Log
+	cmd.Stdout, cmd.Stderr = &printed, &printed
 	require.NoError(s.t, cmd.Start())
 	s.beside = append(s.beside, cmd)
 	want := append(append([]string{"…"}, c.output...), "…")
-	pgtest.Eventually(s.t, patience, func() bool {
-		return difference(want, s.there(said.String())) == "" || strings.HasPrefix(said.String(), "agent: ")
+	pgtest.Eventually(s.t, waitTimeout, func() bool {
+		return difference(want, s.there(printed.String())) == "" || strings.HasPrefix(printed.String(), "agent: ")
 	}, c.text)
-	require.Equal(s.t, "", difference(want, s.there(said.String())), c.text)
+	require.Equal(s.t, "", difference(want, s.there(printed.String())), c.text)
 }

@@ -104,7 +104,7 @@ func (k *kin) take(ctx context.Context, g grant) (grant, bool) {
 		coalesce(lender::text, '') from lanekeeper.acquire_agent_execution_lock($1, $2,
 		  $3)`, g.lane, g.owner, g.ttl/1_000_000).
 		Scan(&o.OK, &o.Got, &ends, &holder, &o.Lender)
-	o.told(ends, holder)
+	o.setResult(ends, holder)
 	k.tape.done(o, err)
 	g.token = o.Got
 	return g, err == nil && o.OK

@@ -209,11 +209,11 @@ func (w *recordedRows) Scan(dest ...any) error {
 		} else if o.Kind != kindRenew {
 			o.OK, _ = got["acquired"].(bool)
 			o.Got = token
-			o.told(ends, holder)
+			o.setResult(ends, holder)
 		} else if o.Lane == lane && o.Token == token {
 			o.OK, _ = got["renewed"].(bool)
 			o.Busy, _ = got["busy"].(bool)
-			o.told(ends, "")
+			o.setResult(ends, "")
 		}
 	}
 	return nil
@@ -287,7 +287,7 @@ func (w *worker) work(ctx context.Context, lease *lanes.Lease) {
 }
 
 func (w *worker) write(ctx context.Context, lease *lanes.Lease) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), waitTimeout)
 	defer cancel()
 	fenced(ctx, w.tape, w.pool, grant{lane: lease.Lane(), owner: lease.Owner().String(), token: lease.Token()},
 		lease.Fence)

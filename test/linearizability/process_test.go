@@ -30,8 +30,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// patience is how long anything may take on a busy machine before a test gives up.
-const patience = 90 * time.Second
+// waitTimeout is how long anything may take on a busy machine before a test gives up.
+const waitTimeout = 90 * time.Second
 
 // partVariable carries a part to a process: this test binary, started again.
 const partVariable = "LANECHECK_PART"
@@ -110,7 +110,7 @@ func (p part) sessions(ctx context.Context, tape *tape) {
 
 func (p part) workers(ctx context.Context, tape *tape) error {
 	pool, err := postgres.Open(ctx, p.URL, postgres.Options{
-		MaxConns: int32(p.Clients) + 2, ConnectWait: patience, ApplicationName: "lanetest",
+		MaxConns: int32(p.Clients) + 2, ConnectWait: waitTimeout, ApplicationName: "lanetest",
 	})
 	if err != nil {
 		if ctx.Err() != nil {
@@ -186,9 +186,9 @@ func (a *process) stop(t testing.TB) {
 	select {
 	case <-a.ended:
 		assert.NoError(t, a.err, "process", a.part.Name)
-	case <-time.After(patience):
+	case <-time.After(waitTimeout):
 		a.kill()
-		t.Errorf("process %s did not end within %s", a.part.Name, patience)
+		t.Errorf("process %s did not end within %s", a.part.Name, waitTimeout)
 	}
 }
 

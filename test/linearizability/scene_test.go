@@ -63,7 +63,7 @@ func (s *server) exec(sql string, args ...any) {
 // count is a number that a query finds; it is asked again while the server comes back.
 func (s *server) count(sql string, args ...any) (n int) {
 	s.t.Helper()
-	deadline := time.Now().Add(patience)
+	deadline := time.Now().Add(waitTimeout)
 	for {
 		err := s.admin.QueryRow(s.t.Context(), sql, args...).Scan(&n)
 		if err == nil {
@@ -156,9 +156,9 @@ func (c *scene) busy(more int64) {
 		return all
 	}
 	const each = 400 // about the length of two lines
-	for want, deadline := size()+more*each, time.Now().Add(patience); size() < want; {
+	for want, deadline := size()+more*each, time.Now().Add(waitTimeout); size() < want; {
 		require.Truef(c.t, !time.Now().After(deadline) && testkit.Wait(c.t.Context(), 5*time.Millisecond),
-			"the processes did not do %d operations within %s", more, patience)
+			"the processes did not do %d operations within %s", more, waitTimeout)
 	}
 }
 
@@ -197,9 +197,9 @@ func (c *scene) cut(where cut) {
 	p := c.proxy
 	before := p.done[where].Load()
 	p.next.Store(int32(where))
-	for deadline := time.Now().Add(patience); p.done[where].Load() == before; {
+	for deadline := time.Now().Add(waitTimeout); p.done[where].Load() == before; {
 		require.Truef(c.t, !time.Now().After(deadline) && testkit.Wait(c.t.Context(), 2*time.Millisecond),
-			"no request about lanes within %s", patience)
+			"no request about lanes within %s", waitTimeout)
 	}
 	c.faults[[...]string{"", "cut, unseen", "cut, before the commit", "cut, after the commit"}[where]]++
 }

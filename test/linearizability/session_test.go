@@ -54,7 +54,7 @@ func (s *session) play(ctx context.Context) {
 
 // act does one thing. The context of a statement is not that of the session, so that its end cuts nothing.
 func (s *session) act(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), waitTimeout)
 	defer cancel()
 	n := s.rand.IntN(100)
 	if len(s.held) == 0 || n < 30 {
@@ -158,7 +158,7 @@ func (s *session) ask(ctx context.Context, kind kind, sql string, g grant) (stop
 	var ends time.Time
 	var holder string
 	err := s.conn.QueryRow(ctx, sql, g.lane, g.owner, g.ttl/1_000_000).Scan(&o.OK, &o.Got, &ends, &holder)
-	o.told(ends, holder)
+	o.setResult(ends, holder)
 	s.tape.done(o, err)
 	if err == nil && o.OK {
 		g.token = o.Got
@@ -167,8 +167,8 @@ func (s *session) ask(ctx context.Context, kind kind, sql string, g grant) (stop
 	return err != nil || o.OK
 }
 
-// told notes the end of the lease and its holder.
-func (o *op) told(ends time.Time, holder string) {
+// setResult notes the end of the lease and its holder.
+func (o *op) setResult(ends time.Time, holder string) {
 	if ends.Unix() > 0 {
 		o.Ends = ends.UnixMicro()
 	}

@@ -271,12 +271,12 @@ func (w *world) objective(t *testing.T) {
 
 // answer is what the model says: it calls look wrongly first wherever it is asked to count, and corrects itself.
 func (w *world) answer(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-	var said string // what was asked in this turn
-	answers := 0    // given since
+	var prompt string // what was asked in this turn
+	answers := 0      // given since
 	for _, m := range req.Messages {
 		switch m.Role {
 		case openai.ChatMessageRoleUser:
-			said, answers = m.Content, 0
+			prompt, answers = m.Content, 0
 		case openai.ChatMessageRoleAssistant:
 			answers++
 		}
@@ -291,11 +291,11 @@ func (w *world) answer(_ int, req openai.ChatCompletionRequest) modeltest.Reply 
 		return modeltest.Text(summary)
 	case strings.Contains(last, "INVALID_PARAMS"):
 		return modeltest.ToolCall("look", `{"limit":3}`)
-	case strings.Contains(said, "Objective tidy") && answers < len(w.steps):
+	case strings.Contains(prompt, "Objective tidy") && answers < len(w.steps):
 		return complete(answers)
-	case strings.Contains(said, "Count") && answers == 0:
+	case strings.Contains(prompt, "Count") && answers == 0:
 		return modeltest.MalformedCall("look")
-	case strings.Contains(said, "Turn"):
+	case strings.Contains(prompt, "Turn"):
 		return modeltest.Text(strings.Repeat("word ", 60))
 	}
 	return modeltest.Text("It is 42.")

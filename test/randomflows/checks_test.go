@@ -143,8 +143,8 @@ func (w *world) replays() (found []string) {
 	return found
 }
 
-// patience is how long anything may take on a busy machine before the test gives up.
-const patience = 2 * time.Minute
+// waitTimeout is how long anything may take on a busy machine before the test gives up.
+const waitTimeout = 2 * time.Minute
 
 // workers are how many processes run flows at once.
 const workers = 3
@@ -177,7 +177,7 @@ func (x *trouble) launch(i int) {
 	program, err := os.Executable()
 	require.NoError(x.t, err)
 	environ := proctest.Environ(workerURL+"="+x.proxies[i].URL(""), workerSink+"="+x.sink)
-	x.slots[i] = proctest.Start(x.t, patience, x.t.TempDir(), environ, program, "worker")
+	x.slots[i] = proctest.Start(x.t, waitTimeout, x.t.TempDir(), environ, program, "worker")
 }
 
 // make makes trouble for so long: of each sort as much as of the others, and of cuts more.
@@ -229,7 +229,7 @@ func (x *trouble) works(i int) bool {
 	x.t.Helper()
 	p := x.slots[i]
 	begun := func() bool { return strings.Contains(p.Out.String(), "works") }
-	pgtest.Eventually(x.t, patience, func() bool { return begun() || !p.Running() }, "a process begins to work")
+	pgtest.Eventually(x.t, waitTimeout, func() bool { return begun() || !p.Running() }, "a process begins to work")
 	return begun() && p.Running()
 }
 

@@ -317,7 +317,7 @@ func TestRandomFlowsEndAsTheirModelSays(t *testing.T) {
 	group.Go(func() error { return w.begin(t.Context(), seeds, lasts*7/10) })
 	x.make(lasts)
 	require.NoError(t, group.Wait())
-	w.settle(patience + 4*lasts)
+	w.settle(waitTimeout + 4*lasts)
 	w.keep()
 	w.report(seeds)
 	w.refork(r)
@@ -429,7 +429,7 @@ func (w *world) refork(r *rand.Rand) {
 		}
 		pgtest.Exec(w.t, w.pool, `insert into proof.forks values ($1, $2, $3)`, fork.ID, s.Step, s.Value)
 	}
-	w.settle(patience)
+	w.settle(waitTimeout)
 	for _, found := range pgtest.Column[string](w.t, w.pool, wrongForks) {
 		w.t.Error(found)
 	}

@@ -72,7 +72,7 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 			db := admin(t, bad.url)
 			pool := pgtest.Pool(t, bad.url, postgres.Options{ApplicationName: "engine"})
 			var first, second atomic.Int32
-			at, told, log := newGate(), newHeard(), &testkit.Log{}
+			at, outcome, log := newGate(), newHeard(), &testkit.Log{}
 			e := engine(t, pool, map[string]executions.Func{"two": func(ctx context.Context,
 				_ json.RawMessage,
 			) (executions.Result, error) {
@@ -85,7 +85,7 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 					at.pass()
 					return large(), nil
 				})
-				told.tell(err)
+				outcome.tell(err)
 				return executions.Result{Summary: "done"}, err
 			}}, log)
 			x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "two", Surface: trace.Flow})
@@ -93,7 +93,7 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 			testkit.Receive(t, at.entered)
 			bad.begin()
 			close(at.opened)
-			assert.ErrorIs(t, testkit.Receive(t, told.first), executions.ErrLost)
+			assert.ErrorIs(t, testkit.Receive(t, outcome.first), executions.ErrLost)
 			got := pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID)
 			assert.Truef(t, got == "running" || got == "pending", "the execution is %s, and its step is not recorded", got)
 			assert.Equal(t, 1, pgtest.Value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID))

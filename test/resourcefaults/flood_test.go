@@ -213,7 +213,7 @@ func TestAPoolThatIsTaken(t *testing.T) {
 	db := admin(t, url)
 	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 3, ApplicationName: "engine"})
 	var first, second atomic.Int32
-	at, told := newGate(), newHeard()
+	at, outcome := newGate(), newHeard()
 	e := engine(t, pool, map[string]executions.Func{"two": func(ctx context.Context, _ json.RawMessage) (executions.Result,
 		error,
 	) {
@@ -228,7 +228,7 @@ func TestAPoolThatIsTaken(t *testing.T) {
 		if err == nil { // before the next step that one is on record
 			_, err = executions.Step(ctx, "third", func(context.Context) (int, error) { return 0, nil })
 		}
-		told.tell(err)
+		outcome.tell(err)
 		return executions.Result{}, err
 	}}, &testkit.Log{})
 	x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "two", Surface: trace.Flow})
@@ -236,7 +236,7 @@ func TestAPoolThatIsTaken(t *testing.T) {
 	testkit.Receive(t, at.entered)
 	giveBack := take(t, pool, 3)
 	close(at.opened)
-	assert.ErrorIs(t, testkit.Receive(t, told.first), executions.ErrLost)
+	assert.ErrorIs(t, testkit.Receive(t, outcome.first), executions.ErrLost)
 	assert.Equal(t, 1, pgtest.Value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID))
 	got := pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID)
 	assert.Truef(t, got == "running" || got == "pending", "the execution is %s", got)

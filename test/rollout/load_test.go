@@ -36,7 +36,7 @@ type load struct {
 	mu   sync.Mutex
 	lost map[string]bool     // words whose request was refused, so that they may be there or not
 	runs map[int]string      // executions that were confirmed
-	said map[string][]string // by thread, in order
+	sent map[string][]string // by thread, in order
 	done map[string]int      // how often what was done
 }
 
@@ -44,7 +44,7 @@ func (w *world) begin() *load {
 	ctx, stop := context.WithCancel(w.t.Context())
 	l := &load{
 		world: w, ctx: ctx, stop: stop, lost: map[string]bool{}, runs: map[int]string{},
-		said: map[string][]string{}, done: map[string]int{},
+		sent: map[string][]string{}, done: map[string]int{},
 	}
 	w.t.Cleanup(l.end)
 	for i := range 4 {
@@ -76,7 +76,7 @@ func (l *load) hasBegun() {
 	l.mu.Lock()
 	before := maps.Clone(l.done)
 	l.mu.Unlock()
-	pgtest.Eventually(l.t, patience, func() bool {
+	pgtest.Eventually(l.t, waitTimeout, func() bool {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		return l.t.Failed() || l.done["answer"] > before["answer"]+2 && l.done["message"] > before["message"] &&
@@ -92,7 +92,7 @@ type request struct {
 
 // send sends a request once.
 func (l *load) send(r request) (status int, answer []byte, err error) {
-	ctx, cancel := context.WithTimeout(l.t.Context(), patience)
+	ctx, cancel := context.WithTimeout(l.t.Context(), waitTimeout)
 	defer cancel()
 	body := ""
 	if r.body != nil {
@@ -159,7 +159,7 @@ func (l *load) converse(thread string, stream bool) {
 			return
 		}
 		l.mu.Lock()
-		l.said[thread] = append(l.said[thread], question, want)
+		l.sent[thread] = append(l.sent[thread], question, want)
 		l.mu.Unlock()
 		l.count("answer")
 	}
@@ -218,7 +218,7 @@ func (l *load) speak(thread string) {
 			continue
 		}
 		l.mu.Lock()
-		l.said[thread] = append(l.said[thread], words)
+		l.sent[thread] = append(l.sent[thread], words)
 		l.mu.Unlock()
 		l.count("message")
 	}

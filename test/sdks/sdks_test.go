@@ -33,8 +33,8 @@ var program string
 func TestMain(m *testing.M) { proctest.Main(tests{m}, "sdks", &program) }
 
 const (
-	token    = "an-admin-token-of-this-test"
-	patience = 2 * time.Minute
+	token       = "an-admin-token-of-this-test"
+	waitTimeout = 2 * time.Minute
 )
 
 // language is an SDK with its scenario.
@@ -79,7 +79,7 @@ type world struct {
 func newWorld(t *testing.T, l language) *world {
 	t.Helper()
 	address := pgtest.URL(t)
-	server := proctest.Start(t, patience, t.TempDir(), proctest.Environ("DATABASE_URL="+address,
+	server := proctest.Start(t, waitTimeout, t.TempDir(), proctest.Environ("DATABASE_URL="+address,
 		"AGENT_ADMIN_TOKEN="+token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_FORMAT=json", "AGENT_LOG_LEVEL=info"),
 		program, "serve")
 	w := &world{T: t, language: l, base: server.Base(), effects: filepath.Join(t.TempDir(), "effects")}
@@ -96,7 +96,7 @@ func (w *world) worker(owner, base string, ttl int) *proctest.Process {
 	if packed {
 		sdk = installed(w.T, "python")
 	}
-	return proctest.Start(w, patience, w.TempDir(), proctest.Environ("AGENT_URL="+base, "AGENT_TOKEN="+token,
+	return proctest.Start(w, waitTimeout, w.TempDir(), proctest.Environ("AGENT_URL="+base, "AGENT_TOKEN="+token,
 		"OWNER="+owner, "EFFECTS="+w.effects, "SDK="+sdk, fmt.Sprint("TTL_SECONDS=", ttl), "PYTHONDONTWRITEBYTECODE=1"),
 		w.command...)
 }
@@ -160,7 +160,7 @@ func (w *world) count(prefix string) (n int) {
 // await waits for effects.
 func (w *world) await(prefix string, n int) {
 	w.Helper()
-	pgtest.Eventually(w, patience, func() bool { return w.count(prefix) >= n }, "no effect "+prefix)
+	pgtest.Eventually(w, waitTimeout, func() bool { return w.count(prefix) >= n }, "no effect "+prefix)
 }
 
 // expect checks the end of an execution.

@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-const patience = time.Minute
+const waitTimeout = time.Minute
 
 // app is a running app of @slack/bolt.
 type app struct {
@@ -70,7 +70,7 @@ func startApp(t *testing.T, mode string) *app {
 // find waits for a line with a prefix that was not found before.
 func (a *app) find(prefix string) string {
 	a.Helper()
-	deadline := time.After(patience)
+	deadline := time.After(waitTimeout)
 	for {
 		if i := slices.IndexFunc(a.seen, func(s string) bool { return strings.HasPrefix(s, prefix) }); i >= 0 {
 			line := a.seen[i]

@@ -167,13 +167,13 @@ func MakeDue(tb testing.TB, db *pgxpool.Pool) {
 // Model is the model of a heartbeat. Its answer depends only on the request, so a repeated request gets the same
 // answer. It makes the calls of steps in order before it completes its step.
 func Model(req openai.ChatCompletionRequest, steps ...modeltest.Reply) modeltest.Reply {
-	_, said := modeltest.Turn(req)
+	_, turn := modeltest.Turn(req)
 	pursues := strings.Contains(req.Messages[0].Content, "You pursue one objective")
 	steps = append([]modeltest.Reply{modeltest.ToolCall("look", `{}`).AndCall("pay", `{"amount": 1}`)}, steps...)
 	switch {
-	case pursues && said < len(steps):
-		return steps[said]
-	case pursues && said == len(steps):
+	case pursues && turn < len(steps):
+		return steps[turn]
+	case pursues && turn == len(steps):
 		id := stepID.FindStringSubmatch(req.Messages[1].Content)
 		if id == nil {
 			return modeltest.Text("There is no step.")
@@ -181,7 +181,7 @@ func Model(req openai.ChatCompletionRequest, steps ...modeltest.Reply) modeltest
 		return modeltest.ToolCall("complete_step", modeltest.Arguments(map[string]string{"step_id": id[1], "result": "paid"}))
 	case pursues:
 		return modeltest.Text("The bills are paid.")
-	case said == 0:
+	case turn == 0:
 		return modeltest.ToolCall("remember", `{"key": "lesson", "value": "bills come daily"}`)
 	}
 	return modeltest.Text("It went well.")
