@@ -703,8 +703,8 @@ func percentilesOfWholeDays(t *testing.T, db postgres.DB, stage string) {
 		for i, want := range p[2:] {
 			got := p[i]
 			if (got == nil) != (want == nil) || got != nil && math.Abs(*got-*want) > 0.026**want {
-				return fmt.Errorf("%s: p50 and p95 of %s are %v and %v, by the rows %v and %v", stage, skill, testkit.Deref(p[0]),
-					testkit.Deref(p[1]), testkit.Deref(p[2]), testkit.Deref(p[3]))
+				return fmt.Errorf("%s: p50 and p95 of %s are %v and %v, by the rows %v and %v", stage, skill, postgres.Deref(p[0]),
+					postgres.Deref(p[1]), postgres.Deref(p[2]), postgres.Deref(p[3]))
 			}
 		}
 		return nil

@@ -92,7 +92,7 @@ func (s *server) getExecution(r request) (response, error) {
 	}
 	if x.Status == executions.Waiting {
 		w := wait{Number: x.WaitNumber, Until: x.WaitingUntil, Data: x.WaitingData}
-		w.For, w.Key = deref(x.WaitingFor), deref(x.WaitingKey)
+		w.For, w.Key = postgres.Deref(x.WaitingFor), postgres.Deref(x.WaitingKey)
 		detail.Waits = append(detail.Waits, w)
 	}
 	return response{body: detail, trace: x.TraceID}, nil
@@ -160,14 +160,6 @@ func pathUUID(r request, thing string) (string, error) {
 			Kind("malformed-id", "Malformed id")
 	}
 	return id, nil
-}
-
-// deref returns the zero value for nil.
-func deref[T any](p *T) (v T) {
-	if p != nil {
-		v = *p
-	}
-	return v
 }
 
 // maxProgress bounds progress_seconds: 30 days.
@@ -280,7 +272,7 @@ func (s *server) startExecution(r request) (response, error) {
 		spec.Awaited, spec.Inherits = b.WaitForCompletion, b.WaitForCompletion &&
 			(b.CanInheritLock == nil || *b.CanInheritLock)
 		if b.WaitForCompletion && spec.ThreadID == "" {
-			spec.ThreadID = deref(parent.ThreadID)
+			spec.ThreadID = postgres.Deref(parent.ThreadID)
 		}
 	} else {
 		acting, err := s.agents.Default(r.Context(), s.pool)

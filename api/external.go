@@ -260,7 +260,7 @@ func (s *server) claimExecutions(r request) (response, error) {
 	}
 	got, err := s.engine.ClaimRuns(ctx, executions.ClaimParams{
 		Flows: c.Flows, Owner: c.Owner, TTL: ttl(c.TTLSeconds),
-		Max: cmp.Or(deref(c.Max), 1), Known: known, Wait: time.Duration(c.WaitSeconds * float64(time.Second)),
+		Max: cmp.Or(postgres.Deref(c.Max), 1), Known: known, Wait: time.Duration(c.WaitSeconds * float64(time.Second)),
 	})
 	if err != nil {
 		return response{}, err
@@ -273,7 +273,7 @@ func (s *server) claimExecutions(r request) (response, error) {
 }
 
 func ttl(seconds *int) time.Duration {
-	return time.Duration(cmp.Or(deref(seconds), defaultTTL)) * time.Second
+	return time.Duration(cmp.Or(postgres.Deref(seconds), defaultTTL)) * time.Second
 }
 
 func lockOf(got executions.RunLock) lockResponse {
@@ -309,8 +309,8 @@ func (s *server) heartbeatLock(r request) (response, error) {
 		return response{}, err
 	}
 	return response{
-		body:  heartbeatResponse{deref(got.ExpiresAt), deref(got.Status), got.CancelRequested},
-		trace: deref(got.TraceID),
+		body:  heartbeatResponse{postgres.Deref(got.ExpiresAt), postgres.Deref(got.Status), got.CancelRequested},
+		trace: postgres.Deref(got.TraceID),
 	}, nil
 }
 

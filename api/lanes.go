@@ -137,7 +137,7 @@ func (s *server) blockedProblem(ctx context.Context, lane string, cause error) e
 		return cause
 	}
 	p, _ := problem.Of(cause)
-	p.Holder, p.TraceID = live[i].LockedBy, deref(live[i].TraceID)
+	p.Holder, p.TraceID = live[i].LockedBy, postgres.Deref(live[i].TraceID)
 	return p
 }
 

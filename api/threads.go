@@ -433,7 +433,7 @@ func (s *server) openThread(r request) (response, error) {
 func (s *server) createThread(ctx context.Context, tx pgx.Tx, o threadRequest) (threads.Thread, bool, error) {
 	t := threads.Thread{
 		ID: o.ID, Channel: o.Channel, Target: o.Target, Participant: o.Participant, Owner: o.Owner,
-		IdleSeconds: deref(o.IdleSeconds),
+		IdleSeconds: postgres.Deref(o.IdleSeconds),
 	}
 	if o.Channel == "" || o.Channel == threads.ChannelChat || o.Owner != "" {
 		return threads.Ensure(ctx, tx, t)

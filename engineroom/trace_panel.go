@@ -202,12 +202,12 @@ func (room *Room) panelWhy(ctx context.Context, p *spanPanel) error {
 	case p.Wait != nil:
 		run = p.Wait.ExecutionID
 	case p.Row != nil:
-		run = deref(p.Row.ExecutionID)
+		run = postgres.Deref(p.Row.ExecutionID)
 	}
 	for _, of := range answer.Parts() {
 		part, depths := whyPart{Title: of.Title()}, answer.Depths(of)
 		for i, r := range answer.Of(of) {
-			if p.Span == "" || run != "" && strings.Contains(r.FromRef+" "+r.ToRef+" "+deref(r.ExecutionID), run) {
+			if p.Span == "" || run != "" && strings.Contains(r.FromRef+" "+r.ToRef+" "+postgres.Deref(r.ExecutionID), run) {
 				part.Rows = append(part.Rows, whyRow{Reason: r, Depth: depths[i], Links: whyLinks(p.ID, r)})
 			}
 		}

@@ -441,7 +441,7 @@ func (n *tracedNode) above(byID map[string]*tracedNode, phases map[string][]*tra
 			return above
 		}
 	}
-	return byID["run-"+deref(n.Row.ExecutionID)]
+	return byID["run-"+postgres.Deref(n.Row.ExecutionID)]
 }
 
 // walk appends n and its unplaced descendants. It does not recurse, because a chain of parents may be long.
@@ -569,7 +569,7 @@ func stopLost(nodes []*tracedNode, runs []tracedRun, lost []lostClaim) {
 		if n.Row == nil || n.Row.Status != "running" || n.To != nil {
 			continue
 		}
-		run := byID[deref(n.Row.ExecutionID)]
+		run := byID[postgres.Deref(n.Row.ExecutionID)]
 		switch {
 		case run != nil && run.CompletedAt != nil:
 			n.Status, n.To = stateStopped, run.CompletedAt

@@ -329,8 +329,8 @@ func (room *Room) waitsOf(ctx context.Context, runs []tracedRun) ([]tracedWait, 
 			queued = append(queued, fmt.Sprintf("%s#%d", r.ID, r.Claim))
 		case "waiting":
 			waits = append(waits, tracedWait{
-				ExecutionID: r.ID, Step: deref(r.WaitingStep), Kind: deref(r.WaitingFor),
-				Key: redact.Text(deref(r.WaitingKey), 300), From: r.UpdatedAt, Until: r.WaitingUntil,
+				ExecutionID: r.ID, Step: postgres.Deref(r.WaitingStep), Kind: postgres.Deref(r.WaitingFor),
+				Key: redact.Text(postgres.Deref(r.WaitingKey), 300), From: r.UpdatedAt, Until: r.WaitingUntil,
 			})
 		}
 	}
@@ -340,13 +340,6 @@ func (room *Room) waitsOf(ctx context.Context, runs []tracedRun) ([]tracedWait, 
 	}
 	inQueue, err := room.queuedWaits(ctx, queued)
 	return append(append(over, waits...), inQueue...), err
-}
-
-func deref(s *string) string {
-	if s == nil {
-		return ""
-	}
-	return *s
 }
 
 // pastWaits reads the ended waits of runs.

@@ -23,7 +23,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -181,8 +180,8 @@ func TestTheRowOfAFailedCallSaysWhy(t *testing.T) {
 	}))
 	got := until(t, pool, p.begin(t, "flow"), executions.Failed)
 	want := []row{{"send_mail", "mail", "call", "error", "quota", `"half of it"`}}
-	if diff := cmp.Diff(want, rows(t, pool, got.ID)); diff != "" || testkit.Deref(got.FailedStep) != "mail" {
-		t.Errorf("failed step %q, activity (-want +got):\n%s", testkit.Deref(got.FailedStep), diff)
+	if diff := cmp.Diff(want, rows(t, pool, got.ID)); diff != "" || postgres.Deref(got.FailedStep) != "mail" {
+		t.Errorf("failed step %q, activity (-want +got):\n%s", postgres.Deref(got.FailedStep), diff)
 	}
 }
 

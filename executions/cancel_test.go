@@ -340,7 +340,8 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 				until(t, pool, id, executions.Cancelled)
 			}
 			x := until(t, pool, id, executions.Cancelled)
-			if testkit.Deref(x.CancelledBy) != "ana" || testkit.Deref(x.CancelReason) != "enough" || effectRows(t, pool) != 0 ||
+			if postgres.Deref(x.CancelledBy) != "ana" || postgres.Deref(x.CancelReason) != "enough" ||
+				effectRows(t, pool) != 0 ||
 				completions(t, pool, id) != 1 {
 				t.Errorf("%+v, %d effects", x, effectRows(t, pool))
 			}
@@ -369,7 +370,7 @@ func TestACancelOfABlockedStepCompletesAtItsEnd(t *testing.T) {
 	who, err := executions.CancelDetail(t.Context(), pool)
 	assert.Truef(t, err == nil && strings.Contains(who, "idle in transaction"), "in the way: %q, %v", who, err)
 	close(leave)
-	if x := until(t, pool, id, executions.Cancelled); testkit.Deref(x.CancelReason) != "enough" ||
+	if x := until(t, pool, id, executions.Cancelled); postgres.Deref(x.CancelReason) != "enough" ||
 		effectRows(t, pool) != 0 {
 		t.Errorf("%+v, %d effects", x, effectRows(t, pool))
 	}
@@ -439,7 +440,7 @@ func TestACancelStopsAChildInATransaction(t *testing.T) {
 	assert.Truef(t, err == nil && status == executions.Cancelled, "cancel: %s, %v", status, err)
 	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where parent_id = @id`,
 		postgres.Strict{"id": id})
-	if x := until(t, pool, child, executions.Cancelled); testkit.Deref(
+	if x := until(t, pool, child, executions.Cancelled); postgres.Deref(
 		x.CancelReason) != "its parent was cancelled: enough" || effectRows(t, pool) != 0 {
 		t.Errorf("%+v, %d effects", x, effectRows(t, pool))
 	}

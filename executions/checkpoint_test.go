@@ -527,8 +527,8 @@ func TestTheEndNamesTheStepThatFailed(t *testing.T) {
 			t.Parallel()
 			p := start(t, pgtest.DB(t), flow(c.flow))
 			x := until(t, p.pool, p.begin(t, "flow"), c.end)
-			assert.Truef(t, testkit.Deref(x.FailedStep) == c.want && testkit.Deref(x.ErrorMessage) != "",
-				"failed step %q, %q", testkit.Deref(x.FailedStep), testkit.Deref(x.ErrorMessage))
+			assert.Truef(t, postgres.Deref(x.FailedStep) == c.want && postgres.Deref(x.ErrorMessage) != "",
+				"failed step %q, %q", postgres.Deref(x.FailedStep), postgres.Deref(x.ErrorMessage))
 		})
 	}
 }

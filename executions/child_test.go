@@ -283,8 +283,8 @@ func TestTriggerWithoutWaitReturnsAtOnce(t *testing.T) {
 	p := start(t, pool, triggers(executions.Child{}, hang))
 	parent := until(t, pool, p.begin(t, "flow"), executions.Completed)
 	child := until(t, pool, triggered(t, parent).ExecutionID, executions.Waiting)
-	assert.Truef(t, testkit.Deref(child.ParentID) == parent.ID && child.TraceID == parent.TraceID,
-		"child of %s in trace %s", testkit.Deref(child.ParentID), child.TraceID)
+	assert.Truef(t, postgres.Deref(child.ParentID) == parent.ID && child.TraceID == parent.TraceID,
+		"child of %s in trace %s", postgres.Deref(child.ParentID), child.TraceID)
 }
 
 func TestAChildThatIsCancelledIsAResult(t *testing.T) {

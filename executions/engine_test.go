@@ -188,7 +188,7 @@ func TestAShutdownFinishesTheStepAndReleasesTheRun(t *testing.T) {
 			assert.Truef(t, err == nil && len(points) == 1 && points[0].Step == "first" && seconds.Load() == 0,
 				"recorded %v, %v; the second step ran %d times", points, err, seconds.Load())
 			assert.Truef(t, got.Status == executions.Running && got.ClaimedBy == nil && got.Attempt == 0,
-				"status %s, claimed by %q, attempt %d", got.Status, testkit.Deref(got.ClaimedBy), got.Attempt)
+				"status %s, claimed by %q, attempt %d", got.Status, postgres.Deref(got.ClaimedBy), got.Attempt)
 			assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`), "its lane is held")
 			if pgtest.Value[bool](t, pool, `select exists (select from agent_workers where expires_at > clock_timestamp())`) {
 				t.Error("the worker's lease goes on")
@@ -226,7 +226,7 @@ func TestAShutdownCancelsAStepThatTakesTooLong(t *testing.T) {
 	took := time.Since(began)
 	assert.Truef(t, took <= 25*time.Second, "the shutdown took %s", took)
 	if got := get(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil || got.Attempt != 0 {
-		t.Errorf("status %s, claimed by %q, attempt %d", got.Status, testkit.Deref(got.ClaimedBy), got.Attempt)
+		t.Errorf("status %s, claimed by %q, attempt %d", got.Status, postgres.Deref(got.ClaimedBy), got.Attempt)
 	}
 	start(t, pool, flows)
 	got := until(t, pool, id, executions.Completed)
@@ -251,8 +251,8 @@ func TestAnInterruptedRunSyncIsCancelled(t *testing.T) {
 		return executions.Result{}, ctx.Err()
 	}))
 	got, err := p.RunSync(ctx, executions.Spec{Flow: "flow", Surface: trace.Flow})
-	assert.Truef(t, err == nil && got.Status == executions.Cancelled && testkit.Deref(got.CancelledBy) == "interrupt",
-		"status %s by %q, %v", got.Status, testkit.Deref(got.CancelledBy), err)
+	assert.Truef(t, err == nil && got.Status == executions.Cancelled && postgres.Deref(got.CancelledBy) == "interrupt",
+		"status %s by %q, %v", got.Status, postgres.Deref(got.CancelledBy), err)
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from releases`))
 }
 
@@ -409,7 +409,7 @@ func TestAWorkerThatExpiredComesBackUnderANewID(t *testing.T) {
 	}))
 	p.begin(t, "flow")
 	id := middle.arrival(t)
-	before := testkit.Deref(get(t, pool, id).ClaimedBy)
+	before := postgres.Deref(get(t, pool, id).ClaimedBy)
 	expire(t, pool, id)
 	got := until(t, pool, id, executions.Completed)
 	assert.ErrorIs(t, testkit.Receive(t, lost), executions.ErrLost)
@@ -469,7 +469,7 @@ func TestACheckpointGivesNewAttempts(t *testing.T) {
 				lose(t, pool, id, "")
 			}
 			if got := get(t, pool, id); got.Status != executions.Running {
-				t.Errorf("status %s, attempt %d: %s", got.Status, got.Attempt, testkit.Deref(got.ErrorMessage))
+				t.Errorf("status %s, attempt %d: %s", got.Status, got.Attempt, postgres.Deref(got.ErrorMessage))
 			}
 		})
 	}

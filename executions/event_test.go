@@ -136,11 +136,11 @@ func TestAnEventClaimsTheExecutionsAtTheHeadOfTheQueue(t *testing.T) {
 			got := deliverBatch(t, pool, me, c.places, by, name)
 			script(t, pool, c.after)
 			x := get(t, pool, id)
-			require.Truef(t, len(got) == 1 && testkit.Deref(got[0].ExecutionID) == id && x.Status == executions.Running,
+			require.Truef(t, len(got) == 1 && postgres.Deref(got[0].ExecutionID) == id && x.Status == executions.Running,
 				"%s: delivered %+v, status %s", name, got, x.Status)
 			switch claimed := got[0].Claimed != nil; {
 			case claimed != c.want, claimed != (x.ClaimedBy != nil):
-				t.Errorf("%s: claimed %t, want %t; the row is claimed by %q", name, claimed, c.want, testkit.Deref(x.ClaimedBy))
+				t.Errorf("%s: claimed %t, want %t; the row is claimed by %q", name, claimed, c.want, postgres.Deref(x.ClaimedBy))
 			case claimed && (*got[0].Claimed != x.Claim || got[0].Held || !slices.Equal(got[0].Steps, []string{"event"})):
 				t.Errorf("%s: answered %+v, the row has claim %d", name, got[0], x.Claim)
 			}
@@ -170,7 +170,7 @@ func TestTheQueueOrdersExecutionsResumedTogether(t *testing.T) {
 		}
 		require.Equal(t, 2, len(got), got)
 		if x := get(t, pool, late); x.Status != executions.Running || x.ClaimedBy != nil {
-			t.Errorf("the one of less priority is %s, claimed by %q", x.Status, testkit.Deref(x.ClaimedBy))
+			t.Errorf("the one of less priority is %s, claimed by %q", x.Status, postgres.Deref(x.ClaimedBy))
 		}
 		claimReady(t, pool, me, 1)
 		assert.True(t, get(t, pool, first).ClaimedBy != nil, "the one of more priority was not first")
@@ -184,7 +184,7 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 		first := deliverBatch(t, pool, me, 9, by, "one=id")
 		again := deliverBatch(t, pool, me, 9, by, "two=id")
 		assert.Truef(t, len(again) == 1 && again[0].ExecutionID == nil &&
-			testkit.Deref(again[0].EventID) == testkit.Deref(first[0].EventID), "the repetition: %+v of %+v", again, first)
+			postgres.Deref(again[0].EventID) == postgres.Deref(first[0].EventID), "the repetition: %+v of %+v", again, first)
 		if a, b := get(t, pool, one).Status, get(t, pool, two).Status; a != executions.Running || b != executions.Waiting {
 			t.Errorf("they are %s and %s", a, b)
 		}
@@ -295,7 +295,7 @@ func TestAnotherProcessContinuesTheClaimsOfADeadOne(t *testing.T) {
 		expire(t, pool, id)
 		sweep(t, pool)
 		if x := get(t, pool, id); x.ClaimedBy != nil || x.Attempt != 1 {
-			t.Errorf("after the death it is claimed by %q, attempt %d", testkit.Deref(x.ClaimedBy), x.Attempt)
+			t.Errorf("after the death it is claimed by %q, attempt %d", postgres.Deref(x.ClaimedBy), x.Attempt)
 		}
 		start(t, pool, awaits(0))
 		out := outcome(t, until(t, pool, id, executions.Completed))
@@ -512,7 +512,7 @@ func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 			got := deliverDuring(t, pool, me, id, func(tx pgx.Tx) { c.change(t, tx, id, me) })
 			x := get(t, pool, id)
 			assert.Truef(t, len(got) == 1 && (got[0].Claimed != nil) == c.claimed && (x.ClaimedBy != nil) == c.claimed &&
-				x.Status == c.status, "answered %+v, it is %s and claimed by %q", got, x.Status, testkit.Deref(x.ClaimedBy))
+				x.Status == c.status, "answered %+v, it is %s and claimed by %q", got, x.Status, postgres.Deref(x.ClaimedBy))
 			taken := pgtest.Value[bool](t, pool, `select consumed_by is not null from agent_events where key = 'k'`)
 			mine := name != "its time is over" && name != "it is cancelled"
 			assert.Truef(t, taken == mine && (got[0].ExecutionID != nil) == mine,

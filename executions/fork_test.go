@@ -19,7 +19,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -88,8 +87,8 @@ func (p *process) fork(t *testing.T, s executions.ForkSpec, want executions.Stat
 	require.NoError(t, err)
 	got := until(t, p.pool, x.ID, want)
 	assert.Equal(t, before, dump(t, p.pool, s.ID), s.From)
-	assert.Truef(t, strings.HasPrefix(got.TraceID, "fl_") && testkit.Deref(got.ForkedFrom) == s.ID &&
-		testkit.Deref(got.ForkedStep) == s.From && got.ParentID == nil, "the fork is %+v", got)
+	assert.Truef(t, strings.HasPrefix(got.TraceID, "fl_") && postgres.Deref(got.ForkedFrom) == s.ID &&
+		postgres.Deref(got.ForkedStep) == s.From && got.ParentID == nil, "the fork is %+v", got)
 	return got
 }
 
@@ -307,9 +306,9 @@ func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
 	blind, err := other.Fork(t.Context(), pool,
 		executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva"}`)})
 	require.NoError(t, err)
-	if got := until(t, pool, blind.ID, executions.Failed); !strings.Contains(testkit.Deref(got.ErrorMessage),
-		"step look up") || testkit.Deref(got.FailedStep) != "look up" {
-		t.Errorf("the fork failed with %s at %s", testkit.Deref(got.ErrorMessage), testkit.Deref(got.FailedStep))
+	if got := until(t, pool, blind.ID, executions.Failed); !strings.Contains(postgres.Deref(got.ErrorMessage),
+		"step look up") || postgres.Deref(got.FailedStep) != "look up" {
+		t.Errorf("the fork failed with %s at %s", postgres.Deref(got.ErrorMessage), postgres.Deref(got.FailedStep))
 	}
 }
 
@@ -505,7 +504,7 @@ func TestAForkRequestsItsOwnApproval(t *testing.T) {
 		}
 		pgtest.Eventually(t, timeout, func() bool { return get(t, pool, x.ID).Status.Ended() }, "the fork ends")
 		if got := get(t, pool, x.ID); got.Status != executions.Completed {
-			t.Errorf("from %q: %s %s", from, got.Status, testkit.Deref(got.ErrorMessage))
+			t.Errorf("from %q: %s %s", from, got.Status, postgres.Deref(got.ErrorMessage))
 		}
 		assert.Equal(t, want, d.of(x.ID), from)
 	}

@@ -18,7 +18,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -316,7 +315,7 @@ func TestAPauseOutlivesEveryProcess(t *testing.T) {
 		require.NoError(t, second.Sweep(t.Context()))
 	}
 	if got := get(t, pool, id); got.ClaimedBy != nil || got.Status != executions.Running {
-		t.Fatalf("status %s, claimed by %q", got.Status, testkit.Deref(got.ClaimedBy))
+		t.Fatalf("status %s, claimed by %q", got.Status, postgres.Deref(got.ClaimedBy))
 	}
 	first.open()
 	resume(t, pool)
@@ -418,7 +417,7 @@ func TestArrivalsDuringAPauseAreKept(t *testing.T) {
 	for what, id := range map[string]string{"event": event, "timer": timer} {
 		until(t, pool, id, executions.Running)
 		if got := get(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil {
-			t.Errorf("%s: status %s, claimed by %q", what, got.Status, testkit.Deref(got.ClaimedBy))
+			t.Errorf("%s: status %s, claimed by %q", what, got.Status, postgres.Deref(got.ClaimedBy))
 		}
 	}
 	resume(t, pool)

@@ -21,7 +21,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -358,7 +357,7 @@ func FuzzTextOfARun(f *testing.F) {
 		text, raw = one, two
 		x, err := e.RunSync(t.Context(), executions.Spec{Flow: "says", Surface: trace.Flow})
 		require.Truef(t, err == nil && x.Status == executions.Completed,
-			"%q and %q: %s %s, %v", one, two, x.Status, testkit.Deref(x.ErrorMessage), err)
+			"%q and %q: %s %s, %v", one, two, x.Status, postgres.Deref(x.ErrorMessage), err)
 		assert.Truef(t, utf8.ValidString(x.ResultSummary), "the summary of %q is %q", one, x.ResultSummary)
 		for _, c := range recordedOf(t, pool, x.ID) {
 			if c.Step != "text" {

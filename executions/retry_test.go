@@ -21,7 +21,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -90,7 +89,7 @@ func TestAnIdleTransactionEndedByTheServerIsRetried(t *testing.T) {
 	id := p.begin(t, "flow")
 	pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).Status.Ended() }, "the execution ends")
 	if got := get(t, pool, id); got.Status != executions.Completed || tries.Load() != 2 {
-		t.Errorf("status %s after %d tries: %s", got.Status, tries.Load(), testkit.Deref(got.ErrorMessage))
+		t.Errorf("status %s after %d tries: %s", got.Status, tries.Load(), postgres.Deref(got.ErrorMessage))
 	}
 }
 

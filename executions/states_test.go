@@ -100,13 +100,13 @@ func checkEnd(t *testing.T, db postgres.DB, id string) {
 		executions.Completed: "success", executions.Failed: "failure", executions.Timeout: "timeout",
 		executions.Cancelled: "cancelled",
 	}
-	assert.Truef(t, testkit.Deref(x.ResultType) == types[x.Status] && (x.CompletedAt != nil) == x.Status.Ended(),
-		"%s: result type %q, completed at %v", x.Status, testkit.Deref(x.ResultType), x.CompletedAt)
+	assert.Truef(t, postgres.Deref(x.ResultType) == types[x.Status] && (x.CompletedAt != nil) == x.Status.Ended(),
+		"%s: result type %q, completed at %v", x.Status, postgres.Deref(x.ResultType), x.CompletedAt)
 	if x.ClaimedBy != nil && x.Status != executions.Running {
 		t.Errorf("%s, and claimed by %s", x.Status, *x.ClaimedBy)
 	}
 	if waits := x.WaitingUntil != nil; waits != (x.Status == executions.Waiting) { // plain SQL need not say for what
-		t.Errorf("%s: waiting for %q until %v", x.Status, testkit.Deref(x.WaitingFor), x.WaitingUntil)
+		t.Errorf("%s: waiting for %q until %v", x.Status, postgres.Deref(x.WaitingFor), x.WaitingUntil)
 	}
 	want := 0
 	if x.Status.Ended() {

@@ -21,7 +21,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // quota is an error with a class, as a client library might return it.
@@ -162,7 +161,8 @@ func TestCodeThatChangedUnderARunningExecutionFailsItLoudly(t *testing.T) {
 				})
 				assert.Truef(t, got.Status == executions.Failed && got.ErrorMessage != nil &&
 					strings.Contains(*got.ErrorMessage, "step price") && got.FailedStep != nil && *got.FailedStep == "price",
-					"status %s, error %v, failed step %v", got.Status, testkit.Deref(got.ErrorMessage), testkit.Deref(got.FailedStep))
+					"status %s, error %v, failed step %v", got.Status, postgres.Deref(got.ErrorMessage),
+					postgres.Deref(got.FailedStep))
 			})
 		}
 	}
@@ -192,8 +192,8 @@ func TestAPanicFailsTheExecutionAndNotTheProcess(t *testing.T) {
 			pool := pgtest.DB(t)
 			p := start(t, pool, flow(c.fn))
 			got := until(t, pool, p.begin(t, "flow"), executions.Failed)
-			assert.Truef(t, testkit.Deref(got.ErrorMessage) == c.says && testkit.Deref(got.FailedStep) == c.step,
-				"error %q, failed step %q", testkit.Deref(got.ErrorMessage), testkit.Deref(got.FailedStep))
+			assert.Truef(t, postgres.Deref(got.ErrorMessage) == c.says && postgres.Deref(got.FailedStep) == c.step,
+				"error %q, failed step %q", postgres.Deref(got.ErrorMessage), postgres.Deref(got.FailedStep))
 			assert.Equal(t, 1, completions(t, pool, got.ID))
 		})
 	}
@@ -250,7 +250,7 @@ func TestUnstorableResultsAreReplacedOrFail(t *testing.T) {
 			}))
 			got := until(t, pool, p.begin(t, "flow"), c.status)
 			open := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status not in ('success', 'error')`)
-			assert.Truef(t, open == 0, "%d activities have no clear end (%v)", open, testkit.Deref(got.ErrorMessage))
+			assert.Truef(t, open == 0, "%d activities have no clear end (%v)", open, postgres.Deref(got.ErrorMessage))
 		})
 	}
 }
@@ -456,7 +456,7 @@ func TestJSONThatIsAStepsResultIsTheSameInEveryRun(t *testing.T) {
 			executions.Call{Entry: activity.Entry{Skill: "send", Input: []any{plain, within[0].Body}}},
 			func(context.Context, *executions.Effect) (int, error) { return 1, nil })
 	})
-	assert.Equal(t, executions.Completed, got.Status, testkit.Deref(got.ErrorMessage))
+	assert.Equal(t, executions.Completed, got.Status, postgres.Deref(got.ErrorMessage))
 	for _, text := range seen[1:] {
 		assert.Truef(t, bytes.Equal(text, seen[0]), "%s\nand first %s", text, seen[0])
 	}

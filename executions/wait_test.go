@@ -21,7 +21,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -235,8 +234,8 @@ func TestWaitsCheckTheirArguments(t *testing.T) {
 		}))
 		got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 		assert.Truef(t, err == nil && got.Status == executions.Failed &&
-			strings.Contains(testkit.Deref(got.ErrorMessage), "wait pause: "), "%s: status %s, %q, %v", name, got.Status,
-			testkit.Deref(got.ErrorMessage), err)
+			strings.Contains(postgres.Deref(got.ErrorMessage), "wait pause: "), "%s: status %s, %q, %v", name, got.Status,
+			postgres.Deref(got.ErrorMessage), err)
 	}
 }
 

@@ -25,7 +25,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -326,7 +325,7 @@ func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
 			} else {
 				x := enginetest.Await(t, w.pool, id, executions.Failed)
 				there, _, _ := strings.Cut(test.want, " ")
-				message := testkit.Deref(x.ErrorMessage)
+				message := postgres.Deref(x.ErrorMessage)
 				assert.Truef(t, strings.Contains(message, test.failed) && strings.Contains(message, "nothing was changed") &&
 					strings.Contains(message, there), "it says %q", message)
 				pgtest.Equal(t, w.pool, "skipped", `select status from agent_activity
@@ -393,9 +392,9 @@ func TestCancellingReachesGrandchildren(t *testing.T) {
 	_, err := w.Cancel(t.Context(), top, "admin", "Usuario solicito cancelacion")
 	require.NoError(t, err)
 	for _, id := range []string{middle, bottom} {
-		if x := enginetest.Await(t, w.pool, id, executions.Cancelled); testkit.Deref(
+		if x := enginetest.Await(t, w.pool, id, executions.Cancelled); postgres.Deref(
 			x.CancelReason) != "its parent was cancelled: Usuario solicito cancelacion" {
-			t.Errorf("cancelled because of %q", testkit.Deref(x.CancelReason))
+			t.Errorf("cancelled because of %q", postgres.Deref(x.CancelReason))
 		}
 	}
 }
@@ -422,9 +421,9 @@ actions:
 		"lost":   "action go (trigger_agent): there is no flow nobody",
 		"wrong":  "action go (trigger_agent): flow picky does not take this input: at '': missing property 'x'",
 	} {
-		if x := enginetest.Await(t, w.pool, w.begin(t, name, nil), executions.Failed); testkit.Deref(
-			x.ErrorMessage) != want || testkit.Deref(x.FailedStep) != "go" {
-			t.Errorf("%s: %q at %q", name, testkit.Deref(x.ErrorMessage), testkit.Deref(x.FailedStep))
+		if x := enginetest.Await(t, w.pool, w.begin(t, name, nil), executions.Failed); postgres.Deref(
+			x.ErrorMessage) != want || postgres.Deref(x.FailedStep) != "go" {
+			t.Errorf("%s: %q at %q", name, postgres.Deref(x.ErrorMessage), postgres.Deref(x.FailedStep))
 		}
 	}
 	got := variables(t, enginetest.Await(t, w.pool, w.begin(t, "loose", nil), executions.Completed))
@@ -492,15 +491,15 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	})
 	require.NoError(t, err)
 	x := enginetest.Await(t, w.pool, third, executions.Failed)
-	if v := x.FlowVersion; v == nil || *v != 1 || !strings.Contains(testkit.Deref(x.ErrorMessage), "no thread") {
-		t.Errorf("the fork runs version %v: %s", v, testkit.Deref(x.ErrorMessage))
+	if v := x.FlowVersion; v == nil || *v != 1 || !strings.Contains(postgres.Deref(x.ErrorMessage), "no thread") {
+		t.Errorf("the fork runs version %v: %s", v, postgres.Deref(x.ErrorMessage))
 	}
 	pgtest.Equal(t, w.pool, "1 before 1, 1 after 1, 2 before 2, 2 after 2", `
 		select string_agg(flow_version || ' ' || content, ', ' order by m.execution_id, m.id)
 		  from agent_messages m join agent_executions x on x.id = m.execution_id
 		    where x.flow = @flow`, postgres.Strict{"flow": "a"})
 	x = enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"key": "k3"}), executions.Failed)
-	assert.Equal(t, "flow a: the flow was removed", testkit.Deref(x.ErrorMessage))
+	assert.Equal(t, "flow a: the flow was removed", postgres.Deref(x.ErrorMessage))
 }
 
 // Flows that start one another are stopped: the deepest fails, and the trace has no more executions than may be nested.

@@ -187,10 +187,10 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 	s.logged(t, 1, `msg="lane acquired"`, "lane=thread:maria")
 	s.logged(t, 1, `msg="lane inherited"`, "lane=thread:maria", "from="+parent, "to="+child+"#")
 	x := enginetest.Await(t, s.pool, child, executions.Waiting)
-	assert.Truef(t, testkit.Deref(x.WaitingFor) == "response" && testkit.Deref(x.WaitingKey) == "maria",
-		"the collector waits for %s %s", testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
+	assert.Truef(t, postgres.Deref(x.WaitingFor) == "response" && postgres.Deref(x.WaitingKey) == "maria",
+		"the collector waits for %s %s", postgres.Deref(x.WaitingFor), postgres.Deref(x.WaitingKey))
 	x = enginetest.Await(t, s.pool, parent, executions.Waiting)
-	assert.Equal(t, "agent", testkit.Deref(x.WaitingFor), "the coordinator waits for")
+	assert.Equal(t, "agent", postgres.Deref(x.WaitingFor), "the coordinator waits for")
 	idle := pgtest.Value[int](t, s.pool, `select ttl_seconds from agent_locks where lane = 'thread:maria'`)
 	loans := pgtest.Value[string](t, s.pool,
 		`select string_agg(who(lender) || ' to ' || who(borrower) || ' ' || ttl_seconds, ', ') from agent_lock_loans`)

@@ -13,7 +13,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // waiting are the actions that wait, each with its variables.
@@ -73,9 +72,9 @@ func TestATimeoutThatFailsEndsTheExecutionAsTimedOut(t *testing.T) {
 			late(t, w, id, 1)
 			x := enginetest.Await(t, w.pool, id, executions.Timeout)
 			want := "action ask (" + typeOf(c.action) + "): no " + c.kind + " came within 90m"
-			assert.Truef(t, testkit.Deref(x.ErrorMessage) == want && testkit.Deref(x.FailedStep) == "ask" &&
-				x.ResultSummary == "Timed out: "+want, "%q at %q, summary %q", testkit.Deref(x.ErrorMessage),
-				testkit.Deref(x.FailedStep), x.ResultSummary)
+			assert.Truef(t, postgres.Deref(x.ErrorMessage) == want && postgres.Deref(x.FailedStep) == "ask" &&
+				x.ResultSummary == "Timed out: "+want, "%q at %q, summary %q", postgres.Deref(x.ErrorMessage),
+				postgres.Deref(x.FailedStep), x.ResultSummary)
 			if !strings.HasSuffix(replies(t, w.pool), "We will call you.") {
 				t.Errorf("said %s", replies(t, w.pool))
 			}
@@ -103,9 +102,9 @@ func TestATimeoutThatRetries(t *testing.T) {
 				late(t, w, id, n)
 			}
 			x := enginetest.Await(t, w.pool, id, executions.Timeout)
-			if !strings.HasSuffix(testkit.Deref(x.ErrorMessage), "came within 1h, 4 times") ||
+			if !strings.HasSuffix(postgres.Deref(x.ErrorMessage), "came within 1h, 4 times") ||
 				strings.Count(replies(t, w.pool), "again") != 4 {
-				t.Errorf("%q, said %s", testkit.Deref(x.ErrorMessage), replies(t, w.pool))
+				t.Errorf("%q, said %s", postgres.Deref(x.ErrorMessage), replies(t, w.pool))
 			}
 		})
 	}
@@ -151,7 +150,7 @@ func TestWithoutAThreadNothingIsSaid(t *testing.T) {
 		require.NoError(t, err)
 		got := enginetest.Await(t, w.pool, x.ID, want)
 		if want == executions.Failed {
-			assert.Equal(t, "action hi (send_message): "+flows.NoThread, testkit.Deref(got.ErrorMessage))
+			assert.Equal(t, "action hi (send_message): "+flows.NoThread, postgres.Deref(got.ErrorMessage))
 		}
 	}
 	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_requests where kind = @kind`,
@@ -392,12 +391,13 @@ func TestAFlowEndsItself(t *testing.T) {
 	diff := cmp.Diff(map[string]any{"seen": 1.0}, variables(t, x))
 	assert.Truef(t, diff == "" && x.ResultSummary == "at 2", "%s%q", diff, x.ResultSummary)
 	x = enginetest.Await(t, w.pool, w.begin(t, "failed", nil), executions.Failed)
-	assert.Truef(t, testkit.Deref(
-		x.ErrorMessage) == "not fit" && x.ResultSummary == "not fit", "failed with %q", testkit.Deref(x.ErrorMessage))
+	assert.Truef(t, postgres.Deref(
+		x.ErrorMessage) == "not fit" && x.ResultSummary == "not fit", "failed with %q", postgres.Deref(x.ErrorMessage))
 	enginetest.Await(t, w.pool, w.begin(t, "late", nil), executions.Timeout)
 	x = enginetest.Await(t, w.pool, w.begin(t, "fails", map[string]any{"what": "way"}), executions.Failed)
-	assert.Truef(t, testkit.Deref(x.ErrorMessage) == "action stop (fail): no way" && testkit.Deref(x.FailedStep) == "stop",
-		"failed with %q at %q", testkit.Deref(x.ErrorMessage), testkit.Deref(x.FailedStep))
+	assert.Truef(t, postgres.Deref(x.ErrorMessage) == "action stop (fail): no way" &&
+		postgres.Deref(x.FailedStep) == "stop",
+		"failed with %q at %q", postgres.Deref(x.ErrorMessage), postgres.Deref(x.FailedStep))
 }
 
 // What a template or an expression needs and does not find ends the action, with its name.
@@ -450,7 +450,7 @@ func TestWhatIsNotKnownFailsLoudly(t *testing.T) {
 			w := newWorld(t, "name: a\nvariables: {color: red, nothing: null}\nactions:\n  - "+c.action)
 			id := w.begin(t, "a", nil)
 			x := enginetest.Await(t, w.pool, id, executions.Failed)
-			assert.Equal(t, c.message, testkit.Deref(x.ErrorMessage))
+			assert.Equal(t, c.message, postgres.Deref(x.ErrorMessage))
 			class := pgtest.Value[string](t, w.pool, `select error_class from agent_activity where execution_id = @id
 				and status = 'error'`, postgres.Strict{"id": id})
 			assert.Equal(t, c.class, class)

@@ -23,7 +23,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -95,7 +94,7 @@ func TestSkillsAreCalled(t *testing.T) {
 		{"bare", nil, "action s (skill): call double: invalid parameters: missing property 'n'"},
 	} {
 		x := enginetest.Await(t, w.pool, w.begin(t, c.flow, c.input), executions.Failed)
-		assert.Truef(t, testkit.Deref(x.ErrorMessage) == c.want, "%s: %s", c.flow, testkit.Deref(x.ErrorMessage))
+		assert.Truef(t, postgres.Deref(x.ErrorMessage) == c.want, "%s: %s", c.flow, postgres.Deref(x.ErrorMessage))
 	}
 }
 
@@ -151,8 +150,8 @@ func TestASkillOnTrialIsTriedByAFlow(t *testing.T) {
 	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal',
 		disabled_at = clock_timestamp() where name = 'double'`)
 	if x := enginetest.Await(t, w.pool, w.begin(t, "f", nil), executions.Failed); !strings.Contains(
-		testkit.Deref(x.ErrorMessage), "double is disabled") {
-		t.Errorf("with a skill that rests the flow failed for %s", testkit.Deref(x.ErrorMessage))
+		postgres.Deref(x.ErrorMessage), "double is disabled") {
+		t.Errorf("with a skill that rests the flow failed for %s", postgres.Deref(x.ErrorMessage))
 	}
 	pgtest.Exec(t, w.pool, `update agent_skills set trial_at = clock_timestamp() where name = 'double'`)
 	enginetest.Await(t, w.pool, w.begin(t, "f", nil), executions.Completed)
@@ -177,7 +176,7 @@ func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
 			continue
 		}
 		x := enginetest.Await(t, w.pool, id, executions.Failed)
-		assert.Equal(t, "action pay (skill): skill careful was not approved: because", testkit.Deref(x.ErrorMessage))
+		assert.Equal(t, "action pay (skill): skill careful was not approved: because", postgres.Deref(x.ErrorMessage))
 	}
 	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'careful'
 		and kind = 'call' and status = 'success'`))
@@ -236,10 +235,10 @@ func TestANamedAgentAnswersWithItsInstructions(t *testing.T) {
 		  order by id`, postgres.Strict{"id": x.ID})
 	require.NoError(t, err)
 	acted, err := pgx.CollectRows(rows, pgx.RowTo[*string])
-	assert.Truef(t, err == nil && len(acted) == 2 && testkit.Deref(acted[0]) == "billing" &&
-		testkit.Deref(acted[1]) != "billing", "rows name %v, %v", acted, err)
+	assert.Truef(t, err == nil && len(acted) == 2 && postgres.Deref(acted[0]) == "billing" &&
+		postgres.Deref(acted[1]) != "billing", "rows name %v, %v", acted, err)
 	lost := enginetest.Await(t, w.pool, w.begin(t, "lost", nil), executions.Failed)
-	assert.Contains(t, testkit.Deref(lost.ErrorMessage), `there is no agent "returns"`)
+	assert.Contains(t, postgres.Deref(lost.ErrorMessage), `there is no agent "returns"`)
 }
 
 // A model without a tool answers anyway, so a wrong name is reported before the call.
@@ -248,7 +247,7 @@ func TestTheModelIsNotAskedWithSkillsThatThereAreNot(t *testing.T) {
 	w := clever(t, func(openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("asked") }, flow("a", `
   - {actionType: reason, parameters: {prompt: hello, skills: [nonexistent]}}`))
 	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed)
-	assert.Contains(t, testkit.Deref(x.ErrorMessage), `there is no skill "nonexistent"`)
+	assert.Contains(t, postgres.Deref(x.ErrorMessage), `there is no skill "nonexistent"`)
 }
 
 func TestWithoutALoopNoSkillIsCalled(t *testing.T) {
@@ -257,7 +256,7 @@ func TestWithoutALoopNoSkillIsCalled(t *testing.T) {
   - {actionType: skill, parameters: {name: double}}`))
 	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed)
 	assert.Truef(t, strings.Contains(
-		testkit.Deref(x.ErrorMessage), "without a reasoning loop"), "%s", testkit.Deref(x.ErrorMessage))
+		postgres.Deref(x.ErrorMessage), "without a reasoning loop"), "%s", postgres.Deref(x.ErrorMessage))
 }
 
 func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
@@ -280,8 +279,8 @@ func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
 	assert.NoError(t, check("of Go code", `{}`))
 	// started past CheckStart
 	x := enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"n": "one"}), executions.Failed)
-	assert.Truef(t, strings.HasPrefix(testkit.Deref(x.ErrorMessage), "flow a does not take this input"),
-		"%s", testkit.Deref(x.ErrorMessage))
+	assert.Truef(t, strings.HasPrefix(postgres.Deref(x.ErrorMessage), "flow a does not take this input"),
+		"%s", postgres.Deref(x.ErrorMessage))
 }
 
 // A long loop resumes from its last snapshot with all its variables, and its records do not accumulate.
@@ -316,8 +315,8 @@ actions:
   - {id: grow, actionType: while, parameters: {condition: "true", actions: [{id: twice, actionType: set, parameters: {expressions: {text: text + text}}}]}}
 `)
 	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed)
-	assert.Truef(t, strings.HasPrefix(testkit.Deref(x.ErrorMessage), "action twice (set): the variables would be "),
-		"%s", testkit.Deref(x.ErrorMessage))
+	assert.Truef(t, strings.HasPrefix(postgres.Deref(x.ErrorMessage), "action twice (set): the variables would be "),
+		"%s", postgres.Deref(x.ErrorMessage))
 }
 
 func TestAFlowLabelsItsExecutions(t *testing.T) {

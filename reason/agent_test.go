@@ -24,8 +24,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -395,7 +395,7 @@ func TestWhatATurnHasReadSurvivesItsProcess(t *testing.T) {
 		return []modeltest.Reply{readK, writeK, bye}[min(n, 2)]
 	})
 	x := w.survive(t, c)
-	require.Equal(t, executions.Completed, x.Status, testkit.Deref(x.ErrorMessage))
+	require.Equal(t, executions.Completed, x.Status, postgres.Deref(x.ErrorMessage))
 	assert.Equal(t, `"theirs" at 3`, w.kept(t))
 }
 
@@ -507,7 +507,7 @@ func TestWhatWasFoundStaysCallableAfterACrash(t *testing.T) {
 			w.crashBefore(at, c)
 			x := w.survive(t, c)
 			if got := outcome(t, x); got.Text != "Sent." || !c.done.Load() {
-				t.Errorf("execution is %s (%s), outcome %+v", x.Status, testkit.Deref(x.ErrorMessage), got)
+				t.Errorf("execution is %s (%s), outcome %+v", x.Status, postgres.Deref(x.ErrorMessage), got)
 			}
 			n := len(w.transcripts(t))
 			assert.Truef(t, n == 3 && sent.Load() == 1, "%d requests, %d invoices", n, sent.Load())
@@ -581,8 +581,8 @@ func TestATurnThatCannotBeTakenIsRefused(t *testing.T) {
 		w := newWorld(t)
 		spoil(w)
 		x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: "flow"})
-		assert.Truef(t, err == nil && x.Status == executions.Failed && strings.Contains(testkit.Deref(x.ErrorMessage), says),
-			"%s: %s, %q, %v", says, x.Status, testkit.Deref(x.ErrorMessage), err)
+		assert.Truef(t, err == nil && x.Status == executions.Failed && strings.Contains(postgres.Deref(x.ErrorMessage), says),
+			"%s: %s, %q, %v", says, x.Status, postgres.Deref(x.ErrorMessage), err)
 	}
 }
 

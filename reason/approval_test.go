@@ -20,7 +20,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -69,7 +68,7 @@ func (w *world) park(t *testing.T) executions.Execution {
 	t.Helper()
 	x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
 	require.Truef(t, err == nil && x.Status == executions.Waiting,
-		"execution is %s: %v %s", x.Status, err, testkit.Deref(x.ErrorMessage))
+		"execution is %s: %v %s", x.Status, err, postgres.Deref(x.ErrorMessage))
 	return x
 }
 
@@ -159,7 +158,7 @@ func TestOneDenialEndsIt(t *testing.T) {
 		w.decide(t, a, false, "not on a Friday")
 	})
 	if got := outcome(t, x); got.Text != "I may not." || len(d.list()) != 0 || asked != 1 {
-		t.Errorf("execution is %s (%s), calls %q, asked %d times", x.Status, testkit.Deref(x.ErrorMessage), d.list(), asked)
+		t.Errorf("execution is %s (%s), calls %q, asked %d times", x.Status, postgres.Deref(x.ErrorMessage), d.list(), asked)
 	}
 	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals`))
 	replies := 0
@@ -327,7 +326,7 @@ func TestCrashAnywhereAroundAnApproval(t *testing.T) {
 			close(c.wake)
 			assert.Equal(t, at <= all, second)
 			if o := outcome(t, got); o.Text != "Done." || o.Iterations != 2 {
-				t.Fatalf("execution is %s (%s), outcome %+v", got.Status, testkit.Deref(got.ErrorMessage), o)
+				t.Fatalf("execution is %s (%s), outcome %+v", got.Status, postgres.Deref(got.ErrorMessage), o)
 			}
 			calls := d.list()
 			assert.Truef(t, slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}), "calls are %q", calls)
@@ -378,7 +377,7 @@ func TestCrashDuringAnApprovedCall(t *testing.T) {
 			got := w.ended(t, x.ID, w.approveAll(t), func() { w.restart(t, c) })
 			close(c.wake)
 			assert.Truef(t, got.Status == executions.Completed && calls.Load() == test.calls,
-				"execution is %s (%s), %d calls", got.Status, testkit.Deref(got.ErrorMessage), calls.Load())
+				"execution is %s (%s), %d calls", got.Status, postgres.Deref(got.ErrorMessage), calls.Load())
 			assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`))
 			content := w.since(t, len(w.model.Requests())-1)[1].Content
 			assert.Truef(t, test.idempotent == (content == `"dropped"`) &&
@@ -406,7 +405,7 @@ func TestADecisionRacesWithTheWait(t *testing.T) {
 			x = w.ended(t, x.ID, nil)
 			calls := d.list()
 			assert.Truef(t, x.Status == executions.Completed && slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}),
-				"execution is %s (%s), calls %q", x.Status, testkit.Deref(x.ErrorMessage), calls)
+				"execution is %s (%s), calls %q", x.Status, postgres.Deref(x.ErrorMessage), calls)
 		})
 	}
 }

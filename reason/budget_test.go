@@ -19,8 +19,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -231,9 +231,9 @@ func TestTroubleOfTheProvider(t *testing.T) {
 				assert.True(t, name != "no usage" || got.Usage.Estimated, "an estimate is not marked")
 				return
 			}
-			assert.Truef(t, x.Status == executions.Failed && strings.Contains(testkit.Deref(x.ErrorMessage), test.failure) &&
-				strings.Contains(testkit.Deref(x.ErrorMessage), "ask the model"), "execution is %s: %s", x.Status,
-				testkit.Deref(x.ErrorMessage))
+			assert.Truef(t, x.Status == executions.Failed && strings.Contains(postgres.Deref(x.ErrorMessage), test.failure) &&
+				strings.Contains(postgres.Deref(x.ErrorMessage), "ask the model"), "execution is %s: %s", x.Status,
+				postgres.Deref(x.ErrorMessage))
 			assert.Truef(t, len(rows) == 1 && rows[0].Status == "error" && rows[0].Class == "model", "rows are %+v", rows)
 		})
 	}

@@ -21,7 +21,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -392,7 +391,7 @@ func TestCrashBetweenAnyTwoStepsRepeatsNothing(t *testing.T) {
 			ended = !c.done.Load()
 			got := outcome(t, x)
 			require.Truef(t, x.Status == executions.Completed && got.Text == "Done." && got.Iterations == 4,
-				"execution is %s (%s), outcome %+v", x.Status, testkit.Deref(x.ErrorMessage), got)
+				"execution is %s (%s), outcome %+v", x.Status, postgres.Deref(x.ErrorMessage), got)
 			n := len(w.model.Requests())
 			assert.Truef(t, n == 4 && len(w.transcripts(t)) == 4, "the model was asked %d times, want 4", n)
 			assert.Equal(t, 2, calls.Load())
@@ -429,7 +428,7 @@ func TestCrashDuringAModelCallAsksAgainUnderTheSameKey(t *testing.T) {
 		return modeltest.Text("Done.")
 	})
 	x := w.survive(t, c)
-	require.Equal(t, executions.Completed, x.Status, testkit.Deref(x.ErrorMessage))
+	require.Equal(t, executions.Completed, x.Status, postgres.Deref(x.ErrorMessage))
 	if n := len(w.transcripts(t)); n != 2 || asked.Load() != 2 && asked.Load() != 3 {
 		t.Errorf("%d keys were used, and the last was asked %d times", n, asked.Load())
 	}

@@ -138,7 +138,7 @@ func (w *world) run(t *testing.T) (executions.Execution, reason.Outcome) {
 func (w *world) completed(t *testing.T) (executions.Execution, reason.Outcome) {
 	t.Helper()
 	x, got := w.run(t)
-	require.Equal(t, executions.Completed, x.Status, testkit.Deref(x.ErrorMessage))
+	require.Equal(t, executions.Completed, x.Status, postgres.Deref(x.ErrorMessage))
 	return x, got
 }
 

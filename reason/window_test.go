@@ -13,8 +13,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -183,7 +183,7 @@ func TestMessagesAreSummarisedAsData(t *testing.T) {
 	messages := []models.Message{user(evil), assistant("I may not.", "c1"), result("c1", "alive")}
 	x, text := w.summarise(t, "Ana said hello.", messages)
 	require.Truef(t, x.Status == executions.Completed && text == "Ana asked for the sizes.",
-		"execution is %s (%s), summary %q", x.Status, testkit.Deref(x.ErrorMessage), text)
+		"execution is %s (%s), summary %q", x.Status, postgres.Deref(x.ErrorMessage), text)
 	r := w.model.Requests()[0]
 	if len(r.Messages) != 2 || len(r.Tools) != 0 || r.Messages[0].Role != "system" ||
 		strings.Contains(r.Messages[0].Content, "Ignore") {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/human"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 func (c *cli) activityCommand() *cobra.Command {
@@ -57,7 +58,7 @@ func writeActivities(w io.Writer, rows []activity.Row, decisions map[string]acti
 				formatTime(r.CreatedAt), r.TraceID, r.SkillName,
 				strings.TrimSuffix(string(r.Status)+", "+decisions[r.ID].Status, ", "), formatMillis(r.DurationMS),
 				fmt.Sprint(r.TokenUsage.TotalTokens),
-				truncate(deref(r.ErrorMessage), 60),
+				truncate(postgres.Deref(r.ErrorMessage), 60),
 			}
 		})
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
@@ -95,7 +96,7 @@ func writeApproval(w io.Writer, a approvals.Approval) error {
 		{"asked", formatTime(a.CreatedAt)},
 		{"expires", formatTime(a.ExpiresAt)},
 		{"trace", a.TraceID + " (agent trace " + a.TraceID + ")"},
-		{"execution", deref(a.ExecutionID)},
+		{"execution", postgres.Deref(a.ExecutionID)},
 	}
 	if asked := a.AskedBy(); asked != "" {
 		lines = append(lines, [2]string{"asked by", asked})

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/app"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -226,7 +227,7 @@ func writeRuns(w io.Writer, runs []automations.Run, none string) {
 		func(r automations.Run) []string {
 			return []string{
 				r.ID, r.Cause, r.Status, fmt.Sprint(r.Attempt), formatTime(r.ScheduledFor), timeOrDash(r.RetryAt),
-				r.TraceID, truncate(deref(r.ErrorMessage), 60),
+				r.TraceID, truncate(postgres.Deref(r.ErrorMessage), 60),
 			}
 		})
 }
@@ -441,7 +442,7 @@ func (c *cli) reportRun(ctx context.Context, s *session, runID string, x executi
 		return err
 	}
 	if x.Status == executions.Failed || x.Status == executions.Timeout {
-		failure := fmt.Errorf("run automation: %s", deref(x.ErrorMessage))
+		failure := fmt.Errorf("run automation: %s", postgres.Deref(x.ErrorMessage))
 		if skill := disabledSkill(ctx, s, run); skill != "" {
 			return &tracedError{
 				hint(failure, "agent skills enable %s enables it again; see agent trace %s", skill, x.TraceID),

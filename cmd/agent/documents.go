@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/internal/human"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -99,7 +100,7 @@ func writeDocuments(w io.Writer, list []documents.Document) {
 	writeRows(w, "no documents; agent documents add FILE stores one",
 		[]string{"DOCUMENT", "NAME", "TYPE", "SIZE", "THREAD", "FROM", "STORED"}, list, func(d documents.Document) []string {
 			return []string{
-				d.ID, truncate(d.Name, 40), d.ContentType, human.Bytes(d.Size), deref(d.ThreadID), d.UploadedBy,
+				d.ID, truncate(d.Name, 40), d.ContentType, human.Bytes(d.Size), postgres.Deref(d.ThreadID), d.UploadedBy,
 				formatTime(d.CreatedAt),
 			}
 		})

@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/human"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
@@ -44,7 +45,7 @@ func (c *cli) executionsListCommand() *cobra.Command {
 				[]string{"EXECUTION", "FLOW", "STATUS", "CREATED", "TRACE", "ABOUT"}, func(x executions.Execution) []string {
 					about := x.ResultSummary
 					if x.Status == executions.Waiting {
-						about = "waits for " + deref(x.WaitingFor) + " " + deref(x.WaitingKey)
+						about = "waits for " + postgres.Deref(x.WaitingFor) + " " + postgres.Deref(x.WaitingKey)
 					}
 					if x.ErrorMessage != nil {
 						about = *x.ErrorMessage
@@ -135,8 +136,9 @@ func openWaits(x executions.Execution) []executions.WaitingRow {
 		return []executions.WaitingRow{}
 	}
 	return []executions.WaitingRow{{
-		ID: x.ID, TraceID: x.TraceID, Surface: x.Surface, Agent: x.Agent, Flow: x.Flow, WaitingFor: deref(x.WaitingFor),
-		WaitingKey: deref(x.WaitingKey), WaitingUntil: *x.WaitingUntil, WaitingData: x.WaitingData,
+		ID: x.ID, TraceID: x.TraceID, Surface: x.Surface, Agent: x.Agent, Flow: x.Flow,
+		WaitingFor: postgres.Deref(x.WaitingFor),
+		WaitingKey: postgres.Deref(x.WaitingKey), WaitingUntil: *x.WaitingUntil, WaitingData: x.WaitingData,
 		Waited: time.Since(x.UpdatedAt).Seconds(),
 	}}
 }
@@ -161,25 +163,25 @@ func writeExecution(w io.Writer, x shownExecution) {
 		{"execution", x.ID},
 		{"flow", x.Flow},
 		{"version", version},
-		{"parent", deref(x.ParentID)},
-		{"thread", deref(x.ThreadID)},
-		{"forked from", deref(x.ForkedFrom)},
-		{"from step", deref(x.ForkedStep)},
+		{"parent", postgres.Deref(x.ParentID)},
+		{"thread", postgres.Deref(x.ThreadID)},
+		{"forked from", postgres.Deref(x.ForkedFrom)},
+		{"from step", postgres.Deref(x.ForkedStep)},
 		{"status", string(x.Status)},
 		{"trace", x.TraceID},
 		{"surface", x.Surface},
 		{"created", formatTime(x.CreatedAt)},
 		{"claim", fmt.Sprint(x.Claim)},
 		{"attempt", fmt.Sprint(x.Attempt)},
-		{"worker", deref(x.ClaimedBy)},
-		{"waits for", deref(x.WaitingFor)},
-		{"key", deref(x.WaitingKey)},
+		{"worker", postgres.Deref(x.ClaimedBy)},
+		{"waits for", postgres.Deref(x.WaitingFor)},
+		{"key", postgres.Deref(x.WaitingKey)},
 		{"until", until},
 		{"result", x.ResultSummary},
-		{"error", deref(x.ErrorMessage)},
-		{"failed step", deref(x.FailedStep)},
-		{"cancelled by", deref(x.CancelledBy)},
-		{"reason", deref(x.CancelReason)},
+		{"error", postgres.Deref(x.ErrorMessage)},
+		{"failed step", postgres.Deref(x.FailedStep)},
+		{"cancelled by", postgres.Deref(x.CancelledBy)},
+		{"reason", postgres.Deref(x.CancelReason)},
 	}
 	for _, name := range slices.Sorted(maps.Keys(x.Labels)) {
 		lines = append(lines, [2]string{"label", name + "=" + x.Labels[name]})

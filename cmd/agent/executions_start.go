@@ -248,9 +248,9 @@ func statusText(x executions.Execution) string {
 func (c *cli) printEnded(ctx context.Context, x executions.Execution) error {
 	x = x.Redacted(ctx)
 	if x.Status != executions.Completed {
-		why := deref(x.ErrorMessage)
+		why := postgres.Deref(x.ErrorMessage)
 		if x.Status == executions.Cancelled {
-			why = deref(x.CancelReason)
+			why = postgres.Deref(x.CancelReason)
 		}
 		next := "; agent executions retry " + x.ID + " tries again"
 		if strings.Contains(why, flows.NoThread) {

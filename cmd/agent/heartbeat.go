@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/app"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -77,14 +78,14 @@ func (c *cli) reportHeartbeat(ctx context.Context, s *session, x executions.Exec
 		return nil
 	case executions.Failed, executions.Timeout:
 	}
-	return &tracedError{fmt.Errorf("heartbeat %s: %s", x.Status, deref(x.ErrorMessage)), x.TraceID}
+	return &tracedError{fmt.Errorf("heartbeat %s: %s", x.Status, postgres.Deref(x.ErrorMessage)), x.TraceID}
 }
 
 func waitText(x executions.Execution) string {
-	if deref(x.WaitingFor) == "lane" && deref(x.WaitingKey) == heartbeat.OperateLane {
+	if postgres.Deref(x.WaitingFor) == "lane" && postgres.Deref(x.WaitingKey) == heartbeat.OperateLane {
 		return "the admin, holder of the lane " + heartbeat.OperateLane
 	}
-	return printable(deref(x.WaitingFor) + " " + deref(x.WaitingKey))
+	return printable(postgres.Deref(x.WaitingFor) + " " + postgres.Deref(x.WaitingKey))
 }
 
 // writeHeartbeat prints the trace and the summary of a heartbeat.
@@ -96,14 +97,6 @@ func (c *cli) writeHeartbeat(w io.Writer, story activity.Trace, x executions.Exe
 		fmt.Fprintf(w, "\n%s\n", printable(x.ResultSummary))
 	}
 	return nil
-}
-
-// deref returns "" for nil.
-func deref(s *string) string {
-	if s == nil {
-		return ""
-	}
-	return *s
 }
 
 func (c *cli) pauseCommand() *cobra.Command {

@@ -39,7 +39,10 @@ func (c *cli) lanesListCommand() *cobra.Command {
 					if l.ExpiresIn != nil {
 						left = human.Seconds(*l.ExpiresIn)
 					}
-					return []string{l.Lane, l.LockedBy, deref(l.TraceID), human.Seconds(l.HeldFor), left, fmt.Sprint(l.FencingToken)}
+					return []string{
+						l.Lane, l.LockedBy, postgres.Deref(l.TraceID), human.Seconds(l.HeldFor), left,
+						fmt.Sprint(l.FencingToken),
+					}
 				})
 		}),
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/human"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -502,7 +503,7 @@ func (o *operator) decideApproval(
 	if err != nil {
 		return err
 	}
-	if len(turns) == 0 || deref(turns[0].ThreadID) != o.admin.ID() || endedBefore(turns[0], decided.DecidedAt) {
+	if len(turns) == 0 || postgres.Deref(turns[0].ThreadID) != o.admin.ID() || endedBefore(turns[0], decided.DecidedAt) {
 		_, err := fmt.Fprintf(o.out, "%s %s\n", map[bool]string{true: "approved", false: "rejected"}[approve], printable(id))
 		return err
 	}
@@ -530,7 +531,7 @@ func (o *operator) showLanes(ctx context.Context) error {
 	}
 	return showRows(o, "no lane is held",
 		[]string{"LANE", "HELD BY", "TRACE", "HELD FOR"}, live, func(l lanes.LiveLane) []string {
-			return []string{l.Lane, l.LockedBy, deref(l.TraceID), human.Seconds(l.HeldFor)}
+			return []string{l.Lane, l.LockedBy, postgres.Deref(l.TraceID), human.Seconds(l.HeldFor)}
 		})
 }
 

@@ -16,6 +16,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/requests"
 )
 
@@ -42,7 +43,7 @@ event's key: POST /v1/events {"event": "SIGNATURE_COMPLETED", "key": "ID", "data
 					if len(r.Items) > 0 {
 						about += fmt.Sprintf(" (%d of %d: %s)", len(r.Received), len(r.Items), strings.Join(r.Items, ", "))
 					}
-					return []string{r.ID, r.Kind, r.Status, formatTime(r.CreatedAt), deref(r.ThreadID), truncate(about, 60)}
+					return []string{r.ID, r.Kind, r.Status, formatTime(r.CreatedAt), postgres.Deref(r.ThreadID), truncate(about, 60)}
 				})
 		}),
 	}
@@ -85,7 +86,7 @@ func writeRequest(w io.Writer, r requests.Record) {
 		{"asked", formatTime(r.CreatedAt)},
 		{"execution", r.ExecutionID},
 		{"trace", r.TraceID + " (agent trace " + r.TraceID + ")"},
-		{"thread", deref(r.ThreadID)},
+		{"thread", postgres.Deref(r.ThreadID)},
 	}
 	for _, item := range r.Items {
 		came, there := r.Received[item]

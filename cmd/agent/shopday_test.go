@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
@@ -105,7 +106,7 @@ func (d *shopDay) heartbeat(ctx context.Context, n int, also ...string) error {
 	}
 	x, err := d.app.Engine.RunSync(ctx, heartbeat.SpecOf(acting))
 	if err == nil && (x.Status != executions.Completed || strings.Contains(x.ResultSummary, "failed")) {
-		err = fmt.Errorf("heartbeat %d is %s: %s %s", n, x.Status, x.ResultSummary, deref(x.ErrorMessage))
+		err = fmt.Errorf("heartbeat %d is %s: %s %s", n, x.Status, x.ResultSummary, postgres.Deref(x.ErrorMessage))
 	}
 	return err
 }

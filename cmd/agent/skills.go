@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/human"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -128,7 +129,7 @@ func readLastFailure(ctx context.Context, s *session, skill string) (*lastFailur
 	if err != nil || len(rows) == 0 {
 		return nil, err
 	}
-	return &lastFailure{rows[0].CreatedAt, rows[0].ErrorClass, deref(rows[0].ErrorMessage), rows[0].TraceID}, nil
+	return &lastFailure{rows[0].CreatedAt, rows[0].ErrorClass, postgres.Deref(rows[0].ErrorMessage), rows[0].TraceID}, nil
 }
 
 func writeSkill(w io.Writer, s skills.Skill, last *lastFailure) {
@@ -347,7 +348,7 @@ func (c *cli) callSkill(ctx context.Context, s *session, call app.SkillCall) err
 	}
 	ended = ended.Redacted(ctx)
 	if ended.Status != executions.Completed {
-		return &tracedError{hint(fmt.Errorf("call %s: %s: %s", skill.Name, ended.Status, deref(ended.ErrorMessage)),
+		return &tracedError{hint(fmt.Errorf("call %s: %s: %s", skill.Name, ended.Status, postgres.Deref(ended.ErrorMessage)),
 			"see agent trace %s", ended.TraceID), ended.TraceID}
 	}
 	return c.tryPrint(map[string]any{

@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
 	"github.com/lanekeeper/lanekeeper/webhooks"
@@ -41,7 +42,7 @@ func (c *cli) webhooksListCommand() *cobra.Command {
 					return []string{
 						d.ID, d.Endpoint, truncate(d.DeliveryID, 40), d.Status, fmt.Sprint(d.Attempts),
 						formatTime(d.ReceivedAt), d.LastTraceID,
-						truncate(deref(d.ErrorMessage), 60),
+						truncate(postgres.Deref(d.ErrorMessage), 60),
 					}
 				})
 		}),
@@ -93,14 +94,14 @@ func writeDelivery(w io.Writer, d webhook.Shown) {
 		{"status", d.Status},
 		{"attempts", fmt.Sprint(d.Attempts)},
 		{"next attempt", next},
-		{"error", deref(d.ErrorMessage)},
+		{"error", postgres.Deref(d.ErrorMessage)},
 		{"received", formatTime(d.ReceivedAt)},
 		{"repeats", fmt.Sprint(d.Repeats)},
 		{"other bodies", fmt.Sprintf("%d, none processed", d.Conflicts)},
 		{"replayed", fmt.Sprint(d.Replays)},
 		{"first trace", d.TraceID},
 		{"last trace", d.LastTraceID},
-		{"execution", deref(d.ExecutionID)},
+		{"execution", postgres.Deref(d.ExecutionID)},
 		{"sender's trace", d.Traceparent},
 		{"body", fmt.Sprintf("%d bytes, sha256 %s", d.BodyBytes, d.BodySHA256)},
 	})
@@ -146,7 +147,7 @@ stays untouched. A process that runs agent serve or agent dev does the work.`,
 				return deliveryHint(err)
 			}
 			return c.print(webhook.Replayed{
-				ID: d.ID, TraceID: d.LastTraceID, ExecutionID: deref(d.ExecutionID),
+				ID: d.ID, TraceID: d.LastTraceID, ExecutionID: postgres.Deref(d.ExecutionID),
 				Replays: d.Replays,
 			},
 				func(w io.Writer) {

@@ -184,6 +184,14 @@ func CollectOne[T any](rows pgx.Rows, err, missing error, verb string, fn pgx.Ro
 	return got, nil
 }
 
+// Deref returns the value of a nullable column; the zero value for NULL.
+func Deref[T any](column *T) (value T) {
+	if column != nil {
+		value = *column
+	}
+	return value
+}
+
 // PageSize returns the size of a page: normal for no limit, and most at most.
 func PageSize(limit, normal, most int) int {
 	if limit <= 0 {

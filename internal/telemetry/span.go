@@ -11,6 +11,7 @@ import (
 	"go.opentelemetry.io/otel/attribute"
 	oteltrace "go.opentelemetry.io/otel/trace"
 
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/textcut"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -183,7 +184,7 @@ func (a activityRow) span(content bool) span {
 	s.name, s.kind, specific = a.describe()
 	s.attributes = append(specific, set(
 		text(genConversation, a.ThreadID), text(agentTraceRef, a.TraceID), text(agentSurface, a.Surface),
-		text(agentExecution, deref(a.ExecutionID)), text(agentActivity, a.ID), text(agentKind, a.Kind),
+		text(agentExecution, postgres.Deref(a.ExecutionID)), text(agentActivity, a.ID), text(agentKind, a.Kind),
 		text(agentStatus, a.Status),
 		text(agentStep, a.Step), text(agentLane, a.Lane), text(agentPurpose, a.Purpose),
 		text(agentIdempotent, a.IdempotencyKey),
@@ -280,13 +281,6 @@ func number(text string) int64 {
 		return 0 // a row that another program wrote
 	}
 	return max(n, 0)
-}
-
-func deref(s *string) string {
-	if s == nil {
-		return ""
-	}
-	return *s
 }
 
 // spanID and traceID decode hex digits that are known to be valid.

@@ -116,14 +116,6 @@ func Environ(database string, model *modeltest.Server, more ...string) []string 
 	}, more...)
 }
 
-// Deref is the value behind a pointer; the zero value for nil.
-func Deref[T any](p *T) (value T) {
-	if p != nil {
-		value = *p
-	}
-	return value
-}
-
 // Get reads a page. An error ends the test.
 func Get(tb testing.TB, url string) (status int, body string) {
 	tb.Helper()

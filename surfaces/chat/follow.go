@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -313,7 +314,7 @@ func (f *follower) result(ctx context.Context, x *executions.Execution) (answer,
 	}
 	f.Logger.WarnContext(ctx, "chat turn ended without an answer", "execution", x.ID, "trace_id", x.TraceID,
 		"status", string(x.Status),
-		"error", deref(x.ErrorMessage))
+		"error", postgres.Deref(x.ErrorMessage))
 	var r *Refusal
 	switch {
 	case x.Status == executions.Cancelled && x.CancelledBy != nil && *x.CancelledBy == byInterrupt:
@@ -338,11 +339,4 @@ func quotaError(a answer) error {
 		r.RetryAfter = max(time.Until(a.Until), time.Second)
 	}
 	return r
-}
-
-func deref(s *string) string {
-	if s == nil {
-		return ""
-	}
-	return *s
 }

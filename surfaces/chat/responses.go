@@ -344,12 +344,12 @@ func (a *UserMessage) checkLast(ctx context.Context, tx pgx.Tx) error {
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
 		return fmt.Errorf("read the thread's last message: %w", err)
 	}
-	if deref(id) == a.last {
+	if postgres.Deref(id) == a.last {
 		return nil
 	}
 	r := conflict("previous_response_not_last",
 		"The conversation has later messages than this response. Continue its last one, %s, or send the messages without "+
-			"previous_response_id for a conversation of its own.", responsePrefix+deref(id))
+			"previous_response_id for a conversation of its own.", responsePrefix+postgres.Deref(id))
 	r.Param = "previous_response_id"
 	return r
 }

@@ -16,7 +16,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 	"github.com/lanekeeper/lanekeeper/workspace"
@@ -42,7 +41,7 @@ func (w *testHeartbeat) runOf(t *testing.T, a agents.Agent) executions.Execution
 	t.Helper()
 	x, err := w.engine(t, false).RunSync(context.WithoutCancel(t.Context()), heartbeat.SpecOf(a))
 	require.Truef(t, err == nil && x.Status == executions.Completed,
-		"the heartbeat of %s is %s: %v, %v", a.Name, x.Status, testkit.Deref(x.ErrorMessage), err)
+		"the heartbeat of %s is %s: %v, %v", a.Name, x.Status, postgres.Deref(x.ErrorMessage), err)
 	return x
 }
 

@@ -17,8 +17,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -183,9 +183,9 @@ func TestPhasesWithoutModel(t *testing.T) {
 	w.setReplies(nil)
 	w.model.Handle(func(int, request) modeltest.Reply { return modeltest.Status(503, 0) })
 	x, got := w.run(t)
-	require.Truef(t, x.Status == executions.Failed && strings.Contains(testkit.Deref(x.ErrorMessage), "advance_plan: ") &&
-		strings.Contains(testkit.Deref(x.ErrorMessage), "reflect: "), "the heartbeat is %s: %s", x.Status,
-		testkit.Deref(x.ErrorMessage))
+	require.Truef(t, x.Status == executions.Failed && strings.Contains(postgres.Deref(x.ErrorMessage), "advance_plan: ") &&
+		strings.Contains(postgres.Deref(x.ErrorMessage), "reflect: "), "the heartbeat is %s: %s", x.Status,
+		postgres.Deref(x.ErrorMessage))
 	want := []string{
 		"self_heal success", "follow_through skipped", "advance_plan error", "run_automations success", "reflect error",
 		"save_memories skipped",

@@ -184,7 +184,7 @@ func (w *testHeartbeat) run(t *testing.T) (executions.Execution, heartbeat.Summa
 func (w *testHeartbeat) runCompleted(t *testing.T) (executions.Execution, heartbeat.Summary) {
 	t.Helper()
 	x, got := w.run(t)
-	require.Equal(t, executions.Completed, x.Status, testkit.Deref(x.ErrorMessage))
+	require.Equal(t, executions.Completed, x.Status, postgres.Deref(x.ErrorMessage))
 	return x, got
 }
 

@@ -18,8 +18,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -44,7 +44,7 @@ func (w *testHeartbeat) runWithoutLanes(t *testing.T, n int) []executions.Execut
 	}
 	all.Wait()
 	for _, x := range ended {
-		assert.Equal(t, executions.Completed, x.Status, testkit.Deref(x.ErrorMessage))
+		assert.Equal(t, executions.Completed, x.Status, postgres.Deref(x.ErrorMessage))
 	}
 	return ended
 }
@@ -409,8 +409,8 @@ func TestHealIsOneTransaction(t *testing.T) {
 		begin if new.skill_name = 'heal_skill' then raise exception 'no room'; end if; return new; end $$;
 		create trigger refuse_heal_row before insert on agent_activity for each row execute function refuse_heal_row()`)
 	x, _ := w.run(t)
-	assert.Truef(t, x.Status == executions.Failed && strings.Contains(testkit.Deref(x.ErrorMessage), "self_heal: "),
-		"the heartbeat is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
+	assert.Truef(t, x.Status == executions.Failed && strings.Contains(postgres.Deref(x.ErrorMessage), "self_heal: "),
+		"the heartbeat is %s: %s", x.Status, postgres.Deref(x.ErrorMessage))
 	assert.True(t, pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`),
 		"a skill was disabled without evidence in the ledger")
 	assert.Equal(t, 6, len(phases(w.traceLines(t, x.TraceID))))

@@ -12,8 +12,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
@@ -66,7 +66,7 @@ func TestConcurrentHeartbeatIsSkipped(t *testing.T) {
 	}
 	all.Wait()
 	for _, x := range ended {
-		assert.Equal(t, executions.Completed, x.Status, testkit.Deref(x.ErrorMessage))
+		assert.Equal(t, executions.Completed, x.Status, postgres.Deref(x.ErrorMessage))
 	}
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'heal_skill'`)
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_automation_runs`)
@@ -121,9 +121,9 @@ func TestRunningHeartbeatYields(t *testing.T) {
 			e := w.engine(t, true)
 			x, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 			require.NoError(t, err)
-			require.Truef(t, x.Status == executions.Waiting && testkit.Deref(x.WaitingFor) == "lane" &&
-				testkit.Deref(x.WaitingKey) == heartbeat.OperateLane, "the heartbeat is %s for %s %s", x.Status,
-				testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
+			require.Truef(t, x.Status == executions.Waiting && postgres.Deref(x.WaitingFor) == "lane" &&
+				postgres.Deref(x.WaitingKey) == heartbeat.OperateLane, "the heartbeat is %s for %s %s", x.Status,
+				postgres.Deref(x.WaitingFor), postgres.Deref(x.WaitingKey))
 			assert.True(t, pgtest.Value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`),
 				"the heartbeat lost its lane by waiting")
 			asked := len(w.model.Requests())
@@ -156,7 +156,7 @@ func TestHeartbeatResumesAfterLaneHolder(t *testing.T) {
 			w.freeLane(t, heartbeat.OperateLane)
 			pgtest.Eventually(t, waitLimit, func() bool {
 				x, err := executions.Get(t.Context(), w.pool, x.ID)
-				return err == nil && (x.Status == executions.Completed || testkit.Deref(x.WaitingKey) == heartbeat.Lane)
+				return err == nil && (x.Status == executions.Completed || postgres.Deref(x.WaitingKey) == heartbeat.Lane)
 			}, "it waits for its lane")
 			w.freeLane(t, heartbeat.Lane)
 			x = w.waitStatus(t, x.ID, executions.Completed)

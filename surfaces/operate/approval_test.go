@@ -13,8 +13,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
@@ -54,7 +54,7 @@ func TestInlineApprovalKeepsStreaming(t *testing.T) {
 			assert.Truef(t, asked.Skill == "wipe" && !asked.ExpiresAt.IsZero(), "asked %+v", asked)
 			start := waitEvent[operate.Start](t, b, "start")
 			x := w.waitStatus(t, start.ExecutionID, executions.Waiting)
-			assert.Equal(t, "approval", testkit.Deref(x.WaitingFor), "it waits for")
+			assert.Equal(t, "approval", postgres.Deref(x.WaitingFor), "it waits for")
 			assert.Equal(t, 0, called.Load())
 			w.decide(t, asked.ID, approve)
 			done, err := b.wait(t)
@@ -112,7 +112,7 @@ func TestHeadlessTurnWaitsForLane(t *testing.T) {
 	w.decide(t, asked.ID, true)
 	pgtest.Eventually(t, waitLimit, func() bool {
 		x := w.execution(t, start.ExecutionID)
-		return x.Status == executions.Waiting && testkit.Deref(x.WaitingFor) == "lane"
+		return x.Status == executions.Waiting && postgres.Deref(x.WaitingFor) == "lane"
 	}, "the turn waits for the other admin")
 	assert.Equal(t, 0, called.Load())
 	require.NoError(t, other.Close(t.Context()))
@@ -147,7 +147,7 @@ func checkHeadlessApproval(t *testing.T, replies []modeltest.Reply) {
 	b.leave(context.Canceled)
 	_, err := b.wait(t)
 	require.NoError(t, err)
-	w.decide(t, testkit.Deref(first.WaitingKey), true)
+	w.decide(t, postgres.Deref(first.WaitingKey), true)
 	second := ""
 	pgtest.Eventually(t, waitLimit, func() bool {
 		waiting, err := approvals.Pending(t.Context(), w.pool, 10)

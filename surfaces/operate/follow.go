@@ -225,21 +225,14 @@ func (s *Session) readOutcome(ctx context.Context, done Done, x executions.Execu
 		done.Ended, done.Text, done.Until, done.Usage, done.CostUSD = o.Ended, o.Text, o.Until, o.Usage, o.CostUSD
 		return done, nil
 	case executions.Cancelled:
-		return done, problem.New(http.StatusConflict, "the turn was cancelled by %s: %s", deref(x.CancelledBy),
-			deref(x.CancelReason)).
+		return done, problem.New(http.StatusConflict, "the turn was cancelled by %s: %s", postgres.Deref(x.CancelledBy),
+			postgres.Deref(x.CancelReason)).
 			Kind("turn-cancelled", "Turn cancelled").WithTrace(x.TraceID)
 	case executions.Failed, executions.Timeout, executions.Pending, executions.Running, executions.Waiting:
 	}
 	x = x.Redacted(ctx)
-	return done, problem.New(http.StatusInternalServerError, "the turn %s: %s", x.Status, deref(x.ErrorMessage)).
+	return done, problem.New(http.StatusInternalServerError, "the turn %s: %s", x.Status, postgres.Deref(x.ErrorMessage)).
 		Kind("turn-failed", "Turn failed").WithTrace(x.TraceID)
-}
-
-func deref(s *string) string {
-	if s == nil {
-		return ""
-	}
-	return *s
 }
 
 // follow runs or polls a turn until it has ended or is detached. A goroutine interrupts it when ctx ends; follow
@@ -328,7 +321,7 @@ func (o *Operate) catchUp(ctx context.Context, x executions.Execution, l *listen
 		}
 	}
 	for _, row := range slices.Backward(rows) {
-		if deref(row.ExecutionID) == x.ID && row.Purpose == Flow && row.Claim != nil && !l.ranHere(*row.Claim) {
+		if postgres.Deref(row.ExecutionID) == x.ID && row.Purpose == Flow && row.Claim != nil && !l.ranHere(*row.Claim) {
 			l.sendRow(row)
 		}
 	}
@@ -380,7 +373,7 @@ func (o *Operate) readExecution(ctx context.Context, id string) (executions.Exec
 // advance does what this process can do for the turn, and returns the pause before the next poll.
 func (s *Session) advance(ctx context.Context, x executions.Execution) (time.Duration, error) {
 	runCtx := context.WithoutCancel(ctx)
-	kind, key := deref(x.WaitingFor), deref(x.WaitingKey)
+	kind, key := postgres.Deref(x.WaitingFor), postgres.Deref(x.WaitingKey)
 	switch {
 	case x.Status != executions.Waiting && x.ClaimedBy == nil:
 		return retryInterval, s.o.Engine.ClaimAndRun(runCtx, x.ID)
@@ -443,15 +436,15 @@ func (o *Operate) waitsForApproval(ctx context.Context, id string, l *listener) 
 	for {
 		x, err := executions.Get(ctx, o.Pool, id)
 		seen := map[string]bool{} // executions of outside workers may wait for each other
-		for err == nil && x.Status == executions.Waiting && deref(x.WaitingFor) == "agent" && !seen[x.ID] {
+		for err == nil && x.Status == executions.Waiting && postgres.Deref(x.WaitingFor) == "agent" && !seen[x.ID] {
 			seen[x.ID] = true
-			x, err = executions.Get(ctx, o.Pool, deref(x.WaitingKey))
+			x, err = executions.Get(ctx, o.Pool, postgres.Deref(x.WaitingKey))
 		}
 		switch {
 		case err != nil || ctx.Err() != nil:
 			return false
 		case x.Status == executions.Waiting:
-			return deref(x.WaitingFor) == "approval"
+			return postgres.Deref(x.WaitingFor) == "approval"
 		case x.ID == id && x.Status.Ended() || !l.awaitsApproval():
 			return false
 		}

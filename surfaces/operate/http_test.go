@@ -14,9 +14,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
@@ -128,7 +128,7 @@ func TestDisconnectCancelsTurn(t *testing.T) {
 	pgtest.Eventually(t, waitLimit, runs, "the skill runs")
 	leave()
 	x := w.waitStatus(t, start.ExecutionID, executions.Cancelled)
-	assert.Equal(t, "admin", testkit.Deref(x.CancelledBy))
+	assert.Equal(t, "admin", postgres.Deref(x.CancelledBy))
 	pgtest.Eventually(t, waitLimit, stopped, "the skill is stopped")
 	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 }

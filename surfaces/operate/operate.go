@@ -244,5 +244,5 @@ func (o *Operate) checkTurnKey(ctx context.Context, key string) (string, error) 
 func duplicateTurn(x executions.Execution) error {
 	return problem.New(http.StatusConflict, "an earlier request with this %s began the turn, which is %s: its answer is "+
 		"in thread %s",
-		keyHeader, x.Status, deref(x.ThreadID)).Kind("idempotency-key-used", "Already handled").WithTrace(x.TraceID)
+		keyHeader, x.Status, postgres.Deref(x.ThreadID)).Kind("idempotency-key-used", "Already handled").WithTrace(x.TraceID)
 }

@@ -25,7 +25,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/selfheal"
@@ -270,8 +269,8 @@ func (w *testDatabase) waitStatus(t *testing.T, id string, want executions.Statu
 	t.Helper()
 	t.Cleanup(func() {
 		if t.Failed() {
-			t.Logf("execution is %s, waits for %s %s; %s", x.Status, testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey),
-				testkit.Deref(x.ErrorMessage))
+			t.Logf("execution is %s, waits for %s %s; %s", x.Status, postgres.Deref(x.WaitingFor), postgres.Deref(x.WaitingKey),
+				postgres.Deref(x.ErrorMessage))
 		}
 	})
 	pgtest.Eventually(t, waitLimit, func() bool {

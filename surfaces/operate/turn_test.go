@@ -18,9 +18,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
@@ -49,7 +49,7 @@ func TestTurnExecution(t *testing.T) {
 		assert.Truef(t, err == nil && id.Surface() == trace.Operate, "the trace is %s: %v", done.TraceID, err)
 		traces = append(traces, done.TraceID)
 		x := w.execution(t, done.ExecutionID)
-		assert.Truef(t, x.Queue == executions.Interactive && x.Flow == operate.Flow && testkit.Deref(x.ThreadID) == s.ID() &&
+		assert.Truef(t, x.Queue == executions.Interactive && x.Flow == operate.Flow && postgres.Deref(x.ThreadID) == s.ID() &&
 			x.Surface == "operate", "execution is %+v", x)
 	}
 	assert.True(t, traces[0] != traces[1], "two turns share a trace")
@@ -136,9 +136,9 @@ func TestInterruptStopsTools(t *testing.T) {
 			assert.Truef(t, took <= 25*time.Second, "the interrupt took %s", took)
 			pgtest.Eventually(t, waitLimit, stopped, "the skill is stopped")
 			x := w.execution(t, start.ExecutionID)
-			assert.Truef(t, x.Status == executions.Cancelled && testkit.Deref(x.CancelledBy) == "admin" &&
-				testkit.Deref(x.CancelReason) == "interrupted", "the execution is %s by %s: %s", x.Status,
-				testkit.Deref(x.CancelledBy), testkit.Deref(x.CancelReason))
+			assert.Truef(t, x.Status == executions.Cancelled && postgres.Deref(x.CancelledBy) == "admin" &&
+				postgres.Deref(x.CancelReason) == "interrupted", "the execution is %s by %s: %s", x.Status,
+				postgres.Deref(x.CancelledBy), postgres.Deref(x.CancelReason))
 			assert.Equal(t, "model_call success, slow unknown", w.traceRows(t, start.TraceID))
 			assert.True(t, w.laneHolder(t) != "", "the admin is still there, and lost the lane")
 		})
@@ -291,8 +291,8 @@ func testResumesHeadless(t *testing.T, elsewhere bool) {
 	other := w.process(t, true)
 	if elsewhere {
 		x := w.waitStatus(t, start.ExecutionID, executions.Waiting)
-		if testkit.Deref(x.WaitingFor) != "lane" || w.laneHolder(t) != "another admin" {
-			t.Errorf("it waits for %s, the lane is held by %q", testkit.Deref(x.WaitingFor), w.laneHolder(t))
+		if postgres.Deref(x.WaitingFor) != "lane" || w.laneHolder(t) != "another admin" {
+			t.Errorf("it waits for %s, the lane is held by %q", postgres.Deref(x.WaitingFor), w.laneHolder(t))
 		}
 		pgtest.Exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 second'
 			where lane = 'operate'`)
@@ -427,8 +427,8 @@ func TestHeartbeatYieldsToSession(t *testing.T) {
 	beat, _, err := p.engine.Start(t.Context(), w.pool, heartbeat.Spec("agent"))
 	require.NoError(t, err)
 	x := w.waitStatus(t, beat.ID, executions.Waiting)
-	require.Truef(t, testkit.Deref(x.WaitingFor) == "lane" && testkit.Deref(x.WaitingKey) == operate.Lane,
-		"the heartbeat waits for %s %s", testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
+	require.Truef(t, postgres.Deref(x.WaitingFor) == "lane" && postgres.Deref(x.WaitingKey) == operate.Lane,
+		"the heartbeat waits for %s %s", postgres.Deref(x.WaitingFor), postgres.Deref(x.WaitingKey))
 	done, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {})
 	assert.Truef(t, err == nil && done.Ended == "answered", "the admin's turn: %+v, %v", done, err)
 	tick, err := p.engine.RunSync(t.Context(), heartbeat.Spec("agent"))

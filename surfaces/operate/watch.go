@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -44,7 +45,8 @@ func (o *Operate) Holder(ctx context.Context) (Holder, error) {
 		if l.Lane != Lane {
 			continue
 		}
-		h.Held, h.Holder, h.TraceID, h.HeldFor, h.ExpiresIn = true, l.LockedBy, deref(l.TraceID), l.HeldFor, l.ExpiresIn
+		h.Held, h.Holder, h.TraceID, h.HeldFor, h.ExpiresIn = true, l.LockedBy, postgres.Deref(l.TraceID), l.HeldFor,
+			l.ExpiresIn
 		if h.TraceID == "" {
 			return h, nil
 		}
@@ -53,7 +55,7 @@ func (o *Operate) Holder(ctx context.Context) (Holder, error) {
 			Flow:     Flow, Limit: 1,
 		})
 		if err == nil && len(turns) > 0 {
-			h.SessionID, h.ended = deref(turns[0].ThreadID), turns[0].CompletedAt
+			h.SessionID, h.ended = postgres.Deref(turns[0].ThreadID), turns[0].CompletedAt
 		}
 		return h, err
 	}
@@ -216,7 +218,7 @@ func (w *watcher) turn(ctx context.Context, x executions.Execution, first bool) 
 		return nil
 	case !known:
 		w.turns[x.ID] = true
-		w.emit(Event{"start", Start{x.TraceID, deref(x.ThreadID), x.ID}})
+		w.emit(Event{"start", Start{x.TraceID, postgres.Deref(x.ThreadID), x.ID}})
 	}
 	if err := w.activities(ctx, x); err != nil {
 		return err
@@ -273,7 +275,7 @@ func toolCallOf(row activity.Row) ToolCall {
 	c := ToolCall{
 		ID: row.ID, Name: redact.Text(row.SkillName, 200), Arguments: redact.JSON(row.Input, maxEvent),
 		Status:     string(row.Status),
-		DurationMS: row.DurationMS, Error: redact.Text(deref(row.ErrorMessage), maxEvent),
+		DurationMS: row.DurationMS, Error: redact.Text(postgres.Deref(row.ErrorMessage), maxEvent),
 	}
 	if row.Status == activity.Running {
 		c.Status = "started"
@@ -285,7 +287,7 @@ func toolCallOf(row activity.Row) ToolCall {
 
 // approvals reports the pending approvals of the turn and of its delegated tasks.
 func (w *watcher) approvals(ctx context.Context, x executions.Execution) error {
-	if kind := deref(x.WaitingFor); x.Status != executions.Waiting || kind != "approval" && kind != "agent" {
+	if kind := postgres.Deref(x.WaitingFor); x.Status != executions.Waiting || kind != "approval" && kind != "agent" {
 		return nil
 	}
 	waiting, err := approvals.List(ctx, w.o.Pool,
@@ -303,7 +305,7 @@ func (w *watcher) approvals(ctx context.Context, x executions.Execution) error {
 }
 
 func (w *watcher) sendOutcome(ctx context.Context, x executions.Execution) {
-	s := Session{o: w.o, id: deref(x.ThreadID)}
+	s := Session{o: w.o, id: postgres.Deref(x.ThreadID)}
 	done, err := s.readOutcome(ctx, Done{TraceID: x.TraceID, ExecutionID: x.ID, SessionID: s.id}, x)
 	if err != nil {
 		w.emit(Event{"error", toProblem(err, x.TraceID)})

@@ -118,9 +118,9 @@ func TestMissingPathFailsAndIsReplayable(t *testing.T) {
 	w.runEngine(t)
 	first := w.sendAccepted(t, "typo", "msg_1", `{"issue":{"number":7}}`)
 	d := w.waitStatus(t, "msg_1", webhooks.Dead)
-	assert.Equal(t, `action 2: key: body.isue.number: the body has nothing at "isue"`, testkit.Deref(d.ErrorMessage))
+	assert.Equal(t, `action 2: key: body.isue.number: the body has nothing at "isue"`, postgres.Deref(d.ErrorMessage))
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_events where key = 'first'`)
-	pgtest.Equal(t, w.pool, "webhook_action error "+testkit.Deref(d.ErrorMessage), `
+	pgtest.Equal(t, w.pool, "webhook_action error "+postgres.Deref(d.ErrorMessage), `
 		select skill_name || ' ' || status || ' ' || error_message from agent_activity where trace_id = $1`, first.TraceID)
 	define("issue-{body.issue.number}")
 	replayed, err := w.surface.Replay(t.Context(), d.ID, -1, "it was lost")
@@ -158,8 +158,8 @@ func TestActionRetriesThenDead(t *testing.T) {
 			pgtest.Equal(t, w.pool, 2, `select count(*) from agent_events where key in ('once', 'after')`)
 			pgtest.Equal(t, w.pool, 2+c.starts, `select count(*) from agent_activity where trace_id = $1
 				and skill_name = 'webhook_action'`, got.TraceID)
-			if c.want == webhooks.Dead && testkit.Deref(d.ErrorMessage) != "action 2: automation flaky is out of order" {
-				t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
+			if c.want == webhooks.Dead && postgres.Deref(d.ErrorMessage) != "action 2: automation flaky is out of order" {
+				t.Errorf("error %q", postgres.Deref(d.ErrorMessage))
 			}
 			pgtest.Until(t, w.pool, 0, `select count(*) from agent_locks_live`)
 		})
@@ -216,7 +216,7 @@ func TestReplayAfterCancel(t *testing.T) {
 	_, err = executions.Cancel(t.Context(), w.pool, *d.ExecutionID, "admin", "not today")
 	require.NoError(t, err)
 	d = w.waitStatus(t, "msg_1", webhooks.Dead)
-	assert.Equal(t, "not today", testkit.Deref(d.ErrorMessage), "error")
+	assert.Equal(t, "not today", postgres.Deref(d.ErrorMessage), "error")
 	_, err = w.surface.Replay(t.Context(), "msg_1", 0, "")
 	require.NoError(t, err)
 	w.runEngine(t)
@@ -307,7 +307,8 @@ func TestDeadDeliveryOfLostProcess(t *testing.T) {
 	pgtest.Exec(t, w.pool, `select lanekeeper.lose_agent_claims(id) from agent_workers
 		where expires_at < clock_timestamp()`)
 	d := w.waitStatus(t, "msg_1", webhooks.Dead)
-	assert.Truef(t, strings.Contains(testkit.Deref(d.ErrorMessage), "given up"), "error %q", testkit.Deref(d.ErrorMessage))
+	assert.Truef(t, strings.Contains(postgres.Deref(d.ErrorMessage), "given up"), "error %q",
+		postgres.Deref(d.ErrorMessage))
 }
 
 func TestDeliveryStartsFlowOnce(t *testing.T) {
@@ -350,9 +351,9 @@ func TestDeliveryStartsFlowOnce(t *testing.T) {
 		 where x.flow = 'onboarding' and t.name = 'candidate Ana' and t.owner_kind = 'webhook' and t.owner = 'hire'
 		   and t.channel = 'chat'`)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_executions where flow = 'archive' and thread_id is not null`)
-	if d := w.waitStatus(t, "msg_2", webhooks.Dead); !strings.Contains(testkit.Deref(d.ErrorMessage),
+	if d := w.waitStatus(t, "msg_2", webhooks.Dead); !strings.Contains(postgres.Deref(d.ErrorMessage),
 		`there is no flow "nothing"`) {
-		t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
+		t.Errorf("error %q", postgres.Deref(d.ErrorMessage))
 	}
 	_, err := w.surface.Engine.Fork(t.Context(), w.pool, executions.ForkSpec{ID: *d.ExecutionID})
 	assert.Truef(t, err != nil && strings.Contains(err.Error(), "agent webhooks replay"),
@@ -488,7 +489,7 @@ func TestDeliveryRunsAutomationOnce(t *testing.T) {
 		select string_agg(flow || ' ' || agent, ', ' order by flow, agent) from agent_executions where trace_id = $1`,
 		got.TraceID)
 	assert.Equal(t, "action 1: automation resting is "+
-		"out of service: holidays", testkit.Deref(w.waitStatus(t, "msg_2", webhooks.Dead).ErrorMessage), "error")
+		"out of service: holidays", postgres.Deref(w.waitStatus(t, "msg_2", webhooks.Dead).ErrorMessage), "error")
 }
 
 func TestDeliveriesWhilePaused(t *testing.T) {

@@ -214,7 +214,7 @@ func (w *testWebhooks) waitStatus(t *testing.T, id, want string) (d webhooks.Del
 		d, err = webhooks.Get(t.Context(), w.pool, id)
 		return err == nil && d.Status == want || time.Now().After(deadline.Add(-time.Second))
 	}, "delivery "+id+" becomes "+want)
-	require.Equal(t, want, d.Status, id, testkit.Deref(d.ErrorMessage))
+	require.Equal(t, want, d.Status, id, postgres.Deref(d.ErrorMessage))
 	return d
 }
 
