@@ -141,6 +141,25 @@ func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
 		`select concat_ws(' ', tokens, cost_usd::float8) from agent_spend`))
 }
 
+// The next claim of the other may need the worker slot of the call that waits.
+func TestWhatALostClaimReservedIsNotWaitedFor(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	lost := running(t, db)
+	_, err := reserve(t, db, call(lost, 0, scope("s", 1500, 0)))
+	require.NoError(t, err)
+	pgtest.Exec(t, db, `update agent_executions set claimed_by = null, claim = 2 where id = $1`, lost)
+	r := call(running(t, db), 0, scope("s", 1500, 0))
+	require.NoError(t, send(t, db, queued(r)))
+	r.MaxWait = time.Hour
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	got, err := r.Await(ctx, db)
+	assert.NoError(t, err)
+	assert.Equal(t, 300, got)
+	assert.Equal(t, "1100 0$ spent, 400 0$ set aside, 1100 0$ of 1 unknown", standing(t, db, "s"))
+}
+
 // A request that may have been billed is written off before another leaves.
 func TestARequestThatIsRepeatedIsReservedAnew(t *testing.T) {
 	t.Parallel()

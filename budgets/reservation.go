@@ -63,6 +63,13 @@ const reserve = `
 	select granted, scope, unit, kind, bound::float8, spent::float8, reserved::float8
 	  from lanekeeper.reserve_agent_budget(@execution_id, @claim, @step, @limits, @need)`
 
+// writeOff settles a reservation of a lost claim as unknown, as the next claim would do. That claim may need the worker
+// slot of the waiting call. It locks the execution first, as all who settle do, and passes over locked ones.
+const writeOff = `
+	select lanekeeper.settle_agent_budget(l.execution_id, l.step)
+	  from (select r.execution_id, r.step from agent_budget_reservations r join agent_executions x on x.id = r.execution_id
+	         where x.claim > r.claim limit 1 for update of x, r skip locked) l`
+
 // Spend is the usage of a call. UnknownTokens and UnknownUSD are the parts of Tokens and USD that the provider did not
 // report: the worst case of a request without an answer, and the estimate of an answer without usage.
 type Spend struct {
@@ -112,8 +119,8 @@ func (r *Reservation) Renew(ctx context.Context, db postgres.DB) (Spend, int64, 
 	return lost, granted, err
 }
 
-// Await returns the granted completion tokens. While other calls hold the remainder, it retries with growing pauses.
-// After MaxWait it accepts a small remainder. A refusal is an [*Error].
+// Await returns the granted completion tokens. While other calls hold the remainder, it retries with growing pauses,
+// and writes off what lost claims hold. After MaxWait it accepts a small remainder. A refusal is an [*Error].
 func (r *Reservation) Await(ctx context.Context, db postgres.DB) (int64, error) {
 	deadline := time.Now().Add(cmp.Or(r.MaxWait, DefaultMaxWait))
 	last := false
@@ -137,10 +144,17 @@ func (r *Reservation) Await(ctx context.Context, db postgres.DB) (int64, error) 
 	}
 }
 
-// retry reserves in its own transaction.
+// retry writes off lost reservations, then reserves, each in its own transaction.
 func (r *Reservation) retry(ctx context.Context, db postgres.DB, enough int64) error {
 	r.estimate()
 	_, err := executions.RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
+		for lost := int64(1); lost > 0; {
+			tag, err := db.Exec(ctx, writeOff)
+			if err != nil {
+				return struct{}{}, err
+			}
+			lost = tag.RowsAffected()
+		}
 		return struct{}{}, r.answer.scan(db.QueryRow(ctx, reserve, r.arguments(enough)))
 	})
 	if err != nil {
