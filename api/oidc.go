@@ -210,8 +210,11 @@ func exchangeError(err error) error {
 	if !is {
 		return fmt.Errorf("%w: exchange code", errIssuer)
 	}
-	return fmt.Errorf("%w: exchange code: status %d, error %.100q", errIssuer, refused.Response.StatusCode,
-		refused.ErrorCode)
+	err = fmt.Errorf("exchange code: status %d, error %.100q", refused.Response.StatusCode, refused.ErrorCode)
+	if refused.Response.StatusCode >= 500 {
+		return err
+	}
+	return fmt.Errorf("%w: %w", errIssuer, err)
 }
 
 // verify exchanges the code and checks the id token: signature, issuer, audience, expiry and nonce.
@@ -231,6 +234,9 @@ func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name strin
 	}
 	raw, _ := tokens.Extra("id_token").(string)
 	id, err := provider.Verifier(&oidc.Config{ClientID: o.ClientID}).Verify(ctx, raw)
+	if err != nil && strings.Contains(err.Error(), "fetching keys") { // the library hides the cause from errors.As
+		return "", "", "", fmt.Errorf("check the id token: %w", err)
+	}
 	if err != nil {
 		// not "token:", whose value logs redact
 		return "", "", "", fmt.Errorf("%w: the id token is not valid (%w)", errIssuer, err)

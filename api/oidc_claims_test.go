@@ -131,6 +131,7 @@ func TestAnIssuerThatFailsHoldsUpNoLaterLogin(t *testing.T) {
 		w.WriteHeader(http.StatusUnauthorized)
 		_, _ = w.Write([]byte(`{"error":"invalid_client","error_description":"a-secret-of-the-client is old"}`))
 	}
+	down := func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusServiceUnavailable) }
 	for _, test := range []struct {
 		path   string
 		fault  http.HandlerFunc
@@ -139,7 +140,9 @@ func TestAnIssuerThatFailsHoldsUpNoLaterLogin(t *testing.T) {
 		{"/.well-known/openid-configuration", hang, 502},
 		{"/token", hang, 502},
 		{"/token", refuse, 403},
-		{"/keys", hang, 403},
+		{"/token", down, 502},
+		{"/keys", hang, 502},
+		{"/keys", down, 502},
 		{"/me", hang, 502},
 		{"", nil, 200},
 	} {
