@@ -226,7 +226,7 @@ func TestAGrantWaitsForItsSkillToReturn(t *testing.T) {
 	assert.Truef(t, err == nil && len(left) == 1, "offered: %+v, %v", left, err)
 }
 
-func TestHashDoesNotDependOnTheOrderOfKeys(t *testing.T) {
+func TestHashDoesNotDependOnTheForm(t *testing.T) {
 	t.Parallel()
 	hash := func(args string) string {
 		h, err := approvals.Hash(json.RawMessage(args))
@@ -236,6 +236,12 @@ func TestHashDoesNotDependOnTheOrderOfKeys(t *testing.T) {
 	if hash(`{"a":1,"b":{"c":[1,2],"d":null}}`) != hash(` {"b":{"d":null,"c":[1,2]},"a":1}`) {
 		t.Error("the order of keys matters")
 	}
+	for form, plain := range map[string]string{
+		`[1e0]`: `[1]`, `{"a":{"b":-1.5E+2}}`: `{"a":{"b":-150}}`, `12.50e-1`: `1.250`, `1e22`: `10000000000000000000000`,
+	} {
+		assert.Equal(t, hash(plain), hash(form), form)
+	}
+	assert.True(t, hash(`1e99999999`) != hash(`1e99999998`), "two large numbers have one hash")
 	for _, other := range []string{`{"a":2}`, `{"a":"1"}`, `{"a":1.0}`, `{"a":9007199254740993}`, `{}`} {
 		assert.Truef(t, hash(other) != hash(`{"a":1}`) && hash(other) != hash(`{"a":9007199254740992}`),
 			"%s has another's hash", other)

@@ -65,8 +65,11 @@ func (s *Server) Handler() http.Handler {
 		DisableLocalhostProtection: true,
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		server := s.server(false)
-		if _, err := s.refresh(r.Context(), server, nil); err != nil {
+		server, err := s.server(r.Context(), false)
+		if err == nil {
+			_, err = s.refresh(r.Context(), server, nil)
+		}
+		if err != nil {
 			s.log().ErrorContext(r.Context(), "offered skills not read", "error", err)
 			http.Error(w, "the offered skills cannot be read now", http.StatusServiceUnavailable)
 			return
@@ -80,8 +83,11 @@ func (s *Server) Handler() http.Handler {
 // Nothing else may write to out.
 func (s *Server) Serve(ctx context.Context, in io.ReadCloser, out io.WriteCloser) error {
 	ctx, cancel := context.WithCancel(ctx)
-	server := s.server(true)
-	known, err := s.refresh(ctx, server, nil)
+	server, err := s.server(ctx, true)
+	var known map[string]int
+	if err == nil {
+		known, err = s.refresh(ctx, server, nil)
+	}
 	if err != nil {
 		cancel()
 		return err
@@ -127,14 +133,27 @@ func (s *Server) follow(ctx context.Context, server *sdk.Server, known map[strin
 }
 
 // server returns an SDK server without tools. changes makes it announce changes of the list.
-func (s *Server) server(changes bool) *sdk.Server {
+func (s *Server) server(ctx context.Context, changes bool) (*sdk.Server, error) {
+	acting, err := s.acting(ctx)
+	if err != nil {
+		return nil, err
+	}
 	return sdk.NewServer(&sdk.Implementation{Name: "lanekeeper", Version: cmp.Or(s.Version, ourVersion)},
 		&sdk.ServerOptions{
-			Instructions: "Tools are skills of the agent " + s.Agent + ". A tool that needs an admin's approval " +
+			Instructions: "Tools are skills of the agent " + acting + ". A tool that needs an admin's approval " +
 				"answers with the id of the approval; call it again with the same arguments when it was given.",
 			Capabilities: &sdk.ServerCapabilities{Tools: &sdk.ToolCapabilities{ListChanged: changes}},
 			PageSize:     1000,
-		})
+		}), nil
+}
+
+// acting returns the name of the agent that makes the calls.
+func (s *Server) acting(ctx context.Context) (string, error) {
+	if s.Agents == nil {
+		return s.Agent, nil
+	}
+	agent, err := s.Agents.Default(ctx, s.Pool)
+	return agent.Name, err
 }
 
 // refresh applies the current offers to a server. known are the revisions that it offers; the new ones are returned.
@@ -271,14 +290,12 @@ func (s *Server) call(ctx context.Context, name string, args json.RawMessage) (*
 	if err := s.Skills.Check(skill, args); err != nil {
 		return failure(err.Error()), nil
 	}
-	acting := agents.Agent{Definition: agents.Definition{Name: s.Agent}}
-	if s.Agents != nil {
-		if acting, err = s.Agents.Default(ctx, s.Pool); err != nil {
-			return nil, s.internalError(ctx, err)
-		}
+	acting, err := s.acting(ctx)
+	if err != nil {
+		return nil, s.internalError(ctx, err)
 	}
 	var ended executions.Execution
-	spec := executions.Spec{Flow: Flow, Surface: trace.Flow, Agent: acting.Name, Input: callInput{name, args}}
+	spec := executions.Spec{Flow: Flow, Surface: trace.Flow, Agent: acting, Input: callInput{name, args}}
 	if skill.Trust == skills.TrustApprove {
 		ended, err = s.callWithApproval(ctx, skill, args, spec)
 	} else {

@@ -262,7 +262,7 @@ func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
 	session := h.http()
 	args := map[string]any{"a": 2, "b": 3}
 	id := awaits(t, callTool(t, session, "add", args))
-	assert.Equal(t, id, awaits(t, callTool(t, session, "add", map[string]any{"b": 3, "a": 2})))
+	assert.Equal(t, id, awaits(t, callTool(t, session, "add", map[string]any{"b": 3, "a": json.RawMessage(`2e0`)})))
 	other := awaits(t, callTool(t, session, "add", map[string]any{"a": 2, "b": 4}))
 	assert.True(t, other != id, "another call waits for the same approval")
 	require.Equal(t, 0, h.made.Load())
@@ -275,6 +275,7 @@ func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
 	}
 	_, err = agents.Put(t.Context(), h.pool, agents.Definition{Name: "support", Default: true})
 	require.NoError(t, err)
+	assert.Contains(t, h.http().InitializeResult().Instructions, "of the agent support.")
 	next := awaits(t, callTool(t, session, "add", args))
 	pgtest.Equal(t, h.pool, "support", `select agent from agent_executions order by id desc limit 1`)
 	assert.Truef(t, next != id && h.made.Load() == 1, "the approval was used twice: %s, %d calls", next, h.made.Load())
