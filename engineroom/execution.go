@@ -135,15 +135,15 @@ func (x executionRecord) Took() string {
 
 // Queued is its time in the queue; empty before the claim, or if it was short.
 func (x executionRecord) Queued() string {
-	return tracedRun{CreatedAt: x.CreatedAt, StartedAt: x.StartedAt}.Queued()
+	return traceRun{CreatedAt: x.CreatedAt, StartedAt: x.StartedAt}.Queued()
 }
 
 // executionShown is an execution with its part of the waterfall.
 type executionShown struct {
 	executionRecord
 
-	View  *tracedView // nil if its trace does not show it
-	Line  *tracedNode // its own line, with the sums of the lines below
+	View  *spansView // nil if its trace does not show it
+	Line  *spanNode  // its own line, with the sums of the lines below
 	Lost  []lostClaim
 	First string // the first recorded step
 	Cause *activity.RootCause
@@ -178,7 +178,7 @@ func (room *Room) executionView(ctx context.Context, v *visit) (any, error) {
 			return nil, err
 		}
 	}
-	head := &tracedHead{ID: x.TraceID}
+	head := &traceHead{ID: x.TraceID}
 	if head.Runs, head.MoreRuns, err = room.runsOf(ctx, x.TraceID); err != nil {
 		return nil, err
 	}
@@ -191,14 +191,14 @@ func (room *Room) executionView(ctx context.Context, v *visit) (any, error) {
 	}
 	if order = subtree(order, "run-"+x.ID); len(order) > 0 {
 		shown.Line, shown.Lost = order[0], order[0].Lost
-		shown.View = &tracedView{tracedHead: head, Base: "/traces/" + x.TraceID + "?span="}
+		shown.View = &spansView{traceHead: head, Base: "/traces/" + x.TraceID + "?span="}
 		shown.View.fill(order)
 	}
 	return shown, nil
 }
 
 // subtree returns the lines of a node and those below it, with their levels from 0.
-func subtree(order []*tracedNode, id string) (list []*tracedNode) {
+func subtree(order []*spanNode, id string) (list []*spanNode) {
 	for _, n := range order {
 		switch {
 		case n.ID == id:
@@ -213,7 +213,7 @@ func subtree(order []*tracedNode, id string) (list []*tracedNode) {
 	return leveled(list)
 }
 
-func leveled(list []*tracedNode) []*tracedNode {
+func leveled(list []*spanNode) []*spanNode {
 	for _, n := range slices.Backward(list) {
 		n.Level -= list[0].Level
 	}

@@ -14,7 +14,7 @@ const (
 	keptRows = 16
 )
 
-// rowStart and rowEnd enclose a line of a waterfall; see tracedNode.write.
+// rowStart and rowEnd enclose a line of a waterfall; see spanNode.write.
 var rowStart, rowEnd, rowID = []byte(`<div role="row" class="wf-row`), []byte("</div>\n"), []byte(` id="`)
 
 // rowMemory has the rows of large parts that were sent lately, by the mark of the part.

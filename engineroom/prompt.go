@@ -10,21 +10,21 @@ import (
 	"github.com/lanekeeper/lanekeeper/prompts"
 )
 
-// tracedPrompt is the prompt of a model call: its messages in their order, the tools, and the answer.
-type tracedPrompt struct {
+// promptView is the prompt of a model call: its messages in their order, the tools, and the answer.
+type promptView struct {
 	prompts.Call
 
-	List   []tracedPart // messages
-	Tools  *tracedPart
-	Names  []tracedTool
-	Answer *tracedPart
+	List   []promptPart // messages
+	Tools  *promptPart
+	Names  []promptTool
+	Answer *promptPart
 }
 
-// tracedPart is a message of a prompt, or the definitions of the tools.
-type tracedPart struct {
+// promptPart is a message of a prompt, or the definitions of the tools.
+type promptPart struct {
 	Digest, Role, Name, Text  string
 	Reasoning                 string
-	Calls                     []tracedTool // calls in a message of the model
+	Calls                     []promptTool // calls in a message of the model
 	Images                    int
 	Bytes                     int64
 	Found, Truncated, TextCut bool
@@ -32,20 +32,20 @@ type tracedPart struct {
 	JSON                      bool // Text is JSON, because it is no message
 }
 
-// tracedTool is a tool or a call of one, with its definition or arguments as JSON.
-type tracedTool struct{ Name, About, Text string }
+// promptTool is a tool or a call of one, with its definition or arguments as JSON.
+type promptTool struct{ Name, About, Text string }
 
 // promptOf reads the prompt of a model call. Its texts have at most traceAllText characters together.
-func (room *Room) promptOf(ctx context.Context, id, row, answer string) (*tracedPrompt, error) {
+func (room *Room) promptOf(ctx context.Context, id, row, answer string) (*promptView, error) {
 	page, err := prompts.Of(ctx, room.Read, id, prompts.Filter{ActivityID: row})
 	if err != nil || len(page.Calls) == 0 {
 		return nil, err
 	}
-	p := &tracedPrompt{Call: page.Calls[0]}
+	p := &promptView{Call: page.Calls[0]}
 	left := traceAllText
-	read := func(digest string) tracedPart {
+	read := func(digest string) promptPart {
 		part, found := page.Parts[digest]
-		shown := tracedPart{
+		shown := promptPart{
 			Digest: digest, Role: cut(40, part.Role), Found: found, Bytes: int64(part.Bytes), Truncated: part.Truncated,
 		}
 		if found {
@@ -65,14 +65,14 @@ func (room *Room) promptOf(ctx context.Context, id, row, answer string) (*traced
 		p.List = append(p.List, part)
 	}
 	if answer != "" {
-		p.Answer = &tracedPart{Role: "assistant", Found: true, Bytes: int64(len(answer))}
+		p.Answer = &promptPart{Role: "assistant", Found: true, Bytes: int64(len(answer))}
 		p.Answer.fill(json.RawMessage(answer), &left)
 	}
 	return p, nil
 }
 
 // fill takes a message apart. What is no message is shown as it is.
-func (part *tracedPart) fill(body json.RawMessage, left *int) {
+func (part *promptPart) fill(body json.RawMessage, left *int) {
 	var m models.Message
 	whole := ""
 	if json.Unmarshal(body, &m) == nil && (m.Role != "" || m.Content != "" || len(m.ToolCalls) > 0) {
@@ -85,7 +85,7 @@ func (part *tracedPart) fill(body json.RawMessage, left *int) {
 			}
 		}
 		for _, c := range m.ToolCalls {
-			part.Calls = append(part.Calls, tracedTool{Name: cut(80, c.Name), Text: cut(traceWhole, formatJSON(c.Arguments))})
+			part.Calls = append(part.Calls, promptTool{Name: cut(80, c.Name), Text: cut(traceWhole, formatJSON(c.Arguments))})
 		}
 		if m.Refusal != "" {
 			whole += "\n" + m.Refusal
@@ -99,7 +99,7 @@ func (part *tracedPart) fill(body json.RawMessage, left *int) {
 }
 
 // toolsOf names the tools of a request.
-func toolsOf(body json.RawMessage) (list []tracedTool) {
+func toolsOf(body json.RawMessage) (list []promptTool) {
 	var tools []struct {
 		Name, Description string
 		Function          struct{ Name, Description string }
@@ -116,7 +116,7 @@ func toolsOf(body json.RawMessage) (list []tracedTool) {
 		if name == "" {
 			return nil // no list of tools
 		}
-		list = append(list, tracedTool{
+		list = append(list, promptTool{
 			Name: cut(80, name), About: cut(120, about), Text: cut(4000, formatJSON(string(each[i]))),
 		})
 	}

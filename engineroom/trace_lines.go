@@ -9,7 +9,7 @@ import (
 )
 
 // Lines renders the lines of the waterfall. A template took 75 µs for each of 2,000 lines; this takes three.
-func (view *tracedView) Lines() template.HTML {
+func (view *spansView) Lines() template.HTML {
 	var b strings.Builder
 	b.Grow(600 * len(view.Order))
 	base := template.HTMLEscapeString(view.Base)
@@ -24,7 +24,7 @@ func (view *tracedView) Lines() template.HTML {
 }
 
 // writeRest writes the line of omitted rows.
-func (view *tracedView) writeRest(b *strings.Builder, n *tracedNode) {
+func (view *spansView) writeRest(b *strings.Builder, n *spanNode) {
 	words := "more activities in the table"
 	if n.Left > 0 {
 		words = human.Count(n.Left) + " " + words
@@ -34,7 +34,7 @@ func (view *tracedView) writeRest(b *strings.Builder, n *tracedNode) {
 }
 
 // write writes a line; base is escaped.
-func (n *tracedNode) write(b *strings.Builder, base string, selected bool) {
+func (n *spanNode) write(b *strings.Builder, base string, selected bool) {
 	level := strconv.Itoa(n.Level + 1)
 	write(b, `<div role="row" class="wf-row`)
 	if n.Bad() {
@@ -90,7 +90,7 @@ func (n *tracedNode) write(b *strings.Builder, base string, selected bool) {
 }
 
 // writeSums writes the cells of tokens and cost.
-func (n *tracedNode) writeSums(b *strings.Builder) {
+func (n *spanNode) writeSums(b *strings.Builder) {
 	least := ""
 	if n.AtLeast {
 		least = "≥ "
@@ -107,7 +107,7 @@ func (n *tracedNode) writeSums(b *strings.Builder) {
 }
 
 // write writes a rectangle, or the mark of a note.
-func (bar tracedBar) write(b *strings.Builder) {
+func (bar spanBar) write(b *strings.Builder) {
 	if bar.Width == "" {
 		write(b, `<svg x="`, bar.X, `" y="4" width="9" height="12" overflow="visible"><path class="bar-note" d="M0 1 L5 6 L0 11 L-5 6 Z"/></svg>`)
 		return

@@ -26,17 +26,17 @@ type spanPanel struct {
 	Query         url.Values
 	path          string
 
-	Head   *tracedHead // of the trace as a whole
-	Around tracedAround
-	Row    *tracedRow
-	Run    *tracedRun
-	Wait   *tracedWait
+	Head   *traceHead // of the trace as a whole
+	Around traceRelated
+	Row    *spanRow
+	Run    *traceRun
+	Wait   *spanWait
 	Lost   []lostClaim
-	Node   *tracedNode // of the span; nil for the trace, or an unknown span
+	Node   *spanNode // of the span; nil for the trace, or an unknown span
 	Cause  *activity.RootCause
 
 	Why    []whyPart
-	Prompt *tracedPrompt
+	Prompt *promptView
 	Costs  []costLine
 	Sum    costLine
 	Raw    shownValue
@@ -44,7 +44,7 @@ type spanPanel struct {
 
 // tracePanel loads the panel. Only the open tab is read.
 func (room *Room) tracePanel(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(*tracedVisit)
+	about, _ := v.About.(*traceRequest)
 	p := &spanPanel{ID: about.ID, Span: about.Span, Tab: about.Tab, Query: v.Query, path: v.at("tab", "")}
 	if err := room.findSpan(ctx, about, p); err != nil {
 		return nil, err
@@ -56,7 +56,7 @@ func (room *Room) tracePanel(ctx context.Context, v *visit) (any, error) {
 	switch {
 	case p.Span != "" && p.Node == nil:
 	case p.Tab == "details" && p.Row != nil:
-		rows := []tracedRow{*p.Row}
+		rows := []spanRow{*p.Row}
 		err = room.addApprovals(ctx, p.ID, rows)
 		p.Row.ApprovalID, p.Row.ApprovalStatus = rows[0].ApprovalID, rows[0].ApprovalStatus
 	case p.Tab == "why":
@@ -115,7 +115,7 @@ func (p *spanPanel) TabWord(tab string) string {
 }
 
 // findSpan finds what the panel is about.
-func (room *Room) findSpan(ctx context.Context, about *tracedVisit, p *spanPanel) (err error) {
+func (room *Room) findSpan(ctx context.Context, about *traceRequest, p *spanPanel) (err error) {
 	if p.Span == "" {
 		if p.Head = about.head(); p.Head == nil {
 			p.Head, err = room.readHead(ctx, p.ID, false)
@@ -144,7 +144,7 @@ func (room *Room) findSpan(ctx context.Context, about *tracedVisit, p *spanPanel
 	}
 	switch {
 	case p.Row != nil:
-		stopLost([]*tracedNode{p.Node}, runs, p.Lost)
+		stopLost([]*spanNode{p.Node}, runs, p.Lost)
 		if p.Node.Bad() || p.Node.Halted() {
 			p.Cause, err = activity.RootCauseOf(ctx, room.Read, p.ID)
 		}
@@ -158,7 +158,7 @@ func (room *Room) findSpan(ctx context.Context, about *tracedVisit, p *spanPanel
 		}
 		return err
 	}
-	i := slices.IndexFunc(runs, func(r tracedRun) bool { return r.ID == p.Span })
+	i := slices.IndexFunc(runs, func(r traceRun) bool { return r.ID == p.Span })
 	if i < 0 {
 		return nil
 	}

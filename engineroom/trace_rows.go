@@ -19,8 +19,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
-// tracedRow is an activity of a trace, its long values cut.
-type tracedRow struct {
+// spanRow is an activity of a trace, its long values cut.
+type spanRow struct {
 	ID                                    string
 	ExecutionID, ParentID                 *string
 	Claim                                 *int64
@@ -51,7 +51,7 @@ type tracedRow struct {
 }
 
 // show formats complete JSON texts.
-func (r *tracedRow) show(id string) {
+func (r *spanRow) show(id string) {
 	r.TraceID = id
 	r.Input, r.InputCut = setOutWhole(r.Input, r.InputBytes)
 	r.Output, r.OutputCut = setOutWhole(r.Output, r.OutputBytes)
@@ -66,8 +66,8 @@ func setOutWhole(text string, size int64) (string, bool) {
 	return formatJSON(text), false
 }
 
-// tracedColumns are all columns of a tracedRow, texts cut at @text characters.
-const tracedColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.claim, left(a.step, 300) as step, a.kind,
+// spanColumns are all columns of a spanRow, texts cut at @text characters.
+const spanColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.claim, left(a.step, 300) as step, a.kind,
 	left(a.agent, 100) as agent, left(a.surface, 100) as surface, left(a.skill_name, 200) as skill, a.skill_id::text,
 	left(a.purpose, 200) as purpose, a.status, a.cause_id::text, left(a.led_to::text, 400) as led_to,
 	a.status = 'running' and exists (select from agent_activity_open o where o.activity_id = a.id) as open, coalesce(left(nullif(a.input::text, '{}'), @text::int), '') as input,
@@ -95,16 +95,16 @@ const lineColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.clai
 	a.created_at, a.finished_at`
 
 // firstRowsOf reads the activities of a trace that can all be drawn, and one more if there are more.
-func (room *Room) firstRowsOf(ctx context.Context, id string) ([]tracedRow, error) {
+func (room *Room) firstRowsOf(ctx context.Context, id string) ([]spanRow, error) {
 	rows, err := room.Read.Query(ctx, `
 		select `+lineColumns+`
 		  from agent_activity a where a.trace_id = @id order by a.created_at, a.id limit @most`,
 		postgres.Strict{"id": id, "most": traceFirst + traceLast + 1})
-	return room.collectTraced(ctx, rows, err, id)
+	return room.collectSpans(ctx, rows, err, id)
 }
 
 // rowsOf reads the activities of the waterfall: all of them, or the first, the last, and the failed ones.
-func (room *Room) rowsOf(ctx context.Context, h *tracedHead) ([]tracedRow, error) {
+func (room *Room) rowsOf(ctx context.Context, h *traceHead) ([]spanRow, error) {
 	if h.whole {
 		return h.rows, nil
 	}
@@ -122,11 +122,11 @@ func (room *Room) rowsOf(ctx context.Context, h *tracedHead) ([]tracedRow, error
 		 order by a.created_at, a.id`, freshPlan, postgres.Strict{
 		"id": h.ID, "first": traceFirst, "last": traceLast, "failed": traceFailed, "scan": traceSummed,
 	})
-	return room.collectTraced(ctx, rows, err, h.ID)
+	return room.collectSpans(ctx, rows, err, h.ID)
 }
 
 // pageOf reads a page of the table in order of the start, after a row.
-func (room *Room) pageOf(ctx context.Context, id, after string) ([]tracedRow, error) {
+func (room *Room) pageOf(ctx context.Context, id, after string) ([]spanRow, error) {
 	rows, err := room.Read.Query(ctx, `
 		select `+lineColumns+`
 		  from agent_activity a
@@ -138,22 +138,22 @@ func (room *Room) pageOf(ctx context.Context, id, after string) ([]tracedRow, er
 		 order by a.created_at, a.id limit @limit::int + 1`, freshPlan, postgres.Strict{
 		"id": id, "after": after, "limit": tracePerPage,
 	})
-	return room.collectTraced(ctx, rows, err, id)
+	return room.collectSpans(ctx, rows, err, id)
 }
 
 // rowOf reads one activity of a trace, almost uncut; none if it is unknown.
-func (room *Room) rowOf(ctx context.Context, id, row string) ([]tracedRow, error) {
+func (room *Room) rowOf(ctx context.Context, id, row string) ([]spanRow, error) {
 	rows, err := room.Read.Query(ctx, `
-		select `+tracedColumns+`
+		select `+spanColumns+`
 		  from agent_activity a where a.id = @row::text::uuid and a.trace_id = @id`,
 		freshPlan, postgres.Strict{"id": id, "row": row, "text": traceWhole})
-	return room.collectTraced(ctx, rows, err, id)
+	return room.collectSpans(ctx, rows, err, id)
 }
 
-// collectTraced reads rows, numbers the attempts at each step, and formats the texts. A request for approval gets the
+// collectSpans reads rows, numbers the attempts at each step, and formats the texts. A request for approval gets the
 // status of the decision.
-func (room *Room) collectTraced(ctx context.Context, rows pgx.Rows, err error, id string) ([]tracedRow, error) {
-	list, err := postgres.Collect(rows, err, "list activities of trace", pgx.RowToStructByNameLax[tracedRow])
+func (room *Room) collectSpans(ctx context.Context, rows pgx.Rows, err error, id string) ([]spanRow, error) {
+	list, err := postgres.Collect(rows, err, "list activities of trace", pgx.RowToStructByNameLax[spanRow])
 	if err != nil {
 		return nil, err
 	}
@@ -183,10 +183,10 @@ func (room *Room) collectTraced(ctx context.Context, rows pgx.Rows, err error, i
 }
 
 // acts reports a call of a skill or model, which can be retried.
-func (r *tracedRow) acts() bool { return r.Kind == "call" || r.Kind == "model" }
+func (r *spanRow) acts() bool { return r.Kind == "call" || r.Kind == "model" }
 
 // addApprovals adds each row's approval.
-func (room *Room) addApprovals(ctx context.Context, id string, list []tracedRow) error {
+func (room *Room) addApprovals(ctx context.Context, id string, list []spanRow) error {
 	rows, err := room.Read.Query(ctx, `
 		select p.id::text, coalesce(p.activity_id::text, '') as activity_id, coalesce(p.execution_id::text, '')
 		  as execution_id,
@@ -218,13 +218,13 @@ func (room *Room) addApprovals(ctx context.Context, id string, list []tracedRow)
 }
 
 // Sort is the row's sort, for texts and colours.
-func (r *tracedRow) Sort() string { return rowNode(r).Sort }
+func (r *spanRow) Sort() string { return rowNode(r).Sort }
 
 // Name is what it was: of a model call its purpose, else its skill.
-func (r *tracedRow) Name() string { return rowNode(r).Name }
+func (r *spanRow) Name() string { return rowNode(r).Name }
 
 // ForkURL is the form that forks the execution from the row's step; empty for none.
-func (r *tracedRow) ForkURL() string {
+func (r *spanRow) ForkURL() string {
 	if r.ExecutionID == nil || r.Step == "" || len(r.Step) > maxFilter {
 		return ""
 	}
@@ -232,16 +232,16 @@ func (r *tracedRow) ForkURL() string {
 }
 
 // Label is the row's sort for people.
-func (r *tracedRow) Label() string { return rowNode(r).Label() }
+func (r *spanRow) Label() string { return rowNode(r).Label() }
 
 // Took is its duration in short form; empty while it runs, or without one.
-func (r *tracedRow) Took() string { return rowNode(r).Took() }
+func (r *spanRow) Took() string { return rowNode(r).Took() }
 
 // maxTreeLevel bounds the drawn depth of the lines. Deeper nodes show their depth.
 const maxTreeLevel = 16
 
-// tracedNode is a line of a trace: a run, an activity, a wait, or omitted rows.
-type tracedNode struct {
+// spanNode is a line of a trace: a run, an activity, a wait, or omitted rows.
+type spanNode struct {
 	ID     string // of its element
 	Sort   string // run, model, call, retry, phase, note, wait, lane or more: it selects a colour and a label
 	Name   string
@@ -250,9 +250,9 @@ type tracedNode struct {
 	To     *time.Time // nil while it runs
 	Level  int        // in the tree, from 0
 
-	Run  *tracedRun
-	Row  *tracedRow
-	Wait *tracedWait
+	Run  *traceRun
+	Row  *spanRow
+	Wait *spanWait
 
 	// The sums of the node and its descendants. AtLeast marks incomplete sums.
 	Tokens  int64
@@ -260,14 +260,14 @@ type tracedNode struct {
 	Errors  int64
 	AtLeast bool
 
-	Children []*tracedNode
-	Bars     []tracedBar
+	Children []*spanNode
+	Bars     []spanBar
 	Left     int64 // omitted rows; -1 if not counted
 	After    string
 	Out      bool        // the filter hides it
 	Lost     []lostClaim // claims of a run that ended without a wait or an end
 
-	parent *tracedNode
+	parent *spanNode
 	placed bool
 }
 
@@ -278,7 +278,7 @@ var sortLabels = map[string]string{
 }
 
 // Label is the node's sort for people, with the round of its loop.
-func (n *tracedNode) Label() string {
+func (n *spanNode) Label() string {
 	label, step := sortLabels[n.Sort], ""
 	switch {
 	case n.Row != nil:
@@ -296,13 +296,13 @@ func (n *tracedNode) Label() string {
 }
 
 // Depth is the drawn depth.
-func (n *tracedNode) Depth() int { return min(n.Level, maxTreeLevel) }
+func (n *spanNode) Depth() int { return min(n.Level, maxTreeLevel) }
 
 // Deep reports a node below the drawn depth.
-func (n *tracedNode) Deep() bool { return n.Level > maxTreeLevel }
+func (n *spanNode) Deep() bool { return n.Level > maxTreeLevel }
 
 // DurationMS is the duration; nil while it runs.
-func (n *tracedNode) DurationMS() *int64 {
+func (n *spanNode) DurationMS() *int64 {
 	if n.Row != nil && n.Row.DurationMS != nil {
 		return n.Row.DurationMS
 	}
@@ -310,15 +310,15 @@ func (n *tracedNode) DurationMS() *int64 {
 }
 
 // Point reports a node without a duration.
-func (n *tracedNode) Point() bool { return n.Sort == "note" || n.Sort == "more" }
+func (n *spanNode) Point() bool { return n.Sort == "note" || n.Sort == "more" }
 
 // nodesOf makes nodes in order of their start.
-func nodesOf(rows []tracedRow, runs []tracedRun, waits []tracedWait) []*tracedNode {
-	var nodes []*tracedNode
+func nodesOf(rows []spanRow, runs []traceRun, waits []spanWait) []*spanNode {
+	var nodes []*spanNode
 	for i := range runs {
 		r := &runs[i]
 		r.Error, r.Summary = redact.Text(r.Error, 4000), redact.Text(r.Summary, 1000)
-		nodes = append(nodes, &tracedNode{
+		nodes = append(nodes, &spanNode{
 			ID: "run-" + r.ID, Sort: "run", Name: r.Flow, Status: r.State(), From: r.CreatedAt, To: r.CompletedAt, Run: r,
 		})
 		if r.Lost != nil {
@@ -331,14 +331,14 @@ func nodesOf(rows []tracedRow, runs []tracedRun, waits []tracedWait) []*tracedNo
 	for i := range waits {
 		nodes = append(nodes, waitNode(&waits[i]))
 	}
-	slices.SortStableFunc(nodes, func(a, b *tracedNode) int {
+	slices.SortStableFunc(nodes, func(a, b *spanNode) int {
 		return cmp.Or(a.From.Compare(b.From), cmp.Compare(rank(a), rank(b)))
 	})
 	return nodes
 }
 
 // rank orders a container before its children at equal times.
-func rank(n *tracedNode) int {
+func rank(n *spanNode) int {
 	switch n.Sort {
 	case "run":
 		return 0
@@ -348,8 +348,8 @@ func rank(n *tracedNode) int {
 	return 2
 }
 
-func rowNode(r *tracedRow) *tracedNode {
-	n := &tracedNode{
+func rowNode(r *spanRow) *spanNode {
+	n := &spanNode{
 		ID: "row-" + r.ID, Sort: r.Kind, Name: r.Skill, Status: r.Status, From: r.CreatedAt, To: r.FinishedAt, Row: r,
 		Tokens: r.Tokens, CostUSD: r.CostUSD,
 	}
@@ -365,8 +365,8 @@ func rowNode(r *tracedRow) *tracedNode {
 	return n
 }
 
-func waitNode(w *tracedWait) *tracedNode {
-	n := &tracedNode{
+func waitNode(w *spanWait) *spanNode {
+	n := &spanNode{
 		ID: w.elementID(), Sort: "wait", Name: "for " + w.About(), Status: "done", From: w.From, To: w.To, Wait: w,
 	}
 	if w.Kind == "lane" {
@@ -387,16 +387,16 @@ func waitNode(w *tracedWait) *tracedNode {
 // arrange builds the tree and returns its nodes in drawing order. An activity is below its parent, or else its run; a
 // run is below the run that started it; a wait is below the phase of its step. Each node appears once, also with
 // circular parents, which SQL writers can create.
-func arrange(nodes []*tracedNode) []*tracedNode {
-	byID := make(map[string]*tracedNode, len(nodes))
-	phases := map[string][]*tracedNode{}
+func arrange(nodes []*spanNode) []*spanNode {
+	byID := make(map[string]*spanNode, len(nodes))
+	phases := map[string][]*spanNode{}
 	for _, n := range nodes {
 		byID[n.ID] = n
 		if n.Row != nil && n.Row.Kind == "phase" && n.Row.ExecutionID != nil {
 			phases[*n.Row.ExecutionID] = append(phases[*n.Row.ExecutionID], n)
 		}
 	}
-	var top []*tracedNode
+	var top []*spanNode
 	for _, n := range nodes {
 		above := n.above(byID, phases)
 		if above == nil || above == n {
@@ -405,7 +405,7 @@ func arrange(nodes []*tracedNode) []*tracedNode {
 		}
 		above.Children = append(above.Children, n)
 	}
-	order := make([]*tracedNode, 0, len(nodes))
+	order := make([]*spanNode, 0, len(nodes))
 	for _, n := range append(top, nodes...) { // unreached nodes form a circle; its first node breaks it
 		order = n.walk(nil, order)
 	}
@@ -420,7 +420,7 @@ func arrange(nodes []*tracedNode) []*tracedNode {
 }
 
 // above returns the parent of n; nil for none.
-func (n *tracedNode) above(byID map[string]*tracedNode, phases map[string][]*tracedNode) *tracedNode {
+func (n *spanNode) above(byID map[string]*spanNode, phases map[string][]*spanNode) *spanNode {
 	switch {
 	case n.Run != nil && n.Run.ParentID != nil:
 		return byID["run-"+*n.Run.ParentID]
@@ -445,8 +445,8 @@ func (n *tracedNode) above(byID map[string]*tracedNode, phases map[string][]*tra
 }
 
 // walk appends n and its unplaced descendants. It does not recurse, because a chain of parents may be long.
-func (n *tracedNode) walk(parent *tracedNode, order []*tracedNode) []*tracedNode {
-	type visit struct{ node, parent *tracedNode }
+func (n *spanNode) walk(parent *spanNode, order []*spanNode) []*spanNode {
+	type visit struct{ node, parent *spanNode }
 	stack := []visit{{n, parent}}
 	for len(stack) > 0 {
 		v := stack[len(stack)-1]
@@ -467,7 +467,7 @@ func (n *tracedNode) walk(parent *tracedNode, order []*tracedNode) []*tracedNode
 }
 
 // Took is its duration in short form; empty while it runs, or without one.
-func (n *tracedNode) Took() string {
+func (n *spanNode) Took() string {
 	ms := n.DurationMS()
 	if ms == nil || n.Point() {
 		return ""
@@ -476,15 +476,15 @@ func (n *tracedNode) Took() string {
 }
 
 // Goes reports whether it is running.
-func (n *tracedNode) Goes() bool { return n.To == nil && !n.Point() }
+func (n *spanNode) Goes() bool { return n.To == nil && !n.Point() }
 
 // Fine reports a state whose sign is enough.
-func (n *tracedNode) Fine() bool {
+func (n *spanNode) Fine() bool {
 	return n.Status == "success" || n.Status == "completed" || n.Status == "done"
 }
 
 // Queued is a run's queue time; empty before the claim, or if it was short.
-func (r tracedRun) Queued() string {
+func (r traceRun) Queued() string {
 	if r.StartedAt == nil || r.StartedAt.Sub(r.CreatedAt) < time.Millisecond {
 		return ""
 	}
@@ -535,7 +535,7 @@ type lostClaim struct {
 }
 
 // lostOf reads the lost claims of runs.
-func (room *Room) lostOf(ctx context.Context, runs []tracedRun) ([]lostClaim, error) {
+func (room *Room) lostOf(ctx context.Context, runs []traceRun) ([]lostClaim, error) {
 	var again []string
 	for _, r := range runs {
 		if r.Claim > 1 {
@@ -553,8 +553,8 @@ func (room *Room) lostOf(ctx context.Context, runs []tracedRun) ([]lostClaim, er
 
 // stopLost ends what nobody works on any more: activities whose execution has ended, whose claim is over, or whose
 // worker's lease is. Their rows say running until somebody closes them.
-func stopLost(nodes []*tracedNode, runs []tracedRun, lost []lostClaim) {
-	byID := map[string]*tracedRun{}
+func stopLost(nodes []*spanNode, runs []traceRun, lost []lostClaim) {
+	byID := map[string]*traceRun{}
 	for i := range runs {
 		byID[runs[i].ID] = &runs[i]
 	}
@@ -592,7 +592,7 @@ func stopLost(nodes []*tracedNode, runs []tracedRun, lost []lostClaim) {
 }
 
 // Bad reports a failure, which is drawn red.
-func (n *tracedNode) Bad() bool {
+func (n *spanNode) Bad() bool {
 	switch n.Status {
 	case "error", "failed", "timeout":
 		return true
@@ -601,7 +601,7 @@ func (n *tracedNode) Bad() bool {
 }
 
 // Halted reports work that ended without a result: cancelled, stopped, or with an unknown outcome.
-func (n *tracedNode) Halted() bool {
+func (n *spanNode) Halted() bool {
 	switch n.Status {
 	case "cancelled", "unknown", stateStopped, stateLost:
 		return true
@@ -610,7 +610,7 @@ func (n *tracedNode) Halted() bool {
 }
 
 // Message is the beginning of its error, or who decided.
-func (n *tracedNode) Message() string {
+func (n *spanNode) Message() string {
 	switch {
 	case n.Row != nil:
 		return cmp.Or(n.Row.Message, n.Row.Decision)
@@ -621,7 +621,7 @@ func (n *tracedNode) Message() string {
 }
 
 // Span is the value of the parameter span that selects it.
-func (n *tracedNode) Span() string {
+func (n *spanNode) Span() string {
 	switch {
 	case n.Row != nil:
 		return n.Row.ID

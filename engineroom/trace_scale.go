@@ -10,21 +10,21 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/human"
 )
 
-// tracedBar is a rectangle of a line. X and Width are SVG lengths.
-type tracedBar struct {
+// spanBar is a rectangle of a line. X and Width are SVG lengths.
+type spanBar struct {
 	Class    string
 	X, Width string
 	Open     bool // it is running
 }
 
-// tracedTick is a mark of the time axis, relative to the start. Zoom is the least factor at which it is shown.
-type tracedTick struct {
+// timeTick is a mark of the time axis, relative to the start. Zoom is the least factor at which it is shown.
+type timeTick struct {
 	X, Word string
 	Zoom    int
 }
 
-// tracedGap is idle time, drawn shorter.
-type tracedGap struct {
+// timeGap is idle time, drawn shorter.
+type timeGap struct {
 	X, Width, Middle string
 	MS               int64
 	After            int64 // milliseconds from the start
@@ -58,7 +58,7 @@ const (
 )
 
 // newTraceScale returns the scale of nodes; nil for none.
-func newTraceScale(nodes []*tracedNode) *traceScale {
+func newTraceScale(nodes []*spanNode) *traceScale {
 	var moments []time.Time
 	t := &traceScale{}
 	for _, n := range nodes {
@@ -76,8 +76,8 @@ func newTraceScale(nodes []*tracedNode) *traceScale {
 	slices.SortFunc(moments, time.Time.Compare)
 	moments = slices.CompactFunc(moments, time.Time.Equal)
 	t.start = moments[0]
-	var rest *tracedNode
-	if i := slices.IndexFunc(nodes, func(n *tracedNode) bool { return n.Sort == "more" }); i >= 0 {
+	var rest *spanNode
+	if i := slices.IndexFunc(nodes, func(n *spanNode) bool { return n.Sort == "more" }); i >= 0 {
 		rest = nodes[i]
 		moments = slices.DeleteFunc(moments, func(at time.Time) bool { return at.After(rest.From) && at.Before(*rest.To) })
 	}
@@ -89,7 +89,7 @@ func newTraceScale(nodes []*tracedNode) *traceScale {
 type period struct{ from, to time.Time }
 
 // busyOf returns the periods with a running call, in order and disjoint.
-func busyOf(nodes []*tracedNode, last time.Time) []period {
+func busyOf(nodes []*spanNode, last time.Time) []period {
 	var all []period
 	for _, n := range nodes {
 		if n.Row != nil && n.Row.acts() {
@@ -116,7 +116,7 @@ func busyOf(nodes []*tracedNode, last time.Time) []period {
 
 // segment lays out the time between moments. All gaps together take at most two fifths of the drawing, and the
 // omitted rows as much as the shown ones.
-func (t *traceScale) stretch(moments []time.Time, busy []period, rest *tracedNode) {
+func (t *traceScale) stretch(moments []time.Time, busy []period, rest *spanNode) {
 	worked := time.Duration(0)
 	for _, p := range busy {
 		if rest == nil || !p.from.After(rest.From) || !p.to.Before(*rest.To) {
@@ -210,32 +210,32 @@ func (t *traceScale) place(at time.Time) float64 {
 func percent(x float64) string { return strconv.FormatFloat(x, 'f', 2, 64) + "%" }
 
 // draw sets the bars of nodes.
-func (t *traceScale) draw(nodes []*tracedNode) {
+func (t *traceScale) draw(nodes []*spanNode) {
 	for _, n := range nodes {
 		switch {
 		case n.Sort == "run":
 			n.Bars = t.runBars(n)
 		case n.Point() && n.Sort == "note":
-			n.Bars = []tracedBar{{Class: "note", X: percent(min(t.place(n.From), 99.6))}}
+			n.Bars = []spanBar{{Class: "note", X: percent(min(t.place(n.From), 99.6))}}
 		default:
 			sort := n.Sort
 			if sort == "retry" {
 				sort = n.Row.Kind
 			}
-			n.Bars = []tracedBar{t.bar(n.look(sort), n.From, n.To)}
+			n.Bars = []spanBar{t.bar(n.look(sort), n.From, n.To)}
 		}
 	}
 }
 
 // runBars returns the time in the queue, and each attempt of the run.
-func (t *traceScale) runBars(n *tracedNode) (bars []tracedBar) {
+func (t *traceScale) runBars(n *spanNode) (bars []spanBar) {
 	from := n.From
 	if began := n.Run.StartedAt; began != nil && began.After(from) {
 		bars = append(bars, t.bar("queue", from, began))
 		from = *began
 	}
 	if n.Run.StartedAt == nil && n.To == nil {
-		return []tracedBar{t.bar("queue", from, nil)}
+		return []spanBar{t.bar("queue", from, nil)}
 	}
 	for _, l := range n.Lost {
 		if l.At.After(from) && (n.To == nil || l.At.Before(*n.To)) {
@@ -247,7 +247,7 @@ func (t *traceScale) runBars(n *tracedNode) (bars []tracedBar) {
 }
 
 // look is the class of a node's bar: its state if that is not good, else its sort.
-func (n *tracedNode) look(sort string) string {
+func (n *spanNode) look(sort string) string {
 	switch {
 	case n.Bad() && n.Run != nil:
 		return "bad-run"
@@ -260,18 +260,18 @@ func (n *tracedNode) look(sort string) string {
 }
 
 // bar returns the rectangle between two times, or to the edge.
-func (t *traceScale) bar(class string, from time.Time, to *time.Time) tracedBar {
+func (t *traceScale) bar(class string, from time.Time, to *time.Time) spanBar {
 	x, end := t.place(from), 100.0
 	if to != nil {
 		end = t.place(*to)
 	}
 	wide := max(end-x, minBar)
-	return tracedBar{Class: class, X: percent(min(x, 100-wide)), Width: percent(wide), Open: to == nil}
+	return spanBar{Class: class, X: percent(min(x, 100-wide)), Width: percent(wide), Open: to == nil}
 }
 
 // gaps returns the shortened periods.
-func (t *traceScale) gaps() []tracedGap {
-	var all []tracedGap
+func (t *traceScale) gaps() []timeGap {
+	var all []timeGap
 	last := -100.0
 	for _, s := range t.stretches {
 		if !s.short && !s.rest {
@@ -282,7 +282,7 @@ func (t *traceScale) gaps() []tracedGap {
 		if roomy {
 			last = (x + end) / 2
 		}
-		all = append(all, tracedGap{
+		all = append(all, timeGap{
 			X: percent(x), Width: percent(end - x), Middle: percent((x + end) / 2), MS: s.to.Sub(s.from).Milliseconds(),
 			After: s.from.Sub(t.start).Milliseconds(), Roomy: roomy, Rest: s.rest,
 		})
@@ -294,8 +294,8 @@ func (t *traceScale) gaps() []tracedGap {
 var tickZooms = []int{1, 4, 16}
 
 // ticks returns the marks of the axis: round times since the start, where the scale is linear.
-func (t *traceScale) ticks() []tracedTick {
-	all := []tracedTick{{percent(0), "0", 1}}
+func (t *traceScale) ticks() []timeTick {
+	all := []timeTick{{percent(0), "0", 1}}
 	if t.whole == 0 {
 		return all
 	}
@@ -315,7 +315,7 @@ func (t *traceScale) ticks() []tracedTick {
 					continue
 				}
 				taken = slices.Insert(taken, i, x)
-				all, made = append(all, tracedTick{percent(x), tickWord(after), zoom}), made+1
+				all, made = append(all, timeTick{percent(x), tickWord(after), zoom}), made+1
 			}
 		}
 	}
@@ -346,7 +346,7 @@ func roundStep(seconds float64) float64 {
 }
 
 // Word is the gap's length.
-func (g tracedGap) Word() string { return human.Millis(g.MS) }
+func (g timeGap) Word() string { return human.Millis(g.MS) }
 
 // Place is the gap's start, relative to the trace's.
-func (g tracedGap) Place() string { return human.Millis(g.After) }
+func (g timeGap) Place() string { return human.Millis(g.After) }

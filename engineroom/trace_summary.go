@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// tracedRun is an execution of a trace.
-type tracedRun struct {
+// traceRun is an execution of a trace.
+type traceRun struct {
 	ID, Surface, Flow, Status, Agent    string
 	CancelledBy, CancelReason           string
 	ParentID, ForkedFrom, ThreadID      *string
@@ -34,7 +34,7 @@ type tracedRun struct {
 const stateLost, stateStopped = "worker lost", "stopped"
 
 // State is the status, or stateLost.
-func (r tracedRun) State() string {
+func (r traceRun) State() string {
 	if r.Lost != nil {
 		return stateLost
 	}
@@ -42,7 +42,7 @@ func (r tracedRun) State() string {
 }
 
 // began is the run's start of work, or its creation.
-func (r tracedRun) began() time.Time {
+func (r traceRun) began() time.Time {
 	if r.StartedAt != nil {
 		return *r.StartedAt
 	}
@@ -50,8 +50,8 @@ func (r tracedRun) began() time.Time {
 }
 
 // runsOf reads the first executions of a trace, and whether there are more.
-func (room *Room) runsOf(ctx context.Context, id string) (runs []tracedRun, more bool, err error) {
-	runs, err = postgres.Rows[tracedRun](ctx, room.Read, "list executions of trace", `
+func (room *Room) runsOf(ctx context.Context, id string) (runs []traceRun, more bool, err error) {
+	runs, err = postgres.Rows[traceRun](ctx, room.Read, "list executions of trace", `
 		select e.id::text, e.surface, left(e.flow, 200) as flow, e.status, left(e.agent, 200) as agent, e.parent_id::text,
 		       e.forked_from::text, e.thread_id, left(coalesce(e.cancelled_by, ''), 200) as cancelled_by,
 		       left(coalesce(e.cancel_reason, ''), 1200) as cancel_reason,
@@ -76,8 +76,8 @@ func (room *Room) runsOf(ctx context.Context, id string) (runs []tracedRun, more
 	return runs, more, nil
 }
 
-// tracedSums are the totals of a trace's or an execution's rows.
-type tracedSums struct {
+// traceSums are the totals of a trace's or an execution's rows.
+type traceSums struct {
 	ExecutionID            *string
 	Rows, Failed           int64
 	Running                bool
@@ -91,8 +91,8 @@ type tracedSums struct {
 // sumsOf reads the totals of a trace by execution, over at most traceSummed rows.
 func (room *Room) sumsOf(
 	ctx context.Context, id string,
-) (byRun map[string]tracedSums, all tracedSums, more bool, err error) {
-	list, err := postgres.Rows[tracedSums](ctx, room.Read, "add up trace", `
+) (byRun map[string]traceSums, all traceSums, more bool, err error) {
+	list, err := postgres.Rows[traceSums](ctx, room.Read, "add up trace", `
 		select a.execution_id::text, count(*) as rows, count(*) filter (where a.status = 'error') as failed,
 		       bool_or(a.status = 'running') as running, bool_and(a.status = 'skipped') as skipped,
 		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens')) filter (where a.kind = 'model'), 0)::bigint as prompt,
@@ -107,7 +107,7 @@ func (room *Room) sumsOf(
 	if err != nil {
 		return nil, all, false, err
 	}
-	byRun = make(map[string]tracedSums, len(list))
+	byRun = make(map[string]traceSums, len(list))
 	for i, s := range list {
 		if s.ExecutionID != nil {
 			byRun[*s.ExecutionID] = s
@@ -122,8 +122,8 @@ func (room *Room) sumsOf(
 }
 
 // sumRows adds up rows in the order of their beginning, as sumsOf does.
-func sumRows(rows []tracedRow) (byRun map[string]tracedSums, all tracedSums) {
-	byRun = map[string]tracedSums{}
+func sumRows(rows []spanRow) (byRun map[string]traceSums, all traceSums) {
+	byRun = map[string]traceSums{}
 	for i := range rows {
 		one := rows[i].sums()
 		if all.Rows == 0 {
@@ -144,8 +144,8 @@ func sumRows(rows []tracedRow) (byRun map[string]tracedSums, all tracedSums) {
 }
 
 // sums are the totals of one row.
-func (r *tracedRow) sums() tracedSums {
-	s := tracedSums{
+func (r *spanRow) sums() traceSums {
+	s := traceSums{
 		ExecutionID: r.ExecutionID, Rows: 1, Running: r.Status == "running", Skipped: r.Status == "skipped",
 		Prompt: r.Prompt, Output: r.Completion, Tokens: r.Tokens, CostUSD: r.CostUSD, First: &r.CreatedAt,
 		Last: cmp.Or(r.FinishedAt, &r.CreatedAt), Surface: r.Surface,
@@ -157,7 +157,7 @@ func (r *tracedRow) sums() tracedSums {
 }
 
 // add adds other totals.
-func (s *tracedSums) add(o tracedSums) {
+func (s *traceSums) add(o traceSums) {
 	s.Rows, s.Failed, s.Running, s.Skipped = s.Rows+o.Rows, s.Failed+o.Failed, s.Running || o.Running,
 		s.Skipped && o.Skipped
 	s.Prompt, s.Output, s.Tokens, s.CostUSD = s.Prompt+o.Prompt, s.Output+o.Output, s.Tokens+o.Tokens, s.CostUSD+o.CostUSD
@@ -169,8 +169,8 @@ func (s *tracedSums) add(o tracedSums) {
 	}
 }
 
-// tracedAround is the data about a trace in other tables.
-type tracedAround struct {
+// traceRelated is the data about a trace in other tables.
+type traceRelated struct {
 	Lanes        []string // lanes of its rows
 	Held         []string // lanes that it holds
 	Newer, Older *string  // the next and the previous trace
@@ -178,7 +178,7 @@ type tracedAround struct {
 
 // aroundOf reads data about a trace from other tables. The traces before and after it are among the nearest idle
 // roots of each surface, in the order of their index, and the claimed ones, which are few.
-func (room *Room) aroundOf(ctx context.Context, h *tracedHead) (tracedAround, error) {
+func (room *Room) aroundOf(ctx context.Context, h *traceHead) (traceRelated, error) {
 	root, ids := "", make([]string, len(h.Runs))
 	for i, r := range h.Runs {
 		if ids[i] = r.ID; r.ParentID == nil && root == "" {
@@ -189,7 +189,7 @@ func (room *Room) aroundOf(ctx context.Context, h *tracedHead) (tracedAround, er
 	if h.whole {
 		scan = 0
 	}
-	around, err := postgres.Row[tracedAround](ctx, room.Read, "look around trace", `
+	around, err := postgres.Row[traceRelated](ctx, room.Read, "look around trace", `
 		with roots as materialized (
 		  select i.id, i.trace_id from unnest(@surfaces::text[]) s (surface) cross join lateral (
 		    (select e.id, e.trace_id from agent_executions e
@@ -217,7 +217,7 @@ func (room *Room) aroundOf(ctx context.Context, h *tracedHead) (tracedAround, er
 }
 
 // lanesOf are the first lanes of rows.
-func lanesOf(rows []tracedRow) []string {
+func lanesOf(rows []spanRow) []string {
 	seen := map[string]bool{}
 	for i := range rows {
 		seen[rows[i].Lane] = true
@@ -227,30 +227,30 @@ func lanesOf(rows []tracedRow) []string {
 	return lanes[:min(len(lanes), 20)]
 }
 
-// tracedHead is the head of the page: what the trace was, and how it ended.
-type tracedHead struct {
+// traceHead is the head of the page: what the trace was, and how it ended.
+type traceHead struct {
 	ID, Surface, Status string
 	Flow, Agent, Result string
 	CancelledBy, Reason string
 	StartedAt           time.Time
 	FinishedAt          *time.Time
-	Root                *tracedRun // the execution that the actions are about; nil for none
-	First               string     // its first recorded step
-	Unforkable          bool       // it is neither forked nor retried
-	Runs                []tracedRun
+	Root                *traceRun // the execution that the actions are about; nil for none
+	First               string    // its first recorded step
+	Unforkable          bool      // it is neither forked nor retried
+	Runs                []traceRun
 	MoreRuns, MoreRows  bool
 	Threads             []string
-	Sums                tracedSums
+	Sums                traceSums
 	Cause               *activity.RootCause // of the failure, or of errors inside; nil for none
 	Pending             int64               // requested approvals, counted up to 100
-	byRun               map[string]tracedSums
-	rows                []tracedRow // all of them, if whole
+	byRun               map[string]traceSums
+	rows                []spanRow // all of them, if whole
 	whole               bool
 }
 
 // readHead reads what a trace was and its sums: with lines, from all its rows, if they are few enough to be drawn.
-func (room *Room) readHead(ctx context.Context, id string, lines bool) (h *tracedHead, err error) {
-	h = &tracedHead{ID: id}
+func (room *Room) readHead(ctx context.Context, id string, lines bool) (h *traceHead, err error) {
+	h = &traceHead{ID: id}
 	if h.Runs, h.MoreRuns, err = room.runsOf(ctx, id); err != nil {
 		return nil, err
 	}
@@ -267,7 +267,7 @@ func (room *Room) readHead(ctx context.Context, id string, lines bool) (h *trace
 }
 
 // readSums reads the sums of a trace: with lines, from all its rows, if they are few enough to be drawn.
-func (room *Room) readSums(ctx context.Context, h *tracedHead, lines bool) (err error) {
+func (room *Room) readSums(ctx context.Context, h *traceHead, lines bool) (err error) {
 	if lines {
 		rows, err := room.firstRowsOf(ctx, h.ID)
 		if err != nil {
@@ -285,7 +285,7 @@ func (room *Room) readSums(ctx context.Context, h *tracedHead, lines bool) (err 
 
 // fill computes the trace's status from its root executions. Without any (an admin's single action, a skipped tick)
 // it uses the rows.
-func (h *tracedHead) fill() {
+func (h *traceHead) fill() {
 	seen := map[string]bool{}
 	for i := range h.Runs {
 		r := &h.Runs[i]
@@ -322,10 +322,10 @@ func (h *tracedHead) fill() {
 }
 
 // Failed reports a trace that has a root cause.
-func (h *tracedHead) Failed() bool { return h.Status == "failed" || h.Status == "timeout" }
+func (h *traceHead) Failed() bool { return h.Status == "failed" || h.Status == "timeout" }
 
 // Took is the duration in short form; empty while it runs.
-func (h *tracedHead) Took() string {
+func (h *traceHead) Took() string {
 	if ms := between(h.StartedAt, h.FinishedAt); ms != nil {
 		return human.Millis(*ms)
 	}
@@ -333,10 +333,10 @@ func (h *tracedHead) Took() string {
 }
 
 // Goes reports whether it is running.
-func (h *tracedHead) Goes() bool { return h.FinishedAt == nil && h.Status != stateLost }
+func (h *traceHead) Goes() bool { return h.FinishedAt == nil && h.Status != stateLost }
 
 // OpenChildren counts the executions that go on after the root's end.
-func (h *tracedHead) OpenChildren() (n int64) {
+func (h *traceHead) OpenChildren() (n int64) {
 	for _, r := range h.Runs {
 		if h.FinishedAt != nil && r.ParentID != nil && r.CompletedAt == nil {
 			n++
@@ -346,16 +346,16 @@ func (h *tracedHead) OpenChildren() (n int64) {
 }
 
 // Counted is the bounded number of rows.
-func (h *tracedHead) Counted() int64 { return min(h.Sums.Rows, traceSummed) }
+func (h *traceHead) Counted() int64 { return min(h.Sums.Rows, traceSummed) }
 
 // Live reports whether the root can be cancelled.
-func (h *tracedHead) Live() bool { return h.Root != nil && h.Root.CompletedAt == nil }
+func (h *traceHead) Live() bool { return h.Root != nil && h.Root.CompletedAt == nil }
 
 // Hex is the id in tracing tools.
-func (h *tracedHead) Hex() string { return trace.ID(h.ID).OTel() }
+func (h *traceHead) Hex() string { return trace.ID(h.ID).OTel() }
 
 // FirstRuns are the runs in the panel.
-func (h *tracedHead) FirstRuns() []tracedRun { return h.Runs[:min(len(h.Runs), 5)] }
+func (h *traceHead) FirstRuns() []traceRun { return h.Runs[:min(len(h.Runs), 5)] }
 
 // HasMoreRuns reports whether there are others.
-func (h *tracedHead) HasMoreRuns() bool { return len(h.Runs) > 5 }
+func (h *traceHead) HasMoreRuns() bool { return len(h.Runs) > 5 }

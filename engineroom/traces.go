@@ -362,8 +362,8 @@ func (room *Room) tracePage() page {
 	}
 }
 
-// tracedVisit is what a visit of a trace is about. Whoever looks at the same address shares it.
-type tracedVisit struct {
+// traceRequest is what a visit of a trace is about. Whoever looks at the same address shares it.
+type traceRequest struct {
 	ID     string // in its stored form
 	Flow   string // of its first execution
 	View   string
@@ -384,14 +384,14 @@ type settledPart struct {
 
 // openTrace finds a trace by any form of its id.
 func (room *Room) openTrace(ctx context.Context, v *visit) (string, error) {
-	if found, is := v.About.(*tracedVisit); is {
+	if found, is := v.About.(*traceRequest); is {
 		return found.title(), nil // it was found for the same address, and what was read is kept with it
 	}
 	q, err := filtersOf(v.Query, "view", "span", "tab", "after", "q", "kind", "errors")
 	if err != nil {
 		return "", err
 	}
-	about := &tracedVisit{
+	about := &traceRequest{
 		View: q["view"], Span: q["span"], Tab: q["tab"], seen: map[string]settledPart{},
 		Filter: lineFilter{Text: strings.TrimSpace(q["q"]), Kind: q["kind"], Errors: q["errors"] != ""},
 	}
@@ -424,17 +424,17 @@ func (room *Room) openTrace(ctx context.Context, v *visit) (string, error) {
 var spanShape = regexp.MustCompile(`^(wait-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(-[0-9a-f]{1,16})?$`)
 
 // head is what the view of this visit was loaded with; nil for none.
-func (about *tracedVisit) head() *tracedHead {
+func (about *traceRequest) head() *traceHead {
 	about.mu.Lock()
 	defer about.mu.Unlock()
-	if view, is := about.seen["view"].data.(*tracedView); is {
-		return view.tracedHead
+	if view, is := about.seen["view"].data.(*spansView); is {
+		return view.traceHead
 	}
 	return nil
 }
 
 // title names the trace by what it was.
-func (about *tracedVisit) title() string {
+func (about *traceRequest) title() string {
 	if about.Flow == "" {
 		return "Trace " + about.ID
 	}
@@ -480,7 +480,7 @@ type traceState struct {
 // So a trace that somebody keeps open costs two looks at an index once it is over. load also says whether something in
 // it is still under way.
 func (room *Room) settled(
-	ctx context.Context, about *tracedVisit, part string, load func(now traceState) (any, bool, error),
+	ctx context.Context, about *traceRequest, part string, load func(now traceState) (any, bool, error),
 ) (any, error) {
 	now, err := postgres.Row[traceState](ctx, room.Read, "read trace", `
 		select r.runs, r.moved, r.ended and not exists (

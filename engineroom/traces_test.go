@@ -422,7 +422,7 @@ func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {
 		t.Helper()
 		_, err := room.openTrace(t.Context(), &v)
 		require.NoError(t, err)
-		about, _ := v.About.(*tracedVisit)
+		about, _ := v.About.(*traceRequest)
 		_, err = room.settled(t.Context(), about, "view", func(traceState) (any, bool, error) {
 			loads++
 			return loads, false, nil
@@ -448,11 +448,11 @@ func TestBarsKeepTheirOrderOnTheScale(t *testing.T) {
 	t.Parallel()
 	start := time.Date(2026, 11, 21, 4, 30, 0, 0, time.UTC)
 	at := func(d time.Duration) *time.Time { return new(start.Add(d)) }
-	call := func(from, to time.Duration) *tracedNode {
-		return &tracedNode{Sort: "call", From: *at(from), To: at(to), Row: &tracedRow{Kind: "call"}}
+	call := func(from, to time.Duration) *spanNode {
+		return &spanNode{Sort: "call", From: *at(from), To: at(to), Row: &spanRow{Kind: "call"}}
 	}
-	wait := &tracedNode{Sort: "wait", From: *at(4 * time.Second), To: at(72 * time.Hour)}
-	nodes := []*tracedNode{
+	wait := &spanNode{Sort: "wait", From: *at(4 * time.Second), To: at(72 * time.Hour)}
+	nodes := []*spanNode{
 		call(0, 2*time.Second), call(2*time.Second, 4*time.Second), wait,
 		call(72*time.Hour, 72*time.Hour+4*time.Second),
 	}
