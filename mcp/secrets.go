@@ -1,0 +1,127 @@
+package mcp
+
+import (
+	"fmt"
+	"io"
+	"maps"
+	"net/url"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+)
+
+// secretQuery reports whether a URL's query holds what looks like a secret.
+func secretQuery(u *url.URL) bool {
+	for name, values := range u.Query() {
+		for _, v := range values {
+			if redact.Hides(name, v) || redact.Text(v, 10_000) != v {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+const (
+	filePrefix    = "file:"
+	maxSecretFile = 64 << 10
+	shortSecret   = 4 // shorter ones are not blotted out: they stand in too many words
+)
+
+var reference = regexp.MustCompile(`\$\{([a-zA-Z_][a-zA-Z0-9_]*)\}`)
+
+// checkValue wants a header or a variable to be a text that holds no secret, but may refer to one.
+func checkValue(field, name string, value any) fielderr.List {
+	text, ok := value.(string)
+	switch {
+	case !ok:
+		return []error{fmt.Errorf("%s: must be text; quote it", field)}
+	case strings.ContainsAny(text, "\r\n\x00"):
+		return []error{fmt.Errorf("%s: must be one line", field)}
+	case strings.HasPrefix(text, filePrefix):
+		if !strings.HasPrefix(text, filePrefix+"/") {
+			return []error{fmt.Errorf("%s: write a whole path: file:/run/secrets/token", field)}
+		}
+		return nil
+	}
+	rest := reference.ReplaceAllString(text, "")
+	switch {
+	case strings.Contains(rest, "${"):
+		return []error{fmt.Errorf("%s: write a reference as ${NAME}", field)}
+	case rest != text:
+		return nil
+	case redact.Hides(name, text) || redact.Text(text, 10_000) != text:
+		return []error{fmt.Errorf("%s: do not write a secret here; refer to an environment variable as ${NAME}, or to a "+
+			"file as file:/path", field)}
+	}
+	return nil
+}
+
+// resolve fills in what values refer to, and returns the secrets that it met. A reference that leads nowhere is an
+// error that names it.
+func resolve(
+	values map[string]any, getenv func(string) string,
+) (filled map[string]string, secrets []string, err error) {
+	filled = make(map[string]string, len(values))
+	for _, name := range slices.Sorted(maps.Keys(values)) {
+		text, _ := values[name].(string)
+		if file, ok := strings.CutPrefix(text, filePrefix); ok {
+			if filled[name], err = readSecret(file); err != nil {
+				return nil, nil, fmt.Errorf("read the secret of %s: %w", name, err)
+			}
+			secrets = append(secrets, filled[name])
+			continue
+		}
+		var missing string
+		filled[name] = reference.ReplaceAllStringFunc(text, func(r string) string {
+			variable := reference.FindStringSubmatch(r)[1]
+			value := getenv(variable)
+			if value == "" {
+				missing = variable
+			}
+			secrets = append(secrets, value)
+			return value
+		})
+		if missing != "" {
+			return nil, nil, fmt.Errorf("set the environment variable %s, which %s refers to", missing, name)
+		}
+		if strings.ContainsAny(filled[name], "\r\n\x00") {
+			return nil, nil, fmt.Errorf("%s has a line break once its reference is filled in", name)
+		}
+	}
+	return filled, secrets, nil
+}
+
+func readSecret(file string) (string, error) {
+	f, err := os.Open(file)
+	if err != nil {
+		return "", err
+	}
+	raw, err := io.ReadAll(io.LimitReader(f, maxSecretFile+1))
+	if closing := f.Close(); err == nil {
+		err = closing
+	}
+	switch text := strings.TrimSpace(string(raw)); {
+	case err != nil:
+		return "", err
+	case text == "" || len(raw) > maxSecretFile || strings.ContainsAny(text, "\r\n\x00"):
+		return "", fmt.Errorf("%s must hold one line", file)
+	default:
+		return text, nil
+	}
+}
+
+// newRedactor redacts secrets in a server's texts.
+func newRedactor(secrets []string) func(string) string {
+	pairs := make([]string, 0, 2*len(secrets))
+	for _, secret := range secrets {
+		if len(secret) >= shortSecret {
+			pairs = append(pairs, secret, "[secret]")
+		}
+	}
+	return strings.NewReplacer(pairs...).Replace
+}
