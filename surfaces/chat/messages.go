@@ -1,0 +1,198 @@
+package chat
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+// blank reports whether nothing of a text would be stored. NUL is not stored.
+func blank(text string) bool { return strings.TrimSpace(strings.ReplaceAll(text, "\x00", "")) == "" }
+
+// messageContent is the decoded content of a message. problem describes the first part that is refused.
+type messageContent struct {
+	words   string
+	images  []threads.Image
+	files   []filePart
+	problem string
+}
+
+func decodeContent(raw json.RawMessage) (c messageContent, err error) {
+	if words, ok := text(raw); ok {
+		return messageContent{words: words}, nil
+	}
+	var parts []wirePart
+	if err := json.Unmarshal(raw, &parts); err != nil {
+		return c, fmt.Errorf("decode content: %w", err)
+	}
+	var texts []string
+	for _, p := range parts {
+		switch p.Type {
+		case "text", "input_text", "output_text", "refusal":
+			texts = append(texts, p.Text+p.Refusal)
+		case "file", "input_file":
+			file := p.file()
+			c.problem = cmp.Or(c.problem, file.check())
+			c.files = append(c.files, file)
+		case "image_url", "input_image":
+			image, err := p.image()
+			if err != nil {
+				c.problem = cmp.Or(c.problem, "This image is not usable: "+err.Error()+".")
+				continue
+			}
+			c.images = append(c.images, image)
+		default:
+			c.problem = cmp.Or(c.problem, "Only text, images and files are supported, not audio.")
+		}
+	}
+	if len(c.images) > threads.MaxImages {
+		c.problem = cmp.Or(c.problem, fmt.Sprintf("A message has at most %d images.", threads.MaxImages))
+	}
+	c.words = strings.Join(texts, "\n")
+	return c, nil
+}
+
+// truncate shortens a text to limit characters.
+func truncate(s string, limit int) string {
+	s = strings.ToValidUTF8(s, "")
+	if r := []rune(s); len(r) > limit {
+		return string(r[:limit]) + "…"
+	}
+	return s
+}
+
+// Limits of a request. The history of a client is read only as far as it matters: the thread has the history.
+const (
+	maxNewMessages     = 32  // new messages
+	maxEarlierMessages = 200 // earlier messages that a new thread imports
+	maxReadMessages    = 2 * (maxNewMessages + maxEarlierMessages)
+)
+
+type wireMessage struct {
+	Role    string          `json:"role"`
+	Content json.RawMessage `json:"content"`
+}
+
+// history has the last messages of a request, at most maxReadMessages. Decoding keeps no more in memory.
+type history struct {
+	skipped int // messages before the first of latest
+	latest  []wireMessage
+}
+
+// UnmarshalJSON reads an array of messages.
+func (h *history) UnmarshalJSON(raw []byte) error {
+	*h = history{}
+	if string(raw) == "null" {
+		return nil
+	}
+	dec := json.NewDecoder(bytes.NewReader(raw))
+	if open, err := dec.Token(); err != nil || open != json.Delim('[') {
+		return bad("messages", "invalid_type", "The parameter messages must be a list.")
+	}
+	for dec.More() {
+		var m wireMessage
+		if err := dec.Decode(&m); err != nil {
+			return bad(fmt.Sprintf("messages[%d]", h.skipped+len(h.latest)), "invalid_type",
+				"A message is an object with role, a string, and content.")
+		}
+		if len(h.latest) == 2*maxReadMessages {
+			h.skipped += maxReadMessages
+			h.latest = append(h.latest[:0], h.latest[maxReadMessages:]...)
+		}
+		h.latest = append(h.latest, m)
+	}
+	if over := len(h.latest) - maxReadMessages; over > 0 {
+		h.skipped, h.latest = h.skipped+over, h.latest[over:]
+	}
+	return nil
+}
+
+// line is a message of the conversation and its place in the request.
+type line struct {
+	Line
+	at      int
+	files   []filePart
+	problem string // why it is refused; "" for none
+}
+
+// readMessages splits the request into new user messages, after the last answer, and the history, which a new thread
+// imports. Instructions and results of client tools are dropped.
+func (c *Chat) readMessages(a *UserMessage, h history) error {
+	if len(h.latest) == 0 {
+		return bad("messages", "missing_messages", "messages must not be empty.")
+	}
+	lines, err := h.conversation()
+	if err != nil {
+		return err
+	}
+	first := len(lines)
+	for first > 0 && lines[first-1].Role == threads.User {
+		first--
+	}
+	if first == len(lines) {
+		return bad("messages", "invalid_value", "The last message must be the user's.")
+	}
+	if err := c.addNew(a, lines[first:]); err != nil {
+		return err
+	}
+	for _, m := range lines[:first] {
+		if (m.Role == threads.User || m.Role == threads.Assistant) && (!blank(m.Text) || len(m.Images) > 0) {
+			a.Earlier = append(a.Earlier, m.Line)
+		}
+	}
+	a.Earlier = a.Earlier[max(0, len(a.Earlier)-maxEarlierMessages):]
+	return nil
+}
+
+// conversation returns the messages without instructions.
+func (h history) conversation() (lines []line, err error) {
+	for i, m := range h.latest {
+		at := h.skipped + i
+		switch m.Role {
+		case "system", "developer":
+		case threads.User, threads.Assistant, "tool", "function":
+			content, err := decodeContent(m.Content)
+			if err != nil {
+				return nil, bad(fmt.Sprintf("messages[%d].content", at), "invalid_type",
+					"The content of a message is a string or a list of parts.")
+			}
+			lines = append(lines, line{Line{m.Role, content.words, content.images}, at, content.files, content.problem})
+		default:
+			return nil, bad(fmt.Sprintf("messages[%d].role", at), "invalid_value", "The role %q is not known.",
+				truncate(m.Role, 40))
+		}
+	}
+	return lines, nil
+}
+
+// addNew validates the new messages and adds them to a.
+func (c *Chat) addNew(a *UserMessage, lines []line) error {
+	if len(lines) > maxNewMessages {
+		return bad("messages", "too_many_messages",
+			"At most %d messages may follow the last answer; join them, or send the answers that came between.",
+			maxNewMessages)
+	}
+	size := 0
+	for _, m := range lines {
+		param := fmt.Sprintf("messages[%d].content", m.at)
+		if m.problem != "" {
+			return bad(param, "unsupported_content", "%s", m.problem)
+		}
+		if blank(m.Text) && len(m.files) == 0 && len(m.Images) == 0 {
+			return bad(param, "empty_message", "A message must not be empty.")
+		}
+		if size += len(m.Text); size > c.MaxMessage {
+			return bad(param, "string_above_max_length", "A message has at most %d bytes.", c.MaxMessage)
+		}
+		files, err := c.readFiles(m.files, param)
+		if err != nil {
+			return err
+		}
+		a.Texts, a.Files, a.Images = append(a.Texts, m.Text), append(a.Files, files), append(a.Images, m.Images)
+	}
+	return nil
+}
