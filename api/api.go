@@ -197,24 +197,25 @@ func (s *server) newMux(table []route) (http.Handler, error) {
 			return nil, err
 		}
 	}
-	unknown := s.unknownV1Route()
-	mux.Handle("/v1", unknown)
-	mux.Handle("/v1/", unknown)
+	unknown := map[string]http.Handler{"/v1": s.unknownV1Route(), "/v1/": s.unknownV1Route()}
 	if _, taken := paths["/"]; !taken {
-		mux.Handle("/", s.authorize(route{access: Public}, s.unknownRoute()))
+		unknown["/"] = s.authorize(route{access: Public}, s.unknownRoute())
+	}
+	for pattern, handler := range unknown {
+		mux.Handle(pattern, handler)
 	}
 	return s.proxies.Handler(s.withLogging(withoutHTML(mux, unknown)), s.log), nil
 }
 
-// withoutHTML answers paths of the API that http.ServeMux would clean, such as /v1//x. If the clean path is no route it
-// answers as unknown does, else with a redirect that has no HTML page.
-func withoutHTML(mux *http.ServeMux, unknown http.Handler) http.Handler {
+// withoutHTML answers paths that http.ServeMux would clean, such as /v1//x. If the clean path is no route it answers as
+// the pattern of unknown routes does, else with a redirect that has no HTML page.
+func withoutHTML(mux *http.ServeMux, unknown map[string]http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		given := r.URL.EscapedPath()
-		clean := path.Clean(given)
-		if clean != strings.TrimSuffix(given, "/") && strings.HasPrefix(clean+"/", "/v1/") {
-			if _, pattern := mux.Handler(r); strings.HasPrefix(pattern, "/v1") {
-				unknown.ServeHTTP(w, r)
+		if clean := path.Clean(given); given != clean && given != clean+"/" {
+			_, pattern := mux.Handler(r)
+			if handler, ok := unknown[pattern]; ok {
+				handler.ServeHTTP(w, r)
 				return
 			}
 			w.Header()["Content-Type"] = nil // http.Redirect writes a page only where none is set

@@ -771,6 +771,8 @@ func TestPageErrorsArePages(t *testing.T) {
 		"two slashes":            {"GET", "/v1//x", admin, 404, `"no route /v1//x; see`},
 		"two slashes first":      {"GET", "//v1/x", nil, 401, "AGENT_ADMIN_TOKEN"},
 		"two slashes of a route": {"GET", "/v1//lanes", nil, 307, "/v1/lanes"},
+		"two slashes of a page":  {"GET", "/lanes//new", nil, 307, "/lanes/new"},
+		"two slashes nowhere":    {"POST", "/no//where", nil, 404, `"no route /no//where; see`},
 		"two slashes in a key":   {"PATCH", "/v1/memory/entries/a/b%2F%2Fc", admin, 405, "use GET, HEAD, PUT, DELETE"},
 		"login is no place":      {"GET", "/login", nil, 200, ""},
 	} {
@@ -778,8 +780,8 @@ func TestPageErrorsArePages(t *testing.T) {
 		place := w.Header().Get("Location")
 		shown := place == test.says || place == "" && strings.Contains(w.Body.String(), test.says)
 		assert.Truef(t, w.Code == test.status && shown, "%s: %d %q %s", name, w.Code, place, w.Body)
-		ofAPI := strings.HasPrefix(strings.TrimLeft(test.path, "/"), "v1")
-		assert.Truef(t, !ofAPI || !strings.HasPrefix(w.Body.String(), "<"), "%s: %s", name, w.Body)
+		noPage := strings.HasPrefix(test.path, "/v1") || strings.Contains(test.path, "//")
+		assert.Truef(t, !noPage || !strings.HasPrefix(w.Body.String(), "<"), "%s: %s", name, w.Body)
 	}
 	for path := range a.doc["paths"].(map[string]any) {
 		assert.Truef(t, !strings.HasPrefix(path, "/l") && path != "/", "page %s is in the document", path)
