@@ -302,6 +302,18 @@ func TestTelegramPostsToTheWebhook(t *testing.T) {
 	}
 	connects := strings.Count(s.log.String(), "channel connected") // the worker says it, too
 	assert.Truef(t, connects < 9, "%d lines for 9 requests say that the channel is connected", connects)
+	s.env.Store("WEBHOOK", "a third secret")
+	tx, err := s.pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	pgtest.Exec(t, tx, `select from agent_channels for no key update`)
+	answers := make(chan int, 2)
+	for range 2 {
+		go func() { answers <- post("a third secret", update) }()
+	}
+	assert.Equal(t, 200, testkit.Receive(t, answers), "while another request records the state")
+	require.NoError(t, tx.Rollback(t.Context()))
+	assert.Equal(t, 200, testkit.Receive(t, answers))
 	v := testkit.Receive(t, visits)
 	assert.Truef(t, v.Text == "see this" && len(v.Files) == 1 && string(v.Files[0].Content) == "content" &&
 		v.Sender == "9", "got %+v", v)

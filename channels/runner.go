@@ -286,29 +286,44 @@ type stateWriter struct {
 	pool    *pgxpool.Pool
 	name    string
 	log     *slog.Logger
+	writing sync.Mutex // held during a write
 	mu      sync.Mutex
 	last    string
-	written time.Time
+	written time.Time // begin of the last write; zero after a failed one
+	writes  int
 }
 
 const stateInterval = 30 * time.Second
 
 func (s *stateWriter) set(ctx context.Context, cause error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	now, state := message(cause), "connected"
 	if cause != nil {
 		state = "failing"
 	}
+	s.mu.Lock()
 	if now == s.last && time.Since(s.written) < stateInterval {
+		s.mu.Unlock()
 		return
 	}
-	if now != s.last || s.written.IsZero() {
+	changed := now != s.last || s.written.IsZero()
+	s.writes++
+	own := s.writes
+	s.last, s.written = now, time.Now()
+	s.mu.Unlock()
+	if changed {
 		if cause != nil {
 			s.log.WarnContext(ctx, "channel failing", "channel", s.name, "error", now)
 		} else {
 			s.log.InfoContext(ctx, "channel connected", "channel", s.name)
 		}
+	}
+	s.writing.Lock() // a later state waits for this one, the same state does not
+	defer s.writing.Unlock()
+	s.mu.Lock()
+	overtaken := s.writes != own
+	s.mu.Unlock()
+	if overtaken {
+		return
 	}
 	err := exec(ctx, s.pool, "record state of channel", `
 		update agent_channels
@@ -317,9 +332,12 @@ func (s *stateWriter) set(ctx context.Context, cause error) {
 		 where name = @channel`, postgres.Strict{"channel": s.name, "state": state, "error": now})
 	if err != nil {
 		s.log.WarnContext(ctx, "state of channel not recorded", "channel", s.name, "error", err)
-		return
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.writes == own {
+			s.written = time.Time{}
+		}
 	}
-	s.last, s.written = now, time.Now()
 }
 
 // hooked is a transport that requests of its provider use.
