@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -356,18 +357,28 @@ func (c *Client) syncDue(ctx context.Context) {
 	if err != nil && ctx.Err() == nil {
 		c.log.WarnContext(ctx, "MCP servers not synced", "error", err)
 	}
+	var group errgroup.Group
+	group.SetLimit(syncsAtOnce)
 	for _, server := range due {
-		if ctx.Err() != nil {
-			return
-		}
-		report, err := c.Sync(ctx, server)
-		switch {
-		case err != nil && ctx.Err() == nil:
-			c.log.WarnContext(ctx, "MCP server not synced", "server", server, "error", err)
-		case len(report.Quarantined) > 0:
-			c.log.WarnContext(ctx, "MCP tools changed and are quarantined", "server", server, "tools", report.Quarantined)
-		case err == nil:
-			c.log.InfoContext(ctx, "MCP server synced", "server", server, "tools", report.Tools)
-		}
+		group.Go(func() error {
+			c.syncAndLog(ctx, server)
+			return nil
+		})
+	}
+	_ = group.Wait() // no function of the group returns an error
+}
+
+func (c *Client) syncAndLog(ctx context.Context, server string) {
+	if ctx.Err() != nil {
+		return
+	}
+	report, err := c.Sync(ctx, server)
+	switch {
+	case err != nil && ctx.Err() == nil:
+		c.log.WarnContext(ctx, "MCP server not synced", "server", server, "error", err)
+	case len(report.Quarantined) > 0:
+		c.log.WarnContext(ctx, "MCP tools changed and are quarantined", "server", server, "tools", report.Quarantined)
+	case err == nil:
+		c.log.InfoContext(ctx, "MCP server synced", "server", server, "tools", report.Tools)
 	}
 }

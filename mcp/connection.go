@@ -50,6 +50,9 @@ func (c *Client) connect(ctx context.Context, r Remote, cleanup func(func())) (*
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("the server has not answered within %s", limit))
 	defer cancel()
+	defer time.AfterFunc(quietConnect, func() {
+		c.log.InfoContext(ctx, "waiting for MCP server", "server", r.Name, "limit", limit.String())
+	}).Stop()
 	declared := r.Headers
 	if r.Transport == TransportStdio {
 		declared = r.Env

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"net"
 	"net/http"
@@ -22,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -184,6 +186,7 @@ type world struct {
 	pool     *pgxpool.Pool
 	client   *mcp.Client
 	registry *skills.Registry
+	log      testkit.Log
 }
 
 func newWorld(t *testing.T, getenv func(string) string) *world {
@@ -198,7 +201,7 @@ func (w *world) restart(getenv func(string) string) {
 	w.t.Helper()
 	client := mcp.NewClient(mcp.Options{
 		Pool: w.pool, AllowPrivate: []string{"127.0.0.1"},
-		Getenv: getenv, Agent: "tester",
+		Getenv: getenv, Agent: "tester", Logger: slog.New(slog.NewTextHandler(&w.log, nil)),
 	})
 	w.t.Cleanup(client.Close)
 	registry, err := skills.New(skills.Options{MCP: client.Call, Pool: w.pool})

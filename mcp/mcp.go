@@ -72,7 +72,9 @@ const (
 // Times.
 const (
 	connectTimeout = 90 * time.Second // npx may fetch a package first
+	quietConnect   = 2 * time.Second  // then the log says that a server is waited for
 	minConnect     = 5 * time.Second  // over HTTP, if timeout_ms is shorter
+	syncsAtOnce    = 4                // a silent server delays few others
 	listTimeout    = 30 * time.Second
 	maxAge         = 10 * time.Minute // of an HTTP connection and its list
 	syncEvery      = 15 * time.Minute

@@ -238,14 +238,18 @@ func TestASkillOfTheWorkspaceIsNotReplaced(t *testing.T) {
 func TestRunSyncsWhatIsDueAndStopsItsChildren(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, nil)
+	w.put(mcp.Definition{Name: "silent", Command: []string{"sleep", "600"}})
 	w.put(stdioServer(t, nil))
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- w.client.Run(ctx) }()
-	pgtest.Eventually(t, soon, func() bool {
+	pgtest.Eventually(t, soon/2, func() bool {
 		r, err := mcp.Get(t.Context(), w.pool, "test")
 		return err == nil && r.SyncedAt != nil && strings.HasPrefix(r.About, "test 1.0")
-	}, "the server is synced")
+	}, "the server is synced before the silent one has failed")
+	pgtest.Eventually(t, soon/2, func() bool {
+		return strings.Contains(w.log.String(), `msg="waiting for MCP server" server=silent limit=1m30s`)
+	}, "the log names the silent server")
 	cancel()
 	select {
 	case err := <-done:
