@@ -45,6 +45,7 @@ worker.flow("external:careless", async (input, run) => {
 
 worker.flow("external:huge", () => "x".repeat(12 << 20));
 worker.flow("external:no-json", (input, run) => run.step("no json", () => 1n));
+worker.flow("external:exit", () => { throw "it gives up"; });
 
 // What a client does besides, from within a step.
 worker.flow("external:client", (input, run) => run.step("client", async ({ key }) => {

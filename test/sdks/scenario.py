@@ -7,7 +7,7 @@ import sys
 from threading import Event
 
 sys.path.insert(0, os.environ["SDK"])
-from lanekeeper import FlowError, RequestError, Result, WaitTimeout, Worker
+from lanekeeper import Client, FlowError, RequestError, Result, WaitTimeout, Worker
 
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 worker = Worker(owner=os.environ.get("OWNER"), ttl_seconds=int(os.environ.get("TTL_SECONDS", "30")))
@@ -66,6 +66,11 @@ def no_json(input, run):
     return run.step("no json", lambda step: float("nan"))
 
 
+@worker.flow("external:exit")
+def leave(input, run):
+    sys.exit("it gives up")
+
+
 # What a client does besides, from within a step.
 @worker.flow("external:client")
 def everything(input, run):
@@ -81,6 +86,10 @@ def everything(input, run):
             client.result(second)
         except FlowError as error:
             ended = str(error).split(": ", 1)[1]
+        try:
+            Client("http://127.0.0.1:1", "x").result(first, timeout=0.1)
+        except TimeoutError:
+            pass
         try:
             client.result("00000000-0000-7000-8000-000000000000")
         except RequestError as error:

@@ -5,6 +5,7 @@ package sdks
 import (
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httputil"
 	"net/url"
@@ -257,6 +258,7 @@ func TestAnEndThatTheServerRefusesFailsTheFlow(t *testing.T) {
 		w.worker("first", w.base, 30)
 		w.expect(w.start("external:huge", `{}`), "failed",
 			"the end of the flow was refused: 413: the body is larger than 1048576 bytes")
+		w.expect(w.start("external:exit", `{}`), "failed", "it gives up") // in Python no Exception
 		if status, text := w.ended(w.start("external:no-json", `{}`)); status != "failed" || !strings.Contains(text, "JSON") &&
 			!strings.Contains(text, "serialize") {
 			w.Errorf("the step without JSON ended the flow %s: %q", status, text)
@@ -268,6 +270,34 @@ func TestAServerThatIsNotThereIsNamed(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		w.worker("first", "http://127.0.0.1:1", 30).Says("the request to http://127.0.0.1:1 failed and is tried again: ")
 		w.worker("second", "127.0.0.1:8080", 30).Says("the URL 127.0.0.1:8080 does not begin with http:// or https://")
+	})
+}
+
+// A proxy cuts the answer to a beat off, and then answers for the server.
+func TestBeatsGoOnAfterABrokenAnswer(t *testing.T) {
+	eachSDK(t, func(w *world) {
+		target, err := url.Parse(w.base)
+		require.NoError(w, err)
+		var beats atomic.Int64
+		proxy := httputil.NewSingleHostReverseProxy(target)
+		proxy.ModifyResponse = func(r *http.Response) error {
+			if r.Request.Method != http.MethodPut {
+				return nil
+			}
+			switch beats.Add(1) {
+			case 1:
+				r.Body = io.NopCloser(io.LimitReader(r.Body, 5))
+			case 2:
+				r.Body, r.ContentLength = io.NopCloser(strings.NewReader("<html>")), 6
+				r.Header.Set("Content-Length", "6")
+			}
+			return nil
+		}
+		w.worker("first", testkit.Serve(w, proxy), 3)
+		id := w.start("external:scenario", `{"steps":1,"pause_ms":60000}`)
+		pgtest.Eventually(w, waitTimeout, func() bool { return beats.Load() > 2 }, "the beats ended")
+		w.call("POST", "/v1/executions/"+id+"/cancel", `{"reason":"not needed"}`, nil)
+		w.await("aborted 1", 1)
 	})
 }
 

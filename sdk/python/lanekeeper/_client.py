@@ -66,8 +66,10 @@ class Connection:
         seconds: float = 15,
         stop: Event | None = None,
         attempts: int | None = None,
+        deadline: float | None = None,
     ) -> Any:
-        """Returns the JSON of a response. stop ends the repetition with Stopped, attempts with the last error."""
+        """Returns the JSON of a response. stop ends the repetition with Stopped, attempts with the last error, and
+        deadline, of time.monotonic, with TimeoutError."""
         data = None if body is None else json.dumps(body).encode()
         if data is not None and len(data) > MAX_BODY:
             raise RequestError(413, f"the body is larger than {MAX_BODY} bytes")
@@ -80,16 +82,17 @@ class Connection:
             request.add_header("Content-Type", "application/json")
             for name, value in (headers or {}).items():
                 request.add_header(name, value)
+            left = seconds if deadline is None else min(seconds, max(deadline - time.monotonic(), 1.0))
             try:
-                with self._opener.open(request, timeout=seconds) as response:
+                with self._opener.open(request, timeout=left) as response:
                     text = response.read()
                     return json.loads(text) if text else None
             except urllib.error.HTTPError as error:
                 if error.code < 500 and error.code != 429:
                     raise _problem(error) from None
                 failure: Exception = error
-            except (OSError, http.client.HTTPException) as error:
-                failure = error
+            except (OSError, http.client.HTTPException, json.JSONDecodeError, UnicodeDecodeError) as error:
+                failure = error  # a proxy may answer for the server, in another form
             if attempts is not None:
                 attempts -= 1
                 if attempts <= 0:
@@ -97,6 +100,8 @@ class Connection:
             if wait == 0.1:
                 log.warning("the request to %s failed and is tried again: %s", self.url, failure)
             pause = wait / 2 + wait / 2 * random.random()
+            if deadline is not None and time.monotonic() + pause > deadline:
+                raise TimeoutError(f"the request to {self.url} failed until its time was over: {failure}") from failure
             if stop is None:
                 time.sleep(pause)
             else:
@@ -105,7 +110,10 @@ class Connection:
 
 
 def _problem(error: urllib.error.HTTPError) -> RequestError:
-    text = error.read().decode("utf-8", "replace")
+    try:
+        text = error.read().decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException):  # it was cut off
+        text = str(error.reason)
     try:
         problem = json.loads(text)
         return RequestError(error.code, problem.get("detail") or problem.get("title") or text, problem.get("holder"))
@@ -154,7 +162,7 @@ class Client:
         deadline = None if timeout is None else time.monotonic() + timeout
         wait = 0.05
         while True:
-            x = self._connection.call("GET", f"/v1/executions/{quote(id, safe='')}")
+            x = self._connection.call("GET", f"/v1/executions/{quote(id, safe='')}", deadline=deadline)
             if x["status"] == "completed":
                 return x["result"]
             if x["status"] in ("failed", "timeout", "cancelled"):

@@ -232,7 +232,7 @@ class Worker:
                 states = self._connection.call(
                     "PUT", "/v1/locks", {"lock_ids": locks[:1000]}, seconds=every * 2, attempts=1
                 )["locks"]
-            except (OSError, RequestError) as error:
+            except Exception as error:  # whatever came, this thread goes on
                 log.warning("locks not renewed; the next beat tries again: %s", error)
                 continue
             for state in states:
@@ -276,6 +276,8 @@ class Worker:
                 result = Result(result, _summary(result))
             json.dumps(result.value, allow_nan=False)
             return {"status": "completed", "result": result.value, "result_summary": result.summary}
-        except Exception as error:
+        except (Suspended, LostError):
+            raise
+        except BaseException as error:  # also SystemExit: a run without an end would come again and again
             log.debug("execution %s failed", run.id, exc_info=True)
             return {"status": "failed", "error_message": str(error) or type(error).__name__}
