@@ -168,21 +168,23 @@ func TestACallIsARunningRowBeforeItActs(t *testing.T) {
 	}
 }
 
-func TestTheRowOfAFailedCallSaysWhy(t *testing.T) {
+func TestTheRowAndTheLogOfAFailedCallSayWhy(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
+	l := &lines{}
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		return ends(executions.Do(ctx, "mail", executions.Call{Entry: activity.Entry{Skill: "send_mail"}},
 			func(_ context.Context, effect *executions.Effect) (string, error) {
 				effect.Output = "half of it"
 				return "", quota{}
 			}))
-	}))
+	}), l.into)
 	got := until(t, pool, p.begin(t, "flow"), executions.Failed)
 	want := []row{{"send_mail", "mail", "call", "error", "quota", `"half of it"`}}
 	if diff := cmp.Diff(want, rows(t, pool, got.ID)); diff != "" || postgres.Deref(got.FailedStep) != "mail" {
 		t.Errorf("failed step %q, activity (-want +got):\n%s", postgres.Deref(got.FailedStep), diff)
 	}
+	assert.Equal(t, any(quota{}.Error()), l.Records(t, "action completed")[0]["error"])
 }
 
 // interrupted runs a call whose process is lost in the middle; another one continues. It returns the keys

@@ -222,7 +222,11 @@ func (r *run) recordStep(
 		r.e.opts.Observer.ActivityClosed(*s.entry, out, time.Since(effect.startedAt))
 	}
 	if s.entry != nil {
-		r.e.log.InfoContext(ctx, "action completed", "action", s.entry.Skill, "step", s.key, "status", string(out.Status))
+		attrs := []any{"action", s.entry.Skill, "step", s.key, "status", string(out.Status)}
+		if out.Message != "" {
+			attrs = append(attrs, "error", out.Message)
+		}
+		r.e.log.InfoContext(ctx, "action completed", attrs...)
 	}
 	r.e.log.InfoContext(ctx, "checkpoint saved", "step", s.key)
 	return nil
