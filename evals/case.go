@@ -34,7 +34,7 @@ func FromTrace(t activity.Trace, name string) (Case, error) {
 		if first >= 0 && executionOf(row) != executionOf(t.Activities[first]) {
 			continue // of a delegated task, or of a flow that a skill started
 		}
-		if row.Kind == activity.KindModel {
+		if row.Kind == activity.KindModel && row.Purpose != PurposeJudge {
 			iterations++
 		}
 		switch {

@@ -143,6 +143,10 @@ func TestACaseOfATraceIsSelfContainedAndRedacted(t *testing.T) {
 		`"returns":{"answer":"Done."}}]},"expect":[{"in_order":["check_order","check_order","delegate"]}]}`
 	assert.Truef(t, string(text) == want, "the case is\n%s, want\n%s", text, want)
 	assert.NoError(t, evals.Validate(evals.Definition{Name: "a", Cases: []evals.Case{got}}), "the case is not valid")
+	story.Activities = append(story.Activities[:1], activity.Row{Kind: activity.KindModel, Purpose: evals.PurposeJudge})
+	got, err = evals.FromTrace(story, "")
+	require.NoError(t, err)
+	assert.Equal(t, 1, got.Expect[0].Within.Iterations, "the calls of a judge are not the agent's")
 }
 
 // A judge must agree with people, and be wrong neither way too often, by the bounds of the intervals.

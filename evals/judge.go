@@ -13,6 +13,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/schema"
 )
 
+// PurposeJudge is the purpose of a judge's model calls, by which reports of spend show them apart.
+const PurposeJudge = "eval_judge"
+
 // Call is a call that the model requested.
 type Call struct {
 	Skill    string          `json:"skill"`

@@ -149,7 +149,9 @@ func writeCounterfactual(w io.Writer, r evals.Report) {
 	rate := stats.Wilson(c.Followed, c.Played)
 	fmt.Fprintf(w, "candidate  follows %d of %d (%.2f–%.2f), %d decided%s\n\n", c.Followed, c.Played, rate.Low, rate.High,
 		c.Decided, divergedAt(c.Diverged))
-	others := slices.DeleteFunc(slices.Clone(r.Cases), func(one evals.CaseResult) bool { return one.Passed == one.Trials })
+	others := slices.DeleteFunc(slices.Clone(r.Cases), func(one evals.CaseResult) bool {
+		return one.Passed == one.Trials && len(one.Reasons) == 0
+	})
 	if len(others) > 0 {
 		writeRows(w, "", []string{"RECORDED TURN", "PASSED", "TRACE", "WHY"}, others[:min(len(others), maxShownTurns)],
 			func(one evals.CaseResult) []string {

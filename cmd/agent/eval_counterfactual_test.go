@@ -68,6 +68,9 @@ func TestEvalCounterfactualComparesACandidateWithTheAgentAsItIs(t *testing.T) {
 	id := regexp.MustCompile(`run ([0-9a-f-]{36})`).FindStringSubmatch(diverged.out)[1]
 	shown := p.must("eval", "show", id)
 	assert.Truef(t, strings.HasPrefix(shown, diverged.out), "the run is shown as:\n%s", shown)
+	poor := p.run("eval", "counterfactual", "--model", "gpt-4o-mini", "--budget", "0.000001")
+	require.Equal(t, 3, poor.code, poor.out, poor.err)
+	assert.Contains(t, poor.out, "undecided: ", "the budget of the run is used up")
 	// A turn that was played is not one that was recorded.
 	assert.Contains(t, p.run("eval", "counterfactual", "--model", "gpt-4o-mini").err, "8 recorded turns")
 }

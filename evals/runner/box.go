@@ -259,7 +259,7 @@ func (b *box) judge(c evals.Case, o reason.Outcome, failure error, latency time.
 	case failure != nil:
 		t.Verdict, t.Reasons = evals.Error, []string{failure.Error()}
 	case o.Ended == reason.EndedEval:
-		t.Verdict, t.Reasons = evals.UndecidedTrial, []string{"the budget of the run is used up"}
+		t.Verdict, t.Reasons = evals.UndecidedTrial, []string{budgetUsedUp}
 	case len(b.diverged) > 0:
 		t.Verdict, t.Reasons = evals.Diverged, b.diverged
 	default:

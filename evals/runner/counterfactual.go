@@ -241,37 +241,42 @@ func (r *Runner) recordedTurn(loop *reason.Loop, recorded evals.Recorded) reason
 	return t
 }
 
-// workControl plays the control of a run first. follows reports whether the control followed enough of its recorded
-// turns for a comparison.
+// workControl plays the control of a run first. obstacle says why nothing can be compared with it; "" if it can.
 func (r *Runner) workControl(
 	ctx context.Context, run evals.Run, concurrent int, onTrial func(evals.Trial),
-) (follows bool, err error) {
+) (obstacle string, err error) {
 	control, err := evals.GetRun(ctx, r.Pool, run.ControlID)
 	if err != nil {
-		return false, err
+		return "", err
 	}
 	if control.FinishedAt == nil {
 		err := r.Work(ctx, control, concurrent, onTrial)
 		if errors.Is(context.Cause(ctx), errTimeout) {
-			return false, cmp.Or(r.decide(context.WithoutCancel(ctx), control, errTimeout), errTimeout)
+			return "", cmp.Or(r.decide(context.WithoutCancel(ctx), control, errTimeout), errTimeout)
 		}
 		if err != nil {
-			return false, err
+			return "", err
 		}
 	}
 	report, err := evals.NewBriefReport(ctx, r.Pool, control)
-	return report.Follows(), err
+	switch {
+	case err != nil || report.Follows():
+		return "", err
+	case report.Coverage.Played == 0:
+		return budgetUsedUp, nil
+	}
+	return noControl, nil
 }
 
 // skip decides the open trials of a run that cannot be compared.
-func (r *Runner) skip(ctx context.Context, run evals.Run) error {
+func (r *Runner) skip(ctx context.Context, run evals.Run, why string) error {
 	trials, err := evals.BriefTrials(ctx, r.Pool, run.ID, "")
 	if err != nil {
 		return err
 	}
 	for _, t := range trials {
 		if t.Verdict == "" {
-			t.Verdict, t.Reasons, t.Calls = evals.UndecidedTrial, []string{errNoControl.Error()}, []byte(`[]`)
+			t.Verdict, t.Reasons, t.Calls = evals.UndecidedTrial, []string{why}, []byte(`[]`)
 			if err := store(ctx, r.Pool, run.ID, t); err != nil {
 				return err
 			}
@@ -280,5 +285,8 @@ func (r *Runner) skip(ctx context.Context, run evals.Run) error {
 	return r.decide(ctx, run, nil)
 }
 
-// errNoControl is why a candidate was not played.
-var errNoControl = errors.New("the control follows less than half of the recorded turns, so nothing could be compared")
+// Reasons why a trial has no verdict.
+const (
+	noControl    = "the control follows less than half of the recorded turns, so nothing could be compared"
+	budgetUsedUp = "the budget of the run is used up"
+)

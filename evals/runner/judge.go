@@ -22,9 +22,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// purposeJudge is the purpose of a judge's model calls, by which reports of spend show them apart.
-const purposeJudge = "eval_judge"
-
 var judgeForm = reason.Form{
 	Name: "verdict", Strict: true,
 	Schema: `{"type":"object","additionalProperties":false,"required":["reason","pass"],
@@ -87,7 +84,7 @@ func (r *Runner) vote(
 		Pool: r.Pool, Model: r.Model, Skills: r.Skills, Agents: r.Agents, Logger: r.Logger, Sandbox: sandbox,
 	}
 	o, err = loop.Run(ctx, reason.Turn{
-		Purpose: purposeJudge, System: evals.JudgeRules, Form: &judgeForm, Approvals: reason.Park,
+		Purpose: evals.PurposeJudge, System: evals.JudgeRules, Form: &judgeForm, Approvals: reason.Park,
 		Budget: &reason.Budget{Iterations: 2},
 		Prompt: "# Rubric\n\n" + rubric + "\n\n# Answer\n\n" + string(quoted),
 	})

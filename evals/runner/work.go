@@ -49,12 +49,12 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 	limited, stop := context.WithTimeoutCause(ctx, max(left, 0), errTimeout)
 	defer stop()
 	if run.ControlID != "" {
-		follows, err := r.workControl(limited, run, concurrent, onTrial)
+		obstacle, err := r.workControl(limited, run, concurrent, onTrial)
 		switch timedOut := errors.Is(context.Cause(limited), errTimeout); {
 		case err != nil && !timedOut:
 			return err
-		case err == nil && !follows:
-			return r.skip(ctx, run)
+		case err == nil && obstacle != "":
+			return r.skip(ctx, run, obstacle)
 		}
 	}
 	trials, err := evals.BriefTrials(ctx, r.Pool, run.ID, "")
