@@ -296,6 +296,19 @@ func TestAzureClassicIsAskedAsItWants(t *testing.T) {
 		"err = %v after %d requests", err, len(server.Requests()))
 }
 
+// Gemini counts its thoughts neither in the prompt nor in the completion, and bills them like the completion.
+func TestReasoningThatIsInTheTotalOnlyIsPriced(t *testing.T) {
+	t.Parallel()
+	const usage = `{"choices":[{"message":{"content":"ok"},"finish_reason":"stop"}],"usage":{"prompt_tokens":20,` +
+		`"completion_tokens":10,"total_tokens":430}}`
+	server := modeltest.New(t, modeltest.Raw(200, "application/json", usage))
+	req := ask("hi")
+	req.Model = "gemini-2.5-flash"
+	resp := complete(t, client(t, server), req)
+	assert.Equal(t, models.Usage{PromptTokens: 20, CompletionTokens: 410, TotalTokens: 430}, resp.Usage)
+	assert.Equal(t, (20*0.3+410*2.5)/1e6, resp.CostUSD)
+}
+
 func TestCacheWritesArePriced(t *testing.T) {
 	t.Parallel()
 	const usage = `{"choices":[{"message":{"content":"ok"},"finish_reason":"stop"}],"usage":{"prompt_tokens":1000,` +

@@ -295,12 +295,13 @@ func (u wireUsage) plausible() bool {
 		u.Total <= 2*maxPlausibleTokens
 }
 
-// count stores the latest usage. Servers that report it with every chunk report the running sum.
+// count stores the latest usage. Servers that report it with every chunk report the running sum. Some count reasoning
+// in the total only, and bill it like the answer.
 func (a *assembly) count(u *wireUsage) {
 	if u == nil || !u.plausible() || u.Prompt+u.Completion+u.Total == 0 {
 		return
 	}
-	a.usage = Usage{PromptTokens: u.Prompt, CompletionTokens: u.Completion, TotalTokens: u.Total}
+	a.usage = Usage{PromptTokens: u.Prompt, CompletionTokens: max(u.Completion, u.Total-u.Prompt), TotalTokens: u.Total}
 	if u.Details != nil {
 		a.usage.CachedTokens = min(max(u.Details.Cached, 0), u.Prompt)
 		a.usage.CacheWriteTokens = min(max(u.Details.CacheWrite, 0), u.Prompt-a.usage.CachedTokens)
