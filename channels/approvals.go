@@ -179,11 +179,11 @@ type button struct {
 	Used         bool // by another click
 }
 
-// isAt reports whether a click is where the button was shown. What Slack gets for a user's id is shown in their direct
-// messages, whose id only the message's reference has.
+// isAt reports whether a click is where the button was shown. A message to a user's id of Slack, or to a @name of
+// Telegram, is in a conversation with another id; its reference tells.
 func (b button) isAt(e entry) bool {
-	return b.Conversation == e.Conversation ||
-		b.MessageRef == e.MessageRef && strings.HasPrefix(b.MessageRef, e.Conversation+":")
+	return b.Conversation == e.Conversation || b.MessageRef == e.MessageRef &&
+		(strings.HasPrefix(b.MessageRef, e.Conversation+":") || strings.HasPrefix(b.Conversation, "@"))
 }
 
 // decide checks a click and decides. said answers it; shown is the new text of the message, "" for a refused click.

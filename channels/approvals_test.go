@@ -191,6 +191,15 @@ func TestAButtonDecidesAnApproval(t *testing.T) {
 	assert.Contains(t, s.click("moved", 902, 1, moved.ID, moved.Buttons["Approve"]), "You have approved")
 	assert.Equal(t, "approved mara", s.status(second))
 
+	pgtest.Exec(t, s.pool, `update agent_channels set report_to = '@ops'`)
+	pgtest.Exec(t, s.pool, `select pg_notify('agent_channels', '')`)
+	named := s.request(`{"order": "N-1"}`)
+	pgtest.Until(t, s.pool, 2, `
+		select count(*) from agent_channel_buttons where approval_id = $1 and conversation = '@ops' and message_ref <> ''`, named)
+	all := s.bot.Sent(0)
+	m = all[len(all)-1]
+	assert.Contains(t, s.click("in a named chat", 903, 1, m.ID, m.Buttons["Approve"]), "You have approved")
+
 	s.bot.Fail(func(string, map[string]any) telegramtest.Fault { return telegramtest.Broken })
 	s.request(`{"order": "D-4"}`)
 	s.until("the log says that a request is not shown", func() bool {
