@@ -169,7 +169,7 @@ func Flush(ctx context.Context, db postgres.DB, log *slog.Logger, thread string)
 			return all, fmt.Errorf("send queued messages of thread %q: %w", thread, err)
 		}
 		if n > 0 && after > before {
-			SendResult{acquired: true, lender: lender}.Log(
+			SendResult{acquired: true, token: after, lender: lender}.Log(
 				trace.With(ctx, trace.Span{TraceID: trace.ID(traceID), ExecutionID: execution}), log, thread, owner)
 		}
 		if all += n; n < flushBatch {

@@ -33,7 +33,8 @@ func TestMessagesOfOthersQueueAndLeaveInTheirOrder(t *testing.T) {
 	assert.True(t, pgtest.Value[bool](t, db, `select expires_at > clock_timestamp() + interval '5 minutes' from agent_locks
 		where lane = 'thread:t'`), "a send does not renew the lease")
 	ends(t, db, a, "completed")
-	flushes(t, db).want(t, "level=INFO", `msg="lane acquired"`, "lane=thread:t", "owner="+b+"#1")
+	flushes(t, db).want(t, "level=INFO", `msg="lane acquired"`, "lane=thread:t", "owner="+b+"#1", "fencing_token="+
+		pgtest.Value[string](t, db, `select fencing_token::text from agent_locks where lane = 'thread:t'`))
 	assert.Equal(t, "", flushes(t, db).String(), "the lane stays with its holder")
 	if diff := cmp.Diff([]string{"a1", "a2", "b1", "b2"}, spoken(t, db, "t")); diff != "" { // b has the thread now
 		t.Errorf("said (-want +got):\n%s", diff)

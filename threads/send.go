@@ -50,6 +50,7 @@ type SendResult struct {
 	Holder    string `json:"holder,omitempty"` // of a queued message: the holder of the lane
 
 	acquired    bool
+	token       int64 // of the acquired lane; 0 when unknown
 	lender      *string
 	staleHolder *string
 	staleFor    time.Duration
@@ -155,14 +156,18 @@ func sentBefore(ctx context.Context, tx pgx.Tx, key string) (s SendResult, done 
 // Log logs the effect of a send on the lane; owner is the sender. Call it after the commit.
 func (s SendResult) Log(ctx context.Context, log *slog.Logger, thread, owner string) {
 	lane := Lane(thread)
+	var token []any
+	if s.token != 0 {
+		token = []any{"fencing_token", s.token}
+	}
 	if s.staleHolder != nil {
 		log.WarnContext(ctx, "lane stale, clearing", "lane", lane, "holder", *s.staleHolder, "age", s.staleFor)
 	}
 	switch {
 	case s.lender != nil:
-		log.InfoContext(ctx, "lane inherited", "lane", lane, "from", *s.lender, "to", owner)
+		log.InfoContext(ctx, "lane inherited", append([]any{"lane", lane, "from", *s.lender, "to", owner}, token...)...)
 	case s.acquired:
-		log.InfoContext(ctx, "lane acquired", "lane", lane, "owner", owner)
+		log.InfoContext(ctx, "lane acquired", append([]any{"lane", lane, "owner", owner}, token...)...)
 	case s.Queued:
 		log.WarnContext(ctx, "lane busy", "lane", lane, "owner", owner, "holder", s.Holder)
 	}
