@@ -380,8 +380,13 @@ func (c *cli) watchDev(ctx context.Context, s *session, opts devOptions) error {
 		return err
 	}
 	defer watched.Close()
+	prompt, err := s.prompt(ctx)
+	if err != nil {
+		return err
+	}
+	defer prompt.Pool.Close()
 	w := &workspaceWatcher{
-		cli: c, session: s, dir: watched, out: c.err,
+		cli: c, session: prompt, dir: watched, out: c.err,
 		opts: applyOptions{dir: opts.dir, prune: opts.prune, watch: true},
 	}
 	w.apply(ctx) // catches changes made during the start

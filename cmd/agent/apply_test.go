@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"io"
 	"os"
 	"os/exec"
@@ -424,4 +425,20 @@ func TestInitKeepsTheURLOutOfTheWorkspace(t *testing.T) {
 		text, err := os.ReadFile(file)
 		assert.Truef(t, err == nil && !strings.Contains(string(text), "se%40cret"), "%s has the URL, %v", file, err)
 	}
+}
+
+// agent dev --watch says within a second or two that a lock is in its way, as agent apply --watch does.
+func TestDevWatchReportsALock(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	dir := writeFolder(t, map[string]string{"one.yaml": goodSkill})
+	watching := program{t, []string{"DATABASE_URL=" + url, "AGENT_LISTEN=127.0.0.1:0"}}.start("dev", dir, "--watch")
+	watching.find(t, "watching ")
+	tx, err := connect(t, url).Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	pgtest.Exec(t, tx, `select from agent_skills where name = 'one' for update`)
+	testkit.WriteFile(t, filepath.Join(dir, "one.yaml"), strings.Replace(goodSkill, "select 1", "select 2", 1))
+	watching.find(t, "55P03")
+	watching.find(t, "the next file change retries")
 }
