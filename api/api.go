@@ -129,10 +129,11 @@ func New(o Options) (http.Handler, error) {
 		stopping: o.Stopping, cutting: o.Cutting, limits: defaultLimits(), log: o.Logger,
 		ready: cmp.Or(o.Ready, o.Pool), classes: newClasses(),
 		pages: o.Pages, proxies: o.Proxies,
-		pending: newPendingResults(o.Pool, o.Cutting), documentBytes: cmp.Or(o.DocumentBytes, documents.DefaultMaxBytes),
-		evals:   o.Evals,
-		monitor: monitor.Monitor{Agents: cmp.Or(o.Agents, &agents.Directory{}), Limits: o.Limits},
-		locks:   postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
+		pending:       &pendingResults{db: o.Pool, stop: o.Cutting, writing: make(chan struct{}, 1)},
+		documentBytes: cmp.Or(o.DocumentBytes, documents.DefaultMaxBytes),
+		evals:         o.Evals,
+		monitor:       monitor.Monitor{Agents: cmp.Or(o.Agents, &agents.Directory{}), Limits: o.Limits},
+		locks:         postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
 	}
 	if o.OIDC != nil {
 		s.oidc = &oidcLogin{OIDC: *o.OIDC}

@@ -50,9 +50,6 @@ func externalEvents() []string {
 	return []string{"MESSAGE_RECEIVED", "DOCUMENT_UPLOADED", "SIGNATURE_COMPLETED", "TEST_COMPLETED", "EVENT_COMPLETED"}
 }
 
-// reservedPrefixes begin the ids of internal events.
-func reservedPrefixes() []string { return []string{"completed ", "approval "} }
-
 func (e eventRequest) check() error {
 	switch {
 	case !slices.Contains(externalEvents(), e.Event):
@@ -62,7 +59,7 @@ func (e eventRequest) check() error {
 	case len(e.ID) > maxEventID || !storable(e.ID):
 		return problem.BadBody("id must be at most %d bytes of text", maxEventID)
 	}
-	for _, prefix := range reservedPrefixes() {
+	for _, prefix := range []string{"completed ", "approval "} {
 		if strings.HasPrefix(e.ID, prefix) {
 			return problem.BadBody("ids that begin with %q are reserved", prefix)
 		}

@@ -448,10 +448,6 @@ type pendingResult struct {
 	until   time.Time // end of its lease
 }
 
-func newPendingResults(db postgres.DB, stop <-chan struct{}) *pendingResults {
-	return &pendingResults{db: db, stop: stop, writing: make(chan struct{}, 1)}
-}
-
 func (u *pendingResults) add(id *keyedRequest, as outcome) {
 	u.mu.Lock()
 	defer u.mu.Unlock()

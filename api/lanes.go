@@ -51,7 +51,8 @@ func (s *server) listLanes(r request) (response, error) {
 	next := ""
 	if limit := r.query.limit(); len(live) > limit {
 		live = live[:limit]
-		next = encodeCursor("lanes", laneCursor(live[limit-1]))
+		last := live[limit-1]
+		next = encodeCursor("lanes", strconv.FormatInt(last.FencingToken, 10)+" "+last.Lane)
 	}
 	return response{body: pageOf(live, next)}, nil
 }
@@ -70,9 +71,6 @@ func byNewestGrant(a, b lanes.LiveLane) int {
 	}
 	return cmp.Or(cmp.Compare(b.FencingToken, a.FencingToken), strings.Compare(a.Lane, b.Lane))
 }
-
-// laneCursor returns a lane's position in that order.
-func laneCursor(l lanes.LiveLane) string { return strconv.FormatInt(l.FencingToken, 10) + " " + l.Lane }
 
 func parseLaneCursor(key string) (lanes.LiveLane, error) {
 	token, lane, found := strings.Cut(key, " ")

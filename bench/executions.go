@@ -63,8 +63,6 @@ func (f *eventFloor) start(ctx context.Context) error {
 	return nil
 }
 
-func (f *eventFloor) close() { f.stop() }
-
 // forward passes on notifications until ctx ends.
 func forward(ctx context.Context, conn *pgx.Conn, heard chan<- string) {
 	defer close(heard)

@@ -271,7 +271,7 @@ func (b *laneBench) measureHandOvers(ctx context.Context, others int) (handOverR
 			}
 			h.ours = append(h.ours, took)
 		}
-		err = errors.Join(err, floor.close(ctx))
+		err = errors.Join(err, floor.listen.Close(context.WithoutCancel(ctx)))
 	}
 	stop()
 	return h, errors.Join(err, running.Wait())
@@ -323,10 +323,6 @@ func (b *laneBench) newHandOverFloor(ctx context.Context) (*handOverFloor, error
 		return nil, errors.Join(err, conn.Close(ctx))
 	}
 	return &handOverFloor{bench: b, listen: conn}, nil
-}
-
-func (f *handOverFloor) close(ctx context.Context) error {
-	return f.listen.Close(context.WithoutCancel(ctx))
 }
 
 func (f *handOverFloor) run(ctx context.Context) (time.Duration, error) {

@@ -115,7 +115,7 @@ func (b *waitBench) measure(ctx context.Context) (r waitResult, err error) {
 	if err := f.start(ctx); err != nil {
 		return r, err
 	}
-	defer f.close()
+	defer f.stop()
 	steps := []struct {
 		name string
 		do   func() error

@@ -130,7 +130,9 @@ func (r *Reservation) Await(ctx context.Context, db postgres.DB) (int64, error) 
 			return *r.answer.Granted, nil
 		case r.answer.Kind == nil: // Reserve was not sent
 		case *r.answer.Kind == Spent || last:
-			return 0, r.answer.refusal()
+			a := r.answer
+			return 0, &Error{Scope: *a.Scope, Unit: *a.Unit, Kind: *a.Kind, Limit: *a.Bound, Spent: *a.Spent,
+				Reserved: *a.Reserved}
 		case !sleep.For(ctx, min(pause/2+rand.N(pause), time.Until(deadline))):
 			return 0, context.Cause(ctx)
 		}
@@ -214,8 +216,4 @@ func (v *verdict) scan(row pgx.Row) error {
 		*v = got
 	}
 	return err
-}
-
-func (v *verdict) refusal() *Error {
-	return &Error{Scope: *v.Scope, Unit: *v.Unit, Kind: *v.Kind, Limit: *v.Bound, Spent: *v.Spent, Reserved: *v.Reserved}
 }

@@ -57,7 +57,7 @@ func newRiverClient(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error
 	}
 	client, err := river.NewClient(riverDriver(pool, e.opts.Direct), &river.Config{
 		Schema:  migrations.RiverSchema,
-		Logger:  warningsOnly(e.log),
+		Logger:  slog.New(&levelHandler{e.log.Handler(), slog.LevelWarn}),
 		Workers: workers,
 		Queues: map[string]river.QueueConfig{
 			Background:  {MaxWorkers: maxWakeJobs},
@@ -289,11 +289,6 @@ func (e *Engine) stopping() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.draining
-}
-
-// warningsOnly drops River's log lines below warnings.
-func warningsOnly(log *slog.Logger) *slog.Logger {
-	return slog.New(&levelHandler{log.Handler(), slog.LevelWarn})
 }
 
 type levelHandler struct {

@@ -106,7 +106,7 @@ func completions(t *testing.T, db postgres.DB, id string) int {
 // listener runs a notification listener until the test ends.
 func listener(t *testing.T, pool *pgxpool.Pool) *postgres.Listener {
 	t.Helper()
-	l := postgres.NewListener(pgtest.Dialer(t, pool), discard())
+	l := postgres.NewListener(pgtest.Dialer(t, pool), slog.New(slog.DiscardHandler))
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	var group errgroup.Group
 	group.Go(func() error { return l.Run(ctx) })
@@ -143,8 +143,6 @@ func replayed(
 	}, "the execution ends")
 	return got, pool
 }
-
-func discard() *slog.Logger { return slog.New(slog.DiscardHandler) }
 
 func TestMain(m *testing.M) {
 	pgtest.AtOnce(6)

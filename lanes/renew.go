@@ -78,9 +78,6 @@ func (k *Keeper) renewNow(payload string) {
 	}
 }
 
-// renewing reports whether Run is running.
-func (k *Keeper) renewing() bool { return k.runCount.Load() > 0 }
-
 // renewDue renews leases, and plans a retry when the database does not answer.
 func (k *Keeper) renewDue(ctx context.Context, due []*hold) {
 	err := k.renew(ctx, due)

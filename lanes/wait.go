@@ -70,7 +70,7 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) (*Lease, error
 				busy.Holder, "waiting", true)
 		}
 		handedOver, retry := w.pause(ctx, w.nextAttempt(busy, attempts), deadline.C)
-		if handedOver != nil && w.keeper.renewing() && time.Now().Before(w.localEnd(*handedOver)) {
+		if handedOver != nil && w.keeper.runCount.Load() > 0 && time.Now().Before(w.localEnd(*handedOver)) {
 			return w.accept(ctx, *handedOver), nil
 		}
 		if !retry {

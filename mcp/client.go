@@ -180,7 +180,7 @@ func (c *Client) locked(ctx context.Context, s *slot, r Remote) (*connection, er
 		return s.conn, nil
 	}
 	if s.conn != nil {
-		c.retire(s.conn)
+		c.closing.Go(s.conn.close)
 		s.conn = nil
 	}
 	if wait := time.Until(s.retryAt); wait > 0 {
@@ -219,9 +219,6 @@ func (c *Client) storeConnection(s *slot, conn *connection) bool {
 	s.conn, s.failures, s.retryAt = conn, 0, time.Time{}
 	return true
 }
-
-// retire closes a connection in the background; Close waits for it.
-func (c *Client) retire(conn *connection) { c.closing.Go(conn.close) }
 
 // recordFailure records a failed connection. The first failure permits an immediate retry.
 func (s *slot) recordFailure(ctx context.Context, server string, err error) error {

@@ -58,8 +58,6 @@ type thing struct {
 	Needed                        int
 }
 
-func (x thing) key() string { return x.Kind + " " + x.Name + " " + x.Part }
-
 // schema is the catalogue by key.
 type schema map[string]thing
 
@@ -73,7 +71,7 @@ func schemaOf(t *testing.T, db postgres.DB) schema {
 	things := pgtest.Rows[thing](t, db, catalogue)
 	s := schema{}
 	for _, x := range things {
-		s[x.key()] = x
+		s[x.Kind+" "+x.Name+" "+x.Part] = x
 	}
 	return s
 }

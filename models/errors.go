@@ -169,7 +169,7 @@ func (e *Error) read(body []byte) {
 	}
 	e.Message = oneLine(cmp.Or(scalar(top["message"]), scalar(top["detail"])))
 	e.Code = cmp.Or(scalar(top["code"]), scalar(top["type"]))
-	if word := scalar(top["status"]); word != "" && isNumber(e.Code) { // Google's
+	if word := scalar(top["status"]); word != "" && number(e.Code) != 0 { // Google's
 		e.Status = cmp.Or(e.Status, number(e.Code))
 		e.Code = word
 	}
@@ -181,8 +181,6 @@ func (e *Error) read(body []byte) {
 		e.Message = oneLine(string(body))
 	}
 }
-
-func isNumber(text string) bool { return number(text) != 0 }
 
 // number parses a text; 0 if it is no number.
 func number(text string) int {

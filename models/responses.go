@@ -25,7 +25,7 @@ func (c *Client) responsesBody(o *object, req Request, d dialect) error {
 	if len(req.Tools) > 0 {
 		tools := make([]responseTool, len(req.Tools))
 		for i, t := range req.Tools {
-			tools[i] = t.response()
+			tools[i] = responseTool{Type: "function", Name: t.Name, Description: t.Description, Parameters: t.parameters()}
 		}
 		o.set("tools", tools)
 	}
@@ -54,10 +54,6 @@ type responseTool struct {
 	Description string `json:"description,omitempty"`
 	Parameters  any    `json:"parameters"`
 	Strict      bool   `json:"strict"`
-}
-
-func (t Tool) response() responseTool {
-	return responseTool{Type: "function", Name: t.Name, Description: t.Description, Parameters: t.parameters()}
 }
 
 // responseItem is a message without items of its own.
@@ -320,9 +316,9 @@ func (r *response) ended(bool) bool { return r.over }
 
 func (r *response) empty() bool { return r.assembly.empty() && len(r.items) == 0 }
 
-func (r *response) size() int { return r.assembly.size() + r.pending }
-
-func (r *response) beyond(maxTokens int) bool { return exceedsLimit(r.size(), r.usage, maxTokens) }
+func (r *response) beyond(maxTokens int) bool {
+	return exceedsLimit(r.assembly.size()+r.pending, r.usage, maxTokens)
+}
 
 // parts returns the texts of the items.
 func (r *response) parts() (text, refusal, reasoning string) {

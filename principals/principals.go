@@ -39,6 +39,7 @@ import (
 	"slices"
 	"strings"
 	"time"
+	"unicode"
 
 	"github.com/jackc/pgx/v5"
 
@@ -281,7 +282,7 @@ func (r Role) check() error {
 	return nil
 }
 
-func isOdd(r rune) bool { return r <= ' ' || r == 0x7f || r > 0x7f && !isPrintable(r) }
+func isOdd(r rune) bool { return r <= ' ' || r == 0x7f || r > 0x7f && !unicode.IsPrint(r) }
 
 // Create creates a principal.
 func Create(ctx context.Context, db postgres.Beginner, n New) (p Principal, err error) {

@@ -10,7 +10,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -229,5 +228,3 @@ func UseLink(ctx context.Context, db postgres.DB, secret string) (principalID st
 	}
 	return principalID, nil
 }
-
-func actor(ctx context.Context) string { return activity.ActorFrom(ctx).Name }

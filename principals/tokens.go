@@ -11,14 +11,12 @@ import (
 	"slices"
 	"strings"
 	"time"
-	"unicode"
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
-
-func isPrintable(r rune) bool { return unicode.IsPrint(r) }
 
 // TokenPrefix begins every API token.
 const TokenPrefix = "lk_"
@@ -120,7 +118,8 @@ func MakeToken(ctx context.Context, db postgres.Beginner, n NewToken) (made Toke
 			values (@id, @digest, @principal::uuid, @name, @scopes, @by,
 			        clock_timestamp() + make_interval(secs => nullif(@life::float8, 0)))`,
 			postgres.Strict{
-				"id": id, "digest": digest(secret), "principal": p.ID, "name": n.Name, "scopes": scopes, "by": actor(ctx),
+				"id": id, "digest": digest(secret), "principal": p.ID, "name": n.Name, "scopes": scopes,
+				"by":   activity.ActorFrom(ctx).Name,
 				"life": n.Life.Seconds(),
 			})
 		if err != nil {

@@ -163,11 +163,6 @@ func denial(why string) string {
 	return encode(map[string]string{"error": "DENIED", "reason": why, "note": "Do not ask for this call again."})
 }
 
-// matchingSkills returns the skills that share words with a query, best first.
-func matchingSkills(list []skills.Skill, query string) []skills.Skill {
-	return rank(list, query, true)
-}
-
 // rankedSkills orders all skills by their similarity to a text; equal ones keep their order.
 func rankedSkills(list []skills.Skill, text string) []skills.Skill {
 	return rank(list, text, false)

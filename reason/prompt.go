@@ -260,11 +260,6 @@ func (b Budget) limitedBy(l agents.Limits) Budget {
 	return b
 }
 
-// candidates returns the agent's model and its fallbacks.
-func (p *prepared) candidates() []string {
-	return append([]string{p.who.Model}, slices.Clone(p.who.Fallback)...)
-}
-
 // Above maxOffered skills in scope, offeredOfMany are offered; skill_search finds the others.
 const (
 	maxOffered    = 40
@@ -357,7 +352,7 @@ func (w *turn) findSkills(ctx context.Context, args json.RawMessage) (any, error
 		if err != nil {
 			return nil, err
 		}
-		found := matchingSkills(all, asked.Query)
+		found := rank(all, asked.Query, true)
 		found = found[:min(len(found), maxFound)]
 		effect.Output = map[string]any{"found": skillNames(found)}
 		return found, nil

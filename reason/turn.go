@@ -52,7 +52,8 @@ type turn struct {
 func (l *Loop) newTurn(t *Turn, p *prepared) *turn {
 	w := &turn{
 		Loop: l, Turn: *t, budget: t.budget(l.Budget).limitedBy(p.who.Limits), denied: map[string]string{},
-		seen: memory.Seen{}, mark: time.Now(), agent: p.who, models: p.candidates(),
+		seen: memory.Seen{}, mark: time.Now(), agent: p.who,
+		models:    append([]string{p.who.Model}, p.who.Fallback...),
 		delegates: p.Delegates, skills: p.Skills, first: len(p.Skills), more: p.More,
 	}
 	w.seen.Add(t.Seen...)

@@ -76,7 +76,7 @@ func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (D
 		if diff, refused, err = applyGated(ctx, tx, w, o); err != nil || diff.Empty() {
 			return err
 		}
-		input := map[string]any{"changed": diff.names(), "pruned": names(diff.Of(Remove))}
+		input := map[string]any{"changed": names(diff.changed()), "pruned": names(diff.Of(Remove))}
 		act := activity.Act{Name: "apply_workspace", Input: input}
 		if len(refused) > 0 {
 			if !o.Gate.Ignore {

@@ -90,8 +90,6 @@ func (d Diff) changed() []Item {
 	})
 }
 
-func (d Diff) names() []string { return names(d.changed()) }
-
 // names are the kind and name of each item.
 func names(items []Item) []string {
 	all := make([]string, len(items))

@@ -145,7 +145,7 @@ func (t *transport) Run(ctx context.Context, in channels.Inbox) error {
 
 // poll takes the next updates. They are committed with the next offset, whose request acknowledges them.
 func (t *transport) poll(ctx context.Context, in channels.Inbox, offset int64) (int64, error) {
-	ask := map[string]any{"timeout": pollSeconds, "limit": 100, "allowed_updates": allowedUpdates()}
+	ask := map[string]any{"timeout": pollSeconds, "limit": 100, "allowed_updates": []string{"message", "callback_query"}}
 	if offset > 0 {
 		ask["offset"] = offset
 	}
@@ -160,8 +160,6 @@ func (t *transport) poll(ctx context.Context, in channels.Inbox, offset int64) (
 	offset = updates[len(updates)-1].ID + 1
 	return offset, in.Receive(ctx, strconv.FormatInt(offset, 10), incoming(updates...)...)
 }
-
-func allowedUpdates() []string { return []string{"message", "callback_query"} }
 
 // watchHook asks Telegram whether its requests arrive.
 func (t *transport) watchHook(ctx context.Context, in channels.Inbox) error {

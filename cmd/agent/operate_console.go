@@ -324,7 +324,7 @@ func (s *eventPrinter) print(e operate.Event) {
 		s.printNote("33", "waits for approval: "+data.Skill+" "+escapeJSON(string(data.Arguments))+
 			"\n  "+data.ID+", until "+formatTime(data.ExpiresAt)+" UTC")
 	case operate.Done:
-		s.printDone(data)
+		s.printNote("2", doneLine(data))
 	case operate.Holder:
 		s.printHolder(data)
 	case *problem.Problem:
@@ -372,10 +372,6 @@ func (s *eventPrinter) printCall(c operate.ToolCall) {
 		took = " (" + formatMillis(c.DurationMS) + ")"
 	}
 	s.printNote(tint, fmt.Sprintf("%s %s %s → %s%s%s", sign, printable(c.Name), arguments, c.Status+" ", result, took))
-}
-
-func (s *eventPrinter) printDone(d operate.Done) {
-	s.printNote("2", doneLine(d))
 }
 
 // doneLine describes a turn that has ended or was left open.

@@ -107,9 +107,6 @@ func (r *Runner) vote(
 	return verdict.Pass, verdict.Reason, o, nil
 }
 
-// judged is the answer as judges and labels have it.
-func judged(answer string) string { return redact.Text(answer, maxAnswer) }
-
 // judgements asks the judges of a case about a trial that passed so far.
 func (r *Runner) judgements(
 	ctx context.Context, run evals.Run, s evals.Subject, by evals.Calibrations, c evals.Case, answer string,
@@ -117,7 +114,7 @@ func (r *Runner) judgements(
 	judges := c.Judges()
 	list := []evals.Judgement{}
 	for _, place := range slices.Sorted(maps.Keys(judges)) {
-		got, err := r.judgement(ctx, run, s, judges[place], judged(answer))
+		got, err := r.judgement(ctx, run, s, judges[place], redact.Text(answer, maxAnswer))
 		if err != nil {
 			return nil, err
 		}

@@ -197,7 +197,7 @@ func (r *Runner) turn(
 	if b.recorded != nil {
 		return loop.Run(ctx, r.recordedTurn(loop, *b.recorded))
 	}
-	surface := r.surface(suite)
+	surface := r.Surfaces[suite.SurfaceName()]
 	last := len(c.Messages) - 1
 	t := reason.Turn{
 		Purpose: Flow, System: surface.Rules, Scopes: surface.Scopes, Prompt: c.Messages[last].User, Approvals: reason.Park,
@@ -226,8 +226,6 @@ func (r *Runner) world(s evals.Subject) *reason.World {
 	}
 	return w
 }
-
-func (r *Runner) surface(d evals.Definition) Surface { return r.Surfaces[d.SurfaceName()] }
 
 // maxAnswer bounds the stored answer in bytes, and maxCalls the stored calls.
 const (

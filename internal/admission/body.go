@@ -133,7 +133,7 @@ func Read(w http.ResponseWriter, r *http.Request, l Limits) error {
 		a.give(a.held)
 		return err
 	}
-	a.pace.lift()
+	_ = a.pace.control.SetReadDeadline(time.Time{})
 	r.Body, r.ContentLength = &Body{raw: raw, hold: a.hold}, int64(len(raw))
 	return nil
 }
@@ -156,6 +156,3 @@ func (p *pace) expect(got int64) {
 	// What cannot be set is a connection that is gone, or none: the next read says so.
 	_ = p.control.SetReadDeadline(p.began.Add(grace + time.Duration(share*float64(p.limit-grace))))
 }
-
-// lift takes the deadline away.
-func (p *pace) lift() { _ = p.control.SetReadDeadline(time.Time{}) }

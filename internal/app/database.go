@@ -48,7 +48,7 @@ func Connect(
 	if serving {
 		options.Reserve = func(most int32) int32 {
 			kept = reserveConns(most)
-			return kept.total()
+			return kept.system + kept.admin + kept.visitors
 		}
 	}
 	if d.Pool, err = postgres.Open(ctx, url, options); err != nil {
@@ -155,8 +155,6 @@ func reserveConns(most int32) reservation {
 	each := min(max(most/7, 1), 8)
 	return reservation{system: min(most/minDividedPool, 2), admin: each, visitors: each}
 }
-
-func (d reservation) total() int32 { return d.system + d.admin + d.visitors }
 
 // reservedPools are pools beside the engine's. They are nil when the process does not serve, or has few connections.
 type reservedPools struct {

@@ -33,10 +33,6 @@ func line(t *testing.T, log func(*slog.Logger)) map[string]any {
 	return out
 }
 
-func inRun(t *testing.T) context.Context {
-	return trace.With(t.Context(), trace.Span{TraceID: id, ExecutionID: "e1", Lane: "heartbeat", Agent: "agent"})
-}
-
 func TestLinesSayTheirRun(t *testing.T) {
 	run := map[string]any{"level": "INFO", "msg": "m", "trace_id": string(id), "execution_id": "e1", "lane": "heartbeat"}
 	with := func(more map[string]any) map[string]any {
@@ -71,7 +67,9 @@ func TestLinesSayTheirRun(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got := line(t, func(l *slog.Logger) { c.log(inRun(t), l) })
+			got := line(t, func(l *slog.Logger) {
+				c.log(trace.With(t.Context(), trace.Span{TraceID: id, ExecutionID: "e1", Lane: "heartbeat", Agent: "agent"}), l)
+			})
 			assert.NoDiff(t, c.want, got)
 		})
 	}

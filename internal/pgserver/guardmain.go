@@ -90,7 +90,7 @@ func attend(l layout, o order, signals <-chan os.Signal, users *flock) error {
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
 	unused := make(chan error, 1)
-	go func() { unused <- users.wait() }()
+	go func() { unused <- users.apply(syscall.LOCK_EX) }()
 	select {
 	case err := <-ended:
 		return err

@@ -30,14 +30,6 @@ func openLock(path string, owner *account) (*flock, error) {
 	return &flock{file: f}, nil
 }
 
-func lockShared(ctx context.Context, path string, owner *account) (*flock, error) {
-	return lockPolling(ctx, path, owner, syscall.LOCK_SH)
-}
-
-func lockExclusive(ctx context.Context, path string, owner *account) (*flock, error) {
-	return lockPolling(ctx, path, owner, syscall.LOCK_EX)
-}
-
 func lockPolling(ctx context.Context, path string, owner *account, how int) (*flock, error) {
 	l, err := openLock(path, owner)
 	if err != nil {
@@ -58,9 +50,6 @@ func (l *flock) try(how int) (bool, error) {
 	}
 	return err == nil, err
 }
-
-// wait takes the lock exclusively, however long that takes.
-func (l *flock) wait() error { return l.apply(syscall.LOCK_EX) }
 
 func (l *flock) apply(how int) error {
 	for {

@@ -33,6 +33,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 )
 
@@ -140,7 +141,7 @@ func start(ctx context.Context, config Config) (*Server, error) {
 
 // joinOrLaunch runs under start.lock: of concurrent starters, one launches the server and the others join it.
 func (s *Server) joinOrLaunch(ctx context.Context, config Config) (err error) {
-	s.users, err = lockShared(ctx, s.layout.path(usersLock), s.layout.user)
+	s.users, err = lockPolling(ctx, s.layout.path(usersLock), s.layout.user, syscall.LOCK_SH)
 	if err != nil {
 		return err
 	}
@@ -149,7 +150,7 @@ func (s *Server) joinOrLaunch(ctx context.Context, config Config) (err error) {
 			err = errors.Join(err, s.users.close())
 		}
 	}()
-	starting, err := lockExclusive(ctx, s.layout.path(startLock), s.layout.user)
+	starting, err := lockPolling(ctx, s.layout.path(startLock), s.layout.user, syscall.LOCK_EX)
 	if err != nil {
 		return err
 	}

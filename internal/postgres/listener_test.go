@@ -23,8 +23,6 @@ import (
 // text is a log that goroutines may write to while a test reads it.
 type text struct{ testkit.Log }
 
-func (x *text) count(s string) int { return strings.Count(x.String(), s) }
-
 func listen(t *testing.T, db *pgxpool.Pool) (*postgres.Listener, *text) {
 	t.Helper()
 	log := &text{}
@@ -140,7 +138,8 @@ func TestBehindAPoolerThereIsOneWarning(t *testing.T) {
 	defer pool.Close()
 	l, log := listen(t, pool)
 	l.Subscribe("one")
-	pgtest.Eventually(t, 90*time.Second, func() bool { return log.count("polling only") == 1 }, "the warning")
+	pgtest.Eventually(t, 90*time.Second, func() bool { return strings.Count(log.String(), "polling only") == 1 },
+		"the warning")
 }
 
 // throughPooler returns a connection string for the server of a URL by way of a proxy that, like PgBouncer, announces a

@@ -28,7 +28,7 @@ func Page(nouns []*Noun) string {
 	b.WriteString(opened + "\n")
 	diagram(&b, nouns)
 	for _, n := range nouns {
-		fmt.Fprintf(&b, "- [%s](#%s)", n.Title, anchor(n.Title))
+		fmt.Fprintf(&b, "- [%s](#%s)", n.Title, strings.ReplaceAll(strings.ToLower(n.Title), " ", "-"))
 		for i, t := range n.Tables {
 			mark := ", "
 			if i == 0 {
@@ -209,6 +209,3 @@ func whenGone(text string) string {
 }
 
 func link(table string) string { return fmt.Sprintf("[%s](#%s)", table, table) }
-
-// anchor is the name that a heading has in a link.
-func anchor(title string) string { return strings.ReplaceAll(strings.ToLower(title), " ", "-") }

@@ -99,7 +99,7 @@ func (e *Exporter) Run(ctx context.Context) error {
 	defer cancel()
 	e.flush(last)
 	e.leave(last)
-	e.sender.close(last)
+	_ = e.sender.receiver.Shutdown(last)
 	return nil
 }
 

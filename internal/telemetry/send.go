@@ -104,9 +104,6 @@ func links(all []trace.Remote) []oteltrace.Link {
 	return list
 }
 
-// close gives up the connection.
-func (s *sender) close(ctx context.Context) { _ = s.receiver.Shutdown(ctx) } // nothing is kept that could be lost
-
 // ids are those that the next span gets.
 type ids struct {
 	trace oteltrace.TraceID

@@ -3,11 +3,9 @@ package chat
 import (
 	"cmp"
 	"context"
-	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"slices"
 	"strings"
@@ -123,8 +121,6 @@ func inputOf(x *executions.Execution) (in input, err error) {
 	}
 	return in, nil
 }
-
-func entropy() io.Reader { return rand.Reader }
 
 // spec describes the execution of a turn.
 func (a *UserMessage) spec() executions.Spec {

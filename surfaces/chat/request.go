@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"crypto/rand"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
@@ -186,7 +187,7 @@ func (c *Chat) lookUp(ctx context.Context, a *UserMessage) error {
 }
 
 // NewThreadID returns a thread id that cannot be guessed.
-func NewThreadID() string { return "th_" + ulid.MustNew(ulid.Now(), entropy()).String() }
+func NewThreadID() string { return "th_" + ulid.MustNew(ulid.Now(), rand.Reader).String() }
 
 // chatRequest is a decoded request.
 type chatRequest struct {

@@ -102,7 +102,7 @@ func (b *heartbeatRun) dueObjectives(ctx context.Context) ([]dueObjective, error
 	if _, err := objectives.Settle(ctx, b.Pool); err != nil {
 		return nil, err
 	}
-	all, err := objectives.Due(ctx, b.Pool, b.objectives(), maxObjectives)
+	all, err := objectives.Due(ctx, b.Pool, objectives.AgentFilter{Agent: b.agent, Except: b.info.Others}, maxObjectives)
 	if err != nil {
 		return nil, err
 	}

@@ -9,7 +9,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -20,9 +19,6 @@ import (
 type input struct {
 	Agent string `json:"agent,omitempty"`
 }
-
-// lane returns the lane that serialises an agent's heartbeats.
-func (in input) lane() string { return laneName(in.Agent) }
 
 // laneName names an agent's lane and its schedule.
 func laneName(agent string) string {
@@ -120,11 +116,6 @@ func (h *Heartbeat) newRun(ctx context.Context, in input) (*heartbeatRun, error)
 	}
 	b.agent = in.Agent
 	return b, nil
-}
-
-// objectives selects the agent's objectives. The default agent takes all that no other heartbeat works on.
-func (b *heartbeatRun) objectives() objectives.AgentFilter {
-	return objectives.AgentFilter{Agent: b.agent, Except: b.info.Others}
 }
 
 // runPrompt runs the heartbeat prompt of the agent's document.

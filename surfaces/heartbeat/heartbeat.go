@@ -136,7 +136,7 @@ func (h *Heartbeat) run(ctx context.Context, raw json.RawMessage) (executions.Re
 	if err := json.Unmarshal(raw, &in); err != nil {
 		return executions.Result{}, fmt.Errorf("read input: %w", err)
 	}
-	hold, skipped, err := h.acquireLane(ctx, in.lane())
+	hold, skipped, err := h.acquireLane(ctx, laneName(in.Agent))
 	switch {
 	case err != nil:
 		return executions.Result{}, err

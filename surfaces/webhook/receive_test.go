@@ -3,6 +3,7 @@ package webhook_test
 import (
 	"bufio"
 	"bytes"
+	"crypto/sha256"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -169,7 +170,7 @@ func TestChallengesAreAnsweredAndNotStored(t *testing.T) {
 }
 
 func sha(body []byte) string {
-	return fmt.Sprintf("%x", sum(body))
+	return fmt.Sprintf("%x", sha256.Sum256(body))
 }
 
 func TestConcurrentDeliveries(t *testing.T) {

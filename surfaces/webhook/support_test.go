@@ -197,8 +197,6 @@ func (w *testWebhooks) sendAccepted(t *testing.T, endpoint, id, body string) rep
 	return got
 }
 
-func sum(body []byte) [sha256.Size]byte { return sha256.Sum256(body) }
-
 func hexSum(secret string, message []byte) string {
 	mac := hmac.New(sha256.New, []byte(secret))
 	mac.Write(message)

@@ -96,7 +96,7 @@ func TestAWriteThatComesTooLate(t *testing.T) {
 			s.serve("")
 			s.ends(id, "completed")
 			record := s.record(id)
-			p.release()
+			close(p.released)
 			a.Signal(syscall.SIGCONT)
 			s.rejects(id, "")
 			assert.Equal(t, record, s.record(id))
@@ -260,9 +260,6 @@ func (p *proxy) holds() {
 		p.t.Fatal("the request that is to be held up was not made")
 	}
 }
-
-// release lets go what is held, and everything after it.
-func (p *proxy) release() { close(p.released) }
 
 // step counts a request and asks what to do with it.
 func (p *proxy) step(sql string) (request, verdict) {

@@ -77,8 +77,6 @@ type message struct {
 	stream        bool
 }
 
-func (m message) key() string { return m.thread + " " + m.words }
-
 // say sends a message to a process and listens until the answer, or the connection, has ended.
 func (s *scene) say(a *agent, m message) testkit.Answer {
 	s.t.Helper()
@@ -91,7 +89,7 @@ func (s *scene) asking(a *agent, m message) *http.Request {
 		"model": "agent", "stream": m.stream, "messages": []map[string]string{{"role": "user", "content": m.words}},
 	})
 	return s.request(a, http.MethodPost, "/v1/chat/completions", chatKey, body, "X-Thread-Id", m.thread, "Idempotency-Key",
-		m.key())
+		m.thread+" "+m.words)
 }
 
 // attach asks for an answer by its id.

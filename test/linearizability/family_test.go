@@ -308,9 +308,6 @@ func add(moment, later int64) int64 {
 	return moment + later
 }
 
-// giveBack is the end of a loan.
-func (s state) giveBack(now, until int64) state { return s.toParent(now, until) }
-
 // lapsed is the lane after a loan that expired went back, as it does when somebody looks at the lane or sweeps:
 // sweeps are not in the histories, so it may have been before the operation that finds it so.
 func (s state) lapsed(o *op) (state, bool) {

@@ -220,7 +220,7 @@ func (s state) released(o *op, now int64) (bool, state) {
 	switch {
 	case o.Blind && can, o.OK && can:
 		if s.family.depth > 0 && o.Kind == kindRelease {
-			return true, s.giveBack(now, o.until())
+			return true, s.toParent(now, o.until())
 		}
 		after := s.free(now)
 		after.family = s.family.without()

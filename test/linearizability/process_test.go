@@ -222,9 +222,6 @@ func newProxy(t testing.TB, target string) *proxy {
 	return p
 }
 
-// url is where processes find the database.
-func (p *proxy) url() string { return p.URL("lanetest") }
-
 // link is one connection through the proxy.
 type link struct {
 	proxy          *proxy

@@ -120,7 +120,7 @@ func (c *scene) launch(role string) {
 	n := len(c.tapes)
 	name := fmt.Sprintf("r%d.%s%d", c.round, role, n)
 	p := part{
-		Role: role, Name: name, URL: c.proxy.url(), Tape: tapeIn(c.dir, name), Lanes: c.lanes, Clients: 3,
+		Role: role, Name: name, URL: c.proxy.URL("lanetest"), Tape: tapeIn(c.dir, name), Lanes: c.lanes, Clients: 3,
 		Seed: c.seed<<8 + uint64(n), Skew: skews[n%len(skews)],
 	}
 	if role == "family" {

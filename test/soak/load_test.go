@@ -59,18 +59,13 @@ func (l *load) note(sql string, args ...any) {
 // heartbeats runs one `agent heartbeat` after the other.
 func (l *load) heartbeats() {
 	for l.pause(700 * time.Millisecond) {
-		a := launchQuietly(l.world, "heartbeat")
+		a := launch(l.t, l.dir, l.environ(), "heartbeat")
 		code := a.Exit()
 		assert.Truef(l.t, code == 0, "agent heartbeat: exit code %d: %s", code, a.Err.Tail(30))
 		l.mu.Lock()
 		l.finished = append(l.finished, a)
 		l.mu.Unlock()
 	}
-}
-
-// launchQuietly starts a command from a goroutine of the load.
-func launchQuietly(w *world, args ...string) *proctest.Process {
-	return launch(w.t, w.dir, w.environ(), args...)
 }
 
 // admin talks to the agent, one turn after the other.
