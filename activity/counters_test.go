@@ -50,7 +50,7 @@ func counted(t *testing.T, db postgres.Beginner, most int) {
 	last := pgtest.Value[string](t, db, `select lanekeeper.agent_uuid7()::text`)
 	pgtest.Exec(t, db, `insert into agent_activity (id, trace_id, kind, skill_name) values ($1, 'hb_x', 'note', 'last')`,
 		last)
-	pgtest.Eventually(t, time.Minute, func() bool {
+	pgtest.Eventually(t, func() bool {
 		require.NoError(t, pass(t.Context(), db, most))
 		var done bool
 		err := db.QueryRow(t.Context(), `

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -247,7 +246,7 @@ func TestATakeoverWaitsForAFencedWrite(t *testing.T) {
 			postgres.Strict{"id": e.ExecutionID})
 		return err
 	})
-	pgtest.Eventually(t, 90*time.Second, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock'`) > 0
 	}, "the takeover waits")

@@ -458,7 +458,7 @@ func TestLogoutRevokesCookie(t *testing.T) {
 	select {
 	case <-ended:
 		<-streamed
-	case <-time.After(waitTimeout):
+	case <-time.After(pgtest.Timeout):
 		t.Fatal("the stream of the login goes on")
 	}
 	for name, p := range map[string]*agent{"here": a, "elsewhere": other} {

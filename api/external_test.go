@@ -516,7 +516,7 @@ func (n *nodeWorker) signal(t *testing.T, s syscall.Signal) {
 // waitSteps waits until a worker has recorded some steps.
 func (a *agent) waitSteps(n *nodeWorker, steps int) {
 	a.t.Helper()
-	pgtest.Eventually(a.t, time.Minute, func() bool { return strings.Count(n.out.String(), "recorded add") >= steps },
+	pgtest.Eventually(a.t, func() bool { return strings.Count(n.out.String(), "recorded add") >= steps },
 		"the worker records its steps")
 }
 

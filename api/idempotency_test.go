@@ -362,7 +362,7 @@ func TestKeyIsReleasedForOtherProcesses(t *testing.T) {
 	a.postWithKey("/v1/things", "{}", chatKey, "k")
 	other.checkProblem(other.postWithKey("/v1/things", "{}", chatKey, "k"), 409, "still")
 	deaf.lost.Store(false)
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return other.postWithKey("/v1/things", "{}", chatKey, "k").Code == http.StatusCreated
 	}, "the key is free elsewhere")
 }

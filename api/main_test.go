@@ -13,7 +13,6 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/santhosh-tekuri/jsonschema/v6"
@@ -31,8 +30,7 @@ import (
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
 const (
-	token       = "a-long-random-token-of-the-admin-4711"
-	waitTimeout = 90 * time.Second
+	token = "a-long-random-token-of-the-admin-4711"
 )
 
 // agent is the API on its own database. It checks every response against the OpenAPI document.

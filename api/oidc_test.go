@@ -55,7 +55,7 @@ func newPerson(t *testing.T, base string) person {
 	t.Helper()
 	jar, err := cookiejar.New(nil)
 	require.NoError(t, err)
-	return person{t, base, &http.Client{Jar: jar, Timeout: waitTimeout}}
+	return person{t, base, &http.Client{Jar: jar, Timeout: pgtest.Timeout}}
 }
 
 func (p person) do(method, address string, form url.Values) (status int, body, at string) {

@@ -48,7 +48,7 @@ func (a *agent) readyz(status int) (got readiness) {
 func run(t *testing.T, e *executions.Engine) (stop func()) {
 	t.Helper()
 	stop = testkit.Run(t, e.Run)
-	pgtest.Eventually(t, waitTimeout, func() bool { return e.Live() == nil }, "the engine is live")
+	pgtest.Eventually(t, func() bool { return e.Live() == nil }, "the engine is live")
 	return stop
 }
 

@@ -114,7 +114,7 @@ func TestStreamEndsOnDisconnect(t *testing.T) {
 	select {
 	case cause := <-ended:
 		assert.Truef(t, !errors.Is(cause, executions.ErrDraining), "cause is %v", cause)
-	case <-time.After(waitTimeout):
+	case <-time.After(pgtest.Timeout):
 		t.Fatal("the stream goes on")
 	}
 }

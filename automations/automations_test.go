@@ -574,7 +574,7 @@ func TestAnAutomationFollowsItsSkillThroughEveryRace(t *testing.T) {
 				done <- err
 			}()
 			ended := false
-			pgtest.Eventually(t, 20*time.Second, func() bool {
+			pgtest.EventuallyWithin(t, 20*time.Second, func() bool {
 				select {
 				case err := <-done:
 					ended = true

@@ -123,7 +123,7 @@ func (s *stand) shown(n int) telegramtest.Message {
 
 func (s *stand) until(what string, holds func() bool) {
 	s.t.Helper()
-	pgtest.Eventually(s.t, 30*time.Second, holds, what)
+	pgtest.EventuallyWithin(s.t, 30*time.Second, holds, what)
 }
 
 // click presses a button and returns the answer.

@@ -26,9 +26,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// waitTimeout is how long a test waits for what has to come.
-const waitTimeout = time.Minute
-
 // shared is a page with two parts whose text a test sets, and that counts what is read.
 type shared struct {
 	mu    sync.Mutex
@@ -147,7 +144,7 @@ func listen(t *testing.T, url, lastID string) *listening {
 // part waits for the next part, and returns its id and its text.
 func (l *listening) part() (id, html string) {
 	l.t.Helper()
-	deadline := time.After(waitTimeout)
+	deadline := time.After(pgtest.Timeout)
 	for {
 		select {
 		case e, open := <-l.events:
@@ -285,7 +282,7 @@ func TestManyViewersCostOneRead(t *testing.T) {
 	_, body := testkit.Get(t, server.URL+"/watched")
 	state := seenBy(t, body)
 	first := listen(t, server.URL+"/live/watched?seen="+state, "")
-	pgtest.Eventually(t, waitTimeout, func() bool { return s.reads["one"].Load() == 2 && s.reads["calm"].Load() == 2 },
+	pgtest.Eventually(t, func() bool { return s.reads["one"].Load() == 2 && s.reads["calm"].Load() == 2 },
 		"the first viewer's parts are read")
 	all := []*listening{first}
 	for range viewers - 1 {
@@ -318,9 +315,9 @@ func TestACalmPartIsReadWhenTheLogMoves(t *testing.T) {
 	l.until("calm is")
 	// The pulse says "moved" once when it begins; from then on the log stands still.
 	var before int64
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		ones, calm := s.reads["one"].Load(), s.reads["calm"].Load()
-		pgtest.Eventually(t, waitTimeout, func() bool { return s.reads["one"].Load() > ones+10 }, "the other part is read")
+		pgtest.Eventually(t, func() bool { return s.reads["one"].Load() > ones+10 }, "the other part is read")
 		before = s.reads["calm"].Load()
 		return before == calm
 	}, "the calm part is left alone")
@@ -499,7 +496,7 @@ func TestASlowViewerGetsTheLatestAndNoBacklog(t *testing.T) {
 	defer leave()
 	for i := range 50 {
 		s.set("one", fmt.Sprint("number ", i))
-		pgtest.Eventually(t, waitTimeout, func() bool {
+		pgtest.Eventually(t, func() bool {
 			who.topic.mu.Lock()
 			defer who.topic.mu.Unlock()
 			return strings.Contains(who.topic.parts[0].data, fmt.Sprint("number ", i))
@@ -525,7 +522,7 @@ func TestViewersAndTopicsAreBounded(t *testing.T) {
 		"viewers within the bounds: %d, %d, %d", a.status, b.status, third.status)
 	assert.Equal(t, http.StatusServiceUnavailable, listen(t, server.URL+"/live/watched?x=1", "").status, "a fourth viewer")
 	a.stop()
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		l := listen(t, server.URL+"/live/watched?x=3", "")
 		defer l.stop()
 		return l.status == 200
@@ -545,7 +542,7 @@ func TestNothingIsLeftWhenTheLastViewerLeaves(t *testing.T) {
 			}
 			select {
 			case <-who.news:
-			case <-time.After(waitTimeout):
+			case <-time.After(pgtest.Timeout):
 				t.Error("nothing came")
 			}
 			leave()
@@ -572,7 +569,7 @@ func TestLeavingEndsWhatIsReadAndWaitsForIt(t *testing.T) {
 	})
 	_, leave, err := room.hub.join(room.pages[0], &visit{URL: "/watched"}, "")
 	require.NoError(t, err)
-	pgtest.Eventually(t, waitTimeout, func() bool { return began.Load() == 1 }, "the part is being read")
+	pgtest.Eventually(t, func() bool { return began.Load() == 1 }, "the part is being read")
 	leave()
 	assert.Truef(t, began.Load() == 1 && ended.Load() == 1, "%d reads began, %d ended", began.Load(), ended.Load())
 }
@@ -645,10 +642,10 @@ func TestAPageDoesNotWaitWithEachPartForADatabaseThatHangs(t *testing.T) {
 	assert.Equal(t, 0, s.reads["calm"].Load(), "a part was read after another had waited in vain")
 	room.hub.readLimit = 100 * time.Millisecond
 	listen(t, server.URL+"/live/watched", "")
-	pgtest.Eventually(t, waitTimeout, func() bool { return !room.hub.away.Load() }, "the check for changes succeeds")
+	pgtest.Eventually(t, func() bool { return !room.hub.away.Load() }, "the check for changes succeeds")
 	lock := pgtest.Begin(t, room.Pool)
 	pgtest.Exec(t, lock, `lock table agent_activity in access exclusive mode`)
-	pgtest.Eventually(t, waitTimeout, room.hub.away.Load, "the check for changes fails")
+	pgtest.Eventually(t, room.hub.away.Load, "the check for changes fails")
 }
 
 // FuzzStream sends parts of a page with any text, and reads them as a browser does.

@@ -45,7 +45,7 @@ func TestSpendIsShownByChatKeyAndByModelWithItsLatency(t *testing.T) {
 // countActivity counts all rows that are older than lag. An open transaction, of another database too, delays that.
 func countActivity(t *testing.T, pool *pgxpool.Pool, lag time.Duration) {
 	t.Helper()
-	pgtest.Eventually(t, time.Minute, func() bool {
+	pgtest.Eventually(t, func() bool {
 		_, _, err := activity.CountPass(t.Context(), pool, 5000, lag)
 		require.NoError(t, err)
 		return pgtest.Value[bool](t, pool, `

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"strconv"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -125,9 +124,6 @@ func applied(t *testing.T) *pgxpool.Pool {
 
 const broken = "broken_on_purpose"
 
-// soon is within which things happen that need no timeout.
-const soon = 90 * time.Second
-
 // TestEverySkillRuns calls each skill as its model first would: without arguments.
 func TestEverySkillRuns(t *testing.T) {
 	for name, prepare := range map[string]func(*testing.T, *pgxpool.Pool) *pgxpool.Pool{
@@ -171,7 +167,7 @@ func TestTableSizesAreInTheOrderAskedFor(t *testing.T) {
 	c.exec(`create table many (n int)`, `insert into many select generate_series(1, 20000)`,
 		`create table wide (t text)`, `alter table wide alter t set storage external`,
 		`insert into wide select repeat('x', 1000000) from generate_series(1, 3)`)
-	pgtest.Eventually(t, soon, func() bool {
+	pgtest.Eventually(t, func() bool {
 		c.flush()
 		return c.call("table_sizes", `{"order_by": "rows_added", "limit": 1}`).Rows[0]["table"] == "public.many"
 	}, "the table with most rows comes first")
@@ -252,7 +248,7 @@ func TestDeadRowsAreCounted(t *testing.T) {
 	c := newCaller(t, applied(t))
 	c.exec(`create table t (n int) with (autovacuum_enabled = off)`, `insert into t select generate_series(1, 3000)`,
 		`delete from t where n <= 2000`)
-	pgtest.Eventually(t, soon, func() bool {
+	pgtest.Eventually(t, func() bool {
 		c.flush()
 		found := c.call("dead_rows", `{}`)
 		return found.RowCount == 1 && found.Rows[0]["dead_rows"] == 2000.0

@@ -81,7 +81,7 @@ func TestSlowQueriesFallBackWhereTheExtensionIsNotLoaded(t *testing.T) {
 				started <- err
 			}()
 			c := newCaller(t, connect(t, url))
-			pgtest.Eventually(t, soon, func() bool {
+			pgtest.Eventually(t, func() bool {
 				found := c.call("slow_queries", `{}`)
 				return found.RowCount == 1 && found.Rows[0]["source"] == "pg_stat_activity" &&
 					found.Rows[0]["query"] == "select pg_sleep(5) as busy"

@@ -119,7 +119,7 @@ func awaitsStandby(t *testing.T, url string) {
 			ended <- err
 		}()
 		var waits bool
-		pgtest.Eventually(t, timeout, func() bool {
+		pgtest.Eventually(t, func() bool {
 			if len(ended) > 0 {
 				return true
 			}

@@ -84,7 +84,7 @@ func TestAStepIsRecordedWithTheIntentOfTheNextCall(t *testing.T) {
 					postgres.Strict{"id": x.ID, "activity": effect.ActivityID}).Scan(&together)
 			}))
 	}))
-	pgtest.Eventually(t, timeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return string(until(t, pool, p.begin(t, "flow"), executions.Completed).Result) == "true"
 	}, "step and intent in one commit")
 }
@@ -120,7 +120,7 @@ func TestABranchWaitsForTheRecordThatACallTakesAlong(t *testing.T) {
 	_, err = lock.Exec(t.Context(), `lock table agent_activity_open in share mode`)
 	require.NoError(t, err)
 	id := p.begin(t, "flow")
-	pgtest.Eventually(t, timeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[bool](t, pool, `select exists (select from pg_locks where not granted
 			and relation = 'agent_activity_open'::regclass)`)
 	}, "the intent waits")
@@ -408,7 +408,7 @@ func TestACallBesideAWaitIsNotRepeated(t *testing.T) {
 	}))
 	id := p.begin(t, "flow")
 	for _, key := range []string{"first", "second"} {
-		pgtest.Eventually(t, timeout, func() bool {
+		pgtest.Eventually(t, func() bool {
 			x := get(t, pool, id)
 			return x.Status == executions.Waiting && *x.WaitingKey == key
 		}, "it waits")
@@ -450,7 +450,7 @@ func TestABrokenConnectionBesideAnotherBranchIsRetried(t *testing.T) {
 		return ends("done", group.Wait())
 	}))
 	id := p.begin(t, "flow")
-	pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).Status.Ended() }, "it ends")
+	pgtest.Eventually(t, func() bool { return get(t, pool, id).Status.Ended() }, "it ends")
 	got := get(t, pool, id)
 	assert.Truef(t, got.Status == executions.Completed && tries.Load() == 2, "%s after %d tries", got.Status, tries.Load())
 }
@@ -540,7 +540,7 @@ func TestARunStartedInAStepHasItsOwnKeys(t *testing.T) {
 	var id string
 	require.NoError(t, json.Unmarshal(outer.Result, &id))
 	var inner executions.Execution
-	pgtest.Eventually(t, timeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		inner, err = executions.Get(t.Context(), pool, id)
 		return err == nil && inner.Status.Ended()
 	}, "the inner run ends")

@@ -346,7 +346,7 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 				t.Errorf("%+v, %d effects", x, effectRows(t, pool))
 			}
 			// One that was noted while the cancel was completed elsewhere is left to the sweep.
-			pgtest.Eventually(t, timeout, func() bool {
+			pgtest.Eventually(t, func() bool {
 				return p.Sweep(t.Context()) == nil && pgtest.Value[int](t, pool, `select count(*) from agent_cancel_requests`) == 0
 			}, "no request is left")
 		})
@@ -536,7 +536,7 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 					return err
 				})
 			}
-			pgtest.Eventually(t, timeout, func() bool { return locksWanted(t, pool) > 0 }, "the repeats meet the transaction")
+			pgtest.Eventually(t, func() bool { return locksWanted(t, pool) > 0 }, "the repeats meet the transaction")
 			eventuallyWithin(t, deliver, calm)
 			require.NoError(t, tx.Commit(t.Context()))
 			assert.NoError(t, repeated.Wait())
@@ -625,7 +625,7 @@ func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {
 			return err
 		})
 	}
-	pgtest.Eventually(t, timeout, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
+	pgtest.Eventually(t, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
 	eventuallyWithin(t, begin, calm)
 	require.NoError(t, tx.Rollback(t.Context()))
 	assert.NoError(t, group.Wait())
@@ -670,7 +670,7 @@ func TestExecutionsLockedInAnOpenTransactionDelayNoOther(t *testing.T) {
 	tx := openTx(t, pool, `select from agent_executions where id = any (@ids::uuid[]) for update`,
 		postgres.Strict{"ids": ids})
 	close(gates)
-	pgtest.Eventually(t, timeout, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
+	pgtest.Eventually(t, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
 	eventuallyWithin(t, run, calm)
 	require.NoError(t, tx.Rollback(t.Context()))
 	for _, id := range ids {

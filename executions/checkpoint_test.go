@@ -159,7 +159,7 @@ func TestAnUnwrittenCompletionDropsItsLastStep(t *testing.T) {
 	}), shortLease)
 	end := unwritable(t, pool)
 	id := p.begin(t, "flow")
-	pgtest.Eventually(t, timeout, func() bool { return calls.Load() > 1 }, "the step is made again")
+	pgtest.Eventually(t, func() bool { return calls.Load() > 1 }, "the step is made again")
 	if x := get(t, pool, id); x.Status.Ended() {
 		t.Errorf("it is %s before its step is on record", x.Status)
 	}

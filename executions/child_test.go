@@ -228,7 +228,7 @@ func triggered(t *testing.T, parent executions.Execution) executions.Triggered {
 // childOf waits for the child that an execution started.
 func childOf(t *testing.T, pool *pgxpool.Pool, parent string) (id string) {
 	t.Helper()
-	pgtest.Eventually(t, timeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return pool.QueryRow(t.Context(), `select id::text from agent_executions where parent_id = @id`,
 			postgres.Strict{"id": parent}).Scan(&id) == nil
 	}, "it has a child")
@@ -438,7 +438,7 @@ func TestAnEndAndTheWaitForItMeet(t *testing.T) {
 			var done atomic.Bool
 			group, ctx := errgroup.WithContext(t.Context())
 			group.Go(func() error { defer done.Store(true); return second(ctx, pool) })
-			pgtest.Eventually(t, timeout, func() bool {
+			pgtest.Eventually(t, func() bool {
 				return done.Load() || pgtest.Value[bool](t, pool, `
 					select exists (select from pg_stat_activity where datname = current_database()
 					  and cardinality(pg_blocking_pids(pid)) > 0)`)

@@ -91,7 +91,7 @@ func (p *process) begin(t *testing.T, flow string) string {
 func until(t *testing.T, db postgres.DB, id string, want executions.Status) executions.Execution {
 	t.Helper()
 	var got executions.Execution
-	pgtest.Eventually(t, timeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		var err error
 		got, err = executions.Get(t.Context(), db, id)
 		return err == nil && got.Status == want
@@ -171,7 +171,7 @@ func TestAShutdownFinishesTheStepAndReleasesTheRun(t *testing.T) {
 			}))
 			ran := func() {}
 			if now {
-				pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
+				pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 				wait := p.runInBackground(t)
 				ran = func() { wait() }
 			} else {
@@ -179,7 +179,7 @@ func TestAShutdownFinishesTheStepAndReleasesTheRun(t *testing.T) {
 			}
 			id := first.arrival(t)
 			wait := stopping(p)
-			pgtest.Eventually(t, timeout, func() bool { return p.Live() != nil }, "the shutdown has begun")
+			pgtest.Eventually(t, func() bool { return p.Live() != nil }, "the shutdown has begun")
 			first.open()
 			wait()
 			ran()
@@ -263,10 +263,10 @@ func TestKeepAliveRenewsTheLeaseWithoutClaims(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var group errgroup.Group
 	group.Go(func() error { return p.KeepAlive(ctx) })
-	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	first := pgtest.Value[time.Time](t, pool, `select expires_at from agent_workers`)
 	id := p.begin(t, "flow")
-	pgtest.Eventually(t, timeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[time.Time](t, pool, `select expires_at from agent_workers`).After(first)
 	}, "the lease is renewed")
 	cancel()
@@ -504,7 +504,7 @@ func TestAnOrphanedClaimIsReleased(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
-	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	id := pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim, started_at)
 		select lanekeeper.agent_trace_id('fl'), 'flow', 'flow', 'running', w.id, 1, clock_timestamp() from agent_workers w
@@ -575,7 +575,7 @@ func TestTheFlowsOfALiveProcessAreKnownToAll(t *testing.T) {
 	program := start(t, pool, map[string]executions.Func{
 		"pay": func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil },
 	})
-	pgtest.Eventually(t, time.Minute, known, "the flow of another process is unknown")
+	pgtest.Eventually(t, known, "the flow of another process is unknown")
 	names, err := agent.Flows(t.Context())
 	assert.Truef(t, err == nil && slices.Contains(names, "pay"), "the flows are %v, %v", names, err)
 	program.stop()

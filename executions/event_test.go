@@ -277,7 +277,7 @@ func TestLanesFollowAResumedExecution(t *testing.T) {
 		owner.Store(by)
 		return executions.Result{}, err
 	}), neverSweep)
-	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, "")
 	require.NoError(t, err)
 	x := until(t, pool, id, executions.Completed)
@@ -354,7 +354,7 @@ func TestABlockedEventReservesNoWorker(t *testing.T) {
 		_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "held", nil, "")
 		return err
 	})
-	pgtest.Eventually(t, timeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from pg_locks where locktype = 'advisory' and not granted
 			and database = (select oid from pg_database where datname = current_database())`) > 0
 	}, "the event waits")
@@ -370,7 +370,7 @@ func TestASealedEventJoinsNoBatch(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, awaits(0))
-	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	sealed, _ := postgres.WithoutDatabase(t.Context())
 	group, ctx := errgroup.WithContext(t.Context())
 	for caller := range 6 {
@@ -402,7 +402,7 @@ func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
 		ran <- x.ID
 		return executions.Result{}, nil
 	}), func(o *executions.Options) { o.Workers, o.LeaseTTL = 1, time.Minute })
-	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `lock table agent_events in share mode`) // no end can be written
 	first, second := p.begin(t, "flow"), p.begin(t, "flow")

@@ -502,7 +502,7 @@ func TestAForkRequestsItsOwnApproval(t *testing.T) {
 		if strings.HasPrefix(want, "ask") {
 			approve(x.ID)
 		}
-		pgtest.Eventually(t, timeout, func() bool { return get(t, pool, x.ID).Status.Ended() }, "the fork ends")
+		pgtest.Eventually(t, func() bool { return get(t, pool, x.ID).Status.Ended() }, "the fork ends")
 		if got := get(t, pool, x.ID); got.Status != executions.Completed {
 			t.Errorf("from %q: %s %s", from, got.Status, postgres.Deref(got.ErrorMessage))
 		}

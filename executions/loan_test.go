@@ -399,7 +399,7 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 	commit(t, tx)
 	require.NoError(t, group.Wait())
 	engine := prepare(t, pool, nil)
-	pgtest.Eventually(t, timeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		done, err := engine.TryComplete(t.Context(), p.id)
 		return done && err == nil
 	}, "the cancel is completed")

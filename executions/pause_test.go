@@ -60,7 +60,7 @@ func TestOnlyAttendedWorkStartsDuringAPause(t *testing.T) {
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		return ends(executions.Step(ctx, "one", func(context.Context) (int, error) { return 1, nil }))
 	}), func(o *executions.Options) { neverSweep(o); o.Listener, o.Workers = heard, 2 })
-	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	got := pause(t, pool)
 	require.Truef(t, got.Changed && got.Paused && got.PausedBy == "ana" && got.ActivityID != "", "pause: %+v", got)
 	var held []string
@@ -105,9 +105,9 @@ func TestAPausedRunStopsBeforeItsNextStepAndContinuesLater(t *testing.T) {
 			p.begin(t, "flow")
 			id := first.arrival(t)
 			pause(t, pool)
-			pgtest.Eventually(t, timeout, p.Paused, "the process knows")
+			pgtest.Eventually(t, p.Paused, "the process knows")
 			first.open()
-			pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).ClaimedBy == nil }, "the run is handed back")
+			pgtest.Eventually(t, func() bool { return get(t, pool, id).ClaimedBy == nil }, "the run is handed back")
 			got := get(t, pool, id)
 			points, err := executions.Checkpoints(t.Context(), pool, id)
 			require.Truef(t, got.Status == executions.Running && got.Attempt == 0 && err == nil && len(points) == 1 &&
@@ -131,7 +131,7 @@ func TestAttendedRunsContinueDuringAPause(t *testing.T) {
 	require.NoError(t, err)
 	first.arrival(t)
 	pause(t, pool)
-	pgtest.Eventually(t, timeout, p.Paused, "the process knows")
+	pgtest.Eventually(t, p.Paused, "the process knows")
 	first.open()
 	until(t, pool, x.ID, executions.Completed)
 }
@@ -249,7 +249,7 @@ func TestARunIsNotReleasedAfterAPauseEnded(t *testing.T) {
 	first.open()
 	var counts [2]atomic.Int32
 	p := start(t, pool, flow(twoSteps(first, &counts)), neverSweep)
-	pgtest.Eventually(t, timeout, p.Paused, "the process knows of the pause")
+	pgtest.Eventually(t, p.Paused, "the process knows of the pause")
 	resume(t, pool) // of which it hears within the hour
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
 	assert.True(t, p.Paused(), "it has heard of it")
@@ -283,7 +283,7 @@ func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 	pause(t, pool)
 	expire(t, pool, id)
 	second.open()
-	pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
+	pgtest.Eventually(t, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
 	for range 3 {
 		require.NoError(t, p.Sweep(t.Context()))
 	}
@@ -310,7 +310,7 @@ func TestAPauseOutlivesEveryProcess(t *testing.T) {
 	pause(t, pool)
 	expire(t, pool, id) // the process is killed in the middle of its step
 	second := start(t, pool, flow(twoSteps(first, &counts)))
-	pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
+	pgtest.Eventually(t, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
 	for range 3 {
 		require.NoError(t, second.Sweep(t.Context()))
 	}
@@ -408,7 +408,7 @@ func TestArrivalsDuringAPauseAreKept(t *testing.T) {
 	until(t, pool, event, executions.Waiting)
 	until(t, pool, timer, executions.Waiting)
 	pause(t, pool)
-	pgtest.Eventually(t, timeout, p.Paused, "the process knows")
+	pgtest.Eventually(t, p.Paused, "the process knows")
 	pgtest.Exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`,
 		postgres.Strict{"id": timer})
 	require.NoError(t, p.Sweep(t.Context()))

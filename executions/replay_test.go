@@ -217,7 +217,7 @@ func TestParallelBranchesAreReplayed(t *testing.T) {
 		return executions.Result{}, group.Wait()
 	}))
 	id := p.begin(t, "flow")
-	pgtest.Eventually(t, timeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		x := get(t, pool, id)
 		return x.Status == executions.Failed || x.Status == executions.Waiting
 	}, "it ends or waits")

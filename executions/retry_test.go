@@ -87,7 +87,7 @@ func TestAnIdleTransactionEndedByTheServerIsRetried(t *testing.T) {
 		}))
 	}))
 	id := p.begin(t, "flow")
-	pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).Status.Ended() }, "the execution ends")
+	pgtest.Eventually(t, func() bool { return get(t, pool, id).Status.Ended() }, "the execution ends")
 	if got := get(t, pool, id); got.Status != executions.Completed || tries.Load() != 2 {
 		t.Errorf("status %s after %d tries: %s", got.Status, tries.Load(), postgres.Deref(got.ErrorMessage))
 	}

@@ -86,7 +86,7 @@ func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 	}
 	p := start(t, pool, flow(body), neverSweep, func(o *executions.Options) { o.Workers = 2 })
 	defer close(leave)
-	pgtest.Eventually(t, timeout, p.Works, "the engine works")
+	pgtest.Eventually(t, p.Works, "the engine works")
 	begin := func(s executions.Spec) (executions.Execution, error) {
 		x, created, err := p.Start(t.Context(), pool, s)
 		if err == nil && !created {
@@ -161,7 +161,7 @@ func TestARunReturnsTheStoredRow(t *testing.T) {
 		return executions.Result{Summary: "said", Value: json.RawMessage(`{"z":1.50, "a":` + string(input) + `, "z":"<"}`)},
 			nil
 	}}, neverSweep)
-	pgtest.Eventually(t, timeout, p.Works, "the engine works")
+	pgtest.Eventually(t, p.Works, "the engine works")
 	for _, callers := range []int{1, 20} {
 		var group errgroup.Group
 		for range callers {

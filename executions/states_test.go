@@ -320,7 +320,7 @@ func TestARejectedEventFailsAlone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, awaits(0))
-	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	group, ctx := errgroup.WithContext(t.Context())
 	for caller := range 8 {
 		group.Go(func() error {
@@ -528,7 +528,7 @@ func TestTheLogHasEveryTransition(t *testing.T) {
 			until(t, pool, id, executions.Waiting)
 			pgtest.Exec(t, pool, wake)
 			until(t, pool, id, executions.Completed)
-			pgtest.Eventually(t, timeout, func() bool { return len(l.Records(t, "locks released")) > 0 }, "the end is logged")
+			pgtest.Eventually(t, func() bool { return len(l.Records(t, "locks released")) > 0 }, "the end is logged")
 			var seen []string
 			for _, record := range l.Records(t, "execution started", "action requires wait",
 				"execution waiting", "execution resumed",

@@ -136,7 +136,7 @@ func replayed(
 	}))
 	id := p.begin(t, "flow")
 	var got executions.Execution
-	pgtest.Eventually(t, timeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		var err error
 		got, err = executions.Get(t.Context(), pool, id)
 		return err == nil && got.Status.Ended()

@@ -141,7 +141,7 @@ func TestConcurrentSweepsReleaseLostClaimsOnce(t *testing.T) {
 			return late(err)
 		})
 	}
-	pgtest.Eventually(t, timeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[int](t, pool, `
 			select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`) >= 4
 	}, "several sweep")
@@ -179,7 +179,7 @@ func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 	assert.Equal(t, "20 its still, 0 ready, 0 ended, 0 told, 0 noted", pgtest.Value[string](t, pool, became))
 	require.NoError(t, stall.Commit(t.Context()))
 	// the server frees the locks of the one that was cut off after it has told it
-	pgtest.Eventually(t, timeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		assert.NoError(t, p.Sweep(t.Context()))
 		return pgtest.Value[string](t, pool, became) == "0 its still, 15 ready, 5 ended, 5 told, 20 noted"
 	}, "the next one takes all, once")
@@ -327,7 +327,7 @@ func TestTicksContinueWhileTheLeaderIsDead(t *testing.T) {
 		values ('default', 'dead', now(), now() + interval '1 hour')`)
 	p := start(t, pool, flow(nothing))
 	require.NoError(t, p.PutSchedule(t.Context(), every("@every 1s")))
-	pgtest.Eventually(t, timeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) >= 2
 	}, "two ticks have run")
 	assert.Equal(t, "dead", pgtest.Value[string](t, pool, `select leader_id from river.river_leader`))

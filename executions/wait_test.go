@@ -262,7 +262,7 @@ func TestWaitingNeedsNoGoroutines(t *testing.T) { // not parallel: it counts the
 		p.beginWith(t, fmt.Sprint("key ", i))
 	}
 	waiting(t, pool, 501)
-	pgtest.Eventually(t, timeout, func() bool { return runtime.NumGoroutine() <= before+50 }, // the others are River's
+	pgtest.Eventually(t, func() bool { return runtime.NumGoroutine() <= before+50 }, // the others are River's
 		fmt.Sprintf("goroutines stay near %d with 500 waiting", before))
 }
 

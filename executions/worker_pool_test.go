@@ -81,7 +81,7 @@ func TestALimitHoldsOverTwoProcesses(t *testing.T) {
 	with := func(o *executions.Options) { neverSweep(o); o.Listener = heard }
 	p := start(t, pool, flows, with)
 	start(t, pool, flows, with)
-	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	require.NoError(t, p.SetLimits(t.Context(), []executions.Admission{{Kind: "flow", Name: "flow", Running: 3}}))
 	for range 60 {
 		p.begin(t, "flow")
@@ -252,7 +252,7 @@ func TestADeliveringProcessRunsTheExecutionAtOnce(t *testing.T) {
 		x, _ := executions.Current(ctx)
 		return ends(executions.Wait(ctx, "go", executions.Event(x.ID, 0)))
 	}), neverSweep)
-	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	before := jobs(t, pool)
 	for range 10 { // one at a time: a worker is free for each
 		id := p.begin(t, "flow")
@@ -295,7 +295,7 @@ func TestABusyProcessNotifiesOthers(t *testing.T) {
 		block.pass(ctx)
 		return executions.Result{}, nil
 	}), neverSweep, func(o *executions.Options) { o.Listener, o.Workers = heard, 1 })
-	pgtest.Eventually(t, timeout, func() bool { return full.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, func() bool { return full.Live() == nil }, "the engine lives")
 	full.begin(t, "flow")
 	block.arrival(t)
 	var ran atomic.Int32
@@ -306,7 +306,7 @@ func TestABusyProcessNotifiesOthers(t *testing.T) {
 	for range 30 {
 		full.begin(t, "flow")
 	}
-	pgtest.Eventually(t, timeout, func() bool { return ran.Load() == 30 }, "the other process runs them")
+	pgtest.Eventually(t, func() bool { return ran.Load() == 30 }, "the other process runs them")
 }
 
 // A process leaves an unknown flow to others, and claims the executions behind it.
@@ -316,7 +316,7 @@ func TestAnUnknownFlowIsLeftToOtherProcesses(t *testing.T) {
 	heard := listener(t, pool)
 	with := func(o *executions.Options) { o.Listener, o.Workers = heard, 2 }
 	p := start(t, pool, flow(nothing), neverSweep, with)
-	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	strange := make([]string, 10)
 	for i := range strange {
 		strange[i] = p.begin(t, "strange")
@@ -342,7 +342,7 @@ func TestAParentResumesWithoutASweep(t *testing.T) {
 			return ends(executions.Trigger(ctx, "child", executions.Child{Flow: "child", Wait: true}))
 		},
 	}, neverSweep)
-	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	for range 5 {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: trace.Flow})
 		require.NoError(t, err)
@@ -355,10 +355,10 @@ func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(nothing), neverSweep)
-	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
+	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	var tx pgx.Tx
 	var locked string
-	pgtest.Eventually(t, timeout, func() bool { // a worker may take it before it is locked
+	pgtest.Eventually(t, func() bool { // a worker may take it before it is locked
 		var err error
 		tx, err = pool.Begin(t.Context())
 		require.NoError(t, err)

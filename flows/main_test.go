@@ -10,7 +10,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
@@ -32,9 +31,6 @@ import (
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
-
-// waitTimeout is how long a test waits for what must happen; it is long because machines are slow.
-const waitTimeout = 60 * time.Second
 
 // world is a database and a process that runs flows.
 type world struct {
@@ -113,7 +109,7 @@ func (w *world) begin(t *testing.T, flow string, input any) string {
 func waits(t *testing.T, db postgres.DB, id string, n int) executions.Execution {
 	t.Helper()
 	var got executions.Execution
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		var err error
 		got, err = executions.Get(t.Context(), db, id)
 		return err == nil && got.Status == executions.Waiting && got.WaitNumber >= n
@@ -602,7 +598,7 @@ actions:
 	waits(t, pool, id, 2)
 	answer(t, w, "yes")
 	var key string
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		x, err := executions.Get(t.Context(), pool, id)
 		if err == nil && x.Status == executions.Waiting && *x.WaitingFor == "document" {
 			key = *x.WaitingKey

@@ -41,7 +41,7 @@ func (s *scenario) logged(t *testing.T, n int, parts ...string) {
 			t.Log(strings.Join(s.log.Lines("lane"), ""))
 		}
 	}()
-	pgtest.Eventually(t, waitTimeout, func() bool { return len(s.log.Lines(parts...)) >= n }, "the log has "+
+	pgtest.Eventually(t, func() bool { return len(s.log.Lines(parts...)) >= n }, "the log has "+
 		strings.Join(parts, " "))
 	got := s.log.Lines(parts...)
 	assert.Truef(t, len(got) == n, "%d lines have %q, want %d:\n%s", len(got), parts, n, strings.Join(got, ""))
@@ -109,7 +109,7 @@ func (s *scenario) starts(t *testing.T, flow string, input any) string {
 // happens waits until what was seen ends with a line.
 func (s *scenario) happens(t *testing.T, what string) {
 	t.Helper()
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		seen := s.seen(t)
 		return len(seen) > 0 && seen[len(seen)-1] == what
 	}, what)

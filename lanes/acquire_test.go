@@ -99,7 +99,7 @@ func TestAReleaseWakesTheWaiterAtOnce(t *testing.T) {
 		queued(t, db, "x", 1)
 		place := func() time.Time { return pgtest.Value[time.Time](t, db, `select expires_at from agent_lock_waiters`) }
 		first := place()
-		pgtest.Eventually(t, soon, func() bool { return place().After(first) }, "the second look")
+		pgtest.Eventually(t, func() bool { return place().After(first) }, "the second look")
 		start := time.Now() // the third is due in 750 ms or more
 		require.NoError(t, l.Release(t.Context()))
 		assert.NoError(t, <-got)
@@ -123,7 +123,7 @@ func TestWaitersPollWithoutNotifications(t *testing.T) {
 	k, log := keeper(t, db)
 	mustTry(t, db, "x", "a run that dies", 8)
 	ends := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
-	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
 	l, err := k.AcquireWait(ctx, "x")
 	acquired(t, l, err)
@@ -177,7 +177,7 @@ func TestAnAbandonedWaiterBlocksOnlyBriefly(t *testing.T) {
 	pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'patient', 60, 60)`)
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'a')`)
 	assert.True(t, !try(t, db, "x", "patient", 60).acquired, "overtook a waiter that was there a moment ago")
-	pgtest.Eventually(t, soon, func() bool { return try(t, db, "x", "patient", 60).acquired },
+	pgtest.Eventually(t, func() bool { return try(t, db, "x", "patient", 60).acquired },
 		"the next in the queue is served")
 }
 
@@ -195,7 +195,7 @@ func TestAReleaseNotifiesOnlyWhenSomebodyWaits(t *testing.T) {
 		}
 		pgtest.Value[bool](t, db, `select release_agent_lock($1, 'a')`, lane)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
 	n, err := conn.WaitForNotification(ctx)
 	assert.Truef(t, err == nil && n.Payload == "wanted",
@@ -451,7 +451,7 @@ func TestCallersShareStatements(t *testing.T) {
 		}
 		running.Wait()
 	}
-	pgtest.Eventually(t, soon, func() bool {
+	pgtest.Eventually(t, func() bool {
 		round()
 		return t.Failed() || w.count("acquire_agent_locks") > 0 && w.count("release_agent_lock(w.") > 0
 	}, "a statement for several")

@@ -37,7 +37,7 @@ func settled(t *testing.T, db postgres.DB, lane string) {
 			lane)
 	}
 	first := place()
-	pgtest.Eventually(t, soon, func() bool { return place().After(first) }, "the second look")
+	pgtest.Eventually(t, func() bool { return place().After(first) }, "the second look")
 }
 
 // releaseLane releases a lane in SQL, with retries while it is blocked. It returns the successor: "" for none, or
@@ -55,7 +55,7 @@ func releaseLane(t *testing.T, db postgres.DB, lane, owner string, token int64) 
 // notified is what the next notification of conn says.
 func notified(t *testing.T, conn *pgx.Conn) string {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
 	n, err := conn.WaitForNotification(ctx)
 	require.NoError(t, err)
@@ -226,7 +226,7 @@ func TestAHandedOverLeaseIsShort(t *testing.T) {
 		assert.Truef(t, lasts == float64(min(ttl, 10)), "%s: the lease lasts %v s", lane, lasts)
 	}
 	queues(t, db, "short", "patient", 60)
-	pgtest.Eventually(t, soon, func() bool { return try(t, db, "short", "patient", 60).acquired },
+	pgtest.Eventually(t, func() bool { return try(t, db, "short", "patient", 60).acquired },
 		"the next in the queue is served")
 }
 
@@ -388,7 +388,7 @@ func TestALateHandoverIsIgnored(t *testing.T) {
 	pgtest.Exec(t, db, `select pg_notify('agent_lanes',
 		concat_ws(E'\t', 'x', w.owner, 1, (extract(epoch from clock_timestamp() - interval '1 minute') * 1000000)::bigint))
 		from agent_lock_waiters w`)
-	pgtest.Eventually(t, soon, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters`).After(
 			place)
 	}, "it looks again")
@@ -417,7 +417,7 @@ func TestTheLocalEndOfAHandoverCountsFromBeforeTheAttempt(t *testing.T) {
 		if lease == nil {
 			t.FailNow()
 		}
-		took := ended(t, lease, soon).Sub(start)
+		took := ended(t, lease, pgtest.Timeout).Sub(start)
 		expire(t, db, "x")
 		return took
 	})

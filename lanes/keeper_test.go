@@ -42,7 +42,7 @@ func TestRunKeepsALeaseBeyondItsTTL(t *testing.T) {
 	run(t, k)
 	l := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
 	first := l.ExpiresAt()
-	pgtest.Eventually(t, soon, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return l.Context().Err() != nil || pgtest.Value[bool](t, db, `select clock_timestamp() > $1::timestamptz`, first)
 	}, "the first lease would have ended")
 	require.NoError(t, context.Cause(l.Context()), "lost")
@@ -67,7 +67,7 @@ func TestOneStatementRenewsEverything(t *testing.T) {
 		acquire(t, k, fmt.Sprint("x", i), lanes.WithTTL(12*time.Second))
 	}
 	start, sent := time.Now(), w.count("renew_agent_locks")
-	pgtest.Eventually(t, soon, func() bool { return w.count("renew_agent_locks") >= sent+3 }, "renewals go on")
+	pgtest.Eventually(t, func() bool { return w.count("renew_agent_locks") >= sent+3 }, "renewals go on")
 	if took := time.Since(start); took < 5*time.Second { // some are asked for early, together with the first
 		t.Errorf("3 renewals of %d leases within %s: want one every 4 s", n, took)
 	}
@@ -82,7 +82,7 @@ func TestTheLocalEndCountsFromBeforeTheCall(t *testing.T) {
 	least := retryWithin(t, 2400*time.Millisecond, func() time.Duration {
 		start := time.Now()
 		l := acquire(t, k, "x", lanes.WithTTL(2*time.Second))
-		took := ended(t, l, soon).Sub(start)
+		took := ended(t, l, pgtest.Timeout).Sub(start)
 		log.want(t, 1, "level=ERROR", `msg="lane lost"`, "lane=x", "owner="+l.Owner().String())
 		assert.ErrorIs(t, l.Release(t.Context()), lanes.ErrLost)
 		return took
@@ -110,11 +110,11 @@ func TestWorkEndsWithTheLeaseWhenTheDatabaseIsGone(t *testing.T) {
 	retryWithin(t, 2400*time.Millisecond, func() time.Duration {
 		l := acquire(t, k, "x", lanes.WithTTL(2*time.Second))
 		renewed := w.count("renew_agent_locks")
-		pgtest.Eventually(t, soon, func() bool { return w.count("renew_agent_locks") > renewed || l.Context().Err() != nil },
+		pgtest.Eventually(t, func() bool { return w.count("renew_agent_locks") > renewed || l.Context().Err() != nil },
 			"a renewal")
 		w.cut.Store(true)
 		start := time.Now()
-		took := ended(t, l, soon).Sub(start)
+		took := ended(t, l, pgtest.Timeout).Sub(start)
 		log.want(t, 1, `msg="lane lost"`, "owner="+l.Owner().String())
 		w.cut.Store(false) // for the release
 		err := l.Release(t.Context())
@@ -130,10 +130,10 @@ func TestALeaseSurvivesAShortOutage(t *testing.T) {
 	run(t, k)
 	l := acquire(t, k, "x", lanes.WithTTL(20*time.Second))
 	w.cut.Store(true)
-	pgtest.Eventually(t, soon, func() bool { return len(log.Lines("lanes not renewed")) > 0 }, "a renewal fails")
+	pgtest.Eventually(t, func() bool { return len(log.Lines("lanes not renewed")) > 0 }, "a renewal fails")
 	w.cut.Store(false)
 	ends := l.ExpiresAt()
-	pgtest.Eventually(t, soon, func() bool { return l.ExpiresAt().After(ends) || l.Context().Err() != nil },
+	pgtest.Eventually(t, func() bool { return l.ExpiresAt().After(ends) || l.Context().Err() != nil },
 		"renewed again")
 	assert.NoError(t, context.Cause(l.Context()), "lost")
 }
@@ -147,7 +147,7 @@ func TestABrokenLaneEndsTheWork(t *testing.T) {
 	other := acquire(t, k, "y", lanes.WithTTL(9*time.Second))
 	broken, err := lanes.Break(t.Context(), db, "x", "stuck")
 	require.Truef(t, err == nil && broken, "Break: %v, %v", broken, err)
-	if at, end := ended(t, l, soon), l.ExpiresAt(); !at.Before(end) {
+	if at, end := ended(t, l, pgtest.Timeout), l.ExpiresAt(); !at.Before(end) {
 		t.Errorf("the work ended at %s, with its lease at %s", at, end)
 	}
 	assert.NoError(t, other.Context().Err(), "another lane ended too")
@@ -167,7 +167,7 @@ func TestABrokenLaneReachesItsHolderAtOnce(t *testing.T) {
 		began := time.Now()
 		broken, err := lanes.Break(t.Context(), db, "x", "stuck")
 		require.Truef(t, err == nil && broken, "Break: %v, %v", broken, err)
-		took := ended(t, l, soon).Sub(began)
+		took := ended(t, l, pgtest.Timeout).Sub(began)
 		if cause := context.Cause(l.Context()); !errors.Is(cause, lanes.ErrLost) || other.Context().Err() != nil {
 			t.Errorf("the work ended with %v, that in another lane with %v", cause, other.Context().Err())
 		}
@@ -186,7 +186,7 @@ func TestABrokenLaneThatIsTakenAgainEndsTheOldWorkOnly(t *testing.T) {
 	require.NoError(t, err)
 	l := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
 	run(t, k)
-	if at, end := ended(t, old, soon), old.ExpiresAt(); !at.Before(end) {
+	if at, end := ended(t, old, pgtest.Timeout), old.ExpiresAt(); !at.Before(end) {
 		t.Errorf("the old work ended at %s, with its lease at %s", at, end)
 	}
 	assert.NoError(t, context.Cause(l.Context()), "the new hold ended")
@@ -202,10 +202,10 @@ func TestALockedRowIsRenewedSoon(t *testing.T) {
 	stranger := pgtest.Begin(t, db)
 	pgtest.Exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
 	run(t, k)
-	pgtest.Eventually(t, soon, func() bool { return w.count("renew_agent_locks") >= 2 }, "the row is asked again")
+	pgtest.Eventually(t, func() bool { return w.count("renew_agent_locks") >= 2 }, "the row is asked again")
 	commit(t, stranger)
 	ends := l.ExpiresAt()
-	pgtest.Eventually(t, soon, func() bool { return l.ExpiresAt().After(ends) || l.Context().Err() != nil }, "renewed")
+	pgtest.Eventually(t, func() bool { return l.ExpiresAt().After(ends) || l.Context().Err() != nil }, "renewed")
 	assert.NoError(t, context.Cause(l.Context()), "lost")
 	log.want(t, 0, "lane lost")
 }
@@ -221,7 +221,7 @@ func TestThreadLanesAreRenewedManuallyAndTheirLossCancelsNothing(t *testing.T) {
 	assert.True(t, l.ExpiresAt().After(ends), "Renew did not prolong the lease")
 	select {
 	case <-l.Lost():
-	case <-time.After(soon):
+	case <-time.After(pgtest.Timeout):
 		t.Fatal("an idle thread keeps its lane")
 	}
 	if l.Context().Err() != nil {

@@ -298,7 +298,7 @@ func TestDropForgetsTheLeasesOfAnExecution(t *testing.T) {
 	}
 	assert.NoError(t, step.Release(t.Context()))
 	ends := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
-	pgtest.Eventually(t, soon, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`).After(ends)
 	}, "the lease is renewed")
 	want := pgtest.Value[string](t, db, `select locked_by || fencing_token from agent_locks`)

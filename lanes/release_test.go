@@ -55,7 +55,7 @@ func TestAReleaseWhoseAnswerIsLostIsARelease(t *testing.T) {
 	w.lose.Store(true)
 	released := make(chan error, 1)
 	go func() { released <- l.Release(t.Context()) }()
-	pgtest.Eventually(t, soon, func() bool { return len(log.Lines("lane not released yet")) > 0 }, "the answer is lost")
+	pgtest.Eventually(t, func() bool { return len(log.Lines("lane not released yet")) > 0 }, "the answer is lost")
 	w.lose.Store(false)
 	assert.NoError(t, <-released, "Release")
 	log.want(t, 1, "lane released", "lane=x")

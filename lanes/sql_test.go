@@ -287,7 +287,7 @@ func TestBatchRenewalsInAnyOrderNeverDeadlock(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `select acquire_agent_lock('lane' || n, 'a', 60) from generate_series(1, 100) n`)
-	ctx, cancel := context.WithTimeout(t.Context(), 2*soon)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*pgtest.Timeout)
 	defer cancel()
 	var renewers sync.WaitGroup
 	for range 6 {

@@ -28,9 +28,6 @@ func TestMain(m *testing.M) {
 	pgtest.Main(leaks.Tests{M: m})
 }
 
-// soon is within which things happen that need no timeout; long enough for a busy machine.
-const soon = time.Minute
-
 // grant is a row of acquire_agent_lock.
 type grant struct {
 	acquired bool
@@ -111,7 +108,7 @@ type logs struct{ testkit.Log }
 // want waits for n lines: the lost context ends before the log line.
 func (l *logs) want(t testing.TB, n int, words ...string) {
 	t.Helper()
-	pgtest.Eventually(t, soon, func() bool { return len(l.Lines(words...)) >= n },
+	pgtest.Eventually(t, func() bool { return len(l.Lines(words...)) >= n },
 		fmt.Sprintf("%d log lines with %q", n, words))
 	if got := l.Lines(words...); len(got) != n {
 		t.Errorf("%d log lines with %q, want %d; all:\n%s", len(got), words, n, strings.Join(l.Lines(), ""))

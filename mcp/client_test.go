@@ -91,7 +91,7 @@ func TestAHangingToolIsCancelledByTheTimeout(t *testing.T) {
 	}
 	select {
 	case <-cancelled:
-	case <-time.After(soon):
+	case <-time.After(pgtest.Timeout):
 		t.Error("the server was not told")
 	}
 }
@@ -120,7 +120,7 @@ func TestASlowChildIsKept(t *testing.T) {
 	d.TimeoutMS = 2000
 	w.put(d)
 	w.fails("echo", `{"text":"a","times":1}`, skills.ClassTimeout, "2s") // it starts
-	pgtest.Eventually(t, soon, func() bool {
+	pgtest.Eventually(t, func() bool {
 		_, err := w.call("pid", `{}`)
 		return err == nil
 	}, "the child has started")
@@ -173,7 +173,7 @@ func TestAChildIsKeptReplacedAndStopped(t *testing.T) {
 	assert.Equal(t, first, again, "the second call went to child")
 	require.NoError(t, syscall.Kill(first, syscall.SIGKILL))
 	var second int
-	pgtest.Eventually(t, soon, func() bool { // the first call after the kill may reach the dead child
+	pgtest.Eventually(t, func() bool { // the first call after the kill may reach the dead child
 		if _, err := w.call("pid", `{}`); err != nil {
 			return false
 		}
@@ -201,7 +201,7 @@ func TestAServerThatIsDownIsUnavailableAndComesBack(t *testing.T) {
 	assert.Truef(t, err == nil && r.SyncError != "" && w.skill("echo").Enabled, "after a failed sync: %+v, %v", r, err)
 	back := serveAt(t, address, tools("")...)
 	defer back.Close()
-	pgtest.Eventually(t, soon, func() bool { _, err := w.call("echo", `{"text":"a"}`); return err == nil },
+	pgtest.Eventually(t, func() bool { _, err := w.call("echo", `{"text":"a"}`); return err == nil },
 		"the server is used again")
 }
 

@@ -31,8 +31,6 @@ import (
 // childVariable makes the test binary a stdio server.
 const childVariable = "LANEKEEPER_TEST_MCP"
 
-const soon = 90 * time.Second
-
 func TestMain(m *testing.M) {
 	if kind := os.Getenv(childVariable); kind != "" {
 		os.Exit(child(kind))

@@ -79,7 +79,7 @@ func TestAChangeIsFoundByTheCallItself(t *testing.T) {
 	s.become(tools("")...)
 	w.sync()
 	assert.True(t, w.skill("echo").Enabled, "a tool that is again as it was accepted stays disabled")
-	pgtest.Eventually(t, soon, func() bool { _, err := w.call("echo", `{"text":"a"}`); return err == nil },
+	pgtest.Eventually(t, func() bool { _, err := w.call("echo", `{"text":"a"}`); return err == nil },
 		"it can be called again")
 }
 
@@ -243,18 +243,18 @@ func TestRunSyncsWhatIsDueAndStopsItsChildren(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- w.client.Run(ctx) }()
-	pgtest.Eventually(t, soon/2, func() bool {
+	pgtest.EventuallyWithin(t, 45*time.Second, func() bool {
 		r, err := mcp.Get(t.Context(), w.pool, "test")
 		return err == nil && r.SyncedAt != nil && strings.HasPrefix(r.About, "test 1.0")
 	}, "the server is synced before the silent one has failed")
-	pgtest.Eventually(t, soon/2, func() bool {
+	pgtest.EventuallyWithin(t, 45*time.Second, func() bool {
 		return strings.Contains(w.log.String(), `msg="waiting for MCP server" server=silent limit=1m30s`)
 	}, "the log names the silent server")
 	cancel()
 	select {
 	case err := <-done:
 		assert.NoError(t, err)
-	case <-time.After(soon):
+	case <-time.After(pgtest.Timeout):
 		t.Error("Run does not end")
 	}
 }

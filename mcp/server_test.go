@@ -238,7 +238,7 @@ func TestTheListFollowsTheOffers(t *testing.T) {
 	got := names(t, overHTTP)
 	assert.Truef(t, slices.Equal(got, []string{"hidden"}), "over HTTP are offered %v", got)
 	<-changed
-	pgtest.Eventually(t, soon, func() bool { return slices.Equal(names(t, overStdio), []string{"hidden"}) },
+	pgtest.Eventually(t, func() bool { return slices.Equal(names(t, overStdio), []string{"hidden"}) },
 		"the session over stdio follows")
 	_, err = mcp.Grant(t.Context(), h.pool, "none", "admin", "tester")
 	assert.ErrorIs(t, err, skills.ErrNotFound, "offering what is not there")

@@ -20,8 +20,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-const waitTimeout = 60 * time.Second
-
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
 func save(t *testing.T, pool *pgxpool.Pool, n memory.Note) memory.Entry {
@@ -382,7 +380,7 @@ func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
 		e, err := memory.Save(t.Context(), pool, memory.Note{Key: "k", Value: 3, Revision: memory.Absent})
 		assert.Truef(t, err == nil && e.Revision == 3, "the writer got revision %d, %v", e.Revision, err)
 	})
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		var waits bool
 		err := pool.QueryRow(t.Context(), `
 			select exists (select from pg_stat_activity where datname = current_database()

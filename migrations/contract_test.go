@@ -20,8 +20,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-const soon = 90 * time.Second
-
 // claimed is an execution that a live worker has claimed for the first time.
 func claimed(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
@@ -167,7 +165,7 @@ func TestPartitionsAreMadeBesideAReader(t *testing.T) {
 	db := pgtest.DB(t)
 	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, `select count(*) from agent_activity`)
-	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
 	_, err := migrations.EnsureMonths(ctx, db, nil, 5)
 	require.NoError(t, err, "partitions beside a reader")

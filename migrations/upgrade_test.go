@@ -62,7 +62,7 @@ func upgrade(t *testing.T, db *pgxpool.Pool, to fs.FS) <-chan error {
 	t.Helper()
 	done := make(chan error, 1)
 	var running sync.WaitGroup
-	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	t.Cleanup(cancel)
 	running.Go(func() {
 		_, err := migrations.UpWith(ctx, db, to)
@@ -74,7 +74,7 @@ func upgrade(t *testing.T, db *pgxpool.Pool, to fs.FS) <-chan error {
 
 func ended(t *testing.T, done <-chan error) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
 	select {
 	case err := <-done:
@@ -94,7 +94,7 @@ func TestAMigrationThatWaitsForALockLetsOthersPass(t *testing.T) {
 	done := upgrade(t, db, next(t,
 		map[string]string{"9001_more.sql": `alter table agent_executions add column more int not null default 0`}))
 	blocked(t, db, 1, "add column more")
-	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
 	_, err := db.Exec(ctx, `select count(*) from agent_executions`)
 	require.NoError(t, err, "a reader behind the migration")
@@ -227,7 +227,7 @@ func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
 // One connection holds the lock: with no other it waited for itself.
 func TestAMigrationWithOneConnectionIsRefused(t *testing.T) {
 	t.Parallel()
-	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
 	url := pgtest.EmptyURL(t)
 	_, err := migrations.Up(ctx, opened(t, url, "pool_max_conns", "1"))

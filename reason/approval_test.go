@@ -78,7 +78,7 @@ func (w *world) ended(
 	t *testing.T, id string, decide func(approvals.Approval), polls ...func(),
 ) (x executions.Execution) {
 	t.Helper()
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		for _, poll := range polls {
 			poll()
 		}

@@ -504,12 +504,12 @@ func TestACancelledCallCountsInFull(t *testing.T) {
 		_, err := e.RunSync(ctx, executions.Spec{Flow: "turn", Surface: trace.Flow})
 		return err
 	})
-	pgtest.Eventually(t, waitTimeout, func() bool { return len(w.model.Requests()) == 1 }, "the model is asked")
+	pgtest.Eventually(t, func() bool { return len(w.model.Requests()) == 1 }, "the model is asked")
 	cancel()
 	if err := run.Wait(); err != nil {
 		t.Logf("RunSync: %v", err)
 	}
-	pgtest.Eventually(t, waitTimeout, func() bool { return w.book(t).Unknown > 0 }, "the reservation is written off")
+	pgtest.Eventually(t, func() bool { return w.book(t).Unknown > 0 }, "the reservation is written off")
 	if got := w.book(t); got.Aside != 0 || got.Spent < models.DefaultMaxTokens || got.Unknown != got.Spent {
 		t.Errorf("the day has %+v", got)
 	}
@@ -535,7 +535,7 @@ func TestACallRepeatedAfterACrashIsCountedTwice(t *testing.T) {
 		_, err := engine.RunSync(stopped, executions.Spec{Flow: "turn", Surface: trace.Flow})
 		return err
 	})
-	pgtest.Eventually(t, waitTimeout, func() bool { return len(w.model.Requests()) == 1 }, "the model is asked")
+	pgtest.Eventually(t, func() bool { return len(w.model.Requests()) == 1 }, "the model is asked")
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.engine(t, true)
 	enginetest.Await(t, w.pool, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`),

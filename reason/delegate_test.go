@@ -60,7 +60,7 @@ func begin(t *testing.T, w *world, e *executions.Engine) string {
 // child is the execution that another started.
 func (w *world) child(t *testing.T, parent string) (x executions.Execution) {
 	t.Helper()
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		var id string
 		if err := w.pool.QueryRow(t.Context(), `select id::text from agent_executions where parent_id = @id`,
 			postgres.Strict{"id": parent}).Scan(&id); err != nil {

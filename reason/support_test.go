@@ -27,8 +27,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-const waitTimeout = 90 * time.Second
-
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
 // world is a database, a scripted model and a loop between them.

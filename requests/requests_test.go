@@ -7,7 +7,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -24,8 +23,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
-
-const waitTimeout = 60 * time.Second
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
@@ -58,7 +55,7 @@ func asks(t *testing.T, pool *pgxpool.Pool, r requests.Request) (*executions.Eng
 func end(t *testing.T, pool *pgxpool.Pool, engine *executions.Engine, id string) map[string]any {
 	t.Helper()
 	var x executions.Execution
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		require.NoError(t, engine.ClaimAndRun(t.Context(), id))
 		var err error
 		x, err = executions.Get(t.Context(), pool, id)

@@ -243,7 +243,7 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	for n := range 60 {
 		b.begin(t.Context(), errand{N: 100 + n})
 	}
-	pgtest.Eventually(t, time.Minute, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[int](t, own,
 			`select count(*) from agent_executions where flow = 'errand' and status <> 'waiting'`) == 0 &&
 			pgtest.Value[int](t, own,

@@ -97,7 +97,7 @@ func TestAMonthIsDetachedBesideAReader(t *testing.T) {
 	n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`)
 	assert.Truef(t, left != 0 && n < rows, "%d months are leaving, and %d of %d rows are read", left, n, rows)
 	require.NoError(t, reader.Rollback(t.Context()))
-	pgtest.Eventually(t, time.Minute, func() bool {
+	pgtest.Eventually(t, func() bool {
 		pass(t, pool, time.Second)
 		return len(attached(t, pool, 123)) == 0
 	}, "the old months are gone when the reader is")

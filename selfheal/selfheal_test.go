@@ -310,7 +310,7 @@ func TestASuccessThatComesInBetweenIsSeen(t *testing.T) {
 		report, err = selfheal.Run(t.Context(), db, selfheal.Default())
 		return err
 	})
-	pgtest.Eventually(t, 90*time.Second, func() bool {
+	pgtest.Eventually(t, func() bool {
 		var waits bool
 		err := db.QueryRow(t.Context(), `
 			select exists (select from pg_stat_activity where datname = current_database()

@@ -8,7 +8,6 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/lanekeeper/lanekeeper"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -54,7 +53,7 @@ func TestAProgramEmbedsTheAgentBesideItsFlows(t *testing.T) {
 	ctx, stop := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() { ended <- agent.Run(ctx) }()
-	pgtest.Eventually(t, time.Minute, func() bool {
+	pgtest.Eventually(t, func() bool {
 		status, _ := call(t, "GET", web.URL+"/readyz", "")
 		return status == http.StatusOK
 	}, "the agent is not ready")

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"slices"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -128,12 +127,12 @@ func TestASkillStartsAFlow(t *testing.T) {
 		got.ExecutionID == "" {
 		t.Errorf("without wait: %+v", got)
 	}
-	pgtest.Eventually(t, time.Minute, func() bool { return call(slow, `{}`, "").Status == executions.Waiting },
+	pgtest.Eventually(t, func() bool { return call(slow, `{}`, "").Status == executions.Waiting },
 		"when the time is up, the answer has the present state")
 	// Inside an execution, the new execution is its child.
 	parent, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "caller", Surface: trace.Webhook, ThreadID: "t1"})
 	require.NoError(t, err)
-	pgtest.Eventually(t, time.Minute, func() bool {
+	pgtest.Eventually(t, func() bool {
 		x, err := executions.Get(t.Context(), pool, parent.ID)
 		return err == nil && x.Status == executions.Completed && json.Unmarshal(x.Result, &got) == nil
 	}, "the caller ends")

@@ -205,7 +205,7 @@ func TestSQLTimeoutsStopTheQueryOnTheServer(t *testing.T) {
 			if class(err) != skills.ClassTimeout || time.Since(began) > 50*time.Second {
 				t.Errorf("got %v of class %q after %s", err, class(err), time.Since(began))
 			}
-			pgtest.Eventually(t, 90*time.Second, func() bool { return !sleeping(t, pool, marker) }, "the query still runs")
+			pgtest.Eventually(t, func() bool { return !sleeping(t, pool, marker) }, "the query still runs")
 		})
 	}
 }
@@ -223,11 +223,11 @@ func TestSQLCancelStopsTheQueryOnTheServer(t *testing.T) {
 		_, err := r.Invoke(ctx, skills.Call{Skill: s})
 		ended <- err
 	}()
-	pgtest.Eventually(t, 90*time.Second, func() bool { return sleeping(t, pool, marker) }, "the query does not start")
+	pgtest.Eventually(t, func() bool { return sleeping(t, pool, marker) }, "the query does not start")
 	gone := errors.New("lane lost")
 	cancel(gone)
 	assert.ErrorIs(t, <-ended, gone)
-	pgtest.Eventually(t, 90*time.Second, func() bool { return !sleeping(t, pool, marker) }, "the query still runs")
+	pgtest.Eventually(t, func() bool { return !sleeping(t, pool, marker) }, "the query still runs")
 	// The pool stays usable.
 	_, err := invokeSQL(t, pool, "select 1", `{}`, nil, nil)
 	assert.NoError(t, err)
@@ -315,13 +315,13 @@ func TestAQueryThatTheDatabaseBrokeOffIsMadeAgain(t *testing.T) {
 	enginetest.Run(t, e.Run)
 	x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "asks", Surface: trace.Flow})
 	require.NoError(t, err)
-	pgtest.Eventually(t, 90*time.Second, func() bool { return sleeping(t, pool, marker) }, "the query does not start")
+	pgtest.Eventually(t, func() bool { return sleeping(t, pool, marker) }, "the query does not start")
 	pgtest.Exec(t, pool, `insert into broken default values`)
 	pgtest.Exec(t, pool, `
 		select pg_terminate_backend(pid) from pg_stat_activity
 		 where datname = current_database() and query like '%' || $1 || '%' and pid <> pg_backend_pid()`, marker)
 	var status, message string
-	pgtest.Eventually(t, 90*time.Second, func() bool {
+	pgtest.Eventually(t, func() bool {
 		err := pool.QueryRow(t.Context(), `select status, coalesce(error_message, '') from agent_executions where id = $1`,
 			x.ID).Scan(&status, &message)
 		return err == nil && (status == "completed" || status == "failed")

@@ -50,7 +50,7 @@ func TestAParkedThreadDoesNotExpireAndAnswersGoToItsHolder(t *testing.T) {
 	got := p.replies(t, "t", "Ada")
 	assert.Truef(t, len(got.Resumed) == 1 && got.Resumed[0] == id && got.Seq == 2, "received: %+v", got)
 	p.reaches(t, id, executions.Completed)
-	pgtest.Eventually(t, waitTimeout, func() bool { return len(spoken(t, pool, "t")) == 4 }, "the queued message leaves")
+	pgtest.Eventually(t, func() bool { return len(spoken(t, pool, "t")) == 4 }, "the queued message leaves")
 	assert.NoDiff(t, []string{"who are you?", "Ada", "hello, Ada", "other"}, spoken(t, pool, "t"))
 	p.log.want(t, `msg="lane acquired"`, "lane=thread:t", "owner="+id)
 	p.log.want(t, `msg="locks released"`, "count=1")
@@ -122,7 +122,7 @@ func TestAQuestionThatIsQueuedIsWaitedForWhenItLeaves(t *testing.T) {
 	}
 	got = p.replies(t, "t", "answer")
 	assert.Truef(t, len(got.Resumed) == 1, "the answer: %+v", got)
-	pgtest.Eventually(t, waitTimeout, func() bool { return len(spoken(t, pool, "t")) == 6 }, "b's message leaves")
+	pgtest.Eventually(t, func() bool { return len(spoken(t, pool, "t")) == 6 }, "b's message leaves")
 }
 
 func TestAChildSpeaksInItsParentsThreadAndASiblingQueues(t *testing.T) {
@@ -159,7 +159,7 @@ func TestAChildSpeaksInItsParentsThreadAndASiblingQueues(t *testing.T) {
 			or flow = 'sibling' and status = 'completed'`)
 	p.replies(t, "t", "my answer")
 	p.reaches(t, id, executions.Completed)
-	pgtest.Eventually(t, waitTimeout, func() bool { return len(spoken(t, pool, "t")) == 6 }, "all is said")
+	pgtest.Eventually(t, func() bool { return len(spoken(t, pool, "t")) == 6 }, "all is said")
 	want := []string{"parent begins", "child asks", "my answer", "child thanks", "parent ends", "sibling"}
 	assert.NoDiff(t, want, spoken(t, pool, "t"))
 	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where flow = 'child'`)
@@ -225,7 +225,7 @@ func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 				}
 			}
 			p.reaches(t, x.ID, executions.Completed)
-			pgtest.Eventually(t, waitTimeout, func() bool { return len(spoken(t, pool, "t")) == len(want)+1 },
+			pgtest.Eventually(t, func() bool { return len(spoken(t, pool, "t")) == len(want)+1 },
 				"the child's message leaves")
 		})
 	}

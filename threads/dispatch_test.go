@@ -206,7 +206,7 @@ func TestAHangingTargetHoldsUpNobodyElse(t *testing.T) {
 	tells(t, pool, "fast", "x", "y")
 	tells(t, pool, "log", "for the log")
 	log, _ := carries(t, pool)
-	pgtest.Eventually(t, waitTimeout, func() bool { return len(fast.contents()) == 2 }, "the fast one has got both")
+	pgtest.Eventually(t, func() bool { return len(fast.contents()) == 2 }, "the fast one has got both")
 	pgtest.Until(t, pool, "delivered", `select status from agent_messages where thread_id = 'log'`)
 	log.want(t, "msg=message", `content="for the log"`, "thread_id=log")
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*)::int from agent_messages where thread_id like 'slow %'
@@ -279,14 +279,14 @@ func TestACourierSendsQueuesAndFreesThreads(t *testing.T) {
 	saysAs(t, db, c, "c")
 	log, _ := carries(t, db)
 	ends(t, db, a, "completed")
-	pgtest.Eventually(t, waitTimeout, func() bool { return len(spoken(t, db, "t")) == 2 }, "b's message leaves")
+	pgtest.Eventually(t, func() bool { return len(spoken(t, db, "t")) == 2 }, "b's message leaves")
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
-	pgtest.Eventually(t, waitTimeout, func() bool { return len(spoken(t, db, "t")) == 3 }, "c's message leaves")
+	pgtest.Eventually(t, func() bool { return len(spoken(t, db, "t")) == 3 }, "c's message leaves")
 	// Nobody wants this one; it is freed some time later, and that is logged.
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '10 minutes'
 		where lane = 'thread:t'`)
 	pgtest.Until(t, db, "", `select locked_by from agent_locks where lane = 'thread:t'`)
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return log.has("level=WARN", `msg="lane stale, clearing"`, "holder="+c)
 	}, "it is logged")
 }

@@ -52,7 +52,7 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 		ids[i] = x.ID
 	}
 	asked, cancelled := map[string]bool{}, map[string]bool{} // a cancel that meets a lock happens later
-	deadline := time.Now().Add(waitTimeout)
+	deadline := time.Now().Add(pgtest.Timeout)
 	for ended := 0; ended < racers; {
 		require.Truef(t, !time.Now().After(deadline), "%d of %d have ended", ended, racers)
 		id := ids[rand.N(racers)]
@@ -122,7 +122,7 @@ func TestNobodySpeaksBetweenTheWordsOfAHolder(t *testing.T) {
 	for range 10 {
 		p.begin(t, "speak")
 	}
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		if pgtest.Value[bool](t, pool, `select exists (select from agent_executions x where x.status = 'waiting'
 			and not x.waiting_data ? 'queued_message')`) {
 			p.replies(t, "t", "go on")

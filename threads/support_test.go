@@ -22,8 +22,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-const waitTimeout = 60 * time.Second
-
 // journal keeps what was logged.
 type journal struct{ testkit.Log }
 
@@ -80,7 +78,7 @@ func (p *process) begin(t *testing.T, flow string) string {
 func (p *process) reaches(t *testing.T, id string, status executions.Status) executions.Execution {
 	t.Helper()
 	var got executions.Execution
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		var err error
 		got, err = executions.Get(t.Context(), p.pool, id)
 		return err == nil && got.Status == status

@@ -241,7 +241,7 @@ func TestASlowTargetDoesNotHoldUpAnother(t *testing.T) {
 		emit(t, pool, "execution.completed")
 	}
 	dispatches(t, pool, []string{slow.host(t)})
-	pgtest.Eventually(t, waitTimeout, func() bool { return quick.count() == 40 }, "the quick target has everything")
+	pgtest.Eventually(t, func() bool { return quick.count() == 40 }, "the quick target has everything")
 	if slow.count() > 4 {
 		t.Errorf("%d requests at once to the slow one", slow.count())
 	}

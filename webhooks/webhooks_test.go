@@ -31,8 +31,7 @@ import (
 )
 
 const (
-	waitTimeout = 90 * time.Second
-	whsec       = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+	whsec = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }

@@ -759,7 +759,7 @@ func TestAFlowThatRaisesAnEventIsItsCause(t *testing.T) {
 		return x
 	}
 	until := func(x executions.Execution, status string) {
-		pgtest.Eventually(t, time.Minute, func() bool {
+		pgtest.Eventually(t, func() bool {
 			return value[string](w, `select status from agent_executions where id = $1`, x.ID) == status
 		}, x.Flow+" is "+status)
 	}

@@ -30,8 +30,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-const waitTimeout = 90 * time.Second
-
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
 // world is a database, a model, and the skill look, which runs a function of the test.
@@ -129,7 +127,7 @@ func (w *world) until(t *testing.T, want string) {
 			t.Logf("runs are %s", got)
 		}
 	}()
-	pgtest.Eventually(t, waitTimeout, func() bool { got = w.states(t); return got == want },
+	pgtest.Eventually(t, func() bool { got = w.states(t); return got == want },
 		fmt.Sprintf("runs become %s", want))
 }
 
@@ -179,7 +177,7 @@ func TestARunThatIsTriedAgainStartsItsFlowOnce(t *testing.T) {
 		on agent_automation_runs for each row execute function refuse()`)
 	w.process(t)
 	w.raise(t, "hired", "c1", `{}`)
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp() where status = 'error'`)
 		return w.states(t) == "success 1"
 	}, "the second attempt succeeds")

@@ -126,7 +126,7 @@ func (d *approvalTest) request() (id string) {
 // shown waits for the message that shows a request.
 func (d *approvalTest) shown(order int) (shown slacktest.Message) {
 	d.Helper()
-	pgtest.Eventually(d.T, 30*time.Second, func() bool {
+	pgtest.EventuallyWithin(d.T, 30*time.Second, func() bool {
 		for _, m := range d.fake.Messages(d.at) {
 			if strings.Contains(string(m.Blocks), fmt.Sprintf(`\"order\": %d`, order)) {
 				shown = m
@@ -147,7 +147,7 @@ func (d *approvalTest) click(user string, shown slacktest.Message, label string)
 
 func (d *approvalTest) feedback(before int) (text string) {
 	d.Helper()
-	pgtest.Eventually(d.T, 30*time.Second, func() bool {
+	pgtest.EventuallyWithin(d.T, 30*time.Second, func() bool {
 		for _, m := range d.fake.Messages(d.at)[before:] {
 			if m.Only != "" {
 				text = m.Text
@@ -195,7 +195,9 @@ func TestApprovalsBySlackButtons(t *testing.T) {
 			d.fake.ClickAgain(false) // the same event: it came already
 			d.fake.ClickAgain(true)
 			d.expect("a replay", d.feedback(before), "used already", id, "approved")
-			pgtest.Eventually(t, 30*time.Second, func() bool { return d.fake.Click("U0ANA", ops, shown.TS, "Approve") != nil },
+			pgtest.EventuallyWithin(t, 30*time.Second, func() bool {
+				return d.fake.Click("U0ANA", ops, shown.TS, "Approve") != nil
+			},
 				"the buttons go")
 			d.expect("a rejection", d.click("U0ANA", d.shown(2), "Reject"), "You have rejected", ids[1], "rejected")
 			pgtest.Exec(t, d.pool, `update agent_channel_buttons set arguments_hash = 'of others' where approval_id = $1`, ids[2])

@@ -19,12 +19,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/channels/slack/slacktest"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
-
-const waitTimeout = time.Minute
 
 // memory is an inbox without a database. It fails the first broken calls.
 type memory struct {
@@ -135,7 +134,7 @@ func newWorld(t *testing.T, mode string, prepare ...func(*Transport)) *world {
 
 func (w *world) eventually(ok func() bool) {
 	w.Helper()
-	for end := time.Now().Add(waitTimeout); !ok(); time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(pgtest.Timeout); !ok(); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(end) {
 			w.Fatalf("it does not happen; what came: %q", w.in.texts())
 		}
@@ -238,7 +237,7 @@ func TestABurstIsBoundedAndSurvivesABadMessage(t *testing.T) {
 func TestForeignEvents(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "socket")
-	w.fake.RetryAfter = waitTimeout
+	w.fake.RetryAfter = time.Minute
 	for _, extra := range []map[string]any{
 		{"bot_id": "B2"},
 		{"user": slacktest.BotUser},

@@ -275,7 +275,7 @@ func TestApplyWatch(t *testing.T) {
 	require.NoError(t, cmd.Start())
 	says := func(text string) {
 		t.Helper()
-		pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(shown.String(), text) }, "it says "+text)
+		pgtest.Eventually(t, func() bool { return strings.Contains(shown.String(), text) }, "it says "+text)
 	}
 	write := func(name, text string) {
 		t.Helper()
@@ -297,7 +297,7 @@ func TestApplyWatch(t *testing.T) {
 	if err := os.Rename(filepath.Join(dir, "one.yaml~"), file); err != nil { // as editors save
 		t.Fatal(err)
 	}
-	pgtest.Eventually(t, pgWait, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return strings.Contains(p.must("skills", "show", "one"), "select 4")
 	}, "a file that is renamed over another is applied")
 
@@ -345,7 +345,7 @@ func TestApplyWatchReconnects(t *testing.T) {
 	watching.find(t, "the next file change retries")
 	must("alter database " + pgx.Identifier{database}.Sanitize() + " allow_connections true")
 	write("3")
-	pgtest.Eventually(t, pgWait, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return strings.Contains(watching.out.String(), "applied: ~ skill one")
 	}, "the change is applied")
 	watching.stop()

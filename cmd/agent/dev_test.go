@@ -267,7 +267,7 @@ func TestInterruptedDemoCleansUp(t *testing.T) {
 	assert.Contains(t, errs.String(), "agent: interrupted")
 	dir := regexp.MustCompile(`data directory in (\S+)`).FindStringSubmatch(errs.String())
 	require.Truef(t, dir != nil, "no server was made:\n%s", errs.String())
-	pgtest.Eventually(t, pgWait, func() bool {
+	pgtest.Eventually(t, func() bool {
 		_, err := os.Stat(dir[1])
 		return errors.Is(err, os.ErrNotExist)
 	}, "the server's folder is removed")

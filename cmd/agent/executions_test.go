@@ -51,7 +51,7 @@ func newGreeter(t *testing.T) program {
 // waitWaiting waits until an execution waits.
 func (p program) waitWaiting(id string) {
 	p.t.Helper()
-	pgtest.Eventually(p.t, 2*pgWait, func() bool {
+	pgtest.EventuallyWithin(p.t, 2*pgtest.Timeout, func() bool {
 		var x struct{ Status string }
 		p.mustJSON(&x, "executions", "show", id)
 		return x.Status == "waiting"
@@ -88,7 +88,7 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	}
 	p.mustJSON(&event, "executions", "event", "EVENT_COMPLETED", "news-Ana", "--id", "n1")
 	assert.Truef(t, len(event.Resumed) == 1 && event.Resumed[0] == started.ID, "event %+v", event)
-	pgtest.Eventually(t, 2*pgWait, func() bool {
+	pgtest.EventuallyWithin(t, 2*pgtest.Timeout, func() bool {
 		return strings.Contains(p.must("executions", "show", started.ID), "hello Ana and goodbye")
 	}, "it ends")
 	var replayed struct {
@@ -175,7 +175,9 @@ func TestStartWait(t *testing.T) {
 	assert.Contains(t, waiter.out.String(), "completed hello Eva and goodbye")
 	assert.Contains(t, p.must("executions", "show", id), "completed")
 	failing := p.start("executions", "start", "greet", "--input", `{"name": "Uwe"}`, "--wait", "--json")
-	pgtest.Eventually(t, 2*pgWait, func() bool { return strings.Contains(p.must("executions", "waiting"), "news-Uwe") },
+	pgtest.EventuallyWithin(t, 2*pgtest.Timeout, func() bool {
+		return strings.Contains(p.must("executions", "waiting"), "news-Uwe")
+	},
 		"it waits")
 	var page struct{ Items []struct{ ID string } }
 	p.mustJSON(&page, "executions", "ls", "--status", "waiting")

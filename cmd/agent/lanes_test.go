@@ -230,7 +230,7 @@ func TestLanesRunUnderSignals(t *testing.T) {
 			cmd.WaitDelay = 10 * time.Second
 			require.NoError(t, cmd.Start())
 			for _, answer := range test.answers {
-				pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(out.String(), answer) },
+				pgtest.Eventually(t, func() bool { return strings.Contains(out.String(), answer) },
 					"the command says "+answer)
 				assert.Contains(t, p.must("lanes", "ls"), "pipeline:x")
 				require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
@@ -273,7 +273,8 @@ func TestLanesRunStopsOnLostLane(t *testing.T) {
 	mark := filepath.Join(t.TempDir(), "mark")
 	done := make(chan commandResult, 1)
 	go func() { done <- p.run("lanes", "run", "pipeline:x", "--", "sh", "-c", "touch "+mark+"; exec sleep 99") }()
-	pgtest.Eventually(t, 30*time.Second, func() bool { _, err := os.Stat(mark); return err == nil }, "the command runs")
+	pgtest.EventuallyWithin(t, 30*time.Second, func() bool { _, err := os.Stat(mark); return err == nil },
+		"the command runs")
 	p.must("lanes", "release", "pipeline:x")
 	began := time.Now()
 	got := <-done

@@ -33,9 +33,6 @@ func TestMain(m *testing.M) {
 	pgtest.Main(browser.Tests{M: m})
 }
 
-// pgWait bounds short waits.
-const pgWait = 90 * time.Second
-
 // caretaker is the example workspace.
 const caretaker = "../../examples/caretaker"
 
@@ -134,7 +131,7 @@ func (s *started) find(t *testing.T, pattern string) string {
 	t.Helper()
 	expression := regexp.MustCompile(pattern)
 	var found []string
-	pgtest.Eventually(t, 90*time.Second, func() bool {
+	pgtest.Eventually(t, func() bool {
 		found = expression.FindStringSubmatch(s.err.String())
 		return found != nil || len(s.ended) > 0
 	}, "stderr matches "+pattern)

@@ -283,7 +283,7 @@ func TestServeMCP(t *testing.T) {
 	require.True(t, got.code == 0, got.err)
 	s := agent.start("serve")
 	base := s.find(t, `msg=serving listen=(\S+)`)
-	pgtest.Eventually(t, pgWait, func() bool { return agent.run("mcp", "offer", "mcp__greeter__greet").code == 0 },
+	pgtest.Eventually(t, func() bool { return agent.run("mcp", "offer", "mcp__greeter__greet").code == 0 },
 		"the tool is mounted")
 	client := sdk.NewClient(&sdk.Implementation{Name: "stock"}, nil)
 	code, _ := testkit.Get(t, base+"/mcp")

@@ -116,7 +116,7 @@ func (s *terminalTest) waitFor(pattern string) string {
 	s.t.Helper()
 	expression := regexp.MustCompile(pattern)
 	found := ""
-	pgtest.Eventually(s.t, pgWait, func() bool {
+	pgtest.Eventually(s.t, func() bool {
 		text := escapes.ReplaceAllString(s.shown.String(), "")
 		at := expression.FindStringSubmatchIndex(text[min(s.seen, len(text)):])
 		if at == nil {
@@ -132,7 +132,7 @@ func (s *terminalTest) waitFor(pattern string) string {
 func (s *terminalTest) waitExit() int {
 	s.t.Helper()
 	var code int
-	pgtest.Eventually(s.t, pgWait, func() bool {
+	pgtest.Eventually(s.t, func() bool {
 		select {
 		case code = <-s.ended:
 			return true
@@ -408,7 +408,7 @@ func TestInterruptEndsSilentPipe(t *testing.T) {
 	select {
 	case got := <-ended:
 		assert.Equal(t, exitInterrupted, got.code, got.err)
-	case <-time.After(pgWait):
+	case <-time.After(pgtest.Timeout):
 		t.Error("it waits for the pipe")
 		keep.Close() // so that it ends
 		<-ended
@@ -472,10 +472,10 @@ func TestOperateWatch(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
 	w := d.start("operate", "--watch")
-	pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(w.err.String(), "no admin is active") },
+	pgtest.Eventually(t, func() bool { return strings.Contains(w.err.String(), "no admin is active") },
 		"the watch begins")
 	d.must("operate", "How many?", "--session", "ses_seen")
-	pgtest.Eventually(t, pgWait, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return strings.Contains(w.out.String(), "It is 42.") && strings.Contains(w.err.String(), "✓ look {}") &&
 			strings.Contains(w.err.String(), "answered")
 	}, "the watcher sees the turn")

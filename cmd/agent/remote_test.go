@@ -285,7 +285,7 @@ func TestRemoteInterruptCancelsTheTurn(t *testing.T) {
 	if code := <-s.ended; code != exitInterrupted || !strings.Contains(s.err.String(), "interrupted") {
 		t.Errorf("exit %d, stderr %s", code, s.err.String())
 	}
-	pgtest.Eventually(t, pgWait, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[string](t, d.pool, `select status from agent_executions`) == "cancelled" && !d.laneHeld(t)
 	}, "the server cancels the turn")
 	pgtest.Equal(t, d.pool, "olga cli "+id,
@@ -294,7 +294,7 @@ func TestRemoteInterruptCancelsTheTurn(t *testing.T) {
 	why := d.must("why", pgtest.Value[string](t, d.pool, `select trace_id from agent_executions`))
 	assert.Contains(t, why, "by olga via cli with token "+id)
 	w := far.start("operate", "--watch")
-	pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(w.err.String(), "no admin is active") },
+	pgtest.Eventually(t, func() bool { return strings.Contains(w.err.String(), "no admin is active") },
 		"the watch begins")
 	w.stop()
 	assert.Equal(t, 0, <-w.ended)
@@ -638,7 +638,7 @@ func TestRemoteTurnsAreStreamedAndCancelled(t *testing.T) {
 	}
 	interrupts, ended := make(chan os.Signal, 1), make(chan error, 1)
 	go func() { ended <- call.turn(t.Context(), interrupts, nil, args("Be slow.")) }()
-	pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(shown.String(), "slow {} …") }, "the call is shown")
+	pgtest.Eventually(t, func() bool { return strings.Contains(shown.String(), "slow {} …") }, "the call is shown")
 	interrupts <- os.Interrupt
 	require.NoError(t, <-ended)
 	assert.Contains(t, shown.String(), "cancelled")

@@ -175,7 +175,7 @@ func TestServe(t *testing.T) {
 	p := newProgram(t, pgtest.EmptyURL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
 	s := p.start("serve", "--migrate")
 	base := s.find(t, `msg=serving listen=(\S+)`)
-	pgtest.Eventually(t, pgWait, func() bool {
+	pgtest.Eventually(t, func() bool {
 		code, _ := testkit.Get(t, base+"/readyz")
 		return code == http.StatusOK
 	}, "it is ready")
@@ -318,7 +318,7 @@ func TestInterruptedHeartbeat(t *testing.T) {
 	ended := make(chan commandResult, 1)
 	go func() { ended <- p.runWith(ctx, nil, "heartbeat") }()
 	defer cancel()
-	pgtest.Eventually(t, pgWait, func() bool { return len(model.Requests()) > 0 }, "the model is asked")
+	pgtest.Eventually(t, func() bool { return len(model.Requests()) > 0 }, "the model is asked")
 	cancel()
 	if got := <-ended; got.code != 130 || !strings.Contains(got.out, "cancelled") {
 		t.Errorf("exit %d, stdout %s, stderr %s", got.code, got.out, got.err)
@@ -375,7 +375,7 @@ func TestDoctorNamesWhatHoldsTheDatabaseUp(t *testing.T) {
 	require.NoError(t, tx.Rollback(t.Context()))
 	pgtest.Exec(t, pool, `alter system set synchronous_standby_names = 'nobody'`)
 	pgtest.Exec(t, pool, `select pg_reload_conf()`)
-	pgtest.Eventually(t, pgWait, func() bool { // the checkpointer tells commits of the setting
+	pgtest.Eventually(t, func() bool { // the checkpointer tells commits of the setting
 		got = p.run("doctor")
 		return got.code == 1
 	}, "commits wait for a standby")
@@ -441,17 +441,17 @@ func TestShutdownDrains(t *testing.T) {
 	ended := sync.OnceValue(func() int { _ = cmd.Wait(); return cmd.ProcessState.ExitCode() })
 	t.Cleanup(func() { _ = cmd.Process.Kill(); ended() })
 	var base string
-	pgtest.Eventually(t, pgWait, func() bool {
+	pgtest.Eventually(t, func() bool {
 		if found := serving.FindStringSubmatch(errs.String()); found != nil {
 			base = found[1]
 		}
 		return base != ""
 	}, "it serves")
 	admin := strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")
-	pgtest.Eventually(t, pgWait, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 200 },
+	pgtest.Eventually(t, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 200 },
 		"it is ready")
 	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
-	pgtest.Eventually(t, pgWait, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 503 },
+	pgtest.Eventually(t, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 503 },
 		"it is not ready")
 	if got := send(t.Context(), "GET", base+"/readyz", "", ""); !strings.Contains(got.body, `"draining":{"ok":false`) ||
 		!strings.Contains(got.body, `"worker":{"ok":true`) {
@@ -481,7 +481,7 @@ func TestShutdownWaitsForResponses(t *testing.T) {
 	p.must("migrate")
 	s := p.start("serve")
 	base := s.find(t, `msg=serving listen=(\S+)`)
-	pgtest.Eventually(t, pgWait, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 200 },
+	pgtest.Eventually(t, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 200 },
 		"it is ready")
 	var asking sync.WaitGroup
 	got := map[string]*reply{"false": {}, "true": {}}
@@ -498,7 +498,7 @@ func TestShutdownWaitsForResponses(t *testing.T) {
 	<-asked
 	<-asked
 	s.stop()
-	pgtest.Eventually(t, pgWait, func() bool { return closed(t, base) }, "no connection is taken")
+	pgtest.Eventually(t, func() bool { return closed(t, base) }, "no connection is taken")
 	assert.NoError(t, (<-watched).err, "a stream that is watched ended with")
 	require.True(t, len(s.ended) == 0, "it has ended before it answered")
 	close(free)
@@ -558,7 +558,7 @@ func TestHealthcheck(t *testing.T) {
 		}
 	}
 	check := newProgramWithoutDatabase(t, "AGENT_LISTEN=:"+at.Port())
-	pgtest.Eventually(t, pgWait, func() bool { return check.run("healthcheck", "--ready").code == 0 }, "it is ready")
+	pgtest.Eventually(t, func() bool { return check.run("healthcheck", "--ready").code == 0 }, "it is ready")
 	s.stop()
 	<-s.ended
 	check.fails(1, "check that agent serve runs with this AGENT_LISTEN", "healthcheck")

@@ -177,7 +177,7 @@ func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 // waitQuery waits until a query returns true.
 func waitQuery(t *testing.T, db *pgxpool.Pool, query string) {
 	t.Helper()
-	pgtest.Eventually(t, pgWait, func() bool {
+	pgtest.Eventually(t, func() bool {
 		var yes bool
 		return db.QueryRow(t.Context(), query).Scan(&yes) == nil && yes
 	}, query)

@@ -170,7 +170,7 @@ func (h *strangerTest) deliver(endpoint, do, thread string) {
 
 func (h *strangerTest) waitUntil(sql string, args ...any) {
 	h.t.Helper()
-	pgtest.Eventually(h.t, pgWait, func() bool {
+	pgtest.Eventually(h.t, func() bool {
 		var yes bool
 		err := h.db.QueryRow(h.t.Context(), sql, args...).Scan(&yes)
 		return err == nil && yes
@@ -593,7 +593,7 @@ func (h *strangerTest) flood(request func() httpResult) (stop func() (map[int]in
 			}
 		})
 	}
-	pgtest.Eventually(h.t, pgWait, func() bool {
+	pgtest.Eventually(h.t, func() bool {
 		mu.Lock()
 		defer mu.Unlock()
 		return got[http.StatusServiceUnavailable] > 0

@@ -51,7 +51,7 @@ func gatherer(t *testing.T, b *Batcher[int, int], n int, alone func(i int) (int,
 			answers[i], errs[i] = b.Do(t.Context(), i, func() (int, error) {
 				if i == 0 {
 					close(first)
-					pgtest.Eventually(t, waitTimeout, func() bool { return gathered(b) == n-1 }, "the others gather")
+					pgtest.Eventually(t, func() bool { return gathered(b) == n-1 }, "the others gather")
 				}
 				return alone(i)
 			})

@@ -46,7 +46,7 @@ func (g *gated) write(t *testing.T, n, queued int) {
 			assert.NoError(t, err)
 		})
 	}
-	pgtest.Eventually(t, waitTimeout, func() bool { return gathered(g.Batcher) == queued }, "writes are queued")
+	pgtest.Eventually(t, func() bool { return gathered(g.Batcher) == queued }, "writes are queued")
 }
 
 // sent expects the sizes of the next batches.

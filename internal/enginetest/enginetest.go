@@ -18,9 +18,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// timeout bounds what a test waits for. It is long, because machines are slow.
-const timeout = 90 * time.Second
-
 // New returns an engine that sweeps often. The functions change its options.
 func New(tb testing.TB, pool *pgxpool.Pool, change ...func(*executions.Options)) *executions.Engine {
 	tb.Helper()
@@ -72,7 +69,7 @@ func Run(tb testing.TB, services ...func(ctx context.Context) error) (stop func(
 // Await waits until an execution has a status. It fails if the execution ends with another one.
 func Await(tb testing.TB, db postgres.DB, id string, want executions.Status) (x executions.Execution) {
 	tb.Helper()
-	pgtest.Eventually(tb, timeout, func() bool {
+	pgtest.Eventually(tb, func() bool {
 		var err error
 		if x, err = executions.Get(tb.Context(), db, id); err == nil && x.Status != want && x.Status.Ended() {
 			tb.Fatalf("execution %s is %s, not %s: %s", id, x.Status, want, message(x))

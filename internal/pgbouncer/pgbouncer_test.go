@@ -21,9 +21,6 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// soon is within which things happen that need no timeout.
-const soon = time.Minute
-
 // pooler starts one in front of the test server, and returns a connection string through it of a new database, and the
 // direct one.
 func pooler(t *testing.T, config pgbouncer.Config) (p *pgbouncer.Pooler, through, direct string) {
@@ -83,7 +80,7 @@ func TestAServerConnectionIsLentForOneTransaction(t *testing.T) {
 	select {
 	case err := <-answered:
 		assert.NoError(t, err)
-	case <-time.After(soon):
+	case <-time.After(pgtest.Timeout):
 		t.Error("another client does not get the server connection after the commit")
 	}
 }
@@ -132,10 +129,10 @@ func TestACancelledStatementIsCancelledBehindThePooler(t *testing.T) {
 		require.NoError(t, watching.QueryRow(t.Context(), asleep).Scan(&n))
 		return n
 	}
-	pgtest.Eventually(t, soon, func() bool { return sleeping() == 1 }, "the statement runs")
+	pgtest.Eventually(t, func() bool { return sleeping() == 1 }, "the statement runs")
 	cancel()
 	assert.Error(t, <-ended, "the statement was not cancelled")
-	pgtest.Eventually(t, soon, func() bool { return sleeping() == 0 }, "the statement is cancelled")
+	pgtest.Eventually(t, func() bool { return sleeping() == 0 }, "the statement is cancelled")
 }
 
 // Prepared statements are kept by 1.21 and later, when they are told to; cache_statement can be set there.
@@ -165,7 +162,7 @@ func TestPreparedStatements(t *testing.T) {
 // It changes the environment, so it is not parallel.
 func TestItSaysWhyItDoesNotStart(t *testing.T) {
 	direct := pgtest.DirectURL(t, pgtest.EmptyURL(t))
-	ctx, cancel := context.WithTimeout(t.Context(), soon)
+	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
 	_, err := pgbouncer.Start(ctx, pgbouncer.Config{Server: "postgres://u:hunter2@h:port/d"})
 	assert.Truef(t, err != nil && !strings.Contains(err.Error(), "hunter2"), "error %v", err)

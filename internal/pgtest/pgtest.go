@@ -156,9 +156,18 @@ func open(tb testing.TB, url string) *pgxpool.Pool {
 	return pool
 }
 
-// Eventually fails the test when condition does not become true within timeout. The longer it takes, the less often it
-// asks: after 5 ms at first, after 50 ms in the end.
-func Eventually(tb testing.TB, timeout time.Duration, condition func() bool, message string) {
+// Timeout is how long a test waits on a busy machine for what must happen.
+const Timeout = 90 * time.Second
+
+// Eventually fails the test when condition does not become true within [Timeout].
+func Eventually(tb testing.TB, condition func() bool, message string) {
+	tb.Helper()
+	EventuallyWithin(tb, Timeout, condition, message)
+}
+
+// EventuallyWithin fails the test when condition does not become true within timeout. The longer it takes, the less
+// often it asks: after 5 ms at first, after 50 ms in the end.
+func EventuallyWithin(tb testing.TB, timeout time.Duration, condition func() bool, message string) {
 	tb.Helper()
 	deadline := time.After(timeout)
 	for pause := 5 * time.Millisecond; !condition(); pause = min(pause*5/4, 50*time.Millisecond) {

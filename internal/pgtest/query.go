@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -51,7 +50,7 @@ func Equal[T comparable](tb testing.TB, db postgres.DB, want T, sql string, args
 func Until[T comparable](tb testing.TB, db postgres.DB, want T, sql string, args ...any) {
 	tb.Helper()
 	message := fmt.Sprintf("%v: %s %v", want, sql, args)
-	Eventually(tb, 90*time.Second, func() bool { return Value[T](tb, db, sql, args...) == want }, message)
+	Eventually(tb, func() bool { return Value[T](tb, db, sql, args...) == want }, message)
 }
 
 // Column reads the single column of a query. An error ends the test.

@@ -61,10 +61,10 @@ func (f failing) Fatalf(format string, args ...any) {
 func TestEventually(t *testing.T) {
 	t.Parallel()
 	calls := 0
-	Eventually(t, time.Minute, func() bool { calls++; return calls == 3 }, "third call")
+	Eventually(t, func() bool { calls++; return calls == 3 }, "third call")
 	assert.Equal(t, 3, calls, calls-3)
 	f := failing{TB: t, failed: make(chan string)}
-	eventually := Eventually // vet cannot know that this Fatalf may be called here
+	eventually := EventuallyWithin // vet cannot know that this Fatalf may be called here
 	go eventually(f, time.Millisecond, func() bool { return false }, "never")
 	assert.Equal(t, "not within 1ms: never", <-f.failed)
 }

@@ -138,7 +138,7 @@ func TestBehindAPoolerThereIsOneWarning(t *testing.T) {
 	defer pool.Close()
 	l, log := listen(t, pool)
 	l.Subscribe("one")
-	pgtest.Eventually(t, 90*time.Second, func() bool { return strings.Count(log.String(), "polling only") == 1 },
+	pgtest.Eventually(t, func() bool { return strings.Count(log.String(), "polling only") == 1 },
 		"the warning")
 }
 

@@ -112,7 +112,7 @@ func TestAPoolLetsGoOfAServerThatTakesNoMoreWrites(t *testing.T) {
 	_, err := pool.Exec(t.Context(), `insert into kept values (1)`)
 	require.Truef(t, postgres.IsCode(err, "25006"), "a write to a server that takes none: %v", err)
 	refused := 0
-	pgtest.Eventually(t, time.Minute, func() bool {
+	pgtest.Eventually(t, func() bool {
 		_, err := pool.Exec(t.Context(), `insert into kept values (2)`)
 		if err != nil {
 			refused++

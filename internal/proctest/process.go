@@ -129,7 +129,7 @@ func (p *Process) Stop() {
 // Says waits until the process has logged a text.
 func (p *Process) Says(words string) {
 	p.t.Helper()
-	pgtest.Eventually(p.t, p.timeout, func() bool { return strings.Contains(p.Err.String(), words) },
+	pgtest.EventuallyWithin(p.t, p.timeout, func() bool { return strings.Contains(p.Err.String(), words) },
 		p.name()+" says: "+words)
 }
 
@@ -161,7 +161,7 @@ var listens = regexp.MustCompile(`(?:listen=|"listen":")(http://[^\s"]+)`)
 // Base waits until the process serves, and returns the URL.
 func (p *Process) Base() (url string) {
 	p.t.Helper()
-	pgtest.Eventually(p.t, p.timeout, func() bool {
+	pgtest.EventuallyWithin(p.t, p.timeout, func() bool {
 		found := listens.FindStringSubmatch(p.Err.String())
 		switch {
 		case found != nil:

@@ -18,7 +18,7 @@ func TestStacks(t *testing.T) {
 	t.Parallel()
 	p := Start(t, time.Minute, t.TempDir(), append(Environ(), "PROCTEST_HANG=yes"), os.Args[0],
 		"-test.run=^TestStacks$", "-test.v")
-	pgtest.Eventually(t, 60*time.Second, func() bool { return strings.Contains(p.Out.String(), "hangs") },
+	pgtest.Eventually(t, func() bool { return strings.Contains(p.Out.String(), "hangs") },
 		"the process hangs")
 	got := p.whereabouts()
 	assert.Truef(t, strings.Contains(got, "proctest.hang < proctest.TestStacks") && strings.Contains(got, "1 × "),

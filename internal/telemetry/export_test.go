@@ -6,7 +6,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -152,8 +151,8 @@ func TestWhatCommitsLateIsSent(t *testing.T) {
 		return s.one(`select (clock_timestamp() - updated_at < interval '1 second' and sender <> '')::text
 			from agent_span_export`) == "true"
 	}
-	pgtest.Eventually(t, time.Minute, passes, "the exporter looks")
-	pgtest.Eventually(t, time.Minute, func() bool {
+	pgtest.Eventually(t, passes, "the exporter looks")
+	pgtest.Eventually(t, func() bool {
 		return s.one(`select (clock_timestamp() > $1::timestamptz + interval '2 seconds')::text`,
 			s.one(`select max(created_at)::text from agent_activity`)) == "true"
 	}, "two passes go by")
@@ -161,7 +160,7 @@ func TestWhatCommitsLateIsSent(t *testing.T) {
 		t.Errorf("%q were sent while an older transaction was under way", names(got))
 	}
 	require.NoError(t, tx.Commit(t.Context()))
-	pgtest.Eventually(t, time.Minute, func() bool { return len(s.receiver.Trace("")) == 2 }, "both are sent")
+	pgtest.Eventually(t, func() bool { return len(s.receiver.Trace("")) == 2 }, "both are sent")
 }
 
 // TestOpenActivitiesAreSentWhenTheyEnd, by whoever sends then.
@@ -251,13 +250,13 @@ func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 			  '[{"status": "completed", "step": "step", "output": 1}]')`, run)
 		ended <- err
 	}()
-	pgtest.Eventually(t, time.Minute, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return s.one(`select exists (select from pg_stat_activity where datname = current_database()
 			and wait_event = 'PgSleep')::text`) == "true"
 	}, "the end is being written")
 	stop := s.export()
 	s.note(trace.New(trace.Flow), nil, "later")
-	pgtest.Eventually(t, time.Minute, func() bool { return len(s.receiver.Trace("")) == 1 }, "the exporter has passed")
+	pgtest.Eventually(t, func() bool { return len(s.receiver.Trace("")) == 1 }, "the exporter has passed")
 	require.NoError(t, tx.Commit(t.Context()))
 	require.NoError(t, <-ended)
 	stop()
@@ -270,15 +269,15 @@ func TestOneSends(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	first := s.export()
-	pgtest.Eventually(t, time.Minute, func() bool { return s.one(`select sender from agent_span_export`) != "" },
+	pgtest.Eventually(t, func() bool { return s.one(`select sender from agent_span_export`) != "" },
 		"the first has the right")
 	holder := s.one(`select sender from agent_span_export`)
 	second := s.export()
 	s.note(trace.New(trace.Flow), nil, "one")
-	pgtest.Eventually(t, time.Minute, func() bool { return len(s.receiver.Trace("")) == 1 }, "it is sent")
+	pgtest.Eventually(t, func() bool { return len(s.receiver.Trace("")) == 1 }, "it is sent")
 	assert.Equal(t, holder, s.one(`select sender from agent_span_export`))
 	first()
-	pgtest.Eventually(t, time.Minute, func() bool { return s.one(`select sender from agent_span_export`) != "" },
+	pgtest.Eventually(t, func() bool { return s.one(`select sender from agent_span_export`) != "" },
 		"the second has the right")
 	s.note(trace.New(trace.Flow), nil, "two")
 	second()
@@ -292,7 +291,7 @@ func TestTheLastPassSendsWhatHasJustEnded(t *testing.T) {
 	s := newScene(t)
 	for n := range 25 {
 		stop := s.export()
-		pgtest.Eventually(t, time.Minute, func() bool { return s.one(`select sender from agent_span_export`) != "" },
+		pgtest.Eventually(t, func() bool { return s.one(`select sender from agent_span_export`) != "" },
 			"it has the right")
 		s.note(trace.New(trace.Flow), nil, "one")
 		stop()

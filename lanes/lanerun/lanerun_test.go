@@ -26,8 +26,6 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-const soon = 90 * time.Second
-
 func keeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 	t.Helper()
 	k := lanes.NewKeeper(db, lanes.Options{Logger: slog.New(slog.DiscardHandler)})
@@ -126,7 +124,7 @@ func start(ctx context.Context, t *testing.T, k *lanes.Keeper, script string) (p
 	go func() {
 		finished <- run(ctx, k, "job", 9*time.Second, "sh", "-c", "echo $$ > "+file+".new; mv "+file+".new "+file+"; "+script)
 	}()
-	pgtest.Eventually(t, soon, func() bool { _, err := os.Stat(file); return err == nil }, "the command runs")
+	pgtest.Eventually(t, func() bool { _, err := os.Stat(file); return err == nil }, "the command runs")
 	text, err := os.ReadFile(file)
 	require.NoError(t, err)
 	for _, c := range strings.TrimSpace(string(text)) {
@@ -138,7 +136,7 @@ func start(ctx context.Context, t *testing.T, k *lanes.Keeper, script string) (p
 // gone checks that no process of the command's group is left.
 func gone(t *testing.T, pid int) {
 	t.Helper()
-	pgtest.Eventually(t, soon, func() bool { return errors.Is(syscall.Kill(-pid, 0), syscall.ESRCH) }, "the group is gone")
+	pgtest.Eventually(t, func() bool { return errors.Is(syscall.Kill(-pid, 0), syscall.ESRCH) }, "the group is gone")
 }
 
 func TestALostLaneEndsTheCommandAndItsChildren(t *testing.T) {
@@ -169,7 +167,7 @@ func TestSignalsReachTheCommand(t *testing.T) {
 	db := pgtest.DB(t)
 	ready := filepath.Join(t.TempDir(), "ready")
 	_, done := start(t.Context(), t, keeper(t, db), "trap 'exit 9' USR1; touch "+ready+"; while :; do sleep 0.05; done")
-	pgtest.Eventually(t, soon, func() bool { _, err := os.Stat(ready); return err == nil }, "the trap is set")
+	pgtest.Eventually(t, func() bool { _, err := os.Stat(ready); return err == nil }, "the trap is set")
 	require.NoError(t, syscall.Kill(os.Getpid(), syscall.SIGUSR1))
 	got := testkit.Receive(t, done)
 	assert.Truef(t, got.code == 9 && got.err == nil, "signalled: %+v, want exit code 9", got)

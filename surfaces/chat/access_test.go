@@ -143,7 +143,7 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 				assert.Truef(t, err == nil && strings.Contains(text, "admin"), "the connection ends with %q, %v", text, err)
 			}
 			var open []approvals.Approval
-			pgtest.Eventually(t, waitTimeout, func() bool {
+			pgtest.Eventually(t, func() bool {
 				open, err = approvals.Pending(t.Context(), w.pool, 10)
 				return err == nil && len(open) == 1 && pgtest.Value[bool](t, w.pool, `select status = 'waiting'
 					from agent_executions`)
@@ -158,7 +158,7 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 				text, err = streamed(t, stream)
 				assert.Truef(t, err == nil && text == "You have your money back.", "the stream goes on with %q, %v", text, err)
 			}
-			pgtest.Eventually(t, waitTimeout, func() bool {
+			pgtest.Eventually(t, func() bool {
 				r, body := p.get(t, "/v1/chat/completions/"+first.ID)
 				defer r.Body.Close()
 				return r.StatusCode == http.StatusOK && strings.Contains(body, "You have your money back.")
@@ -181,7 +181,7 @@ func TestAMessageBehindAnApprovalIsNotWaitedForLonger(t *testing.T) {
 				modeltest.Text("At nine."))
 			p := w.process(t, func(c *chat.Chat) { c.ApprovalWait, c.InProcessWait = 500*time.Millisecond, quick })
 			answers := make([]string, 2)
-			ctx, stop := context.WithTimeout(t.Context(), waitTimeout)
+			ctx, stop := context.WithTimeout(t.Context(), pgtest.Timeout)
 			defer stop()
 			for i, text := range []string{"I want a refund.", "And when do you open?"} {
 				answer, err := p.client(inThread("r")...).CreateChatCompletion(ctx, says(text))
@@ -195,7 +195,7 @@ func TestAMessageBehindAnApprovalIsNotWaitedForLonger(t *testing.T) {
 			require.Truef(t, err == nil && len(open) == 1, "open are %+v, %v", open, err)
 			_, err = approvals.Decide(t.Context(), w.pool, open[0].ID, true, "admin", "")
 			require.NoError(t, err)
-			pgtest.Eventually(t, waitTimeout, func() bool {
+			pgtest.Eventually(t, func() bool {
 				r, body := p.get(t, "/v1/chat/completions/"+answers[1])
 				defer r.Body.Close()
 				return r.StatusCode == http.StatusOK && strings.Contains(body, "At nine.")

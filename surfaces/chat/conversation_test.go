@@ -70,7 +70,7 @@ func TestAConversationListsItsItems(t *testing.T) {
 	require.NoError(t, err)
 	defer stream.Close()
 	var active listedItems
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		active = p.listItems(t, "/v1/conversations/maria/items?limit=2")
 		return active.Data[0].Status == "in_progress" && active.Data[0].Content[0].Text == "Three is"
 	}, "the unfinished answer is listed")

@@ -72,7 +72,7 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 	loseAt(t, w.pool, table, k)
 	var group errgroup.Group
 	var answer string
-	ctx, cancel := context.WithTimeout(t.Context(), waitTimeout)
+	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
 	group.Go(func() error {
 		got, err := first.client(inThread("s")...).CreateChatCompletion(ctx, says("When?"))

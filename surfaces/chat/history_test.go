@@ -143,7 +143,7 @@ func TestTurnsUnderWayAreBounded(t *testing.T) {
 	leave()
 	refused("after the senders have left", "more")
 	close(g.pieces)
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		r, _ := p.post(t, message, inThread("more")...)
 		return r.StatusCode == http.StatusOK
 	}, "a turn that has ended makes room")

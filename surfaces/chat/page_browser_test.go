@@ -106,7 +106,7 @@ func TestThePageShowsTheGreetingInANewConversation(t *testing.T) {
 	page.Until("the greeting is shown", shown+` === "sales Hola, soy Nora."`)
 	submit(page, "Are you there?")
 	page.Until("the answer is shown", shown+` === "sales Hola, soy Nora. | You Are you there? | sales Yes."`)
-	pgtest.Eventually(t, waitTimeout, func() bool { // the answer is stored just after it was streamed
+	pgtest.Eventually(t, func() bool { // the answer is stored just after it was streamed
 		transcript := pgtest.Value[string](t, w.pool, `select string_agg(role || ': ' || content, ', ' order by seq)
 			from agent_messages`)
 		return transcript == "assistant: Hola, soy Nora., user: Are you there?, assistant: Yes."
@@ -306,7 +306,7 @@ func TestThePageLeavesASilentRequest(t *testing.T) {
 	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
 	page.Eval(endPatience, new(int))
 	submit(page, "First")
-	pgtest.Eventually(t, waitTimeout, func() bool { return sent.Load() == 1 }, "the request is not sent")
+	pgtest.Eventually(t, func() bool { return sent.Load() == 1 }, "the request is not sent")
 	page.Eval(`(patience(), 1)`, new(int))
 	page.Shows("The connection broke.")
 	page.Click(".interrupted button")

@@ -85,7 +85,7 @@ func (p *process) talks(t *testing.T) string {
 
 func (p *process) reaches(t *testing.T, id string, status executions.Status) {
 	t.Helper()
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		x, err := executions.Get(t.Context(), p.pool, id)
 		return err == nil && x.Status == status
 	}, "execution is "+string(status))
@@ -186,7 +186,7 @@ func TestAMessageThatComesBeforeTheWaitIsNotLost(t *testing.T) {
 	testkit.Receive(t, asked)
 	answers := make(chan string, 1)
 	go func() { answers <- p.answerTo(t, "t", "Ada") }()
-	pgtest.Eventually(t, waitTimeout, func() bool { return slices.Contains(p.all(t, "t"), "Ada") }, "stored")
+	pgtest.Eventually(t, func() bool { return slices.Contains(p.all(t, "t"), "Ada") }, "stored")
 	close(goOn)
 	assert.Equal(t, "Hello, Ada.", testkit.Receive(t, answers))
 }

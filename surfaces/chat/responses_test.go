@@ -151,7 +151,7 @@ func TestAResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
 		"%d %s", r.StatusCode, body)
 	testkit.Receive(t, g.asked)
 	send(t, g.pieces, "Half of it")
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		_, body := p.respond(t, "GET", "/"+got.ID, "")
 		return strings.Contains(body, `"status":"in_progress"`) && strings.Contains(body, "Half of it")
 	}, "the text so far is shown")

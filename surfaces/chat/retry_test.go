@@ -160,7 +160,7 @@ func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 			return err
 		})
 	}
-	pgtest.Eventually(t, waitTimeout, func() bool { return w.turns(t) == 5 }, "both are taken")
+	pgtest.Eventually(t, func() bool { return w.turns(t) == 5 }, "both are taken")
 	send(t, g.pieces, "Four.")
 	close(g.pieces)
 	assert.NoError(t, group.Wait())

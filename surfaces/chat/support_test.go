@@ -37,8 +37,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-const waitTimeout = 90 * time.Second
-
 func TestMain(m *testing.M) {
 	pgtest.AtOnce(4)
 	pgtest.Main(leaks.Tests{M: browser.Tests{M: m}})
@@ -366,7 +364,7 @@ func send[T any](t *testing.T, to chan<- T, v T) {
 	t.Helper()
 	select {
 	case to <- v:
-	case <-time.After(waitTimeout):
+	case <-time.After(pgtest.Timeout):
 		t.Fatal("nobody takes what the test sends")
 	}
 }

@@ -235,7 +235,7 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 			kept := "Coffee is"
 			if elsewhere { // what another process knows may be a second old
 				send(t, g.pieces, " a drink")
-				pgtest.Eventually(t, waitTimeout, func() bool {
+				pgtest.Eventually(t, func() bool {
 					select {
 					case g.pieces <- ".":
 					case <-time.After(100 * time.Millisecond):

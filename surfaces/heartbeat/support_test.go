@@ -33,8 +33,6 @@ import (
 
 type request = openai.ChatCompletionRequest
 
-const waitLimit = 90 * time.Second
-
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
 // testHeartbeat is a database with a heartbeat and a scripted model.
@@ -199,7 +197,7 @@ func summary(t *testing.T, x executions.Execution) (s heartbeat.Summary) {
 // waitStatus waits for an execution to reach a status.
 func (w *testHeartbeat) waitStatus(t *testing.T, id string, want executions.Status) (x executions.Execution) {
 	t.Helper()
-	pgtest.Eventually(t, waitLimit, func() bool {
+	pgtest.Eventually(t, func() bool {
 		var err error
 		x, err = executions.Get(t.Context(), w.pool, id)
 		return err == nil && x.Status == want

@@ -154,7 +154,7 @@ func TestHeartbeatResumesAfterLaneHolder(t *testing.T) {
 			pgtest.Exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'heartbeat'`)
 			w.holdLane(t, heartbeat.Lane)
 			w.freeLane(t, heartbeat.OperateLane)
-			pgtest.Eventually(t, waitLimit, func() bool {
+			pgtest.Eventually(t, func() bool {
 				x, err := executions.Get(t.Context(), w.pool, x.ID)
 				return err == nil && (x.Status == executions.Completed || postgres.Deref(x.WaitingKey) == heartbeat.Lane)
 			}, "it waits for its lane")

@@ -96,7 +96,7 @@ func TestDetachedTurnFinishesHeadless(t *testing.T) {
 		"called %d times, %q", called.Load(), x.ResultSummary)
 	pgtest.Equal(t, w.pool, "It is over.",
 		`select content from agent_messages where thread_id = $1 and role = 'assistant'`, s.ID())
-	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the headless turn frees the lane")
+	pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the headless turn frees the lane")
 }
 
 func TestHeadlessTurnWaitsForLane(t *testing.T) {
@@ -110,7 +110,7 @@ func TestHeadlessTurnWaitsForLane(t *testing.T) {
 	other := p.open(t, "")
 	require.NoError(t, other.Hold(t.Context(), false))
 	w.decide(t, asked.ID, true)
-	pgtest.Eventually(t, waitLimit, func() bool {
+	pgtest.Eventually(t, func() bool {
 		x := w.execution(t, start.ExecutionID)
 		return x.Status == executions.Waiting && postgres.Deref(x.WaitingFor) == "lane"
 	}, "the turn waits for the other admin")
@@ -149,7 +149,7 @@ func checkHeadlessApproval(t *testing.T, replies []modeltest.Reply) {
 	require.NoError(t, err)
 	w.decide(t, postgres.Deref(first.WaitingKey), true)
 	second := ""
-	pgtest.Eventually(t, waitLimit, func() bool {
+	pgtest.Eventually(t, func() bool {
 		waiting, err := approvals.Pending(t.Context(), w.pool, 10)
 		if len(waiting) == 1 {
 			second = waiting[0].ID
@@ -157,7 +157,7 @@ func checkHeadlessApproval(t *testing.T, replies []modeltest.Reply) {
 		return err == nil && second != "" && called.Load() == 1 &&
 			w.execution(t, start.ExecutionID).Status == executions.Waiting
 	}, "the second approval is asked for")
-	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" },
+	pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" },
 		"the turn that waits for a person frees the lane")
 	w.decide(t, second, true)
 	w.waitStatus(t, start.ExecutionID, executions.Completed)
@@ -179,7 +179,7 @@ func TestCallsOfAnotherProcessAreReported(t *testing.T) {
 	pgtest.Until(t, w.pool, 1, `select count(*) from agent_approvals where status = 'pending'`)
 	w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	s.Wake()
-	pgtest.Eventually(t, waitLimit, func() bool { return strings.Count(b.names(), "approval") == 2 }, "it asks again")
+	pgtest.Eventually(t, func() bool { return strings.Count(b.names(), "approval") == 2 }, "it asks again")
 	second, _ := lastEvent[operate.Approval](&b.eventLog, "approval")
 	w.decide(t, second.ID, false)
 	w.waitStatus(t, start.ExecutionID, executions.Completed)

@@ -113,7 +113,7 @@ func TestStreamKeepAlive(t *testing.T) {
 	if events, _ := readEvents(resp.Body, nil); !strings.HasSuffix(eventNames(events), "delta done") {
 		t.Errorf("events are %s", eventNames(events))
 	}
-	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" },
+	pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" },
 		"a turn without a session frees the lane")
 }
 
@@ -125,12 +125,12 @@ func TestDisconnectCancelsTurn(t *testing.T) {
 	resp := p.post(t, ctx, `{"message":"Be slow."}`, "")
 	events, _ := readEvents(resp.Body, func(e sse) bool { return e.name == "tool" })
 	start := read[operate.Start](t, events, "start")
-	pgtest.Eventually(t, waitLimit, runs, "the skill runs")
+	pgtest.Eventually(t, runs, "the skill runs")
 	leave()
 	x := w.waitStatus(t, start.ExecutionID, executions.Cancelled)
 	assert.Equal(t, "admin", postgres.Deref(x.CancelledBy))
-	pgtest.Eventually(t, waitLimit, stopped, "the skill is stopped")
-	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
+	pgtest.Eventually(t, stopped, "the skill is stopped")
+	pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 }
 
 func TestDisconnectKeepsTurnWaitingForApproval(t *testing.T) {
@@ -143,7 +143,7 @@ func TestDisconnectKeepsTurnWaitingForApproval(t *testing.T) {
 	start := read[operate.Start](t, events, "start")
 	w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	leave()
-	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
+	pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	w.decide(t, read[operate.Approval](t, events, "approval").ID, true)
 	w.waitStatus(t, start.ExecutionID, executions.Completed)
 	assert.Equal(t, 1, called.Load())

@@ -105,7 +105,7 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 	}()
 	_, _, err = engine.Start(ctx, pool, executions.Spec{Flow: "waits", Surface: trace.Operate})
 	require.NoError(t, err)
-	pgtest.Eventually(t, time.Minute, func() bool {
+	pgtest.Eventually(t, func() bool {
 		var kept bool
 		err := pool.QueryRow(ctx, `
 			select exists (select from agent_executions e join agent_locks l on l.execution_id = e.id where e.status = 'waiting'

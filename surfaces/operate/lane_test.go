@@ -50,7 +50,7 @@ func TestIdleSessionFreesLane(t *testing.T) {
 		_, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {})
 		require.NoError(t, err)
 		assert.True(t, w.laneHolder(t) != "", "the lane is free at once")
-		pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
+		pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	}
 }
 
@@ -61,7 +61,7 @@ func TestNewIdleSessionFreesLane(t *testing.T) {
 	s := w.process(t, false, func(o *operate.Options) { o.Idle = time.Nanosecond }).open(t, "")
 	for range 30 {
 		require.NoError(t, s.Hold(t.Context(), false))
-		pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
+		pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	}
 }
 
@@ -76,7 +76,7 @@ func TestClosedSessionFreesLane(t *testing.T) {
 		group.Go(func() error { return s.Hold(t.Context(), false) })
 		group.Go(func() error { return s.Close(t.Context()) })
 		require.NoError(t, group.Wait())
-		pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
+		pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	}
 }
 

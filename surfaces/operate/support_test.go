@@ -33,8 +33,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
-const waitLimit = 90 * time.Second
-
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
 // testDatabase is a database and a scripted model; processes work on them.
@@ -231,7 +229,7 @@ func (b *runningTurn) wait(t *testing.T) (operate.Done, error) {
 	t.Helper()
 	select {
 	case <-b.over:
-	case <-time.After(waitLimit):
+	case <-time.After(pgtest.Timeout):
 		t.Fatalf("the turn does not end; events: %s", b.names())
 	}
 	return b.done, b.err
@@ -239,7 +237,7 @@ func (b *runningTurn) wait(t *testing.T) (operate.Done, error) {
 
 func waitEvent[T any](t *testing.T, b *runningTurn, name string) (data T) {
 	t.Helper()
-	pgtest.Eventually(t, waitLimit, func() bool {
+	pgtest.Eventually(t, func() bool {
 		var found bool
 		data, found = lastEvent[T](&b.eventLog, name)
 		return found
@@ -273,7 +271,7 @@ func (w *testDatabase) waitStatus(t *testing.T, id string, want executions.Statu
 				postgres.Deref(x.ErrorMessage))
 		}
 	})
-	pgtest.Eventually(t, waitLimit, func() bool {
+	pgtest.Eventually(t, func() bool {
 		x = w.execution(t, id)
 		return x.Status == want || x.Status.Ended()
 	}, "execution becomes "+string(want))

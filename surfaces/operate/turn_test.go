@@ -127,14 +127,14 @@ func TestInterruptStopsTools(t *testing.T) {
 			call := waitEvent[operate.ToolCall](t, b, "tool")
 			start := waitEvent[operate.Start](t, b, "start")
 			require.Equal(t, "started", call.Status, call)
-			pgtest.Eventually(t, waitLimit, runs, "the skill runs")
+			pgtest.Eventually(t, runs, "the skill runs")
 			began := time.Now()
 			b.leave(operate.ErrInterrupt)
 			_, err := b.wait(t)
 			assert.Truef(t, err != nil && strings.Contains(err.Error(), "cancelled by admin"), "the turn ended with %v", err)
 			took := time.Since(began)
 			assert.Truef(t, took <= 25*time.Second, "the interrupt took %s", took)
-			pgtest.Eventually(t, waitLimit, stopped, "the skill is stopped")
+			pgtest.Eventually(t, stopped, "the skill is stopped")
 			x := w.execution(t, start.ExecutionID)
 			assert.Truef(t, x.Status == executions.Cancelled && postgres.Deref(x.CancelledBy) == "admin" &&
 				postgres.Deref(x.CancelReason) == "interrupted", "the execution is %s by %s: %s", x.Status,
@@ -164,7 +164,7 @@ func TestRequestWithKeyIsOneTurn(t *testing.T) {
 	p, other := w.process(t, false), w.process(t, false)
 	events, _ := readEvents(p.postWithKey(t, "k", `{"message":"Hello."}`).Body, nil)
 	start := read[operate.Start](t, events, "start")
-	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
+	pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	resp := other.postWithKey(t, "k", `{"message":"Hello."}`)
 	got := decode[problem.Problem](t, resp.Body)
 	assert.Truef(t, resp.StatusCode == http.StatusConflict && strings.HasSuffix(got.Type, ":idempotency-key-used") &&
@@ -211,7 +211,7 @@ func TestKeyOfFailedOrOldTurn(t *testing.T) {
 		if events, _ := readEvents(p.postWithKey(t, "k", `{"message":"Hello."}`).Body, nil); eventNames(events) != want {
 			t.Fatalf("events are %s, not %s", eventNames(events), want)
 		}
-		pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
+		pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	}
 	assert.Equal(t, http.StatusConflict, p.postWithKey(t, "k", `{"message":"Hello."}`).StatusCode)
 	pgtest.Exec(t, w.pool, `update agent_executions set created_at = created_at - interval '1 day'`)
@@ -341,7 +341,7 @@ func TestSessionLaneEndsWithProcess(t *testing.T) {
 	require.ErrorIs(t, next.Hold(t.Context(), false), lanes.ErrBusy, "the lane of a living process")
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where id::text =
 	                   (select split_part(locked_by, '@', 2) from agent_locks where lane = 'operate')`)
-	pgtest.Eventually(t, time.Minute, func() bool { // another sweep may be under way, which began before
+	pgtest.Eventually(t, func() bool { // another sweep may be under way, which began before
 		require.NoError(t, alive.engine.Sweep(t.Context()))
 		return next.Hold(t.Context(), false) == nil
 	}, "the lane of a dead process is free")

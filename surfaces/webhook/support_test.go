@@ -36,9 +36,8 @@ import (
 )
 
 const (
-	waitTimeout = 90 * time.Second
-	whsec       = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
-	whsec2      = "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"
+	whsec  = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+	whsec2 = "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
@@ -206,8 +205,8 @@ func hexSum(secret string, message []byte) string {
 // waitStatus waits for a delivery to reach a state.
 func (w *testWebhooks) waitStatus(t *testing.T, id, want string) (d webhooks.Delivery) {
 	t.Helper()
-	deadline := time.Now().Add(waitTimeout)
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	deadline := time.Now().Add(pgtest.Timeout)
+	pgtest.Eventually(t, func() bool {
 		var err error
 		d, err = webhooks.Get(t.Context(), w.pool, id)
 		return err == nil && d.Status == want || time.Now().After(deadline.Add(-time.Second))

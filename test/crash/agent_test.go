@@ -46,7 +46,7 @@ func launch(t testing.TB, dir string, environ []string, args ...string) *agent {
 // eventually polls a condition.
 func eventually(t testing.TB, what string, condition func() bool) {
 	t.Helper()
-	pgtest.Eventually(t, waitTimeout, condition, what)
+	pgtest.EventuallyWithin(t, waitTimeout, condition, what)
 }
 
 var listens = regexp.MustCompile(`listen=http://(\S+)`)
@@ -91,7 +91,7 @@ func TestDevLeavesNoServerBehind(t *testing.T) {
 	first.Says(greeting)
 	pid := pgtest.Postmaster(t, filepath.Join(dir, ".agent", "pg", "*"))
 	first.Kill()
-	pgtest.Eventually(t, 90*time.Second, func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) },
+	pgtest.Eventually(t, func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) },
 		"the server goes with its process")
 
 	began := time.Now()

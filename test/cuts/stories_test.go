@@ -64,7 +64,7 @@ func order(ctx context.Context, w *world) {
 	select {
 	case text := <-heard:
 		w.skills.Add(bills.Call{Skill: "the visitor heard", Key: "1", Args: text})
-	case <-time.After(waitTimeout):
+	case <-time.After(pgtest.Timeout):
 		w.t.Errorf("the visitor has no answer\n%s", w.log.String())
 	}
 }
@@ -161,9 +161,6 @@ func (s story) end(t *testing.T, cuts []cut) ending {
 	slow := pgtest.Value[int](w.t, w.db, `select count(*) from agent_workers`) > 1
 	return ending{digest(w), w.reported(), w.ledger.all(), w.ledger.left(), slow, w.log.String()}
 }
-
-// waitTimeout is how long anything may take on a busy machine before the test gives up.
-const waitTimeout = 90 * time.Second
 
 func TestMain(m *testing.M) {
 	pgtest.AtOnce(8)

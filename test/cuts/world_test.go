@@ -109,7 +109,7 @@ func (w *world) process(url string, s settings, fn func(ctx context.Context)) er
 
 // works waits until the engine takes work.
 func (w *world) works(ctx context.Context, a *agent, ended <-chan error) error {
-	late := time.After(waitTimeout)
+	late := time.After(pgtest.Timeout)
 	for a.engine.Live() != nil {
 		select {
 		case err := <-ended:
@@ -140,11 +140,11 @@ func (w *world) reported() []string {
 // eventually waits for a condition; where it does not come, the log tells why.
 func (w *world) eventually(what, sql string, args ...any) {
 	w.t.Helper()
-	late := time.After(waitTimeout)
+	late := time.After(pgtest.Timeout)
 	for !pgtest.Value[bool](w.t, w.db, sql, args...) {
 		select {
 		case <-late:
-			w.t.Fatalf("not within %s: %s\n%s", waitTimeout, what, w.log.String())
+			w.t.Fatalf("not within %s: %s\n%s", pgtest.Timeout, what, w.log.String())
 		default:
 			pause(w.t.Context())
 		}

@@ -299,7 +299,9 @@ func (l *load) settle() {
 	l.t.Helper()
 	l.end()
 	pgtest.Exec(l.t, l.db, `update agent_schedules set next_run_at = clock_timestamp() + interval '1 day'`)
-	pgtest.Eventually(l.t, 2*waitTimeout, func() bool { return len(pgtest.Column[string](l.t, l.db, underWay)) == 0 },
+	pgtest.EventuallyWithin(l.t, 2*pgtest.Timeout, func() bool {
+		return len(pgtest.Column[string](l.t, l.db, underWay)) == 0
+	},
 		"everything that was begun ends")
 	l.survived()
 	for _, a := range l.agents {

@@ -81,7 +81,7 @@ func (l *load) kill(i int) {
 func (l *load) atTheWorstMoment() {
 	l.t.Helper()
 	l.shut()
-	pgtest.Eventually(l.t, waitTimeout, func() bool { return l.holds("look", "pay", "model") }, "calls are under way")
+	pgtest.Eventually(l.t, func() bool { return l.holds("look", "pay", "model") }, "calls are under way")
 }
 
 // recovers waits until the processes are ready and what is asked for from now on is done.
@@ -90,15 +90,15 @@ func (l *load) recovers() {
 	began := time.Now()
 	l.ready("after the outage")
 	before := l.started()
-	pgtest.Eventually(l.t, waitTimeout, func() bool { return l.started() > before+4 },
+	pgtest.Eventually(l.t, func() bool { return l.started() > before+4 },
 		"executions are started after the outage")
-	pgtest.Eventually(l.t, waitTimeout, func() bool {
+	pgtest.Eventually(l.t, func() bool {
 		n := 0
 		err := l.db.QueryRow(l.t.Context(), `select count(*) from agent_executions where flow = 'errand'
 			and status = 'completed' and created_at > $1`, began).Scan(&n)
 		return err == nil && n > 0
 	}, "executions end that were started after the outage")
-	pgtest.Eventually(l.t, waitTimeout, func() bool {
+	pgtest.Eventually(l.t, func() bool {
 		n := 0
 		err := l.db.QueryRow(l.t.Context(), `select count(*) from agent_executions where flow = 'heartbeat'
 			and status = 'completed' and created_at > $1`, began).Scan(&n)
@@ -346,13 +346,13 @@ func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
 	for n := 1; n <= waiting; n++ {
 		l.start(n)
 	}
-	pgtest.Eventually(t, waitTimeout, func() bool { return pgtest.Value[int](w.t, w.db, asleep) == waiting },
+	pgtest.Eventually(t, func() bool { return pgtest.Value[int](w.t, w.db, asleep) == waiting },
 		"all wait for their event")
 	w.shut()
 	for n := waiting + 1; n <= waiting+running; n++ {
 		l.start(n)
 	}
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return w.holds("look") && pgtest.Value[int](w.t, w.db, atWork) == running
 	},
 		"the others are in the middle of a call")
@@ -410,17 +410,17 @@ func goesOn(w *world, errands int, token, claims int64) {
 		l.give(n)
 	}
 	const left = `select count(*)::int from agent_executions where flow = 'errand' and status <> 'completed'`
-	pgtest.Eventually(w.t, waitTimeout, func() bool { return pgtest.Value[int](w.t, w.db, left) == 0 },
+	pgtest.Eventually(w.t, func() bool { return pgtest.Value[int](w.t, w.db, left) == 0 },
 		"every errand ends well")
 	messages := pgtest.Value[int](w.t, w.db,
 		`select count(distinct content)::int from agent_messages where content like '% got [event %' and status = 'sent'`)
 	assert.Equal(w.t, errands+1, messages, "said what they did")
 	// Timers and schedules: a deadline that passed while nobody was there, and the next heartbeat.
 	l.start(errands + 2)
-	pgtest.Eventually(w.t, waitTimeout, func() bool { return pgtest.Value[int](w.t, w.db, asleep) == 1 }, "one waits")
+	pgtest.Eventually(w.t, func() bool { return pgtest.Value[int](w.t, w.db, asleep) == 1 }, "one waits")
 	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() where flow = 'errand'
 		and status = 'waiting'`)
-	pgtest.Eventually(w.t, waitTimeout, func() bool {
+	pgtest.Eventually(w.t, func() bool {
 		return pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where flow = 'errand'
 			and status = 'timeout'`) == 1 &&
 			pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where surface = 'heartbeat'

@@ -140,7 +140,7 @@ func TestPagesAndQuestionsAreReadFromAReplica(t *testing.T) {
 // sameAnswers compares every page, and why, in both servers while nobody writes.
 func (r *replicated) sameAnswers(t *testing.T) {
 	read := r.reader(replica.Options{})
-	pgtest.Eventually(t, waitTimeout, func() bool { _, err := read.Measure(t.Context()); return err == nil },
+	pgtest.Eventually(t, func() bool { _, err := read.Measure(t.Context()); return err == nil },
 		"the replica is read")
 	room, err := engineroom.New(engineroom.Options{Pool: r.db, Read: read, Agent: "agent"})
 	require.NoError(t, err)
@@ -194,7 +194,7 @@ func (r *replicated) otherDatabase(t *testing.T) {
 func (r *replicated) tooFar(t *testing.T) {
 	near, far := r.reader(replica.Options{MaxLag: 1}), r.reader(replica.Options{})
 	for _, read := range []*replica.Reader{near, far} {
-		pgtest.Eventually(t, waitTimeout, func() bool { d, err := read.Measure(t.Context()); return err == nil || d > 0 },
+		pgtest.Eventually(t, func() bool { d, err := read.Measure(t.Context()); return err == nil || d > 0 },
 			"the lag is known")
 	}
 	r.standby.sql(`select pg_wal_replay_pause()`)
@@ -235,7 +235,7 @@ func (r *replicated) served(t *testing.T) {
 	from := func(what, path string, is func(page) bool) {
 		t.Helper()
 		var got page
-		pgtest.Eventually(t, waitTimeout, func() bool {
+		pgtest.Eventually(t, func() bool {
 			got = get(t, http.DefaultClient, base+path, false)
 			require.Truef(t, got.status == http.StatusOK && !strings.Contains(got.body, "could not be read"),
 				"%s: status %d:\n%s", what, got.status, got.body)

@@ -137,7 +137,7 @@ func finishes(t *testing.T, w *world) {
 			"data": map[string]any{"document": "INE", "url": "heard", "score": 7, "result": "passed"},
 		}, nil)
 	}
-	pgtest.Eventually(t, waitTimeout, func() bool {
+	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[bool](w.t, w.db, `select not exists (select from agent_executions where completed_at is null
 			and flow like 'old%')`)
 	}, "what was begun by the version before ends")

@@ -138,7 +138,7 @@ func (w *world) serve(processes int) {
 func (w *world) ready(when string) {
 	w.t.Helper()
 	for _, base := range w.bases {
-		pgtest.Eventually(w.t, waitTimeout, func() bool { return probe(w.t, base+"/readyz").status == http.StatusOK },
+		pgtest.Eventually(w.t, func() bool { return probe(w.t, base+"/readyz").status == http.StatusOK },
 			"a process is ready "+when)
 	}
 }
@@ -147,7 +147,7 @@ func (w *world) ready(when string) {
 func (w *world) unready(failing string) {
 	w.t.Helper()
 	for i, base := range w.bases {
-		pgtest.Eventually(w.t, waitTimeout, func() bool {
+		pgtest.Eventually(w.t, func() bool {
 			got := probe(w.t, base+"/readyz")
 			return got.status == http.StatusServiceUnavailable && !got.Checks[failing].OK
 		}, "a process says that it is not ready")
@@ -261,9 +261,6 @@ func (w *world) think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 	}
 	return modeltest.Text("All is well.")
 }
-
-// waitTimeout is how long anything may take on a busy machine before the test gives up.
-const waitTimeout = 90 * time.Second
 
 // server is a PostgreSQL of the test's own on a TCP port, with the settings of a new installation.
 type server struct {
@@ -390,7 +387,7 @@ func (s *server) start() {
 		_ = cmd.Process.Signal(syscall.SIGQUIT) // it may be gone
 		<-ended
 	})
-	pgtest.Eventually(s.t, waitTimeout, func() bool {
+	pgtest.Eventually(s.t, func() bool {
 		select {
 		case <-ended:
 			text, err := os.ReadFile(s.dir + ".log")
@@ -436,7 +433,7 @@ func (s *server) sql(sql string) {
 // await waits until a query of a truth value says yes.
 func (s *server) await(what, sql string) {
 	s.t.Helper()
-	pgtest.Eventually(s.t, waitTimeout, func() bool { return s.try("postgres", "select 1 / ("+sql+")::int") == nil }, what)
+	pgtest.Eventually(s.t, func() bool { return s.try("postgres", "select 1 / ("+sql+")::int") == nil }, what)
 }
 
 // urlOf names the servers in one connection string, which leads to the one that takes writes.
@@ -469,5 +466,5 @@ func TestMain(m *testing.M) { proctest.Main(m, "failover", &program) }
 // launch starts the program in a folder with exactly the given environment.
 func launch(t testing.TB, dir string, environ []string, args ...string) *proctest.Process {
 	t.Helper()
-	return proctest.Start(t, waitTimeout, dir, proctest.Environ(environ...), append([]string{program}, args...)...)
+	return proctest.Start(t, pgtest.Timeout, dir, proctest.Environ(environ...), append([]string{program}, args...)...)
 }

@@ -334,7 +334,7 @@ func (s *shell) start(c command) {
 	require.NoError(s.t, cmd.Start())
 	s.beside = append(s.beside, cmd)
 	want := append(append([]string{"…"}, c.output...), "…")
-	pgtest.Eventually(s.t, waitTimeout, func() bool {
+	pgtest.EventuallyWithin(s.t, waitTimeout, func() bool {
 		return difference(want, s.there(printed.String())) == "" || strings.HasPrefix(printed.String(), "agent: ")
 	}, c.text)
 	require.Equal(s.t, "", difference(want, s.there(printed.String())), c.text)

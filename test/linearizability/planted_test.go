@@ -116,7 +116,7 @@ var plants = map[string]struct {
 				done[i] = make(chan struct{})
 				group.Go(func() { defer close(done[i]); g.acquire(s, 60) })
 			}
-			pgtest.Eventually(g.t, waitTimeout, func() bool {
+			pgtest.Eventually(g.t, func() bool {
 				n := g.count(`select count(*) from pg_locks where locktype = 'advisory' and not granted and objid = $1
 					and database = (select oid from pg_database where datname = current_database())`, gate)
 				for _, c := range done {
@@ -185,7 +185,7 @@ var plants = map[string]struct {
 			end $$`,
 		script: func(g *stage) {
 			got := g.mustAcquire(g.a, 1)
-			pgtest.Eventually(g.t, waitTimeout, func() bool {
+			pgtest.Eventually(g.t, func() bool {
 				return g.count(`select count(*) from agent_locks where lane = 'x' and expires_at < clock_timestamp()`) == 1
 			}, "the lease ends")
 			g.a.renew(g.t.Context(), got)

@@ -229,7 +229,7 @@ func (x *trouble) works(i int) bool {
 	x.t.Helper()
 	p := x.slots[i]
 	begun := func() bool { return strings.Contains(p.Out.String(), "works") }
-	pgtest.Eventually(x.t, waitTimeout, func() bool { return begun() || !p.Running() }, "a process begins to work")
+	pgtest.EventuallyWithin(x.t, waitTimeout, func() bool { return begun() || !p.Running() }, "a process begins to work")
 	return begun() && p.Running()
 }
 

@@ -360,7 +360,7 @@ func (w *world) begin(ctx context.Context, seeds []uint64, within time.Duration)
 func (w *world) settle(limit time.Duration) {
 	w.t.Helper()
 	began := time.Now()
-	pgtest.Eventually(w.t, limit, func() bool {
+	pgtest.EventuallyWithin(w.t, limit, func() bool {
 		left := 0
 		err := w.pool.QueryRow(w.t.Context(), `select count(*) from agent_executions where completed_at is null`).Scan(&left)
 		return err == nil && left == 0

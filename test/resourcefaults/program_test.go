@@ -217,8 +217,8 @@ type agent struct {
 func launch(t testing.TB, dir string, environ []string, command ...string) *agent {
 	t.Helper()
 	a := &agent{
-		Process: proctest.Start(t, waitTimeout, dir, environ, command...), t: t,
-		client: &http.Client{Timeout: waitTimeout},
+		Process: proctest.Start(t, pgtest.Timeout, dir, environ, command...), t: t,
+		client: &http.Client{Timeout: pgtest.Timeout},
 	}
 	t.Cleanup(a.client.CloseIdleConnections)
 	return a
@@ -272,7 +272,7 @@ func (a answer) problem() string {
 // ask makes a request as the admin.
 func (a *agent) ask(method, path, body string, header ...string) answer {
 	a.t.Helper()
-	ctx, cancel := context.WithTimeout(a.t.Context(), waitTimeout)
+	ctx, cancel := context.WithTimeout(a.t.Context(), pgtest.Timeout)
 	defer cancel()
 	return a.askIn(ctx, method, path, body, header...)
 }
@@ -291,9 +291,6 @@ func (a *agent) askIn(ctx context.Context, method, path, body string, header ...
 	return answer{got.Status, string(got.Body), got.Header}
 }
 
-// waitTimeout is how long anything may take on a busy machine before a test gives up.
-const waitTimeout = 90 * time.Second
-
 // program is the program under test, built once for all tests.
 var program string
 
@@ -305,5 +302,5 @@ func atLength() bool { return os.Getenv("AGENT_FAULTS_ALL") != "" }
 // eventually polls a condition.
 func eventually(t testing.TB, what string, condition func() bool) {
 	t.Helper()
-	pgtest.Eventually(t, waitTimeout, condition, what)
+	pgtest.Eventually(t, condition, what)
 }

@@ -76,7 +76,7 @@ func (l *load) hasBegun() {
 	l.mu.Lock()
 	before := maps.Clone(l.done)
 	l.mu.Unlock()
-	pgtest.Eventually(l.t, waitTimeout, func() bool {
+	pgtest.Eventually(l.t, func() bool {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		return l.t.Failed() || l.done["answer"] > before["answer"]+2 && l.done["message"] > before["message"] &&
@@ -92,7 +92,7 @@ type request struct {
 
 // send sends a request once.
 func (l *load) send(r request) (status int, answer []byte, err error) {
-	ctx, cancel := context.WithTimeout(l.t.Context(), waitTimeout)
+	ctx, cancel := context.WithTimeout(l.t.Context(), pgtest.Timeout)
 	defer cancel()
 	body := ""
 	if r.body != nil {

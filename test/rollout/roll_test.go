@@ -141,7 +141,7 @@ func (w *world) add() *proctest.Process {
 	r := launch(w.t, w.program, w.environ, "serve")
 	base := r.Base()
 	w.proxy.replace("", base)
-	pgtest.Eventually(w.t, waitTimeout, func() bool { return w.proxy.sendsTo(base) },
+	pgtest.Eventually(w.t, func() bool { return w.proxy.sendsTo(base) },
 		"the proxy sends requests to a new replica")
 	return r
 }
@@ -175,7 +175,7 @@ func (l *load) roll(replicas []*proctest.Process) {
 func (l *load) settle() {
 	l.t.Helper()
 	l.end()
-	pgtest.Eventually(l.t, waitTimeout, func() bool {
+	pgtest.Eventually(l.t, func() bool {
 		return len(pgtest.Column[string](l.t, l.db, `select flow from agent_executions where completed_at is null
 			union all select content from agent_messages where status in ('queued', 'sending')
 			union all select lane from agent_locks where expires_at > clock_timestamp() and locked_by <> ''`)) == 0
@@ -245,13 +245,11 @@ func rounds() int {
 
 func TestMain(m *testing.M) { proctest.Main(m, "rollout", &program) }
 
-// waitTimeout is how long something may take that takes a moment.
-const waitTimeout = 90 * time.Second
-
 // launch starts a program with exactly the given environment.
 func launch(t testing.TB, program string, environ []string, args ...string) *proctest.Process {
 	t.Helper()
-	return proctest.Start(t, waitTimeout, t.TempDir(), proctest.Environ(environ...), append([]string{program}, args...)...)
+	command := append([]string{program}, args...)
+	return proctest.Start(t, pgtest.Timeout, t.TempDir(), proctest.Environ(environ...), command...)
 }
 
 // nextRelease builds the program as a release after this one may be: a change of the tables, and other code in each

@@ -161,7 +161,7 @@ func (w *world) count(prefix string) (n int) {
 // await waits for effects.
 func (w *world) await(prefix string, n int) {
 	w.Helper()
-	pgtest.Eventually(w, waitTimeout, func() bool { return w.count(prefix) >= n }, "no effect "+prefix)
+	pgtest.EventuallyWithin(w, waitTimeout, func() bool { return w.count(prefix) >= n }, "no effect "+prefix)
 }
 
 // expect checks the end of an execution.
@@ -295,7 +295,7 @@ func TestBeatsGoOnAfterABrokenAnswer(t *testing.T) {
 		}
 		w.worker("first", testkit.Serve(w, proxy), 3)
 		id := w.start("external:scenario", `{"steps":1,"pause_ms":60000}`)
-		pgtest.Eventually(w, waitTimeout, func() bool { return beats.Load() > 2 }, "the beats ended")
+		pgtest.EventuallyWithin(w, waitTimeout, func() bool { return beats.Load() > 2 }, "the beats ended")
 		w.call("POST", "/v1/executions/"+id+"/cancel", `{"reason":"not needed"}`, nil)
 		w.await("aborted 1", 1)
 	})

@@ -142,7 +142,7 @@ func TestEverythingAtOnce(t *testing.T) {
 // settle lets what is under way end, and the processes too.
 func (l *load) settle(agents ...*proctest.Process) {
 	l.t.Helper()
-	pgtest.Eventually(l.t, waitTimeout, func() bool {
+	pgtest.Eventually(l.t, func() bool {
 		return pgtest.Value[bool](l.t, l.db, `select exists (select from agent_automation_runs where cause = 'cron')`)
 	}, "a heartbeat that no admin keeps away runs what is scheduled")
 	pgtest.Exec(l.t, l.db, `update agent_schedules set next_run_at = clock_timestamp() + interval '1 day'`)
@@ -156,7 +156,7 @@ func (l *load) settle(agents ...*proctest.Process) {
 			l.t.Logf("complaints:\n%s", worst(agents[0]))
 		}
 	})
-	pgtest.Eventually(l.t, waitTimeout+lasts(l.t), quiet, "everything that was begun ends")
+	pgtest.EventuallyWithin(l.t, pgtest.Timeout+lasts(l.t), quiet, "everything that was begun ends")
 	l.t.Logf("what was under way ended within %s", time.Since(began).Round(time.Millisecond))
 	for _, a := range agents {
 		a.Stop()

@@ -289,11 +289,8 @@ var program string
 
 func TestMain(m *testing.M) { proctest.Main(m, "soak", &program) }
 
-// waitTimeout is how long anything may take on a busy machine before the test gives up.
-const waitTimeout = 90 * time.Second
-
 // launch starts the program in a folder with exactly the given environment.
 func launch(t testing.TB, dir string, environ []string, args ...string) *proctest.Process {
 	t.Helper()
-	return proctest.Start(t, waitTimeout, dir, proctest.Environ(environ...), append([]string{program}, args...)...)
+	return proctest.Start(t, pgtest.Timeout, dir, proctest.Environ(environ...), append([]string{program}, args...)...)
 }

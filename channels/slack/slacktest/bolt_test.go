@@ -14,10 +14,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/channels/slack/slacktest"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/npmtest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
-
-const waitTimeout = time.Minute
 
 // app is a running app of @slack/bolt.
 type app struct {
@@ -70,7 +69,7 @@ func startApp(t *testing.T, mode string) *app {
 // find waits for a line with a prefix that was not found before.
 func (a *app) find(prefix string) string {
 	a.Helper()
-	deadline := time.After(waitTimeout)
+	deadline := time.After(pgtest.Timeout)
 	for {
 		if i := slices.IndexFunc(a.seen, func(s string) bool { return strings.HasPrefix(s, prefix) }); i >= 0 {
 			line := a.seen[i]
