@@ -292,6 +292,7 @@ func TestTelegramPostsToTheWebhook(t *testing.T) {
 		"from": {"id": 9, "first_name": "Mara"}, "document": {"file_id": "file0", "file_name": "a\u0000.txt", "file_size": 7}}}`
 	assert.Equal(t, 401, post("", update))
 	assert.Equal(t, 401, post("wrong", update))
+	assert.Equal(t, 1, strings.Count(s.log.String(), "request for a channel refused"), "for two requests")
 	away, err := pgxpool.New(t.Context(), "postgres://nobody@127.0.0.1:1/away")
 	require.NoError(t, err)
 	defer away.Close()

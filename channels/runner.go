@@ -291,6 +291,19 @@ type stateWriter struct {
 	last    string
 	written time.Time // begin of the last write; zero after a failed one
 	writes  int
+
+	refusedAt time.Time // when a refused request was logged
+}
+
+// refused logs a request that is not the provider's, at most one a minute: anybody may send them.
+func (s *stateWriter) refused(ctx context.Context) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if time.Since(s.refusedAt) >= time.Minute {
+		s.refusedAt = time.Now()
+		s.log.WarnContext(ctx, "request for a channel refused: if its provider sent it, a secret of the channel is wrong",
+			"channel", s.name)
+	}
 }
 
 const stateInterval = 30 * time.Second
@@ -376,7 +389,22 @@ func (r *Runner) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		http.Error(w, "this channel takes no requests", http.StatusNotFound)
 		return
 	}
-	hook.Hook(w, req, &inbox{db: r.Pool, pool: r.Pool, name: c.Name, state: state})
+	answer := &statusWriter{ResponseWriter: w}
+	hook.Hook(answer, req, &inbox{db: r.Pool, pool: r.Pool, name: c.Name, state: state})
+	if answer.status == http.StatusUnauthorized {
+		state.refused(req.Context())
+	}
+}
+
+// statusWriter remembers the status of an answer.
+type statusWriter struct {
+	http.ResponseWriter
+	status int
+}
+
+func (w *statusWriter) WriteHeader(status int) {
+	w.status = status
+	w.ResponseWriter.WriteHeader(status)
 }
 
 // hookOf opens the transport of a channel once for all its requests, until its declaration or a secret changes.
