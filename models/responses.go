@@ -317,7 +317,7 @@ func (r *response) ended(bool) bool { return r.over }
 func (r *response) empty() bool { return r.assembly.empty() && len(r.items) == 0 }
 
 func (r *response) beyond(maxTokens int) bool {
-	return exceedsLimit(r.assembly.size()+r.pending, r.usage, maxTokens)
+	return exceedsLimit(r.size()+r.pending, r.usage, maxTokens)
 }
 
 // parts returns the texts of the items.
