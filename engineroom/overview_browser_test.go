@@ -250,6 +250,10 @@ func TestNothingOfTheOverviewIsClippedWithTwentyOfEach(t *testing.T) {
 	p.Eval(`[...document.querySelectorAll("main > .part, .board .part")].map(e => e.id).join(" ")`, &order)
 	assert.Equal(t, "verdict needs failing now health feed spend locks objectives memory", order)
 	noComplaint(t, p)
+	p.As(browser.Look{Width: 1280, Height: 800})
+	p.Eval(`document.documentElement.style.fontSize = "200%"`, nil) // of text alone: media queries stay as they are
+	p.Until("nothing is wider than the window with large text", `document.documentElement.scrollWidth <= 1280`)
+	p.Eval(`document.documentElement.style.fontSize = ""`, nil)
 	p.As(browser.Look{Width: 320, Height: 640, Dark: true})
 	p.Until("nothing is wider than a small phone", `document.documentElement.scrollWidth <= 320`)
 	noComplaint(t, p)
