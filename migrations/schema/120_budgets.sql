@@ -48,63 +48,79 @@ comment on column agent_budget_reservations.activity_id is 'The row of the log o
 
 create or replace function lanekeeper.reserve_agent_budget(
   p_execution_id uuid, p_claim bigint, p_step text, p_limits jsonb, p_need jsonb,
-  out granted bigint, out scope text, out unit text, out kind text, out bound numeric, out spent numeric, out reserved numeric)
+  out granted bigint, out scope text, out unit text, out kind text,
+  out bound numeric, out spent numeric, out reserved numeric)
 language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   day constant text := to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD');
-  names constant text[] := array(select distinct replace(l ->> 'scope', '{day}', day) from jsonb_array_elements(p_limits) l order by 1);
-  n record;           -- the need
-  b record;
+  names constant text[] := array(
+    select distinct replace(entry ->> 'scope', '{day}', day) from jsonb_array_elements(p_limits) entry order by 1);
+  need record;
+  fit record;         -- what a limit leaves
   most bigint;        -- completion tokens that any scope will ever have room for
   held_by bigint;     -- the claim of a reservation that is there
 begin
-  select * into n from jsonb_to_record(p_need) as (prompt_tokens bigint, prompt_usd numeric, token_usd numeric, wanted bigint, enough bigint, least bigint);
-  if not coalesce(p_step <> '' and cardinality(names) > 0 and n.prompt_tokens >= 0 and n.prompt_usd >= 0 and n.token_usd >= 0
-                  and n.least > 0 and n.enough >= n.least and n.wanted >= n.enough, false) then
-    raise exception 'a reservation needs a step, scopes, a worst case of 0 or more, and 0 < least <= enough <= wanted' using errcode = '22023';
+  select * into need from jsonb_to_record(p_need) as (
+    prompt_tokens bigint, prompt_usd numeric, token_usd numeric, wanted bigint, enough bigint, least bigint);
+  if not coalesce(p_step <> '' and cardinality(names) > 0
+                  and need.prompt_tokens >= 0 and need.prompt_usd >= 0 and need.token_usd >= 0 and need.least > 0
+                  and need.enough >= need.least and need.wanted >= need.enough, false) then
+    raise exception 'a reservation needs a step, scopes, a worst case of 0 or more, and 0 < least <= enough <= wanted'
+      using errcode = '22023';
   end if;
   perform fence_agent_execution(p_execution_id, p_claim);
   -- Settling locks the reservation before its budgets; so does this.
-  perform from agent_budget_reservations r where r.execution_id = p_execution_id and r.step = p_step for update;
+  perform from agent_budget_reservations held
+   where held.execution_id = p_execution_id and held.step = p_step for update;
   insert into agent_budgets (scope) select unnest(names) on conflict do nothing;
-  perform 1 from agent_budgets x where x.scope = any (names) order by x.scope for update;
+  perform 1 from agent_budgets budget where budget.scope = any (names) order by budget.scope for update;
   -- Read after the lock: an earlier try may have been at work.
-  select r.granted, r.claim into granted, held_by from agent_budget_reservations r where r.execution_id = p_execution_id and r.step = p_step;
+  select held.granted, held.claim into granted, held_by from agent_budget_reservations held
+   where held.execution_id = p_execution_id and held.step = p_step;
   if held_by < p_claim then
     perform lanekeeper.settle_agent_budget(p_execution_id, p_step);
   elsif granted is not null then
     return;
   end if;
-  granted := n.wanted;
-  for b in
+  granted := need.wanted;
+  for fit in
     -- rest: completion tokens that fit when all calls under way give back their reservations. room: those that fit now.
-    select f.*, case when f.free < 0 then -1 else least(floor(f.free / nullif(f.each, 0)), n.wanted) end::bigint as rest,
-           case when f.free < f.reserved then -1 else least(floor((f.free - f.reserved) / nullif(f.each, 0)), n.wanted) end::bigint as room
-      from (select x.scope, u.*, u.bound - u.spent - u.prompt as free, l.i
-              from rows from (jsonb_to_recordset(p_limits) as (scope text, tokens numeric, usd numeric)) with ordinality l (scope, tokens, usd, i)
-              join agent_budgets x on x.scope = replace(l.scope, '{day}', day)
+    select part.*,
+           case when part.free < 0 then -1
+                else least(floor(part.free / nullif(part.each, 0)), need.wanted) end::bigint as rest,
+           case when part.free < part.reserved then -1
+                else least(floor((part.free - part.reserved) / nullif(part.each, 0)), need.wanted) end::bigint as room
+      from (select budget.scope, measure.*, measure.bound - measure.spent - measure.prompt as free, entry.i
+              from rows from (jsonb_to_recordset(p_limits) as (scope text, tokens numeric, usd numeric))
+                   with ordinality entry (scope, tokens, usd, i)
+              join agent_budgets budget on budget.scope = replace(entry.scope, '{day}', day)
              cross join lateral (values
-                     ('tokens', l.tokens, x.tokens::numeric, x.reserved_tokens::numeric, n.prompt_tokens::numeric, 1::numeric),
-                     ('usd', l.usd, x.cost_usd, x.reserved_usd, n.prompt_usd, n.token_usd)) u (unit, bound, spent, reserved, prompt, each)
-             where u.bound > 0 and u.prompt + u.each > 0) f                -- a free call is not bounded by money
-     order by rest, room, f.i, f.unit
+                     ('tokens', entry.tokens, budget.tokens::numeric, budget.reserved_tokens::numeric,
+                      need.prompt_tokens::numeric, 1::numeric),
+                     ('usd', entry.usd, budget.cost_usd, budget.reserved_usd, need.prompt_usd, need.token_usd)
+                   ) measure (unit, bound, spent, reserved, prompt, each)
+             where measure.bound > 0 and measure.prompt + measure.each > 0) part  -- money does not bound a free call
+     order by rest, room, part.i, part.unit
   loop
-    most := coalesce(most, b.rest);
-    kind := case when b.rest < n.least then 'spent' when b.room < least(n.enough, most) then 'reserved' end;
+    most := coalesce(most, fit.rest);
+    kind := case when fit.rest < need.least then 'spent' when fit.room < least(need.enough, most) then 'reserved' end;
     if kind is not null then
-      granted := null; scope := b.scope; unit := b.unit; bound := b.bound; spent := b.spent; reserved := b.reserved;
+      granted := null; scope := fit.scope; unit := fit.unit;
+      bound := fit.bound; spent := fit.spent; reserved := fit.reserved;
       return;
     end if;
-    granted := least(granted, b.room);
+    granted := least(granted, fit.room);
   end loop;
   insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd, claim, activity_id)
-  values (p_execution_id, p_step, names, granted, n.prompt_tokens + granted, n.prompt_usd + granted * n.token_usd, p_claim,
-          (select o.activity_id from agent_activity_open o where o.execution_id = p_execution_id and o.claim = p_claim and o.step = p_step));
-  update agent_budgets x
-     set reserved_tokens = x.reserved_tokens + n.prompt_tokens + granted,
-         reserved_usd = x.reserved_usd + n.prompt_usd + granted * n.token_usd, updated_at = clock_timestamp()
-   where x.scope = any (names);
+  values (p_execution_id, p_step, names, granted, need.prompt_tokens + granted,
+          need.prompt_usd + granted * need.token_usd, p_claim,
+          (select opened.activity_id from agent_activity_open opened
+            where opened.execution_id = p_execution_id and opened.claim = p_claim and opened.step = p_step));
+  update agent_budgets budget
+     set reserved_tokens = budget.reserved_tokens + need.prompt_tokens + granted,
+         reserved_usd = budget.reserved_usd + need.prompt_usd + granted * need.token_usd, updated_at = clock_timestamp()
+   where budget.scope = any (names);
 end $$;
 comment on function lanekeeper.reserve_agent_budget is
   'Reserve the worst case of a model call in every scope of p_limits ([{scope, tokens, usd}], 0 for no limit, {day} in '
@@ -118,44 +134,50 @@ create or replace function lanekeeper.settle_agent_budget(
 language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
 #variable_conflict use_column
 declare
-  r agent_budget_reservations;
+  reservation agent_budget_reservations;
   used bigint := (p_spend ->> 'tokens')::bigint;
   usd numeric := (p_spend ->> 'usd')::numeric;
   unknown bigint := (p_spend ->> 'unknown_tokens')::bigint;
   usd_unknown numeric := (p_spend ->> 'unknown_usd')::numeric;
 begin
   if p_spend is not null and not coalesce(unknown between 0 and used and usd_unknown between 0 and usd, false) then
-    raise exception 'a call is settled with tokens and dollars of 0 or more, of which no more than all are unknown' using errcode = '22023';
+    raise exception 'a call is settled with tokens and dollars of 0 or more, of which no more than all are unknown'
+      using errcode = '22023';
   end if;
   tokens := 0;
   cost_usd := 0;
-  delete from agent_budget_reservations x where x.execution_id = p_execution_id and x.step = p_step returning x.* into r;
+  delete from agent_budget_reservations held where held.execution_id = p_execution_id and held.step = p_step
+  returning held.* into reservation;
   if not found then
     return;
   elsif p_spend is null then
-    used := r.tokens; usd := r.cost_usd; unknown := r.tokens; usd_unknown := r.cost_usd;
+    used := reservation.tokens; usd := reservation.cost_usd;
+    unknown := used; usd_unknown := usd;
   end if;
   tokens := used;
   cost_usd := usd;
-  perform 1 from agent_budgets x where x.scope = any (r.scopes) order by x.scope for update;
-  update agent_budgets x
-     set tokens = x.tokens + used, cost_usd = x.cost_usd + usd, reserved_tokens = x.reserved_tokens - r.tokens,
-         reserved_usd = x.reserved_usd - r.cost_usd, unknown_tokens = x.unknown_tokens + unknown,
-         unknown_usd = x.unknown_usd + usd_unknown, unsettled = x.unsettled + (unknown > 0 or usd_unknown > 0)::int,
+  perform 1 from agent_budgets budget where budget.scope = any (reservation.scopes) order by budget.scope for update;
+  update agent_budgets budget
+     set tokens = budget.tokens + used, cost_usd = budget.cost_usd + usd,
+         reserved_tokens = budget.reserved_tokens - reservation.tokens,
+         reserved_usd = budget.reserved_usd - reservation.cost_usd, unknown_tokens = budget.unknown_tokens + unknown,
+         unknown_usd = budget.unknown_usd + usd_unknown,
+         unsettled = budget.unsettled + (unknown > 0 or usd_unknown > 0)::int,
          updated_at = clock_timestamp()
-   where x.scope = any (r.scopes);
+   where budget.scope = any (reservation.scopes);
   if p_spend is not null then
     return;
   end if;
-  update agent_activity a
-     set cost_usd = a.cost_usd + r.cost_usd,
-         token_usage = a.token_usage || jsonb_build_object(
-           'prompt_tokens', lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens') + r.tokens - r.granted,
-           'completion_tokens', lanekeeper.agent_tokens(a.token_usage, 'completion_tokens') + r.granted,
-           'total_tokens', lanekeeper.agent_tokens(a.token_usage, 'total_tokens') + r.tokens,
-           'unknown_tokens', lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens') + r.tokens,
-           'unknown_usd', coalesce((a.token_usage ->> 'unknown_usd')::numeric, 0) + r.cost_usd)
-   where a.id = r.activity_id;
+  update agent_activity call
+     set cost_usd = call.cost_usd + reservation.cost_usd,
+         token_usage = call.token_usage || jsonb_build_object(
+           'prompt_tokens',
+           lanekeeper.agent_tokens(call.token_usage, 'prompt_tokens') + reservation.tokens - reservation.granted,
+           'completion_tokens', lanekeeper.agent_tokens(call.token_usage, 'completion_tokens') + reservation.granted,
+           'total_tokens', lanekeeper.agent_tokens(call.token_usage, 'total_tokens') + reservation.tokens,
+           'unknown_tokens', lanekeeper.agent_tokens(call.token_usage, 'unknown_tokens') + reservation.tokens,
+           'unknown_usd', coalesce((call.token_usage ->> 'unknown_usd')::numeric, 0) + reservation.cost_usd)
+   where call.id = reservation.activity_id;
 end $$;
 comment on function lanekeeper.settle_agent_budget is
   'Turn a reservation into what was used: p_spend {tokens, usd, unknown_tokens, unknown_usd}, which may be more, where '
