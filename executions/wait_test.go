@@ -261,14 +261,9 @@ func TestWaitingNeedsNoGoroutines(t *testing.T) { // not parallel: it counts the
 	for i := range 500 {
 		p.beginWith(t, fmt.Sprint("key ", i))
 	}
-	waiting(t, pool, 501)
+	pgtest.Until(t, pool, 501, `select count(*) from agent_executions where status = 'waiting'`)
 	pgtest.Eventually(t, func() bool { return runtime.NumGoroutine() <= before+50 }, // the others are River's
 		fmt.Sprintf("goroutines stay near %d with 500 waiting", before))
-}
-
-func waiting(t *testing.T, pool *pgxpool.Pool, n int) {
-	t.Helper()
-	pgtest.Until(t, pool, n, `select count(*) from agent_executions where status = 'waiting'`)
 }
 
 // resumes ends the wait of an execution, as the sweep does.

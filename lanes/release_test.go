@@ -16,13 +16,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// terminate ends the sessions that wait in a statement that contains text.
-func terminate(t *testing.T, db *pgxpool.Pool, text string) {
-	t.Helper()
-	pgtest.Exec(t, db, `select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database()
-		and wait_event_type = 'Lock' and query like '%' || $1 || '%' and pid <> pg_backend_pid()`, text)
-}
-
 // A release whose session is killed is made over another one, also where it waited for a fenced write.
 func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 	t.Parallel()
@@ -35,7 +28,8 @@ func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 		released := make(chan error, 1)
 		go func() { released <- l.Release(t.Context()) }()
 		waitUntilBlocked(t, db, "release_agent_lock")
-		terminate(t, db, "release_agent_lock")
+		pgtest.Exec(t, db, `select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database()
+			and wait_event_type = 'Lock' and query like '%release_agent_lock%' and pid <> pg_backend_pid()`)
 		began := time.Now()
 		commit(t, write)
 		assert.NoError(t, <-released, "Release")

@@ -186,7 +186,8 @@ func TestStalePidFileIsNotInTheWay(t *testing.T) {
 		fmt.Sprintf("%d\n%s", 1<<22-3, rest),
 	} {
 		testkit.WriteFile(t, file, content)
-		chownLike(t, file, data)
+		uid, gid := owner(t, data)
+		require.NoError(t, os.Chown(file, int(uid), int(gid)))
 		s, err := pgserver.Start(t.Context(), config)
 		if err != nil {
 			t.Errorf("with postmaster.pid %q: %v", content, err)
@@ -221,12 +222,6 @@ func owner(t *testing.T, path string) (uid, gid uint32) {
 	require.NoError(t, err)
 	stat := info.Sys().(*syscall.Stat_t)
 	return stat.Uid, stat.Gid
-}
-
-func chownLike(t *testing.T, path, like string) {
-	t.Helper()
-	uid, gid := owner(t, like)
-	require.NoError(t, os.Chown(path, int(uid), int(gid)))
 }
 
 func TestLongPath(t *testing.T) {

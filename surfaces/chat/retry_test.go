@@ -120,16 +120,10 @@ func TestARequestThatIsSentAgainIsAnsweredOnce(t *testing.T) {
 				t.Errorf("%d turns, want %d; the second request got %s", n, c.turns, got)
 			}
 			if c.turns == 2 {
-				w.settled(t)
+				pgtest.Until(t, w.pool, 0, `select count(*) from agent_executions where completed_at is null`)
 			}
 		})
 	}
-}
-
-// settled waits until no turn is under way.
-func (w *world) settled(t *testing.T) {
-	t.Helper()
-	pgtest.Until(t, w.pool, 0, `select count(*) from agent_executions where completed_at is null`)
 }
 
 // Whoever says the same twice is heard twice: one after the other, and at the same time.

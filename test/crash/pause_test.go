@@ -165,12 +165,6 @@ func TestAYieldedHeartbeatSurvivesItsProcess(t *testing.T) {
 	s.whole(id, before)
 }
 
-// keyOf is the idempotency key of the only call of a skill.
-func (s *scene) keyOf(skill string) string {
-	s.t.Helper()
-	return pgtest.Value[string](s.t, s.db, `select idempotency_key from agent_activity where skill_name = $1`, skill)
-}
-
 // TestTheDatabaseRestarts while a heartbeat is under way: the process stays up, and goes on when the
 // database is back. The lease outlasts the outage, however slow the machine is.
 func TestTheDatabaseRestarts(t *testing.T) {
@@ -194,7 +188,7 @@ func TestTheDatabaseRestarts(t *testing.T) {
 			s.ends(id, "completed")
 			assert.True(t, a.Running(), "the process did not survive")
 			// The call was under way and its process lived: it is recorded, once.
-			key := s.keyOf("look")
+			key := pgtest.Value[string](s.t, s.db, `select idempotency_key from agent_activity where skill_name = $1`, "look")
 			before.rows[key] = row{}
 			before.called[key] = 0
 			s.whole(id, before)

@@ -119,7 +119,7 @@ func TestAPrimaryIsLostAndItsStandbyPromoted(t *testing.T) {
 	primary.stop(syscall.SIGKILL)
 	w.unready("database")
 	w.open()
-	standby.promote()
+	standby.sql(`select pg_promote()`)
 	l.recovers()
 	l.settle()
 }

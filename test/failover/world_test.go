@@ -99,7 +99,7 @@ func newWorld(t testing.TB, url, lease string) *world {
 	}
 	close(w.gate)
 	t.Cleanup(w.open) // what is held up lets go before the servers are closed
-	w.connect()
+	w.db = pgtest.Pool(w.t, w.url, postgres.Options{MaxConns: 8, ApplicationName: "test"})
 	_, err := migrations.Up(t.Context(), w.db)
 	require.NoError(t, err)
 	pgtest.Exec(w.t, w.db, truthTables)
@@ -111,11 +111,6 @@ func newWorld(t testing.TB, url, lease string) *world {
 	a := launch(t, w.dir, w.environ(), "apply", ".")
 	require.Truef(t, a.Exit() == 0, "agent apply: %s", a.Err.Tail(30))
 	return w
-}
-
-func (w *world) connect() {
-	w.t.Helper()
-	w.db = pgtest.Pool(w.t, w.url, postgres.Options{MaxConns: 8, ApplicationName: "test"})
 }
 
 // environ is what a process of this world gets.
@@ -404,12 +399,6 @@ func (s *server) stop(how syscall.Signal) {
 	s.t.Helper()
 	require.NoError(s.t, s.cmd.Process.Signal(how))
 	<-s.ended
-}
-
-// promote makes a primary of a standby.
-func (s *server) promote() {
-	s.t.Helper()
-	s.sql(`select pg_promote()`)
 }
 
 // try runs a statement in a connection of its own.

@@ -44,7 +44,7 @@ func newServer(t testing.TB) *server {
 	t.Helper()
 	s := &server{OwnServer: pgtest.Own(t), t: t}
 	s.admin = pgtest.Pool(t, s.URL(), postgres.Options{ApplicationName: "lanetest admin"})
-	s.exec(writesTable)
+	pgtest.Exec(s.t, s.admin, writesTable)
 	return s
 }
 
@@ -53,11 +53,6 @@ func (s *server) crash() {
 	s.t.Helper()
 	s.Stop(true)
 	s.Start()
-}
-
-func (s *server) exec(sql string, args ...any) {
-	s.t.Helper()
-	pgtest.Exec(s.t, s.admin, sql, args...)
 }
 
 // count is a number that a query finds; it is asked again while the server comes back.

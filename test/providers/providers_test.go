@@ -188,7 +188,7 @@ func newWorld(t *testing.T, server *modeltest.Server, model string, change func(
 		Agents: &agents.Directory{Settings: agents.Settings{Name: "nora"}},
 	}
 	require.NoError(t, visitors.Register(w.engine))
-	w.serve(t, visitors)
+	w.chat = testkit.Serve(t, visitors.CompletionsHandler())
 	w.run(t, keeper.Run, w.engine.Run, visitors.Run)
 	w.objective(t)
 	return w
@@ -226,12 +226,6 @@ func (w *world) newLoop(t *testing.T) *reason.Loop {
 	}, skills.SourceWorkspace)
 	require.NoError(t, err)
 	return &reason.Loop{Pool: w.pool, Model: w.client, Skills: registry, Logger: slog.New(slog.DiscardHandler)}
-}
-
-func (w *world) serve(t *testing.T, visitors *chat.Chat) {
-	t.Helper()
-	server := testkit.Serve(t, visitors.CompletionsHandler())
-	w.chat = server
 }
 
 // run keeps the process at work until the test ends.
