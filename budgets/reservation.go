@@ -131,8 +131,10 @@ func (r *Reservation) Await(ctx context.Context, db postgres.DB) (int64, error) 
 		case r.answer.Kind == nil: // Reserve was not sent
 		case *r.answer.Kind == Spent || last:
 			a := r.answer
-			return 0, &Error{Scope: *a.Scope, Unit: *a.Unit, Kind: *a.Kind, Limit: *a.Bound, Spent: *a.Spent,
-				Reserved: *a.Reserved}
+			return 0, &Error{
+				Scope: *a.Scope, Unit: *a.Unit, Kind: *a.Kind, Limit: *a.Bound, Spent: *a.Spent,
+				Reserved: *a.Reserved,
+			}
 		case !sleep.For(ctx, min(pause/2+rand.N(pause), time.Until(deadline))):
 			return 0, context.Cause(ctx)
 		}
