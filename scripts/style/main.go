@@ -1,4 +1,5 @@
-// Command style reports retired words and Go lines over 120 columns in the files below the working directory. Its
+// Command style reports retired words, and lines of Go and prose over 120 columns, in the files below the working
+// directory. Its
 // argument is the list of words: each line has a retired word and its replacement. A word is also a part of a name, as
 // in workerCrew or crew_size.
 package main
@@ -20,6 +21,9 @@ import (
 
 // skipped lists directories whose files come from elsewhere, or are never edited again.
 var skipped = []string{".git", ".bin", "bin", ".agent", "testdata", "changes", "node_modules", "axe", "gitleaks"}
+
+// generated lists pages that tests write.
+var generated = []string{"docs/schema.md", "docs/settings.md"}
 
 func main() {
 	if len(os.Args) != 2 {
@@ -61,8 +65,11 @@ func check(tree fs.FS, list string, out io.Writer) (found int, err error) {
 			return err
 		}
 		found += reportWords(path, string(text), replacements, out)
-		if strings.HasSuffix(path, ".go") {
+		switch {
+		case strings.HasSuffix(path, ".go"):
 			found += reportWidth(path, string(text), out)
+		case strings.HasSuffix(path, ".md") && !slices.Contains(generated, path):
+			found += reportProse(path, string(text), out)
 		}
 		return nil
 	})
@@ -126,6 +133,26 @@ func reportWidth(path, text string, out io.Writer) (found int) {
 	for line := range strings.Lines(text) {
 		n++
 		if width := utf8.RuneCountInString(strings.TrimSuffix(line, "\n")); width > maxWidth && !excused[n] {
+			fmt.Fprintf(out, "%s:%d: %d columns are more than %d\n", path, n, width, maxWidth)
+			found++
+		}
+	}
+	return found
+}
+
+// reportProse prints the lines of a Markdown page over 120 columns and returns their number. Code, tables, headings,
+// pictures and HTML are left out.
+func reportProse(path, text string, out io.Writer) (found int) {
+	n, code := 0, false
+	for line := range strings.Lines(text) {
+		n++
+		line = strings.TrimRight(line, "\n")
+		begin := strings.TrimLeft(line, " ")
+		if strings.HasPrefix(begin, "```") {
+			code = !code
+		}
+		width := utf8.RuneCountInString(line)
+		if !code && width > maxWidth && strings.IndexAny(begin, "|#<!") != 0 {
 			fmt.Fprintf(out, "%s:%d: %d columns are more than %d\n", path, n, width, maxWidth)
 			found++
 		}

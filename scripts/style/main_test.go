@@ -42,3 +42,19 @@ func TestOnlyStringsMayBeWide(t *testing.T) {
 		assert.Equal(t, want, reportWidth("p.go", text, &out), text, out.String())
 	}
 }
+
+func TestProseIsWrapped(t *testing.T) {
+	t.Parallel()
+	long := strings.Repeat("word ", 30)
+	for text, want := range map[string]int{
+		long + "\n":                       1,
+		"- " + long + "\n":                1,
+		"```\n" + long + "\n```\n" + long: 1,
+		"| " + long + "|\n":               0,
+		"# " + long + "\n":                0,
+		strings.Repeat("é ", 60) + "\n":   0,
+	} {
+		var out strings.Builder
+		assert.Equal(t, want, reportProse("p.md", text, &out), text, out.String())
+	}
+}
