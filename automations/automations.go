@@ -82,11 +82,8 @@ const SelfHeal = "self_heal"
 // Proposal is the disabled_by of an undecided proposal.
 const Proposal = "proposal"
 
-// Sources of automations: a workspace file, or the agent.
-const (
-	SourceWorkspace = "workspace"
-	SourceAgent     = "agent"
-)
+// SourceAgent is the source of automations that the agent proposes. That of others is a workspace file.
+const SourceAgent = "agent"
 
 // Automation is a row of agent_automations.
 type Automation struct {
