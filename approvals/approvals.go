@@ -30,9 +30,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"math/big"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -412,37 +410,12 @@ func Hash(args json.RawMessage) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("decode arguments: %w", err)
 	}
-	canonical, err := json.Marshal(plainNumbers(v)) // maps are marshalled with sorted keys
+	canonical, err := json.Marshal(exactjson.PlainNumbers(v)) // maps are marshalled with sorted keys
 	if err != nil {
 		return "", fmt.Errorf("encode arguments: %w", err)
 	}
 	sum := sha256.Sum256(canonical)
 	return hex.EncodeToString(sum[:]), nil
-}
-
-// plainNumbers replaces numbers with an exponent in a decoded value. Larger exponents than 999 stay.
-func plainNumbers(value any) any {
-	switch v := value.(type) {
-	case map[string]any:
-		for key, item := range v {
-			v[key] = plainNumbers(item)
-		}
-	case []any:
-		for i, item := range v {
-			v[i] = plainNumbers(item)
-		}
-	case json.Number:
-		mantissa, exponent, _ := strings.Cut(strings.ToLower(v.String()), "e")
-		_, fraction, _ := strings.Cut(mantissa, ".")
-		e, err := strconv.Atoi(exponent)
-		if err != nil || e < -999 || e > 999 {
-			return v
-		}
-		if exact, ok := new(big.Rat).SetString(v.String()); ok {
-			return json.Number(exact.FloatString(max(len(fraction)-e, 0)))
-		}
-	}
-	return value
 }
 
 // Get returns one approval, or [ErrNotFound].

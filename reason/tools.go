@@ -5,8 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"math/big"
-	"strconv"
 	"strings"
 	"time"
 	"unicode"
@@ -533,39 +531,6 @@ func canonical(value any) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	text, err := exactjson.Encode(plainNumbers(tree))
+	text, err := exactjson.Encode(exactjson.PlainNumbers(tree))
 	return string(text), err
-}
-
-// plainNumbers rewrites all numbers as PostgreSQL's jsonb does.
-func plainNumbers(tree any) any {
-	switch v := tree.(type) {
-	case map[string]any:
-		for key, item := range v {
-			v[key] = plainNumbers(item)
-		}
-	case []any:
-		for i, item := range v {
-			v[i] = plainNumbers(item)
-		}
-	case json.Number:
-		return plainNumber(v)
-	}
-	return tree
-}
-
-// plainNumber writes a number without exponent, and zero without a sign.
-func plainNumber(n json.Number) json.Number {
-	text := string(n)
-	mantissa, exponent, _ := strings.Cut(strings.ToLower(text), "e")
-	exp, err := strconv.Atoi(exponent)
-	if exponent != "" && (err != nil || exp > 400 || exp < -400) {
-		return n
-	}
-	exact, ok := new(big.Rat).SetString(text)
-	if !ok || (exponent == "" && exact.Sign() != 0) {
-		return n
-	}
-	_, fraction, _ := strings.Cut(mantissa, ".")
-	return json.Number(exact.FloatString(max(0, len(fraction)-exp)))
 }
