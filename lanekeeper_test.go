@@ -5,9 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -21,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
@@ -145,6 +148,9 @@ func TestAFlowWaitsForEventsAndChildren(t *testing.T) {
 func TestAWaitEndsByItsTimeout(t *testing.T) {
 	rt, _ := open(t)
 	late := register(t, rt, "late", func(ctx context.Context, _ struct{}) (string, error) {
+		if err := lanekeeper.Sleep(ctx, "past", -time.Second); err != nil { // is over at once
+			return "", err
+		}
 		return lanekeeper.WaitEvent[string](ctx, "never", "never", 20*time.Millisecond)
 	})
 	run(t, rt)
@@ -250,7 +256,7 @@ func TestAHandleCancelsAndAWaitMayEndBefore(t *testing.T) {
 	defer stop()
 	_, err = h.Wait(short)
 	assert.ErrorIs(t, err, context.DeadlineExceeded, "a wait of 50 ms")
-	require.NoError(t, h.Cancel(t.Context(), "not needed any more"))
+	require.NoError(t, h.Cancel(t.Context(), "not needed\x00 any more"))
 	_, err = h.Wait(t.Context())
 	failed, is := errors.AsType[*lanekeeper.FlowError](err)
 	assert.Truef(t, is && failed.Status == "cancelled" && failed.Message == "not needed any more", "got %v", err)
@@ -263,10 +269,12 @@ func TestAnotherProgramRunsTheFlow(t *testing.T) {
 	run(t, rt)
 	client, err := lanekeeper.Open(t.Context(), pool)
 	require.NoError(t, err)
-	h, err := lanekeeper.Remote[string, string](client, "echo").Start(t.Context(), "hello")
+	h, err := lanekeeper.Remote[string, string](client, "echo", lanekeeper.ProgressTimeout(time.Millisecond)).Start(
+		t.Context(), "hello")
 	require.NoError(t, err)
 	got, err := h.Wait(t.Context())
 	assert.Truef(t, err == nil && got == "hello", "%q, %v", got, err)
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select progress_seconds from agent_executions`), "rounded up")
 }
 
 func TestMistakesAreNamed(t *testing.T) {
@@ -277,6 +285,9 @@ func TestMistakesAreNamed(t *testing.T) {
 		return h.ID(), err
 	})
 	_, again := lanekeeper.Register(rt, "echo", func(context.Context, string) (string, error) { return "", nil })
+	_, nobody := lanekeeper.Register[int, int](rt, "nobody", nil)
+	_, unprintable := lanekeeper.Register(rt, "a\x00b", func(context.Context, string) (string, error) { return "", nil })
+	_, urgent := echo.Start(t.Context(), "x", lanekeeper.Priority(9))
 	_, reserved := lanekeeper.Register(rt, "heartbeat", func(context.Context, string) (string, error) { return "", nil })
 	run(t, rt)
 	h, err := lanekeeper.Remote[int, string](rt, "echo").Start(t.Context(), 7)
@@ -290,6 +301,9 @@ func TestMistakesAreNamed(t *testing.T) {
 	for want, err := range map[string]error{
 		"registered already":                      again,
 		"Lanekeeper's own":                        reserved,
+		"a function is required":                  nobody,
+		"without NUL":                             unprintable,
+		"a priority is 1 (first) to 4 (last)":     urgent,
 		"decode the input of flow echo as string": mistyped,
 		"use Call":                                inside,
 		"register before Run":                     late,
@@ -307,6 +321,44 @@ func TestARuntimeNeedsACurrentSchema(t *testing.T) {
 	require.NoError(t, lanekeeper.Migrate(t.Context(), pool))
 	_, err = lanekeeper.Open(t.Context(), pool)
 	assert.NoError(t, err)
+	pool.Close()
+	_, err = lanekeeper.Open(t.Context(), pool)
+	assert.Truef(t, err != nil && !strings.Contains(err.Error(), "igrate"), "a closed pool: %v", err)
+}
+
+// A FailNow of a test within a flow ends its goroutine, so neither an error nor a panic says so. The one worker is free
+// for the next flow.
+func TestAFlowThatEndsItsGoroutineFails(t *testing.T) {
+	var log testkit.Log
+	rt, _ := open(t, lanekeeper.WithWorkers(1), lanekeeper.WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
+	leave := func(context.Context) (string, error) { runtime.Goexit(); return "", nil }
+	flow := register(t, rt, "flow", func(ctx context.Context, where string) (string, error) {
+		switch where {
+		case "flow":
+			return leave(ctx)
+		case "step":
+			return lanekeeper.Step(ctx, where, leave)
+		case "transaction":
+			return lanekeeper.StepTx(ctx, where, func(ctx context.Context, _ pgx.Tx) (string, error) { return leave(ctx) })
+		case "lane":
+			return lanekeeper.WithLane(ctx, where, time.Minute, leave)
+		}
+		return where, nil
+	})
+	run(t, rt)
+	for _, where := range []string{"flow", "step", "transaction", "lane", "nowhere"} {
+		h, err := flow.Start(t.Context(), where)
+		require.NoError(t, err)
+		got, err := h.Wait(t.Context())
+		if where == "nowhere" {
+			assert.Truef(t, err == nil && got == where, "%q, %v", got, err)
+		} else {
+			assert.ErrorContains(t, err, "failed: flow flow ended its goroutine")
+		}
+		pgtest.Eventually(t, func() bool { // a line of the program's own logger names its run
+			return strings.Contains(log.String(), "trace_id="+h.TraceID()+" execution_id="+h.ID())
+		}, "no line names the run")
+	}
 }
 
 // The program of the README dies in its second step and goes on there.

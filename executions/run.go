@@ -115,7 +115,7 @@ func (e *Engine) executeSync(
 
 // execute runs a claimed execution until it ends, waits, is lost or is released. It calls returned when the flow has
 // returned, before the end is written.
-func (e *Engine) execute(ctx context.Context, claim *claimedExecution, worker string, returned func()) error {
+func (e *Engine) execute(ctx context.Context, claim *claimedExecution, worker string, returned func()) (err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	claimed := &claim.Execution
@@ -153,18 +153,23 @@ func (e *Engine) execute(ctx context.Context, claim *claimedExecution, worker st
 	e.opts.Observer.RunStarted(r.exec)
 	defer func() { e.opts.Observer.RunFinished(r.exec) }()
 	r.logStart(ctx)
-	result, err := r.callFlow(ctx, flow)
-	r.mu.Lock()
-	r.returned = true
-	r.mu.Unlock()
-	returned()
-	// The database decides about the lanes now: a renewal would report them as lost.
-	e.keeper.Drop(r.laneOwner())
-	err = r.finish(ctx, result, err)
-	if stopped := r.stopCause(); ctx.Err() != nil && !errors.Is(stopped, ErrParked) {
-		r.releaseCancelledLanes(ctx)
-	}
-	return err
+	var result Result
+	flowErr := error(&StepError{Class: "error", Message: fmt.Sprintf(
+		"flow %s ended its goroutine (runtime.Goexit, or FailNow of a test) instead of returning", claimed.Flow)})
+	defer func() { // runs when the flow ends the goroutine, too
+		r.mu.Lock()
+		r.returned = true
+		r.mu.Unlock()
+		returned()
+		// The database decides about the lanes now: a renewal would report them as lost.
+		e.keeper.Drop(r.laneOwner())
+		err = r.finish(ctx, result, flowErr)
+		if stopped := r.stopCause(); ctx.Err() != nil && !errors.Is(stopped, ErrParked) {
+			r.releaseCancelledLanes(ctx)
+		}
+	}()
+	result, flowErr = r.callFlow(ctx, flow)
+	return nil
 }
 
 // releaseCancelledLanes releases lanes that a stopped run acquired after a cancel had ended its execution.

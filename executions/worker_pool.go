@@ -222,11 +222,11 @@ func (c *workerPool) startUnreserved(runCtx context.Context, x claimedExecution,
 func (c *workerPool) startReserved(runCtx context.Context, x claimedExecution, worker string) {
 	go func() {
 		free := sync.OnceValue(c.flowReturned)
+		defer func() { c.runEnded(free()) }() // also when the flow ends the goroutine
 		err := c.e.execute(runCtx, &x, worker, func() { free() })
 		if err != nil && !errors.Is(err, errClaimTooLow) {
 			c.e.log.WarnContext(runCtx, "execution not run to its end here", "execution", x.ID, "error", err)
 		}
-		c.runEnded(free())
 	}()
 }
 
