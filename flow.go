@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -30,9 +31,10 @@ func Interactive() FlowOption { return func(s *executions.Spec) { s.Queue = exec
 // is 5. Then the execution fails.
 func MaxLostWorkers(n int) FlowOption { return func(s *executions.Spec) { s.MaxAttempts = n } }
 
-// ProgressTimeout ends an execution that records no step for d, a whole number of seconds, while it runs.
+// ProgressTimeout ends an execution that records no step for d while it runs. Parts of a second are rounded up; 0 is no
+// limit.
 func ProgressTimeout(d time.Duration) FlowOption {
-	return func(s *executions.Spec) { s.ProgressSeconds = int(d / time.Second) }
+	return func(s *executions.Spec) { s.ProgressSeconds = int(math.Ceil(d.Seconds())) }
 }
 
 // Register names a durable function, before [Runtime.Run]. In and Out must survive encoding/json. A name is one for
@@ -40,6 +42,9 @@ func ProgressTimeout(d time.Duration) FlowOption {
 func Register[In, Out any](
 	r *Runtime, name string, fn func(context.Context, In) (Out, error), opts ...FlowOption,
 ) (Flow[In, Out], error) {
+	if fn == nil {
+		return Flow[In, Out]{}, fmt.Errorf("register flow %s: a function is required", name)
+	}
 	if executions.IsReserved(name) || executions.IsExternal(name) {
 		return Flow[In, Out]{}, fmt.Errorf("register flow %s: the name is Lanekeeper's own; choose another", name)
 	}

@@ -58,6 +58,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/migrations"
@@ -89,7 +90,8 @@ func Of(pool *pgxpool.Pool, engine *executions.Engine) *Runtime {
 // Option configures a [Runtime].
 type Option func(*executions.Options)
 
-// WithLogger sets the logger; the default discards.
+// WithLogger sets the logger; the default discards. Lines of a run get its trace_id and execution_id, and secrets in
+// them are redacted.
 func WithLogger(log *slog.Logger) Option { return func(o *executions.Options) { o.Logger = log } }
 
 // WithWorkers bounds the executions that run at once in this process; the default is 16. Waiting executions do not
@@ -110,7 +112,10 @@ func WithShutdownTimeout(d time.Duration) Option {
 // caller's, and must outlive Run. The program needs as many connections as it has busy workers, and two more.
 func Open(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Runtime, error) {
 	if err := migrations.Check(ctx, pool); err != nil {
-		return nil, fmt.Errorf("open runtime: %w; call lanekeeper.Migrate, or run agent migrate", err)
+		if errors.Is(err, migrations.ErrOutdated) {
+			err = fmt.Errorf("%w, or call lanekeeper.Migrate", err)
+		}
+		return nil, fmt.Errorf("open runtime: %w", err)
 	}
 	var o executions.Options
 	for _, option := range opts {
@@ -119,6 +124,7 @@ func Open(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Runtime, er
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
+	o.Logger = slog.New(logging.Handler(o.Logger.Handler()))
 	r := &Runtime{pool: pool, listener: postgres.NewListener(postgres.Dialer(pool), o.Logger)}
 	r.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: r.listener, Logger: o.Logger})
 	o.Keeper, o.Listener = r.keeper, r.listener

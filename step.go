@@ -29,7 +29,8 @@ func Input(v any) StepOption { return func(o *stepOptions) { o.input = v } }
 func Untraced() StepOption { return func(o *stepOptions) { o.untraced = true } }
 
 // Retry calls the function up to n more times after an error, first after pause, and each time after twice as long.
-// The pauses are spent in the process, so keep them under a minute; [Sleep] is for longer ones.
+// The pauses are spent in the process, so keep them under a minute; [Sleep] is for longer ones. A panic is not retried,
+// and StepTx ignores this option.
 func Retry(n int, pause time.Duration) StepOption {
 	return func(o *stepOptions) { o.retries, o.pause = n, pause }
 }
@@ -124,9 +125,10 @@ func WaitEvent[T any](ctx context.Context, name, key string, timeout time.Durati
 	return data, decode(out.Data, &data, "data of event "+key)
 }
 
-// Sleep suspends the flow for d, by the database's clock; at most 30 days. name is that of the step.
+// Sleep suspends the flow for d, by the database's clock; at most 30 days. It continues within seconds of its time,
+// and a d of 0 or less is over at once. name is that of the step.
 func Sleep(ctx context.Context, name string, d time.Duration) error {
-	_, err := executions.Wait(ctx, name, executions.Delay(d))
+	_, err := executions.Wait(ctx, name, executions.Delay(max(d, 1)))
 	return err
 }
 

@@ -64,7 +64,7 @@ func cancelOnce(ctx context.Context, db postgres.DB, id, by, reason string) (Sta
 func queueCancel(ctx context.Context, b *pgx.Batch, id, by, reason string, status **string) {
 	activity.QueueActor(ctx, b)
 	b.Queue(`select cancel_agent_execution(@id, @by, @reason)`,
-		postgres.Strict{"id": id, "by": by, "reason": reason}).QueryRow(
+		postgres.Strict{"id": id, "by": by, "reason": postgres.Text(reason)}).QueryRow(
 		func(row pgx.Row) error { return row.Scan(status) })
 }
 
@@ -77,7 +77,7 @@ func cancel(
 	b := &pgx.Batch{}
 	activity.QueueActor(ctx, b)
 	b.Queue(`select lanekeeper.request_agent_cancel(@id, @by, @reason)`,
-		postgres.Strict{"id": id, "by": by, "reason": reason}).QueryRow(
+		postgres.Strict{"id": id, "by": by, "reason": postgres.Text(reason)}).QueryRow(
 		func(row pgx.Row) error { return row.Scan(&requested) })
 	err := db.SendBatch(ctx, b).Close()
 	if err != nil && !postgres.IsCode(err, "55P03") {
@@ -94,7 +94,7 @@ func cancel(
 			b := &pgx.Batch{}
 			activity.QueueActor(ctx, b)
 			b.Queue(`select lanekeeper.request_agent_cancel(@id, @by, @reason, true)`,
-				postgres.Strict{"id": id, "by": by, "reason": reason})
+				postgres.Strict{"id": id, "by": by, "reason": postgres.Text(reason)})
 			err = db.SendBatch(ctx, b).Close()
 			switch {
 			case err == nil:

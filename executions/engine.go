@@ -10,9 +10,11 @@ import (
 	"maps"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -138,6 +140,9 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 func (e *Engine) Register(flow string, fn Func) error {
 	if flow == "" || fn == nil {
 		return errors.New("register flow: a name and a function are required")
+	}
+	if !utf8.ValidString(flow) || strings.ContainsRune(flow, 0) {
+		return fmt.Errorf("register flow %q: a name is UTF-8 without NUL", flow)
 	}
 	e.flowsMu.Lock()
 	defer e.flowsMu.Unlock()

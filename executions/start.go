@@ -227,6 +227,10 @@ func (s Spec) insertParams(claimedByCaller bool) (insertParams, error) {
 	o.Agent, o.Queue, o.OnLost = cmp.Or(s.Agent, defaultAgent), cmp.Or(s.Queue, Background),
 		cmp.Or(s.OnLost, defaultOnLost)
 	o.Priority, o.MaxAttempts = cmp.Or(s.Priority, defaultPriority), cmp.Or(s.MaxAttempts, defaultMaxAttempts)
+	if o.Priority < 1 || o.Priority > 4 || o.MaxAttempts < 1 || o.ProgressSeconds < 0 {
+		return insertParams{}, fmt.Errorf("priority %d, lost workers %d, progress timeout %d s: a priority is 1 (first) to "+
+			"4 (last), and the others are not negative", o.Priority, o.MaxAttempts, o.ProgressSeconds)
+	}
 	return o, nil
 }
 

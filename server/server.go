@@ -11,6 +11,7 @@ package server
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -19,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/models"
 )
@@ -46,6 +48,7 @@ func Open(ctx context.Context, settings map[string]string, log *slog.Logger) (*A
 	if log == nil {
 		log = slog.New(slog.DiscardHandler)
 	}
+	log = slog.New(logging.Handler(log.Handler()))
 	database, err := app.Connect(ctx, cfg, cfg.DatabaseURL.Reveal(), true, log)
 	if err != nil {
 		return nil, fmt.Errorf("open agent: %w", err)
@@ -63,7 +66,10 @@ func Open(ctx context.Context, settings map[string]string, log *slog.Logger) (*A
 
 func open(ctx context.Context, o app.Options) (*Agent, error) {
 	if err := migrations.Check(ctx, o.Pool); err != nil {
-		return nil, fmt.Errorf("%w; call lanekeeper.Migrate, or run agent migrate", err)
+		if errors.Is(err, migrations.ErrOutdated) {
+			err = fmt.Errorf("%w, or call lanekeeper.Migrate", err)
+		}
+		return nil, err
 	}
 	if _, err := builtins.Put(ctx, o.Pool); err != nil {
 		return nil, err

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -13,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/server"
 )
 
@@ -41,7 +43,8 @@ func call(t *testing.T, method, url, body string) (int, string) {
 }
 
 func TestAProgramEmbedsTheAgentBesideItsFlows(t *testing.T) {
-	agent, err := server.Open(t.Context(), settings(pgtest.URL(t)), nil)
+	var log testkit.Log
+	agent, err := server.Open(t.Context(), settings(pgtest.URL(t)), slog.New(slog.NewTextHandler(&log, nil)))
 	require.NoError(t, err)
 	defer agent.Close()
 	ship, err := lanekeeper.Register(agent.Runtime(), "ship", func(ctx context.Context, order string) (string, error) {
@@ -75,6 +78,7 @@ func TestAProgramEmbedsTheAgentBesideItsFlows(t *testing.T) {
 	}
 	stop()
 	assert.NoError(t, <-ended)
+	assert.Truef(t, strings.Contains(log.String(), "trace_id="+started.TraceID), "no line names the run")
 	status, _ = call(t, "GET", web.URL+"/readyz", "")
 	assert.Equal(t, http.StatusServiceUnavailable, status, "after its end /readyz")
 }
