@@ -146,6 +146,14 @@ func TestCodeThatChangedUnderARunningExecutionFailsItLoudly(t *testing.T) {
 			_, err := executions.Step(ctx, "price", func(context.Context) (string, error) { return "one", nil })
 			return err
 		},
+		"a wait now": func(ctx context.Context, again bool) error {
+			if again {
+				_, err := executions.Wait(ctx, "price", executions.Event("price", time.Hour))
+				return err
+			}
+			_, err := executions.Step(ctx, "price", func(context.Context) (struct{}, error) { return struct{}{}, nil })
+			return err
+		},
 	}
 	for name, price := range cases {
 		for _, ignore := range []bool{false, true} {

@@ -46,6 +46,13 @@ func Limits(kind string) (defaultTimeout, maxTimeout time.Duration) {
 	return 7 * day, MaxWait
 }
 
+// waitEvents are the events that end waits, by kind, as in the view lanekeeper.agent_wait_events.
+var waitEvents = map[string]string{
+	"response": "MESSAGE_RECEIVED", "agent": "AGENT_COMPLETED", "document": "DOCUMENT_UPLOADED",
+	"signature": "SIGNATURE_COMPLETED", "test": "TEST_COMPLETED", "event": "EVENT_COMPLETED",
+	"delay": "SCHEDULE_REACHED", "approval": "APPROVAL_DECIDED", "lane": "LANE_FREED",
+}
+
 // Delay waits for d, by the database's clock. The limit is MaxWait.
 func Delay(d time.Duration) WaitFor { return WaitFor{kind: "delay", timeout: d} }
 
@@ -141,10 +148,15 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 		return Outcome{}, err
 	}
 	if done, out, err := recordedResult[Outcome](ctx, r, s); done {
-		if err == nil {
-			r.noteTimeout(s.key, out)
+		switch {
+		case err != nil:
+			return out, err
+		case out.Event != waitEvents[w.kind]: // a record of other JSON decodes, too
+			return Outcome{}, r.failChanged(s.key, fmt.Errorf("step %s has a record, but not of a wait for %s: %w", s.key,
+				w.kind, ErrChanged))
 		}
-		return out, err
+		r.noteTimeout(s.key, out)
+		return out, nil
 	}
 	if w.kind == "delay" {
 		w.key = r.exec.ID

@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 const (
@@ -225,7 +226,7 @@ func (c *workerPool) startReserved(runCtx context.Context, x claimedExecution, w
 		defer func() { c.runEnded(free()) }() // also when the flow ends the goroutine
 		err := c.e.execute(runCtx, &x, worker, func() { free() })
 		if err != nil && !errors.Is(err, errClaimTooLow) {
-			c.e.log.WarnContext(runCtx, "execution not run to its end here", "execution", x.ID, "error", err)
+			c.e.log.WarnContext(trace.With(runCtx, x.span()), "execution not run to its end here", "error", err)
 		}
 	}()
 }
