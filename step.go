@@ -46,7 +46,9 @@ func StepKey(ctx context.Context) string {
 
 // Step runs fn once and records its result. Later runs of the flow get the record. An error is a result too, and comes
 // back as a *[StepError]. fn may run again if the process dies before the record: see [StepKey]. Steps of one name are
-// told apart by their order, so parallel branches each need a [Scope]. T must survive encoding/json.
+// told apart by their order, so parallel branches each need a [Scope]. T must survive encoding/json: the first run gets
+// the value of fn, and later ones get what the record decodes to. The error of a ctx that the flow limited itself, such
+// as a timeout, is recorded like others.
 func Step[T any](
 	ctx context.Context, name string, fn func(ctx context.Context) (T, error), opts ...StepOption,
 ) (T, error) {
@@ -87,7 +89,7 @@ func tryAgain[T any](ctx context.Context, o stepOptions, fn func(ctx context.Con
 
 // StepTx runs fn in a transaction that also records the step: the effect is in the database exactly when the step is
 // recorded. fn may be called again in a new transaction, after a broken connection, a deadlock or a serialization
-// failure. Inside [WithLane] the transaction fails if the lane was lost.
+// failure. fn neither commits nor rolls back. Inside [WithLane] the transaction fails if the lane was lost.
 func StepTx[T any](
 	ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), opts ...StepOption,
 ) (T, error) {

@@ -489,17 +489,29 @@ func TestWaitsAreRejectedInUnrepeatableSteps(t *testing.T) {
 	}
 }
 
-func TestOpenRowsFailTheTransaction(t *testing.T) {
+func TestATransactionThatItsStepSpoilsFailsTheStep(t *testing.T) {
 	t.Parallel()
-	got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
-		_, err := executions.StepTx(ctx, "read", func(ctx context.Context, tx pgx.Tx) (bool, error) {
-			rows, err := tx.Query(ctx, `select generate_series(1, 1000)`)
-			return err == nil && rows.Next(), err
+	for says, spoil := range map[string]func(ctx context.Context, tx pgx.Tx){
+		"the transaction is still being read from": func(ctx context.Context, tx pgx.Tx) {
+			rows, _ := tx.Query(ctx, `select generate_series(1, 1000)`)
+			rows.Next()
+		},
+		"the step ended its transaction": func(ctx context.Context, tx pgx.Tx) { _ = tx.Commit(ctx) },
+		"a statement of the transaction failed, and the step did not return its error": func(
+			ctx context.Context, tx pgx.Tx,
+		) {
+			_, _ = tx.Exec(ctx, `select 1 / 0`)
+		},
+	} {
+		got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+			_, err := executions.StepTx(ctx, "spoil", func(ctx context.Context, tx pgx.Tx) (bool, error) {
+				spoil(ctx, tx)
+				return true, nil
+			})
+			return fmt.Sprint(err), nil
 		})
-		return fmt.Sprint(err), nil
-	})
-	assert.Equal(t, `"the transaction is still being read from: close the rows of its queries"`,
-		string(got.Result), got.Result)
+		assert.Truef(t, strings.HasPrefix(string(got.Result), `"`+says), "%s, want %s", got.Result, says)
+	}
 }
 
 // A run that a step has called for continues elsewhere with the keys that it has there, and waits where the step may

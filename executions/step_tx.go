@@ -119,7 +119,13 @@ func tryTx[T any](
 				return err
 			}
 		}
-		if err := tx.SendBatch(ctx, b).Close(); err != nil {
+		switch err := tx.SendBatch(ctx, b).Close(); {
+		case errors.Is(err, pgx.ErrTxClosed):
+			return asStepError("", errors.New("the step ended its transaction, which StepTx commits or rolls back; what it "+
+				"committed stays"))
+		case postgres.IsCode(err, "25P02"):
+			return asStepError("", errors.New("a statement of the transaction failed, and the step did not return its error"))
+		case err != nil:
 			return err
 		}
 		if altered {
