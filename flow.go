@@ -154,6 +154,9 @@ func (f Flow[In, Out]) startSpec(ctx context.Context, in In, opts []StartOption)
 	for _, option := range opts {
 		option(&s)
 	}
+	if executions.IsReserved(f.name) {
+		return s, fmt.Errorf("start flow %s: it is Lanekeeper's own, which starts it itself", f.name)
+	}
 	if _, inside := executions.Current(ctx); inside && (executions.StepKey(ctx) == "" || s.DedupeKey == "") {
 		return s, fmt.Errorf("start %s inside a flow: use Call, or Start within a Step and with a Key", f.name)
 	}

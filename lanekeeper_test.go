@@ -288,6 +288,7 @@ func TestMistakesAreNamed(t *testing.T) {
 	_, nobody := lanekeeper.Register[int, int](rt, "nobody", nil)
 	_, unprintable := lanekeeper.Register(rt, "a\x00b", func(context.Context, string) (string, error) { return "", nil })
 	_, urgent := echo.Start(t.Context(), "x", lanekeeper.Priority(9))
+	_, own := lanekeeper.Remote[int, int](rt, "heartbeat").Start(t.Context(), 1)
 	_, reserved := lanekeeper.Register(rt, "heartbeat", func(context.Context, string) (string, error) { return "", nil })
 	run(t, rt)
 	h, err := lanekeeper.Remote[int, string](rt, "echo").Start(t.Context(), 7)
@@ -301,6 +302,7 @@ func TestMistakesAreNamed(t *testing.T) {
 	for want, err := range map[string]error{
 		"registered already":                      again,
 		"Lanekeeper's own":                        reserved,
+		"starts it itself":                        own,
 		"a function is required":                  nobody,
 		"without NUL":                             unprintable,
 		"a priority is 1 (first) to 4 (last)":     urgent,

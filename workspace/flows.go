@@ -81,7 +81,7 @@ func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
 		for _, path := range slices.Sorted(maps.Keys(started)) {
 			name := started[path]
 			if !slices.Contains(known, name) {
-				problems.add(document.position(path), "%s: %s", path, unknownName("flow", name, name, known))
+				problems.add(document.position(path), "%s: %s", path, unknownFlow(name, known))
 			}
 		}
 		if err := checkSkills(ctx, db, document, &problems); err != nil {
@@ -167,7 +167,7 @@ func checkTargets(ctx context.Context, db postgres.DB, w Workspace) error {
 	var problems Problems
 	for _, t := range targets {
 		if !there[t.flow] && !executions.IsExternal(t.flow) {
-			problems.add(t.at, "%s: %s", t.path, unknownName("flow", t.flow, t.flow, known))
+			problems.add(t.at, "%s: %s", t.path, unknownFlow(t.flow, known))
 		}
 	}
 	return problems.err()
@@ -293,4 +293,13 @@ func (w *scanner) readRune() bool {
 		w.read()
 	}
 	return true
+}
+
+// unknownFlow reports an unknown flow, and names those that are not the program's own.
+func unknownFlow(name string, known []string) string {
+	if suggestion(name, known) != "" {
+		return unknownName("flow", name, name, known)
+	}
+	others := slices.DeleteFunc(slices.Clone(known), executions.IsReserved)
+	return unknownName("flow", name, name, others) + "; a flow in Go is known while a program that registers it runs"
 }

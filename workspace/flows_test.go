@@ -186,6 +186,7 @@ actions:
 	_, err := workspace.Apply(t.Context(), pool, w, pruneAll)
 	want := `a.yaml:7:10: handler: unknown flow "onboardin"; did you mean "onboarding"?
 a.yaml:13:7: flow: unknown flow "heartbea"; did you mean "heartbeat"?
-a.yaml:22:11: actions[2].flow: unknown flow "nothing_like_it"; known are heartbeat, onboarding`
+a.yaml:22:11: actions[2].flow: unknown flow "nothing_like_it"; known are onboarding; ` +
+		"a flow in Go is known while a program that registers it runs"
 	assert.Truef(t, err != nil && err.Error() == want, "got\n%v\nnot\n%s", err, want)
 }

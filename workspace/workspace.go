@@ -202,6 +202,9 @@ func unknownName(what, shown, name string, known []string) string {
 	if near := suggestion(name, known); near != "" {
 		return fmt.Sprintf("unknown %s %q%s", what, shown, near)
 	}
+	if len(known) == 0 {
+		return fmt.Sprintf("unknown %s %q; there is none", what, shown)
+	}
 	slices.Sort(known)
 	return fmt.Sprintf("unknown %s %q; known are %s", what, shown, strings.Join(known, ", "))
 }
