@@ -91,7 +91,7 @@ func TestASkillStartsAFlow(t *testing.T) {
 		if in.Name == "nobody" {
 			return executions.Result{}, errors.New("there is nobody")
 		}
-		return executions.Result{Summary: "hello " + in.Name},
+		return executions.Result{Summary: "hello " + in.Name, Value: len(in.Name)},
 			executions.SetVariables(ctx, map[string]string{"greeted": in.Name})
 	})
 	enginetest.Register(t, e, "slow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
@@ -118,7 +118,7 @@ func TestASkillStartsAFlow(t *testing.T) {
 	}
 	got := call(greet, `{"name": "Eva"}`, "k1")
 	assert.Truef(t, got.Status == executions.Completed && got.Summary == "hello Eva" &&
-		string(got.Variables) == `{"greeted":"Eva"}`, "answer %+v %s", got, got.Variables)
+		string(got.Variables) == `{"greeted":"Eva"}` && string(got.Result) == "3", "answer %+v", got)
 	assert.Equal(t, got.ExecutionID, call(greet, `{"name": "Eva"}`, "k1").ExecutionID)
 	if got := call(greet, `{"name": "nobody"}`, ""); got.Status != executions.Failed || got.Error != "there is nobody" {
 		t.Errorf("a failure is answered as %+v", got)

@@ -33,7 +33,11 @@ type FlowAnswer struct {
 	Summary     string            `json:"summary,omitempty"`
 	Error       string            `json:"error,omitempty"`
 	Variables   json.RawMessage   `json:"variables,omitempty"`
+	// Result is what the flow returned; left out above 64 KiB.
+	Result json.RawMessage `json:"result,omitempty"`
 }
+
+const maxFlowResult = 64 << 10
 
 // RunFlow starts an execution for a flow: skill. It is safe for concurrent use.
 type RunFlow func(ctx context.Context, r FlowRequest) (FlowAnswer, error)
@@ -147,6 +151,9 @@ func flowAnswer(x executions.Execution) FlowAnswer {
 	got := FlowAnswer{ExecutionID: x.ID, Status: x.Status}
 	if x.Status.Ended() {
 		got.Summary, got.Variables = x.ResultSummary, x.Variables
+		if len(x.Result) <= maxFlowResult {
+			got.Result = x.Result
+		}
 		if x.ErrorMessage != nil {
 			got.Error = *x.ErrorMessage
 		}
