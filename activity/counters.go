@@ -90,10 +90,10 @@ func countInTx(ctx context.Context, tx pgx.Tx, limit int, lag time.Duration) (co
 	// A candidate of a future transaction is from another server: the database was restored from a dump.
 	err = tx.QueryRow(ctx, `
 		with counted as (
-		  select c.counted_upto, c.looked, c.candidate_xid,
+		  select c.counted_upto, c.checked_upto, c.candidate_xid,
 		         case when c.candidate_xid < pg_snapshot_xmax(pg_current_snapshot()) then c.candidate end as candidate
 		    from agent_activity_counted c)
-		select c.counted_upto::text, c.looked::text, c.candidate::text,
+		select c.counted_upto::text, c.checked_upto::text, c.candidate::text,
 		       case when c.candidate is null or c.candidate_xid > pg_snapshot_xmin(pg_current_snapshot()) then c.counted_upto
 		            else coalesce((select a.id from agent_activity a where a.id >= c.counted_upto and a.id < c.candidate
 		                            order by a.id offset @most::int limit 1), c.candidate) end::text
@@ -118,7 +118,7 @@ func countInTx(ctx context.Context, tx pgx.Tx, limit int, lag time.Duration) (co
 	// now() precedes the transaction's id.
 	_, err = tx.Exec(ctx, `
 		update agent_activity_counted c
-		   set counted_upto = @bound::uuid, looked = @listed_upto::uuid, candidate = n.candidate,
+		   set counted_upto = @bound::uuid, checked_upto = @listed_upto::uuid, candidate = n.candidate,
 		       candidate_xid = case when @candidate::uuid is not null then c.candidate_xid when n.candidate is not null
 		         then pg_current_xact_id() end
 		  from (select coalesce(@candidate::uuid, (

@@ -97,7 +97,7 @@ type Automation struct {
 	Event          string          `json:"event"`
 	Condition      string          `json:"condition"` // over the event and the counters; empty is true
 	Signal         string          `json:"signal"`    // over the counters
-	Armed          bool            `json:"armed"`     // the signal was false since it last fired
+	SignalArmed    bool            `json:"armed"`     // the signal was false since it last fired
 	SkillName      string          `json:"skill_name"`
 	Arguments      json.RawMessage `json:"arguments"`
 	Prompt         string          `json:"prompt"`
@@ -338,7 +338,7 @@ type Filter struct {
 	Limit   int    // 100 when 0, at most 1000
 }
 
-const automationColumns = `id, name, description, agent, trigger, cron, timezone, event, condition, signal, armed,
+const automationColumns = `id, name, description, agent, trigger, cron, timezone, event, condition, signal, signal_armed,
 	skill_name, arguments, prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for,
 	proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source, created_at, updated_at`
 

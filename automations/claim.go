@@ -389,10 +389,10 @@ func Payload(ctx context.Context, db postgres.DB, runID string) (json.RawMessage
 // stop the others; the error joins all failures.
 func Watch(ctx context.Context, db postgres.DB) (fired int, err error) {
 	rows, err := db.Query(ctx, `
-		select id, name, signal, armed from agent_automations where enabled and trigger = 'signal' order by id`)
+		select id, name, signal, signal_armed from agent_automations where enabled and trigger = 'signal' order by id`)
 	type watched struct {
 		ID, Name, Signal string
-		Armed            bool
+		SignalArmed      bool
 	}
 	all, err := postgres.Collect(rows, err, "watch signals", pgx.RowToStructByPos[watched])
 	if err != nil || len(all) == 0 {
@@ -408,13 +408,13 @@ func Watch(ctx context.Context, db postgres.DB) (fired int, err error) {
 		switch {
 		case err != nil:
 			failures = append(failures, &ConditionError{w.Name, err})
-		case up && w.Armed:
+		case up && w.SignalArmed:
 			did, err := fire(ctx, db, w.ID, w.Signal, counters)
 			if err != nil {
 				return fired, fmt.Errorf("watch signals: %w", err)
 			}
 			fired += did
-		case !up && !w.Armed:
+		case !up && !w.SignalArmed:
 			if err := rearm(ctx, db, w.ID, w.Signal); err != nil {
 				return fired, fmt.Errorf("watch signals: %w", err)
 			}
@@ -428,8 +428,8 @@ func Watch(ctx context.Context, db postgres.DB) (fired int, err error) {
 func fire(ctx context.Context, db postgres.DB, id, signal string, counters Counters) (int, error) {
 	tag, err := db.Exec(ctx, `
 		with up as (
-		  update agent_automations set armed = false
-		   where id = @id and armed and enabled and signal = @signal returning id),
+		  update agent_automations set signal_armed = false
+		   where id = @id and signal_armed and enabled and signal = @signal returning id),
 		run as (
 		  insert into agent_automation_runs (automation_id, cause, scheduled_for, status, payload)
 		  select id, 'signal', clock_timestamp(), 'due', @counters from up returning id)
@@ -439,7 +439,7 @@ func fire(ctx context.Context, db postgres.DB, id, signal string, counters Count
 }
 
 func rearm(ctx context.Context, db postgres.DB, id, signal string) error {
-	_, err := db.Exec(ctx, `update agent_automations set armed = true where id = @id and not armed and signal = @signal`,
+	_, err := db.Exec(ctx, `update agent_automations set signal_armed = true where id = @id and not signal_armed and signal = @signal`,
 		pgx.StrictNamedArgs{"id": id, "signal": signal})
 	return err
 }

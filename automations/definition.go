@@ -218,7 +218,7 @@ func Put(ctx context.Context, db postgres.DB, d Definition) (changed bool, err e
 		       condition = excluded.condition, signal = excluded.signal, skill_name = excluded.skill_name,
 		       arguments = excluded.arguments, prompt = excluded.prompt, flow = excluded.flow,
 		       max_attempts = excluded.max_attempts, source = excluded.source, updated_at = clock_timestamp(),
-		       armed = a.armed or a.signal <> excluded.signal,
+		       signal_armed = a.signal_armed or a.signal <> excluded.signal,
 		       enabled = a.enabled or a.disabled_by = 'proposal',
 		       disabled_reason = case when a.disabled_by = 'proposal' then '' else a.disabled_reason end,
 		       disabled_at = case when a.disabled_by = 'proposal' then null else a.disabled_at end,

@@ -183,7 +183,7 @@ func TestADocumentGoesWithItsThreadAndItsExecution(t *testing.T) {
 	pgtest.Exec(t, pool, `
 		alter table agent_retention drop constraint agent_retention_check;
 		update agent_retention set keep = '0' where kind in ('executions', 'messages');
-		delete from agent_untold_ends`)
+		delete from agent_unpublished_completions`)
 	_, err := retention.Run(t.Context(), pool, retention.Options{})
 	require.NoError(t, err)
 	for what, id := range map[string]string{"thread": ofThread.ID, "execution": ofExecution.ID} {

@@ -188,7 +188,7 @@ type automationFacts struct {
 	automationRow
 	Condition, Arguments, Source, DecidedBy string
 	MaxAttempts                             int
-	Armed                                   bool
+	SignalArmed                             bool
 	UpdatedAt                               time.Time
 }
 
@@ -204,7 +204,7 @@ func (room *Room) automationDefinition(ctx context.Context, v *visit) (any, erro
 		       left(a.last_trace_id, 300) as last_trace_id, a.next_run_at, a.created_at, left(a.condition, 4000) as condition,
 		       case when octet_length(a.arguments::text) <= @most then a.arguments::text
 		         else left(a.arguments::text, 4000) end as arguments,
-		       left(a.source, 300) as source, left(a.decided_by, 300) as decided_by, a.max_attempts, a.revision, a.armed,
+		       left(a.source, 300) as source, left(a.decided_by, 300) as decided_by, a.max_attempts, a.revision, a.signal_armed,
 		         a.updated_at,
 		       '' as run_status, '' as run_trace, '' as run_error, null::timestamptz as run_at
 		  from agent_automations a where a.id = @id`, postgres.Strict{"id": want.ID, "most": maxShown})

@@ -83,7 +83,7 @@ type executionRecord struct {
 	Priority, Attempt, MaxAttempts, WaitNumber       int
 	ProgressSeconds                                  int
 	OnLost                                           string
-	Outside                                          bool
+	IsExternal                                       bool
 	Claim                                            int64
 	ClaimedBy, Worker                                *string
 	LeaseUntil                                       *time.Time
@@ -223,7 +223,7 @@ func leveled(list []*spanNode) []*spanNode {
 // missingFor reports that nothing runs an execution that is ready; nil for any other.
 func (room *Room) missingFor(ctx context.Context, x executionRecord) (*missingWorker, error) {
 	ready := x.ClaimedBy == nil && (x.Status == string(executions.Pending) || x.Status == string(executions.Running))
-	if !ready || x.Outside && time.Since(x.UpdatedAt) < unseenAfter {
+	if !ready || x.IsExternal && time.Since(x.UpdatedAt) < unseenAfter {
 		return nil, nil
 	}
 	return room.missingWorkerOf(ctx, x.Flow)
@@ -235,7 +235,7 @@ func (room *Room) factOf(ctx context.Context, id string) (executionRecord, error
 		  e.flow_version, e.parent_id::text, e.thread_id,
 		       e.forked_from::text, left(e.forked_step, 600) as forked_step, e.priority, e.attempt, e.max_attempts,
 		         e.wait_number,
-		       e.progress_seconds, left(e.on_lost, 100) as on_lost, e.outside, e.claim, e.claimed_by::text,
+		       e.progress_seconds, left(e.on_lost, 100) as on_lost, e.is_external, e.claim, e.claimed_by::text,
 		       left(coalesce(nullif(w.owner, ''), w.name), 200) as worker, w.expires_at as lease_until,
 		         left(e.failed_step, 600) as failed_step,
 		       left(e.cancelled_by, 200) as cancelled_by, left(e.cancel_reason, 1200) as cancel_reason, e.created_at,

@@ -98,8 +98,8 @@ func (room *Room) readFlows(ctx context.Context, only string) ([]flowRow, error)
 	}
 	live, err := postgres.Rows[struct{ Name string }](ctx, room.Read, "list flows of processes", `
 		select distinct f.name from (
-		  select p.flows from agent_workers p where p.kind = 'process' and p.expires_at > clock_timestamp()
-		   order by p.expires_at desc limit @workers) w cross join lateral unnest(w.flows) f (name)
+		  select p.go_flows from agent_workers p where p.kind = 'process' and p.expires_at > clock_timestamp()
+		   order by p.expires_at desc limit @workers) w cross join lateral unnest(w.go_flows) f (name)
 		 where @only = '' or f.name = @only order by f.name limit @most + 1`, freshPlan,
 		postgres.Strict{"only": only, "most": maxFlows, "workers": maxCount})
 	if err != nil {

@@ -187,7 +187,7 @@ func elementID(kind, name string) string {
 // run.
 func (room *Room) statusMoments(ctx context.Context, x executionRecord) ([]moment, error) {
 	all := []moment{{ID: "begun", At: x.CreatedAt, Kind: "begin", Word: "Created: pending"}}
-	if x.Outside {
+	if x.IsExternal {
 		changes, err := room.statusChanges(ctx, x.ID)
 		if err != nil {
 			return nil, err

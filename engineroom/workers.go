@@ -34,7 +34,7 @@ func (w worker) Count() string { return capped(w.Running, maxCount) }
 // workers outside with a lock or waiting for one.
 func (room *Room) workers(ctx context.Context, _ *visit) (any, error) {
 	processes, err := postgres.Rows[worker](ctx, room.Read, "list processes", `
-		select w.id::text, left(w.name, 200) as name, w.kind, w.flows[1:200] as flows, w.started_at,
+		select w.id::text, left(w.name, 200) as name, w.kind, w.go_flows[1:200] as flows, w.started_at,
 		       least(w.expires_at - make_interval(secs => w.ttl_seconds), clock_timestamp()) as seen_at,
 		       w.expires_at as lease_until, w.expires_at > clock_timestamp() as live,
 		       (select count(*) from (select from agent_executions x where x.claimed_by = w.id and x.claimed_by is not null
@@ -128,8 +128,8 @@ func (room *Room) missingWorkerOf(ctx context.Context, flow string) (*missingWor
 	var data, process, named bool
 	err := room.Read.QueryRow(ctx, `
 		select exists (select from agent_flows f where f.name = @flow and f.current), count(*) > 0,
-		       coalesce(bool_or(w.flows @> array[@flow::text]), false)
-		  from (select p.flows from agent_workers p where p.kind = 'process' and p.expires_at > clock_timestamp()
+		       coalesce(bool_or(w.go_flows @> array[@flow::text]), false)
+		  from (select p.go_flows from agent_workers p where p.kind = 'process' and p.expires_at > clock_timestamp()
 		         order by p.expires_at desc limit @most) w`, freshPlan,
 		postgres.Strict{"flow": flow, "most": maxCount}).Scan(&data, &process, &named)
 	if err != nil {

@@ -529,7 +529,7 @@ var consequences = map[string]consequence{
 			  insert into agent_executions (trace_id, surface, flow, status) values ('t', 'flow', 'flow', 'running')
 			    returning id)
 			select id, @id::text from p`,
-		follows: `select count(*) = 1 from agent_untold_ends where execution_id = @id`,
+		follows: `select count(*) = 1 from agent_unpublished_completions where execution_id = @id`,
 	},
 	"target": {
 		prepare: `insert into agent_webhook_targets (name, url, secrets, events)
@@ -569,7 +569,7 @@ func (c consequence) prepared(t *testing.T, pool *pgxpool.Pool, id, w string) st
 	pgtest.Exec(t, pool, `update agent_executions set status = 'running', claimed_by = @w, claim = 1 where id = @id`,
 		postgres.Strict{"id": id, "w": w})
 	pgtest.Exec(t, pool, c.prepare, args)
-	if strings.Contains(c.follows, "agent_untold_ends") {
+	if strings.Contains(c.follows, "agent_unpublished_completions") {
 		pgtest.Exec(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_key = @id::text
 			where trace_id = 't' and status = 'running'`, args)
 	}

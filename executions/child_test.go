@@ -370,14 +370,14 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 		require.True(t, parent.park("child", "agent", child.id) == nil, "it has ended already")
 		pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', 'fine', null, null, null)`,
 			postgres.Strict{"id": child.id, "claim": child.n})
-		assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_untold_ends where execution_id = @id`,
+		assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_unpublished_completions where execution_id = @id`,
 			postgres.Strict{"id": child.id}), name)
 		assert.Equal(t, executions.Waiting, parent.status(), name)
 		tell(child.id)
 		out := parent.resume("child")
 		assert.Truef(t, out.Event == "AGENT_COMPLETED" && !out.TimedOut, "%s: %+v", name, out)
 	}
-	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_untold_ends`))
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_unpublished_completions`))
 }
 
 // A wait without a timeout lasts as long as the child waits, and the children of the child.

@@ -121,7 +121,7 @@ func claimableRuns(ctx context.Context, tx pgx.Tx, p ClaimParams) ([]string, err
 		(select x.id::text
 		   from (select r.id from unnest(@flows::text[]) f (flow) cross join lateral (
 		           select e.id, e.priority from agent_executions e
-		            where e.flow = f.flow and e.outside and e.status in ('pending', 'running') and e.claimed_by is null
+		            where e.flow = f.flow and e.is_external and e.status in ('pending', 'running') and e.claimed_by is null
 		            order by e.priority, e.id limit @look) r
 		          order by r.priority, r.id) x
 		  where pg_try_advisory_xact_lock(hashtextextended('run lock ' || x.id, 0))
@@ -143,7 +143,7 @@ func (e *Engine) readClaimable(ctx context.Context, flows []string) (map[string]
 		  from unnest(@flows::text[]) f (flow) cross join lateral (
 		    select count(*)::int as ready
 		      from (select from agent_executions e
-		             where e.flow = f.flow and e.outside and e.status in ('pending', 'running') and e.claimed_by is null
+		             where e.flow = f.flow and e.is_external and e.status in ('pending', 'running') and e.claimed_by is null
 		             limit @most) x) r
 		 where r.ready > 0`, postgres.Strict{"flows": flows, "most": MaxClaim})
 	list, err := postgres.Collect(rows, err, "count claimable executions", pgx.RowToStructByPos[count])

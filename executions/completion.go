@@ -211,7 +211,7 @@ func queueCompletion(b *pgx.Batch, end completion, done *completionResult) {
 			"result": end.result, "error": end.errorMessage, "step": end.failedStep,
 		})
 	queueReleasedLanes(b, end.id, &done.releasedLanes)
-	b.Queue(`select exists (select from agent_untold_ends where execution_id = @id)`, postgres.Strict{"id": end.id}).
+	b.Queue(`select exists (select from agent_unpublished_completions where execution_id = @id)`, postgres.Strict{"id": end.id}).
 		QueryRow(func(row pgx.Row) error { return row.Scan(&done.awaited) })
 	if end.row != nil {
 		b.Queue(`select `+columns+` from agent_executions where id = @id`, postgres.Strict{"id": end.id}).Query(

@@ -52,7 +52,7 @@ func CountPass(
 func countInTx(ctx context.Context, tx pgx.Tx, limit int, lag time.Duration) (counted int, more bool, err error) {
 	var upto, checked string
 	err = tx.QueryRow(ctx, `
-		select c.counted_upto::text, c.looked::text from agent_executions_counted c for update skip locked`).Scan(&upto, &checked)
+		select c.counted_upto::text, c.checked_upto::text from agent_executions_counted c for update skip locked`).Scan(&upto, &checked)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return 0, false, nil // another process counts
 	} else if err != nil {
@@ -81,8 +81,8 @@ func countInTx(ctx context.Context, tx pgx.Tx, limit int, lag time.Duration) (co
 	if listed < limit {
 		last = noExecution // end of the list: start over
 	}
-	if _, err = tx.Exec(ctx, `update agent_executions_counted set counted_upto = @bound::uuid, looked = @looked::uuid`,
-		postgres.Strict{"bound": bound, "looked": last}); err != nil {
+	if _, err = tx.Exec(ctx, `update agent_executions_counted set counted_upto = @bound::uuid, checked_upto = @checked_upto::uuid`,
+		postgres.Strict{"bound": bound, "checked_upto": last}); err != nil {
 		return 0, false, err
 	}
 	_, err = tx.Exec(ctx, `

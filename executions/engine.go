@@ -170,7 +170,7 @@ func (e *Engine) HasFlow(ctx context.Context, flow string) (bool, error) {
 	}
 	var elsewhere bool
 	err = e.pool.QueryRow(ctx, `
-		select exists (select from agent_workers w where w.flows @> array[@flow] and w.expires_at > clock_timestamp())`,
+		select exists (select from agent_workers w where w.go_flows @> array[@flow] and w.expires_at > clock_timestamp())`,
 		postgres.Strict{"flow": flow}).Scan(&elsewhere)
 	if err != nil {
 		return false, fmt.Errorf("find flow %s: %w", flow, err)
@@ -183,7 +183,7 @@ func (e *Engine) Flows(ctx context.Context) ([]string, error) {
 	rows, err := e.pool.Query(ctx, `
 		select name from unnest(@mine::text[]) name
 		union
-		select unnest(w.flows) from agent_workers w where w.expires_at > clock_timestamp()`,
+		select unnest(w.go_flows) from agent_workers w where w.expires_at > clock_timestamp()`,
 		postgres.Strict{"mine": e.registered()})
 	names, err := postgres.Collect(rows, err, "list the flows of workers", pgx.RowTo[string])
 	slices.Sort(names)

@@ -251,7 +251,7 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 		select lanekeeper.start_agent_executions('{t,t,t}', '{flow,flow,flow}', '{external,f,external:there}', null,
 		  '[{"queued": true}, {}, {"queued": true}]', $1,
 		       '{0,0}', '{}')`, w)
-	pgtest.Equal(t, pool, "external t fail, external:there t fail, f f resume", `select string_agg(concat_ws(' ', flow, outside, on_lost), ', ' order by flow)
+	pgtest.Equal(t, pool, "external t fail, external:there t fail, f f resume", `select string_agg(concat_ws(' ', flow, is_external, on_lost), ', ' order by flow)
 		from agent_executions`)
 }
 
@@ -259,20 +259,20 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 func TestTheFlowDecidesWhetherAnExecutionIsExternal(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	id := pgtest.Value[string](t, pool, `insert into agent_executions (trace_id, surface, flow, outside)
+	id := pgtest.Value[string](t, pool, `insert into agent_executions (trace_id, surface, flow, is_external)
 		values ('t', 'flow', 'flow', true) returning id::text`)
 	for _, step := range []struct{ set, want string }{
-		{set: "outside = outside", want: "f"},
+		{set: "is_external = is_external", want: "f"},
 		{set: "flow = 'external:there'", want: "t"},
-		{set: "outside = false", want: "t"},
+		{set: "is_external = false", want: "t"},
 		{set: "flow = 'externals'", want: "f"},
-		{set: "outside = true", want: "f"},
+		{set: "is_external = true", want: "f"},
 		{set: "flow = 'external'", want: "t"},
 	} {
 		pgtest.Exec(t, pool, `update agent_executions set `+step.set+` where id = @id`, postgres.Strict{"id": id})
-		got := pgtest.Value[string](t, pool, `select left(outside::text, 1) from agent_executions where id = @id`,
+		got := pgtest.Value[string](t, pool, `select left(is_external::text, 1) from agent_executions where id = @id`,
 			postgres.Strict{"id": id})
-		assert.Equal(t, step.want, got, step.set, "outside")
+		assert.Equal(t, step.want, got, step.set, "is_external")
 	}
 }
 

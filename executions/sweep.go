@@ -221,7 +221,7 @@ func (e *Engine) Sweep(ctx context.Context) error {
 // own transaction, so a blocked one delays few others.
 func (e *Engine) deliverCompletions(ctx context.Context) error {
 	rows, err := e.pool.Query(ctx, `
-		select t.id::text from (select u.execution_id as id from agent_untold_ends u order by u.execution_id limit @most) t
+		select t.id::text from (select u.execution_id as id from agent_unpublished_completions u order by u.execution_id limit @most) t
 		  order by random()`,
 		postgres.Strict{"most": sweepLimit})
 	ids, err := postgres.Collect(rows, err, "list undelivered completions", pgx.RowTo[string])

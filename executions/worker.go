@@ -28,7 +28,7 @@ func (e *Engine) registerWorker(ctx context.Context) error {
 	sentAt := time.Now()
 	var id string
 	err := cmp.Or(e.opts.Lease, e.pool).QueryRow(ctx, `
-		insert into agent_workers (name, ttl_seconds, expires_at, flows)
+		insert into agent_workers (name, ttl_seconds, expires_at, go_flows)
 		values (@name, @ttl::int, clock_timestamp() + make_interval(secs => @ttl::int), @flows) returning id::text`,
 		postgres.Strict{"name": processName(), "ttl": int(e.opts.LeaseTTL.Seconds()), "flows": e.registered()}).Scan(&id)
 	if err != nil {

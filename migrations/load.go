@@ -48,7 +48,7 @@ type change struct {
 type text struct {
 	nouns   []noun
 	changes []change
-	bridge  string // what brings a database of version lastNumbered to the baseline
+	bridges map[int]string // by the version that they lead from
 }
 
 // embedded is the text of this binary.
@@ -78,9 +78,11 @@ func load(version fs.FS) (text, error) {
 	if err != nil {
 		return t, err
 	}
-	return t, each(version, "bridge.sql", func(_, sql string) error {
-		t.bridge = sql
-		return nil
+	t.bridges = map[int]string{}
+	return t, each(version, "bridges/*.sql", func(name, sql string) error {
+		former, err := strconv.Atoi(strings.TrimSuffix(name, ".sql"))
+		t.bridges[former] = sql
+		return err
 	})
 }
 

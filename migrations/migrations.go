@@ -23,9 +23,9 @@
 // "lanekeeper", which may change in any release and which nobody but the owner uses. A function of the contract runs
 // as the owner, with a search path of its own. The last file grants the contract to the role agent_client.
 //
-// A database of schema version 118, the last one of numbered files alone, is brought to the baseline by bridge.sql,
-// in one transaction. An older one is refused (ErrOld), as is one that a newer binary migrated (ErrNewer), and one
-// whose tables or changes differ from this binary's (ErrChanged).
+// A database of a former version that has a file in bridges/ is brought to the baseline by it, in one transaction.
+// Another one is refused (ErrOld), as is one that a newer binary migrated (ErrNewer), and one whose tables or changes
+// differ from this binary's (ErrChanged).
 package migrations
 
 import (
@@ -52,23 +52,23 @@ var (
 	// ErrChanged reports a database whose applied migrations are not this binary's.
 	ErrChanged = errors.New("the schema that was applied differs from this binary's; use the binary that made the schema")
 	// ErrOld reports a schema of before the baseline that no bridge leads from.
-	ErrOld = errors.New("the database's schema is older than version 118; run `agent migrate` of the release that has " +
-		"schema 118, then this one's")
+	ErrOld = errors.New("no migration leads from there to this version of agent; run `agent migrate` of the release " +
+		"with schema 118 first, or with schema 269 if the database's version is between them")
 	// ErrOutdated reports a schema that misses migrations.
 	ErrOutdated = errors.New("the database is not migrated to this version of agent; run `agent migrate`")
 )
 
-const (
-	// baseline is the version that a new database begins with.
-	baseline = 200
-	// formerLayout is the hash of the same tables, written with one column a line.
-	formerLayout = "26dafea4f46989d28f01999169bc6c5169bab4fc2028c89960d3c107b7e563ba"
-	// lastNumbered is the version that the bridge begins at, and lastHash what its row in agent_migrations says.
-	lastNumbered = 118
-	lastHash     = "fbc3feac0597f02038a589bad0b86178bf90647458dd1bc437a5762235c1e09a"
-)
+// baseline is the version that a new database begins with.
+const baseline = 270
 
-//go:embed schema/*.sql changes bridge.sql
+// bridges are the former versions that lead to the baseline, by number. A hash is that of the version's row in
+// agent_migrations.
+var bridges = map[int]string{
+	118: "fbc3feac0597f02038a589bad0b86178bf90647458dd1bc437a5762235c1e09a",
+	269: "a501f0c6f1056be8ef5b34ce4d18fddf5ef3c1a60775930711b7ec2c25cf7cbb",
+}
+
+//go:embed schema/*.sql changes bridges/*.sql
 var files embed.FS
 
 // Up migrates the database to Version, River's schema included, and returns the names of what it applied. It is

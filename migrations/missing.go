@@ -23,17 +23,17 @@ func (t text) missing(ctx context.Context, pool *pgxpool.Pool) ([]step, error) {
 	if err != nil {
 		return nil, err
 	}
-	made := map[string]string{}
-	var numbered, done int
+	var former, done int
+	made := ""
 	for _, a := range applied {
 		switch {
 		case a.Version < baseline:
-			numbered = a.Version
-			if a.Version > lastNumbered || a.Version == lastNumbered && a.Hash != lastHash {
+			former = a.Version
+			if hash := bridges[former]; hash != "" && a.Hash != hash {
 				return nil, fmt.Errorf("migration %s: %w", a.Name, ErrChanged)
 			}
 		case a.Version == baseline:
-			made["baseline"] = a.Hash
+			made = a.Hash
 		case done == len(t.changes):
 			return nil, fmt.Errorf("schema version %d: %w", a.Version, ErrNewer)
 		case a.Hash != t.changes[done].hash:
@@ -42,12 +42,12 @@ func (t text) missing(ctx context.Context, pool *pgxpool.Pool) ([]step, error) {
 			done++
 		}
 	}
-	switch hash := made["baseline"]; {
-	case hash == "" && numbered > 0 && numbered < lastNumbered:
-		return nil, fmt.Errorf("schema version %d: %w", numbered, ErrOld)
-	case hash == "":
-		return t.begin(numbered == lastNumbered), nil
-	case hash != digest(t.tables()) && hash != formerLayout:
+	switch {
+	case made == "" && former > 0 && bridges[former] == "":
+		return nil, fmt.Errorf("schema version %d: %w", former, ErrOld)
+	case made == "":
+		return t.begin(former), nil
+	case made != digest(t.tables()):
 		return nil, fmt.Errorf("schema version %d: %w", baseline, ErrChanged)
 	}
 	changed, err := t.changedCode(ctx, pool)
@@ -57,18 +57,30 @@ func (t text) missing(ctx context.Context, pool *pgxpool.Pool) ([]step, error) {
 	return t.goOn(t.changes[done:], changed), nil
 }
 
-// begin makes the baseline, and all that came after it, in a database that has nothing or the last numbered version.
-func (t text) begin(bridged bool) []step {
-	first := step{what: "the baseline", version: baseline, hash: digest(t.tables()), names: []string{"baseline"}}
-	if bridged {
-		first.sql = t.nouns[0].tables + t.bridge // the types
-		first.what = "the bridge from version 118"
-		first.names = []string{"bridge"}
-	} else {
-		types := t.nouns[0] // defaults and checks of tables call its functions
-		first.sql = types.tables + types.code + strings.TrimPrefix(t.tables(), types.tables)
+// firstTyped is the first version that has the types of the first file.
+const firstTyped = 200
+
+var (
+	creates     = regexp.MustCompile(`(?m)^create (?:unlogged )?(?:table|(?:unique )?index)\b`)
+	createsType = regexp.MustCompile(`(?ms)^create type .*?;\n`)
+)
+
+// begin makes the baseline, and all that came after it, in a database that has nothing or a former version.
+func (t text) begin(former int) []step {
+	first := step{version: baseline, hash: digest(t.tables()), code: t.nouns}
+	types := t.nouns[0]
+	rest := strings.TrimPrefix(t.tables(), types.tables)
+	switch former {
+	case 0:
+		first.what, first.names = "the baseline", []string{"baseline"}
+		first.sql = types.tables + types.code + rest // defaults and checks of tables call functions of types
+	default:
+		first.what, first.names = fmt.Sprintf("the bridge from version %d", former), []string{"bridge"}
+		first.sql = t.bridges[former] + creates.ReplaceAllString(createsType.ReplaceAllString(rest, ""), "$0 if not exists")
+		if former < firstTyped {
+			first.sql = types.tables + first.sql
+		}
 	}
-	first.code = t.nouns
 	return append([]step{first}, t.goOn(t.changes, nil)...)
 }
 

@@ -24,7 +24,7 @@ import (
 func next(t *testing.T, later map[string]string) fstest.MapFS {
 	t.Helper()
 	all := fstest.MapFS{}
-	for _, pattern := range []string{"schema/*.sql", "changes/*.sql", "bridge.sql"} {
+	for _, pattern := range []string{"schema/*.sql", "changes/*.sql", "bridges/*.sql"} {
 		paths, err := fs.Glob(migrations.Files(), pattern)
 		require.NoError(t, err)
 		for _, path := range paths {

@@ -83,7 +83,7 @@ var kinds = map[string]kind{
 		        and not exists (select from agent_executions e where e.id = l.parent_id and e.completed_at is null)
 		        and not exists (select from agent_executions e where e.parent_id = l.id and e.completed_at is null)
 		        and not exists (select from agent_executions e where e.waiting_for = 'agent' and e.waiting_key = l.id::text)
-		        and not exists (select from agent_untold_ends u where u.execution_id = l.id)
+		        and not exists (select from agent_unpublished_completions u where u.execution_id = l.id)
 		        and not exists (select from agent_automation_runs r where r.execution_id = l.id and r.status = 'claimed')
 		        -- PostgreSQL 18 would read these two tables whole and hash them for "not exists", despite enable_seqscan.
 		        and (select true from agent_messages m

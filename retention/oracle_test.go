@@ -75,7 +75,7 @@ var tables = map[string]string{
 	"outbox":  `select id::text, status, '', '', '', created_at, finished_at, false from agent_webhook_outbox`,
 	"budgets": `select scope, '', '', '', '', created_at, created_at, reserved_tokens > 0 from agent_budgets`,
 	"counts":  `select span || skill, span, '', '', '', start, start, false from agent_activity_counts`,
-	"untold":  `select execution_id::text, '', '', execution_id::text, '', now(), now(), false from agent_untold_ends`,
+	"untold":  `select execution_id::text, '', '', execution_id::text, '', now(), now(), false from agent_unpublished_completions`,
 	"locks": `select lane, '', '', coalesce(execution_id::text, ''), lane, now(), now(), locked_by <> ''
 		and (parked or expires_at > now())
 		from agent_locks`,

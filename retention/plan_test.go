@@ -76,7 +76,7 @@ func TestAPieceReadsWhatItLooksAt(t *testing.T) {
 	})
 	require.NoError(t, err)
 	pgtest.Exec(t, pool, `analyze`)
-	pgtest.Exec(t, pool, `update agent_retention set keep = least * 2`)
+	pgtest.Exec(t, pool, `update agent_retention set keep = min_keep * 2`)
 	kinds := pgtest.Value[[]string](t, pool, `select array_agg(kind order by kind) from agent_retention`)
 	for _, keep := range []string{"14 days", "90 days"} {
 		pgtest.Exec(t, pool, `update agent_retention set keep = $1::text::interval where kind = 'activity'`, keep)

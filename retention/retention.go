@@ -56,7 +56,7 @@ type Policy struct {
 // Show lists the policies by kind.
 func Show(ctx context.Context, db postgres.DB) ([]Policy, error) {
 	return postgres.Rows[Policy](ctx, db, "read retention", `
-		select r.kind, r.about, coalesce(r.keep::text, 'forever') as keep, r.least::text as min_keep,
+		select r.kind, r.about, coalesce(r.keep::text, 'forever') as keep, r.min_keep::text,
 		       r.changed_at, r.changed_by, p.removed,
 		       case when r.keep is not null then p.ended_at end as ended_at
 		  from agent_retention r join agent_retention_passes p on p.kind = r.kind order by r.kind`)

@@ -194,7 +194,7 @@ func (b *build) belongings(x made, completed any) {
 	}
 	switch {
 	case b.chance(25):
-		b.add(`insert into agent_untold_ends values ($1) on conflict do nothing`, x.id)
+		b.add(`insert into agent_unpublished_completions values ($1) on conflict do nothing`, x.id)
 	case b.chance(25):
 		b.add(`insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
 			values ($1::text, $1::text || '#1', 1, now(), $1::text::uuid)`, x.id)

@@ -20,7 +20,7 @@ create schema lanekeeper;
 comment on schema lanekeeper is 'What works behind the contract. It may change in any release, and only the owner uses it.';
 
 -- Closed sets of words. A domain is checked wherever a value is written, by whomever.
-create domain agent_surface as text check (value in ('heartbeat', 'operate', 'chat', 'webhook', 'flow'));
+create domain agent_surface as text check (value in ('heartbeat', 'operate', 'chat', 'webhook', 'flow', 'eval'));
 create domain agent_execution_status as text
   check (value in ('pending', 'running', 'waiting', 'completed', 'failed', 'timeout', 'cancelled'));
 create domain agent_result_type as text check (value in ('success', 'failure', 'timeout', 'cancelled'));

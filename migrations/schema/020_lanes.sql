@@ -46,7 +46,7 @@ comment on column agent_locks.waited_until is 'Not used: agent_lock_waiters says
 create table agent_lock_waiters (
   lane text not null, owner text not null, ticket bigint generated always as identity,
   expires_at timestamptz not null, since timestamptz not null default clock_timestamp(),
-  handed_seconds int not null default 0,
+  handover_ttl_seconds int not null default 0,
   primary key (lane, owner)
 );
 create index agent_lock_waiters_queue on agent_lock_waiters (lane, ticket);
@@ -59,7 +59,7 @@ comment on column agent_lock_waiters.owner is 'The waiter, by the name that it w
 comment on column agent_lock_waiters.ticket is 'The order of the queue: the lowest ticket is served first.';
 comment on column agent_lock_waiters.expires_at is 'When the waiter is forgotten, unless it renews its row.';
 comment on column agent_lock_waiters.since is 'When the waiter joined the queue.';
-comment on column agent_lock_waiters.handed_seconds is
+comment on column agent_lock_waiters.handover_ttl_seconds is
   'The lease that a release may hand to this waiter, in seconds. 0: the waiter is notified instead.';
 
 create table agent_lock_loans (
@@ -103,7 +103,7 @@ create table agent_workers (
   kind text not null default 'process' check (kind in ('process', 'outside')),
   ttl_seconds int not null default 30 check (ttl_seconds > 0),
   started_at timestamptz not null default clock_timestamp(), expires_at timestamptz not null, lock_id text unique,
-  owner text not null default '', execution_id uuid, claim bigint
+  owner text not null default '', execution_id uuid, claim bigint, go_flows text[] not null default '{}'
 ) with (fillfactor = 50);
 create index agent_workers_expiry on agent_workers (expires_at);
 comment on index agent_workers_expiry is 'Finds workers whose lease has ended.';
@@ -118,6 +118,7 @@ comment on column agent_workers.lock_id is
   'The secret of an outside lock: its bearer may write as the run. It is never listed and never logged.';
 comment on column agent_workers.owner is 'The name that an outside worker gave itself.';
 comment on column agent_workers.execution_id is 'The execution that an outside lock is on.';
+comment on column agent_workers.go_flows is 'The flows in Go that the process runs.';
 comment on column agent_workers.claim is 'The claim of that lock.';
 
 -- Code
@@ -463,11 +464,11 @@ begin
     -- Stand in the queue, and try once more: a release that committed before is seen by this second try. A waiter that
     -- died keeps nobody from a free lane for longer than a minute.
     place := clock_timestamp() + make_interval(secs => least(p_patience_seconds, 60));
-    update agent_lock_waiters w set expires_at = place, handed_seconds = ttl
+    update agent_lock_waiters w set expires_at = place, handover_ttl_seconds = ttl
      where w.ctid = (select x.ctid from agent_lock_waiters x where x.lane = p_lane and x.owner = p_locked_by for update skip locked);
     if not found and not exists (select from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by) then
-      insert into agent_lock_waiters as w (lane, owner, expires_at, handed_seconds) values (p_lane, p_locked_by, place, ttl)
-      on conflict (lane, owner) do update set expires_at = excluded.expires_at, handed_seconds = excluded.handed_seconds;
+      insert into agent_lock_waiters as w (lane, owner, expires_at, handover_ttl_seconds) values (p_lane, p_locked_by, place, ttl)
+      on conflict (lane, owner) do update set expires_at = excluded.expires_at, handover_ttl_seconds = excluded.handover_ttl_seconds;
     end if;                                                 -- one that is locked is being handed the lane in an open transaction
     got := lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
   end if;
@@ -562,15 +563,15 @@ begin
       -- To the first. One that looks or leaves just now is neither waited for nor overtaken: it stays the first.
       delete from agent_lock_waiters w where w.ctid = (
         select x.ctid from agent_lock_waiters x
-         where x.lane = p_lane and x.handed_seconds > 0 and x.ticket = (
+         where x.lane = p_lane and x.handover_ttl_seconds > 0 and x.ticket = (
                  select min(q.ticket) from agent_lock_waiters q where q.lane = p_lane and q.expires_at > now_)
            for update skip locked)
-      returning w.owner, w.handed_seconds into heir;
+      returning w.owner, w.handover_ttl_seconds into heir;
       if found then
         now_ := clock_timestamp();                                                    -- after both locks
         update agent_locks l
            set locked_by = heir.owner, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
-               expires_at = now_ + make_interval(secs => least(heir.handed_seconds, 10)), ttl_seconds = heir.handed_seconds,
+               expires_at = now_ + make_interval(secs => least(heir.handover_ttl_seconds, 10)), ttl_seconds = heir.handover_ttl_seconds,
                execution_id = lanekeeper.agent_lock_execution(heir.owner)
          where l.ctid = at_ returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token, (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;
         perform pg_notify('agent_lanes', passed);

@@ -24,10 +24,13 @@ create table agent_executions (
   dedupe_key text, created_at timestamptz not null default clock_timestamp(), started_at timestamptz,
   updated_at timestamptz not null default clock_timestamp(), completed_at timestamptz,
   inherits boolean not null default false, forked_from uuid, forked_step text,
-  outside boolean default false, flow_version int
+  is_external boolean default false, flow_version int
 ) with (fillfactor = 70);
 create index agent_executions_broken on agent_executions (status, id) where status in ('failed', 'timeout', 'cancelled');
 comment on index agent_executions_broken is 'Lists executions that failed, timed out or were cancelled.';
+create index agent_executions_claimable on agent_executions (flow, priority, id)
+ where is_external and status in ('pending', 'running') and claimed_by is null;
+comment on index agent_executions_claimable is 'Finds the next execution for a worker outside, by flow.';
 create index agent_executions_forks on agent_executions (forked_from) where forked_from is not null;
 comment on index agent_executions_forks is 'Lists the forks of an execution.';
 create index agent_executions_held on agent_executions (claimed_by, flow, surface) where claimed_by is not null;
@@ -42,13 +45,13 @@ create index agent_executions_of_surface on agent_executions (surface, id) with 
 comment on index agent_executions_of_surface is 'Lists the executions of a surface that no execution started.';
 create index agent_executions_open on agent_executions (status, id) with (deduplicate_items=off) where status in ('pending', 'running', 'waiting');
 comment on index agent_executions_open is 'Lists and counts the executions that have not ended.';
-create index agent_executions_outside on agent_executions (id) where outside and status in ('pending', 'running') and claimed_by is null;
-comment on index agent_executions_outside is 'Runs that workers outside may lock now.';
+create index agent_executions_external on agent_executions (id) where is_external and status in ('pending', 'running') and claimed_by is null;
+comment on index agent_executions_external is 'Runs that workers outside may lock now.';
 create index agent_executions_parent on agent_executions (parent_id) where parent_id is not null;
 comment on index agent_executions_parent is 'Finds the children of an execution.';
 create index agent_executions_progress on agent_executions (id) where claimed_by is not null and progress_seconds > 0;
 comment on index agent_executions_progress is 'Finds claimed executions with a bound on progress.';
-create index agent_executions_ready on agent_executions (queue, flow, surface, priority, id) where claimed_by is null and status in ('pending', 'running') and not outside;
+create index agent_executions_ready on agent_executions (queue, flow, surface, priority, id) where claimed_by is null and status in ('pending', 'running') and not is_external;
 comment on index agent_executions_ready is 'Finds the next execution to claim, by flow and surface.';
 create unique index agent_executions_run on agent_executions (trace_id, id, claim) with (deduplicate_items=off);
 comment on index agent_executions_run is
@@ -102,7 +105,7 @@ comment on column agent_executions.completed_at is 'When it ended.';
 comment on column agent_executions.inherits is 'It may borrow the lanes of its parent, which waits for it.';
 comment on column agent_executions.forked_from is 'The execution whose recorded steps before forked_step this one began with.';
 comment on column agent_executions.forked_step is 'The first step that the fork does again.';
-comment on column agent_executions.outside is 'A worker outside runs it, under a lock. No process of this program claims it.';
+comment on column agent_executions.is_external is 'A worker outside runs it, under a lock. No process of this program claims it.';
 comment on column agent_executions.flow_version is 'The version of the flow (agent_flows) that it began with. Null: the flow is code.';
 
 create table agent_claims_lost (
@@ -120,12 +123,13 @@ comment on column agent_claims_lost.at is 'When the claim ended.';
 
 create table agent_cancel_requests (
   execution_id uuid primary key, cancelled_by text not null, cancel_reason text not null default '',
-  requested_at timestamptz not null default clock_timestamp()
+  requested_at timestamptz not null default clock_timestamp(), actor jsonb not null default '{}'
 );
 comment on table agent_cancel_requests is 'Executions to cancel as soon as no transaction has them locked.';
 comment on column agent_cancel_requests.cancelled_by is 'The person or program that asked for the cancel.';
 comment on column agent_cancel_requests.cancel_reason is 'The reason that was given.';
 comment on column agent_cancel_requests.requested_at is 'When the cancel was asked for.';
+comment on column agent_cancel_requests.actor is 'The principal, token and way of the request, for the audit.';
 
 create table agent_status_changes (
   execution_id uuid not null, n int not null, status text not null,
@@ -139,10 +143,10 @@ comment on column agent_status_changes.status is 'The new status.';
 comment on column agent_status_changes.waiting_for is 'The kind of wait, where it waits.';
 comment on column agent_status_changes.at is 'When the status changed.';
 
-create table agent_untold_ends (
+create table agent_unpublished_completions (
   execution_id uuid primary key
 );
-comment on table agent_untold_ends is
+comment on table agent_unpublished_completions is
   'Ends whose waiting parents are not resumed yet. The end only writes the row, so it waits for no lock of a parent. '
   'The process that resumes the parent deletes it.';
 
@@ -209,6 +213,86 @@ comment on column agent_idempotency.header is 'The headers of the answer.';
 comment on column agent_idempotency.body is 'The body of the answer.';
 comment on column agent_idempotency.expires_at is 'When the row goes.';
 
+create table agent_execution_counts (
+  span text not null check (span in ('hour', 'day')), start timestamptz not null, agent text not null, flow text not null,
+  completed bigint not null default 0, failed bigint not null default 0, timeout bigint not null default 0,
+  cancelled bigint not null default 0,
+  primary key (span, start, agent, flow)
+) with (fillfactor = 80);
+comment on table agent_execution_counts is
+  'Executions that have ended, counted by hour and once more by day. The last two minutes are not counted yet.';
+comment on column agent_execution_counts.span is 'The length of the count.';
+comment on column agent_execution_counts.start is 'The beginning of the hour or day (UTC) in which they ended.';
+comment on column agent_execution_counts.agent is 'The agent that acted.';
+comment on column agent_execution_counts.flow is 'The flow.';
+comment on column agent_execution_counts.completed is 'Executions that completed.';
+comment on column agent_execution_counts.failed is 'Those that failed.';
+comment on column agent_execution_counts.timeout is 'Those that timed out.';
+comment on column agent_execution_counts.cancelled is 'Those that were cancelled.';
+
+create table agent_execution_durations (
+  span text not null check (span in ('hour', 'day')), start timestamptz not null,
+  measure text not null check (measure in ('run', 'queue', 'lane')), agent text not null, flow text not null,
+  bucket int not null, executions bigint not null,
+  primary key (span, start, measure, agent, flow, bucket)
+) with (fillfactor = 80);
+comment on table agent_execution_durations is
+  'How long executions took and waited, by hour and once more by day. A bucket is 5 per cent wide.';
+comment on column agent_execution_durations.span is 'The length of the count.';
+comment on column agent_execution_durations.start is 'The beginning of the hour or day (UTC) in which they ended.';
+comment on column agent_execution_durations.measure is
+  'run: from the first claim to the end, waits included. queue: until the first claim. lane: one wait for a lane.';
+comment on column agent_execution_durations.agent is 'The agent that acted. Empty, with flow: all together.';
+comment on column agent_execution_durations.flow is 'The flow.';
+comment on column agent_execution_durations.bucket is
+  'Durations from 1.05 ^ bucket ms up to the next; -1 is less than 1 ms.';
+comment on column agent_execution_durations.executions is 'Executions, or waits for a lane, with such a duration.';
+
+create table agent_executions_counted (
+  single boolean default true primary key check (single),
+  counted_upto uuid not null default '00000000-0000-0000-0000-000000000000'::uuid,
+  checked_upto uuid not null default '00000000-0000-0000-0000-000000000000'::uuid
+);
+insert into agent_executions_counted default values on conflict do nothing;
+comment on table agent_executions_counted is 'How far the counts of executions have come. One row.';
+comment on column agent_executions_counted.single is 'Always true: there is one row.';
+comment on column agent_executions_counted.counted_upto is
+  'Executions with ids below it are counted or listed in agent_executions_uncounted.';
+comment on column agent_executions_counted.checked_upto is 'How far the last pass over agent_executions_uncounted came.';
+
+create table agent_executions_uncounted (
+  execution_id uuid primary key
+);
+comment on table agent_executions_uncounted is
+  'Executions that had not ended when their time was counted. They are counted when they have ended.';
+comment on column agent_executions_uncounted.execution_id is 'The execution.';
+
+create table agent_execution_labels (
+  execution_id uuid not null references agent_executions on delete cascade,
+  name text not null check (name ~ '^[a-z][a-z0-9_]{0,31}$'),
+  value text not null check (value ~ '^[^[:cntrl:]]{1,200}$'),
+  primary key (execution_id, name)
+);
+create index agent_execution_labels_value on agent_execution_labels (value text_pattern_ops, execution_id);
+comment on index agent_execution_labels_value is 'Finds executions by a value or its beginning.';
+create index agent_execution_labels_lower on agent_execution_labels (lower(value) text_pattern_ops, execution_id);
+comment on index agent_execution_labels_lower is 'Finds executions by a value or its beginning, in any letter case.';
+comment on table agent_execution_labels is 'What an execution is about. It goes with its execution.';
+comment on column agent_execution_labels.name is 'What the value identifies, such as order.';
+comment on column agent_execution_labels.value is 'The value, such as A-1001.';
+
+create table agent_idle_workers (
+  owner text primary key, flows text[] not null, since timestamptz not null default clock_timestamp(),
+  seen_at timestamptz not null default clock_timestamp(), expires_at timestamptz not null
+);
+comment on table agent_idle_workers is
+  'Workers outside that wait for an execution. A row is one by its name, and is old when the wait is over.';
+comment on column agent_idle_workers.owner is 'The name that the worker gave itself.';
+comment on column agent_idle_workers.flows is 'The flows that it waits for.';
+comment on column agent_idle_workers.since is 'When it first waited, without a pause of a minute.';
+comment on column agent_idle_workers.seen_at is 'When its last wait began.';
+comment on column agent_idle_workers.expires_at is 'When that is over. A worker that still runs waits again.';
+
 -- Code
 
 -- The rules of an execution's row.
@@ -252,8 +336,8 @@ begin
         hint = 'Give the skill a stub in the case of the eval.';
     end if;
   end if;
-  new.outside := new.flow = 'external' or new.flow like 'external:%';
-  if new.outside then
+  new.is_external := new.flow = 'external' or new.flow like 'external:%';
+  if new.is_external then
     if new.status <> 'pending' then
       raise exception 'an execution for workers outside begins pending, not % with a worker', new.status using errcode = 'LK002';
     end if;
@@ -304,7 +388,7 @@ begin
     raise exception 'the claim of execution % cannot go back from % to %', old.id, old.claim, new.claim using errcode = 'LK002';
   end if;
   if new.claimed_by is not null and old.claimed_by is null and new.surface not in ('operate', 'chat')
-     and lanekeeper.agent_is_held_back(old.outside) then
+     and lanekeeper.agent_is_held_back(old.is_external) then
     if old.status <> 'waiting' then
       return null;                                           -- it stays in the queue
     end if;
@@ -313,8 +397,8 @@ begin
   if new.trace_id = '' or new.flow = '' then
     raise exception 'execution % has a trace and a flow', old.id using errcode = 'check_violation';
   end if;
-  if new.flow <> old.flow or new.outside <> old.outside then
-    new.outside := new.flow = 'external' or new.flow like 'external:%';
+  if new.flow <> old.flow or new.is_external <> old.is_external then
+    new.is_external := new.flow = 'external' or new.flow like 'external:%';
   end if;
   return new;
 end $$;
@@ -392,7 +476,7 @@ declare
   freed jsonb := '{}';              -- by execution: how many lanes its end freed
 begin
   select array_agg(c.id order by c.id) as over, exists (select from agent_limits) as limits,
-         array_agg(c.id) filter (where c.status = 'cancelled' or c.outside or c.flow = 'webhook' and c.status <> 'completed') as odd
+         array_agg(c.id) filter (where c.status = 'cancelled' or c.is_external or c.flow = 'webhook' and c.status <> 'completed') as odd
     into has from changed c where c.completed_at is not null and c.id in (select o.id from was o where o.completed_at is null);
   if has.limits and exists (
        select from was o join changed n on n.id = o.id
@@ -436,7 +520,7 @@ begin
     from changed n where n.id = any (over) and n.surface <> 'eval' order by n.id
   on conflict (external_id) do nothing;      -- an end must not fail because somebody used this id
   if has.parents then
-    insert into agent_untold_ends (execution_id) select t.id from unnest(over) t (id) where exists (select from agent_executions x
+    insert into agent_unpublished_completions (execution_id) select t.id from unnest(over) t (id) where exists (select from agent_executions x
       where x.waiting_for = 'agent' and x.waiting_key = t.id::text and (x.status = 'waiting') is true offset 0) order by 1 on conflict do nothing;
   end if;
   return null;
@@ -448,17 +532,17 @@ comment on function lanekeeper.agent_executions_changed is
 create or replace trigger agent_executions_begins before insert on agent_executions
   for each row execute function lanekeeper.agent_executions_begins();
 
-create or replace trigger agent_executions_moves before update of status, claimed_by, claim, completed_at, waiting_for, trace_id, flow, outside
+create or replace trigger agent_executions_moves before update of status, claimed_by, claim, completed_at, waiting_for, trace_id, flow, is_external
   on agent_executions for each row execute function lanekeeper.agent_executions_moves();
 
 create or replace trigger agent_executions_changed after update on agent_executions
   referencing old table as was new table as changed for each statement execute function lanekeeper.agent_executions_changed();
 
 create or replace trigger agent_status_begins after insert on agent_executions
-  for each row when (new.outside) execute function lanekeeper.agent_executions_begins();
+  for each row when (new.is_external) execute function lanekeeper.agent_executions_begins();
 
 create or replace trigger agent_status_changed after update of status on agent_executions
-  for each row when (new.outside and new.status <> old.status) execute function lanekeeper.agent_executions_begins();
+  for each row when (new.is_external and new.status <> old.status) execute function lanekeeper.agent_executions_begins();
 
 -- Claims: fence, start, claim, lose, release.
 
@@ -493,7 +577,7 @@ comment on view lanekeeper.agent_free_places is
 
 create or replace view lanekeeper.agent_ready_executions as
 select x.id, x.queue, x.flow, x.surface, x.priority from agent_executions x
- where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside
+ where x.claimed_by is null and x.status in ('pending', 'running') and not x.is_external
    and not exists (select from agent_cancel_requests q where q.execution_id = x.id);
 comment on view lanekeeper.agent_ready_executions is
   'Executions that may be claimed. One with a requested cancel may not: it was locked when the cancel came.';
@@ -581,7 +665,7 @@ declare
   e agent_executions;
   places int;
 begin
-  select x.* into e from agent_executions x where x.id = p_id and x.claimed_by is null and x.status in ('pending', 'running') and not x.outside;
+  select x.* into e from agent_executions x where x.id = p_id and x.claimed_by is null and x.status in ('pending', 'running') and not x.is_external;
   if not found then
     return;
   end if;
@@ -597,7 +681,7 @@ begin
   end if;
   update agent_executions x
      set status = 'running', claimed_by = p_worker, claim = x.claim + 1, updated_at = clock_timestamp()
-   where x.id = p_id and x.claimed_by is null and x.status in ('pending', 'running') and not x.outside
+   where x.id = p_id and x.claimed_by is null and x.status in ('pending', 'running') and not x.is_external
      and exists (select 1 from agent_workers w where w.id = p_worker and w.expires_at > clock_timestamp())
   returning x.* into e;
   if not found then
@@ -1120,7 +1204,7 @@ begin
   select x.* into e from agent_executions x where x.id = p_id;
   if not found then
     return;
-  elsif not e.outside then
+  elsif not e.is_external then
     return query select null::text, null::timestamptz, e.claim, e.status::text, null::text, 'inside'::text;
     return;
   end if;

@@ -8,7 +8,7 @@ create table agent_checkpoints (
   execution_id uuid not null, step text not null, claim bigint not null,
   fingerprint text not null default '', failed boolean not null default false, output jsonb,
   created_at timestamptz not null default clock_timestamp(), waited_for text, waited_key text,
-  waited_since timestamptz,
+  waited_since timestamptz, waits jsonb,
   primary key (execution_id, step)
 );
 alter index agent_checkpoints_pkey set (deduplicate_items=off);
@@ -23,6 +23,8 @@ comment on column agent_checkpoints.output is 'The result of the step.';
 comment on column agent_checkpoints.waited_for is 'The kind of wait that the step is the outcome of. Null: not a wait.';
 comment on column agent_checkpoints.waited_key is 'The key of that wait.';
 comment on column agent_checkpoints.waited_since is 'When that wait began.';
+comment on column agent_checkpoints.waits is
+  'Of a loop: the first 1,000 ended waits of the iterations that this snapshot has replaced. See agent_past_waits.';
 
 -- Code
 

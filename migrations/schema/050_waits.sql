@@ -424,7 +424,7 @@ begin
   if outcome is not null and ids <> '{}' then
     return query
     select w.execution_id, w.queue from lanekeeper.resume_agent_executions(ids, array(
-      select case when not x.outside or v.external_id is distinct from 'completed ' || p_key then outcome
+      select case when not x.is_external or v.external_id is distinct from 'completed ' || p_key then outcome
                   else outcome || jsonb_build_object('data', v.data || (    -- a worker outside cannot look at the child
                     select jsonb_build_object('variables', c.variables, 'result', c.result, 'error_message', c.error_message)
                       from agent_executions c where c.id = p_key::uuid)) end
@@ -436,7 +436,7 @@ begin
     select 'event ' || v.id, 'woke', 'execution ' || t.id from unnest(takers) t (id) where cardinality(takers) > 1
     on conflict do nothing;
   end if;
-  delete from agent_untold_ends u
+  delete from agent_unpublished_completions u
    where p_event_id is null and u.execution_id = p_key::uuid and (p_wait or not exists (
            select from agent_executions x where x.waiting_for = 'agent' and x.waiting_key = p_key and (x.status = 'waiting') is true));
 end $$;
@@ -455,7 +455,7 @@ begin
   end if;
   -- Nearly always nothing else is ready, or only what a limit holds back.
   return not exists (select from agent_executions x
-                      where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside and x.queue = p_queue)
+                      where x.claimed_by is null and x.status in ('pending', 'running') and not x.is_external and x.queue = p_queue)
       or not exists (select from lanekeeper.agent_ready_kinds k
                       where k.queue = p_queue and k.flow <> all (p_skip) and (k.places > 0) is not false);
 end $$;
@@ -481,7 +481,7 @@ begin
   perform lanekeeper.refuse_agent_trial('agent_events');
   p_key := case when plain then p_key else coalesce(lanekeeper.agent_uuid(p_key)::text, p_key) end;
   perform pg_advisory_xact_lock(hashtextextended('wait ' || kind || ' ' || p_key, 0));
-  select x.id, x.queue, x.flow, x.surface, x.outside,
+  select x.id, x.queue, x.flow, x.surface, x.is_external,
          exists (select from agent_executions o where o.waiting_for = kind and o.waiting_key = p_key and o.id <> x.id) as several
     into w from agent_executions x
    where x.waiting_for = kind and x.waiting_key = p_key and (x.status = 'waiting') is true
@@ -493,7 +493,7 @@ begin
   with v as (
     insert into agent_events as v (event, key, data, external_id, consumed_by) values (p_event, p_key, p_data, p_id, case when plain then w.id end)
     on conflict (external_id) do nothing returning v.id)
-  select v.id, w.queue = any (p_queues) and not w.outside
+  select v.id, w.queue = any (p_queues) and not w.is_external
          and (w.surface in ('operate', 'chat') or steady and not exists (select from agent_pauses p where p.resumed_at is null))
          and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp())
          and lanekeeper.agent_next_in_line(w.queue, w.flow, w.surface, p_skip)
@@ -589,7 +589,7 @@ begin
   mine := array(
     with x as materialized (
       select x.id, x.queue, x.flow, x.surface, row_number() over (partition by x.queue order by x.priority, x.id) as place from agent_executions x
-       where x.id = any (ids) and not x.outside and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp())
+       where x.id = any (ids) and not x.is_external and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp())
          and (x.surface in ('operate', 'chat') or steady and not exists (select from agent_pauses p where p.resumed_at is null))),
     next as materialized (
       select k.*, lanekeeper.agent_next_in_line(k.queue, k.flow, k.surface, p_skip) as is_next from (select distinct x.queue, x.flow, x.surface from x) k)

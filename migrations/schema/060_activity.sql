@@ -97,7 +97,7 @@ create table agent_activity_counts (
   worked bigint not null default 0, failed bigint not null default 0, prompt_tokens bigint not null default 0,
   completion_tokens bigint not null default 0, tokens bigint not null default 0, cost_usd numeric not null default 0,
   duration_ms bigint not null default 0, unknown_tokens bigint not null default 0,
-  unknown_usd numeric not null default 0, slowest text not null default '',
+  unknown_usd numeric not null default 0, slowest text not null default '', cached_tokens bigint not null default 0,
   primary key (span, start, kind, skill, surface, model)
 ) with (fillfactor = 80);
 create index agent_activity_counts_skill on agent_activity_counts (skill, span, start);
@@ -107,8 +107,11 @@ comment on table agent_activity_counts is
   'agent_activity_uncounted, are still missing.';
 comment on column agent_activity_counts.span is 'The length of the count.';
 comment on column agent_activity_counts.start is 'The beginning of the hour or day, UTC.';
-comment on column agent_activity_counts.kind is 'As in the log; charge: money, by the skill that a model call led to; agent: model calls, by agent.';
-comment on column agent_activity_counts.skill is 'The skill. For a model call: its purpose. For kind agent: the agent.';
+comment on column agent_activity_counts.kind is
+  'As in the log; charge: money, by the skill that a model call led to; agent: model calls, by agent; key: model calls '
+  'of chats, by chat key, since schema 221.';
+comment on column agent_activity_counts.skill is
+  'The skill. For a model call: its purpose. For kind agent: the agent. For kind key: the chat key.';
 comment on column agent_activity_counts.surface is 'As in the log.';
 comment on column agent_activity_counts.model is 'As in the log.';
 comment on column agent_activity_counts.calls is 'Actions that have ended, in any way.';
@@ -129,11 +132,13 @@ comment on column agent_activity_counts.unknown_tokens is 'The part of tokens th
 comment on column agent_activity_counts.unknown_usd is 'The part of cost_usd that no provider reported.';
 comment on column agent_activity_counts.slowest is
   'The slowest call that counts for the health of the skill: 13 digits of milliseconds, then its trace. Empty: none.';
+comment on column agent_activity_counts.cached_tokens is
+  'The part of prompt_tokens that the provider had cached. Not counted before schema 216.';
 
 create table agent_activity_counted (
   single boolean default true primary key check (single),
   counted_upto uuid not null default '00000000-0000-0000-0000-000000000000'::uuid, candidate uuid, candidate_xid xid8,
-  looked uuid not null default '00000000-0000-0000-0000-000000000000'::uuid
+  checked_upto uuid not null default '00000000-0000-0000-0000-000000000000'::uuid
 );
 comment on table agent_activity_counted is 'How far the counts have come. One row.';
 comment on column agent_activity_counted.single is 'Always true: there is one row.';
@@ -141,7 +146,7 @@ comment on column agent_activity_counted.counted_upto is 'Ids below it are count
 comment on column agent_activity_counted.candidate is 'Ids below it are counted next, once candidate_xid allows it.';
 comment on column agent_activity_counted.candidate_xid is
   'The count goes on when no transaction below this one is under way.';
-comment on column agent_activity_counted.looked is 'How far the last pass over agent_activity_uncounted came.';
+comment on column agent_activity_counted.checked_upto is 'How far the last pass over agent_activity_uncounted came.';
 
 create table agent_activity_uncounted (
   activity_id uuid primary key
@@ -159,7 +164,8 @@ create table agent_activity_durations (
 comment on table agent_activity_durations is
   'How long calls took, by day. A bucket is 5 per cent wide, so a percentile is right to 2.5 per cent.';
 comment on column agent_activity_durations.day is 'The day, UTC.';
-comment on column agent_activity_durations.skill is 'The skill. Empty: all together, counted since schema 216.';
+comment on column agent_activity_durations.skill is
+  'The skill; empty: all together; model NAME: successful calls of a model, since schema 221.';
 comment on column agent_activity_durations.bucket is
   'Durations from 1.05 ^ bucket ms up to the next; -1 is less than 1 ms.';
 comment on column agent_activity_durations.calls is 'Calls with such a duration.';
@@ -217,9 +223,9 @@ comment on column agent_span_export.pending is 'Activities up to sent_upto that 
 comment on column agent_span_export.sender is 'The process that sends now.';
 comment on column agent_span_export.sender_until is 'When its right to send ends.';
 
-insert into agent_activity_counted default values;
+insert into agent_activity_counted default values on conflict do nothing;
 
-insert into agent_span_export default values;
+insert into agent_span_export default values on conflict do nothing;
 
 -- Code
 

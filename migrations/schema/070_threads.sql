@@ -12,6 +12,7 @@ create table agent_threads (
   idle_seconds int not null default 600 check ((idle_seconds >= 1) AND (idle_seconds <= 2592000)),
   watched_until timestamptz not null default '1970-01-01 00:00:00+00'::timestamptz,
   owner_kind text not null default '', visitor text not null default '', name text not null default '',
+  title text not null default '',
   constraint agent_threads_check check ((summary_through >= 0) AND (summary_through < next_seq)),
   constraint agent_threads_owner_kind check (owner_kind in ('', 'key', 'visitor', 'flow', 'webhook', 'channel', 'admin'))
 ) with (fillfactor = 70);
@@ -43,6 +44,7 @@ comment on column agent_threads.owner_kind is
   'The kind of owner: key, visitor, flow, webhook, channel or admin. Empty: a release without kinds began it.';
 comment on column agent_threads.visitor is 'For owner_kind visitor: SHA-256 of the visitor''s secret, in hexadecimal.';
 comment on column agent_threads.name is 'The public name, scoped by the owner. Empty: the id is the name.';
+comment on column agent_threads.title is 'A name that a person gave the conversation. Empty: none.';
 
 create table agent_documents (
   id uuid default lanekeeper.agent_uuid7() primary key,

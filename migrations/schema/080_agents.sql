@@ -207,22 +207,13 @@ comment on column agent_objective_evidence.step_id is 'The step.';
 comment on column agent_objective_evidence.activity_id is 'The action. Null: an admin confirmed the step.';
 comment on column agent_objective_evidence.given_by is 'The admin. Empty: an action proves it.';
 
-create table agent_logouts (
-  session_id text primary key, expires_at timestamptz not null
-);
-create index agent_logouts_expired on agent_logouts (expires_at);
-comment on index agent_logouts_expired is 'Finds rows that are to go.';
-comment on table agent_logouts is 'Logins that were ended early. A row goes once its login would be over anyway.';
-comment on column agent_logouts.session_id is 'The random id of the login. It opens nothing without its signature.';
-comment on column agent_logouts.expires_at is 'When the login would have ended by itself.';
-
 create table agent_secrets (
   name text primary key, value bytea not null
 );
 comment on table agent_secrets is 'Random values of this database that no client may know.';
 comment on column agent_secrets.value is 'Random bytes.';
 
-insert into agent_secrets (name, value) values ('thread ids', uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid()));
+insert into agent_secrets (name, value) values ('thread ids', uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid())) on conflict do nothing;
 
 -- Code
 
@@ -313,114 +304,3 @@ create or replace trigger agent_memory_keep_revision after insert or delete on a
 create or replace trigger agent_memory_revise before update on agent_memory for each row
   when (new.revision < old.revision or new.revision = old.revision and new.value is distinct from old.value)
   execute function lanekeeper.agent_revise();
-
--- Evals. A trial of an eval runs under a trace of the prefix ev. Whatever the code does, the database refuses writes
--- with an effect outside the trial. The trigger has the condition, so that other rows run no function. For executions
--- and the log, the functions of their own triggers have it.
-create or replace function lanekeeper.refuse_agent_eval() returns trigger language plpgsql as $$
-begin
-  raise exception 'a trial of an eval cannot write to %', tg_table_name
-    using errcode = 'LK009', hint = 'Give the skill a stub in the case of the eval.';
-end $$;
-comment on function lanekeeper.refuse_agent_eval is
-  'Refuse a row of a trial of an eval (SQLSTATE LK009). A trial runs one execution and writes its log, nothing else.';
-
-create or replace trigger agent_executions_no_eval_wait before update of waiting_for on agent_executions for each row
-  when (new.surface = 'eval' and new.waiting_for is not null) execute function lanekeeper.refuse_agent_eval();
-
--- Tables without a trace refuse every write of a transaction that has fenced the claim of a trial. Change 0267 makes the
--- table of these transactions and its triggers. A transaction cannot delete its own row. Only a rollback to a savepoint
--- before the fence removes it, or a change of the schema by its owner. Names are qualified, because a transaction may
--- set its search path.
-create or replace function lanekeeper.mark_agent_trial() returns void language plpgsql as $$
-begin
-  insert into lanekeeper.agent_trial_transactions values (pg_current_xact_id()) on conflict do nothing;
-  if found then                                              -- other rows that can be seen are of transactions that are over
-    delete from lanekeeper.agent_trial_transactions t using (
-      select o.id from lanekeeper.agent_trial_transactions o where o.id <> pg_current_xact_id() limit 100 for update skip locked) over_
-     where t.id = over_.id;
-  end if;
-end $$;
-comment on function lanekeeper.mark_agent_trial is
-  'Note that the transaction writes under the claim of a trial, and remove notes of transactions that are over.';
-
-create or replace function lanekeeper.refuse_agent_trial(p_table text) returns void language plpgsql security definer as $$
-begin
-  if exists (select from lanekeeper.agent_trial_transactions t
-              where t.id operator(pg_catalog.=) pg_catalog.pg_current_xact_id_if_assigned()) then
-    raise exception 'a trial of an eval cannot write to %', p_table
-      using errcode = 'LK009', hint = 'Give the skill a stub in the case of the eval.';
-  end if;
-end $$;
-comment on function lanekeeper.refuse_agent_trial is 'Refuse a write under the claim of a trial (SQLSTATE LK009).';
-
-create or replace function lanekeeper.check_agent_trial() returns trigger language plpgsql security definer as $$
-begin
-  if tg_table_name operator(pg_catalog.=) 'agent_trial_transactions' then
-    raise exception 'a transaction of a trial stays one' using errcode = 'LK009';
-  end if;
-  perform lanekeeper.refuse_agent_trial(tg_table_name);
-  return null;
-end $$;
-comment on function lanekeeper.check_agent_trial is
-  'Refuse a statement under the claim of a trial, and the removal of its own note (SQLSTATE LK009).';
-
-create or replace function lanekeeper.check_agent_trial_budget() returns trigger language plpgsql as $$
-declare
-  foreign_ text;
-begin
-  if not exists (select from agent_executions x where x.id = new.execution_id and x.surface = 'eval') then
-    return new;
-  end if;
-  select s.scope into foreign_ from agent_executions x cross join unnest(new.scopes) s (scope)
-   where x.id = new.execution_id and x.surface = 'eval' and s.scope <> 'run:' || x.trace_id
-     and s.scope is distinct from (select 'eval:' || coalesce(r.control_id, r.id) from agent_eval_runs r
-                                    where r.id = lanekeeper.agent_uuid(x.input ->> 'run')) limit 1;
-  if foreign_ is not null then
-    raise exception 'a trial of an eval cannot spend of the budget %', foreign_ using errcode = 'LK009';
-  end if;
-  return new;
-end $$;
-comment on function lanekeeper.check_agent_trial_budget is
-  'Refuse a reservation of a trial in other budgets than its own and that of its run (SQLSTATE LK009).';
-create or replace trigger agent_budget_reservations_no_eval before insert or update of scopes on agent_budget_reservations
-  for each row execute function lanekeeper.check_agent_trial_budget();
-
-create or replace trigger agent_approvals_no_eval before insert or update on agent_approvals for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_automation_runs_no_eval before insert or update on agent_automation_runs for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_automations_no_eval before insert or update on agent_automations for each row
-  when (new.last_trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_documents_no_eval before insert or update on agent_documents for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_memory_no_eval before insert or update on agent_memory for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_memory_conflicts_no_eval before insert or update on agent_memory_conflicts for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_messages_no_eval before insert or update on agent_messages for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_objective_evidence_no_eval before insert or update on agent_objective_evidence for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_objective_steps_no_eval before insert or update on agent_objective_steps for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_objectives_no_eval before insert or update on agent_objectives for each row
-  when (new.last_trace_id like 'ev\_%' or new.proposed_trace like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_requests_no_eval before insert or update on agent_requests for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_webhook_deliveries_no_eval before insert or update on agent_webhook_deliveries for each row
-  when (new.trace_id like 'ev\_%' or new.last_trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_webhook_outbox_no_eval before insert or update on agent_webhook_outbox for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();

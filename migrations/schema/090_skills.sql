@@ -17,6 +17,7 @@ create table agent_skills (
   evidence jsonb not null default '{}', revision int not null default 1, source text not null default '',
   created_at timestamptz not null default clock_timestamp(),
   updated_at timestamptz not null default clock_timestamp(), state_revision int not null default 1,
+  four_eyes boolean not null default false,
   constraint agent_skills_check check (enabled = (disabled_by = ''))
 );
 comment on table agent_skills is 'What agents can call. Self-heal disables a skill that keeps failing.';
@@ -38,6 +39,7 @@ comment on column agent_skills.evidence is 'The figures for which self-heal disa
 comment on column agent_skills.source is 'workspace or builtin.';
 comment on column agent_skills.state_revision is
   'Counts changes of the skill''s definition and of whether it is in service.';
+comment on column agent_skills.four_eyes is 'Who asked for a call cannot approve it. It needs trust approve.';
 
 create table agent_databases (
   name text primary key check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'), description text not null default '',
@@ -62,7 +64,9 @@ create table agent_approvals (
   status text not null default 'pending' check (status in ('pending', 'approved', 'rejected', 'expired', 'consumed')),
   decided_by text not null default '', reason text not null default '', decided_at timestamptz,
   consumed_at timestamptz, consumed_for text not null default '', expires_at timestamptz not null,
-  created_at timestamptz not null default clock_timestamp(),
+  created_at timestamptz not null default clock_timestamp(), decided_token_id text not null default '',
+  decided_via text not null default '', decided_message text not null default '',
+  four_eyes boolean not null default false, requested_by text[] not null default '{}',
   constraint agent_approvals_bound check ((NOT parked) OR ((execution_id IS NOT NULL) AND (step <> '')))
 );
 create index agent_approvals_granted on agent_approvals (skill_name, id) where decided_at is not null and status <> 'rejected';
@@ -95,6 +99,11 @@ comment on column agent_approvals.decided_at is 'When it was decided.';
 comment on column agent_approvals.consumed_at is 'When it was used.';
 comment on column agent_approvals.consumed_for is 'The execution and step that used it.';
 comment on column agent_approvals.expires_at is 'When a decision or a use is too late.';
+comment on column agent_approvals.decided_token_id is 'The API token of the decision. Empty: a session, AGENT_ADMIN_TOKEN, or no API.';
+comment on column agent_approvals.decided_via is 'How the decision came: page, http, cli, slack, telegram, or sql.';
+comment on column agent_approvals.decided_message is 'The message with the button, in the words of the provider. Empty: no button.';
+comment on column agent_approvals.four_eyes is 'Principals of requested_by cannot decide. Only root and SQL may.';
+comment on column agent_approvals.requested_by is 'The principals that asked for the execution, as far as they are known.';
 
 create table agent_mcp_servers (
   id uuid default lanekeeper.agent_uuid7() primary key,
@@ -327,6 +336,9 @@ create or replace trigger agent_approvals_fixed
                      is distinct from
                      (new.trace_id, new.execution_id, new.step, new.parked, new.skill_name, new.skill_revision, new.arguments, new.arguments_hash))
   execute function lanekeeper.agent_approvals_check();
+
+create or replace trigger agent_approvals_eyes before update of four_eyes on agent_approvals for each row
+  when (old.four_eyes is distinct from new.four_eyes) execute function lanekeeper.agent_approvals_check();
 
 create or replace trigger agent_skills_revise before update on agent_skills for each row
   when ((old.revision, old.description, old.source, old.enabled, old.disabled_by, old.disabled_reason)

@@ -8,7 +8,7 @@ create table agent_automations (
   description text not null default '',
   trigger text not null default 'cron' check (trigger in ('cron', 'event', 'signal')), cron text not null default '',
   timezone text not null default 'UTC', event text not null default '', condition text not null default '',
-  signal text not null default '', armed boolean not null default true, skill_name text not null default '',
+  signal text not null default '', signal_armed boolean not null default true, skill_name text not null default '',
   arguments jsonb not null default '{}', prompt text not null default '',
   max_attempts int not null default 3 check (max_attempts > 0), enabled boolean not null default true,
   disabled_reason text not null default '', disabled_by text not null default '', disabled_at timestamptz,
@@ -38,7 +38,7 @@ comment on column agent_automations.timezone is 'The time zone of the schedule.'
 comment on column agent_automations.event is 'The kind of event, for trigger event.';
 comment on column agent_automations.condition is 'An expression over the event and the counters. Empty: always.';
 comment on column agent_automations.signal is 'An expression over the counters. It fires when it becomes true.';
-comment on column agent_automations.armed is 'The signal has been false since it last fired.';
+comment on column agent_automations.signal_armed is 'The signal has been false since it last fired.';
 comment on column agent_automations.skill_name is 'The skill that a run calls, with arguments.';
 comment on column agent_automations.arguments is 'The arguments of the skill or flow.';
 comment on column agent_automations.prompt is 'The goal that a run gives to a model.';
@@ -220,8 +220,8 @@ create or replace trigger agent_events_start_automations after insert on agent_e
   referencing new table as came for each statement execute function lanekeeper.agent_events_start_automations();
 
 create or replace trigger agent_automations_revise before update on agent_automations for each row
-  when ((to_jsonb(old) - '{armed,next_run_at,last_run_at,last_trace_id,updated_at}'::text[])
-        is distinct from (to_jsonb(new) - '{armed,next_run_at,last_run_at,last_trace_id,updated_at}'::text[]))
+  when ((to_jsonb(old) - '{signal_armed,next_run_at,last_run_at,last_trace_id,updated_at}'::text[])
+        is distinct from (to_jsonb(new) - '{signal_armed,next_run_at,last_run_at,last_trace_id,updated_at}'::text[]))
   execute function lanekeeper.agent_revise();
 
 create or replace trigger agent_skills_pause after insert or update of enabled, disabled_by on agent_skills

@@ -92,7 +92,7 @@ comment on column agent_webhook_conflicts.received_at is 'When it came.';
 create table agent_webhook_targets (
   id uuid default lanekeeper.agent_uuid7() primary key,
   name text not null unique check (name ~ '^[a-z0-9][a-z0-9_-]{0,63}$'), description text not null default '',
-  url text not null check (url <> ''), secrets text[] not null check (cardinality(secrets) > 0),
+  url text not null check (url <> ''), secrets text[] not null,
   events text[] not null check (cardinality(events) > 0),
   max_failures int not null default 20 check (max_failures > 0), enabled boolean not null default true,
   disabled_reason text not null default '', disabled_by text not null default '', disabled_at timestamptz,
@@ -100,6 +100,8 @@ create table agent_webhook_targets (
   blocked_until timestamptz not null default '1970-01-01 00:00:00+00'::timestamptz, source text not null default '',
   created_at timestamptz not null default clock_timestamp(),
   updated_at timestamptz not null default clock_timestamp(),
+  format text not null default '' check (format in ('', 'slack')),
+  constraint agent_webhook_targets_secrets_check check (cardinality(secrets) > 0 or format = 'slack'),
   constraint agent_webhook_targets_check check (enabled = (disabled_by = ''))
 );
 comment on table agent_webhook_targets is 'URLs that receive events.';
@@ -115,6 +117,8 @@ comment on column agent_webhook_targets.failing_since is
 comment on column agent_webhook_targets.blocked_until is
   'Nothing is sent before, because the target asked for a pause (Retry-After).';
 comment on column agent_webhook_targets.source is 'The declaring side: workspace, builtin, or empty for the API.';
+comment on column agent_webhook_targets.format is
+  'slack: the body is {"text": …} for an incoming webhook of Slack. Empty: the event as JSON.';
 
 create table agent_webhook_outbox (
   id uuid default lanekeeper.agent_uuid7() primary key,

@@ -4,17 +4,16 @@
 -- The statements that find and delete old rows are in the Go package retention.
 
 create table agent_retention (
-  kind       text primary key
-             check (kind in ('activity', 'executions', 'events', 'messages', 'approvals', 'automation_runs', 'deliveries', 'outbox', 'budgets', 'hour_counts', 'prompts')),
-  keep interval, least interval not null check ("least" > '00:00:00'::interval), about text not null,
+  kind text primary key,
+  keep interval, min_keep interval not null check (min_keep > '00:00:00'::interval), about text not null,
   changed_at timestamptz not null default clock_timestamp(), changed_by text not null default '',
-  constraint agent_retention_check check (keep >= "least")
+  constraint agent_retention_check check (keep >= min_keep)
 );
 comment on table agent_retention is
   'How long rows are kept after their end. Change it with set_agent_retention, which records who did and why.';
 comment on column agent_retention.kind is 'The kind of row.';
 comment on column agent_retention.keep is 'How long its rows are kept. Null: for ever.';
-comment on column agent_retention.least is 'The shortest time that keep may be.';
+comment on column agent_retention.min_keep is 'The shortest time that keep may be.';
 comment on column agent_retention.about is 'The kind, described for people.';
 comment on column agent_retention.changed_at is 'When keep was set.';
 comment on column agent_retention.changed_by is 'The person who set it. Empty: as installed.';
@@ -40,7 +39,7 @@ create table agent_retention_leftovers (
 comment on table agent_retention_leftovers is
   'Executions that are gone and still have checkpoints. These may be many, and are removed in pieces.';
 
-insert into agent_retention (kind, keep, least, about) values
+insert into agent_retention (kind, keep, min_keep, about) values
   ('activity', null, '7 days', 'the activity log; by whole months from 60 days on'),
   ('executions', null, '1 day', 'executions that ended, with their checkpoints, requests and what followed from their end'),
   ('events', null, '1 day', 'events that were taken, or that nobody came for'),
@@ -51,9 +50,13 @@ insert into agent_retention (kind, keep, least, about) values
   ('outbox', '90 days', '1 day', 'outgoing webhooks that were sent or given up'),
   ('budgets', '60 days', '31 days', 'what runs and days have spent of their limits'),
   ('hour_counts', null, '35 days', 'the activity log''s counts by hour; those by day stay for ever'),
-  ('prompts', '30 days', '1 day', 'the prompts of model calls; their rows in the activity log stay');
+  ('prompts', '30 days', '1 day', 'the prompts of model calls; their rows in the activity log stay'),
+  ('evals', '90 days', '1 day', 'runs of evals that ended, with their trials and the samples of recorded turns'),
+  ('channel_messages', '30 days', '1 day', 'messages from channels that were handled; their text stays in its thread'),
+  ('eval_labels', null, '30 days', 'labels of the answers of trials, which calibrate judges')
+  on conflict do nothing;
 
-insert into agent_retention_passes (kind) select r.kind from agent_retention r;
+insert into agent_retention_passes (kind) select r.kind from agent_retention r on conflict do nothing;
 
 -- Code
 
@@ -84,8 +87,8 @@ begin
       raise exception '% is not a time to keep %: give a number of days such as 90d, or forever', quote_literal(left(wish.said, 40)), wish.key
         using errcode = '22023';
     end;
-    if span < was.least or span > interval '100 years' then
-      raise exception '% cannot be kept for %: give % to 100 years, or forever', wish.key, span, was.least using errcode = '22023';
+    if span < was.min_keep or span > interval '100 years' then
+      raise exception '% cannot be kept for %: give % to 100 years, or forever', wish.key, span, was.min_keep using errcode = '22023';
     end if;
     continue when span is not distinct from was.keep;
     update agent_retention r set keep = span, changed_at = clock_timestamp(), changed_by = p_by where r.kind = wish.key;

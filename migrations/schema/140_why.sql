@@ -9,15 +9,16 @@ comment on type agent_reason is
   'One cause: at that time, from_ref caused to_ref. what is the sentence, detail its data.';
 
 create table agent_links (
-  cause text not null, kind text not null check (kind in ('raised', 'woke', 'started', 'ran', 'told', 'allowed')),
+  cause text not null, kind text not null check (kind in ('raised', 'woke', 'started', 'ran', 'told', 'allowed', 'asked')),
   effect text not null, at timestamptz not null default clock_timestamp(),
   primary key (cause, kind, effect)
 );
 create index agent_links_effect on agent_links (effect, kind);
 comment on index agent_links_effect is 'Finds the cause of an effect.';
 comment on table agent_links is 'What caused what, where no other table says it.';
-comment on column agent_links.cause is 'A reference as why returns it: execution ID, trace ID, event ID, approval ID.';
-comment on column agent_links.kind is 'The relation: the cause raised, woke, started, ran, told or allowed the effect.';
+comment on column agent_links.cause is 'A reference as why returns it: execution ID, trace ID, event ID, approval ID; or principal NAME.';
+comment on column agent_links.kind is
+  'The relation: the cause raised, woke, started, ran, told, allowed or asked for the effect.';
 comment on column agent_links.effect is 'A reference: event ID, execution ID, run ID, outgoing ID.';
 comment on column agent_links.at is 'When it happened.';
 

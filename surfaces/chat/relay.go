@@ -244,7 +244,7 @@ func (c *Chat) queueRelayState(b *pgx.Batch, x executions.Execution, in input, h
 		                    and exists (     -- its child has ended, and it is resumed next
 		                    select from agent_executions c where c.id = lanekeeper.agent_uuid(x.waiting_key)
 		                      and c.completed_at is not null)
-		                  when x.outside then x.updated_at > clock_timestamp() - interval '1 second' or exists (
+		                  when x.is_external then x.updated_at > clock_timestamp() - interval '1 second' or exists (
 		                    select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp())
 		                  else x.completed_at is null end)
 		           from line n join agent_executions x on x.id = n.id where x.completed_at is null), false),

@@ -38,7 +38,7 @@ var expansion = map[string]string{
 func files(t testing.TB, further map[string]string) fstest.MapFS {
 	t.Helper()
 	all := fstest.MapFS{}
-	for _, pattern := range []string{"schema/*.sql", "changes/*.sql", "bridge.sql"} {
+	for _, pattern := range []string{"schema/*.sql", "changes/*.sql", "bridges/*.sql"} {
 		paths, err := filepath.Glob("../../migrations/" + pattern)
 		require.NoError(t, err)
 		for _, path := range paths {

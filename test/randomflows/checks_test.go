@@ -104,7 +104,7 @@ var checks = map[string]string{
 		union all
 		select format('%s of execution %s is running', step, execution_id) from agent_activity where status = 'running'
 		union all
-		select format('the end of %s was not told', execution_id) from agent_untold_ends
+		select format('the end of %s was not told', execution_id) from agent_unpublished_completions
 		union all
 		select format('lane %s is held by %s', lane, locked_by) from agent_locks where locked_by <> '' or parked
 		  or execution_id is not null`,

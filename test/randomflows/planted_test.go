@@ -107,7 +107,7 @@ var planted = map[string][]string{
 		`update agent_executions set status = 'waiting', completed_at = null, waiting_for = 'event', waiting_key = 'came'`,
 		`insert into agent_activity_open (activity_id, kind) values (pg_temp.id('x'), 'call')`,
 		`update agent_activity set status = 'running' where step = 'd'`,
-		`insert into agent_untold_ends values (pg_temp.id('root'))`,
+		`insert into agent_unpublished_completions values (pg_temp.id('root'))`,
 		`insert into agent_locks (lane, locked_by, fencing_token, expires_at) values ('one', 'somebody', 1, now())`,
 		`insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked) values ('one', '', 1, now(), true)`,
 	},

@@ -18,8 +18,8 @@
 //
 // The new processes are of the same release, or of one with another schema: the program is built with a change of the
 // tables and another body in each function, migrates, and replaces the processes of this release. The long form
-// builds the program of the last commit with schema version 118, too. The runs of its processes cannot write after
-// the bridge. So requests may be refused until they are replaced; what was refused is there once or not at all.
+// builds the programs of the schema versions that a bridge leads from, too. The runs of their processes cannot write
+// after the bridge. So requests may be refused until they are replaced; what was refused is there once or not at all.
 //
 // AGENT_ROLL=long rolls ten times as often.
 package rollout

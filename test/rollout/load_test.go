@@ -30,7 +30,7 @@ type load struct {
 	group sync.WaitGroup
 
 	crossing atomic.Bool  // a process of a version that cannot write any more may get requests
-	crossed  bool         // a bridge was crossed: a call of a model that was under way may be unknown
+	crossed  bool         // a bridge was crossed: a call that was under way may be unknown
 	holders  atomic.Int32 // of the lane of tallies
 
 	mu   sync.Mutex
@@ -151,7 +151,7 @@ func (l *load) converse(thread string, stream bool) {
 		case well && got == want:
 		case l.t.Failed():
 			return
-		case !well, crossing && strings.HasPrefix(got, brokenOff):
+		case !well, (crossing || l.crossing.Load()) && strings.HasPrefix(got, brokenOff):
 			l.unconfirmed(question, want)
 			continue
 		default:

@@ -25,7 +25,7 @@ func Execution(tb testing.TB, pool *pgxpool.Pool, status, surface, flow string) 
 	tb.Helper()
 	id := pgtest.Value[string](tb, pool, `select lanekeeper.agent_uuid7()::text`)
 	Quiet(tb, pool, `
-		insert into agent_executions (id, trace_id, surface, flow, outside, status, waiting_for, waiting_key, waiting_until,
+		insert into agent_executions (id, trace_id, surface, flow, is_external, status, waiting_for, waiting_key, waiting_until,
 		  waiting_step, updated_at, completed_at)
 		select @id::uuid, lanekeeper.agent_trace_id('fl'), @surface, @flow, @flow like 'external%', @status::text, x.kind,
 		  x.key, x.until, x.step, x.at, x.ended

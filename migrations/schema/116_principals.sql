@@ -1,7 +1,6 @@
 -- Principals: who may do what.
 --
--- A principal has a role. Tokens narrow it; sessions and login links have all of it. Sessions take the place of signed
--- cookies, so who is logged in has to log in again. The release after this one drops agent_logouts.
+-- A principal has a role. Tokens narrow it; sessions and login links have all of it.
 create table agent_principals (
   id uuid default gen_random_uuid() primary key,
   name text not null unique check (name ~ '^[^[:cntrl:][:space:]]{1,100}$'),
@@ -99,4 +98,4 @@ comment on column agent_login_links.created_at is 'When it was made.';
 comment on column agent_login_links.expires_at is 'When it stops to log in.';
 comment on column agent_login_links.used_at is 'When it was used.';
 
-insert into agent_principals (name, kind, role) values ('root', 'user', 'admin');
+insert into agent_principals (name, kind, role) values ('root', 'user', 'admin') on conflict do nothing;

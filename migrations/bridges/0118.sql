@@ -110,3 +110,35 @@ drop function if exists prune_agent(text, int, boolean), old_agent_rows(text, in
   prune_agent_prompts(uuid[]), prune_agent_prompt_parts(int), agent_activity_needed(text, uuid, uuid), agent_activity_retirable(),
   retire_agent_activity_partition(text), drop_agent_activity_partition(text);
 drop type if exists agent_old_rows;
+
+-- Columns and tables with other names since.
+alter table agent_executions rename column outside to is_external;
+alter index agent_executions_outside rename to agent_executions_external;
+alter table agent_lock_waiters rename column handed_seconds to handover_ttl_seconds;
+alter table agent_automations rename column armed to signal_armed;
+alter table agent_activity_counted rename column looked to checked_upto;
+alter table agent_retention rename column least to min_keep;
+alter table agent_retention rename constraint agent_retention_least_check to agent_retention_min_keep_check;
+alter table agent_untold_ends rename to agent_unpublished_completions;
+alter index agent_untold_ends_pkey rename to agent_unpublished_completions_pkey;
+
+-- What is new in tables that were there. New tables and indexes follow from the text.
+alter table agent_workers add column go_flows text[] not null default '{}';
+alter table agent_threads add column title text not null default '';
+alter table agent_checkpoints add column waits jsonb;
+alter table agent_activity_counts add column cached_tokens bigint not null default 0;
+alter table agent_cancel_requests add column actor jsonb not null default '{}';
+alter table agent_skills add column four_eyes boolean not null default false;
+alter table agent_approvals
+  add column decided_token_id text not null default '', add column decided_via text not null default '',
+  add column decided_message text not null default '', add column four_eyes boolean not null default false,
+  add column requested_by text[] not null default '{}';
+alter table agent_webhook_targets
+  add column format text not null default '' check (format in ('', 'slack')),
+  drop constraint agent_webhook_targets_secrets_check,
+  add constraint agent_webhook_targets_secrets_check check (cardinality(secrets) > 0 or format = 'slack');
+alter table agent_links
+  drop constraint agent_links_kind_check,
+  add constraint agent_links_kind_check check (kind in ('raised', 'woke', 'started', 'ran', 'told', 'allowed', 'asked'));
+alter table agent_retention drop constraint agent_retention_kind_check;
+drop table agent_logouts;

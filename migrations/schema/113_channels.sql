@@ -47,7 +47,7 @@ create table agent_channel_messages (
   attempts int not null default 0, next_attempt_at timestamptz not null default clock_timestamp(),
   error_message text not null default '', thread_id text, execution_id uuid, trace_id text not null default '',
   draft_id text not null default '', received_at timestamptz not null default clock_timestamp(),
-  finished_at timestamptz,
+  finished_at timestamptz, raw bytea, claim bigint,
   constraint agent_channel_messages_once unique (channel, external_id)
 ) with (fillfactor = 70);
 create index agent_channel_messages_open on agent_channel_messages (channel, status, conversation, id)
@@ -82,6 +82,9 @@ comment on column agent_channel_messages.draft_id is
   'The provider''s id of the message that shows the answer while it is written. ?: its id was lost.';
 comment on column agent_channel_messages.received_at is 'When it came.';
 comment on column agent_channel_messages.finished_at is 'When it was done, ignored or failed.';
+comment on column agent_channel_messages.raw is 'The message as it came, for channels that read its files from it. Null: not kept.';
+comment on column agent_channel_messages.claim is
+  'The fencing token of the worker whose attempt is under way. Null: none is, and next_attempt_at is a pause.';
 
 create table agent_channel_sends (
   message_id uuid primary key references agent_messages(id) on delete cascade,
@@ -90,7 +93,7 @@ create table agent_channel_sends (
                   check (status in ('queued', 'sending', 'sent', 'failed', 'maybe_sent')),
   attempts int not null default 0, next_attempt_at timestamptz not null default clock_timestamp(),
   parts text[] not null default '{}', attempting boolean not null default false, error_message text not null default '',
-  created_at timestamptz not null default clock_timestamp(), finished_at timestamptz
+  created_at timestamptz not null default clock_timestamp(), finished_at timestamptz, claim bigint
 ) with (fillfactor = 70);
 create index agent_channel_sends_open on agent_channel_sends (channel, thread_id, seq)
   where status in ('queued', 'sending');
@@ -116,6 +119,8 @@ comment on column agent_channel_sends.parts is
 comment on column agent_channel_sends.attempting is 'A part was handed to the provider, and its answer is not recorded yet.';
 comment on column agent_channel_sends.error_message is 'The error of the last attempt.';
 comment on column agent_channel_sends.finished_at is 'When it was sent or given up.';
+comment on column agent_channel_sends.claim is
+  'The fencing token of the worker whose attempt is under way. Null: none is, and next_attempt_at is a pause.';
 
 create table agent_channel_identities (
   id uuid default lanekeeper.agent_uuid7() primary key, channel text not null, subject text not null,

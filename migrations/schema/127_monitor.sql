@@ -7,7 +7,7 @@ create table agent_verdict (
   since timestamptz not null default clock_timestamp(), checked_at timestamptz not null default 'epoch',
   reached jsonb not null default '{}'
 );
-insert into agent_verdict default values;
+insert into agent_verdict default values on conflict do nothing;
 comment on table agent_verdict is
   'The verdict and the budgets that the events verdict.changed and budget.reached were last sent for. One row; the '
   'process that locks it checks.';
@@ -28,11 +28,3 @@ comment on column agent_acknowledgements.cause is 'The subject and its root erro
 comment on column agent_acknowledgements.reason is 'Why it may stay as it is.';
 comment on column agent_acknowledgements.acknowledged_by is 'The person.';
 comment on column agent_acknowledgements.acknowledged_at is 'When.';
-
-alter table agent_webhook_targets add column format text not null default ''
-  check (format in ('', 'slack'));
-comment on column agent_webhook_targets.format is
-  'slack: the body is {"text": …} for an incoming webhook of Slack. Empty: the event as JSON.';
-alter table agent_webhook_targets drop constraint agent_webhook_targets_secrets_check;
-alter table agent_webhook_targets add constraint agent_webhook_targets_secrets_check
-  check (cardinality(secrets) > 0 or format = 'slack');

@@ -1,0 +1,278 @@
+-- Evals: suites of cases for agents.
+--
+-- A trial is an execution of the surface eval. Triggers refuse rows by which it would leave, wake or be remembered.
+
+create table agent_evals (
+  name text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'), version int not null check (version > 0),
+  digest text not null, definition jsonb not null, source text not null default 'workspace',
+  current boolean not null default true, created_at timestamptz not null default clock_timestamp(),
+  primary key (name, version)
+);
+create unique index agent_evals_current on agent_evals (name) where current;
+comment on index agent_evals_current is 'Allows one current version of a suite.';
+comment on table agent_evals is 'Versions of declared suites. A run keeps the version that it began with.';
+comment on column agent_evals.digest is 'SHA-256 of the definition.';
+comment on column agent_evals.definition is 'The suite, as the workspace declares it.';
+comment on column agent_evals.source is 'The declaring side, such as workspace.';
+comment on column agent_evals.current is 'New runs begin with this version. None: the suite was removed.';
+
+create table agent_eval_runs (
+  id uuid default lanekeeper.agent_uuid7() primary key, suite text not null, version int not null,
+  agent text not null, agent_version int not null, model text not null, trials int not null check (trials > 0),
+  status text not null default 'running' check (status in ('running', 'passed', 'failed', 'undecided')),
+  created_at timestamptz not null default clock_timestamp(), finished_at timestamptz,
+  kind text not null default 'suite', control_id uuid, subject jsonb, agent_digest text not null default '',
+  suite_digest text not null default '', runtime text not null default '', candidate boolean not null default false,
+  served_until timestamptz, began_at timestamptz, calibrations jsonb, calibration_tokens bigint not null default 0,
+  calibration_usd numeric not null default 0
+);
+create index agent_eval_runs_suite on agent_eval_runs (suite, id);
+comment on index agent_eval_runs_suite is 'Lists the runs of a suite.';
+create index agent_eval_runs_served on agent_eval_runs (served_until) where status = 'running' and served_until is not null;
+comment on index agent_eval_runs_served is 'Finds the runs that no server plays.';
+comment on table agent_eval_runs is 'Runs of suites: one version of an agent and one model, with some trials of each case.';
+comment on column agent_eval_runs.suite is 'The name of the suite.';
+comment on column agent_eval_runs.version is 'The version of the suite.';
+comment on column agent_eval_runs.agent is 'The agent that is tried.';
+comment on column agent_eval_runs.agent_version is 'Its version. 0: the agent of the settings.';
+comment on column agent_eval_runs.model is 'The model that is tried.';
+comment on column agent_eval_runs.trials is 'Trials of each case.';
+comment on column agent_eval_runs.status is 'How it ended. Undecided: the budget was used up.';
+comment on column agent_eval_runs.finished_at is 'When its last trial was decided.';
+comment on column agent_eval_runs.kind is
+  'suite: a declared suite. counterfactual: a sample of recorded turns. shadow: turns as they complete.';
+comment on column agent_eval_runs.control_id is 'The run of the same cases that this one is compared with. Null: none.';
+comment on column agent_eval_runs.subject is
+  'What is tried: the suite, the agent, its model and skills. Null: the versions of the run, by an earlier release.';
+comment on column agent_eval_runs.agent_digest is 'Identifies what a trial sees of the agent, its model and skills.';
+comment on column agent_eval_runs.suite_digest is 'Identifies the cases of the suite.';
+comment on column agent_eval_runs.runtime is 'The version of the program.';
+comment on column agent_eval_runs.candidate is 'The workspace was not applied. Its versions are those that it would get.';
+comment on column agent_eval_runs.served_until is
+  'Servers play its trials, and one does until then. Null: the process that began it plays them.';
+comment on column agent_eval_runs.began_at is
+  'When a process first played it, or a person last continued it. Its time limit counts from then. Null: not yet.';
+comment on column agent_eval_runs.calibrations is
+  'How its judges compare with the labels of people, as read before the first trial. Null: not yet.';
+comment on column agent_eval_runs.calibration_tokens is 'Tokens of the judges for labelled answers.';
+comment on column agent_eval_runs.calibration_usd is 'Dollars of the judges for labelled answers.';
+
+create table agent_eval_trials (
+  run_id uuid not null references agent_eval_runs(id) on delete cascade, case_name text not null,
+  trial int not null check (trial > 0), position int not null,
+  trace_id text not null default '', verdict text check (verdict in ('pass', 'fail', 'diverged', 'error', 'undecided')),
+  reasons text[] not null default '{}', answer text not null default '', calls jsonb not null default '[]',
+  iterations int not null default 0, tokens bigint not null default 0, cost_usd numeric not null default 0,
+  duration_ms bigint not null default 0, finished_at timestamptz, judgements jsonb not null default '[]',
+  judge_tokens bigint not null default 0, judge_usd numeric not null default 0,
+  primary key (run_id, case_name, trial)
+);
+create index agent_eval_trials_trace on agent_eval_trials (trace_id) where trace_id <> '';
+comment on index agent_eval_trials_trace is 'Finds the trial of a trace.';
+comment on table agent_eval_trials is 'Trials of cases. Each is one execution with a trace of its own.';
+comment on column agent_eval_trials.run_id is 'The run.';
+comment on column agent_eval_trials.case_name is 'The case of the suite.';
+comment on column agent_eval_trials.trial is 'The number of the trial, from 1 on.';
+comment on column agent_eval_trials.position is 'The place of the case in the suite.';
+comment on column agent_eval_trials.verdict is
+  'pass or fail: the expectations decided. diverged: a call had no stub. error: no answer came. undecided: the budget was '
+  'used up. Null: not decided yet.';
+comment on column agent_eval_trials.reasons is 'Why it did not pass.';
+comment on column agent_eval_trials.answer is 'The beginning of the answer, redacted.';
+comment on column agent_eval_trials.calls is 'The calls in their order, with redacted arguments.';
+comment on column agent_eval_trials.iterations is 'Model calls.';
+comment on column agent_eval_trials.tokens is 'Tokens of the model calls.';
+comment on column agent_eval_trials.cost_usd is 'Their price in US dollars.';
+comment on column agent_eval_trials.duration_ms is 'How long it took.';
+comment on column agent_eval_trials.finished_at is 'When it was decided.';
+comment on column agent_eval_trials.judgements is 'The verdicts of judges, with their votes. One decides only while it is calibrated.';
+comment on column agent_eval_trials.judge_tokens is 'Tokens of the judges, besides those of the model calls.';
+comment on column agent_eval_trials.judge_usd is 'The price of the judges in US dollars, besides the cost of the model calls.';
+
+create table agent_eval_shadows (
+  run_id uuid primary key references agent_eval_runs(id) on delete cascade,
+  share float8 not null check (share > 0 and share <= 1), until timestamptz not null,
+  seen_at timestamptz not null default clock_timestamp(), stopped_at timestamptz
+);
+comment on table agent_eval_shadows is 'Runs that get a case for a share of the turns that complete, until they end.';
+comment on column agent_eval_shadows.run_id is 'The run of the candidate.';
+comment on column agent_eval_shadows.share is 'The share of the turns, chosen by the hash of their traces.';
+comment on column agent_eval_shadows.until is 'When it ends.';
+comment on column agent_eval_shadows.seen_at is 'Turns that completed before were looked at.';
+comment on column agent_eval_shadows.stopped_at is 'When a person stopped it. Null: nobody did.';
+
+create table agent_eval_judgements (
+  judge_digest text not null, answer_digest text not null, pass boolean not null,
+  created_at timestamptz not null default clock_timestamp(), primary key (judge_digest, answer_digest)
+);
+comment on table agent_eval_judgements is 'Verdicts of judges about labelled answers. They calibrate the judge.';
+comment on column agent_eval_judgements.judge_digest is 'SHA-256 of the judge: its rubric, model, rules and number of votes.';
+comment on column agent_eval_judgements.answer_digest is 'SHA-256 of the answer.';
+comment on column agent_eval_judgements.pass is 'The majority of its votes.';
+
+-- A label keeps the answer, so that it outlives its run. It is what a judge is calibrated against.
+create table agent_eval_labels (
+  run_id uuid not null, case_name text not null, trial int not null check (trial > 0),
+  principal text not null check (principal <> ''), suite text not null, answer text not null, answer_digest text not null,
+  good boolean not null, note text not null default '' check (length(note) <= 2000),
+  created_at timestamptz not null default clock_timestamp(),
+  primary key (run_id, case_name, trial, principal)
+);
+create index agent_eval_labels_suite on agent_eval_labels (suite, created_at);
+comment on index agent_eval_labels_suite is 'Lists the labels of a suite.';
+create index agent_eval_labels_created on agent_eval_labels (created_at);
+comment on index agent_eval_labels_created is 'Finds old labels of evals.';
+comment on table agent_eval_labels is 'What people say about the answers of trials. A person has one label for a trial.';
+comment on column agent_eval_labels.run_id is 'The run. It may have been pruned.';
+comment on column agent_eval_labels.case_name is 'The case of the suite.';
+comment on column agent_eval_labels.trial is 'The number of the trial, from 1 on.';
+comment on column agent_eval_labels.principal is 'Who says it.';
+comment on column agent_eval_labels.suite is 'The suite.';
+comment on column agent_eval_labels.answer is 'The labelled answer, as the trial has it: redacted and cut.';
+comment on column agent_eval_labels.answer_digest is 'SHA-256 of the answer.';
+comment on column agent_eval_labels.good is 'The label.';
+comment on column agent_eval_labels.note is 'Why.';
+
+create unlogged table lanekeeper.agent_trial_transactions (id xid8 primary key);
+comment on table lanekeeper.agent_trial_transactions is
+  'Transactions that have fenced the claim of a trial of an eval. Each sees its own row only, and those that are over.';
+comment on column lanekeeper.agent_trial_transactions.id is 'The transaction.';
+
+-- Code
+
+-- A trial of an eval runs under a trace of the prefix ev. Whatever the code does, the database refuses writes
+-- with an effect outside the trial. The trigger has the condition, so that other rows run no function. For executions
+-- and the log, the functions of their own triggers have it.
+create or replace function lanekeeper.refuse_agent_eval() returns trigger language plpgsql as $$
+begin
+  raise exception 'a trial of an eval cannot write to %', tg_table_name
+    using errcode = 'LK009', hint = 'Give the skill a stub in the case of the eval.';
+end $$;
+comment on function lanekeeper.refuse_agent_eval is
+  'Refuse a row of a trial of an eval (SQLSTATE LK009). A trial runs one execution and writes its log, nothing else.';
+
+create or replace trigger agent_executions_no_eval_wait before update of waiting_for on agent_executions for each row
+  when (new.surface = 'eval' and new.waiting_for is not null) execute function lanekeeper.refuse_agent_eval();
+
+-- Tables without a trace refuse every write of a transaction that has fenced the claim of a trial. A transaction cannot
+-- delete its own row. Only a rollback to a savepoint before the fence removes it, or a change of the schema by its
+-- owner. Names are qualified, because a transaction may set its search path.
+create or replace function lanekeeper.mark_agent_trial() returns void language plpgsql as $$
+begin
+  insert into lanekeeper.agent_trial_transactions values (pg_current_xact_id()) on conflict do nothing;
+  if found then                                              -- other rows that can be seen are of transactions that are over
+    delete from lanekeeper.agent_trial_transactions t using (
+      select o.id from lanekeeper.agent_trial_transactions o where o.id <> pg_current_xact_id() limit 100 for update skip locked) over_
+     where t.id = over_.id;
+  end if;
+end $$;
+comment on function lanekeeper.mark_agent_trial is
+  'Note that the transaction writes under the claim of a trial, and remove notes of transactions that are over.';
+
+create or replace function lanekeeper.refuse_agent_trial(p_table text) returns void language plpgsql security definer as $$
+begin
+  if exists (select from lanekeeper.agent_trial_transactions t
+              where t.id operator(pg_catalog.=) pg_catalog.pg_current_xact_id_if_assigned()) then
+    raise exception 'a trial of an eval cannot write to %', p_table
+      using errcode = 'LK009', hint = 'Give the skill a stub in the case of the eval.';
+  end if;
+end $$;
+comment on function lanekeeper.refuse_agent_trial is 'Refuse a write under the claim of a trial (SQLSTATE LK009).';
+
+create or replace function lanekeeper.check_agent_trial() returns trigger language plpgsql security definer as $$
+begin
+  if tg_table_name operator(pg_catalog.=) 'agent_trial_transactions' then
+    raise exception 'a transaction of a trial stays one' using errcode = 'LK009';
+  end if;
+  perform lanekeeper.refuse_agent_trial(tg_table_name);
+  return null;
+end $$;
+comment on function lanekeeper.check_agent_trial is
+  'Refuse a statement under the claim of a trial, and the removal of its own note (SQLSTATE LK009).';
+
+create or replace trigger agent_trial_transactions_stay before update or delete on lanekeeper.agent_trial_transactions
+  for each row when (old.id = pg_current_xact_id_if_assigned()) execute function lanekeeper.check_agent_trial();
+create or replace trigger agent_trial_transactions_whole before truncate on lanekeeper.agent_trial_transactions
+  for each statement execute function lanekeeper.check_agent_trial();
+do $$
+declare
+  t record;
+begin
+  for t in select x.events, unnest(x.tables) as name from (values
+    ('insert or delete', array['agent_threads', 'agent_thread_access', 'agent_schedules', 'agent_channel_identities',
+      'agent_channel_buttons', 'agent_channel_sends', 'agent_principals', 'agent_identities', 'agent_tokens',
+      'agent_sessions', 'agent_login_links']),
+    ('delete', array['agent_memory', 'agent_documents', 'agent_objectives']),
+    ('insert or update of enabled, trigger, cron, event, skill_name, prompt, flow or delete', array[
+      'agent_automations']),
+    ('insert or update or delete', array['agent_skills', 'agent_agents', 'agent_flows', 'agent_databases',
+      'agent_secrets', 'agent_pauses', 'agent_limits', 'agent_retention', 'agent_webhook_targets',
+      'agent_webhook_endpoints', 'agent_mcp_servers', 'agent_mcp_tools', 'agent_evals']),
+    ('insert or update of enabled, settings, report_to or delete', array['agent_channels'])) x (events, tables) loop
+    execute format('create or replace trigger %s_no_trial before %s on %1$s for each statement '
+      'execute function lanekeeper.check_agent_trial()', t.name, t.events);
+  end loop;
+end $$;
+
+create or replace function lanekeeper.check_agent_trial_budget() returns trigger language plpgsql as $$
+declare
+  foreign_ text;
+begin
+  if not exists (select from agent_executions x where x.id = new.execution_id and x.surface = 'eval') then
+    return new;
+  end if;
+  select s.scope into foreign_ from agent_executions x cross join unnest(new.scopes) s (scope)
+   where x.id = new.execution_id and x.surface = 'eval' and s.scope <> 'run:' || x.trace_id
+     and s.scope is distinct from (select 'eval:' || coalesce(r.control_id, r.id) from agent_eval_runs r
+                                    where r.id = lanekeeper.agent_uuid(x.input ->> 'run')) limit 1;
+  if foreign_ is not null then
+    raise exception 'a trial of an eval cannot spend of the budget %', foreign_ using errcode = 'LK009';
+  end if;
+  return new;
+end $$;
+comment on function lanekeeper.check_agent_trial_budget is
+  'Refuse a reservation of a trial in other budgets than its own and that of its run (SQLSTATE LK009).';
+create or replace trigger agent_budget_reservations_no_eval before insert or update of scopes on agent_budget_reservations
+  for each row execute function lanekeeper.check_agent_trial_budget();
+
+create or replace trigger agent_approvals_no_eval before insert or update on agent_approvals for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_channel_messages_no_eval before insert or update on agent_channel_messages for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_automation_runs_no_eval before insert or update on agent_automation_runs for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_automations_no_eval before insert or update on agent_automations for each row
+  when (new.last_trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_documents_no_eval before insert or update on agent_documents for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_memory_no_eval before insert or update on agent_memory for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_memory_conflicts_no_eval before insert or update on agent_memory_conflicts for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_messages_no_eval before insert or update on agent_messages for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_objective_evidence_no_eval before insert or update on agent_objective_evidence for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_objective_steps_no_eval before insert or update on agent_objective_steps for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_objectives_no_eval before insert or update on agent_objectives for each row
+  when (new.last_trace_id like 'ev\_%' or new.proposed_trace like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_requests_no_eval before insert or update on agent_requests for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_webhook_deliveries_no_eval before insert or update on agent_webhook_deliveries for each row
+  when (new.trace_id like 'ev\_%' or new.last_trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_webhook_outbox_no_eval before insert or update on agent_webhook_outbox for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
