@@ -34,6 +34,10 @@
 // flow and waits for its result. All three return an error when the flow is suspended, and the flow must return that
 // error ([IsControl]). Code that ignores it does no harm: every later step fails.
 //
+// An execution waits for one thing at a time. When one of several parallel branches waits, steps under way in the
+// others are stopped and called again after the wait, under the same StepKey, and other waits begin after it. Put waits
+// before or after the branches.
+//
 // # Guarantees
 //
 //   - An acknowledged [Flow.Start] is executed, whatever process dies. With a [Key] it is executed once.

@@ -45,10 +45,10 @@ func StepKey(ctx context.Context) string {
 }
 
 // Step runs fn once and records its result. Later runs of the flow get the record. An error is a result too, and comes
-// back as a *[StepError]. fn may run again if the process dies before the record: see [StepKey]. Steps of one name are
-// told apart by their order, so parallel branches each need a [Scope]. T must survive encoding/json: the first run gets
-// the value of fn, and later ones get what the record decodes to. The error of a ctx that the flow limited itself, such
-// as a timeout, is recorded like others.
+// back as a *[StepError]. fn may run again if the process dies, or another branch waits, before the record: see
+// [StepKey]. Steps of one name are told apart by their order, so parallel branches each need a [Scope]. T must survive
+// encoding/json: the first run gets the value of fn, and later ones get what the record decodes to. The error of a ctx
+// that the flow limited itself, such as a timeout, is recorded like others.
 func Step[T any](
 	ctx context.Context, name string, fn func(ctx context.Context) (T, error), opts ...StepOption,
 ) (T, error) {

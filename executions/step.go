@@ -209,7 +209,8 @@ func runStep[T any](
 			called = cmp.Or(s.entry.Skill, called)
 		}
 		return recordResult(ctx, r, s, nil, zero, &StepError{Step: s.key, Class: ClassUnknown, Message: fmt.Sprintf(
-			"the process died during the call of %s; nobody knows whether it took effect, and it is not safe to repeat",
+			"the process died, or another branch waited, during the call of %s; nobody knows whether it took effect, and it "+
+				"is not safe to repeat",
 			called)})
 	}
 	if err := r.openActivity(ctx, s, effect); err != nil {

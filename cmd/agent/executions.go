@@ -360,7 +360,7 @@ the exit code is 1.`,
 			}
 			got, err := a.Engine.Replay(cmd.Context(), args[0])
 			if errors.Is(err, executions.ErrUnknownFlow) {
-				return hint(err, "an external worker ran it, so this program has no code to replay")
+				return hint(err, "the program that ran it has the code that a replay needs")
 			}
 			if err != nil {
 				return notFoundHint(err)

@@ -311,7 +311,7 @@ func TestInvalidExecutionCommands(t *testing.T) {
 	p.fails(2, `remove \u0000`, "executions", "start", "external:import", "--input", `{"name": "a\u0000b"}`)
 	assert.Contains(t, p.must("threads", "show", "begun"), "begun  chat")
 	assert.Contains(t, p.must("executions", "show", x.ID), "external:import", "pending")
-	p.fails(1, "an external worker ran it", "executions", "replay", x.ID)
+	p.fails(1, "the program that ran it has the code", "executions", "replay", x.ID)
 	p.fails(1, "fork "+x.ID, "executions", "retry", x.ID)
 }
 
