@@ -200,8 +200,8 @@ func (h Handle[Out]) ID() string { return h.id }
 func (h Handle[Out]) TraceID() string { return h.traceID }
 
 // Wait waits for the end of the execution. An execution that did not complete is a *[FlowError]. When ctx ends first,
-// Wait returns its cause, and the execution goes on. Inside a flow use [Flow.Call]: a step that waits keeps a worker, which
-// the execution that it waits for may need.
+// Wait returns its cause, and the execution goes on. Inside a flow use [Flow.Call]: a step that waits keeps a worker,
+// which the execution that it waits for may need.
 func (h Handle[Out]) Wait(ctx context.Context) (out Out, err error) {
 	x, err := h.r.engine.Await(ctx, h.id)
 	switch {

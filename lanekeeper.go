@@ -113,8 +113,12 @@ func WithShutdownTimeout(d time.Duration) Option {
 }
 
 // Open returns a Runtime on a database with a current schema; see [Migrate]. It starts nothing. The pool stays the
-// caller's, and must outlive Run. The program needs as many connections as it has busy workers, and two more.
+// caller's, and must outlive Run. The program needs as many connections as it has busy workers, and two more; with
+// fewer, which pgxpool's default often is, workers wait for one another.
 func Open(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Runtime, error) {
+	if n := pool.Config().MaxConns; n < 2 {
+		return nil, fmt.Errorf("open runtime: the pool has %d connection: set MaxConns to the number of workers and 2 more", n)
+	}
 	if err := migrations.Check(ctx, pool); err != nil {
 		if errors.Is(err, migrations.ErrOutdated) {
 			err = fmt.Errorf("%w, or call lanekeeper.Migrate", err)

@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -323,6 +324,8 @@ func TestARuntimeNeedsACurrentSchema(t *testing.T) {
 	require.NoError(t, lanekeeper.Migrate(t.Context(), pool))
 	_, err = lanekeeper.Open(t.Context(), pool)
 	assert.NoError(t, err)
+	_, err = lanekeeper.Open(t.Context(), pgtest.Pool(t, pgtest.EmptyURL(t), postgres.Options{MaxConns: 1}))
+	assert.ErrorContains(t, err, "set MaxConns")
 	pool.Close()
 	_, err = lanekeeper.Open(t.Context(), pool)
 	assert.Truef(t, err != nil && !strings.Contains(err.Error(), "igrate"), "a closed pool: %v", err)
