@@ -290,7 +290,8 @@ func (k *checker) admission(c *Config) {
 func isDatabase(s string) bool {
 	if hasScheme(s) {
 		_, err := url.Parse(s)
-		return err == nil
+		escape, is := errors.AsType[url.EscapeError](err)
+		return err == nil || is && strings.EqualFold(string(escape), "%2F") // the host is the path of a socket
 	}
 	return !strings.Contains(s, "://") && strings.Contains(s, "=")
 }

@@ -62,6 +62,7 @@ func TestEmptyVariableIsUnset(t *testing.T) {
 func TestValues(t *testing.T) {
 	environ := map[string]string{
 		"DATABASE_URL": "postgres://a:b@h/d", "AGENT_LANES": "off", "AGENT_TIMEZONE": "Europe/Madrid",
+		"DATABASE_READ_URL":    "postgres://a:b@%2Frun%2Fpostgresql:5433/d",
 		"AGENT_HEARTBEAT_CRON": "0 9 * * *",
 		"AGENT_SELFHEAL_RATE":  "0.25", "AGENT_RUN_TIMEOUT": "90s",
 		"AGENT_ALLOW_PRIVATE_HTTP": "Wiki.local, 10.1.2.3/8,192.168.1.7,::1",
