@@ -125,6 +125,11 @@ func parse(url string, opts Options) (*pgxpool.Config, error) {
 			errors.New("open database: no connection string: set DATABASE_URL=postgres://user:password@host:5432/name")
 	}
 	config, err := pgxpool.ParseConfig(url)
+	if err != nil && !hasUnescapedPassword(url) {
+		if problem := unusable(err); problem != "" {
+			return nil, errors.New("open database: " + problem + ": correct or remove it in DATABASE_URL")
+		}
+	}
 	if err != nil || hasUnescapedPassword(url) {
 		// The parser's error can quote part of the password, so it is dropped.
 		return nil, errors.New("open database: cannot read the connection string: write " +
@@ -161,15 +166,19 @@ type route struct {
 	encoding  string // server_encoding
 }
 
-// sessionDefaults are the session parameters of connections without a pooler. JIT costs short statements more than it
-// saves. Fixed formats parse the same under every server setting. LISTEN needs idle_session_timeout off.
-var sessionDefaults = map[string]string{
-	"jit": "off", "timezone": "UTC", "datestyle": "ISO", "intervalstyle": "postgres", "client_encoding": utf8,
-	"standard_conforming_strings": "on", "array_nulls": "on", "idle_session_timeout": "0",
+// trackedDefaults are the session parameters of every connection. PgBouncer keeps these for each client.
+var trackedDefaults = map[string]string{
+	"timezone": "UTC", "datestyle": "ISO", "client_encoding": utf8, "standard_conforming_strings": "on",
 }
 
-// adapt configures the session for the route. PgBouncer rejects some startup parameters, so they are sent only without
-// a pooler.
+// sessionDefaults are the further session parameters of connections without a pooler. JIT costs short statements more
+// than it saves. Fixed formats parse the same under every server setting. LISTEN needs idle_session_timeout off.
+var sessionDefaults = map[string]string{
+	"jit": "off", "intervalstyle": "postgres", "array_nulls": "on", "idle_session_timeout": "0",
+}
+
+// adapt configures the session for the route. PgBouncer rejects startup parameters that it does not track, so they are
+// sent only without a pooler.
 func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) error {
 	config.Tracer = guard{resetter: &failoverResetter{}, refused: &refusals{}, pooled: r.pooled}
 	if !strings.Contains(url, "default_query_exec_mode") {
@@ -190,18 +199,23 @@ func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) err
 			"run alter database " + pgx.Identifier{config.Database}.Sanitize() +
 				" set default_transaction_isolation = 'read committed'", nil,
 		}
-	case r.pooled:
-		return nil
 	}
 	given := make(map[string]bool)
 	for name := range config.RuntimeParams {
 		given[strings.ToLower(name)] = true
 	}
-	for name, value := range sessionDefaults {
-		if !given[name] {
-			config.RuntimeParams[name] = value
+	setDefaults := func(defaults map[string]string) {
+		for name, value := range defaults {
+			if !given[name] {
+				config.RuntimeParams[name] = value
+			}
 		}
 	}
+	setDefaults(trackedDefaults)
+	if r.pooled {
+		return nil
+	}
+	setDefaults(sessionDefaults)
 	if !given["idle_in_transaction_session_timeout"] {
 		config.RuntimeParams["idle_in_transaction_session_timeout"] = strconv.FormatInt(idle.Milliseconds(), 10)
 	}

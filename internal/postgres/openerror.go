@@ -5,13 +5,16 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"net"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
 	"syscall"
 	"time"
+	"unicode"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -48,6 +51,8 @@ const (
 	codeNoPrivilege   = "42501"
 	codeTooMany       = "53300"
 	codeStarting      = "57P03"
+	codeNoParameter   = "42704"
+	codeParameter     = "22023"
 )
 
 func explain(config *pgx.ConnConfig, err error) error {
@@ -62,6 +67,9 @@ func explain(config *pgx.ConnConfig, err error) error {
 	case isTLS(err):
 		e.what = "the two sides do not agree on TLS (" + root(err).Error() + ")"
 		e.todo = "add ?sslmode=disable for a server without TLS, or sslrootcert=FILE for its certificate authority"
+	case hasSeveralHosts(config) && len(attempts(err)) > 1:
+		e.what = "none of its servers can be used (" + strings.Join(attempts(err), "; ") + ")"
+		e.todo = "check host and port of each, and target_session_attrs"
 	case unreachable(err):
 		e.what = "cannot reach the server (" + root(err).Error() + ")"
 		e.todo = "check host and port, and that PostgreSQL is running there"
@@ -72,15 +80,24 @@ func explain(config *pgx.ConnConfig, err error) error {
 	return e
 }
 
+const correctParameter = "remove or correct it in DATABASE_URL"
+
 func refusal(config *pgx.ConnConfig, err *pgconn.PgError) (what, todo string) {
 	switch err.Code {
 	case codePassword, codeAuthorization:
 		return "the server refuses user " + strconv.Quote(config.User) + " (" + err.Message + ")",
 			"check user name and password in DATABASE_URL, and the server's pg_hba.conf"
 	case codeNoDatabase:
-		return "there is no such database", "create it: createdb " + config.Database + ", or correct the name in DATABASE_URL"
+		return "there is no such database",
+			"create it: createdb " + shellWord(config.Database) + ", or correct the name in DATABASE_URL"
 	case codeNoPrivilege:
-		return err.Message, "run grant connect on database " + config.Database + " to " + config.User
+		if err.Routine != "CheckMyDatabase" { // a parameter of the connection string
+			return err.Message, correctParameter
+		}
+		return err.Message, "run grant connect on database " + pgx.Identifier{config.Database}.Sanitize() + " to " +
+			pgx.Identifier{config.User}.Sanitize()
+	case codeNoParameter, codeParameter:
+		return err.Message, correctParameter
 	case codeTooMany:
 		return "the server has no free connection (" + err.Message + ")",
 			"raise max_connections, or the limit of the role or the database; or lower pool_max_conns in DATABASE_URL"
@@ -131,6 +148,44 @@ func root(err error) error {
 	}
 }
 
+func hasSeveralHosts(config *pgx.ConnConfig) bool {
+	return slices.ContainsFunc(config.Fallbacks, func(other *pgconn.FallbackConfig) bool {
+		return other.Host != config.Host || other.Port != config.Port
+	})
+}
+
+// attempts returns the errors of all servers that a connection was tried to, without those of a second try.
+func attempts(err error) []string {
+	failed, ok := errors.AsType[*pgconn.ConnectError](err)
+	if !ok {
+		return nil
+	}
+	return slices.Compact(strings.Split(failed.Unwrap().Error(), "\n"))
+}
+
+// unusable returns the cause of a connection string's error when it is a file or a service that is not there; empty for
+// any other cause, whose text may quote the password.
+func unusable(err error) string {
+	if file, ok := errors.AsType[*fs.PathError](err); ok {
+		return file.Error()
+	}
+	if cause := root(err).Error(); strings.HasPrefix(cause, "unable to find service") ||
+		strings.HasPrefix(cause, "failed to read service file") {
+		return cause
+	}
+	return ""
+}
+
+// shellWord quotes a name for a shell where that is necessary.
+func shellWord(name string) string {
+	if !strings.ContainsFunc(name, func(r rune) bool {
+		return r != '_' && r != '-' && r != '.' && !unicode.IsLetter(r) && !unicode.IsDigit(r)
+	}) {
+		return name
+	}
+	return "'" + strings.ReplaceAll(name, "'", `'\''`) + "'"
+}
+
 func target(config *pgx.ConnConfig) string {
 	where := net.JoinHostPort(config.Host, strconv.Itoa(int(config.Port)))
 	if strings.HasPrefix(config.Host, "/") {
@@ -171,6 +226,7 @@ func LastRefusal(pool *pgxpool.Pool) (at time.Time, err error) {
 
 // SQLSTATEs of a server that is temporarily unable to work, beside those of a connection.
 const (
+	codeCheck      = "23514"
 	codeReadOnly   = "25006"
 	codeDiskFull   = "53100"
 	codeMemory     = "53200"
@@ -192,6 +248,10 @@ func Diagnose(err error) (what, todo string) {
 		return "the database is read-only",
 			"check that DATABASE_URL names the primary and not a standby, and default_transaction_read_only; nothing needs to be restarted here"
 	case codeMemory:
+		refused, _ := errors.AsType[*pgconn.PgError](err)
+		if strings.Contains(refused.Hint, "max_locks_per_transaction") {
+			return "the database server has no room for further locks", "raise its max_locks_per_transaction, and restart it"
+		}
 		return "the database server is out of memory", "give it more, or lower its max_connections and work_mem"
 	case codeTooMany:
 		return "the database server has no free connection",
@@ -199,6 +259,11 @@ func Diagnose(err error) (what, todo string) {
 	case codeLocked:
 		return "another transaction of the database has locked what is to be written",
 			"end it: pg_stat_activity lists what is idle in transaction; nothing needs to be restarted here"
+	case codeCheck:
+		refused, _ := errors.AsType[*pgconn.PgError](err)
+		if refused.TableName == "agent_activity" && refused.ConstraintName == "" {
+			return "the activity log has no partition for this month", "run `agent migrate`, which makes it"
+		}
 	case codeStarting, codeTerminated, codeCrashed:
 		return "the database server starts or stops", "try again in a moment; its log says why"
 	}

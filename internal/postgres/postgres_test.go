@@ -29,14 +29,29 @@ func TestOpenSaysWhatIsWrongAndNeverThePassword(t *testing.T) {
 	real, err := url.Parse(pgtest.EmptyURL(t))
 	require.NoError(t, err)
 	real.User = url.UserPassword(real.User.Username(), secret)
-	noDatabase, noUser := *real, *real
-	noDatabase.Path = "/no_such_database"
+	noDatabase, oddDatabase, noUser, noParameter := *real, *real, *real, *real
+	noDatabase.Path, oddDatabase.Path = "/no_such_database", "/No such 'db"
+	noParameter.RawQuery += "&keepalives_idle=30"
 	noUser.User = url.UserPassword("no_such_user", secret)
+	stranger, noRight := *real, *real
+	name := "Odd " + real.Path[1:]
+	stranger.User, noRight.User = url.User(name), url.User(name)
+	noRight.RawQuery += "&session_replication_role=replica"
+	admin := opened(t, pgtest.EmptyURL(t))
+	pgtest.Exec(t, admin, "create role "+pgx.Identifier{name}.Sanitize()+" login")
+	t.Cleanup(func() {
+		_, err := admin.Exec(context.WithoutCancel(t.Context()), "drop role "+pgx.Identifier{name}.Sanitize())
+		assert.NoError(t, err)
+	})
+	noRight.Path = "/" + admin.Config().ConnConfig.Database
+	pgtest.Exec(t, admin, "revoke connect on database "+pgx.Identifier{real.Path[1:]}.Sanitize()+" from public")
 	for name, test := range map[string]struct {
 		url  string
 		want []string
 	}{
-		"nothing": {"", []string{"DATABASE_URL"}},
+		"no right to connect": {stranger.String(), []string{`to "` + name + `"`}},
+		"no right to set":     {noRight.String(), []string{"session_replication_role", "remove or correct it"}},
+		"nothing":             {"", []string{"DATABASE_URL"}},
 		"not a URL": {
 			"postgres://u:" + secret + "#x@h:port/db",
 			[]string{"cannot read the connection string", "percent-encoded"},
@@ -66,8 +81,22 @@ func TestOpenSaysWhatIsWrongAndNeverThePassword(t *testing.T) {
 			"postgres://u:" + secret + "@no-such-host.invalid/db",
 			[]string{"cannot reach the server", "no-such-host.invalid"},
 		},
-		"no database": {noDatabase.String(), []string{"no such database", "createdb no_such_database"}},
-		"no user":     {noUser.String(), []string{"refuses user", "no_such_user"}},
+		"no such file": {
+			"postgres://u:" + secret + "@h/db?sslmode=verify-full&sslrootcert=/nowhere/ca.crt",
+			[]string{"open /nowhere/ca.crt: no such file"},
+		},
+		"no such service": {
+			"postgres://u:" + secret + "@h/db?service=x&servicefile=/nowhere/services",
+			[]string{"failed to read service file: /nowhere/services"},
+		},
+		"no parameter": {noParameter.String(), []string{`"keepalives_idle"`, "remove or correct it in DATABASE_URL"}},
+		"two servers": {
+			"postgres://u:" + secret + "@127.0.0.1:1,127.0.0.1:2/db",
+			[]string{"none of its servers", "127.0.0.1:1", "127.0.0.1:2"},
+		},
+		"odd database": {oddDatabase.String(), []string{`createdb 'No such '\''db',`}},
+		"no database":  {noDatabase.String(), []string{"no such database", "createdb no_such_database"}},
+		"no user":      {noUser.String(), []string{"refuses user", "no_such_user"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -211,6 +240,20 @@ func TestUnchanged(t *testing.T) {
 	}
 	assert.True(t, !postgres.Unchanged(io.ErrUnexpectedEOF),
 		"after a connection that broke certainly nothing has changed, want that nobody knows")
+}
+
+// What the server calls by one code may need another remedy.
+func TestDiagnoseNamesTheRemedy(t *testing.T) {
+	t.Parallel()
+	for want, err := range map[string]*pgconn.PgError{
+		"max_locks_per_transaction": {Code: "53200", Hint: "You might need to increase max_locks_per_transaction."},
+		"work_mem":                  {Code: "53200"},
+		"agent migrate":             {Code: "23514", TableName: "agent_activity"},
+		"":                          {Code: "23514", TableName: "agent_activity", ConstraintName: "agent_activity_check"},
+	} {
+		_, todo := postgres.Diagnose(fmt.Errorf("insert: %w", err))
+		assert.Truef(t, strings.Contains(todo, want) && (want != "" || todo == ""), "%v: %q", err, todo)
+	}
 }
 
 // A lock timeout that PostgreSQL reports as a cancel is one all the same; a cancel of something else is none.
@@ -372,7 +415,10 @@ func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
 		  ('{1,null}'::int[])[2] is null, length(chr(8364) || $1),
 		       current_setting('jit'))`
 	var got string
-	err := opened(t, at).QueryRow(t.Context(), texts, "€").Scan(&got)
+	const tracked = `select concat_ws(' ', timestamptz '2026-07-01 00:00:00+00', length('\n'), length($1))`
+	err := opened(t, throughPooler(t, at)).QueryRow(t.Context(), tracked, "€").Scan(&got)
+	assert.Truef(t, err == nil && got == "2026-07-01 00:00:00+00 2 1", "through a pooler: got %q, %v", got, err)
+	err = opened(t, at).QueryRow(t.Context(), texts, "€").Scan(&got)
 	assert.Truef(t, err == nil && got == "2026-07-01 00:00:00+00 30 days 2 t 2 off", "got %q, %v", got, err)
 	const zone = `select current_setting('TimeZone')`
 	err = opened(t, at+"&TimeZone=Europe/Madrid").QueryRow(t.Context(), zone).Scan(&got)
