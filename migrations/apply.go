@@ -68,7 +68,7 @@ func (s step) apply(ctx context.Context, pool *pgxpool.Pool) error {
 	case postgres.IsCode(err, "55P03", "40P01"):
 		return fmt.Errorf("apply %s: others hold what it needs to lock (%w); end transactions that are open for long "+
 			"(select pid, xact_start, query from pg_stat_activity order by xact_start) and migrate again", s.what, err)
-	case postgres.IsCode(err, "42P07", "42710"): // a table, or another thing, of a name that this file is the first to use
+	case postgres.IsCode(err, "42P06", "42P07", "42710"): // a schema, table or other thing of a name that this file brings
 		return fmt.Errorf("apply %s: the database has something of another program (%w); %s", s.what, err, ownDatabase)
 	case err != nil:
 		return fmt.Errorf("apply %s: %w", s.what, err)
@@ -89,6 +89,13 @@ func (s step) inTransaction(ctx context.Context, pool *pgxpool.Pool) error {
 			return err
 		}
 		if _, err := tx.Exec(ctx, steadyPath); err != nil {
+			return err
+		}
+		// A partitioned table may not name the tablespace that is the database's own.
+		_, err := tx.Exec(ctx, `
+			select set_config('default_tablespace', '', true) from pg_database d join pg_tablespace s on s.oid = d.dattablespace
+			 where d.datname = current_database() and s.spcname = current_setting('default_tablespace')`)
+		if err != nil {
 			return err
 		}
 		if s.version == baseline { // its first file is code, too

@@ -123,6 +123,20 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 	}
 }
 
+// A restore without privileges lets everybody call every function, and the client read no view; to migrate mends both.
+func TestPrivilegesThatARestoreLeftOutAreGivenAgain(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `grant execute on all functions in schema public, lanekeeper to public`)
+	pgtest.Exec(t, db, `revoke select on agent_locks_live from agent_client`)
+	_, err := migrations.Up(t.Context(), db)
+	require.NoError(t, err)
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `
+		select count(*) from pg_proc p where has_function_privilege('public', p.oid, 'execute')
+		   and (p.pronamespace = 'lanekeeper'::regnamespace or p.proname = 'void_agent_leases')`))
+	assert.True(t, pgtest.Value[bool](t, db, `select has_table_privilege('agent_client', 'agent_locks_live', 'select')`))
+}
+
 // along is a pool on a new database whose sessions have a search path, after some statements of its owner.
 func along(t *testing.T, path, before string) (db *pgxpool.Pool, owner *pgxpool.Pool) {
 	t.Helper()
@@ -174,6 +188,9 @@ func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
 	t.Parallel()
 	db, owner := along(t, "nowhere, mine",
 		`create schema mine; create schema another; create table another.agent_locks (id int)`)
+	pgtest.Exec(t, owner, `do $$ begin
+		execute format('alter database %I set default_tablespace = pg_default', current_database()); end $$`)
+	db.Reset()
 	for range 2 {
 		_, err := migrations.Up(t.Context(), db)
 		require.NoError(t, err)
@@ -214,7 +231,6 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 			pgx.QueryExecModeSimpleProtocol)
 		assert.NoError(t, err)
 	})
-	pgtest.Exec(t, owner, `grant select, insert, update, delete on all tables in schema public to `+other)
 	as := func() *pgxpool.Pool {
 		config := db.Config()
 		config.ConnConfig.User = database + "_login"
@@ -223,6 +239,12 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 		t.Cleanup(pool.Close)
 		return pool
 	}
+	assert.ErrorContains(t, migrations.Check(t.Context(), as()), `belong to "`+user+`"`)
+	pgtest.Exec(t, owner, `grant select, insert, update, delete on all tables in schema public to `+other)
+	pgtest.Exec(t, owner, `grant all on schema public, river to `+other)
+	pgtest.Exec(t, owner, `grant create on database `+pgx.Identifier{database}.Sanitize()+` to `+other)
+	_, err = migrations.UpWith(t.Context(), as(), next(t, map[string]string{"9001_more.sql": `create table more (id int)`}))
+	assert.ErrorContains(t, err, "migrate as that user")
 	err = migrations.Rights(t.Context(), as())
 	require.Truef(t, err != nil && strings.Contains(err.Error(), `belong to "`+user+`"`), "another: %v", err)
 	_, todo, _ := strings.Cut(err.Error(), "or run: ")

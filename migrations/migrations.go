@@ -107,7 +107,7 @@ func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, e
 		  name text primary key, hash text not null, applied_at timestamptz not null default clock_timestamp());
 		create schema if not exists river`)
 	if err != nil {
-		return nil, fmt.Errorf("prepare migrations: %w", err)
+		return nil, explainDenied(ctx, pool, fmt.Errorf("prepare migrations: %w", err))
 	}
 	return t.migrate(ctx, pool)
 }
@@ -116,7 +116,12 @@ func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, e
 func (t text) migrate(ctx context.Context, pool *pgxpool.Pool) ([]string, error) {
 	todo, err := t.missing(ctx, pool)
 	if err != nil {
-		return nil, err
+		return nil, explainDenied(ctx, pool, err)
+	}
+	if len(todo) > 0 {
+		if err := refuseOther(ctx, pool); err != nil {
+			return nil, err
+		}
 	}
 	if err := upRiver(ctx, pool); err != nil {
 		return nil, err
@@ -178,7 +183,7 @@ func Check(ctx context.Context, pool *pgxpool.Pool) error {
 	}
 	todo, err := t.missing(ctx, pool)
 	if err != nil {
-		return err
+		return explainDenied(ctx, pool, err)
 	}
 	if len(todo) > 0 {
 		return ErrOutdated

@@ -2,6 +2,7 @@ package migrations
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"regexp"
 	"strings"
@@ -45,6 +46,8 @@ func (t text) missing(ctx context.Context, pool *pgxpool.Pool) ([]step, error) {
 	switch {
 	case made == "" && former > 0 && bridges[former] == "":
 		return nil, fmt.Errorf("schema version %d: %w", former, ErrOld)
+	case made == "" && former == 0:
+		return t.begin(0), refuseEmptied(ctx, pool)
 	case made == "":
 		return t.begin(former), nil
 	case made != digest(t.tables()):
@@ -64,6 +67,17 @@ var (
 	creates     = regexp.MustCompile(`(?m)^create (?:unlogged )?(?:table|(?:unique )?index)\b`)
 	createsType = regexp.MustCompile(`(?ms)^create type .*?;\n`)
 )
+
+// refuseEmptied returns an error when the tables are there without the record of their version.
+func refuseEmptied(ctx context.Context, pool *pgxpool.Pool) error {
+	var there bool
+	err := pool.QueryRow(ctx, `select to_regclass('agent_executions') is not null`).Scan(&there)
+	if err == nil && there {
+		err = errors.New("the tables are there, and agent_migrations is empty: they were restored without their rows; restore " +
+			"the whole dump, or migrate an empty database")
+	}
+	return err
+}
 
 // begin makes the baseline, and all that came after it, in a database that has nothing or a former version.
 func (t text) begin(former int) []step {
@@ -130,10 +144,10 @@ func (t text) changedCode(ctx context.Context, pool *pgxpool.Pool) ([]noun, erro
 }
 
 var created = regexp.MustCompile(
-	`(?im)^create\s+(?:or\s+replace\s+)?(?:table|view)\s+(?:if\s+not\s+exists\s+)?([a-z0-9_]+)`)
+	`(?im)^create\s+(?:or\s+replace\s+)?(?:table|view|function|domain|type)\s+(?:if\s+not\s+exists\s+)?([a-z0-9_]+)\b[^.]`)
 
-// refuseStrangers returns an error, before anything is written, when a database that was never migrated has a table
-// or view of a name that the files use.
+// refuseStrangers returns an error, before anything is written, when a database that was never migrated has a table,
+// view, function or type of a name that the files use, or a schema of that kind that is another's.
 func refuseStrangers(ctx context.Context, pool *pgxpool.Pool, t text) error {
 	var names []string
 	for _, n := range t.nouns {
@@ -143,15 +157,26 @@ func refuseStrangers(ctx context.Context, pool *pgxpool.Pool, t text) error {
 	}
 	var met string
 	err := pool.QueryRow(ctx, `
-		select coalesce(min(c.relname), '') from pg_class c
-		 where c.relnamespace = (select n.oid from pg_namespace n where n.nspname = current_schema())
-		   and c.relname = any (@names) and to_regclass('agent_migrations') is null`,
+		with here as (select n.oid from pg_namespace n where n.nspname = current_schema())
+		select coalesce(min(x.name), '')
+		  from (select 'relation ' || c.relname from pg_class c join here on here.oid = c.relnamespace
+		         where c.relname = any (@names)
+		        union all
+		        select 'function ' || p.proname from pg_proc p join here on here.oid = p.pronamespace
+		         where p.proname = any (@names)
+		        union all
+		        select 'type ' || y.typname from pg_type y join here on here.oid = y.typnamespace
+		         where y.typname = any (@names) and y.typrelid = 0
+		        union all
+		        select 'schema ' || n.nspname from pg_namespace n
+		         where n.nspname = 'lanekeeper' or n.nspname = 'river' and not has_schema_privilege(n.oid, 'create')) x (name)
+		 where to_regclass('agent_migrations') is null`,
 		postgres.Strict{"names": names}).Scan(&met)
 	if err != nil {
 		return fmt.Errorf("look for another program's tables: %w", err)
 	}
 	if met != "" {
-		return fmt.Errorf("the database has a relation %s of another program; %s", met, ownDatabase)
+		return fmt.Errorf("the database has the %s of another program; %s", met, ownDatabase)
 	}
 	return nil
 }

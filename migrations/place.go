@@ -36,7 +36,8 @@ func refusePlace(ctx context.Context, pool *pgxpool.Pool) error {
 	case err != nil:
 		return fmt.Errorf("look where the tables go: %w", err)
 	case schema == "":
-		return errors.New("no schema of the search path is there; create it, or leave search_path out of DATABASE_URL")
+		return errors.New("no schema of the search path is there; create it, or name one that is: add search_path=public to " +
+			"DATABASE_URL")
 	case elsewhere != "":
 		return fmt.Errorf("agent's tables are in the schema %s of this database, and the search path begins with %s; "+
 			"add search_path=%s to DATABASE_URL, or %s", name(elsewhere), name(schema), elsewhere, ownDatabase)
@@ -44,6 +45,9 @@ func refusePlace(ctx context.Context, pool *pgxpool.Pool) error {
 		return fmt.Errorf("the schema %s has a name that needs quotes; rename it, or name another in the search path: of "+
 			"small letters, digits and _", name(schema))
 	case !mayTable || !maySchema:
+		if err := refuseOther(ctx, pool); err != nil {
+			return err
+		}
 		return fmt.Errorf("%s may not create tables in the schema %s, or schemas in the database; make it the owner: alter "+
 			"database %s owner to %s",
 			name(user), name(schema), name(database), name(user))
@@ -77,6 +81,33 @@ func Rights(ctx context.Context, pool *pgxpool.Pool) error {
 			name(user), name(database))
 	}
 	return untouched(ctx, pool)
+}
+
+// refuseOther returns an error when the tables belong to another role than the one that migrates: what it made would
+// be its own, and the owner could not use it.
+func refuseOther(ctx context.Context, pool *pgxpool.Pool) error {
+	var owner, user string
+	err := pool.QueryRow(ctx, `
+		select pg_get_userbyid(c.relowner), current_user from pg_class c where c.oid = to_regclass('agent_migrations')`).
+		Scan(&owner, &user)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return nil
+	case err == nil && owner != user:
+		return fmt.Errorf("the tables belong to %s; migrate as that user", pgx.Identifier{owner}.Sanitize())
+	}
+	return err
+}
+
+// explainDenied adds what [Rights] says to an error of a user who may not read the tables.
+func explainDenied(ctx context.Context, pool *pgxpool.Pool, err error) error {
+	if !postgres.IsCode(err, "42501") {
+		return err
+	}
+	if rights := Rights(ctx, pool); rights != nil {
+		return fmt.Errorf("%w; %w", err, rights)
+	}
+	return err
 }
 
 // untouched returns an error when somebody has taken from the tables what the program relies on. Row-level security
@@ -159,11 +190,13 @@ func clientThere(ctx context.Context, pool *pgxpool.Pool) (there bool, err error
 	return there, nil
 }
 
-// clientAdmitted reports whether the role exists and has its rights.
+// clientAdmitted reports whether the role exists and has its rights, and nobody else has them: after a restore without
+// privileges everybody may call every function.
 func clientAdmitted(ctx context.Context, pool *pgxpool.Pool) (admitted bool, err error) {
 	err = pool.QueryRow(ctx, `
-		select coalesce(has_function_privilege(r.oid, to_regprocedure('try_acquire_agent_lock(text, text, int)'), 'execute'),
-		  false)
+		select coalesce(has_function_privilege(r.oid, to_regprocedure('try_acquire_agent_lock(text, text, int)'), 'execute')
+		    and has_table_privilege(r.oid, to_regclass('agent_locks_live'), 'select')
+		    and not has_function_privilege('public', to_regprocedure('void_agent_leases()'), 'execute'), false)
 		  from (select) one left join pg_roles r on r.rolname = @role`, postgres.Strict{"role": ClientRole}).Scan(&admitted)
 	if err != nil {
 		return false, fmt.Errorf("look for the rights of %s: %w", ClientRole, err)
