@@ -50,7 +50,7 @@ func TestActionFiltersAndTemplates(t *testing.T) {
 		{When: map[string]any{"body.absent": "x"}, Event: "EVENT_COMPLETED", Key: "never"},
 		{When: map[string]any{"body.type": "invoice.paid"}, Automation: "bookkeeping"},
 	}})
-	waiting := w.startWaiter(t, "document", "in_7")
+	waiting := w.startWaiter(t, "in_7")
 	body := `{"type":"invoice.paid","live":true,"data":{"id":"in_7","lines":[{"amount":12.50}]}}`
 	h := signed(t, whsec, "msg_1", time.Now(), []byte(body))
 	h.Set("X-Via", "test")
@@ -73,11 +73,11 @@ func TestActionFiltersAndTemplates(t *testing.T) {
 }
 
 // startWaiter runs a process with an execution that waits.
-func (w *testWebhooks) startWaiter(t *testing.T, kind, key string) string {
+func (w *testWebhooks) startWaiter(t *testing.T, key string) string {
 	t.Helper()
 	e := w.runEngine(t, func(e *executions.Engine) {
 		err := e.Register("waiter", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			outcome, err := executions.Wait(ctx, "wait", executions.Event(key, time.Hour))
+			outcome, err := executions.Wait(ctx, "wait", executions.Document(key, time.Hour))
 			return executions.Result{Value: outcome.Data}, err
 		})
 		require.NoError(t, err)
@@ -88,9 +88,6 @@ func (w *testWebhooks) startWaiter(t *testing.T, kind, key string) string {
 		got, err := executions.Get(t.Context(), w.pool, x.ID)
 		return err == nil && got.Status == executions.Waiting
 	}, "it waits")
-	if kind != "event" { // as a wait of that kind would
-		pgtest.Exec(t, w.pool, `update agent_executions set waiting_for = $2 where id = $1`, x.ID, kind)
-	}
 	return x.ID
 }
 
