@@ -98,7 +98,7 @@ func (s *server) deliver(ctx context.Context, e eventRequest) (executions.Delive
 	if content == "" {
 		return s.deliverEvent(ctx, e)
 	}
-	var arrived threads.Receipt
+	var arrived threads.ReceiveResult
 	what := fmt.Sprintf("thread %q, or the message id,", e.Key)
 	err := s.locks.Do(ctx, s.pool, what, func(tx pgx.Tx) (err error) {
 		arrived, err = threads.Receive(ctx, s.engine, tx, threads.Incoming{

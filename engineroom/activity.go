@@ -252,7 +252,7 @@ func (room *Room) auditPage() page {
 		path: "/audit", name: "audit", nav: "Audit", title: "Audit", open: room.openLog,
 		parts: []part{
 			room.filtersPart("/audit", "skill", "agent", "lane"),
-			{name: "rows", every: 5 * time.Second, calm: true, load: room.auditRows},
+			{name: "rows", every: 5 * time.Second, refreshOnActivity: true, load: room.auditRows},
 		},
 	}
 }

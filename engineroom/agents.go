@@ -26,7 +26,7 @@ const (
 func (room *Room) agentsPage() page {
 	return page{
 		path: "/agents", name: "agents", nav: "Agents", title: "Agents",
-		parts: []part{{name: "list", every: 10 * time.Second, calm: true, load: room.agentsList}},
+		parts: []part{{name: "list", every: 10 * time.Second, refreshOnActivity: true, load: room.agentsList}},
 	}
 }
 
@@ -76,9 +76,9 @@ func (room *Room) agentPage() page {
 	return page{
 		path: "/agents/{name}", name: "agent", open: room.openAgent,
 		parts: []part{
-			{name: "values", every: 10 * time.Second, calm: true, load: room.agentValues},
-			{name: "instructions", every: 10 * time.Second, calm: true, load: room.agentInstructions},
-			{name: "versions", every: 10 * time.Second, calm: true, load: room.agentVersions},
+			{name: "values", every: 10 * time.Second, refreshOnActivity: true, load: room.agentValues},
+			{name: "instructions", every: 10 * time.Second, refreshOnActivity: true, load: room.agentInstructions},
+			{name: "versions", every: 10 * time.Second, refreshOnActivity: true, load: room.agentVersions},
 		},
 	}
 }

@@ -30,7 +30,7 @@ func (room *Room) evalsPage() page {
 		path: "/evals", name: "evals", nav: "Evals", title: "Evals",
 		parts: []part{
 			{name: "list", every: 5 * time.Second, load: room.listSuites},
-			{name: "recorded", every: 5 * time.Second, calm: true, load: room.recordedRuns},
+			{name: "recorded", every: 5 * time.Second, refreshOnActivity: true, load: room.recordedRuns},
 		},
 	}
 }

@@ -24,7 +24,7 @@ func (room *Room) executionPage() page {
 	return page{
 		path: "/executions/{id}", name: "execution", title: "Execution", open: room.openExecution,
 		parts: []part{
-			{name: "view", every: time.Second, calm: true, load: room.executionView},
+			{name: "view", every: time.Second, refreshOnActivity: true, load: room.executionView},
 			{name: "wait", every: time.Second, load: room.executionWait},
 			{name: "timeline", every: 2 * time.Second, load: room.executionTimeline},
 			{name: "values", every: 5 * time.Second, load: room.executionValues},

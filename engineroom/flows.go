@@ -34,7 +34,7 @@ func (room *Room) flowsPage() page {
 	return page{
 		path: "/flows", name: "flows", nav: "Flows", title: "Flows",
 		open:  func(_ context.Context, v *visit) (string, error) { _, err := filtersOf(v.Query); return "", err },
-		parts: []part{{name: "list", every: 5 * time.Second, calm: true, load: room.listFlows}},
+		parts: []part{{name: "list", every: 5 * time.Second, refreshOnActivity: true, load: room.listFlows}},
 	}
 }
 

@@ -159,7 +159,7 @@ func (room *Room) readWaits(ctx context.Context) (w waits, err error) {
 func (room *Room) withWaits(pages []page) []page {
 	load := func(ctx context.Context, _ *visit) (any, error) { return room.waiting(ctx) }
 	for i := range pages {
-		one := part{name: "waits", every: time.Second, calm: true, about: asksChanged, shared: true, load: load}
+		one := part{name: "waits", every: time.Second, refreshOnActivity: true, about: asksChanged, shared: true, load: load}
 		pages[i].parts = append([]part{one}, pages[i].parts...)
 	}
 	return pages

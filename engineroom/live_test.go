@@ -68,7 +68,7 @@ func watchedWith(t *testing.T, change func(p *page)) (*shared, *Room, *httptest.
 	s := &shared{texts: map[string]string{}, reads: map[string]*atomic.Int64{"one": {}, "calm": {}, "still": {}}}
 	p := page{path: "/watched", name: "watched", title: "Watched", parts: []part{
 		{name: "one", every: 20 * time.Millisecond, load: s.load("one")},
-		{name: "calm", every: 20 * time.Millisecond, calm: true, load: s.load("calm")},
+		{name: "calm", every: 20 * time.Millisecond, refreshOnActivity: true, load: s.load("calm")},
 		{name: "still", load: s.load("still")},
 		{name: "pause", load: func(context.Context, *visit) (any, error) { return nil, nil }}, // every page has it
 	}}

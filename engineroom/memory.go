@@ -89,7 +89,7 @@ func (room *Room) memoryPage() page {
 		parts: []part{
 			room.filtersPart("/memory", "category", "agent"),
 			{name: "conflicts", every: 3 * time.Second, load: room.memoryConflicts},
-			{name: "use", every: 30 * time.Second, calm: true, load: room.memoryUse},
+			{name: "use", every: 30 * time.Second, refreshOnActivity: true, load: room.memoryUse},
 			{name: "entries", every: 3 * time.Second, load: room.memories},
 		},
 	}
@@ -166,7 +166,7 @@ func (room *Room) memoryEntryPage() page {
 		path: "/memory/{key...}", name: "memory-entry", title: "Memory", open: room.openMemory,
 		parts: []part{
 			{name: "entry", every: 3 * time.Second, load: room.sameKey},
-			{name: "history", every: 30 * time.Second, calm: true, load: room.keyHistory},
+			{name: "history", every: 30 * time.Second, refreshOnActivity: true, load: room.keyHistory},
 		},
 	}
 }

@@ -144,7 +144,7 @@ func (room *Room) objectivePage() page {
 		parts: []part{
 			{name: "progress", every: 3 * time.Second, load: room.progress},
 			{name: "steps", every: 3 * time.Second, load: room.objectiveSteps},
-			{name: "traces", every: 10 * time.Second, calm: true, load: room.objectiveTraces},
+			{name: "traces", every: 10 * time.Second, refreshOnActivity: true, load: room.objectiveTraces},
 		},
 	}
 }

@@ -39,7 +39,7 @@ func (room *Room) operatePage() page {
 			{name: "session", load: room.sessionMessages},
 			{name: "who", load: room.operateAgents},
 			{name: "holder", every: time.Second, load: room.operateHolder},
-			{name: "sessions", every: 3 * time.Second, calm: true, load: room.operateSessions},
+			{name: "sessions", every: 3 * time.Second, refreshOnActivity: true, load: room.operateSessions},
 		},
 	}
 }

@@ -19,18 +19,18 @@ func (room *Room) overviewPage() page {
 		path: "/", name: "overview", nav: "Overview", title: "Overview", open: openActivity, parallel: true,
 		parts: []part{
 			{
-				name: "verdict", every: 3 * time.Second, calm: true, about: failureChanged | asksChanged,
+				name: "verdict", every: 3 * time.Second, refreshOnActivity: true, about: failureChanged | asksChanged,
 				load: room.verdictPart,
 			},
 			{name: "needs", every: 3 * time.Second, about: asksChanged | failureChanged, load: room.needs},
-			{name: "failing", every: 3 * time.Second, calm: true, about: failureChanged, load: room.failingNow},
+			{name: "failing", every: 3 * time.Second, refreshOnActivity: true, about: failureChanged, load: room.failingNow},
 			{name: "now", every: 2 * time.Second, about: runsChanged | openChanged, load: room.runningNow},
 			room.healthPart(),
-			{name: "feed", every: time.Second, calm: true, about: logChanged | openChanged, load: room.feed},
+			{name: "feed", every: time.Second, refreshOnActivity: true, about: logChanged | openChanged, load: room.feed},
 			room.spendPart(),
 			{name: "locks", every: time.Second, about: runsChanged, load: room.locks},
-			{name: "objectives", every: 10 * time.Second, calm: true, load: room.activeObjectives},
-			{name: "memory", every: 30 * time.Second, calm: true, load: room.memoryPanel},
+			{name: "objectives", every: 10 * time.Second, refreshOnActivity: true, load: room.activeObjectives},
+			{name: "memory", every: 30 * time.Second, refreshOnActivity: true, load: room.memoryPanel},
 		},
 	}
 }
@@ -340,7 +340,7 @@ func (room *Room) pendingCalls(ctx context.Context, found []attentionItem) (map[
 // overview has content: the action to pause.
 func (room *Room) pausePart() part {
 	return part{
-		name: "pause", every: 2 * time.Second, calm: true, about: asksChanged, shared: true, load: room.paused,
+		name: "pause", every: 2 * time.Second, refreshOnActivity: true, about: asksChanged, shared: true, load: room.paused,
 	}
 }
 

@@ -54,11 +54,11 @@ type page struct {
 type part struct {
 	name  string        // also the id of its element
 	every time.Duration // least refresh interval while viewed; 0 for never
-	// idleRefresh parts are refreshed on activity, or every half minute.
-	calm   bool
-	about  changes // it is refreshed at once after these, while viewed; 0: after any, if every is short
-	shared bool    // shared by all pages, with a template of its own name
-	load   func(ctx context.Context, v *visit) (any, error)
+	// refreshOnActivity limits refreshes to those after activity, and one every half minute.
+	refreshOnActivity bool
+	about             changes // it is refreshed at once after these, while viewed; 0: after any, if every is short
+	shared            bool    // shared by all pages, with a template of its own name
+	load              func(ctx context.Context, v *visit) (any, error)
 }
 
 // visit is a request for a page, also for its stream.

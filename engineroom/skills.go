@@ -66,7 +66,7 @@ func (f skillHealth) Since() string {
 
 // healthPart is the panel of the overview.
 func (room *Room) healthPart() part {
-	return part{name: "health", every: sumsEvery, calm: true, load: room.healthPanel}
+	return part{name: "health", every: sumsEvery, refreshOnActivity: true, load: room.healthPanel}
 }
 
 // healthPanel lists the skills that fare worst.
@@ -130,8 +130,8 @@ func (room *Room) skillsPage() page {
 		},
 		parts: []part{
 			room.filtersPart("/skills", "skill"),
-			{name: "list", every: 5 * time.Second, calm: true, load: room.skillsList},
-			{name: "figures", every: sumsEvery, calm: true, load: room.skillFigures},
+			{name: "list", every: 5 * time.Second, refreshOnActivity: true, load: room.skillsList},
+			{name: "figures", every: sumsEvery, refreshOnActivity: true, load: room.skillFigures},
 		},
 	}
 }
@@ -231,9 +231,9 @@ func (room *Room) skillPage() page {
 		path: "/skills/{name}", name: "skill", open: room.openSkill, parallel: true,
 		parts: []part{
 			{name: "about", every: 3 * time.Second, load: room.skillAbout},
-			{name: "health", every: 5 * time.Second, calm: true, load: room.skillHealth},
-			{name: "errors", every: 5 * time.Second, calm: true, load: room.skillErrors},
-			{name: "calls", every: 2 * time.Second, calm: true, load: room.skillCalls},
+			{name: "health", every: 5 * time.Second, refreshOnActivity: true, load: room.skillHealth},
+			{name: "errors", every: 5 * time.Second, refreshOnActivity: true, load: room.skillErrors},
+			{name: "calls", every: 2 * time.Second, refreshOnActivity: true, load: room.skillCalls},
 			{name: "automations", every: 10 * time.Second, load: room.skillAutomations},
 		},
 	}

@@ -73,9 +73,9 @@ func (room *Room) spendPage() page {
 	return page{
 		path: "/spend", name: "spend", nav: "Spend", title: "Spend", open: openSpend, parallel: true,
 		parts: []part{
-			{name: "budget", every: 5 * time.Second, calm: true, load: room.budgetLines},
-			{name: "sums", every: 10 * time.Second, calm: true, load: room.spendSums},
-			{name: "calls", every: 5 * time.Second, calm: true, load: room.modelCalls},
+			{name: "budget", every: 5 * time.Second, refreshOnActivity: true, load: room.budgetLines},
+			{name: "sums", every: 10 * time.Second, refreshOnActivity: true, load: room.spendSums},
+			{name: "calls", every: 5 * time.Second, refreshOnActivity: true, load: room.modelCalls},
 		},
 	}
 }

@@ -23,8 +23,8 @@ func (room *Room) spendDayPage() page {
 		path: "/spend/{day}", name: "spendday", title: "Spend of a day", open: openSpendDay,
 		parallel: true,
 		parts: []part{
-			{name: "sums", every: 30 * time.Second, calm: true, load: room.spendOfDay},
-			{name: "traces", every: 30 * time.Second, calm: true, load: room.expensiveTraces},
+			{name: "sums", every: 30 * time.Second, refreshOnActivity: true, load: room.spendOfDay},
+			{name: "traces", every: 30 * time.Second, refreshOnActivity: true, load: room.expensiveTraces},
 		},
 	}
 }

@@ -18,7 +18,7 @@ import (
 
 // spendPart is the panel of the overview.
 func (room *Room) spendPart() part {
-	return part{name: "spend", every: sumsEvery, calm: true, load: room.spendPanel}
+	return part{name: "spend", every: sumsEvery, refreshOnActivity: true, load: room.spendPanel}
 }
 
 // window is the spend of the last days, including today.

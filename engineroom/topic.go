@@ -153,7 +153,7 @@ const (
 )
 
 // next returns when a part is due. It rests at least as long as the read took.
-func (s state) next(calm, trouble time.Duration) time.Time {
+func (s state) next(idle, retry time.Duration) time.Time {
 	pause := s.every
 	switch {
 	case s.urgent:
@@ -161,9 +161,9 @@ func (s state) next(calm, trouble time.Duration) time.Time {
 		pause = max(min(s.every, minRest), s.hurry.Add(rest).Sub(s.ended))
 	case s.moved:
 	case s.failed:
-		pause = max(trouble, s.every)
-	case s.calm:
-		pause = max(calm, s.every)
+		pause = max(retry, s.every)
+	case s.refreshOnActivity:
+		pause = max(idle, s.every)
 	}
 	if s.wanted {
 		pause = min(pause, minRefreshAge)

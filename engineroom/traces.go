@@ -30,7 +30,7 @@ func (room *Room) tracesPage() page {
 		path: "/traces", name: "traces", nav: "Traces", title: "Traces", open: room.openTraces,
 		parts: []part{
 			room.filtersPart("/traces", "agent"),
-			{name: "list", every: 2 * time.Second, calm: true, load: room.listTraces},
+			{name: "list", every: 2 * time.Second, refreshOnActivity: true, load: room.listTraces},
 		},
 	}
 }
@@ -356,7 +356,7 @@ func (room *Room) tracePage() page {
 	return page{
 		path: "/traces/{id}", name: "trace", open: room.openTrace,
 		parts: []part{
-			{name: "view", every: time.Second, calm: true, load: room.traceView},
+			{name: "view", every: time.Second, refreshOnActivity: true, load: room.traceView},
 			{name: "panel", load: room.tracePanel}, // the script of the page loads it again when its span changes
 		},
 	}

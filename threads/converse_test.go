@@ -62,7 +62,7 @@ func TestTheSameIncomingMessageCountsOnce(t *testing.T) {
 	open(t, pool, "t")
 	open(t, pool, "u")
 	p := runs(t, pool, nil)
-	receive := func(thread string) (got threads.Receipt, err error) {
+	receive := func(thread string) (got threads.ReceiveResult, err error) {
 		err = postgres.InTx(t.Context(), pool, func(tx pgx.Tx) (err error) {
 			got, err = threads.Receive(t.Context(), p.Engine, tx,
 				threads.Incoming{ThreadID: thread, Content: "hola", ID: "wa 1"})

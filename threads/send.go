@@ -185,8 +185,8 @@ type Incoming struct {
 	ExecutionID string // the execution of the message; "" for none
 }
 
-// Receipt is the result of Receive.
-type Receipt struct {
+// ReceiveResult is the result of Receive.
+type ReceiveResult struct {
 	MessageID string   `json:"message_id"`
 	Seq       int64    `json:"seq"`
 	EventID   string   `json:"event_id"`
@@ -196,11 +196,11 @@ type Receipt struct {
 // Receive stores a message of the participant and ends the waits for it, in the caller's transaction. Without a wait,
 // the event is kept for the next wait of the last sender. ErrNotFound: there is no such thread. Call it before tx
 // locks anything else: it locks the wait, executions, lanes and the thread, in this order.
-func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) (Receipt, error) {
+func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) (ReceiveResult, error) {
 	in.Channel = cmp.Or(in.Channel, ChannelChat)
 	data, err := json.Marshal(in.Data)
 	if err != nil {
-		return Receipt{}, fmt.Errorf("receive message: encode data: %w", err)
+		return ReceiveResult{}, fmt.Errorf("receive message: encode data: %w", err)
 	}
 	if in.Data == nil {
 		data = []byte("{}")
@@ -216,9 +216,9 @@ func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) 
 			"execution": in.ExecutionID, "tokens": tokens(User, content),
 		})
 	if err != nil {
-		return Receipt{}, fmt.Errorf("receive message: %w", err)
+		return ReceiveResult{}, fmt.Errorf("receive message: %w", err)
 	}
-	var got Receipt
+	var got ReceiveResult
 	var woken *string
 	_, err = pgx.ForEachRow(rows, []any{&got.MessageID, &got.Seq, &got.EventID, &woken}, func() error {
 		if woken != nil {
@@ -230,7 +230,7 @@ func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) 
 		err = errors.Join(err, ErrNotFound)
 	}
 	if err != nil {
-		return Receipt{}, fmt.Errorf("receive message in thread %q: %w", in.ThreadID, err)
+		return ReceiveResult{}, fmt.Errorf("receive message in thread %q: %w", in.ThreadID, err)
 	}
 	return got, e.WakeTx(ctx, tx, got.Resumed...)
 }

@@ -87,9 +87,9 @@ func (p *process) reaches(t *testing.T, id string, status executions.Status) exe
 }
 
 // replies says something as the other side.
-func (p *process) replies(t *testing.T, thread, words string) threads.Receipt {
+func (p *process) replies(t *testing.T, thread, words string) threads.ReceiveResult {
 	t.Helper()
-	var got threads.Receipt
+	var got threads.ReceiveResult
 	err := postgres.InTx(t.Context(), p.pool, func(tx pgx.Tx) (err error) {
 		got, err = threads.Receive(t.Context(), p.Engine, tx, threads.Incoming{ThreadID: thread, Content: words})
 		return err

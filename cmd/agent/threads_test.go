@@ -154,8 +154,8 @@ func TestOpenAPIOfWebhooks(t *testing.T) {
 	}
 	require.NoError(t, json.Unmarshal([]byte(text), &document))
 	for answer, want := range map[[3]string]string{
-		{"/webhooks/{endpoint}", "post", "202"}:                "webhook_Receipt",
-		{"/webhooks/{endpoint}", "post", "200"}:                "webhook_Receipt",
+		{"/webhooks/{endpoint}", "post", "202"}:                "webhook_Response",
+		{"/webhooks/{endpoint}", "post", "200"}:                "webhook_Response",
 		{"/v1/webhooks/deliveries/{id}", "get", "200"}:         "webhook_Shown",
 		{"/v1/webhooks/deliveries/{id}/replay", "post", "202"}: "webhook_Replayed",
 	} {

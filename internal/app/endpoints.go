@@ -189,7 +189,7 @@ func (a *App) webhookEndpoints() []api.Endpoint {
 	return []api.Endpoint{
 		{
 			Method: "POST", Path: "/webhooks/{endpoint}", Access: api.Public, Body: json.RawMessage{},
-			Response: webhook.Receipt{}, Status: 202,
+			Response: webhook.Response{}, Status: 202,
 			Again: true, MaxBody: webhooks.MostMaxBytes, Expect: a.Webhook.Expect, Handler: a.Webhook.Receive(),
 			About: "Receive a webhook: verify, store and acknowledge it with its trace. A repeated delivery returns 200 with " +
 				"the first trace.",

@@ -49,7 +49,7 @@ type Batcher[In, Out any] struct {
 
 	// Guarded by the scheduler.
 	registered bool
-	flights    int
+	inFlight   int
 	queued     []*write[In, Out]
 }
 
@@ -77,8 +77,8 @@ type write[In, Out any] struct {
 
 type reply[Out any] struct {
 	Answer[Out]
-	err    error
-	flight *flight // of a batch of one, which its caller makes and finishes
+	err      error
+	inFlight *inFlight // of a batch of one, which its caller makes and finishes
 }
 
 // Do makes a write, in a batch or by alone. It returns when the write is durable or has failed. When ctx ends first,
@@ -90,8 +90,8 @@ func (b *Batcher[In, Out]) Do(ctx context.Context, in In, alone func() (Out, err
 		return alone()
 	}
 	got := b.await(ctx, w)
-	if got.flight != nil {
-		defer got.flight.finish(1)
+	if got.inFlight != nil {
+		defer got.inFlight.finish(1)
 	}
 	if got.err == nil && got.Alone {
 		return alone()
@@ -99,8 +99,8 @@ func (b *Batcher[In, Out]) Do(ctx context.Context, in In, alone func() (Out, err
 	return got.Value, got.err
 }
 
-// enqueue queues a write, or returns a flight for its caller when nothing else is in flight or queued.
-func (b *Batcher[In, Out]) enqueue(in In) (*write[In, Out], *flight) {
+// enqueue queues a write, or returns a batch in flight for its caller when nothing else is in flight or queued.
+func (b *Batcher[In, Out]) enqueue(in In) (*write[In, Out], *inFlight) {
 	s := b.Scheduler
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -109,7 +109,7 @@ func (b *Batcher[In, Out]) enqueue(in In) (*write[In, Out], *flight) {
 	}
 	s.expected--
 	if s.idleLocked() {
-		return nil, s.startLocked(&b.flights)
+		return nil, s.startLocked(&b.inFlight)
 	}
 	w := &write[In, Out]{in: in, since: time.Now(), done: make(chan reply[Out], 1)}
 	b.queued = append(b.queued, w)
@@ -148,8 +148,8 @@ func (b *Batcher[In, Out]) withdraw(w *write[In, Out]) bool {
 func (b *Batcher[In, Out]) discard(w *write[In, Out]) {
 	got := <-w.done
 	switch {
-	case got.flight != nil:
-		got.flight.finish(0)
+	case got.inFlight != nil:
+		got.inFlight.finish(0)
 	case got.err == nil && !got.Alone && b.Late != nil:
 		b.Late(w.in, got.Value)
 	}
@@ -157,7 +157,7 @@ func (b *Batcher[In, Out]) discard(w *write[In, Out]) {
 
 // backlogLocked returns how many writes are queued, and since when; 0 when none may be sent now.
 func (b *Batcher[In, Out]) backlogLocked() (n int, since time.Time) {
-	if len(b.queued) == 0 || b.flights >= maxFlights {
+	if len(b.queued) == 0 || b.inFlight >= maxInFlight {
 		return 0, time.Time{}
 	}
 	return len(b.queued), b.queued[0].since
@@ -174,9 +174,9 @@ func (b *Batcher[In, Out]) expireLocked(now time.Time) {
 // sendLocked sends what is queued, up to MaxSize. A batch of one is made by its caller.
 func (b *Batcher[In, Out]) sendLocked() {
 	writes := b.dequeueLocked(min(len(b.queued), cmp.Or(b.MaxSize, defaultMaxSize)))
-	f := b.Scheduler.startLocked(&b.flights)
+	f := b.Scheduler.startLocked(&b.inFlight)
 	if len(writes) == 1 {
-		writes[0].done <- reply[Out]{Answer: Answer[Out]{Alone: true}, flight: f}
+		writes[0].done <- reply[Out]{Answer: Answer[Out]{Alone: true}, inFlight: f}
 		return
 	}
 	go b.share(f, writes)
@@ -191,7 +191,7 @@ func (b *Batcher[In, Out]) dequeueLocked(n int) []*write[In, Out] {
 }
 
 // share makes a batch and replies to its callers, who are expected back with their next writes.
-func (b *Batcher[In, Out]) share(f *flight, writes []*write[In, Out]) {
+func (b *Batcher[In, Out]) share(f *inFlight, writes []*write[In, Out]) {
 	answers, err := b.send(writes)
 	again := err != nil && (b.Unchanged == nil || b.Unchanged(err))
 	f.finish(len(writes))

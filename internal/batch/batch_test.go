@@ -93,7 +93,7 @@ func TestABlockedWriteDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	for _, b := range []*Batcher[int, int]{
 		{Scheduler: &Scheduler{slow: time.Hour}, MaxWait: 5 * time.Millisecond}, // the write expires
-		{Scheduler: &Scheduler{slow: 5 * time.Millisecond}, MaxWait: time.Hour}, // the flight becomes slow
+		{Scheduler: &Scheduler{slow: 5 * time.Millisecond}, MaxWait: time.Hour}, // the batch becomes slow
 	} {
 		b.Send = func(_ context.Context, in []int) ([]Answer[int], error) { return make([]Answer[int], len(in)), nil }
 		holdUp(t, b)

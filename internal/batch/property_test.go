@@ -182,13 +182,13 @@ func (m *market) rests() {
 	}
 	m.scheduler.mu.Lock()
 	defer m.scheduler.mu.Unlock()
-	assert.Truef(m.t, m.scheduler.queued == 0 && len(m.scheduler.flights) == 0,
-		"%d writes queued and %d flights after the last caller", m.scheduler.queued, len(m.scheduler.flights))
+	assert.Truef(m.t, m.scheduler.queued == 0 && len(m.scheduler.inFlight) == 0,
+		"%d writes queued and %d batches in flight after the last caller", m.scheduler.queued, len(m.scheduler.inFlight))
 	assert.Truef(m.t, len(m.scheduler.batchers) <= len(m.batchers),
 		"%d batchers are registered, want at most %d", len(m.scheduler.batchers), len(m.batchers))
 	for i, b := range m.batchers {
-		assert.Truef(m.t, b.flights == 0 && len(b.queued) == 0,
-			"batcher %d: %d flights and %d queued writes after the last caller", i, b.flights, len(b.queued))
+		assert.Truef(m.t, b.inFlight == 0 && len(b.queued) == 0,
+			"batcher %d: %d batches in flight and %d queued writes after the last caller", i, b.inFlight, len(b.queued))
 	}
 }
 

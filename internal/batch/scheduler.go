@@ -11,14 +11,14 @@ const (
 	// overlap is how many writes must be queued before a second batch is sent beside the first. With one batch in
 	// flight, client and server take turns idling.
 	overlap = 16
-	// maxFlights bounds the flights of one batcher, slow ones included.
-	maxFlights = 3
+	// maxInFlight bounds the batches in flight of one batcher, slow ones included.
+	maxInFlight = 3
 	// regroupFor is how long the callers of a batch are expected back. Many have a next write at once, and a batch costs
 	// less than its writes alone.
 	regroupFor = time.Millisecond
-	// checkEvery is the interval at which queued writes and flights are checked for their age.
+	// checkEvery is the interval at which queued writes and batches in flight are checked for their age.
 	checkEvery = 10 * time.Millisecond
-	// slowAfter is the age at which a flight no longer holds up others.
+	// slowAfter is the age at which a batch in flight no longer holds up others.
 	slowAfter = 10 * time.Millisecond
 	// overdueAfter is how long a queue waits while longer ones are sent first.
 	overdueAfter = 4 * time.Millisecond
@@ -31,9 +31,9 @@ type Scheduler struct {
 
 	mu       sync.Mutex
 	batchers []queue
-	queued   int       // writes
-	flights  []*flight // that are not slow
-	expected int       // callers of the last batch who have not written again, until then
+	queued   int         // writes
+	inFlight []*inFlight // that are not slow
+	expected int         // callers of the last batch who have not written again, until then
 	until    time.Time
 	timer    *time.Timer
 	alarm    time.Time // when it fires; zero when it is not set
@@ -46,28 +46,28 @@ type queue interface {
 	sendLocked()
 }
 
-// flight is a batch, or the write of a single caller, that has been sent.
-type flight struct {
+// inFlight is a batch, or the write of a single caller, that has been sent.
+type inFlight struct {
 	scheduler *Scheduler
-	batcher   *int // its flights
+	batcher   *int // its number of batches in flight
 	since     time.Time
 }
 
 // idleLocked reports that a caller may write at once.
 func (s *Scheduler) idleLocked() bool {
-	return s.queued == 0 && len(s.flights) == 0 && (s.expected <= 0 || !time.Now().Before(s.until))
+	return s.queued == 0 && len(s.inFlight) == 0 && (s.expected <= 0 || !time.Now().Before(s.until))
 }
 
-// startLocked counts a flight.
-func (s *Scheduler) startLocked(batcher *int) *flight {
-	f := &flight{scheduler: s, batcher: batcher, since: time.Now()}
+// startLocked counts a batch in flight.
+func (s *Scheduler) startLocked(batcher *int) *inFlight {
+	f := &inFlight{scheduler: s, batcher: batcher, since: time.Now()}
 	*batcher++
-	s.flights = append(s.flights, f)
+	s.inFlight = append(s.inFlight, f)
 	return f
 }
 
-// finish ends a flight of n writes, whose callers are expected back, and sends what may be sent now.
-func (f *flight) finish(n int) {
+// finish ends a batch of n writes, whose callers are expected back, and sends what may be sent now.
+func (f *inFlight) finish(n int) {
 	s := f.scheduler
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -75,14 +75,14 @@ func (f *flight) finish(n int) {
 		s.expected, s.until = n, time.Now().Add(regroupFor)
 	}
 	*f.batcher--
-	s.flights = slices.DeleteFunc(s.flights, func(other *flight) bool { return other == f })
+	s.inFlight = slices.DeleteFunc(s.inFlight, func(other *inFlight) bool { return other == f })
 	s.dispatchLocked()
 }
 
 // dispatchLocked sends what may be sent now, and sees to it that the rest is checked again.
 func (s *Scheduler) dispatchLocked() {
-	for s.queued > 0 && (len(s.flights) == 0 || len(s.flights) == 1 && s.queued >= overlap) {
-		if len(s.flights) == 0 && s.queued < overlap && s.expected > 0 && time.Now().Before(s.until) {
+	for s.queued > 0 && (len(s.inFlight) == 0 || len(s.inFlight) == 1 && s.queued >= overlap) {
+		if len(s.inFlight) == 0 && s.queued < overlap && s.expected > 0 && time.Now().Before(s.until) {
 			s.armLocked(time.Until(s.until))
 			return
 		}
@@ -130,7 +130,7 @@ func (s *Scheduler) armLocked(after time.Duration) {
 	s.alarm = at
 }
 
-// check stops waiting for slow flights, and returns writes that were queued for too long to their callers. It runs
+// check stops waiting for slow batches, and returns writes that were queued for too long to their callers. It runs
 // again while writes are queued.
 func (s *Scheduler) check() {
 	s.mu.Lock()
@@ -140,6 +140,8 @@ func (s *Scheduler) check() {
 	for _, b := range s.batchers {
 		b.expireLocked(now)
 	}
-	s.flights = slices.DeleteFunc(s.flights, func(f *flight) bool { return now.Sub(f.since) >= cmp.Or(s.slow, slowAfter) })
+	s.inFlight = slices.DeleteFunc(s.inFlight, func(f *inFlight) bool {
+		return now.Sub(f.since) >= cmp.Or(s.slow, slowAfter)
+	})
 	s.dispatchLocked()
 }

@@ -88,7 +88,7 @@ func (g *gated) end() {
 	g.callers.Wait()
 }
 
-// noTimer is a scheduler without slow flights.
+// noTimer is a scheduler without slow batches.
 func noTimer() *Scheduler { return &Scheduler{slow: time.Hour} }
 
 func TestABatchHasAMaximumSize(t *testing.T) {
@@ -176,7 +176,7 @@ func TestASlowFlightHoldsUpNoOther(t *testing.T) {
 	})
 }
 
-// Beside three flights of a batcher that do not end, a write waits for MaxWait.
+// Beside three batches of a batcher that do not end, a write waits for MaxWait.
 func TestABatcherHasAtMostThreeFlights(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -207,11 +207,11 @@ func TestABatcherHasAtMostThreeFlights(t *testing.T) {
 			"a write of another batcher: %v after %s", err, time.Since(began))
 		callers.Wait()
 		n := sent.Load()
-		assert.Truef(t, n <= maxFlights, "%d batches in flight, want at most %d", n, maxFlights)
+		assert.Truef(t, n <= maxInFlight, "%d batches in flight, want at most %d", n, maxInFlight)
 		began = time.Now()
 		alone := func() (int, error) { return 1, nil }
 		if n, err := away.Do(t.Context(), 0, alone); n != 1 || err != nil || time.Since(began) > defaultMaxWait+2*slowAfter {
-			t.Errorf("beside %d flights: %d, %v after %s", sent.Load(), n, err, time.Since(began))
+			t.Errorf("beside %d batches in flight: %d, %v after %s", sent.Load(), n, err, time.Since(began))
 		}
 		close(free)
 		time.Sleep(time.Second)

@@ -295,7 +295,7 @@ func (e *Exporter) gather(ctx context.Context, at *position) (batch, error) {
 	}
 	rows, err := postgres.Rows[fresh](ctx, e.pool, "look for activities", `
 		select a.id::text, a.status <> 'running' as ended from agent_activity a
-		 where a.id > @since::uuid and a.id <= @upto::uuid order by a.id limit @most`, anew,
+		 where a.id > @since::uuid and a.id <= @upto::uuid order by a.id limit @most`, customPlan,
 		postgres.Strict{"since": at.SentUpto, "upto": b.upto, "most": e.most})
 	if err != nil {
 		return b, err
@@ -305,7 +305,7 @@ func (e *Exporter) gather(ctx context.Context, at *position) (batch, error) {
 		select v.id::text, v.execution_id::text as run from agent_events v
 		 where v.id > @since::uuid and v.id <= @upto::uuid and v.event = 'AGENT_COMPLETED' and v.execution_id is not null
 		   and v.key = v.execution_id::text
-		 order by v.id limit @most`, anew,
+		 order by v.id limit @most`, customPlan,
 		postgres.Strict{"since": at.SentUpto, "upto": b.upto, "most": e.most})
 	if err != nil {
 		return b, err

@@ -183,13 +183,13 @@ type found struct {
 	waits      []waitRow
 }
 
-// anew has a statement planned for the ids at hand: a generic plan would read a table from end to end.
-const anew = pgx.QueryExecModeCacheDescribe
+// customPlan has a statement planned for the ids at hand: a generic plan would read a table from end to end.
+const customPlan = pgx.QueryExecModeCacheDescribe
 
 // read reads finished rows by their ids.
 func read(ctx context.Context, db postgres.DB, activities, runs []string, content bool) (f found, err error) {
 	if len(activities) > 0 {
-		f.activities, err = postgres.Rows[activityRow](ctx, db, "read activities for spans", activitiesSQL, anew,
+		f.activities, err = postgres.Rows[activityRow](ctx, db, "read activities for spans", activitiesSQL, customPlan,
 			postgres.Strict{"ids": activities, "content": content})
 		if err != nil {
 			return found{}, err
@@ -198,11 +198,12 @@ func read(ctx context.Context, db postgres.DB, activities, runs []string, conten
 	if len(runs) == 0 {
 		return f, nil
 	}
-	f.runs, err = postgres.Rows[runRow](ctx, db, "read executions for spans", runsSQL, anew, postgres.Strict{"ids": runs})
+	f.runs, err = postgres.Rows[runRow](ctx, db, "read executions for spans", runsSQL, customPlan,
+		postgres.Strict{"ids": runs})
 	if err != nil {
 		return found{}, err
 	}
-	f.waits, err = postgres.Rows[waitRow](ctx, db, "read waits for spans", waitsSQL, anew,
+	f.waits, err = postgres.Rows[waitRow](ctx, db, "read waits for spans", waitsSQL, customPlan,
 		postgres.Strict{"ids": runs, "most": waitsMost})
 	return f, err
 }

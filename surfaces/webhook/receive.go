@@ -24,8 +24,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// Receipt is the response to a delivery.
-type Receipt struct {
+// Response is the response to a delivery.
+type Response struct {
 	TraceID    string `json:"trace_id"`
 	DeliveryID string `json:"delivery_id"`
 	// Conflict reports that an earlier delivery has this id and another body. The new body is stored, not processed.
@@ -54,7 +54,7 @@ func (s *Surface) Receive() http.Handler {
 			status = http.StatusAccepted
 		}
 		w.Header().Set("X-Trace-Id", got.TraceID)
-		s.writeJSON(w, r, status, Receipt{TraceID: got.TraceID, DeliveryID: got.DeliveryID, Conflict: got.conflict})
+		s.writeJSON(w, r, status, Response{TraceID: got.TraceID, DeliveryID: got.DeliveryID, Conflict: got.conflict})
 	})
 }
 

@@ -137,7 +137,7 @@ type reply struct {
 	status int
 	header http.Header
 	body   string
-	webhook.Receipt
+	webhook.Response
 }
 
 // post sends a request.
@@ -162,7 +162,7 @@ func (w *testWebhooks) do(t *testing.T, r *http.Request) reply {
 	raw, err := io.ReadAll(response.Body)
 	assert.NoError(t, err)
 	got := reply{status: response.StatusCode, header: response.Header, body: string(raw)}
-	_ = json.Unmarshal(raw, &got.Receipt) // problems have none
+	_ = json.Unmarshal(raw, &got.Response) // problems have none
 	return got
 }
 
