@@ -143,9 +143,10 @@ func Scope(ctx context.Context, name string) context.Context { return executions
 type holdKey struct{}
 
 // WithLane runs fn while the execution holds a lane: no other execution, surface or program on the database holds it
-// meanwhile. It queues for the lane until the timeout, and then returns an error. The lane outlives the process: a
-// wait keeps it, and the process that continues takes it over. fn's context ends when the lane is lost; then no step
-// starts. Hold one lane at a time, or acquire several in one order everywhere.
+// meanwhile. It queues for the lane until the timeout, and then returns an error, which is not recorded: return it. The
+// lane outlives the process, and the one that continues takes it over. A wait in fn keeps the lane for an hour at most;
+// after that another may hold it, and the flow queues for it again before it continues. fn's context ends when the lane
+// is lost; then no step starts. Hold one lane at a time, or acquire several in one order everywhere.
 func WithLane[T any](
 	ctx context.Context, lane string, timeout time.Duration, fn func(ctx context.Context) (T, error),
 ) (value T, err error) {
