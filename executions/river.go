@@ -94,14 +94,14 @@ func (e *Engine) Poll() {
 }
 
 // notifyReady wakes the workers of a queue for n executions, and notifies other processes when too few workers are
-// free.
+// free, or when this process leaves flows to them.
 func (e *Engine) notifyReady(queue string, n int) {
 	c := e.pools[queue]
 	if c == nil {
 		return
 	}
 	c.poll()
-	if !c.hasFree(n) {
+	if !c.hasFree(n) || len(c.skippedFlows()) > 0 {
 		c.notifyPeers()
 	}
 }

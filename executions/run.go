@@ -128,14 +128,14 @@ func (e *Engine) execute(ctx context.Context, claim *claimedExecution, worker st
 	flow, err := e.flow(ctx, claimed.Flow)
 	if err != nil || flow == nil {
 		e.pools[claimed.Queue].skipFlow(claimed.Flow)
+		e.releaseClaim(ctx, r)
+		e.pools[claimed.Queue].notifyPeers()
 	}
 	if err != nil {
-		e.releaseClaim(ctx, r)
 		return fmt.Errorf("find flow %s: %w", claimed.Flow, err)
 	}
 	if flow == nil {
 		e.log.WarnContext(ctx, "flow unknown here, left to other processes", "flow", claimed.Flow)
-		e.releaseClaim(ctx, r)
 		return nil
 	}
 	if err := r.loadState(ctx, claim.needsRecovery); err != nil {

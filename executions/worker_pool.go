@@ -260,7 +260,6 @@ func (c *workerPool) skipFlow(flow string) {
 	c.mu.Lock()
 	c.skipUntil[flow] = time.Now().Add(unknownFlowDelay)
 	c.mu.Unlock()
-	c.notifyPeers()
 }
 
 // skippedFlows lists the flows that are left to other processes.
