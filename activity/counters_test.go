@@ -81,8 +81,8 @@ func difference(ctx context.Context, db *pgxpool.Pool) (string, error) {
 			}
 			rows, err := tx.Query(ctx, `
 			select h.skill, h.calls, h.calls - round(h.calls * coalesce(h.success_rate, 0))::bigint as failed, h.streak,
-			  false as streak_more,
-			       h.state, h.disabled_by, h.disabled_reason, h.disabled_at from agent_skill_health h order by h.skill`)
+			       false as streak_more, h.state, h.disabled_by, h.disabled_reason,
+			       h.disabled_at from agent_skill_health h order by h.skill`)
 			if err != nil {
 				return err
 			}
@@ -102,12 +102,12 @@ func difference(ctx context.Context, db *pgxpool.Pool) (string, error) {
 func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (string, error) {
 	rows, err := tx.Query(ctx, `
 		select coalesce(nullif(a.purpose, ''), a.skill_name) as purpose,
-		  (a.created_at at time zone 'UTC')::date::timestamp at time zone 'UTC' as day, a.led_to,
+		       (a.created_at at time zone 'UTC')::date::timestamp at time zone 'UTC' as day, a.led_to,
 		       array[lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens'),
-		         lanekeeper.agent_tokens(a.token_usage, 'completion_tokens'),
-		             lanekeeper.agent_tokens(a.token_usage, 'total_tokens'), (a.cost_usd * 1000000)::bigint,
-		             lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens'),
-		               (coalesce((a.token_usage ->> 'unknown_usd')::numeric, 0) * 1000000)::bigint] as used
+		       lanekeeper.agent_tokens(a.token_usage, 'completion_tokens'),
+		       lanekeeper.agent_tokens(a.token_usage, 'total_tokens'), (a.cost_usd * 1000000)::bigint,
+		       lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens'),
+		       (coalesce((a.token_usage ->> 'unknown_usd')::numeric, 0) * 1000000)::bigint] as used
 		  from agent_activity a where a.kind = 'model'`)
 	if err != nil {
 		return "", err
@@ -422,8 +422,8 @@ func TestHealthEqualsTheView(t *testing.T) {
 	}
 	rows, err := db.Query(t.Context(), `
 		select h.skill, h.calls, h.calls - round(h.calls * coalesce(h.success_rate, 0))::bigint as failed, h.streak,
-		  false as streak_more,
-		       h.state, h.disabled_by, h.disabled_reason, h.disabled_at from agent_skill_health h order by h.skill`)
+		       false as streak_more, h.state, h.disabled_by, h.disabled_reason,
+		       h.disabled_at from agent_skill_health h order by h.skill`)
 	require.NoError(t, err)
 	want, err := pgx.CollectRows(rows, pgx.RowToStructByName[activity.Health])
 	require.NoError(t, err)
@@ -507,13 +507,13 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 		delete from agent_activity_counts where start < current_date - 6;
 		insert into agent_activity_counts (span, start, kind, skill, surface, model)
 		select 'day', date_trunc('day', clock_timestamp() at time zone 'UTC') at time zone 'UTC' - make_interval(days => d),
-		  kind, 'skill_' || n, s::text, ''
+		       kind, 'skill_' || n, s::text, ''
 		  from generate_series(0, 5) d, (values ('call'), ('model')) k (kind), generate_series(0, 96) n,
 		    generate_series(0, 9) s
 		    on conflict do nothing;
 		insert into agent_activity_durations (day, skill, bucket, calls)
 		select current_date - d, 'skill_' || n, b, 1 from generate_series(0, 6) d, generate_series(0, 96) n,
-		  generate_series(0, 60) b on conflict do nothing;
+		       generate_series(0, 60) b on conflict do nothing;
 		analyze agent_activity_counts; analyze agent_activity_durations; analyze agent_activity`)
 	tables := append(largePartitions(t, db), "agent_activity_counts", "agent_activity_durations")
 	day := time.Now().Add(-24 * time.Hour)

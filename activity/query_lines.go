@@ -79,13 +79,13 @@ func Lines(ctx context.Context, db postgres.DB, f Filter) (Listing, error) {
 	args["window"] = Window
 	args["skill_like"], args["lane_like"], args["agent_like"] = f.SkillLike, f.LaneLike, f.AgentLike
 	lines, err := postgres.Rows[Line](ctx, db, "list activities", `
-		select a.id::text, a.trace_id, a.execution_id::text, a.kind, left(a.agent, 300) as agent, left(a.surface, 300)
-		  as surface,
-		       left(a.skill_name, 300) as skill_name, left(a.purpose, 300) as purpose, left(a.step, 300) as step, a.status,
-		       coalesce(left(a.error_message, 300), '') as error_message, left(a.error_class, 300) as error_class,
-		       left(a.model, 300) as model, lanekeeper.agent_tokens(a.token_usage, 'total_tokens') as tokens,
-		       a.cost_usd::float8 as cost_usd, a.duration_ms, coalesce(left(a.thread_id, 300), '') as thread_id,
-		       left(a.lane, 300) as lane, a.created_at, a.finished_at
+		select a.id::text, a.trace_id, a.execution_id::text, a.kind, left(a.agent, 300) as agent,
+		       left(a.surface, 300) as surface, left(a.skill_name, 300) as skill_name, left(a.purpose, 300) as purpose,
+		       left(a.step, 300) as step, a.status, coalesce(left(a.error_message, 300), '') as error_message,
+		       left(a.error_class, 300) as error_class, left(a.model, 300) as model,
+		       lanekeeper.agent_tokens(a.token_usage, 'total_tokens') as tokens, a.cost_usd::float8 as cost_usd,
+		       a.duration_ms, coalesce(left(a.thread_id, 300), '') as thread_id, left(a.lane, 300) as lane, a.created_at,
+		       a.finished_at
 		  from (select * from agent_activity a where`+indexed+`
 		         order by a.id desc limit @window::int) a
 		 where`+narrowed+`
@@ -155,11 +155,12 @@ type Details struct {
 // ReadDetails reads the fields that the line of an id leaves out; [ErrNoRow] for an unknown id.
 func ReadDetails(ctx context.Context, db postgres.DB, id string) (Details, error) {
 	d, err := postgres.RowOr[Details](ctx, db, ErrNoRow, fmt.Sprintf("read activity %.60q", id), `
-		select a.id::text, a.kind, a.skill_name, left(a.input::text, 4000) as input, octet_length(a.input::text) as input_size,
-		       coalesce(left(a.output::text, 4000), '') as output, coalesce(octet_length(a.output::text), 0) as output_size,
-		       coalesce(left(a.error_message, 4000), '') as error_message, coalesce(octet_length(a.error_message), 0)
-		         as error_size,
-		       a.parent_id::text, a.claim, left(a.step, 4000) as step, left(a.idempotency_key, 300) as key,
+		select a.id::text, a.kind, a.skill_name, left(a.input::text, 4000) as input,
+		       octet_length(a.input::text) as input_size, coalesce(left(a.output::text, 4000), '') as output,
+		       coalesce(octet_length(a.output::text), 0) as output_size,
+		       coalesce(left(a.error_message, 4000), '') as error_message,
+		       coalesce(octet_length(a.error_message), 0) as error_size, a.parent_id::text, a.claim,
+		       left(a.step, 4000) as step, left(a.idempotency_key, 300) as key,
 		       lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens') as prompt_tokens,
 		       lanekeeper.agent_tokens(a.token_usage, 'completion_tokens') as answer_tokens
 		  from agent_activity a where a.id = lanekeeper.agent_uuid(@id)`, postgres.Strict{"id": id})

@@ -49,11 +49,9 @@ func put(t *testing.T, db postgres.DB, a act) string {
 	var id string
 	err := db.QueryRow(t.Context(), `
 		insert into agent_activity (id, trace_id, kind, skill_name, status, error_class, error_message, purpose, surface,
-		  model,
-		       lane, parent_id, created_at, finished_at, duration_ms, token_usage, cost_usd, led_to, cause_id)
+		  model, lane, parent_id, created_at, finished_at, duration_ms, token_usage, cost_usd, led_to, cause_id)
 		select lanekeeper.agent_uuid7(at), @trace, @kind, @skill, @status, @class, nullif(@message::text, ''), @purpose,
-		  @surface, @model,
-		       @lane, nullif(@parent::text, '')::uuid, at, case when @status::text <> 'running' then at end,
+		       @surface, @model, @lane, nullif(@parent::text, '')::uuid, at, case when @status::text <> 'running' then at end,
 		       case when @status::text <> 'running' then @ms::bigint end, @usage, @cost::text::numeric,
 		       coalesce(@led_to::jsonb, '{}'), nullif(@cause::text, '')::uuid
 		  from (select clock_timestamp() - @ago::interval as at) x
@@ -278,9 +276,8 @@ func TestLinesAndDetailsAreCutInTheDatabase(t *testing.T) {
 	err := db.QueryRow(t.Context(), `
 		insert into agent_activity (trace_id, skill_name, purpose, lane, input, output, error_message, token_usage)
 		values ('hb_00000000000000000000000001', 'look', repeat('p', 1000000), repeat('l', 1000000),
-		  to_jsonb(repeat('i', 1000000)),
-		        to_jsonb(repeat('o', 1000000)), repeat('e', 1000000),
-		          '{"total_tokens": "many", "prompt_tokens": 1e30, "completion_tokens": 7}')
+		  to_jsonb(repeat('i', 1000000)), to_jsonb(repeat('o', 1000000)), repeat('e', 1000000),
+		  '{"total_tokens": "many", "prompt_tokens": 1e30, "completion_tokens": 7}')
 		returning id::text`).Scan(&id)
 	require.NoError(t, err)
 	got, err := activity.Lines(t.Context(), db, activity.Filter{})

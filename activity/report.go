@@ -56,8 +56,7 @@ var ErrSkillOrPurpose = errors.New("spend is counted by skill or by purpose, not
 func Spend(ctx context.Context, db postgres.DB, f ReportFilter) ([]Spending, string, error) {
 	return spend(ctx, db, f, `
 		select s.day::text, s.skill, '' as purpose, s.surface, s.model, s.calls, s.prompt_tokens, s.completion_tokens,
-		  s.tokens,
-		       s.cost_usd::float8 as cost_usd, s.unknown_tokens, s.unknown_usd::float8 as unknown_usd
+		       s.tokens, s.cost_usd::float8 as cost_usd, s.unknown_tokens, s.unknown_usd::float8 as unknown_usd
 		  from agent_spend s
 		 where (@since::timestamptz is null or s.day >= (@since at time zone 'UTC')::date)
 		   and (@until::timestamptz is null or s.day < (@until at time zone 'UTC')::date)
@@ -75,8 +74,7 @@ func SpendByPurpose(ctx context.Context, db postgres.DB, f ReportFilter) ([]Spen
 	}
 	return spend(ctx, db, f, `
 		select s.day::text, '' as skill, s.purpose, s.surface, s.model, s.calls, s.prompt_tokens, s.completion_tokens,
-		  s.tokens,
-		       s.cost_usd::float8 as cost_usd, s.unknown_tokens, s.unknown_usd::float8 as unknown_usd
+		       s.tokens, s.cost_usd::float8 as cost_usd, s.unknown_tokens, s.unknown_usd::float8 as unknown_usd
 		  from agent_spend_by_purpose s
 		 where (@since::timestamptz is null or s.day >= (@since at time zone 'UTC')::date)
 		   and (@until::timestamptz is null or s.day < (@until at time zone 'UTC')::date)

@@ -65,11 +65,9 @@ func OpenIn(ctx context.Context, b *pgx.Batch, e Entry, into *string) {
 		   where o.execution_id = @execution_id and o.claim = @claim and o.step = @step and @step <> ''),
 		row as (
 		  insert into agent_activity (trace_id, execution_id, parent_id, cause_id, claim, step, kind, agent, surface,
-		    skill_name,
-		         skill_id, purpose, status, input, model, idempotency_key, thread_id, lane)
+		    skill_name, skill_id, purpose, status, input, model, idempotency_key, thread_id, lane)
 		  select @trace_id, @execution_id, @parent_id, @cause_id, @claim, @step, @kind, @agent, @surface, @skill, @skill_id,
-		    @purpose,
-		         'running', @input, @model, @idempotency_key, @thread_id, @lane
+		         @purpose, 'running', @input, @model, @idempotency_key, @thread_id, @lane
 		   where not exists (select from open)
 		  returning id),
 		listed as (
@@ -109,14 +107,11 @@ func NoteIn(ctx context.Context, b *pgx.Batch, e Entry, o Outcome, into *string)
 	o.arguments(args)
 	q := b.Queue(`
 		insert into agent_activity (trace_id, execution_id, parent_id, cause_id, claim, step, kind, agent, surface,
-		  skill_name,
-		       skill_id, purpose, status, input, output, error_message, error_class, token_usage, cost_usd, led_to, model,
-		       idempotency_key, thread_id, lane, finished_at, duration_ms)
+		  skill_name, skill_id, purpose, status, input, output, error_message, error_class, token_usage, cost_usd, led_to,
+		  model, idempotency_key, thread_id, lane, finished_at, duration_ms)
 		values (@trace_id, @execution_id, @parent_id, @cause_id, @claim, @step, @kind, @agent, @surface, @skill, @skill_id,
-		  @purpose,
-		        @status, @input, @output, @error_message, @error_class, @token_usage, @cost_usd, @led_to, @model,
-		          @idempotency_key,
-		        @thread_id, @lane, clock_timestamp(), 0)
+		  @purpose, @status, @input, @output, @error_message, @error_class, @token_usage, @cost_usd, @led_to, @model,
+		  @idempotency_key, @thread_id, @lane, clock_timestamp(), 0)
 		returning id::text`, args)
 	q.QueryRow(func(row pgx.Row) error {
 		var id string

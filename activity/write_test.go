@@ -30,8 +30,8 @@ func writtenRow(t *testing.T, db postgres.DB, id string) written {
 	t.Helper()
 	got := pgtest.Rows[written](t, db, `
 		select skill_name, step, kind, status, error_class, coalesce(error_message, ''), input::text,
-		  coalesce(output::text, ''),
-		       token_usage::text, cost_usd::float8, finished_at is not null and duration_ms is not null
+		       coalesce(output::text, ''), token_usage::text, cost_usd::float8,
+		       finished_at is not null and duration_ms is not null
 		  from agent_activity where id = @id`, postgres.Strict{"id": id})
 	require.Equal(t, 1, len(got), id)
 	return got[0]

@@ -110,10 +110,10 @@ func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 		values (@id, 'login', 1, '{"password": "Zq81xLm0Kk77"}')`, postgres.Strict{"id": x.ID})
 	pgtest.Exec(t, a.pool, `
 		update agent_executions set status = 'waiting', claim = claim + 1, waiting_for = 'event',
-		  waiting_key = 'token=Zq81xLm0Kk77',
-		       waiting_until = '2999-01-01', waiting_data = '{"secret": "Zq81xLm0Kk77"}',
-		         variables = '{"api_key": "Zq81xLm0Kk77"}',
-		       result_summary = 'Bearer Zq81xLm0Kk77', input = jsonb_build_object('long', repeat('long ', 40000))
+		                            waiting_key = 'token=Zq81xLm0Kk77', waiting_until = '2999-01-01',
+		                            waiting_data = '{"secret": "Zq81xLm0Kk77"}', variables = '{"api_key": "Zq81xLm0Kk77"}',
+		                            result_summary = 'Bearer Zq81xLm0Kk77',
+		                            input = jsonb_build_object('long', repeat('long ', 40000))
 		 where id = @id`, postgres.Strict{"id": x.ID})
 	for _, path := range []string{"/v1/executions", "/v1/executions/" + x.ID} {
 		a.get(path, &struct{}{})

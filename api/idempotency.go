@@ -246,7 +246,7 @@ func (id *keyedRequest) claim(ctx context.Context, db postgres.DB) (*storedRespo
 			          order by o.expires_at limit 20 for update skip locked))
 			insert into agent_idempotency as i (scope, key, fingerprint, attempt, lease_until, expires_at)
 			select @scope, @key, @fingerprint, @attempt, clock_timestamp() + make_interval(secs => @lease),
-			  clock_timestamp() + make_interval(secs => @life)
+			       clock_timestamp() + make_interval(secs => @life)
 			  from set_config('lock_timeout', @lock_timeout, true)
 			on conflict (scope, key) do update
 			   set fingerprint = excluded.fingerprint, attempt = excluded.attempt, state = 'running', status = 0, header = '{}',

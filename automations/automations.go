@@ -163,7 +163,7 @@ func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_automations a
 		   set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, paused_for = '',
-		     updated_at = clock_timestamp()
+		       updated_at = clock_timestamp()
 		 where a.name = @name and not a.enabled and a.disabled_by <> 'proposal'
 		   and not exists (select from agent_skills k where k.name = a.skill_name
 		     and not k.enabled)`, pgx.StrictNamedArgs{"name": name})
@@ -191,8 +191,8 @@ func Disable(ctx context.Context, db postgres.DB, name, by, reason string) (bool
 	tag, err := db.Exec(ctx, `
 		update agent_automations
 		   set enabled = false, disabled_by = @by, disabled_reason = @reason, disabled_at = clock_timestamp(),
-		     paused_for = '',
-		       decided_by = case when disabled_by = 'proposal' then @by else decided_by end, updated_at = clock_timestamp()
+		       paused_for = '', decided_by = case when disabled_by = 'proposal' then @by else decided_by end,
+		       updated_at = clock_timestamp()
 		 where name = @name and (enabled or paused_for <> '' or disabled_by = 'proposal')`,
 		pgx.StrictNamedArgs{"name": name, "by": truncate(by), "reason": truncate(reason)})
 	if err != nil {
@@ -257,11 +257,10 @@ func insertProposal(ctx context.Context, tx pgx.Tx, r resolved, by, traceID stri
 	tag, err := tx.Exec(ctx, `
 		insert into agent_automations
 		       (name, description, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt, flow,
-		         max_attempts,
-		        enabled, disabled_by, disabled_reason, disabled_at, proposed_by, last_trace_id, source)
+		        max_attempts, enabled, disabled_by, disabled_reason, disabled_at, proposed_by, last_trace_id, source)
 		values (@name, @description, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments, @prompt,
-		  @flow, @max_attempts,
-		        false, 'proposal', 'proposed by the agent; an admin accepts it', clock_timestamp(), @by, @trace_id, @source)
+		  @flow, @max_attempts, false, 'proposal', 'proposed by the agent; an admin accepts it', clock_timestamp(), @by,
+		  @trace_id, @source)
 		on conflict (name) do nothing`,
 		pgx.StrictNamedArgs{
 			"name": r.Name, "description": r.Description, "trigger": r.Trigger, "cron": r.Cron,
@@ -300,8 +299,7 @@ func Accept(ctx context.Context, db postgres.DB, nameOrID, by string) (bool, err
 	tag, err := db.Exec(ctx, `
 		update agent_automations
 		   set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, decided_by = @by,
-		     next_run_at = @next,
-		       updated_at = clock_timestamp()
+		       next_run_at = @next, updated_at = clock_timestamp()
 		 where id = @id and disabled_by = 'proposal' and revision = @revision`,
 		pgx.StrictNamedArgs{"id": a.ID, "by": truncate(by), "next": next, "revision": a.Revision})
 	return postgres.Changed(tag, err, fmt.Sprintf("accept automation %q", nameOrID))
@@ -413,8 +411,7 @@ func Runs(ctx context.Context, db postgres.DB, f RunFilter) ([]Run, error) {
 func Abandoned(ctx context.Context, db postgres.DB) ([]Run, error) {
 	return postgres.Rows[Run](ctx, db, "list abandoned runs", `
 		select r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at, r.execution_id,
-		  r.trace_id,
-		       r.error_message, r.output, r.created_at, r.finished_at
+		       r.trace_id, r.error_message, r.output, r.created_at, r.finished_at
 		  from agent_automation_runs r
 		 where r.status = 'claimed'
 		   and case when r.execution_id is null then r.claimed_at < clock_timestamp() - interval '1 day'

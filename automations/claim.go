@@ -113,8 +113,7 @@ func insertRun(
 		  values (@automation, @scheduled_for, nullif(@execution, '')::uuid, @trace_id)
 		  on conflict (automation_id, scheduled_for) where cause = 'cron' do nothing
 		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id,
-		    error_message, output,
-		            created_at, finished_at),
+		            error_message, output, created_at, finished_at),
 		noted as (
 		  insert into agent_links (cause, kind, effect)
 		  select 'run ' || run.id, 'ran', 'execution ' || run.execution_id from run where run.execution_id is not null)
@@ -165,8 +164,7 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 		  from agent_automations a
 		 where r.id = @id and a.id = r.automation_id and r.status = 'claimed' and r.attempt = @attempt
 		returning r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at,
-		  r.execution_id, r.trace_id,
-		          r.error_message, r.output, r.created_at, r.finished_at`,
+		          r.execution_id, r.trace_id, r.error_message, r.output, r.created_at, r.finished_at`,
 		pgx.StrictNamedArgs{
 			"id": runID, "attempt": attempt, "skipped": result.Skipped, "error": truncate(result.Error), "output": output,
 			"retry": backoff(attempt).Seconds(), "given_back": result.GivenBack,
@@ -183,7 +181,7 @@ func Settle(ctx context.Context, db postgres.DB, approvalID, failure string) err
 	_, err := db.Exec(ctx, `
 		update agent_automation_runs
 		   set status = case when @failure::text = '' then 'success' else 'dead' end, error_message = nullif(@failure, ''),
-		     finished_at = clock_timestamp()
+		       finished_at = clock_timestamp()
 		 where status = 'skipped' and output ? 'approval_id' and output ->> 'approval_id' = @approval`,
 		pgx.StrictNamedArgs{"approval": approvalID, "failure": truncate(failure)})
 	if err != nil {
@@ -211,7 +209,7 @@ func Redrive(ctx context.Context, db postgres.DB, runID string) (bool, error) {
 		update agent_automation_runs
 		   set status = case when cause = 'event' and execution_id is null then 'due' else 'error' end,
 		       retry_at = case when cause <> 'event' or execution_id is not null then clock_timestamp() end,
-		         finished_at = null
+		       finished_at = null
 		 where id = @id and status = 'dead'`,
 		pgx.StrictNamedArgs{"id": runID})
 	return postgres.Changed(tag, err, "redrive automation run")
@@ -277,7 +275,7 @@ func ClaimRun(
 		with run as (
 		  update agent_automation_runs r
 		     set status = 'claimed', attempt = r.attempt + (r.status = 'error')::int, retry_at = null,
-		       execution_id = nullif(@execution, '')::uuid,
+		         execution_id = nullif(@execution, '')::uuid,
 		         trace_id = case when r.cause = 'event' and r.trace_id <> '' then r.trace_id else @trace_id end,
 		         error_message = null, claimed_at = clock_timestamp(), finished_at = null
 		   where r.id = @id and r.attempt = @attempt

@@ -407,8 +407,7 @@ const (
 		on conflict do nothing`
 	insertExecutions = `
 		insert into agent_executions (id, trace_id, surface, flow, status, thread_id, created_at, started_at, updated_at,
-		  completed_at,
-		                              waiting_for, waiting_key, waiting_until, wait_number, result_type, error_message)
+		  completed_at, waiting_for, waiting_key, waiting_until, wait_number, result_type, error_message)
 		select overlay(lanekeeper.agent_uuid7_floor(x.at)::text placing lpad(to_hex(e), 12, '0') from 25)::uuid,
 		       (array['hb', 'op', 'ch', 'wh', 'fl'])[1 + e % 5] || '_01' || lpad(e::text, 24, '0'),
 		       (array['heartbeat', 'operate', 'chat', 'webhook', 'flow'])[1 + e % 5], 'flow_' || e % 20, s.status,
@@ -426,8 +425,7 @@ const (
 		on conflict do nothing`
 	insertActivity = `
 		insert into agent_activity (id, trace_id, execution_id, kind, surface, skill_name, purpose, status, input, output,
-		  error_message,
-		                            error_class, model, token_usage, cost_usd, duration_ms, lane, created_at, finished_at)
+		  error_message, error_class, model, token_usage, cost_usd, duration_ms, lane, created_at, finished_at)
 		select overlay(lanekeeper.agent_uuid7_floor(x.at)::text placing lpad(to_hex(n), 12, '0') from 25)::uuid,
 		       (array['hb', 'op', 'ch', 'wh', 'fl'])[1 + e % 5] || '_01' || lpad(e::text, 24, '0'),
 		       overlay(lanekeeper.agent_uuid7_floor(x.began)::text placing lpad(to_hex(e), 12, '0') from 25)::uuid,
@@ -458,7 +456,7 @@ const (
 	insertMessages = `
 		insert into agent_messages (thread_id, seq, turn, role, content, channel, status, created_at, sent_at)
 		select 'visitor:' || e, m, m, case when m % 2 = 1 then 'user' else 'assistant' end, 'message ' || m, 'chat',
-		  'delivered', x.at, x.at
+		       'delivered', x.at, x.at
 		  from generate_series(@from::bigint / 100, (@to::bigint - 1) / 100) e, generate_series(1, 10) m,
 		       lateral (select @base::timestamptz + interval '29 days' * (e * 100.0 / @of::bigint)::float8 as at) x
 		 where e % 10 = 2
@@ -485,8 +483,7 @@ const insertSpansTrace = `
 	         at + k * interval '7 s', at + (k + 1) * interval '7 s', 7000
 	    from e, generate_series(0, 39) k returning id, step, execution_id, created_at as at)
 	insert into agent_activity (id, trace_id, execution_id, parent_id, kind, surface, skill_name, step, status,
-	  error_message,
-	  model, purpose, token_usage, cost_usd, input, output, created_at, finished_at, duration_ms)
+	  error_message, model, purpose, token_usage, cost_usd, input, output, created_at, finished_at, duration_ms)
 	select lanekeeper.agent_uuid7(p.at + j * interval '100 ms'), @trace, p.execution_id, p.id,
 	       case when j % 5 = 0 then 'model' else 'call' end, 'flow', 'skill_' || j % 30, p.step || '/call ' || j,
 	       case when j % 17 = 3 then 'error' else 'success' end,
@@ -494,8 +491,7 @@ const insertSpansTrace = `
 	       case when j % 5 = 0 then 'gpt-4o-mini' else '' end, 'flow import',
 	       case when j % 5 = 0 then jsonb_build_object('total_tokens', j * 7919 % 5000) else '{}' end,
 	       case when j % 5 = 0 then 0.001 * j else 0 end, jsonb_build_object('n', j, 'text', repeat('x', 100)),
-	         '{"ok": true}',
-	       p.at + j * interval '100 ms', p.at + (j + 1) * interval '100 ms', 90 + j * 31 % 40
+	       '{"ok": true}', p.at + j * interval '100 ms', p.at + (j + 1) * interval '100 ms', 90 + j * 31 % 40
 	  from p, generate_series(1, 49) j`
 
 // viewerLoad is the cost of open overviews.

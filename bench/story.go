@@ -379,9 +379,8 @@ const (
 		insert into agent_executions (id, trace_id, surface, flow, status, parent_id, created_at, started_at, updated_at,
 		  completed_at, result_type)
 		select (left(x.id::text, 23) || '-f' || right(x.id::text, 11))::uuid, x.trace_id, 'flow', 'child', 'completed', x.id,
-		  x.created_at + interval '6 seconds',
-		       x.created_at + interval '6 seconds', x.created_at + interval '9 seconds', x.created_at + interval '9 seconds',
-		         'success'
+		       x.created_at + interval '6 seconds', x.created_at + interval '6 seconds', x.created_at + interval '9 seconds',
+		       x.created_at + interval '9 seconds', 'success'
 		  from x where right(x.trace_id, 1) in ('0', '4', '8')
 		on conflict do nothing`
 )

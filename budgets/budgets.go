@@ -164,7 +164,7 @@ type Standing struct {
 func Today(ctx context.Context, db postgres.DB) ([]Standing, error) {
 	rows, err := db.Query(ctx, `
 		select scope, tokens, cost_usd::float8, reserved_tokens, reserved_usd::float8, unsettled, unknown_tokens,
-		  unknown_usd::float8
+		       unknown_usd::float8
 		  from agent_budget_today`)
 	return postgres.Collect(rows, err, "list budgets", pgx.RowToStructByPos[Standing])
 }
@@ -183,7 +183,7 @@ func AgentOf(today []Standing, name string) Standing {
 func Of(ctx context.Context, db postgres.DB, scope string) (Standing, error) {
 	rows, err := db.Query(ctx, `
 		select scope, tokens, cost_usd::float8, reserved_tokens, reserved_usd::float8, unsettled, unknown_tokens,
-		  unknown_usd::float8
+		       unknown_usd::float8
 		  from agent_budgets
 		 where scope = @scope`, postgres.Strict{"scope": scope})
 	got, err := postgres.Collect(rows, err, "read budget of "+scope, pgx.RowToStructByPos[Standing])

@@ -169,7 +169,7 @@ func (w *worker) claimEntries(ctx context.Context, limit int, full []string) ([]
 		    where f.next_attempt_at <= clock_timestamp() and f.conversation <> all(@full::text[])
 		    order by f.id limit @limit)
 		returning m.id::text, m.conversation, m.sender, m.sender_name, m.content, m.files, m.click, m.ref, m.message_ref,
-		  m.attempts`,
+		          m.attempts`,
 		postgres.Strict{
 			"channel": w.name, "limit": limit, "full": full, "hold": hold.Seconds(), "claim": w.inbox.lease.Token(),
 		})

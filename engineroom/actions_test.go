@@ -356,8 +356,7 @@ func asked(t *testing.T, pool *pgxpool.Pool, status, arguments string, hours flo
 		with s as (insert into agent_skills (name, handler, trust, tool_definition)
 		  values ('drop', 'builtin:drop', 'approve', '{}') on conflict (name) do nothing)
 		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, decided_by,
-		  reason,
-		       decided_at, consumed_at, expires_at)
+		  reason, decided_at, consumed_at, expires_at)
 		values ('op_00000000000000000000000001', 'drop', 1, @arguments::jsonb, md5(gen_random_uuid()::text), @status,
 		        case when @status in ('pending', 'expired') then '' else 'the admin' end,
 		        case when @status in ('pending', 'expired') then '' else 'looks right' end,

@@ -195,13 +195,12 @@ type automationFacts struct {
 func (room *Room) automationDefinition(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(automationVisit)
 	a, err := postgres.Row[automationFacts](ctx, room.Read, "read automation", `
-		select a.id::text, a.name, left(a.description, 8192) as description, a.trigger,
-		       left(a.cron, 300) as cron, left(a.timezone, 300) as timezone, left(a.event, 300) as event, left(a.signal, 4000)
-		         as signal,
-		       a.skill_name, left(a.prompt, 8192) as prompt, a.flow, a.enabled, a.disabled_by, left(a.disabled_reason, 2000)
-		         as disabled_reason,
-		       a.disabled_at, left(a.paused_for, 300) as paused_for, left(a.proposed_by, 300) as proposed_by,
-		       left(a.last_trace_id, 300) as last_trace_id, a.next_run_at, a.created_at, left(a.condition, 4000) as condition,
+		select a.id::text, a.name, left(a.description, 8192) as description, a.trigger, left(a.cron, 300) as cron,
+		       left(a.timezone, 300) as timezone, left(a.event, 300) as event, left(a.signal, 4000) as signal, a.skill_name,
+		       left(a.prompt, 8192) as prompt, a.flow, a.enabled, a.disabled_by,
+		       left(a.disabled_reason, 2000) as disabled_reason, a.disabled_at, left(a.paused_for, 300) as paused_for,
+		       left(a.proposed_by, 300) as proposed_by, left(a.last_trace_id, 300) as last_trace_id, a.next_run_at,
+		       a.created_at, left(a.condition, 4000) as condition,
 		       case when octet_length(a.arguments::text) <= @most then a.arguments::text
 		         else left(a.arguments::text, 4000) end as arguments,
 		       left(a.source, 300) as source, left(a.decided_by, 300) as decided_by, a.max_attempts, a.revision, a.signal_armed,

@@ -125,9 +125,8 @@ func (room *Room) runCharts(ctx context.Context, v *visit) (any, error) {
 		Completed, Failed, Timeout, Cancelled int64
 	}
 	lines, err := postgres.Rows[line](ctx, room.Read, "count executions", `
-		select c.start, sum(c.completed)::bigint as completed, sum(c.failed)::bigint as failed, sum(c.timeout)::bigint
-		  as timeout,
-		       sum(c.cancelled)::bigint as cancelled
+		select c.start, sum(c.completed)::bigint as completed, sum(c.failed)::bigint as failed,
+		       sum(c.timeout)::bigint as timeout, sum(c.cancelled)::bigint as cancelled
 		  from agent_execution_counts c
 		 where c.span = @span and c.start >= @since::timestamptz
 		   and (@agent::text = '' or c.agent = lanekeeper.agent_count_key(@agent))
@@ -459,7 +458,7 @@ func (room *Room) skillCharts(ctx context.Context, v *visit) (any, error) {
 		       array_agg(x.n order by x.bucket) as counts
 		  from (select g.day::date as day, d.bucket, d.calls as n
 		          from generate_series(@since::timestamptz at time zone 'UTC', clock_timestamp() at time zone 'UTC',
-		            interval '1 day') g (day)
+		                               interval '1 day') g (day)
 		         cross join lateral (select u.bucket, u.calls from agent_activity_durations u
 		                              where u.day = g.day::date and u.skill = '' offset 0) d) x
 		 group by 1`, freshPlan, postgres.Strict{"since": daily.since()})

@@ -28,8 +28,7 @@ func twoDays(t *testing.T, pool *pgxpool.Pool) {
 		insert into agent_checkpoints (execution_id, step, claim, waited_for, waited_since, created_at)
 		select id, 'lane', 1, 'lane', created_at, created_at + interval '700 ms' from agent_executions where wait_number = 1;
 		insert into agent_activity (id, trace_id, kind, agent, skill_name, purpose, surface, status, model, token_usage,
-		  cost_usd, led_to,
-		       created_at, duration_ms)
+		  cost_usd, led_to, created_at, duration_ms)
 		select lanekeeper.agent_uuid7(at), 'fl_' || lpad(n::text, 26, '0'), case when n % 2 = 0 then 'model' else 'call' end,
 		       (array['sales', 'billing', 'research'])[1 + n % 3], case when n % 2 = 0 then 'model_call'
 		         else 'skill_' || n % 7 end,

@@ -160,9 +160,8 @@ type rejectedRequest struct {
 
 func (room *Room) deliveriesRefused(ctx context.Context, _ *visit) (any, error) {
 	return postgres.Rows[rejectedRequest](ctx, room.Read, "list refusals", `
-		select a.id::text, a.trace_id, coalesce(a.input ->> 'endpoint', '') as endpoint, coalesce(a.input ->> 'count', '')
-		  as count,
-		       coalesce(left(a.error_message, 300), '') as why, a.created_at
+		select a.id::text, a.trace_id, coalesce(a.input ->> 'endpoint', '') as endpoint,
+		       coalesce(a.input ->> 'count', '') as count, coalesce(left(a.error_message, 300), '') as why, a.created_at
 		  from agent_activity a where a.skill_name = 'webhook_refused' order by a.id desc limit @most`,
 		freshPlan, postgres.Strict{"most": mostRefusals})
 }
@@ -242,13 +241,12 @@ func (d deliveryDetail) Seen() string { return strconv.Itoa(d.Replays) }
 
 func (room *Room) deliveryFacts(ctx context.Context, v *visit) (any, error) {
 	d, err := postgres.Row[deliveryDetail](ctx, room.Read, "read delivery", `
-		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, left(d.trace_id, 300)
-		  as first_trace_id, d.execution_id::text,
-		       d.attempts, d.replays, d.repeats, d.conflicts, octet_length(d.body)::bigint as bytes, d.next_attempt_at,
-		         d.received_at, d.finished_at, d.updated_at,
-		       coalesce(left(d.error_message, 4000), '') as error, coalesce(e.scheme, '') as scheme, left(d.body_sha256, 100)
-		         as body_sha256,
-		       d.traceparent, coalesce(left(d.headers #>> '{X-Github-Event,0}', 100), '') as event,
+		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id,
+		       left(d.trace_id, 300) as first_trace_id, d.execution_id::text, d.attempts, d.replays, d.repeats, d.conflicts,
+		       octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at, d.finished_at, d.updated_at,
+		       coalesce(left(d.error_message, 4000), '') as error, coalesce(e.scheme, '') as scheme,
+		       left(d.body_sha256, 100) as body_sha256, d.traceparent,
+		       coalesce(left(d.headers #>> '{X-Github-Event,0}', 100), '') as event,
 		       coalesce(left(d.outcome::text, 20000), '') as outcome
 		  from agent_webhook_deliveries d left join agent_webhook_endpoints e on e.name = d.endpoint where d.id = @id`,
 		postgres.Strict{"id": v.About})
@@ -271,9 +269,9 @@ type deliveryAttempt struct {
 
 func (room *Room) deliveryAttempts(ctx context.Context, v *visit) (any, error) {
 	all, err := postgres.Rows[deliveryAttempt](ctx, room.Read, "list attempts", `
-		select a.id::text, left(a.step, 200) as step, a.skill_name, a.kind, a.status, coalesce(left(a.error_message, 1000), '')
-		  as error,
-		       coalesce(left(a.output::text, 2000), '') as output, a.duration_ms as millis, a.created_at
+		select a.id::text, left(a.step, 200) as step, a.skill_name, a.kind, a.status,
+		       coalesce(left(a.error_message, 1000), '') as error, coalesce(left(a.output::text, 2000), '') as output,
+		       a.duration_ms as millis, a.created_at
 		  from agent_webhook_deliveries d join agent_activity a on a.execution_id = d.execution_id
 		 where d.id = @id order by a.id limit @most + 1`, freshPlan, postgres.Strict{"id": v.About, "most": maxAttempts})
 	if err != nil {
@@ -299,8 +297,7 @@ type deliveryBody struct {
 func (room *Room) deliveryContent(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select x.id::text, left(x.headers::text, 70000) as headers, substring(x.body from 1 for @most) as body,
-		  octet_length(x.body)::bigint as bytes,
-		       x.received_at
+		       octet_length(x.body)::bigint as bytes, x.received_at
 		  from (select d.id, d.headers, d.body, d.received_at, 0 as place from agent_webhook_deliveries d where d.id = @id
 		        union all
 		        select c.id, c.headers, c.body, c.received_at, 1 from agent_webhook_conflicts c where c.delivery = @id) x

@@ -232,15 +232,12 @@ func (room *Room) missingFor(ctx context.Context, x executionRecord) (*missingWo
 func (room *Room) factOf(ctx context.Context, id string) (executionRecord, error) {
 	x, err := postgres.Row[executionRecord](ctx, room.Read, "read execution", `
 		select e.id::text, e.trace_id, e.surface, left(e.agent, 100) as agent, e.flow, e.status, left(e.queue, 100) as queue,
-		  e.flow_version, e.parent_id::text, e.thread_id,
-		       e.forked_from::text, left(e.forked_step, 600) as forked_step, e.priority, e.attempt, e.max_attempts,
-		         e.wait_number,
-		       e.progress_seconds, left(e.on_lost, 100) as on_lost, e.is_external, e.claim, e.claimed_by::text,
-		       left(coalesce(nullif(w.owner, ''), w.name), 200) as worker, w.expires_at as lease_until,
-		         left(e.failed_step, 600) as failed_step,
+		       e.flow_version, e.parent_id::text, e.thread_id, e.forked_from::text, left(e.forked_step, 600) as forked_step,
+		       e.priority, e.attempt, e.max_attempts, e.wait_number, e.progress_seconds, left(e.on_lost, 100) as on_lost,
+		       e.is_external, e.claim, e.claimed_by::text, left(coalesce(nullif(w.owner, ''), w.name), 200) as worker,
+		       w.expires_at as lease_until, left(e.failed_step, 600) as failed_step,
 		       left(e.cancelled_by, 200) as cancelled_by, left(e.cancel_reason, 1200) as cancel_reason, e.created_at,
-		         e.updated_at,
-		       e.started_at, e.completed_at
+		       e.updated_at, e.started_at, e.completed_at
 		  from agent_executions e left join agent_workers w on w.id = e.claimed_by
 		 where e.id = @id`, postgres.Strict{"id": id})
 	if err != nil {
@@ -279,9 +276,8 @@ func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 	var data string
 	err := room.Read.QueryRow(ctx, `
 		select left(coalesce(e.waiting_for, ''), 200), left(coalesce(e.waiting_key, ''), 1000),
-		  left(coalesce(e.waiting_step, ''), 1000), e.waiting_until, e.updated_at,
-		       e.wait_number, left(coalesce(e.waiting_data::text, ''), 8192),
-		         octet_length(coalesce(e.waiting_data::text, '')),
+		       left(coalesce(e.waiting_step, ''), 1000), e.waiting_until, e.updated_at, e.wait_number,
+		       left(coalesce(e.waiting_data::text, ''), 8192), octet_length(coalesce(e.waiting_data::text, '')),
 		       coalesce((select k.event from lanekeeper.agent_wait_events k where k.kind = e.waiting_for), '')
 		  from agent_executions e where e.id = @id and e.status = 'waiting'`, postgres.Strict{"id": w.ID}).
 		Scan(&w.For, &w.Key, &w.Step, &w.Until, &w.Since, &w.Number, &data, &w.Data.Bytes, &w.Event)
@@ -346,9 +342,8 @@ func (room *Room) executionValues(ctx context.Context, v *visit) (any, error) {
 		       left(v.result, 8192), octet_length(v.result), left(e.result_summary, 8192), octet_length(e.result_summary),
 		       left(v.error, 8192), octet_length(v.error)
 		  from agent_executions e
-		 cross join lateral (select e.input::text as input, e.variables::text as variables, coalesce(e.result::text, '')
-		   as result,
-		                            coalesce(e.error_message, '') as error) v
+		 cross join lateral (select e.input::text as input, e.variables::text as variables,
+		                            coalesce(e.result::text, '') as result, coalesce(e.error_message, '') as error) v
 		 where e.id = @id`, postgres.Strict{"id": v.About.(executionVisit).ID}).
 		Scan(&got.Status, &input, &got.Input.Bytes, &variables, &got.Variables.Bytes, &result, &got.Result.Bytes,
 			&summary, &got.Summary.Bytes, &failure, &got.Error.Bytes)

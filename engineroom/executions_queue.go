@@ -71,7 +71,7 @@ func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 		  from unnest(array['failed', 'timeout', 'cancelled']) s (status)
 		union all
 		select 'completed', exists (select e.id from agent_executions e order by e.id desc offset @looked limit 1),
-		  (select count(*) from (
+		       (select count(*) from (
 		         select from (select e.status from agent_executions e order by e.id desc limit @looked) x
 		           where x.status = 'completed' limit @most + 1) y)
 		union all

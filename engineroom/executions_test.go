@@ -32,7 +32,7 @@ func TestCompletedExecutionsAreCountedAmongTheNewest(t *testing.T) {
 	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, is_external, status, completed_at)
 		select lanekeeper.agent_uuid7(clock_timestamp() - interval '1 hour'), 'fl_1', 'flow', 'flow', false, 'failed',
-		  clock_timestamp()
+		       clock_timestamp()
 		  from generate_series(1, 4 * @most::int) n`, postgres.Strict{"most": maxCount})
 	counts, err = (&Room{Options: Options{Read: replica.Primary(pool)}}).countStates(t.Context())
 	assert.Truef(t, err == nil && counts["completed"] == "3+" && counts["failed"] == "1,000+",

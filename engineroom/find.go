@@ -313,9 +313,9 @@ func byName(path string) func(string) string {
 // runHits reads executions by a statement that selects their ids.
 func (room *Room) runHits(ctx context.Context, ids string, args postgres.Strict) ([]hit, error) {
 	return room.hitsOf(ctx, `
-		select e.id::text, left(e.flow, 200) as title, left(coalesce(nullif(e.error_message, ''), e.result_summary), 600)
-		  as about,
-		       e.status as state, e.created_at as at
+		select e.id::text, left(e.flow, 200) as title,
+		       left(coalesce(nullif(e.error_message, ''), e.result_summary), 600) as about, e.status as state,
+		       e.created_at as at
 		  from agent_executions e where e.id = any (array(`+ids+`)) order by e.id desc`, args, byName("/executions/"))
 }
 
@@ -351,9 +351,8 @@ func (room *Room) findTraces(ctx context.Context, q findQuery) ([]hit, error) {
 		return nil, err
 	}
 	return room.hitsOf(ctx, `
-		select i.id, left(coalesce(r.flow, 'trace without an execution'), 200) as title, left(coalesce(r.about, ''), 600)
-		  as about,
-		       coalesce(r.status, '') as state, r.created_at as at
+		select i.id, left(coalesce(r.flow, 'trace without an execution'), 200) as title,
+		       left(coalesce(r.about, ''), 600) as about, coalesce(r.status, '') as state, r.created_at as at
 		  from unnest(@ids::text[]) with ordinality i (id, n)
 		  left join lateral (select e.flow, e.status, e.created_at, coalesce(nullif(e.error_message, ''), e.result_summary)
 		    as about
@@ -475,8 +474,7 @@ func (room *Room) findObjectives(ctx context.Context, q findQuery) ([]hit, error
 func (room *Room) findThreads(ctx context.Context, q findQuery) ([]hit, error) {
 	return room.hitsOf(ctx, `
 		select t.id, left(coalesce(nullif(t.participant, ''), nullif(t.name, ''), t.id), 200) as title,
-		  left(coalesce(m.words, ''), 300) as about,
-		       '' as state, t.updated_at as at
+		       left(coalesce(m.words, ''), 300) as about, '' as state, t.updated_at as at
 		  from ((select t.id from agent_threads t where t.id = @text)
 		        union
 		        (select x.id from (select n.id, n.participant, n.name, n.owner from agent_threads n
@@ -528,9 +526,9 @@ func (room *Room) findDeliveries(ctx context.Context, q findQuery) ([]hit, error
 		}
 	}
 	return room.hitsOf(ctx, `
-		select d.id::text, left(d.endpoint, 200) as title, left(coalesce(d.error_message || ' ', '') || d.delivery_id, 300)
-		  as about,
-		       d.status as state, d.received_at as at
+		select d.id::text, left(d.endpoint, 200) as title,
+		       left(coalesce(d.error_message || ' ', '') || d.delivery_id, 300) as about, d.status as state,
+		       d.received_at as at
 		  from agent_webhook_deliveries d where d.id = any (array(
 		        (select i.id::uuid as id from unnest(@ids::text[]) i (id))
 		        union
@@ -563,9 +561,8 @@ func (room *Room) findActions(ctx context.Context, q findQuery) ([]hit, error) {
 		return nil, nil
 	}
 	return room.hitsOf(ctx, `
-		select a.id::text, left(a.skill_name, 200) as title, left(coalesce(nullif(a.error_message, ''), a.purpose), 300)
-		  as about,
-		       a.status as state, a.created_at as at
+		select a.id::text, left(a.skill_name, 200) as title,
+		       left(coalesce(nullif(a.error_message, ''), a.purpose), 300) as about, a.status as state, a.created_at as at
 		  from agent_activity a where a.id between @low::text::uuid and @high::text::uuid order by a.id desc limit @most`,
 		postgres.Strict{"low": low, "high": high, "most": hitsShown + 1},
 		func(id string) string { return "/activity?row=" + id + "#row-" + id })

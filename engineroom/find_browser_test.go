@@ -281,8 +281,7 @@ func plenty(t *testing.T, pool *pgxpool.Pool) {
 	}
 	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, agent, status, attempt, created_at, started_at, updated_at,
-		  completed_at,
-		  result_summary, error_message, waiting_for, waiting_key, waiting_until, waiting_step)
+		  completed_at, result_summary, error_message, waiting_for, waiting_key, waiting_until, waiting_step)
 		select lanekeeper.agent_uuid7(x.at), lanekeeper.agent_trace_id((array['hb', 'op', 'ch', 'wh', 'fl'])[1 + n % 5]),
 		       (array['heartbeat', 'operate', 'chat', 'webhook', 'flow'])[1 + n % 5],
 		       (array['heartbeat', 'operate', 'chat', 'import_orders',
@@ -303,8 +302,7 @@ func plenty(t *testing.T, pool *pgxpool.Pool) {
 		          from generate_series(1, 60) n) x`)
 	rows.Quiet(t, pool, `
 		insert into agent_activity (id, trace_id, execution_id, surface, agent, kind, skill_name, purpose, status,
-		  error_message, error_class,
-		  cost_usd, duration_ms, token_usage, created_at)
+		  error_message, error_class, cost_usd, duration_ms, token_usage, created_at)
 		select lanekeeper.agent_uuid7(e.created_at + k * interval '1 second'), e.trace_id, e.id, e.surface, e.agent,
 		       case k when 1 then 'model' else 'call' end, case k when 1 then 'model_call' else 'refund_order' end,
 		       case k when 1 then 'decide what to refund' else '' end, case when e.status = 'failed' and k = 2 then 'error'

@@ -170,8 +170,8 @@ func (room *Room) laneWaiters(ctx context.Context, v *visit) (any, error) {
 	all, err := postgres.Rows[laneWaiter](ctx, room.Read, "list waiters", `
 		select * from (
 		(select w.lane, w.owner, substring(w.owner from '^([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})#') as execution_id,
-		        row_number() over (partition by w.lane order by w.ticket) as place, w.ticket, w.since, null::timestamptz
-		          as until
+		        row_number() over (partition by w.lane order by w.ticket) as place, w.ticket, w.since,
+		        null::timestamptz as until
 		   from agent_lock_waiters w where w.expires_at > now() and (@lanes::text[] is null or w.lane = any (@lanes))
 		  order by w.lane, w.ticket limit @most + 1)
 		union all

@@ -89,8 +89,7 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 		returning id::text`, run)
 	put(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_key, waiting_until,
-		  waiting_step, thread_id,
-		       created_at, started_at, updated_at)
+		  waiting_step, thread_id, created_at, started_at, updated_at)
 		values ($1::text::uuid, $2, 'operate', 'operate', 'waiting', 'response', 'odd', null, 's', 'odd', '-infinity',
 		  '4713-01-01 BC', 'infinity')
 		returning id::text`, run, trace)
@@ -106,11 +105,9 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 	} {
 		put(t, pool, `
 			insert into agent_activity (trace_id, execution_id, surface, skill_name, kind, status, token_usage, cost_usd,
-			  duration_ms,
-			       thread_id, created_at, finished_at)
+			  duration_ms, thread_id, created_at, finished_at)
 			values ($1, $2::text::uuid, 'operate', 'model_call', 'model', 'error', $3::text::jsonb, 'NaN', -5,
-			  repeat('é<b>', 100000), 'infinity',
-			       '-infinity') returning id::text`, trace, run, usage)
+			  repeat('é<b>', 100000), 'infinity', '-infinity') returning id::text`, trace, run, usage)
 	}
 	put(t, pool, `
 		insert into agent_automations (name, trigger, cron, prompt, enabled, disabled_by, paused_for, timezone, source,
@@ -254,7 +251,7 @@ func TestListsGoOnOverPages(t *testing.T) {
 		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_key, waiting_until,
 		  claimed_by, created_at)
 		select lanekeeper.agent_uuid7(at), 'fl_' || lpad(n::text, 26, '0'), 'flow', 'f', 'waiting', 'event', 'k',
-		  now() + n / 7 * interval '1 hour', null, at
+		       now() + n / 7 * interval '1 hour', null, at
 		  from (select n, clock_timestamp() - n * interval '1 second' as at from generate_series(1, 120) n) x;
 		insert into agent_threads (id, channel, owner, updated_at)
 		select 'thread ' || n, 'chat', 'o', now() - n / 3 * interval '1 minute' from generate_series(1, 120) n;
@@ -393,7 +390,7 @@ var indexedPages = map[string]struct {
 		  from generate_series(1, 60) n;
 		insert into agent_automation_runs (automation_id, cause, scheduled_for, status)
 		select a.id, 'manual', now(), (array['success', 'error', 'dead'])[1 + n % 3] from agent_automations a,
-		  generate_series(1, 300) n`,
+		       generate_series(1, 300) n`,
 		"agent_automation_runs", `/automations /automations?state=enabled /automations/a7
 		/automations/a7?before=01890000-0000-7000-8000-000000000000`, mostRead,
 	},
@@ -510,8 +507,9 @@ var indexedPages = map[string]struct {
 		insert into agent_executions (trace_id, surface, flow) select 'fl_' || n, 'flow', 'x' from generate_series(1, 5000) n;
 		insert into agent_executions (id, trace_id, surface, agent, flow, status, error_message, created_at, completed_at)
 		select lanekeeper.agent_uuid7(at), 'fl_' || lpad(n::text, 26, '0'), 'flow', (array['sales', 'billing'])[1 + n % 2],
-		  case when n % 3 = 0 then 'flow_' || n % 40 else 'often' end, case when n % 5 = 0 then 'failed' when n % 55 = 1 then 'timeout' else 'completed' end,
-		  'no answer from host ' || n, at, at
+		       case when n % 3 = 0 then 'flow_' || n % 40 else 'often' end,
+		       case when n % 5 = 0 then 'failed' when n % 55 = 1 then 'timeout' else 'completed' end,
+		       'no answer from host ' || n, at, at
 		  from (select n, now() - n * interval '7 s' as at from generate_series(1, 18000) n) x;
 		insert into agent_executions (id, trace_id, surface, agent, flow, status, completed_at)
 		select lanekeeper.agent_uuid7(at), 'hb_' || n, 'heartbeat', 'sales', 'heartbeat', 'completed', at
@@ -578,8 +576,7 @@ var indexedPages = map[string]struct {
 		`
 		insert into agent_threads (id, channel, owner, participant, next_seq, summary, updated_at)
 		select 'thread' || n, (array['chat', 'webhook', 'log'])[1 + n % 3], 'key' || n % 7, 'p', 11,
-		  repeat('they spoke of prices ', 20),
-		       now() - n * interval '1 minute' from generate_series(1, 8000) n;
+		       repeat('they spoke of prices ', 20), now() - n * interval '1 minute' from generate_series(1, 8000) n;
 		insert into agent_messages (thread_id, seq, turn, role, content, status)
 		select 'thread' || n, s, s, 'user', 'words', 'received' from generate_series(1, 4000) n, generate_series(1, 3) s;
 		insert into agent_messages (thread_id, role, content, status) select 'thread' || n, 'assistant', 'words', 'queued'

@@ -125,8 +125,8 @@ func (room *Room) memories(ctx context.Context, v *visit) (any, error) {
 	asked := v.About.(memoryFilter)
 	list, err := postgres.Rows[memoryRow](ctx, room.Read, "list memory", `
 		select m.id::text, left(m.owner, 100) as agent, m.category, m.key, left(m.value::text, 300) as value,
-		  octet_length(m.value::text) as bytes, m.revision,
-		       left(m.trace_id, 300) as trace_id, m.expires_at, m.created_at, m.updated_at
+		       octet_length(m.value::text) as bytes, m.revision, left(m.trace_id, 300) as trace_id, m.expires_at,
+		       m.created_at, m.updated_at
 		  from (select m.* from agent_memory m
 		         where (@categories::text[] is null or m.category = any (@categories))
 		           and (@prefix::text = '' or m.id = any (array(
@@ -203,8 +203,8 @@ func (room *Room) entriesOf(ctx context.Context, about memoryKey) ([]memoryRow, 
 	}
 	return postgres.Rows[memoryRow](ctx, room.Read, "read memory", `
 		select m.id::text, left(m.owner, 100) as agent, m.category, m.key, left(m.value::text, 8192) as value,
-		  octet_length(m.value::text) as bytes, m.revision,
-		       left(m.trace_id, 300) as trace_id, m.expires_at, m.created_at, m.updated_at
+		       octet_length(m.value::text) as bytes, m.revision, left(m.trace_id, 300) as trace_id, m.expires_at,
+		       m.created_at, m.updated_at
 		  from agent_memory m
 		 where m.key = @key and (@category::text = '' or m.category = @category)
 		   and (m.expires_at is null or m.expires_at > clock_timestamp())
@@ -224,7 +224,7 @@ func (room *Room) keyHistory(ctx context.Context, v *visit) (any, error) {
 		select a.id::text, a.trace_id, a.skill_name, a.status, coalesce(left(a.input ->> 'category', 255), '') as category,
 		       left(a.agent, 100) as agent, a.created_at as at
 		  from unnest(array['memory_write', 'memory_forget', 'save_memory', 'set_memory', 'forget_memory',
-		    'decide_memory_conflict']) s (name)
+		              'decide_memory_conflict']) s (name)
 		  cross join lateral (select * from agent_activity x where x.skill_name = s.name order by x.id desc limit @window) a
 		 where a.input ->> 'key' = @key
 		 order by a.id desc limit @most`,
@@ -258,10 +258,10 @@ func (c memoryConflict) There() shownValue { return shownJSON(c.Current, c.Curre
 func (room *Room) memoryConflicts(ctx context.Context, _ *visit) (any, error) {
 	list, err := postgres.Rows[memoryConflict](ctx, room.Read, "list memory conflicts", `
 		select c.id::text, left(c.owner, 100) as agent, c.category, c.key, left(c.trace_id, 300) as trace_id,
-		  left(c.value::text, 4000) as value,
-		       octet_length(c.value::text) as bytes, coalesce(left(m.value::text, 4000), '') as current,
-		       coalesce(octet_length(m.value::text), 0) as current_bytes, c.if_revision, c.found_revision,
-		       coalesce(m.revision, 0) as revision, coalesce(left(m.trace_id, 300), '') as current_trace, c.created_at
+		       left(c.value::text, 4000) as value, octet_length(c.value::text) as bytes,
+		       coalesce(left(m.value::text, 4000), '') as current, coalesce(octet_length(m.value::text), 0) as current_bytes,
+		       c.if_revision, c.found_revision, coalesce(m.revision, 0) as revision,
+		       coalesce(left(m.trace_id, 300), '') as current_trace, c.created_at
 		  from (select * from agent_memory_conflicts x where x.status = 'open' order by x.id desc limit @most::int + 1) c
 		  left join agent_memory m on m.owner = c.owner and m.category = c.category and m.key = c.key
 		   and (m.expires_at is null or m.expires_at > clock_timestamp())

@@ -49,9 +49,8 @@ func (p objectiveRow) Bar() (b struct{ Done, Failed int64 }) {
 // objectiveColumns reads a pursued; the trace is the latest one.
 const objectiveColumns = `
 		select o.id::text, o.name, left(o.goal, 4000) as goal, o.status, left(o.source, 100) as source,
-		  left(o.proposed_by, 100) as proposed_by,
-		       left(o.note, 4000) as note, left(o.success_criteria, 4000) as success_criteria, left(o.decided_by, 100)
-		         as decided_by,
+		       left(o.proposed_by, 100) as proposed_by, left(o.note, 4000) as note,
+		       left(o.success_criteria, 4000) as success_criteria, left(o.decided_by, 100) as decided_by,
 		       left(o.decided_reason, 1000) as decided_reason, o.priority, o.round, o.revision, o.idle_runs,
 		       coalesce(extract(epoch from o.review_every), 0)::bigint as review, o.due_at,
 		       greatest(o.updated_at, p.touched_at) as touched_at, o.created_at, o.decided_at,
@@ -61,11 +60,11 @@ const objectiveColumns = `
 		       o.status = 'active' and o.due_at < clock_timestamp() - interval '3 days'
 		         and greatest(o.updated_at, p.touched_at) < clock_timestamp() - interval '3 days' as stale
 		  from agent_objectives o, lateral (
-		       select count(*) filter (where s.status <> 'skipped') as total, count(*) filter (where s.status = 'done')
-		         as done,
-		              count(*) filter (where s.status = 'failed') as failed, count(*) filter (where s.status = 'pending')
-		                as pending,
-		              max(s.updated_at) as touched_at, (array_agg(s.trace_id order by s.updated_at desc))[1] as trace_id
+		       select count(*) filter (where s.status <> 'skipped') as total,
+		              count(*) filter (where s.status = 'done') as done,
+		              count(*) filter (where s.status = 'failed') as failed,
+		              count(*) filter (where s.status = 'pending') as pending, max(s.updated_at) as touched_at,
+		              (array_agg(s.trace_id order by s.updated_at desc))[1] as trace_id
 		         from agent_objective_steps s where s.objective_id = o.id) p`
 
 // activeObjectives reads the active objectives by priority.
@@ -199,9 +198,8 @@ type evidenceRow struct {
 // objectiveSteps reads the steps and this round's evidence.
 func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
 	steps, err := postgres.Rows[stepRow](ctx, room.Read, "list steps", `
-		select s.id::text, left(s.title, 500) as title, s.status, left(s.result, 4000) as result, left(s.trace_id, 300)
-		  as trace_id,
-		       s.position, s.attempts, s.updated_at
+		select s.id::text, left(s.title, 500) as title, s.status, left(s.result, 4000) as result,
+		       left(s.trace_id, 300) as trace_id, s.position, s.attempts, s.updated_at
 		  from agent_objective_steps s where s.objective_id = @id order by s.position limit @most::int + 1`,
 		postgres.Strict{"id": v.About, "most": mostSteps})
 	if err != nil {
@@ -209,8 +207,7 @@ func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
 	}
 	proofs, err := postgres.Rows[evidenceRow](ctx, room.Read, "list evidence", `
 		select e.step_id::text, left(e.skill_name, 200) as skill_name, left(e.trace_id, 300) as trace_id,
-		  left(e.given_by, 100) as given_by,
-		       left(e.reason, 1000) as reason, e.activity_id::text, e.created_at
+		       left(e.given_by, 100) as given_by, left(e.reason, 1000) as reason, e.activity_id::text, e.created_at
 		  from agent_objective_steps s
 		  cross join lateral (select * from agent_objective_evidence x
 		    where x.step_id = s.id and x.created_at >= s.started_at order by x.created_at limit 10) e

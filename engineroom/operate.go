@@ -176,8 +176,8 @@ func (room *Room) callsOfTurns(ctx context.Context, messages []sessionMessage) (
 		select a.id::text, a.trace_id, coalesce(a.execution_id::text, '') as execution_id, a.created_at as at,
 		       left(a.skill_name, 200) as name, a.status, left(coalesce(a.error_message, ''), 1000)
 		  as error, left(a.input::text, 8192) as input, octet_length(a.input::text)::bigint as input_bytes,
-		       coalesce(left(a.output::text, 8192), '') as output, coalesce(octet_length(a.output::text), 0)::bigint
-		         as output_bytes, a.duration_ms
+		  coalesce(left(a.output::text, 8192), '') as output,
+		  coalesce(octet_length(a.output::text), 0)::bigint as output_bytes, a.duration_ms
 		  from unnest(@traces::text[]) t (id)
 		 cross join lateral (select c.* from agent_activity c where c.trace_id = t.id and c.kind = 'call'
 		                      order by c.created_at limit @most) a

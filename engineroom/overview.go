@@ -91,7 +91,7 @@ func (room *Room) runningNow(ctx context.Context, v *visit) (any, error) {
 		  order by e.id desc limit @most::int + 1),
 		loose as (
 		 select null::text, a.trace_id, left(a.surface, 100), '', coalesce(left(a.thread_id, 300), ''),
-		   array[left(a.skill_name, 100)], x.started_at
+		        array[left(a.skill_name, 100)], x.started_at
 		   from (select o.activity_id, o.started_at from agent_activity_open o
 		          where o.execution_id is null order by o.activity_id desc limit @most::int + 1) x
 		   join agent_activity a on a.id = x.activity_id

@@ -79,7 +79,7 @@ const busySeed = `
 	 cross join lateral (select now() - a.since - (n - 1) * interval '30 minutes' as at) x;
 	insert into agent_executions (id, trace_id, surface, agent, flow, status, created_at, updated_at, completed_at)
 	select lanekeeper.agent_uuid7(at), 'fl_SALT' || lpad(n::text, 7, '0'), 'flow', 'sales', 'nightly_report', 'completed',
-	  at, at, at + interval '40 s'
+	       at, at, at + interval '40 s'
 	  from (select n, now() - n * n * interval '37 seconds' as at from generate_series(1, 45) n) x;
 	insert into agent_executions (id, trace_id, surface, agent, flow, status, error_message, created_at, updated_at,
 	  completed_at)
@@ -98,8 +98,8 @@ const busySeed = `
 	  'completed', now(), now(), now());
 	insert into agent_executions (id, trace_id, surface, agent, flow, status, claimed_by, claim, created_at, updated_at)
 	select lanekeeper.agent_uuid7(now() - n * interval '9 s'), 'ch_SALT3' || lpad(n::text, 6, '0'), 'chat', 'sales',
-	  'chat', 'running',
-	       '018f0000-0000-7000-8000-000000000001', 1, now(), now() - n * interval '9 s' from generate_series(1, 20) n;
+	       'chat', 'running', '018f0000-0000-7000-8000-000000000001', 1, now(),
+	       now() - n * interval '9 s' from generate_series(1, 20) n;
 	insert into agent_skills (name, description, tool_definition, handler, trust) values
 	       ('issue_refund', 'Pays money back to a customer.', '{}', 'http:x', 'approve');
 	insert into agent_skills (name, tool_definition, handler) select 'healthy_skill_' || n, '{}', 'builtin:x'
@@ -129,7 +129,7 @@ const busySeed = `
 	       'h' || n, now() + interval '20 hours', now() - n * interval '4 minutes' from generate_series(1, 20) n;
 	insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, execution_id)
 	select 'thread:customer-with-a-long-name-' || n, e.id || '#1', n, now() - n * interval '20 s',
-	  now() + interval '10 minutes', e.id
+	       now() + interval '10 minutes', e.id
 	  from generate_series(1, 20) n join agent_executions e on e.trace_id = 'ch_SALT3' || lpad(n::text, 6, '0');
 	insert into agent_requests (kind, execution_id, trace_id, title)
 	select 'signature', e.id, e.trace_id, 'INE, CURP and proof of address of customer ' || n

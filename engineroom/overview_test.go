@@ -260,9 +260,9 @@ const manyActivities = `
 	insert into agent_activity (id, trace_id, skill_name, purpose, status, surface, agent, lane, error_class,
 	  error_message, created_at)
 	select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 2 when 0 then 'even' else 'odd' end,
-	  'number ' || n || '.',
-	       case n % 3 when 0 then 'error' else 'success' end, case n % 5 when 0 then 'chat' else 'heartbeat' end,
-	       'agent_' || n % 7, 'lane_' || n % 11, case n % 3 when 0 then 'timeout_class' else '' end, case n % 3
+	       'number ' || n || '.', case n % 3 when 0 then 'error' else 'success' end,
+	       case n % 5 when 0 then 'chat' else 'heartbeat' end, 'agent_' || n % 7, 'lane_' || n % 11,
+	       case n % 3 when 0 then 'timeout_class' else '' end, case n % 3
 	         when 0 then 'too slow' end, at
 	  from (select n, clock_timestamp() - make_interval(secs => 3 * (20000 - n)) as at from generate_series(1, 20000) n) x`
 
@@ -300,8 +300,7 @@ func TestARowOfTheLogUnfolds(t *testing.T) {
 	id := put(t, pool, `
 		insert into agent_activity (trace_id, skill_name, input, output, error_message, step, idempotency_key, token_usage)
 		values ('hb_00000000000000000000000001', 'look', jsonb_build_object('text', $1::text), to_jsonb(repeat('z', 1000000)),
-		  $1, $1, $1,
-		        '{"prompt_tokens": 1200, "completion_tokens": 34}') returning id::text`, hostile)
+		  $1, $1, $1, '{"prompt_tokens": 1200, "completion_tokens": 34}') returning id::text`, hostile)
 	folded := shows(t, server.URL+"/activity", `aria-expanded="false"`, "row="+id)
 	assert.True(t, !strings.Contains(folded, "zzzz") && !strings.Contains(folded, "1,200 read"),
 		"a folded row has what it leaves out")
@@ -317,8 +316,7 @@ func spend(t *testing.T, pool *pgxpool.Pool, purpose, model, cost, ago string) {
 		insert into agent_activity (id, trace_id, kind, skill_name, purpose, model, surface, cost_usd, token_usage,
 		  created_at, duration_ms)
 		select lanekeeper.agent_uuid7(at), 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'model', 'model_call', $1, $2, 'heartbeat',
-		  $3::text::numeric,
-		       '{"prompt_tokens": 900, "completion_tokens": 100, "total_tokens": 1000}', at, 1234
+		       $3::text::numeric, '{"prompt_tokens": 900, "completion_tokens": 100, "total_tokens": 1000}', at, 1234
 		  from (select clock_timestamp() - $4::text::interval as at) x returning id::text`, purpose, model, cost, ago)
 }
 

@@ -69,8 +69,7 @@ func TestListingsAreNarrowedToAnAgent(t *testing.T) {
 	for _, agent := range []string{"sales", "billing"} {
 		rows.Quiet(t, pool, `
 			insert into agent_executions (trace_id, surface, flow, agent, status, started_at, completed_at)
-			values (lanekeeper.agent_trace_id('fl'), 'flow', 'flow-of-' || $1::text, $1::text, 'completed', now(),
-			  now())`, agent)
+			values (lanekeeper.agent_trace_id('fl'), 'flow', 'flow-of-' || $1::text, $1::text, 'completed', now(), now())`, agent)
 		rows.Quiet(t, pool, `
 			insert into agent_executions (trace_id, surface, flow, agent, status, waiting_for, waiting_key, waiting_until,
 			  waiting_step)
@@ -163,9 +162,8 @@ func delivered(t *testing.T, pool *pgxpool.Pool, status, body string) string {
 		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, headers, body,
 		  body_sha256, outcome)
 		values ('shop', gen_random_uuid()::text, 'wh_00000000000000000000000001', 'wh_00000000000000000000000001', $1,
-		        '{"X-Github-Event": ["issues"], "Authorization": ["Bearer sk-abcdefghijklmnopqrstuvwxyz"]}',
-		          convert_to($2, 'UTF8'), 'x',
-		        '{"1": {"event": "EVENT_COMPLETED", "key": "order-7"}}')
+		  '{"X-Github-Event": ["issues"], "Authorization": ["Bearer sk-abcdefghijklmnopqrstuvwxyz"]}', convert_to($2, 'UTF8'),
+		  'x', '{"1": {"event": "EVENT_COMPLETED", "key": "order-7"}}')
 		returning id::text`, status, body)
 }
 
@@ -178,7 +176,7 @@ func undelivered(t *testing.T, pool *pgxpool.Pool, target, status string) string
 		           on conflict (name) do update set url = excluded.url returning id)
 		insert into agent_webhook_outbox (target_id, event, payload, trace_id, status, attempts, http_status, last_error)
 		select id, 'execution.failed', '{"type": "execution.failed", "data": {"id": "x"}}', 'wh_1', $2, 9, 503,
-		  'it answered 503' from t
+		       'it answered 503' from t
 		returning id::text`, target, status)
 }
 

@@ -205,7 +205,7 @@ func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
 	}
 	abouts, err := postgres.Rows[skillAbout](ctx, room.Read, "list skills", `
 		select s.name, left(s.description, 160) as description, left(s.handler, 100) as handler, s.scope, s.trust,
-		  s.state_revision
+		       s.state_revision
 		  from agent_skills s where s.name = any (@names::text[])`, postgres.Strict{"names": names})
 	if err != nil {
 		return nil, err
@@ -285,10 +285,8 @@ func (s shownSkill) Ever() bool { return s.EnabledAt.After(time.Unix(0, 0)) }
 func (room *Room) skillAbout(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select s.name, left(s.description, 4000) as description, left(s.handler, 300) as handler, s.scope, s.trust,
-		  left(s.source, 300) as source, s.disabled_by,
-		       left(s.disabled_reason, 2000) as disabled_reason, s.idempotent, s.enabled, s.timeout_ms, s.revision,
-		         s.state_revision, s.disabled_at, s.trial_at,
-		       s.enabled_at, s.updated_at,
+		       left(s.source, 300) as source, s.disabled_by, left(s.disabled_reason, 2000) as disabled_reason, s.idempotent,
+		       s.enabled, s.timeout_ms, s.revision, s.state_revision, s.disabled_at, s.trial_at, s.enabled_at, s.updated_at,
 		       case when s.enabled then 'enabled' when s.trial_at is not null then 'on trial' else 'disabled' end as state,
 		       left(s.tool_definition::text, 8192) as tool, octet_length(s.tool_definition::text) as tool_size,
 		       left(s.config::text, 8192) as config, octet_length(s.config::text) as config_size,
@@ -362,7 +360,7 @@ func (room *Room) callsOf(ctx context.Context, v *visit, status string, most int
 		select x.id::text, x.trace_id, left(x.surface, 40) as surface, x.status, left(x.error_class, 100) as class,
 		       coalesce(left(x.error_message, 400), '') as message, x.duration_ms, x.created_at
 		  from (select a.id, a.trace_id, a.surface, a.status, a.error_class, a.error_message, a.duration_ms, a.created_at,
-		    a.kind
+		               a.kind
 		          from agent_activity a where a.skill_name = @name order by a.id desc limit @walk::int) x
 		 where x.kind = 'call' and (@status::text = '' or x.status = @status)
 		 order by x.id desc limit @most::int`, freshPlan, postgres.Strict{
@@ -379,8 +377,7 @@ type callingAutomation struct {
 func (room *Room) skillAutomations(ctx context.Context, v *visit) (any, error) {
 	return postgres.Rows[callingAutomation](ctx, room.Read, "list automations of a skill", `
 		select left(a.name, 100) as name, a.trigger, case when a.enabled then 'enabled' else 'disabled' end as state,
-		  a.last_trace_id,
-		       case when a.enabled then a.next_run_at end as next_run_at
+		       a.last_trace_id, case when a.enabled then a.next_run_at end as next_run_at
 		  from agent_automations a where a.skill_name = @name
 		    order by a.name limit @most::int`, postgres.Strict{"name": v.About, "most": mostSkills})
 }

@@ -323,13 +323,11 @@ type modelCall struct {
 func (room *Room) modelCalls(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(spendFilter)
 	list, err := postgres.Rows[modelCall](ctx, room.Read, "list model calls", `
-		select x.id::text, x.trace_id, left(x.purpose, 100) as purpose, left(x.surface, 40) as surface, left(x.model, 100)
-		  as model, x.status,
-		       lanekeeper.agent_tokens(x.token_usage, 'total_tokens') as tokens, x.cost_usd::float8 as cost_usd,
-		         x.duration_ms, x.created_at
+		select x.id::text, x.trace_id, left(x.purpose, 100) as purpose, left(x.surface, 40) as surface,
+		       left(x.model, 100) as model, x.status, lanekeeper.agent_tokens(x.token_usage, 'total_tokens') as tokens,
+		       x.cost_usd::float8 as cost_usd, x.duration_ms, x.created_at
 		  from (select a.id, a.trace_id, coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, a.surface, a.model,
-		    a.status, a.kind,
-		               a.token_usage, a.cost_usd, a.duration_ms, a.created_at, a.led_to
+		               a.status, a.kind, a.token_usage, a.cost_usd, a.duration_ms, a.created_at, a.led_to
 		          from agent_activity a
 		         where a.skill_name = 'model_call' and a.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
 		         order by a.id desc limit @walk::int) x

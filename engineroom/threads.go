@@ -381,11 +381,9 @@ func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
 	id := v.About.(threadVisit).ID
 	rows, err := room.Read.Query(ctx, `
 		select t.id, left(t.channel, 100) as channel, left(t.target, 200) as target, left(t.agent, 100) as agent,
-		  left(t.owner, 200) as owner,
-		       left(t.participant, 200) as participant, t.idle_seconds, t.next_seq - 1 as said, left(t.summary, 8192)
-		         as summary,
-		       octet_length(t.summary) as summary_bytes, t.summary_through, t.created_at, t.updated_at,
-		       left(coalesce(l.locked_by, ''), 255) as holder, l.execution_id::text as holder_id,
+		       left(t.owner, 200) as owner, left(t.participant, 200) as participant, t.idle_seconds, t.next_seq - 1 as said,
+		       left(t.summary, 8192) as summary, octet_length(t.summary) as summary_bytes, t.summary_through, t.created_at,
+		       t.updated_at, left(coalesce(l.locked_by, ''), 255) as holder, l.execution_id::text as holder_id,
 		       case when l.parked then l.locked_at else l.expires_at - make_interval(secs => l.ttl_seconds) end as held_since,
 		       case when not l.parked then l.expires_at end as expires_at, coalesce(l.parked, false) as parked,
 		       coalesce(l.expires_at <= clock_timestamp(), false) as stale,

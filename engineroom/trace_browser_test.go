@@ -66,7 +66,8 @@ func failedNight(t *testing.T, pool *pgxpool.Pool) trace.ID {
 		      (true, 'skill', 'pull', 'error', 'action pull (skill): ' || $2, 'sql', 34.0, 45.8)) v (child, n, s, st, m, cl, f, t)
 		  returning id, step, execution_id)
 		insert into agent_activity (id, trace_id, execution_id, parent_id, kind, skill_name, step, status, model, purpose,
-		  token_usage, cost_usd, led_to, created_at, finished_at, duration_ms, error_class, error_message, input, output, claim)
+		  token_usage, cost_usd, led_to, created_at, finished_at, duration_ms, error_class, error_message, input, output,
+		  claim)
 		select lanekeeper.agent_uuid7(p.at + v.f * interval '1 s'), p.trace_id, coalesce(h.execution_id, p.id), h.id, v.k, v.n,
 		       v.s, v.st, v.w, v.p, v.u::jsonb, v.c, v.l::jsonb, p.at + v.f * interval '1 s', p.at + v.t * interval '1 s',
 		       ((v.t - v.f) * 1000)::bigint, v.cl, nullif(v.er, ''), '{"table": "caretaker_notes", "limit": 20}', '{"ok": true}', 2
@@ -240,8 +241,8 @@ func TestAStoppedActionDoesNotRunOn(t *testing.T) {
 		with w as (
 		  insert into agent_workers (name, expires_at) values ('web-1', clock_timestamp() - interval '4 minutes') returning id),
 		runs as (
-		  insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by, created_at, started_at, completed_at,
-		    cancelled_by, cancel_reason)
+		  insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by, created_at, started_at,
+		    completed_at, cancelled_by, cancel_reason)
 		  select $1, 'operate', v.flow, v.status, 1, case when v.lost then w.id end, at, at, case when v.ended then at + interval '30 s' end,
 		         case when v.ended then 'ana' end, case when v.ended then 'enough' end
 		    from w, (values ('stopped', 'cancelled', false, true), ('lost', 'running', true, false)) v (flow, status, lost, ended),
@@ -389,8 +390,8 @@ func wideTrace(t *testing.T, pool *pgxpool.Pool, n int) trace.ID {
 		  select lanekeeper.agent_uuid7(at + k * interval '7 s'), $1, e.id, 'phase', 'batch ' || k, 'batch ' || k,
 		         at + k * interval '7 s', at + (k + 1) * interval '7 s', 7000
 		    from e, generate_series(0, 39) k returning id, step, execution_id, created_at as at)
-		insert into agent_activity (id, trace_id, execution_id, parent_id, kind, skill_name, step, status, error_message, model, purpose,
-		  token_usage, cost_usd, created_at, finished_at, duration_ms)
+		insert into agent_activity (id, trace_id, execution_id, parent_id, kind, skill_name, step, status, error_message,
+		  model, purpose, token_usage, cost_usd, created_at, finished_at, duration_ms)
 		select lanekeeper.agent_uuid7(p.at + j * interval '100 ms'), $1, p.execution_id, p.id, case when j % 5 = 0 then 'model' else 'call' end,
 		       'fetch_prices_of_shop_' || j, p.step || '/call ' || j, case when j % 17 = 3 then 'error' else 'success' end,
 		       case when j % 17 = 3 then 'shop ' || j || ' answered with status 503 after ' || (j * 7919 % 1000) || ' ms' end,

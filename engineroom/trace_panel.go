@@ -248,8 +248,8 @@ func (room *Room) panelCosts(ctx context.Context, p *spanPanel) (err error) {
 		       sum(lanekeeper.agent_tokens(a.token_usage, 'cached_tokens'))::bigint as cached,
 		       sum(lanekeeper.agent_tokens(a.token_usage, 'cache_write_tokens'))::bigint as cache_writes,
 		       sum(lanekeeper.agent_tokens(a.token_usage, 'completion_tokens'))::bigint as output,
-		       sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens'))::bigint as tokens, sum(a.cost_usd)::float8
-		         as cost_usd
+		       sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens'))::bigint as tokens,
+		       sum(a.cost_usd)::float8 as cost_usd
 		  from (select x.id, x.kind, x.execution_id, x.step, x.model, x.purpose, x.token_usage, x.cost_usd
 		          from agent_activity x where x.trace_id = @id order by x.created_at limit @scan) a
 		 where a.kind = 'model' and (@run::text = '' or a.execution_id = nullif(@run::text, '')::uuid)

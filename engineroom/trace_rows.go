@@ -188,9 +188,8 @@ func (r *spanRow) acts() bool { return r.Kind == "call" || r.Kind == "model" }
 // addApprovals adds each row's approval.
 func (room *Room) addApprovals(ctx context.Context, id string, list []spanRow) error {
 	rows, err := room.Read.Query(ctx, `
-		select p.id::text, coalesce(p.activity_id::text, '') as activity_id, coalesce(p.execution_id::text, '')
-		  as execution_id,
-		       p.step, p.status
+		select p.id::text, coalesce(p.activity_id::text, '') as activity_id,
+		       coalesce(p.execution_id::text, '') as execution_id, p.step, p.status
 		  from agent_approvals p where p.trace_id = @id order by p.id desc limit @most`,
 		freshPlan, postgres.Strict{"id": id, "most": traceWaits})
 	asked, err := postgres.Collect(rows, err, "list approvals of trace", pgx.RowToStructByName[struct {

@@ -157,8 +157,7 @@ func (room *Room) readTraces(ctx context.Context, w traceFilter, most int) ([]tr
 		          from unnest(@surfaces::text[]) s (surface)
 		         cross join lateral (
 		               select x.id, x.trace_id, left(x.agent, 200) as agent, left(x.flow, 200) as flow, x.status,
-		                 x.completed_at,
-		                      left(coalesce(nullif(x.error_message, ''), x.result_summary), 300) as summary,
+		                      x.completed_at, left(coalesce(nullif(x.error_message, ''), x.result_summary), 300) as summary,
 		                      coalesce(x.error_message, '') <> '' as failed, x.thread_id,
 		                      coalesce(x.started_at, x.created_at) as started_at
 		                 from ((select k.id from agent_executions k

@@ -150,11 +150,9 @@ func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
 		  select lanekeeper.agent_uuid7(at + interval '1 s'), @id, e.id, 'phase', 'advance_plan', 'plan', at + interval '1 s',
 		         at + interval '40 min', 2399000, 'heartbeat' from e returning id)
 		insert into agent_activity (id, trace_id, execution_id, parent_id, kind, skill_name, step, status, model, token_usage,
-		  cost_usd,
-		       created_at, finished_at, duration_ms, error_class, error_message, input, idempotency_key)
+		  cost_usd, created_at, finished_at, duration_ms, error_class, error_message, input, idempotency_key)
 		select lanekeeper.agent_uuid7(at + s * interval '1 s'), @id, e.id, phase.id, k, n, st, w, m, u::jsonb, c,
-		  at + s * interval '1 s',
-		       at + (s + 2) * interval '1 s', 2000, cl, nullif(er, ''), '{"to": "ana"}', 'key-1'
+		       at + s * interval '1 s', at + (s + 2) * interval '1 s', 2000, cl, nullif(er, ''), '{"to": "ana"}', 'key-1'
 		  from e, phase, (values
 		    (2, 'model', 'model_call', 'plan/model', 'success', 'gpt-4o-mini',
 		      '{"prompt_tokens": 30, "completion_tokens": 12, "total_tokens": 42}', 0.5, '', ''),
@@ -168,7 +166,7 @@ func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
 	sql(t, pool, `
 		insert into agent_checkpoints (execution_id, step, claim, output, waited_for, waited_key, waited_since, created_at)
 		select id, 'plan/wait', claim, '{"event": "EVENT_COMPLETED", "data": {}, "timed_out": false}', 'event', 'go',
-		  created_at + interval '8 s', created_at + interval '30 min'
+		       created_at + interval '8 s', created_at + interval '30 min'
 		  from agent_executions where id = @run::text::uuid`, postgres.Strict{"run": run})
 	sql(t, pool, `update agent_executions set status = 'running' where id = @run::text::uuid`, postgres.Strict{"run": run})
 	sql(t, pool, `
@@ -377,7 +375,7 @@ func TestADeepChainAndACircleOfParents(t *testing.T) {
 		  from generate_series(1, 1000) n)
 		insert into agent_activity (id, trace_id, parent_id, skill_name, created_at, finished_at, duration_ms, kind, cost_usd)
 		select i.id, @id, p.id, 'level_' || i.n, clock_timestamp() + i.n * interval '1 ms',
-		  clock_timestamp() + interval '2 s', 1, 'phase', 0.01
+		       clock_timestamp() + interval '2 s', 1, 'phase', 0.01
 		  from ids i left join ids p on p.n = i.n - 1`, postgres.Strict{"id": string(deep)})
 	sql(t, pool, `
 		with ids as (select n, lanekeeper.agent_uuid7() as id from generate_series(0, 2) n)
@@ -490,11 +488,11 @@ func TestAModelCallShowsItsPrompt(t *testing.T) {
 		with part as (
 		  insert into agent_prompt_parts (digest, body) select sha256(b::bytea), b
 		    from unnest(array['[{"type": "function"}]', '{"role": "user", "content": "Is <b>it</b> so?"}',
-		      repeat('é<b>', 100000)]) b returning digest)
+		                repeat('é<b>', 100000)]) b returning digest)
 		insert into agent_prompts (activity_id, tools, messages)
 		select $1::text::uuid, sha256('[{"type": "function"}]'),
 		       array[sha256('{"role": "user", "content": "Is <b>it</b> so?"}'), sha256(repeat('é<b>', 100000)::bytea),
-		         sha256('gone')]
+		       sha256('gone')]
 		returning activity_id::text`, call)
 	body := shows(t, server.URL+"/traces/"+trace+"?span="+call+"&tab=prompt")
 	assert.Contains(t, body, "<summary>tools", "A part that is no longer kept",

@@ -46,8 +46,7 @@ func loaded(t *testing.T, pool *pgxpool.Pool, url string) *pgxpool.Pool {
 		`drop view "My Stats".pg_stat_statements`,
 		`create view "My Stats".pg_stat_statements as
 		 select (select oid from pg_database where datname = current_database()) as dbid, 'select '' <ä> &'' ' as query,
-		   7::bigint as calls,
-		        8::bigint as rows, 70.25::float8 as total_exec_time, 10.04::float8 as mean_exec_time
+		        7::bigint as calls, 8::bigint as rows, 70.25::float8 as total_exec_time, 10.04::float8 as mean_exec_time
 		 union all select 0, 'of another database', 1, 1, 1000, 1000`,
 		`do $$ begin execute format('alter database %I set pg_stat_statements.max = 5000', current_database()); end $$`)
 	return connect(t, url)

@@ -375,7 +375,7 @@ func completeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, ste
 		select coalesce(string_agg(n::text, ' ' order by n), '')
 		  from lanekeeper.complete_agent_executions(@ids, @claims, (
 		    select jsonb_agg(jsonb_build_object('status', @status::text, 'summary', 'said', 'result', '{"v": 1}'::jsonb,
-		      'variables', '{"x": 2}'::jsonb)
+		                                        'variables', '{"x": 2}'::jsonb)
 		             || case when s is null then '{}' else jsonb_build_object('step', s, 'print', 'print', 'output', 3) end
 		               order by i)
 		      from (select i, (@steps::text[])[i] as s from generate_series(1, cardinality(@ids::uuid[])) i) u))`,
@@ -722,7 +722,7 @@ func TestBatchReadsDoNotGrowWithTheTables(t *testing.T) {
 		return pgtest.Value[int](t, tx, `
 			select sum(seq_tup_read + coalesce(idx_tup_fetch, 0))::int from pg_stat_xact_user_tables
 			 where relname in ('agent_executions', 'agent_checkpoints', 'agent_events', 'agent_requests', 'agent_approvals',
-			   'agent_activity_open', 'agent_locks')`)
+			                   'agent_activity_open', 'agent_locks')`)
 	}
 	batch := func() int {
 		ids := pgtest.Value[[]string](t, tx, `

@@ -313,7 +313,7 @@ func TestWaitsAreFoundByTheirKey(t *testing.T) {
 	pgtest.Exec(t, pool, `update agent_executions set status = 'running'`)
 	pgtest.Exec(t, pool, `
 		update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = id::text, waiting_step = 'event',
-		  claim = 2, wait_number = 1`)
+		                            claim = 2, wait_number = 1`)
 	id := pgtest.Value[string](t, pool, `select max(id::text) from agent_executions`)
 	me := newWorker(t, pool)
 	read := func(tx postgres.DB) int {
@@ -444,8 +444,8 @@ func TestTheClaimedRecordEqualsTheStoredOne(t *testing.T) {
 		require.NoError(t, err)
 		err = pool.QueryRow(t.Context(), `
 			select jsonb_build_array(jsonb_agg(c.claim order by s.n), jsonb_agg(c.fingerprint order by s.n),
-			  jsonb_agg(c.failed order by s.n),
-			                         jsonb_agg(c.output order by s.n), jsonb_agg(c.created_at order by s.n))::text
+			                         jsonb_agg(c.failed order by s.n), jsonb_agg(c.output order by s.n),
+			                         jsonb_agg(c.created_at order by s.n))::text
 			  from unnest(@steps::text[]) with ordinality s (step, n)
 			  left join agent_checkpoints c on c.execution_id = @id and c.step = s.step`,
 			postgres.Strict{"steps": steps, "id": id}).Scan(&stored)

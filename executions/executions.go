@@ -296,8 +296,7 @@ func (w WaitingRow) Redacted(ctx context.Context) WaitingRow {
 func ListWaiting(ctx context.Context, db postgres.DB, kind string, stuck bool, limit int) ([]WaitingRow, error) {
 	rows, err := db.Query(ctx, `
 		select w.id::text, w.trace_id, w.surface, w.agent, w.flow, coalesce(w.waiting_for, ''), coalesce(w.waiting_key, ''),
-		  w.waiting_until,
-		       w.waiting_data, extract(epoch from w.waiting_time)::float8,
+		       w.waiting_until, w.waiting_data, extract(epoch from w.waiting_time)::float8,
 		       (select x.thread_id from agent_executions x where x.id = w.id)
 		  from agent_executions_waiting w
 		 where (@kind = '' or w.waiting_for = @kind) and (not @stuck or w.id in (select s.id from agent_executions_stuck s))

@@ -500,7 +500,7 @@ func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 	}
 	got := pgtest.Rows[refused](t, pool, `
 		select input ->> 'rejected_write', step, status, error_class, coalesce((input ->> 'more')::int, 0),
-		  coalesce((output -> 'output')::text, '')
+		       coalesce((output -> 'output')::text, '')
 		  from agent_activity where execution_id = @id and skill_name = 'stale_write' order by id`, postgres.Strict{"id": id})
 	assert.Truef(t, len(got) == 6 && got[4].Write == "checkpoint" && got[4].Step == "step 4" && got[4].More == 25 &&
 		got[5].Write == "beat" && got[0].Status == "error" && got[0].Class == "stale", "recorded %+v", got)

@@ -172,13 +172,11 @@ func (s Spec) insertRow(
 	}
 	rows, err := db.Query(ctx, `
 		insert into agent_executions (trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue,
-		  priority, status,
-		       claimed_by, claim, started_at, input, dedupe_key, on_lost, max_attempts, progress_seconds)
+		  priority, status, claimed_by, claim, started_at, input, dedupe_key, on_lost, max_attempts, progress_seconds)
 		select @trace_id, @surface, @agent, @flow, @parent_id, @awaited, @inherits, @thread_id, @queue, @priority,
-		  @status::text, @worker,
-		       case when @status::text = 'running' then 1 else 0 end,
-		       case when @status::text = 'running' then clock_timestamp() end, @input, @dedupe_key,
-		       @on_lost, @max_attempts, @progress_seconds
+		       @status::text, @worker, case when @status::text = 'running' then 1 else 0 end,
+		       case when @status::text = 'running' then clock_timestamp() end, @input, @dedupe_key, @on_lost, @max_attempts,
+		       @progress_seconds
 		  from set_config('lock_timeout', coalesce(@lock_timeout, current_setting('lock_timeout')), true)
 		on conflict do nothing
 		returning `+columns, o.namedArgs(status, worker, lockTimeout))
@@ -335,7 +333,7 @@ func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batc
 		select n, id::text, claimed, at, parent_id::text, on_lost, input,
 		       case when n = 1 and claimed and not @waited_for then set_config('synchronous_commit', 'off', true) end
 		  from lanekeeper.start_agent_executions(@traces, @surfaces, @flows, (@inputs::text[])::jsonb[], @options, @worker,
-		    @places, @skip)`, args)
+		                                         @places, @skip)`, args)
 	if err != nil {
 		return nil, err
 	}

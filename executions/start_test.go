@@ -249,8 +249,7 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 	pgtest.Exec(t, pool, `
 		select lanekeeper.start_agent_executions('{t,t,t}', '{flow,flow,flow}', '{external,f,external:there}', null,
-		  '[{"queued": true}, {}, {"queued": true}]', $1,
-		       '{0,0}', '{}')`, w)
+		                                         '[{"queued": true}, {}, {"queued": true}]', $1, '{0,0}', '{}')`, w)
 	pgtest.Equal(t, pool, "external t fail, external:there t fail, f f resume", `select string_agg(concat_ws(' ', flow, is_external, on_lost), ', ' order by flow)
 		from agent_executions`)
 }

@@ -151,7 +151,7 @@ func (r *run) beginStep(ctx context.Context, tx pgx.Tx, s stepSpec, retry bool) 
 	}
 	b.Queue(`
 		select set_config('lock_timeout', @lock_timeout, true), fence_agent_execution(@id, @claim),
-		  set_config('lock_timeout', o.was, true),
+		       set_config('lock_timeout', o.was, true),
 		       pg_advisory_xact_lock(hashtextextended('step ' || @id::text || @step, 0))
 		  from (select current_setting('lock_timeout') as was offset 0) o`,
 		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "step": s.key, "lock_timeout": lockTimeout})

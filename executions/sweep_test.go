@@ -86,8 +86,8 @@ func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 	} {
 		pgtest.Equal(t, pool, want, `
 			select concat(x.status, case when x.claimed_by is null then ', nobody''s' else ', somebody''s' end, ', claim ',
-			  x.claim, ', wake ', x.wake,
-			       ', noted ', (select string_agg(c.how, ' ') from agent_claims_lost c where c.execution_id = x.id
+			              x.claim, ', wake ', x.wake, ', noted ',
+			              (select string_agg(c.how, ' ') from agent_claims_lost c where c.execution_id = x.id
 			         and c.claim = 1 and c.worker_name <> ''),
 			       ', attempt ', x.attempt, ': ', x.error_message)
 			  from agent_executions x where x.id = @id`, postgres.Strict{"id": id})
@@ -250,7 +250,7 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 			pgtest.Exec(t, pool, `
 				insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, ttl_seconds, execution_id)
 				select 'automation:a', x.id || '#' || x.claim, 1, clock_timestamp(), clock_timestamp() + interval '1 hour', 3600,
-				  x.id
+				       x.id
 				  from agent_executions x where x.id = @id`, postgres.Strict{"id": held})
 			before, err := executions.Get(t.Context(), pool, held)
 			require.NoError(t, err)

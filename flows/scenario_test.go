@@ -128,8 +128,8 @@ func (s *scenario) held(t *testing.T) string {
 	t.Helper()
 	return pgtest.Value[string](t, s.pool, `
 		select coalesce((select format('%s %s min, %s%s%s, %s queued', who(active_execution_id), lock_minutes,
-		  participant_name,
-		       case when parked then ', parked' else '' end, case when stale then ', stale' else '' end, queued)
+		                               participant_name, case when parked then ', parked' else '' end,
+		                               case when stale then ', stale' else '' end, queued)
 		  from agent_thread_locks where thread_id = $1), '')`, s.id)
 }
 

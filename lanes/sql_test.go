@@ -264,8 +264,7 @@ func TestABatchRenewalReportsEachLease(t *testing.T) {
 		select string_agg(lane || ' ' || renewed || ' ' || busy || ' ' || coalesce(extract(year from expires_at) = 9000,
 		  false), ', ' order by lane)
 		  from lanekeeper.renew_agent_locks(array['parked', 'held', 'locked', 'none'], array['a', 'a', 'a', 'a'], array[$1,
-		    $2, $3, 7]::bigint[],
-		                         array[60, 60, 60, 60])`, parked, held, locked)
+		                                    $2, $3, 7]::bigint[], array[60, 60, 60, 60])`, parked, held, locked)
 	want := "held true false false, locked false true false, none false false false, parked true false true"
 	assert.Equal(t, want, got)
 }
@@ -279,8 +278,7 @@ func TestABatchRenewalDistinguishesLostAndNewHolds(t *testing.T) {
 	token := mustTry(t, db, "x", "b", 60)
 	pgtest.Equal(t, db, "false false false, true true false", `
 		select string_agg((fencing_token = $2) || ' ' || renewed || ' ' || busy, ', ' order by fencing_token)
-		  from lanekeeper.renew_agent_locks(array['x', 'x'], array['a', 'b'], array[$1, $2]::bigint[], array[60,
-		    60])`, old, token)
+		  from lanekeeper.renew_agent_locks(array['x', 'x'], array['a', 'b'], array[$1, $2]::bigint[], array[60, 60])`, old, token)
 }
 
 func TestBatchRenewalsInAnyOrderNeverDeadlock(t *testing.T) {

@@ -60,9 +60,8 @@ type Conflict struct {
 
 const conflictColumns = `
 		select c.id, c.owner, c.category, c.key, c.value, c.ttl_seconds, c.if_revision, c.found_revision, c.found_value,
-		  c.found_trace_id, c.trace_id,
-		       c.execution_id::text, c.status, c.decided_by, c.decided_reason, c.decided_at, c.created_at,
-		       coalesce(m.revision, 0) as revision, m.value as current
+		       c.found_trace_id, c.trace_id, c.execution_id::text, c.status, c.decided_by, c.decided_reason, c.decided_at,
+		       c.created_at, coalesce(m.revision, 0) as revision, m.value as current
 		  from agent_memory_conflicts c
 		  left join agent_memory m on m.owner = c.owner and m.category = c.category and m.key = c.key
 		   and (m.expires_at is null or m.expires_at > clock_timestamp())`
@@ -84,7 +83,7 @@ func StoreConflict(
 		kept as (
 		  insert into agent_memory_conflicts
 		         (owner, category, key, value, ttl_seconds, if_revision, found_revision, found_value, found_trace_id,
-		           trace_id, execution_id)
+		          trace_id, execution_id)
 		  select @owner, @category, @key, @value, @ttl, @if_revision, @found_revision, @found_value, @found_trace, @trace_id,
 		         nullif(@execution, '')::uuid
 		   where (select count(*) from (select from agent_memory_conflicts where status = 'open' limit @most) o) < @most

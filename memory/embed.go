@@ -127,7 +127,7 @@ func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]c
 		  select h.id, @model, h.revision, clock_timestamp() + make_interval(secs => @claim::float8) from held h order by h.id
 		  on conflict (memory_id, model) do update
 		     set revision = excluded.revision, vector = null, dimensions = null, due_at = excluded.due_at,
-		       updated_at = clock_timestamp(),
+		         updated_at = clock_timestamp(),
 		         attempts = case when e.revision = excluded.revision then e.attempts else 0 end
 		   where e.revision < excluded.revision or e.revision = excluded.revision and e.due_at <= clock_timestamp()
 		  returning e.memory_id, e.revision)
@@ -224,7 +224,7 @@ func (x *Index) store(ctx context.Context, db postgres.DB, list []claimedEntry, 
 	_, err := db.Exec(ctx, `
 		update agent_memory_embeddings e
 		   set vector = n.vector::real[], dimensions = cardinality(n.vector::real[]), due_at = null, attempts = 0,
-		     updated_at = clock_timestamp()
+		       updated_at = clock_timestamp()
 		  from unnest(@ids::uuid[], @revisions::int[], @vectors::text[]) n (id, revision, vector)
 		 where e.memory_id = n.id and e.model = @model and e.revision = n.revision`,
 		postgres.Strict{"ids": ids, "revisions": revisions, "vectors": texts, "model": x.model.Model()})

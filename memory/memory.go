@@ -174,7 +174,7 @@ func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage)
 		  clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0)))
 		on conflict (owner, category, key) do update
 		   set value = excluded.value, trace_id = excluded.trace_id, expires_at = excluded.expires_at,
-		     revision = m.revision + 1,
+		       revision = m.revision + 1,
 		       created_at = case when m.expires_at <= clock_timestamp() then clock_timestamp() else m.created_at end,
 		       updated_at = clock_timestamp()
 		 where @if_revision::int = 0 or m.expires_at <= clock_timestamp()`, args)

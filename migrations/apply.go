@@ -224,7 +224,7 @@ func dropUnfinished(ctx context.Context, pool *pgxpool.Pool, index string) error
 func unfinished(ctx context.Context, pool *pgxpool.Pool, index string) (table string, err error) {
 	err = pool.QueryRow(ctx, `
 		select coalesce((select indrelid::regclass::text from pg_index where indexrelid = to_regclass($1) and not indisvalid),
-		  '')`,
+		                '')`,
 		index).Scan(&table)
 	return table, err
 }

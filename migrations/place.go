@@ -65,7 +65,7 @@ func Rights(ctx context.Context, pool *pgxpool.Pool) error {
 	var readOnly bool
 	err := pool.QueryRow(ctx, `
 		select pg_get_userbyid(c.relowner), current_user, current_database(),
-		  current_setting('transaction_read_only')::boolean
+		       current_setting('transaction_read_only')::boolean
 		  from pg_class c where c.oid = to_regclass('agent_activity')`).Scan(&owner, &user, &database, &readOnly)
 	name := func(s string) string { return pgx.Identifier{s}.Sanitize() }
 	switch {

@@ -28,10 +28,11 @@ const catalogue = `
 	   where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p', 'v', 'm') and not c.relispartition
 	     and c.relname <> 'agent_migrations'),
 	functions as (
-	  select p.oid, case when p.pronamespace = 'lanekeeper'::regnamespace then 'lanekeeper.' else '' end || p.proname
-	    as proname, pg_get_function_identity_arguments(p.oid) as identity, pg_get_function_result(p.oid) as result,
+	  select p.oid,
+	         case when p.pronamespace = 'lanekeeper'::regnamespace then 'lanekeeper.' else '' end || p.proname as proname,
+	         pg_get_function_identity_arguments(p.oid) as identity, pg_get_function_result(p.oid) as result,
 	         array(select t::regtype::text from unnest(p.proargtypes) with ordinality u(t, n) order by n) as types,
-	           p.pronargs - p.pronargdefaults as needed
+	         p.pronargs - p.pronargdefaults as needed
 	    from pg_proc p where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)
 	      and p.prorettype <> 'trigger'::regtype and p.prokind = 'f')
 	select 'relation' as kind, relname as name, '' as part, relkind::text as about, relfilenode::text as more, '{}'::text[]

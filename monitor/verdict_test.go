@@ -164,8 +164,7 @@ func ended(t *testing.T, pool *pgxpool.Pool, agent, flow, status, message string
 		insert into agent_executions (id, trace_id, surface, agent, flow, status, error_message, parent_id, created_at,
 		  completed_at)
 		select $1::text::uuid, 'fl_' || upper(left(translate($1, '-ilou', ''), 26)), 'flow', $2, $3, $4, nullif($5, ''),
-		  nullif($6, '')::uuid,
-		       now() - make_interval(mins => $7), now() - make_interval(mins => $7)`,
+		       nullif($6, '')::uuid, now() - make_interval(mins => $7), now() - make_interval(mins => $7)`,
 		id, agent, flow, status, message, parent, minutes)
 	return id
 }

@@ -147,8 +147,8 @@ func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (
 		values (@name, @goal, @criteria, @agent, @priority, make_interval(secs => nullif(@review::float8, 0)), @source)
 		on conflict (name) do update
 		   set goal = excluded.goal, success_criteria = excluded.success_criteria, agent = excluded.agent,
-		     priority = excluded.priority,
-		       review_every = excluded.review_every, source = excluded.source, updated_at = clock_timestamp(),
+		       priority = excluded.priority, review_every = excluded.review_every, source = excluded.source,
+		       updated_at = clock_timestamp(),
 		       status = case when o.status in ('proposed', 'rejected') then 'active' else o.status end,
 		       decided_by = case when o.status in ('proposed', 'rejected') then @source else o.decided_by end,
 		       decided_at = case when o.status in ('proposed', 'rejected') then clock_timestamp() else o.decided_at end

@@ -163,14 +163,13 @@ type Filter struct {
 const selectObjectives = `
 		select o.id, o.name, o.goal, o.success_criteria, o.status, o.agent, o.priority,
 		       coalesce(extract(epoch from o.review_every), 0)::bigint as review_every_seconds, o.due_at, o.idle_runs,
-		         o.round, o.note,
-		       o.proposed_by, o.proposed_trace, o.decided_by, o.decided_reason, o.decided_at, o.revision, o.last_trace_id,
-		       o.source, o.created_at, o.updated_at, p.total, p.done, p.failed, p.pending,
+		       o.round, o.note, o.proposed_by, o.proposed_trace, o.decided_by, o.decided_reason, o.decided_at, o.revision,
+		       o.last_trace_id, o.source, o.created_at, o.updated_at, p.total, p.done, p.failed, p.pending,
 		       coalesce(round(p.done::numeric / nullif(p.total, 0), 3), 0)::float8 as progress
 		  from agent_objectives o, lateral (
 		       select count(*) as steps, count(*) filter (where s.status <> 'skipped') as total,
-		              count(*) filter (where s.status = 'done') as done, count(*) filter (where s.status = 'failed')
-		                as failed,
+		              count(*) filter (where s.status = 'done') as done,
+		              count(*) filter (where s.status = 'failed') as failed,
 		              count(*) filter (where s.status = 'pending') as pending
 		         from agent_objective_steps s where s.objective_id = o.id) p`
 

@@ -20,7 +20,7 @@ func markDone(ctx context.Context, db postgres.DB, stepID, result, traceID strin
 	tag, err := db.Exec(ctx, `
 		update agent_objective_steps
 		   set status = 'done', result = @result, trace_id = @trace_id, attempts = attempts + 1,
-		     updated_at = clock_timestamp()
+		       updated_at = clock_timestamp()
 		 where id = @id and status = 'pending'`,
 		pgx.StrictNamedArgs{"id": stepID, "result": truncate(result), "trace_id": traceID})
 	return postgres.Changed(tag, err, "mark step done")

@@ -132,7 +132,7 @@ var kinds = map[string]kind{
 		            not exists (select from agent_approvals a join agent_executions x on x.id = a.execution_id
 		                         where a.id = lanekeeper.agent_uuid(l.key))
 		          when l.consumed_by is null and l.event in ('MESSAGE_RECEIVED', 'DOCUMENT_UPLOADED', 'SIGNATURE_COMPLETED',
-		            'TEST_COMPLETED', 'EVENT_COMPLETED') then
+		                                                     'TEST_COMPLETED', 'EVENT_COMPLETED') then
 		            coalesce((select o.id from oldest o) >= (
 		              select lanekeeper.agent_uuid7_floor(l.created_at + r.keep)::text collate "C"
 		                from agent_retention r where r.kind = 'events'), true)

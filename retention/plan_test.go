@@ -178,7 +178,7 @@ func TestALongThreadGoesInPieces(t *testing.T) {
 		with x as (insert into agent_executions (trace_id, surface, flow) values ('hb_x', 'flow', 'f') returning id)
 		insert into agent_messages (thread_id, seq, turn, role, content, status, execution_id)
 		select t, n, n, 'user', n, 'received', case when t = 2 and n = 1 then x.id end from x, generate_series(1, 4) t,
-		  generate_series(1, 150) n`)
+		       generate_series(1, 150) n`)
 	n, more, err := retention.Prune(t.Context(), pool, "messages", 100, false)
 	assert.Truef(t, n == 100 && more && err == nil, "the first piece: %d, %v, %v", n, more, err)
 	assert.Equal(t, 101, pgtest.Value[int](t, pool, `select min(seq) from agent_messages where thread_id = '1'`))

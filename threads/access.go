@@ -194,7 +194,7 @@ func Grant(ctx context.Context, db postgres.DB, thread string, to Principal, nam
 func AccessOf(ctx context.Context, db postgres.DB, thread string) ([]Access, error) {
 	return postgres.Rows[Access](ctx, db, "list access to thread", `
 		select id::text, thread_id, kind, owner, name, reusable, execution_id::text, expires_at, used_at, joined_with::text,
-		  created_by, created_at
+		       created_by, created_at
 		  from agent_thread_access where thread_id = @thread
 		    order by id limit 500`, postgres.Strict{"thread": postgres.Text(thread)})
 }

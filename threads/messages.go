@@ -96,21 +96,19 @@ func PostAll(ctx context.Context, db postgres.DB, thread string, drafts []NewMes
 		         @traces::text[], @statuses::text[],
 		         @interrupted::boolean[], @tokens::int[], @turns::bigint[], @starts::int[])
 		         with ordinality d (role, content, channel, target, execution_id, trace_id, status, interrupted, tokens, turn,
-		           start, n)),
+		                            start, n)),
 		place as (
 		  update agent_threads set next_seq = next_seq + @places::int, updated_at = clock_timestamp()
 		   where id = @thread_id returning next_seq - @places::int - 1 as before)
 		insert into agent_messages (thread_id, seq, turn, role, content, channel, target, execution_id, trace_id, status,
 		       interrupted, tokens, sent_at)
 		select @thread_id, s.seq, case when s.seq is not null then coalesce(nullif(d.turn, 0), p.before + d.start) end,
-		  d.role, d.content,
-		       d.channel, d.target, nullif(d.execution_id, '')::uuid, d.trace_id, d.status, d.interrupted, d.tokens,
-		       case when d.status in ('sent', 'sending', 'delivered', 'received') then clock_timestamp() end
+		       d.role, d.content, d.channel, d.target, nullif(d.execution_id, '')::uuid, d.trace_id, d.status, d.interrupted,
+		       d.tokens, case when d.status in ('sent', 'sending', 'delivered', 'received') then clock_timestamp() end
 		  from place p, drafts d, lateral (select case when d.status <> 'queued' then p.before + d.n end as seq) s
 		    order by d.n
 		returning id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
-		  interrupted,
-		       tokens, attempts, error_message, created_at, sent_at`, rows.args(thread))
+		          interrupted, tokens, attempts, error_message, created_at, sent_at`, rows.args(thread))
 	if err != nil {
 		return nil, fmt.Errorf("post message: %w", err)
 	}
@@ -190,8 +188,7 @@ func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, 
 	}
 	return postgres.Rows[Message](ctx, db, "list messages", `
 		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
-		  interrupted,
-		       tokens, attempts, error_message, created_at, sent_at,
+		       interrupted, tokens, attempts, error_message, created_at, sent_at,
 		       (select count(*) from agent_message_images i where i.message_id = agent_messages.id) as images
 		  from agent_messages
 		 where (@thread_id = '' or thread_id = @thread_id)
@@ -363,8 +360,7 @@ func Visible(ctx context.Context, db postgres.DB, thread, after string, ascendin
 
 const selectVisible = `
 		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
-		  interrupted,
-		       tokens, attempts, error_message, created_at, sent_at,
+		       interrupted, tokens, attempts, error_message, created_at, sent_at,
 		       (select count(*) from agent_message_images i where i.message_id = agent_messages.id) as images
 		  from agent_messages
 		 where thread_id = @thread and (role = 'user' or channel = 'chat')

@@ -59,7 +59,7 @@ func claimDue(
 		     set attempts = m.attempts + 1, next_attempt_at = clock_timestamp() + make_interval(secs => @hold)
 		    from picked where m.id = picked.id
 		  returning m.id, m.thread_id, m.seq, m.channel, m.target, m.content, m.trace_id, m.attempts, m.execution_id,
-		    m.sent_at)
+		            m.sent_at)
 		select k.id::text, k.thread_id, k.seq, k.channel, k.target, k.content, k.trace_id, k.attempts as attempt,
 		       jsonb_build_object('type', 'thread.message',
 		         'timestamp', to_char(k.sent_at at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),

@@ -107,8 +107,8 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 		          from (select current_setting('lock_timeout') as was, set_config('lock_timeout', @lock_timeout, true)
 		            as now offset 0) o
 		         cross join lateral lanekeeper.send_agent_message(case when o.now <> '' then @thread end, @execution, @claim,
-		           @content, nullif(@channel, ''),
-		                            @target, @tokens) s offset 0) sent`,
+		                                                          @content, nullif(@channel, ''), @target,
+		                                                          @tokens) s offset 0) sent`,
 		postgres.Strict{
 			"lock_timeout": postgres.LockTimeout,
 			"thread":       postgres.Text(o.ThreadID), "execution": execution, "claim": claim, "content": content,
@@ -209,7 +209,7 @@ func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) 
 	rows, err := tx.Query(ctx, `
 		select message_id::text, seq, event_id::text, execution_id::text
 		  from lanekeeper.receive_agent_message(@thread, @content, @channel, @data, nullif(@id, ''),
-		    nullif(@execution, '')::uuid, @tokens)`,
+		                                        nullif(@execution, '')::uuid, @tokens)`,
 		postgres.Strict{
 			"thread": postgres.Text(in.ThreadID), "content": content, "channel": in.Channel, "data": json.RawMessage(data),
 			"id":        postgres.Text(in.ID),
@@ -306,8 +306,7 @@ func Backlog(
 		         count(*) over () < 400 or o.turn < max(o.turn) over () as whole -- not cut by the limit
 		    from oldest o where o.turn <= (select through from old))
 		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
-		  interrupted,
-		       tokens, attempts, error_message, created_at, sent_at
+		       interrupted, tokens, attempts, error_message, created_at, sent_at
 		  from folded where earlier < @most and whole order by turn, seq`,
 		postgres.Strict{
 			"thread": t.ID, "through": t.SummaryThrough, "before": before, "limit": limit, "keep": keep, "most": most,
@@ -334,8 +333,7 @@ func SaveSummary(
 func Turns(ctx context.Context, db postgres.DB, thread string, from, before, through int64) ([]Message, error) {
 	rows, err := db.Query(ctx, `
 		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
-		  interrupted,
-		       tokens, attempts, error_message, created_at, sent_at,
+		       interrupted, tokens, attempts, error_message, created_at, sent_at,
 		       (select count(*) from agent_message_images i where i.message_id = agent_messages.id) as images
 		  from agent_messages
 		 where thread_id = @thread and turn >= @from and turn < @before and seq <= @through

@@ -287,7 +287,7 @@ func queueOpen(b *pgx.Batch, p Principal, name string, t Thread, id *string, mad
 		  insert into agent_threads (id, channel, target, agent, owner, participant, idle_seconds, owner_kind, visitor, name)
 		  select lanekeeper.agent_thread_id(@kind, @owner, @proof, @name), coalesce(nullif(@channel, ''), 'chat'), @target,
 		         coalesce(nullif(@agent, ''), 'agent'), @owner, @participant, coalesce(nullif(@idle::int, 0), 600), @kind,
-		           @proof, @name
+		         @proof, @name
 		    from own where own.id is null on conflict (id) do nothing returning id)
 		select id, false from own where id is not null union all select id, true from made`,
 		postgres.Strict{

@@ -289,7 +289,7 @@ func fill(t *testing.T, db postgres.DB, turns int) {
 	pgtest.Exec(t, db, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status, tokens)
 		select 'long', n, n - (n + 1) % 2, case n % 2 when 1 then 'user' else 'assistant' end, 'what was said ' || n, 'sent',
-		  8
+		       8
 		  from generate_series(1, $1::int) n`, 2*turns)
 	pgtest.Exec(t, db, `update agent_threads set next_seq = $1::int + 1 where id = 'long'`, 2*turns)
 	pgtest.Exec(t, db, `analyze agent_messages`)

@@ -167,9 +167,9 @@ func claimDue(
 		     set attempts = o.attempts + 1, leased = true, next_attempt_at = clock_timestamp() + make_interval(secs => @lease)
 		    from due where o.id = due.id
 		  returning o.id, o.target_id, o.event, o.payload, o.trace_id, o.attempts, o.activity_id)
-		select k.id::text, k.target_id::text, t.name as target, t.url, t.secrets, t.format, k.event, k.payload::text as payload,
-		  k.trace_id,
-		       k.attempts as attempt, k.activity_id::text, clock_timestamp() as sent_at
+		select k.id::text, k.target_id::text, t.name as target, t.url, t.secrets, t.format, k.event,
+		       k.payload::text as payload, k.trace_id, k.attempts as attempt, k.activity_id::text,
+		       clock_timestamp() as sent_at
 		  from taken k join agent_webhook_targets t on t.id = k.target_id`,
 		postgres.Strict{"limit": limit, "each": each, "full": full, "lease": lease.Seconds()})
 }
@@ -291,7 +291,7 @@ func countFailure(ctx context.Context, tx pgx.Tx, m message, v attemptResult) er
 		       disabled_reason = case when not (t.enabled and c.out) then t.disabled_reason
 		                              when @gone then 'it answered 410: it wants no more'
 		                              else format('%s attempts failed in a row since %s; the last: %s', c.failures, c.since,
-		                                @error::text) end
+		                                          @error::text) end
 		  from counted c where t.id = c.id`,
 		postgres.Strict{
 			"id": m.TargetID, "gone": v.gone, "pause": v.pause.Seconds(), "persistent": disableAfter.Seconds(),

@@ -178,7 +178,7 @@ func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
 		    values ('hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'webhook_send', 'running') returning id),
 		open as (insert into agent_activity_open (activity_id, kind) select id, 'call' from lost)
 		update agent_webhook_outbox set attempts = 1, leased = true, next_attempt_at = clock_timestamp() + interval '300 ms',
-		  activity_id = (select id from lost)`)
+		                                activity_id = (select id from lost)`)
 	id := pgtest.Value[string](t, pool, `select id::text from agent_webhook_outbox`)
 	dispatches(t, pool, []string{them.host(t)})
 	outbox(t, pool, "sent")

@@ -119,9 +119,9 @@ func GetTarget(ctx context.Context, db postgres.DB, name string) (Target, error)
 
 func targets(ctx context.Context, db postgres.DB, name string) ([]Target, error) {
 	return postgres.Rows[Target](ctx, db, "list webhook targets", `
-		select t.id::text, t.name, t.description, t.url, t.secrets, t.events, t.format, t.max_failures, t.enabled, t.disabled_reason,
-		       t.disabled_by, t.disabled_at, t.failures, t.failing_since, t.blocked_until, t.source, t.created_at,
-		         t.updated_at,
+		select t.id::text, t.name, t.description, t.url, t.secrets, t.events, t.format, t.max_failures, t.enabled,
+		       t.disabled_reason, t.disabled_by, t.disabled_at, t.failures, t.failing_since, t.blocked_until, t.source,
+		       t.created_at, t.updated_at,
 		       (select count(*) from agent_webhook_outbox o where o.target_id = t.id and o.status = 'pending') as pending,
 		       (select count(*) from agent_webhook_outbox o where o.target_id = t.id and o.status = 'dead') as dead
 		  from agent_webhook_targets t where @name = '' or t.name = @name order by t.name`, postgres.Strict{"name": name})

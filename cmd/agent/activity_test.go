@@ -121,7 +121,7 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 		return one(`insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments,
 			arguments_hash, expires_at)
 			select x.trace_id, x.id, s.name, s.revision, '{}', lanekeeper.agent_uuid7()::text,
-			  clock_timestamp() + interval '1 day'
+			       clock_timestamp() + interval '1 day'
 			  from agent_skills s, agent_executions x where s.name = 'pay' and x.id = $1::uuid returning id::text`, first)
 	}
 	dead := one(`insert into agent_automation_runs (automation_id, cause, scheduled_for, status)
@@ -348,8 +348,7 @@ func insertHistory(t *testing.T, db *pgxpool.Pool) {
 		}
 		err := db.QueryRow(t.Context(), `
 			insert into agent_activity (id, trace_id, execution_id, kind, agent, surface, skill_name, purpose, status,
-			  error_class, error_message, model, token_usage,
-			       cost_usd, led_to, cause_id, created_at, finished_at, duration_ms)
+			  error_class, error_message, model, token_usage, cost_usd, led_to, cause_id, created_at, finished_at, duration_ms)
 			select lanekeeper.agent_uuid7(at), 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', nullif($1, '')::uuid, $2, 'agent', $3, $4, $5,
 			  $6, $7, nullif($7, ''),
 			       case $2 when 'model' then 'm1' else '' end,
@@ -566,7 +565,7 @@ func TestTracePrompts(t *testing.T) {
 		  select sha256(b::bytea), b from unnest(array['[{"type":"function"}]', '{"content":"You act.","role":"system"}']) b)
 		insert into agent_prompts (activity_id, tools, messages, options)
 		select id, sha256('[{"type":"function"}]'), array[sha256('{"content":"You act.","role":"system"}'), sha256('gone')],
-		  '{"max_tokens": 4096}' from call`, id)
+		       '{"max_tokens": 4096}' from call`, id)
 	text := p.must("trace", id, "--prompts")
 	assert.Contains(t, text, "prompt: not recorded, or pruned",
 		"tokens: 1200 prompt (1024 cached, 0 cache writes), 9 completion", `options: {"max_tokens": 4096}`,

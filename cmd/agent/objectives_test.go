@@ -312,8 +312,7 @@ func TestWebhookCommands(t *testing.T) {
 		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, headers, body,
 		  body_sha256, error_message)
 		values ('shop', 'msg_1', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'dead',
-		  '{"X-Shop": ["a"]}',
-		        '{"id": 7, "password": "hunter2", "text": "\\u001b[2J"}', 'abc', 'action 1: it failed')`)
+		  '{"X-Shop": ["a"]}', '{"id": 7, "password": "hunter2", "text": "\\u001b[2J"}', 'abc', 'action 1: it failed')`)
 	for command, wants := range map[string][]string{
 		"endpoints": {
 			"shop", "standard", "/webhooks/shop", "set the environment variable SHOP_SECRET",

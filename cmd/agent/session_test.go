@@ -248,9 +248,8 @@ func rowCounts(t *testing.T, p program, url string) (rows string) {
 	t.Helper()
 	err := connect(p.t, url).QueryRow(t.Context(), `
 		select concat_ws(' ', (select count(*) from agent_activity), (select count(*) from agent_skills),
-		  (select count(*) from agent_executions),
-		       (select count(*) from agent_workers), (select count(*) from agent_locks),
-		         (select count(*) from agent_memory))`).Scan(&rows)
+		                 (select count(*) from agent_executions), (select count(*) from agent_workers),
+		                 (select count(*) from agent_locks), (select count(*) from agent_memory))`).Scan(&rows)
 	require.NoError(t, err)
 	return rows
 }

@@ -86,8 +86,7 @@ func (p program) wired() *app.App {
 func (d *shopDay) heartbeat(ctx context.Context, n int, also ...string) error {
 	_, err := d.shop.Exec(ctx, `
 		insert into orders (id, email, item, total, ordered_at, promised_on)
-		values (2000 + $1::int, 'c' || $1::int || '@example.com', 'Chair', 80 + $1::int, now(),
-		  current_date - $1::int % 3)`, n)
+		values (2000 + $1::int, 'c' || $1::int || '@example.com', 'Chair', 80 + $1::int, now(), current_date - $1::int % 3)`, n)
 	if err != nil {
 		return err
 	}
@@ -203,7 +202,7 @@ func TestPromptCacheOfATypicalDay(t *testing.T) {
 	var noted cacheCount
 	err := d.agent.QueryRow(t.Context(), `
 		select count(*), sum(lanekeeper.agent_tokens(token_usage, 'prompt_tokens')),
-		  sum(lanekeeper.agent_tokens(token_usage, 'cached_tokens'))
+		       sum(lanekeeper.agent_tokens(token_usage, 'cached_tokens'))
 		  from agent_activity where kind = 'model'`).Scan(&noted.calls, &noted.prompt, &noted.cached)
 	assert.Truef(t, err == nil && noted.calls == all.calls && noted.prompt == all.prompt && noted.cached == all.cached,
 		"the log has %+v, want %+v (%v)", noted, all, err)

@@ -248,8 +248,7 @@ func TestSkillsCallOnTrial(t *testing.T) {
 		t.Helper()
 		pgtest.Exec(t, db, `
 			update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_reason = 'it failed 3 times in a row',
-			  disabled_at = now(),
-			       trial_at = now(), config = case $2 when '' then config
+			                        disabled_at = now(), trial_at = now(), config = case $2 when '' then config
 			         else config || jsonb_build_object('query', $2::text) end where name = $1`, name, sql)
 	}
 	trial("database_size", "")

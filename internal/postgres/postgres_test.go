@@ -412,8 +412,7 @@ func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
 	}
 	const texts = `
 		select concat_ws(' ', timestamptz '2026-07-01 00:00:00+00', interval '30 days', length('\n'),
-		  ('{1,null}'::int[])[2] is null, length(chr(8364) || $1),
-		       current_setting('jit'))`
+		                 ('{1,null}'::int[])[2] is null, length(chr(8364) || $1), current_setting('jit'))`
 	var got string
 	const tracked = `select concat_ws(' ', timestamptz '2026-07-01 00:00:00+00', length('\n'), length($1))`
 	err := opened(t, throughPooler(t, at)).QueryRow(t.Context(), tracked, "€").Scan(&got)

@@ -374,7 +374,7 @@ var errOvertaken = errors.New("another process sends traces by now")
 func (e *Exporter) advance(ctx context.Context, at *position, b batch) error {
 	tag, err := e.pool.Exec(ctx, `
 		update agent_span_export set sent_upto = greatest(sent_upto, @upto::uuid), pending = @pending::uuid[],
-		  updated_at = clock_timestamp()
+		                             updated_at = clock_timestamp()
 		 where sender = @me and sent_upto = @since::uuid`,
 		postgres.Strict{"me": e.me, "since": at.SentUpto, "upto": b.upto, "pending": append([]string{}, b.pending...)})
 	if err != nil {

@@ -439,7 +439,7 @@ func (c *Chat) queueUnseen(b *pgx.Batch, a *UserMessage, s *span, known *bool) {
 		         case when e.flow = @relay and e.status = 'completed' then nullif((e.result ->> 'seq')::bigint, 0)
 		              when e.flow = @flow and (e.completed_at is null and not @interrupt or e.status = 'completed'
 		                   and not coalesce((e.result ->> 'refused')::boolean or (e.result ->> 'formatError')::boolean,
-		                     false))
+		                                    false))
 		                then coalesce((e.input #>> '{unseen,through}')::bigint, (e.result ->> 'seq')::bigint)
 		              when e.flow = any(@own) and e.completed_at is not null or e.flow = @flow
 		                then (e.input #>> '{unseen,after}')::bigint end as through

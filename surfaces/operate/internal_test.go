@@ -53,7 +53,8 @@ func TestWaitsInACircleAreNoApproval(t *testing.T) {
 	pgtest.Exec(t, pool, `update agent_executions set status = 'running'`)
 	pgtest.Exec(t, pool, `
 		update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_step = 'wait agent 1',
-		  waiting_until = now() + interval '1 hour', waiting_key = case id when $1::text::uuid then $2::text else $1::text end`,
+		                            waiting_until = now() + interval '1 hour',
+		                            waiting_key = case id when $1::text::uuid then $2::text else $1::text end`,
 		ids[0], ids[1])
 	ctx, stop := context.WithTimeout(t.Context(), time.Minute)
 	defer stop()

@@ -310,8 +310,8 @@ type row struct {
 func (s *scene) look() snapshot {
 	s.t.Helper()
 	rows, err := s.db.Query(s.ctx(), `
-		select a.idempotency_key as key, min(a.skill_name) as skill, bool_or(a.kind = 'model' or coalesce(k.idempotent, true))
-		  as idempotent,
+		select a.idempotency_key as key, min(a.skill_name) as skill,
+		       bool_or(a.kind = 'model' or coalesce(k.idempotent, true)) as idempotent,
 		       count(*) filter (where a.status = 'running') as running,
 		       count(*) filter (where a.status in ('success', 'error')) as recorded,
 		       count(*) filter (where a.status = 'unknown') as unknown

@@ -252,7 +252,7 @@ func (x *ledger) equal() {
 	x.t.Logf("%d requests: billed %d tokens, counted %d, %d of them unknown", x.requests, x.total, counted, unknown)
 	if got, want := pgtest.Value[string](x.t, x.db, `
 		select concat_ws(' ', sum(tokens), sum(unknown_tokens), sum(reserved_tokens),
-		  bool_and(abs(cost_usd * 1000000 - tokens) < 1)::text)
+		                 bool_and(abs(cost_usd * 1000000 - tokens) < 1)::text)
 		  from agent_budgets where scope ~ '^day:[0-9-]+$'`), fmt.Sprintf("%d %d 0 true", counted, unknown); got != want {
 		x.t.Errorf("the budget has %s, the log %s", got, want)
 	}

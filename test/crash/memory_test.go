@@ -184,7 +184,7 @@ func (x *words) givenUp(request string) bool {
 func (x *words) beats() string {
 	return pgtest.Value[string](x.t, x.db, `
 		select string_agg(concat_ws(' ', x.id, x.status, x.error_message, a.skill_name, a.status, a.step, a.input, a.output,
-		  a.error_message), e'\n' order by a.id)
+		                            a.error_message), e'\n' order by a.id)
 		  from agent_executions x left join agent_activity a on a.trace_id = x.trace_id
 		 where x.flow = 'heartbeat'`)
 }

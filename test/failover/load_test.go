@@ -248,7 +248,7 @@ var checks = map[string]string{
 		  group by body having count(*) > 1`,
 	"what was done twice shows": `
 		select format('%s was called %s times under key %s; the log has %s rows, %s of them unknown', c.skill, c.n, c.key,
-		  a.n, a.unknown)
+		              a.n, a.unknown)
 		  from (select skill, key, count(*) as n from truth.calls group by 1, 2) c
 		 cross join lateral (select count(*) as n, count(*) filter (where a.status = 'unknown') as unknown
 		   from agent_activity a

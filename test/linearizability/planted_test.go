@@ -217,8 +217,8 @@ var plants = map[string]struct {
 			begin
 			  select l.* into held from agent_locks l where l.lane = p_lane;
 			  return query update agent_locks l set locked_by = p_borrower || '#' || p_claim, execution_id = p_borrower,
-			    parked = false,
-			         expires_at = clock_timestamp() + make_interval(secs => p_ttl_seconds)
+			                                        parked = false,
+			                                        expires_at = clock_timestamp() + make_interval(secs => p_ttl_seconds)
 			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, held.execution_id;
 			end $$`,
 		script: func(g *stage) {

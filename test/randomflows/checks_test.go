@@ -31,7 +31,7 @@ const tables = `
 	create table proof.forks (id uuid not null, step text not null, value int not null);
 	create table proof.alone (
 	  n bigint generated always as identity, lane text not null, execution_id uuid not null, place text not null,
-	    at text not null)`
+	  at text not null)`
 
 // checks are the invariants: each query lists what violates one, in words.
 var checks = map[string]string{
@@ -44,8 +44,7 @@ var checks = map[string]string{
 		 where not exists (select from proof.expected e where e.seed = x.input ->> 'seed')`,
 	"each ended with what the model says": `
 		select format('execution %s of %s is %s with %s and %s, not completed with %s and %s: %s %s', x.id, e.seed, x.status,
-		  x.result, x.variables, e.value, e.variables,
-		              x.failed_step, x.error_message)
+		              x.result, x.variables, e.value, e.variables, x.failed_step, x.error_message)
 		  from proof.expected e join agent_executions x on x.input ->> 'seed' = e.seed
 		 where (x.status, x.result, x.variables) is distinct from ('completed', to_jsonb(e.value), e.variables)`,
 	"a parent has its children": `
@@ -84,13 +83,13 @@ var checks = map[string]string{
 		    group by x.id having count(v.id) <> 1`,
 	"each event ended one wait": `
 		select format('the event %s came %s times and ended %s waits, of which %s are on record', e.key, count(v.id),
-		  count(v.consumed_by), count(c.step))
+		              count(v.consumed_by), count(c.step))
 		  from proof.events e left join agent_events v on v.event = 'EVENT_COMPLETED' and v.key = e.key
 		  left join agent_checkpoints c on c.execution_id = v.consumed_by and c.output ->> 'event_id' = v.id::text
 		 group by e.key having (count(v.id), count(v.consumed_by), count(c.step)) is distinct from (1, 1, 1)`,
 	"who has a lane is alone in it": `
 		select format('lane %s: execution %s %s at %s after execution %s began there', a.lane, a.execution_id, a.at, a.place,
-		  a.other)
+		              a.other)
 		  from (select a.*, lag(a.at, 1, 'ends') over w as before_, lag(a.execution_id || a.place) over w as other
 		          from proof.alone a window w as (partition by a.lane order by a.n)) a
 		 where a.at = 'begins' and a.before_ <> 'ends' or a.at = 'ends' and a.other is distinct

@@ -441,7 +441,7 @@ func (w *world) refork(r *rand.Rand) {
 // wrongForks are those that came to something else.
 const wrongForks = `
 	select format('the fork %s from %s is %s with %s, not completed with %s: %s %s', f.id, f.step, x.status, x.result,
-	  f.value, x.failed_step, x.error_message)
+	              f.value, x.failed_step, x.error_message)
 	  from proof.forks f left join agent_executions x on x.id = f.id
 	 where (x.status, x.result) is distinct from ('completed', to_jsonb(f.value))`
 

@@ -20,8 +20,7 @@ const innocent = `
 	insert into agent_executions (id, trace_id, surface, flow, status, parent_id, claim, input, result, variables,
 	  completed_at)
 	select pg_temp.id(v.name), 'fl_planted', 'flow', 'drawn', 'completed', pg_temp.id(v.parent), 3,
-	  jsonb_build_object('seed', v.seed),
-	       to_jsonb(v.value), v.variables, now()
+	       jsonb_build_object('seed', v.seed), to_jsonb(v.value), v.variables, now()
 	  from (values ('root', null, '1', 10, '{"value": 3}'::jsonb), ('child', 'root', '2', 20, '{}')) v (name, parent, seed,
 	    value, variables);
 	insert into proof.expected values ('1', true, 10, '{"value": 3}', 2, 1, 2, 1), ('2', false, 20, '{}', 0, 0, 0, 0);
@@ -41,8 +40,8 @@ const innocent = `
 	insert into proof.alone (lane, execution_id, place, at)
 	select v.lane, pg_temp.id(v.name), v.place, v.at
 	  from (values ('one', 'root', '.1', 'begins'), ('two', 'child', '.1', 'begins'), ('one', 'root', '.1', 'ends'),
-	    ('one', 'root', '.2', 'begins'),
-	    ('two', 'child', '.1', 'ends'), ('one', 'root', '.2', 'ends')) v (lane, name, place, at)`
+	        ('one', 'root', '.2', 'begins'), ('two', 'child', '.1', 'ends'), ('one', 'root', '.2', 'ends')) v (lane, name,
+	        place, at)`
 
 // planted are changes that violate one check each; every check has some.
 var planted = map[string][]string{

@@ -44,7 +44,7 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 		create function clock.now() returns timestamptz language sql stable
 		  as 'select pg_catalog.now() + (select by from clock.jump)';
 		do $$ begin execute format('alter database %I set search_path = public, clock, pg_catalog',
-		  current_database()); end $$`)
+		                           current_database()); end $$`)
 	pool := pgtest.Pool(t, url, postgres.Options{ApplicationName: "engine"})
 	_, err := migrations.Up(t.Context(), pool)
 	require.NoError(t, err)

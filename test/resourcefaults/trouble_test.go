@@ -55,7 +55,7 @@ func pretendedFullDisk(t *testing.T) trouble {
 		begin
 		  if (select yes from public.faults) then
 		    raise exception 'could not extend file "base/1/2": No space left on device' using errcode = '53100',
-		      hint = 'Check free disk space.';
+		    hint = 'Check free disk space.';
 		  end if;
 		  return null;
 		end $$;

@@ -26,7 +26,7 @@ const innocent = `
 	insert into agent_activity (id, trace_id, execution_id, kind, surface, skill_name, status, input, output, token_usage,
 	  cost_usd, purpose, lane, created_at, finished_at)
 	select lanekeeper.agent_uuid7(now() - interval '1 minute' + at * interval '1 second'), x.trace_id, x.id, kind,
-	  x.surface, skill, 'success', args, out,
+	       x.surface, skill, 'success', args, out,
 	       case when kind = 'model' then '{"total_tokens": 10}'::jsonb else '{}' end, case when kind = 'model' then 0.5
 	         else 0 end, purpose, '',
 	       now() - interval '1 minute' + at * interval '1 second',
@@ -59,7 +59,7 @@ const innocent = `
 	insert into agent_automation_runs (id, automation_id, cause, scheduled_for, event_id, payload, status, execution_id,
 	  output) values
 	  (id('run'), id('settle'), 'event', now(), id('event'), '{"data": {"type": "order.paid", "n": 1}}', 'success',
-	    id('au'), '{"text": "Shipped order 1."}');
+	   id('au'), '{"text": "Shipped order 1."}');
 	insert into agent_threads (id, channel, next_seq) values ('t1', 'chat', 3);
 	insert into agent_messages (thread_id, seq, turn, role, content, channel, execution_id, status) values
 	  ('t1', 1, 1, 'user', 'Here is question 1 of thread t1.', 'chat', id('chat'), 'received'),

@@ -265,7 +265,7 @@ var checks = map[string]string{
 		 group by e.key, a.name having count(r.id) <> 1`,
 	"a run does what its condition says": `
 		select format('run %s of %s for %s ended %s: %s', r.id, a.name, r.payload #>> '{data,type}', r.status,
-		  r.error_message)
+		              r.error_message)
 		  from agent_automation_runs r join agent_automations a on a.id = r.automation_id
 		 where r.status <> case when r.cause <> 'event' or r.payload #>> '{data,type}'
 		                        = case a.name when 'settle' then 'order.paid' else 'stock.low' end
@@ -322,7 +322,7 @@ var checks = map[string]string{
 		  window before as (partition by lane order by created_at, finished_at
 		                    rows between unbounded preceding and 1 preceding))
 		select format('lane %s: %s of %s began at %s while that of %s lasted until %s', lane, skill_name, execution_id,
-		  created_at, earlier, busy_until)
+		              created_at, earlier, busy_until)
 		  from ordered o
 		 where exists (select from work w where w.lane = o.lane and w.execution_id <> o.execution_id
 		                and w.created_at < o.finished_at and o.created_at < w.finished_at and w.created_at <= o.created_at)`,
@@ -434,13 +434,13 @@ var checks = map[string]string{
 		  select case when scope ~ '^day:[0-9-]+$' then 'day' else substring(scope from '^day:[0-9-]+:(.*)$') end as scope,
 		         sum(tokens) as tokens, sum(cost_usd) as usd from agent_budgets where scope like 'day:%' group by 1)
 		select format('%s: the budget has %s tokens and $%s, the calls have %s and $%s', coalesce(s.scope, k.scope), k.tokens,
-		  k.usd, s.tokens, s.usd)
+		              k.usd, s.tokens, s.usd)
 		  from sums s full join kept k on k.scope = s.scope
 		 where coalesce(k.tokens, -1) <> coalesce(s.tokens, 0)
 		   or abs(k.usd - coalesce(s.usd, 0)) > 0.000001 * coalesce(s.n, 0)`,
 	"nothing stays reserved": `
 		select format('scope %s has %s tokens and $%s set aside, %s calls unsettled', scope, reserved_tokens, reserved_usd,
-		  unsettled)
+		              unsettled)
 		  from agent_budgets where reserved_tokens <> 0 or reserved_usd <> 0 or unsettled <> 0
 		union all
 		select format('step %s of execution %s is still reserved', step, execution_id) from agent_budget_reservations`,

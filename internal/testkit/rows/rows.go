@@ -25,12 +25,12 @@ func Execution(tb testing.TB, pool *pgxpool.Pool, status, surface, flow string) 
 	tb.Helper()
 	id := pgtest.Value[string](tb, pool, `select lanekeeper.agent_uuid7()::text`)
 	Quiet(tb, pool, `
-		insert into agent_executions (id, trace_id, surface, flow, is_external, status, waiting_for, waiting_key, waiting_until,
-		  waiting_step, updated_at, completed_at)
+		insert into agent_executions (id, trace_id, surface, flow, is_external, status, waiting_for, waiting_key,
+		  waiting_until, waiting_step, updated_at, completed_at)
 		select @id::uuid, lanekeeper.agent_trace_id('fl'), @surface, @flow, @flow like 'external%', @status::text, x.kind,
-		  x.key, x.until, x.step, x.at, x.ended
-		  from (select case when @status = 'waiting' then 'event' end as kind, case when @status = 'waiting' then 'news' end
-		    as key,
+		       x.key, x.until, x.step, x.at, x.ended
+		  from (select case when @status = 'waiting' then 'event' end as kind,
+		               case when @status = 'waiting' then 'news' end as key,
 		               case when @status = 'waiting' then clock_timestamp() + interval '1 hour' end as until,
 		               case when @status = 'waiting' then 'wait for news' end as step, clock_timestamp() as at,
 		               case when @status not in ('pending', 'running', 'waiting') then clock_timestamp() end as ended) x`,
@@ -55,6 +55,6 @@ func Calls(tb testing.TB, pool *pgxpool.Pool, name, status, message string, n in
 	pgtest.Exec(tb, pool, `
 		insert into agent_activity (trace_id, surface, skill_name, status, error_class, error_message, duration_ms)
 		select 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', $1, $2, case when $2 = 'error' then 'timeout' else '' end,
-		  nullif($3, ''), 120
+		       nullif($3, ''), 120
 		  from generate_series(1, $4::int)`, name, status, message, n)
 }
