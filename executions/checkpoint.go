@@ -450,9 +450,11 @@ func (r *run) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 	text := r.takeVariables()
 	err := r.withVariables(ctx, text, func(text json.RawMessage) error {
 		return r.e.write(ctx, func(b *pgx.Batch) {
-			queueLockTimeout(b)
-			// The log is partitioned: PostgreSQL would plan the update of its row anew each time.
-			b.Queue(`set local plan_cache_mode = force_generic_plan`)
+			// The log is partitioned: PostgreSQL would plan the update of its row anew each time. It warns of SET LOCAL in a
+			// batch, in its log.
+			b.Queue(`
+				select set_config('lock_timeout', @lock_timeout, true), set_config('plan_cache_mode', 'force_generic_plan', true)`,
+				postgres.Strict{"lock_timeout": lockTimeout})
 			r.queueVariables(b, text)
 			queue(b)
 		})

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/activity"
@@ -75,6 +76,23 @@ func TestAnUnwrittenResultReleasesTheRun(t *testing.T) {
 	x := until(t, pool, id, executions.Completed)
 	assert.Truef(t, calls.Load() >= 2 && string(x.Result) != "1",
 		"the step ran %d times, and ended with %s", calls.Load(), x.Result)
+}
+
+// A warning for each write would fill the server's log.
+func TestTheServerWarnsOfNoWrite(t *testing.T) {
+	t.Parallel()
+	config := pgtest.DB(t).Config()
+	var warned atomic.Pointer[pgconn.Notice]
+	config.ConnConfig.OnNotice = func(_ *pgconn.PgConn, n *pgconn.Notice) { warned.Store(n) }
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		return ends(executions.Do(ctx, "look", executions.Call{Entry: activity.Entry{Skill: "look"}},
+			func(context.Context, *executions.Effect) (int, error) { return 1, nil }))
+	}))
+	until(t, pool, p.begin(t, "flow"), executions.Completed)
+	assert.Equal(t, nil, warned.Load())
 }
 
 // The steps around one whose result could not be written have no result either, also where their own context has not
