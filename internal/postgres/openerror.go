@@ -205,7 +205,7 @@ type refusals struct{ last atomic.Pointer[refusedWrite] }
 
 // observe records a refused write.
 func (r *refusals) observe(err error) {
-	if r != nil && err != nil && IsCode(err, codeDiskFull, codeReadOnly) {
+	if r != nil && err != nil && IsCode(err, codeDiskFull, codeReadOnly, codeNoIDs) {
 		r.last.Store(&refusedWrite{time.Now(), err})
 	}
 }
@@ -230,6 +230,7 @@ const (
 	codeReadOnly   = "25006"
 	codeDiskFull   = "53100"
 	codeMemory     = "53200"
+	codeNoIDs      = "53000" // no transaction ids are left; see Code
 	codeTerminated = "57P01"
 	codeCrashed    = "57P02"
 	codeIdle       = "25P03" // the session was idle in a transaction for too long
@@ -247,6 +248,9 @@ func Diagnose(err error) (what, todo string) {
 	case codeReadOnly:
 		return "the database is read-only",
 			"check that DATABASE_URL names the primary and not a standby, and default_transaction_read_only; nothing needs to be restarted here"
+	case codeNoIDs:
+		return "the database server takes no writes until old transaction ids are freed",
+			"vacuum the database that its message names, as a superuser; nothing needs to be restarted here"
 	case codeMemory:
 		refused, _ := errors.AsType[*pgconn.PgError](err)
 		if strings.Contains(refused.Hint, "max_locks_per_transaction") {

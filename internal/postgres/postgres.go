@@ -62,6 +62,8 @@ func InTx(ctx context.Context, db Beginner, fn func(tx pgx.Tx) error) error {
 //
 // A lock timeout that comes while a session passes from one lock of a row to the next is reported by PostgreSQL as a
 // statement that its user cancelled: measured, 3 of 1,000. Where it waited for a row, Code calls that a lock timeout.
+// A server that gives out no transaction ids any more says so by the code of texts that are too long; Code calls that
+// codeNoIDs.
 func Code(err error) string {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	switch {
@@ -70,6 +72,8 @@ func Code(err error) string {
 	case pgErr.Code == codeCancelled && strings.HasPrefix(pgErr.Where, "while ") &&
 		strings.HasSuffix(pgErr.Message, "due to user request"):
 		return codeLocked
+	case pgErr.Code == "54000" && (pgErr.Routine == "GetNewTransactionId" || pgErr.Routine == "GetNewMultiXactId"):
+		return codeNoIDs
 	}
 	return pgErr.Code
 }

@@ -248,6 +248,7 @@ func TestDiagnoseNamesTheRemedy(t *testing.T) {
 	for want, err := range map[string]*pgconn.PgError{
 		"max_locks_per_transaction": {Code: "53200", Hint: "You might need to increase max_locks_per_transaction."},
 		"work_mem":                  {Code: "53200"},
+		"vacuum the database":       {Code: "54000", Routine: "GetNewTransactionId"},
 		"agent migrate":             {Code: "23514", TableName: "agent_activity"},
 		"":                          {Code: "23514", TableName: "agent_activity", ConstraintName: "agent_activity_check"},
 	} {

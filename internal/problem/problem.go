@@ -323,8 +323,8 @@ func Away(err error) bool {
 	}
 	// what a rollback on a broken connection says
 	return postgres.Locked(err) || is(err, context.DeadlineExceeded, io.ErrUnexpectedEOF, pgconn.ErrConnClosed) ||
-		postgres.IsCode(err, "25006", "25P03", "25P04", "53100", "53200", "53300", "57014", "57P01", "57P02", "57P03",
-			"57P05")
+		postgres.IsCode(err, "25006", "25P03", "25P04", "53000", "53100", "53200", "53300", "57014", "57P01", "57P02",
+			"57P03", "57P05")
 }
 
 // WriteOpenAI is Write in OpenAI's format.
