@@ -111,7 +111,7 @@ func TestOtherSchemaIsNotReady(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	run(t, a.engine)
-	pgtest.Exec(t, a.pool, `update agent_migrations set hash = 'x' where version = 200`)
+	pgtest.Exec(t, a.pool, `update agent_migrations set hash = 'x'`)
 	got := a.readyz(503)
 	assert.Truef(t, got.failing() == "schema" && strings.Contains(got.Checks["schema"].Detail, "differs"),
 		"checks are %+v", got.Checks)
