@@ -17,7 +17,8 @@
 -- would have answered.
 
 create schema lanekeeper;
-comment on schema lanekeeper is 'What works behind the contract. It may change in any release, and only the owner uses it.';
+comment on schema lanekeeper is
+  'What works behind the contract. It may change in any release, and only the owner uses it.';
 
 -- Closed sets of words. A domain is checked wherever a value is written, by whomever.
 create domain agent_surface as text check (value in ('heartbeat', 'operate', 'chat', 'webhook', 'flow', 'eval'));
@@ -91,14 +92,16 @@ create or replace function lanekeeper.agent_uuid(p_text text) returns uuid langu
 $$;
 comment on function lanekeeper.agent_uuid is 'The text as a UUID. Null where it is none: no text breaks a statement.';
 
-create or replace function lanekeeper.agent_tokens(p_usage jsonb, p_kind text) returns bigint language sql immutable parallel safe as $$
+create or replace function lanekeeper.agent_tokens(p_usage jsonb, p_kind text) returns bigint
+language sql immutable parallel safe as $$
   select case when jsonb_typeof(p_usage -> p_kind) = 'number' then least(greatest((p_usage ->> p_kind)::numeric, 0), 1e12)::bigint else 0 end
 $$;
 comment on function lanekeeper.agent_tokens is
   'A count of agent_activity.token_usage. 0 where it is not a number, so no row breaks a listing.';
 
 -- In plpgsql, because a plan of it is kept: as SQL it is planned for each statement that calls it.
-create or replace function lanekeeper.agent_words(p_from timestamptz, p_to timestamptz) returns text language plpgsql immutable strict as $$
+create or replace function lanekeeper.agent_words(p_from timestamptz, p_to timestamptz) returns text
+language plpgsql immutable strict as $$
 declare
   s constant numeric := case when isfinite(p_from) and isfinite(p_to) then extract(epoch from p_to - p_from) end;
 begin

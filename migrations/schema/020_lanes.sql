@@ -268,7 +268,8 @@ begin
         'without characters that are invisible, change the direction of the text, or are blanks other than the space'
       when name_ is not nfc normalized then format('in Unicode''s normal form C: write %L', normalize(name_, nfc)) end;
     if rule is not null and name_ is not distinct from p_lane then
-      raise exception 'lane % is not valid: a lane is %', coalesce(quote_literal(left(p_lane, 40)), 'null'), rule using errcode = '22023';
+      raise exception 'lane % is not valid: a lane is %', coalesce(quote_literal(left(p_lane, 40)), 'null'), rule
+        using errcode = '22023';
     elsif rule is not null then
       raise exception 'owner % of lane % is not valid: an owner is %', coalesce(quote_literal(left(p_locked_by, 40)), 'null'),
         quote_literal(p_lane), rule using errcode = '22023';
@@ -296,7 +297,8 @@ create or replace view lanekeeper.agent_lock_holders as
 select l.lane, l.locked_by as holder from agent_locks l where l.expires_at > clock_timestamp()
 union all
 (select distinct on (w.lane) w.lane, w.owner from agent_lock_waiters w
-  where w.expires_at > clock_timestamp() and not exists (select from agent_locks l where l.lane = w.lane and l.expires_at > clock_timestamp())
+  where w.expires_at > clock_timestamp()
+    and not exists (select from agent_locks l where l.lane = w.lane and l.expires_at > clock_timestamp())
   order by w.lane, w.ticket);
 comment on view lanekeeper.agent_lock_holders is
   'Who holds a lane or, when it is free, who waits first for it. No row: anybody may acquire it. Restrict it by lane.';
@@ -326,14 +328,16 @@ exception when lock_not_available then
              (select format('prepared transaction %L since %s UTC', p.gid, to_char(p.prepared at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS'))
                 from pg_prepared_xacts p
                where k.pid is null and p.transaction in (
-                 select o.transactionid from pg_locks o where o.locktype = 'transactionid' and o.virtualtransaction = k.virtualtransaction)
+                 select o.transactionid from pg_locks o
+                  where o.locktype = 'transactionid' and o.virtualtransaction = k.virtualtransaction)
                limit 1),
              (select format('pid %s (%s) in a transaction since %s', a.pid, coalesce(nullif(left(a.application_name, 64), ''), 'no name'),
                             coalesce(to_char(a.xact_start at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC', 'some time'))
                 from pg_stat_activity a where a.pid = k.pid),
              format('pid %s', k.pid)) as who
       from pg_locks k
-     where k.locktype = 'transactionid' and k.transactionid = any (holders) and k.granted and k.pid is distinct from pg_backend_pid()
+     where k.locktype = 'transactionid' and k.transactionid = any (holders) and k.granted
+       and k.pid is distinct from pg_backend_pid()
      order by k.pid limit 5) t;
   raise exception 'lane % is in use by %', quote_literal(p_lane), coalesce(blockers, 'a transaction that has ended just now')
     using errcode = '55P03', hint = 'Nothing has changed. Try again, or end that transaction: pg_terminate_backend(pid), rollback prepared.';
@@ -353,7 +357,8 @@ declare
   now_ timestamptz;
   got agent_lock_answer;
 begin
-  for try in 1 .. 3 loop                                    -- again after a first row, when it is mine, and when a lease ends meanwhile
+  -- Again after a first row, when it is mine, and when a lease ends meanwhile.
+  for try in 1 .. 3 loop
     -- Free, and promised to nobody else: lock it, and wait for nobody.
     select l.ctid, l.locked_by, l.expires_at, l.locked_by <> '' or mine into at_, holder, ends, stale from agent_locks l
      where l.lane = p_lane and l.expires_at <= clock_timestamp()
@@ -364,7 +369,8 @@ begin
       now_ := clock_timestamp();                                                      -- after the lock
       if stale then
         if lanekeeper.return_agent_lock(p_lane) is not null then                      -- a borrower let it expire
-          select l.locked_by = p_locked_by, l.fencing_token, l.expires_at, l.locked_by, holder, ends into got from agent_locks l where l.lane = p_lane;
+          select l.locked_by = p_locked_by, l.fencing_token, l.expires_at, l.locked_by, holder, ends into got
+            from agent_locks l where l.lane = p_lane;
           return got;
         end if;
         insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended, successor)
@@ -384,19 +390,23 @@ begin
     select l.fencing_token, l.expires_at, case when l.expires_at > clock_timestamp() then l.locked_by else q.owner end,
            l.expires_at <= clock_timestamp() and q.owner = p_locked_by
       into token, ends, holder, mine from agent_locks l left join lateral (select w.owner from agent_lock_waiters w
-             where w.lane = p_lane and w.expires_at > clock_timestamp() order by w.ticket limit 1) q on true where l.lane = p_lane;
-    if not found then                                       -- no row to lock yet: racers are told apart by an advisory lock
+             where w.lane = p_lane
+               and w.expires_at > clock_timestamp() order by w.ticket limit 1) q on true where l.lane = p_lane;
+    -- No row to lock yet: racers are told apart by an advisory lock.
+    if not found then
       insert into agent_locks (lane, fencing_token, expires_at) select p_lane, 0, clock_timestamp()
        where pg_try_advisory_xact_lock(hashtextextended('lane ' || p_lane, 0)) on conflict do nothing;
     elsif holder <> p_locked_by then
       return row(false, token, ends, holder, null, null)::agent_lock_answer;          -- a read, no write
     else                                                    -- a refresh leaves the key alone: writes under the token do not hold it up
       select l.ctid into at_ from agent_locks l
-       where l.lane = p_lane and l.locked_by = p_locked_by and l.expires_at > clock_timestamp() for no key update skip locked;
+       where l.lane = p_lane and l.locked_by = p_locked_by
+         and l.expires_at > clock_timestamp() for no key update skip locked;
       now_ := clock_timestamp();                                                      -- after the lock
       update agent_locks l set ttl_seconds = p_ttl_seconds,
              expires_at = case when l.parked then l.expires_at else now_ + make_interval(secs => p_ttl_seconds) end
-       where l.ctid = at_ and l.expires_at > now_ returning true, l.fencing_token, l.expires_at, l.locked_by, '', now_ into got;
+       where l.ctid = at_
+         and l.expires_at > now_ returning true, l.fencing_token, l.expires_at, l.locked_by, '', now_ into got;
       exit when got.acquired;
     end if;
   end loop;
@@ -418,9 +428,11 @@ declare
   a     agent_lock_answer;
 begin
   if (cardinality(p_owners), cardinality(p_ttls)) is distinct from (cardinality(p_lanes), cardinality(p_lanes)) then
-    raise exception 'acquiring % lanes needs as many owners and ttls', coalesce(cardinality(p_lanes), 0) using errcode = '22023';
+    raise exception 'acquiring % lanes needs as many owners and ttls', coalesce(cardinality(p_lanes), 0)
+      using errcode = '22023';
   end if;
-  perform lanekeeper.agent_lock_check(u.lane, u.owner, u.ttl) from unnest(p_lanes, p_owners, p_ttls) u (lane, owner, ttl);
+  perform lanekeeper.agent_lock_check(u.lane, u.owner, u.ttl)
+    from unnest(p_lanes, p_owners, p_ttls) u (lane, owner, ttl);
   -- Those that are free, and that nobody waits for.
   select coalesce(array_agg(t.lane), '{}') into free_ from (
     select l.lane from agent_locks l
@@ -467,7 +479,8 @@ begin
     update agent_lock_waiters w set expires_at = place, handover_ttl_seconds = ttl
      where w.ctid = (select x.ctid from agent_lock_waiters x where x.lane = p_lane and x.owner = p_locked_by for update skip locked);
     if not found and not exists (select from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by) then
-      insert into agent_lock_waiters as w (lane, owner, expires_at, handover_ttl_seconds) values (p_lane, p_locked_by, place, ttl)
+      insert into agent_lock_waiters as w (lane, owner, expires_at, handover_ttl_seconds)
+      values (p_lane, p_locked_by, place, ttl)
       on conflict (lane, owner) do update set expires_at = excluded.expires_at, handover_ttl_seconds = excluded.handover_ttl_seconds;
     end if;                                                 -- one that is locked is being handed the lane in an open transaction
     got := lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
@@ -548,12 +561,14 @@ begin
        and (l.fencing_token = p_fencing_token or p_fencing_token is null) for update skip locked;
     exit when at_ is not null or try = 2 or not p_wait;
     if not exists (select from agent_locks l
-                    where l.lane = p_lane and l.locked_by = p_locked_by and l.expires_at > clock_timestamp() and not l.parked
+                    where l.lane = p_lane and l.locked_by = p_locked_by and l.expires_at > clock_timestamp()
+                      and not l.parked
                       and (l.fencing_token = p_fencing_token or p_fencing_token is null)) then
       perform lanekeeper.agent_lock_check(p_lane, p_locked_by, 1);
       return null;
     end if;
-    perform lanekeeper.lock_agent_lock_row(p_lane);                                   -- by a write under its token, most likely
+    -- By a write under its token, most likely.
+    perform lanekeeper.lock_agent_lock_row(p_lane);
   end loop;
   now_ := clock_timestamp();                                                          -- after the lock
   if at_ is null or ends <= now_ then
@@ -630,7 +645,8 @@ declare
   now_ timestamptz;
 begin
   perform lanekeeper.agent_lock_check(p_lane, owner, p_ttl_seconds);
-  perform 1 from agent_executions x where x.id = p_borrower and x.inherits for no key update;          -- executions before lanes
+  -- Executions before lanes.
+  perform 1 from agent_executions x where x.id = p_borrower and x.inherits for no key update;
   perform fence_agent_execution(p_borrower, p_claim);
   for look in 1 .. 2 loop
     select l.* into held from agent_locks l where l.lane = p_lane;
@@ -755,7 +771,8 @@ begin
   if p_parked then
     perform lanekeeper.return_agent_lock(t.lane, p_execution_id) from (
       select distinct n.lane from agent_lock_loans n join agent_executions x on x.id = n.lender
-       where n.lender = p_execution_id and (x.waiting_for = 'agent' and x.waiting_key = n.borrower::text) is not true order by 1) t;
+       where n.lender = p_execution_id
+         and (x.waiting_for = 'agent' and x.waiting_key = n.borrower::text) is not true order by 1) t;
   end if;
   update agent_locks l
      set parked = p_parked, locked_by = x.id || '#' || x.claim, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint),
@@ -790,7 +807,8 @@ begin
      order by l.lane
   loop
     n := n + 1;
-    delete from agent_lock_loans k where k.lane = freed.lane and k.depth >= freed.depth;    -- what it had lent comes back first
+    -- What it had lent comes back first.
+    delete from agent_lock_loans k where k.lane = freed.lane and k.depth >= freed.depth;
     perform lanekeeper.return_agent_lock(freed.lane, null, case when p_ended then 'ended' else 'handed back' end);
   end loop;
   return n;

@@ -26,7 +26,8 @@ create table agent_executions (
   inherits boolean not null default false, forked_from uuid, forked_step text,
   is_external boolean default false, flow_version int
 ) with (fillfactor = 70);
-create index agent_executions_broken on agent_executions (status, id) where status in ('failed', 'timeout', 'cancelled');
+create index agent_executions_broken on agent_executions (status, id)
+  where status in ('failed', 'timeout', 'cancelled');
 comment on index agent_executions_broken is 'Lists executions that failed, timed out or were cancelled.';
 create index agent_executions_claimable on agent_executions (flow, priority, id)
  where is_external and status in ('pending', 'running') and claimed_by is null;
@@ -34,37 +35,47 @@ comment on index agent_executions_claimable is 'Finds the next execution for a w
 create index agent_executions_forks on agent_executions (forked_from) where forked_from is not null;
 comment on index agent_executions_forks is 'Lists the forks of an execution.';
 create index agent_executions_held on agent_executions (claimed_by, flow, surface) where claimed_by is not null;
-comment on index agent_executions_held is 'Finds the claims of a worker, and counts them against the limits of flow and surface.';
+comment on index agent_executions_held is
+  'Finds the claims of a worker, and counts them against the limits of flow and surface.';
 create unique index agent_executions_key on agent_executions (dedupe_key) where dedupe_key is not null;
 comment on index agent_executions_key is 'Finds the execution of a dedupe_key.';
-create index agent_executions_of_agent on agent_executions (agent, id) with (deduplicate_items=off) where agent <> 'agent' and agent <> 'visitor_chat';
-comment on index agent_executions_of_agent is 'Lists the executions of an agent. The two agents of most executions have no entry.';
-create index agent_executions_of_flow on agent_executions (flow, id) with (deduplicate_items=off) where claimed_by is null;
+create index agent_executions_of_agent on agent_executions (agent, id) with (deduplicate_items=off)
+  where agent <> 'agent' and agent <> 'visitor_chat';
+comment on index agent_executions_of_agent is
+  'Lists the executions of an agent. The two agents of most executions have no entry.';
+create index agent_executions_of_flow on agent_executions (flow, id) with (deduplicate_items=off)
+  where claimed_by is null;
 comment on index agent_executions_of_flow is 'Lists the executions of a flow.';
-create index agent_executions_of_surface on agent_executions (surface, id) with (deduplicate_items=off) where claimed_by is null and parent_id is null;
+create index agent_executions_of_surface on agent_executions (surface, id) with (deduplicate_items=off)
+  where claimed_by is null and parent_id is null;
 comment on index agent_executions_of_surface is 'Lists the executions of a surface that no execution started.';
-create index agent_executions_open on agent_executions (status, id) with (deduplicate_items=off) where status in ('pending', 'running', 'waiting');
+create index agent_executions_open on agent_executions (status, id) with (deduplicate_items=off)
+  where status in ('pending', 'running', 'waiting');
 comment on index agent_executions_open is 'Lists and counts the executions that have not ended.';
-create index agent_executions_external on agent_executions (id) where is_external and status in ('pending', 'running') and claimed_by is null;
+create index agent_executions_external on agent_executions (id)
+  where is_external and status in ('pending', 'running') and claimed_by is null;
 comment on index agent_executions_external is 'Runs that workers outside may lock now.';
 create index agent_executions_parent on agent_executions (parent_id) where parent_id is not null;
 comment on index agent_executions_parent is 'Finds the children of an execution.';
 create index agent_executions_progress on agent_executions (id) where claimed_by is not null and progress_seconds > 0;
 comment on index agent_executions_progress is 'Finds claimed executions with a bound on progress.';
-create index agent_executions_ready on agent_executions (queue, flow, surface, priority, id) where claimed_by is null and status in ('pending', 'running') and not is_external;
+create index agent_executions_ready on agent_executions (queue, flow, surface, priority, id)
+  where claimed_by is null and status in ('pending', 'running') and not is_external;
 comment on index agent_executions_ready is 'Finds the next execution to claim, by flow and surface.';
 create unique index agent_executions_run on agent_executions (trace_id, id, claim) with (deduplicate_items=off);
 comment on index agent_executions_run is
   'The executions of a trace. It also makes the claim a part of a key, so that whoever takes a claim away waits '
   'for those who hold FOR KEY SHARE, which is how a write under a claim is fenced.';
-create index agent_executions_thread on agent_executions (thread_id) where thread_id is not null and completed_at is null;
+create index agent_executions_thread on agent_executions (thread_id)
+  where thread_id is not null and completed_at is null;
 comment on index agent_executions_thread is 'Finds the executions under way in a thread.';
 create index agent_executions_waiting_until on agent_executions (waiting_until) where status = 'waiting';
 comment on index agent_executions_waiting_until is 'Finds waits that have timed out.';
 create index agent_executions_waits on agent_executions (waiting_for, waiting_key) where waiting_for is not null;
 comment on index agent_executions_waits is 'Finds the executions that an event resumes.';
 alter index agent_executions_pkey set (deduplicate_items=off);
-comment on table agent_executions is 'One row for each run. It is the state machine, and what a process needs to go on with the run.';
+comment on table agent_executions is
+  'One row for each run. It is the state machine, and what a process needs to go on with the run.';
 comment on column agent_executions.surface is 'Where the run came from: heartbeat, operate, chat, webhook or flow.';
 comment on column agent_executions.agent is 'The agent that acts in it.';
 comment on column agent_executions.flow is 'The code that runs it: the name of a flow.';
@@ -72,8 +83,10 @@ comment on column agent_executions.parent_id is 'The execution that started it.'
 comment on column agent_executions.awaited is 'The parent waits for it. A cancel of the parent cancels it too.';
 comment on column agent_executions.queue is 'interactive or background. Each has workers of its own.';
 comment on column agent_executions.priority is '1 to 4. A lower number is claimed first.';
-comment on column agent_executions.status is 'pending, running, waiting, or an end: completed, failed, timeout, cancelled.';
-comment on column agent_executions.claimed_by is 'The worker that runs it. Null: no worker has it, and a pending or running one is ready.';
+comment on column agent_executions.status is
+  'pending, running, waiting, or an end: completed, failed, timeout, cancelled.';
+comment on column agent_executions.claimed_by is
+  'The worker that runs it. Null: no worker has it, and a pending or running one is ready.';
 comment on column agent_executions.claim is
   'The fencing token of the run. Every durable write carries it, and a write with an older one is refused.';
 comment on column agent_executions.input is 'The input of the flow.';
@@ -84,9 +97,11 @@ comment on column agent_executions.waiting_key is 'The key, thread, execution or
 comment on column agent_executions.waiting_until is 'When the wait times out.';
 comment on column agent_executions.waiting_data is 'Details of the wait.';
 comment on column agent_executions.waiting_step is 'The step that records the outcome of the wait.';
-comment on column agent_executions.wait_number is 'Counts the waits. An outcome names the number, so it ends one wait at most.';
+comment on column agent_executions.wait_number is
+  'Counts the waits. An outcome names the number, so it ends one wait at most.';
 comment on column agent_executions.wake is 'Counts how often the run became ready again.';
-comment on column agent_executions.hinted_at is 'When other processes were last notified that the run is ready. It decides nothing.';
+comment on column agent_executions.hinted_at is
+  'When other processes were last notified that the run is ready. It decides nothing.';
 comment on column agent_executions.attempt is 'Claims lost since the last checkpoint.';
 comment on column agent_executions.max_attempts is 'How many lost claims without a checkpoint fail the run.';
 comment on column agent_executions.on_lost is
@@ -103,10 +118,13 @@ comment on column agent_executions.dedupe_key is 'A second start with the same k
 comment on column agent_executions.started_at is 'When it was first claimed.';
 comment on column agent_executions.completed_at is 'When it ended.';
 comment on column agent_executions.inherits is 'It may borrow the lanes of its parent, which waits for it.';
-comment on column agent_executions.forked_from is 'The execution whose recorded steps before forked_step this one began with.';
+comment on column agent_executions.forked_from is
+  'The execution whose recorded steps before forked_step this one began with.';
 comment on column agent_executions.forked_step is 'The first step that the fork does again.';
-comment on column agent_executions.is_external is 'A worker outside runs it, under a lock. No process of this program claims it.';
-comment on column agent_executions.flow_version is 'The version of the flow (agent_flows) that it began with. Null: the flow is code.';
+comment on column agent_executions.is_external is
+  'A worker outside runs it, under a lock. No process of this program claims it.';
+comment on column agent_executions.flow_version is
+  'The version of the flow (agent_flows) that it began with. Null: the flow is code.';
 
 create table agent_claims_lost (
   execution_id uuid not null, claim bigint not null, worker uuid,
@@ -118,7 +136,8 @@ comment on table agent_claims_lost is 'Claims that ended without a wait or an en
 comment on column agent_claims_lost.claim is 'The claim that ended.';
 comment on column agent_claims_lost.worker is 'The worker that had it.';
 comment on column agent_claims_lost.worker_name is 'Its name.';
-comment on column agent_claims_lost.how is 'lost: its lease ended. no progress: it recorded no step in time. handed back: it shut down.';
+comment on column agent_claims_lost.how is
+  'lost: its lease ended. no progress: it recorded no step in time. handed back: it shut down.';
 comment on column agent_claims_lost.at is 'When the claim ended.';
 
 create table agent_cancel_requests (
@@ -155,7 +174,8 @@ create table agent_limits (
   running int not null check (running >= 0),
   primary key (kind, name)
 );
-comment on table agent_limits is 'How many executions of a flow or of a surface may be claimed at once. The others stay in the queue.';
+comment on table agent_limits is
+  'How many executions of a flow or of a surface may be claimed at once. The others stay in the queue.';
 comment on column agent_limits.kind is 'The limit is on a flow or on a surface.';
 comment on column agent_limits.running is 'The limit. 0 stops them.';
 
@@ -166,7 +186,8 @@ create table agent_pauses (
 );
 create unique index agent_pauses_open on agent_pauses ((true)) where resumed_at is null;
 comment on index agent_pauses_open is 'Allows one pause at a time.';
-comment on table agent_pauses is 'When autonomous work was paused, by whom and why. The row without resumed_at is the pause that is on.';
+comment on table agent_pauses is
+  'When autonomous work was paused, by whom and why. The row without resumed_at is the pause that is on.';
 comment on column agent_pauses.paused_at is 'When the pause began.';
 comment on column agent_pauses.paused_by is 'The person or program that paused.';
 comment on column agent_pauses.resumed_at is 'When it ended. Null: the agent is paused.';
@@ -185,7 +206,8 @@ comment on table agent_flows is 'Versions of flows that are data. A version is n
 comment on column agent_flows.digest is 'SHA-256 of the definition.';
 comment on column agent_flows.definition is 'The flow, as the interpreter reads it.';
 comment on column agent_flows.source is 'The declaring side, such as workspace.';
-comment on column agent_flows.current is 'New executions begin with this version. No current version: the flow was removed.';
+comment on column agent_flows.current is
+  'New executions begin with this version. No current version: the flow was removed.';
 
 create table agent_idempotency (
   scope text not null check (scope <> ''), key text not null check ((length(key) >= 1) AND (length(key) <= 255)),
@@ -203,11 +225,14 @@ comment on table agent_idempotency is
   'Requests that carry an Idempotency-Key, with their answers. A second request with the key gets the first answer.';
 comment on column agent_idempotency.scope is 'The method and route, and the caller.';
 comment on column agent_idempotency.key is 'The Idempotency-Key.';
-comment on column agent_idempotency.fingerprint is 'SHA-256 of path, query and body. Another request under the same key is refused.';
-comment on column agent_idempotency.attempt is 'The attempt that handles the request. It is void once another has taken over.';
+comment on column agent_idempotency.fingerprint is
+  'SHA-256 of path, query and body. Another request under the same key is refused.';
+comment on column agent_idempotency.attempt is
+  'The attempt that handles the request. It is void once another has taken over.';
 comment on column agent_idempotency.state is
   'running: under way. answered: the answer is kept. unkept: it was answered, but the answer is not kept.';
-comment on column agent_idempotency.lease_until is 'When the attempt is over, unless it ends before. Its process may have died.';
+comment on column agent_idempotency.lease_until is
+  'When the attempt is over, unless it ends before. Its process may have died.';
 comment on column agent_idempotency.status is 'The HTTP status of the answer.';
 comment on column agent_idempotency.header is 'The headers of the answer.';
 comment on column agent_idempotency.body is 'The body of the answer.';
@@ -258,7 +283,8 @@ comment on table agent_executions_counted is 'How far the counts of executions h
 comment on column agent_executions_counted.single is 'Always true: there is one row.';
 comment on column agent_executions_counted.counted_upto is
   'Executions with ids below it are counted or listed in agent_executions_uncounted.';
-comment on column agent_executions_counted.checked_upto is 'How far the last pass over agent_executions_uncounted came.';
+comment on column agent_executions_counted.checked_upto is
+  'How far the last pass over agent_executions_uncounted came.';
 
 create table agent_executions_uncounted (
   execution_id uuid primary key
@@ -297,10 +323,12 @@ comment on column agent_idle_workers.expires_at is 'When that is over. A worker 
 
 -- The rules of an execution's row.
 
-create or replace function lanekeeper.agent_is_held_back(p_refuse boolean default false) returns boolean language plpgsql volatile as $$
+create or replace function lanekeeper.agent_is_held_back(p_refuse boolean default false) returns boolean
+language plpgsql volatile as $$
 begin
   if pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
-    perform 1 from agent_pauses p where p.resumed_at is null;  -- a later statement, so it sees each pause that had the lock before
+    -- A later statement, so it sees each pause that had the lock before.
+    perform 1 from agent_pauses p where p.resumed_at is null;
     if not found then
       return false;
     end if;
@@ -319,9 +347,11 @@ comment on function lanekeeper.agent_is_held_back is
 
 create or replace function lanekeeper.agent_executions_begins() returns trigger language plpgsql as $$
 begin
-  if tg_when = 'AFTER' then                                  -- of an execution for workers outside: its status is recorded
+  -- Of an execution for workers outside: its status is recorded.
+  if tg_when = 'AFTER' then
     insert into agent_status_changes (execution_id, n, status, waiting_for)
-    select new.id, coalesce(max(c.n), 0) + 1, new.status, new.waiting_for from agent_status_changes c where c.execution_id = new.id;
+    select new.id, coalesce(max(c.n), 0) + 1, new.status, new.waiting_for from agent_status_changes c
+     where c.execution_id = new.id;
     return null;
   end if;
   if new.status not in ('pending', 'running') or new.claimed_by is not null and new.status <> 'running' then
@@ -330,7 +360,8 @@ begin
   if new.trace_id = '' or new.flow = '' then
     raise exception 'an execution has a trace and a flow' using errcode = 'check_violation';
   end if;
-  if new.surface = 'eval' or new.trace_id like 'ev\_%' then  -- a trial of an eval is one execution of its own, in no thread
+  -- A trial of an eval is one execution of its own, in no thread.
+  if new.surface = 'eval' or new.trace_id like 'ev\_%' then
     if new.surface <> 'eval' or new.trace_id not like 'ev\_%' or new.flow !~ '^eval(:[0-9a-f]+)?$' or new.thread_id is not null then
       raise exception 'a trial of an eval cannot write to agent_executions' using errcode = 'LK009',
         hint = 'Give the skill a stub in the case of the eval.';
@@ -339,7 +370,8 @@ begin
   new.is_external := new.flow = 'external' or new.flow like 'external:%';
   if new.is_external then
     if new.status <> 'pending' then
-      raise exception 'an execution for workers outside begins pending, not % with a worker', new.status using errcode = 'LK002';
+      raise exception 'an execution for workers outside begins pending, not % with a worker', new.status
+        using errcode = 'LK002';
     end if;
     if new.on_lost = 'resume' then
       new.on_lost := 'fail';                                 -- no process of this program could resume it
@@ -385,7 +417,8 @@ begin
       using errcode = 'LK002';
   end if;
   if new.claim < old.claim then
-    raise exception 'the claim of execution % cannot go back from % to %', old.id, old.claim, new.claim using errcode = 'LK002';
+    raise exception 'the claim of execution % cannot go back from % to %', old.id, old.claim, new.claim
+      using errcode = 'LK002';
   end if;
   if new.claimed_by is not null and old.claimed_by is null and new.surface not in ('operate', 'chat')
      and lanekeeper.agent_is_held_back(old.is_external) then
@@ -413,11 +446,13 @@ declare
   freed int;
   thread_ text;
 begin
-  if e.status = 'cancelled' then                             -- the children that end with it are locked before the first lane
+  -- The children that end with it are locked before the first lane.
+  if e.status = 'cancelled' then
     perform 1 from agent_executions x where x.id in (
       with recursive line (id) as (
         select e.id union select c.id from line l join agent_executions c on c.parent_id = l.id
-         where c.awaited and c.status in ('pending', 'running', 'waiting')) select l.id from line l) order by x.id for update;
+         where c.awaited
+           and c.status in ('pending', 'running', 'waiting')) select l.id from line l) order by x.id for update;
   end if;
   -- A run of the webhook surface emits nothing: a target that is our own endpoint would go round for ever.
   if e.surface not in ('webhook', 'eval') and exists (select from agent_webhook_targets t where t.enabled) then
@@ -427,7 +462,8 @@ begin
       'error_message', left(e.error_message, 2000), 'failed_step', left(e.failed_step, 300)));
   end if;
   freed := lanekeeper.release_agent_execution_locks(e.id);
-  if exists (select from agent_activity_open o where o.execution_id = e.id) then   -- seldom, and cheaper than a look through the log
+  -- Seldom, and cheaper than a look through the log.
+  if exists (select from agent_activity_open o where o.execution_id = e.id) then
     with gone as (
       delete from agent_activity_open o where o.execution_id = e.id returning o.activity_id, o.kind)
     update agent_activity a
@@ -439,7 +475,8 @@ begin
   end if;
   update agent_approvals a set status = 'expired', reason = 'its execution has ended'
    where a.execution_id = e.id and a.parked and a.status in ('pending', 'approved');
-  update agent_requests r set status = 'closed', completed_at = clock_timestamp() where r.execution_id = e.id and r.status = 'pending';
+  update agent_requests r set status = 'closed', completed_at = clock_timestamp()
+   where r.execution_id = e.id and r.status = 'pending';
   if e.status = 'cancelled' then
     for thread_ in update agent_messages m set status = 'withdrawn' where m.execution_id = e.id and m.status = 'queued' returning m.thread_id loop
       perform pg_notify('agent_threads', thread_);           -- what stood behind it may leave
@@ -455,7 +492,8 @@ begin
     update agent_webhook_deliveries d
        set status = 'dead', finished_at = clock_timestamp(), updated_at = clock_timestamp(), next_attempt_at = null,
            error_message = coalesce(e.error_message, e.cancel_reason, 'its execution ended ' || e.status)
-     where d.id = lanekeeper.agent_uuid(e.input ->> 'delivery') and d.execution_id = e.id and d.status in ('received', 'running', 'failed');
+     where d.id = lanekeeper.agent_uuid(e.input ->> 'delivery') and d.execution_id = e.id
+       and d.status in ('received', 'running', 'failed');
   end if;
   return freed;
 end $$;
@@ -521,7 +559,8 @@ begin
   on conflict (external_id) do nothing;      -- an end must not fail because somebody used this id
   if has.parents then
     insert into agent_unpublished_completions (execution_id) select t.id from unnest(over) t (id) where exists (select from agent_executions x
-      where x.waiting_for = 'agent' and x.waiting_key = t.id::text and (x.status = 'waiting') is true offset 0) order by 1 on conflict do nothing;
+      where x.waiting_for = 'agent' and x.waiting_key = t.id::text
+        and (x.status = 'waiting') is true offset 0) order by 1 on conflict do nothing;
   end if;
   return null;
 end $$;
@@ -536,13 +575,15 @@ create or replace trigger agent_executions_moves before update of status, claime
   on agent_executions for each row execute function lanekeeper.agent_executions_moves();
 
 create or replace trigger agent_executions_changed after update on agent_executions
-  referencing old table as was new table as changed for each statement execute function lanekeeper.agent_executions_changed();
+  referencing old table as was new table as changed for each statement
+  execute function lanekeeper.agent_executions_changed();
 
 create or replace trigger agent_status_begins after insert on agent_executions
   for each row when (new.is_external) execute function lanekeeper.agent_executions_begins();
 
 create or replace trigger agent_status_changed after update of status on agent_executions
-  for each row when (new.is_external and new.status <> old.status) execute function lanekeeper.agent_executions_begins();
+  for each row when (new.is_external and new.status <> old.status)
+  execute function lanekeeper.agent_executions_begins();
 
 -- Claims: fence, start, claim, lose, release.
 
@@ -583,7 +624,8 @@ comment on view lanekeeper.agent_ready_executions is
   'Executions that may be claimed. One with a requested cancel may not: it was locked when the cancel came.';
 
 create or replace view lanekeeper.agent_ready_kinds as
-with recursive kinds as (                                    -- one step of the index for each kind, however many are ready
+-- One step of the index for each kind, however many are ready.
+with recursive kinds as (
   select q.queue, f.flow, f.surface from (values ('background'), ('interactive')) q (queue) cross join lateral (
     select x.flow, x.surface::text as surface from lanekeeper.agent_ready_executions x where x.queue = q.queue
      order by x.flow, x.surface limit 1) f
@@ -665,7 +707,8 @@ declare
   e agent_executions;
   places int;
 begin
-  select x.* into e from agent_executions x where x.id = p_id and x.claimed_by is null and x.status in ('pending', 'running') and not x.is_external;
+  select x.* into e from agent_executions x
+   where x.id = p_id and x.claimed_by is null and x.status in ('pending', 'running') and not x.is_external;
   if not found then
     return;
   end if;
@@ -713,11 +756,13 @@ begin
   if flows is null or p_limit <= 0 or not exists (select from agent_workers w where w.id = p_worker and w.expires_at > clock_timestamp()) then
     return;
   end if;
-  perform pg_advisory_xact_lock(hashtextextended('admit ' || l.kind || ' ' || l.name, 0)) from (select l.kind, l.name from agent_limits l
+  perform pg_advisory_xact_lock(hashtextextended('admit ' || l.kind || ' ' || l.name, 0))
+    from (select l.kind, l.name from agent_limits l
     where limited and l.name = any (case l.kind when 'flow' then flows else surfaces end) order by l.kind, l.name) l;
   ids := array(
     select r.id from unnest(flows, surfaces) k (flow, surface) cross join lateral (
-       select x.id, x.priority from lanekeeper.agent_ready_executions x where x.queue = p_queue and x.flow = k.flow and x.surface = k.surface
+       select x.id, x.priority from lanekeeper.agent_ready_executions x
+        where x.queue = p_queue and x.flow = k.flow and x.surface = k.surface
         order by x.priority, x.id limit p_limit for update skip locked) r
      order by r.priority, r.id limit case when not limited then p_limit end);
   if limited then                                            -- as many of each flow and surface as have places
@@ -734,12 +779,14 @@ begin
   update agent_executions x
      set status = 'running', claimed_by = p_worker, claim = x.claim + 1, updated_at = clock_timestamp()
    where x.id = any (ids);
-  return query                                               -- another statement, which sees all that was recorded before the claim
+  -- Another statement, which sees all that was recorded before the claim.
+  return query
     select x, x.claim > 1 and (
              exists (select from agent_locks n where n.execution_id = x.id)
              or exists (select from agent_activity_open o where o.execution_id = x.id)
              or x.claim > 2 * x.wait_number + 1 and exists (
-                  select from agent_activity a where a.execution_id = x.id and a.status = 'unknown' and a.error_class = 'interrupted')),
+                  select from agent_activity a
+                   where a.execution_id = x.id and a.status = 'unknown' and a.error_class = 'interrupted')),
            false, k.steps, k.claims, k.prints, k.failed, k.outputs, k.times
       from agent_executions x cross join lateral (
         select array_agg(c.step) as steps, array_agg(c.claim) as claims, array_agg(c.fingerprint) as prints, array_agg(c.failed) as failed,
@@ -750,7 +797,8 @@ begin
   if cardinality(ids) < p_limit and exists (
        select from unnest(flows, surfaces) k (flow, surface)
         where not exists (select from lanekeeper.agent_free_places f
-                           where limited and f.places <= 0 and f.name = case f.kind when 'flow' then k.flow else k.surface end)
+                           where limited and f.places <= 0
+                             and f.name = case f.kind when 'flow' then k.flow else k.surface end)
           and exists (select from lanekeeper.agent_ready_executions x where x.queue = p_queue and x.flow = k.flow and x.surface = k.surface)) then
     held := false;
     missed := true;
@@ -801,7 +849,8 @@ begin
       if held >= 10 or e.id <> all (free) then
         left_ := left_ || e.id;
       else
-        update agent_executions x set status = 'failed', claim = x.claim + 1, attempt = e.spent, error_message = e.fault where x.id = e.id;
+        update agent_executions x set status = 'failed', claim = x.claim + 1, attempt = e.spent, error_message = e.fault
+         where x.id = e.id;
       end if;
     exception when lock_not_available then
       held := held + 1;
@@ -819,13 +868,17 @@ begin
          attempt = case when exists (select from agent_checkpoints c where c.execution_id = x.id and c.claim = x.claim) then 1 else x.attempt + 1 end
    where x.id = any (lost) and x.claimed_by = p_worker;
   if p_id is null then
-    delete from agent_workers w where w.id = p_worker and not exists (select from agent_executions x where x.claimed_by = p_worker)
+    delete from agent_workers w
+     where w.id = p_worker and not exists (select from agent_executions x where x.claimed_by = p_worker)
     returning w.kind = 'process' into process;
-    for e in select l.lane, l.locked_by, l.fencing_token from agent_locks l where process and l.locked_by <> ''    -- of its jobs
+    -- Of its jobs.
+    for e in select l.lane, l.locked_by, l.fencing_token from agent_locks l where process and l.locked_by <> ''
                 and right(l.locked_by, 37) = '@' || p_worker and l.execution_id is null order by l.lane loop
       begin
-        perform pg_notify('agent_lanes', e.lane) where lanekeeper.release_agent_lock(e.lane, e.locked_by, e.fencing_token, false) = '';
-      exception when lock_not_available then null;           -- by a write under its token, or an open transaction of somebody else
+        perform pg_notify('agent_lanes', e.lane)
+         where lanekeeper.release_agent_lock(e.lane, e.locked_by, e.fencing_token, false) = '';
+      -- By a write under its token, or an open transaction of somebody else.
+      exception when lock_not_available then null;
       end;
     end loop;
   end if;
@@ -917,7 +970,8 @@ begin
                union all select k.lender from agent_lock_loans k where k.lender = any (ending)
                union all select b.execution_id from agent_budget_reservations b where b.execution_id = any (ending))
     into alive, bound;
-  if bound <> '{}' or (ending = p_ids and claims = p_claims and workers <@ alive) is not true then    -- a null worker is not in alive
+  -- A null worker is not in alive.
+  if bound <> '{}' or (ending = p_ids and claims = p_claims and workers <@ alive) is not true then
     places := array(
       select case when claims[t.x] = p_claims[t.i] and workers[t.x] = any (alive) and p_ids[t.i] <> all (bound)
                        and not exists (select from generate_series(1, t.i - 1) e where p_ids[e] = p_ids[t.i] and p_claims[e] = p_claims[t.i])
@@ -937,7 +991,8 @@ begin
             case when (e.v ->> 'wanted')::boolean then x.variables end, x.inherits, x.flow_version;
   get diagnostics ended = row_count;
   if ended <> num_nonnulls(variadic places) then
-    raise exception '% of % executions were found where they were locked', ended, num_nonnulls(variadic places) using errcode = '40001';
+    raise exception '% of % executions were found where they were locked', ended, num_nonnulls(variadic places)
+      using errcode = '40001';
   end if;
 end $$;
 comment on function lanekeeper.complete_agent_executions is
@@ -972,7 +1027,8 @@ begin
   end if;
   if p_cancelled_by is not null then
     insert into agent_cancel_requests (execution_id, cancelled_by, cancel_reason, actor)
-    select t.id, p_cancelled_by, t.reason, lanekeeper.agent_actor() from unnest(line, reasons) t (id, reason) order by t.id on conflict do nothing;
+    select t.id, p_cancelled_by, t.reason, lanekeeper.agent_actor()
+      from unnest(line, reasons) t (id, reason) order by t.id on conflict do nothing;
     perform pg_notify('agent_cancel', t.id::text) from unnest(line) t (id);
   end if;
   return true;
@@ -999,7 +1055,8 @@ begin
     perform pg_sleep(0.005);
   end loop;
   select x.status, x.claimed_by, x.flow, x.trace_id into e from agent_executions x where x.id = p_id for update;
-  delete from agent_cancel_requests r where r.execution_id = p_id and r.cancelled_by = p_cancelled_by returning r.actor into actor_;
+  delete from agent_cancel_requests r
+   where r.execution_id = p_id and r.cancelled_by = p_cancelled_by returning r.actor into actor_;
   delete from agent_cancel_requests r where r.execution_id = p_id;
   if e.status is null or e.status in ('completed', 'failed', 'timeout', 'cancelled') then
     return e.status;
@@ -1035,16 +1092,19 @@ declare
   e record;
 begin
   for e in
-    select x.id, lanekeeper.agent_uuid(x.waiting_key) as child, x.waiting_data ->> 'patient' = 'true' as patient from agent_executions x
+    select x.id, lanekeeper.agent_uuid(x.waiting_key) as child, x.waiting_data ->> 'patient' = 'true' as patient
+      from agent_executions x
      where x.status = 'waiting' and x.waiting_until <= now_ and x.waiting_for = 'agent'
      order by x.waiting_until limit p_limit for no key update skip locked
   loop
     exit when held >= 10;                                    -- the others come next time
-    if e.patient then                                        -- it lasts as long as the child itself waits, and an hour more
+    -- It lasts as long as the child itself waits, and an hour more.
+    if e.patient then
       with recursive line as (
         select c.*, 1 as depth from agent_executions c where c.id = e.child and c.status = 'waiting'
         union all
-        select c.*, l.depth + 1 from line l join agent_executions c on c.id = lanekeeper.agent_uuid(l.waiting_key) and c.status = 'waiting'
+        select c.*, l.depth + 1
+          from line l join agent_executions c on c.id = lanekeeper.agent_uuid(l.waiting_key) and c.status = 'waiting'
          where l.waiting_for = 'agent' and l.waiting_data ->> 'patient' = 'true' and l.depth < 100)
       update agent_executions x set waiting_until = t.until
         from (select max(l.waiting_until) + interval '1 hour' as until from line l) t where x.id = e.id and t.until > now_;
@@ -1061,10 +1121,12 @@ begin
   end loop;
   due := array(
     select t.id from (
-      select x.id from agent_executions x where x.status = 'waiting' and x.waiting_until <= now_ and x.waiting_for <> 'agent'
+      select x.id from agent_executions x
+       where x.status = 'waiting' and x.waiting_until <= now_ and x.waiting_for <> 'agent'
        order by x.waiting_until limit p_limit for no key update skip locked) t
     union select l.id from (
-      with recursive wanted (lane) as (                      -- one step of the index for each lane, however many wait for it
+      -- One step of the index for each lane, however many wait for it.
+      with recursive wanted (lane) as (
         select min(x.waiting_key) from agent_executions x where x.waiting_for = 'lane'
         union all
         select (select min(x.waiting_key) from agent_executions x where x.waiting_for = 'lane' and x.waiting_key > w.lane)
@@ -1092,7 +1154,8 @@ comment on function lanekeeper.sweep_agent_waits is
 
 -- The pause.
 
-create or replace function lanekeeper.check_agent_reason(p_by text, p_reason text) returns void language plpgsql immutable as $$
+create or replace function lanekeeper.check_agent_reason(p_by text, p_reason text) returns void
+language plpgsql immutable as $$
 begin
   if p_by is null or p_by !~ '^[^[:cntrl:]]{1,255}$' or p_by !~ '[^[:space:]]' then
     raise exception 'by % is not valid: name who does it, in 1 to 255 printable characters', coalesce(quote_literal(left(p_by, 40)), 'null')
@@ -1162,7 +1225,8 @@ begin
   perform pg_notify('agent_automations', '');
   return query select true, p.paused_at, p.paused_by, p.reason, p.resumed_at, trace_, note_;
 end $$;
-comment on function resume_agent is 'End the pause and announce ready work. changed is false if the agent is not paused.';
+comment on function resume_agent is
+  'End the pause and announce ready work. changed is false if the agent is not paused.';
 
 -- Workers outside: an execution under a lock.
 
@@ -1197,7 +1261,8 @@ begin
     raise exception 'owner % is not valid: an owner is 1 to 255 printable characters', coalesce(quote_literal(left(p_owner, 40)), 'null')
       using errcode = '22023';
   elsif p_ttl_seconds is null or p_ttl_seconds <= 0 or p_ttl_seconds > 86400 then
-    raise exception 'ttl of % seconds is not valid: give 1 to 86400 (a day)', coalesce(p_ttl_seconds::text, 'null') using errcode = '22023';
+    raise exception 'ttl of % seconds is not valid: give 1 to 86400 (a day)', coalesce(p_ttl_seconds::text, 'null')
+      using errcode = '22023';
   end if;
   -- One at a time, so that from here on the run can lose its worker and not get another one.
   perform pg_advisory_xact_lock(hashtextextended('run lock ' || p_id, 0));
@@ -1221,7 +1286,8 @@ begin
                         case when w.owner <> p_owner then 'held' end;
     return;
   end if;
-  select x.* into e from agent_executions x where x.id = p_id for update;            -- waits for what the old lock still writes
+  -- Waits for what the old lock still writes.
+  select x.* into e from agent_executions x where x.id = p_id for update;
   if e.claimed_by is not null then
     perform lanekeeper.lose_agent_claims(e.claimed_by);       -- what its end means is settled before this answers
     select x.* into e from agent_executions x where x.id = p_id;
@@ -1283,7 +1349,8 @@ comment on function beat_agent_locks is
 
 create or replace function agent_lock_claim(p_id uuid, p_lock_id text) returns bigint
 language sql stable security definer set search_path from current as $$
-  select k.claim from agent_workers k where k.lock_id = p_lock_id and k.execution_id = p_id and k.expires_at > clock_timestamp()
+  select k.claim from agent_workers k
+   where k.lock_id = p_lock_id and k.execution_id = p_id and k.expires_at > clock_timestamp()
 $$;
 comment on function agent_lock_claim is
   'The claim behind a live lock. Null: the lock is void or another execution''s. Pass it to fence_agent_execution.';
@@ -1366,11 +1433,13 @@ begin
   delete from agent_limits l where not exists (
     select from jsonb_to_recordset(p_limits) as n (kind text, name text) where n.kind = l.kind and n.name = l.name);
   insert into agent_limits as l (kind, name, running)
-  select n.kind, n.name, n.running from jsonb_to_recordset(p_limits) as n (kind text, name text, running int) order by 1, 2
+  select n.kind, n.name, n.running
+    from jsonb_to_recordset(p_limits) as n (kind text, name text, running int) order by 1, 2
   on conflict (kind, name) do update set running = excluded.running where l.running <> excluded.running;
   perform pg_notify('agent_ready', '');
 end $$;
-comment on function set_agent_limits is 'Make the limits what is given, [{"kind", "name", "running"}], and nothing else.';
+comment on function set_agent_limits is
+  'Make the limits what is given, [{"kind", "name", "running"}], and nothing else.';
 
 create or replace function lanekeeper.agent_flow_may_join(p_thread text, p_flow text, p_execution_id uuid default null) returns boolean
 language plpgsql stable as $$
@@ -1395,7 +1464,8 @@ begin
     select exists (select from line l where l.thread_id = p_thread)
         or t.owner_kind = 'flow' and t.owner in (select f.flow from flows f)
         or exists (select from agent_thread_access a
-                    where a.kind = 'flow' and a.visitor = '' and a.name = p_thread and a.owner in (select f.flow from flows f)));
+                    where a.kind = 'flow' and a.visitor = '' and a.name = p_thread
+                      and a.owner in (select f.flow from flows f)));
 end $$;
 comment on function lanekeeper.agent_flow_may_join is
   'Whether a flow, or an execution of one, may speak in a thread: an admin began it, the flow did, the '

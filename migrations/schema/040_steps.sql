@@ -18,7 +18,8 @@ comment on column agent_checkpoints.step is 'The name of the step, unique in its
 comment on column agent_checkpoints.claim is 'The claim that recorded it.';
 comment on column agent_checkpoints.fingerprint is
   'Hash of the input that the step named. A run that comes to the step with another one fails, and repeats nothing.';
-comment on column agent_checkpoints.failed is 'The step ended with an error, which is a result too. output describes it.';
+comment on column agent_checkpoints.failed is
+  'The step ended with an error, which is a result too. output describes it.';
 comment on column agent_checkpoints.output is 'The result of the step.';
 comment on column agent_checkpoints.waited_for is 'The kind of wait that the step is the outcome of. Null: not a wait.';
 comment on column agent_checkpoints.waited_key is 'The key of that wait.';

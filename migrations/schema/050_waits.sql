@@ -11,7 +11,8 @@ create table agent_events (
   consumed_by uuid, created_at timestamptz not null default clock_timestamp(),
   constraint agent_events_once unique (external_id)
 );
-create index agent_events_untaken on agent_events (event, key, id) with (deduplicate_items=off) where consumed_by is null and execution_id is null;
+create index agent_events_untaken on agent_events (event, key, id) with (deduplicate_items=off)
+  where consumed_by is null and execution_id is null;
 comment on index agent_events_untaken is 'Finds an event that came before its wait.';
 alter index agent_events_once set (deduplicate_items=off);
 alter index agent_events_pkey set (deduplicate_items=off);
@@ -61,7 +62,8 @@ comment on column agent_requests.documents is
 -- Code
 
 create or replace view lanekeeper.agent_wait_events as
-select k.kind, k.event from (values ('response', 'MESSAGE_RECEIVED'), ('agent', 'AGENT_COMPLETED'), ('document', 'DOCUMENT_UPLOADED'),
+select k.kind, k.event
+  from (values ('response', 'MESSAGE_RECEIVED'), ('agent', 'AGENT_COMPLETED'), ('document', 'DOCUMENT_UPLOADED'),
   ('signature', 'SIGNATURE_COMPLETED'), ('test', 'TEST_COMPLETED'), ('event', 'EVENT_COMPLETED'), ('delay', 'SCHEDULE_REACHED'),
   ('approval', 'APPROVAL_DECIDED'), ('lane', 'LANE_FREED')) k (kind, event);
 comment on view lanekeeper.agent_wait_events is 'The event that ends a wait of each kind.';
@@ -79,7 +81,8 @@ begin
   elsif p_kind = 'lane' then
     return (select jsonb_build_object('event', 'LANE_FREED', 'data', '{}'::jsonb, 'timed_out', false)
              where not exists (select from lanekeeper.agent_lock_holders h where h.lane = p_key)
-                or exists (select from agent_locks l where l.lane = p_key and l.execution_id = p_id));    -- it is its own
+                -- It is its own.
+                or exists (select from agent_locks l where l.lane = p_key and l.execution_id = p_id));
   elsif p_kind in ('document', 'signature', 'test')
         and exists (select from agent_requests r where r.id = lanekeeper.agent_uuid(p_key) and r.kind = p_kind) then
     return (select jsonb_build_object('event', (select k.event from lanekeeper.agent_wait_events k where k.kind = p_kind), 'event_id', r.event_id, 'data', r.answer, 'timed_out', false)
@@ -87,17 +90,20 @@ begin
   elsif p_kind = 'response' then
     -- A message from before the execution's last one here, or from before its start, cannot answer it.
     select coalesce((select m.sent_at from agent_messages m
-                      where m.execution_id = p_id and m.thread_id = p_key and m.role = 'assistant' and m.sent_at is not null
+                      where m.execution_id = p_id and m.thread_id = p_key and m.role = 'assistant'
+                        and m.sent_at is not null
                       order by m.id desc limit 1),
                     (select x.created_at from agent_executions x where x.id = p_id)) as at,
            (select max(m.seq) from agent_messages m
-             where m.execution_id = p_id and m.thread_id = p_key and m.role = 'assistant' and m.seq is not null) as seq into sent;
+             where m.execution_id = p_id and m.thread_id = p_key and m.role = 'assistant'
+               and m.seq is not null) as seq into sent;
     -- The order of the thread decides. The clock decides only where the event belongs to no message of the thread.
     select v.* into came from agent_events v
      where v.event = 'MESSAGE_RECEIVED' and v.key = p_key and v.consumed_by is null and v.execution_id is null
        and v.id >= lanekeeper.agent_uuid7_floor(sent.at - interval '1 minute')
        and coalesce((select m.seq > sent.seq from agent_messages m
-                      where m.id = lanekeeper.agent_uuid(v.data ->> 'message_id') and m.thread_id = p_key), v.created_at > sent.at)
+                      where m.id = lanekeeper.agent_uuid(v.data ->> 'message_id')
+                        and m.thread_id = p_key), v.created_at > sent.at)
      order by v.id limit 1 for update;
   else
     if p_kind = 'agent' then                                 -- an end is a fact: it answers every wait, however often
@@ -105,7 +111,8 @@ begin
     end if;
     if came.id is null then
       select v.* into came from agent_events v
-       where v.event = (select k.event from lanekeeper.agent_wait_events k where k.kind = p_kind) and v.key = p_key and v.consumed_by is null and v.execution_id is null
+       where v.event = (select k.event from lanekeeper.agent_wait_events k where k.kind = p_kind) and v.key = p_key
+         and v.consumed_by is null and v.execution_id is null
        order by v.id limit 1 for update;
     end if;
   end if;
@@ -114,7 +121,8 @@ begin
   end if;
   update agent_events v set consumed_by = p_id where v.id = came.id;
   insert into agent_links (cause, kind, effect)              -- an end answers several waits, and consumed_by names one
-  select 'event ' || came.id, 'woke', 'execution ' || t.id from unnest(array[came.consumed_by, p_id]) t (id) where came.consumed_by <> p_id
+  select 'event ' || came.id, 'woke', 'execution ' || t.id from unnest(array[came.consumed_by, p_id]) t (id)
+   where came.consumed_by <> p_id
   on conflict do nothing;
   return jsonb_build_object('event', came.event, 'event_id', came.id, 'data', came.data, 'timed_out', false);
 end $$;
@@ -174,7 +182,8 @@ begin
      set status = 'waiting', claim = x.claim + 1, wait_number = x.wait_number + 1, attempt = 0, waiting_for = p_kind, waiting_key = p_key,
          waiting_step = p_step, waiting_until = clock_timestamp() + p_timeout, waiting_data = p_data
    where x.id = p_id and x.claim = p_claim;
-  update agent_executions x set awaited = true               -- also when it waits again, after a time that was too short
+  -- Also when it waits again, after a time that was too short.
+  update agent_executions x set awaited = true
    where p_kind = 'agent' and x.id = target and x.parent_id = p_id and not x.awaited and x.completed_at is null;
   perform lanekeeper.claim_agent_locks(p_id, true);
   return null;
@@ -209,7 +218,8 @@ begin
        and not exists (select from agent_checkpoints c where c.execution_id = x.id and c.step = p_steps[array_position(p_ids, x.id)])
        and (p_kinds[array_position(p_ids, x.id)] = 'delay' or not exists (
          select from agent_events v where v.event = (select k.event from lanekeeper.agent_wait_events k where k.kind = p_kinds[array_position(p_ids, x.id)])
-                                      and v.key = p_keys[array_position(p_ids, x.id)] and v.consumed_by is null and v.execution_id is null)));
+                                      and v.key = p_keys[array_position(p_ids, x.id)] and v.consumed_by is null
+                                      and v.execution_id is null)));
   update agent_executions x
      set (status, claim, wait_number, attempt, waiting_for, waiting_key, waiting_step, waiting_until, waiting_data, variables) = (
        select 'waiting', x.claim + 1, x.wait_number + 1, 0, p_kinds[a.i], p_keys[a.i], p_steps[a.i],
@@ -217,7 +227,8 @@ begin
          from (select array_position(p_ids, x.id) as i offset 0) a)
    where x.id = any (plain);
   return query
-  select t.n::int from unnest(p_ids) with ordinality t (id, n) where not (t.id = any (plain) and t.n = array_position(p_ids, t.id));
+  select t.n::int from unnest(p_ids) with ordinality t (id, n)
+   where not (t.id = any (plain) and t.n = array_position(p_ids, t.id));
 end $$;
 comment on function lanekeeper.wait_agent_executions is
   'wait_agent_execution for several executions. Rows: places, from 1, of those that were not written: their event may '
@@ -258,7 +269,8 @@ begin
      where x.id = p_child and x.parent_id = any (p_ids) and (x.inherits or x.awaited) and x.completed_at is null returning x.parent_id into parent;
   end if;
   if lanes <> '{}' then
-    perform 1 from agent_locks l where l.lane = any (lanes) order by l.lane for update;    -- in one order, whosever they are
+    -- In one order, whosever they are.
+    perform 1 from agent_locks l where l.lane = any (lanes) order by l.lane for update;
   end if;
   if p_child is not null then
     perform lanekeeper.return_agent_lock(k.lane, k.lender) from agent_lock_loans k where k.lender = any (p_ids);
@@ -298,7 +310,8 @@ begin
   elsif p_key is null or p_key = '' then
     raise exception 'event % needs a key', p_event using errcode = '22023';
   elsif p_id like 'completed %' then
-    raise exception 'id % of an event is reserved for the end of an execution', quote_literal(p_id) using errcode = '22023';
+    raise exception 'id % of an event is reserved for the end of an execution', quote_literal(p_id)
+      using errcode = '22023';
   elsif kind in ('response', 'document', 'signature', 'test') and jsonb_typeof(p_data) <> 'object' then
     raise exception 'the data of % is an object such as %, not %', p_event, case kind
         when 'response' then '{"content": "…"}' when 'document' then '{"document": "…", "url": "…"}'
@@ -322,7 +335,8 @@ declare
   stored jsonb;
   name_ text;
 begin
-  select x.* into r from agent_requests x where x.id = lanekeeper.agent_uuid(p_event.key) and x.kind = p_kind for update;
+  select x.* into r from agent_requests x
+   where x.id = lanekeeper.agent_uuid(p_event.key) and x.kind = p_kind for update;
   if not found or r.answer is not null then                 -- it is answered once
     return r;
   end if;
@@ -336,13 +350,16 @@ begin
       stored := '{}';
       name_ := coalesce(doc ->> 'document', doc ->> 'name', case when cardinality(r.items) = 1 then r.items[1] end, '');
       if name_ = '' or jsonb_typeof(doc) <> 'object' or coalesce(urls, doc -> 'documents') <> 'null' and not doc ?| array['url', 'document_id'] then
-        raise exception '% is missing in %', case when name_ = '' then 'document' else 'url' end, left(doc::text, 60) using errcode = '22023',
+        raise exception '% is missing in %', case when name_ = '' then 'document' else 'url' end, left(doc::text, 60)
+          using errcode = '22023',
           detail = format('a document is {"document": "…", "url": "…"}, several are {"documents": […]}; the request asks for %s',
                           left(array_to_string(r.items, ', '), 300));
       end if;
-      if doc ? 'document_id' then                           -- of the request's thread or execution, or an admin's that is nobody's yet
+      -- Of the request's thread or execution, or an admin's that is nobody's yet.
+      if doc ? 'document_id' then
         update agent_documents x set execution_id = r.execution_id
-         where x.id = lanekeeper.agent_uuid(doc ->> 'document_id') and x.owner_kind = 'admin' and x.thread_id is null and x.execution_id is null;
+         where x.id = lanekeeper.agent_uuid(doc ->> 'document_id') and x.owner_kind = 'admin' and x.thread_id is null
+           and x.execution_id is null;
         select jsonb_build_object('id', x.id, 'name', x.name, 'content_type', x.content_type, 'size', x.size, 'url', '/v1/documents/' || x.id || '/content')
           into stored from agent_documents x
          where x.id = lanekeeper.agent_uuid(doc ->> 'document_id') and (x.thread_id = r.thread_id or x.execution_id = r.execution_id);
@@ -414,7 +431,8 @@ begin
                   order by x.id for no key update skip locked);
   end if;
   outcome := jsonb_build_object('event', v.event, 'event_id', v.id, 'data', v.data, 'timed_out', false);
-  if p_kind in ('document', 'signature', 'test') then        -- executions before requests, because the end of one closes what it asked for
+  -- Executions before requests, because the end of one closes what it asked for.
+  if p_kind in ('document', 'signature', 'test') then
     r := lanekeeper.answer_agent_request(p_kind, v);
     if r.id is not null then                                -- the request keeps it from here on
       update agent_events e set consumed_by = r.execution_id where e.id = v.id;
@@ -438,7 +456,8 @@ begin
   end if;
   delete from agent_unpublished_completions u
    where p_event_id is null and u.execution_id = p_key::uuid and (p_wait or not exists (
-           select from agent_executions x where x.waiting_for = 'agent' and x.waiting_key = p_key and (x.status = 'waiting') is true));
+           select from agent_executions x
+            where x.waiting_for = 'agent' and x.waiting_key = p_key and (x.status = 'waiting') is true));
 end $$;
 comment on function lanekeeper.resume_agent_waiters is
   'Resume the executions that wait for a kind and key, by an event. An event of a request answers the request first. '
@@ -451,11 +470,13 @@ set jit = off as $$
 begin
   if p_flow = any (p_skip)
      or exists (select from agent_limits l where (l.kind = 'flow' and l.name = p_flow) or (l.kind = 'surface' and l.name = p_surface)) then
-    return false;                                            -- a limit is counted under its lock, with all that is ready
+    -- A limit is counted under its lock, with all that is ready.
+    return false;
   end if;
   -- Nearly always nothing else is ready, or only what a limit holds back.
   return not exists (select from agent_executions x
-                      where x.claimed_by is null and x.status in ('pending', 'running') and not x.is_external and x.queue = p_queue)
+                      where x.claimed_by is null and x.status in ('pending', 'running') and not x.is_external
+                        and x.queue = p_queue)
       or not exists (select from lanekeeper.agent_ready_kinds k
                       where k.queue = p_queue and k.flow <> all (p_skip) and (k.places > 0) is not false);
 end $$;
@@ -474,7 +495,8 @@ language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_g
 declare
   kind constant text := lanekeeper.check_agent_event(p_event, p_key, p_data, p_id);
   plain boolean := kind not in ('agent', 'document', 'signature', 'test');    -- these do more than resume
-  steady constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));    -- nobody pauses the agent meanwhile
+  -- Nobody pauses the agent meanwhile.
+  steady constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
   w record;                         -- who waits
   mine boolean;                     -- this process claims it
 begin
@@ -491,7 +513,8 @@ begin
   n := 1;
   held := false;
   with v as (
-    insert into agent_events as v (event, key, data, external_id, consumed_by) values (p_event, p_key, p_data, p_id, case when plain then w.id end)
+    insert into agent_events as v (event, key, data, external_id, consumed_by)
+    values (p_event, p_key, p_data, p_id, case when plain then w.id end)
     on conflict (external_id) do nothing returning v.id)
   select v.id, w.queue = any (p_queues) and not w.is_external
          and (w.surface in ('operate', 'chat') or steady and not exists (select from agent_pauses p where p.resumed_at is null))
@@ -501,7 +524,8 @@ begin
   if event_id is null or plain and w.id is null then         -- it came before, or it is kept
     event_id := coalesce(event_id, (select v.id from agent_events v where v.external_id = p_id));
     return next;
-  elsif not plain then                                       -- of several, those who claim from the queue decide who is first
+  -- Of several, those who claim from the queue decide who is first.
+  elsif not plain then
     for execution_id, queue in select r.id, r.queue from lanekeeper.resume_agent_waiters(kind, p_key, event_id, true) r loop
       return next;
     end loop;
@@ -546,7 +570,8 @@ begin
   select t.n::int, t.id from unnest(p_kinds, p_keys, waiters) with ordinality t (kind, key, id, n)
    where t.n = any (free)
      and not exists (select from agent_executions x
-                      where x.waiting_for = t.kind and x.waiting_key = t.key and (x.status = 'waiting') is true and x.id is distinct from t.id
+                      where x.waiting_for = t.kind and x.waiting_key = t.key and (x.status = 'waiting') is true
+                        and x.id is distinct from t.id
                         and (t.kind <> 'response' or not coalesce(x.waiting_data ? 'queued_message', false)) offset 0)
      and not exists (select from agent_locks l where l.execution_id = t.id offset 0)
      and not exists (select from agent_lock_loans k where k.lender = t.id offset 0);
@@ -567,7 +592,8 @@ declare
   ids uuid[] := events;                                                   -- by place: who waits
   came uuid[];
   mine uuid[];                                                            -- those that the worker would claim next
-  steady constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));    -- nobody pauses the agent meanwhile
+  -- Nobody pauses the agent meanwhile.
+  steady constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
 begin
   perform lanekeeper.refuse_agent_trial('agent_events');
   for n, execution_id in
@@ -589,10 +615,12 @@ begin
   mine := array(
     with x as materialized (
       select x.id, x.queue, x.flow, x.surface, row_number() over (partition by x.queue order by x.priority, x.id) as place from agent_executions x
-       where x.id = any (ids) and not x.is_external and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp())
+       where x.id = any (ids) and not x.is_external
+         and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp())
          and (x.surface in ('operate', 'chat') or steady and not exists (select from agent_pauses p where p.resumed_at is null))),
     next as materialized (
-      select k.*, lanekeeper.agent_next_in_line(k.queue, k.flow, k.surface, p_skip) as is_next from (select distinct x.queue, x.flow, x.surface from x) k)
+      select k.*, lanekeeper.agent_next_in_line(k.queue, k.flow, k.surface, p_skip) as is_next
+        from (select distinct x.queue, x.flow, x.surface from x) k)
     select x.id from x join next k on (k.queue, k.flow, k.surface) = (x.queue, x.flow, x.surface)
      where k.is_next and x.place <= case x.queue when 'background' then p_background else p_interactive end);
   return query
@@ -626,12 +654,14 @@ begin
   if p_trace_id <> '' and p_trace_id !~ '^(hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}$' then
     raise exception '% is not a trace id', quote_literal(p_trace_id) using errcode = '22023';
   end if;
-  perform set_config('lanekeeper.trace_id', coalesce(p_trace_id, ''), true);   -- for this transaction; the trigger reads it
+  -- For this transaction; the trigger reads it.
+  perform set_config('lanekeeper.trace_id', coalesce(p_trace_id, ''), true);
   if exists (select from lanekeeper.agent_wait_events k where k.event = p_event and k.kind not in ('delay', 'lane')) then
     return query select d.event_id, d.execution_id from lanekeeper.deliver_agent_event(p_event, p_key, p_data, p_id) d;
   else
     return query
-      insert into agent_events as v (event, key, data, external_id) values (p_event, p_key, coalesce(p_data, '{}'), p_id)
+      insert into agent_events as v (event, key, data, external_id)
+      values (p_event, p_key, coalesce(p_data, '{}'), p_id)
       on conflict (external_id) do nothing returning v.id, null::uuid;
   end if;
   perform set_config('lanekeeper.trace_id', '', true);
@@ -641,4 +671,5 @@ comment on function raise_agent_event is
   'resumes executions as deliver_agent_event does. The same p_id twice counts once.';
 
 create or replace trigger agent_events_lock_id before insert on agent_events
-  for each row when (new.external_id is not null and new.execution_id is null) execute function lanekeeper.agent_events_lock_id();
+  for each row when (new.external_id is not null and new.execution_id is null)
+  execute function lanekeeper.agent_events_lock_id();

@@ -250,13 +250,15 @@ comment on function lanekeeper.recover_agent_activity is
   'Close the calls that an earlier claim left in flight as unknown, and settle what they reserved. Phases stay '
   'open: the next claim goes on with them.';
 
-create or replace function lanekeeper.agent_count_key(p_text text) returns text language sql immutable parallel safe as $$
+create or replace function lanekeeper.agent_count_key(p_text text) returns text
+language sql immutable parallel safe as $$
   select case when octet_length(p_text) <= 300 then p_text else left(p_text, 60) || '… ' || md5(p_text) end
 $$;
 comment on function lanekeeper.agent_count_key is
   'The text, shortened to fit into an index. The names of tools that a model calls have any length.';
 
-create or replace function lanekeeper.agent_class_counts(p_class text) returns boolean language sql immutable parallel safe as $$
+create or replace function lanekeeper.agent_class_counts(p_class text) returns boolean
+language sql immutable parallel safe as $$
   select p_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted', 'stall', 'disabled', 'on_trial', 'yielded',
                          'budget', 'configuration')
 $$;
@@ -337,10 +339,12 @@ begin
                and (u.hour at time zone 'UTC')::date >= (p_since at time zone 'UTC')::date) y
      where cardinality(p_skills) > 0 group by y.skill, y.bucket),
   ladder as (
-    select b.skill, case when b.bucket < 0 then 0 else power(1.05::float8, b.bucket + 0.5::float8) end as ms,    -- the middle of a bucket
+    -- The middle of a bucket.
+    select b.skill, case when b.bucket < 0 then 0 else power(1.05::float8, b.bucket + 0.5::float8) end as ms,
            sum(b.calls) over (partition by b.skill order by b.bucket) as upto, sum(b.calls) over (partition by b.skill) - 1 as last
       from lasted b where b.skill = any (p_skills)),
-  ranks as (                                                                     -- as percentile_cont: between two neighbours
+  -- As percentile_cont: between two neighbours.
+  ranks as (
     select l.skill, p.share, p.share * l.last - floor(p.share * l.last) as part,
            min(l.ms) filter (where l.upto > floor(p.share * l.last)) as low, min(l.ms) filter (where l.upto > ceil(p.share * l.last)) as high
       from ladder l cross join (values (0.5::float8), (0.95)) p (share) group by l.skill, l.last, p.share)
@@ -368,12 +372,15 @@ begin
   sums as materialized (
     select x.skill, sum(x.calls) as calls, sum(x.worked)::bigint as worked, sum(x.failed)::bigint as failed, max(x.slowest collate "C") as slowest
       from (select c.skill, c.calls, c.worked, c.failed, c.slowest from agent_activity_counts c
-             where c.span = 'hour' and c.start >= (select b.hour from began b) and c.start < (select b.day from began b) and c.kind not in ('model', 'charge', 'agent', 'key')
+             where c.span = 'hour' and c.start >= (select b.hour from began b) and c.start < (select b.day from began b)
+               and c.kind not in ('model', 'charge', 'agent', 'key')
             union all
             select c.skill, c.calls, c.worked, c.failed, c.slowest from agent_activity_counts c
-             where c.span = 'day' and c.start >= (select b.day from began b) and c.kind not in ('model', 'charge', 'agent', 'key')
+             where c.span = 'day' and c.start >= (select b.day from began b)
+               and c.kind not in ('model', 'charge', 'agent', 'key')
             union all
-            select u.skill, 1, u.telling::int, (u.telling and u.status = 'error')::int, u.slowest from lanekeeper.read_agent_activity_tail(2000000000) u
+            select u.skill, 1, u.telling::int, (u.telling and u.status = 'error')::int, u.slowest
+              from lanekeeper.read_agent_activity_tail(2000000000) u
              where u.kind <> 'model' and u.hour >= (select b.hour from began b)) x
      group by x.skill),
   ranked as materialized (
@@ -406,10 +413,12 @@ begin
              from early y where y.skill_name = r.name) e
       left join lateral (
            select c.id from agent_skill_calls c
-            where c.skill_name between r.name and r.name and c.status = 'success' and c.id >= r.live_id and r.failed > e.failed
+            where c.skill_name between r.name and r.name and c.status = 'success' and c.id >= r.live_id
+              and r.failed > e.failed
             order by c.skill_name desc, c.id desc limit 1) ok on true
      cross join lateral (
-           select count(*) as streak from agent_skill_calls c   -- two columns, because id alone would take its own index
+           -- Two columns, because id alone would take its own index.
+           select count(*) as streak from agent_skill_calls c
             where c.skill_name <= r.name and (c.skill_name, c.id) >= (r.name, coalesce(ok.id, r.live_id))
               and c.status = 'error' and r.failed > e.failed
               and c.created_at >= r.since and c.created_at > r.enabled_at) k)
@@ -438,7 +447,8 @@ begin
       using errcode = '22023';
   end if;
   perform pg_advisory_xact_lock(hashtextextended('stale write ' || p_id, 0));
-  lock_ := left(encode(sha256(convert_to(coalesce(p_lock_id, ''), 'UTF8')), 'hex'), 12);       -- the lock itself is a secret
+  -- The lock itself is a secret.
+  lock_ := left(encode(sha256(convert_to(coalesce(p_lock_id, ''), 'UTF8')), 'hex'), 12);
   select count(*), count(*) filter (where a.input ->> 'lock' = lock_) into n, of_lock
     from agent_activity a where a.execution_id = p_id and a.skill_name = 'stale_write' and a.input ? 'lock';
   if of_lock < most and n < 10 * most then
@@ -488,9 +498,11 @@ begin
    order by n.digest
   on conflict do nothing;
   if p_amend then
-    update agent_prompts p set options = p_options, messages = coalesce(p_messages, p.messages) where p.activity_id = p_activity_id;
+    update agent_prompts p set options = p_options, messages = coalesce(p_messages, p.messages)
+     where p.activity_id = p_activity_id;
   else
-    insert into agent_prompts (activity_id, tools, messages, options) values (p_activity_id, p_tools, p_messages, p_options)
+    insert into agent_prompts (activity_id, tools, messages, options)
+    values (p_activity_id, p_tools, p_messages, p_options)
     on conflict do nothing;
   end if;
   missing := cardinality(parts) - (select count(*) from agent_prompt_parts p where p.digest = any (parts));
@@ -509,8 +521,10 @@ begin
   if new.claim is not null then
     perform fence_agent_execution(new.execution_id, new.claim);
   end if;
-  if new.trace_id like 'ev\_%' and new.surface <> 'eval' then   -- the log of a trial counts nowhere, because of its surface
-    raise exception 'a trial of an eval cannot write to agent_activity of the surface %', quote_literal(new.surface) using errcode = 'LK009';
+  -- The log of a trial counts nowhere, because of its surface.
+  if new.trace_id like 'ev\_%' and new.surface <> 'eval' then
+    raise exception 'a trial of an eval cannot write to agent_activity of the surface %', quote_literal(new.surface)
+      using errcode = 'LK009';
   end if;
   if new.id < lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '5 seconds') then
     insert into agent_activity_uncounted values (new.id) on conflict do nothing;

@@ -18,7 +18,8 @@ create table agent_threads (
 ) with (fillfactor = 70);
 create index agent_threads_name on agent_threads (name, id) where name <> '';
 comment on index agent_threads_name is 'Finds a thread by its public name.';
-create index agent_threads_of_agent on agent_threads (agent, updated_at, id) where agent <> 'agent' and agent <> 'visitor_chat';
+create index agent_threads_of_agent on agent_threads (agent, updated_at, id)
+  where agent <> 'agent' and agent <> 'visitor_chat';
 comment on index agent_threads_of_agent is
   'Lists the threads of an agent. The two agents of most threads have no entry.';
 create index agent_threads_owner on agent_threads (owner, updated_at, id);
@@ -35,7 +36,8 @@ comment on column agent_threads.participant is 'The other side of the conversati
 comment on column agent_threads.next_seq is 'The number of the next message.';
 comment on column agent_threads.summary is 'A summary of the turns up to summary_through.';
 comment on column agent_threads.summary_through is 'The last message that the summary covers.';
-comment on column agent_threads.target is 'On channel webhook: the default target of its messages. On telegram, slack and email: the name of the channel.';
+comment on column agent_threads.target is
+  'On channel webhook: the default target of its messages. On telegram, slack and email: the name of the channel.';
 comment on column agent_threads.idle_seconds is
   'The lease of the thread''s lane. A holder keeps the lease that it acquired or renewed with.';
 comment on column agent_threads.watched_until is
@@ -65,7 +67,8 @@ create index agent_documents_execution on agent_documents (execution_id, id) whe
 comment on index agent_documents_execution is 'Lists the documents of an execution.';
 create index agent_documents_expiry on agent_documents (expires_at) where expires_at is not null;
 comment on index agent_documents_expiry is 'Finds uploads that are to go.';
-create index agent_documents_free on agent_documents (id) where thread_id is null and execution_id is null and owner_kind = 'admin';
+create index agent_documents_free on agent_documents (id)
+  where thread_id is null and execution_id is null and owner_kind = 'admin';
 comment on index agent_documents_free is 'Lists the documents of admins that belong to no thread and no execution.';
 create index agent_documents_thread on agent_documents (thread_id, id) where thread_id is not null;
 comment on index agent_documents_thread is 'Lists the documents of a thread.';
@@ -142,7 +145,8 @@ END)
 );
 create unique index agent_messages_dedupe on agent_messages (dedupe_key) where dedupe_key is not null;
 comment on index agent_messages_dedupe is 'Finds the message of a dedupe_key.';
-create index agent_messages_due on agent_messages (next_attempt_at) where status = 'sending' and next_attempt_at is not null;
+create index agent_messages_due on agent_messages (next_attempt_at)
+  where status = 'sending' and next_attempt_at is not null;
 comment on index agent_messages_due is 'Finds messages that are to be sent again.';
 create index agent_messages_execution on agent_messages (execution_id) where execution_id is not null;
 comment on index agent_messages_execution is 'Lists the messages of an execution.';
@@ -290,7 +294,8 @@ begin
          status = case when carried or m.channel in ('telegram', 'slack', 'email') then 'sending' else 'sent' end,
          -- It waits behind earlier messages of the thread to the same target that are still being sent.
          next_attempt_at = case when carried and not exists (
-           select from agent_messages y where y.thread_id = m.thread_id and y.status = 'sending' and y.channel = m.channel
+           select from agent_messages y
+            where y.thread_id = m.thread_id and y.status = 'sending' and y.channel = m.channel
               and y.target = m.target) then clock_timestamp() end
    where x.id = p_id;
   if carried then
@@ -304,7 +309,8 @@ begin
   end if;
   return place;
 end $$;
-comment on function lanekeeper.append_agent_message is 'Give a message its place in its thread, whose row the caller has locked.';
+comment on function lanekeeper.append_agent_message is
+  'Give a message its place in its thread, whose row the caller has locked.';
 
 create or replace function lanekeeper.send_agent_message(p_thread text, p_execution_id uuid, p_claim bigint, p_content text,
                                    p_channel text default null, p_target text default '', p_tokens int default 0)
@@ -321,15 +327,18 @@ declare
 begin
   acquired := false;
   if p_execution_id is not null then
-    perform 1 from agent_executions x where x.id = p_execution_id and x.inherits for no key update;    -- for a loan; before lanes
+    -- For a loan; before lanes.
+    perform 1 from agent_executions x where x.id = p_execution_id and x.inherits for no key update;
     perform fence_agent_execution(p_execution_id, p_claim);
     if not lanekeeper.agent_flow_may_join(p_thread, null, p_execution_id) then
-      raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';    -- as for another owner's thread
+      -- As for another owner's thread.
+      raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';
     end if;
   end if;
   perform lanekeeper.lock_agent_thread(p_thread);
   select x.channel, x.target, x.idle_seconds as idle into t from agent_threads x where x.id = p_thread;
-  people := t.channel in ('telegram', 'slack', 'email');       -- a conversation there; all that is said in it goes there
+  -- A conversation there; all that is said in it goes there.
+  people := t.channel in ('telegram', 'slack', 'email');
   p_channel := coalesce(nullif(p_channel, ''), case when t.channel in ('webhook', 'log') or people then t.channel else 'chat' end);
   p_target := case when p_channel = 'webhook' then coalesce(nullif(p_target, ''), t.target) when people then t.target else '' end;
   if people and p_channel = 'chat' then p_channel := t.channel; end if;
@@ -343,15 +352,18 @@ begin
   live := found and held.expires_at > clock_timestamp();
   if live and held.execution_id = p_execution_id then
     mine := true;
-    update agent_locks l set expires_at = clock_timestamp() + make_interval(secs => t.idle), ttl_seconds = t.idle where l.lane = lane_ and not held.parked;
+    update agent_locks l set expires_at = clock_timestamp() + make_interval(secs => t.idle), ttl_seconds = t.idle
+     where l.lane = lane_ and not held.parked;
   elsif live and p_execution_id is not null then
-    select b.acquired, b.lender into mine, lender from lanekeeper.lend_agent_lock(lane_, p_execution_id, p_claim, t.idle) b;
+    select b.acquired, b.lender into mine, lender
+      from lanekeeper.lend_agent_lock(lane_, p_execution_id, p_claim, t.idle) b;
   elsif not live and not exists (select from agent_messages m where m.thread_id = p_thread and m.status = 'queued') then
     if p_execution_id is null then mine := not exists (select from lanekeeper.agent_lock_holders h where h.lane = lane_);
     else
       stale_holder := nullif(held.locked_by, '');
       stale_ms := case when stale_holder <> '' then extract(epoch from clock_timestamp() - held.expires_at + make_interval(secs => held.ttl_seconds)) * 1000 end;
-      select a.acquired, a.lender into mine, lender from lanekeeper.acquire_agent_execution_lock(lane_, p_execution_id || '#' || p_claim, t.idle) a;
+      select a.acquired, a.lender into mine, lender
+        from lanekeeper.acquire_agent_execution_lock(lane_, p_execution_id || '#' || p_claim, t.idle) a;
       acquired := mine and lender is null;
     end if;
   end if;
@@ -359,7 +371,8 @@ begin
     select from lanekeeper.agent_queued_messages q where q.thread_id = p_thread and q.speaker = p_execution_id);
   insert into agent_messages as m (thread_id, role, content, channel, target, execution_id, trace_id, status, tokens)
   values (p_thread, 'assistant', p_content, p_channel, p_target, p_execution_id, coalesce((
-    select x.trace_id from agent_executions x where x.id = p_execution_id), ''), 'queued', coalesce(p_tokens, 0)) returning m.id into message_id;
+    select x.trace_id from agent_executions x
+     where x.id = p_execution_id), ''), 'queued', coalesce(p_tokens, 0)) returning m.id into message_id;
   if mine then seq := lanekeeper.append_agent_message(message_id);
   else
     perform lanekeeper.flush_agent_thread(p_thread);                    -- what may leave; it may be among that
@@ -380,7 +393,8 @@ select m.id, m.thread_id, h.id as speaker from agent_messages m cross join later
   with recursive line as (
     select m.execution_id as id
     union all
-    select x.parent_id from line l join agent_executions x on x.id = l.id where x.inherits and x.completed_at is not null)
+    select x.parent_id from line l join agent_executions x on x.id = l.id
+     where x.inherits and x.completed_at is not null)
   select l.id from line l) h
  where m.status = 'queued';
 comment on view lanekeeper.agent_queued_messages is
@@ -420,17 +434,20 @@ begin
     head := lanekeeper.agent_thread_next(p_thread, live, held.execution_id);
     exit when head is null;
     -- Executions before lanes. One that is being claimed or ended now is left to the next call.
-    select x.* into who from agent_messages m join agent_executions x on x.id = m.execution_id where m.id = head for no key update of x skip locked;
+    select x.* into who from agent_messages m join agent_executions x on x.id = m.execution_id
+     where m.id = head for no key update of x skip locked;
     exit when not found and exists (select from agent_messages m join agent_executions x on x.id = m.execution_id where m.id = head);
     exit when not lanekeeper.lock_agent_thread(p_thread, p_wait);
     select l.* into held from agent_locks l where l.lane = lane_;
     live := found and held.expires_at > clock_timestamp();
-    continue when head is distinct from lanekeeper.agent_thread_next(p_thread, live, held.execution_id);    -- it has changed meanwhile
+    -- It has changed meanwhile.
+    continue when head is distinct from lanekeeper.agent_thread_next(p_thread, live, held.execution_id);
     if who.id is null or who.completed_at is not null then   -- in a thread that is held, it leaves in the holder's name
       exit when not live and exists (select from lanekeeper.agent_lock_holders h where h.lane = lane_);
     elsif not live or held.execution_id is distinct from who.id then
       select t.idle_seconds into idle from agent_threads t where t.id = p_thread;
-      exit when live and who.status = 'running' and not exists (                      -- it borrows when somebody runs it
+      -- It borrows when somebody runs it.
+      exit when live and who.status = 'running' and not exists (
         select from agent_workers w where w.id = who.claimed_by and w.expires_at > clock_timestamp());
       exit when not (case when live then (select b.acquired from lanekeeper.lend_agent_lock(lane_, who.id, who.claim, idle) b)
                           else (select a.acquired from lanekeeper.acquire_agent_lock(lane_, who.id || '#' || who.claim, idle) a) end);
@@ -466,9 +483,11 @@ declare
   came record;
   first_ boolean := true;
 begin
-  perform pg_advisory_xact_lock(hashtextextended('wait response ' || p_thread, 0));            -- before executions, lanes and the thread
+  -- Before executions, lanes and the thread.
+  perform pg_advisory_xact_lock(hashtextextended('wait response ' || p_thread, 0));
   if p_id is not null then
-    select v.id, v.data into came from agent_events v where v.external_id = p_id and v.event = 'MESSAGE_RECEIVED' and v.key = p_thread;
+    select v.id, v.data into came from agent_events v
+     where v.external_id = p_id and v.event = 'MESSAGE_RECEIVED' and v.key = p_thread;
     if found then                                           -- it counts once
       return query select (came.data ->> 'message_id')::uuid,
                           (select m.seq from agent_messages m where m.id = (came.data ->> 'message_id')::uuid), came.id, null::uuid;
@@ -523,7 +542,8 @@ begin
      order by a.lane for update of a
   loop
     delete from agent_lock_loans n where n.lane = l.lane;
-    insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values (l.lane, 1, p_parent, p_child, l.ttl_seconds);
+    insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
+    values (l.lane, 1, p_parent, p_child, l.ttl_seconds);
     perform lanekeeper.return_agent_lock(l.lane, p_parent);         -- as if it had been lent
   end loop;
 end $$;
@@ -572,7 +592,8 @@ begin
       when p_kind = 'key' then t.channel = 'chat' and t.owner = p_owner
       when p_kind = 'visitor' then t.channel = 'chat' and t.owner = p_owner and p_owner <> '' and t.id ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$'
       when p_kind = 'webhook' then exists (
-        select from agent_messages m join agent_executions x on x.id = m.execution_id where m.thread_id = t.id and x.trace_id like 'wh\_%')
+        select from agent_messages m join agent_executions x on x.id = m.execution_id
+         where m.thread_id = t.id and x.trace_id like 'wh\_%')
       else exists (select from lanekeeper.agent_flow_threads f where f.id = t.id) end)
     then
       return t.id;

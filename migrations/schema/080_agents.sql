@@ -213,7 +213,8 @@ create table agent_secrets (
 comment on table agent_secrets is 'Random values of this database that no client may know.';
 comment on column agent_secrets.value is 'Random bytes.';
 
-insert into agent_secrets (name, value) values ('thread ids', uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid())) on conflict do nothing;
+insert into agent_secrets (name, value)
+values ('thread ids', uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid())) on conflict do nothing;
 
 -- Code
 
@@ -269,7 +270,8 @@ begin
   elsif tg_op = 'INSERT' then
     update agent_memory m set revision = g.revision + 1
       from agent_memory_forgotten g
-     where m.id = new.id and g.owner = new.owner and g.category = new.category and g.key = new.key and g.revision >= m.revision;
+     where m.id = new.id and g.owner = new.owner and g.category = new.category and g.key = new.key
+       and g.revision >= m.revision;
   elsif tg_table_name = 'agent_skills' then
     new.state_revision := old.state_revision + 1;
   else

@@ -69,9 +69,11 @@ create table agent_approvals (
   four_eyes boolean not null default false, requested_by text[] not null default '{}',
   constraint agent_approvals_bound check ((NOT parked) OR ((execution_id IS NOT NULL) AND (step <> '')))
 );
-create index agent_approvals_granted on agent_approvals (skill_name, id) where decided_at is not null and status <> 'rejected';
+create index agent_approvals_granted on agent_approvals (skill_name, id)
+  where decided_at is not null and status <> 'rejected';
 comment on index agent_approvals_granted is 'Lists the approvals of a skill that were granted.';
-create unique index agent_approvals_open on agent_approvals (skill_name, arguments_hash) where status in ('pending', 'approved') and (NOT parked);
+create unique index agent_approvals_open on agent_approvals (skill_name, arguments_hash)
+  where status in ('pending', 'approved') and (NOT parked);
 comment on index agent_approvals_open is 'Allows one open approval for each call that no execution waits for.';
 create index agent_approvals_state on agent_approvals (status, expires_at, id);
 comment on index agent_approvals_state is 'Finds open approvals that have expired.';
@@ -81,7 +83,8 @@ create unique index agent_approvals_step on agent_approvals (execution_id, step)
 comment on index agent_approvals_step is 'Allows one approval for each step.';
 create index agent_approvals_trace on agent_approvals (trace_id, id);
 comment on index agent_approvals_trace is 'Lists the approvals of a trace.';
-create index agent_approvals_waiting on agent_approvals (execution_id) where parked and status in ('pending', 'approved');
+create index agent_approvals_waiting on agent_approvals (execution_id)
+  where parked and status in ('pending', 'approved');
 comment on index agent_approvals_waiting is 'Finds the open approvals of an execution, to void them with its end.';
 comment on table agent_approvals is
   'Grants of one call: one revision of a skill with one set of arguments. A parked one belongs to the execution that '
@@ -99,11 +102,14 @@ comment on column agent_approvals.decided_at is 'When it was decided.';
 comment on column agent_approvals.consumed_at is 'When it was used.';
 comment on column agent_approvals.consumed_for is 'The execution and step that used it.';
 comment on column agent_approvals.expires_at is 'When a decision or a use is too late.';
-comment on column agent_approvals.decided_token_id is 'The API token of the decision. Empty: a session, AGENT_ADMIN_TOKEN, or no API.';
+comment on column agent_approvals.decided_token_id is
+  'The API token of the decision. Empty: a session, AGENT_ADMIN_TOKEN, or no API.';
 comment on column agent_approvals.decided_via is 'How the decision came: page, http, cli, slack, telegram, or sql.';
-comment on column agent_approvals.decided_message is 'The message with the button, in the words of the provider. Empty: no button.';
+comment on column agent_approvals.decided_message is
+  'The message with the button, in the words of the provider. Empty: no button.';
 comment on column agent_approvals.four_eyes is 'Principals of requested_by cannot decide. Only root and SQL may.';
-comment on column agent_approvals.requested_by is 'The principals that asked for the execution, as far as they are known.';
+comment on column agent_approvals.requested_by is
+  'The principals that asked for the execution, as far as they are known.';
 
 create table agent_mcp_servers (
   id uuid default lanekeeper.agent_uuid7() primary key,
@@ -178,7 +184,8 @@ create table agent_mcp_calls (
 );
 create index agent_mcp_calls_collected on agent_mcp_calls (collected_at) where collected_at is not null;
 comment on index agent_mcp_calls_collected is 'Finds rows that are to go.';
-create unique index agent_mcp_calls_open on agent_mcp_calls (skill_name, skill_revision, arguments_hash) where collected_at is null;
+create unique index agent_mcp_calls_open on agent_mcp_calls (skill_name, skill_revision, arguments_hash)
+  where collected_at is null;
 comment on index agent_mcp_calls_open is 'Finds the first try of a call, and allows one.';
 comment on table agent_mcp_calls is
   'Calls from other programs that need an approval. The second try of a call finds the execution of the first here.';
@@ -197,7 +204,8 @@ begin
   -- The waiting execution is locked before the approval, because the end of an execution voids its approvals.
   perform pg_advisory_xact_lock(hashtextextended('wait approval ' || p_id, 0));
   perform 1 from agent_executions x
-    where x.status = 'waiting' and x.waiting_for = 'approval' and x.waiting_key = p_id::text order by x.id for no key update;
+    where x.status = 'waiting' and x.waiting_for = 'approval'
+      and x.waiting_key = p_id::text order by x.id for no key update;
   update agent_approvals x
      set status = case when p_approve then 'approved' else 'rejected' end, decided_by = p_by,
          reason = coalesce(p_reason, ''), decided_at = clock_timestamp(), decided_token_id = coalesce(actor ->> 'key_id', ''),
@@ -238,12 +246,15 @@ comment on function decide_agent_approval is
   'Approve or reject, once, and resume the execution that waits. No row: it was decided, expired or void before. '
   'LK011: four eyes, and p_by asked for the call, or its requester is unknown.';
 
-create or replace function lanekeeper.agent_approval_decider(p_id uuid) returns text language sql stable parallel safe as $$
-  select lanekeeper.agent_decider(a.decided_by, a.decided_via, a.decided_token_id, a.decided_message) from agent_approvals a where a.id = p_id
+create or replace function lanekeeper.agent_approval_decider(p_id uuid) returns text
+language sql stable parallel safe as $$
+  select lanekeeper.agent_decider(a.decided_by, a.decided_via, a.decided_token_id, a.decided_message)
+    from agent_approvals a where a.id = p_id
 $$;
 comment on function lanekeeper.agent_approval_decider is 'Who decided an approval, for people.';
 
-create or replace function lanekeeper.agent_approval_outcome(p_approval agent_approvals) returns text language sql stable parallel safe as $$
+create or replace function lanekeeper.agent_approval_outcome(p_approval agent_approvals) returns text
+language sql stable parallel safe as $$
   select case p_approval.status when 'consumed' then 'approved' else p_approval.status end
       || case when p_approval.decided_by <> '' then ' by ' || lanekeeper.agent_approval_decider(p_approval.id) else '' end
       || case p_approval.status when 'consumed' then ', used' else '' end
@@ -261,7 +272,8 @@ set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off se
        and a.step = coalesce(nullif(x.failed_step, '') || '/', '') || 'ask ' || a.skill_name
      -- Another failure of the same step has another class, such as that of a model that read the rejection.
      where x.flow = 'mcp.call' or exists (
-             select from agent_activity k where k.execution_id = x.id and k.id >= x.id and k.step = x.failed_step and k.error_class = 'denied')
+             select from agent_activity k
+              where k.execution_id = x.id and k.id >= x.id and k.step = x.failed_step and k.error_class = 'denied')
     union
     select p.id, p.parent_id, p.error_message
       from rejected r join agent_executions p on p.id = r.parent_id and p.status = 'failed'
@@ -307,13 +319,16 @@ begin
     else format('the skill %s was changed: revision %s is now %s', new.name, old.revision, new.revision) end;
   for a in
     select x.id, x.trace_id, x.execution_id, x.parked from agent_approvals x
-     where x.status in ('pending', 'approved') and x.skill_name = old.name and x.skill_revision is distinct from new.revision order by x.id
+     where x.status in ('pending', 'approved') and x.skill_name = old.name
+       and x.skill_revision is distinct from new.revision order by x.id
   loop
     -- As in decide_agent_approval: the waiting execution before the approval.
     perform pg_advisory_xact_lock(hashtextextended('wait approval ' || a.id, 0));
     perform 1 from agent_executions x
-      where x.status = 'waiting' and x.waiting_for = 'approval' and x.waiting_key = a.id::text order by x.id for no key update;
-    update agent_approvals x set status = 'expired', reason = why_ where x.id = a.id and x.status in ('pending', 'approved');
+      where x.status = 'waiting' and x.waiting_for = 'approval'
+        and x.waiting_key = a.id::text order by x.id for no key update;
+    update agent_approvals x set status = 'expired', reason = why_
+     where x.id = a.id and x.status in ('pending', 'approved');
     continue when not found;
     insert into agent_activity (trace_id, execution_id, kind, surface, skill_name, status, input, finished_at, duration_ms)
     values (a.trace_id, a.execution_id, 'note', 'operate', 'close_approval', 'skipped',
@@ -348,4 +363,5 @@ create or replace trigger agent_skills_revise before update on agent_skills for 
 create or replace trigger agent_skills_changed after update of revision on agent_skills
   for each row when (old.revision <> new.revision) execute function lanekeeper.agent_approvals_check();
 
-create or replace trigger agent_skills_removed after delete on agent_skills for each row execute function lanekeeper.agent_approvals_check();
+create or replace trigger agent_skills_removed after delete on agent_skills for each row
+  execute function lanekeeper.agent_approvals_check();

@@ -69,7 +69,8 @@ create table agent_automation_runs (
   constraint agent_automation_runs_automation_id_event_id_key unique (automation_id, event_id),
   constraint agent_automation_runs_check check ((cause = 'event') = (event_id IS NOT NULL))
 );
-create index agent_automation_runs_approval on agent_automation_runs (((output ->> 'approval_id'))) where status = 'skipped' and (output ? 'approval_id');
+create index agent_automation_runs_approval on agent_automation_runs (((output ->> 'approval_id')))
+  where status = 'skipped' and (output ? 'approval_id');
 comment on index agent_automation_runs_approval is 'Finds the run that an approval belongs to.';
 create index agent_automation_runs_claimed on agent_automation_runs (execution_id) where status = 'claimed';
 comment on index agent_automation_runs_claimed is 'Finds the run of an execution.';
@@ -83,7 +84,8 @@ create index agent_automation_runs_history on agent_automation_runs (automation_
 comment on index agent_automation_runs_history is 'Lists the runs of an automation.';
 create index agent_automation_runs_retry on agent_automation_runs (retry_at) where status = 'error';
 comment on index agent_automation_runs_retry is 'Finds runs that are to be tried again.';
-create unique index agent_automation_runs_times on agent_automation_runs (automation_id, scheduled_for) where cause = 'cron';
+create unique index agent_automation_runs_times on agent_automation_runs (automation_id, scheduled_for)
+  where cause = 'cron';
 comment on index agent_automation_runs_times is 'Allows one run for each time of a schedule.';
 comment on table agent_automation_runs is
   'One row for each run. For a schedule the unique time is the claim: it happens once. For an event the row comes '
@@ -184,7 +186,8 @@ declare
 begin
   if tg_table_name = 'agent_skills' then
     perform from agent_automations a where a.skill_name = new.name order by a.id for update;
-    update agent_automations a set skill_name = a.skill_name, updated_at = clock_timestamp()   -- the other trigger decides
+    -- The other trigger decides.
+    update agent_automations a set skill_name = a.skill_name, updated_at = clock_timestamp()
      where a.skill_name = new.name and (a.paused_for = new.name or a.enabled and not new.enabled);
     if found and new.enabled then
       perform pg_notify('agent_automations', '');   -- runs of theirs may be ready

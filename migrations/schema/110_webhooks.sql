@@ -42,11 +42,13 @@ create table agent_webhook_deliveries (
 ) with (fillfactor = 80);
 create index agent_webhook_deliveries_endpoint on agent_webhook_deliveries (endpoint, id);
 comment on index agent_webhook_deliveries_endpoint is 'Lists the deliveries of an endpoint.';
-create index agent_webhook_deliveries_open on agent_webhook_deliveries (status, id) where status <> ALL (ARRAY['done', 'ignored']);
+create index agent_webhook_deliveries_open on agent_webhook_deliveries (status, id)
+  where status <> ALL (ARRAY['done', 'ignored']);
 comment on index agent_webhook_deliveries_open is 'Finds deliveries that are not done, by status.';
 create index agent_webhook_deliveries_sender on agent_webhook_deliveries (delivery_id);
 comment on index agent_webhook_deliveries_sender is 'Finds a delivery by the sender''s id.';
-create index agent_webhook_deliveries_settled on agent_webhook_deliveries (status, id) where status in ('done', 'ignored');
+create index agent_webhook_deliveries_settled on agent_webhook_deliveries (status, id)
+  where status in ('done', 'ignored');
 comment on index agent_webhook_deliveries_settled is 'Lists deliveries that are done or ignored.';
 create index agent_webhook_deliveries_state on agent_webhook_deliveries (endpoint, status, id);
 comment on index agent_webhook_deliveries_state is 'Lists the deliveries of an endpoint by status.';

@@ -69,7 +69,8 @@ comment on column agent_channel_messages.content is 'The text.';
 comment on column agent_channel_messages.files is 'References to files, which are fetched when the message is read.';
 comment on column agent_channel_messages.click is 'The nonce of the button that was pressed. Empty: a message.';
 comment on column agent_channel_messages.ref is 'What the provider needs to answer a click.';
-comment on column agent_channel_messages.message_ref is 'The provider''s id of the message, or of the one with the button.';
+comment on column agent_channel_messages.message_ref is
+  'The provider''s id of the message, or of the one with the button.';
 comment on column agent_channel_messages.status is
   'received: stored. running: a turn answers it. ignored: its sender may not write. failed: given up.';
 comment on column agent_channel_messages.attempts is 'How often it was brought to its thread.';
@@ -82,7 +83,8 @@ comment on column agent_channel_messages.draft_id is
   'The provider''s id of the message that shows the answer while it is written. ?: its id was lost.';
 comment on column agent_channel_messages.received_at is 'When it came.';
 comment on column agent_channel_messages.finished_at is 'When it was done, ignored or failed.';
-comment on column agent_channel_messages.raw is 'The message as it came, for channels that read its files from it. Null: not kept.';
+comment on column agent_channel_messages.raw is
+  'The message as it came, for channels that read its files from it. Null: not kept.';
 comment on column agent_channel_messages.claim is
   'The fencing token of the worker whose attempt is under way. Null: none is, and next_attempt_at is a pause.';
 
@@ -100,7 +102,8 @@ create index agent_channel_sends_open on agent_channel_sends (channel, thread_id
 comment on index agent_channel_sends_open is 'Finds the next message of each thread of a channel.';
 create index agent_channel_sends_lost on agent_channel_sends (channel, message_id)
   where status in ('failed', 'maybe_sent');
-comment on index agent_channel_sends_lost is 'Lists messages that were given up, or of which nobody knows whether they came.';
+comment on index agent_channel_sends_lost is
+  'Lists messages that were given up, or of which nobody knows whether they came.';
 create index agent_channel_sends_recent on agent_channel_sends (channel, message_id);
 comment on index agent_channel_sends_recent is 'Lists what a channel sent.';
 comment on table agent_channel_sends is
@@ -116,7 +119,8 @@ comment on column agent_channel_sends.attempts is 'Attempts so far.';
 comment on column agent_channel_sends.next_attempt_at is 'When the next attempt may be made.';
 comment on column agent_channel_sends.parts is
   'The provider''s ids of the parts so far. Empty: the part was maybe sent.';
-comment on column agent_channel_sends.attempting is 'A part was handed to the provider, and its answer is not recorded yet.';
+comment on column agent_channel_sends.attempting is
+  'A part was handed to the provider, and its answer is not recorded yet.';
 comment on column agent_channel_sends.error_message is 'The error of the last attempt.';
 comment on column agent_channel_sends.finished_at is 'When it was sent or given up.';
 comment on column agent_channel_sends.claim is

@@ -14,7 +14,8 @@ comment on column agent_principals.name is 'The name that the audit shows.';
 comment on column agent_principals.kind is 'user: a person. service: a program.';
 comment on column agent_principals.role is 'What it may do at most. A token may narrow it.';
 comment on column agent_principals.created_at is 'When it was created.';
-comment on column agent_principals.disabled_at is 'When it was disabled: its tokens and sessions are refused. Null: it is enabled.';
+comment on column agent_principals.disabled_at is
+  'When it was disabled: its tokens and sessions are refused. Null: it is enabled.';
 
 create table agent_identities (
   issuer text not null check (issuer <> '' and length(issuer) <= 500),
@@ -50,7 +51,8 @@ comment on column agent_tokens.id is 'The part of the token that may be shown.';
 comment on column agent_tokens.secret_sha256 is 'The SHA-256 of its secret.';
 comment on column agent_tokens.principal_id is 'The principal that it acts for.';
 comment on column agent_tokens.name is 'What it is for, for people.';
-comment on column agent_tokens.scopes is 'What it may do of what the role may. *: all. work:GLOB: run executions of these flows.';
+comment on column agent_tokens.scopes is
+  'What it may do of what the role may. *: all. work:GLOB: run executions of these flows.';
 comment on column agent_tokens.created_at is 'When it was created.';
 comment on column agent_tokens.created_by is 'The principal that created it.';
 comment on column agent_tokens.expires_at is 'When it expires. Null: never.';

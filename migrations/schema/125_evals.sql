@@ -28,9 +28,11 @@ create table agent_eval_runs (
 );
 create index agent_eval_runs_suite on agent_eval_runs (suite, id);
 comment on index agent_eval_runs_suite is 'Lists the runs of a suite.';
-create index agent_eval_runs_served on agent_eval_runs (served_until) where status = 'running' and served_until is not null;
+create index agent_eval_runs_served on agent_eval_runs (served_until)
+  where status = 'running' and served_until is not null;
 comment on index agent_eval_runs_served is 'Finds the runs that no server plays.';
-comment on table agent_eval_runs is 'Runs of suites: one version of an agent and one model, with some trials of each case.';
+comment on table agent_eval_runs is
+  'Runs of suites: one version of an agent and one model, with some trials of each case.';
 comment on column agent_eval_runs.suite is 'The name of the suite.';
 comment on column agent_eval_runs.version is 'The version of the suite.';
 comment on column agent_eval_runs.agent is 'The agent that is tried.';
@@ -47,7 +49,8 @@ comment on column agent_eval_runs.subject is
 comment on column agent_eval_runs.agent_digest is 'Identifies what a trial sees of the agent, its model and skills.';
 comment on column agent_eval_runs.suite_digest is 'Identifies the cases of the suite.';
 comment on column agent_eval_runs.runtime is 'The version of the program.';
-comment on column agent_eval_runs.candidate is 'The workspace was not applied. Its versions are those that it would get.';
+comment on column agent_eval_runs.candidate is
+  'The workspace was not applied. Its versions are those that it would get.';
 comment on column agent_eval_runs.served_until is
   'Servers play its trials, and one does until then. Null: the process that began it plays them.';
 comment on column agent_eval_runs.began_at is
@@ -85,9 +88,11 @@ comment on column agent_eval_trials.tokens is 'Tokens of the model calls.';
 comment on column agent_eval_trials.cost_usd is 'Their price in US dollars.';
 comment on column agent_eval_trials.duration_ms is 'How long it took.';
 comment on column agent_eval_trials.finished_at is 'When it was decided.';
-comment on column agent_eval_trials.judgements is 'The verdicts of judges, with their votes. One decides only while it is calibrated.';
+comment on column agent_eval_trials.judgements is
+  'The verdicts of judges, with their votes. One decides only while it is calibrated.';
 comment on column agent_eval_trials.judge_tokens is 'Tokens of the judges, besides those of the model calls.';
-comment on column agent_eval_trials.judge_usd is 'The price of the judges in US dollars, besides the cost of the model calls.';
+comment on column agent_eval_trials.judge_usd is
+  'The price of the judges in US dollars, besides the cost of the model calls.';
 
 create table agent_eval_shadows (
   run_id uuid primary key references agent_eval_runs(id) on delete cascade,
@@ -106,7 +111,8 @@ create table agent_eval_judgements (
   created_at timestamptz not null default clock_timestamp(), primary key (judge_digest, answer_digest)
 );
 comment on table agent_eval_judgements is 'Verdicts of judges about labelled answers. They calibrate the judge.';
-comment on column agent_eval_judgements.judge_digest is 'SHA-256 of the judge: its rubric, model, rules and number of votes.';
+comment on column agent_eval_judgements.judge_digest is
+  'SHA-256 of the judge: its rubric, model, rules and number of votes.';
 comment on column agent_eval_judgements.answer_digest is 'SHA-256 of the answer.';
 comment on column agent_eval_judgements.pass is 'The majority of its votes.';
 
@@ -122,7 +128,8 @@ create index agent_eval_labels_suite on agent_eval_labels (suite, created_at);
 comment on index agent_eval_labels_suite is 'Lists the labels of a suite.';
 create index agent_eval_labels_created on agent_eval_labels (created_at);
 comment on index agent_eval_labels_created is 'Finds old labels of evals.';
-comment on table agent_eval_labels is 'What people say about the answers of trials. A person has one label for a trial.';
+comment on table agent_eval_labels is
+  'What people say about the answers of trials. A person has one label for a trial.';
 comment on column agent_eval_labels.run_id is 'The run. It may have been pruned.';
 comment on column agent_eval_labels.case_name is 'The case of the suite.';
 comment on column agent_eval_labels.trial is 'The number of the trial, from 1 on.';
@@ -160,16 +167,19 @@ create or replace trigger agent_executions_no_eval_wait before update of waiting
 create or replace function lanekeeper.mark_agent_trial() returns void language plpgsql as $$
 begin
   insert into lanekeeper.agent_trial_transactions values (pg_current_xact_id()) on conflict do nothing;
-  if found then                                              -- other rows that can be seen are of transactions that are over
+  -- Other rows that can be seen are of transactions that are over.
+  if found then
     delete from lanekeeper.agent_trial_transactions t using (
-      select o.id from lanekeeper.agent_trial_transactions o where o.id <> pg_current_xact_id() limit 100 for update skip locked) over_
+      select o.id from lanekeeper.agent_trial_transactions o
+       where o.id <> pg_current_xact_id() limit 100 for update skip locked) over_
      where t.id = over_.id;
   end if;
 end $$;
 comment on function lanekeeper.mark_agent_trial is
   'Note that the transaction writes under the claim of a trial, and remove notes of transactions that are over.';
 
-create or replace function lanekeeper.refuse_agent_trial(p_table text) returns void language plpgsql security definer as $$
+create or replace function lanekeeper.refuse_agent_trial(p_table text) returns void
+language plpgsql security definer as $$
 begin
   if exists (select from lanekeeper.agent_trial_transactions t
               where t.id operator(pg_catalog.=) pg_catalog.pg_current_xact_id_if_assigned()) then
@@ -259,7 +269,8 @@ create or replace trigger agent_memory_conflicts_no_eval before insert or update
 create or replace trigger agent_messages_no_eval before insert or update on agent_messages for each row
   when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
 
-create or replace trigger agent_objective_evidence_no_eval before insert or update on agent_objective_evidence for each row
+create or replace trigger agent_objective_evidence_no_eval before insert or update on agent_objective_evidence
+  for each row
   when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
 
 create or replace trigger agent_objective_steps_no_eval before insert or update on agent_objective_steps for each row
@@ -271,7 +282,8 @@ create or replace trigger agent_objectives_no_eval before insert or update on ag
 create or replace trigger agent_requests_no_eval before insert or update on agent_requests for each row
   when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
 
-create or replace trigger agent_webhook_deliveries_no_eval before insert or update on agent_webhook_deliveries for each row
+create or replace trigger agent_webhook_deliveries_no_eval before insert or update on agent_webhook_deliveries
+  for each row
   when (new.trace_id like 'ev\_%' or new.last_trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
 
 create or replace trigger agent_webhook_outbox_no_eval before insert or update on agent_webhook_outbox for each row

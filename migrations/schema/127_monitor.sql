@@ -24,7 +24,8 @@ create table agent_acknowledgements (
 );
 comment on table agent_acknowledgements is
   'Causes of a degraded verdict that an admin knows. They do not count until they change, and go when they are over.';
-comment on column agent_acknowledgements.cause is 'The subject and its root error, such as flow import fails: no route.';
+comment on column agent_acknowledgements.cause is
+  'The subject and its root error, such as flow import fails: no route.';
 comment on column agent_acknowledgements.reason is 'Why it may stay as it is.';
 comment on column agent_acknowledgements.acknowledged_by is 'The person.';
 comment on column agent_acknowledgements.acknowledged_at is 'When.';

@@ -73,7 +73,8 @@ declare
 begin
   perform lanekeeper.check_agent_reason(p_by, p_reason);
   if p_keep is null or jsonb_typeof(p_keep) <> 'object' or p_keep = '{}' then
-    raise exception 'no policy is given' using errcode = '22023', hint = 'Such as {"activity": "90 days", "events": "forever"}.';
+    raise exception 'no policy is given'
+      using errcode = '22023', hint = 'Such as {"activity": "90 days", "events": "forever"}.';
   end if;
   for wish in select w.key, w.value #>> '{}' as said from jsonb_each(p_keep) w order by w.key loop
     select r.* into was from agent_retention r where r.kind = wish.key for update;
@@ -88,7 +89,8 @@ begin
         using errcode = '22023';
     end;
     if span < was.min_keep or span > interval '100 years' then
-      raise exception '% cannot be kept for %: give % to 100 years, or forever', wish.key, span, was.min_keep using errcode = '22023';
+      raise exception '% cannot be kept for %: give % to 100 years, or forever', wish.key, span, was.min_keep
+        using errcode = '22023';
     end if;
     continue when span is not distinct from was.keep;
     update agent_retention r set keep = span, changed_at = clock_timestamp(), changed_by = p_by where r.kind = wish.key;
@@ -113,7 +115,8 @@ create or replace function void_agent_leases(out workers int, out executions int
 language plpgsql volatile security definer set search_path from current as $$
 begin
   if exists (select from pg_stat_activity s
-              where s.datname = current_database() and s.pid <> pg_backend_pid() and s.application_name like 'agent%') then
+              where s.datname = current_database() and s.pid <> pg_backend_pid()
+                and s.application_name like 'agent%') then
     raise exception 'processes of agent work on this database: stop them first' using errcode = '55000';
   end if;
   update agent_workers w set expires_at = 'epoch';

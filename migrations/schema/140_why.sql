@@ -16,7 +16,8 @@ create table agent_links (
 create index agent_links_effect on agent_links (effect, kind);
 comment on index agent_links_effect is 'Finds the cause of an effect.';
 comment on table agent_links is 'What caused what, where no other table says it.';
-comment on column agent_links.cause is 'A reference as why returns it: execution ID, trace ID, event ID, approval ID; or principal NAME.';
+comment on column agent_links.cause is
+  'A reference as why returns it: execution ID, trace ID, event ID, approval ID; or principal NAME.';
 comment on column agent_links.kind is
   'The relation: the cause raised, woke, started, ran, told, allowed or asked for the effect.';
 comment on column agent_links.effect is 'A reference: event ID, execution ID, run ID, outgoing ID.';
@@ -65,15 +66,18 @@ create or replace view lanekeeper.agent_causes as
     left join lateral (
       select a.name, a.max_attempts, (
              select count(*) from agent_links f, agent_links m
-              where m.effect = 'execution ' || x.id and m.kind = 'ran' and f.cause = m.cause and f.kind = 'ran' and f.at <= m.at) as attempt
+              where m.effect = 'execution ' || x.id and m.kind = 'ran' and f.cause = m.cause and f.kind = 'ran'
+                and f.at <= m.at) as attempt
         from agent_automation_runs n join agent_automations a on a.id = n.automation_id where n.id = lanekeeper.agent_uuid(k.run) offset 0) r on true
     left join agent_webhook_deliveries d on d.id = lanekeeper.agent_uuid(k.delivery)
     left join lateral (
       select c.name, substr(x.dedupe_key, length(c.name) + 2) as due from agent_schedules c
-       where c.name = regexp_replace(x.dedupe_key, ' [0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z$', '') and c.flow = x.flow and c.name <> x.dedupe_key
+       where c.name = regexp_replace(x.dedupe_key, ' [0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z$', '') and c.flow = x.flow
+         and c.name <> x.dedupe_key
       offset 0) s on true
     left join lateral (
-      select substr(l.cause, 11) as name from agent_links l where l.effect = 'execution ' || x.id and l.kind = 'asked' limit 1) q on true
+      select substr(l.cause, 11) as name from agent_links l
+       where l.effect = 'execution ' || x.id and l.kind = 'asked' limit 1) q on true
   union all
   select 'run', n.id, case n.cause
     when 'event' then (n.created_at, 'event', format('event %s %s started automation %s', v.event, v.key, a.name), 'event ' || n.event_id,
@@ -89,8 +93,10 @@ create or replace view lanekeeper.agent_causes as
     join agent_automations a on a.id = n.automation_id
     left join agent_events v on v.id = n.event_id
     left join lateral (
-      select e.id, e.trace_id, e.flow from agent_links l join agent_executions e on e.id = lanekeeper.agent_uuid(substr(l.cause, 11))
-       where l.effect = 'run ' || n.id and l.kind = 'started' and n.cause not in ('event', 'cron', 'signal') limit 1) x on true
+      select e.id, e.trace_id, e.flow
+        from agent_links l join agent_executions e on e.id = lanekeeper.agent_uuid(substr(l.cause, 11))
+       where l.effect = 'run ' || n.id and l.kind = 'started'
+         and n.cause not in ('event', 'cron', 'signal') limit 1) x on true
   union all
   select 'event', v.id, case
     when v.execution_id is not null then
@@ -142,7 +148,8 @@ create or replace view lanekeeper.agent_why_of_runs as
            else format(' %s after %s', x.status, lanekeeper.agent_words(x.created_at, x.completed_at)) end
          || case when x.status = 'completed' then coalesce(': ' || nullif(left(x.result_summary, 200), ''), '')
                  when x.status = 'cancelled' then format(', by %s: %s', coalesce((
-                        select lanekeeper.agent_decider(x.cancelled_by, a.input ->> 'via', a.input ->> 'key_id', '') from agent_activity a
+                        select lanekeeper.agent_decider(x.cancelled_by, a.input ->> 'via', a.input ->> 'key_id', '')
+                          from agent_activity a
                          where a.skill_name = 'cancel_execution' and a.input ->> 'execution' = x.id::text
                            and a.id >= lanekeeper.agent_uuid7_floor(x.completed_at - interval '1 s')
                            and a.id < lanekeeper.agent_uuid7_floor(x.completed_at + interval '10 s') limit 1),
@@ -163,7 +170,8 @@ create or replace view lanekeeper.agent_why_of_runs as
     join agent_links l on l.effect = 'execution ' || x.id and l.kind = 'ran'
     left join lateral (
       select (u.cause).what, (u.cause).from_ref from (
-        select r.cause from lanekeeper.agent_causes r where r.subject = 'run' and r.id = lanekeeper.agent_uuid(substr(l.cause, 5)) offset 0) u) c on true
+        select r.cause from lanekeeper.agent_causes r
+         where r.subject = 'run' and r.id = lanekeeper.agent_uuid(substr(l.cause, 5)) offset 0) u) c on true
    where x.flow <> 'automation'
   union all
   -- Its waits, and the holders of a lane that it waited for.
@@ -171,14 +179,18 @@ create or replace view lanekeeper.agent_why_of_runs as
          jsonb_strip_nulls(r.detail)
     from agent_executions x
    cross join lateral (
-      select k.kind, k.key, k.since, k.until, k.step, k.event_id as event, k.timed_out as late from lanekeeper.agent_past_waits(x.id) k
+      select k.kind, k.key, k.since, k.until, k.step, k.event_id as event, k.timed_out as late
+        from lanekeeper.agent_past_waits(x.id) k
       union all
-      select x.waiting_for, x.waiting_key, x.updated_at, null, x.waiting_step, null, false where (x.status = 'waiting') is true) w
+      select x.waiting_for, x.waiting_key, x.updated_at, null, x.waiting_step, null, false
+       where (x.status = 'waiting') is true) w
     left join lateral (
       select (u.cause).what, (u.cause).trace_id, (u.cause).from_ref from (
-        select r.cause from lanekeeper.agent_causes r where r.subject = 'event' and r.id = w.event and w.kind not in ('agent', 'approval') offset 0) u
+        select r.cause from lanekeeper.agent_causes r
+         where r.subject = 'event' and r.id = w.event and w.kind not in ('agent', 'approval') offset 0) u
       union all
-      select e.flow, e.trace_id, null from agent_executions e where w.kind = 'agent' and e.id = lanekeeper.agent_uuid(w.key)
+      select e.flow, e.trace_id, null from agent_executions e
+       where w.kind = 'agent' and e.id = lanekeeper.agent_uuid(w.key)
       union all
       select case when a.decided_by = '' then 'nobody decided it' else lanekeeper.agent_approval_outcome(a) end, null, null
         from agent_approvals a where w.kind = 'approval' and w.until is not null and a.id = lanekeeper.agent_uuid(w.key)) c on true
@@ -204,10 +216,12 @@ create or replace view lanekeeper.agent_why_of_runs as
          from ((select k.execution_id, k.held_from, k.held_until from agent_lane_holds k
                  where w.kind = 'lane' and k.lane = w.key and k.held_until > w.since order by k.held_until limit 50)
                union all
-               select l.execution_id, l.locked_at, case when l.expires_at <= clock_timestamp() then l.expires_at end from agent_locks l
+               select l.execution_id, l.locked_at, case when l.expires_at <= clock_timestamp() then l.expires_at end
+                 from agent_locks l
                 where w.kind = 'lane' and l.lane = w.key and l.execution_id is not null) h
          left join agent_executions e on e.id = h.execution_id
-        where h.execution_id <> x.id and h.held_from < coalesce(w.until, 'infinity') and coalesce(h.held_until, 'infinity') > w.since
+        where h.execution_id <> x.id and h.held_from < coalesce(w.until, 'infinity')
+          and coalesce(h.held_until, 'infinity') > w.since
         order by h.held_from limit 20)) r
   union all
   -- The lanes that it had.
@@ -221,7 +235,8 @@ create or replace view lanekeeper.agent_why_of_runs as
          jsonb_strip_nulls(jsonb_build_object('until', h.held_until, 'ended', h.ended, 'next', nullif(h.successor, ''), 'fencing_token', h.fencing_token))
     from agent_executions x
    cross join lateral (
-      select l.lane, l.fencing_token, l.held_from, l.held_until, l.ended, l.successor from agent_lane_holds l where l.execution_id = x.id
+      select l.lane, l.fencing_token, l.held_from, l.held_until, l.ended, l.successor from agent_lane_holds l
+       where l.execution_id = x.id
       union all
       select l.lane, l.fencing_token, l.locked_at, o.until, case when o.until is not null then 'expired' end, ''
         from agent_locks l cross join lateral (select case when l.expires_at <= clock_timestamp() then l.expires_at end as until) o
@@ -280,7 +295,8 @@ begin
     for i in 1 .. hops + 1 loop
       select (u.cause).* into c from (
         select r.cause from lanekeeper.agent_causes r
-         where r.subject = split_part(ref, ' ', 1) and r.id = lanekeeper.agent_uuid(split_part(ref, ' ', 2)) offset 0) u;
+         where r.subject = split_part(ref, ' ', 1)
+           and r.id = lanekeeper.agent_uuid(split_part(ref, ' ', 2)) offset 0) u;
       exit when c.from_ref is null;
       if i > hops or exists (select from unnest(chain) e where e.to_ref = c.from_ref) then
         chain := (c.at, 'more', '… and what was before that', '', ref, null, null, jsonb_build_object('cycle', i <= hops))::agent_reason || chain;
@@ -431,7 +447,8 @@ set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off se
 #variable_conflict use_column
 declare
   given constant text := btrim(coalesce(trace, ''));
-  forms constant text[] := case                       -- the ids that it may be stored under: a ULID alone is of any surface
+  -- The ids that it may be stored under: a ULID alone is of any surface.
+  forms constant text[] := case
     when given ~* '^(hb|op|ch|wh|fl|ev)_[0-9a-z]{26}$' then array[lower(left(given, 3)) || upper(substr(given, 4))]
     when given ~* '^[0-9a-z]{26}$' then array(select s || upper(given) from unnest('{hb_,op_,ch_,wh_,fl_}'::text[]) s)
     when given ~* '^[0-9a-f]{32}$' then array(select lanekeeper.agent_trace_id(s, decode(given, 'hex')) from unnest('{hb,op,ch,wh,fl}'::text[]) s)

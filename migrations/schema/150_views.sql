@@ -259,7 +259,8 @@ create or replace view agent_audit as
         select e.id, e.parent_id, 1 from agent_executions e where e.id = a.execution_id
         union all
         select e.id, e.parent_id, l.n + 1 from line l join agent_executions e on e.id = l.parent_id where l.n < 32)
-      select substr(k.cause, 11) as name from line l join agent_links k on k.effect = 'execution ' || l.id and k.kind = 'asked'
+      select substr(k.cause, 11) as name
+        from line l join agent_links k on k.effect = 'execution ' || l.id and k.kind = 'asked'
        where k.cause like 'principal %' order by l.n desc limit 1) b on true;
 comment on view agent_audit is
   'Every action in the log: actor, object, time, reason, on whose behalf, result. Restrict it by a range of ids, a '
