@@ -20,7 +20,7 @@ import (
 func process(t *testing.T, pool *pgxpool.Pool, name string, lease int, inGo ...string) string {
 	t.Helper()
 	return put(t, pool, `
-		insert into agent_workers (name, flows, expires_at)
+		insert into agent_workers (name, go_flows, expires_at)
 		values ($1, $2::text[], clock_timestamp() + make_interval(secs => $3::int)) returning id::text`, name, inGo, lease)
 }
 
