@@ -95,9 +95,9 @@ type Automation struct {
 	Cron           string          `json:"cron"`
 	Timezone       string          `json:"timezone"`
 	Event          string          `json:"event"`
-	Condition      string          `json:"condition"` // over the event and the counters; empty is true
-	Signal         string          `json:"signal"`    // over the counters
-	SignalArmed    bool            `json:"armed"`     // the signal was false since it last fired
+	Condition      string          `json:"condition"`    // over the event and the counters; empty is true
+	Signal         string          `json:"signal"`       // over the counters
+	SignalArmed    bool            `json:"signal_armed"` // the signal was false since it last fired
 	SkillName      string          `json:"skill_name"`
 	Arguments      json.RawMessage `json:"arguments"`
 	Prompt         string          `json:"prompt"`

@@ -45,8 +45,8 @@ var ErrInvalid = errors.New("not a policy")
 type Policy struct {
 	Kind      string     `json:"kind"`
 	About     string     `json:"about"`
-	Keep      string     `json:"keep"`  // such as "90 days", or Forever
-	MinKeep   string     `json:"least"` // the shortest that may be set
+	Keep      string     `json:"keep"`     // such as "90 days", or Forever
+	MinKeep   string     `json:"min_keep"` // the shortest that may be set
 	ChangedAt time.Time  `json:"changed_at"`
 	ChangedBy string     `json:"changed_by"` // empty: as installed
 	Removed   int64      `json:"removed"`    // rows, ever
