@@ -148,8 +148,8 @@ const (
 	ByPurpose Dimension = "purpose" // of the model call: a phase, a turn, an automation
 	BySurface Dimension = "surface"
 	ByModel   Dimension = "model"
-	ByAgent   Dimension = "agent" // that acted; not counted before schema 216
-	ByKey     Dimension = "key"   // chat key of the thread; not counted before schema 221
+	ByAgent   Dimension = "agent" // that acted
+	ByKey     Dimension = "key"   // chat key of the thread
 	Together  Dimension = ""      // one line per period
 )
 

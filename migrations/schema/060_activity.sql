@@ -109,7 +109,7 @@ comment on column agent_activity_counts.span is 'The length of the count.';
 comment on column agent_activity_counts.start is 'The beginning of the hour or day, UTC.';
 comment on column agent_activity_counts.kind is
   'As in the log; charge: money, by the skill that a model call led to; agent: model calls, by agent; key: model calls '
-  'of chats, by chat key, since schema 221.';
+  'of chats, by chat key.';
 comment on column agent_activity_counts.skill is
   'The skill. For a model call: its purpose. For kind agent: the agent. For kind key: the chat key.';
 comment on column agent_activity_counts.surface is 'As in the log.';
@@ -133,7 +133,7 @@ comment on column agent_activity_counts.unknown_usd is 'The part of cost_usd tha
 comment on column agent_activity_counts.slowest is
   'The slowest call that counts for the health of the skill: 13 digits of milliseconds, then its trace. Empty: none.';
 comment on column agent_activity_counts.cached_tokens is
-  'The part of prompt_tokens that the provider had cached. Not counted before schema 216.';
+  'The part of prompt_tokens that the provider had cached.';
 
 create table agent_activity_counted (
   single boolean default true primary key check (single),
@@ -165,7 +165,7 @@ comment on table agent_activity_durations is
   'How long calls took, by day. A bucket is 5 per cent wide, so a percentile is right to 2.5 per cent.';
 comment on column agent_activity_durations.day is 'The day, UTC.';
 comment on column agent_activity_durations.skill is
-  'The skill; empty: all together; model NAME: successful calls of a model, since schema 221.';
+  'The skill; empty: all together; model NAME: successful calls of a model.';
 comment on column agent_activity_durations.bucket is
   'Durations from 1.05 ^ bucket ms up to the next; -1 is less than 1 ms.';
 comment on column agent_activity_durations.calls is 'Calls with such a duration.';
