@@ -335,7 +335,7 @@ func (b *engineRoomBench) fill(ctx context.Context, from, to int64) error {
 func (b *engineRoomBench) countLog(ctx context.Context) error {
 	_, err := b.pool.Exec(ctx, `
 		with c as (delete from agent_activity_counts), d as (delete from agent_activity_durations)
-		update agent_activity_counted set counted_upto = default, candidate = null, candidate_xid = null, looked = default`)
+		update agent_activity_counted set counted_upto = default, candidate = null, candidate_xid = null, checked_upto = default`)
 	if err != nil {
 		return fmt.Errorf("reset the counts: %w", err)
 	}
