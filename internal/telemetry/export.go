@@ -19,17 +19,17 @@ import (
 )
 
 const (
-	// Backlog is how far back spans are sent that could not be sent before.
+	// Backlog is the maximum age of spans that a later pass still sends.
 	Backlog = time.Hour
-	// every is how often it is looked for what has ended.
+	// every is the pause between export passes.
 	every = time.Second
-	// right is how long a sender that is not heard of keeps the right to send.
+	// right is the time after which a silent sender loses the right to send.
 	right = 10 * time.Second
-	// longestTransaction is how long a pass waits for a transaction that was under way.
+	// longestTransaction bounds the wait of a pass for a running transaction.
 	longestTransaction = 30 * time.Second
 	// longestPause lies between two tries while the receiver takes nothing.
 	longestPause = 30 * time.Second
-	// flushLimit is how long the last pass of a process may take.
+	// flushLimit bounds the last pass of a process.
 	flushLimit = 5 * time.Second
 )
 
@@ -40,7 +40,7 @@ const (
 	mostPending     = 20000
 )
 
-// Exporter sends spans, when it is its process's turn.
+// Exporter sends spans while its process has the right to send.
 type Exporter struct {
 	pool    *pgxpool.Pool
 	log     *slog.Logger
@@ -56,14 +56,15 @@ type Exporter struct {
 	last     bool // the process ends
 }
 
-// mark is a moment, and which transactions were writing just after it.
+// mark is a moment, and the transactions that were writing just after it.
 type mark struct {
 	upto    string
 	writing []string
 	set     time.Time
 }
 
-// NewExporter returns the exporter of a process; nil where nothing is to be sent. Its methods do nothing then.
+// NewExporter returns the exporter of a process; nil if the settings name no receiver. The methods of a nil exporter do
+// nothing.
 func NewExporter(pool *pgxpool.Pool, s Settings, version string, m *Metrics, log *slog.Logger) *Exporter {
 	if s.Endpoint == "" {
 		return nil
@@ -78,7 +79,7 @@ func NewExporter(pool *pgxpool.Pool, s Settings, version string, m *Metrics, log
 	return e
 }
 
-// Run sends what ends until ctx ends, and then, within seconds, what has ended by then.
+// Run sends ended spans until ctx ends. It then sends those that ended by that time, within seconds.
 func (e *Exporter) Run(ctx context.Context) error {
 	if e == nil {
 		return nil
@@ -111,7 +112,7 @@ func (e *Exporter) pause() time.Duration {
 	return min(every<<min(e.failures, 6), longestPause)
 }
 
-// look is one pass, whose failure is told once and not returned: nothing depends on it.
+// look is one pass. It logs a failure once and does not return it, because nothing depends on the pass.
 func (e *Exporter) look(ctx context.Context) (more bool) {
 	patient, end := graced(ctx)
 	defer end()
@@ -134,8 +135,7 @@ func (e *Exporter) look(ctx context.Context) (more bool) {
 	return more && err == nil
 }
 
-// graced is ctx for a pass that is under way when ctx ends: it may still note what was sent, so that it is not sent
-// again.
+// graced extends ctx for a running pass: the pass may still record the sent spans, which prevents sending them again.
 func graced(ctx context.Context) (context.Context, func()) {
 	patient, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	stop := context.AfterFunc(ctx, func() {
@@ -145,7 +145,7 @@ func graced(ctx context.Context) (context.Context, func()) {
 	return patient, func() { stop(); cancel() }
 }
 
-// flush sends all that has ended by now, if nobody else has the right to send.
+// flush sends everything that has ended by now, if no other process has the right to send.
 func (e *Exporter) flush(ctx context.Context) {
 	e.mark, e.last = nil, true
 	upto := ""
@@ -163,7 +163,7 @@ func (e *Exporter) flush(ctx context.Context) {
 		if mine, err = e.take(ctx); err != nil || mine == nil || mine.SentUpto >= upto {
 			return
 		}
-		timer := time.NewTimer(20 * time.Millisecond) // the millisecond is not over, or somebody's transaction is under way
+		timer := time.NewTimer(20 * time.Millisecond) // the millisecond is not over, or another transaction is running
 		select {
 		case <-ctx.Done():
 		case <-timer.C:
@@ -172,7 +172,7 @@ func (e *Exporter) flush(ctx context.Context) {
 	}
 }
 
-// leave gives up the right to send, so that another process has it at once.
+// leave releases the right to send, and another process can acquire it at once.
 func (e *Exporter) leave(ctx context.Context) {
 	_, err := e.pool.Exec(ctx, `update agent_span_export set sender = '', sender_until = '-infinity' where sender = @me`,
 		postgres.Strict{"me": e.me})
@@ -192,7 +192,7 @@ type position struct {
 //go:embed position.sql
 var positionSQL string
 
-// take takes or keeps the right to send; nil when another process has it.
+// take acquires or renews the right to send; it returns nil if another process has it.
 func (e *Exporter) take(ctx context.Context) (*position, error) {
 	rows, err := e.pool.Query(ctx, positionSQL,
 		postgres.Strict{"me": e.me, "seconds": right.Seconds(), "backlog": Backlog.Seconds()})
@@ -204,7 +204,7 @@ func (e *Exporter) take(ctx context.Context) (*position, error) {
 	return got, err
 }
 
-// pass sends what has ended since the last pass; more says that there is more already.
+// pass sends the spans that ended since the last pass; more reports that further ones are ready.
 func (e *Exporter) pass(ctx context.Context) (more bool, err error) {
 	at, err := e.take(ctx)
 	if err != nil || at == nil {
@@ -248,17 +248,18 @@ func (e *Exporter) pass(ctx context.Context) (more bool, err error) {
 	return batch.more, nil
 }
 
-// refusedForGood reports that the receiver does not like the batch itself, so that sending it again is no use.
+// refusedForGood reports that the receiver rejects the batch itself, and a retry is useless.
 func refusedForGood(err error) bool {
 	text := err.Error()
 	return strings.Contains(text, ": 400 ") || strings.Contains(text, ": 413 ") || strings.Contains(text, ": 422 ") ||
 		strings.Contains(text, "request body too large")
 }
 
-// settled reports whether all that was being written at the mark is written. Without a mark this moment becomes it.
+// settled reports whether all writes that were running at the mark have ended. Without a mark, this moment becomes the
+// mark.
 //
-// Who writes an activity or an event has a lock on its table before the row gets its id, until the end of the
-// transaction. So who has none after the mark was set has committed what has ids before it, or writes later ones.
+// A writer of an activity or an event locks its table before the row gets its id, until the end of the transaction. A
+// transaction without such a lock after the mark has committed its ids from before the mark, or writes later ones.
 func (e *Exporter) settled(ctx context.Context, at *position) (bool, error) {
 	var writing []string
 	err := e.pool.QueryRow(ctx, `
@@ -277,7 +278,7 @@ func (e *Exporter) settled(ctx context.Context, at *position) (bool, error) {
 	return len(e.mark.writing) == 0 || time.Since(e.mark.set) > longestTransaction, nil
 }
 
-// batch is what one pass sends.
+// batch is the content of one pass.
 type batch struct {
 	upto    string
 	ended   []string // activities
@@ -286,7 +287,7 @@ type batch struct {
 	more    bool
 }
 
-// gather finds the ids of what has ended up to the mark, or of the first of it.
+// gather finds the ids of rows that ended up to the mark, or of the first of them.
 func (e *Exporter) gather(ctx context.Context, at *position) (batch, error) {
 	b := batch{upto: e.mark.upto}
 	type fresh struct {
@@ -333,7 +334,7 @@ func (e *Exporter) gather(ctx context.Context, at *position) (batch, error) {
 	return b, e.revisit(ctx, at.Pending, &b)
 }
 
-// revisit looks again at the activities that had not ended. One that is gone is forgotten.
+// revisit reads the activities again that had not ended. It forgets those that no longer exist.
 func (e *Exporter) revisit(ctx context.Context, pending []string, b *batch) error {
 	if len(pending) == 0 {
 		return nil
@@ -367,10 +368,11 @@ func (e *Exporter) revisit(ctx context.Context, pending []string, b *batch) erro
 	return nil
 }
 
-// errOvertaken reports that another process sends now. What this one has sent may be sent twice.
+// errOvertaken reports that another process has acquired the right to send. The spans of this process may be sent
+// twice.
 var errOvertaken = errors.New("another process sends traces by now")
 
-// advance moves the position over what was sent.
+// advance moves the position past the sent spans.
 func (e *Exporter) advance(ctx context.Context, at *position, b batch) error {
 	tag, err := e.pool.Exec(ctx, `
 		update agent_span_export set sent_upto = greatest(sent_upto, @upto::uuid), pending = @pending::uuid[],

@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// scene is a database with rows that are written as anybody could write them, a receiver, and exporters between them.
+// scene is a database with rows written in plain SQL, a receiver, and exporters between them.
 type scene struct {
 	t        *testing.T
 	db       *pgxpool.Pool
@@ -30,7 +30,7 @@ func newScene(t *testing.T) *scene {
 	return &scene{t, pgtest.DB(t), otlptest.New(t)}
 }
 
-// export runs an exporter until it is stopped, or the test ends.
+// export runs an exporter until the caller stops it, or the test ends.
 func (s *scene) export(more ...string) (stop func()) {
 	s.t.Helper()
 	environ := map[string]string{"OTEL_EXPORTER_OTLP_ENDPOINT": s.receiver.URL()}
@@ -49,7 +49,7 @@ func (s *scene) export(more ...string) (stop func()) {
 	return stop
 }
 
-// exported lets an exporter send what there is.
+// exported lets an exporter send all ended spans.
 func (s *scene) exported(more ...string) []otlptest.Span {
 	s.t.Helper()
 	s.export(more...)()
@@ -66,7 +66,7 @@ func (s *scene) exec(sql string, args ...any) {
 	pgtest.Exec(s.t, s.db, sql, args...)
 }
 
-// start and end are an execution's life in plain SQL, as a worker outside has it.
+// start and end start and complete an execution in plain SQL, as an external worker does.
 func (s *scene) start(id trace.ID, parent any) string {
 	s.t.Helper()
 	return s.one(`insert into agent_executions (trace_id, surface, flow, status, parent_id, awaited)
@@ -96,8 +96,8 @@ func names(spans []otlptest.Span) []string {
 	return all
 }
 
-// TestOneRoot: whatever a trace is made of, the first execution is its root; notes from outside and further
-// executions are filed under it.
+// TestOneRoot: the first execution is the root of every trace; notes from outside and further executions are filed
+// under it.
 func TestOneRoot(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -135,7 +135,7 @@ func TestOneRoot(t *testing.T) {
 	}
 }
 
-// TestWhatCommitsLateIsSent: a row with an id from before the last pass, whose transaction was under way then.
+// TestWhatCommitsLateIsSent: a row has an id from before the last pass, and its transaction was still running then.
 func TestWhatCommitsLateIsSent(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -163,7 +163,7 @@ func TestWhatCommitsLateIsSent(t *testing.T) {
 	pgtest.Eventually(t, func() bool { return len(s.receiver.Trace("")) == 2 }, "both are sent")
 }
 
-// TestOpenActivitiesAreSentWhenTheyEnd, by whoever sends then.
+// TestOpenActivitiesAreSentWhenTheyEnd, by the process that has the right to send then.
 func TestOpenActivitiesAreSentWhenTheyEnd(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -218,9 +218,9 @@ func TestSampling(t *testing.T) {
 	assert.Truef(t, kept != 0 && kept != 40, "%d of 40 traces were kept at a ratio of a half", kept)
 }
 
-// TestAnEndThatIsWrittenSlowlyIsSent: its event gets its id when the exporter can see that it is being written. Here
-// the server is slow to write the last step while the exporter passes. The end waits for no lock: that is bounded, and
-// who writes an end tries again then.
+// TestAnEndThatIsWrittenSlowlyIsSent: the event gets its id when the exporter can see the transaction. Here the server
+// writes the last step slowly while the exporter passes. The completion waits for no lock: lock waits are bounded, and
+// the writer retries.
 func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -264,7 +264,7 @@ func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 	assert.Truef(t, cmp.Equal(got, []string{"execute_tool later", "invoke_workflow slow"}), "sent %q", got)
 }
 
-// TestOneSends: of two exporters one has the right to send, and the other takes its place.
+// TestOneSends: one of two exporters has the right to send, and the other replaces it.
 func TestOneSends(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -285,7 +285,7 @@ func TestOneSends(t *testing.T) {
 	assert.Truef(t, cmp.Equal(got, []string{"execute_tool one", "execute_tool two"}), "sent %q", got)
 }
 
-// TestTheLastPassSendsWhatHasJustEnded, also within the millisecond in which the exporter is told to stop.
+// TestTheLastPassSendsWhatHasJustEnded, also within the millisecond in which the exporter is stopped.
 func TestTheLastPassSendsWhatHasJustEnded(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -299,7 +299,7 @@ func TestTheLastPassSendsWhatHasJustEnded(t *testing.T) {
 	}
 }
 
-// TestARefusedBatchIsGivenUp: it would be refused for ever, and hold up all that comes after it.
+// TestARefusedBatchIsGivenUp: the receiver would refuse it for ever, and it would block all later batches.
 func TestARefusedBatchIsGivenUp(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -311,7 +311,7 @@ func TestARefusedBatchIsGivenUp(t *testing.T) {
 	assert.Truef(t, cmp.Equal(got, []string{"execute_tool good"}), "sent %q", got)
 }
 
-// TestGoldenAttributes are the whole sets, by the conventions at the commit that genai.go names.
+// TestGoldenAttributes compares complete sets of attributes, by the conventions at the commit that genai.go names.
 func TestGoldenAttributes(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)

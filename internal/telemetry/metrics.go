@@ -16,8 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 )
 
-// Metrics are those of one process. They may be used from any goroutine; a nil Metrics counts nothing. It is the
-// executions.Observer and the lanes.Observer of its process.
+// Metrics are the metrics of one process. They may be used from any goroutine; a nil Metrics counts nothing. Metrics
+// implements executions.Observer and lanes.Observer.
 type Metrics struct {
 	registry *prometheus.Registry
 
@@ -29,13 +29,13 @@ type Metrics struct {
 	models, named *few
 }
 
-// The buckets of what takes time: a skill takes milliseconds or minutes, a run up to hours.
+// The buckets of durations: a skill takes milliseconds or minutes, a run up to hours.
 var (
 	latencyBuckets  = []float64{0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300}
 	durationBuckets = []float64{0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 14400, 86400}
 )
 
-// NewMetrics returns the metrics of a process of a version. state, which may be nil, is asked at each scrape.
+// NewMetrics returns the metrics of a process of a version. Each scrape reads state, which may be nil.
 func NewMetrics(version string, state prometheus.Collector) *Metrics {
 	m := &Metrics{registry: prometheus.NewRegistry(), models: &few{most: 100}, named: &few{most: 500}}
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
@@ -87,7 +87,7 @@ func NewMetrics(version string, state prometheus.Collector) *Metrics {
 	return m
 }
 
-// Handler serves the metrics. What cannot be gathered is left out, and the rest is served.
+// Handler serves the metrics. It omits metrics that cannot be gathered, and serves the rest.
 func (m *Metrics) Handler() http.Handler {
 	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{
 		ErrorHandling:       promhttp.ContinueOnError,
@@ -95,17 +95,17 @@ func (m *Metrics) Handler() http.Handler {
 	})
 }
 
-// Registry is what is gathered.
+// Registry returns the registry of the metrics.
 func (m *Metrics) Registry() *prometheus.Registry { return m.registry }
 
-// RunStarted counts an execution that this process has begun to run.
+// RunStarted counts an execution that this process has started to run.
 func (m *Metrics) RunStarted(x executions.Execution) {
 	if m != nil {
 		m.active.WithLabelValues(x.Surface).Inc()
 	}
 }
 
-// RunFinished is the opposite of Began, however it left.
+// RunFinished undoes the count of RunStarted, for every outcome.
 func (m *Metrics) RunFinished(x executions.Execution) {
 	if m != nil {
 		m.active.WithLabelValues(x.Surface).Dec()
@@ -173,7 +173,7 @@ func (m *Metrics) LaneLost(lane string) {
 	}
 }
 
-// Delivery counts a webhook that came in at an endpoint that is declared.
+// Delivery counts a webhook delivery to a declared endpoint.
 func (m *Metrics) Delivery(endpoint, result string) {
 	if m != nil {
 		m.deliveries.WithLabelValues(m.named.of(endpoint), result).Inc()
@@ -192,10 +192,10 @@ func (m *Metrics) exportFailed() {
 	}
 }
 
-// laneKinds are the kinds of lanes that the product has; anybody may invent others.
+// laneKinds are the kinds of lanes of this product; users may name others.
 var laneKinds = []string{"heartbeat", "operate", "webhook", "thread", "automation", "objective", "pipeline"}
 
-// laneKind is the part of a lane's name before the colon, of a short list.
+// laneKind returns the part of a lane's name before the colon, if it is in laneKinds.
 func laneKind(lane string) string {
 	kind, _, _ := strings.Cut(lane, ":")
 	if slices.Contains(laneKinds, kind) {
@@ -204,7 +204,7 @@ func laneKind(lane string) string {
 	return "other"
 }
 
-// few bounds how many values a label takes: further ones are "other".
+// few bounds the values of a label: further ones become "other".
 type few struct {
 	most int
 	mu   sync.Mutex

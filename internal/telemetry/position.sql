@@ -1,13 +1,13 @@
--- Take the right to send, or keep it, and tell what is to be looked at: up to the moment of this statement, once nothing is under
--- way any more that was then.
+-- Acquire or renew the right to send. Return the bound of the pass: the moment of this statement, once all transactions
+-- that were running then have ended.
 with mine as (
   update agent_span_export
      set sender = @me, sender_until = clock_timestamp() + make_interval(secs => @seconds), updated_at = clock_timestamp(),
-         -- What is older than the backlog is given up: the receiver was away for too long, or nobody sent.
+         -- The exporter gives up spans older than the backlog: the receiver was away for too long, or no process sent.
          sent_upto = greatest(sent_upto, lanekeeper.agent_uuid7_floor(clock_timestamp() - make_interval(secs => @backlog)))
    where sender = @me or sender_until < clock_timestamp()
   returning sent_upto, pending)
 select m.sent_upto::text, m.pending::text[], lanekeeper.agent_uuid7_floor(statement_timestamp())::text as now,
-       -- A bound on ids is a whole millisecond: what has ended by now lies before the next one.
+       -- A bound on ids is a whole millisecond: rows that have ended by now lie before the next one.
        lanekeeper.agent_uuid7_floor(statement_timestamp() + interval '1 millisecond')::text as next
   from mine m

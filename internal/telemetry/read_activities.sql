@@ -1,5 +1,6 @@
--- Activities by id, each with what decides about its place in the trace. A row that has no parent is filed under its execution, or
--- else under the root of its trace: the first execution without a parent, or where there is none the first activity.
+-- Activities by id, each with the data that decides its place in the trace. A row without a parent is filed under its
+-- execution, or else under the root of its trace. The root is the first execution without a parent, or else the first
+-- activity.
 select a.id::text, a.trace_id, a.execution_id::text, a.kind, a.skill_name, a.agent, a.surface, a.status, a.purpose, a.step, a.model,
        a.error_class, coalesce(a.error_message, '') as error_message,
        coalesce(a.token_usage ->> 'prompt_tokens', '0') as prompt_tokens,

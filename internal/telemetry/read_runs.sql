@@ -1,4 +1,4 @@
--- Executions that have ended, by id, each with its place in the trace and what asked for it.
+-- Executions that have ended, by id, each with its place in the trace and its requester.
 select x.id::text, x.trace_id, x.surface, x.agent, x.flow, x.status, coalesce(x.result_type, '') as result_type,
        coalesce(x.error_message, '') as error_message, coalesce(x.failed_step, '') as failed_step, x.claim, not x.awaited as detached,
        coalesce(x.thread_id, '') as thread_id, x.created_at, coalesce(x.started_at, x.completed_at) as started_at, x.completed_at,

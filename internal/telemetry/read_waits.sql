@@ -1,5 +1,5 @@
--- The waits of executions that have ended. What is stored of a wait is its outcome; it began when the run had recorded the last
--- thing before it. A wait inside of a phase belongs to that phase.
+-- The waits of executions that have ended. A stored wait is its outcome. The wait began when the run had recorded the
+-- row before it. A wait inside a phase belongs to that phase.
 with points as (
   select c.execution_id, c.step, c.output, c.created_at, lag(c.created_at) over w as before
     from agent_checkpoints c where c.execution_id = any (@ids::uuid[])

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// sender turns spans into those of the OpenTelemetry SDK, which samples them, bounds them and speaks the protocol.
+// sender converts spans to those of the OpenTelemetry SDK, which samples and bounds them and speaks the protocol.
 type sender struct {
 	receiver sdktrace.SpanExporter
 	provider *sdktrace.TracerProvider
@@ -24,11 +24,11 @@ type sender struct {
 	ended    *ended
 }
 
-// newSender makes a sender. It connects to nothing yet.
+// newSender makes a sender. It opens no connection yet.
 func newSender(s Settings, version string) *sender {
 	options := []otlptracehttp.Option{
 		otlptracehttp.WithEndpointURL(s.Endpoint), otlptracehttp.WithTimeout(s.Timeout), otlptracehttp.WithHeaders(s.Headers),
-		// the position stays, and the next pass sends it again
+		// the position stays, and the next pass sends the batch again
 		otlptracehttp.WithRetry(otlptracehttp.RetryConfig{Enabled: false}),
 		otlptracehttp.WithCompression(otlptracehttp.NoCompression),
 	}
@@ -49,10 +49,10 @@ func newSender(s Settings, version string) *sender {
 	return out
 }
 
-// resource is who sends. It is one of the processes that work on the database, not necessarily the one that did the
+// resource describes the sending process. That is any process on the database, not necessarily the one that did the
 // work.
 func (s Settings) resource(version string) *resource.Resource {
-	host, _ := os.Hostname() // without one the id is told apart by its random part
+	host, _ := os.Hostname() // without a host name, the random part of the id is unique
 	about := []attribute.KeyValue{
 		attribute.String("service.version", version),
 		attribute.String("service.instance.id", fmt.Sprintf("%s-%d-%s", host, os.Getpid(), rand.Text()[:8])),
@@ -64,7 +64,7 @@ func (s Settings) resource(version string) *resource.Resource {
 	return resource.NewSchemaless(append(about, attribute.String("service.name", s.Service))...)
 }
 
-// send sends spans, and returns how many there were after sampling, when the receiver has taken them.
+// send sends spans. It returns the number of spans after sampling, once the receiver has accepted them.
 func (s *sender) send(ctx context.Context, spans []span) (int, error) {
 	for _, one := range spans {
 		s.make(ctx, one)
@@ -76,7 +76,7 @@ func (s *sender) send(ctx context.Context, spans []span) (int, error) {
 	return len(made), s.receiver.ExportSpans(ctx, made)
 }
 
-// make begins and ends one span, which puts it among those that have ended.
+// make begins and ends one span, which adds it to the ended spans.
 func (s *sender) make(ctx context.Context, one span) {
 	ids := ids{traceID(one.trace.OTel()), spanID(one.id)}
 	ctx = context.WithValue(ctx, idsKey{}, ids)
@@ -112,7 +112,7 @@ type ids struct {
 
 type idsKey struct{}
 
-// given is the generator of ids that generates none: they follow from the rows.
+// given is a generator that generates no ids: they follow from the rows.
 type given struct{}
 
 // NewIDs is for a root.
@@ -121,7 +121,7 @@ func (given) NewIDs(ctx context.Context) (oteltrace.TraceID, oteltrace.SpanID) {
 	return got.trace, got.span
 }
 
-// NewSpanID is for the others.
+// NewSpanID serves spans without a given id.
 func (given) NewSpanID(ctx context.Context, _ oteltrace.TraceID) oteltrace.SpanID {
 	got, _ := ctx.Value(idsKey{}).(ids)
 	return got.span

@@ -11,9 +11,9 @@ import (
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 )
 
-// Settings are where spans go, as the standard variables of OpenTelemetry say. The zero value sends nothing.
+// Settings configure the receiver of spans, by the standard variables of OpenTelemetry. The zero value sends nothing.
 type Settings struct {
-	Endpoint   string // the whole URL that is posted to; empty: nothing is sent
+	Endpoint   string // the whole URL of the POST; empty: nothing is sent
 	Headers    map[string]string
 	Timeout    time.Duration // of a request
 	JSON       bool          // http/json in place of http/protobuf
@@ -24,8 +24,7 @@ type Settings struct {
 	sampler    sdktrace.Sampler
 }
 
-// Load reads the settings. It reports all that is wrong, one line each. Where nothing is to be sent the rest is not
-// looked at.
+// Load reads the settings. It reports all errors, one line each. Without an endpoint it ignores the other variables.
 func Load(environ map[string]string) (Settings, error) {
 	get := func(name string) string { return strings.TrimSpace(environ[name]) }
 	either := func(name string) (string, string) { // of traces, or of all signals
@@ -78,7 +77,7 @@ func Load(environ map[string]string) (Settings, error) {
 	return s, errors.Join(wrong...)
 }
 
-// endpoint is the URL to post to. That of all signals has no path of its own for traces.
+// endpoint returns the URL of the POST. The variable for all signals lacks the path for traces.
 func endpoint(address string, shared bool) (string, error) {
 	u, err := url.Parse(address)
 	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
@@ -111,7 +110,7 @@ func milliseconds(text string, standard time.Duration) (time.Duration, error) {
 	return time.Duration(n) * time.Millisecond, nil
 }
 
-// pairs reads name=value,name=value with percent-encoded values. What is wrong is not repeated: it may be a secret.
+// pairs reads name=value,name=value with percent-encoded values. Errors do not repeat the text: it may be a secret.
 func pairs(text string) (map[string]string, error) {
 	got := map[string]string{}
 	for pair := range strings.SplitSeq(text, ",") {
@@ -128,7 +127,7 @@ func pairs(text string) (map[string]string, error) {
 	return got, nil
 }
 
-// sampler decides by the trace id alone, so that the spans of a trace share one fate in every process.
+// sampler decides by the trace id alone. Every process therefore makes the same decision for a trace.
 func sampler(name, arg string) (sdktrace.Sampler, error) {
 	switch strings.TrimPrefix(name, "parentbased_") {
 	case "", "always_on":

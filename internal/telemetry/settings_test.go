@@ -128,7 +128,7 @@ func TestTheVariablesAreDocumented(t *testing.T) {
 	}
 }
 
-// scrape is what Prometheus gets, which must be what it reads.
+// scrape returns the metrics as Prometheus gets them, and checks that Prometheus can parse them.
 func scrape(t *testing.T, m *telemetry.Metrics) string {
 	t.Helper()
 	w := httptest.NewRecorder()
@@ -192,7 +192,7 @@ func TestMetricsAreAsPrometheusWantsThem(t *testing.T) {
 		strings.Contains(text, `version="1.2.3"`), "a phase or an invented name is counted, or the version is missing")
 }
 
-// TestAScrapeWithoutTheDatabase has what the process knows, and says that the database is away.
+// TestAScrapeWithoutTheDatabase has the metrics of the process, and reports that the database is down.
 func TestAScrapeWithoutTheDatabase(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -205,7 +205,7 @@ func TestAScrapeWithoutTheDatabase(t *testing.T) {
 		text)
 }
 
-// TestManyScrapesAskOnce: however many scrape, the database is asked once in a while.
+// TestManyScrapesAskOnce: many scrapes share one query of the database.
 func TestManyScrapesAskOnce(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -222,7 +222,7 @@ func TestManyScrapesAskOnce(t *testing.T) {
 	}
 }
 
-// TestLabelsAreBounded: names that a model, a workspace or a lane's user invents do not grow the metrics without end.
+// TestLabelsAreBounded: names from a model, a workspace or a lane's user do not grow the metrics without bound.
 func TestLabelsAreBounded(t *testing.T) {
 	t.Parallel()
 	m := telemetry.NewMetrics("test", nil)
@@ -244,7 +244,7 @@ func TestLabelsAreBounded(t *testing.T) {
 	assert.Contains(t, text, `agent_skill_invocations_total{skill="other",status="success"} 2500`)
 }
 
-// TestNoMetrics: a nil Metrics counts nothing, and harms nobody.
+// TestNoMetrics: a nil Metrics counts nothing and does not panic.
 func TestNoMetrics(*testing.T) { used(nil) }
 
 func TestMain(m *testing.M) { pgtest.Main(m) }

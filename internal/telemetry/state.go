@@ -38,7 +38,7 @@ var (
 //go:embed state.sql
 var stateSQL string
 
-// state is what one look has found.
+// state is the result of one query.
 type state struct {
 	Pending, Running, Waiting, Approvals int64
 	Oldest, Beat                         float64
@@ -51,12 +51,12 @@ type State struct {
 	db  postgres.DB
 	log *slog.Logger
 
-	mu    sync.Mutex // held while one asks: the others wait for its answer
+	mu    sync.Mutex // held during a query: other scrapes wait for its result
 	asked time.Time
 	found *state // nil when the database did not answer
 }
 
-// NewState returns a collector. It asks nothing before it is gathered.
+// NewState returns a collector. It runs no query before the first scrape.
 func NewState(db postgres.DB, log *slog.Logger) *State { return &State{db: db, log: log} }
 
 // Describe implements prometheus.Collector.
@@ -103,7 +103,7 @@ func (s *State) Collect(to chan<- prometheus.Metric) {
 	}
 }
 
-// look asks the database, or repeats what it said a moment ago.
+// look queries the database, or repeats a recent result.
 func (s *State) look() *state {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -173,17 +173,17 @@ var runsSQL string
 //go:embed read_waits.sql
 var waitsSQL string
 
-// waitsMost bounds the waits that are shown of the executions of a pass: a loop may have waited without end.
+// waitsMost bounds the waits per pass: a loop may have waited without end.
 const waitsMost = 5000
 
-// found is what is to be sent.
+// found is the data of one pass.
 type found struct {
 	activities []activityRow
 	runs       []runRow
 	waits      []waitRow
 }
 
-// customPlan has a statement planned for the ids at hand: a generic plan would read a table from end to end.
+// customPlan plans a statement for the given ids: a generic plan would scan a whole table.
 const customPlan = pgx.QueryExecModeCacheDescribe
 
 // read reads finished rows by their ids.

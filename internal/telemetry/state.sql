@@ -1,4 +1,4 @@
--- What the database says, by indexes. What could be many is counted up to a bound.
+-- The state of the database, read by indexes. Large counts stop at a bound.
 select (select count(*) from (select from agent_executions x where x.status = 'pending' limit @most) n) as pending,
        (select count(*) from (select from agent_executions x where x.status = 'running' limit @most) n) as running,
        (select count(*) from (select from agent_executions x where x.status = 'waiting' limit @most) n) as waiting,

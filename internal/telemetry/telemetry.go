@@ -1,38 +1,35 @@
-// Package telemetry shows what the agent does to OpenTelemetry and to Prometheus.
+// Package telemetry exports the agent's work to OpenTelemetry and to Prometheus.
 //
 // # Spans
 //
-// Spans are a projection of what the database says, and never a second truth: each is made of a row that is finished.
-// An execution is a span, and so is each of its activities and waits. The trace id is the 16 bytes of the trace's
-// ULID, a span id the end of the row's uuid, times are the stored ones. So a span looks the same whoever sends it,
-// and whoever knows the row knows the span.
+// Spans are a projection of the database, never a second truth: each span is made of a finished row. An execution is a
+// span, and so is each of its activities and waits. The trace id is the 16 bytes of the trace's ULID, a span id the end
+// of the row's uuid, times are the stored ones. So every sender makes the same span of a row, and the row identifies
+// its span.
 //
-// One process of those that are configured to send ([Exporter]) reads, once a second, the activities and the ends of
-// executions that came since the last time, by their time-ordered ids, and sends them. How far it got is kept in
-// agent_span_export, and is moved when the receiver has taken them. That gives what hooks in the code that runs could
-// not:
+// One of the processes with an endpoint ([Exporter]) reads new activities and ends of executions once a second, by
+// their time-ordered ids, and sends them. Its position is stored in agent_span_export, and advances when the receiver
+// has accepted the spans. Hooks in the running code could not give these properties:
 //
-//   - Nothing is written, waited for or kept in memory where work is done. A receiver that is down is behind, not in
-//     the way.
-//   - What a killed process did is sent by whoever takes its place, including the rows that a takeover closed for it.
-//     So are runs of workers outside, cancels, timeouts, and what was written in plain SQL.
-//   - A span is sent once. It can be sent twice where a receiver took a batch and its answer was lost, with the same
-//     ids; it is not sent when the receiver was away for longer than [Backlog].
+//   - The export writes nothing, waits for nothing and keeps no memory where work is done. If the receiver is down, it
+//     gets the spans later; the work does not wait.
+//   - The next exporting process sends the spans of a killed process, including the rows that a takeover closed for it.
+//     It also sends runs of external workers, cancels, timeouts, and rows written in plain SQL.
+//   - A span is sent once. It is sent twice, with the same ids, if the receiver took a batch and its answer was lost.
+//     It is not sent if the receiver was away for longer than [Backlog].
 //
 // A row may become visible after rows with later ids, because its transaction commits later. So a pass goes up to a
-// moment only when every transaction that was writing at that moment, which pg_locks tells, has ended, or half a
-// minute has gone by.
+// moment only when every transaction that was writing at that moment (by pg_locks) has ended, or after half a minute.
 //
-// A trace has one root: its first execution without a parent. What has no parent of its own (a note outside
-// executions, a further execution under the same trace) is filed under that root; in a trace without executions,
-// under its first activity. The span of what is under way comes when it ends, as always in OpenTelemetry; what is
-// inside may come before it.
+// A trace has one root: its first execution without a parent. A row without a parent (a note outside executions, a
+// further execution under the same trace) is filed under that root; in a trace without executions, under its first
+// activity. As always in OpenTelemetry, a span is sent when it ends; its children may be sent before it.
 //
-// Without an endpoint none of this exists: no goroutine, no statement.
+// Without an endpoint, the process starts no goroutine and sends no statement.
 //
 // # Metrics
 //
-// [Metrics] are the counters of one process, counted where it records the end of a row, so that they add up to the
-// rows; and gauges of what the database says, asked for at a scrape and at most once in a few seconds. The registry
-// is the process's own. Labels take values from short lists; trace ids are none.
+// [Metrics] has counters and gauges. The process counts where it records the end of a row, and the counters add up to
+// the rows. The gauges are read from the database at a scrape, at most once in a few seconds. The registry is the
+// process's own. Labels take values from short lists; a trace id is never a label.
 package telemetry

@@ -22,7 +22,7 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// Span is a span as it was received.
+// Span is a span as the receiver got it.
 type Span struct {
 	TraceID, ID, Parent string // hex digits; Parent is empty at a root
 	Name                string
