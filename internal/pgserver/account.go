@@ -16,8 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// account is the unprivileged user the server runs as when we are root. A nil account stands for
-// ourselves.
+// account is the unprivileged user the server runs as when we are root. A nil account means the current user.
 type account struct {
 	name string
 	uid  int
@@ -79,8 +78,8 @@ func (a *account) ownTree(root string) error {
 	})
 }
 
-// blockedAt is the first folder on the way to path that the account may not pass, or "". Folders
-// that do not exist yet do not block.
+// blockedAt returns the first folder on the way to path that the account may not enter, or "". Folders that do not
+// exist yet do not block.
 func (a *account) blockedAt(path string) string {
 	if a == nil {
 		return ""
@@ -96,7 +95,7 @@ func (a *account) blockedAt(path string) string {
 	}
 }
 
-// resolved is path with the symbolic links of that part of it that exists followed.
+// resolved returns path with the symbolic links of its existing part resolved.
 func resolved(path string) string {
 	if real, err := filepath.EvalSymlinks(path); err == nil {
 		return real
@@ -166,7 +165,7 @@ func (s *Server) assignOwner(ctx context.Context, config Config) error {
 	return nil
 }
 
-// changeOwner gives the database and all that is in it to a role. Indexes, sequences of columns and row types follow
+// changeOwner gives the database and all objects in it to a role. Indexes, sequences of columns and row types follow
 // their tables.
 const changeOwner = `
 do $$

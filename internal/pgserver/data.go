@@ -16,8 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
-// prepareData makes the data directory, or checks that the one that is there fits the binaries. A
-// directory is never upgraded: that is the owner's decision.
+// prepareData makes the data directory, or checks that an existing one fits the binaries. It never upgrades a
+// directory: that is the owner's decision.
 func prepareData(ctx context.Context, l layout, bin Binaries, config Config) error {
 	if !config.Durable && rebooted(l) {
 		config.Progress("the machine was restarted: making the test server's directory anew")
@@ -39,8 +39,8 @@ func prepareData(ctx context.Context, l layout, bin Binaries, config Config) err
 	return l.user.own(l.path(bootFile))
 }
 
-// initdb fills a folder beside the final one and renames it, so that one that was interrupted is
-// never taken for a data directory.
+// initdb fills a folder beside the final one and renames it. An interrupted initdb therefore never leaves a data
+// directory.
 func initdb(ctx context.Context, l layout, bin Binaries, durable bool) error {
 	unfinished := l.path(dataDir + ".new")
 	if err := os.RemoveAll(unfinished); err != nil {
@@ -73,7 +73,7 @@ func checkVersion(l layout, bin Binaries) error {
 		l.data(), major, bin.Dir, bin.Version, major, moveRecipe(l.data(), major))
 }
 
-// noticeOthers tells about data of other versions beside the empty place we are about to fill.
+// noticeOthers reports data of other versions beside the empty folder for the new data.
 func noticeOthers(l layout, bin Binaries, config Config) {
 	for major := newestMajor; major >= oldestMajor; major-- {
 		other := filepath.Join(filepath.Dir(l.root), strconv.Itoa(major), dataDir)
@@ -99,8 +99,8 @@ func dataMajor(data string) (int, error) {
 	return strconv.Atoi(strings.TrimSpace(string(text)))
 }
 
-// rebooted reports that the data directory was made before the machine was last started: without
-// fsync it may be damaged.
+// rebooted reports that the machine was restarted after the data directory was made: without fsync the data may be
+// damaged.
 func rebooted(l layout) bool {
 	then, err := os.ReadFile(l.path(bootFile))
 	if err != nil {
@@ -109,9 +109,9 @@ func rebooted(l layout) bool {
 	return string(then) != bootID()
 }
 
-// makeSockets makes an empty folder for the socket of a server that is about to start. A unix
-// socket's path is limited to about a hundred bytes, and a comma in it would be taken for a list, so
-// a server far down gets a short folder below /tmp; the name is recorded for those who join.
+// makeSockets makes an empty folder for the socket of a new server. A unix socket's path is limited to about a hundred
+// bytes, and PostgreSQL reads a comma in it as a list. A server with a long path gets a short folder below /tmp. A file
+// records its name for later processes.
 func makeSockets(l layout) (string, error) {
 	if err := removeShort(l); err != nil {
 		return "", err
@@ -151,8 +151,8 @@ func recordedSockets(l layout) (string, error) {
 	return strings.TrimSpace(string(text)), err
 }
 
-// removeShort removes the folder below /tmp, if there is one and it is still ours: somebody else may
-// have made a folder of that name after the machine cleaned /tmp.
+// removeShort removes the folder below /tmp, if it exists and is still ours: another user may have made a folder of
+// that name after the machine cleaned /tmp.
 func removeShort(l layout) error {
 	dir, err := recordedSockets(l)
 	if err != nil || dir == l.path(runDir) {
@@ -172,14 +172,14 @@ func removeShort(l layout) error {
 	return os.Remove(l.path(socketsFile))
 }
 
-// awaitReady returns when the server accepts connections to database, which it makes when missing.
-// errNoServer when gone reports that the server is gone.
+// awaitReady returns when the server accepts connections to database, which it creates if missing. It returns
+// errNoServer when gone reports that the server has ended.
 func awaitReady(ctx context.Context, l layout, database string, gone func() (bool, error)) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, readyLimit,
 		fmt.Errorf("the server does not accept connections after %s; see %s", readyLimit, l.path(logFile)))
 	defer cancel()
 	return poll(ctx, func() (bool, error) {
-		// What is recorded by a server that is only starting may still change.
+		// The record of a starting server may still change.
 		if sockets, err := recordedSockets(l); err == nil {
 			l.sockets = sockets
 		}
@@ -220,7 +220,7 @@ func createDatabase(ctx context.Context, l layout, database string) error {
 	return errors.Join(err, conn.Close(ctx))
 }
 
-// tail is the end of a text file, or why it cannot be read.
+// tail returns the end of a text file, or the error of reading it.
 func tail(path string, lines int) string {
 	text, err := os.ReadFile(path)
 	if err != nil {

@@ -21,7 +21,7 @@ const (
 	logMost    = 8 << 20
 )
 
-// order is what the guard is told on its standard input.
+// order is the guard's input.
 type order struct {
 	Root    string   `json:"root"`
 	Keep    bool     `json:"keep"`
@@ -66,7 +66,7 @@ func launchGuard(l layout, bin Binaries, config Config) (*guard, error) {
 	defer heard.Close()
 	cmd := exec.Command(self, guardArg, l.root)
 	cmd.Dir = l.root
-	cmd.Env = serverEnv() // no secret of ours stays in the environment of a process that may outlive us
+	cmd.Env = serverEnv() // a process that may outlive us must not keep our secrets in its environment
 	cmd.Stdin = bytes.NewReader(input)
 	cmd.Stdout = write
 	cmd.Stderr = log
@@ -78,7 +78,7 @@ func launchGuard(l layout, bin Binaries, config Config) (*guard, error) {
 	g := &guard{cmd: cmd, ended: make(chan struct{})}
 	go func() {
 		defer close(g.ended)
-		_ = cmd.Wait() // how it ended is in the log; that it ended is what matters
+		_ = cmd.Wait() // the log has the exit status; here only the end matters
 	}()
 	return g, g.greeted(heard)
 }
@@ -91,8 +91,7 @@ func newOrder(l layout, bin Binaries, config Config) order {
 	return o
 }
 
-// greeted waits for the guard's hello: a program that does not call GuardMain first would run its
-// main instead.
+// greeted waits for the guard's hello: a program that does not call GuardMain first would run its main instead.
 func (g *guard) greeted(heard *os.File) error {
 	if err := heard.SetReadDeadline(time.Now().Add(helloLimit)); err != nil {
 		return errors.Join(err, g.abandon())
@@ -117,7 +116,7 @@ func (g *guard) gone() (bool, error) {
 	}
 }
 
-// abandon ends a guard whose server did not come up.
+// abandon ends a guard whose server did not start.
 func (g *guard) abandon() error {
 	for _, attempt := range []struct {
 		signal syscall.Signal
@@ -135,7 +134,7 @@ func (g *guard) abandon() error {
 	return fmt.Errorf("end the guard: process %d does not end", g.cmd.Process.Pid)
 }
 
-// openLog opens the server's log for appending; a big one is put aside first.
+// openLog opens the server's log for appending; it renames a large one first.
 func openLog(l layout) (*os.File, error) {
 	path := l.path(logFile)
 	if info, err := os.Stat(path); err == nil && info.Size() > logMost {

@@ -15,8 +15,8 @@ import (
 
 const guardLockLimit = 5 * time.Second
 
-// GuardMain turns this process into the guard of a server when it was started as one, and then does
-// not return. main, and TestMain of every test that uses a server, calls it before anything else.
+// GuardMain turns this process into the guard of a server if it was started as one, and then does not return. main, and
+// TestMain of every test that uses a server, calls it before anything else.
 func GuardMain() {
 	if !isGuard(os.Args) {
 		return
@@ -28,9 +28,8 @@ func GuardMain() {
 	os.Exit(0)
 }
 
-// runGuard runs the server until its last user is gone, it is told to stop (SIGTERM), or the server
-// ends by itself. It stays on one thread, because the kernel ties the server's life to the thread
-// that started it.
+// runGuard runs the server until its last user is gone, the guard gets SIGTERM, or the server ends. It stays on one
+// thread, because the kernel ties the server's life to the thread that started it.
 func runGuard(in io.Reader, out io.WriteCloser) error {
 	runtime.LockOSThread()
 	signal.Ignore(syscall.SIGINT, syscall.SIGHUP, syscall.SIGPIPE)
@@ -57,7 +56,7 @@ func runGuard(in io.Reader, out io.WriteCloser) error {
 	return errors.Join(err, cleanUp(l), alone.close(), users.close())
 }
 
-// lockGuard takes guard.lock. Others look at it now and then, so one refusal does not mean a rival.
+// lockGuard takes guard.lock. Other processes probe the lock now and then, so one refusal does not mean a rival.
 func lockGuard(l layout) (*flock, error) {
 	lock, err := openLock(l.path(guardLock), l.user)
 	if err != nil {
@@ -75,7 +74,7 @@ func lockGuard(l layout) (*flock, error) {
 	}
 }
 
-// attend starts the server and ends it when users, wanted exclusively, is granted: nobody uses it.
+// attend starts the server. It ends the server when the kernel grants users exclusively: no process uses it.
 func attend(l layout, o order, signals <-chan os.Signal, users *flock) error {
 	cmd := exec.Command(o.Program, o.Args...)
 	cmd.Dir = l.root
@@ -101,7 +100,7 @@ func attend(l layout, o order, signals <-chan os.Signal, users *flock) error {
 	}
 }
 
-// shutDown ends the server: disconnecting everybody, then, after a while, without a checkpoint.
+// shutDown ends the server: first it disconnects every client; after a while it stops without a checkpoint.
 func shutDown(server *os.Process, ended <-chan error) error {
 	for _, attempt := range []struct {
 		signal syscall.Signal

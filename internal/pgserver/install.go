@@ -25,8 +25,8 @@ const (
 	installLimit      = 15 * time.Minute
 )
 
-// install gets server binaries through a package manager: Debian's as root, else npm, which needs no
-// rights. With neither, or when they fail, the error says what to type.
+// install gets server binaries through a package manager: Debian's as root, else npm, which needs no rights. With
+// neither, or if both fail, the error has the command to type.
 func install(ctx context.Context, config Config) error {
 	ctx, cancel := context.WithTimeout(ctx, installLimit)
 	defer cancel()
@@ -55,8 +55,8 @@ func install(ctx context.Context, config Config) error {
 	return fmt.Errorf("%w; %s", errors.Join(append([]error{ErrNoBinaries}, failures...)...), advice())
 }
 
-// installDebian installs Debian's server package, without the server that it would set up and start:
-// postgresql-common first, told not to, then the rest; its configuration is put back afterwards.
+// installDebian installs Debian's server package, without the server that the package would set up and start. It
+// installs postgresql-common first, configured to create no server, then the rest, and restores the configuration.
 func installDebian(ctx context.Context, config Config, apt string) (err error) {
 	config.Progress("no PostgreSQL found: installing Debian's package postgresql (apt-get)")
 	if lists, globErr := filepath.Glob("/var/lib/apt/lists/*_Packages*"); globErr == nil && len(lists) == 0 {
@@ -88,8 +88,7 @@ func withoutMainCluster(conf []byte) []byte {
 	return append(bytes.Clone(conf), "\n"+off+"\n"...)
 }
 
-// aptInstall installs one package; when the package lists are too old for the archive it renews them
-// and tries again.
+// aptInstall installs one package; if the package lists are outdated, it updates them and tries again.
 func aptInstall(ctx context.Context, config Config, apt, name string) error {
 	args := []string{"install", "-y", "--no-install-recommends", name}
 	err := aptGet(ctx, config, apt, args...)
@@ -106,7 +105,7 @@ func aptGet(ctx context.Context, config Config, apt string, args ...string) erro
 	return runTelling(debian.AptGet(ctx, apt, args...), config.Progress, "apt-get "+args[0])
 }
 
-// runTelling runs cmd, hands its output to progress line by line, and puts the end of it into the error.
+// runTelling runs cmd, passes its output to progress line by line, and adds the end of the output to the error.
 func runTelling(cmd *exec.Cmd, progress func(string), name string) error {
 	var all bytes.Buffer
 	out, in := io.Pipe()
@@ -136,7 +135,7 @@ const (
 	newestMajor = 18
 )
 
-// ErrNoBinaries reports that the machine has no server binaries that fit.
+// ErrNoBinaries reports that the machine has no suitable server binaries.
 var ErrNoBinaries = errors.New("no PostgreSQL server binaries found")
 
 // Binaries is a folder that holds postgres and initdb of one version.
@@ -148,10 +147,9 @@ type Binaries struct {
 
 func (b Binaries) path(name string) string { return filepath.Join(b.Dir, name) }
 
-// FindBinaries returns the newest supported server binaries of the machine: those in $AGENT_PG_BIN
-// and no others when it is set, else of the usual folders of Debian, Red Hat, Alpine, Homebrew and
-// Postgres.app, of the PATH, and of the bundle that an earlier start got. getenv is os.Getenv in a
-// process. ErrNoBinaries when there are none.
+// FindBinaries returns the newest supported server binaries of the machine. It searches only $AGENT_PG_BIN if that is
+// set; else the usual folders of Debian, Red Hat, Alpine, Homebrew and Postgres.app, the PATH, and the bundle that an
+// earlier start downloaded. getenv is os.Getenv in a process. It returns ErrNoBinaries if there are none.
 func FindBinaries(getenv func(string) string) (Binaries, error) {
 	all, err := findAll(getenv, getenv("AGENT_PG_BIN"))
 	if err != nil {
@@ -251,8 +249,8 @@ func inspect(dir string) (Binaries, error) {
 	return Binaries{Dir: dir, Major: major, Version: string(match[1])}, err
 }
 
-// serverEnv is the clean environment of everything we start: PG* variables of the user must not
-// reach the server, and on macOS it refuses to start under a locale that makes it multithreaded.
+// serverEnv is the clean environment of all child processes: PG* variables of the user must not reach the server. On
+// macOS the server refuses to start under a locale that makes it multithreaded.
 func serverEnv() []string {
 	env := []string{"LC_ALL=C", "TZ=UTC", "PATH=/usr/local/bin:/usr/bin:/bin"}
 	for _, name := range []string{"LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"} {
@@ -263,9 +261,8 @@ func serverEnv() []string {
 	return env
 }
 
-// resolve chooses the binaries: of several versions the newest that has data already, so that
-// installing another PostgreSQL does not hide the data, else the newest; with none on the machine it
-// gets them.
+// resolve chooses the newest binaries whose version already has data, else the newest. Installing another PostgreSQL
+// therefore does not hide the data. Without binaries on the machine it installs them.
 func resolve(ctx context.Context, config Config) (Binaries, error) {
 	given := config.BinDir
 	if given == "" {
@@ -301,7 +298,7 @@ func hasData(dir string, major int) bool {
 	return false
 }
 
-// advice is the exact command for this machine, and the ways without one.
+// advice returns the exact command for this machine, and the ways without one.
 func advice() string {
 	return "install PostgreSQL:\n  " + installCommand() +
 		"\nor name a folder with postgres and initdb in AGENT_PG_BIN, or a running server in DATABASE_URL" +

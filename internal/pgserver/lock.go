@@ -18,7 +18,7 @@ const (
 // flock is a lock of the kernel on a file. It ends with the process that holds it.
 type flock struct{ file *os.File }
 
-// openLock opens the file for one lock, made when missing and given to owner (nil: to ourselves).
+// openLock opens the file for one lock. It creates a missing file, owned by owner (nil: by us).
 func openLock(path string, owner *account) (*flock, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -60,8 +60,7 @@ func (l *flock) apply(how int) error {
 	}
 }
 
-// close frees the lock, also when a child that is just being started still shares the file. A
-// second call does nothing.
+// close releases the lock, even while a starting child still shares the file. A second call does nothing.
 func (l *flock) close() error {
 	err := l.apply(syscall.LOCK_UN)
 	if errors.Is(err, syscall.EBADF) || errors.Is(err, os.ErrClosed) {
@@ -70,14 +69,14 @@ func (l *flock) close() error {
 	return errors.Join(err, l.file.Close())
 }
 
-// isLocked reports whether somebody holds the lock exclusively. It takes it for a moment, so whoever
-// wants it exclusively without waiting has to try more than once.
+// isLocked reports whether a process holds the lock exclusively. It acquires the lock for a moment, so a process that
+// wants the lock exclusively without waiting must retry.
 func isLocked(path string) (bool, error) {
 	free, err := couldLock(path, syscall.LOCK_SH)
 	return !free, err
 }
 
-// othersUse reports whether a shared lock is held, and not an exclusive one.
+// othersUse reports whether a process holds a shared lock, and none an exclusive one.
 func othersUse(path string) (bool, error) {
 	if unused, err := couldLock(path, syscall.LOCK_EX); err != nil || unused {
 		return false, err
@@ -85,7 +84,7 @@ func othersUse(path string) (bool, error) {
 	return couldLock(path, syscall.LOCK_SH)
 }
 
-// couldLock reports whether the lock can be had now; a missing file is a free lock.
+// couldLock reports whether the lock is free now; a missing file is a free lock.
 func couldLock(path string, how int) (free bool, err error) {
 	f, err := os.OpenFile(path, os.O_RDWR, 0)
 	if errors.Is(err, os.ErrNotExist) {

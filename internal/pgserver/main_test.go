@@ -24,7 +24,7 @@ import (
 )
 
 const (
-	userArg   = "__use-server" // makes the test binary a process that uses a server: see beUser
+	userArg   = "__use-server" // turns the test binary into a process that uses a server: see beUser
 	forgetful = "forgetful"    // the name of a test binary that does not call GuardMain
 )
 
@@ -43,7 +43,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// started is what a user process says about its server.
+// started is a user process's report about its server.
 type started struct {
 	URL      string
 	Dir      string
@@ -52,7 +52,7 @@ type started struct {
 	Err      string
 }
 
-// beUser starts or joins the server, says so, and stops when its input ends.
+// beUser starts or joins the server, reports it, and stops when its input ends.
 func beUser(arg string) int {
 	var config pgserver.Config
 	if err := json.Unmarshal([]byte(arg), &config); err != nil {
@@ -87,7 +87,7 @@ type userProcess struct {
 	out   io.Reader
 }
 
-// launchUser starts a user process of the given binary, as another user when credential is not nil.
+// launchUser starts a user process of the given binary; as another user if credential is not nil.
 func launchUser(t *testing.T, binary string, credential *syscall.Credential, config pgserver.Config) *userProcess {
 	t.Helper()
 	arg, err := json.Marshal(struct {
@@ -110,7 +110,7 @@ func launchUser(t *testing.T, binary string, credential *syscall.Credential, con
 	return p
 }
 
-// hear reads what the process says about its server.
+// hear reads the process's report about its server.
 func (p *userProcess) hear() {
 	p.t.Helper()
 	line, err := bufio.NewReader(p.out).ReadBytes('\n')
@@ -158,11 +158,11 @@ func folder(t *testing.T) string {
 	return dir
 }
 
-// copyBinary puts this test binary where every user can run it.
+// copyBinary copies this test binary to a folder where every user can run it.
 func copyBinary(t *testing.T, name string) string {
 	t.Helper()
 	path := filepath.Join(folder(t), name)
-	// Not written by this process: a child started meanwhile would hold it open, and nobody could run it.
+	// Another process writes the file: a child started meanwhile would hold it open, and it could not run.
 	out, err := exec.Command("cp", self(t), path).CombinedOutput()
 	require.NoError(t, err, "cp", out)
 	require.NoError(t, os.Chmod(path, 0o755))
@@ -189,7 +189,7 @@ func stop(t *testing.T, s *pgserver.Server) {
 	assert.NoError(t, s.Stop(background()))
 }
 
-// query runs one statement on a connection of its own and returns its one text value.
+// query runs one statement on a new connection and returns its one text value.
 func query(t *testing.T, url, sql string) string {
 	t.Helper()
 	conn, err := pgx.Connect(t.Context(), url)
@@ -253,5 +253,5 @@ func eventually(t *testing.T, what string, condition func() bool) {
 	}
 }
 
-// background outlives the test: for what is done at its end.
+// background outlives the test, for its cleanups.
 func background() context.Context { return context.Background() }

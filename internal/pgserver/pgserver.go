@@ -1,21 +1,21 @@
-// Package pgserver runs a private PostgreSQL server, so that `agent dev` and the tests need no setup. It finds server
-// binaries, or installs them with the machine's package manager, creates a data directory, and starts the server on a
-// unix socket that only this user reaches.
+// Package pgserver runs a private PostgreSQL server: `agent dev` and the tests need no setup. It finds server binaries,
+// or installs them with the machine's package manager. It creates a data directory and starts the server on a unix
+// socket that only this user reaches.
 //
 // It promises: one server per directory, however many processes start it at once; no orphaned server, even after
 // kill -9 of all its users; never two servers on one data directory; a second start in well under a second. Only an
 // ephemeral or damaged test server loses its data.
 //
-// It needs three locks, all flock(2) on files beside the data, which the kernel releases when their holder dies:
+// It uses three locks, all flock(2) on files beside the data. The kernel releases a lock when its holder dies:
 //
 //	start.lock  held while a process joins or starts a server: starters queue here
 //	users.lock  shared by every process that uses the server
 //	guard.lock  held by the guard while a server runs, starts or stops
 //
-// The server is the child of a guard: this binary, started again under another name (see [GuardMain]) in a session of
-// its own, so that ^C at a terminal does not reach it. The guard requests users.lock exclusively. The kernel grants it
-// when the last user is gone. The guard then stops the server, still holding the lock, so that the next starter waits
-// for the end. A later process joins the running server ([Server.Adopted]) and keeps it alive when the first one ends.
+// The server is the child of a guard. The guard is this binary, started again under another name (see [GuardMain]) in a
+// session of its own: ^C at a terminal does not reach it. The guard requests users.lock exclusively. The kernel grants
+// it when the last user is gone. The guard then stops the server while it holds the lock, so the next starter waits for
+// the end. A later process joins the running server ([Server.Adopted]) and keeps it alive when the first one ends.
 //
 // PostgreSQL refuses to run as root. Started by root, the server and its files belong to the user `postgres`, else
 // `nobody`; place.go decides the folder.
@@ -47,11 +47,11 @@ type Config struct {
 	// Durable keeps every commit through a power failure. Without it the server is faster, and a restart of the
 	// machine discards its data: for tests.
 	Durable bool
-	// BinDir is the folder with postgres and initdb (AGENT_PG_BIN); empty to look for it.
+	// BinDir is the folder with postgres and initdb (AGENT_PG_BIN); empty to search for it.
 	BinDir string
 	// NoInstall forbids the installation of binaries.
 	NoInstall bool
-	// Database is created when it does not exist; "postgres" when empty.
+	// Database is created if it does not exist; "postgres" if empty.
 	Database string
 	// Owner is a role, created without superuser rights, that owns Database and all objects in it. URL connects as it.
 	// Empty for the superuser.
@@ -64,7 +64,7 @@ type Config struct {
 	Progress func(line string)
 }
 
-// Server is a running server and this process's share in it.
+// Server is a running server that this process uses.
 type Server struct {
 	layout  layout
 	url     string
@@ -232,7 +232,7 @@ func (s *Server) tryLaunch(ctx context.Context, config Config) error {
 // errLingering reports processes of a killed server that still hold its shared memory.
 var errLingering = errors.New("processes of the previous server are still running")
 
-// explainStart adds the end of the server's log, which nearly always has the reason.
+// explainStart adds the end of the server's log, which usually has the reason.
 func (s *Server) explainStart(err error) error {
 	if !errors.Is(err, errNoServer) {
 		return err
@@ -280,7 +280,7 @@ func (s *Server) Dir() string { return s.layout.root }
 // Binaries returns the server's binaries.
 func (s *Server) Binaries() Binaries { return s.bin }
 
-// Done returns a channel that is closed when the server is gone, or after Stop. Start may then be called again.
+// Done returns a channel that closes when the server ends, or after Stop. Start may then be called again.
 func (s *Server) Done() <-chan struct{} { return s.done }
 
 // Stop ends this process's use of the server. The last user's Stop returns when the server is down; any other returns
@@ -314,8 +314,8 @@ func (s *Server) awaitGone(ctx context.Context) error {
 		if err != nil || !held {
 			return true, err
 		}
-		// A shared users.lock has other users. The guard holds it exclusively while it stops the server. A free
-		// lock means that the guard has not woken yet.
+		// If the lock on users.lock is shared, other processes use the server. The guard holds it exclusively while it
+		// stops the server. A free lock means that the guard has not woken up yet.
 		return othersUse(s.layout.path(usersLock))
 	})
 }

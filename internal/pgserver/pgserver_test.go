@@ -198,7 +198,7 @@ func TestStalePidFileIsNotInTheWay(t *testing.T) {
 	assert.Equal(t, "S", statOf(t, alive)[0])
 }
 
-// sleeper is a process of the user whom dir belongs to, not waited for until the test ends.
+// sleeper starts a process as the owner of dir, and does not wait for it until the test ends.
 func sleeper(t *testing.T, dir string, command ...string) int {
 	t.Helper()
 	cmd := exec.Command(command[0], command[1:]...)
@@ -387,7 +387,7 @@ func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
 	assert.Equal(t, "yes", query(t, start(t, config).URL(), "select answer from kept"))
 }
 
-// What the superuser of an earlier version made is given away, too.
+// Objects that the superuser created under an earlier version change their owner, too.
 func TestTheOwnerIsNoSuperuser(t *testing.T) {
 	config := pgserver.Config{Dir: folder(t), Database: "agent"}
 	s := start(t, config)
@@ -407,7 +407,7 @@ func TestTheOwnerIsNoSuperuser(t *testing.T) {
 		create table parts (at int) partition by range (at); create table parts_1 partition of parts for values
 		  from (1) to (2)`)
 	config.Owner = "agent"
-	for range 2 { // the second finds it done
+	for range 2 { // the second call has nothing to do
 		owned := start(t, config)
 		run(owned.URL(), `do $$ begin
 			if current_user <> 'agent' or (select rolsuper or rolcreaterole or rolcreatedb from pg_roles where rolname = current_user) then

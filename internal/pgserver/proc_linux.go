@@ -10,8 +10,7 @@ import (
 
 const smallShm = 256 << 20
 
-// servesFrom reports whether pid is a living process that works in the data directory, as a
-// postmaster does and hardly anything else.
+// servesFrom reports whether pid is a living process that works in the data directory, as a postmaster does.
 func servesFrom(pid int, data string) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
@@ -30,8 +29,8 @@ func servesFrom(pid int, data string) bool {
 	return cwd == data
 }
 
-// dieWithParent has the kernel ask the server for a fast shutdown when its guard is killed. That is
-// tied to the thread that starts it: see runGuard.
+// dieWithParent makes the kernel request a fast shutdown of the server when its guard is killed. The kernel ties that
+// to the starting thread: see runGuard.
 func dieWithParent(attributes *syscall.SysProcAttr) { attributes.Pdeathsig = syscall.SIGINT }
 
 // bootID differs after every start of the machine.

@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// servesFrom reports whether pid is a living postmaster; which directory it serves cannot be told here.
+// servesFrom reports whether pid is a living postmaster; this system does not show its directory.
 func servesFrom(pid int, _ string) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()

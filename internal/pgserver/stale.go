@@ -19,10 +19,9 @@ const (
 
 // clearStale removes a postmaster.pid that no server stands behind.
 //
-// PostgreSQL itself keeps out when the file is empty, when its process is a zombie that nobody
-// reaps, and when the number belongs to another process by now; in a container all three are common
-// and permanent. We hold start.lock and nobody holds guard.lock, so the only server there can be is
-// one whose guard was killed; that one is shut down.
+// PostgreSQL itself refuses to start in three cases: the file is empty, its process is an unreaped zombie, or the pid
+// now belongs to another process. In a container all three are common and permanent. We hold start.lock and no process
+// holds guard.lock. The only possible server is one whose guard was killed; we shut it down.
 func clearStale(ctx context.Context, l layout) error {
 	path := filepath.Join(l.data(), "postmaster.pid")
 	text, err := os.ReadFile(path)
