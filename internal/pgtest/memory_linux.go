@@ -9,14 +9,14 @@ import (
 )
 
 const (
-	// memory is a file system in memory that every Linux has, of whatever size.
+	// memory is a file system in memory that every Linux has; its size varies.
 	memory = "/dev/shm"
-	// roomNeeded is what has to be free in it, and in memory, for a server of tests: the tests of two packages at once
-	// use up to 2 GiB.
+	// roomNeeded is the free space that a test server needs in it, and in memory: the tests of two packages at once use
+	// up to 2 GiB.
 	roomNeeded = 6 << 30
 )
 
-// plenty reports whether a server of tests may be in memory.
+// plenty reports whether the data of a test server fits into memory.
 func plenty() bool {
 	var fs syscall.Statfs_t
 	if err := syscall.Statfs(memory, &fs); err != nil {
@@ -26,7 +26,7 @@ func plenty() bool {
 	return free >= roomNeeded && availableMemory() >= roomNeeded
 }
 
-// availableMemory is how many bytes the kernel would give away without swapping; 0 when it does not say.
+// availableMemory is the number of bytes that the kernel can free without swapping; 0 if unknown.
 func availableMemory() (bytes int64) {
 	file, err := os.Open("/proc/meminfo")
 	if err != nil {

@@ -4,5 +4,5 @@ package pgtest
 
 const memory = ""
 
-// plenty reports whether a server of tests may be in memory.
+// plenty reports whether the data of a test server fits into memory.
 func plenty() bool { return false }

@@ -23,11 +23,11 @@ type OwnServer struct {
 	server *pgserver.Server
 }
 
-// Own starts a server, which is removed when the test ends.
+// Own starts a server, and removes it when the test ends.
 func Own(tb testing.TB) *OwnServer {
 	tb.Helper()
 	s := &OwnServer{tb: tb, dir: OpenDir(tb)}
-	tb.Cleanup(func() { _ = s.server.Stop(context.Background()) }) // a test may have stopped it
+	tb.Cleanup(func() { _ = s.server.Stop(context.Background()) }) // a test may have stopped the server
 	s.Start()
 	pool := Pool(tb, s.URL(), postgres.Options{})
 	_, err := migrations.Up(tb.Context(), pool)
@@ -74,7 +74,7 @@ func (s *OwnServer) Stop(crash bool) {
 	<-s.server.Done()
 }
 
-// Postmaster is the process id of the server whose files are below a directory, which may be a pattern.
+// Postmaster returns the process id of the server whose files are below a directory, which may be a pattern.
 func Postmaster(tb testing.TB, dir string) int {
 	tb.Helper()
 	files, err := filepath.Glob(filepath.Join(dir, "data", "postmaster.pid"))

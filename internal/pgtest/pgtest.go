@@ -1,20 +1,18 @@
 // Package pgtest gives each test a PostgreSQL database of its own, in tens of milliseconds.
 //
-// All test binaries of a user, also of several `go test` runs at once, share one server of
-// internal/pgserver in a folder of the temporary directory. The first starts it, the others join,
-// and it stops with the last one; it does not sync to disk. AGENT_TEST_DATABASE_URL names another
-// server instead, as a user that may create databases.
+// All test binaries of a user, also of several `go test` runs at once, share one server of internal/pgserver in a
+// folder of the temporary directory. The first starts it, the others join, and it stops with the last one; it does not
+// sync to disk. AGENT_TEST_DATABASE_URL names another server instead, as a user that may create databases.
 //
-// Once for each version of the migrations and month, the schema is migrated into a template
-// database, which is named by both. Each test gets a copy, dropped at its end with whatever is
-// still connected. So tests may commit, use several connections, NOTIFY and run workers, in
-// parallel, and see only what they wrote themselves.
+// For each version of the migrations and each month, the schema is migrated once into a template database, named after
+// both. Each test gets a copy, which is dropped at its end, with all its connections. So tests may commit, use several
+// connections, NOTIFY and run workers, in parallel, and see only their own writes.
 //
-// With AGENT_TEST_POOLER=1 in the environment the databases are reached through a PgBouncer in transaction mode
-// (internal/pgbouncer), one for each test binary: scripts/test --all runs the suites of lanes and executions a second
-// time so. [DirectURL] is the way around it, for what needs a session.
+// With AGENT_TEST_POOLER=1 in the environment, tests reach their databases through a PgBouncer in transaction mode
+// (internal/pgbouncer), one for each test binary. scripts/test --all runs the suites of lanes and executions a second
+// time this way. [DirectURL] bypasses the pooler, for tests that need a session.
 //
-// A test package that uses it has
+// A test package that uses pgtest has
 //
 //	func TestMain(m *testing.M) { pgtest.Main(m) }
 //
@@ -43,7 +41,7 @@ const (
 	closeLimit = time.Minute
 )
 
-// Main runs the tests of a package and exits: what TestMain does, whole.
+// Main runs the tests of a package and exits. It is the whole body of TestMain.
 func Main(m interface{ Run() int }) {
 	pgserver.GuardMain()
 	theServer.allowed.Store(true)
@@ -61,8 +59,8 @@ func Main(m interface{ Run() int }) {
 	os.Exit(code)
 }
 
-// AtOnce lets n tests of a package run at once: for packages whose tests wait more than they compute. It is called
-// before [Main]; -parallel still decides where it is given.
+// AtOnce lets n tests of a package run in parallel: for packages whose tests mostly wait. Call it before [Main]; an
+// explicit -parallel takes precedence.
 func AtOnce(n int) {
 	flag.Parse()
 	given := false
@@ -75,15 +73,15 @@ func AtOnce(n int) {
 	}
 }
 
-// DB is a pool on a new database with the whole schema. The pool is closed and the database dropped
-// when the test ends; a connection that the test did not give back fails it.
+// DB is a pool on a new database with the whole schema. When the test ends, the pool is closed and the database
+// dropped; an unreleased connection fails the test.
 func DB(tb testing.TB) *pgxpool.Pool {
 	tb.Helper()
 	return open(tb, URL(tb))
 }
 
-// URL is the connection string of a new database with the whole schema, dropped when the test ends:
-// for child processes, and for pools of the test's own.
+// URL returns the connection string of a new database with the whole schema, dropped when the test ends. It serves
+// child processes and pools that the test opens.
 func URL(tb testing.TB) string {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(tb.Context(), setUpLimit)
@@ -116,7 +114,8 @@ func EmptyURL(tb testing.TB) string {
 // Pooled reports whether test databases are reached through a pooler.
 func Pooled() bool { return os.Getenv("AGENT_TEST_POOLER") == "1" }
 
-// DirectURL is the connection string without a pooler of a database that url, from [URL] or [EmptyURL], names.
+// DirectURL returns the connection string, without a pooler, of the database that url names. url is from [URL] or
+// [EmptyURL].
 func DirectURL(tb testing.TB, url string) string {
 	tb.Helper()
 	s, err := theServer.get()
@@ -126,8 +125,8 @@ func DirectURL(tb testing.TB, url string) string {
 	return s.urlOf(config.Database)
 }
 
-// Dialer opens single connections, without a pooler, to the database of pool, which is from [DB], [Empty] or one of
-// their URLs: for LISTEN.
+// Dialer opens single connections for LISTEN, without a pooler, to the database of pool. pool is from [DB], [Empty] or
+// one of their URLs.
 func Dialer(tb testing.TB, pool *pgxpool.Pool) func(ctx context.Context) (*pgx.Conn, error) {
 	tb.Helper()
 	if !Pooled() {
@@ -156,17 +155,17 @@ func open(tb testing.TB, url string) *pgxpool.Pool {
 	return pool
 }
 
-// Timeout is how long a test waits on a busy machine for what must happen.
+// Timeout bounds the waits of a test on a busy machine.
 const Timeout = 90 * time.Second
 
-// Eventually fails the test when condition does not become true within [Timeout].
+// Eventually fails the test if condition does not become true within [Timeout].
 func Eventually(tb testing.TB, condition func() bool, message string) {
 	tb.Helper()
 	EventuallyWithin(tb, Timeout, condition, message)
 }
 
-// EventuallyWithin fails the test when condition does not become true within timeout. The longer it takes, the less
-// often it asks: after 5 ms at first, after 50 ms in the end.
+// EventuallyWithin fails the test if condition does not become true within timeout. It checks condition after 5 ms at
+// first, and later every 50 ms.
 func EventuallyWithin(tb testing.TB, timeout time.Duration, condition func() bool, message string) {
 	tb.Helper()
 	deadline := time.After(timeout)

@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// Pool opens connections to a database for the time of a test.
+// Pool opens connections to a database for the duration of a test.
 func Pool(tb testing.TB, url string, o postgres.Options) *pgxpool.Pool {
 	tb.Helper()
 	db, err := postgres.Open(tb.Context(), url, o)

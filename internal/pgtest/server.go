@@ -55,7 +55,7 @@ type server struct {
 
 	strategy string // how a database is copied
 
-	building sync.Mutex // one builder per process, so that those who wait for it take no connection
+	building sync.Mutex // one builder per process, so the waiting goroutines take no connection
 }
 
 func (s *shared) get() (*server, error) {
@@ -83,7 +83,7 @@ func (s *shared) stop() error {
 }
 
 func startServer() (*server, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Minute) // an installation may be in it
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Minute) // it may contain an installation
 	defer cancel()
 	s := &server{url: os.Getenv("AGENT_TEST_DATABASE_URL")}
 	if s.url == "" {
@@ -119,8 +119,9 @@ func startServer() (*server, error) {
 
 func tell(line string) { fmt.Fprintln(os.Stderr, "pgtest:", line) }
 
-// directory is the shared folder of this user, refused when another user made it. It is in memory where there is
-// plenty: making and dropping a database there takes a tenth of the time, and a slow disk does not stall the tests.
+// directory returns the shared folder of this user; it refuses a folder of another user. The folder is in memory where
+// that has room: creating and dropping a database there takes a tenth of the time, and a slow disk does not stall the
+// tests.
 func directory() (string, error) {
 	name := "lanekeeper-test-" + strconv.Itoa(os.Geteuid())
 	dir := filepath.Join(os.TempDir(), name)
@@ -142,7 +143,7 @@ func directory() (string, error) {
 	return dir, os.Chmod(dir, 0o755)
 }
 
-// newName is a database name that says whose it is.
+// newName returns a database name that identifies its test binary.
 func newName() string {
 	return testPrefix + strconv.Itoa(os.Getpid()) + "_" + rand.Text()[:10]
 }
@@ -156,8 +157,8 @@ func (s *server) urlOf(database string) string {
 	return u.String()
 }
 
-// fastest is how a database is copied at least cost. Since version 15 the server would log all of it by default,
-// which takes three times as long where nothing is synchronised; before, it could not.
+// fastest is the cheapest way to copy a database. Since version 15 the server logs the whole copy by default, which
+// takes three times as long without synchronisation; before, it could not.
 func (s *server) fastest(ctx context.Context) (strategy string, err error) {
 	err = s.admin.QueryRow(ctx, `
 		select case when current_setting('server_version_num')::int >= 150000 then ' strategy file_copy'
@@ -170,8 +171,7 @@ func exists(path string) bool {
 	return err == nil
 }
 
-// create makes database a copy of template. A template that is being connected to, by autovacuum for
-// one, is busy for a moment.
+// create makes database a copy of template. A template with a connection, such as autovacuum's, is busy for a moment.
 func (s *server) create(ctx context.Context, database, template string) error {
 	statement := "create database " + quote(database) + " template " + quote(template) + s.strategy
 	for {
@@ -186,7 +186,7 @@ func (s *server) create(ctx context.Context, database, template string) error {
 	}
 }
 
-// lend hands the database to the test and has it dropped at the end.
+// lend gives the database to the test and drops it at the end.
 func (s *server) lend(tb testing.TB, database string) string {
 	tb.Helper()
 	tb.Cleanup(func() {
@@ -211,8 +211,8 @@ func (s *server) drop(ctx context.Context, database string) error {
 	return nil
 }
 
-// vacuum removes what dropped databases left in the catalogs that all databases share: 200 rows each. The server's
-// autovacuum is off, and it may serve for weeks.
+// vacuum removes the rows of dropped databases from the shared catalogs: 200 rows each. The server's autovacuum is off,
+// and it may serve for weeks.
 func (s *server) vacuum(ctx context.Context) error {
 	if _, err := s.admin.Exec(ctx, "vacuum (skip_locked, truncate false) pg_shdepend, pg_database"); err != nil {
 		return fmt.Errorf("vacuum shared catalogs: %w", err)
@@ -222,7 +222,7 @@ func (s *server) vacuum(ctx context.Context) error {
 
 var ownedName = regexp.MustCompile(`^(?:` + testPrefix + `|` + buildPrefix + `)(\d+)_`)
 
-// sweep drops what killed test binaries left, and templates of schemas that are long gone.
+// sweep drops databases of killed test binaries, and templates of old schemas.
 func (s *server) sweep(ctx context.Context) error {
 	names, err := s.names(ctx, "select datname from pg_database where datname like 'lk\\_%' order by oid desc")
 	if err != nil {

@@ -33,7 +33,7 @@ func TestSweepDropsWhatKilledTestsLeft(t *testing.T) {
 func TestTemplateIsBuiltOnceByMany(t *testing.T) {
 	s, err := theServer.get()
 	require.NoError(t, err)
-	template := templatePrefix + newName() // others may run this test beside it
+	template := templatePrefix + newName() // other processes may run this test at the same time
 	s.lend(t, template)
 	var all sync.WaitGroup
 	for range 2 * adminConns {

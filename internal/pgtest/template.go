@@ -21,7 +21,7 @@ const templateLock = 0x6c6b7465
 
 // clone makes a database with the whole schema and returns its name.
 func (s *server) clone(ctx context.Context) (string, error) {
-	// The log has partitions by month, made when the schema is.
+	// The log has partitions by month, created with the schema.
 	template := templatePrefix + migrations.Hash()[:16] + time.Now().UTC().Format("_200601")
 	name := newName()
 	for {
@@ -35,8 +35,8 @@ func (s *server) clone(ctx context.Context) (string, error) {
 	}
 }
 
-// buildTemplate migrates a database under a passing name and renames it when it is complete, so that
-// one that was interrupted is never cloned. Of many processes one builds.
+// buildTemplate migrates a database under a temporary name and renames it when it is complete. An interrupted build is
+// therefore never cloned. Of many processes, one builds.
 func (s *server) buildTemplate(ctx context.Context, template string) (err error) {
 	s.building.Lock()
 	defer s.building.Unlock()
@@ -76,7 +76,8 @@ func (s *server) migrate(ctx context.Context, database string) error {
 	if err != nil {
 		return err
 	}
-	// The first connection after the migrations stores the catalogue's cache, pg_internal.init, which copies share.
+	// The first connection after the migrations stores the cache of the catalogue, pg_internal.init, which copies
+	// share.
 	conn, err := pgx.Connect(ctx, s.urlOf(database))
 	if err != nil {
 		return err
@@ -84,8 +85,8 @@ func (s *server) migrate(ctx context.Context, database string) error {
 	return conn.Close(ctx)
 }
 
-// seal closes the finished database to connections, because a template in use cannot be copied, and
-// gives it its name.
+// seal closes the finished database to connections, because the server cannot copy a template in use, and gives it its
+// final name.
 func (s *server) seal(ctx context.Context, building, template string) error {
 	if _, err := s.admin.Exec(ctx, "alter database "+quote(building)+" with allow_connections false"); err != nil {
 		return err
