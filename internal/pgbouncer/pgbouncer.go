@@ -1,15 +1,14 @@
-// Package pgbouncer puts a PgBouncer in transaction mode in front of a PostgreSQL, for tests: what works
-// through it works through any pooler that lends a server connection for one transaction at a time.
+// Package pgbouncer puts a PgBouncer in transaction mode in front of a PostgreSQL, for tests. Code that works through
+// it works through any pooler that lends a server connection for one transaction at a time.
 //
-// A [Pooler] serves every database of one server, on a unix socket in a folder of its own, with few server
-// connections for each database, so that clients do get another one for each transaction. It accepts startup
-// parameters as strictly as PgBouncer does by default, and keeps its log. It is PgBouncer's own program as Debian
-// packages it, the one in AGENT_TEST_PGBOUNCER, or one on the PATH. As root it is installed when it is missing,
-// with the service that Debian's package brings (port 6432, no databases, not used here); else the test stops and
-// says which command to run.
+// A [Pooler] serves every database of one server, on a unix socket in a folder of its own. Each database has few server
+// connections, so clients do get another one for each transaction. It runs the program that AGENT_TEST_PGBOUNCER names,
+// or one on the PATH. It runs the program PgBouncer in AGENT_TEST_PGBOUNCER, or one on the PATH. Root installs a
+// missing one from Debian's package, with the package's service (port 6432, no databases, not used here); otherwise the
+// test stops and names the command to run.
 //
 // PgBouncer refuses to run as root: started by root, it runs as the user postgres, else nobody, as the servers of
-// internal/pgserver do. On Linux it ends with the process that started it, however that ends.
+// internal/pgserver do. On Linux it ends when the process that started it ends.
 package pgbouncer
 
 import (
@@ -39,15 +38,15 @@ const (
 
 // Config says which pooler is wanted.
 type Config struct {
-	// Server is a connection string of the server behind it. Its user, with its password, is the only one that the
-	// pooler lets in; any database of the server can be reached.
+	// Server is a connection string of the server behind it. Only its user, with its password, may log in to the
+	// pooler, for any database of the server.
 	Server string
-	// PoolSize is how many server connections a database has at most; 8 when 0.
+	// PoolSize is the maximum of server connections per database; 8 if 0.
 	PoolSize int
-	// Prepared is max_prepared_statements, how many prepared statements of its clients it keeps on a server
+	// Prepared is max_prepared_statements: the number of clients' prepared statements that the pooler keeps on a server
 	// connection. Versions before 1.21 keep none and refuse the setting: see [Pooler.Prepares].
 	Prepared int
-	// Progress gets one line for a person while something is installed; nil for none.
+	// Progress receives a line for the user during an installation; nil for none.
 	Progress func(line string)
 }
 
@@ -61,7 +60,7 @@ type Pooler struct {
 	end     error // how the process ended, once ended is closed
 }
 
-// Start starts a pooler and returns when it serves. ctx limits the start only. The error says what is missing, or
+// Start starts a pooler and returns when it serves. ctx limits the start only. The error names the missing program, or
 // has the end of the pooler's log.
 func Start(ctx context.Context, config Config) (*Pooler, error) {
 	p, err := start(ctx, config)
@@ -90,7 +89,8 @@ func start(ctx context.Context, config Config) (_ *Pooler, err error) {
 	if config.Prepared > 0 && !p.Prepares() {
 		return nil, fmt.Errorf("version %s keeps no prepared statements: it takes 1.21 or later", p.version)
 	}
-	// Below the folder for temporary files itself: a test's own folder is closed to others, and too long for a socket.
+	// The folder lies directly below the folder for temporary files: a test's own folder is closed to other users, and
+	// its path is too long for a socket.
 	if p.dir, err = os.MkdirTemp("", "lk-pgbouncer-"); err != nil {
 		return nil, err
 	}
@@ -115,7 +115,7 @@ func start(ctx context.Context, config Config) (_ *Pooler, err error) {
 	return p, nil
 }
 
-// ready waits until the pooler lets somebody in.
+// ready waits until the pooler accepts a login.
 func (p *Pooler) ready(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, readyLimit)
 	defer cancel()
@@ -143,8 +143,8 @@ func (p *Pooler) ask(ctx context.Context) error {
 	return errors.Join(conn.Ping(ctx), conn.Close(ctx))
 }
 
-// URL is the connection string by which the database that direct names is reached through the pooler. What direct
-// sets besides (pool_max_conns, application_name and so on) it sets too.
+// URL returns the connection string of the database that direct names, through the pooler. It keeps the other settings
+// of direct (pool_max_conns, application_name and so on).
 func (p *Pooler) URL(direct string) (string, error) {
 	config, err := pgx.ParseConfig(direct)
 	if err != nil {
@@ -172,13 +172,13 @@ func (p *Pooler) urlOf(database string, settings url.Values) string {
 	}).String()
 }
 
-// Prepares reports whether this version can keep prepared statements of its clients ([Config.Prepared]).
+// Prepares reports whether this version can keep clients' prepared statements ([Config.Prepared]).
 func (p *Pooler) Prepares() bool { return p.version.atLeast(1, 21) }
 
 // Version is that of the program, for example "1.18.0".
 func (p *Pooler) Version() string { return p.version.String() }
 
-// Log is what the pooler has logged until now.
+// Log returns the pooler's log so far.
 func (p *Pooler) Log() string {
 	text, err := os.ReadFile(filepath.Join(p.dir, logFile))
 	if err != nil {
@@ -187,8 +187,8 @@ func (p *Pooler) Log() string {
 	return string(text)
 }
 
-// Stop ends the pooler, and with it the connections of its clients, and removes its folder. When ctx ends first, the
-// pooler is killed. A pooler that had ended by itself is an error.
+// Stop ends the pooler and the connections of its clients, and removes its folder. If ctx ends first, Stop kills the
+// pooler. If the pooler had already ended, Stop returns an error.
 func (p *Pooler) Stop(ctx context.Context) error {
 	select {
 	case <-p.ended:

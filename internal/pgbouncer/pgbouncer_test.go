@@ -21,8 +21,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// pooler starts one in front of the test server, and returns a connection string through it of a new database, and the
-// direct one.
+// pooler starts a pooler in front of the test server. It returns the connection strings of a new database, through the
+// pooler and direct.
 func pooler(t *testing.T, config pgbouncer.Config) (p *pgbouncer.Pooler, through, direct string) {
 	t.Helper()
 	direct = pgtest.DirectURL(t, pgtest.EmptyURL(t))
@@ -51,7 +51,7 @@ func connect(t *testing.T, url string) *pgx.Conn {
 	return conn
 }
 
-// pid is the process that serves the next transaction of conn.
+// pid returns the process id that serves the next transaction of conn.
 func pid(t *testing.T, conn postgres.DB) (pid int) {
 	t.Helper()
 	require.NoError(t, conn.QueryRow(t.Context(), "select pg_backend_pid()", pgx.QueryExecModeExec).Scan(&pid))
@@ -68,7 +68,7 @@ func TestAServerConnectionIsLentForOneTransaction(t *testing.T) {
 	tx, err := first.Begin(t.Context())
 	require.NoError(t, err)
 	pid(t, tx)
-	// The only server connection is lent: the other client waits for it, and has it after the commit.
+	// The only server connection is in use: the other client waits, and gets it after the commit.
 	answered := make(chan error, 1)
 	go func() { answered <- second.Ping(t.Context()) }()
 	select {
@@ -92,7 +92,7 @@ func TestOpenKnowsThePoolerAndUsesWhatItCarries(t *testing.T) {
 	assert.True(t, postgres.Pooled(pool) && !postgres.Pooled(open(t, direct)),
 		"it is not known which of the two is pooled")
 	assert.Equal(t, pgx.QueryExecModeCacheDescribe, pool.Config().ConnConfig.DefaultQueryExecMode)
-	// The same statement from many clients, on whatever server connection: once described, sent unnamed.
+	// Many clients send the same statement over any server connection: described once, sent unnamed.
 	failed := make(chan error, 64)
 	for range cap(failed) {
 		go func() {
@@ -107,7 +107,7 @@ func TestOpenKnowsThePoolerAndUsesWhatItCarries(t *testing.T) {
 	for range cap(failed) {
 		assert.NoError(t, <-failed)
 	}
-	// Told otherwise it is still known where it leads.
+	// With the explicit setting, Pooled still reports the pooler.
 	execMode := open(t, through+"&default_query_exec_mode=exec")
 	assert.True(t, postgres.Pooled(execMode), "a mode in the connection string hides the pooler")
 }
@@ -135,14 +135,14 @@ func TestACancelledStatementIsCancelledBehindThePooler(t *testing.T) {
 	pgtest.Eventually(t, func() bool { return sleeping() == 0 }, "the statement is cancelled")
 }
 
-// Prepared statements are kept by 1.21 and later, when they are told to; cache_statement can be set there.
+// Versions from 1.21 on keep prepared statements when configured; cache_statement can be set there.
 func TestPreparedStatements(t *testing.T) {
 	t.Parallel()
 	p, through, direct := pooler(t, pgbouncer.Config{PoolSize: 1})
 	if !p.Prepares() {
 		_, err := pgbouncer.Start(t.Context(), pgbouncer.Config{Server: direct, Prepared: 100})
 		assert.ErrorContains(t, err, "keeps no prepared statements", p.Version())
-		// What cache_statement would do there: the statement is prepared on a connection that others use.
+		// The effect of cache_statement there: the statement is prepared on a connection that other clients use.
 		first, second := connect(t, through), connect(t, through)
 		_, err = first.Prepare(t.Context(), "answer", "select 42")
 		require.NoError(t, err)
@@ -159,7 +159,7 @@ func TestPreparedStatements(t *testing.T) {
 	}
 }
 
-// It changes the environment, so it is not parallel.
+// The test changes the environment, so it is not parallel.
 func TestItSaysWhyItDoesNotStart(t *testing.T) {
 	direct := pgtest.DirectURL(t, pgtest.EmptyURL(t))
 	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)

@@ -26,7 +26,7 @@ const (
 	maxClients = 2000
 )
 
-// owner is the unprivileged user that the pooler runs as when we are root; nil for ourselves.
+// owner is the unprivileged user of the pooler if we are root; nil for ourselves.
 type owner struct{ uid, gid int }
 
 func account() (*owner, error) {
@@ -52,7 +52,7 @@ func account() (*owner, error) {
 		"--system postgres")
 }
 
-// configure writes the pooler's files and gives them to the user that it runs as.
+// configure writes the pooler's files and gives them to the pooler's user.
 func (p *Pooler) configure(config Config, user *owner) error {
 	files := map[string]string{
 		configFile: p.settings(config),
@@ -89,7 +89,7 @@ func (p *Pooler) settings(config Config) string {
 	if p.server.TLSConfig != nil {
 		b.WriteString("server_tls_sslmode = require\n")
 	}
-	// A database that a test has dropped must not keep others from their connections.
+	// A database that a test has dropped must not block connections to others.
 	b.WriteString("server_login_retry = 1\n")
 	return b.String()
 }
@@ -104,11 +104,11 @@ func (p *Pooler) launch(binary string, user *owner) error {
 		return err
 	}
 	defer log.Close()
-	// it lives until Stop, whatever becomes of the start's context
+	// the pooler lives until Stop, even after the start's context ends
 	cmd := exec.Command(binary, filepath.Join(p.dir, configFile))
 	cmd.Dir, cmd.Stdout, cmd.Stderr = p.dir, log, log
 	cmd.Env = []string{"LC_ALL=C", "TZ=UTC", "PATH=/usr/local/bin:/usr/bin:/bin"}
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // ^C at a terminal is for the tests, who stop it
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // ^C at a terminal is for the tests, which stop the pooler
 	if user != nil {
 		cmd.SysProcAttr.Credential = &syscall.Credential{Uid: uint32(user.uid), Gid: uint32(user.gid)}
 	}
@@ -158,7 +158,7 @@ func readVersion(text string) (v version, err error) {
 	return v, nil
 }
 
-// find is where the program is; it is installed when it is missing and can be. A user's PATH often lacks the folders
+// find returns the path of the program; it installs a missing one if possible. A user's PATH often lacks the folders
 // for administrators.
 func find(ctx context.Context, progress func(string)) (string, error) {
 	return debian.Program{
