@@ -1,23 +1,23 @@
-// Package admission bounds what requests may take before they cost anything.
+// Package admission bounds the resources of requests before they cost anything.
 //
-// A [Budget] is a bounded amount: requests in work, turns under way, bytes in flight. [Budget.Take] takes a part of it
-// at once or fails with [ErrFull]; nobody waits, and a client is told when to come again. Within a budget each name,
-// such as a chat key or an address, has a share: one name cannot take what others need. One hold of a name may be
-// larger than its share while the name has nothing else but what the reserve allows, so that one large body fits. A
-// budget remembers only names that hold something, so its memory is bounded by its size.
+// A [Budget] is a bounded amount: active requests, running turns, bytes in flight. [Budget.Take] acquires a part of it
+// at once or fails with [ErrFull]. It never waits; the client learns when to retry. Within a budget each name, such as
+// a chat key or an address, has a share: one name cannot exhaust the budget for others. One hold of a name may exceed
+// its share while the name has nothing else except what the reserve allows. So one large body fits. A budget stores
+// only names with a hold, so its memory is bounded by its size.
 //
-// [Read] reads a body within its limit, its budget and its time. A body counts as its bytes arrive: what has arrived,
-// at most as much again, and 1 KiB. A length that is only announced counts nothing, and neither does a body of which no
-// byte has arrived. When half of an announced length is there, all of it is taken. A body without a Content-Length may
-// have [MostUnsized]. Bytes have to come evenly: at any moment a sender may be behind the pace that the limit of time
-// asks for by [Grace] of it, so that a body that nobody sends is given up early.
+// [Read] reads a body within its limit, its budget and its time. A body counts as its bytes arrive: the received bytes,
+// at most as much again, and 1 KiB. An announced length alone counts nothing, and neither does a body without a
+// received byte. When half of an announced length has arrived, the whole length is acquired. A body without a
+// Content-Length may have [MostUnsized]. Bytes must arrive evenly: at any moment a sender may be behind the pace of the
+// time limit by [Grace] of it. An unsent body therefore fails early.
 //
-// A budget that [NewBytes] makes keeps a reserve, one [ReservePart] of it and of each share, for bodies that announce
-// at most [Small].
+// A budget made by [NewBytes] keeps a reserve, one [ReservePart] of it and of each share, for bodies that announce at
+// most [Small].
 //
-// [Listen] bounds the connections of a server. When there are too many, the one that has been idle for longest is
-// closed: one that has no request in work, whether it is new, kept alive, or sends its header or its body slowly. So a
-// new connection is always taken.
+// [Listen] bounds the connections of a server. When there are too many, it closes the connection that has been idle
+// longest. A connection is idle without an active request: if it is new, kept alive, or sends its header or its body
+// slowly. So a new connection is always accepted.
 package admission
 
 import (
@@ -25,17 +25,17 @@ import (
 	"sync"
 )
 
-// ErrFull reports a budget, or a share of it, of which not enough is left.
+// ErrFull reports that too little of a budget, or of a share of it, is left.
 var ErrFull = errors.New("too much is under way")
 
-// RetryAfter is what a client that met [ErrFull] is told, in seconds.
+// RetryAfter is the pause, in seconds, that a client gets with [ErrFull].
 const RetryAfter = "2"
 
-// ReservePart is the part of a budget of bytes and of each share, one in so many, that bodies larger than [Small] leave
+// ReservePart is the fraction (one in so many) of a byte budget and of each share that bodies larger than [Small] leave
 // free.
 const ReservePart = 8
 
-// Budget is an amount of which parts are taken and given back. It may be used from many goroutines.
+// Budget is an amount whose parts are acquired and returned. It may be used from many goroutines.
 type Budget struct {
 	all     Share
 	reserve bool
@@ -44,10 +44,10 @@ type Budget struct {
 	by map[string]*usage
 }
 
-// usage is what a name has. The name of the whole budget is empty.
+// usage is the amount that a name holds. The name of the whole budget is empty.
 type usage struct {
 	n    int64
-	over *Hold // the one that may exceed the share; nil for none
+	over *Hold // the hold that may exceed the share; nil for none
 }
 
 // New returns a budget of so much.
@@ -60,16 +60,16 @@ func NewBytes(most int64) *Budget {
 	return b
 }
 
-// Share says how much of a budget a name may have. One hold may exceed it while the name has nothing else.
+// Share limits a name's part of a budget. One hold may exceed it while the name has nothing else.
 type Share struct {
 	Name string
 	Most int64
 }
 
-// Take takes n under each of the names, or nothing. The caller releases the hold.
+// Take acquires n under each of the names, or nothing. The caller releases the hold.
 func (b *Budget) Take(n int64, shares ...Share) (*Hold, error) { return b.take(n, false, shares) }
 
-// take is Take. A large hold leaves the reserve free.
+// take implements Take. A large hold leaves the reserve free.
 func (b *Budget) take(n int64, large bool, shares []Share) (*Hold, error) {
 	h := &Hold{budget: b, shares: append([]Share{b.all}, shares...), keepers: 1, large: large && b.reserve}
 	if err := h.Add(n); err != nil {
@@ -78,14 +78,14 @@ func (b *Budget) take(n int64, large bool, shares []Share) (*Hold, error) {
 	return h, nil
 }
 
-// Used is how much is taken.
+// Used is the acquired amount.
 func (b *Budget) Used() int64 {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.usage("").n
 }
 
-// usage is what a name has. It is called with the lock held.
+// usage returns the amount that a name holds. The caller holds the lock.
 func (b *Budget) usage(name string) usage {
 	if u := b.by[name]; u != nil {
 		return *u
@@ -93,7 +93,7 @@ func (b *Budget) usage(name string) usage {
 	return usage{}
 }
 
-// Hold is a part of a budget that was taken.
+// Hold is an acquired part of a budget.
 type Hold struct {
 	budget  *Budget
 	shares  []Share
@@ -102,7 +102,7 @@ type Hold struct {
 	large   bool
 }
 
-// Add takes n more, or nothing.
+// Add acquires n more, or nothing.
 func (h *Hold) Add(n int64) error {
 	h.budget.mu.Lock()
 	defer h.budget.mu.Unlock()
@@ -124,7 +124,7 @@ func (h *Hold) Add(n int64) error {
 	return nil
 }
 
-// bound is how much of a share the hold may fill.
+// bound returns the maximum part of a share for the hold.
 func (h *Hold) bound(most int64) int64 {
 	if h.large {
 		return most - most/ReservePart
@@ -132,7 +132,7 @@ func (h *Hold) bound(most int64) int64 {
 	return most
 }
 
-// counted is what counts against others: not what the one hold that may exceed the share has beyond its bound.
+// counted is the usage that counts against others: the hold that may exceed the share counts up to its bound.
 func (u usage) counted(most int64) int64 {
 	if u.over == nil {
 		return u.n
@@ -140,7 +140,7 @@ func (u usage) counted(most int64) int64 {
 	return u.n - max(0, u.over.n-u.over.bound(most))
 }
 
-// count changes what the hold has. It is called with the budget's lock held.
+// count changes the amount of the hold. The caller holds the budget's lock.
 func (h *Hold) count(n int64) {
 	h.n += n
 	for _, s := range h.shares {
@@ -159,21 +159,21 @@ func (h *Hold) count(n int64) {
 	}
 }
 
-// Return gives back n of what the hold has.
+// Return returns n of the hold to the budget.
 func (h *Hold) Return(n int64) {
 	h.budget.mu.Lock()
 	defer h.budget.mu.Unlock()
 	h.count(-n)
 }
 
-// Keep has the hold last until Release was called once more.
+// Keep makes the hold last until one more call of Release.
 func (h *Hold) Keep() {
 	h.budget.mu.Lock()
 	defer h.budget.mu.Unlock()
 	h.keepers++
 }
 
-// Release gives everything back, when nobody else keeps the hold. More calls than keepers do nothing.
+// Release returns the whole hold once no other keeper has it. More calls than keepers do nothing.
 func (h *Hold) Release() {
 	h.budget.mu.Lock()
 	defer h.budget.mu.Unlock()

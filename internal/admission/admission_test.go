@@ -61,7 +61,7 @@ func TestANameThatHasNothingMayTakeMoreThanItsShare(t *testing.T) {
 	take(t, b, 11, a).Release() // alone, also more than all
 }
 
-// One body may be larger than a share: it stops neither those that others hold, nor what is left to others.
+// One body may be larger than a share: the holds of others, and the rest for others, stay available.
 func TestOneHoldLargerThanItsShareLeavesTheRest(t *testing.T) {
 	t.Parallel()
 	b := admission.New(100)
@@ -108,7 +108,8 @@ func TestManyTakersNeverHaveMoreThanThereIs(t *testing.T) {
 	assert.Equal(t, 0, b.Used())
 }
 
-// served is an address at which at most so many connections are served, and what lets the requests to /slow end.
+// served returns the address of a server with a bounded number of connections, and a function that ends the requests to
+// /slow.
 func served(t *testing.T, most int) (address string, slow, end chan struct{}) {
 	t.Helper()
 	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
@@ -153,7 +154,7 @@ func asks(t *testing.T, c net.Conn, in *bufio.Reader) {
 	_ = w.Body.Close()
 }
 
-// Strangers may hold as many connections open as they like: whoever comes is served, and what is in work goes on.
+// Strangers may hold any number of connections open: a new client is served, and active requests continue.
 func TestIdleConnectionsMakeRoomForNewOnes(t *testing.T) {
 	t.Parallel()
 	address, slow, end := served(t, 4)
@@ -179,7 +180,7 @@ func TestIdleConnectionsMakeRoomForNewOnes(t *testing.T) {
 	_ = w.Body.Close()
 }
 
-// A body that is not sent does not keep its connection open when others want one; one that comes does.
+// An unsent body does not keep its connection open when others need one; an arriving body does.
 func TestASilentBodyMakesRoomForNewConnections(t *testing.T) {
 	t.Parallel()
 	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")

@@ -7,8 +7,8 @@ import (
 	"sync"
 )
 
-// The sizes of the pieces that an arriving body is kept in. Those of the largest size are used again, so that bodies of
-// strangers leave no garbage.
+// The sizes of the pieces of an arriving body. Pieces of the largest size are reused, so bodies of strangers leave no
+// garbage.
 const (
 	firstPiece = 1 << 10
 	fullPiece  = 64 << 10
@@ -16,14 +16,14 @@ const (
 
 var fullPieces = sync.Pool{New: func() any { return new([fullPiece]byte) }}
 
-// joining lets one body at a time be joined: for that moment it is in memory once more than its budget says.
+// joining lets one body at a time be joined: for that moment, memory holds one copy more than the budget counts.
 var joining sync.Mutex
 
-// arrival is a body that arrives. Its bytes are in pieces until half of an announced length is there, or the end, and
-// from then on in whole.
+// arrival is an arriving body. Its bytes are in pieces until half of an announced length has arrived, or the end; after
+// that they are contiguous.
 type arrival struct {
 	body   io.Reader
-	length int64 // -1 where it is not announced
+	length int64 // -1 if unannounced
 	most   int64
 	pace   pace
 	hold   *Hold // nil for no bound
@@ -34,7 +34,7 @@ type arrival struct {
 	got    int64
 }
 
-// open refuses a body for whose first piece nothing is left. It holds nothing.
+// open refuses a body if nothing is left for its first piece. It holds nothing.
 func (a *arrival) open(l Limits) (err error) {
 	if l.Budget == nil {
 		return nil
@@ -49,7 +49,7 @@ func (a *arrival) open(l Limits) (err error) {
 	return err
 }
 
-// take has the body hold more of the budget.
+// take acquires more of the budget for the body.
 func (a *arrival) take(n int64) error {
 	if a.hold != nil {
 		if err := a.hold.Add(n); err != nil {
@@ -60,7 +60,7 @@ func (a *arrival) take(n int64) error {
 	return nil
 }
 
-// give gives back what the body holds.
+// give returns the budget of the body.
 func (a *arrival) give(n int64) {
 	if a.hold != nil {
 		a.hold.Return(n)
@@ -68,12 +68,12 @@ func (a *arrival) give(n int64) {
 	a.held -= n
 }
 
-// read reads until the end. c is the connection; nil where it is not known.
+// read reads until the end. c is the connection; nil if unknown.
 func (a *arrival) read(c *conn) ([]byte, error) {
 	defer a.free()
 	c.done()
 	defer c.work()
-	// what is read where there is no room: the first byte, before which nothing is taken, and one too many
+	// the target of a read without room: for the first byte, before anything is acquired, and for one byte too many
 	var spare [1]byte
 	for {
 		room := a.room()
@@ -97,7 +97,7 @@ func (a *arrival) read(c *conn) ([]byte, error) {
 	}
 }
 
-// room is where the next bytes go; none where more has to be taken first.
+// room returns the space for the next bytes; none if more must be acquired first.
 func (a *arrival) room() []byte {
 	if a.whole != nil {
 		return a.whole[a.got:]
@@ -109,7 +109,7 @@ func (a *arrival) room() []byte {
 	return nil
 }
 
-// add notes bytes that were read into room, or are spare.
+// add counts bytes that were read into room, or are spare.
 func (a *arrival) add(read []byte) error {
 	spare := len(a.room()) == 0
 	if spare {
@@ -129,7 +129,8 @@ func (a *arrival) add(read []byte) error {
 	return nil
 }
 
-// grow makes room: a piece as large as what is there, or the rest of an announced length once half of it is there.
+// grow makes room: a piece as large as the received bytes, or the rest of an announced length once half of it has
+// arrived.
 func (a *arrival) grow() error {
 	if a.length >= 0 && 2*a.got >= a.length && a.got > 0 {
 		return a.join(a.length)
@@ -150,7 +151,7 @@ func (a *arrival) grow() error {
 	return nil
 }
 
-// join has the body in whole, of so many bytes.
+// join makes the body contiguous, with a given number of bytes.
 func (a *arrival) join(length int64) error {
 	if more := length - a.held; more > 0 {
 		if err := a.take(more); err != nil {
@@ -173,7 +174,7 @@ func (a *arrival) join(length int64) error {
 // end is the whole body.
 func (a *arrival) end() ([]byte, error) {
 	if len(a.pieces) == 1 {
-		return a.pieces[0], nil // the first one is not used again
+		return a.pieces[0], nil // the first piece is not reused
 	}
 	if a.whole == nil {
 		if err := a.join(a.got); err != nil {
@@ -183,7 +184,7 @@ func (a *arrival) end() ([]byte, error) {
 	return a.whole[:a.got], nil
 }
 
-// free lets others use the pieces.
+// free makes the pieces available to others.
 func (a *arrival) free() {
 	for _, piece := range a.pieces {
 		if cap(piece) == fullPiece {

@@ -9,30 +9,30 @@ import (
 	"time"
 )
 
-// Grace is the part of a body's time, one in so many, by which its sender may be behind the pace.
+// Grace is the fraction (one in so many) of a body's time by which its sender may be behind the pace.
 const Grace = 4
 
 // Small is the announced length, in bytes, up to which a body may use the reserve of [NewBytes].
 const Small = 64 << 10
 
-// collected is how large a body is, in bytes, whose memory is collected before it is given back.
+// collected is the size of a body, in bytes, from which its memory is garbage-collected before it counts as free.
 const collected = 4 << 20
 
-// MostUnsized is how many bytes a body may have that does not say its length.
+// MostUnsized is the maximum size, in bytes, of a body without a length.
 const MostUnsized = 8 << 20
 
 // Limits bound a body.
 type Limits struct {
 	Most   int64         // bytes
 	Time   time.Duration // until its last byte
-	Budget *Budget       // of bytes that have arrived; nil for no bound
+	Budget *Budget       // of received bytes; nil for no bound
 	Shares []Share
 }
 
 // TooLarge reports a body with more bytes than its limit.
 type TooLarge struct {
 	Most    int64
-	Unsized bool // the limit is that of a body without a Content-Length
+	Unsized bool // the limit is the one for a body without a Content-Length
 }
 
 func (e *TooLarge) Error() string {
@@ -42,7 +42,7 @@ func (e *TooLarge) Error() string {
 	return fmt.Sprintf("the body is larger than %d bytes", e.Most)
 }
 
-// Body is a body in memory. It gives back what it took of the budget when it is closed.
+// Body is a body in memory. Close returns its part of the budget.
 type Body struct {
 	raw  []byte
 	at   int
@@ -59,13 +59,13 @@ func (b *Body) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// Close gives the memory back. It may be called more than once.
+// Close returns the memory to the budget. It may be called more than once.
 func (b *Body) Close() error {
 	large := cap(b.raw) >= collected
 	b.raw, b.at = nil, 0
 	if b.hold != nil {
 		if large {
-			runtime.GC() // so that what is given back is free: the next large body would come before the next collection
+			runtime.GC() // frees the memory first: the next large body could arrive before the next garbage collection
 		}
 		b.hold.Release()
 		b.hold = nil
@@ -73,7 +73,7 @@ func (b *Body) Close() error {
 	return nil
 }
 
-// Bytes is what is left of a request's body, without a copy where [Read] has read it.
+// Bytes returns the rest of a request's body, without a copy if [Read] has read it.
 func Bytes(r io.Reader) ([]byte, error) {
 	b, ok := r.(*Body)
 	if !ok {
@@ -88,8 +88,8 @@ func Bytes(r io.Reader) ([]byte, error) {
 	return rest, nil
 }
 
-// All is the whole body of a request of at most so many bytes, without a copy where [Read] has read it. The error is a
-// *[TooLarge], or the connection's.
+// All returns the whole body of a request, up to a number of bytes, without a copy if [Read] has read it. The error is
+// a *[TooLarge], or the connection's.
 func All(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
 	if b, ok := r.Body.(*Body); ok {
 		if int64(len(b.raw)-b.at) > most {
@@ -108,8 +108,8 @@ func All(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
 }
 
 // Read reads the body of a request and puts a [Body] in its place. While it reads, the request's connection counts as
-// idle: [Listen] may close it. The error is [ErrFull], a *[TooLarge], or the connection's; a deadline of the connection
-// that was not met is os.ErrDeadlineExceeded.
+// idle: [Listen] may close it. The error is [ErrFull], a *[TooLarge], or the connection's; a missed deadline of the
+// connection is os.ErrDeadlineExceeded.
 func Read(w http.ResponseWriter, r *http.Request, l Limits) error {
 	if r.ContentLength > l.Most {
 		return &TooLarge{Most: l.Most}
@@ -138,7 +138,7 @@ func Read(w http.ResponseWriter, r *http.Request, l Limits) error {
 	return nil
 }
 
-// pace is how a body has to come.
+// pace is the required speed of a body.
 type pace struct {
 	control *http.ResponseController
 	began   time.Time
@@ -146,13 +146,13 @@ type pace struct {
 	size    int64
 }
 
-// expect sets the time by which the next byte has to come, after so many.
+// expect sets the deadline of the next byte, after a number of bytes.
 func (p *pace) expect(got int64) {
 	if p.limit <= 0 {
 		return
 	}
 	grace := p.limit / Grace
 	share := float64(got+1) / float64(max(p.size, got+1))
-	// What cannot be set is a connection that is gone, or none: the next read says so.
+	// A deadline that cannot be set means a closed connection, or none: the next read reports it.
 	_ = p.control.SetReadDeadline(p.began.Add(grace + time.Duration(share*float64(p.limit-grace))))
 }

@@ -8,7 +8,7 @@ import (
 	"sync"
 )
 
-// Listen returns a listener whose connections are at most so many, for a server whose ConnContext and handler are
+// Listen returns a listener with a bounded number of connections, for a server whose ConnContext and handler are
 // [ConnContext] and [Handler].
 func Listen(l net.Listener, most int) net.Listener {
 	return &listener{Listener: l, conns: &conns{most: most}}
@@ -19,7 +19,7 @@ type listener struct {
 	conns *conns
 }
 
-// Accept takes a connection, and closes the one that has been idle for longest when that is one too many.
+// Accept accepts a connection, and closes the one that has been idle longest if that exceeds the bound.
 func (l *listener) Accept() (net.Conn, error) {
 	c, err := l.Listener.Accept()
 	if err != nil {
@@ -37,7 +37,7 @@ type conns struct {
 	idle list.List // of *conn without a request in work, the longest first
 }
 
-// conn is a connection. Its fields belong to the lock of conns.
+// conn is a connection. The lock of conns protects its fields.
 type conn struct {
 	net.Conn
 	of      *conns
@@ -73,7 +73,7 @@ func (c *conn) Close() error {
 	return c.Conn.Close()
 }
 
-// CloseWrite is for the server, which ends an answer that way where the client still sends.
+// CloseWrite is for the server, which ends an answer that way while the client still sends.
 func (c *conn) CloseWrite() error {
 	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {
 		return half.CloseWrite()
@@ -81,7 +81,7 @@ func (c *conn) CloseWrite() error {
 	return nil
 }
 
-// rest puts the connection at a place among the idle ones, or nowhere. It is called with the lock held.
+// rest moves the connection to a place in the list of idle ones, or out of it. The caller holds the lock.
 func (c *conn) rest(at *list.Element) {
 	if c.at != nil {
 		c.of.idle.Remove(c.at)
@@ -89,7 +89,7 @@ func (c *conn) rest(at *list.Element) {
 	c.at = at
 }
 
-// work notes that a request of the connection is in work; done that it is not any more. A nil connection notes nothing.
+// work marks the connection as having an active request; done ends that. On a nil connection it does nothing.
 func (c *conn) work() {
 	if c == nil {
 		return
@@ -111,7 +111,7 @@ func (c *conn) done() {
 	}
 }
 
-// progress notes that bytes of a body have come over an idle connection.
+// progress records that bytes of a body have arrived on an idle connection.
 func (c *conn) progress() {
 	if c == nil {
 		return
@@ -123,7 +123,7 @@ func (c *conn) progress() {
 	}
 }
 
-// connOf is the connection of a request; nil where no listener of ours has it.
+// connOf returns the connection of a request; nil if no listener of this package has it.
 func connOf(r *http.Request) *conn {
 	c, _ := r.Context().Value(connKey{}).(*conn)
 	return c
@@ -131,7 +131,7 @@ func connOf(r *http.Request) *conn {
 
 type connKey struct{}
 
-// ConnContext is that of an http.Server on such a listener.
+// ConnContext is the ConnContext of an http.Server on such a listener.
 func ConnContext(ctx context.Context, c net.Conn) context.Context {
 	if ours, ok := c.(*conn); ok {
 		return context.WithValue(ctx, connKey{}, ours)
@@ -139,7 +139,7 @@ func ConnContext(ctx context.Context, c net.Conn) context.Context {
 	return ctx
 }
 
-// Handler notes for the listener which connections have a request in work. It stands before all other handlers.
+// Handler tracks for the listener the connections with an active request. It wraps all other handlers.
 func Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		c := connOf(r)
