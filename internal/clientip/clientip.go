@@ -1,11 +1,12 @@
-// Package clientip finds the address that a request came from.
+// Package clientip finds the client's address of a request.
 //
-// It is the address of the connection, unless that is a trusted proxy (AGENT_TRUSTED_PROXIES). Then it is the
-// right-most address of X-Forwarded-For, or else of Forwarded, that is not a trusted proxy: a client can write
-// anything further left. A header that cannot be read, or two headers that disagree, leave the address at the last
-// proxy that was read: who sends nonsense shares a limit with others who do, never with a visitor of another address.
+// The client's address is the address of the connection, unless that is a trusted proxy (AGENT_TRUSTED_PROXIES). Then
+// the address is the right-most one of X-Forwarded-For, or else of Forwarded, that is not a trusted proxy: a client can
+// write anything further left. After an unreadable header, or two headers that disagree, the address is the last proxy
+// that was read. A client that sends nonsense shares a limit with others that do, never with a visitor of another
+// address.
 //
-// Who sends such a header and is no trusted proxy is logged, now and then, with what to do about it.
+// An untrusted peer that sends such a header is logged, now and then, with the remedy.
 //
 // Rate limits count by [Key]: an IPv4 address, or the /64 network of an IPv6 address, which one host can choose from
 // freely.
@@ -22,13 +23,13 @@ import (
 	"time"
 )
 
-// logEvery is the time between two lines about forwarded addresses that are not believed.
+// logEvery is the minimum time between two log lines about untrusted forwarded addresses.
 const logEvery = time.Hour
 
-// maxHops bounds how many addresses of a header are read.
+// maxHops bounds the addresses that are read from a header.
 const maxHops = 32
 
-// Trusted are the networks of the proxies whose headers are believed. The zero value believes nobody.
+// Trusted are the networks of the proxies whose headers are trusted. The zero value trusts no proxy.
 type Trusted []netip.Prefix
 
 // Parse reads addresses and networks (CIDR). Empty items are skipped.
@@ -68,7 +69,7 @@ func (t Trusted) Has(addr netip.Addr) bool {
 	return false
 }
 
-// Find returns the address of the client; the zero value when the connection has no address.
+// Find returns the address of the client; the zero value if the connection has no address.
 func (t Trusted) Find(r *http.Request) netip.Addr {
 	peer := Peer(r)
 	if !t.Has(peer) {
@@ -82,7 +83,7 @@ func (t Trusted) Find(r *http.Request) netip.Addr {
 	return client
 }
 
-// walk follows the hops from the right for as long as the one before is trusted.
+// walk follows the hops from the right while the previous hop is trusted.
 func (t Trusted) walk(peer netip.Addr, list []string) netip.Addr {
 	client := peer
 	for i := len(list) - 1; i >= 0 && t.Has(client); i-- {
@@ -95,9 +96,9 @@ func (t Trusted) walk(peer netip.Addr, list []string) netip.Addr {
 	return client
 }
 
-// Handler serves requests whose context has the address that [Of] and [Key] return. A request that a handler makes of
-// another one keeps its address. A forwarded address that is not believed is logged, at most once in [logEvery]: the
-// peer may be a proxy that nobody has listed.
+// Handler serves requests whose context has the address that [Of] and [Key] return. A request that a handler derives
+// from another one keeps its address. An untrusted forwarded address is logged, at most once in [logEvery]: the peer
+// may be a proxy that is missing from the settings.
 func (t Trusted) Handler(next http.Handler, log *slog.Logger) http.Handler {
 	var logged atomic.Int64
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -109,7 +110,7 @@ func (t Trusted) Handler(next http.Handler, log *slog.Logger) http.Handler {
 	})
 }
 
-// report logs that a peer which is not trusted names another address.
+// report logs that an untrusted peer names another address.
 func (t Trusted) report(r *http.Request, log *slog.Logger, logged *atomic.Int64) {
 	if r.Header.Get("X-Forwarded-For") == "" && r.Header.Get("Forwarded") == "" {
 		return
@@ -134,7 +135,7 @@ func Of(r *http.Request) netip.Addr {
 	return Peer(r)
 }
 
-// Key is what limits count by: the client's IPv4 address or IPv6 /64 network. All connections without an address
+// Key is the key of rate limits: the client's IPv4 address or IPv6 /64 network. All connections without an address
 // share one.
 func Key(r *http.Request) string { return Group(Of(r)) }
 

@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// hops returns the last addresses that proxies added, the nearest proxy's last. both has those of Forwarded when both
+// hops returns the last addresses that proxies added, the nearest proxy's last. both has those of Forwarded if both
 // headers are sent.
 func hops(h http.Header) (list, both []string) {
 	forwardedFor, forwarded := h.Values("X-Forwarded-For"), h.Values("Forwarded")
@@ -36,9 +36,9 @@ func lastItems(values []string) []string {
 	return list
 }
 
-// nodes are the for= parameters of Forwarded (RFC 7239); an element without one is an empty text, which is no address.
-// An address has no comma and no semicolon, quoted or not, so quotes need no parser: an element that was cut inside
-// of a quoted text has no address that can be read.
+// nodes are the for= parameters of Forwarded (RFC 7239); an element without one is an empty text, which is not an
+// address. An address has no comma and no semicolon, quoted or not, so quotes need no parser: an element cut inside a
+// quoted text has no readable address.
 func nodes(values []string) []string {
 	list := lastItems(values)
 	for i, element := range list {
@@ -53,7 +53,7 @@ func nodes(values []string) []string {
 	return list
 }
 
-// unquote takes the quotes off a whole quoted text.
+// unquote removes the quotes of a quoted text.
 func unquote(text string) string {
 	if len(text) >= 2 && text[0] == '"' && text[len(text)-1] == '"' {
 		return text[1 : len(text)-1]
