@@ -1,20 +1,18 @@
-// Package schedule says when recurring work is next due.
+// Package schedule computes the next time of recurring work.
 //
 // A schedule is five cron fields (minute, hour, day of month, month, day of week), a name such
 // as @daily, or an interval such as @every 30m. A schedule may name its own time zone with
 // CRON_TZ=Europe/Madrid in front; otherwise it runs in the zone it is parsed with.
 //
-// What it promises: [Parse] never panics, whoever wrote the expression, and what it accepts
-// fires. An expression that no calendar meets (31 February) is refused, and so is an interval
-// under a second or a sign of minus, which cron would quietly turn into one second. An error
-// names the field that is wrong and shows one that is right.
+// [Parse] promises that it never panics, for any expression, and that an accepted expression fires. It refuses an
+// expression that no calendar meets (31 February), and an interval under a second or with a minus sign, which cron
+// would silently turn into one second. An error names the wrong field and shows a correct one.
 //
-// Daylight saving: a time that the clocks skip does not happen that day (30 2 * * * is left out
-// on one day of spring in Europe), and a time they repeat happens twice. Work that must not miss
-// or repeat a day runs in UTC, which is the default of the runtime. Zones are built into the program, so
-// they are there on machines without a zone database.
+// Daylight saving: a time that the clocks skip does not happen that day (30 2 * * * is skipped on one day of spring in
+// Europe). A time that they repeat happens twice. Work that must not miss or repeat a day runs in UTC, which is the
+// default of the runtime. The program contains the zones, so machines without a zone database have them.
 //
-// A [Schedule] is a value that nothing changes; it is safe for concurrent use.
+// A [Schedule] is an immutable value; it is safe for concurrent use.
 package schedule
 
 import (
@@ -23,7 +21,7 @@ import (
 	"strconv"
 	"strings"
 	"time"
-	_ "time/tzdata" // zones on machines that have none
+	_ "time/tzdata" // zones for machines without a zone database
 
 	"github.com/robfig/cron/v3"
 )
@@ -38,8 +36,8 @@ type Schedule struct {
 	zone *time.Location
 }
 
-// Parse reads a cron expression; its times are in loc, or in UTC when loc is nil, unless it
-// names a zone itself. The error says which part is wrong and shows one that is right.
+// Parse reads a cron expression. Its times are in the zone that it names, else in loc, or in UTC if loc is nil. The
+// error names the wrong part and shows a correct one.
 func Parse(spec string, loc *time.Location) (Schedule, error) {
 	if loc == nil {
 		loc = time.UTC
@@ -54,8 +52,8 @@ func Parse(spec string, loc *time.Location) (Schedule, error) {
 	return s, nil
 }
 
-// Next is the first time after the given one that the schedule is due, in the schedule's zone;
-// the zero time when there is none within five years.
+// Next is the first time after the given one at which the schedule is due, in the schedule's zone; the zero time if
+// there is none within five years.
 func (s Schedule) Next(after time.Time) time.Time {
 	if s.cron == nil {
 		return time.Time{}
@@ -118,7 +116,7 @@ func parse(spec string, loc *time.Location) (Schedule, error) {
 	return s, nil
 }
 
-// cutZone takes the zone off the front of an expression.
+// cutZone removes the zone from the front of an expression.
 func cutZone(spec string, loc *time.Location) (string, *time.Location, error) {
 	name, found := strings.CutPrefix(spec, "CRON_TZ=")
 	if !found {
@@ -142,7 +140,7 @@ func cutZone(spec string, loc *time.Location) (string, *time.Location, error) {
 	return strings.TrimSpace(name[end:]), loc, nil
 }
 
-// guarded calls the cron library, whose parser was seen to panic.
+// guarded calls the cron library, whose parser has panicked before.
 func guarded(spec string) (parsed cron.Schedule, err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -158,15 +156,15 @@ func fires(s Schedule) bool {
 	return !s.Next(time.Date(2001, 1, 1, 0, 0, 0, 0, time.UTC)).IsZero()
 }
 
-// field is one of the five parts of a cron expression, with what its error says.
+// field is one of the five parts of a cron expression, with the hint for its error.
 type field struct {
 	name    string
-	size    int // how many values it has: a larger step is met once and means something else
+	size    int // the number of its values: a larger step fires once and means something else
 	allowed string
 	example string
 }
 
-// fields are in the order in which they are written. They are never changed.
+// fields are in the order of the expression. They never change.
 var fields = [...]field{
 	{"minute", 60, "0 to 59", `"*/30"`},
 	{"hour", 24, "0 to 23", `"9" or "8-18"`},
@@ -175,7 +173,7 @@ var fields = [...]field{
 	{"day of week", 7, "0 (Sunday) to 6 or SUN to SAT", `"1-5" or "MON"`},
 }
 
-// check refuses what the cron library would refuse unclearly, or accept as something else.
+// check refuses expressions that the cron library would refuse unclearly, or accept with another meaning.
 func check(spec string) error {
 	if spec == "" {
 		return errors.New(`it is empty; "*/30 * * * *" is every half hour`)
