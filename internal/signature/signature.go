@@ -1,17 +1,17 @@
-// Package signature tells whether a webhook comes from who shares a secret with us, and signs ours.
+// Package signature verifies that the sender of a webhook shares a secret with us, and signs our own webhooks.
 //
-// Five schemes are known. Standard Webhooks, GitHub and Stripe are read exactly as their publishers define
-// them; hmac is the pattern that most others follow, with its header, encoding and prefix as settings; bearer
-// compares a token. What is signed is the raw body, byte for byte, so a caller reads it before anything parses it.
+// It knows five schemes. Standard Webhooks, GitHub and Stripe are read exactly as their publishers define them; hmac is
+// the pattern that most others follow, with its header, encoding and prefix as settings; bearer compares a token. The
+// signature covers the raw body, byte for byte, so a caller reads the body before anything parses it.
 //
-// What it promises:
+// Promises:
 //
-//   - Every comparison of secrets or signatures takes the same time whatever they are.
-//   - Several secrets may be given at once, and each is good: a sender's secret is rotated by giving both until
-//     it has changed. An empty secret is an error ([ErrSecret]), never a match.
-//   - Where the scheme signs a time, one further from now than the tolerance, to either side, is refused. GitHub,
-//     bearer, and hmac without a timestamp header sign none: a copy of such a request verifies for ever, so it must be
-//     recognised by its delivery id.
+//   - Every comparison of secrets or signatures takes the same time for all values.
+//   - Several secrets may be given at once, and each is valid: to rotate a sender's secret, give both until the sender
+//     has changed. An empty secret is an error ([ErrSecret]), never a match.
+//   - If the scheme signs a time, a time further from now than the tolerance, to either side, is refused. GitHub,
+//     bearer, and hmac without a timestamp header sign none: a copy of such a request verifies for ever, so the
+//     receiver must recognise it by its delivery id.
 //
 // [ErrSecret] is the receiver's mistake; every other error wraps [ErrRefused] and is the sender's. The messages name no
 // secret and no signature. Nothing here keeps state or reads a clock.
@@ -34,13 +34,13 @@ import (
 )
 
 var (
-	// ErrRefused reports a request that is not proved to come from its sender.
+	// ErrRefused reports a request without proof of its sender.
 	ErrRefused = errors.New("signature refused")
 	// ErrSecret reports a secret that the scheme cannot use: the receiver's mistake.
 	ErrSecret = errors.New("the secret is unusable") // not "secret:", whose value is redacted
 )
 
-// Scheme is how a sender signs.
+// Scheme is a sender's way to sign.
 type Scheme string
 
 // The schemes.
@@ -55,7 +55,7 @@ const (
 // Schemes lists them all.
 func Schemes() []Scheme { return []Scheme{Standard, GitHub, Stripe, HMAC, Bearer} }
 
-// DefaultTolerance is how far a signed time may be from now.
+// DefaultTolerance bounds the distance of a signed time from now.
 const DefaultTolerance = 5 * time.Minute
 
 // Verifier checks requests of one sender. Tolerance 0 is [DefaultTolerance].
@@ -66,27 +66,27 @@ type Verifier struct {
 	Layout    Layout // of HMAC
 }
 
-// Layout is where and how a generic HMAC-SHA256 signature stands.
+// Layout describes the place and form of a generic HMAC-SHA256 signature.
 type Layout struct {
 	Header   string // default X-Signature
 	Encoding string // hex (default) or base64
 	Prefix   string // before the signature, such as sha256=
-	// TimestampHeader has the unix time that is signed too; empty: none is.
+	// TimestampHeader has the unix time, which is signed too; empty: no time is signed.
 	TimestampHeader string
-	// IDHeader has the message's id that is signed too; empty: none is.
+	// IDHeader has the message's id, which is signed too; empty: no id is signed.
 	IDHeader string
-	// Signed is the signed text, of {id}, {timestamp} and {body}; by default those that are there, joined by dots.
+	// Signed is the signed text, of {id}, {timestamp} and {body}; by default the present ones, joined by dots.
 	Signed string
 }
 
-// claim is what the headers of a request say about who sent it.
+// claim is the sender's proof in the headers of a request.
 type claim struct {
 	id, at string
 	given  map[string][][]byte // signatures by version
 }
 
-// Before returns an error for a request that is refused whatever its body is: one without a signature, with a time
-// that is not near now, or with another token. So that nobody need read a body to find out.
+// Before returns an error for a request that is refused with any body: without a signature, with a time too far from
+// now, or with another token. So the caller can refuse it without reading the body.
 func (v Verifier) Before(h http.Header, now time.Time) error {
 	_, err := v.claim(h, now)
 	if err == nil && v.Scheme == Bearer && len(v.Secrets) > 0 {
@@ -110,7 +110,7 @@ func (v Verifier) claim(h http.Header, now time.Time) (claim, error) {
 	return claim{}, fmt.Errorf("%w: there is no scheme %q", ErrSecret, v.Scheme)
 }
 
-// Verify returns nil when a request was signed with one of the secrets, at a time near now.
+// Verify returns nil for a request that was signed with one of the secrets, at a time near now.
 func (v Verifier) Verify(h http.Header, body []byte, now time.Time) error {
 	if len(v.Secrets) == 0 || slices.Contains(v.Secrets, "") {
 		return fmt.Errorf("%w: it is empty", ErrSecret)
@@ -157,7 +157,7 @@ func (v Verifier) near(unix string, now time.Time) error {
 	return nil
 }
 
-// anyOf reports whether one of the given signatures is one of those that are right. It always compares all.
+// anyOf reports whether one of the given signatures is correct. It always compares all.
 func anyOf(given, right [][]byte) bool {
 	equal := 0
 	for _, g := range given {
@@ -168,7 +168,7 @@ func anyOf(given, right [][]byte) bool {
 	return equal == 1
 }
 
-// sum is the HMAC of parts in a row: a large body is not copied.
+// sum is the HMAC of consecutive parts: a large body is not copied.
 func sum(secret []byte, parts ...[]byte) []byte {
 	mac := hmac.New(sha256.New, secret)
 	for _, p := range parts {
@@ -177,7 +177,7 @@ func sum(secret []byte, parts ...[]byte) []byte {
 	return mac.Sum(nil)
 }
 
-// sums are the HMACs of a message under each secret, taken as it is written.
+// sums are the HMACs of a message under each secret, with the secret's text as the key.
 func (v Verifier) sums(parts ...[]byte) [][]byte {
 	all := make([][]byte, len(v.Secrets))
 	for i, secret := range v.Secrets {
@@ -201,7 +201,7 @@ func (l Layout) withDefaults() Layout {
 	return l
 }
 
-// layout is where the signature stands.
+// layout describes the place of the signature.
 func (v Verifier) layout() Layout {
 	if v.Scheme == GitHub {
 		return Layout{Header: "X-Hub-Signature-256", Encoding: "hex", Prefix: "sha256="}
@@ -232,7 +232,7 @@ func (v Verifier) layoutClaim(h http.Header, now time.Time) (claim, error) {
 	return c, nil
 }
 
-// parts is what is signed. What the id and the body have of the pattern's words stays as it is.
+// parts are the parts of the signed text. The pattern's words inside the id and the body stay as they are.
 func (l Layout) parts(c claim, body []byte) (parts [][]byte) {
 	if l.TimestampHeader == "" && l.IDHeader == "" {
 		return [][]byte{body}
@@ -283,7 +283,7 @@ func Token(h http.Header) (string, error) {
 	return token, nil
 }
 
-// bearer compares hashes, so that not even the length of a token shows.
+// bearer compares hashes, so not even the length of a token shows.
 func (v Verifier) bearer(h http.Header) error {
 	token, err := Token(h)
 	if err != nil {

@@ -293,7 +293,7 @@ func TestAnEmptySecretMatchesNothing(t *testing.T) {
 	}
 }
 
-// FuzzVerify looks for a panic, and for a request that verifies without the secret.
+// FuzzVerify searches for a panic, and for a request that verifies without the secret.
 func FuzzVerify(f *testing.F) {
 	f.Add("msg", "1700000000", "v1,AAAA v1a,BBBB", body)
 	f.Add("", "t=1700000000,v1=00", "sha256=00", []byte{0xff})

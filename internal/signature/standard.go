@@ -19,11 +19,11 @@ const (
 	HeaderSignature = "Webhook-Signature"
 )
 
-// standardPrefixes are the names under which senders use the headers. Svix, who wrote the scheme, kept its own.
+// standardPrefixes are the names under which senders use the headers. Svix, the author of the scheme, kept its own.
 var standardPrefixes = []string{"Webhook-", "Svix-"}
 
-// StandardID is the name of the header that has the id of a message: webhook-id, or svix-id in a request that has
-// none of the standard headers.
+// StandardID is the name of the header with the id of a message: webhook-id, or svix-id in a request without the
+// standard headers.
 func StandardID(h http.Header) string { return standardPrefix(h) + "Id" }
 
 func standardPrefix(h http.Header) string {
@@ -35,10 +35,10 @@ func standardPrefix(h http.Header) string {
 	return standardPrefixes[0]
 }
 
-// maxSignatures bounds the work that a header full of signatures makes.
+// maxSignatures bounds the work for a header full of signatures.
 const maxSignatures = 16
 
-// standardClaim reads the three headers. Those of two prefixes are never mixed.
+// standardClaim reads the three headers. It never mixes headers of two prefixes.
 func (v Verifier) standardClaim(h http.Header, now time.Time) (claim, error) {
 	prefix := standardPrefix(h)
 	c := claim{id: h.Get(prefix + "Id"), at: h.Get(prefix + "Timestamp"), given: map[string][][]byte{}}
@@ -101,8 +101,8 @@ func standardKey(secret, asymmetric string) (key []byte, ed bool, err error) {
 	return key, ed, nil
 }
 
-// Sign returns the headers of a Standard Webhooks message that is sent at a time: one signature for each secret. A
-// whsec_ secret signs v1 (HMAC-SHA256); a whsk_ one, the seed of an ed25519 key or the whole key, signs v1a.
+// Sign returns the headers of a Standard Webhooks message that is sent at a given time: one signature for each secret.
+// A whsec_ secret signs v1 (HMAC-SHA256); a whsk_ one, the seed of an ed25519 key or the whole key, signs v1a.
 func Sign(secrets []string, id string, at time.Time, body []byte) (http.Header, error) {
 	if id == "" || strings.ContainsAny(id, ". \t\r\n") {
 		return nil, fmt.Errorf("sign webhook: an id has no dot and no space, unlike %q", id)
