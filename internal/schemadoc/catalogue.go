@@ -41,7 +41,7 @@ type Constraint struct {
 	Text    string // as pg_get_constraintdef
 }
 
-// Index is an index that no constraint makes.
+// Index is an index without a constraint.
 type Index struct {
 	OID     uint32
 	Name    string
@@ -67,10 +67,10 @@ type Closed struct {
 	Comment string
 }
 
-// Bookkeeping are the tables that no file of the schema makes.
+// Bookkeeping are the tables that no file of the schema creates.
 var Bookkeeping = []string{"agent_migrations", "agent_schema_code"}
 
-// Read reads the nouns from the files, and what they hold from the database.
+// Read reads the nouns from the files, and their content from the database.
 func Read(ctx context.Context, db postgres.DB, files fs.FS) ([]*Noun, error) {
 	nouns, places, err := readNouns(files)
 	if err != nil {
@@ -221,18 +221,18 @@ func readCode(ctx context.Context, db postgres.DB, nouns []*Noun, places map[str
 }
 
 var (
-	// casts are the types that a constant has by itself where it stands.
+	// casts are types that a constant already has in its place.
 	casts = regexp.MustCompile(`::(text\[\]|text|jsonb|numeric|interval|uuid\[\]|uuid|bigint|bytea|name|regconfig|` +
 		`"char"|timestamp with time zone)`)
-	// keywords are what the server writes in capitals, beside the constants, which stay as they are.
+	// keywords are words that the server writes in capitals; constants stay as they are.
 	keywords = regexp.MustCompile(`'[^']*'|\b[A-Z]+\b`)
-	// anyOf is how it writes a list of values.
+	// anyOf matches the server's form of a list of values.
 	anyOf = regexp.MustCompile(`(= ANY|<> ALL) \(ARRAY\[([^\]]*)\]\)`)
-	// storage says how an index is kept.
+	// storage matches the storage options of an index.
 	storage = regexp.MustCompile(` WITH \([a-z_]+=[a-z]+\)`)
 )
 
-// short leaves out of an expression what says nothing to a reader.
+// short removes the parts of an expression that a reader does not need.
 func short(text string) string {
 	text = storage.ReplaceAllString(casts.ReplaceAllString(text, ""), "")
 	text = anyOf.ReplaceAllStringFunc(text, func(m string) string {

@@ -1,7 +1,7 @@
 // Package schemadoc writes docs/schema.md. The chapters are the files of migrations/schema, in their order, then those
 // of migrations/changes that open with a noun. A chapter has the head of the file, then its tables, types, views and
-// functions. A migrated database describes them. The test
-// of package migrations compares the document, and writes it with -update.
+// functions. A migrated database describes them. The test of package migrations compares the document, and writes it
+// with -update.
 package schemadoc
 
 import (
@@ -12,11 +12,11 @@ import (
 	"strings"
 )
 
-// plain are names of columns that say it all.
+// plain are self-explanatory names of columns.
 var plain = strings.Fields(`id name description created_at updated_at trace_id execution_id thread_id title reason
 	skill_name skill_revision version revision error_message enabled url`)
 
-// refersTo says what a column names where no foreign key does: by table and column, or by column alone.
+// refersTo names the target of a column without a foreign key: by table and column, or by column alone.
 var refersTo = map[string]string{
 	"execution_id": "agent_executions", "lender": "agent_executions", "borrower": "agent_executions",
 	"consumed_by": "agent_executions", "forked_from": "agent_executions",
@@ -30,7 +30,7 @@ var refersTo = map[string]string{
 	"agent_prompts.tools":               "agent_prompt_parts", "agent_prompts.messages": "agent_prompt_parts",
 }
 
-// reference is a table that a column names.
+// reference is a table that a column refers to.
 type reference struct {
 	columns []string
 	target  string
@@ -38,7 +38,7 @@ type reference struct {
 	text    string
 }
 
-// references are what the columns of a table name: foreign keys first, then by refersTo.
+// references are the targets of a table's columns: foreign keys first, then by refersTo.
 func (r *Relation) references() []reference {
 	var all []reference
 	var held []string
@@ -70,7 +70,7 @@ func (r *Relation) key() []string {
 	return nil
 }
 
-// Missing lists what has to have a comment and has none, and references to tables that are not there.
+// Missing lists objects without a required comment, and references to tables that do not exist.
 func Missing(nouns []*Noun) []string {
 	var all []string
 	need := func(comment, name string) {
@@ -126,13 +126,13 @@ type Noun struct {
 }
 
 var (
-	// made finds what a file makes in the schema of the tables.
+	// made finds the objects that a file creates in the schema of the tables.
 	made = regexp.MustCompile(`(?m)^create (?:or replace )?(?:table|view|type|domain|function) ([a-z0-9_]+)\b[^.]`)
 	// opening is the first line of a file: "Lanes: the right to act".
 	opening = regexp.MustCompile(`^([A-Z][a-z ]+)([:.,])`)
 )
 
-// readNouns reads the files, and which of them makes each name at which place.
+// readNouns reads the files, and records the file and the place that create each name.
 func readNouns(files fs.FS) ([]*Noun, map[string]place, error) {
 	paths, err := fs.Glob(files, "schema/*.sql")
 	if err != nil {
@@ -195,10 +195,10 @@ func readChanges(files fs.FS, nouns []*Noun, places map[string]place) ([]*Noun, 
 	return nouns, nil
 }
 
-// place is where a name is made: the file's number, and the number of the statement in it.
+// place is the place that creates a name: the file's number, and the statement's number in it.
 type place struct{ file, statement int }
 
-// find is the place of a name. A name of a later change stands with the known name that has the same beginning.
+// find is the place of a name. A name of a later change is placed with the known name that has the same beginning.
 func find(places map[string]place, name string) place {
 	at, known := places[name]
 	for part := name; !known && part != ""; part = part[:len(part)-1] {
@@ -215,13 +215,13 @@ func (p place) before(q place) bool {
 	return p.file < q.file || p.file == q.file && p.statement < q.statement
 }
 
-// essay is what follows the noun: a sentence of its own.
+// essay is the text after the noun: a sentence of its own.
 func essay(text string) string {
 	text = strings.TrimSpace(text)
 	return strings.ToUpper(text[:1]) + text[1:]
 }
 
-// head is the comment that a file opens with, without its marks.
+// head is the comment at the start of a file, without its marks.
 func head(text string) string {
 	var lines []string
 	for line := range strings.Lines(text) {
