@@ -1,12 +1,12 @@
-// Package browser drives a real Chromium in tests: pages are opened, clicked and typed into as a person would,
-// and whatever the browser complains about is kept.
+// Package browser drives a real Chromium in tests. It opens pages, clicks and types as a person would, and records the
+// browser's complaints.
 //
-// One process of the browser serves a test binary; every Page has a profile of its own, so cookies and storage
-// of one are not another's. The browser may reach loopback only: every other host is refused and counted as a
-// problem, as are errors on the console, exceptions nobody caught and violations of the Content-Security-Policy.
+// One process of the browser serves a test binary; every Page has a profile of its own, so pages share no cookies and
+// no storage. The browser reaches loopback only. A request to any other host is refused and counts as a problem, as do
+// console errors, uncaught exceptions and violations of the Content-Security-Policy.
 //
-// The browser is Debian's package chromium. As root it is installed when it is missing; else the test stops and
-// says which command to run.
+// The browser is Debian's package chromium. Root installs a missing one; otherwise the test stops and names the command
+// to run.
 package browser
 
 import (
@@ -33,10 +33,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// waitTimeout is how long a step may take before the test fails: machines that test are slow and shared.
+// waitTimeout bounds a step before the test fails: test machines are slow and shared.
 const waitTimeout = 3 * time.Minute
 
-// Look is how a page is looked at.
+// Look is the presentation of a page.
 type Look struct {
 	Width, Height int64  // of the window in CSS pixels; 1280 by 900 when 0
 	Dark          bool   // the reader prefers dark
@@ -47,19 +47,19 @@ type Look struct {
 	Zone          string // time zone; the machine's when empty
 }
 
-// Page is a tab with a profile of its own. Its methods fail the test when a step cannot be done in time. It is
-// for one goroutine at a time.
+// Page is a tab with a profile of its own. Its methods fail the test if a step exceeds its time. It is for one
+// goroutine at a time.
 type Page struct {
 	tb  testing.TB
-	ctx context.Context // chromedp keeps the tab in it
-	now Look            // as it is looked at
+	ctx context.Context // chromedp stores the tab in the context
+	now Look            // the current presentation
 
 	mu       sync.Mutex
 	problems []string
 	expected []string
 }
 
-// Open opens an empty page; it closes with the test.
+// Open opens an empty page, which closes with the test.
 func Open(tb testing.TB, look Look) *Page {
 	tb.Helper()
 	ctx, cancel := chromedp.NewContext(process(tb), chromedp.WithTargetID(newTab(tb)))
@@ -74,7 +74,7 @@ func Open(tb testing.TB, look Look) *Page {
 	return p
 }
 
-// As changes how the page is looked at, without loading it again.
+// As changes the presentation of the page without reloading it.
 func (p *Page) As(look Look) {
 	p.tb.Helper()
 	if look.Width == 0 {
@@ -108,7 +108,7 @@ func (p *Page) As(look Look) {
 		}))
 }
 
-// newTab opens a window with a profile of its own; a tab alone a browser without a window refuses.
+// newTab opens a window with a profile of its own; a headless browser refuses a tab alone.
 func newTab(tb testing.TB) target.ID {
 	tb.Helper()
 	browser := chromedp.FromContext(process(tb)).Browser
@@ -131,7 +131,7 @@ func newTab(tb testing.TB) target.ID {
 	return tab
 }
 
-// do runs steps within the time they may take.
+// do runs steps within the time limit.
 func (p *Page) do(what string, steps ...chromedp.Action) {
 	p.tb.Helper()
 	ctx, cancel := context.WithTimeout(p.ctx, waitTimeout)
@@ -141,7 +141,7 @@ func (p *Page) do(what string, steps ...chromedp.Action) {
 	}
 }
 
-// where tells what the page shows, for a failing test.
+// where describes the current page, for a failing test.
 func (p *Page) where() string {
 	ctx, cancel := context.WithTimeout(p.ctx, 5*time.Second)
 	defer cancel()
@@ -166,7 +166,7 @@ func (p *Page) Reload() {
 	p.do("load the page again", chromedp.Reload())
 }
 
-// Click clicks what a CSS selector finds, as soon as it can be seen.
+// Click clicks the element of a CSS selector as soon as it is visible.
 func (p *Page) Click(selector string) {
 	p.tb.Helper()
 	at := p.onSeen("click "+selector, selector, `e.scrollIntoViewIfNeeded();
@@ -175,8 +175,8 @@ func (p *Page) Click(selector string) {
 	p.do("click "+selector, chromedp.MouseClickXY(at[0], at[1]))
 }
 
-// onSeen runs a script with the element e that a CSS selector finds, as soon as it can be seen. The script returns a
-// point. The page cannot replace the element while it runs.
+// onSeen runs a script with the element e of a CSS selector as soon as it is visible. The script returns a point. The
+// page cannot replace the element while it runs.
 func (p *Page) onSeen(what, selector, script string) (at []float64) {
 	p.tb.Helper()
 	p.poll(what, fmt.Sprintf(`(e => { if (!e?.checkVisibility({ visibilityProperty: true })) return [];
@@ -184,7 +184,7 @@ func (p *Page) onSeen(what, selector, script string) (at []float64) {
 	return at
 }
 
-// Hover moves the pointer over what a CSS selector finds.
+// Hover moves the pointer over the element of a CSS selector.
 func (p *Page) Hover(selector string) {
 	p.tb.Helper()
 	var at [2]float64
@@ -195,14 +195,14 @@ func (p *Page) Hover(selector string) {
 	p.do("point at "+selector, chromedp.MouseEvent(input.MouseMoved, at[0], at[1]))
 }
 
-// Type types into what a CSS selector finds.
+// Type types into the element of a CSS selector.
 func (p *Page) Type(selector, text string) {
 	p.tb.Helper()
 	p.onSeen("type into "+selector, selector, `e.focus(); return [0, 0];`)
 	p.do("type into "+selector, chromedp.KeyEvent(text))
 }
 
-// Press presses keys, wherever the focus is; special ones are those of chromedp/kb.
+// Press presses keys at the current focus; special ones are those of chromedp/kb.
 func (p *Page) Press(keys string) {
 	p.tb.Helper()
 	p.do("press keys", chromedp.KeyEvent(keys))
@@ -217,22 +217,21 @@ func (p *Page) Text(selector string) (text string) {
 	return text
 }
 
-// Eval evaluates JavaScript into out, which is what JSON can be read into. A promise is awaited.
+// Eval evaluates JavaScript into out, a target for JSON. It awaits a promise.
 func (p *Page) Eval(script string, out any) {
 	p.tb.Helper()
 	p.do("evaluate "+script[:min(len(script), 80)], chromedp.Evaluate(script, out,
 		func(e *runtime.EvaluateParams) *runtime.EvaluateParams { return e.WithAwaitPromise(true) }))
 }
 
-// Until waits until a JavaScript expression, which is no promise, is true on a page that has loaded. The page may go
-// elsewhere meanwhile.
+// Until waits until a JavaScript expression is true on a page that has loaded. The expression must not be a promise.
+// The page may navigate meanwhile.
 func (p *Page) Until(what, condition string) {
 	p.tb.Helper()
 	p.until(what, condition, func() {})
 }
 
-// PressUntil presses keys each second until a condition holds, as for Until: a page that is left for the next one may
-// hear no key.
+// PressUntil presses keys each second until a condition holds, as for Until: a page that navigates may ignore a key.
 func (p *Page) PressUntil(keys, condition string) {
 	p.tb.Helper()
 	p.Press(keys)
@@ -244,8 +243,8 @@ func (p *Page) PressUntil(keys, condition string) {
 	})
 }
 
-// until waits for a condition on a page that has loaded: a page that loads has its address, but only some of its
-// elements. It calls between after each look at which the condition is false.
+// until waits for a condition on a page that has loaded: a loading page has its address, but only some of its elements.
+// It calls between after each check with a false result.
 func (p *Page) until(what, condition string, between func()) {
 	p.tb.Helper()
 	var now struct{ Holds, Loaded bool }
@@ -258,7 +257,7 @@ func (p *Page) until(what, condition string, between func()) {
 		})
 }
 
-// poll evaluates a script into now, again and again until done.
+// poll evaluates a script into now, repeatedly until done.
 func (p *Page) poll(what, script string, now any, done func() bool) {
 	p.tb.Helper()
 	ctx, cancel := context.WithTimeout(p.ctx, waitTimeout)
@@ -272,7 +271,7 @@ func (p *Page) poll(what, script string, now any, done func() bool) {
 		case err == nil && done():
 			return
 		case ctx.Err() == nil:
-			last = err // between two pages there may be nothing to evaluate it in
+			last = err // between two pages there may be no context for the script
 		}
 		select {
 		case <-ctx.Done():
@@ -282,14 +281,13 @@ func (p *Page) poll(what, script string, now any, done func() bool) {
 	}
 }
 
-// Shows waits until the page's text has words.
+// Shows waits until the page's text contains words.
 func (p *Page) Shows(words string) {
 	p.tb.Helper()
 	p.Until("the page shows "+words, fmt.Sprintf("document.body.innerText.includes(%q)", words))
 }
 
-// Offline cuts the page off from the network, or connects it again: new requests fail. A stream that is open stays
-// open.
+// Offline disconnects the page from the network, or connects it again: new requests fail. An open stream stays open.
 func (p *Page) Offline(off bool) {
 	p.tb.Helper()
 	everywhere := []*network.Conditions{{DownloadThroughput: -1, UploadThroughput: -1}}
@@ -301,8 +299,8 @@ func (p *Page) Offline(off bool) {
 	}))
 }
 
-// Metrics are the seconds that the page took since the first call, such as TaskDuration, ScriptDuration and
-// LayoutDuration. They are less sensitive to other load than moments are.
+// Metrics are the seconds of work of the page since the first call, such as TaskDuration, ScriptDuration and
+// LayoutDuration. Other load affects them less than it affects points in time.
 func (p *Page) Metrics() map[string]float64 {
 	p.tb.Helper()
 	of := map[string]float64{}
@@ -319,7 +317,7 @@ func (p *Page) Metrics() map[string]float64 {
 	return of
 }
 
-// Screenshot writes the window, or with whole the whole page, as PNG.
+// Screenshot writes the window, or, if whole is set, the whole page as PNG.
 func (p *Page) Screenshot(path string, whole bool) {
 	p.tb.Helper()
 	var picture []byte
@@ -334,14 +332,14 @@ func (p *Page) Screenshot(path string, whole bool) {
 	}
 }
 
-// Expect says that a complaint with these words is part of the test.
+// Expect declares that a complaint with these words is part of the test.
 func (p *Page) Expect(words string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.expected = append(p.expected, words)
 }
 
-// Problems are what the browser complained about, but for what was expected.
+// Problems are the browser's complaints, without the expected ones.
 func (p *Page) Problems() []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -363,7 +361,7 @@ func (p *Page) isExpected(problem string) bool {
 	return false
 }
 
-// hear keeps what the browser complains about.
+// hear records the browser's complaints.
 func (p *Page) hear(event any) {
 	problem := ""
 	switch e := event.(type) {

@@ -59,7 +59,7 @@ func TestAxeFindsWhatIsInaccessible(t *testing.T) {
 	assert.Contains(t, strings.Join(p.Inaccessible(), "\n"), "label")
 }
 
-// A condition that half a page fulfils is not yet a page to judge.
+// A condition that holds on half a page does not end the wait.
 func TestUntilWaitsForTheWholePage(t *testing.T) {
 	t.Parallel()
 	mux := http.NewServeMux()
@@ -87,7 +87,7 @@ func TestUntilWaitsForTheWholePage(t *testing.T) {
 	assert.Truef(t, ended, "only a part of the page was there")
 }
 
-// A live update may replace an element between the moment it is found and the moment it is clicked.
+// A live update may replace an element between its lookup and the click.
 func TestAnElementThatIsReplacedIsClicked(t *testing.T) {
 	t.Parallel()
 	base := serving(t, map[string]string{"/": page + `<button>one</button><input></main></body></html>`})

@@ -13,16 +13,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/debian"
 )
 
-// started is the one browser of this test binary. It is never closed: it ends with the process that started it,
-// whose death its debugging pipe shows.
+// started is the one browser of this test binary. It is never closed: it ends with the process that started it, when
+// its debugging pipe closes.
 var started struct {
 	once sync.Once
-	ctx  context.Context // chromedp keeps the process in it
+	ctx  context.Context // chromedp stores the process in the context
 	stop func()
 	err  error
 }
 
-// Tests are those of a package that opens pages: wrap testing.M in it in TestMain.
+// Tests wraps testing.M for a package that opens pages: use it in TestMain.
 type Tests struct{ M interface{ Run() int } }
 
 // Run runs the tests and then ends the browser.
@@ -44,7 +44,7 @@ func process(tb testing.TB) context.Context {
 	return started.ctx
 }
 
-// start runs the browser. Without the flags about the background it calls its maker's hosts.
+// start runs the browser. Without the flags about the background it contacts its maker's hosts.
 func start() (context.Context, func(), error) {
 	binary, err := debian.Program{
 		Package: "chromium", Setting: "AGENT_TEST_BROWSER",
@@ -69,7 +69,7 @@ func start() (context.Context, func(), error) {
 	stop := func() {
 		endBrowser()
 		endProcess()
-		_ = os.RemoveAll(profile) // what is left is in the folder for temporary files
+		_ = os.RemoveAll(profile) // leftovers are in the folder for temporary files
 	}
 	if err := chromedp.Run(ctx); err != nil {
 		stop()
