@@ -70,15 +70,15 @@ type Config struct {
 	Limits   Limits
 	SelfHeal SelfHeal
 
-	// What follows is made from the settings above.
+	// The fields below are derived from the settings above.
 
 	Heartbeat schedule.Schedule `env:"-"` // HeartbeatCron in Timezone
 	Location  *time.Location    `env:"-"` // Timezone
 	Prices    map[string]Price  `env:"-"` // by model; empty when AGENT_PRICES is not set
 	Admission []Admission       `env:"-"` // RunLimits
 	Proxies   clientip.Trusted  `env:"-"` // ProxyList
-	ChatKeys  map[string]Secret `env:"-"` // ChatKey by name; one without a name is called visitor
-	Unknown   []string          `env:"-"` // one warning for each AGENT_ variable that nobody reads
+	ChatKeys  map[string]Secret `env:"-"` // ChatKey by name; a key without a name is called visitor
+	Unknown   []string          `env:"-"` // one warning for each AGENT_ variable without a reader
 }
 
 // Admission limits concurrent executions of a flow or a surface.
@@ -165,8 +165,8 @@ type SelfHeal struct {
 // Price is in US dollars per million tokens.
 type Price struct {
 	Input      float64 `json:"input"`
-	Cached     float64 `json:"cached"`      // of the input, what the provider had read before; as Input when 0
-	CacheWrite float64 `json:"cache_write"` // and what it keeps for the next time; as Input when 0
+	Cached     float64 `json:"cached"`      // of the cached part of the input; as Input if 0
+	CacheWrite float64 `json:"cache_write"` // of the part that the provider caches for later; as Input if 0
 	Output     float64 `json:"output"`
 	Long       Long    `json:"long"`
 }

@@ -236,7 +236,7 @@ func TestRequire(t *testing.T) {
 	const dsn, token = "postgres://h/d", "0123456789abcdef"
 	for name, c := range map[string]struct {
 		environ    map[string]string
-		serve, dev []string // what each line begins with
+		serve, dev []string // the beginning of each line
 	}{
 		"nothing": {nil, []string{"DATABASE_URL is not set", "AGENT_ADMIN_TOKEN is not set"}, nil},
 		"all": {map[string]string{"DATABASE_URL": dsn, "AGENT_ADMIN_TOKEN": token, "AGENT_CHAT_KEY": token + "2,shop=" +
@@ -317,7 +317,7 @@ func TestRequireReportsAllProblems(t *testing.T) {
 			[]string{"AGENT_ADMIN_TOKEN_FILE: "},
 		},
 		"nothing amiss":  {map[string]string{"DATABASE_URL": "postgres://h/d", "AGENT_ADMIN_TOKEN": "t"}, nil},
-		"only not there": {nil, nil}, // RequireServe says so
+		"only not there": {nil, nil}, // RequireServe reports it
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := config.LoadServe(c.environ)

@@ -44,8 +44,8 @@ func Environ(list []string) map[string]string {
 	return out
 }
 
-// Load reads the settings from environ without changing it. also lists AGENT_ variables of other readers. The error
-// is an [*Error] with a line for each problem.
+// Load reads the settings from environ without changing it. also lists AGENT_ variables that other components read. The
+// error is an [*Error] with a line for each problem.
 func Load(environ map[string]string, also ...string) (Config, error) {
 	list := Settings()
 	values, problems := readFiles(nonEmpty(environ), list)
@@ -196,14 +196,14 @@ func variableOf(t reflect.Type, field string) string {
 	return ""
 }
 
-// DotEnv is the content of a file .env. Somebody else may have written it, so it never sets a program, a file with a
+// DotEnv is the content of a file .env. Another person may have written it, so it never sets a program, a file with a
 // secret, or a destination for secrets from elsewhere.
 type DotEnv struct {
-	// Environ is the environment given, with the settings that the file adds to it.
+	// Environ is the given environment with the settings of the file.
 	Environ map[string]string
-	// References are what the file has besides settings: what ${NAME} in a workspace may stand for, and nothing else.
+	// References are the other variables of the file: ${NAME} in a workspace may refer to them, and nothing else may.
 	References map[string]string
-	// Set and Ignored are the names that were taken from the file and those that never are, sorted.
+	// Set and Ignored are the sorted names that the file set, and those that it must never set.
 	Set, Ignored []string
 }
 
