@@ -5,12 +5,12 @@
 //   - every chunk carries id, object, created and model;
 //   - the first delta has the role and an empty content, later ones have no role;
 //   - the last delta is empty and has the finish reason;
-//   - usage comes in a chunk of its own without choices, and only when it was asked for;
-//   - the stream ends with [DONE], except after an error, which ends it by itself;
-//   - each chunk is flushed, and proxies are told not to buffer.
+//   - usage comes in a separate chunk without choices, only on request;
+//   - the stream ends with [DONE], except after an error, which itself ends the stream;
+//   - each chunk is flushed, and a header stops proxies from buffering.
 //
-// A [Stream] is used by one goroutine. After the first failed write it writes nothing more; [Stream.Err] returns
-// that error, so a caller checks once, at the end.
+// One goroutine uses a [Stream]. After the first failed write it writes nothing more; [Stream.Err] returns that error,
+// so a caller checks once, at the end.
 package chatwire
 
 import (

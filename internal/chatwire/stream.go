@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sse"
 )
 
-// pieceBytes is about how much text one chunk carries.
+// pieceBytes is the approximate size of one chunk's text.
 const pieceBytes = 24
 
 // Stream is an answer under way.
@@ -30,11 +30,11 @@ type chunk struct {
 	Model   string        `json:"model"`
 	Choices []choice      `json:"choices"`
 	Usage   *openai.Usage `json:"usage,omitempty"`
-	// Activity is not OpenAI's. Clients request it, and others ignore it.
+	// Activity extends OpenAI's protocol. Clients request it, and others ignore it.
 	Activity *activity `json:"activity,omitempty"`
 }
 
-// activity is what the agent does while it sends no text.
+// activity is the agent's current action while it sends no text.
 type activity struct {
 	Type string `json:"type"` // tool, approval or none
 	Name string `json:"name,omitempty"`
@@ -74,7 +74,7 @@ func (s *Stream) Role() {
 // Text sends a piece of the answer's text.
 func (s *Stream) Text(piece string) { s.delta(delta{Content: &piece}, "") }
 
-// Call sends a tool call: first its name, then its arguments in fragments.
+// Call sends a tool call: its name, then its arguments in fragments.
 func (s *Stream) Call(index int, call openai.ToolCall) {
 	head := openai.ToolCall{Index: &index, ID: call.ID, Type: openai.ToolTypeFunction}
 	head.Function.Name = call.Function.Name
@@ -86,16 +86,16 @@ func (s *Stream) Call(index int, call openai.ToolCall) {
 	}
 }
 
-// Calls sends fragments of tool calls in one chunk, exactly as they are.
+// Calls sends fragments of tool calls in one chunk, unchanged.
 func (s *Stream) Calls(fragments ...openai.ToolCall) { s.delta(delta{Calls: fragments}, "") }
 
 // Finish sends why the answer ended.
 func (s *Stream) Finish(reason openai.FinishReason) { s.delta(delta{}, reason) }
 
-// Idle sends an empty chunk: a sign of life that every client counts as one, unlike a comment.
+// Idle sends an empty chunk: unlike a comment, every client counts it as a sign of life.
 func (s *Stream) Idle() { s.delta(delta{}, "") }
 
-// Usage sends what the answer cost.
+// Usage sends the cost of the answer.
 func (s *Stream) Usage(u openai.Usage) {
 	c := s.head
 	c.Choices, c.Usage = []choice{}, &u
@@ -118,7 +118,7 @@ func (s *Stream) Failure(f Failure) { s.data(map[string]Failure{"error": f}) }
 // Done ends the stream.
 func (s *Stream) Done() { s.write(sse.Event{Data: "[DONE]"}.Append(nil)) }
 
-// Err is the first error of the connection; nil when all was sent.
+// Err is the first error of the connection; nil if there was none.
 func (s *Stream) Err() error { return s.err }
 
 func (s *Stream) delta(d delta, reason openai.FinishReason) {
@@ -141,8 +141,8 @@ func (s *Stream) write(event []byte) {
 	}
 }
 
-// Pieces cuts text into the parts that a stream sends one by one. Together they are the text, and no
-// part cuts a character in two.
+// Pieces cuts text into the parts that a stream sends one by one. Together they are the text, and no part cuts a
+// character in two.
 func Pieces(text string) []string {
 	var pieces []string
 	for len(text) > pieceBytes {
