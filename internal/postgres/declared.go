@@ -15,7 +15,7 @@ import (
 const SourceWorkspace = "workspace"
 
 // Upsert inserts a row into table, or updates the row with the same key columns, and reports whether it wrote. It does
-// not touch a row with equal values, and wraps an error in verb. key has the key columns, separated by ", ". also are
+// not write a row with equal values, and wraps an error in verb. key has the key columns, separated by ", ". also are
 // further assignments of an update; t is the existing row.
 func Upsert(ctx context.Context, db DB, verb, table, key string, row Strict, also ...string) (bool, error) {
 	columns := slices.Sorted(maps.Keys(row))

@@ -12,8 +12,8 @@ import (
 )
 
 // A [KeyedTx] tries for [LockRetryTimeout], and at least minTries times. The first try waits for a lock for
-// firstLockWait, each further one for twice as long, up to maxLockWait, so that old waiters of a busy key win. Between
-// two tries it waits without a connection, for lockPause to twice as long.
+// firstLockWait, each further one for twice as long, up to maxLockWait. Old waiters of a busy key therefore win.
+// Between two tries it waits without a connection, between lockPause and twice as long.
 const (
 	minTries      = 5
 	firstLockWait = 50 * time.Millisecond
@@ -25,8 +25,7 @@ const (
 // for a lock. When another transaction keeps the lock for about [LockRetryTimeout], the error is one that [Locked]
 // reports. The zero value is ready, and may be used from many goroutines.
 type KeyedTx struct {
-	// Slots bounds the concurrent transactions by its capacity, so that connections are left for others; nil for no
-	// bound.
+	// Slots bounds the concurrent transactions by its capacity, which leaves connections for others; nil for no bound.
 	Slots chan struct{}
 
 	queue KeyQueue
@@ -38,7 +37,7 @@ func (k *KeyedTx) Do(ctx context.Context, db Beginner, key string, fn func(tx pg
 	return k.try(ctx, key, func(ctx context.Context, wait time.Duration) error { return inTxWithin(ctx, db, wait, fn) })
 }
 
-// Try is Do for a write that bounds its waits for locks itself, by LockTimeout, and changes nothing when it fails.
+// Try is Do for a write that bounds its lock waits by LockTimeout, and changes nothing if it fails.
 func (k *KeyedTx) Try(ctx context.Context, key string, write func(ctx context.Context) error) error {
 	return k.try(ctx, key, func(ctx context.Context, _ time.Duration) error { return write(ctx) })
 }
@@ -53,14 +52,14 @@ func (k *KeyedTx) try(ctx context.Context, key string,
 	defer release()
 	return retryLocked(ctx, LockRetryTimeout, func(ctx context.Context, wait time.Duration) error {
 		err := k.bounded(ctx, func(ctx context.Context) error { return write(ctx, wait) })
-		if Locked(err) && wait == maxLockWait { // shorter waits may only have lost against other writers
+		if Locked(err) && wait == maxLockWait { // shorter waits may only have lost to other writers
 			k.queue.MarkBlocked(key)
 		}
 		return err
 	})
 }
 
-// bounded makes a write in one of the slots.
+// bounded runs a write in one of the slots.
 func (k *KeyedTx) bounded(ctx context.Context, write func(ctx context.Context) error) error {
 	if k.Slots == nil {
 		return write(ctx)
@@ -74,7 +73,7 @@ func (k *KeyedTx) bounded(ctx context.Context, write func(ctx context.Context) e
 	}
 }
 
-// retryLocked retries a write that met a lock until the timeout, and at least minTries times.
+// retryLocked retries a write that met a lock, until the timeout, and at least minTries times.
 func retryLocked(ctx context.Context, timeout time.Duration,
 	write func(ctx context.Context, wait time.Duration) error,
 ) error {
@@ -92,8 +91,8 @@ func retryLocked(ctx context.Context, timeout time.Duration,
 	}
 }
 
-// KeyQueue serializes the writes of a key in this process, so that at most one of them waits for a lock of the
-// database. The zero value is ready.
+// KeyQueue serializes the writes of a key in this process: at most one of them waits for a lock of the database. The
+// zero value is ready.
 type KeyQueue struct {
 	keys    KeyedMutex[string]
 	mu      sync.Mutex

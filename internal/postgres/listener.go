@@ -25,10 +25,10 @@ const (
 // subscriber of its channel, reconnects when the connection breaks, and never waits for a slow
 // subscriber.
 //
-// A subscriber receives payloads; the empty payload means "something may have happened, look at
-// everything". It comes after every (re)connect, because a notification may have been missed, and
-// in place of the payloads that did not fit. Behind a pooler LISTEN has no effect: Run says so once
-// and delivers nothing. So a subscriber always polls as well.
+// A subscriber receives payloads; the empty payload means "something may have changed, read everything". The empty
+// payload comes after every (re)connect, because a notification may have been missed, and replaces the payloads that
+// did not fit. Behind a pooler LISTEN has no effect: Run logs that once and delivers nothing. So a subscriber always
+// polls as well.
 //
 // All methods may be called from any goroutine.
 type Listener struct {
@@ -38,12 +38,12 @@ type Listener struct {
 
 	mu      sync.Mutex
 	subs    map[string]map[*subscriber]struct{}
-	changed chan struct{} // has room for one: the set of channels is not the one listened to
+	changed chan struct{} // has room for one: the set of channels differs from the LISTENs of the connection
 }
 
 type subscriber struct {
 	payloads chan string
-	wanted   func(payload string) bool // nil for all of them
+	wanted   func(payload string) bool // nil for all payloads
 }
 
 // NewListener returns a listener that gets its connections from connect; see [Dialer].
@@ -56,15 +56,14 @@ func NewListener(connect func(ctx context.Context) (*pgx.Conn, error), logger *s
 	}
 }
 
-// Subscribe delivers the notifications of channel from soon after Run has it listened to; that
-// moment is itself announced by an empty payload. cancel ends the subscription and closes the
-// returned channel; it may be called more than once.
+// Subscribe delivers the notifications of channel. Delivery starts soon, when Run has sent LISTEN; an empty payload
+// announces that moment. cancel ends the subscription and closes the returned channel; it may be called more than once.
 func (l *Listener) Subscribe(channel string) (payloads <-chan string, cancel func()) {
 	return l.SubscribeTo(channel, nil)
 }
 
-// SubscribeTo is Subscribe to the payloads that are wanted, and the empty one: where many are others', none of these
-// has to fit. wanted must return at once.
+// SubscribeTo is Subscribe to the wanted payloads and the empty one. The payloads of others then take none of the
+// subscriber's room. wanted must return at once.
 func (l *Listener) SubscribeTo(channel string, wanted func(payload string) bool) (payloads <-chan string,
 	cancel func(),
 ) {
@@ -97,8 +96,8 @@ func (l *Listener) announceChange() {
 	}
 }
 
-// Run listens until ctx ends and then returns nil. A connection that breaks is opened again, with
-// growing pauses; that is logged and never returned.
+// Run listens until ctx ends and then returns nil. It reopens a broken connection, with growing pauses, logs the error
+// and never returns it.
 func (l *Listener) Run(ctx context.Context) error {
 	pause := reconnectFirst
 	for ctx.Err() == nil {
@@ -128,7 +127,7 @@ func (l *Listener) Run(ctx context.Context) error {
 
 var errPooled = errors.New("listen: behind a connection pooler")
 
-// session lives as long as one connection. It ends with an error, always.
+// session lives as long as one connection. It always ends with an error.
 func (l *Listener) session(ctx context.Context) error {
 	conn, err := l.connect(ctx)
 	if err != nil {
@@ -161,8 +160,8 @@ func (l *Listener) session(ctx context.Context) error {
 	}
 }
 
-// follow makes the channels of conn equal to the ones subscribed to, and wakes the subscribers of
-// each new one: what was sent before LISTEN is lost.
+// follow makes the channels of conn equal to the subscribed ones, and wakes the subscribers of each new one:
+// notifications from before LISTEN are lost.
 func (l *Listener) follow(ctx context.Context, conn *pgx.Conn, listening map[string]bool) error {
 	add, remove := l.difference(listening)
 	for _, channel := range add {
@@ -197,8 +196,8 @@ func (l *Listener) difference(listening map[string]bool) (add, remove []string) 
 	return add, remove
 }
 
-// receive waits for one notification, a change of subscriptions or a long silence, after which it
-// asks the server whether it is still there.
+// receive waits for one notification, a change of subscriptions or a long silence. After a silence it checks that the
+// server still responds.
 func (l *Listener) receive(ctx context.Context, conn *pgx.Conn) error {
 	waiting, stop := context.WithTimeout(ctx, silenceCheck)
 	defer stop()
@@ -240,7 +239,7 @@ func ping(ctx context.Context, conn *pgx.Conn) error {
 	if err := conn.Ping(limited); err != nil {
 		return fmt.Errorf("ping: %w", err)
 	}
-	// After a failover the old primary may live on as a standby, where nothing is notified any more.
+	// After a failover the old primary may run on as a standby, which sends no notifications.
 	if still := conn.Config().ValidateConnect; still != nil {
 		if err := still(limited, conn.PgConn()); err != nil {
 			return fmt.Errorf("ping: %w", err)
@@ -249,7 +248,7 @@ func ping(ctx context.Context, conn *pgx.Conn) error {
 	return nil
 }
 
-// deliver never blocks: a subscriber that does not keep up loses its payloads for one empty one.
+// deliver never blocks: a slow subscriber gets one empty payload instead of its payloads.
 func (l *Listener) deliver(channel, payload string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

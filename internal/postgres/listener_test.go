@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// text is a log that goroutines may write to while a test reads it.
+// text is a log that goroutines may write while a test reads it.
 type text struct{ testkit.Log }
 
 func listen(t *testing.T, db *pgxpool.Pool) (*postgres.Listener, *text) {
@@ -64,7 +64,7 @@ func TestEverySubscriberHearsItsChannel(t *testing.T) {
 	db := pgtest.Empty(t)
 	l, _ := listen(t, db)
 	first, _ := l.Subscribe("one")
-	want(t, first, "") // now it is listened to
+	want(t, first, "") // now Run has sent LISTEN
 	second, cancel := l.Subscribe("one")
 	other, _ := l.Subscribe(`Odd "name"`) // while Run waits for a notification
 	want(t, other, "")
@@ -117,7 +117,7 @@ func TestSlowSubscriberGetsOneWakeUp(t *testing.T) {
 	}
 }
 
-// What is others' does not push out what is one's own, nor wake anybody.
+// Payloads of others neither displace a subscriber's own payloads nor wake it.
 func TestASubscriberHearsOnlyWhatItWants(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
@@ -142,8 +142,8 @@ func TestBehindAPoolerThereIsOneWarning(t *testing.T) {
 		"the warning")
 }
 
-// throughPooler returns a connection string for the server of a URL by way of a proxy that, like PgBouncer, announces a
-// process id of its own making.
+// throughPooler returns a connection string for the server of a URL through a proxy that, like PgBouncer, announces a
+// made-up process id.
 func throughPooler(t *testing.T, to string) string {
 	t.Helper()
 	return pgproxy.Listen(t, to, func(client, server net.Conn) pgproxy.Link { return relay{client, server} }).URL("")
@@ -159,7 +159,7 @@ func (r relay) Downstream() {
 	}
 }
 
-// disguise relays the server's messages up to BackendKeyData, whose process id it changes.
+// disguise relays the server's messages up to BackendKeyData, and changes its process id.
 func disguise(client io.Writer, server io.Reader) error {
 	for {
 		head := make([]byte, 5)

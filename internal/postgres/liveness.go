@@ -113,7 +113,7 @@ func (c *probedConn) overdue(now int64) bool {
 	return since != 0 && now-since > c.delay.Load()
 }
 
-// backOff postpones the next probe, unless the answer has come meanwhile.
+// backOff postpones the next probe, unless the answer has arrived meanwhile.
 func (c *probedConn) backOff(now int64) {
 	c.delay.Store(min(2*c.delay.Load(), int64(maxProbeDelay)))
 	if since := c.since.Load(); since != 0 {
@@ -121,7 +121,7 @@ func (c *probedConn) backOff(now int64) {
 	}
 }
 
-// schedule checks the connections periodically while there are any. The caller holds mu.
+// schedule starts periodic checks while there are connections. The caller holds mu.
 func (p *livenessProber) schedule() {
 	if p.scheduled || len(p.conns) == 0 {
 		return

@@ -14,11 +14,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// slowServer takes what is sent, answers one kind of request when it talks, and another when it is told to.
+// slowServer reads its input. While it talks it answers one kind of request; once answer is closed it answers
+// everything.
 type slowServer struct {
 	net.Listener
 	talks  atomic.Bool
-	asked  chan struct{} // one for each time it was asked whether it is there
+	asked  chan struct{} // one for each probe
 	answer chan struct{} // closed: it answers everything
 	over   chan struct{} // closed: the test is over
 }
@@ -87,7 +88,7 @@ func (s *slowServer) conn(t *testing.T, p *livenessProber, sends string) net.Con
 	return conn
 }
 
-// A server may be stopped and replaced, while the kernel of its machine goes on confirming what is sent.
+// A server may be stopped and replaced while the kernel of its machine still acknowledges packets.
 func TestNobodyWaitsForEverForAServerThatAnswersNobody(t *testing.T) {
 	t.Parallel()
 	s, p := newSlowServer(t), hasty()

@@ -20,8 +20,8 @@ const (
 
 // LockedError reports a write that another open transaction blocked for too long. Nothing was written.
 type LockedError struct {
-	What    string // what is locked, for example "event id x"
-	Holders string // the transactions that may hold it; empty when none is known
+	What    string // the locked object, for example "event id x"
+	Holders string // the transactions that may hold it; empty if none is known
 	cause   error
 }
 
@@ -33,7 +33,7 @@ func (e *LockedError) Error() string {
 	return text
 }
 
-// Unwrap returns the database's error; nil when another write of this process waited for the same lock.
+// Unwrap returns the database's error; nil if another write of this process waited for the same lock.
 func (e *LockedError) Unwrap() error { return e.cause }
 
 // Locked reports that another transaction did not release a lock in time.
@@ -88,8 +88,8 @@ func OpenTransactions(ctx context.Context, db DB, tables ...string) (string, err
 	return open, nil
 }
 
-// InTxWithin is InTx whose waits for locks are bounded by LockTimeout. On a pgx.Tx it is a savepoint, and that
-// transaction sets its own bound.
+// InTxWithin is InTx with lock waits bounded by LockTimeout. On a pgx.Tx it is a savepoint, and that transaction sets
+// its own bound.
 func InTxWithin(ctx context.Context, db Beginner, fn func(tx pgx.Tx) error) error {
 	return inTxWithin(ctx, db, firstLockWait, fn)
 }

@@ -29,9 +29,9 @@ const (
 type Options struct {
 	MaxConns        int32         // maximum size of the pool; default 16
 	ApplicationName string        // shown in pg_stat_activity; default "agent"
-	ConnectWait     time.Duration // how long to retry an unreachable or starting server; 0 tries once
+	ConnectWait     time.Duration // time to retry an unreachable or starting server; 0 tries once
 	IdleTransaction time.Duration // idle_in_transaction_session_timeout; default 1 minute
-	// Reserve returns how many of maxConns are left to pools made by [Reserve]. Nil reserves none.
+	// Reserve returns the part of maxConns that pools made by [Reserve] get. Nil reserves none.
 	Reserve func(maxConns int32) int32
 }
 

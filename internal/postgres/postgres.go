@@ -1,20 +1,18 @@
-// Package postgres is the floor every other package stands on: the small interface their
-// functions take, the pool, one transaction helper and one listener.
+// Package postgres is the base of every other package: the small interface that their functions take, the pool, one
+// transaction helper and one listener.
 //
-// It promises that a function written against [DB] runs unchanged on a pool, a connection or a
-// transaction, so that the caller decides what commits together; that [Open] either returns a pool
-// that has talked to the server or says in one line what is wrong and what to do, without ever
-// printing a password; that [InTx] runs at READ COMMITTED whatever the database's default is; and
-// that everything works through PgBouncer in transaction mode.
+// It promises four things. A function written against [DB] runs unchanged on a pool, a connection or a transaction; the
+// caller decides what commits together. [Open] returns a pool that has reached the server, or names the fault and its
+// remedy in one line, without the password. [InTx] runs at READ COMMITTED under any default of the database. Everything
+// works through PgBouncer in transaction mode.
 //
-// The last promise holds because nothing here keeps state in a session. The only statement that
-// would, LISTEN, lives in [Listener], which detects a pooler and then stays silent: notifications
-// shorten a poll, and correctness never depends on them. Prepared statements are the other trap.
-// [Open] compares the process id the server announced with the one that answers: they differ behind
-// a pooler. Then statements are described once and sent unnamed (cache_describe), which every
-// version of PgBouncer carries; on a direct connection they are prepared and kept
-// (cache_statement). A default_query_exec_mode in the connection string overrules both, for example
-// cache_statement behind PgBouncer 1.21 or later with max_prepared_statements set.
+// The last promise holds because nothing here keeps state in a session. Only LISTEN would. [Listener] sends it, detects
+// a pooler and then stays silent: notifications shorten a poll, and correctness never depends on them. Prepared
+// statements would break too. [Open] compares the process id that the server announced with the one that answers: they
+// differ behind a pooler. Statements are then described once and sent unnamed (cache_describe), which every version of
+// PgBouncer supports. On a direct connection they are prepared and kept (cache_statement). A default_query_exec_mode in
+// the connection string overrules both, for example cache_statement behind PgBouncer 1.21 or later with
+// max_prepared_statements set.
 package postgres
 
 import (
@@ -29,7 +27,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// DB is what a function needs to talk to the database. *pgxpool.Pool, *pgx.Conn and pgx.Tx have it.
+// DB is the interface of functions that use the database. *pgxpool.Pool, *pgx.Conn and pgx.Tx implement it.
 type DB interface {
 	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
@@ -48,9 +46,9 @@ type txBeginner interface {
 	BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error)
 }
 
-// InTx runs fn in a READ COMMITTED transaction: committed when fn returns nil, rolled back when it
-// returns an error or panics. The error of fn comes back as it is. On a pgx.Tx it is a savepoint of
-// that transaction and has its isolation level.
+// InTx runs fn in a READ COMMITTED transaction. It commits when fn returns nil, and rolls back when fn returns an error
+// or panics. It returns the error of fn unchanged. On a pgx.Tx it is a savepoint of that transaction, at its isolation
+// level.
 func InTx(ctx context.Context, db Beginner, fn func(tx pgx.Tx) error) error {
 	if b, ok := db.(txBeginner); ok {
 		return pgx.BeginTxFunc(ctx, b, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, fn)
@@ -58,12 +56,11 @@ func InTx(ctx context.Context, db Beginner, fn func(tx pgx.Tx) error) error {
 	return pgx.BeginFunc(ctx, db, fn)
 }
 
-// Code is the SQLSTATE of err, or "" when the server did not send err.
+// Code returns the SQLSTATE of err, or "" if the server did not send err.
 //
-// A lock timeout that comes while a session passes from one lock of a row to the next is reported by PostgreSQL as a
-// statement that its user cancelled: measured, 3 of 1,000. Where it waited for a row, Code calls that a lock timeout.
-// A server that gives out no transaction ids any more says so by the code of texts that are too long; Code calls that
-// codeNoIDs.
+// PostgreSQL reports a lock timeout as a user's cancel if it comes while a session passes from one lock of a row to the
+// next: measured, 3 of 1,000. If the statement waited for a row, Code returns the lock timeout. A server without
+// further transaction ids sends the code for a text that is too long; Code returns codeNoIDs.
 func Code(err error) string {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	switch {
@@ -78,8 +75,8 @@ func Code(err error) string {
 	return pgErr.Code
 }
 
-// Unchanged reports that a statement that failed with err, which was its own transaction, has certainly changed
-// nothing. A server that goes down says so also to who has just committed.
+// Unchanged reports that a failed statement, which was its own transaction, has certainly changed nothing. A server
+// that shuts down may report the shutdown even after a commit.
 func Unchanged(err error) bool {
 	code := Code(err)
 	return pgconn.SafeToRetry(err) || code == codeCancelled || code != "" && code[:2] != "57" && code[:2] != "08"
@@ -91,8 +88,7 @@ func IsCode(err error, codes ...string) bool {
 	return code != "" && slices.Contains(codes, code)
 }
 
-// Told is what the server says of a value that it refuses: its message, and the detail, which names what is wrong in
-// it.
+// Told returns the server's message about a refused value, and the detail, which names the fault in it.
 func Told(refused *pgconn.PgError) string {
 	if refused.Detail == "" {
 		return refused.Message
@@ -100,7 +96,7 @@ func Told(refused *pgconn.PgError) string {
 	return refused.Message + ": " + refused.Detail
 }
 
-// Constraint is the name of the constraint that err violates, or "".
+// Constraint returns the name of the constraint that err violates, or "".
 func Constraint(err error) string {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 		return pgErr.ConstraintName
@@ -133,8 +129,8 @@ func Values[T any](ctx context.Context, db DB, verb, sql string, args ...any) ([
 }
 
 // RowsGeneric is [Rows] with the generic plan of the query, which a connection makes once. It is for a long query whose
-// plan should not depend on its arguments: planning it anew takes as long as running it. Like the functions whose plan
-// is kept, it scans by indexes and is not compiled; in a transaction of the caller the settings last until its end.
+// plan should not depend on its arguments: planning takes as long as running it. Like functions with a cached plan, it
+// scans by indexes and is not compiled. In a transaction of the caller the settings last until its end.
 func RowsGeneric[T any](ctx context.Context, db DB, verb, sql string, args ...any) ([]T, error) {
 	b := &pgx.Batch{} // is one transaction
 	b.Queue(`

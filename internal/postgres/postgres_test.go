@@ -153,7 +153,7 @@ func TestReadCommittedWhateverTheDefault(t *testing.T) {
 	const level = "select current_setting('transaction_isolation')"
 	var alone, before, within string
 	require.NoError(t, pool.QueryRow(t.Context(), level).Scan(&alone))
-	admin.Reset() // a pool that was opened before the default was changed opens other connections
+	admin.Reset() // a pool that was opened before the change of the default opens other connections
 	require.NoError(t, admin.QueryRow(t.Context(), level).Scan(&before))
 	// A connection opened by hand keeps the default; InTx does not.
 	conn, err := pgx.Connect(t.Context(), at)
@@ -206,7 +206,7 @@ func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 	usual := pgtest.Pool(t, database, postgres.Options{})
 	var limit, jit string
 	err := usual.QueryRow(t.Context(), `select setting || ' by ' || source from pg_settings where name = 'jit'`).Scan(&jit)
-	if err != nil || jit != "off by client" { // the server of the tests has it off as well
+	if err != nil || jit != "off by client" { // the test server has it off as well
 		t.Errorf("just-in-time compilation is %s (%v), want off by client", jit, err)
 	}
 	err = usual.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit)
@@ -228,7 +228,8 @@ func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 	assert.NoError(t, err, "the lock of a paused process")
 }
 
-// TestUnchanged: who has just committed may hear that the server goes down, and must not send again what counts twice.
+// TestUnchanged: after a commit, a caller may get the server's shutdown error, and must not repeat a write that would
+// count twice.
 func TestUnchanged(t *testing.T) {
 	t.Parallel()
 	for code, want := range map[string]bool{
@@ -242,7 +243,7 @@ func TestUnchanged(t *testing.T) {
 		"after a connection that broke certainly nothing has changed, want that nobody knows")
 }
 
-// What the server calls by one code may need another remedy.
+// One code of the server may need different remedies.
 func TestDiagnoseNamesTheRemedy(t *testing.T) {
 	t.Parallel()
 	for want, err := range map[string]*pgconn.PgError{
@@ -257,7 +258,7 @@ func TestDiagnoseNamesTheRemedy(t *testing.T) {
 	}
 }
 
-// A lock timeout that PostgreSQL reports as a cancel is one all the same; a cancel of something else is none.
+// A lock timeout that PostgreSQL reports as a cancel counts as a lock timeout; any other cancel does not.
 func TestALockTimeoutInTheGuiseOfACancel(t *testing.T) {
 	t.Parallel()
 	const cancel, limit = "canceling statement due to user request", "canceling statement due to statement timeout"
@@ -300,8 +301,8 @@ func TestRowsGenericKeepsThePlanAndNoSetting(t *testing.T) {
 	}
 }
 
-// A text that was sent before is rewritten as it was the first time, with the values of now; what is missing or left
-// over is refused each time.
+// A repeated text is rewritten as the first time, with the current values; each time a missing or extra name is
+// refused.
 func TestNamesMeanTheSameEveryTime(t *testing.T) {
 	t.Parallel()
 	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
@@ -329,7 +330,7 @@ func TestNamesMeanTheSameEveryTime(t *testing.T) {
 	}
 }
 
-// A connection forgets texts before there are too many, and they work all the same.
+// A connection drops texts before there are too many, and the dropped ones still work.
 func TestTextsAreForgottenBeforeThereAreTooMany(t *testing.T) {
 	t.Parallel()
 	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
@@ -362,7 +363,7 @@ func TestTextIsWhatAColumnCanHold(t *testing.T) {
 	}
 }
 
-// What PostgreSQL takes for a time can be read, in every mode of asking, and written as JSON.
+// Every time of PostgreSQL can be read, in every query mode, and written as JSON.
 func TestEveryTimeIsRead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -398,7 +399,7 @@ func opened(t *testing.T, at string) *pgxpool.Pool {
 	return pool
 }
 
-// A database, or a role, may be set up for others; what a session writes and reads is the same.
+// A database or a role may have other defaults; sessions write and read the same values.
 func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
 	t.Parallel()
 	at := pgtest.EmptyURL(t)
@@ -426,8 +427,7 @@ func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
 		"with a zone in the connection string the zone is %q, %v", got, err)
 }
 
-// Sessions that listen are idle, and so are those of a pool at night: a database that ends such sessions ended both,
-// again and again.
+// Listening sessions and idle pool sessions stay open, even if the database ends idle sessions.
 func TestAnIdleSessionIsKeptWhateverTheDatabaseSets(t *testing.T) {
 	t.Parallel()
 	at := pgtest.EmptyURL(t)
@@ -447,7 +447,7 @@ func TestAnIdleSessionIsKeptWhateverTheDatabaseSets(t *testing.T) {
 	assert.Error(t, waiting.Err(), "a session that listens", err)
 }
 
-// A server that was made for the locale C has databases of no encoding at all, unless one says otherwise.
+// A server with the locale C creates databases without an encoding by default.
 func TestADatabaseOfAnotherEncodingIsRefused(t *testing.T) {
 	t.Parallel()
 	at := pgtest.EmptyURL(t)

@@ -27,7 +27,7 @@ func TestRetryOnDisconnect(t *testing.T) {
 	broken, other := fmt.Errorf("read: %w", io.ErrUnexpectedEOF), errors.New("another error")
 	for name, test := range map[string]struct {
 		ctx    context.Context
-		errs   []error // of one call after the other; the last one of all further ones
+		errs   []error // of consecutive calls; the last one is for all further calls
 		calls  int
 		result error
 	}{
@@ -52,8 +52,8 @@ func TestRetryOnDisconnect(t *testing.T) {
 	}
 }
 
-// A server that goes down while a connection is made is waited for, as one that is not there is; without ConnectWait
-// it is an error at once.
+// Open waits for a server that shuts down during a connect, as for an absent one; without ConnectWait it returns the
+// error at once.
 func TestOpenWaitsForAServerThatGoesDownMeanwhile(t *testing.T) {
 	t.Parallel()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -68,7 +68,7 @@ func TestOpenWaitsForAServerThatGoesDownMeanwhile(t *testing.T) {
 				return // closed
 			}
 			came.Add(1)
-			_, _ = conn.Read(make([]byte, 1024)) // how it begins, so that the end is no reset
+			_, _ = conn.Read(make([]byte, 1024)) // its beginning, so that the end is no reset
 			conn.Close()
 		}
 	}()
@@ -93,8 +93,7 @@ func TestOpenWaitsForAServerThatGoesDownMeanwhile(t *testing.T) {
 	assert.Truef(t, again >= 2*once+1, "tried with %d connections while it may wait, with %d at once", again, once)
 }
 
-// After a failover the old primary may live on and take no writes. Whoever still has a connection to it has to let go
-// of it.
+// After a failover the old primary may run on and refuse writes. A pool must close its connections to it.
 func TestAPoolLetsGoOfAServerThatTakesNoMoreWrites(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Empty(t)

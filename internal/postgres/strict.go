@@ -10,21 +10,20 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 )
 
-// Strict is the one form of named arguments the house uses: a name that is missing or left over is an error, not a
-// NULL. A connection remembers how the texts that were sent over it are rewritten: to look for the names in a long
-// one takes longer than the rest of what is done here to send it.
+// Strict is the standard form of named arguments: a missing or extra name is an error, not a NULL. A connection caches
+// the rewritten texts: searching a long text for names takes longer than the rest of the client's work.
 type Strict map[string]any
 
-// text is a query as the server gets it.
+// text is a query in the form for the server.
 type text struct {
 	sql   string
 	names []string // of its parameters, in their order
 }
 
-// textsMost is how many texts a connection remembers: as many as statements that pgx keeps prepared.
+// textsMost bounds the texts of a connection: as many as pgx keeps prepared statements.
 const textsMost = 512
 
-// textsKey is where a connection has them.
+// textsKey is the key of the texts in a connection.
 const textsKey = "lanekeeper texts"
 
 // RewriteQuery is part of pgx.QueryRewriter.
@@ -39,7 +38,7 @@ func (s Strict) RewriteQuery(ctx context.Context, conn *pgx.Conn, sql string, ar
 	if err != nil || known == nil {
 		return rewritten, values, err
 	}
-	// With each name as its own value, the values are the names in their order.
+	// With a separate value for each name, the values are the names in their order.
 	own := pgx.StrictNamedArgs{}
 	for name := range s {
 		own[name] = name
@@ -59,7 +58,7 @@ func (s Strict) RewriteQuery(ctx context.Context, conn *pgx.Conn, sql string, ar
 	return rewritten, values, nil
 }
 
-// in lists the values of names; false when they are not exactly those that there are.
+// in lists the values of names; false if they differ from the given names.
 func (s Strict) in(names []string) ([]any, bool) {
 	if len(names) != len(s) {
 		return nil, false
@@ -75,7 +74,7 @@ func (s Strict) in(names []string) ([]any, bool) {
 	return values, true
 }
 
-// textsOf are the texts that a connection remembers; nil without one. Only one goroutine uses a connection at a time.
+// textsOf are the cached texts of a connection; nil without one. Only one goroutine uses a connection at a time.
 func textsOf(conn *pgx.Conn) map[string]text {
 	if conn == nil {
 		return nil
@@ -89,7 +88,7 @@ func textsOf(conn *pgx.Conn) map[string]text {
 	return known
 }
 
-// Text is s as a column of text can hold it: NUL is left out, and what is not UTF-8 becomes U+FFFD.
+// Text is s as a text column can hold it, without NUL, and with U+FFFD for invalid UTF-8.
 func Text(s string) string {
 	return strings.ReplaceAll(strings.ToValidUTF8(s, "\ufffd"), "\x00", "")
 }
@@ -97,23 +96,23 @@ func Text(s string) string {
 // IsText reports whether a column of text can hold s: it is UTF-8 without NUL.
 func IsText(s string) bool { return Text(s) == s }
 
-// PostgreSQL knows more times than Go and JSON do: infinity, and years before 1 and after 9999. A row that has such a
-// time is read as having the nearest that everybody can tell, so that it does not keep the rows around it from being
-// read. The first is not the zero time, which means that there is none.
+// PostgreSQL knows more times than Go and JSON do: infinity, and years before 1 and after 9999. A row with such a time
+// is read with the nearest time that every client can represent. One such time therefore does not block the reading of
+// other rows. The first is not the zero time, which means no time.
 var (
 	firstTime = time.Date(1, time.January, 2, 0, 0, 0, 0, time.UTC)
 	lastTime  = time.Date(9999, time.December, 30, 0, 0, 0, 0, time.UTC)
 )
 
-// readTimes makes the times that conn reads UTC whatever the machine's zone, so that they show alike in JSON and in
-// logs everywhere, and finite.
+// readTimes makes conn read times as finite UTC values in any zone of the machine. They look alike in JSON and in logs
+// everywhere.
 func readTimes(conn *pgx.Conn) {
 	conn.TypeMap().RegisterType(&pgtype.Type{
 		Name: "timestamptz", OID: pgtype.TimestamptzOID, Codec: &timeCodec{pgtype.TimestamptzCodec{ScanLocation: time.UTC}},
 	})
 }
 
-// timeCodec reads into a time.Time what the codec of pgx refuses. Other targets are read as pgx does.
+// timeCodec reads into a time.Time the values that the codec of pgx refuses. It reads other targets as pgx does.
 type timeCodec struct{ pgtype.TimestamptzCodec }
 
 // PlanScan is part of pgtype.Codec.
@@ -157,7 +156,7 @@ func clampTime(t pgtype.Timestamptz) time.Time {
 	return t.Time
 }
 
-// StaleError reports a change that did not take place: the row has another revision than the change is based on.
+// StaleError reports a refused change: the row has another revision than the change is based on.
 type StaleError struct {
 	What, Name    string // such as objective, and its name
 	Read, Current int    // the revision that the change is based on, and the current one
