@@ -16,11 +16,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-// buildLimit is how long a build may take on a busy machine that has compiled nothing yet.
+// buildLimit bounds a build on a busy machine with an empty cache.
 const buildLimit = 15 * time.Minute
 
-// Main builds the program into *path, runs the tests of a package and exits: what TestMain does, whole. With
-// AGENT_TEST_PROGRAM in the environment that program is taken: scripts/test builds one for all packages.
+// Main builds the program into *path, runs the tests of a package and exits. It is the whole body of TestMain. With
+// AGENT_TEST_PROGRAM in the environment it uses that program: scripts/test builds one for all packages.
 func Main(m interface{ Run() int }, name string, path *string) {
 	pgserver.GuardMain() // before the build: the guard of the test server is this binary, started again
 	*path = os.Getenv("AGENT_TEST_PROGRAM")
@@ -34,9 +34,9 @@ func Main(m interface{ Run() int }, name string, path *string) {
 	pgtest.Main(m)
 }
 
-// Build makes the program, with further flags of go build, and returns its path. The name of the package under test,
-// and of the variant if there are several, tells its programs from those of others. What earlier runs have left is
-// removed: a TestMain that exits removes nothing. The file is called agent, in a folder of its own.
+// Build makes the program, with further flags of go build, and returns its path. The names of the package under test,
+// and of the variant if there are several, distinguish its programs from others. Build removes the programs of earlier
+// runs: a TestMain that exits removes nothing. The file is called agent, in a folder of its own.
 func Build(name string, flags ...string) (string, error) { return buildIn("", name, flags...) }
 
 // ErrNoCommit reports that neither the repository nor its remote has a commit.

@@ -2,9 +2,9 @@ package proctest
 
 import "syscall"
 
-// DieWithUs ends a child when the test binary dies without having cleaned up. The child has a process group of its
-// own: when the shell that began the tests ends before them, the kernel wakes whoever is stopped in the tests' group,
-// and a process that a test has stopped would go on.
+// DieWithUs ends a child when the test binary dies without a cleanup. The child has a process group of its own. When
+// the shell that began the tests ends before them, the kernel wakes stopped processes in the tests' group, and a
+// process that a test has stopped would continue.
 func DieWithUs() *syscall.SysProcAttr {
 	return &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
 }

@@ -24,7 +24,7 @@ func TestAProcessIsNotInTheGroupOfItsTests(t *testing.T) {
 		"who ends the shell that began the tests wakes a process that a test has stopped")
 }
 
-// The kernel takes a thread for the parent, and Go ends one whose goroutine ends with a lock on it.
+// The kernel counts a thread as the parent, and Go ends a thread whose goroutine ends with a lock on it.
 func TestAProcessOutlivesTheThreadThatAskedForIt(t *testing.T) {
 	t.Parallel()
 	started, thread := make(chan *proctest.Process), 0

@@ -4,5 +4,5 @@ package proctest
 
 import "syscall"
 
-// DieWithUs cannot be had here: a test binary that is killed may leave children.
+// DieWithUs does nothing on this system: a killed test binary may leave children.
 func DieWithUs() *syscall.SysProcAttr { return nil }

@@ -1,9 +1,8 @@
 // Package proctest builds the program once for a test binary, and runs it as real processes that tests kill, stop and
 // read.
 //
-// A process gets exactly the environment that it is given, dies with the test binary, and is killed when its test
-// ends; what it printed last is shown when the test has failed, and where its goroutines are. A process may be used
-// by several goroutines.
+// A process gets exactly the given environment, dies with the test binary, and is killed when its test ends. If the
+// test has failed, its last output and the stacks of its goroutines are shown. Several goroutines may use a process.
 package proctest
 
 import (
@@ -23,20 +22,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// shown is how many lines of a failed test's processes are shown.
+// shown bounds the shown lines of a failed test's processes.
 const shown = 60
 
-// Process is a process that was started. Out and Err are what it has printed so far.
+// Process is a started process. Out and Err are its output so far.
 type Process struct {
 	Cmd      *exec.Cmd
 	Out, Err testkit.Log
 
 	t       testing.TB
 	timeout time.Duration
-	ended   chan struct{} // closed when the process is gone
+	ended   chan struct{} // closed when the process has ended
 }
 
-// Environ is what every process needs of the environment, and more.
+// Environ is the environment that every process needs, and more.
 func Environ(more ...string) []string {
 	var kept []string
 	for _, name := range []string{"PATH", "HOME", "TMPDIR", "USER", "AGENT_PG_BIN"} {
@@ -47,15 +46,14 @@ func Environ(more ...string) []string {
 	return append(kept, more...)
 }
 
-// Start starts a command in a folder with exactly the given environment. Patience is how long it may take until
-// something that is waited for has happened.
+// Start starts a command in a folder with exactly the given environment. Patience bounds each wait for a result.
 func Start(tb testing.TB, timeout time.Duration, dir string, environ []string, command ...string) *Process {
 	tb.Helper()
 	p := &Process{Cmd: exec.Command(command[0], command[1:]...), t: tb, timeout: timeout, ended: make(chan struct{})}
 	p.Cmd.Dir, p.Cmd.Env = dir, environ
 	p.Cmd.Stdout, p.Cmd.Stderr = &p.Out, &p.Err
 	p.Cmd.SysProcAttr = DieWithUs()
-	// How it ended is in ProcessState.
+	// ProcessState has the exit status.
 	require.NoError(tb, child.Start(p.Cmd, syscall.SIGKILL, func(error) { close(p.ended) }))
 	tb.Cleanup(func() {
 		if !tb.Failed() {
@@ -70,7 +68,7 @@ func Start(tb testing.TB, timeout time.Duration, dir string, environ []string, c
 	return p
 }
 
-// Kill is kill -9, and returns when the process is gone.
+// Kill is kill -9, and returns when the process has ended.
 func (p *Process) Kill() {
 	if err := p.Cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		p.t.Errorf("kill %s: %v", p.name(), err)
@@ -78,7 +76,7 @@ func (p *Process) Kill() {
 	<-p.ended
 }
 
-// Signal sends a signal to the process, which must be there.
+// Signal sends a signal to the process, which must be running.
 func (p *Process) Signal(s syscall.Signal) {
 	p.t.Helper()
 	if err := p.Cmd.Process.Signal(s); err != nil {
@@ -86,10 +84,10 @@ func (p *Process) Signal(s syscall.Signal) {
 	}
 }
 
-// Ended is closed when the process is gone.
+// Ended is closed when the process has ended.
 func (p *Process) Ended() <-chan struct{} { return p.ended }
 
-// Running reports whether the process is still there.
+// Running reports whether the process still runs.
 func (p *Process) Running() bool {
 	select {
 	case <-p.ended:
@@ -111,14 +109,14 @@ func (p *Process) Exit() int {
 	}
 }
 
-// Terminate asks the process to end, and returns its exit code.
+// Terminate sends SIGTERM to the process, and returns its exit code.
 func (p *Process) Terminate() int {
 	p.t.Helper()
 	p.Signal(syscall.SIGTERM)
 	return p.Exit()
 }
 
-// Stop ends the process in good order: anything but exit code 0 is an error of the test.
+// Stop ends the process gracefully: any exit code but 0 is an error of the test.
 func (p *Process) Stop() {
 	p.t.Helper()
 	if code := p.Terminate(); code != 0 {
@@ -144,7 +142,7 @@ type Line struct {
 	Raw     string      `json:"-"`
 }
 
-// Lines reads what the process has logged as JSON so far.
+// Lines reads the process's JSON log lines so far.
 func (p *Process) Lines() (all []Line) {
 	for text := range strings.Lines(p.Err.String()) {
 		l := Line{Raw: strings.TrimSpace(text)}

@@ -8,11 +8,11 @@ import (
 	"time"
 )
 
-// dumpPatience is how long a process has to say where its goroutines are.
+// dumpPatience bounds the wait for a process's stacks.
 const dumpPatience = 20 * time.Second
 
-// whereabouts ends a process that still runs and returns what its goroutines were doing; empty when it had ended, was
-// stopped, or does not say.
+// whereabouts ends a running process and returns the stacks of its goroutines; empty if it had ended, was stopped, or
+// prints none.
 func (p *Process) whereabouts() string {
 	if !p.Running() || p.Cmd.Process.Signal(syscall.SIGQUIT) != nil {
 		return ""
@@ -26,7 +26,7 @@ func (p *Process) whereabouts() string {
 }
 
 // stacks puts each stack of a dump of goroutines on one line, innermost function first, without the runtime's, and
-// equal ones together.
+// merges equal ones.
 func stacks(dump string) string {
 	_, dump, found := strings.Cut(dump, "SIGQUIT: quit\n")
 	if !found {
@@ -58,7 +58,7 @@ func stacks(dump string) string {
 	return strings.Join(lines, "\n")
 }
 
-// function is the name in a line such as "example.com/mod/pkg.(*T).do(0xc000, {0x1, 0x2})", without its module.
+// function returns the name in a line such as "example.com/mod/pkg.(*T).do(0xc000, {0x1, 0x2})", without its module.
 func function(line string) string {
 	if i := strings.LastIndex(line, "("); i > 0 {
 		line = line[:i]

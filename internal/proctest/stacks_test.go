@@ -10,7 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-// TestStacks: of a process that hangs, a failed test shows where.
+// TestStacks: a failed test shows the stacks of a hanging process.
 func TestStacks(t *testing.T) {
 	if os.Getenv("PROCTEST_HANG") != "" {
 		hang()
@@ -25,10 +25,10 @@ func TestStacks(t *testing.T) {
 		"stacks of a process that hangs:\n%s\nwant one of hang, called by TestStacks; it printed:\n%s", got, p.Err.Tail(40))
 }
 
-// hang says so itself: a process that is asked while it still writes is seen inside hang as well.
+// hang reports itself: a process that is dumped while it still writes also appears inside hang.
 //
 //go:noinline
 func hang() {
 	_, _ = os.Stdout.WriteString("hangs\n")
-	time.Sleep(time.Hour) // select would be a deadlock to a program without C, and end it
+	time.Sleep(time.Hour) // in a program without cgo, select would be a deadlock and end the program
 }
