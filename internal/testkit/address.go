@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// FreeAddress returns an address of this machine that nothing listens at. Its port is below those that the system
-// gives to whoever asks for any (from 32768 on Linux), so that no other server gets it before the caller listens.
+// FreeAddress returns an unused address of this machine. Its port is below the system's ephemeral range (from 32768 on
+// Linux), so no other server gets it before the caller listens.
 func FreeAddress(tb testing.TB) string {
 	tb.Helper()
 	for range 100 {

@@ -1,4 +1,4 @@
-// Package testkit has what tests of several packages share and no other kit owns: HTTP servers, HTTP requests,
+// Package testkit has helpers that tests of several packages share and no other kit owns: HTTP servers, HTTP requests,
 // waiting and the environment of a process.
 //
 // The other kits are internal/pgtest (databases), internal/proctest (processes of the program), internal/modeltest
@@ -36,7 +36,7 @@ func WriteFile(tb testing.TB, path, text string) {
 	require.NoError(tb, os.WriteFile(path, []byte(text), 0o600))
 }
 
-// Serve starts a server for the time of a test and returns its URL. At the end it breaks connections that are open.
+// Serve starts a server for the duration of a test and returns its URL. At the end it breaks open connections.
 func Serve(tb testing.TB, handler http.Handler) (url string) {
 	tb.Helper()
 	server := httptest.NewServer(handler)
@@ -65,7 +65,7 @@ func Run(tb testing.TB, services ...func(ctx context.Context) error) (stop func(
 	return stop
 }
 
-// Wait waits for d. It reports false when ctx has ended.
+// Wait waits for d. It reports false if ctx has ended.
 func Wait(ctx context.Context, d time.Duration) bool { return sleep.For(ctx, d) && ctx.Err() == nil }
 
 // Response is an answer that was read to its end.
@@ -78,7 +78,7 @@ type Response struct {
 // Bearer is the header of a token.
 func Bearer(token string) string { return "Authorization: Bearer " + token }
 
-// Do sends a request and reads the answer. A header is "Name: value"; one without a value is left out. A body is JSON
+// Do sends a request and reads the answer. A header is "Name: value"; one without a value is omitted. A body is JSON
 // unless a header says otherwise.
 func Do(ctx context.Context, client *http.Client, method, url, body string, headers ...string) (got Response,
 	err error,
@@ -135,18 +135,18 @@ func Receive[T any](tb testing.TB, from <-chan T) (value T) {
 	return value
 }
 
-// Answer is what a client of the chat has received.
+// Answer is the answer that a chat client received.
 type Answer struct {
-	Status   int    // 0: the connection broke before there was one
+	Status   int    // 0: the connection broke before the status
 	ID       string // of the completion
 	Text     string
 	Code     string // of an error
-	Complete bool   // it ended as the protocol says
+	Complete bool   // the stream ended as the protocol requires
 	Header   http.Header
 }
 
-// Chat sends a request to the chat, on a connection of its own, and reads the answer as far as it comes. A streamed
-// answer calls received after each chunk, if it is set.
+// Chat sends a request to the chat on a new connection, and reads as much of the answer as arrives. A streamed answer
+// calls received after each chunk, if it is set.
 func Chat(r *http.Request, received func(text string)) (a Answer) {
 	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	response, err := client.Do(r)
@@ -185,7 +185,7 @@ func (a *Answer) stream(body io.Reader, received func(text string)) {
 	}
 }
 
-// add adds a chunk, or a whole answer. A chunk that was cut off is dropped.
+// add adds a chunk, or a whole answer. It drops a truncated chunk.
 func (a *Answer) add(raw []byte) {
 	var c struct {
 		ID      string
@@ -201,20 +201,20 @@ func (a *Answer) add(raw []byte) {
 	}
 }
 
-// Log collects what goroutines write while a test reads it.
+// Log collects the output of goroutines while a test reads it.
 type Log struct {
 	mu   sync.Mutex
 	text bytes.Buffer
 }
 
-// Write adds to it.
+// Write appends to the log.
 func (l *Log) Write(p []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.text.Write(p)
 }
 
-// String is all of it.
+// String returns the whole log.
 func (l *Log) String() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -237,7 +237,7 @@ func (l *Log) Lines(words ...string) (found []string) {
 	return found
 }
 
-// Records are the lines of a JSON log that have one of the messages.
+// Records are the lines of a JSON log with one of the messages.
 func (l *Log) Records(tb testing.TB, messages ...string) (found []map[string]any) {
 	tb.Helper()
 	for line := range strings.Lines(l.String()) {

@@ -33,7 +33,7 @@ type Skills struct {
 	before func(Call)
 }
 
-// Apply applies a workspace and serves its skills. %s in it is the address of the server.
+// Apply applies a workspace and serves its skills. %s in the workspace is the address of the server.
 func Apply(tb testing.TB, db *pgxpool.Pool, declared string) *Skills {
 	tb.Helper()
 	s := &Skills{}
@@ -84,7 +84,7 @@ func (s *Skills) Calls() []Call {
 	return slices.Clone(s.calls)
 }
 
-// SkillsYAML are the skills that look at bills and pay them.
+// SkillsYAML are the skills that read bills and pay them.
 const SkillsYAML = `
 kind: skill
 name: look
