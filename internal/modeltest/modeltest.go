@@ -1,7 +1,7 @@
 // Package modeltest is a scripted model for tests.
 //
-// [New] starts an HTTP server on the loopback that speaks the OpenAI chat completions protocol. So the real client
-// runs, also in child processes. Request n gets reply n of the script, or after [Server.Handle] the reply of a
+// [New] starts an HTTP server on the loopback that speaks the OpenAI chat completions protocol. So tests run the real
+// client, also in child processes. Request n gets reply n of the script, or after [Server.Handle] the reply of a
 // function. [Server.Requests] returns the received requests.
 //
 //	model := modeltest.New(t,

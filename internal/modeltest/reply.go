@@ -22,7 +22,7 @@ const created = 1_700_000_000
 type Reply struct {
 	text   string
 	calls  []openai.ToolCall
-	model  string // empty: that of the request
+	model  string // empty: the request's model
 	finish openai.FinishReason
 	usage  *openai.Usage
 	hidden bool // report no usage
