@@ -9,8 +9,8 @@ import (
 	"unicode/utf8"
 )
 
-// scrubNamed redacts values under the name of a secret in text: name=value, "name": "value", \"name\":\"value\",
-// name: value, --name value.
+// scrubNamed redacts values under the name of a secret in text: name=value, "name": "value", \"name\":\"value\", name:
+// value, --name value.
 func scrubNamed(s string) string {
 	var out strings.Builder
 	done := 0 // s up to here is written
@@ -134,7 +134,7 @@ func afterPunctuation(s string) int {
 // isLongName reports whether b can stand in a name of any language.
 func isLongName(b byte) bool { return isName(b) || b >= 0x80 }
 
-// qualified puts in front of the last word of a name the words that belong to it, since prose writes "API key: …".
+// qualified extends the last word of a name by the preceding words of that name, since prose writes "API key: …".
 func qualified(before, name string) string {
 	const longest = 64
 	before = before[max(0, len(before)-longest):]
@@ -146,8 +146,7 @@ func qualified(before, name string) string {
 	return name
 }
 
-// valueAt finds the part of s, from i on, that is the value of a secret name. Nothing is to be
-// removed when from equals to.
+// valueAt finds the part of s, from i on, that is the value of a secret name. When from equals to, there is no secret.
 func valueAt(s string, i int, name string, how nameStrength) (from, to int) {
 	rest := s[i:]
 	slashes := len(rest) - len(strings.TrimLeft(rest, `\`))

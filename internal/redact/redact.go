@@ -13,7 +13,7 @@
 //     the few rules that a text needs; their expressions are compiled on first use.
 //
 // Guarantees:
-//   - It never fails. A value that JSON cannot hold becomes an object that says so.
+//   - It never fails. A value that JSON cannot hold becomes an object with the reason.
 //   - The result of [JSON] is valid JSON of at most limit bytes that PostgreSQL accepts as jsonb: no NUL, no invalid
 //     UTF-8, no number beyond numeric. Other numbers keep all digits.
 //   - A cut states its size. Secrets are removed before cutting, so no cut leaves half a secret.

@@ -286,7 +286,7 @@ func TestAKnownSecretIsHiddenAtAnyDepth(t *testing.T) {
 	assert.NoDiff(t, any(want), got)
 }
 
-// pieces are what a rule begins, joins or ends with.
+// pieces are the beginnings, joints and ends of the rules' matches.
 var pieces = []string{
 	"password", "token", "key", "a", "x1", "пароль", "密码", "mot de passe", "Authorization", "tokens", "auth", "=", ":",
 	"：", "->", "--", "-", " ",
@@ -301,7 +301,7 @@ var pieces = []string{
 	"true", "null", "1", "\x00", "\xff", "name", "value",
 }
 
-// Texts of such pieces come through twice as they come through once, and hide what they hide alone.
+// Scrubbing a text of such pieces twice equals scrubbing it once, and hides the secrets that are hidden alone.
 func TestPiecesInAnyOrder(t *testing.T) {
 	random := rand.New(rand.NewPCG(8, 24))
 	some := func(most int) string {
@@ -332,7 +332,7 @@ func TestPiecesInAnyOrder(t *testing.T) {
 	}
 }
 
-// A text of many beginnings takes time in proportion to its length: a tenth of a second each, where a search from each
+// A text with many beginnings takes time in proportion to its length: a tenth of a second each. A search from each
 // beginning to the end would take minutes.
 func TestTheWorkGrowsWithTheTextAndNoFaster(t *testing.T) {
 	const size, most = 512 << 10, 20 * time.Second

@@ -38,9 +38,9 @@ var rules = func() []rule {
 //go:embed rules.json
 var ownJSON []byte
 
-// gitleaksJSON holds the rules of gitleaks that know the shape of a secret, and names the others with the reason.
-// The context of a secret is widened from source code to any text. Entropy and allowlists are dropped, so examples
-// are redacted too. To add a rule of a newer version, add its line: keywords in lower case where the secret begins.
+// gitleaksJSON holds the gitleaks rules that know the shape of a secret, and names the others with the reason. The
+// context of a secret is widened from source code to any text. Entropy and allowlists are dropped, so examples are
+// redacted too. To add a rule of a newer version, add its line: keywords in lower case where the secret begins.
 //
 //go:embed gitleaks/rules.json
 var gitleaksJSON []byte

@@ -11,7 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// Every rule finds what has its shape, from its first character to its last.
+// Every rule finds a text of its shape, from its first character to its last.
 func TestEveryRuleFindsItsShape(t *testing.T) {
 	for number := range rules {
 		r := &rules[number]
@@ -37,7 +37,7 @@ func TestEveryRuleFindsItsShape(t *testing.T) {
 	}
 }
 
-// example makes a text that a rule matches, of random letters.
+// example makes a random text that a rule matches.
 func example(t *testing.T, r *rule, seed uint64) string {
 	t.Helper()
 	tree, err := syntax.Parse(r.pattern, syntax.Perl)
@@ -107,6 +107,6 @@ func (g *generator) write(tree *syntax.Regexp) {
 		for range low + g.number(min(high-low, 9)+1) {
 			g.write(tree.Sub[0])
 		}
-	default: // what has no width
+	default: // an empty match
 	}
 }

@@ -80,7 +80,7 @@ func scrubURLs(s string) string {
 	const sign = "://"
 	var out strings.Builder
 	done := 0               // s up to here is written
-	urlEnd, lastAt := 0, -1 // of the last URL; others may begin in it
+	urlEnd, lastAt := 0, -1 // of the last URL; another URL may begin inside
 	for at := 0; ; {
 		next := strings.Index(s[at:], sign)
 		if next < 0 {
@@ -115,8 +115,8 @@ func lengthOfURL(s string) int {
 	return len(s)
 }
 
-// passwordAt finds the secret part of the user information that begins at index i of s, which ends with the last @ of
-// the URL; there is none when from equals to.
+// passwordAt finds the secret part of the user information that begins at index i of s and ends with the last @ of the
+// URL. If from equals to, there is none.
 func passwordAt(s, scheme string, i int) (from, to int) {
 	word := s[i:]
 	if !slices.Contains(databases[:], scheme) {
@@ -152,7 +152,7 @@ func schemeBefore(s string) string {
 func scrubMarkup(s string) string {
 	var out strings.Builder
 	ends := endTags{text: s}
-	done := 0 // what is before it is written
+	done := 0 // the text before it is already written
 	for at := 0; ; {
 		next := strings.IndexByte(s[at:], '<')
 		if next < 0 {
@@ -172,8 +172,8 @@ func scrubMarkup(s string) string {
 	return out.String() + s[done:]
 }
 
-// contentAt finds the content of the element whose name begins at index i, if it is secret. An element that does not
-// end has the one word that follows its tag.
+// contentAt finds the content of the element whose name begins at index i, if it is secret. An unclosed element
+// contains the one word that follows its tag.
 func contentAt(s string, i int, ends *endTags) (from, to int) {
 	tag := tagAt(s, i)
 	end := i + len(tag)
@@ -211,13 +211,13 @@ func tagAt(s string, i int) string {
 	return s[i:end]
 }
 
-// endTags finds the end tags of a text, each in one pass however many are looked for.
+// endTags finds the end tags of a text, each in one pass, for any number of names.
 type endTags struct {
 	text   string
-	byName map[string][]int // where they stand; the name is in lower case
+	byName map[string][]int // the positions; the name is in lower case
 }
 
-// next is the index of the first end tag of that name from index i on, or -1.
+// next returns the index of the first end tag of that name from index i on, or -1.
 func (e *endTags) next(i int, name string) int {
 	const sign = "</"
 	if e.byName == nil {
@@ -240,11 +240,11 @@ func (e *endTags) next(i int, name string) int {
 	return all[at]
 }
 
-// A value in YAML may begin on the line after its name: as a block (name: |) of all lines that are further to the right
+// A value in YAML may begin on the line after its name: as a block (name: |) of all lines with a larger indentation
 // than the name, or as one word.
 
-// yamlEnd is the length of what ends the line of a name at index i of s, if its value may begin on the next line: the
-// sign of a block, or nothing. It is 0 otherwise.
+// yamlEnd returns the length of the end of a name's line at index i of s, if its value may begin on the next line: a
+// block sign, or nothing. Otherwise it returns 0.
 func yamlEnd(s string, i int) int {
 	line := s[i:]
 	if end := strings.IndexByte(line, '\n'); end >= 0 {
@@ -300,7 +300,7 @@ func yamlScalar(s string, i, length int) (from, to int) {
 	return from, to
 }
 
-// isEscapedBlock reports whether s begins with the sign of a block whose line breaks are escaped, as in a quoted text.
+// isEscapedBlock reports whether s begins with the sign of a block with escaped line breaks, as in a quoted text.
 func isEscapedBlock(s string) bool {
 	return s != "" && (s[0] == '|' || s[0] == '>') && strings.HasPrefix(strings.TrimLeft(s[1:], "+-0123456789 "), `\n`)
 }
@@ -327,8 +327,8 @@ func trimmedRange(s string, from, to int) (int, int) {
 	return from, from + len(strings.TrimSpace(text))
 }
 
-// Invisible characters and look-alike letters hide a name or a token from a search.
-// Texts keep them, since emoji and many scripts need them. Only the search does not see them.
+// Invisible characters and look-alike letters hide a name or a token from a search. Texts keep them, since emoji and
+// many scripts need them. Only the search ignores them.
 
 // visible returns s without its invisible characters.
 func visible(s string) string {
@@ -343,7 +343,7 @@ func visible(s string) string {
 	}, s)
 }
 
-// invisible reports whether a character takes no room or shows nothing.
+// invisible reports whether a character has no width or shows nothing.
 func invisible(r rune) bool {
 	return r > unicode.MaxASCII &&
 		(unicode.In(r, unicode.Cf, unicode.Other_Default_Ignorable_Code_Point, unicode.Variation_Selector) || r == '\u2800')
@@ -375,7 +375,7 @@ func plain(name string) string {
 	}, norm.NFKD.String(visible(name)))
 }
 
-// unaccented are Latin letters whose mark is no accent of its own for Unicode.
+// unaccented are Latin letters whose mark Unicode does not treat as an accent.
 var unaccented = map[rune]rune{'ł': 'l', 'ø': 'o', 'đ': 'd', 'ı': 'i', 'ħ': 'h', 'ŧ': 't'}
 
 // lookalikes are the letters of other scripts that look like a Latin one, in lower case.
