@@ -1,5 +1,5 @@
-// Package schema compiles JSON Schemas that come from files, servers and clients. A schema reads neither files nor the
-// network: references resolve inside it.
+// Package schema compiles JSON Schemas from files, servers and clients. A schema reads neither files nor the network:
+// references resolve inside it.
 package schema
 
 import (
