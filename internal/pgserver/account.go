@@ -121,7 +121,7 @@ func (a *account) passes(info os.FileInfo) bool {
 	return mode&0o001 != 0
 }
 
-// ownerOf is the uid that path belongs to.
+// ownerOf returns the uid of the owner of path.
 func ownerOf(path string) (int, error) {
 	info, err := os.Lstat(path)
 	if err != nil {

@@ -142,7 +142,7 @@ func fits(dir string) bool {
 	return len(socket) <= socketPathMax && !strings.ContainsAny(dir, ",\"'\n") && strings.TrimSpace(dir) == dir
 }
 
-// recordedSockets is where the running server's socket is.
+// recordedSockets returns the folder of the running server's socket.
 func recordedSockets(l layout) (string, error) {
 	text, err := os.ReadFile(l.path(socketsFile))
 	if errors.Is(err, os.ErrNotExist) {

@@ -42,7 +42,7 @@ func (o order) layout() layout {
 // guard is the child process that guards the server.
 type guard struct {
 	cmd   *exec.Cmd
-	ended chan struct{} // closed when the process is gone and reaped
+	ended chan struct{} // closed when the process has ended and is reaped
 }
 
 func launchGuard(l layout, bin Binaries, config Config) (*guard, error) {

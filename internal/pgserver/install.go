@@ -129,7 +129,7 @@ func runTelling(cmd *exec.Cmd, progress func(string), name string) error {
 	return nil
 }
 
-// The major versions that the product is made for.
+// The supported major versions.
 const (
 	oldestMajor = 14
 	newestMajor = 18

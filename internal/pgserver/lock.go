@@ -42,7 +42,7 @@ func lockPolling(ctx context.Context, path string, owner *account, how int) (*fl
 	return l, nil
 }
 
-// try takes the lock if that needs no waiting.
+// try acquires the lock if it is free.
 func (l *flock) try(how int) (bool, error) {
 	err := l.apply(how | syscall.LOCK_NB)
 	if errors.Is(err, syscall.EWOULDBLOCK) {

@@ -132,14 +132,14 @@ func (p *userProcess) kill() {
 	_ = p.cmd.Wait() // killed: an error, always
 }
 
-// leave has the process stop its server and end.
+// leave makes the process stop its server and end.
 func (p *userProcess) leave() {
 	p.t.Helper()
 	assert.NoError(p.t, p.input.Close())
 	assert.NoError(p.t, p.cmd.Wait())
 }
 
-// folder is a short, new folder that everybody may pass.
+// folder is a short, new folder that every user may enter.
 func folder(t *testing.T) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("/tmp", "lk-") //nolint:usetesting // t.TempDir is long, and closed to other users

@@ -37,7 +37,7 @@ import (
 	"time"
 )
 
-// Config describes the wanted server.
+// Config describes the server.
 type Config struct {
 	// Dir holds the server's files, one folder per major version: for `agent dev` the project's
 	// .agent/pg. Unused when Ephemeral.
@@ -56,7 +56,7 @@ type Config struct {
 	// Owner is a role, created without superuser rights, that owns Database and all objects in it. URL connects as it.
 	// Empty for the superuser.
 	Owner string
-	// MaxConnections of the server; 100 when 0.
+	// MaxConnections of the server; 100 if 0.
 	MaxConnections int
 	// Logger receives the events of the server; nil for none.
 	Logger *slog.Logger
@@ -245,7 +245,7 @@ func (s *Server) explainStart(err error) error {
 	return err
 }
 
-// watch closes done when the server is gone.
+// watch closes done when the server ends.
 func (s *Server) watch(ctx context.Context) {
 	defer close(s.done)
 	ticker := time.NewTicker(watchEvery)

@@ -103,7 +103,7 @@ func TestKillOfOneUserLeavesTheServerToTheOthers(t *testing.T) {
 	}
 }
 
-// TestKillOfTheGuard kills everything but the server, or that too.
+// TestKillOfTheGuard kills everything but the server, or the server too.
 func TestKillOfTheGuard(t *testing.T) {
 	t.Parallel()
 	for name, alsoServer := range map[string]bool{"server notices": false, "server killed too": true} {

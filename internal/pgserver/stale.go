@@ -17,7 +17,7 @@ const (
 	killLimit = 5 * time.Second
 )
 
-// clearStale removes a postmaster.pid that no server stands behind.
+// clearStale removes the postmaster.pid of a dead server.
 //
 // PostgreSQL itself refuses to start in three cases: the file is empty, its process is an unreaped zombie, or the pid
 // now belongs to another process. In a container all three are common and permanent. We hold start.lock and no process
