@@ -46,14 +46,14 @@ type shared struct {
 	err     error
 }
 
-// server is where this binary's test databases are made.
+// server is the server of this binary's test databases.
 type server struct {
 	own    *pgserver.Server // nil for AGENT_TEST_DATABASE_URL
 	url    string
 	admin  *pgxpool.Pool
 	pooler *pgbouncer.Pooler // nil without AGENT_TEST_POOLER
 
-	strategy string // how a database is copied
+	strategy string // the way to copy a database
 
 	building sync.Mutex // one builder per process, so the waiting goroutines take no connection
 }
@@ -151,7 +151,7 @@ func newName() string {
 func (s *server) urlOf(database string) string {
 	u, err := url.Parse(s.url)
 	if err != nil || u.Scheme == "" {
-		return s.url + " dbname=" + database // the key=value form; the last one counts
+		return s.url + " dbname=" + database // the key=value form; the last value counts
 	}
 	u.Path = "/" + database
 	return u.String()

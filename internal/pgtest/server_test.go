@@ -47,7 +47,7 @@ func TestTemplateIsBuiltOnceByMany(t *testing.T) {
 	assert.Equal(t, 1, len(names), names)
 }
 
-// failing is a test that notes its failure.
+// failing is a test that records its failure.
 type failing struct {
 	testing.TB
 	failed chan string
