@@ -36,7 +36,7 @@ const (
 	askEvery   = 10 * time.Millisecond
 )
 
-// Config says which pooler is wanted.
+// Config describes the pooler.
 type Config struct {
 	// Server is a connection string of the server behind it. Only its user, with its password, may log in to the
 	// pooler, for any database of the server.
@@ -57,7 +57,7 @@ type Pooler struct {
 	server  *pgx.ConnConfig
 	process *os.Process
 	ended   chan struct{}
-	end     error // how the process ended, once ended is closed
+	end     error // the process's error, once ended is closed
 }
 
 // Start starts a pooler and returns when it serves. ctx limits the start only. The error names the missing program, or
@@ -134,7 +134,7 @@ func (p *Pooler) ready(ctx context.Context) error {
 	}
 }
 
-// ask connects to the server by way of the pooler.
+// ask connects to the server through the pooler.
 func (p *Pooler) ask(ctx context.Context) error {
 	conn, err := pgconn.Connect(ctx, p.urlOf(p.server.Database, nil))
 	if err != nil {
@@ -175,7 +175,7 @@ func (p *Pooler) urlOf(database string, settings url.Values) string {
 // Prepares reports whether this version can keep clients' prepared statements ([Config.Prepared]).
 func (p *Pooler) Prepares() bool { return p.version.atLeast(1, 21) }
 
-// Version is that of the program, for example "1.18.0".
+// Version is the program's version, for example "1.18.0".
 func (p *Pooler) Version() string { return p.version.String() }
 
 // Log returns the pooler's log so far.

@@ -123,7 +123,7 @@ func (p *Pooler) launch(binary string, user *owner) error {
 	return nil
 }
 
-// version is that of the program.
+// version is the program's version.
 type version struct{ major, minor, patch int }
 
 func (v version) String() string { return fmt.Sprintf("%d.%d.%d", v.major, v.minor, v.patch) }
