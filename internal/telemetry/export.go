@@ -27,7 +27,7 @@ const (
 	right = 10 * time.Second
 	// longestTransaction bounds the wait of a pass for a running transaction.
 	longestTransaction = 30 * time.Second
-	// longestPause lies between two tries while the receiver takes nothing.
+	// longestPause bounds the pause between two tries while the receiver accepts nothing.
 	longestPause = 30 * time.Second
 	// flushLimit bounds the last pass of a process.
 	flushLimit = 5 * time.Second
@@ -104,7 +104,7 @@ func (e *Exporter) Run(ctx context.Context) error {
 	return nil
 }
 
-// pause is how long to the next look.
+// pause is the time to the next pass.
 func (e *Exporter) pause() time.Duration {
 	if e.failures == 0 {
 		return every
@@ -181,7 +181,7 @@ func (e *Exporter) leave(ctx context.Context) {
 	}
 }
 
-// position is how far was sent.
+// position is the end of the sent spans.
 type position struct {
 	SentUpto string
 	Pending  []string
@@ -282,7 +282,7 @@ func (e *Exporter) settled(ctx context.Context, at *position) (bool, error) {
 type batch struct {
 	upto    string
 	ended   []string // activities
-	pending []string // those that have not ended
+	pending []string // activities that had not ended
 	runs    []string
 	more    bool
 }

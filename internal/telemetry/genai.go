@@ -39,7 +39,7 @@ const (
 	errorType = "error.type"
 )
 
-// Attributes of our own, where the conventions have none.
+// Attributes of this product, for which the conventions have none.
 const (
 	agentTraceRef   = "agent.trace_ref" // the trace id with its prefix: hb_…
 	agentSurface    = "agent.surface"

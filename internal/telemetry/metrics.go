@@ -112,14 +112,14 @@ func (m *Metrics) RunFinished(x executions.Execution) {
 	}
 }
 
-// ClaimLost counts a claim that was lost.
+// ClaimLost counts a lost claim.
 func (m *Metrics) ClaimLost(x executions.Execution) {
 	if m != nil {
 		m.claimsLost.WithLabelValues(x.Surface).Inc()
 	}
 }
 
-// ExecutionEnded counts an execution that ended here.
+// ExecutionEnded counts an execution whose end this process recorded.
 func (m *Metrics) ExecutionEnded(x executions.Execution, status executions.Status) {
 	if m == nil {
 		return
@@ -166,7 +166,7 @@ func (m *Metrics) LaneWaited(lane string, took time.Duration, got bool) {
 	}
 }
 
-// LaneLost counts a lane that was lost.
+// LaneLost counts a lost lane.
 func (m *Metrics) LaneLost(lane string) {
 	if m != nil {
 		m.lanesLost.WithLabelValues(laneKind(lane)).Inc()

@@ -104,7 +104,7 @@ func links(all []trace.Remote) []oteltrace.Link {
 	return list
 }
 
-// ids are those that the next span gets.
+// ids are the ids of the next span.
 type ids struct {
 	trace oteltrace.TraceID
 	span  oteltrace.SpanID

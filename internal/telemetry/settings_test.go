@@ -140,7 +140,7 @@ func scrape(t *testing.T, m *telemetry.Metrics) string {
 	return text
 }
 
-// used is a process that has done some of everything.
+// used is a process that has done work of every kind.
 func used(m *telemetry.Metrics) {
 	now := time.Now()
 	x := executions.Execution{Surface: "heartbeat", StartedAt: &now}
@@ -217,7 +217,7 @@ func TestManyScrapesAskOnce(t *testing.T) {
 		all.Go(func() { scrape(t, m) })
 	}
 	all.Wait()
-	if asked := db.Stat().AcquireCount() - before; asked > 2 { // a slow machine may have needed the next one
+	if asked := db.Stat().AcquireCount() - before; asked > 2 { // a slow machine may have needed one more
 		t.Errorf("8 scrapes asked the database %d times:\n%s", asked, first)
 	}
 }

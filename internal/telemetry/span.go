@@ -256,7 +256,7 @@ func spanName(operation, target string) string {
 	return textcut.Text(strings.TrimSpace(operation+" "+strings.ToValidUTF8(target, "\uFFFD")), maxName)
 }
 
-// text returns a string attribute. [set] drops empty ones.
+// text returns a string attribute. [set] drops empty attributes.
 func text(key, value string) attribute.KeyValue {
 	return attribute.String(key, strings.ToValidUTF8(value, "\uFFFD"))
 }

@@ -16,7 +16,7 @@ import (
 
 const (
 	askEvery    = 3 * time.Second // however many scrape
-	askLimit    = time.Second     // how long the database may take
+	askLimit    = time.Second     // the time limit of the database
 	countAtMost = 100_000
 )
 
@@ -53,7 +53,7 @@ type State struct {
 
 	mu    sync.Mutex // held during a query: other scrapes wait for its result
 	asked time.Time
-	found *state // nil when the database did not answer
+	found *state // nil if the database did not answer
 }
 
 // NewState returns a collector. It runs no query before the first scrape.
