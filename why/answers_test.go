@@ -28,7 +28,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/why"
 )
 
-// How executions begin. Each operation says whether it could be done.
+// The beginnings of executions. Each operation reports whether it was possible.
 
 func (s *scenario) tx(fn func(tx pgx.Tx) error) {
 	s.t.Helper()
@@ -63,7 +63,7 @@ func (s *scenario) startOutside() bool {
 	return true
 }
 
-// startChild begins a child, of the same trace or, as an API caller may, of another.
+// startChild starts a child of the same trace or, as an API caller may, of another.
 func (s *scenario) startChild() bool {
 	p := s.some(working)
 	if p == nil {
@@ -130,7 +130,7 @@ func (s *scenario) fork() bool {
 	return true
 }
 
-// listen declares an automation for one of the scenario's events, sometimes for the end of any execution.
+// listen declares an automation for one of the scenario's events, sometimes for the completion of any execution.
 func (s *scenario) listen() bool {
 	if len(s.autos) == 2 {
 		return false
@@ -146,7 +146,7 @@ func (s *scenario) listen() bool {
 	return true
 }
 
-// started notes the runs that an event has made due.
+// started records the runs that an event has made due.
 func (s *scenario) started(e *event) {
 	for _, a := range s.autos {
 		if a.event != e.name && (e.name != "EVENT_COMPLETED" || a.event != e.key) || e.end != nil &&
@@ -168,7 +168,7 @@ func (s *scenario) started(e *event) {
 	}
 }
 
-// order has an automation run by hand: an admin's, or that of an execution.
+// order starts a manual run of an automation: an admin's, or that of an execution.
 func (s *scenario) order() bool {
 	if len(s.autos) == 0 {
 		return false
@@ -190,8 +190,8 @@ func (s *scenario) order() bool {
 	return true
 }
 
-// carryOut takes a run that is due, or whose last attempt failed: in an execution of its own, as the runner does, or
-// in one that is at work, as the heartbeat does.
+// carryOut executes a run that is due, or whose last attempt failed: in a new execution, as the runner does, or in a
+// running one, as the heartbeat does.
 func (s *scenario) carryOut() bool {
 	for _, j := range s.jobs {
 		if j.taken && !j.ended {
@@ -229,7 +229,7 @@ func (s *scenario) carryOut() bool {
 	return false
 }
 
-// clear takes away what would concern the next scenario.
+// clear removes everything that would affect the next scenario.
 func (s *scenario) clear() {
 	s.exec(`delete from agent_automations`)
 	s.exec(`delete from agent_schedules`)
@@ -237,7 +237,7 @@ func (s *scenario) clear() {
 		where status in ('pending', 'running', 'waiting')`)
 }
 
-// expected are the edges that why has to have of a trace, all of them and no others.
+// expected are all edges that why must have for a trace, and no others.
 func (s *scenario) expected(traceID string) []edge {
 	edges := []edge{{"trace", "trace", "", "trace " + traceID}}
 	for _, f := range s.facts {
@@ -287,7 +287,7 @@ func sorted(edges []edge) []edge {
 	return edges
 }
 
-// because are the chains of causes of the executions that nothing in the trace has begun.
+// because are the chains of causes of the executions that nothing in the trace has started.
 func (s *scenario) because(traceID string) []edge {
 	var roots []*run
 	for _, r := range s.runs {
@@ -323,7 +323,7 @@ func (s *scenario) because(traceID string) []edge {
 	return edges
 }
 
-// effects are what came of a trace beyond the facts that are its own.
+// effects are the effects of a trace beyond its own facts.
 func (s *scenario) effects(traceID string) []edge {
 	var edges []edge
 	led := func(kind, from, to string) { edges = append(edges, edge{"led to", kind, from, to}) }
@@ -351,9 +351,9 @@ func (s *scenario) effects(traceID string) []edge {
 	return edges
 }
 
-// Lanes: who has which, with loans, as the model of the test has it.
+// Lanes and their owners, with loans, as the model of the test has them.
 
-// begins notes that somebody has a lane from here on.
+// begins records that an owner holds a lane from now on.
 func (s *scenario) begins(l *lane, r *run) {
 	for _, w := range s.runs {
 		if w.wait != nil && w.wait.kind == "lane" && w.wait.key == l.name && w != r {
@@ -362,13 +362,13 @@ func (s *scenario) begins(l *lane, r *run) {
 	}
 }
 
-// held notes a hold that is over.
+// held records a hold that has ended.
 func (s *scenario) held(l *lane) {
 	h := l.holder()
 	s.fact(h.trace, "lanes", "held", h.ref(), "lane "+l.name)
 }
 
-// giveBack ends the hold of whoever has the lane; it goes to whoever lent it, down to the given depth.
+// giveBack ends the hold of the lane's owner; the lane returns to its lender, down to the given depth.
 func (s *scenario) giveBack(l *lane, depth int) {
 	s.held(l)
 	l.stack, l.expired = l.stack[:depth], false
@@ -382,7 +382,7 @@ func (s *scenario) takeLane() bool {
 	return r != nil && s.takes(pick(s, s.lanes), r)
 }
 
-// lend has a holder start a child, wait for it, and the child borrow the lane.
+// lend makes a holder start a child and wait for it, and the child borrow the lane.
 func (s *scenario) lend() bool {
 	for _, l := range s.lanes {
 		r := l.holder()
@@ -401,7 +401,7 @@ func (s *scenario) lend() bool {
 	return false
 }
 
-// takes has an execution ask for a lane, and reports whether it has it then.
+// takes makes an execution request a lane, and reports whether the execution holds it afterwards.
 func (s *scenario) takes(l *lane, r *run) bool {
 	if got := value[bool](s.world, `select acquired
 		from lanekeeper.acquire_agent_execution_lock($1,
@@ -431,7 +431,7 @@ func (s *scenario) mayTake(l *lane, r *run) bool {
 	return l.holder() == nil || l.expired || l.holder() == r || s.line(l, r) != nil
 }
 
-// line is who is between the holder of a lane and who may borrow it, with the latter; nil when it may not.
+// line is the chain from the holder of a lane to a possible borrower, with the borrower; nil if it may not borrow.
 func (s *scenario) line(l *lane, r *run) []*run {
 	line := []*run{r}
 	for c := r; c.inherits && c.parent != nil; c = c.parent {
@@ -462,7 +462,7 @@ func (s *scenario) releaseLane() bool {
 	return false
 }
 
-// free is what the end of an execution, or its going back into the queue, does to its lanes.
+// free applies the completion of an execution, or its return to the queue, to its lanes.
 func (s *scenario) free(r *run) {
 	for _, l := range s.lanes {
 		if i := slices.Index(l.stack, r); i >= 0 {
@@ -471,7 +471,7 @@ func (s *scenario) free(r *run) {
 	}
 }
 
-// recall is what the end of a wait for a child does.
+// recall applies the end of a wait for a child.
 func (s *scenario) recall(r *run) {
 	for _, l := range s.lanes {
 		if i := slices.Index(l.stack, r); i >= 0 && i < len(l.stack)-1 {
@@ -503,7 +503,7 @@ func (s *scenario) breakLane() bool {
 	return true
 }
 
-// What executions do between their beginning and their end.
+// The actions of executions between their start and their completion.
 
 func (s *scenario) claim() bool {
 	r := s.some(func(r *run) bool { return !r.over && !r.claimed && r.wait == nil })
@@ -514,7 +514,7 @@ func (s *scenario) claim() bool {
 	return true
 }
 
-// claimed has a worker of its own take an execution.
+// claimed makes a new worker claim an execution.
 func (s *scenario) claimed(r *run) {
 	r.worker = value[string](s.world, `insert into agent_workers (name, expires_at)
 		values ('test', clock_timestamp() + interval '1 hour') returning id::text`)
@@ -526,7 +526,7 @@ func (s *scenario) claimed(r *run) {
 	s.interrupted(r)
 }
 
-// interrupted are the calls that were under way when a claim, or everything, was over.
+// interrupted are the calls that were running when a claim, or everything, ended.
 func (s *scenario) interrupted(r *run) {
 	for _, step := range r.open {
 		s.fact(r.trace, "trouble", "unknown", r.ref(), "step "+step)
@@ -594,7 +594,7 @@ func (s *scenario) think() bool {
 	return true
 }
 
-// late writes under a claim that is over: it is refused, and what it would have said is kept.
+// late writes under an expired claim: the write is refused, and its content is kept.
 func (s *scenario) late() bool {
 	r := s.some(func(r *run) bool { return len(r.old) > 0 })
 	if r == nil {
@@ -608,7 +608,7 @@ func (s *scenario) late() bool {
 	return true
 }
 
-// lose takes the worker of an execution away, and sweeps.
+// lose ends the worker of an execution, and sweeps.
 func (s *scenario) lose() bool {
 	r := s.some(func(r *run) bool { return r.claimed && r.spent < 3 })
 	if r == nil {
@@ -663,7 +663,7 @@ func (s *scenario) cancel() bool {
 	return true
 }
 
-// ended is all that follows an end: who waits for it goes on, automations start, a target is told.
+// ended applies all effects of a completion: waiting executions resume, automations start, a target gets a message.
 func (s *scenario) ended(r *run, status string) {
 	if r.claim > 0 {
 		r.old = append(r.old, r.claim)
@@ -687,7 +687,7 @@ func (s *scenario) ended(r *run, status string) {
 	s.started(e)
 }
 
-// recordMessage notes the newest message to a target.
+// recordMessage records the newest message to a target.
 func (s *scenario) recordMessage(traceID, from string) {
 	id := value[string](s.world, `select id::text from agent_webhook_outbox order by id desc limit 1`)
 	s.fact(traceID, "led to", "told", from, "outgoing "+id)
@@ -719,14 +719,14 @@ func (s *scenario) say() bool {
 		insert into agent_messages (thread_id, seq, turn, role, content, execution_id, trace_id, status)
 		select 'talk', seq, seq, 'assistant', 'hello', $1, $2, 'sent' from place`, r.id, r.trace)
 	said := tied{r.trace, edge{"led to", "said", r.ref(), "thread talk"}}
-	if !slices.Contains(s.facts, said) { // one row, however often it spoke
+	if !slices.Contains(s.facts, said) { // one row, for any number of messages
 		s.facts = append(s.facts, said)
 	}
 	return true
 }
 
-// A flow that delivers an event is told as its cause, whichever way a process at work takes; an event from outside
-// has none.
+// A flow that delivers an event is recorded as its cause, by every path of a worker; an event from outside has no
+// cause.
 func TestAFlowThatRaisesAnEventIsItsCause(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

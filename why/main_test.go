@@ -28,8 +28,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// world is a database on which scenarios are played, one after the other, by the functions and packages of the
-// product, with no process at work but the test.
+// world is a database for scenarios, which run one after the other. They use the functions and packages of the product;
+// the test is the only process.
 type world struct {
 	t      *testing.T
 	pool   *pgxpool.Pool
@@ -59,7 +59,7 @@ func (w *world) exec(sql string, args ...any) {
 	pgtest.Exec(w.t, w.pool, sql, args...)
 }
 
-// value is the first value that a statement answers with; the zero value for null and for no row.
+// value is the first value that a statement returns; the zero value for null and for no row.
 func value[T any](w *world, sql string, args ...any) T {
 	w.t.Helper()
 	for _, v := range pgtest.Column[*T](w.t, w.pool, sql, args...) {
@@ -71,7 +71,7 @@ func value[T any](w *world, sql string, args ...any) T {
 	return zero
 }
 
-// The truth, as the test keeps it: nothing of it is read from what why() reads.
+// The truth, as the test records it: the test reads none of it from the data of why().
 
 // run is an execution.
 type run struct {
@@ -84,44 +84,44 @@ type run struct {
 	worker                   string
 	spent                    int // claims lost since the last checkpoint
 	steps                    int
-	old                      []int64  // claims that are over
+	old                      []int64  // claims that have ended
 	open                     []string // steps whose calls are under way
 	wait                     *wait
 }
 
 func (r *run) ref() string { return "execution " + r.id }
 
-// wait is one that goes on. by are those who had the lane that it is for, one for each time.
+// wait is a wait that continues. by are the former holders of its lane, one for each time.
 type wait struct {
 	kind, key, step string
 	by              []*run
 }
 
-// cause is what stands behind a reference; trace is that of from, where it has one.
+// cause is the target of a reference; trace is the trace of from, if it has one.
 type cause struct{ kind, from, trace string }
 
-// event is one that was raised.
+// event is a raised event.
 type event struct {
 	id, name, key string
-	trace         string // whose it is; empty from outside
+	trace         string // the raising execution; empty from outside
 	by            string // a reference
-	end           *run   // it is the end of this execution
+	end           *run   // it is the completion of this execution
 	taken         bool
 	woken         []*run
 }
 
 func (e *event) ref() string { return "event " + e.id }
 
-// edge is a row that why has to have.
+// edge is a row that why must have.
 type edge struct{ part, kind, from, to string }
 
-// tied is an edge that belongs to a trace.
+// tied is an edge of a trace.
 type tied struct {
 	trace string
 	edge
 }
 
-// lane has those who have it: who lent it first, who has it now last.
+// lane has its owners: the first lender first, the present holder last.
 type lane struct {
 	name    string
 	stack   []*run
@@ -135,7 +135,7 @@ func (l *lane) holder() *run {
 	return l.stack[len(l.stack)-1]
 }
 
-// model is what was spent on a model in a trace.
+// model is the spend on a model in a trace.
 type model struct {
 	calls, tokens int64
 	micros        int64
@@ -148,7 +148,7 @@ type automation struct {
 
 // job is a run of an automation.
 type job struct {
-	id, trace string // whose event or request it is; empty: nobody's
+	id, trace string // the owner of the event or request; empty: none
 	ended     bool   // its last attempt failed, and can be tried again
 	taken     bool
 	attempt   int
@@ -199,7 +199,7 @@ func (w *world) newScenario(seed uint64) *scenario {
 	return s
 }
 
-// name is a name that nothing else has.
+// name is a unique name.
 func (w *world) name(what string) string {
 	w.n++
 	return what + string(trace.New(trace.Flow)[25:]) + string(rune('a'+w.n%26))
@@ -207,7 +207,7 @@ func (w *world) name(what string) string {
 
 func pick[T any](s *scenario, from []T) T { return from[s.rng.IntN(len(from))] }
 
-// some is an execution that fits, by chance; nil when none does.
+// some is a random suitable execution; nil if there is none.
 func (s *scenario) some(fits func(r *run) bool) *run {
 	var all []*run
 	for _, r := range s.runs {
@@ -223,7 +223,7 @@ func (s *scenario) some(fits func(r *run) bool) *run {
 
 func working(r *run) bool { return r.claimed }
 
-// fact notes an edge that a trace has to have.
+// fact records an edge that a trace must have.
 func (s *scenario) fact(traceID, part, kind, from, to string) {
 	s.facts = append(s.facts, tied{traceID, edge{part, kind, from, to}})
 }
@@ -320,7 +320,7 @@ func TestSpendOfAModelWithoutAPriceSaysNoPrice(t *testing.T) {
 		value[string](w, `select string_agg(r.what, e'\n' order by r.what) from why('hb_1') r where r.part = 'spend'`))
 }
 
-// Secrets that stand in what others wrote are not shown, and lists end, saying how much is left.
+// Secrets in the texts of others are hidden, and lists are cut, with the number of omitted rows.
 func TestALargeTraceIsBoundedAndSecretsAreNotShown(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -349,8 +349,8 @@ func TestALargeTraceIsBoundedAndSecretsAreNotShown(t *testing.T) {
 	}
 }
 
-// crowd lets two executions of other traces wait for one event, which a third raises, in one of the ways in which a
-// process does.
+// crowd makes two executions of other traces wait for one event. A third execution raises it, through one of a worker's
+// paths.
 func (s *scenario) crowd() bool {
 	by := s.some(working)
 	if by == nil {
@@ -387,7 +387,7 @@ func (s *scenario) crowd() bool {
 	return true
 }
 
-// fill makes the tables so large that an index is the better way, whichever plan is kept.
+// fill makes the tables so large that an index is better under every plan.
 func (w *world) fill() {
 	w.t.Helper()
 	w.exec(`
@@ -405,7 +405,7 @@ func (w *world) fill() {
 	w.exec(`analyze`)
 }
 
-// Every read of why goes by an index, with a condition: in a history in which all that it tells of has happened.
+// Every read of why uses an index with a condition, in a history with every kind of row.
 func TestEveryReadGoesByAnIndex(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -430,7 +430,7 @@ func TestEveryReadGoesByAnIndex(t *testing.T) {
 	assert.Truef(t, reads >= 30, "%d reads of tables were seen", reads)
 }
 
-// explained is a connection on which the server explains every statement, also those in functions, to texts.
+// explained is a connection on which the server explains every statement, also those in functions, into texts.
 func explained(t *testing.T, w *world, texts *[]string) *pgx.Conn {
 	t.Helper()
 	config := w.pool.Config().ConnConfig.Copy()
@@ -463,7 +463,7 @@ type node struct {
 	Plans     []node
 }
 
-// check looks for reads of a whole table or a whole index, and counts the reads of tables.
+// check finds reads of a whole table or a whole index, and counts the reads of tables.
 func (n node) check(t *testing.T, query string) (reads int) {
 	t.Helper()
 	if n.Relation != "" || n.Index != "" {

@@ -20,9 +20,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Waits, and what ends them.
+// Waits, and the causes of their ends.
 
-// resumed notes that a wait is over, and by what.
+// resumed records the end of a wait and its cause.
 func (s *scenario) resumed(r *run, e *event, kind, by string) {
 	s.fact(r.trace, "waits", kind, by, r.ref())
 	w := r.wait
@@ -44,7 +44,7 @@ func (s *scenario) resumed(r *run, e *event, kind, by string) {
 	}
 }
 
-// park lets an execution wait, and reports whether it does: what it waits for may have come.
+// park makes an execution wait, and reports whether it waits: the awaited event may have come already.
 func (s *scenario) park(r *run, kind, key string) (waits bool) {
 	w := &wait{kind: kind, key: key, step: r.next("wait")}
 	var came *json.RawMessage
@@ -61,7 +61,7 @@ func (s *scenario) park(r *run, kind, key string) (waits bool) {
 	return true
 }
 
-// want compares whether an execution waits with whether it should.
+// want compares the state of an execution with the expected one: waiting or not.
 func (s *scenario) want(r *run, waits, should bool) {
 	s.t.Helper()
 	if waits != should {
@@ -89,7 +89,7 @@ func (s *scenario) waitForEvent() bool {
 	return true
 }
 
-// atOnce is a wait that was over when it began: the run goes on under its claim.
+// atOnce is a wait that ends at its beginning: the run continues under its claim.
 func (s *scenario) atOnce(r *run, e *event, by string) {
 	s.fact(r.trace, "waits", "waited", by, r.ref())
 	r.wait = nil
@@ -146,7 +146,7 @@ func (s *scenario) waitForLane() bool {
 	return true
 }
 
-// timer lets the time of a wait be over.
+// timer makes the timeout of a wait pass.
 func (s *scenario) timer() bool {
 	r := s.some(func(r *run) bool { return r.wait != nil })
 	if r == nil {
@@ -157,8 +157,8 @@ func (s *scenario) timer() bool {
 	return true
 }
 
-// sweep takes the claims of lost workers away, resumes what waits for a time that has passed or a lane that is open,
-// and sends what is queued, as the engine's sweep does.
+// sweep releases the claims of lost workers, resumes waits whose time has passed or whose lane is open, and sends
+// queued messages, as the engine's sweep does.
 func (s *scenario) sweep(due *run) {
 	s.exec(`select lanekeeper.lose_agent_claims(id) from agent_workers where expires_at < clock_timestamp()`)
 	s.exec(`select lanekeeper.sweep_agent_waits()`)
@@ -181,7 +181,7 @@ func (s *scenario) sweep(due *run) {
 	}
 }
 
-// raise raises an event, from outside, by an execution or for a trace, in one of the ways in which events come.
+// raise raises an event, from outside, by an execution or for a trace, through one of the paths of events.
 func (s *scenario) raise() bool {
 	e := &event{name: "EVENT_COMPLETED", key: pick(s, s.keys), by: "outside"}
 	kind, ctx := "outside", s.ctx()
@@ -207,7 +207,7 @@ func (s *scenario) raise() bool {
 		e.id = value[string](s.world, `select event_id::text
 			from lanekeeper.deliver_agent_events(array[$1::text, $1], array[$2::text, 'other'], array['{}', '{}']::jsonb[],
 			array[null, null]::text[], null, 0, 0, '{}') where n = 1`, e.name, e.key)
-		if e.id == "" { // not plain: it goes by itself
+		if e.id == "" { // not plain: delivered separately
 			e.id = value[string](s.world, `select event_id::text from lanekeeper.deliver_agent_event($1, $2)`, e.name, e.key)
 		}
 	default:
@@ -229,7 +229,7 @@ func (s *scenario) raise() bool {
 	return true
 }
 
-// ask asks an admin for leave: the execution waits for it, or anybody may use it.
+// ask requests an admin's approval: the execution waits for it, or any execution may use it.
 func (s *scenario) ask() bool {
 	r := s.some(working)
 	if r == nil {
@@ -265,7 +265,7 @@ func (s *scenario) decide() bool {
 	return false
 }
 
-// use uses leave that anybody may use.
+// use uses an approval that any execution may use.
 func (s *scenario) use() bool {
 	r := s.some(working)
 	for _, l := range s.leaves {
@@ -285,7 +285,7 @@ func (s *scenario) use() bool {
 	return false
 }
 
-// request asks people for a signature, and waits for it.
+// request requests a signature from people, and waits for it.
 func (s *scenario) request() bool {
 	r := s.some(working)
 	if r == nil {
@@ -316,7 +316,7 @@ func (s *scenario) sign() bool {
 	return false
 }
 
-// operations are what may happen, each as often as it is listed.
+// operations are the possible operations, each as often as it is listed.
 func (s *scenario) operations() map[string]func() bool {
 	return map[string]func() bool{
 		"start": s.startOutside, "child": s.startChild, "another child": s.startChild, "tick": s.tick,
@@ -337,7 +337,7 @@ func (s *scenario) operations() map[string]func() bool {
 	}
 }
 
-// play does some of them.
+// play runs some of them.
 func (s *scenario) play(n int) {
 	all := s.operations()
 	names := make([]string, 0, len(all))
@@ -355,7 +355,7 @@ func (s *scenario) play(n int) {
 	}
 }
 
-// scenarios is how many are played.
+// scenarios is the number of scenarios.
 func scenarios(t *testing.T) int {
 	text := os.Getenv("AGENT_WHY_SCENARIOS")
 	if text == "" {
@@ -366,8 +366,8 @@ func scenarios(t *testing.T) int {
 	return n
 }
 
-// Each scenario is a random piece of history, made by the functions and packages of the product; the test keeps what
-// caused what by itself. Of every trace in it why has these rows, and no others.
+// Each scenario is a random piece of history, made by the functions and packages of the product; the test records the
+// causes itself. why has exactly these rows for every trace of the scenario.
 func TestEveryEdgeIsToldAndNoOther(t *testing.T) {
 	t.Parallel()
 	n := scenarios(t)
@@ -398,7 +398,7 @@ func TestEveryEdgeIsToldAndNoOther(t *testing.T) {
 	}
 }
 
-// compare asks why, by any form of the id.
+// compare runs why, with any form of the id.
 func (s *scenario) compare(traceID string, seed int, count map[string]int) {
 	s.t.Helper()
 	id := pick(s, []string{traceID, strings.ToLower(traceID), trace.ID(traceID).OTel()})

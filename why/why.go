@@ -46,7 +46,7 @@ const (
 	Spend   Part = "spend"
 )
 
-// More is the kind of a row that says what was left out.
+// More is the kind of a row that reports the omitted rows.
 const More = "more"
 
 // MaxRows bounds the rows of each part.
