@@ -26,18 +26,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// beside is an engine that works while retention takes away what ended a moment ago. Its sessions are hasty.
+// beside is an engine that works while retention deletes rows that ended a moment ago. Its sessions are hasty.
 type beside struct {
 	t      *testing.T
 	pool   *pgxpool.Pool // of the engine, its clients and the readers
 	engine *executions.Engine
 
 	mu     sync.Mutex
-	truth  map[string][]string // what each execution has recorded so far, and was told
+	truth  map[string][]string // the record of each execution so far, and the values that it received
 	traces []string
 }
 
-// note adds to what is known of an execution.
+// note adds to the record of an execution.
 func (b *beside) note(ctx context.Context, what string) {
 	x, _ := executions.Current(ctx)
 	b.noteOf(x.ID, what)
@@ -54,8 +54,7 @@ type errand struct {
 	Stays bool `json:"stays"`
 }
 
-// errand has a step, a child that ends soon, an event that came long before it is waited for, and an end that may be
-// far away.
+// errand has a step, a child that ends soon, an event that comes long before its wait, and an end that may be far away.
 func (b *beside) errand(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
 	var in errand
 	if err := json.Unmarshal(raw, &in); err != nil {
@@ -108,7 +107,7 @@ func (b *beside) start() {
 	})
 }
 
-// begin starts an errand, gives it its early event, and returns its id.
+// begin starts an errand, raises its early event, and returns its id.
 func (b *beside) begin(ctx context.Context, in errand) string {
 	raw, _ := json.Marshal(in)
 	x, _, err := b.engine.Start(ctx, b.pool,
@@ -129,7 +128,7 @@ func (b *beside) deliver(ctx context.Context, key string) {
 	assert.NoError(b.t, err, "deliver", key)
 }
 
-// read reads traces, those of a moment ago and some of old partitions.
+// read reads traces: recent ones and some of old partitions.
 func (b *beside) read(ctx context.Context) error {
 	for ctx.Err() == nil {
 		b.mu.Lock()
@@ -152,7 +151,7 @@ func (b *beside) read(ctx context.Context) error {
 	return nil
 }
 
-// missing compares what is known of executions that have not ended, and of their children, with what the database has.
+// missing compares the recorded rows of unfinished executions and their children with the database.
 func (b *beside) missing(ids []string) []string {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -185,8 +184,8 @@ func (b *beside) missing(ids []string) []string {
 	return gone
 }
 
-// TestNothingUnfinishedIsTouchedAndNobodyWaits: while executions begin, wait, and end, and traces are read, passes
-// follow at their heels, with old months that are detached and dropped.
+// TestNothingUnfinishedIsTouchedAndNobodyWaits: while executions start, wait and end, and traces are read, passes run
+// right behind, with old months that are detached and dropped.
 func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	t.Parallel()
 	if pgtest.Pooled() {
@@ -199,7 +198,7 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 		where completed_at > now() - interval '1 hour'`)
 	pgtest.Exec(t, own, `delete from agent_activity_uncounted; delete from agent_activity_open; update agent_approvals
 		set status = 'rejected' where status in ('pending', 'approved')`)
-	// As no admin can: what ended a moment ago is old.
+	// No admin can set this policy: rows that ended a moment ago are old.
 	pgtest.Exec(t, own, `
 		alter table agent_retention drop constraint agent_retention_check;
 		update agent_retention set keep = '300 milliseconds'
@@ -211,7 +210,7 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	for n := range 15 {
 		stay = append(stay, b.begin(t.Context(), errand{N: n, Stays: true}))
 	}
-	// They have been at work for long: one of the old months is theirs.
+	// The executions have worked for long: one of the old months is theirs.
 	pgtest.Exec(t, own, `
 		insert into agent_activity (id, trace_id, execution_id, skill_name, created_at)
 		select lanekeeper.agent_uuid7(at + n * interval '1 ms'), x.trace_id, x.id, 's', at
@@ -256,7 +255,7 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	assert.Equal(t, theirs, pgtest.Value[string](t, own, `
 		select coalesce(string_agg(split_part(partition, '.', 2), ' '), '') from agent_activity_partitions
 		 where upper_id < lanekeeper.agent_uuid7_floor(now() - interval '95 days')`))
-	// What stayed ends well, with what it had.
+	// The remaining executions complete, with all their rows.
 	stop()
 	assert.NoError(t, errors.Join(readers.Wait(), passes.Wait()))
 	for n := range stay {

@@ -18,17 +18,16 @@ import (
 // passing is the name of the sessions that make passes.
 const passing = "retention"
 
-// waits is who was seen to wait for whom. Sessions of an engine wait for one another, too, and on a busy machine for
-// long; a test of passes is about those that wait for a pass, or stand in a queue behind one.
+// waits records which session waited for which. Sessions of an engine also wait for one another, and on a busy machine
+// for long. A test of passes is about sessions that wait for a pass, or stand in a queue behind one.
 type waits struct {
 	t    *testing.T
 	mu   sync.Mutex
-	seen map[uint32][]string // the names of those that a session has waited for since it last began a statement
+	seen map[uint32][]string // the names of the sessions that a session has waited for since its last statement began
 }
 
-// hasty is a pool whose sessions wait for no lock for longer than 100 ms: the server refuses that with 55P03. A
-// refusal fails the test when a pass was seen among those that were waited for, holding the lock or before the others
-// in its queue.
+// hasty is a pool whose sessions wait at most 100 ms for a lock: the server refuses longer waits with 55P03. A refusal
+// fails the test if a pass held the lock, or was before the session in the lock's queue.
 func hasty(t *testing.T, url string, watcher *pgxpool.Pool) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(url)
@@ -48,7 +47,7 @@ func hasty(t *testing.T, url string, watcher *pgxpool.Pool) *pgxpool.Pool {
 	return pool
 }
 
-// watch looks at who waits, every few milliseconds.
+// watch reads the waiting sessions every few milliseconds.
 func (w *waits) watch(ctx context.Context, db *pgxpool.Pool) {
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
@@ -84,7 +83,7 @@ func (w *waits) TraceQueryStart(ctx context.Context, conn *pgx.Conn, q pgx.Trace
 	return context.WithValue(ctx, statementKey{}, q.SQL)
 }
 
-// TraceQueryEnd sees how it ended.
+// TraceQueryEnd reads the error of the query.
 func (w *waits) TraceQueryEnd(ctx context.Context, conn *pgx.Conn, end pgx.TraceQueryEndData) {
 	w.ended(conn, end.Err, ctx.Value(statementKey{}))
 }
@@ -95,7 +94,7 @@ func (w *waits) TraceBatchStart(ctx context.Context, conn *pgx.Conn, _ pgx.Trace
 	return ctx
 }
 
-// TraceBatchQuery sees how one of them ended.
+// TraceBatchQuery reads the error of one query of the batch.
 func (w *waits) TraceBatchQuery(_ context.Context, conn *pgx.Conn, q pgx.TraceBatchQueryData) {
 	w.ended(conn, q.Err, q.SQL)
 }

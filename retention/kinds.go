@@ -5,30 +5,30 @@ import "context"
 // zeroID is before every id.
 const zeroID = "00000000-0000-0000-0000-000000000000"
 
-// kind is how the old rows of one kind are found and deleted.
+// kind describes how a pass finds and deletes old rows of one kind.
 type kind struct {
-	// find selects the next @most rows behind a cursor that are older than @before: a key, and whether the row goes.
-	// It reads the rows first. So the server asks @most times what needs them, however large the tables are.
+	// find selects the next @most rows behind a cursor that are older than @before: a key, and whether the row goes. It
+	// reads the rows first. So the server runs the condition @most times, for tables of any size.
 	find string
 	// byTime: a cursor is a time and a key, and find selects both and has @at. Else it is a key alone.
 	byTime bool
 	// first is the key before all others.
 	first string
-	// limit is how many rows a piece looks at, when fewer than others do.
+	// limit bounds the rows of a piece, if it is lower than that of other kinds.
 	limit int
-	// remove deletes the rows of @keys that nobody has locked, and returns the keys of those.
+	// remove deletes the rows of @keys that no transaction has locked, and returns their keys.
 	remove string
-	// effect is what agent_links calls a row in front of its id. Its causes go with it.
+	// effect is the word of agent_links in front of a row's id. The pass deletes the row's causes too.
 	effect string
 	// prune does more than remove. It is called instead.
 	prune func(ctx context.Context, p *piece, keys []string) (removed int64, err error)
-	// count is how many rows go with @keys, of a dry run: one each when empty.
+	// count returns the number of rows that a dry run would delete with @keys: one each if empty.
 	count string
 }
 
-// kinds are all that have a policy.
+// kinds are all kinds with a policy.
 var kinds = map[string]kind{
-	// What is not counted yet stays until it is.
+	// Uncounted rows stay until they are counted.
 	"activity": {
 		first: zeroID,
 		find: `
@@ -62,7 +62,7 @@ var kinds = map[string]kind{
 		returning a.id::text`,
 	},
 
-	// A trace goes as a whole: when all its executions are over for long enough.
+	// A trace is deleted as a whole, once all its executions ended long enough ago.
 	"executions": {
 		first:  zeroID,
 		effect: "execution",
@@ -104,10 +104,9 @@ var kinds = map[string]kind{
 		delete from agent_executions x using held h where x.id = h.id returning x.id::text`,
 	},
 
-	// The event of an end, or of a decision, goes with its execution: who waits for that later, or forks it, asks for
-	// it. An event that nobody has taken may be for any execution that has not ended and began before it, or in the
-	// time that the event is kept. The index finds the oldest of those by state and id; by id alone it would be one of
-	// millions.
+	// The event of a completion, or of a decision, is deleted with its execution: a later waiter, or a fork, reads it.
+	// An unconsumed event may be for any unfinished execution that began before it, or in the time that the event is
+	// kept. The index finds the oldest of those by state and id; by id alone it would search millions.
 	"events": {
 		first:  zeroID,
 		effect: "event",
@@ -167,7 +166,7 @@ var kinds = map[string]kind{
 		                    where q.thread_id = m.thread_id and x.completed_at is null)`,
 	},
 
-	// A fork of its execution asks what was decided.
+	// A fork of its execution reads the decision.
 	"approvals": {
 		first: zeroID,
 		find: `
@@ -255,7 +254,7 @@ var kinds = map[string]kind{
 		delete from agent_webhook_outbox w using held h where w.id = h.id returning w.id::text`,
 	},
 
-	// By time alone, as the index has it: the rows of one moment are few.
+	// By time alone, as in the index: few rows share one moment.
 	"budgets": {
 		byTime: true,
 		find: `
@@ -277,7 +276,8 @@ var kinds = map[string]kind{
 		delete from agent_budgets b using held h where b.scope = h.scope returning b.scope`,
 	},
 
-	// A control stays as long as the run that it is compared with. A sample of recorded turns goes with its last run.
+	// A control stays as long as the run that is compared with it. A sample of recorded turns is deleted with its last
+	// run.
 	"evals": {
 		first: zeroID,
 		find: `
@@ -320,7 +320,7 @@ var kinds = map[string]kind{
 		delete from agent_eval_labels l using held h where l.ctid = h.ctid returning l.ctid::text`,
 	},
 
-	// A place in the table may be that of another row by the time that it is deleted.
+	// A row's place in the table may hold another row when the pass deletes it.
 	"hour_counts": {
 		byTime: true,
 		first:  "(0,0)",

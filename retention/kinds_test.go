@@ -16,14 +16,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
-// effects are the rows whose causes are noted for why().
+// effects are the rows whose causes why() reads.
 const effects = `
 	select 'execution ' || id as effect from agent_executions
 	union all select 'event ' || id from agent_events
 	union all select 'run ' || id from agent_automation_runs
 	union all select 'outgoing ' || id from agent_webhook_outbox`
 
-// noteCauses notes a cause for every row that can have one, and a lane and a lost claim for every execution.
+// noteCauses records a cause for every row that can have one, and a lane and a lost claim for every execution.
 func noteCauses(t *testing.T, db postgres.DB) {
 	t.Helper()
 	pgtest.Exec(t, db, `delete from agent_links`)
@@ -36,7 +36,7 @@ func noteCauses(t *testing.T, db postgres.DB) {
 		from agent_executions`)
 }
 
-// causesAreOfWhatIsThere checks that the causes of what went have gone with it, and no others.
+// causesAreOfWhatIsThere checks that the pass deleted the causes of deleted rows, and no others.
 func causesAreOfWhatIsThere(t *testing.T, db postgres.DB) {
 	t.Helper()
 	for what, sql := range map[string][2]string{
@@ -54,8 +54,8 @@ func causesAreOfWhatIsThere(t *testing.T, db postgres.DB) {
 	}
 }
 
-// An old run goes with its trials and its sample. What is open, recent or declared stays, and a control as long as the
-// run that is compared with it.
+// An old run is deleted with its trials and its sample. Open, recent and declared rows stay, and a control stays as
+// long as the run that is compared with it.
 func TestOldRunsOfEvalsGoWithTheirSamples(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -81,7 +81,7 @@ func TestOldRunsOfEvalsGoWithTheirSamples(t *testing.T) {
 		`select string_agg(suite, ' ' order by suite) from agent_eval_runs`)
 }
 
-// Labels go by their own policy, which keeps them for ever at first.
+// Labels have a policy of their own, which keeps them for ever at first.
 func TestOldLabelsGoByTheirPolicy(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -133,7 +133,7 @@ type spend struct {
 	CostUSD       float64
 }
 
-// TestSpendStaysWhenTheLogGoes, and is not broken by a usage or a cost that is no number.
+// TestSpendStaysWhenTheLogGoes, and survives a usage or a cost that is not a number.
 func TestSpendStaysWhenTheLogGoes(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

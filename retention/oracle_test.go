@@ -11,8 +11,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// The oracle says in Go which rows a pass takes away: it reads everything and follows the words of docs/retention.md,
-// with none of the functions of the database.
+// The oracle computes in Go the rows that a pass deletes: it reads all rows and follows the words of docs/retention.md,
+// without the functions of the database.
 
 type execution struct {
 	ID, TraceID, WaitingFor, WaitingKey, DedupeKey, ThreadID string
@@ -33,7 +33,7 @@ type approval struct {
 	DecidedAt                                     *time.Time
 }
 
-// row is of any other table: what its rule may look at.
+// row is a row of any other table, with the columns that its rule may read.
 type row struct {
 	ID, Status, TraceID, ExecutionID, Of string
 	At, Over                             time.Time
@@ -48,7 +48,7 @@ type world struct {
 	rows       map[string][]row // by table
 }
 
-// tables are what belongs to no rule of its own shape, as rows.
+// tables are the tables without a rule of their own shape, as rows.
 var tables = map[string]string{
 	"activity": `select a.id::text, '', a.trace_id, coalesce(a.execution_id::text, ''), '', a.created_at, a.created_at,
 		exists (select from agent_activity_open o where o.activity_id = a.id)
@@ -119,7 +119,7 @@ func (w *world) has(table string, is func(row) bool) bool {
 	return slices.ContainsFunc(w.rows[table], is)
 }
 
-// asked reports leave that was asked for, in a trace, and is not used.
+// asked reports an approval that was requested in a trace and is unused.
 func (w *world) asked(trace string) bool {
 	for _, a := range w.approvals {
 		if a.TraceID == trace && (a.Status == "pending" || a.Status == "approved") && a.ExpiresAt.After(w.now) {
@@ -129,7 +129,7 @@ func (w *world) asked(trace string) bool {
 	return false
 }
 
-// before is when what is older goes; ok is false when nothing does.
+// before is the time before which rows are deleted; ok is false if none are.
 func (w *world) before(policy map[string]string, kind string) (cut time.Time, ok bool) {
 	days, err := strconv.Atoi(strings.TrimSuffix(policy[kind], "d"))
 	if err != nil {
@@ -150,7 +150,7 @@ func (w *world) before(policy map[string]string, kind string) (cut time.Time, ok
 	return cut, true
 }
 
-// overExecutions are those that go.
+// overExecutions are the executions to delete.
 func (w *world) overExecutions(cut time.Time) map[string]bool {
 	gone := map[string]bool{}
 	for id, x := range w.executions {
@@ -175,7 +175,7 @@ func (w *world) overExecutions(cut time.Time) map[string]bool {
 	return gone
 }
 
-// takeExecutions takes away those that go, with what belongs to them.
+// takeExecutions deletes those executions, with their rows.
 func (w *world) takeExecutions(gone map[string]bool) {
 	for _, table := range []string{"checkpoints", "changes", "requests", "drafts"} {
 		w.rows[table] = slices.DeleteFunc(w.rows[table], func(r row) bool { return gone[r.ExecutionID] })
@@ -225,7 +225,7 @@ func (w *world) overApproval(a approval, cut time.Time) bool {
 		(!a.Parked || !known) && !w.unfinished(used)
 }
 
-// rests reports a thread in which nothing is to be expected.
+// rests reports a thread without pending work.
 func (w *world) rests(id string) bool {
 	for _, x := range w.executions {
 		if x.CompletedAt == nil && x.ThreadID == id || x.WaitingFor == "response" && x.WaitingKey == id {
@@ -236,7 +236,7 @@ func (w *world) rests(id string) bool {
 		!w.has("messages", func(r row) bool { return r.Of == id && (r.Status == "queued" || w.unfinished(r.ExecutionID)) })
 }
 
-// take is a whole pass by a policy.
+// take runs a whole pass by a policy.
 func (w *world) take(policy map[string]string) {
 	if cut, ok := w.before(policy, "executions"); ok {
 		w.takeExecutions(w.overExecutions(cut))
@@ -303,7 +303,7 @@ func (w *world) take(policy map[string]string) {
 	}
 }
 
-// keys are all rows that are left, by table, in order.
+// keys are all remaining rows, by table, in order.
 func (w *world) keys() map[string][]string {
 	all := map[string][]string{}
 	for name, rows := range w.rows {

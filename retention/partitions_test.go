@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
-// months has a log with ten rows in each of the last eight months, counted, and a policy of 90 days.
+// months has a log with ten counted rows in each of the last eight months, and a policy of 90 days.
 func months(t *testing.T) (*pgxpool.Pool, string) {
 	t.Helper()
 	url := pgtest.URL(t)
@@ -36,7 +36,7 @@ func months(t *testing.T) (*pgxpool.Pool, string) {
 	return pool, url
 }
 
-// attached lists the partitions of the log that are older than so many days.
+// attached lists the partitions of the log that are older than a number of days.
 func attached(t *testing.T, db postgres.DB, days int) []string {
 	t.Helper()
 	return pgtest.Value[[]string](t, db, `
@@ -57,7 +57,7 @@ func TestOldMonthsAreDroppedWhole(t *testing.T) {
 	pool, _ := months(t)
 	old := attached(t, pool, 123)
 	require.Truef(t, len(old) >= 3, "old months: %v", old)
-	archived := old[0] // by somebody who knows why
+	archived := old[0] // an admin archived it
 	pgtest.Exec(t, pool, `alter table agent_activity detach partition `+archived)
 	done := pass(t, pool, 0)
 	assert.Truef(t, slices.Equal(intersect(done.Partitions, old), old[1:]) && done.Removed == 0 && done.Later == "",
@@ -73,8 +73,8 @@ func intersect(a, b []string) []string {
 	return slices.DeleteFunc(slices.Clone(a), func(s string) bool { return !slices.Contains(b, s) })
 }
 
-// TestAMonthIsDetachedBesideAReader who takes his time: the pass does not wait for long, and nobody waits for it.
-// What it began is finished when he is gone.
+// TestAMonthIsDetachedBesideAReader with a long transaction: the pass does not wait for long, and no session waits for
+// the pass. A later pass finishes the detachment after the reader has ended.
 func TestAMonthIsDetachedBesideAReader(t *testing.T) {
 	t.Parallel()
 	if pgtest.Pooled() {
@@ -109,7 +109,7 @@ func TestAMonthIsDetachedBesideAReader(t *testing.T) {
 	}
 }
 
-// useTheLog writes and reads until it is told to stop.
+// useTheLog writes and reads until the test stops it.
 func useTheLog(t *testing.T, db *pgxpool.Pool, stop chan struct{}) error {
 	for {
 		select {
@@ -141,7 +141,7 @@ func markOnly(t *testing.T, db postgres.Beginner, partition string) {
 	require.Truef(t, noted && err == nil, "note %s: %v, %v", partition, noted, err)
 }
 
-// TestAPassGoesOnWhereAnotherWasKilled, at each of the steps in which a month goes.
+// TestAPassGoesOnWhereAnotherWasKilled, at each step of retiring a month.
 func TestAPassGoesOnWhereAnotherWasKilled(t *testing.T) {
 	t.Parallel()
 	pool, _ := months(t)
@@ -155,7 +155,7 @@ func TestAPassGoesOnWhereAnotherWasKilled(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_activity_retired`))
 }
 
-// TestAMonthThatIsNeededAfterAllIsAttachedAgain, because somebody needed it who came after it was looked at.
+// TestAMonthThatIsNeededAfterAllIsAttachedAgain, because a later execution needs it.
 func TestAMonthThatIsNeededAfterAllIsAttachedAgain(t *testing.T) {
 	t.Parallel()
 	pool, _ := months(t)
@@ -174,7 +174,7 @@ func TestAMonthThatIsNeededAfterAllIsAttachedAgain(t *testing.T) {
 	assert.Truef(t, slices.Equal(got, old[:2]), "attached: %v, want %v", got, old[:2])
 	assert.Equal(t, rows-10*len(done.Partitions),
 		pgtest.Value[int](t, pool, `select count(*) from agent_activity`), rows, done.Partitions)
-	// When it has ended the month goes, in the next pass.
+	// After that execution has ended, the next pass drops the month.
 	pgtest.Exec(t, pool, `update agent_executions set status = 'cancelled'`)
 	done = pass(t, pool, 0)
 	assert.Truef(t, slices.Equal(done.Partitions, old[:2]), "after the end: %+v", done)

@@ -27,7 +27,7 @@ const (
 
 // Options configure Run.
 type Options struct {
-	Kinds  []string // only these; all when nil
+	Kinds  []string // only these kinds; all if nil
 	DryRun bool     // only count
 	// Restart begins with the oldest row. Otherwise a pass continues where the last one stopped, and restarts once a day.
 	Restart bool
@@ -132,7 +132,7 @@ func (o Options) pruneKind(ctx context.Context, pool *pgxpool.Pool, d *Done) err
 		if err != nil || !more {
 			return err
 		}
-		// Rest as long as the work took, so that a backlog leaves the database time for others.
+		// Rest as long as the work took, which leaves the database time for others.
 		if !sleep.For(ctx, time.Since(began)) {
 			return ctx.Err()
 		}
@@ -189,7 +189,7 @@ func (o Options) count(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 	return nil
 }
 
-// rowsOf is how many rows go with keys.
+// rowsOf is the number of rows that are deleted with keys.
 func (k kind) rowsOf(ctx context.Context, tx pgx.Tx, keys []string) (n int64, err error) {
 	if k.count == "" {
 		return int64(len(keys)), nil

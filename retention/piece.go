@@ -15,7 +15,7 @@ const lockWait = "100ms"
 
 // cursor is the last row that a pass has examined.
 type cursor struct {
-	At  string // a time in PostgreSQL's words; -infinity where the key alone counts
+	At  string // a time in PostgreSQL's words; -infinity if the key alone counts
 	Key string
 }
 
@@ -24,10 +24,10 @@ type state struct {
 	cursor
 	Before *time.Time // older rows are pruned; nil for none
 	Began  time.Time
-	Open   bool // it has not ended
+	Open   bool // the pass has not ended
 }
 
-// found is a row that a piece has examined.
+// found is an examined row of a piece.
 type found struct {
 	cursor
 	Goes bool
@@ -60,8 +60,8 @@ func byIndex(ctx context.Context, db postgres.Beginner, wait string, fn func(tx 
 	})
 }
 
-// prune examines the next rows of a kind, and deletes those that are old by its policy and not needed by unfinished
-// work. One caller at a time works on a kind; the others get 0. With restart it begins with the oldest row.
+// prune examines the next rows of a kind. It deletes those that are old by its policy and that no unfinished work
+// needs. One caller at a time works on a kind; the others get 0. With restart it begins with the oldest row.
 func prune(
 	ctx context.Context, db postgres.Beginner, name string, most int, restart bool,
 ) (removed int64, more bool, err error) {
@@ -120,7 +120,7 @@ func (p *piece) next(ctx context.Context, name string, restart bool) (removed in
 }
 
 // readState reads a policy and the progress of the pass. After a day, or with restart, the pass is at its beginning.
-// Activity of 60 days and more goes by whole months, so that their partitions can be dropped. Prompts are kept no
+// Activity of 60 days and more is deleted by whole months, so a pass can drop their partitions. Prompts are kept no
 // longer than the rows that they belong to.
 func readState(ctx context.Context, db postgres.DB, name string, restart bool) (state, error) {
 	return postgres.Row[state](ctx, db, "read pass", `
@@ -158,7 +158,7 @@ func (k kind) page(ctx context.Context, tx pgx.Tx, c cursor, before time.Time, m
 	return list, err
 }
 
-// keysOf lists the rows that go.
+// keysOf lists the rows to delete.
 func keysOf(rows []found) []string {
 	keys := []string{}
 	for _, r := range rows {
@@ -169,7 +169,7 @@ func keysOf(rows []found) []string {
 	return keys
 }
 
-// delete deletes the rows of keys that nobody has locked, with what belongs to them.
+// delete deletes the unlocked rows of keys, with their dependent rows.
 func (p *piece) delete(ctx context.Context, keys []string) (removed int64, err error) {
 	if p.kind.prune != nil {
 		return p.kind.prune(ctx, p, keys)
@@ -178,7 +178,7 @@ func (p *piece) delete(ctx context.Context, keys []string) (removed int64, err e
 	return int64(len(gone)), err
 }
 
-// deleteRows deletes rows, and what is noted of their causes. It returns the keys of those that nobody had locked.
+// deleteRows deletes rows and their recorded causes. It returns the keys of the unlocked ones.
 func (p *piece) deleteRows(ctx context.Context, tx pgx.Tx, keys []string) ([]string, error) {
 	if len(keys) == 0 {
 		return nil, nil
@@ -193,8 +193,8 @@ func (p *piece) deleteRows(ctx context.Context, tx pgx.Tx, keys []string) ([]str
 	return gone, err
 }
 
-// inHalves runs fn on keys; when it meets the lock of somebody else, on each half of them. So all goes that nobody has
-// locked, and the next pass comes to the rest again.
+// inHalves runs fn on keys; when it meets another transaction's lock, on each half of them. So all unlocked rows are
+// deleted, and the next pass tries the rest again.
 func (p *piece) inHalves(
 	ctx context.Context, keys []string, fn func(tx pgx.Tx, keys []string) (int64, error),
 ) (removed int64, err error) {
@@ -220,8 +220,8 @@ func (p *piece) inHalves(
 	return first + second, err
 }
 
-// pruneExecutions deletes executions with what belongs to them. Their checkpoints may be many: they go in pieces,
-// before the next executions, and nobody can find them meanwhile.
+// pruneExecutions deletes executions with their dependent rows. Their checkpoints may be many. They are deleted in
+// pieces, before the next executions; meanwhile no query finds them.
 func pruneExecutions(ctx context.Context, p *piece, ids []string) (removed int64, err error) {
 	return p.inHalves(ctx, ids, func(tx pgx.Tx, ids []string) (int64, error) {
 		gone, err := p.deleteRows(ctx, tx, ids)
@@ -253,7 +253,7 @@ func pruneExecutions(ctx context.Context, p *piece, ids []string) (removed int64
 	})
 }
 
-// pruneCheckpoints deletes some of the checkpoints that executions have left.
+// pruneCheckpoints deletes some of the checkpoints of deleted executions.
 func (p *piece) pruneCheckpoints(ctx context.Context) error {
 	_, err := p.tx.Exec(ctx, `
 		with few as (
@@ -279,9 +279,9 @@ func (p *piece) pruneCheckpoints(ctx context.Context) error {
 	return p.tx.QueryRow(ctx, `select exists (select from agent_retention_leftovers)`).Scan(&p.more)
 }
 
-// pruneThreads deletes messages of threads, the oldest of a thread first, so that one that wakes up has its latest. A
-// thread goes with its last. It stays whole when an execution that has not ended has spoken in it, and may wait for an
-// answer.
+// pruneThreads deletes messages of threads, the oldest of a thread first, so a thread that resumes has its latest
+// messages. The thread is deleted with its last message. A thread stays whole while an unfinished execution has a
+// message in it, because it may wait for an answer.
 func pruneThreads(ctx context.Context, p *piece, ids []string) (removed int64, err error) {
 	return p.inHalves(ctx, ids, func(tx pgx.Tx, ids []string) (int64, error) {
 		held, err := postgres.Values[string](ctx, tx, "lock threads", `
@@ -317,8 +317,8 @@ func pruneThreads(ctx context.Context, p *piece, ids []string) (removed int64, e
 	})
 }
 
-// prunePrompts deletes prompts, and parts that no prompt has any more. A prompt marks its parts in its own transaction:
-// a part that was last used before the oldest prompt is in none. A day less, for transactions that go past midnight.
+// prunePrompts deletes prompts, and parts without a prompt. A prompt marks its parts in its own transaction: no prompt
+// contains a part that was last used before the oldest prompt. It subtracts a day, for transactions that pass midnight.
 func prunePrompts(ctx context.Context, p *piece, ids []string) (removed int64, err error) {
 	gone, err := p.deleteRows(ctx, p.tx, ids)
 	if err != nil {

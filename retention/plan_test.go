@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
-// much is 20,000 rows of everything, over the last 200 days.
+// much is 20,000 rows of every kind, over the last 200 days.
 const much = `
 	create temp table n as
 	  select n, at, lanekeeper.agent_uuid7(at) as id, 'hb_' || n / 4 as trace
@@ -61,8 +61,8 @@ const much = `
 	insert into agent_activity_open (activity_id, kind) select id, 'call' from n where n % 400 = 0;
 	update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`
 
-// TestAPieceReadsWhatItLooksAt, by index and no further, at any size of the tables: none is read from end to end, and
-// of none are many more rows fetched than are looked at.
+// TestAPieceReadsWhatItLooksAt, by index and no further, at any size of the tables. It scans no table, and fetches few
+// rows beyond the examined ones.
 func TestAPieceReadsWhatItLooksAt(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -83,10 +83,10 @@ func TestAPieceReadsWhatItLooksAt(t *testing.T) {
 		for _, kind := range kinds {
 			wanted := 100
 			if kind == "executions" && keep == "90 days" {
-				wanted = 0 // it is busy with the checkpoints of those that went before
+				wanted = 0 // it is busy with the checkpoints of deleted executions
 			}
 			if kind == "evals" || kind == "eval_labels" {
-				wanted = 0 // there are none
+				wanted = 0 // there are no rows
 			}
 			readsLittle(t, pool, kind, wanted, piece(kind))
 			readsLittle(t, pool, kind, 0, piece(kind))
@@ -106,7 +106,7 @@ func piece(kind string) func(ctx context.Context, db postgres.Beginner) (int64, 
 	}
 }
 
-// readsLittle runs what removes something, in the middle of what is old and not at once after what was removed before.
+// readsLittle runs a removal in the middle of the old rows, not right after the rows that were removed before.
 func readsLittle(t *testing.T, pool postgres.Beginner, what string, wanted int,
 	run func(context.Context, postgres.Beginner) (int64, error),
 ) {
@@ -133,13 +133,13 @@ func readsLittle(t *testing.T, pool postgres.Beginner, what string, wanted int,
 	require.NoError(t, err, what)
 }
 
-// tableRead is how often this session has read a table from end to end, and how many of its rows.
+// tableRead is the number of scans of a table by this session, and of the rows that they read.
 type tableRead struct {
 	Table     string
 	Seq, Rows int64
 }
 
-// reads looks at all tables that grow.
+// reads examines all growing tables.
 func reads(t *testing.T, db postgres.DB) (map[string]tableRead, error) {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
@@ -156,7 +156,8 @@ func reads(t *testing.T, db postgres.DB) (map[string]tableRead, error) {
 	return by, err
 }
 
-// pieces prunes a kind a hundred rows at a time until nothing is left to do. It returns how many went in each piece.
+// pieces prunes a kind a hundred rows at a time until nothing is left. It returns the number of deleted rows of each
+// piece.
 func pieces(t *testing.T, db postgres.Beginner, kind string) (removed []int64) {
 	t.Helper()
 	for more := true; more; {
@@ -191,7 +192,7 @@ func TestALongThreadGoesInPieces(t *testing.T) {
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_threads`))
 }
 
-// over makes executions that ended two days ago, each with an event and so many checkpoints.
+// over makes executions that ended two days ago, each with an event and a number of checkpoints.
 func over(t *testing.T, pool *pgxpool.Pool, executions, checkpoints int) {
 	t.Helper()
 	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
@@ -210,7 +211,7 @@ func over(t *testing.T, pool *pgxpool.Pool, executions, checkpoints int) {
 	require.NoError(t, err)
 }
 
-// A locked row keeps what it belongs to, and nothing else.
+// A locked row keeps the row that it belongs to, and nothing else.
 func TestOneLockedRowKeepsOnlyItsOwn(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -41,7 +41,7 @@ const Forever = "forever"
 // ErrInvalid reports an invalid policy. The message has the reason.
 var ErrInvalid = errors.New("not a policy")
 
-// Policy is how long one kind of rows is kept, and how far the last pass came.
+// Policy is the time for which rows of one kind are kept, and the progress of the last pass.
 type Policy struct {
 	Kind      string     `json:"kind"`
 	About     string     `json:"about"`

@@ -27,7 +27,7 @@ func rounds() int {
 	return 3
 }
 
-// randomPolicy keeps each kind for some days, or for ever. Partial says whether activity goes row by row.
+// randomPolicy keeps each kind for some days, or for ever. Partial reports whether activity is deleted row by row.
 func randomPolicy(r *rand.Rand) map[string]string {
 	policy := map[string]string{}
 	for kind, minDays := range map[string]int{
@@ -43,8 +43,8 @@ func randomPolicy(r *rand.Rand) map[string]string {
 	return policy
 }
 
-// TestWhatGoesIsWhatThePolicySays: of random states, by random policies, exactly the rows go that an oracle names. So
-// nothing that is not finished does, nor what it needs.
+// TestWhatGoesIsWhatThePolicySays: in random states, under random policies, a pass deletes exactly the rows that an
+// oracle names. So it deletes no unfinished work, and nothing that such work needs.
 func TestWhatGoesIsWhatThePolicySays(t *testing.T) {
 	t.Parallel()
 	for n := range rounds() {
@@ -73,7 +73,7 @@ func TestWhatGoesIsWhatThePolicySays(t *testing.T) {
 	}
 }
 
-// agree compares what was told with what went.
+// agree compares the reported rows with the deleted ones.
 func agree(t *testing.T, had, left map[string][]string, counted, done []retention.Done) {
 	t.Helper()
 	tables := map[string]string{
@@ -94,7 +94,7 @@ func agree(t *testing.T, had, left map[string][]string, counted, done []retentio
 	}
 }
 
-// TestAPassMayBeStoppedAnywhere: passes that are killed again and again, by several at once, come to the same end.
+// TestAPassMayBeStoppedAnywhere: passes that are killed repeatedly, several at once, reach the same result.
 func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -126,7 +126,7 @@ func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 		}
 		cancel()
 	}
-	for range 2 { // what a parked approval waited for may have gone after it was looked at
+	for range 2 { // a parked approval may have been examined before the row that it depends on was deleted
 		_, err := retention.Run(t.Context(), pool, retention.Options{Restart: true})
 		require.NoError(t, err)
 	}
@@ -138,7 +138,7 @@ func TestEverythingIsKeptUntilSomebodySaysOtherwise(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	random(t, pool, rand.New(rand.NewPCG(1, 2)))
-	// as they have always been
+	// every kind is kept for ever
 	pgtest.Exec(t, pool, `update agent_retention set keep = null
 		where kind in ('deliveries', 'outbox', 'budgets', 'prompts', 'channel_messages', 'evals')`)
 	had := read(t, pool).keys()
@@ -174,7 +174,7 @@ func TestPoliciesThatCannotBeAreRefusedWhole(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "23514"), "less than the least: %v", err)
 }
 
-// A pass takes away what it may beside rows that a client has locked, and the next one comes back to those.
+// A pass deletes what it may beside rows that a client has locked, and the next one returns to those.
 func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

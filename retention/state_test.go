@@ -15,8 +15,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// build makes a random state: traces of executions that have ended or not, with everything that belongs to them, from
-// now to 200 days ago. No age is within an hour of a policy's days.
+// build makes a random state: traces of running or ended executions, with all their rows, from now to 200 days ago. No
+// age is within an hour of a policy's days.
 type build struct {
 	t     *testing.T
 	r     *rand.Rand
@@ -89,7 +89,7 @@ func random(t *testing.T, pool *pgxpool.Pool, r *rand.Rand) {
 
 func (b *build) add(sql string, args ...any) { b.batch.Queue(sql, args...) }
 
-// ago is a random moment of the last 200 days, half past some hour from now; at is one after another.
+// ago is a random moment of the last 200 days, at half past some hour from now; at is one moment after another.
 func (b *build) ago() time.Time {
 	return b.now.Add(-time.Duration(b.r.IntN(200*24))*time.Hour - 30*time.Minute)
 }
@@ -112,7 +112,7 @@ func (b *build) id(at time.Time) string {
 	return fmt.Sprintf("%s-%s-7%03x-8000-%012x", ms[:8], ms[8:], b.r.IntN(4096), b.last)
 }
 
-// some is an execution that there is, or one that is gone.
+// some is an existing execution, or a deleted one.
 func (b *build) some() (made, bool) {
 	if len(b.execs) == 0 || b.chance(8) {
 		return made{id: b.id(b.ago()), trace: "hb_gone"}, false
@@ -120,7 +120,7 @@ func (b *build) some() (made, bool) {
 	return b.execs[b.r.IntN(len(b.execs))], true
 }
 
-// trace makes executions of one trace, mostly over, and what they left.
+// trace makes executions of one trace, mostly ended, and their rows.
 func (b *build) trace() {
 	begun := b.ago()
 	trace := "hb_" + b.id(begun)
@@ -172,7 +172,7 @@ func (b *build) execution(x made, parent any) {
 	b.belongings(x, completed)
 }
 
-// belongings are the rows that go with an execution, and some that keep it.
+// belongings are the rows that are deleted with an execution, and some that keep it.
 func (b *build) belongings(x made, completed any) {
 	for n := range b.r.IntN(4) {
 		b.add(`insert into agent_checkpoints (execution_id, step, claim) values ($1, $2, 1)`, x.id, fmt.Sprint("step ", n))
@@ -251,7 +251,7 @@ func (b *build) thread(id string) {
 	}
 }
 
-// alone makes one of each of what belongs to executions loosely or not at all.
+// alone makes one row of each kind that depends on executions loosely or not at all.
 func (b *build) alone() {
 	at := b.ago()
 	x, _ := b.some()
