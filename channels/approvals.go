@@ -21,16 +21,16 @@ var (
 	ErrMayNot    = errors.New("the principal may not decide approvals")
 )
 
-// Principals finds who decides.
+// Principals finds the person who decides.
 type Principals interface {
-	// Approver returns the name of the principal that an account is linked to, and a context that acts for it through via
-	// with a message of the provider. [ErrNotLinked], [ErrMayNot].
+	// Approver returns the name of the principal that an account is linked to, and a context that acts for it through
+	// via with a message of the provider. Its errors are [ErrNotLinked] and [ErrMayNot].
 	Approver(ctx context.Context, issuer, subject, via, message string) (acting context.Context, name string, err error)
 	// Asking returns a context that acts for the principal of an account, or ctx if it is linked to none.
 	Asking(ctx context.Context, issuer, subject, via, message string) (acting context.Context, err error)
 }
 
-// maxArguments bounds the arguments that are shown with buttons. Nobody approves what cannot be read.
+// maxArguments bounds the arguments that a message shows with buttons. Nobody may approve unreadable arguments.
 const maxArguments = 2500
 
 // requestApprovals shows new requests for approval of the channel's agent in the conversation for reports.
@@ -100,7 +100,7 @@ func (w *worker) requestApproval(ctx context.Context, a approvals.Approval) erro
 		return exec(ctx, w.Pool, "record buttons", `
 			update agent_channel_buttons set message_ref = @ref where nonce in (@approves, @rejects)`,
 			postgres.Strict{"ref": ref, "approves": approve, "rejects": reject})
-	case known && !failure.MaybeSent && !failure.Permanent: // shown by a later look
+	case known && !failure.MaybeSent && !failure.Permanent: // a later pass shows it
 		return errors.Join(err, exec(ctx, w.Pool, "delete buttons", `
 			delete from agent_channel_buttons where nonce in (@approves, @rejects)`,
 			postgres.Strict{"approves": approve, "rejects": reject}))
@@ -108,7 +108,7 @@ func (w *worker) requestApproval(ctx context.Context, a approvals.Approval) erro
 	return fmt.Errorf("show request for approval %s: %w", a.ID, err)
 }
 
-// decideElsewhere says where to decide a request that the channel shows without buttons.
+// decideElsewhere names the place to decide a request that the channel shows without buttons.
 func (w *worker) decideElsewhere(id string) string {
 	where := "with " + Code("agent approvals show "+id)
 	if w.PublicURL != "" {
@@ -117,7 +117,7 @@ func (w *worker) decideElsewhere(id string) string {
 	return "Decide in the Engine Room, " + where + ". An answer to this message decides nothing."
 }
 
-// approvalText describes a request. whole is false when the arguments do not fit.
+// approvalText describes a request. whole is false if the arguments do not fit.
 func approvalText(a approvals.Approval) (text string, whole bool) {
 	var arguments bytes.Buffer
 	shown := redact.JSON(a.Arguments, maxArguments)
@@ -139,7 +139,7 @@ func approvalText(a approvals.Approval) (text string, whole bool) {
 	return text, whole
 }
 
-// click decides an approval, or says why not.
+// click decides an approval, or returns the reason for a refusal.
 func (w *worker) click(ctx context.Context, e entry) {
 	answer, shown, err := w.decide(ctx, e)
 	if err != nil {
@@ -179,8 +179,8 @@ type button struct {
 	Used         bool // by another click
 }
 
-// isAt reports whether a click is where the button was shown. A message to a user's id of Slack, or to a @name of
-// Telegram, is in a conversation with another id; its reference tells.
+// isAt reports whether a click comes from the conversation of the button. A message to a user's id of Slack, or to a
+// @name of Telegram, is in a conversation with another id. The message's reference has that id.
 func (b button) isAt(e entry) bool {
 	return b.Conversation == e.Conversation || b.MessageRef == e.MessageRef &&
 		(strings.HasPrefix(b.MessageRef, e.Conversation+":") || strings.HasPrefix(b.Conversation, "@"))
@@ -255,7 +255,7 @@ func (w *worker) button(ctx context.Context, e entry) (button, error) {
 		postgres.Strict{"nonce": e.Click, "channel": w.name, "entry": e.ID})
 }
 
-// approver finds the principal of a click. refusal says why there is none.
+// approver finds the principal of a click. refusal is the reason if there is none.
 func (w *worker) approver(ctx context.Context, e entry) (acting context.Context, name, refusal string, err error) {
 	if w.Principals == nil {
 		return nil, "", "Approvals are not decided here.", nil

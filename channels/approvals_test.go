@@ -28,7 +28,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// linked are the accounts that are linked to a principal.
+// linked links accounts to a principal.
 type linked map[string]string
 
 func (l linked) Approver(ctx context.Context, issuer, subject, _, _ string) (context.Context, string, error) {
@@ -89,7 +89,7 @@ func newStand(
 	return s
 }
 
-// request asks for an approval.
+// request requests an approval.
 func (s *stand) request(arguments string) (id string) {
 	s.t.Helper()
 	if s.exec == "" {
@@ -140,7 +140,7 @@ func (s *stand) status(id string) string {
 		`select concat_ws(' ', status, decided_by) from agent_approvals where id = $1`, id)
 }
 
-// A button decides for the right person, once, in time, and for the arguments that were shown.
+// A button decides for the right person, once, in time, and for the shown arguments.
 func TestAButtonDecidesAnApproval(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, channels.Definition{Pairing: channels.PairingOpen, ReportTo: "900"}, nil)
@@ -183,7 +183,7 @@ func TestAButtonDecidesAnApproval(t *testing.T) {
 		t.Errorf("long arguments are shown as %q with %v", m.Text, m.Buttons)
 	}
 
-	// What is pending follows the conversation for reports.
+	// A pending request follows the conversation for reports.
 	pgtest.Exec(t, s.pool, `update agent_channels set report_to = '902'`)
 	pgtest.Exec(t, s.pool, `select pg_notify('agent_channels', '')`)
 	s.until("the requests are shown there", func() bool { return len(s.bot.Sent(902)) == 2 })
@@ -207,7 +207,7 @@ func TestAButtonDecidesAnApproval(t *testing.T) {
 	})
 }
 
-// Three senders at most wait to be paired. The code of each works once.
+// At most three senders wait for pairing. The code of each works once.
 func TestPairingIsBounded(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, channels.Definition{}, nil)
@@ -234,7 +234,7 @@ func code(text string) string {
 	return found
 }
 
-// A channel that fails says why, and holds up no other.
+// A failing channel reports the reason, and delays no other channel.
 func TestTheStateSaysWhatIsWrong(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, channels.Definition{}, nil)
@@ -310,7 +310,7 @@ func TestTelegramPostsToTheWebhook(t *testing.T) {
 	for range 9 {
 		assert.Equal(t, 200, post("a rotated secret", update))
 	}
-	connects := strings.Count(s.log.String(), "channel connected") // the worker says it, too
+	connects := strings.Count(s.log.String(), "channel connected") // the worker logs it, too
 	assert.Truef(t, connects < 9, "%d lines for 9 requests say that the channel is connected", connects)
 	s.env.Store("WEBHOOK", "a third secret")
 	tx, err := s.pool.Begin(t.Context())

@@ -2,8 +2,8 @@
 //
 // # In
 //
-// A [Transport] takes messages from its provider and hands them to its [Inbox], which commits them to
-// agent_channel_messages before the provider learns that they came. A message has the provider's id, so it counts once.
+// A [Transport] receives messages from its provider and passes them to its [Inbox]. The inbox commits them to
+// agent_channel_messages before the transport acknowledges them. A message has the provider's id, so it counts once.
 // From there it enters a thread as a chat message does: one thread for each conversation, with its lane, its order and
 // its limits. The messages of a conversation enter one after the other. No conversation waits for another.
 //
@@ -11,19 +11,19 @@
 //
 // A message of such a thread has a row in agent_channel_sends, written in its transaction. The messages of a thread
 // leave in order. Providers have no idempotent send, so each part is marked before it is sent. A part whose answer was
-// lost is maybe_sent: it is counted, listed, and sent again only if the provider can tell that it never came
-// ([Finder]). While a turn writes its answer, the channel shows it by editing one message, where the provider allows.
+// lost is maybe_sent: it is counted and listed. It is sent again only if the provider can show that it never arrived
+// ([Finder]). While a turn writes its answer, the channel edits one message to show it, if the provider allows edits.
 //
 // # Workers
 //
 // Each channel has a worker of its own, which holds the lane channel:NAME. So one process polls a bot, and a channel
-// that is down, slow or rate-limited holds up nobody. Its state is a column of agent_channels.
+// that is down, slow or rate-limited delays no other. Its state is a column of agent_channels.
 //
 // # People
 //
 // A sender is the provider's id, never a display name. An unknown sender gets a pairing code, which an admin confirms;
-// that makes a visitor only. A button decides an approval if it came signed, its sender is linked to a principal that
-// may decide, it is pressed for the first time and in time, and the arguments are those that it was shown with.
+// that makes a visitor only. A button decides an approval under these conditions: it is signed, its sender is linked to
+// a principal that may decide, it is pressed for the first time and in time, and the arguments have not changed.
 package channels
 
 import (
@@ -53,7 +53,7 @@ const (
 	Email    = "email"
 )
 
-// Pairing says who may write.
+// Pairing determines the permitted senders.
 const (
 	PairingRequired = "required" // senders that an admin has confirmed
 	PairingOpen     = "open"     // everybody
@@ -82,7 +82,7 @@ var (
 // fields are the secrets and settings of a type; the value says whether one is required.
 type fields struct {
 	secrets  map[string]bool
-	settings map[string]func(value string) string // returns what is wrong
+	settings map[string]func(value string) string // returns the fault
 	required []string                             // settings that must be set
 }
 
@@ -128,8 +128,8 @@ func emailFields() fields {
 	}
 }
 
-// ownMailbox checks the address of a channel. Signed suffixes follow its local part, which has at most 64 bytes with
-// them.
+// ownMailbox checks the address of a channel. Signed suffixes follow its local part; both together have at most 64
+// bytes.
 func ownMailbox(v string) string {
 	a, err := mail.ParseAddress(v)
 	if err != nil {
@@ -238,7 +238,7 @@ func Validate(d Definition) error {
 	return errors.Join(problems...)
 }
 
-// slackSecret is what a mode of Slack needs beside the token.
+// slackSecret is the secret that a mode of Slack needs beside the token.
 func slackSecret(mode string) string {
 	if mode == "events" {
 		return "signing_secret"
@@ -263,7 +263,7 @@ type Channel struct {
 	State          string            `json:"state"` // new, connected or failing
 	Error          string            `json:"error"`
 	StateAt        time.Time         `json:"state_at"`
-	SeenAt         *time.Time        `json:"seen_at"` // when the provider last answered
+	SeenAt         *time.Time        `json:"seen_at"` // time of the provider's last answer
 	Source         string            `json:"source"`
 	UpdatedAt      time.Time         `json:"updated_at"`
 	LastInAt       *time.Time        `json:"last_in_at"`
@@ -273,7 +273,7 @@ type Channel struct {
 	MaybeSent      int               `json:"maybe_sent"` // messages of the last 30 days, sent once or not at all
 	Failed         int               `json:"failed"`     // messages of the last 30 days that were given up
 	Pairings       int               `json:"pairings"`   // senders that wait for an admin
-	Deaf           bool              `json:"deaf"`       // connected, but the provider has not answered for long
+	Deaf           bool              `json:"deaf"`       // connected, but without an answer of the provider for long
 }
 
 // deafAfter is the silence of a provider after which a connected channel counts as deaf. A poll lasts 25 s.
@@ -324,11 +324,11 @@ type Broken struct {
 	Since       time.Time
 }
 
-// failingAfter is how long a channel may fail before it counts as broken: it connects again by itself.
+// failingAfter is the time that a channel may fail before it counts as broken: its worker reconnects.
 const failingAfter = 2 * time.Minute
 
-// ListBroken lists the channels that fail for a while, are deaf, or could not deliver their newest message of the last
-// day.
+// ListBroken lists three kinds of channels: those that have failed for a while, deaf ones, and those that could not
+// deliver their newest message of the last day.
 func ListBroken(ctx context.Context, db postgres.DB) ([]Broken, error) {
 	return postgres.Rows[Broken](ctx, db, "list broken channels", `
 		select c.name, c.agent, case when c.state = 'failing' then c.state when l.failed is null then 'deaf' else 'not delivering' end as state,

@@ -19,11 +19,11 @@ const (
 	maxConversation = 150 // bytes; it is part of a thread's name
 	maxText         = 64 << 10
 	maxFiles        = 8
-	hold            = time.Minute // lifetime of a claim; then any worker may repeat the attempt
+	hold            = time.Minute // lifetime of a claim; after it, any worker may repeat the attempt
 	maxEntries      = 20          // attempts to bring a message to its thread
 )
 
-// inbox is the [Inbox] of a channel. lease is nil for requests of a provider, which any process may take.
+// inbox is the [Inbox] of a channel. lease is nil for requests of a provider, which any process may handle.
 type inbox struct {
 	db    postgres.Beginner
 	pool  postgres.DB
@@ -101,7 +101,7 @@ func cut(s string, n int) string {
 	return s
 }
 
-// Cursor implements [Inbox].
+// cut returns foreign text in a form that PostgreSQL can store, at most n bytes.
 func (b *inbox) Cursor(ctx context.Context) (cursor string, age time.Duration, err error) {
 	var seconds float64
 	err = b.pool.QueryRow(ctx, `
@@ -143,7 +143,7 @@ func (b *inbox) Bounced(ctx context.Context, id, why string) error {
 		postgres.Strict{"id": id, "channel": b.name, "why": message(errors.New(why))})
 }
 
-// entry is one attempt to bring a message to its thread.
+// entry is one attempt to add a message to its thread.
 type entry struct {
 	ID           string
 	Conversation string
@@ -157,7 +157,7 @@ type entry struct {
 	Attempts     int
 }
 
-// claimEntries claims the first message of each conversation, if it is due.
+// claimEntries claims the first due message of each conversation.
 func (w *worker) claimEntries(ctx context.Context, limit int, full []string) ([]entry, error) {
 	return postgres.Rows[entry](ctx, w.Pool, "claim messages of channel", `
 		update agent_channel_messages m
@@ -175,7 +175,7 @@ func (w *worker) claimEntries(ctx context.Context, limit int, full []string) ([]
 		})
 }
 
-// entriesDue returns how long it is until a message is due.
+// entriesDue returns the time until a message is due.
 func (w *worker) entriesDue(ctx context.Context, full []string) (time.Duration, error) {
 	return due(w.Pool.QueryRow(ctx, `
 		select extract(epoch from min(f.next_attempt_at) - clock_timestamp())::float8 from (
@@ -209,7 +209,7 @@ type VisitFile struct {
 	Content    []byte
 }
 
-// Accepted says where a message went.
+// Accepted has the thread and the turn of a message.
 type Accepted struct{ ThreadID, ExecutionID, TraceID string }
 
 // LaterError refuses a message for now.
@@ -227,7 +227,7 @@ type RefusedError struct{ Message string }
 
 func (e *RefusedError) Error() string { return e.Message }
 
-// enter brings a message to its thread and records that.
+// enter adds a message to its thread and records that.
 func (w *worker) enter(ctx context.Context, e entry) {
 	ctx, cancel := w.attempt(ctx)
 	defer cancel()
@@ -286,7 +286,7 @@ func (w *worker) enter(ctx context.Context, e entry) {
 	w.wakeWatch()
 }
 
-// postpone records a failed entry. It is tried again, and given up at last.
+// postpone records a failed entry. The worker tries it again, and gives it up in the end.
 func (w *worker) postpone(ctx context.Context, e entry, cause error) {
 	pause := min(time.Second<<min(e.Attempts-1, 6), time.Minute)
 	later, is := errors.AsType[*LaterError](cause)
@@ -310,7 +310,7 @@ func (w *worker) postpone(ctx context.Context, e entry, cause error) {
 	}
 }
 
-// finish records the end of a message that no turn answers.
+// finish records the end of a message without a turn.
 func (w *worker) finish(ctx context.Context, e entry, status, why string) {
 	err := exec(context.WithoutCancel(ctx), w.Pool, "finish message", `
 		update agent_channel_messages set status = @status, error_message = @error, finished_at = clock_timestamp()
@@ -321,7 +321,7 @@ func (w *worker) finish(ctx context.Context, e entry, status, why string) {
 	}
 }
 
-// fetchFiles reads the files of a message. A file that cannot be read becomes a line of the text.
+// fetchFiles reads the files of a message. An unreadable file becomes a line of the text.
 func (w *worker) fetchFiles(ctx context.Context, e entry) (text string, files []VisitFile) {
 	text = e.Content
 	fetch := w.fetch(e)
@@ -342,7 +342,7 @@ func (w *worker) fetchFiles(ctx context.Context, e entry) (text string, files []
 	return text, files
 }
 
-// fetch returns what reads the files of a message; nil for a transport that has none.
+// fetch returns the reader of a message's files; nil for a transport without one.
 func (w *worker) fetch(e entry) func(ctx context.Context, f File) ([]byte, error) {
 	switch t := w.transport.(type) {
 	case Fetcher:
@@ -363,7 +363,7 @@ func (w *worker) fetch(e entry) func(ctx context.Context, f File) ([]byte, error
 	return nil
 }
 
-// message returns the text of an error as it is stored and shown.
+// message returns the text of an error, as it is stored and shown.
 func message(err error) string {
 	if err == nil {
 		return ""

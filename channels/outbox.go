@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// maxSends is the attempt after which a message has failed, about a day later.
+// maxSends is the number of attempts until a message fails, about a day later.
 const maxSends = 30
 
 // schedule has the pauses after failed attempts; the last one repeats.
@@ -24,7 +24,7 @@ func schedule() []time.Duration {
 	}
 }
 
-// Enqueue adds a message of a thread, which is in the thread with the status sending, to the outbox of its channel.
+// Enqueue adds a message of a thread, with the status sending there, to the outbox of its channel.
 func Enqueue(ctx context.Context, tx postgres.DB, messageID string) error {
 	return exec(ctx, tx, "send message by channel", `
 		with queued as (
@@ -44,14 +44,14 @@ type send struct {
 	TraceID      string
 	Attempts     int
 	Parts        []string // the provider's ids of the parts so far
-	Attempting   bool     // the part after them was handed to the provider by an attempt that left no trace
+	Attempting   bool     // an attempt that left no trace handed the part after them to the provider
 	ReplyTo      string
 }
 
-// maxQuiet bounds the pause of all conversations after the provider asked for one in a conversation.
+// maxQuiet bounds the pause of all conversations after the provider requested one in a conversation.
 const maxQuiet = 5 * time.Second
 
-// claimSends claims the first message of each thread, if it is due.
+// claimSends claims the first due message of each thread.
 func (w *worker) claimSends(ctx context.Context, limit int, full []string) ([]send, error) {
 	if time.Now().UnixNano() < w.quiet.Load() {
 		return nil, nil
@@ -78,7 +78,7 @@ func (w *worker) claimSends(ctx context.Context, limit int, full []string) ([]se
 		})
 }
 
-// sendsDue returns how long it is until a message is due.
+// sendsDue returns the time until a message is due.
 func (w *worker) sendsDue(ctx context.Context, full []string) (time.Duration, error) {
 	return due(w.Pool.QueryRow(ctx, `
 		select extract(epoch from min(f.next_attempt_at) - clock_timestamp())::float8 from (
@@ -103,10 +103,10 @@ func (w *worker) deliver(ctx context.Context, s send) {
 	}
 }
 
-// errClaimLost ends an attempt after which another one began.
+// errClaimLost ends an attempt that a newer one has replaced.
 var errClaimLost = errors.New("another attempt has begun")
 
-// sendParts sends what is missing. The status is sent, maybe_sent, failed, or sending: to be repeated.
+// sendParts sends the missing parts. The status is sent, maybe_sent, failed, or sending: to be repeated.
 func (w *worker) sendParts(ctx context.Context, s *send) (status string, cause error) {
 	parts := Split(s.Content, w.transport.Limits())
 	if s.Attempting {
@@ -148,8 +148,8 @@ func (w *worker) sendParts(ctx context.Context, s *send) (status string, cause e
 	return "sent", nil
 }
 
-// replaceDraft puts the first part of an answer in the place of its draft. An edit may be repeated. The id is "" when
-// there is no draft any more.
+// replaceDraft replaces the draft of an answer by its first part. An edit may be repeated. The id is "" if the draft no
+// longer exists.
 func (w *worker) replaceDraft(ctx context.Context, s send, m Message) (id string, err error) {
 	editor, can := w.transport.(Editor)
 	if !can || m.Part > 0 || s.ExecutionID == "" {
@@ -183,7 +183,7 @@ func (w *worker) replaceDraft(ctx context.Context, s send, m Message) (id string
 	return "", NotSent(err)
 }
 
-// errLost is the reason of a part that was maybe sent before a crash.
+// errLost is the reason of a part that may have been sent before a crash.
 var errLost = errors.New("the process ended before the answer of the provider came")
 
 // part returns the next part.
@@ -244,7 +244,7 @@ func (w *worker) markPart(ctx context.Context, s send, attempting bool, cause er
 	return nil
 }
 
-// recordSend records how an attempt ended.
+// recordSend records the outcome of an attempt.
 func (w *worker) recordSend(ctx context.Context, s send, status string, cause error) error {
 	pause := time.Duration(0)
 	if status == "sending" {

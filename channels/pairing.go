@@ -44,7 +44,7 @@ type Identity struct {
 const identityColumns = `id::text, channel, subject, name, conversation, status, expires_at, paired_by, paired_at,
 	created_at`
 
-// Identities lists the senders of all channels, those that wait first. Expired codes are left out.
+// Identities lists the senders of all channels, waiting ones first. It omits expired codes.
 func Identities(ctx context.Context, db postgres.DB, limit int) ([]Identity, error) {
 	return postgres.Rows[Identity](ctx, db, "list senders of channels", `
 		select `+identityColumns+` from agent_channel_identities
@@ -53,7 +53,8 @@ func Identities(ctx context.Context, db postgres.DB, limit int) ([]Identity, err
 		postgres.Strict{"limit": postgres.PageSize(limit, 50, 500)})
 }
 
-// Pair confirms the sender with a code, who may then write as a visitor. [ErrCode]: no sender waits with it.
+// Pair confirms the sender with a code, who may then write as a visitor. The error is [ErrCode] if no sender has that
+// code.
 func Pair(ctx context.Context, tx pgx.Tx, code, by string) (Identity, error) {
 	return postgres.RowOr[Identity](ctx, tx, ErrCode, "pair sender", `
 		update agent_channel_identities
@@ -63,7 +64,7 @@ func Pair(ctx context.Context, tx pgx.Tx, code, by string) (Identity, error) {
 		postgres.Strict{"code": digest(strings.ToUpper(strings.TrimSpace(code))), "by": by})
 }
 
-// Unpair deletes a sender, who then has to be paired again. It returns false if there is none.
+// Unpair deletes a sender, who must then pair again. It returns false if there is none.
 func Unpair(ctx context.Context, db postgres.DB, channel, subject string) (bool, error) {
 	tag, err := db.Exec(ctx, `delete from agent_channel_identities where channel = @channel and subject = @subject`,
 		postgres.Strict{"channel": channel, "subject": subject})
@@ -144,7 +145,7 @@ func (w *worker) checkSender(ctx context.Context, e entry) (paired bool, err err
 	return false, nil
 }
 
-// reply answers outside the thread. It is not repeated: the sender may write again.
+// reply answers outside the thread. It makes one attempt: the sender may write again.
 func (w *worker) reply(ctx context.Context, e entry, text string) {
 	_, err := w.transport.Send(ctx, Message{
 		ID: e.ID, Conversation: e.Conversation, Markdown: text, ReplyTo: e.MessageRef,

@@ -33,7 +33,7 @@ type Runner struct {
 	Client   *http.Client        // to providers
 	Getenv   func(string) string // of the secrets; default: the process's environment
 	Open     map[string]Open     // by type
-	// Accept brings a message to its thread, once for each key. A [LaterError] postpones it.
+	// Accept adds a message to its thread, once for each key. A [LaterError] postpones it.
 	Accept func(ctx context.Context, v Visit) (Accepted, error)
 	// Principals links identities to principals; nil: no button decides.
 	Principals Principals
@@ -87,7 +87,7 @@ func (r *Runner) Run(ctx context.Context) error {
 	}
 }
 
-// started is a running worker, with the declaration and the secrets that it runs.
+// started is a running worker, with its declaration and secrets.
 type started struct {
 	declared Channel
 	secrets  map[string]string
@@ -123,7 +123,7 @@ func (r *Runner) start(ctx context.Context, list []Channel, workers map[string]*
 	}
 }
 
-// declared returns what a document decides.
+// declared returns the part of a channel that a document declares.
 func (c Channel) declared() Channel {
 	return Channel{
 		ID: c.ID, Name: c.Name, Type: c.Type, Agent: c.Agent, Secrets: c.Secrets, Settings: c.Settings, Pairing: c.Pairing,
@@ -131,7 +131,7 @@ func (c Channel) declared() Channel {
 	}
 }
 
-// runChannel holds the lane of a channel and works, again and again, until ctx ends.
+// runChannel acquires the lane of a channel and works, repeatedly, until ctx ends.
 func (r *Runner) runChannel(ctx context.Context, c Channel) {
 	for ctx.Err() == nil {
 		lease, err := r.Keeper.AcquireWait(ctx, Lane(c.Name), lanes.WithTTL(laneTTL), lanes.WithTimeout(laneWait))
@@ -164,7 +164,7 @@ type worker struct {
 // secrets resolves the secrets of a channel.
 func (r *Runner) secrets(c Channel) (map[string]string, error) {
 	secrets := make(map[string]string, len(c.Secrets))
-	for _, name := range slices.Sorted(maps.Keys(c.Secrets)) { // so that the error is always the same
+	for _, name := range slices.Sorted(maps.Keys(c.Secrets)) { // keeps the error the same
 		got, err := webhooks.Secrets([]string{c.Secrets[name]}, r.Getenv)
 		if err != nil {
 			return nil, fmt.Errorf("secrets.%s cannot be read: %w", name, err) // not "password:", whose value is redacted
@@ -292,10 +292,10 @@ type stateWriter struct {
 	written time.Time // begin of the last write; zero after a failed one
 	writes  int
 
-	refusedAt time.Time // when a refused request was logged
+	refusedAt time.Time // time of the last log line about a refused request
 }
 
-// refused logs a request that is not the provider's, at most one a minute: anybody may send them.
+// refused logs a request that is not from the provider, at most one a minute: anybody may send them.
 func (s *stateWriter) refused(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -330,7 +330,7 @@ func (s *stateWriter) set(ctx context.Context, cause error) {
 			s.log.InfoContext(ctx, "channel connected", "channel", s.name)
 		}
 	}
-	s.writing.Lock() // a later state waits for this one, the same state does not
+	s.writing.Lock() // a later state waits for this one; the same state does not
 	defer s.writing.Unlock()
 	s.mu.Lock()
 	overtaken := s.writes != own
@@ -353,7 +353,7 @@ func (s *stateWriter) set(ctx context.Context, cause error) {
 	}
 }
 
-// hooked is a transport that requests of its provider use.
+// hooked is the open transport for a provider's requests.
 type hooked struct {
 	declared  Channel
 	secrets   map[string]string

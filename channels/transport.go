@@ -28,7 +28,7 @@ type Editor interface {
 	Edit(ctx context.Context, externalID string, m Message) error
 }
 
-// Typist shows in a conversation that an answer is being written.
+// Typist shows in a conversation that the agent writes an answer.
 type Typist interface {
 	Typing(ctx context.Context, conversation string) error
 }
@@ -43,12 +43,12 @@ type Fetcher interface {
 	Fetch(ctx context.Context, f File, limit int64) ([]byte, error)
 }
 
-// Extractor reads a file of a message from what was stored with the message.
+// Extractor reads a file of a message from the data stored with the message.
 type Extractor interface {
 	Extract(raw []byte, f File, limit int64) ([]byte, error)
 }
 
-// Finder reports whether a part came. A channel without it never sends a part again whose answer was lost.
+// Finder reports whether a part arrived. A channel without a Finder never repeats a part whose answer was lost.
 type Finder interface {
 	Find(ctx context.Context, m Message) (externalID string, found bool, err error)
 }
@@ -58,7 +58,7 @@ type Hook interface {
 	Hook(w http.ResponseWriter, r *http.Request, in Inbox)
 }
 
-// Limits are what a provider takes.
+// Limits are the limits of a provider.
 type Limits struct {
 	Text    int                   // length of a part, in units of Length
 	Length  func(text string) int // default: characters
@@ -66,13 +66,13 @@ type Limits struct {
 	Buttons bool                  // a message may have buttons
 }
 
-// Message is one part of a message that is sent.
+// Message is one part of an outgoing message.
 type Message struct {
-	ID           string // of the message in agent_messages, the same in every attempt; a draft has its execution's
+	ID           string // of the message in agent_messages, the same in every attempt; for a draft, of its execution
 	Part         int    // from 0
 	Conversation string
 	Markdown     string // within the limits
-	ReplyTo      string // the provider's id of the message that this answers; "" for none
+	ReplyTo      string // the provider's id of the answered message; "" for none
 	Buttons      []Button
 }
 
@@ -90,11 +90,11 @@ type Incoming struct {
 	SenderName   string
 	Text         string
 	Files        []File
-	Click        string // the nonce of a button; then it has no text
-	Ref          string // what Acknowledge needs
+	Click        string // the nonce of a button; a click has no text
+	Ref          string // the data for Acknowledge
 	MessageRef   string // the provider's id of the message, or of the one with the button
-	Ignored      string // why nobody answers it, which is stored with it
-	Raw          []byte // what the files of the message are read from ([Extractor]); stored
+	Ignored      string // why nobody answers it; stored with the message
+	Raw          []byte // the source of the message's files ([Extractor]); stored
 }
 
 // File is a reference to a file of a message.
@@ -105,9 +105,9 @@ type File struct {
 	Size int64  `json:"size,omitempty"`
 }
 
-// Inbox takes what a transport receives.
+// Inbox stores the messages that a transport receives.
 type Inbox interface {
-	// Receive commits messages, each once, together with the cursor, unless that is "".
+	// Receive commits messages, each once, together with the cursor, unless the cursor is "".
 	Receive(ctx context.Context, cursor string, messages ...Incoming) error
 	// Cursor returns the cursor and its age by the database's clock.
 	Cursor(ctx context.Context) (cursor string, age time.Duration, err error)
@@ -115,17 +115,17 @@ type Inbox interface {
 	Known(ctx context.Context, conversation string) (bool, error)
 	// Connected records that the provider answered.
 	Connected(ctx context.Context)
-	// Failing records that the provider does not answer. Messages may still come.
+	// Failing records that the provider does not answer. Messages may still arrive.
 	Failing(ctx context.Context, cause error)
-	// Bounced records that a message did not come after all, by the id of [Message].
+	// Bounced records that a message did not arrive after all, by the id of [Message].
 	Bounced(ctx context.Context, id, why string) error
 }
 
-// SendError says what became of a part.
+// SendError describes the fate of a part.
 type SendError struct {
 	Err        error
-	RetryAfter time.Duration // the provider asked for a pause; the part was not sent
-	Permanent  bool          // the provider will never take it
+	RetryAfter time.Duration // the provider requested a pause; the part was not sent
+	Permanent  bool          // the provider will never accept it
 	MaybeSent  bool          // the part may have been sent
 }
 
@@ -133,10 +133,10 @@ func (e *SendError) Error() string { return e.Err.Error() }
 
 func (e *SendError) Unwrap() error { return e.Err }
 
-// NotSent returns the error of a part that certainly was not sent. It is tried again.
+// NotSent returns the error of a part that certainly was not sent. The worker tries it again.
 func NotSent(err error) error { return &SendError{Err: err} }
 
-// Config has what a transport is opened with.
+// Config has the inputs of Open.
 type Config struct {
 	Channel Channel
 	Secrets map[string]string // resolved
@@ -160,11 +160,11 @@ func UTF16(text string) int {
 	return n
 }
 
-// fenceReserve is what a part that ends within a code block needs beyond its text.
+// fenceReserve is the additional size of a part that ends within a code block.
 const fenceReserve = 40
 
 // Split divides a Markdown text into parts within the limits: at the borders of paragraphs, else of lines, else of
-// words. A code block that is divided is closed and opened again. There is at least one part.
+// words. It closes a divided code block and opens it again. It returns at least one part.
 func Split(text string, l Limits) []string {
 	length := l.Length
 	if length == nil {
@@ -186,7 +186,7 @@ func Split(text string, l Limits) []string {
 	return append(parts, text)
 }
 
-// fitting returns how many bytes of text have at most limit units. It is at least one character.
+// fitting returns the number of bytes of text that have at most limit units. It is at least one character.
 func fitting(text string, limit int, length func(string) int) int {
 	used, end := 0, 0
 	for i, r := range text {
@@ -209,7 +209,7 @@ func border(text string, end int) int {
 	return end
 }
 
-// openFence returns the line that opens a code block which text leaves open, at most 30 bytes of it; "" for none.
+// openFence returns the line that opens an unclosed code block of text, at most 30 bytes; "" for none.
 func openFence(text string) string {
 	open := ""
 	for line := range strings.Lines(text) {

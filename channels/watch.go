@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// lostDraft is the id of a draft whose id was lost. No further draft is shown for its turn.
+// lostDraft is the id of a draft whose id was lost. Its turn shows no further draft.
 const lostDraft = "?"
 
 const (
@@ -20,11 +20,11 @@ const (
 	watchNotified = 30 * time.Second       // the same with a listener for notifications
 	watchActive   = 500 * time.Millisecond // while a draft or the typing is shown
 	typingPeriod  = 4 * time.Second
-	maxWatched    = 100             // turns at the same time whose writing is shown
-	draftPatience = 2 * time.Second // an answer that is there sooner needs no draft
+	maxWatched    = 100             // concurrent turns with a shown draft
+	draftPatience = 2 * time.Second // an earlier answer needs no draft
 )
 
-// approvalNotice is shown while a turn waits for an approval. The answer takes its place.
+// approvalNotice is shown while a turn waits for an approval. The answer replaces it.
 const approvalNotice = "_An admin has to approve a step before I can go on. The answer will come here._"
 
 // activeTurn is a turn that answers a message of the channel.
@@ -40,14 +40,14 @@ type activeTurn struct {
 	Awaits       bool // an approval
 }
 
-// shown is what the channel shows of a turn.
+// shown is the channel's display of a turn.
 type shown struct {
 	text   string
 	edited time.Time
 	typed  time.Time
 }
 
-// wakeWatch looks for active turns now.
+// wakeWatch makes the watch look for active turns now.
 func (w *worker) wakeWatch() {
 	select {
 	case w.watching <- struct{}{}:
@@ -55,7 +55,7 @@ func (w *worker) wakeWatch() {
 	}
 }
 
-// watch shows that turns are under way, shows drafts of their answers, and asks for approvals, until ctx ends.
+// watch shows running turns and drafts of their answers, and requests approvals, until ctx ends.
 func (w *worker) watch(ctx context.Context) {
 	seen := map[string]*shown{}
 	next := time.NewTimer(0)
@@ -124,11 +124,12 @@ func (w *worker) activeTurns(ctx context.Context) ([]activeTurn, error) {
 // FailedNotice answers a message whose turn failed.
 const FailedNotice = "Something went wrong, and I could not finish this answer. Please write again."
 
-// silentTurn is a turn that failed without an answer, because its workers were lost or its time was over.
+// silentTurn is a turn that failed without an answer, because its workers were lost or its time ran out.
 type silentTurn struct{ ExecutionID, ThreadID, TraceID string }
 
-// finishTurns records the messages whose turn has ended. A silent turn gets a notice: its error shows nowhere in a
-// channel. A relay gets none: it stores no answer, and the flow has the message. A deleted thread gets none either.
+// finishTurns records the messages whose turn has ended. A silent turn gets a notice: the channel shows its error
+// nowhere else. A relay gets none: it stores no answer, and the flow has the message. A deleted thread gets none
+// either.
 func (w *worker) finishTurns(ctx context.Context) error {
 	return postgres.InTx(ctx, w.Pool, func(tx pgx.Tx) error {
 		silent, err := postgres.Rows[silentTurn](ctx, tx, "finish messages of channel", `
@@ -154,7 +155,7 @@ func (w *worker) finishTurns(ctx context.Context) error {
 				Channel: w.channel.Type, Target: w.name, Status: threads.Sending,
 				ExecutionID: t.ExecutionID, TraceID: t.TraceID,
 			})
-			if errors.Is(err, threads.ErrNotFound) { // it inserted no row, so the transaction goes on
+			if errors.Is(err, threads.ErrNotFound) { // the statement inserted no row, so the transaction continues
 				continue
 			}
 			if err == nil {
@@ -168,7 +169,7 @@ func (w *worker) finishTurns(ctx context.Context) error {
 	})
 }
 
-// showTurn shows that an answer is being written, and what there is of it.
+// showTurn shows that the agent writes an answer, and the present part of it.
 func (w *worker) showTurn(ctx context.Context, t activeTurn, s *shown) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
@@ -209,7 +210,7 @@ func (w *worker) showTurn(ctx context.Context, t activeTurn, s *shown) {
 	w.sendDraft(ctx, t, m)
 }
 
-// answered reports whether the answer of a turn is on its way, which ends its drafts.
+// answered reports whether the answer of a turn is being sent, which ends its drafts.
 func (w *worker) answered(ctx context.Context, execution string) (over bool, err error) {
 	err = w.Pool.QueryRow(ctx, `select exists (select from agent_executions where id = @id and completed_at is not null)`,
 		postgres.Strict{"id": execution}).Scan(&over)

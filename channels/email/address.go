@@ -17,7 +17,7 @@ const (
 	rootBytes  = 8
 	macBytes   = 10
 	unproven   = "?" // before the address of a sender that is not proven
-	maxAddress = 120 // bytes of an address; a conversation has it with its root
+	maxAddress = 120 // bytes of an address; a conversation combines it with its root
 )
 
 var letters = base32.StdEncoding.WithPadding(base32.NoPadding)
@@ -63,7 +63,7 @@ func parseConversation(text string) (who string, root []byte, err error) {
 	return who, root, nil
 }
 
-// plainAddress reports whether an address may stand in an SMTP command and in a header as it is.
+// plainAddress reports whether an address may appear unchanged in an SMTP command and in a header.
 func plainAddress(address string) bool {
 	local, domain, ok := strings.Cut(address, "@")
 	if !ok || local == "" || domain == "" || len(address) > maxAddress {
@@ -121,7 +121,7 @@ func (t *transport) bounced(suffix string) (id string, ok bool) {
 	return fmt.Sprintf("%x-%x-%x-%x-%x", raw[:4], raw[4:6], raw[6:8], raw[8:10], raw[10:]), true
 }
 
-// suffix returns what follows the + in an address of the channel; ok is false for another address.
+// suffix returns the text after the + in an address of the channel; ok is false for another address.
 func (t *transport) suffix(address string) (suffix string, ok bool) {
 	local, domain, _ := strings.Cut(strings.ToLower(address), "@")
 	if domain != t.domain {
@@ -131,7 +131,7 @@ func (t *transport) suffix(address string) (suffix string, ok bool) {
 	return suffix, local == t.local
 }
 
-// messageID returns the Message-ID of a part, without brackets. A repeated attempt has the same one.
+// messageID returns the Message-ID of a part, without brackets. A repeated attempt has the same id.
 func (t *transport) messageID(id string, part int, token string) string {
 	clean := strings.Map(func(r rune) rune {
 		if r >= 'a' && r <= 'z' || r >= '0' && r <= '9' || r == '-' {
@@ -152,8 +152,8 @@ func (t *transport) tokenOf(messageID string) string {
 	return parts[2]
 }
 
-// proven reports whether the pinned server says that the mail comes from the domain. Only its first header counts:
-// the server puts it on top, above any that the sender wrote.
+// proven reports whether the pinned server confirms that the mail comes from the domain. Only its first header counts:
+// the server adds it on top, above any header of the sender.
 func proven(headers []string, server, domain string) bool {
 	if server == "" || domain == "" {
 		return false
@@ -188,7 +188,7 @@ func passes(results []authres.Result, domain string) (pass bool) {
 }
 
 // withoutQuotes replaces comments and quoted strings: the parser would take a semicolon in them, which the sender may
-// have written, for the end of a result. It returns "" for a header in which one has no end.
+// have written, for the end of a result. It returns "" for a header with an unclosed one.
 func withoutQuotes(header string) string {
 	var out strings.Builder
 	depth, quoted := 0, false

@@ -1,20 +1,20 @@
-// Package email is the channel by e-mail: a listener for SMTP and an HTTP hook take mail in, an SMTP server takes
-// answers out.
+// Package email is the channel by e-mail: a listener for SMTP and an HTTP hook receive mail, and an SMTP server sends
+// answers.
 //
 // # Conversations
 //
 // A conversation is the address of a person and the root of a mail thread, such as bob@example.com#k5x. Answers carry
-// both in a signed token: in the reply address (support+TOKEN@example.com) and in the Message-ID. A reply continues its
-// conversation by either of them, if it comes from the same address: a forwarded mail gives nobody else access.
+// both in a signed token: in the reply address (support+TOKEN@example.com) and in the Message-ID. A reply with either
+// of them continues its conversation, if it comes from the same address: a forwarded mail gives nobody else access.
 // Without a token the first id of References names the root, so a second mail before the answer is in the same
 // conversation. Any other mail begins a new one.
 //
 // # Senders
 //
 // From is no proof. A sender is proven if the pinned server (the setting authserv_id) reports a pass of DMARC, or of
-// DKIM, for exactly the domain in From. It is believed only in mail from the hook or from a configured relay, because
-// anybody can write that header. Where pairing is required, mail of unproven senders is stored and not answered. Where
-// it is open, an unproven sender has conversations apart from those of the same address when proven.
+// DKIM, for exactly the domain in From. The package trusts that report only in mail from the hook or from a configured
+// relay, because anybody can write that header. If pairing is required, mail of unproven senders is stored and not
+// answered. If pairing is open, an unproven sender and a proven one with the same address have separate conversations.
 //
 // # Loops
 //
@@ -64,7 +64,7 @@ type transport struct {
 	smtp     server
 }
 
-// server is the SMTP server that takes answers.
+// server is the SMTP server for answers.
 type server struct {
 	address string // host:port
 	mode    string // starttls, implicit or none
@@ -151,7 +151,7 @@ func prefixes(text string) (all []netip.Prefix, err error) {
 	return all, nil
 }
 
-// Limits implements [channels.Transport]. A mail is sent whole, and it has no buttons.
+// Limits implements [channels.Transport]. A mail is sent whole, without buttons.
 func (t *transport) Limits() channels.Limits { return channels.Limits{Text: maxAnswer} }
 
 // Issuer implements [channels.Transport]. The subject is the address.

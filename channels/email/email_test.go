@@ -71,10 +71,10 @@ func open(t *testing.T, settings ...string) *transport {
 
 const bob = "bob@home.example"
 
-// errAway is the error of a database that is away.
+// errAway is the error of an absent database.
 var errAway = errors.New("the database is away")
 
-// pass is what the pinned server says of mail from Bob.
+// pass is the pinned server's header for mail from Bob.
 const pass = "Authentication-Results: mx.shop.example; dmarc=pass header.from=home.example\r\n"
 
 // mailOf returns a mail of Bob with further headers.
@@ -83,7 +83,7 @@ func mailOf(id, headers, text string) []byte {
 		"\r\n%s\r\n", headers, bob, id, text)
 }
 
-// received takes a mail from a relay.
+// received gets a mail from a relay.
 func (t *transport) receivedFrom(tb testing.TB, raw []byte, to ...string) channels.Incoming {
 	tb.Helper()
 	in := &inbox{}

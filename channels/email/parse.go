@@ -111,7 +111,7 @@ func line(s string, n int) string {
 	return strings.TrimSpace(cut(strings.Join(strings.Fields(s), " "), n))
 }
 
-// cut returns at most n bytes of s, without a broken character.
+// cut returns at most n bytes of s, in whole characters.
 func cut(s string, n int) string {
 	if len(s) <= n {
 		return s

@@ -33,7 +33,7 @@ const (
 	probePeriod    = time.Minute
 )
 
-// envelope is what SMTP says of a mail beside its content.
+// envelope has SMTP's data about a mail beside its content.
 type envelope struct {
 	from string // "" for an empty return path
 	to   []string
@@ -119,8 +119,8 @@ func (t *transport) conversation(m received, who string, recipients []string) (n
 	return conversation(who, t.rootOf(who, first)), false
 }
 
-// externalID identifies a mail: a copy that comes again has the same one. The sender is part of it, so that nobody can
-// take the id of another one's mail.
+// externalID identifies a mail: a repeated copy has the same id. The sender is part of it, so nobody can claim the id
+// of another sender's mail.
 func externalID(m received, who string, raw []byte) string {
 	if m.id != "" {
 		return m.id + " " + who
@@ -133,7 +133,7 @@ func externalID(m received, who string, raw []byte) string {
 	return hex.EncodeToString(h.Sum(nil))
 }
 
-// ignored says why nobody answers a mail.
+// ignored returns the reason not to answer a mail.
 func (t *transport) ignored(m received, e envelope, sure bool) string {
 	local, _, _ := strings.Cut(m.from, "@")
 	_, own := t.suffix(m.from)
@@ -195,7 +195,7 @@ func (t *transport) listen(ctx context.Context, address string, in channels.Inbo
 	s.ErrorLog = slog.NewLogLogger(t.Logger.Handler(), slog.LevelDebug)
 	set := t.Channel.Settings
 	if set["tls_cert"] != "" {
-		load := func(*tls.ClientHelloInfo) (*tls.Certificate, error) { // it may be renewed meanwhile
+		load := func(*tls.ClientHelloInfo) (*tls.Certificate, error) { // the certificate may be renewed meanwhile
 			pair, err := tls.LoadX509KeyPair(set["tls_cert"], set["tls_key"])
 			return &pair, err
 		}
@@ -225,7 +225,7 @@ func (t *transport) isRelay(from net.Addr) bool {
 	})
 }
 
-// session is a connection of a server that brings mail.
+// session is one incoming SMTP connection.
 type session struct {
 	*transport
 	ctx   context.Context
@@ -244,7 +244,7 @@ func (s *session) Mail(from string, _ *smtp.MailOptions) error {
 	return nil
 }
 
-// Rcpt takes mail for the channel only.
+// Rcpt accepts mail for the channel only.
 func (s *session) Rcpt(to string, _ *smtp.RcptOptions) error {
 	if _, ours := s.suffix(to); !ours {
 		return &smtp.SMTPError{Code: 550, EnhancedCode: smtp.EnhancedCode{5, 1, 1}, Message: "There is no such mailbox here"}
@@ -257,7 +257,7 @@ func (s *session) Rcpt(to string, _ *smtp.RcptOptions) error {
 func (s *session) Data(r io.Reader) error {
 	raw, err := io.ReadAll(r)
 	if err != nil {
-		return err // it says what is wrong, such as the size
+		return err // the error has the reason, such as the size
 	}
 	ctx, cancel := context.WithTimeout(s.ctx, storeTimeout)
 	defer cancel()
@@ -272,7 +272,7 @@ func (s *session) Data(r io.Reader) error {
 	return &smtp.SMTPError{Code: 451, EnhancedCode: smtp.EnhancedCode{4, 3, 0}, Message: "The mail cannot be stored now"}
 }
 
-// Hook implements [channels.Hook]. The body is a mail, or JSON with one in raw or RawEmail.
+// Hook implements [channels.Hook]. The body is a mail, or JSON with a mail in raw or RawEmail.
 func (t *transport) Hook(w http.ResponseWriter, r *http.Request, in channels.Inbox) {
 	if len(t.hook.Secrets) == 0 {
 		http.Error(w, "this channel takes no requests: it has no secret webhook", http.StatusNotFound)

@@ -29,7 +29,7 @@ import (
 const (
 	dialTimeout   = 10 * time.Second
 	sendTimeout   = 45 * time.Second
-	answerTimeout = 20 * time.Second // for the answer to a mail that was sent whole
+	answerTimeout = 20 * time.Second // for the server's answer after the whole mail
 )
 
 // Send implements [channels.Transport].
@@ -54,7 +54,7 @@ func (t *transport) Send(ctx context.Context, m channels.Message) (string, error
 	if err != nil {
 		return "", refused(err)
 	}
-	if _, err := body.Write(raw); err != nil { // the server takes nothing without the line that ends it
+	if _, err := body.Write(raw); err != nil { // the server accepts nothing before the line that ends the mail
 		return "", channels.NotSent(fmt.Errorf("send mail: %w", err))
 	}
 	if !stop() {
@@ -78,8 +78,8 @@ func offer(c *smtp.Client, from, to string) error {
 	return c.Rcpt(to)
 }
 
-// mailFrom begins a mail. A mail of ASCII does not ask for SMTPUTF8, as [smtp.Client.Mail] does wherever the server has
-// it: a later server without it would refuse the mail.
+// mailFrom begins a mail. A mail of ASCII does not request SMTPUTF8, although [smtp.Client.Mail] does if the server
+// supports it: a later server without it would refuse the mail.
 func mailFrom(c *smtp.Client, from string) error {
 	if !plainAddress(from) {
 		return c.Mail(from)
@@ -94,7 +94,7 @@ func mailFrom(c *smtp.Client, from string) error {
 	return err
 }
 
-// refused says whether a refusal is final. Without an answer, or with one that blames the login, nothing was sent.
+// refused reports whether a refusal is final. Without an answer, or with one about the login, nothing was sent.
 func refused(err error) error {
 	answer, is := errors.AsType[*textproto.Error](err)
 	if !is {
@@ -156,13 +156,13 @@ func (t *transport) probe(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	_ = c.Quit() // the login is what was asked
+	_ = c.Quit() // the server answered the login
 	return nil
 }
 
-const maxReference = 512 // bytes of the reference that the core keeps of a message
+const maxReference = 512 // bytes of a message's reference that the core stores
 
-// reference is what an answer needs of a message: its id, the id of the thread's first message, and the subject.
+// reference is the data for answering a message: its id, the id of the thread's first message, and the subject.
 type reference struct{ id, root, subject string }
 
 func (r reference) String() string {
@@ -245,7 +245,7 @@ func writeBody(out io.Writer, h mail.Header, markdown string) error {
 	return w.Close()
 }
 
-// subject continues that of the message that is answered; otherwise it is the first line of the text.
+// subject continues the subject of the answered message; otherwise it is the first line of the text.
 func subject(ref reference, answers bool, markdown string) string {
 	if answers {
 		s := line(ref.subject, 200)
@@ -262,8 +262,8 @@ func subject(ref reference, answers bool, markdown string) string {
 	return "A message for you"
 }
 
-// safeHTML renders Markdown. HTML in it is left out, and an image becomes a link: a mail loads nothing by itself, so a
-// text cannot send anything away.
+// safeHTML renders Markdown. It omits HTML, and turns an image into a link: a mail loads nothing, so a text cannot send
+// anything away.
 func safeHTML(markdown string) (string, error) {
 	var out bytes.Buffer
 	md := goldmark.New(goldmark.WithExtensions(extension.GFM),

@@ -129,7 +129,7 @@ func TestAPasswordNeverLeavesWithoutTLS(t *testing.T) {
 	_, port, err := net.SplitHostPort(address)
 	require.NoError(t, err)
 	mb = open(t, "smtp", "127.0.0.1.nip.io:"+port, "username", "shop")
-	mb.smtp.secret, mb.smtp.address = "the password", address // under a name that is not of this machine
+	mb.smtp.secret, mb.smtp.address = "the password", address // under a foreign name
 	if err := mb.probe(t.Context()); err == nil || strings.Contains(err.Error(), "the password") {
 		t.Errorf("the password was sent, or is in the error: %v", err)
 	}

@@ -14,10 +14,10 @@ type renderer struct {
 	space  bool
 }
 
-// plainText returns the text of HTML as people see it. Quotations begin with > as in a mail of plain text.
+// plainText returns the visible text of HTML. Quotations begin with > as in a mail of plain text.
 func plainText(source string) string {
 	page, err := html.Parse(strings.NewReader(source))
-	if err != nil { // it is nested too deeply
+	if err != nil { // the nesting is too deep
 		return ""
 	}
 	r := renderer{}
@@ -110,8 +110,8 @@ func (r *renderer) write(words string) {
 	r.out.WriteString(words)
 }
 
-// withoutQuote cuts the quoted history at the end of a reply, and the line that introduces it. A quotation with an
-// answer below it stays, and so does all of a mail that has nothing else.
+// withoutQuote cuts the quoted history at the end of a reply, and the line that introduces it. It keeps a quotation
+// with an answer below it, and a mail without other text.
 func withoutQuote(text, own string) string {
 	lines := strings.Split(text, "\n")
 	end := len(lines)
@@ -133,7 +133,7 @@ func withoutQuote(text, own string) string {
 	return text
 }
 
-// beforeIntroduction leaves out "On Monday, the shop <shop@example.com> wrote:", also when it takes two lines.
+// beforeIntroduction removes "On Monday, the shop <shop@example.com> wrote:", also over two lines.
 func beforeIntroduction(lines []string, end int) int {
 	if end == 0 || !strings.HasSuffix(strings.TrimSpace(lines[end-1]), ":") {
 		return end
@@ -146,7 +146,7 @@ func beforeIntroduction(lines []string, end int) int {
 	return end
 }
 
-// beforeHeader leaves out the copy that Outlook adds: a line From: with the channel's own address, and all below.
+// beforeHeader removes the copy that Outlook adds: a line From: with the channel's own address, and all below.
 func beforeHeader(lines []string, own string) int {
 	for i, l := range lines {
 		_, sender, ok := strings.Cut(strings.Trim(l, " *\r"), ":")

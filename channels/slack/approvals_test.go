@@ -34,13 +34,13 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 
 const ops = "C0OPS"
 
-// approvalTest is an agent whose requests for approval are shown in a channel of a fake Slack.
+// approvalTest is an agent whose requests for approval appear in a channel of a fake Slack.
 type approvalTest struct {
 	*testing.T
 	fake  *slacktest.Server
 	pool  *pgxpool.Pool
 	skill skills.Skill
-	at    string // where requests are shown
+	at    string // the conversation of requests
 	asked int
 }
 
@@ -137,7 +137,7 @@ func (d *approvalTest) shown(order int) (shown slacktest.Message) {
 	return shown
 }
 
-// click presses a button and returns what the person was told.
+// click presses a button and returns the answer to the person.
 func (d *approvalTest) click(user string, shown slacktest.Message, label string) string {
 	d.Helper()
 	before := len(d.fake.Messages(d.at))
@@ -167,9 +167,9 @@ func (d *approvalTest) expect(what, text, want, id, status string) {
 	}
 }
 
-// A click decides if a linked principal that may decide makes it, once, in time, on the arguments that it was shown
-// with: the right person, a wrong one, an unlinked one, a replay, changed arguments, an expired button. With four eyes
-// whoever asked cannot.
+// A click decides if a linked principal that may decide makes it, once, in time, on the shown arguments. The test has
+// the right person, a wrong one, an unlinked one, a replay, changed arguments, and an expired button. With four eyes
+// the requester cannot decide.
 func TestApprovalsBySlackButtons(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"socket", "events"} {
@@ -192,7 +192,7 @@ func TestApprovalsBySlackButtons(t *testing.T) {
 				t.Errorf("decided by %s", got.Decider())
 			}
 			before := len(d.fake.Messages(ops))
-			d.fake.ClickAgain(false) // the same event: it came already
+			d.fake.ClickAgain(false) // a repeated event
 			d.fake.ClickAgain(true)
 			d.expect("a replay", d.feedback(before), "used already", id, "approved")
 			pgtest.EventuallyWithin(t, 30*time.Second, func() bool {

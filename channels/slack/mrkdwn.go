@@ -14,14 +14,14 @@ const (
 	maxPart    = 12_000 // of Markdown in one message
 )
 
-// length is the length of a text in Slack after its escaping: an upper bound, in UTF-16 units.
+// length is an upper bound of a text's length in Slack after its escaping, in UTF-16 units.
 func length(text string) int {
 	return channels.UTF16(text) + 4*(strings.Count(text, "&")+strings.Count(text, "<")+strings.Count(text, ">"))
 }
 
 var escaper = strings.NewReplacer("&", "&amp;", "<", "&lt;", ">", "&gt;")
 
-// escape makes foreign text harmless: without < nobody is mentioned and no link is hidden.
+// escape makes foreign text harmless: without < it mentions nobody and hides no link.
 func escape(text string) string { return escaper.Replace(text) }
 
 var unescaper = strings.NewReplacer("&lt;", "<", "&gt;", ">", "&amp;", "&")
@@ -89,7 +89,7 @@ type line struct {
 	code bool
 }
 
-// lines renders the lines of a text. The rows of a table stand as code, because Slack has no tables.
+// lines renders the lines of a text. It renders the rows of a table as code, because Slack has no tables.
 func lines(markdown string) []line {
 	var all []line
 	open := ""
@@ -136,7 +136,7 @@ func renderLine(text string) string {
 	return prefix + renderSpans(text)
 }
 
-// renderSpans renders what stands within a line. All that is plain is escaped.
+// renderSpans renders the spans of a line. It escapes all plain text.
 func renderSpans(text string) string {
 	var out strings.Builder
 	for text != "" {
@@ -170,7 +170,7 @@ func renderSpans(text string) string {
 	return out.String() + escape(text)
 }
 
-// link renders a link. Its address must be one that a person can open; else all of it is text.
+// link renders a link. Its address must be one that a person can open; otherwise all of it becomes text.
 func link(label, address string) string {
 	const maxLink = 1000 // bytes; a link is never cut
 	if !web.MatchString(address) || len(address)+len(label) > maxLink {
@@ -183,10 +183,10 @@ func link(label, address string) string {
 	return "<" + address + "|" + strings.ReplaceAll(escape(label), "|", "¦") + ">"
 }
 
-// token is what is never cut: an entity, a link, a character.
+// token is an indivisible part: an entity, a link, a character.
 var token = regexp.MustCompile(`(?s)&[a-z]+;|<[^>]*>|.`)
 
-// chop cuts a line in pieces of at most n units, at spaces where there are some.
+// chop cuts a line into pieces of at most n units, at spaces if possible.
 func chop(text string, n int) []string {
 	if channels.UTF16(text) <= n {
 		return []string{text}
@@ -212,7 +212,7 @@ func chop(text string, n int) []string {
 
 var reference = regexp.MustCompile(`<([^<>|]+)(?:\|([^<>]*))?>`)
 
-// plain returns a received text without Slack's markup: links and mentions as a person reads them.
+// plain returns a received text without Slack's markup, with links and mentions as a person reads them.
 func plain(text, self string) string {
 	text = strings.TrimSpace(strings.ReplaceAll(text, "<@"+self+">", ""))
 	text = reference.ReplaceAllStringFunc(text, func(match string) string {

@@ -35,7 +35,7 @@ func TestMarkdownBecomesMrkdwn(t *testing.T) {
 	}
 }
 
-// Whatever is written, sections stay within the limits, fences stay balanced, and nothing mentions anybody.
+// For any text, sections stay within the limits, fences stay balanced, and no mention appears.
 func TestSectionsStayWithinTheLimits(t *testing.T) {
 	t.Parallel()
 	for name, text := range map[string]string{

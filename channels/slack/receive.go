@@ -27,12 +27,12 @@ type logger struct{ *slog.Logger }
 const (
 	maxBody     = 1 << 20
 	maxEnvelope = 4 << 20
-	// answerWithin is the time for a request. Slack repeats one after 3 s.
+	// answerWithin is the time limit of a request. Slack repeats a request after 3 s.
 	answerWithin = 2500 * time.Millisecond
 )
 
 // Run implements [channels.Transport]. With the Events API, requests bring the messages ([Transport.Hook]), and Run
-// only asks whether Slack still knows the app.
+// only checks whether Slack still knows the app.
 func (t *Transport) Run(ctx context.Context, in channels.Inbox) error {
 	if _, err := t.self(ctx); err != nil {
 		return err
@@ -54,7 +54,7 @@ func (t *Transport) Run(ctx context.Context, in channels.Inbox) error {
 	}
 }
 
-// ask finds out whether Slack answers the bot.
+// ask checks whether Slack answers the bot.
 func (t *Transport) ask(ctx context.Context, in channels.Inbox) error {
 	_, err := t.api.AuthTestContext(ctx)
 	if err == nil {
@@ -65,8 +65,8 @@ func (t *Transport) ask(ctx context.Context, in channels.Inbox) error {
 	return nil
 }
 
-// listen receives by Socket Mode until ctx ends. The client connects again when Slack asks for it, and when Slack's
-// pings stop.
+// listen receives by Socket Mode until ctx ends. The client reconnects when Slack requests it, and when Slack's pings
+// stop.
 func (t *Transport) listen(ctx context.Context, in channels.Inbox) error {
 	ctx, stop := context.WithCancel(ctx)
 	client := socketmode.New(t.api, socketmode.OptionDialer(t.dialer()), socketmode.OptionReadLimit(maxEnvelope),
@@ -115,7 +115,7 @@ func (t *Transport) listen(ctx context.Context, in channels.Inbox) error {
 	}
 }
 
-// dialer connects sockets as the client connects, so its rules on addresses hold.
+// dialer connects sockets as the client connects, with the same rules on addresses.
 func (t *Transport) dialer() *websocket.Dialer {
 	d := &websocket.Dialer{Proxy: http.ProxyFromEnvironment, HandshakeTimeout: 15 * time.Second, WriteBufferSize: 32 << 10}
 	if own, is := t.client.Transport.(*http.Transport); is {
@@ -145,10 +145,10 @@ func (b *batch) Known(ctx context.Context, conversation string) (bool, error) {
 	return b.Inbox.Known(ctx, conversation)
 }
 
-// take commits an event and those that wait behind it in one transaction, then acknowledges them. So a burst keeps
-// Slack's three seconds. What cannot be stored is not acknowledged: Slack sends it again. If the transaction fails for
-// a message, each event has one of its own. It returns the first event that is about the connection; the zero event
-// without one.
+// take commits an event and the waiting ones in one transaction, then acknowledges them. So a burst meets Slack's limit
+// of three seconds. An event that cannot be stored is not acknowledged: Slack sends it again. If the transaction fails
+// for a message, each event gets a transaction of its own. It returns the first event about the connection; the zero
+// event if there is none.
 func (t *Transport) take(
 	ctx context.Context, client *socketmode.Client, e socketmode.Event, in channels.Inbox,
 ) (rest socketmode.Event) {
@@ -175,7 +175,7 @@ func (t *Transport) take(
 				events = append(events, taken{envelope.EnvelopeID, b.messages[before:len(b.messages):len(b.messages)]})
 			}
 		}
-		if rest.Type != "" || n == maxBatch || len(client.Events) == 0 { // nobody else reads them
+		if rest.Type != "" || n == maxBatch || len(client.Events) == 0 { // no other goroutine reads them
 			break
 		}
 		e = <-client.Events
@@ -207,7 +207,7 @@ func (t *Transport) commit(
 	}
 	t.log.WarnContext(ctx, "messages of Slack not stored together", "messages", len(all), "error", err)
 	if len(events) == 1 || ctx.Err() != nil || postgres.Broken(err) || postgres.Unreachable(err) {
-		return nil // they come again
+		return nil // Slack sends them again
 	}
 	for _, e := range events {
 		if len(e.messages) > 0 {
@@ -262,7 +262,7 @@ func (t *Transport) Hook(w http.ResponseWriter, r *http.Request, in channels.Inb
 
 const maxChallenge = 1024
 
-// payload is what Slack sends: an event, or a click.
+// payload is Slack's payload: an event, or a click.
 type payload struct {
 	Type      string `json:"type"`
 	TeamID    string `json:"team_id"`
@@ -307,14 +307,14 @@ type event struct {
 	} `json:"files"`
 }
 
-// clickRef is what the answer to a click needs.
+// clickRef is the data for the answer to a click.
 type clickRef struct {
 	Channel string `json:"c"`
 	Thread  string `json:"t,omitempty"`
 	User    string `json:"u"`
 }
 
-// store commits a payload. What is not for the bot is nothing.
+// store commits a payload. It ignores payloads that are not for the bot.
 func (t *Transport) store(ctx context.Context, raw []byte, in channels.Inbox) error {
 	me, err := t.self(ctx)
 	if err != nil {
@@ -378,7 +378,7 @@ func message(
 	return m, true, nil
 }
 
-// sender names a person. One of another workspace never equals one of ours.
+// sender names a person. A person of another workspace never equals one of ours.
 func sender(team, user string, me *slack.AuthTestResponse) string {
 	if team == "" || team == me.TeamID {
 		return user

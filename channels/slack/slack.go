@@ -1,18 +1,18 @@
 // Package slack is the transport of Slack channels: Socket Mode or Events API in, Web API out.
 //
 // A message is acknowledged after it is committed. Its id is (team, channel, time stamp): retries of an event, and the
-// two events of a mention, have the same. The header that counts retries is not read.
+// two events of a mention, have the same. The package does not read the header that counts retries.
 //
 // The bot answers direct messages, mentions, and replies in the threads that it was brought into. A conversation is a
-// thread of Slack, or a direct message outside of threads. Other bots are not answered, so two cannot keep each other
-// busy.
+// thread of Slack, or a direct message outside of threads. It does not answer other bots, so two bots cannot keep each
+// other busy.
 //
-// Slack has no idempotent send. A message carries our id as metadata, and before it is sent again its thread is read
-// ([Transport.Find]). Text is rendered as mrkdwn with everything foreign escaped: no mention and no hidden link gets
-// out. Links are not unfurled.
+// Slack has no idempotent send. A message carries our id as metadata, and before a repeated send the package reads its
+// thread ([Transport.Find]). Text is rendered as mrkdwn with all foreign text escaped: it has no mention and no hidden
+// link. Links are not unfurled.
 //
-// A person is a user id of the app's workspace. One of another workspace, in a shared channel, has that in front
-// (T2/U1), so it never equals one that is linked.
+// A person is a user id of the app's workspace. A user of another workspace, in a shared channel, has that workspace in
+// front (T2/U1), and so never equals a linked one.
 package slack
 
 import (
@@ -39,7 +39,7 @@ import (
 // metadataType marks the metadata of our messages.
 const metadataType = "lanekeeper_message"
 
-// Transport speaks with one workspace.
+// Transport is the connection to one workspace.
 type Transport struct {
 	api    *slack.Client
 	client *http.Client
@@ -49,7 +49,7 @@ type Transport struct {
 
 	mu        sync.Mutex
 	identity  *slack.AuthTestResponse
-	noStatus  atomic.Bool // Slack refused to show that an answer is being written
+	noStatus  atomic.Bool // Slack refused to show that the agent writes an answer
 	pingEvery time.Duration
 	probe     time.Duration
 }
@@ -93,7 +93,7 @@ func (t *Transport) Issuer(ctx context.Context) (string, error) {
 	return "slack:" + me.TeamID, nil
 }
 
-// self returns who the bot is. It asks Slack once.
+// self returns the bot's identity. It asks Slack once.
 func (t *Transport) self(ctx context.Context) (*slack.AuthTestResponse, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -107,7 +107,7 @@ func (t *Transport) self(ctx context.Context) (*slack.AuthTestResponse, error) {
 	return t.identity, nil
 }
 
-// place is where a conversation is.
+// place is the place of a conversation.
 type place struct{ channel, thread string }
 
 func placeOf(conversation string) place {
@@ -218,7 +218,7 @@ func (t *Transport) read(ctx context.Context, at place, cursor string, size int)
 	return got.Messages, got.ResponseMetaData.NextCursor, nil
 }
 
-// Typing implements [channels.Typist], in threads of an app that Slack lets show it.
+// Typing implements [channels.Typist], in threads of an app that Slack permits to show it.
 func (t *Transport) Typing(ctx context.Context, conversation string) error {
 	at := placeOf(conversation)
 	if at.thread == "" || t.noStatus.Load() {
@@ -236,7 +236,7 @@ func (t *Transport) Typing(ctx context.Context, conversation string) error {
 	return classify(err)
 }
 
-// Acknowledge implements [channels.Acknowledger]: a line that only the person sees who pressed the button.
+// Acknowledge implements [channels.Acknowledger]: a line that only the person who pressed the button sees.
 func (t *Transport) Acknowledge(ctx context.Context, click channels.Incoming, text string) error {
 	var ref clickRef
 	if err := json.Unmarshal([]byte(click.Ref), &ref); err != nil {
@@ -268,7 +268,7 @@ func (t *Transport) Fetch(ctx context.Context, f channels.File, limit int64) ([]
 	return into.data, nil
 }
 
-// limited takes at most so many bytes.
+// limited reads at most a number of bytes.
 type limited struct {
 	data []byte
 	left int64
@@ -282,12 +282,12 @@ func (l *limited) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// unavailable reports Slack's errors that say nothing of the call itself: it may have been done.
+// unavailable reports Slack's errors about the service, not the call: the call may have succeeded.
 func unavailable(why string) bool {
 	return slices.Contains([]string{"internal_error", "fatal_error", "service_unavailable", "request_timeout"}, why)
 }
 
-// unauthorized reports errors that an admin has to correct.
+// unauthorized reports errors that an admin must correct.
 func unauthorized(why string) bool {
 	return slices.Contains([]string{
 		"invalid_auth", "not_authed", "account_inactive", "token_revoked", "token_expired", "missing_scope",
@@ -295,10 +295,10 @@ func unauthorized(why string) bool {
 	}, why)
 }
 
-// classify says what became of a call.
+// classify describes the outcome of a call.
 func classify(err error) error {
 	if failed, is := errors.AsType[*url.Error](err); is {
-		err = failed.Err // the URL, and "auth.test:" in it, says no more
+		err = failed.Err // the URL, and "auth.test:" in it, adds nothing
 	}
 	if limit, is := errors.AsType[*slack.RateLimitedError](err); is {
 		return &channels.SendError{Err: err, RetryAfter: max(limit.RetryAfter, time.Second)}

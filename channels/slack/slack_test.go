@@ -77,7 +77,7 @@ func (m *memory) Connected(context.Context) {
 	m.connected++
 }
 
-// texts returns what came, as conversation and text.
+// texts returns the received messages, as conversation and text.
 func (m *memory) texts() []string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -141,7 +141,7 @@ func (w *world) eventually(ok func() bool) {
 	}
 }
 
-// A message counts once, whatever Slack repeats, and is acknowledged only when it is stored.
+// A message counts once, for any repetition by Slack, and is acknowledged only after it is stored.
 func TestMessagesComeOnce(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"socket", "events"} {
@@ -179,7 +179,7 @@ func TestMessagesComeOnce(t *testing.T) {
 	}
 }
 
-// Events that wait are stored together, a mention and the reply to it too. An event about the connection ends that.
+// Waiting events are stored together, even a mention and the reply to it. An event about the connection ends the batch.
 func TestABurstIsStoredAtOnce(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "socket")
@@ -201,7 +201,7 @@ func TestABurstIsStoredAtOnce(t *testing.T) {
 }
 
 // Of a burst the first hundred events are stored together, and the next one after them. A message that cannot be stored
-// fails no other, and comes again.
+// fails no other message, and Slack sends it again.
 func TestABurstIsBoundedAndSurvivesABadMessage(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "socket")
@@ -217,7 +217,7 @@ func TestABurstIsBoundedAndSurvivesABadMessage(t *testing.T) {
 		client.Events <- event(n, "hello")
 	}
 	ctx, cancel := context.WithCancel(t.Context())
-	w.in.stored = cancel // nobody takes 100 acknowledgements
+	w.in.stored = cancel // no client accepts 100 acknowledgements
 	w.take(ctx, client, event(1, "hello"), w.in)
 	w.in.stored = nil
 	assert.Equal(t, 1, w.in.calls)
@@ -233,7 +233,7 @@ func TestABurstIsBoundedAndSurvivesABadMessage(t *testing.T) {
 	assert.Equal(t, 104, len(w.in.texts()))
 }
 
-// What other bots write, what is edited or deleted, and people of other workspaces.
+// Messages of other bots, edited or deleted messages, and people of other workspaces.
 func TestForeignEvents(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "socket")
@@ -288,7 +288,7 @@ func TestHookBelievesSignaturesOnly(t *testing.T) {
 	assert.Equal(t, 1, len(w.in.texts()))
 }
 
-// A socket that ends, or that stays open and carries nothing, is opened again.
+// The client reopens a socket that ends, or that stays open and carries nothing.
 func TestSocketsAreOpenedAgain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "socket", func(t *Transport) { t.pingEvery, t.probe = 400*time.Millisecond, 100*time.Millisecond })
@@ -302,7 +302,7 @@ func TestSocketsAreOpenedAgain(t *testing.T) {
 	assert.True(t, w.fake.Calls("auth.test") >= 3, "Slack was not asked whether it knows the bot")
 }
 
-// A send whose answer is lost is found by its metadata, in a thread and outside. Others' copies do not count.
+// Find finds a send without an answer by its metadata, in a thread and outside. Others' copies do not count.
 func TestLostSendsAreFound(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "events")
@@ -329,7 +329,7 @@ func TestLostSendsAreFound(t *testing.T) {
 	}
 }
 
-// A draft is edited, and what Slack refuses is told apart.
+// A draft is edited, and Slack's refusals are distinguished.
 func TestSendsAndEdits(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "events")
@@ -371,7 +371,7 @@ func TestSendsAndEdits(t *testing.T) {
 	}
 }
 
-// A wrong token is a mistake of the admin's, and no message of a log has it.
+// A wrong token is a mistake of the admin's, and no log message contains it.
 func TestWrongTokensAreMisconfigured(t *testing.T) {
 	t.Parallel()
 	fake := slacktest.New()
@@ -389,7 +389,7 @@ func TestWrongTokensAreMisconfigured(t *testing.T) {
 	assert.ErrorIs(t, err, channels.ErrMisconfigured, "without the token of the app")
 }
 
-// A declaration names the secrets of its mode, and as references.
+// A declaration names the secrets of its mode, as references.
 func TestDeclarationsNeedTheSecretsOfTheirMode(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {

@@ -14,7 +14,7 @@ import (
 
 var markdown = goldmark.New(goldmark.WithExtensions(extension.Strikethrough, extension.Table, extension.Linkify))
 
-// HTML converts Markdown to the HTML that Telegram takes. HTML in the Markdown is shown as it is written.
+// HTML converts Markdown to Telegram's HTML. It shows HTML in the Markdown verbatim.
 func HTML(source string) string {
 	raw := []byte(source)
 	p := &printer{source: raw}

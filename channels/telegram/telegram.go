@@ -1,5 +1,5 @@
 // Package telegram is the transport of Telegram bots, over the Bot API. It polls, which needs no public address, or
-// takes requests of Telegram. An update is acknowledged after it was committed. The token is part of each URL, so no
+// receives requests of Telegram. An update is acknowledged after it was committed. The token is part of each URL, so no
 // error shows a URL.
 package telegram
 
@@ -30,7 +30,7 @@ const (
 	callTimeout  = 20 * time.Second
 	maxAnswer    = 8 << 20
 	maxUpdate    = 1 << 20
-	textLimit    = 4000 // Telegram takes 4096; markup may add line breaks
+	textLimit    = 4000 // Telegram accepts 4096; markup may add line breaks
 	cursorLife   = 6 * 24 * time.Hour
 	hookInterval = time.Minute
 )
@@ -63,7 +63,7 @@ func (t *transport) Issuer(context.Context) (string, error) {
 	return "telegram:" + id, nil
 }
 
-// update is an update of the Bot API, as far as it is read.
+// update is an update of the Bot API, with the fields that this package reads.
 type update struct {
 	ID      int64     `json:"update_id"`
 	Message *message  `json:"message"`
@@ -143,7 +143,7 @@ func (t *transport) Run(ctx context.Context, in channels.Inbox) error {
 	return nil
 }
 
-// poll takes the next updates. They are committed with the next offset, whose request acknowledges them.
+// poll gets the next updates. It commits them with the next offset; the request for that offset acknowledges them.
 func (t *transport) poll(ctx context.Context, in channels.Inbox, offset int64) (int64, error) {
 	ask := map[string]any{"timeout": pollSeconds, "limit": 100, "allowed_updates": []string{"message", "callback_query"}}
 	if offset > 0 {
@@ -189,7 +189,7 @@ func (t *transport) watchHook(ctx context.Context, in channels.Inbox) error {
 	return nil
 }
 
-// Hook takes an update that Telegram sends.
+// Hook receives an update from Telegram.
 func (t *transport) Hook(w http.ResponseWriter, r *http.Request, in channels.Inbox) {
 	secret := t.config.Secrets["webhook"]
 	given, want := sha256.Sum256([]byte(r.Header.Get("X-Telegram-Bot-Api-Secret-Token"))), sha256.Sum256([]byte(secret))
@@ -212,7 +212,7 @@ func (t *transport) Hook(w http.ResponseWriter, r *http.Request, in channels.Inb
 	in.Connected(r.Context())
 }
 
-// incoming converts updates. Messages of bots and of no sender are left out.
+// incoming converts updates. It omits messages of bots and messages without a sender.
 func incoming(updates ...update) (list []channels.Incoming) {
 	for _, u := range updates {
 		switch {
@@ -295,7 +295,7 @@ func (t *transport) Send(ctx context.Context, m channels.Message) (string, error
 	return id(sent.ID), nil
 }
 
-// Edit replaces the text of a message, and takes its buttons away.
+// Edit replaces the text of a message, and removes its buttons.
 func (t *transport) Edit(ctx context.Context, externalID string, m channels.Message) error {
 	p := address(m.Conversation)
 	delete(p, "message_thread_id")
@@ -308,8 +308,8 @@ func (t *transport) Edit(ctx context.Context, externalID string, m channels.Mess
 	return err
 }
 
-// callText is call, once more as plain text if Telegram cannot parse the markup, and once more to the supergroup that
-// a group has become. Buttons do not move, because they work in the conversation for reports only.
+// callText is call with two retries: as plain text if Telegram cannot parse the markup, and to the supergroup that a
+// group has become. Buttons do not move, because they work in the conversation for reports only.
 func (t *transport) callText(ctx context.Context, method string, p map[string]any, m channels.Message, into any) error {
 	err := t.call(ctx, method, p, into)
 	if refused, is := errors.AsType[*apiError](err); is && refused.MovedTo != 0 && len(m.Buttons) == 0 {
@@ -392,7 +392,7 @@ func (e *apiError) Error() string {
 	return text
 }
 
-// hide takes the URL, which has the token, out of an error.
+// hide removes the URL, which has the token, from an error.
 func (t *transport) hide(err error) error {
 	if err == nil {
 		return nil
@@ -406,7 +406,7 @@ func (t *transport) hide(err error) error {
 	return err
 }
 
-// call calls a method. Its error is a [channels.SendError] that says what became of the request.
+// call calls a method. Its error is a [channels.SendError] with the fate of the request.
 func (t *transport) call(ctx context.Context, method string, parameters map[string]any, into any) error {
 	timeout := callTimeout
 	if method == "getUpdates" {

@@ -38,7 +38,7 @@ func open(t *testing.T, a api) channels.Transport {
 	return transport
 }
 
-// offsets is an inbox that has read the update 899 just now.
+// offsets is an inbox that read the update 899 just now.
 type offsets struct{ channels.Inbox }
 
 func (offsets) Connected(context.Context) {}
@@ -67,7 +67,7 @@ func TestAnIdleWeekForgetsTheOffset(t *testing.T) {
 	})
 }
 
-// A message reaches the supergroup that its group has become. A request with buttons says what to change.
+// A message reaches the supergroup that its group has become. A request with buttons names the necessary change.
 func TestAGroupThatBecameASupergroupIsFollowed(t *testing.T) {
 	t.Parallel()
 	transport := open(t, func(_ string, p map[string]any) string {

@@ -130,7 +130,7 @@ func TestBoltWorksAgainstTheFake(t *testing.T) {
 	}
 }
 
-// challenge expects an app to answer Slack's challenge, and to refuse what is not signed.
+// challenge expects an app to answer Slack's challenge, and to refuse unsigned requests.
 func (a *app) challenge() {
 	a.Helper()
 	body := []byte(`{"type":"url_verification","challenge":"3eZbrw1a","token":"x"}`)

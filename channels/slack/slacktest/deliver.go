@@ -106,7 +106,7 @@ func (s *Server) Connected() int {
 	return len(s.sockets)
 }
 
-// Disconnect asks all clients to connect again, as Slack does every few hours.
+// Disconnect makes all clients reconnect, as Slack does every few hours.
 func (s *Server) Disconnect() {
 	s.mu.Lock()
 	open := slices.Clone(s.sockets)
@@ -184,7 +184,7 @@ func (s *Server) deliver(kind string, raw []byte, attempt int) bool {
 	return false
 }
 
-// awaitSocket waits for a socket that carries something; nil when the fake is closed.
+// awaitSocket waits for a socket that carries something; nil if the fake is closed.
 func (s *Server) awaitSocket() *socket {
 	for {
 		s.mu.Lock()

@@ -1,8 +1,8 @@
 // Package slacktest is a Slack for tests: Web API, Socket Mode, Events API and buttons of one workspace.
 //
-// It refuses what Slack refuses: wrong tokens, blocks beyond the limits, edits of others' messages. It sends an event
-// again until it is acknowledged. A message that mentions the bot in a channel makes two events. @slack/bolt drives it
-// in this package's test, so that it behaves as Slack does in what bolt relies on.
+// It refuses the same calls as Slack: wrong tokens, blocks beyond the limits, edits of others' messages. It sends an
+// event again until it is acknowledged. A message that mentions the bot in a channel makes two events. @slack/bolt
+// drives the fake in this package's test, which proves the behaviour that bolt relies on.
 package slacktest
 
 import (
@@ -54,21 +54,21 @@ type File struct {
 	Content    string `json:"-"`
 }
 
-// Fault is what goes wrong with a call.
+// Fault is a fault of a call.
 type Fault struct {
 	RetryAfter int    // seconds: answer 429
 	Status     int    // answer this status
 	Error      string // answer ok: false
-	LoseAnswer bool   // do it, then cut the connection
+	LoseAnswer bool   // do the call, then cut the connection
 	Cut        bool   // cut the connection at once
 }
 
-// Server is the fake. Its fields are set before it is used.
+// Server is the fake. Set its fields before use.
 type Server struct {
 	URL string // its methods are below URL + /api/
 	// EventsURL receives events and clicks by HTTP, signed; without it they go to a socket.
 	EventsURL string
-	// RetryAfter is the patience with an acknowledgement. Slack waits 3 s.
+	// RetryAfter is the time to wait for an acknowledgement. Slack waits 3 s.
 	RetryAfter time.Duration
 	// Twice delivers each event twice.
 	Twice bool
@@ -120,7 +120,7 @@ func (s *Server) Close() {
 	s.http.Close()
 }
 
-// Faults sets what goes wrong. The call counts from 1 for each method.
+// Faults sets the faults. The call counts from 1 for each method.
 func (s *Server) Faults(f func(method string, call int) Fault) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -148,7 +148,7 @@ func (s *Server) GivenUp() int {
 	return s.givenUp
 }
 
-// LoseAcks makes the next n acknowledgements get lost.
+// LoseAcks loses the next n acknowledgements.
 func (s *Server) LoseAcks(n int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -268,7 +268,7 @@ func (s *Server) Click(user, channel, ts, label string) error {
 	return fmt.Errorf("message %s has no button %q: %s", ts, label, m.Blocks)
 }
 
-// ClickAgain delivers the last click once more, as a person who kept it could. A fresh one has another trigger id.
+// ClickAgain delivers the last click once more, as a client that recorded it could. A fresh one has another trigger id.
 func (s *Server) ClickAgain(fresh bool) {
 	s.mu.Lock()
 	payload := s.clicks[len(s.clicks)-1]

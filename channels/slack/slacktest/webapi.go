@@ -132,7 +132,7 @@ func (s *Server) post1(method string, args url.Values) (map[string]any, string) 
 		Channel: args.Get("channel"), TS: s.ts(), ThreadTS: args.Get("thread_ts"), User: BotUser, BotID: BotID,
 		Type: "message", Text: args.Get("text"), Blocks: rawJSON(args.Get("blocks")), Metadata: rawJSON(args.Get("metadata")),
 	}
-	if user, is := strings.CutPrefix(m.Channel, "U"); is { // it comes in their direct messages
+	if user, is := strings.CutPrefix(m.Channel, "U"); is { // a message to a user arrives in their direct messages
 		m.Channel = "D" + user
 	}
 	if method == "chat.postEphemeral" {

@@ -16,7 +16,7 @@ import (
 //go:embed testdata/grammy.mjs
 var grammyScript string
 
-// A real client finds in the fake what it finds in the Bot API.
+// A real client gets the same results from the fake as from the Bot API.
 func TestGrammyDrivesTheFake(t *testing.T) {
 	t.Parallel()
 	fake := telegramtest.New(t)

@@ -1,5 +1,5 @@
-// Package telegramtest is a Bot API for tests, on the loopback. It keeps chats, long-polls, takes long texts and wrong
-// markup as badly as Telegram does, repeats and reorders updates, and fails where a test says so. grammY drives it in
+// Package telegramtest is a Bot API for tests, on the loopback. It keeps chats and long-polls. It treats long texts and
+// wrong markup as badly as Telegram does, repeats and reorders updates, and fails on demand. grammY drives it in
 // test/channels.
 package telegramtest
 
@@ -25,7 +25,7 @@ import (
 // Token is the token of the bot.
 const Token = "4711:secret-of-the-bot"
 
-// Fault is what becomes of a request.
+// Fault is the fate of a request.
 type Fault int
 
 // The faults.
@@ -142,7 +142,7 @@ func (s *Server) Repeat(n int) {
 	}
 }
 
-// Click presses a button of a message. id is that of the click.
+// Click presses a button of a message. id is the id of the click.
 func (s *Server) Click(id string, chat, from int64, name string, message int64, data string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -163,7 +163,7 @@ func (s *Server) push(u map[string]any) {
 	s.arrived = make(chan struct{})
 }
 
-// Sent returns the messages of a chat, as they are now; of all chats for 0.
+// Sent returns the messages of a chat in their present form; of all chats for 0.
 func (s *Server) Sent(chat int64) (list []Message) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -182,7 +182,7 @@ func (s *Server) Notices() []string {
 	return slices.Clone(s.notices)
 }
 
-// Typed returns how often the bot showed that it types.
+// Typed returns the number of times that the bot showed that it types.
 func (s *Server) Typed() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -272,7 +272,7 @@ func refuse(w http.ResponseWriter, code int, description string, retryAfter int)
 	_ = json.NewEncoder(w).Encode(v)
 }
 
-// call does what a method is for. problem is a 400.
+// call executes a method. problem is a 400.
 func (s *Server) call(r *http.Request, method string, body map[string]any) (result any, problem string) {
 	switch method {
 	case "getUpdates":
@@ -316,7 +316,7 @@ func number(v any) float64 {
 	return 0
 }
 
-// updates waits for updates from an offset on. Earlier ones are confirmed, and gone.
+// updates waits for updates from an offset on. It confirms and removes earlier ones.
 func (s *Server) updates(r *http.Request, offset int64, timeout time.Duration) []map[string]any {
 	deadline := time.After(timeout)
 	for {
@@ -396,7 +396,7 @@ func buttons(body map[string]any) map[string]string {
 
 var tag = regexp.MustCompile(`<(/?)([a-z]+)((?:\s[^<>]*)?)>`)
 
-// checkText refuses a text that Telegram refuses.
+// checkText refuses the same texts as Telegram.
 func checkText(body map[string]any) (text, problem string) {
 	text = fmt.Sprint(body["text"])
 	shown := text
