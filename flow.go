@@ -24,11 +24,11 @@ type Flow[In, Out any] struct {
 // FlowOption configures the executions that a [Flow] starts.
 type FlowOption func(*executions.Spec)
 
-// Interactive starts executions in the queue for work that a person waits for. It has workers of its own.
+// Interactive starts executions in the queue for work that a person waits for. That queue has workers of its own.
 func Interactive() FlowOption { return func(s *executions.Spec) { s.Queue = executions.Interactive } }
 
-// MaxLostWorkers bounds how many processes may die in an execution without a step recorded between them; the default
-// is 5. Then the execution fails.
+// MaxLostWorkers bounds how many processes may die in an execution without a recorded step between them; the default is
+// 5. Beyond the bound the execution fails.
 func MaxLostWorkers(n int) FlowOption { return func(s *executions.Spec) { s.MaxAttempts = n } }
 
 // ProgressTimeout ends an execution that records no step for d while it runs. Parts of a second are rounded up; 0 is no
@@ -37,8 +37,8 @@ func ProgressTimeout(d time.Duration) FlowOption {
 	return func(s *executions.Spec) { s.ProgressSeconds = int(math.Ceil(d.Seconds())) }
 }
 
-// Register names a durable function, before [Runtime.Run]. In and Out must survive encoding/json. A name is one for
-// all programs on the database: executions that were started under it are run by every process that registers it.
+// Register names a durable function, before [Runtime.Run]. In and Out must survive encoding/json. All programs on the
+// database share the names: every process that registers a name runs the executions that were started under it.
 func Register[In, Out any](
 	r *Runtime, name string, fn func(context.Context, In) (Out, error), opts ...FlowOption,
 ) (Flow[In, Out], error) {
@@ -68,7 +68,7 @@ func Register[In, Out any](
 	return Remote[In, Out](r, name, opts...), nil
 }
 
-// Remote names a flow that other programs run, to start it here.
+// Remote returns a flow that other programs run, so this program can start it.
 func Remote[In, Out any](r *Runtime, name string, opts ...FlowOption) Flow[In, Out] {
 	s := executions.Spec{Flow: name, Surface: trace.Flow}
 	for _, option := range opts {
@@ -113,8 +113,9 @@ type StartOption func(*executions.Spec)
 // Key makes a start idempotent: a second start with the same key, of any flow, returns the first execution.
 func Key(key string) StartOption { return func(s *executions.Spec) { s.DedupeKey = key } }
 
-// Label says what the execution is about, such as order and A-1001. Pages, the CLI and HTTP find it by the value. An
-// execution has at most 8 labels. A name has 1 to 32 of the characters a-z 0-9 _, a value 1 to 200 printable ones.
+// Label says what the execution is about, such as order and A-1001. Pages, the CLI and HTTP find the execution by the
+// value. An execution has at most 8 labels. A name has 1 to 32 of the characters a-z 0-9 _, a value 1 to 200 printable
+// ones.
 func Label(name, value string) StartOption {
 	return func(s *executions.Spec) {
 		if s.Labels == nil {
@@ -138,7 +139,7 @@ func (f Flow[In, Out]) Start(ctx context.Context, in In, opts ...StartOption) (H
 	return f.handle(x), err
 }
 
-// StartTx starts an execution in the caller's transaction: it exists exactly when tx commits.
+// StartTx starts an execution in the caller's transaction: the execution exists exactly when tx commits.
 func (f Flow[In, Out]) StartTx(ctx context.Context, tx pgx.Tx, in In, opts ...StartOption) (Handle[Out], error) {
 	s, err := f.startSpec(ctx, in, opts)
 	if err != nil {
@@ -163,7 +164,7 @@ func (f Flow[In, Out]) startSpec(ctx context.Context, in In, opts []StartOption)
 	return s, nil
 }
 
-// Handle is an execution that was started before, by its id.
+// Handle returns the handle of an earlier execution by its id.
 func (f Flow[In, Out]) Handle(id string) Handle[Out] {
 	return Handle[Out]{r: f.r, flow: f.name, id: id}
 }
@@ -172,8 +173,8 @@ func (f Flow[In, Out]) handle(x executions.Execution) Handle[Out] {
 	return Handle[Out]{r: f.r, flow: f.name, id: x.ID, traceID: x.TraceID}
 }
 
-// Call runs the flow as a child of the calling flow, in the same trace, and waits for its result. name is that of the
-// step. A cancel of the parent cancels the child. A child that did not complete is a *[FlowError].
+// Call runs the flow as a child of the calling flow, in the same trace, and waits for its result. name is the step's
+// name. A cancel of the parent cancels the child. For a child that did not complete, Call returns a *[FlowError].
 func (f Flow[In, Out]) Call(ctx context.Context, name string, in In) (out Out, err error) {
 	got, err := executions.Trigger(ctx, name, executions.Child{Flow: f.name, Input: in, Wait: true})
 	switch {
@@ -199,9 +200,9 @@ func (h Handle[Out]) ID() string { return h.id }
 // TraceID is the trace's id, as in `agent trace ID`; empty for a handle by id.
 func (h Handle[Out]) TraceID() string { return h.traceID }
 
-// Wait waits for the end of the execution. An execution that did not complete is a *[FlowError]. When ctx ends first,
-// Wait returns its cause, and the execution goes on. Inside a flow use [Flow.Call]: a step that waits keeps a worker,
-// which the execution that it waits for may need.
+// Wait waits for the end of the execution. For an execution that did not complete, Wait returns a *[FlowError]. When
+// ctx ends first, Wait returns the cause of ctx, and the execution continues. Inside a flow use [Flow.Call]: a step in
+// Wait keeps a worker, and the awaited execution may need that worker.
 func (h Handle[Out]) Wait(ctx context.Context) (out Out, err error) {
 	x, err := h.r.engine.Await(ctx, h.id)
 	switch {
@@ -237,7 +238,7 @@ func (e *FlowError) Error() string {
 	return fmt.Sprintf("execution %s of flow %s: %s: %s", e.ID, e.Flow, e.Status, e.Message)
 }
 
-// decode reads a recorded value. What is absent is the zero value.
+// decode reads a recorded value. An absent value decodes to the zero value.
 func decode(text json.RawMessage, into any, what string) error {
 	if len(text) == 0 {
 		return nil
@@ -248,7 +249,7 @@ func decode(text json.RawMessage, into any, what string) error {
 	return nil
 }
 
-// ErrTimedOut reports a wait whose time ended. A flow that returns it, wrapped or not, ends with status timeout.
+// ErrTimedOut reports a wait that timed out. A flow that returns it, wrapped or not, ends with status timeout.
 var ErrTimedOut = executions.ErrTimedOut
 
 // ErrNotFound reports an unknown execution.
@@ -257,7 +258,7 @@ var ErrNotFound = executions.ErrNotFound
 // IsControl reports an error that suspends or stops a run and is no result of its work. A flow returns it unchanged.
 func IsControl(err error) bool { return executions.IsControl(err) }
 
-// StepError is the recorded error of a step. Every later run gets the same one, so a flow may branch on it. The
+// StepError is the recorded error of a step. Every later run gets the same error, so a flow may branch on it. The
 // original error is not kept.
 type StepError struct {
 	Step    string // its key
@@ -268,7 +269,7 @@ type StepError struct {
 // Error is the message of the error that ended the step.
 func (e *StepError) Error() string { return e.Message }
 
-// ErrorClass is Class.
+// ErrorClass returns Class.
 func (e *StepError) ErrorClass() string { return e.Class }
 
 // stepError hides the type of package executions.

@@ -14,9 +14,9 @@
 //
 // # Steps
 //
-// A flow is ordinary code with one rule: whatever differs between two runs happens inside a [Step]. That is time,
-// randomness, and every effect on the world. After a crash the function is called again from its top, and recorded
-// steps return their results without being called.
+// A flow is ordinary code with one rule: anything that may differ between two runs happens inside a [Step]. That
+// includes time, randomness, and every effect on the world. After a crash the runtime calls the function again from its
+// top. Recorded steps return their results without running again.
 //
 //	paid, err := lanekeeper.Step(ctx, "charge", func(ctx context.Context) (Payment, error) {
 //		return bank.Charge(ctx, order, lanekeeper.StepKey(ctx)) // the same key in every attempt
@@ -25,29 +25,29 @@
 //		return Receipt{}, err
 //	}
 //
-// A step may be called a second time if the process died before its record. StepKey makes that harmless where the
+// A step may run a second time if the process died before its record. StepKey makes the repetition harmless where the
 // other side deduplicates. [StepTx] is for effects in the same database: effect and record are one transaction.
 //
 // # Waits and children
 //
-// [WaitEvent] and [Sleep] suspend the flow: it leaves memory, and continues in any process. [Flow.Call] starts another
-// flow and waits for its result. All three return an error when the flow is suspended, and the flow must return that
-// error ([IsControl]). Code that ignores it does no harm: every later step fails.
+// [WaitEvent] and [Sleep] suspend the flow: the flow leaves memory, and continues in any process. [Flow.Call] starts
+// another flow and waits for its result. All three return an error when the flow is suspended, and the flow must return
+// that error ([IsControl]). Code that ignores it does no harm: every later step fails.
 //
-// An execution waits for one thing at a time. When one of several parallel branches waits, steps under way in the
-// others are stopped and called again after the wait, under the same StepKey, and other waits begin after it. Put waits
-// before or after the branches.
+// An execution waits for one thing at a time. When one of several parallel branches waits, the runtime stops running
+// steps in the other branches. It calls them again after the wait, under the same StepKey. Waits of other branches
+// begin after that wait. Put waits before or after the branches.
 //
 // # Guarantees
 //
-//   - An acknowledged [Flow.Start] is executed, whatever process dies. With a [Key] it is executed once.
+//   - An acknowledged [Flow.Start] is executed, even if any process dies. With a [Key] it is executed once.
 //   - A recorded step is never called again. A process that lost its lease, because it was paused or cut off, cannot
 //     record anything: the database refuses the write.
-//   - One execution runs in one process at a time. [WithLane] extends that to everything that shares a lane's name.
+//   - One execution runs in one process at a time. [WithLane] extends this to all executions that share a lane's name.
 //   - A shutdown ([Runtime.Run] returns) finishes running steps and hands the rest to other processes.
 //
 // The commands `agent executions`, `agent trace` and `agent why`, the HTTP API and the Engine Room show and start these
-// flows like all others. The package executions has what this package leaves out.
+// flows like all others. The package executions has further functions.
 package lanekeeper
 
 import (
@@ -68,8 +68,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// Migrate brings the schema of the database to this version, as `agent migrate` does. It keeps all rows, may run while
-// other processes serve, and does nothing where the schema is current. Concurrent calls wait for each other.
+// Migrate brings the schema of the database to this version, as `agent migrate` does. Migrate keeps all rows, may run
+// while other processes serve, and does nothing where the schema is current. Concurrent calls wait for each other.
 func Migrate(ctx context.Context, pool *pgxpool.Pool) error {
 	_, err := migrations.Up(ctx, pool)
 	return err
@@ -84,7 +84,7 @@ type Runtime struct {
 	started  atomic.Bool
 }
 
-// Of returns a Runtime of an engine that something else runs, such as the agent of package server.
+// Of returns a Runtime for an engine that other code runs, such as the agent of package server.
 func Of(pool *pgxpool.Pool, engine *executions.Engine) *Runtime {
 	r := &Runtime{pool: pool, engine: engine}
 	r.started.Store(true)
@@ -161,8 +161,9 @@ func (r *Runtime) Run(ctx context.Context) error {
 	return errors.Join(err, services.Wait())
 }
 
-// SendEvent delivers an event to the flow that waits for key in [WaitEvent]; without one, it is kept for the first.
-// data must survive encoding/json. A second event with the same id counts once; an empty id never deduplicates.
+// SendEvent delivers an event to the flow that waits for key in [WaitEvent]. Without such a flow, the event is kept for
+// the first one. data must survive encoding/json. A second event with the same id counts once; an empty id never
+// deduplicates.
 func (r *Runtime) SendEvent(ctx context.Context, key string, data any, id string) error {
 	encoded, err := encode(data)
 	if err != nil {

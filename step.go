@@ -21,16 +21,16 @@ type stepOptions struct {
 	pause    time.Duration
 }
 
-// Input shows the input of a step in the trace, and records its fingerprint: a later run that reaches the step with
-// another input fails instead of using a result that does not belong to it.
+// Input shows the input of a step in the trace, and records the input's fingerprint. A later run that reaches the step
+// with another input fails, because the recorded result belongs to the recorded input.
 func Input(v any) StepOption { return func(o *stepOptions) { o.input = v } }
 
-// Untraced records the result alone: one write instead of two, no row in the activity log, and no [StepKey].
+// Untraced records only the result: the step makes one write instead of two, and has no activity row and no [StepKey].
 func Untraced() StepOption { return func(o *stepOptions) { o.untraced = true } }
 
-// Retry calls the function up to n more times after an error, first after pause, and each time after twice as long.
-// The pauses are spent in the process, so keep them under a minute; [Sleep] is for longer ones. A panic is not retried,
-// and StepTx ignores this option.
+// Retry calls the function up to n more times after an error. The first retry follows after pause, and each further
+// pause is twice as long. The process waits during the pauses, so keep them under a minute; use [Sleep] for longer
+// pauses. A panic is not retried, and StepTx ignores this option.
 func Retry(n int, pause time.Duration) StepOption {
 	return func(o *stepOptions) { o.retries, o.pause = n, pause }
 }
@@ -44,11 +44,11 @@ func StepKey(ctx context.Context) string {
 	return key
 }
 
-// Step runs fn once and records its result. Later runs of the flow get the record. An error is a result too, and comes
-// back as a *[StepError]. fn may run again if the process dies, or another branch waits, before the record: see
-// [StepKey]. Steps of one name are told apart by their order, so parallel branches each need a [Scope]. T must survive
-// encoding/json: the first run gets the value of fn, and later ones get what the record decodes to. The error of a ctx
-// that the flow limited itself, such as a timeout, is recorded like others.
+// Step runs fn once and records its result. Later runs of the flow get the record. An error is a result too, and Step
+// returns it as a *[StepError]. fn may run again if the process dies, or another branch waits, before the record: see
+// [StepKey]. Order distinguishes steps of one name, so parallel branches each need a [Scope]. T must survive
+// encoding/json: the first run gets the value of fn, and later runs get the decoded record. Step also records the error
+// of a ctx that the flow limited itself, such as a timeout.
 func Step[T any](
 	ctx context.Context, name string, fn func(ctx context.Context) (T, error), opts ...StepOption,
 ) (T, error) {
@@ -88,7 +88,7 @@ func tryAgain[T any](ctx context.Context, o stepOptions, fn func(ctx context.Con
 }
 
 // StepTx runs fn in a transaction that also records the step: the effect is in the database exactly when the step is
-// recorded. fn may be called again in a new transaction, after a broken connection, a deadlock or a serialization
+// recorded. StepTx may call fn again in a new transaction, after a broken connection, a deadlock or a serialization
 // failure. fn neither commits nor rolls back. Inside [WithLane] the transaction fails if the lane was lost.
 func StepTx[T any](
 	ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), opts ...StepOption,
@@ -113,9 +113,9 @@ func StepTx[T any](
 	return value, stepError(err)
 }
 
-// WaitEvent suspends the flow until [Runtime.SendEvent] sends an event with key, or POST /v1/events does with
-// EVENT_COMPLETED. An event that came earlier and ended no other wait ends this one at once. A timeout of 0 is 7 days,
-// the longest is 30; after it WaitEvent returns [ErrTimedOut]. name is that of the step.
+// WaitEvent suspends the flow until [Runtime.SendEvent] or POST /v1/events (EVENT_COMPLETED) sends an event with key.
+// An earlier event that ended no other wait ends this wait at once. A timeout of 0 is 7 days; the longest timeout is 30
+// days. After the timeout WaitEvent returns [ErrTimedOut]. name is the step's name.
 func WaitEvent[T any](ctx context.Context, name, key string, timeout time.Duration) (data T, err error) {
 	out, err := executions.Wait(ctx, name, executions.Event(key, timeout))
 	switch {
@@ -127,8 +127,8 @@ func WaitEvent[T any](ctx context.Context, name, key string, timeout time.Durati
 	return data, decode(out.Data, &data, "data of event "+key)
 }
 
-// Sleep suspends the flow for d, by the database's clock; at most 30 days. It continues within seconds of its time,
-// and a d of 0 or less is over at once. name is that of the step.
+// Sleep suspends the flow for d, by the database's clock; at most 30 days. The flow continues within seconds of that
+// time. For a d of 0 or less, Sleep returns at once. name is the step's name.
 func Sleep(ctx context.Context, name string, d time.Duration) error {
 	_, err := executions.Wait(ctx, name, executions.Delay(max(d, 1)))
 	return err
@@ -137,16 +137,18 @@ func Sleep(ctx context.Context, name string, d time.Duration) error {
 // Now is the database's time, recorded: the same in every run of the execution.
 func Now(ctx context.Context) (time.Time, error) { return executions.Now(ctx) }
 
-// Scope names a branch of a flow. Steps of parallel branches need one each, because their order differs between runs.
+// Scope names a branch of a flow. Parallel branches need a scope each, because the order of their steps differs between
+// runs.
 func Scope(ctx context.Context, name string) context.Context { return executions.Scope(ctx, name) }
 
 type holdKey struct{}
 
-// WithLane runs fn while the execution holds a lane: no other execution, surface or program on the database holds it
-// meanwhile. It queues for the lane until the timeout, and then returns an error, which is not recorded: return it. The
-// lane outlives the process, and the one that continues takes it over. A wait in fn keeps the lane for an hour at most;
-// after that another may hold it, and the flow queues for it again before it continues. fn's context ends when the lane
-// is lost; then no step starts. Hold one lane at a time, or acquire several in one order everywhere.
+// WithLane runs fn while the execution holds a lane. No other execution, surface or program on the database holds the
+// lane meanwhile. WithLane queues for the lane until the timeout. Then it returns an error without recording it; return
+// that error from the flow. The lane outlives the process: the process that continues the execution takes the lane
+// over. A wait in fn keeps the lane for at most an hour. After that another owner may acquire the lane, and the flow
+// queues for it again before it continues. fn's context ends when the lane is lost; then no step starts. Hold one lane
+// at a time, or acquire several lanes in one order everywhere.
 func WithLane[T any](
 	ctx context.Context, lane string, timeout time.Duration, fn func(ctx context.Context) (T, error),
 ) (value T, err error) {

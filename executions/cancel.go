@@ -15,12 +15,13 @@ import (
 // cancelTimeout bounds how long a cancel waits for a step that has its execution locked.
 const cancelTimeout = time.Second
 
-// Cancel ends an execution and returns its status: cancelled, or the terminal status that it had. The claim is void
-// at once, so nothing more is recorded. The process that runs it is notified and stops its step.
+// Cancel ends an execution and returns its status: cancelled, or its earlier terminal status. The claim is void at
+// once, so no run records anything more. Cancel notifies the process that runs the execution, and that process stops
+// its step.
 //
-// A step in a transaction (StepTx) has the execution locked. Cancel notifies it first and waits up to a second. If
-// the step has not stopped by then, the cancel stays requested and is completed when that transaction ends; the
-// status is not terminal. CancelDetail names the open transactions.
+// A step in a transaction (StepTx) has the execution locked. Cancel notifies it first and waits up to a second. If the
+// step has not stopped by then, the cancel stays requested until that transaction ends; the returned status is not
+// terminal. CancelDetail names the open transactions.
 func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, error) {
 	notify := func() { e.stopIfCancelled(context.WithoutCancel(ctx), id) }
 	return cancel(ctx, e.pool, id, by, reason, notify, func() (Status, error) {
@@ -165,8 +166,8 @@ func (e *Engine) stopIfCancelled(ctx context.Context, id string) {
 	}
 }
 
-// completeCancel completes a requested cancel after the run stopped. Its transaction was just rolled back, and the
-// server may still hold its locks. The sweep completes what remains.
+// completeCancel completes a requested cancel after the run stopped. The run's transaction was just rolled back, and
+// the server may still hold the locks. The sweep completes remaining cancels.
 func (e *Engine) completeCancel(ctx context.Context, id string) {
 	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), cancelTimeout)
 	defer stop()
@@ -199,8 +200,8 @@ func (e *Engine) tryCompleteCancel(ctx context.Context, id string) (done bool, e
 	return done, nil
 }
 
-// completeCancels completes all requested cancels that can be. Each is its own transaction, so a blocked one delays
-// no other.
+// completeCancels completes all requested cancels that are not blocked. Each cancel has its own transaction, so a
+// blocked cancel delays no other.
 func (e *Engine) completeCancels(ctx context.Context) error {
 	rows, err := e.pool.Query(ctx, `select c.execution_id::text from agent_cancel_requests c
 		order by c.requested_at limit 1000`)

@@ -27,8 +27,8 @@ type checkpointWrite struct {
 	variables             json.RawMessage // nil when the row has them
 }
 
-// queue queues the checkpoint. A repeated insert changes nothing; of a step that a later claim recorded, the update is
-// refused as stale. It waits for a lock of the execution only for lockTimeout.
+// queue queues the checkpoint. A repeated insert changes nothing. If a later claim recorded the step, the database
+// refuses the update as stale. The write waits for a lock of the execution at most for lockTimeout.
 func (p *checkpointWrite) queue(b *pgx.Batch) {
 	b.Queue(`
 		insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
@@ -40,7 +40,7 @@ func (p *checkpointWrite) queue(b *pgx.Batch) {
 	})
 }
 
-// writeCheckpoint writes the result of a step in a batch with those of other runs, or alone until a deadline. Only
+// writeCheckpoint writes the result of a step in a batch with results of other runs, or alone until a deadline. Only
 // the single write sets a timer, because timers are costly.
 func (r *run) writeCheckpoint(
 	ctx context.Context, until time.Time, s stepSpec, output json.RawMessage, failed bool,
@@ -64,8 +64,8 @@ func (r *run) writeCheckpoint(
 	return err
 }
 
-// checkpointBatch writes results in one commit, each under its own claim. It leaves out executions that are locked or
-// whose claim is not live.
+// checkpointBatch writes results in one commit, each under its own claim. It leaves out locked executions and
+// executions without a live claim.
 func (e *Engine) checkpointBatch(ctx context.Context, points []checkpointWrite) ([]batch.Answer[struct{}], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
@@ -287,8 +287,8 @@ type batchers struct {
 	completions *batch.Batcher[completion, completionResult]
 }
 
-// newBatchers returns the batchers of an engine. They share a scheduler, so callers of different kinds fall into step
-// too.
+// newBatchers returns the batchers of an engine. They share a scheduler, so writes of different kinds are batched at
+// the same pace.
 //
 // A repeated checkpoint or completion changes nothing. A start, a wait, or an event without an id would count twice,
 // so these are repeated only after the database rejected them. Checkpoints and completions are sorted in lock order.
@@ -308,11 +308,11 @@ func newBatchers(e *Engine) batchers {
 	}
 }
 
-// SetVariables replaces the variables of the execution: an object that shows its state to others. The next durable
-// write of the run stores them under its fence: a checkpoint, a wait or the end. A StepTx on a locked row leaves them
-// to the write after it. So they cost no round trip, and are lost only with that write. SetVariables is not a step:
-// replayed code sets the same variables again, and stored values are not written again. Of parallel branches, the
-// last call wins.
+// SetVariables replaces the variables of the execution, an object that shows the execution's state to readers. The next
+// durable write of the run (a checkpoint, a wait or the end) stores the variables under its fence. A StepTx on a locked
+// row leaves the variables to the next write. So variables cost no round trip, and are lost only with that write.
+// SetVariables is not a step: replayed code sets the same variables again, and stored values are not written again. Of
+// parallel branches, the last call wins.
 func SetVariables(ctx context.Context, variables any) error {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -367,8 +367,8 @@ func (r *run) pendingVariables() json.RawMessage {
 	return r.variables
 }
 
-// takeVariables reserves the variables for one of several concurrent writes; nil when another write has them. The
-// writer calls returnVariables afterwards.
+// takeVariables reserves the variables for one of several concurrent writes. It returns nil when another write has
+// reserved them. The writer calls returnVariables afterwards.
 func (r *run) takeVariables() json.RawMessage {
 	text := r.pendingVariables()
 	r.mu.Lock()
@@ -431,8 +431,8 @@ func (r *run) queueVariablesUnlessLocked(b *pgx.Batch, text *json.RawMessage) {
 	})
 }
 
-// withVariables makes a write with variables. Variables that the database rejects must not stop the run: they are
-// left out and logged.
+// withVariables makes a write with variables. Rejected variables must not stop the run: withVariables logs them and
+// repeats the write without them.
 func (r *run) withVariables(ctx context.Context, text json.RawMessage, write func(text json.RawMessage) error) error {
 	err := write(text)
 	if code := postgres.Code(err); text != nil && (strings.HasPrefix(code, "22") || strings.HasPrefix(code, "54")) {
@@ -444,8 +444,8 @@ func (r *run) withVariables(ctx context.Context, text json.RawMessage, write fun
 	return err
 }
 
-// write is the engine's write with the pending variables. They come first, because the fence takes a weaker lock than
-// their update.
+// write is the engine's write with the pending variables. Their update comes first, because the fence takes a weaker
+// lock.
 func (r *run) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 	text := r.takeVariables()
 	err := r.withVariables(ctx, text, func(text json.RawMessage) error {

@@ -20,15 +20,15 @@ type ClaimParams struct {
 	Owner string   // one process of the worker
 	TTL   time.Duration
 	Max   int // locks; at most MaxClaim
-	// Known are the locks that the worker knows of. Live locks of the owner that are not among them are returned again,
-	// so a lost response does no harm.
+	// Known are the locks that the worker already has. ClaimRuns returns the owner's other live locks again, so a lost
+	// response does no harm.
 	Known []string
 	Wait  time.Duration // for the first execution; 0 returns at once
 }
 
-// ClaimRuns locks up to Max executions of the flows, the most urgent and oldest first, as LockRun does. Without one it
-// waits for the first. It returns none when the time is over, ctx ends, or the agent is paused. Concurrent claims get
-// different executions. Errors: ErrMalformed.
+// ClaimRuns locks up to Max executions of the flows, the most urgent and oldest first, as LockRun does. Without a ready
+// execution it waits for the first one. It returns none when the time is over, ctx ends, or the agent is paused.
+// Concurrent claims get different executions. Errors: ErrMalformed.
 func (e *Engine) ClaimRuns(ctx context.Context, p ClaimParams) ([]RunLock, error) {
 	if p.Wait <= 0 {
 		return e.tryClaimRuns(ctx, p)
@@ -76,7 +76,7 @@ func noteIdle(ctx context.Context, db postgres.DB, p ClaimParams) error {
 // idleGrace is the pause of a worker between two waits.
 const idleGrace = 10 * time.Second
 
-// tryClaimRuns claims what is ready, in one transaction.
+// tryClaimRuns claims ready executions in one transaction.
 func (e *Engine) tryClaimRuns(ctx context.Context, p ClaimParams) (got []RunLock, err error) {
 	err = postgres.InTx(ctx, e.pool, func(tx pgx.Tx) error {
 		got = nil
@@ -108,8 +108,9 @@ func (e *Engine) tryClaimRuns(ctx context.Context, p ClaimParams) (got []RunLock
 	return got, nil
 }
 
-// claimableRuns returns the executions to lock: those that the owner has a lock on and does not know, then ready ones.
-// The advisory lock is that of lock_agent_execution: what another transaction is locking is passed over.
+// claimableRuns returns the executions to lock: first executions whose lock the owner holds but does not know, then
+// ready executions. The advisory lock is the one of lock_agent_execution. So claimableRuns skips executions that
+// another transaction is locking.
 func claimableRuns(ctx context.Context, tx pgx.Tx, p ClaimParams) ([]string, error) {
 	rows, err := tx.Query(ctx, `
 		(select w.execution_id::text

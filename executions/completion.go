@@ -39,7 +39,7 @@ type completionResult struct {
 }
 
 // complete writes the end of the execution and its deferred checkpoint. Lanes, open activity rows and AGENT_COMPLETED
-// follow in the same transaction. A result that the database rejects fails the execution, so it does end.
+// follow in the same transaction. If the database rejects the result, the execution fails, so it ends in any case.
 func (r *run) complete(
 	ctx context.Context, last *deferredCheckpoint, status Status, result Result, failure error,
 ) error {
@@ -339,7 +339,7 @@ func resultType(s Status) string {
 	return string(s)
 }
 
-// endedExecution is an execution that a transaction ended, the number of lanes that freed, and the claim that had them.
+// endedExecution is an execution that a transaction ended, the number of released lanes, and the claim that held them.
 type endedExecution struct {
 	ID, TraceID string
 	Status      Status
@@ -348,8 +348,8 @@ type endedExecution struct {
 }
 
 // queueEnded queries the executions that the batch's transaction ended: by a cancel or a sweep, where no run reports
-// it. Inside the batch it delays nothing. A sweep ends executions in subtransactions. So a visible row of an
-// in-progress transaction is one of them.
+// the end. Inside the batch the query delays nothing. A sweep ends executions in subtransactions. So a visible row of
+// an in-progress transaction belongs to the sweep.
 func queueEnded(b *pgx.Batch, dest *[]endedExecution) {
 	b.Queue(`
 		select x.id::text, x.trace_id, x.status, coalesce((v.data ->> 'locks_released')::int, 0),
@@ -387,8 +387,8 @@ type releasedLane struct {
 	Successor string // the waiter that holds it now; "" for none
 }
 
-// queueReleasedLanes queries the lanes that the end of an execution released. Its event has their number, and their
-// rows are the latest.
+// queueReleasedLanes queries the lanes that the end of an execution released. The event of the end has their number,
+// and their rows are the latest.
 func queueReleasedLanes(b *pgx.Batch, id string, dest *[]releasedLane) {
 	b.Queue(`
 		select h.lane, h.fencing_token as token, h.successor from (
@@ -418,7 +418,7 @@ func (e *Engine) logReleased(ctx context.Context, id string, claim int64, n int,
 	e.log.InfoContext(ctx, "locks released", append(slices.Clip(attrs), "count", n)...)
 }
 
-// logReleasedLanes logs released lanes under the owner that they were acquired under.
+// logReleasedLanes logs released lanes under their former owner.
 func (e *Engine) logReleasedLanes(ctx context.Context, owner string, released []releasedLane, attrs ...any) {
 	for _, f := range released {
 		line := append(slices.Clip(attrs), "lane", f.Lane, "owner", owner, "fencing_token", f.Token)

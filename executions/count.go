@@ -15,8 +15,8 @@ import (
 const (
 	// countLimit bounds the executions of one pass of Count.
 	countLimit = 20_000
-	// countLag is how far Count stays behind the clock. A transaction that is open for longer and inserts an execution
-	// with an older id leaves it out of the counts.
+	// countLag is how far Count stays behind the clock. Count misses an execution with an older id whose transaction
+	// stays open for longer.
 	countLag = time.Minute
 	// noExecution is below every id.
 	noExecution = "00000000-0000-0000-0000-000000000000"
@@ -25,10 +25,11 @@ const (
 //go:embed count.sql
 var countSQL string
 
-// Count adds executions that have ended to agent_execution_counts and agent_execution_durations, about 20,000 at most
-// of new ones and of those listed as open, and reports whether more can be counted now. It writes nothing when there is
-// nothing to count or another process counts. A pass is one transaction, and blocks no writer: an execution is found by
-// its id, and costs nothing when it ends. Hours are removed as agent_retention has it for hour_counts; days stay.
+// Count adds ended executions to agent_execution_counts and agent_execution_durations. One call counts at most about
+// 20,000 new executions and 20,000 listed as open. It reports whether more can be counted now. It writes nothing when
+// there is nothing to count or another process counts. A pass is one transaction, and blocks no writer: Count finds
+// executions by their ids, and the end of an execution costs nothing extra. Count removes hours as agent_retention says
+// for hour_counts; days stay.
 func Count(ctx context.Context, db postgres.Beginner) (more bool, err error) {
 	_, more, err = CountPass(ctx, db, countLimit, countLag)
 	return more, err

@@ -135,7 +135,7 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	return e, nil
 }
 
-// Register names a durable function. Register before Run: other processes learn then which flows this one runs. It
+// Register names a durable function. Register before Run: Run announces this process's flows to other processes. It
 // returns an error for an empty or registered name.
 func (e *Engine) Register(flow string, fn Func) error {
 	if flow == "" || fn == nil {

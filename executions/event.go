@@ -31,8 +31,8 @@ func (o event) lockName() string {
 }
 
 // deliverLocal delivers an event in a process that runs executions. The same statement claims the resumed executions
-// while this process has free workers and the queue has nothing first. So one round trip lies between an event and
-// the waiting code. All others are queued.
+// while this process has free workers and no queued execution comes first. So one round trip lies between an event and
+// the waiting code. All other resumed executions are queued.
 func (e *Engine) deliverLocal(ctx context.Context, o event) (Delivered, error) {
 	single := func(ctx context.Context) (Delivered, error) {
 		got, err := e.deliverBatch(ctx, []event{o})
@@ -111,7 +111,8 @@ func (p *slots) release() {
 	}
 }
 
-// deliverBatch delivers events in one transaction. Of several, it leaves out those that would wait for a lock.
+// deliverBatch delivers events in one transaction. In a batch of several, it leaves out events that would wait for a
+// lock.
 func (e *Engine) deliverBatch(ctx context.Context, events []event) ([]batch.Answer[Delivered], error) {
 	if len(events) > 1 {
 		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
@@ -215,10 +216,10 @@ type Delivered struct {
 }
 
 // Deliver records an event and ends every wait for it. An event without a wait is kept for the first one. id makes
-// repeated deliveries count once. For any pool it uses the engine's own pool. A process that runs executions needs
-// one statement, which also claims the resumed executions while workers are free. Concurrent events share the commit.
-// WithLockTimeout bounds the wait for an open transaction that holds the id or the wait. In a transaction, workers
-// are notified at its commit.
+// repeated deliveries count once. If db is a pool, Deliver uses the engine's own pool. In a process that runs
+// executions, one statement delivers the event and claims the resumed executions while workers are free. Concurrent
+// events share the commit. WithLockTimeout bounds the wait for an open transaction that holds the id or the wait. In a
+// transaction, workers are notified at its commit.
 func (e *Engine) Deliver(
 	ctx context.Context, db postgres.Beginner, name, key string, data json.RawMessage, id string,
 ) (Delivered, error) {

@@ -1,11 +1,11 @@
 // Package executions runs durable functions: runs that survive the death of their process.
 //
-// An execution is a row with a state machine (pending → running → waiting | completed | failed | timeout |
-// cancelled). A worker claims the row and calls the Go function that is registered under the row's flow. The function
-// does its work in steps, and each finished step is a checkpoint. After a crash another worker claims the row and
-// calls the function from the top. Recorded steps return their checkpoints, so the function continues where it
-// stopped. A flow is ordinary code with one rule: whatever differs between runs (time, ids, randomness, the world)
-// happens inside a step. See docs/executions.md and docs/code-changes.md.
+// An execution is a row with a state machine (pending → running → waiting | completed | failed | timeout | cancelled).
+// A worker claims the row and calls the Go function that is registered under the row's flow. The function does its work
+// in steps, and each finished step is a checkpoint. After a crash another worker claims the row and calls the function
+// from the top. Recorded steps return their checkpoints, so the function continues where it stopped. A flow is ordinary
+// code with one rule: anything that may differ between runs (time, ids, randomness, the world) happens inside a step.
+// See docs/executions.md and docs/code-changes.md.
 //
 // The four kinds of steps:
 //
@@ -24,10 +24,10 @@
 // records its steps and unlocks it (LockRun, RenewLocks, CheckpointRun, UnlockRun; over HTTP see
 // docs/outside-workers.md). Its lock is a claim like any other, with a lease of its own.
 //
-// Safety: a claim has a number that only grows, and every durable write carries it. The database refuses a write
-// under an old number (SQLSTATE LK001, ErrStale here). So a process that was paused past its lease changes nothing
-// when it wakes. The activity log records what it tried. Claims live as long as their worker's lease: 30 seconds,
-// renewed every 10.
+// Safety: a claim has a number that only grows, and every durable write carries it. The database refuses a write under
+// an old number (SQLSTATE LK001, ErrStale here). So a process that was paused past its lease changes nothing when it
+// wakes. The activity log records the rejected writes. Claims live as long as their worker's lease: 30 seconds, renewed
+// every 10.
 //
 // The row is the only source of truth about readiness. A process that makes an execution ready polls the queue after
 // its commit. One statement claims as many executions as it has free workers, within the limits (Admission). With too

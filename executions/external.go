@@ -89,8 +89,8 @@ type RunLock struct {
 
 // LockRun locks an execution for an external worker, and reads its state in the same transaction. owner names one
 // process of the worker: the owner of the live lock gets the same lock again, renewed. The lock is void after ttl
-// (whole seconds, up to a day) without a renewal. An expired lock is settled first: the execution fails or is handed
-// on, as its on_lost says.
+// (whole seconds, up to a day) without a renewal. LockRun first settles an expired lock: the execution fails or is
+// handed on, as its on_lost says.
 //
 // Errors: ErrNotFound, ErrNotExternal, ErrHeld with its holder, ErrNotReady, ErrEnded, ErrPaused, ErrMalformed.
 func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duration) (RunLock, error) {
