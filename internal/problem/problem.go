@@ -1,21 +1,18 @@
-// Package problem is how the house answers over HTTP when something is not as asked for: RFC 9457,
-// application/problem+json.
+// Package problem writes HTTP errors: RFC 9457, application/problem+json.
 //
-// A handler returns an error, and Write makes an answer of it. An error that is a *Problem is answered as
-// it stands; those of the packages below get the status that they mean (a lane that is busy is a conflict
-// with its holder, an id that nobody knows is not found); any other is a 500 that says only that the log
-// has the cause. So a client never sees SQL, addresses or a stack, and an operator always does.
+// A handler returns an error, and Write sends the response. Write sends a *Problem unchanged. An error of a package
+// below gets its status: a busy lane is a conflict with its holder, an unknown id is not found. Any other error is a
+// 500 that only refers to the log. So a client never sees SQL, addresses or a stack; an operator finds them in the log.
 //
-// It promises:
+// Guarantees:
 //
-//   - Type tells programs the sort of problem. It is about:blank where the status says it all.
-//   - trace_id is there where a trace is, also as X-Trace-Id; holder is there where a lane is held.
-//   - A change that is based on a revision which is not there any more is refused (412) with what is there now and
-//     what was to be written.
-//   - A problem that time may cure (503, a busy lane) has Retry-After.
-//   - No answer is kept by a cache.
+//   - Type names the kind of problem for programs. It is about:blank if the status is enough.
+//   - A problem of a trace has trace_id, also as X-Trace-Id. A problem of a held lane has holder.
+//   - A change of a stale revision is rejected (412). The problem has the current value and the rejected one.
+//   - A temporary problem (503, a busy lane) has Retry-After.
+//   - No cache stores a problem.
 //
-// Routes that speak OpenAI's protocol write the same errors in its format with WriteOpenAI.
+// Routes of OpenAI's protocol write the same errors with WriteOpenAI, in OpenAI's format.
 package problem
 
 import (
@@ -57,20 +54,19 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// ContentType is that of every problem.
+// ContentType is the content type of every problem.
 const ContentType = "application/problem+json"
 
-// Problem is an error as the client gets it.
+// Problem is an error in the form that the client receives.
 type Problem struct {
 	Type    string `json:"type"`
 	Title   string `json:"title"`
 	Status  int    `json:"status"`
 	Detail  string `json:"detail"`
 	TraceID string `json:"trace_id,omitempty"`
-	Holder  string `json:"holder,omitempty"` // of the lane or lock that is in the way
+	Holder  string `json:"holder,omitempty"` // of the blocking lane or lock
 	Scope   string `json:"scope,omitempty"`  // that the caller lacks (403)
-	// Of a change that was based on something else than what is there (412): what is there now, and what was to be
-	// written.
+	// The current value and the rejected one, for a change of a stale revision (412).
 	Current any `json:"current,omitempty"`
 	Yours   any `json:"yours,omitempty"`
 }
@@ -100,7 +96,7 @@ func (p *Problem) Kind(name, title string) *Problem {
 	return p
 }
 
-// WithHolder says who holds what is in the way. It changes p and returns it.
+// WithHolder names the holder of the blocking lane or lock. It changes p and returns it.
 func (p *Problem) WithHolder(owner string) *Problem {
 	p.Holder = owner
 	return p
@@ -112,13 +108,13 @@ func (p *Problem) WithScope(scope string) *Problem {
 	return p
 }
 
-// WithTrace says in which trace it happened. It changes p and returns it.
+// WithTrace names the trace of the problem. It changes p and returns it.
 func (p *Problem) WithTrace(id string) *Problem {
 	p.TraceID = id
 	return p
 }
 
-// WithBoth says what is there and what was to be written. It changes p and returns it.
+// WithBoth adds the current value and the rejected one. It changes p and returns it.
 func (p *Problem) WithBoth(current, yours any) *Problem {
 	p.Current, p.Yours = current, yours
 	return p
@@ -126,8 +122,8 @@ func (p *Problem) WithBoth(current, yours any) *Problem {
 
 func (p *Problem) Error() string { return p.Title + ": " + p.Detail }
 
-// Write answers with what err means to the client, and logs what the client is not told. traceID may be
-// empty; log may be nil. Nothing may have been written to w before.
+// Write sends the problem of err, and logs a cause that it hides from the client. traceID may be empty; log may be nil.
+// The caller must not have written to w.
 func Write(w http.ResponseWriter, r *http.Request, err error, traceID string, log *slog.Logger) {
 	p := answerOf(r, err, traceID, log)
 	send(w, r, p, ContentType, p, log)
@@ -135,10 +131,10 @@ func Write(w http.ResponseWriter, r *http.Request, err error, traceID string, lo
 
 var lockInPath = regexp.MustCompile(`/lock/[^/]+`)
 
-// Path is the path of a request as it may be logged: the id of a run lock is a secret.
+// Path returns a request's path for the log, without the id of a run lock, which is a secret.
 func Path(r *http.Request) string { return lockInPath.ReplaceAllString(r.URL.Path, "/lock/[redacted]") }
 
-// answerOf returns the problem to answer with. What is news for the operator goes to the log.
+// answerOf returns the problem of an error, and logs a cause that concerns the operator.
 func answerOf(r *http.Request, err error, traceID string, log *slog.Logger) *Problem {
 	p, news := Of(err)
 	if news && log != nil {
@@ -175,8 +171,8 @@ func send(w http.ResponseWriter, r *http.Request, p *Problem, contentType string
 	}
 }
 
-// Stray is the first field of a JSON object that is none of the struct's that into points to; empty when all are. A
-// decoder that refuses unknown fields lets one through whose name differs in the case of its letters alone.
+// Stray returns the first field of a JSON object that the struct behind into lacks; empty for none. It compares letter
+// case, which json.Decoder.DisallowUnknownFields ignores.
 func Stray(raw []byte, into any) (string, error) {
 	var members map[string]json.RawMessage
 	if err := json.Unmarshal(raw, &members); err != nil {
@@ -190,8 +186,7 @@ func Stray(raw []byte, into any) (string, error) {
 	return left[0], nil
 }
 
-// Of turns any error into what the client may see. news says that the cause is for the operator and
-// belongs into the log.
+// Of returns the problem that the client may see. news reports that the cause belongs in the log, for the operator.
 func Of(err error) (p *Problem, news bool) {
 	if errors.As(err, &p) {
 		return p, false
@@ -224,7 +219,7 @@ func Of(err error) (p *Problem, news bool) {
 		return New(http.StatusConflict, "%s", err), false
 	case is(err, context.Canceled):
 		return New(http.StatusServiceUnavailable, "the request was given up"), false
-	case is(err, executions.ErrPaused): // before ErrDraining, which it is to the engine
+	case is(err, executions.ErrPaused): // before ErrDraining, which it also is
 		return New(http.StatusConflict, "%s", err).Kind("paused", "Autonomous work is paused"), false
 	case is(err, executions.ErrDraining):
 		return New(http.StatusServiceUnavailable, "this process shuts down; try again").Kind("draining", "Draining"), false
@@ -232,7 +227,7 @@ func Of(err error) (p *Problem, news bool) {
 		what, _ := postgres.Diagnose(err)
 		return New(http.StatusServiceUnavailable, "%s; try again", what).Kind("locked", "Locked"), true
 	case Away(err):
-		what, _ := postgres.Diagnose(err) // what to do about it is for the operator, and in the log
+		what, _ := postgres.Diagnose(err) // the advice is for the operator, in the log
 		return New(http.StatusServiceUnavailable, "%s; try again", cmp.Or(what, "the database does not answer")).
 			Kind("database-away", "Database away"), true
 	}
@@ -264,7 +259,7 @@ func ofType(err error) (p *Problem, news bool) {
 	return nil, false
 }
 
-// ofConflict has both values of a memory that was changed by somebody else.
+// ofConflict returns the problem of a changed memory entry, with both values.
 func ofConflict(c *memory.ConflictError) *Problem {
 	p := New(http.StatusPreconditionFailed, "%s", c).Kind("changed-meanwhile", "Changed meanwhile")
 	if c.Theirs != nil {
@@ -276,7 +271,7 @@ func ofConflict(c *memory.ConflictError) *Problem {
 	return p
 }
 
-// ofRun is what a refusal about a run lock means to the worker.
+// ofRun returns the worker's problem for an error of a run lock.
 func ofRun(err *executions.RunError) *Problem {
 	p := New(http.StatusConflict, "%s", err).WithHolder(err.Holder).WithTrace(err.TraceID)
 	switch {
@@ -309,8 +304,8 @@ func is(err error, targets ...error) bool {
 	return false
 }
 
-// Away reports that the database could not be asked, or cannot write: not there, starting, stopping, full, read-only or
-// too slow, also to get a lock or to keep a session.
+// Away reports an unavailable database: unreachable, starting, stopping, full, read-only or too slow, also for a lock
+// or a session.
 func Away(err error) bool {
 	if _, unreachable := errors.AsType[*pgconn.ConnectError](err); unreachable {
 		return true
@@ -318,10 +313,10 @@ func Away(err error) bool {
 	if _, broken := errors.AsType[net.Error](err); broken {
 		return true
 	}
-	if strings.HasPrefix(postgres.Code(err), "08") { // what a pooler says whose server is away
+	if strings.HasPrefix(postgres.Code(err), "08") { // a pooler whose server is away
 		return true
 	}
-	// what a rollback on a broken connection says
+	// ErrConnClosed: a rollback on a broken connection
 	return postgres.Locked(err) || is(err, context.DeadlineExceeded, io.ErrUnexpectedEOF, pgconn.ErrConnClosed) ||
 		postgres.IsCode(err, "25006", "25P03", "25P04", "53000", "53100", "53200", "53300", "57014", "57P01", "57P02",
 			"57P03", "57P05")
@@ -331,13 +326,13 @@ func Away(err error) bool {
 func WriteOpenAI(w http.ResponseWriter, r *http.Request, err error, traceID string, log *slog.Logger) {
 	p := answerOf(r, err, traceID, log)
 	if p.TraceID != "" {
-		w.Header().Set("X-Request-Id", p.TraceID) // what the stock clients show
+		w.Header().Set("X-Request-Id", p.TraceID) // stock clients show it
 	}
 	send(w, r, p, "application/json", map[string]chatwire.Failure{"error": p.OpenAI()}, log)
 }
 
-// OpenAI is p in OpenAI's format. Stock clients choose their typed error by the HTTP status; the name given
-// with Kind becomes the code.
+// OpenAI returns p in OpenAI's format. Stock clients choose their typed error by the HTTP status. The name of Kind
+// becomes the code.
 func (p *Problem) OpenAI() chatwire.Failure {
 	return chatwire.Failure{Message: p.Detail, Type: openAIType(p.Status), Code: p.code()}
 }

@@ -13,15 +13,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// position is where a server is in the log.
+// position is a server's position in the WAL.
 type position struct {
 	Identity string // of the cluster and the database
 	Standby  bool
-	Position int64          // bytes of the log that are written or, on a standby, replayed
-	Ago      *time.Duration // since the latest transaction that a standby has replayed; nil for none
+	Position int64          // bytes of WAL written or, on a standby, replayed
+	Ago      *time.Duration // since the standby's last replayed transaction; nil for none
 }
 
-// ask asks a server where it is.
+// ask reads a server's position.
 func ask(ctx context.Context, pool *pgxpool.Pool) (position, error) {
 	ctx, cancel := context.WithTimeout(ctx, askWithin)
 	defer cancel()
@@ -34,13 +34,13 @@ func ask(ctx context.Context, pool *pgxpool.Pool) (position, error) {
 		       clock_timestamp() - pg_last_xact_replay_timestamp() as ago`)
 }
 
-// mostPending bounds how many positions a meter remembers: ten minutes of them.
+// mostPending bounds the positions of a meter: ten minutes of them.
 const mostPending = 600
 
-// meter remembers where the primary was at which time.
+// meter remembers positions of the primary with their times.
 type meter struct {
-	pending []mark    // that the standby had not replayed, oldest first
-	covered time.Time // of the newest one that it had; zero for none
+	pending []mark    // not replayed by the standby yet, oldest first
+	covered time.Time // of the newest replayed mark; zero for none
 }
 
 // mark is a position of the primary at a time.
@@ -49,7 +49,7 @@ type mark struct {
 	position int64
 }
 
-// note remembers where the primary is. One that is further back than it was is another server.
+// note adds a position of the primary. A lower position than the last belongs to another server.
 func (m *meter) note(at time.Time, position int64) {
 	if n := len(m.pending); n > 0 && position < m.pending[n-1].position {
 		*m = meter{}
@@ -59,7 +59,7 @@ func (m *meter) note(at time.Time, position int64) {
 	}
 }
 
-// behind is how old what a standby shows may be. Not known without a mark that it has replayed and a transaction.
+// behind returns the lag of a standby. The lag is unknown without a replayed mark and without a replayed transaction.
 func (m *meter) behind(asked time.Time, standby position, answers bool) (behind time.Duration, known bool) {
 	for len(m.pending) > 0 && m.pending[0].position <= standby.Position {
 		m.covered, m.pending = m.pending[0].at, m.pending[1:]
@@ -75,20 +75,20 @@ func (m *meter) behind(asked time.Time, standby position, answers bool) (behind 
 	return time.Millisecond, false
 }
 
-// Header says in an answer that was read from the standby how many seconds it may be behind.
+// Header is the header with the lag in seconds of a response from the standby.
 const Header = "X-Replica-Lag-Seconds"
 
-// wroteCookie marks a browser from which something was written a moment ago.
+// wroteCookie marks a browser that wrote a moment ago.
 const wroteCookie = "lanekeeper_wrote"
 
-// Tell says in an answer's header how far behind it is, if it is read from the standby.
+// Tell sets the header of a response from the standby to its lag.
 func (s *Source) Tell(h http.Header) {
 	if s.Replica() {
 		h.Set(Header, strconv.FormatFloat(s.Behind.Seconds(), 'f', 3, 64))
 	}
 }
 
-// Wrote has a browser read from the primary for a while. Nothing is kept from whom the cookie is made up.
+// Wrote makes a browser read from the primary for a while. A forged cookie gains nothing.
 func Wrote(w http.ResponseWriter, r *http.Request) {
 	http.SetCookie(w, &http.Cookie{
 		Name: origin.CookieName(r, wroteCookie), Value: "1", Path: "/", MaxAge: int(FreshFor.Seconds()),
@@ -97,8 +97,8 @@ func Wrote(w http.ResponseWriter, r *http.Request) {
 	})
 }
 
-// Fresh reports whether a request is to be answered from the primary: its browser wrote a moment ago, or it asks for
-// that by Cache-Control: no-cache.
+// Fresh reports whether a request must read from the primary: its browser wrote a moment ago, or it has Cache-Control:
+// no-cache.
 func Fresh(r *http.Request) bool {
 	if strings.Contains(strings.ToLower(r.Header.Get("Cache-Control")), "no-cache") {
 		return true
@@ -106,8 +106,8 @@ func Fresh(r *http.Request) bool {
 	return JustWrote(r)
 }
 
-// JustWrote reports whether a request's browser wrote a moment ago. It is Fresh for an event stream, for which browsers
-// always send Cache-Control: no-cache.
+// JustWrote reports whether a request's browser wrote a moment ago. It replaces Fresh for event streams, because
+// browsers always send Cache-Control: no-cache for them.
 func JustWrote(r *http.Request) bool {
 	_, err := r.Cookie(origin.CookieName(r, wroteCookie))
 	return err == nil

@@ -1,26 +1,24 @@
-// Package replica reads what is only shown from a streaming standby of the database, where DATABASE_READ_URL names one.
+// Package replica reads pages and reports from a streaming standby of the database, if DATABASE_READ_URL names one.
 //
-// The rule. A read may come from the standby when somebody only looks at its result: the pages of the Engine Room, the
-// questions about the log over HTTP, and `agent why`, `agent trace` and `agent activity`. All else reads from the
-// primary: what decides, writes, checks a token, a login or a lane, follows a turn under way, or is the state that a
-// client's next write is based on.
+// A read for display may use the standby: the pages of the Engine Room, queries of the log over HTTP, and `agent why`,
+// `agent trace` and `agent activity`. Every other read uses the primary: for a decision, a write, a check of a token, a
+// login or a lane, a running turn, or the base of a client's next write.
 //
-// In code, a [Reader] is the only way to the standby, and stands beside the pool as the field Read. It reads from the
-// primary unless its context is from [Reader.Choose] or [Reader.Do], which choose once for a page or an answer.
+// In code, only a [Reader] reaches the standby, in the field Read beside the pool. It reads from the primary unless its
+// context is from [Reader.Choose] or [Reader.Do]. These choose one source for a page or a response.
 //
-// It promises:
+// Guarantees:
 //
-//   - A [Source] says how far behind the primary its reads are, so that each page and answer can tell.
-//   - Who wrote reads from the primary for [FreshFor], in which every standby that is read has replayed the write.
-//   - A standby that is away, starts, is too far behind, was promoted, or belongs to another database is not read. One
-//     log line says so, and another that it is read again.
-//   - A reader meets no error of the standby while the primary works: what failed there is read again from the
-//     primary.
-//   - While the primary is away the standby is read, and the source says so.
+//   - A [Source] has the lag of its reads, for each page and response to show.
+//   - A client that wrote reads from the primary for [FreshFor]. By then every usable standby has replayed the write.
+//   - The reader skips a standby that is unreachable, starting, promoted, too far behind, or of another database. It
+//     logs one line then, and one when it uses the standby again.
+//   - While the primary works, a caller sees no error of the standby. The reader repeats a failed read on the primary.
+//   - While the primary is unreachable, the reader uses the standby, and the source reports it.
 //
-// The lag is measured once a second, not estimated from the time of the last transaction, which grows while the primary
-// idles. The primary is asked for its position in the log, and the standby until it has replayed that. One that does
-// not within [ReplayWait] is as far behind as the newest position is old that it has replayed.
+// The reader measures the lag once a second. The age of the last transaction is no measure, because it grows while the
+// primary idles. A measurement reads the primary's WAL position, then polls the standby until it has replayed that
+// position. If this takes longer than [ReplayWait], the lag is the age of the newest replayed position.
 package replica
 
 import (
@@ -36,31 +34,32 @@ import (
 )
 
 const (
-	// MaxLag is the most that a standby may be behind and be read.
+	// MaxLag is the largest lag of a usable standby.
 	MaxLag = 30 * time.Second
-	// FreshFor is how long who wrote reads from the primary: longer than MaxLag and the age of a measurement together.
+	// FreshFor is how long a client reads from the primary after its write. It exceeds MaxLag plus the age of a
+	// measurement.
 	FreshFor = MaxLag + validFor + 2*time.Second
-	// every is the pause between measurements, and validFor how long one holds.
+	// every is the pause between measurements, and validFor the lifetime of one.
 	every    = time.Second
 	validFor = 8 * time.Second
-	// askWithin bounds one question of a measurement.
+	// askWithin bounds one query of a measurement.
 	askWithin = 2 * time.Second
-	// ReplayWait is how long a measurement waits for the standby to replay, and replayTick how often it looks.
+	// ReplayWait bounds a measurement's wait for the replay, and replayTick is its poll interval.
 	ReplayWait = 250 * time.Millisecond
 	replayTick = 25 * time.Millisecond
 )
 
-// Options say what a Reader reads.
+// Options configure a Reader.
 type Options struct {
-	// Primary is nil for a command that could not reach it.
+	// Primary is nil for a command that could not reach the primary.
 	Primary *pgxpool.Pool
-	// Probe asks the primary for its position; Primary when nil.
+	// Probe reads the primary's position; Primary when nil.
 	Probe *pgxpool.Pool
-	// Open connects to the standby. It is called again until it works.
+	// Open connects to the standby. The reader retries it until it succeeds.
 	Open func(ctx context.Context) (*pgxpool.Pool, error)
 	// Check reports a standby whose schema is not this program's.
 	Check func(ctx context.Context, pool *pgxpool.Pool) error
-	// MaxLag is the most that the standby may be behind; the constant when 0 or more than that.
+	// MaxLag is the largest lag of a usable standby; the constant when 0 or above the constant.
 	MaxLag time.Duration
 	Logger *slog.Logger // nil for none
 }
@@ -71,17 +70,17 @@ type Reader struct {
 	state atomic.Pointer[state]
 	again chan struct{} // a read failed: measure now
 
-	measuring sync.Mutex // guards what follows
+	measuring sync.Mutex // guards the fields below
 	standby   *pgxpool.Pool
-	checked   bool // the standby's schema
+	checked   bool // the standby's schema is checked
 	lag       meter
 	identity  string // of the primary's database, once known
 }
 
-// state is what the latest measurement found.
+// state is the result of the latest measurement.
 type state struct {
 	standby     *pgxpool.Pool // nil: read from the primary
-	reason      error         // why, when it is nil
+	reason      error         // why standby is nil
 	behind      time.Duration
 	primaryAway bool
 	at          time.Time
@@ -104,7 +103,7 @@ func New(o Options) *Reader {
 	return &Reader{Options: o, again: make(chan struct{}, 1)}
 }
 
-// Configured reports whether there may be a standby; a nil Reader has none.
+// Configured reports whether the Reader may have a standby; a nil Reader has none.
 func (r *Reader) Configured() bool { return r != nil && r.Open != nil }
 
 // Run measures until ctx ends.
@@ -115,7 +114,7 @@ func (r *Reader) Run(ctx context.Context) error {
 	tick := time.NewTicker(every)
 	defer tick.Stop()
 	for {
-		_, _ = r.Measure(ctx) // which logs what keeps the standby from being read
+		_, _ = r.Measure(ctx) // Measure logs its errors
 		select {
 		case <-ctx.Done():
 			return nil
@@ -141,7 +140,7 @@ var ErrOther = errors.New("it does not name a standby of this database")
 
 var errAway = errors.New("the primary could not be reached")
 
-// Measure finds out whether the standby can be read, and how far behind it is. The error says why it is not read.
+// Measure measures the lag of the standby. The error says why the standby is unusable.
 func (r *Reader) Measure(ctx context.Context) (time.Duration, error) {
 	r.measuring.Lock()
 	defer r.measuring.Unlock()
@@ -183,7 +182,7 @@ func (r *Reader) measure(ctx context.Context) state {
 		err = fmt.Errorf("it is another database than DATABASE_URL: %w", ErrOther)
 	}
 	if err == nil && !standby.Standby {
-		r.standby.Reset() // its name may lead to another server by now
+		r.standby.Reset() // its name may resolve to another server by now
 		err = errors.New("it is not a standby")
 	}
 	if err == nil {
@@ -192,7 +191,7 @@ func (r *Reader) measure(ctx context.Context) state {
 	if err == nil && !r.checked {
 		err = r.Check(ctx, r.standby)
 		r.checked = err == nil
-		if err != nil && now.behind <= ReplayWait { // else a migration may be on its way
+		if err != nil && now.behind <= ReplayWait { // else the standby may replay a migration later
 			err = fmt.Errorf("%w: %w", ErrOther, err)
 		}
 	}
@@ -204,7 +203,7 @@ func (r *Reader) measure(ctx context.Context) state {
 	return now
 }
 
-// askStandby asks the standby, to which it connects if need be.
+// askStandby reads the standby's position, and connects first if necessary.
 func (r *Reader) askStandby(ctx context.Context) (position, error) {
 	if r.standby == nil {
 		opening, cancel := context.WithTimeout(ctx, askWithin)
@@ -222,7 +221,7 @@ func (r *Reader) askStandby(ctx context.Context) (position, error) {
 	return found, nil
 }
 
-// behind is how far the standby is behind. Too far is an error while the primary answers.
+// behind returns the lag of the standby. A lag above MaxLag is an error while the primary answers.
 func (r *Reader) behind(ctx context.Context, asked time.Time, standby position, answers bool) (time.Duration, error) {
 	behind, known := r.lag.behind(asked, standby, answers)
 	for wait := time.Now().Add(ReplayWait); answers && behind > 0 && time.Now().Before(wait); {

@@ -14,22 +14,22 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Source is where a page or an answer is read from. A nil Source is the primary.
+// Source is the server that a page or a response is read from. A nil Source is the primary.
 type Source struct {
 	standby *pgxpool.Pool
 	failed  atomic.Bool
-	// Behind is how old what is read may be, and PrimaryAway that the primary did not answer.
+	// Behind is the lag of the reads. PrimaryAway reports that the primary did not answer.
 	Behind      time.Duration
 	PrimaryAway bool
 }
 
-// Replica reports whether the standby is read.
+// Replica reports whether the source is the standby.
 func (s *Source) Replica() bool { return s != nil && s.standby != nil }
 
 // Failed reports whether a read from the standby failed.
 func (s *Source) Failed() bool { return s.Replica() && s.failed.Load() }
 
-// String says how far behind the source is: "400 ms behind".
+// String formats the lag: "400 ms behind".
 func (s *Source) String() string {
 	text := human.Duration(s.Behind) + " behind"
 	if s.PrimaryAway {
@@ -38,7 +38,7 @@ func (s *Source) String() string {
 	return text
 }
 
-// note remembers that a read failed. A row that is not there is an answer.
+// note remembers a failed read. A missing row is no failure.
 func (s *Source) note(err error) {
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
 		s.failed.Store(true)
@@ -47,14 +47,14 @@ func (s *Source) note(err error) {
 
 type sourceKey struct{}
 
-// From is the source that was chosen for a context.
+// From returns the chosen source of a context.
 func From(ctx context.Context) *Source {
 	s, _ := ctx.Value(sourceKey{}).(*Source)
 	return s
 }
 
-// Choose chooses what is read under the context that it returns. fresh asks for the primary, for a reader who wrote a
-// moment ago; while the primary is away there is only the standby.
+// Choose returns a context with its source. fresh selects the primary, for a client that wrote a moment ago. While the
+// primary is unreachable, the source is the standby even then.
 func (r *Reader) Choose(ctx context.Context, fresh bool) (context.Context, *Source) {
 	s := &Source{}
 	now := r.state.Load()
@@ -65,8 +65,8 @@ func (r *Reader) Choose(ctx context.Context, fresh bool) (context.Context, *Sour
 	return context.WithValue(ctx, sourceKey{}, s), s
 }
 
-// Do reads by fn, and once more from the primary when that failed on the standby. What is not there is an error of fn,
-// too: the primary may have it already.
+// Do calls fn, and repeats it on the primary after an error on the standby. A missing row is such an error: the primary
+// may already have the row.
 func (r *Reader) Do(ctx context.Context, fresh bool, fn func(ctx context.Context) error) (*Source, error) {
 	chosen, from := r.Choose(ctx, fresh)
 	err := fn(chosen)
@@ -79,7 +79,7 @@ func (r *Reader) Do(ctx context.Context, fresh bool, fn func(ctx context.Context
 	return nil, fn(context.WithValue(ctx, sourceKey{}, &Source{}))
 }
 
-// wake has Run measure at once.
+// wake makes Run measure at once.
 func (r *Reader) wake() {
 	select {
 	case r.again <- struct{}{}:
@@ -129,7 +129,7 @@ func (r *Reader) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
 	return results{s.standby.SendBatch(ctx, b), s}
 }
 
-// rows, row and results note what fails.
+// rows, row and results note failed reads.
 type rows struct {
 	pgx.Rows
 	from *Source
