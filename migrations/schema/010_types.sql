@@ -1,4 +1,4 @@
--- Types and ids: what every table is made of, and the rules that every function keeps.
+-- Types and ids: the parts of every table, and the rules of every function.
 --
 -- Ids are time-ordered uuids (version 7), so an index on an id is an index on time. A trace id is a prefix that names the
 -- surface and a ULID, such as hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE.
@@ -13,14 +13,14 @@
 -- 4. A try never waits. A try that fails never writes.
 -- 5. Lock order: executions by id, then lanes by name, then budgets.
 --
--- The rules need READ COMMITTED, PostgreSQL's default. Under a stricter level they stay safe, but fail with 40001 where they
--- would have answered.
+-- The rules need READ COMMITTED, PostgreSQL's default. Under a stricter level the functions stay safe, but may fail
+-- with 40001.
 
 create schema lanekeeper;
 comment on schema lanekeeper is
-  'What works behind the contract. It may change in any release, and only the owner uses it.';
+  'Internals behind the contract. They may change in any release, and only the owner uses them.';
 
--- Closed sets of words. A domain is checked wherever a value is written, by whomever.
+-- Closed sets of words. PostgreSQL checks a domain at every write, by any client.
 create domain agent_surface as text check (value in ('heartbeat', 'operate', 'chat', 'webhook', 'flow', 'eval'));
 create domain agent_execution_status as text
   check (value in ('pending', 'running', 'waiting', 'completed', 'failed', 'timeout', 'cancelled'));
@@ -32,12 +32,13 @@ create domain agent_priority as smallint check (value between 1 and 4);
 create domain agent_on_lost as text check (value in ('resume', 'fail', 'hand_on'));
 create domain agent_positive as int check (value > 0);
 create domain agent_seconds as int check (value >= 0);
-comment on domain agent_surface is 'What began a run: a schedule, an admin, a visitor, another system, or another run.';
+comment on domain agent_surface is
+  'The origin of a run: a schedule, an admin, a visitor, another system, or another run.';
 comment on domain agent_execution_status is
   'Pending, running and waiting are under way; completed, failed, timeout and cancelled are ends.';
 comment on domain agent_result_type is 'How an execution ended, in one word; null before.';
-comment on domain agent_wait_kind is 'What an execution can wait for.';
-comment on domain agent_queue is 'Interactive is for what a person waits for.';
+comment on domain agent_wait_kind is 'The kinds of wait of an execution.';
+comment on domain agent_queue is 'Interactive is for work that a person waits for.';
 comment on domain agent_priority is '1 is first, 4 is last.';
 comment on domain agent_on_lost is
   'The effect of a lost worker on a run: it is resumed, it fails, or another worker may lock it.';
@@ -67,7 +68,7 @@ create or replace function lanekeeper.agent_actor() returns jsonb language sql s
   select coalesce(nullif(current_setting('lanekeeper.actor', true), ''), '{"via": "sql"}')::jsonb
 $$;
 comment on function lanekeeper.agent_actor is
-  'Who acts in this transaction, as activity.SetActor set it: by, key_id, via and message. Default: {"via": "sql"}.';
+  'The actor of this transaction, as activity.SetActor set it: by, key_id, via and message. Default: {"via": "sql"}.';
 
 create or replace function lanekeeper.agent_decider(p_by text, p_via text, p_token_id text, p_message text) returns text
 language sql immutable parallel safe as $$
@@ -75,7 +76,7 @@ language sql immutable parallel safe as $$
          || case when coalesce(p_token_id, '') <> '' then ' with token ' || left(p_token_id, 60) else '' end
          || case when coalesce(p_message, '') <> '' then ', message ' || left(p_message, 120) else '' end
 $$;
-comment on function lanekeeper.agent_decider is 'Who decided, for people: ana via slack, message 17.4.';
+comment on function lanekeeper.agent_decider is 'The author of a decision, for people: ana via slack, message 17.4.';
 
 create or replace function lanekeeper.agent_trace_id(p_prefix text, p_bits bytea default
   substring(int8send((extract(epoch from clock_timestamp()) * 1000)::bigint) from 3 for 6)
@@ -99,7 +100,7 @@ $$;
 comment on function lanekeeper.agent_tokens is
   'A count of agent_activity.token_usage. 0 where it is not a number, so no row breaks a listing.';
 
--- In plpgsql, because a plan of it is kept: as SQL it is planned for each statement that calls it.
+-- In plpgsql, because PostgreSQL keeps its plan. In SQL it would be planned for each statement that calls it.
 create or replace function lanekeeper.agent_words(p_from timestamptz, p_to timestamptz) returns text
 language plpgsql immutable strict as $$
 declare

@@ -1,9 +1,10 @@
 -- Lanes: the right to act on something, held by one owner at a time.
 --
--- A lane is a lease with an owner, a fencing token and an end (agent_locks). It has one holder. A token is larger than every
--- token before it, also after the row was removed, and after a failover. A lease that has ended is lost, even when nobody else
--- has taken the lane. Waiters are served in the order in which they came. A child borrows lanes from a parent that waits for it
--- (agent_lock_loans). agent_workers has a lease for each process: its claims on executions live as long as that lease.
+-- A lane is a lease with an owner, a fencing token and an end (agent_locks). It has one holder. A token is larger than
+-- every token before it, also after the row was removed, and after a failover. A lease that has ended is lost, even
+-- when nobody else has taken the lane. A release serves waiters in the order of their arrival. A child borrows lanes
+-- from a parent that waits for it (agent_lock_loans). agent_workers has a lease for each process: its claims on
+-- executions live as long as that lease.
 
 create type agent_lock_answer as (
   acquired      boolean,
@@ -37,7 +38,7 @@ comment on column agent_locks.fencing_token is
 comment on column agent_locks.locked_at is 'When the holder acquired the lane.';
 comment on column agent_locks.expires_at is
   'When the lease ends without a renewal. After that the lane is lost, even when nobody has taken it.';
-comment on column agent_locks.ttl_seconds is 'How long a renewal lasts.';
+comment on column agent_locks.ttl_seconds is 'The length of the lease after a renewal.';
 comment on column agent_locks.parked is 'A waiting execution keeps the lane. It does not expire.';
 comment on column agent_locks.execution_id is
   'The execution that holds the lane, taken from the name of the owner. Null: another owner.';
@@ -52,12 +53,12 @@ create table agent_lock_waiters (
 create index agent_lock_waiters_queue on agent_lock_waiters (lane, ticket);
 comment on index agent_lock_waiters_queue is 'Finds the first waiter of a lane.';
 comment on table agent_lock_waiters is
-  'The queue of each lane. A waiter renews its row. One that stops is forgotten after seconds; until then nobody '
-  'overtakes it.';
-comment on column agent_lock_waiters.lane is 'The lane that is waited for.';
-comment on column agent_lock_waiters.owner is 'The waiter, by the name that it would hold the lane under.';
+  'The queue of each lane. A waiter renews its row. A waiter that stops loses its place after seconds; until then '
+  'nobody overtakes it.';
+comment on column agent_lock_waiters.lane is 'The lane that the owner waits for.';
+comment on column agent_lock_waiters.owner is 'The waiter, by the name under which it would hold the lane.';
 comment on column agent_lock_waiters.ticket is 'The order of the queue: the lowest ticket is served first.';
-comment on column agent_lock_waiters.expires_at is 'When the waiter is forgotten, unless it renews its row.';
+comment on column agent_lock_waiters.expires_at is 'When the waiter loses its place, unless it renews its row.';
 comment on column agent_lock_waiters.since is 'When the waiter joined the queue.';
 comment on column agent_lock_waiters.handover_ttl_seconds is
   'The lease that a release may hand to this waiter, in seconds. 0: the waiter is notified instead.';
@@ -72,7 +73,7 @@ create index agent_lock_loans_lender on agent_lock_loans (lender);
 comment on index agent_lock_loans_lender is 'Finds the lanes that an execution has lent.';
 comment on table agent_lock_loans is
   'Lanes that a parent has lent to a child. A child may lend on, so the loans of a lane are a stack.';
-comment on column agent_lock_loans.lane is 'The lane that is lent.';
+comment on column agent_lock_loans.lane is 'The lane on loan.';
 comment on column agent_lock_loans.depth is 'The place in the stack; the highest is the present loan.';
 comment on column agent_lock_loans.lender is 'The execution that gets the lane back.';
 comment on column agent_lock_loans.borrower is 'The execution that has the lane meanwhile.';
@@ -110,14 +111,14 @@ comment on index agent_workers_expiry is 'Finds workers whose lease has ended.';
 comment on table agent_workers is
   'Processes that run executions, and locks of workers outside. Each row is a lease on all claims that name it.';
 comment on column agent_workers.kind is 'process: a process of this program. outside: a lock on one execution.';
-comment on column agent_workers.ttl_seconds is 'How long a renewal lasts.';
+comment on column agent_workers.ttl_seconds is 'The length of the lease after a renewal.';
 comment on column agent_workers.started_at is 'When the worker registered.';
 comment on column agent_workers.expires_at is
   'When the lease ends without a renewal. The next sweep then takes its claims away.';
 comment on column agent_workers.lock_id is
-  'The secret of an outside lock: its bearer may write as the run. It is never listed and never logged.';
+  'The secret of an outside lock: its bearer may write as the run. No listing and no log shows it.';
 comment on column agent_workers.owner is 'The name that an outside worker gave itself.';
-comment on column agent_workers.execution_id is 'The execution that an outside lock is on.';
+comment on column agent_workers.execution_id is 'The execution that an outside lock covers.';
 comment on column agent_workers.go_flows is 'The flows in Go that the process runs.';
 comment on column agent_workers.claim is 'The claim of that lock.';
 
@@ -160,7 +161,7 @@ language sql volatile security definer set search_path from current as $$
   delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by
 $$;
 comment on function leave_agent_lock_queue is
-  'Leave the queue of a lane. The next waiter is served as if this one had never come.';
+  'Leave the queue of a lane. A release then serves the next waiter as if this waiter had never come.';
 
 create or replace function renew_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_ttl_seconds int)
 returns boolean language plpgsql volatile security definer set search_path from current as $$
@@ -291,7 +292,8 @@ language sql immutable parallel safe as $$
                and p_locked_by ~ '^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}#[0-9]+$'
               then left(p_locked_by, 36)::uuid end
 $$;
-comment on function lanekeeper.agent_lock_execution is 'The execution whose claim an owner is; null for another owner.';
+comment on function lanekeeper.agent_lock_execution is
+  'The execution whose claim the owner is; null for another owner.';
 
 create or replace view lanekeeper.agent_lock_holders as
 select l.lane, l.locked_by as holder from agent_locks l where l.expires_at > clock_timestamp()
@@ -301,7 +303,8 @@ union all
     and not exists (select from agent_locks l where l.lane = w.lane and l.expires_at > clock_timestamp())
   order by w.lane, w.ticket);
 comment on view lanekeeper.agent_lock_holders is
-  'Who holds a lane or, when it is free, who waits first for it. No row: anybody may acquire it. Restrict it by lane.';
+  'The holder of a lane or, when the lane is free, its first waiter. No row: anybody may acquire the lane. Restrict '
+  'it by lane.';
 
 create or replace function lanekeeper.lock_agent_lock_row(p_lane text, p_renewal boolean default false) returns void
 language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
@@ -392,7 +395,7 @@ begin
       into token, ends, holder, mine from agent_locks l left join lateral (select w.owner from agent_lock_waiters w
              where w.lane = p_lane
                and w.expires_at > clock_timestamp() order by w.ticket limit 1) q on true where l.lane = p_lane;
-    -- No row to lock yet: racers are told apart by an advisory lock.
+    -- No row to lock yet: an advisory lock serialises concurrent callers.
     if not found then
       insert into agent_locks (lane, fencing_token, expires_at) select p_lane, 0, clock_timestamp()
        where pg_try_advisory_xact_lock(hashtextextended('lane ' || p_lane, 0)) on conflict do nothing;
@@ -433,7 +436,7 @@ begin
   end if;
   perform lanekeeper.agent_lock_check(u.lane, u.owner, u.ttl)
     from unnest(p_lanes, p_owners, p_ttls) u (lane, owner, ttl);
-  -- Those that are free, and that nobody waits for.
+  -- Lanes that are free, and have no waiter.
   select coalesce(array_agg(t.lane), '{}') into free_ from (
     select l.lane from agent_locks l
      where l.lane = any (p_lanes) and l.locked_by = '' and l.expires_at <= clock_timestamp()
@@ -473,8 +476,8 @@ begin
   end if;
   got := lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
   if not got.acquired then
-    -- Stand in the queue, and try once more: a release that committed before is seen by this second try. A waiter that
-    -- died keeps nobody from a free lane for longer than a minute.
+    -- Join the queue, and try once more: the second try sees a release that committed before. A dead waiter blocks a
+    -- free lane for at most a minute.
     place := clock_timestamp() + make_interval(secs => least(p_patience_seconds, 60));
     update agent_lock_waiters w set expires_at = place, handover_ttl_seconds = ttl
      where w.ctid = (select x.ctid from agent_lock_waiters x where x.lane = p_lane and x.owner = p_locked_by for update skip locked);
@@ -567,7 +570,7 @@ begin
       perform lanekeeper.agent_lock_check(p_lane, p_locked_by, 1);
       return null;
     end if;
-    -- By a write under its token, most likely.
+    -- Most likely a write under its token has locked the row.
     perform lanekeeper.lock_agent_lock_row(p_lane);
   end loop;
   now_ := clock_timestamp();                                                          -- after the lock
@@ -575,7 +578,8 @@ begin
     return null;
   elsif special or wanted then
     if p_hand_over and not special then
-      -- To the first. One that looks or leaves just now is neither waited for nor overtaken: it stays the first.
+      -- Hand over to the first waiter. If another transaction has locked its row, the release neither waits for the
+      -- waiter nor skips it.
       delete from agent_lock_waiters w where w.ctid = (
         select x.ctid from agent_lock_waiters x
          where x.lane = p_lane and x.handover_ttl_seconds > 0 and x.ticket = (
@@ -690,7 +694,7 @@ declare
   heir boolean;
   got agent_lock_answer;
 begin
-  -- Executions before lanes. Nothing is locked for one that may not borrow, or under a claim that is over.
+  -- Lock executions before lanes. Lock nothing for an execution that may not borrow, or under a void claim.
   perform 1 from agent_executions x
     where x.id = me and x.inherits and x.status = 'running' and p_locked_by = me || '#' || x.claim for no key update;
   heir := found;
@@ -708,8 +712,8 @@ begin
   return next;
 end $$;
 comment on function lanekeeper.acquire_agent_execution_lock is
-  'acquire_agent_lock for an execution, which may also borrow the lane from a parent that waits for it (lender). soon: '
-  'a parent that holds the lane is about to wait; try again in a moment.';
+  'acquire_agent_lock for an execution, which may also borrow the lane from a parent that waits for it (lender). '
+  'soon: a parent that holds the lane is about to wait; try again in a moment.';
 
 create or replace function lanekeeper.return_agent_lock(p_lane text, p_lender uuid default null, p_ended text default null) returns uuid
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
@@ -807,15 +811,15 @@ begin
      order by l.lane
   loop
     n := n + 1;
-    -- What it had lent comes back first.
+    -- The lanes that it has lent return first.
     delete from agent_lock_loans k where k.lane = freed.lane and k.depth >= freed.depth;
     perform lanekeeper.return_agent_lock(freed.lane, null, case when p_ended then 'ended' else 'handed back' end);
   end loop;
   return n;
 end $$;
 comment on function lanekeeper.release_agent_execution_locks is
-  'Release the lanes of an execution that has ended. Otherwise it is handed back and keeps its threads. Returns their '
-  'number.';
+  'Release the lanes of an execution that has ended. Otherwise the execution is handed back, and its threads stay. '
+  'Returns the number of lanes.';
 
 -- The sweep visits rows of many owners in one transaction. It skips locked rows.
 

@@ -1,11 +1,11 @@
 -- Executions: durable runs, each with a state machine.
 --
 -- An execution is inserted `pending` and ready (claimed_by is null). A worker claims it: one update writes the worker's
--- id and a larger claim. The claim is the execution's fencing token. A checkpoint, an end, an activity or a wait that
--- carries an older one is refused with SQLSTATE LK001, whoever sends it. An end (completed, failed, timeout, cancelled)
--- releases the lanes, closes the activity rows left open and emits AGENT_COMPLETED, in one transaction. Other
--- transitions than those of agent_executions_moves are refused with SQLSTATE LK002. A worker whose lease has ended
--- loses its claims at the next sweep.
+-- id and a larger claim. The claim is the execution's fencing token. The database refuses a checkpoint, an end, an
+-- activity or a wait under an older claim with SQLSTATE LK001. An end (completed, failed, timeout, cancelled) releases
+-- the lanes, closes the activity rows left open and emits AGENT_COMPLETED, in one transaction. The trigger
+-- agent_executions_moves refuses other transitions with SQLSTATE LK002. The next sweep takes the claims of a worker
+-- whose lease has ended.
 
 create table agent_executions (
   id uuid default lanekeeper.agent_uuid7() primary key, trace_id text not null, surface agent_surface not null,
@@ -64,8 +64,8 @@ create index agent_executions_ready on agent_executions (queue, flow, surface, p
 comment on index agent_executions_ready is 'Finds the next execution to claim, by flow and surface.';
 create unique index agent_executions_run on agent_executions (trace_id, id, claim) with (deduplicate_items=off);
 comment on index agent_executions_run is
-  'The executions of a trace. It also makes the claim a part of a key, so that whoever takes a claim away waits '
-  'for those who hold FOR KEY SHARE, which is how a write under a claim is fenced.';
+  'The executions of a trace. It makes the claim part of a key, so a takeover of the claim waits for holders of FOR '
+  'KEY SHARE. This fences writes under a claim.';
 create index agent_executions_thread on agent_executions (thread_id)
   where thread_id is not null and completed_at is null;
 comment on index agent_executions_thread is 'Finds the executions under way in a thread.';
@@ -75,7 +75,7 @@ create index agent_executions_waits on agent_executions (waiting_for, waiting_ke
 comment on index agent_executions_waits is 'Finds the executions that an event resumes.';
 alter index agent_executions_pkey set (deduplicate_items=off);
 comment on table agent_executions is
-  'One row for each run. It is the state machine, and what a process needs to go on with the run.';
+  'One row for each run. It holds the state machine, and all data that a process needs to continue the run.';
 comment on column agent_executions.surface is 'Where the run came from: heartbeat, operate, chat, webhook or flow.';
 comment on column agent_executions.agent is 'The agent that acts in it.';
 comment on column agent_executions.flow is 'The code that runs it: the name of a flow.';
@@ -93,7 +93,7 @@ comment on column agent_executions.input is 'The input of the flow.';
 comment on column agent_executions.variables is 'Variables of the flow, kept over waits and restarts.';
 comment on column agent_executions.waiting_for is
   'The kind of wait, such as event, response, agent, delay, approval or lane. Null: it does not wait.';
-comment on column agent_executions.waiting_key is 'The key, thread, execution or request that the wait is for.';
+comment on column agent_executions.waiting_key is 'The key, thread, execution or request of the wait.';
 comment on column agent_executions.waiting_until is 'When the wait times out.';
 comment on column agent_executions.waiting_data is 'Details of the wait.';
 comment on column agent_executions.waiting_step is 'The step that records the outcome of the wait.';
@@ -101,30 +101,30 @@ comment on column agent_executions.wait_number is
   'Counts the waits. An outcome names the number, so it ends one wait at most.';
 comment on column agent_executions.wake is 'Counts how often the run became ready again.';
 comment on column agent_executions.hinted_at is
-  'When other processes were last notified that the run is ready. It decides nothing.';
+  'When other processes were last notified that the run is ready. No decision depends on it.';
 comment on column agent_executions.attempt is 'Claims lost since the last checkpoint.';
-comment on column agent_executions.max_attempts is 'How many lost claims without a checkpoint fail the run.';
+comment on column agent_executions.max_attempts is 'The number of lost claims without a checkpoint that fails the run.';
 comment on column agent_executions.on_lost is
   'The effect of a lost claim. resume: run it again. fail: end it. hand_on: another outside worker may lock it.';
 comment on column agent_executions.progress_seconds is
-  'How long the run may record no step before its claim is taken away. 0: without bound.';
+  'The time without a recorded step after which the sweep takes the claim away. 0: no bound.';
 comment on column agent_executions.result_type is 'success, failure, timeout or cancelled, set with the end.';
 comment on column agent_executions.result_summary is 'The outcome in a sentence.';
 comment on column agent_executions.result is 'The outcome as data.';
 comment on column agent_executions.failed_step is 'The step that failed.';
-comment on column agent_executions.cancelled_by is 'The person or program that cancelled it.';
-comment on column agent_executions.cancel_reason is 'The reason that was given for the cancel.';
+comment on column agent_executions.cancelled_by is 'The person or program that cancelled the execution.';
+comment on column agent_executions.cancel_reason is 'The reason for the cancel.';
 comment on column agent_executions.dedupe_key is 'A second start with the same key begins nothing.';
 comment on column agent_executions.started_at is 'When it was first claimed.';
 comment on column agent_executions.completed_at is 'When it ended.';
 comment on column agent_executions.inherits is 'It may borrow the lanes of its parent, which waits for it.';
 comment on column agent_executions.forked_from is
-  'The execution whose recorded steps before forked_step this one began with.';
-comment on column agent_executions.forked_step is 'The first step that the fork does again.';
+  'The execution whose recorded steps before forked_step this execution copied.';
+comment on column agent_executions.forked_step is 'The first step that the fork runs again.';
 comment on column agent_executions.is_external is
   'A worker outside runs it, under a lock. No process of this program claims it.';
 comment on column agent_executions.flow_version is
-  'The version of the flow (agent_flows) that it began with. Null: the flow is code.';
+  'The version of the flow (agent_flows) at the start. Null: the flow is code.';
 
 create table agent_claims_lost (
   execution_id uuid not null, claim bigint not null, worker uuid,
@@ -134,10 +134,10 @@ create table agent_claims_lost (
 );
 comment on table agent_claims_lost is 'Claims that ended without a wait or an end of the run.';
 comment on column agent_claims_lost.claim is 'The claim that ended.';
-comment on column agent_claims_lost.worker is 'The worker that had it.';
-comment on column agent_claims_lost.worker_name is 'Its name.';
+comment on column agent_claims_lost.worker is 'The worker that held the claim.';
+comment on column agent_claims_lost.worker_name is 'The name of the worker.';
 comment on column agent_claims_lost.how is
-  'lost: its lease ended. no progress: it recorded no step in time. handed back: it shut down.';
+  'lost: the worker''s lease ended. no progress: it recorded no step in time. handed back: it shut down.';
 comment on column agent_claims_lost.at is 'When the claim ended.';
 
 create table agent_cancel_requests (
@@ -145,9 +145,9 @@ create table agent_cancel_requests (
   requested_at timestamptz not null default clock_timestamp(), actor jsonb not null default '{}'
 );
 comment on table agent_cancel_requests is 'Executions to cancel as soon as no transaction has them locked.';
-comment on column agent_cancel_requests.cancelled_by is 'The person or program that asked for the cancel.';
-comment on column agent_cancel_requests.cancel_reason is 'The reason that was given.';
-comment on column agent_cancel_requests.requested_at is 'When the cancel was asked for.';
+comment on column agent_cancel_requests.cancelled_by is 'The person or program that requested the cancel.';
+comment on column agent_cancel_requests.cancel_reason is 'The reason for the cancel.';
+comment on column agent_cancel_requests.requested_at is 'When the cancel was requested.';
 comment on column agent_cancel_requests.actor is 'The principal, token and way of the request, for the audit.';
 
 create table agent_status_changes (
@@ -156,18 +156,18 @@ create table agent_status_changes (
   primary key (execution_id, n)
 );
 comment on table agent_status_changes is
-  'Every status of executions for outside workers, in order. A follower misses none, however fast they come.';
+  'Every status of executions for outside workers, in order. A follower misses no change.';
 comment on column agent_status_changes.n is 'The number of the change, from 1.';
 comment on column agent_status_changes.status is 'The new status.';
-comment on column agent_status_changes.waiting_for is 'The kind of wait, where it waits.';
+comment on column agent_status_changes.waiting_for is 'The kind of wait, if the execution waits.';
 comment on column agent_status_changes.at is 'When the status changed.';
 
 create table agent_unpublished_completions (
   execution_id uuid primary key
 );
 comment on table agent_unpublished_completions is
-  'Ends whose waiting parents are not resumed yet. The end only writes the row, so it waits for no lock of a parent. '
-  'The process that resumes the parent deletes it.';
+  'Ends whose waiting parents have not resumed yet. The end only writes this row, so it waits for no lock of a '
+  'parent. The process that resumes the parent deletes the row.';
 
 create table agent_limits (
   kind text not null check (kind in ('flow', 'surface')), name text not null check (name <> ''),
@@ -175,9 +175,9 @@ create table agent_limits (
   primary key (kind, name)
 );
 comment on table agent_limits is
-  'How many executions of a flow or of a surface may be claimed at once. The others stay in the queue.';
+  'The number of executions of a flow or of a surface that workers may claim at once. Others stay in the queue.';
 comment on column agent_limits.kind is 'The limit is on a flow or on a surface.';
-comment on column agent_limits.running is 'The limit. 0 stops them.';
+comment on column agent_limits.running is 'The limit. 0 stops the flow or surface.';
 
 create table agent_pauses (
   id bigint generated always as identity primary key, paused_at timestamptz not null default clock_timestamp(),
@@ -187,12 +187,12 @@ create table agent_pauses (
 create unique index agent_pauses_open on agent_pauses ((true)) where resumed_at is null;
 comment on index agent_pauses_open is 'Allows one pause at a time.';
 comment on table agent_pauses is
-  'When autonomous work was paused, by whom and why. The row without resumed_at is the pause that is on.';
+  'When autonomous work was paused, by whom and why. A row without resumed_at is the present pause.';
 comment on column agent_pauses.paused_at is 'When the pause began.';
 comment on column agent_pauses.paused_by is 'The person or program that paused.';
-comment on column agent_pauses.resumed_at is 'When it ended. Null: the agent is paused.';
+comment on column agent_pauses.resumed_at is 'When the pause ended. Null: the agent is paused.';
 comment on column agent_pauses.resumed_by is 'The person or program that resumed.';
-comment on column agent_pauses.resume_reason is 'The reason that was given for that.';
+comment on column agent_pauses.resume_reason is 'The reason for the resume.';
 
 create table agent_flows (
   name text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'), version int not null check (version > 0),
@@ -220,23 +220,23 @@ create table agent_idempotency (
   constraint agent_idempotency_check check ((state = 'running') = (status = 0))
 );
 create index agent_idempotency_expired on agent_idempotency (expires_at);
-comment on index agent_idempotency_expired is 'Finds rows that are to go.';
+comment on index agent_idempotency_expired is 'Finds rows to delete.';
 comment on table agent_idempotency is
   'Requests that carry an Idempotency-Key, with their answers. A second request with the key gets the first answer.';
 comment on column agent_idempotency.scope is 'The method and route, and the caller.';
 comment on column agent_idempotency.key is 'The Idempotency-Key.';
 comment on column agent_idempotency.fingerprint is
-  'SHA-256 of path, query and body. Another request under the same key is refused.';
+  'SHA-256 of path, query and body. The server refuses another request under the same key.';
 comment on column agent_idempotency.attempt is
-  'The attempt that handles the request. It is void once another has taken over.';
+  'The attempt that handles the request. It is void once another attempt has taken over.';
 comment on column agent_idempotency.state is
-  'running: under way. answered: the answer is kept. unkept: it was answered, but the answer is not kept.';
+  'running: under way. answered: the answer is kept. unkept: answered, but the answer is not kept.';
 comment on column agent_idempotency.lease_until is
-  'When the attempt is over, unless it ends before. Its process may have died.';
+  'When the lease of the attempt ends. Its process may have died before.';
 comment on column agent_idempotency.status is 'The HTTP status of the answer.';
 comment on column agent_idempotency.header is 'The headers of the answer.';
 comment on column agent_idempotency.body is 'The body of the answer.';
-comment on column agent_idempotency.expires_at is 'When the row goes.';
+comment on column agent_idempotency.expires_at is 'When the row may be deleted.';
 
 create table agent_execution_counts (
   span text not null check (span in ('hour', 'day')), start timestamptz not null, agent text not null, flow text not null,
@@ -251,9 +251,9 @@ comment on column agent_execution_counts.start is 'The beginning of the hour or 
 comment on column agent_execution_counts.agent is 'The agent that acted.';
 comment on column agent_execution_counts.flow is 'The flow.';
 comment on column agent_execution_counts.completed is 'Executions that completed.';
-comment on column agent_execution_counts.failed is 'Those that failed.';
-comment on column agent_execution_counts.timeout is 'Those that timed out.';
-comment on column agent_execution_counts.cancelled is 'Those that were cancelled.';
+comment on column agent_execution_counts.failed is 'Executions that failed.';
+comment on column agent_execution_counts.timeout is 'Executions that timed out.';
+comment on column agent_execution_counts.cancelled is 'Executions that were cancelled.';
 
 create table agent_execution_durations (
   span text not null check (span in ('hour', 'day')), start timestamptz not null,
@@ -290,7 +290,7 @@ create table agent_executions_uncounted (
   execution_id uuid primary key
 );
 comment on table agent_executions_uncounted is
-  'Executions that had not ended when their time was counted. They are counted when they have ended.';
+  'Executions that had not ended when their time was counted. They are counted after their end.';
 comment on column agent_executions_uncounted.execution_id is 'The execution.';
 
 create table agent_execution_labels (
@@ -303,8 +303,9 @@ create index agent_execution_labels_value on agent_execution_labels (value text_
 comment on index agent_execution_labels_value is 'Finds executions by a value or its beginning.';
 create index agent_execution_labels_lower on agent_execution_labels (lower(value) text_pattern_ops, execution_id);
 comment on index agent_execution_labels_lower is 'Finds executions by a value or its beginning, in any letter case.';
-comment on table agent_execution_labels is 'What an execution is about. It goes with its execution.';
-comment on column agent_execution_labels.name is 'What the value identifies, such as order.';
+comment on table agent_execution_labels is
+  'The subjects of an execution, such as an order. A label is deleted with its execution.';
+comment on column agent_execution_labels.name is 'The kind of subject, such as order.';
 comment on column agent_execution_labels.value is 'The value, such as A-1001.';
 
 create table agent_idle_workers (
@@ -312,12 +313,12 @@ create table agent_idle_workers (
   seen_at timestamptz not null default clock_timestamp(), expires_at timestamptz not null
 );
 comment on table agent_idle_workers is
-  'Workers outside that wait for an execution. A row is one by its name, and is old when the wait is over.';
+  'Workers outside that wait for an execution, by name. A row is stale when the wait is over.';
 comment on column agent_idle_workers.owner is 'The name that the worker gave itself.';
 comment on column agent_idle_workers.flows is 'The flows that it waits for.';
-comment on column agent_idle_workers.since is 'When it first waited, without a pause of a minute.';
+comment on column agent_idle_workers.since is 'When the worker began to wait, without a pause of a minute.';
 comment on column agent_idle_workers.seen_at is 'When its last wait began.';
-comment on column agent_idle_workers.expires_at is 'When that is over. A worker that still runs waits again.';
+comment on column agent_idle_workers.expires_at is 'When the last wait ends. A worker that still runs waits again.';
 
 -- Code
 
@@ -327,7 +328,7 @@ create or replace function lanekeeper.agent_is_held_back(p_refuse boolean defaul
 language plpgsql volatile as $$
 begin
   if pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
-    -- A later statement, so it sees each pause that had the lock before.
+    -- A separate statement: its snapshot has every pause that held the lock before.
     perform 1 from agent_pauses p where p.resumed_at is null;
     if not found then
       return false;
@@ -342,12 +343,12 @@ begin
   return true;
 end $$;
 comment on function lanekeeper.agent_is_held_back is
-  'Whether the agent is paused, or is about to be. Then only attended work begins. p_refuse raises LK003 instead of '
-  'returning true.';
+  'Whether the agent is paused or about to be paused. Then only attended work may begin. p_refuse raises LK003 '
+  'instead of returning true.';
 
 create or replace function lanekeeper.agent_executions_begins() returns trigger language plpgsql as $$
 begin
-  -- Of an execution for workers outside: its status is recorded.
+  -- Record the status of an execution for workers outside.
   if tg_when = 'AFTER' then
     insert into agent_status_changes (execution_id, n, status, waiting_for)
     select new.id, coalesce(max(c.n), 0) + 1, new.status, new.waiting_for from agent_status_changes c
@@ -382,10 +383,10 @@ begin
   return new;
 end $$;
 comment on function lanekeeper.agent_executions_begins is
-  'How an execution may begin: pending, or running where a worker has it. Autonomous work is not claimed while '
-  'the agent is paused. Each status of an execution for outside workers is recorded.';
+  'The states in which an execution may begin: pending, or running under a worker. No autonomous work is claimed '
+  'while the agent is paused. Records each status of an execution for outside workers.';
 
--- What follows from a status is written here, so that no writer can leave it out.
+-- The trigger writes the columns that follow from a status. No writer can omit them.
 create or replace function lanekeeper.agent_executions_moves() returns trigger language plpgsql as $$
 begin
   if new.status <> old.status then
@@ -436,8 +437,8 @@ begin
   return new;
 end $$;
 comment on function lanekeeper.agent_executions_moves is
-  'Which status may follow which, and what a status implies: times, result type, no worker, no wait. Autonomous '
-  'work is not claimed while the agent is paused.';
+  'The allowed transitions of status, and the columns that a status implies: times, result type, no worker, no wait. '
+  'No autonomous work is claimed while the agent is paused.';
 
 create or replace function lanekeeper.release_agent_execution(e agent_executions) returns int language plpgsql as $$
 declare
@@ -446,7 +447,7 @@ declare
   freed int;
   thread_ text;
 begin
-  -- The children that end with it are locked before the first lane.
+  -- Lock the children that end with it before the first lane.
   if e.status = 'cancelled' then
     perform 1 from agent_executions x where x.id in (
       with recursive line (id) as (
@@ -454,7 +455,7 @@ begin
          where c.awaited
            and c.status in ('pending', 'running', 'waiting')) select l.id from line l) order by x.id for update;
   end if;
-  -- A run of the webhook surface emits nothing: a target that is our own endpoint would go round for ever.
+  -- A run of the webhook surface emits nothing: a target that is our own endpoint would loop for ever.
   if e.surface not in ('webhook', 'eval') and exists (select from agent_webhook_targets t where t.enabled) then
     perform lanekeeper.emit_agent_webhook(kind, e.trace_id, jsonb_build_object(
       'id', e.id, 'trace_id', e.trace_id, 'flow', e.flow, 'surface', e.surface, 'parent_id', e.parent_id,
@@ -498,12 +499,11 @@ begin
   return freed;
 end $$;
 comment on function lanekeeper.release_agent_execution is
-  'Release what an execution that has ended holds: lanes, calls under way, approvals, requests, budgets. A cancel also '
-  'ends the children that were waited for. Returns the number of its lanes.';
+  'Release the resources of an execution that has ended: lanes, calls under way, approvals, requests, budgets. A '
+  'cancel also ends the awaited children. Returns the number of lanes.';
 
--- One query finds what there is to do, after the rows were locked and changed. Most ends leave nothing but their event.
--- Executions that end together began together, so one probe of each table, from the first id to the last, finds that
--- none has anything there.
+-- One query finds the work, after the rows were locked and changed. Most ends only emit their event. Executions that
+-- end together began together. So one probe of each table, from the first id to the last, proves that no row is there.
 create or replace function lanekeeper.agent_executions_changed() returns trigger
 language plpgsql security definer set search_path from current set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
@@ -565,8 +565,8 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.agent_executions_changed is
-  'What follows an end, in its transaction: release what the execution holds, emit AGENT_COMPLETED once, list the '
-  'ends that a parent waits for, announce a free slot.';
+  'Handle an end in its transaction: release the resources of the execution, emit AGENT_COMPLETED once, list the ends '
+  'that a parent waits for, announce a free slot.';
 
 create or replace trigger agent_executions_begins before insert on agent_executions
   for each row execute function lanekeeper.agent_executions_begins();
@@ -614,14 +614,16 @@ select l.kind, l.name, l.running - (select count(*) from agent_executions x wher
          and case l.kind when 'flow' then x.flow else x.surface::text end = l.name)::int as places
   from agent_limits l;
 comment on view lanekeeper.agent_free_places is
-  'How many more executions of a flow or surface may be claimed. Claimers count under an advisory lock for each.';
+  'The number of further executions of a flow or surface that workers may claim. Claimers count under an advisory '
+  'lock for each.';
 
 create or replace view lanekeeper.agent_ready_executions as
 select x.id, x.queue, x.flow, x.surface, x.priority from agent_executions x
  where x.claimed_by is null and x.status in ('pending', 'running') and not x.is_external
    and not exists (select from agent_cancel_requests q where q.execution_id = x.id);
 comment on view lanekeeper.agent_ready_executions is
-  'Executions that may be claimed. One with a requested cancel may not: it was locked when the cancel came.';
+  'Executions that workers may claim. An execution with a requested cancel is not among them: it was locked when the '
+  'cancel came.';
 
 create or replace view lanekeeper.agent_ready_kinds as
 -- One step of the index for each kind, however many are ready.
@@ -658,7 +660,7 @@ declare
 begin
   if p_worker is not null then
     held_back := not pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
-    -- Another statement, so that it sees every pause that had the lock before.
+    -- A separate statement: its snapshot has every pause that held the lock before.
     select held_back or exists (select from agent_pauses p where p.resumed_at is null) into held_back
       from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp();
     if not found then
@@ -678,7 +680,7 @@ begin
     end if;
   end if;
   at_ := clock_timestamp();
-  -- As agent_uuid7 makes them, but one after the other: what is random is so once for all, and then counted.
+  -- Ids as of agent_uuid7, but in sequence: the random part is drawn once and then counted up.
   time_ := floor(extract(epoch from at_) * 4096000)::bigint;
   high := '0' || to_hex((time_ >> 12 << 16) | 28672 | (time_ & 4095));
   low := (hashtextextended(gen_random_uuid()::text, 0) & 4611686018427322368) | -9223372036854775808;
@@ -779,7 +781,7 @@ begin
   update agent_executions x
      set status = 'running', claimed_by = p_worker, claim = x.claim + 1, updated_at = clock_timestamp()
    where x.id = any (ids);
-  -- Another statement, which sees all that was recorded before the claim.
+  -- A separate statement: its snapshot has every checkpoint from before the claim.
   return query
     select x, x.claim > 1 and (
              exists (select from agent_locks n where n.execution_id = x.id)
@@ -793,7 +795,7 @@ begin
                array_agg(c.output) as outputs, array_agg(c.created_at) as times
           from agent_checkpoints c where c.execution_id = x.id and x.claim > 1) k
      where x.id = any (ids) and x.claimed_by = p_worker;
-  -- A row that somebody has locked for a moment, such as a parent that parks, is passed over.
+  -- The claim skips a row that another transaction has locked, such as a parent that parks.
   if cardinality(ids) < p_limit and exists (
        select from unnest(flows, surfaces) k (flow, surface)
         where not exists (select from lanekeeper.agent_free_places f
@@ -829,7 +831,7 @@ declare
   process boolean;
   e record;
 begin
-  -- Locked executions are left to the next sweep: waiting for one would hold up all others.
+  -- Leave locked executions to the next sweep: waiting for one would delay all others.
   lost := array(select x.id from agent_executions x where x.claimed_by = p_worker and (p_id is null or x.id = p_id) order by x.id for update skip locked);
   if p_id is not null then                                   -- a step may have been recorded before the row was locked
     lost := array(select s.id from lanekeeper.agent_stalled_executions s where s.id = any (lost));
@@ -877,7 +879,7 @@ begin
       begin
         perform pg_notify('agent_lanes', e.lane)
          where lanekeeper.release_agent_lock(e.lane, e.locked_by, e.fencing_token, false) = '';
-      -- By a write under its token, or an open transaction of somebody else.
+      -- A write under its token has locked the row, or another open transaction.
       exception when lock_not_available then null;
       end;
     end loop;
@@ -885,12 +887,12 @@ begin
   return cardinality(lost);
 end $$;
 comment on function lanekeeper.lose_agent_claims is
-  'Take the claims of an expired worker, or that of an execution without progress. on_lost and the attempts decide '
-  'whether it runs again or fails. Locked executions are left to the next call. A worker without claims is deleted, '
-  'and the lanes of its jobs are released. Returns the number of claims.';
+  'Take the claims of an expired worker, or the claim of an execution without progress. on_lost and the attempts '
+  'decide whether the run continues or fails. The next call handles locked executions. A worker without claims is '
+  'deleted, and the lanes of its jobs are released. Returns the number of claims.';
 
--- Taking a claim away waits for the writes under it. It takes its strongest lock first: upgrading a weaker one could
--- deadlock with a write that upgrades its own.
+-- A takeover waits for the writes under the claim. It takes its strongest lock first: two transactions that upgrade
+-- weaker locks could deadlock.
 create or replace function lanekeeper.release_agent_claim(p_id uuid, p_claim bigint) returns void
 language plpgsql volatile as $$
 declare
@@ -911,8 +913,8 @@ begin
   end if;
 end $$;
 comment on function lanekeeper.release_agent_claim is
-  'Release the claim of an unfinished execution at a shutdown. It is ready again and spends no attempt. Its lanes are '
-  'free, except its threads, which stay until their leases end.';
+  'Release the claim of an unfinished execution at a shutdown. The execution is ready again and spends no attempt. '
+  'Its lanes are free, except threads, which it keeps until their leases end.';
 
 -- Complete and cancel.
 
@@ -924,7 +926,7 @@ begin
     raise exception 'execution % cannot finish as %: give completed, failed or timeout', p_id, coalesce(p_status, 'null')
       using errcode = '22023';
   end if;
-  -- For update: the end waits for writes of this claim that are under way, and none comes after it.
+  -- For update: the end waits for writes under this claim, and no such write can follow it.
   perform 1 from agent_executions x where x.id = p_id and x.claim = p_claim for update;
   perform fence_agent_execution(p_id, p_claim);
   update agent_executions x
@@ -954,8 +956,8 @@ begin
   if exists (select from jsonb_array_elements(p_ends) e (v) where (e.v ->> 'status' in ('completed', 'failed', 'timeout')) is not true) then
     raise exception 'executions can finish as completed, failed or timeout' using errcode = '22023';
   end if;
-  -- For update: nothing is written under these claims afterwards. One with a write under way is skipped and ends alone.
-  -- A row that was changed before it was locked is compared again. The clock is read after the locks.
+  -- For update: no write under these claims can follow. An execution with a write under way is skipped and ends alone.
+  -- PostgreSQL compares a row again if it was changed before it was locked. The clock is read after the locks.
   select array_agg(x.id), array_agg(x.claim), array_agg(x.claimed_by), array_agg(x.ctid)
     into ending, claims, workers, places
     from (select y.* from (
@@ -964,7 +966,7 @@ begin
   if ending is null then
     return;
   end if;
-  -- Lanes and budgets have a lock order of their own, so an execution that has any ends alone.
+  -- Lanes and budgets have their own lock order, so an execution with lanes or budgets ends alone.
   select array(select k.id from agent_workers k where k.id = any (workers) and k.expires_at > clock_timestamp()),
          array(select l.execution_id from agent_locks l where l.execution_id = any (ending)
                union all select k.lender from agent_lock_loans k where k.lender = any (ending)
@@ -996,9 +998,9 @@ begin
   end if;
 end $$;
 comment on function lanekeeper.complete_agent_executions is
-  'End executions under their claims, each with the result of its last step, where its object has one. One that is '
-  'missing in the answer was not written: it has lanes or budgets, is locked, or its claim is stale. End it alone. '
-  'SQLSTATE 23505: a last step was recorded before, and nothing is written. Cheapest in the order of p_ids.';
+  'End executions under their claims, each with the result of its last step, if its object has one. An execution that '
+  'the answer lacks was not written: it has lanes or budgets, is locked, or its claim is stale. End it alone. 23505: '
+  'a last step was recorded before, and nothing is written. Cheapest in the order of p_ids.';
 
 create or replace function lanekeeper.request_agent_cancel(p_id uuid, p_cancelled_by text, p_reason text, p_always boolean default false) returns boolean
 language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '50ms' as $$
@@ -1081,7 +1083,7 @@ comment on function cancel_agent_execution is
   'flight cannot be recorded. If another transaction has the row locked, such as a StepTx, the cancel is requested '
   'and completes when that transaction ends. It never waits: another locked row raises 55P03.';
 
--- The sweep: what no running code would do.
+-- The sweep: timeouts and free lanes, which no running code would notice.
 
 create or replace function lanekeeper.sweep_agent_waits(p_limit int default 500) returns void
 language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '50ms' as $$
@@ -1098,7 +1100,7 @@ begin
      order by x.waiting_until limit p_limit for no key update skip locked
   loop
     exit when held >= 10;                                    -- the others come next time
-    -- It lasts as long as the child itself waits, and an hour more.
+    -- The wait lasts as long as the child itself waits, and an hour more.
     if e.patient then
       with recursive line as (
         select c.*, 1 as depth from agent_executions c where c.id = e.child and c.status = 'waiting'
@@ -1149,8 +1151,7 @@ begin
   end loop;
 end $$;
 comment on function lanekeeper.sweep_agent_waits is
-  'Resume executions that wait for a time that has passed, or for a lane that is free. The next sweep visits locked '
-  'ones.';
+  'Resume executions whose waiting time has passed, or whose lane is free. The next sweep visits locked executions.';
 
 -- The pause.
 
@@ -1246,8 +1247,8 @@ begin
   return coalesce(made, (select x.id from agent_executions x where x.dedupe_key = p_key));
 end $$;
 comment on function start_agent_execution is
-  'Start an execution for workers outside: its flow is external, or external:NAME. With a key that was used before, '
-  'the execution that it started.';
+  'Start an execution for workers outside: its flow is external, or external:NAME. With a used key, return the '
+  'execution that the key started.';
 
 create or replace function lock_agent_execution(p_id uuid, p_owner text, p_ttl_seconds int default 30)
 returns table (lock_id text, expires_at timestamptz, claim bigint, status text, holder text, refused text)
@@ -1264,7 +1265,7 @@ begin
     raise exception 'ttl of % seconds is not valid: give 1 to 86400 (a day)', coalesce(p_ttl_seconds::text, 'null')
       using errcode = '22023';
   end if;
-  -- One at a time, so that from here on the run can lose its worker and not get another one.
+  -- Lock one at a time. From here on the run can lose its worker, but not get another worker.
   perform pg_advisory_xact_lock(hashtextextended('run lock ' || p_id, 0));
   select x.* into e from agent_executions x where x.id = p_id;
   if not found then
@@ -1286,7 +1287,7 @@ begin
                         case when w.owner <> p_owner then 'held' end;
     return;
   end if;
-  -- Waits for what the old lock still writes.
+  -- Wait for writes under the old lock.
   select x.* into e from agent_executions x where x.id = p_id for update;
   if e.claimed_by is not null then
     perform lanekeeper.lose_agent_claims(e.claimed_by);       -- what its end means is settled before this answers
@@ -1310,8 +1311,8 @@ begin
   return query select w.lock_id, w.expires_at, e.claim + 1, 'running'::text, p_owner, null::text;
 end $$;
 comment on function lock_agent_execution is
-  'Lock an execution for a worker outside. No row: unknown id. refused says why there is no lock_id: held (by '
-  'holder, until expires_at), waiting, ended, or inside (not a run for workers outside). The same live owner gets '
+  'Lock an execution for a worker outside. No row: unknown id. refused gives the reason for a missing lock_id: held '
+  '(by holder, until expires_at), waiting, ended, or inside (not a run for workers outside). The same live owner gets '
   'the same lock again, renewed.';
 
 create or replace function beat_agent_locks(p_lock_ids text[], p_id uuid default null)
@@ -1366,8 +1367,8 @@ begin
     from agent_executions x where x.id = p_id;
 end $$;
 comment on function read_agent_execution is
-  'What a worker outside needs to begin or to go on, under its lock: the input, and the output of each recorded step. '
-  'LK001 when the lock is void.';
+  'The data that a worker outside needs to begin or continue, under its lock: the input, and the output of each '
+  'recorded step. LK001: the lock is void.';
 
 -- Its nine parameters are those of the HTTP route, and part of the contract.
 create or replace function unlock_agent_execution(p_id uuid, p_lock_id text, p_status text, p_summary text default '', p_error text default null,
@@ -1438,8 +1439,7 @@ begin
   on conflict (kind, name) do update set running = excluded.running where l.running <> excluded.running;
   perform pg_notify('agent_ready', '');
 end $$;
-comment on function set_agent_limits is
-  'Make the limits what is given, [{"kind", "name", "running"}], and nothing else.';
+comment on function set_agent_limits is 'Replace all limits by the given ones, [{"kind", "name", "running"}].';
 
 create or replace function lanekeeper.agent_flow_may_join(p_thread text, p_flow text, p_execution_id uuid default null) returns boolean
 language plpgsql stable as $$
@@ -1468,5 +1468,5 @@ begin
                       and a.owner in (select f.flow from flows f)));
 end $$;
 comment on function lanekeeper.agent_flow_may_join is
-  'Whether a flow, or an execution of one, may speak in a thread: an admin began it, the flow did, the '
-  'execution or one above it was started in it, or it was opened to the flow.';
+  'Whether a flow, or an execution of one, may speak in a thread: an admin or the flow began it, the execution or one '
+  'above it was started in it, or it was opened to the flow.';

@@ -1,8 +1,8 @@
--- Steps: what an execution need not do again.
+-- Steps: the recorded results of an execution, which it does not compute again.
 --
--- Each finished step is a checkpoint (agent_checkpoints). It is durable before the step's caller sees its result. A run
--- that is claimed again gets the results back and does not repeat the steps. A step is recorded once: the same step
--- with another result is refused. A fork begins with the steps of another execution.
+-- Each finished step is a checkpoint (agent_checkpoints). It is durable before the step's caller sees its result. The
+-- next claim of the run reads the results and does not repeat the steps. A step is recorded once: the database refuses
+-- another result. A fork begins with the steps of another execution.
 
 create table agent_checkpoints (
   execution_id uuid not null, step text not null, claim bigint not null,
@@ -13,15 +13,15 @@ create table agent_checkpoints (
 );
 alter index agent_checkpoints_pkey set (deduplicate_items=off);
 comment on table agent_checkpoints is
-  'One row for each finished step. A run that goes on elsewhere reads them instead of doing the steps again.';
+  'One row for each finished step. A process that continues the run reads the rows instead of repeating the steps.';
 comment on column agent_checkpoints.step is 'The name of the step, unique in its execution.';
-comment on column agent_checkpoints.claim is 'The claim that recorded it.';
+comment on column agent_checkpoints.claim is 'The claim that recorded the step.';
 comment on column agent_checkpoints.fingerprint is
-  'Hash of the input that the step named. A run that comes to the step with another one fails, and repeats nothing.';
+  'Hash of the step''s input. A run that reaches the step with another input fails, and repeats nothing.';
 comment on column agent_checkpoints.failed is
   'The step ended with an error, which is a result too. output describes it.';
 comment on column agent_checkpoints.output is 'The result of the step.';
-comment on column agent_checkpoints.waited_for is 'The kind of wait that the step is the outcome of. Null: not a wait.';
+comment on column agent_checkpoints.waited_for is 'The kind of wait whose outcome the step is. Null: not a wait.';
 comment on column agent_checkpoints.waited_key is 'The key of that wait.';
 comment on column agent_checkpoints.waited_since is 'When that wait began.';
 comment on column agent_checkpoints.waits is
@@ -29,8 +29,8 @@ comment on column agent_checkpoints.waits is
 
 -- Code
 
--- It checks all rows of a statement after they are written: nobody sees them before the commit. The lock on each
--- execution waits for a takeover under way. The clock is read after the lock.
+-- The trigger checks all rows of a statement after the write: no other transaction sees them before the commit. The
+-- lock on each execution waits for a takeover under way. The clock is read after the lock.
 create or replace function lanekeeper.agent_checkpoints_fence() returns trigger
 language plpgsql security definer set search_path from current set enable_seqscan = off set jit = off as $$
 declare
@@ -50,7 +50,7 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.agent_checkpoints_fence is
-  'Refuse a checkpoint whose claim is not the live one of its execution (SQLSTATE LK001), whoever writes it.';
+  'Refuse a checkpoint whose claim is not the live claim of its execution (SQLSTATE LK001).';
 
 create or replace function checkpoint_agent_execution(p_id uuid, p_lock_id text, p_step text, p_output jsonb) returns text
 language plpgsql volatile security definer set search_path from current as $$
@@ -72,11 +72,11 @@ begin
   return case when old is not distinct from p_output then 'same' else 'different' end;
 end $$;
 comment on function checkpoint_agent_execution is
-  'Record a step under a lock. created: recorded. same: it was there with this output. different: it was there with '
-  'another, and stays. LK001: the lock is void.';
+  'Record a step under a lock. created: recorded. same: recorded before with this output. different: recorded before '
+  'with another output, which stays. LK001: the lock is void.';
 
--- Nearly always the whole batch is valid. Sent in the order of execution ids, which is the lock order, it needs one
--- comparison for all. Only steps that are not written are returned.
+-- Nearly always the whole batch is valid. A batch in the order of execution ids, which is the lock order, needs one
+-- comparison for all steps. The answer has only the steps that were not written.
 create or replace function lanekeeper.checkpoint_agent_executions(p_ids uuid[], p_claims bigint[], p_steps text[], p_prints text[], p_failed boolean[],
                                               p_outputs jsonb[], p_variables jsonb[])
 returns table (n int, verdict text)
@@ -132,9 +132,9 @@ begin
   end if;
 end $$;
 comment on function lanekeeper.checkpoint_agent_executions is
-  'Record results of steps of several executions under their claims. Rows: those that were not written, because the '
-  'execution is locked or its claim is stale. Record each alone. SQLSTATE 23505: one was recorded before, and nothing '
-  'is written. Cheapest in the order of p_ids.';
+  'Record results of steps of several executions under their claims. Rows: steps that were not written, because the '
+  'execution is locked or its claim is stale. Record each alone. SQLSTATE 23505: a step was recorded before, and '
+  'nothing is written. Cheapest in the order of p_ids.';
 
 create or replace trigger agent_checkpoints_fence after insert on agent_checkpoints
   referencing new table as written for each statement execute function lanekeeper.agent_checkpoints_fence();

@@ -1,9 +1,9 @@
--- Waits and events: how an execution pauses, and what ends the pause.
+-- Waits and events: how an execution pauses and resumes.
 --
--- An execution that waits is a row, and needs no process. Every wait has a number. Event, timer and cancel compete for it under
--- the row's lock, so exactly one wins. An event that comes before its wait is kept (agent_events). Wait and event take one
--- advisory lock on kind and key, so no wake-up is lost. A request (agent_requests) asks people for documents, a signature or a
--- test; its answer is the event that the execution waits for.
+-- An execution that waits is a row, and needs no process. Every wait has a number. Event, timer and cancel compete for
+-- it under the row's lock, so exactly one wins. agent_events keeps an event that comes before its wait. Wait and event
+-- take one advisory lock on kind and key, so no wake-up is lost. A request (agent_requests) asks people for documents,
+-- a signature or a test; its answer is the event that the execution waits for.
 
 create table agent_events (
   id uuid default lanekeeper.agent_uuid7() primary key, event text not null check (event <> ''), key text not null,
@@ -17,14 +17,13 @@ comment on index agent_events_untaken is 'Finds an event that came before its wa
 alter index agent_events_once set (deduplicate_items=off);
 alter index agent_events_pkey set (deduplicate_items=off);
 comment on table agent_events is
-  'Events, in order. One that nobody waits for is kept for the first wait that asks for it.';
+  'Events, in order. An event without a waiter is kept for the first wait that asks for it.';
 comment on column agent_events.event is 'The kind of event, such as MESSAGE_RECEIVED or AGENT_COMPLETED.';
 comment on column agent_events.key is 'The subject of the event. Kind and key together find the waits that it ends.';
 comment on column agent_events.data is 'The content, which becomes the outcome of the wait.';
-comment on column agent_events.external_id is
-  'The id that the sender gave it. A second delivery with the id is ignored.';
+comment on column agent_events.external_id is 'The id from the sender. A second delivery with the id is ignored.';
 comment on column agent_events.execution_id is 'The execution that emitted it.';
-comment on column agent_events.consumed_by is 'The execution whose wait took it.';
+comment on column agent_events.consumed_by is 'The execution whose wait consumed the event.';
 
 create table agent_requests (
   id uuid default lanekeeper.agent_uuid7() primary key,
@@ -46,18 +45,18 @@ comment on index agent_requests_pending is 'Lists open requests.';
 create index agent_requests_thread on agent_requests (thread_id, id) where thread_id is not null;
 comment on index agent_requests_thread is 'Lists the requests of a thread.';
 comment on table agent_requests is
-  'Documents, signatures and tests that people are asked for. The id is the key of the event that answers it.';
-comment on column agent_requests.kind is 'The thing that is asked for.';
+  'Requests to people for documents, signatures and tests. The id is the key of the event that answers the request.';
+comment on column agent_requests.kind is 'The requested thing.';
 comment on column agent_requests.details is 'Details for the people who answer.';
-comment on column agent_requests.items is 'The names of the documents asked for.';
-comment on column agent_requests.received is 'The documents that have come: name and URL.';
-comment on column agent_requests.unexpected is 'Documents that have come and were not asked for.';
+comment on column agent_requests.items is 'The names of the requested documents.';
+comment on column agent_requests.received is 'The received documents: name and URL.';
+comment on column agent_requests.unexpected is 'Received documents that were not requested.';
 comment on column agent_requests.answer is 'The data of the outcome. Null: something is missing.';
 comment on column agent_requests.event_id is 'The event that completed it.';
 comment on column agent_requests.status is 'pending: open. completed: answered. closed: the execution ended first.';
 comment on column agent_requests.completed_at is 'When it was answered or closed.';
 comment on column agent_requests.documents is
-  'The documents that have come, each with {document, url}; a stored one also with id, name, content_type, size.';
+  'The received documents, each with {document, url}; a stored one also with id, name, content_type, size.';
 
 -- Code
 
@@ -97,7 +96,7 @@ begin
            (select max(m.seq) from agent_messages m
              where m.execution_id = p_id and m.thread_id = p_key and m.role = 'assistant'
                and m.seq is not null) as seq into sent;
-    -- The order of the thread decides. The clock decides only where the event belongs to no message of the thread.
+    -- The order of the thread decides. Only for an event without a message of the thread the clock decides.
     select v.* into came from agent_events v
      where v.event = 'MESSAGE_RECEIVED' and v.key = p_key and v.consumed_by is null and v.execution_id is null
        and v.id >= lanekeeper.agent_uuid7_floor(sent.at - interval '1 minute')
@@ -127,7 +126,7 @@ begin
   return jsonb_build_object('event', came.event, 'event_id', came.id, 'data', came.data, 'timed_out', false);
 end $$;
 comment on function lanekeeper.agent_wait_outcome is
-  'The outcome of a wait that is about to begin, if its event has come; the event is consumed. Null: it has not.';
+  'The outcome of a wait that is about to begin, if its event has come; the event is then consumed. Null: no event.';
 
 create or replace function lanekeeper.wait_agent_execution(p_id uuid, p_claim bigint, p_step text, p_kind text, p_key text,
                                      p_timeout interval, p_data jsonb) returns jsonb
@@ -152,8 +151,8 @@ begin
   p_data := case when p_kind = 'agent' and p_timeout is null then coalesce(p_data, '{}') || '{"patient": true}' else p_data end;
   p_timeout := coalesce(p_timeout, case p_kind when 'response' then interval '24 hours' when 'agent' then interval '1 hour' else interval '7 days' end);
   perform pg_advisory_xact_lock(hashtextextended('wait ' || p_kind || ' ' || p_key, 0));
-  -- Executions by id. The end of a child either comes before this, and its event is seen below, or finds who waits.
-  -- For update, because the claim is part of the key: two waits that shared the row would deadlock.
+  -- Lock executions by id. If the child has ended before, the query below sees its event. If it ends later, its end
+  -- finds this wait. For update, because the claim is part of the key: two waits that shared the row would deadlock.
   perform 1 from agent_executions x where p_kind = 'agent' and x.id = target and target < p_id for share;
   perform 1 from agent_executions x where x.id = p_id and x.claim = p_claim for update;
   perform 1 from agent_executions x where p_kind = 'agent' and x.id = target and target > p_id for share;
@@ -182,15 +181,15 @@ begin
      set status = 'waiting', claim = x.claim + 1, wait_number = x.wait_number + 1, attempt = 0, waiting_for = p_kind, waiting_key = p_key,
          waiting_step = p_step, waiting_until = clock_timestamp() + p_timeout, waiting_data = p_data
    where x.id = p_id and x.claim = p_claim;
-  -- Also when it waits again, after a time that was too short.
+  -- Also for a second wait, after a timeout that was too short.
   update agent_executions x set awaited = true
    where p_kind = 'agent' and x.id = target and x.parent_id = p_id and not x.awaited and x.completed_at is null;
   perform lanekeeper.claim_agent_locks(p_id, true);
   return null;
 end $$;
 comment on function lanekeeper.wait_agent_execution is
-  'Wait durably. Null: the execution is now waiting and needs no process. Otherwise the outcome: the event has come '
-  'already.';
+  'Wait durably. Null: the execution is now waiting and needs no process. Otherwise the outcome: the event had '
+  'already come.';
 
 create or replace function lanekeeper.wait_agent_executions(p_ids uuid[], p_claims bigint[], p_steps text[], p_kinds text[], p_keys text[], p_seconds float8[],
                                       p_data jsonb[], p_variables jsonb[]) returns setof int
@@ -206,7 +205,7 @@ begin
      where t.kind in ('event', 'approval', 'delay') and t.step is not null and (t.key <> '' or t.kind = 'delay' and t.key is not null)
        and t.seconds between 0 and extract(epoch from interval '30 days') and t.n = array_position(p_ids, t.id)
        and (t.kind = 'delay' or pg_try_advisory_xact_lock(hashtextextended('wait ' || t.kind || ' ' || t.key, 0))));
-  -- For update, because the claim is part of the key. One whose row is locked is left out.
+  -- For update, because the claim is part of the key. Executions whose row is locked are left out.
   ready := array(select x.id from agent_executions x where x.id = any (ready) and x.claim = p_claims[array_position(p_ids, x.id)]
                     for update skip locked);
   plain := array(
@@ -231,8 +230,8 @@ begin
    where not (t.id = any (plain) and t.n = array_position(p_ids, t.id));
 end $$;
 comment on function lanekeeper.wait_agent_executions is
-  'wait_agent_execution for several executions. Rows: places, from 1, of those that were not written: their event may '
-  'have come, they have lanes, are locked, or are not valid. Call wait_agent_execution for each.';
+  'wait_agent_execution for several executions. Rows: places, from 1, of waits that were not written: their event may '
+  'have come, or the execution has lanes, is locked, or is not valid. Call wait_agent_execution for each.';
 
 create or replace function lanekeeper.resume_agent_executions(p_ids uuid[], p_outcomes jsonb[], p_claimed uuid[] default '{}', p_worker uuid default null,
                                                    p_child uuid default null)
@@ -269,7 +268,7 @@ begin
      where x.id = p_child and x.parent_id = any (p_ids) and (x.inherits or x.awaited) and x.completed_at is null returning x.parent_id into parent;
   end if;
   if lanes <> '{}' then
-    -- In one order, whosever they are.
+    -- Lock all lanes in one order, regardless of their holder.
     perform 1 from agent_locks l where l.lane = any (lanes) order by l.lane for update;
   end if;
   if p_child is not null then
@@ -283,8 +282,8 @@ begin
   end if;
 end $$;
 comment on function lanekeeper.resume_agent_executions is
-  'Resume waiting executions. Each outcome becomes the checkpoint of its wait. Those of p_claimed are claimed for '
-  'p_worker, and their rows have their checkpoints; held: recover the claim first. The caller has locked the rows, '
+  'Resume waiting executions. Each outcome becomes the checkpoint of its wait. p_worker claims the executions of '
+  'p_claimed, and their rows have their checkpoints; held: recover the claim first. The caller has locked the rows, '
   'for update where it claims. p_child: the execution that all of them waited for.';
 
 -- Events
@@ -323,7 +322,7 @@ begin
   return kind;
 end $$;
 comment on function lanekeeper.check_agent_event is
-  'The kind of wait that an event ends. Refuses with 22023 an event whose data would fail the execution that waits.';
+  'The kind of wait that an event ends. Refuses with 22023 an event whose data would fail the waiting execution.';
 
 create or replace function lanekeeper.answer_agent_request(p_kind text, p_event agent_events) returns agent_requests
 language plpgsql volatile as $$
@@ -355,7 +354,7 @@ begin
           detail = format('a document is {"document": "…", "url": "…"}, several are {"documents": […]}; the request asks for %s',
                           left(array_to_string(r.items, ', '), 300));
       end if;
-      -- Of the request's thread or execution, or an admin's that is nobody's yet.
+      -- A document of the request's thread or execution, or an admin's document without either.
       if doc ? 'document_id' then
         update agent_documents x set execution_id = r.execution_id
          where x.id = lanekeeper.agent_uuid(doc ->> 'document_id') and x.owner_kind = 'admin' and x.thread_id is null
@@ -431,7 +430,7 @@ begin
                   order by x.id for no key update skip locked);
   end if;
   outcome := jsonb_build_object('event', v.event, 'event_id', v.id, 'data', v.data, 'timed_out', false);
-  -- Executions before requests, because the end of one closes what it asked for.
+  -- Lock executions before requests, because the end of an execution closes its requests.
   if p_kind in ('document', 'signature', 'test') then
     r := lanekeeper.answer_agent_request(p_kind, v);
     if r.id is not null then                                -- the request keeps it from here on
@@ -470,10 +469,10 @@ set jit = off as $$
 begin
   if p_flow = any (p_skip)
      or exists (select from agent_limits l where (l.kind = 'flow' and l.name = p_flow) or (l.kind = 'surface' and l.name = p_surface)) then
-    -- A limit is counted under its lock, with all that is ready.
+    -- A claimer counts a limit under its lock, together with all ready executions.
     return false;
   end if;
-  -- Nearly always nothing else is ready, or only what a limit holds back.
+  -- Nearly always nothing else is ready, or only executions that a limit holds back.
   return not exists (select from agent_executions x
                       where x.claimed_by is null and x.status in ('pending', 'running') and not x.is_external
                         and x.queue = p_queue)
@@ -481,8 +480,8 @@ begin
                       where k.queue = p_queue and k.flow <> all (p_skip) and (k.places > 0) is not false);
 end $$;
 comment on function lanekeeper.agent_next_in_line is
-  'Whether an execution that becomes ready now would be claimed next: no limit concerns it, and nothing else of '
-  'its queue could be claimed.';
+  'Whether workers would claim an execution next if it became ready now: no limit concerns it, and nothing else in '
+  'its queue can be claimed.';
 
 -- Nearly always one execution waits for an event. Starting a statement costs more than its work, so there are four:
 -- lock the execution; write the event and decide whether this process may claim; write the outcome; claim.
@@ -524,7 +523,7 @@ begin
   if event_id is null or plain and w.id is null then         -- it came before, or it is kept
     event_id := coalesce(event_id, (select v.id from agent_events v where v.external_id = p_id));
     return next;
-  -- Of several, those who claim from the queue decide who is first.
+  -- With several waiters, the claim from the queue decides their order.
   elsif not plain then
     for execution_id, queue in select r.id, r.queue from lanekeeper.resume_agent_waiters(kind, p_key, event_id, true) r loop
       return next;
