@@ -465,8 +465,10 @@ func TestWrongTokensAreThrottled(t *testing.T) {
 	}
 	assert.Truef(t, statuses[401] >= 5 && statuses[401] <= 20 && statuses[401]+statuses[429] == 200,
 		"the answers are %v", statuses)
-	got = post("weak", w.env["WEAK"])
-	assert.Equal(t, http.StatusTooManyRequests, got.status, "a weak token from an address that guesses", got.body)
+	pgtest.Eventually(t, func() bool { // a slow machine gives the address time for another guess
+		post("weak", "sesame-sesame-sesame")
+		return post("weak", w.env["WEAK"]).status == http.StatusTooManyRequests
+	}, "a weak token from an address that guesses is refused")
 	got = post("strong", whsec)
 	assert.Equal(t, http.StatusAccepted, got.status, "a strong token from there", got.body)
 }
