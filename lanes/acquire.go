@@ -50,7 +50,7 @@ type acquireResult struct {
 	WasHolder    string  // holder of the expired lease that was replaced
 	StaleFor     float64 // seconds since that lease expired
 	Lender       string  // execution that lent the lane
-	WillLend     bool    // the holder lends it when it waits
+	WillLend     bool    // the holder lends the lane when it waits
 }
 
 func (a *acquireResult) busyError(lane string) *BusyError {
@@ -110,8 +110,8 @@ func (k *Keeper) attempt(
 	return lease, nil, nil
 }
 
-// query runs a statement and waits for its answer a while after ctx has ended. Otherwise a lane granted at that
-// moment would stay held until its lease expires.
+// query runs a statement, and waits a while for its answer after ctx has ended. Otherwise a lane granted at that moment
+// would stay held until its lease expires.
 func (k *Keeper) query(
 	ctx context.Context, acquire acquireFunc, lane string, owner Owner, ttl time.Duration,
 ) (acquireResult, error) {
@@ -153,7 +153,7 @@ func (k *Keeper) logGrant(ctx context.Context, l *Lease, a acquireResult, nested
 	k.log.InfoContext(ctx, "lane acquired", "lane", l.Lane(), "owner", l.Owner().name, "fencing_token", a.FencingToken)
 }
 
-// undoAcquire releases what a statement without an answer may have acquired, and leaves the queue. A failure
+// undoAcquire releases the lane that a statement without an answer may have acquired, and leaves the queue. A failure
 // continues in the background. Lanes of an execution stay: they end with it.
 func (k *Keeper) undoAcquire(ctx context.Context, owner Owner, lane string, ttl time.Duration, cause error) {
 	var connectErr *pgconn.ConnectError

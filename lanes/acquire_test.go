@@ -23,7 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// newListener is a listener that hears of lanes.
+// newListener returns a listener for notifications of lanes.
 func newListener(t *testing.T, db *pgxpool.Pool) *postgres.Listener {
 	t.Helper()
 	listener := postgres.NewListener(pgtest.Dialer(t, db), slog.New(slog.DiscardHandler))
@@ -39,7 +39,7 @@ func newListener(t *testing.T, db *pgxpool.Pool) *postgres.Listener {
 	return listener
 }
 
-// listeningKeeper is a keeper that is woken by notifications.
+// listeningKeeper is a keeper that notifications wake.
 func listeningKeeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 	t.Helper()
 	k := lanes.NewKeeper(db, lanes.Options{Listener: newListener(t, db)})
@@ -260,7 +260,7 @@ func TestOtherLanesWakeNobody(t *testing.T) {
 	waiting.Wait()
 }
 
-// walOf is how many records and bytes of WAL a query writes, itself and in the functions that it calls.
+// walOf returns the number of records and bytes of WAL that a query writes, including the functions that it calls.
 func walOf(t testing.TB, db postgres.DB, query string) (records, bytes int64) {
 	t.Helper()
 	var plans []struct {
@@ -275,7 +275,7 @@ func walOf(t testing.TB, db postgres.DB, query string) (records, bytes int64) {
 	return plans[0].Plan.Records, plans[0].Plan.Bytes
 }
 
-// A try that fails is a read: however often it is made, the server has nothing to write down.
+// A failed try is a read: the server writes nothing for any number of tries.
 func TestAFailedTryWritesNoWAL(t *testing.T) {
 	t.Parallel()
 	const tries = 200
@@ -300,7 +300,7 @@ func TestAFailedTryWritesNoWAL(t *testing.T) {
 		} {
 			t.Run(lane+"/"+name, func(t *testing.T) {
 				before, sql := row(t, db, lane), fmt.Sprintf(query, lane, tries)
-				// Reading a page may tidy it up, once: what the tries themselves write they write again.
+				// Reading a page may prune it, once; WAL of the tries themselves would recur.
 				if records, _ := walOf(t, db, sql); records != 0 {
 					records, bytes := walOf(t, db, sql)
 					assert.Truef(t, records == 0, "%d tries wrote %d records of WAL, %d bytes", tries, records, bytes)
@@ -314,7 +314,7 @@ func TestAFailedTryWritesNoWAL(t *testing.T) {
 	assert.True(t, records != 0, "a grant writes no WAL: it is not measured here")
 }
 
-// many asks for lanes as acquire_agent_locks answers: the owners of those that were granted, by lane.
+// many acquires lanes as acquire_agent_locks does, and returns the owners of the granted ones, by lane.
 func many(t testing.TB, db postgres.DB, lanes, owners []string) map[string]string {
 	t.Helper()
 	granted := map[string]string{}
@@ -342,7 +342,7 @@ func many(t testing.TB, db postgres.DB, lanes, owners []string) map[string]strin
 	return granted
 }
 
-// Many at once keep every rule that one keeps: one owner, the order of the queue, growing tokens.
+// A batch keeps every rule of a single acquire: one owner, the order of the queue, growing tokens.
 func TestABatchAcquiresManyLanes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -380,7 +380,7 @@ func TestABatchAcquiresManyLanes(t *testing.T) {
 	assert.True(t, row(t, db, "another") == "none" && row(t, db, "free") == before, "a call that failed changed something")
 }
 
-// Many are released without a wait and without a mistake: what is not the owner's to give back now stays as it is.
+// A batch of releases neither waits nor errs: a lane that its owner cannot release now stays as it is.
 func TestABatchReleasesManyLanes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -414,7 +414,7 @@ func TestABatchReleasesManyLanes(t *testing.T) {
 		or fencing_token = any ($1)))`, tokens), "a released lane is held still, or its token is not void")
 }
 
-// Callers at the same time share statements, and each gets the answer to its own question.
+// Concurrent callers share statements, and each gets its own answer.
 func TestCallersShareStatements(t *testing.T) {
 	t.Parallel()
 	db := wide(t)

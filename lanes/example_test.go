@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// A job that must not run twice at once. (Lanes are off here, so that the example needs no database;
-// the program's keeper gets its pool and no such option, and one goroutine calls Run.)
+// A job that must not run twice at once. (Lanes are off here, so the example needs no database. The keeper of a program
+// gets its pool and no such option, and one goroutine calls Run.)
 func ExampleKeeper_Acquire() {
 	var db postgres.DB
 	keeper := lanes.NewKeeper(db, lanes.Options{Disabled: true})
@@ -23,14 +23,14 @@ func ExampleKeeper_Acquire() {
 	job := func(ctx context.Context) error {
 		lease, err := keeper.Acquire(ctx, "pipeline:prices")
 		if errors.Is(err, lanes.ErrBusy) { // a *lanes.BusyError names the holder
-			fmt.Println("already running, skipped") // not an error: the other one does it
+			fmt.Println("already running, skipped") // not an error: the other run does the work
 			return nil
 		}
 		if err != nil {
 			return err
 		}
 		defer lease.Release(ctx)
-		return consolidate(lease.Context()) // cancelled, cause lanes.ErrLost, when the lane is lost
+		return consolidate(lease.Context()) // cancelled, cause lanes.ErrLost, if the lane is lost
 	}
 	if err := job(context.Background()); err != nil {
 		fmt.Println(err)
@@ -92,7 +92,7 @@ func BenchmarkAcquireRelease(b *testing.B) {
 	})
 }
 
-// BenchmarkBusyTry is the gate while somebody holds the lane: a read.
+// BenchmarkBusyTry is a try on a held lane: a read.
 func BenchmarkBusyTry(b *testing.B) {
 	db := pgtest.DB(b)
 	mustTry(b, db, "x", "holder", 3600)

@@ -27,7 +27,7 @@ func queues(t *testing.T, db postgres.DB, lane, owner string, ttl int) {
 	}
 }
 
-// settled waits until the one waiter of a lane has looked twice: it looks again in 750 ms or more.
+// settled waits until the one waiter of a lane has polled twice: it polls again in 750 ms or more.
 func settled(t *testing.T, db postgres.DB, lane string) {
 	t.Helper()
 	queued(t, db, lane, 1)
@@ -52,7 +52,7 @@ func releaseLane(t *testing.T, db postgres.DB, lane, owner string, token int64) 
 	return to
 }
 
-// notified is what the next notification of conn says.
+// notified returns the payload of the next notification of conn.
 func notified(t *testing.T, conn *pgx.Conn) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
@@ -62,7 +62,7 @@ func notified(t *testing.T, conn *pgx.Conn) string {
 	return n.Payload
 }
 
-// A release hands the lane to the first waiter, which sends nothing more and then has its full TTL.
+// A release hands the lane to the first waiter. The waiter sends nothing more and then has its full TTL.
 func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -104,7 +104,7 @@ func TestTheHolderHasNoPlaceInTheQueue(t *testing.T) {
 	assert.Equal(t, "", releaseLane(t, db, "x", "b", token))
 }
 
-// A thread's lane is parked, queued for and delivered to in ways of its own.
+// A thread's lane is parked, queued for and delivered to in other ways.
 func TestTheLaneOfAThreadIsNotHandedOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -113,14 +113,14 @@ func TestTheLaneOfAThreadIsNotHandedOver(t *testing.T) {
 	assert.Equal(t, "", releaseLane(t, db, "thread:1", "a", token))
 }
 
-// Whom a lane is not handed to, it is free and promised as ever.
+// An ineligible waiter gets no handover: the lane is free and promised as usual.
 func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for name, c := range map[string]struct {
 		first string // does this, and stays the first in the queue
 		over  bool   // its place ends
-		busy  string // is done in a transaction that is open meanwhile
+		busy  string // runs in a transaction that is open meanwhile
 		to    string
 		tell  bool
 	}{
@@ -162,7 +162,7 @@ func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 	}
 }
 
-// listener is a connection that hears of lanes.
+// listener is a connection that receives notifications of lanes.
 func listener(t *testing.T, db *pgxpool.Pool) *pgx.Conn {
 	t.Helper()
 	conn, err := pgtest.Dialer(t, db)(t.Context())
@@ -172,7 +172,7 @@ func listener(t *testing.T, db *pgxpool.Pool) *pgx.Conn {
 	return conn
 }
 
-// Only its live owner hands a lane over, and a fenced write under its token is waited for.
+// Only its live owner hands a lane over, and the handover waits for a fenced write under its token.
 func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -257,7 +257,7 @@ func TestAWaiterThatLeavesHoldsNothing(t *testing.T) {
 	assert.Equal(t, "", pgtest.Value[string](t, db, `select locked_by from agent_locks`))
 }
 
-// How a transaction is committed is its owner's business, not that of a function that is called in it.
+// The owner of a transaction decides how it commits, not a function in it.
 func TestAReleaseLeavesTheCallersTransactionDurable(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -291,7 +291,7 @@ func TestAHandoverIsDurable(t *testing.T) {
 	}{"wanted": {true, "on"}, "lonely": {false, "off"}} {
 		tx := pgtest.Begin(t, db)
 		pgtest.Exec(t, tx, `set local synchronous_commit = on`)
-		k, _ := keeper(t, tx) // alone, so that each of its statements is in the transaction
+		k, _ := keeper(t, tx) // alone, so each of its statements is in the transaction
 		l := acquire(t, k, "x")
 		if c.wanted {
 			queues(t, tx, "x", "b", 60)
@@ -302,7 +302,7 @@ func TestAHandoverIsDurable(t *testing.T) {
 	}
 }
 
-// Many at once are handed over as one is.
+// Concurrent handovers behave like single ones.
 func TestABatchHandsManyLanesOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -325,7 +325,7 @@ func TestABatchHandsManyLanesOver(t *testing.T) {
 	assert.Truef(t, !g.acquired && g.holder == "d", "a newcomer got %+v, want busy by d", g)
 }
 
-// The claim of an execution may be over at the handover, so it acquires lanes itself, and only while it is live.
+// The claim of an execution may have ended at the handover. It acquires lanes itself, and only while it is live.
 func TestAnExecutionClaimGetsNoHandover(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -376,7 +376,7 @@ func TestAMissedHandoverIsFoundByPolling(t *testing.T) {
 	}
 }
 
-// A notification that comes too late is of a lease that has ended.
+// A late notification belongs to a lease that has ended.
 func TestALateHandoverIsIgnored(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -15,7 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// ended waits for the end of a lease and returns when it came.
+// ended waits for the end of a lease and returns its time.
 func ended(t *testing.T, l *lanes.Lease, within time.Duration) time.Time {
 	t.Helper()
 	select {
@@ -90,8 +90,8 @@ func TestTheLocalEndCountsFromBeforeTheCall(t *testing.T) {
 	assert.Truef(t, least >= 1900*time.Millisecond, "the work ended %s after the call, want 2 s", least)
 }
 
-// retryWithin measures until one of a few tries is done within a time. On a busy machine each may be late, where a
-// defect makes all of them late. It returns the shortest.
+// retryWithin measures until one of a few tries is fast enough. On a busy machine each try may be late; a defect makes
+// all of them late. It returns the shortest.
 func retryWithin(t *testing.T, most time.Duration, try func() time.Duration) time.Duration {
 	t.Helper()
 	least := try()
@@ -176,7 +176,7 @@ func TestABrokenLaneReachesItsHolderAtOnce(t *testing.T) {
 	})
 }
 
-// The process takes the lane again before it has noticed that it had lost it.
+// The process acquires the lane again before it has noticed the loss.
 func TestABrokenLaneThatIsTakenAgainEndsTheOldWorkOnly(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -192,7 +192,7 @@ func TestABrokenLaneThatIsTakenAgainEndsTheOldWorkOnly(t *testing.T) {
 	assert.NoError(t, context.Cause(l.Context()), "the new hold ended")
 }
 
-// A row that a stranger has locked is asked again soon, well before the end of the lease.
+// The keeper soon retries a renewal whose row a stranger has locked, well before the end of the lease.
 func TestALockedRowIsRenewedSoon(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -254,7 +254,7 @@ func TestTheLaneOfADeadProcessIsReleased(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_workers`))
 }
 
-// A transaction that keeps the row for long does not hold up the sweep.
+// A transaction that keeps the row for long does not delay the sweep.
 func TestTheSweepDoesNotWaitForLong(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -309,8 +309,8 @@ func TestABreakIsAuditedUnderTheHoldersTrace(t *testing.T) {
 	assert.Truef(t, err == nil && !held, "held %v, %v", held, err)
 }
 
-// A lane whose holder let its lease end is cleared and logged, soon after; those that are held, parked, lent or a
-// thread's are left.
+// Expire soon clears and logs a lane whose holder let its lease expire; it leaves lanes that are held, parked, lent or
+// a thread's.
 func TestExpiredLanesAreCleared(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -338,7 +338,7 @@ func TestExpiredLanesAreCleared(t *testing.T) {
 	mustTry(t, db, "ended", "next", 60)
 }
 
-// However many are held, each is looked at in its turn.
+// Expire examines each of any number of held lanes in its turn.
 func TestExpiredLanesAreClearedInBatches(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -106,7 +106,7 @@ func (e *BusyError) Is(target error) bool { return target == ErrBusy }
 // BlockedError names the blocking transaction. It matches ErrBlocked.
 type BlockedError struct {
 	Reason string // pid, application and start of the transaction, as the database reports them
-	Hint   string // what to do
+	Hint   string // the remedy
 	cause  *pgconn.PgError
 }
 

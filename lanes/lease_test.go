@@ -203,8 +203,8 @@ func TestReleaseIsRetriedAfterAnOutage(t *testing.T) {
 	assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "not released")
 }
 
-// An acquire whose answer was lost must not keep the lane busy until its TTL, nor one that a server that goes down,
-// or a pooler that has lost it, ends with an error after the commit.
+// An acquire without an answer must not keep the lane busy until its TTL. Nor must one that commits and then gets an
+// error, from a server that shuts down or a pooler that has lost it.
 func TestALostAnswerLeavesTheLaneFree(t *testing.T) {
 	t.Parallel()
 	for what, err := range map[string]error{

@@ -36,7 +36,7 @@ func Live(ctx context.Context, db postgres.DB) ([]LiveLane, error) {
 const (
 	// expireBatch bounds the held lanes that one Expire reads.
 	expireBatch = 1000
-	// expireAfter is how long a lease has been expired when Expire clears its lane.
+	// expireAfter is the time from the end of a lease until Expire clears its lane.
 	expireAfter = 10 * time.Second
 )
 

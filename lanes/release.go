@@ -112,7 +112,7 @@ func (r *releaseLoop) continueInBackground(ctx context.Context) {
 	k.retryInBackground(ctx, h.ttl, r.once)
 }
 
-// once is one attempt in the background; true when nothing is left to do.
+// once is one attempt in the background; it returns true if nothing is left to do.
 func (r *releaseLoop) once(ctx context.Context) (done bool) {
 	k, h := r.keeper, r.hold
 	end, err := k.keyed.Lock(ctx, h.key())
@@ -133,7 +133,7 @@ func (r *releaseLoop) once(ctx context.Context) (done bool) {
 		return poolClosed(err)
 	}
 	released.done = released.done || r.uncertain
-	_ = k.finishRelease(ctx, h, released) // nobody waits for the answer
+	_ = k.finishRelease(ctx, h, released) // no caller waits for the answer
 	return true
 }
 

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// A release whose session is killed is made over another one, also where it waited for a fenced write.
+// A release whose session is killed is repeated over another one, also if it waited for a fenced write.
 func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -39,7 +39,7 @@ func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 	assert.True(t, len(log.Lines("lane not released yet", "lane=x")) > 0, "no line says that it had to be tried again")
 }
 
-// A release whose answer is lost has been made: the lane was not lost.
+// A release without an answer succeeded: the lane was not lost.
 func TestAReleaseWhoseAnswerIsLostIsARelease(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -99,7 +99,7 @@ func TestAReleaseInTheBackgroundLeavesALaterHoldAlone(t *testing.T) {
 	}
 }
 
-// An acquire whose answer is lost, and whose lane cannot be released at once, is released later.
+// An acquire without an answer, whose lane cannot be released at once, is released later.
 func TestAnOrphanedLaneIsReleasedInTheBackground(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -136,7 +136,7 @@ func prepared(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, query, args...)
 	pgtest.Exec(t, tx, `prepare transaction '`+id+`'`)
-	_ = tx.Rollback(t.Context()) // of a transaction that the connection does not have any more
+	_ = tx.Rollback(t.Context()) // of a transaction that the connection no longer has
 	t.Cleanup(func() {
 		_, err := db.Exec(context.Background(), `rollback prepared '`+id+`'`)
 		assert.NoError(t, err)
@@ -178,7 +178,7 @@ func TestAWaiterInAnOpenTransactionBlocksNobody(t *testing.T) {
 	}
 }
 
-// wantHeld checks that holder a of x renews and releases it, that the next one gets it, and that the sweeps pass.
+// wantHeld checks that holder a of x renews and releases it, that the next one acquires it, and that the sweeps pass.
 func wantHeld(t *testing.T, db *pgxpool.Pool, token int64) {
 	t.Helper()
 	hurry := pgtest.Begin(t, db)
@@ -227,7 +227,7 @@ func TestAGrantInAnOpenTransactionIsBusyForOthers(t *testing.T) {
 	}
 }
 
-// A release or break that an open transaction blocks names it within about a second.
+// A blocked release or break names the open transaction within about a second.
 func TestABlockedReleaseNamesTheTransaction(t *testing.T) {
 	t.Parallel()
 	for how, leave := range clumsy {
@@ -289,7 +289,7 @@ func TestABlockedBreakNamesTheTransaction(t *testing.T) {
 	assert.Truef(t, err == nil && broken, "Break after the write: %v, %v", broken, err)
 }
 
-// A place in a queue that is being handed the lane, in a transaction that stays open, is not waited for.
+// A queue place that gets the lane in an open transaction blocks no other waiter.
 func TestAHandoverInAnOpenTransactionBlocksNoWaiter(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

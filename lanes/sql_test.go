@@ -19,7 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// The rules of DESIGN.md, by plain SQL: they hold whoever calls.
+// The rules of DESIGN.md, in plain SQL: they hold for every caller.
 
 func TestTryIsTheSameAsAcquire(t *testing.T) {
 	t.Parallel()
@@ -56,7 +56,7 @@ func TestTokensGrowOverEveryKindOfEnd(t *testing.T) {
 		`select release_agent_lock('x', $1)`,
 	} {
 		last := pgtest.Value[int64](t, db, `select coalesce(max(fencing_token), 0) from agent_locks`)
-		if i == 4 { // prune what the step before has left
+		if i == 4 { // prune after the step before
 			err := lanes.Prune(t.Context(), db, 24*time.Hour)
 			assert.Truef(t, err == nil && row(t, db, "x") == "none", "nothing was pruned: %v", err)
 			end = `select release_agent_lock('x', $1)`
@@ -269,7 +269,7 @@ func TestABatchRenewalReportsEachLease(t *testing.T) {
 	assert.Equal(t, want, got)
 }
 
-// One process may ask for a lease that it has lost beside the one it got since.
+// One process may renew a lost lease together with a later one of the same lane.
 func TestABatchRenewalDistinguishesLostAndNewHolds(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -442,7 +442,7 @@ func wide(t testing.TB) *pgxpool.Pool {
 	return db
 }
 
-// arena notices two holders at once and tokens that do not grow.
+// arena detects two concurrent holders, and tokens that do not grow.
 type arena struct {
 	t      *testing.T
 	inside atomic.Int32
@@ -450,8 +450,7 @@ type arena struct {
 	tokens []int64
 }
 
-// hold is to be called by a holder, which leaves with the returned function. last is true
-// when there were enough grants.
+// A holder calls hold, and leaves with the returned function. last is true when there were enough grants.
 func (a *arena) hold(token int64) (last bool, leave func()) {
 	assert.Equal(a.t, 1, a.inside.Add(1), "holders at once")
 	a.mu.Lock()
@@ -463,7 +462,7 @@ func (a *arena) hold(token int64) (last bool, leave func()) {
 	return len(a.tokens) >= grants, func() { a.inside.Add(-1) }
 }
 
-// race runs work in every racer until one of them says that it was the last.
+// race runs work in every racer until one of them returns last.
 func race(t *testing.T, work func(ctx context.Context, racer, round int) (last bool, err error)) {
 	t.Helper()
 	ctx, enough := context.WithCancel(t.Context())

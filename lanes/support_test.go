@@ -49,7 +49,7 @@ func tryErr(ctx context.Context, db postgres.DB, lane, owner string, ttl int) (g
 	return g, err
 }
 
-// mustTry takes a lane that has to be free.
+// mustTry acquires a lane that must be free.
 func mustTry(t testing.TB, db postgres.DB, lane, owner string, ttl int) int64 {
 	t.Helper()
 	g := try(t, db, lane, owner, ttl)
@@ -68,7 +68,7 @@ func expire(t testing.TB, db postgres.DB, lane string) {
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
 }
 
-// row is everything about a lane, with its version: it differs after any write.
+// row is all data of a lane, with its version: it differs after any write.
 func row(t testing.TB, db postgres.DB, lane string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `select coalesce((select l.xmin || l.ctid::text || l::text from agent_locks l
@@ -88,7 +88,7 @@ func waitUntilBlocked(t testing.TB, db postgres.DB, text string) {
 			and wait_event_type = 'Lock' and query like '%' || $1 || '%' and pid <> pg_backend_pid())`, text)
 }
 
-// getWithin is get that asks again while somebody has the lane in use, as clients do.
+// getWithin is get with retries while another transaction uses the lane, as clients do.
 func getWithin[T any](t testing.TB, db postgres.DB, query string, args ...any) T {
 	t.Helper()
 	var v T
@@ -115,12 +115,12 @@ func (l *logs) want(t testing.TB, n int, words ...string) {
 	}
 }
 
-// wire is a database that can be cut off, slowed down, or whose answers get lost.
+// wire is a database behind a connection that can be cut, slowed down, or lose answers.
 type wire struct {
 	postgres.DB
 	cut   atomic.Bool
 	lose  atomic.Bool
-	lost  error // in the place of an answer that gets lost; nil for nothing, until the caller's time is up
+	lost  error // replaces a lost answer; nil for nothing, until the caller's time runs out
 	delay time.Duration
 	sent  sync.Map // statements by the function they call → *atomic.Int64
 }
@@ -209,7 +209,7 @@ func run(t testing.TB, k *lanes.Keeper) {
 	t.Cleanup(func() { cancel(); running.Wait() })
 }
 
-// liveClaim is the first claim of an execution that runs.
+// liveClaim is the first claim of a running execution.
 func liveClaim(t testing.TB, db postgres.DB) lanes.Owner {
 	t.Helper()
 	return lanes.ClaimOwner(pgtest.Value[string](t, db, `
@@ -218,7 +218,7 @@ func liveClaim(t testing.TB, db postgres.DB) lanes.Owner {
 		select 'fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'f', 'running', id, 1 from w returning id::text`), 1)
 }
 
-// acquire acquires a lane that has to be free, until the end of the test.
+// acquire acquires a lane that must be free, until the end of the test.
 func acquire(t testing.TB, k *lanes.Keeper, lane string, opts ...lanes.Option) *lanes.Lease {
 	t.Helper()
 	l, err := k.Acquire(t.Context(), lane, opts...)
@@ -237,7 +237,7 @@ func acquireLater(t testing.TB, k *lanes.Keeper, lane string, opts ...lanes.Opti
 	return got
 }
 
-// acquired fails the test when the lane was not granted.
+// acquired fails the test if the lane was not granted.
 func acquired(t testing.TB, l *lanes.Lease, err error) *lanes.Lease {
 	t.Helper()
 	require.NoError(t, err)

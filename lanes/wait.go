@@ -17,8 +17,8 @@ const (
 	channel       = "agent_lanes"          // of the notifications of releases: a lane, or a handover to a waiter
 	queuePlaceTTL = 5 * time.Second        // lifetime of a place in the queue between two attempts
 	pollInterval  = time.Second            // without a notification
-	pollPromised  = 150 * time.Millisecond // when the lane is free but promised to an earlier waiter
-	pollLocked    = 30 * time.Millisecond  // when the row was locked, and once after the first attempt
+	pollPromised  = 150 * time.Millisecond // if the lane is free but promised to an earlier waiter
+	pollLocked    = 30 * time.Millisecond  // if the row was locked, and once after the first attempt
 )
 
 // AcquireWait queues for lane as a new owner. Waiters are served in order of arrival. It returns a *BusyError after
@@ -89,7 +89,7 @@ func (w *waiter) concerns(payload string) bool {
 	return payload == w.lane || strings.HasPrefix(payload, w.lane+"\t"+w.owner.name+"\t")
 }
 
-// pause returns the lane when it is handed over, and true when it is time for another attempt.
+// pause returns the lane when it is handed over, and true when the next attempt is due.
 func (w *waiter) pause(ctx context.Context, d time.Duration, deadline <-chan time.Time) (got *handover, retry bool) {
 	poll := time.NewTimer(d)
 	defer poll.Stop()
@@ -149,7 +149,7 @@ func leaveQueue(ctx context.Context, db postgres.DB, lane string, owner Owner) e
 		args).Scan(&released)
 }
 
-// tryOrEnqueue acquires the lane, or queues for it when it is busy. A listening waiter may get a handover. The claim of
+// tryOrEnqueue acquires the lane, or queues for it if it is busy. A listening waiter may get a handover. The claim of
 // an execution must be live (LK001), and gets no handover, because it may have ended by then.
 func (w *waiter) tryOrEnqueue(
 	ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration,
@@ -199,7 +199,7 @@ func parseHandover(payload string) (h handover, ok bool) {
 	return handover{parts[0], parts[1], token, time.UnixMicro(until).UTC()}, true
 }
 
-// IsHandover reports a notification on agent_lanes that a lane went from its holder to a waiter, so it was never
+// IsHandover reports a notification on agent_lanes that a lane passed from its holder to a waiter, and so was never
 // free.
 func IsHandover(payload string) bool {
 	_, ok := parseHandover(payload)

@@ -40,7 +40,7 @@ type Stdio struct {
 	In       io.Reader
 	Out, Err io.Writer
 	Log      *slog.Logger // nil for text on Err
-	// Skipped is called when the lane is busy and the command was not run; may be nil.
+	// Skipped is called if the lane is busy and the command did not run; may be nil.
 	Skipped func(ctx context.Context, busy *lanes.BusyError)
 }
 
@@ -82,7 +82,7 @@ func RunCommand(
 	code, err := runHeld(lease, argv, stdio)
 	released := lease.ReleaseWithin(ctx, releaseLimit)
 	switch {
-	case err == nil && errors.Is(released, lanes.ErrLost): // the command may not have been alone
+	case err == nil && errors.Is(released, lanes.ErrLost): // another command may have run at the same time
 		return code, fmt.Errorf("after %s: %w", argv[0], released)
 	case released != nil && !errors.Is(released, lanes.ErrLost):
 		stdio.log().WarnContext(ctx, "lane not released, it ends with its lease", "lane", lane, "error", released)

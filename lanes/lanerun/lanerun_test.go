@@ -36,7 +36,7 @@ func keeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 	return k
 }
 
-// result is what a run left.
+// result is the result of a run.
 type result struct {
 	code     int
 	err      error
@@ -92,8 +92,8 @@ func TestABusyLaneSkipsTheCommand(t *testing.T) {
 	assert.NoError(t, l.Release(t.Context()), "the skipped run freed the lane")
 }
 
-// A command that has run has not failed because the database does not answer afterwards; whoever sees a failure runs
-// it again.
+// A command that has run does not fail because the database does not answer afterwards: a caller that sees a failure
+// runs it again.
 func TestTheExitCodeIsTheCommandsAlsoWithoutARelease(t *testing.T) {
 	db := pgtest.DB(t)
 	k := keeper(t, db)
