@@ -24,7 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// define reads a definition the way the API would: unknown keys are errors.
+// define reads a definition as the API does: unknown keys are errors.
 func define(text string) (flows.Definition, error) {
 	var d flows.Definition
 	decoder := json.NewDecoder(strings.NewReader(text))
@@ -32,7 +32,7 @@ func define(text string) (flows.Definition, error) {
 	return d, decoder.Decode(&d)
 }
 
-// shapes are definitions by what they show, and whether they are taken.
+// shapes are definitions by the rule that they show, and whether they are valid.
 var shapes = map[string]struct {
 	good bool
 	text string
@@ -372,7 +372,7 @@ func TestEveryActionIsAmongTheCases(t *testing.T) {
 	}
 }
 
-// Errors begin with the path of what is wrong, and say what to do.
+// Errors begin with the path of the fault, and name the remedy.
 func TestValidateNamesPlaceAndReason(t *testing.T) {
 	for name, c := range map[string]struct{ actions, want string }{
 		"nearest type": {
@@ -474,18 +474,18 @@ func TestTriggersNamesTheChildren(t *testing.T) {
 	assert.Equal(t, want, fmt.Sprint(flows.Triggers(d)))
 }
 
-// Candidate is what the flow is started with.
+// Candidate is the flow's input.
 type Candidate struct {
 	Name string `json:"name"`
 }
 
-// Verdict is what the child decides.
+// Verdict is the child's decision.
 type Verdict struct {
 	Fit bool `json:"fit"`
 }
 
-// Onboard is a flow in Go: a durable function. It is called from the top each time its execution is claimed; what is
-// recorded is not done again.
+// Onboard is a flow in Go: a durable function. The engine calls it from the top at each claim of its execution;
+// recorded steps do not run again.
 func Onboard(ctx context.Context, input json.RawMessage) (executions.Result, error) {
 	var who Candidate
 	if err := json.Unmarshal(input, &who); err != nil {
@@ -493,7 +493,7 @@ func Onboard(ctx context.Context, input json.RawMessage) (executions.Result, err
 	}
 	x, _ := executions.Current(ctx)
 
-	// Step: what may differ from run to run happens inside of one, and its typed result is recorded.
+	// Step: code that may differ from run to run is inside a step, and its typed result is recorded.
 	greeting, err := executions.Step(ctx, "greeting", func(context.Context) (string, error) {
 		return "Hola " + who.Name + ". Tienes experiencia?", nil
 	})
@@ -501,12 +501,12 @@ func Onboard(ctx context.Context, input json.RawMessage) (executions.Result, err
 		return executions.Result{}, err
 	}
 
-	// Send: once, however often the process dies; in its turn, when another execution has the thread.
+	// Send: once, for any number of crashes; in its turn, if another execution has the thread.
 	if _, err := threads.Send(ctx, threads.Outgoing{ThreadID: *x.ThreadID, Content: greeting}); err != nil {
 		return executions.Result{}, err
 	}
 
-	// Wait: parks the execution. Return its error: the function is called again when the answer is there.
+	// Wait: parks the execution. Return its error: the engine calls the function again when the answer has come.
 	out, err := executions.Wait(ctx, "answer", executions.Response(*x.ThreadID, 24*time.Hour))
 	switch {
 	case err != nil:
@@ -522,7 +522,7 @@ func Onboard(ctx context.Context, input json.RawMessage) (executions.Result, err
 		return executions.Result{}, err
 	}
 
-	// Trigger: a child, and how it ended. It may speak in the thread while its parent waits for it.
+	// Trigger: a child, and its outcome. It may send messages in the thread while its parent waits for it.
 	child, err := executions.Trigger(ctx, "evaluation", executions.Child{Flow: "evaluate", Input: vars, Wait: true})
 	if err != nil {
 		return executions.Result{}, err
@@ -562,7 +562,7 @@ func TestTheExampleOfThePageRuns(t *testing.T) {
 		"ended with %q %s", x.ResultSummary, x.Result)
 }
 
-// row is an action as the page has it.
+// row is an action as documented on the page.
 func row(a flows.Action) string {
 	var given []string
 	for _, p := range a.Parameters {

@@ -27,7 +27,7 @@ import (
 const (
 	maxExpression = 2000    // bytes
 	maxNodes      = 300     // nodes of its syntax tree
-	maxMade       = 100_000 // values that it may allocate
+	maxMade       = 100_000 // values that an expression may allocate
 )
 
 // classExpression is the error class of an expression that failed at run time.

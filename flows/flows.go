@@ -70,7 +70,7 @@ type Definition struct {
 	Description string `yaml:"description" json:"description,omitempty"`
 	// JSON Schema of type object; empty accepts any input
 	Input map[string]any `yaml:"input" json:"input,omitempty"`
-	// what an execution is about, by name: templates over the input; its executions are found by the values
+	// the subject of an execution, by name: templates over the input; their values find its executions
 	Labels    map[string]string `yaml:"labels" json:"labels,omitempty"`
 	Variables map[string]any    `yaml:"variables" json:"variables,omitempty"` // initial values
 	// for its messages: chat, webhook or log; the thread's when empty
@@ -122,7 +122,7 @@ func Talks(d Definition) bool {
 	return false
 }
 
-// references collects what all actions refer to, nested ones included.
+// references collects the references of all actions, including nested ones.
 func references(d Definition, of func(a *action) map[string]string) map[string]string {
 	named := map[string]string{}
 	for _, a := range (&compiler{}).actions(d.Actions, "actions", 0) {

@@ -10,8 +10,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// FuzzTemplate looks for a template that panics, that is filled in differently the second time, or whose text without
-// references is changed.
+// FuzzTemplate searches for a template that panics, that renders differently the second time, or whose text without
+// references changes.
 func FuzzTemplate(f *testing.F) {
 	for _, text := range []string{
 		"", "{{", "{{}}", "a {{name}} b", `{{a.0.b ?? "x"}}`, "{{ name | default: 'it''s' }}",
@@ -41,7 +41,7 @@ func FuzzTemplate(f *testing.F) {
 	})
 }
 
-// FuzzExpression looks for an expression that panics, that needs more than it is given, or whose value is not JSON.
+// FuzzExpression searches for an expression that panics, exceeds its bounds, or has a value that is not JSON.
 func FuzzExpression(f *testing.F) {
 	for _, text := range []string{
 		"", "n > 1", "n ?? 0", "list | filter(# > 1) | len()", "all(list, {# > 0})", `split(text, "")[0] + "x"`,
@@ -73,7 +73,7 @@ func FuzzExpression(f *testing.F) {
 	})
 }
 
-// FuzzDefinition looks for a definition that panics, or that is valid and whose stored form is not.
+// FuzzDefinition searches for a definition that panics, or a valid one whose stored form is invalid.
 func FuzzDefinition(f *testing.F) {
 	for _, text := range []string{
 		"name: a\nactions: [{actionType: send_message, parameters: {message: 'hi {{name ?? \"you\"}}'}}]",
@@ -107,7 +107,7 @@ func FuzzDefinition(f *testing.F) {
 	})
 }
 
-// FuzzLength looks for a duration that is negative, or longer than is offered.
+// FuzzLength searches for a duration that is negative, or longer than the maximum.
 func FuzzLength(f *testing.F) {
 	for _, text := range []string{"90m", "1d12h", "0.5ms", "99999999999w", "1h1h", "-1s", "1e9s", "", "5200w"} {
 		f.Add(text)

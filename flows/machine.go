@@ -211,7 +211,7 @@ func (a *action) computes() bool {
 	return a.Type == "set" || a.Type == "if" || a.Type == "while"
 }
 
-// prepare decides whether an action is run, and fills its templates in. What is wrong is told inside of its phase.
+// prepare decides whether an action runs, and fills its templates in. Its phase reports the errors.
 func (m *machine) prepare(a *action) ready {
 	r := ready{action: a}
 	if a.when != nil {
@@ -236,13 +236,13 @@ func (m *machine) prepare(a *action) ready {
 	return r
 }
 
-// requests reports whether an action asks somebody for something. Its message may name the request, so it is written
-// later.
+// requests reports whether an action requests something from a person. Its message may name the request, so it is
+// written later.
 func (a *action) requests() bool {
 	return a.Waits == "document" || a.Waits == "signature" || a.Waits == "test"
 }
 
-// wrapped names the place of an error and keeps its class.
+// wrapped adds the place to an error and keeps its class.
 func wrapped(place string, err error) error {
 	if err == nil {
 		return nil
@@ -276,7 +276,7 @@ func (r ready) shown() map[string]any {
 	return shown
 }
 
-// perform does what an action is for.
+// perform executes an action.
 func (m *machine) perform(ctx context.Context, r ready, effect *executions.Effect) (result, error) {
 	switch {
 	case r.err != nil:
@@ -301,7 +301,7 @@ func (m *machine) perform(ctx context.Context, r ready, effect *executions.Effec
 	return got, m.bound(got.Set)
 }
 
-// bound keeps the variables from growing beyond what a record should have.
+// bound limits the variables to the size of a record.
 func (m *machine) bound(set map[string]any) error {
 	if len(set) == 0 {
 		return nil
@@ -543,7 +543,7 @@ func (m *machine) loop(
 const maxVariables = 512 << 10
 
 // normalize returns a value in the form that the database returns: integers are int, other numbers float64. Every
-// variable has this form at once, so that the first run and a replay compute alike.
+// variable has this form at once, so the first run and a replay compute the same values.
 func normalize(value any) (any, error) {
 	raw, err := json.Marshal(value)
 	if err != nil {

@@ -50,7 +50,7 @@ func newWorld(t *testing.T, documents ...string) *world {
 	return process(t, pool, nil)
 }
 
-// process runs an engine until the test ends, or stop is called.
+// process runs an engine until the test ends, or the test calls stop.
 func process(t *testing.T, pool *pgxpool.Pool, loop *reason.Loop, register ...func(*executions.Engine) error) *world {
 	t.Helper()
 	e := enginetest.New(t, pool)
@@ -66,7 +66,7 @@ func process(t *testing.T, pool *pgxpool.Pool, loop *reason.Loop, register ...fu
 	return w
 }
 
-// read reads a flow the way a file has it.
+// read reads a flow in the form of a file.
 func read(t *testing.T, text string) flows.Definition {
 	t.Helper()
 	var tree map[string]any
@@ -130,7 +130,7 @@ func variables(t *testing.T, x executions.Execution) map[string]any {
 	return all
 }
 
-// replies is what went out in the thread, in its order.
+// replies are the sent messages of the thread, in order.
 func replies(t *testing.T, db postgres.DB) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `select coalesce(string_agg(content, ' | ' order by seq), '') from agent_messages
@@ -172,8 +172,8 @@ func flow(name, actions string) string {
 	return "name: " + name + "\nactions:\n" + strings.ReplaceAll(strings.TrimLeft(actions, "\n"), "\t", "  ")
 }
 
-// Another input that a kept action has not worked on is refused at once, with the action's name, however the flow is
-// seen to change.
+// A fork whose input contradicts the record of a kept action is refused at once, with the name of the action, for every
+// way in which the change appears.
 func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, flow("greets", `
@@ -221,7 +221,7 @@ func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 	}
 }
 
-// An input that the flow does not take is refused at once, too, also where the step that looked at the first one is
+// An input that violates the flow's schema is refused at once, too, even if the step that validated the first one is
 // kept.
 func TestAForkWithAnInputThatTheFlowDoesNotTakeIsRefused(t *testing.T) {
 	t.Parallel()
@@ -291,8 +291,8 @@ func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
 	for name, test := range map[string]struct {
 		actions   string
 		meanwhile bool
-		want      string // what is there in the end
-		failed    string // the action at which it ends
+		want      string // the expected variables at the end
+		failed    string // the action at which the flow ends
 	}{
 		"read": {recalls + pauses + writes, false, `"mine" at 2`, ""},
 		"read, own, and again": {
@@ -343,7 +343,7 @@ actions:
   - {actionType: end, parameters: {summary: collected, result: {n: 1}}}
 `
 
-// A child speaks in its parent's thread while the parent waits, and leaves its variables to it.
+// A child sends messages in its parent's thread while the parent waits, and passes its variables to the parent.
 func TestAParentGoesOnWithWhatItsChildKnows(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, collector, `
@@ -375,7 +375,7 @@ actions:
 	assert.Truef(t, err == nil && all["executionId"] == id, "the parent takes itself for %v", all["executionId"])
 }
 
-// Whom a cancelled execution waits for is cancelled with it, however deep, and for the reason that was given.
+// A cancel reaches the children that an execution waits for, at any depth, with the given reason.
 func TestCancellingReachesGrandchildren(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, flow("top", "  - {actionType: trigger_agent, parameters: {flow: middle}}"),
@@ -448,7 +448,7 @@ func TestAChildOfGoCode(t *testing.T) {
 	assert.Truef(t, got["total"] == 3.0 && sum["result"] == 3.0, "variables %v", got)
 }
 
-// An execution finishes on the version it began with, also when the flow was changed and removed while it waited.
+// An execution finishes on the version that it started with, even if the flow changed and was removed while it waited.
 func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	t.Parallel()
 	version := func(n string) string {
@@ -473,7 +473,7 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	enginetest.Await(t, w.pool, first, executions.Completed)
 	deliver(t, w, "EVENT_COMPLETED", "k2", `{}`)
 	enginetest.Await(t, w.pool, second.ID, executions.Completed)
-	// A fork is given its version before it begins. It begins when it has lost its thread.
+	// A fork gets its version before it begins. It begins when it has lost its thread.
 	var third string
 	err = postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error {
 		fork, err := w.Fork(t.Context(), tx, executions.ForkSpec{ID: first, From: "flow version"})
@@ -498,7 +498,8 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	assert.Equal(t, "flow a: the flow was removed", postgres.Deref(x.ErrorMessage))
 }
 
-// Flows that start one another are stopped: the deepest fails, and the trace has no more executions than may be nested.
+// Flows that start one another are stopped: the deepest fails, and the trace has no more executions than the nesting
+// limit.
 func TestFlowsThatStartOneAnotherAreStopped(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, `
@@ -515,8 +516,8 @@ actions:
 
 var errKilled = errors.New("killed by the test")
 
-// reaper takes an execution's claim away the first time that it comes to each step: right before the step, as a process
-// that dies there would lose it.
+// reaper takes an execution's claim away the first time that it comes to each step. It does so right before the step,
+// where a dying process would lose the claim.
 type reaper struct {
 	pool *pgxpool.Pool
 
@@ -559,8 +560,8 @@ func (r *reaper) kills() int {
 	return len(r.seen)
 }
 
-// A flow whose process dies before every single step ends as if nothing had happened: nothing is done twice, and
-// nothing is left out.
+// A flow whose process dies before every single step ends as an undisturbed one: no step is repeated, and none is
+// missing.
 func TestAFlowSurvivesADeathBeforeEveryStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -24,16 +24,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// scenario is a process that plays one of the three scenarios of threads, with the flows of the example. What becomes
-// of the thread's lane and messages is kept in the table seen, in the order of the database: both are changed under
-// the lane's lock.
+// scenario is a process that runs one of the three scenarios of threads, with the flows of the example. The table seen
+// records the states of the thread's lane and messages, in the order of the database: both change under the lane's
+// lock.
 type scenario struct {
 	*world
 	log *testkit.Log
 	id  string // of the thread
 }
 
-// logged waits for as many lines with all parts as there have to be, and reports more.
+// logged waits for the required number of lines with all parts, and reports more.
 func (s *scenario) logged(t *testing.T, n int, parts ...string) {
 	t.Helper()
 	defer func() {
@@ -47,8 +47,8 @@ func (s *scenario) logged(t *testing.T, n int, parts ...string) {
 	assert.Truef(t, len(got) == n, "%d lines have %q, want %d:\n%s", len(got), parts, n, strings.Join(got, ""))
 }
 
-// witness writes down each state of the thread's lane, as agent_thread_locks shows it, and of its messages, as a
-// commit leaves them. An execution is called by its flow.
+// witness records each state of the thread's lane, as agent_thread_locks shows it, and of its messages, after each
+// commit. It names an execution by its flow.
 const witness = `
 create table seen (n bigint generated always as identity, what text);
 create function who(p_id uuid) returns text language sql as $$
@@ -106,7 +106,7 @@ func (s *scenario) starts(t *testing.T, flow string, input any) string {
 	return x.ID
 }
 
-// happens waits until what was seen ends with a line.
+// happens waits until the recorded states end with a line.
 func (s *scenario) happens(t *testing.T, what string) {
 	t.Helper()
 	pgtest.Eventually(t, func() bool {
@@ -115,7 +115,7 @@ func (s *scenario) happens(t *testing.T, what string) {
 	}, what)
 }
 
-// seen is what has happened, in its order; what is the same as before it is left out.
+// seen is the recorded states in order, without repetitions.
 func (s *scenario) seen(t *testing.T) []string {
 	t.Helper()
 	return pgtest.Value[[]string](t, s.pool, `
@@ -138,7 +138,7 @@ func (s *scenario) holds(t *testing.T, want string) {
 	assert.Equal(t, want, s.held(t))
 }
 
-// went compares everything that happened with what should have.
+// went compares all recorded states with the expected ones.
 func (s *scenario) went(t *testing.T, want ...string) {
 	t.Helper()
 	assert.NoDiff(t, want, s.seen(t))
@@ -202,7 +202,7 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 	enginetest.Await(t, s.pool, parent, executions.Completed)
 	s.logged(t, 1, `msg="locks released"`, "count=1", "execution_id="+parent)
 	s.logged(t, 1, `msg="locks released"`, "execution_id="+child)
-	s.logged(t, 1, `msg="lane acquired"`) // the coordinator goes on with what it was given back
+	s.logged(t, 1, `msg="lane acquired"`) // the coordinator continues with the returned lane
 	s.logged(t, 0, `msg="lane busy"`)
 	assert.Equal(t, 0, pgtest.Value[int](t, s.pool, `select count(*)::int from agent_lock_loans`))
 	got := s.seen(t)
@@ -216,7 +216,7 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 		t.Errorf("%q did not happen: %q", what, got)
 		return -1
 	}
-	// From the coordinator's last rest on, its own waking and that of its child may come in either order.
+	// After the coordinator's last wait, it and its child may resume in either order.
 	before := at("recolector has it")
 	diff := cmp.Diff([]string{
 		"coordinador has it", "coordinador sent: Iniciamos tu proceso", "coordinador has it, parked", "coordinador has it",
@@ -231,7 +231,7 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 	if diff := cmp.Diff([]string{
 		"recolector has it",
 		"recolector sent: Necesito tu INE",
-		"recolector has it", // after its rest, and when the answer has come
+		"recolector has it", // after its wait, and when the answer has come
 		"visitor received: Aquí está mi INE",
 		"recolector has it",
 		"recolector sent: Documento recibido",
@@ -254,7 +254,7 @@ func TestScenarioOfAHungAgent(t *testing.T) {
 	assert.Truef(t, !sent.Queued, "agente_a: %+v", sent)
 	s.holds(t, "agente_a 0 min, Pedro, 0 queued")
 
-	// Eleven minutes pass without a word. It lives.
+	// Eleven minutes pass without a message. The execution still waits.
 	pgtest.Exec(t, s.pool, `update agent_locks set expires_at = expires_at - interval '11 minutes 10 seconds'
 		where lane = 'thread:pedro'`)
 	beat, err := s.RenewLock(t.Context(), a, lock.LockID)

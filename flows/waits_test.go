@@ -87,7 +87,7 @@ func typeOf(action string) string {
 	return name
 }
 
-// Retry waits three times more, for the same thing, with the timeoutActions before each.
+// Retry waits three times more, for the same event, with the timeoutActions before each.
 func TestATimeoutThatRetries(t *testing.T) {
 	t.Parallel()
 	for name, c := range waiting {
@@ -352,7 +352,7 @@ actions:
 	assert.NoDiff(t, want, variables(t, x))
 }
 
-// The condition of a while may be about index from the first look on, whatever an outer loop calls so.
+// The condition of a while may use index from the first check on, even if an outer loop has a variable of that name.
 func TestAWhileCountsFromZero(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, `
@@ -369,7 +369,7 @@ actions:
 	assert.NoDiff(t, map[string]any{"sum": 606.0}, variables(t, x))
 }
 
-// An action that ends is the end of everything, also out of loops and branches.
+// An action that ends the flow ends it from inside loops and branches, too.
 func TestAFlowEndsItself(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t,
@@ -400,7 +400,7 @@ func TestAFlowEndsItself(t *testing.T) {
 		"failed with %q at %q", postgres.Deref(x.ErrorMessage), postgres.Deref(x.FailedStep))
 }
 
-// What a template or an expression needs and does not find ends the action, with its name.
+// A template or an expression that misses a variable ends the flow, with the name of the action.
 func TestWhatIsNotKnownFailsLoudly(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ action, message, class string }{

@@ -114,7 +114,7 @@ func (m *machine) readSkill(ctx context.Context, r ready) (skills.Skill, json.Ra
 	return skill, args, nil
 }
 
-// reason asks the model.
+// reason calls the model.
 func (m *machine) reason(ctx context.Context, r ready) (result, error) {
 	if m.in.Loop == nil {
 		return result{}, errNoLoop

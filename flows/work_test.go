@@ -98,7 +98,7 @@ func TestSkillsAreCalled(t *testing.T) {
 	}
 }
 
-// A flow may go on after a rejection: it knows how it was decided, and why.
+// A flow may continue after a rejection: it has the decision and its reason.
 func TestAFlowGoesOnAfterARejection(t *testing.T) {
 	t.Parallel()
 	w := clever(t, mute, flow("a", `
@@ -142,7 +142,7 @@ func TestTheWaitsOfALoopAreTold(t *testing.T) {
 		  from why(@trace) where part = 'waits' order by seq`, postgres.Strict{"trace": x.TraceID}))
 }
 
-// A flow is an occasion for the trial too: a skill that only flows use would not come back otherwise.
+// A flow triggers the trial of a disabled skill, too: otherwise a skill that only flows use would stay disabled.
 func TestASkillOnTrialIsTriedByAFlow(t *testing.T) {
 	t.Parallel()
 	w := clever(t, mute, flow("f", `
