@@ -21,14 +21,14 @@ import (
 // Its verdict counts only while the judge is calibrated; see [Calibration].
 type JudgeRule struct {
 	Rubric string `yaml:"rubric" json:"rubric"`
-	Model  string `yaml:"model" json:"model,omitempty"`   // when empty: a model other than the agent's, if configured
+	Model  string `yaml:"model" json:"model,omitempty"`   // if empty: a model other than the agent's, if configured
 	Votes  int    `yaml:"votes" json:"votes,omitempty"`   // odd; 3 when 0
 	Labels string `yaml:"labels" json:"labels,omitempty"` // a file of labels in the workspace
 
 	Labelled []JudgeLabel `yaml:"-" json:"labelled,omitempty"` // the content of the file
 }
 
-// JudgeLabel is what a person says about an answer.
+// JudgeLabel is a person's verdict about an answer.
 type JudgeLabel struct {
 	Answer string `json:"answer"`
 	Rubric string `json:"rubric,omitempty"` // empty: that of the judge
@@ -81,7 +81,7 @@ func ReadLabels(text []byte) ([]JudgeLabel, error) {
 	}
 }
 
-// JudgeModel returns the model of a judge for a subject, and whether it is the one that it judges.
+// JudgeModel returns the model of a judge for a subject, and whether it is the model of the judged agent.
 func (s Subject) JudgeModel(j JudgeRule) (model string, same bool) {
 	if model = j.Model; model == "" {
 		model = s.Model
@@ -100,16 +100,16 @@ type Calibration struct {
 	Rubric    string         `json:"rubric"`
 	Model     string         `json:"model"`
 	Votes     int            `json:"votes"`
-	Same      bool           `json:"same_model"` // the judge's model is the one that it judges
+	Same      bool           `json:"same_model"` // the judge's model is the model of the judged agent
 	Labels    int            `json:"labels"`     // distinct answers with a label
 	Judged    int            `json:"judged"`     // labelled answers with a verdict of the judge
 	Agreed    int            `json:"agreed"`
 	Agreement stats.Interval `json:"agreement"`
-	FalsePass stats.Interval `json:"false_pass"` // the rate at which it passes what people fail
+	FalsePass stats.Interval `json:"false_pass"` // the rate at which it passes answers that people fail
 	FalseFail stats.Interval `json:"false_fail"`
 
 	Calibrated bool   `json:"calibrated"`
-	Why        string `json:"why,omitempty"` // why it is not calibrated
+	Why        string `json:"why,omitempty"` // the reason why it is not calibrated
 }
 
 // A judge is calibrated by at least MinLabels labelled answers, if these bounds of the 95 % intervals hold.
@@ -159,8 +159,8 @@ func NewCalibration(labels int, verdicts []Judged) Calibration {
 	return c
 }
 
-// LabelsOf returns what people say about answers by a rubric of a suite, one label for an answer: those of the judges'
-// files, and those of the trials of cases with the rubric. Answers on which people are split are left out.
+// LabelsOf returns people's labels of answers by a rubric of a suite, one label for an answer: those of the judges'
+// files, and those of the trials of cases with the rubric. It omits answers on which people disagree.
 func LabelsOf(ctx context.Context, db postgres.DB, s Suite, rubric string) ([]JudgeLabel, error) {
 	var all []JudgeLabel
 	var cases []string
@@ -283,7 +283,7 @@ func ReadCalibrations(ctx context.Context, db postgres.DB, run string, s Subject
 	return c, err
 }
 
-// FreezeCalibrations lets a run keep the present calibrations. Those that it keeps already do not change.
+// FreezeCalibrations lets a run keep the present calibrations. It keeps those that are already frozen.
 func FreezeCalibrations(ctx context.Context, db postgres.DB, run string, s Subject) error {
 	list, err := Calibrate(ctx, db, s)
 	if err == nil {
@@ -334,7 +334,7 @@ type Judgement struct {
 	Same       bool    `json:"same_model,omitempty"`
 	Votes      int     `json:"votes"`  // the votes received
 	Passes     int     `json:"passes"` // the votes to pass
-	Why        string  `json:"why"`    // the reason of a vote of the majority, or why there is no verdict
+	Why        string  `json:"why"`    // the reason of a vote of the majority, or of a missing verdict
 	Decided    bool    `json:"decided"`
 	Pass       bool    `json:"pass"`
 	Calibrated bool    `json:"calibrated"`
@@ -342,7 +342,7 @@ type Judgement struct {
 	CostUSD    float64 `json:"cost_usd"`
 }
 
-// String says what the judge said, for people.
+// String returns the verdict as a text for people.
 func (j Judgement) String() string {
 	text := "judge " + j.Model + ": "
 	switch {
@@ -388,8 +388,8 @@ func (d Definition) JudgesOf() (list []JudgeRule) {
 	return list
 }
 
-// ApplyJudgements lets the judges decide a trial that passed so far. One that is not calibrated decides nothing: a
-// trial that only it could decide is undecided.
+// ApplyJudgements lets the judges decide a trial that passed so far. An uncalibrated judge decides nothing: a trial
+// that only it could decide is undecided.
 func (t *Trial) ApplyJudgements(c Case, list []Judgement) {
 	t.Judgements = list
 	calibrated := 0

@@ -17,12 +17,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
-// ErrNoCase reports a trace that no case can be made from.
+// ErrNoCase reports a trace that yields no case.
 var ErrNoCase = errors.New("the trace has no message to a model")
 
 // FromTrace makes a case from a trace: the last message of its first model call, and stubs of the calls of that
-// execution. The rows of a trace are redacted. A redacted argument is left out of the stub, so that it matches any
-// value.
+// execution. The rows of a trace are redacted. The stub omits a redacted argument, and so matches any value.
 func FromTrace(t activity.Trace, name string) (Case, error) {
 	c := Case{Name: name, From: t.TraceID, Skills: map[string][]Stub{}, Approvals: map[string]string{}}
 	if c.Name == "" {
@@ -124,7 +123,7 @@ func stubOf(row activity.Row) Stub {
 	if json.Unmarshal(row.Input, &s.When) != nil {
 		s.When = nil
 	}
-	delegated := row.Kind == activity.KindPhase // its input has all parameters, also those that the model left out
+	delegated := row.Kind == activity.KindPhase // its input has all parameters, including those that the model omitted
 	for key, value := range s.When {
 		text, err := json.Marshal(value)
 		if err != nil || strings.Contains(string(text), redact.Marker) ||
@@ -148,8 +147,8 @@ func stubOf(row activity.Row) Stub {
 	return s
 }
 
-// CheckAppended returns why the text after is not the text before with one more case, of the given name, in its last
-// suite.
+// CheckAppended returns an error unless the text after is the text before with one more case, of the given name, in its
+// last suite.
 func CheckAppended(before, after []byte, name string) error {
 	old, err := lastSuite(before)
 	if err != nil {
@@ -176,7 +175,7 @@ type suiteNames struct {
 	Cases []struct{ Name string }
 }
 
-// lastSuite reads the last document of a file, as far as cases go.
+// lastSuite reads the last document of a file, up to its cases.
 func lastSuite(text []byte) (suite suiteNames, err error) {
 	documents := yaml.NewDecoder(bytes.NewReader(text))
 	for {

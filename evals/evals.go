@@ -34,8 +34,8 @@ import (
 type Definition struct {
 	Name        string `yaml:"name" json:"name"`
 	Description string `yaml:"description" json:"description,omitempty"`
-	Agent       string `yaml:"agent" json:"agent,omitempty"`     // the default agent when empty
-	Surface     string `yaml:"surface" json:"surface,omitempty"` // whose rules and skills: chat when empty, or operate
+	Agent       string `yaml:"agent" json:"agent,omitempty"`     // the default agent if empty
+	Surface     string `yaml:"surface" json:"surface,omitempty"` // its rules and skills: chat if empty, or operate
 	Trials      int    `yaml:"trials" json:"trials,omitempty"`   // of each case; DefaultTrials when 0
 	Budget      Budget `yaml:"budget" json:"budget,omitzero"`
 	ApplyGate   *Gate  `yaml:"gate" json:"gate,omitempty"` // nil: does not gate
@@ -45,23 +45,23 @@ type Definition struct {
 // DefaultTrials is the number of trials of each case.
 const DefaultTrials = 5
 
-// Budget bounds a run. What is not decided within it is undecided.
+// Budget bounds a run. A trial beyond it is undecided.
 type Budget struct {
 	CostUSD float64 `yaml:"cost_usd" json:"cost_usd,omitempty"` // 0: no limit
-	Timeout string  `yaml:"timeout" json:"timeout,omitempty"`   // 10m when empty
+	Timeout string  `yaml:"timeout" json:"timeout,omitempty"`   // 10m if empty
 }
 
-// Gate decides which runs let an apply through. Margin is the loss of the mean pass rate that counts as not worse.
+// Gate determines the runs that let an apply pass. Margin is the loss of the mean pass rate that counts as not worse.
 // PassRate is the mean pass rate that suffices unless the run is worse; all trials must pass when it is 0.
 type Gate struct {
 	Margin   float64 `yaml:"margin" json:"margin,omitempty"`
 	PassRate float64 `yaml:"pass_rate" json:"pass_rate,omitempty"`
 }
 
-// Case is one task for the agent, with everything that it may touch.
+// Case is one task for the agent, with the complete environment of the task.
 type Case struct {
 	Name      string            `yaml:"name" json:"name"`
-	From      string            `yaml:"from" json:"from,omitempty"` // the trace that it was made from
+	From      string            `yaml:"from" json:"from,omitempty"` // the source trace of the case
 	Now       string            `yaml:"now" json:"now,omitempty"`   // RFC 3339; the time of the run when empty
 	Messages  []Message         `yaml:"messages" json:"messages"`
 	Memory    map[string]any    `yaml:"memory" json:"memory,omitempty"` // by category/key
@@ -70,13 +70,13 @@ type Case struct {
 	Expect    []Expectation     `yaml:"expect" json:"expect"`
 }
 
-// Message is said by the user or the assistant. The last one is the user's.
+// Message is a message of the user or the assistant. The last one is the user's.
 type Message struct {
 	User      string `yaml:"user" json:"user,omitempty"`
 	Assistant string `yaml:"assistant" json:"assistant,omitempty"`
 }
 
-// Stub answers calls whose arguments contain When. Of several that match, the n-th call gets the n-th, and the last one
+// Stub answers calls whose arguments contain When. Of several matching stubs, the n-th call gets the n-th; the last one
 // repeats.
 type Stub struct {
 	When    map[string]any `yaml:"when" json:"when,omitempty"`
@@ -85,7 +85,7 @@ type Stub struct {
 	Class   string         `yaml:"class" json:"class,omitempty"` // of Error; "error" when empty
 }
 
-// Approve and Reject are the scripted decisions. A skill without one is rejected.
+// Approve and Reject are the scripted decisions. A skill without a decision is rejected.
 const (
 	Approve = "approve"
 	Reject  = "reject"
@@ -103,7 +103,7 @@ type Expectation struct {
 	MemoryWritten string   `yaml:"memory_written" json:"memory_written,omitempty"` // category/key
 	Within        *Within  `yaml:"within" json:"within,omitempty"`
 
-	Judge *JudgeRule `yaml:"judge" json:"judge,omitempty"` // asked if all others are met
+	Judge *JudgeRule `yaml:"judge" json:"judge,omitempty"` // called if all others are met
 }
 
 // Answer describes the text of the answer. Every key must hold. Letter case does not matter to Contains and Lacks.
@@ -342,7 +342,7 @@ func (d Definition) gate() Gate {
 // Margin returns the loss of the mean pass rate that still counts as not worse.
 func (d Definition) Margin() float64 { return d.gate().Margin }
 
-// SurfaceName returns the surface whose rules and skills count.
+// SurfaceName returns the surface of the rules and skills.
 func (d Definition) SurfaceName() string { return cmp.Or(d.Surface, "chat") }
 
 // Timeout returns the bound of a run.

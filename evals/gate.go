@@ -16,13 +16,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// The gate of apply. A suite with gate: lets an apply through only after a run of exactly what the apply would make
-// current: the same cases, agent, skills and model, played by the same version of this program. The newest finished run
-// counts. It must not be worse than the newest run of the present agent, on the cases that both have.
+// The gate of apply. A suite with gate: lets an apply pass only after a run of the exact result of the apply: the same
+// cases, agent, skills and model, played by the same version of this program. The newest finished run counts. It must
+// not be worse than the newest run of the present agent, on the cases that both have.
 //
 // The stricter of the gates before and after an apply counts. So an apply cannot loosen its own gate.
 
-// Refusal is why one suite refuses an apply.
+// Refusal is the reason why one suite refuses an apply.
 type Refusal struct {
 	Suite string   `json:"suite"`
 	Why   string   `json:"why"`
@@ -116,7 +116,7 @@ func tighterRate(a, b float64) float64 {
 	return max(a, b)
 }
 
-// checkOffline refuses what only the offline model passed, where another model has played the suite before.
+// checkOffline refuses a run that only the offline model passed, if another model has played the suite before.
 func (in Installation) checkOffline(ctx context.Context, db postgres.DB, suite string) (Refusal, error) {
 	models, err := postgres.Names(ctx, db, "read the models of eval "+suite, `
 		select model from agent_eval_runs where suite = @suite and kind = 'suite' and model not in ('', @offline)
@@ -142,7 +142,7 @@ func (in Installation) checkRemoved(ctx context.Context, db postgres.DB, old Sub
 	return Refusal{}, nil
 }
 
-// checkSuite returns why the newest run of a subject does not let it through; empty if it does.
+// checkSuite returns the reason why the newest run of a subject refuses it; empty if it passes.
 func checkSuite(ctx context.Context, db postgres.DB, old, now Subject, gate Gate) (Refusal, error) {
 	run, err := newestRun(ctx, db, now, now.SuiteDigest())
 	if errors.Is(err, ErrNotFound) {

@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/schema"
 )
 
-// PurposeJudge is the purpose of a judge's model calls, by which reports of spend show them apart.
+// PurposeJudge is the purpose of a judge's model calls; reports of spend show it apart.
 const PurposeJudge = "eval_judge"
 
 // Call is a call that the model requested.
@@ -27,7 +27,7 @@ type Call struct {
 // made reports whether a call was made.
 func (c Call) made() bool { return !c.Refused && c.Approval != "denied" }
 
-// Observed is what a trial did.
+// Observed is the behaviour of a trial.
 type Observed struct {
 	Answer     string
 	Calls      []Call
@@ -37,7 +37,7 @@ type Observed struct {
 	Latency    time.Duration
 }
 
-// Judge returns why a trial does not meet the expectations of its case; empty if it does.
+// Judge returns the reasons why a trial fails the expectations of its case; empty if it meets them.
 func Judge(c Case, o Observed) []string {
 	var reasons []string
 	for i, e := range c.Expect {

@@ -32,7 +32,7 @@ var (
 	ErrNoAnswer = errors.New("the trial has no answer yet")
 )
 
-// Label is what a person says about the answer of a trial. It keeps the answer, so that it outlives the run.
+// Label is a person's verdict about the answer of a trial. It contains the answer, and so outlives the run.
 type Label struct {
 	Run       string    `json:"run"`
 	Suite     string    `json:"suite"`

@@ -12,15 +12,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// OutageSuite is the suite whose cases run when a skill comes back from its trial.
+// OutageSuite is the suite whose cases run when a skill returns after its trial.
 const OutageSuite = "selfheal"
 
-// maxOutageCalls is how often a case of an outage accepts that the model tries the broken skill.
+// maxOutageCalls bounds the model's calls of the broken skill that a case of an outage accepts.
 const maxOutageCalls = 3
 
-// FromOutage makes a case from a failure for which self-heal disabled a skill: what the agent was asked in its trace,
-// with the skill failing at every call as it did. Where nobody asked a model, as in a heartbeat, the case asks for the
-// call.
+// FromOutage makes a case from a failure for which self-heal disabled a skill. The case has the request to the agent in
+// the trace, and the skill fails at every call as it did. If no message to a model exists, as in a heartbeat, the case
+// requests the call.
 func FromOutage(skill string, f selfheal.Failure, t activity.Trace, name string) (Case, error) {
 	class := cmp.Or(f.ErrorClass, "error")
 	name = cmp.Or(name, fmt.Sprintf("%s fails: %s", skill, class))

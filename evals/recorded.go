@@ -18,17 +18,17 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// Recorded is the turn of a trace: what the model read, called and received. It is redacted, as prompts and the
-// activity log are.
+// Recorded is the turn of a trace: the prompt, the calls and the results of the model. It is redacted, as prompts and
+// the activity log are.
 type Recorded struct {
 	Surface          string           `json:"surface"`
 	Rules            string           `json:"rules"`             // of the surface, before the agent's instructions
-	Now              time.Time        `json:"now"`               // as the model read it
+	Now              time.Time        `json:"now"`               // in the model's form
 	Context          string           `json:"context,omitempty"` // of the preface, without the time
 	Prompt           string           `json:"prompt"`
 	History          []models.Message `json:"history,omitempty"`
 	Tools            []RecordedTool   `json:"tools,omitempty"`  // of the runtime, without the skills
-	Skills           []string         `json:"skills,omitempty"` // that were offered
+	Skills           []string         `json:"skills,omitempty"` // the offered ones
 	Pinned           map[string]any   `json:"pinned,omitempty"` // memory, by category/key
 	Model            string           `json:"model"`
 	Calls            []RecordedCall   `json:"calls"`
@@ -47,7 +47,7 @@ type RecordedTool struct {
 	} `json:"function"`
 }
 
-// RecordedCall is a call that the model requested, and its result as the model read it.
+// RecordedCall is a call that the model requested, and its result in the model's form.
 type RecordedCall struct {
 	Skill  string          `json:"skill"`
 	Args   json.RawMessage `json:"args"`
@@ -60,7 +60,7 @@ type notPlayable string
 
 func (n notPlayable) Error() string { return string(n) }
 
-// Reasons of turns that cannot be played.
+// Reasons why a turn cannot be played.
 const (
 	noPrompt   notPlayable = "its prompt is not recorded"
 	noAnswer   notPlayable = "it ended without an answer"
@@ -80,7 +80,7 @@ type root struct {
 // SampleOf selects recorded turns of an agent.
 type SampleOf struct {
 	Agent  string
-	Others []string // other agents; the default agent also has the turns of names outside of them
+	Others []string // other agents; the default agent also has the turns of all other names
 	All    bool     // the agent is the default one
 	Since  time.Duration
 	Size   int
@@ -89,8 +89,8 @@ type SampleOf struct {
 	Share       float64
 }
 
-// roots reads the completed turns with a model call. The sample follows from the ids of the traces, so that it is the
-// same at each call.
+// roots reads the completed turns with a model call. The sample follows from the ids of the traces, so each call
+// returns the same one.
 func (s SampleOf) roots(ctx context.Context, db postgres.DB) ([]root, error) {
 	return postgres.Rows[root](ctx, db, "sample recorded turns", `
 		select e.trace_id, e.id::text as execution_id, e.surface::text as surface, m.purpose
@@ -149,7 +149,7 @@ func Draw(ctx context.Context, db postgres.DB, of SampleOf) ([]Case, Sample, err
 	return cases, sample, nil
 }
 
-// separateSkills keeps the tools of the runtime, and names the others.
+// separateSkills keeps the tools of the runtime, and returns the names of the others.
 func (r *Recorded) separateSkills(known []skills.Skill) {
 	r.Tools = slices.DeleteFunc(r.Tools, func(t RecordedTool) bool {
 		name := t.Function.Name
@@ -375,7 +375,7 @@ func (r Recorded) Match(skill string, args json.RawMessage, n int) (match Record
 	return match, ok
 }
 
-// Follows returns why observed calls are not the recorded ones; empty if they are.
+// Follows returns the first difference between observed and recorded calls; empty if there is none.
 func (r Recorded) Follows(calls []Call) []string {
 	made := slices.DeleteFunc(slices.Clone(calls), func(c Call) bool { return c.Refused || isOfTheRuntime(c.Skill) })
 	for i, want := range r.Calls {
@@ -444,13 +444,13 @@ func sameValue(got, recorded any) bool {
 // plainText is a string without letter case and spacing.
 func plainText(s string) string { return strings.Join(strings.Fields(strings.ToLower(s)), " ") }
 
-// Coverage tells how much of a sample a run decided.
+// Coverage reports the decided share of a sample.
 type Coverage struct {
 	Sampled  int            `json:"sampled"`
 	Played   int            `json:"played"`   // cases with a verdict
 	Decided  int            `json:"decided"`  // played cases without a diverged trial or an error
 	Followed int            `json:"followed"` // decided cases whose every trial made the recorded calls
-	Diverged map[string]int `json:"diverged"` // cases, by the skill of the first call that was not recorded
+	Diverged map[string]int `json:"diverged"` // cases, by the skill of the first unrecorded call
 	Skipped  map[string]int `json:"skipped"`  // turns that cannot be played, by reason
 }
 

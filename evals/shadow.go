@@ -27,7 +27,7 @@ type Shadow struct {
 	Turns     int        `json:"turns"`
 	SeenAt    time.Time  `json:"-"`
 	Upto      time.Time  `json:"-"` // turns that completed by then are visible and can be sampled
-	Over      bool       `json:"-"` // stopped, or its time has come
+	Over      bool       `json:"-"` // stopped, or its time has passed
 }
 
 const shadowColumns = `s.run_id::text, s.share, s.until, s.stopped_at, r.agent, r.agent_version as version, r.model, r.status,
@@ -79,7 +79,7 @@ func GetShadow(ctx context.Context, db postgres.DB, run string) (Shadow, error) 
 		postgres.Strict{"run": run})
 }
 
-// StopShadow ends a shadow, and records who did. It returns [ErrNotFound] for a run that is no shadow or is over.
+// StopShadow ends a shadow, and records the caller. It returns [ErrNotFound] for a run that is no shadow or is over.
 func StopShadow(ctx context.Context, db postgres.Beginner, run string) error {
 	act := activity.Act{Name: "stop_shadow", Input: map[string]any{"run": run}}
 	_, err := activity.Record(ctx, db, act, func(tx pgx.Tx, _ string) (any, error) {

@@ -68,7 +68,7 @@ const (
 	Passed    = "passed"
 	Failed    = "failed"
 	Undecided = "undecided"
-	// Interrupted is a running run whose process is gone. agent eval run --resume continues it.
+	// Interrupted is a running run whose process has ended. agent eval run --resume continues it.
 	Interrupted = "interrupted"
 )
 
@@ -79,7 +79,7 @@ const (
 	OfShadow         = "shadow"         // of turns as they complete
 )
 
-// RecordedModel is the model of a control run: each case has that of its recorded turn.
+// RecordedModel is the model of a control run: each case has the model of its recorded turn.
 const RecordedModel = "recorded"
 
 // Run is a run of a suite. ControlID is the run of the same cases that it is compared with; empty for none.
@@ -100,8 +100,8 @@ type Run struct {
 	Background   bool       `json:"background,omitempty"` // servers play it
 }
 
-// runColumns has the status interrupted for a run that no server and, for a while, no process plays. The control of a
-// shadow has no turn of its own to play for a while.
+// runColumns has the status interrupted for a run that no server and, for a while, no process plays. For a while, the
+// control of a shadow has no turn to play.
 const runColumns = `id::text, kind, coalesce(control_id::text, ''), suite, version, agent, agent_version, model, trials,
 	case when status = 'running' and served_until is null and kind <> 'shadow'
 	      and greatest(began_at, created_at) < clock_timestamp() - interval '30 seconds' and not exists (
@@ -220,7 +220,7 @@ type CaseResult struct {
 	Tokens    int64          `json:"tokens"`
 	JudgeUSD  float64        `json:"judge_usd"` // besides CostUSD
 	Reasons   []string       `json:"reasons"`   // different ones, at most maxReasons
-	TraceID   string         `json:"trace_id"`  // of the first trial that did not pass, or else the first
+	TraceID   string         `json:"trace_id"`  // of the first failed trial, or else of the first
 }
 
 const maxReasons = 5
@@ -233,7 +233,7 @@ type Report struct {
 	Tokens   int64         `json:"tokens"`
 	JudgeUSD float64       `json:"judge_usd"` // besides CostUSD
 	Judges   []Calibration `json:"judges,omitempty"`
-	// What the run paid for the calibration of its judges, besides CostUSD and JudgeUSD.
+	// The cost of calibrating the run's judges, besides CostUSD and JudgeUSD.
 	CalibrationUSD    float64 `json:"calibration_usd,omitempty"`
 	CalibrationTokens int64   `json:"calibration_tokens,omitempty"`
 
@@ -468,8 +468,8 @@ func RunsOfSuites(ctx context.Context, db postgres.DB, suites []string, most int
 	return postgres.Collect(rows, err, "list runs of suites", pgx.RowToStructByPos[Run])
 }
 
-// Outcomes reports runs as [Summaries] does, those of recorded turns compared with their controls. Their State is what
-// they came to.
+// Outcomes reports runs as [Summaries] does, those of recorded turns compared with their controls. State is their
+// result.
 func Outcomes(ctx context.Context, db postgres.DB, runs []Run) ([]Report, error) {
 	both := slices.Clone(runs)
 	for _, r := range runs {
@@ -496,14 +496,14 @@ func Outcomes(ctx context.Context, db postgres.DB, runs []Run) ([]Report, error)
 	return reports[:len(runs)], nil
 }
 
-// Control reports whether another run of recorded turns is compared with this one and plays it.
+// Control reports whether another run of recorded turns plays this one as its control.
 func (r Run) Control() bool { return r.Kind != OfSuite && r.ControlID == "" }
 
-// recorded reports whether a run plays recorded turns again: it comes to the comparison with its control.
+// recorded reports whether a run replays recorded turns: its result is the comparison with its control.
 func (r Run) recorded() bool { return r.Kind != OfSuite && r.ControlID != "" }
 
-// State is what a run came to, in a word. A run without trials passed nothing, and one of recorded turns is as good as
-// the comparison with its control says.
+// State returns the result of a run, in a word. A run without trials passed nothing. The result of a run of recorded
+// turns is its comparison with the control.
 func (r Report) State() string {
 	switch {
 	case r.FinishedAt == nil:
@@ -518,7 +518,7 @@ func (r Report) State() string {
 	return r.Status
 }
 
-// HideTexts removes what may quote an answer, for readers who may not read threads.
+// HideTexts removes texts that may quote an answer, for readers without access to threads.
 func (r *Report) HideTexts() {
 	for i := range r.Cases {
 		r.Cases[i].Reasons = []string{}

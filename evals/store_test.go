@@ -11,7 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// A run that says running, and that no live process plays, is interrupted.
+// A run with the status running, but without a live process, is interrupted.
 func TestARunWithoutAProcessIsInterrupted(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -49,7 +49,7 @@ func TestARunWithoutAProcessIsInterrupted(t *testing.T) {
 	status(gone, evals.Running)
 }
 
-// A list and a report of a run of recorded turns say the same.
+// A list and a report of a run of recorded turns agree.
 func TestARunOfRecordedTurnsComesToItsComparison(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

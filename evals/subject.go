@@ -15,7 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// Subject is what a run tries: a version of an agent with its skills, and a suite. The run keeps it, so that no later
+// Subject is the subject of a run: a version of an agent with its skills, and a suite. The run keeps it, so no later
 // change reaches its trials.
 type Subject struct {
 	Suite     Suite               `json:"suite"`
@@ -25,12 +25,12 @@ type Subject struct {
 	Installed string              `json:"installed"` // the model of agents without one
 	Effort    string              `json:"effort"`
 	Delegates []agents.Definition `json:"delegates"` // names and descriptions
-	Skills    []skills.Skill      `json:"skills"`    // those that the agent may call, without what calls them
+	Skills    []skills.Skill      `json:"skills"`    // those that the agent may call, without the tools that call them
 	Runtime   string              `json:"runtime"`   // the version of this program
 	Setup     string              `json:"setup"`     // identifies the settings of the model calls
 }
 
-// Installation has what a subject depends on besides the database.
+// Installation has the dependencies of a subject outside the database.
 type Installation struct {
 	Agents  *agents.Directory
 	Model   string              // of agents without one
@@ -40,7 +40,7 @@ type Installation struct {
 	Setup   string
 }
 
-// Subject reads what a run of a suite would try, in the state that db shows.
+// Subject reads the subject of a future run of a suite, in the state that db shows.
 func (in Installation) Subject(ctx context.Context, db postgres.DB, s Suite) (Subject, error) {
 	return in.SubjectAt(ctx, db, s, 0)
 }
@@ -83,8 +83,8 @@ func (in Installation) SubjectAt(ctx context.Context, db postgres.DB, s Suite, v
 	return found, nil
 }
 
-// described returns what a model sees of a skill. Stubs answer its calls, so its handler and settings are left out.
-// The handlers of builtins stay: they tell the memory's skills from others.
+// described returns a skill's description for a model. Stubs answer its calls, so it omits the handler and the
+// settings. The handlers of builtins stay: they distinguish the memory's skills from others.
 func described(s skills.Skill) skills.Skill {
 	handler := s.Handler
 	if !strings.HasPrefix(handler, "builtin:") {
@@ -96,7 +96,7 @@ func described(s skills.Skill) skills.Skill {
 	}
 }
 
-// Subjects reads the current suites by name, with what each would try. It leaves out a suite whose agent is gone.
+// Subjects reads the current suites by name, with the subject of each. It omits a suite whose agent no longer exists.
 func (in Installation) Subjects(ctx context.Context, db postgres.DB) (map[string]Subject, error) {
 	suites, err := List(ctx, db)
 	if err != nil {
@@ -116,7 +116,7 @@ func (in Installation) Subjects(ctx context.Context, db postgres.DB) (map[string
 	return all, nil
 }
 
-// AgentDigest identifies what a trial sees of the agent. Its schedule, keys and greeting do not count.
+// AgentDigest identifies the agent as a trial sees it. Its schedule, keys and greeting do not count.
 func (s Subject) AgentDigest() string {
 	a := s.Agent
 	a.Default, a.Keys, a.Greeting, a.Heartbeat = false, nil, "", nil
@@ -151,7 +151,7 @@ func digest(value any) string {
 	return hex.EncodeToString(sum[:16])
 }
 
-// SubjectOf reads what a run tries. Of a run of an earlier release, it has only the suite.
+// SubjectOf reads the subject of a run. For a run of an earlier release, it has only the suite.
 func SubjectOf(ctx context.Context, db postgres.DB, r Run) (Subject, error) {
 	var raw json.RawMessage
 	err := db.QueryRow(ctx, `select subject from agent_eval_runs where id = @id`, postgres.Strict{"id": r.ID}).Scan(&raw)

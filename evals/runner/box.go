@@ -19,7 +19,7 @@ import (
 // box is the isolated environment of one trial. Its state follows from the recorded results, so a resumed trial
 // rebuilds it.
 type box struct {
-	recorded  *evals.Recorded // answers in place of stubs and memory; nil for a written case
+	recorded  *evals.Recorded // replaces stubs and memory; nil for a written case
 	stubs     map[string][]evals.Stub
 	approvals map[string]string
 	now       time.Time

@@ -22,18 +22,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// Counterfactual plays recorded turns of an agent with a candidate, and as its control with the agent as it is.
+// Counterfactual plays recorded turns of an agent with a candidate, and with the present agent as the control.
 type Counterfactual struct {
 	Agent     string
 	Since     time.Duration // of the recorded turns
 	Sample    int
-	Model     string // of the candidate; that of its agent when empty
-	Version   int    // of the candidate's agent; the current one when 0
+	Model     string // of the candidate; its agent's model if empty
+	Version   int    // of the candidate's agent; the current one if 0
 	Trials    int    // of each turn
 	Margin    float64
 	BudgetUSD float64 // of control and candidate together; 0 for no limit
 	Timeout   time.Duration
-	// Candidate, if set, returns what a workspace that is not applied would try.
+	// Candidate, if set, returns the subject of a workspace that is not applied.
 	Candidate func(ctx context.Context, in evals.Installation, s evals.Suite) (evals.Subject, error)
 }
 
@@ -87,8 +87,8 @@ func (r *Runner) Plan(ctx context.Context, c Counterfactual) (p Planned, err err
 	return p, nil
 }
 
-// subjects reads what control and candidate try. The suite has the surface with all skills; a turn offers those of its
-// own.
+// subjects reads the subjects of control and candidate. The suite has the surface with all skills; each turn offers its
+// own skills.
 func (r *Runner) subjects(ctx context.Context, c Counterfactual, s evals.Suite, p *Planned) (err error) {
 	in := r.Installation(r.Model.Model())
 	if p.Control, err = in.Subject(ctx, r.Pool, s); err != nil {
@@ -117,7 +117,7 @@ func sampleOf(all []agents.Agent, a agents.Agent) evals.SampleOf {
 	return of
 }
 
-// nameModels names the recorded models as the agent calls them.
+// nameModels gives the recorded models the agent's names for them.
 func (r *Runner) nameModels(a agents.Agent, s evals.Sample) {
 	for name, turn := range s.Turns {
 		turn.Model = configured(a, turn.Model, r.Model.Model())
@@ -125,7 +125,7 @@ func (r *Runner) nameModels(a agents.Agent, s evals.Sample) {
 	}
 }
 
-// configured returns the name by which the agent calls a model, whose server may answer with a dated version.
+// configured returns the agent's name for a model, whose server may answer with a dated version.
 func configured(a agents.Agent, model, fallback string) string {
 	for _, name := range append([]string{a.Model, fallback}, a.Fallback...) {
 		version, dated := strings.CutPrefix(model, name+"-20")
@@ -158,7 +158,7 @@ func (r *Runner) estimate(p *Planned) {
 	}
 }
 
-// played is the model that answers for a recorded one: offline, it is the offline model.
+// played is the model that answers for a recorded one; offline, the offline model.
 func (r *Runner) played(model string) string {
 	if r.Model.Model() == offline.Model {
 		return offline.Model
@@ -171,7 +171,7 @@ func (r *Runner) Store(ctx context.Context, p Planned) (evals.Run, error) {
 	return r.store(ctx, p, func(postgres.DB, evals.Run) error { return nil })
 }
 
-// store stores runs, and what belongs to the candidate's, in one transaction.
+// store stores runs, and the data of the candidate's run, in one transaction.
 func (r *Runner) store(
 	ctx context.Context, p Planned, also func(tx postgres.DB, candidate evals.Run) error,
 ) (candidate evals.Run, err error) {
@@ -220,7 +220,7 @@ func (r *Runner) recordedTurn(loop *reason.Loop, recorded evals.Recorded) reason
 		if len(recorded.Skills) > 0 { // a phase without skills has tools only
 			t.Scopes = []string{skills.ScopeInternal}
 		}
-	default: // the action of a webhook chose them
+	default: // a webhook's action chose them
 		if len(recorded.Skills) > 0 {
 			t.Scopes = r.Surfaces["operate"].Scopes
 			t = t.Using(recorded.Skills...)
@@ -241,7 +241,7 @@ func (r *Runner) recordedTurn(loop *reason.Loop, recorded evals.Recorded) reason
 	return t
 }
 
-// workControl plays the control of a run first. obstacle says why nothing can be compared with it; "" if it can.
+// workControl plays the control of a run first. obstacle is the reason why no comparison is possible; "" if it is.
 func (r *Runner) workControl(
 	ctx context.Context, run evals.Run, concurrent int, onTrial func(evals.Trial),
 ) (obstacle string, err error) {
@@ -268,7 +268,7 @@ func (r *Runner) workControl(
 	return noControl, nil
 }
 
-// skip decides the open trials of a run that cannot be compared.
+// skip decides the open trials of a run without a possible comparison.
 func (r *Runner) skip(ctx context.Context, run evals.Run, why string) error {
 	trials, err := evals.BriefTrials(ctx, r.Pool, run.ID, "")
 	if err != nil {

@@ -130,7 +130,7 @@ func TestTheControlRepeatsTheRecordedRequests(t *testing.T) {
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_approvals where trace_id like 'ev\_%'`)
 }
 
-// A control that does not follow its own turns shows that nothing can be compared; then the candidate costs nothing.
+// A control that does not follow its own turns makes a comparison impossible; then the candidate costs nothing.
 func TestACandidateIsNotPlayedIfTheControlFollowsNothing(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -164,7 +164,7 @@ func TestControlAndCandidateShareABudget(t *testing.T) {
 		report.Status, report.ControlRun.CostUSD, report.CostUSD, report.ControlRun.Coverage)
 }
 
-// A shadow plays the turns that complete while it lasts, each once, and what it is compared with.
+// A shadow plays the turns that complete during its time, each once, and so does its control.
 func TestAShadowPlaysTurnsAsTheyComplete(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -185,12 +185,12 @@ func TestAShadowPlaysTurnsAsTheyComplete(t *testing.T) {
 	assert.Equal(t, 8, made, "model calls")
 	pgtest.Equal(t, w.pool, 1, `select count(*)::int from agent_audit where act = 'stop_shadow'`)
 	assert.Error(t, evals.StopShadow(t.Context(), w.pool, run.ID), "a shadow was stopped twice")
-	// A server finds the run by its claim, as any other that it plays.
+	// A server finds the run by its claim, like any other run.
 	pgtest.Equal(t, w.pool, true, `select served_until is not null from agent_eval_runs where id = $1`, run.ID)
 	pgtest.Equal(t, w.pool, true, `select served_until is null from agent_eval_runs where id = $1`, run.ControlID)
 }
 
-// Two processes may draw the same turns. They count once.
+// Two processes may draw the same turns. Each turn counts once.
 func TestAShadowCountsTurnsOnce(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

@@ -26,7 +26,7 @@ const (
 	visitor  = `ch_01JD3V7K8ZQ6W2M5T9X4C1B0AF`
 )
 
-// doors are writes by which a run would leave, wake something, count or be remembered. @t is its trace, @x its
+// doors are writes by which a run would leave, wake an execution, count or be remembered. @t is its trace, @x its
 // execution. They are refused by the trace in the row.
 var doors = map[string]string{
 	"outbox":          `insert into agent_webhook_outbox (target_id, event, payload, trace_id) select id, 'e', '{}', @t from agent_webhook_targets`,
@@ -82,8 +82,7 @@ var fenced = map[string]string{
 	"suite":               `delete from agent_evals`,
 }
 
-// loopholes are what a transaction may try, after it has fenced the claim of a trial, to write to tables without a
-// trace.
+// loopholes are attempts of a transaction to write to tables without a trace, after it has fenced the claim of a trial.
 var loopholes = map[string]string{
 	"setting":     `select set_config('lanekeeper.trial', v, true) from unnest('{on,off,""}'::text[]) v`,
 	"all reset":   `reset all`,
@@ -126,8 +125,8 @@ func attack(ctx context.Context, pool *pgxpool.Pool, sql, traceID string, fence 
 	return err
 }
 
-// Whatever the code does: the database refuses what a trial would send, wake, count or remember. The same write of a
-// visitor's turn is no mistake.
+// In any case, the database refuses a trial's writes that would send, wake, count or remember. The same write in a
+// visitor's turn succeeds.
 func TestTheDatabaseRefusesWhatATrialWouldSendWakeCountOrRemember(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -166,7 +165,7 @@ func TestTheDatabaseRefusesWhatATrialWouldSendWakeCountOrRemember(t *testing.T) 
 	}
 }
 
-// What is written after a fence was rolled back is no write of a trial. Notes of ended transactions are removed.
+// A write after the rollback of a fence is no write of a trial. Notes of ended transactions are removed.
 func TestAFenceRolledBackIsForgotten(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -185,7 +184,7 @@ func TestAFenceRolledBackIsForgotten(t *testing.T) {
 	pgtest.Equal(t, pool, 0, `select count(*)::int from lanekeeper.agent_trial_transactions`)
 }
 
-// What no row shows is refused by the code that a trial would have to pass: every skill, and lanes.
+// Code that every trial must pass refuses the rest: every skill, and lanes.
 func TestATrialCallsNoSkillAndHoldsNoLane(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

@@ -125,7 +125,7 @@ func (r *Runner) judgements(
 }
 
 // calibrate asks the judges about the labelled answers that they have not judged, beside each other, before the trials.
-// A judge with too few labels is not asked. The run keeps the calibrations, so that later labels change no verdict.
+// It does not ask a judge with too few labels. The run keeps the calibrations, so later labels change no verdict.
 func (r *Runner) calibrate(ctx context.Context, run evals.Run, s evals.Subject, concurrent int) error {
 	if known, err := evals.ReadCalibrations(ctx, r.Pool, run.ID, s); err != nil || known.Frozen || len(known.List) == 0 {
 		return err
@@ -150,7 +150,7 @@ func (r *Runner) calibrate(ctx context.Context, run evals.Run, s evals.Subject, 
 	return evals.FreezeCalibrations(ctx, r.Pool, run.ID, s)
 }
 
-// judgeLabel plays the execution that judges a labelled answer. One that fails leaves the answer without a verdict.
+// judgeLabel plays the execution that judges a labelled answer. A failed one leaves the answer without a verdict.
 func (r *Runner) judgeLabel(
 	ctx context.Context, run evals.Run, s evals.Subject, j evals.JudgeRule, l evals.JudgeLabel,
 ) error {
@@ -196,7 +196,7 @@ func (r *Runner) playLabel(ctx context.Context, in trial) (executions.Result, er
 	return executions.Result{}, err
 }
 
-// runScope bounds what a run spends, with its judges.
+// runScope bounds the spend of a run, including its judges.
 func runScope(run evals.Run, s evals.Subject) budgets.Scope {
 	return budgets.Scope{
 		Name: "eval:" + cmp.Or(run.ControlID, run.ID), Limit: budgets.Limit{USD: s.Suite.Definition.Budget.CostUSD},

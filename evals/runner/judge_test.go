@@ -85,8 +85,8 @@ func echo(prompt string) string {
 
 var anything = evals.Expectation{Answer: &evals.Answer{Contains: "this"}}
 
-// A calibrated judge decides what the other expectations leave open. Its calls are counted apart. It is asked once
-// about a labelled answer.
+// A calibrated judge decides trials that meet all other expectations. Its calls are counted apart. It judges a labelled
+// answer once.
 func TestACalibratedJudgeDecides(t *testing.T) {
 	t.Parallel()
 	b := newBench(t, echo)
@@ -103,7 +103,7 @@ func TestACalibratedJudgeDecides(t *testing.T) {
 	pgtest.Equal(t, b.pool, 64, `select count(*)::int from agent_activity where purpose = 'eval_judge' and kind = 'model'`)
 	b.run(t, judgedSuite(labelled(30, 0), anything), runner.Options{})
 	assert.Equal(t, 30*2+4*2, b.judgeCalls(), "a second run asks the judge", "times in all")
-	// The run keeps the calibration and what it cost. The second run paid for none.
+	// The run keeps the calibration and its cost. The second run paid for none.
 	if j := report.Judges; len(j) != 1 || !j[0].Calibrated || report.CalibrationTokens != 30*2*210 ||
 		report.CalibrationUSD <= 0 {
 		t.Errorf("the run reports the judges %+v, for %d tokens", j, report.CalibrationTokens)
@@ -129,7 +129,7 @@ func (b *bench) subject(t *testing.T) evals.Subject {
 	return s
 }
 
-// A judge that people have not confirmed is shown, and decides nothing.
+// The result of an uncalibrated judge is shown, and decides nothing.
 func TestAJudgeThatIsNotCalibratedDecidesNothing(t *testing.T) {
 	t.Parallel()
 	for why, labels := range map[string][]evals.JudgeLabel{
@@ -155,7 +155,7 @@ func TestAJudgeThatIsNotCalibratedDecidesNothing(t *testing.T) {
 	}
 }
 
-// The judge is not asked about a trial that other expectations fail. Labels of trials count like those of the file.
+// A trial that fails other expectations does not reach the judge. Labels of trials count like those of the file.
 func TestAJudgeIsAskedLastAndCountsLabelsOfTrials(t *testing.T) {
 	t.Parallel()
 	b := newBench(t, echo)
@@ -171,7 +171,7 @@ func TestAJudgeIsAskedLastAndCountsLabelsOfTrials(t *testing.T) {
 		"29 labels of the file and one of a trial do not calibrate: %+v", report.TrialRows[0])
 }
 
-// An interrupted run goes on without a second payment of answered votes, and a run without money asks nobody.
+// A continued run does not pay answered votes again, and a run without money calls no judge.
 func TestAJudgeReservesInTheBudgetAndIsNotPaidTwice(t *testing.T) {
 	t.Parallel()
 	b := newBench(t, echo)
@@ -190,7 +190,7 @@ func TestAJudgeReservesInTheBudgetAndIsNotPaidTwice(t *testing.T) {
 	poor := judgedSuite(labelled(30, 0), anything)
 	poor.Name, poor.Budget.CostUSD = "poor", 0.0001
 	for _, c := range poor.Cases {
-		c.Expect[0].Judge.Rubric = "It is gentle." // of which nothing is judged yet
+		c.Expect[0].Judge.Rubric = "It is gentle." // without a verdict
 	}
 	before := b.judgeCalls()
 	report := b.run(t, poor, runner.Options{})

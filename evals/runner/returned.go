@@ -82,7 +82,7 @@ func (r *Runner) record(
 	})
 }
 
-// noteEnd writes the result of a run of Returned into the trace that it began in.
+// noteEnd writes the result of a run of Returned into its first trace.
 func (r *Runner) noteEnd(ctx context.Context, tx pgx.Tx, run evals.Run, status string) error {
 	var begun struct{ TraceID, Surface, Agent, Skill string }
 	err := tx.QueryRow(ctx, `

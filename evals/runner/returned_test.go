@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// A skill that comes back has its outage replayed: only its cases, once, without a call of the skill.
+// A returned skill has its outage replayed: only its cases, once, without a call of the skill.
 func TestAReturnedSkillRunsItsCases(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

@@ -64,7 +64,7 @@ type Runner struct {
 	Logger   *slog.Logger
 	Surfaces map[string]Surface // by name
 	Version  string             // of this program
-	Setup    string             // identifies the settings of the model calls; empty is one, too
+	Setup    string             // identifies the settings of the model calls; empty is a valid value, too
 }
 
 // flow is the flow of the trials that this process plays.
@@ -75,7 +75,7 @@ func (r *Runner) flow() string {
 	return Flow + ":" + r.Setup
 }
 
-// Installation has what the subjects of runs depend on besides the database. It needs no Model.
+// Installation has the dependencies of runs' subjects outside the database. It needs no Model.
 func (r *Runner) Installation(model string) evals.Installation {
 	in := evals.Installation{
 		Agents: r.Agents, Model: model, Offline: model == offline.Model, Runtime: r.Version, Setup: r.Setup,
@@ -156,7 +156,7 @@ func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) 
 	return executions.Result{}, err
 }
 
-// given is what a trial plays.
+// given is the input of a trial.
 type given struct {
 	run          evals.Run
 	subject      evals.Subject
@@ -164,7 +164,7 @@ type given struct {
 	recorded     *evals.Recorded
 }
 
-// read reads what a trial plays. It does not change.
+// read reads the input of a trial. The input is immutable.
 func (r *Runner) read(ctx context.Context, in trial) (given, error) {
 	return executions.RetryTransient(ctx, func(ctx context.Context) (g given, err error) {
 		if g.run, err = evals.GetRun(ctx, r.Pool, in.Run); err != nil {
@@ -215,7 +215,7 @@ func (r *Runner) turn(
 	return loop.Run(ctx, t)
 }
 
-// world returns what a trial sees instead of the declared agents and skills; nil for a run of an earlier release.
+// world returns the agents and skills of a trial, instead of the declared ones; nil for a run of an earlier release.
 func (r *Runner) world(s evals.Subject) *reason.World {
 	if s.Agent.Name == "" {
 		return nil
@@ -258,7 +258,7 @@ func store(ctx context.Context, db postgres.DB, run string, t evals.Trial) error
 	return nil
 }
 
-// Options choose what a run tries. Zero values take those of the suite.
+// Options determine the subject of a run. Zero values mean those of the suite.
 type Options struct {
 	Model  string
 	Trials int
@@ -269,11 +269,11 @@ type Options struct {
 // ErrUnpriced reports a budget in dollars for a model without a price.
 var ErrUnpriced = errors.New("the budget is in dollars, and the model has no price; set AGENT_PRICES")
 
-// ErrOffline reports a wish for another model in a process that has only the offline one.
+// ErrOffline reports a request for another model in a process that has only the offline one.
 var ErrOffline = errors.New("the offline model answers for every model; set OPENAI_BASE_URL or OPENAI_API_KEY, or name " +
 	"no model")
 
-// try makes a model the one that a subject tries, unless it is empty.
+// try makes a model the subject's model, unless it is empty.
 func (r *Runner) try(s *evals.Subject, model string) error {
 	switch {
 	case model == "":
@@ -285,7 +285,7 @@ func (r *Runner) try(s *evals.Subject, model string) error {
 	return nil
 }
 
-// Start stores a run of the workspace that is applied. [Runner.Work] plays it.
+// Start stores a run of the applied workspace. [Runner.Work] plays it.
 func (r *Runner) Start(ctx context.Context, s evals.Suite, o Options) (evals.Run, error) {
 	subject, err := r.Installation(r.Model.Model()).Subject(ctx, r.Pool, s)
 	if err != nil {
@@ -314,7 +314,7 @@ func (r *Runner) start(ctx context.Context, subject evals.Subject, o Options, ca
 	return r.insert(ctx, r.Pool, run, subject)
 }
 
-// insert stores a run of a subject with its trials, and records who began it.
+// insert stores a run of a subject with its trials, and records the caller.
 func (r *Runner) insert(
 	ctx context.Context, db postgres.Beginner, run evals.Run, subject evals.Subject,
 ) (evals.Run, error) {
@@ -377,7 +377,7 @@ func (r *Runner) checkPrices(s evals.Subject) error {
 	return nil
 }
 
-// spec returns the execution of a trial. Its key makes it one, in whatever process it starts.
+// spec returns the execution of a trial. Its key makes it unique in every process.
 func (r *Runner) spec(run evals.Run, t evals.Trial) executions.Spec {
 	return executions.Spec{
 		Flow: r.flow(), Surface: trace.Eval, Agent: run.Agent, Priority: 4,

@@ -296,7 +296,7 @@ func TestAnInterruptedRunGoesOnWithoutPayingTwice(t *testing.T) {
 	report := w.report(t, run)
 	assert.Truef(t, report.Status == evals.Passed && report.Cases[0].Passed == 6,
 		"the run is %s with %d passed: %v", report.Status, report.Cases[0].Passed, report.Cases[0].Reasons)
-	// A request that was under way at the interrupt may be repeated; an answered one is not.
+	// A request that was running at the interrupt may be repeated; an answered one is not.
 	assert.Truef(t, answered["first"] <= 8 && answered["second"] <= 8, "6 trials made %v requests", answered)
 	pgtest.Equal(t, w.pool, 0, `
 		select count(*)::int from (select execution_id, step from agent_activity where kind = 'model' and status = 'success'
@@ -380,7 +380,7 @@ func TestATrialThatTriesEveryDoorChangesNothingElse(t *testing.T) {
 		assert.Equal(t, before[table], sum, "the trial changed", table)
 	}
 	assert.True(t, w.real.Load() == 0, "a call reached a real skill")
-	// Nor does it count, except as spend of the surface eval.
+	// A trial counts only as spend of the surface eval.
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_skill_calls`)
 	pgtest.Equal(t, w.pool, 0, `
 		select count(*)::int from agent_activity_measured
@@ -388,7 +388,7 @@ func TestATrialThatTriesEveryDoorChangesNothingElse(t *testing.T) {
 	pgtest.Equal(t, w.pool, "eval", `select string_agg(distinct surface || skill, ',') from agent_spend`)
 }
 
-// digests are the contents of all tables but those of the trial's own.
+// digests are the contents of all tables but the trial's own.
 func digests(t *testing.T, pool *pgxpool.Pool) map[string]string {
 	t.Helper()
 	sums := map[string]string{}
@@ -423,8 +423,8 @@ func TestManyTrialsRunBesideEachOther(t *testing.T) {
 	assert.Truef(t, err == nil && input.Trial != 0, "the input is %s: %v", raw, err)
 }
 
-// A process with another model server, key or limit plays no trial of a run, whether it works on the run or on whatever
-// is ready.
+// A process with another model server, key or limit plays no trial of a run: neither when it works on the run nor when
+// it claims ready executions.
 func TestOnlyProcessesWithTheSameSetupPlayARun(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -453,7 +453,7 @@ func TestOnlyProcessesWithTheSameSetupPlayARun(t *testing.T) {
 	<-ended
 	err = other.Work(t.Context(), run, 1, func(evals.Trial) {})
 	assert.ErrorIs(t, err, runner.ErrElsewhere, "the other process goes on with the run")
-	time.Sleep(time.Second) // the other process looks for what is ready
+	time.Sleep(time.Second) // the other process polls for ready executions
 	n := len(elsewhere.Requests())
 	assert.Truef(t, n == 0, "the other process made %d model calls", n)
 }

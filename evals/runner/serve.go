@@ -21,9 +21,9 @@ const (
 	serveTTL = 15 * time.Second
 	// serveRuns bounds the runs that a process plays at once, and serveTrials the trials of each.
 	serveRuns, serveTrials = 4, 8
-	// serveShadows bounds the shadows among these runs, because a shadow keeps its slot for as long as it lasts.
+	// serveShadows bounds the shadows among these runs, because a shadow keeps its slot for its whole time.
 	serveShadows = 2
-	// expiryGrace is the time after its deadline in which a run that meets errors is tried again.
+	// expiryGrace is the time after its deadline in which a failing run is tried again.
 	expiryGrace = time.Minute
 )
 
@@ -108,7 +108,7 @@ func (r *Runner) serve(ctx context.Context, c claim) {
 			r.Logger.InfoContext(ctx, "claim of a run lost, leaving it to its owner", "run", c.ID)
 		}
 		return
-	case ctx.Err() != nil: // another server goes on at once
+	case ctx.Err() != nil: // another server continues at once
 		err = r.hold(context.WithoutCancel(ctx), &c, 0)
 		if errors.Is(err, errClaimLost) {
 			return
@@ -125,7 +125,7 @@ func (r *Runner) serve(ctx context.Context, c claim) {
 }
 
 // abandon ends a run that cannot be played: at once for a permanent error, and for others after its deadline. It
-// returns cause, or the error of this attempt, if the run goes on.
+// returns cause, or the error of this attempt, if the run continues.
 func (r *Runner) abandon(ctx context.Context, run evals.Run, cause error) (ended bool, err error) {
 	if run.ID == "" {
 		return false, cause
@@ -192,7 +192,7 @@ func (r *Runner) renew(ctx context.Context, c *claim, stop context.CancelCauseFu
 	}
 }
 
-// hold lets the claim last for a time from now, or returns errClaimLost.
+// hold extends the claim by a time from now, or returns errClaimLost.
 func (r *Runner) hold(ctx context.Context, c *claim, ttl time.Duration) error {
 	err := r.Pool.QueryRow(ctx, `
 		update agent_eval_runs set served_until = clock_timestamp() + @ttl::interval

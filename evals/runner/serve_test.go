@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// serve runs the loop of a server until the returned function is called, or the test ends.
+// serve runs the loop of a server until the caller calls the returned function, or the test ends.
 func (w *world) serve(t *testing.T) (stop func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -31,8 +31,8 @@ func (w *world) serve(t *testing.T) (stop func()) {
 	return stop
 }
 
-// A server plays the runs that were left to servers. It leaves one alone that another server claimed, and goes on with
-// it when that server died. One that stops lets its runs go.
+// A server plays the runs that are left to servers. It does not touch a run that another server claimed, and continues
+// it when that server died. A server that stops releases its runs.
 func TestServersPlayRunsAndGoOnWithThoseOfOthers(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -154,7 +154,7 @@ func TestShadowsLeaveSlotsForOtherRuns(t *testing.T) {
 		select count(*)::int from agent_eval_runs where kind = 'shadow' and served_until > clock_timestamp()`)
 }
 
-// A shadow that found no turn in the time since its last poll waits 30 s, so that idle shadows cost little.
+// A shadow that found no turn since its last poll waits 30 s, so idle shadows cost little.
 func TestAShadowWithoutTurnsPollsEvery30Seconds(t *testing.T) {
 	t.Parallel()
 	now := time.Now()
@@ -167,7 +167,8 @@ func TestAShadowWithoutTurnsPollsEvery30Seconds(t *testing.T) {
 	assert.Equal(t, 0, got, "it waits", "before there was anything to poll")
 }
 
-// The time of a run counts from its first trial, and anew when a person continues it. A server's run has one deadline.
+// The time of a run counts from its first trial, and again from the start when a person continues it. A server's run
+// has one deadline.
 func TestTheTimeOfARunCountsFromItsFirstTrial(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

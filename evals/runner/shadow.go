@@ -85,7 +85,7 @@ func (r *Runner) workShadow(ctx context.Context, run evals.Run, onTrial func(eva
 	}
 }
 
-// pauseAfter is the pause after a poll that found so many turns.
+// pauseAfter is the pause after a poll with that number of turns.
 func pauseAfter(found int, s evals.Shadow) time.Duration {
 	if found == 0 && s.Upto.After(s.SeenAt) {
 		return idlePoll

@@ -18,7 +18,7 @@ import (
 // pollInterval is the pause between polls of a trial that another process runs.
 const pollInterval = 500 * time.Millisecond
 
-// errTimeout ends the work on a run whose time is over.
+// errTimeout ends the work on a run whose time has passed.
 var errTimeout = errors.New("the time of the run is over")
 
 // Work plays the undecided trials of a run, at most concurrent ones at once, and then decides the run. It may be called
@@ -150,8 +150,8 @@ func (r *Runner) decided(ctx context.Context, run evals.Run, t evals.Trial, id s
 	return evals.GetTrial(ctx, r.Pool, run.ID, t.Case, t.Trial)
 }
 
-// decide ends a run. cause is why trials are still open; nil if none is. A trial without a verdict is undecided, and
-// its execution is cancelled. A run never passes with a cause other than errTimeout.
+// decide ends a run. cause is the reason for open trials; nil if there are none. A trial without a verdict is
+// undecided, and its execution is cancelled. A run never passes with a cause other than errTimeout.
 func (r *Runner) decide(ctx context.Context, run evals.Run, cause error) error {
 	if cause != nil {
 		if err := r.cancelOpen(ctx, run, cause); err != nil {

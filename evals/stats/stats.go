@@ -178,7 +178,7 @@ func shifted(values []float64, by float64) []float64 {
 const grid = 2520
 
 // upperTail returns the chance that random signs give a sum of at least that of the differences. It counts the sums on
-// a grid, so that the distribution is exact up to rounding.
+// a grid, which makes the distribution exact up to rounding.
 func upperTail(diffs []float64) float64 {
 	sizes, sum, total := make([]int, 0, len(diffs)), 0, 0
 	for _, d := range diffs {
@@ -222,7 +222,7 @@ func gcd(a, b int) int {
 }
 
 // Difference returns the interval of the mean difference, at the level of the plan. It inverts the test: it has every
-// difference that the test does not reject. Few cases reject nothing, so that the interval is [-1, 1].
+// difference that the test does not reject. Few cases reject nothing; the interval is then [-1, 1].
 func Difference(pairs []Pair, plan Plan) Interval {
 	diffs := differences(pairs)
 	alpha := Alpha / 2 / float64(max(plan.Looks, 1))
@@ -234,7 +234,7 @@ func Difference(pairs []Pair, plan Plan) Interval {
 	return Interval{low, 0 - high} // not -0
 }
 
-// bisect returns the smallest value in [-1, 1] that is kept, up to a thousandth.
+// bisect returns the smallest kept value in [-1, 1], up to a thousandth.
 func bisect(kept func(float64) bool) float64 {
 	low, high := -1.0, 1.0
 	for high-low > 0.001 {

@@ -59,7 +59,8 @@ func TestPassKIsTheShareOfTheSubsetsThatPass(t *testing.T) {
 // looks are the numbers of trials per case after which a comparison is made.
 var looks = []int{5, 10, 20, 40}
 
-// decide simulates a suite of 20 cases whose trials arrive until an answer is found. It returns the trials per case.
+// decide simulates a suite of 20 cases whose trials arrive until the test has an answer. It returns the trials per
+// case.
 func decide(r *rand.Rand, before, after float64) (stats.Answer, int) {
 	pairs := make([]stats.Pair, 20)
 	made := 0
