@@ -16,36 +16,36 @@ import (
 )
 
 const (
-	// lockPatience is how long a file stands in the queue for a lock, in PostgreSQL's words. It is less than the default
-	// deadlock_timeout of a second, so that in a deadlock with a serving process the file gives up, as a rule.
+	// lockPatience is the time that a file waits in the queue for a lock, in PostgreSQL's words. It is less than the
+	// default deadlock_timeout of a second: in a deadlock with a serving process the file usually gives up.
 	lockPatience = "400ms"
-	// lockTries is how often it does so before it gives up: some minutes.
+	// lockTries bounds the tries for a lock: they take some minutes.
 	lockTries = 150
-	// unhurried lifts the statement and transaction timeouts that this server knows, for the transaction or the
-	// session. A large table needs longer, and would be cut off at the same place each time.
+	// unhurried disables this server's statement and transaction timeouts, for the transaction or the session. A large
+	// table needs longer; a timeout would stop the migration at the same place each time.
 	unhurried = `
 		select set_config(s.name, '0', $1) from pg_settings s
 		 where s.name in ('statement_timeout', 'transaction_timeout', 'idle_in_transaction_session_timeout')`
 	// letPass is the pause between two tries; queued statements run meanwhile.
 	letPass = time.Second
-	// askEvery is the pause of a process that waits for another one to have migrated.
+	// askEvery is the poll interval of a process that waits for the migration of another one.
 	askEvery = 200 * time.Millisecond
-	// steadyPath is the search path that functions of the contract keep (set search_path from current). Nothing that
-	// a caller makes, such as a temporary table, comes before the tables.
+	// steadyPath is the search path that functions of the contract keep (set search_path from current). No object of a
+	// caller, such as a temporary table, hides the tables.
 	steadyPath = `select set_config('search_path', quote_ident(current_schema()) || ', pg_temp', true)`
-	// outside is the first line of a file that is run statement by statement.
+	// outside is the first line of a file that runs statement by statement.
 	outside = "-- outside a transaction\n"
 )
 
-// step is what is applied and recorded together: the baseline, the bridge, a change, changed code, or the last two of
-// these.
+// step is the unit that is applied and recorded together: the baseline, the bridge, a change, changed code, or the last
+// two of these.
 type step struct {
 	what    string // in errors
 	version int    // 0: code alone
 	hash    string
 	sql     string
 	code    []noun
-	names   []string // what Up reports
+	names   []string // Up's result
 }
 
 // outside reports whether the step's statements run one by one.
@@ -68,7 +68,7 @@ func (s step) apply(ctx context.Context, pool *pgxpool.Pool) error {
 	case postgres.IsCode(err, "55P03", "40P01"):
 		return fmt.Errorf("apply %s: others hold what it needs to lock (%w); end transactions that are open for long "+
 			"(select pid, xact_start, query from pg_stat_activity order by xact_start) and migrate again", s.what, err)
-	case postgres.IsCode(err, "42P06", "42P07", "42710"): // a schema, table or other thing of a name that this file brings
+	case postgres.IsCode(err, "42P06", "42P07", "42710"): // a schema, table or other object with a name of this file
 		return fmt.Errorf("apply %s: the database has something of another program (%w); %s", s.what, err, ownDatabase)
 	case err != nil:
 		return fmt.Errorf("apply %s: %w", s.what, err)
@@ -91,7 +91,7 @@ func (s step) inTransaction(ctx context.Context, pool *pgxpool.Pool) error {
 		if _, err := tx.Exec(ctx, steadyPath); err != nil {
 			return err
 		}
-		// A partitioned table may not name the tablespace that is the database's own.
+		// A partitioned table must not name the tablespace of the database itself.
 		_, err := tx.Exec(ctx, `
 			select set_config('default_tablespace', '', true) from pg_database d join pg_tablespace s on s.oid = d.dattablespace
 			 where d.datname = current_database() and s.spcname = current_setting('default_tablespace')`)
@@ -113,7 +113,7 @@ func (s step) inTransaction(ctx context.Context, pool *pgxpool.Pool) error {
 	})
 }
 
-// replaceCode applies the code of files, all of them before any body is checked: functions call those of later files.
+// replaceCode applies the code of all files, and only then checks the bodies: functions call those of later files.
 func (s step) replaceCode(ctx context.Context, tx pgx.Tx) error {
 	if len(s.code) == 0 {
 		return nil
@@ -145,8 +145,8 @@ func (s step) record(ctx context.Context, db postgres.DB) error {
 	return err
 }
 
-// oneByOne applies a file of statements that may be run again: `create index concurrently if not exists` and
-// `drop index concurrently if exists`.
+// oneByOne applies a file of repeatable statements: `create index concurrently if not exists` and `drop index
+// concurrently if exists`.
 func (s step) oneByOne(ctx context.Context, pool *pgxpool.Pool) error {
 	for _, name := range s.builds() {
 		if err := dropUnfinished(ctx, pool, name); err != nil {
@@ -170,7 +170,7 @@ func (s step) oneByOne(ctx context.Context, pool *pgxpool.Pool) error {
 	return s.record(ctx, pool)
 }
 
-// alongside lends fn a session without time limits and closes it afterwards. A pooler's session is shared, so its
+// alongside gives fn a session without time limits and closes it afterwards. A pooler's session is shared, so its
 // limits stay.
 func alongside(ctx context.Context, pool *pgxpool.Pool, fn func(conn *pgxpool.Conn) error) error {
 	conn, err := pool.Acquire(ctx)
@@ -199,8 +199,8 @@ func (s step) builds() []string {
 	return names
 }
 
-// dropUnfinished removes an index whose build ended in the middle: it is never used, and would be taken for a whole
-// one. The server may still be at work on it for a process that is dead; that is waited for.
+// dropUnfinished removes an index whose build was interrupted: the server never uses it, and a later build would take
+// it for a complete one. The server may still build it for a dead process; dropUnfinished waits for that.
 func dropUnfinished(ctx context.Context, pool *pgxpool.Pool, index string) error {
 	table, err := unfinished(ctx, pool, index)
 	if err != nil || table == "" {
@@ -220,7 +220,7 @@ func dropUnfinished(ctx context.Context, pool *pgxpool.Pool, index string) error
 	return err
 }
 
-// unfinished is the table, quoted, of an index that is not whole; empty when there is no such index.
+// unfinished returns the quoted table of an incomplete index; empty if there is no such index.
 func unfinished(ctx context.Context, pool *pgxpool.Pool, index string) (table string, err error) {
 	err = pool.QueryRow(ctx, `
 		select coalesce((select indrelid::regclass::text from pg_index where indexrelid = to_regclass($1) and not indisvalid),

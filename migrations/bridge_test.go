@@ -21,7 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// before is a new database of a former version, with executions that run and wait: what pg_dump wrote of one.
+// before is a new database of a former version, with running and waiting executions, from a dump of pg_dump.
 func before(t *testing.T, version string) *pgxpool.Pool {
 	t.Helper()
 	packed, err := os.ReadFile("testdata/" + version + ".sql.gz")
@@ -31,7 +31,7 @@ func before(t *testing.T, version string) *pgxpool.Pool {
 	dump, err := io.ReadAll(unpacked)
 	require.NoError(t, err)
 	db := pgtest.Empty(t)
-	// one of its own: a dump sets what the session keeps
+	// a new session: a dump changes session settings
 	conn, err := pgx.ConnectConfig(t.Context(), db.Config().ConnConfig.Copy())
 	require.NoError(t, err)
 	defer func() { _ = conn.Close(t.Context()) }()
@@ -39,7 +39,7 @@ func before(t *testing.T, version string) *pgxpool.Pool {
 	return db
 }
 
-// shape lists what a schema is made of, as the server says it, and without what is of one database alone.
+// shape lists the objects of a schema as the server reports them, without data of one database alone.
 func shape(t *testing.T, db *pgxpool.Pool) []string {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
@@ -72,7 +72,7 @@ func shape(t *testing.T, db *pgxpool.Pool) []string {
 	return all
 }
 
-// counted lists the rows of each table. Tables that are new, and those of migrations, do not count.
+// counted lists the rows of each table. New tables and those of migrations do not count.
 func counted(t *testing.T, db *pgxpool.Pool, tables []string) string {
 	t.Helper()
 	var all []string
@@ -86,7 +86,7 @@ func counted(t *testing.T, db *pgxpool.Pool, tables []string) string {
 // renamed are the tables that have another name in the baseline.
 var renamed = strings.NewReplacer("agent_untold_ends", "agent_unpublished_completions")
 
-// A former schema becomes the one that a new database gets, and keeps its rows.
+// Up turns a former schema into that of a new database, and keeps its rows.
 func TestABridgeMakesTheSchemaOfANewDatabase(t *testing.T) {
 	t.Parallel()
 	for version, filled := range map[string]string{
@@ -117,7 +117,7 @@ func TestABridgeMakesTheSchemaOfANewDatabase(t *testing.T) {
 	}
 }
 
-// What is older than the bridge is refused, and nothing is written.
+// Up refuses schemas from before the bridge, and writes nothing.
 func TestASchemaThatNoBridgeLeadsFromIsRefused(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -142,7 +142,7 @@ func TestASchemaThatNoBridgeLeadsFromIsRefused(t *testing.T) {
 var defines = regexp.MustCompile(
 	`(?im)^create (?:or replace )?(function|procedure|view|trigger|table|type) ([a-z0-9_.]+)`)
 
-// No body stands twice: each function, view and table is defined in one place.
+// No body is duplicated: each function, view and table is defined in one place.
 func TestNothingIsDefinedTwice(t *testing.T) {
 	t.Parallel()
 	where := map[string]string{}
@@ -160,7 +160,7 @@ func TestNothingIsDefinedTwice(t *testing.T) {
 	assert.Truef(t, len(where) >= 200, "%d definitions: the test does not see them", len(where))
 }
 
-// The code can be applied again, and with its bodies checked: a new database has it without, because functions call
+// The code can be applied again, and with checked bodies. A new database gets it unchecked, because functions call
 // later ones.
 func TestTheBodiesOfAllCodeAreValid(t *testing.T) {
 	t.Parallel()

@@ -26,7 +26,7 @@ func client(t *testing.T, config *pgx.ConnConfig) *pgx.Conn {
 	return conn
 }
 
-// A worker in any language needs nothing but the role: it runs a whole execution, with a wait in it.
+// A worker in any language needs only the role: it runs a whole execution, with a wait in it.
 func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -34,7 +34,7 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 	id := pgtest.Value[string](t, conn, `select start_agent_execution('external:sum', '{"start": 10}', 'the key')::text`)
 	assert.Equal(t, id, pgtest.Value[string](t, conn,
 		`select start_agent_execution('external:sum', '{}', 'the key')::text`))
-	// Nothing that a caller makes comes before the tables that a function of the contract asks.
+	// No object of a caller hides the tables that a function of the contract reads.
 	pgtest.Exec(t, conn, `create temp table agent_executions (id uuid); create temp table agent_workers (id uuid)`)
 	lock := `select lock_id from lock_agent_execution($1::text::uuid, 'worker 1')`
 	first := pgtest.Value[string](t, conn, lock, id)
@@ -70,7 +70,7 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 // asked is a question and its answer.
 type asked struct{ ask, want string }
 
-// says asks one question after the other.
+// says runs one query after the other.
 func says(t *testing.T, conn *pgx.Conn, list []asked, args ...any) {
 	t.Helper()
 	for _, q := range list {
@@ -78,7 +78,7 @@ func says(t *testing.T, conn *pgx.Conn, list []asked, args ...any) {
 	}
 }
 
-// Beside the contract there is nothing that the role can see: no table, no other function, no other schema.
+// The role sees only the contract: no table, no other function, no other schema.
 func TestTheClientCanDoNothingElse(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -123,7 +123,8 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 	}
 }
 
-// A restore without privileges lets everybody call every function, and the client read no view; to migrate mends both.
+// After a restore without privileges, every role may call every function, and the client may read no view; a migration
+// repairs both.
 func TestPrivilegesThatARestoreLeftOutAreGivenAgain(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -137,7 +138,7 @@ func TestPrivilegesThatARestoreLeftOutAreGivenAgain(t *testing.T) {
 	assert.True(t, pgtest.Value[bool](t, db, `select has_table_privilege('agent_client', 'agent_locks_live', 'select')`))
 }
 
-// along is a pool on a new database whose sessions have a search path, after some statements of its owner.
+// along is a pool on a new database, after some statements of its owner; its sessions have a search path.
 func along(t *testing.T, path, before string) (db *pgxpool.Pool, owner *pgxpool.Pool) {
 	t.Helper()
 	at := pgtest.EmptyURL(t)
@@ -159,7 +160,7 @@ const written = `
 	select count(*) from pg_class c join pg_namespace n on n.oid = c.relnamespace
 	  where n.nspname not in ('pg_catalog', 'information_schema', 'pg_toast')`
 
-// What cannot be made where the search path leads to is not begun, and is said before anything is written.
+// Up refuses a search path in which it cannot create the schema, before it writes anything.
 func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ path, before, says string }{
@@ -200,7 +201,7 @@ func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
 		`select count(*) from pg_class where relnamespace = 'public'::regnamespace`))
 }
 
-// Who may not make tables is told how they may.
+// A user without the right to create tables gets the remedy.
 func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
 	t.Parallel()
 	db, _ := along(t, "public", `revoke create on schema public from public`)
@@ -214,8 +215,8 @@ func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
 		strings.Contains(err.Error(), `"pg_monitor" may not create tables in the schema "public"`), "got %v", err)
 }
 
-// Who serves and is not the owner is told at once, and not when the last month of the log is over; as its member it
-// may act as the owner.
+// A serving user who is not the owner gets the error at once, not when the last month of the log has passed. A member
+// of the owner may act as the owner.
 func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	t.Parallel()
 	db, owner := along(t, "public", `select 1`)
@@ -256,8 +257,8 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 		opened(t, db.Config().ConnString(), "default_transaction_read_only", "on")), "nothing can be written")
 }
 
-// Rows that are hidden, a pause among them, and triggers that are off are told of: the agent would go on, and do what
-// it must not.
+// Hidden rows, for example of a pause, and disabled triggers are errors: the agent would continue, and do forbidden
+// work.
 func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
 	t.Parallel()
 	db, owner := along(t, "public", `select 1`)
@@ -283,7 +284,7 @@ func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
 	}
 	rights("")
 	pgtest.Exec(t, owner, `alter table agent_pauses enable row level security`)
-	rights("") // it does not hold for the owner
+	rights("") // row-level security does not apply to the owner
 	pgtest.Exec(t, owner, `alter table agent_pauses force row level security`)
 	rights("alter table agent_pauses disable row level security")
 	pgtest.Exec(t, owner, `alter table agent_pauses disable row level security`)

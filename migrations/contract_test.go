@@ -38,15 +38,15 @@ func inFlight(t *testing.T, db *pgxpool.Pool, id string) pgx.Tx {
 	return tx
 }
 
-// blocked waits until n statements that contain the text wait for a lock.
+// blocked waits until n statements with the text wait for a lock.
 func blocked(t *testing.T, db *pgxpool.Pool, n int, text string) {
 	t.Helper()
 	pgtest.Until(t, db, n, `select count(*) from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text)
 }
 
-// Who takes a claim away waits for a write under it that is under way. The write may lock the row more strongly, as
-// who speaks in a thread that a parent has lent does; it does not wait for who waits for it.
+// A statement that takes a claim away waits for a running write under that claim. The write may lock the row more
+// strongly, as a message in a thread that a parent has lent does; it does not wait for the waiting statement.
 func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -139,7 +139,7 @@ func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
 		from agent_executions`), "status, claim and events", "want them unchanged")
 }
 
-// A row that is claimed and does not run would stop every sweep, because a lost claim could not end it.
+// A claimed row that does not run would stop every sweep, because a lost claim could not end it.
 func TestOnlyARunningExecutionIsClaimed(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -275,7 +275,7 @@ func bare(t *testing.T, zone string) pgx.Tx {
 }
 
 const (
-	// unaligned are partitions that do not hold the month of UTC that their name says.
+	// unaligned are partitions whose range is not the month of UTC in their name.
 	unaligned = `
 		select count(*) from agent_activity_partitions p,
 		  lateral (select to_date(right(p.partition, 7), 'YYYY_MM')::timestamp) t (m)
@@ -284,7 +284,7 @@ const (
 		     lanekeeper.agent_uuid7_floor((m + interval '1 month') at time zone 'UTC'))`
 )
 
-// The months of the log are those of UTC, whatever zone a server was set up in.
+// The months of the log are those of UTC, for any time zone of the server.
 func TestMonthsAreThoseOfUTC(t *testing.T) {
 	t.Parallel()
 	for _, zone := range []string{"America/New_York", "Europe/Berlin", "Pacific/Auckland"} {

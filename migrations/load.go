@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// codeMark divides a file of schema/. The tables above it are made once. The code below it is applied again when it
+// codeMark divides a file of schema/. The tables above it are created once. The code below it is applied again when it
 // changes.
 const codeMark = "\n-- Code\n"
 
@@ -48,7 +48,7 @@ type change struct {
 type text struct {
 	nouns   []noun
 	changes []change
-	bridges map[int]string // by the version that they lead from
+	bridges map[int]string // by the version from which they lead
 }
 
 // embedded is the text of this binary.
@@ -126,7 +126,7 @@ func (t text) version() int {
 	return t.changes[len(t.changes)-1].version
 }
 
-// hash names the text. Remarks and the bridge are not in it.
+// hash identifies the text. It excludes remarks and the bridge.
 func (t text) hash() string {
 	var all strings.Builder
 	all.WriteString(t.tables())
@@ -139,12 +139,12 @@ func (t text) hash() string {
 	return digest(all.String())
 }
 
-// MonthsAhead is how many monthly partitions of the activity log exist ahead of time.
+// MonthsAhead is the number of monthly partitions of the activity log that exist ahead of time.
 const MonthsAhead = 3
 
-// EnsureMonths makes the missing monthly partitions of the activity log and returns how many it made: from the month
-// before a moment to some months after it. Without a moment the database's clock counts. Months begin and end in UTC.
-// It finds gaps by the ranges of the partitions, not by their names. Many may call it at once.
+// EnsureMonths creates the missing monthly partitions of the activity log, from the month before a moment to some
+// months after it, and returns their number. Without a moment it uses the database's clock. Months begin and end in
+// UTC. It finds gaps by the ranges of the partitions, not by their names. Concurrent calls are safe.
 func EnsureMonths(ctx context.Context, db postgres.Beginner, at *time.Time, ahead int) (made int, err error) {
 	err = pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('activity partitions', 0))`); err != nil {
@@ -184,11 +184,11 @@ func EnsureMonths(ctx context.Context, db postgres.Beginner, at *time.Time, ahea
 	return made, nil
 }
 
-// month is a partition to make, with its range of ids.
+// month is a partition to create, with its range of ids.
 type month struct{ Name, Lower, Upper string }
 
-// attach makes the table under the first free name, then attaches it. The clause `partition of` would wait for every
-// reader of the log and hold up every writer.
+// attach creates the table under the first free name, then attaches it. The clause `partition of` would wait for every
+// reader of the log and block every writer.
 func (m month) attach(ctx context.Context, tx pgx.Tx) error {
 	var name string
 	err := tx.QueryRow(ctx, `

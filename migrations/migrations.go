@@ -1,31 +1,30 @@
 // Package migrations owns the schema: the text in schema/, the changes after it, and River's own migrations beside
 // them in the schema "river".
 //
-// schema/ has a file for each noun, in reading order. A file opens with what the noun promises. Its tables follow:
-// they are the baseline, and are made once. Below the line "-- Code" are functions, views and triggers. They and all
-// comments are repeatable: each has one body in one place, and the code of a file is applied again when it has
-// changed. A change of a table is a numbered file of changes/. It is applied once and never edited after its release.
+// schema/ has a file for each noun, in reading order. A file opens with the promises of the noun. Its tables follow:
+// they are the baseline, and are created once. Below the line "-- Code" are functions, views and triggers. They and all
+// comments are repeatable: each has one body in one place, and the code of a file is applied again when it has changed.
+// A change of a table is a numbered file of changes/. It is applied once and never edited after its release.
 //
-// Up brings a database to this binary's version. Any number of processes may call it at once: one migrates, the
-// others wait for it and find nothing to do. The lock is a transaction-level advisory lock, held by a connection that
-// does nothing else. It works through a transaction pooler, and the server frees it when the process dies. The
-// baseline is one transaction with its code. Each change is one transaction with its row in agent_migrations. Changed
-// code joins the last of them, or is a transaction of its own. So a death leaves whole steps, and the next Up does
-// the rest.
+// Up brings a database to this binary's version. Any number of processes may call it at once: one migrates, the others
+// wait and find nothing to do. The lock is a transaction-level advisory lock, held by a connection that does nothing
+// else. It works through a transaction pooler, and the server frees it when the process dies. The baseline is one
+// transaction with its code. Each change is one transaction with its row in agent_migrations. Changed code joins the
+// last of them, or is a transaction of its own. So a crash leaves whole steps, and the next Up applies the rest.
 //
-// Up may be called while processes serve, of this version or the one before. A statement waits for a lock for less
-// than half a second, because all later ones stand behind it. Then it gives up, lets them pass, and tries again.
-// What a change may do is the rule of docs/upgrading.md: expand first, contract a release later. The tests here hold
-// each file to it. A file whose first line is `-- outside a transaction` builds indexes concurrently, statement by
-// statement. An index that a death left half built is removed and built again.
+// Up may be called while processes serve, of this version or the one before. A statement waits for a lock for less than
+// half a second, because all later statements queue behind it. Then it gives up, lets them run, and tries again. The
+// rule of docs/upgrading.md limits changes: expand first, contract a release later. The tests here check each file
+// against it. A file whose first line is `-- outside a transaction` builds indexes concurrently, statement by
+// statement. An index that a crash left incomplete is removed and built again.
 //
-// The functions that other programs call stand beside the tables: they are the contract. All others are in the schema
-// "lanekeeper", which may change in any release and which nobody but the owner uses. A function of the contract runs
+// The functions that other programs call are in the schema of the tables: they are the contract. All others are in the
+// schema "lanekeeper", which may change in any release and which only the owner uses. A function of the contract runs
 // as the owner, with a search path of its own. The last file grants the contract to the role agent_client.
 //
-// A database of a former version that has a file in bridges/ is brought to the baseline by it, in one transaction.
-// Another one is refused (ErrOld), as is one that a newer binary migrated (ErrNewer), and one whose tables or changes
-// differ from this binary's (ErrChanged).
+// A file in bridges/ brings the database of a former version to the baseline, in one transaction. Up refuses three
+// kinds of databases: of a version without a bridge (ErrOld), migrated by a newer binary (ErrNewer), and with tables or
+// changes that differ from this binary's (ErrChanged).
 package migrations
 
 import (
@@ -51,17 +50,17 @@ var (
 	ErrNewer = errors.New("the database was migrated by a newer version of agent; use that version or newer")
 	// ErrChanged reports a database whose applied migrations are not this binary's.
 	ErrChanged = errors.New("the schema that was applied differs from this binary's; use the binary that made the schema")
-	// ErrOld reports a schema of before the baseline that no bridge leads from.
+	// ErrOld reports a schema from before the baseline without a bridge.
 	ErrOld = errors.New("no migration leads from there to this version of agent; run `agent migrate` of the release " +
 		"with schema 118 first, or with schema 269 if the database's version is between them")
-	// ErrOutdated reports a schema that misses migrations.
+	// ErrOutdated reports a schema that lacks migrations.
 	ErrOutdated = errors.New("the database is not migrated to this version of agent; run `agent migrate`")
 )
 
-// baseline is the version that a new database begins with.
+// baseline is the version of a new database.
 const baseline = 270
 
-// bridges are the former versions that lead to the baseline, by number. A hash is that of the version's row in
+// bridges are the former versions that lead to the baseline, by number. A hash is the one in the version's row of
 // agent_migrations.
 var bridges = map[int]string{
 	118: "fbc3feac0597f02038a589bad0b86178bf90647458dd1bc437a5762235c1e09a",
@@ -71,17 +70,17 @@ var bridges = map[int]string{
 //go:embed schema/*.sql changes bridges/*.sql
 var files embed.FS
 
-// Up migrates the database to Version, River's schema included, and returns the names of what it applied. It is
+// Up migrates the database to Version, including River's schema, and returns the names of the applied steps. It is
 // idempotent and safe to run by many processes at once.
 func Up(ctx context.Context, pool *pgxpool.Pool) ([]string, error) { return UpWith(ctx, pool, files) }
 
-// UpWith is Up with the files of another version, as its binary would do it: for the tests of upgrades.
+// UpWith is Up with the files of another version, as its binary would apply them: for the tests of upgrades.
 func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, error) {
 	t, err := load(version)
 	if err != nil {
 		return nil, err
 	}
-	if pool.Config().MaxConns < 2 { // one holds the lock; the other would be waited for without end
+	if pool.Config().MaxConns < 2 { // one holds the lock; a second one would wait for it without end
 		return nil, errors.New("migrate: it takes two connections at once, and pool_max_conns in DATABASE_URL allows one; " +
 			"set it to 2 or more")
 	}
@@ -143,10 +142,9 @@ func (t text) migrate(ctx context.Context, pool *pgxpool.Pool) ([]string, error)
 	return applied, err
 }
 
-// alone takes the lock under which one process migrates, or waits for it. A session that stands in a queue holds a
-// snapshot, which would block a concurrent index build. So alone polls with a try-lock, by the simple protocol, which
-// leaves no portal with a snapshot behind. The session is idle in its transaction while migrations run, so its time
-// limits are lifted.
+// alone acquires the lock under which one process migrates. A session that waits in a queue holds a snapshot, which
+// would block a concurrent index build. So alone polls with a try-lock, by the simple protocol, which keeps no portal
+// with a snapshot. The session is idle in its transaction while migrations run, so its time limits are disabled.
 func alone(ctx context.Context, lock pgx.Tx) error {
 	if _, err := lock.Exec(ctx, unhurried, true); err != nil {
 		return fmt.Errorf("lock migrations: %w", err)
@@ -167,8 +165,8 @@ func alone(ctx context.Context, lock pgx.Tx) error {
 	}
 }
 
-// Check returns nil when the database has exactly this binary's schema, ErrOutdated when something is missing,
-// ErrOld, ErrNewer or ErrChanged when the schema is another version's. It writes nothing.
+// Check returns nil if the database has exactly this binary's schema, ErrOutdated if it lacks migrations, and ErrOld,
+// ErrNewer or ErrChanged if it has another version's schema. It writes nothing.
 func Check(ctx context.Context, pool *pgxpool.Pool) error {
 	t, err := embedded()
 	if err != nil {

@@ -85,7 +85,7 @@ func TestCheckOfAnEmptyDatabaseWritesNothing(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from pg_tables where schemaname = 'public'`))
 }
 
-// Nothing is written into a database that is another program's.
+// Up writes nothing into the database of another program.
 func TestADatabaseOfAnotherProgramIsToldFromOneOfItsOwn(t *testing.T) {
 	t.Parallel()
 	for name, theirs := range map[string]string{
@@ -198,7 +198,7 @@ func TestTraceIDsMadeInSQLAreTraceIDs(t *testing.T) {
 
 var statuses = []string{"pending", "running", "waiting", "completed", "failed", "timeout", "cancelled"}
 
-// legal lists where an execution can go, and how it gets where it is.
+// legal lists the states that an execution can reach, and the paths to its present one.
 var legal = map[string]struct {
 	to, path []string
 }{
@@ -267,7 +267,7 @@ func TestTheEndOfAnExecution(t *testing.T) {
 	}
 }
 
-// A body is read when it runs, so a call of a function that is gone would be found by whoever makes it.
+// PostgreSQL reads a body when it runs, so the caller would find a call of a missing function.
 func TestNoFunctionCallsOneThatIsGone(t *testing.T) {
 	t.Parallel()
 	gone := pgtest.Column[string](t, pgtest.DB(t), `

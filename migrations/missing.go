@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// missing returns what a database lacks of this text, in order.
+// missing returns the parts of this text that a database lacks, in order.
 func (t text) missing(ctx context.Context, pool *pgxpool.Pool) ([]step, error) {
 	rows, err := pool.Query(ctx, `select m.version, m.name, m.hash from agent_migrations m order by m.version`)
 	type row struct {
@@ -60,7 +60,7 @@ func (t text) missing(ctx context.Context, pool *pgxpool.Pool) ([]step, error) {
 	return t.goOn(t.changes[done:], changed), nil
 }
 
-// firstTyped is the first version that has the types of the first file.
+// firstTyped is the first version with the types of the first file.
 const firstTyped = 200
 
 var (
@@ -68,7 +68,7 @@ var (
 	createsType = regexp.MustCompile(`(?ms)^create type .*?;\n`)
 )
 
-// refuseEmptied returns an error when the tables are there without the record of their version.
+// refuseEmptied returns an error if the tables exist without the record of their version.
 func refuseEmptied(ctx context.Context, pool *pgxpool.Pool) error {
 	var there bool
 	err := pool.QueryRow(ctx, `select to_regclass('agent_executions') is not null`).Scan(&there)
@@ -79,7 +79,7 @@ func refuseEmptied(ctx context.Context, pool *pgxpool.Pool) error {
 	return err
 }
 
-// begin makes the baseline, and all that came after it, in a database that has nothing or a former version.
+// begin creates the baseline and everything after it, in an empty database or one of a former version.
 func (t text) begin(former int) []step {
 	first := step{version: baseline, hash: digest(t.tables()), code: t.nouns}
 	types := t.nouns[0]
@@ -98,8 +98,8 @@ func (t text) begin(former int) []step {
 	return append([]step{first}, t.goOn(t.changes, nil)...)
 }
 
-// goOn returns the steps for changes. Changed code joins the last one, or gets a step of its own: when there is no
-// change, or when the last one runs outside a transaction.
+// goOn returns the steps for changes. Changed code joins the last one. It gets a step of its own if there is no change,
+// or if the last one runs outside a transaction.
 func (t text) goOn(changes []change, code []noun) []step {
 	var steps []step
 	for _, c := range changes {
@@ -123,7 +123,7 @@ func (t text) goOn(changes []change, code []noun) []step {
 	return steps
 }
 
-// changedCode lists the files whose code the database does not have as it is here.
+// changedCode lists the files whose code differs from the database's.
 func (t text) changedCode(ctx context.Context, pool *pgxpool.Pool) ([]noun, error) {
 	rows, err := pool.Query(ctx, `select c.name, c.hash from agent_schema_code c`)
 	if err != nil {
@@ -146,8 +146,8 @@ func (t text) changedCode(ctx context.Context, pool *pgxpool.Pool) ([]noun, erro
 var created = regexp.MustCompile(
 	`(?im)^create\s+(?:or\s+replace\s+)?(?:table|view|function|domain|type)\s+(?:if\s+not\s+exists\s+)?([a-z0-9_]+)\b[^.]`)
 
-// refuseStrangers returns an error, before anything is written, when a database that was never migrated has a table,
-// view, function or type of a name that the files use, or a schema of that kind that is another's.
+// refuseStrangers returns an error, before anything is written, if a database without migrations has an object with a
+// name of the files (a table, view, function or type), or such a schema of another owner.
 func refuseStrangers(ctx context.Context, pool *pgxpool.Pool, t text) error {
 	var names []string
 	for _, n := range t.nouns {

@@ -12,12 +12,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// quoted is a name that means another without quotes; a file leaves them out.
+// quoted is a name that has another meaning without quotes; a file omits them.
 var quoted = regexp.MustCompile(`[A-Z."\s]`)
 
-// refusePlace returns an error, before anything is written, when the tables cannot be made where they would be, in
-// the first schema of the search path that is there, or when they are in another: a schema of the role's own name,
-// made later, comes before public, and a second agent would begin in it, on the first one's queue.
+// refusePlace returns an error, before anything is written, in two cases. The first existing schema of the search path
+// does not admit the tables. Or the tables are in another schema: one with the role's own name, created later, precedes
+// public, and a second agent would begin in it, on the first one's queue.
 func refusePlace(ctx context.Context, pool *pgxpool.Pool) error {
 	var schema, user, database, elsewhere string
 	var mayTable, maySchema bool
@@ -55,11 +55,11 @@ func refusePlace(ctx context.Context, pool *pgxpool.Pool) error {
 	return nil
 }
 
-// Rights returns an error, with what to do, when the user of pool cannot do what serving takes, now or later: nothing
-// can be written, or the tables are another's. New months of the activity log are made while serving. Who may make
-// none finds out when the last one is over, and those that a member of the owner makes are the member's, so that the
-// owner's next migration is refused. Nor may the tables' rows be hidden from it, or their triggers be off. The schema
-// must be there.
+// Rights returns an error with the remedy if the user of pool lacks a right for serving, now or later: it cannot write,
+// or another role owns the tables. A serving process creates new months of the activity log. A user without that right
+// would fail only when the last month has passed. Months that a member of the owner creates belong to the member, and
+// the owner's next migration would be refused. The tables' rows must not be hidden from the user, nor their triggers
+// disabled. The schema must exist.
 func Rights(ctx context.Context, pool *pgxpool.Pool) error {
 	var owner, user, database string
 	var readOnly bool
@@ -83,8 +83,8 @@ func Rights(ctx context.Context, pool *pgxpool.Pool) error {
 	return untouched(ctx, pool)
 }
 
-// refuseOther returns an error when the tables belong to another role than the one that migrates: what it made would
-// be its own, and the owner could not use it.
+// refuseOther returns an error if the tables belong to another role than the migrating one: new objects would belong to
+// the migrating role, and the owner could not use them.
 func refuseOther(ctx context.Context, pool *pgxpool.Pool) error {
 	var owner, user string
 	err := pool.QueryRow(ctx, `
@@ -99,7 +99,7 @@ func refuseOther(ctx context.Context, pool *pgxpool.Pool) error {
 	return err
 }
 
-// explainDenied adds what [Rights] says to an error of a user who may not read the tables.
+// explainDenied adds the error of [Rights] to an error of a user who may not read the tables.
 func explainDenied(ctx context.Context, pool *pgxpool.Pool, err error) error {
 	if !postgres.IsCode(err, "42501") {
 		return err
@@ -110,9 +110,9 @@ func explainDenied(ctx context.Context, pool *pgxpool.Pool, err error) error {
 	return err
 }
 
-// untouched returns an error when somebody has taken from the tables what the program relies on. Row-level security
-// that holds for the user hides rows without a word, that of a pause among them; without the triggers nothing ends,
-// and a stale claim is not refused.
+// untouched returns an error if the tables have lost something that the program relies on. Row-level security that
+// applies to the user hides rows silently, for example that of a pause. Without the triggers nothing ends, and stale
+// claims are accepted.
 func untouched(ctx context.Context, pool *pgxpool.Pool) error {
 	var hidden, silent, role string
 	err := pool.QueryRow(ctx, `
@@ -144,8 +144,8 @@ func untouched(ctx context.Context, pool *pgxpool.Pool) error {
 // else. Grant it to the roles that they connect as.
 const ClientRole = "agent_client"
 
-// admitClient makes the role of other programs, where this user may, and gives it its rights. Who may not create
-// roles finds the statement that does it by ClientMissing.
+// admitClient creates the role of other programs, if this user may, and grants it its rights. A user who may not create
+// roles finds the statement for it by ClientMissing.
 func (t text) admitClient(ctx context.Context, pool *pgxpool.Pool) error {
 	there, err := clientThere(ctx, pool)
 	if err != nil {
@@ -171,8 +171,7 @@ func (t text) admitClient(ctx context.Context, pool *pgxpool.Pool) error {
 	return nil
 }
 
-// ClientMissing returns the statement that a superuser has to run before other programs can use the contract, or
-// nothing.
+// ClientMissing returns the statement that a superuser must run before other programs can use the contract, or nothing.
 func ClientMissing(ctx context.Context, pool *pgxpool.Pool) (string, error) {
 	there, err := clientThere(ctx, pool)
 	if err != nil || there {
@@ -190,8 +189,8 @@ func clientThere(ctx context.Context, pool *pgxpool.Pool) (there bool, err error
 	return there, nil
 }
 
-// clientAdmitted reports whether the role exists and has its rights, and nobody else has them: after a restore without
-// privileges everybody may call every function.
+// clientAdmitted reports whether the role exists and has its rights, and no other role has them: after a restore
+// without privileges every role may call every function.
 func clientAdmitted(ctx context.Context, pool *pgxpool.Pool) (admitted bool, err error) {
 	err = pool.QueryRow(ctx, `
 		select coalesce(has_function_privilege(r.oid, to_regprocedure('try_acquire_agent_lock(text, text, int)'), 'execute')

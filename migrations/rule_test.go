@@ -16,12 +16,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// The rule is in docs/upgrading.md: a release expands the schema in ways that the release before it does not notice,
-// and contracts it only when no release that may be running still uses what goes. Two tests hold every file to it.
-// This one looks at what a file did, by comparing the catalogue before and after; rulewords_test.go reads what no
-// catalogue shows. What a file does all the same is listed in allowed, with the reason.
+// The rule is in docs/upgrading.md: a release expands the schema in ways that the previous release does not notice, and
+// contracts it only when no possibly running release still uses the dropped objects. Two tests check every file against
+// it. This one compares the catalogue before and after a file; rulewords_test.go reads the statements that leave no
+// mark in a catalogue. The list allowed has the exceptions, with the reason.
 
-// catalogue lists what the program of the release before relies on, and what takes long to make.
+// catalogue lists the objects that the program of the previous release relies on, and the objects that take long to
+// create.
 const catalogue = `
 	with ours as (
 	  select c.oid, c.relname, c.relkind, c.relfilenode from pg_class c
@@ -77,8 +78,8 @@ func schemaOf(t *testing.T, db postgres.DB) schema {
 	return s
 }
 
-// breaks lists, in words, what a step from one schema to the next takes from the release before, or what it may hold
-// up.
+// breaks lists, in words, the effects of a step from one schema to the next that break the previous release, or may
+// block it.
 func breaks(before, after schema) []string {
 	var found []string
 	say := func(format string, args ...any) { found = append(found, fmt.Sprintf(format, args...)) }
@@ -114,7 +115,7 @@ func breaks(before, after schema) []string {
 	for key, now := range after {
 		old, there := before[key]
 		if !before.has("relation", now.Name, "") {
-			continue // of a table that this file makes
+			continue // of a table that this file creates
 		}
 		switch {
 		case now.Kind == "column" && !there && now.More == "must be given":
@@ -129,7 +130,7 @@ func breaks(before, after schema) []string {
 	return found
 }
 
-// answers reports whether a call of an old function finds another one that takes and gives the same.
+// answers reports whether a call of an old function finds another one with the same parameters and results.
 func (s schema) answers(old thing) bool {
 	for _, f := range s {
 		if f.Kind == "function" && f.Name == old.Name && f.About == old.About && f.Needed <= len(old.Types) &&
@@ -140,7 +141,7 @@ func (s schema) answers(old thing) bool {
 	return false
 }
 
-// TestEveryChangeExpandsOrSaysWhyNot applies the changes one after the other and compares what was before and after.
+// TestEveryChangeExpandsOrSaysWhyNot applies the changes one after the other and compares the schemas before and after.
 func TestEveryChangeExpandsOrSaysWhyNot(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
@@ -173,7 +174,7 @@ func read(t *testing.T, path string) string {
 	return string(text)
 }
 
-// judge compares what a file does against the rule with what the list says about it.
+// judge compares the effects of a file against the rule with the listed exceptions.
 func judge(t *testing.T, name string, found []string) {
 	t.Helper()
 	for _, what := range found {
@@ -186,7 +187,7 @@ func judge(t *testing.T, name string, found []string) {
 	}
 }
 
-// Each change that the release before would notice, or that takes long, is found; what it does not notice is not.
+// The test finds each change that the previous release would notice, or that takes long, and no others.
 func TestWhatBreaksTheReleaseBeforeIsFound(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -232,8 +233,8 @@ func TestWhatBreaksTheReleaseBeforeIsFound(t *testing.T) {
 	}
 }
 
-// A scan that is to be avoided counts as very dear, and what is dear is compiled, which takes a thousand times as
-// long as the scan.
+// The planner gives a scan that it should avoid a very high cost. PostgreSQL compiles expensive queries, which takes a
+// thousand times as long as the scan.
 func TestWhatAvoidsScansIsNotCompiled(t *testing.T) {
 	t.Parallel()
 	compiled := pgtest.Column[string](t, pgtest.DB(t), `
@@ -242,8 +243,8 @@ func TestWhatAvoidsScansIsNotCompiled(t *testing.T) {
 	assert.Truef(t, len(compiled) == 0, "these set enable_seqscan = off and not jit = off: %q", compiled)
 }
 
-// statements is what a file runs: without comments, texts and the bodies of functions, in lower case with single
-// spaces. The bodies of `do` are run, so they stay.
+// statements are the statements that a file runs: without comments, texts and the bodies of functions, in lower case
+// with single spaces. The bodies of `do` run, so they stay.
 func statements(sql string) string {
 	var kept strings.Builder
 	for sql != "" {
@@ -282,14 +283,14 @@ var (
 	runs   = regexp.MustCompile(`(?i)(^|[;\s])do\s*(language\s+plpgsql\s*)?$`)
 )
 
-// after is the rest of a text behind a mark; nothing when the mark is not there.
+// after returns the rest of a text behind a mark; nothing without the mark.
 func after(text, mark string) string {
 	_, rest, _ := strings.Cut(text, mark)
 	return rest
 }
 
-// against are words of statements that hold others up for as long as a table is large, or that undo what the program
-// does so that nobody is held up for long.
+// against are words of statements that block others for a time that grows with the table, or that disable the program's
+// protection against long blocks.
 var against = map[string]*regexp.Regexp{
 	"writes all rows of": regexp.MustCompile(
 		`(?:^|[;(] ?|\bthen |\bloop |\bbegin )(?:update|delete from|merge into)(?: only)? ([a-z0-9_.]+)`),
@@ -303,7 +304,7 @@ var against = map[string]*regexp.Regexp{
 
 var makes = regexp.MustCompile(`\bcreate (?:table|view)(?: if not exists)? ([a-z0-9_.]+)`)
 
-// wordsAgainstTheRule lists such statements, but for those about tables that the file itself makes.
+// wordsAgainstTheRule lists such statements, except those about tables that the file itself creates.
 func wordsAgainstTheRule(sql string) []string {
 	text := statements(sql)
 	own := map[string]bool{}
@@ -322,7 +323,7 @@ func wordsAgainstTheRule(sql string) []string {
 	return found
 }
 
-// Each thing that the rule forbids is found, where it is done and only there.
+// The test finds each violation of the rule at its place, and no others.
 func TestWhatTheRuleForbidsIsFound(t *testing.T) {
 	t.Parallel()
 	for sql, want := range map[string]string{

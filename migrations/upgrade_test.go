@@ -57,7 +57,7 @@ func opened(t *testing.T, to, name, value string) *pgxpool.Pool {
 	return db
 }
 
-// upgrade migrates in the background, and says how it went.
+// upgrade migrates in the background, and reports the result.
 func upgrade(t *testing.T, db *pgxpool.Pool, to fs.FS) <-chan error {
 	t.Helper()
 	done := make(chan error, 1)
@@ -84,8 +84,8 @@ func ended(t *testing.T, done <-chan error) {
 	}
 }
 
-// A statement that waits for a lock makes all wait that come later; a serving process would stand still for as long
-// as the longest transaction lasts.
+// A statement that waits for a lock blocks all later ones; a serving process would stand still for as long as the
+// longest transaction lasts.
 func TestAMigrationThatWaitsForALockLetsOthersPass(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -104,8 +104,8 @@ func TestAMigrationThatWaitsForALockLetsOthersPass(t *testing.T) {
 		"the migration is not recorded")
 }
 
-// The session with the lock is idle in a transaction for as long as a file takes, and the pool's sessions are ended
-// for that.
+// The session with the lock is idle in a transaction for as long as a file takes, and the server would end the pool's
+// sessions for that.
 func TestALongMigrationKeepsItsLock(t *testing.T) {
 	t.Parallel()
 	db := opened(t, pgtest.URL(t), "idle_in_transaction_session_timeout", "100")
@@ -123,7 +123,7 @@ const index = "-- outside a transaction\n" +
 	"create index concurrently if not exists by_thread on agent_executions (thread_id, id);\n" +
 	"create unique index concurrently if not exists by_flow on agent_executions (flow);\n"
 
-// A process that waits to migrate must not be waited for by an index that is built concurrently.
+// A concurrent index build must not wait for a process that waits to migrate.
 func TestIndexesAreBuiltConcurrentlyByOneOfMany(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -156,7 +156,7 @@ func TestAnIndexThatWasLeftHalfBuiltIsBuiltAgain(t *testing.T) {
 		"the index was left half built")
 }
 
-// Code that has changed is applied with the change it came with, or alone, and other code is not applied again.
+// Changed code is applied with its change, or alone, and other code is not applied again.
 func TestChangedCodeIsAppliedOnceMore(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -182,7 +182,7 @@ func TestChangedCodeIsAppliedOnceMore(t *testing.T) {
 	assert.Equal(t, 3, pgtest.Value[int](t, db, `select f()`))
 }
 
-// A change and its code are one transaction: code that cannot be applied leaves nothing of the change.
+// A change and its code are one transaction: if the code cannot be applied, nothing of the change remains.
 func TestAChangeWithoutItsCodeIsNotApplied(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -195,7 +195,7 @@ func TestAChangeWithoutItsCodeIsNotApplied(t *testing.T) {
 		or exists (select from agent_migrations where version = 9001)`), "the change is there without its code")
 }
 
-// A limit for everybody's statements would cut a long migration off at the same place each time.
+// A general statement timeout would stop a long migration at the same place each time.
 func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
 	if pgtest.Pooled() {
 		t.Skip("behind a pooler the limits of a session are the database's")
@@ -224,7 +224,7 @@ func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
 	assert.Equal(t, "500ms", pgtest.Value[string](t, db, `select current_setting('statement_timeout')`))
 }
 
-// One connection holds the lock: with no other it waited for itself.
+// One connection holds the lock: without another one Up would wait for itself.
 func TestAMigrationWithOneConnectionIsRefused(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
