@@ -1,3 +1,3 @@
-// Package channels tests channels through the program: real processes, a real PostgreSQL, and providers of the
-// repository, which real clients of these providers prove.
+// Package channels tests channels through the program: with real processes, a real PostgreSQL, and fakes of the
+// providers, which real clients of these providers prove.
 package channels

@@ -1,34 +1,33 @@
-// Package crash proves, with the real program and real signals, what the product promises when
-// processes die, stall, or are told to go.
+// Package crash proves, with the real program and real signals, the product's promises when processes die, stall, or
+// stop.
 //
-// The tests build cmd/agent once, start it as child processes, and let it talk to a scripted model, to
-// skills that the test serves and counts, and to a PostgreSQL of their own. Between a process and the
-// database stands a proxy that knows the protocol: it counts what the process sends, and can kill it
-// before a statement arrives, after one took effect and before its answer is heard, or keep a write back
-// until its time is long over.
+// The tests build cmd/agent once and start it as child processes, with a scripted model, skills that the test serves
+// and counts, and a PostgreSQL of their own. Between a process and the database stands a proxy that knows the protocol.
+// It counts the process's messages. It can kill the process before a statement arrives, or after the statement took
+// effect and before its answer arrives. It can also delay a write until its time has long passed.
 //
-// What is proved:
+// Proved:
 //
-//   - kill -9 at every boundary of a heartbeat with a conversation inside: it completes after a restart,
-//     nothing that was recorded is called again, a call in flight is made again under the same
-//     idempotency key when its skill is idempotent, and otherwise ends `unknown` and the model is told.
-//   - kill -9 at every boundary of a chat answer, of an approval (asked for by a visitor or by the admin, decided
-//     while a process works or while none does) and of a webhook with several actions and a retry: every message is
-//     answered once and in order, a grant is used once, each action is done once, and a client that says or sends the
-//     same again, or attaches to its answer, gets the one that was made.
+//   - kill -9 at every boundary of a heartbeat with a conversation inside: it completes after a restart, and no
+//     recorded call is repeated. A call in flight is repeated under the same idempotency key if its skill is
+//     idempotent; otherwise it ends `unknown`, and the model learns that.
+//   - kill -9 at every boundary of a chat answer, of an approval (requested by a visitor or by the admin, decided while
+//     a process works or while none does) and of a webhook with several actions and a retry. Every message is answered
+//     once and in order, a grant is used once, and each action runs once. A client that repeats a message or a request,
+//     or attaches to its answer, gets the existing one.
 //   - A stop, a pause and a kill in the middle of streamed answers, under several visitors.
 //   - The same boundaries with two crashes, a graceful stop, ^C, an admin's cancel, and a connection that breaks.
-//   - Kills, pauses and stops at random moments, under visitors who talk and leave: what is counted as spent is never
-//     below what the provider bills, and above it only by what is marked as unknown.
-//   - Kills at random moments under runs, heartbeats and admins (HTTP, command line) who write one memory: no
-//     acknowledged update is lost, and a note that came too late is a conflict that was recorded.
-//   - Two processes on one database: one heartbeat per tick, never two at once, also when the leader dies.
-//   - A process paused past its lease can neither checkpoint, nor log, nor finish, and what it tried is in
-//     the activity log.
-//   - Signals: a graceful stop hands work on; ^C cancels; a second signal ends the process at once.
-//   - An admin goes first; a busy lane is a skip; a database that restarts is waited for; `agent dev` leaves
-//     no server behind.
+//   - Kills, pauses and stops at random moments, under visitors who talk and leave: the counted spend is never below
+//     the provider's bill, and exceeds it only by amounts marked as unknown.
+//   - Kills at random moments under runs, heartbeats and admins (HTTP, command line) that write one memory: no
+//     acknowledged update is lost, and a late note is recorded as a conflict.
+//   - Two processes on one database: one heartbeat per tick, never two at once, even if the leader dies.
+//   - A process paused past its lease can neither checkpoint, nor log, nor finish, and its attempts are in the activity
+//     log.
+//   - Signals: a graceful stop hands work over; ^C cancels; a second signal ends the process at once.
+//   - An admin goes first; a busy lane is a skip; processes wait for a restarting database; `agent dev` leaves no
+//     server behind.
 //
-// The boundaries are a few hundred, so an ordinary run takes an even sample of them. With
-// AGENT_CRASH_ALL=1 every one is taken. There is nothing here to import.
+// The boundaries are a few hundred, so an ordinary run takes an even sample of them. With AGENT_CRASH_ALL=1 a run takes
+// every one. The package exports nothing.
 package crash

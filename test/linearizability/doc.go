@@ -1,43 +1,41 @@
-// Package linearizability proves that lanes are linearizable: whatever processes and sessions do to a lane, and
-// whatever happens to them, each operation takes effect at one moment between its call and its answer, as the rules
-// of lanes say.
+// Package linearizability proves that lanes are linearizable: for all operations and faults of processes and sessions,
+// each operation takes effect at one moment between its call and its answer, by the rules of lanes.
 //
-// A scene records real histories. Processes, which are this test binary started again, use the same lanes through
-// package lanes, through plain SQL (acquire, try, await, renew, release, break, sweep), and as executions that park
-// in their lane, lend it to a child and are claimed again (the SQL functions that package executions calls). All make
-// fenced writes, also under tokens that are long void, and release and renew what is not theirs. Meanwhile processes
-// are killed with kill -9 and stopped past every TTL, sessions are ended with pg_terminate_backend, a proxy breaks
-// connections before the server sees a request, after it has run it and before the commit, and after the commit, and
-// the server is stopped in immediate mode and recovers. The wall clocks of three processes in four are wrong, by an
-// hour or a year (linux on amd64; elsewhere they are right).
+// A scene records real histories. Processes, which are this test binary started again, use the same lanes in three
+// ways: through package lanes, through plain SQL (acquire, try, await, renew, release, break, sweep), and as
+// executions. Executions park in their lane, lend it to a child and are claimed again (the SQL functions that package
+// executions calls). All make fenced writes, also under long void tokens, and release and renew lanes that they do not
+// hold. Meanwhile processes are killed with kill -9 and stopped past every TTL, and sessions are ended with
+// pg_terminate_backend. A proxy breaks connections before the server receives a request, between its execution and the
+// commit, and after the commit. The server is stopped in immediate mode and recovers. The wall clocks of three
+// processes in four are wrong, by an hour or a year (linux on amd64; elsewhere they are right).
 //
 // The model (model_test.go, family_model_test.go) is a sequential lane with the database's clock, and porcupine looks
-// for an order of the operations that it accepts. An operation is recorded with two moments of the clock of the
-// machine, which is that of the database, since the server runs on it. The model lets an operation happen at any
-// moment between them, never before an earlier change; the answer narrows that where it has a time in it. So an
-// expiry is no operation: a lease may count as ended only when its end can have passed, and as live only when it
-// cannot have.
+// for an order of the operations that it accepts. A recorded operation has two moments of the machine's clock, which is
+// also the database's, since the server runs on it. The model lets an operation happen at any moment between them,
+// never before an earlier change; a time in the answer narrows that. So an expiry is no operation: a lease may count as
+// ended only if its end may have passed, and as live only if its end cannot have passed.
 //
-//   - An operation whose answer nobody heard may happen at any later time, or never. One that the client never sent,
-//     or that was refused with an SQLSTATE that rolls back, did nothing.
-//   - "It is being changed right now" is accepted only while another operation on the lane overlaps, and "promised to
-//     who waits" only while somebody can be waiting.
-//   - A release that hands the lane over says to whom, who has to be waiting then. One of which nobody heard may have
-//     handed it to anybody who waits.
-//   - A release through package lanes to nobody does not wait for its commit to be durable: a crash of the server may
-//     undo it, if nobody took the lane since. Everything else that was acknowledged has to survive the crash.
+//   - An operation without a received answer may happen at any later time, or never. An operation that the client never
+//     sent, or that was refused with an SQLSTATE that rolls back, did nothing.
+//   - The model accepts "It is being changed right now" only while another operation on the lane overlaps, and
+//     "promised to who waits" only while a waiter is possible.
+//   - A release that hands the lane over names the new owner, which must be waiting then. A release without a received
+//     answer may have handed it to any waiter.
+//   - A release through package lanes to no waiter does not wait for its commit to be durable: a server crash may undo
+//     it, if no owner acquired the lane since. All other acknowledged operations must survive the crash.
 //   - A history that the checker does not finish within its time counts as a failure.
 //
 // Fenced writes draw a number after their fence. No write under a token may come after one under a larger token, and
 // no token has writes of two owners.
 //
-// Not claimed: the order in which waiters are served (package lanes tests that), that a lease's context ends in time
-// in a process that was stopped (it cannot: hence the fence), and anything about a machine whose clock jumps back or
-// whose standby is promoted.
+// Not claimed: the order of waiters (package lanes tests that), that a lease's context ends in time in a stopped
+// process (it cannot: hence the fence), and anything about a machine whose clock jumps back or whose standby is
+// promoted.
 //
-// Each fault of planted_test.go is made by replacing a function of lanes in a database of the test's own; its script
-// is accepted with lanes as they are, and has to be refused with the fault.
+// Each fault of planted_test.go replaces a function of lanes in a database of the test's own. The model must accept its
+// script without the fault, and refuse it with the fault.
 //
-// An ordinary run records one round; AGENT_PROVE_ROUNDS=30 that many, which is what make prove does. There is nothing
-// here to import.
+// An ordinary run records one round; AGENT_PROVE_ROUNDS=30 records that many, as make prove does. The package exports
+// nothing.
 package linearizability
