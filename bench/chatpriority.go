@@ -43,7 +43,7 @@ type variant struct {
 	loaded bool   // background runs occupy the workers
 }
 
-// chatPriority measures how long a visitor's turn waits while background runs take all workers.
+// chatPriority measures the wait of a visitor's turn while background runs take all workers.
 func chatPriority(ctx context.Context, args []string, out, errw io.Writer) error {
 	var s chatSettings
 	flags := newFlags("chat-priority", errw)
@@ -130,7 +130,7 @@ func (b *chatBench) floor(ctx context.Context, n int) (took samples, err error) 
 
 type variantResult struct {
 	started, model, text samples // time from the request to each
-	background           int     // runs that ended meanwhile
+	background           int     // runs that ended during the measurement
 }
 
 // run sends visitors for b.duration and calls during once in parallel.

@@ -167,7 +167,7 @@ func (b *engineRoomBench) measureLarge(ctx context.Context, handler http.Handler
 	return err
 }
 
-// profiled runs fn, and profiles it if asked to.
+// profiled runs fn, and profiles it on request.
 func (b *engineRoomBench) profiled(fn func() error) error {
 	if b.profile == "" {
 		return fn()
@@ -330,8 +330,8 @@ func (b *engineRoomBench) fill(ctx context.Context, from, to int64) error {
 	return nil
 }
 
-// countLog counts the log from its beginning, as housekeeping does. Filled rows skipped the triggers that announce
-// rows to count. Nobody else writes, so the count is complete.
+// countLog counts the log from its beginning, as housekeeping does. Filled rows skipped the triggers that announce rows
+// to count. There is no other writer, so the count is complete.
 func (b *engineRoomBench) countLog(ctx context.Context) error {
 	_, err := b.pool.Exec(ctx, `
 		with c as (delete from agent_activity_counts), d as (delete from agent_activity_durations)
@@ -342,7 +342,7 @@ func (b *engineRoomBench) countLog(ctx context.Context) error {
 	return b.countRest(ctx)
 }
 
-// countRest counts what is not counted yet.
+// countRest counts the uncounted rows.
 func (b *engineRoomBench) countRest(ctx context.Context) error {
 	began, rows := time.Now(), 0
 	for {

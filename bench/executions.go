@@ -20,8 +20,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// eventFloor is the least that handles a durable event: one committed statement inserts a row and notifies, another
-// marks it as consumed.
+// eventFloor is the minimum work for a durable event: one committed statement inserts a row and notifies, another marks
+// the row as consumed.
 type eventFloor struct {
 	pool *pgxpool.Pool
 
@@ -31,7 +31,7 @@ type eventFloor struct {
 	stop    func()
 }
 
-// start creates the table and listens on a connection of its own.
+// start creates the table and opens its own listening connection.
 func (f *eventFloor) start(ctx context.Context) error {
 	if _, err := f.pool.Exec(ctx,
 		`create table bench_events (key text primary key, consumed_at timestamptz)`); err != nil {
@@ -121,7 +121,7 @@ func (f *eventFloor) run(ctx context.Context, callers, n int) (samples, error) {
 	return took, err
 }
 
-// measure sends single events, then as many as are resumed at once.
+// measure sends single events, then as many as resume at once.
 func (f *eventFloor) measure(ctx context.Context, events, all int, r *waitResult) (err error) {
 	if r.floors[0], err = f.run(ctx, 1, events); err != nil {
 		return err
@@ -165,7 +165,7 @@ func stepsOf(n int) executions.Func {
 	}
 }
 
-// executionsBench measures how many executions a process starts and finishes a second, against the floor.
+// executionsBench measures the executions that a process starts and finishes per second, against the floor.
 func executionsBench(ctx context.Context, args []string, out, errw io.Writer) error {
 	b := &engineBench{errw: errw}
 	flags := newFlags("executions", errw)

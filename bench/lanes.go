@@ -239,8 +239,7 @@ type handOverResult struct {
 	floor, ours samples
 }
 
-// settledFor is how long a waiter waits before the release: past its first poll, so that only the notification wakes
-// it.
+// settledFor is a waiter's wait before the release: past its first poll, so only the notification wakes it.
 const settledFor = 60 * time.Millisecond
 
 // measureHandOvers hands a lane to a keeper with its own pool and listener, as another process has them.
@@ -307,7 +306,7 @@ func (b *laneBench) untilWaiting(ctx context.Context) error {
 	return pause(ctx, settledFor)
 }
 
-// handOverFloor is the least that hands a row over: an update that notifies, and an update by the listener, both
+// handOverFloor is the minimum work of a handover: an update that notifies, and an update by the listener, both
 // committed.
 type handOverFloor struct {
 	bench  *laneBench

@@ -1,4 +1,5 @@
-// Command bench measures what users notice, with the least possible cost (the floor) of each figure in the same run.
+// Command bench measures figures that users notice, with the least possible cost (the floor) of each figure in the same
+// run.
 //
 //	go run ./bench chat-priority
 //	go run ./bench waiting
@@ -181,7 +182,7 @@ func (b *waitBench) print(out io.Writer, r waitResult) {
 // tick is the unit of times in /proc; it is the same on every Linux that Go supports.
 const tick = 10 * time.Millisecond
 
-// cpuTime is processor time used by the server and by this process. Other load on the machine affects it less than
+// cpuTime is the processor time of the server and of this process. Other load on the machine affects it less than
 // elapsed time.
 type cpuTime struct{ server, own time.Duration }
 
@@ -203,7 +204,7 @@ func usedCPU(ctx context.Context, pool *pgxpool.Pool) (cpuTime, error) {
 	for _, path := range stats {
 		p, ok := procStat(filepath.Base(filepath.Dir(path)))
 		switch {
-		case !ok: // it has ended
+		case !ok: // the process has ended
 		case p.parent == backend.parent:
 			used.server += p.used
 		case p.pid == backend.parent:

@@ -17,9 +17,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// scalingBench measures what one PostgreSQL can carry. It measures bytes and processor time at a smaller size,
-// extrapolates linearly to a larger size, and prints prediction and measurement. docs/scaling.md has one run's
-// figures.
+// scalingBench measures the capacity of one PostgreSQL. It measures bytes and processor time at a smaller size,
+// extrapolates linearly to a larger size, and prints prediction and measurement. docs/scaling.md has one run's figures.
 type scalingBench struct {
 	engineRoomBench
 
@@ -142,7 +141,7 @@ func (b *scalingBench) measureViewers(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		l.server = used.Seconds() / took.Seconds() // connections that ended meanwhile count here
+		l.server = used.Seconds() / took.Seconds() // connections that ended during the measurement count here
 		b.viewerLoads = append(b.viewerLoads, l)
 	}
 	return nil

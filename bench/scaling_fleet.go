@@ -26,7 +26,7 @@ const (
 	ownName       = "bench" // of the measuring connections
 )
 
-// fleetCost is what n processes cost the server.
+// fleetCost is the server's cost of n processes.
 type fleetCost struct {
 	n            int
 	connections  int
@@ -132,8 +132,8 @@ func (b *scalingBench) measureIdle(ctx context.Context, cost *fleetCost) error {
 	return nil
 }
 
-// measureBacklog starts all executions at once. With a size, it also measures the bytes that ended executions take,
-// first of half as many.
+// measureBacklog starts all executions at once. With a size, it also measures the bytes of ended executions, first of
+// half as many.
 func (b *scalingBench) measureBacklog(ctx context.Context, fleet []*node, size int, cost *fleetCost) error {
 	ended := nounSize{name: "an execution of one step that has ended"}
 	var before relationSize
@@ -160,7 +160,7 @@ func (b *scalingBench) measureBacklog(ctx context.Context, fleet []*node, size i
 	return nil
 }
 
-// measureEvents delivers events to executions spread over all that wait, and waits until these have ended.
+// measureEvents delivers events to executions spread over all waiting ones, and waits until these have ended.
 func (b *scalingBench) measureEvents(ctx context.Context, m *node, size int) (time.Duration, error) {
 	n := min(int(b.scales[size].waiting/20), 1000)
 	step := b.scales[size].waiting / int64(n)
@@ -253,8 +253,8 @@ func (b *scalingBench) connectionTimes(ctx context.Context, name string) (map[in
 	return used, nil
 }
 
-// processTime returns a process's processor time. Linux has it in nanoseconds in /proc/PID/schedstat, which matters
-// for many connections that do little; elsewhere ticks must do.
+// processTime returns a process's processor time. On Linux /proc/PID/schedstat has it in nanoseconds, which matters for
+// many connections with little work; elsewhere the unit is a tick.
 func processTime(pid int) time.Duration {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/schedstat", pid))
 	if err != nil {

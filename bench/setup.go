@@ -39,7 +39,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
-// node is what one process keeps for executions, wired as `agent serve` does.
+// node is the set of parts that one process has for executions, wired as in `agent serve`.
 type node struct {
 	pool     *pgxpool.Pool
 	listener *postgres.Listener
@@ -92,7 +92,7 @@ type testAgent struct {
 	*node
 	loop *reason.Loop
 	chat *chat.Chat
-	url  string // where the chat is served
+	url  string // the address of the chat
 }
 
 // withServer starts a durable PostgreSQL while fn runs. Without config.Dir its data is removed.
@@ -194,7 +194,7 @@ func pollQuery(ctx context.Context, pool *pgxpool.Pool, query string) error {
 	})
 }
 
-// callAll calls fn for 0 to n-1 from so many callers.
+// callAll calls fn for 0 to n-1 from a number of concurrent callers.
 func callAll(ctx context.Context, callers, n int, fn func(ctx context.Context, i int) error) error {
 	var next atomic.Int64
 	group, ctx := errgroup.WithContext(ctx)
@@ -221,7 +221,8 @@ func pause(ctx context.Context, d time.Duration) error {
 	return nil
 }
 
-// callFor has so many callers call fn repeatedly. It returns the number of calls and their rate per second.
+// callFor makes a number of concurrent callers call fn repeatedly. It returns the number of calls and their rate per
+// second.
 func callFor(
 	ctx context.Context, callers int, lasts time.Duration, fn func(ctx context.Context, caller int) error,
 ) (int, float64, error) {
@@ -252,7 +253,7 @@ const (
 	allEnded    = `select not exists (select from agent_executions where status in ('pending', 'running', 'waiting'))`
 )
 
-// createFloor creates the rows of the floor. A committed update is the least that a durable operation costs.
+// createFloor creates the rows of the floor. A committed update is the minimum cost of a durable operation.
 func createFloor(ctx context.Context, pool *pgxpool.Pool) error {
 	_, err := pool.Exec(ctx, `create table bench_floor (id int primary key, n bigint not null) with (fillfactor = 50)`)
 	if err == nil {

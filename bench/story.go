@@ -129,7 +129,7 @@ func (b *storyBench) questions() ([]*question, error) {
 	return all, nil
 }
 
-// listings returns what pages, commands and the API read besides views.
+// listings returns the queries of pages, commands and the API besides views.
 func (b *storyBench) listings() []*question {
 	week := time.Now().Add(-7 * 24 * time.Hour)
 	recent := func(f activity.Filter) func(ctx context.Context) error {
@@ -272,7 +272,7 @@ func whyBenchmark(ctx context.Context, args []string, out, errw io.Writer) error
 	})
 }
 
-// measureInTurns runs the questions in turns, so that other load on the machine affects all.
+// measureInTurns runs the questions in turns, so other load on the machine affects all.
 func (b *whyBench) measureInTurns(ctx context.Context) ([]*question, error) {
 	questions := []*question{
 		{name: "floor: one row by an index", run: b.queryTrace(`select e.id from agent_executions e

@@ -30,7 +30,7 @@ import (
 // tokens.
 type turnBench struct {
 	turns, openStreams int           // turns of each row; concurrent open streams
-	answerDuration     time.Duration // how long the model streams an answer
+	answerDuration     time.Duration // duration of the model's answer
 	pool               *pgxpool.Pool
 	errw               io.Writer
 
@@ -119,7 +119,7 @@ func (b *turnBench) measure(ctx context.Context, url, model string, pid int, out
 	return nil
 }
 
-// measureRow measures so many callers: the model alone, three commits, and turns.
+// measureRow measures a number of concurrent callers: the model alone, three commits, and turns.
 func (b *turnBench) measureRow(ctx context.Context, callers int, url, model string, pid int) (r turnRow, err error) {
 	r.callers = callers
 	if r.model, err = b.sendMany(ctx, callers, b.turns, model+"/v1/chat/completions"); err != nil {
@@ -195,7 +195,7 @@ func (b *turnBench) send(ctx context.Context, url string, began func()) (first t
 }
 
 // sendMessage posts a chat message and reads the streamed answer to its end. It returns the trace of the turn and the
-// time until text with the prefix came; it calls started then.
+// time until text with the prefix arrived; it calls started then.
 func sendMessage(
 	ctx context.Context, url, prefix string, body map[string]any, started func(),
 ) (traceID string, first time.Duration, err error) {

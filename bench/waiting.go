@@ -50,7 +50,7 @@ type waitResult struct {
 	goroutines, workers int
 }
 
-// waiting measures what waiting executions cost and how soon they resume.
+// waiting measures the cost of waiting executions, and the time until they resume.
 func waiting(ctx context.Context, args []string, out, errw io.Writer) error {
 	b := &waitBench{errw: errw, resumed: map[string]chan time.Time{}}
 	var workers int
@@ -141,7 +141,7 @@ func (b *waitBench) measure(ctx context.Context) (r waitResult, err error) {
 	return r, nil
 }
 
-// warmUp runs every part once, so that its memory does not count as the cost of waiting.
+// warmUp runs every part once, so its memory does not count as the cost of waiting.
 func (b *waitBench) warmUp(ctx context.Context, f *eventFloor) error {
 	keys, err := b.startWaiting(ctx, warmup)
 	if err != nil {
