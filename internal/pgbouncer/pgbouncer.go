@@ -2,10 +2,10 @@
 // it works through any pooler that lends a server connection for one transaction at a time.
 //
 // A [Pooler] serves every database of one server, on a unix socket in a folder of its own. Each database has few server
-// connections, so clients do get another one for each transaction. It runs the program that AGENT_TEST_PGBOUNCER names,
-// or one on the PATH. It runs the program PgBouncer in AGENT_TEST_PGBOUNCER, or one on the PATH. Root installs a
-// missing one from Debian's package, with the package's service (port 6432, no databases, not used here); otherwise the
-// test stops and names the command to run.
+// connections, so clients do get another one for each transaction. It accepts startup parameters as strictly as
+// PgBouncer does by default, and keeps its log. It runs the program that AGENT_TEST_PGBOUNCER names, or one on the
+// PATH. Root installs a missing one from Debian's package, with the package's service (port 6432, no databases, not
+// used here); otherwise the test stops and names the command to run.
 //
 // PgBouncer refuses to run as root: started by root, it runs as the user postgres, else nobody, as the servers of
 // internal/pgserver do. On Linux it ends when the process that started it ends.
