@@ -276,7 +276,7 @@ func (b *chatBench) send(ctx context.Context, thread, words string) (turn string
 	}, func() {})
 }
 
-// enqueue starts a turn on a queue, so that any worker may claim it.
+// enqueue starts a turn on a queue, where any worker may claim it.
 func (b *chatBench) enqueue(ctx context.Context, queue, thread, words string) (turn string, err error) {
 	var id string
 	err = postgres.InTx(ctx, b.pool, func(tx pgx.Tx) error {

@@ -271,7 +271,7 @@ func (b *engineRoomBench) sequentialReads(ctx context.Context) (n int64, err err
 	return n, nil
 }
 
-// flushStatistics reconnects, so that every backend reports its statistics.
+// flushStatistics reconnects, which makes every backend report its statistics.
 func (b *engineRoomBench) flushStatistics(ctx context.Context) error {
 	b.pool.Reset()
 	return b.pool.Ping(ctx)

@@ -21,9 +21,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// laneBench measures lanes: pairs of acquire and release on distinct lanes, attempts on a held lane, and the time
-// from a release until a waiter holds the lane. The floor of a pair is one committed update per caller, each of its
-// own row. Floor and lanes alternate, so that other load on the machine affects both.
+// laneBench measures lanes: pairs of acquire and release on distinct lanes, attempts on a held lane, and the time from
+// a release until a waiter holds the lane. The floor of a pair is one committed update per caller, each of its own row.
+// Floor and lanes alternate: other load on the machine affects both.
 type laneBench struct {
 	rounds       int
 	turnDuration time.Duration // of a turn

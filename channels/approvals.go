@@ -227,7 +227,7 @@ func (w *worker) decide(ctx context.Context, e entry) (answer, shown string, err
 	verb := map[bool]string{true: "approved", false: "rejected"}[b.Approve]
 	_, err = approvals.Decide(acting, w.Pool, b.ApprovalID, b.Approve, name,
 		fmt.Sprintf("%s in %s %s (message %s)", verb, w.channel.Type, w.name, e.MessageRef))
-	if errors.Is(err, approvals.ErrFourEyes) { // asked for again meanwhile
+	if errors.Is(err, approvals.ErrFourEyes) { // requested again meanwhile
 		return err.Error(), "", nil
 	}
 	if late, is := errors.AsType[*approvals.DecidedError](err); is {

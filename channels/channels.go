@@ -79,7 +79,7 @@ var (
 	envForm  = regexp.MustCompile(`^\$\{[A-Za-z_][A-Za-z0-9_]*\}$`)
 )
 
-// fields are the secrets and settings of a type; the value says whether one is required.
+// fields are the secrets and settings of a type; the value is true for a required one.
 type fields struct {
 	secrets  map[string]bool
 	settings map[string]func(value string) string // returns the fault
@@ -89,7 +89,7 @@ type fields struct {
 // Types lists the types of channels.
 func Types() []string { return []string{Telegram, Slack, Email} }
 
-// types describes what each type reads. A new type adds its entry.
+// types has the fields of each type. A new type adds its entry.
 func types() map[string]fields {
 	return map[string]fields{
 		Telegram: {

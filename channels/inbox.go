@@ -363,7 +363,7 @@ func (w *worker) fetch(e entry) func(ctx context.Context, f File) ([]byte, error
 	return nil
 }
 
-// message returns the text of an error, as it is stored and shown.
+// message returns the text of an error for storage and display.
 func message(err error) string {
 	if err == nil {
 		return ""

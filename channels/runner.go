@@ -95,7 +95,7 @@ type started struct {
 }
 
 // start starts the workers of new and changed channels, and stops those of removed ones. A rotated secret restarts its
-// channel. An unreadable secret leaves the running worker as it is.
+// channel. An unreadable secret does not change the running worker.
 func (r *Runner) start(ctx context.Context, list []Channel, workers map[string]*started, running *sync.WaitGroup) {
 	seen := map[string]bool{}
 	for _, c := range list {
@@ -228,7 +228,7 @@ func (r *Runner) work(ctx context.Context, c Channel, lease *lanes.Lease) {
 	_ = group.Wait() // no function of the group returns an error
 }
 
-// freeClaims releases the claims of earlier workers, so that their messages are due. Those workers lost the lane or
+// freeClaims releases the claims of earlier workers, which makes their messages due. Those workers lost the lane or
 // were killed.
 func (w *worker) freeClaims(ctx context.Context) error {
 	return exec(ctx, w.Pool, "free claims", `

@@ -17,8 +17,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// JudgeRule lets a model decide whether an answer meets a rubric. The model is asked if all other expectations are met.
-// Its verdict counts only while the judge is calibrated; see [Calibration].
+// JudgeRule lets a model decide whether an answer meets a rubric. The model judges only if all other expectations are
+// met. Its verdict counts only while the judge is calibrated; see [Calibration].
 type JudgeRule struct {
 	Rubric string `yaml:"rubric" json:"rubric"`
 	Model  string `yaml:"model" json:"model,omitempty"`   // if empty: a model other than the agent's, if configured

@@ -338,7 +338,7 @@ func (t *turnReader) results(messages []models.Message) error {
 	return nil
 }
 
-// isOfTheRuntime reports a tool that only reads what the turn already has. Its calls are not compared.
+// isOfTheRuntime reports a tool that only reads data of the turn. Its calls are not compared.
 func isOfTheRuntime(name string) bool { return name == "skill_search" || name == "read_result" }
 
 // isRefused reports the result of a call that was not made.

@@ -249,7 +249,7 @@ type Report struct {
 	ControlRun *ControlRun `json:"control_run,omitempty"`
 }
 
-// ControlRun is the control of a run: the agent as it is, with the recorded models.
+// ControlRun is the control of a run: the present agent, with the recorded models.
 type ControlRun struct {
 	Run
 	Coverage Coverage       `json:"coverage"`

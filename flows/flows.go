@@ -22,7 +22,7 @@
 // expired) and approvalReason. After a timeout, the variables of a wait are null.
 //
 // Guarantees: every applied version is stored, and an execution finishes on the version of its first recorded step.
-// [Validate] accepts what [JSONSchema] describes, with further checks: expressions and templates parse, timeouts are
+// [Validate] applies the rules of [JSONSchema], with further checks: expressions and templates parse, timeouts are
 // within [executions.Limits], ids are unique. A flow that is stopped continues after its last finished action.
 //
 // The interpreter is an ordinary durable function. An action is a phase (executions.Phase), and its record holds the

@@ -158,7 +158,7 @@ func story(t *testing.T, db postgres.DB, id string) string {
 		  from agent_activity where execution_id = @id and kind = 'phase'`, postgres.Strict{"id": id})
 }
 
-// handleTimeout lets the wait of an execution time out now.
+// handleTimeout makes the wait of an execution time out now.
 func late(t *testing.T, w *world, id string, n int) {
 	t.Helper()
 	waits(t, w.pool, id, n)

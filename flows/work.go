@@ -232,7 +232,7 @@ func (m *machine) checkStartable(ctx context.Context, flow string, input map[str
 	return err
 }
 
-// join waits for a child's end and returns its outcome. At a timeout it does what the action demands.
+// join waits for a child's end and returns its outcome. At a timeout it applies the action's onTimeout.
 func (m *machine) join(
 	ctx context.Context, r ready, child executions.Triggered, effect *executions.Effect,
 ) (result, error) {

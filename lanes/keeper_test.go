@@ -68,7 +68,7 @@ func TestOneStatementRenewsEverything(t *testing.T) {
 	}
 	start, sent := time.Now(), w.count("renew_agent_locks")
 	pgtest.Eventually(t, func() bool { return w.count("renew_agent_locks") >= sent+3 }, "renewals go on")
-	if took := time.Since(start); took < 5*time.Second { // some are asked for early, together with the first
+	if took := time.Since(start); took < 5*time.Second { // some are renewed early, together with the first
 		t.Errorf("3 renewals of %d leases within %s: want one every 4 s", n, took)
 	}
 	assert.Equal(t, n, pgtest.Value[int](t, db, `select count(*) from agent_locks_live`))

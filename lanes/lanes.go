@@ -1,10 +1,9 @@
 // Package lanes keeps two runs from doing the same work at once.
 //
-// A lane is a name, such as "heartbeat" or "pipeline:prices", that one owner holds for a while. The hold is a lease
-// in the table agent_locks: owner, fencing token, expiry. A holder that dies loses the lane when the lease expires,
-// so nothing has to clean up. The rules are SQL functions (migrations/schema/020_lanes.sql), so they bind every
-// client of the database. This package adds what only a process can do: renewal, cancellation and counting of nested
-// holds.
+// A lane is a name, such as "heartbeat" or "pipeline:prices", that one owner holds for a while. The hold is a lease in
+// the table agent_locks: owner, fencing token, expiry. A holder that dies loses the lane when the lease expires, so
+// nothing has to clean up. The rules are SQL functions (migrations/schema/020_lanes.sql), so they bind every client of
+// the database. This package adds the process's part: renewal, cancellation and counting of nested holds.
 //
 // It promises:
 //
@@ -85,7 +84,7 @@ type BusyError struct {
 	Lane      string
 	Holder    string    // owner of the live lease, or the first waiter; empty when the row was locked
 	ExpiresAt time.Time // expiry by the database's clock; zero when unknown or parked
-	// WillLend says that the holder started the requesting execution, and lends the lane when it waits.
+	// WillLend reports that the holder started the requesting execution, and lends the lane when it waits.
 	WillLend bool
 }
 

@@ -109,10 +109,10 @@ func (l *Lease) isOver() bool {
 	return l.hold.state == released || l.hold.state != lost && !counts
 }
 
-// Release cancels Context and releases the lane; an inner hold only ends itself. It works with an ended ctx. It
-// retries broken connections, an unavailable database and open fenced writes for at most 5 seconds. Then it returns
-// the error, and the keeper retries until the lease would have expired. A repeated call returns the same. ErrLost
-// says that the lane was lost before, so the work may have overlapped with another's.
+// Release cancels Context and releases the lane; an inner hold only ends itself. It works with an ended ctx. It retries
+// broken connections, an unavailable database and open fenced writes for at most 5 seconds. Then it returns the error,
+// and the keeper retries until the lease would have expired. A repeated call returns the same. ErrLost reports that the
+// lane was lost before, so the work may have overlapped with another owner's.
 func (l *Lease) Release(ctx context.Context) error { return l.ReleaseWithin(ctx, releaseTimeout) }
 
 // ReleaseWithin is Release that retries for limit, for a process that ends afterwards.

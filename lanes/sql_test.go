@@ -50,7 +50,7 @@ func TestTokensGrowOverEveryKindOfEnd(t *testing.T) {
 		`with e as (update agent_locks set expires_at = clock_timestamp() where locked_by = $1 returning 1)
 			select count(*) = 1 from e`,
 		`with e as (update agent_locks set expires_at = 'epoch' where locked_by = $1 returning 1) select count(*) = 1 from e`,
-		"prune", // the row is gone, only the clock is left
+		"prune", // the row no longer exists, only the clock is left
 		`with e as (update agent_locks set expires_at = clock_timestamp(), fencing_token = fencing_token + 3600000000
 		             where locked_by = $1 returning 1) select count(*) = 1 from e`, // the clock goes back by an hour
 		`select release_agent_lock('x', $1)`,

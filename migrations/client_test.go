@@ -67,7 +67,7 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "read under a void lock: %v", err)
 }
 
-// asked is a question and its answer.
+// asked is a query and its result.
 type asked struct{ ask, want string }
 
 // says runs one query after the other.

@@ -111,7 +111,7 @@ func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, e
 	return t.migrate(ctx, pool)
 }
 
-// migrate applies what the database lacks.
+// migrate applies the missing steps.
 func (t text) migrate(ctx context.Context, pool *pgxpool.Pool) ([]string, error) {
 	todo, err := t.missing(ctx, pool)
 	if err != nil {

@@ -16,10 +16,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// The rule is in docs/upgrading.md: a release expands the schema in ways that the previous release does not notice, and
-// contracts it only when no possibly running release still uses the dropped objects. Two tests check every file against
-// it. This one compares the catalogue before and after a file; rulewords_test.go reads the statements that leave no
-// mark in a catalogue. The list allowed has the exceptions, with the reason.
+// The rule is in docs/upgrading.md. A release expands the schema in ways that the previous release does not notice. It
+// drops objects only when no possibly running release still uses them. Two tests check every file against it. This one
+// compares the catalogue before and after a file; rulewords_test.go reads the statements that leave no mark in a
+// catalogue. The list allowed has the exceptions, with the reason.
 
 // catalogue lists the objects that the program of the previous release relies on, and the objects that take long to
 // create.

@@ -7,8 +7,8 @@ const zeroID = "00000000-0000-0000-0000-000000000000"
 
 // kind describes how a pass finds and deletes old rows of one kind.
 type kind struct {
-	// find selects the next @most rows behind a cursor that are older than @before: a key, and whether the row goes. It
-	// reads the rows first. So the server runs the condition @most times, for tables of any size.
+	// find selects the next @most rows behind a cursor that are older than @before: a key, and whether to delete the
+	// row. It reads the rows first. So the server runs the condition @most times, for tables of any size.
 	find string
 	// byTime: a cursor is a time and a key, and find selects both and has @at. Else it is a key alone.
 	byTime bool

@@ -17,8 +17,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
-// A month is retired in three committed steps. A row of agent_activity_retired marks it. The month is detached. Then
-// nobody can write to it, and the pass checks it again and drops or reattaches it. After a kill, the next pass
+// A month is retired in three committed steps. A row of agent_activity_retired marks it. The month is detached. Then no
+// transaction can write to it; the pass checks it again and drops or reattaches it. After a kill, the next pass
 // continues with the following step.
 //
 // `detach partition … concurrently` marks the partition, commits, and then waits without a lock for all readers of
@@ -213,7 +213,7 @@ func dropOrAttach(ctx context.Context, tx pgx.Tx, partition string) (string, err
 			return result, err
 		}
 	}
-	// Nobody can write to a detached partition. Check again, for rows that were written before.
+	// No transaction can write to a detached partition. Check again, for rows that were written before.
 	reason, err := needed(ctx, tx, m)
 	switch {
 	case err != nil:

@@ -102,7 +102,7 @@ func (o Options) selectPolicies(ctx context.Context, db postgres.DB) ([]Policy, 
 		}
 		chosen = append(chosen, p)
 	}
-	// Executions first: what belonged to them goes by its own policy afterwards.
+	// Executions first: their dependent rows have policies of their own, which follow.
 	slices.SortStableFunc(chosen, func(a, b Policy) int { return order(a) - order(b) })
 	return chosen, nil
 }

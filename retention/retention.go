@@ -1,23 +1,23 @@
 // Package retention deletes old rows according to a policy for each kind.
 //
-// A policy, a row of the table agent_retention, says how long rows of a kind are kept after their end; by default, most
-// are kept forever. Run makes one pass over all kinds; agent serve makes one every hour. The statements that find and
-// delete old rows are in kinds.go; piece.go runs them, one transaction at a time; pass.go pauses in between;
-// partitions.go drops whole months of the activity log.
+// A policy, a row of the table agent_retention, sets the time for which rows of a kind are kept after their end; by
+// default, most are kept forever. Run makes one pass over all kinds; agent serve makes one every hour. The statements
+// that find and delete old rows are in kinds.go; piece.go runs them, one transaction at a time; pass.go pauses in
+// between; partitions.go drops whole months of the activity log.
 //
 // It promises:
 //
-//   - A pass deletes no unfinished work and nothing that it may need, whatever the policy: an execution that has not
-//     ended and all rows of its trace (activity, checkpoints, requests, events that it may consume), threads with a
-//     running execution or a queued message, pending approvals, unfinished deliveries. A pass never deletes memory
+//   - Under any policy, a pass deletes no unfinished work and nothing that it may need. It keeps unfinished executions
+//     and all rows of their traces (activity, checkpoints, requests, events that they may consume), threads with a
+//     running execution or a queued message, pending approvals and unfinished deliveries. A pass never deletes memory
 //     (package memory deletes expired entries and old decided conflicts).
-//   - A pass blocks nobody. A piece of it is one transaction of a fraction of a second, which skips locked rows. A
-//     partition is detached concurrently, so that no lock request queues behind it.
+//   - A pass blocks no other session. A piece of it is one transaction of a fraction of a second, which skips locked
+//     rows. A partition is detached concurrently, and no lock request queues behind it.
 //   - A pass may be killed anywhere, and any number may run at once. A piece is atomic. One pass at a time works on a
 //     kind, and the next one continues there.
 //
-// A row is never deleted before its policy allows it. It may be deleted later: activity that is kept for 60 days or
-// longer goes by whole months, and a pass examines rows that were still needed once a day.
+// A row is never deleted before its policy allows it. It may be deleted later. Activity with a policy of 60 days or
+// longer is deleted by whole months. A pass examines rows that were still needed once a day.
 package retention
 
 import (

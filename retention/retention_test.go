@@ -19,7 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
-// rounds is how many random states a test looks at.
+// rounds is the number of random states of a test.
 func rounds() int {
 	if os.Getenv("AGENT_RETENTION") == "long" {
 		return 60

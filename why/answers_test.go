@@ -287,7 +287,7 @@ func sorted(edges []edge) []edge {
 	return edges
 }
 
-// because are the chains of causes of the executions that nothing in the trace has started.
+// because are the chains of causes of the executions that have no cause in the trace.
 func (s *scenario) because(traceID string) []edge {
 	var roots []*run
 	for _, r := range s.runs {

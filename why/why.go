@@ -1,8 +1,8 @@
 // Package why explains a trace: its causes, also in other traces; its executions, waits and lanes; its failures; its
 // effects; and its cost. [Answer.RootCause] is the failure that the others pass on.
 //
-// The SQL function why(trace) computes the answer, also in psql. This package reads, redacts and formats it. A row says
-// that one thing caused another (FromRef → ToRef). The parts are:
+// The SQL function why(trace) computes the answer, also in psql. This package reads, redacts and formats it. A row
+// records that one thing caused another (FromRef → ToRef). The parts are:
 //
 //	trace    a summary in one line
 //	because  its causes, from the first cause to its first execution

@@ -100,7 +100,7 @@ var loopholes = map[string]string{
 		select set_config('search_path', 'evil,' || current_schema() || ',lanekeeper,pg_catalog', true)`,
 }
 
-// attack runs a write in a transaction that is rolled back, for a trace, under the claim of its execution if asked.
+// attack runs a write in a transaction that is rolled back, for a trace, optionally under the claim of its execution.
 func attack(ctx context.Context, pool *pgxpool.Pool, sql, traceID string, fence bool) error {
 	rollback := errors.New("rolled back")
 	err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {

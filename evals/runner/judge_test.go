@@ -53,7 +53,7 @@ func (b *bench) judgeCalls() int {
 	return b.total
 }
 
-// labelled are labels, half of them good, of which the judge gets the first wrong ones wrong.
+// labelled are labels, half of them good. The judge gets the first wrong ones wrong.
 func labelled(n, wrong int) (list []evals.JudgeLabel) {
 	for i := range n {
 		l := evals.JudgeLabel{Answer: fmt.Sprintf("answer %d", i), Pass: i%2 == 0}

@@ -40,8 +40,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Flow begins the name of the flow of a trial. The setup of the process follows, so that no process with another model
-// server, key or limit plays it.
+// Flow begins the name of the flow of a trial. The setup of the process follows: no process with another model server,
+// key or limit plays the trial.
 const Flow = "eval"
 
 // ErrElsewhere reports a trial that only processes with another setup play.

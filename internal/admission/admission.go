@@ -2,9 +2,9 @@
 //
 // A [Budget] is a bounded amount: active requests, running turns, bytes in flight. [Budget.Take] acquires a part of it
 // at once or fails with [ErrFull]. It never waits; the client learns when to retry. Within a budget each name, such as
-// a chat key or an address, has a share: one name cannot exhaust the budget for others. One hold of a name may exceed
-// its share while the name has nothing else except what the reserve allows. So one large body fits. A budget stores
-// only names with a hold, so its memory is bounded by its size.
+// a chat key or an address, has a share: one name cannot exhaust the budget for others. While a name holds nothing
+// else, one hold may exceed its share, except for the reserve. So one large body fits. A budget stores only names with
+// a hold, so its memory is bounded by its size.
 //
 // [Read] reads a body within its limit, its budget and its time. A body counts as its bytes arrive: the received bytes,
 // at most as much again, and 1 KiB. An announced length alone counts nothing, and neither does a body without a

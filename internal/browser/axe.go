@@ -11,8 +11,8 @@ import (
 //go:embed axe/axe.min.js
 var axeScript string
 
-// Inaccessible lists what axe-core finds against WCAG 2.0 to 2.2, levels A and AA, on the page as it is: a line for
-// each rule, with the elements. It omits findings that axe-core cannot decide.
+// Inaccessible lists axe-core's findings against WCAG 2.0 to 2.2, levels A and AA, on the present page: a line for each
+// rule, with the elements. It omits findings that axe-core cannot decide.
 func (p *Page) Inaccessible() []string {
 	p.tb.Helper()
 	var found []struct {

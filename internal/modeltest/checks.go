@@ -6,7 +6,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 )
 
-// PassesChecks answers the checks of models/modelcheck so that all pass. Pass it to [Server.Handle].
+// PassesChecks answers the checks of models/modelcheck; all pass. Pass it to [Server.Handle].
 func PassesChecks(_ int, req openai.ChatCompletionRequest) Reply {
 	last := req.Messages[len(req.Messages)-1]
 	text := last.Content

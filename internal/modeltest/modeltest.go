@@ -210,7 +210,7 @@ func Said(m openai.ChatCompletionMessage) string {
 	return m.Content
 }
 
-// Turn returns the last words of the user, and how many answers of the model follow them.
+// Turn returns the last words of the user, and the number of the model's answers after them.
 func Turn(req openai.ChatCompletionRequest) (words string, answers int) {
 	last := len(req.Messages) - 1
 	for last > 0 && req.Messages[last].Role != openai.ChatMessageRoleUser {

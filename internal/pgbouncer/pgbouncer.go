@@ -7,8 +7,8 @@
 // PATH. Root installs a missing one from Debian's package, with the package's service (port 6432, no databases, not
 // used here); otherwise the test stops and names the command to run.
 //
-// PgBouncer refuses to run as root: started by root, it runs as the user postgres, else nobody, as the servers of
-// internal/pgserver do. On Linux it ends when the process that started it ends.
+// PgBouncer refuses to run as root: root starts it as the user postgres, else nobody, as internal/pgserver starts its
+// servers. On Linux it ends when the process that started it ends.
 package pgbouncer
 
 import (

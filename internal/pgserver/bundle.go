@@ -184,7 +184,7 @@ func unpackBundle(archive, into, integrity string) error {
 	return openFolders(into)
 }
 
-// openFolders makes folders accessible to the server's user, whatever the umask.
+// openFolders makes folders accessible to the server's user, under any umask.
 func openFolders(root string) error {
 	return filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
 		if err != nil || !entry.IsDir() {
@@ -213,7 +213,7 @@ func checkIntegrity(archive, integrity string) error {
 // nativePrefix is the part of the package that is the server's installation.
 const nativePrefix = "package/native/"
 
-// unpack writes the regular files below native/ through root, so that no path escapes it.
+// unpack writes the regular files below native/ through root, and no path escapes it.
 func unpack(archive *tar.Reader, root *os.Root) error {
 	for {
 		header, err := archive.Next()

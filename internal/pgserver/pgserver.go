@@ -2,8 +2,8 @@
 // or installs them with the machine's package manager. It creates a data directory and starts the server on a unix
 // socket that only this user reaches.
 //
-// It promises: one server per directory, however many processes start it at once; no orphaned server, even after
-// kill -9 of all its users; never two servers on one data directory; a second start in well under a second. Only an
+// It promises one server per directory, for any number of concurrent starters; no orphaned server, even after kill -9
+// of all its users; and a second start in well under a second. Two servers never share a data directory. Only an
 // ephemeral or damaged test server loses its data.
 //
 // It uses three locks, all flock(2) on files beside the data. The kernel releases a lock when its holder dies:
@@ -17,7 +17,7 @@
 // it when the last user is gone. The guard then stops the server while it holds the lock, so the next starter waits for
 // the end. A later process joins the running server ([Server.Adopted]) and keeps it alive when the first one ends.
 //
-// PostgreSQL refuses to run as root. Started by root, the server and its files belong to the user `postgres`, else
+// PostgreSQL refuses to run as root. If root starts it, the server and its files belong to the user `postgres`, else
 // `nobody`; place.go decides the folder.
 package pgserver
 

@@ -200,7 +200,7 @@ func sweepTemporary(temp string) error {
 	return nil
 }
 
-// makePath is os.MkdirAll with mode 0755 for new folders, whatever the umask.
+// makePath is os.MkdirAll with mode 0755 for new folders, under any umask.
 func makePath(dir string) error {
 	if exists(dir) {
 		return nil

@@ -62,7 +62,7 @@ func (s *OwnServer) Start() {
 	s.server = server
 }
 
-// Stop stops the server. crash stops it as pg_ctl's immediate mode does, so that its next start recovers.
+// Stop stops the server. crash stops it as pg_ctl's immediate mode does; its next start recovers.
 func (s *OwnServer) Stop(crash bool) {
 	s.tb.Helper()
 	if crash {

@@ -173,7 +173,7 @@ func (p *livenessProber) overdue() map[string][]*probedConn {
 }
 
 // probe reports whether a server responds. Only a timeout means that it does not: a server that refuses the connection
-// runs, or its kernel ends the connections. A full accept queue says nothing about the server.
+// runs, or its kernel ends the connections. A full accept queue proves nothing about the server.
 func (p *livenessProber) probe(server net.Addr) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), p.timeout)
 	defer cancel()

@@ -240,7 +240,7 @@ const (
 )
 
 // Diagnose returns the outside problem behind an error and the remedy for an operator. After the remedy, this process
-// continues by itself. Both are empty for any other error.
+// continues without a restart. Both are empty for any other error.
 func Diagnose(err error) (what, todo string) {
 	switch Code(err) {
 	case codeDiskFull:

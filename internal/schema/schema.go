@@ -74,7 +74,7 @@ func OneLine(err error) string {
 	return strings.Join(lines, "; ")
 }
 
-// Depth returns how many objects and lists of a JSON text are nested. It stops counting above most. The time to
+// Depth returns the nesting depth of the objects and lists of a JSON text. It stops counting above most. The time to
 // compile a schema grows with the cube of its depth.
 func Depth(text []byte, most int) (deepest int) {
 	quoted, depth := false, 0

@@ -1,8 +1,8 @@
 // Package signature verifies that the sender of a webhook shares a secret with us, and signs our own webhooks.
 //
-// It knows five schemes. Standard Webhooks, GitHub and Stripe are read exactly as their publishers define them; hmac is
-// the pattern that most others follow, with its header, encoding and prefix as settings; bearer compares a token. The
-// signature covers the raw body, byte for byte, so a caller reads the body before anything parses it.
+// It knows five schemes. It reads Standard Webhooks, GitHub and Stripe exactly as their publishers define them. hmac is
+// the pattern of most others, with its header, encoding and prefix as settings. bearer compares a token. The signature
+// covers the raw body, byte for byte, so a caller reads the body before anything parses it.
 //
 // Promises:
 //

@@ -50,7 +50,7 @@ type Exporter struct {
 	content bool
 	most    int
 
-	mark     *mark // the moment up to which is gone next
+	mark     *mark // the end of the next pass
 	failures int   // in a row
 	moved    time.Time
 	last     bool // the process ends

@@ -25,7 +25,7 @@
 //   - A process paused past its lease can neither checkpoint, nor log, nor finish, and its attempts are in the activity
 //     log.
 //   - Signals: a graceful stop hands work over; ^C cancels; a second signal ends the process at once.
-//   - An admin goes first; a busy lane is a skip; processes wait for a restarting database; `agent dev` leaves no
+//   - An admin has priority; a busy lane is a skip; processes wait for a restarting database; `agent dev` leaves no
 //     server behind.
 //
 // The boundaries are a few hundred, so an ordinary run takes an even sample of them. With AGENT_CRASH_ALL=1 a run takes

@@ -1,10 +1,11 @@
 // Package cuts proves that a connection to the database may break at any message and change nothing.
 //
-// Three stories run on the parts of `agent serve`, wired in the same way, in the test's own process: a heartbeat in
-// which a model pursues an objective, a visitor's chat answer that needs an admin's approval, and a flow that waits for
-// an event and for a child. A fourth is idle for a while, which covers the periodic work of a process. Between the
-// parts and PostgreSQL stands a proxy that knows the protocol. It reads messages up to the next one whose answer the
-// client awaits (a statement, a batch, a preparation, a new connection), and breaks the connection at one of them:
+// Three stories run on the parts of `agent serve`, wired in the same way, in the test's own process. In the first, a
+// heartbeat, a model pursues an objective. In the second, a visitor's chat answer needs an admin's approval. In the
+// third, a flow waits for an event and for a child. A fourth is idle for a while, which covers the periodic work of a
+// process. Between the parts and PostgreSQL stands a proxy that knows the protocol. It reads messages up to the next
+// one whose answer the client awaits (a statement, a batch, a preparation, a new connection), and breaks the connection
+// at one of them:
 //
 //   - before: the server never receives it;
 //   - after: the server has executed it, and committed if it commits, and the client never gets the answer.

@@ -11,9 +11,9 @@
 //     DATABASE_URL names both, with target_session_attrs=read-write.
 //
 // The processes stay up, stay alive (/healthz) and report that they are not ready (/readyz), log it, and recover
-// without a restart. Then checks_test.go compares the acknowledged work with the database: every confirmed start,
-// event, message and answer exists and has ended; a call that must not be repeated was made once; the log shows
-// repeated work; and the fencing tokens of each lane have only grown.
+// without a restart. Then checks_test.go compares the acknowledged work with the database. Every confirmed start,
+// event, message and answer exists and has ended. A call that must not be repeated was made once. The log shows
+// repeated work. The fencing tokens of each lane have only grown.
 //
 // Upgrades (upgrade_test.go, kill_test.go). Several processes apply migrations at once, while others serve, and are
 // killed between any two of their requests to the server. Data of a released version is upgraded, and its waiting

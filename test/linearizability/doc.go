@@ -1,5 +1,5 @@
-// Package linearizability proves that lanes are linearizable: for all operations and faults of processes and sessions,
-// each operation takes effect at one moment between its call and its answer, by the rules of lanes.
+// Package linearizability proves that lanes are linearizable. Each operation takes effect at one moment between its
+// call and its answer, by the rules of lanes, for all faults of processes and sessions.
 //
 // A scene records real histories. Processes, which are this test binary started again, use the same lanes in three
 // ways: through package lanes, through plain SQL (acquire, try, await, renew, release, break, sweep), and as

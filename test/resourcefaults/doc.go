@@ -15,11 +15,11 @@
 //   - Leases, deadlines and schedules follow the database's clock. A process whose clock is hours wrong, or jumps,
 //     neither acquires a held lane or claim, nor loses its own.
 //
-// How real the faults are: the full disk is a tablespace on a file system of its own, filled to the last byte, if the
-// tests may mount one (root in a machine or a privileged container). For the write-ahead log it is a server whose log
-// is there. Elsewhere, and always in addition, triggers refuse every write with the same SQLSTATE (53100). A read-only
-// database is default_transaction_read_only of the whole server. An exhausted pool is connections that the test holds.
-// The limit of file descriptors is the kernel's (setrlimit, of the child process). The process's clock jumps in a
-// program that was built with another time.Now. That build takes minutes, so only the long run has it
+// The faults are as real as possible. If the tests may mount a file system (root in a machine or a privileged
+// container), the full disk is a tablespace on one, filled to the last byte. For the write-ahead log it is a server
+// whose log is there. Elsewhere, and always in addition, triggers refuse every write with the same SQLSTATE (53100). A
+// read-only database is default_transaction_read_only of the whole server. An exhausted pool is connections that the
+// test holds. The limit of file descriptors is the kernel's (setrlimit, of the child process). The process's clock
+// jumps in a program that was built with another time.Now. That build takes minutes, so only the long run has it
 // (AGENT_FAULTS_ALL=1), as well as the full write-ahead log. The package exports nothing.
 package resourcefaults

@@ -99,7 +99,7 @@ func (s *Server) acknowledge(envelope string) {
 	}
 }
 
-// Connected returns how many sockets are open.
+// Connected returns the number of open sockets.
 func (s *Server) Connected() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()

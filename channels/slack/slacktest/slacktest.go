@@ -127,21 +127,21 @@ func (s *Server) Faults(f func(method string, call int) Fault) {
 	s.fault = f
 }
 
-// Calls returns how often a method was called.
+// Calls returns the number of calls of a method.
 func (s *Server) Calls(method string) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.calls[method]
 }
 
-// Retries returns how many deliveries were repeated.
+// Retries returns the number of repeated deliveries.
 func (s *Server) Retries() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.retries
 }
 
-// GivenUp returns how many deliveries were never acknowledged.
+// GivenUp returns the number of deliveries that were never acknowledged.
 func (s *Server) GivenUp() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
