@@ -23,14 +23,14 @@ func ExampleKeeper_Acquire() {
 	job := func(ctx context.Context) error {
 		lease, err := keeper.Acquire(ctx, "pipeline:prices")
 		if errors.Is(err, lanes.ErrBusy) { // a *lanes.BusyError names the holder
-			fmt.Println("already running, skipped") // not an error: the other run does the work
+			fmt.Println("already running, skipped") // not an error: the other one does it
 			return nil
 		}
 		if err != nil {
 			return err
 		}
 		defer lease.Release(ctx)
-		return consolidate(lease.Context()) // cancelled, cause lanes.ErrLost, if the lane is lost
+		return consolidate(lease.Context()) // cancelled, cause lanes.ErrLost, when the lane is lost
 	}
 	if err := job(context.Background()); err != nil {
 		fmt.Println(err)
