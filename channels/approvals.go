@@ -23,8 +23,8 @@ var (
 
 // Principals finds the person who decides.
 type Principals interface {
-	// Approver returns the name of the principal that an account is linked to, and a context that acts for it through
-	// via with a message of the provider. Its errors are [ErrNotLinked] and [ErrMayNot].
+	// Approver returns the name of an account's principal, and a context that acts for it through via with a message of
+	// the provider. Its errors are [ErrNotLinked] and [ErrMayNot].
 	Approver(ctx context.Context, issuer, subject, via, message string) (acting context.Context, name string, err error)
 	// Asking returns a context that acts for the principal of an account, or ctx if it is linked to none.
 	Asking(ctx context.Context, issuer, subject, via, message string) (acting context.Context, err error)

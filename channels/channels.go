@@ -22,8 +22,8 @@
 // # People
 //
 // A sender is the provider's id, never a display name. An unknown sender gets a pairing code, which an admin confirms;
-// that makes a visitor only. A button decides an approval under these conditions: it is signed, its sender is linked to
-// a principal that may decide, it is pressed for the first time and in time, and the arguments have not changed.
+// that makes a visitor only. A button decides an approval under these conditions. The press is signed, the first one,
+// and in time. Its sender is linked to a principal that may decide. The arguments have not changed.
 package channels
 
 import (

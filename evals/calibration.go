@@ -159,8 +159,8 @@ func NewCalibration(labels int, verdicts []Judged) Calibration {
 	return c
 }
 
-// LabelsOf returns people's labels of answers by a rubric of a suite, one label for an answer: those of the judges'
-// files, and those of the trials of cases with the rubric. It omits answers on which people disagree.
+// LabelsOf returns people's labels of answers by a rubric of a suite, one label for an answer. They come from the
+// judges' files, and from the trials of cases with the rubric. It omits answers on which people disagree.
 func LabelsOf(ctx context.Context, db postgres.DB, s Suite, rubric string) ([]JudgeLabel, error) {
 	var all []JudgeLabel
 	var cases []string

@@ -172,8 +172,7 @@ func flow(name, actions string) string {
 	return "name: " + name + "\nactions:\n" + strings.ReplaceAll(strings.TrimLeft(actions, "\n"), "\t", "  ")
 }
 
-// A fork whose input contradicts the record of a kept action is refused at once, with the name of the action, for every
-// way in which the change appears.
+// A fork whose input contradicts the record of a kept action is refused at once, with the name of the action.
 func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, flow("greets", `

@@ -22,9 +22,9 @@
 // schema "lanekeeper", which may change in any release and which only the owner uses. A function of the contract runs
 // as the owner, with a search path of its own. The last file grants the contract to the role agent_client.
 //
-// A file in bridges/ brings the database of a former version to the baseline, in one transaction. Up refuses three
-// kinds of databases: of a version without a bridge (ErrOld), migrated by a newer binary (ErrNewer), and with tables or
-// changes that differ from this binary's (ErrChanged).
+// A file in bridges/ brings the database of a former version to the baseline, in one transaction. Up refuses databases
+// of a version without a bridge (ErrOld), databases of a newer binary (ErrNewer), and databases whose tables or changes
+// differ from this binary's (ErrChanged).
 package migrations
 
 import (
@@ -165,8 +165,8 @@ func alone(ctx context.Context, lock pgx.Tx) error {
 	}
 }
 
-// Check returns nil if the database has exactly this binary's schema, ErrOutdated if it lacks migrations, and ErrOld,
-// ErrNewer or ErrChanged if it has another version's schema. It writes nothing.
+// Check returns nil if the database has exactly this binary's schema, and ErrOutdated if it lacks migrations. For
+// another version's schema it returns ErrOld, ErrNewer or ErrChanged. It writes nothing.
 func Check(ctx context.Context, pool *pgxpool.Pool) error {
 	t, err := embedded()
 	if err != nil {

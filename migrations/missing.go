@@ -146,8 +146,8 @@ func (t text) changedCode(ctx context.Context, pool *pgxpool.Pool) ([]noun, erro
 var created = regexp.MustCompile(
 	`(?im)^create\s+(?:or\s+replace\s+)?(?:table|view|function|domain|type)\s+(?:if\s+not\s+exists\s+)?([a-z0-9_]+)\b[^.]`)
 
-// refuseStrangers returns an error, before anything is written, if a database without migrations has an object with a
-// name of the files (a table, view, function or type), or such a schema of another owner.
+// refuseStrangers returns an error, before anything is written, if a database without migrations has a table, view,
+// function or type with a name of the files, or a foreign schema of such a name.
 func refuseStrangers(ctx context.Context, pool *pgxpool.Pool, t text) error {
 	var names []string
 	for _, n := range t.nouns {

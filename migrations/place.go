@@ -16,8 +16,8 @@ import (
 var quoted = regexp.MustCompile(`[A-Z."\s]`)
 
 // refusePlace returns an error, before anything is written, in two cases. The first existing schema of the search path
-// does not admit the tables. Or the tables are in another schema: one with the role's own name, created later, precedes
-// public, and a second agent would begin in it, on the first one's queue.
+// does not admit the tables. Or the tables are in another schema. One with the role's own name, created later, precedes
+// public: a second agent would begin in it, on the first one's queue.
 func refusePlace(ctx context.Context, pool *pgxpool.Pool) error {
 	var schema, user, database, elsewhere string
 	var mayTable, maySchema bool
@@ -55,7 +55,7 @@ func refusePlace(ctx context.Context, pool *pgxpool.Pool) error {
 	return nil
 }
 
-// Rights returns an error with the remedy if the user of pool lacks a right for serving, now or later: it cannot write,
+// Rights returns an error with the remedy if the user of pool lacks a right for serving, now or later. It cannot write,
 // or another role owns the tables. A serving process creates new months of the activity log. A user without that right
 // would fail only when the last month has passed. Months that a member of the owner creates belong to the member, and
 // the owner's next migration would be refused. The tables' rows must not be hidden from the user, nor their triggers
@@ -83,7 +83,7 @@ func Rights(ctx context.Context, pool *pgxpool.Pool) error {
 	return untouched(ctx, pool)
 }
 
-// refuseOther returns an error if the tables belong to another role than the migrating one: new objects would belong to
+// refuseOther returns an error if the tables belong to another role than the migrating one. New objects would belong to
 // the migrating role, and the owner could not use them.
 func refuseOther(ctx context.Context, pool *pgxpool.Pool) error {
 	var owner, user string
@@ -189,7 +189,7 @@ func clientThere(ctx context.Context, pool *pgxpool.Pool) (there bool, err error
 	return there, nil
 }
 
-// clientAdmitted reports whether the role exists and has its rights, and no other role has them: after a restore
+// clientAdmitted reports whether the role exists and has its rights, and no other role has them. After a restore
 // without privileges every role may call every function.
 func clientAdmitted(ctx context.Context, pool *pgxpool.Pool) (admitted bool, err error) {
 	err = pool.QueryRow(ctx, `

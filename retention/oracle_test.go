@@ -11,7 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// The oracle computes in Go the rows that a pass deletes: it reads all rows and follows the words of docs/retention.md,
+// The oracle computes in Go the rows that a pass deletes. It reads all rows and follows the words of docs/retention.md,
 // without the functions of the database.
 
 type execution struct {

@@ -40,8 +40,8 @@ type month struct {
 	Attached     bool
 }
 
-// retireMonths retires the old months. It reports whether single rows may be pruned now: not while a month still waits
-// for its retirement, because to prune its rows would cost much more.
+// retireMonths retires the old months. It reports whether single rows may be pruned now. They may not while a month
+// still waits for its retirement: to prune its rows would cost much more.
 func (o Options) retireMonths(ctx context.Context, pool *pgxpool.Pool, d *Done) (done bool, err error) {
 	if d.Keep == Forever {
 		return false, nil

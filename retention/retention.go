@@ -1,9 +1,9 @@
 // Package retention deletes old rows according to a policy for each kind.
 //
-// A policy, a row of the table agent_retention, sets the time for which rows of a kind are kept after their end; by
-// default, most are kept forever. Run makes one pass over all kinds; agent serve makes one every hour. The statements
-// that find and delete old rows are in kinds.go; piece.go runs them, one transaction at a time; pass.go pauses in
-// between; partitions.go drops whole months of the activity log.
+// A policy, a row of the table agent_retention, sets the time for which rows of a kind are kept after their end. By
+// default, most are kept forever. Run makes one pass over all kinds; agent serve makes one every hour. kinds.go has the
+// statements that find and delete old rows. piece.go runs them, one transaction at a time. pass.go pauses in between.
+// partitions.go drops whole months of the activity log.
 //
 // It promises:
 //

@@ -190,7 +190,7 @@ func (s *scenario) order() bool {
 	return true
 }
 
-// carryOut executes a run that is due, or whose last attempt failed: in a new execution, as the runner does, or in a
+// carryOut executes a run that is due, or whose last attempt failed. It uses a new execution, as the runner does, or a
 // running one, as the heartbeat does.
 func (s *scenario) carryOut() bool {
 	for _, j := range s.jobs {

@@ -423,8 +423,7 @@ func TestManyTrialsRunBesideEachOther(t *testing.T) {
 	assert.Truef(t, err == nil && input.Trial != 0, "the input is %s: %v", raw, err)
 }
 
-// A process with another model server, key or limit plays no trial of a run: neither when it works on the run nor when
-// it claims ready executions.
+// A process with another model server, key or limit plays no trial of a run, and claims none of its executions.
 func TestOnlyProcessesWithTheSameSetupPlayARun(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

@@ -37,7 +37,7 @@ func lastItems(values []string) []string {
 }
 
 // nodes are the for= parameters of Forwarded (RFC 7239); an element without one is an empty text, which is not an
-// address. An address has no comma and no semicolon, quoted or not, so quotes need no parser: an element cut inside a
+// address. An address has no comma and no semicolon, quoted or not, so quotes need no parser. An element cut inside a
 // quoted text has no readable address.
 func nodes(values []string) []string {
 	list := lastItems(values)

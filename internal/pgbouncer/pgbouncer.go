@@ -5,7 +5,7 @@
 // connections, so clients do get another one for each transaction. It accepts startup parameters as strictly as
 // PgBouncer does by default, and keeps its log. It runs the program that AGENT_TEST_PGBOUNCER names, or one on the
 // PATH. Root installs a missing one from Debian's package, with the package's service (port 6432, no databases, not
-// used here); otherwise the test stops and names the command to run.
+// used here). Otherwise the test stops and names the command to run.
 //
 // PgBouncer refuses to run as root: root starts it as the user postgres, else nobody, as internal/pgserver starts its
 // servers. On Linux it ends when the process that started it ends.
@@ -89,7 +89,7 @@ func start(ctx context.Context, config Config) (_ *Pooler, err error) {
 	if config.Prepared > 0 && !p.Prepares() {
 		return nil, fmt.Errorf("version %s keeps no prepared statements: it takes 1.21 or later", p.version)
 	}
-	// The folder lies directly below the folder for temporary files: a test's own folder is closed to other users, and
+	// The folder lies directly below the folder for temporary files. A test's own folder is closed to other users, and
 	// its path is too long for a socket.
 	if p.dir, err = os.MkdirTemp("", "lk-pgbouncer-"); err != nil {
 		return nil, err

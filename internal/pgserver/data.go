@@ -151,8 +151,8 @@ func recordedSockets(l layout) (string, error) {
 	return strings.TrimSpace(string(text)), err
 }
 
-// removeShort removes the folder below /tmp, if it exists and is still ours: another user may have made a folder of
-// that name after the machine cleaned /tmp.
+// removeShort removes the folder below /tmp, if it exists and is still ours. After the machine cleaned /tmp, another
+// user may have made a folder of that name.
 func removeShort(l layout) error {
 	dir, err := recordedSockets(l)
 	if err != nil || dir == l.path(runDir) {

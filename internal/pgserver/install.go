@@ -148,8 +148,8 @@ type Binaries struct {
 func (b Binaries) path(name string) string { return filepath.Join(b.Dir, name) }
 
 // FindBinaries returns the newest supported server binaries of the machine. It searches only $AGENT_PG_BIN if that is
-// set; else the usual folders of Debian, Red Hat, Alpine, Homebrew and Postgres.app, the PATH, and the bundle that an
-// earlier start downloaded. getenv is os.Getenv in a process. It returns ErrNoBinaries if there are none.
+// set. Otherwise it searches the usual folders of Debian, Red Hat, Alpine, Homebrew and Postgres.app, the PATH, and the
+// bundle of an earlier start. getenv is os.Getenv in a process. It returns ErrNoBinaries if there are none.
 func FindBinaries(getenv func(string) string) (Binaries, error) {
 	all, err := findAll(getenv, getenv("AGENT_PG_BIN"))
 	if err != nil {

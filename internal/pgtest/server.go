@@ -120,7 +120,7 @@ func startServer() (*server, error) {
 func tell(line string) { fmt.Fprintln(os.Stderr, "pgtest:", line) }
 
 // directory returns the shared folder of this user; it refuses a folder of another user. The folder is in memory where
-// that has room: creating and dropping a database there takes a tenth of the time, and a slow disk does not stall the
+// that has room. Creating and dropping a database there takes a tenth of the time, and a slow disk does not stall the
 // tests.
 func directory() (string, error) {
 	name := "lanekeeper-test-" + strconv.Itoa(os.Geteuid())

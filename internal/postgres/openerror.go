@@ -163,8 +163,8 @@ func attempts(err error) []string {
 	return slices.Compact(strings.Split(failed.Unwrap().Error(), "\n"))
 }
 
-// unusable returns the cause of a connection string's error if it is a missing file or service; empty for any other
-// cause, whose text may quote the password.
+// unusable returns the cause of a connection string's error if it is a missing file or service. It returns "" for any
+// other cause, whose text may quote the password.
 func unusable(err error) string {
 	if file, ok := errors.AsType[*fs.PathError](err); ok {
 		return file.Error()

@@ -58,9 +58,9 @@ func InTx(ctx context.Context, db Beginner, fn func(tx pgx.Tx) error) error {
 
 // Code returns the SQLSTATE of err, or "" if the server did not send err.
 //
-// PostgreSQL reports a lock timeout as a user's cancel if it comes while a session passes from one lock of a row to the
-// next: measured, 3 of 1,000. If the statement waited for a row, Code returns the lock timeout. A server without
-// further transaction ids sends the code for a text that is too long; Code returns codeNoIDs.
+// A lock timeout may come while a session passes from one lock of a row to the next. PostgreSQL then reports it as a
+// user's cancel: measured, 3 of 1,000. If the statement waited for a row, Code returns the lock timeout. A server
+// without further transaction ids sends the code for a text that is too long; Code returns codeNoIDs.
 func Code(err error) string {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	switch {

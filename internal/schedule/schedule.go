@@ -5,8 +5,8 @@
 // CRON_TZ=Europe/Madrid in front; otherwise it runs in the zone it is parsed with.
 //
 // [Parse] promises that it never panics, for any expression, and that an accepted expression fires. It refuses an
-// expression that no calendar meets (31 February), and an interval under a second or with a minus sign, which cron
-// would silently turn into one second. An error names the wrong field and shows a correct one.
+// expression that no calendar meets (31 February). It also refuses an interval under a second or with a minus sign,
+// which cron would silently turn into one second. An error names the wrong field and shows a correct one.
 //
 // Daylight saving: a time that the clocks skip does not happen that day (30 2 * * * is skipped on one day of spring in
 // Europe). A time that they repeat happens twice. Work that must not miss or repeat a day runs in UTC, which is the
@@ -52,8 +52,8 @@ func Parse(spec string, loc *time.Location) (Schedule, error) {
 	return s, nil
 }
 
-// Next is the first time after the given one at which the schedule is due, in the schedule's zone; the zero time if
-// there is none within five years.
+// Next returns the next due time after the given one, in the schedule's zone; the zero time if there is none within
+// five years.
 func (s Schedule) Next(after time.Time) time.Time {
 	if s.cron == nil {
 		return time.Time{}

@@ -10,7 +10,7 @@
 //   - Several secrets may be given at once, and each is valid: to rotate a sender's secret, give both until the sender
 //     has changed. An empty secret is an error ([ErrSecret]), never a match.
 //   - If the scheme signs a time, a time further from now than the tolerance, to either side, is refused. GitHub,
-//     bearer, and hmac without a timestamp header sign none: a copy of such a request verifies for ever, so the
+//     bearer, and hmac without a timestamp header sign no time. A copy of such a request verifies for ever: the
 //     receiver must recognise it by its delivery id.
 //
 // [ErrSecret] is the receiver's mistake; every other error wraps [ErrRefused] and is the sender's. The messages name no

@@ -18,11 +18,11 @@
 //   - A span is sent once. It is sent twice, with the same ids, if the receiver took a batch and its answer was lost.
 //     It is not sent if the receiver was away for longer than [Backlog].
 //
-// A row may become visible after rows with later ids, because its transaction commits later. So a pass goes up to a
-// moment only when every transaction that was writing at that moment (by pg_locks) has ended, or after half a minute.
+// A row may become visible after rows with later ids, because its transaction commits later. So a pass waits until
+// every transaction that was writing at its moment (by pg_locks) has ended, for at most half a minute.
 //
 // A trace has one root: its first execution without a parent. A row without a parent (a note outside executions, a
-// further execution under the same trace) is filed under that root; in a trace without executions, under its first
+// further execution under the same trace) is filed under that root. In a trace without executions the root is its first
 // activity. As always in OpenTelemetry, a span is sent when it ends; its children may be sent before it.
 //
 // Without an endpoint, the process starts no goroutine and sends no statement.

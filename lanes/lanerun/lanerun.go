@@ -56,8 +56,8 @@ func (s Stdio) log() *slog.Logger {
 //
 // A busy lane is exit code 75 and no error, with the warning `already running, skipped` in the log. A release without
 // an answer is retried for 30 seconds and then logged as a warning, because the command has run. An error comes with
-// exit code 1: the lane or the command is invalid, the database did not answer, the lane was lost (lanes.ErrLost), or
-// ctx ended, which ends the command.
+// exit code 1. Its causes are an invalid lane or command, no answer of the database, a lost lane (lanes.ErrLost), or
+// the end of ctx, which ends the command.
 func RunCommand(
 	ctx context.Context, keeper *lanes.Keeper, lane string, ttl time.Duration, argv []string, stdio Stdio,
 ) (int, error) {

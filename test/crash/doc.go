@@ -11,10 +11,10 @@
 //   - kill -9 at every boundary of a heartbeat with a conversation inside: it completes after a restart, and no
 //     recorded call is repeated. A call in flight is repeated under the same idempotency key if its skill is
 //     idempotent; otherwise it ends `unknown`, and the model learns that.
-//   - kill -9 at every boundary of a chat answer, of an approval (requested by a visitor or by the admin, decided while
-//     a process works or while none does) and of a webhook with several actions and a retry. Every message is answered
-//     once and in order, a grant is used once, and each action runs once. A client that repeats a message or a request,
-//     or attaches to its answer, gets the existing one.
+//   - kill -9 at every boundary of a chat answer, of an approval, and of a webhook with several actions and a retry. A
+//     visitor or the admin requests the approval; its decision comes with or without a working process. Every message
+//     is answered once and in order, a grant is used once, and each action runs once. A client that repeats a message
+//     or a request, or attaches to its answer, gets the existing one.
 //   - A stop, a pause and a kill in the middle of streamed answers, under several visitors.
 //   - The same boundaries with two crashes, a graceful stop, ^C, an admin's cancel, and a connection that breaks.
 //   - Kills, pauses and stops at random moments, under visitors who talk and leave: the counted spend is never below

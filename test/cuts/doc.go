@@ -10,11 +10,12 @@
 //   - before: the server never receives it;
 //   - after: the server has executed it, and committed if it commits, and the client never gets the answer.
 //
-// A message has a name that does not depend on the order of goroutines: its text, and the number of earlier messages
-// with that text, over all connections of the process ("the second time of this statement"). An end of a transaction is
-// named after the last statement in it. An undisturbed run lists the messages. A separate run, on a new database, cuts
-// each of them. The test compares its end with that of the undisturbed run: every row of every lasting table, without
-// ids, times and the counters of attempts, and the effects outside, counted by idempotency key.
+// A message has a name that does not depend on the order of goroutines. It is its text and the number of earlier
+// messages with that text, over all connections of the process ("the second time of this statement"). An end of a
+// transaction is named after the last statement in it. An undisturbed run lists the messages. A separate run, on a new
+// database, cuts each of them. The test compares its end with that of the undisturbed run. It compares every row of
+// every lasting table, without ids, times and the counters of attempts, and the effects outside, counted by idempotency
+// key.
 //
 // A different end, or a retry by a client outside, is an exception. A table of this package and docs/exceptions.md list
 // the exceptions with the reason. An unlisted exception fails the test, and so does a listed one that has not occurred

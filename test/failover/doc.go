@@ -1,5 +1,5 @@
-// Package failover proves, with the real program and real PostgreSQL servers, the product's promises when the database
-// fails, and when a new release starts while the old one serves.
+// Package failover proves the product's promises when the database fails, and when a new release starts while the old
+// one serves. It uses the real program and real PostgreSQL servers.
 //
 // Outages (outage_test.go, primary_test.go). Two processes of `agent serve` work under load: scheduled heartbeats,
 // executions that call skills, wait for events and send messages, and visitors who ask. At the worst moment, with

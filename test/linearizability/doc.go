@@ -29,9 +29,9 @@
 // Fenced writes draw a number after their fence. No write under a token may come after one under a larger token, and
 // no token has writes of two owners.
 //
-// Not claimed: the order of waiters (package lanes tests that), that a lease's context ends in time in a stopped
-// process (it cannot: hence the fence), and anything about a machine whose clock jumps back or whose standby is
-// promoted.
+// It does not prove the order of waiters, which package lanes tests. It does not prove that a lease's context ends in
+// time in a stopped process: it cannot, hence the fence. It proves nothing about a machine whose clock jumps back or
+// whose standby is promoted.
 //
 // Each fault of planted_test.go replaces a function of lanes in a database of the test's own. The model must accept its
 // script without the fault, and refuse it with the fault.

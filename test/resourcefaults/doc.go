@@ -1,5 +1,5 @@
-// Package resourcefaults proves the product's promises when resources fail and no process dies: the database's disk is
-// full, the database is read-only, the connection pool is exhausted, the process may not open another file, a clock
+// Package resourcefaults proves the product's promises when resources fail and no process dies. The database's disk is
+// full, the database is read-only, the connection pool is exhausted, the process may not open another file, or a clock
 // jumps.
 //
 // Promises:

@@ -1,8 +1,8 @@
 // Package rollout replaces the replicas of an agent one after the other under load, and checks the effect on clients.
 //
 // Two processes of `agent serve` work on one database behind a proxy that distributes requests as a Kubernetes Service
-// does: among those whose /readyz returns 200, without retries elsewhere, on persistent connections. Each process in
-// turn gets SIGTERM, ends, and is replaced by a new one. Meanwhile
+// does. It uses processes whose /readyz returns 200, without retries elsewhere, on persistent connections. Each process
+// in turn gets SIGTERM, ends, and is replaced by a new one. Meanwhile
 //
 //   - visitors converse, streamed and not, without any key: a client may not repeat such a request, because it cannot
 //     know whether its message was stored;

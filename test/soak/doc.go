@@ -7,16 +7,16 @@
 //
 //   - heartbeats, by `agent heartbeat` in a loop and by schedule, which pursue an objective;
 //   - an admin on POST /v1/operate;
-//   - five visitors with the stock Go client, each in a thread, who sometimes send a second message before the answer
-//     to the first; one of them disconnects in the middle;
+//   - five visitors with the stock Go client, each in a thread: they sometimes send a second message before the answer
+//     to the first, and one disconnects in the middle;
 //   - a storm of signed webhooks, some of them twice, that raise events, which start automations.
 //
 // Admin, heartbeats and automations increment one counter in the agent's memory, through the skill memory_write, which
 // only overwrites a value that the run has read.
 //
 // The test then compares the results with the requests. Each invariant is one query that lists violations
-// (checks_test.go), over the product's tables and a schema `soak` with the test's own records: sent, answered, called
-// and logged work. Rows that violate it test every query (planted_test.go).
+// (checks_test.go). It reads the product's tables and a schema `soak` with the test's own records: sent, answered,
+// called and logged work. Rows that violate it test every query (planted_test.go).
 //
 // The second test has a visitor with forbidden requests, and a model that obeys every request. It checks the offered
 // tools and the executed calls, not the texts.

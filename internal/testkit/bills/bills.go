@@ -1,5 +1,5 @@
-// Package bills has fixtures for tests of whole processes: a server of skills that records its calls, and a workspace
-// with work for each phase of a heartbeat, with its model.
+// Package bills has fixtures for tests of whole processes. They are a server of skills that records its calls, and a
+// workspace, with its model, that has work for each phase of a heartbeat.
 package bills
 
 import (
