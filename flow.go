@@ -113,7 +113,7 @@ type StartOption func(*executions.Spec)
 // Key makes a start idempotent: a second start with the same key, of any flow, returns the first execution.
 func Key(key string) StartOption { return func(s *executions.Spec) { s.DedupeKey = key } }
 
-// Label says what the execution is about, such as order and A-1001. Pages, the CLI and HTTP find the execution by the
+// Label names the subject of the execution, such as order and A-1001. Pages, the CLI and HTTP find the execution by the
 // value. An execution has at most 8 labels. A name has 1 to 32 of the characters a-z 0-9 _, a value 1 to 200 printable
 // ones.
 func Label(name, value string) StartOption {

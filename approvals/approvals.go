@@ -1,8 +1,8 @@
 // Package approvals stores an admin's decisions about calls. An approval permits one call.
 //
-// A call of a skill with trust "approve" needs one. [Ask] inserts a pending approval with the exact arguments, and a
-// pending_approval activity, in the transaction of the step's checkpoint. An admin decides by compare-and-set: one of
-// several concurrent decisions takes effect. Afterwards there are two ways:
+// A call of a skill with trust "approve" needs an approval. [Ask] inserts a pending approval with the exact arguments,
+// and a pending_approval activity, in the transaction of the step's checkpoint. An admin decides by compare-and-set:
+// one of several concurrent decisions takes effect. The call is then made in one of two ways:
 //
 //   - Parked (Request.Park): the execution waits for the decision ([Await]) and makes the call. The approval belongs to
 //     this execution and is void at its end.
@@ -16,8 +16,8 @@
 //
 // A skill may require four eyes: then the database refuses the decision of a principal that requested the execution.
 // Requesters are the principal in the context of every start, fork, retry or manual run, the linked sender of a
-// channel's message, the sender of an event that the execution waited for, and the requesters of its parents. Of a
-// loop, the first 1,000 events count, and those of its last 16 iterations. A decision closes the list. Without a
+// channel's message, the sender of an event that the execution waited for, and the requesters of its parents. In a
+// loop, the first 1,000 events count, and the events of the last 16 iterations. A decision closes the list. Without a
 // requester only root and the database decide, except for a visitor's chat. Root may decide its own requests, and the
 // audit records that.
 package approvals
@@ -119,7 +119,7 @@ func (a Approval) AskedBy() string {
 	return line
 }
 
-// Decider names who decided and how, for people.
+// Decider names the principal that decided, and the way, for people.
 func (a Approval) Decider() string {
 	decider := a.DecidedBy
 	if a.Via != "" {

@@ -64,7 +64,7 @@ const reserve = `
 	  from lanekeeper.reserve_agent_budget(@execution_id, @claim, @step, @limits, @need)`
 
 // writeOff settles a reservation of a lost claim as unknown, as the next claim would do. That claim may need the worker
-// slot of the waiting call. It locks the execution first, as all who settle do, and passes over locked ones.
+// slot of the waiting call. Like every settlement, it locks the execution first. It skips locked executions.
 const writeOff = `
 	select lanekeeper.settle_agent_budget(l.execution_id, l.step)
 	  from (select r.execution_id, r.step from agent_budget_reservations r join agent_executions x on x.id = r.execution_id

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
-// Labels say what an execution is about, such as order: A-1001. They find it at any age.
+// Labels name the subject of an execution, such as order: A-1001. They find the execution at any age.
 type Labels map[string]string
 
 // MaxLabels bounds the labels of an execution, and maxLabelValue the characters of a value.

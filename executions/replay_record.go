@@ -23,8 +23,8 @@ type replayRecord struct {
 	ordered     []Checkpoint // by time of recording
 	checkpoints map[string]Checkpoint
 	nested      map[string]bool // checkpoints within a step that has one itself and represents them
-	// openEnded says that the function had not ended by itself where the record ends. waitingStep is the step in
-	// which it waits.
+	// openEnded says that the function had not returned where the record ends. waitingStep is the step in which it
+	// waits.
 	openEnded   bool
 	waitingStep *string
 

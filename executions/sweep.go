@@ -86,8 +86,7 @@ func (d *dueTimes) sleepTime(maxSleep time.Duration) time.Duration {
 	return min(maxSleep, max(time.Until(d.timer), time.Millisecond<<d.skips))
 }
 
-// sweepLoop does what no running code would do: it takes claims of dead workers, fires timers and covers lost
-// notifications.
+// sweepLoop takes claims of dead workers, fires timers and covers lost notifications.
 func (e *Engine) sweepLoop(ctx context.Context) {
 	var nextHousekeeping time.Time
 	var nextExpire time.Time

@@ -118,7 +118,7 @@ func LaneFree(lane string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "lane", key: lane, timeout: timeout}
 }
 
-// Outcome is how a wait ended.
+// Outcome is the result of a wait.
 type Outcome struct {
 	Event    string          `json:"event"`
 	EventID  string          `json:"event_id,omitempty"`

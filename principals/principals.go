@@ -1,8 +1,8 @@
-// Package principals says who may do what: principals with their roles, API tokens, sessions of browsers, one-use
-// login links, and accounts elsewhere.
+// Package principals stores the rights of callers: principals with their roles, API tokens, sessions of browsers,
+// one-use login links, and accounts elsewhere.
 //
-// A principal is a user or a service. It has one role. A token has scopes, which narrow what it may do; a session may
-// do all that the role may. The rights of a caller are role ∩ scopes. Every route of package api names the scope it
+// A principal is a user or a service. It has one role. A token has scopes, which narrow the role's rights; a session
+// has all rights of the role. The rights of a caller are role ∩ scopes. Every route of package api names the scope it
 // needs:
 //
 //	scope              routes                                        viewer  operator  approver  admin
@@ -25,7 +25,7 @@
 //   - Only digests of secrets are stored. A secret is returned once, by the function that makes it.
 //   - A revoked token or session, and those of a disabled principal, are refused from the commit on, by every process:
 //     each request reads its row. Open streams end by a notification on [Channel] or by a poll.
-//   - The database's clock decides what has expired.
+//   - The database's clock decides whether a credential has expired.
 //   - An identity is an issuer with the id of an account there. Names and e-mail addresses identify nobody.
 //   - The principal root stands for AGENT_ADMIN_TOKEN. It cannot be disabled, and its role stays admin.
 //   - Each change is an act in the activity log, in the same transaction.
@@ -47,7 +47,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Role bounds what a principal may do.
+// Role bounds the rights of a principal.
 type Role string
 
 // The roles.
@@ -131,7 +131,7 @@ type Principal struct {
 // Enabled reports whether the principal is not disabled.
 func (p Principal) Enabled() bool { return p.DisabledAt == nil }
 
-// Caller is an authenticated principal with what its credential may do.
+// Caller is an authenticated principal with the rights of its credential.
 type Caller struct {
 	Principal
 	TokenID   string // of the API token, or empty

@@ -175,8 +175,8 @@ var ErrRefused = errors.New("the token or session has expired or was revoked, or
 // seenEvery is how exact last_used_at and last_seen_at are.
 const seenEvery = 5 * time.Minute
 
-// ByToken returns the caller of a token's text. ErrNotFound reports a wrong text, which may be a guess; ErrRefused one
-// that no longer counts.
+// ByToken returns the caller of a token's text. ErrNotFound reports a wrong text, which may be a guess. ErrRefused
+// reports a token that is no longer valid.
 func ByToken(ctx context.Context, db postgres.DB, text string) (*Caller, error) {
 	id, secret, whole := strings.Cut(strings.TrimPrefix(text, TokenPrefix), "_")
 	if !strings.HasPrefix(text, TokenPrefix) || !whole || len(id) > 40 || len(secret) > 100 ||

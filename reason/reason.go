@@ -6,9 +6,9 @@
 //
 // Budgets of iterations, tokens, money and time end a turn, not its execution. A call of an unknown tool, or with
 // invalid parameters, gets the protocol's tool reply and a system message; the model may correct it twice. A valid call
-// resets that count. An empty answer is requested once more. Three equal calls in a row bring a warning, and a sixth is
-// not made. Then the turn ends as stalled, with a summary, an activity of class stall, and a log line. So does a turn
-// at its limit of iterations.
+// resets that count. An empty answer is requested once more. Three equal calls in a row bring a warning, and the loop
+// does not make a sixth. Then the turn ends as stalled, with a summary, an activity of class stall, and a log line. A
+// turn at its limit of iterations ends the same way.
 //
 // An answer can have a form ([Form]): JSON of a schema. Each request carries the schema, or words for servers without
 // structured outputs. The loop validates the answer and requests one correction.

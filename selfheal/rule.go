@@ -13,7 +13,7 @@ type Call struct {
 	Failed bool
 }
 
-// Decision is what the rule says about a skill.
+// Decision is the rule's decision about a skill.
 type Decision struct {
 	ByStreak, ByRate bool
 	Streak           int // consecutive failures up to now

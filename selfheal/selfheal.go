@@ -6,19 +6,19 @@
 // 72 hours cover a skill that runs a few times a day, and forget last week's outage. [Policy] sets all five numbers.
 //
 // Evidence that something else is at fault excuses failures ([Policy.Decide]). An outage: failures of three or more
-// skills that worked before, without a success of any skill between. One caller: all failures of a streak, or most of
-// a rate, are those of one thread (or trace), and the skill worked for three other callers inside the window. Then it
-// takes a failure of a second caller, or a rate that holds for the others. Package faults measures the rule on a
+// skills that worked before, without a success of any skill between. One caller: all failures of a streak, or most of a
+// rate, are those of one thread (or trace), and the skill worked for three other callers inside the window. Then the
+// rule needs a failure of a second caller, or a tripped rate without that caller. Package faults measures the rule on a
 // public labelled set.
 //
-// The view agent_skill_calls defines what counts. A call with its retries is one row. Skipped calls do not count. A
-// model's invalid arguments, a stall, a cancellation and a lost process are no failures of the skill. Calls before
-// the last enabling do not count. Error classes only explain the failure: no class fails more often than all
+// The view agent_skill_calls defines the calls that count. A call with its retries is one row. Skipped calls do not
+// count. A model's invalid arguments, a stall, a cancellation and a lost process are no failures of the skill. Calls
+// before the last enabling do not count. Error classes only explain the failure: no class fails more often than all
 // together.
 //
-// A tripped skill is disabled by "self_heal", and its enabled automations are paused, in one transaction that locks
-// the skill and measures again. So concurrent runs disable it once, and see a success or an admin's enabling in
-// between. What an admin disabled is not changed.
+// A tripped skill is disabled by "self_heal", and its enabled automations are paused, in one transaction that locks the
+// skill and measures again. So concurrent runs disable it once, and see a success or an admin's enabling in between.
+// Self-heal does not change a skill that an admin disabled.
 //
 // After a cool-down of 24 hours, Run offers the skill for a trial (trial_at). The runtime offers the skills of
 // [Trials] to its model, and lets an automation that was paused for the skill try it when due. It calls [Admit]
@@ -81,9 +81,9 @@ func (p Policy) Validate() error {
 	return fmt.Errorf("self-heal policy: %w", errors.Join(bad...))
 }
 
-// Run measures every enabled skill and disables those that trip the rule, each in its own transaction (a savepoint
-// when db is a transaction). It offers a trial to skills after their cool-down. Concurrent runs are safe. It writes
-// no activity: the caller does, from the report. After an error the report holds what was done.
+// Run measures every enabled skill and disables those that trip the rule, each in its own transaction (a savepoint when
+// db is a transaction). It offers a trial to skills after their cool-down. Concurrent runs are safe. It writes no
+// activity: the caller does, from the report. After an error the report holds the completed changes.
 func Run(ctx context.Context, db postgres.Beginner, p Policy) (Report, error) {
 	report := Report{Healed: []Healed{}, Trials: []Trial{}}
 	if err := p.Validate(); err != nil {
@@ -165,7 +165,7 @@ var callsSQL string
 //go:embed evidence.sql
 var evidenceSQL string
 
-// measured are the numbers of an enabled skill, and what the rule says. Failures and Classes are set by explain.
+// measured are the numbers of an enabled skill, and the rule's decision. Failures and Classes are set by explain.
 type measured struct {
 	Skill    string
 	SkillID  string

@@ -185,8 +185,8 @@ type Restored struct {
 	Automations []string `json:"automations"` // resumed
 }
 
-// Reenable enables a skill, whoever disabled it, and resumes the automations paused for it. Earlier calls no longer
-// count. The caller writes by and reason into its activity. The error wraps skills.ErrNotFound.
+// Reenable enables a skill that any actor disabled, and resumes the automations paused for the skill. Earlier calls no
+// longer count. The caller writes by and reason into its activity. The error wraps skills.ErrNotFound.
 func Reenable(ctx context.Context, db postgres.Beginner, skill, by, reason string) (Restored, error) {
 	restored := Restored{Skill: skill, Enabled: true, By: by, Reason: reason, Automations: []string{}}
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {

@@ -1,12 +1,12 @@
-// Package server embeds the whole agent in a program of one's own: its surfaces, HTTP API and Engine Room, and the
-// flows that the program adds.
+// Package server embeds the whole agent in your program: the surfaces, HTTP API and Engine Room, and the program's own
+// flows.
 //
 //	agent, err := server.Open(ctx, settings, log) // the settings of `agent serve`, by name
 //	ship, err := lanekeeper.Register(agent.Runtime(), "ship", shipOrder)
 //	go http.ListenAndServe(address, agent.Handler())
 //	err = agent.Run(ctx)
 //
-// It is what `agent serve` runs, without the port: several programs and `agent serve` may share one database.
+// `agent serve` runs the same code, and also opens the port. Several programs and `agent serve` may share one database.
 package server
 
 import (
@@ -34,8 +34,8 @@ type Agent struct {
 }
 
 // Open wires an agent. settings are those of docs/settings.md, by the names of their environment variables;
-// DATABASE_URL and AGENT_ADMIN_TOKEN are required, and AGENT_LISTEN is not used. Secrets that workspace files name are
-// looked up in settings, too. The schema must be current (lanekeeper.Migrate). log may be nil. Open starts nothing but
+// DATABASE_URL and AGENT_ADMIN_TOKEN are required, and AGENT_LISTEN is not used. Open also looks up the secrets of
+// workspace files in settings. The schema must be current (lanekeeper.Migrate). log may be nil. Open starts nothing but
 // the offline model, where no model is set. The caller closes the agent.
 func Open(ctx context.Context, settings map[string]string, log *slog.Logger) (*Agent, error) {
 	cfg, err := config.LoadServe(settings)

@@ -329,7 +329,7 @@ func checkHeaders(headers map[string]string) fielderr.List {
 	return problems
 }
 
-// checkArguments wants every reference to be a parameter, and every parameter to go somewhere.
+// checkArguments requires that every reference is a parameter, and that the request uses every parameter.
 func (h httpHandler) checkArguments(parameters []string) fielderr.List {
 	var problems fielderr.List
 	for _, name := range h.inURL {
@@ -363,9 +363,8 @@ func references(text string) []string {
 	return names
 }
 
-// fill puts arguments into the URL. In the path an argument is one segment, or a part of one: it is
-// escaped, and one that would climb ("..") is refused. An absent optional argument of the query
-// leaves its parameter out.
+// fill puts arguments into the URL. In the path an argument is one segment, or a part of one. fill escapes the
+// argument, and refuses one that would climb (".."). An absent optional argument of the query leaves its parameter out.
 func (h httpHandler) fill(args map[string]any) (*url.URL, error) {
 	path, query, _ := strings.Cut(h.url, "?")
 	var refused error

@@ -34,7 +34,8 @@ type Call struct {
 	Skill          Skill
 	Args           json.RawMessage // a JSON object; empty is {}
 	IdempotencyKey string          // equal for every retry of a call; may be empty
-	// Guarded is what a builtin gets instead of Args: with what the runtime adds. Only Args are checked. Nil for none.
+	// Guarded replaces Args for a builtin: Args with the runtime's additions. The registry checks only Args. Nil for
+	// none.
 	Guarded json.RawMessage
 }
 
@@ -119,8 +120,8 @@ func (r *Registry) Available(ctx context.Context, db postgres.DB, scopes ...stri
 	return r.runnable(ctx, all), nil
 }
 
-// Split divides the skills of [QueueCallable], in their order, into those in service and those on trial, without
-// those that this registry cannot run. One in service that cannot be run is logged.
+// Split divides the skills of [QueueCallable], in their order, into skills in service and skills on trial. It leaves
+// out skills that this registry cannot run, and logs those in service.
 func (r *Registry) Split(ctx context.Context, callable []Skill) (enabled, onTrial []Skill) {
 	for _, s := range callable {
 		switch {

@@ -138,8 +138,7 @@ func decodeArgs(raw json.RawMessage) (any, []Violation) {
 	return value, unstorable("", value, nil)
 }
 
-// unstorable finds NUL characters and numbers beyond any use, which neither PostgreSQL nor most
-// services take.
+// unstorable finds NUL characters and huge numbers, which neither PostgreSQL nor most services accept.
 func unstorable(path string, value any, found []Violation) []Violation {
 	switch v := value.(type) {
 	case string:

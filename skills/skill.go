@@ -39,14 +39,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
-// Who may be offered a skill.
+// The scopes of a skill.
 const (
 	ScopeInternal = "internal" // heartbeat, operate, webhooks
 	ScopeExternal = "external" // visitors
 	ScopeBoth     = "both"
 )
 
-// How much a skill is trusted to act.
+// The trust levels of a skill.
 const (
 	TrustAuto    = "auto"    // acts
 	TrustNotify  = "notify"  // acts and tells an admin

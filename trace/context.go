@@ -70,9 +70,8 @@ func WithLane(ctx context.Context, lane string) context.Context {
 	return With(ctx, span)
 }
 
-// SpanID is the id, 16 hex digits, of the span that shows a row: the last 8 bytes of the row's uuid, which are
-// random. So whoever knows the row knows the span, in every process and at every time. What has no row is named by
-// all of parts.
+// SpanID is the id, 16 hex digits, of the span that shows a row: the last 8 bytes of the row's uuid, which are random.
+// So every process derives the same span from the row, at any time. Without a row, SpanID is derived from all of parts.
 func SpanID(parts ...string) string {
 	if len(parts) == 1 {
 		digits := strings.ReplaceAll(parts[0], "-", "")
@@ -87,9 +86,9 @@ func SpanID(parts ...string) string {
 	return hex.EncodeToString(sum[:8])
 }
 
-// Traceparent is the W3C header that tells another service under which span it is called: that of the activity that
-// ctx is in, else of the execution. Empty when ctx has no trace. It always says sampled: what is kept is the
-// receiver's choice.
+// Traceparent is the W3C header that names the calling span for another service: the span of the activity of ctx, else
+// of the execution. It is empty when ctx has no trace. It always says sampled, because the receiver chooses the traces
+// to keep.
 func Traceparent(ctx context.Context) string {
 	span, _ := From(ctx)
 	hexID := span.TraceID.OTel()
@@ -112,8 +111,8 @@ type Remote struct {
 	Sampled         bool
 }
 
-// ParseTraceparent reads a traceparent header as W3C Trace Context says; false when it is none. It comes from outside
-// and is not trusted: it becomes a link, never the id of a trace of ours.
+// ParseTraceparent reads a traceparent header as W3C Trace Context says; false for an invalid header. The header is
+// external and not trusted: it becomes a link, never the id of our own trace.
 func ParseTraceparent(header string) (Remote, bool) {
 	const length = 55 // 00-<32>-<16>-<2>
 	if len(header) < length || len(header) > 200 || len(header) > length && (header[:2] == "00" || header[length] != '-') {
@@ -137,7 +136,7 @@ func ParseTraceparent(header string) (Remote, bool) {
 
 type callerKey struct{}
 
-// WithCaller returns a context of a request that came with a traceparent header. One that is none is not kept.
+// WithCaller returns a context of a request that came with a traceparent header. It drops an invalid header.
 func WithCaller(ctx context.Context, traceparent string) context.Context {
 	if _, ok := ParseTraceparent(traceparent); !ok {
 		return ctx
@@ -145,7 +144,8 @@ func WithCaller(ctx context.Context, traceparent string) context.Context {
 	return context.WithValue(ctx, callerKey{}, traceparent)
 }
 
-// Caller is the traceparent header of the request that ctx belongs to; empty when there was none. It is not trusted.
+// Caller is the traceparent header of the request that ctx belongs to; empty without a header. The header is not
+// trusted.
 func Caller(ctx context.Context) string {
 	header, _ := ctx.Value(callerKey{}).(string)
 	return header

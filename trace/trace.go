@@ -1,4 +1,4 @@
-// Package trace identifies a piece of autonomous work, so that anyone can follow it.
+// Package trace identifies a piece of autonomous work, so anyone can follow the work.
 //
 // Work gets a trace id where it starts. Every call, row and log line of the work carries the id; a child execution
 // keeps the id of its root. An id is a surface prefix and a ULID in upper case:
@@ -76,7 +76,7 @@ func Parse(s string) (ID, error) {
 //
 //	where trace_id = any(@ids)
 //
-// The error wraps [ErrInvalid] and says what is wrong.
+// The error wraps [ErrInvalid] and names the problem.
 func ParseAny(s string) ([]ID, error) {
 	switch len(s) {
 	case 2 * len(ulid.ULID{}):
@@ -192,7 +192,7 @@ func parseULID(whole, part string) (ulid.ULID, error) {
 	return u, nil
 }
 
-// invalid describes what is wrong with s, and quotes its beginning.
+// invalid describes the problem of s, and quotes the beginning of s.
 func invalid(s, format string, args ...any) error {
 	const quoted = 60
 	if len(s) > quoted {

@@ -2,8 +2,8 @@
 //
 // The set faults.jsonl is public; README.md says how it is made and labelled. A trace is a list of calls with a label:
 // whether the skill is to be taken out of service, from which call on, and by which call at the latest. [Replay] asks a
-// rule after every call. In production self-heal asks at each heartbeat, which is later. [History] makes traces of what
-// self-heal and people did in a database.
+// rule after every call. In production self-heal asks at each heartbeat, which is later. [History] makes traces of the
+// changes that self-heal and people made in a database.
 package faults
 
 import (

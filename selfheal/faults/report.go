@@ -41,7 +41,7 @@ func ThreeInARow() Rule {
 	}}
 }
 
-// Outcome is what a rule did with a trace.
+// Outcome is the result of a rule for a trace.
 type Outcome struct {
 	Calls      int // of the skill, up to the end or the right alarm
 	FalseAlarm bool

@@ -30,8 +30,8 @@ func (c *Chat) insertTurn(
 	return c.Engine.StartTx(ctx, tx, s)
 }
 
-// Accept brings a message of a channel to its thread, and starts its turn. It implements channels.Runner.Accept: a key
-// counts once, and what may succeed later is a *channels.LaterError.
+// Accept stores a message of a channel in its thread, and starts its turn. It implements channels.Runner.Accept: a key
+// counts once. An error that a retry may avoid is a *channels.LaterError.
 func (c *Chat) Accept(ctx context.Context, v channels.Visit) (channels.Accepted, error) {
 	owner := channels.Owner(v.Channel.Name)
 	if pause := c.limits.reserve(owner+"\x00"+v.Sender, 1); pause > 0 {
@@ -69,7 +69,7 @@ func (c *Chat) Accept(ctx context.Context, v channels.Visit) (channels.Accepted,
 	return got, nil
 }
 
-// post adds text of the turn to its thread. On a channel of people it also leaves by that.
+// post adds text of the turn to its thread. On a channel of people it also sends the text by that channel.
 func (t *turn) post(ctx context.Context, tx pgx.Tx, text string, interrupted bool) (threads.Message, error) {
 	d := threads.NewMessage{
 		ThreadID: t.in.Thread, Role: threads.Assistant, Content: text, Channel: channel, ExecutionID: t.exec.ID,

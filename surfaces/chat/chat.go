@@ -21,18 +21,20 @@
 // waits for earlier turns durably, without a worker. The answer is stored before the final chunk is sent, and the text
 // of the stream up to [DONE] is the stored text. If a failed model call has shown text, the text stays and the stream
 // says that the answer starts again. Only the notice of a connection that waits too long for an approval is not stored.
-// A turn that a daily limit blocks stores a sentence that says when to write again; its client gets insufficient_quota.
+// If a daily limit blocks a turn, the turn stores a sentence with the time to write again; its client gets
+// insufficient_quota.
 //
-// The transaction that stores a message waits at most one second for locks. After that the message is refused with
-// 503, thread_locked, and nothing is stored. So a locked thread does not exhaust the connections of other visitors.
+// The transaction that stores a message waits at most one second for locks. After that the server refuses the message
+// with 503, thread_locked, and stores nothing. So a locked thread does not exhaust the connections of other visitors.
 //
 // # Messages to executions
 //
-// An execution of another flow may hold the thread, or wait for a message in it. It then receives the message, which
-// ends the wait as MESSAGE_RECEIVED, and no model is called. Its later messages are the answer, until it waits again or
-// ends, or for two minutes. Without any, one sentence says that the message was passed on. A visitor enters a thread of
-// another owner by a join token, X-Thread-Join, or because its key was named (package threads). Any other thread is
-// refused as if it did not exist. Messages that a flow sends without a message of the visitor start the next answer.
+// An execution of another flow may hold the thread, or wait for a message in it. That execution then receives the
+// message, which ends the wait as MESSAGE_RECEIVED. No model is called. The execution's later messages are the answer,
+// until it waits again or ends, or for two minutes. Without a later message, one sentence says that the message was
+// passed on. A visitor enters a thread of another owner by a join token, X-Thread-Join, or because its key was named
+// (package threads). The server refuses any other thread as if the thread did not exist. Messages that a flow sends
+// without a message of the visitor start the next answer.
 //
 // # Images, files and formats
 //
@@ -44,13 +46,15 @@
 //
 // # Repeated requests
 //
-// A client that sends a request again gets the turn of the first one; see retry. POST /v1/responses starts the same
-// turns. Its thread is that of the conversation, else of the previous response, which must be the last one (409).
+// A client that sends a request again gets the turn of the first request; see retry. POST /v1/responses starts the same
+// turns. It uses the thread of the conversation, else the thread of the previous response. That response must be the
+// last one of its thread (409).
 //
 // # Agents and permissions
 //
-// The model of a request names an agent (package agents). A key reaches the agents that name it, else the default one.
-// A thread has one agent; another model is refused with 409. The agent's greeting is the first message of a new thread.
+// The model of a request names an agent (package agents). A key reaches the agents that name it, else the default
+// agent. A thread has one agent; the server refuses another model with 409. The agent's greeting is the first message
+// of a new thread.
 //
 // Visitors use the skills of the scopes external and both. No request, message or answer changes that. A skill that
 // requires approval parks the turn.
@@ -203,8 +207,8 @@ func (c *Chat) Register(e *executions.Engine) error {
 	return errors.Join(e.Register(Flow, c.run), e.Register(RelayFlow, c.relay), e.Register(SummaryFlow, c.summarise))
 }
 
-// Run waits for the end of ctx, and then until the turns that this process started have ended or were handed over. Call
-// it beside the engine's Run.
+// Run waits for the end of ctx. Then it waits until the turns that this process started have ended or were handed over.
+// Call it beside the engine's Run.
 func (c *Chat) Run(ctx context.Context) error {
 	if c.Listener != nil { // one LISTEN for all streams
 		_, unsubscribe := c.Listener.SubscribeTo(threads.AccessChannel, func(string) bool { return false })

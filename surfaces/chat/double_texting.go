@@ -200,8 +200,8 @@ func (t *turn) acquireLane(ctx context.Context, step string, inProcess bool) (he
 	return false, err
 }
 
-// recoverLane moves the lane from an earlier claim of this turn to this one. A lost process may still have waited in
-// the queue and got the lane.
+// recoverLane moves the lane from an earlier claim of this turn to this one. A lost process may have waited in the
+// queue and acquired the lane.
 func (t *turn) recoverLane(ctx context.Context, previous string) error {
 	_, err := executions.RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
 		return struct{}{}, postgres.InTx(ctx, t.Pool, func(tx pgx.Tx) error {

@@ -277,7 +277,7 @@ func bad(param, code, format string, args ...any) *Refusal {
 	}
 }
 
-// unknown returns a 404, for what does not exist and for what belongs to another visitor.
+// unknown returns a 404, for a missing object and for an object of another visitor.
 func unknown(code, format string, args ...any) *Refusal {
 	return &Refusal{
 		Status: http.StatusNotFound, Type: "invalid_request_error", Code: code,

@@ -6,8 +6,8 @@ import (
 	"slices"
 )
 
-// parameters are the documented parameters of a chat completion that are refused unless their value changes nothing.
-// The others are supported (request), or ignored in favour of the agent's settings.
+// parameters are the documented parameters of a chat completion that the server refuses unless their value changes
+// nothing. The server supports the other parameters (request), or ignores them in favour of the agent's settings.
 type parameters struct {
 	Audio        json.RawMessage `json:"audio"`
 	Modalities   json.RawMessage `json:"modalities"`

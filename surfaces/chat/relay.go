@@ -177,7 +177,8 @@ func (c *Chat) streamRelay(
 	}
 }
 
-// storeNotice adds what the relay says itself to the thread, in the turn of its message. Relays do not show it again.
+// storeNotice adds the relay's own notice to the thread, in the turn of its message. Relays do not show the notice
+// again.
 func storeNotice(ctx context.Context, x executions.Execution, thread, notice string) error {
 	_, err := executions.StepTx(ctx, "notice", func(ctx context.Context, tx pgx.Tx) (string, error) {
 		var turn int64

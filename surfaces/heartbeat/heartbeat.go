@@ -14,14 +14,14 @@
 // A note carries the revision that its phase read. If the key has changed meanwhile, the note becomes a conflict for
 // an admin, and nothing is overwritten.
 //
-// A heartbeat resumes after a crash in another process. With its lane busy, or an admin at work (lane "operate"), it
-// is recorded as skipped without an error. When an admin arrives, it yields before its next step and resumes when the
-// lane is free. After YieldLimit it skips its remaining phases. If another heartbeat took its lane meanwhile, it
-// waits for that one. With nothing to do it calls no model.
+// A heartbeat resumes after a crash in another process. If its lane is busy, or an admin is at work (lane "operate"),
+// the heartbeat is recorded as skipped without an error. When an admin arrives, the heartbeat yields before its next
+// step and resumes when the lane is free. After YieldLimit it skips its remaining phases. If another heartbeat acquired
+// its lane meanwhile, it waits for that heartbeat. With nothing to do it calls no model.
 //
-// This describes the default agent. Another agent with heartbeat: in its document has its own, in the lane
-// "heartbeat:NAME" with its own schedule: it works on that agent's objectives, runs the heartbeat's prompt, and saves
-// memories. [Sync] makes the schedules match the agents.
+// This describes the default agent. Another agent with heartbeat: in its document has its own heartbeat, in the lane
+// "heartbeat:NAME" with its own schedule. That heartbeat works on the agent's objectives, runs the heartbeat's prompt,
+// and saves memories. [Sync] makes the schedules match the agents.
 package heartbeat
 
 import (
@@ -124,7 +124,7 @@ type heartbeatRun struct {
 	*Heartbeat
 	info      agentInfo
 	agent     string // whose heartbeat it is; empty: the default agent's
-	isDefault bool   // of the default agent, which looks after what concerns all
+	isDefault bool   // of the default agent, which runs the phases that concern all agents
 	report    string // of self-heal, for the prompts
 	summaries []string
 	memories  []memoryNote
@@ -237,7 +237,7 @@ func (h *Heartbeat) acquireLane(ctx context.Context, lane string) (hold *executi
 	return hold, "", err
 }
 
-// blockedBy decides once per heartbeat whether it starts: not beside another one, nor while an admin is at work.
+// blockedBy decides once per heartbeat whether it starts. Another heartbeat or a working admin blocks the start.
 func (h *Heartbeat) blockedBy(ctx context.Context, busy string) (string, error) {
 	return executions.Step(ctx, "admin at work", func(ctx context.Context) (string, error) {
 		if busy != "" {

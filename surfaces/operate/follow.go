@@ -39,8 +39,8 @@ const (
 )
 
 // Turn runs a message as a turn and calls emit for each event, one at a time; the last is done or error. It returns
-// when the turn has ended or was detached. When ctx ends, the turn is cancelled. A turn that waits for approval keeps
-// waiting instead, and Done.Ended is WaitingApproval, unless the cause is ErrInterrupt. Errors before the start emit
+// when the turn has ended or was detached. When ctx ends, the turn is cancelled. A turn that waits for approval
+// continues to wait, and Done.Ended is WaitingApproval, unless the cause is ErrInterrupt. Errors before the start emit
 // nothing: *lanes.BusyError, ErrBusySession, an invalid message. NUL and invalid UTF-8 are removed from the message.
 func (s *Session) Turn(ctx context.Context, message string, wait bool, emit func(Event)) (Done, error) {
 	return s.turn(ctx, message, "", wait, emit)

@@ -2,9 +2,9 @@
 // users of Session.
 //
 // An admin's message is a turn: one execution of the flow "operate" under its own op_ trace. It is inserted together
-// with the message and claimed by the process with the connection, so that it streams. The turns of a session form
-// one thread (channel operate, with the session's id), which is their history. A turn has every skill. A call that
-// needs approval parks the turn until an admin decides; a message itself never decides.
+// with the message and claimed by the process with the connection, so that it streams. The turns of a session form one
+// thread (channel operate, with the session's id), which is their history. A turn has every skill. A call that needs
+// approval parks the turn until an admin decides; a message never decides an approval.
 //
 // One admin works at a time: a session holds the lane "operate" during and between its turns, and heartbeats yield to
 // it. The session releases the lane when it is closed or idle. After a crash, the engine releases it with the
@@ -15,10 +15,10 @@
 //     lane, and waits durably while the lane is busy. The answer goes to the thread.
 //   - An admin who disconnects during a turn cancels it and its running step. During an approval the turn keeps
 //     waiting.
-//   - A session has one agent: the default one, or the one named first (package agents).
+//   - A session has one agent: the default agent, or the agent that the session named first (package agents).
 //   - A second admin gets the holder's name, and can queue for the lane or watch (Watch).
-//   - Events contain no secrets of tool calls. Arguments of a pending approval are shown exactly, because they are
-//     approved.
+//   - Events contain no secrets of tool calls. Events show the arguments of a pending approval exactly, because the
+//     admin approves those arguments.
 package operate
 
 import (
@@ -180,8 +180,8 @@ func (s *Session) agentName(ctx context.Context) (string, error) {
 	return a.Name, err
 }
 
-// threadAgent returns the agent of the session's thread. It rejects another named agent. A thread of a disabled agent
-// falls to the default one.
+// threadAgent returns the agent of the session's thread. It rejects another named agent. The default agent takes over a
+// thread of a disabled agent.
 func (s *Session) threadAgent(ctx context.Context, tx pgx.Tx, thread, acting string) (string, error) {
 	if thread == acting || s.o.Loop.Agents == nil {
 		return acting, nil

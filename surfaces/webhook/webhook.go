@@ -1,10 +1,10 @@
 // Package webhook is the surface for other systems: POST /webhooks/{endpoint}.
 //
-// A request for an unknown endpoint, without a signature or with an outdated timestamp is rejected before its body is
-// read. Otherwise the body is read within the endpoint's limit and verified before it is parsed. The delivery and its
-// execution are stored in one transaction, and only then acknowledged with 202 and the trace id. So an acknowledged
-// delivery is never lost, and the sender repeats any other. A repeated delivery id returns 200 with the first trace
-// id and changes nothing, even among fifty concurrent requests, because a unique key decides.
+// The surface rejects a request for an unknown endpoint, without a signature or with an outdated timestamp before it
+// reads the body. Otherwise it reads the body within the endpoint's limit, and verifies the body before it parses it.
+// It stores the delivery and its execution in one transaction, and only then responds with 202 and the trace id. So an
+// acknowledged delivery is never lost, and the sender repeats any other delivery. A repeated delivery id returns 200
+// with the first trace id and changes nothing, even among fifty concurrent requests, because a unique key decides.
 //
 // The execution (flow "webhook", a wh_ trace, background queue) holds the lane webhook:{endpoint}:{delivery} and runs
 // the endpoint's actions: raise an event in the checkpoint's transaction, start a flow with the payload, trigger an
