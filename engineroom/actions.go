@@ -172,7 +172,7 @@ func (k kind) read(values []string) (value any, given bool, err error) {
 // successMessage returns the message of a success.
 func (l action) successMessage(r *http.Request, body []byte) string {
 	text := l.done
-	if text == "" { // the answer says what happened
+	if text == "" { // the answer has the message
 		return problemDetail(http.StatusOK, body)
 	}
 	for _, m := range wildcard.FindAllStringSubmatch(l.path, -1) {
@@ -296,7 +296,7 @@ func actions() []action {
 	})
 }
 
-// triggerActions lists the actions on what starts executions: automations, events and webhooks.
+// triggerActions lists the actions on automations, events and webhooks, which start executions.
 func triggerActions() []action {
 	return []action{
 		{
@@ -321,7 +321,7 @@ func triggerActions() []action {
 	}
 }
 
-// accessActions lists the actions that say who may do what, and who may write.
+// accessActions lists the actions on principals and their rights.
 func accessActions() []action {
 	return []action{
 		{

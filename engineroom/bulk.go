@@ -24,7 +24,7 @@ type bulkAction struct {
 	More                bool // there are more than maxBulk
 }
 
-// Count says how many.
+// Count formats the number of executions.
 func (b bulkAction) Count() string {
 	switch {
 	case b.More:
@@ -53,8 +53,8 @@ func retryGroup(ids []string) bulkAction {
 	return b
 }
 
-// bulkActions offers to retry, or to cancel, what the filters match: the ids are those of the moment when the page was
-// read. Without a filter there is nothing.
+// bulkActions offers to retry or cancel the matching executions. The page fixes their ids when it is read. Without a
+// filter it offers nothing.
 func (room *Room) bulkActions(ctx context.Context, v *visit) (any, error) {
 	f, _ := v.About.(executionFilter)
 	if f.View == "waiting" {

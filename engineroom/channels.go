@@ -10,7 +10,7 @@ import (
 // mostSenders bounds the senders and the lost messages of the page.
 const mostSenders = 100
 
-// channelsPage lists channels, their senders and what was maybe sent.
+// channelsPage lists channels, their senders, and messages whose delivery is unknown.
 func (room *Room) channelsPage() page {
 	return page{
 		path: "/channels", name: "channels", nav: "Channels", title: "Channels",

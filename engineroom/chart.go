@@ -102,7 +102,7 @@ func (c chart) height(v float64) float64 {
 	return v / (c.step() * chartTicks) * (chartHigh - chartTop - chartBottom)
 }
 
-// chartLine is a drawn series: its pieces between gaps, and a dot where a piece has one point.
+// chartLine is a drawn series: its pieces between gaps, and a dot for a piece of one point.
 type chartLine struct {
 	Class  string
 	Pieces []string

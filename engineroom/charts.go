@@ -35,7 +35,7 @@ func (s scale) since() time.Time {
 	return time.Now().UTC().Truncate(s.step).Add(-time.Duration(s.points-1) * s.step)
 }
 
-// per is the length of the counts that are read.
+// per is the period of the counts.
 func (s scale) per() activity.Period {
 	if s.step < 24*time.Hour {
 		return activity.ByHour
@@ -46,7 +46,7 @@ func (s scale) per() activity.Period {
 // key is the point of a moment.
 func (s scale) key(at time.Time) int64 { return at.UTC().Truncate(s.step).Unix() }
 
-// draw returns the points, with the values of each or those of none.
+// draw returns the points with their values. A point without values gets those of none.
 func (s scale) draw(of map[int64][]float64, none ...float64) []point {
 	list := make([]point, 0, s.points)
 	name, short := time.DateOnly, "Jan 2"
@@ -109,7 +109,7 @@ func openCharts(_ context.Context, v *visit) (title string, err error) {
 type figure struct {
 	Chart chart
 	Words string
-	Empty string // the reason why there is nothing to draw
+	Empty string // why the chart is empty
 	Links []link
 }
 
@@ -322,7 +322,7 @@ func (room *Room) spendCharts(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Charts": charts, "Until": until}, nil
 }
 
-// stackedSpend draws the keys that cost most, and the rest as one; tokens where nothing has a price.
+// stackedSpend draws the keys that cost most, and the rest as one; tokens if no call has a price.
 func stackedSpend(by activity.Dimension, lines []activity.SpendLine, axis scale) figure {
 	all := added(lines)
 	value := func(l activity.SpendLine) float64 { return l.CostUSD }

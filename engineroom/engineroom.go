@@ -1,4 +1,4 @@
-// Package engineroom is the admin's web interface: current work, health, cost, and what needs a person.
+// Package engineroom is the admin's web interface: current work, health, cost, and items that need a person.
 //
 // A page is a list of parts. A part is a query and a template. The first response, each live update and the page
 // without JavaScript use the same render. While a page is open, its parts are refreshed once for all viewers of its
@@ -56,11 +56,11 @@ type Options struct {
 	Agents *agents.Directory
 	// Limits are the configured budgets of a day.
 	Limits budgets.Limits
-	// PriceOf says where the price of a model is from, such as "list price of 2026-07-24: $2 in, $8 out"; nil knows none.
+	// PriceOf names the source of a model's price, such as "list price of 2026-07-24: $2 in, $8 out"; nil knows none.
 	PriceOf func(model string) string
 	// Unforkable returns why the executions of a flow cannot be forked or retried, by flow; nil for no such flow.
 	Unforkable func() map[string]string
-	// OIDC says that the login page offers the login at an OIDC issuer.
+	// OIDC adds the login at an OIDC issuer to the login page.
 	OIDC bool
 	// Key signs flash messages in the browser. All processes of an agent need the same key. A random one when nil.
 	Key []byte
@@ -164,7 +164,7 @@ func (room *Room) Routes() []Route {
 func (p page) scope() principals.Scope {
 	first, _, _ := strings.Cut(strings.TrimPrefix(p.path, "/"), "/")
 	if strings.HasPrefix(p.path, "/evals/from/") || first == "evals" && strings.Contains(p.path, "/cases/") ||
-		first == "traces" && strings.HasSuffix(p.path, "/prompts") { // it shows what was said
+		first == "traces" && strings.HasSuffix(p.path, "/prompts") { // it shows texts of threads
 		return principals.ThreadsRead
 	}
 	switch first {

@@ -99,7 +99,7 @@ func (a *evalCaseAbout) setTrials(all []evals.Trial) {
 	}
 }
 
-// choose reads which trials are shown: by default the first that did not pass, beside the first with another verdict.
+// choose selects the shown trials. The default is the first failed trial beside the first with another verdict.
 func (a *evalCaseAbout) choose(v *visit) error {
 	number := func(name string) (int, error) {
 		text := v.Query.Get(name)
@@ -262,7 +262,7 @@ func (s *versus) compare() {
 	s.Same = !marked
 }
 
-// mark says what differs.
+// mark marks the differences.
 func (r *versusRow) mark() {
 	r.Differs = true
 	switch l, o := r.Left, r.Right; {
@@ -291,7 +291,7 @@ func (s *side) cell(i int) versusCell {
 	return cell
 }
 
-// shownJudgement is a judge's verdict about a trial, beside what it is worth now.
+// shownJudgement is a judge's verdict about a trial, with the judge's current agreement with people.
 type shownJudgement struct {
 	evals.Judgement
 	Rubric      string
@@ -309,7 +309,7 @@ func (j shownJudgement) Verdict() string {
 	return "fail"
 }
 
-// caseJudges reads what judges say about the trial, and how far each agrees with people.
+// caseJudges reads the judges' verdicts about the trial, and how far each judge agrees with people.
 func (room *Room) caseJudges(ctx context.Context, v *visit) (any, error) {
 	about, _ := v.About.(evalCaseAbout)
 	trial, err := evals.GetTrial(ctx, room.Read, about.Run.ID, about.Case, about.Trial)

@@ -372,7 +372,7 @@ func (room *Room) evalRunCases(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Rows": rows, "More": more, "Against": about.Against, "Kind": about.Run.Kind}, nil
 }
 
-// trialRow is a trial in a list, with what people say about it.
+// trialRow is a trial in a list, with its labels by people.
 type trialRow struct {
 	evals.Trial
 	Labels []evals.Label

@@ -21,9 +21,8 @@ type stateTab struct {
 	Now        bool   // the current tab
 }
 
-// executionStates are the tabs, the one filter of states: failed ones include those that timed out, and waiting ones
-// are in the order of their deadlines. A tab keeps the filters. Counts cover all executions, so they are shown
-// without filters.
+// executionStates are the tabs, the one filter of states: Failed ones include timeouts. Waiting ones are ordered by
+// deadline. A tab keeps the filters. Counts cover all executions, so they are shown without filters.
 func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 	f := v.About.(executionFilter)
 	counts := map[string]string{}

@@ -11,17 +11,17 @@ import (
 // maxFailingShown bounds the groups of failures.
 const maxFailingShown = 6
 
-// visitMemo has what the parts of a page share.
+// visitMemo holds data that the parts of a page share.
 type visitMemo struct {
 	failures recent[monitor.Failures]
 	hours    recent[hourChart]
 }
 
-// memoLasts is how long failures are kept: the parts of one page, or of one refresh of it, share a read.
+// memoLasts is the cache time of failures. The parts of one page, or of one refresh, share a read.
 const memoLasts = 250 * time.Millisecond
 
-// failures reads the failures, or returns those that another part has just read. Streams share one read, until the
-// pulse tells that something failed or recovered.
+// failures reads the failures, or returns those that another part has just read. Streams share one read until the pulse
+// reports a failure or a recovery.
 func (room *Room) failures(ctx context.Context, v *visit) (monitor.Failures, error) {
 	read := func() (monitor.Failures, error) { return monitor.ReadFailures(ctx, room.Read) }
 	switch {
@@ -39,7 +39,7 @@ func (room *Room) failures(ctx context.Context, v *visit) (monitor.Failures, err
 	return read()
 }
 
-// failingNow is the panel of what fails.
+// failingNow is the panel of failures.
 func (room *Room) failingNow(ctx context.Context, v *visit) (any, error) {
 	f, err := room.failures(ctx, v)
 	if err != nil {

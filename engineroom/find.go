@@ -29,10 +29,10 @@ const (
 	maxRecentThreads = 5000
 )
 
-// hit is something that a search found.
+// hit is one result of a search.
 type hit struct {
 	Href, Title string
-	About       string     // what happened, in a line
+	About       string     // one line about it
 	State       string     // empty for none
 	At          *time.Time // nil for none
 	ID          string     // shown short; empty for none
@@ -46,7 +46,7 @@ type hitGroup struct {
 	rank       int
 }
 
-// findQuery is what is searched for.
+// findQuery is the text of a search.
 type findQuery struct {
 	Text string
 	like string   // the text as a part of a name

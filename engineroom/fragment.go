@@ -32,7 +32,7 @@ type fragment struct {
 	surface    string // hb, op, ch, wh or fl, if a trace id's beginning is given
 }
 
-// fragmentOf parses a pasted id. A URL is the last segment of its path. ok is false for what is no part of an id.
+// fragmentOf parses a pasted id. A URL is the last segment of its path. ok is false for text that is no part of an id.
 func fragmentOf(text string) (f fragment, ok bool) {
 	text = strings.Trim(strings.TrimSpace(text), "\"'`<>()[]{},;:#")
 	if at, err := url.Parse(text); err == nil && (at.Host != "" || strings.HasPrefix(text, "/")) {
@@ -59,7 +59,7 @@ func fragmentOf(text string) (f fragment, ok bool) {
 }
 
 // hexRange returns the first and the last uuid with the beginning, and a LIKE pattern for the hex digits of a uuid.
-// They are empty for what is no part of a uuid.
+// They are empty for text that is no part of a uuid.
 func (f fragment) hexRange() (low, high, pattern string) {
 	begin, end := hexDigits(f.begin), hexDigits(f.end)
 	if f.surface != "" || strings.Trim(begin+end, "0123456789abcdef") != "" || len(begin+end) > 32 || begin+end == "" {
@@ -262,8 +262,8 @@ func likePart(text string) string {
 	return "%" + strings.TrimSuffix(prefixPattern(text), "%") + "%"
 }
 
-// elsewhere returns the address of what an address with a part of an id or name stands for: the one match, or the page
-// Find with all of them. It is empty for an error that is no wrong id.
+// elsewhere resolves an address with a part of an id or name: to the only match, or to the page Find with all matches.
+// It returns an empty address for an error that is no wrong id.
 func (room *Room) elsewhere(ctx context.Context, p page, v *visit, err error) string {
 	refused, _ := problem.Of(err)
 	if refused.Status != http.StatusNotFound && refused.Status != http.StatusBadRequest {
@@ -285,7 +285,7 @@ func (room *Room) elsewhere(ctx context.Context, p page, v *visit, err error) st
 		return ""
 	case len(hits) == 1 &&
 		hits[0].Href == (&url.URL{Path: strings.Replace(p.path, "{"+name[1]+"}", text, 1)}).EscapedPath():
-		return "" // the page is found, and something on it is not
+		return "" // the page exists, but an item on it does not
 	case len(hits) == 1:
 		return hits[0].Href
 	case len(hits) == 0 && (!id || f.isWhole()):

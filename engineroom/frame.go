@@ -81,7 +81,7 @@ func (s show) ZoneCookie() string { return s.zoneCookie }
 // maxWaits bounds the counted items: "99+".
 const maxWaits = 99
 
-// waits is what waits for a person: approvals and requests of executions. Titles, icons and notifications show it.
+// waits counts approvals and requests of executions that wait for a person. Titles, icons and notifications show it.
 type waits struct {
 	Approvals, Requests int64
 	Newest, Skill       string // of the newest approval: id and skill; empty for none
@@ -108,7 +108,7 @@ type recent[T any] struct {
 	last  T
 }
 
-// read returns what was read at most age ago, or reads it.
+// read returns a result of at most the given age, or reads a new one.
 func (r *recent[T]) read(age time.Duration, read func() (T, error)) (T, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -123,7 +123,7 @@ func (r *recent[T]) read(age time.Duration, read func() (T, error)) (T, error) {
 	return got, err
 }
 
-// forget makes the next read a new one, also while one is under way.
+// forget makes the next call read anew, even during a running read.
 func (r *recent[T]) forget() { r.stale.Store(true) }
 
 // sumsEvery is how often a stream refreshes sums over the log.
@@ -132,7 +132,7 @@ const sumsEvery = 10 * time.Second
 // waitsAge is the longest age of a shared read. Topics that are due together share it.
 const waitsAge = 200 * time.Millisecond
 
-// waiting reads what waits for a person.
+// waiting counts the items that wait for a person.
 func (room *Room) waiting(ctx context.Context) (waits, error) {
 	return room.waits.read(waitsAge, func() (waits, error) { return room.readWaits(ctx) })
 }

@@ -14,11 +14,11 @@ type halt struct {
 	ID    string
 	State string // stateStopped or stateLost
 	At    time.Time
-	// Unclaimed says that the execution waits for another worker. Its phases go on then; its calls are lost.
+	// Unclaimed reports that the execution waits for another worker, which continues its phases. Its calls are lost.
 	Unclaimed bool
 }
 
-// haltRunning finds what has halted among n rows. running returns a row's execution, or empty for a row that is not
+// haltRunning finds the halted rows among n rows. running returns a row's execution, or empty for a row that is not
 // running; stop changes the row.
 func haltRunning(
 	ctx context.Context, db postgres.DB, n int, running func(i int) string, stop func(i int, h halt),

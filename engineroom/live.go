@@ -20,14 +20,14 @@ import (
 
 // The event stream of a page, at /live and the page's path:
 //
-//   - hello comes first; its data is the build of the server, so that a page of an older one can say so.
-//   - part is a part that reads otherwise than what the page has; data {id, html}. The event's id names the state of
-//     all parts of the page after it, so Last-Event-ID, or ?seen= at first, says what the page has, and a stream that
-//     broke goes on with what differs from that: nothing is missing, nothing comes twice.
-//   - expired says that the login is over. The stream ends, as it does at shutdown.
+//   - hello comes first. Its data is the server's build, so a page of an older build can report it.
+//   - part is a changed part; data {id, html}. The event's id names the state of all parts of the page after the event.
+//     Last-Event-ID, or ?seen= at first, names the state that the page has. A reconnected stream sends exactly the
+//     parts that differ from that state.
+//   - expired reports that the login has ended. Then the stream ends, as at shutdown.
 //
-// A ping comes every few seconds; its data is the server's time in milliseconds. The browser sees no comments, and
-// takes a stream without events for a dead server.
+// A ping comes every few seconds; its data is the server's time in milliseconds. Pings are events, because the page's
+// script sees no comments. It takes a silent stream for a dead server.
 
 const (
 	heartbeat = 3 * time.Second

@@ -17,7 +17,7 @@ const (
 // rowStart and rowEnd enclose a line of a waterfall; see spanNode.write.
 var rowStart, rowEnd, rowID = []byte(`<div role="row" class="wf-row`), []byte("</div>\n"), []byte(` id="`)
 
-// rowMemory has the rows of large parts that were sent lately, by the mark of the part.
+// rowMemory has the recently sent rows of large parts, by the mark of the part.
 type rowMemory struct {
 	mu    sync.Mutex
 	seed  maphash.Seed
@@ -68,8 +68,8 @@ func (m *rowMemory) keep(mark string, html []byte) {
 	m.rows[mark], m.marks = rows, append(m.marks, mark)
 }
 
-// changed returns a part in which the rows that are as they were under a mark are empty, with the attribute data-same;
-// nil when the mark is not known.
+// changed returns a part whose unchanged rows since a mark are empty, with the attribute data-same; nil for an unknown
+// mark.
 func (m *rowMemory) changed(mark string, html []byte) []byte {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -12,8 +12,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// overviewPage shows whether the agent works, what needs attention, what fails, the current work, and its cost, in the
-// order of importance. With several agents the parameter agent narrows it to one; what needs attention is of all.
+// overviewPage shows the agent's verdict, items that need attention, failures, current work and cost, in the order of
+// importance. With several agents the parameter agent selects one. Items that need attention are those of all agents.
 func (room *Room) overviewPage() page {
 	return page{
 		path: "/", name: "overview", nav: "Overview", title: "Overview", open: openActivity, parallel: true,
@@ -186,7 +186,7 @@ func (room *Room) memoryPanel(ctx context.Context, v *visit) (any, error) {
 	return use, nil
 }
 
-// needsSQL finds what needs a person: the newest few of each kind, and their number.
+// needsSQL finds the items that need a person: the newest few of each kind, and their number.
 //
 //go:embed needs.sql
 var needsSQL string

@@ -56,7 +56,7 @@ type part struct {
 	every time.Duration // least refresh interval while viewed; 0 for never
 	// refreshOnActivity limits refreshes to those after activity, and one every half minute.
 	refreshOnActivity bool
-	about             changes // it is refreshed at once after these, while viewed; 0: after any, if every is short
+	about             changes // refreshes it at once while viewed; 0: any change does, if every is short
 	shared            bool    // shared by all pages, with a template of its own name
 	load              func(ctx context.Context, v *visit) (any, error)
 }
@@ -71,7 +71,7 @@ type visit struct {
 	live  bool                     // of a stream
 	memo  *visitMemo               // shared by the parts of a page
 	zone  *time.Location           // of the reader
-	texts bool                     // the viewer may read threads, and what quotes them
+	texts bool                     // the viewer may read threads, and quotes of them
 	lacks string                   // the scopes of linked pages that the viewer lacks, each behind a space
 }
 
@@ -143,7 +143,7 @@ func (s show) Has(name string) bool {
 	return has
 }
 
-// Part returns the place of a rendered part: its name behind the room's mark, which nobody else knows.
+// Part returns the placeholder of a rendered part: its name behind the room's secret mark.
 func (s show) Part(name string) (template.HTML, error) {
 	if !s.Has(name) {
 		return "", fmt.Errorf("page %s has no part %q", s.Page.name, name)
@@ -306,7 +306,7 @@ func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 		return nil, err
 	}
 	var err error
-	if s.Waits, err = room.waiting(ctx); err != nil { // the part shows the trouble
+	if s.Waits, err = room.waiting(ctx); err != nil { // the part shows the error
 		room.Logger.DebugContext(ctx, "waits not read", "error", err)
 	}
 	texts, err := room.renderParts(ctx, p, s.visit)
@@ -485,7 +485,7 @@ func missing(format string, args ...any) error {
 	return problem.New(http.StatusNotFound, format, args...)
 }
 
-// opener opens a page by the id in its path. The query returns what the title names.
+// opener opens a page by the id in its path. The query returns the name in the title.
 func (room *Room) opener(kind, title, query string) func(ctx context.Context, v *visit) (string, error) {
 	return func(ctx context.Context, v *visit) (string, error) {
 		id := strings.ToLower(v.path("id"))
@@ -538,9 +538,9 @@ func guard(h http.Header) {
 	h.Set("X-Frame-Options", "DENY")
 }
 
-// compressed compresses pages and files. A page holds what only an admin may read beside input of the URL, so its size
-// could tell (BREACH). That attack needs requests of another site with the login's cookie, which is SameSite=Strict;
-// and no page holds a secret that outlives it: no token, no key.
+// compressed compresses pages and files. A page holds an admin's data beside input of the URL, so its size could reveal
+// that data (BREACH). That attack needs requests of another site with the login's cookie, which is SameSite=Strict. No
+// page holds a lasting secret, such as a token or a key.
 var compressed = newCompressor()
 
 func newCompressor() func(http.Handler) http.Handler {

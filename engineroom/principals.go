@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
-// principalsPage lists who may do what, and creates principals.
+// principalsPage lists principals with their rights, and creates principals.
 func (room *Room) principalsPage() page {
 	return page{
 		path: "/principals", name: "principals", nav: "Principals", title: "Principals",
@@ -60,7 +60,7 @@ func (room *Room) openPrincipal(ctx context.Context, v *visit) (string, error) {
 	return "Principal " + p.Name, err
 }
 
-// showSecret writes the page with what an action has made: a token or a login link. No cookie and no history has it.
+// showSecret writes the page with a new token or login link. No cookie and no history holds the secret.
 func (room *Room) showSecret(w http.ResponseWriter, r *http.Request, back string, body []byte) {
 	var made struct{ Token, Path string }
 	if err := json.Unmarshal(body, &made); err != nil {
@@ -82,7 +82,7 @@ func (room *Room) showSecret(w http.ResponseWriter, r *http.Request, back string
 	room.send(w, r, http.StatusOK, body)
 }
 
-// mayView rejects what the page's scope alone does not open: the prompts of a trace are texts of threads.
+// mayView rejects a view that needs more than the page's scope. The prompts of a trace are texts of threads.
 func mayView(r *http.Request) error {
 	who := principals.From(r.Context())
 	if who == nil || r.URL.Query().Get("tab") != "prompt" || who.May(principals.ThreadsRead) {

@@ -28,7 +28,7 @@ type promptPart struct {
 	Images                    int
 	Bytes                     int64
 	Found, Truncated, TextCut bool
-	Shared                    bool // of the model call before, too
+	Shared                    bool // also in the previous model call
 	JSON                      bool // Text is JSON, because it is no message
 }
 
@@ -71,7 +71,7 @@ func (room *Room) promptOf(ctx context.Context, id, row, answer string) (*prompt
 	return p, nil
 }
 
-// fill takes a message apart. What is no message is shown as it is.
+// fill splits a message into its fields. It shows anything else unchanged.
 func (part *promptPart) fill(body json.RawMessage, left *int) {
 	var m models.Message
 	whole := ""

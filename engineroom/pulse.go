@@ -64,7 +64,7 @@ func (h *hub) readPulse(ctx context.Context) (now [2]pulse) {
 	return now
 }
 
-// pulse has a text for each kind of change, which differs after a change, and the time of the newest failure.
+// pulse has a text for each kind of change, and the time of the newest failure. A change alters the text.
 type pulse struct {
 	log, open, runs, asks string
 	failing               string // the newest runs and calls of failing flows and skills

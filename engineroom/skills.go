@@ -69,7 +69,7 @@ func (room *Room) healthPart() part {
 	return part{name: "health", every: sumsEvery, refreshOnActivity: true, load: room.healthPanel}
 }
 
-// healthPanel lists the skills that fare worst.
+// healthPanel lists the least healthy skills.
 func (room *Room) healthPanel(ctx context.Context, _ *visit) (any, error) {
 	sums, err := activity.CountedHealth(ctx, room.Read, activity.HealthFilter{NoDurations: true})
 	if err != nil {
@@ -145,7 +145,7 @@ type failingSkill struct {
 // mostFigures bounds the failing and the slow skills.
 const mostFigures = 50
 
-// skillFigures lists what the views agent_failing_skills and agent_slowest_skills have, of the last 7 days.
+// skillFigures lists the rows of the views agent_failing_skills and agent_slowest_skills for the last 7 days.
 func (room *Room) skillFigures(ctx context.Context, _ *visit) (any, error) {
 	figures, err := activity.ReadFigures(ctx, room.Read, activity.ReportFilter{})
 	if err != nil {

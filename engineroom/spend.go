@@ -180,7 +180,7 @@ func (r spendRow) withShares(want spendFilter) spendRow {
 	return r
 }
 
-// describeModels adds to models how long their calls took since a day, and where their price is from.
+// describeModels adds to models the durations of their calls since a day, and the source of their price.
 func (room *Room) describeModels(ctx context.Context, list []spendRow, since time.Time) error {
 	took, err := activity.ModelDurations(ctx, room.Read, since, time.Now().Add(24*time.Hour))
 	if err != nil {

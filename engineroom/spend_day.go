@@ -17,7 +17,7 @@ const (
 	maxDayTraces, walkDayCalls = 20, 10_000
 )
 
-// spendDayPage answers what a day cost and why: by agent, skill, model and purpose, and the most expensive traces.
+// spendDayPage breaks down a day's cost by agent, skill, model and purpose, and lists the most expensive traces.
 func (room *Room) spendDayPage() page {
 	return page{
 		path: "/spend/{day}", name: "spendday", title: "Spend of a day", open: openSpendDay,
@@ -83,7 +83,7 @@ func (room *Room) spendOfDay(ctx context.Context, v *visit) (any, error) {
 	return shown, nil
 }
 
-// compared says how a day's spend differs from that of the day before; empty when there was none.
+// compared compares a day's spend with that of the day before; empty if that day had none.
 func compared(all, before activity.SpendLine) string {
 	now, then := all.CostUSD, before.CostUSD
 	if now == 0 && then == 0 {
@@ -105,9 +105,8 @@ type traceCost struct {
 	CostUSD                                float64
 }
 
-// expensiveTraces lists the traces of a day whose model calls cost most. Of a day with very many calls it reads a part,
-// and the page says so.
-// An answer is kept for half a minute, and that of a day that is over for ten.
+// expensiveTraces lists the traces of a day whose model calls cost most. On a day with very many calls it reads a part,
+// and the page says so. It caches a result for half a minute, and that of a past day for ten.
 func (room *Room) expensiveTraces(ctx context.Context, v *visit) (any, error) {
 	day, _ := v.About.(time.Time)
 	keep := 30 * time.Second
@@ -117,7 +116,7 @@ func (room *Room) expensiveTraces(ctx context.Context, v *visit) (any, error) {
 	return room.traceCosts.read(day, keep, func() (any, error) { return room.readExpensiveTraces(ctx, day) })
 }
 
-// dayMemo keeps what was read of a few days.
+// dayMemo caches the results of a few days.
 type dayMemo struct {
 	mu   sync.Mutex
 	days map[time.Time]keptDay
@@ -131,7 +130,7 @@ type keptDay struct {
 // maxKeptDays bounds the kept days.
 const maxKeptDays = 32
 
-// read returns what is kept of a day, or reads it.
+// read returns the cached result of a day, or reads it.
 func (m *dayMemo) read(day time.Time, keep time.Duration, read func() (any, error)) (any, error) {
 	m.mu.Lock()
 	kept, has := m.days[day]

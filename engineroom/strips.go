@@ -15,7 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/monitor"
 )
 
-// concerned reports which agents the page is about.
+// concerned returns the agents that the page shows.
 func (room *Room) concerned(ctx context.Context, v *visit) (func(name string) bool, error) {
 	name, err := room.chosenName(ctx, v)
 	if name == "" || err != nil {
@@ -25,7 +25,7 @@ func (room *Room) concerned(ctx context.Context, v *visit) (func(name string) bo
 	return func(other string) bool { return agents.Acting(all, other).Name == name }, err
 }
 
-// chosenName is the name of the agent that the page is about; empty for all.
+// chosenName is the name of the selected agent; empty for all.
 func (room *Room) chosenName(ctx context.Context, v *visit) (string, error) {
 	name := v.Query.Get("agent")
 	if name == "" {
@@ -176,7 +176,7 @@ func (room *Room) runsByHour(ctx context.Context, agent string) (c hourChart, er
 	return c, err
 }
 
-// Bars are the pieces of the chart: for each hour what failed, on top of what did not.
+// Bars are the pieces of the chart: for each hour the failed executions on top of the others.
 func (c hourChart) Bars() []bar {
 	most := int64(1)
 	for _, h := range c.Hours {
@@ -203,7 +203,7 @@ func (c hourChart) Bars() []bar {
 	return list
 }
 
-// Columns are the whole columns of the chart, with what a reader sees when pointing at one.
+// Columns are the whole columns of the chart, with their tooltips.
 func (c hourChart) Columns() []bar {
 	list := make([]bar, len(c.Hours))
 	for i, h := range c.Hours {

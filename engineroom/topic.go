@@ -36,7 +36,7 @@ type state struct {
 	read   time.Time // start of the read; zero for never
 	ended  time.Time // end of the read
 	moved  bool      // something has changed since
-	urgent bool      // something that the part is about has changed since
+	urgent bool      // a change concerned the part since
 	hurry  time.Time // start of the last read that was urgent
 	wanted bool      // a new viewer has another state
 	failed bool      // the read failed
@@ -84,7 +84,7 @@ func (t *topic) remove(who *viewer) int {
 	return len(t.viewers)
 }
 
-// moved makes the parts due that depend on what changed.
+// moved makes the parts due that depend on the changes.
 func (t *topic) moved(changed changes) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -198,7 +198,7 @@ func (t *topic) refresh(ctx context.Context, due []int) {
 		}
 		t.store(i, html, failed, began)
 		if failed && opened == nil && t.hub.away.Load() {
-			opened = context.DeadlineExceeded // the other parts would wait as long, and then say the same
+			opened = context.DeadlineExceeded // the other parts would wait as long and fail alike
 		}
 	}
 	t.readFrom(from.Replica())

@@ -82,7 +82,7 @@ func (p *spanPanel) Tabs() []string {
 	return []string{"details", "why", "cost", "raw"}
 }
 
-// Found reports whether there is something to show.
+// Found reports whether the panel has content.
 func (p *spanPanel) Found() bool { return p.Span == "" || p.Node != nil }
 
 // TabURL is the address of a tab.
@@ -114,7 +114,7 @@ func (p *spanPanel) TabWord(tab string) string {
 	}[tab]
 }
 
-// findSpan finds what the panel is about.
+// findSpan finds the panel's span.
 func (room *Room) findSpan(ctx context.Context, about *traceRequest, p *spanPanel) (err error) {
 	if p.Span == "" {
 		if p.Head = about.head(); p.Head == nil {
@@ -180,7 +180,7 @@ type whyPart struct {
 	Rows  []whyRow
 }
 
-// whyRow is a reason with where it leads.
+// whyRow is a reason with its links.
 type whyRow struct {
 	reasons.Reason
 	Depth int
@@ -225,7 +225,7 @@ type costLine struct {
 	CostUSD                                            float64
 }
 
-// Name says what the calls were for.
+// Name is the purpose of the calls.
 func (c costLine) Name() string { return modelName(c.Purpose, "") }
 
 // maxCosts bounds the lines of costs.
@@ -313,10 +313,10 @@ func rawValue(body string, size int64) shownValue {
 // Began is the start of the span, for the head of the panel.
 func (p *spanPanel) Began() time.Time { return p.Node.From }
 
-// Trouble reports a row about something that went wrong.
+// Trouble reports a row about a failure.
 func (r whyRow) Trouble() bool { return r.Part == reasons.Trouble && r.Kind != reasons.More }
 
-// whyLinks are the other trace of a row, where it has one, and what else of it has a page.
+// whyLinks are the links of a row: to its other trace, if any, and to its other pages.
 func whyLinks(trace string, r reasons.Reason) []whyLink {
 	var links []whyLink
 	if r.TraceID != trace && r.Kind != reasons.More {

@@ -45,7 +45,7 @@ type spanRow struct {
 	FinishedAt                            *time.Time
 	Try                                   int    `db:"-"` // number of the attempt at its step, from 1
 	ApprovalID, ApprovalStatus            string `db:"-"`
-	Decision                              string `db:"-"` // who decided on the approval that it asked for, and why
+	Decision                              string `db:"-"` // the decision on the requested approval: by whom, and why
 	TraceID                               string `db:"-"`
 	InputCut, OutputCut, MessageCut       bool   `db:"-"`
 }
@@ -82,7 +82,7 @@ const spanColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.clai
 	lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens') as unknown, coalesce(a.token_usage ->> 'estimated', '') = 'true' as estimated, a.cost_usd::float8 as cost_usd, a.duration_ms,
 	left(a.idempotency_key, 200) as key, left(a.thread_id, 300) as thread_id, left(a.lane, 255) as lane, a.created_at, a.finished_at`
 
-// lineColumns are the columns of a line of the waterfall. They leave out what only the panel shows.
+// lineColumns are the columns of a line of the waterfall, without those that only the panel shows.
 const lineColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.claim, left(a.step, 300) as step, a.kind,
 	left(a.skill_name, 200) as skill, left(a.purpose, 200) as purpose, a.status,
 	case when a.kind = 'model' then left(a.led_to::text, 400) else '' end as led_to,
@@ -219,7 +219,7 @@ func (room *Room) addApprovals(ctx context.Context, id string, list []spanRow) e
 // Sort is the row's sort, for texts and colours.
 func (r *spanRow) Sort() string { return rowNode(r).Sort }
 
-// Name is what it was: of a model call its purpose, else its skill.
+// Name is the purpose of a model call, else the skill.
 func (r *spanRow) Name() string { return rowNode(r).Name }
 
 // ForkURL is the form that forks the execution from the row's step; empty for none.
@@ -497,7 +497,7 @@ var purposeNames = map[string]string{
 	"heartbeat_prompt": "follow the heartbeat's prompt",
 }
 
-// modelName names a model call by what it was for: the tools that its answer calls, or else its recorded purpose.
+// modelName names a model call by the tools that its answer calls, or else by its recorded purpose.
 func modelName(purpose, ledTo string) string {
 	var calls map[string]any
 	if json.Unmarshal([]byte(ledTo), &calls) == nil && len(calls) > 0 {
@@ -550,8 +550,8 @@ func (room *Room) lostOf(ctx context.Context, runs []traceRun) ([]lostClaim, err
 		 order by l.execution_id, l.claim limit @most`, freshPlan, postgres.Strict{"runs": again, "most": traceWaits})
 }
 
-// stopLost ends what nobody works on any more: activities whose execution has ended, whose claim is over, or whose
-// worker's lease is. Their rows say running until somebody closes them.
+// stopLost marks orphaned activities as stopped or lost: their execution, their claim or their worker's lease has
+// ended. Their rows say running until the sweep closes them.
 func stopLost(nodes []*spanNode, runs []traceRun, lost []lostClaim) {
 	byID := map[string]*traceRun{}
 	for i := range runs {

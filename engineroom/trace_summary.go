@@ -29,8 +29,8 @@ type traceRun struct {
 	Lost                                *time.Time // the end of its worker's lease, if that is over
 }
 
-// stateLost is the state of what a lost worker had, until the next sweep of the executions. stateStopped is the state
-// of an activity that nobody works on any more.
+// stateLost is the state of a lost worker's executions and activities until the next sweep. stateStopped is the state
+// of an activity whose execution has ended.
 const stateLost, stateStopped = "worker lost", "stopped"
 
 // State is the status, or stateLost.
@@ -227,7 +227,7 @@ func lanesOf(rows []spanRow) []string {
 	return lanes[:min(len(lanes), 20)]
 }
 
-// traceHead is the head of the page: what the trace was, and how it ended.
+// traceHead is the head of the page: the trace's subject and outcome.
 type traceHead struct {
 	ID, Surface, Status string
 	Flow, Agent, Result string
@@ -248,7 +248,7 @@ type traceHead struct {
 	whole               bool
 }
 
-// readHead reads what a trace was and its sums: with lines, from all its rows, if they are few enough to be drawn.
+// readHead reads a trace's subject and its sums. With lines it adds up all rows, if they are few enough to be drawn.
 func (room *Room) readHead(ctx context.Context, id string, lines bool) (h *traceHead, err error) {
 	h = &traceHead{ID: id}
 	if h.Runs, h.MoreRuns, err = room.runsOf(ctx, id); err != nil {
@@ -266,7 +266,7 @@ func (room *Room) readHead(ctx context.Context, id string, lines bool) (h *trace
 	return h, nil
 }
 
-// readSums reads the sums of a trace: with lines, from all its rows, if they are few enough to be drawn.
+// readSums reads the sums of a trace. With lines it adds up all rows, if they are few enough to be drawn.
 func (room *Room) readSums(ctx context.Context, h *traceHead, lines bool) (err error) {
 	if lines {
 		rows, err := room.firstRowsOf(ctx, h.ID)
@@ -335,7 +335,7 @@ func (h *traceHead) Took() string {
 // Goes reports whether it is running.
 func (h *traceHead) Goes() bool { return h.FinishedAt == nil && h.Status != stateLost }
 
-// OpenChildren counts the executions that go on after the root's end.
+// OpenChildren counts the executions still open after the root's end.
 func (h *traceHead) OpenChildren() (n int64) {
 	for _, r := range h.Runs {
 		if h.FinishedAt != nil && r.ParentID != nil && r.CompletedAt == nil {

@@ -26,13 +26,13 @@ type spanWait struct {
 	Standing          bool   // in the queue of a lane, with its process
 }
 
-// waitWords name what each kind of wait waits for.
+// waitWords name the object of each kind of wait.
 var waitWords = map[string]string{
 	"response": "a message", "agent": "another run", "document": "documents", "signature": "a signature", "test": "a test",
 	"event": "an event", "delay": "time to pass", "approval": "an approval", "lane": "a lane",
 }
 
-// About names what the wait is for.
+// About names the wait's object.
 func (w spanWait) About() string { return waitWords[w.Kind] }
 
 // elementID stays the same when the wait ends.
@@ -133,7 +133,7 @@ func (w spanWait) Took() string {
 	return human.Duration(w.To.Sub(w.From))
 }
 
-// Link returns the page of what the wait is for; empty if there is none.
+// Link returns the page of the wait's object; empty if there is none.
 func (w spanWait) Link() string {
 	switch {
 	case w.Key == "":

@@ -20,11 +20,11 @@ import (
 
 const (
 	tracesPerPage = 50
-	// tracesSummed is how many rows of one trace the listing adds up; a sum of more says that it is at least that.
+	// tracesSummed bounds the rows of one trace that the listing adds up. The sum of a longer trace is a lower bound.
 	tracesSummed = 2000
 )
 
-// tracesPage lists pieces of work, each rolled up to one line.
+// tracesPage lists traces, one a line.
 func (room *Room) tracesPage() page {
 	return page{
 		path: "/traces", name: "traces", nav: "Traces", title: "Traces", open: room.openTraces,
@@ -35,11 +35,11 @@ func (room *Room) tracesPage() page {
 	}
 }
 
-// traceFilter is what a listing is narrowed down to.
+// traceFilter holds the filters of the listing.
 type traceFilter struct {
 	Surface, Status, Agent, Before string
 	Trace                          string // as entered
-	Errors                         bool   // an action failed inside
+	Errors                         bool   // only traces with a failed action
 	timeRange
 	ids []string // that Trace means; nil without it
 }
@@ -57,7 +57,7 @@ type traceRow struct {
 	More                                                 bool // the sums are of the first tracesSummed rows
 }
 
-// Took is how long the work took in few characters; empty while it goes on.
+// Took is the duration in short form; empty while the trace runs.
 func (w traceRow) Took() string {
 	if ms := between(w.StartedAt, w.FinishedAt); ms != nil {
 		return human.Millis(*ms)
@@ -65,7 +65,7 @@ func (w traceRow) Took() string {
 	return ""
 }
 
-// between is the milliseconds from a moment to another; nil when there is no other.
+// between returns the milliseconds between two moments; nil without the second moment.
 func between(from time.Time, to *time.Time) *int64 {
 	if to == nil {
 		return nil
@@ -73,7 +73,8 @@ func between(from time.Time, to *time.Time) *int64 {
 	return new(max(to.Sub(from).Milliseconds(), 0))
 }
 
-// openTraces reads the filters. A value that no filter has is refused, so that nobody takes the whole for a part.
+// openTraces reads the filters. It rejects an unknown value. Otherwise a reader could take the whole list for a
+// filtered one.
 func (room *Room) openTraces(ctx context.Context, v *visit) (string, error) {
 	if _, is := v.About.(traceFilter); is {
 		return "Traces", nil // found for the same address
@@ -108,7 +109,7 @@ func (room *Room) openTraces(ctx context.Context, v *visit) (string, error) {
 	return "Traces", err
 }
 
-// oneOf refuses a filter's value that is not in its list; empty is no filter.
+// oneOf rejects a value outside the filter's list; empty is no filter.
 func oneOf(name, value string, allowed []string) error {
 	if value == "" || slices.Contains(allowed, value) {
 		return nil
@@ -117,8 +118,8 @@ func oneOf(name, value string, allowed []string) error {
 		strings.Join(allowed, ", "), value)
 }
 
-// listTraces reads one page. The newest of each surface come from the index of the surface, and those that a worker
-// has from the index of these, so the runs that other runs started, however many there are, are not looked at.
+// listTraces reads one page. The surface's index yields the newest traces of each surface, and the index of claims
+// yields the claimed ones. So the query never reads child executions.
 func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 	w, _ := v.About.(traceFilter)
 	if w.Errors || w.Sort != "" {
@@ -209,7 +210,7 @@ func (room *Room) readTraces(ctx context.Context, w traceFilter, most int) ([]tr
 
 // rankedTraces reads the traces with errors, the slowest or the dearest ones. Failed actions are searched among the
 // newest maxRanked rows of the log, model calls among as many of their own, and the slowest among as many traces. With
-// errors alone the list goes on with older rows of the log: then Before is the id of one.
+// errors alone, the next page continues with older rows of the log, and Before is a row's id.
 func (room *Room) rankedTraces(ctx context.Context, v *visit, w traceFilter) (any, error) {
 	from, until := w.bounds(w.Before)
 	status, notStatus := without(w.Status)
@@ -264,8 +265,8 @@ func (room *Room) lastSearchedRow(ctx context.Context, from, until string) (id s
 	return id, nil
 }
 
-// rankedTrace is a trace in the order of rankedTracesSQL. Last is the newest failed action; empty where none was
-// searched.
+// rankedTrace is a trace in the order of rankedTracesSQL. Last is the newest failed action; empty without a search for
+// errors.
 type rankedTrace struct{ TraceID, Last string }
 
 const rankedTracesSQL = `
@@ -311,7 +312,7 @@ const rankedTracesSQL = `
 	            then coalesce(e.completed_at, clock_timestamp()) - coalesce(e.started_at, e.created_at) end desc, f.last desc
 	 limit @most + 1`
 
-// surfaces are those that the listing is of.
+// surfaces returns the surfaces of the listing.
 func (w traceFilter) surfaces() []string {
 	switch surface, excluded := without(w.Surface); {
 	case surface == "":
@@ -323,10 +324,10 @@ func (w traceFilter) surfaces() []string {
 	}
 }
 
-// Surfaces are those that the listing can be narrowed down to.
+// Surfaces are the options of Surface.
 func (traceFilter) Surfaces() []string { return surfaceNames() }
 
-// States are those of a trace, which are its first run's.
+// States are the options of Status. A trace has the status of its first run.
 func (traceFilter) States() []string { return executionStatuses() }
 
 // Narrowed reports whether a filter is set.
@@ -335,14 +336,14 @@ func (w traceFilter) Narrowed() bool {
 		w.Trace != "" || w.Errors
 }
 
-// How much of a trace is read. What is left out is always told, with a link to it.
+// Bounds of the reads of a trace. The page always names the omitted rows, with a link.
 const (
 	traceFirst   = 1500   // rows from its beginning
 	traceLast    = 500    // rows from its end
-	traceFailed  = 50     // rows that failed, wherever they are
+	traceFailed  = 50     // failed rows, anywhere in the trace
 	traceRuns    = 200    // executions
-	traceWaits   = 200    // waits that are over
-	traceSummed  = 20_000 // rows that are added up and looked through for errors
+	traceWaits   = 200    // ended waits
+	traceSummed  = 20_000 // rows added up and searched for errors
 	tracePerPage = 100    // rows of a page of the table
 	traceWhole   = 64_000 // characters of an input or an output
 	traceAllText = 600_000
@@ -350,32 +351,32 @@ const (
 
 var traceViews = []string{"waterfall", "table"}
 
-// tracePage shows one piece of work, from its beginning to its end.
+// tracePage shows one trace.
 func (room *Room) tracePage() page {
 	return page{
 		path: "/traces/{id}", name: "trace", open: room.openTrace,
 		parts: []part{
 			{name: "view", every: time.Second, refreshOnActivity: true, load: room.traceView},
-			{name: "panel", load: room.tracePanel}, // the script of the page loads it again when its span changes
+			{name: "panel", load: room.tracePanel}, // the page's script reloads the panel when its span changes
 		},
 	}
 }
 
-// traceRequest is what a visit of a trace is about. Whoever looks at the same address shares it.
+// traceRequest is the subject of a trace's page. All viewers of one URL share it.
 type traceRequest struct {
 	ID     string // in its stored form
 	Flow   string // of its first execution
 	View   string
 	Span   string // the span that the panel shows; empty for the trace as a whole
 	Tab    string // of the panel
-	After  string // where the page of the table begins
+	After  string // start of the table's page
 	Filter lineFilter
 
 	mu   sync.Mutex
 	seen map[string]settledPart // leadingFilter part, once the trace has ended
 }
 
-// settledPart is what a part of a trace that has ended was loaded with.
+// settledPart is the loaded data of a part of an ended trace.
 type settledPart struct {
 	state traceState
 	data  any
@@ -384,7 +385,7 @@ type settledPart struct {
 // openTrace finds a trace by any form of its id.
 func (room *Room) openTrace(ctx context.Context, v *visit) (string, error) {
 	if found, is := v.About.(*traceRequest); is {
-		return found.title(), nil // it was found for the same address, and what was read is kept with it
+		return found.title(), nil // found for the same address, with the data read so far
 	}
 	q, err := filtersOf(v.Query, "view", "span", "tab", "after", "q", "kind", "errors")
 	if err != nil {
@@ -422,7 +423,7 @@ func (room *Room) openTrace(ctx context.Context, v *visit) (string, error) {
 // spanShape matches the ids of spans: activities, executions and waits.
 var spanShape = regexp.MustCompile(`^(wait-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(-[0-9a-f]{1,16})?$`)
 
-// head is what the view of this visit was loaded with; nil for none.
+// head returns the head of the loaded view; nil for none.
 func (about *traceRequest) head() *traceHead {
 	about.mu.Lock()
 	defer about.mu.Unlock()
@@ -432,7 +433,7 @@ func (about *traceRequest) head() *traceHead {
 	return nil
 }
 
-// title names the trace by what it was.
+// title names the trace by its flow and the end of its id.
 func (about *traceRequest) title() string {
 	if about.Flow == "" {
 		return "Trace " + about.ID
@@ -440,7 +441,7 @@ func (about *traceRequest) title() string {
 	return about.Flow + " " + tail(about.ID)
 }
 
-// findTrace is the stored form of an id in any form, and the flow of its first execution; empty for none.
+// findTrace returns the stored form of an id, and the flow of the trace's first execution; empty for none.
 func (room *Room) findTrace(ctx context.Context, anyForm string) (id, flow string, err error) {
 	ids, err := trace.ParseAny(anyForm)
 	if err != nil {
@@ -465,7 +466,7 @@ func (room *Room) findTrace(ctx context.Context, anyForm string) (id, flow strin
 	return found[0].ID, found[0].Flow, nil
 }
 
-// traceState tells whether a trace that has ended is still as it was.
+// traceState shows whether an ended trace has changed.
 type traceState struct {
 	Ended  bool
 	Runs   int64
@@ -475,9 +476,9 @@ type traceState struct {
 	Pending int64
 }
 
-// settled returns what a part was loaded with when the trace has ended and nothing came since, and loads it otherwise.
-// So a trace that somebody keeps open costs two looks at an index once it is over. load also says whether something in
-// it is still under way.
+// settled returns a part's loaded data if the trace has ended and not changed since. Otherwise it loads the part. So an
+// open page of an ended trace costs one small query a refresh. load also reports whether the part still shows running
+// work.
 func (room *Room) settled(
 	ctx context.Context, about *traceRequest, part string, load func(now traceState) (any, bool, error),
 ) (any, error) {
@@ -512,7 +513,7 @@ func (room *Room) settled(
 	return data, nil
 }
 
-// same reports whether nothing was written between two states.
+// same reports whether two states are equal.
 func (s traceState) same(other traceState) bool {
 	return s.Ended == other.Ended && s.Runs == other.Runs && s.Pending == other.Pending &&
 		sameMoment(s.Moved, other.Moved) && sameMoment(s.Latest, other.Latest)

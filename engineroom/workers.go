@@ -14,7 +14,7 @@ const (
 	maxWorkers = 50
 	// maxLocks bounds the locks of workers outside that are read.
 	maxLocks = 2000
-	// unseenAfter is how long an execution waits for a worker outside before the page says that none takes it.
+	// unseenAfter is the wait for an external worker after which the page reports that none claims the execution.
 	unseenAfter = 15 * time.Second
 )
 
@@ -30,8 +30,8 @@ type worker struct {
 // Count formats Running.
 func (w worker) Count() string { return capped(w.Running, maxCount) }
 
-// workers reads the processes with a lease that holds, or that ended in the last 10 minutes and was not swept, and the
-// workers outside with a lock or waiting for one.
+// workers reads processes and external workers. A process has a valid lease, or an unswept one that ended in the last
+// 10 minutes. An external worker has a lock or waits for one.
 func (room *Room) workers(ctx context.Context, _ *visit) (any, error) {
 	processes, err := postgres.Rows[worker](ctx, room.Read, "list processes", `
 		select w.id::text, left(w.name, 200) as name, w.kind, w.go_flows[1:200] as flows, w.started_at,
