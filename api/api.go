@@ -22,9 +22,9 @@
 //     chat key, webhook endpoint and address; bytes of buffered bodies; connections. A request over a limit gets 429
 //     with Retry-After at once; a body over its route's limit gets 413. Public requests, login, visitors and admins
 //     have separate limits.
-//   - A body is read completely, within its size and time limits, before its route runs. A request rejected without
-//     its body is not read (Endpoint.Expect). An ordinary request ends in time whatever the client does. A stream
-//     lasts as long as its client reads, and ends at shutdown with the cause executions.ErrDraining.
+//   - A body is read completely, within its size and time limits, before its route runs. The body of a request that
+//     Endpoint.Expect rejects is not read. A deadline ends every ordinary request. A stream lasts as long as its client
+//     reads, and ends at shutdown with the cause executions.ErrDraining.
 //   - Every error is application/problem+json (RFC 9457, see internal/problem) or, for OpenAI clients, OpenAI's error
 //     object. Internal causes go to the log.
 //   - Unknown parameters, body fields and values are rejected by name. An ignored misspelt filter would list
@@ -77,7 +77,7 @@ type Options struct {
 	Pool   *pgxpool.Pool      // required
 	Read   *replica.Reader    // for questions about the log; Pool when nil
 	Ready  *pgxpool.Pool      // for /readyz; Pool when nil
-	Engine *executions.Engine // required: cancels executions and says whether this process works
+	Engine *executions.Engine // required: cancels executions and reports whether this process works
 	// Agents resolves the owner of a memory; nil means no settings.
 	Agents *agents.Directory
 	// Limits are the configured budgets of a day, for the verdict.

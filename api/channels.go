@@ -97,7 +97,7 @@ func (s *server) unpairSender(r request) (response, error) {
 	return response{body: done, trace: done.TraceID}, nil
 }
 
-// channelRoutes are the admin's view of channels.
+// channelRoutes are the admin's routes for channels.
 func (s *server) channelRoutes() []route {
 	return []route{
 		{

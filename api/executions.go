@@ -64,7 +64,7 @@ func (s *server) listExecutions(r request) (response, error) {
 			})
 		})
 	for i := range got.Items {
-		if r.csv { // it has none of these, and to redact them takes long
+		if r.csv { // the table has none of these, and redaction is slow
 			got.Items[i].Input, got.Items[i].Variables, got.Items[i].WaitingData, got.Items[i].Result = nil, nil, nil, nil
 		}
 		got.Items[i] = got.Items[i].Redacted(r.Context())

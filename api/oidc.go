@@ -57,7 +57,7 @@ const (
 	issuerTimeout = 10 * time.Second
 )
 
-// loginAttempt is the content of a cookie. So only the browser that began a login can finish it.
+// loginAttempt is the content of a cookie. Therefore only the browser that began a login can finish it.
 type loginAttempt struct{ State, Nonce, Verifier, Next string }
 
 func (s *server) oidcRoutes() []route {
@@ -75,8 +75,8 @@ func (s *server) oidcRoutes() []route {
 	}
 }
 
-// asking returns a context whose requests to the issuer end, whatever it does. The provider fetches keys with that of
-// its discovery.
+// asking returns a context whose requests to the issuer end in time. The provider fetches keys with the context of its
+// discovery.
 func (o *oidcLogin) asking(ctx context.Context) context.Context {
 	return oidc.ClientContext(ctx, &http.Client{Timeout: cmp.Or(o.Timeout, issuerTimeout)})
 }
@@ -201,7 +201,7 @@ func addClaims(claims map[string]any, info *oidc.UserInfo, subject string) error
 	return nil
 }
 
-// exchangeError says why a code was not exchanged, without the issuer's answer, which may quote secrets.
+// exchangeError explains a failed exchange of a code, without the issuer's answer, which may quote secrets.
 func exchangeError(err error) error {
 	if lost, is := errors.AsType[*url.Error](err); is {
 		return fmt.Errorf("exchange code: %w", lost)
@@ -265,7 +265,7 @@ func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name strin
 	return id.Subject, name, o.roleOf(claims), nil
 }
 
-// roleOf is the strongest role that the claims give.
+// roleOf returns the strongest role that the claims give.
 func (o *oidcLogin) roleOf(claims map[string]any) principals.Role {
 	best := principals.None
 	for _, m := range o.Roles {
@@ -286,7 +286,7 @@ func hasClaim(given any, want string) bool {
 	return false
 }
 
-// refuseOIDC logs why a login failed, and tells the browser only that it did.
+// refuseOIDC logs the cause of a failed login, and reports only the failure to the browser.
 func (s *server) refuseOIDC(w http.ResponseWriter, r *http.Request, err error) {
 	s.log.WarnContext(r.Context(), "OIDC login failed", "error", err)
 	status, words := http.StatusBadGateway, "the OIDC issuer cannot be reached; the log has the cause"

@@ -35,7 +35,7 @@ func (s *server) getMe(r request) (response, error) {
 	return response{body: m}, nil
 }
 
-// principalDetail is a principal with what leads to it.
+// principalDetail is a principal with its credentials.
 type principalDetail struct {
 	principals.Principal
 	Identities []principals.Identity `json:"identities"`
@@ -100,7 +100,7 @@ func principalError(err error) error {
 	return err
 }
 
-// innermost is the text of an error from its sentinel on, without what wraps it.
+// innermost returns the text of an error from its sentinel on, without the wrapping text.
 func innermost(err error) string {
 	text := err.Error()
 	for _, word := range []string{"invalid: ", "taken: "} {
@@ -217,7 +217,7 @@ func (s *server) revokeSession(r request, id string) (response, error) {
 	return response{body: change{Name: id, Changed: changed}}, principalError(err)
 }
 
-// principalRoutes manage who may do what. What holds a secret is stored for no Idempotency-Key.
+// principalRoutes manage principals and their rights. No response with a secret is stored for an Idempotency-Key.
 func (s *server) principalRoutes() []route {
 	of := []param{textParam("principal", "Name or id of a principal")}
 	return []route{

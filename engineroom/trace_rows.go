@@ -550,8 +550,8 @@ func (room *Room) lostOf(ctx context.Context, runs []traceRun) ([]lostClaim, err
 		 order by l.execution_id, l.claim limit @most`, freshPlan, postgres.Strict{"runs": again, "most": traceWaits})
 }
 
-// stopLost marks orphaned activities as stopped or lost: their execution, their claim or their worker's lease has
-// ended. Their rows say running until the sweep closes them.
+// stopLost marks orphaned activities as stopped or lost: no process works on them any more. Their rows say running
+// until the sweep closes them.
 func stopLost(nodes []*spanNode, runs []traceRun, lost []lostClaim) {
 	byID := map[string]*traceRun{}
 	for i := range runs {

@@ -30,7 +30,7 @@ type traceRun struct {
 }
 
 // stateLost is the state of a lost worker's executions and activities until the next sweep. stateStopped is the state
-// of an activity whose execution has ended.
+// of an orphaned activity, such as one of an ended execution.
 const stateLost, stateStopped = "worker lost", "stopped"
 
 // State is the status, or stateLost.

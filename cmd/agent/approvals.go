@@ -72,7 +72,7 @@ func (c *cli) approvalsShowCommand() *cobra.Command {
 	}
 }
 
-// fourEyes says who decides a call that needs four eyes. Whoever has AGENT_ADMIN_TOKEN or the database always may.
+// fourEyes explains a decision with four eyes. A holder of AGENT_ADMIN_TOKEN or of the database may always decide.
 func fourEyes(a approvals.Approval) string {
 	bound := slices.DeleteFunc(slices.Clone(a.RequestedBy), func(name string) bool {
 		return name == principals.Root || name == activity.Admin
@@ -126,7 +126,7 @@ func writeApproval(w io.Writer, a approvals.Approval) error {
 	return nil
 }
 
-// escapeJSON escapes unprintable characters, so that the admin sees exactly what is approved.
+// escapeJSON escapes unprintable characters, because the admin must see the exact arguments.
 func escapeJSON(text string) string {
 	var b strings.Builder
 	for _, r := range text {

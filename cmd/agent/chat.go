@@ -213,7 +213,7 @@ const chatHelp = `/help                 show this list
 /quit                 leave, like ^D; ^C cancels a turn
 `
 
-// slashCommand matches a line that is meant for a console: one word, unlike a path or a sentence that begins with one.
+// slashCommand matches a line with a console command: one word, unlike a path or a sentence that begins with one.
 var slashCommand = regexp.MustCompile(`^/[a-z]+$`)
 
 // chatSlash runs a slash command of a console of agent chat, and reports whether the line is one.

@@ -30,9 +30,9 @@ type story struct {
 	thread      string
 	participant string
 	begins      int // minutes of the day
-	idle        int // minutes after which the thread is stale; 0: as always
+	idle        int // minutes after which the thread is stale; 0: the default
 	scenes      []storyStep
-	ends        []string // the thread in the end: place, who, words
+	ends        []string // the final thread: place, author, text
 }
 
 // storyStep is an external action and the events that must follow, in order. storyEvent.text gives their format.
@@ -55,9 +55,9 @@ type storyPlayer struct {
 	events      chan storyEvent
 	startedAt   time.Time
 	minuteNow   int               // minutes since the beginning
-	runs        map[string]string // executions that were started here, by name
-	lock        string            // of the worker outside
-	lastMessage string            // what was said last
+	runs        map[string]string // executions that the player started, by name
+	lock        string            // of the external worker
+	lastMessage string            // the last message
 }
 
 // play plays the story, prints its events, and compares them with the expected ones.

@@ -18,37 +18,37 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 )
 
-const demoPollInterval = 25 * time.Millisecond // between two looks at the thread
+const demoPollInterval = 25 * time.Millisecond // between two polls of the thread
 
 // Kinds of story events.
 const (
-	acquired  = "acquired" // somebody takes the thread
+	acquired  = "acquired" // an execution acquires the thread's lane
 	inherited = "inherited"
-	stale     = "stale"  // the lane of somebody who was silent for too long is cleared
-	queued    = "queued" // a message waits, because another has the thread
+	stale     = "stale"  // an expired lane is cleared
+	queued    = "queued" // a message waits, because another execution holds the lane
 	said      = "said"
 	triggers  = "triggers" // a child
 	waits     = "waits"
 	ended     = "ended"
-	released  = "released" // the thread is free
-	returned  = "returned" // the thread goes back to the parent
-	acts      = "acts"     // somebody outside
+	released  = "released" // the lane is free
+	returned  = "returned" // the lane returns to the parent
+	acts      = "acts"     // an external participant
 )
 
 type storyEvent struct {
-	At        string `json:"at"`         // by the clock of the story
-	ElapsedMS int64  `json:"elapsed_ms"` // by the machine's, when it was told
+	At        string `json:"at"`         // by the story's clock
+	ElapsedMS int64  `json:"elapsed_ms"` // by the machine's clock, when emitted
 	Who       string `json:"who"`
 	Event     string `json:"event"`
-	Subject   string `json:"other,omitempty"` // who holds, lends, held the thread, or is triggered; what is waited for
-	Text      string `json:"text,omitempty"`  // what is said, the status at the end
+	Subject   string `json:"other,omitempty"` // the holder, lender, former holder or child; the object of a wait
+	Text      string `json:"text,omitempty"`  // the message, or the status at the end
 	Execution string `json:"execution_id,omitempty"`
 }
 
 // watcher polls a thread and its executions over HTTP and emits their events in order.
 //
 // Database timestamps give the order. An effect is visible at most one poll after its cause, so an event is emitted
-// after a second poll found nothing earlier. The log tells which execution got the lane; its line follows the
+// after a second poll found nothing earlier. A log line names the execution that acquired the lane, and follows the
 // message.
 type watcher struct {
 	client      *client
@@ -58,13 +58,13 @@ type watcher struct {
 	out         chan<- storyEvent
 
 	mu    sync.Mutex
-	roots []string          // traces to look at
+	roots []string          // traces to poll
 	names map[string]string // of executions
 
 	polls      int
 	pending    []pendingEvent
-	messages   map[string]int // by id: 1 seen, 2 told that it was said
-	attempts   map[string]int // by execution: lane lines that were taken
+	messages   map[string]int // by id: 1 seen, 2 emitted as said
+	attempts   map[string]int // by execution: used lane lines
 	waits      map[string]int // by execution: the last wait
 	ended      map[string]bool
 	laneEvents int // lane lines
@@ -190,7 +190,7 @@ func (w *watcher) message(m messageJSON) {
 	}
 	if w.messages[m.ID] == 0 {
 		w.messages[m.ID] = 1
-		if of != "" && (w.attempts[of] == 0 || m.Seq == nil) { // its line says how it got the thread, or did not
+		if of != "" && (w.attempts[of] == 0 || m.Seq == nil) { // its log line reports the acquisition or the refusal
 			w.attempts[of]++
 			n := w.attempts[of]
 			w.enqueue(m.CreatedAt, func() []storyEvent { return w.acquisition(of, n, m.Content) })
@@ -302,7 +302,7 @@ func (w *watcher) flush(ctx context.Context) {
 	for ; last >= 0; last-- {
 		got := w.pending[0].ready()
 		if got == nil {
-			return // nothing later is told before it
+			return // no later event precedes it
 		}
 		w.pending = w.pending[1:]
 		for _, m := range got {
@@ -318,7 +318,7 @@ func (w *watcher) flush(ctx context.Context) {
 // laneLine is a log line about the lane of a thread.
 type laneLine struct {
 	message   string
-	execution string // whose line it is
+	execution string // the execution of the line
 	other     string // the execution that holds, lends or held the lane
 	count     int64  // of released locks
 }

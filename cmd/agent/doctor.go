@@ -140,7 +140,7 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 	add("autonomy", err, autonomy)
 	judge := monitor.Monitor{Agents: app.NewDirectory(s.config), Limits: app.Limits(s.config.Limits)}
 	status, err := judge.Status(ctx, s.Pool)
-	add("verdict", err, status.String()) // a failing skill is nothing that is wrong with the installation
+	add("verdict", err, status.String()) // a failing skill is no fault of the installation
 	diagnoseReplica(ctx, s, add)
 	diagnoseChannels(ctx, s, add)
 	c.diagnoseNamed(ctx, s, add)

@@ -193,7 +193,7 @@ func (c *cli) documentsGetCommand() *cobra.Command {
 	return cmd
 }
 
-// writeFile writes a file. Without replace, a file that exists is an error.
+// writeFile writes a file. Without replace, an existing file is an error.
 func writeFile(path string, content []byte, replace bool) (err error) {
 	mode := os.O_EXCL
 	if replace {

@@ -126,7 +126,7 @@ func (c *cli) runEvals(ctx context.Context, s *session, a *app.App, names []stri
 	return c.workEvals(ctx, s, a, runs, o)
 }
 
-// checkJUnit creates the file before anything is paid. One of a caller elsewhere is created at the end.
+// checkJUnit creates the file before anything is paid. A remote caller's file is created at the end.
 func (c *cli) checkJUnit(name string) error {
 	if _, far := c.out.(*callerStream); far || name == "" {
 		return nil
@@ -166,7 +166,7 @@ func (c *cli) workEvals(ctx context.Context, s *session, a *app.App, runs []eval
 	return evalExit(reports)
 }
 
-// notOver says how runs that are not over go on.
+// notOver explains how unfinished runs continue.
 func notOver(runs []evals.Run) (lines []string) {
 	for _, r := range runs {
 		lines = append(lines, fmt.Sprintf("run %s is not over; %s goes on", r.ID, resumeCommand(r)))
@@ -434,7 +434,7 @@ func writeEvalReport(w io.Writer, r evals.Report) {
 	}
 }
 
-// writeContinue says how an interrupted run goes on.
+// writeContinue prints how to continue an interrupted run.
 func writeContinue(w io.Writer, r evals.Run) {
 	if r.Status == evals.Interrupted && !r.Control() {
 		fmt.Fprintln(w, "interrupted; "+resumeCommand(r)+" goes on")
@@ -449,7 +449,7 @@ func resumeCommand(r evals.Run) string {
 	return "agent eval run --resume " + r.ID
 }
 
-// whyTrial has the reasons of a trial, and what its judges said.
+// whyTrial has the reasons of a trial, and its judges' verdicts.
 func whyTrial(t evals.Trial) string {
 	all := slices.Clone(t.Reasons)
 	for _, j := range t.Judgements {
@@ -458,7 +458,7 @@ func whyTrial(t evals.Trial) string {
 	return printable(strings.Join(all, "; "))
 }
 
-// writeJudge says how far a judge can be trusted.
+// writeJudge prints a judge's agreement with people.
 func writeJudge(w io.Writer, j evals.Calibration) {
 	own := map[bool]string{true: ", the model that it judges"}[j.Same]
 	if j.Judged > 0 {
@@ -613,7 +613,7 @@ func (c *cli) evalListCommand() *cobra.Command {
 	return cmd
 }
 
-// knownSuite returns an error for the name of a suite that was never there.
+// knownSuite returns an error for the name of a suite that never existed.
 func knownSuite(ctx context.Context, s *session, name string) error {
 	if name == "" {
 		return nil

@@ -149,7 +149,7 @@ func (c *cli) readInput(path string) ([]byte, error) {
 	return text, nil
 }
 
-// missingFile reports a file that is not there.
+// missingFile reports a missing file.
 type missingFile struct{ path string }
 
 func (m *missingFile) Error() string { return "there is no file " + m.path }

@@ -81,7 +81,7 @@ func checkCandidate(cmd *cobra.Command, of runner.Counterfactual, named bool) er
 	return nil
 }
 
-// runCounterfactual plans a counterfactual, says what it may cost, and plays it.
+// runCounterfactual plans a counterfactual, prints its estimated cost, and plays it.
 func (c *cli) runCounterfactual(
 	ctx context.Context, s *session, a *app.App, of runner.Counterfactual, o evalOptions,
 ) error {

@@ -260,7 +260,7 @@ func staleHint(err error, show string) error {
 	return err
 }
 
-// labelFlag reads labels: name=value, or several with commas. It refuses a name that is there twice.
+// labelFlag reads labels: name=value, or several with commas. It rejects a repeated name.
 func labelFlag(flags *pflag.FlagSet, into *executions.Labels) {
 	flags.Var(&checkedFlag{kind: "name=value", parse: func(text string) (err error) {
 		pairs := []string{strings.Trim(text, `"`)}

@@ -105,7 +105,7 @@ func (c *cli) readToken() (token string, err error) {
 	return token, checkToken(strings.TrimSpace(token), &token)
 }
 
-// checkToken accepts what can be sent in a header.
+// checkToken accepts text that a header can hold.
 func checkToken(text string, into *string) error {
 	*into = text
 	if text == "" {

@@ -184,7 +184,7 @@ func unknownCommand(command, word string, parent *cobra.Command) error {
 	return &exitError{exitUsage, helpHint(err, parent)}
 }
 
-// suggestFlag adds the nearest flag to the error of an unknown one, and says in words what is no number.
+// suggestFlag adds the nearest flag to the error of an unknown one, and words the error of an invalid number.
 func suggestFlag(err error, cmd *cobra.Command) error {
 	invalid, is := errors.AsType[*pflag.InvalidValueError](err)
 	if _, number := errors.AsType[*strconv.NumError](err); is && number {
@@ -359,7 +359,7 @@ func acting(ctx context.Context) context.Context {
 	return activity.WithActor(ctx, activity.Actor{Name: activity.Admin, Via: "cli"})
 }
 
-// actor is the name of who acts, for the audit.
+// actor is the name of the acting principal, for the audit.
 func actor(ctx context.Context) string { return activity.ActorFrom(ctx).Name }
 
 func formatTime(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05") }

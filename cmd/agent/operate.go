@@ -146,7 +146,7 @@ func decides(line string) bool {
 	return slashScopes[name] == principals.ApprovalsDecide
 }
 
-// A turn that the caller's console has left ends within a moment. Another console may hold the session's lane for long.
+// A turn ends within a moment after its console leaves. Another console may hold the session's lane for long.
 const (
 	leavingLimit = 3 * time.Second
 	leavingPoll  = 50 * time.Millisecond
@@ -204,11 +204,11 @@ type operator struct {
 	app       *app.App
 	admin     *operate.Session
 	lastTrace string // of the latest turn
-	own       bool   // the latest approval is for somebody else to decide
+	own       bool   // another person must decide the latest approval
 	// ask asks the admin a question; nil means nobody can answer. heard is false when the input ended or the call was
 	// decided elsewhere.
 	ask func(ctx context.Context, question string) (answer string, heard bool)
-	// askCaller, if set, is used instead: it asks a caller elsewhere, who decides by a command of its own.
+	// askCaller, if set, replaces ask: it asks a remote caller, whose client decides by a separate command.
 	askCaller func(a operate.Approval, execution string)
 	// onEvent, if set, is called before each event is printed.
 	onEvent func(e operate.Event)
@@ -227,7 +227,7 @@ func (o *operator) message(text string) turn {
 func (o *operator) runTurn(ctx context.Context, t turn, show func(operate.Event)) (operate.Done, error) {
 	turnCtx, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer cancel(nil)
-	var asked atomic.Bool // a caller elsewhere; if it goes, the approval stays open
+	var asked atomic.Bool // a remote caller; if it leaves, the approval stays open
 	defer context.AfterFunc(ctx, func() {
 		cancel(map[bool]error{true: operate.ErrDetach, false: operate.ErrInterrupt}[asked.Load()])
 	})()
@@ -303,7 +303,7 @@ func (o *operator) askApproval(ctx context.Context, a operate.Approval) bool {
 
 const approvalQuestion = "approve? [y, n, or why not; empty leaves it open] "
 
-// readDecision reads the answer to approvalQuestion. What is neither yes nor no is the reason of a rejection.
+// readDecision reads the answer to approvalQuestion. Any answer but yes and no is the reason of a rejection.
 func readDecision(answer string) (approve bool, reason string) {
 	switch strings.ToLower(answer) {
 	case "y", "yes":

@@ -125,7 +125,7 @@ func (o *operator) interact(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("set the terminal to raw mode: %w", err)
 	}
-	defer func() { _ = term.Restore(int(in.Fd()), before) }() // a terminal that is gone needs nothing
+	defer func() { _ = term.Restore(int(in.Fd()), before) }() // a closed terminal needs no restore
 	k := newKeyboard(in)
 	defer k.close()
 	defer context.AfterFunc(ctx, k.close)()
@@ -208,8 +208,8 @@ func (c *console) execute(ctx context.Context, line string, show *eventPrinter) 
 	c.executeLine(ctx, lineCtx, line, show)
 }
 
-// executeLine runs one line of a console, here or of a caller elsewhere. An error is printed and the session continues.
-// lineCtx ends when the line is cancelled, ctx with the console.
+// executeLine runs one line of a local or remote console. An error is printed and the session continues. lineCtx ends
+// when the line is cancelled, ctx with the console.
 func (o *operator) executeLine(ctx, lineCtx context.Context, line string, show *eventPrinter) {
 	before := o.lastTrace
 	var err error
@@ -235,7 +235,7 @@ func (o *operator) executeLine(ctx, lineCtx context.Context, line string, show *
 	}
 }
 
-// runCallersLine runs one line of a caller's console. It prints what the console of this machine does.
+// runCallersLine runs one line of a remote console. It prints the same as a local console.
 func (o *operator) runCallersLine(ctx context.Context, line string) error {
 	caller := o.cli
 	same := o.withOutput(struct{ io.Writer }{o.out})
@@ -255,7 +255,7 @@ func (o *operator) runCallersLine(ctx context.Context, line string) error {
 	return show.err
 }
 
-// leftOpen is said when the admin leaves an approval undecided.
+// leftOpen is printed when the admin leaves an approval undecided.
 const leftOpen = "left open; decide later with /approve or /reject"
 
 // leftOpenLines are the lines of a turn whose approval is left open.

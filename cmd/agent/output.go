@@ -316,7 +316,7 @@ func readLines(in io.Reader) (lines <-chan string, failed func() error, stop fun
 	return out, failed, func() { close(ended) }
 }
 
-// readLine reads one line byte by byte, so that nothing behind it is consumed.
+// readLine reads one line byte by byte, to consume nothing behind it.
 func readLine(in io.Reader) string {
 	var line []byte
 	for char := make([]byte, 1); len(line) < longestLine; {

@@ -27,14 +27,14 @@ import (
 
 // A command with --server runs in the process of the server, with the server's database and settings. It is the same
 // command with the same arguments, so its output and exit code are the same. The client sends the arguments, standard
-// input and the files that they name, and prints what comes back (remotehost.go).
+// input and the named files, and prints the response (remotehost.go).
 
 const (
 	// commandsPath is the route that runs commands.
 	commandsPath = "/v1/commands"
 	// maxSent bounds the files and the standard input of a command, in bytes.
 	maxSent = 20 << 20
-	// aliveInterval is the longest pause between two frames; silenceLimit is when the client gives up.
+	// aliveInterval is the longest pause between two frames. After silenceLimit without a frame the client gives up.
 	aliveInterval = 10 * time.Second
 	silenceLimit  = 60 * time.Second
 )
@@ -44,8 +44,8 @@ var sentVariables = []string{
 	"AGENT_OUTPUT", "AGENT_LOG_LEVEL", "AGENT_LOG_FORMAT", "NO_COLOR", "CLICOLOR_FORCE", "TERM",
 }
 
-// remoteCommands run on a server, with all commands below them, except localCommands. Each has the scope that its
-// caller needs, which is that of its HTTP route.
+// remoteCommands run on a server, with all commands below them, except localCommands. Each requires the scope of its
+// HTTP route.
 var remoteCommands = map[string]principals.Scope{
 	"activity":           principals.RunsRead,
 	"agents":             principals.RunsRead,
@@ -218,7 +218,7 @@ func forbidden(ctx context.Context, what string, scope principals.Scope) error {
 	return fmt.Errorf("%s needs the scope %s, which %s does not have here", what, scope, who)
 }
 
-// commandRequest is the body of a command: its arguments, and what it needs of the caller's machine.
+// commandRequest is the body of a command: its arguments, and its input from the caller's machine.
 type commandRequest struct {
 	Args    []string          `json:"args"`
 	Environ map[string]string `json:"environ,omitempty"`
@@ -243,11 +243,11 @@ type commandFrame struct {
 	Err     []byte `json:"err,omitempty"`     // standard error
 	File    []byte `json:"file,omitempty"`    // content of the file that --output names
 	Created bool   `json:"created,omitempty"` // the file is complete
-	// Interrupted is what the caller prints if it interrupts the command from now on.
+	// Interrupted is the text that the caller prints if it interrupts the command from now on.
 	Interrupted string `json:"interrupted,omitempty"`
 	Ask         string `json:"ask,omitempty"`       // the id of an approval that the command waits for
 	Execution   string `json:"execution,omitempty"` // the execution that waits for it
-	LeftOpen    string `json:"left_open,omitempty"` // what the caller prints if it leaves the approval open
+	LeftOpen    string `json:"left_open,omitempty"` // the text that the caller prints if it leaves the approval open
 	Exit        *int   `json:"exit,omitempty"`
 }
 
@@ -403,7 +403,7 @@ func outputFlag(cmd *cobra.Command) (name string, replace bool) {
 	return "", false
 }
 
-// readBounded reads a file. A missing one is left to the command, which says so.
+// readBounded reads a file. The command itself reports a missing file.
 func readBounded(name string, left *int64) ([]byte, error) {
 	file, err := os.Open(name)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -481,7 +481,7 @@ type remoteCall struct {
 	// replace allows output to exist.
 	replace bool
 	warned  bool // of another version
-	// tokenAdvice says what to do if the server refuses the token; empty: log in.
+	// tokenAdvice is the advice if the server rejects the token; empty: log in.
 	tokenAdvice string
 	// interrupted is printed after an interrupt.
 	interrupted string
@@ -507,7 +507,7 @@ func (r *remoteCall) run(ctx context.Context, req commandRequest, watching bool)
 	case outer.Err() != nil && watching:
 		return nil
 	case outer.Err() != nil:
-		if r.interrupted != "" && r.asks == nil { // a console says what follows
+		if r.interrupted != "" && r.asks == nil { // a console prints the next step
 			r.infof("%s", printableText(r.interrupted))
 		}
 		return &exitError{exitInterrupted, errors.New("interrupted")}
@@ -538,7 +538,7 @@ func (r *remoteCall) send(ctx context.Context, body any) (*http.Response, error)
 	resp, err := remoteClient().Do(req)
 	if err != nil {
 		if failed, ok := errors.AsType[*url.Error](err); ok {
-			err = failed.Err // without the address, which is in the hint
+			err = failed.Err // without the address: the hint has it
 		}
 		return nil, hint(fmt.Errorf("reach %s: %w", r.server, err), "check --server and that agent serve runs there")
 	}

@@ -17,9 +17,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
-// interact sends each line as one command of the same conversation, and shows its output while it comes. ^C cancels the
-// turn, or clears the line at the prompt. In agent operate it asks about each approval, as the local console does, if
-// the server lets the caller decide.
+// interact sends each line as one command of the same conversation, and streams its output. ^C cancels the turn, or
+// clears the line at the prompt. In agent operate it asks about each approval, as the local console does, if the server
+// lets the caller decide.
 func (r *remoteCall) interact(cmd *cobra.Command) error {
 	flag, id := "thread", "remote-"+strings.ToLower(rand.Text()[:12])
 	operates := commandName(cmd) == "operate"
@@ -128,10 +128,10 @@ func (r *remoteCall) turn(
 // cancelTimeout bounds the cancel of a turn.
 const cancelTimeout = 10 * time.Second
 
-// notCancelled is said when an interrupt could not cancel the turn.
+// notCancelled is printed when an interrupt could not cancel the turn.
 const notCancelled = "not cancelled: the approval is " + leftOpen
 
-// cancelTurn cancels a turn by a command of its own. It returns what to say: said, or notCancelled.
+// cancelTurn cancels a turn by a command of its own. It returns the text to print: said, or notCancelled.
 func (r *remoteCall) cancelTurn(ctx context.Context, asked commandFrame, message string) string {
 	ctx, cancel := context.WithTimeout(ctx, cancelTimeout)
 	defer cancel()

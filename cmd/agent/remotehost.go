@@ -35,7 +35,7 @@ const framesType = "application/x-ndjson"
 const maxCommands = 16
 
 // commandHost runs the commands of callers in the process of a server. A command uses the server's database and
-// settings. It has no access to the server's files, terminal or standard input: it reads what the caller sent.
+// settings. It has no access to the server's files, terminal or standard input. It reads only the caller's input.
 type commandHost struct {
 	environ    map[string]string
 	references map[string]string
@@ -75,14 +75,14 @@ func (h *commandHost) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	out := &frameWriter{w: w, control: http.NewResponseController(w)}
 	defer out.keepAlive()()
 	if out.send(commandFrame{Version: buildVersion()}) != nil {
-		return // the caller is gone
+		return // the caller has left
 	}
 	ctx := r.Context()
 	if caller := principals.From(ctx); caller != nil {
 		ctx = principals.WithCaller(ctx, caller, "cli")
 	}
 	code := h.run(ctx, req, folder, out)
-	_ = out.send(commandFrame{Exit: &code}) // a caller that is gone needs no exit code
+	_ = out.send(commandFrame{Exit: &code}) // no caller is left for the exit code
 	out.end()
 }
 
@@ -218,14 +218,16 @@ func (s *callerStream) Write(text []byte) (n int, err error) {
 	return n, nil
 }
 
-// onInterrupt leaves a text that a caller prints if it interrupts the command. After an interrupt nothing reaches it.
+// onInterrupt sends the text that a caller prints if it interrupts the command. After an interrupt the server cannot
+// reach the caller.
 func (c *cli) onInterrupt(text string) {
 	if out, far := c.out.(*callerStream); far {
 		_ = out.frames.send(commandFrame{Interrupted: text}) // a caller that is gone ends the command
 	}
 }
 
-// askCaller asks a caller elsewhere about an approval of an execution. leftOpen is said if the caller leaves it open.
+// askCaller asks a remote caller about an approval of an execution. The caller prints leftOpen if it leaves the
+// approval open.
 func (c *cli) askCaller(a operate.Approval, execution, leftOpen string) {
 	if out, far := c.out.(*callerStream); far {
 		frame := commandFrame{Ask: a.ID, Execution: execution, LeftOpen: leftOpen}
@@ -233,7 +235,7 @@ func (c *cli) askCaller(a operate.Approval, execution, leftOpen string) {
 	}
 }
 
-// openFile opens a file of the caller: on a server only what the caller sent.
+// openFile opens a file of the caller: on a server, only a file that the caller sent.
 func (c *cli) openFile(name string) (io.ReadCloser, error) {
 	if c.host == nil {
 		return os.Open(name)
@@ -245,8 +247,8 @@ func (c *cli) openFile(name string) (io.ReadCloser, error) {
 	return io.NopCloser(bytes.NewReader(content)), nil
 }
 
-// writeFile writes a file on the caller's machine, the one that outputFlag names. Without replace, a file that exists
-// is an error there.
+// writeFile writes the file that outputFlag names, on the caller's machine. Without replace, an existing file is an
+// error.
 func (c *cli) writeFile(name string, content []byte, replace bool) error {
 	out, far := c.out.(*callerStream)
 	if !far {

@@ -63,7 +63,7 @@ type session struct {
 	config    config.Config
 	log       *slog.Logger
 	serving   bool             // connections are reserved
-	shared    bool             // the connections are those of a server, which stay open
+	shared    bool             // the connections belong to a server and stay open
 	server    *pgserver.Server // nil with DATABASE_URL
 	ephemeral bool
 	url       string
@@ -115,10 +115,10 @@ func (c *cli) session(ctx context.Context) (*session, error) {
 	return s, nil
 }
 
-// errNoDatabase reports that none is configured, nor was one made here.
+// errNoDatabase reports that no database is configured, and that the folder has no local one.
 var errNoDatabase = errors.New("no database")
 
-// orServer adds to the error of a database that is not there that the caller has logged in to a server.
+// orServer adds a hint to the error of a missing or unreachable database: the caller has logged in to a server.
 func (c *cli) orServer(err error) error {
 	if c.host != nil || !errors.Is(err, errNoDatabase) && !postgres.Unreachable(err) {
 		return err
