@@ -132,7 +132,7 @@ type Actor struct {
 
 type actorKey struct{}
 
-// WithActor has the acts and decisions under ctx name their principal.
+// WithActor returns a context whose acts and decisions name their principal.
 func WithActor(ctx context.Context, a Actor) context.Context {
 	return context.WithValue(ctx, actorKey{}, a)
 }
@@ -145,7 +145,7 @@ func ActorFrom(ctx context.Context) Actor {
 	return Actor{Name: Admin}
 }
 
-// SetActor tells SQL functions, in the transaction, who acts: they add what [Describe] would to the rows they write.
+// SetActor sets the actor for SQL functions in the transaction. They add the same fields as [Describe] to their rows.
 func SetActor(ctx context.Context, tx postgres.DB) error {
 	b := &pgx.Batch{}
 	QueueActor(ctx, b)

@@ -9,7 +9,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
-// Decision is what became of an approval that an activity asked for.
+// Decision is the outcome of an activity's approval.
 type Decision struct {
 	ApprovalID string     `json:"approval_id"`
 	Status     string     `json:"status"`     // approved, rejected or expired
@@ -18,7 +18,7 @@ type Decision struct {
 	DecidedAt  *time.Time `json:"decided_at"`
 }
 
-// String says who decided and why, for people.
+// String formats the decision with its person and reason.
 func (d Decision) String() string {
 	reason := d.Reason
 	if d.DecidedBy != "" {
@@ -27,7 +27,7 @@ func (d Decision) String() string {
 	return reason
 }
 
-// Decisions returns what became of the approvals that activities asked for, by the id of the activity. The row of such
+// Decisions returns the outcomes of the approvals that activities requested, by the id of the activity. The row of such
 // an activity keeps the status pending_approval. Undecided approvals are left out.
 func Decisions(ctx context.Context, db postgres.DB, ids []string) (map[string]Decision, error) {
 	if len(ids) == 0 {

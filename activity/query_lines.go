@@ -108,7 +108,7 @@ func Lines(ctx context.Context, db postgres.DB, f Filter) (Listing, error) {
 func (f Filter) shortPage(ctx context.Context, db postgres.DB, lines []Line, args postgres.Strict) (Listing, error) {
 	if f.Surface == "" && f.Status == "" && f.Lane == "" && f.Agent == "" && len(f.Kinds) == 0 &&
 		f.SkillLike+f.LaneLike+f.AgentLike == "" {
-		return Listing{Lines: lines}, nil // every row that was looked at is on it
+		return Listing{Lines: lines}, nil // the page has every scanned row
 	}
 	last, err := postgres.Values[string](ctx, db, "list activities", `
 		select a.id::text

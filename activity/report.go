@@ -119,17 +119,17 @@ type Failure struct {
 	State      string     `json:"state"`          // enabled, on trial, disabled
 }
 
-// Figures are how skills did since a moment.
+// Figures are the figures of skills since a moment.
 type Figures []figure
 
 type figure struct {
 	Failure
 	MaxMS          *int64
 	SlowestTraceID string
-	Timed          bool // it has durations
+	Timed          bool // the figure has durations
 }
 
-// ReadFigures reads them since a moment (zero: the last 7 days).
+// ReadFigures reads the figures since a moment (zero: the last 7 days).
 func ReadFigures(ctx context.Context, db postgres.DB, f ReportFilter) (Figures, error) {
 	list, err := postgres.Rows[figure](ctx, db, "read figures of skills", `
 		select f.skill, f.calls, f.failed as errors, coalesce(f.failed::float8 / nullif(f.calls, 0), 0) as rate, f.streak,

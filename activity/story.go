@@ -87,7 +87,7 @@ func (s *story) add(nodes []*Node, branch string, top bool) {
 	}
 }
 
-// addNote appends the error, or who decided, below its activity.
+// addNote appends the error, or the decision, below its activity.
 func (s *story) addNote(n *Node, below string) {
 	decision, decided := s.decisions[n.ID]
 	if n.Status != Error && n.Status != Unknown && !decided {

@@ -18,7 +18,7 @@ func WithoutTexts(ctx context.Context) context.Context {
 	return context.WithValue(ctx, hiddenTextsKey{}, true)
 }
 
-// WithTexts has the texts again, for reads that the caller is not shown.
+// WithTexts shows the texts again, for reads that the caller does not see.
 func WithTexts(ctx context.Context) context.Context {
 	return context.WithValue(ctx, hiddenTextsKey{}, false)
 }

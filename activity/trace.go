@@ -21,7 +21,7 @@ type Trace struct {
 	CostUSD     float64    `json:"cost_usd"`
 	RootCause   *RootCause `json:"root_cause"` // of a failed trace
 	Activities  []Row      `json:"activities"` // by created_at, id
-	// Decisions of the approvals that activities asked for, by the id of the activity.
+	// Decisions on the approvals that activities requested, by the id of the activity.
 	Decisions map[string]Decision `json:"decisions,omitempty"`
 
 	OpenChildren int64 `json:"-"` // executions below the root that go on

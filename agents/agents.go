@@ -144,7 +144,7 @@ type Value struct {
 	From  string `json:"from"` // document, the name of a setting, or default
 }
 
-// Where a value comes from, beside the names of settings.
+// Sources of a value, beside the names of settings.
 const (
 	fromDocument = "document"
 	fromDefault  = "default"

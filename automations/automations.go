@@ -3,7 +3,7 @@
 // An automation calls a skill, starts a flow, or gives the model a goal, on one of three triggers:
 //
 //	cron    a time of a schedule. The run's unique key is the claim: one of several processes inserts the row
-//	        ([Claim]), and the same transaction moves the automation to its next time. Missed times run once in all:
+//	        ([Claim]), and the same transaction moves the automation to its next time. All missed times cause one run:
 //	        the next time is the first after the database's now.
 //	event   a row in agent_events. A database trigger makes a run due in the event's transaction. A condition over
 //	        the event and the counters may skip it.
@@ -82,7 +82,8 @@ const SelfHeal = "self_heal"
 // Proposal is the disabled_by of an undecided proposal.
 const Proposal = "proposal"
 
-// SourceAgent is the source of automations that the agent proposes. That of others is a workspace file.
+// SourceAgent is the source of automations that the agent proposes. The source of other automations is a workspace
+// file.
 const SourceAgent = "agent"
 
 // Automation is a row of agent_automations.

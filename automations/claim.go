@@ -145,9 +145,9 @@ type Result struct {
 	GivenBack bool   // with an Error: the run was interrupted, so it is retried even after its last attempt
 }
 
-// Finish ends a claimed run and returns its row. A failed run is retried after 1, 4, 16 and then 60 minutes, until
-// its attempts are used up. One that was given back is always retried. It returns false if the run is not claimed any
-// more. attempt is the caller's attempt.
+// Finish ends a claimed run and returns its row. A failed run is retried after 1, 4, 16 and then 60 minutes, until its
+// attempts are used up. A run given back is always retried. It returns false if the run is not claimed any more.
+// attempt is the caller's attempt.
 func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, result Result) (Run, bool, error) {
 	output, err := result.encode()
 	if err != nil {
@@ -442,7 +442,7 @@ func rearm(ctx context.Context, db postgres.DB, id, signal string) error {
 	return err
 }
 
-// SkipOccurrence skips one time of an automation's schedule because of why: it records a skipped run and moves the
+// SkipOccurrence skips one time of an automation's schedule for the reason why. It records a skipped run and moves the
 // automation to its next time. One of several callers gets ok, as with [Claim].
 func SkipOccurrence(
 	ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, traceID, why string,

@@ -174,8 +174,8 @@ func ConditionHolds(ctx context.Context, db postgres.DB, a Automation, runID str
 	return ok, nil
 }
 
-// ConditionError reports a condition that fails at run time, such as a comparison with a missing field. The run is at
-// fault, not the database.
+// ConditionError reports a condition that fails at run time, such as a comparison with a missing field. It is a fault
+// of the run, not of the database.
 type ConditionError struct {
 	Automation string
 	Err        error

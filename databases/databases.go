@@ -92,7 +92,7 @@ func Validate(d Definition) error {
 
 const (
 	maxConns    = 4
-	idleTimeout = time.Minute // of a transaction that nobody goes on with
+	idleTimeout = time.Minute // bounds an idle transaction
 )
 
 // Client opens declared databases. It is safe for concurrent use.

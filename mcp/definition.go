@@ -152,8 +152,8 @@ func skillName(server, tool string) string {
 	return name[:min(len(name), maxSkillName-len(mark))] + mark
 }
 
-// nextState decides the state of a tool. old is its row, with only names for a new tool. now is the listed tool, nil if
-// the server does not list it. All cases are decided here.
+// nextState decides the state of a tool. old is the tool's row, with only names for a new tool. now is the listed tool,
+// nil if the server does not list it. All cases are decided here.
 func nextState(r Remote, old Tool, now *snapshot) Tool {
 	next := old
 	next.Reason, next.SeenPin, next.Seen = "", "", json.RawMessage(`{}`)

@@ -72,7 +72,7 @@ const (
 // Times.
 const (
 	connectTimeout = 90 * time.Second // npx may fetch a package first
-	quietConnect   = 2 * time.Second  // then the log says that a server is waited for
+	quietConnect   = 2 * time.Second  // then the log reports the wait for a server
 	minConnect     = 5 * time.Second  // over HTTP, if timeout_ms is shorter
 	syncsAtOnce    = 4                // a silent server delays few others
 	listTimeout    = 30 * time.Second
@@ -123,8 +123,8 @@ var (
 	}
 )
 
-// Validate reports everything that is wrong with d, each problem as "field path: what is wrong", joined as by
-// [errors.Join]. It resolves no secret and reaches no server.
+// Validate returns all problems of d, each as "field path: problem", joined as by [errors.Join]. It resolves no secret
+// and reaches no server.
 func Validate(d Definition) error {
 	var problems fielderr.List
 	if !serverName.MatchString(d.Name) {
@@ -227,7 +227,7 @@ func (d Definition) timeout() time.Duration {
 	return time.Duration(cmp.Or(d.TimeoutMS, 30_000)) * time.Millisecond
 }
 
-// matches reports whether one of the patterns fits a tool's name.
+// matches reports whether a pattern matches a tool's name.
 func matches(patterns []string, tool string) bool {
 	return slices.ContainsFunc(patterns, func(p string) bool {
 		ok, err := path.Match(p, tool)

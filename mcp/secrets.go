@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
-// secretQuery reports whether a URL's query holds what looks like a secret.
+// secretQuery reports whether a URL's query has a value that looks like a secret.
 func secretQuery(u *url.URL) bool {
 	for name, values := range u.Query() {
 		for _, v := range values {
@@ -29,12 +29,12 @@ func secretQuery(u *url.URL) bool {
 const (
 	filePrefix    = "file:"
 	maxSecretFile = 64 << 10
-	shortSecret   = 4 // shorter ones are not blotted out: they stand in too many words
+	shortSecret   = 4 // shorter secrets occur in too many words to be redacted
 )
 
 var reference = regexp.MustCompile(`\$\{([a-zA-Z_][a-zA-Z0-9_]*)\}`)
 
-// checkValue wants a header or a variable to be a text that holds no secret, but may refer to one.
+// checkValue rejects a header or a variable that holds a secret. A reference to a secret is valid.
 func checkValue(field, name string, value any) fielderr.List {
 	text, ok := value.(string)
 	switch {
@@ -61,8 +61,7 @@ func checkValue(field, name string, value any) fielderr.List {
 	return nil
 }
 
-// resolve fills in what values refer to, and returns the secrets that it met. A reference that leads nowhere is an
-// error that names it.
+// resolve replaces the references in values, and returns the resolved secrets. The error names an unresolved reference.
 func resolve(
 	values map[string]any, getenv func(string) string,
 ) (filled map[string]string, secrets []string, err error) {

@@ -252,7 +252,7 @@ func (s *Server) Register() error {
 	})
 }
 
-// requestApproval requests an approval and waits durably for the decision. The error says why it was not given.
+// requestApproval requests an approval and waits durably for the decision. The error explains a missing approval.
 func requestApproval(ctx context.Context, skill skills.Skill, args json.RawMessage) (id string, err error) {
 	asked, err := approvals.Ask(ctx, approvals.Request{
 		Skill: skill.Name, SkillID: skill.ID, Revision: skill.Revision, Args: args, Park: true,

@@ -38,7 +38,7 @@ type Dispatcher struct {
 	Logger   *slog.Logger
 	Listener *postgres.Listener  // shortens waits; may be nil
 	Getenv   func(string) string // for secrets; nil reads the process's environment
-	// PublicURL is where people reach the agent, for links in Slack's messages; empty for none.
+	// PublicURL is the agent's public URL, for links in Slack's messages; empty for none.
 	PublicURL string
 	// Schedule lists the pauses after failed attempts. After the last, the message is dead. The default is that of
 	// Standard Webhooks: 5 s, 5 m, 30 m, 2 h, 5 h, 10 h, 14 h, 20 h, 24 h, each up to a fifth longer.

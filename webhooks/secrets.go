@@ -39,8 +39,8 @@ func isReference(s string) bool {
 	return envForm.MatchString(s) || isFile && filepath.IsAbs(path)
 }
 
-// Secrets resolves references. The error for a missing one says what to set, and never contains a secret. A nil getenv
-// reads the process's environment.
+// Secrets resolves references. The error of a missing secret names the setting, and never contains a secret. A nil
+// getenv reads the process's environment.
 func Secrets(references []string, getenv func(string) string) ([]string, error) {
 	if getenv == nil {
 		getenv = os.Getenv

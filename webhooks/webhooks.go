@@ -122,7 +122,7 @@ const maxSlackText = 3000
 // slackEscape escapes foreign text, so that it cannot mention anybody or hide a link.
 var slackEscape = strings.NewReplacer("&", "&amp;", "<", "&lt;", ">", "&gt;", "\u202e", "")
 
-// slackEvent has what the sentences about events need.
+// slackEvent has the data for the sentences about events.
 type slackEvent struct {
 	Type string `json:"type"`
 	Data struct {
@@ -148,8 +148,8 @@ type slackEvent struct {
 	} `json:"data"`
 }
 
-// slackBody returns an event as an incoming webhook of Slack takes it. base is where people reach the agent; empty for
-// no link.
+// slackBody returns an event in the format of Slack's incoming webhooks. base is the agent's public URL; empty for no
+// link.
 func slackBody(payload, base string) (string, error) {
 	var event slackEvent
 	if err := json.Unmarshal([]byte(payload), &event); err != nil {
@@ -164,7 +164,7 @@ func slackBody(payload, base string) (string, error) {
 	return string(body), err
 }
 
-// describe returns a sentence about the event, and the page that has more.
+// describe returns a sentence about the event, and the page with details.
 func (e slackEvent) describe() (text, path string) {
 	d := e.Data
 	switch e.Type {

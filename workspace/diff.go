@@ -22,14 +22,14 @@ const (
 	Create    Action = "create"
 	Update    Action = "update"
 	Remove    Action = "remove"
-	Keep      Action = "keep" // no file declares the row, and it was not to be removed
+	Keep      Action = "keep" // no file declares the row, and Prune kept it
 	Unchanged Action = "unchanged"
 )
 
 // Diff lists the effects of an apply by kind and name.
 type Diff struct {
 	Items    []Item   `json:"items"`
-	Warnings []string `json:"warnings,omitempty"` // what could not be checked
+	Warnings []string `json:"warnings,omitempty"` // checks that were not possible
 }
 
 // Item is one row. Changes are set for an update, with secrets redacted.

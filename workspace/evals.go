@@ -132,7 +132,7 @@ func refusedSuites(refused []evals.Refusal) []string {
 	return suites
 }
 
-// CandidateOf returns what a suite that is in no workspace would try after w was applied. It applies nothing.
+// CandidateOf returns the candidate of a suite outside the workspace, as if w were applied. It applies nothing.
 func CandidateOf(
 	ctx context.Context, db postgres.Beginner, w Workspace, o Options, in evals.Installation, s evals.Suite,
 ) (found evals.Subject, err error) {
@@ -144,7 +144,7 @@ func CandidateOf(
 	return found, err
 }
 
-// Candidates returns the suites that [Apply] would make current, with what each would try, by name. It changes nothing.
+// Candidates returns the suites that [Apply] would make current, each with its candidate, by name. It changes nothing.
 func Candidates(
 	ctx context.Context, db postgres.Beginner, w Workspace, o Options, in evals.Installation,
 ) (map[string]evals.Subject, error) {

@@ -95,7 +95,7 @@ func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
 func (w Workspace) checkFlowAgents(document Document[flows.Definition], acting []string, problems *Problems) {
 	own := document.Definition.Name
 	declares := func(d Document[agents.Definition]) bool { return d.Definition.Name == own }
-	if slices.Contains(acting, own) && !slices.ContainsFunc(w.Agents, declares) { // checkAgents says it of those
+	if slices.Contains(acting, own) && !slices.ContainsFunc(w.Agents, declares) { // checkAgents reports those
 		problems.add(document.position("name"), "name: %q is the name of an agent; agents and flows share one namespace", own)
 	}
 	named := flows.Agents(document.Definition)

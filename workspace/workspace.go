@@ -63,9 +63,9 @@ type Workspace struct {
 	// Also, where set, is called in the transaction of [Apply], after everything is written.
 	Also func(ctx context.Context, tx pgx.Tx) error
 
-	// The names of flows in Go code are the caller's to say, not a file's. No flow of the workspace may have one of them.
-	GoFlows  []string // those that flows of the workspace may start
-	Reserved []string // those that only the program itself starts
+	// The caller sets the names of flows in Go code. No flow of the workspace may have such a name.
+	GoFlows  []string // flows that workspace flows may start
+	Reserved []string // flows that only the program itself starts
 }
 
 // Document is one declaration with its position.

@@ -36,7 +36,7 @@ type Task struct {
 }
 
 // Ready lists the ready runs, one per automation. It skips a run whose condition does not hold, and makes one whose
-// condition fails a dead letter. Then it looks at the next run.
+// condition fails a dead letter. Then it checks the next run.
 func Ready(ctx context.Context, db postgres.DB, log *slog.Logger, limit int) ([]Task, error) {
 	for {
 		tasks, passed, err := look(ctx, db, log, limit)

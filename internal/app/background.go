@@ -98,8 +98,8 @@ func (a *App) warnUnpriced(ctx context.Context) {
 	}
 }
 
-// approvers finds the principals of accounts that press buttons in channels. Only linked accounts have one: pairing
-// makes none.
+// approvers finds the principals of accounts that press buttons in channels. Only a linked account has a principal;
+// pairing creates none.
 type approvers struct{ pool *pgxpool.Pool }
 
 // Approver implements [channels.Principals].

@@ -76,7 +76,7 @@ func Prices(cfg config.Config) models.Prices {
 	return models.DefaultPrices().With(own)
 }
 
-// PriceOf says where the price of a model is from.
+// PriceOf names the source of a model's price.
 func PriceOf(cfg config.Config, model string) string {
 	list, date := models.ListPrices()
 	price, priced := Prices(cfg).Of(model)

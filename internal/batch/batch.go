@@ -1,16 +1,16 @@
 // Package batch lets concurrent writes share one statement and its commit.
 //
 // A [Batcher] collects the writes of one kind. The batchers of one [Scheduler] take turns: it sends one batch at a
-// time, and a second one beside it while many writes are queued. A write that finds nothing in flight is made at once
-// by its own caller, so a single caller pays nothing. Writes that arrive meanwhile are queued, and the longest queue
-// is sent next, as a whole. A batch of few waits for as many new writes as the batch before had, for 1 ms at most:
-// callers who write again at once fall into step.
+// time, and a second one beside it while many writes are queued. If nothing is in flight, a caller makes its write at
+// once, so a single caller pays nothing. Later writes are queued. The scheduler sends the longest queue next, as a
+// whole. A small batch waits at most 1 ms for as many new writes as the previous batch had. So callers with a next
+// write share a batch.
 //
-// Each caller gets the answer to its own write, after the commit. A write that the batch left out is made alone by
-// its caller. So are the writes of a batch that failed and certainly changed nothing: one bad write fails alone. A
-// slow batch, as behind somebody's lock, does not hold up the rest: others are sent beside it, at most three of one
-// batcher. A write that is queued for longer than MaxWait is made alone, under the context of its caller: a database
-// that is away collects no writes of callers who have left.
+// Each caller gets the answer to its own write, after the commit. A caller makes its write alone if the batch left it
+// out, or if the batch failed and certainly changed nothing. So one bad write fails alone. A slow batch, such as one
+// behind a lock, does not delay others: the scheduler sends up to three batches of one batcher at once. After MaxWait
+// in the queue, the caller makes its write alone, under its own context. So no writes of departed callers accumulate
+// during an outage.
 package batch
 
 import (
@@ -41,8 +41,8 @@ type Batcher[In, Out any] struct {
 	Late func(in In, out Out)
 	// MaxSize bounds the writes of one batch; 0 means 100.
 	MaxSize int
-	// MaxWait is how long a write may be queued before its caller makes it alone; 0 means 250 ms. The scheduler checks
-	// every 10 ms.
+	// MaxWait bounds the time of a write in the queue. Then its caller makes it alone; 0 means 250 ms. The scheduler
+	// checks every 10 ms.
 	MaxWait time.Duration
 	// Timeout bounds one Send; 0 means no bound.
 	Timeout time.Duration
@@ -171,7 +171,7 @@ func (b *Batcher[In, Out]) expireLocked(now time.Time) {
 	}
 }
 
-// sendLocked sends what is queued, up to MaxSize. A batch of one is made by its caller.
+// sendLocked sends the queued writes, up to MaxSize. A caller makes a batch of one itself.
 func (b *Batcher[In, Out]) sendLocked() {
 	writes := b.dequeueLocked(min(len(b.queued), cmp.Or(b.MaxSize, defaultMaxSize)))
 	f := b.Scheduler.startLocked(&b.inFlight)
@@ -190,7 +190,7 @@ func (b *Batcher[In, Out]) dequeueLocked(n int) []*write[In, Out] {
 	return taken
 }
 
-// share makes a batch and replies to its callers, who are expected back with their next writes.
+// share makes a batch and replies to its callers. The scheduler expects their next writes.
 func (b *Batcher[In, Out]) share(f *inFlight, writes []*write[In, Out]) {
 	answers, err := b.send(writes)
 	again := err != nil && (b.Unchanged == nil || b.Unchanged(err))

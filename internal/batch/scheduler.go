@@ -8,24 +8,24 @@ import (
 )
 
 const (
-	// overlap is how many writes must be queued before a second batch is sent beside the first. With one batch in
-	// flight, client and server take turns idling.
+	// overlap is the number of queued writes that starts a second batch beside the first. With one batch in flight, client
+	// and server take turns idling.
 	overlap = 16
 	// maxInFlight bounds the batches in flight of one batcher, slow ones included.
 	maxInFlight = 3
-	// regroupFor is how long the callers of a batch are expected back. Many have a next write at once, and a batch costs
-	// less than its writes alone.
+	// regroupFor is how long the scheduler expects the callers of a batch to write again. Many have a next write at once,
+	// and a batch costs less than its writes alone.
 	regroupFor = time.Millisecond
 	// checkEvery is the interval at which queued writes and batches in flight are checked for their age.
 	checkEvery = 10 * time.Millisecond
 	// slowAfter is the age at which a batch in flight no longer holds up others.
 	slowAfter = 10 * time.Millisecond
-	// overdueAfter is how long a queue waits while longer ones are sent first.
+	// overdueAfter bounds the wait of a queue behind longer queues.
 	overdueAfter = 4 * time.Millisecond
 )
 
-// Scheduler decides when its batchers send. Its batches should take about equally long, as one waits for another. The
-// zero value is ready.
+// Scheduler decides when its batchers send. Its batches should take about equally long, because each waits for another.
+// The zero value is ready.
 type Scheduler struct {
 	slow time.Duration // slowAfter when 0; for tests
 
@@ -66,7 +66,7 @@ func (s *Scheduler) startLocked(batcher *int) *inFlight {
 	return f
 }
 
-// finish ends a batch of n writes, whose callers are expected back, and sends what may be sent now.
+// finish ends a batch of n writes, expects their callers again, and sends the next batches.
 func (f *inFlight) finish(n int) {
 	s := f.scheduler
 	s.mu.Lock()
@@ -79,7 +79,7 @@ func (f *inFlight) finish(n int) {
 	s.dispatchLocked()
 }
 
-// dispatchLocked sends what may be sent now, and sees to it that the rest is checked again.
+// dispatchLocked sends the batches that may start now, and schedules the next check.
 func (s *Scheduler) dispatchLocked() {
 	for s.queued > 0 && (len(s.inFlight) == 0 || len(s.inFlight) == 1 && s.queued >= overlap) {
 		if len(s.inFlight) == 0 && s.queued < overlap && s.expected > 0 && time.Now().Before(s.until) {
@@ -97,8 +97,8 @@ func (s *Scheduler) dispatchLocked() {
 	}
 }
 
-// nextLocked returns the batcher with the longest queue, or the one that has waited longest if that is too long; nil
-// when none may send.
+// nextLocked returns the batcher with the longest queue, or an overdue one, the longest waiting first; nil when none
+// may send.
 func (s *Scheduler) nextLocked() (next queue) {
 	longest, oldest, now := 0, time.Time{}, time.Now()
 	for _, b := range s.batchers {
