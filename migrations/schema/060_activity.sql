@@ -1,4 +1,4 @@
--- Activity: the log of what the agent did.
+-- Activity: the log of the agent's actions.
 --
 -- One row for each action. The table is partitioned by its time-ordered id: a range of time is a range of ids, and
 -- retention drops a partition. An action under way is also listed in agent_activity_open, so that its end is a HOT
@@ -54,10 +54,10 @@ comment on column agent_activity.token_usage is
   '{prompt_tokens, completion_tokens, total_tokens}; on model calls only, so that sums count once. unknown_tokens of '
   'total_tokens, and unknown_usd of cost_usd, are the worst case of calls whose usage no provider reported.';
 comment on column agent_activity.cost_usd is 'The price of a model call in US dollars.';
-comment on column agent_activity.duration_ms is 'How long it took.';
+comment on column agent_activity.duration_ms is 'The duration in milliseconds.';
 comment on column agent_activity.idempotency_key is 'The key that the call sent, so that a retry takes effect once.';
 comment on column agent_activity.lane is 'The lane that the action was about.';
-comment on column agent_activity.finished_at is 'When it ended.';
+comment on column agent_activity.finished_at is 'When the action ended.';
 comment on column agent_activity.led_to is
   'On a model call: how often its answer calls each skill, {"fetch": 25}. Calls of unknown names are left out.';
 comment on column agent_activity.cause_id is 'The model call whose answer asked for this action.';
@@ -73,10 +73,10 @@ comment on index agent_activity_open_step is 'Allows one action under way for ea
 comment on table agent_activity_open is
   'Actions under way. They are listed here, so the end of an action changes no index of the log.';
 comment on column agent_activity_open.activity_id is 'The row of the log.';
-comment on column agent_activity_open.claim is 'The claim that began it.';
-comment on column agent_activity_open.step is 'The step that it belongs to.';
+comment on column agent_activity_open.claim is 'The claim that began the action.';
+comment on column agent_activity_open.step is 'The step of the action.';
 comment on column agent_activity_open.kind is 'As in the log.';
-comment on column agent_activity_open.started_at is 'When it began.';
+comment on column agent_activity_open.started_at is 'When the action began.';
 
 create table agent_activity_retired (
   partition text primary key, lower_id uuid not null, upper_id uuid not null,
@@ -115,14 +115,14 @@ comment on column agent_activity_counts.skill is
 comment on column agent_activity_counts.surface is 'As in the log.';
 comment on column agent_activity_counts.model is 'As in the log.';
 comment on column agent_activity_counts.calls is 'Actions that have ended, in any way.';
-comment on column agent_activity_counts.successes is 'Those that succeeded.';
-comment on column agent_activity_counts.errors is 'Those that failed.';
-comment on column agent_activity_counts.pending_approval is 'Those that waited for an approval.';
-comment on column agent_activity_counts.skipped is 'Those that were skipped.';
-comment on column agent_activity_counts.unknown is 'Those whose effect is unknown.';
+comment on column agent_activity_counts.successes is 'Actions that succeeded.';
+comment on column agent_activity_counts.errors is 'Actions that failed.';
+comment on column agent_activity_counts.pending_approval is 'Actions that waited for an approval.';
+comment on column agent_activity_counts.skipped is 'Actions that were skipped.';
+comment on column agent_activity_counts.unknown is 'Actions whose effect is unknown.';
 comment on column agent_activity_counts.worked is
   'Successes and errors that count for the health of the skill (agent_skill_calls).';
-comment on column agent_activity_counts.failed is 'The errors among them.';
+comment on column agent_activity_counts.failed is 'The errors that count for the health of the skill.';
 comment on column agent_activity_counts.prompt_tokens is 'Sum over model calls.';
 comment on column agent_activity_counts.completion_tokens is 'Sum over model calls.';
 comment on column agent_activity_counts.tokens is 'Sum over model calls.';
@@ -201,7 +201,7 @@ create table agent_trace_links (
   primary key (trace_id, traceparent)
 );
 create index agent_trace_links_age on agent_trace_links (created_at);
-comment on index agent_trace_links_age is 'Finds rows that are to go.';
+comment on index agent_trace_links_age is 'Finds rows to delete.';
 comment on table agent_trace_links is
   'Spans of other systems that asked for a trace of ours. They are links only; they are not trusted.';
 comment on column agent_trace_links.traceparent is 'The W3C header, as it came.';
@@ -289,8 +289,8 @@ language sql immutable parallel safe as $$
            where l.n > 0) c
 $$;
 comment on function lanekeeper.agent_charges is
-  'What a model call is charged to: the skills that it led to, each with its share, or none. The shares add up to the '
-  'whole.';
+  'The skills that pay for a model call: the skills that it led to, each with its share, or none. The shares add up '
+  'to the whole.';
 
 create or replace function lanekeeper.read_agent_activity_tail(p_most int)
 returns table (id uuid, status text, hour timestamptz, kind text, skill text, surface text, model text, telling boolean,
@@ -300,7 +300,7 @@ language plpgsql stable security definer set search_path from current set enable
 set plan_cache_mode = force_generic_plan as $$
 #variable_conflict use_column
 begin
-  -- Its plan is kept: planning took ten times as long as running.
+  -- PostgreSQL keeps its plan: planning took ten times as long as running.
   return query
   -- fresh: all rows from counted_upto on. late: rows below it, which are listed one by one.
   with counted as materialized (

@@ -1,7 +1,7 @@
 -- Threads: conversations, each with an owner and an order.
 --
--- A message gets its number when it is delivered. Only the holder of the lane thread:ID sends; the messages of others
--- are queued and sent when the lane is free. agent_thread_access lists who else may read and write in a thread.
+-- A message gets its number when it is delivered. Only the holder of the lane thread:ID sends. Messages of other
+-- senders are queued until the lane is free. agent_thread_access lists who else may read and write in a thread.
 
 create table agent_threads (
   id text primary key check ((id ~ '^[^[:cntrl:]]{1,200}$') AND (id ~ '[^[:space:]]')),
@@ -90,7 +90,7 @@ comment on column agent_documents.trace_id is 'The trace of the upload.';
 comment on column agent_documents.owner_kind is 'The kind of uploader, as in agent_threads.';
 comment on column agent_documents.owner is 'The chat key of the uploader, or admin.';
 comment on column agent_documents.visitor is 'For a visitor: SHA-256 of the secret, in hexadecimal.';
-comment on column agent_documents.expires_at is 'When an upload goes that no message has used. Null: it stays.';
+comment on column agent_documents.expires_at is 'When an unused upload is deleted. Null: it stays.';
 
 create table agent_thread_access (
   id uuid default lanekeeper.agent_uuid7() primary key,
@@ -109,7 +109,7 @@ comment on index agent_thread_access_name is 'Finds a participant''s thread by n
 create index agent_thread_access_thread on agent_thread_access (thread_id, id);
 comment on index agent_thread_access_thread is 'Lists the participants of a thread.';
 comment on table agent_thread_access is
-  'Participants besides the owner, and join tokens. Whoever presents a token becomes a participant.';
+  'Participants besides the owner, and join tokens. The bearer of a token becomes a participant.';
 comment on column agent_thread_access.kind is 'token: a join token. Else the kind of participant.';
 comment on column agent_thread_access.owner is 'As in agent_threads.';
 comment on column agent_thread_access.visitor is 'As in agent_threads.';
@@ -151,7 +151,7 @@ comment on index agent_messages_due is 'Finds messages that are to be sent again
 create index agent_messages_execution on agent_messages (execution_id) where execution_id is not null;
 comment on index agent_messages_execution is 'Lists the messages of an execution.';
 create index agent_messages_failed on agent_messages (id) where status = 'failed';
-comment on index agent_messages_failed is 'Lists messages that were given up.';
+comment on index agent_messages_failed is 'Lists failed messages.';
 create index agent_messages_queued on agent_messages (thread_id, id) include (execution_id) where status = 'queued';
 comment on index agent_messages_queued is 'Finds the next queued message of a thread.';
 create index agent_messages_sending on agent_messages (thread_id, seq) where status = 'sending';
@@ -227,13 +227,14 @@ comment on column agent_chat_requests.fingerprint is
   'SHA-256 of the caller, the thread as the caller names it, and the body.';
 comment on column agent_chat_requests.execution_id is 'The turn that the request began.';
 comment on column agent_chat_requests.connection is
-  'The trace of the request that is shown the answer, the latest retry.';
-comment on column agent_chat_requests.worker is 'The process that has the connection. It dies with it.';
+  'The trace of the request that receives the answer, the latest retry.';
+comment on column agent_chat_requests.worker is
+  'The process that has the connection. The connection dies with the process.';
 comment on column agent_chat_requests.attempt is 'As the client counts: 0 is the first.';
 comment on column agent_chat_requests.state is
   'open: the connection stands. left: it ended before the answer was sent. delivered: the answer was sent.';
 comment on column agent_chat_requests.changed_at is 'When state or connection changed.';
-comment on column agent_chat_requests.expires_at is 'When the row goes.';
+comment on column agent_chat_requests.expires_at is 'When the row may be deleted.';
 
 -- Code
 
@@ -337,7 +338,7 @@ begin
   end if;
   perform lanekeeper.lock_agent_thread(p_thread);
   select x.channel, x.target, x.idle_seconds as idle into t from agent_threads x where x.id = p_thread;
-  -- A conversation there; all that is said in it goes there.
+  -- A conversation on such a channel sends all its messages there.
   people := t.channel in ('telegram', 'slack', 'email');
   p_channel := coalesce(nullif(p_channel, ''), case when t.channel in ('webhook', 'log') or people then t.channel else 'chat' end);
   p_target := case when p_channel = 'webhook' then coalesce(nullif(p_target, ''), t.target) when people then t.target else '' end;
@@ -440,7 +441,7 @@ begin
     exit when not lanekeeper.lock_agent_thread(p_thread, p_wait);
     select l.* into held from agent_locks l where l.lane = lane_;
     live := found and held.expires_at > clock_timestamp();
-    -- It has changed meanwhile.
+    -- The next message has changed meanwhile.
     continue when head is distinct from lanekeeper.agent_thread_next(p_thread, live, held.execution_id);
     if who.id is null or who.completed_at is not null then   -- in a thread that is held, it leaves in the holder's name
       exit when not live and exists (select from lanekeeper.agent_lock_holders h where h.lane = lane_);

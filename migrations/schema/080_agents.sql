@@ -1,8 +1,8 @@
--- Agents: who acts, what it remembers and what it wants.
+-- Agents: their definitions, memory and objectives.
 --
 -- agent_agents keeps every version of an agent's definition. Memory has an owner and a revision: a write names the
--- revision that it is based on. An objective has steps, and a step needs evidence that it is done. Ended logins and the
--- secret values of the database are here, too. So is what keeps the trials of evals apart from everything else.
+-- revision that it is based on. An objective has steps, and a step needs evidence that it is done. Ended logins, the
+-- secret values of the database and the isolation of eval trials are here, too.
 
 create table agent_agents (
   name text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'), version int not null check (version > 0),
@@ -43,11 +43,11 @@ create index agent_memory_recent on agent_memory (updated_at);
 comment on index agent_memory_recent is 'Lists memories by their last change.';
 create index agent_memory_search on agent_memory using gin (search);
 comment on index agent_memory_search is 'Finds memories by words.';
-comment on table agent_memory is 'What agents remember: a value for each owner, category and key.';
+comment on table agent_memory is 'The memory of agents: a value for each owner, category and key.';
 comment on column agent_memory.category is 'A group of keys.';
 comment on column agent_memory.key is 'The name of the memory.';
 comment on column agent_memory.value is 'The memory.';
-comment on column agent_memory.expires_at is 'When it is forgotten. Null: never.';
+comment on column agent_memory.expires_at is 'When the memory is deleted. Null: never.';
 comment on column agent_memory.search is 'The words of key and value, for full-text search.';
 comment on column agent_memory.owner is 'The agent whose own memory it is. Empty: all agents share it.';
 
@@ -69,8 +69,8 @@ comment on index agent_memory_conflicts_key is 'Lists the conflicts of a key.';
 create index agent_memory_conflicts_status on agent_memory_conflicts (status, id);
 comment on index agent_memory_conflicts_status is 'Lists conflicts by status.';
 comment on table agent_memory_conflicts is
-  'Memories that were not written, because another writer had changed the key and the first could not be asked. An '
-  'admin decides. Decided rows go after 90 days.';
+  'Memories that were not written, because another writer had changed the key and nobody could ask the first writer. '
+  'An admin decides. Decided rows are deleted after 90 days.';
 comment on column agent_memory_conflicts.category is 'As in agent_memory.';
 comment on column agent_memory_conflicts.key is 'As in agent_memory.';
 comment on column agent_memory_conflicts.value is 'The value that was not written.';
@@ -149,9 +149,9 @@ create index agent_objectives_proposed on agent_objectives (id) where status = '
 comment on index agent_objectives_proposed is 'Lists proposals that wait for a decision.';
 create index agent_objectives_status on agent_objectives (status, id);
 comment on index agent_objectives_status is 'Lists objectives by status.';
-comment on table agent_objectives is 'What an agent is to reach. People declare objectives, or an agent proposes one.';
+comment on table agent_objectives is 'Goals of an agent. People declare objectives, or an agent proposes one.';
 comment on column agent_objectives.goal is 'The objective, for the model.';
-comment on column agent_objectives.success_criteria is 'How its end is recognised.';
+comment on column agent_objectives.success_criteria is 'The signs that the objective is reached.';
 comment on column agent_objectives.status is
   'proposed: waits for a decision. active: the heartbeat works on it. The others are decided or ended.';
 comment on column agent_objectives.priority is 'A lower number comes first.';

@@ -1,4 +1,4 @@
--- Skills: what an agent can do, and what needs an approval.
+-- Skills: the calls of an agent, and their approvals.
 --
 -- Self-heal disables a skill that fails too often. A trial or an admin enables it again. An approval is bound to
 -- execution, step, revision of the skill and arguments. It is used once, in the transaction that records the call.
@@ -20,9 +20,9 @@ create table agent_skills (
   four_eyes boolean not null default false,
   constraint agent_skills_check check (enabled = (disabled_by = ''))
 );
-comment on table agent_skills is 'What agents can call. Self-heal disables a skill that keeps failing.';
+comment on table agent_skills is 'Skills that agents can call. Self-heal disables a skill that keeps failing.';
 comment on column agent_skills.tool_definition is '{"name", "description", "parameters": JSON Schema}, for the model.';
-comment on column agent_skills.handler is 'What runs it, such as builtin:NAME, http:URL or sql:.';
+comment on column agent_skills.handler is 'The code that runs the skill, such as builtin:NAME, http:URL or sql:.';
 comment on column agent_skills.config is 'Settings of the handler: SQL text, method, headers, limits.';
 comment on column agent_skills.scope is
   'internal: for heartbeat, operate and webhooks. external: for conversations with visitors.';
@@ -39,7 +39,8 @@ comment on column agent_skills.evidence is 'The figures for which self-heal disa
 comment on column agent_skills.source is 'workspace or builtin.';
 comment on column agent_skills.state_revision is
   'Counts changes of the skill''s definition and of whether it is in service.';
-comment on column agent_skills.four_eyes is 'Who asked for a call cannot approve it. It needs trust approve.';
+comment on column agent_skills.four_eyes is
+  'The principal that asked for a call cannot approve it. It needs trust approve.';
 
 create table agent_databases (
   name text primary key check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'), description text not null default '',
@@ -89,10 +90,10 @@ comment on index agent_approvals_waiting is 'Finds the open approvals of an exec
 comment on table agent_approvals is
   'Grants of one call: one revision of a skill with one set of arguments. A parked one belongs to the execution that '
   'waits for it, and is void with its end.';
-comment on column agent_approvals.activity_id is 'The row of the log that asked for it.';
+comment on column agent_approvals.activity_id is 'The row of the log that requested the approval.';
 comment on column agent_approvals.step is 'The step that waits for it.';
 comment on column agent_approvals.parked is
-  'An execution waits for the decision. Otherwise whoever repeats the call uses it.';
+  'An execution waits for the decision. Otherwise the next caller that repeats the call uses it.';
 comment on column agent_approvals.arguments is 'The arguments of the call.';
 comment on column agent_approvals.arguments_hash is 'Their hash. Other arguments need another approval.';
 comment on column agent_approvals.status is
@@ -251,7 +252,7 @@ language sql stable parallel safe as $$
   select lanekeeper.agent_decider(a.decided_by, a.decided_via, a.decided_token_id, a.decided_message)
     from agent_approvals a where a.id = p_id
 $$;
-comment on function lanekeeper.agent_approval_decider is 'Who decided an approval, for people.';
+comment on function lanekeeper.agent_approval_decider is 'The person who decided an approval, for people.';
 
 create or replace function lanekeeper.agent_approval_outcome(p_approval agent_approvals) returns text
 language sql stable parallel safe as $$

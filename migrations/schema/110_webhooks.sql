@@ -19,7 +19,7 @@ comment on column agent_webhook_endpoints.scheme is 'How a delivery proves its s
 comment on column agent_webhook_endpoints.secrets is
   'References to the secrets of the scheme; several while one is rotated.';
 comment on column agent_webhook_endpoints.settings is 'Details of the scheme and the format.';
-comment on column agent_webhook_endpoints.actions is 'What a delivery starts, and when.';
+comment on column agent_webhook_endpoints.actions is 'The actions that a delivery starts, with their conditions.';
 comment on column agent_webhook_endpoints.disabled_reason is 'Why it is out of service.';
 comment on column agent_webhook_endpoints.disabled_by is
   'The person or program that disabled it. Empty: it is enabled.';
@@ -133,7 +133,7 @@ create table agent_webhook_outbox (
   created_at timestamptz not null default clock_timestamp(), finished_at timestamptz
 ) with (fillfactor = 80);
 create index agent_webhook_outbox_dead on agent_webhook_outbox (target_id, id) where status = 'dead';
-comment on index agent_webhook_outbox_dead is 'Lists the messages of a target that were given up.';
+comment on index agent_webhook_outbox_dead is 'Lists the dead messages of a target.';
 create index agent_webhook_outbox_due on agent_webhook_outbox (target_id, next_attempt_at) where status = 'pending';
 comment on index agent_webhook_outbox_due is 'Finds the next message to a target.';
 comment on table agent_webhook_outbox is

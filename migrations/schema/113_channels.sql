@@ -58,8 +58,8 @@ comment on index agent_channel_messages_execution is 'Finds the message that a t
 create index agent_channel_messages_recent on agent_channel_messages (channel, id);
 comment on index agent_channel_messages_recent is 'Lists the messages of a channel.';
 comment on table agent_channel_messages is
-  'Messages that came by a channel, one row for each id of the provider. The row is committed before the provider is '
-  'told that the message came.';
+  'Messages that came by a channel, one row for each id of the provider. The row is committed before the provider '
+  'gets its acknowledgement.';
 comment on column agent_channel_messages.channel is 'The name of the channel.';
 comment on column agent_channel_messages.external_id is 'The provider''s id of the message or click.';
 comment on column agent_channel_messages.conversation is 'The provider''s id of the conversation, which is one thread.';
@@ -102,8 +102,7 @@ create index agent_channel_sends_open on agent_channel_sends (channel, thread_id
 comment on index agent_channel_sends_open is 'Finds the next message of each thread of a channel.';
 create index agent_channel_sends_lost on agent_channel_sends (channel, message_id)
   where status in ('failed', 'maybe_sent');
-comment on index agent_channel_sends_lost is
-  'Lists messages that were given up, or of which nobody knows whether they came.';
+comment on index agent_channel_sends_lost is 'Lists failed messages, and messages whose arrival is unknown.';
 create index agent_channel_sends_recent on agent_channel_sends (channel, message_id);
 comment on index agent_channel_sends_recent is 'Lists what a channel sent.';
 comment on table agent_channel_sends is

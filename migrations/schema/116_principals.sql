@@ -1,4 +1,4 @@
--- Principals: who may do what.
+-- Principals: users and programs, with their permissions.
 --
 -- A principal has a role. Tokens narrow it; sessions and login links have all of it.
 create table agent_principals (
@@ -75,7 +75,7 @@ comment on table agent_sessions is 'Logins of browsers. A row goes a day after i
 comment on column agent_sessions.id is 'The id that may be shown. It opens nothing.';
 comment on column agent_sessions.secret_sha256 is
   'The SHA-256 of the secret in the cookie. A login with AGENT_ADMIN_TOKEN has an HMAC under it: it ends when the token changes.';
-comment on column agent_sessions.principal_id is 'Who is logged in.';
+comment on column agent_sessions.principal_id is 'The principal of the session.';
 comment on column agent_sessions.method is 'How: with AGENT_ADMIN_TOKEN, by a login link, or at the OIDC issuer.';
 comment on column agent_sessions.created_at is 'When the login was.';
 comment on column agent_sessions.expires_at is 'When the session ends by itself.';
@@ -95,7 +95,7 @@ create index agent_login_links_principal on agent_login_links (principal_id);
 comment on index agent_login_links_principal is 'Finds the links of a principal that is removed.';
 comment on table agent_login_links is 'Links that log in once. A row goes a day after it has expired.';
 comment on column agent_login_links.secret_sha256 is 'The SHA-256 of the secret in the link.';
-comment on column agent_login_links.principal_id is 'Who it logs in.';
+comment on column agent_login_links.principal_id is 'The principal that the link logs in.';
 comment on column agent_login_links.created_at is 'When it was made.';
 comment on column agent_login_links.expires_at is 'When it stops to log in.';
 comment on column agent_login_links.used_at is 'When it was used.';

@@ -1,8 +1,7 @@
--- Budgets: what model calls may cost.
+-- Budgets: limits on the cost of model calls.
 --
--- A call reserves its worst case before it is made and settles what it used. A reservation is keyed by execution and
--- step, so that a retry uses the one that is there. A call whose usage no provider reported counts at its worst case,
--- and is flagged.
+-- A call reserves its worst case beforehand and settles its use afterwards. Execution and step are the key of a
+-- reservation, so a retry reuses it. A call whose usage no provider reported counts at its worst case, and is flagged.
 
 create table agent_budgets (
   scope text primary key check ((scope <> '') AND (length(scope) <= 255)),

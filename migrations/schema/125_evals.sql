@@ -128,17 +128,16 @@ create index agent_eval_labels_suite on agent_eval_labels (suite, created_at);
 comment on index agent_eval_labels_suite is 'Lists the labels of a suite.';
 create index agent_eval_labels_created on agent_eval_labels (created_at);
 comment on index agent_eval_labels_created is 'Finds old labels of evals.';
-comment on table agent_eval_labels is
-  'What people say about the answers of trials. A person has one label for a trial.';
+comment on table agent_eval_labels is 'Labels of people for the answers of trials. A person has one label for a trial.';
 comment on column agent_eval_labels.run_id is 'The run. It may have been pruned.';
 comment on column agent_eval_labels.case_name is 'The case of the suite.';
 comment on column agent_eval_labels.trial is 'The number of the trial, from 1 on.';
-comment on column agent_eval_labels.principal is 'Who says it.';
+comment on column agent_eval_labels.principal is 'The principal that gave the label.';
 comment on column agent_eval_labels.suite is 'The suite.';
 comment on column agent_eval_labels.answer is 'The labelled answer, as the trial has it: redacted and cut.';
 comment on column agent_eval_labels.answer_digest is 'SHA-256 of the answer.';
 comment on column agent_eval_labels.good is 'The label.';
-comment on column agent_eval_labels.note is 'Why.';
+comment on column agent_eval_labels.note is 'The reason for the label.';
 
 create unlogged table lanekeeper.agent_trial_transactions (id xid8 primary key);
 comment on table lanekeeper.agent_trial_transactions is
@@ -147,9 +146,9 @@ comment on column lanekeeper.agent_trial_transactions.id is 'The transaction.';
 
 -- Code
 
--- A trial of an eval runs under a trace of the prefix ev. Whatever the code does, the database refuses writes
--- with an effect outside the trial. The trigger has the condition, so that other rows run no function. For executions
--- and the log, the functions of their own triggers have it.
+-- A trial of an eval runs under a trace of the prefix ev. The database refuses writes with an effect outside the trial.
+-- The trigger has the condition, so that other rows run no function. For executions and the log, the functions of their
+-- own triggers have it.
 create or replace function lanekeeper.refuse_agent_eval() returns trigger language plpgsql as $$
 begin
   raise exception 'a trial of an eval cannot write to %', tg_table_name
@@ -167,7 +166,7 @@ create or replace trigger agent_executions_no_eval_wait before update of waiting
 create or replace function lanekeeper.mark_agent_trial() returns void language plpgsql as $$
 begin
   insert into lanekeeper.agent_trial_transactions values (pg_current_xact_id()) on conflict do nothing;
-  -- Other rows that can be seen are of transactions that are over.
+  -- Other visible rows belong to transactions that are over.
   if found then
     delete from lanekeeper.agent_trial_transactions t using (
       select o.id from lanekeeper.agent_trial_transactions o

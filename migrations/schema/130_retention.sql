@@ -10,7 +10,7 @@ create table agent_retention (
   constraint agent_retention_check check (keep >= min_keep)
 );
 comment on table agent_retention is
-  'How long rows are kept after their end. Change it with set_agent_retention, which records who did and why.';
+  'How long rows are kept after their end. Change it with set_agent_retention, which records the actor and the reason.';
 comment on column agent_retention.kind is 'The kind of row.';
 comment on column agent_retention.keep is 'How long its rows are kept. Null: for ever.';
 comment on column agent_retention.min_keep is 'The shortest time that keep may be.';

@@ -15,7 +15,7 @@ create table agent_links (
 );
 create index agent_links_effect on agent_links (effect, kind);
 comment on index agent_links_effect is 'Finds the cause of an effect.';
-comment on table agent_links is 'What caused what, where no other table says it.';
+comment on table agent_links is 'Causes and effects that no other table records.';
 comment on column agent_links.cause is
   'A reference as why returns it: execution ID, trace ID, event ID, approval ID; or principal NAME.';
 comment on column agent_links.kind is
@@ -438,7 +438,7 @@ begin
    cross join lateral (select n.name from agent_webhook_targets n where n.id = o.target_id limit 1) t;
 end $$;
 comment on function lanekeeper.agent_why_events is
-  'What the events of a trace, and the ends of its executions, led to, and the targets that were told.';
+  'The effects of a trace''s events and of its executions'' ends, and the notified targets.';
 
 create or replace function why(trace text, most int default 100)
 returns table (seq int, part text, at timestamptz, kind text, what text, from_ref text, to_ref text, trace_id text, execution_id uuid, detail jsonb)

@@ -1,4 +1,4 @@
--- Views: what people and other programs read.
+-- Views: the read interface for people and other programs.
 --
 -- The columns of a view are a promise, as those of a table are. The program's own pages and commands read the same views.
 

@@ -1,4 +1,4 @@
--- Access: what other programs may do.
+-- Access: the permissions of other programs.
 --
 -- Functions and views beside the tables are the contract: the ways to take part without a line of Go. The role
 -- agent_client may call and read them, and nothing else: no table, no function of the schema lanekeeper. Functions for
