@@ -12,8 +12,8 @@ const HiddenText = "[needs the scope threads:read]"
 
 type hiddenTextsKey struct{}
 
-// WithoutTexts hides the texts of conversations from what is shown under ctx. Package principals sets it for callers
-// without the scope.
+// WithoutTexts hides the texts of conversations in all output under ctx. Package principals sets it for callers without
+// the scope.
 func WithoutTexts(ctx context.Context) context.Context {
 	return context.WithValue(ctx, hiddenTextsKey{}, true)
 }

@@ -24,7 +24,7 @@ type Trace struct {
 	// Decisions on the approvals that activities requested, by the id of the activity.
 	Decisions map[string]Decision `json:"decisions,omitempty"`
 
-	OpenChildren int64 `json:"-"` // executions below the root that go on
+	OpenChildren int64 `json:"-"` // executions below the root that still run
 }
 
 // TraceOf reads a trace by its id in any form: prefixed, a bare ULID, or the 32 hex digits of OpenTelemetry. The
@@ -65,7 +65,7 @@ type root struct {
 	Status      string
 	StartedAt   time.Time
 	CompletedAt *time.Time
-	Open        int64 // children that go on
+	Open        int64 // children that still run
 }
 
 func rootsOf(ctx context.Context, db postgres.DB, traceIDs []string) ([]root, error) {

@@ -160,7 +160,7 @@ func (s *server) changeNamed(
 }
 
 // pathName returns the name or id in the path. It accepts control characters, because an admin must be able to reject
-// whatever name a model chose.
+// any name that a model chose.
 func pathName(r request, missing error) (string, error) {
 	name := r.PathValue("id")
 	if !postgres.IsText(name) || len(name) > maxText {

@@ -117,8 +117,8 @@ func (s *server) deliver(ctx context.Context, e eventRequest) (executions.Delive
 	return executions.Delivered{EventID: arrived.EventID, Resumed: arrived.Resumed}, err
 }
 
-// deliverEvent delivers an event and records its sender, whom four eyes count as a requester of what it resumes. Root
-// may decide all, so its events are batched without that.
+// deliverEvent delivers an event and records its sender. Four eyes count the sender as a requester of the resumed
+// executions. Root may decide all, so its events are batched without that.
 func (s *server) deliverEvent(ctx context.Context, e eventRequest) (got executions.Delivered, err error) {
 	if !activity.HasActor(ctx) || activity.ActorFrom(ctx).Name == principals.Root {
 		return s.engine.Deliver(ctx, s.pool, e.Event, e.Key, e.Data, e.ID)

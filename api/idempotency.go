@@ -123,7 +123,7 @@ func isKey(key string) bool {
 	return strings.TrimSpace(key) != "" && len(key) <= maxKey && !strings.ContainsFunc(key, odd)
 }
 
-// callerOf keeps the keys of callers apart, so that nobody gets another's response.
+// callerOf separates the keys of callers: no caller gets another's response.
 func callerOf(ctx context.Context) string {
 	if name, visitor := VisitorFrom(ctx); visitor {
 		return "visitor " + name

@@ -558,8 +558,8 @@ func messageError(err error) error {
 	return err
 }
 
-// messageKey derives the message's key from the Idempotency-Key, so that the message is sent once even if the process
-// dies before it stores the response.
+// messageKey derives the message's key from the Idempotency-Key. So the message is sent once even if the process dies
+// before it stores the response.
 func messageKey(r *http.Request, thread string, b messageRequest) string {
 	key := r.Header.Get(keyHeader)
 	if key == "" {

@@ -157,9 +157,8 @@ func PausedFor(ctx context.Context, db postgres.DB, skill string) ([]string, err
 		pgx.StrictNamedArgs{"skill": skill})
 }
 
-// Enable enables an automation, whoever disabled it. It returns false if it is enabled already. It returns
-// [ErrNotFound] for none, [ErrProposal] for an undecided proposal, and [ErrSkillDisabled] while its skill is
-// disabled.
+// Enable enables an automation, for any disabled_by. It returns false if it is enabled already. It returns
+// [ErrNotFound] for none, [ErrProposal] for an undecided proposal, and [ErrSkillDisabled] while its skill is disabled.
 func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_automations a
@@ -407,7 +406,7 @@ func Runs(ctx context.Context, db postgres.DB, f RunFilter) ([]Run, error) {
 		})
 }
 
-// Abandoned returns claimed runs that nobody will finish, oldest first. Their execution has ended or is missing, or
+// Abandoned returns claimed runs that no process will finish, oldest first. Their execution has ended or is missing, or
 // they have none and were claimed over a day ago. Call [Finish] for each; one of several callers succeeds.
 func Abandoned(ctx context.Context, db postgres.DB) ([]Run, error) {
 	return postgres.Rows[Run](ctx, db, "list abandoned runs", `

@@ -127,7 +127,7 @@ func (room *Room) heldLanes(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Lanes": list, "Want": want, "Next": next}, nil
 }
 
-// claim is a running execution, or one whose process is gone.
+// claim is a running execution, or an execution of a dead process.
 type claim struct {
 	ExecutionID, Flow, Surface, TraceID, Worker, Kind string
 	Claim                                             int64

@@ -29,7 +29,7 @@ type spanRow struct {
 	Purpose, Status                       string
 	CauseID                               *string
 	LedTo                                 string // JSON: calls of each skill in a model's answer
-	Open                                  bool   // somebody works on it
+	Open                                  bool   // a process works on it
 	Input, Output, Message                string
 	InputBytes, OutputBytes, MessageBytes int64
 	Class, Model                          string

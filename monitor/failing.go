@@ -16,7 +16,7 @@ import (
 )
 
 const (
-	// failuresRead bounds the executions and calls that are read as failures, each.
+	// failuresRead bounds the failed executions, and the failed calls.
 	failuresRead, failuresOfCall, failingNames = 200, 30, 30
 	// outcomesRead bounds the runs of a flow, or calls of a skill, that are searched for successes.
 	outcomesRead = 100
@@ -24,7 +24,7 @@ const (
 	newestRead = 500
 	// rejectionsRead bounds the rejected approvals whose executions are no failures.
 	rejectionsRead = 500
-	// FailingStreak is how many failures in a row make a flow or skill failing.
+	// FailingStreak is the number of consecutive failures that makes a flow or skill failing.
 	FailingStreak = 3
 )
 
@@ -32,7 +32,7 @@ const (
 type failure struct {
 	Kind                    string // flow, skill, action, model
 	Name, Agent, ID, Parent string // Parent is the execution that started it
-	TraceID, Message, Step  string // Step is the one that failed
+	TraceID, Message, Step  string // Step is the failed step
 	InnerName, InnerStep    string // of the last error inside an execution; empty for none
 	InnerMessage, Class     string
 	At                      time.Time
@@ -47,7 +47,7 @@ type outcome struct {
 	Since                       *time.Time // the first failure of the streak
 }
 
-// Failing reports whether it counts as failing: see verdict.
+// Failing reports whether the flow or the name counts as failing: see verdict.
 func (o outcome) Failing() bool {
 	return o.LatestFailed && (o.Streak >= FailingStreak || 2*o.HourFailed > o.HourAll)
 }
@@ -58,13 +58,13 @@ var failingSQL string
 //go:embed outcomes.sql
 var outcomesSQL string
 
-// Failures are the failures of the last day, and the outcomes of what failed.
+// Failures are the failures of the last day, and the outcomes of the failed subjects.
 type Failures struct {
 	list     []failure
 	outcomes []outcome
 }
 
-// ReadFailures reads them.
+// ReadFailures reads the failures.
 func ReadFailures(ctx context.Context, db postgres.DB) (got Failures, err error) {
 	since := time.Now().Add(-24 * time.Hour)
 	got.list, err = postgres.RowsGeneric[failure](ctx, db, "list failures", failingSQL, postgres.Strict{
@@ -95,7 +95,7 @@ func ReadFailures(ctx context.Context, db postgres.DB) (got Failures, err error)
 // Failing names the flows, and the skills, actions and models, that fail now.
 type Failing struct{ Flows, Calls []string }
 
-// Failing returns the names of what fails now.
+// Failing returns the names of the failing subjects.
 func (f Failures) Failing() *Failing {
 	names := &Failing{Flows: []string{}, Calls: []string{}}
 	for _, o := range f.outcomes {
@@ -110,7 +110,7 @@ func (f Failures) Failing() *Failing {
 	return names
 }
 
-// outcome returns the outcome of what failed.
+// outcome returns the outcome of a failed subject.
 func (f Failures) outcome(of failure) outcome {
 	i := slices.IndexFunc(f.outcomes, func(o outcome) bool {
 		return o.Name == of.Name && (of.Kind != "flow" && o.Kind == "call" || of.Kind == "flow" &&
@@ -122,7 +122,7 @@ func (f Failures) outcome(of failure) outcome {
 	return f.outcomes[i]
 }
 
-// SubjectURL is the page of what failed.
+// SubjectURL is the page of a failed subject.
 func SubjectURL(kind, name string) string {
 	switch kind {
 	case "flow":
@@ -151,7 +151,7 @@ type Group struct {
 // MaxRetry bounds the executions of a group that can be retried together.
 const MaxRetry = 200
 
-// Subject is what failed.
+// Subject is a failed flow, skill, action or model.
 type Subject struct {
 	Kind string `json:"kind"` // flow, skill, action or model
 	Name string `json:"name"`
@@ -165,13 +165,13 @@ const maxSubjects, maxRead = 4, 8192
 var variable = regexp.MustCompile(
 	`(?i)\b(?:[a-z]{2}_[0-9a-z]{26}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|0x[0-9a-f]+|[0-9a-f]*[0-9][0-9a-f]{7,})\b|[0-9]+`)
 
-// errorKey is a message without what varies.
+// errorKey is a message without its variable parts.
 func errorKey(message string) string {
 	return variable.ReplaceAllString(strings.Join(strings.Fields(strings.ToLower(message)), " "), "#")
 }
 
-// roots returns the root error of each failure by its id. It is that of activity.FindRootCause, as on the trace's page:
-// of a failed execution together with the failed executions that it started, and the last error inside of each.
+// roots returns the root error of each failure by its id. It is the result of activity.FindRootCause, as on the trace's
+// page. The input is a failed execution, the failed executions that it started, and the last error inside each.
 func (f Failures) roots() map[string]string {
 	children, known := map[string][]failure{}, map[string]bool{}
 	for _, one := range f.list {
@@ -215,8 +215,8 @@ func (f Failures) roots() map[string]string {
 	return roots
 }
 
-// Groups gathers the failures that concern an agent by root error: what still fails first, then the newest. unforkable
-// has the flows whose executions cannot be retried.
+// Groups gathers an agent's failures by root error: failing subjects first, then the newest. unforkable has the flows
+// whose executions cannot be retried.
 func (f Failures) Groups(concerns func(string) bool, unforkable map[string]string) []Group {
 	roots := f.roots()
 	byKey, keys := map[string]*Group{}, []string{}
@@ -274,7 +274,7 @@ func (g *Group) add(one failure, root string, failing bool) {
 	}
 }
 
-// Named are the first subjects, and More how many are left out.
+// Named are the first subjects, and More is the number of the others.
 func (g Group) Named() []Subject { return g.Subjects[:min(len(g.Subjects), maxSubjects)] }
 
 // More is the number of subjects that are not named.

@@ -1,8 +1,8 @@
-// Package monitor says whether the agent works: see [Verdict]. The overview of the Engine Room, GET
-// /v1/monitor/verdict, `agent doctor` and the outgoing events verdict.changed and budget.reached have the same rule.
+// Package monitor judges whether the agent works: see [Verdict]. The overview of the Engine Room, GET
+// /v1/monitor/verdict, `agent doctor` and the outgoing events verdict.changed and budget.reached share this rule.
 //
 // An admin acknowledges the reasons of a verdict. They do not count until they change: another root error, another
-// skill, another time of its disabling. What recovers and fails again counts again.
+// skill, another time of its disabling. A subject that recovers and fails again counts again.
 package monitor
 
 import (
@@ -21,7 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// ErrChanged reports an acknowledgement of reasons that are no longer those of the verdict.
+// ErrChanged reports an acknowledgement of outdated reasons.
 var ErrChanged = errors.New("the reasons have changed since; look again")
 
 // Monitor judges an installation.
@@ -36,7 +36,7 @@ type Budget struct {
 	Unit     string  `json:"unit"`  // usd or tokens
 	Spent    float64 `json:"spent"`
 	Unknown  float64 `json:"unknown"`  // the part of Spent that no provider reported
-	Reserved float64 `json:"reserved"` // for calls under way
+	Reserved float64 `json:"reserved"` // reserved for running calls
 	Limit    float64 `json:"limit"`    // 0 for none
 }
 
@@ -48,7 +48,7 @@ func (b Budget) Share() float64 {
 	return b.Spent / b.Limit
 }
 
-// Over reports that the limit is spent.
+// Over reports a spent limit.
 func (b Budget) Over() bool { return b.Limit > 0 && b.Spent >= b.Limit }
 
 // budgetsOf are the limits of the day and of surfaces, and the day's usage without a limit.
@@ -83,7 +83,7 @@ func (m Monitor) Budgets(ctx context.Context, db postgres.DB) ([]Budget, error) 
 	return m.budgetsOf(used), err
 }
 
-// Condition reads what verdicts are derived from, and the agents. The failures may be known already.
+// Condition reads the agents, and the condition that verdicts are derived from. A caller may pass known failures.
 func (m Monitor) Condition(
 	ctx context.Context, db postgres.DB, known *Failures,
 ) (c Condition, all []agents.Agent, err error) {
@@ -127,7 +127,8 @@ func (m Monitor) Condition(
 	return c, all, nil
 }
 
-// Status is the verdict of all agents together and of each of several, with what it is derived from.
+// Status is the verdict of all agents together and, if there are several, of each. It includes the condition behind the
+// verdicts.
 type Status struct {
 	Verdict
 	// Mark stands for the reasons in why; an acknowledgement names it.
@@ -145,7 +146,7 @@ type AgentStatus struct {
 	Spend Budget `json:"spend"`
 }
 
-// Status reads it.
+// Status reads the status.
 func (m Monitor) Status(ctx context.Context, db postgres.DB) (Status, error) {
 	c, all, err := m.Condition(ctx, db, nil)
 	if err != nil {
@@ -171,8 +172,9 @@ func (m Monitor) Status(ctx context.Context, db postgres.DB) (Status, error) {
 	return s, nil
 }
 
-// Acknowledge makes the reasons of the present verdict known, and records the act. The mark is that of the verdict that
-// the person read: ErrChanged when its reasons are others now. A stopped agent cannot be acknowledged.
+// Acknowledge acknowledges the reasons of the present verdict, and records the act. mark is the mark of the verdict
+// that the person read. It returns ErrChanged if the reasons have changed since. A stopped agent cannot be
+// acknowledged.
 func (m Monitor) Acknowledge(
 	ctx context.Context, db postgres.Beginner, mark, reason, by string,
 ) (s Status, traceID string, err error) {
@@ -207,7 +209,7 @@ func (m Monitor) Acknowledge(
 	return s, done.TraceID, nil
 }
 
-// acknowledgement is a cause that an admin knows.
+// acknowledgement is an acknowledged cause.
 type acknowledgement struct {
 	Cause, Reason, AcknowledgedBy string
 }

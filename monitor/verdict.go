@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
 
-// Verdict says whether the agent works.
+// Verdict is the judgement whether the agent works.
 //
 // Stopped: autonomous work is paused, or no process has a live lease (agent_workers) and no heartbeat finished within
 // its period.
@@ -25,14 +25,14 @@ import (
 // Degraded, otherwise: at least one of
 //
 //   - A flow, a skill, another action or the model fails. Its newest finished run failed, in the last 24 hours, and so
-//     did the last 3, or more than half of those that finished in the last hour. Cancelled runs, runs whose call a
-//     person rejected, skipped heartbeats, and calls that say nothing about their skill (agent_skill_calls), are left
-//     out.
+//     did the last 3, or more than half of those that finished in the last hour. The rule ignores cancelled runs, runs
+//     whose call a person rejected, skipped heartbeats, and calls that do not count for their skill
+//     (agent_skill_calls).
 //   - A skill was disabled by self-heal, or is on trial.
 //   - A heartbeat is dead: it is due for more than 2 minutes, or it began since and none finished within 2 periods.
 //   - An execution is stuck (agent_executions_stuck).
-//   - A lane is stuck: one holder, which does not wait itself, has held it for 15 minutes, and the first of its queue
-//     has waited as long.
+//   - A lane is stuck: a holder that does not wait itself has held it for 15 minutes, and the first of its queue has
+//     waited as long.
 //   - The budget of the day is spent.
 //   - A channel is broken (channels.ListBroken).
 //
@@ -47,16 +47,16 @@ type Verdict struct {
 	Known []Reason `json:"known"`
 }
 
-// Reason is why the agent does not work as it should.
+// Reason is one reason of a verdict.
 type Reason struct {
 	Text  string     `json:"text"`
-	Link  string     `json:"link"` // to what fails
+	Link  string     `json:"link"` // to the failing subject
 	Since *time.Time `json:"since"`
-	// By is who acknowledged it, and Note why. Both are empty for a reason that counts.
+	// By acknowledged the reason, and Note says why. Both are empty for a reason that counts.
 	By   string `json:"acknowledged_by,omitempty"`
 	Note string `json:"acknowledged_reason,omitempty"`
 
-	keys []string // what an acknowledgement names: the first is the present cause
+	keys []string // the keys of an acknowledgement: the first is the present cause
 }
 
 // String is the verdict in a line.
@@ -102,8 +102,8 @@ const (
 const (
 	maxBeats     = 1000             // heartbeats that are read
 	uncounted    = 1001             // the first number that is written as "1,000+"
-	overdueAfter = 2 * time.Minute  // how long a heartbeat may be due
-	stuckAfter   = 15 * time.Minute // how long a holder may keep others waiting
+	overdueAfter = 2 * time.Minute  // longest time that a heartbeat may be due
+	stuckAfter   = 15 * time.Minute // longest time that a holder may keep others waiting
 )
 
 // Beat is an agent's heartbeat: its schedule, and the newest one that ended.
@@ -147,7 +147,7 @@ func (b Beat) recent(now time.Time) bool {
 	return b.EndedAt != nil && now.Sub(*b.EndedAt) <= b.period()+overdueAfter
 }
 
-// problem says why the heartbeat is dead; empty if it is not.
+// problem explains a dead heartbeat; empty for a live one.
 func (b Beat) problem(now time.Time) (text string, since time.Time) {
 	switch {
 	case now.Sub(b.NextRunAt) > overdueAfter:
@@ -173,7 +173,7 @@ type stuckWork struct {
 	Since       *time.Time
 }
 
-// Condition is what verdicts are derived from.
+// Condition is the data that verdicts are derived from.
 type Condition struct {
 	Failures
 	now      time.Time
@@ -382,7 +382,7 @@ func (c Condition) BeatsOf(concerns func(string) bool) (list []Beat) {
 
 // failing are the findings of flows, skills, actions and models that fail.
 func (c Condition) failing(concerns func(string) bool) (found []finding) {
-	disabled := map[string]bool{} // these are not called any more
+	disabled := map[string]bool{} // the agent no longer calls these
 	for _, s := range c.disabled {
 		disabled[s.Name] = true
 	}
@@ -481,7 +481,7 @@ func (c Condition) stuckOf(concerns func(string) bool) (found []finding) {
 	return found
 }
 
-// Counted writes a number of things: "1 lane", "2 lanes", "1,000+ lanes".
+// Counted formats a count with its noun: "1 lane", "2 lanes", "1,000+ lanes".
 func Counted(n int64, noun string) string {
 	switch {
 	case n == 1:

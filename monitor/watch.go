@@ -17,8 +17,8 @@ import (
 // CheckEvery is the pause between two checks of all processes together.
 const CheckEvery = 10 * time.Second
 
-// Watch sends verdict.changed and budget.reached to the targets that want them, and removes acknowledgements of what is
-// over, until ctx ends. Several processes may run it.
+// Until ctx ends, Watch sends verdict.changed and budget.reached to the subscribed targets, and removes
+// acknowledgements of past causes. Several processes may run it.
 func (m Monitor) Watch(ctx context.Context, db postgres.Beginner, log *slog.Logger) error {
 	tick := time.NewTicker(CheckEvery)
 	defer tick.Stop()
@@ -34,8 +34,8 @@ func (m Monitor) Watch(ctx context.Context, db postgres.Beginner, log *slog.Logg
 	}
 }
 
-// Check is one pass of Watch. It does nothing while another process checks, or when one did within every. An event is
-// written in the transaction that records its state, so each change is announced once.
+// Check is one pass of Watch. It does nothing while another process checks, or if one did within every. The transaction
+// that records a state writes its event, so each change is announced once.
 func (m Monitor) Check(ctx context.Context, db postgres.Beginner, every time.Duration) error {
 	var wanted bool
 	err := db.QueryRow(ctx, `
@@ -94,8 +94,8 @@ func (m Monitor) check(ctx context.Context, tx pgx.Tx, every time.Duration) erro
 	return err
 }
 
-// announceBudgets sends budget.reached for each limit that passed 80 or 100 per cent since the last check of the day,
-// and returns what is announced.
+// announceBudgets sends budget.reached for each limit that passed 80 or 100 per cent since the day's last check. It
+// returns the announced limits.
 func announceBudgets(ctx context.Context, tx pgx.Tx, c Condition, before map[string]int) (map[string]int, error) {
 	now := map[string]int{}
 	list := slices.Clone(c.Budgets)
@@ -125,7 +125,7 @@ func announceBudgets(ctx context.Context, tx pgx.Tx, c Condition, before map[str
 	return now, nil
 }
 
-// emit tells the targets of an event, with the transaction.
+// emit queues an event for the targets, in the transaction.
 func emit(ctx context.Context, tx pgx.Tx, event string, data map[string]any) error {
 	raw, err := json.Marshal(data)
 	if err == nil {

@@ -11,8 +11,8 @@
 //
 // The agent may propose an objective ([Propose]). Work starts after an admin accepts it; the database enforces that.
 //
-// An objective is due when it is active, its time has come, and it has a pending step or no step at all, which means
-// that planning is due. Without pending steps it is settled instead ([Advanced], or [Settle] after a lost run). With
+// An active objective is due when its time has come and it has a pending step, or no step at all. Without any step,
+// planning is due. Without pending steps it is settled instead ([Advanced], or [Settle] after a lost run). With
 // review_every it starts its next round: all steps but the skipped are pending again. Otherwise it is completed, or
 // failed if a step failed.
 //

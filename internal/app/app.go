@@ -1,9 +1,9 @@
 // Package app wires the components of an agent to one database, and runs them: the engine of executions, the surfaces,
 // the HTTP server and the background work. The command agent and package server build on it.
 //
-// Serve stops in the stages of a graceful shutdown (serve.go). Leases are renewed until the last step has ended. Of a
-// serving process's connections, some are reserved for readiness, the admin and visitors (database.go), so that one
-// kind of load cannot starve another.
+// Serve stops in the stages of a graceful shutdown (serve.go). Leases are renewed until the last step has ended. A
+// serving process reserves connections for readiness, the admin and visitors (database.go). So one kind of load cannot
+// starve another.
 package app
 
 import (

@@ -79,8 +79,8 @@ const cutTimeout = 5 * time.Second
 //
 //  1. draining starts at once. /readyz answers 503, so load balancers stop sending requests. Connections close
 //     after their current response. Work continues for AGENT_DRAIN_DELAY.
-//  2. stopping closes the listener and the streams that only watch. Requests in flight, streamed ones too, have
-//     AGENT_SHUTDOWN_TIMEOUT, and the engine still works for them.
+//  2. stopping closes the listener and the streams that only watch. Requests in flight, including streams, have
+//     AGENT_SHUTDOWN_TIMEOUT. The engine still works for them.
 //  3. cutting ends the remaining responses with a pointer to their result. The engine accepts no work, finishes
 //     running steps within AGENT_SHUTDOWN_TIMEOUT, and hands the rest to other processes.
 type Stages struct{ draining, stopping, cutting chan struct{} }
