@@ -97,32 +97,28 @@ func Actions() []Action { return slices.Concat(messagingActions(), workActions()
 
 // messagingActions are the actions between the flow and people.
 func messagingActions() []Action {
-	channel := may("channel", channelKind, "instead of the flow's")
-	target := may("target", textKind, "of channel webhook")
-	message := may("message", textKind, "instead of the standard words; {{requestId}} is known in it")
-	wait := may("wait", boolKind, "false goes on at once; true when left out")
+	channel := may("channel", channelKind, "replaces the flow's channel")
+	target := may("target", textKind, "the webhook target, for channel webhook")
+	message := may("message", textKind, "replaces the standard text; may contain {{requestId}}")
+	wait := may("wait", boolKind, "false: continue at once; default true")
 	return []Action{
 		{
-			Type: "send_message", About: "Say something in the thread.",
-			Parameters: []Parameter{need("message", textKind, "what is said"), channel, target},
+			Type: "send_message", About: "Send a message to the thread.",
+			Parameters: []Parameter{need("message", textKind, "the text of the message"), channel, target},
 		},
 		{
-			Type: "open_thread", About: "Let a visitor into the thread: a join token is saved as joinToken, or as saveAs " +
-				"says; or a chat key is named.",
+			Type: "open_thread", About: "Let a visitor into the thread. Saves a join token as joinToken or under saveAs, or admits a chat key.",
 			Parameters: []Parameter{
 				may("key", textKind, "the name of a chat key that may speak in the thread, instead of a token"),
-				may("name", textKind, "what the key calls the thread; its id when left out"),
-				may("reusable", boolKind, "whether the token lets any number of visitors in until its end; it lets in one when "+
-					"left out"),
-				may("expires", durationKind, "how long the token is valid, at most 30d; 24h when left out. It ends with the "+
-					"execution"),
+				may("name", textKind, "the key's name for the thread; default its id"),
+				may("reusable", boolKind, "whether the token admits any number of visitors until it expires; by default it admits one"),
+				may("expires", durationKind, "how long the token is valid, at most 30d, default 24h. It ends with the execution"),
 			},
 		},
 		{Type: "wait_for_response", About: "Wait for the next message in the thread; sets lastResponse.", Waits: "response"},
 		{
-			Type: "request_document", About: "Ask for documents and wait until all are there; sets requestId, documents and " +
-				"documentUrls.", Waits: "document",
-			Parameters: []Parameter{need("documents", textsKind, "what is asked for"), message, wait, channel, target},
+			Type: "request_document", About: "Ask for documents and wait until all are there; sets requestId, documents and documentUrls.", Waits: "document",
+			Parameters: []Parameter{need("documents", textsKind, "the names of the documents"), message, wait, channel, target},
 		},
 		{
 			Type: "request_signature", About: "Send a document to be signed; sets requestId, signedDocumentUrl and signedAt.",
@@ -130,7 +126,7 @@ func messagingActions() []Action {
 			Parameters: []Parameter{need("document", textKind, "the document, or its address"), message, wait, channel, target},
 		},
 		{
-			Type: "assign_test", About: "Give somebody a test; sets requestId, testScore and testResult.", Waits: "test",
+			Type: "assign_test", About: "Assign a test; sets requestId, testScore and testResult.", Waits: "test",
 			Parameters: []Parameter{need("test", textKind, "the test, or its address"), message, wait, channel, target},
 		},
 	}
@@ -142,12 +138,11 @@ func workActions() []Action {
 		{
 			Type: "trigger_agent", About: "Start another flow, and wait for its end.", Waits: "agent",
 			Parameters: []Parameter{
-				may("flow", flowKind, "its name"), may("agent", flowKind, "another word for flow"),
-				may("input", objectKind, "of the child"),
-				may("waitForCompletion", boolKind, "true when left out"),
-				may("canInheritLock", boolKind, "whether a child that is waited for may act in the parent's lanes; true when "+
-					"left out"),
-				may("onFailure", failureKind, "of a child that did not complete; continue when left out"),
+				may("flow", flowKind, "the flow's name"), may("agent", flowKind, "alias of flow"),
+				may("input", objectKind, "the child's input"),
+				may("waitForCompletion", boolKind, "default true"),
+				may("canInheritLock", boolKind, "whether an awaited child may use the parent's lanes; default true"),
+				may("onFailure", failureKind, "the reaction to a child that did not complete; default continue"),
 			},
 			OneOf: [][]string{{"flow", "agent"}},
 		},
@@ -158,32 +153,33 @@ func workActions() []Action {
 		{
 			Type: "delay", About: "Wait for a time, at most 30 days.",
 			Parameters: []Parameter{
-				may("duration", durationKind, "how long"),
-				may("until", timeKind, "until when; a time that has passed is no wait"),
+				may("duration", durationKind, "the time to wait"),
+				may("until", timeKind, "the moment to wait for; a past moment ends the wait at once"),
 			},
 			OneOf: [][]string{{"duration", "until"}},
 		},
 		{
-			Type: "skill", About: "Call a skill; one of trust approve waits for an admin first, and sets approvalStatus and " +
-				"approvalReason.",
+			Type: "skill", About: "Call a skill. A skill of trust approve waits for an admin first, and sets approvalStatus and approvalReason.",
 			Parameters: []Parameter{
-				need("name", skillKind, "the skill"), may("arguments", objectKind, "of the call"),
-				may("onRejection", failureKind, "when the approval is rejected or expires; fail when left out"),
+				need("name", skillKind, "the skill"), may("arguments", objectKind, "the arguments of the call"),
+				may("onRejection", failureKind, "the reaction to a rejected or expired approval; default fail"),
 			},
 		},
 		{
-			Type: "reason", About: "Ask the model; its answer is saved as answer, or as saveAs says.",
+			Type: "reason", About: "Ask the model. Saves its answer as answer, or under saveAs.",
 			Parameters: []Parameter{
-				need("prompt", textKind, "what it is asked"), may("system", textKind, "instead of the standard system message"),
-				may("skills", namesKind, "which it may use; none when left out"),
+				need("prompt", textKind, "the prompt"), may("system", textKind, "replaces the standard system message"),
+				may("skills", namesKind, "the skills that the model may call; default none"),
 				may("agent", agentKind,
-					"who answers, with its instructions, model and limits; the execution's agent when left out"),
+					"the agent whose instructions, model and limits apply; default the execution's agent"),
 			},
 		},
 		{
-			Type: "set", About: "Set variables. All are computed from what was before.",
-			Parameters: []Parameter{may("variables", setKind, "values"), may("expressions", exprsKind, "values, computed")},
-			AnyOf:      [][]string{{"variables", "expressions"}},
+			Type: "set", About: "Set variables. Expressions see the values from before the action.",
+			Parameters: []Parameter{
+				may("variables", setKind, "the values"), may("expressions", exprsKind, "expressions for the values"),
+			},
+			AnyOf: [][]string{{"variables", "expressions"}},
 		},
 	}
 }
@@ -194,41 +190,43 @@ func controlActions() []Action {
 		{
 			Type: "if", About: "Run the actions of one of two branches.",
 			Parameters: []Parameter{
-				need("condition", exprKind, "what decides"), need("then", actionsKind, "when it is true"),
-				may("else", actionsKind, "when it is false"),
+				need("condition", exprKind, "the condition"), need("then", actionsKind, "the actions if it is true"),
+				may("else", actionsKind, "the actions if it is false"),
 			},
 		},
 		{
-			Type: "switch", About: "Run the actions of the first case that fits: its condition is true, or its equals is the " +
-				"value.",
+			Type: "switch", About: "Run the actions of the first case that matches: its condition is true, or its equals is the value.",
 			Parameters: []Parameter{
-				may("value", valueKind, "what equals is compared with"),
-				need("cases", casesKind, "in their order"), may("default", actionsKind, "when none fits"),
+				may("value", valueKind, "the value that equals is compared with"),
+				need("cases", casesKind, "the cases, in order"), may("default", actionsKind, "the actions if no case matches"),
 			},
 		},
 		{
 			Type: "for_each", About: "Run actions for each item of a list, one after another; index counts from 0.",
 			Parameters: []Parameter{
-				need("items", listKind, "at most 10,000"),
-				may("as", nameKind, "the variable of the item; item when left out"), need("actions", actionsKind, "what is run"),
+				need("items", listKind, "the list, at most 10,000 items"),
+				may("as", nameKind, "the variable for the item; default item"), need("actions", actionsKind, "the actions"),
 			},
 		},
 		{
-			Type: "while", About: "Run actions again and again while a condition holds; index counts from 0.",
+			Type: "while", About: "Run actions while a condition holds; index counts from 0.",
 			Parameters: []Parameter{
-				need("condition", exprKind, "looked at before each time"),
-				may("max", countKind, "times, 1,000 when left out; the flow fails when the condition still holds then"),
-				need("actions", actionsKind, "what is run"),
+				need("condition", exprKind, "checked before each iteration"),
+				may("max", countKind, "the most iterations, default 1,000; the flow fails if the condition still holds after them"),
+				need("actions", actionsKind, "the actions"),
 			},
 		},
 		{
 			Type: "end", About: "End the execution.",
 			Parameters: []Parameter{
-				may("status", statusKind, "completed when left out"), may("summary", textKind, "in words"),
-				may("result", valueKind, "for programs"),
+				may("status", statusKind, "default completed"), may("summary", textKind, "the result in words"),
+				may("result", valueKind, "the result as data"),
 			},
 		},
-		{Type: "fail", About: "End the execution as failed.", Parameters: []Parameter{need("message", textKind, "why")}},
+		{
+			Type: "fail", About: "End the execution as failed.",
+			Parameters: []Parameter{need("message", textKind, "the reason")},
+		},
 	}
 }
 
