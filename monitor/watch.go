@@ -17,8 +17,8 @@ import (
 // CheckEvery is the pause between two checks of all processes together.
 const CheckEvery = 10 * time.Second
 
-// Until ctx ends, Watch sends verdict.changed and budget.reached to the subscribed targets, and removes
-// acknowledgements of past causes. Several processes may run it.
+// Watch sends verdict.changed and budget.reached to the subscribed targets until ctx ends, and removes acknowledgements
+// of past causes. Several processes may run it.
 func (m Monitor) Watch(ctx context.Context, db postgres.Beginner, log *slog.Logger) error {
 	tick := time.NewTicker(CheckEvery)
 	defer tick.Stop()
