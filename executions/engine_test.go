@@ -58,6 +58,16 @@ func start(
 	return p
 }
 
+// tick starts the due executions. A commit that notifies waits for a lock of the whole server. On a busy server it may
+// wait too long. Then the next tick starts them.
+func (p *process) tick(ctx context.Context) error {
+	for {
+		if err := p.Tick(ctx); !postgres.Locked(err) {
+			return err
+		}
+	}
+}
+
 // prepare makes an engine that does not run yet.
 func prepare(
 	t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, change ...func(*executions.Options),

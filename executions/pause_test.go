@@ -338,7 +338,7 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 	for range 2 {
 		due()
 		for range 2 { // the second finds nothing due
-			require.NoError(t, p.Tick(t.Context()))
+			require.NoError(t, p.tick(t.Context()))
 		}
 	}
 	log := pgtest.Value[string](t, pool, `
@@ -348,10 +348,10 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 	assert.Truef(t, strings.HasPrefix(log, "2 2 hb_ heartbeat autonomous work is paused since ") &&
 		strings.HasSuffix(log, "by ana: "+was.Reason), "recorded: %s", log)
 	resume(t, pool)
-	require.NoError(t, p.Tick(t.Context()))
+	require.NoError(t, p.tick(t.Context()))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 	due()
-	require.NoError(t, p.Tick(t.Context()))
+	require.NoError(t, p.tick(t.Context()))
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 }
 

@@ -342,7 +342,7 @@ func TestManyTickersStartADueTimeOnceAndMissedTicksBecomeOne(t *testing.T) {
 		pgtest.Exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '9 hours'`)
 		var group errgroup.Group
 		for range 8 {
-			group.Go(func() error { return p.Tick(t.Context()) })
+			group.Go(func() error { return p.tick(t.Context()) })
 		}
 		require.NoError(t, group.Wait())
 		require.Equal(t, round+1, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
@@ -403,7 +403,7 @@ func TestABrokenScheduleDelaysNoOther(t *testing.T) {
 			  clock_timestamp() - interval '1 minute')`, postgres.Strict{"name": name})
 		pgtest.Exec(t, pool, `update agent_schedules set `+change+` where name = @name`, postgres.Strict{"name": name})
 	}
-	err := p.Tick(t.Context())
+	err := p.tick(t.Context())
 	assert.Truef(t, err != nil && strings.Count(err.Error(), "schedule bad") == 3,
 		"the error does not name the three: %v", err)
 	assert.Equal(t, "good", pgtest.Value[string](t, pool,
