@@ -180,6 +180,9 @@ func TestMailIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 			select s.status from agent_channel_sends s join agent_messages m on m.id = s.message_id
 			  join agent_channel_messages i on i.execution_id = m.execution_id
 			 where i.external_id like $1`, fmt.Sprintf("m%d@%%", i))
+		if status == "sent" {
+			p.answered(fmt.Sprint("m", i)) // the server's line may come after its answer to the agent
+		}
 		got := len(p.answers(fmt.Sprint("m", i)))
 		assert.Truef(t, got <= 1 && (got != 0 || status == "maybe_sent"), "mail %d has %d answers and is %s", i, got, status)
 	}
