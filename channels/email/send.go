@@ -178,7 +178,7 @@ func parseReference(text string) (r reference) {
 	return r
 }
 
-// compose writes a mail. The parameter who is its reader.
+// compose writes a mail. It returns the recipient, the Message-ID and the text.
 func (t *transport) compose(m channels.Message, now time.Time) (to, id string, raw []byte, err error) {
 	who, root, err := parseConversation(m.Conversation)
 	if err != nil {

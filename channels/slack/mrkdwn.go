@@ -170,7 +170,7 @@ func renderSpans(text string) string {
 	return out.String() + escape(text)
 }
 
-// link renders a link. Its address must be one that a person can open; otherwise all of it becomes text.
+// link renders a web link. A longer link, or one of another scheme, becomes text.
 func link(label, address string) string {
 	const maxLink = 1000 // bytes; a link is never cut
 	if !web.MatchString(address) || len(address)+len(label) > maxLink {

@@ -16,9 +16,9 @@ create table agent_budgets (
 create index agent_budgets_age on agent_budgets (created_at);
 comment on index agent_budgets_age is 'Finds budgets of old runs and days, which are to go.';
 comment on table agent_budgets is
-  'What was spent, and what is reserved, by scope. The limits come with each reservation, from the settings.';
+  'Spent and reserved usage by scope. Each reservation brings the limits of the settings.';
 comment on column agent_budgets.scope is
-  'What is counted: a run (run:TRACE), a day (day:DATE), or a surface or agent of a day.';
+  'The counted unit: a run (run:TRACE), a day (day:DATE), or a surface or agent of a day.';
 comment on column agent_budgets.tokens is 'Tokens spent.';
 comment on column agent_budgets.cost_usd is 'US dollars spent.';
 comment on column agent_budgets.reserved_tokens is 'Tokens of calls under way, at their worst case.';
