@@ -73,7 +73,7 @@ func newLedger(t *testing.T, seed uint64) *ledger {
 	}
 	x.more = append(x.more, "AGENT_SHUTDOWN_TIMEOUT=500ms", `AGENT_PRICES={"scripted":{"input":1,"output":1}}`)
 	x.model.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
-		return x.provide(rand.New(rand.NewPCG(seed, uint64(n)+1)), x.model.Requests()[n].IdempotencyKey(), req)
+		return x.provide(n, rand.New(rand.NewPCG(seed, uint64(n)+1)), x.model.Requests()[n].IdempotencyKey(), req)
 	})
 	for i := range x.agents {
 		x.agents[i] = x.serve("")
@@ -82,7 +82,8 @@ func newLedger(t *testing.T, seed uint64) *ledger {
 }
 
 // provide answers a request, or fails, and bills it unless it refuses. The bill is for the whole answer, heard or not.
-func (x *ledger) provide(random *rand.Rand, key string, req openai.ChatCompletionRequest) modeltest.Reply {
+// The first request is billed and then breaks, so that each run has a request of unknown usage.
+func (x *ledger) provide(n int, random *rand.Rand, key string, req openai.ChatCompletionRequest) modeltest.Reply {
 	words := "All is well. " + strings.Repeat("It takes a while. ", random.IntN(40))
 	prompt, answer := 0, len(words)/3
 	for _, m := range req.Messages {
@@ -91,7 +92,7 @@ func (x *ledger) provide(random *rand.Rand, key string, req openai.ChatCompletio
 	for _, tool := range req.Tools {
 		prompt += 4 + len(modeltest.Arguments(tool))/3
 	}
-	if random.IntN(12) == 0 {
+	if n != 0 && random.IntN(12) == 0 {
 		return modeltest.Status([]int{http.StatusTooManyRequests, http.StatusServiceUnavailable}[random.IntN(2)], 0)
 	}
 	x.mu.Lock()
@@ -102,6 +103,9 @@ func (x *ledger) provide(random *rand.Rand, key string, req openai.ChatCompletio
 		x.unbound++
 	}
 	x.mu.Unlock()
+	if n == 0 {
+		return modeltest.Reset()
+	}
 	reply := modeltest.Text(words)
 	if newest := req.Messages[len(req.Messages)-1]; newest.Role == openai.ChatMessageRoleUser && random.IntN(2) == 0 {
 		reply = reply.AndCall("look", `{}`)
