@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"log/slog"
+	"maps"
 	"net"
 	"strings"
 	"sync/atomic"
@@ -16,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
@@ -202,4 +204,11 @@ func TestALocalStartPollsAtOnce(t *testing.T) {
 		<-ready
 		assert.Equal(t, 0, time.Since(began))
 	})
+}
+
+func TestTheEventsOfWaitsAreThoseOfTheSchema(t *testing.T) {
+	t.Parallel()
+	inSchema := pgtest.Value[map[string]string](t, pgtest.DB(t), `
+		select jsonb_object_agg(k.kind, k.event) from lanekeeper.agent_wait_events k`)
+	assert.Truef(t, maps.Equal(waitEvents, inSchema), "here %v, in the schema %v", waitEvents, inSchema)
 }
