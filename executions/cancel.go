@@ -19,8 +19,8 @@ const cancelTimeout = time.Second
 // once, so no run records anything more. Cancel notifies the process that runs the execution, and that process stops
 // its step.
 //
-// A step in a transaction (StepTx) has the execution locked. Cancel notifies it first and waits up to a second. If the
-// step has not stopped by then, the cancel stays requested until that transaction ends; the returned status is not
+// A step in a transaction (StepTx) locks the execution. Cancel notifies the step first and waits up to a second. If the
+// step still runs then, the cancel stays requested until its transaction ends. The returned status is then not
 // terminal. CancelDetail names the open transactions.
 func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, error) {
 	notify := func() { e.stopIfCancelled(context.WithoutCancel(ctx), id) }
@@ -47,8 +47,8 @@ func Cancel(ctx context.Context, db postgres.DB, id, by, reason string) (Status,
 	})
 }
 
-// CancelTx cancels in the caller's transaction, in one attempt. When another transaction has the execution locked,
-// the cancel is requested.
+// CancelTx cancels in the caller's transaction, in one attempt. When another transaction locks the execution, CancelTx
+// only requests the cancel.
 func CancelTx(ctx context.Context, tx pgx.Tx, id, by, reason string) (Status, error) {
 	return cancelOnce(ctx, tx, id, by, reason)
 }
@@ -69,8 +69,8 @@ func queueCancel(ctx context.Context, b *pgx.Batch, id, by, reason string, statu
 		func(row pgx.Row) error { return row.Scan(status) })
 }
 
-// cancel requests the cancel of a locked execution, notifies its process, and retries until the execution has ended
-// or a second has passed.
+// cancel requests the cancel of a locked execution and notifies its process. It retries until the execution ends, for
+// at most a second.
 func cancel(
 	ctx context.Context, db postgres.DB, id, by, reason string, notify func(), attempt func() (Status, error),
 ) (Status, error) {
@@ -91,7 +91,7 @@ func cancel(
 			notify()
 		}
 		status, err := attempt()
-		if postgres.IsCode(err, "55P03") { // a row that the end changes is locked
+		if postgres.IsCode(err, "55P03") { // another transaction locks a row that the end changes
 			b := &pgx.Batch{}
 			activity.QueueActor(ctx, b)
 			b.Queue(`select lanekeeper.request_agent_cancel(@id, @by, @reason, true)`,
@@ -178,7 +178,7 @@ func (e *Engine) completeCancel(ctx context.Context, id string) {
 	}
 }
 
-// tryCompleteCancel makes one attempt. It reports whether nothing is left to do.
+// tryCompleteCancel makes one attempt to complete a cancel. done is false when another attempt is needed.
 func (e *Engine) tryCompleteCancel(ctx context.Context, id string) (done bool, err error) {
 	var ends []endedExecution
 	b := &pgx.Batch{}

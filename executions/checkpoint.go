@@ -127,13 +127,13 @@ func readLeftOut[Out any](rows pgx.Rows, n int) ([]batch.Answer[Out], error) {
 	return answers, err
 }
 
-// deferDelay is how long the checkpoint of a plain step is deferred. Often the run ends next, and both become one
-// write. The checkpoint is written before the execution starts or records anything else, and on its own after the
-// delay. So records keep the order in which their steps ended, and no step, wait or end precedes one. A process that
-// dies within the delay runs the step again, as if it had died in it.
+// deferDelay is how long the run defers the checkpoint of a plain step. Often the run ends next, and one write stores
+// checkpoint and end. The run writes the checkpoint before it starts or records anything else, or alone after the
+// delay. So checkpoints keep the order in which their steps ended, and precede every later step, wait or end. If the
+// process dies within the delay, the next claim runs the step again.
 const deferDelay = time.Millisecond
 
-// Bounds of a deferred result and of its step's key. Results that the database might reject are written at once,
+// Bounds of a deferred result and of its step's key. The run writes a result that the database might reject at once,
 // while the code can still receive the error.
 const (
 	maxDeferredBytes = 4096
@@ -187,7 +187,7 @@ func withoutExponents(text json.RawMessage) bool {
 	return true
 }
 
-// deferCheckpoint stores a result until another write takes it along or the delay is over.
+// deferCheckpoint stores a result until another write includes it or the delay is over.
 func (r *run) deferCheckpoint(ctx context.Context, p *deferredCheckpoint) error {
 	r.recordMu.Lock()
 	defer r.recordMu.Unlock()
@@ -225,9 +225,9 @@ func (r *run) takeDeferred() *deferredCheckpoint {
 	return p
 }
 
-// writeWithDeferred writes in one transaction with the deferred checkpoint. Other branches, which may build on that
-// step, wait meanwhile. If the write fails, the checkpoint is written alone; unrecorded is its error, which has stopped
-// the run.
+// writeWithDeferred writes in one transaction with the deferred checkpoint. Other branches may build on that step, so
+// they wait meanwhile. If the write fails, writeWithDeferred writes the checkpoint alone. unrecorded is the error of
+// that second write, which has stopped the run.
 func (r *run) writeWithDeferred(ctx context.Context, queue func(b *pgx.Batch)) (unrecorded, err error) {
 	r.recordMu.Lock()
 	p := r.deferred
@@ -290,8 +290,9 @@ type batchers struct {
 // newBatchers returns the batchers of an engine. They share a scheduler, so writes of different kinds are batched at
 // the same pace.
 //
-// A repeated checkpoint or completion changes nothing. A start, a wait, or an event without an id would count twice,
-// so these are repeated only after the database rejected them. Checkpoints and completions are sorted in lock order.
+// A repeated checkpoint or completion changes nothing. A repeated start, wait, or event without an id would count
+// twice, so the batcher repeats these only after the database rejected them. Checkpoints and completions are sorted in
+// lock order.
 func newBatchers(e *Engine) batchers {
 	s := &batch.Scheduler{}
 	return batchers{
@@ -311,8 +312,8 @@ func newBatchers(e *Engine) batchers {
 // SetVariables replaces the variables of the execution, an object that shows the execution's state to readers. The next
 // durable write of the run (a checkpoint, a wait or the end) stores the variables under its fence. A StepTx on a locked
 // row leaves the variables to the next write. So variables cost no round trip, and are lost only with that write.
-// SetVariables is not a step: replayed code sets the same variables again, and stored values are not written again. Of
-// parallel branches, the last call wins.
+// SetVariables is not a step: replayed code sets the same variables again, and the run does not write stored values
+// again. Of parallel branches, the last call wins.
 func SetVariables(ctx context.Context, variables any) error {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -338,7 +339,7 @@ func SetVariables(ctx context.Context, variables any) error {
 // errNotObject reports variables that are not an object.
 var errNotObject = errors.New("pass a struct or a map")
 
-// canonicalJSON writes equal JSON values alike, whatever the order of their members.
+// canonicalJSON writes equal JSON values alike, for any order of their members.
 func canonicalJSON(text json.RawMessage) (json.RawMessage, error) {
 	d := json.NewDecoder(bytes.NewReader(text))
 	d.UseNumber()
@@ -450,8 +451,8 @@ func (r *run) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 	text := r.takeVariables()
 	err := r.withVariables(ctx, text, func(text json.RawMessage) error {
 		return r.e.write(ctx, func(b *pgx.Batch) {
-			// The log is partitioned: PostgreSQL would plan the update of its row anew each time. It warns of SET LOCAL in a
-			// batch, in its log.
+			// The activity log is partitioned, so PostgreSQL would plan the update of its row at each call. PostgreSQL's log
+			// warns of SET LOCAL in a batch.
 			b.Queue(`
 				select set_config('lock_timeout', @lock_timeout, true), set_config('plan_cache_mode', 'force_generic_plan', true)`,
 				postgres.Strict{"lock_timeout": lockTimeout})

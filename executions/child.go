@@ -19,13 +19,13 @@ type Child struct {
 	ThreadID string // the parent's when empty
 	// Wait makes the parent wait durably for the child's end; a cancel of the parent cancels the child.
 	Wait bool
-	// Timeout of that wait: 0 is an hour, or longer while the child itself waits; the limit is a day.
+	// Timeout bounds that wait: 0 is an hour, or longer while the child itself waits; the limit is a day.
 	Timeout time.Duration
 	// KeepLanes stops an awaited child from borrowing its parent's lanes.
 	KeepLanes bool
 	// DedupeKey makes the start idempotent over all executions with the key.
 	DedupeKey string
-	// WaitData is an object in waiting_data, which people see.
+	// WaitData is an object for waiting_data, which the Engine Room shows.
 	WaitData map[string]any `json:"-"`
 }
 
@@ -80,8 +80,8 @@ func checkDepth(ctx context.Context, tx pgx.Tx, id string) error {
 	return nil
 }
 
-// Trigger starts a child execution of the same trace and, with Wait, waits for its end. A failed child is a result,
-// not an error. While the parent waits, the child may use the parent's lanes.
+// Trigger starts a child execution of the same trace. With Wait, it waits for the child's end. A failed child is a
+// result, not an error. While the parent waits, the child may use the parent's lanes.
 func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
 	r, err := runFrom(ctx)
 	if err == nil && c.Wait {

@@ -23,11 +23,11 @@ type ClaimParams struct {
 	// Known are the locks that the worker already has. ClaimRuns returns the owner's other live locks again, so a lost
 	// response does no harm.
 	Known []string
-	Wait  time.Duration // for the first execution; 0 returns at once
+	Wait  time.Duration // how long to wait for the first execution; 0 returns at once
 }
 
 // ClaimRuns locks up to Max executions of the flows, the most urgent and oldest first, as LockRun does. Without a ready
-// execution it waits for the first one. It returns none when the time is over, ctx ends, or the agent is paused.
+// execution it waits for the first one. It returns no lock when the time is over, ctx ends, or the agent is paused.
 // Concurrent claims get different executions. Errors: ErrMalformed.
 func (e *Engine) ClaimRuns(ctx context.Context, p ClaimParams) ([]RunLock, error) {
 	if p.Wait <= 0 {
@@ -89,7 +89,7 @@ func (e *Engine) tryClaimRuns(ctx context.Context, p ClaimParams) (got []RunLock
 			switch {
 			case err != nil:
 				return err
-			case refused == nil: // else it was locked or cancelled meanwhile
+			case refused == nil: // a refused execution was locked or cancelled meanwhile
 				got = append(got, lock)
 			}
 		}
@@ -108,9 +108,9 @@ func (e *Engine) tryClaimRuns(ctx context.Context, p ClaimParams) (got []RunLock
 	return got, nil
 }
 
-// claimableRuns returns the executions to lock: first executions whose lock the owner holds but does not know, then
-// ready executions. The advisory lock is the one of lock_agent_execution. So claimableRuns skips executions that
-// another transaction is locking.
+// claimableRuns returns the executions to lock. Executions whose lock the owner holds but does not know come first,
+// ready executions after them. claimableRuns takes the advisory lock of lock_agent_execution, so it skips executions
+// that another transaction is locking.
 func claimableRuns(ctx context.Context, tx pgx.Tx, p ClaimParams) ([]string, error) {
 	rows, err := tx.Query(ctx, `
 		(select w.execution_id::text
@@ -133,7 +133,7 @@ func claimableRuns(ctx context.Context, tx pgx.Tx, p ClaimParams) ([]string, err
 	return postgres.Collect(rows, err, "find executions to claim", pgx.RowTo[string])
 }
 
-// readClaimable counts the ready executions of flows, up to MaxClaim. Flows without any are left out.
+// readClaimable counts the ready executions of flows, up to MaxClaim. It leaves out flows without ready executions.
 func (e *Engine) readClaimable(ctx context.Context, flows []string) (map[string]int, error) {
 	type count struct {
 		Flow  string

@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// completion is the end of a run, as it is written.
+// completion is the end of a run for the database.
 type completion struct {
 	id           string
 	claim        int64
@@ -27,7 +27,7 @@ type completion struct {
 	errorMessage *string
 	failedStep   *string
 	variables    json.RawMessage  // nil when the row has them
-	row          *Execution       // the execution as it was claimed, where a caller wants the final row; else nil
+	row          *Execution       // the claimed execution if a caller wants the final row; nil otherwise
 	lastStep     *checkpointWrite // deferred checkpoint of the last step; nil for none
 }
 
@@ -35,11 +35,11 @@ type completion struct {
 type completionResult struct {
 	releasedLanes []releasedLane
 	awaited       bool       // another execution waits for this one
-	row           *Execution // the final row, where a caller wants it
+	row           *Execution // the final row if a caller wants it
 }
 
 // complete writes the end of the execution and its deferred checkpoint. Lanes, open activity rows and AGENT_COMPLETED
-// follow in the same transaction. If the database rejects the result, the execution fails, so it ends in any case.
+// follow in the same transaction. If the database rejects the result, the execution ends as failed.
 func (r *run) complete(
 	ctx context.Context, last *deferredCheckpoint, status Status, result Result, failure error,
 ) error {
@@ -89,7 +89,7 @@ func (r *run) afterCompletion(ctx context.Context, status Status, failure error,
 	r.e.log.InfoContext(ctx, "locks released", "count", len(done.releasedLanes))
 }
 
-// deliverCompletion resumes the executions that wait for the completion of id. After an error the sweep does it.
+// deliverCompletion resumes the executions that wait for the completion of id. After an error the sweep resumes them.
 func (e *Engine) deliverCompletion(ctx context.Context, id string) {
 	if err := e.tryDeliverCompletion(ctx, id); err != nil {
 		e.log.WarnContext(ctx, "parent not resumed yet", "execution", id, "error", err)
@@ -175,8 +175,8 @@ func (r *run) writeCompletion(
 	return done, err
 }
 
-// completeOne writes a single completion: as a batch of one, or with its own transaction where the batch leaves it
-// out.
+// completeOne writes a single completion as a batch of one. If the batch leaves the completion out, completeOne writes
+// it in its own transaction.
 func (r *run) completeOne(ctx context.Context, end completion) (completionResult, error) {
 	got, err := r.e.completeBatch(ctx, []completion{end})
 	if err != nil || got[0].Alone {
@@ -202,8 +202,8 @@ func (r *run) completeInTx(ctx context.Context, end completion) (done completion
 	return done, err
 }
 
-// queueCompletion queues a completion and the queries for after the commit: released lanes, waiting executions and
-// the row. A new wait locks the row first, so either the completion finds the wait or the wait finds the completion.
+// queueCompletion queues a completion and the queries for after the commit: released lanes, waiting executions and the
+// row. A new wait also locks the row first, so either the completion finds the wait or the wait finds the completion.
 func queueCompletion(b *pgx.Batch, end completion, done *completionResult) {
 	b.Queue(`select lanekeeper.complete_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`,
 		postgres.Strict{
@@ -308,7 +308,7 @@ func (c completedRow) execution(end completion) *Execution {
 	return &x
 }
 
-// rowForCaller returns the execution as it was claimed where a caller wants the final row.
+// rowForCaller returns the claimed execution if a caller wants the final row; nil otherwise.
 func (r *run) rowForCaller() *Execution {
 	if r.onCompleted == nil {
 		return nil
@@ -347,9 +347,9 @@ type endedExecution struct {
 	Claim       int64
 }
 
-// queueEnded queries the executions that the batch's transaction ended: by a cancel or a sweep, where no run reports
-// the end. Inside the batch the query delays nothing. A sweep ends executions in subtransactions. So a visible row of
-// an in-progress transaction belongs to the sweep.
+// queueEnded queries the executions that the batch's transaction ended by a cancel or a sweep, because no run reports
+// those ends. Inside the batch the query needs no further round trip. A sweep ends executions in subtransactions. So a
+// visible row of an in-progress transaction belongs to the sweep.
 func queueEnded(b *pgx.Batch, dest *[]endedExecution) {
 	b.Queue(`
 		select x.id::text, x.trace_id, x.status, coalesce((v.data ->> 'locks_released')::int, 0),
@@ -387,8 +387,8 @@ type releasedLane struct {
 	Successor string // the waiter that holds it now; "" for none
 }
 
-// queueReleasedLanes queries the lanes that the end of an execution released. The event of the end has their number,
-// and their rows are the latest.
+// queueReleasedLanes queries the lanes that the end of an execution released. The event of the end has the number of
+// these lanes, and their rows are the latest.
 func queueReleasedLanes(b *pgx.Batch, id string, dest *[]releasedLane) {
 	b.Queue(`
 		select h.lane, h.fencing_token as token, h.successor from (

@@ -26,10 +26,10 @@ const (
 var countSQL string
 
 // Count adds ended executions to agent_execution_counts and agent_execution_durations. One call counts at most about
-// 20,000 new executions and 20,000 listed as open. It reports whether more can be counted now. It writes nothing when
-// there is nothing to count or another process counts. A pass is one transaction, and blocks no writer: Count finds
-// executions by their ids, and the end of an execution costs nothing extra. Count removes hours as agent_retention says
-// for hour_counts; days stay.
+// 20,000 new executions and 20,000 listed as open. It reports whether more can be counted now. It writes nothing
+// without executions to count, or while another process counts. A pass is one transaction and blocks no writer: Count
+// finds executions by their ids, so the end of an execution costs nothing extra. Count removes hours after the period
+// of hour_counts in agent_retention; days stay.
 func Count(ctx context.Context, db postgres.Beginner) (more bool, err error) {
 	_, more, err = CountPass(ctx, db, countLimit, countLag)
 	return more, err

@@ -27,8 +27,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// Func is a durable function. Each claim calls it from the top. Its context ends when the claim is lost or the
-// execution cancelled.
+// Func is a durable function. Each claim calls it from the top. The function's context ends when the process loses the
+// claim or a cancel ends the execution.
 type Func func(ctx context.Context, input json.RawMessage) (Result, error)
 
 // Result is the result of a durable function: a summary for people and a value for programs.
@@ -50,7 +50,7 @@ type Options struct {
 	SweepEvery time.Duration
 	// StopTimeout bounds how long running steps may finish during a shutdown; default 20 s.
 	StopTimeout time.Duration
-	// PollOnly runs River without LISTEN. It is implied behind a pooler without Direct.
+	// PollOnly runs River without LISTEN. Behind a pooler without Direct, the engine sets it.
 	PollOnly bool
 	Direct   *pgxpool.Pool // connects to the server itself, for LISTEN behind a pooler; may be nil
 	// Lease renews the worker's lease over connections that executions do not use; may be nil.
@@ -73,7 +73,7 @@ type Engine struct {
 	unforkable map[string]string // reason by flow
 
 	running       atomic.Bool
-	registerMu    sync.Mutex // held while a lease is registered, so there is only one
+	registerMu    sync.Mutex // held during the registration of a lease, so there is only one
 	mu            sync.Mutex
 	lease         *workerLease
 	runs          map[string]*run
@@ -208,9 +208,9 @@ func (e *Engine) flow(ctx context.Context, name string) (Func, error) {
 	return e.fallback(ctx, name)
 }
 
-// Run works until ctx ends, then shuts down and returns nil. A shutdown claims nothing more, lets running steps
-// finish within StopTimeout, and releases unfinished executions. Run survives a database outage. It returns an error
-// when the engine runs already or was shut down.
+// Run works until ctx ends, then shuts down and returns nil. During a shutdown the engine claims nothing more, lets
+// running steps finish within StopTimeout, and releases unfinished executions. Run survives a database outage. It
+// returns an error when the engine runs already or was shut down.
 func (e *Engine) Run(ctx context.Context) error {
 	if e.stopping() || e.running.Swap(true) {
 		return errors.New("run engine: it runs already or was shut down; make another with New")
@@ -342,7 +342,7 @@ func (e *Engine) waitForRuns(ctx, soft context.Context) {
 	e.waitIdle(hard)
 }
 
-// waitIdle waits until this process runs nothing; false when ctx ended first.
+// waitIdle waits until this process runs no execution; false when ctx ended first.
 func (e *Engine) waitIdle(ctx context.Context) bool {
 	for {
 		e.mu.Lock()

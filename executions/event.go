@@ -32,7 +32,7 @@ func (o event) lockName() string {
 
 // deliverLocal delivers an event in a process that runs executions. The same statement claims the resumed executions
 // while this process has free workers and no queued execution comes first. So one round trip lies between an event and
-// the waiting code. All other resumed executions are queued.
+// the waiting code. The statement queues all other resumed executions.
 func (e *Engine) deliverLocal(ctx context.Context, o event) (Delivered, error) {
 	single := func(ctx context.Context) (Delivered, error) {
 		got, err := e.deliverBatch(ctx, []event{o})
@@ -61,14 +61,14 @@ func (e *Engine) deliverLocal(ctx context.Context, o event) (Delivered, error) {
 	return got, err
 }
 
-// slotTimeout bounds how long workers stay reserved for resumed executions. A slower statement is blocked by a lock,
-// and the workers are needed elsewhere.
+// slotTimeout bounds how long workers stay reserved for resumed executions. A lock blocks a slower statement, and other
+// executions need the workers.
 const slotTimeout = 100 * time.Millisecond
 
 // slots are workers of each queue that are reserved for resumed executions.
 type slots struct {
 	e                       *Engine
-	background, interactive int // as many may be claimed
+	background, interactive int // number of reserved workers
 
 	mu       sync.Mutex
 	released bool
@@ -132,7 +132,7 @@ func (e *Engine) deliverBatch(ctx context.Context, events []event) ([]batch.Answ
 	defer rows.Close()
 	answers := batch.Unanswered[Delivered](len(events))
 	var claimed []claimedExecution
-	queued := map[string]int{} // executions left to each queue
+	queued := map[string]int{} // executions that stay in each queue
 	for rows.Next() {
 		var n int
 		var eventID, executionID, queue *string
@@ -215,11 +215,11 @@ type Delivered struct {
 	Resumed []string `json:"resumed"` // executions whose wait it ended
 }
 
-// Deliver records an event and ends every wait for it. An event without a wait is kept for the first one. id makes
-// repeated deliveries count once. If db is a pool, Deliver uses the engine's own pool. In a process that runs
-// executions, one statement delivers the event and claims the resumed executions while workers are free. Concurrent
-// events share the commit. WithLockTimeout bounds the wait for an open transaction that holds the id or the wait. In a
-// transaction, workers are notified at its commit.
+// Deliver records an event and ends every wait for it. The database keeps an event without a wait for the first such
+// wait. id makes repeated deliveries count once. If db is a pool, Deliver uses the engine's own pool. In a process that
+// runs executions, one statement delivers the event and claims the resumed executions while workers are free.
+// Concurrent events share the commit. WithLockTimeout bounds the wait for an open transaction that holds the id or the
+// wait. In a caller's transaction, the commit notifies workers.
 func (e *Engine) Deliver(
 	ctx context.Context, db postgres.Beginner, name, key string, data json.RawMessage, id string,
 ) (Delivered, error) {

@@ -56,9 +56,9 @@ var (
 	ErrParked = errors.New("execution parked: it continues when its wait ends")
 	// ErrStale reports a write under a claim that is no longer live.
 	ErrStale = activity.ErrStale
-	// ErrLost is the cause of a cancelled run context after the worker's lease ended.
+	// ErrLost is the cause of a run context that ended because the worker's lease ended.
 	ErrLost = errors.New("claim lost: the worker's lease ended")
-	// ErrCancelled is the cause of a cancelled run context after a cancel.
+	// ErrCancelled is the cause of a run context that ended because of a cancel.
 	ErrCancelled = errors.New("execution cancelled")
 	// ErrChanged reports code that changed under a running execution.
 	ErrChanged = errors.New("the code changed under a running execution")
@@ -120,11 +120,11 @@ type Execution struct {
 	CancelledBy   *string         `json:"cancelled_by"`
 	CancelReason  *string         `json:"cancel_reason"`
 	DedupeKey     *string         `json:"dedupe_key"`
-	OnLost        string          `json:"on_lost"`          // what the loss of its worker means
+	OnLost        string          `json:"on_lost"`          // the effect of a lost worker; see Spec.OnLost
 	MaxAttempts   int             `json:"max_attempts"`     // workers lost without a checkpoint between them
 	Progress      int             `json:"progress_seconds"` // 0 is no limit
 	Inherits      bool            `json:"inherits"`         // may borrow the lanes of its waiting parent
-	ForkedFrom    *string         `json:"forked_from"`      // the execution whose steps before ForkedStep were copied
+	ForkedFrom    *string         `json:"forked_from"`      // source of the copied steps before ForkedStep
 	ForkedStep    *string         `json:"forked_step"`
 	FlowVersion   *int            `json:"flow_version"` // of a flow that is stored as data
 	CreatedAt     time.Time       `json:"created_at"`
@@ -166,8 +166,8 @@ func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {
 	return got, nil
 }
 
-// notFoundError returns ErrNotFound, and names retention when that may have removed the execution: some were removed,
-// and this id is as old.
+// notFoundError returns ErrNotFound. Its text names retention when a pass has removed executions and this id is old
+// enough.
 func notFoundError(ctx context.Context, db postgres.DB, id string) error {
 	rows, err := db.Query(ctx, `
 		select coalesce(': it keeps what has ended for ' || r.keep, '') from agent_retention r
@@ -292,7 +292,7 @@ func (w WaitingRow) Redacted(ctx context.Context) WaitingRow {
 }
 
 // ListWaiting reads at most 500 waiting executions, the nearest deadline first. kind selects one kind of wait. stuck
-// selects those whose deadline passed and that were not updated for an hour.
+// selects executions with a passed deadline and without an update for an hour.
 func ListWaiting(ctx context.Context, db postgres.DB, kind string, stuck bool, limit int) ([]WaitingRow, error) {
 	rows, err := db.Query(ctx, `
 		select w.id::text, w.trace_id, w.surface, w.agent, w.flow, coalesce(w.waiting_for, ''), coalesce(w.waiting_key, ''),
@@ -310,7 +310,7 @@ type Relative struct {
 	ID     string `json:"id"`
 	Flow   string `json:"flow"`
 	Status Status `json:"status"`
-	// From is the first step that the fork does again; empty for children and for forks that keep every step.
+	// From is the first step that the fork runs again; empty for children and for forks that keep every step.
 	From string `json:"from"`
 	Fork bool   `json:"fork"`
 }
@@ -327,8 +327,8 @@ func Relatives(ctx context.Context, db postgres.DB, id string) ([]Relative, erro
 // maxRedactedBytes bounds each value of a redacted row.
 const maxRedactedBytes = 64 << 10
 
-// Redacted returns the execution without secrets, each value cut at 64 KiB, and without the texts of a conversation
-// that ctx hides. Show this form only. The row keeps its values, because a replay needs them.
+// Redacted returns the execution without secrets and without the conversation texts that ctx hides. It cuts each value
+// at 64 KiB. Show this form only. The row keeps its values, because a replay needs them.
 func (x Execution) Redacted(ctx context.Context) Execution {
 	hide := x.hidesTexts(ctx)
 	for _, value := range []*json.RawMessage{&x.Input, &x.Variables, &x.WaitingData, &x.Result} {
@@ -369,8 +369,8 @@ func redactValue(value json.RawMessage) json.RawMessage {
 	return redact.JSON(value, maxRedactedBytes)
 }
 
-// IsControl reports an error that interrupts a run (parked, stopped, released) and is no result of its work. Durable
-// code returns it unchanged.
+// IsControl reports an error that interrupts a run (parked, stopped, released) and is no result of the run's work.
+// Durable code returns such an error unchanged.
 func IsControl(err error) bool {
 	for _, control := range []error{ErrParked, ErrLost, ErrStale, ErrCancelled, ErrDraining, context.Canceled} {
 		if errors.Is(err, control) {

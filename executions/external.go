@@ -18,13 +18,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
-// External is the flow of an external worker. "external:NAME" are such flows too, for workers with different tasks.
+// External is the flow of an external worker. Workers with different tasks have flows of the form "external:NAME".
 const External = "external"
 
 // IsExternal reports whether external workers run a flow.
 func IsExternal(flow string) bool { return flow == External || strings.HasPrefix(flow, External+":") }
 
-// reserved are the flows of the program itself, which only it starts.
+// reserved are the flows that only the program itself starts.
 var reserved = []string{
 	"automation", "chat", "chat_relay", "chat_summary", "delegate", "eval", "heartbeat", "mcp.call", "operate",
 	"skill_call", "webhook",
@@ -36,7 +36,7 @@ func Reserved() []string { return slices.Clone(reserved) }
 // IsReserved reports whether only the program itself starts a flow.
 func IsReserved(flow string) bool { return slices.Contains(reserved, ReservedName(flow)) }
 
-// ReservedName is the flow without the part that tells trials of evals apart: "eval" for "eval:1f0c".
+// ReservedName is the flow without the id of an eval's trial: "eval" for "eval:1f0c".
 func ReservedName(flow string) string {
 	if strings.HasPrefix(flow, "eval:") {
 		return "eval"
@@ -48,7 +48,7 @@ func ReservedName(flow string) string {
 var (
 	// ErrHeld reports an execution that another worker's live lock holds.
 	ErrHeld = errors.New("the run is locked by another worker")
-	// ErrVoid reports a lock that is not, or no longer, the execution's.
+	// ErrVoid reports a lock that does not, or no longer, belong to the execution.
 	ErrVoid = errors.New("the lock is void")
 	// ErrOutputConflict reports a step that was recorded with another output.
 	ErrOutputConflict = errors.New("the step was recorded with another output")
@@ -67,7 +67,7 @@ type RunError struct {
 	Err     error
 	TraceID string // of the execution; empty where unknown
 	Holder  string // owner of the live lock; empty for none
-	Detail  string // state, and what to do
+	Detail  string // the state, and advice
 }
 
 func (e *RunError) Error() string {
@@ -88,9 +88,9 @@ type RunLock struct {
 }
 
 // LockRun locks an execution for an external worker, and reads its state in the same transaction. owner names one
-// process of the worker: the owner of the live lock gets the same lock again, renewed. The lock is void after ttl
-// (whole seconds, up to a day) without a renewal. LockRun first settles an expired lock: the execution fails or is
-// handed on, as its on_lost says.
+// process of the worker. LockRun renews the owner's live lock and returns it again. The lock is void after ttl (whole
+// seconds, up to a day) without a renewal. LockRun first settles an expired lock: by on_lost, the execution fails or is
+// ready for another worker.
 //
 // Errors: ErrNotFound, ErrNotExternal, ErrHeld with its holder, ErrNotReady, ErrEnded, ErrPaused, ErrMalformed.
 func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duration) (RunLock, error) {
@@ -194,10 +194,10 @@ type LockRenewal struct {
 	LockID          string
 	ExecutionID     *string // nil for a deleted lock
 	TraceID         *string
-	Live            bool // renewed, or its holder learns of a cancel; otherwise void
+	Live            bool // renewed, or CancelRequested; otherwise void
 	ExpiresAt       *time.Time
 	Status          *Status
-	CancelRequested bool // the execution was cancelled: stop the work. Reported once, because the lock is over
+	CancelRequested bool // the execution was cancelled: stop the work. Reported once, because the cancel ended the lock
 }
 
 // RenewLocks renews locks, each by its own ttl, and answers in their order. It neither waits for nor delays a
@@ -279,8 +279,8 @@ func (e *Engine) rejectVoidLock(ctx context.Context, id, lockID, write, step str
 	return refused
 }
 
-// recordStale records a rejected write of an external worker in the activity log. The first few per lock have a row
-// each, and the last row counts the rest. So a stale worker cannot fill the log.
+// recordStale records a rejected write of an external worker in the activity log. The first few writes per lock have a
+// row each, and the last row counts the rest. So a stale worker cannot fill the log.
 func (e *Engine) recordStale(ctx context.Context, traceID, id, lockID, write, step string, output json.RawMessage) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()

@@ -2,7 +2,7 @@ package executions
 
 import (
 	"context"
-	_ "embed" // the statement is in a file of its own
+	_ "embed" // for the SQL statement in a file of its own
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -28,8 +28,8 @@ var ErrNotFailed = errors.New("only a failed, timed out or cancelled execution c
 // ForkSpec describes a fork.
 type ForkSpec struct {
 	ID string
-	// From is the first step to run again: the key of a recorded step, of a phase or loop under way, of a scope, or
-	// of a waiting step. Empty keeps every checkpoint.
+	// From is the key of the first step to run again: a recorded step, a phase or loop under way, a scope, or a waiting
+	// step. Empty keeps every checkpoint.
 	From string
 	// Input replaces the input; nil keeps it.
 	Input json.RawMessage
@@ -37,8 +37,8 @@ type ForkSpec struct {
 	Latest bool
 }
 
-// Unforkable makes forks of a flow fail with ErrNoFork and a reason, which names an alternative. Use it for flows whose
-// owner allows one execution. Call it before Run.
+// Unforkable makes forks of a flow fail with ErrNoFork and a reason, which names an alternative. Use Unforkable for
+// flows whose owner allows one execution. Call it before Run.
 func (e *Engine) Unforkable(flow, why string) {
 	if e.unforkable == nil {
 		e.unforkable = map[string]string{}
@@ -49,19 +49,19 @@ func (e *Engine) Unforkable(flow, why string) {
 // WhyUnforkable returns the reasons of Unforkable, by flow. Call it during Run, and do not change the map.
 func (e *Engine) WhyUnforkable() map[string]string { return e.unforkable }
 
-// Fork starts a new execution with its own trace. It copies the checkpoints before a step and runs the rest again:
-// steps, calls, children, messages and requests from there on are its own. The original execution is unchanged, and
-// neither notifies its parent of the fork.
+// Fork starts a new execution with its own trace. The fork copies the checkpoints before a step and runs the rest
+// again. Steps, calls, children, messages and requests from that step on are its own. Fork does not change the original
+// execution, and neither execution notifies the parent of the fork.
 //
-// Checkpoints before the step are those recorded before it, or before the first inner step of a phase, loop or scope
-// under way. The fork drops the inner steps of the named one, approvals of calls that were not made, and a request to
-// people without a later step. It acquires its lanes again, and sends in the thread under its own claim. A fork from
-// a wait waits again: a delay from its beginning, other waits for a new event, and for the original's child if its
-// start is kept.
+// Checkpoints before a step are those recorded earlier than the step. For a phase, loop or scope under way, the first
+// inner step counts. The fork drops the inner steps of the named step, approvals of calls that the original never made,
+// and a request to people without a later step. It acquires its lanes again, and sends in the thread under its own
+// claim. A fork from a wait waits again. A delay starts over, and other waits need a new event. A wait for a child
+// waits for the original's child if the fork keeps the start of that child.
 //
-// With another input, a checkpoint with a different recorded input (see Input) makes Fork fail with ErrChanged and
-// the name of the step. An input with which the flow fails between steps gives ErrNoFork. A failure that the replay
-// cannot find fails the fork itself. Further errors: ErrNotFound, ErrNoStep, ErrNoFork.
+// With another input, Fork fails with ErrChanged and the step's name if a checkpoint has a different recorded input
+// (see Input). It fails with ErrNoFork if the flow fails between steps with that input. If the replay misses a failure,
+// the new execution fails. Further errors: ErrNotFound, ErrNoStep, ErrNoFork.
 func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Execution, error) {
 	x, err := Get(ctx, db, s.ID)
 	if err != nil {
@@ -168,8 +168,8 @@ func forkSteps(ctx context.Context, tx pgx.Tx, s ForkSpec) ([]Checkpoint, error)
 	return checkpoints, rows.Err()
 }
 
-// checkInput replays the flow with the new input and the checkpoints of the fork, to find a checkpoint of another
-// input. What a replay cannot find fails in the fork.
+// checkInput replays the flow with the new input and the fork's checkpoints. It returns an error for a checkpoint that
+// belongs to another input. If the replay misses a failure, the new execution fails.
 func (e *Engine) checkInput(ctx context.Context, tx pgx.Tx, x Execution, s ForkSpec) error {
 	if fn, err := e.flow(ctx, x.Flow); err != nil || fn == nil {
 		return err
@@ -223,10 +223,10 @@ func useCurrentVersion(ctx context.Context, tx pgx.Tx, x *Execution, checkpoints
 	return nil
 }
 
-// Retry forks an execution that failed, timed out or was cancelled, so that its failed part runs again: the failed
-// step (in a phase, the inner one), the wait that timed out, or the start of the failed child. Where the code failed
-// between steps, the last recorded step runs again. An execution that was cancelled or lost its workers continues
-// after its last checkpoint. The second return value is the first step that runs again.
+// Retry forks an execution that failed, timed out or was cancelled. The fork runs the failed part again: the failed
+// step (in a phase, the inner step), the wait that timed out, or the start of the failed child. If the code failed
+// between steps, the fork runs the last recorded step again. If the execution was cancelled or lost its workers, the
+// fork continues after the last checkpoint. The second return value is the first step that runs again.
 func (e *Engine) Retry(ctx context.Context, db postgres.Beginner, id string) (Execution, string, error) {
 	x, err := Get(ctx, db, id)
 	if err != nil {
@@ -269,20 +269,20 @@ func retryStep(x Execution, checkpoints []Checkpoint) string {
 			}
 		}
 	}
-	// A checkpoint that contradicts the code did not fail.
+	// The step of a checkpoint that contradicts the code did not fail.
 	if x.FailedStep != nil && x.ErrorMessage != nil && strings.Contains(*x.ErrorMessage, ErrChanged.Error()) &&
 		recorded(*x.FailedStep) {
 		return *x.FailedStep
 	}
 	last := checkpoints[len(checkpoints)-1]
 	if start, ok := strings.CutSuffix(last.Step, " result"); ok && recorded(start) && recorded(start+" wait") {
-		return start // the child's failure was returned: start a new child
+		return start // the flow returned the child's failure: start a new child
 	}
 	return last.Step
 }
 
-// findFailedStep finds the earliest failed checkpoint, within a prefix, whose message is part of an error; for a
-// group, its inner step. Each found message is removed from the error, so equal messages count as often as they
+// findFailedStep finds the earliest failed checkpoint, within a prefix, whose message is part of an error. For a group,
+// it finds the inner step. It removes each found message from the error, so equal messages count as often as they
 // occur.
 func findFailedStep(message, within string, checkpoints []Checkpoint) (step string) {
 	rest, why := message, ""

@@ -13,8 +13,8 @@ import (
 	"unicode/utf8"
 )
 
-// encode returns the JSON to store. jsonb stores neither U+0000 nor half a surrogate pair, and text needs valid
-// UTF-8; all of these become U+FFFD. altered says that the stored value differs from v, as it does for raw JSON in v.
+// encode returns the JSON to store. jsonb stores neither U+0000 nor half a surrogate pair, and text needs valid UTF-8.
+// encode replaces all of these by U+FFFD. altered says that the stored value differs from v, as for raw JSON in v.
 func encode(v any) (text json.RawMessage, altered bool, err error) {
 	text, altered, err = sanitize(v)
 	if err != nil || !holdsRawJSON(reflect.TypeOf(v)) {
@@ -113,9 +113,9 @@ func decode[T any](text []byte) (value T, err error) {
 	return value, nil
 }
 
-// holdsRawJSON reports a type with a json.RawMessage or json.Number in it; parents are the types around it. Such
-// values keep JSON as it was written, but the database rewrites it. encode therefore brings them into the database's
-// form, so the first run continues with what a replay gets.
+// holdsRawJSON reports a type with a json.RawMessage or json.Number in it. parents are the enclosing types. Such a
+// value keeps the original JSON text, but the database rewrites that text. So encode converts the value to the
+// database's form, and the first run gets the same value as a replay.
 func holdsRawJSON(t reflect.Type, parents ...reflect.Type) bool {
 	if t == nil || slices.Contains(parents, t) {
 		return false

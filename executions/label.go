@@ -57,12 +57,13 @@ func CheckLabelName(name string) error {
 	return nil
 }
 
-// SetLabels sets labels of the running execution, as a step. It replaces labels of the same name and keeps the others.
+// SetLabels sets labels of the running execution, as a step. It replaces labels of the same name and keeps all other
+// labels.
 func SetLabels(ctx context.Context, step string, labels Labels) error {
 	return labelStep(ctx, step, labels, true)
 }
 
-// SetDefaultLabels is [SetLabels] for labels that those given at the start override.
+// SetDefaultLabels is [SetLabels] for defaults: labels of the start override them.
 func SetDefaultLabels(ctx context.Context, step string, labels Labels) error {
 	return labelStep(ctx, step, labels, false)
 }
@@ -78,8 +79,7 @@ func labelStep(ctx context.Context, step string, labels Labels, replace bool) er
 	return err
 }
 
-// setLabels sets labels of an execution. It adds to those that are there, within the bound, and replaces those of the
-// same name if asked.
+// setLabels adds labels to an execution, up to MaxLabels. With replace, it replaces labels of the same name.
 func setLabels(ctx context.Context, tx pgx.Tx, id string, labels Labels, replace bool) error {
 	if err := labels.Validate(); err != nil {
 		return err
@@ -118,8 +118,8 @@ func (l Labels) Redacted() Labels {
 	return shown
 }
 
-// LabelValue converts a text to the value of a label: one line of at most 200 characters. The result may be empty,
-// which is not a valid value.
+// LabelValue converts a text to the value of a label: one line of at most 200 characters. An empty result is not a
+// valid value.
 func LabelValue(text string) string {
 	text = strings.Join(strings.FieldsFunc(text, unicode.IsControl), " ")
 	if long := []rune(text); len(long) > maxLabelValue {
@@ -150,8 +150,8 @@ func LabelsOf(ctx context.Context, db postgres.DB, ids []string) (map[string]Lab
 	return found, nil
 }
 
-// ParseLabel splits a filter by label: name=value, or a value alone. A text whose part before the sign can be no name,
-// or without a part after it, is a value.
+// ParseLabel splits a filter by label: name=value, or a value alone. The whole text is a value if its first part is no
+// valid name, or if no text follows the sign.
 func ParseLabel(text string) (name, value string) {
 	if before, after, ok := strings.Cut(text, "="); ok && after != "" && labelName.MatchString(before) {
 		return before, after

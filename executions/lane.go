@@ -22,12 +22,12 @@ type Hold struct {
 	ctx   context.Context
 }
 
-// Lane acquires a lane for the execution of ctx, or returns the hold that it has. It returns lanes.ErrBusy when
+// Lane acquires a lane for the execution of ctx, or returns the execution's present hold. It returns lanes.ErrBusy when
 // another owner holds the lane. Lane is not a step: every run acquires its lanes again.
 //
-// So a run also acquires and releases the lanes of its recorded steps. A flow that acquires one lane twice loses it,
-// on a resumed run, at the Release of the first hold. A flow that acquires several lanes one after another may hold a
-// later one while it waits for an earlier one. Acquire a lane once, and hold it until all protected work is done.
+// So a run also acquires and releases the lanes of its recorded steps. If a flow acquires one lane twice, a resumed run
+// loses the lane at the Release of the first hold. If a flow acquires several lanes in turn, a resumed run may hold a
+// later lane while it waits for an earlier one. Acquire a lane once, and hold it until all protected work is done.
 //
 // An awaited child (Trigger with Wait) borrows a lane of its parent, or of an ancestor that waits too. The lane
 // returns when the child releases it or ends. A child may call Lane before its parent waits: then Lane blocks for at
@@ -46,12 +46,12 @@ func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error)
 }
 
 const (
-	lendTimeout  = time.Minute // a parent whose process died resumes within that
+	lendTimeout  = time.Minute // a parent whose process died resumes within this time
 	minLendPause = 2 * time.Millisecond
 	maxLendPause = time.Second
 )
 
-// LaneWait is Lane that queues for the lane until the timeout; then it returns lanes.ErrBusy. It blocks the
+// LaneWait is Lane with a queue: it waits for the lane until the timeout, then returns lanes.ErrBusy. It blocks the
 // goroutine, so use it where a person waits. Other runs wait durably with LaneFree.
 func LaneWait(ctx context.Context, name string, timeout time.Duration, opts ...lanes.Option) (*Hold, error) {
 	deadline := time.Now().Add(timeout)
@@ -108,15 +108,15 @@ func acquireLane(
 	return &Hold{run: r, lease: lease, ctx: trace.WithLane(held, name)}, nil
 }
 
-// withGrace returns a context that ends some time after ctx. It receives the answer to a statement although the run
-// is stopped. Otherwise an acquired lane would stay held.
+// withGrace returns a context that ends some time after ctx. So a stopped run still receives the answer to its
+// statement. Otherwise an acquired lane would stay held.
 func withGrace(ctx context.Context, grace time.Duration) context.Context {
 	longer, end := context.WithCancelCause(context.WithoutCancel(ctx))
 	context.AfterFunc(ctx, func() { time.AfterFunc(grace, func() { end(context.Cause(ctx)) }) })
 	return longer
 }
 
-// LaneHeld reports whether an owner holds a lane; false while lanes are off. It is not a step.
+// LaneHeld reports whether an owner holds a lane; false while lanes are off. LaneHeld is not a step.
 func LaneHeld(ctx context.Context, name string) (bool, error) {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -125,11 +125,11 @@ func LaneHeld(ctx context.Context, name string) (bool, error) {
 	return r.e.keeper.Held(ctx, name)
 }
 
-// Context ends with cause lanes.ErrLost when the lane is lost. Run protected work under it. After the loss no step of
-// the run starts, under any context, until this hold is released or the lane is acquired again.
+// Context ends with cause lanes.ErrLost when the lane is lost. Run protected work under it. After the loss the run
+// starts no step, under any context, until it releases this hold or acquires the lane again.
 func (h *Hold) Context() context.Context { return h.ctx }
 
-// Token is the fencing token; 0 in a replay, which holds nothing.
+// Token is the fencing token; 0 in a replay, which holds no lane.
 func (h *Hold) Token() int64 {
 	if h.lease == nil {
 		return 0
@@ -149,8 +149,8 @@ func (h *Hold) Fence(ctx context.Context, tx postgres.DB) error {
 // leaseLost reports whether a lease was lost.
 func leaseLost(l *lanes.Lease) bool { return errors.Is(context.Cause(l.Context()), lanes.ErrLost) }
 
-// Release releases the lane before the execution ends. After a wait or a stop it does nothing: the hold belongs to
-// the execution, and a deferred Release must not free it. Release retries transient errors like [RetryTransient].
+// Release releases the lane before the execution ends. After a wait or a stop Release does nothing: the hold belongs to
+// the execution, and a deferred Release must not free the lane. Release retries transient errors like [RetryTransient].
 func (h *Hold) Release(ctx context.Context) error {
 	if h.lease == nil || h.run.stopCause() != nil {
 		return nil //nolint:nilerr // the hold belongs to the execution now

@@ -19,15 +19,15 @@ const pauseChannel = "agent_pause"
 // pausedCode is the SQLSTATE of a claim that a pause refuses.
 const pausedCode = "LK003"
 
-// ErrPaused reports autonomous work that does not start or continue while the agent is paused. It comes as a
-// *PausedError.
+// ErrPaused reports autonomous work that does not start or continue while the agent is paused. Every *PausedError
+// matches it.
 var ErrPaused = errors.New("autonomous work is paused")
 
 // Pause is the state of the pause of autonomous work.
 //
-// During a pause only executions of attended surfaces are claimed (see Attended). Running executions are released
-// before their next step, as at a shutdown. Schedules record their ticks as skipped, and external workers get no new
-// locks. Arriving work stays in the queue. The state is a row, so it survives every process.
+// During a pause only executions of attended surfaces are claimed (see Attended). The engine releases running
+// executions before their next step, as at a shutdown. Schedules record their ticks as skipped, and external workers
+// get no new locks. New work stays in the queue. The state is a row, so it survives every process.
 type Pause struct {
 	Paused   bool       `json:"paused"`
 	PausedAt *time.Time `json:"paused_at"` // nil unless paused
@@ -52,15 +52,15 @@ func (p Pause) since() string {
 	return fmt.Sprintf("since %s UTC by %s: %s", p.PausedAt.UTC().Format(time.DateTime), p.PausedBy, p.Reason)
 }
 
-// PausedError names the pause that refused the work. The engine handles it like a shutdown: the run is released.
+// PausedError names the pause that refused the work. The engine handles it like a shutdown: it releases the run.
 type PausedError struct{ Pause Pause }
 
 func (e *PausedError) Error() string { return e.Pause.String() + "; run agent resume to end the pause" }
 
-// Is matches ErrPaused, and ErrDraining wherever a run is released.
+// Is matches ErrPaused. It also matches ErrDraining, which makes the engine release the run.
 func (e *PausedError) Is(target error) bool { return target == ErrPaused || target == ErrDraining }
 
-// PauseChange is the result of pausing or resuming. Changed is false when the state was the same before.
+// PauseChange is the result of a pause or a resumption. Changed is false when the state was the same before.
 type PauseChange struct {
 	Pause
 	Changed    bool       `json:"changed"`
@@ -86,9 +86,9 @@ func CurrentPause(ctx context.Context, db postgres.DB) (Pause, error) {
 	return p, nil
 }
 
-// PauseAll pauses autonomous work in all processes until ResumeAll, and records an activity. When it returns, no
-// further claim succeeds. Running executions stop before their next step: within moments after a notification,
-// otherwise within SweepEvery. Of two concurrent calls, one is the pause.
+// PauseAll pauses autonomous work in all processes until ResumeAll, and records an activity. After PauseAll returns, no
+// claim succeeds. Running executions stop before their next step: within moments after a notification, otherwise within
+// SweepEvery. Of two concurrent calls, one makes the pause.
 func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChange, error) {
 	got := PauseChange{Pause: Pause{Paused: true}}
 	b := &pgx.Batch{}
@@ -105,7 +105,7 @@ func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChan
 	return got, nil
 }
 
-// ResumeAll ends the pause; ready executions are claimed at once. The result describes the ended pause, with the
+// ResumeAll ends the pause; workers claim ready executions at once. The result describes the ended pause, with the
 // trace of its end. reason may be empty.
 func ResumeAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChange, error) {
 	var got PauseChange
@@ -124,8 +124,8 @@ func ResumeAll(ctx context.Context, db postgres.DB, by, reason string) (PauseCha
 	return got, nil
 }
 
-// RecordSkipped records work that a pause prevents, as a skipped activity under its own trace, and returns the trace.
-// s gives flow, surface, agent and input.
+// RecordSkipped records work that a pause prevents as a skipped activity. It returns the activity's own trace. s gives
+// flow, surface, agent and input.
 func RecordSkipped(ctx context.Context, db postgres.DB, s Spec, p Pause) (trace.ID, error) {
 	id := trace.New(s.Surface)
 	_, err := activity.Note(ctx, db, activity.Entry{
@@ -137,7 +137,7 @@ func RecordSkipped(ctx context.Context, db postgres.DB, s Spec, p Pause) (trace.
 	return id, nil
 }
 
-// skipTick moves a schedule past a tick during a pause. The tick is recorded and never made up.
+// skipTick moves a schedule past a tick during a pause. It records the tick, and no execution makes up for it later.
 func skipTick(ctx context.Context, tx pgx.Tx, s Schedule, due time.Time, p Pause) error {
 	next, err := s.next(ctx, tx)
 	if err != nil {
@@ -165,7 +165,7 @@ func explainPaused(ctx context.Context, db postgres.DB, err error) error {
 	if failure != nil {
 		return failure
 	}
-	p.Paused = true // it was when the claim was refused
+	p.Paused = true // it was paused at the refusal of the claim
 	return &PausedError{p}
 }
 

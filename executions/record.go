@@ -32,7 +32,7 @@ func recordedResult[T any](ctx context.Context, r *run, s stepSpec) (bool, T, er
 	checkpoint, ok := r.checkpoints[s.key]
 	r.mu.Unlock()
 	if !ok {
-		if s.entry == nil || r.replay != nil { // else openActivity takes it along
+		if s.entry == nil || r.replay != nil { // otherwise openActivity writes the deferred checkpoint
 			if err := r.flushDeferred(ctx); err != nil {
 				return true, value, err
 			}
@@ -70,8 +70,8 @@ func recordedResult[T any](ctx context.Context, r *run, s stepSpec) (bool, T, er
 	return true, value, nil
 }
 
-// recordExpired records a step that cannot start because the code ended its context. A run that was ended from
-// outside records nothing: a later run may start the step in time.
+// recordExpired records a step that cannot start because the code ended its context. After a stop from outside, the run
+// records nothing: a later run may start the step in time.
 func recordExpired[T any](ctx context.Context, r *run, s stepSpec) (T, error) {
 	var zero T
 	if r.endedExternally(ctx) {
@@ -80,8 +80,8 @@ func recordExpired[T any](ctx context.Context, r *run, s stepSpec) (T, error) {
 	return recordResult(context.WithoutCancel(ctx), r, s, nil, zero, asStepError(s.key, ctx.Err()))
 }
 
-// Changed ends the run, because a step's checkpoint belongs to another input, and returns that error. Use it in a
-// step that depends on more than its [Input].
+// Changed ends the run because a step's checkpoint belongs to another input, and returns the error. Use it in a step
+// that depends on more than its [Input].
 func Changed(ctx context.Context, step string) error {
 	err := fmt.Errorf("step %s has a record for another input: %w", step, ErrChanged)
 	if r, _ := runFrom(ctx); r != nil {
@@ -90,7 +90,7 @@ func Changed(ctx context.Context, step string) error {
 	return err
 }
 
-// failChanged ends a run whose checkpoint contradicts its code. The flow cannot handle that.
+// failChanged ends a run whose checkpoint contradicts its code. The flow cannot handle this error.
 func (r *run) failChanged(step string, err error) error {
 	r.setFailedStep(step)
 	r.stop(err)
@@ -121,7 +121,8 @@ func (r *run) openActivity(ctx context.Context, s stepSpec, effect *Effect) erro
 	return r.handleWriteError(ctx, s, err, activity.Outcome{Status: activity.Running})
 }
 
-// untilRunEnds returns ctx without the limits of the code. A write that they interrupt would have an unknown outcome.
+// untilRunEnds returns ctx without the timeouts and cancels of the code. A write that those interrupt would have an
+// unknown outcome.
 func (r *run) untilRunEnds(ctx context.Context) (context.Context, func()) {
 	if ctx.Done() == r.ctx.Done() {
 		return ctx, func() {}
@@ -131,8 +132,8 @@ func (r *run) untilRunEnds(ctx context.Context) (context.Context, func()) {
 	return longer, func() { stop(); end(nil) }
 }
 
-// recordResult records how a step ended, and returns what every later run gets: the value or the error. A value that
-// cannot be stored becomes an error.
+// recordResult records the result of a step and returns the recorded value or error, as every later run does. A value
+// that the database cannot store becomes an error.
 func recordResult[T any](
 	ctx context.Context, r *run, s stepSpec, effect *Effect, value T, failure *StepError,
 ) (T, error) {
@@ -207,10 +208,10 @@ func (r *run) recordStep(
 	switch {
 	case failed == nil:
 	case !time.Now().Before(until) && transient(err) && !errors.Is(failed, ErrStale):
-		// The database was unavailable for a whole lease. That is no result of the step: the run ends, and its
-		// orphaned claim is released.
+		// The database was unavailable for a whole lease. That is no result of the step: the run ends, and the worker
+		// releases its orphaned claim.
 		r.e.log.ErrorContext(ctx, "result not recorded", "step", s.key, "error", err)
-		if ctx.Err() != nil { // the lease was not renewed either
+		if ctx.Err() != nil { // the renewal of the lease failed too
 			return errors.Join(context.Cause(ctx), failed)
 		}
 		r.stop(ErrLost)
@@ -247,7 +248,7 @@ func (r *run) writeResult(
 			activity.CloseIn(ctx, b, effect.ActivityID, *s.entry, out)
 		}
 		r.queueCheckpoint(b, s, output, failed)
-		if effect != nil && effect.OnResult != nil { // last: it may lock what many runs share, such as a budget
+		if effect != nil && effect.OnResult != nil { // last: it may lock rows that many runs share, as a budget
 			effect.OnResult(b)
 		}
 	})
@@ -274,8 +275,8 @@ func (r *run) handleWriteError(ctx context.Context, s stepSpec, err error, out a
 	}
 }
 
-// writeLost reports a write without an answer that came too late: the claim is gone, and the write is not there. A
-// process that was paused between request and answer finds that.
+// writeLost reports a write without an answer that came too late: the run lost its claim, and the database lacks the
+// write. This happens to a process that was paused between request and answer.
 func (r *run) writeLost(ctx context.Context, s stepSpec, err error, out activity.Outcome) bool {
 	if postgres.Code(err) != "" {
 		return false
@@ -301,7 +302,7 @@ func (r *run) writeLost(ctx context.Context, s stepSpec, err error, out activity
 	return late
 }
 
-// abandon leaves a step whose run was stopped, without a result. The next claim closes the row of its call. A lost
+// abandon leaves a step of a stopped run without a result. The next claim closes the row of the step's call. A lost
 // claim leaves a record of the interrupted call.
 func (r *run) abandon(ctx context.Context, s stepSpec, effect *Effect, cause error) error {
 	stopped := cmp.Or(context.Cause(ctx), r.stopCause())
@@ -336,7 +337,7 @@ func (r *run) idempotencyKey(step string) string {
 // maxUSD is the first cost that a row of the activity log cannot store.
 const maxUSD = 1e8
 
-// validateCost rejects a cost that is no amount, or that a row cannot store: it would spoil every sum.
+// validateCost rejects a cost that is no amount or that a row cannot store. Such a cost would spoil every sum.
 func (e *Effect) validateCost() error {
 	if cost := e.CostUSD; !(math.Abs(cost) < maxUSD) {
 		e.CostUSD = 0
@@ -374,8 +375,8 @@ func recoverPanic[T any](
 	return value, probeError(err)
 }
 
-// probeError calls the methods of an error that are called later outside a recover. A nil pointer of the code's own
-// error type panics here.
+// probeError calls the methods of an error that the engine calls later outside a recover. A nil pointer of the code's
+// own error type panics here.
 func probeError(err error) error {
 	if err != nil {
 		_, _ = err.Error(), errors.Is(err, errProbe)

@@ -31,10 +31,11 @@ type Replayed struct {
 	Flow        string `json:"flow"`
 	Status      Status `json:"status"` // of the recorded execution
 	Steps       int    `json:"steps"`  // recorded steps that the code reached, with their inner steps
-	// Digest covers the recorded steps, outputs, status and result; ReplayDigest those that the replay reached.
+	// Digest covers the recorded steps, outputs, status and result. ReplayDigest covers those that the replay reached.
 	Digest       string `json:"digest"`
 	ReplayDigest string `json:"replay_digest"`
-	// EndedAt is the step where the record ends although the function would continue: it waits there, or was stopped.
+	// EndedAt is the step where the record ends although the function would continue: the execution waits there, or was
+	// stopped.
 	EndedAt    string      `json:"ended_at"`
 	Equal      bool        `json:"equal"`
 	Divergence *Divergence `json:"divergence"` // null when all is equal
@@ -64,10 +65,10 @@ type Divergence struct {
 const maxReplays = 32
 
 // Replay calls the flow of an execution with its checkpoints and without any effect. A step without a checkpoint ends
-// the replay, lanes are not acquired, nothing is written, and database handles of internal/postgres answer nothing
-// under the flow's context. Replay cannot block effects by other means; see docs/executions.md. A record that ends in
-// a wait, or that was stopped externally, is replayed up to there. A step that groups others is taken from its
-// checkpoint, with its inner steps.
+// the replay. Replay acquires no lanes and writes nothing. Database handles of internal/postgres answer nothing under
+// the flow's context. Replay cannot block effects by other means; see docs/executions.md. If the record ends in a wait
+// or an external stop, Replay ends there too. A step that groups others returns its checkpoint, and its inner steps
+// count as reached.
 //
 // Errors: ErrNotFound, ErrRunning, ErrUnknownFlow. A difference is no error: see Replayed.Divergence.
 func (e *Engine) Replay(ctx context.Context, id string) (Replayed, error) {
@@ -108,8 +109,8 @@ func waitingStep(ctx context.Context, db postgres.DB, id string) (step *string, 
 	return step, nil
 }
 
-// replayCheckpoints replays a record. Lane answers are not recorded: the replay first tries "free", and "busy" after
-// a divergence.
+// replayCheckpoints replays a record. The record has no lane answers: the replay first tries "free", and "busy" after a
+// divergence.
 func (e *Engine) replayCheckpoints(
 	ctx context.Context, x Execution, checkpoints []Checkpoint, waitingStep *string,
 ) (Replayed, error) {
@@ -212,7 +213,7 @@ func recordedEnd(x Execution) endState {
 	return end
 }
 
-// compareEnd records how the end of a replay differs from the record, and returns the status and end that it reached.
+// compareEnd records how the end of a replay differs from the record. It returns the status and end of the replay.
 func (r *run) compareEnd(x Execution, record *replayRecord, result Result, err error, queried bool) (Status, endState) {
 	stopErr := r.stopCause()
 	switch {
@@ -226,7 +227,7 @@ func (r *run) compareEnd(x Execution, record *replayRecord, result Result, err e
 		record.divergeUnreached("")
 		return x.Status, recordedEnd(x)
 	}
-	if stopErr != nil { // of ErrChanged
+	if stopErr != nil { // such as ErrChanged
 		err = stopErr
 	}
 	status := Completed

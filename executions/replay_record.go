@@ -13,17 +13,17 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// replayTimeout bounds how long one branch waits for another to reach an earlier step. It only expires where the code
-// differs from the record.
+// replayTimeout bounds how long one branch waits for another to reach an earlier step. The timeout expires only if the
+// code differs from the record.
 const replayTimeout = 5 * time.Second
 
-// replayRecord is the record that a run gets in place of a database. A step gets its checkpoint once all earlier
-// steps are reached. So parallel branches interleave as they did in the recorded run.
+// replayRecord is the record that a run gets in place of a database. A step gets its checkpoint after the code has
+// reached all earlier steps. So parallel branches interleave as in the recorded run.
 type replayRecord struct {
 	ordered     []Checkpoint // by time of recording
 	checkpoints map[string]Checkpoint
-	nested      map[string]bool // checkpoints within a step that has one itself and represents them
-	// openEnded says that the function had not returned where the record ends. waitingStep is the step in which it
+	nested      map[string]bool // checkpoints within a step whose own checkpoint replaces them
+	// openEnded says that the record ends before the function returned. waitingStep is the step in which the execution
 	// waits.
 	openEnded   bool
 	waitingStep *string
@@ -63,7 +63,7 @@ func failedByWorkers(x Execution) bool {
 		strings.HasPrefix(m, "given up after ") && strings.HasSuffix(m, " workers were lost without a checkpoint between")
 }
 
-// isNested reports a checkpoint within a step that has one itself, or of a wait before such a step.
+// isNested reports a checkpoint within a step that has a checkpoint too, or of a wait before such a step.
 func (p *replayRecord) isNested(step string) bool {
 	for i, char := range step {
 		if char != '/' {
@@ -87,7 +87,7 @@ func splitKey(key string) (scope, name string) {
 	return key[:i], key[i:]
 }
 
-// isLaneWait reports a wait for a lane. A run need not reach it, because it does not wait for a free lane.
+// isLaneWait reports a wait for a lane. A run that finds the lane free never reaches this wait.
 func isLaneWait(c Checkpoint) bool {
 	var out struct {
 		Event string `json:"event"`
@@ -133,7 +133,7 @@ func (p *replayRecord) firstUnreached(before time.Time) (c Checkpoint, ok bool) 
 	return Checkpoint{}, false
 }
 
-// reach is called for every step. On nil the caller uses the checkpoint; an error ends the run.
+// reach marks a step as reached; every step calls it. On nil the caller uses the checkpoint; an error ends the run.
 func (p *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
 	checkpoint, recorded := p.checkpoints[s.key]
 	scope := s.key[:strings.LastIndex(s.key, s.name)]
@@ -175,7 +175,7 @@ func (p *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
 	}
 	if recorded {
 		if checkpoint.Failed && cancelledBySibling(checkpoint) && p.hasOtherBranches(scope) {
-			awaitProgress(ctx, nil) // let the other branch end it first
+			awaitProgress(ctx, nil) // let the other branch cancel this step first
 		}
 		return nil
 	}
@@ -188,14 +188,14 @@ func (p *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
 	return p.beyondRecord(r, s.key)
 }
 
-// cancelledBySibling reports a step whose context was cancelled, as the failure of another branch does.
+// cancelledBySibling reports a step whose context was cancelled, for example by the failure of another branch.
 func cancelledBySibling(c Checkpoint) bool {
 	var failure StepError
 	return json.Unmarshal(c.Output, &failure) == nil && strings.Contains(failure.Message, context.Canceled.Error())
 }
 
-// awaitWaitingBranch delays a step without a checkpoint until another branch reaches the wait where the record ends:
-// the step was in flight then.
+// awaitWaitingBranch delays a step without a checkpoint until another branch reaches the wait where the record ends.
+// The step was in flight when that wait began.
 func (p *replayRecord) awaitWaitingBranch(ctx context.Context, key string) error {
 	if !p.openEnded || p.waitingStep == nil {
 		return nil
@@ -213,7 +213,7 @@ func (p *replayRecord) awaitWaitingBranch(ctx context.Context, key string) error
 			return ErrParked
 		}
 		if !awaitProgress(ctx, moved) {
-			return context.Cause(ctx) // nil when nothing moves any more
+			return context.Cause(ctx) // nil when no branch progresses any more
 		}
 	}
 }
@@ -231,7 +231,7 @@ func (p *replayRecord) hasOtherBranches(scope string) bool {
 	return false
 }
 
-// beyondRecord is called for a step that the record does not have: its end, or a new step.
+// beyondRecord handles a step without a checkpoint: the record ends there, or the step is new.
 func (p *replayRecord) beyondRecord(r *run, key string) error {
 	if !p.openEnded || p.waitingStep != nil && *p.waitingStep != key &&
 		!strings.HasPrefix(*p.waitingStep, gatePrefix(key)) &&
@@ -284,7 +284,7 @@ func (p *replayRecord) diverge(step, kind, message string) {
 	}
 }
 
-// divergeUnreached reports whether a checkpoint was not reached, and stores that as the difference.
+// divergeUnreached reports whether the replay left a checkpoint unreached, and stores that as the difference.
 func (p *replayRecord) divergeUnreached(why string) bool {
 	p.mu.Lock()
 	c, ok := p.firstUnreached(time.Time{})
@@ -318,8 +318,8 @@ func (r *run) replayLoop(ctx context.Context, s stepSpec) error {
 	return r.replay.reach(ctx, r, s)
 }
 
-// isUnderWay reports a step or phase that was started and has no checkpoint yet: its function is called for its inner
-// steps. A call is an effect and is not called.
+// isUnderWay reports a started step or phase without a checkpoint. The replay calls its function for the inner steps.
+// The replay never makes a Call, because a Call is an effect.
 func (p *replayRecord) isUnderWay(s stepSpec) bool {
 	if _, ok := p.checkpoints[s.key]; ok || s.entry != nil && s.entry.Kind != activity.KindPhase {
 		return false
@@ -347,7 +347,7 @@ func (p *replayRecord) reachNested(key string) {
 	}
 }
 
-// callUnderWay calls the function of a step under way. Its result is beyond the record.
+// callUnderWay calls the function of a step under way. The function's result is beyond the record.
 func callUnderWay[T any](
 	ctx context.Context, r *run, s stepSpec, fn func(ctx context.Context, effect *Effect) (T, error),
 ) error {

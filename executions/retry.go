@@ -22,9 +22,9 @@ const lockTimeout = postgres.LockTimeout
 
 type lockTimeoutKey struct{}
 
-// WithLockTimeout bounds how long calls under ctx retry a write that another open transaction blocks; the default is
-// the worker's lease. Then they return a postgres.LockedError, and nothing has changed. Retries hold no connection
-// between attempts.
+// WithLockTimeout bounds how long calls under ctx retry a write that another open transaction blocks. The default is
+// the worker's lease. After the timeout the call returns a postgres.LockedError, and nothing has changed. Retries hold
+// no connection between attempts.
 func WithLockTimeout(ctx context.Context, timeout time.Duration) context.Context {
 	return context.WithValue(ctx, lockTimeoutKey{}, timeout)
 }
@@ -44,8 +44,8 @@ func queueLockTimeout(b *pgx.Batch) {
 // maxLockPause is the longest pause between attempts of a blocked write.
 const maxLockPause = 200 * time.Millisecond
 
-// unqueuedRetries is the number of retries without the retry slot, and without a warning. Most locks are released by
-// then.
+// unqueuedRetries is the number of retries without the retry slot and without a warning. Other transactions release
+// most locks within these retries.
 const unqueuedRetries = 3
 
 // retryLocked retries a write while another transaction blocks it, for lockTimeout. It holds no connection between
@@ -95,8 +95,8 @@ func (e *Engine) withKey(ctx context.Context, name string, write func(ctx contex
 	return e.serializeKey(ctx, name, func() error { return e.retryKey(ctx, name, write) })
 }
 
-// serializeKey calls write when no other call of this process writes with the key. Of many waiting calls, one queries
-// the database.
+// serializeKey calls write when no other call of this process writes with the key. So of many waiting calls, one
+// queries the database at a time.
 func (e *Engine) serializeKey(ctx context.Context, name string, write func() error) error {
 	if name == "" {
 		return write()
@@ -180,8 +180,8 @@ func (e *Engine) warnUnavailable(ctx context.Context, err error, attrs ...any) {
 	e.log.WarnContext(ctx, "database unavailable, trying again", attrs...)
 }
 
-// transient reports an error of an engine write that a retry may avoid. It includes statement timeouts: a query of a
-// flow may be meant to time out, an engine write never.
+// transient reports an error of an engine write that a retry may avoid. It includes statement timeouts: an engine
+// write, unlike a flow's query, never intends one.
 func transient(err error) bool { return postgres.Transient(err) || postgres.IsCode(err, "57014") }
 
 // rejected reports a permanent database error: a retry would get it again.
@@ -201,8 +201,8 @@ func (r *run) recordRejected(ctx context.Context, entry activity.Entry, out acti
 const maxCancelRetries = 2
 
 // RetryTransient retries fn for one worker's lease while a connection breaks or the database is unavailable. So a
-// restart of the database is no result of a step. fn must be safe to repeat, as a read is. It returns all other
-// errors, and those after a step in fn, unchanged. It repeats a statement timeout twice: a repeated timeout is
+// restart of the database is no result of a step. fn must be safe to repeat, like a read. RetryTransient returns all
+// other errors, and errors after a step in fn, unchanged. It retries a statement timeout twice: a third timeout is
 // intended. Step uses RetryTransient itself. Code between steps and inside a Call may use it.
 func RetryTransient[T any](ctx context.Context, fn func(ctx context.Context) (T, error)) (T, error) {
 	r, err := runFrom(ctx)
@@ -222,7 +222,7 @@ func RetryTransient[T any](ctx context.Context, fn func(ctx context.Context) (T,
 		case err == nil, ctx.Err() != nil, !retryable(err), cancelled > maxCancelRetries, time.Now().After(deadline),
 			r.stopCause() != nil:
 			return value, err
-		case r.startedSince(scopeOf(ctx), before): // a repeated fn would give its steps other keys
+		case r.startedSince(scopeOf(ctx), before): // another call of fn would give its steps other keys
 			return value, err
 		}
 		if !postgres.Locked(err) || n > unqueuedRetries {

@@ -20,7 +20,7 @@ import (
 // maxWakeJobs bounds the wake-up jobs that River works at once. Each only wakes the pool.
 const maxWakeJobs = 100
 
-// The queues. Interactive work has workers of its own, because a priority cannot free busy ones.
+// The queues. Interactive work has workers of its own, because a priority cannot free busy workers.
 const (
 	Background  = "background"
 	Interactive = "interactive"
@@ -93,8 +93,8 @@ func (e *Engine) Poll() {
 	}
 }
 
-// notifyReady wakes the workers of a queue for n executions, and notifies other processes when too few workers are
-// free, or when this process leaves flows to them.
+// notifyReady wakes the workers of a queue for n executions. It notifies other processes if too few workers are free,
+// or if this process skips flows.
 func (e *Engine) notifyReady(queue string, n int) {
 	c := e.pools[queue]
 	if c == nil {
@@ -179,8 +179,8 @@ func Logger(ctx context.Context) *slog.Logger {
 	return r.e.log
 }
 
-// Claim returns the execution of ctx and its claim number, for SQL functions that act for an execution. It returns
-// ErrNotInExecution outside executions.
+// Claim returns the execution of ctx and its claim number, for SQL functions that act for an execution. Outside
+// executions, Claim returns ErrNotInExecution.
 func Claim(ctx context.Context) (id string, claim int64, err error) {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -190,7 +190,7 @@ func Claim(ctx context.Context) (id string, claim int64, err error) {
 }
 
 // WakeTx wakes workers for executions that tx made ready by a SQL function, such as receive_agent_message. It ignores
-// ids of others. The sweep finds missed ones within seconds.
+// ids of executions that are not ready. The sweep finds missed executions within seconds.
 func (e *Engine) WakeTx(ctx context.Context, tx pgx.Tx, ids ...string) error {
 	if len(ids) == 0 {
 		return nil
@@ -261,7 +261,7 @@ func (e *Engine) onReady(queue string) {
 	e.Poll()
 }
 
-// onLaneFreed sweeps waits for a free lane. A lane that was handed over is not free.
+// onLaneFreed requests a sweep, which ends waits for the free lane. A lane that passed to the next waiter is not free.
 func (e *Engine) onLaneFreed(payload string) {
 	if !lanes.IsHandover(payload) {
 		e.requestSweep()

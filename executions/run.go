@@ -33,8 +33,8 @@ type run struct {
 	stepCount         int                       // steps that the code has started
 	latestStep        map[string]int            // number of the last started step, by scope
 	leases            map[*lanes.Lease]struct{} // held lanes; nil until the first one
-	variables         json.RawMessage           // as the code set them last; nil when it has not
-	storedVariables   json.RawMessage           // as the row has them
+	variables         json.RawMessage           // as the code set them last; nil without a call of SetVariables
+	storedVariables   json.RawMessage           // as stored in the row
 	variablesInFlight bool                      // a write under way stores them
 	stopErr           error                     // why no further step may run
 	completed         *completionResult         // set when a step has ended the run
@@ -60,15 +60,15 @@ func runFrom(ctx context.Context) (*run, error) {
 	return r, nil
 }
 
-// flowContext returns the context of the flow. Where a step of another run called for this one, the keys of that step
-// stay there. Otherwise a resumed run would compute other step keys.
+// flowContext returns the context of the flow. If ctx belongs to a step of another run, flowContext drops that step's
+// scope, gate and ban on waits. Otherwise a resumed run would compute other step keys.
 func (r *run) flowContext(ctx context.Context) context.Context {
 	if _, err := runFrom(ctx); err == nil {
 		for _, key := range []any{scopeKey{}, gateKey{}, noWaitsKey{}} {
 			ctx = context.WithValue(ctx, key, nil)
 		}
 	}
-	ctx = activity.WithActor(ctx, activity.Actor{}) // who started the run does not act in it
+	ctx = activity.WithActor(ctx, activity.Actor{}) // the actor of the start does not act in the run
 	return trace.With(context.WithValue(ctx, runKey{}, r), r.exec.span())
 }
 
@@ -100,8 +100,8 @@ func (r *run) stopCause() error {
 	return r.stopErr
 }
 
-// executeSync runs an execution whose checkpoints are not loaded yet. It returns the final row where that is known
-// without a query. With cancels, the execution is cancelled when ctx ends first.
+// executeSync runs an execution whose checkpoints are not loaded yet. It returns the final row if the run knows it
+// without a query. With cancels, executeSync cancels the execution when ctx ends first.
 func (e *Engine) executeSync(
 	ctx context.Context, x *Execution, worker string, cancels bool,
 ) (completed *Execution, err error) {
@@ -113,8 +113,8 @@ func (e *Engine) executeSync(
 	return completed, err
 }
 
-// execute runs a claimed execution until it ends, waits, is lost or is released. It calls returned when the flow has
-// returned, before the end is written.
+// execute runs a claimed execution until it ends, waits, is lost or is released. It calls returned after the flow has
+// returned, before it writes the end.
 func (e *Engine) execute(ctx context.Context, claim *claimedExecution, worker string, returned func()) (err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -203,9 +203,9 @@ func (r *run) loadState(ctx context.Context, needsRecovery bool) error {
 	return nil
 }
 
-// errClaimTooLow releases a claim so that the next one has a higher number. A claim looks for interrupted calls only
-// where its number is higher than the waits alone explain, that is after a lost claim. But a wait of another branch
-// interrupts a call too.
+// errClaimTooLow releases a claim to give the next claim a higher number. A claim looks for interrupted calls only if
+// its number exceeds the count that waits explain, as after a lost claim. But a wait of another branch interrupts a
+// call too.
 var errClaimTooLow = errors.New("the claim's number hides an interrupted call")
 
 // load reads the checkpoints and interrupted calls of earlier claims in one round trip. needsRecovery first takes
@@ -309,7 +309,7 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 	case errors.Is(stopErr, ErrChanged), errors.Is(stopErr, errUnrecorded):
 		return r.complete(ctx, nil, Failed, Result{}, stopErr)
 	case r.callerLeft != nil && r.callerLeft():
-		// While the claim is held, nobody else continues what is to be cancelled.
+		// While this process holds the claim, no other process continues the execution.
 		return r.e.cancelInterrupted(ctx, r.exec.ID)
 	case errors.Is(stopErr, ErrDraining):
 		r.e.releaseClaim(ctx, r)
@@ -331,7 +331,7 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 }
 
 // logStart logs the start or resumption of the run, with the event that ended its wait. A sweep or plain SQL may have
-// ended the wait, so it is logged here.
+// ended the wait, so logStart logs the event.
 func (r *run) logStart(ctx context.Context) {
 	attrs := []any{"flow", r.exec.Flow, "claim", r.exec.Claim, "checkpoints", len(r.checkpoints)}
 	if r.exec.Claim == 1 {
@@ -348,7 +348,8 @@ func (r *run) logStart(ctx context.Context) {
 	r.e.log.InfoContext(ctx, "continuing from checkpoint", "checkpoints", len(r.checkpoints))
 }
 
-// lastWait returns the wait that made the execution ready. Its outcome has the claim number before this one.
+// lastWait returns the wait that made the execution ready. The outcome of that wait has the claim number before this
+// one.
 func (r *run) lastWait() (step string, out Outcome, ok bool) {
 	for _, c := range r.checkpoints {
 		if c.Claim != r.exec.Claim-1 || c.Failed {

@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Schedule starts executions of a flow repeatedly. Its next time is stored, so ticks that no process was running for
-// are caught up later; several missed ticks become one.
+// Schedule starts executions of a flow repeatedly. The database stores its next time, so a later process makes up for
+// missed ticks. Several missed ticks become one.
 type Schedule struct {
 	Name     string
 	Flow     string
@@ -107,10 +107,10 @@ func (s Schedule) next(ctx context.Context, db postgres.DB) (time.Time, error) {
 	return plan.Next(now), nil
 }
 
-// Tick starts the due schedules: one execution per schedule, keyed by its due time, in the transaction that advances
-// the schedule. Concurrent ticks start each due time once. During a pause a tick is recorded as skipped. A schedule
-// that cannot start, such as an invalid row, is reported and retried in a minute. Neither it nor a locked schedule
-// delays the others.
+// Tick starts one execution for each due schedule, in the transaction that advances the schedule. The due time is part
+// of the dedupe key, so concurrent calls start each due time once. During a pause, Tick records a due time as skipped.
+// If a schedule cannot start, Tick reports the error and retries it in a minute. Neither a failed nor a locked schedule
+// delays other schedules.
 func (e *Engine) Tick(ctx context.Context) error {
 	var broken []error
 	err := postgres.InTxWithin(ctx, e.pool, func(tx pgx.Tx) error {

@@ -54,10 +54,10 @@ type Spec struct {
 	Labels          Labels
 }
 
-// Start inserts a pending execution and wakes a worker, in one transaction of db. For any pool it uses the engine's
-// own pool. A process that runs executions needs one statement, and its own workers start at once. The second return
-// value is false when the dedupe key exists; then the execution is the earlier one. WithLockTimeout bounds the wait
-// for an open transaction that holds the key.
+// Start inserts a pending execution and wakes a worker, in one transaction of db. For any pool it uses the engine's own
+// pool. A process that runs executions needs one statement, and its own workers start at once. The second return value
+// is false when the dedupe key exists; then Start returns the earlier execution. WithLockTimeout bounds the wait for an
+// open transaction that holds the key.
 func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (got Execution, created bool, err error) {
 	switch {
 	case !isPool(db):
@@ -83,8 +83,8 @@ func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (got E
 	return got, created, nil
 }
 
-// StartByAdmin starts an execution in the engine's pool, and records an act of the admin in the same transaction.
-// reason may be empty.
+// StartByAdmin starts an execution in the engine's pool and records the admin's action in the same transaction. reason
+// may be empty.
 func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (got Execution, created bool, err error) {
 	act := activity.Act{
 		Name: "start_execution", Reason: reason, Within: true, Input: map[string]any{"flow": s.Flow, "thread_id": s.ThreadID},
@@ -139,8 +139,8 @@ func (e *Engine) insertWithRetry(ctx context.Context, s Spec, status, worker str
 	return got, created, postgres.ExplainLock(ctx, e.pool, err, s.lockName(), "agent_executions")
 }
 
-// insert writes the row, with the actor of ctx as its requester, or returns the row of an existing dedupe key.
-// lockTimeout bounds the wait for another transaction with the key; empty keeps the transaction's own setting.
+// insert writes the row, with the actor of ctx as its requester. For an existing dedupe key, it returns the existing
+// row. lockTimeout bounds the wait for another transaction with the key; empty keeps the transaction's own setting.
 func (s Spec) insert(
 	ctx context.Context, db postgres.Beginner, status, worker, lockTimeout string,
 ) (got Execution, created bool, err error) {
@@ -204,7 +204,7 @@ func (s Spec) insertRow(
 type insertParams struct {
 	Spec
 	input           json.RawMessage
-	claimedByCaller bool // the caller runs it
+	claimedByCaller bool // the caller runs the execution
 }
 
 // insertParams applies the defaults.
@@ -251,11 +251,11 @@ func null(s string) *string {
 	return &s
 }
 
-// startLocal starts an execution in a process that runs executions. While a worker is free and the queue has nothing
-// first, the insert includes the claim: one round trip before the flow runs. Concurrent starts share a statement. All
-// others are queued.
+// startLocal starts an execution in a process that runs executions. If a worker is free and no queued execution comes
+// first, the insert includes the claim. Then the flow runs after one round trip. Otherwise the execution is queued.
+// Concurrent starts share a statement.
 func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error) {
-	// Another transaction may hold the key, which would delay the batch, and more rows belong to the others.
+	// Another transaction may hold the key and would delay the batch. Labels and a requester need further rows.
 	if s.DedupeKey != "" || len(s.Labels) > 0 || activity.HasActor(ctx) {
 		return e.startPending(ctx, s)
 	}
@@ -275,7 +275,7 @@ func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error
 		return got[0].Value, nil
 	}
 	var got Execution
-	if postgres.IsSealed(ctx) { // a replay, which must not join a batch
+	if postgres.IsSealed(ctx) { // a replay must not join a batch
 		got, err = alone()
 	} else {
 		got, err = e.batchers.starts.Do(ctx, o, alone)
@@ -298,11 +298,11 @@ func (e *Engine) startPending(ctx context.Context, s Spec) (Execution, bool, err
 	return got, created, nil
 }
 
-// startBatch starts executions in one statement, and runs those that it claimed.
+// startBatch starts executions in one statement and runs the claimed ones.
 //
-// A start for another process is durable when startBatch returns. Starts for callers that run them here do not wait
-// for the disk: the next commit of the run makes each one durable, and the caller learns nothing before. That does
-// not hold after the lease has ended, because the executions are queued then. After a server crash such a run has no
+// A start for another process is durable when startBatch returns. A start whose caller runs it here does not wait for
+// the disk. The next commit of the run makes such a start durable, and the caller gets no result before. After the end
+// of the lease, startBatch queues the executions instead. If the server crashes before that commit, the run has no
 // claim and ends with an error.
 func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batch.Answer[Execution], error) {
 	if len(inserts) > 1 {
@@ -387,7 +387,7 @@ func (b *startedRow) execution(x *Execution, o *insertParams, worker string) {
 	}
 }
 
-// startBatchArgs returns the arguments of start_agent_executions; null where all starts use the default.
+// startBatchArgs returns the arguments of start_agent_executions. options is null if all starts use the defaults.
 func startBatchArgs(batch []insertParams) (postgres.Strict, error) {
 	n := len(batch)
 	traces, surfaces, flows, inputs, options := make([]string, n), make([]string, n), make([]string, n), make([]string, n),

@@ -42,7 +42,7 @@ const ClassUnknown = "unknown"
 
 type scopeKey struct{}
 
-// Scope names a branch: its steps have keys of their own. Parallel branches each need a scope, because the order of
+// Scope names a branch, whose steps have keys of their own. Parallel branches each need a scope, because the order of
 // their steps differs between runs. A slash in the name counts as an underscore.
 func Scope(ctx context.Context, name string) context.Context {
 	return withScope(ctx, scopeOf(ctx)+strings.ReplaceAll(name, "/", "_")+"/")
@@ -59,7 +59,7 @@ func StepKey(ctx context.Context) string { return strings.TrimSuffix(scopeOf(ctx
 type gateKey struct{}
 
 // Gate returns a context that calls gate before every step without a checkpoint. gate may wait durably, so a run can
-// yield to another between two steps. Its error stops the flow.
+// yield to another run between two steps. An error of gate stops the flow.
 func Gate(ctx context.Context, gate func(ctx context.Context) error) context.Context {
 	return context.WithValue(ctx, gateKey{}, gate)
 }
@@ -110,9 +110,9 @@ type stepSpec struct {
 }
 
 // Step runs fn once and records its result. Later runs of the execution get the record. An error is a result too and
-// returns as *StepError. That includes a timeout of ctx and a failure of another branch; if they came first, fn is
-// not called. fn may run again when the process dies before the record, so effects on the world belong into Call. T
-// must survive encoding/json. A json.RawMessage in it has the database's form from the first run on.
+// returns as *StepError. So are a timeout of ctx and a failure of another branch; after one of these, Step does not
+// call fn. fn may run again if the process dies before the record, so effects on the world belong into Call. T must
+// survive encoding/json. A json.RawMessage in it has the database's form from the first run on.
 //
 // The record is durable before the execution starts or records anything else: the next step, a wait or its end. An
 // end right after it shares its write. When Step returns, a small result may be unwritten for a millisecond, or while
@@ -125,8 +125,8 @@ func Step[T any](ctx context.Context, name string, fn func(ctx context.Context) 
 	return runStep(ctx, s, func(ctx context.Context, _ *Effect) (T, error) { return RetryTransient(ctx, fn) })
 }
 
-// Phase is a Step with an activity row, above the rows of the steps in it. The row shows its Input. After a crash the
-// row stays running, and the next claim continues it.
+// Phase is a Step with an activity row, which is the parent of its inner steps' rows. The row shows its Input. After a
+// crash the row stays running, and the next claim continues it.
 func Phase[T any](
 	ctx context.Context, name string, fn func(ctx context.Context, effect *Effect) (T, error), opts ...Option,
 ) (T, error) {
@@ -138,13 +138,13 @@ func Phase[T any](
 	return runStep(ctx, s, fn)
 }
 
-// Call describes an effect on the world: target, input and principal. An Idempotent call may be repeated under the
-// same key, as happens after a crash during the call.
+// Call describes an effect on the world: target, input and principal. The engine may repeat an Idempotent call under
+// the same key, for example after a crash during the call.
 type Call struct {
 	activity.Entry
 	Idempotent bool
-	// OnIntent queues statements that commit with the intent, such as the use of an approval. They must be safe to
-	// send twice for one step key.
+	// OnIntent queues statements that commit with the intent, such as the use of an approval. The statements must be safe
+	// to send twice for one step key.
 	OnIntent func(b *pgx.Batch, step string)
 }
 
@@ -161,15 +161,15 @@ type Effect struct {
 	CostUSD float64
 	Model   string
 	LedTo   map[string]int // of a model call: the number of calls of each skill in its answer
-	// OnResult queues statements that commit with the call's result or error. They must be safe to send twice.
+	// OnResult queues statements that commit with the call's result or error. The statements must be safe to send twice.
 	OnResult func(b *pgx.Batch)
 
 	startedAt time.Time
 }
 
 // Do makes a call as a durable step. A running row of the activity log records its intent before fn. Afterwards one
-// transaction closes the row and writes the checkpoint. When an earlier claim died between the two, an idempotent
-// call is repeated under the same key. Any other call returns a *StepError of class ClassUnknown without another
+// transaction closes the row and writes the checkpoint. If an earlier claim died between the two, Do repeats an
+// idempotent call under the same key. Any other call returns a *StepError of class ClassUnknown without another
 // attempt.
 func Do[T any](
 	ctx context.Context, name string, c Call, fn func(ctx context.Context, effect *Effect) (T, error),
@@ -244,8 +244,8 @@ func runStep[T any](
 	return recordResult(ctx, r, s, effect, value, nil)
 }
 
-// endedExternally reports a step that ended with its run or with a lost lane. Then its error is no result. A timeout
-// of the code or the failure of another branch is a result.
+// endedExternally reports a step that ended with its run or with a lost lane. The error of such a step is no result. A
+// timeout of the code or the failure of another branch is a result.
 func (r *run) endedExternally(ctx context.Context) bool {
 	if r.ctx.Err() != nil { // the context of a hold ends a moment later
 		return true
@@ -284,7 +284,7 @@ func (s *stepSpec) start(ctx context.Context) (*run, error) {
 		return nil, fmt.Errorf("step %s called after its flow returned: %w", s.name, ErrNotInExecution)
 	}
 	var stop error
-	if ctx.Err() != nil && r.endedExternally(ctx) { // a timeout of the code is recorded as the result
+	if ctx.Err() != nil && r.endedExternally(ctx) { // the caller records a timeout of the code as the result
 		stop = context.Cause(ctx)
 	}
 	if stop == nil {
@@ -296,8 +296,8 @@ func (s *stepSpec) start(ctx context.Context) (*run, error) {
 	return nil, stop
 }
 
-// lostLaneError returns an error while the run has an unreleased lost lane: no step starts then, under any context.
-// The caller holds r.mu.
+// lostLaneError returns an error while the run has an unreleased lost lane: the run starts no step then, under any
+// context. The caller holds r.mu.
 func (r *run) lostLaneError() error {
 	for lease := range r.leases {
 		if leaseLost(lease) {
@@ -334,7 +334,7 @@ func (r *run) resetKeys(step string) {
 	maps.DeleteFunc(r.occurrences, func(key string, _ int) bool { return strings.HasPrefix(key, step+"/") })
 }
 
-// Now is the database's time, recorded: the same in every run of the execution.
+// Now returns the database's time as a step: every run of the execution gets the same time.
 func Now(ctx context.Context) (time.Time, error) {
 	return Step(ctx, "now", func(ctx context.Context) (time.Time, error) {
 		var now time.Time
@@ -358,9 +358,9 @@ type snapshot[S any] struct {
 }
 
 // Loop calls body with the state of the previous call until body is done, and returns the last state. Use it for long
-// loops. After every 16 iterations a snapshot of the state replaces the checkpoints of their steps, so a claim
-// replays at most 16 iterations. Each iteration is a scope of its own. S must survive encoding/json and hold
-// everything that later iterations need.
+// loops. After every 16 iterations, a snapshot of the state replaces the checkpoints of their steps. So a claim replays
+// at most 16 iterations. Each iteration is a scope of its own. S must survive encoding/json and hold everything that
+// later iterations need.
 func Loop[S any](
 	ctx context.Context, name string, state S, body func(ctx context.Context, state S) (S, bool, error),
 ) (S, error) {
@@ -402,7 +402,7 @@ func Loop[S any](
 }
 
 // snapshot replaces the checkpoints of the iterations by the loop's state and their waits, in one transaction. The
-// fence is that of the checkpoint.
+// snapshot has the fence of a checkpoint.
 func (r *run) snapshot(ctx context.Context, s stepSpec, state any) (output json.RawMessage, altered bool, err error) {
 	if r.replay != nil {
 		return nil, false, r.replay.beyondRecord(r, s.key)

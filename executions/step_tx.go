@@ -12,9 +12,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// StepTx runs fn in a transaction with the fence and the checkpoint: the effect is in the database exactly when the
-// step is recorded. fn may be called again in a new transaction after a broken connection, deadlock or serialization
-// failure, and twice after a cancelled statement, as by [RetryTransient].
+// StepTx runs fn in a transaction with the fence and the checkpoint. So the database has the effect exactly when it has
+// the checkpoint. After a broken connection, deadlock or serialization failure, StepTx may call fn again in a new
+// transaction. After a cancelled statement, it calls fn up to twice again, as [RetryTransient] does.
 func StepTx[T any](
 	ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), opts ...Option,
 ) (T, error) {
@@ -80,10 +80,10 @@ func StepTx[T any](
 	}
 }
 
-// errRecorded ends a transaction that finds its step recorded: an earlier commit succeeded after all.
+// errRecorded ends a transaction that finds a checkpoint of its step: an earlier commit succeeded after all.
 var errRecorded = errors.New("step recorded already")
 
-// tryTx is one transaction of a StepTx. The advisory lock makes a retry wait for a first transaction that lost its
+// tryTx is one transaction of a StepTx. The advisory lock makes a retry wait for an earlier transaction that lost its
 // connection but still runs.
 func tryTx[T any](
 	ctx context.Context, r *run, s stepSpec, retry bool, fn func(ctx context.Context, tx pgx.Tx) (T, error),
@@ -164,8 +164,8 @@ func (r *run) beginStep(ctx context.Context, tx pgx.Tx, s stepSpec, retry bool) 
 type inTxKey struct{}
 
 // acquireTxSlot waits until a transaction may begin. One connection of the pool stays free for writes within
-// transactions: otherwise transactions that each need one more connection would deadlock. A nested transaction does
-// not wait.
+// transactions. Otherwise transactions that each need one more connection would deadlock. A nested transaction does not
+// wait.
 func (e *Engine) acquireTxSlot(ctx context.Context) (within context.Context, release func(), err error) {
 	if ctx.Value(inTxKey{}) != nil {
 		return ctx, func() {}, nil
@@ -178,8 +178,8 @@ func (e *Engine) acquireTxSlot(ctx context.Context) (within context.Context, rel
 	}
 }
 
-// callTx calls the function of a StepTx. Its error is its own unless the database failed: a timeout of another server
-// must not look like one of the transaction.
+// callTx calls the function of a StepTx. Unless the database failed, callTx marks the error as the function's own. So a
+// timeout of another server does not look like a timeout of the transaction.
 func callTx[T any](
 	ctx context.Context, tx pgx.Tx, fn func(ctx context.Context, tx pgx.Tx) (T, error),
 ) (value T, err error) {
@@ -191,8 +191,8 @@ func callTx[T any](
 	return value, err
 }
 
-// reloadStep reads the checkpoints of a step and its inner steps; errRecorded when the step has one. A retry does not
-// repeat recorded inner steps.
+// reloadStep reads the checkpoints of a step and its inner steps. It returns errRecorded if the step itself has a
+// checkpoint. A retry does not repeat recorded inner steps.
 func (r *run) reloadStep(ctx context.Context, tx postgres.DB, step string) error {
 	r.resetKeys(step)
 	if err := r.flushDeferred(ctx); err != nil {
@@ -221,8 +221,8 @@ func (r *run) reloadStep(ctx context.Context, tx postgres.DB, step string) error
 }
 
 // EndTx is a [StepTx] whose transaction also completes the execution with the result of the value. So effect,
-// checkpoint and end are in the database together or not at all. The flow returns next; its return values are
-// ignored.
+// checkpoint and end are in the database together or not at all. The flow returns next; the engine ignores its return
+// values.
 func EndTx[T any](
 	ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), result func(value T) Result,
 ) (T, error) {
@@ -255,7 +255,7 @@ func (r *run) queueResult(b *pgx.Batch, result Result) (*completionResult, error
 	return done, nil
 }
 
-// setCompleted stores the completion of the run by a transaction. The database decides about its lanes from here on.
+// setCompleted stores the completion that a transaction wrote. From then on the database decides about the run's lanes.
 func (r *run) setCompleted(done *completionResult) {
 	r.mu.Lock()
 	r.completed = done
@@ -263,8 +263,8 @@ func (r *run) setCompleted(done *completionResult) {
 	r.e.keeper.Drop(r.laneOwner())
 }
 
-// completedEarlier reports whether an earlier transaction completed the execution although its answer was lost. Then
-// the checkpoint is the step's result.
+// completedEarlier reports whether an earlier transaction with a lost answer completed the execution. Then the
+// checkpoint is the step's result.
 func (r *run) completedEarlier(ctx context.Context, step string) bool {
 	row, err := Get(ctx, r.e.pool, r.exec.ID)
 	if err != nil || row.Status != Completed || row.Claim != r.exec.Claim {

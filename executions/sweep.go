@@ -33,7 +33,7 @@ type dueTimes struct {
 	schedule time.Time
 	timer    time.Time
 	dbTimer  float64 // the timer by the database's clock
-	skips    int     // how often sweeps skipped it although it was due
+	skips    int     // how often sweeps skipped the due timer
 }
 
 // scheduleDue reports whether a schedule has been due for at least a time.
@@ -43,7 +43,7 @@ func (d *dueTimes) scheduleDue(since time.Duration) bool {
 	return !d.schedule.IsZero() && time.Since(d.schedule) >= since
 }
 
-// advanceTimer moves the next timer forward, and reports whether that changed it.
+// advanceTimer moves the next timer to an earlier time, and reports whether that changed it.
 func (d *dueTimes) advanceTimer(t time.Time) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -75,8 +75,8 @@ func (d *dueTimes) postpone() {
 	}
 }
 
-// sleepTime is how long the sweeper may sleep. It doubles while a due timer is skipped, because its row is locked or
-// another process sweeps.
+// sleepTime is how long the sweeper may sleep. The time doubles while sweeps skip a due timer, because its row is
+// locked or another process sweeps.
 func (d *dueTimes) sleepTime(maxSleep time.Duration) time.Duration {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -86,7 +86,7 @@ func (d *dueTimes) sleepTime(maxSleep time.Duration) time.Duration {
 	return min(maxSleep, max(time.Until(d.timer), time.Millisecond<<d.skips))
 }
 
-// sweepLoop takes claims of dead workers, fires timers and covers lost notifications.
+// sweepLoop releases claims of dead workers, fires timers and covers lost notifications.
 func (e *Engine) sweepLoop(ctx context.Context) {
 	var nextHousekeeping time.Time
 	var nextExpire time.Time
@@ -144,13 +144,12 @@ func (e *Engine) wakeSweepIn(delay time.Duration) {
 	}
 }
 
-// sweepLock lets one of several concurrent sweeps run a statement; the others find nothing.
+// sweepLock lets one of several concurrent sweeps run a statement. All other sweeps find nothing.
 const sweepLock = `sweeps as materialized (select pg_try_advisory_xact_lock(hashtextextended('sweep executions', 0)) as mine)`
 
-// queueSweep queues the transaction of a sweep. It takes claims from expired and unregistered workers and from
-// executions without progress. It resumes waits whose time has passed or whose lane is free. Workers are locked
-// before executions, so none renews meanwhile. Sequential scans are off, because a plan may outlive the size of its
-// table.
+// queueSweep queues the transaction of a sweep. It releases claims of expired and unregistered workers and of
+// executions without progress. It resumes waits whose time has passed or whose lane is free. Workers are locked before
+// executions, so none renews meanwhile. Sequential scans are off, because a plan may outlive the size of its table.
 func queueSweep(b *pgx.Batch) {
 	b.Queue(`select set_config('lock_timeout', @lock_timeout, true), set_config('enable_seqscan', 'off', true)`,
 		postgres.Strict{"lock_timeout": lockTimeout})
@@ -172,8 +171,8 @@ func queueSweep(b *pgx.Batch) {
 // sweepLimit bounds the work of one sweep.
 const sweepLimit = 500
 
-// Sweep runs once: lost claims, due timers, free lanes, and ready executions without a notification. Of many
-// concurrent calls one does the work.
+// Sweep runs one sweep: lost claims, due timers, free lanes, and ready executions without a notification. Of many
+// concurrent calls, one does the work.
 func (e *Engine) Sweep(ctx context.Context) error {
 	type readyIn struct {
 		Queue string
@@ -203,7 +202,7 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	if err := e.pool.SendBatch(ctx, b).Close(); err != nil {
 		return fmt.Errorf("sweep executions: %w", err)
 	}
-	for _, r := range ready { // after the commit, which makes them visible
+	for _, r := range ready { // after the commit, which makes the executions visible
 		e.notifyReady(r.Queue, r.N)
 	}
 	err := e.sweepThreads(ctx)
@@ -216,8 +215,8 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	return err
 }
 
-// deliverCompletions resumes the parents of ended executions where the process that ended them could not. Each is its
-// own transaction, so a blocked one delays few others.
+// deliverCompletions resumes the parents of ended executions after the ending process could not. Each delivery has its
+// own transaction, so a blocked delivery delays few others.
 func (e *Engine) deliverCompletions(ctx context.Context) error {
 	rows, err := e.pool.Query(ctx, `
 		select t.id::text from (select u.execution_id as id from agent_unpublished_completions u order by u.execution_id limit @most) t
@@ -242,8 +241,8 @@ func (e *Engine) deliverCompletions(ctx context.Context) error {
 }
 
 const (
-	// ReleaseStaleThreads releases the lanes of threads whose holder has ended, or has sent nothing for the lease and
-	// @overdue seconds longer. Without a queued message the lane stays @grace seconds longer, where people can see it.
+	// ReleaseStaleThreads releases the lane of a thread if its holder has ended, or has sent nothing for the lease and
+	// @overdue seconds more. Without a queued message, the holder keeps the lane @grace seconds longer, visible to people.
 	ReleaseStaleThreads = `
 		with stale as materialized (
 		  select k.lane, k.locked_by, k.execution_id, k.expires_at, k.ttl_seconds from agent_locks k
@@ -283,14 +282,15 @@ type Freed struct {
 	IdleSeconds int64   `json:"idle_seconds"`
 }
 
-// Log logs the release. Call it after the commit.
+// Log logs the release. Call Log after the commit.
 func (f Freed) Log(ctx context.Context, log *slog.Logger) {
 	log.WarnContext(ctx, "lane stale, clearing", "lane", "thread:"+f.ThreadID, "holder", f.Holder,
 		"age", time.Duration(f.IdleSeconds)*time.Second)
 }
 
-// FlushThreads sends queued messages that may leave now, in at most most threads, and logs the lanes that it acquires
-// for them. It waits for nobody. The order is random, so that a thread whose message cannot leave delays no other.
+// FlushThreads sends queued messages that may leave now, in up to most threads. It logs the lanes that it acquires for
+// these messages. It waits for no lock. The order of threads is random, so a thread with a blocked message delays no
+// other.
 func FlushThreads(ctx context.Context, db postgres.Beginner, log *slog.Logger, most int) (n int, err error) {
 	type acquiredLane struct {
 		Lane, Owner                  string
@@ -327,8 +327,8 @@ func FlushThreads(ctx context.Context, db postgres.Beginner, log *slog.Logger, m
 	return n, nil
 }
 
-// sweepThreads ends the leases of abandoned threads, and delivers queued messages of free ones. The outbox usually
-// does both sooner. Locked rows are left to the next sweep.
+// sweepThreads ends the leases of abandoned threads, and delivers queued messages of free threads. The outbox usually
+// does both sooner. Locked rows wait for the next sweep.
 func (e *Engine) sweepThreads(ctx context.Context) error {
 	var freed []Freed
 	b := &pgx.Batch{}
@@ -358,7 +358,7 @@ func (e *Engine) refreshDue(ctx context.Context) error {
 	return err
 }
 
-// readDue reads when the next timer and schedule are due, and how long the first lost worker has been expired. It
+// readDue reads when the next timer and schedule are due, and for how long the first lost worker has been expired. It
 // reads durations, because this process's clock may be wrong.
 func (e *Engine) readDue(ctx context.Context) (left time.Duration, err error) {
 	var schedule, timer, lost *float64
@@ -442,7 +442,7 @@ func (e *Engine) warnStuck(ctx context.Context) error {
 		         where k.expires_at < clock_timestamp() and exists (select from agent_executions x where x.claimed_by = k.id)
 		         order by k.expires_at limit 1) w`).Scan(&worker, &seconds, &n, &sessions)
 	switch {
-	case errors.Is(err, pgx.ErrNoRows): // another sweep took them meanwhile
+	case errors.Is(err, pgx.ErrNoRows): // another sweep released these claims meanwhile
 		return nil
 	case err != nil:
 		return fmt.Errorf("read stuck executions: %w", err)

@@ -11,15 +11,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// RunSync inserts an execution that this process has claimed, and runs it in the calling goroutine until it ends,
-// waits or is lost. It returns the row. Use it for work with a waiting caller. When ctx ends first, RunSync cancels
-// the execution, unless the database is unavailable for longer than a lease. If the process dies, another process
-// resumes the execution.
+// RunSync inserts an execution with a claim of this process. It runs the execution in the calling goroutine until it
+// ends, waits or is lost, and returns the row. Use RunSync for work with a waiting caller. When ctx ends first, RunSync
+// cancels the execution, unless the database is unavailable for longer than a lease. If the process dies, another
+// process resumes the execution.
 //
 // The insert does not wait for the disk. The next commit of the run makes it durable: a checkpoint, the intent of a
-// call, a lane or the end. The caller learns nothing before. If the server crashes before that commit, the execution
+// call, a lane or the end. The caller gets no result before that commit. If the server crashes before it, the execution
 // never existed and RunSync returns ErrNotFound. While the agent is paused and the surface is not attended, RunSync
-// inserts nothing and returns ErrPaused.
+// inserts no execution and returns ErrPaused.
 func (e *Engine) RunSync(ctx context.Context, s Spec) (Execution, error) {
 	worker, err := e.WorkerID(ctx)
 	if err != nil {
@@ -28,7 +28,7 @@ func (e *Engine) RunSync(ctx context.Context, s Spec) (Execution, error) {
 	if ctx.Err() != nil {
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, context.Cause(ctx))
 	}
-	// An interrupt must not leave a row that nobody runs.
+	// An interrupt must not leave a row that no process runs.
 	insertCtx, cancel := e.detachedContext(ctx)
 	claimed, created, err := e.insertClaimed(insertCtx, s, worker)
 	cancel()
@@ -56,7 +56,7 @@ func explainMissing(x Execution, err error) (Execution, error) {
 	return x, err
 }
 
-// insertClaimed inserts an execution that this process has claimed, in a batch with concurrent starts.
+// insertClaimed inserts an execution with a claim of this process, in a batch with concurrent starts.
 func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Execution, bool, error) {
 	alone := func() (Execution, error) {
 		got, _, err := e.insertWithRetry(ctx, s, "running", worker)
@@ -73,9 +73,9 @@ func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Exec
 	return got, err == nil, err
 }
 
-// InsertClaimed inserts an execution that this process has claimed, in the caller's transaction. Run it with
-// RunClaimed right after the commit: other processes take a claim without a run after some seconds. The second return
-// value is false when the dedupe key exists; then there is nothing to run.
+// InsertClaimed inserts an execution with a claim of this process, in the caller's transaction. Call RunClaimed right
+// after the commit: other processes can claim an execution without a run after some seconds. The second return value is
+// false when the dedupe key exists; then the caller has nothing to run.
 func (e *Engine) InsertClaimed(ctx context.Context, tx pgx.Tx, s Spec) (Execution, bool, error) {
 	worker, err := e.WorkerID(ctx)
 	if err != nil {
@@ -88,9 +88,9 @@ func (e *Engine) InsertClaimed(ctx context.Context, tx pgx.Tx, s Spec) (Executio
 	return claimed, created, nil
 }
 
-// RunClaimed runs an inserted execution in the calling goroutine until it ends, waits or is lost, and returns the
-// row. When ctx ends first, it cancels the execution. Pass a ctx that outlives the caller's connection to let it
-// finish.
+// RunClaimed runs an inserted execution in the calling goroutine until it ends, waits or is lost, and returns the row.
+// When ctx ends first, RunClaimed cancels the execution. To let the execution finish, pass a ctx that outlives the
+// caller's connection.
 func (e *Engine) RunClaimed(ctx context.Context, claimed *Execution) (Execution, error) {
 	if claimed.ClaimedBy == nil {
 		return Execution{}, fmt.Errorf("run %s: execution %s has no claim; insert it with InsertClaimed",
@@ -106,7 +106,7 @@ func (e *Engine) RunClaimed(ctx context.Context, claimed *Execution) (Execution,
 	return explainMissing(e.readOrCancel(ctx, claimed.ID))
 }
 
-// readOrCancel reads the row after its run. When the caller has left, it cancels the execution first.
+// readOrCancel reads the row after its run. If the caller has left, readOrCancel cancels the execution first.
 func (e *Engine) readOrCancel(ctx context.Context, id string) (Execution, error) {
 	if x, err := Get(ctx, e.pool, id); ctx.Err() == nil {
 		return x, err
@@ -127,14 +127,15 @@ func (e *Engine) cancelInterrupted(ctx context.Context, id string) error {
 	return err
 }
 
-// detachedContext survives ctx for at most one lease, so an unresponsive database keeps no caller.
+// detachedContext returns a context that survives ctx for at most one lease. So an unresponsive database does not block
+// the caller for longer.
 func (e *Engine) detachedContext(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
 }
 
-// ClaimAndRun claims a ready execution and runs it in the calling goroutine until it ends, waits or is lost. It
-// returns nil for an execution that is not ready. When ctx ends first, the run is released and another process
-// continues it.
+// ClaimAndRun claims a ready execution and runs it in the calling goroutine until it ends, waits or is lost. It returns
+// nil for an execution that is not ready. When ctx ends first, ClaimAndRun releases the run, and another process
+// continues the execution.
 func (e *Engine) ClaimAndRun(ctx context.Context, id string) error {
 	worker, err := e.WorkerID(ctx)
 	if err != nil {

@@ -56,8 +56,8 @@ var waitEvents = map[string]string{
 // Delay waits for d, by the database's clock. The limit is MaxWait.
 func Delay(d time.Duration) WaitFor { return WaitFor{kind: "delay", timeout: d} }
 
-// Event waits for EVENT_COMPLETED with a key. A timeout of 0 is 7 days; the limit is MaxWait. An event that arrived
-// earlier and ended no other wait ends this one at once.
+// Event waits for EVENT_COMPLETED with a key. A timeout of 0 is 7 days; the limit is MaxWait. An earlier event that
+// ended no other wait ends this wait at once.
 func Event(key string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "event", key: key, timeout: timeout}
 }
@@ -151,7 +151,7 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 		switch {
 		case err != nil:
 			return out, err
-		case out.Event != waitEvents[w.kind]: // a record of other JSON decodes, too
+		case out.Event != waitEvents[w.kind]: // a record of a step that was no wait decodes too
 			return Outcome{}, r.failChanged(s.key, fmt.Errorf("step %s has a record, but not of a wait for %s: %w", s.key,
 				w.kind, ErrChanged))
 		}
@@ -195,7 +195,7 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 
 type noWaitsKey struct{}
 
-// forbidWaits marks the context of a step that cannot suspend.
+// forbidWaits marks ctx as the context of a step that cannot suspend.
 func forbidWaits(ctx context.Context, within string) context.Context {
 	return context.WithValue(ctx, noWaitsKey{}, within)
 }
@@ -273,8 +273,8 @@ type waitWrite struct {
 // batchedKinds end by an event or a time alone, so their writes can be batched.
 var batchedKinds = []string{"event", "approval", "delay"}
 
-// writeWait starts a wait in a batch, or in its own transaction if its kind or run needs one. It returns the outcome of
-// a wait that ended at once.
+// writeWait starts a wait in a batch, or in its own transaction if its kind or run needs one. It returns the outcome if
+// the wait ended at once.
 func (r *run) writeWait(
 	ctx context.Context, step string, w WaitFor, data, variables json.RawMessage,
 ) (outcome []byte, err error) {
@@ -290,7 +290,7 @@ func (r *run) writeWait(
 }
 
 // waitBatch starts waits in one commit, each under its own claim. It skips executions that hold lanes, are locked or
-// stale, and waits that may end at once. The batcher retries those alone.
+// are stale. It also skips waits that may end at once. The batcher retries each skipped wait alone.
 func (e *Engine) waitBatch(ctx context.Context, waits []waitWrite) ([]batch.Answer[[]byte], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()

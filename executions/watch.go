@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// StatusChange is a state of an execution, and when it began.
+// StatusChange is a state of an execution and the time when the state began.
 type StatusChange struct {
 	ID         string    `json:"id"`
 	TraceID    string    `json:"trace_id"`
@@ -43,14 +43,14 @@ func (e *Engine) CurrentStatus(ctx context.Context, id string) (StatusChange, er
 	return StatusChange{}, fmt.Errorf("execution %s: %w", id, ErrNotFound)
 }
 
-// Watch follows an execution until unsubscribe, which the caller must call. The channel holds the latest state, from
-// the first poll on; a zero value means that the execution is gone. A run that ends in this process is seen at once,
-// others within watchInterval: one query reads all watched executions.
+// Watch follows an execution until the caller calls unsubscribe, which is mandatory. The channel holds the latest
+// state, from the first poll on; a zero value means that the execution is gone. Watch reports a run that ends in this
+// process at once, and all other changes within watchInterval. One query reads all watched executions.
 func (e *Engine) Watch(ctx context.Context, id string) (updates <-chan StatusChange, unsubscribe func()) {
 	return e.statuses.subscribe(ctx, id)
 }
 
-// Await waits until an execution has ended, and returns it. When ctx ends first, it returns the cause.
+// Await waits until an execution has ended, and returns the execution. When ctx ends first, Await returns the cause.
 func (e *Engine) Await(ctx context.Context, id string) (Execution, error) {
 	updates, unsubscribe := e.Watch(ctx, id)
 	defer unsubscribe()
@@ -70,7 +70,7 @@ func (e *Engine) Await(ctx context.Context, id string) (Execution, error) {
 	}
 }
 
-// readStatus reads the states of executions; a zero value for those that are gone.
+// readStatus reads the states of executions. A missing execution has a zero value.
 func (e *Engine) readStatus(ctx context.Context, ids []string) (map[string]StatusChange, error) {
 	rows, err := e.pool.Query(ctx, `
 		select e.id::text, e.trace_id, e.status, e.waiting_for, e.updated_at as at, e.claim, e.wait_number,
@@ -159,7 +159,7 @@ func (p *poller[V]) unsubscribe(ch chan V, keys []string) {
 	}
 }
 
-// wake polls now if somebody subscribes to the key.
+// wake polls now if the key has a subscriber.
 func (p *poller[V]) wake(key string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

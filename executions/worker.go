@@ -23,7 +23,7 @@ type workerLease struct {
 	orphanedClaims map[string]bool // claims without a run at the last renewal
 }
 
-// registerWorker begins a new lease.
+// registerWorker registers this process under a new lease.
 func (e *Engine) registerWorker(ctx context.Context) error {
 	sentAt := time.Now()
 	var id string
@@ -68,7 +68,7 @@ func (e *Engine) WorkerID(ctx context.Context) (string, error) {
 	return "", ErrLost
 }
 
-// dropLease forgets a lease and stops its runs.
+// dropLease drops a lease and stops its runs.
 func (e *Engine) dropLease(w *workerLease) {
 	if w == nil {
 		return
@@ -102,7 +102,7 @@ func (e *Engine) endLease(ctx context.Context) {
 	}
 }
 
-// renewLoop renews the lease. When it cannot, the lease's deadline stops the runs.
+// renewLoop renews the lease. If renewals fail, the lease's deadline stops the runs.
 func (e *Engine) renewLoop(ctx context.Context) {
 	every := e.opts.LeaseTTL / 3
 	for {
@@ -117,7 +117,7 @@ func (e *Engine) renewLoop(ctx context.Context) {
 	}
 }
 
-// clampToDeadline shortens a pause so that the end of the lease is noticed in time.
+// clampToDeadline shortens a pause to end at the deadline of the lease.
 func (e *Engine) clampToDeadline(wait time.Duration) time.Duration {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -127,7 +127,7 @@ func (e *Engine) clampToDeadline(wait time.Duration) time.Duration {
 	return wait
 }
 
-// renew renews the lease and reads its claims in the same round trip. So a cancel or a takeover is found without a
+// renew renews the lease and reads its claims in the same round trip. So it finds cancels and takeovers without a
 // notification.
 func (e *Engine) renew(ctx context.Context) error {
 	w, until := e.currentLease()
@@ -160,12 +160,12 @@ func (e *Engine) renew(ctx context.Context) error {
 		e.log.WarnContext(ctx, "claim without a run", "claim", orphan)
 		id, claim, _ := strings.Cut(orphan, "#")
 		e.releaseClaimOf(ctx, id, claim)
-		e.Poll() // this process may claim it again
+		e.Poll() // this process may claim its execution again
 	}
 	return nil
 }
 
-// renewWorker renews a live lease and reads its claims. It locks the row before it reads the clock.
+// renewWorker renews a live lease and reads its claims. The statement locks the row before it reads the clock.
 func renewWorker(ctx context.Context, pool *pgxpool.Pool, id string, alive *bool, claims, cancels *[]string) error {
 	b := &pgx.Batch{}
 	args := postgres.Strict{"id": id}
@@ -185,9 +185,9 @@ func renewWorker(ctx context.Context, pool *pgxpool.Pool, id string, alive *bool
 	return pool.SendBatch(ctx, b).Close()
 }
 
-// reconcile compares the database's claims of a worker with the runs of this process. It returns runs without a
-// claim, and claims without a run for two renewals. Such a claim lost its answer with the connection, or its end
-// could not be written. No other process takes it while this one lives.
+// reconcile compares the database's claims of a worker with the runs of this process. It returns runs without a claim,
+// and claims without a run for two renewals. Such claims remain after a lost answer or a failed completion. No other
+// process can claim their executions while this process lives.
 func (e *Engine) reconcile(w *workerLease, sentAt time.Time, claims []string) (lost []*run, orphaned []string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -223,8 +223,8 @@ func (e *Engine) stopLostRun(ctx context.Context, r *run) {
 	case err == nil && now.Status == Cancelled:
 		r.stop(ErrCancelled)
 	case err == nil && now.Status == Waiting && now.WaitNumber > r.exec.WaitNumber:
-		r.stop(ErrParked) // it has just parked
-	case err == nil && now.Status.Ended() && now.Claim == r.exec.Claim: // it has just finished
+		r.stop(ErrParked) // the run has just parked
+	case err == nil && now.Status.Ended() && now.Claim == r.exec.Claim: // the run has just finished
 	default:
 		r.stop(ErrLost)
 	}
@@ -235,7 +235,7 @@ func (e *Engine) releaseClaim(ctx context.Context, r *run) {
 	e.releaseClaimOf(context.WithoutCancel(ctx), r.exec.ID, r.exec.Claim)
 }
 
-// releaseClaimOf releases a claim. One that cannot be released ends with the worker's lease, or is found as orphaned.
+// releaseClaimOf releases a claim. After a failure, the claim ends with the worker's lease or as an orphaned claim.
 func (e *Engine) releaseClaimOf(ctx context.Context, id string, claim any) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
@@ -246,7 +246,7 @@ func (e *Engine) releaseClaimOf(ctx context.Context, id string, claim any) {
 	case err != nil:
 		e.log.WarnContext(ctx, "execution not released", "execution", id, "error", err)
 		return
-	case done.RowsAffected() == 0: // another claim has replaced it
+	case done.RowsAffected() == 0: // another claim has replaced this one
 
 		return
 	}

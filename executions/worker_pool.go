@@ -21,7 +21,7 @@ const (
 	unknownFlowDelay = 5 * time.Second
 	// notifyInterval is the shortest pause between two notifications of other processes.
 	notifyInterval = 20 * time.Millisecond
-	// minMissDelay is the first pause before locked executions are polled again; it doubles up to maxMissDelay.
+	// minMissDelay is the first pause before the pool polls locked executions again. The pause doubles up to maxMissDelay.
 	minMissDelay, maxMissDelay = 2 * time.Millisecond, time.Second
 	// maxCompletingPerWorker bounds the completions that are written beside the work of each worker.
 	maxCompletingPerWorker = 4
@@ -37,15 +37,15 @@ type workerPool struct {
 	wake   chan struct{} // an execution may be ready
 	notify chan struct{} // other processes should poll
 	// Used by run alone:
-	pollTimer *time.Timer   // one timer, however many polls were requested
-	missDelay time.Duration // pause before locked executions are polled again
+	pollTimer *time.Timer   // one timer for all requested polls
+	missDelay time.Duration // pause before the next poll of locked executions
 	backlog   bool          // the last claim used every free worker, so more may be ready
 
 	mu         sync.Mutex
 	busy       int             // working workers and reserved slots
-	completing int             // returned flows whose completion is being written
+	completing int             // returned flows with a completion in flight
 	starved    bool            // an execution may be ready without a free worker
-	accepting  bool            // claims are made
+	accepting  bool            // the pool makes claims
 	runCtx     context.Context // context of the runs
 	skipUntil  map[string]time.Time
 }
@@ -62,7 +62,7 @@ func (c *workerPool) poll() { signal(c.wake) }
 // notifyPeers requests a notification of other processes.
 func (c *workerPool) notifyPeers() { signal(c.notify) }
 
-// signal wakes a receiver of ch; pending signals are merged.
+// signal wakes a receiver of ch. It merges pending signals.
 func signal(ch chan struct{}) {
 	select {
 	case ch <- struct{}{}:
@@ -70,7 +70,7 @@ func signal(ch chan struct{}) {
 	}
 }
 
-// run claims and runs ready executions until ctx ends. Their runs use runCtx.
+// run claims and runs ready executions until ctx ends. The runs use runCtx.
 func (c *workerPool) run(ctx, runCtx context.Context) {
 	c.open(runCtx)
 	defer c.close()
@@ -125,8 +125,8 @@ func (c *workerPool) dispatch(runCtx context.Context) bool {
 	return len(claimed) == free
 }
 
-// pollAfter polls once after a delay. One timer serves all requests: otherwise failed polls would add up while the
-// database is away.
+// pollAfter polls once after a delay. One timer serves all requests. Otherwise failed polls would add up while the
+// database is unavailable.
 func (c *workerPool) pollAfter(delay time.Duration) {
 	if c.pollTimer == nil {
 		c.pollTimer = time.AfterFunc(delay, c.poll)
@@ -143,7 +143,7 @@ func (c *workerPool) freeWorkers() int {
 	return c.size - c.busy
 }
 
-// hasFree reports whether n workers are free that a poll would use.
+// hasFree reports whether a poll would use n free workers.
 func (c *workerPool) hasFree(n int) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -157,7 +157,7 @@ func (c *workerPool) idle() bool {
 	return c.busy == 0 && c.completing == 0
 }
 
-// reserve reserves up to n slots for executions that are claimed outside a poll, and returns their number.
+// reserve reserves up to n slots for executions that a statement claims outside a poll. It returns their number.
 func (c *workerPool) reserve(n int) int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -218,12 +218,12 @@ func (c *workerPool) startUnreserved(runCtx context.Context, x claimedExecution,
 	c.startReserved(runCtx, x, worker)
 }
 
-// startReserved starts a claimed execution in a reserved slot. The worker is free when the function returns:
-// completions are written beside the work, up to a bound.
+// startReserved starts a claimed execution in a reserved slot. The return of the flow frees the worker, before the
+// goroutine writes the completion. maxCompletingPerWorker bounds such completions.
 func (c *workerPool) startReserved(runCtx context.Context, x claimedExecution, worker string) {
 	go func() {
 		free := sync.OnceValue(c.flowReturned)
-		defer func() { c.runEnded(free()) }() // also when the flow ends the goroutine
+		defer func() { c.runEnded(free()) }() // runs even if the flow ends the goroutine
 		err := c.e.execute(runCtx, &x, worker, func() { free() })
 		if err != nil && !errors.Is(err, errClaimTooLow) {
 			c.e.log.WarnContext(trace.With(runCtx, x.span()), "execution not run to its end here", "error", err)
@@ -231,7 +231,7 @@ func (c *workerPool) startReserved(runCtx context.Context, x claimedExecution, w
 	}()
 }
 
-// flowReturned reports whether the returned function freed its worker.
+// flowReturned reports whether the return of a flow frees its worker.
 func (c *workerPool) flowReturned() bool {
 	c.mu.Lock()
 	if c.completing >= maxCompletingPerWorker*c.size {
@@ -262,7 +262,7 @@ func (c *workerPool) skipFlow(flow string) {
 	c.mu.Unlock()
 }
 
-// skippedFlows lists the flows that are left to other processes.
+// skippedFlows lists the flows that this process leaves to other processes.
 func (c *workerPool) skippedFlows() []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -301,12 +301,12 @@ type claimedExecution struct {
 	needsRecovery bool // an earlier claim left lanes, open activities or interrupted calls
 	checkpoints   map[string]Checkpoint
 	interrupted   map[string]bool
-	onCompleted   func(row *Execution) // receives the final row where it is known without a query; may be nil
-	callerLeft    func() bool          // whether the run is to be cancelled because its caller left; may be nil
+	onCompleted   func(row *Execution) // receives the final row if the run knows it without a query; may be nil
+	callerLeft    func() bool          // whether the caller left, so the run is to be cancelled; may be nil
 }
 
 // claim claims up to n ready executions with their checkpoints, in one round trip and one transaction. missed reports
-// ready executions that were locked.
+// whether other ready executions were locked.
 func (c *workerPool) claim(
 	ctx context.Context, n int,
 ) (worker string, claimed []claimedExecution, missed bool, err error) {
@@ -374,12 +374,12 @@ func (x *Execution) scanTargets() []any {
 	return dest
 }
 
-// Admission limits how many executions of a flow or surface run at once, over all processes. The others stay ready in
-// the queue by priority and age, and can be cancelled there. A free slot is used at once. A waiting execution holds
-// no slot.
+// Admission limits how many executions of a flow or surface run at once, over all processes. All other executions stay
+// in the queue, by priority and age. A cancel ends them there. The next execution uses a free slot at once. A waiting
+// execution holds no slot.
 //
-// Two kinds of runs are counted but never delayed: those inserted already claimed because a caller waits (RunSync,
-// InsertClaimed: chat turns, for example), and those that external workers lock.
+// Admission counts but never delays two kinds of runs. RunSync and InsertClaimed insert claimed executions because a
+// caller waits, as for a chat turn. External workers lock the other kind.
 type Admission struct {
 	Kind    string `json:"kind"` // flow or surface
 	Name    string `json:"name"`
