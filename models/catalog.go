@@ -80,7 +80,8 @@ func (c *Client) Learned(model string) []string { return c.dialectFor(model).nam
 // Price returns the price of a model. ok is false for a model outside the table.
 func (c *Client) Price(model string) (Price, bool) { return c.config.Prices.Of(model) }
 
-// TakesImages reports whether images are sent to a model. They are, unless its facts or its server exclude them.
+// TakesImages reports whether the client sends images to a model. It does, unless the facts or the server exclude
+// images.
 func (c *Client) TakesImages(model string) bool {
 	return !FactsOf(model).NoImages && !c.dialectFor(model).has(noImages)
 }
@@ -95,8 +96,8 @@ const (
 	APIResponses API = "responses"
 )
 
-// Facts describe a model before the first request. Unknown models have the zero value. The client learns from
-// refusals.
+// Facts describe a model before the first request. Unknown models have the zero value. The client learns further limits
+// from refusals.
 type Facts struct {
 	Context       int    // context length in tokens; 0 if unknown
 	Responses     bool   // OpenAI serves it best, or only, over the Responses API
@@ -104,7 +105,7 @@ type Facts struct {
 	Thinks        bool   // hidden reasoning counts as output
 	NoTemperature bool   // it rejects a temperature
 	OneSystem     bool   // its template accepts one system message, at the front
-	Echo          string // field required on each message with calls; empty if it did not think
+	Echo          string // field required on each message with calls; empty without reasoning
 	Signed        bool   // it rejects calls without their signature
 	NoImages      bool   // it accepts only text
 	NoSchema      bool   // it ignores structured outputs

@@ -55,7 +55,7 @@ type chatWriter struct {
 	known  Facts
 }
 
-// message encodes a message with the fields that its origin wants back.
+// message encodes a message with the fields that its origin requires back.
 func (w chatWriter) message(m Message) (string, error) {
 	var o object
 	o.set("role", m.Role)
@@ -111,7 +111,7 @@ func (w chatWriter) thoughts(o *object, m Message) {
 	}
 }
 
-// call encodes a call with the fields that its origin wants back.
+// call encodes a call with the fields that its origin requires back.
 func (w chatWriter) call(call ToolCall, first bool) (string, error) {
 	var o object
 	o.set("id", call.ID)
@@ -165,7 +165,7 @@ func (a *arguments) UnmarshalJSON(raw []byte) error {
 	return nil
 }
 
-// hasCalls assembles tool calls from fragments. Its zero value is ready.
+// calls assembles tool calls from fragments. Its zero value is ready.
 type calls struct {
 	list []*collected
 }
@@ -196,8 +196,8 @@ func (c *calls) add(f fragment) {
 	}
 }
 
-// continued returns the call that f continues; nil if f starts one. An index decides, or else the id. Without both, a
-// name starts a call, and any other fragment belongs to the last call.
+// continued returns the call that f continues; nil if f starts a call. The index decides; without an index, the id
+// decides. Without both, a name starts a call, and any other fragment belongs to the last call.
 func (c *calls) continued(f fragment) *collected {
 	for _, call := range slices.Backward(c.list) {
 		switch {
@@ -228,9 +228,9 @@ func (call *collected) another(f fragment) bool {
 	return f.Function.Name != call.name || json.Valid([]byte(call.arguments.String()))
 }
 
-// finished returns the calls by index, or in their order without one. Every call has a unique id. A hash of the
-// request and the position replaces a missing or repeated id, so equal answers have equal ids. In a truncated answer,
-// a call without arguments has lost them.
+// finished returns the calls by index, or in their order without an index. Every call has a unique id. A hash of the
+// request and the position replaces a missing or repeated id, so equal answers have equal ids. finished drops a call
+// without arguments from a truncated answer, because the cut lost them.
 func (c *calls) finished(req Request, origin string, cut bool) []ToolCall {
 	var out []ToolCall
 	seen := map[string]bool{}
@@ -299,8 +299,8 @@ func adaptRequest(req Request, d dialect) Request {
 	return req
 }
 
-// foldSystem returns a history with one system message, at the front. A later system text is appended to the preceding
-// tool result, or else to a user message.
+// foldSystem returns a history with one system message, at the front. It appends a later system text to the preceding
+// tool result, or to a user message.
 func foldSystem(messages []Message) []Message {
 	var out []Message
 	for _, m := range messages {
@@ -320,7 +320,7 @@ func foldSystem(messages []Message) []Message {
 	return out
 }
 
-// with appends the content of another message.
+// with returns m with the content of another message appended.
 func with(m, more Message) Message {
 	if len(m.Parts) == 0 {
 		m.Content = strings.Join(slices.DeleteFunc([]string{m.Content, more.Content}, isBlank), "\n\n")

@@ -1,30 +1,31 @@
 // Package models is a client for language models: any endpoint with OpenAI's chat completions or Responses API.
 //
-// [New] validates a [Config]. [Client.Complete] sends a [Request] and returns a whole [Response] or an error. It
-// always streams, so that [Request.OnDelta] can show the text as it arrives.
+// [New] validates a [Config]. [Client.Complete] sends a [Request] and returns a whole [Response] or an error. It always
+// streams, so [Request.OnDelta] can show the text as it arrives.
 //
 // Guarantees:
 //
-//   - A response is complete: the server sent a finish reason or [DONE]. A stream without either is an error. Nothing
-//     acts on a partial response, so the whole request can be repeated under the same Idempotency-Key.
-//   - An answer ends. If it clearly exceeds [Request.MaxTokens], it is cut with the finish reason length. A call
-//     without any arguments is dropped then.
-//   - Only transient failures are repeated: 429, 5xx, broken connections, and transient errors inside a stream. The
-//     waits have jitter, respect Retry-After, and end before the context's deadline. A wait beyond
-//     [Retry.MaxWait] is left to the caller: the error returns at once with RetryAfter set.
-//   - Silence ends: an attempt without a byte for [Config.IdleTimeout] is cancelled and repeated.
-//   - Tool calls have one form for all servers: ordered, each with a name and an id, arguments as text. The arguments
-//     are not validated and may be invalid JSON.
-//   - Usage is always set. Without the server's report it is a high estimate, marked as such. The cost comes from a
-//     price table; a model without a price costs 0, and [Response.Priced] is false. An attempt that the server
-//     received, and neither refused nor answered with usage, may have been billed. The caller is notified before the
-//     next attempt ([Request.BeforeRetry]) or at the end ([Response.Unknown]). Refusals are 4xx, 501, 503 and 529,
-//     but not 408.
+//   - A response is complete: the server sent a finish reason or [DONE]. A stream without either is an error. No code
+//     acts on a partial response, so the client can repeat the whole request under the same Idempotency-Key.
+//   - An answer ends. If it clearly exceeds [Request.MaxTokens], the client cuts it with the finish reason length, and
+//     drops a call without any arguments.
+//   - The client retries only transient failures: 429, 5xx, broken connections, and transient errors inside a stream.
+//     The waits have jitter, respect Retry-After, and end before the context's deadline. Instead of a wait beyond
+//     [Retry.MaxWait], the error returns at once with RetryAfter set.
+//   - Silence ends: the client cancels an attempt without a byte for [Config.IdleTimeout], and retries.
+//   - Tool calls have one form for all servers: ordered, each with a name and an id, arguments as text. The client does
+//     not validate the arguments, which may be invalid JSON.
+//   - Usage is always set. Without the server's report, usage is a high estimate with [Usage.Estimated] set. The cost
+//     comes from a price table; a model without a price costs 0, and [Response.Priced] is false. If the server received
+//     an attempt, and neither refused it nor answered with usage, it may bill the attempt. The client notifies the
+//     caller before the next attempt ([Request.BeforeRetry]) or at the end ([Response.Unknown]). Refusals are 4xx, 501,
+//     503 and 529, but not 408.
 //   - Errors are *[Error] or wrap the context's error. No error and no log line contains the key.
 //
-// Servers differ. A feature that a server rejects (stream_options, max_tokens, a second system message, the protocol)
-// is dropped or replaced, one per refusal. The client remembers it for the model. [Facts] declare what a model gets
-// wrong silently. A provider's opaque fields return unchanged to their origin only ([Opaque]).
+// Servers differ. If a server rejects a feature (stream_options, max_tokens, a second system message, the protocol),
+// the client drops or replaces it, one feature per refusal. The client remembers the rejected features of a model.
+// [Facts] declare features that a model mishandles without a refusal. A provider's opaque fields return unchanged to
+// their origin only ([Opaque]).
 //
 // A [Client] is safe for concurrent use and holds no goroutine between calls.
 package models
@@ -64,14 +65,14 @@ type Config struct {
 	Retry      Retry
 	// IdleTimeout bounds the silence within one attempt, from sending to the last byte; 5 minutes when zero.
 	IdleTimeout time.Duration
-	// ReasoningEffort is passed to models that support it ("none", "low", …); omitted when empty.
+	// ReasoningEffort goes to models that support it ("none", "low", …); omitted when empty.
 	ReasoningEffort string
 	// API is the protocol; [APIAuto] when empty.
 	API API
-	// Headers and Query are added to each request. Their values are treated as secrets.
+	// Headers and Query go into each request. The client treats their values as secrets.
 	Headers map[string]string
 	Query   url.Values
-	// Extra is merged into the body of each request, member by member. A null removes a member.
+	// Extra holds members to merge into the body of each request. A null removes a member.
 	Extra map[string]json.RawMessage
 }
 
@@ -237,7 +238,7 @@ func plausibleWait(seconds float64) time.Duration {
 	return time.Duration(min(seconds, maxRetryAfter.Seconds()) * float64(time.Second))
 }
 
-// transportError is an error of the connection, or of go-openai before sending.
+// transportError converts an error of the connection, or of go-openai before it sends.
 func transportError(err error) *Error {
 	if wrapped, ok := errors.AsType[*url.Error](err); ok {
 		err = wrapped.Err // the outer text repeats the URL
@@ -259,7 +260,7 @@ func transportError(err error) *Error {
 	return e
 }
 
-// refusedUnsent reports whether go-openai rejected the request before sending.
+// refusedUnsent reports whether go-openai rejected the request before it sent anything.
 func refusedUnsent(err error) bool {
 	for _, unfit := range []error{
 		openai.ErrChatCompletionInvalidModel, openai.ErrContentFieldsMisused,

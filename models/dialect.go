@@ -58,7 +58,7 @@ type sent struct {
 // the number of tries is small.
 func (d dialect) after(refusal *Error, s sent) (next dialect, changed bool) {
 	words := strings.ToLower(refusal.Code + " " + refusal.param + " " + refusal.Message)
-	words = strings.ReplaceAll(words, "invalid_request_error", "") // a generic type that would sound unsupported
+	words = strings.ReplaceAll(words, "invalid_request_error", "") // a generic type that isUnsupported would match
 	switch refusal.Status {
 	case http.StatusBadRequest, http.StatusUnprocessableEntity, http.StatusNotImplemented,
 		http.StatusMethodNotAllowed, http.StatusNotAcceptable, http.StatusUnsupportedMediaType:
@@ -84,7 +84,7 @@ func (d dialect) after(refusal *Error, s sent) (next dialect, changed bool) {
 	return d, false
 }
 
-// afterNotFound drops the Responses API if the server has no such route. An unknown model is no reason.
+// afterNotFound drops the Responses API if the server lacks its route. An unknown model is no reason to drop it.
 func (d dialect) afterNotFound(words string, s sent) (next dialect, changed bool) {
 	next = d
 	model := strings.ToLower(s.req.Model)
@@ -165,7 +165,7 @@ func (d dialect) withoutHistory(words string, s sent) dialect {
 	return d
 }
 
-// withoutStream asks for the answer in one piece.
+// withoutStream requests the answer in one piece.
 func (d dialect) withoutStream(words string, _ sent) dialect {
 	if strings.Contains(words, "stream") && isUnsupported(words) {
 		d |= noStream

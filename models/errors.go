@@ -21,8 +21,8 @@ type Error struct {
 	Code       string        // the server's code or type, such as rate_limit_exceeded; may be empty
 	Message    string        // the server's or connection's message, bounded, on one line, without secrets
 	Retryable  bool          // the same request may succeed later
-	RetryAfter time.Duration // the server's wish; 0 for none
-	Advice     string        // what an operator can do, if the status alone does not say
+	RetryAfter time.Duration // the wait that the server requests; 0 for none
+	Advice     string        // an action for the operator, unless the status implies it
 
 	param string // the parameter at fault
 	cause error
@@ -50,7 +50,7 @@ func (e *Error) Error() string {
 // Unwrap returns the connection's error.
 func (e *Error) Unwrap() error { return e.cause }
 
-// advice returns what an operator can do.
+// advice returns an action for the operator.
 func (e *Error) advice() string {
 	switch {
 	case e.Advice != "":
@@ -67,7 +67,7 @@ func (e *Error) advice() string {
 	return ""
 }
 
-// scrubbed redacts the key, and texts that look like one.
+// scrubbed redacts the key and texts that look like a key.
 func (e *Error) scrubbed(secrets []string) *Error {
 	clean := *e
 	clean.Message = scrub(e.Message, secrets)
@@ -115,8 +115,8 @@ func refusal(status int, header http.Header, body []byte) *Error {
 	return e
 }
 
-// streamError returns an error inside a stream. The server accepted the request, so it is retryable unless the error
-// says otherwise.
+// streamError returns an error inside a stream. The server accepted the request, so the error is retryable unless its
+// text says otherwise.
 func streamError(chunk []byte) *Error {
 	e := &Error{}
 	e.read(chunk)

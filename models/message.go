@@ -42,7 +42,7 @@ type Message struct {
 	Content    string // text
 	Parts      []Part // content after the text, mostly images
 	ToolCalls  []ToolCall
-	ToolCallID string // of the call that a [RoleTool] message answers
+	ToolCallID string // id of the call that a [RoleTool] message answers
 	Name       string // of the tool, in a [RoleTool] message
 	Reasoning  string // the model's reasoning, if its server shows it
 	Refusal    string // the model's refusal, instead of Content
@@ -76,9 +76,9 @@ type Tool struct {
 	Parameters  any
 }
 
-// Opaque holds fields that a provider wants back unchanged, such as signatures and encrypted reasoning. Only its
-// origin receives them, beside the unchanged message. Logs and people never see them. The JSON texts are strings,
-// because jsonb would reorder their members.
+// Opaque holds fields that a provider requires back unchanged, such as signatures and encrypted reasoning. The client
+// sends the fields to their origin only, beside the unchanged message. Logs and pages never show them. The JSON texts
+// are strings, because jsonb would reorder their members.
 type Opaque struct {
 	Origin      string            `json:"origin"`                 // base URL and model
 	Digest      string            `json:"digest"`                 // of the message
@@ -98,13 +98,13 @@ func (o *Opaque) String() string {
 // LogValue hides the content.
 func (o *Opaque) LogValue() slog.Value { return slog.StringValue(o.String()) }
 
-// from reports whether the fields came from an origin, with a message of that digest.
+// from reports whether an origin sent the fields, with a message of that digest.
 func (o *Opaque) from(origin, digest string) bool {
 	return o != nil && o.Origin == origin && o.Digest == digest
 }
 
-// repaired keeps the fields of a message whose calls were repaired, because their origin wants them. It drops the
-// items, which hold the original calls.
+// repaired keeps the fields of a message with repaired calls, because their origin requires them. It drops the items,
+// which hold the original calls.
 func (o *Opaque) repaired(before, after string) *Opaque {
 	if o == nil || before == after || o.Digest != before {
 		return o
@@ -245,7 +245,7 @@ func (m Message) content() (json.RawMessage, error) {
 	return exactjson.Encode(parts)
 }
 
-// UnmarshalJSON reads that form, also as earlier versions stored it.
+// UnmarshalJSON reads the form of chat completions, and the form that earlier versions stored.
 func (m *Message) UnmarshalJSON(raw []byte) error {
 	var in messageJSON
 	if err := json.Unmarshal(raw, &in); err != nil {
@@ -295,7 +295,7 @@ func (c ToolCall) MarshalJSON() ([]byte, error) {
 	return exactjson.Encode(toolCallJSON{c.ID, "function", functionCall{c.Name, arguments(c.Arguments)}, c.Opaque})
 }
 
-// UnmarshalJSON reads that form.
+// UnmarshalJSON reads the form of chat completions.
 func (c *ToolCall) UnmarshalJSON(raw []byte) error {
 	var in toolCallJSON
 	if err := json.Unmarshal(raw, &in); err != nil {
@@ -354,8 +354,8 @@ const maxToolName = 64
 var notInNames = regexp.MustCompile(`[^a-zA-Z0-9_-]`)
 
 // repairHistory returns a history that servers accept. A model may call an impossible name (multi_tool_use.parallel) or
-// send arguments that are no object. The next request quotes that call, so it must be repaired. Servers also reject
-// messages without content, above all tool results.
+// send arguments that are no object. The next request quotes that call, so repairHistory repairs it. Servers also
+// reject messages without content, above all tool results.
 func repairHistory(history []Message) []Message {
 	messages := make([]Message, len(history))
 	for i, m := range history {
@@ -414,14 +414,14 @@ func isObject(arguments string) bool {
 	return json.Unmarshal([]byte(arguments), &members) == nil && members != nil
 }
 
-// opaqueMembers are fields of a chat completion's message that providers want back. Other unknown fields are dropped,
-// because servers reject them.
+// opaqueMembers are fields of a chat completion's message that providers require back. The client drops other unknown
+// fields, because servers reject them.
 var opaqueMembers = []string{
 	"reasoning_details", "extra_content", "thinking_blocks", "provider_specific_fields",
 	"thought_signature", "signature",
 }
 
-// callMembers are the known fields of a tool call. All others are sent back.
+// callMembers are the known fields of a tool call. The client sends all other fields back.
 var callMembers = []string{"index", "id", "type", "function"}
 
 // reasoningNames are the fields in which servers send reasoning as text.
@@ -430,7 +430,7 @@ var reasoningNames = []string{"reasoning_content", "reasoning", "thinking"}
 // opaqueFields collects opaque fields from a stream. Its zero value is ready.
 type opaqueFields map[string]json.RawMessage
 
-// add merges a piece. A field that comes once stays unchanged.
+// add merges a piece. A field that arrives once stays unchanged.
 func (g *opaqueFields) add(name string, piece json.RawMessage) {
 	if isNull(piece) {
 		return
@@ -462,7 +462,7 @@ func isNull(raw json.RawMessage) bool { return len(raw) == 0 || string(raw) == "
 var pieces = []string{"text", "summary", "data", "signature", "thinking"}
 
 // mergeJSON merges two pieces of a value: lists by index and type of their entries, objects by member. Otherwise the
-// later one wins.
+// later piece wins.
 func mergeJSON(a, b json.RawMessage) json.RawMessage {
 	var lists [2][]json.RawMessage
 	if json.Unmarshal(a, &lists[0]) == nil && json.Unmarshal(b, &lists[1]) == nil {

@@ -50,9 +50,9 @@ type Prices map[string]Price
 //go:embed prices.json
 var listPrices []byte
 
-// ListPrices returns the list prices of well-known models and their date. Prices change: an operator who limits money
-// should set them ([Prices.With]). A model without a price costs nothing here, so no money limit bounds it. Give it a
-// price, or set a token limit ([Client.Priced]).
+// ListPrices returns the list prices of well-known models and their date. Prices change: an operator with a money limit
+// should set them ([Prices.With]). A model without a price costs nothing here, so no money limit bounds it. Set its
+// price, or a token limit ([Client.Priced]).
 var ListPrices = sync.OnceValues(func() (Prices, string) {
 	type amounts struct {
 		Input, Cached, Output float64
@@ -69,7 +69,7 @@ var ListPrices = sync.OnceValues(func() (Prices, string) {
 		}
 	}
 	if err := json.Unmarshal(listPrices, &file); err != nil {
-		panic("models: prices.json: " + err.Error()) // it is part of the binary, and tested
+		panic("models: prices.json: " + err.Error()) // the file is part of the binary, and tested
 	}
 	list := Prices{}
 	for model, p := range file.Prices {
@@ -100,7 +100,8 @@ func (p Prices) With(over Prices) Prices {
 	return merged
 }
 
-// Of finds the price of a model. It looks up a name with a provider ("openai/gpt-4o") whole first, then without.
+// Of finds the price of a model. For a name with a provider ("openai/gpt-4o"), Of looks up the whole name first, then
+// the name without the provider.
 func (p Prices) Of(model string) (Price, bool) {
 	best, found := "", false
 	for name := range p {

@@ -23,17 +23,17 @@ type Request struct {
 	Effort      string   // of reasoning, in the model's words ("low", "high", …); the client's when empty
 	Schema      *Schema  // of a JSON answer, where the server supports it; nil for text
 	Temperature *float32 // the server's default when nil
-	// Fallback says that the caller has another model. Then a silent attempt is not repeated, and silence lasts at most
-	// half of the time until the context's deadline.
+	// Fallback says that the caller has another model. Then the client does not repeat a silent attempt, and accepts
+	// silence for at most half of the time until the context's deadline.
 	Fallback bool
 	// IdempotencyKey is sent as a header with every attempt.
 	IdempotencyKey string
 	// OnDelta receives the answer's text in pieces, on the goroutine of Complete.
 	OnDelta func(text string)
-	// BeforeRetry runs before a retry if the last attempt may have been billed: the server received it and neither
-	// refused nor answered it. It returns the new bound of the answer. An error ends the call.
+	// BeforeRetry runs before a retry if the server may bill the last attempt: the server received the attempt, and
+	// neither refused nor answered it. BeforeRetry returns the new bound of the answer. An error ends the call.
 	BeforeRetry func(ctx context.Context) (maxTokens int, err error)
-	// OnRestart runs after an attempt failed whose text OnDelta had received. The text starts over.
+	// OnRestart runs after a failed attempt whose text OnDelta had received. The text starts over.
 	OnRestart func()
 }
 
@@ -47,8 +47,8 @@ type Response struct {
 	Priced       bool          // false if the price table lacks the model
 	Duration     time.Duration // including retries and waits
 	Attempts     int           // requests sent, including rejected dialects
-	// Unknown means that the last attempt may have been billed at an unknown amount: the server received it, and
-	// neither refused it nor reported usage. Usage is then an estimate, or empty beside an error.
+	// Unknown means that the server may bill the last attempt at an unknown amount: it received the attempt, and neither
+	// refused it nor reported usage. Usage is then an estimate, or empty beside an error.
 	Unknown bool
 	// Sent is the request of the last attempt, see [Client.Prepared].
 	Sent Request
@@ -62,10 +62,10 @@ type Usage struct {
 	TotalTokens      int
 	CachedTokens     int
 	CacheWriteTokens int  `json:",omitempty"`
-	Estimated        bool // the server did not report it; [Client.Quote] documents the estimate
+	Estimated        bool // the server reported no usage; [Client.Quote] documents the estimate
 }
 
-// Complete sends the request and returns the whole answer. The package comment says what it repeats.
+// Complete sends the request and returns the whole answer. The package comment lists the retries.
 //
 // The error is an *[Error] for a failure of the server or the connection. It wraps the context's error if ctx ended.
 // Beside an error, the Response holds only Sent and Unknown.
@@ -90,8 +90,8 @@ func (c *Client) complete(req Request) Request {
 	return req
 }
 
-// Prepared returns a request as it would be sent: with defaults, repaired, and in a form that the server accepts. The
-// client may still learn another form while sending.
+// Prepared returns a request in the form to send: with defaults, repaired, and acceptable to the server. The client may
+// still learn another form while it sends.
 func (c *Client) Prepared(req Request) Request {
 	req = c.complete(req)
 	return adaptRequest(req, c.dialectFor(req.Model))
@@ -111,7 +111,7 @@ func (r *run) response(a answer) Response {
 	return resp
 }
 
-// failed returns what is known without an answer.
+// failed returns the response of a call without an answer.
 func (r *run) failed() Response {
 	_, found := r.client.config.Prices.Of(r.req.Model)
 	return Response{
@@ -173,7 +173,8 @@ func (o *object) members(texts map[string]string) {
 	}
 }
 
-// merge merges another object: objects by member, otherwise the other value wins. A null removes a member.
+// merge merges another object. It merges member objects by member; any other value replaces the present value. A null
+// removes a member.
 func (o *object) merge(extra map[string]json.RawMessage) {
 	for _, name := range slices.Sorted(maps.Keys(extra)) {
 		value := extra[name]
@@ -263,7 +264,7 @@ type Schema struct {
 	Name        string          `json:"name"`
 	Description string          `json:"description,omitempty"`
 	Schema      json.RawMessage `json:"schema"`
-	// servers then demand that every member is required and no others are allowed
+	// Strict makes servers demand that the schema requires every member and allows no others.
 	Strict bool `json:"strict"`
 
 	inWords bool // the server rejected this schema
@@ -294,7 +295,7 @@ func (s *Schema) flatFormat() any {
 	}{formatSchema, *s}
 }
 
-// asInstruction reports whether the form goes into the prompt, because the server does not support this schema.
+// asInstruction reports whether the form goes into the prompt because the server does not support this schema.
 func asInstruction(s *Schema, d dialect, known Facts) bool {
 	return s.inWords || d.has(noSchema) || known.NoSchema
 }
@@ -312,7 +313,7 @@ func (s *Schema) instruction() string {
 // withForm returns the history of a request, with the form as an instruction where the server lacks structured
 // outputs. The "any object" form always needs it, because OpenAI rejects a request without the word JSON.
 //
-// The instruction goes into the last user message. The schema comes from a client, so it has no higher rank.
+// The instruction goes into the last user message. A client sent the schema, so the schema has no higher rank.
 func withForm(req Request, d dialect, known Facts) []Message {
 	s := req.Schema
 	if s == nil || len(s.Schema) > 0 && !asInstruction(s, d, known) {
@@ -346,7 +347,7 @@ func (r *run) schemaRefused(refusal *Error) bool {
 const (
 	// DefaultMaxTokens is the expected length of an unbounded answer in [Client.Quote].
 	DefaultMaxTokens = 4096
-	// ThinkingMaxTokens is the same for models whose hidden reasoning counts as output.
+	// ThinkingMaxTokens replaces DefaultMaxTokens for models whose hidden reasoning counts as output.
 	ThinkingMaxTokens = 16_384
 
 	bytesPerToken     = 4 // of English prose; other languages and code have fewer
@@ -364,9 +365,9 @@ type Quote struct {
 	TokenUSD     float64 // of each output token
 }
 
-// Quote estimates a request's worst case without a tokenizer: one token for two letters or blanks, one for every
-// other byte, and eight for each message and tool. Tokenizers rarely exceed that; ordinary prompts use about half. A
-// model without a price costs nothing. The same rule estimates missing usage.
+// Quote estimates a request's worst case without a tokenizer. It counts one token for two letters or blanks, one for
+// every other byte, and eight for each message and tool. Tokenizers rarely exceed that; ordinary prompts use about
+// half. A model without a price costs nothing. The same rule estimates missing usage.
 func (c *Client) Quote(req Request) Quote {
 	req.Model = cmp.Or(req.Model, c.config.Model)
 	q := Quote{PromptTokens: mostTokensOf(req), AnswerTokens: req.MaxTokens}
@@ -428,7 +429,7 @@ func (e *extent) add(text string) {
 	}
 }
 
-// addOpaque counts fields that a provider gets back: about a token for four bytes, as encrypted reasoning has. Other
+// addOpaque counts fields that a provider gets back: about a token for four bytes, as for encrypted reasoning. Other
 // items of an answer count as their text and calls.
 func (e *extent) addOpaque(o *Opaque) {
 	if o == nil {
@@ -454,7 +455,7 @@ func size(req Request) (all extent, parts int) {
 		all = extent{all.bytes + one.bytes, all.halves + one.halves, all.images + one.images}
 	}
 	for _, tool := range req.Tools {
-		if encoded, err := json.Marshal(tool); err == nil { // a tool that does not encode is never sent
+		if encoded, err := json.Marshal(tool); err == nil { // the client never sends a tool that does not encode
 			all.add(string(encoded))
 		}
 	}
@@ -487,7 +488,7 @@ func measure(m Message) (e extent) {
 func ceilDiv(a, b int) int { return (a + b - 1) / b }
 
 // Density is the largest ratio of tokens counted by the server to tokens of [Client.Quote]; at least 1. A budget
-// multiplies its quotes by it. Safe for concurrent use.
+// multiplies its quotes by this ratio. Density is safe for concurrent use.
 func (c *Client) Density() float64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -502,7 +503,7 @@ func (c *Client) reportsUsage(now bool) bool {
 	return c.reports
 }
 
-// ObserveUsage updates the density: a prompt of this estimate was counted as in u. Safe for concurrent use.
+// ObserveUsage updates the density from a prompt's estimate and the server's count in u. It is safe for concurrent use.
 func (c *Client) ObserveUsage(estimated int, u Usage) {
 	if estimated <= 0 || u.Estimated {
 		return

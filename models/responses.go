@@ -9,8 +9,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 )
 
-// responsesBody adds the fields of the Responses API. The server stores nothing: the whole history is sent, with the
-// items of earlier answers unchanged.
+// responsesBody adds the fields of the Responses API. The server stores nothing, so each request has the whole history,
+// with the items of earlier answers unchanged.
 func (c *Client) responsesBody(o *object, req Request, d dialect) error {
 	var input []string
 	origin := c.origin(req.Model)
@@ -47,7 +47,7 @@ func (c *Client) responsesBody(o *object, req Request, d dialect) error {
 	return nil
 }
 
-// responseTool is a function in the Responses API, whose default is strict.
+// responseTool is a function in the Responses API, where strict is the default.
 type responseTool struct {
 	Type        string `json:"type"`
 	Name        string `json:"name"`
@@ -74,7 +74,7 @@ type responsePart struct {
 	Detail string `json:"detail,omitempty"`
 }
 
-// responseItems converts a message to items: the original ones for their origin, else new ones.
+// responseItems converts a message to items: the original items for their origin, new items for other servers.
 func responseItems(m Message, origin string, d dialect) ([]string, error) {
 	if m.Opaque.from(origin, m.digest()) && len(m.Opaque.Items) > 0 && !d.has(noOpaque) {
 		return m.Opaque.Items, nil
@@ -354,7 +354,7 @@ func (r *response) answer(req Request, origin string) answer {
 		Reasoning: cmp.Or(reasoning, r.reasoning.String()),
 	}
 	cut := r.finish == FinishLength || r.finish == FinishContentFilter
-	nameless := false // a call without an id, so its result could not name it
+	nameless := false // a call lacks an id, so its result could not name the call
 	for _, item := range r.items {
 		if item.Type != "function_call" {
 			continue
@@ -369,7 +369,7 @@ func (r *response) answer(req Request, origin string) answer {
 	if len(m.ToolCalls) > 0 && !cut {
 		finish = FinishToolCalls
 	}
-	if len(r.items) > 0 && !cut && !nameless { // a truncated item cannot be sent back
+	if len(r.items) > 0 && !cut && !nameless { // the client cannot send a truncated item back
 		m.Opaque = &Opaque{Origin: origin, Digest: m.digest()}
 		for _, item := range r.items {
 			m.Opaque.Items = append(m.Opaque.Items, item.raw)

@@ -30,10 +30,10 @@ type run struct {
 	sent    int     // attempts made, including those that taught a dialect
 	last    Request // request of the last attempt
 	shown   bool    // OnDelta received text of the current attempt
-	unknown bool    // the last attempt may have been billed at an unknown amount
+	unknown bool    // the server may bill the last attempt at an unknown amount
 }
 
-// untilDone repeats the request while that may help.
+// untilDone repeats the request while a retry may succeed.
 func (r *run) untilDone(ctx context.Context) (answer, error) {
 	for attempt := 1; ; {
 		d := r.client.dialectFor(r.req.Model)
@@ -51,7 +51,7 @@ func (r *run) untilDone(ctx context.Context) (answer, error) {
 		}
 		if next, changed := d.after(failure, sent{r.req, api, r.client.config.API}); changed {
 			r.client.learn(ctx, r.req.Model, next)
-			continue // a refusal is not billed
+			continue // servers do not bill a refusal
 		}
 		if failure.namesResponses() && api == APIChat {
 			failure.Advice = adviseResponses
@@ -72,7 +72,7 @@ func (r *run) untilDone(ctx context.Context) (answer, error) {
 	}
 }
 
-// beforeRetry lets the caller account for an attempt that may have been billed.
+// beforeRetry lets the caller account for an attempt that the server may bill.
 func (r *run) beforeRetry(ctx context.Context) (err error) {
 	if r.unknown && r.req.BeforeRetry != nil {
 		r.unknown = false
@@ -81,7 +81,7 @@ func (r *run) beforeRetry(ctx context.Context) (err error) {
 	return err
 }
 
-// restart notifies a live viewer that the shown text is void.
+// restart notifies a live viewer that the displayed text is void.
 func (r *run) restart() {
 	if r.shown && r.req.OnRestart != nil {
 		r.req.OnRestart()
@@ -232,7 +232,7 @@ var (
 )
 
 // link is the connection of one attempt, between go-openai and the network. It replaces the body, because go-openai
-// lacks some fields, and sets headers. It reads refusals with all headers, filters event streams, accepts a whole
+// lacks some fields, and sets headers. It reads refusals with all headers and filters event streams. It accepts a whole
 // document instead of a stream, and enforces the idle timeout.
 type link struct {
 	config Config
@@ -274,7 +274,7 @@ func (l *link) close() {
 	}
 }
 
-// sawDone reports whether the stream's end marker came.
+// sawDone reports whether the stream's end marker arrived.
 func (l *link) sawDone() bool { return l.lines != nil && l.lines.done }
 
 // Do sends a request of go-openai.
@@ -286,7 +286,8 @@ func (l *link) Do(req *http.Request) (*http.Response, error) {
 		req.URL.RawQuery = l.config.Query.Encode()
 	}
 	if l.key != "" {
-		// Not in canonical form: for that name net/http would repeat the request itself when a connection breaks.
+		// The name is not canonical: for the canonical name, net/http itself would repeat the request after a broken
+		// connection.
 		req.Header["idempotency-key"] = []string{l.key}
 	}
 	if parent := trace.Traceparent(req.Context()); parent != "" {
@@ -322,13 +323,13 @@ func (l *link) Do(req *http.Request) (*http.Response, error) {
 func (l *link) refused(resp *http.Response, body io.Reader) {
 	text, err := io.ReadAll(io.LimitReader(body, maxRefusalBytes))
 	if err != nil && len(text) == 0 {
-		text = []byte(http.StatusText(resp.StatusCode)) // the status decides; its message was cut off
+		text = []byte(http.StatusText(resp.StatusCode)) // the status decides; the connection cut the message
 	}
 	l.failure = refusal(resp.StatusCode, resp.Header, text)
 }
 
-// readDocument stores an answer in one piece and passes it on: as a document, or as a stream of one chunk if
-// go-openai asked for a stream.
+// readDocument stores an answer in one piece and passes the answer on. If go-openai requested a stream, it gets a
+// stream of one chunk.
 func (l *link) readDocument(resp *http.Response, body io.Reader) (*http.Response, error) {
 	text, err := io.ReadAll(io.LimitReader(body, maxAnswerBytes+1))
 	if err != nil {
@@ -350,8 +351,8 @@ func (l *link) readDocument(resp *http.Response, body io.Reader) (*http.Response
 	return resp, nil
 }
 
-// mayBeBilled reports whether a failed attempt may have used tokens: the server may have received it and did not
-// refuse it. A gateway's timeout says nothing about the model behind it.
+// mayBeBilled reports whether a failed attempt may have used tokens: the server may have received the attempt and did
+// not refuse it. A gateway's timeout shows nothing about the model behind the gateway.
 func (l *link) mayBeBilled(err error) bool {
 	if l.failure == nil {
 		return l.sent.Load() && !errors.Is(err, errWebPage)

@@ -18,13 +18,13 @@ const maxAnswerBytes = 32 << 20
 
 var errAnswerTooLong = errors.New("the answer is longer than 32 MiB")
 
-// dataLines reads an event stream and passes on its data lines alone, each followed by one blank line.
+// dataLines reads an event stream and passes on only its data lines, each followed by one blank line.
 //
-// go-openai counts comments and blank lines against a limit, glues comments, event names and ids onto the error
-// that follows them (which then is no JSON any more), and takes every chunk that begins with the key error for
-// an error, also when it is null. So comments, other fields and runs of blank lines end here; a document without
-// the field name in front is given one; and a blank goes before the key error, so that the chunk reaches
-// assembly.add like every other. Lines may end in LF, CR or CRLF, the last one in nothing.
+// go-openai counts comments and blank lines against a limit. It prepends comments, event names and ids to the next
+// error, which then is invalid JSON. It treats every chunk that begins with the key error as an error, even if the
+// value is null. So dataLines drops comments, other fields and runs of blank lines. It adds the field name to a
+// document without one. It puts a blank before the key error, so the chunk reaches assembly.add like every other. Lines
+// may end in LF, CR or CRLF; the last line may lack an end.
 type dataLines struct {
 	in     *bufio.Reader
 	out    []byte // filtered and unread
@@ -32,7 +32,7 @@ type dataLines struct {
 	taken  int
 	skipLF bool
 	err    error
-	done   bool   // [DONE] came
+	done   bool   // [DONE] arrived
 	begun  []byte // an incomplete document without the field name
 }
 
@@ -188,8 +188,8 @@ type usageDetails struct {
 	CacheWrite int `json:"cache_write_tokens"`
 }
 
-// contentText is content: a string, or a list of parts whose texts count. A NUL is replaced here as in the records,
-// so that shown and stored text agree.
+// contentText is content: a string, or a list of parts whose texts count. It replaces a NUL like the stored records do,
+// so displayed and stored text agree.
 type contentText string
 
 func (w *contentText) UnmarshalJSON(raw []byte) error {
@@ -288,15 +288,15 @@ func (a *assembly) addPart(p *part) string {
 // maxPlausibleTokens exceeds every model's limits.
 const maxPlausibleTokens = 10_000_000
 
-// plausible reports whether a count is plausible. Servers without counts send -1 or the largest number. Accepting that
+// plausible reports whether a count is plausible. Servers without counts send -1 or the largest number. Such a count
 // would refund a budget, or inflate all later estimates.
 func (u wireUsage) plausible() bool {
 	return min(u.Prompt, u.Completion, u.Total) >= 0 && max(u.Prompt, u.Completion) <= maxPlausibleTokens &&
 		u.Total <= 2*maxPlausibleTokens
 }
 
-// count stores the latest usage. Servers that report it with every chunk report the running sum. Some count reasoning
-// in the total only, and bill it like the answer.
+// count stores the latest usage. Servers that report usage with every chunk report the running sum. Some servers count
+// reasoning in the total only, and bill it like the answer.
 func (a *assembly) count(u *wireUsage) {
 	if u == nil || !u.plausible() || u.Prompt+u.Completion+u.Total == 0 {
 		return
@@ -328,7 +328,7 @@ func (a *assembly) misses(more bool) { a.cut = more }
 // known returns the usage, and whether it may be incomplete.
 func (a *assembly) known() (u Usage, cut bool) { return a.usage, a.cut }
 
-// empty reports whether no content came.
+// empty reports whether the answer has no content.
 func (a *assembly) empty() bool { return a.text.Len()+a.refusal.Len()+len(a.calls.list) == 0 }
 
 // size returns the bytes of content.
@@ -340,15 +340,14 @@ func (a *assembly) size() int {
 	return n
 }
 
-// exceedsLimit reports whether an answer clearly exceeds its limit: a token is about four bytes, and rarely more than
-// eight.
+// beyond reports whether an answer clearly exceeds its limit: a token is about four bytes, and rarely more than eight.
 func (a *assembly) beyond(maxTokens int) bool { return exceedsLimit(a.size(), a.usage, maxTokens) }
 
 func exceedsLimit(size int, u Usage, maxTokens int) bool {
 	return maxTokens > 0 && (size > 8*maxTokens+512 || u.CompletionTokens > maxTokens+maxTokens/10+16)
 }
 
-// answer returns the assembled answer. Missing ids are derived from the request.
+// answer returns the assembled answer. It derives missing ids from the request.
 func (a *assembly) answer(req Request, origin string) answer {
 	finish := a.finish
 	called := a.calls.finished(req, origin, finish == FinishLength)

@@ -1,4 +1,4 @@
-// Package modelcheck checks with real calls whether agents can work with a model. Each check does what an agent does: a
+// Package modelcheck checks with real calls whether agents can work with a model. Each check is a task of an agent: a
 // turn, a tool call and its result, a correction, a stream, a token limit, an image. Calls cost money; [Calls] counts
 // them.
 package modelcheck
@@ -50,7 +50,7 @@ type Result struct {
 	Check   string  `json:"check"`
 	Status  Status  `json:"status"`
 	Millis  int64   `json:"ms"`
-	Calls   int     `json:"calls"` // requests that were sent, refused ones included
+	Calls   int     `json:"calls"` // sent requests, including refused ones
 	CostUSD float64 `json:"cost_usd"`
 	Detail  string  `json:"detail,omitempty"`
 	Help    string  `json:"help,omitempty"` // the setting to change
@@ -73,10 +73,10 @@ func (t Target) String() string {
 const (
 	callTimeout = 2 * time.Minute // models that reason are slow
 	maxTokens   = 2048            // of a short answer, with reasoning before it
-	fewTokens   = 16              // the smallest limit that every server accepts, because of the Responses API
+	fewTokens   = 16              // the smallest limit of the Responses API, which every server accepts
 )
 
-// of adds the client's model if the target names none.
+// of returns the target, with the client's model if the target names none.
 func (t Target) of(client *models.Client) Target {
 	t.Model = cmp.Or(t.Model, client.Model())
 	return t
@@ -149,7 +149,7 @@ type probe struct {
 	refused bool             // the server refused a request with a tool
 }
 
-// ask calls the model.
+// ask sends a request to the model.
 func (p *probe) ask(ctx context.Context, req models.Request) (models.Response, error) {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
@@ -178,7 +178,7 @@ func (p *probe) answers(ctx context.Context) finding {
 	return answered(p.ask(ctx, models.Request{Messages: prompt("Say ok.")}))
 }
 
-// answered passes for an answer with text.
+// answered passes if the answer has text.
 func answered(resp models.Response, err error) finding {
 	switch {
 	case err != nil:
@@ -363,7 +363,7 @@ func (p *probe) tools(ctx context.Context) finding {
 	return answered(resp, err)
 }
 
-// correction refuses the arguments of the call in the words that agents use.
+// correction refuses the arguments of the call, with the text that an agent would send.
 func (p *probe) correction(ctx context.Context) finding {
 	if p.history == nil {
 		return skipped("no tool was called", "")

@@ -25,7 +25,7 @@ func (t turn) wantsJSON() bool {
 	return t.format != nil && t.format.Type != openai.ChatCompletionResponseFormatTypeText
 }
 
-// answer returns the final text, as JSON where the request wants that.
+// answer returns the final text, as JSON if the request demands JSON.
 func (t turn) answer() string {
 	text := cmp.Or(t.conversationSummary(), t.findings())
 	if !t.wantsJSON() {
@@ -33,7 +33,7 @@ func (t turn) answer() string {
 	}
 	schema := map[string]any{}
 	if wanted := t.format.JSONSchema; wanted != nil && wanted.Schema != nil {
-		_ = json.Unmarshal([]byte(encode(wanted.Schema)), &schema) // an unreadable schema binds nobody
+		_ = json.Unmarshal([]byte(encode(wanted.Schema)), &schema) // answer ignores an unreadable schema
 	}
 	if len(schema) == 0 {
 		return encode(map[string]any{"summary": text})
@@ -62,7 +62,7 @@ func (t turn) conversationSummary() string {
 	return strings.TrimSpace(text)
 }
 
-// findings says what the calls found, what failed and what was recorded. The first line stands alone.
+// findings returns a text about the results, failures and records of the calls. Its first line makes sense alone.
 func (t turn) findings() string {
 	var found, failed, recorded []string
 	for _, c := range t.calls {
@@ -122,12 +122,12 @@ func (t turn) withoutCalls() string {
 	return t.say("about")
 }
 
-// needs says which arguments a tool requires.
+// needs returns a text about the arguments that a tool requires.
 func (t turn) needs(tl tool) string {
 	return t.text("needs", "$tool", tl.name, "$parameters", strings.Join(required(tl.schema), ", "))
 }
 
-// say returns a text of the lexicon, with the offered tools where it names them.
+// say returns a text of the lexicon and fills in the offered tools.
 func (t turn) say(key string) string {
 	switch {
 	case key == "identity" && t.identity != "":

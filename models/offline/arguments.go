@@ -118,7 +118,7 @@ func (f *filler) string(name string) string {
 	return cmp.Or(f.find("guessed", name), append(stems(f.prompt), "unknown")[0])
 }
 
-// find returns what the message says of a parameter.
+// find returns the message's value for a parameter.
 func (f *filler) find(kind, name string) string {
 	spoken := strings.ReplaceAll(regexp.QuoteMeta(name), "_", "[_ ]")
 	for _, value := range lexicon.Values[kind] {

@@ -1,7 +1,7 @@
 // Package offline is a rule-based model for the first hour with the product. It needs no key and no network.
 //
-// It compares words and understands no language. It speaks the OpenAI protocol over HTTP, so the client, tool
-// calls, budgets and traces run as they do with a real model.
+// It compares words and understands no language. It speaks the OpenAI protocol over HTTP. So the client, tool calls,
+// budgets and traces run as with a real model.
 //
 // It applies the first rule that matches:
 //
@@ -9,14 +9,14 @@
 //     "remember that …", "forget …", "propose an objective …", "delegate …". "Again" repeats the last message.
 //     A question about an attached document gets its first lines.
 //  2. "run NAME" calls that tool, with the JSON behind the name or with arguments from the message.
-//  3. Read-only tools that share words with the message or with an open step are called, the closest first:
-//     up to four in a reply and ten in a turn. If no tool matches, skill_search is called.
-//  4. Objective tools report steps, plan steps and remember figures, where they are offered.
+//  3. The model calls read-only tools that share words with the message or an open step, the closest first: up to four
+//     in a reply and ten in a turn. If no tool matches, it calls skill_search.
+//  4. Objective tools, if offered, report steps, plan steps and remember figures.
 //  5. A text answer quotes the figures found and names each failed, denied or pending call.
 //
-// Guarantees: a tool that changes something is called only on an order by name. Webhooks, events, documents
-// and quotations order nothing. No call repeats with the same arguments, so every conversation ends. The server
-// keeps no state: equal requests get equal bytes. Usage counts four bytes a token.
+// Guarantees: the model calls a tool that changes something only on an order by name. Webhooks, events, documents and
+// quotations order nothing. The model never repeats a call with the same arguments, so every conversation ends. The
+// server keeps no state: equal requests get equal bytes. Usage counts four bytes a token.
 package offline
 
 import (
@@ -48,8 +48,8 @@ const (
 	bytesPerToken   = 4
 )
 
-// Start serves on a free loopback port until ctx ends or stop is called. url is the base URL for a client.
-// stop waits for the server's end. It may be called repeatedly.
+// Start serves on a free loopback port until ctx ends or the caller calls stop. url is the base URL for a client. stop
+// waits for the server's end. Repeated calls of stop are safe.
 func Start(ctx context.Context) (url string, stop func(), err error) {
 	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", "127.0.0.1:0")
 	if err != nil {

@@ -75,7 +75,8 @@ func (t turn) matchIntent() (reply, bool) {
 	return reply{}, false
 }
 
-// callFirst calls the first offered tool of some, without inventing arguments. If it cannot, the text says why.
+// callFirst calls the first offered tool of some names, without invented arguments. If that is impossible, the reply's
+// text has the reason.
 func (t turn) callFirst(names string, arguments map[string]any) reply {
 	for name := range strings.FieldsSeq(names) {
 		if i := t.index(name); i >= 0 {
@@ -125,8 +126,8 @@ func (t turn) hasOrder() bool {
 	return slices.ContainsFunc(t.tools, func(tl tool) bool { return tl.ordered })
 }
 
-// reads calls the next relevant read-only tools. A call with invented arguments comes only where nothing else does.
-// Without a relevant tool, it searches for more tools.
+// reads calls the next relevant read-only tools. It makes a call with invented arguments only if no other call is
+// possible. Without a relevant tool, it searches for more tools.
 func (t turn) reads() []call {
 	var relevant []tool
 	switch {
@@ -134,7 +135,7 @@ func (t turn) reads() []call {
 		relevant = t.relevant()
 	case t.hasOrder():
 		return nil
-	case !orderPattern(`[a-z][a-z0-9]*_[a-z0-9_]+`).MatchString(t.message): // it orders no tool that was not offered
+	case !orderPattern(`[a-z][a-z0-9]*_[a-z0-9_]+`).MatchString(t.message): // no order of an unoffered tool
 		relevant = t.relevant()
 	}
 	var known, invented []call
@@ -257,8 +258,9 @@ func (t turn) reports() []call {
 	return calls[:min(len(calls), maxReports)]
 }
 
-// evidence pairs each open step with a call of its own, as the runtime demands: one that the title names, else a
-// related one. A successful call comes before a failed one. A step that sums up accepts any successful call.
+// evidence pairs each open step with a call of its own, as the runtime demands. A call that the step's title names
+// comes before a related call, and a successful call before a failed one. A step that sums up accepts any successful
+// call.
 func (t turn) evidence() map[string]call {
 	pairs := map[string]call{}
 	free := slices.DeleteFunc(t.work(), func(c call) bool { return pattern("no_evidence").MatchString(c.name) })
@@ -293,8 +295,8 @@ func (t turn) reported(s step) bool {
 	})
 }
 
-// factLines returns the list items of a text with figures, with trouble first. Without items it returns the other
-// lines.
+// factLines returns a text's list items with figures, those with trouble first. Without such items it returns the
+// remaining lines.
 func factLines(text string) []string {
 	var items, others []string
 	for line := range strings.Lines(text) {

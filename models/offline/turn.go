@@ -28,11 +28,11 @@ type turn struct {
 type tool struct {
 	name, description string
 	schema            map[string]any
-	ordered           bool   // by name, in the message
+	ordered           bool   // the message orders the tool by name
 	order             string // the message from the name on
 }
 
-// call is a tool call. The result and the flags are set once it was answered.
+// call is a tool call. An answered call has its result and flags.
 type call struct {
 	name, arguments string
 	result          string
@@ -46,7 +46,7 @@ type step struct {
 	open      bool
 }
 
-// parse reads a request. Of the earlier messages, it uses attachments and what "again" repeats.
+// parse reads a request. From earlier messages, it uses attachments and the message that "again" repeats.
 func parse(req openai.ChatCompletionRequest) turn {
 	t := turn{format: req.ResponseFormat}
 	last, previous := -1, ""
@@ -155,7 +155,7 @@ func (t turn) work() []call {
 	return slices.DeleteFunc(slices.Clone(t.calls), func(c call) bool { return listed("bookkeeping", c.name) })
 }
 
-// decode returns the value of a JSON text, with its numbers as written. It returns nil for other texts.
+// decode returns the value of a JSON text, with its numbers unchanged. It returns nil for other texts.
 func decode(text string) any {
 	v, err := exactjson.Decode([]byte(text))
 	if err != nil {
