@@ -20,7 +20,7 @@ type Decision struct {
 	Recent, Failed   int // the newest calls, and the failures among them
 }
 
-// Tripped reports whether the skill is to be disabled.
+// Tripped reports whether to disable the skill.
 func (d Decision) Tripped() bool { return d.ByStreak || d.ByRate }
 
 // Thresholds of the evidence that excuses failures.
@@ -29,8 +29,8 @@ const (
 	otherCallers = 3 // callers for whom the skill succeeds
 )
 
-// Decide applies the rule to a skill. calls are those of all skills, newest first. Calls of the skill before since do
-// not count.
+// Decide applies the rule to a skill. calls has the calls of all skills, newest first. Calls of the skill before since
+// do not count.
 func (p Policy) Decide(skill string, since time.Time, calls []Call) Decision {
 	outage := outages(calls)
 	var own []Call
@@ -65,8 +65,8 @@ func failures(calls []Call) (n int) {
 	return n
 }
 
-// outages marks the failures of outages: runs of failures over all skills, without a success between, of several
-// skills that had worked before.
+// outages marks the failures of outages. An outage is a run of failures of several skills that had worked before,
+// without a success of any skill in between.
 func outages(calls []Call) []bool {
 	marked, worked := make([]bool, len(calls)), map[string]bool{}
 	for end := len(calls) - 1; end >= 0; {
@@ -108,7 +108,7 @@ func withoutWorst(calls []Call) (rest []Call, worst string) {
 	return rest, worst
 }
 
-// worksForOthers reports whether calls of several callers other than one succeeded.
+// worksForOthers reports whether calls of several callers besides one succeeded.
 func worksForOthers(calls []Call, one string) bool {
 	others := map[string]bool{}
 	for _, c := range calls {

@@ -1,30 +1,30 @@
 // Package selfheal disables skills that keep failing, with evidence, and re-enables them after a successful trial.
 //
-// The rule covers the calls of the last 72 hours of each enabled skill: 3 or more consecutive failures up to now, or
-// a failure rate of at least 0.5 over the newest 20 calls. A streak shows after three calls, but one lucky call hides
-// it: a skill that fails 19 times of 25 may never fail three times in a row. A rate shows that, but needs many calls.
-// 72 hours cover a skill that runs a few times a day, and forget last week's outage. [Policy] sets all five numbers.
+// The rule covers the calls of the last 72 hours of each enabled skill: 3 or more consecutive failures up to now, or a
+// failure rate of at least 0.5 over the newest 20 calls. A streak needs only three calls, but one lucky call hides it:
+// a skill with 19 failures in 25 calls may never fail three times in a row. A rate finds such a skill, but needs many
+// calls. A window of 72 hours covers a skill that runs a few times a day, and excludes last week's outage. [Policy]
+// sets all five numbers.
 //
-// Evidence that something else is at fault excuses failures ([Policy.Decide]). An outage: failures of three or more
-// skills that worked before, without a success of any skill between. One caller: all failures of a streak, or most of a
-// rate, are those of one thread (or trace), and the skill worked for three other callers inside the window. Then the
-// rule needs a failure of a second caller, or a tripped rate without that caller. Package faults measures the rule on a
-// public labelled set.
+// Evidence of another cause excuses failures ([Policy.Decide]). An outage: failures of three or more skills that worked
+// before, without a success of any skill between. One caller: one thread (or trace) has all failures of a streak or
+// most of a rate, and the skill worked for three other callers inside the window. Then the rule needs a failure of a
+// second caller, or a tripped rate without that caller. Package faults measures the rule on a public labelled set.
 //
 // The view agent_skill_calls defines the calls that count. A call with its retries is one row. Skipped calls do not
 // count. A model's invalid arguments, a stall, a cancellation and a lost process are no failures of the skill. Calls
 // before the last enabling do not count. Error classes only explain the failure: no class fails more often than all
 // together.
 //
-// A tripped skill is disabled by "self_heal", and its enabled automations are paused, in one transaction that locks the
-// skill and measures again. So concurrent runs disable it once, and see a success or an admin's enabling in between.
+// "self_heal" disables a tripped skill and pauses its enabled automations, in one transaction that locks the skill and
+// measures again. So concurrent runs disable the skill once, and see a success or an admin's enabling in between.
 // Self-heal does not change a skill that an admin disabled.
 //
-// After a cool-down of 24 hours, Run offers the skill for a trial (trial_at). The runtime offers the skills of
-// [Trials] to its model, and lets an automation that was paused for the skill try it when due. It calls [Admit]
-// before the call, which admits one, and reports the outcome with [After] or [Settle]: a success enables the skill
-// and resumes its automations, a failure restarts the cool-down. An admitted call that is never settled expires after
-// the skill's timeout plus 15 minutes.
+// After a cool-down of 24 hours, Run offers the skill for a trial (trial_at). The runtime offers the skills of [Trials]
+// to its model. An automation that was paused for the skill may also try it when due. The runtime calls [Admit] before
+// the call, which admits one call, and reports the outcome with [After] or [Settle]. A success enables the skill and
+// resumes its automations; a failure restarts the cool-down. An admitted call without a settlement expires after the
+// skill's timeout plus 15 minutes.
 package selfheal
 
 import (
@@ -82,8 +82,8 @@ func (p Policy) Validate() error {
 }
 
 // Run measures every enabled skill and disables those that trip the rule, each in its own transaction (a savepoint when
-// db is a transaction). It offers a trial to skills after their cool-down. Concurrent runs are safe. It writes no
-// activity: the caller does, from the report. After an error the report holds the completed changes.
+// db is a transaction). It offers a trial to skills after their cool-down. Concurrent runs are safe. Run writes no
+// activity: the caller writes it from the report. After an error the report holds the completed changes.
 func Run(ctx context.Context, db postgres.Beginner, p Policy) (Report, error) {
 	report := Report{Healed: []Healed{}, Trials: []Trial{}}
 	if err := p.Validate(); err != nil {
@@ -165,7 +165,7 @@ var callsSQL string
 //go:embed evidence.sql
 var evidenceSQL string
 
-// measured are the numbers of an enabled skill, and the rule's decision. Failures and Classes are set by explain.
+// measured has the numbers of an enabled skill and the rule's decision. explain sets Failures and Classes.
 type measured struct {
 	Skill    string
 	SkillID  string
@@ -214,7 +214,7 @@ func (m *measured) explain(ctx context.Context, db postgres.DB, p Policy) error 
 	return nil
 }
 
-// evidence returns what an admin needs to verify the decision.
+// evidence returns the data with which an admin can verify the decision.
 func (m measured) evidence(p Policy) Evidence {
 	e := Evidence{
 		Rule: "streak", Streak: m.Decided.Streak, Calls: m.Calls, Errors: m.Errors, Window: p.Window.String(),
@@ -250,7 +250,7 @@ func (m measured) reason(p Policy) string {
 		"no message")
 }
 
-// mostCommonClass returns the most frequent error class; of equals, the first by name.
+// mostCommonClass returns the most frequent error class; of equally frequent classes, the first by name.
 func (m measured) mostCommonClass() (class string, n int) {
 	for _, c := range slices.Sorted(maps.Keys(m.Classes)) {
 		if m.Classes[c] > n {
@@ -285,7 +285,7 @@ type Healed struct {
 	AutomationsPaused []string `json:"automations_paused"`
 }
 
-// Evidence is why a skill was disabled. It stays with the skill until it is enabled again.
+// Evidence is the reason why a skill was disabled. It stays with the skill until its next enabling.
 type Evidence struct {
 	Reason   string         `json:"reason"`
 	Rule     string         `json:"rule"` // streak or rate: the tripped condition; streak if both
@@ -317,7 +317,7 @@ type Trial struct {
 	Automations []string  `json:"automations"` // paused for the skill
 }
 
-// Prompt returns the report for a heartbeat's prompt. Error texts are foreign, so they are quoted as data.
+// Prompt returns the report for a heartbeat's prompt. Error texts are foreign, so Prompt quotes them as data.
 func (r Report) Prompt() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "Self-heal checked %d skills.", r.Checked)

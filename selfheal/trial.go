@@ -56,9 +56,9 @@ func Trials(ctx context.Context, db postgres.DB) ([]Trial, error) {
 	return list, nil
 }
 
-// Admit reports whether the caller may make the trial call of a skill. One of several callers may. Validate the
-// arguments first. owner identifies the call, for example by its idempotency key. The same owner is admitted again, so
-// a crashed call can be repeated. Settle, After or Withdraw ends the trial.
+// Admit reports whether the caller may make the trial call of a skill. It admits one of several callers. Validate the
+// arguments first. owner identifies the call, for example by its idempotency key. Admit admits the same owner again, so
+// a caller can repeat a crashed call. Settle, After or Withdraw ends the trial.
 func Admit(ctx context.Context, db postgres.DB, skill, owner string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_skills s
@@ -76,8 +76,8 @@ func Admit(ctx context.Context, db postgres.DB, skill, owner string) (bool, erro
 	return tag.RowsAffected() > 0, nil
 }
 
-// Settle ends the trial of a skill. A success enables the skill and restores its paused automations. A failure
-// restarts the cool-down. If the skill is no longer on trial, nothing changes and Settled is false.
+// Settle ends the trial of a skill. A success enables the skill and restores its paused automations. A failure restarts
+// the cool-down. If the skill is no longer on trial, Settle changes nothing and Settled is false.
 func Settle(ctx context.Context, db postgres.Beginner, skill string, success bool) (Restored, error) {
 	restored := Restored{
 		Skill: skill, By: By, Reason: "the trial failed: the cool-down begins anew",
@@ -106,7 +106,7 @@ func Settle(ctx context.Context, db postgres.Beginner, skill string, success boo
 	return restored, nil
 }
 
-// Withdraw returns a trial whose call was not made, or whose outcome is unknown.
+// Withdraw returns a trial without a call, or with an unknown outcome.
 func Withdraw(ctx context.Context, db postgres.DB, skill string) error {
 	_, err := db.Exec(ctx, `
 		update agent_skills s set evidence = s.evidence - 'trial', updated_at = clock_timestamp()
@@ -118,9 +118,10 @@ func Withdraw(ctx context.Context, db postgres.DB, skill string) error {
 	return nil
 }
 
-// After returns a function to call with the outcome of each skill call. It settles trials and writes an activity
-// (settle_trial). Only a failure of the skill counts: a rejected call, or one whose run ended, withdraws the trial.
-// When a trial enables the skill again, onEnabled is called; its error does not disable the skill.
+// After returns a function to call with the outcome of each skill call. The function settles trials and writes an
+// activity (settle_trial). Only a failure of the skill counts: a rejected call, or a call whose run ended, withdraws
+// the trial. When a trial enables the skill again, the function calls onEnabled, whose error does not disable the
+// skill.
 func After(
 	db postgres.Beginner, onEnabled ...func(ctx context.Context, skill string) error,
 ) func(ctx context.Context, skill skills.Skill, err error) error {
@@ -162,7 +163,7 @@ func After(
 	}
 }
 
-// onTrial locks a skill on trial and returns why it was disabled.
+// onTrial locks a skill on trial and returns the reason why it was disabled.
 func onTrial(ctx context.Context, tx pgx.Tx, skill string) (reason string, found bool, err error) {
 	err = tx.QueryRow(ctx, `
 		select coalesce(evidence ->> 'reason', disabled_reason) from agent_skills

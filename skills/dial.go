@@ -39,8 +39,8 @@ func newTransport(allow []string, tlsConfig *tls.Config) (*http.Transport, error
 	}, nil
 }
 
-// NewGuardedClient returns an HTTP client with the reach of http: skills: public addresses and allow (see [Options]).
-// It uses no proxy and follows redirects only within a host. tlsConfig may be nil.
+// NewGuardedClient returns an HTTP client that reaches the addresses of http: skills: public addresses and allow (see
+// [Options]). It uses no proxy and follows redirects only within a host. tlsConfig may be nil.
 func NewGuardedClient(allow []string, tlsConfig *tls.Config) (*http.Client, error) {
 	transport, err := newTransport(allow, tlsConfig)
 	if err != nil {
@@ -49,7 +49,7 @@ func NewGuardedClient(allow []string, tlsConfig *tls.Config) (*http.Client, erro
 	return &http.Client{Transport: transport, CheckRedirect: checkRedirect}, nil
 }
 
-// guard decides which addresses may be dialled.
+// guard decides which addresses the transport may dial.
 type guard struct {
 	ranges []netip.Prefix
 	names  []string // host or host:port, lower case
@@ -92,8 +92,8 @@ func (g *guard) dial(ctx context.Context, network, address string) (net.Conn, er
 	return retryDial(ctx, func() (net.Conn, error) { return d.DialContext(ctx, network, address) })
 }
 
-// retryDial dials again while the process or the machine is out of file descriptors. The service is not at fault
-// then, and nothing was sent. When ctx ends, it returns the last error.
+// retryDial dials again while the process or the machine is out of file descriptors. The service is not at fault then,
+// and the client sent nothing. When ctx ends, retryDial returns the last error.
 func retryDial(ctx context.Context, dial func() (net.Conn, error)) (net.Conn, error) {
 	ticker := time.NewTicker(redialEvery)
 	defer ticker.Stop()
@@ -123,7 +123,7 @@ func (g *guard) control(_, address string, _ syscall.RawConn) error {
 		"AGENT_ALLOW_PRIVATE_HTTP", ip)
 }
 
-// special are the unicast ranges without a public host, or with an embedded IPv4 address.
+// special lists the unicast ranges without a public host, or with an embedded IPv4 address.
 var special = []netip.Prefix{
 	netip.MustParsePrefix("0.0.0.0/8"),
 	netip.MustParsePrefix("100.64.0.0/10"), // carrier-grade NAT

@@ -24,7 +24,7 @@ import (
 
 const userAgent = "lanekeeper"
 
-// httpHandler calls a service. An argument replaces {name} in the path and query of the URL, escaped. The other
+// httpHandler calls a service. An argument replaces {name} in the path and query of the URL, escaped. All other
 // arguments become query parameters (GET, HEAD, DELETE) or a JSON object.
 type httpHandler struct {
 	method  string
@@ -284,7 +284,7 @@ func checkURL(text string) fielderr.List {
 	if strings.Contains(text, "${") {
 		return []error{errors.New("config.url: secrets are only taken in headers")}
 	}
-	// Names of arguments stand for themselves here, so that braces do not hide a bad URL.
+	// A reference becomes the name of its argument here, so braces do not hide a bad URL.
 	u, err := url.Parse(argumentReference.ReplaceAllString(text, "$1"))
 	if err != nil {
 		return []error{errors.New("config.url: is not a URL")}
@@ -343,7 +343,7 @@ func (h httpHandler) checkArguments(parameters []string) fielderr.List {
 		}
 	}
 	if h.body == nil {
-		return problems // the rest goes into the query or the body
+		return problems // the remaining arguments go into the query or the body
 	}
 	for _, name := range parameters {
 		if !slices.Contains(h.inURL, name) && !slices.Contains(h.inBody, name) {
@@ -363,8 +363,9 @@ func references(text string) []string {
 	return names
 }
 
-// fill puts arguments into the URL. In the path an argument is one segment, or a part of one. fill escapes the
-// argument, and refuses one that would climb (".."). An absent optional argument of the query leaves its parameter out.
+// fill puts arguments into the URL. In the path an argument is one segment, or a part of a segment. fill escapes the
+// argument, and refuses an argument that leads to a parent folder (".."). It leaves out the query parameter of an
+// absent optional argument.
 func (h httpHandler) fill(args map[string]any) (*url.URL, error) {
 	path, query, _ := strings.Cut(h.url, "?")
 	var refused error
@@ -406,9 +407,9 @@ func fillQuery(query string, args map[string]any) string {
 	return strings.Join(parts, "&")
 }
 
-// fillTemplate puts arguments into a body: a string that is nothing but {name} becomes the argument
-// with its type; {name} inside a longer string becomes its text. ok is false when an argument is
-// absent; such an entry is left out of its object or array.
+// fillTemplate puts arguments into a body. A string of only {name} becomes the argument with its type; {name} inside a
+// longer string becomes the argument's text. ok is false when an argument is absent. fillTemplate leaves such an entry
+// out of its object or array.
 func fillTemplate(template any, args map[string]any) (value any, ok bool) {
 	switch t := template.(type) {
 	case string:

@@ -15,25 +15,25 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// FlowRequest asks for an execution of a flow. Input holds the validated arguments.
+// FlowRequest requests an execution of a flow. Input holds the validated arguments.
 type FlowRequest struct {
 	Flow  string
 	Input json.RawMessage
 	// Wait waits for the end of the execution while the context lasts.
 	Wait bool
-	// Key identifies the call: requests with one key share one execution. It may be empty.
+	// Key identifies the call: requests with the same key share one execution. Key may be empty.
 	Key string
 }
 
-// FlowAnswer describes the execution that a flow: skill started. Without Wait it has no summary. With Wait it has the
-// final status, or the status at the skill's timeout; the execution continues then.
+// FlowAnswer describes the execution that a flow: skill started. Without Wait, FlowAnswer has no summary. With Wait, it
+// has the final status, or the status at the skill's timeout. After the timeout the execution continues.
 type FlowAnswer struct {
 	ExecutionID string            `json:"execution_id"`
 	Status      executions.Status `json:"status"`
 	Summary     string            `json:"summary,omitempty"`
 	Error       string            `json:"error,omitempty"`
 	Variables   json.RawMessage   `json:"variables,omitempty"`
-	// Result is what the flow returned; left out above 64 KiB.
+	// Result is the flow's result; left out above 64 KiB.
 	Result json.RawMessage `json:"result,omitempty"`
 }
 
@@ -78,11 +78,11 @@ func (h flowHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	return r.flow(ctx, FlowRequest{Flow: h.flow, Input: input, Wait: h.wait, Key: c.IdempotencyKey})
 }
 
-// maxAnswerTime is the time kept to answer with an execution's id where the deadline comes before its end.
+// maxAnswerTime is the time before the deadline that remains for an answer with the id of an unfinished execution.
 const maxAnswerTime = time.Second
 
-// Flows runs flows with an engine, for Options.Flow. Inside an execution, the new one is a child with the same trace,
-// surface, agent and thread. Elsewhere it has its own trace and acts as agent.
+// Flows runs flows with an engine, for Options.Flow. Inside an execution, the new execution is a child with the same
+// trace, surface, agent and thread. Elsewhere the new execution has its own trace and acts as agent.
 func Flows(db postgres.Beginner, e *executions.Engine, agent string) RunFlow {
 	return func(ctx context.Context, r FlowRequest) (FlowAnswer, error) {
 		switch known, err := canStart(ctx, e, r.Flow); {
@@ -113,7 +113,7 @@ func Flows(db postgres.Beginner, e *executions.Engine, agent string) RunFlow {
 	}
 }
 
-// canStart reports whether a flow can start: registered here, or handled by an external worker.
+// canStart reports whether a flow can start: this program registers it, or an external worker handles it.
 func canStart(ctx context.Context, e *executions.Engine, flow string) (bool, error) {
 	if executions.IsExternal(flow) {
 		return true, nil
@@ -161,13 +161,13 @@ func flowAnswer(x executions.Execution) FlowAnswer {
 	return got
 }
 
-// RemoteTool is the accepted tool of an mcp: skill. Pin is the hash of its definition. A tool with another hash is
-// not called.
+// RemoteTool is the accepted tool of an mcp: skill. Pin is the hash of its definition. RemoteCall never calls a tool
+// with another hash.
 type RemoteTool struct {
 	Server, Tool, Pin string
 }
 
-// RemoteCall calls a tool of another program with validated arguments. It returns when ctx ends. It is safe for
+// RemoteCall calls a tool of another program with validated arguments. It returns when ctx ends, and is safe for
 // concurrent use.
 type RemoteCall func(ctx context.Context, t RemoteTool, c Call, args map[string]any) (any, error)
 

@@ -25,8 +25,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Builtin is a skill written in Go. It returns when ctx ends. Its result must encode as JSON. It is safe for
-// concurrent use. A [*CallError] keeps its class.
+// Builtin is a skill written in Go. It must return when ctx ends, and be safe for concurrent use. Its result must
+// encode as JSON. A [*CallError] keeps its class.
 type Builtin func(ctx context.Context, c Call) (any, error)
 
 // Call is one call of a skill.
@@ -34,8 +34,8 @@ type Call struct {
 	Skill          Skill
 	Args           json.RawMessage // a JSON object; empty is {}
 	IdempotencyKey string          // equal for every retry of a call; may be empty
-	// Guarded replaces Args for a builtin: Args with the runtime's additions. The registry checks only Args. Nil for
-	// none.
+	// Guarded replaces Args for a builtin: it is Args with the runtime's additions; nil for none. The registry checks only
+	// Args.
 	Guarded json.RawMessage
 }
 
@@ -111,7 +111,7 @@ func New(o Options) (*Registry, error) {
 }
 
 // Available returns the enabled skills of the given scopes that this registry can run, by name. It always includes
-// [ScopeBoth]; no scope means all. It logs each row that cannot run.
+// [ScopeBoth]; no scope means all scopes. It logs each row that cannot run.
 func (r *Registry) Available(ctx context.Context, db postgres.DB, scopes ...string) ([]Skill, error) {
 	all, err := inScope(ctx, db, scopes, true)
 	if err != nil {
@@ -120,8 +120,8 @@ func (r *Registry) Available(ctx context.Context, db postgres.DB, scopes ...stri
 	return r.runnable(ctx, all), nil
 }
 
-// Split divides the skills of [QueueCallable], in their order, into skills in service and skills on trial. It leaves
-// out skills that this registry cannot run, and logs those in service.
+// Split divides the skills of [QueueCallable], in their order, into enabled skills and skills on trial. It leaves out
+// skills that this registry cannot run, and logs those that are enabled.
 func (r *Registry) Split(ctx context.Context, callable []Skill) (enabled, onTrial []Skill) {
 	for _, s := range callable {
 		switch {
@@ -153,7 +153,7 @@ func (r *Registry) Runnable(s Skill) error {
 	return p.handler.ready(r)
 }
 
-// Check returns an [*InvalidParams] with every violation of the schema of s.
+// Check returns an [*InvalidParams] with every violation of the skill's schema.
 func (r *Registry) Check(s Skill, args json.RawMessage) error {
 	_, _, err := r.check(s, args)
 	return err
@@ -211,7 +211,7 @@ func (r *Registry) prepare(s Skill) (*prepared, error) {
 // Invoke calls a skill and returns its result as JSON. It ignores whether the skill is enabled. The error is an
 // [*InvalidParams], a [*CallError], or the cause of ctx.
 func (r *Registry) Invoke(ctx context.Context, c Call) (json.RawMessage, error) {
-	if trace.IDFrom(ctx).Surface() == trace.Eval { // its sandbox answers; no handler may
+	if trace.IDFrom(ctx).Surface() == trace.Eval { // the eval's sandbox answers instead of a handler
 		return nil, newCallError(ClassRefused, "a trial of an eval cannot call %s", c.Skill.Name)
 	}
 	p, args, err := r.check(c.Skill, c.Args)
@@ -254,11 +254,11 @@ func (r *Registry) recoverPanic(
 // handler runs one skill. Its arguments are validated.
 type handler interface {
 	call(ctx context.Context, r *Registry, c Call, args map[string]any) (any, error)
-	// ready returns why the registry cannot run it.
+	// ready returns why the registry cannot run the handler.
 	ready(r *Registry) error
 }
 
-// parseHandler reads the handler of a row. parameters are the declared names.
+// parseHandler reads the handler of a row. parameters are the names that the skill declares.
 func parseHandler(text string, config json.RawMessage, parameters []string) (handler, []error) {
 	kind, rest, ok := strings.Cut(text, ":")
 	if !ok {
@@ -303,7 +303,7 @@ func parseBuiltin(name string, config json.RawMessage) (handler, []error) {
 		return nil, []error{fmt.Errorf("handler: builtin:%s must name a builtin with 1 to 64 of the characters a-z A-Z 0-9 "+
 			"_ -", name)}
 	}
-	var own map[string]any // the builtin reads it
+	var own map[string]any // the builtin reads its config
 	if err := decodeConfig(config, &own); err != nil {
 		return nil, []error{err}
 	}
@@ -321,9 +321,9 @@ func (h builtinHandler) call(ctx context.Context, r *Registry, c Call, _ map[str
 	return r.builtins[h.name](ctx, c)
 }
 
-// Enable returns a disabled skill to service. It clears the trial, and earlier failures no longer count. It stores by
-// and reason as evidence; the caller writes the activity. It returns false for an enabled skill, and [ErrNotFound]
-// for none.
+// Enable enables a disabled skill. It clears the trial, and earlier failures no longer count. It stores by and reason
+// as evidence; the caller writes the activity. It returns false for an enabled skill, and [ErrNotFound] for an unknown
+// skill.
 func Enable(ctx context.Context, db postgres.DB, name, by, reason string) (bool, error) {
 	evidence, err := marshalEvidence(map[string]string{"enabled_by": by, "reason": reason})
 	if err != nil {
@@ -340,9 +340,9 @@ func Enable(ctx context.Context, db postgres.DB, name, by, reason string) (bool,
 	return settled(ctx, db, name, tag.RowsAffected())
 }
 
-// Disable takes a skill out of service. by names the actor ("self_heal" or an admin) and must not be empty. evidence
-// is any value that encodes as JSON. It returns false for a disabled skill and changes nothing, with one exception:
-// an admin replaces self-heal, which makes the state permanent. It returns [ErrNotFound] for an unknown skill.
+// Disable disables a skill. by names the actor ("self_heal" or an admin) and must not be empty. evidence is any value
+// that encodes as JSON. For a disabled skill, Disable returns false and changes nothing, with one exception: an admin
+// replaces self-heal, and the state becomes permanent. It returns [ErrNotFound] for an unknown skill.
 func Disable(ctx context.Context, db postgres.DB, name, by, reason string, evidence any) (bool, error) {
 	if strings.TrimSpace(by) == "" {
 		return false, fmt.Errorf("disable skill %q: %w", name, errors.New("an actor is required"))

@@ -112,8 +112,8 @@ const (
 	ClassPanic       = "panic"
 	ClassHandler     = "handler" // the handler failed or cannot run
 
-	// ClassConfiguration marks a call that this process cannot make: a setting is missing or invalid. Self-heal does
-	// not count it as a failure of the skill.
+	// ClassConfiguration marks a call that this process cannot make: a setting is missing or invalid. Self-heal does not
+	// count the call as a failure of the skill.
 	ClassConfiguration = "configuration"
 )
 
@@ -134,13 +134,13 @@ func newCallError(class, format string, args ...any) *CallError {
 	return &CallError{Class: class, Message: textcut.Stored(fmt.Sprintf(format, args...), maxMessage)}
 }
 
-// ClassBusy marks a call that was skipped, because another holder has its lane. It is no failure of the skill.
+// ClassBusy marks a skipped call: another owner holds its lane. Such a call is no failure of the skill.
 const ClassBusy = "lane_busy"
 
 const maxMessage = 1000
 
-// classify maps err to a CallError. If outer, the caller's context, has ended, its cause is returned unclassified: the
-// skill did not fail. inner is the context of the call, with its timeout.
+// classify maps err to a CallError. outer is the caller's context, inner the call's context with its timeout. If outer
+// has ended, classify returns its cause unclassified: the skill did not fail.
 func classify(outer, inner context.Context, c Call, err error) error {
 	if outer.Err() != nil {
 		return fmt.Errorf("call %s: %w", c.Skill.Name, context.Cause(outer))

@@ -50,10 +50,10 @@ func resolveParameters(parameters map[string]any) (json.RawMessage, []string, fi
 	return raw, propertyNames(compiled), nil
 }
 
-// maxSchemaDepth bounds the nesting of a schema: one of 100 KB could take minutes to compile.
+// maxSchemaDepth bounds the nesting of a schema: a deep schema of 100 KB could take minutes to compile.
 const maxSchemaDepth = 200
 
-// closeSchema forbids undeclared arguments, unless the schema decides it.
+// closeSchema forbids undeclared arguments, unless the schema decides about them.
 func closeSchema(schema map[string]any) {
 	for _, k := range []string{
 		"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames",

@@ -1,29 +1,29 @@
 // Package skills owns the agent's skills: the table agent_skills, and the registry that validates and makes a call.
 //
-// A skill is a row: a name, a JSON Schema of its parameters, and a handler. A workspace file or the binary declares
-// it ([Definition]). Its state (enabled, on trial) is never changed by a declaration. The revision grows if and only
-// if the behaviour of a call changes, so an approval for a revision permits nothing else.
+// A skill is a row: a name, a JSON Schema of its parameters, and a handler. A workspace file or the binary declares it
+// ([Definition]). A declaration never changes the skill's state (enabled, on trial). The revision grows if and only if
+// the behaviour of a call changes. So an approval for a revision permits no other behaviour.
 //
 // The registry guarantees for every handler:
 //
-//   - Arguments are validated against the schema first, and every violation is reported ([InvalidParams]).
+//   - The registry validates arguments against the schema first, and reports every violation ([InvalidParams]).
 //   - A timeout stops the call itself: it cancels the query on the server, closes the HTTP request, or ends the context
-//     of a builtin, which must return then.
-//   - A failure has a class ([CallError]). A panic is a failure. The end of the caller's context is none; it returns as
-//     that context's error.
+//     of a builtin. The builtin must return then.
+//   - A failure has a class ([CallError]). A panic is a failure. The end of the caller's context is no failure; the
+//     call returns that context's error.
 //   - A result is JSON that PostgreSQL can store (no NUL, no lone surrogates), of at most 256 KiB.
 //
 // sql: runs one query in a read-only transaction. The definition fixes its text, and arguments travel separately in the
 // extended protocol, which rejects a second statement. So no argument can change the query.
 //
 // http: connects only to public addresses by default. It checks the address at the dial, after name resolution, so DNS
-// rebinding does not pass. A header names a secret as ${env:NAME}; it is read at the call and redacted from answers and
-// errors.
+// rebinding does not pass. A header names a secret as ${env:NAME}. The handler reads the secret at the call and redacts
+// it from answers and errors.
 //
 // mcp: calls a tool of another program, through package mcp ([RemoteCall]).
 //
-// flow: starts an execution of a flow with the arguments as its input. A call starts one execution, however often it is
-// repeated, so the skill is idempotent. With wait it returns the outcome, or at the skill's timeout a running status.
+// flow: starts an execution of a flow with the arguments as its input. All repetitions of a call share one execution,
+// so the skill is idempotent. With wait the skill returns the outcome, or at its timeout a running status.
 package skills
 
 import (
@@ -49,7 +49,7 @@ const (
 // The trust levels of a skill.
 const (
 	TrustAuto    = "auto"    // acts
-	TrustNotify  = "notify"  // acts and tells an admin
+	TrustNotify  = "notify"  // acts and notifies an admin
 	TrustApprove = "approve" // acts after an admin's approval
 )
 
@@ -90,8 +90,8 @@ type Skill struct {
 // Timeout bounds the duration of a call.
 func (s Skill) Timeout() time.Duration { return time.Duration(s.TimeoutMS) * time.Millisecond }
 
-// Callable reports whether a caller without a model may call the skill: it is enabled, or it is on trial and needs no
-// approval. The call admits one of several concurrent trials.
+// Callable reports whether a caller without a model may call the skill. The skill must be enabled, or on trial without
+// a need for approval. The call admits one of several concurrent trials.
 func (s Skill) Callable() bool { return s.Enabled || s.TrialAt != nil && s.Trust != TrustApprove }
 
 // OutOfService returns why a skill cannot be called, as the end of a sentence that starts with its name.
@@ -131,9 +131,9 @@ const (
 
 var namePattern = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 
-// Definition declares a skill, in a workspace file or in the binary. Defaults: scope internal, trust auto, timeout
-// 30s, no parameters. Unless the schema decides it, undeclared properties are errors, so that a misspelt argument
-// shows.
+// Definition declares a skill, in a workspace file or in the binary. Defaults: scope internal, trust auto, timeout 30s,
+// no parameters. Undeclared properties are errors unless the schema allows them, so a misspelt argument causes an
+// error.
 type Definition struct {
 	Name        string         `yaml:"name" json:"name"`
 	Description string         `yaml:"description" json:"description"`
@@ -153,8 +153,8 @@ type Approvals struct {
 	FourEyes bool `yaml:"four_eyes" json:"four_eyes,omitempty"` // who asked for a call cannot approve it
 }
 
-// Validate returns all problems of d, each as "field path: problem". It uses neither database nor network. The
-// problems are joined as by [errors.Join].
+// Validate returns all problems of d, each as "field path: problem". It uses neither database nor network. It joins the
+// problems like [errors.Join].
 func Validate(d Definition) error {
 	_, err := resolve(d)
 	return err

@@ -106,12 +106,12 @@ func checkPlaceholders(query string, parameters []string) fielderr.List {
 
 var placeholderLike = regexp.MustCompile(`@([\pL_][\pL\pN_]*)`)
 
-// placeholders lists the @names of a query outside strings and comments. pgx decides, because pgx replaces them.
+// placeholders lists the @names of a query outside strings and comments. pgx finds them, because pgx replaces them.
 func placeholders(query string) []string {
 	var names []string
 	for _, match := range placeholderLike.FindAllStringSubmatch(query, -1) {
 		name := match[1]
-		probe := pgx.NamedArgs{name: true} //nolint:forbidigo // it probes one name; the call itself is strict
+		probe := pgx.NamedArgs{name: true} //nolint:forbidigo // this probes one name; the call itself is strict
 		_, args, err := probe.RewriteQuery(context.Background(), nil, query, nil)
 		if err == nil && slices.Contains(args, true) && !slices.Contains(names, name) {
 			names = append(names, name)
@@ -146,7 +146,7 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 	if err != nil {
 		return nil, newCallError(ClassSQL, "%s", err)
 	}
-	// A read leaves no effect, so it is repeated after a restart of the database.
+	// A read has no effect, so the skill repeats it after a restart of the database.
 	result, err := executions.RetryTransient(ctx, func(ctx context.Context) (sqlResult, error) {
 		result, err := h.readOnly(ctx, on, timeout, query, values)
 		if postgres.IsCode(err, "57014") {
@@ -172,9 +172,9 @@ func (h sqlHandler) target(ctx context.Context, r *Registry) (Database, error) {
 	return on, err
 }
 
-// readOnly runs the query in a read-only transaction and rolls it back. The rollback undoes permitted side effects:
-// notifications, session settings, large objects. Advisory locks outlive a transaction, so they are released inside
-// it: behind a pooler, the session is ours only until the transaction ends.
+// readOnly runs the query in a read-only transaction and rolls the transaction back. The rollback undoes permitted side
+// effects: notifications, session settings, large objects. Advisory locks outlive a transaction, so readOnly releases
+// them inside it. Behind a pooler, the session belongs to this process only until the transaction ends.
 func (h sqlHandler) readOnly(
 	ctx context.Context, on Database, timeout time.Duration, query string, values []any,
 ) (result sqlResult, err error) {
@@ -220,7 +220,7 @@ func (h sqlHandler) withRowLimit() string {
 }
 
 // withSizeLimit wraps a query with the alias lanekeeper_row, which no column may shadow. The server sends the size of
-// each row, and the rows until their total size reaches the limit of a result.
+// each row. It sends the rows themselves until their total size reaches the limit of a result.
 func withSizeLimit(rows string) string {
 	return "select case when sum(lanekeeper_size) over (rows unbounded preceding) <= " + strconv.Itoa(maxRowsSize) +
 		" then lanekeeper_text end, lanekeeper_size" +
@@ -229,7 +229,7 @@ func withSizeLimit(rows string) string {
 		") lanekeeper_texts) lanekeeper_sizes"
 }
 
-// run prepares the query, which rejects several statements, and executes it. Arguments are sent as text of the types
+// run prepares the query, which rejects several statements, and executes it. It sends arguments as text of the types
 // that the server inferred.
 func (h sqlHandler) run(ctx context.Context, conn *pgx.Conn, query string, values []any) (sqlResult, error) {
 	statement, err := conn.PgConn().Prepare(ctx, "", query, nil)
@@ -267,7 +267,7 @@ func (h sqlHandler) run(ctx context.Context, conn *pgx.Conn, query string, value
 type Database struct {
 	Pool   *pgxpool.Pool
 	Writes bool   // skills may declare that they write
-	Role   string // role of the queries; empty for that of the connection
+	Role   string // role of the queries; empty for the connection's role
 }
 
 // Databases opens a named database. The error is a [*CallError]: [ClassConfiguration] for an unknown database or a

@@ -37,7 +37,7 @@ func SQLWrites(d Definition) bool {
 	return writes
 }
 
-// CheckSQL has the server prepare the query of a sql: skill, without running it. A problem of the query is an
+// CheckSQL makes the server prepare the query of a sql: skill without executing it. A problem of the query is an
 // [*SQLError]. tx stays usable.
 func CheckSQL(ctx context.Context, tx pgx.Tx, d Definition, role string) error {
 	r, err := resolve(d)
@@ -87,7 +87,7 @@ func (c sqlCheck) check(ctx context.Context) error {
 	return err
 }
 
-// prepare has the server parse a text with the query, and returns the number of columns.
+// prepare makes the server parse a text with the query, and returns the number of columns.
 func (c sqlCheck) prepare(ctx context.Context, text string) (fields int, err error) {
 	bound, _, err := c.handler.bind(ctx, text, nil)
 	if err != nil {
@@ -175,7 +175,8 @@ func (c sqlCheck) nearRelation(ctx context.Context, name string) (string, error)
 	return "", err
 }
 
-// locate converts the server's position, which counts characters of the bound text from 1, to an offset in the field.
+// locate converts the server's position to an offset in the field. The position counts characters of the bound text
+// from 1.
 func (c sqlCheck) locate(text, bound string, position int) int {
 	if c.offset < 0 || position < 1 {
 		return -1

@@ -15,8 +15,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// effectsDDL creates the ledger of effects in a writable database. A row is written in the transaction of the effect,
-// under the key of its step.
+// effectsDDL creates the ledger of effects in a writable database. The transaction of an effect writes a row under the
+// key of its step.
 const effectsDDL = `
 create table if not exists agent_effects (
   key         text primary key,
@@ -46,8 +46,8 @@ func PrepareEffects(ctx context.Context, on Database) error {
 	})
 }
 
-// effect runs a writing query and records its result under the call's key, in one transaction. A repeated call with
-// the same key returns that result without an effect, also after a crash.
+// effect runs a writing query and records its result under the call's key, in one transaction. A repeated call with the
+// same key returns the recorded result without an effect, also after a crash.
 func (h sqlHandler) effect(
 	ctx context.Context, on Database, c Call, timeout time.Duration, args map[string]any,
 ) (any, error) {

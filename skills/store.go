@@ -10,9 +10,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Put stores the declaration d and reports whether it changed anything. The revision grows only with a change, and
-// the state (enabled, disabled, evidence) stays. A declaration of the binary never replaces another source: a
-// workspace may override a builtin. The error of an invalid definition is that of [Validate].
+// Put stores the declaration d and reports whether it changed anything. The revision grows only with a change, and the
+// state (enabled, disabled, evidence) stays. A declaration of the binary never replaces another source: a workspace may
+// override a builtin. For an invalid definition, Put returns the error of [Validate].
 func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
 	r, err := resolve(d)
 	if err != nil {
@@ -75,7 +75,7 @@ type Filter struct {
 	Scope      string // exactly this scope
 	Source     string
 	DisabledBy string
-	Before     string // an id; returns only older rows
+	Before     string // an id; List returns only older rows
 	Limit      int    // 100 when 0, at most 1000
 }
 
@@ -95,7 +95,8 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Skill, error) {
 		})
 }
 
-// InScope returns the skills of the given scopes and of [ScopeBoth], disabled ones, too, by name. No scope means all.
+// InScope returns the skills of the given scopes and of [ScopeBoth], including disabled skills, by name. No scope means
+// all scopes.
 func InScope(ctx context.Context, db postgres.DB, scopes []string) ([]Skill, error) {
 	return inScope(ctx, db, scopes, false)
 }
@@ -107,8 +108,8 @@ func inScope(ctx context.Context, db postgres.DB, scopes []string, enabled bool)
 		 order by name`, pgx.StrictNamedArgs{"scopes": append([]string{}, scopes...), "enabled": enabled})
 }
 
-// QueueCallable queues a read of the callable skills of the given scopes, and of [ScopeBoth], by name: the enabled
-// ones, and the disabled ones with an open trial.
+// QueueCallable queues a read of the callable skills of the given scopes and of [ScopeBoth], by name. Enabled skills
+// are callable, and so are disabled skills with an open trial.
 func QueueCallable(b *pgx.Batch, scopes []string, into *[]Skill) {
 	b.Queue(`
 		select `+columns+` from agent_skills
@@ -121,7 +122,7 @@ func QueueCallable(b *pgx.Batch, scopes []string, into *[]Skill) {
 	})
 }
 
-// marshalEvidence encodes evidence as a JSON object; nil is the empty one.
+// marshalEvidence encodes evidence as a JSON object; nil is the empty object.
 func marshalEvidence(evidence any) (json.RawMessage, error) {
 	if evidence == nil {
 		return json.RawMessage(`{}`), nil

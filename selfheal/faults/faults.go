@@ -1,9 +1,9 @@
 // Package faults replays labelled traces of faults through the rule of self-heal and through "3 in a row".
 //
-// The set faults.jsonl is public; README.md says how it is made and labelled. A trace is a list of calls with a label:
-// whether the skill is to be taken out of service, from which call on, and by which call at the latest. [Replay] asks a
-// rule after every call. In production self-heal asks at each heartbeat, which is later. [History] makes traces of the
-// changes that self-heal and people made in a database.
+// The set faults.jsonl is public; README.md describes how gen makes and labels it. A trace is a list of calls with a
+// label. The label decides whether the rule must disable the skill, after which call, and by which call at the latest.
+// [Replay] applies a rule after every call. In production self-heal applies it at each heartbeat, which is later.
+// [History] makes traces of the changes that self-heal and people made in a database.
 package faults
 
 import (
@@ -48,9 +48,9 @@ type Trace struct {
 	Shape   string
 	HeldOut bool
 	Skill   string
-	Out     bool // the skill is to be taken out of service
-	From    int  // the number of the first call after which that is right; from 1
-	By      int  // the number of the last one
+	Out     bool // the rule must disable the skill
+	From    int  // the number of the first call after which that is right, counted from 1
+	By      int  // the number of the last such call
 	Calls   []Call
 }
 
@@ -149,8 +149,8 @@ func (l Line) trace() Trace {
 	return t
 }
 
-// Counting removes the calls that do not count for the health of their skill; see the view agent_skill_calls. From and
-// By are renumbered: they name the same call, or the next one if it was removed.
+// Counting removes the calls that do not count for the health of their skill; see the view agent_skill_calls. It
+// renumbers From and By: they name the same call, or the next call if Counting removed that one.
 func Counting(all []Trace) []Trace {
 	counting := make([]Trace, len(all))
 	for i, t := range all {
@@ -180,10 +180,10 @@ func (t Trace) counting() Trace {
 //go:embed history.sql
 var historySQL string
 
-// History makes traces of the skills that self-heal or a person took out of service, and counts those that nobody has
-// judged yet. A person who enables a skill while it still rests says that the alarm was false. It was right if the
-// skill stayed out of service, failed its trial, or if a person disabled it. Skills that stayed enabled have no trace.
-// The newest 100 incidents count, with 1,000 calls before each.
+// History makes traces of the skills that self-heal or a person disabled, and counts the incidents without a verdict.
+// An alarm was false if a person enabled the skill during its cool-down. An alarm was right if the skill stayed
+// disabled, failed its trial, or if a person disabled it. Skills that stayed enabled have no trace. History reads the
+// newest 100 incidents, with 1,000 calls before each.
 func History(ctx context.Context, db postgres.DB, p selfheal.Policy, since time.Time) (
 	all []Trace, unjudged int, err error,
 ) {
@@ -209,7 +209,7 @@ func History(ctx context.Context, db postgres.DB, p selfheal.Policy, since time.
 		}
 		failure := slices.IndexFunc(calls, func(c Call) bool { return c.Skill == i.Skill && c.Failed })
 		if failure < 0 {
-			continue // it was disabled for another reason
+			continue // another cause disabled the skill
 		}
 		name := fmt.Sprintf("%s at %s", i.Skill, i.At.UTC().Format(time.RFC3339))
 		t := Trace{Name: name, Shape: "history", Skill: i.Skill, Calls: calls}
@@ -227,7 +227,7 @@ const (
 	incidentCalls = 1000
 )
 
-// callsBetween reads the calls that count, oldest first; the newest of many.
+// callsBetween reads the calls that count, oldest first. Of many calls, it reads the newest.
 func callsBetween(ctx context.Context, db postgres.DB, since, until time.Time) ([]Call, error) {
 	counted, err := postgres.Rows[selfheal.Call](ctx, db, "read calls", `
 		select c.skill_name as skill, coalesce(c.thread_id, c.trace_id) as caller, c.created_at as at,

@@ -8,8 +8,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/selfheal"
 )
 
-// Rule decides after each call whether to take a skill out of service. calls are newest first; those of the skill
-// before since do not count.
+// Rule decides after each call whether to disable a skill. calls are newest first. The skill's calls before since do
+// not count.
 type Rule struct {
 	Name   string
 	Alarms func(skill string, since time.Time, calls []selfheal.Call) bool
@@ -52,8 +52,8 @@ type Outcome struct {
 // replayed bounds the newest calls that a rule reads, about as in production.
 const replayed = 1000
 
-// Replay asks a rule after every call of a trace. The first right alarm ends the trace, and any alarm where no alarm is
-// right. After a false alarm before the fault the skill is enabled at once.
+// Replay applies a rule after every call of a trace. The first right alarm ends the trace; in a trace without a fault,
+// any alarm ends it. After a false alarm before the fault, Replay enables the skill at once.
 func Replay(r Rule, t Trace) (o Outcome) {
 	newest := make([]selfheal.Call, len(t.Calls))
 	for i, c := range t.Calls {
@@ -87,7 +87,7 @@ func Replay(r Rule, t Trace) (o Outcome) {
 type Score struct {
 	Name        string  `json:"name"` // of the shape, or of a part of the set
 	Traces      int     `json:"traces"`
-	Faults      int     `json:"faults"` // traces whose skill is to be taken out
+	Faults      int     `json:"faults"` // traces whose skill the rule must disable
 	Detected    int     `json:"detected"`
 	FalseAlarms int     `json:"false_alarms"` // at most one of each trace
 	Calls       int     `json:"calls"`
@@ -98,7 +98,7 @@ type Score struct {
 	delays      []int   //
 }
 
-// Rate is a share with its 95 % interval (Wilson). Value is nil for a share of nothing.
+// Rate is a share with its 95 % interval (Wilson). Value is nil for a share of zero traces.
 type Rate struct {
 	Value *float64 `json:"value"`
 	stats.Interval

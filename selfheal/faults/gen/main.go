@@ -1,6 +1,6 @@
 // Command gen writes the labelled set of fault traces, the same bytes each time. It knows causes and no rule: it
-// imports nothing of this module. Each cause says itself, as it makes a trace, whether the skill is at fault, and the
-// label follows from that alone. See README.md beside the set.
+// imports nothing of this module. Each cause decides whether the skill is at fault when it makes a trace. The label
+// follows from that decision alone. See README.md beside the set.
 package main
 
 import (
@@ -15,8 +15,8 @@ import (
 // seeds is the number of traces of each shape. Odd seeds are held out.
 const seeds = 30
 
-// detectWithin is the number of calls of a faulty skill within which it must be disabled: as many as one run of the
-// loop makes with default settings.
+// detectWithin is the number of calls within which the rule must disable a faulty skill. One run of the loop makes as
+// many calls with default settings.
 const detectWithin = 25
 
 func main() {
@@ -84,7 +84,7 @@ type maker struct {
 	*rand.Rand
 	trace
 	calls   []call
-	base    float64 // how often a healthy skill fails
+	base    float64 // share of failures of a healthy skill
 	gap     float64 // mean minutes between calls
 	callers int
 	others  int
@@ -102,7 +102,7 @@ func (m *maker) fraction(low, high float64) float64 { return low + (high-low)*m.
 
 func (m *maker) any(classes string) byte { return classes[m.IntN(len(classes))] }
 
-// world chooses what does not depend on the shape.
+// world chooses the values that do not depend on the shape.
 func (m *maker) world() {
 	m.base, m.gap = m.fraction(0, 0.08), m.fraction(1, 25)
 	m.callers, m.others, m.share = m.between(4, 12), m.between(2, 4), m.fraction(0.3, 0.5)
@@ -168,7 +168,7 @@ func (m *maker) begin(format string, args ...any) {
 	m.Why = fmt.Sprintf(format, args...)
 }
 
-// deadline returns the number of the call by which the skill must be disabled.
+// deadline returns the number of the call by which the rule must disable the skill.
 func (m *maker) deadline() int {
 	left := detectWithin
 	for i := max(m.From, m.fixed) - 1; i < len(m.calls); i++ {
@@ -225,7 +225,7 @@ func alternating(m *maker) {
 	}
 }
 
-// slowDeath: calls take longer and longer, and more and more of them time out.
+// slowDeath: calls take longer over time, and more of them time out.
 func slowDeath(m *maker) {
 	m.healthy(m.between(5, 40))
 	grow, low := m.between(25, 60), m.latency
@@ -246,8 +246,8 @@ func slowDeath(m *maker) {
 	}
 }
 
-// modelMistakes: the model calls with arguments that cannot work, several times in one turn. Either the schema rejects
-// them or the service does.
+// modelMistakes: the model calls with invalid arguments, several times in one turn. Either the schema or the service
+// rejects the arguments.
 func modelMistakes(m *maker) {
 	class, who := byte(rejected), "the schema rejects"
 	if m.IntN(2) == 0 {
@@ -266,7 +266,7 @@ func modelMistakes(m *maker) {
 	m.healthy(m.between(6, 18))
 }
 
-// providerOutage: nothing behind any skill answers for a while.
+// providerOutage: for a while, no service behind any skill answers.
 func providerOutage(m *maker) {
 	m.Why = "every skill fails for a while and then works again"
 	for range m.between(1, 2) {
@@ -297,8 +297,8 @@ func schemaChange(m *maker) {
 	}
 }
 
-// flapping: the service behind the skill goes down and up again and again. One trace of four has one short restart
-// instead, which is no reason to take it out.
+// flapping: the service behind the skill goes down and up repeatedly. One trace of four has one short restart instead,
+// which is no reason to disable the skill.
 func flapping(m *maker) {
 	m.healthy(m.between(5, 40))
 	if m.Seed/2%4 == 3 { // as often among the held-out
@@ -323,7 +323,7 @@ func flapping(m *maker) {
 	}
 }
 
-// oneBadCaller: what one caller asks for cannot work, and that caller tries it over and over.
+// oneBadCaller: one caller repeats a request that cannot succeed.
 func oneBadCaller(m *maker) {
 	m.healthy(m.between(5, 30))
 	bad := byte('a' + m.callers)
