@@ -22,7 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// A background run makes sequential model calls, as heartbeats and automations do.
+// A background run makes sequential model calls, like heartbeats and automations.
 const (
 	backgroundFlow  = "bench_background"
 	backgroundCalls = 5
@@ -116,7 +116,7 @@ func (b *chatBench) measure(ctx context.Context, out, errw io.Writer) error {
 	return nil
 }
 
-// floor measures single-row updates, one after the other.
+// floor measures single-row updates in sequence.
 func (b *chatBench) floor(ctx context.Context, n int) (took samples, err error) {
 	for range n {
 		began := time.Now()
@@ -191,7 +191,7 @@ func (w *testAgent) runBackground(ctx context.Context, _ json.RawMessage) (execu
 	return executions.Result{Summary: "done"}, nil
 }
 
-// keepBusy starts background runs sequentially until ctx ends. It finishes the last one.
+// keepBusy starts background runs sequentially until ctx ends. It finishes the last run.
 func (b *chatBench) keepBusy(ctx context.Context) error {
 	runCtx := context.WithoutCancel(ctx)
 	for ctx.Err() == nil {

@@ -25,8 +25,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// engineRoomBench measures the server time of the Engine Room's pages with a small and with a large log. No page may
-// do work that grows with the log, so both times must be about equal.
+// engineRoomBench measures the server time of the Engine Room's pages with a small and with a large log. No page's work
+// may grow with the log, so both times must be about equal.
 type engineRoomBench struct {
 	small, large  int64 // rows of the activity log
 	visits        int   // to each page
@@ -116,7 +116,7 @@ func (b *engineRoomBench) measure(ctx context.Context, handler http.Handler) ([]
 			return nil, err
 		}
 	}
-	if filled { // an earlier run left rows that housekeeping would have counted
+	if filled { // an earlier run left rows that housekeeping would count
 		if err := b.countRest(ctx); err != nil {
 			return nil, err
 		}
@@ -299,8 +299,8 @@ func (b *engineRoomBench) print(out io.Writer, pages []*pageResult) {
 // batchRows is the number of rows per transaction.
 const batchRows = 250_000
 
-// fill grows the activity log to `to` rows over the last thirty days. A hundredth as many executions are the roots of
-// traces of a hundred rows. Some rows are model calls, some failed. Every tenth execution has a thread with messages.
+// fill grows the activity log to `to` rows over the last thirty days. Each execution is the root of a trace of a
+// hundred rows. Some rows are model calls, some failed. Every tenth execution has a thread with messages.
 func (b *engineRoomBench) fill(ctx context.Context, from, to int64) error {
 	if b.oldest.IsZero() {
 		b.oldest = time.Now().Add(-29 * 24 * time.Hour)
@@ -351,7 +351,7 @@ func (b *engineRoomBench) countRest(ctx context.Context) error {
 			return err
 		}
 		rows += counted
-		// A pass reports a next position even if nothing is left to count.
+		// A pass reports a next position even if no row is left to count.
 		var left bool
 		if err := b.pool.QueryRow(ctx, `
 			select exists (select from agent_activity a
@@ -503,7 +503,7 @@ type viewerLoad struct {
 	received int64   // bytes sent to all viewers
 }
 
-// watch measures open overviews while activities are written.
+// watch measures open overviews while writeActivities writes activities.
 func (b *engineRoomBench) watch(ctx context.Context, handler http.Handler, viewers int) (viewerLoad, error) {
 	served := httptest.NewServer(handler)
 	defer served.Close()
@@ -515,7 +515,7 @@ func (b *engineRoomBench) watch(ctx context.Context, handler http.Handler, viewe
 		group.Go(func() error { return receive(watching, served.URL+"/live/", &counts[i]) })
 	}
 	group.Go(func() error { return b.writeActivities(watching) })
-	if err := pause(ctx, 3*time.Second); err != nil { // until all are connected
+	if err := pause(ctx, 3*time.Second); err != nil { // until all viewers are connected
 		return viewerLoad{}, err
 	}
 	before, err := b.usage(ctx)

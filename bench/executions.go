@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// eventFloor is the minimum work for a durable event: one committed statement inserts a row and notifies, another marks
+// eventFloor is the minimum work for a durable event. One committed statement inserts a row and notifies; another marks
 // the row as consumed.
 type eventFloor struct {
 	pool *pgxpool.Pool
@@ -93,7 +93,7 @@ func (f *eventFloor) consume(ctx context.Context, key string) {
 	}
 }
 
-// run sends n events. Each caller waits until its event is consumed.
+// run sends n events. Each caller waits until the listener has consumed its event.
 func (f *eventFloor) run(ctx context.Context, callers, n int) (samples, error) {
 	first := f.next
 	f.next += n
@@ -121,7 +121,7 @@ func (f *eventFloor) run(ctx context.Context, callers, n int) (samples, error) {
 	return took, err
 }
 
-// measure sends single events, then as many as resume at once.
+// measure sends single events, then events from many callers, then as many events as resume at once.
 func (f *eventFloor) measure(ctx context.Context, events, all int, r *waitResult) (err error) {
 	if r.floors[0], err = f.run(ctx, 1, events); err != nil {
 		return err

@@ -21,9 +21,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// laneBench measures lanes: pairs of acquire and release on distinct lanes, attempts on a held lane, and the time from
-// a release until a waiter holds the lane. The floor of a pair is one committed update per caller, each of its own row.
-// Floor and lanes alternate: other load on the machine affects both.
+// laneBench measures pairs of acquire and release on distinct lanes, attempts on a held lane, and the time from a
+// release until a waiter holds the lane. The floor of a pair is one committed update per caller, each of its own row.
+// Floor and lanes alternate, so other load on the machine affects both.
 type laneBench struct {
 	rounds       int
 	turnDuration time.Duration // of a turn
@@ -239,10 +239,11 @@ type handOverResult struct {
 	floor, ours samples
 }
 
-// settledFor is a waiter's wait before the release: past its first poll, so only the notification wakes it.
+// settledFor is a waiter's wait before the release. It exceeds the time of the first poll, so only the notification
+// wakes the waiter.
 const settledFor = 60 * time.Millisecond
 
-// measureHandOvers hands a lane to a keeper with its own pool and listener, as another process has them.
+// measureHandOvers hands a lane to a keeper with its own pool and listener, like a keeper of another process.
 func (b *laneBench) measureHandOvers(ctx context.Context, others int) (handOverResult, error) {
 	h := handOverResult{others: others}
 	pool, err := postgres.Open(ctx, b.pool.Config().ConnString(),

@@ -1,4 +1,4 @@
-// Command bench measures figures that users notice, with the least possible cost (the floor) of each figure in the same
+// Command bench measures figures that users notice, and the least possible cost (the floor) of each figure in the same
 // run.
 //
 //	go run ./bench chat-priority
@@ -12,10 +12,10 @@
 //	go run ./bench turn
 //	go run ./bench scaling
 //
-// Every benchmark starts its own durable PostgreSQL in a temporary folder and runs the product's packages against it
-// in this process. All figures of a table come from one run on one machine, so ratios carry over to other machines
-// and absolute figures do not. Results go to stdout as a Markdown table, progress to stderr. Benchmarks of single
-// operations are Go benchmarks next to the code (`make bench` runs both).
+// Every benchmark starts its own durable PostgreSQL in a temporary folder. It runs the product's packages against that
+// server in this process. All figures of a table come from one run on one machine. So ratios carry over to other
+// machines, but absolute figures do not. Results go to stdout as a Markdown table, progress to stderr. Benchmarks of
+// single operations are Go benchmarks next to the code (`make bench` runs both).
 package main
 
 import (
@@ -179,7 +179,7 @@ func (b *waitBench) print(out io.Writer, r waitResult) {
 	fmt.Fprint(out, t.String())
 }
 
-// tick is the unit of times in /proc; it is the same on every Linux that Go supports.
+// tick is the unit of times in /proc, on every Linux that Go supports.
 const tick = 10 * time.Millisecond
 
 // cpuTime is the processor time of the server and of this process. Other load on the machine affects it less than
@@ -238,7 +238,7 @@ func (t cpuTime) per(n int) string {
 
 type process struct {
 	pid, parent    string
-	used, children time.Duration // its own time, and that of children that have ended
+	used, children time.Duration // its own time, and the time of ended children
 }
 
 // procStat reads /proc/PID/stat. It returns false if there is none.
@@ -247,7 +247,7 @@ func procStat(pid string) (process, bool) {
 	if err != nil {
 		return process{}, false
 	}
-	_, rest, _ := strings.Cut(string(text), ") ") // after the name, which may hold anything
+	_, rest, _ := strings.Cut(string(text), ") ") // after the name, which may hold any text
 	fields := strings.Fields(rest)
 	if len(fields) < 15 {
 		return process{}, false

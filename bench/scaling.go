@@ -17,13 +17,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// scalingBench measures the capacity of one PostgreSQL. It measures bytes and processor time at a smaller size,
-// extrapolates linearly to a larger size, and prints prediction and measurement. docs/scaling.md has one run's figures.
+// scalingBench measures the capacity of one PostgreSQL. It measures bytes and processor time at a smaller size, and
+// extrapolates linearly to a larger size. It prints prediction and measurement. docs/scaling.md has one run's figures.
 type scalingBench struct {
 	engineRoomBench
 
-	scales       [2]rowCounts // the smaller one predicts the larger one
-	processes    []int        // the last count is predicted from the two before it
+	scales       [2]rowCounts // the smaller scale predicts the larger one
+	processes    []int        // the two counts before the last one predict it
 	idle         time.Duration
 	loaded       time.Duration
 	rate         int // executions a second, in the paced part
@@ -141,7 +141,7 @@ func (b *scalingBench) measureViewers(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		l.server = used.Seconds() / took.Seconds() // connections that ended during the measurement count here
+		l.server = used.Seconds() / took.Seconds() // includes connections that ended during the measurement
 		b.viewerLoads = append(b.viewerLoads, l)
 	}
 	return nil

@@ -132,8 +132,8 @@ func (b *scalingBench) measureIdle(ctx context.Context, cost *fleetCost) error {
 	return nil
 }
 
-// measureBacklog starts all executions at once. With a size, it also measures the bytes of ended executions, first of
-// half as many.
+// measureBacklog starts all executions at once. With a size, it also measures the bytes of ended executions: of half as
+// many first, then of all.
 func (b *scalingBench) measureBacklog(ctx context.Context, fleet []*node, size int, cost *fleetCost) error {
 	ended := nounSize{name: "an execution of one step that has ended"}
 	var before relationSize
@@ -160,7 +160,7 @@ func (b *scalingBench) measureBacklog(ctx context.Context, fleet []*node, size i
 	return nil
 }
 
-// measureEvents delivers events to executions spread over all waiting ones, and waits until these have ended.
+// measureEvents delivers events to a sample of all waiting executions, and waits until the sample has ended.
 func (b *scalingBench) measureEvents(ctx context.Context, m *node, size int) (time.Duration, error) {
 	n := min(int(b.scales[size].waiting/20), 1000)
 	step := b.scales[size].waiting / int64(n)
@@ -182,7 +182,7 @@ func (b *scalingBench) measureEvents(ctx context.Context, m *node, size int) (ti
 	return used / time.Duration(n), err
 }
 
-// run starts n executions in turn on all members and waits for their ends, at the pace if it is not 0.
+// run starts n executions in turn on all members, at the pace if it is not 0, and waits for their ends.
 func (b *scalingBench) run(ctx context.Context, fleet []*node, n int, pace time.Duration) error {
 	start := func(ctx context.Context, i int) error {
 		m := fleet[i%len(fleet)]
@@ -253,8 +253,8 @@ func (b *scalingBench) connectionTimes(ctx context.Context, name string) (map[in
 	return used, nil
 }
 
-// processTime returns a process's processor time. On Linux /proc/PID/schedstat has it in nanoseconds, which matters for
-// many connections with little work; elsewhere the unit is a tick.
+// processTime returns a process's processor time. On Linux, /proc/PID/schedstat has the time in nanoseconds, which
+// matters for many connections with little work. Elsewhere the unit is a tick.
 func processTime(pid int) time.Duration {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/schedstat", pid))
 	if err != nil {

@@ -95,7 +95,7 @@ type testAgent struct {
 	url  string // the address of the chat
 }
 
-// withServer starts a durable PostgreSQL while fn runs. Without config.Dir its data is removed.
+// withServer starts a durable PostgreSQL while fn runs. Without config.Dir, it removes the data afterwards.
 func withServer(
 	ctx context.Context, config pgserver.Config, errw io.Writer, fn func(server *pgserver.Server) error,
 ) (err error) {
@@ -247,7 +247,7 @@ func callFor(
 	return int(done.Load()), float64(done.Load()) / time.Since(began).Seconds(), err
 }
 
-// Whether no execution is pending or running; allEnded: nor waiting.
+// Queries for the end of all work: no execution is pending or running; for allEnded, none is waiting either.
 const (
 	nothingRuns = `select not exists (select from agent_executions where status in ('pending', 'running'))`
 	allEnded    = `select not exists (select from agent_executions where status in ('pending', 'running', 'waiting'))`
@@ -294,7 +294,7 @@ func (m *modelServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		Usage:  &openai.Usage{PromptTokens: 100, CompletionTokens: 2, TotalTokens: 102},
 	}
 	if err := chatwire.WriteStream(w, answer, true); err != nil && !errors.Is(err, net.ErrClosed) {
-		return // the client went away
+		return // the client disconnected
 	}
 }
 
@@ -389,8 +389,8 @@ func untilReady(ctx context.Context, ready string) error {
 	}
 }
 
-// idleBench measures the cost of an idle `agent serve` in its own process. Transactions of its database are its
-// statements; the bench connects to another database.
+// idleBench measures the cost of an idle `agent serve` in its own process. The bench connects to another database, so
+// all transactions of the agent's database are the agent's.
 type idleBench struct {
 	settle, duration time.Duration
 	pool             *pgxpool.Pool // to another database of the server

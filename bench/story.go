@@ -21,9 +21,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/why"
 )
 
-// storyBench measures questions to a large log: the story of a trace by the SQL of CONTRACTS.md, by `agent trace` and
-// the API, and as a page; and every view and listing of the dashboard. The floor is one row by its key. Traces are
-// random, so most are not cached.
+// storyBench measures questions to a large log. It reads the story of a trace by the SQL of CONTRACTS.md, by `agent
+// trace` and the API, and as a page. It also reads every view and listing of the dashboard. The floor is one row by its
+// key. Traces are random, so most are not cached.
 type storyBench struct {
 	engineRoomBench
 	traces int // number of traces to read
@@ -78,7 +78,7 @@ func (b *storyBench) withLog(ctx context.Context, data string, fn func() error) 
 	})
 }
 
-// randomTrace returns a trace that insertExecutions made.
+// randomTrace returns a random trace of insertExecutions.
 func (b *storyBench) randomTrace() string {
 	e := rand.Int64N(b.large / 100)
 	return fmt.Sprintf("%s_01%024d", []string{"hb", "op", "ch", "wh", "fl"}[e%5], e)
@@ -327,8 +327,8 @@ func (b *whyBench) printWhy(out io.Writer, questions []*question) {
 	fmt.Fprint(out, t.String())
 }
 
-// fillCauses gives each execution a lane, two steps and an event raised by the execution before it. Three of ten get
-// a child in their trace. Existing rows stay.
+// fillCauses gives each execution a lane, two steps and an event raised by the execution before it. Three of ten get a
+// child in their trace. fillCauses keeps existing rows.
 func (b *whyBench) fillCauses(ctx context.Context) error {
 	statements := []string{insertEvents, insertLinks, insertCheckpoints, insertHolds, insertChildren}
 	if err := b.insertBatches(ctx, "causes", statements, 0, b.large/100, batchRows/10, nil); err != nil {
@@ -353,7 +353,7 @@ const (
 		insert into agent_events (id, event, key, consumed_by, created_at) select x.event, 'EVENT_COMPLETED',
 		  'k' || right(x.trace_id, 9), x.id, x.created_at + interval '30 seconds' from x
 		on conflict do nothing`
-	// The execution before it raises its event.
+	// The previous execution raises the event.
 	insertLinks = executionsWithEvent + `
 		insert into agent_links (cause, kind, effect, at)
 		select 'execution ' || p.id, 'raised', 'event ' || x.event, x.created_at + interval '30 seconds'

@@ -91,7 +91,7 @@ func turn(ctx context.Context, args []string, out, errw io.Writer) (err error) {
 	})
 }
 
-// measure measures one row after the other, then many open streams.
+// measure measures the rows in sequence, then many open streams.
 func (b *turnBench) measure(ctx context.Context, url, model string, pid int, out io.Writer) error {
 	if err := createFloor(ctx, b.pool); err != nil {
 		return err
@@ -195,7 +195,7 @@ func (b *turnBench) send(ctx context.Context, url string, began func()) (first t
 }
 
 // sendMessage posts a chat message and reads the streamed answer to its end. It returns the trace of the turn and the
-// time until text with the prefix arrived; it calls started then.
+// time until text with the prefix arrived. It calls started at that time.
 func sendMessage(
 	ctx context.Context, url, prefix string, body map[string]any, started func(),
 ) (traceID string, first time.Duration, err error) {

@@ -22,7 +22,7 @@ const (
 	waitFlow    = "bench_wait"  // waits for an event, then ends
 	delayFlow   = "bench_delay" // waits for a time, then ends
 	manyCallers = 32            // callers of the concurrent rows
-	warmup      = 200           // executions before anything is counted
+	warmup      = 200           // executions before the first measurement
 	timerDelay  = 30 * time.Minute
 )
 
@@ -40,7 +40,7 @@ type waitBench struct {
 }
 
 type waitResult struct {
-	start               time.Duration // until all waited
+	start               time.Duration // until all executions waited
 	heap, resident      int64         // growth in bytes
 	floors, deliveries  [2]samples    // by one caller and by several
 	events, eventsEnd   time.Duration // until all had resumed, and until all had ended

@@ -1,16 +1,16 @@
 // Package batch lets concurrent writes share one statement and its commit.
 //
 // A [Batcher] collects the writes of one kind. The batchers of one [Scheduler] take turns: it sends one batch at a
-// time, and a second one beside it while many writes are queued. If nothing is in flight, a caller makes its write at
-// once, so a single caller pays nothing. Later writes are queued. The scheduler sends the longest queue next, as a
-// whole. A small batch waits at most 1 ms for as many new writes as the previous batch had. So callers with a next
-// write share a batch.
+// time, and a second batch at the same time while many writes are queued. If no batch is in flight, a caller makes its
+// write at once, so a single caller pays nothing. The batcher queues later writes. The scheduler sends the longest
+// queue next, as a whole. A small batch waits at most 1 ms for as many new writes as the previous batch had. So callers
+// with a next write share a batch.
 //
-// Each caller gets the answer to its own write, after the commit. A caller makes its write alone if the batch left it
-// out, or if the batch failed and certainly changed nothing. So one bad write fails alone. A slow batch, such as one
-// behind a lock, does not delay others: the scheduler sends up to three batches of one batcher at once. After MaxWait
-// in the queue, the caller makes its write alone, under its own context. So no writes of departed callers accumulate
-// during an outage.
+// Each caller gets the answer to its own write, after the commit. If the batch left the write out, or failed and
+// certainly changed nothing, the caller makes the write alone. So one bad write fails alone. A slow batch, for example
+// behind a lock, does not delay other batches: the scheduler sends up to three batches of one batcher at once. After
+// MaxWait in the queue, the caller makes its write alone, under its own context. So no writes of departed callers
+// accumulate during an outage.
 package batch
 
 import (
@@ -26,7 +26,7 @@ const (
 	defaultMaxWait = 250 * time.Millisecond
 )
 
-// Batcher collects writes of one kind. Set its fields before the first Do. It may be used by many goroutines.
+// Batcher collects writes of one kind. Set its fields before the first Do. It is safe for concurrent use.
 type Batcher[In, Out any] struct {
 	// Scheduler sends the batches; required.
 	Scheduler *Scheduler
@@ -34,15 +34,15 @@ type Batcher[In, Out any] struct {
 	Send func(ctx context.Context, ins []In) ([]Answer[Out], error)
 	// Compare sorts a batch; equal writes keep their order. Nil keeps the order of arrival.
 	Compare func(a, b In) int
-	// Unchanged reports that a batch that failed with err has certainly changed nothing, so its writes may be made again.
-	// Nil means that they may be made again after any error.
+	// Unchanged reports that a batch that failed with err has certainly changed nothing. Then the callers repeat its
+	// writes. Nil means that they may repeat them after any error.
 	Unchanged func(err error) bool
 	// Late receives an answer whose caller has left; nil to drop it.
 	Late func(in In, out Out)
 	// MaxSize bounds the writes of one batch; 0 means 100.
 	MaxSize int
-	// MaxWait bounds the time of a write in the queue. Then its caller makes it alone; 0 means 250 ms. The scheduler
-	// checks every 10 ms.
+	// MaxWait bounds the time of a write in the queue; 0 means 250 ms. Then the caller makes the write alone. The
+	// scheduler checks every 10 ms.
 	MaxWait time.Duration
 	// Timeout bounds one Send; 0 means no bound.
 	Timeout time.Duration
@@ -78,11 +78,11 @@ type write[In, Out any] struct {
 type reply[Out any] struct {
 	Answer[Out]
 	err      error
-	inFlight *inFlight // of a batch of one, which its caller makes and finishes
+	inFlight *inFlight // batch of one, which the caller makes and finishes
 }
 
-// Do makes a write, in a batch or by alone. It returns when the write is durable or has failed. When ctx ends first,
-// Do returns its cause, and the write may still be made.
+// Do makes a write, in a batch or by alone. It returns when the write is durable or has failed. When ctx ends first, Do
+// returns its cause, and the batch may still make the write.
 func (b *Batcher[In, Out]) Do(ctx context.Context, in In, alone func() (Out, error)) (Out, error) {
 	w, own := b.enqueue(in)
 	if own != nil {
@@ -99,7 +99,8 @@ func (b *Batcher[In, Out]) Do(ctx context.Context, in In, alone func() (Out, err
 	return got.Value, got.err
 }
 
-// enqueue queues a write, or returns a batch in flight for its caller when nothing else is in flight or queued.
+// enqueue queues a write. If no other write is in flight or queued, it returns a batch in flight for the caller
+// instead.
 func (b *Batcher[In, Out]) enqueue(in In) (*write[In, Out], *inFlight) {
 	s := b.Scheduler
 	s.mu.Lock()
@@ -155,7 +156,8 @@ func (b *Batcher[In, Out]) discard(w *write[In, Out]) {
 	}
 }
 
-// backlogLocked returns how many writes are queued, and since when; 0 when none may be sent now.
+// backlogLocked returns the number of queued writes and the time of the oldest. It returns 0 if the batcher may send
+// none now.
 func (b *Batcher[In, Out]) backlogLocked() (n int, since time.Time) {
 	if len(b.queued) == 0 || b.inFlight >= maxInFlight {
 		return 0, time.Time{}
@@ -163,7 +165,7 @@ func (b *Batcher[In, Out]) backlogLocked() (n int, since time.Time) {
 	return len(b.queued), b.queued[0].since
 }
 
-// expireLocked returns to their callers the writes that have been queued for MaxWait.
+// expireLocked returns writes that have been queued for MaxWait to their callers.
 func (b *Batcher[In, Out]) expireLocked(now time.Time) {
 	maxWait := cmp.Or(b.MaxWait, defaultMaxWait)
 	for len(b.queued) > 0 && now.Sub(b.queued[0].since) >= maxWait {

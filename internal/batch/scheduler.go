@@ -8,35 +8,35 @@ import (
 )
 
 const (
-	// overlap is the number of queued writes that starts a second batch beside the first. With one batch in flight, client
-	// and server take turns idling.
+	// overlap is the number of queued writes that starts a second concurrent batch. With one batch in flight, client and
+	// server take turns idling.
 	overlap = 16
 	// maxInFlight bounds the batches in flight of one batcher, slow ones included.
 	maxInFlight = 3
-	// regroupFor is how long the scheduler expects the callers of a batch to write again. Many have a next write at once,
-	// and a batch costs less than its writes alone.
+	// regroupFor is how long the scheduler expects the callers of a batch to write again. Many callers have a next write
+	// at once, and a batch costs less than single writes.
 	regroupFor = time.Millisecond
-	// checkEvery is the interval at which queued writes and batches in flight are checked for their age.
+	// checkEvery is the interval at which the scheduler checks the age of queued writes and batches in flight.
 	checkEvery = 10 * time.Millisecond
-	// slowAfter is the age at which a batch in flight no longer holds up others.
+	// slowAfter is the age at which a batch in flight no longer delays other batches.
 	slowAfter = 10 * time.Millisecond
 	// overdueAfter bounds the wait of a queue behind longer queues.
 	overdueAfter = 4 * time.Millisecond
 )
 
-// Scheduler decides when its batchers send. Its batches should take about equally long, because each waits for another.
-// The zero value is ready.
+// Scheduler decides when its batchers send. Their batches should take about equally long, because each waits for
+// another batch. The zero value is ready.
 type Scheduler struct {
 	slow time.Duration // slowAfter when 0; for tests
 
 	mu       sync.Mutex
 	batchers []queue
 	queued   int         // writes
-	inFlight []*inFlight // that are not slow
-	expected int         // callers of the last batch who have not written again, until then
+	inFlight []*inFlight // batches in flight that are not slow
+	expected int         // callers of the last batch without a new write; expected until then
 	until    time.Time
 	timer    *time.Timer
-	alarm    time.Time // when it fires; zero when it is not set
+	alarm    time.Time // when the timer fires; zero when it is not set
 }
 
 // queue is a Batcher of any type.
@@ -46,14 +46,14 @@ type queue interface {
 	sendLocked()
 }
 
-// inFlight is a batch, or the write of a single caller, that has been sent.
+// inFlight is a sent batch, or the sent write of a single caller.
 type inFlight struct {
 	scheduler *Scheduler
 	batcher   *int // its number of batches in flight
 	since     time.Time
 }
 
-// idleLocked reports that a caller may write at once.
+// idleLocked reports whether a caller may write at once.
 func (s *Scheduler) idleLocked() bool {
 	return s.queued == 0 && len(s.inFlight) == 0 && (s.expected <= 0 || !time.Now().Before(s.until))
 }
@@ -97,8 +97,8 @@ func (s *Scheduler) dispatchLocked() {
 	}
 }
 
-// nextLocked returns the batcher with the longest queue, or an overdue one, the longest waiting first; nil when none
-// may send.
+// nextLocked returns the overdue batcher with the longest wait, or else the batcher with the longest queue. It returns
+// nil when no batcher may send.
 func (s *Scheduler) nextLocked() (next queue) {
 	longest, oldest, now := 0, time.Time{}, time.Now()
 	for _, b := range s.batchers {
@@ -130,7 +130,7 @@ func (s *Scheduler) armLocked(after time.Duration) {
 	s.alarm = at
 }
 
-// check stops waiting for slow batches, and returns writes that were queued for too long to their callers. It runs
+// check stops waiting for slow batches, and returns writes with too long a time in the queue to their callers. It runs
 // again while writes are queued.
 func (s *Scheduler) check() {
 	s.mu.Lock()

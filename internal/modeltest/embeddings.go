@@ -32,7 +32,7 @@ type EmbeddingRequest struct {
 }
 
 // NewEmbeddings starts a server on the loopback that speaks OpenAI's embeddings protocol. vector returns the vector of
-// a text. The server lists vectors in reverse, as the protocol allows. It stops with the test.
+// a text. The server lists vectors in reverse, which the protocol allows. It stops with the test.
 func NewEmbeddings(tb testing.TB, vector func(text string) []float32) *Embeddings {
 	tb.Helper()
 	e := &Embeddings{vector: vector, quit: make(chan struct{})}
@@ -50,8 +50,8 @@ func NewEmbeddings(tb testing.TB, vector func(text string) []float32) *Embedding
 // URL returns the base URL for clients.
 func (e *Embeddings) URL() string { return e.http.URL + "/v1" }
 
-// Refuse makes f decide about requests. f returns an HTTP status, 0 to answer, or a negative number for silence until
-// the client disconnects.
+// Refuse makes f decide about requests. f returns an HTTP status, 0 for an answer, or a negative number for silence
+// until the client disconnects.
 func (e *Embeddings) Refuse(f func(texts []string) int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -48,7 +48,7 @@ type Server struct {
 	script   []Reply
 	handle   func(n int, req openai.ChatCompletionRequest) Reply
 	received []Request
-	refused  []Request // by the provider's rules, outside the script
+	refused  []Request // requests refused by the provider's rules; not in the script
 	extra    int       // requests beyond the script
 	broken   []string
 }

@@ -31,7 +31,7 @@ func with(tb testing.TB, rule func(Request) (Reply, bool), replies []Reply) *Ser
 	return s
 }
 
-// OpenAI refuses tools over chat completions for models from gpt-5.6 on. Of the Responses API it refuses stored
+// OpenAI refuses tools over chat completions for models from gpt-5.6 on. Over the Responses API it refuses stored
 // requests, undeclared strict schemas, and reasoning without its following item.
 func OpenAI(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
@@ -48,7 +48,7 @@ func OpenAI(tb testing.TB, replies ...Reply) *Server {
 	}, replies)
 }
 
-// stateless refuses requests that cannot be replayed.
+// stateless refuses requests that a client cannot replay.
 func stateless(r Request) (Reply, bool) {
 	if !strings.Contains(r.Body, `"store":false`) || !strings.Contains(r.Body, "reasoning.encrypted_content") {
 		return bad("this test wants store false and encrypted reasoning")
@@ -92,8 +92,8 @@ func systemFirst(r Request, status int, message string) (Reply, bool) {
 	return Reply{}, false
 }
 
-// QwenVLLM is vLLM with a Qwen template, which takes one system message, the first. Its reasoning comes as the
-// member reasoning.
+// QwenVLLM is vLLM with a Qwen template, which accepts a system message only as the first message. The answer has the
+// reasoning in the member reasoning.
 func QwenVLLM(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
 	s := with(tb, func(r Request) (Reply, bool) {
@@ -103,7 +103,7 @@ func QwenVLLM(tb testing.TB, replies ...Reply) *Server {
 	return s
 }
 
-// LlamaCpp is llama.cpp with such a template: it refuses with status 500, and sends thoughts as a block in the text.
+// LlamaCpp is llama.cpp with a Qwen template: it refuses with status 500, and sends thoughts as a block in the text.
 func LlamaCpp(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
 	s := with(tb, func(r Request) (Reply, bool) {
@@ -134,7 +134,7 @@ func Mistral(tb testing.TB, replies ...Reply) *Server {
 	}, replies)
 }
 
-// ReasoningWanted refuses calls in the history without reasoning_content, empty or not, as Kimi and DeepSeek do.
+// ReasoningWanted refuses calls in the history without reasoning_content, empty or not, like Kimi and DeepSeek.
 func ReasoningWanted(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
 	return with(tb, func(r Request) (Reply, bool) {

@@ -46,7 +46,7 @@ type call struct {
 // Text is a text answer.
 func Text(text string) Reply { return Reply{text: text} }
 
-// ToolCall is a reply that calls one tool. The arguments are sent as they are; they need not be valid JSON.
+// ToolCall is a reply that calls one tool. It sends the arguments unchanged; they need not be valid JSON.
 func ToolCall(name, arguments string) Reply { return Text("").AndCall(name, arguments) }
 
 // AndCall adds a tool call to the reply. Ids count from call_<request>_0.

@@ -23,11 +23,11 @@ const (
 	Backlog = time.Hour
 	// every is the pause between export passes.
 	every = time.Second
-	// right is the time after which a silent sender loses the right to send.
+	// right is the lease of the right to send: a silent sender loses the right after this time.
 	right = 10 * time.Second
 	// longestTransaction bounds the wait of a pass for a running transaction.
 	longestTransaction = 30 * time.Second
-	// longestPause bounds the pause between two tries while the receiver accepts nothing.
+	// longestPause bounds the pause between two tries while the receiver rejects everything.
 	longestPause = 30 * time.Second
 	// flushLimit bounds the last pass of a process.
 	flushLimit = 5 * time.Second
@@ -56,7 +56,7 @@ type Exporter struct {
 	last     bool // the process ends
 }
 
-// mark is a moment, and the transactions that were writing just after it.
+// mark is a time, and the transactions that were writing just after it.
 type mark struct {
 	upto    string
 	writing []string
@@ -79,7 +79,7 @@ func NewExporter(pool *pgxpool.Pool, s Settings, version string, m *Metrics, log
 	return e
 }
 
-// Run sends ended spans until ctx ends. It then sends those that ended by that time, within seconds.
+// Run sends ended spans until ctx ends. Then, within seconds, it sends the spans that ended by that time.
 func (e *Exporter) Run(ctx context.Context) error {
 	if e == nil {
 		return nil
@@ -112,7 +112,7 @@ func (e *Exporter) pause() time.Duration {
 	return min(every<<min(e.failures, 6), longestPause)
 }
 
-// look is one pass. It logs a failure once and does not return it, because nothing depends on the pass.
+// look makes one pass. It logs a failure once and does not return it, because no caller depends on the pass.
 func (e *Exporter) look(ctx context.Context) (more bool) {
 	patient, end := graced(ctx)
 	defer end()
@@ -145,7 +145,7 @@ func graced(ctx context.Context) (context.Context, func()) {
 	return patient, func() { stop(); cancel() }
 }
 
-// flush sends everything that has ended by now, if no other process has the right to send.
+// flush sends all spans that have ended by now, if no other process has the right to send.
 func (e *Exporter) flush(ctx context.Context) {
 	e.mark, e.last = nil, true
 	upto := ""
@@ -172,7 +172,7 @@ func (e *Exporter) flush(ctx context.Context) {
 	}
 }
 
-// leave releases the right to send, and another process can acquire it at once.
+// leave releases the right to send. So another process can acquire the right at once.
 func (e *Exporter) leave(ctx context.Context) {
 	_, err := e.pool.Exec(ctx, `update agent_span_export set sender = '', sender_until = '-infinity' where sender = @me`,
 		postgres.Strict{"me": e.me})
@@ -204,7 +204,7 @@ func (e *Exporter) take(ctx context.Context) (*position, error) {
 	return got, err
 }
 
-// pass sends the spans that ended since the last pass; more reports that further ones are ready.
+// pass sends the spans that ended since the last pass. more reports that further spans are ready.
 func (e *Exporter) pass(ctx context.Context) (more bool, err error) {
 	at, err := e.take(ctx)
 	if err != nil || at == nil {
@@ -248,18 +248,19 @@ func (e *Exporter) pass(ctx context.Context) (more bool, err error) {
 	return batch.more, nil
 }
 
-// refusedForGood reports that the receiver rejects the batch itself, and a retry is useless.
+// refusedForGood reports that the receiver rejects the batch itself, so a retry is useless.
 func refusedForGood(err error) bool {
 	text := err.Error()
 	return strings.Contains(text, ": 400 ") || strings.Contains(text, ": 413 ") || strings.Contains(text, ": 422 ") ||
 		strings.Contains(text, "request body too large")
 }
 
-// settled reports whether all writes that were running at the mark have ended. Without a mark, this moment becomes the
-// mark.
+// settled reports whether all writes that were running at the mark have ended. Without a mark, the present time becomes
+// the mark.
 //
-// A writer of an activity or an event locks its table before the row gets its id, until the end of the transaction. A
-// transaction without such a lock after the mark has committed its ids from before the mark, or writes later ones.
+// A writer of an activity or an event locks its table before the row gets its id, until the end of the transaction. If
+// a transaction has no such lock after the mark, it has committed its ids from before the mark, or will write later
+// ids.
 func (e *Exporter) settled(ctx context.Context, at *position) (bool, error) {
 	var writing []string
 	err := e.pool.QueryRow(ctx, `
@@ -287,7 +288,7 @@ type batch struct {
 	more    bool
 }
 
-// gather finds the ids of rows that ended up to the mark, or of the first of them.
+// gather finds the ids of rows that ended up to the mark. Of many rows, it finds the first.
 func (e *Exporter) gather(ctx context.Context, at *position) (batch, error) {
 	b := batch{upto: e.mark.upto}
 	type fresh struct {
@@ -334,7 +335,7 @@ func (e *Exporter) gather(ctx context.Context, at *position) (batch, error) {
 	return b, e.revisit(ctx, at.Pending, &b)
 }
 
-// revisit reads the activities again that had not ended. It forgets those that no longer exist.
+// revisit reads pending activities again. It drops activities that no longer exist.
 func (e *Exporter) revisit(ctx context.Context, pending []string, b *batch) error {
 	if len(pending) == 0 {
 		return nil
@@ -368,8 +369,8 @@ func (e *Exporter) revisit(ctx context.Context, pending []string, b *batch) erro
 	return nil
 }
 
-// errOvertaken reports that another process has acquired the right to send. The spans of this process may be sent
-// twice.
+// errOvertaken reports that another process has acquired the right to send. That process may send the spans of this
+// process a second time.
 var errOvertaken = errors.New("another process sends traces by now")
 
 // advance moves the position past the sent spans.

@@ -48,7 +48,7 @@ const (
 	agentStatus     = "agent.status"
 	agentResult     = "agent.result_type"
 	agentClaim      = "agent.claim"
-	agentDetached   = "agent.detached"  // a child that its parent does not wait for
+	agentDetached   = "agent.detached"  // a child without a waiting parent
 	agentQueued     = "agent.queued_ms" // from creation to start
 	agentActivity   = "agent.activity.id"
 	agentKind       = "agent.activity.kind"
@@ -94,7 +94,7 @@ func inputMessages(raw json.RawMessage) string {
 	return convert(input.Messages)
 }
 
-// outputMessages converts the message that a model call returned, likewise.
+// outputMessages converts the message that a model call returned. Truncated output stays as it is.
 func outputMessages(raw json.RawMessage) string {
 	var answer chatMessage
 	if json.Unmarshal(raw, &answer) != nil || answer.Role == "" {

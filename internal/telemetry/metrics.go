@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 )
 
-// Metrics are the metrics of one process. They may be used from any goroutine; a nil Metrics counts nothing. Metrics
+// Metrics are the metrics of one process. They are safe for concurrent use; a nil Metrics counts nothing. Metrics
 // implements executions.Observer and lanes.Observer.
 type Metrics struct {
 	registry *prometheus.Registry
@@ -87,7 +87,7 @@ func NewMetrics(version string, state prometheus.Collector) *Metrics {
 	return m
 }
 
-// Handler serves the metrics. It omits metrics that cannot be gathered, and serves the rest.
+// Handler serves the metrics. It omits metrics that it cannot gather, and serves the rest.
 func (m *Metrics) Handler() http.Handler {
 	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{
 		ErrorHandling:       promhttp.ContinueOnError,
@@ -130,7 +130,7 @@ func (m *Metrics) ExecutionEnded(x executions.Execution, status executions.Statu
 	}
 }
 
-// ActivityClosed counts an activity whose end was recorded here.
+// ActivityClosed counts an activity whose end this process recorded.
 func (m *Metrics) ActivityClosed(e activity.Entry, o activity.Outcome, took time.Duration) {
 	if m == nil {
 		return
@@ -204,7 +204,7 @@ func laneKind(lane string) string {
 	return "other"
 }
 
-// few bounds the values of a label: further ones become "other".
+// few bounds the values of a label: further values become "other".
 type few struct {
 	most int
 	mu   sync.Mutex

@@ -16,7 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// sender converts spans to those of the OpenTelemetry SDK, which samples and bounds them and speaks the protocol.
+// sender converts spans to those of the OpenTelemetry SDK. The SDK samples and bounds the spans and speaks the
+// protocol.
 type sender struct {
 	receiver sdktrace.SpanExporter
 	provider *sdktrace.TracerProvider
@@ -28,7 +29,7 @@ type sender struct {
 func newSender(s Settings, version string) *sender {
 	options := []otlptracehttp.Option{
 		otlptracehttp.WithEndpointURL(s.Endpoint), otlptracehttp.WithTimeout(s.Timeout), otlptracehttp.WithHeaders(s.Headers),
-		// the position stays, and the next pass sends the batch again
+		// no retry: the position stays, and the next pass sends the batch again
 		otlptracehttp.WithRetry(otlptracehttp.RetryConfig{Enabled: false}),
 		otlptracehttp.WithCompression(otlptracehttp.NoCompression),
 	}
@@ -49,8 +50,7 @@ func newSender(s Settings, version string) *sender {
 	return out
 }
 
-// resource describes the sending process. That is any process on the database, not necessarily the one that did the
-// work.
+// resource describes the sending process. Any process on the database may send, not only the process that did the work.
 func (s Settings) resource(version string) *resource.Resource {
 	host, _ := os.Hostname() // without a host name, the random part of the id is unique
 	about := []attribute.KeyValue{
@@ -112,10 +112,10 @@ type ids struct {
 
 type idsKey struct{}
 
-// given is a generator that generates no ids: they follow from the rows.
+// given returns the given ids, which follow from the rows.
 type given struct{}
 
-// NewIDs is for a root.
+// NewIDs returns the ids of a root.
 func (given) NewIDs(ctx context.Context) (oteltrace.TraceID, oteltrace.SpanID) {
 	got, _ := ctx.Value(idsKey{}).(ids)
 	return got.trace, got.span

@@ -13,18 +13,18 @@ import (
 
 // Settings configure the receiver of spans, by the standard variables of OpenTelemetry. The zero value sends nothing.
 type Settings struct {
-	Endpoint   string // the whole URL of the POST; empty: nothing is sent
+	Endpoint   string // the whole URL of the POST; empty sends nothing
 	Headers    map[string]string
 	Timeout    time.Duration // of a request
 	JSON       bool          // http/json in place of http/protobuf
 	Gzip       bool
 	Service    string
 	Attributes map[string]string // of the resource
-	Content    bool              // messages, arguments and results are sent too, redacted
+	Content    bool              // send messages, arguments and results too, redacted
 	sampler    sdktrace.Sampler
 }
 
-// Load reads the settings. It reports all errors, one line each. Without an endpoint it ignores the other variables.
+// Load reads the settings. It reports all errors, one line each. Without an endpoint it ignores all other variables.
 func Load(environ map[string]string) (Settings, error) {
 	get := func(name string) string { return strings.TrimSpace(environ[name]) }
 	either := func(name string) (string, string) { // of traces, or of all signals
@@ -110,7 +110,8 @@ func milliseconds(text string, standard time.Duration) (time.Duration, error) {
 	return time.Duration(n) * time.Millisecond, nil
 }
 
-// pairs reads name=value,name=value with percent-encoded values. Errors do not repeat the text: it may be a secret.
+// pairs reads name=value,name=value with percent-encoded values. Errors do not repeat the text, because it may be a
+// secret.
 func pairs(text string) (map[string]string, error) {
 	got := map[string]string{}
 	for pair := range strings.SplitSeq(text, ",") {
@@ -127,7 +128,7 @@ func pairs(text string) (map[string]string, error) {
 	return got, nil
 }
 
-// sampler decides by the trace id alone. Every process therefore makes the same decision for a trace.
+// sampler decides by the trace id alone, so every process makes the same decision for a trace.
 func sampler(name, arg string) (sdktrace.Sampler, error) {
 	switch strings.TrimPrefix(name, "parentbased_") {
 	case "", "always_on":

