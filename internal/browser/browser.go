@@ -1,9 +1,9 @@
-// Package browser drives a real Chromium in tests. It opens pages, clicks and types as a person would, and records the
+// Package browser drives a real Chromium in tests. It opens pages, clicks and types like a person, and records the
 // browser's complaints.
 //
-// One process of the browser serves a test binary; every Page has a profile of its own, so pages share no cookies and
-// no storage. The browser reaches loopback only. A request to any other host is refused and counts as a problem, as do
-// console errors, uncaught exceptions and violations of the Content-Security-Policy.
+// One process of the browser serves a test binary. Every Page has a profile of its own, so pages share no cookies and
+// no storage. The browser reaches loopback only. It refuses a request to any other host. Such a request is a problem,
+// and so are console errors, uncaught exceptions and violations of the Content-Security-Policy.
 //
 // The browser is Debian's package chromium. Root installs a missing one; otherwise the test stops and names the command
 // to run.
@@ -47,8 +47,8 @@ type Look struct {
 	Zone          string // time zone; the machine's when empty
 }
 
-// Page is a tab with a profile of its own. Its methods fail the test if a step exceeds its time. It is for one
-// goroutine at a time.
+// Page is a tab with a profile of its own. Its methods fail the test if a step exceeds its time. Only one goroutine may
+// use a Page at a time.
 type Page struct {
 	tb  testing.TB
 	ctx context.Context // chromedp stores the tab in the context
@@ -119,7 +119,7 @@ func newTab(tb testing.TB) target.ID {
 	if err != nil {
 		tb.Fatalf("make a profile: %v", err)
 	}
-	tb.Cleanup(func() { // after the page is closed
+	tb.Cleanup(func() { // after Open has closed the page
 		if err := target.DisposeBrowserContext(profile).Do(cdp.WithExecutor(process(tb), browser)); err != nil {
 			tb.Logf("forget a profile: %v", err)
 		}
@@ -175,8 +175,8 @@ func (p *Page) Click(selector string) {
 	p.do("click "+selector, chromedp.MouseClickXY(at[0], at[1]))
 }
 
-// onSeen runs a script with the element e of a CSS selector as soon as it is visible. The script returns a point. The
-// page cannot replace the element while it runs.
+// onSeen runs a script with the element e of a CSS selector as soon as the element is visible. The script returns a
+// point. The page cannot replace the element while the script runs.
 func (p *Page) onSeen(what, selector, script string) (at []float64) {
 	p.tb.Helper()
 	p.poll(what, fmt.Sprintf(`(e => { if (!e?.checkVisibility({ visibilityProperty: true })) return [];
@@ -202,13 +202,13 @@ func (p *Page) Type(selector, text string) {
 	p.do("type into "+selector, chromedp.KeyEvent(text))
 }
 
-// Press presses keys at the current focus; special ones are those of chromedp/kb.
+// Press presses keys at the current focus; chromedp/kb has the special keys.
 func (p *Page) Press(keys string) {
 	p.tb.Helper()
 	p.do("press keys", chromedp.KeyEvent(keys))
 }
 
-// Text is the text that a CSS selector's first element shows. A live update may replace the element meanwhile.
+// Text returns the visible text of a CSS selector's first element. A live update may replace the element meanwhile.
 func (p *Page) Text(selector string) (text string) {
 	p.tb.Helper()
 	element := fmt.Sprintf("document.querySelector(%q)", selector)
@@ -231,7 +231,8 @@ func (p *Page) Until(what, condition string) {
 	p.until(what, condition, func() {})
 }
 
-// PressUntil presses keys each second until a condition holds, as for Until: a page that navigates may ignore a key.
+// PressUntil presses keys each second until a condition holds, because a page that navigates may ignore a key. The
+// condition is like that of Until.
 func (p *Page) PressUntil(keys, condition string) {
 	p.tb.Helper()
 	p.Press(keys)
@@ -243,8 +244,8 @@ func (p *Page) PressUntil(keys, condition string) {
 	})
 }
 
-// until waits for a condition on a page that has loaded: a loading page has its address, but only some of its elements.
-// It calls between after each check with a false result.
+// until waits for a condition on a loaded page: a loading page has its address, but only some of its elements. It calls
+// between after each check with a false result.
 func (p *Page) until(what, condition string, between func()) {
 	p.tb.Helper()
 	var now struct{ Holds, Loaded bool }
@@ -271,7 +272,7 @@ func (p *Page) poll(what, script string, now any, done func() bool) {
 		case err == nil && done():
 			return
 		case ctx.Err() == nil:
-			last = err // between two pages there may be no context for the script
+			last = err // between two pages the script may lack a context
 		}
 		select {
 		case <-ctx.Done():
@@ -281,13 +282,14 @@ func (p *Page) poll(what, script string, now any, done func() bool) {
 	}
 }
 
-// Shows waits until the page's text contains words.
+// Shows waits until the text of the page contains words.
 func (p *Page) Shows(words string) {
 	p.tb.Helper()
 	p.Until("the page shows "+words, fmt.Sprintf("document.body.innerText.includes(%q)", words))
 }
 
-// Offline disconnects the page from the network, or connects it again: new requests fail. An open stream stays open.
+// Offline disconnects the page from the network, or connects the page again. While the page is offline, new requests
+// fail, but an open stream stays open.
 func (p *Page) Offline(off bool) {
 	p.tb.Helper()
 	everywhere := []*network.Conditions{{DownloadThroughput: -1, UploadThroughput: -1}}
@@ -299,8 +301,8 @@ func (p *Page) Offline(off bool) {
 	}))
 }
 
-// Metrics are the seconds of work of the page since the first call, such as TaskDuration, ScriptDuration and
-// LayoutDuration. Other load affects them less than it affects points in time.
+// Metrics returns the page's seconds of work since the first call, such as TaskDuration, ScriptDuration and
+// LayoutDuration. Other load affects these values less than elapsed times.
 func (p *Page) Metrics() map[string]float64 {
 	p.tb.Helper()
 	of := map[string]float64{}
@@ -327,7 +329,7 @@ func (p *Page) Screenshot(path string, whole bool) {
 		p.do("take a picture", chromedp.CaptureScreenshot(&picture))
 	}
 	require.NoError(p.tb, os.MkdirAll(filepath.Dir(path), 0o755))
-	if err := os.WriteFile(path, picture, 0o644); err != nil { // a picture for everybody
+	if err := os.WriteFile(path, picture, 0o644); err != nil { // a picture that every user may read
 		p.tb.Fatal(err)
 	}
 }
@@ -339,7 +341,7 @@ func (p *Page) Expect(words string) {
 	p.expected = append(p.expected, words)
 }
 
-// Problems are the browser's complaints, without the expected ones.
+// Problems returns the browser's complaints, without the expected complaints.
 func (p *Page) Problems() []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()

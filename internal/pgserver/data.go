@@ -16,8 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
-// prepareData makes the data directory, or checks that an existing one fits the binaries. It never upgrades a
-// directory: that is the owner's decision.
+// prepareData makes the data directory, or checks that an existing directory fits the binaries. It never upgrades a
+// directory: an upgrade is the owner's decision.
 func prepareData(ctx context.Context, l layout, bin Binaries, config Config) error {
 	if !config.Durable && rebooted(l) {
 		config.Progress("the machine was restarted: making the test server's directory anew")
@@ -39,8 +39,7 @@ func prepareData(ctx context.Context, l layout, bin Binaries, config Config) err
 	return l.user.own(l.path(bootFile))
 }
 
-// initdb fills a folder beside the final one and renames it. An interrupted initdb therefore never leaves a data
-// directory.
+// initdb fills a folder beside the final folder and renames it. So an interrupted initdb never leaves a data directory.
 func initdb(ctx context.Context, l layout, bin Binaries, durable bool) error {
 	unfinished := l.path(dataDir + ".new")
 	if err := os.RemoveAll(unfinished); err != nil {
@@ -99,7 +98,7 @@ func dataMajor(data string) (int, error) {
 	return strconv.Atoi(strings.TrimSpace(string(text)))
 }
 
-// rebooted reports that the machine was restarted after the data directory was made: without fsync the data may be
+// rebooted reports that the machine restarted after initdb made the data directory: without fsync the data may be
 // damaged.
 func rebooted(l layout) bool {
 	then, err := os.ReadFile(l.path(bootFile))
@@ -111,7 +110,7 @@ func rebooted(l layout) bool {
 
 // makeSockets makes an empty folder for the socket of a new server. A unix socket's path is limited to about a hundred
 // bytes, and PostgreSQL reads a comma in it as a list. A server with a long path gets a short folder below /tmp. A file
-// records its name for later processes.
+// records the folder's name for later processes.
 func makeSockets(l layout) (string, error) {
 	if err := removeShort(l); err != nil {
 		return "", err
@@ -151,8 +150,8 @@ func recordedSockets(l layout) (string, error) {
 	return strings.TrimSpace(string(text)), err
 }
 
-// removeShort removes the folder below /tmp, if it exists and is still ours. After the machine cleaned /tmp, another
-// user may have made a folder of that name.
+// removeShort removes the folder below /tmp, if the folder exists and still belongs to this user. After the machine
+// cleaned /tmp, another user may have made a folder of that name.
 func removeShort(l layout) error {
 	dir, err := recordedSockets(l)
 	if err != nil || dir == l.path(runDir) {
@@ -172,7 +171,7 @@ func removeShort(l layout) error {
 	return os.Remove(l.path(socketsFile))
 }
 
-// awaitReady returns when the server accepts connections to database, which it creates if missing. It returns
+// awaitReady returns when the server accepts connections to database. It creates a missing database. It returns
 // errNoServer when gone reports that the server has ended.
 func awaitReady(ctx context.Context, l layout, database string, gone func() (bool, error)) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, readyLimit,

@@ -27,7 +27,7 @@ type order struct {
 	Keep    bool     `json:"keep"`
 	Program string   `json:"program"`
 	Args    []string `json:"args"`
-	UID     int      `json:"uid"` // -1: ourselves
+	UID     int      `json:"uid"` // -1: this process's user
 	GID     int      `json:"gid"`
 }
 
@@ -66,7 +66,7 @@ func launchGuard(l layout, bin Binaries, config Config) (*guard, error) {
 	defer heard.Close()
 	cmd := exec.Command(self, guardArg, l.root)
 	cmd.Dir = l.root
-	cmd.Env = serverEnv() // a process that may outlive us must not keep our secrets in its environment
+	cmd.Env = serverEnv() // a process that may outlive this one must not keep its secrets in the environment
 	cmd.Stdin = bytes.NewReader(input)
 	cmd.Stdout = write
 	cmd.Stderr = log
@@ -78,7 +78,7 @@ func launchGuard(l layout, bin Binaries, config Config) (*guard, error) {
 	g := &guard{cmd: cmd, ended: make(chan struct{})}
 	go func() {
 		defer close(g.ended)
-		_ = cmd.Wait() // the log has the exit status; here only the end matters
+		_ = cmd.Wait() // the log has the exit status; only the end matters here
 	}()
 	return g, g.greeted(heard)
 }
@@ -91,7 +91,8 @@ func newOrder(l layout, bin Binaries, config Config) order {
 	return o
 }
 
-// greeted waits for the guard's hello: a program that does not call GuardMain first would run its main instead.
+// greeted waits for the guard's hello. Without an early call of GuardMain, the program would run its main instead of
+// the guard.
 func (g *guard) greeted(heard *os.File) error {
 	if err := heard.SetReadDeadline(time.Now().Add(helloLimit)); err != nil {
 		return errors.Join(err, g.abandon())
@@ -134,7 +135,7 @@ func (g *guard) abandon() error {
 	return fmt.Errorf("end the guard: process %d does not end", g.cmd.Process.Pid)
 }
 
-// openLog opens the server's log for appending; it renames a large one first.
+// openLog opens the server's log for appending. It renames a large log first.
 func openLog(l layout) (*os.File, error) {
 	path := l.path(logFile)
 	if info, err := os.Stat(path); err == nil && info.Size() > logMost {

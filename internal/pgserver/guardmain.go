@@ -15,8 +15,8 @@ import (
 
 const guardLockLimit = 5 * time.Second
 
-// GuardMain turns this process into the guard of a server if it was started as one, and then does not return. main, and
-// TestMain of every test that uses a server, calls it before anything else.
+// GuardMain turns this process into the guard of a server if it was started as a guard, and then does not return. main
+// calls GuardMain first, and so does TestMain of every test that uses a server.
 func GuardMain() {
 	if !isGuard(os.Args) {
 		return
@@ -56,7 +56,7 @@ func runGuard(in io.Reader, out io.WriteCloser) error {
 	return errors.Join(err, cleanUp(l), alone.close(), users.close())
 }
 
-// lockGuard takes guard.lock. Other processes probe the lock now and then, so one refusal does not mean a rival.
+// lockGuard acquires guard.lock. Other processes sometimes probe the lock, so one refusal does not mean a second guard.
 func lockGuard(l layout) (*flock, error) {
 	lock, err := openLock(l.path(guardLock), l.user)
 	if err != nil {
@@ -74,7 +74,8 @@ func lockGuard(l layout) (*flock, error) {
 	}
 }
 
-// attend starts the server. It ends the server when the kernel grants users exclusively: no process uses it.
+// attend starts the server. It ends the server when the kernel grants users exclusively: then no process uses the
+// server.
 func attend(l layout, o order, signals <-chan os.Signal, users *flock) error {
 	cmd := exec.Command(o.Program, o.Args...)
 	cmd.Dir = l.root
@@ -100,7 +101,7 @@ func attend(l layout, o order, signals <-chan os.Signal, users *flock) error {
 	}
 }
 
-// shutDown ends the server: first it disconnects every client; after a while it stops without a checkpoint.
+// shutDown ends the server. It disconnects every client first. After a while it stops the server without a checkpoint.
 func shutDown(server *os.Process, ended <-chan error) error {
 	for _, attempt := range []struct {
 		signal syscall.Signal

@@ -25,8 +25,8 @@ const (
 	installLimit      = 15 * time.Minute
 )
 
-// install gets server binaries through a package manager: Debian's as root, else npm, which needs no rights. With
-// neither, or if both fail, the error has the command to type.
+// install gets server binaries through a package manager: as root through Debian's, otherwise through npm, which needs
+// no rights. With neither, or if both fail, the error has the command to type.
 func install(ctx context.Context, config Config) error {
 	ctx, cancel := context.WithTimeout(ctx, installLimit)
 	defer cancel()
@@ -55,8 +55,9 @@ func install(ctx context.Context, config Config) error {
 	return fmt.Errorf("%w; %s", errors.Join(append([]error{ErrNoBinaries}, failures...)...), advice())
 }
 
-// installDebian installs Debian's server package, without the server that the package would set up and start. It
-// installs postgresql-common first, configured to create no server, then the rest, and restores the configuration.
+// installDebian installs Debian's server package, without the server that the package would set up and start. It first
+// installs postgresql-common and configures it to create no server. It then installs the rest and restores the
+// configuration.
 func installDebian(ctx context.Context, config Config, apt string) (err error) {
 	config.Progress("no PostgreSQL found: installing Debian's package postgresql (apt-get)")
 	if lists, globErr := filepath.Glob("/var/lib/apt/lists/*_Packages*"); globErr == nil && len(lists) == 0 {
@@ -88,7 +89,7 @@ func withoutMainCluster(conf []byte) []byte {
 	return append(bytes.Clone(conf), "\n"+off+"\n"...)
 }
 
-// aptInstall installs one package; if the package lists are outdated, it updates them and tries again.
+// aptInstall installs one package. If the package lists are outdated, it updates the lists and tries again.
 func aptInstall(ctx context.Context, config Config, apt, name string) error {
 	args := []string{"install", "-y", "--no-install-recommends", name}
 	err := aptGet(ctx, config, apt, args...)
@@ -149,7 +150,7 @@ func (b Binaries) path(name string) string { return filepath.Join(b.Dir, name) }
 
 // FindBinaries returns the newest supported server binaries of the machine. It searches only $AGENT_PG_BIN if that is
 // set. Otherwise it searches the usual folders of Debian, Red Hat, Alpine, Homebrew and Postgres.app, the PATH, and the
-// bundle of an earlier start. getenv is os.Getenv in a process. It returns ErrNoBinaries if there are none.
+// bundle of an earlier start. getenv is os.Getenv in a process. Without binaries, FindBinaries returns ErrNoBinaries.
 func FindBinaries(getenv func(string) string) (Binaries, error) {
 	all, err := findAll(getenv, getenv("AGENT_PG_BIN"))
 	if err != nil {
@@ -261,8 +262,8 @@ func serverEnv() []string {
 	return env
 }
 
-// resolve chooses the newest binaries whose version already has data, else the newest. Installing another PostgreSQL
-// therefore does not hide the data. Without binaries on the machine it installs them.
+// resolve chooses the newest binaries whose version already has data, or the newest without such data. So another
+// PostgreSQL on the machine does not hide the data. Without binaries on the machine, resolve installs them.
 func resolve(ctx context.Context, config Config) (Binaries, error) {
 	given := config.BinDir
 	if given == "" {
@@ -298,7 +299,7 @@ func hasData(dir string, major int) bool {
 	return false
 }
 
-// advice returns the exact command for this machine, and the ways without one.
+// advice returns the exact command for this machine, and alternatives without a command.
 func advice() string {
 	return "install PostgreSQL:\n  " + installCommand() +
 		"\nor name a folder with postgres and initdb in AGENT_PG_BIN, or a running server in DATABASE_URL" +

@@ -69,14 +69,14 @@ func (l *flock) close() error {
 	return errors.Join(err, l.file.Close())
 }
 
-// isLocked reports whether a process holds the lock exclusively. It acquires the lock for a moment, so a process that
-// wants the lock exclusively without waiting must retry.
+// isLocked reports whether a process holds the lock exclusively. It acquires the lock for a moment. So a process that
+// tries for the exclusive lock without a wait must retry.
 func isLocked(path string) (bool, error) {
 	free, err := couldLock(path, syscall.LOCK_SH)
 	return !free, err
 }
 
-// othersUse reports whether a process holds a shared lock, and none an exclusive one.
+// othersUse reports whether a process holds a shared lock, and no process an exclusive lock.
 func othersUse(path string) (bool, error) {
 	if unused, err := couldLock(path, syscall.LOCK_EX); err != nil || unused {
 		return false, err

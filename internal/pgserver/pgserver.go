@@ -1,24 +1,25 @@
-// Package pgserver runs a private PostgreSQL server: `agent dev` and the tests need no setup. It finds server binaries,
-// or installs them with the machine's package manager. It creates a data directory and starts the server on a unix
-// socket that only this user reaches.
+// Package pgserver runs a private PostgreSQL server, so `agent dev` and the tests need no setup. It finds server
+// binaries, or installs them with the machine's package manager. It creates a data directory and starts the server on a
+// unix socket that only this user reaches.
 //
-// It promises one server per directory, for any number of concurrent starters; no orphaned server, even after kill -9
-// of all its users; and a second start in well under a second. Two servers never share a data directory. Only an
+// It promises one server per directory, for any number of concurrent starters. No server stays behind, even after kill
+// -9 of all its users. A second start takes well under a second. Two servers never share a data directory. Only an
 // ephemeral or damaged test server loses its data.
 //
-// It uses three locks, all flock(2) on files beside the data. The kernel releases a lock when its holder dies:
+// The package uses three locks, all flock(2) on files beside the data. The kernel releases a lock when its holder dies:
 //
 //	start.lock  held while a process joins or starts a server: starters queue here
 //	users.lock  shared by every process that uses the server
 //	guard.lock  held by the guard while a server runs, starts or stops
 //
 // The server is the child of a guard. The guard is this binary, started again under another name (see [GuardMain]) in a
-// session of its own: ^C at a terminal does not reach it. The guard requests users.lock exclusively. The kernel grants
-// it when the last user is gone. The guard then stops the server while it holds the lock, so the next starter waits for
-// the end. A later process joins the running server ([Server.Adopted]) and keeps it alive when the first one ends.
+// session of its own. So ^C at a terminal does not reach the guard. The guard requests users.lock exclusively. The
+// kernel grants the lock when the last user is gone. The guard then stops the server while it holds the lock, so the
+// next starter waits for the end. A later process joins the running server ([Server.Adopted]) and keeps it alive when
+// the first process ends.
 //
-// PostgreSQL refuses to run as root. If root starts it, the server and its files belong to the user `postgres`, else
-// `nobody`; place.go decides the folder.
+// PostgreSQL refuses to run as root. If root starts the server, the server and its files belong to the user `postgres`,
+// or without that user to `nobody`. place.go decides the folder.
 package pgserver
 
 import (
@@ -42,9 +43,9 @@ type Config struct {
 	// Dir holds the server's files, one folder per major version: for `agent dev` the project's
 	// .agent/pg. Unused when Ephemeral.
 	Dir string
-	// Ephemeral makes a server in a temporary directory that is removed when it stops.
+	// Ephemeral makes a server in a temporary directory, and removes the directory when the server stops.
 	Ephemeral bool
-	// Durable keeps every commit through a power failure. Without it the server is faster, and a restart of the
+	// Durable keeps every commit through a power failure. Without Durable, the server is faster and a restart of the
 	// machine discards its data: for tests.
 	Durable bool
 	// BinDir is the folder with postgres and initdb (AGENT_PG_BIN); empty to search for it.
@@ -53,8 +54,8 @@ type Config struct {
 	NoInstall bool
 	// Database is created if it does not exist; "postgres" if empty.
 	Database string
-	// Owner is a role, created without superuser rights, that owns Database and all objects in it. URL connects as it.
-	// Empty for the superuser.
+	// Owner is a role that owns Database and all objects in it; empty for the superuser. Start creates the role without
+	// superuser rights, and URL connects as that role.
 	Owner string
 	// MaxConnections of the server; 100 if 0.
 	MaxConnections int
@@ -87,7 +88,7 @@ const (
 	lingerLimit = 20 * time.Second
 )
 
-// Start starts a server for config, or joins the one that another process runs. It returns when the server accepts
+// Start starts a server for config, or joins the server that another process runs. It returns when the server accepts
 // connections. ctx limits the start only.
 func Start(ctx context.Context, config Config) (*Server, error) {
 	if isGuard(os.Args) {
@@ -268,7 +269,7 @@ func (s *Server) watch(ctx context.Context) {
 	}
 }
 
-// URL returns a connection string for Config.Owner, or else the superuser, over the unix socket.
+// URL returns a connection string over the unix socket, for Config.Owner or, if that is empty, the superuser.
 func (s *Server) URL() string { return s.url }
 
 // Adopted reports whether another process started the server.
@@ -280,11 +281,11 @@ func (s *Server) Dir() string { return s.layout.root }
 // Binaries returns the server's binaries.
 func (s *Server) Binaries() Binaries { return s.bin }
 
-// Done returns a channel that closes when the server ends, or after Stop. Start may then be called again.
+// Done returns a channel that closes when the server ends, or after Stop. The caller may then call Start again.
 func (s *Server) Done() <-chan struct{} { return s.done }
 
-// Stop ends this process's use of the server. The last user's Stop returns when the server is down; any other returns
-// at once. It may be called more than once.
+// Stop ends this process's use of the server. The last user's Stop returns when the server is down; any other Stop
+// returns at once. Repeated calls are safe.
 func (s *Server) Stop(ctx context.Context) error {
 	s.stop()
 	s.watched.Wait()
@@ -304,7 +305,7 @@ func (s *Server) awaitGone(ctx context.Context) error {
 	if !s.layout.keep {
 		select {
 		case <-s.guard.ended:
-			return os.RemoveAll(s.layout.root) // done by the guard, unless it was killed
+			return os.RemoveAll(s.layout.root) // the guard has removed it, unless it was killed
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
@@ -320,7 +321,7 @@ func (s *Server) awaitGone(ctx context.Context) error {
 	})
 }
 
-// connString writes a space as %20: in a URL of PostgreSQL a + is a plus sign.
+// connString returns a URL with spaces as %20: in a URL of PostgreSQL a + is a plus sign.
 func connString(l layout, role, database string) string {
 	query := url.Values{"host": {l.sockets}, "port": {strconv.Itoa(port)}, "sslmode": {"disable"}}
 	u := url.URL{

@@ -34,9 +34,9 @@ const (
 // layout has the paths of one server's files.
 type layout struct {
 	root    string   // the folder of this server: locks, log, data directory
-	sockets string   // the folder of its unix socket; known once the server is started or joined
+	sockets string   // the folder of its unix socket; known after a start or join
 	user    *account // owner of the files; nil for this process's user
-	keep    bool     // false: removed when the server stops
+	keep    bool     // false: the guard removes the files when the server stops
 }
 
 func (l layout) path(name string) string { return filepath.Join(l.root, name) }
@@ -44,9 +44,9 @@ func (l layout) data() string            { return l.path(dataDir) }
 
 // place chooses the folder of the server's files and creates it.
 //
-// The folder is config.Dir/<major>. Under root, the server's user may be unable to reach it (a project below /root) or
-// to own files there (some mounts). Then it is a folder below /var/lib/lanekeeper named after the project, and the file
-// LOCATION in config.Dir names it for later starts.
+// The folder is config.Dir/<major>. Under root, the server's user may be unable to reach that folder (a project below
+// /root) or to own files there (some mounts). Then place chooses a folder below /var/lib/lanekeeper named after the
+// project. The file LOCATION in config.Dir names the folder for later starts.
 func place(config Config, bin Binaries) (layout, error) {
 	user, err := serverAccount()
 	if err != nil {
@@ -153,7 +153,7 @@ func (l *layout) settleOwner() error {
 		return nil
 	}
 	owner, err := user.LookupId(strconv.Itoa(uid))
-	if err != nil { // a user of another machine or container: take the files over
+	if err != nil { // the user belongs to another machine or container: take the files over
 		return l.user.ownTree(l.root)
 	}
 	l.user, err = newAccount(owner)

@@ -29,8 +29,8 @@ func servesFrom(pid int, data string) bool {
 	return cwd == data
 }
 
-// dieWithParent makes the kernel request a fast shutdown of the server when its guard is killed. The kernel ties that
-// to the starting thread: see runGuard.
+// dieWithParent makes the kernel request a fast shutdown of the server when its guard dies. The kernel watches the
+// thread that started the server: see runGuard.
 func dieWithParent(attributes *syscall.SysProcAttr) { attributes.Pdeathsig = syscall.SIGINT }
 
 // bootID differs after every start of the machine.
@@ -42,7 +42,7 @@ func bootID() string {
 	return string(bytes.TrimSpace(text))
 }
 
-// sharedMemoryIsSmall is true in most containers, where /dev/shm has 64 MB.
+// sharedMemoryIsSmall reports a small /dev/shm. Most containers have 64 MB.
 func sharedMemoryIsSmall() bool {
 	var fs syscall.Statfs_t
 	if err := syscall.Statfs("/dev/shm", &fs); err != nil {

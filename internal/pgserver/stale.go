@@ -20,8 +20,8 @@ const (
 // clearStale removes the postmaster.pid of a dead server.
 //
 // PostgreSQL itself refuses to start in three cases: the file is empty, its process is an unreaped zombie, or the pid
-// now belongs to another process. In a container all three are common and permanent. We hold start.lock and no process
-// holds guard.lock. The only possible server is one whose guard was killed; we shut it down.
+// now belongs to another process. In a container all three cases are common and permanent. The caller holds start.lock,
+// and no process holds guard.lock. So any server that still runs has lost its guard, and clearStale shuts it down.
 func clearStale(ctx context.Context, l layout) error {
 	path := filepath.Join(l.data(), "postmaster.pid")
 	text, err := os.ReadFile(path)

@@ -11,8 +11,8 @@ import (
 const (
 	// memory is a file system in memory that every Linux has; its size varies.
 	memory = "/dev/shm"
-	// roomNeeded is the free space that a test server needs in it, and in memory: the tests of two packages at once use
-	// up to 2 GiB.
+	// roomNeeded is the free space that a test server needs in /dev/shm and in memory. The tests of two packages at once
+	// use up to 2 GiB.
 	roomNeeded = 6 << 30
 )
 

@@ -53,7 +53,7 @@ func OpenDir(tb testing.TB) string {
 // URL is the database postgres of the server.
 func (s *OwnServer) URL() string { return s.server.URL() }
 
-// Start starts the server, also again.
+// Start starts the server, also after Stop.
 func (s *OwnServer) Start() {
 	s.tb.Helper()
 	config := pgserver.Config{Dir: s.dir, Durable: true, MaxConnections: 200}
@@ -62,7 +62,7 @@ func (s *OwnServer) Start() {
 	s.server = server
 }
 
-// Stop stops the server. crash stops it as pg_ctl's immediate mode does; its next start recovers.
+// Stop stops the server. With crash, it stops the server like pg_ctl's immediate mode, and the next start recovers.
 func (s *OwnServer) Stop(crash bool) {
 	s.tb.Helper()
 	if crash {

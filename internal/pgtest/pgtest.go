@@ -1,12 +1,12 @@
 // Package pgtest gives each test a PostgreSQL database of its own, in tens of milliseconds.
 //
-// All test binaries of a user, also of several `go test` runs at once, share one server of internal/pgserver in a
-// folder of the temporary directory. The first starts it, the others join, and it stops with the last one; it does not
-// sync to disk. AGENT_TEST_DATABASE_URL names another server instead, as a user that may create databases.
+// All test binaries of a user, also of several concurrent `go test` runs, share one server of internal/pgserver in a
+// folder of the temporary directory. The first binary starts the server, and the last one stops it. The server does not
+// sync to disk. AGENT_TEST_DATABASE_URL names another server instead, with a user that may create databases.
 //
-// For each version of the migrations and each month, the schema is migrated once into a template database, named after
-// both. Each test gets a copy, which is dropped at its end, with all its connections. So tests may commit, use several
-// connections, NOTIFY and run workers, in parallel, and see only their own writes.
+// For each version of the migrations and each month, pgtest migrates the schema once into a template database, named
+// after both. Each test gets a copy. At the end of the test, pgtest drops the copy and all its connections. So tests
+// may commit, use several connections, NOTIFY and run workers, in parallel, and see only their own writes.
 //
 // With AGENT_TEST_POOLER=1 in the environment, tests reach their databases through a PgBouncer in transaction mode
 // (internal/pgbouncer), one for each test binary. scripts/test --all runs the suites of lanes and executions a second
@@ -16,7 +16,7 @@
 //
 //	func TestMain(m *testing.M) { pgtest.Main(m) }
 //
-// because the guard of the server is the test binary itself, started again.
+// because pgserver starts the test binary again as the guard of the server.
 package pgtest
 
 import (
@@ -59,7 +59,7 @@ func Main(m interface{ Run() int }) {
 	os.Exit(code)
 }
 
-// AtOnce lets n tests of a package run in parallel: for packages whose tests mostly wait. Call it before [Main]; an
+// AtOnce lets n tests of a package run in parallel, for packages whose tests mostly wait. Call AtOnce before [Main]; an
 // explicit -parallel takes precedence.
 func AtOnce(n int) {
 	flag.Parse()
@@ -73,15 +73,15 @@ func AtOnce(n int) {
 	}
 }
 
-// DB is a pool on a new database with the whole schema. When the test ends, the pool is closed and the database
-// dropped; an unreleased connection fails the test.
+// DB returns a pool on a new database with the whole schema. At the end of the test, DB closes the pool and drops the
+// database. An unreleased connection fails the test.
 func DB(tb testing.TB) *pgxpool.Pool {
 	tb.Helper()
 	return open(tb, URL(tb))
 }
 
-// URL returns the connection string of a new database with the whole schema, dropped when the test ends. It serves
-// child processes and pools that the test opens.
+// URL returns the connection string of a new database with the whole schema, and drops the database when the test ends.
+// The string is for child processes and pools that the test opens.
 func URL(tb testing.TB) string {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(tb.Context(), setUpLimit)
@@ -111,10 +111,10 @@ func EmptyURL(tb testing.TB) string {
 	return s.lend(tb, name)
 }
 
-// Pooled reports whether test databases are reached through a pooler.
+// Pooled reports whether tests reach their databases through a pooler.
 func Pooled() bool { return os.Getenv("AGENT_TEST_POOLER") == "1" }
 
-// DirectURL returns the connection string, without a pooler, of the database that url names. url is from [URL] or
+// DirectURL returns the connection string, without a pooler, of the database that url names. url comes from [URL] or
 // [EmptyURL].
 func DirectURL(tb testing.TB, url string) string {
 	tb.Helper()
@@ -125,8 +125,8 @@ func DirectURL(tb testing.TB, url string) string {
 	return s.urlOf(config.Database)
 }
 
-// Dialer opens single connections for LISTEN, without a pooler, to the database of pool. pool is from [DB], [Empty] or
-// one of their URLs.
+// Dialer opens single connections for LISTEN, without a pooler, to the database of pool. pool comes from [DB] or
+// [Empty], or connects to a URL of this package.
 func Dialer(tb testing.TB, pool *pgxpool.Pool) func(ctx context.Context) (*pgx.Conn, error) {
 	tb.Helper()
 	if !Pooled() {

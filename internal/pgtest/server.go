@@ -36,7 +36,7 @@ const (
 	adminConns     = 4
 )
 
-// theServer is the one server of this test binary, started by the first test that needs it.
+// theServer is the one server of this test binary. The first test that needs the server starts it.
 var theServer shared
 
 type shared struct {
@@ -83,7 +83,7 @@ func (s *shared) stop() error {
 }
 
 func startServer() (*server, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Minute) // it may contain an installation
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Minute) // the start may include an installation
 	defer cancel()
 	s := &server{url: os.Getenv("AGENT_TEST_DATABASE_URL")}
 	if s.url == "" {
@@ -119,8 +119,8 @@ func startServer() (*server, error) {
 
 func tell(line string) { fmt.Fprintln(os.Stderr, "pgtest:", line) }
 
-// directory returns the shared folder of this user; it refuses a folder of another user. The folder is in memory where
-// that has room. Creating and dropping a database there takes a tenth of the time, and a slow disk does not stall the
+// directory returns the shared folder of this user; it refuses a folder of another user. If memory has room, the folder
+// is in memory. There, to create and drop a database takes a tenth of the time, and a slow disk does not stall the
 // tests.
 func directory() (string, error) {
 	name := "lanekeeper-test-" + strconv.Itoa(os.Geteuid())
@@ -157,8 +157,8 @@ func (s *server) urlOf(database string) string {
 	return u.String()
 }
 
-// fastest is the cheapest way to copy a database. Since version 15 the server logs the whole copy by default, which
-// takes three times as long without synchronisation; before, it could not.
+// fastest returns the cheapest strategy to copy a database. From version 15 on, the server by default writes the whole
+// copy to the WAL, which takes three times as long without fsync. Older versions always copy files.
 func (s *server) fastest(ctx context.Context) (strategy string, err error) {
 	err = s.admin.QueryRow(ctx, `
 		select case when current_setting('server_version_num')::int >= 150000 then ' strategy file_copy'
@@ -171,7 +171,7 @@ func exists(path string) bool {
 	return err == nil
 }
 
-// create makes database a copy of template. A template with a connection, such as autovacuum's, is busy for a moment.
+// create makes database a copy of template. It retries while a connection, such as autovacuum's, uses the template.
 func (s *server) create(ctx context.Context, database, template string) error {
 	statement := "create database " + quote(database) + " template " + quote(template) + s.strategy
 	for {
@@ -186,7 +186,7 @@ func (s *server) create(ctx context.Context, database, template string) error {
 	}
 }
 
-// lend gives the database to the test and drops it at the end.
+// lend returns the database's URL to the test and drops the database at the test's end.
 func (s *server) lend(tb testing.TB, database string) string {
 	tb.Helper()
 	tb.Cleanup(func() {
@@ -211,8 +211,8 @@ func (s *server) drop(ctx context.Context, database string) error {
 	return nil
 }
 
-// vacuum removes the rows of dropped databases from the shared catalogs: 200 rows each. The server's autovacuum is off,
-// and it may serve for weeks.
+// vacuum removes the rows of dropped databases from the shared catalogs: 200 rows each. The server may run for weeks
+// without autovacuum.
 func (s *server) vacuum(ctx context.Context) error {
 	if _, err := s.admin.Exec(ctx, "vacuum (skip_locked, truncate false) pg_shdepend, pg_database"); err != nil {
 		return fmt.Errorf("vacuum shared catalogs: %w", err)
@@ -241,7 +241,7 @@ func (s *server) sweep(ctx context.Context) error {
 		}
 		if templates++; templates > templatesKept {
 			_, err := s.admin.Exec(ctx, "drop database "+quote(name))
-			if err != nil && !postgres.IsCode(err, "55006", "3D000") { // in use, or gone already
+			if err != nil && !postgres.IsCode(err, "55006", "3D000") { // the database is in use or gone
 				return fmt.Errorf("drop database %s: %w", name, err)
 			}
 		}

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// templateLock is the advisory lock under which a template is built.
+// templateLock is the advisory lock for the build of a template.
 const templateLock = 0x6c6b7465
 
 // clone makes a database with the whole schema and returns its name.
@@ -35,8 +35,8 @@ func (s *server) clone(ctx context.Context) (string, error) {
 	}
 }
 
-// buildTemplate migrates a database under a temporary name and renames it when it is complete. An interrupted build is
-// therefore never cloned. Of many processes, one builds.
+// buildTemplate migrates a database under a temporary name and renames it when it is complete. So clone never copies an
+// interrupted build. Of many processes, one builds.
 func (s *server) buildTemplate(ctx context.Context, template string) (err error) {
 	s.building.Lock()
 	defer s.building.Unlock()
@@ -76,8 +76,8 @@ func (s *server) migrate(ctx context.Context, database string) error {
 	if err != nil {
 		return err
 	}
-	// The first connection after the migrations stores the cache of the catalogue, pg_internal.init, which copies
-	// share.
+	// The first connection after the migrations stores the cache of the catalogue, pg_internal.init. Copies include that
+	// file.
 	conn, err := pgx.Connect(ctx, s.urlOf(database))
 	if err != nil {
 		return err

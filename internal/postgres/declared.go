@@ -15,7 +15,7 @@ import (
 const SourceWorkspace = "workspace"
 
 // Upsert inserts a row into table, or updates the row with the same key columns, and reports whether it wrote. It does
-// not write a row with equal values, and wraps an error in verb. key has the key columns, separated by ", ". also are
+// not write a row with equal values. It wraps an error in verb. key has the key columns, separated by ", ". also has
 // further assignments of an update; t is the existing row.
 func Upsert(ctx context.Context, db DB, verb, table, key string, row Strict, also ...string) (bool, error) {
 	columns := slices.Sorted(maps.Keys(row))
@@ -33,7 +33,7 @@ func Upsert(ctx context.Context, db DB, verb, table, key string, row Strict, als
 	return Changed(tag, err, verb)
 }
 
-// PutVersion makes definition the workspace's current version of name and reports whether anything changed. also are
+// PutVersion makes definition the workspace's current version of name and reports whether anything changed. also has
 // further columns. The caller serializes calls for one name.
 func PutVersion(
 	ctx context.Context, db DB, verb, table, name string, definition any, also Strict,
@@ -56,12 +56,13 @@ func PutVersion(
 	return Changed(tag, err, verb)
 }
 
-// DeleteOthers deletes the workspace's rows except those named keep, and returns their names. kind is for the error.
+// DeleteOthers deletes the workspace's rows except those named keep, and returns the deleted names. kind is for the
+// error.
 func DeleteOthers(ctx context.Context, db DB, kind, table string, keep []string) ([]string, error) {
 	return removeOthers(ctx, db, kind, `delete from `+table+` where true`, keep)
 }
 
-// RetireOthers is [DeleteOthers] for a table of versions, which stay.
+// RetireOthers is [DeleteOthers] for a table of versions, and keeps the versions.
 func RetireOthers(ctx context.Context, db DB, kind, table string, keep []string) ([]string, error) {
 	return removeOthers(ctx, db, kind, `update `+table+` set current = false where current`, keep)
 }

@@ -6,8 +6,8 @@ import (
 )
 
 const (
-	// TCP detects a dead machine: an idle connection sends keep-alive probes, and sent data must be acknowledged within
-	// userTimeout. With the kernel's defaults a statement could wait for most of an hour.
+	// TCP detects a dead machine: an idle connection sends keep-alive probes, and the peer must acknowledge sent data
+	// within userTimeout. With the kernel's defaults a statement could wait for most of an hour.
 	silentFor     = 15 * time.Second // without data, before the first probe
 	probeInterval = 5 * time.Second
 	probeCount    = 3

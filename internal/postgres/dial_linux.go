@@ -7,7 +7,7 @@ import (
 
 const tcpUserTimeout = 0x12 // of linux/tcp.h
 
-// setUserTimeout sets TCP_USER_TIMEOUT: the kernel ends a connection whose data is not acknowledged in time.
+// setUserTimeout sets TCP_USER_TIMEOUT: the kernel ends a connection if the peer does not acknowledge data in time.
 func setUserTimeout(network, _ string, conn syscall.RawConn) error {
 	if !strings.HasPrefix(network, "tcp") {
 		return nil

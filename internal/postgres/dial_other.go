@@ -4,5 +4,5 @@ package postgres
 
 import "syscall"
 
-// setUserTimeout does nothing: the option is Linux's.
+// setUserTimeout does nothing: only Linux has the option.
 func setUserTimeout(string, string, syscall.RawConn) error { return nil }

@@ -12,8 +12,8 @@ import (
 )
 
 // A [KeyedTx] tries for [LockRetryTimeout], and at least minTries times. The first try waits for a lock for
-// firstLockWait, each further one for twice as long, up to maxLockWait. Old waiters of a busy key therefore win.
-// Between two tries it waits without a connection, between lockPause and twice as long.
+// firstLockWait, each further try for twice as long, up to maxLockWait. So old waiters of a busy key win. Between two
+// tries the KeyedTx waits without a connection, for lockPause to twice lockPause.
 const (
 	minTries      = 5
 	firstLockWait = 50 * time.Millisecond
@@ -22,10 +22,10 @@ const (
 )
 
 // KeyedTx runs one transaction per key at a time. A transaction holds a connection for at most 400 ms while it waits
-// for a lock. When another transaction keeps the lock for about [LockRetryTimeout], the error is one that [Locked]
-// reports. The zero value is ready, and may be used from many goroutines.
+// for a lock. When another transaction keeps the lock for about [LockRetryTimeout], KeyedTx returns an error that
+// [Locked] reports. The zero value is ready. A KeyedTx is safe for concurrent use.
 type KeyedTx struct {
-	// Slots bounds the concurrent transactions by its capacity, which leaves connections for others; nil for no bound.
+	// Slots bounds the concurrent transactions by its capacity, which leaves connections for other work; nil for no bound.
 	Slots chan struct{}
 
 	queue KeyQueue
@@ -52,7 +52,7 @@ func (k *KeyedTx) try(ctx context.Context, key string,
 	defer release()
 	return retryLocked(ctx, LockRetryTimeout, func(ctx context.Context, wait time.Duration) error {
 		err := k.bounded(ctx, func(ctx context.Context) error { return write(ctx, wait) })
-		if Locked(err) && wait == maxLockWait { // shorter waits may only have lost to other writers
+		if Locked(err) && wait == maxLockWait { // a shorter wait may only have lost to other writers
 			k.queue.MarkBlocked(key)
 		}
 		return err
@@ -73,7 +73,7 @@ func (k *KeyedTx) bounded(ctx context.Context, write func(ctx context.Context) e
 	}
 }
 
-// retryLocked retries a write that met a lock, until the timeout, and at least minTries times.
+// retryLocked retries a write that another transaction's lock blocked, until the timeout, and at least minTries times.
 func retryLocked(ctx context.Context, timeout time.Duration,
 	write func(ctx context.Context, wait time.Duration) error,
 ) error {
@@ -91,16 +91,16 @@ func retryLocked(ctx context.Context, timeout time.Duration,
 	}
 }
 
-// KeyQueue serializes the writes of a key in this process: at most one of them waits for a lock of the database. The
-// zero value is ready.
+// KeyQueue serializes the writes of a key in this process, so at most one waits for a lock of the database. The zero
+// value is ready.
 type KeyQueue struct {
 	keys    KeyedMutex[string]
 	mu      sync.Mutex
-	blocked map[string]bool // keys whose writer has met a lock
+	blocked map[string]bool // keys whose writer a lock blocks
 }
 
-// Acquire waits until the caller has the key. Behind a writer that has met a lock it fails with a LockedError after the
-// timeout; behind others it waits until ctx ends. The caller must call release.
+// Acquire waits until the caller has the key. Behind a writer that a lock blocks, it fails with a LockedError after the
+// timeout. Behind any other writer, it waits until ctx ends. The caller must call release.
 func (q *KeyQueue) Acquire(ctx context.Context, key string, timeout time.Duration) (release func(), err error) {
 	for {
 		bounded, cancel := context.WithTimeout(ctx, timeout)
@@ -117,7 +117,7 @@ func (q *KeyQueue) Acquire(ctx context.Context, key string, timeout time.Duratio
 	}
 }
 
-// MarkBlocked records that the caller, which has the key, met a lock.
+// MarkBlocked records that a lock blocks the caller, which has the key.
 func (q *KeyQueue) MarkBlocked(key string) { q.mark(key, true) }
 
 func (q *KeyQueue) mark(key string, blocked bool) {
@@ -150,7 +150,7 @@ type keyLock struct {
 	users int           // holder and waiters
 }
 
-// Lock locks the key, or returns the cause of ctx when that ends first. The caller must call unlock.
+// Lock locks the key, or returns the cause of ctx when ctx ends first. The caller must call unlock.
 func (m *KeyedMutex[K]) Lock(ctx context.Context, key K) (unlock func(), err error) {
 	l := m.join(key)
 	select {

@@ -21,16 +21,15 @@ const (
 	pingLimit        = 5 * time.Second
 )
 
-// Listener is the one LISTEN connection of a process. It hands each notification to every
-// subscriber of its channel, reconnects when the connection breaks, and never waits for a slow
-// subscriber.
+// Listener is the one LISTEN connection of a process. It delivers each notification to every subscriber of the channel,
+// and never waits for a slow subscriber. It reconnects when the connection breaks.
 //
-// A subscriber receives payloads; the empty payload means "something may have changed, read everything". The empty
-// payload comes after every (re)connect, because a notification may have been missed, and replaces the payloads that
-// did not fit. Behind a pooler LISTEN has no effect: Run logs that once and delivers nothing. So a subscriber always
-// polls as well.
+// A subscriber receives payloads; the empty payload means "something may have changed, read everything". The Listener
+// sends the empty payload after every (re)connect, because it may have missed a notification. The empty payload also
+// replaces payloads without room. Behind a pooler LISTEN has no effect: Run logs that once and delivers nothing. So a
+// subscriber always polls as well.
 //
-// All methods may be called from any goroutine.
+// All methods are safe for concurrent use.
 type Listener struct {
 	connect func(ctx context.Context) (*pgx.Conn, error)
 	logger  *slog.Logger
@@ -38,7 +37,7 @@ type Listener struct {
 
 	mu      sync.Mutex
 	subs    map[string]map[*subscriber]struct{}
-	changed chan struct{} // has room for one: the set of channels differs from the LISTENs of the connection
+	changed chan struct{} // room for one signal: the set of channels differs from the LISTENs of the connection
 }
 
 type subscriber struct {
@@ -56,13 +55,13 @@ func NewListener(connect func(ctx context.Context) (*pgx.Conn, error), logger *s
 	}
 }
 
-// Subscribe delivers the notifications of channel. Delivery starts soon, when Run has sent LISTEN; an empty payload
-// announces that moment. cancel ends the subscription and closes the returned channel; it may be called more than once.
+// Subscribe delivers the notifications of channel. Delivery starts soon, after Run has sent LISTEN; an empty payload
+// announces the start. cancel ends the subscription and closes the returned channel. Repeated calls of cancel are safe.
 func (l *Listener) Subscribe(channel string) (payloads <-chan string, cancel func()) {
 	return l.SubscribeTo(channel, nil)
 }
 
-// SubscribeTo is Subscribe to the wanted payloads and the empty one. The payloads of others then take none of the
+// SubscribeTo is Subscribe to the wanted payloads and the empty payload. So unwanted payloads do not use the
 // subscriber's room. wanted must return at once.
 func (l *Listener) SubscribeTo(channel string, wanted func(payload string) bool) (payloads <-chan string,
 	cancel func(),
@@ -105,7 +104,7 @@ func (l *Listener) Run(ctx context.Context) error {
 		err := l.session(ctx)
 		switch {
 		case ctx.Err() != nil:
-			return nil //nolint:nilerr // the end of ctx is how it is meant to end
+			return nil //nolint:nilerr // the end of ctx is the intended end
 		case errors.Is(err, errPooled):
 			l.logger.WarnContext(ctx, "notifications are not delivered through a connection pooler: polling only")
 			<-ctx.Done()
@@ -127,7 +126,7 @@ func (l *Listener) Run(ctx context.Context) error {
 
 var errPooled = errors.New("listen: behind a connection pooler")
 
-// session lives as long as one connection. It always ends with an error.
+// session runs for the life of one connection. It always ends with an error.
 func (l *Listener) session(ctx context.Context) error {
 	conn, err := l.connect(ctx)
 	if err != nil {
@@ -160,8 +159,8 @@ func (l *Listener) session(ctx context.Context) error {
 	}
 }
 
-// follow makes the channels of conn equal to the subscribed ones, and wakes the subscribers of each new one:
-// notifications from before LISTEN are lost.
+// follow makes the channels of conn equal to the subscribed channels. It wakes the subscribers of each new channel,
+// because notifications from before LISTEN are lost.
 func (l *Listener) follow(ctx context.Context, conn *pgx.Conn, listening map[string]bool) error {
 	add, remove := l.difference(listening)
 	for _, channel := range add {
@@ -273,5 +272,5 @@ func (s *subscriber) coalesce() {
 		}
 		break
 	}
-	s.payloads <- "" // there is room: only deliver sends, under the lock
+	s.payloads <- "" // never blocks: only deliver sends, under the lock
 }

@@ -12,9 +12,10 @@ import (
 	"time"
 )
 
-// A stopped server, or one whose machine is stopped, may still acknowledge TCP packets. After silentFor without an
-// answer to a request, the prober sends a probe over another connection. If that has no answer within probeTimeout, it
-// closes all connections to the server. If it has one, the delay until the next probe doubles, up to maxProbeDelay.
+// A stopped server, or a server on a stopped machine, may still acknowledge TCP packets. After silentFor without an
+// answer to a request, the prober sends a probe over another connection. Without an answer to the probe within
+// probeTimeout, the prober closes all connections to the server. After an answer, the delay until the next probe
+// doubles, up to maxProbeDelay.
 const (
 	probeTimeout  = 10 * time.Second
 	checkInterval = 5 * time.Second
@@ -27,8 +28,8 @@ var errUnresponsive = errors.New("the server takes what is sent and answers nobo
 // sslRequest makes any PostgreSQL server, or pooler, answer one byte.
 var sslRequest = []byte{0, 0, 0, 8, 4, 210, 22, 47}
 
-// livenessProber closes the connections of a pool to a server that has stopped answering. Otherwise a statement, such
-// as a sweep's, would wait until that server resumes, even after a failover.
+// livenessProber closes a pool's connections to a server that does not answer any more. Otherwise a statement, such as
+// a sweep's, would wait until that server resumes, even after a failover.
 type livenessProber struct {
 	dial                     func(ctx context.Context, network, address string) (net.Conn, error)
 	delay, timeout, interval time.Duration // until the first probe; of a probe; between two checks
@@ -46,7 +47,7 @@ func newLivenessProber() *livenessProber {
 	}
 }
 
-// now is never 0.
+// now returns the monotonic time since the start, which is never 0.
 func (p *livenessProber) now() int64 { return int64(time.Since(p.began)) + 1 }
 
 // probedConn is a connection with the age of its unanswered request.
@@ -172,7 +173,7 @@ func (p *livenessProber) overdue() map[string][]*probedConn {
 	return servers
 }
 
-// probe reports whether a server responds. Only a timeout means that it does not: a server that refuses the connection
+// probe reports whether a server responds. Only a timeout means no response: after a refused connection, the server
 // runs, or its kernel ends the connections. A full accept queue proves nothing about the server.
 func (p *livenessProber) probe(server net.Addr) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), p.timeout)
@@ -214,6 +215,6 @@ func (p *livenessProber) closeConnections(server net.Addr) {
 	p.mu.Unlock()
 	for _, c := range ended {
 		c.unresponsive.Store(true)
-		_ = c.Close() // ends its pending read
+		_ = c.Close() // ends the pending read of the connection
 	}
 }

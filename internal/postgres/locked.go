@@ -14,11 +14,11 @@ const (
 	LockTimeout = "50ms"
 	// LockRetryTimeout bounds the retries of a request's write that another transaction blocks.
 	LockRetryTimeout = time.Second
-	// reservedLockTimeout bounds each other wait for a lock on a connection of a reserved pool, in milliseconds.
+	// reservedLockTimeout bounds every other lock wait on a connection of a reserved pool, in milliseconds.
 	reservedLockTimeout = "1000"
 )
 
-// LockedError reports a write that another open transaction blocked for too long. Nothing was written.
+// LockedError reports a write that another open transaction blocked for too long. The write had no effect.
 type LockedError struct {
 	What    string // the locked object, for example "event id x"
 	Holders string // the transactions that may hold it; empty if none is known
@@ -42,15 +42,15 @@ func Locked(err error) bool {
 	return locked || IsCode(err, codeLocked)
 }
 
-// ExplainLock converts an error that reports a lock to a LockedError with the longest open transactions that write to
-// one of tables. It returns other errors unchanged.
+// ExplainLock converts an error that reports a lock to a LockedError. The LockedError names the longest open
+// transactions that write to one of tables. ExplainLock returns other errors unchanged.
 func ExplainLock(ctx context.Context, db DB, err error, what string, tables ...string) error {
 	if !Locked(err) {
 		return err
 	}
 	holders, failed := OpenTransactions(ctx, db, tables...)
 	if failed != nil {
-		holders = "" // report the lock, not this failure
+		holders = "" // report the lock, not the failed query
 	}
 	return &LockedError{What: what, Holders: holders, cause: err}
 }
@@ -88,8 +88,8 @@ func OpenTransactions(ctx context.Context, db DB, tables ...string) (string, err
 	return open, nil
 }
 
-// InTxWithin is InTx with lock waits bounded by LockTimeout. On a pgx.Tx it is a savepoint, and that transaction sets
-// its own bound.
+// InTxWithin is InTx with lock waits bounded by LockTimeout. On a pgx.Tx it is a savepoint, and the outer transaction
+// sets its own bound.
 func InTxWithin(ctx context.Context, db Beginner, fn func(tx pgx.Tx) error) error {
 	return inTxWithin(ctx, db, firstLockWait, fn)
 }

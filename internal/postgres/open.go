@@ -18,7 +18,7 @@ const (
 	defaultApplicationName = "agent"
 	connectTimeout         = 10 * time.Second
 	connectRetryEvery      = 250 * time.Millisecond
-	// The server ends a session that is idle in a transaction for this long, so a paused process loses its locks.
+	// The server ends a session that is idle in a transaction for idleInTransaction. So a paused process loses its locks.
 	idleInTransaction = time.Minute
 	readCommitted     = "read committed"
 	utf8              = "UTF8"
@@ -59,8 +59,9 @@ func Open(ctx context.Context, url string, opts Options) (*pgxpool.Pool, error) 
 	return pool, nil
 }
 
-// Reserve returns a second pool, of at most n connections, to the database of pool. Users of pool cannot exhaust it.
-// Without a pooler its lock_timeout is one second (SQLSTATE 55P03). It connects lazily. The caller closes it.
+// Reserve returns a second pool, of at most n connections, to the database of pool. Users of pool cannot exhaust the
+// second pool. Without a pooler its lock_timeout is one second (SQLSTATE 55P03). It connects lazily. The caller closes
+// it.
 func Reserve(ctx context.Context, pool *pgxpool.Pool, n int32) (*pgxpool.Pool, error) {
 	config := pool.Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = n, 0, 0
@@ -82,7 +83,8 @@ func Reserve(ctx context.Context, pool *pgxpool.Pool, n int32) (*pgxpool.Pool, e
 	return reserved, nil
 }
 
-// Dialer returns a function that opens connections to the database of pool, outside its limit. [Listener] needs one.
+// Dialer returns a function that opens connections to the database of pool, outside the pool's limit. [Listener] needs
+// such a function.
 func Dialer(pool *pgxpool.Pool) func(ctx context.Context) (*pgx.Conn, error) {
 	config := pool.Config().ConnConfig
 	return func(ctx context.Context) (*pgx.Conn, error) {
@@ -97,8 +99,8 @@ func Pooled(pool *pgxpool.Pool) bool {
 	return ok && g.pooled
 }
 
-// hasUnescapedPassword reports whether the password of a URL contains an unescaped @ or slash. The parser would take
-// the rest of the password for the host or the database, and errors would print it.
+// hasUnescapedPassword reports whether the password of a URL contains an unescaped @ or slash. The parser would read
+// the rest of the password as the host or the database, and errors would print it.
 func hasUnescapedPassword(url string) bool {
 	scheme, rest, found := strings.Cut(url, "://")
 	if !found || !strings.HasPrefix(scheme, "postgres") {
@@ -131,7 +133,7 @@ func parse(url string, opts Options) (*pgxpool.Config, error) {
 		}
 	}
 	if err != nil || hasUnescapedPassword(url) {
-		// The parser's error can quote part of the password, so it is dropped.
+		// The parser's error can quote part of the password, so Open drops the error.
 		return nil, errors.New("open database: cannot read the connection string: write " +
 			"postgres://user:password@host:5432/name, " +
 			"with special characters in the password percent-encoded (@ is %40, # is %23, / is %2F, ? is %3F), " +
@@ -177,8 +179,8 @@ var sessionDefaults = map[string]string{
 	"jit": "off", "intervalstyle": "postgres", "array_nulls": "on", "idle_session_timeout": "0",
 }
 
-// adapt configures the session for the route. PgBouncer rejects startup parameters that it does not track, so they are
-// sent only without a pooler.
+// adapt configures the session for the route. PgBouncer rejects startup parameters that it does not track, so adapt
+// sends those only without a pooler.
 func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) error {
 	config.Tracer = guard{resetter: &failoverResetter{}, refused: &refusals{}, pooled: r.pooled}
 	if !strings.Contains(url, "default_query_exec_mode") {

@@ -43,7 +43,7 @@ func Todo(err error) string {
 	return ""
 }
 
-// SQLSTATEs a server can answer a connection with.
+// SQLSTATEs with which a server can answer a connection.
 const (
 	codeAuthorization = "28000"
 	codePassword      = "28P01"
@@ -62,7 +62,7 @@ func explain(config *pgx.ConnConfig, err error) error {
 	switch {
 	case errors.As(err, &pgErr):
 		e.what, e.todo = refusal(config, pgErr)
-	case problem != "": // of this process
+	case problem != "": // a problem of this process
 		e.what, e.todo = problem, remedy
 	case isTLS(err):
 		e.what = "the two sides do not agree on TLS (" + root(err).Error() + ")"
@@ -131,7 +131,7 @@ func isTLS(err error) bool {
 	return strings.Contains(text, "tls: ") || strings.Contains(text, "x509: ") || strings.Contains(text, "TLS")
 }
 
-// root returns the innermost cause, which neither repeats the target nor has the connection string.
+// root returns the innermost cause, which contains neither the target nor the connection string.
 func root(err error) error {
 	for {
 		var causes []error
@@ -154,7 +154,7 @@ func hasSeveralHosts(config *pgx.ConnConfig) bool {
 	})
 }
 
-// attempts returns the errors of all servers that a connection was tried to, without those of a second try.
+// attempts returns the errors of all servers that pgx tried, without the errors of a second try.
 func attempts(err error) []string {
 	failed, ok := errors.AsType[*pgconn.ConnectError](err)
 	if !ok {
@@ -211,7 +211,7 @@ func (r *refusals) observe(err error) {
 }
 
 // LastRefusal returns the last refusal of a write, by a full disk or a read-only server, and its time; nil for none.
-// pool is of [Open] or [Reserve], which share the record.
+// pool comes from [Open] or [Reserve]. A pool and its reserved pools share the record.
 func LastRefusal(pool *pgxpool.Pool) (at time.Time, err error) {
 	g, ok := pool.Config().ConnConfig.Tracer.(guard)
 	if !ok || g.refused == nil {
@@ -282,7 +282,7 @@ func Diagnose(err error) (what, todo string) {
 const resetPause = time.Second
 
 // failoverResetter resets a pool whose server has become read-only. After a failover, the old primary may run on as a
-// standby, and each connection to it would fail until its end. New connections find the new primary.
+// standby, where every write of an old connection fails. New connections find the new primary.
 type failoverResetter struct {
 	pool atomic.Pointer[pgxpool.Pool]
 	last atomic.Int64 // time of the last reset, in Unix nanoseconds

@@ -1,18 +1,18 @@
-// Package postgres is the base of every other package: the small interface that their functions take, the pool, one
-// transaction helper and one listener.
+// Package postgres is the base of every other package. It has the small interface that other packages' functions take,
+// the pool, one transaction helper and one listener.
 //
 // It promises four things. A function written against [DB] runs unchanged on a pool, a connection or a transaction; the
-// caller decides what commits together. [Open] returns a pool that has reached the server, or names the fault and its
-// remedy in one line, without the password. [InTx] runs at READ COMMITTED under any default of the database. Everything
-// works through PgBouncer in transaction mode.
+// caller decides which statements commit together. [Open] returns a pool that has reached the server, or an error line
+// with the fault and its remedy, without the password. [InTx] runs at READ COMMITTED under any default of the database.
+// Everything works through PgBouncer in transaction mode.
 //
-// The last promise holds because nothing here keeps state in a session. Only LISTEN would. [Listener] sends it, detects
-// a pooler and then stays silent: notifications shorten a poll, and correctness never depends on them. Prepared
-// statements would break too. [Open] compares the process id that the server announced with the one that answers: they
-// differ behind a pooler. Statements are then described once and sent unnamed (cache_describe), which every version of
-// PgBouncer supports. On a direct connection they are prepared and kept (cache_statement). A default_query_exec_mode in
-// the connection string overrules both, for example cache_statement behind PgBouncer 1.21 or later with
-// max_prepared_statements set.
+// The last promise holds because no code here keeps state in a session. Only LISTEN would. [Listener] sends LISTEN,
+// detects a pooler and then stays silent: notifications shorten a poll, and correctness never depends on them. Prepared
+// statements would break too. [Open] compares the process id that the server announced with the process id that
+// answers. The two differ behind a pooler. Then pgx describes statements once and sends them unnamed (cache_describe),
+// which every version of PgBouncer supports. On a direct connection, pgx prepares and keeps statements
+// (cache_statement). A default_query_exec_mode in the connection string overrides both, for example cache_statement
+// behind PgBouncer 1.21 or later with max_prepared_statements set.
 package postgres
 
 import (
@@ -35,7 +35,7 @@ type DB interface {
 	SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults
 }
 
-// Beginner is a DB that can open a transaction; on a pgx.Tx that is a savepoint.
+// Beginner is a DB that can open a transaction; on a pgx.Tx the transaction is a savepoint.
 type Beginner interface {
 	DB
 	Begin(ctx context.Context) (pgx.Tx, error)
@@ -58,9 +58,9 @@ func InTx(ctx context.Context, db Beginner, fn func(tx pgx.Tx) error) error {
 
 // Code returns the SQLSTATE of err, or "" if the server did not send err.
 //
-// A lock timeout may come while a session passes from one lock of a row to the next. PostgreSQL then reports it as a
-// user's cancel: measured, 3 of 1,000. If the statement waited for a row, Code returns the lock timeout. A server
-// without further transaction ids sends the code for a text that is too long; Code returns codeNoIDs.
+// A lock timeout may occur while a session passes from one lock of a row to the next. PostgreSQL then reports the
+// timeout as a user's cancel: measured, 3 of 1,000. If the statement waited for a row, Code returns the lock timeout. A
+// server without further transaction ids sends the code for a text that is too long. Then Code returns codeNoIDs.
 func Code(err error) string {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	switch {
@@ -88,7 +88,7 @@ func IsCode(err error, codes ...string) bool {
 	return code != "" && slices.Contains(codes, code)
 }
 
-// Told returns the server's message about a refused value, and the detail, which names the fault in it.
+// Told returns the server's message about a refused value, and the detail, which names the fault in the value.
 func Told(refused *pgconn.PgError) string {
 	if refused.Detail == "" {
 		return refused.Message
@@ -128,11 +128,12 @@ func Values[T any](ctx context.Context, db DB, verb, sql string, args ...any) ([
 	return Collect(rows, err, verb, pgx.RowTo[T])
 }
 
-// RowsGeneric is [Rows] with the generic plan of the query, which a connection makes once. It is for a long query whose
-// plan should not depend on its arguments: planning takes as long as running it. Like functions with a cached plan, it
-// scans by indexes and is not compiled. In a transaction of the caller the settings last until its end.
+// RowsGeneric is [Rows] with the generic plan of the query, which a connection makes once. Use RowsGeneric for a long
+// query whose plan should not depend on its arguments, because the plan of such a query takes as long as its execution.
+// Like functions with a cached plan, the query scans by indexes and without JIT. In a transaction of the caller, the
+// settings last until the transaction ends.
 func RowsGeneric[T any](ctx context.Context, db DB, verb, sql string, args ...any) ([]T, error) {
-	b := &pgx.Batch{} // is one transaction
+	b := &pgx.Batch{} // the batch is one transaction
 	b.Queue(`
 		select set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
 		       set_config('jit', 'off', true)`)
@@ -170,7 +171,8 @@ func RowOr[T any](ctx context.Context, db DB, missing error, verb, sql string, a
 }
 
 // CollectOne reads the only row of a query with fn. Without a row, and for an id that is no UUID or no text, it returns
-// missing. So does any other text that cannot be stored: pass it through Text. It wraps every error in verb.
+// missing. A text parameter that PostgreSQL cannot store has the same result: pass it through Text. CollectOne wraps
+// every error in verb.
 func CollectOne[T any](rows pgx.Rows, err, missing error, verb string, fn pgx.RowToFunc[T]) (got T, _ error) {
 	if err == nil {
 		got, err = pgx.CollectExactlyOneRow(rows, fn)

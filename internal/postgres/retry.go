@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
-// Backoff pauses between two tries. The pause doubles from First to Max; a random part of up to its length is added.
-// Set First and Max, and use a new one for each series of tries.
+// Backoff pauses between two tries. The pause doubles from First to Max, plus a random part of up to its length. Set
+// First and Max, and use a new Backoff for each series of tries.
 type Backoff struct {
 	First, Max time.Duration
 
@@ -35,9 +35,9 @@ const (
 	firstPause = 15 * time.Millisecond
 )
 
-// RetryOnDisconnect calls fn again, up to three times within a fraction of a second, while it fails because a
-// connection broke. The first call may have taken effect, so fn must be idempotent, as a read is. It returns the
-// error of the last call unchanged.
+// RetryOnDisconnect calls fn again while fn fails because of a broken connection, up to three times within a fraction
+// of a second. The first call may have taken effect, so fn must be idempotent, like a read. RetryOnDisconnect returns
+// the error of the last call unchanged.
 func RetryOnDisconnect(ctx context.Context, fn func() error) error {
 	backoff := Backoff{First: firstPause, Max: 4 * firstPause}
 	for n := 1; ; n++ {
@@ -48,7 +48,7 @@ func RetryOnDisconnect(ctx context.Context, fn func() error) error {
 	}
 }
 
-// Transient reports an error that a retry may avoid: the server is away, starting or stopping, or it aborted the
+// Transient reports an error that a retry may avoid. The server is unavailable, starting or stopping, or it aborted the
 // transaction because of a conflict. A cancelled statement (57014) is not transient: the cancel may be deliberate.
 func Transient(err error) bool {
 	if code := Code(err); code != "" {
@@ -57,7 +57,7 @@ func Transient(err error) bool {
 			return code != codeCancelled
 		case "53":
 			return code != "53400" // disk full, out of memory, too many connections; not a configured limit
-		case "23": // the row of an earlier try, whose connection broke while the server still ran it
+		case "23": // the row of an earlier try that still ran when its connection broke
 			return Constraint(err) == "agent_activity_open_step"
 		}
 		return code == codeLocked || code == codeReadOnly || code == codeIdle // read-only while a failover settles
@@ -67,8 +67,8 @@ func Transient(err error) bool {
 	return errors.As(err, &connect) || pgconn.SafeToRetry(err) || pgconn.Timeout(err) || network || Broken(err)
 }
 
-// Broken reports an error of a connection that broke or that the server closed: a new connection may work at once.
-// A timeout is not such an error.
+// Broken reports the error of a broken connection, or of a connection that the server closed. A new connection may work
+// at once. A timeout is not such an error.
 func Broken(err error) bool {
 	for _, broken := range []error{
 		io.EOF, io.ErrUnexpectedEOF, net.ErrClosed, syscall.ECONNRESET, syscall.EPIPE,

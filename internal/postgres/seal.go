@@ -16,8 +16,8 @@ func (s *Seal) Tried() bool { return s.tried.Load() }
 
 type sealKey struct{}
 
-// WithoutDatabase returns a sealed context: the pools of [Open] acquire no connection and send no statement under it or
-// its children. A use fails like one under a cancelled context, and the seal records it.
+// WithoutDatabase returns a sealed context. Under this context or its children, the pools of [Open] acquire no
+// connection and send no statement. A use fails as under a cancelled context, and the seal records it.
 func WithoutDatabase(ctx context.Context) (context.Context, *Seal) {
 	s := &Seal{}
 	return context.WithValue(ctx, sealKey{}, s), s
@@ -31,7 +31,7 @@ func Unsealed(ctx context.Context) context.Context {
 	return context.WithValue(ctx, sealKey{}, (*Seal)(nil))
 }
 
-// IsSealed reports whether a context is sealed. Work under it must not be shared with unsealed callers.
+// IsSealed reports whether a context is sealed. Do not share work under a sealed context with unsealed callers.
 func IsSealed(ctx context.Context) bool {
 	s, _ := ctx.Value(sealKey{}).(*Seal)
 	return s != nil

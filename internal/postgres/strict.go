@@ -11,22 +11,22 @@ import (
 )
 
 // Strict is the standard form of named arguments: a missing or extra name is an error, not a NULL. A connection caches
-// the rewritten texts: searching a long text for names takes longer than the rest of the client's work.
+// the rewritten texts, because the search for names in a long text takes longer than the rest of the client's work.
 type Strict map[string]any
 
 // text is a query in the form for the server.
 type text struct {
 	sql   string
-	names []string // of its parameters, in their order
+	names []string // names of the parameters, in their order
 }
 
-// textsMost bounds the texts of a connection: as many as pgx keeps prepared statements.
+// textsMost bounds the texts of a connection. pgx keeps as many prepared statements.
 const textsMost = 512
 
 // textsKey is the key of the texts in a connection.
 const textsKey = "lanekeeper texts"
 
-// RewriteQuery is part of pgx.QueryRewriter.
+// RewriteQuery implements pgx.QueryRewriter.
 func (s Strict) RewriteQuery(ctx context.Context, conn *pgx.Conn, sql string, args []any) (string, []any, error) {
 	known := textsOf(conn)
 	if t, ok := known[sql]; ok {
@@ -58,7 +58,7 @@ func (s Strict) RewriteQuery(ctx context.Context, conn *pgx.Conn, sql string, ar
 	return rewritten, values, nil
 }
 
-// in lists the values of names; false if they differ from the given names.
+// in lists the values of names; false if names and the argument names differ.
 func (s Strict) in(names []string) ([]any, bool) {
 	if len(names) != len(s) {
 		return nil, false
@@ -74,7 +74,8 @@ func (s Strict) in(names []string) ([]any, bool) {
 	return values, true
 }
 
-// textsOf are the cached texts of a connection; nil without one. Only one goroutine uses a connection at a time.
+// textsOf returns the cached texts of a connection; nil without a connection. Only one goroutine uses a connection at a
+// time.
 func textsOf(conn *pgx.Conn) map[string]text {
 	if conn == nil {
 		return nil
@@ -88,34 +89,34 @@ func textsOf(conn *pgx.Conn) map[string]text {
 	return known
 }
 
-// Text is s as a text column can hold it, without NUL, and with U+FFFD for invalid UTF-8.
+// Text returns s in a form for text columns: without NUL, and with U+FFFD for invalid UTF-8.
 func Text(s string) string {
 	return strings.ReplaceAll(strings.ToValidUTF8(s, "\ufffd"), "\x00", "")
 }
 
-// IsText reports whether a column of text can hold s: it is UTF-8 without NUL.
+// IsText reports whether a text column can hold s: s is UTF-8 without NUL.
 func IsText(s string) bool { return Text(s) == s }
 
-// PostgreSQL knows more times than Go and JSON do: infinity, and years before 1 and after 9999. A row with such a time
-// is read with the nearest time that every client can represent. One such time therefore does not block the reading of
-// other rows. The first is not the zero time, which means no time.
+// PostgreSQL has times that Go and JSON lack: infinity, and years before 1 and after 9999. For such a time, a query
+// returns the nearest time that every client can represent. So one such time does not block the reading of other rows.
+// The earliest of these times is not Go's zero time, which means no time.
 var (
 	firstTime = time.Date(1, time.January, 2, 0, 0, 0, 0, time.UTC)
 	lastTime  = time.Date(9999, time.December, 30, 0, 0, 0, 0, time.UTC)
 )
 
-// readTimes makes conn read times as finite UTC values in any zone of the machine. They look alike in JSON and in logs
-// everywhere.
+// readTimes makes conn read times as finite UTC values in any zone of the machine. So times look the same in JSON and
+// logs of every machine.
 func readTimes(conn *pgx.Conn) {
 	conn.TypeMap().RegisterType(&pgtype.Type{
 		Name: "timestamptz", OID: pgtype.TimestamptzOID, Codec: &timeCodec{pgtype.TimestamptzCodec{ScanLocation: time.UTC}},
 	})
 }
 
-// timeCodec reads into a time.Time the values that the codec of pgx refuses. It reads other targets as pgx does.
+// timeCodec reads values that pgx's codec refuses into a time.Time. It reads other targets like pgx.
 type timeCodec struct{ pgtype.TimestamptzCodec }
 
-// PlanScan is part of pgtype.Codec.
+// PlanScan implements pgtype.Codec.
 func (c *timeCodec) PlanScan(m *pgtype.Map, oid uint32, format int16, target any) pgtype.ScanPlan {
 	if _, plain := target.(*time.Time); !plain {
 		return c.TimestamptzCodec.PlanScan(m, oid, format, target)
@@ -128,7 +129,7 @@ func (c *timeCodec) PlanScan(m *pgtype.Map, oid uint32, format int16, target any
 
 type timePlan struct{ whole pgtype.ScanPlan }
 
-// Scan is part of pgtype.ScanPlan.
+// Scan implements pgtype.ScanPlan.
 func (p timePlan) Scan(from []byte, target any) error {
 	var read pgtype.Timestamptz
 	if err := p.whole.Scan(from, &read); err != nil {
@@ -168,8 +169,8 @@ func (e *StaleError) Error() string {
 		e.Name, e.Current, e.Read)
 }
 
-// LockRevision locks the row that sql selects by @name, until the transaction ends. sql returns the row's revision. It
-// returns a [*StaleError] for another revision, and missing for no row. Revision 0 matches every revision.
+// LockRevision locks the row that sql selects by @name, until the transaction ends. sql returns the row's revision.
+// LockRevision returns a [*StaleError] for another revision, and missing for no row. Revision 0 matches every revision.
 func LockRevision(ctx context.Context, tx pgx.Tx, what, sql, name string, revision int, missing error) error {
 	if revision == 0 {
 		return nil

@@ -20,7 +20,7 @@ import (
 const buildLimit = 15 * time.Minute
 
 // Main builds the program into *path, runs the tests of a package and exits. It is the whole body of TestMain. With
-// AGENT_TEST_PROGRAM in the environment it uses that program: scripts/test builds one for all packages.
+// AGENT_TEST_PROGRAM in the environment, Main uses that program: scripts/test builds one program for all packages.
 func Main(m interface{ Run() int }, name string, path *string) {
 	pgserver.GuardMain() // before the build: the guard of the test server is this binary, started again
 	*path = os.Getenv("AGENT_TEST_PROGRAM")
@@ -36,7 +36,7 @@ func Main(m interface{ Run() int }, name string, path *string) {
 
 // Build makes the program, with further flags of go build, and returns its path. The names of the package under test,
 // and of the variant if there are several, distinguish its programs from others. Build removes the programs of earlier
-// runs: a TestMain that exits removes nothing. The file is called agent, in a folder of its own.
+// runs, because a TestMain that exits removes nothing. The file's name is agent, in a folder of its own.
 func Build(name string, flags ...string) (string, error) { return buildIn("", name, flags...) }
 
 // ErrNoCommit reports that neither the repository nor its remote has a commit.
@@ -96,7 +96,7 @@ func buildIn(dir, name string, flags ...string) (string, error) {
 	return path, nil
 }
 
-// removeOld removes the programs of test binaries that have ended.
+// removeOld removes the programs of ended test binaries.
 func removeOld(prefix string) error {
 	old, err := filepath.Glob(filepath.Join(os.TempDir(), prefix+"*"))
 	if err != nil {

@@ -1,8 +1,9 @@
-// Package proctest builds the program once for a test binary, and runs it as real processes that tests kill, stop and
-// read.
+// Package proctest builds the program once for a test binary. It runs the program as real processes that tests kill,
+// stop and read.
 //
-// A process gets exactly the given environment, dies with the test binary, and is killed when its test ends. If the
-// test has failed, its last output and the stacks of its goroutines are shown. Several goroutines may use a process.
+// A process gets exactly the given environment, dies with the test binary, and ends with its test. If the test has
+// failed, proctest prints the process's last output and the stacks of its goroutines. A Process is safe for concurrent
+// use.
 package proctest
 
 import (
@@ -22,7 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// shown bounds the shown lines of a failed test's processes.
+// shown bounds the printed lines of a failed test's processes.
 const shown = 60
 
 // Process is a started process. Out and Err are its output so far.
@@ -35,7 +36,7 @@ type Process struct {
 	ended   chan struct{} // closed when the process has ended
 }
 
-// Environ is the environment that every process needs, and more.
+// Environ returns the environment that every process needs, with more settings.
 func Environ(more ...string) []string {
 	var kept []string
 	for _, name := range []string{"PATH", "HOME", "TMPDIR", "USER", "AGENT_PG_BIN"} {
@@ -68,7 +69,7 @@ func Start(tb testing.TB, timeout time.Duration, dir string, environ []string, c
 	return p
 }
 
-// Kill is kill -9, and returns when the process has ended.
+// Kill sends SIGKILL and returns when the process has ended.
 func (p *Process) Kill() {
 	if err := p.Cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		p.t.Errorf("kill %s: %v", p.name(), err)
@@ -84,7 +85,7 @@ func (p *Process) Signal(s syscall.Signal) {
 	}
 }
 
-// Ended is closed when the process has ended.
+// Ended returns a channel that closes when the process has ended.
 func (p *Process) Ended() <-chan struct{} { return p.ended }
 
 // Running reports whether the process still runs.
@@ -156,7 +157,7 @@ func (p *Process) Lines() (all []Line) {
 // listens finds the address in a log of either form.
 var listens = regexp.MustCompile(`(?:listen=|"listen":")(http://[^\s"]+)`)
 
-// Base waits until the process serves, and returns the URL.
+// Base waits until the process listens, and returns its URL.
 func (p *Process) Base() (url string) {
 	p.t.Helper()
 	pgtest.EventuallyWithin(p.t, p.timeout, func() bool {
@@ -172,5 +173,5 @@ func (p *Process) Base() (url string) {
 	return url
 }
 
-// name is the command for people.
+// name returns the command in a form for people.
 func (p *Process) name() string { return "agent " + strings.Join(p.Cmd.Args[1:], " ") }

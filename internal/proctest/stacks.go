@@ -11,8 +11,8 @@ import (
 // dumpPatience bounds the wait for a process's stacks.
 const dumpPatience = 20 * time.Second
 
-// whereabouts ends a running process and returns the stacks of its goroutines; empty if it had ended, was stopped, or
-// prints none.
+// whereabouts ends a running process and returns the stacks of its goroutines. The result is empty if the process had
+// ended, was stopped, or prints no stacks.
 func (p *Process) whereabouts() string {
 	if !p.Running() || p.Cmd.Process.Signal(syscall.SIGQUIT) != nil {
 		return ""
@@ -25,8 +25,8 @@ func (p *Process) whereabouts() string {
 	return stacks(p.Err.String())
 }
 
-// stacks puts each stack of a dump of goroutines on one line, innermost function first, without the runtime's, and
-// merges equal ones.
+// stacks puts each stack of a goroutine dump on one line, innermost function first, without functions of the runtime.
+// It merges equal stacks.
 func stacks(dump string) string {
 	_, dump, found := strings.Cut(dump, "SIGQUIT: quit\n")
 	if !found {
@@ -46,7 +46,7 @@ func stacks(dump string) string {
 				frames = append(frames, function(line))
 			}
 		}
-		if len(frames) > 0 { // not one of the runtime's own
+		if len(frames) > 0 { // not a goroutine of the runtime
 			times[state+": "+strings.Join(frames, " < ")]++
 		}
 	}
@@ -58,7 +58,8 @@ func stacks(dump string) string {
 	return strings.Join(lines, "\n")
 }
 
-// function returns the name in a line such as "example.com/mod/pkg.(*T).do(0xc000, {0x1, 0x2})", without its module.
+// function returns the function's name in a line such as "example.com/mod/pkg.(*T).do(0xc000, {0x1, 0x2})", without the
+// module.
 func function(line string) string {
 	if i := strings.LastIndex(line, "("); i > 0 {
 		line = line[:i]

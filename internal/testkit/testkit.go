@@ -1,5 +1,5 @@
 // Package testkit has helpers that tests of several packages share and no other kit owns: HTTP servers, HTTP requests,
-// waiting and the environment of a process.
+// waits and the environment of a process.
 //
 // The other kits are internal/pgtest (databases), internal/proctest (processes of the program), internal/modeltest
 // (scripted models), internal/pgproxy (connections that break), internal/browser (pages) and internal/leaks
@@ -47,7 +47,7 @@ func Serve(tb testing.TB, handler http.Handler) (url string) {
 	return server.URL
 }
 
-// Run runs services until stop or the end of the test. An error of one fails the test.
+// Run runs services until stop or the end of the test. An error of a service fails the test.
 func Run(tb testing.TB, services ...func(ctx context.Context) error) (stop func()) {
 	tb.Helper()
 	ctx, cancel := context.WithCancel(context.WithoutCancel(tb.Context()))
@@ -65,7 +65,7 @@ func Run(tb testing.TB, services ...func(ctx context.Context) error) (stop func(
 	return stop
 }
 
-// Wait waits for d. It reports false if ctx has ended.
+// Wait waits for d. It returns false if ctx has ended.
 func Wait(ctx context.Context, d time.Duration) bool { return sleep.For(ctx, d) && ctx.Err() == nil }
 
 // Response is an answer that was read to its end.
@@ -78,8 +78,8 @@ type Response struct {
 // Bearer is the header of a token.
 func Bearer(token string) string { return "Authorization: Bearer " + token }
 
-// Do sends a request and reads the answer. A header is "Name: value"; one without a value is omitted. A body is JSON
-// unless a header says otherwise.
+// Do sends a request and reads the answer. A header is "Name: value"; Do omits a header without a value. A body is JSON
+// unless a header sets another type.
 func Do(ctx context.Context, client *http.Client, method, url, body string, headers ...string) (got Response,
 	err error,
 ) {
@@ -145,8 +145,8 @@ type Answer struct {
 	Header   http.Header
 }
 
-// Chat sends a request to the chat on a new connection, and reads as much of the answer as arrives. A streamed answer
-// calls received after each chunk, if it is set.
+// Chat sends a request to the chat on a new connection, and reads as much of the answer as arrives. For a streamed
+// answer, it calls received after each chunk, unless received is nil.
 func Chat(r *http.Request, received func(text string)) (a Answer) {
 	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	response, err := client.Do(r)

@@ -1,5 +1,5 @@
-// Package bills has fixtures for tests of whole processes. They are a server of skills that records its calls, and a
-// workspace, with its model, that has work for each phase of a heartbeat.
+// Package bills has fixtures for tests of whole processes: a server of skills that records its calls, and a workspace
+// with a model. The workspace has work for each phase of a heartbeat.
 package bills
 
 import (
@@ -165,7 +165,7 @@ func MakeDue(tb testing.TB, db *pgxpool.Pool) {
 }
 
 // Model is the model of a heartbeat. Its answer depends only on the request, so a repeated request gets the same
-// answer. It makes the calls of steps in order before it completes its step.
+// answer. It makes the calls of steps in order before it completes the objective's step.
 func Model(req openai.ChatCompletionRequest, steps ...modeltest.Reply) modeltest.Reply {
 	_, turn := modeltest.Turn(req)
 	pursues := strings.Contains(req.Messages[0].Content, "You pursue one objective")

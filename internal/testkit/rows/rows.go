@@ -11,7 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// Quiet runs a statement without triggers: a test can write rows in any state.
+// Quiet runs a statement without triggers, so a test can write rows in any state.
 func Quiet(tb testing.TB, pool *pgxpool.Pool, sql string, args ...any) {
 	tb.Helper()
 	tx := pgtest.Begin(tb, pool)
@@ -38,7 +38,7 @@ func Execution(tb testing.TB, pool *pgxpool.Pool, status, surface, flow string) 
 	return id
 }
 
-// Skill writes an enabled skill, or one that disabledBy has disabled.
+// Skill writes an enabled skill, or a skill that disabledBy has disabled.
 func Skill(tb testing.TB, pool *pgxpool.Pool, name, description, disabledBy, reason string) {
 	tb.Helper()
 	pgtest.Value[string](tb, pool, `
