@@ -15,8 +15,8 @@ import (
 const (
 	// executionsShown bounds the executions on a page.
 	executionsShown = 50
-	// maxSearched bounds the rows that one filter's index yields for the other filters, per page. A rare combination of
-	// filters takes several pages instead of a table scan.
+	// maxSearched bounds the rows per page that the leading filter's index yields and all other filters check. A rare
+	// combination of filters takes several pages instead of a table scan.
 	maxSearched = 20_000
 	// maxCount bounds the counts of executions.
 	maxCount = 1000
@@ -31,7 +31,7 @@ func (room *Room) executionsPage() page {
 			{name: "states", every: 2 * time.Second, load: room.executionStates},
 			room.filtersPart("/executions", "flow", "agent"),
 			{name: "list", every: 2 * time.Second, load: room.listExecutions},
-			{name: "bulk", load: room.bulkActions}, // somebody may be typing
+			{name: "bulk", load: room.bulkActions}, // an update would lose typed text
 			{name: "queue", every: 2 * time.Second, load: room.executionQueue},
 		},
 	}
@@ -51,11 +51,11 @@ type executionRow struct {
 	Failed                             bool // About is an error, not a result
 	CreatedAt, UpdatedAt               time.Time
 	CompletedAt                        *time.Time
-	CostUSD                            float64 // of its first 500 model calls and other actions
+	CostUSD                            float64 // cost of its first 500 model calls and other actions
 }
 
-// executionRowColumns are the columns of executionRow, of agent_executions e. Long ones are cut. The test for
-// children follows the index order, so that the planner cannot choose a table scan.
+// executionRowColumns are the columns of executionRow, of agent_executions e. They cut long values. The test for
+// children follows the index order, so the planner cannot choose a table scan.
 const executionRowColumns = ` e.id::text, e.trace_id, e.surface, e.flow, e.status, left(e.agent, 200) as agent, e.parent_id::text, e.thread_id, e.forked_from::text,
 	coalesce((select c.parent_id = e.id from agent_executions c where c.parent_id >= e.id order by c.parent_id limit 1), false) as children, e.priority, e.attempt, e.max_attempts,
 	coalesce(e.waiting_for, '') as waiting_for, left(coalesce(e.waiting_key, ''), 600) as waiting_key, e.waiting_until,
@@ -91,7 +91,7 @@ func collectExecutions(ctx context.Context, rows pgx.Rows, err error) ([]executi
 	return list, nil
 }
 
-// running returns the id of a running row, for haltRunning.
+// running returns the id of a running row, for haltRunning; empty for other rows.
 func (l *executionList) running(i int) string {
 	if x := l.Rows[i]; x.Status == "running" {
 		return x.ID
@@ -99,7 +99,7 @@ func (l *executionList) running(i int) string {
 	return ""
 }
 
-// lose marks a row whose worker is lost. One without a claim is ready again.
+// lose marks a row with a lost worker. A row without a claim is ready again.
 func (l *executionList) lose(i int, h halt) {
 	if h.State == stateLost && !h.Unclaimed {
 		l.Rows[i].Status = h.State
@@ -117,7 +117,7 @@ type executionList struct {
 	Window  int64
 }
 
-// candidateColumns are what the filters and the orders of the listing read.
+// candidateColumns are the columns that the listing's filters and orders read.
 const candidateColumns = `x.id, x.trace_id, x.status, x.surface, x.flow, x.agent, x.created_at, x.completed_at from agent_executions x`
 
 // executionCandidates are the rows that the leading filter yields, within the period, newest first.
@@ -164,7 +164,7 @@ const executionCandidates = `
 	  where @by = 'newest' and x.id >= @from::uuid and x.id < @until::uuid
 	  order by x.id desc limit @looked)`
 
-// executionWanted are the other filters, of candidates w. Each may exclude its value.
+// executionWanted has all other filters, for candidates w. Each filter may exclude its value.
 const executionWanted = `
 	(@status = '' or (w.status = @status) <> @not_status) and (not @failed or w.status in ('failed', 'timeout'))
 	and (@surface = '' or (w.surface = @surface) <> @not_surface)
@@ -247,8 +247,8 @@ func (room *Room) rankExecutions(ctx context.Context, f executionFilter) (any, e
 	return got, err
 }
 
-// lastSearched finds the last searched row of a page, if there are more. Rows beyond it belong to the next page, also
-// those of another state, so that no row is on both.
+// lastSearched finds the last searched row of a page, if more rows follow. Later rows of any state belong to the next
+// page, so no row is on both pages.
 func (room *Room) lastSearched(ctx context.Context, f executionFilter, got executionList) (executionList, error) {
 	if f.searchesAll() {
 		return got, nil
@@ -306,7 +306,8 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, got execu
 	return got, nil
 }
 
-// listWaiting reads waiting executions by deadline, or stuck ones. Other filters apply to the maxSearched nearest.
+// listWaiting reads waiting executions by deadline, or stuck executions. Other filters apply to the maxSearched
+// nearest.
 func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, error) {
 	args := f.wanted(maxSearched, executionsShown)
 	args["from"], args["until"] = f.bounds("")
@@ -347,7 +348,7 @@ func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, erro
 	if len(got.Rows) > executionsShown {
 		got.Rows = got.Rows[:executionsShown]
 		last := got.Rows[executionsShown-1]
-		if last.WaitingUntil != nil { // it may have resumed meanwhile
+		if last.WaitingUntil != nil { // the execution may have resumed meanwhile
 			got.Older = f.with("before", last.WaitingUntil.UTC().Format(time.RFC3339Nano)+" "+last.ID)
 		}
 	}

@@ -29,8 +29,8 @@ type executionFilter struct {
 	Before                string // the last id of the previous page
 	timeRange
 	after       *time.Time
-	traces, ids []string // that Trace means; nil without it
-	flows       []string // that Flow means
+	traces, ids []string // ids that Trace stands for; nil without it
+	flows       []string // flows that Flow stands for
 }
 
 func executionStatuses() []string {
@@ -150,11 +150,11 @@ func (f *executionFilter) begin(before string) error {
 	return nil
 }
 
-// perFlow bounds the rows of each flow that are searched, of so many in all.
+// perFlow returns the bound of searched rows for each flow, out of looked in all.
 func (f executionFilter) perFlow(looked int) int { return looked / max(len(f.flows), 1) }
 
-// wanted returns the arguments of executionCandidates and executionWanted, which search so many rows, and how many to
-// return.
+// wanted returns the arguments of executionCandidates and executionWanted: looked bounds the searched rows, most the
+// returned rows.
 func (f executionFilter) wanted(looked, most int) postgres.Strict {
 	from, until := f.bounds(f.Before)
 	status, notStatus := without(f.Status)
@@ -187,7 +187,7 @@ func (f executionFilter) leadingFilter() string {
 	return "newest"
 }
 
-// searchesAll reports whether the searched rows are all rows.
+// searchesAll reports whether the listing searches all rows.
 func (f executionFilter) searchesAll() bool {
 	by := f.leadingFilter()
 	others := (f.Label != "" && by != "label") || f.Surface != "" || f.Agent != "" ||
@@ -243,7 +243,8 @@ func (f executionFilter) tab(name, value string) string {
 	return "/executions?" + q.Encode()
 }
 
-// filtersOf reads URL parameters: each at most once, known ones only, without empty ones, which forms send.
+// filtersOf reads URL parameters. It accepts only known parameters, each at most once. It drops empty parameters, which
+// forms send.
 func filtersOf(values url.Values, known ...string) (map[string]string, error) {
 	q := map[string]string{}
 	for name, given := range values {
@@ -261,7 +262,7 @@ func filtersOf(values url.Values, known ...string) (map[string]string, error) {
 	return q, nil
 }
 
-// tracesFor returns the ids of the traces that a pasted text means; empty for none, nil without a text.
+// tracesFor returns the ids of the traces that a pasted text stands for; empty for none, nil without a text.
 func (room *Room) tracesFor(ctx context.Context, text string) ([]string, error) {
 	text = strings.TrimSpace(text)
 	if text == "" {
@@ -279,7 +280,7 @@ func (room *Room) tracesFor(ctx context.Context, text string) ([]string, error) 
 	return found, err
 }
 
-// runsFor returns the traces and the executions that a pasted text means. Both are nil without a text.
+// runsFor returns the traces and the executions that a pasted text stands for. Both are nil without a text.
 func (room *Room) runsFor(ctx context.Context, text string) (traces, ids []string, err error) {
 	text = strings.TrimSpace(text)
 	if text == "" {

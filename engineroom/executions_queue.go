@@ -17,12 +17,12 @@ const queueKinds = 100
 // stateTab links to the executions of one state.
 type stateTab struct {
 	Word, Link string
-	Count      string // with "+" beyond maxCount; empty where it is not counted
+	Count      string // with "+" beyond maxCount; empty without a count
 	Now        bool   // the current tab
 }
 
-// executionStates are the tabs, the one filter of states: Failed ones include timeouts. Waiting ones are ordered by
-// deadline. A tab keeps the filters. Counts cover all executions, so they are shown without filters.
+// executionStates returns the tabs, which are the only filter of states. Failed includes timeouts. Waiting is in order
+// of the deadline. A tab keeps the filters. Counts cover all executions, so the page shows counts only without filters.
 func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 	f := v.About.(executionFilter)
 	counts := map[string]string{}
@@ -41,7 +41,7 @@ func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 		case string(executions.Failed):
 			tab.Link, tab.Now = f.tab("failed", "1"), tab.Now || f.Failed || f.Status == string(executions.Timeout)
 		case string(executions.Timeout):
-			continue // with the failed ones
+			continue // counted as failed
 		}
 		tabs = append(tabs, tab)
 	}
@@ -50,9 +50,9 @@ func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 	}), nil
 }
 
-// countStates counts the executions of each state, up to maxCount, from the state's index. A plain condition could
-// make the planner scan the table for a rare state. Completed ones have no such index: they are counted among the
-// newest.
+// countStates counts the executions of each state, up to maxCount, from the state's index. A plain condition could make
+// the planner scan the table for a rare state. Completed executions have no such index, so countStates counts them
+// among the newest executions.
 func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 	rows, err := room.Read.Query(ctx, `
 		select s.status, false as more, (select count(*) filter (where x.status = s.status) from (

@@ -20,8 +20,8 @@ type visitMemo struct {
 // memoLasts is the cache time of failures. The parts of one page, or of one refresh, share a read.
 const memoLasts = 250 * time.Millisecond
 
-// failures reads the failures, or returns those that another part has just read. Streams share one read until the pulse
-// reports a failure or a recovery.
+// failures reads the failures, or returns the failures that another part has just read. Streams share one read until
+// the pulse reports a failure or a recovery.
 func (room *Room) failures(ctx context.Context, v *visit) (monitor.Failures, error) {
 	read := func() (monitor.Failures, error) { return monitor.ReadFailures(ctx, room.Read) }
 	switch {

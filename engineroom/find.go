@@ -21,11 +21,11 @@ import (
 const (
 	// hitsShown bounds the hits of a group.
 	hitsShown = 6
-	// maxNames bounds the rows of a small table whose names are compared.
+	// maxNames bounds the rows of a small table whose names a search compares.
 	maxNames = 2000
-	// maxRecentRuns bounds the newest executions whose texts are compared.
+	// maxRecentRuns bounds the newest executions whose texts a search compares.
 	maxRecentRuns = 1000
-	// maxRecentThreads bounds the newest threads, and memories, whose names are compared.
+	// maxRecentThreads bounds the newest threads, and memories, whose names a search compares.
 	maxRecentThreads = 5000
 )
 
@@ -42,7 +42,7 @@ type hit struct {
 type hitGroup struct {
 	Name, Word string
 	Hits       []hit
-	More       string // the address of all of them; empty for none
+	More       string // the address of all hits; empty for none
 	rank       int
 }
 
@@ -52,11 +52,11 @@ type findQuery struct {
 	like string   // the text as a part of a name
 	id   fragment // the text as a part of an id
 	isID bool
-	// runs has the executions with the part of an id, which two kinds of hits need; nil reads them.
+	// runs has the executions whose ids contain the part, for two kinds of hits; nil makes the finder read them.
 	runs *[]string
 }
 
-// newFindQuery parses a text. usable is false for an empty one.
+// newFindQuery parses a text. usable is false for an empty text.
 func newFindQuery(text string) (q findQuery, usable bool) {
 	text = strings.TrimSpace(text)
 	q = findQuery{Text: text, like: likePart(text)}
@@ -87,7 +87,7 @@ func (q findQuery) rank(title string) int {
 // finder finds the hits of one kind, at most hitsShown+1, best first.
 type finder func(room *Room, ctx context.Context, q findQuery) ([]hit, error)
 
-// finders are the kinds in the order of their groups. A kind whose ids match comes first.
+// finders has the kinds of hits in the order of their groups. A kind with a matching id comes first.
 var finders = []struct {
 	name, word, all string
 	byID            bool
@@ -163,7 +163,7 @@ func (f found) Count() (n int) {
 	return n
 }
 
-// search finds the groups of hits, best first. Without a text these are the newest items.
+// search finds the groups of hits, best first. Without a text it returns the newest items.
 func (room *Room) search(ctx context.Context, text string) (found, error) {
 	q, usable := newFindQuery(text)
 	f := found{Text: q.Text, IsID: q.isID, Window: maxFragments}
@@ -197,7 +197,7 @@ func (room *Room) search(ctx context.Context, text string) (found, error) {
 	return f, nil
 }
 
-// findAll returns the hits of each kind. Two kinds are searched at a time.
+// findAll returns the hits of each kind. It searches two kinds at a time.
 func (room *Room) findAll(ctx context.Context, q findQuery) ([][]hit, error) {
 	runs, err := []string{}, error(nil)
 	if q.isID {
@@ -319,7 +319,7 @@ func (room *Room) runHits(ctx context.Context, ids string, args postgres.Strict)
 		  from agent_executions e where e.id = any (array(`+ids+`)) order by e.id desc`, args, byName("/executions/"))
 }
 
-// runsWith returns the executions with the part of an id.
+// runsWith returns the executions whose ids contain the part.
 func (room *Room) runsWith(ctx context.Context, q findQuery) ([]string, error) {
 	if q.runs != nil {
 		return *q.runs, nil
@@ -360,8 +360,8 @@ func (room *Room) findTraces(ctx context.Context, q findQuery) ([]hit, error) {
 		 order by i.n`, postgres.Strict{"ids": ids}, byName("/traces/"))
 }
 
-// findLabels finds executions of any age by a label's value, the newest, and then by the beginning of a value, in any
-// letter case. The text is name=value or a value.
+// findLabels finds the newest executions with a label's value, at any age. Then it finds executions by the beginning of
+// a value, in any letter case. The text is name=value or a value.
 func (room *Room) findLabels(ctx context.Context, q findQuery) ([]hit, error) {
 	name, value := executions.ParseLabel(q.Text)
 	return room.runHits(ctx, `
@@ -568,7 +568,7 @@ func (room *Room) findActions(ctx context.Context, q findQuery) ([]hit, error) {
 		func(id string) string { return "/activity?row=" + id + "#row-" + id })
 }
 
-// findPages finds pages by their labels; all of them without a text.
+// findPages finds pages by their labels. Without a text it finds all pages.
 func (room *Room) findPages(ctx context.Context, q findQuery) ([]hit, error) {
 	var list []hit
 	who := principals.From(ctx)

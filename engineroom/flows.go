@@ -25,7 +25,7 @@ import (
 const (
 	// maxFlows bounds the flows on the page.
 	maxFlows = 200
-	// maxFlowRuns bounds the executions of a flow that are counted from the index; more come from the counts.
+	// maxFlowRuns bounds the executions of a flow that a query counts from the index; larger numbers come from the counts.
 	maxFlowRuns = 300
 )
 
@@ -44,7 +44,7 @@ func (room *Room) flowPage() page {
 		path: "/flows/{name}", name: "flow", open: room.openFlow,
 		parts: []part{
 			{name: "facts", every: 2 * time.Second, load: room.flowFacts},
-			{name: "start", load: room.flowStart}, // somebody may be typing
+			{name: "start", load: room.flowStart}, // an update would lose typed text
 			{name: "definition", load: room.flowDefinition},
 		},
 	}
@@ -78,7 +78,7 @@ func (room *Room) listFlows(ctx context.Context, _ *visit) (any, error) {
 	return map[string]any{"Flows": list, "More": more}, room.countFlows(ctx, list)
 }
 
-// readFlows reads the names and kinds of all flows, or those of one; by name, the startable ones first.
+// readFlows reads the names and kinds of all flows, or of one flow, by name. Startable flows come first.
 func (room *Room) readFlows(ctx context.Context, only string) ([]flowRow, error) {
 	data, err := postgres.Rows[struct {
 		Name, Source, About string
@@ -132,7 +132,7 @@ func (room *Room) readFlows(ctx context.Context, only string) ([]flowRow, error)
 	for _, name := range slices.Sorted(maps.Keys(found)) {
 		list = append(list, found[name])
 	}
-	slices.SortStableFunc(list, func(a, b flowRow) int { // what one can start is first
+	slices.SortStableFunc(list, func(a, b flowRow) int { // startable flows come first
 		return strings.Compare(strconv.FormatBool(b.Startable()), strconv.FormatBool(a.Startable()))
 	})
 	return list, nil
@@ -201,14 +201,14 @@ func (room *Room) openFlow(ctx context.Context, v *visit) (string, error) {
 	case len(list) > 0:
 		v.About = list[0]
 		return list[0].Name, nil
-	case executions.IsExternal(name): // a worker outside may run any
+	case executions.IsExternal(name): // an external worker may run any such flow
 		v.About = flowRow{Name: name, Kind: flowExternal}
 		return name, nil
 	}
 	return "", problem.New(http.StatusNotFound, "there is no flow %.100q", name)
 }
 
-// flowFacts reads the numbers of a flow, and whether something runs it.
+// flowFacts reads the numbers of a flow, and whether a process or worker runs it.
 func (room *Room) flowFacts(ctx context.Context, v *visit) (any, error) {
 	f, _ := v.About.(flowRow)
 	one := []flowRow{f}
@@ -217,7 +217,7 @@ func (room *Room) flowFacts(ctx context.Context, v *visit) (any, error) {
 	}
 	gone, err := room.missingWorkerOf(ctx, f.Name)
 	if gone != nil && gone.Kind == flowExternal && (gone.Seen != nil || one[0].Runs == 0) {
-		gone = nil // an idle worker outside is not known
+		gone = nil // the database may lack an idle external worker
 	}
 	return map[string]any{"Flow": one[0], "Missing": gone}, err
 }
@@ -225,7 +225,7 @@ func (room *Room) flowFacts(ctx context.Context, v *visit) (any, error) {
 // startForm is the form that starts a flow.
 type startForm struct {
 	flowRow
-	Input, From string // From says where Input comes from
+	Input, From string // From names the source of Input
 	Schema      string
 	Talks       bool // it needs a thread
 }
@@ -275,7 +275,7 @@ func (room *Room) flowStart(ctx context.Context, v *visit) (any, error) {
 // maxExampleDepth bounds the nesting of an example.
 const maxExampleDepth = 6
 
-// exampleOf returns an example of a JSON schema: its default, its first example or value, or an empty value of its
+// exampleOf returns an example of a JSON schema: the default, the first example or value, or an empty value of the
 // type.
 func exampleOf(schema map[string]any, depth int) any {
 	if value, has := jsonschema.Given(schema); has {
@@ -307,7 +307,7 @@ func exampleOf(schema map[string]any, depth int) any {
 	return nil
 }
 
-// numberOr0 is a number, or 0 for anything else.
+// numberOr0 returns a number, or 0 for any other value.
 func numberOr0(value any) any {
 	switch value.(type) {
 	case float64, int, json.Number:

@@ -13,26 +13,27 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// An id is found by any part of it. Its beginning is a range of the index, however old the id is. Any other part is
-// compared with the newest ids, in index order, because an index of endings would cost every insert.
+// Any part of an id finds the id. A beginning is a range of the index, so it finds ids of any age. A query compares any
+// other part with the newest ids, in index order, because an index of endings would slow every insert.
 const (
-	// maxFragments bounds the executions, or traces, that a part of an id is compared with; maxOtherFragments bounds
+	// maxFragments bounds the executions or traces that a query compares with a part of an id. maxOtherFragments bounds
 	// the rows of another table.
 	maxFragments      = 30_000
 	maxOtherFragments = 10_000
 	// minFragment is the least length of a part of an id.
 	minFragment = 4
-	// maxMatches bounds the ids that a part of one stands for.
+	// maxMatches bounds the ids that match a part.
 	maxMatches = 50
 )
 
-// fragment is a part of an id, as people paste it: whole, its beginning, its end, or both with … between.
+// fragment is a pasted part of an id: the whole id, its beginning, its end, or both with … between them.
 type fragment struct {
 	begin, end string // end is empty without an ellipsis
 	surface    string // hb, op, ch, wh or fl, if a trace id's beginning is given
 }
 
-// fragmentOf parses a pasted id. A URL is the last segment of its path. ok is false for text that is no part of an id.
+// fragmentOf parses a pasted id. In a URL, the id is the last segment of the path. ok is false for text that is no part
+// of an id.
 func fragmentOf(text string) (f fragment, ok bool) {
 	text = strings.Trim(strings.TrimSpace(text), "\"'`<>()[]{},;:#")
 	if at, err := url.Parse(text); err == nil && (at.Host != "" || strings.HasPrefix(text, "/")) {
@@ -58,8 +59,8 @@ func fragmentOf(text string) (f fragment, ok bool) {
 		(strings.ContainsAny(begin, "0123456789") || begin == strings.ToUpper(begin))
 }
 
-// hexRange returns the first and the last uuid with the beginning, and a LIKE pattern for the hex digits of a uuid.
-// They are empty for text that is no part of a uuid.
+// hexRange returns the first and the last uuid with the beginning, and a LIKE pattern for a uuid's hex digits. All
+// three are empty for text that is no part of a uuid.
 func (f fragment) hexRange() (low, high, pattern string) {
 	begin, end := hexDigits(f.begin), hexDigits(f.end)
 	if f.surface != "" || strings.Trim(begin+end, "0123456789abcdef") != "" || len(begin+end) > 32 || begin+end == "" {
@@ -74,8 +75,8 @@ func (f fragment) hexRange() (low, high, pattern string) {
 	return low, high, begin + "%" + end
 }
 
-// wholeBytes are the bytes that a uuid with the longer part has, if the part begins with a byte, and if it begins
-// within one.
+// wholeBytes returns the whole bytes of the longer part. even are the bytes if the part starts at a byte of the uuid;
+// odd are the bytes if it starts in the middle of a byte.
 func (f fragment) wholeBytes() (even, odd []byte) {
 	part := hexDigits(f.begin)
 	if end := hexDigits(f.end); len(end) > len(part) {
@@ -88,14 +89,14 @@ func (f fragment) wholeBytes() (even, odd []byte) {
 func bytesOf(digits string) []byte {
 	b, err := hex.DecodeString(digits[:len(digits)/2*2])
 	if err != nil {
-		return []byte{} // every uuid has it
+		return []byte{} // every uuid contains no bytes
 	}
 	return b
 }
 
 func hexDigits(s string) string { return strings.ToLower(strings.ReplaceAll(s, "-", "")) }
 
-// asUUID fills up a uuid's beginning.
+// asUUID fills a uuid's beginning up to a whole uuid.
 func asUUID(begin, fill string) string {
 	h := begin + strings.Repeat(fill, 32-len(begin))
 	return h[:8] + "-" + h[8:12] + "-" + h[12:16] + "-" + h[16:20] + "-" + h[20:]
@@ -117,7 +118,7 @@ func (f fragment) ulidRange() (low, high, pattern string) {
 	return low, high, begin + "%" + end
 }
 
-// surfaces lists the prefixes that the trace id can have.
+// surfaces lists the possible prefixes of the trace id.
 func (f fragment) surfaces() []string {
 	if f.surface != "" {
 		return []string{f.surface}
@@ -125,7 +126,7 @@ func (f fragment) surfaces() []string {
 	return []string{"hb", "op", "ch", "wh", "fl"}
 }
 
-// idTables are the tables whose rows are found by a part of their uuid. The statement needs their names as constants.
+// idTables are the tables whose rows a part of their uuid finds. The statement needs the tables' names as constants.
 var idTables = []string{
 	"agent_executions", "agent_approvals", "agent_webhook_deliveries", "agent_webhook_outbox", "agent_eval_runs",
 }
@@ -141,7 +142,7 @@ func (room *Room) matchUUIDs(ctx context.Context, table string, f fragment, most
 		window = maxFragments
 	}
 	if f.begin != "" && (f.end != "" || len(hexDigits(f.begin)) == 32) || strings.ToLower(f.begin+f.end) != f.begin+f.end {
-		window = 0 // the range has all of them, or it is written as no uuid is shown
+		window = 0 // the range has all matches, or no page shows a uuid in this form
 	}
 	even, odd := f.wholeBytes()
 	return postgres.Values[string](ctx, room.Read, "find ids", `
@@ -161,8 +162,8 @@ func (room *Room) matchUUIDs(ctx context.Context, table string, f fragment, most
 	})
 }
 
-// matchTraces returns the ids of traces with a part, or of runs, which are the executions with it, or of actions with
-// it, at most most.
+// matchTraces returns at most most ids of traces. The trace id, or the id of an action of the trace, contains the part,
+// or the trace has one of runs. runs are the executions whose ids contain the part.
 func (room *Room) matchTraces(ctx context.Context, f fragment, runs []string, most int) ([]string, error) {
 	found, err := room.matchTraceIDs(ctx, f, most)
 	if err != nil {
@@ -170,7 +171,7 @@ func (room *Room) matchTraces(ctx context.Context, f fragment, runs []string, mo
 	}
 	low, high, _ := f.hexRange()
 	if len(hexDigits(f.begin)) < 8 {
-		low = "" // the beginnings of too many actions
+		low = "" // too many actions have such a beginning
 	}
 	of, err := postgres.Values[string](ctx, room.Read, "find traces", `
 		(select e.trace_id from agent_executions e where e.id = any (@ids::text[]::uuid[]))
@@ -207,7 +208,7 @@ func (room *Room) matchTraceIDs(ctx context.Context, f fragment, most int) ([]st
 	}
 	window := maxFragments / len(f.surfaces())
 	if f.surface == "" && strings.ToUpper(f.begin+f.end) != f.begin+f.end {
-		window = 0 // written as no trace id is shown
+		window = 0 // no page shows a trace id in this form
 	}
 	part := strings.ToUpper(f.begin)
 	if end := strings.ToUpper(f.end); len(end) > len(part) {
@@ -235,7 +236,7 @@ func (room *Room) matchTraceIDs(ctx context.Context, f fragment, most int) ([]st
 	})
 }
 
-// whole is the fragment as one text.
+// whole returns the fragment as one text.
 func (f fragment) whole() string {
 	switch {
 	case f.end != "":
@@ -246,7 +247,8 @@ func (f fragment) whole() string {
 	return f.begin
 }
 
-// tail is the end of an id as lists show it: 12 hex digits of a uuid, 8 letters of a trace id, whole for others.
+// tail returns the end of an id for lists: 12 hex digits of a uuid or 8 letters of a trace id. It returns other ids
+// whole.
 func tail(id string) string {
 	if len(id) == traceIDLength && id[2] == '_' {
 		return "…" + id[traceIDLength-8:]
@@ -254,7 +256,7 @@ func tail(id string) string {
 	return short(id)
 }
 
-// likePart is the LIKE pattern for texts that contain a text. Empty matches all.
+// likePart returns the LIKE pattern for texts that contain a text. An empty pattern matches all.
 func likePart(text string) string {
 	if text == "" {
 		return ""
@@ -262,8 +264,8 @@ func likePart(text string) string {
 	return "%" + strings.TrimSuffix(prefixPattern(text), "%") + "%"
 }
 
-// elsewhere resolves an address with a part of an id or name: to the only match, or to the page Find with all matches.
-// It returns an empty address for an error that is no wrong id.
+// elsewhere resolves an address with a part of an id or name. It returns the address of the only match, or of the page
+// Find with all matches. For an error without a wrong id, it returns an empty address.
 func (room *Room) elsewhere(ctx context.Context, p page, v *visit, err error) string {
 	refused, _ := problem.Of(err)
 	if refused.Status != http.StatusNotFound && refused.Status != http.StatusBadRequest {
@@ -285,11 +287,11 @@ func (room *Room) elsewhere(ctx context.Context, p page, v *visit, err error) st
 		return ""
 	case len(hits) == 1 &&
 		hits[0].Href == (&url.URL{Path: strings.Replace(p.path, "{"+name[1]+"}", text, 1)}).EscapedPath():
-		return "" // the page exists, but an item on it does not
+		return "" // the page exists, but not an item on it
 	case len(hits) == 1:
 		return hits[0].Href
 	case len(hits) == 0 && (!id || f.isWhole()):
-		return "" // a name, or a whole id: it does not exist
+		return "" // the name or whole id does not exist
 	}
 	return "/find?q=" + url.QueryEscape(text)
 }

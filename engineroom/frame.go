@@ -13,8 +13,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// zoneCookie has the reader's time zone, an IANA name. The page's script writes it: it shows times in that zone, and
-// the server reads typed times in it. Without the cookie both are UTC.
+// zoneCookie has the reader's time zone, an IANA name. The page's script writes the cookie and shows times in that
+// zone. The server reads typed times in the zone. Without the cookie both use UTC.
 const zoneCookie = "lanekeeper_zone"
 
 var (
@@ -36,7 +36,7 @@ func zoneOf(r *http.Request) *time.Location {
 	return zone
 }
 
-// resolveTimes replaces typed times in the query by absolute ones, so that the URL means the same to every reader.
+// resolveTimes replaces typed times in the query by absolute times, so the URL means the same to every reader.
 func (v *visit) resolveTimes() {
 	for _, name := range []string{"since", "until"} {
 		value := v.Query.Get(name)
@@ -81,13 +81,14 @@ func (s show) ZoneCookie() string { return s.zoneCookie }
 // maxWaits bounds the counted items: "99+".
 const maxWaits = 99
 
-// waits counts approvals and requests of executions that wait for a person. Titles, icons and notifications show it.
+// waits counts approvals and requests of executions that wait for a person. Titles, icons and notifications show the
+// count.
 type waits struct {
 	Approvals, Requests int64
 	Newest, Skill       string // of the newest approval: id and skill; empty for none
 }
 
-// Total is the text of a title: 3, or 99+. It is empty for none.
+// Total is the text of a title: 3, or 99+; empty for none.
 func (w waits) Total() string { return waitsText(w.Approvals + w.Requests) }
 
 // Asked is the text beside the link to the approvals.
@@ -103,7 +104,7 @@ func waitsText(n int64) string {
 // recent shares one read among pages and viewers.
 type recent[T any] struct {
 	stale atomic.Bool // since forget
-	mu    sync.Mutex  // is held while reading
+	mu    sync.Mutex  // held during a read
 	at    time.Time
 	last  T
 }
@@ -123,7 +124,7 @@ func (r *recent[T]) read(age time.Duration, read func() (T, error)) (T, error) {
 	return got, err
 }
 
-// forget makes the next call read anew, even during a running read.
+// forget makes the next call read again, even during a running read.
 func (r *recent[T]) forget() { r.stale.Store(true) }
 
 // sumsEvery is how often a stream refreshes sums over the log.
@@ -155,7 +156,7 @@ func (room *Room) readWaits(ctx context.Context) (w waits, err error) {
 	return w, nil
 }
 
-// withWaits adds the part to every page, so that each title is live.
+// withWaits adds the part to every page, so each title is live.
 func (room *Room) withWaits(pages []page) []page {
 	load := func(ctx context.Context, _ *visit) (any, error) { return room.waiting(ctx) }
 	for i := range pages {

@@ -8,18 +8,19 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// halt is the end of work whose row still says running: its execution has ended, or its worker's lease is over. A sweep
-// closes such rows, and no page waits for it. The trace page finds the same states in its own rows: see stopLost.
+// halt is the end of work whose row still says running. Its execution has ended, or its worker's lease is over. A sweep
+// closes such rows later; pages do not wait for the sweep. The trace page finds the same states in its own rows: see
+// stopLost.
 type halt struct {
 	ID    string
 	State string // stateStopped or stateLost
 	At    time.Time
-	// Unclaimed reports that the execution waits for another worker, which continues its phases. Its calls are lost.
+	// Unclaimed reports that the execution waits for another worker, which continues its phases. Calls in flight are lost.
 	Unclaimed bool
 }
 
-// haltRunning finds the halted rows among n rows. running returns a row's execution, or empty for a row that is not
-// running; stop changes the row.
+// haltRunning finds the halted rows among n rows. running returns a row's execution, or empty unless the row is
+// running. stop changes the row.
 func haltRunning(
 	ctx context.Context, db postgres.DB, n int, running func(i int) string, stop func(i int, h halt),
 ) error {
@@ -56,7 +57,7 @@ func haltRunning(
 	return nil
 }
 
-// lines lists activities, and says which running ones have halted.
+// lines lists activities, and marks running activities that have halted.
 func (room *Room) lines(ctx context.Context, f activity.Filter) (activity.Listing, error) {
 	got, err := activity.Lines(ctx, room.Read, f)
 	if err != nil {

@@ -65,7 +65,7 @@ func (room *Room) openLanes(ctx context.Context, v *visit) (string, error) {
 	return "Lanes", err
 }
 
-// lanesFor returns the lanes whose names contain a text, or the one with that name; nil without a text.
+// lanesFor returns the lanes whose names contain a text, or only the lane with exactly that name; nil without a text.
 func (room *Room) lanesFor(ctx context.Context, text string) ([]string, error) {
 	if text == "" {
 		return nil, nil
@@ -89,7 +89,7 @@ type heldLane struct {
 	LockedAt       time.Time
 	ExpiresAt      *time.Time // nil if parked
 	Waiters        int64      // at most maxLanes + 1
-	Lender         *string    // the execution that lent it
+	Lender         *string    // the execution that lent the lane
 }
 
 // Waiting formats the bounded number of waiters.
@@ -163,8 +163,8 @@ type laneWaiter struct {
 	Until       *time.Time // deadline of such an execution
 }
 
-// laneWaiters reads the waiters in the order of service. Waiting processes form a queue. Waiting executions are woken
-// by the release and retry.
+// laneWaiters reads the waiters in the order of service. Waiting processes form a queue. A release wakes waiting
+// executions, which retry.
 func (room *Room) laneWaiters(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(laneFilter)
 	all, err := postgres.Rows[laneWaiter](ctx, room.Read, "list waiters", `
@@ -209,7 +209,7 @@ func (room *Room) laneLoans(ctx context.Context, v *visit) (any, error) {
 }
 
 // maxExpiredSearch bounds the held lanes searched for an expired lease. No index covers the expiry, because every
-// renewal would have to update it.
+// renewal would have to update the index.
 const maxExpiredSearch = 1000
 
 // staleLane is a lane with an expired lease and no new holder.
@@ -219,7 +219,7 @@ type staleLane struct {
 	ExpiredAt      time.Time
 }
 
-// stale reads the expired lanes. A sweep removes them, so a lasting one means that no sweep runs.
+// stale reads the expired lanes. A sweep removes such lanes, so a lane that stays here means that no sweep runs.
 func (room *Room) stale(ctx context.Context, _ *visit) (any, error) {
 	claims, err := postgres.Rows[claim](ctx, room.Read, "list claims", `
 		select `+claimColumns+`

@@ -20,14 +20,14 @@ import (
 
 // The event stream of a page, at /live and the page's path:
 //
-//   - hello comes first. Its data is the server's build, so a page of an older build can report it.
+//   - hello comes first. Its data is the server's build, so a page of an older build can report the newer build.
 //   - part is a changed part; data {id, html}. The event's id names the state of all parts of the page after the event.
 //     Last-Event-ID, or ?seen= at first, names the state that the page has. A reconnected stream sends exactly the
 //     parts that differ from that state.
 //   - expired reports that the login has ended. Then the stream ends, as at shutdown.
 //
-// A ping comes every few seconds; its data is the server's time in milliseconds. Pings are events, because the page's
-// script sees no comments. It takes a silent stream for a dead server.
+// The server sends a ping every few seconds; its data is the server's time in milliseconds. Pings are events, because
+// the page's script sees no comments. The script treats a silent stream as a dead server.
 
 const (
 	heartbeat = 3 * time.Second
@@ -137,7 +137,7 @@ func (out *stream) flush() {
 
 var markForm = regexp.MustCompile(`^[\w-]{12}$`)
 
-// marks returns the digests in a state's name; an empty one matches no part.
+// marks returns the digests in a state's name. An empty digest matches no part.
 func marks(state string, n int) []string {
 	list := strings.Split(state, ".")
 	if len(list) != n {
@@ -156,12 +156,12 @@ func marks(state string, n int) []string {
 const (
 	mostTopics  = 300
 	mostViewers = 3000
-	// maxConcurrentReads bounds the concurrent reads of topics, so that viewers cannot use up the connections.
+	// maxConcurrentReads bounds the concurrent reads of topics, so viewers cannot use all connections.
 	maxConcurrentReads = 3
 )
 
-// hub has a topic for each viewed URL, and others for viewers who lack scopes of linked pages. A topic lives while it
-// has viewers.
+// hub has a topic for each viewed URL, and further topics for viewers without the scopes of linked pages. A topic lives
+// while it has viewers.
 type hub struct {
 	room          *Room
 	reading       chan struct{} // a semaphore of maxConcurrentReads
@@ -220,7 +220,7 @@ func (h *hub) join(p page, v *visit, seen string) (who *viewer, leave func(), er
 	h.viewers++
 	who.topic = t
 	t.add(who)
-	if first { // started with the viewer, so that the first read is shared
+	if first { // starts with the viewer, so both share the first read
 		t.stop = owned(t.run)
 	}
 	if h.stop == nil {
@@ -262,7 +262,7 @@ func owned(fn func(ctx context.Context)) (stop func()) {
 	}
 }
 
-// viewer is one stream. It is only notified of changes, so a slow viewer gets the latest state, without a backlog.
+// viewer is one stream. A topic only notifies it of changes, so a slow viewer gets the latest state without a backlog.
 type viewer struct {
 	topic *topic
 	news  chan struct{}

@@ -8,9 +8,9 @@ import (
 )
 
 const (
-	// rowsFrom is the size from which a part is sent as its changed rows.
+	// rowsFrom is the size from which a stream sends only the changed rows of a part.
 	rowsFrom = 32 << 10
-	// keptRows bounds the states of parts whose rows are remembered.
+	// keptRows bounds the states of parts whose rows rowMemory stores.
 	keptRows = 16
 )
 
@@ -25,7 +25,7 @@ type rowMemory struct {
 	rows  map[string]map[string]uint64
 }
 
-// eachRow splits a part: text has no rows, and row is one with its id.
+// eachRow splits a part. It calls text for pieces without rows, and row for each row with its id.
 func eachRow(html []byte, text func([]byte), row func(id string, whole []byte)) {
 	for {
 		at := bytes.Index(html, rowStart)
@@ -46,7 +46,7 @@ func eachRow(html []byte, text func([]byte), row func(id string, whole []byte)) 
 	text(html)
 }
 
-// keep remembers the rows of a part.
+// keep stores the rows of a part.
 func (m *rowMemory) keep(mark string, html []byte) {
 	if len(html) < rowsFrom {
 		return
@@ -68,8 +68,8 @@ func (m *rowMemory) keep(mark string, html []byte) {
 	m.rows[mark], m.marks = rows, append(m.marks, mark)
 }
 
-// changed returns a part whose unchanged rows since a mark are empty, with the attribute data-same; nil for an unknown
-// mark.
+// changed returns a part in which unchanged rows since a mark are empty, with the attribute data-same. It returns nil
+// for an unknown mark.
 func (m *rowMemory) changed(mark string, html []byte) []byte {
 	m.mu.Lock()
 	defer m.mu.Unlock()

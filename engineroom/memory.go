@@ -74,7 +74,7 @@ func (r memoryRow) Shown() shownValue { return shownJSON(r.Value, r.Bytes) }
 // memoryFilter holds the filters.
 type memoryFilter struct {
 	Agent, Words, Category, Prefix, Before string
-	categories                             []string // that Category means; nil without it
+	categories                             []string // categories that Category stands for; nil without it
 }
 
 // Narrowed reports whether any filter is set.

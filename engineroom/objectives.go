@@ -25,7 +25,7 @@ var objectiveStates = []string{
 	objectives.Failed, objectives.Rejected,
 }
 
-// objectiveRow is an objective in a list. It is stale three days after it was due without any work.
+// objectiveRow is an objective in a list. Without any work, an objective is stale three days after its due time.
 type objectiveRow struct {
 	ID, Name, Goal, Status, Source, ProposedBy, Note string
 	SuccessCriteria, DecidedBy, DecidedReason        string

@@ -26,12 +26,12 @@ const (
 	maxSessionMessages = 60        // messages of the shown session
 	maxMessageLength   = 8000      // characters of one
 	maxTurnCalls       = 40        // calls of skills of one turn
-	callTurns          = 5         // the newest turns of the shown session whose calls are shown
+	callTurns          = 5         // the newest turns of the session whose calls the page shows
 )
 
-// operatePage is the admin's conversation with the agent: one session with its requested approvals, a message form,
-// the lane's holder, and the list of sessions. With JavaScript the answer is streamed (assets/operate.js); without,
-// the response is the finished turn.
+// operatePage is the admin's conversation with the agent. It shows one session with its requested approvals, a message
+// form, the lane's holder, and the list of sessions. With JavaScript the server streams the answer (assets/operate.js).
+// Without JavaScript the response is the finished turn.
 func (room *Room) operatePage() page {
 	return page{
 		path: "/operate", name: "operate", nav: "Operate", title: "Operate", open: openSession, follows: true,
@@ -94,7 +94,7 @@ type sessionEntry struct {
 	Call    *sessionCall
 }
 
-// sessionView is a session's transcript with its running turn and the approvals that it waits for.
+// sessionView is a session's transcript with its running turn and the awaited approvals.
 type sessionView struct {
 	Session   string
 	Known     bool // the thread exists
@@ -105,7 +105,7 @@ type sessionView struct {
 	Approvals []pendingApproval
 }
 
-// sessionMessages reads the shown session once; the page's script appends what comes later.
+// sessionMessages reads the shown session once. The page's script appends later messages.
 func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
 	about, _ := v.About.(operateVisit)
 	got := sessionView{Session: about.Session}
@@ -259,8 +259,8 @@ type operateSession struct {
 	UpdatedAt                    time.Time
 }
 
-// operateSessions lists sessions, the latest message first. A session without a title has the name of its first
-// message. A search looks through a bounded number of threads of admins.
+// operateSessions lists sessions, the latest message first. The name of a session without a title is its first message.
+// A search reads a bounded number of threads of admins.
 func (room *Room) operateSessions(ctx context.Context, v *visit) (any, error) {
 	about, _ := v.About.(operateVisit)
 	list, err := postgres.Rows[operateSession](ctx, room.Pool, "list sessions", `
@@ -290,7 +290,7 @@ func (room *Room) operateSessions(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Sessions": list, "Here": about.Session, "Q": about.Q, "Walked": int64(walkSessions)}, nil
 }
 
-// operateAgents returns the agents to choose from, if there are several. A session keeps its first one.
+// operateAgents returns the agents to choose from, if there are several. A session keeps its first agent.
 func (room *Room) operateAgents(ctx context.Context, v *visit) (any, error) {
 	about, _ := v.About.(operateVisit)
 	session := about.Session
@@ -362,7 +362,7 @@ func (room *Room) runTurn(w http.ResponseWriter, r *http.Request) {
 	room.redirectBack(w, r, sessionAt(done.SessionID), flash{Text: text, Trace: traceID})
 }
 
-// sessionAt returns a session's URL; without an id, that of a new one.
+// sessionAt returns a session's URL; without an id, the URL of a new session.
 func sessionAt(id string) string {
 	if id == "" {
 		return "/operate"

@@ -13,7 +13,7 @@ import (
 )
 
 // overviewPage shows the agent's verdict, items that need attention, failures, current work and cost, in the order of
-// importance. With several agents the parameter agent selects one. Items that need attention are those of all agents.
+// importance. With several agents the parameter agent selects one. Items that need attention come from all agents.
 func (room *Room) overviewPage() page {
 	return page{
 		path: "/", name: "overview", nav: "Overview", title: "Overview", open: openActivity, parallel: true,
@@ -46,7 +46,7 @@ const (
 	beyond = 1001
 )
 
-// running is a running execution, or an action outside any.
+// running is a running execution, or an action outside executions.
 type running struct {
 	ExecutionID *string
 	TraceID     string
@@ -186,7 +186,7 @@ func (room *Room) memoryPanel(ctx context.Context, v *visit) (any, error) {
 	return use, nil
 }
 
-// needsSQL finds the items that need a person: the newest few of each kind, and their number.
+// needsSQL finds the newest items of each kind that need a person, and their number.
 //
 //go:embed needs.sql
 var needsSQL string
@@ -211,10 +211,10 @@ type attentionItem struct {
 	Call                     *pendingCall `db:"-"` // of an approval
 }
 
-// Left is the number of items that are not named.
+// Left is the number of items without a name on the page.
 func (n attentionKind) Left() int64 { return n.Total - int64(len(n.Items)) }
 
-// Word is the title of one or of several.
+// Word is the title for one item or for several.
 func (n attentionKind) Word() string {
 	if n.Total == 1 {
 		return one.Replace(n.Title)
@@ -233,7 +233,7 @@ func (n attentionKind) Noun() string { return strings.ToLower(n.Title[:1]) + n.T
 // Path is the item's URL, without its id.
 func (n attentionKind) Path() string { return n.item }
 
-// attentionKinds lists all kinds in display order: blocked people first.
+// attentionKinds lists all kinds in display order, beginning with kinds that block people.
 func attentionKinds() []attentionKind {
 	return []attentionKind{
 		{Kind: "approval", Title: "Approvals requested", List: "/approvals?status=pending", item: "/approvals/"},
@@ -288,7 +288,8 @@ func (room *Room) needs(ctx context.Context, _ *visit) (any, error) {
 	return map[string]any{"Needs": list}, nil
 }
 
-// maxInPlace bounds the arguments, in bytes, that are shown and approved on the overview. Longer ones have their page.
+// maxInPlace bounds the arguments, in bytes, that a person can read and approve on the overview. Longer arguments have
+// a page of their own.
 const maxInPlace = 3000
 
 // pendingCall is a call that waits for an approval.
@@ -298,11 +299,11 @@ type pendingCall struct {
 	SkillRevision                         int
 	RevisionNow                           *int
 	Bytes                                 int64
-	Arguments                             string // empty if they are long
+	Arguments                             string // empty if the arguments are long
 	ExpiresAt                             time.Time
 }
 
-// Whole reports that the arguments are shown in full.
+// Whole reports that the page shows the arguments in full.
 func (c pendingCall) Whole() bool { return c.Bytes <= maxInPlace }
 
 // Changed reports that an approval would be void: see approvalFacts.
@@ -336,7 +337,7 @@ func (room *Room) pendingCalls(ctx context.Context, found []attentionItem) (map[
 	return calls, err
 }
 
-// pausePart shows on every page that autonomous work is paused, with the action to resume. Otherwise only the
+// pausePart shows on every page that autonomous work is paused, with the action to resume. Without a pause, only the
 // overview has content: the action to pause.
 func (room *Room) pausePart() part {
 	return part{
@@ -344,7 +345,7 @@ func (room *Room) pausePart() part {
 	}
 }
 
-// withPause adds that part to every page. A page without other live parts does not stream for it.
+// withPause adds pausePart to every page. A page without other live parts opens no stream for pausePart.
 func (room *Room) withPause(pages []page) []page {
 	for i := range pages {
 		one := room.pausePart()

@@ -39,24 +39,24 @@ type page struct {
 	path  string // as http.ServeMux has it; "/" is the overview
 	name  string // of its templates: <name> arranges the parts, <name>/<part> is a part
 	nav   string // label in the navigation; empty for a subpage
-	title string // used when open returns none
-	// open loads the page's subject and returns its title. An error becomes the response (not found, invalid filter).
-	// Nil when there is no subject.
+	title string // used when open returns no title
+	// open loads the page's subject and returns its title; nil for a page without a subject. An error becomes the response
+	// (not found, invalid filter).
 	open  func(ctx context.Context, v *visit) (title string, err error)
 	parts []part
-	// follows marks a page that is read from the primary, to follow a running turn.
+	// follows marks a page that reads from the primary, to follow a running turn.
 	follows bool
-	// parallel marks a page whose parts change nothing of the visit. They are read two at a time.
+	// parallel marks a page whose parts do not change the visit. The server reads such parts two at a time.
 	parallel bool
 }
 
 // part is a part of a page.
 type part struct {
 	name  string        // also the id of its element
-	every time.Duration // least refresh interval while viewed; 0 for never
-	// refreshOnActivity limits refreshes to those after activity, and one every half minute.
+	every time.Duration // least refresh interval while a viewer is present; 0 for never
+	// refreshOnActivity limits refreshes to one after activity, and one every half minute.
 	refreshOnActivity bool
-	about             changes // refreshes it at once while viewed; 0: any change does, if every is short
+	about             changes // changes that refresh it at once; 0: any change, if every is short
 	shared            bool    // shared by all pages, with a template of its own name
 	load              func(ctx context.Context, v *visit) (any, error)
 }
@@ -71,8 +71,8 @@ type visit struct {
 	live  bool                     // of a stream
 	memo  *visitMemo               // shared by the parts of a page
 	zone  *time.Location           // of the reader
-	texts bool                     // the viewer may read threads, and quotes of them
-	lacks string                   // the scopes of linked pages that the viewer lacks, each behind a space
+	texts bool                     // the viewer may read threads and their quotes
+	lacks string                   // scopes of linked pages that the viewer lacks, each after a space
 }
 
 // show is the data of a page's template.
@@ -86,7 +86,7 @@ type show struct {
 	Flash *flash // message of the last action; shown once
 	// Live is the URL of the stream, empty for none; Seen names the state of the parts.
 	Live, Seen string
-	Who        *principals.Caller // the viewer; nil when the parts are rendered for all of them
+	Who        *principals.Caller // the viewer; nil for parts that all viewers share
 	Replicated bool               // the page may come from a replica
 	// Arrangement is the page's executed template.
 	Arrangement template.HTML
@@ -209,7 +209,7 @@ func (room *Room) serve(p page) http.Handler {
 	})
 }
 
-// partField is the parameter that asks for one part of a page, which a script puts into the page.
+// partField is the parameter that requests one part of a page. A script puts the part into the page.
 const partField = "part"
 
 // renderAlone renders one part of a page.
@@ -255,12 +255,12 @@ func newVisit(r *http.Request, p page, prefix string) *visit {
 	return v
 }
 
-// linkedScopes are the scopes of pages that others link to. Pages of principals are linked among themselves only.
+// linkedScopes are the scopes of pages that other pages link to. Only pages of principals link to pages of principals.
 var linkedScopes = []principals.Scope{
 	principals.RunsRead, principals.ThreadsRead, principals.Operate, principals.ApprovalsRead,
 }
 
-// unlink removes the addresses that the viewer may not open, so that their links are text. Templates escape > in
+// unlink removes the addresses that the viewer may not open, so their links become text. Templates escape > in
 // attributes.
 func (v *visit) unlink(body []byte) []byte {
 	if v.lacks == "" {
@@ -330,7 +330,7 @@ func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	s.Arrangement = template.HTML(arranged) // made by a template of this package
+	s.Arrangement = template.HTML(arranged) // a template of this package made it
 	layout, err := room.execute("layout", s)
 	return s.withParts(s.unlink(layout)), err
 }
@@ -413,10 +413,10 @@ func digest(text []byte) string {
 	return base64.RawURLEncoding.EncodeToString(sum[:9])
 }
 
-// buffers are reused, because a large one costs more to grow than to fill.
+// buffers holds buffers for reuse, because a large buffer costs more to grow than to fill.
 var buffers = sync.Pool{New: func() any { return new(bytes.Buffer) }}
 
-// maxKeptBuffer bounds a buffer that is kept for reuse.
+// maxKeptBuffer bounds a buffer that execute keeps for reuse.
 const maxKeptBuffer = 4 << 20
 
 // execute runs a template and makes control characters visible.
@@ -505,7 +505,7 @@ func (room *Room) opener(kind, title, query string) func(ctx context.Context, v 
 // onPage returns the first n items, and whether there are more.
 func onPage[T any](list []T, n int) ([]T, bool) { return list[:min(len(list), n)], len(list) > n }
 
-// pager holds the links from a page of a list: to the next page, and to the first one. Each is empty for none.
+// pager holds the links from a page of a list to the next page and to the first page. Each is empty for none.
 type pager struct{ Older, Newest string }
 
 // paged returns the first n items and the links. The URL names the last item of a page, by cursor, in the parameter
@@ -522,7 +522,7 @@ func paged[T any](v *visit, list []T, n int, cursor func(T) string) ([]T, pager)
 	return list, links
 }
 
-// policy permits a page's own files and server only.
+// policy permits only files and connections of this server.
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; " +
 	"connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 

@@ -82,7 +82,8 @@ func (room *Room) showSecret(w http.ResponseWriter, r *http.Request, back string
 	room.send(w, r, http.StatusOK, body)
 }
 
-// mayView rejects a view that needs more than the page's scope. The prompts of a trace are texts of threads.
+// mayView rejects a view that needs more than the page's scope. For example, the prompts of a trace are texts of
+// threads.
 func mayView(r *http.Request) error {
 	who := principals.From(r.Context())
 	if who == nil || r.URL.Query().Get("tab") != "prompt" || who.May(principals.ThreadsRead) {
@@ -92,7 +93,7 @@ func mayView(r *http.Request) error {
 		principals.ThreadsRead, who.Name, who.Role).Kind("missing-scope", "Missing scope")
 }
 
-// May lists the scopes of the viewer: the stylesheet hides the forms of others.
+// May lists the scopes of the viewer. The stylesheet hides forms that need other scopes.
 func (s show) May() string {
 	if s.Who == nil {
 		return strings.Join((&principals.Caller{

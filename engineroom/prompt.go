@@ -28,14 +28,14 @@ type promptPart struct {
 	Images                    int
 	Bytes                     int64
 	Found, Truncated, TextCut bool
-	Shared                    bool // also in the previous model call
+	Shared                    bool // the previous model call has it too
 	JSON                      bool // Text is JSON, because it is no message
 }
 
 // promptTool is a tool or a call of one, with its definition or arguments as JSON.
 type promptTool struct{ Name, About, Text string }
 
-// promptOf reads the prompt of a model call. Its texts have at most traceAllText characters together.
+// promptOf reads the prompt of a model call. All its texts together have at most traceAllText characters.
 func (room *Room) promptOf(ctx context.Context, id, row, answer string) (*promptView, error) {
 	page, err := prompts.Of(ctx, room.Read, id, prompts.Filter{ActivityID: row})
 	if err != nil || len(page.Calls) == 0 {
@@ -71,7 +71,7 @@ func (room *Room) promptOf(ctx context.Context, id, row, answer string) (*prompt
 	return p, nil
 }
 
-// fill splits a message into its fields. It shows anything else unchanged.
+// fill splits a message into its fields. It shows any other value unchanged.
 func (part *promptPart) fill(body json.RawMessage, left *int) {
 	var m models.Message
 	whole := ""

@@ -16,8 +16,8 @@ const (
 	logChanged     changes = 1 << iota // the log has a new activity
 	openChanged                        // an activity began or ended
 	runsChanged                        // an execution began, was claimed, resumed, or ended
-	failureChanged                     // an activity or an execution failed, or a failing one ran again
-	asksChanged                        // an approval, a request or a pause was opened or closed
+	failureChanged                     // an activity or an execution failed, or ran again after failures
+	asksChanged                        // an approval, a request or a pause began or ended
 	anyChange      = 1<<iota - 1
 )
 
@@ -51,7 +51,7 @@ func (h *hub) pulse(ctx context.Context) {
 }
 
 // readPulse reads the pulse of the database that pages read. If that is a replica, the second pulse is the primary's,
-// because some topics read from it.
+// because some topics read from the primary.
 func (h *hub) readPulse(ctx context.Context) (now [2]pulse) {
 	ctx, cancel := context.WithTimeout(ctx, h.pulseLimit)
 	defer cancel()
@@ -69,7 +69,7 @@ type pulse struct {
 	log, open, runs, asks string
 	failing               string // the newest runs and calls of failing flows and skills
 	failure               time.Time
-	away                  bool // an outage is a change, too: parts show the failure, and later the recovery
+	away                  bool // an outage is a change: parts show the failure, and later the recovery
 }
 
 // since returns the changes since an earlier pulse.
@@ -121,7 +121,7 @@ func pulseOf(ctx context.Context, db postgres.DB, failing *monitor.Failing) (p p
 	return p
 }
 
-// notifyTopics makes the parts of all topics due that depend on a change.
+// notifyTopics makes parts due in all topics if they depend on a change.
 func (h *hub) notifyTopics(changed changes) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

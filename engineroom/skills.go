@@ -84,8 +84,8 @@ func (room *Room) healthPanel(ctx context.Context, _ *visit) (any, error) {
 	}, nil
 }
 
-// Look is the state as shown. An enabled skill is failing if it failed 3 times or more in a row, or if its newest call
-// failed and most of its calls in 7 days did.
+// Look is the state on the page. An enabled skill is failing if its newest 3 or more calls failed, or if its newest
+// call and most calls in 7 days failed.
 func (f skillHealth) Look() string {
 	if f.State == "enabled" && (f.Streak >= monitor.FailingStreak || f.Streak > 0 && 2*f.Failed > f.Calls) {
 		return "failing"
@@ -93,7 +93,7 @@ func (f skillHealth) Look() string {
 	return f.State
 }
 
-// worstFirst orders skills: disabled, on trial, failing, then the others by failures and calls.
+// worstFirst orders skills: disabled, on trial, failing, then all other skills by failures and calls.
 func worstFirst(lines []activity.Health) []skillHealth {
 	list := make([]skillHealth, len(lines))
 	for i, h := range lines {
@@ -136,7 +136,7 @@ func (room *Room) skillsPage() page {
 	}
 }
 
-// failingSkill is a failing skill with its state as shown.
+// failingSkill is a failing skill with its state on the page.
 type failingSkill struct {
 	activity.Failure
 	Look string
@@ -270,7 +270,7 @@ type shownSkill struct {
 	ToolSize, ConfigSize, EvidenceSize                                                  int64
 }
 
-// Definition is the skill's tool definition, as shown.
+// Definition is the skill's tool definition, in a form for the page.
 func (s shownSkill) Definition() shownValue { return shownJSON(s.Tool, s.ToolSize) }
 
 // Settings is the handler's configuration.
@@ -279,7 +279,7 @@ func (s shownSkill) Settings() shownValue { return shownJSON(s.Config, s.ConfigS
 // Proof is the evidence of the disabling.
 func (s shownSkill) Proof() shownValue { return shownJSON(s.Evidence, s.EvidenceSize) }
 
-// Ever reports whether the skill was enabled again before.
+// Ever reports whether the skill was ever re-enabled.
 func (s shownSkill) Ever() bool { return s.EnabledAt.After(time.Unix(0, 0)) }
 
 func (room *Room) skillAbout(ctx context.Context, v *visit) (any, error) {

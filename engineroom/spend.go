@@ -16,7 +16,7 @@ import (
 )
 
 const (
-	// maxSpenders bounds the lines; the rest is one more.
+	// maxSpenders bounds the lines; one more line sums the rest.
 	maxSpenders = 100
 	// topSpenders bounds the lines on the overview.
 	topSpenders = 3
@@ -124,7 +124,7 @@ type spendRow struct {
 	Share           string // of the cost, or of the tokens without prices
 	More            string // URL of the line's breakdown
 	P50, P95, Price string // of a model
-	Errored, Cached string // shares of the calls and of the prompt tokens; empty where they are not counted
+	Errored, Cached string // shares of the calls and of the prompt tokens; empty without counts
 }
 
 // spendSums reads the sums.
@@ -165,7 +165,7 @@ func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
 	}, nil
 }
 
-// withShares adds the shares of failed calls and of cached tokens, which are not counted by skill.
+// withShares adds the shares of failed calls and of cached tokens. The counts have neither by skill.
 func (r spendRow) withShares(want spendFilter) spendRow {
 	if want.By == string(activity.BySkill) || want.Skill != "" {
 		return r
@@ -180,7 +180,7 @@ func (r spendRow) withShares(want spendFilter) spendRow {
 	return r
 }
 
-// describeModels adds to models the durations of their calls since a day, and the source of their price.
+// describeModels adds the durations of calls since a day, and the source of the price, to each model.
 func (room *Room) describeModels(ctx context.Context, list []spendRow, since time.Time) error {
 	took, err := activity.ModelDurations(ctx, room.Read, since, time.Now().Add(24*time.Hour))
 	if err != nil {
@@ -289,7 +289,7 @@ func periodsSince(since time.Time, per activity.Period, values func(time.Time) [
 	return list
 }
 
-// moneyTick formats dollars at an axis. Parts of a cent have four decimals or more, so that no two ticks read alike.
+// moneyTick formats dollars at an axis. Parts of a cent have four decimals or more, so no two ticks read alike.
 func moneyTick(f float64) string {
 	if cents := f * 100; math.Abs(cents-math.Round(cents)) > 1e-9 {
 		return fmt.Sprintf("$%.*f", max(4, 1+int(math.Ceil(-math.Log10(f)))), f)

@@ -13,7 +13,7 @@ import (
 const (
 	// maxDayLines bounds the lines of each breakdown of a day.
 	maxDayLines = 12
-	// maxDayTraces bounds the listed traces, and walkDayCalls the model calls that are read for them.
+	// maxDayTraces bounds the listed traces, and walkDayCalls the model calls to read for these traces.
 	maxDayTraces, walkDayCalls = 20, 10_000
 )
 
@@ -83,7 +83,7 @@ func (room *Room) spendOfDay(ctx context.Context, v *visit) (any, error) {
 	return shown, nil
 }
 
-// compared compares a day's spend with that of the day before; empty if that day had none.
+// compared compares a day's spend with the spend of the day before; empty if that day had none.
 func compared(all, before activity.SpendLine) string {
 	now, then := all.CostUSD, before.CostUSD
 	if now == 0 && then == 0 {
@@ -105,8 +105,8 @@ type traceCost struct {
 	CostUSD                                float64
 }
 
-// expensiveTraces lists the traces of a day whose model calls cost most. On a day with very many calls it reads a part,
-// and the page says so. It caches a result for half a minute, and that of a past day for ten.
+// expensiveTraces lists the traces of a day whose model calls cost most. On a day with very many calls it reads a part
+// of the calls, and the page says so. It caches a result for half a minute, and the result of a past day for ten.
 func (room *Room) expensiveTraces(ctx context.Context, v *visit) (any, error) {
 	day, _ := v.About.(time.Time)
 	keep := 30 * time.Second

@@ -85,8 +85,8 @@ func bySkillTogether(lines []activity.SpendLine) []activity.SpendLine {
 	return all[:min(len(all), topSpenders)]
 }
 
-// spendOfYesterday sums up yesterday (UTC), and names the skills and the purposes that cost most. bySkill are lines of
-// days that include it.
+// spendOfYesterday sums up yesterday (UTC), and names the skills and the purposes that cost most. bySkill has lines of
+// days, including yesterday.
 func (room *Room) spendOfYesterday(ctx context.Context, bySkill []activity.SpendLine) (any, error) {
 	day := today().AddDate(0, 0, -1)
 	byPurpose, err := activity.CountedSpend(ctx, room.Read,
@@ -183,7 +183,8 @@ type heartbeatCost struct {
 	EachTokens int64
 }
 
-// costOfHeartbeats divides the surface's spend, of the lines by day and surface, by its completed heartbeats.
+// costOfHeartbeats divides the heartbeat surface's spend by the number of completed heartbeats. The lines have the
+// spend by day and surface.
 func (room *Room) costOfHeartbeats(
 	ctx context.Context, since time.Time, lines []activity.SpendLine,
 ) (cost heartbeatCost, err error) {

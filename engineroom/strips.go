@@ -44,7 +44,7 @@ type agentStrip struct {
 	Agent string // empty for all
 	URL   string // of its overview
 	Here  bool
-	Beat  *monitor.Beat // its newest, or the newest of all
+	Beat  *monitor.Beat // the agent's newest heartbeat, or the newest of all
 	Next  *time.Time
 	Spent budgetLine
 }
@@ -57,7 +57,7 @@ func (room *Room) monitor() monitor.Monitor {
 	return monitor.Monitor{Agents: room.Agents, Limits: room.Limits}
 }
 
-// verdictPart reads the strips: that of the page, and with several agents one for each.
+// verdictPart reads the strip of the page, and with several agents one strip for each.
 func (room *Room) verdictPart(ctx context.Context, v *visit) (any, error) {
 	failures, err := room.failures(ctx, v)
 	if err != nil {
@@ -69,7 +69,7 @@ func (room *Room) verdictPart(ctx context.Context, v *visit) (any, error) {
 	}
 	total := budgetLine{Spent: "nothing"}
 	closest := -2.0
-	for _, b := range c.Budgets { // the day's limit that is closest to its end; without one, today's usage
+	for _, b := range c.Budgets { // the limit of today that is closest to exhausted; without a limit, today's usage
 		used := b.Share()
 		if b.Limit <= 0 {
 			used = -1
@@ -131,7 +131,7 @@ type hourRuns struct {
 	Agent        string `db:"-"` // empty for all
 }
 
-// URL lists them, or those that failed.
+// URL is the address of the list of the hour's executions, or of its failed executions.
 func (h hourRuns) URL(failed bool) string {
 	q := url.Values{"since": {apiTime(h.At)}, "until": {apiTime(h.At.Add(time.Hour))}}
 	if failed {
@@ -143,17 +143,17 @@ func (h hourRuns) URL(failed bool) string {
 	return "/executions?" + q.Encode()
 }
 
-// hourChart is the executions of the last 24 hours, drawn.
+// hourChart is a chart of the executions of the last 24 hours.
 type hourChart struct {
 	Hours        []hourRuns
 	Runs, Failed int64
-	Many         bool // an hour has more than are counted
+	Many         bool // an hour has more executions than counted
 }
 
-// Measures of the chart.
+// hourWide and hourHigh are measures of the chart.
 const hourWide, hourHigh = 20, 56
 
-// hoursOf is the chart. A stream refreshes it like sums.
+// hoursOf returns the chart. A stream refreshes the chart like sums.
 func (room *Room) hoursOf(ctx context.Context, v *visit, agent string) (hourChart, error) {
 	read := func() (hourChart, error) { return room.runsByHour(ctx, agent) }
 	if !v.live || v.memo == nil {
@@ -176,7 +176,7 @@ func (room *Room) runsByHour(ctx context.Context, agent string) (c hourChart, er
 	return c, err
 }
 
-// Bars are the pieces of the chart: for each hour the failed executions on top of the others.
+// Bars are the pieces of the chart: for each hour the failed executions on top of all others.
 func (c hourChart) Bars() []bar {
 	most := int64(1)
 	for _, h := range c.Hours {

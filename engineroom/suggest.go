@@ -18,7 +18,7 @@ const (
 	maxSuggested = 300
 	// maxSuggestedCount bounds the count beside a suggestion.
 	maxSuggestedCount = 100
-	// suggestionTTL is how long suggestions are cached, so that many viewers cost one read.
+	// suggestionTTL is the cache time of suggestions, so many viewers cost one read.
 	suggestionTTL = 15 * time.Second
 	// maxNamesLike bounds the names that contain a text.
 	maxNamesLike = 20
@@ -58,7 +58,7 @@ const distinctSQL = `
 	            order by x.%[1]s limit @counted + 1) c) as count
 	  from (select * from v where v.value is not null limit @most) v`
 
-// distinct are the columns with such an index.
+// distinct has the columns with such an index.
 var distinct = map[string][3]string{
 	"flow":     {"flow", "agent_executions", "x.claimed_by is null"},
 	"owner":    {"owner", "agent_threads", "true"},
@@ -127,8 +127,8 @@ func (room *Room) readSuggestions(ctx context.Context, kind string) ([]suggestio
 	return list, err
 }
 
-// namesLike returns the names of a kind that contain a text, in upper or lower case; the name itself if one is equal.
-// Without a match it returns the text, which then finds nothing.
+// namesLike returns the names of a kind that contain a text, in upper or lower case. If a name equals the text,
+// namesLike returns only that name. Without a match it returns the text, which then finds nothing.
 func (room *Room) namesLike(ctx context.Context, kind, text string) ([]string, error) {
 	if text == "" {
 		return nil, nil
@@ -152,7 +152,7 @@ func (room *Room) namesLike(ctx context.Context, kind, text string) ([]string, e
 	return names, nil
 }
 
-// chip is a filter that is set.
+// chip is a set filter.
 type chip struct{ Word, Value, Href string }
 
 // filterWords are the labels of the filters' parameters, in the order of the chips. Cursors have none.
@@ -223,7 +223,7 @@ type filterForm struct {
 	Lists map[string][]suggestion // by the names of kinds
 }
 
-// filtersPart shows the filters of a page with suggestions of some kinds. No update replaces it, so that a viewer's
+// filtersPart shows the filters of a page with suggestions of some kinds. No update replaces the part, so a viewer's
 // input stays.
 func (room *Room) filtersPart(path string, kinds ...string) part {
 	return part{name: "filters", load: func(ctx context.Context, v *visit) (any, error) {

@@ -14,7 +14,7 @@ type tableLink struct {
 	Left []string // the filters of the page that the API does not have
 }
 
-// newTableLink returns the link for the parameters of a route. Empty ones are left out.
+// newTableLink returns the link for the parameters of a route, without empty parameters.
 func newTableLink(path string, parameters map[string]string, left ...string) tableLink {
 	q := url.Values{"format": {"csv"}}
 	for name, value := range parameters {
@@ -33,10 +33,11 @@ func apiTime(t time.Time) string {
 	return t.UTC().Format(time.RFC3339)
 }
 
-// Without names the filters that are left out.
+// Without names the omitted filters.
 func (l tableLink) Without() string { return strings.Join(l.Left, ", ") }
 
-// Table links to the executions of the filter as a table. The API compares whole names only, and excludes none.
+// Table links to the executions of the filter as a table. The API compares only whole names, and has no excluding
+// filters.
 func (l executionList) Table() tableLink {
 	var left []string
 	q := map[string]string{

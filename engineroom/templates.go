@@ -67,13 +67,13 @@ func number(n any) float64 {
 	return math.NaN()
 }
 
-// The clocks of a page. Each writes the absolute time in UTC; the page's script shows it in the reader's zone and keeps
-// it up to date. What it shows is in package human.
+// The clocks of a page. Each writes the absolute time in UTC. The page's script shows the time in the reader's zone and
+// keeps it up to date. Package human defines the displayed forms.
 
 // at is a moment: 19:04:05, or 26 Nov 19:04:05 on another day.
 func at(t time.Time) template.HTML { return clock("at", t) }
 
-// ago is the age of a moment: 3 min ago. A sentence goes around it.
+// ago is the age of a moment within a sentence: 3 min ago.
 func ago(t time.Time) template.HTML { return clock("ago", t) }
 
 // since is how long something has lasted: 3 min 20 s. Write "for {{since .At}}".
@@ -85,7 +85,7 @@ func until(t time.Time) template.HTML { return clock("until", t) }
 // left is the rest of a time limit: 2 min 5 s left, or over.
 func left(t time.Time) template.HTML { return clock("left", t) }
 
-// nextRun is a planned moment; one that has passed is due.
+// nextRun is a planned moment; a past moment is due.
 func nextRun(t time.Time) template.HTML {
 	if t.After(time.Now()) {
 		return clock("next", t)
@@ -94,7 +94,7 @@ func nextRun(t time.Time) template.HTML {
 	return template.HTML(`<time class="next" datetime="` + t.UTC().Format(time.RFC3339Nano) + `">due</time>`)
 }
 
-// clock writes the absolute time. The script formats it as its class demands.
+// clock writes the absolute time. The script formats the time by its class.
 func clock(class string, t time.Time) template.HTML {
 	t = t.UTC()
 	return template.HTML(fmt.Sprintf(`<time class="%s" datetime="%s">%s UTC</time>`, // digits only
@@ -136,7 +136,7 @@ func dict(pairs ...any) (map[string]any, error) {
 //go:embed assets
 var assetFiles embed.FS
 
-// fingerprints are the digests of the embedded files by name, and under "" one of all files and templates.
+// fingerprints has the digests of the embedded files by name, and under "" a digest of all files and templates.
 var fingerprints = takeFingerprints()
 
 func takeFingerprints() map[string]string {
@@ -155,7 +155,7 @@ func takeFingerprints() map[string]string {
 			return nil
 		})
 		if err != nil {
-			return map[string]string{} // embedded files are readable; without digests they are only not cached
+			return map[string]string{} // embedded files are readable; without digests, browsers only do not cache them
 		}
 	}
 	all[""] = base64.RawURLEncoding.EncodeToString(every.Sum(nil)[:6])
@@ -225,7 +225,7 @@ func plain(text []byte) []byte {
 	return b.Bytes()
 }
 
-// asIs are the bytes of ASCII that are displayed as themselves.
+// asIs has the bytes of ASCII that a browser displays as themselves.
 var asIs = func() (is [256]bool) {
 	for c := range rune(utf8.RuneSelf) {
 		is[c] = !changesReading(c)
@@ -233,7 +233,7 @@ var asIs = func() (is [256]bool) {
 	return is
 }()
 
-// readsAsItself reports a text without characters to show. A page may have a megabyte, most of it ASCII.
+// readsAsItself reports a text without characters to make visible. A page may have a megabyte, most of it ASCII.
 func readsAsItself(text []byte) bool {
 	for i := 0; i < len(text); {
 		if asIs[text[i]] {
@@ -249,7 +249,7 @@ func readsAsItself(text []byte) bool {
 	return true
 }
 
-// changesReading reports a character that is not displayed as itself.
+// changesReading reports a character that a browser does not display as itself.
 func changesReading(r rune) bool {
 	switch r {
 	case '\n', '\t', utf8.RuneError:
@@ -258,8 +258,8 @@ func changesReading(r rune) bool {
 	return unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) || r == '\u200b' || r == '\ufeff' || r == '\u2060'
 }
 
-// brief returns at most n characters from both ends of a text, because long names often share a prefix. The full text
-// is in a title.
+// brief returns at most n characters from both ends of a text, because long names often share a prefix. A title has the
+// full text.
 func brief(n int, s string) string {
 	if len(s) <= n {
 		return s
@@ -278,7 +278,7 @@ func cut(n int, s string) string { return human.Cut(n, s) }
 // stateLook is the display of a state: a class for its colour, and a shape.
 type stateLook struct{ tone, shape string }
 
-// looks are the states with a display. Others are grey, with a dot.
+// looks has the states with a display of their own. Other states are grey, with a dot.
 var looks = map[string]stateLook{
 	"success": {"tone-good", "✓"}, "completed": {"tone-good", "✓"}, "approved": {"tone-good", "✓"},
 	"enabled": {"tone-good", "✓"},
@@ -317,7 +317,7 @@ func shape(state any) string {
 	return "·"
 }
 
-// textFilter formats a state: pending_approval is pending approval.
+// words formats a state: pending_approval becomes pending approval.
 func words(state any) string { return strings.ReplaceAll(stateWord(state), "_", " ") }
 
 // class is a state as a part of a class name.
@@ -343,8 +343,8 @@ func stateWord(state any) string {
 }
 
 const (
-	// maxValue bounds the characters read of a value. It exceeds the shown part, so that a secret at the cut is
-	// redacted whole. The statements repeat the number.
+	// maxValue bounds the characters read of a value. It exceeds the shown part, so redaction covers a whole secret at the
+	// cut. The statements repeat the number.
 	maxValue = 8192
 	// maxPre bounds the shown characters of a value.
 	maxPre = 4000
@@ -448,7 +448,7 @@ func (l diffLine) Gone() bool { return l.Sign == "−" }
 // New reports a new line.
 func (l diffLine) New() bool { return l.Sign == "+" }
 
-// compare returns the differences of two texts; nothing if equal. ok is false for too many lines.
+// compare returns the differences of two texts; nil for equal texts. ok is false for too many lines.
 func compare(before, after string) ([]diffLine, bool) {
 	if strings.Count(before, "\n")+strings.Count(after, "\n") > maxLines {
 		return nil, false

@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// read loads the part for its viewers. Package activity says which texts are hidden from those without the scope.
+// read loads the part for its viewers. Package activity decides which texts to hide from viewers without the scope.
 func (p part) read(ctx context.Context, v *visit) (any, error) {
 	if !v.texts {
 		ctx = activity.WithoutTexts(ctx)

@@ -100,7 +100,7 @@ func (f threadFilter) oneOwner() string {
 	return ""
 }
 
-// moreOwners are the owners that are compared row by row; nil for at most one.
+// moreOwners are the owners that the query compares row by row; nil for at most one.
 func (f threadFilter) moreOwners() []string {
 	if len(f.owners) < 2 {
 		return nil
@@ -226,7 +226,7 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 	return got, nil
 }
 
-// searchEnd returns the last thread that a bounded search looks at. farther is false where the search reaches all.
+// searchEnd returns the last thread that a bounded search reads. farther is false if the search reaches all threads.
 func (room *Room) searchEnd(
 	ctx context.Context, f threadFilter, at *time.Time, before string,
 ) (end threadPlace, farther bool, err error) {
@@ -245,7 +245,7 @@ func (room *Room) searchEnd(
 	return end, err == nil, err
 }
 
-// listBusyThreads reads the held threads, the longest held first, or those with queued messages.
+// listBusyThreads reads the held threads, the longest held first, or the threads with queued messages.
 func (room *Room) listBusyThreads(ctx context.Context, f threadFilter) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		with recursive waiting (id) as (
@@ -370,7 +370,7 @@ func (t threadRecord) SummaryShown() string { return clip(t.Summary, t.SummaryBy
 // threadTurn is a running execution that speaks in a thread.
 type threadTurn struct {
 	ID, Flow, Status string
-	Draft            string // the end of its text so far
+	Draft            string // the end of the text so far
 	DraftBytes       int64
 	CreatedAt        time.Time
 	HaltedAt         *time.Time `db:"-"`
@@ -500,7 +500,7 @@ func (room *Room) queuedMessages(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Line": line, "More": more, "Unsent": unsent}, nil
 }
 
-// sayForm is the admin's form. It is not live, because somebody may be typing.
+// sayForm is the admin's form. It is not live, because an update would lose typed text.
 func (room *Room) sayForm(_ context.Context, v *visit) (any, error) {
 	return v.About.(threadVisit), nil
 }

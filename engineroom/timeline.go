@@ -49,11 +49,11 @@ type recordedStep struct {
 	CreatedAt time.Time
 }
 
-// timeFilter is one line of the timeline.
+// moment is one line of the timeline.
 type moment struct {
 	ID     string // of its element
 	At     time.Time
-	Kind   string // markReadStart, status, step, failed, wait, claim, open, end
+	Kind   string // begin, status, step, failed, wait, claim, open, end
 	Word   string
 	Step   string
 	Claim  int64
@@ -108,8 +108,8 @@ func (room *Room) executionTimeline(ctx context.Context, v *visit) (any, error) 
 	return t, nil
 }
 
-// recordedSteps reads the newest steps before a position, oldest first, and whether there are earlier ones. Outputs
-// are read for the page's steps only, and cut.
+// recordedSteps reads the newest steps before a position, oldest first, and whether earlier steps exist. It reads
+// outputs for the page's steps only, and cuts them.
 func (room *Room) recordedSteps(ctx context.Context, about executionVisit) (list []recordedStep, more bool, err error) {
 	var at *time.Time
 	step := ""
@@ -183,8 +183,8 @@ func elementID(kind, name string) string {
 	return fmt.Sprintf("%s-%x", kind, h.Sum64())
 }
 
-// statusMoments returns the stored changes of status: those with a time in the row, and all of an external worker's
-// run.
+// statusMoments returns the stored changes of status. The execution's row has some times; an external worker's run has
+// all changes.
 func (room *Room) statusMoments(ctx context.Context, x executionRecord) ([]moment, error) {
 	all := []moment{{ID: "begun", At: x.CreatedAt, Kind: "begin", Word: "Created: pending"}}
 	if x.IsExternal {
@@ -258,7 +258,7 @@ func ordinal(n int) string {
 const stripWide = 1000
 
 // strip draws the timeline: bars for the queue time and the time since the first claim, ticks for records. The list
-// below has the same content.
+// below the strip has the same content.
 type strip struct {
 	Label string
 	Bars  []stripBar

@@ -9,9 +9,9 @@ import (
 )
 
 const (
-	// maxRanked bounds the rows that are searched for the slowest, the dearest, or those with errors.
+	// maxRanked bounds the rows searched for the slowest rows, the dearest rows, or rows with errors.
 	maxRanked = 10_000
-	// rankedShown bounds the rows of such a list. It has one page.
+	// rankedShown bounds the rows of such a list, which has one page.
 	rankedShown = 50
 )
 
@@ -34,14 +34,14 @@ var rangeOptions = []rangeOption{
 	{"30d", "the last 30 days", 30 * 24 * time.Hour},
 }
 
-// timeRange is when the rows of a list were created, and their order.
+// timeRange is the period in which the rows of a list were created, and their order.
 type timeRange struct {
 	Range        string // a rangeOption; empty for none
 	Since, Until time.Time
 	Sort         string
 }
 
-// rangeFilters are its parameters. since may be a range, too.
+// rangeFilters are the parameters of a timeRange. since may be a range, too.
 var rangeFilters = []string{"range", "since", "until", "sort"}
 
 // timeRange reads the period and the order.
@@ -102,8 +102,8 @@ const (
 	lastID  = "ffffffff-ffff-ffff-ffff-ffffffffffff"
 )
 
-// bounds returns the bounds on ids, which are in the order of time: from the first, up to but without the second.
-// before is the last id of the previous page; empty for none.
+// bounds returns the bounds on ids, which are in the order of time. from is included, until is not. before is the last
+// id of the previous page; empty for none.
 func (p timeRange) bounds(before string) (from, until string) {
 	from, until = firstID, lastID
 	if start := p.start(); !start.IsZero() {
@@ -124,7 +124,7 @@ func idFloor(t time.Time) string {
 	return ms[:8] + "-" + ms[8:] + "-7000-8000-000000000000"
 }
 
-// without splits a filter that excludes a value: !heartbeat is everything but heartbeat.
+// without splits a filter that excludes a value: !heartbeat matches all values but heartbeat.
 func without(value string) (rest string, excluded bool) {
 	rest, excluded = strings.CutPrefix(strings.TrimSpace(value), "!")
 	return strings.TrimSpace(rest), excluded

@@ -9,8 +9,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sse"
 )
 
-// minRefreshAge is the least age of a part before a new viewer refreshes it. So many viewers after a restart cost one
-// read.
+// minRefreshAge is the least age of a part that a new viewer refreshes. So many viewers after a restart cost one read.
 const minRefreshAge = 250 * time.Millisecond
 
 // topic is a viewed URL. Only its goroutine reads the parts.
@@ -24,7 +23,7 @@ type topic struct {
 	mu      sync.Mutex
 	parts   []state
 	viewers map[*viewer]struct{}
-	fresh   time.Time // end of reading from the primary, after a viewer's write
+	fresh   time.Time // end of the reads from the primary, after a viewer's write
 	replica bool      // the last read was from the replica
 }
 
@@ -35,15 +34,15 @@ type state struct {
 	mark   string    // digest of its HTML
 	read   time.Time // start of the read; zero for never
 	ended  time.Time // end of the read
-	moved  bool      // something has changed since
+	moved  bool      // any change has occurred since
 	urgent bool      // a change concerned the part since
 	hurry  time.Time // start of the last read that was urgent
 	wanted bool      // a new viewer has another state
 	failed bool      // the read failed
-	// Of a large part: its HTML, and its event for a viewer that has it as of the mark since.
+	// For a large part: its HTML, and its event for a viewer with the part as of the mark since.
 	html         []byte
 	since, short string
-	// The last event of the part, its id and its data. Viewers who have the same get the same bytes.
+	// The last event of the part, its id and its data. Viewers with the same state get the same bytes.
 	event         []byte
 	eventID, sent string
 }
@@ -56,7 +55,7 @@ func newTopic(h *hub, p page, v *visit, parts []part) *topic {
 	return t
 }
 
-// add adds a viewer. Parts with a differing state are read again, because either side may be older.
+// add adds a viewer. The topic reads parts with a differing state again, because either side may be older.
 func (t *topic) add(who *viewer) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -76,7 +75,7 @@ func (t *topic) add(who *viewer) {
 	}
 }
 
-// remove removes a viewer and returns the number left.
+// remove removes a viewer and returns the number of remaining viewers.
 func (t *topic) remove(who *viewer) int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -84,7 +83,7 @@ func (t *topic) remove(who *viewer) int {
 	return len(t.viewers)
 }
 
-// moved makes the parts due that depend on the changes.
+// moved makes parts due if they depend on the changes.
 func (t *topic) moved(changed changes) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -96,7 +95,7 @@ func (t *topic) moved(changed changes) {
 	signal(t.wake)
 }
 
-// signal sends without blocking; pending signals merge.
+// signal sends without blocking. Pending signals merge.
 func signal(ch chan struct{}) {
 	select {
 	case ch <- struct{}{}:
@@ -143,16 +142,16 @@ func (t *topic) due(now time.Time) (list []int, wait time.Duration) {
 	return list, wait
 }
 
-// A change of a part's topics triggers its read at once. Any change triggers the read of a part without topics if its
-// interval is at most quickPart. After such a read the part rests restFactor times as long as the read took, so these
-// reads take at most 3 % of the time. Other changes wait for the part's interval.
+// A change of a part's topics triggers its read at once. Any change triggers the read of a part without topics if the
+// part's interval is at most quickPart. After such a read the part rests restFactor times as long as the read took. So
+// these reads take at most 3 % of the time. Other changes wait for the part's interval.
 const (
 	quickPart  = 2 * time.Second
 	minRest    = 100 * time.Millisecond
 	restFactor = 30
 )
 
-// next returns when a part is due. It rests at least as long as the read took.
+// next returns when a part is due. The part rests at least as long as the read took.
 func (s state) next(idle, retry time.Duration) time.Time {
 	pause := s.every
 	switch {
@@ -174,7 +173,7 @@ func (s state) next(idle, retry time.Duration) time.Time {
 	return s.ended.Add(max(pause, s.ended.Sub(s.read)))
 }
 
-// refresh reads parts and notifies the viewers of changed ones.
+// refresh reads parts and notifies the viewers of changed parts.
 func (t *topic) refresh(ctx context.Context, due []int) {
 	select {
 	case t.hub.reading <- struct{}{}:
@@ -188,7 +187,7 @@ func (t *topic) refresh(ctx context.Context, due []int) {
 	opened := (&show{visit: &v}).find(reading, t.page)
 	for _, i := range due {
 		html, failed := t.render(reading, t.parts[i].part, &v, opened)
-		if from.Replica() && (failed || from.Failed()) { // the rest is read from the primary
+		if from.Replica() && (failed || from.Failed()) { // the topic reads the rest from the primary
 			reading, from = room.Read.Choose(ctx, true)
 			opened = (&show{visit: &v}).find(reading, t.page)
 			html, failed = t.render(reading, t.parts[i].part, &v, opened)
@@ -198,7 +197,7 @@ func (t *topic) refresh(ctx context.Context, due []int) {
 		}
 		t.store(i, html, failed, began)
 		if failed && opened == nil && t.hub.away.Load() {
-			opened = context.DeadlineExceeded // the other parts would wait as long and fail alike
+			opened = context.DeadlineExceeded // all remaining parts would wait as long and fail alike
 		}
 	}
 	t.readFrom(from.Replica())
@@ -222,7 +221,7 @@ func (t *topic) readFrom(replica bool) {
 	}
 }
 
-// markReadStart marks the start of a read: a viewer that joins later needs another.
+// markReadStart marks the start of a read. A viewer that joins later needs another read.
 func (t *topic) markReadStart(due []int) time.Time {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -282,7 +281,7 @@ func (t *topic) store(i int, html []byte, failed bool, began time.Time) {
 	}
 }
 
-// dataSince returns the part for a viewer that has it as of a mark: its changed rows, if it is large.
+// dataSince returns the part for a viewer with the part as of a mark. Of a large part, it returns the changed rows.
 func (s *state) dataSince(rows *rowMemory, mark string) string {
 	if s.html == nil {
 		return s.data

@@ -42,7 +42,7 @@ type spanPanel struct {
 	Raw    shownValue
 }
 
-// tracePanel loads the panel. Only the open tab is read.
+// tracePanel loads the panel. It reads only the open tab.
 func (room *Room) tracePanel(ctx context.Context, v *visit) (any, error) {
 	about, _ := v.About.(*traceRequest)
 	p := &spanPanel{ID: about.ID, Span: about.Span, Tab: about.Tab, Query: v.Query, path: v.at("tab", "")}
@@ -189,7 +189,7 @@ type whyRow struct {
 
 type whyLink struct{ Word, URL string }
 
-// panelWhy reads the reasons of the trace, or those about the execution of the span.
+// panelWhy reads the reasons of the trace, or the reasons about the span's execution.
 func (room *Room) panelWhy(ctx context.Context, p *spanPanel) error {
 	answer, err := reasons.Of(ctx, room.Read, p.ID)
 	if err != nil {
@@ -231,7 +231,7 @@ func (c costLine) Name() string { return modelName(c.Purpose, "") }
 // maxCosts bounds the lines of costs.
 const maxCosts = 50
 
-// panelCosts sums up the model calls of the trace, or those within the span.
+// panelCosts sums up the model calls of the trace, or the model calls within the span.
 func (room *Room) panelCosts(ctx context.Context, p *spanPanel) (err error) {
 	run, step, row := "", "", ""
 	switch {
@@ -302,7 +302,7 @@ func (room *Room) panelRaw(ctx context.Context, p *spanPanel) error {
 	return nil
 }
 
-// rawValue formats JSON that was read up to traceWhole characters.
+// rawValue formats JSON of which a query read up to traceWhole characters.
 func rawValue(body string, size int64) shownValue {
 	if int64(len(body)) < size || len(body) > traceWhole {
 		return shownValue{Text: cut(traceWhole, body), Bytes: size}

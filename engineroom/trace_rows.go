@@ -45,7 +45,7 @@ type spanRow struct {
 	FinishedAt                            *time.Time
 	Try                                   int    `db:"-"` // number of the attempt at its step, from 1
 	ApprovalID, ApprovalStatus            string `db:"-"`
-	Decision                              string `db:"-"` // the decision on the requested approval: by whom, and why
+	Decision                              string `db:"-"` // decision on the requested approval, its author and reason
 	TraceID                               string `db:"-"`
 	InputCut, OutputCut, MessageCut       bool   `db:"-"`
 }
@@ -58,7 +58,7 @@ func (r *spanRow) show(id string) {
 	r.MessageCut = int64(len(r.Message)) < r.MessageBytes
 }
 
-// setOutWhole formats JSON if it is complete, and reports if it is not.
+// setOutWhole formats complete JSON, and reports incomplete JSON.
 func setOutWhole(text string, size int64) (string, bool) {
 	if text == "" || int64(len(text)) < size {
 		return text, int64(len(text)) < size
@@ -94,7 +94,7 @@ const lineColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.clai
 	a.cost_usd::float8 as cost_usd, a.duration_ms, left(a.surface, 100) as surface, left(a.lane, 255) as lane,
 	a.created_at, a.finished_at`
 
-// firstRowsOf reads the activities of a trace that can all be drawn, and one more if there are more.
+// firstRowsOf reads the first activities of a trace: as many as a page can draw, and one more if more exist.
 func (room *Room) firstRowsOf(ctx context.Context, id string) ([]spanRow, error) {
 	rows, err := room.Read.Query(ctx, `
 		select `+lineColumns+`
@@ -103,7 +103,7 @@ func (room *Room) firstRowsOf(ctx context.Context, id string) ([]spanRow, error)
 	return room.collectSpans(ctx, rows, err, id)
 }
 
-// rowsOf reads the activities of the waterfall: all of them, or the first, the last, and the failed ones.
+// rowsOf reads the activities of the waterfall: all of them, or only the first, the last and the failed activities.
 func (room *Room) rowsOf(ctx context.Context, h *traceHead) ([]spanRow, error) {
 	if h.whole {
 		return h.rows, nil
@@ -182,7 +182,7 @@ func (room *Room) collectSpans(ctx context.Context, rows pgx.Rows, err error, id
 	return list, err
 }
 
-// acts reports a call of a skill or model, which can be retried.
+// acts reports a call of a skill or model, which a process can retry.
 func (r *spanRow) acts() bool { return r.Kind == "call" || r.Kind == "model" }
 
 // addApprovals adds each row's approval.
@@ -219,7 +219,7 @@ func (room *Room) addApprovals(ctx context.Context, id string, list []spanRow) e
 // Sort is the row's sort, for texts and colours.
 func (r *spanRow) Sort() string { return rowNode(r).Sort }
 
-// Name is the purpose of a model call, else the skill.
+// Name is the purpose of a model call, and the skill of any other row.
 func (r *spanRow) Name() string { return rowNode(r).Name }
 
 // ForkURL is the form that forks the execution from the row's step; empty for none.
@@ -242,7 +242,7 @@ const maxTreeLevel = 16
 // spanNode is a line of a trace: a run, an activity, a wait, or omitted rows.
 type spanNode struct {
 	ID     string // of its element
-	Sort   string // run, model, call, retry, phase, note, wait, lane or more: it selects a colour and a label
+	Sort   string // run, model, call, retry, phase, note, wait, lane or more; selects a colour and a label
 	Name   string
 	Status string
 	From   time.Time
@@ -383,9 +383,9 @@ func waitNode(w *spanWait) *spanNode {
 	return n
 }
 
-// arrange builds the tree and returns its nodes in drawing order. An activity is below its parent, or else its run; a
-// run is below the run that started it; a wait is below the phase of its step. Each node appears once, also with
-// circular parents, which SQL writers can create.
+// arrange builds the tree and returns its nodes in drawing order. An activity is below its parent, or without a parent
+// below its run. A run is below the run that started it. A wait is below the phase of its step. Each node appears once,
+// also with circular parents, which SQL writers can create.
 func arrange(nodes []*spanNode) []*spanNode {
 	byID := make(map[string]*spanNode, len(nodes))
 	phases := map[string][]*spanNode{}
@@ -474,7 +474,7 @@ func (n *spanNode) Took() string {
 	return human.Millis(*ms)
 }
 
-// Goes reports whether it is running.
+// Goes reports whether the node's work is running.
 func (n *spanNode) Goes() bool { return n.To == nil && !n.Point() }
 
 // Fine reports a state whose sign is enough.
@@ -497,7 +497,7 @@ var purposeNames = map[string]string{
 	"heartbeat_prompt": "follow the heartbeat's prompt",
 }
 
-// modelName names a model call by the tools that its answer calls, or else by its recorded purpose.
+// modelName names a model call by the tools that its answer calls. Without tools it uses the recorded purpose.
 func modelName(purpose, ledTo string) string {
 	var calls map[string]any
 	if json.Unmarshal([]byte(ledTo), &calls) == nil && len(calls) > 0 {
@@ -590,7 +590,7 @@ func stopLost(nodes []*spanNode, runs []traceRun, lost []lostClaim) {
 	}
 }
 
-// Bad reports a failure, which is drawn red.
+// Bad reports a failure, which the page draws red.
 func (n *spanNode) Bad() bool {
 	switch n.Status {
 	case "error", "failed", "timeout":
@@ -608,7 +608,7 @@ func (n *spanNode) Halted() bool {
 	return false
 }
 
-// Message is the beginning of its error, or who decided.
+// Message is the beginning of the node's error, or the author of a decision.
 func (n *spanNode) Message() string {
 	switch {
 	case n.Row != nil:
@@ -619,7 +619,7 @@ func (n *spanNode) Message() string {
 	return ""
 }
 
-// Span is the value of the parameter span that selects it.
+// Span is the value of the parameter span that selects the node.
 func (n *spanNode) Span() string {
 	switch {
 	case n.Row != nil:

@@ -17,7 +17,8 @@ type spanBar struct {
 	Open     bool // it is running
 }
 
-// timeTick is a mark of the time axis, relative to the start. Zoom is the least factor at which it is shown.
+// timeTick is a mark of the time axis, relative to the start. Zoom is the least factor at which the page shows the
+// mark.
 type timeTick struct {
 	X, Word string
 	Zoom    int
@@ -28,12 +29,12 @@ type timeGap struct {
 	X, Width, Middle string
 	MS               int64
 	After            int64 // milliseconds from the start
-	Rest             bool  // not idle: it has omitted rows
+	Rest             bool  // omitted rows instead of idle time
 	Roomy            bool  // its label fits
 }
 
-// traceScale maps times to positions from 0 to 100. It draws long idle time shorter, so that a wait of three days
-// leaves room for the work around it.
+// traceScale maps times to positions from 0 to 100. It draws long idle time shorter, so a wait of three days leaves
+// room for the work around it.
 type traceScale struct {
 	stretches []segment
 	whole     float64 // of the drawing, in drawn seconds
@@ -114,8 +115,8 @@ func busyOf(nodes []*spanNode, last time.Time) []period {
 	return busy
 }
 
-// segment lays out the time between moments. All gaps together take at most two fifths of the drawing, and the
-// omitted rows as much as the shown ones.
+// stretch lays out the time between moments. All gaps together take at most two fifths of the drawing. Omitted rows
+// take as much of it as the shown rows.
 func (t *traceScale) stretch(moments []time.Time, busy []period, rest *spanNode) {
 	worked := time.Duration(0)
 	for _, p := range busy {
@@ -160,7 +161,7 @@ func (t *traceScale) stretch(moments []time.Time, busy []period, rest *spanNode)
 		}
 		t.whole += s.wide
 	}
-	if t.open && t.whole > 0 { // in steps, so that lines that ended stay as they are while the trace grows
+	if t.open && t.whole > 0 { // in steps, so ended lines stay unchanged while the trace grows
 		t.whole = math.Pow(scaleStep, math.Ceil(math.Log(t.whole)/math.Log(scaleStep)))
 	}
 }
@@ -246,7 +247,7 @@ func (t *traceScale) runBars(n *spanNode) (bars []spanBar) {
 	return append(bars, t.bar(n.look("run"), from, n.To))
 }
 
-// look is the class of a node's bar: its state if that is not good, else its sort.
+// look returns the class of a node's bar: a bad or halted state, or otherwise the sort.
 func (n *spanNode) look(sort string) string {
 	switch {
 	case n.Bad() && n.Run != nil:
@@ -290,7 +291,7 @@ func (t *traceScale) gaps() []timeGap {
 	return all
 }
 
-// tickZooms are the factors from which on finer marks are shown.
+// tickZooms are the factors from which on the page shows finer marks.
 var tickZooms = []int{1, 4, 16}
 
 // ticks returns the marks of the axis: round times since the start, where the scale is linear.

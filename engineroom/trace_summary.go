@@ -30,7 +30,7 @@ type traceRun struct {
 }
 
 // stateLost is the state of a lost worker's executions and activities until the next sweep. stateStopped is the state
-// of an orphaned activity, such as one of an ended execution.
+// of an orphaned activity, such as an activity of an ended execution.
 const stateLost, stateStopped = "worker lost", "stopped"
 
 // State is the status, or stateLost.
@@ -176,8 +176,8 @@ type traceRelated struct {
 	Newer, Older *string  // the next and the previous trace
 }
 
-// aroundOf reads data about a trace from other tables. The traces before and after it are among the nearest idle
-// roots of each surface, in the order of their index, and the claimed ones, which are few.
+// aroundOf reads data about a trace from other tables. It finds the traces before and after the trace among the nearest
+// idle roots of each surface, in index order, and the few claimed roots.
 func (room *Room) aroundOf(ctx context.Context, h *traceHead) (traceRelated, error) {
 	root, ids := "", make([]string, len(h.Runs))
 	for i, r := range h.Runs {
@@ -234,9 +234,9 @@ type traceHead struct {
 	CancelledBy, Reason string
 	StartedAt           time.Time
 	FinishedAt          *time.Time
-	Root                *traceRun // the execution that the actions are about; nil for none
+	Root                *traceRun // the subject of the actions; nil for none
 	First               string    // its first recorded step
-	Unforkable          bool      // it is neither forked nor retried
+	Unforkable          bool      // the flow allows neither fork nor retry
 	Runs                []traceRun
 	MoreRuns, MoreRows  bool
 	Threads             []string
@@ -248,7 +248,7 @@ type traceHead struct {
 	whole               bool
 }
 
-// readHead reads a trace's subject and its sums. With lines it adds up all rows, if they are few enough to be drawn.
+// readHead reads a trace's subject and its sums. With lines it adds up all rows, if a page can draw them all.
 func (room *Room) readHead(ctx context.Context, id string, lines bool) (h *traceHead, err error) {
 	h = &traceHead{ID: id}
 	if h.Runs, h.MoreRuns, err = room.runsOf(ctx, id); err != nil {
@@ -266,7 +266,7 @@ func (room *Room) readHead(ctx context.Context, id string, lines bool) (h *trace
 	return h, nil
 }
 
-// readSums reads the sums of a trace. With lines it adds up all rows, if they are few enough to be drawn.
+// readSums reads the sums of a trace. With lines it adds up all rows, if a page can draw them all.
 func (room *Room) readSums(ctx context.Context, h *traceHead, lines bool) (err error) {
 	if lines {
 		rows, err := room.firstRowsOf(ctx, h.ID)
@@ -283,7 +283,7 @@ func (room *Room) readSums(ctx context.Context, h *traceHead, lines bool) (err e
 	return err
 }
 
-// fill computes the trace's status from its root executions. Without any (an admin's single action, a skipped tick)
+// fill computes the trace's status from its root executions. Without roots (an admin's single action, a skipped tick)
 // it uses the rows.
 func (h *traceHead) fill() {
 	seen := map[string]bool{}
@@ -293,7 +293,7 @@ func (h *traceHead) fill() {
 			seen[*r.ThreadID] = true
 			h.Threads = append(h.Threads, *r.ThreadID)
 		}
-		if r.ParentID != nil && (h.Root != nil || i > 0) { // the first starts the trace, even with a parent elsewhere
+		if r.ParentID != nil && (h.Root != nil || i > 0) { // the first run starts the trace, even with a parent elsewhere
 			continue
 		}
 		if h.Root == nil {
@@ -332,7 +332,7 @@ func (h *traceHead) Took() string {
 	return ""
 }
 
-// Goes reports whether it is running.
+// Goes reports whether the trace is running.
 func (h *traceHead) Goes() bool { return h.FinishedAt == nil && h.Status != stateLost }
 
 // OpenChildren counts the executions still open after the root's end.
@@ -348,7 +348,7 @@ func (h *traceHead) OpenChildren() (n int64) {
 // Counted is the bounded number of rows.
 func (h *traceHead) Counted() int64 { return min(h.Sums.Rows, traceSummed) }
 
-// Live reports whether the root can be cancelled.
+// Live reports whether an admin can cancel the root.
 func (h *traceHead) Live() bool { return h.Root != nil && h.Root.CompletedAt == nil }
 
 // Hex is the id in tracing tools.
@@ -357,5 +357,5 @@ func (h *traceHead) Hex() string { return trace.ID(h.ID).OTel() }
 // FirstRuns are the runs in the panel.
 func (h *traceHead) FirstRuns() []traceRun { return h.Runs[:min(len(h.Runs), 5)] }
 
-// HasMoreRuns reports whether there are others.
+// HasMoreRuns reports whether the trace has more runs than FirstRuns.
 func (h *traceHead) HasMoreRuns() bool { return len(h.Runs) > 5 }

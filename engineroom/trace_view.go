@@ -172,7 +172,7 @@ func (room *Room) linesOf(ctx context.Context, h *traceHead) (order []*spanNode,
 	return order, len(rows), nil
 }
 
-// withRest adds a line for the omitted rows after the first ones.
+// withRest adds a line for the omitted rows after the first rows.
 func withRest(nodes []*spanNode, rows []spanRow, count int64, more bool) []*spanNode {
 	before, after := rows[traceFirst-1], rows[traceFirst]
 	last := rows[max(len(rows)-traceLast, traceFirst)] // the order up to here is unknown
@@ -213,7 +213,7 @@ func rollUp(order []*spanNode, byRun map[string]traceSums) {
 	}
 }
 
-// fill draws the lines, and hides those that do not match the filter. The ancestors of a match stay.
+// fill draws the lines, and hides lines that do not match the filter. The ancestors of a match stay.
 func (view *spansView) fill(order []*spanNode) {
 	if t := newTraceScale(order); t != nil {
 		t.draw(order)
@@ -266,12 +266,12 @@ func (view *spansView) SortLabel(sort string) string {
 	return sortLabels[sort]
 }
 
-// Partly reports whether rows are omitted.
+// Partly reports whether the view omits rows.
 func (view *spansView) Partly() bool {
 	return view.View != "table" && int64(view.Shown) < view.Sums.Rows
 }
 
-// Idle reports whether idle time is drawn shorter.
+// Idle reports whether the view draws idle time shorter.
 func (view *spansView) Idle() bool {
 	return slices.ContainsFunc(view.Gaps, func(g timeGap) bool { return !g.Rest })
 }

@@ -35,7 +35,7 @@ var waitWords = map[string]string{
 // About names the wait's object.
 func (w spanWait) About() string { return waitWords[w.Kind] }
 
-// elementID stays the same when the wait ends.
+// elementID returns an id that stays the same when the wait ends.
 func (w spanWait) elementID() string {
 	place := "step " + w.Step
 	if w.Standing {
@@ -105,7 +105,7 @@ func (room *Room) pastWaits(ctx context.Context, runs []string) ([]spanWait, err
 	return waits, nil
 }
 
-// queuedWaits reads the places of runs in the queues of lanes. Such a wait occupies a process, and is not recorded.
+// queuedWaits reads the places of runs in the queues of lanes. Such a wait occupies a process and leaves no record.
 func (room *Room) queuedWaits(ctx context.Context, owners []string) ([]spanWait, error) {
 	rows, err := room.Read.Query(ctx, `
 		select left(w.owner, 36) as execution_id, w.lane, w.since from agent_lock_waiters w

@@ -73,8 +73,8 @@ func between(from time.Time, to *time.Time) *int64 {
 	return new(max(to.Sub(from).Milliseconds(), 0))
 }
 
-// openTraces reads the filters. It rejects an unknown value. Otherwise a reader could take the whole list for a
-// filtered one.
+// openTraces reads the filters. It rejects an unknown value. Otherwise a reader could mistake the whole list for a
+// filtered list.
 func (room *Room) openTraces(ctx context.Context, v *visit) (string, error) {
 	if _, is := v.About.(traceFilter); is {
 		return "Traces", nil // found for the same address
@@ -119,7 +119,7 @@ func oneOf(name, value string, allowed []string) error {
 }
 
 // listTraces reads one page. The surface's index yields the newest traces of each surface, and the index of claims
-// yields the claimed ones. So the query never reads child executions.
+// yields the claimed traces. So the query never reads child executions.
 func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 	w, _ := v.About.(traceFilter)
 	if w.Errors || w.Sort != "" {
@@ -146,7 +146,7 @@ func traceList(v *visit, w traceFilter, list []traceRow, older string) map[strin
 	}
 }
 
-// readTraces reads the newest traces of a filter: one more than most, if there are more.
+// readTraces reads the newest traces of a filter. If more than most match, it reads one more.
 func (room *Room) readTraces(ctx context.Context, w traceFilter, most int) ([]traceRow, error) {
 	from, until := w.bounds(w.Before)
 	status, notStatus := without(w.Status)
@@ -208,9 +208,9 @@ func (room *Room) readTraces(ctx context.Context, w traceFilter, most int) ([]tr
 	return list, err
 }
 
-// rankedTraces reads the traces with errors, the slowest or the dearest ones. Failed actions are searched among the
-// newest maxRanked rows of the log, model calls among as many of their own, and the slowest among as many traces. With
-// errors alone, the next page continues with older rows of the log, and Before is a row's id.
+// rankedTraces reads the traces with errors, the slowest traces or the dearest traces. It searches for failed actions
+// among the newest maxRanked rows of the log. For the dearest, it searches as many model calls; for the slowest, as
+// many traces. With errors alone, the next page continues with older rows of the log, and Before is a row's id.
 func (room *Room) rankedTraces(ctx context.Context, v *visit, w traceFilter) (any, error) {
 	from, until := w.bounds(w.Before)
 	status, notStatus := without(w.Status)
@@ -253,7 +253,7 @@ func (room *Room) rankedTraces(ctx context.Context, v *visit, w traceFilter) (an
 	return traceList(v, w, rows, older), nil
 }
 
-// lastSearchedRow is the id of the last of maxRanked rows of the log; empty if there are fewer.
+// lastSearchedRow returns the id of the last of maxRanked rows of the log; empty for fewer rows.
 func (room *Room) lastSearchedRow(ctx context.Context, from, until string) (id string, err error) {
 	err = room.Read.QueryRow(ctx, `
 		select coalesce((select a.id::text from agent_activity a where a.id >= @from::uuid and a.id < @until::uuid
@@ -373,7 +373,7 @@ type traceRequest struct {
 	Filter lineFilter
 
 	mu   sync.Mutex
-	seen map[string]settledPart // leadingFilter part, once the trace has ended
+	seen map[string]settledPart // by part, once the trace has ended
 }
 
 // settledPart is the loaded data of a part of an ended trace.
@@ -476,8 +476,8 @@ type traceState struct {
 	Pending int64
 }
 
-// settled returns a part's loaded data if the trace has ended and not changed since. Otherwise it loads the part. So an
-// open page of an ended trace costs one small query a refresh. load also reports whether the part still shows running
+// settled returns a part's loaded data if the trace has ended and not changed since. Otherwise it loads the part. So
+// each refresh of an ended trace's page costs one small query. load also reports whether the part still shows running
 // work.
 func (room *Room) settled(
 	ctx context.Context, about *traceRequest, part string, load func(now traceState) (any, bool, error),

@@ -10,15 +10,15 @@ import (
 )
 
 const (
-	// maxWorkers bounds the processes and the workers outside on the page, each.
+	// maxWorkers bounds the processes on the page, and also the external workers.
 	maxWorkers = 50
-	// maxLocks bounds the locks of workers outside that are read.
+	// maxLocks bounds the locks of external workers to read.
 	maxLocks = 2000
-	// unseenAfter is the wait for an external worker after which the page reports that none claims the execution.
+	// unseenAfter is the wait for an external worker after which the page reports that no worker claims the execution.
 	unseenAfter = 15 * time.Second
 )
 
-// worker is a process, or a worker outside with its locks.
+// worker is a process, or an external worker with its locks.
 type worker struct {
 	ID, Name, Kind                string
 	Flows                         []string
@@ -30,8 +30,8 @@ type worker struct {
 // Count formats Running.
 func (w worker) Count() string { return capped(w.Running, maxCount) }
 
-// workers reads processes and external workers. A process has a valid lease, or an unswept one that ended in the last
-// 10 minutes. An external worker has a lock or waits for one.
+// workers reads processes and external workers. A process has a valid lease, or a lease that ended in the last 10
+// minutes before any sweep. An external worker has a lock or waits for one.
 func (room *Room) workers(ctx context.Context, _ *visit) (any, error) {
 	processes, err := postgres.Rows[worker](ctx, room.Read, "list processes", `
 		select w.id::text, left(w.name, 200) as name, w.kind, w.go_flows[1:200] as flows, w.started_at,
@@ -74,10 +74,10 @@ func (room *Room) workers(ctx context.Context, _ *visit) (any, error) {
 	return map[string]any{"Workers": append(processes, outside...), "More": more || moreOutside}, nil
 }
 
-// Builtin is the number of its flows that only the program itself starts.
+// Builtin is the number of the worker's flows that only the program itself starts.
 func (w worker) Builtin() int { return len(w.Flows) - len(w.Own()) }
 
-// Own are its other flows.
+// Own are all other flows of the worker.
 func (w worker) Own() []string {
 	own := make([]string, 0, len(w.Flows))
 	for _, flow := range w.Flows {
@@ -96,13 +96,13 @@ const (
 	flowBuiltIn  = "built in"
 )
 
-// missingWorker says that nothing runs a flow.
+// missingWorker reports that no process or external worker runs a flow.
 type missingWorker struct {
 	Flow, Kind string
-	Seen       *time.Time // the newest execution that a worker outside took; nil for none
+	Seen       *time.Time // the newest execution that an external worker locked; nil for none
 }
 
-// missingWorkerOf reports a missing process or worker of a flow; nil if there is one.
+// missingWorkerOf reports a flow without a process or worker; nil if one exists.
 func (room *Room) missingWorkerOf(ctx context.Context, flow string) (*missingWorker, error) {
 	m := missingWorker{Flow: flow, Kind: flowInGo}
 	if executions.IsExternal(flow) {
