@@ -20,8 +20,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// maxConnections bounds the connections of a process. It exceeds the request limits of all classes, so an idle
-// connection can always be closed for a new one.
+// maxConnections bounds the connections of a process. It exceeds the request limits of all classes, so the server can
+// always close an idle connection for a new one.
 const maxConnections = 8192
 
 // Listen bounds the connections of [Server].
@@ -36,7 +36,7 @@ type bound struct {
 	budget                      *admission.Budget
 }
 
-// class groups requests with a shared budget. No class can use another's.
+// class groups requests with a shared budget. No class can use the budget of another class.
 type class struct{ requests, bytes bound }
 
 type classes struct{ intake, public, login, visitor, admin class }
@@ -111,7 +111,8 @@ func (s *server) admit(w http.ResponseWriter, r *http.Request, rt route) (_ *htt
 	}, nil
 }
 
-// checkExpected rejects a request without a free slot, or one its route does not expect. It returns the body limit.
+// checkExpected rejects a request without a free slot, or a request that its route does not expect. It returns the body
+// limit.
 func (s *server) checkExpected(r *http.Request, rt route, c *class) (*http.Request, int64, error) {
 	hold, err := c.requests.budget.Take(1, c.requests.shares(r)...)
 	if err != nil {
@@ -141,7 +142,7 @@ func tooManyRequests(w http.ResponseWriter, err error) error {
 func (s *server) bufferBody(w http.ResponseWriter, r *http.Request, rt route, c *class, most int64) error {
 	if rt.maxBody == 0 || r.Method == http.MethodGet || r.Method == http.MethodHead {
 		if r.ContentLength != 0 {
-			w.Header().Set("Connection", "close") // the body is not read
+			w.Header().Set("Connection", "close") // the server does not read the body
 		}
 		return nil
 	}
@@ -154,7 +155,7 @@ func (s *server) bufferBody(w http.ResponseWriter, r *http.Request, rt route, c 
 		Most: most, Time: s.limits.body, Budget: c.bytes.budget, Shares: c.bytes.shares(r),
 	})
 	if err != nil {
-		w.Header().Set("Connection", "close") // the rest of the body is not read
+		w.Header().Set("Connection", "close") // the server does not read the rest of the body
 		return s.bodyError(err)
 	}
 	return nil
@@ -174,14 +175,14 @@ func (s *server) bodyError(err error) error {
 	return problem.BadBody("the body is incomplete")
 }
 
-// limits bound the time of a client.
+// limits has the time limits of a client.
 type limits struct {
 	request time.Duration // of a request other than a stream
 	body    time.Duration // to receive a body
 	send    time.Duration // to send a response, or a part of a stream
 }
 
-// defaultLimits leaves a request more time than lanes.Break needs.
+// defaultLimits returns limits that leave a request more time than lanes.Break needs.
 func defaultLimits() limits {
 	return limits{request: 40 * time.Second, body: 30 * time.Second, send: 30 * time.Second}
 }
@@ -208,7 +209,7 @@ func (s *server) authorize(rt route, next http.Handler) http.Handler {
 			}
 		}
 		if err != nil {
-			if r.ContentLength != 0 { // the body was not read
+			if r.ContentLength != 0 { // the server did not read the body
 				w.Header().Set("Connection", "close")
 			}
 			s.writeError(w, r, rt, err, "")
@@ -216,7 +217,7 @@ func (s *server) authorize(rt route, next http.Handler) http.Handler {
 		}
 		if s.read.Configured() && r.Method != http.MethodGet && r.Method != http.MethodHead {
 			if who := principals.From(r.Context()); who != nil && who.SessionID != "" {
-				replica.Wrote(w, r) // this browser's next pages must show it
+				replica.Wrote(w, r) // this browser's next pages must show the change
 			}
 		}
 		if caller := r.Header.Get("Traceparent"); caller != "" {
@@ -245,7 +246,7 @@ func (s *server) withDeadline(rt route, next http.Handler) http.Handler {
 		})
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.Method == http.MethodHead { // a stream has no end for HEAD to wait for
+		if r.Method == http.MethodHead { // a stream has no end, so HEAD cannot wait for it
 			w.Header().Set("Content-Type", rt.contentType)
 			return
 		}

@@ -9,42 +9,43 @@
 // Guarantees:
 //
 //   - Access is a column of the table. Admin routes require a principal with the route's scope (scopes.go, package
-//     principals): an API token or AGENT_ADMIN_TOKEN. Visitor routes require a chat key. Both are sent as
-//     "Authorization: Bearer". Neither opens the other's routes. Under /v1 even a 404 requires credentials. A missing
-//     scope is a 403 that names it. Wrong credentials are throttled (429) and logged by package internal/credentials,
-//     including those of the login.
-//   - A browser login (login.go) is a session of a principal, in a cookie. Scripts cannot read it and other sites
-//     cannot send it. It ends after twelve hours, at logout, when it is revoked, or when the admin token that it used
-//     changes.
-//   - Cross-origin requests of browsers are rejected, except at webhooks. With a login cookie this includes reads.
+//     principals): an API token or AGENT_ADMIN_TOKEN. Visitor routes require a chat key. The client sends both as
+//     "Authorization: Bearer". A chat key opens no admin route, and an admin credential no visitor route. Under /v1
+//     even a 404 requires credentials. A missing scope is a 403 that names the scope. Package internal/credentials
+//     throttles (429) and logs wrong credentials, including those of the login.
+//   - A browser login (login.go) is a session of a principal, in a cookie. Scripts cannot read the cookie and other
+//     sites cannot send it. The session ends after twelve hours, at logout, at its revocation, or when the admin token
+//     of the login changes.
+//   - The server rejects cross-origin requests of browsers, except at webhooks. With a login cookie it also rejects
+//     cross-origin reads.
 //   - Pages follow the same rules, but they are undocumented, and their errors are pages.
-//   - Admission limits each client before it costs (admission.go, internal/admission): concurrent requests by class,
-//     chat key, webhook endpoint and address; bytes of buffered bodies; connections. A request over a limit gets 429
-//     with Retry-After at once; a body over its route's limit gets 413. Public requests, login, visitors and admins
-//     have separate limits.
-//   - A body is read completely, within its size and time limits, before its route runs. The body of a request that
-//     Endpoint.Expect rejects is not read. A deadline ends every ordinary request. A stream lasts as long as its client
-//     reads, and ends at shutdown with the cause executions.ErrDraining.
+//   - Admission limits each client before its request uses resources (admission.go, internal/admission). It limits
+//     concurrent requests by class, chat key, webhook endpoint and address, bytes of buffered bodies, and connections.
+//     A request over a limit gets 429 with Retry-After at once; a body over its route's limit gets 413. Public
+//     requests, login, visitors and admins have separate limits.
+//   - The server reads a body completely, within its size and time limits, before the route runs. It does not read the
+//     body of a request that Endpoint.Expect rejects. A deadline ends every ordinary request. A stream lasts as long as
+//     its client reads, and ends at shutdown with the cause executions.ErrDraining.
 //   - Every error is application/problem+json (RFC 9457, see internal/problem) or, for OpenAI clients, OpenAI's error
 //     object. Internal causes go to the log.
-//   - Unknown parameters, body fields and values are rejected by name. An ignored misspelt filter would list
+//   - The server rejects unknown parameters, body fields and values by name. Otherwise a misspelt filter would list
 //     everything.
-//   - A listing is {"items": […], "next_cursor": "…" or null}, newest first. A cursor names the last row of its page
-//     by a key that only grows. New rows do not shift pages: each row that existed at the start is listed exactly
+//   - A listing is {"items": […], "next_cursor": "…" or null}, newest first. A cursor names the last row of its page by
+//     a key that only grows. New rows do not shift pages: a listing has each row that existed at the start exactly
 //     once.
 //   - A POST with an Idempotency-Key runs once; see idempotency.go.
-//   - A row locked by another client's transaction, such as an event id, an idempotency key or a thread's lane, is
-//     awaited for a second, mostly without a connection. Then the response is 503 with Retry-After and names that
+//   - If another client's transaction locks a row, such as an event id, an idempotency key or a thread's lane, the
+//     server waits for a second, mostly without a connection. Then the response is 503 with Retry-After and names that
 //     transaction.
-//   - An admin's change is committed together with its activity under an op_ trace. A broken lane is recorded under
-//     its holder's trace.
-//   - Log queries may read from a replica (see internal/replica); X-Replica-Lag-Seconds marks them. Everything a
-//     client can write or poll is read from the primary.
+//   - An admin's change commits together with its activity under an op_ trace. The record of a broken lane is under the
+//     holder's trace.
+//   - Log queries may read from a replica (see internal/replica); X-Replica-Lag-Seconds marks them. The server reads
+//     everything that a client can write or poll from the primary.
 //   - Times are RFC 3339 in UTC, ids are strings, names are snake_case.
 //
-// /healthz reports that the process is alive, without any check. /readyz reports whether it accepts work: database,
-// schema, writes, the worker's lease and the shutdown. A model outage does not make a process unready, because other
-// work continues. Concurrent probes share one result.
+// /healthz reports that the process is alive, without any check. /readyz reports whether the process accepts work: it
+// checks database, schema, writes, the worker's lease and the shutdown. A model outage does not make a process unready,
+// because other work continues. Concurrent probes share one result.
 package api
 
 import (
@@ -75,9 +76,9 @@ import (
 // Options configure New.
 type Options struct {
 	Pool   *pgxpool.Pool      // required
-	Read   *replica.Reader    // for questions about the log; Pool when nil
+	Read   *replica.Reader    // for queries of the log; Pool when nil
 	Ready  *pgxpool.Pool      // for /readyz; Pool when nil
-	Engine *executions.Engine // required: cancels executions and reports whether this process works
+	Engine *executions.Engine // required: cancels executions and reports whether this process is live
 	// Agents resolves the owner of a memory; nil means no settings.
 	Agents *agents.Directory
 	// Limits are the configured budgets of a day, for the verdict.
@@ -99,13 +100,13 @@ type Options struct {
 	Proxies clientip.Trusted
 	// Endpoints are the routes of the surfaces.
 	Endpoints []Endpoint
-	// Listener reports logouts of other processes to open streams at once; may be nil.
+	// Listener notifies open streams of logouts at other processes at once; may be nil.
 	Listener *postgres.Listener
-	// Pages render the login and errors for browsers. Without them there is no login, and every client gets problems.
+	// Pages render the login and errors for browsers. Without Pages there is no login, and every client gets problems.
 	Pages Pages
-	// The shutdown closes these channels in this order; nil means never. From Draining on the process is unready and
-	// closes connections after their response. Stopping ends streams that only watch. Cutting ends responses in
-	// progress (Endpoint.Finite).
+	// The shutdown closes these channels in this order; nil means never. After Draining closes, the process is unready and
+	// closes connections after their response. Stopping ends streams that only watch. Cutting ends responses in progress
+	// (Endpoint.Finite).
 	Draining, Stopping, Cutting <-chan struct{}
 	Logger                      *slog.Logger // nil for none
 }
@@ -173,7 +174,7 @@ type server struct {
 	documentBytes int64
 }
 
-// newMux routes by the table. Unknown paths get 404, wrong methods 405 with Allow.
+// newMux returns a mux for the table. Unknown paths get 404, wrong methods 405 with Allow.
 func (s *server) newMux(table []route) (http.Handler, error) {
 	document := route{
 		method: http.MethodGet, path: "/openapi.json", access: Public, response: map[string]any{},
@@ -208,8 +209,8 @@ func (s *server) newMux(table []route) (http.Handler, error) {
 	return s.proxies.Handler(s.withLogging(withoutHTML(mux, unknown)), s.log), nil
 }
 
-// withoutHTML answers paths that http.ServeMux would clean, such as /v1//x. If the clean path is no route it answers as
-// the pattern of unknown routes does, else with a redirect that has no HTML page.
+// withoutHTML answers paths that http.ServeMux would clean, such as /v1//x. If the clean path is a route, it sends a
+// redirect without an HTML page. Otherwise it answers like the pattern of unknown routes.
 func withoutHTML(mux *http.ServeMux, unknown map[string]http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		given := r.URL.EscapedPath()
@@ -219,7 +220,7 @@ func withoutHTML(mux *http.ServeMux, unknown map[string]http.Handler) http.Handl
 				handler.ServeHTTP(w, r)
 				return
 			}
-			w.Header()["Content-Type"] = nil // http.Redirect writes a page only where none is set
+			w.Header()["Content-Type"] = nil // http.Redirect writes a page only without a Content-Type
 		}
 		mux.ServeHTTP(w, r)
 	})
@@ -242,7 +243,8 @@ func (s *server) errorHandler(rt route, why func(r *http.Request) error) http.Ha
 }
 
 // registerMethodNotAllowed handles the missing methods of a path. http.ServeMux rejects a pattern for all methods if
-// the path overlaps another, such as /a/new and /a/{id}. Then each missing method is registered alone.
+// the path overlaps another path, such as /a/new and /a/{id}. Then registerMethodNotAllowed registers each missing
+// method alone.
 func (s *server) registerMethodNotAllowed(mux *http.ServeMux, path string, rows []route) error {
 	notAllowed := s.methodNotAllowed(rows)
 	if register(mux, path, notAllowed) == nil {
@@ -283,7 +285,7 @@ func (s *server) methodNotAllowed(rows []route) http.Handler {
 	}))
 }
 
-// unknownV1Route returns 404 to admins and chat keys, because OpenAI clients try routes we lack.
+// unknownV1Route returns 404 to admins and chat keys, because OpenAI clients try routes that this server lacks.
 func (s *server) unknownV1Route() http.Handler {
 	visitor := route{openAI: true}
 	toAdmin := s.authorize(route{access: Admin, scopes: authenticated, foreign: true},

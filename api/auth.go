@@ -21,7 +21,7 @@ import (
 // authenticator checks the credentials of requests: API tokens, the admin token, login cookies and chat keys.
 type authenticator struct {
 	guard    *credentials.Guard // throttles wrong credentials
-	admin    credentials.Key    // matches nothing if there is no admin token
+	admin    credentials.Key    // matches no token if no admin token is set
 	chat     []credentials.Key
 	cross    http.CrossOriginProtection
 	sessions *sessions
@@ -168,7 +168,7 @@ func bearer(r *http.Request) (secret string, has bool) {
 	return secret, strings.EqualFold(scheme, "Bearer") && secret != ""
 }
 
-// unauthorized asks for a bearer token (RFC 6750). credential names the accepted ones.
+// unauthorized requests a bearer token (RFC 6750). credential names the accepted credentials.
 func unauthorized(w http.ResponseWriter, r *http.Request, credential string) error {
 	if r.Header.Get("Authorization") == "" {
 		w.Header().Set("WWW-Authenticate", `Bearer realm="lanekeeper"`)
@@ -200,8 +200,8 @@ func missingScope(who *principals.Caller, scope string) error {
 		who.Name, who.Role).Kind("missing-scope", "Missing scope").WithScope(scope)
 }
 
-// sameOrigin rejects cross-origin requests with our cookie, even reads, because response times leak information. Links
-// to pages are allowed.
+// sameOrigin rejects cross-origin requests with the login cookie, even reads, because response times leak information.
+// It allows links to pages.
 func sameOrigin(r *http.Request, rt route) error {
 	site, origin := r.Header.Get("Sec-Fetch-Site"), r.Header.Get("Origin")
 	ours := site == "same-origin" || site == "none"

@@ -41,8 +41,8 @@ func (b bulkRequest) check() error {
 type bulkItem struct {
 	ID          string            `json:"id"`
 	TraceID     string            `json:"trace_id,omitempty"`
-	ExecutionID string            `json:"execution_id,omitempty"` // of a retry: the new one
-	Status      executions.Status `json:"status,omitempty"`       // of the new one, or after the cancel
+	ExecutionID string            `json:"execution_id,omitempty"` // the new execution of a retry
+	Status      executions.Status `json:"status,omitempty"`       // of the new execution, or after the cancel
 	Error       string            `json:"error,omitempty"`        // of a rejected action
 }
 
@@ -53,8 +53,8 @@ type bulkResponse struct {
 	Items   []bulkItem `json:"items"`
 }
 
-// bulkExecutions applies the action to each execution in turn. A rejection does not affect the other executions. It
-// stops when the client leaves. The audit has the completed actions.
+// bulkExecutions applies the action to each execution in turn. A rejection does not affect other executions.
+// bulkExecutions stops when the client leaves. The audit has the completed actions.
 func (s *server) bulkExecutions(r request) (response, error) {
 	b := r.body.(bulkRequest)
 	got := bulkResponse{Items: []bulkItem{}}
@@ -105,7 +105,7 @@ func (s *server) bulkOne(r request, b bulkRequest, id string) (bulkItem, error) 
 	return item, err
 }
 
-// describe returns the number of successes, and why the first rejection occurred.
+// describe returns the number of successes, and the reason of the first rejection.
 func (b bulkResponse) describe(action string) string {
 	verb := map[string]string{"retry": "retried", "cancel": "cancelled"}[action]
 	text := fmt.Sprintf("%d of %d executions %s.", b.Done, len(b.Items), verb)

@@ -21,7 +21,7 @@ import (
 	hooks "github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// change is the result of an admin action. Changed is false if nothing had to change.
+// change is the result of an admin action. Changed is false if the state was the same before.
 type change struct {
 	Name       string `json:"name"`
 	Changed    bool   `json:"changed"`
@@ -290,7 +290,7 @@ func (s *server) getApproval(r request) (response, error) {
 	return response{body: got, trace: got.TraceID}, err
 }
 
-// decideApproval is recorded under a separate op_ trace by package approvals.
+// decideApproval decides an approval. Package approvals records the decision under a separate op_ trace.
 func (s *server) decideApproval(r request) (response, error) {
 	id, err := pathUUID(r, "an approval")
 	if err != nil {
@@ -465,7 +465,7 @@ func (s *server) resendWebhook(r request) (response, error) {
 		})
 }
 
-// webhookRoutes are admin actions on webhooks. The webhook surface brings the others.
+// webhookRoutes returns the routes of admin actions on webhooks. The webhook surface brings all other webhook routes.
 func (s *server) webhookRoutes() []route {
 	return []route{
 		{

@@ -16,7 +16,7 @@ type pairRequest struct {
 	Reason string `json:"reason,omitempty"`
 }
 
-// unpairRequest forgets a sender.
+// unpairRequest removes a sender's confirmation.
 type unpairRequest struct {
 	Sender string `json:"sender"`
 	Reason string `json:"reason,omitempty"`
@@ -74,7 +74,7 @@ func (s *server) pairSender(r request) (response, error) {
 	return response{body: done, trace: done.TraceID}, nil
 }
 
-// unpairSender forgets a sender.
+// unpairSender removes a sender's confirmation.
 func (s *server) unpairSender(r request) (response, error) {
 	body := r.body.(unpairRequest)
 	name, err := pathName(r, channels.ErrNotFound)
@@ -97,7 +97,7 @@ func (s *server) unpairSender(r request) (response, error) {
 	return response{body: done, trace: done.TraceID}, nil
 }
 
-// channelRoutes are the admin's routes for channels.
+// channelRoutes returns the admin's routes for channels.
 func (s *server) channelRoutes() []route {
 	return []route{
 		{

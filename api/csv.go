@@ -31,7 +31,8 @@ func wantsCSV(rt route, in request) bool {
 		!strings.Contains(accept, "application/json")
 }
 
-// writeCSV reads the pages of a listing and writes them as one table. It encodes all of it before it sends anything.
+// writeCSV reads the pages of a listing and writes them as one table. It encodes the whole table before it sends the
+// first byte.
 func (s *server) writeCSV(w http.ResponseWriter, r *http.Request, rt route, in request) {
 	table, err := s.csvTable(rt, in)
 	if err != nil {
@@ -90,7 +91,7 @@ func (s *server) csvTable(rt route, in request) ([]byte, error) {
 	return b.Bytes(), out.Error()
 }
 
-// csvColumns returns the JSON names of a row's fields, without those that hold JSON of any size.
+// csvColumns returns the JSON names of a row's fields, without fields that hold JSON of any size.
 func csvColumns(row reflect.Type) []string {
 	var names []string
 	for _, f := range reflect.VisibleFields(row) {
@@ -123,7 +124,7 @@ func csvCells(row any, columns []string) ([]string, error) {
 			}
 			cells[i] = harmlessCell(cells[i])
 		default:
-			cells[i] = string(value) // a number, true or false; else JSON, which no program calculates
+			cells[i] = string(value) // a number, true, false, or JSON, which no spreadsheet calculates
 		}
 	}
 	return cells, nil

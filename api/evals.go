@@ -11,7 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
-// EvalStarter stores runs of suites. Package evals/runner has it.
+// EvalStarter stores runs of suites. Package evals/runner implements it.
 type EvalStarter interface {
 	Start(ctx context.Context, s evals.Suite, o runner.Options) (evals.Run, error)
 }
@@ -26,11 +26,11 @@ type listedEval struct {
 	Last    *evals.Run `json:"last_run"`
 }
 
-// newEvalRun asks for a run of a suite.
+// newEvalRun requests a run of a suite.
 type newEvalRun struct {
 	Suite  string `json:"suite"`
-	Model  string `json:"model,omitempty"`  // that of the agent
-	Trials int    `json:"trials,omitempty"` // those of the suite
+	Model  string `json:"model,omitempty"`  // default the agent's
+	Trials int    `json:"trials,omitempty"` // default the suite's
 }
 
 func (b newEvalRun) check() error {
@@ -52,7 +52,7 @@ func (b newEvalLabel) check() error {
 	return nil
 }
 
-// missingEval is a problem for an eval, run or trial that does not exist.
+// missingEval returns the problem for an unknown eval, run or trial.
 func missingEval(err error, format string, args ...any) error {
 	if errors.Is(err, evals.ErrNotFound) {
 		return problem.New(http.StatusNotFound, format, args...)
@@ -105,7 +105,7 @@ func (s *server) listEvalRuns(r request) (response, error) {
 	return response{body: got}, err
 }
 
-// getEvalRun reports a run, and compares it with another one if asked.
+// getEvalRun reports a run. On request it compares the run with another run.
 func (s *server) getEvalRun(r request) (response, error) {
 	id, err := pathUUID(r, "a run")
 	if err != nil {
@@ -168,7 +168,7 @@ func (s *server) labelEval(r request) (response, error) {
 	return response{body: label, trace: done.TraceID}, evalError(err)
 }
 
-// mayReadThreads reports whether the caller may read answers: they may quote what users said.
+// mayReadThreads reports whether the caller may read answers, which may quote users.
 func mayReadThreads(who *principals.Caller) bool {
 	return who == nil || who.May(principals.ThreadsRead)
 }
@@ -181,7 +181,7 @@ func (s *server) listEvalLabels(r request) (response, error) {
 // maxEvalLabels bounds the listed labels.
 const maxEvalLabels = 10_000
 
-// evalRoutes are suites, their runs and the labels of people.
+// evalRoutes returns the routes of suites, their runs and people's labels.
 func (s *server) evalRoutes() []route {
 	suite := textParam("suite", "Name of a suite")
 	against := param{name: "against", about: "Compare with this run of the suite", check: checkUUID}

@@ -44,8 +44,8 @@ type eventResponse struct {
 	Resumed []string `json:"resumed"`
 }
 
-// externalEvents lists the events that clients may raise. Others belong to the agent or to stricter routes, such as
-// approvals.
+// externalEvents lists the events that clients may raise. All other events belong to the agent or to stricter routes,
+// such as approvals.
 func externalEvents() []string {
 	return []string{"MESSAGE_RECEIVED", "DOCUMENT_UPLOADED", "SIGNATURE_COMPLETED", "TEST_COMPLETED", "EVENT_COMPLETED"}
 }
@@ -91,7 +91,7 @@ func (s *server) raiseEvent(r request) (response, error) {
 	return response{body: eventResponse(got), status: http.StatusAccepted}, nil
 }
 
-// deliver raises an event. A message for an existing thread is stored there, as if its visitor had sent it.
+// deliver raises an event. It stores a message for an existing thread in that thread, like a message of the visitor.
 func (s *server) deliver(ctx context.Context, e eventRequest) (executions.Delivered, error) {
 	ctx = executions.WithLockTimeout(ctx, postgres.LockRetryTimeout)
 	data, content := messageContent(e)
@@ -118,7 +118,7 @@ func (s *server) deliver(ctx context.Context, e eventRequest) (executions.Delive
 }
 
 // deliverEvent delivers an event and records its sender. Four eyes count the sender as a requester of the resumed
-// executions. Root may decide all, so its events are batched without that.
+// executions. Root may decide every approval, so its events join a batch without that record.
 func (s *server) deliverEvent(ctx context.Context, e eventRequest) (got executions.Delivered, err error) {
 	if !activity.HasActor(ctx) || activity.ActorFrom(ctx).Name == principals.Root {
 		return s.engine.Deliver(ctx, s.pool, e.Event, e.Key, e.Data, e.ID)
@@ -133,7 +133,7 @@ func (s *server) deliverEvent(ctx context.Context, e eventRequest) (got executio
 	return got, postgres.ExplainLock(ctx, s.pool, err, what, "agent_events", "agent_executions", "agent_locks")
 }
 
-// messageContent returns the text and data of a message, or "" for other events.
+// messageContent returns the text and data of a message; "" for other events.
 func messageContent(e eventRequest) (data map[string]any, content string) {
 	var members map[string]json.RawMessage // keeps long numbers exact
 	if e.Event != "MESSAGE_RECEIVED" || json.Unmarshal(e.Data, &members) != nil {
@@ -165,7 +165,7 @@ func eventKey(r *http.Request, e eventRequest) string {
 	return "request " + hex.EncodeToString(sum[:])
 }
 
-// flowRoutes read flows and requests to people.
+// flowRoutes returns the routes that read flows and requests to people.
 func (s *server) flowRoutes() []route {
 	return []route{
 		{

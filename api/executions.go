@@ -32,7 +32,7 @@ var uuidForm = regexp.MustCompile(`^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-
 type executionDetail struct {
 	executions.Execution
 	Labels     executions.Labels      `json:"labels"`
-	Checkpoint *executions.Checkpoint `json:"checkpoint"` // the latest; null before the first
+	Checkpoint *executions.Checkpoint `json:"checkpoint"` // the latest checkpoint; null before the first
 	Waits      []wait                 `json:"waits"`      // the open ones
 }
 
@@ -109,7 +109,7 @@ func (s *server) cancelExecution(r request) (response, error) {
 	return s.cancel(r.Context(), x, r.body.(reasonRequest).Reason)
 }
 
-// mayCancel lets the scope operate cancel the operate turns that the caller has begun, and no others.
+// mayCancel lets the scope operate cancel operate turns that the caller has started, but no other execution.
 func (s *server) mayCancel(ctx context.Context, x executions.Execution) error {
 	who := principals.From(ctx)
 	if who == nil || who.May(principals.RunsWrite) {
@@ -183,7 +183,7 @@ type startRequest struct {
 	Queue           string `json:"queue,omitempty"`            // background (default) or interactive
 	Priority        int    `json:"priority,omitempty"`         // 1 first … 4 last; default 2
 	Reason          string `json:"reason,omitempty"`           // for the audit log
-	// what it is about, such as {"order": "A-1001"}; at most 8
+	// the subject, such as {"order": "A-1001"}; at most 8 labels
 	Labels executions.Labels `json:"labels,omitempty"`
 }
 
@@ -195,7 +195,7 @@ type executionStatus struct {
 
 var externalForm = regexp.MustCompile(`^external(:[a-zA-Z0-9][a-zA-Z0-9._-]{0,99})?$`)
 
-// reservedFlows maps flows that only their surface may start to that way.
+// reservedFlows maps each flow that only a surface may start to the way to start it.
 var reservedFlows = map[string]string{
 	"heartbeat":    "agent heartbeat runs one now",
 	"operate":      "POST /v1/operate talks to the agent",
@@ -304,8 +304,8 @@ func (s *server) startExecution(r request) (response, error) {
 	return response{body: executionStatus{x.ID, x.TraceID, x.Status}, trace: x.TraceID}, nil
 }
 
-// start starts an execution for the admin or for a parent. It waits a moment for an idempotency key locked by another
-// transaction.
+// start starts an execution for the admin or for a parent. It waits a moment for an idempotency key that another
+// transaction locks.
 func (s *server) start(ctx context.Context, spec executions.Spec, reason string) (x executions.Execution, err error) {
 	ctx = executions.WithLockTimeout(ctx, postgres.LockRetryTimeout)
 	if spec.ParentID != "" {
@@ -455,7 +455,7 @@ func (f forkRequest) check() error {
 	return nil
 }
 
-// timeTravelRoutes fork, retry and replay executions, and monitor live ones.
+// timeTravelRoutes returns the routes that fork, retry and replay executions, and monitor live executions.
 func (s *server) timeTravelRoutes() []route {
 	return []route{
 		{
@@ -525,7 +525,7 @@ func (s *server) retryExecution(r request) (response, error) {
 	return s.retry(r.Context(), x, "")
 }
 
-// retry forks an execution and repeats what failed.
+// retry forks an execution to repeat the failed part.
 func (s *server) retry(ctx context.Context, x executions.Execution, reason string) (response, error) {
 	var got executions.Execution
 	from := ""

@@ -29,13 +29,13 @@ const (
 	maxSummary    = 64 << 10
 )
 
-// lockRequest asks for the lock on an execution.
+// lockRequest requests the lock on an execution.
 type lockRequest struct {
 	Owner      string `json:"owner"`                 // one process of a worker
 	TTLSeconds *int   `json:"ttl_seconds,omitempty"` // default 30
 }
 
-// lockResponse holds the lock and the full state. Nothing is redacted, because the worker needs it.
+// lockResponse holds the lock and the full, unredacted state, because the worker needs it.
 type lockResponse struct {
 	LockID      string                     `json:"lock_id"`
 	ExpiresAt   time.Time                  `json:"expires_at"`
@@ -44,18 +44,18 @@ type lockResponse struct {
 	Checkpoints map[string]json.RawMessage `json:"checkpoints"` // output by step
 }
 
-// claimRequest asks for locks on executions of flows.
+// claimRequest requests locks on executions of flows.
 type claimRequest struct {
 	Flows       []string `json:"flows"` // external, or external:NAME
 	Owner       string   `json:"owner"`
 	TTLSeconds  *int     `json:"ttl_seconds,omitempty"`  // default 30
 	Max         *int     `json:"max,omitempty"`          // locks; default 1
-	WaitSeconds float64  `json:"wait_seconds,omitempty"` // for the first execution; default 0, at most 30
-	// LockIDs are the worker's locks. Other locks of the owner are returned again.
+	WaitSeconds float64  `json:"wait_seconds,omitempty"` // wait for the first execution; default 0, at most 30
+	// LockIDs are the worker's locks. The response repeats other locks of the owner.
 	LockIDs []string `json:"lock_ids,omitempty"`
 }
 
-// claimResponse holds the locks; none when nothing was ready in time.
+// claimResponse holds the locks; none without a ready execution in time.
 type claimResponse struct {
 	Locks []lockResponse `json:"locks"`
 }
@@ -402,7 +402,7 @@ func valueError(err error) error {
 	return err
 }
 
-// executionRoutes start executions and serve external workers.
+// executionRoutes returns the routes that start executions and serve external workers.
 func (s *server) executionRoutes() []route {
 	return []route{
 		{

@@ -27,13 +27,14 @@ import (
 
 // A POST with the header Idempotency-Key runs once. The key belongs to the route and the caller, and lasts a day:
 //
-//   - the same request again gets the stored response with Idempotent-Replayed: true;
-//   - another request with the same key gets 422; one during the first attempt gets 409;
-//   - an attempt of a dead process ends with its lease, and the next one takes over. Its commits stay. A route that
-//     must not repeat them derives a database key from the Idempotency-Key;
-//   - a result that could not be stored during an outage is stored as soon as the database is back;
-//   - transient results are not stored: 5xx, conflicts, limits;
-//   - a stream, or a response over maxStored, is not stored; the same request again gets 409 and the first trace.
+//   - a repeated request gets the stored response with Idempotent-Replayed: true;
+//   - a different request with the same key gets 422; a request during the first attempt gets 409;
+//   - an attempt of a dead process ends with its lease, and the next attempt takes over. The commits of the first stay.
+//     A route that must not repeat them derives a database key from the Idempotency-Key;
+//   - after an outage, the server stores pending results as soon as the database is back;
+//   - the server does not store transient results: 5xx, conflicts, limits;
+//   - the server does not store a stream, or a response over maxStored; a repeated request gets 409 and the first
+//     trace.
 
 const (
 	keyHeader = "Idempotency-Key"
@@ -71,8 +72,8 @@ func (s *server) withIdempotency(rt route, next http.Handler) http.Handler {
 	})
 }
 
-// claim completes even if the client left: an orphaned claim would block the same request until its lease ends. A
-// claim whose result was lost is released.
+// claim completes even if the client left: an orphaned claim would block the same request until its lease ends. It
+// releases a claim with a lost result.
 func (s *server) claim(ctx context.Context, id *keyedRequest) (first *storedResponse, err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), completeTimeout)
 	defer cancel()
@@ -123,7 +124,7 @@ func isKey(key string) bool {
 	return strings.TrimSpace(key) != "" && len(key) <= maxKey && !strings.ContainsFunc(key, odd)
 }
 
-// callerOf separates the keys of callers: no caller gets another's response.
+// callerOf separates the keys of callers, so no caller gets another's response.
 func callerOf(ctx context.Context) string {
 	if name, visitor := VisitorFrom(ctx); visitor {
 		return "visitor " + name
@@ -134,7 +135,7 @@ func callerOf(ctx context.Context) string {
 	return "admin"
 }
 
-// runAttempt runs next, stores its response, and then sends it. So every response sent is stored.
+// runAttempt runs next, stores its response, and then sends the response. So the database has every sent response.
 func (s *server) runAttempt(w http.ResponseWriter, r *http.Request, id *keyedRequest, next http.Handler) {
 	stop := s.renewLease(r.Context(), id)
 	held := &responseRecorder{ResponseWriter: w}
@@ -265,7 +266,7 @@ func (id *keyedRequest) claim(ctx context.Context, db postgres.DB) (*storedRespo
 			return nil, fmt.Errorf("claim idempotency key: %w", err)
 		}
 		first, err := id.read(ctx, db)
-		if !errors.Is(err, pgx.ErrNoRows) { // released meanwhile: retry
+		if !errors.Is(err, pgx.ErrNoRows) { // another attempt released the key meanwhile: retry
 			return first, err
 		}
 	}
@@ -289,7 +290,7 @@ func (id *keyedRequest) renew(ctx context.Context, db postgres.DB) error {
 	return err
 }
 
-// outcome is the stored response, or the release of the key if state is empty.
+// outcome is the response to store, or the release of the key if state is empty.
 type outcome struct {
 	state  string
 	status int
@@ -335,7 +336,7 @@ func isFinal(status int) bool {
 	return status < http.StatusInternalServerError
 }
 
-// responseRecorder buffers a response until it is stored. A stream or an oversized response passes through.
+// responseRecorder buffers a response until the server has stored it. A stream or an oversized response passes through.
 type responseRecorder struct {
 	http.ResponseWriter
 	status      int
@@ -374,7 +375,7 @@ func (w *responseRecorder) passThrough() {
 	}
 }
 
-// writeHeld sends the buffered part. A disconnected client shows at the next write.
+// writeHeld sends the buffered part. The next write reports a disconnected client.
 func (w *responseRecorder) writeHeld() {
 	w.ResponseWriter.WriteHeader(w.code())
 	if w.body.Len() > 0 {
@@ -422,16 +423,16 @@ func (w *responseRecorder) storedHeaders() map[string]string {
 }
 
 const (
-	// maxPending bounds the pending results; one beyond it relies on its lease.
+	// maxPending bounds the pending results. The key of a further result stays blocked until its lease ends.
 	maxPending = 1000
 	// minFlushPause is the first pause between flushes; it doubles up to maxFlushPause.
 	minFlushPause = 50 * time.Millisecond
 	maxFlushPause = 2 * time.Second
 )
 
-// pendingResults are results that an outage kept from being stored. Until their leases end, their keys would block
-// the same requests at every process. The next keyed request flushes them, and so does a goroutine once the database
-// is back. The goroutine ends when nothing is pending.
+// pendingResults are results that the server could not store during an outage. Until their leases end, their keys would
+// block the same requests at every process. The next keyed request flushes these results, and so does a goroutine after
+// the outage. The goroutine ends when no result is pending.
 type pendingResults struct {
 	db   postgres.DB
 	stop <-chan struct{} // ends the goroutine; nil means never
@@ -461,7 +462,7 @@ func (u *pendingResults) add(id *keyedRequest, as outcome) {
 	}
 }
 
-// run flushes until nothing is pending.
+// run flushes until no result is pending.
 func (u *pendingResults) run() {
 	pause := minFlushPause
 	for {
@@ -513,8 +514,9 @@ func (u *pendingResults) flush(ctx context.Context) {
 	}
 }
 
-// withFreshKey runs do under a key derived from the Idempotency-Key, and returns the row's id. Rows outlive keys: if
-// the row is older than a key's lifetime, the key is free again, and do runs with a new key derived from both.
+// withFreshKey runs do under a key derived from the Idempotency-Key, and returns the row's id. Rows outlive keys. If
+// the row is older than a key's lifetime, the key is free again. Then withFreshKey runs do with a new key, derived from
+// the old key and the id.
 func withFreshKey(ctx context.Context, db postgres.DB, key string, do func(key string) (id string, err error)) error {
 	for next := key; ; {
 		id, err := do(next)
@@ -529,8 +531,8 @@ func withFreshKey(ctx context.Context, db postgres.DB, key string, do func(key s
 	}
 }
 
-// keyExpired reports whether a row is older than a key's lifetime, by the time in its UUIDv7. The database's clock
-// decides; it is asked only about rows that are not new by any clock.
+// keyExpired reports whether a row is older than a key's lifetime, by the time in its UUIDv7 and the database's clock.
+// For a row that is new by this process's clock, it does not query the database.
 func keyExpired(ctx context.Context, db postgres.DB, id string) (old bool, err error) {
 	stamp, _, _ := strings.Cut(strings.Replace(id, "-", "", 1), "-")
 	milliseconds, err := strconv.ParseInt(stamp, 16, 64)

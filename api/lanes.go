@@ -122,7 +122,7 @@ func (b *laneBreak) loadRecord(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// blockedProblem explains a break blocked by an open transaction: the lane's holder and the transaction.
+// blockedProblem explains a break that an open transaction blocks. It names the lane's holder and the transaction.
 func (s *server) blockedProblem(ctx context.Context, lane string, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), probeLimit)
 	defer cancel()

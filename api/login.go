@@ -32,9 +32,9 @@ const (
 )
 
 // sessions issues and verifies login cookies. A cookie has the secret of a row of agent_sessions. For a login with the
-// admin token, the row's digest is keyed with that token. So the login ends when the token changes.
+// admin token, that token is the key of the row's digest. So the login ends when the token changes.
 type sessions struct {
-	key      []byte // derived from the admin token; nil without one
+	key      []byte // derived from the admin token; nil without a token
 	db       *pgxpool.Pool
 	listener *postgres.Listener // may be nil
 }
@@ -104,10 +104,10 @@ func (s *sessions) cookie(r *http.Request, value string, age int) *http.Cookie {
 	}
 }
 
-// secretForm matches the secrets of cookies, so that other values cost no query.
+// secretForm matches the secrets of cookies, so other values cost no query.
 var secretForm = regexp.MustCompile(`^[A-Z2-7]{26,40}$`)
 
-// current returns the caller of the request's session, or nil. An expired cookie counts as none.
+// current returns the caller of the request's session, or nil. An expired cookie counts as no cookie.
 func (s *sessions) current(r *http.Request) (who *principals.Caller, err error) {
 	c, err := r.Cookie(origin.CookieName(r, sessionCookie))
 	if err != nil || !secretForm.MatchString(c.Value) {
@@ -123,7 +123,7 @@ func (s *sessions) current(r *http.Request) (who *principals.Caller, err error) 
 	return who, err
 }
 
-// revoke ends the session of the request, if there is one.
+// revoke ends the session of the request, if any.
 func (s *sessions) revoke(r *http.Request) error {
 	who, err := s.current(r)
 	if who == nil || err != nil {
@@ -188,7 +188,7 @@ const (
 	logoutPath = "/logout"
 )
 
-// loginRoutes set and delete the cookie. The login form itself is an endpoint.
+// loginRoutes returns the routes that set and delete the cookie. The login form itself is an endpoint.
 func (s *server) loginRoutes() []route {
 	if s.pages == nil {
 		return nil
@@ -249,7 +249,7 @@ func (s *server) logInByLink(w http.ResponseWriter, r *http.Request, next, link 
 	s.startSession(w, r, id, principals.WithLink, next)
 }
 
-// refuseLogin responds to a login that is throttled or that failed.
+// refuseLogin responds to a throttled or failed login.
 func (s *server) refuseLogin(w http.ResponseWriter, r *http.Request, next, what string, err error) {
 	wait, waits := errors.AsType[*credentials.Wait](err)
 	if !waits {
@@ -293,7 +293,7 @@ func (s *server) redirectLoggedIn(page http.Handler) http.Handler {
 	})
 }
 
-// logOut ends the session and deletes the cookie. If the session cannot be ended, the cookie stays.
+// logOut ends the session and deletes the cookie. If it cannot end the session, it keeps the cookie.
 func (s *server) logOut(w http.ResponseWriter, r *http.Request) {
 	if err := s.auth.sessions.revoke(r); err != nil {
 		s.pages.Refuse(w, r, err)
@@ -312,8 +312,8 @@ func afterLogin(next string) string {
 	return next
 }
 
-// writeErrorPage renders an error. Without a login it redirects to the login page, which leads back to the page or, for
-// a form, to its referer.
+// writeErrorPage renders an error. Without a login it redirects to the login page. The login leads back to the page or,
+// for a form, to its referer.
 func (s *server) writeErrorPage(w http.ResponseWriter, r *http.Request, err error) {
 	p, _ := problem.Of(err)
 	if p.Status != http.StatusUnauthorized {

@@ -30,19 +30,20 @@ type OIDC struct {
 	Issuer, ClientID, ClientSecret string
 	// Roles maps claims to roles. An account without a match has no role, and gets no session.
 	Roles []ClaimRole
-	// PublicURL is where browsers reach the agent; the address of the request when empty.
+	// PublicURL is the address at which browsers reach the agent; the address of the request when empty.
 	PublicURL string
 	// Timeout bounds a request to the issuer; 10 s when zero.
 	Timeout time.Duration
 }
 
-// ClaimRole gives a role to accounts that have a claim with this value, or a list with it.
+// ClaimRole gives a role to accounts whose claim is this value, or a list with this value.
 type ClaimRole struct {
 	Claim, Value string
 	Role         principals.Role
 }
 
-// oidcLogin is the login at the issuer. It discovers the issuer at the first login, so the agent starts without it.
+// oidcLogin is the login at the issuer. It discovers the issuer at the first login, so the agent starts without the
+// issuer.
 type oidcLogin struct {
 	OIDC
 	provider atomic.Pointer[oidc.Provider]
@@ -57,7 +58,7 @@ const (
 	issuerTimeout = 10 * time.Second
 )
 
-// loginAttempt is the content of a cookie. Therefore only the browser that began a login can finish it.
+// loginAttempt is the content of a cookie. So only the browser that began a login can finish it.
 type loginAttempt struct{ State, Nonce, Verifier, Next string }
 
 func (s *server) oidcRoutes() []route {
@@ -100,7 +101,7 @@ func (o *oidcLogin) config(ctx context.Context, r *http.Request) (*oauth2.Config
 	}, provider, nil
 }
 
-// attemptCookie is Lax, because the issuer sends the browser back from another site.
+// attemptCookie returns a cookie that is Lax, because the issuer sends the browser back from another site.
 func attemptCookie(r *http.Request, value string, age int) *http.Cookie {
 	return &http.Cookie{
 		Name: origin.CookieName(r, oidcCookie), Value: value, Path: oidcPath, MaxAge: age, HttpOnly: true,
@@ -184,10 +185,10 @@ func attemptOf(r *http.Request) (a loginAttempt, err error) {
 	return a, nil
 }
 
-// errIssuer reports that the issuer did not confirm the login.
+// errIssuer reports a login that the issuer did not confirm.
 var errIssuer = errors.New("the issuer did not log in")
 
-// addClaims adds the claims of the user info. Those of the id token win.
+// addClaims adds the claims of the user info. Claims of the id token take precedence.
 func addClaims(claims map[string]any, info *oidc.UserInfo, subject string) error {
 	if info.Subject != subject {
 		return errors.New("it is of another subject")

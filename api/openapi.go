@@ -265,7 +265,7 @@ func problems(rt route) []int {
 	if !rt.probe {
 		list = append(list, http.StatusTooManyRequests)
 	}
-	if rt.method != http.MethodGet && rt.method != http.MethodHead { // its body is always read
+	if rt.method != http.MethodGet && rt.method != http.MethodHead { // the server always reads its body
 		list = append(list, http.StatusRequestTimeout, http.StatusRequestEntityTooLarge)
 	}
 	if rt.wantsJSON() {

@@ -66,7 +66,7 @@ type tokenRequest struct {
 	Principal string   `json:"principal"`
 	Name      string   `json:"name,omitempty"`
 	Scopes    []string `json:"scopes"`
-	// seconds, or text such as "90d"; without it the token does not expire
+	// seconds, or text such as "90d"; a token without it does not expire
 	ExpiresIn json.RawMessage `json:"expires_in,omitempty"`
 	Reason    string          `json:"reason"`
 }
@@ -150,7 +150,7 @@ func (s *server) createPrincipal(r request) (response, error) {
 	return response{body: p, status: http.StatusCreated}, principalError(err)
 }
 
-// changePrincipal sets the role, or disables and enables.
+// changePrincipal sets a principal's role, or disables or enables the principal.
 func (s *server) changePrincipal(r request, id string) (response, error) {
 	b := r.body.(principalPatch)
 	if (b.Role == nil) == (b.Enabled == nil) {
@@ -217,7 +217,8 @@ func (s *server) revokeSession(r request, id string) (response, error) {
 	return response{body: change{Name: id, Changed: changed}}, principalError(err)
 }
 
-// principalRoutes manage principals and their rights. No response with a secret is stored for an Idempotency-Key.
+// principalRoutes returns the routes that manage principals and their rights. The server never stores a response with a
+// secret for an Idempotency-Key.
 func (s *server) principalRoutes() []route {
 	of := []param{textParam("principal", "Name or id of a principal")}
 	return []route{

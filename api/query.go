@@ -175,7 +175,7 @@ func checkTrace(value string) error {
 	return nil
 }
 
-// traceIDs returns the ids that the parameter can mean; nil without it.
+// traceIDs returns the ids that the parameter can stand for; nil without the parameter.
 func (q query) traceIDs() []trace.ID {
 	ids, err := trace.ParseAny(q["trace_id"])
 	if err != nil {
@@ -184,7 +184,7 @@ func (q query) traceIDs() []trace.ID {
 	return ids
 }
 
-// time returns zero without the parameter.
+// time returns the parameter's time; zero without the parameter.
 func (q query) time(name string) time.Time {
 	t, err := time.Parse(time.RFC3339, q[name])
 	if err != nil {
@@ -193,7 +193,7 @@ func (q query) time(name string) time.Time {
 	return t
 }
 
-// list returns the parts of a parameter that are separated by commas; nil without it.
+// list returns the comma-separated parts of a parameter; nil without the parameter.
 func (q query) list(name string) []string {
 	if q[name] == "" {
 		return nil
@@ -203,7 +203,7 @@ func (q query) list(name string) []string {
 
 func (q query) limit() int { return cmp.Or(q.number("limit"), defaultPage) }
 
-// number returns 0 without the parameter.
+// number returns the parameter's number; 0 without the parameter.
 func (q query) number(name string) int {
 	n, err := strconv.Atoi(q[name])
 	if err != nil {
@@ -212,7 +212,7 @@ func (q query) number(name string) int {
 	return n
 }
 
-// flag returns nil without the parameter.
+// flag returns the parameter's flag; nil without the parameter.
 func (q query) flag(name string) *bool {
 	v, err := strconv.ParseBool(q[name])
 	if err != nil {
@@ -229,11 +229,11 @@ const (
 // page is the format of all listings.
 type page[T any] struct {
 	Items []T `json:"items"`
-	// NextCursor leads to the next page; null after the last one.
+	// NextCursor leads to the next page; null after the last page.
 	NextCursor *string `json:"next_cursor"`
 }
 
-// pageOf builds a page; next is empty after the last one.
+// pageOf builds a page; next is empty after the last page.
 func pageOf[T any](rows []T, next string) page[T] {
 	p := page[T]{Items: rows}
 	if rows == nil {
@@ -272,8 +272,8 @@ func decodeIDCursor(listing, cursor string) (string, error) {
 	return id, nil
 }
 
-// readPage reads a page of a listing by id, newest first, and checks for a next one. read takes the id to continue
-// after and the row count.
+// readPage reads a page of a listing by id, newest first, and checks for a next page. The arguments of read are the id
+// to continue after and the row count.
 func readPage[T any](
 	listing string, q query, id func(T) string, read func(before string, limit int) ([]T, error),
 ) (page[T], error) {

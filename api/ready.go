@@ -86,7 +86,7 @@ func (s *server) probe(ctx context.Context) readiness {
 }
 
 // checkWrites reports whether the database accepts writes. It costs nothing until a statement of this process fails
-// because the disk is full or the database is read-only. Then it tries a large write now and then, and rolls it back.
+// because of a full disk or a read-only database. From then on it sometimes tries a large write and rolls it back.
 func (s *server) checkWrites(ctx context.Context) check {
 	accepted := check{true, "accepted"}
 	at, refused := postgres.LastRefusal(s.ready)
@@ -163,8 +163,8 @@ func (s *server) checkDatabase(ctx context.Context) (database, schema check) {
 	return check{true, "answers"}, check{true, "current"}
 }
 
-// checkWorker reports whether the engine runs and whether it is shutting down. The engine reports both as one error;
-// only that of a shutdown is a control error other than ErrLost.
+// checkWorker reports whether the engine runs and whether it is shutting down. The engine reports both as one error.
+// Only the error of a shutdown is a control error other than ErrLost.
 func (s *server) checkWorker() (worker, draining check) {
 	err := s.engine.Live()
 	switch {

@@ -28,8 +28,8 @@ type route struct {
 	about        string
 	access       Access                          // default Admin
 	scopes       []principals.Scope              // of Admin routes, from scopes.go; one suffices
-	secret       bool                            // the response has a secret: it is stored for no Idempotency-Key
-	params       []param                         // of the query; others are rejected
+	secret       bool                            // the response has a secret: the server never stores it
+	params       []param                         // of the query; the server rejects others
 	body         any                             // zero value of the request body; nil for none
 	response     any                             // zero value of the response body
 	status       int                             // of the response; 200 when 0
@@ -44,7 +44,7 @@ type route struct {
 	versioned    bool                            // the response has an ETag, the object's revision
 	guarded      bool                            // supports If-Match, may respond with 412
 	stream       bool                            // no deadline
-	finite       bool                            // a stream that a shutdown waits for
+	finite       bool                            // a stream whose end a shutdown awaits
 	openAI       bool                            // errors in OpenAI's format
 	foreign      bool                            // accepts cross-origin requests
 	replica      bool                            // may read from the replica
@@ -52,7 +52,7 @@ type route struct {
 	page         bool                            // undocumented, errors as pages
 	idempotent   bool                            // supports Idempotency-Key
 	maxBody      int64                           // bytes
-	expect       expectation                     // runs before the body is read; may be nil
+	expect       expectation                     // runs before the server reads the body; may be nil
 	probe        bool                            // bypasses admission
 	handle       func(request) (response, error) // of this package's routes
 	handler      http.Handler                    // of streams and of endpoints
@@ -321,21 +321,20 @@ type Endpoint struct {
 	Again bool
 	// ContentType documents the response; application/json when empty.
 	ContentType string
-	// Stream lifts the request's deadline; each write must succeed within half a minute. The request's context ends
-	// when the client disconnects, and at shutdown with the cause executions.ErrDraining. Then the handler must
-	// return.
+	// Stream removes the request's deadline; each write must succeed within half a minute. The request's context ends when
+	// the client disconnects, and at shutdown with the cause executions.ErrDraining. Then the handler must return.
 	Stream bool
-	// Finite marks a stream that ends by itself. A shutdown waits for it, because the client may not be able to
+	// Finite marks a stream with an end of its own. A shutdown waits for that end, because the client may be unable to
 	// repeat the request.
 	Finite bool
 	// OpenAIErrors selects OpenAI's error objects (401, 403, 404, 405, 408, 413, 415, 429).
 	OpenAIErrors bool
-	// MaxBody is in bytes, 1 MiB when 0.
+	// MaxBody bounds the body in bytes; 1 MiB when 0.
 	MaxBody int64
-	// Expect runs before the body is read. It rejects the request or returns it with its body limit, at most MaxBody.
-	// Nil accepts MaxBody. Such routes have their own admission class.
+	// Expect runs before the server reads the body. It rejects the request or returns it with its body limit, at most
+	// MaxBody. Nil accepts MaxBody. Routes with Expect have their own admission class.
 	Expect func(r *http.Request) (*http.Request, int64, error)
-	// Idempotent supports Idempotency-Key. It needs a known caller, so not Public.
+	// Idempotent supports Idempotency-Key. It needs a known caller, so the route cannot be Public.
 	Idempotent bool
 	// Page marks a route for people. It is undocumented, its errors are pages (see Options.Pages), and it redirects
 	// to the login. A page's stream gets plain errors.

@@ -9,7 +9,7 @@ import (
 
 var authenticated = []principals.Scope{principals.Authenticated}
 
-// routesByScope lists the routes of each scope. A route without one needs principals.Administer, and fails a test.
+// routesByScope lists the routes of each scope. A route without a scope needs principals.Administer, and fails a test.
 var routesByScope = map[principals.Scope][]string{
 	principals.RunsRead: {
 		"GET /v1/traces", "GET /v1/traces/{id}", "GET /v1/traces/{id}/why", "GET /v1/activity", "GET /v1/activity/spend",
@@ -67,7 +67,8 @@ var routesByScope = map[principals.Scope][]string{
 	},
 }
 
-// scopesByRoute lists the scopes of each route. An error names the first, so a scope for people comes before Work.
+// scopesByRoute lists the scopes of each route. An error names the first scope, so a scope for people comes before
+// Work.
 var scopesByRoute = func() map[string][]principals.Scope {
 	byRoute := map[string][]principals.Scope{}
 	for _, scope := range append(principals.Admin.Scopes(), principals.Authenticated) {

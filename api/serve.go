@@ -128,7 +128,7 @@ func (s *server) writeError(w http.ResponseWriter, r *http.Request, rt route, er
 	problem.Write(w, r, err, traceID, s.log)
 }
 
-// write encodes the value before it sends anything, so the response is complete or a problem.
+// write encodes the value before it sends the first byte, so the response is complete or a problem.
 func (s *server) write(w http.ResponseWriter, r *http.Request, a response) {
 	encoded, err := encode(a.body)
 	if err != nil {
@@ -176,7 +176,7 @@ func (s *server) withLogging(next http.Handler) http.Handler {
 		}()
 		setSecurityHeaders(w.Header())
 		if s.isDraining() {
-			w.Header().Set("Connection", "close") // the client reconnects to another process
+			w.Header().Set("Connection", "close") // makes the client reconnect to another process
 		}
 		next.ServeHTTP(seen, r)
 	})
@@ -251,7 +251,7 @@ func (b reasonRequest) check() error {
 	return nil
 }
 
-// readBody decodes a body into the type of zero and rejects unknown fields. A route without a body accepts none, or
+// readBody decodes a body into the type of zero and rejects unknown fields. A route without a body accepts no body or
 // an empty object.
 func readBody(r *http.Request, zero any) (any, error) {
 	raw, err := admission.Bytes(r.Body)
@@ -331,7 +331,8 @@ func storable(s string) bool {
 
 var timeType = reflect.TypeFor[time.Time]()
 
-// inUTC copies v with all times in UTC, because the driver returns local times. Embedded structs must be exported.
+// inUTC returns a copy of v with all times in UTC, because the driver returns local times. Embedded structs must be
+// exported.
 func inUTC(v any) any {
 	if v == nil {
 		return nil

@@ -25,7 +25,7 @@ type skillRow struct {
 	Health skillHealth `json:"health"`
 }
 
-// skillHealth covers the last 7 days. Percentiles are accurate to 2.5 per cent.
+// skillHealth is a skill's health in the last 7 days. Percentiles are accurate to 2.5 per cent.
 type skillHealth struct {
 	Calls       int64    `json:"calls"`
 	SuccessRate *float64 `json:"success_rate"` // 0 to 1; null without calls
@@ -35,12 +35,12 @@ type skillHealth struct {
 	State       string   `json:"state"` // enabled, on trial, disabled
 }
 
-// skillChange is the result of enabling or disabling. Changed is false if nothing had to change.
+// skillChange is the result of enabling or disabling a skill. Changed is false if the state was the same before.
 type skillChange struct {
 	Name        string   `json:"name"`
 	Enabled     bool     `json:"enabled"`
 	Changed     bool     `json:"changed"`
-	Automations []string `json:"automations"` // restored or paused with it
+	Automations []string `json:"automations"` // restored or paused with the skill
 	TraceID     string   `json:"trace_id"`
 	ActivityID  string   `json:"activity_id"`
 }
@@ -213,7 +213,7 @@ func (s *server) listAgents(r request) (response, error) {
 	return response{body: pageOf(listed, next)}, nil
 }
 
-// agentKey sorts the default agent first, then by name.
+// agentKey returns a sort key: the default agent first, then by name.
 func agentKey(a agents.Agent) string {
 	if a.Default {
 		return "0 " + a.Name

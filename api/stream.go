@@ -29,9 +29,9 @@ func eventID(e executions.StatusChange) string {
 	return fmt.Sprintf("%d-%d-%s", e.Claim, e.WaitNumber, e.Status)
 }
 
-// followExecution streams the status of an execution until it has ended: the current state, then each change. A
-// reconnecting client first gets missed changes, where they are stored. A client that has seen the end gets 204, and
-// browsers stop reconnecting.
+// followExecution streams the status of an execution until the execution has ended: the current state, then each
+// change. A reconnecting client first gets the stored changes that it missed. A client that has seen the end gets 204,
+// and browsers stop reconnecting.
 func (s *server) followExecution(w http.ResponseWriter, r *http.Request) {
 	in, err := parseRequest(r, route{access: Admin, scopes: authenticated})
 	var x executions.Execution
@@ -59,8 +59,8 @@ func (s *server) followExecution(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// lastSeen returns the last change the client has seen. A client that missed nothing, or does not say, gets the
-// current state.
+// lastSeen returns the last change that the client has seen. A client without missed changes, or without Last-Event-ID,
+// gets the current state.
 func lastSeen(lastEventID string, present int) int {
 	number, _, _ := strings.Cut(lastEventID, "-")
 	if n, err := strconv.Atoi(number); err == nil && n >= 0 && n < present {

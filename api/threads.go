@@ -118,7 +118,7 @@ func (s *server) queued(r request, thread string) ([]threads.Message, error) {
 }
 
 type joinTokenRequest struct {
-	Reusable    bool            `json:"reusable,omitempty"`     // any number of visitors may join by it; else one
+	Reusable    bool            `json:"reusable,omitempty"`     // any number of visitors may join with it, not only one
 	ExpiresIn   json.RawMessage `json:"expires_in,omitempty"`   // seconds, or text such as 24h or 7d; default 24h
 	ExecutionID string          `json:"execution_id,omitempty"` // expires with this execution
 }
@@ -310,7 +310,7 @@ func (s *server) nameThread(r request) (response, error) {
 	return response{body: t, trace: c.TraceID}, threadError(err)
 }
 
-// accessRoutes manage access to threads.
+// accessRoutes returns the routes that manage access to threads.
 func (s *server) accessRoutes() []route {
 	return []route{
 		{
@@ -371,8 +371,8 @@ type threadRequest struct {
 	Channel     string `json:"channel,omitempty"` // chat (default), webhook or log
 	Target      string `json:"target,omitempty"`  // the outgoing target of channel webhook
 	Participant string `json:"participant,omitempty"`
-	Owner       string `json:"owner,omitempty"`        // a chat key with access; empty: nobody until access is granted
-	IdleSeconds *int   `json:"idle_seconds,omitempty"` // idle time after which others may send; default 600
+	Owner       string `json:"owner,omitempty"`        // a chat key with access; empty: no access until an admin grants it
+	IdleSeconds *int   `json:"idle_seconds,omitempty"` // idle time after which other senders may send; default 600
 }
 
 func (o threadRequest) check() error {
@@ -475,7 +475,7 @@ func (s *server) sendMessage(r request) (response, error) {
 		})
 		return sent.MessageID, err
 	})
-	if postgres.IsCode(err, "LK001") { // the lock was lost meanwhile
+	if postgres.IsCode(err, "LK001") { // the worker lost the lock meanwhile
 		if _, err = s.engine.LockClaim(r.Context(), x.ID, b.LockID); err == nil {
 			err = executions.ErrVoid
 		}
@@ -489,7 +489,7 @@ func (s *server) sendMessage(r request) (response, error) {
 	}, nil
 }
 
-// mayMessage rejects a worker that sends for an execution that it may not work on.
+// mayMessage rejects a message for an execution on which the worker may not work.
 func (s *server) mayMessage(r request, b messageRequest) error {
 	who := principals.From(r.Context())
 	switch {
@@ -558,8 +558,8 @@ func messageError(err error) error {
 	return err
 }
 
-// messageKey derives the message's key from the Idempotency-Key. So the message is sent once even if the process dies
-// before it stores the response.
+// messageKey derives the message's key from the Idempotency-Key. So the server sends the message once even if the
+// process dies before it stores the response.
 func messageKey(r *http.Request, thread string, b messageRequest) string {
 	key := r.Header.Get(keyHeader)
 	if key == "" {

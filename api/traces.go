@@ -65,7 +65,7 @@ func (s *server) listActivity(r request) (response, error) {
 	return logPage("activity", rows, next, err)
 }
 
-// reportRoutes answer frequent questions about the log. Their figures match the views agent_spend,
+// reportRoutes returns the routes of frequent questions about the log. Their figures match the views agent_spend,
 // agent_slowest_skills, agent_failing_skills and agent_audit.
 func (s *server) reportRoutes() []route {
 	skill := textParam("skill", "Name of the skill")
@@ -113,7 +113,7 @@ func report[T any](
 	return logPage(listing, rows, next, err)
 }
 
-// logPage puts the cursor of package activity, which names no listing, into one of the listing.
+// logPage converts the cursor of package activity, which names no listing, to a cursor of the listing.
 func logPage[T any](listing string, rows []T, next string, err error) (response, error) {
 	if err != nil {
 		return response{}, err
