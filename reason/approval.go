@@ -23,7 +23,7 @@ type approvalRequest struct {
 	row   approvals.Approval
 }
 
-// requireApproval defers a call until the reply's other calls are made, or records its request only.
+// requireApproval defers a call until the turn has made the reply's other calls, or only records the request.
 func (w *turn) requireApproval(ctx context.Context, c *call, s skills.Skill) error {
 	hash, err := approvals.Hash(c.args)
 	if err != nil {
@@ -47,8 +47,8 @@ func (w *turn) requireApproval(ctx context.Context, c *call, s skills.Skill) err
 	return w.notifyOnce(ctx, c, "deferred", string(activity.PendingApproval), "")
 }
 
-// awaitApprovals requests the approvals of a reply and makes each approved call. It requests one of several equal
-// calls at a time, because a denial holds for all.
+// awaitApprovals requests the approvals of a reply and makes each approved call. It requests one of several equal calls
+// at a time, because a denial holds for all of them.
 func (w *turn) awaitApprovals(ctx context.Context, calls []*call) error {
 	for {
 		round, err := w.requestApprovals(ctx, calls)
@@ -90,7 +90,7 @@ func (w *turn) requestApprovals(ctx context.Context, calls []*call) (waiting []*
 	return waiting, nil
 }
 
-// requestApproval requests one approval. If it cannot be stored, the failure is the call's result.
+// requestApproval requests one approval. If the database cannot store the request, the failure is the call's result.
 func (w *turn) requestApproval(ctx context.Context, c *call) error {
 	s := c.approval.skill
 	args := c.args
@@ -108,7 +108,7 @@ func (w *turn) requestApproval(ctx context.Context, c *call) error {
 	return err
 }
 
-// notifyApprovals reports waiting approvals once.
+// notifyApprovals reports each waiting approval once.
 func (w *turn) notifyApprovals(ctx context.Context, round []*call) error {
 	if w.OnApproval == nil {
 		return nil
@@ -163,7 +163,7 @@ func denial(why string) string {
 	return encode(map[string]string{"error": "DENIED", "reason": why, "note": "Do not ask for this call again."})
 }
 
-// rankedSkills orders all skills by their similarity to a text; equal ones keep their order.
+// rankedSkills orders all skills by their similarity to a text. Equally similar skills keep their order.
 func rankedSkills(list []skills.Skill, text string) []skills.Skill {
 	return rank(list, text, false)
 }
@@ -203,7 +203,7 @@ func rank(list []skills.Skill, text string, onlyHits bool) []skills.Skill {
 	return ranked
 }
 
-// similarity is 1 for a word among others, and less for one with the same beginning.
+// similarity is 1 for a word among others, and less for a word with the same beginning.
 func similarity(word string, others []string) float64 {
 	best := 0.0
 	for _, other := range others {

@@ -47,7 +47,8 @@ type account struct {
 	answer  int           // tokens of one answer; 0 for the model's default
 }
 
-// open returns the scopes of a turn: the day, the surface's day, the run, the delegating turns and the agent's day.
+// open returns the budget scopes of a turn: the day, the surface's day, the run, the delegating turns and the agent's
+// day.
 func (l *Loop) open(ctx context.Context, t *Turn, b Budget, a agents.Agent) *account {
 	span, _ := trace.From(ctx)
 	others := append(slices.Clone(t.above), t.scope(span.TraceID, b))
@@ -108,19 +109,19 @@ type reservation struct {
 	estimated int           // estimated tokens of the prompt
 	granted   int64         // tokens of the answer
 	last      budgets.Spend // of the last request
-	lost      budgets.Spend // of earlier requests, written off
+	lost      budgets.Spend // of earlier, written-off requests
 	answers   int64         // the part of lost granted to their answers
 }
 
-// grant returns the granted tokens of the answer. From then on, the request counts at its worst case until it reports
-// its usage.
+// grant returns the granted tokens of the answer. From then on, the request counts at its worst case until the server
+// reports usage.
 func (r *reservation) grant(ctx context.Context, db postgres.DB, effect *executions.Effect) (int, error) {
 	effect.OnResult = func(b *pgx.Batch) { r.Settle(b, r.last) }
 	granted, err := r.Await(ctx, db)
 	return r.take(granted, err)
 }
 
-// renew reserves a further request after one that may have been billed.
+// renew reserves a further request after a request that may have been billed.
 func (r *reservation) renew(ctx context.Context, db postgres.DB) (int, error) {
 	lost, granted, err := r.Renew(ctx, db)
 	r.lost, r.last = r.lost.Plus(lost), budgets.Spend{}

@@ -90,9 +90,9 @@ func (l *Loop) childTurn(ctx context.Context, e *executions.Engine, d delegated)
 }
 
 // DelegateTool lets a turn delegate a task to a child execution in the same trace. The child may use the turn's skills
-// within scopes, or the named ones, and a part of the remaining budget; its usage counts for the turn. It handles
-// approvals as the turn does. The turn waits durably; a cancelled turn cancels the child. A failed child is a result
-// for the model. Delegations nest two deep.
+// within scopes, or only the named skills, and a part of the remaining budget. Its usage counts for the turn. The child
+// handles approvals like the turn. The turn waits durably; a cancelled turn cancels the child. A failed child is a
+// result for the model. Delegations nest two deep.
 func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 	return Tool{
 		Name: "delegate",
@@ -113,7 +113,7 @@ func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 	}
 }
 
-// bind binds tools that act for a turn. In a sandbox, none acts.
+// bind binds tools that act for a turn. In a sandbox, no tool acts.
 func (w *turn) bind() {
 	w.Tools = slices.Clone(w.Tools)
 	for i, t := range w.Tools {
@@ -358,7 +358,7 @@ func (w *turn) addAgentParameter(t Tool) Tool {
 	return t
 }
 
-// chooseAgent returns the agent of a child: the named one, if permitted, or the turn's own.
+// chooseAgent returns the agent of a child: the named agent, if permitted, or the turn's own agent.
 func (w *turn) chooseAgent(asked delegateArgs, own string) (string, error) {
 	switch {
 	case asked.Agent == "":

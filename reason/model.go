@@ -87,7 +87,7 @@ func (w *turn) callModel(ctx context.Context) (*reply, error) {
 	return got, nil
 }
 
-// withFallback tries the turn's models in order. It drops an unavailable one for the rest of the turn.
+// withFallback tries the turn's models in order. It drops an unavailable model for the rest of the turn.
 func (w *turn) withFallback(ctx context.Context, ask func(model string, more bool) (*reply, error)) (*reply, error) {
 	for {
 		got, err := ask(w.models[0], len(w.models) > 1)
@@ -117,8 +117,8 @@ const classUnavailable = "model_unavailable"
 // recorded answer.
 func (w *turn) used() time.Duration { return w.spent + time.Since(w.mark) }
 
-// callDurably makes one model call as a durable step; all model calls go through it. The transaction of the intent
-// reserves the worst case, and that of the result settles the usage. A limit returns an *executions.StepError for
+// callDurably makes one model call as a durable step; every model call uses it. The transaction of the intent reserves
+// the worst case, and the transaction of the result settles the usage. A limit returns an *executions.StepError for
 // endedBy.
 func (l *Loop) callDurably(ctx context.Context, c *modelCall) (*reply, error) {
 	r, err := c.account.reservation(ctx, l.Model, c.request)
@@ -139,7 +139,7 @@ func (l *Loop) callDurably(ctx context.Context, c *modelCall) (*reply, error) {
 				c.prompt = l.prompts.Prepare(l.Model.Prepared(asked))
 			}
 			c.prompt.Add(b, r.ExecutionID, r.Claim, step)
-			r.Reserve(b, step) // last: all turns of a day lock the same budget until they commit
+			r.Reserve(b, step) // last: all turns of a day lock the same budget until their commit
 		},
 	}, func(ctx context.Context, effect *executions.Effect) (*reply, error) {
 		c.prompt.Committed(ctx, l.log())
@@ -227,7 +227,7 @@ func (l *Loop) send(ctx context.Context, c *modelCall, r *reservation, effect *e
 	return got, nil
 }
 
-// countSkillCalls counts the skills that an answer calls; the call is charged to them.
+// countSkillCalls counts the skills that an answer calls. The cost of the model call is charged to these skills.
 func (c *modelCall) countSkillCalls(made []models.ToolCall) map[string]int {
 	called := map[string]int{}
 	for _, m := range made {
@@ -257,7 +257,7 @@ func (r *reply) shown() activity.Usage {
 	return u
 }
 
-// markTruncated appends a note to an answer that was cut at its limit. Cut calls fail their validation instead.
+// markTruncated appends a note to an answer that its limit cut. Cut calls fail their validation instead.
 func (l *Loop) markTruncated(ctx context.Context, response *models.Response, c *modelCall) {
 	l.log().WarnContext(ctx, "answer cut at its limit", "max_tokens", c.request.MaxTokens,
 		"completion_tokens", response.Usage.CompletionTokens)
@@ -331,23 +331,23 @@ type ToolEvent struct {
 	Result    string // of a done call, for the model
 	Error     string // of a failed or refused call
 	Duration  time.Duration
-	// ApprovalID is the approval that was requested for the call; empty for none.
+	// ApprovalID is the requested approval of the call; empty for none.
 	ApprovalID string
 }
 
 // flushTimeout bounds the wait for callbacks.
 const flushTimeout = 3 * time.Second
 
-// callbacks calls a turn's callbacks in order, in a goroutine of its own. A slow or panicking one does not delay the
-// turn.
+// callbacks calls a turn's callbacks in order, in a goroutine of its own. A slow or panicking callback does not delay
+// the turn.
 type callbacks struct {
 	log *slog.Logger
 
 	mu        sync.Mutex
 	queue     []func()
-	closed    bool          // nothing more is added
-	abandoned bool          // nothing more is called
-	wake      chan struct{} // has room for one
+	closed    bool          // the queue accepts no more
+	abandoned bool          // run calls no more callbacks
+	wake      chan struct{} // has room for one signal
 	done      chan struct{}
 }
 
@@ -433,8 +433,8 @@ func (v *callbacks) call(ctx context.Context, show func()) (goOn bool) {
 	return true
 }
 
-// flush waits, within flushTimeout, for the queued callbacks. After a durable wait another process may continue with
-// what they stored.
+// flush waits, within flushTimeout, for the queued callbacks. After a durable wait, another process may continue with
+// the data that the callbacks stored.
 func (v *callbacks) flush(ctx context.Context) {
 	if v == nil {
 		return
@@ -451,7 +451,7 @@ func (v *callbacks) flush(ctx context.Context) {
 	}
 }
 
-// close waits, within flushTimeout, for all callbacks. No callback starts after it.
+// close waits, within flushTimeout, for all callbacks. No callback starts after close returns.
 func (v *callbacks) close(ctx context.Context) {
 	if v == nil {
 		return
@@ -514,7 +514,7 @@ func (w *turn) firstTime(ctx context.Context, place string) (first bool, err err
 	return first, err
 }
 
-// notifyOnce reports a call that is not made.
+// notifyOnce reports a call that the turn does not make.
 func (w *turn) notifyOnce(ctx context.Context, c *call, place, status, failure string) error {
 	first, err := w.firstTime(ctx, place)
 	if err == nil && first {

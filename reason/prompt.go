@@ -103,10 +103,10 @@ type Available struct {
 	Skills []skills.Skill // of [skills.QueueCallable], for the turn's scopes
 }
 
-// available returns what the caller of the turn has read, once, or reads it.
+// available returns the agents and skills that the turn's caller has read, once. Otherwise it reads them.
 func (l *Loop) available(ctx context.Context, db postgres.DB, t *Turn) (*Available, error) {
 	if from := t.Available; from != nil {
-		t.Available = nil // a retry reads anew, and the turn does not retain it
+		t.Available = nil // a retry reads again, and the turn keeps no copy
 		return from, nil
 	}
 	from, b := &Available{}, &pgx.Batch{}
@@ -141,7 +141,7 @@ func delegateAgents(all []agents.Agent, a agents.Agent) (list []delegateAgent) {
 	return list
 }
 
-// pinned reads an agent's pinned entries in the order of its document. It omits missing ones.
+// pinned reads an agent's pinned entries in the order of its document. It omits missing entries.
 func pinned(ctx context.Context, db postgres.DB, a agents.Agent) ([]pinnedEntry, error) {
 	if len(a.Pinned) == 0 {
 		return nil, nil
@@ -166,8 +166,8 @@ func pinnedNames(a agents.Agent) []memory.Name {
 	return names
 }
 
-// system composes the system message. It is equal for all turns of an agent on a surface, until the document or a
-// pinned entry changes.
+// system composes the system message. The message is equal for all turns of an agent on a surface, until the document
+// or a pinned entry changes.
 func (p *prepared) system(rules string) string {
 	if p.Agent == nil {
 		return rules
@@ -260,7 +260,7 @@ func (b Budget) limitedBy(l agents.Limits) Budget {
 	return b
 }
 
-// Above maxOffered skills in scope, offeredOfMany are offered; skill_search finds the others.
+// Above maxOffered skills in scope, the turn offers offeredOfMany. skill_search finds the remaining skills.
 const (
 	maxOffered    = 40
 	offeredOfMany = 30
@@ -273,7 +273,7 @@ type offer struct {
 	More   int            `json:"more"` // other skills in scope
 }
 
-// offered chooses the offered skills: all in scope or, of many, those most similar to the prompt.
+// offered chooses the offered skills: all skills in scope or, of many, the skills most similar to the prompt.
 func (l *Loop) offered(
 	ctx context.Context, db postgres.DB, t *Turn, a agents.Agent, callable []skills.Skill,
 ) (offer, error) {

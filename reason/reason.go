@@ -1,25 +1,25 @@
-// Package reason runs the reasoning loop: it calls a model, runs the requested skills, and returns their results to the
+// Package reason runs the reasoning loop. It calls a model, runs the requested skills, and returns their results to the
 // model, until the model answers in words.
 //
 // A turn runs inside an execution. Every model call and every skill call is a durable step, so a resumed turn repeats
-// no finished call. The transcript is rebuilt from the recorded steps.
+// no finished call. It rebuilds the transcript from the recorded steps.
 //
 // Budgets of iterations, tokens, money and time end a turn, not its execution. A call of an unknown tool, or with
-// invalid parameters, gets the protocol's tool reply and a system message; the model may correct it twice. A valid call
-// resets that count. An empty answer is requested once more. Three equal calls in a row bring a warning, and the loop
-// does not make a sixth. Then the turn ends as stalled, with a summary, an activity of class stall, and a log line. A
-// turn at its limit of iterations ends the same way.
+// invalid parameters, gets the protocol's tool reply and a system message; the model may correct the call twice. A
+// valid call resets that count. After an empty answer, the loop requests an answer once more. After three equal calls
+// in a row, the model gets a warning. The loop does not make a sixth such call: the turn ends as stalled, with a
+// summary, an activity of class stall, and a log line. A turn at its limit of iterations ends the same way.
 //
 // An answer can have a form ([Form]): JSON of a schema. Each request carries the schema, or words for servers without
 // structured outputs. The loop validates the answer and requests one correction.
 //
 // The loop trims the context before every request: it drops the oldest exchanges whole, and keeps the opening and the
 // prompt. It cuts overlong messages with a marker. The model reads the rest of a cut result with read_result, and finds
-// skills beyond the offered ones with skill_search.
+// skills beyond the offered skills with skill_search.
 //
 // A write to the memory is based on the entries that the turn has read. The turn tracks the revision of each entry that
-// a request showed whole. It computes them from recorded results, so a resumed turn has read the same. A key that the
-// turn has not read must be new. A conflict shows the model both values and counts as read.
+// a request showed whole. It computes these revisions from recorded results, so a resumed turn has read the same
+// entries. A key that the turn has not read must be new. A conflict shows the model both values and counts as read.
 //
 // An agent (package agents) decides instructions, model, skills, memory and limits. The first step of a turn records
 // the agent's version, the time and the pinned memory. prompt.go has the composition of a request.
@@ -75,7 +75,7 @@ type Loop struct {
 	Pool   *pgxpool.Pool
 	Model  *models.Client
 	Skills *skills.Registry
-	Agents *agents.Directory // nil: turns have no agent, and System and Prompt are sent as they are
+	Agents *agents.Directory // nil: turns have no agent, and the loop sends System and Prompt unchanged
 	Logger *slog.Logger      // may be nil
 	Budget Budget
 	// Limits bound the daily usage of all runs, besides each run's Budget.
@@ -97,7 +97,7 @@ type Loop struct {
 type Tool struct {
 	Name        string // 1 to 64 letters, digits, _ and -
 	Description string
-	Parameters  json.RawMessage // JSON Schema of an object; empty for a tool that takes nothing
+	Parameters  json.RawMessage // JSON Schema of an object; empty for a tool without parameters
 	Do          func(ctx context.Context, args json.RawMessage) (any, error)
 	// DoSeen, if set, replaces Do and gets the memory that the turn has read.
 	DoSeen func(ctx context.Context, args json.RawMessage, seen memory.Seen) (any, error)
@@ -119,7 +119,7 @@ type Turn struct {
 	Seen    []memory.Sight // entries that the prompt shows
 	Scopes  []string       // of the offered skills; without scopes, only Tools are offered
 	Also    []string       // skills of other scopes, if the agent may use them
-	// Available, if the caller has just read it, spares the turn the read.
+	// Available, if the caller has just read it, saves the turn a read.
 	Available *Available
 	Tools     []Tool
 	// Approvals decides whether the turn waits for an approval.
@@ -129,12 +129,12 @@ type Turn struct {
 	// BudgetScope is the name of the turn's budget; default: "run:" and the trace id.
 	BudgetScope string
 
-	// The callbacks report what this process does, and no replayed step.
+	// The callbacks report the work of this process, and no replayed step.
 	OnDelta    func(text string)
 	OnRestart  func() // the current answer restarts; earlier deltas are void
 	OnTool     func(ToolEvent)
 	OnApproval func(approvals.Approval) // a call waits for this decision
-	// OnWait is called before each wait for a decision or a delegated task, also before a recorded one.
+	// The turn calls OnWait before each wait for a decision or a delegated task, also before a recorded wait.
 	OnWait func()
 
 	// Of a delegated turn:
@@ -158,7 +158,7 @@ func (t *Turn) budget(loop Budget) Budget {
 }
 
 // Outcome is the end of a turn. Text is the answer, or a summary without one. Ended is answered, stalled, form, or the
-// name of the limit; Until is the time of the limit's reset. Cut is why an answer is incomplete: length or
+// name of the limit; Until is the time of the limit's reset. Cut is the reason of an incomplete answer: length or
 // content_filter.
 type Outcome struct {
 	Text       string         `json:"text"`

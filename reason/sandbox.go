@@ -16,15 +16,15 @@ import (
 )
 
 // Sandbox isolates the turns of a Loop, for evals. A turn reads the declared agents and skills, and calls the model.
-// Everything else comes from the sandbox: skills, memory, approvals, the time and the budget. All functions are
-// required, and must be deterministic, because a resumed turn calls OnResult again.
+// The sandbox provides skills, memory, approvals, the time and the budget. All functions are required, and must be
+// deterministic, because a resumed turn calls OnResult again.
 type Sandbox struct {
-	Agent   string // the agent and its version; 0 for that of the installation
+	Agent   string // the agent and its version; 0 for the version of the installation
 	Version int
 	World   *World // replaces the declared agents and skills if set
 	Model   string // replaces the agent's model and fallbacks if set
 	Now     time.Time
-	Budget  budgets.Scope // bounds the turn besides its own budget, in place of the limits of the day
+	Budget  budgets.Scope // bounds the turn besides its own budget; replaces the limits of the day
 
 	// Pinned returns the pinned memory of the given names.
 	Pinned func(names []memory.Name) []memory.Entry
@@ -32,7 +32,7 @@ type Sandbox struct {
 	Invoke func(ctx context.Context, skill string, args json.RawMessage) (any, error)
 	// Approve decides on a call that needs an approval.
 	Approve func(skill string, args json.RawMessage) (approved bool, reason string)
-	// OnResult receives the result of each call that was made, in order. A resumed turn repeats the earlier results.
+	// OnResult receives the result of each made call, in order. A resumed turn repeats the earlier results.
 	OnResult func(skill string, args, result json.RawMessage)
 	// OnCall receives each requested call, in the order of the model.
 	OnCall func(Requested)
@@ -58,7 +58,8 @@ type Requested struct {
 	Approval string          `json:"approval,omitempty"` // approved or denied; empty for none
 }
 
-// chooseSandboxed is choose in a sandbox. Disabled skills are offered, because the state of a skill is not the agent's.
+// chooseSandboxed is choose in a sandbox. It offers disabled skills too, because the state of a skill is not part of
+// the agent.
 func (l *Loop) chooseSandboxed(ctx context.Context, db postgres.DB, t *Turn) (p *prepared, err error) {
 	s := l.Sandbox
 	p = &prepared{}

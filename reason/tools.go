@@ -22,13 +22,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// Equal calls in a row bring advice after repeatsBeforeAdvice, and end the turn after maxRepeats.
+// After repeatsBeforeAdvice equal calls in a row, the model gets advice. After maxRepeats, the turn ends.
 const (
 	repeatsBeforeAdvice = 3
 	maxRepeats          = 5
 )
 
-// repeatedResult is the result of a repeated call that was not made.
+// repeatedResult is the result of a repeated call that the turn did not make.
 const repeatedResult = `{"error":"REPEATED"}`
 
 // call is one call of a reply.
@@ -52,8 +52,8 @@ func newCall(c models.ToolCall) *call {
 	return &call{id: c.ID, name: c.Name, args: args}
 }
 
-// runCalls makes the calls of one reply: first those without an approval, then the others as they are decided. Every
-// call gets its tool reply, in the reply's order; corrections follow.
+// runCalls makes the calls of one reply: calls without an approval first, then each other call after its decision.
+// Every call gets its tool reply, in the reply's order; corrections follow.
 func (w *turn) runCalls(ctx context.Context, made []models.ToolCall) error {
 	calls := make([]*call, len(made))
 	w.made = calls
@@ -254,7 +254,7 @@ func (w *turn) invokeSkill(
 		c.result = w.shownAnswer(s, value)
 		w.seen.Add(builtins.SightsWritten(s, value)...)
 	}
-	if failure != nil && failure.Class == executions.ClassUnknown { // by an earlier process
+	if failure != nil && failure.Class == executions.ClassUnknown { // an earlier process made the call
 		return w.notifyOnce(ctx, c, "unknown "+s.Name, string(activity.Error), failure.Message)
 	}
 	w.ended(c, failure)
@@ -270,23 +270,23 @@ func (w *turn) ended(c *call, failure *executions.StepError) {
 	w.toolEnded(c, string(activity.Success), "")
 }
 
-// Invoke calls a skill as a durable step and passes its outcome to After. All surfaces and automations use it. Errors
-// of the skill are *executions.StepError. A write to the memory is based on the revision in the arguments; a conflict
-// has class builtins.ClassConflict, with the answer.
+// Invoke calls a skill as a durable step and passes its outcome to After. All surfaces and automations use Invoke.
+// Errors of the skill are *executions.StepError. A write to the memory is based on the revision in the arguments. The
+// error of a conflict has class builtins.ClassConflict, with the answer.
 func (l *Loop) Invoke(
 	ctx context.Context, step string, s skills.Skill, args json.RawMessage, call executions.Call,
 ) (json.RawMessage, error) {
 	return l.invoke(ctx, step, s, args, nil, call, func() {})
 }
 
-// InvokeSeen is Invoke for a run that tracks its reads of the memory; a write is based on them.
+// InvokeSeen is Invoke for a run that tracks its reads of the memory. A write is based on these reads.
 func (l *Loop) InvokeSeen(
 	ctx context.Context, step string, s skills.Skill, args json.RawMessage, seen memory.Seen, call executions.Call,
 ) (json.RawMessage, error) {
 	return l.invoke(ctx, step, s, args, seen, call, func() {})
 }
 
-// invoke is Invoke; it calls begins when this process makes the call.
+// invoke is Invoke. It calls begins when this process makes the call.
 func (l *Loop) invoke(
 	ctx context.Context, step string, s skills.Skill, args json.RawMessage, seen memory.Seen, call executions.Call,
 	begins func(),
@@ -387,7 +387,7 @@ func classified(err error) error {
 	return err
 }
 
-// asSkill lets the registry check a tool's arguments. It has no id, so the registry does not cache the schema.
+// asSkill lets the registry check a tool's arguments. The skill has no id, so the registry does not cache the schema.
 func (t Tool) asSkill() skills.Skill {
 	definition, err := json.Marshal(map[string]any{"name": t.Name, "parameters": t.schema()})
 	if err != nil {
@@ -483,7 +483,7 @@ func displayName(name string) string {
 	return name
 }
 
-// summarizeAttempts returns attempts for a log line; the activity has them whole.
+// summarizeAttempts returns cut attempts for a log line; the activity has the whole attempts.
 func summarizeAttempts(attempts []map[string]any) []string {
 	const most = 200 // bytes of arguments
 	lines := make([]string, len(attempts))
@@ -511,8 +511,8 @@ func failed(e *executions.StepError) string {
 	return string(text)
 }
 
-// encode returns a result for the model. A result from its checkpoint, where PostgreSQL reordered keys and rewrote
-// numbers, gives the same text, so a replay has the same transcript.
+// encode returns a result for the model. In a checkpoint, PostgreSQL reorders keys and rewrites numbers. encode returns
+// the same text for both forms, so a replay has the same transcript.
 func encode(value any) string {
 	text, err := canonical(value)
 	if err != nil {

@@ -23,7 +23,7 @@ type turn struct {
 	budget        Budget
 	account       *account // nil before the first model call
 	agent         agents.Agent
-	delegates     []delegateAgent // agents that it may delegate to
+	delegates     []delegateAgent // agents that the turn may delegate to
 	models        []string        // the current model and its fallbacks; "" is the client's
 	skills        []skills.Skill
 	first         int // number of skills offered from the beginning
@@ -36,10 +36,10 @@ type turn struct {
 	made          []*call // of the last reply
 	results       []*longResult
 	seen          memory.Seen       // memory that the turn has read
-	pendingSights []answer          // what the model sees with the next request
+	pendingSights []answer          // answers that the next request shows
 	denied        map[string]string // reasons, by skill and arguments
 	last          string            // the last call, with its arguments
-	same          int               // its repetitions in a row
+	same          int               // repetitions of last in a row
 	silent        int               // empty answers in a row
 	unformed      int               // answers without the requested form
 	bad           int               // replies in a row with invalid calls only
@@ -164,13 +164,13 @@ func (l *Loop) zone() *time.Location {
 	return l.Zone
 }
 
-// answer ends the turn with an answer. It requests an empty one once more.
+// answer ends the turn with an answer. After an empty answer, it requests an answer once more.
 func (w *turn) answer(ctx context.Context, text string) error {
 	if text != "" {
 		w.outcome.Text, w.outcome.Ended = text, Answered
 		return nil
 	}
-	if w.outcome.Cut == string(models.FinishContentFilter) { // asked again, the server would filter it again
+	if w.outcome.Cut == string(models.FinishContentFilter) { // the server would filter a second answer too
 		w.outcome.Text, w.outcome.Ended = filteredText, Answered
 		return nil
 	}
@@ -205,7 +205,7 @@ func (w *turn) finishForm(ctx context.Context, reply *reply) error {
 		final = w.unformed > 1
 	}
 	if !final {
-		w.addMessage(models.RoleUser, fmt.Sprintf(formCorrection, wrong)) // of a client's own schema: no rule of the runtime
+		w.addMessage(models.RoleUser, fmt.Sprintf(formCorrection, wrong)) // a client's own schema is no rule of the runtime
 		return nil
 	}
 	if err := w.stall(ctx, nil, whyOtherwise+": "+wrong, whyOtherwise+": "+wrong); err != nil {
@@ -227,7 +227,7 @@ func (w *turn) addMessage(role, text string) {
 	w.fresh++
 }
 
-// exhausted returns the exhausted budget, or "". It depends on recorded values only.
+// exhausted returns the exhausted budget, or "". The result depends on recorded values only.
 func (w *turn) exhausted() string {
 	switch {
 	case w.Sandbox != nil && w.Sandbox.Stop != nil && w.Sandbox.Stop():

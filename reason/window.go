@@ -75,7 +75,7 @@ func (w *turn) oldestExchange() (from, to int) {
 	return from, to
 }
 
-// exchangeOf returns the length of the first exchange: a message and those before the next of the role.
+// exchangeOf returns the length of the first exchange: the messages up to the next message of the role.
 func exchangeOf(messages []models.Message, role string) int {
 	for i := 1; i < len(messages); i++ {
 		if messages[i].Role == role {
@@ -156,7 +156,7 @@ func dropIncomplete(history []models.Message) []models.Message {
 	for i := 0; i < len(history); i++ {
 		m := history[i]
 		if m.Role == models.RoleTool {
-			continue // its call is not before it
+			continue // no call before it
 		}
 		if len(m.ToolCalls) == 0 {
 			kept = append(kept, m)
@@ -285,7 +285,7 @@ type verbatim string
 // limit bounds the shown part of a result, in bytes.
 func (w *turn) limit() int { return min(maxResult, max(minKept, w.budget.Context)) }
 
-// bound cuts an overlong result, with a marker that says how to read on.
+// bound cuts an overlong result, with a marker that explains how to read the rest.
 func (w *turn) bound(text string) string {
 	if len(text) <= w.limit() {
 		return text
@@ -399,7 +399,7 @@ func (w *turn) long(id string) (r *longResult, known bool) {
 // toolName is the form of a tool's name that servers accept.
 var toolName = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 
-// validate rejects an invalid turn: a bug of the caller, which the model must not be blamed for.
+// validate rejects an invalid turn: this is a bug of the caller, and the model must not be blamed for it.
 func (l *Loop) validate(t *Turn) error {
 	if l.Pool == nil || l.Model == nil || l.Skills == nil {
 		return errors.New("a Loop needs Pool, Model and Skills")
@@ -452,8 +452,8 @@ type answer struct {
 	upto  int         // its end
 }
 
-// shownAnswer returns a skill's answer for the next request. The entries in it count as read from then on, because
-// calls of the same reply were decided without it.
+// shownAnswer returns a skill's answer for the next request. The entries in the answer count as read only from then on,
+// because the model chose the other calls of the same reply without the answer.
 func (w *turn) shownAnswer(s skills.Skill, value json.RawMessage) string {
 	a := answer{skill: s, text: encode(value)}
 	shown := w.bound(a.text)
@@ -467,13 +467,13 @@ func (w *turn) recordSights() {
 	for _, a := range w.pendingSights {
 		long, upto := a.long, len(a.text)
 		if long == nil {
-			long = w.longText(a.text) // cut by trimContext
+			long = w.longText(a.text) // trimContext cut the answer
 		}
 		if long != nil {
 			long.skill = a.skill
 			if a.piece == "" {
 				long.seen = max(long.seen, long.kept)
-			} else if w.longText(a.piece) == nil && long.seen < a.upto { // the piece is shown whole
+			} else if w.longText(a.piece) == nil && long.seen < a.upto { // the request shows the whole piece
 				long.seen = a.upto
 			}
 			upto = long.seen
