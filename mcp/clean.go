@@ -26,8 +26,8 @@ func cleanText(text string, limit int) string {
 	return text
 }
 
-// isInvisible reports an invisible character: control and format characters (zero width, direction, tags), private use,
-// surrogates, and variation selectors.
+// isInvisible reports an invisible character. Such are control and format characters (zero width, direction, tags),
+// private use, surrogates, and variation selectors.
 func isInvisible(r rune) bool {
 	return unicode.In(r, unicode.Cc, unicode.Cf, unicode.Co, unicode.Cs, unicode.Variation_Selector) ||
 		r == '\u115F' || r == '\u1160' ||

@@ -24,7 +24,7 @@ import (
 // Options configure a client. Pool is required.
 type Options struct {
 	Pool *pgxpool.Pool
-	// AllowPrivate lists private targets over HTTP, as for http: skills.
+	// AllowPrivate lists private targets over HTTP, like the setting of http: skills.
 	AllowPrivate []string
 	TLS          *tls.Config         // for a private certificate authority; nil for the system's
 	Getenv       func(string) string // resolves ${NAME} and the environment of child processes; os.Getenv when nil
@@ -72,7 +72,7 @@ func NewClient(o Options) *Client {
 var errClosed = errors.New("the MCP client is closed")
 
 // Call calls a mounted tool; it implements [skills.RemoteCall]. The tool must match the accepted definition on the
-// connection in use. Otherwise it is quarantined, and the call is rejected. A call is sent once. It is repeated only
+// connection in use. Otherwise Call quarantines the tool and rejects the call. Call sends a call once, and again only
 // if the server rejected an unknown session.
 func (c *Client) Call(ctx context.Context, t skills.RemoteTool, call skills.Call, args map[string]any) (any, error) {
 	for try := 0; ; try++ {
@@ -141,8 +141,8 @@ func (c *Client) classifyFailure(ctx context.Context, t skills.RemoteTool, conn 
 	return &skills.CallError{Class: skills.ClassUnavailable, Message: message}
 }
 
-// connection returns the server's connection, or opens one if none is usable. A start that takes longer than the call
-// goes on, and serves the next one.
+// connection returns the server's connection, or opens a new connection if none is usable. A start that takes longer
+// than the call continues and serves the next call.
 func (c *Client) connection(ctx context.Context, server string) (*connection, error) {
 	r, err := Get(ctx, c.opts.Pool, server)
 	if errors.Is(err, ErrNotFound) {
@@ -209,7 +209,7 @@ func (c *Client) slot(server string) (*slot, error) {
 	return c.slots[server], nil
 }
 
-// storeConnection stores a new connection in its slot. It returns false if the client was closed meanwhile.
+// storeConnection stores a new connection in its slot. It returns false if Close ended the client meanwhile.
 func (c *Client) storeConnection(s *slot, conn *connection) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -273,8 +273,9 @@ func meta(ctx context.Context, call skills.Call) sdk.Meta {
 	return m
 }
 
-// Sync lists a server's tools on a new connection, and mounts, quarantines or disables them as the package comment
-// says. If the server is unreachable, its row and the error say so, and nothing else changes.
+// Sync lists a server's tools on a new connection. It mounts, quarantines or disables tools by the rules of the package
+// comment. If the server is unreachable, Sync stores the failure in the server's row and returns an error, and changes
+// nothing else.
 func (c *Client) Sync(ctx context.Context, server string) (Report, error) {
 	r, err := Get(ctx, c.opts.Pool, server)
 	if err != nil {
@@ -330,7 +331,7 @@ func (c *Client) Run(ctx context.Context) error {
 	}
 }
 
-// prune deletes old calls of external clients with collected answers.
+// prune deletes old calls of external clients whose answers were collected.
 func (c *Client) prune(ctx context.Context) {
 	_, err := c.opts.Pool.Exec(ctx, `
 		delete from agent_mcp_calls where collected_at < statement_timestamp() - make_interval(secs => @life)`,

@@ -22,7 +22,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// maxTimeouts is the number of consecutive timeouts after which a connection must answer a ping, or is replaced.
+// maxTimeouts is the number of consecutive timeouts after which a connection must answer a ping. Otherwise the client
+// replaces the connection.
 const maxTimeouts = 3
 
 // connection is a session with a server, and the listed tools.
@@ -41,8 +42,8 @@ type connection struct {
 	ended    chan struct{}
 }
 
-// connect opens a connection and lists the server's tools. ctx bounds both, but not the connection's life. cleanup
-// runs a function after a failure, now or in the background.
+// connect opens a connection and lists the server's tools. ctx bounds these two steps, but not the connection's life.
+// cleanup runs a function after a failure, now or in the background.
 func (c *Client) connect(ctx context.Context, r Remote, cleanup func(func())) (*connection, error) {
 	limit := connectTimeout
 	if r.Transport == TransportHTTP { // there is nothing to start
@@ -106,7 +107,7 @@ func (c *Client) transport(conn *connection, values map[string]string) (sdk.Tran
 // open begins the session and lists the tools.
 func (conn *connection) open(ctx context.Context, transport sdk.Transport, version string) error {
 	options := &sdk.ClientOptions{Capabilities: &sdk.ClientCapabilities{}, Logger: slog.New(slog.DiscardHandler)}
-	if conn.child != nil { // over HTTP this would hold a stream open; there, the list is refreshed by age
+	if conn.child != nil { // over HTTP this would hold a stream open; there, the client refreshes the list by age
 		options.ToolListChangedHandler = func(context.Context, *sdk.ToolListChangedRequest) { conn.stale.Store(true) }
 	}
 	client := sdk.NewClient(&sdk.Implementation{Name: "lanekeeper", Version: version}, options)
@@ -170,7 +171,7 @@ func (conn *connection) usable(ctx context.Context, r Remote) bool {
 		(conn.timeouts.Load() < maxTimeouts || conn.answers(ctx))
 }
 
-// answers reports whether the server answers a ping. A server that is only slow must not be ended.
+// answers reports whether the server answers a ping. The client must not end a server that is only slow.
 func (conn *connection) answers(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()
@@ -250,7 +251,7 @@ func (conn *connection) call(ctx context.Context, params *sdk.CallToolParams) (*
 // stdioTransport connects to a child over its stdin and stdout.
 type stdioTransport struct{ child *process }
 
-// Connect is called once, by the SDK, for a running child.
+// Connect connects to a running child. The SDK calls it once.
 func (t stdioTransport) Connect(ctx context.Context) (sdk.Connection, error) {
 	return (&sdk.IOTransport{Reader: t.child.stdout, Writer: t.child.stdin, MaxLineLength: maxMessage}).Connect(ctx)
 }
@@ -298,7 +299,7 @@ func (b *bounded) RoundTrip(request *http.Request) (*http.Response, error) {
 		request.Header.Set(name, value)
 	}
 	cancel := func() {}
-	if request.Method == http.MethodDelete { // the end of a session must not take long
+	if request.Method == http.MethodDelete { // a session must end quickly
 		var ctx context.Context
 		ctx, cancel = context.WithTimeout(request.Context(), stopTimeout)
 		request = request.WithContext(ctx)
@@ -335,8 +336,8 @@ func (b *boundedBody) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// lines reads a client's messages, one a line. It answers an invalid line itself and skips it, because the SDK would
-// end the session.
+// lines reads a client's messages, one a line. It answers and skips an invalid line itself, because the SDK would end
+// the session.
 type lines struct {
 	io.Closer
 	in       *bufio.Reader
@@ -362,7 +363,7 @@ func (l *lines) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// next returns the next line that is not blank, with its newline. It cuts a line that is too long.
+// next returns the next non-blank line, with its newline. It cuts a line that is too long.
 func (l *lines) next() ([]byte, error) {
 	for {
 		var line []byte
@@ -403,7 +404,7 @@ func (l *lines) problem(line []byte) *jsonrpc.Error {
 	return nil
 }
 
-// refuse answers a line with an error, under its id if it has one.
+// refuse answers a line with an error, under the line's id if any.
 func (l *lines) refuse(line []byte, problem *jsonrpc.Error) error {
 	var asked struct {
 		ID json.RawMessage `json:"id"`

@@ -15,14 +15,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// definition is a tool as stored: cleaned for display.
+// definition is the stored form of a tool, cleaned for display.
 type definition struct {
 	Description string         `json:"description"`
 	InputSchema map[string]any `json:"input_schema"`
 	Annotations *annotations   `json:"annotations,omitempty"`
 }
 
-// annotations are a tool's claims about its behaviour. They are not trusted.
+// annotations are a tool's claims about its behaviour. The client does not trust them.
 type annotations struct {
 	DestructiveHint *bool `json:"destructiveHint,omitempty"`
 	OpenWorldHint   *bool `json:"openWorldHint,omitempty"`
@@ -30,11 +30,11 @@ type annotations struct {
 	IdempotentHint  bool  `json:"idempotentHint,omitempty"`
 }
 
-// snapshot is a tool as the server lists it now.
+// snapshot is a tool in the server's present list.
 type snapshot struct {
 	pin        string // hash of the raw definition
 	definition definition
-	problem    string // why it cannot become a skill
+	problem    string // why the tool cannot become a skill
 }
 
 // newSnapshot takes the snapshot of a tool. The pin covers all bytes that a model or a person can see, before cleaning.
@@ -63,7 +63,7 @@ func newSnapshot(t *sdk.Tool) snapshot {
 	return s
 }
 
-// schemaOf returns a cleaned copy of a tool's schema, or why there is none.
+// schemaOf returns a cleaned copy of a tool's schema, or the reason why there is none.
 func schemaOf(t *sdk.Tool) (map[string]any, string) {
 	raw, err := json.Marshal(t.InputSchema)
 	var schema map[string]any
@@ -77,8 +77,8 @@ func schemaOf(t *sdk.Tool) (map[string]any, string) {
 	return schema, ""
 }
 
-// parameters returns the skill's schema. A schema without properties accepts any argument; one with properties
-// accepts no others by default, as all skills do.
+// parameters returns the skill's schema. A schema without properties accepts any argument. A schema with properties
+// accepts no other arguments by default, like all skills.
 func (d definition) parameters() map[string]any {
 	schema := make(map[string]any, len(d.InputSchema)+1)
 	maps.Copy(schema, d.InputSchema)
@@ -104,7 +104,7 @@ func (a *annotations) destructive() bool {
 	return !a.ReadOnlyHint
 }
 
-// trustOf returns a tool's trust: the admin's setting, or a stricter one.
+// trustOf returns a tool's trust: the admin's setting, or a stricter trust.
 func (r Remote) trustOf(tool string, a *annotations) string {
 	switch {
 	case a.destructive():
@@ -134,8 +134,8 @@ func (r Remote) skill(tool, name, pin string, d definition) skills.Definition {
 // maxSkillName bounds a skill's name.
 const maxSkillName = 64
 
-// skillName returns the name of a tool's skill. If a character was replaced or the name was cut, a part of the hash
-// of the tool's name keeps it unique.
+// skillName returns the name of a tool's skill. If skillName replaces a character or cuts the name, a part of the hash
+// of the tool's name keeps the result unique.
 func skillName(server, tool string) string {
 	safe := strings.Map(func(r rune) rune {
 		if r < 128 && (r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '_' || r == '-') {
@@ -152,8 +152,8 @@ func skillName(server, tool string) string {
 	return name[:min(len(name), maxSkillName-len(mark))] + mark
 }
 
-// nextState decides the state of a tool. old is the tool's row, with only names for a new tool. now is the listed tool,
-// nil if the server does not list it. All cases are decided here.
+// nextState decides the state of a tool, in all cases. old is the tool's row, with only names for a new tool. now is
+// the listed tool, nil if the server does not list it.
 func nextState(r Remote, old Tool, now *snapshot) Tool {
 	next := old
 	next.Reason, next.SeenPin, next.Seen = "", "", json.RawMessage(`{}`)

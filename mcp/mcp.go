@@ -1,4 +1,4 @@
-// Package mcp implements the Model Context Protocol in both directions: it mounts the tools of other programs as
+// Package mcp implements the Model Context Protocol in both directions. It mounts the tools of other programs as
 // skills, and offers chosen skills as tools.
 //
 // # Mounted tools
@@ -10,14 +10,14 @@
 //
 // A server is not trusted:
 //
-//   - Tools are pinned. The skill stores the hash of the tool's name, description, input schema and annotations. A
-//     tool with another hash is quarantined: its skill is disabled until an admin accepts the new version. Every
-//     call compares the pin with the list of its connection. The client lists again when the server announces a
-//     change and, over HTTP, every ten minutes.
+//   - Tools are pinned. The skill stores the hash of the tool's name, description, input schema and annotations. The
+//     client quarantines a tool with another hash: it disables the skill until an admin accepts the new version. Every
+//     call compares the pin with the list of its connection. The client lists again when the server announces a change
+//     and, over HTTP, every ten minutes.
 //   - Annotations can only restrict. A tool that declares itself destructive needs approval. A tool that declares
-//     itself read-only gains nothing. Only the admin decides whether a call may be repeated.
-//   - Texts are cleaned of control and invisible characters. Schemas, results and messages are bounded. Repeated
-//     secrets are redacted.
+//     itself read-only gains nothing. Only the admin decides whether the client may repeat a call.
+//   - The client removes control and invisible characters from texts. It bounds schemas, results and messages. It
+//     redacts secrets that a server repeats.
 //   - Private addresses need the operator's permission. A child process gets PATH, HOME, LANG and the declared
 //     variables.
 //
@@ -72,7 +72,7 @@ const (
 // Times.
 const (
 	connectTimeout = 90 * time.Second // npx may fetch a package first
-	quietConnect   = 2 * time.Second  // then the log reports the wait for a server
+	quietConnect   = 2 * time.Second  // after this time, the log reports the wait for a server
 	minConnect     = 5 * time.Second  // over HTTP, if timeout_ms is shorter
 	syncsAtOnce    = 4                // a silent server delays few others
 	listTimeout    = 30 * time.Second
@@ -92,8 +92,8 @@ const (
 	TransportStdio = "stdio" // a child process
 )
 
-// Definition declares a server with tools to mount, in a workspace file. Defaults: the transport follows from url or
-// command, scope internal, trust approve, all tools, a timeout of 30 s per call. Patterns are those of path.Match, on
+// Definition declares a server with tools to mount, in a workspace file. Defaults: scope internal, trust approve, all
+// tools, a timeout of 30 s per call. The transport follows from url or command. Patterns are those of path.Match, on
 // the tool's own name.
 type Definition struct {
 	Name      string         `yaml:"name" json:"name"`
@@ -104,12 +104,12 @@ type Definition struct {
 	Env       map[string]any `yaml:"env" json:"env,omitempty"`             // stdio only; secrets as ${NAME} or file:/path
 	Scope     string         `yaml:"scope" json:"scope,omitempty"`
 	Trust     string         `yaml:"trust" json:"trust,omitempty"`
-	// Auto are patterns of tools that need no approval, regardless of Trust. A tool that declares itself destructive
-	// needs approval nevertheless.
+	// Auto are patterns of tools that need no approval, for any Trust. A tool that declares itself destructive needs
+	// approval nevertheless.
 	Auto       []string `yaml:"auto" json:"auto,omitempty"`
 	Include    []string `yaml:"include" json:"include,omitempty"`
 	Exclude    []string `yaml:"exclude" json:"exclude,omitempty"`
-	Idempotent []string `yaml:"idempotent" json:"idempotent,omitempty"` // may be repeated after a crash
+	Idempotent []string `yaml:"idempotent" json:"idempotent,omitempty"` // tools whose calls may repeat after a crash
 	TimeoutMS  int      `yaml:"timeout_ms" json:"timeout_ms,omitempty"`
 }
 
@@ -123,7 +123,7 @@ var (
 	}
 )
 
-// Validate returns all problems of d, each as "field path: problem", joined as by [errors.Join]. It resolves no secret
+// Validate returns all problems of d, each as "field path: problem", joined like [errors.Join]. It resolves no secret
 // and reaches no server.
 func Validate(d Definition) error {
 	var problems fielderr.List

@@ -20,7 +20,7 @@ type Offer struct {
 }
 
 // Grant offers a skill over MCP. It returns false if the skill is offered already, and [skills.ErrNotFound] for an
-// unknown one. by is the admin. It records an activity.
+// unknown skill. by is the admin. Grant records an activity.
 func Grant(ctx context.Context, db postgres.Beginner, skill, by, agent string) (bool, error) {
 	return change(ctx, db, "mcp_offer", skill, by, agent, func(tx pgx.Tx) (int64, error) {
 		tag, err := tx.Exec(ctx, `
@@ -30,8 +30,8 @@ func Grant(ctx context.Context, db postgres.Beginner, skill, by, agent string) (
 	})
 }
 
-// Withdraw ends an offer. It returns false if there is none, and [skills.ErrNotFound] for an unknown skill. Pending
-// calls continue. It records an activity.
+// Withdraw ends an offer. It returns false without an offer, and [skills.ErrNotFound] for an unknown skill. Pending
+// calls continue. Withdraw records an activity.
 func Withdraw(ctx context.Context, db postgres.Beginner, skill, by, agent string) (bool, error) {
 	return change(ctx, db, "mcp_withdraw", skill, by, agent, func(tx pgx.Tx) (int64, error) {
 		tag, err := tx.Exec(ctx, `delete from agent_mcp_offers where skill_name = @skill`, postgres.Strict{"skill": skill})

@@ -19,8 +19,8 @@ const stopTimeout = 2 * time.Second
 // process is a server that runs as a child, in its own process group.
 type process struct {
 	cmd    *exec.Cmd
-	stdin  *os.File // our end of the child's input
-	stdout *os.File // our end of the child's output
+	stdin  *os.File // this process's end of the child's input
+	stdout *os.File // this process's end of the child's output
 	exited chan struct{}
 }
 
@@ -44,7 +44,7 @@ func startProcess(command, env []string, log *slog.Logger, hide func(string) str
 	cmd.WaitDelay = stopTimeout // a grandchild may hold the error output open
 	ownGroup(cmd)
 	err = cmd.Start()
-	// The child has its own copies.
+	// The child has its own copies of these ends.
 	if closing := errors.Join(childIn.Close(), childOut.Close()); err == nil {
 		err = closing
 	}
@@ -77,7 +77,7 @@ func (p *process) stop() {
 // kill ends the child at once.
 func (p *process) kill() { signalGroup(p.cmd, true) }
 
-// waitExit reports whether the child exits within patience.
+// waitExit reports whether the child exits within timeout.
 func (p *process) waitExit(timeout time.Duration) bool {
 	select {
 	case <-p.exited:
@@ -125,8 +125,8 @@ func (l *lineLogger) Write(text []byte) (int, error) {
 	return n, nil
 }
 
-// ownGroup puts a child into its own process group. So its children stop with it, and a ^C in our terminal does not
-// reach it first.
+// ownGroup puts a child into its own process group. So its children stop with it, and a ^C at this process's terminal
+// does not reach it first.
 func ownGroup(cmd *exec.Cmd) { cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} }
 
 // signalGroup signals the group to end, or kills it. A missing group is no error.

@@ -29,7 +29,7 @@ func secretQuery(u *url.URL) bool {
 const (
 	filePrefix    = "file:"
 	maxSecretFile = 64 << 10
-	shortSecret   = 4 // shorter secrets occur in too many words to be redacted
+	shortSecret   = 4 // shorter secrets occur in too many words for redaction
 )
 
 var reference = regexp.MustCompile(`\$\{([a-zA-Z_][a-zA-Z0-9_]*)\}`)

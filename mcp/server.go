@@ -32,7 +32,7 @@ import (
 
 const (
 	maxBody         = 1 << 20
-	refreshInterval = 5 * time.Second // interval at which a stdio session checks for changed offers
+	refreshInterval = 5 * time.Second // interval of a stdio session's checks for changed offers
 	ourVersion      = "dev"
 )
 
@@ -41,11 +41,11 @@ type Server struct {
 	Pool   *pgxpool.Pool
 	Engine *executions.Engine
 	Skills *skills.Registry
-	// Invoke calls a skill as a durable step; it is reason.Loop's.
+	// Invoke calls a skill as a durable step; it is the method of reason.Loop.
 	Invoke func(ctx context.Context, step string, s skills.Skill, args json.RawMessage,
 		call executions.Call) (json.RawMessage, error)
 	Agent   string
-	Agents  *agents.Directory // the default one makes the calls; nil: Agent
+	Agents  *agents.Directory // the default agent makes the calls; nil: Agent
 	Version string
 	Logger  *slog.Logger
 }
@@ -53,15 +53,15 @@ type Server struct {
 // serverKey is the context key of a request's server.
 type serverKey struct{}
 
-// Handler serves streamable HTTP without sessions, so any process can answer any request. It does not authenticate;
-// put the admin token in front. It ends with the request's context.
+// Handler serves streamable HTTP without sessions, so any process can answer any request. It does not authenticate; put
+// the admin token in front. A response ends with the request's context.
 func (s *Server) Handler() http.Handler {
 	stream := sdk.NewStreamableHTTPHandler(func(r *http.Request) *sdk.Server {
 		server, _ := r.Context().Value(serverKey{}).(*sdk.Server)
 		return server
 	}, &sdk.StreamableHTTPOptions{
 		Stateless: true, PropagateRequestCancellation: true, MaxRequestBodyBytes: maxBody,
-		// The token keeps other sites out, because no browser sends it by itself. A local proxy may forward any host.
+		// The token keeps other sites out, because browsers never send it automatically. A local proxy may forward any host.
 		DisableLocalhostProtection: true,
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -78,9 +78,9 @@ func (s *Server) Handler() http.Handler {
 	})
 }
 
-// Serve answers one client over in and out, one message a line, until the client leaves or ctx ends; neither is an
-// error. It answers an invalid or longer line than 1 MiB with an error. It notifies the client of changed offers.
-// Nothing else may write to out.
+// Serve answers one client over in and out, one message a line. It returns nil when the client leaves or ctx ends. It
+// answers an invalid line, or a line over 1 MiB, with an error. It notifies the client of changed offers. No other code
+// may write to out.
 func (s *Server) Serve(ctx context.Context, in io.ReadCloser, out io.WriteCloser) error {
 	ctx, cancel := context.WithCancel(ctx)
 	server, err := s.server(ctx, true)
@@ -156,7 +156,8 @@ func (s *Server) acting(ctx context.Context) (string, error) {
 	return agent.Name, err
 }
 
-// refresh applies the current offers to a server. known are the revisions that it offers; the new ones are returned.
+// refresh applies the current offers to a server. known are the revisions that the server offers; refresh returns the
+// new revisions.
 func (s *Server) refresh(ctx context.Context, server *sdk.Server, known map[string]int) (map[string]int, error) {
 	all, err := s.offered(ctx)
 	if err != nil {
@@ -208,7 +209,7 @@ func (s *Server) log() *slog.Logger {
 const Flow = "mcp.call"
 
 const (
-	// answerTTL is how long the answer to an approved call can be collected. Later, the same call is a new one.
+	// answerTTL is how long the caller can collect the answer to an approved call. Later, the same call is a new call.
 	answerTTL = 24 * time.Hour
 	pollCall  = 100 * time.Millisecond
 )
@@ -219,7 +220,7 @@ type callInput struct {
 	Args  json.RawMessage `json:"args"`
 }
 
-// Register registers the flow with the engine, so that any process can resume a call after a crash or an approval.
+// Register registers the flow with the engine, so any process can resume a call after a crash or an approval.
 func (s *Server) Register() error {
 	s.Engine.Unforkable(Flow, "a call answers one client; call the tool again")
 	return s.Engine.Register(Flow, func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
@@ -272,8 +273,8 @@ func requestApproval(ctx context.Context, skill skills.Skill, args json.RawMessa
 	return asked.ID, nil
 }
 
-// call answers tools/call. A failure of the skill is a result, as the protocol demands, so that the caller's model
-// can read it. An error is an internal failure.
+// call answers tools/call. The protocol demands a result for a failure of the skill, so the caller's model can read it.
+// An error is an internal failure.
 func (s *Server) call(ctx context.Context, name string, args json.RawMessage) (*sdk.CallToolResult, error) {
 	if len(args) == 0 {
 		args = json.RawMessage(`{}`)
@@ -319,8 +320,8 @@ func (s *Server) internalError(ctx context.Context, err error) error {
 	return errors.New("the call could not be made; the server's log says why")
 }
 
-// callWithApproval finds the execution that an earlier try of this call started, or starts one. It returns an ended
-// execution, whose answer then belongs to this caller alone, or a pending one.
+// callWithApproval finds the execution that an earlier try of this call started, or starts an execution. It returns a
+// pending execution, or an ended execution whose answer then belongs to this caller alone.
 func (s *Server) callWithApproval(
 	ctx context.Context, skill skills.Skill, args json.RawMessage, spec executions.Spec,
 ) (executions.Execution, error) {
@@ -353,7 +354,7 @@ func (s *Server) callWithApproval(
 	}
 }
 
-// awaitSettled waits, within patience, for an execution to end or to wait. The execution may run elsewhere.
+// awaitSettled waits, within patience, for an execution to end or to wait. Another process may run the execution.
 func (s *Server) awaitSettled(
 	ctx context.Context, x executions.Execution, timeout time.Duration,
 ) (executions.Execution, error) {
@@ -393,7 +394,7 @@ func openCall(ctx context.Context, db postgres.DB, skill skills.Skill, hash stri
 	return id, nil
 }
 
-// collect marks a call's answer as collected. One of several callers gets true.
+// collect marks a call's answer as collected. Only one of several callers gets true.
 func collect(ctx context.Context, db postgres.DB, id string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_mcp_calls set collected_at = clock_timestamp() where id = @id and collected_at is null`,
@@ -435,8 +436,8 @@ func success(value json.RawMessage) *sdk.CallToolResult {
 	return r
 }
 
-// pending returns a result for a call that awaits approval. It is marked as an error, so that a caller does not take
-// the call for done.
+// pending returns a result for a call that awaits approval. The result is an error, so a caller does not mistake the
+// call for done.
 func pending(approval string) *sdk.CallToolResult {
 	r := failure(fmt.Sprintf("Nothing was done yet: the call awaits approval %s. Once an admin has approved it, call "+
 		"again with the same arguments.", approval))
@@ -449,8 +450,8 @@ func failure(text string) *sdk.CallToolResult {
 	return &sdk.CallToolResult{IsError: true, Content: []sdk.Content{&sdk.TextContent{Text: text}}}
 }
 
-// readResult converts a tool's result to a skill's: the structured content if present, else the text. It summarizes
-// other content by size and kind. The registry bounds the size.
+// readResult converts a tool's result to a skill's result: the structured content if present, otherwise the text. It
+// summarizes other content by size and kind. The registry bounds the size.
 func readResult(t skills.RemoteTool, result *sdk.CallToolResult, hide func(string) string) (any, error) {
 	if len(result.InputRequests) > 0 {
 		return nil, &skills.CallError{Class: skills.ClassHandler, Message: fmt.Sprintf(

@@ -42,7 +42,7 @@ const remoteColumns = `id::text, name, transport, url, command, headers, env, sc
 	timeout_ms, revision, source, attempted_at, synced_at, sync_error, about, created_at, updated_at`
 
 // Put stores the declaration d and reports whether it changed anything. Mounted tools get the new scope, trust and
-// timeout at once. The error of an invalid definition is that of [Validate].
+// timeout at once. For an invalid definition, Put returns the error of [Validate].
 func Put(ctx context.Context, db postgres.Beginner, d Definition) (changed bool, err error) {
 	if err := Validate(d); err != nil {
 		return false, fmt.Errorf("put MCP server %q: %w", d.Name, err)
@@ -133,11 +133,11 @@ type Tool struct {
 
 // States of a tool.
 const (
-	Mounted     = "mounted"     // its skill calls it
-	Quarantined = "quarantined" // it changed; an admin must accept it
-	Gone        = "gone"        // the server removed it
-	Excluded    = "excluded"    // the workspace excludes it
-	Refused     = "refused"     // it cannot become a skill
+	Mounted     = "mounted"     // its skill calls the tool
+	Quarantined = "quarantined" // the tool changed; an admin must accept it
+	Gone        = "gone"        // the server removed the tool
+	Excluded    = "excluded"    // the workspace excludes the tool
+	Refused     = "refused"     // the tool cannot become a skill
 )
 
 const toolColumns = `server, tool, skill_name, state, reason, pin, definition, seen_pin, seen, created_at, updated_at`

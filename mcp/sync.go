@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Report is the outcome of a sync. Its lists name the tools with a changed state.
+// Report is the outcome of a sync. Its lists have the names of tools with a changed state.
 type Report struct {
 	Server      string   `json:"server"`
 	About       string   `json:"about"`
@@ -52,7 +52,7 @@ func (r *Report) count(t Tool) {
 	}
 }
 
-// reconcile updates the rows and skills of a server's tools to match its list, and records the changes.
+// reconcile updates the rows and skills of a server's tools to match the server's list, and records the changes.
 func reconcile(ctx context.Context, tx pgx.Tx, server, agent string, listed map[string]snapshot) (Report, error) {
 	report := Report{
 		Server: server, Tools: len(listed), Mounted: []string{}, Quarantined: []string{}, Gone: []string{},
@@ -91,7 +91,7 @@ func reconcile(ctx context.Context, tx pgx.Tx, server, agent string, listed map[
 	return report, record(ctx, tx, agent, "mcp_sync", map[string]any{"server": server}, report)
 }
 
-// lock locks a server's row, and reads it and its tools.
+// lock locks a server's row, and reads the row and the server's tools.
 func lock(ctx context.Context, tx pgx.Tx, server string) (r Remote, tools []Tool, err error) {
 	if _, err := tx.Exec(ctx, `select from agent_mcp_servers where name = @name for update`,
 		postgres.Strict{"name": server}); err != nil {
@@ -125,7 +125,7 @@ func writeState(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (Tool, error) 
 	return t, err
 }
 
-// mountable returns why a tool cannot become a skill; empty if it can.
+// mountable returns the reason why a tool cannot become a skill; empty if it can.
 func mountable(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (string, error) {
 	d, err := t.accepted(r)
 	if err != nil {
@@ -217,9 +217,9 @@ func remount(ctx context.Context, tx pgx.Tx, server string) error {
 	return nil
 }
 
-// Accept accepts the current version of a quarantined tool and enables its skill. pin, if not empty, is the hash of
-// the version that the admin read. It returns [ErrNothingToAccept] if the hash differs or the tool is not in
-// quarantine, and [ErrNotFound] for an unknown tool. It records an activity.
+// Accept accepts the current version of a quarantined tool, enables its skill, and records an activity. pin, if not
+// empty, is the hash of the version that the admin read. Accept returns [ErrNothingToAccept] if the hash differs or the
+// tool is not in quarantine, and [ErrNotFound] for an unknown tool.
 func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent string) (Tool, error) {
 	var accepted Tool
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {

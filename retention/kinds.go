@@ -7,20 +7,20 @@ const zeroID = "00000000-0000-0000-0000-000000000000"
 
 // kind describes how a pass finds and deletes old rows of one kind.
 type kind struct {
-	// find selects the next @most rows behind a cursor that are older than @before: a key, and whether to delete the
-	// row. It reads the rows first. So the server runs the condition @most times, for tables of any size.
+	// find selects the next @most rows behind a cursor that are older than @before: a key, and whether to delete the row.
+	// It reads the rows first. So the server evaluates the condition @most times, for tables of any size.
 	find string
-	// byTime: a cursor is a time and a key, and find selects both and has @at. Else it is a key alone.
+	// byTime: a cursor is a time and a key, and find selects both and has @at. Otherwise a cursor is a key alone.
 	byTime bool
 	// first is the key before all others.
 	first string
-	// limit bounds the rows of a piece, if it is lower than that of other kinds.
+	// limit bounds the rows of a piece, if lower than the bound of other kinds.
 	limit int
 	// remove deletes the rows of @keys that no transaction has locked, and returns their keys.
 	remove string
 	// effect is the word of agent_links in front of a row's id. The pass deletes the row's causes too.
 	effect string
-	// prune does more than remove. It is called instead.
+	// prune replaces remove for kinds that need more statements.
 	prune func(ctx context.Context, p *piece, keys []string) (removed int64, err error)
 	// count returns the number of rows that a dry run would delete with @keys: one each if empty.
 	count string
@@ -28,7 +28,7 @@ type kind struct {
 
 // kinds are all kinds with a policy.
 var kinds = map[string]kind{
-	// Uncounted rows stay until they are counted.
+	// Uncounted rows stay until a pass has counted them.
 	"activity": {
 		first: zeroID,
 		find: `
@@ -62,7 +62,7 @@ var kinds = map[string]kind{
 		returning a.id::text`,
 	},
 
-	// A trace is deleted as a whole, once all its executions ended long enough ago.
+	// A pass deletes a trace as a whole, after all its executions ended long enough ago.
 	"executions": {
 		first:  zeroID,
 		effect: "execution",
@@ -104,9 +104,10 @@ var kinds = map[string]kind{
 		delete from agent_executions x using held h where x.id = h.id returning x.id::text`,
 	},
 
-	// The event of a completion, or of a decision, is deleted with its execution: a later waiter, or a fork, reads it.
-	// An unconsumed event may be for any unfinished execution that began before it, or in the time that the event is
-	// kept. The index finds the oldest of those by state and id; by id alone it would search millions.
+	// A pass deletes the event of a completion or a decision with its execution, because a later waiter or a fork reads
+	// the event. An unconsumed event may be for any unfinished execution that began before the event, or within the
+	// event's retention. The index finds the oldest of those executions by state and id; by id alone it would search
+	// millions.
 	"events": {
 		first:  zeroID,
 		effect: "event",
@@ -276,7 +277,7 @@ var kinds = map[string]kind{
 		delete from agent_budgets b using held h where b.scope = h.scope returning b.scope`,
 	},
 
-	// A control stays as long as the run that is compared with it. A sample of recorded turns is deleted with its last
+	// A control stays as long as the run that is compared with it. A pass deletes a sample of recorded turns with its last
 	// run.
 	"evals": {
 		first: zeroID,
@@ -320,7 +321,7 @@ var kinds = map[string]kind{
 		delete from agent_eval_labels l using held h where l.ctid = h.ctid returning l.ctid::text`,
 	},
 
-	// A row's place in the table may hold another row when the pass deletes it.
+	// A row's place in the table may hold another row at the time of the delete.
 	"hour_counts": {
 		byTime: true,
 		first:  "(0,0)",

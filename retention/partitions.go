@@ -17,18 +17,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
-// A month is retired in three committed steps. A row of agent_activity_retired marks it. The month is detached. Then no
-// transaction can write to it; the pass checks it again and drops or reattaches it. After a kill, the next pass
-// continues with the following step.
+// A pass retires a month in three committed steps. It marks the month by a row of agent_activity_retired. It detaches
+// the month, and then no transaction can write to it. It checks the month again and drops or reattaches it. After a
+// kill, the next pass continues with the following step.
 //
-// `detach partition … concurrently` marks the partition, commits, and then waits without a lock for all readers of
-// that moment. Options.DetachTimeout bounds the wait. New queries no longer read the partition, and a later pass
-// finalizes the detachment when no old snapshot is left.
+// `detach partition … concurrently` marks the partition, commits, and then waits without a lock for all present
+// readers. Options.DetachTimeout bounds the wait. New queries no longer read the partition, and a later pass finalizes
+// the detachment when no old snapshot is left.
 
 const (
-	// stuckDays is the time after which a month that cannot be detached is pruned row by row.
+	// stuckDays is the time after which a pass prunes a month row by row, because it could not detach the month.
 	stuckDays = 2
-	// dropTries bounds the tries to drop a detached month in one pass. It can wait for the next pass.
+	// dropTries bounds the tries to drop a detached month in one pass. The drop can wait for the next pass.
 	dropTries = 5
 )
 
@@ -40,8 +40,8 @@ type month struct {
 	Attached     bool
 }
 
-// retireMonths retires the old months. It reports whether single rows may be pruned now. They may not while a month
-// still waits for its retirement: to prune its rows would cost much more.
+// retireMonths retires the old months. It reports whether the pass may prune single rows now. It returns false while a
+// month still waits for its retirement, because to prune its rows would cost much more.
 func (o Options) retireMonths(ctx context.Context, pool *pgxpool.Pool, d *Done) (done bool, err error) {
 	if d.Keep == Forever {
 		return false, nil
@@ -70,7 +70,8 @@ func (o Options) retireMonths(ctx context.Context, pool *pgxpool.Pool, d *Done) 
 	return stuck == 0, err
 }
 
-// retireMonth runs the remaining steps of a partition. It returns "dropped", or the reason why it was not dropped.
+// retireMonth runs the remaining steps of a partition. It returns "dropped", or the reason why it did not drop the
+// partition.
 func (o Options) retireMonth(ctx context.Context, pool *pgxpool.Pool, m month) (string, error) {
 	if !m.Marked {
 		if marked, err := mark(ctx, pool, m.Partition); err != nil || !marked {
@@ -85,9 +86,9 @@ func (o Options) retireMonth(ctx context.Context, pool *pgxpool.Pool, m month) (
 	return drop(ctx, pool, m.Partition)
 }
 
-// retirable lists the months to retire, the oldest first: marked ones, and those that the policy allows and nothing
-// needs. Last month stays, because its partition would be created again. A name in only limits the list to that
-// partition.
+// retirable lists the months to retire, the oldest first. It lists marked months, and months that the policy allows and
+// no work needs. Last month stays, because housekeeping would create its partition again. A name in only limits the
+// list to that partition.
 func retirable(ctx context.Context, db postgres.Beginner, only string) (list []month, err error) {
 	err = byIndex(ctx, db, "0", func(tx pgx.Tx) error {
 		s, err := readState(ctx, tx, "activity", false)
@@ -168,7 +169,7 @@ func mark(ctx context.Context, db postgres.Beginner, partition string) (bool, er
 // notDetached is the reason of drop for an attached partition.
 const notDetached = "it is not detached yet"
 
-// drop runs dropOrAttach, and retries it while it meets locks.
+// drop runs dropOrAttach, and retries it while locks block it.
 func drop(ctx context.Context, db postgres.Beginner, partition string) (result string, err error) {
 	for try := 1; ; try++ {
 		err := byIndex(ctx, db, "50ms", func(tx pgx.Tx) (err error) {
@@ -176,7 +177,7 @@ func drop(ctx context.Context, db postgres.Beginner, partition string) (result s
 			return err
 		})
 		switch {
-		case !postgres.IsCode(err, "55P03", "40P01", "42P01"): // 42P01: another pass is just detaching it
+		case !postgres.IsCode(err, "55P03", "40P01", "42P01"): // 42P01: another pass is detaching it
 			return result, err
 		case try < dropTries:
 		case postgres.IsCode(err, "42P01"):
@@ -190,8 +191,8 @@ func drop(ctx context.Context, db postgres.Beginner, partition string) (result s
 	}
 }
 
-// dropOrAttach drops a detached partition, or reattaches it if it is needed after all. It returns "dropped", or the
-// reason why it was not dropped.
+// dropOrAttach drops a detached partition, or reattaches a partition that work needs after all. It returns "dropped",
+// or the reason why it did not drop the partition.
 func dropOrAttach(ctx context.Context, tx pgx.Tx, partition string) (string, error) {
 	rows, err := tx.Query(ctx, `
 		select r.partition, r.lower_id::text as lower, r.upper_id::text as upper,
@@ -213,7 +214,7 @@ func dropOrAttach(ctx context.Context, tx pgx.Tx, partition string) (string, err
 			return result, err
 		}
 	}
-	// No transaction can write to a detached partition. Check again, for rows that were written before.
+	// No transaction can write to a detached partition. Check again, for rows written before the detachment.
 	reason, err := needed(ctx, tx, m)
 	switch {
 	case err != nil:
@@ -234,7 +235,7 @@ func dropOrAttach(ctx context.Context, tx pgx.Tx, partition string) (string, err
 }
 
 // finalize finishes an interrupted detachment. Old snapshots may still read the partition. It returns "dropped", the
-// reason to wait, or nothing when the partition is detached.
+// reason to wait, or "" for a detached partition.
 func finalize(ctx context.Context, tx pgx.Tx, partition string) (string, error) {
 	var gone, leaving, read bool
 	err := tx.QueryRow(ctx, `
@@ -271,10 +272,10 @@ func unmark(ctx context.Context, tx pgx.Tx, partition string) error {
 	return err
 }
 
-// detach detaches a partition. It returns the reason if that has to wait.
+// detach detaches a partition. If the detachment has to wait, it returns the reason.
 func (o Options) detach(ctx context.Context, pool *pgxpool.Pool, partition string) (reason string, err error) {
-	// On a timeout, this connection cancels the statement on the server. The pool's would close, and the server would
-	// go on.
+	// On a timeout, this connection cancels the statement on the server. A pool's connection would close while the server
+	// continues.
 	config := pool.Config().ConnConfig.Copy()
 	config.BuildContextWatcherHandler = func(c *pgconn.PgConn) ctxwatch.Handler {
 		return &pgconn.CancelRequestContextWatcherHandler{Conn: c, DeadlineDelay: 5 * time.Second}

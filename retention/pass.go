@@ -21,7 +21,7 @@ const (
 	pieceRows = 500
 	// countRows bounds the rows of one query of a dry run, which takes no locks.
 	countRows = 5000
-	// tries bounds the tries of a piece that meets locked rows.
+	// tries bounds the tries of a piece that locked rows block.
 	tries = 20
 )
 
@@ -29,7 +29,7 @@ const (
 type Options struct {
 	Kinds  []string // only these kinds; all if nil
 	DryRun bool     // only count
-	// Restart begins with the oldest row. Otherwise a pass continues where the last one stopped, and restarts once a day.
+	// Restart begins with the oldest row. Otherwise a pass continues where the last pass stopped, and restarts once a day.
 	Restart bool
 	// DetachTimeout bounds the wait for the readers of a partition; default 10 seconds.
 	DetachTimeout time.Duration
@@ -40,15 +40,15 @@ type Options struct {
 type Done struct {
 	Kind    string `json:"kind"`
 	Keep    string `json:"keep"`
-	Removed int64  `json:"removed"` // rows; of a dry run, those to remove
-	// Partitions are the dropped partitions of the activity log; of a dry run, those to drop. Only a dry run counts their
-	// rows in Removed.
+	Removed int64  `json:"removed"` // rows; of a dry run, the rows to remove
+	// Partitions are the dropped partitions of the activity log; of a dry run, the partitions to drop. Only a dry run
+	// counts their rows in Removed.
 	Partitions []string `json:"partitions"`
-	Later      string   `json:"later"` // reason why work is left for another pass; empty for none
+	Later      string   `json:"later"` // why work remains for another pass; empty for none
 }
 
-// Run makes one pass over the kinds whose rows are not kept forever, and returns the results. An error of one kind does
-// not stop the others.
+// Run makes one pass over the kinds with a policy other than forever, and returns the results. An error of one kind
+// does not stop other kinds.
 func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Done, error) {
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
@@ -80,7 +80,7 @@ func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Done, error) {
 	return done, failed
 }
 
-// selectPolicies returns the policies of a pass. Executions are in it even with the policy forever, for checkpoints
+// selectPolicies returns the policies of a pass. It includes executions even with the policy forever, for checkpoints
 // that an earlier pass left.
 func (o Options) selectPolicies(ctx context.Context, db postgres.DB) ([]Policy, error) {
 	all, err := Show(ctx, db)
@@ -132,14 +132,14 @@ func (o Options) pruneKind(ctx context.Context, pool *pgxpool.Pool, d *Done) err
 		if err != nil || !more {
 			return err
 		}
-		// Rest as long as the work took, which leaves the database time for others.
+		// Rest as long as the work took, which leaves the database time for other work.
 		if !sleep.For(ctx, time.Since(began)) {
 			return ctx.Err()
 		}
 	}
 }
 
-// pruneWithRetry runs one piece, and retries it when it meets a lock.
+// pruneWithRetry runs one piece, and retries it when a lock blocks it.
 func pruneWithRetry(ctx context.Context, db postgres.Beginner, kind string, restart bool) (removed int64, more bool,
 	err error,
 ) {
@@ -189,7 +189,7 @@ func (o Options) count(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 	return nil
 }
 
-// rowsOf is the number of rows that are deleted with keys.
+// rowsOf returns the number of rows to delete with keys.
 func (k kind) rowsOf(ctx context.Context, tx pgx.Tx, keys []string) (n int64, err error) {
 	if k.count == "" {
 		return int64(len(keys)), nil

@@ -22,7 +22,7 @@ type cursor struct {
 // state is the stored progress of a pass over a kind.
 type state struct {
 	cursor
-	Before *time.Time // older rows are pruned; nil for none
+	Before *time.Time // the pass prunes older rows; nil for none
 	Began  time.Time
 	Open   bool // the pass has not ended
 }
@@ -60,8 +60,8 @@ func byIndex(ctx context.Context, db postgres.Beginner, wait string, fn func(tx 
 	})
 }
 
-// prune examines the next rows of a kind. It deletes those that are old by its policy and that no unfinished work
-// needs. One caller at a time works on a kind; the others get 0. With restart it begins with the oldest row.
+// prune examines the next rows of a kind. It deletes rows that are old by the kind's policy and that no unfinished work
+// needs. One caller at a time works on a kind; concurrent callers get 0. With restart it begins with the oldest row.
 func prune(
 	ctx context.Context, db postgres.Beginner, name string, most int, restart bool,
 ) (removed int64, more bool, err error) {
@@ -119,9 +119,9 @@ func (p *piece) next(ctx context.Context, name string, restart bool) (removed in
 	return removed, err
 }
 
-// readState reads a policy and the progress of the pass. After a day, or with restart, the pass is at its beginning.
-// Activity of 60 days and more is deleted by whole months, so a pass can drop their partitions. Prompts are kept no
-// longer than the rows that they belong to.
+// readState reads a policy and the progress of the pass. After a day, or with restart, the pass begins again. A pass
+// deletes activity with a policy of 60 days or more by whole months, so it can drop their partitions. It keeps prompts
+// no longer than the rows that they belong to.
 func readState(ctx context.Context, db postgres.DB, name string, restart bool) (state, error) {
 	return postgres.Row[state](ctx, db, "read pass", `
 		with old as (
@@ -178,7 +178,7 @@ func (p *piece) delete(ctx context.Context, keys []string) (removed int64, err e
 	return int64(len(gone)), err
 }
 
-// deleteRows deletes rows and their recorded causes. It returns the keys of the unlocked ones.
+// deleteRows deletes unlocked rows and their recorded causes. It returns the keys of these rows.
 func (p *piece) deleteRows(ctx context.Context, tx pgx.Tx, keys []string) ([]string, error) {
 	if len(keys) == 0 {
 		return nil, nil
@@ -193,8 +193,8 @@ func (p *piece) deleteRows(ctx context.Context, tx pgx.Tx, keys []string) ([]str
 	return gone, err
 }
 
-// inHalves runs fn on keys; when it meets another transaction's lock, on each half of them. So all unlocked rows are
-// deleted, and the next pass tries the rest again.
+// inHalves runs fn on keys. When another transaction's lock blocks fn, inHalves runs fn on each half of the keys. So it
+// deletes all unlocked rows, and the next pass tries the rest again.
 func (p *piece) inHalves(
 	ctx context.Context, keys []string, fn func(tx pgx.Tx, keys []string) (int64, error),
 ) (removed int64, err error) {
@@ -220,8 +220,8 @@ func (p *piece) inHalves(
 	return first + second, err
 }
 
-// pruneExecutions deletes executions with their dependent rows. Their checkpoints may be many. They are deleted in
-// pieces, before the next executions; meanwhile no query finds them.
+// pruneExecutions deletes executions with their dependent rows. An execution may have many checkpoints. The pass
+// deletes these in pieces, before the next executions; meanwhile no query finds them.
 func pruneExecutions(ctx context.Context, p *piece, ids []string) (removed int64, err error) {
 	return p.inHalves(ctx, ids, func(tx pgx.Tx, ids []string) (int64, error) {
 		gone, err := p.deleteRows(ctx, tx, ids)
@@ -280,8 +280,8 @@ func (p *piece) pruneCheckpoints(ctx context.Context) error {
 }
 
 // pruneThreads deletes messages of threads, the oldest of a thread first, so a thread that resumes has its latest
-// messages. The thread is deleted with its last message. A thread stays whole while an unfinished execution has a
-// message in it, because it may wait for an answer.
+// messages. It deletes a thread with the thread's last message. A thread stays whole while an unfinished execution has
+// a message in it, because the execution may wait for an answer.
 func pruneThreads(ctx context.Context, p *piece, ids []string) (removed int64, err error) {
 	return p.inHalves(ctx, ids, func(tx pgx.Tx, ids []string) (int64, error) {
 		held, err := postgres.Values[string](ctx, tx, "lock threads", `
@@ -317,8 +317,9 @@ func pruneThreads(ctx context.Context, p *piece, ids []string) (removed int64, e
 	})
 }
 
-// prunePrompts deletes prompts, and parts without a prompt. A prompt marks its parts in its own transaction: no prompt
-// contains a part that was last used before the oldest prompt. It subtracts a day, for transactions that pass midnight.
+// prunePrompts deletes prompts, and parts without a prompt. A prompt marks its parts in its own transaction, so no
+// prompt contains a part that was last used before the oldest prompt. prunePrompts subtracts a day, for transactions
+// that pass midnight.
 func prunePrompts(ctx context.Context, p *piece, ids []string) (removed int64, err error) {
 	gone, err := p.deleteRows(ctx, p.tx, ids)
 	if err != nil {

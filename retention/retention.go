@@ -1,23 +1,23 @@
 // Package retention deletes old rows according to a policy for each kind.
 //
-// A policy, a row of the table agent_retention, sets the time for which rows of a kind are kept after their end. By
-// default, most are kept forever. Run makes one pass over all kinds; agent serve makes one every hour. kinds.go has the
-// statements that find and delete old rows. piece.go runs them, one transaction at a time. pass.go pauses in between.
-// partitions.go drops whole months of the activity log.
+// A policy is a row of the table agent_retention. It sets for how long the database keeps rows of a kind after their
+// end. The default of most kinds is forever. Run makes one pass over all kinds; agent serve makes one every hour.
+// kinds.go has the statements that find and delete old rows. piece.go runs them, one transaction at a time. pass.go
+// pauses in between. partitions.go drops whole months of the activity log.
 //
 // It promises:
 //
-//   - Under any policy, a pass deletes no unfinished work and nothing that it may need. It keeps unfinished executions
-//     and all rows of their traces (activity, checkpoints, requests, events that they may consume), threads with a
-//     running execution or a queued message, pending approvals and unfinished deliveries. A pass never deletes memory
-//     (package memory deletes expired entries and old decided conflicts).
-//   - A pass blocks no other session. A piece of it is one transaction of a fraction of a second, which skips locked
-//     rows. A partition is detached concurrently, and no lock request queues behind it.
-//   - A pass may be killed anywhere, and any number may run at once. A piece is atomic. One pass at a time works on a
-//     kind, and the next one continues there.
+//   - Under any policy, a pass deletes no unfinished work and no row that such work may need. It keeps unfinished
+//     executions and all rows of their traces (activity, checkpoints, requests, events that they may consume). It also
+//     keeps threads with a running execution or a queued message, pending approvals and unfinished deliveries. A pass
+//     never deletes memory (package memory deletes expired entries and old decided conflicts).
+//   - A pass blocks no other session. A piece of a pass is one transaction of a fraction of a second, which skips
+//     locked rows. A pass detaches a partition concurrently, and no lock request queues behind the detachment.
+//   - A kill may end a pass anywhere, and any number of passes may run at once. A piece is atomic. One pass at a time
+//     works on a kind, and the next pass continues there.
 //
-// A row is never deleted before its policy allows it. It may be deleted later. Activity with a policy of 60 days or
-// longer is deleted by whole months. A pass examines rows that were still needed once a day.
+// A pass never deletes a row before its policy allows that, but may delete it later. It deletes activity with a policy
+// of 60 days or longer by whole months. Once a day, a pass examines again the rows that unfinished work needed.
 package retention
 
 import (
@@ -35,18 +35,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Forever is the policy of rows that are never deleted.
+// Forever is the policy of rows that a pass never deletes.
 const Forever = "forever"
 
 // ErrInvalid reports an invalid policy. The message has the reason.
 var ErrInvalid = errors.New("not a policy")
 
-// Policy is the time for which rows of one kind are kept, and the progress of the last pass.
+// Policy is the retention time of rows of one kind, and the progress of the last pass.
 type Policy struct {
 	Kind      string     `json:"kind"`
 	About     string     `json:"about"`
 	Keep      string     `json:"keep"`     // such as "90 days", or Forever
-	MinKeep   string     `json:"min_keep"` // the shortest that may be set
+	MinKeep   string     `json:"min_keep"` // the shortest permitted Keep
 	ChangedAt time.Time  `json:"changed_at"`
 	ChangedBy string     `json:"changed_by"` // empty: as installed
 	Removed   int64      `json:"removed"`    // rows, ever
@@ -62,7 +62,7 @@ func Show(ctx context.Context, db postgres.DB) ([]Policy, error) {
 		  from agent_retention r join agent_retention_passes p on p.kind = r.kind order by r.kind`)
 }
 
-// Change is the result of Set. If no policy differed, Changed is false and nothing is recorded.
+// Change is the result of Set. If no policy differed, Changed is false and Set records nothing.
 type Change struct {
 	Changed    bool   `json:"changed"`
 	TraceID    string `json:"trace_id"`

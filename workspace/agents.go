@@ -101,7 +101,7 @@ func getAgent(ctx context.Context, db postgres.DB, name string) (agentRow, error
 	return agentRow{}, agents.ErrNotFound
 }
 
-// checkAgents requires exactly one default agent, existing delegates, matching skill patterns, and names different
+// checkAgents requires exactly one default agent, existing delegates, skill patterns with a match, and names different
 // from all flows. It returns [Problems].
 func checkAgents(ctx context.Context, db postgres.DB, w Workspace) error {
 	var problems Problems
@@ -257,7 +257,7 @@ func databaseTable(w Workspace) kindApplier {
 	}
 }
 
-// mcpServers applies mcp_server documents. A sync mounts their skills; removal of a server removes them.
+// mcpServers applies mcp_server documents. A sync mounts a server's skills; removal of the server removes the skills.
 func mcpServers(w Workspace) kindApplier {
 	return kindTable[mcp.Definition, mcp.Remote]{
 		kind: "mcp_server", documents: w.MCPServers, name: func(d mcp.Definition) string { return d.Name },
@@ -271,7 +271,7 @@ func mcpServers(w Workspace) kindApplier {
 	}
 }
 
-// webhookEndpoints applies webhook documents. The admin enables and disables them.
+// webhookEndpoints applies webhook documents. The admin enables and disables endpoints.
 func webhookEndpoints(w Workspace) kindApplier {
 	return kindTable[webhooks.EndpointDefinition, webhooks.Endpoint]{
 		kind: "webhook", documents: w.Webhooks, name: func(d webhooks.EndpointDefinition) string { return d.Name },
@@ -282,7 +282,7 @@ func webhookEndpoints(w Workspace) kindApplier {
 	}
 }
 
-// webhookTargets applies webhook_target documents. The admin enables and disables them.
+// webhookTargets applies webhook_target documents. The admin enables and disables targets.
 func webhookTargets(w Workspace) kindApplier {
 	return kindTable[webhooks.TargetDefinition, webhooks.Target]{
 		kind: "webhook_target", documents: w.Targets, name: func(d webhooks.TargetDefinition) string { return d.Name },
@@ -298,7 +298,7 @@ func channelKind() kind {
 		func(w *Workspace) *[]Document[channels.Definition] { return &w.Channels })
 }
 
-// channelTable applies channel documents. The admin enables and disables them.
+// channelTable applies channel documents. The admin enables and disables channels.
 func channelTable(w Workspace) kindApplier {
 	return kindTable[channels.Definition, channels.Channel]{
 		kind: "channel", documents: w.Channels, name: func(d channels.Definition) string { return d.Name },

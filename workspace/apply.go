@@ -24,23 +24,24 @@ var errRollback = errors.New("only planned")
 type Options struct {
 	// Prune reports whether to remove a row that an earlier apply declared and no file declares now. Nil keeps all.
 	Prune func(Item) bool
-	// Reach opens a named database, which then prepares the queries of its skills. Nil leaves them unchecked.
+	// Reach opens a named database, which then prepares the queries of its skills. Nil leaves the queries unchecked.
 	Reach func(ctx context.Context, d databases.Database) (skills.Database, error)
-	// Gate lets the suites that gate refuse the apply; nil for none.
+	// Gate lets gating suites refuse the apply; nil for none.
 	Gate *Gate
 }
 
-// Gate is how an apply treats the evals that refuse it. Refusals are an [evals.GateError], unless they are ignored.
+// Gate sets how an apply treats evals that refuse it. Refusals are an [evals.GateError], unless the apply ignores
+// refusals.
 type Gate struct {
 	Installation evals.Installation
-	Ignore       bool   // go on, with warnings
-	Reason       string // why they are ignored, for the audit log
+	Ignore       bool   // apply despite refusals, with warnings
+	Reason       string // why the apply ignores refusals, for the audit log
 }
 
 // All is an [Options.Prune] that removes every undeclared row.
 func All(Item) bool { return true }
 
-// Plan reports what [Apply] would do. It rolls back, but needs a writable database.
+// Plan reports the effects of an [Apply]. It rolls back, but needs a writable database.
 func Plan(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Diff, error) {
 	var diff Diff
 	warnings, err := checkNamed(ctx, db, w, o, false)
@@ -96,7 +97,7 @@ func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (D
 	return diff, nil
 }
 
-// wrap returns [Problems] unchanged, because they name their position.
+// wrap wraps an error in what. It returns [Problems] unchanged, because they name their position.
 func wrap(what string, err error) error {
 	if problems, ok := errors.AsType[Problems](err); ok {
 		return problems
@@ -210,7 +211,7 @@ func (t kindTable[D, R]) prune(ctx context.Context, tx pgx.Tx, declared []string
 	return items, err
 }
 
-// undeclared lists undeclared workspace rows: it removes them in a savepoint and rolls back.
+// undeclared lists undeclared workspace rows: it removes the rows in a savepoint and rolls back.
 func (t kindTable[D, R]) undeclared(ctx context.Context, tx pgx.Tx, declared []string) ([]string, error) {
 	inner, err := tx.Begin(ctx)
 	if err != nil {
@@ -258,16 +259,16 @@ func (t kindTable[D, R]) changes(before, after R) ([]Change, error) {
 	return changes(then, now), nil
 }
 
-// byName sorts documents, so that all applies lock rows in the same order.
+// byName sorts documents, so all applies lock rows in the same order.
 func byName[D any](documents []Document[D], name func(D) string) []Document[D] {
 	return slices.SortedFunc(slices.Values(documents), func(a, b Document[D]) int {
 		return strings.Compare(name(a.Definition), name(b.Definition))
 	})
 }
 
-// InUseError reports agents that cannot be removed because they are in use.
+// InUseError reports agents that an apply cannot remove because they are in use.
 type InUseError struct {
-	Reasons []string // one for each use, with what to do
+	Reasons []string // one for each use, with advice
 }
 
 func (e *InUseError) Error() string { return strings.Join(e.Reasons, "\n") }
@@ -307,7 +308,7 @@ func checkRemoved(ctx context.Context, tx pgx.Tx, diff Diff) error {
 	return nil
 }
 
-// agentUses lists automations and objectives of removed agents. Those of the workspace were checked at their
+// agentUses lists automations and objectives of removed agents. checkActors has checked the workspace's own at their
 // position.
 func agentUses(ctx context.Context, db postgres.DB, removed []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
@@ -331,7 +332,7 @@ func agentUses(ctx context.Context, db postgres.DB, removed []string) ([]string,
 	return reasons, nil
 }
 
-// delegateUses lists remaining agents that delegate to removed ones.
+// delegateUses lists remaining agents that delegate to removed agents.
 func delegateUses(left []agents.Agent, removed []string) (reasons []string) {
 	for _, a := range left {
 		for i, name := range a.Delegates {

@@ -29,10 +29,10 @@ const (
 // Diff lists the effects of an apply by kind and name.
 type Diff struct {
 	Items    []Item   `json:"items"`
-	Warnings []string `json:"warnings,omitempty"` // checks that were not possible
+	Warnings []string `json:"warnings,omitempty"` // checks that the apply could not make
 }
 
-// Item is one row. Changes are set for an update, with secrets redacted.
+// Item is one row. An update has Changes, with secrets redacted.
 type Item struct {
 	Kind    string   `json:"kind"`
 	Name    string   `json:"name"`
@@ -61,7 +61,7 @@ func (i Item) overwrittenByAdmin() (lost []Change) {
 	})
 }
 
-// overwriteProblem explains an admin's conflicting declaration and the fix.
+// overwriteProblem explains the conflict with an admin's declaration, and the fix.
 func (i Item) overwriteProblem(lost []Change) string {
 	var differ []string
 	for _, c := range lost {
@@ -72,7 +72,7 @@ func (i Item) overwriteProblem(lost []Change) string {
 		"there, and apply that; after that, changes of the file count again", i.Kind, i.Name, strings.Join(differ, "; "))
 }
 
-// Empty reports whether nothing changed. Undeclared rows may have been kept.
+// Empty reports whether no row changed. The apply may have kept undeclared rows.
 func (d Diff) Empty() bool { return len(d.changed()) == 0 }
 
 // Count returns the number of items with an action.
@@ -90,7 +90,7 @@ func (d Diff) changed() []Item {
 	})
 }
 
-// names are the kind and name of each item.
+// names returns the kind and name of each item.
 func names(items []Item) []string {
 	all := make([]string, len(items))
 	for i, item := range items {

@@ -40,7 +40,7 @@ func evalKind() kind {
 	return k
 }
 
-// evalTable applies eval documents. Old versions stay, because runs keep theirs.
+// evalTable applies eval documents. Old versions stay, because runs keep their version.
 func evalTable(w Workspace) kindApplier {
 	return kindTable[evals.Definition, evalRow]{
 		kind: "eval", documents: w.Evals, name: func(d evals.Definition) string { return d.Name },
@@ -91,8 +91,8 @@ func checkEvals(ctx context.Context, db postgres.DB, w Workspace) error {
 	return problems.err()
 }
 
-// applyGated locks, applies all kinds, and returns the refusals of the gate. The first apply of a database has none:
-// no earlier version exists that could become worse.
+// applyGated locks, applies all kinds, and returns the refusals of the gate. The first apply of a database has no
+// refusals, because no earlier version could become worse.
 func applyGated(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, []evals.Refusal, error) {
 	if err := Lock(ctx, tx); err != nil {
 		return Diff{}, nil, err

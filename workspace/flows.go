@@ -95,7 +95,7 @@ func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
 func (w Workspace) checkFlowAgents(document Document[flows.Definition], acting []string, problems *Problems) {
 	own := document.Definition.Name
 	declares := func(d Document[agents.Definition]) bool { return d.Definition.Name == own }
-	if slices.Contains(acting, own) && !slices.ContainsFunc(w.Agents, declares) { // checkAgents reports those
+	if slices.Contains(acting, own) && !slices.ContainsFunc(w.Agents, declares) { // checkAgents reports such names
 		problems.add(document.position("name"), "name: %q is the name of an agent; agents and flows share one namespace", own)
 	}
 	named := flows.Agents(document.Definition)
@@ -201,8 +201,8 @@ func (w Workspace) flowTargets() (all []flowTarget) {
 	return all
 }
 
-// offsetPosition returns the position of a byte of a text value. YAML folds and indents texts, so it counts non-space
-// characters, whose order is the same in file and value.
+// offsetPosition returns the position of a byte of a text value. YAML folds and indents texts. So offsetPosition counts
+// non-space characters, whose order is the same in file and value.
 func (s source) offsetPosition(path string, offset int) Position {
 	node := s.find(path)
 	start := position(s.file, node)
@@ -295,7 +295,7 @@ func (w *scanner) readRune() bool {
 	return true
 }
 
-// unknownFlow reports an unknown flow, and names those that are not the program's own.
+// unknownFlow reports an unknown flow, and names the known flows, without those that only the program starts.
 func unknownFlow(name string, known []string) string {
 	if suggestion(name, known) != "" {
 		return unknownName("flow", name, name, known)

@@ -42,8 +42,9 @@ func LoadDir(dir string) (Workspace, error) {
 // LoadFrom is LoadDir for files from elsewhere; dir names the folder in positions.
 func LoadFrom(fsys fs.FS, dir string) (Workspace, error) { return load(fsys, dir) }
 
-// Load reads every .yaml and .yml file of a folder and its subfolders, except hidden ones. Invalid files return
-// [Problems] and an empty workspace. A folder without files is an error, because an apply would remove everything.
+// Load reads every .yaml and .yml file of a folder and its subfolders, except hidden files and folders. Invalid files
+// return [Problems] and an empty workspace. A folder without files is an error, because an apply would remove
+// everything.
 func Load(fsys fs.FS) (Workspace, error) { return load(fsys, "") }
 
 func load(fsys fs.FS, dir string) (Workspace, error) {
@@ -94,14 +95,14 @@ func find(fsys fs.FS) ([]string, error) {
 // loader collects documents and problems.
 type loader struct {
 	fsys      fs.FS
-	name      string // of the file that is read
-	raw       []byte // what the file has
+	name      string // of the present file
+	raw       []byte // content of the present file
 	workspace Workspace
 	problems  Problems
-	first     map[string]Position // where "kind name" was declared
+	first     map[string]Position // position of the declaration of "kind name"
 }
 
-// file reads the documents of one file; shown is its name in positions.
+// file reads the documents of one file; shown is the file's name in positions.
 func (l *loader) file(name, shown string) {
 	l.name = name
 	raw, err := read(l.fsys, name)
@@ -167,7 +168,7 @@ func (l *loader) document(file string, node *yaml.Node) {
 // addName rejects a second document of the same kind and name.
 func (l *loader) addName(kind, name string, s source) {
 	if name == "" {
-		return // said by the kind's own check
+		return // the kind's own check reports it
 	}
 	at := s.at("name")
 	if first, taken := l.first[kind+" "+name]; taken {
@@ -215,7 +216,7 @@ func syntaxAdvice(message string) string {
 	return ""
 }
 
-// source is a document as written.
+// source is the source of a document.
 type source struct {
 	file string
 	raw  []byte // of the file
@@ -279,7 +280,7 @@ func index(items []*yaml.Node, step string) *yaml.Node {
 	return items[n]
 }
 
-// problems assigns positions to the parts of a validation error, which begin with their field's path.
+// problems assigns positions to the parts of a validation error. Each part begins with its field's path.
 func (s source) problems(err error) Problems {
 	var list Problems
 	for _, e := range flatten(err) {
@@ -308,8 +309,8 @@ func flatten(err error) []error {
 	return all
 }
 
-// independentProblems assigns positions to validation errors. After decoding problems it drops errors that follow
-// from them: absent or already reported keys.
+// independentProblems assigns positions to validation errors. After decoding problems, it drops errors that follow from
+// these problems: absent or already reported keys.
 func (s source) independentProblems(wrong Problems, err error) Problems {
 	found := s.problems(err)
 	if len(wrong) == 0 {
@@ -485,7 +486,7 @@ func (d *decoder) duration(node *yaml.Node, into reflect.Value, path string) {
 	into.SetInt(int64(value))
 }
 
-// scalar decodes text, numbers and booleans. Every scalar is valid text; nothing else is converted.
+// scalar decodes text, numbers and booleans. Every scalar is valid text; scalar makes no other conversion.
 func (d *decoder) scalar(node *yaml.Node, into reflect.Value, path string) {
 	wanted, tags := "a number", []string{"!!int", "!!float"}
 	switch {

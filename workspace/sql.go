@@ -21,12 +21,12 @@ const checkLimit = 15 * time.Second
 type reachedDatabase struct {
 	databases.Database
 	database skills.Database
-	err      error // why it is not reached
+	err      error // why the connection failed
 }
 
 // checkNamed connects to the named databases in use and prepares the queries of their skills. An unreachable database
-// is a warning; a missing or wrong setting is one of the [Problems]. With prepare it creates the ledger of effects
-// for writing skills.
+// is a warning. A missing or wrong setting is one of the [Problems]. With prepare, checkNamed creates the ledger of
+// effects for writing skills.
 func checkNamed(
 	ctx context.Context, db postgres.DB, w Workspace, o Options, prepare bool,
 ) (warnings []string, err error) {
@@ -60,7 +60,7 @@ func checkNamed(
 	return warnings, problems.err()
 }
 
-// reachDatabases opens declared databases and those that skills use.
+// reachDatabases opens declared databases and databases that skills use.
 func (w Workspace) reachDatabases(
 	ctx context.Context, db postgres.DB, o Options,
 ) (map[string]reachedDatabase, Problems, error) {

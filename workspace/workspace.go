@@ -1,20 +1,20 @@
 // Package workspace reads an agent's declaration from a folder of YAML files and makes the database match it.
 //
-// A file has one or more documents separated by ---. Each names its kind (agent, database, skill, mcp_server,
-// objective, automation, flow, webhook, webhook_target, channel or eval); its other keys are those of the kind's
-// Definition. File and folder names do not matter; hidden names are skipped.
+// A file has one or more documents separated by ---. Each document names its kind (agent, database, skill, mcp_server,
+// objective, automation, flow, webhook, webhook_target, channel or eval). Its other keys are those of the kind's
+// Definition. File and folder names do not matter. The reader skips hidden names.
 //
-// Reading is strict. Unknown or repeated keys, wrong types, duplicate names and errors of the kind's Validate are
-// problems. All problems of all files are reported at once with file, line and column, and nothing is applied.
-// Aliases and merge keys are rejected, so a file means what it shows.
+// The reader is strict. Unknown or repeated keys, wrong types, duplicate names and errors of the kind's Validate are
+// problems. The reader reports all problems of all files at once, with file, line and column, and then the workspace is
+// not applied. It rejects aliases and merge keys, so a file has no hidden content.
 //
-// [Apply] makes the database match in one transaction: it creates, updates, and removes rows that came from a
-// workspace (source 'workspace') and are no longer declared. It is idempotent. It keeps what the agent learned and an
-// admin decided: enabled states with their reasons, progress of objectives, memories, next runs of automations.
-// [Plan] is Apply with a rollback, so both agree.
+// [Apply] makes the database match in one transaction. It creates and updates rows. It removes rows that came from a
+// workspace (source 'workspace') and that no file declares any more. It is idempotent. It keeps the state of the agent
+// and the decisions of admins: enabled states with their reasons, progress of objectives, memories, next runs of
+// automations. [Plan] is Apply with a rollback, so both agree.
 //
-// Concurrent applies are safe: each takes the same transaction-level advisory lock first, so the second sees the
-// commit of the first. Such a lock works behind PgBouncer and ends with its holder.
+// Concurrent applies are safe. Each apply acquires the same transaction-level advisory lock first, so a second apply
+// sees the commit of the first. Such a lock works behind PgBouncer and ends with its holder.
 package workspace
 
 import (
@@ -60,7 +60,7 @@ type Workspace struct {
 	Channels    []Document[channels.Definition]
 	Evals       []Document[evals.Definition]
 
-	// Also, where set, is called in the transaction of [Apply], after everything is written.
+	// Also, if set, runs in the transaction of [Apply], after all writes.
 	Also func(ctx context.Context, tx pgx.Tx) error
 
 	// The caller sets the names of flows in Go code. No flow of the workspace may have such a name.
@@ -194,7 +194,7 @@ func (p *Problems) add(at Position, format string, args ...any) {
 
 const longestName = 80
 
-// unknownName reports an unknown name with the nearest known one. what is the kind of name, shown its spelling in the
+// unknownName reports an unknown name with the nearest known name. what is the kind of name, shown its spelling in the
 // message.
 func unknownName(what, shown, name string, known []string) string {
 	known = slices.DeleteFunc(slices.Clone(known), func(k string) bool { return k == "" || k == "-" })
