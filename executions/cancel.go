@@ -47,7 +47,7 @@ func Cancel(ctx context.Context, db postgres.DB, id, by, reason string) (Status,
 	})
 }
 
-// CancelTx cancels in the caller's transaction, in one attempt. When another transaction locks the execution, CancelTx
+// CancelTx cancels in the caller's transaction, in one attempt. If another transaction locks the execution, CancelTx
 // only requests the cancel.
 func CancelTx(ctx context.Context, tx pgx.Tx, id, by, reason string) (Status, error) {
 	return cancelOnce(ctx, tx, id, by, reason)

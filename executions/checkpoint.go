@@ -128,7 +128,7 @@ func readLeftOut[Out any](rows pgx.Rows, n int) ([]batch.Answer[Out], error) {
 }
 
 // deferDelay is how long the run defers the checkpoint of a plain step. Often the run ends next, and one write stores
-// checkpoint and end. The run writes the checkpoint before it starts or records anything else, or alone after the
+// checkpoint and end. The run writes the checkpoint before it starts a step or records a result, or alone after the
 // delay. So checkpoints keep the order in which their steps ended, and precede every later step, wait or end. If the
 // process dies within the delay, the next claim runs the step again.
 const deferDelay = time.Millisecond
@@ -291,7 +291,7 @@ type batchers struct {
 // the same pace.
 //
 // A repeated checkpoint or completion changes nothing. A repeated start, wait, or event without an id would count
-// twice, so the batcher repeats these only after the database rejected them. Checkpoints and completions are sorted in
+// twice. So the batcher repeats these only after the database rejected them. Checkpoints and completions are sorted in
 // lock order.
 func newBatchers(e *Engine) batchers {
 	s := &batch.Scheduler{}
@@ -312,7 +312,7 @@ func newBatchers(e *Engine) batchers {
 // SetVariables replaces the variables of the execution, an object that shows the execution's state to readers. The next
 // durable write of the run (a checkpoint, a wait or the end) stores the variables under its fence. A StepTx on a locked
 // row leaves the variables to the next write. So variables cost no round trip, and are lost only with that write.
-// SetVariables is not a step: replayed code sets the same variables again, and the run does not write stored values
+// SetVariables is not a step. Replayed code sets the same variables again, but the run does not write stored values
 // again. Of parallel branches, the last call wins.
 func SetVariables(ctx context.Context, variables any) error {
 	r, err := runFrom(ctx)

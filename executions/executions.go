@@ -1,8 +1,8 @@
 // Package executions runs durable functions: runs that survive the death of their process.
 //
-// An execution is a row with a state machine (pending → running → waiting | completed | failed | timeout | cancelled).
-// A worker claims the row and calls the Go function that is registered under the row's flow. The function does its work
-// in steps, and each finished step is a checkpoint. After a crash another worker claims the row and calls the function
+// An execution is a row with a state: pending → running → waiting | completed | failed | timeout | cancelled. A worker
+// claims the row and calls the Go function that is registered under the row's flow. The function does its work in
+// steps, and each finished step is a checkpoint. After a crash another worker claims the row and calls the function
 // from the top. Recorded steps return their checkpoints, so the function continues where it stopped. A flow is ordinary
 // code with one rule: anything that may differ between runs (time, ids, randomness, the world) happens inside a step.
 // See docs/executions.md and docs/code-changes.md.

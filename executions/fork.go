@@ -54,14 +54,14 @@ func (e *Engine) WhyUnforkable() map[string]string { return e.unforkable }
 // execution, and neither execution notifies the parent of the fork.
 //
 // Checkpoints before a step are those recorded earlier than the step. For a phase, loop or scope under way, the first
-// inner step counts. The fork drops the inner steps of the named step, approvals of calls that the original never made,
-// and a request to people without a later step. It acquires its lanes again, and sends in the thread under its own
-// claim. A fork from a wait waits again. A delay starts over, and other waits need a new event. A wait for a child
-// waits for the original's child if the fork keeps the start of that child.
+// inner step counts. The fork drops the inner steps of the named step. It drops approvals of calls that the original
+// never made, and a request to people without a later step. It acquires its lanes again, and sends in the thread under
+// its own claim. A fork from a wait waits again. A delay starts over, and other waits need a new event. A wait for a
+// child waits for the original's child if the fork keeps the start of that child.
 //
-// With another input, Fork fails with ErrChanged and the step's name if a checkpoint has a different recorded input
-// (see Input). It fails with ErrNoFork if the flow fails between steps with that input. If the replay misses a failure,
-// the new execution fails. Further errors: ErrNotFound, ErrNoStep, ErrNoFork.
+// If a checkpoint's recorded input (see Input) contradicts s.Input, Fork fails with ErrChanged and the step's name. If
+// the flow fails between steps with s.Input, Fork fails with ErrNoFork. If the replay misses a failure, the new
+// execution fails. Further errors: ErrNotFound, ErrNoStep, ErrNoFork.
 func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Execution, error) {
 	x, err := Get(ctx, db, s.ID)
 	if err != nil {

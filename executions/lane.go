@@ -27,7 +27,7 @@ type Hold struct {
 //
 // So a run also acquires and releases the lanes of its recorded steps. If a flow acquires one lane twice, a resumed run
 // loses the lane at the Release of the first hold. If a flow acquires several lanes in turn, a resumed run may hold a
-// later lane while it waits for an earlier one. Acquire a lane once, and hold it until all protected work is done.
+// later lane and wait for an earlier one. Acquire a lane once, and hold it until all protected work is done.
 //
 // An awaited child (Trigger with Wait) borrows a lane of its parent, or of an ancestor that waits too. The lane
 // returns when the child releases it or ends. A child may call Lane before its parent waits: then Lane blocks for at
@@ -149,8 +149,9 @@ func (h *Hold) Fence(ctx context.Context, tx postgres.DB) error {
 // leaseLost reports whether a lease was lost.
 func leaseLost(l *lanes.Lease) bool { return errors.Is(context.Cause(l.Context()), lanes.ErrLost) }
 
-// Release releases the lane before the execution ends. After a wait or a stop Release does nothing: the hold belongs to
-// the execution, and a deferred Release must not free the lane. Release retries transient errors like [RetryTransient].
+// Release releases the lane before the execution ends. After a wait or a stop Release does nothing. The hold belongs to
+// the execution then, and a deferred Release must not free the lane. Release retries transient errors like
+// [RetryTransient].
 func (h *Hold) Release(ctx context.Context) error {
 	if h.lease == nil || h.run.stopCause() != nil {
 		return nil //nolint:nilerr // the hold belongs to the execution now

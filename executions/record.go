@@ -275,8 +275,8 @@ func (r *run) handleWriteError(ctx context.Context, s stepSpec, err error, out a
 	}
 }
 
-// writeLost reports a write without an answer that came too late: the run lost its claim, and the database lacks the
-// write. This happens to a process that was paused between request and answer.
+// writeLost reports an unanswered write that came too late: the run lost its claim, and the database lacks the write.
+// This happens to a process that was paused between request and answer.
 func (r *run) writeLost(ctx context.Context, s stepSpec, err error, out activity.Outcome) bool {
 	if postgres.Code(err) != "" {
 		return false

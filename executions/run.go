@@ -203,13 +203,13 @@ func (r *run) loadState(ctx context.Context, needsRecovery bool) error {
 	return nil
 }
 
-// errClaimTooLow releases a claim to give the next claim a higher number. A claim looks for interrupted calls only if
-// its number exceeds the count that waits explain, as after a lost claim. But a wait of another branch interrupts a
+// errClaimTooLow releases a claim to give the next claim a higher number. A claim searches for interrupted calls only
+// if its number is higher than waits alone explain, as after a lost claim. But a wait of another branch interrupts a
 // call too.
 var errClaimTooLow = errors.New("the claim's number hides an interrupted call")
 
-// load reads the checkpoints and interrupted calls of earlier claims in one round trip. needsRecovery first takes
-// over their lanes and open activities.
+// load reads the checkpoints and interrupted calls of earlier claims in one round trip. With needsRecovery, load first
+// takes over their lanes and open activities.
 func (r *run) load(ctx context.Context, needsRecovery bool) error {
 	b := &pgx.Batch{}
 	args := postgres.Strict{"id": r.exec.ID}

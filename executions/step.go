@@ -110,13 +110,13 @@ type stepSpec struct {
 }
 
 // Step runs fn once and records its result. Later runs of the execution get the record. An error is a result too and
-// returns as *StepError. So are a timeout of ctx and a failure of another branch; after one of these, Step does not
-// call fn. fn may run again if the process dies before the record, so effects on the world belong into Call. T must
+// returns as *StepError. So are a timeout of ctx and a failure of another branch; if they come first, Step does not
+// call fn. If the process dies before the record, fn may run again, so effects on the world belong into Call. T must
 // survive encoding/json. A json.RawMessage in it has the database's form from the first run on.
 //
-// The record is durable before the execution starts or records anything else: the next step, a wait or its end. An
-// end right after it shares its write. When Step returns, a small result may be unwritten for a millisecond, or while
-// the database is unavailable. Steps after the flow has returned fail with ErrNotInExecution.
+// The record is durable before the execution's next step, wait or end. An end right after the step shares its write.
+// When Step returns, a small result may be unwritten for a millisecond, or while the database is unavailable. Steps
+// after the flow has returned fail with ErrNotInExecution.
 func Step[T any](ctx context.Context, name string, fn func(ctx context.Context) (T, error), opts ...Option) (T, error) {
 	s := stepSpec{name: name, repeatable: true}
 	for _, o := range opts {

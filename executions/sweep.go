@@ -241,7 +241,7 @@ func (e *Engine) deliverCompletions(ctx context.Context) error {
 }
 
 const (
-	// ReleaseStaleThreads releases the lane of a thread if its holder has ended, or has sent nothing for the lease and
+	// ReleaseStaleThreads releases the lane of a thread whose holder has ended, or has sent no message for the lease and
 	// @overdue seconds more. Without a queued message, the holder keeps the lane @grace seconds longer, visible to people.
 	ReleaseStaleThreads = `
 		with stale as materialized (

@@ -379,7 +379,7 @@ func (x *Execution) scanTargets() []any {
 // execution holds no slot.
 //
 // Admission counts but never delays two kinds of runs. RunSync and InsertClaimed insert claimed executions because a
-// caller waits, as for a chat turn. External workers lock the other kind.
+// caller waits, as for a chat turn. External workers lock executions themselves.
 type Admission struct {
 	Kind    string `json:"kind"` // flow or surface
 	Name    string `json:"name"`

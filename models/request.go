@@ -23,14 +23,14 @@ type Request struct {
 	Effort      string   // of reasoning, in the model's words ("low", "high", …); the client's when empty
 	Schema      *Schema  // of a JSON answer, where the server supports it; nil for text
 	Temperature *float32 // the server's default when nil
-	// Fallback says that the caller has another model. Then the client does not repeat a silent attempt, and accepts
+	// Fallback says that the caller has another model. Then the client does not repeat a silent attempt. It accepts
 	// silence for at most half of the time until the context's deadline.
 	Fallback bool
 	// IdempotencyKey is sent as a header with every attempt.
 	IdempotencyKey string
 	// OnDelta receives the answer's text in pieces, on the goroutine of Complete.
 	OnDelta func(text string)
-	// BeforeRetry runs before a retry if the server may bill the last attempt: the server received the attempt, and
+	// BeforeRetry runs before a retry if the server may bill the last attempt. Such an attempt reached the server, which
 	// neither refused nor answered it. BeforeRetry returns the new bound of the answer. An error ends the call.
 	BeforeRetry func(ctx context.Context) (maxTokens int, err error)
 	// OnRestart runs after a failed attempt whose text OnDelta had received. The text starts over.
@@ -47,8 +47,8 @@ type Response struct {
 	Priced       bool          // false if the price table lacks the model
 	Duration     time.Duration // including retries and waits
 	Attempts     int           // requests sent, including rejected dialects
-	// Unknown means that the server may bill the last attempt at an unknown amount: it received the attempt, and neither
-	// refused it nor reported usage. Usage is then an estimate, or empty beside an error.
+	// Unknown means that the server may bill the last attempt at an unknown amount. The attempt reached the server, which
+	// neither refused it nor reported usage. Usage is then an estimate, or empty beside an error.
 	Unknown bool
 	// Sent is the request of the last attempt, see [Client.Prepared].
 	Sent Request

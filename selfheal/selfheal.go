@@ -8,8 +8,8 @@
 //
 // Evidence of another cause excuses failures ([Policy.Decide]). An outage: failures of three or more skills that worked
 // before, without a success of any skill between. One caller: one thread (or trace) has all failures of a streak or
-// most of a rate, and the skill worked for three other callers inside the window. Then the rule needs a failure of a
-// second caller, or a tripped rate without that caller. Package faults measures the rule on a public labelled set.
+// most of a rate. If the skill worked for three other callers inside the window, the rule needs a failure of a second
+// caller, or a tripped rate without that caller. Package faults measures the rule on a public labelled set.
 //
 // The view agent_skill_calls defines the calls that count. A call with its retries is one row. Skipped calls do not
 // count. A model's invalid arguments, a stall, a cancellation and a lost process are no failures of the skill. Calls

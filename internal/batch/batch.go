@@ -1,14 +1,14 @@
 // Package batch lets concurrent writes share one statement and its commit.
 //
-// A [Batcher] collects the writes of one kind. The batchers of one [Scheduler] take turns: it sends one batch at a
-// time, and a second batch at the same time while many writes are queued. If no batch is in flight, a caller makes its
-// write at once, so a single caller pays nothing. The batcher queues later writes. The scheduler sends the longest
-// queue next, as a whole. A small batch waits at most 1 ms for as many new writes as the previous batch had. So callers
-// with a next write share a batch.
+// A [Batcher] collects the writes of one kind. The batchers of one [Scheduler] take turns. It sends one batch at a
+// time, or two while many writes are queued. If no batch is in flight, a caller makes its write at once, so a single
+// caller pays nothing. The batcher queues later writes. The scheduler sends the longest queue next, as a whole. A small
+// batch waits at most 1 ms for as many new writes as the previous batch had. So callers with a next write share a
+// batch.
 //
 // Each caller gets the answer to its own write, after the commit. If the batch left the write out, or failed and
 // certainly changed nothing, the caller makes the write alone. So one bad write fails alone. A slow batch, for example
-// behind a lock, does not delay other batches: the scheduler sends up to three batches of one batcher at once. After
+// behind a lock, does not delay other batches. The scheduler sends up to three batches of one batcher at once. After
 // MaxWait in the queue, the caller makes its write alone, under its own context. So no writes of departed callers
 // accumulate during an outage.
 package batch

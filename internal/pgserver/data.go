@@ -108,9 +108,9 @@ func rebooted(l layout) bool {
 	return string(then) != bootID()
 }
 
-// makeSockets makes an empty folder for the socket of a new server. A unix socket's path is limited to about a hundred
-// bytes, and PostgreSQL reads a comma in it as a list. A server with a long path gets a short folder below /tmp. A file
-// records the folder's name for later processes.
+// makeSockets makes an empty folder for the socket of a new server. A unix socket's path may have about a hundred
+// bytes, and PostgreSQL reads a path with a comma as a list. A server with a long path gets a short folder below /tmp.
+// A file records the folder's name for later processes.
 func makeSockets(l layout) (string, error) {
 	if err := removeShort(l); err != nil {
 		return "", err

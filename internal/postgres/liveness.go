@@ -138,7 +138,7 @@ func (p *livenessProber) schedule() {
 }
 
 // check probes each server with an overdue answer. It closes all connections to a server that does not respond, even
-// idle ones and those in the middle of an answer.
+// idle connections and connections in the middle of an answer.
 func (p *livenessProber) check() {
 	var probes sync.WaitGroup
 	for _, conns := range p.overdue() {

@@ -88,7 +88,7 @@ func IsCode(err error, codes ...string) bool {
 	return code != "" && slices.Contains(codes, code)
 }
 
-// Told returns the server's message about a refused value, and the detail, which names the fault in the value.
+// Told returns the server's message about a refused value, with the detail that names the fault.
 func Told(refused *pgconn.PgError) string {
 	if refused.Detail == "" {
 		return refused.Message
@@ -129,8 +129,8 @@ func Values[T any](ctx context.Context, db DB, verb, sql string, args ...any) ([
 }
 
 // RowsGeneric is [Rows] with the generic plan of the query, which a connection makes once. Use RowsGeneric for a long
-// query whose plan should not depend on its arguments, because the plan of such a query takes as long as its execution.
-// Like functions with a cached plan, the query scans by indexes and without JIT. In a transaction of the caller, the
+// query whose plan should not depend on its arguments. Planning such a query takes as long as running it. Like
+// functions with a cached plan, the query scans by indexes and without JIT. In a transaction of the caller, the
 // settings last until the transaction ends.
 func RowsGeneric[T any](ctx context.Context, db DB, verb, sql string, args ...any) ([]T, error) {
 	b := &pgx.Batch{} // the batch is one transaction

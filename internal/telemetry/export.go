@@ -258,9 +258,8 @@ func refusedForGood(err error) bool {
 // settled reports whether all writes that were running at the mark have ended. Without a mark, the present time becomes
 // the mark.
 //
-// A writer of an activity or an event locks its table before the row gets its id, until the end of the transaction. If
-// a transaction has no such lock after the mark, it has committed its ids from before the mark, or will write later
-// ids.
+// A writer of an activity or an event locks the table before the row gets its id, until the transaction ends. A
+// transaction without such a lock after the mark has committed its earlier ids, or will write later ids.
 func (e *Exporter) settled(ctx context.Context, at *position) (bool, error) {
 	var writing []string
 	err := e.pool.QueryRow(ctx, `

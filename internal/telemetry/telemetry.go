@@ -18,8 +18,8 @@
 //   - The exporter sends a span once. If the receiver accepted a batch but its answer was lost, the exporter sends the
 //     spans again with the same ids. It drops spans if the receiver was unavailable for longer than [Backlog].
 //
-// A row may become visible after rows with later ids, because its transaction commits later. So a pass waits until
-// every transaction that was writing at its start (by pg_locks) has ended, for at most half a minute.
+// A row may become visible after rows with later ids, because its transaction commits later. So a pass waits for the
+// end of every transaction that was writing at its start (by pg_locks), for at most half a minute.
 //
 // A trace has one root: its first execution without a parent. That root is also the parent of rows without one (a note
 // outside executions, a further execution under the same trace). In a trace without executions, the root is the first
