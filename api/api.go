@@ -34,7 +34,7 @@
 //     a key that only grows. New rows do not shift pages: a listing has each row that existed at the start exactly
 //     once.
 //   - A POST with an Idempotency-Key runs once; see idempotency.go.
-//   - If another client's transaction locks a row, such as an event id, an idempotency key or a thread's lane, the
+//   - Another client's transaction may lock a row, such as an event id, an idempotency key or a thread's lane. The
 //     server waits for a second, mostly without a connection. Then the response is 503 with Retry-After and names that
 //     transaction.
 //   - An admin's change commits together with its activity under an op_ trace. The record of a broken lane is under the

@@ -15,10 +15,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
-// backField names the form's page. It is not forwarded.
+// backField names the form's page. performAction does not forward it.
 const backField = "back"
 
-// performAction runs an action: it calls the API's route as the sender of the form, and redirects back with a message.
+// performAction runs an action. It calls the API's route as the sender of the form, and redirects back with a message.
 func (room *Room) performAction(l action) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if err := r.ParseForm(); err != nil {
@@ -172,7 +172,7 @@ func (k kind) read(values []string) (value any, given bool, err error) {
 // successMessage returns the message of a success.
 func (l action) successMessage(r *http.Request, body []byte) string {
 	text := l.done
-	if text == "" { // the answer has the message
+	if text == "" { // the answer of the route has the message
 		return problemDetail(http.StatusOK, body)
 	}
 	for _, m := range wildcard.FindAllStringSubmatch(l.path, -1) {
@@ -215,7 +215,7 @@ type action struct {
 	method string // of the route; the form always uses POST
 	path   string // of the route, in http.ServeMux syntax
 	fields []field
-	done   string // message of a success; {name} is a path value. Empty: the detail of the answer.
+	done   string // message of a success, {name} is a path value; empty for the detail of the answer
 }
 
 // field is a field of the body.
@@ -233,7 +233,7 @@ const (
 	asFlag                 // true for "true", "on" and "1", false for "false", "0" and nothing
 	asNumber               // a number
 	asJSON                 // JSON
-	asRevision             // the shown revision; it becomes If-Match, or for 0 (absent) If-None-Match
+	asRevision             // the shown revision, for If-Match or, for 0 (absent), If-None-Match
 )
 
 // reasonField is the body of most actions.
@@ -242,12 +242,12 @@ var reasonField = []field{{"reason", asText}}
 // versionedFields are the fields of an action on a versioned object.
 var versionedFields = append([]field{{"if_revision", asRevision}}, reasonField...)
 
-// makesSecret reports whether the response has a secret, which is shown once.
+// makesSecret reports whether the response has a secret, which the page shows once.
 func (l action) makesSecret() bool {
 	return l.path == "/v1/tokens" || strings.HasSuffix(l.path, "/login_links")
 }
 
-// actions lists all actions. Other routes cannot be called through the Engine Room.
+// actions lists all actions. The Engine Room calls no other routes.
 func actions() []action {
 	return slices.Concat(accessActions(), triggerActions(), []action{
 		{

@@ -84,7 +84,7 @@ func openActivity(_ context.Context, v *visit) (string, error) {
 	return "", nil
 }
 
-// openLog is openActivity for the pages of the log: their filters match parts of names and of ids.
+// openLog is openActivity for the pages of the log, whose filters match parts of names and of ids.
 func (room *Room) openLog(ctx context.Context, v *visit) (string, error) {
 	if _, is := v.About.(activityFilter); is {
 		return "", nil // found for the same address
@@ -133,7 +133,7 @@ func (room *Room) openLog(ctx context.Context, v *visit) (string, error) {
 	return "", nil
 }
 
-// activityEntered are filters as entered.
+// activityEntered holds filters in the form that a person entered.
 type activityEntered struct{ Skill, Lane, Agent, ID string }
 
 // textFilter reads a text filter.
@@ -165,7 +165,7 @@ type feedPage struct {
 	Lines   []activity.Line
 	Partial bool
 	Older   string // URL of the next page
-	Newest  string // URL of the first page; empty on it
+	Newest  string // URL of the first page; empty on the first page
 	Open    *rowDetails
 	visit   *visit
 }
@@ -176,7 +176,7 @@ type rowDetails struct {
 	In, Out shownValue
 }
 
-// Fold returns the URL that expands a row, or collapses the expanded one.
+// Fold returns the URL that expands a row, or collapses the expanded row.
 func (s feedPage) Fold(id string) string {
 	if s.Asked.Row == id {
 		id = ""

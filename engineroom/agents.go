@@ -30,7 +30,7 @@ func (room *Room) agentsPage() page {
 	}
 }
 
-// agentRow is an agent in the list, its texts cut.
+// agentRow is an agent in the list, with cut texts.
 type agentRow struct {
 	Name, Model, Memory, Skills, Keys, Heartbeat, About string
 	Default                                             bool
@@ -86,7 +86,7 @@ func (room *Room) agentPage() page {
 // agentVisit is the agent of a page.
 type agentVisit struct {
 	name    string
-	version int // 0: the current one
+	version int // 0: the current version
 }
 
 func (room *Room) openAgent(ctx context.Context, v *visit) (string, error) {
@@ -113,7 +113,7 @@ func (room *Room) openAgent(ctx context.Context, v *visit) (string, error) {
 	return "Agent " + cut(60, a.Name), nil
 }
 
-// shownAgent reads the agent again, because it may have changed.
+// shownAgent reads the agent again, because another request may have changed it.
 func (room *Room) shownAgent(ctx context.Context, v *visit) (agents.Shown, error) {
 	asked, _ := v.About.(agentVisit)
 	shown, err := room.Agents.Show(ctx, room.Read, asked.name, asked.version)

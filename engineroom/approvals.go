@@ -83,13 +83,13 @@ type approvalRow struct {
 	ExpiresAt, CreatedAt                                               time.Time
 }
 
-// pendingApproval is what the template approval-card shows.
+// pendingApproval is the data of the template approval-card.
 type pendingApproval struct {
 	approvalRow
 	Back string // the page to return to after the decision
 }
 
-// Whole reports that the arguments are shown in full.
+// Whole reports that the page shows the arguments in full.
 func (a approvalRow) Whole() bool { return a.Bytes <= maxListed }
 
 // Changed reports that the skill has changed since the request, so an approval would be void.
@@ -160,7 +160,7 @@ func (room *Room) approvalsIn(ctx context.Context, want approvalFilter, status, 
 		})
 }
 
-// approvalsOf lists the pending approvals of a trace: those of a turn and of its delegated tasks.
+// approvalsOf lists the pending approvals of a trace, which has a turn and its delegated tasks.
 func (room *Room) approvalsOf(ctx context.Context, trace, back string) ([]pendingApproval, error) {
 	rows, err := postgres.Rows[approvalRow](ctx, room.Pool, "list approvals of a turn", selectApproval+`
 		 where a.execution_id in (select x.id from agent_executions x where x.trace_id = @trace)
@@ -170,7 +170,7 @@ func (room *Room) approvalsOf(ctx context.Context, trace, back string) ([]pendin
 	return cardsOf(rows, back), err
 }
 
-// maxArguments bounds the arguments shown in full, in bytes. Longer ones cannot be approved here.
+// maxArguments bounds the arguments shown in full, in bytes. The page offers no approval of longer arguments.
 const maxArguments = 1 << 20
 
 // approvalPage shows one requested call in full, and accepts the decision.
@@ -200,7 +200,7 @@ type approvalFacts struct {
 	FourEyes                                                         bool
 	RequestedBy                                                      []string
 	RootOnly                                                         bool
-	Own                                                              bool `db:"-"` // the viewer requested it, and cannot decide
+	Own                                                              bool `db:"-"` // the viewer requested it, so cannot decide
 	Refused                                                          bool `db:"-"` // only root decides
 }
 
@@ -212,7 +212,7 @@ func (a approvalFacts) Changed() bool {
 	return a.RevisionNow == nil || *a.RevisionNow != a.SkillRevision
 }
 
-// Whole reports that the arguments are shown in full.
+// Whole reports that the page shows the arguments in full.
 func (a approvalFacts) Whole() bool { return a.Bytes <= maxArguments }
 
 func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
@@ -236,8 +236,7 @@ func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
 	return got, err
 }
 
-// approvalArguments formats the stored arguments. They are not redacted, because the approver must see the exact
-// call.
+// approvalArguments formats the stored arguments, unredacted, because the approver must see the exact call.
 func (room *Room) approvalArguments(ctx context.Context, v *visit) (any, error) {
 	var text string
 	var bytes int
@@ -257,7 +256,7 @@ func (room *Room) approvalArguments(ctx context.Context, v *visit) (any, error) 
 	return map[string]any{"Text": text, "Bytes": int64(bytes), "Whole": whole}, nil
 }
 
-// approvalDifference compares the arguments with the last approved ones of the same skill.
+// approvalDifference compares the arguments with the last approved arguments of the same skill.
 func (room *Room) approvalDifference(ctx context.Context, v *visit) (any, error) {
 	var last struct {
 		ID, Before, After, By string
@@ -295,7 +294,7 @@ type approvalOutcome struct {
 	Status                                    string
 	Parked                                    bool
 	ConsumedAt                                *time.Time
-	ExecutionID, Flow, State, WaitingFor      string // of the requester; empty if it is deleted
+	ExecutionID, Flow, State, WaitingFor      string // of the requesting execution; empty if deleted
 	Summary, Error, Surface                   string
 	ThreadID                                  *string
 	UsedBy, CallStatus, CallError, CallOutput string

@@ -14,14 +14,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/monitor"
 )
 
-// maxBulk bounds the executions of a bulk action, as the API does.
+// maxBulk bounds the executions of a bulk action, like the API's bound.
 const maxBulk = 200
 
 // bulkAction is one action on several executions.
 type bulkAction struct {
 	Action, Word, About string
 	IDs                 []string
-	More                bool // there are more than maxBulk
+	More                bool // more than maxBulk executions match
 }
 
 // Count formats the number of executions.
@@ -53,8 +53,8 @@ func retryGroup(ids []string) bulkAction {
 	return b
 }
 
-// bulkActions offers to retry or cancel the matching executions. The page fixes their ids when it is read. Without a
-// filter it offers nothing.
+// bulkActions offers to retry or cancel the matching executions. The page fixes their ids at its read. Without a filter
+// the page offers no action.
 func (room *Room) bulkActions(ctx context.Context, v *visit) (any, error) {
 	f, _ := v.About.(executionFilter)
 	if f.View == "waiting" {

@@ -7,10 +7,10 @@ import (
 	"strings"
 )
 
-// Measures of a chart in pixels. Across it is drawn in per cent of its width, so that text keeps its size.
+// Measures of a chart in pixels. Horizontal positions are in per cent of the width, so text keeps its size.
 const (
 	chartHigh, chartBottom, chartTop = 180.0, 22.0, 8.0
-	// chartWide is the width of the coordinates of lines, which are stretched.
+	// chartWide is the width of the coordinates of lines, which the browser stretches.
 	chartWide  = 1000.0
 	chartTicks = 4
 	// maxLabels bounds the labels below a chart.
@@ -142,7 +142,7 @@ func (c chart) Paths() []chartLine {
 	return lines
 }
 
-// Areas cover a point each and name its values, where a reader points.
+// Areas cover one point each, and name the point's values under the reader's pointer.
 func (c chart) Areas() []bar {
 	if !c.Lines {
 		return nil
@@ -205,7 +205,7 @@ func (c chart) Ticks() []mark {
 	return list
 }
 
-// Labels are the labels below, as many as fit.
+// Labels are as many labels below the chart as fit.
 func (c chart) Labels() []mark {
 	list := []mark{}
 	wide := chartWide / float64(max(len(c.Points), 1))

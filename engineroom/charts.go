@@ -14,16 +14,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// topSeries bounds the named series of a chart; the rest is one more.
+// topSeries bounds the named series of a chart; one more series sums the rest.
 const topSeries = 4
 
-// chartRanges are the ranges of the page, each with the length of a point and how many it has.
+// chartRanges are the ranges of the page, each with the length and the number of its points.
 var chartRanges = map[string]scale{
 	"24h": {time.Hour, 24, "hour"}, "7d": {6 * time.Hour, 28, "6 hours"}, "30d": {24 * time.Hour, 30, "day"},
 	"90d": {24 * time.Hour, 90, "day"},
 }
 
-// scale is the time axis of a chart: points of one length, the last of which is now. They begin in UTC.
+// scale is the time axis of a chart. Its points have one length and begin in UTC; the last point is now.
 type scale struct {
 	step   time.Duration
 	points int
@@ -46,7 +46,7 @@ func (s scale) per() activity.Period {
 // key is the point of a moment.
 func (s scale) key(at time.Time) int64 { return at.UTC().Truncate(s.step).Unix() }
 
-// draw returns the points with their values. A point without values gets those of none.
+// draw returns the points with their values. A point without values gets the values in none.
 func (s scale) draw(of map[int64][]float64, none ...float64) []point {
 	list := make([]point, 0, s.points)
 	name, short := time.DateOnly, "Jan 2"
@@ -73,8 +73,8 @@ type chartFilter struct {
 // chartRange is a link to a range.
 type chartRange struct{ Name, Word, URL string }
 
-// chartsPage draws runs, errors, latency, waits and spend over time. Every figure is read from counts, so the page
-// costs the same however large the tables are.
+// chartsPage draws runs, errors, latency, waits and spend over time. It reads every figure from counts, so the page's
+// cost does not depend on the size of the tables.
 func (room *Room) chartsPage() page {
 	return page{
 		path: "/charts", name: "charts", nav: "Charts", title: "Charts", open: openCharts, parallel: true,
@@ -116,7 +116,7 @@ type figure struct {
 // link leads to the rows behind a chart.
 type link struct{ URL, Word string }
 
-// runCharts draws the executions that ended, by their end.
+// runCharts draws ended executions, by the time of their end.
 func (room *Room) runCharts(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(chartFilter)
 	axis := chartRanges[want.Range]
@@ -194,7 +194,7 @@ func (h histogram) percentiles() []float64 {
 func (room *Room) latencyCharts(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(chartFilter)
 	axis := chartRanges[want.Range]
-	// Of all agents and flows together, the index has the rows of each point. One of the two selects has no rows.
+	// For all agents and flows together, the index has the rows of each point. One of the two selects has no rows.
 	list, err := postgres.Rows[histogram](ctx, room.Read, "read durations", `
 		select x.start, x.measure, array_agg(x.bucket order by x.bucket) as buckets,
 		       array_agg(x.n order by x.bucket) as counts
@@ -296,7 +296,7 @@ func millisTick(ms float64) string {
 func (room *Room) spendCharts(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(chartFilter)
 	if want.Flow != "" {
-		return map[string]any{}, nil // spend is not counted by flow
+		return map[string]any{}, nil // the counts have no spend by flow
 	}
 	axis := chartRanges[want.Range]
 	var charts []figure
@@ -304,7 +304,7 @@ func (room *Room) spendCharts(ctx context.Context, v *visit) (any, error) {
 	days := map[string]string{"24h": "1", "7d": "7", "30d": "30", "90d": "90"}[want.Range]
 	for _, by := range []activity.Dimension{activity.ByAgent, activity.BySkill, activity.ByModel} {
 		if want.Agent != "" && by == activity.BySkill {
-			continue // skills are not counted by agent
+			continue // the counts have no skills by agent
 		}
 		sums, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{
 			Since: axis.since(), By: by, Period: axis.per(), Agent: want.Agent,
@@ -322,7 +322,7 @@ func (room *Room) spendCharts(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Charts": charts, "Until": until}, nil
 }
 
-// stackedSpend draws the keys that cost most, and the rest as one; tokens if no call has a price.
+// stackedSpend draws the keys that cost most, and the sum of the rest. It draws tokens if no call has a price.
 func stackedSpend(by activity.Dimension, lines []activity.SpendLine, axis scale) figure {
 	all := added(lines)
 	value := func(l activity.SpendLine) float64 { return l.CostUSD }
@@ -415,7 +415,7 @@ func shareTick(f float64) string {
 	return human.Percent(f)
 }
 
-// skillCharts draws how calls of skills ended and how long they took. They are not counted by agent and flow.
+// skillCharts draws the outcomes and durations of skill calls. The counts have no calls by agent and flow.
 func (room *Room) skillCharts(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(chartFilter)
 	if want.Agent != "" || want.Flow != "" {

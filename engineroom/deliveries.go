@@ -79,7 +79,7 @@ func (room *Room) openDeliveries(ctx context.Context, v *visit) (string, error) 
 	return "Deliveries", err
 }
 
-// deliveriesFor returns the deliveries whose id, or that of their sender, has a part; nil without a text.
+// deliveriesFor returns the deliveries whose id, or whose sender's id, contains the text; nil without a text.
 func (room *Room) deliveriesFor(ctx context.Context, text string) ([]string, error) {
 	if text == "" {
 		return nil, nil
@@ -231,7 +231,7 @@ type deliveryDetail struct {
 	UpdatedAt                                      time.Time
 }
 
-// Settled reports that the delivery can be replayed.
+// Settled reports whether an admin can replay the delivery.
 func (d deliveryDetail) Settled() bool {
 	return d.Status == "done" || d.Status == "ignored" || d.Status == "dead"
 }
@@ -293,7 +293,7 @@ type deliveryBody struct {
 	ReceivedAt                time.Time
 }
 
-// deliveryContent reads the body, and the other bodies under its id.
+// deliveryContent reads the body, and further bodies under the same id.
 func (room *Room) deliveryContent(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select x.id::text, left(x.headers::text, 70000) as headers, substring(x.body from 1 for @most) as body,
@@ -361,7 +361,7 @@ type messageRow struct {
 const messageColumns = `o.id::text, t.name as target, o.event, o.status, o.trace_id, left(o.last_error, 1000) as error, o.attempts,
 	o.http_status, o.next_attempt_at, o.created_at, o.finished_at, t.enabled`
 
-// messagesList reads dead messages, newest first, or pending ones in sending order.
+// messagesList reads dead messages, newest first, or pending messages in sending order.
 func (room *Room) messagesList(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(messageFilter)
 	read := room.deadMessages
@@ -375,7 +375,7 @@ func (room *Room) messagesList(ctx context.Context, v *visit) (any, error) {
 	list, links := paged(v, all, maxMessages, func(m messageRow) string { return m.ID })
 	more := want.Status == "pending" && links.Older != ""
 	if more {
-		links.Older = "" // the order of sending changes, so it has no second page
+		links.Older = "" // the order of sending changes, so the list has no second page
 	}
 	return map[string]any{"Messages": list, "Want": want, "More": more, "Links": links}, nil
 }

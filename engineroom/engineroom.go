@@ -1,24 +1,25 @@
 // Package engineroom is the admin's web interface: current work, health, cost, and items that need a person.
 //
 // A page is a list of parts. A part is a query and a template. The first response, each live update and the page
-// without JavaScript use the same render. While a page is open, its parts are refreshed once for all viewers of its
-// URL, and changed parts are sent over one event stream per page. An update is the part's whole state, so a
-// reconnected stream needs no replay.
+// without JavaScript use the same render. While a page is open, the server refreshes its parts once for all viewers of
+// the URL. It sends changed parts over one event stream per page. An update is the part's whole state, so a reconnected
+// stream needs no replay.
 //
 // Guarantees:
 //
-//   - It only reads. Changes go through the routes of package api, with the same checks and audit as other clients.
-//   - No part's cost grows with the tables: an index and a limit bound each query, and a bounded number shows its bound
-//     ("1,000+"). Sums over the activity log are those of activity.Counted.
-//   - Foreign text is escaped. Control characters and direction marks are made visible, and long values are cut with
-//     their length.
-//   - Nothing is loaded from another host. The Content-Security-Policy allows no inline script or style.
-//   - A part that fails shows its error in place; the others are shown.
-//   - Pages may be read from a replica (see internal/replica), and then show its lag. The Operate page and the result
-//     of an action are read from the primary.
+//   - The package only reads. Changes go through the routes of package api, with the same checks and audit as other
+//     clients.
+//   - No part's cost grows with the tables: an index and a limit bound each query. A bounded number shows its bound
+//     ("1,000+"). Sums over the activity log come from activity.Counted.
+//   - The templates escape foreign text. Control characters and direction marks are visible, and a cut value shows its
+//     length.
+//   - A page loads nothing from another host. The Content-Security-Policy allows no inline script or style.
+//   - A part that fails shows its error in place; all other parts stay.
+//   - Pages may read from a replica (see internal/replica), and then show its lag. The Operate page and the result of
+//     an action read from the primary.
 //   - Every page works without JavaScript, including its actions.
 //
-// Access is checked before a handler of this package is called.
+// The server checks access before it calls a handler of this package.
 package engineroom
 
 import (
@@ -56,13 +57,13 @@ type Options struct {
 	Agents *agents.Directory
 	// Limits are the configured budgets of a day.
 	Limits budgets.Limits
-	// PriceOf names the source of a model's price, such as "list price of 2026-07-24: $2 in, $8 out"; nil knows none.
+	// PriceOf names the source of a model's price, such as "list price of 2026-07-24: $2 in, $8 out"; nil for none.
 	PriceOf func(model string) string
-	// Unforkable returns why the executions of a flow cannot be forked or retried, by flow; nil for no such flow.
+	// Unforkable returns, by flow, the reason why its executions cannot be forked or retried; nil for no such flow.
 	Unforkable func() map[string]string
 	// OIDC adds the login at an OIDC issuer to the login page.
 	OIDC bool
-	// Key signs flash messages in the browser. All processes of an agent need the same key. A random one when nil.
+	// Key signs flash messages in the browser; a random key when nil. All processes of an agent need the same key.
 	Key []byte
 }
 
@@ -164,7 +165,7 @@ func (room *Room) Routes() []Route {
 func (p page) scope() principals.Scope {
 	first, _, _ := strings.Cut(strings.TrimPrefix(p.path, "/"), "/")
 	if strings.HasPrefix(p.path, "/evals/from/") || first == "evals" && strings.Contains(p.path, "/cases/") ||
-		first == "traces" && strings.HasSuffix(p.path, "/prompts") { // it shows texts of threads
+		first == "traces" && strings.HasSuffix(p.path, "/prompts") { // this page shows texts of threads
 		return principals.ThreadsRead
 	}
 	switch first {
@@ -198,7 +199,7 @@ func (room *Room) all() []page {
 	})))
 }
 
-// withReplica adds the replica's lag to every page. A page without other live parts does not stream for it.
+// withReplica adds the replica's lag to every page. A page without other live parts opens no stream for the lag.
 func (room *Room) withReplica(pages []page) []page {
 	if !room.Read.Configured() {
 		return pages

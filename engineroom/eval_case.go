@@ -40,11 +40,11 @@ type evalCaseAbout struct {
 	evalRunAbout
 	Case    string
 	Subject evals.Subject
-	Defined *evals.Case   // nil when the run's suite does not say
-	Steps   []caseStep    // the trials of the run: those of this case follow each other
+	Defined *evals.Case   // nil when the run's suite lacks the case
+	Steps   []caseStep    // the trials of the run; trials of this case are adjacent
 	Trials  []evals.Trial // of this case
 	Trial   int
-	Other   int // of Against, or of the run itself; 0 for none
+	Other   int // trial of Against, or of the run itself; 0 for none
 }
 
 // caseStep is a trial of a run, in the order of the keys j and k.
@@ -81,7 +81,7 @@ func (room *Room) openEvalCase(ctx context.Context, v *visit) (string, error) {
 	return "Case " + cut(80, about.Case), nil
 }
 
-// setTrials keeps the trials of the case, and the order of all.
+// setTrials stores the trials of the case, and the order of all trials.
 func (a *evalCaseAbout) setTrials(all []evals.Trial) {
 	var names []string
 	byCase := map[string][]caseStep{}
@@ -99,7 +99,7 @@ func (a *evalCaseAbout) setTrials(all []evals.Trial) {
 	}
 }
 
-// choose selects the shown trials. The default is the first failed trial beside the first with another verdict.
+// choose selects the shown trials. The default is the first failed trial beside the first trial with another verdict.
 func (a *evalCaseAbout) choose(v *visit) error {
 	number := func(name string) (int, error) {
 		text := v.Query.Get(name)
@@ -176,21 +176,21 @@ type versusRow struct {
 	Lines       []diffLine // of arguments or answers
 }
 
-// versusCell is a call; without a skill there is none.
+// versusCell is a call; no call without a skill.
 type versusCell struct {
 	Skill, State string
 	Args         string
 	Answer       bool
 }
 
-// versus is two trials side by side, or one alone.
+// versus is two trials side by side, or a single trial.
 type versus struct {
 	Prompt      string
 	Left        *side
 	Right       *side // nil for none
 	Rows        []versusRow
 	Same        bool // no difference
-	Undecidable bool // one of them is not decided yet
+	Undecidable bool // one trial has no verdict yet
 }
 
 func (room *Room) caseSides(ctx context.Context, v *visit) (any, error) {
@@ -211,7 +211,7 @@ func (room *Room) caseSides(ctx context.Context, v *visit) (any, error) {
 		}
 		right, err := room.side(ctx, run, about.Case, about.Other)
 		switch {
-		case errors.Is(err, evals.ErrNotFound): // the other run does not have the case or the trial
+		case errors.Is(err, evals.ErrNotFound): // the compared run lacks the case or the trial
 		case err != nil:
 			return nil, err
 		default:
@@ -278,7 +278,7 @@ func (r *versusRow) mark() {
 	}
 }
 
-// cell is a call of a trial; empty past the last one.
+// cell returns a call of a trial; empty past the last call.
 func (s *side) cell(i int) versusCell {
 	if i >= len(s.steps) {
 		return versusCell{}
@@ -295,7 +295,7 @@ func (s *side) cell(i int) versusCell {
 type shownJudgement struct {
 	evals.Judgement
 	Rubric      string
-	Calibration *evals.Calibration // nil when the suite does not have the judge
+	Calibration *evals.Calibration // nil when the suite lacks the judge
 }
 
 // Verdict is the judge's verdict as a state.
@@ -370,8 +370,8 @@ func (room *Room) caseFromPage() page {
 type newCase struct {
 	Trace, Suite string
 	Suites       []string
-	Text         string // of the case, or of a whole suite without Suite
-	Why          string // there is no case
+	Text         string // text of the case, or of a whole suite without Suite
+	Why          string // the reason why there is no case
 }
 
 func (room *Room) openCaseFrom(ctx context.Context, v *visit) (string, error) {
@@ -380,7 +380,7 @@ func (room *Room) openCaseFrom(ctx context.Context, v *visit) (string, error) {
 	return "A case from a trace", err
 }
 
-// readCase makes the case. An unknown suite is none.
+// readCase makes the case. An unknown suite counts as no suite.
 func (room *Room) readCase(ctx context.Context, id, suite string) (newCase, error) {
 	made := newCase{Trace: id}
 	story := activity.Trace{TraceID: id}
@@ -419,10 +419,10 @@ func (room *Room) readCase(ctx context.Context, id, suite string) (newCase, erro
 	return made, err
 }
 
-// maxCaseCalls bounds the calls that a case is made of.
+// maxCaseCalls bounds the calls of a case.
 const maxCaseCalls = 500
 
-// newSuiteName is the name of a suite that does not exist yet.
+// newSuiteName is the name of a new suite.
 const newSuiteName = "from-traces"
 
 func (room *Room) caseFrom(_ context.Context, v *visit) (any, error) { return v.About, nil }

@@ -16,7 +16,8 @@ import (
 const (
 	// maxSuites bounds the suites on a page.
 	maxSuites = 50
-	// suiteRuns bounds the runs of a suite in a row, and matrixRuns those of its own page. One more is compared with.
+	// suiteRuns bounds the runs of a suite in a row, and matrixRuns the runs on its own page. One more run serves the
+	// comparison.
 	suiteRuns, matrixRuns = 5, 8
 	// maxCaseRows bounds the cases in a table, and maxTrialRows the trials.
 	maxCaseRows, maxTrialRows = 200, 500
@@ -83,7 +84,7 @@ func (p passes) At() string {
 	return place(min(98, max(0, 100*stats.Count{Passed: p.Passed, Trials: p.Trials}.Rate()-1)))
 }
 
-// shownRun is a run in a list, compared with the one before it.
+// shownRun is a run in a list, compared with the run before it.
 type shownRun struct {
 	evals.Report
 	Passes passes
@@ -102,7 +103,7 @@ func (r shownRun) Answer() string {
 	return string(r.Comparison.Answer)
 }
 
-// comparedRuns returns the shown runs of a suite, newest first, each compared with the one before. margin is the
+// comparedRuns returns the shown runs of a suite, newest first, each compared with the previous run. margin is the
 // accepted loss.
 func comparedRuns(list []evals.Report, most int, margin float64) []shownRun {
 	shown := make([]shownRun, 0, most)
@@ -191,10 +192,10 @@ func (room *Room) openSuite(ctx context.Context, v *visit) (string, error) {
 // matrixRow is a case in the runs of a suite.
 type matrixRow struct {
 	Case  string
-	Cells []*evals.CaseResult // by run; nil where the run does not have the case
+	Cells []*evals.CaseResult // by run; nil where the run lacks the case
 }
 
-// suiteMatrix reads the cases of a suite in its newest runs: the present cases first, in their order.
+// suiteMatrix reads the cases of a suite in its newest runs. Present cases come first, in their order.
 func (room *Room) suiteMatrix(ctx context.Context, v *visit) (any, error) {
 	suite, _ := v.About.(evals.Suite)
 	runs, err := evals.Runs(ctx, room.Read, suite.Name, matrixRuns+1)
@@ -249,12 +250,12 @@ type evalRunAbout struct {
 	Margin  float64
 }
 
-// ofControl reports whether the run plays recorded turns, and is compared with nothing but its control.
+// ofControl reports whether the run plays recorded turns, so the page compares it only with its control.
 func (a evalRunAbout) ofControl() bool {
 	return a.Run.Kind != evals.OfSuite && (a.Against == nil || a.Against.ID == a.Run.ControlID)
 }
 
-// openEvalRun finds the run, and the one to compare with.
+// openEvalRun finds the run, and the run to compare with.
 func (room *Room) openEvalRun(ctx context.Context, v *visit) (string, error) {
 	about, err := room.readEvalRun(ctx, v)
 	v.About = about
@@ -300,7 +301,7 @@ func (room *Room) evalRun(ctx context.Context, id string) (evals.Run, error) {
 	return run, err
 }
 
-// evalRunReport reads the run with its trials, and compares it.
+// evalRunReport reads the run with its trials, and compares the run.
 func (room *Room) evalRunReport(ctx context.Context, v *visit) (evals.Report, *evals.Report, error) {
 	about, _ := v.About.(evalRunAbout)
 	trials, err := evals.BriefTrials(ctx, room.Read, about.Run.ID, "")
@@ -343,7 +344,7 @@ func (room *Room) otherRuns(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Run": about.Run, "Against": about.Against, "Others": list}, err
 }
 
-// caseRow is a case of a run, beside that of the compared run.
+// caseRow is a case of a run, beside the case of the compared run.
 type caseRow struct {
 	evals.CaseResult
 	Passes passes
@@ -410,7 +411,8 @@ func labelsOf(all []evals.Label, t evals.Trial) []evals.Label {
 	return slices.DeleteFunc(slices.Clone(all), func(l evals.Label) bool { return l.Case != t.Case || l.Trial != t.Trial })
 }
 
-// casePath is the address of a case of a run: of a trial if it is not 0, beside the one of a compared run.
+// casePath returns the address of a case of a run. With a trial other than 0, it is the trial's address. With against,
+// the page shows the compared run beside it.
 func casePath(run, of string, trial int, against *evals.Run) string {
 	q := url.Values{}
 	if trial > 0 {

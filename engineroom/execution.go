@@ -95,12 +95,12 @@ type executionRecord struct {
 // Ended reports whether the execution has ended.
 func (x executionRecord) Ended() bool { return executions.Status(x.Status).Ended() }
 
-// Retriable reports whether it can be retried.
+// Retriable reports whether an admin can retry the execution.
 func (x executionRecord) Retriable() bool {
 	return x.Ended() && x.Status != string(executions.Completed)
 }
 
-// State is the status, or stateLost when the lease of its worker is over.
+// State is the status, or stateLost after the end of the worker's lease.
 func (x executionRecord) State() string {
 	if x.ClaimedBy != nil && x.lostAt() != nil {
 		return stateLost
@@ -108,7 +108,7 @@ func (x executionRecord) State() string {
 	return x.Status
 }
 
-// lostAt is when the lease of its worker was over; nil while it holds.
+// lostAt is the end of the worker's lease; nil while the lease holds.
 func (x executionRecord) lostAt() *time.Time {
 	switch {
 	case x.ClaimedBy == nil || x.Ended():
@@ -121,7 +121,7 @@ func (x executionRecord) lostAt() *time.Time {
 	return nil
 }
 
-// Took is its duration since the first claim in short form; empty while it runs.
+// Took is the duration since the first claim in short form; empty while the execution runs.
 func (x executionRecord) Took() string {
 	from := x.CreatedAt
 	if x.StartedAt != nil {
@@ -133,7 +133,7 @@ func (x executionRecord) Took() string {
 	return ""
 }
 
-// Queued is its time in the queue; empty before the claim, or if it was short.
+// Queued is the time in the queue; empty before the claim, or for a short time.
 func (x executionRecord) Queued() string {
 	return traceRun{CreatedAt: x.CreatedAt, StartedAt: x.StartedAt}.Queued()
 }
@@ -142,15 +142,15 @@ func (x executionRecord) Queued() string {
 type executionShown struct {
 	executionRecord
 
-	View  *spansView // nil if its trace does not show it
-	Line  *spanNode  // its own line, with the sums of the lines below
+	View  *spansView // nil if the page of the trace omits the execution
+	Line  *spanNode  // the execution's line, with the sums of the lines below
 	Lost  []lostClaim
 	First string // the first recorded step
 	Cause *activity.RootCause
 
 	Labels executions.Labels
 
-	Missing    *missingWorker // while it waits for a claim
+	Missing    *missingWorker // while the execution waits for a claim
 	Unforkable bool           // neither forked nor retried
 }
 
@@ -197,7 +197,7 @@ func (room *Room) executionView(ctx context.Context, v *visit) (any, error) {
 	return shown, nil
 }
 
-// subtree returns the lines of a node and those below it, with their levels from 0.
+// subtree returns the line of a node and the lines below it, with their levels from 0.
 func subtree(order []*spanNode, id string) (list []*spanNode) {
 	for _, n := range order {
 		switch {
@@ -220,7 +220,7 @@ func leveled(list []*spanNode) []*spanNode {
 	return list
 }
 
-// missingFor reports that nothing runs an execution that is ready; nil for any other.
+// missingFor reports a ready execution that no process or worker can run; nil for any other execution.
 func (room *Room) missingFor(ctx context.Context, x executionRecord) (*missingWorker, error) {
 	ready := x.ClaimedBy == nil && (x.Status == string(executions.Pending) || x.Status == string(executions.Running))
 	if !ready || x.IsExternal && time.Since(x.UpdatedAt) < unseenAfter {
@@ -295,7 +295,7 @@ func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 	w.Data = shownJSON(data, w.Data.Bytes)
 	switch w.For {
 	case "response", "document", "signature", "test", "event":
-		// A form must not change the key, so some keys have none.
+		// A form must not change the key, so some keys have no form.
 		w.Raise = len(w.Key) <= maxEventKey && redact.Text(w.Key, maxValue) == w.Key &&
 			!strings.ContainsFunc(w.Key, changesReading)
 	}
@@ -426,7 +426,8 @@ type sentMessage struct {
 	CreatedAt                  time.Time
 }
 
-// executionMessages reads its messages, newest first, in the order of the index on the execution; see descendants.
+// executionMessages reads the execution's messages, newest first, in the order of the index on the execution; see
+// descendants.
 func (room *Room) executionMessages(ctx context.Context, v *visit) (any, error) {
 	list, err := postgres.Rows[sentMessage](ctx, room.Read, "read the messages of the execution", `
 		select m.id::text, m.thread_id, m.status, left(m.content, 600) as text, octet_length(m.content) as bytes, m.created_at
@@ -456,14 +457,14 @@ func (room *Room) executionMessages(ctx context.Context, v *visit) (any, error) 
 type forkForm struct {
 	ID, From string
 	Flow     string
-	Why      string // the reason if it cannot be forked
+	Why      string // the reason if a fork is impossible
 	Data     bool   // the flow is versioned data
 	Input    string
-	Hidden   bool     // the input is not editable: it is long or redacted
+	Hidden   bool     // the input is too long or redacted, so not editable
 	Steps    []string // some of the possible steps
 }
 
-// executionFork reads the fork form. It is not live, because somebody may be editing it.
+// executionFork reads the fork form. It is not live, because an update would lose edits.
 func (room *Room) executionFork(ctx context.Context, v *visit) (any, error) {
 	about := v.About.(executionVisit)
 	f := forkForm{ID: about.ID, From: about.From}
@@ -497,7 +498,7 @@ func (room *Room) executionFork(ctx context.Context, v *visit) (any, error) {
 	return f, nil
 }
 
-// hides reports whether JSON is shown incompletely. Editing the shown text would lose the rest.
+// hides reports whether the page shows JSON incompletely. An edit of the shown text would lose the rest.
 func hides(text string) bool {
 	shown := shownJSON(text, int64(len(text)))
 	return !shown.Whole || shown.Text != formatJSON(text) || strings.ContainsFunc(text, changesReading)
@@ -574,8 +575,8 @@ func (room *Room) ancestors(ctx context.Context, id string) ([]relative, error) 
 	return list, nil
 }
 
-// descendants reads the descendants by level: the oldest maxTreeWidth of each parent, and maxTree + 1 in all. They are
-// read in the order of the index on the parent: for another order, the planner may scan the whole table by id.
+// descendants reads the descendants by level: the oldest maxTreeWidth of each parent, and maxTree + 1 in all. It reads
+// them in the order of the index on the parent. For another order, the planner may scan the whole table by id.
 func (room *Room) descendants(ctx context.Context, id string) ([]relative, error) {
 	rows, err := room.Read.Query(ctx, `
 		with recursive tree (id, level) as (

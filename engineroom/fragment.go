@@ -75,8 +75,8 @@ func (f fragment) hexRange() (low, high, pattern string) {
 	return low, high, begin + "%" + end
 }
 
-// wholeBytes returns the whole bytes of the longer part. even are the bytes if the part starts at a byte of the uuid;
-// odd are the bytes if it starts in the middle of a byte.
+// wholeBytes returns the whole bytes of the longer part. even assumes that the part starts at a byte of the uuid, odd
+// that it starts in the middle of a byte.
 func (f fragment) wholeBytes() (even, odd []byte) {
 	part := hexDigits(f.begin)
 	if end := hexDigits(f.end); len(end) > len(part) {

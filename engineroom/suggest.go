@@ -43,7 +43,7 @@ type cachedSuggestions struct {
 	at   time.Time
 }
 
-// distinctSQL lists the values of a column with one index lookup each (a loose index scan), and counts the rows of each
+// distinctSQL lists the values of a column with one index lookup each (a loose index scan). It counts the rows of each
 // value up to a bound. Its arguments are the column, the table and the condition of an index that begins with the
 // column.
 const distinctSQL = `

@@ -438,7 +438,7 @@ func depth(text string) int {
 	return most
 }
 
-// diffLine is a line of a comparison. Sign is + for a new line, − for a removed one, a space for a kept one, and …
+// diffLine is a line of a comparison. Sign is + for a new line, − for a removed line, a space for a kept line, and …
 // for omitted kept lines.
 type diffLine struct{ Sign, Text string }
 

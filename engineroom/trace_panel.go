@@ -302,7 +302,7 @@ func (room *Room) panelRaw(ctx context.Context, p *spanPanel) error {
 	return nil
 }
 
-// rawValue formats JSON of which a query read up to traceWhole characters.
+// rawValue formats JSON, up to the traceWhole characters that the query read.
 func rawValue(body string, size int64) shownValue {
 	if int64(len(body)) < size || len(body) > traceWhole {
 		return shownValue{Text: cut(traceWhole, body), Bytes: size}

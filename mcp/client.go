@@ -274,8 +274,7 @@ func meta(ctx context.Context, call skills.Call) sdk.Meta {
 }
 
 // Sync lists a server's tools on a new connection. It mounts, quarantines or disables tools by the rules of the package
-// comment. If the server is unreachable, Sync stores the failure in the server's row and returns an error, and changes
-// nothing else.
+// comment. If the server is unreachable, Sync only stores the failure in the server's row and returns an error.
 func (c *Client) Sync(ctx context.Context, server string) (Report, error) {
 	r, err := Get(ctx, c.opts.Pool, server)
 	if err != nil {

@@ -511,7 +511,7 @@ func failed(e *executions.StepError) string {
 	return string(text)
 }
 
-// encode returns a result for the model. In a checkpoint, PostgreSQL reorders keys and rewrites numbers. encode returns
+// encode returns a result for the model. PostgreSQL reorders keys and rewrites numbers in a checkpoint. encode returns
 // the same text for both forms, so a replay has the same transcript.
 func encode(value any) string {
 	text, err := canonical(value)

@@ -317,8 +317,8 @@ func pruneThreads(ctx context.Context, p *piece, ids []string) (removed int64, e
 	})
 }
 
-// prunePrompts deletes prompts, and parts without a prompt. A prompt marks its parts in its own transaction, so no
-// prompt contains a part that was last used before the oldest prompt. prunePrompts subtracts a day, for transactions
+// prunePrompts deletes prompts, and parts without a prompt. A prompt marks its parts in its own transaction. So no
+// prompt contains a part whose last use was before the oldest prompt. prunePrompts subtracts a day, for transactions
 // that pass midnight.
 func prunePrompts(ctx context.Context, p *piece, ids []string) (removed int64, err error) {
 	gone, err := p.deleteRows(ctx, p.tx, ids)

@@ -5,8 +5,8 @@
 // Definition. File and folder names do not matter. The reader skips hidden names.
 //
 // The reader is strict. Unknown or repeated keys, wrong types, duplicate names and errors of the kind's Validate are
-// problems. The reader reports all problems of all files at once, with file, line and column, and then the workspace is
-// not applied. It rejects aliases and merge keys, so a file has no hidden content.
+// problems. The reader reports all problems of all files at once, with file, line and column. A workspace with problems
+// is not applied. It rejects aliases and merge keys, so a file has no hidden content.
 //
 // [Apply] makes the database match in one transaction. It creates and updates rows. It removes rows that came from a
 // workspace (source 'workspace') and that no file declares any more. It is idempotent. It keeps the state of the agent
