@@ -106,7 +106,7 @@ func (room *Room) openLog(ctx context.Context, v *visit) (string, error) {
 			return "", err
 		}
 	}
-	// A complete name matches only itself. Any other text matches the names that contain it.
+	// A complete name matches only itself. Any other text matches the names that contain the text.
 	var skill, lane, agent bool
 	err = room.Read.QueryRow(ctx, `
 		select coalesce((select a.skill_name = @skill from agent_activity a where a.skill_name >= @skill

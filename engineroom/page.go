@@ -433,7 +433,7 @@ func (room *Room) execute(name string, data any) ([]byte, error) {
 	return text, nil
 }
 
-// freshPlan plans a query for its values: an unset filter costs nothing, and a set one chooses its index. A generic
+// freshPlan plans a query for its values. An unset filter costs nothing, and a set filter chooses its index. A generic
 // plan could do neither.
 const freshPlan = pgx.QueryExecModeCacheDescribe
 

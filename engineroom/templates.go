@@ -396,7 +396,7 @@ const maxJSONDepth = 60
 // maxLines bounds the compared lines.
 const maxLines = 20_000
 
-// formatJSON formats JSON with sorted keys, which is the hashed order, and numbers as written. Deeply nested or invalid
+// formatJSON formats JSON with sorted keys, which is the hashed order, and unchanged numbers. Deeply nested or invalid
 // JSON stays unchanged.
 func formatJSON(text string) string {
 	if depth(text) > maxJSONDepth {

@@ -20,7 +20,7 @@ const cancelTimeout = time.Second
 // its step.
 //
 // A step in a transaction (StepTx) locks the execution. Cancel notifies the step first and waits up to a second. If the
-// step still runs then, the cancel stays requested until its transaction ends. The returned status is then not
+// step still runs then, the cancel stays requested until the step's transaction ends. The returned status is then not
 // terminal. CancelDetail names the open transactions.
 func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, error) {
 	notify := func() { e.stopIfCancelled(context.WithoutCancel(ctx), id) }

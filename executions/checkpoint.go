@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// checkpointWrite is the result of a step without an activity row, as it is written.
+// checkpointWrite is the result of a step without an activity row, in the form for the database.
 type checkpointWrite struct {
 	id, step, fingerprint string
 	claim                 int64
@@ -140,7 +140,7 @@ const (
 	maxDeferredKey   = 1024
 )
 
-// errUnrecorded ends a run whose deferred result could not be written.
+// errUnrecorded ends a run that could not write its deferred result.
 var errUnrecorded = errors.New("the result of a step could not be recorded")
 
 // deferredCheckpoint is the result of a step that is not written yet.

@@ -60,7 +60,7 @@ const MaxDepth = 32
 // ClassNesting is the error class of a child that is nested too deep.
 const ClassNesting = "nesting"
 
-// checkDepth fails where an execution has MaxDepth ancestors already.
+// checkDepth fails if an execution has MaxDepth ancestors already.
 func checkDepth(ctx context.Context, tx pgx.Tx, id string) error {
 	var ancestors int
 	err := tx.QueryRow(ctx, `

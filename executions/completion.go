@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// completion is the end of a run for the database.
+// completion is the end of a run, in the form for the database.
 type completion struct {
 	id           string
 	claim        int64

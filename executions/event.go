@@ -215,11 +215,11 @@ type Delivered struct {
 	Resumed []string `json:"resumed"` // executions whose wait it ended
 }
 
-// Deliver records an event and ends every wait for it. The database keeps an event without a wait for the first such
-// wait. id makes repeated deliveries count once. If db is a pool, Deliver uses the engine's own pool. In a process that
-// runs executions, one statement delivers the event and claims the resumed executions while workers are free.
-// Concurrent events share the commit. WithLockTimeout bounds the wait for an open transaction that holds the id or the
-// wait. In a caller's transaction, the commit notifies workers.
+// Deliver records an event and ends every wait for it. If no execution waits for the event, the database keeps it for
+// the first wait. id makes repeated deliveries count once. If db is a pool, Deliver uses the engine's own pool. In a
+// process that runs executions, one statement delivers the event and claims the resumed executions while workers are
+// free. Concurrent events share the commit. WithLockTimeout bounds the wait for an open transaction that holds the id
+// or the wait. In a caller's transaction, the commit notifies workers.
 func (e *Engine) Deliver(
 	ctx context.Context, db postgres.Beginner, name, key string, data json.RawMessage, id string,
 ) (Delivered, error) {

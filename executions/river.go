@@ -158,7 +158,7 @@ func riverDriver(pool, direct *pgxpool.Pool) riverdriver.Driver[pgx.Tx] {
 	return &splitDriver{riverpgxv5.New(pool), riverpgxv5.New(direct)}
 }
 
-// splitDriver listens over another pool than its queries use.
+// splitDriver listens over one pool and sends queries over another.
 type splitDriver struct {
 	*riverpgxv5.Driver
 
@@ -170,7 +170,7 @@ func (w *splitDriver) GetListener(params *riverdriver.GetListenenerParams) river
 	return w.session.GetListener(params)
 }
 
-// Logger returns the engine's log for the execution of ctx; outside executions it discards.
+// Logger returns the engine's log for the execution of ctx. Outside executions it returns a logger that discards.
 func Logger(ctx context.Context) *slog.Logger {
 	r, err := runFrom(ctx)
 	if err != nil {

@@ -301,9 +301,9 @@ func (e *Engine) startPending(ctx context.Context, s Spec) (Execution, bool, err
 // startBatch starts executions in one statement and runs the claimed ones.
 //
 // A start for another process is durable when startBatch returns. A start whose caller runs it here does not wait for
-// the disk. The next commit of the run makes such a start durable, and the caller gets no result before. After the end
-// of the lease, startBatch queues the executions instead. If the server crashes before that commit, the run has no
-// claim and ends with an error.
+// the disk. The next commit of the run makes such a start durable, and the caller gets no result before. If the server
+// crashes before that commit, the run has no claim and ends with an error. After the end of the lease, startBatch
+// queues the executions instead.
 func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batch.Answer[Execution], error) {
 	if len(inserts) > 1 {
 		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)

@@ -41,7 +41,7 @@ func (e *Engine) RunSync(ctx context.Context, s Spec) (Execution, error) {
 	if claimed.ClaimedBy != nil {
 		return e.RunClaimed(ctx, &claimed)
 	}
-	// The lease of this process ended meanwhile, so the execution is queued.
+	// The lease of this process ended meanwhile, so the insert queued the execution.
 	if err := e.ClaimAndRun(ctx, claimed.ID); err != nil {
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
 	}

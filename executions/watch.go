@@ -34,7 +34,7 @@ const (
 	watchTimeout = 10 * time.Second
 )
 
-// CurrentStatus reads the state of an execution. It returns ErrNotFound for an unknown one.
+// CurrentStatus reads the state of an execution. It returns ErrNotFound for an unknown execution.
 func (e *Engine) CurrentStatus(ctx context.Context, id string) (StatusChange, error) {
 	found, err := e.readStatus(ctx, []string{id})
 	if now := found[id]; now.ID != "" || err != nil {
@@ -91,7 +91,8 @@ func (e *Engine) readStatus(ctx context.Context, ids []string) (map[string]Statu
 	return found, nil
 }
 
-// poller reads the values of all subscribed keys in one query. Its goroutine runs only while there are subscribers.
+// poller reads the values of all subscribed keys in one query. Its goroutine runs only while the poller has
+// subscribers.
 type poller[V any] struct {
 	read    func(ctx context.Context, keys []string) (map[string]V, error)
 	limit   func(V) int // subscribers of a key that get a value; nil for all
@@ -197,7 +198,7 @@ func (p *poller[V]) keys() []string {
 	return slices.Collect(maps.Keys(p.subscribers))
 }
 
-// publish replaces an unread value by the latest one.
+// publish replaces an unread value by the latest value.
 func (p *poller[V]) publish(found map[string]V) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

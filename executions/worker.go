@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
-// workerLease is this process's lease. An expired lease never revives: the process registers a new one.
+// workerLease is this process's lease. An expired lease never revives: the process registers a new lease.
 type workerLease struct {
 	id             string
 	deadline       time.Time       // local monotonic time, counted from before the renewing statement
@@ -50,8 +50,8 @@ func (e *Engine) currentLease() (w *workerLease, until time.Time) {
 	return e.lease, until
 }
 
-// WorkerID returns the id of this process in agent_workers, and registers it when it has no live lease. A process
-// whose row expired gets a new id.
+// WorkerID returns the id of this process in agent_workers. Without a live lease, it registers the process first. A
+// process whose row expired gets a new id.
 func (e *Engine) WorkerID(ctx context.Context) (string, error) {
 	e.registerMu.Lock()
 	defer e.registerMu.Unlock()
