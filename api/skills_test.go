@@ -322,10 +322,10 @@ func TestSetRetention(t *testing.T) {
 	}
 	for body, says := range map[string]string{
 		`{"reason":"why"}`: "keep is missing", `{"keep":{"activity":"90d"}}`: "reason is missing",
-		`{"keep":{"memory":"90d"},"reason":"why"}`: "'memory' is not a kind of what is kept",
+		`{"keep":{"memory":"90d"},"reason":"why"}`: "'memory' is not a kind of retention policy",
 		`{"keep":{"messages":"90d","events":"1s"},"reason":"why"}`: "events cannot be kept for 00:00:01: give 1 day to " +
 			"100 years, or forever",
-		`{"keep":{"messages":"a while"},"reason":"why"}`:            "'a while' is not a time to keep messages",
+		`{"keep":{"messages":"a while"},"reason":"why"}`:            "'a while' is not a retention time for messages",
 		`{"keep":{"activity":90},"reason":"why"}`:                   "keep",
 		`{"keep":{"activity":"90d"},"reason":"why","forever":true}`: "forever",
 	} {

@@ -268,7 +268,7 @@ func TestAnAnswerIsReadFromTopToBottom(t *testing.T) {
 			Part: why.Trouble, At: &at, Kind: "stale", What: "a write was refused", FromRef: "execution x",
 			ToRef: "step s", TraceID: here,
 		},
-		{Part: why.Spend, Kind: "more", What: "… and more than 10,000 actions, which were not looked through", TraceID: here},
+		{Part: why.Spend, Kind: "more", What: "… and more than 10,000 actions, which were not read", TraceID: here},
 	}}
 	var out strings.Builder
 	require.NoError(t, why.Write(&out, answer, false))
@@ -287,7 +287,7 @@ What went wrong
   09:30:00  ✗ a write was refused
 
 What it cost
-            … and more than 10,000 actions, which were not looked through
+            … and more than 10,000 actions, which were not read
 `
 	assert.NoDiff(t, want, out.String())
 }

@@ -1,9 +1,9 @@
--- Brings a database of schema version 118 to the baseline, and keeps its rows. The code is applied after this: what it was
--- goes first, by name, so that nothing else is touched.
+-- Brings a database of schema version 118 to the baseline, and keeps its rows. The code is applied afterwards. This file
+-- first drops the old code by name, and touches no other objects.
 
--- Processes of version 118 have runs under way, and some of their writes call no function. Their claims become void,
--- as when a process is lost, so that none of these writes is accepted. The tables are locked first: nobody waits for a
--- row meanwhile.
+-- Processes of version 118 have runs under way, and some of their writes call no function. Void their claims, as when a
+-- process is lost, so the database refuses these writes. Lock the tables first, so no transaction waits for a row
+-- meanwhile.
 lock table agent_workers, agent_executions, agent_locks in access exclusive mode;
 update agent_workers set expires_at = 'epoch' where kind = 'process';
 update agent_locks l
@@ -76,7 +76,7 @@ begin
     begin
       execute format('drop %s %s', case x.prokind when 'p' then 'procedure' else 'function' end, x.name);
     exception when dependent_objects_still_exist then
-      null;                                                  -- a default of a column
+      null;                                                  -- the default of a column calls it
     end;
   end loop;
 end $$;
@@ -98,7 +98,7 @@ alter table agent_executions
 alter table agent_threads validate constraint agent_threads_owner_kind;
 create index agent_documents_own on agent_documents (owner_kind, owner, visitor, id);
 
--- Retention is in Go.
+-- Retention is in Go now.
 drop procedure if exists prune_agent_all(int);
 drop function if exists prune_agent(text, int, boolean), old_agent_rows(text, interval, timestamptz, text, int),
   old_agent_activity(timestamptz, uuid, int), old_agent_executions(timestamptz, uuid, int), old_agent_events(timestamptz, interval, uuid, int),
@@ -111,7 +111,7 @@ drop function if exists prune_agent(text, int, boolean), old_agent_rows(text, in
   retire_agent_activity_partition(text), drop_agent_activity_partition(text);
 drop type if exists agent_old_rows;
 
--- Columns and tables with other names since.
+-- Rename columns and tables.
 alter table agent_executions rename column outside to is_external;
 alter index agent_executions_outside rename to agent_executions_external;
 alter table agent_lock_waiters rename column handed_seconds to handover_ttl_seconds;
@@ -122,7 +122,7 @@ alter table agent_retention rename constraint agent_retention_least_check to age
 alter table agent_untold_ends rename to agent_unpublished_completions;
 alter index agent_untold_ends_pkey rename to agent_unpublished_completions_pkey;
 
--- What is new in tables that were there. New tables and indexes follow from the text.
+-- Add the new parts of existing tables. The schema text then creates new tables and indexes.
 alter table agent_workers add column go_flows text[] not null default '{}';
 alter table agent_threads add column title text not null default '';
 alter table agent_checkpoints add column waits jsonb;

@@ -1,8 +1,8 @@
 -- Brings a database of schema version 269 to the baseline, and keeps its rows.
 
--- Processes of version 269 know the columns by other names. Their claims become void, as when a process is lost, so
--- that none of their writes is accepted and what they had under way is run again. The tables are locked first: nobody
--- waits for a row meanwhile.
+-- Processes of version 269 know the columns by other names. Void their claims, as when a process is lost, so the
+-- database refuses their writes and their executions run again. Lock the tables first, so no transaction waits for a
+-- row meanwhile.
 lock table agent_workers, agent_executions, agent_locks in access exclusive mode;
 update agent_workers set expires_at = 'epoch' where kind = 'process';
 update agent_locks l
@@ -12,7 +12,7 @@ update agent_locks l
    and l.execution_id in (select x.id from agent_executions x where x.status = 'running' and not x.outside);
 update agent_executions x set claim = x.claim + 1000000 where x.status = 'running' and not x.outside;
 
--- Columns and tables with other names since.
+-- Rename columns and tables.
 alter table agent_executions rename column outside to is_external;
 alter index agent_executions_outside rename to agent_executions_external;
 alter table agent_lock_waiters rename column handed_seconds to handover_ttl_seconds;
@@ -28,7 +28,7 @@ alter table agent_workers rename column flows to go_flows;   -- so no process of
 alter domain agent_surface validate constraint agent_surface_check;
 alter table agent_links validate constraint agent_links_kind_check;
 
--- What nothing uses any more.
+-- Drop unused tables and functions.
 drop table agent_logouts;
 do $$
 declare

@@ -98,7 +98,7 @@ language sql immutable parallel safe as $$
   select case when jsonb_typeof(p_usage -> p_kind) = 'number' then least(greatest((p_usage ->> p_kind)::numeric, 0), 1e12)::bigint else 0 end
 $$;
 comment on function lanekeeper.agent_tokens is
-  'A count of agent_activity.token_usage. 0 where it is not a number, so no row breaks a listing.';
+  'A count of agent_activity.token_usage. 0 if it is not a number, so no row breaks a listing.';
 
 -- In plpgsql, because PostgreSQL keeps its plan. In SQL it would be planned for each statement that calls it.
 create or replace function lanekeeper.agent_words(p_from timestamptz, p_to timestamptz) returns text

@@ -93,11 +93,11 @@ comment on table agent_lane_holds is 'Lanes that executions have held. A row is 
 comment on column agent_lane_holds.lane is 'The lane that was held.';
 comment on column agent_lane_holds.fencing_token is 'The token at the end of the holding.';
 comment on column agent_lane_holds.held_from is 'When the holding began.';
-comment on column agent_lane_holds.held_until is 'When it ended.';
+comment on column agent_lane_holds.held_until is 'When the holding ended.';
 comment on column agent_lane_holds.ended is
-  'How it ended. ended: with the execution. lent, given back: to a child, by a child. handed back: by a process that '
-  'shuts down. expired: the lease ran out. broken: by an admin.';
-comment on column agent_lane_holds.successor is 'The next holder, where it is known at the same time.';
+  'How the holding ended. ended: with the execution. lent, given back: to a child, by a child. handed back: by a '
+  'process that shuts down. expired: the lease ran out. broken: by an admin.';
+comment on column agent_lane_holds.successor is 'The next holder, if the end of the holding decided it.';
 
 create table agent_workers (
   id uuid default lanekeeper.agent_uuid7() primary key, name text not null default '',
@@ -160,8 +160,7 @@ create or replace function leave_agent_lock_queue(p_lane text, p_locked_by text)
 language sql volatile security definer set search_path from current as $$
   delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by
 $$;
-comment on function leave_agent_lock_queue is
-  'Leave the queue of a lane. A release then serves the next waiter as if this waiter had never come.';
+comment on function leave_agent_lock_queue is 'Leave the queue of a lane. A release then serves the next waiter.';
 
 create or replace function renew_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_ttl_seconds int)
 returns boolean language plpgsql volatile security definer set search_path from current as $$
@@ -283,9 +282,9 @@ begin
   return true;
 end $$;
 comment on function lanekeeper.agent_lock_check is
-  'True. Raises 22023 where the name of a lane, the name of an owner or the length of a lease is not valid.';
+  'Returns true, or raises 22023 if the name of the lane, the name of the owner or the length of the lease is not '
+  'valid.';
 
--- An epoch of a timestamptz is not immutable. Declared immutable, this was parsed at each call instead of inlined.
 create or replace function lanekeeper.agent_lock_execution(p_locked_by text) returns uuid
 language sql immutable parallel safe as $$
   select case when substr(p_locked_by, 37, 1) = '#'
@@ -293,7 +292,7 @@ language sql immutable parallel safe as $$
               then left(p_locked_by, 36)::uuid end
 $$;
 comment on function lanekeeper.agent_lock_execution is
-  'The execution whose claim the owner is; null for another owner.';
+  'The execution in an owner''s name of the form EXECUTION#CLAIM; null for another owner.';
 
 create or replace view lanekeeper.agent_lock_holders as
 select l.lane, l.locked_by as holder from agent_locks l where l.expires_at > clock_timestamp()
@@ -321,9 +320,9 @@ exception when lock_not_available then
   holders := array(select l.xmax from agent_locks l where l.lane = p_lane);
   if not exists (select from pg_locks k where k.locktype = 'transactionid' and k.transactionid = any (holders) and k.granted) then
     begin
-      holders := array(select m.xid from pg_get_multixact_members(holders[1]) m);     -- several have locked the row
+      holders := array(select m.xid from pg_get_multixact_members(holders[1]) m);     -- several transactions have locked the row
     exception when others then
-      holders := '{}';                                                                -- it was one, which has ended
+      holders := '{}';                                                                -- one transaction had, and has ended
     end;
   end if;
   select string_agg(t.who, '; ') into blockers from (
@@ -355,14 +354,14 @@ create or replace function lanekeeper.acquire_agent_lock(p_lane text, p_locked_b
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   at_ tid; holder text; token bigint; ends timestamptz;     -- of the row
-  mine boolean;                                             -- it is free, and I wait first for it
+  mine boolean;                                             -- the lane is free, and the caller is its first waiter
   stale boolean;
   now_ timestamptz;
   got agent_lock_answer;
 begin
-  -- Again after a first row, when it is mine, and when a lease ends meanwhile.
+  -- Repeat after the first row of a lane, for its first waiter, and when a lease ends meanwhile.
   for try in 1 .. 3 loop
-    -- Free, and promised to nobody else: lock it, and wait for nobody.
+    -- Lock a free lane that has no other waiter. Skip a locked row.
     select l.ctid, l.locked_by, l.expires_at, l.locked_by <> '' or mine into at_, holder, ends, stale from agent_locks l
      where l.lane = p_lane and l.expires_at <= clock_timestamp()
        and (mine or not exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp()))
@@ -371,7 +370,7 @@ begin
     if at_ is not null then
       now_ := clock_timestamp();                                                      -- after the lock
       if stale then
-        if lanekeeper.return_agent_lock(p_lane) is not null then                      -- a borrower let it expire
+        if lanekeeper.return_agent_lock(p_lane) is not null then                      -- the lease of a borrower ended
           select l.locked_by = p_locked_by, l.fencing_token, l.expires_at, l.locked_by, holder, ends into got
             from agent_locks l where l.lane = p_lane;
           return got;
@@ -385,7 +384,7 @@ begin
          set locked_by = p_locked_by, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
              expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds, parked = false,
              execution_id = lanekeeper.agent_lock_execution(p_locked_by)
-       where l.ctid = at_                                                             -- ours, so it stays where it is
+       where l.ctid = at_                                                             -- locked, so its ctid is stable
       returning true, l.fencing_token, l.expires_at, p_locked_by, holder, ends into got;
       return got;
     end if;
@@ -401,7 +400,7 @@ begin
        where pg_try_advisory_xact_lock(hashtextextended('lane ' || p_lane, 0)) on conflict do nothing;
     elsif holder <> p_locked_by then
       return row(false, token, ends, holder, null, null)::agent_lock_answer;          -- a read, no write
-    else                                                    -- a refresh leaves the key alone: writes under the token do not hold it up
+    else                                                    -- a renewal changes no key, so writes under the token do not block it
       select l.ctid into at_ from agent_locks l
        where l.lane = p_lane and l.locked_by = p_locked_by
          and l.expires_at > clock_timestamp() for no key update skip locked;
@@ -413,12 +412,12 @@ begin
       exit when got.acquired;
     end if;
   end loop;
-  got.acquired := coalesce(got.acquired, false);            -- no: it is being changed right now
+  got.acquired := coalesce(got.acquired, false);            -- false: another transaction changes the lane
   return got;
 end $$;
 comment on function lanekeeper.acquire_agent_lock is
-  'Implements the contract''s function of this name. The answer also names the owner of an ended lease that was taken '
-  'over. An answer without a holder: another transaction is changing the lane.';
+  'Implements the contract''s function of this name. The answer also names the former owner of an ended lease. An '
+  'answer without a holder: another transaction is changing the lane.';
 
 create or replace function lanekeeper.acquire_agent_locks(p_lanes text[], p_owners text[], p_ttls int[])
 returns table (n bigint, acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text, was_holder text, was_until timestamptz)
@@ -436,7 +435,7 @@ begin
   end if;
   perform lanekeeper.agent_lock_check(u.lane, u.owner, u.ttl)
     from unnest(p_lanes, p_owners, p_ttls) u (lane, owner, ttl);
-  -- Lanes that are free, and have no waiter.
+  -- Lanes without a holder and without a waiter.
   select coalesce(array_agg(t.lane), '{}') into free_ from (
     select l.lane from agent_locks l
      where l.lane = any (p_lanes) and l.locked_by = '' and l.expires_at <= clock_timestamp()
@@ -459,7 +458,7 @@ begin
   end loop;
 end $$;
 comment on function lanekeeper.acquire_agent_locks is
-  'acquire_agent_lock for many lanes in one commit; n counts from 1. Each succeeds or fails for itself. A bad name or '
+  'acquire_agent_lock for many lanes in one commit; n counts from 1. Each lane succeeds or fails alone. A bad name or '
   'ttl is an error for all.';
 
 create or replace function lanekeeper.acquire_or_enqueue_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int, p_patience_seconds int,
@@ -471,7 +470,7 @@ declare
   ttl   int := case when p_hand_over then p_ttl_seconds else 0 end;
 begin
   if (p_patience_seconds between 1 and 2592000) is not true then
-    raise exception 'a place kept for % seconds in the queue of lane % is not valid: give 1 to 2592000 (30 days)',
+    raise exception 'patience of % seconds for lane % is not valid: give 1 to 2592000 (30 days)',
       coalesce(p_patience_seconds::text, 'null'), coalesce(quote_literal(left(p_lane, 40)), 'null') using errcode = '22023';
   end if;
   got := lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
@@ -485,12 +484,12 @@ begin
       insert into agent_lock_waiters as w (lane, owner, expires_at, handover_ttl_seconds)
       values (p_lane, p_locked_by, place, ttl)
       on conflict (lane, owner) do update set expires_at = excluded.expires_at, handover_ttl_seconds = excluded.handover_ttl_seconds;
-    end if;                                                 -- one that is locked is being handed the lane in an open transaction
+    end if;                                                 -- a locked waiter gets the lane in an open transaction
     got := lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
   end if;
   if got.acquired then
     delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by;
-  elsif got.locked_by is null then                          -- being changed right now; it may be ours
+  elsif got.locked_by is null then                          -- another transaction changes the lane, perhaps for this owner
     delete from agent_lock_waiters w
      where w.ctid = (select x.ctid from agent_lock_waiters x where x.lane = p_lane and x.owner = p_locked_by for update skip locked)
        and exists (select from agent_locks l where l.lane = p_lane and l.locked_by = p_locked_by and l.expires_at > clock_timestamp());
@@ -498,8 +497,8 @@ begin
   return got;
 end $$;
 comment on function lanekeeper.acquire_or_enqueue_agent_lock is
-  'await_agent_lock, with the former owner of an ended lease. p_hand_over: a release may hand the lane over and '
-  'notifies agent_lanes with lane, owner, token and end in microseconds, separated by tabs. Renew it then.';
+  'await_agent_lock, with the former owner of an ended lease. p_hand_over: a release may hand the lane over. It then '
+  'notifies agent_lanes with lane, owner, token and end in microseconds, separated by tabs. Renew the lane then.';
 
 create or replace function lanekeeper.renew_agent_locks(p_lanes text[], p_owners text[], p_tokens bigint[], p_ttls int[])
 returns table (lane text, fencing_token bigint, renewed boolean, busy boolean, expires_at timestamptz)
@@ -549,7 +548,7 @@ declare
   at_     tid;
   ends    timestamptz;
   of      uuid;
-  special boolean;                                          -- a thread, or an execution's
+  special boolean;                                          -- a thread, or held by an execution
   wanted  boolean;
   heir    record;
   now_    timestamptz;
@@ -786,9 +785,9 @@ begin
      and (not p_parked or not l.parked and l.lane ~ '^(thread|automation|objective):');
 end $$;
 comment on function lanekeeper.claim_agent_locks is
-  'Give the lanes of an execution to its present claim under new tokens, so that earlier claims are fenced. p_parked: '
-  'the execution waits. Its loans return, except to the child it waits for. Threads, automations and objectives do '
-  'not expire meanwhile.';
+  'Give the lanes of an execution to its present claim under new tokens, so earlier claims are fenced. p_parked: the '
+  'execution waits. Its loans return, except to the child it waits for. Threads, automations and objectives do not '
+  'expire meanwhile.';
 
 create or replace function lanekeeper.release_agent_execution_locks(p_execution_id uuid, p_ended boolean default true) returns int
 language plpgsql volatile as $$
@@ -811,7 +810,7 @@ begin
      order by l.lane
   loop
     n := n + 1;
-    -- The lanes that it has lent return first.
+    -- First return the lanes that the execution has lent.
     delete from agent_lock_loans k where k.lane = freed.lane and k.depth >= freed.depth;
     perform lanekeeper.return_agent_lock(freed.lane, null, case when p_ended then 'ended' else 'handed back' end);
   end loop;

@@ -76,7 +76,7 @@ comment on index agent_executions_waits is 'Finds the executions that an event r
 alter index agent_executions_pkey set (deduplicate_items=off);
 comment on table agent_executions is
   'One row for each run. It holds the state machine, and all data that a process needs to continue the run.';
-comment on column agent_executions.surface is 'Where the run came from: heartbeat, operate, chat, webhook or flow.';
+comment on column agent_executions.surface is 'The origin of the run: heartbeat, operate, chat, webhook or flow.';
 comment on column agent_executions.agent is 'The agent that acts in it.';
 comment on column agent_executions.flow is 'The code that runs it: the name of a flow.';
 comment on column agent_executions.parent_id is 'The execution that started it.';
@@ -187,7 +187,7 @@ create table agent_pauses (
 create unique index agent_pauses_open on agent_pauses ((true)) where resumed_at is null;
 comment on index agent_pauses_open is 'Allows one pause at a time.';
 comment on table agent_pauses is
-  'When autonomous work was paused, by whom and why. A row without resumed_at is the present pause.';
+  'Pauses of autonomous work, with author and reason. A row without resumed_at is the present pause.';
 comment on column agent_pauses.paused_at is 'When the pause began.';
 comment on column agent_pauses.paused_by is 'The person or program that paused.';
 comment on column agent_pauses.resumed_at is 'When the pause ended. Null: the agent is paused.';
@@ -262,7 +262,7 @@ create table agent_execution_durations (
   primary key (span, start, measure, agent, flow, bucket)
 ) with (fillfactor = 80);
 comment on table agent_execution_durations is
-  'How long executions took and waited, by hour and once more by day. A bucket is 5 per cent wide.';
+  'Durations and waiting times of executions, by hour and once more by day. A bucket is 5 per cent wide.';
 comment on column agent_execution_durations.span is 'The length of the count.';
 comment on column agent_execution_durations.start is 'The beginning of the hour or day (UTC) in which they ended.';
 comment on column agent_execution_durations.measure is
@@ -279,12 +279,12 @@ create table agent_executions_counted (
   checked_upto uuid not null default '00000000-0000-0000-0000-000000000000'::uuid
 );
 insert into agent_executions_counted default values on conflict do nothing;
-comment on table agent_executions_counted is 'How far the counts of executions have come. One row.';
+comment on table agent_executions_counted is 'The progress of the counts of executions. One row.';
 comment on column agent_executions_counted.single is 'Always true: there is one row.';
 comment on column agent_executions_counted.counted_upto is
   'Executions with ids below it are counted or listed in agent_executions_uncounted.';
 comment on column agent_executions_counted.checked_upto is
-  'How far the last pass over agent_executions_uncounted came.';
+  'The last pass over agent_executions_uncounted checked the ids up to this one.';
 
 create table agent_executions_uncounted (
   execution_id uuid primary key
@@ -316,7 +316,8 @@ comment on table agent_idle_workers is
   'Workers outside that wait for an execution, by name. A row is stale when the wait is over.';
 comment on column agent_idle_workers.owner is 'The name that the worker gave itself.';
 comment on column agent_idle_workers.flows is 'The flows that it waits for.';
-comment on column agent_idle_workers.since is 'When the worker began to wait, without a pause of a minute.';
+comment on column agent_idle_workers.since is
+  'When the worker began to wait. After a pause of a minute it begins anew.';
 comment on column agent_idle_workers.seen_at is 'When its last wait began.';
 comment on column agent_idle_workers.expires_at is 'When the last wait ends. A worker that still runs waits again.';
 
@@ -338,12 +339,12 @@ begin
     raise exception 'autonomous work is paused%', coalesce((
         select ' since ' || to_char(p.paused_at at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC by ' || p.paused_by || ': ' || p.reason
           from agent_pauses p where p.resumed_at is null), '')
-      using errcode = 'LK003', hint = 'Nothing begins until it is resumed: agent resume, or select resume_agent().';
+      using errcode = 'LK003', hint = 'Resume the agent first: agent resume, or select resume_agent().';
   end if;
   return true;
 end $$;
 comment on function lanekeeper.agent_is_held_back is
-  'Whether the agent is paused or about to be paused. Then only attended work may begin. p_refuse raises LK003 '
+  'Whether the agent is paused or about to be paused. Then only attended work may begin. With p_refuse it raises LK003 '
   'instead of returning true.';
 
 create or replace function lanekeeper.agent_executions_begins() returns trigger language plpgsql as $$
@@ -359,7 +360,7 @@ begin
     raise exception 'an execution begins pending or running, not %', new.status using errcode = 'LK002';
   end if;
   if new.trace_id = '' or new.flow = '' then
-    raise exception 'an execution has a trace and a flow' using errcode = 'check_violation';
+    raise exception 'an execution needs a trace and a flow' using errcode = 'check_violation';
   end if;
   -- A trial of an eval is one execution of its own, in no thread.
   if new.surface = 'eval' or new.trace_id like 'ev\_%' then
@@ -383,8 +384,8 @@ begin
   return new;
 end $$;
 comment on function lanekeeper.agent_executions_begins is
-  'The states in which an execution may begin: pending, or running under a worker. No autonomous work is claimed '
-  'while the agent is paused. Records each status of an execution for outside workers.';
+  'The states in which an execution may begin: pending, or running under a worker. The trigger refuses claims of '
+  'autonomous work while the agent is paused. It records each status of an execution for outside workers.';
 
 -- The trigger writes the columns that follow from a status. No writer can omit them.
 create or replace function lanekeeper.agent_executions_moves() returns trigger language plpgsql as $$
@@ -404,7 +405,7 @@ begin
       new.result_type := case new.status when 'completed' then 'success' when 'failed' then 'failure' else new.status end;
     elsif new.status = 'waiting' then
       new.claimed_by := null;
-      new.waiting_until := coalesce(new.waiting_until, new.updated_at + interval '7 days');  -- no wait is for ever
+      new.waiting_until := coalesce(new.waiting_until, new.updated_at + interval '7 days');  -- every wait ends
     else
       new.started_at := coalesce(new.started_at, new.updated_at);
     end if;
@@ -414,7 +415,7 @@ begin
     end if;
   elsif new.claimed_by is not null and new.status <> 'running' or new.waiting_for is not null and new.status <> 'waiting'
         or (new.completed_at is null) = (new.status in ('completed', 'failed', 'timeout', 'cancelled')) then
-    raise exception 'execution % is %: that does not go with a worker, a wait or an end of its own', old.id, old.status
+    raise exception 'execution % is %: its worker, wait or end does not fit this status', old.id, old.status
       using errcode = 'LK002';
   end if;
   if new.claim < old.claim then
@@ -424,12 +425,12 @@ begin
   if new.claimed_by is not null and old.claimed_by is null and new.surface not in ('operate', 'chat')
      and lanekeeper.agent_is_held_back(old.is_external) then
     if old.status <> 'waiting' then
-      return null;                                           -- it stays in the queue
+      return null;                                           -- the execution stays in the queue
     end if;
-    new.claimed_by := null;                                  -- its wait has ended all the same
+    new.claimed_by := null;                                  -- the wait ends nevertheless
   end if;
   if new.trace_id = '' or new.flow = '' then
-    raise exception 'execution % has a trace and a flow', old.id using errcode = 'check_violation';
+    raise exception 'execution % needs a trace and a flow', old.id using errcode = 'check_violation';
   end if;
   if new.flow <> old.flow or new.is_external <> old.is_external then
     new.is_external := new.flow = 'external' or new.flow like 'external:%';
@@ -455,7 +456,7 @@ begin
          where c.awaited
            and c.status in ('pending', 'running', 'waiting')) select l.id from line l) order by x.id for update;
   end if;
-  -- A run of the webhook surface emits nothing: a target that is our own endpoint would loop for ever.
+  -- A run of the webhook surface emits no event: a target at this server's own endpoint would loop for ever.
   if e.surface not in ('webhook', 'eval') and exists (select from agent_webhook_targets t where t.enabled) then
     perform lanekeeper.emit_agent_webhook(kind, e.trace_id, jsonb_build_object(
       'id', e.id, 'trace_id', e.trace_id, 'flow', e.flow, 'surface', e.surface, 'parent_id', e.parent_id,
@@ -463,7 +464,7 @@ begin
       'error_message', left(e.error_message, 2000), 'failed_step', left(e.failed_step, 300)));
   end if;
   freed := lanekeeper.release_agent_execution_locks(e.id);
-  -- Seldom, and cheaper than a look through the log.
+  -- Open actions are rare. This probe is cheaper than a search of the log.
   if exists (select from agent_activity_open o where o.execution_id = e.id) then
     with gone as (
       delete from agent_activity_open o where o.execution_id = e.id returning o.activity_id, o.kind)
@@ -480,7 +481,7 @@ begin
    where r.execution_id = e.id and r.status = 'pending';
   if e.status = 'cancelled' then
     for thread_ in update agent_messages m set status = 'withdrawn' where m.execution_id = e.id and m.status = 'queued' returning m.thread_id loop
-      perform pg_notify('agent_threads', thread_);           -- what stood behind it may leave
+      perform pg_notify('agent_threads', thread_);           -- the next message may be sent
     end loop;
     perform cancel_agent_execution(c.id, e.cancelled_by, case when e.cancel_reason like 'its parent was cancelled: %'
         then e.cancel_reason else 'its parent was cancelled: ' || coalesce(e.cancel_reason, '') end)
@@ -507,11 +508,11 @@ comment on function lanekeeper.release_agent_execution is
 create or replace function lanekeeper.agent_executions_changed() returns trigger
 language plpgsql security definer set search_path from current set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
-  over uuid[];                      -- those that have ended
-  odd uuid[];                       -- those of them that have more than a result
+  over uuid[];                      -- executions that end
+  odd uuid[];                       -- ending executions that release something or emit to targets
   has record;
   e agent_executions;
-  freed jsonb := '{}';              -- by execution: how many lanes its end freed
+  freed jsonb := '{}';              -- by execution: the number of released lanes
 begin
   select array_agg(c.id order by c.id) as over, exists (select from agent_limits) as limits,
          array_agg(c.id) filter (where c.status = 'cancelled' or c.is_external or c.flow = 'webhook' and c.status <> 'completed') as odd
@@ -520,7 +521,7 @@ begin
        select from was o join changed n on n.id = o.id
          join agent_limits l on l.kind = 'flow' and l.name = n.flow or l.kind = 'surface' and l.name = n.surface
         where o.claimed_by is not null and n.claimed_by is null) then
-    perform pg_notify('agent_ready', '');                    -- a place is free
+    perform pg_notify('agent_ready', '');                    -- a slot is free
   end if;
   over := has.over;
   odd := has.odd;
@@ -556,7 +557,7 @@ begin
   select 'AGENT_COMPLETED', n.id::text, jsonb_build_object('execution_id', n.id, 'status', n.status, 'result_type', n.result_type,
            'result_summary', n.result_summary, 'locks_released', coalesce((freed ->> n.id::text)::int, 0)), 'completed ' || n.id, n.id
     from changed n where n.id = any (over) and n.surface <> 'eval' order by n.id
-  on conflict (external_id) do nothing;      -- an end must not fail because somebody used this id
+  on conflict (external_id) do nothing;      -- the end must not fail if another event has this id
   if has.parents then
     insert into agent_unpublished_completions (execution_id) select t.id from unnest(over) t (id) where exists (select from agent_executions x
       where x.waiting_for = 'agent' and x.waiting_key = t.id::text
@@ -603,7 +604,7 @@ begin
     return true;
   end if;
   raise exception '% of execution % is stale: the run was handed on, ended, or its worker''s lease expired',
-    case when p_claim >= 0 then 'claim ' || p_claim else 'the lock' end, p_id using errcode = 'LK001', hint = 'Stop the work: it goes on elsewhere, or has ended.';
+    case when p_claim >= 0 then 'claim ' || p_claim else 'the lock' end, p_id using errcode = 'LK001', hint = 'Stop the work: another worker has the run, or it has ended.';
 end $$;
 comment on function fence_agent_execution is
   'Guard a write of a run: true while the claim is the live one of the execution, else LK001. A takeover waits for '
@@ -622,11 +623,10 @@ select x.id, x.queue, x.flow, x.surface, x.priority from agent_executions x
  where x.claimed_by is null and x.status in ('pending', 'running') and not x.is_external
    and not exists (select from agent_cancel_requests q where q.execution_id = x.id);
 comment on view lanekeeper.agent_ready_executions is
-  'Executions that workers may claim. An execution with a requested cancel is not among them: it was locked when the '
-  'cancel came.';
+  'Executions that workers may claim. An execution with a requested cancel is not one of them.';
 
 create or replace view lanekeeper.agent_ready_kinds as
--- One step of the index for each kind, however many are ready.
+-- One index probe for each kind, regardless of the number of ready executions.
 with recursive kinds as (
   select q.queue, f.flow, f.surface from (values ('background'), ('interactive')) q (queue) cross join lateral (
     select x.flow, x.surface::text as surface from lanekeeper.agent_ready_executions x where x.queue = q.queue
@@ -640,7 +640,7 @@ select k.queue, k.flow, k.surface, (select min(f.places) from lanekeeper.agent_f
                                      where f.name = case f.kind when 'flow' then k.flow else k.surface end) as places from kinds k
  where k.surface in ('operate', 'chat') or not exists (select from agent_pauses p where p.resumed_at is null);
 comment on view lanekeeper.agent_ready_kinds is
-  'The flows and surfaces with executions to claim, and the free places of their limits (null: no limit). While the '
+  'The flows and surfaces with executions to claim, and the free slots of their limits (null: no limit). While the '
   'agent is paused: only attended surfaces.';
 
 create or replace function lanekeeper.start_agent_executions(p_traces text[], p_surfaces text[], p_flows text[], p_inputs jsonb[], p_options jsonb,
@@ -651,12 +651,12 @@ language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_g
 declare
   several constant int := cardinality(p_flows);
   ids uuid[];
-  mine boolean[];                   -- those that begin claimed by the worker; null: those that run here
+  mine boolean[];                   -- by place: the worker claims it; null: all without the key queued
   held_back boolean;                -- the agent is paused, or is about to be
   at_ timestamptz;
   time_ bigint;
-  high text;                        -- the first half of their ids: the time
-  low bigint;                       -- the second
+  high text;                        -- the first half of the ids: the time
+  low bigint;                       -- the second half
 begin
   if p_worker is not null then
     held_back := not pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
@@ -748,7 +748,7 @@ returns table (execution agent_executions, held boolean, missed boolean,
 language plpgsql volatile set enable_seqscan = off set jit = off set plan_cache_mode = force_generic_plan as $$
 #variable_conflict use_column
 declare
-  flows text[];                     -- what is ready, side by side
+  flows text[];                     -- the ready kinds, with surfaces in the same order
   surfaces text[];
   limited boolean;
   ids uuid[];
@@ -767,7 +767,7 @@ begin
         where x.queue = p_queue and x.flow = k.flow and x.surface = k.surface
         order by x.priority, x.id limit p_limit for update skip locked) r
      order by r.priority, r.id limit case when not limited then p_limit end);
-  if limited then                                            -- as many of each flow and surface as have places
+  if limited then                                            -- at most the free slots of each flow and surface
     ids := array(
       select c.id from (
         select x.id, x.priority, x.flow, x.surface, row_number() over (partition by x.flow order by x.priority, x.id) as of_flow,
@@ -825,9 +825,9 @@ create or replace function lanekeeper.lose_agent_claims(p_worker uuid, p_id uuid
 language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off set lock_timeout = '50ms' as $$
 declare
   lost uuid[];
-  left_ uuid[] := '{}';             -- left to the next call, because a row is locked
+  left_ uuid[] := '{}';             -- for the next call, because a row is locked
   free uuid[];
-  held int := 0;                    -- how often a lock was waited for
+  held int := 0;                    -- lock timeouts so far
   process boolean;
   e record;
 begin
@@ -859,7 +859,7 @@ begin
       left_ := left_ || e.id;
     end;
   end loop;
-  lost := array(select t.id from unnest(lost) t (id) where t.id <> all (left_));    -- the others come next time
+  lost := array(select t.id from unnest(lost) t (id) where t.id <> all (left_));    -- the next call handles the others
   insert into agent_claims_lost (execution_id, claim, worker, worker_name, how)
   select x.id, case when x.completed_at is null then x.claim else x.claim - 1 end, p_worker,
          coalesce((select coalesce(nullif(w.owner, ''), w.name) from agent_workers w where w.id = p_worker), ''),
@@ -873,13 +873,13 @@ begin
     delete from agent_workers w
      where w.id = p_worker and not exists (select from agent_executions x where x.claimed_by = p_worker)
     returning w.kind = 'process' into process;
-    -- Of its jobs.
+    -- Release the lanes of its jobs.
     for e in select l.lane, l.locked_by, l.fencing_token from agent_locks l where process and l.locked_by <> ''
                 and right(l.locked_by, 37) = '@' || p_worker and l.execution_id is null order by l.lane loop
       begin
         perform pg_notify('agent_lanes', e.lane)
          where lanekeeper.release_agent_lock(e.lane, e.locked_by, e.fencing_token, false) = '';
-      -- A write under its token has locked the row, or another open transaction.
+      -- A write under the token, or another open transaction, has locked the row.
       exception when lock_not_available then null;
       end;
     end loop;
@@ -945,12 +945,12 @@ language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off s
 set plan_cache_mode = force_generic_plan set jit = off set lock_timeout = '50ms' as $$
 #variable_conflict use_column
 declare
-  ending uuid[];                    -- what is locked, in the order of ids, as are the next three
+  ending uuid[];                    -- the locked executions by id; the next three arrays have the same order
   claims bigint[];
   workers uuid[];
   places tid[];
   alive uuid[];
-  bound uuid[];                     -- they have lanes or budgets
+  bound uuid[];                     -- executions with lanes or budgets
   ended int;
 begin
   if exists (select from jsonb_array_elements(p_ends) e (v) where (e.v ->> 'status' in ('completed', 'failed', 'timeout')) is not true) then
@@ -993,14 +993,14 @@ begin
             case when (e.v ->> 'wanted')::boolean then x.variables end, x.inherits, x.flow_version;
   get diagnostics ended = row_count;
   if ended <> num_nonnulls(variadic places) then
-    raise exception '% of % executions were found where they were locked', ended, num_nonnulls(variadic places)
+    raise exception '% of % locked executions were written', ended, num_nonnulls(variadic places)
       using errcode = '40001';
   end if;
 end $$;
 comment on function lanekeeper.complete_agent_executions is
   'End executions under their claims, each with the result of its last step, if its object has one. An execution that '
-  'the answer lacks was not written: it has lanes or budgets, is locked, or its claim is stale. End it alone. 23505: '
-  'a last step was recorded before, and nothing is written. Cheapest in the order of p_ids.';
+  'the answer lacks was not written: it has lanes or budgets, is locked, or its claim is stale. End it alone. 23505: a '
+  'last step was recorded before, and nothing is written. The call is cheapest in the order of p_ids.';
 
 create or replace function lanekeeper.request_agent_cancel(p_id uuid, p_cancelled_by text, p_reason text, p_always boolean default false) returns boolean
 language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '50ms' as $$
@@ -1037,8 +1037,8 @@ begin
 end $$;
 comment on function lanekeeper.request_agent_cancel is
   'Lock an execution, its awaited children and their lanes for a cancel, without waiting. False: all are locked, or '
-  'it has ended. True: another transaction has a lock, or p_always. Then the cancel is recorded for each, and their '
-  'processes are notified, unless p_cancelled_by is null. Commit a request before the cancel.';
+  'the execution has ended. True: another transaction has a lock, or p_always. Then the cancel is recorded for each, '
+  'and their processes are notified, unless p_cancelled_by is null. Commit a request before the cancel.';
 
 create or replace function cancel_agent_execution(p_id uuid, p_cancelled_by text, p_reason text) returns text
 language plpgsql volatile security definer set search_path from current set lock_timeout = '50ms' as $$
@@ -1080,17 +1080,17 @@ begin
 end $$;
 comment on function cancel_agent_execution is
   'Cancel an execution now, and return its status then (null: unknown id). Its claim is void at once, so a step in '
-  'flight cannot be recorded. If another transaction has the row locked, such as a StepTx, the cancel is requested '
-  'and completes when that transaction ends. It never waits: another locked row raises 55P03.';
+  'flight cannot be recorded. If another transaction has locked the row, such as a StepTx, the cancel is requested and '
+  'completes when that transaction ends. The call never waits: another locked row raises 55P03.';
 
--- The sweep: timeouts and free lanes, which no running code would notice.
+-- The sweep: timeouts and free lanes. No running code notices them.
 
 create or replace function lanekeeper.sweep_agent_waits(p_limit int default 500) returns void
 language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '50ms' as $$
 declare
-  now_ timestamptz := clock_timestamp();                     -- a bound that an index can be searched with
+  now_ timestamptz := clock_timestamp();                     -- one value for all queries, so an index serves
   due uuid[]; outcomes jsonb[];
-  held int := 0;                    -- how often a lock was waited for
+  held int := 0;                    -- lock timeouts so far
   e record;
 begin
   for e in
@@ -1099,8 +1099,8 @@ begin
      where x.status = 'waiting' and x.waiting_until <= now_ and x.waiting_for = 'agent'
      order by x.waiting_until limit p_limit for no key update skip locked
   loop
-    exit when held >= 10;                                    -- the others come next time
-    -- The wait lasts as long as the child itself waits, and an hour more.
+    exit when held >= 10;                                    -- the next sweep handles the others
+    -- The wait lasts an hour longer than the wait of the child.
     if e.patient then
       with recursive line as (
         select c.*, 1 as depth from agent_executions c where c.id = e.child and c.status = 'waiting'
@@ -1127,7 +1127,7 @@ begin
        where x.status = 'waiting' and x.waiting_until <= now_ and x.waiting_for <> 'agent'
        order by x.waiting_until limit p_limit for no key update skip locked) t
     union select l.id from (
-      -- One step of the index for each lane, however many wait for it.
+      -- One index probe for each lane, regardless of the number of its waiters.
       with recursive wanted (lane) as (
         select min(x.waiting_key) from agent_executions x where x.waiting_for = 'lane'
         union all
@@ -1140,7 +1140,7 @@ begin
                                                        'timed_out', x.waiting_for <> 'delay' and x.waiting_until <= now_)) into due, outcomes
     from unnest(lanekeeper.agent_with_free_lanes(due)) t (id) join agent_executions x on x.id = t.id
     join lanekeeper.agent_wait_events k on k.kind = x.waiting_for;
-  for i in 0 .. coalesce(cardinality(due), -1) loop          -- all of them, or else each by itself
+  for i in 0 .. coalesce(cardinality(due), -1) loop          -- all at once; after a lock timeout one by one
     exit when held > 10;
     begin
       perform lanekeeper.resume_agent_executions(case when i = 0 then due else due[i:i] end, case when i = 0 then outcomes else outcomes[i:i] end);
@@ -1151,7 +1151,7 @@ begin
   end loop;
 end $$;
 comment on function lanekeeper.sweep_agent_waits is
-  'Resume executions whose waiting time has passed, or whose lane is free. The next sweep visits locked executions.';
+  'Resume executions whose wait has timed out, or whose lane is free. The next sweep visits locked executions.';
 
 -- The pause.
 
@@ -1159,10 +1159,10 @@ create or replace function lanekeeper.check_agent_reason(p_by text, p_reason tex
 language plpgsql immutable as $$
 begin
   if p_by is null or p_by !~ '^[^[:cntrl:]]{1,255}$' or p_by !~ '[^[:space:]]' then
-    raise exception 'by % is not valid: name who does it, in 1 to 255 printable characters', coalesce(quote_literal(left(p_by, 40)), 'null')
+    raise exception 'by % is not valid: give a name of 1 to 255 printable characters', coalesce(quote_literal(left(p_by, 40)), 'null')
       using errcode = '22023';
   elsif length(p_reason) > 1000 or p_reason ~ '[\x01-\x08\x0b-\x1f\x7f]' then
-    raise exception 'the reason is not valid: it has at most 1000 printable characters' using errcode = '22023';
+    raise exception 'the reason is not valid: give at most 1000 printable characters' using errcode = '22023';
   end if;
 end $$;
 comment on function lanekeeper.check_agent_reason is 'Refuse a name or reason that is unprintable or too long.';
@@ -1177,7 +1177,7 @@ declare
 begin
   perform lanekeeper.check_agent_reason(p_by, p_reason);
   if p_reason is null or p_reason !~ '[^[:space:]]' then
-    raise exception 'a pause needs a reason: say why, it is shown to everybody' using errcode = '22023';
+    raise exception 'a pause needs a reason, which everybody sees' using errcode = '22023';
   end if;
   begin
     perform pg_advisory_xact_lock(hashtextextended('agent pause', 0));
@@ -1222,7 +1222,7 @@ begin
           clock_timestamp(), 0)
   returning a.id into note_;
   perform pg_notify('agent_pause', 'resumed');
-  perform pg_notify('agent_ready', '');                     -- for processes that know nothing of pauses
+  perform pg_notify('agent_ready', '');                     -- for processes of releases without pauses
   perform pg_notify('agent_automations', '');
   return query select true, p.paused_at, p.paused_by, p.reason, p.resumed_at, trace_, note_;
 end $$;
@@ -1238,7 +1238,7 @@ declare
   made uuid;
 begin
   if (p_flow = 'external' or p_flow like 'external:_%') is not true then
-    raise exception 'flow % is not one of workers outside', coalesce(quote_literal(left(p_flow, 60)), 'null')
+    raise exception 'flow % is not for workers outside', coalesce(quote_literal(left(p_flow, 60)), 'null')
       using errcode = '22023', hint = 'Name it external, or external:NAME.';
   end if;
   insert into agent_executions (trace_id, surface, flow, input, dedupe_key, on_lost)
@@ -1290,7 +1290,7 @@ begin
   -- Wait for writes under the old lock.
   select x.* into e from agent_executions x where x.id = p_id for update;
   if e.claimed_by is not null then
-    perform lanekeeper.lose_agent_claims(e.claimed_by);       -- what its end means is settled before this answers
+    perform lanekeeper.lose_agent_claims(e.claimed_by);       -- apply the loss before the answer
     select x.* into e from agent_executions x where x.id = p_id;
   end if;
   if e.status not in ('pending', 'running') then
@@ -1330,7 +1330,7 @@ begin
      where k.lock_id = any (p_lock_ids) and (p_id is null or k.execution_id = p_id) and k.expires_at > clock_timestamp()
        and x.id = k.execution_id and x.claimed_by = k.id
     returning k.id, k.expires_at),
-  told as (                                                  -- once: with that the lock is over
+  told as (                                                  -- once: this ends the lock
     delete from agent_workers k using agent_executions x
      where k.lock_id = any (p_lock_ids) and (p_id is null or k.execution_id = p_id) and k.expires_at > clock_timestamp()
        and x.id = k.execution_id and x.status = 'cancelled' and x.claim = k.claim + 1
@@ -1345,8 +1345,8 @@ begin
    order by a.n;
 end $$;
 comment on function beat_agent_locks is
-  'Renew locks; with p_id only those of one execution. live is false for a void lock. cancel_requested says, once, '
-  'that the execution was cancelled: stop the work.';
+  'Renew locks; with p_id only those of one execution. live is false for a void lock. cancel_requested is true, once, '
+  'if the execution was cancelled: stop the work.';
 
 create or replace function agent_lock_claim(p_id uuid, p_lock_id text) returns bigint
 language sql stable security definer set search_path from current as $$
@@ -1354,7 +1354,7 @@ language sql stable security definer set search_path from current as $$
    where k.lock_id = p_lock_id and k.execution_id = p_id and k.expires_at > clock_timestamp()
 $$;
 comment on function agent_lock_claim is
-  'The claim behind a live lock. Null: the lock is void or another execution''s. Pass it to fence_agent_execution.';
+  'The claim of a live lock. Null: the lock is void or another execution''s. Pass the claim to fence_agent_execution.';
 
 create or replace function read_agent_execution(p_id uuid, p_lock_id text)
 returns table (trace_id text, input jsonb, variables jsonb, checkpoints jsonb)
@@ -1395,7 +1395,7 @@ begin
     perform pg_advisory_xact_lock(hashtextextended('wait ' || p_kind || ' ' || p_key, 0));
   end if;
   perform 1 from agent_executions x where x.id = p_id for update;
-  claim_ := agent_lock_claim(p_id, p_lock_id);               -- after the lock: its time may have run out meanwhile
+  claim_ := agent_lock_claim(p_id, p_lock_id);               -- after the row lock: the lease may have ended meanwhile
   perform fence_agent_execution(p_id, coalesce(claim_, -1));
   if p_status = 'waiting' then
     if p_kind = 'agent' and p_key <> '' and not exists (select from agent_executions y where y.id = lanekeeper.agent_uuid(p_key)) then
@@ -1409,7 +1409,7 @@ begin
                  from agent_executions y where y.id = lanekeeper.agent_uuid(p_key)))
        where c.execution_id = p_id and c.step = step_;
     end if;
-    if outcome is not null then                              -- it has come already: ready again
+    if outcome is not null then                              -- the event had come: the run is ready again
       update agent_executions x
          set claimed_by = null, claim = x.claim + 1, wait_number = x.wait_number + 1, attempt = 0, updated_at = clock_timestamp()
        where x.id = p_id;
@@ -1421,9 +1421,9 @@ begin
   return (select x.status from agent_executions x where x.id = p_id);
 end $$;
 comment on function unlock_agent_execution is
-  'Release the lock of a run: end the run, or let it wait. After the wait any worker may lock it, and finds the '
-  'outcome as step ''wait KIND N'' (N counts the waits of the run). It returns the status: running when the awaited '
-  'event was there already. LK001: the lock is void. P0002: there is no execution to wait for.';
+  'Release the lock of a run: end the run, or let it wait. After the wait any worker may lock the run, and finds the '
+  'outcome as step ''wait KIND N'' (N counts the waits of the run). The function returns the status: running if the '
+  'awaited event had already come. LK001: the lock is void. P0002: the execution to wait for does not exist.';
 
 -- Limits.
 
@@ -1468,5 +1468,5 @@ begin
                       and a.owner in (select f.flow from flows f)));
 end $$;
 comment on function lanekeeper.agent_flow_may_join is
-  'Whether a flow, or an execution of one, may speak in a thread: an admin or the flow began it, the execution or one '
-  'above it was started in it, or it was opened to the flow.';
+  'Whether a flow, or an execution of it, may speak in a thread. It may if an admin or the flow began the thread, if '
+  'the execution or its ancestor was started in the thread, or if the thread was opened to the flow.';

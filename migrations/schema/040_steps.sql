@@ -86,14 +86,14 @@ set lock_timeout = '50ms' as $$
 #variable_conflict use_column
 declare
   several constant int := cardinality(p_ids);
-  showing uuid[] := '{}';           -- those whose variables are written too, which needs a stronger lock
+  showing uuid[] := '{}';           -- executions with new variables, which need a stronger lock
   locked uuid[];
   claims bigint[];                  -- of the locked executions
-  workers uuid[];                   -- likewise; null for one that does not run
+  workers uuid[];                   -- of the locked executions; null: not running
   alive uuid[];
   good int[];                       -- places of the valid steps; null: all
 begin
-  -- Locked rows are skipped. A row that was changed before it was locked is compared again. The clock is read after the
+  -- Skip locked rows. PostgreSQL compares a row again if it was changed before it was locked. Read the clock after the
   -- locks.
   if num_nonnulls(variadic p_variables) > 0 then
     showing := array(select p_ids[i] from generate_series(1, several) i where p_variables[i] is not null);
@@ -134,7 +134,7 @@ end $$;
 comment on function lanekeeper.checkpoint_agent_executions is
   'Record results of steps of several executions under their claims. Rows: steps that were not written, because the '
   'execution is locked or its claim is stale. Record each alone. SQLSTATE 23505: a step was recorded before, and '
-  'nothing is written. Cheapest in the order of p_ids.';
+  'nothing is written. The call is cheapest in the order of p_ids.';
 
 create or replace trigger agent_checkpoints_fence after insert on agent_checkpoints
   referencing new table as written for each statement execute function lanekeeper.agent_checkpoints_fence();

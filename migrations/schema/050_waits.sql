@@ -17,7 +17,7 @@ comment on index agent_events_untaken is 'Finds an event that came before its wa
 alter index agent_events_once set (deduplicate_items=off);
 alter index agent_events_pkey set (deduplicate_items=off);
 comment on table agent_events is
-  'Events, in order. An event without a waiter is kept for the first wait that asks for it.';
+  'Events, in order. An event without a waiter is kept for the first wait with its kind and key.';
 comment on column agent_events.event is 'The kind of event, such as MESSAGE_RECEIVED or AGENT_COMPLETED.';
 comment on column agent_events.key is 'The subject of the event. Kind and key together find the waits that it ends.';
 comment on column agent_events.data is 'The content, which becomes the outcome of the wait.';
@@ -80,14 +80,14 @@ begin
   elsif p_kind = 'lane' then
     return (select jsonb_build_object('event', 'LANE_FREED', 'data', '{}'::jsonb, 'timed_out', false)
              where not exists (select from lanekeeper.agent_lock_holders h where h.lane = p_key)
-                -- It is its own.
+                -- The execution itself holds the lane.
                 or exists (select from agent_locks l where l.lane = p_key and l.execution_id = p_id));
   elsif p_kind in ('document', 'signature', 'test')
         and exists (select from agent_requests r where r.id = lanekeeper.agent_uuid(p_key) and r.kind = p_kind) then
     return (select jsonb_build_object('event', (select k.event from lanekeeper.agent_wait_events k where k.kind = p_kind), 'event_id', r.event_id, 'data', r.answer, 'timed_out', false)
               from agent_requests r where r.id = lanekeeper.agent_uuid(p_key) and r.answer is not null);
   elsif p_kind = 'response' then
-    -- A message from before the execution's last one here, or from before its start, cannot answer it.
+    -- Only a message after the last message of the execution in this thread, and after its start, can answer it.
     select coalesce((select m.sent_at from agent_messages m
                       where m.execution_id = p_id and m.thread_id = p_key and m.role = 'assistant'
                         and m.sent_at is not null
@@ -96,7 +96,7 @@ begin
            (select max(m.seq) from agent_messages m
              where m.execution_id = p_id and m.thread_id = p_key and m.role = 'assistant'
                and m.seq is not null) as seq into sent;
-    -- The order of the thread decides. Only for an event without a message of the thread the clock decides.
+    -- The order of the thread decides. For an event without a message of the thread the clock decides.
     select v.* into came from agent_events v
      where v.event = 'MESSAGE_RECEIVED' and v.key = p_key and v.consumed_by is null and v.execution_id is null
        and v.id >= lanekeeper.agent_uuid7_floor(sent.at - interval '1 minute')
@@ -105,7 +105,7 @@ begin
                         and m.thread_id = p_key), v.created_at > sent.at)
      order by v.id limit 1 for update;
   else
-    if p_kind = 'agent' then                                 -- an end is a fact: it answers every wait, however often
+    if p_kind = 'agent' then                                 -- the end of a child answers every wait for it
       select v.* into came from agent_events v where v.external_id = 'completed ' || p_key;
     end if;
     if came.id is null then
@@ -119,7 +119,7 @@ begin
     return null;
   end if;
   update agent_events v set consumed_by = p_id where v.id = came.id;
-  insert into agent_links (cause, kind, effect)              -- an end answers several waits, and consumed_by names one
+  insert into agent_links (cause, kind, effect)              -- an end answers several waits; consumed_by names one
   select 'event ' || came.id, 'woke', 'execution ' || t.id from unnest(array[came.consumed_by, p_id]) t (id)
    where came.consumed_by <> p_id
   on conflict do nothing;
@@ -135,7 +135,7 @@ declare
   longest constant interval := case p_kind when 'response' then interval '7 days' when 'agent' then interval '24 hours' else interval '30 days' end;
   target uuid;
   outcome jsonb;
-  unsent uuid;                      -- its last message there that is still queued
+  unsent uuid;                      -- the last queued message of the execution in the thread
 begin
   if p_kind is null or not exists (select from lanekeeper.agent_wait_events k where k.kind = p_kind) then
     raise exception 'wait for % is not known', coalesce(quote_literal(p_kind), 'null') using errcode = '22023';
@@ -146,7 +146,7 @@ begin
   end if;
   if p_kind in ('agent', 'document', 'signature', 'test') then
     target := lanekeeper.agent_uuid(p_key);
-    p_key := coalesce(target::text, p_key);                 -- as the events have it
+    p_key := coalesce(target::text, p_key);                 -- the form that events use
   end if;
   p_data := case when p_kind = 'agent' and p_timeout is null then coalesce(p_data, '{}') || '{"patient": true}' else p_data end;
   p_timeout := coalesce(p_timeout, case p_kind when 'response' then interval '24 hours' when 'agent' then interval '1 hour' else interval '7 days' end);
@@ -158,7 +158,7 @@ begin
   perform 1 from agent_executions x where p_kind = 'agent' and x.id = target and target > p_id for share;
   perform fence_agent_execution(p_id, p_claim);
   select c.output into outcome from agent_checkpoints c where c.execution_id = p_id and c.step = p_step;
-  if found then                                             -- a try before this one, whose answer was lost on the way
+  if found then                                             -- an earlier try had its answer lost
     return outcome;
   end if;
   if p_kind = 'response' then
@@ -167,7 +167,7 @@ begin
   end if;
   if unsent is null then
     outcome := lanekeeper.agent_wait_outcome(p_id, p_kind, p_key);
-  else                                                      -- nobody can answer it yet: the time runs from when it leaves
+  else                                                      -- the question is not sent yet: the timeout begins when it is
     p_data := coalesce(nullif(p_data, 'null'), '{}')
               || jsonb_build_object('queued_message', unsent, 'timeout_seconds', extract(epoch from p_timeout));
     p_timeout := interval '30 days';
@@ -181,7 +181,7 @@ begin
      set status = 'waiting', claim = x.claim + 1, wait_number = x.wait_number + 1, attempt = 0, waiting_for = p_kind, waiting_key = p_key,
          waiting_step = p_step, waiting_until = clock_timestamp() + p_timeout, waiting_data = p_data
    where x.id = p_id and x.claim = p_claim;
-  -- Also for a second wait, after a timeout that was too short.
+  -- A second wait for the child, after a timeout, sets awaited again.
   update agent_executions x set awaited = true
    where p_kind = 'agent' and x.id = target and x.parent_id = p_id and not x.awaited and x.completed_at is null;
   perform lanekeeper.claim_agent_locks(p_id, true);
@@ -230,7 +230,7 @@ begin
    where not (t.id = any (plain) and t.n = array_position(p_ids, t.id));
 end $$;
 comment on function lanekeeper.wait_agent_executions is
-  'wait_agent_execution for several executions. Rows: places, from 1, of waits that were not written: their event may '
+  'wait_agent_execution for several executions. Rows: places, from 1, of waits that were not written. Their event may '
   'have come, or the execution has lanes, is locked, or is not valid. Call wait_agent_execution for each.';
 
 create or replace function lanekeeper.resume_agent_executions(p_ids uuid[], p_outcomes jsonb[], p_claimed uuid[] default '{}', p_worker uuid default null,
@@ -243,7 +243,7 @@ declare
   lanes constant text[] := array(select l.lane from agent_locks l where l.execution_id = any (p_ids)
                                  union select k.lane from agent_lock_loans k where k.lender = any (p_ids) order by 1);
   id_ uuid;
-  parent uuid;                      -- of a child that goes on without being waited for
+  parent uuid;                      -- of a child that continues without a waiting parent
 begin
   -- No join with the arrays: a plan made while the table was small would scan the whole table later.
   insert into agent_checkpoints (execution_id, step, claim, output, waited_for, waited_key, waited_since)
@@ -263,7 +263,7 @@ begin
     from x left join lateral (
       select array_agg(k.step), array_agg(k.claim), array_agg(k.fingerprint), array_agg(k.failed), array_agg(k.output), array_agg(k.created_at)
         from agent_checkpoints k where k.execution_id = x.id and x.id = any (p_claimed)) c on true;
-  if p_child is not null then                                -- from here on it acts under lanes of its own
+  if p_child is not null then                                -- from now on the child uses its own lanes
     update agent_executions x set inherits = false, awaited = false
      where x.id = p_child and x.parent_id = any (p_ids) and (x.inherits or x.awaited) and x.completed_at is null returning x.parent_id into parent;
   end if;
@@ -336,7 +336,7 @@ declare
 begin
   select x.* into r from agent_requests x
    where x.id = lanekeeper.agent_uuid(p_event.key) and x.kind = p_kind for update;
-  if not found or r.answer is not null then                 -- it is answered once
+  if not found or r.answer is not null then                 -- only the first answer counts
     return r;
   end if;
   if p_kind = 'document' then
@@ -433,7 +433,7 @@ begin
   -- Lock executions before requests, because the end of an execution closes its requests.
   if p_kind in ('document', 'signature', 'test') then
     r := lanekeeper.answer_agent_request(p_kind, v);
-    if r.id is not null then                                -- the request keeps it from here on
+    if r.id is not null then                                -- the request consumes the event
       update agent_events e set consumed_by = r.execution_id where e.id = v.id;
       outcome := case when r.answer is not null then outcome || jsonb_build_object('event_id', r.event_id, 'data', r.answer) end;
     end if;
@@ -442,12 +442,12 @@ begin
     return query
     select w.execution_id, w.queue from lanekeeper.resume_agent_executions(ids, array(
       select case when not x.is_external or v.external_id is distinct from 'completed ' || p_key then outcome
-                  else outcome || jsonb_build_object('data', v.data || (    -- a worker outside cannot look at the child
+                  else outcome || jsonb_build_object('data', v.data || (    -- a worker outside cannot read the child
                     select jsonb_build_object('variables', c.variables, 'result', c.result, 'error_message', c.error_message)
                       from agent_executions c where c.id = p_key::uuid)) end
         from agent_executions x where x.id = any (ids) order by x.id),
       '{}', null, case when p_kind = 'agent' then lanekeeper.agent_uuid(p_key) end) w;
-    update agent_events e set consumed_by = ids[cardinality(ids)] where e.id = v.id;  -- once, however many it resumed
+    update agent_events e set consumed_by = ids[cardinality(ids)] where e.id = v.id;  -- one id, even if several resumed
     takers := array(select distinct t.id from unnest(ids || v.consumed_by || r.execution_id) t (id) where t.id is not null);
     insert into agent_links (cause, kind, effect)
     select 'event ' || v.id, 'woke', 'execution ' || t.id from unnest(takers) t (id) where cardinality(takers) > 1
@@ -460,8 +460,8 @@ begin
 end $$;
 comment on function lanekeeper.resume_agent_waiters is
   'Resume the executions that wait for a kind and key, by an event. An event of a request answers the request first. '
-  'Without p_event_id the event is the end of the execution p_key: ends only record it, so they never wait for one '
-  'another. Without p_wait it passes over locked rows.';
+  'Without p_event_id the event is the end of the execution p_key: an end only records the event, so ends never wait '
+  'for one another. Without p_wait it skips locked rows.';
 
 create or replace function lanekeeper.agent_next_in_line(p_queue text, p_flow text, p_surface text, p_skip text[]) returns boolean
 language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan
@@ -472,7 +472,7 @@ begin
     -- A claimer counts a limit under its lock, together with all ready executions.
     return false;
   end if;
-  -- Nearly always nothing else is ready, or only executions that a limit holds back.
+  -- Usually no other execution is ready, or only executions above a limit.
   return not exists (select from agent_executions x
                       where x.claimed_by is null and x.status in ('pending', 'running') and not x.is_external
                         and x.queue = p_queue)
@@ -483,7 +483,7 @@ comment on function lanekeeper.agent_next_in_line is
   'Whether workers would claim an execution next if it became ready now: no limit concerns it, and nothing else in '
   'its queue can be claimed.';
 
--- Nearly always one execution waits for an event. Starting a statement costs more than its work, so there are four:
+-- Usually one execution waits for an event. Starting a statement costs more than its work, so there are four:
 -- lock the execution; write the event and decide whether this process may claim; write the outcome; claim.
 create or replace function lanekeeper.deliver_agent_event(p_event text, p_key text, p_data jsonb default '{}', p_id text default null,
                                     p_worker uuid default null, p_queues text[] default '{}', p_skip text[] default '{}')
@@ -493,10 +493,10 @@ language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_g
 #variable_conflict use_column
 declare
   kind constant text := lanekeeper.check_agent_event(p_event, p_key, p_data, p_id);
-  plain boolean := kind not in ('agent', 'document', 'signature', 'test');    -- these do more than resume
-  -- Nobody pauses the agent meanwhile.
+  plain boolean := kind not in ('agent', 'document', 'signature', 'test');    -- the other kinds do more than resume
+  -- No admin can pause the agent meanwhile.
   steady constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
-  w record;                         -- who waits
+  w record;                         -- the waiting execution
   mine boolean;                     -- this process claims it
 begin
   perform lanekeeper.refuse_agent_trial('agent_events');
@@ -520,7 +520,7 @@ begin
          and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp())
          and lanekeeper.agent_next_in_line(w.queue, w.flow, w.surface, p_skip)
     into event_id, mine from v;
-  if event_id is null or plain and w.id is null then         -- it came before, or it is kept
+  if event_id is null or plain and w.id is null then         -- a duplicate, or an event without a waiter
     event_id := coalesce(event_id, (select v.id from agent_events v where v.external_id = p_id));
     return next;
   -- With several waiters, the claim from the queue decides their order.
@@ -563,8 +563,8 @@ begin
   loop
     waiters[n] := execution_id;
   end loop;
-  -- Left out: events for which a second execution waits, or one that is locked; executions with lanes, which have a
-  -- lock order of their own. Without the offsets the planner might read all waits.
+  -- Leave out an event with a second or a locked waiter. Leave out executions with lanes, because lanes have their own
+  -- lock order. Without the offsets the planner might read all waits.
   return query
   select t.n::int, t.id from unnest(p_kinds, p_keys, waiters) with ordinality t (kind, key, id, n)
    where t.n = any (free)
@@ -576,8 +576,8 @@ begin
      and not exists (select from agent_lock_loans k where k.lender = t.id offset 0);
 end $$;
 comment on function lanekeeper.lock_agent_events is
-  'Lock those of several events for which at most one execution waits, with that execution. It never waits. Rows: '
-  'the locked events (n: the place, from 1) and executions.';
+  'Lock each event that at most one execution waits for, and that execution. The call never waits. Rows: the locked '
+  'events (n: the place, from 1) and executions.';
 
 create or replace function lanekeeper.deliver_agent_events(p_events text[], p_keys text[], p_data jsonb[], p_ids text[], p_worker uuid, p_background int,
                                      p_interactive int, p_skip text[])
@@ -588,10 +588,10 @@ set lock_timeout = '50ms' as $$
 #variable_conflict use_column
 declare
   events uuid[] := array_fill(null::uuid, array[cardinality(p_events)]);    -- by place: the row that is written
-  ids uuid[] := events;                                                   -- by place: who waits
+  ids uuid[] := events;                                                   -- by place: the waiting execution
   came uuid[];
-  mine uuid[];                                                            -- those that the worker would claim next
-  -- Nobody pauses the agent meanwhile.
+  mine uuid[];                                                            -- executions that the worker would claim next
+  -- No admin can pause the agent meanwhile.
   steady constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
 begin
   perform lanekeeper.refuse_agent_trial('agent_events');
@@ -633,8 +633,8 @@ begin
     from unnest(events, p_ids, ids) with ordinality t (row_, id, waiter, n) where t.waiter is null;
 end $$;
 comment on function lanekeeper.deliver_agent_events is
-  'deliver_agent_event for several events, without waiting. n is the place of the event, from 1. Without event_id it '
-  'was not delivered, because of a lock or several waiters: deliver it alone.';
+  'deliver_agent_event for several events, without waiting. n is the place of the event, from 1. A row without '
+  'event_id was not delivered, because of a lock or several waiters: deliver it alone.';
 
 create or replace function deliver_agent_event(p_event text, p_key text, p_data jsonb default '{}', p_id text default null)
 returns table (event_id uuid, execution_id uuid) language plpgsql volatile security definer set search_path from current as $$
@@ -642,8 +642,8 @@ begin
   return query select d.event_id, d.execution_id from lanekeeper.deliver_agent_event(p_event, p_key, p_data, p_id) d;
 end $$;
 comment on function deliver_agent_event is
-  'Record an event and resume every execution that waits for it. If none waits, the event is kept for the first that '
-  'does. The same p_id twice counts once. Rows: the event, with each execution that it resumed (null: none).';
+  'Record an event and resume every execution that waits for it. Without a waiter the event is kept for the first '
+  'wait. The same p_id twice counts once. Rows: the event, with each execution that it resumed (null: none).';
 
 create or replace function raise_agent_event(p_event text, p_key text, p_data jsonb, p_id text, p_trace_id text)
 returns table (event_id uuid, execution_id uuid)

@@ -33,17 +33,17 @@ comment on index agent_activity_trace is 'Reads a trace, by time.';
 comment on table agent_activity is
   'One row for each action: a call of a skill, a call of a model, a phase of a turn, or a note.';
 comment on column agent_activity.conversation_id is 'The trace id under its older name.';
-comment on column agent_activity.parent_id is 'The action that this one is a part of.';
+comment on column agent_activity.parent_id is 'The action that contains this one.';
 comment on column agent_activity.claim is 'The claim of the execution that wrote the row.';
 comment on column agent_activity.step is 'The step of the execution.';
 comment on column agent_activity.kind is
   'call: of a skill. model: of a model. phase: a part of a turn. note: something that happened.';
 comment on column agent_activity.agent is 'The agent that acted, or admin.';
-comment on column agent_activity.surface is 'Where the work came from: heartbeat, operate, chat, webhook or flow.';
+comment on column agent_activity.surface is 'The origin of the work: heartbeat, operate, chat, webhook or flow.';
 comment on column agent_activity.skill_name is 'The skill, or the name of the phase or note.';
-comment on column agent_activity.skill_id is 'The skill, where there is one of the name.';
+comment on column agent_activity.skill_id is 'The skill, if a skill has the name.';
 comment on column agent_activity.purpose is
-  'The phase, skill or turn that a model was called for. Spend is counted there.';
+  'The phase, skill or turn that called a model. The call''s spend counts there.';
 comment on column agent_activity.status is
   'running: under way. unknown: it may or may not have taken effect.';
 comment on column agent_activity.input is 'The arguments, redacted.';
@@ -67,7 +67,7 @@ create table agent_activity_open (
   step text not null default '', kind text not null, started_at timestamptz not null default clock_timestamp()
 );
 create index agent_activity_open_execution on agent_activity_open (execution_id);
-comment on index agent_activity_open_execution is 'Finds the actions of an execution that are to be closed.';
+comment on index agent_activity_open_execution is 'Finds the open actions of an execution, to close them.';
 create unique index agent_activity_open_step on agent_activity_open (execution_id, claim, step) where step <> '';
 comment on index agent_activity_open_step is 'Allows one action under way for each step of a claim.';
 comment on table agent_activity_open is
@@ -108,7 +108,7 @@ comment on table agent_activity_counts is
 comment on column agent_activity_counts.span is 'The length of the count.';
 comment on column agent_activity_counts.start is 'The beginning of the hour or day, UTC.';
 comment on column agent_activity_counts.kind is
-  'As in the log; charge: money, by the skill that a model call led to; agent: model calls, by agent; key: model calls '
+  'As in the log. charge: money, by the skill that a model call led to. agent: model calls, by agent. key: model calls '
   'of chats, by chat key.';
 comment on column agent_activity_counts.skill is
   'The skill. For a model call: its purpose. For kind agent: the agent. For kind key: the chat key.';
@@ -140,19 +140,20 @@ create table agent_activity_counted (
   counted_upto uuid not null default '00000000-0000-0000-0000-000000000000'::uuid, candidate uuid, candidate_xid xid8,
   checked_upto uuid not null default '00000000-0000-0000-0000-000000000000'::uuid
 );
-comment on table agent_activity_counted is 'How far the counts have come. One row.';
+comment on table agent_activity_counted is 'The progress of the counts. One row.';
 comment on column agent_activity_counted.single is 'Always true: there is one row.';
 comment on column agent_activity_counted.counted_upto is 'Ids below it are counted.';
 comment on column agent_activity_counted.candidate is 'Ids below it are counted next, once candidate_xid allows it.';
 comment on column agent_activity_counted.candidate_xid is
-  'The count goes on when no transaction below this one is under way.';
-comment on column agent_activity_counted.checked_upto is 'How far the last pass over agent_activity_uncounted came.';
+  'The count continues when no transaction below this one is under way.';
+comment on column agent_activity_counted.checked_upto is
+  'The last pass over agent_activity_uncounted checked the ids up to this one.';
 
 create table agent_activity_uncounted (
   activity_id uuid primary key
 );
 comment on table agent_activity_uncounted is
-  'Rows of the log that are counted one by one: they came with an old id, or had not ended when their time was '
+  'Rows of the log that are counted one by one. Each was written with an old id, or had not ended when its time was '
   'counted.';
 comment on column agent_activity_uncounted.activity_id is 'The row of the log.';
 
@@ -162,10 +163,10 @@ create table agent_activity_durations (
   primary key (day, skill, bucket)
 ) with (fillfactor = 80);
 comment on table agent_activity_durations is
-  'How long calls took, by day. A bucket is 5 per cent wide, so a percentile is right to 2.5 per cent.';
+  'Durations of calls, by day. A bucket is 5 per cent wide, so a percentile is right to 2.5 per cent.';
 comment on column agent_activity_durations.day is 'The day, UTC.';
 comment on column agent_activity_durations.skill is
-  'The skill; empty: all together; model NAME: successful calls of a model.';
+  'The skill. Empty: all skills together. model NAME: successful calls of a model.';
 comment on column agent_activity_durations.bucket is
   'Durations from 1.05 ^ bucket ms up to the next; -1 is less than 1 ms.';
 comment on column agent_activity_durations.calls is 'Calls with such a duration.';
@@ -178,7 +179,7 @@ comment on table agent_prompts is 'The prompt of each model call, as digests of 
 comment on column agent_prompts.activity_id is 'The row of the model call in agent_activity.';
 comment on column agent_prompts.tools is 'The part with the tool definitions. Null: no tool was offered.';
 comment on column agent_prompts.messages is
-  'The parts with the messages, in their order: the system message, the history, the turn.';
+  'The parts with the messages, in order: the system message, the history, the turn.';
 comment on column agent_prompts.options is
   'Other options of the request: effort, temperature, max_tokens, schema (its name), response_format.';
 
@@ -187,7 +188,7 @@ create table agent_prompt_parts (
   used_on date not null default ((now() AT TIME ZONE 'UTC'))::date
 );
 create index agent_prompt_parts_use on agent_prompt_parts (used_on);
-comment on index agent_prompt_parts_use is 'Finds parts that no prompt may need any more.';
+comment on index agent_prompt_parts_use is 'Finds parts that perhaps no prompt needs.';
 comment on table agent_prompt_parts is
   'The parts of prompts, redacted. A part is one message, or the tools of a call. It is stored once.';
 comment on column agent_prompt_parts.digest is 'SHA-256 of body.';
@@ -203,8 +204,8 @@ create table agent_trace_links (
 create index agent_trace_links_age on agent_trace_links (created_at);
 comment on index agent_trace_links_age is 'Finds rows to delete.';
 comment on table agent_trace_links is
-  'Spans of other systems that asked for a trace of ours. They are links only; they are not trusted.';
-comment on column agent_trace_links.traceparent is 'The W3C header, as it came.';
+  'Spans of other systems whose requests began a trace here. They are links only, and not trusted.';
+comment on column agent_trace_links.traceparent is 'The W3C header, as received.';
 
 create table agent_span_export (
   single boolean default true primary key check (single),
@@ -214,8 +215,8 @@ create table agent_span_export (
   updated_at timestamptz not null default clock_timestamp()
 ) with (fillfactor = 50);
 comment on table agent_span_export is
-  'How far spans have been exported. One row. One process at a time sends, and moves sent_upto after the receiver''s '
-  'answer.';
+  'The progress of the export of spans. One row. One process at a time sends, and moves sent_upto after the '
+  'receiver''s answer.';
 comment on column agent_span_export.single is 'Always true: there is one row.';
 comment on column agent_span_export.sent_upto is
   'Activities and ends of executions with ids up to it are sent, except pending.';
@@ -247,15 +248,15 @@ begin
   update agent_activity_open o set claim = p_claim where o.execution_id = p_execution_id and o.claim < p_claim;
 end $$;
 comment on function lanekeeper.recover_agent_activity is
-  'Close the calls that an earlier claim left in flight as unknown, and settle what they reserved. Phases stay '
-  'open: the next claim goes on with them.';
+  'Close calls that an earlier claim left in flight as unknown, and settle their reservations. Phases stay open: the '
+  'next claim continues them.';
 
 create or replace function lanekeeper.agent_count_key(p_text text) returns text
 language sql immutable parallel safe as $$
   select case when octet_length(p_text) <= 300 then p_text else left(p_text, 60) || '… ' || md5(p_text) end
 $$;
 comment on function lanekeeper.agent_count_key is
-  'The text, shortened to fit into an index. The names of tools that a model calls have any length.';
+  'The text, shortened to fit into an index. A model may call tools by names of any length.';
 
 create or replace function lanekeeper.agent_class_counts(p_class text) returns boolean
 language sql immutable parallel safe as $$
@@ -263,8 +264,8 @@ language sql immutable parallel safe as $$
                          'budget', 'configuration')
 $$;
 comment on function lanekeeper.agent_class_counts is
-  'Whether a call with this class of error counts for the health of its skill. One that was refused, interrupted or '
-  'misconfigured says nothing about it.';
+  'Whether a call with this class of error counts for the health of its skill. A refused, interrupted or misconfigured '
+  'call does not count.';
 
 create or replace function lanekeeper.agent_charges(
   p_led_to jsonb, p_prompt bigint, p_completion bigint, p_tokens bigint, p_cost numeric, p_unknown bigint, p_unknown_usd numeric)
@@ -289,8 +290,8 @@ language sql immutable parallel safe as $$
            where l.n > 0) c
 $$;
 comment on function lanekeeper.agent_charges is
-  'The skills that pay for a model call: the skills that it led to, each with its share, or none. The shares add up '
-  'to the whole.';
+  'The skills that pay for a model call: the skills that it led to, each with its share. Without such skills one row '
+  'has an empty skill. The shares add up to the whole.';
 
 create or replace function lanekeeper.read_agent_activity_tail(p_most int)
 returns table (id uuid, status text, hour timestamptz, kind text, skill text, surface text, model text, telling boolean,
@@ -300,9 +301,9 @@ language plpgsql stable security definer set search_path from current set enable
 set plan_cache_mode = force_generic_plan as $$
 #variable_conflict use_column
 begin
-  -- PostgreSQL keeps its plan: planning took ten times as long as running.
+  -- In plpgsql, because PostgreSQL keeps its plan: planning took ten times as long as running.
   return query
-  -- fresh: all rows from counted_upto on. late: rows below it, which are listed one by one.
+  -- fresh: all rows from counted_upto on. late: older rows of agent_activity_uncounted.
   with counted as materialized (
     select c.counted_upto from agent_activity_counted c),
   fresh as materialized (
@@ -321,8 +322,8 @@ begin
     from (select f.* from fresh f union all select l.* from late l) r cross join left_out o;
 end $$;
 comment on function lanekeeper.read_agent_activity_tail is
-  'The rows of the log that the counts lack, in the snapshot of the caller: at most p_most of the newest, and as many '
-  'listed one by one. beyond marks rows after the first that is left out: sums are complete up to there.';
+  'The rows of the log that are not counted yet, in the snapshot of the caller: at most p_most of the newest, and as '
+  'many of agent_activity_uncounted. beyond marks rows from the first omitted one on. Sums are complete before it.';
 
 create or replace function lanekeeper.agent_skill_durations(p_since timestamptz, p_skills text[])
 returns table (skill text, p50_ms float8, p95_ms float8)
@@ -353,7 +354,7 @@ begin
     from ranks r group by r.skill;
 end $$;
 comment on function lanekeeper.agent_skill_durations is
-  'The 50th and 95th percentile of how long calls of skills took since the day (UTC) of a moment, right to 2.5 per '
+  'The 50th and 95th percentile of the durations of skills'' calls, since the day (UTC) of a moment, right to 2.5 per '
   'cent.';
 
 create or replace function lanekeeper.read_agent_skill_figures(p_since timestamptz, p_read int default 10000)
@@ -364,7 +365,7 @@ set plan_cache_mode = force_generic_plan as $$
 begin
   return query
   with began as materialized (
-    -- From hour and day on, whole ones are added up. The first hour may begin before p_since.
+    -- Sum the hours from hour on, and the days from day on. The first hour may begin before p_since.
     select n.since, n.hour, lanekeeper.agent_uuid7_floor(n.since) as since_id, lanekeeper.agent_uuid7_floor(n.hour) as hour_id,
            (date_trunc('day', (n.hour - interval '1 microsecond') at time zone 'UTC') + interval '1 day') at time zone 'UTC' as day
       from (select x.since, date_trunc('hour', x.since at time zone 'UTC') at time zone 'UTC' as hour
@@ -386,7 +387,7 @@ begin
   ranked as materialized (
     select s.name, s.enabled_at, u.worked, u.failed, u.slowest, sum(u.calls) over (order by u.calls, s.name) <= p_read as few
       from sums u join agent_skills s on s.name = u.skill),
-  -- Skills with few calls: from the rows.
+  -- Read skills with few calls from the rows.
   little as (
     select r.name, x.calls, x.failed, x.streak, x.p50_ms, x.p95_ms, x.slowest
       from ranked r
@@ -400,8 +401,8 @@ begin
                      from agent_activity_measured m
                     where m.skill_name = r.name and m.telling and m.id >= b.since_id and m.created_at >= b.since) c) x
      where r.few),
-  -- Skills with many: from the counts, less the first hour's part before p_since. A streak is read back to the last
-  -- success.
+  -- Read skills with many calls from the counts, less the first hour's part before p_since. Read a streak back to the
+  -- last success.
   early as materialized (
     select c.skill_name, count(*) as worked, count(*) filter (where c.status = 'error') as failed
       from began b cross join agent_skill_calls c where c.id >= b.hour_id and c.id < b.since_id group by c.skill_name),
@@ -429,14 +430,15 @@ begin
             from many m left join lanekeeper.agent_skill_durations(p_since, array(select n.name from many n)) d on d.skill = m.name) x;
 end $$;
 comment on function lanekeeper.read_agent_skill_figures is
-  'How each skill did since a moment: calls that count, failures, the present streak, durations, the slowest call. '
-  'Skills with few calls are read call by call, p_read rows in all. For the others counts are added up: p50 and p95 '
-  'are right to 2.5 per cent, over whole days (UTC). Before 35 days it begins at the next midnight.';
+  'Figures of each skill since a moment: counted calls, failures, the present streak, durations, the slowest call. '
+  'Skills with few calls are read call by call, p_read rows in all. The figures of other skills are sums of the '
+  'counts: p50 and p95 are right to 2.5 per cent, over whole days (UTC). A moment more than 35 days ago begins at the '
+  'next midnight.';
 
 create or replace function record_stale_agent_write(p_id uuid, p_lock_id text, p_write text, p_step text default '', p_output jsonb default null) returns boolean
 language plpgsql volatile security definer set search_path from current set enable_seqscan = off set jit = off as $$
 declare
-  most constant int := 5;           -- rows of a lock; ten times as many of an execution
+  most constant int := 5;           -- rows for a lock; an execution has at most ten times as many
   lock_ text;
   n int;
   of_lock int;
@@ -471,9 +473,9 @@ begin
   return true;
 end $$;
 comment on function record_stale_agent_write is
-  'Record that a write of a worker outside was refused because its lock is void: a stale_write in the activity log. '
-  'Each of the first five of a lock has a row, and the fifth counts the rest. False: unknown execution. LK001 rolls '
-  'its transaction back, so call this in the next one. p_output is kept as it is: leave secrets out.';
+  'Record the refused write of a worker outside with a void lock, as a stale_write in the activity log. Each of the '
+  'first five refusals of a lock has a row; the fifth row counts the rest. False: unknown execution. LK001 rolls back '
+  'its transaction, so call this in the next one. p_output is stored unchanged: leave secrets out.';
 
 create or replace function lanekeeper.record_agent_prompt(
   p_activity_id uuid, p_tools bytea, p_messages bytea[], p_options jsonb, p_digests bytea[], p_bodies text[], p_truncated boolean[],
@@ -488,8 +490,8 @@ begin
     problem := 'the model call has no open row';
     return;
   end if;
-  -- Known parts are marked before new ones are inserted, in one order, so that two calls cannot deadlock. Pruning skips
-  -- locked parts. A part that was pruned before is inserted again.
+  -- Mark known parts before inserting new ones, in one order, so two calls cannot deadlock. Pruning skips locked parts.
+  -- A pruned part is inserted again.
   update agent_prompt_parts p set used_on = today
     from (select h.digest from agent_prompt_parts h where h.digest = any (parts) and h.used_on < today order by h.digest for update) u
    where p.digest = u.digest;
@@ -511,9 +513,9 @@ exception when others then
   problem := sqlerrm;
 end $$;
 comment on function lanekeeper.record_agent_prompt is
-  'Record the prompt of a model call, with the parts that may be new, in the transaction that opens the call. '
-  'p_amend: in the transaction that ends the call, record the options and messages that were sent; null messages stay. '
-  'It never fails its transaction: problem says why nothing was recorded, missing counts the parts that are not there.';
+  'Record the prompt of a model call, with the parts that may be new, in the transaction that opens the call. p_amend: '
+  'in the transaction that ends the call, record the sent options and messages; null messages stay. The function never '
+  'fails its transaction: problem says why nothing was recorded, missing counts the absent parts.';
 
 create or replace function lanekeeper.agent_activity_written() returns trigger
 language plpgsql security definer set search_path from current as $$
@@ -521,7 +523,7 @@ begin
   if new.claim is not null then
     perform fence_agent_execution(new.execution_id, new.claim);
   end if;
-  -- The log of a trial counts nowhere, because of its surface.
+  -- The surface eval keeps a trial's log out of the figures. Refuse other surfaces.
   if new.trace_id like 'ev\_%' and new.surface <> 'eval' then
     raise exception 'a trial of an eval cannot write to agent_activity of the surface %', quote_literal(new.surface)
       using errcode = 'LK009';
@@ -532,10 +534,11 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.agent_activity_written is
-  'Refuse a row of the log whose claim is not the live one of its execution (SQLSTATE LK001), or of a trial under '
-  'another surface (LK009), and list a row with an old id, which the count may have passed.';
+  'Refuse a row of the log whose claim is not the live one of its execution (SQLSTATE LK001), or a row of a trial '
+  'under another surface (LK009). List a row with an old id in agent_activity_uncounted, because the count may have '
+  'passed it.';
 
--- After the insert: by then its transaction has an xid.
--- A condition of the trigger would be parsed for each statement, at the price of several calls.
+-- The trigger runs after the insert, because its transaction then has an xid. PostgreSQL would parse a condition of the
+-- trigger for each statement, at the price of several calls.
 create or replace trigger agent_activity_written after insert on agent_activity for each row
   execute function lanekeeper.agent_activity_written();

@@ -1,7 +1,7 @@
 -- Threads: conversations, each with an owner and an order.
 --
 -- A message gets its number when it is delivered. Only the holder of the lane thread:ID sends. Messages of other
--- senders are queued until the lane is free. agent_thread_access lists who else may read and write in a thread.
+-- senders are queued until the lane is free. agent_thread_access lists the other participants of a thread.
 
 create table agent_threads (
   id text primary key check ((id ~ '^[^[:cntrl:]]{1,200}$') AND (id ~ '[^[:space:]]')),
@@ -41,7 +41,7 @@ comment on column agent_threads.target is
 comment on column agent_threads.idle_seconds is
   'The lease of the thread''s lane. A holder keeps the lease that it acquired or renewed with.';
 comment on column agent_threads.watched_until is
-  'Until then a message notifies on channel agent_messages, because somebody watches.';
+  'Until then somebody watches, so each message notifies channel agent_messages.';
 comment on column agent_threads.owner_kind is
   'The kind of owner: key, visitor, flow, webhook, channel or admin. Empty: a release without kinds began it.';
 comment on column agent_threads.visitor is 'For owner_kind visitor: SHA-256 of the visitor''s secret, in hexadecimal.';
@@ -66,7 +66,7 @@ comment on index agent_documents_own is 'Lists the documents of an owner.';
 create index agent_documents_execution on agent_documents (execution_id, id) where execution_id is not null;
 comment on index agent_documents_execution is 'Lists the documents of an execution.';
 create index agent_documents_expiry on agent_documents (expires_at) where expires_at is not null;
-comment on index agent_documents_expiry is 'Finds uploads that are to go.';
+comment on index agent_documents_expiry is 'Finds expired uploads.';
 create index agent_documents_free on agent_documents (id)
   where thread_id is null and execution_id is null and owner_kind = 'admin';
 comment on index agent_documents_free is 'Lists the documents of admins that belong to no thread and no execution.';
@@ -77,15 +77,15 @@ comment on index agent_documents_unused is 'Counts the unused uploads of a visit
 comment on table agent_documents is 'Files that admins and visitors gave to the agent, with their content.';
 comment on column agent_documents.name is 'The file name, without folders and control characters.';
 comment on column agent_documents.content_type is
-  'The media type, found from content and name. What the client claimed is only a hint.';
+  'The media type, derived from content and name. The client''s type is only a hint.';
 comment on column agent_documents.size is 'In bytes.';
 comment on column agent_documents.sha256 is 'Of the content.';
 comment on column agent_documents.is_text is 'The content is UTF-8 text, which models and flows can read.';
 comment on column agent_documents.content is 'The bytes of the file.';
 comment on column agent_documents.thread_id is
-  'The thread whose visitors, flows and models see the document. The document goes with the thread.';
+  'The thread whose visitors, flows and models see the document. The document is deleted with the thread.';
 comment on column agent_documents.execution_id is
-  'The execution that sees the document. The document goes with the execution.';
+  'The execution that sees the document. The document is deleted with the execution.';
 comment on column agent_documents.trace_id is 'The trace of the upload.';
 comment on column agent_documents.owner_kind is 'The kind of uploader, as in agent_threads.';
 comment on column agent_documents.owner is 'The chat key of the uploader, or admin.';
@@ -105,7 +105,8 @@ create table agent_thread_access (
 create index agent_thread_access_joined on agent_thread_access (joined_with) where joined_with is not null;
 comment on index agent_thread_access_joined is 'Finds the participants that joined by a token.';
 create unique index agent_thread_access_name on agent_thread_access (kind, owner, visitor, name) where kind <> 'token';
-comment on index agent_thread_access_name is 'Finds a participant''s thread by name, and allows one of a name.';
+comment on index agent_thread_access_name is
+  'Finds a participant''s thread by name, and allows one thread for each name.';
 create index agent_thread_access_thread on agent_thread_access (thread_id, id);
 comment on index agent_thread_access_thread is 'Lists the participants of a thread.';
 comment on table agent_thread_access is
@@ -116,13 +117,13 @@ comment on column agent_thread_access.visitor is 'As in agent_threads.';
 comment on column agent_thread_access.name is 'The participant''s name for the thread. Unique for a participant.';
 comment on column agent_thread_access.token_digest is 'SHA-256 of a join token.';
 comment on column agent_thread_access.reusable is
-  'Any number of visitors may join by the token until it ends. Otherwise one may.';
+  'Any number of visitors may join by the token until it ends. Otherwise one visitor may.';
 comment on column agent_thread_access.execution_id is 'The token ends with this execution.';
 comment on column agent_thread_access.expires_at is 'When the token ends.';
 comment on column agent_thread_access.used_at is 'When the token was last used.';
 comment on column agent_thread_access.joined_with is
   'The token that the participant joined by. Revoking the token ends the access.';
-comment on column agent_thread_access.created_by is 'The person or program that granted it.';
+comment on column agent_thread_access.created_by is 'The person or program that granted the access.';
 
 create table agent_messages (
   id uuid default lanekeeper.agent_uuid7() primary key,
@@ -147,7 +148,7 @@ create unique index agent_messages_dedupe on agent_messages (dedupe_key) where d
 comment on index agent_messages_dedupe is 'Finds the message of a dedupe_key.';
 create index agent_messages_due on agent_messages (next_attempt_at)
   where status = 'sending' and next_attempt_at is not null;
-comment on index agent_messages_due is 'Finds messages that are to be sent again.';
+comment on index agent_messages_due is 'Finds messages to send again.';
 create index agent_messages_execution on agent_messages (execution_id) where execution_id is not null;
 comment on index agent_messages_execution is 'Lists the messages of an execution.';
 create index agent_messages_failed on agent_messages (id) where status = 'failed';
@@ -164,18 +165,18 @@ comment on column agent_messages.seq is 'The place in the thread. Null: not in t
 comment on column agent_messages.turn is 'The seq of the message that began the exchange.';
 comment on column agent_messages.role is 'The speaker.';
 comment on column agent_messages.content is 'The text.';
-comment on column agent_messages.channel is 'The channel that it came by or goes to.';
+comment on column agent_messages.channel is 'The channel of its origin or destination.';
 comment on column agent_messages.status is
-  'queued: waits for the lane. sending: on its way out by its channel. sent: in the thread. delivered: the channel '
-  'confirmed it. received: a visitor wrote it. failed: given up. withdrawn: taken back before it was sent.';
+  'queued: waits for the lane. sending: its channel delivers it. sent: in the thread. delivered: the channel confirmed '
+  'it. received: a visitor wrote it. failed: given up. withdrawn: cancelled before it was sent.';
 comment on column agent_messages.interrupted is 'The answer was cut short.';
 comment on column agent_messages.tokens is 'An estimate of its length for a model.';
 comment on column agent_messages.attempts is 'How often it was sent to its channel.';
 comment on column agent_messages.sent_at is 'When it joined the thread.';
 comment on column agent_messages.target is 'On channel webhook: the name of an outgoing target.';
-comment on column agent_messages.dedupe_key is 'A send with a key that is there already adds nothing.';
+comment on column agent_messages.dedupe_key is 'A second send with the same key adds nothing.';
 comment on column agent_messages.next_attempt_at is
-  'When a message that is being sent is tried again. Null: an earlier one comes first.';
+  'When the next attempt is due. Null: an earlier message comes first.';
 comment on column agent_messages.delivered_at is 'When the channel confirmed it.';
 
 create table agent_message_drafts (
@@ -186,7 +187,7 @@ comment on table agent_message_drafts is
   'The answer of a turn under way. Other processes show it. Another claim continues it. An interruption truncates it.';
 comment on column agent_message_drafts.claim is 'The claim that writes it.';
 comment on column agent_message_drafts.content is 'The text so far.';
-comment on column agent_message_drafts.settled is 'How many characters of it will not change.';
+comment on column agent_message_drafts.settled is 'The number of characters at its beginning that will not change.';
 
 create table agent_message_images (
   message_id uuid not null references agent_messages(id) on delete cascade, place int not null check (place > 0),
@@ -199,14 +200,14 @@ create table agent_message_images (
   constraint agent_message_images_check1 check ((media_type IS NULL) = (data IS NULL))
 );
 alter table agent_message_images alter column data set storage external;
-comment on table agent_message_images is 'Images of messages, in their order. They go with their message.';
+comment on table agent_message_images is 'Images of messages, in order. An image is deleted with its message.';
 comment on column agent_message_images.message_id is 'The message that the image came with.';
 comment on column agent_message_images.place is 'The order of the images of a message, from 1.';
 comment on column agent_message_images.url is
   'Where the model''s server finds the image. The runtime never fetches it.';
 comment on column agent_message_images.media_type is 'The format of data.';
-comment on column agent_message_images.data is 'The image, where the client sent it.';
-comment on column agent_message_images.detail is 'How closely the model is to look, as the client says.';
+comment on column agent_message_images.data is 'The image, if the client sent it.';
+comment on column agent_message_images.detail is 'The level of detail that the client requested of the model.';
 
 create table agent_chat_requests (
   id uuid default lanekeeper.agent_uuid7() primary key, fingerprint bytea not null, execution_id uuid not null,
@@ -218,9 +219,9 @@ create table agent_chat_requests (
   expires_at timestamptz not null default (clock_timestamp() + '00:15:00'::interval)
 );
 create index agent_chat_requests_expiry on agent_chat_requests (expires_at);
-comment on index agent_chat_requests_expiry is 'Finds rows that are to go.';
+comment on index agent_chat_requests_expiry is 'Finds rows to delete.';
 create index agent_chat_requests_fingerprint on agent_chat_requests (fingerprint, created_at);
-comment on index agent_chat_requests_fingerprint is 'Finds the turn that a retry asks for.';
+comment on index agent_chat_requests_fingerprint is 'Finds the turn of a retry.';
 comment on table agent_chat_requests is
   'Requests of the last minutes that began a turn. A client''s retry finds its turn here.';
 comment on column agent_chat_requests.fingerprint is
@@ -232,14 +233,14 @@ comment on column agent_chat_requests.worker is
   'The process that has the connection. The connection dies with the process.';
 comment on column agent_chat_requests.attempt is 'As the client counts: 0 is the first.';
 comment on column agent_chat_requests.state is
-  'open: the connection stands. left: it ended before the answer was sent. delivered: the answer was sent.';
+  'open: the connection is open. left: it ended before the answer was sent. delivered: the answer was sent.';
 comment on column agent_chat_requests.changed_at is 'When state or connection changed.';
 comment on column agent_chat_requests.expires_at is 'When the row may be deleted.';
 
 -- Code
 
 -- Lock order: the row of the lane, then the advisory lock, as a write under the token takes them. Only a row that was
--- inserted meanwhile is locked after it.
+-- inserted meanwhile is locked after the advisory lock.
 
 create or replace function lanekeeper.lock_agent_thread(p_thread text, p_wait boolean default true) returns boolean
 language plpgsql volatile as $$
@@ -247,12 +248,12 @@ declare
   lane_ text := 'thread:' || p_thread;
   key_ bigint := hashtextextended('lane ' || 'thread:' || p_thread, 0);
 begin
-  -- The advisory lock is for a lane that has no row yet; acquire_agent_lock takes the same for its first hold.
+  -- The advisory lock is for a lane without a row. acquire_agent_lock takes the same lock for the first row.
   if p_wait then
     perform 1 from agent_locks l where l.lane = lane_ for update;
     if not found then
       perform pg_advisory_xact_lock(key_);
-      perform 1 from agent_locks l where l.lane = lane_ for update;    -- another may have inserted it meanwhile
+      perform 1 from agent_locks l where l.lane = lane_ for update;    -- another transaction may have inserted it
     end if;
     perform 1 from agent_threads t where t.id = p_thread for no key update;
     if not found then
@@ -275,7 +276,7 @@ begin
   return found;
 end $$;
 comment on function lanekeeper.lock_agent_thread is
-  'Lock the lane and the row of a thread. Without p_wait: false when another transaction has one locked.';
+  'Lock the lane and the row of a thread. Without p_wait: false if another transaction has locked either.';
 
 create or replace function lanekeeper.append_agent_message(p_id uuid) returns bigint
 language plpgsql volatile as $$
@@ -311,7 +312,7 @@ begin
   return place;
 end $$;
 comment on function lanekeeper.append_agent_message is
-  'Give a message its place in its thread, whose row the caller has locked.';
+  'Give a message its place in its thread. The caller has locked the thread''s row.';
 
 create or replace function lanekeeper.send_agent_message(p_thread text, p_execution_id uuid, p_claim bigint, p_content text,
                                    p_channel text default null, p_target text default '', p_tokens int default 0)
@@ -328,23 +329,23 @@ declare
 begin
   acquired := false;
   if p_execution_id is not null then
-    -- For a loan; before lanes.
+    -- The lane may be lent. Lock executions before lanes.
     perform 1 from agent_executions x where x.id = p_execution_id and x.inherits for no key update;
     perform fence_agent_execution(p_execution_id, p_claim);
     if not lanekeeper.agent_flow_may_join(p_thread, null, p_execution_id) then
-      -- As for another owner's thread.
+      -- The error for another owner's thread is the same.
       raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';
     end if;
   end if;
   perform lanekeeper.lock_agent_thread(p_thread);
   select x.channel, x.target, x.idle_seconds as idle into t from agent_threads x where x.id = p_thread;
-  -- A conversation on such a channel sends all its messages there.
+  -- A conversation on a channel of people sends all its messages there.
   people := t.channel in ('telegram', 'slack', 'email');
   p_channel := coalesce(nullif(p_channel, ''), case when t.channel in ('webhook', 'log') or people then t.channel else 'chat' end);
   p_target := case when p_channel = 'webhook' then coalesce(nullif(p_target, ''), t.target) when people then t.target else '' end;
   if people and p_channel = 'chat' then p_channel := t.channel; end if;
   if p_channel not in ('chat', 'webhook', 'log') and (not people or p_channel <> t.channel) or coalesce(btrim(p_content), '') = '' then
-    raise exception 'a message needs a content and a channel, chat, webhook, log or that of its thread, not %', quote_literal(p_channel) using errcode = '22023';
+    raise exception 'a message needs content and a channel: chat, webhook, log or the thread''s, not %', quote_literal(p_channel) using errcode = '22023';
   elsif p_channel = 'webhook' and not exists (select from agent_webhook_targets w where w.name = p_target) then
     raise exception 'there is no outgoing webhook target %', quote_literal(p_target) using errcode = '22023',
       hint = 'Declare it in the workspace, and name it as the target of the message or of the thread.';
@@ -368,7 +369,7 @@ begin
       acquired := mine and lender is null;
     end if;
   end if;
-  mine := mine and not exists (                              -- its own earlier ones leave first
+  mine := mine and not exists (                              -- its earlier messages are sent first
     select from lanekeeper.agent_queued_messages q where q.thread_id = p_thread and q.speaker = p_execution_id);
   insert into agent_messages as m (thread_id, role, content, channel, target, execution_id, trace_id, status, tokens)
   values (p_thread, 'assistant', p_content, p_channel, p_target, p_execution_id, coalesce((
@@ -376,7 +377,7 @@ begin
      where x.id = p_execution_id), ''), 'queued', coalesce(p_tokens, 0)) returning m.id into message_id;
   if mine then seq := lanekeeper.append_agent_message(message_id);
   else
-    perform lanekeeper.flush_agent_thread(p_thread);                    -- what may leave; it may be among that
+    perform lanekeeper.flush_agent_thread(p_thread);                    -- send the allowed messages, perhaps this one
     select m.seq into seq from agent_messages m where m.id = message_id;
   end if;
   queued := seq is null;
@@ -386,8 +387,8 @@ end $$;
 comment on function lanekeeper.send_agent_message is
   'Send a message to a thread for an execution or, with null, for a sender that cannot hold the lane. The execution '
   'that holds or may borrow the lane of the thread sends at once. Other messages are queued, first in, first out. The '
-  'default channel is the thread''s, or chat. lender: the lane was borrowed now. stale_holder: it was taken over from '
-  'an ended lease.';
+  'default channel is the thread''s, or chat. lender: the lane was borrowed now. stale_holder: the former holder of an '
+  'ended lease.';
 
 create or replace view lanekeeper.agent_queued_messages as
 select m.id, m.thread_id, h.id as speaker from agent_messages m cross join lateral (
@@ -415,15 +416,15 @@ language sql volatile as $$
 $$;
 comment on function lanekeeper.agent_thread_next is
   'The queued message to send next. A free thread: the first one. A held thread: the first of its holder, or of an '
-  'execution that may borrow from it.';
+  'execution that may borrow from the holder.';
 
 create or replace function lanekeeper.flush_agent_thread(p_thread text, p_limit int default 100, p_wait boolean default true) returns int
 language plpgsql volatile as $$
 declare
   lane_ text := 'thread:' || p_thread;
   head uuid;
-  who agent_executions;             -- whose message it is
-  asks boolean;                     -- it waits for the answer
+  who agent_executions;             -- the sender
+  asks boolean;                     -- the sender waits for the answer
   held agent_locks;
   live boolean;
   idle int;
@@ -434,7 +435,7 @@ begin
     live := found and held.expires_at > clock_timestamp();
     head := lanekeeper.agent_thread_next(p_thread, live, held.execution_id);
     exit when head is null;
-    -- Executions before lanes. One that is being claimed or ended now is left to the next call.
+    -- Lock executions before lanes. The next call handles an execution that is being claimed or ended.
     select x.* into who from agent_messages m join agent_executions x on x.id = m.execution_id
      where m.id = head for no key update of x skip locked;
     exit when not found and exists (select from agent_messages m join agent_executions x on x.id = m.execution_id where m.id = head);
@@ -443,11 +444,11 @@ begin
     live := found and held.expires_at > clock_timestamp();
     -- The next message has changed meanwhile.
     continue when head is distinct from lanekeeper.agent_thread_next(p_thread, live, held.execution_id);
-    if who.id is null or who.completed_at is not null then   -- in a thread that is held, it leaves in the holder's name
+    if who.id is null or who.completed_at is not null then   -- in a held thread it is sent in the holder's name
       exit when not live and exists (select from lanekeeper.agent_lock_holders h where h.lane = lane_);
     elsif not live or held.execution_id is distinct from who.id then
       select t.idle_seconds into idle from agent_threads t where t.id = p_thread;
-      -- It borrows when somebody runs it.
+      -- A running execution borrows only under a live worker.
       exit when live and who.status = 'running' and not exists (
         select from agent_workers w where w.id = who.claimed_by and w.expires_at > clock_timestamp());
       exit when not (case when live then (select b.acquired from lanekeeper.lend_agent_lock(lane_, who.id, who.claim, idle) b)
@@ -470,7 +471,7 @@ begin
 end $$;
 comment on function lanekeeper.flush_agent_thread is
   'Send the queued messages of a thread that may be sent now, in order, at most p_limit. Call it whenever the lane of '
-  'the thread changes hands. Without p_wait it does nothing when another transaction has the thread locked.';
+  'the thread changes hands. Without p_wait it does nothing if another transaction has locked the thread.';
 
 create or replace function lanekeeper.receive_agent_message(p_thread text, p_content text, p_channel text default 'chat', p_data jsonb default '{}',
                                       p_id text default null, p_execution_id uuid default null, p_tokens int default 0)
@@ -484,12 +485,12 @@ declare
   came record;
   first_ boolean := true;
 begin
-  -- Before executions, lanes and the thread.
+  -- Take this lock before executions, lanes and the thread.
   perform pg_advisory_xact_lock(hashtextextended('wait response ' || p_thread, 0));
   if p_id is not null then
     select v.id, v.data into came from agent_events v
      where v.external_id = p_id and v.event = 'MESSAGE_RECEIVED' and v.key = p_thread;
-    if found then                                           -- it counts once
+    if found then                                           -- a duplicate
       return query select (came.data ->> 'message_id')::uuid,
                           (select m.seq from agent_messages m where m.id = (came.data ->> 'message_id')::uuid), came.id, null::uuid;
       return;
@@ -517,7 +518,7 @@ begin
       if watched > clock_timestamp() then
         perform pg_notify('agent_messages', p_thread);
       end if;
-      perform pg_notify('agent_threads', p_thread) from agent_messages m     -- a flush may have given way to this
+      perform pg_notify('agent_threads', p_thread) from agent_messages m     -- a flush may have skipped the thread
         where m.thread_id = p_thread and m.status = 'queued' limit 1;
     end if;
     return query select message, place, came.event_id, came.execution_id;
@@ -526,14 +527,14 @@ end $$;
 comment on function lanekeeper.receive_agent_message is
   'Record a message of the other side of a thread, and end the waits for it by MESSAGE_RECEIVED: its data is p_data '
   'with message_id, thread_id, content and channel. Rows: the message with each execution that it resumed (null: '
-  'none). The same p_id counts once.';
+  'none). The same p_id twice counts once.';
 
 create or replace function lanekeeper.return_agent_threads(p_parent uuid, p_child uuid) returns void
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   l record;
 begin
-  for l in                                                   -- of the child, or lent by it
+  for l in                                                   -- lanes that the child holds or has lent
     select a.lane, a.ttl_seconds from agent_locks a
      where a.lane in (select c.lane from agent_locks c where c.execution_id = p_child
                       union all select n.lane from agent_lock_loans n where n.lender = p_child and n.depth = 1)
@@ -545,12 +546,11 @@ begin
     delete from agent_lock_loans n where n.lane = l.lane;
     insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
     values (l.lane, 1, p_parent, p_child, l.ttl_seconds);
-    perform lanekeeper.return_agent_lock(l.lane, p_parent);         -- as if it had been lent
+    perform lanekeeper.return_agent_lock(l.lane, p_parent);         -- as a loan of the parent
   end loop;
 end $$;
 comment on function lanekeeper.return_agent_threads is
-  'Return threads to a parent that no longer waits for its child: those that the parent speaks in and the child has '
-  'acquired meanwhile.';
+  'Return threads to a parent that no longer waits for its child: the child''s threads in which the parent speaks.';
 
 create or replace function lanekeeper.agent_thread_id(p_kind text, p_owner text, p_visitor text, p_name text) returns text
 language plpgsql stable as $$
@@ -568,7 +568,7 @@ select t.id from agent_threads t
      select from agent_messages m join agent_executions x on x.id = m.execution_id
       where m.thread_id = t.id and m.role = 'assistant' and x.flow not in ('chat', 'chat_relay', 'chat_summary')));
 comment on view lanekeeper.agent_flow_threads is
-  'Threads without a kind of owner that flows have used. Flows may go on with them.';
+  'Threads without a kind of owner that flows have used. Flows may continue them.';
 
 create or replace function lanekeeper.agent_thread_for(p_kind text, p_owner text, p_visitor text, p_name text) returns text
 language plpgsql stable set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan
@@ -589,7 +589,7 @@ begin
     if (case
       when p_kind = 'admin' then true
       when t.owner_kind <> '' then (t.owner_kind, t.owner, t.visitor) = (p_kind, p_owner, p_visitor)
-      -- An earlier release began it, and a visitor proves its right by a name that nobody can guess.
+      -- An earlier release began the thread. A visitor proves its right by an unguessable name.
       when p_kind = 'key' then t.channel = 'chat' and t.owner = p_owner
       when p_kind = 'visitor' then t.channel = 'chat' and t.owner = p_owner and p_owner <> '' and t.id ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$'
       when p_kind = 'webhook' then exists (
@@ -602,6 +602,5 @@ begin
   end loop;
   return null;
 end $$;
-comment on function lanekeeper.agent_thread_for is
-  'The id of a principal''s thread of a name. Null: it has none.';
+comment on function lanekeeper.agent_thread_for is 'The id of a principal''s thread with a name. Null: no such thread.';
 

@@ -1,8 +1,8 @@
 -- Agents: their definitions, memory and objectives.
 --
 -- agent_agents keeps every version of an agent's definition. Memory has an owner and a revision: a write names the
--- revision that it is based on. An objective has steps, and a step needs evidence that it is done. Ended logins, the
--- secret values of the database and the isolation of eval trials are here, too.
+-- revision that it is based on. An objective has steps, and a step needs evidence that it is done. agent_secrets has
+-- the secret values of the database.
 
 create table agent_agents (
   name text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'), version int not null check (version > 0),
@@ -17,7 +17,8 @@ comment on index agent_agents_current is 'Allows one current version of an agent
 comment on table agent_agents is 'Versions of declared agents. A turn records the version that it began with.';
 comment on column agent_agents.digest is 'SHA-256 of the definition.';
 comment on column agent_agents.definition is 'The agent, as the workspace declares it.';
-comment on column agent_agents.is_default is 'It acts where nobody names an agent. At most one current agent has it.';
+comment on column agent_agents.is_default is
+  'The agent acts if a request names no agent. At most one current agent is the default.';
 comment on column agent_agents.source is 'The declaring side, such as workspace.';
 comment on column agent_agents.current is 'New turns begin with this version. None: the agent was removed.';
 
@@ -36,7 +37,7 @@ create table agent_memory (
 create index agent_memory_category on agent_memory (category, key);
 comment on index agent_memory_category is 'Lists the memories of a category, of all owners.';
 create index agent_memory_expiry on agent_memory (expires_at) where expires_at is not null;
-comment on index agent_memory_expiry is 'Finds memories that are to be forgotten.';
+comment on index agent_memory_expiry is 'Finds expired memories.';
 create index agent_memory_key on agent_memory (key text_pattern_ops);
 comment on index agent_memory_key is 'Finds keys by their beginning.';
 create index agent_memory_recent on agent_memory (updated_at);
@@ -49,7 +50,7 @@ comment on column agent_memory.key is 'The name of the memory.';
 comment on column agent_memory.value is 'The memory.';
 comment on column agent_memory.expires_at is 'When the memory is deleted. Null: never.';
 comment on column agent_memory.search is 'The words of key and value, for full-text search.';
-comment on column agent_memory.owner is 'The agent whose own memory it is. Empty: all agents share it.';
+comment on column agent_memory.owner is 'The agent that owns the memory. Empty: all agents share it.';
 
 create table agent_memory_conflicts (
   id uuid default lanekeeper.agent_uuid7() primary key, category text not null, key text not null,
@@ -63,14 +64,14 @@ create table agent_memory_conflicts (
   constraint agent_memory_conflicts_check1 check ((found_revision = 0) = (found_value IS NULL))
 );
 create index agent_memory_conflicts_decided on agent_memory_conflicts (decided_at) where status <> 'open';
-comment on index agent_memory_conflicts_decided is 'Finds decided rows that are to go.';
+comment on index agent_memory_conflicts_decided is 'Finds decided rows to delete.';
 create index agent_memory_conflicts_key on agent_memory_conflicts (category, key, id);
 comment on index agent_memory_conflicts_key is 'Lists the conflicts of a key.';
 create index agent_memory_conflicts_status on agent_memory_conflicts (status, id);
 comment on index agent_memory_conflicts_status is 'Lists conflicts by status.';
 comment on table agent_memory_conflicts is
-  'Memories that were not written, because another writer had changed the key and nobody could ask the first writer. '
-  'An admin decides. Decided rows are deleted after 90 days.';
+  'Late notes that were not written, because another writer had changed the key. An admin decides. Decided rows are '
+  'deleted after 90 days.';
 comment on column agent_memory_conflicts.category is 'As in agent_memory.';
 comment on column agent_memory_conflicts.key is 'As in agent_memory.';
 comment on column agent_memory_conflicts.value is 'The value that was not written.';
@@ -83,7 +84,7 @@ comment on column agent_memory_conflicts.trace_id is 'The trace of the writer.';
 comment on column agent_memory_conflicts.status is
   'open, or the decision. kept: the present value stayed. taken: this value replaced it.';
 comment on column agent_memory_conflicts.decided_by is 'The person who decided.';
-comment on column agent_memory_conflicts.decided_reason is 'The reason that was given.';
+comment on column agent_memory_conflicts.decided_reason is 'The reason for the decision.';
 comment on column agent_memory_conflicts.decided_at is 'When it was decided.';
 comment on column agent_memory_conflicts.owner is 'As in agent_memory.';
 
@@ -93,12 +94,12 @@ create table agent_memory_forgotten (
   constraint agent_memory_forgotten_owner_key primary key (owner, category, key)
 );
 create index agent_memory_forgotten_at on agent_memory_forgotten (forgotten_at);
-comment on index agent_memory_forgotten_at is 'Finds rows that are to go.';
+comment on index agent_memory_forgotten_at is 'Finds rows to delete.';
 comment on table agent_memory_forgotten is
-  'The last revision of keys that are gone, for 90 days. A new memory of the key goes on from it. No value is kept.';
+  'The last revision of deleted keys, for 90 days. A new memory of the key continues its revisions. No value is kept.';
 comment on column agent_memory_forgotten.category is 'As in agent_memory.';
 comment on column agent_memory_forgotten.key is 'As in agent_memory.';
-comment on column agent_memory_forgotten.forgotten_at is 'When the key went.';
+comment on column agent_memory_forgotten.forgotten_at is 'When the key was deleted.';
 comment on column agent_memory_forgotten.owner is 'As in agent_memory.';
 
 create table agent_memory_embeddings (
@@ -112,19 +113,19 @@ create table agent_memory_embeddings (
 );
 alter table agent_memory_embeddings alter column vector set storage external;
 create index agent_memory_embeddings_due on agent_memory_embeddings (due_at) where due_at is not null;
-comment on index agent_memory_embeddings_due is 'Finds vectors that are still to be made.';
+comment on index agent_memory_embeddings_due is 'Finds missing vectors.';
 create index agent_memory_embeddings_model on agent_memory_embeddings (model, updated_at);
 comment on index agent_memory_embeddings_model is 'Reads the vectors of a model, by their last change.';
 comment on table agent_memory_embeddings is
-  'The vectors of memories, by embedding model. They are made after the memory was written.';
-comment on column agent_memory_embeddings.memory_id is 'The memory. The row goes with it.';
+  'The vectors of memories, by embedding model. They are computed after the memory was written.';
+comment on column agent_memory_embeddings.memory_id is 'The memory. The row is deleted with it.';
 comment on column agent_memory_embeddings.model is 'The embedding model. Vectors of two models are not compared.';
 comment on column agent_memory_embeddings.revision is
   'The revision of the memory that was embedded, or is being embedded.';
-comment on column agent_memory_embeddings.vector is 'The embedding. Null: it is still to be made.';
+comment on column agent_memory_embeddings.vector is 'The embedding. Null: not computed yet.';
 comment on column agent_memory_embeddings.dimensions is 'The length of the vector.';
 comment on column agent_memory_embeddings.attempts is 'How often the server has refused this text.';
-comment on column agent_memory_embeddings.due_at is 'When a vector that is still to be made is tried again.';
+comment on column agent_memory_embeddings.due_at is 'When the next attempt to compute a missing vector is due.';
 comment on column agent_memory_embeddings.updated_at is 'When the row was claimed or its vector was stored.';
 
 create table agent_objectives (
@@ -144,7 +145,7 @@ create table agent_objectives (
   constraint agent_objectives_decided check ((proposed_by = '') OR (status = 'proposed') OR (decided_by <> ''))
 );
 create index agent_objectives_due on agent_objectives (due_at) where status = 'active';
-comment on index agent_objectives_due is 'Finds objectives that the heartbeat is to work on.';
+comment on index agent_objectives_due is 'Finds objectives that are due for the heartbeat.';
 create index agent_objectives_proposed on agent_objectives (id) where status = 'proposed';
 comment on index agent_objectives_proposed is 'Lists proposals that wait for a decision.';
 create index agent_objectives_status on agent_objectives (status, id);
@@ -156,20 +157,20 @@ comment on column agent_objectives.status is
   'proposed: waits for a decision. active: the heartbeat works on it. The others are decided or ended.';
 comment on column agent_objectives.priority is 'A lower number comes first.';
 comment on column agent_objectives.review_every is
-  'The pause between rounds of a recurring objective. Null: it is done when its steps are.';
-comment on column agent_objectives.due_at is 'When the heartbeat looks at it next.';
+  'The pause between rounds of a recurring objective. Null: the objective is done when its steps are.';
+comment on column agent_objectives.due_at is 'When the objective is due for the heartbeat.';
 comment on column agent_objectives.round is 'The round of a recurring objective.';
 comment on column agent_objectives.note is 'The agent''s last remark on the progress.';
 comment on column agent_objectives.proposed_by is 'The agent that proposed it. Empty: people declared it.';
 comment on column agent_objectives.proposed_trace is 'The trace of the proposal.';
 comment on column agent_objectives.decided_by is 'The person who accepted or rejected the proposal.';
-comment on column agent_objectives.decided_reason is 'The reason that was given.';
+comment on column agent_objectives.decided_reason is 'The reason for the decision.';
 comment on column agent_objectives.decided_at is 'When it was decided.';
 comment on column agent_objectives.last_trace_id is 'The trace that last worked on it.';
 comment on column agent_objectives.source is 'The declaring side: workspace, builtin, or empty for the API.';
 comment on column agent_objectives.idle_runs is
-  'Runs in a row that changed none of its steps. Each puts due_at off for longer. A change of the objective or of a '
-  'step resets it.';
+  'Runs in a row that changed none of its steps. Each run delays due_at further. A change of the objective or of a '
+  'step resets the count.';
 comment on column agent_objectives.agent is 'The agent whose heartbeat works on it. Empty: the default agent.';
 
 create table agent_objective_steps (
@@ -187,7 +188,7 @@ comment on table agent_objective_steps is 'The steps of an objective.';
 comment on column agent_objective_steps.objective_id is 'The objective.';
 comment on column agent_objective_steps.position is 'The order of the steps.';
 comment on column agent_objective_steps.status is 'In the present round.';
-comment on column agent_objective_steps.result is 'The outcome of the last round that did it.';
+comment on column agent_objective_steps.result is 'The outcome of the last round that did the step.';
 comment on column agent_objective_steps.attempts is 'How often it was tried in this round.';
 comment on column agent_objective_steps.started_at is 'When the round began. Older actions are no evidence.';
 
@@ -202,7 +203,7 @@ create table agent_objective_evidence (
 create index agent_objective_evidence_step on agent_objective_evidence (step_id, created_at);
 comment on index agent_objective_evidence_step is 'Lists the evidence of a step.';
 comment on table agent_objective_evidence is
-  'Why a step counts as done: a successful action, which proves one step only, or the word of an admin.';
+  'Evidence that a step is done: a successful action, which proves one step only, or the confirmation of an admin.';
 comment on column agent_objective_evidence.step_id is 'The step.';
 comment on column agent_objective_evidence.activity_id is 'The action. Null: an admin confirmed the step.';
 comment on column agent_objective_evidence.given_by is 'The admin. Empty: an action proves it.';
@@ -233,17 +234,17 @@ begin
     if new.status = 'done' and (tg_op = 'INSERT' or old.status <> 'done') and not exists (
          select from agent_objective_evidence e
           where e.step_id = new.id and e.created_at >= new.started_at and (e.given_by <> '' or e.trace_id = new.trace_id)) then
-      raise exception 'step % is not done: nothing shows it', quote_literal(new.title) using errcode = 'LK010';
+      raise exception 'step % is not done: it has no evidence', quote_literal(new.title) using errcode = 'LK010';
     end if;
     update agent_objectives o set idle_runs = 0, due_at = least(o.due_at, clock_timestamp())
      where o.id = new.objective_id and o.idle_runs > 0
        and (tg_op = 'INSERT' or new.attempts > old.attempts or new.status <> old.status and new.status <> 'pending');
     return new;
   elsif tg_op = 'UPDATE' then
-    raise exception 'evidence is never changed' using errcode = 'LK010', detail = format('evidence %s', old.id);
+    raise exception 'evidence cannot be changed' using errcode = 'LK010', detail = format('evidence %s', old.id);
   elsif tg_op = 'DELETE' then
     if exists (select from agent_objective_steps s where s.id = old.step_id and s.status = 'done') then
-      raise exception 'the evidence of a step that is done stays' using errcode = 'LK010';
+      raise exception 'the evidence of a done step cannot be deleted' using errcode = 'LK010';
     end if;
     return old;
   elsif new.activity_id is not null then
@@ -257,8 +258,8 @@ begin
   return new;
 end $$;
 comment on function lanekeeper.agent_objectives_check is
-  'A step is done only with evidence of this round: a successful call of the trace that reports it, or an admin''s '
-  'word (LK010). Progress of a step makes its objective due at once.';
+  'A step is done only with evidence of this round: a successful call of the trace that reports it, or the '
+  'confirmation of an admin (LK010). Progress of a step makes its objective due at once.';
 
 create or replace function lanekeeper.agent_revise() returns trigger language plpgsql volatile as $$
 begin
@@ -287,8 +288,8 @@ begin
   return new;
 end $$;
 comment on function lanekeeper.agent_revise is
-  'Increase the revision; the trigger says which columns count. A memory that was forgotten continues its revisions, '
-  'after the insert, which may have waited for a delete. An objective that is edited is due at once.';
+  'Increase the revision. The trigger''s condition names the columns that count. A forgotten memory continues its '
+  'revisions, after the insert, which may have waited for a delete. An edited objective is due at once.';
 
 create or replace trigger agent_objective_evidence_check before insert or update or delete on agent_objective_evidence
   for each row execute function lanekeeper.agent_objectives_check();

@@ -28,19 +28,19 @@ comment on column agent_skills.scope is
   'internal: for heartbeat, operate and webhooks. external: for conversations with visitors.';
 comment on column agent_skills.trust is
   'auto: it runs. notify: it runs and is announced. approve: it waits for an approval.';
-comment on column agent_skills.idempotent is 'It may be called again after a crash.';
-comment on column agent_skills.timeout_ms is 'How long a call may take.';
-comment on column agent_skills.disabled_reason is 'Why it is out of service.';
+comment on column agent_skills.idempotent is 'The runtime may call it again after a crash.';
+comment on column agent_skills.timeout_ms is 'The time limit of a call, in milliseconds.';
+comment on column agent_skills.disabled_reason is 'Why it was disabled.';
 comment on column agent_skills.disabled_by is 'self-heal or an admin. Empty: it is enabled.';
 comment on column agent_skills.disabled_at is 'When it was disabled.';
-comment on column agent_skills.enabled_at is 'When it was put back into service. Failures before it do not count.';
+comment on column agent_skills.enabled_at is 'When it was enabled again. Earlier failures do not count.';
 comment on column agent_skills.trial_at is 'When the one trial after the cool-down was offered.';
-comment on column agent_skills.evidence is 'The figures for which self-heal disabled it.';
+comment on column agent_skills.evidence is 'The figures for which self-heal disabled the skill.';
 comment on column agent_skills.source is 'workspace or builtin.';
 comment on column agent_skills.state_revision is
-  'Counts changes of the skill''s definition and of whether it is in service.';
+  'Counts changes of the skill''s definition, and of enabled and its reason.';
 comment on column agent_skills.four_eyes is
-  'The principal that asked for a call cannot approve it. It needs trust approve.';
+  'The principal that requested a call cannot approve it. The setting needs trust approve.';
 
 create table agent_databases (
   name text primary key check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'), description text not null default '',
@@ -54,7 +54,7 @@ comment on table agent_databases is
 comment on column agent_databases.url_env is 'The environment variable that has the URL.';
 comment on column agent_databases.access is
   'read: every call is a read-only transaction. write: skills with config.writes may change it.';
-comment on column agent_databases.role is 'The role that queries run as (set local role); empty for that of the URL.';
+comment on column agent_databases.role is 'The role of the queries (set local role). Empty: the role of the URL.';
 comment on column agent_databases.source is 'The declaring side, such as workspace.';
 
 create table agent_approvals (
@@ -88,16 +88,16 @@ create index agent_approvals_waiting on agent_approvals (execution_id)
   where parked and status in ('pending', 'approved');
 comment on index agent_approvals_waiting is 'Finds the open approvals of an execution, to void them with its end.';
 comment on table agent_approvals is
-  'Grants of one call: one revision of a skill with one set of arguments. A parked one belongs to the execution that '
-  'waits for it, and is void with its end.';
+  'Grants of one call: one revision of a skill with one set of arguments. A parked approval belongs to the execution '
+  'that waits for it, and is void when the execution ends.';
 comment on column agent_approvals.activity_id is 'The row of the log that requested the approval.';
 comment on column agent_approvals.step is 'The step that waits for it.';
 comment on column agent_approvals.parked is
-  'An execution waits for the decision. Otherwise the next caller that repeats the call uses it.';
+  'An execution waits for the decision. Otherwise the next caller that repeats the call uses the approval.';
 comment on column agent_approvals.arguments is 'The arguments of the call.';
 comment on column agent_approvals.arguments_hash is 'Their hash. Other arguments need another approval.';
 comment on column agent_approvals.status is
-  'pending, then approved or rejected; consumed after its use, expired without.';
+  'pending, then approved or rejected. consumed: used. expired: void without a use.';
 comment on column agent_approvals.decided_by is 'The person who decided.';
 comment on column agent_approvals.decided_at is 'When it was decided.';
 comment on column agent_approvals.consumed_at is 'When it was used.';
@@ -107,10 +107,9 @@ comment on column agent_approvals.decided_token_id is
   'The API token of the decision. Empty: a session, AGENT_ADMIN_TOKEN, or no API.';
 comment on column agent_approvals.decided_via is 'How the decision came: page, http, cli, slack, telegram, or sql.';
 comment on column agent_approvals.decided_message is
-  'The message with the button, in the words of the provider. Empty: no button.';
+  'The provider''s id of the message with the button. Empty: no button.';
 comment on column agent_approvals.four_eyes is 'Principals of requested_by cannot decide. Only root and SQL may.';
-comment on column agent_approvals.requested_by is
-  'The principals that asked for the execution, as far as they are known.';
+comment on column agent_approvals.requested_by is 'The known principals that requested the execution.';
 
 create table agent_mcp_servers (
   id uuid default lanekeeper.agent_uuid7() primary key,
@@ -131,7 +130,7 @@ create table agent_mcp_servers (
 );
 comment on table agent_mcp_servers is
   'MCP servers, as the workspace declares them. Headers and environment hold references to secrets, never secrets.';
-comment on column agent_mcp_servers.transport is 'How it is reached.';
+comment on column agent_mcp_servers.transport is 'The transport to the server: http or stdio.';
 comment on column agent_mcp_servers.command is 'For stdio: the program and its arguments.';
 comment on column agent_mcp_servers.headers is 'For http: headers of each request.';
 comment on column agent_mcp_servers.env is 'For stdio: environment variables of the process.';
@@ -140,13 +139,13 @@ comment on column agent_mcp_servers.trust is 'The trust of its skills.';
 comment on column agent_mcp_servers.auto is 'Patterns of tools that need no approval.';
 comment on column agent_mcp_servers.include is 'Patterns of tools to mount; empty: all.';
 comment on column agent_mcp_servers.exclude is 'Patterns of tools that are not mounted.';
-comment on column agent_mcp_servers.idempotent is 'Patterns of tools that may be called again after a crash.';
-comment on column agent_mcp_servers.timeout_ms is 'How long a call may take.';
+comment on column agent_mcp_servers.idempotent is 'Patterns of tools that the runtime may call again after a crash.';
+comment on column agent_mcp_servers.timeout_ms is 'The time limit of a call, in milliseconds.';
 comment on column agent_mcp_servers.source is 'The declaring side, such as workspace.';
-comment on column agent_mcp_servers.attempted_at is 'The last time its tools were listed, or that was tried.';
-comment on column agent_mcp_servers.synced_at is 'The last time they were listed.';
+comment on column agent_mcp_servers.attempted_at is 'When its tools were last requested.';
+comment on column agent_mcp_servers.synced_at is 'When its tools were last listed.';
 comment on column agent_mcp_servers.sync_error is 'Why the last attempt failed.';
-comment on column agent_mcp_servers.about is 'Name, version and protocol, by its own word.';
+comment on column agent_mcp_servers.about is 'Name, version and protocol, as the server states them.';
 
 create table agent_mcp_tools (
   server text not null references agent_mcp_servers(name) on delete cascade, tool text not null check (tool <> ''),
@@ -165,18 +164,17 @@ comment on column agent_mcp_tools.state is
   'mounted: in service. quarantined: changed since it was accepted. gone: no longer listed. excluded, refused: not '
   'mounted.';
 comment on column agent_mcp_tools.pin is
-  'The hash of the accepted definition. The skill calls nothing else. Empty: nothing was accepted yet.';
+  'The hash of the accepted definition. The skill calls no other definition. Empty: no definition was accepted yet.';
 comment on column agent_mcp_tools.definition is 'The accepted definition.';
-comment on column agent_mcp_tools.seen_pin is
-  'The hash of the definition that the server shows now, where it is another.';
-comment on column agent_mcp_tools.seen is 'That definition.';
+comment on column agent_mcp_tools.seen_pin is 'The hash of the definition that the server shows now, if it differs.';
+comment on column agent_mcp_tools.seen is 'The definition of seen_pin.';
 
 create table agent_mcp_offers (
   skill_name text primary key references agent_skills(name) on delete cascade,
   offered_by text not null check (offered_by <> ''), created_at timestamptz not null default clock_timestamp()
 );
 comment on table agent_mcp_offers is
-  'Skills that an admin offers to other programs over MCP. The offer goes with the skill.';
+  'Skills that an admin offers to other programs over MCP. The offer is deleted with the skill.';
 comment on column agent_mcp_offers.offered_by is 'The admin.';
 
 create table agent_mcp_calls (
@@ -184,7 +182,7 @@ create table agent_mcp_calls (
   arguments_hash text not null, collected_at timestamptz, created_at timestamptz not null default clock_timestamp()
 );
 create index agent_mcp_calls_collected on agent_mcp_calls (collected_at) where collected_at is not null;
-comment on index agent_mcp_calls_collected is 'Finds rows that are to go.';
+comment on index agent_mcp_calls_collected is 'Finds rows to delete.';
 create unique index agent_mcp_calls_open on agent_mcp_calls (skill_name, skill_revision, arguments_hash)
   where collected_at is null;
 comment on index agent_mcp_calls_open is 'Finds the first try of a call, and allows one.';
@@ -192,7 +190,7 @@ comment on table agent_mcp_calls is
   'Calls from other programs that need an approval. The second try of a call finds the execution of the first here.';
 comment on column agent_mcp_calls.arguments_hash is 'The hash of the arguments.';
 comment on column agent_mcp_calls.collected_at is
-  'When the answer was handed out. After that the same call is a new one.';
+  'When the caller received the answer. Afterwards the same call is a new one.';
 
 -- Code
 
@@ -202,7 +200,7 @@ declare
   a agent_approvals;
   actor jsonb := lanekeeper.agent_actor();
 begin
-  -- The waiting execution is locked before the approval, because the end of an execution voids its approvals.
+  -- Lock the waiting execution before the approval, because the end of an execution voids its approvals.
   perform pg_advisory_xact_lock(hashtextextended('wait approval ' || p_id, 0));
   perform 1 from agent_executions x
     where x.status = 'waiting' and x.waiting_for = 'approval'
@@ -220,15 +218,15 @@ begin
   end if;
   if a.four_eyes and p_by not in ('root', 'admin') then
     if p_by = any (a.requested_by) then
-      raise exception 'four eyes: % asked for this call, and somebody else has to decide', p_by
+      raise exception 'four eyes: % requested this call, so somebody else must decide', p_by
         using errcode = 'LK011', detail = format('approval %s of skill %s', a.id, a.skill_name);
     elsif a.requested_by = '{}' and actor ->> 'via' is distinct from 'sql' and not exists (
         select from agent_executions x where x.id = a.execution_id and x.surface = 'chat') then
-      raise exception 'four eyes: the requester of this call is unknown, and only root can decide'
+      raise exception 'four eyes: the requester of this call is unknown, so only root can decide'
         using errcode = 'LK011', detail = format('approval %s of skill %s', a.id, a.skill_name);
     end if;
   end if;
-  if actor ->> 'via' = 'sql' then                            -- the program writes this row itself
+  if actor ->> 'via' = 'sql' then                            -- the program records other decisions itself
     insert into agent_activity (trace_id, kind, agent, surface, skill_name, status, input, output, finished_at, duration_ms)
     values (lanekeeper.agent_trace_id('op'), 'note', 'admin', 'operate', 'decide_approval', 'success',
             jsonb_build_object('approval_id', a.id, 'skill', a.skill_name, 'decision', case when p_approve then 'approve' else 'reject' end,
@@ -244,8 +242,8 @@ begin
   return next a;
 end $$;
 comment on function decide_agent_approval is
-  'Approve or reject, once, and resume the execution that waits. No row: it was decided, expired or void before. '
-  'LK011: four eyes, and p_by asked for the call, or its requester is unknown.';
+  'Approve or reject, once, and resume the execution that waits. No row: the approval was decided, expired or void '
+  'before. LK011: four eyes, and p_by requested the call, or its requester is unknown.';
 
 create or replace function lanekeeper.agent_approval_decider(p_id uuid) returns text
 language sql stable parallel safe as $$
@@ -271,7 +269,7 @@ set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off se
              where n.status = 'rejected' and n.parked order by n.id desc limit p_most) a
       join agent_executions x on x.id = a.execution_id and x.status = 'failed'
        and a.step = coalesce(nullif(x.failed_step, '') || '/', '') || 'ask ' || a.skill_name
-     -- Another failure of the same step has another class, such as that of a model that read the rejection.
+     -- Another failure of the same step has another class, for example when a model read the rejection and then failed.
      where x.flow = 'mcp.call' or exists (
              select from agent_activity k
               where k.execution_id = x.id and k.id >= x.id and k.step = x.failed_step and k.error_class = 'denied')
@@ -282,8 +280,8 @@ set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off se
   select r.id from rejected r
 $$;
 comment on function lanekeeper.agent_rejected_executions is
-  'Executions that failed because a person rejected their call, and the parents that failed with their error. It reads '
-  'the newest p_most rejections.';
+  'Executions that failed because a person rejected their call, and the parents that failed with the same error. It '
+  'reads the newest p_most rejections.';
 
 create or replace function lanekeeper.use_agent_approval(p_id uuid, p_execution_id uuid, p_step text) returns void
 language plpgsql volatile as $$
@@ -304,8 +302,8 @@ begin
   on conflict do nothing;
 end $$;
 comment on function lanekeeper.use_agent_approval is
-  'Use a grant for one step of one execution, in the transaction that writes the call''s intent. LK003: it is not a '
-  'live grant. The same step may use it again after a crash.';
+  'Use a grant for one step of one execution, in the transaction that writes the call''s intent. LK003: the approval '
+  'is not a live grant. The same step may use it again after a crash.';
 
 create or replace function lanekeeper.agent_approvals_check() returns trigger language plpgsql as $$
 declare
@@ -313,7 +311,7 @@ declare
   a record;
 begin
   if tg_table_name = 'agent_approvals' then
-    raise exception 'what an approval is about cannot be changed; other arguments are another call, which asks anew'
+    raise exception 'the call of an approval cannot be changed; a call with other arguments needs its own approval'
       using errcode = 'LK003', detail = format('approval %s', old.id);
   end if;
   why_ := case tg_op when 'DELETE' then format('the skill %s was removed', old.name)
@@ -323,7 +321,7 @@ begin
      where x.status in ('pending', 'approved') and x.skill_name = old.name
        and x.skill_revision is distinct from new.revision order by x.id
   loop
-    -- As in decide_agent_approval: the waiting execution before the approval.
+    -- As in decide_agent_approval, lock the waiting execution before the approval.
     perform pg_advisory_xact_lock(hashtextextended('wait approval ' || a.id, 0));
     perform 1 from agent_executions x
       where x.status = 'waiting' and x.waiting_for = 'approval'
@@ -343,8 +341,8 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.agent_approvals_check is
-  'Refuse a change of what an approval is about (LK003). Expire the open approvals of a skill that are for another '
-  'revision than its present one, and resume what waits for them.';
+  'Refuse a change of the call of an approval (LK003). Expire the open approvals of earlier revisions of a skill, and '
+  'resume the executions that wait for them.';
 
 create or replace trigger agent_approvals_fixed
   before update of trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash on agent_approvals

@@ -1,7 +1,6 @@
 -- Automations: work that a clock, an event or a signal starts.
 --
--- Each run is a row before it begins, unique for its time or event. So it runs once, whichever process sees its cause
--- first.
+-- Each run is a row before it begins, unique for its time or event. So one process runs it, and runs it once.
 
 create table agent_automations (
   id uuid default lanekeeper.agent_uuid7() primary key, name text not null unique check (name <> ''),
@@ -30,8 +29,7 @@ create index agent_automations_event on agent_automations (event) where enabled 
 comment on index agent_automations_event is 'Finds the automations that an event starts.';
 create index agent_automations_skill on agent_automations (skill_name);
 comment on index agent_automations_skill is 'Finds the automations of a skill, to pause them with it.';
-comment on table agent_automations is
-  'What starts a skill, a prompt or a flow by itself: a clock, an event or a signal.';
+comment on table agent_automations is 'Automations. A clock, an event or a signal starts a skill, a prompt or a flow.';
 comment on column agent_automations.trigger is 'cron: a clock. event: an event. signal: figures that cross a bound.';
 comment on column agent_automations.cron is 'The schedule, for trigger cron.';
 comment on column agent_automations.timezone is 'The time zone of the schedule.';
@@ -42,16 +40,16 @@ comment on column agent_automations.signal_armed is 'The signal has been false s
 comment on column agent_automations.skill_name is 'The skill that a run calls, with arguments.';
 comment on column agent_automations.arguments is 'The arguments of the skill or flow.';
 comment on column agent_automations.prompt is 'The goal that a run gives to a model.';
-comment on column agent_automations.max_attempts is 'After how many failures a run is dead.';
-comment on column agent_automations.disabled_reason is 'Why it is out of service.';
+comment on column agent_automations.max_attempts is 'The number of failures after which a run is dead.';
+comment on column agent_automations.disabled_reason is 'Why it was disabled.';
 comment on column agent_automations.disabled_by is 'The person or program that disabled it. Empty: it is enabled.';
 comment on column agent_automations.disabled_at is 'When it was disabled.';
-comment on column agent_automations.paused_for is 'The skill whose being disabled pauses it. Empty: it is not paused.';
+comment on column agent_automations.paused_for is 'The disabled skill that pauses it. Empty: it is not paused.';
 comment on column agent_automations.proposed_by is 'The agent that proposed it. Empty: people declared it.';
 comment on column agent_automations.decided_by is 'The person who accepted or refused the proposal.';
 comment on column agent_automations.next_run_at is 'The next time of its schedule.';
 comment on column agent_automations.last_run_at is 'When it last ran.';
-comment on column agent_automations.last_trace_id is 'The trace of that run.';
+comment on column agent_automations.last_trace_id is 'The trace of the last run.';
 comment on column agent_automations.source is 'The declaring side: workspace, builtin, or empty for the API.';
 comment on column agent_automations.flow is 'The flow that a run starts. Its input is the cause and the arguments.';
 comment on column agent_automations.agent is 'The agent that acts in its runs. Empty: the default agent.';
@@ -71,32 +69,32 @@ create table agent_automation_runs (
 );
 create index agent_automation_runs_approval on agent_automation_runs (((output ->> 'approval_id')))
   where status = 'skipped' and (output ? 'approval_id');
-comment on index agent_automation_runs_approval is 'Finds the run that an approval belongs to.';
+comment on index agent_automation_runs_approval is 'Finds the run of an approval.';
 create index agent_automation_runs_claimed on agent_automation_runs (execution_id) where status = 'claimed';
 comment on index agent_automation_runs_claimed is 'Finds the run of an execution.';
 create index agent_automation_runs_dead on agent_automation_runs (id) where status = 'dead';
 comment on index agent_automation_runs_dead is 'Lists runs that were given up.';
 create index agent_automation_runs_due on agent_automation_runs (id) where status = 'due';
-comment on index agent_automation_runs_due is 'Finds runs that are to begin.';
+comment on index agent_automation_runs_due is 'Finds due runs.';
 create index agent_automation_runs_given_up on agent_automation_runs (automation_id, id) where status = 'dead';
 comment on index agent_automation_runs_given_up is 'Lists the runs of an automation that were given up.';
 create index agent_automation_runs_history on agent_automation_runs (automation_id, id);
 comment on index agent_automation_runs_history is 'Lists the runs of an automation.';
 create index agent_automation_runs_retry on agent_automation_runs (retry_at) where status = 'error';
-comment on index agent_automation_runs_retry is 'Finds runs that are to be tried again.';
+comment on index agent_automation_runs_retry is 'Finds runs to try again.';
 create unique index agent_automation_runs_times on agent_automation_runs (automation_id, scheduled_for)
   where cause = 'cron';
 comment on index agent_automation_runs_times is 'Allows one run for each time of a schedule.';
 comment on table agent_automation_runs is
-  'One row for each run. For a schedule the unique time is the claim: it happens once. For an event the row comes '
-  'with the event, and its status is the claim.';
+  'One row for each run. The claim of a scheduled run is its unique time. The transaction of an event inserts the '
+  'event''s run, whose claim is its status.';
 comment on column agent_automation_runs.automation_id is 'The automation.';
-comment on column agent_automation_runs.cause is 'What began the run. manual: a person.';
-comment on column agent_automation_runs.scheduled_for is 'The time that it was due.';
-comment on column agent_automation_runs.event_id is 'The event, for that cause.';
+comment on column agent_automation_runs.cause is 'The cause of the run. manual: a person.';
+comment on column agent_automation_runs.scheduled_for is 'When the run was due.';
+comment on column agent_automation_runs.event_id is 'The event, for cause event.';
 comment on column agent_automation_runs.payload is 'The event {"event", "key", "data"}, or the counters of a signal.';
 comment on column agent_automation_runs.status is
-  'due: waits. claimed: runs. error: is tried again. dead: was tried max_attempts times.';
+  'due: waits. claimed: runs. error: will be tried again. dead: failed max_attempts times.';
 comment on column agent_automation_runs.attempt is 'The number of the attempt.';
 comment on column agent_automation_runs.retry_at is 'When it is tried again.';
 comment on column agent_automation_runs.output is 'The outcome.';
@@ -133,7 +131,7 @@ declare
   made int;
   n int := 0;
 begin
-  if raiser is not null then                                 -- the end of an execution has it in its row
+  if raiser is not null then                                 -- the row of an execution's end has it in execution_id
     insert into agent_links (cause, kind, effect)
     select raiser, 'raised', 'event ' || c.id from came c where c.execution_id is null on conflict do nothing;
   end if;
@@ -141,11 +139,11 @@ begin
     return null;
   end if;
   for new in select c.* from came c order by c.id loop
-    -- EVENT_COMPLETED says by its key what happened, so that is a name too.
+    -- The key of EVENT_COMPLETED names the event, so automations may use the key as a name.
     names := case when new.event = 'EVENT_COMPLETED' then array[new.event, new.key] else array[new.event] end;
     continue when not exists (select from agent_automations a where a.enabled and a.trigger = 'event' and a.event = any (names));
     select x.flow, x.trace_id into emitter from agent_executions x where x.id = new.execution_id;
-    continue when emitter.flow = 'automation';               -- else the end of each run would start the next one
+    continue when emitter.flow = 'automation';               -- or the end of each run would start the next run
     with made_ as (
     insert into agent_automation_runs (automation_id, cause, scheduled_for, event_id, payload, status, trace_id)
     select a.id, 'event', new.created_at, new.id,
@@ -153,7 +151,7 @@ begin
            coalesce(nullif(current_setting('lanekeeper.trace_id', true), ''), emitter.trace_id, '')
       from agent_automations a
      where a.enabled and a.trigger = 'event' and a.event = any (names)
-       -- Likewise, the end of a flow that an automation started starts no flow.
+       -- For the same reason, the end of a flow that an automation started starts no flow.
        and (a.flow = '' or not exists (
               with recursive line as (
                 select x.id, x.parent_id, x.dedupe_key from agent_executions x where x.id = new.execution_id
@@ -173,8 +171,7 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.agent_events_start_automations is
-  'An event makes a run due for each enabled automation that waits for it, in the event''s own transaction, '
-  'whoever raised it.';
+  'Insert a due run for each enabled automation of an event, in the transaction of the event.';
 
 -- Lock order: a skill's row before its automations' rows. An insert, or a change of skill_name, locks the skill: so it
 -- sees the skill disabled, or the disabling sees the automation. A change of the skill first locks the rows of its
@@ -186,11 +183,11 @@ declare
 begin
   if tg_table_name = 'agent_skills' then
     perform from agent_automations a where a.skill_name = new.name order by a.id for update;
-    -- The other trigger decides.
+    -- The trigger of agent_automations decides.
     update agent_automations a set skill_name = a.skill_name, updated_at = clock_timestamp()
      where a.skill_name = new.name and (a.paused_for = new.name or a.enabled and not new.enabled);
     if found and new.enabled then
-      perform pg_notify('agent_automations', '');   -- runs of theirs may be ready
+      perform pg_notify('agent_automations', '');   -- their runs may be ready
     end if;
     return null;
   elsif not new.enabled and new.paused_for = '' then

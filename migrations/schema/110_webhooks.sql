@@ -1,6 +1,6 @@
 -- Webhooks: deliveries that come in, and messages that go out.
 --
--- A delivery is stored before it is acknowledged, and is run once, however often it comes. An outgoing message is a row
+-- A delivery is stored before its acknowledgement, and runs once, even if it comes again. An outgoing message is a row
 -- of the outbox, written in the transaction of its cause.
 
 create table agent_webhook_endpoints (
@@ -14,13 +14,13 @@ create table agent_webhook_endpoints (
   updated_at timestamptz not null default clock_timestamp(),
   constraint agent_webhook_endpoints_check check (enabled = (disabled_by = ''))
 );
-comment on table agent_webhook_endpoints is 'Endpoints that take deliveries.';
+comment on table agent_webhook_endpoints is 'Endpoints that receive deliveries.';
 comment on column agent_webhook_endpoints.scheme is 'How a delivery proves its sender.';
 comment on column agent_webhook_endpoints.secrets is
   'References to the secrets of the scheme; several while one is rotated.';
 comment on column agent_webhook_endpoints.settings is 'Details of the scheme and the format.';
 comment on column agent_webhook_endpoints.actions is 'The actions that a delivery starts, with their conditions.';
-comment on column agent_webhook_endpoints.disabled_reason is 'Why it is out of service.';
+comment on column agent_webhook_endpoints.disabled_reason is 'Why it was disabled.';
 comment on column agent_webhook_endpoints.disabled_by is
   'The person or program that disabled it. Empty: it is enabled.';
 comment on column agent_webhook_endpoints.disabled_at is 'When it was disabled.';
@@ -53,15 +53,15 @@ comment on index agent_webhook_deliveries_settled is 'Lists deliveries that are 
 create index agent_webhook_deliveries_state on agent_webhook_deliveries (endpoint, status, id);
 comment on index agent_webhook_deliveries_state is 'Lists the deliveries of an endpoint by status.';
 comment on table agent_webhook_deliveries is
-  'Deliveries, one row for each endpoint and delivery id, with headers and body as they came. A replay is a new run '
-  'of the same delivery.';
+  'Deliveries, one row for each endpoint and delivery id, with headers and body as received. A replay is a new run of '
+  'the same delivery.';
 comment on column agent_webhook_deliveries.endpoint is 'The name of the endpoint.';
 comment on column agent_webhook_deliveries.delivery_id is 'The sender''s id, or a digest of the body.';
 comment on column agent_webhook_deliveries.trace_id is 'The trace of the first run.';
 comment on column agent_webhook_deliveries.last_trace_id is 'The trace of the newest run.';
 comment on column agent_webhook_deliveries.execution_id is 'The newest run.';
 comment on column agent_webhook_deliveries.status is
-  'received: stored. failed: is tried again. ignored: no action of the endpoint applies. dead: given up.';
+  'received: stored. failed: will be tried again. ignored: no action of the endpoint applies. dead: given up.';
 comment on column agent_webhook_deliveries.attempts is 'Attempts of the newest run.';
 comment on column agent_webhook_deliveries.replays is 'How often an admin replayed it.';
 comment on column agent_webhook_deliveries.repeats is 'How often it came again. A repeat is acknowledged and not run.';
@@ -70,11 +70,11 @@ comment on column agent_webhook_deliveries.body is 'Body of the request.';
 comment on column agent_webhook_deliveries.body_sha256 is 'Its digest.';
 comment on column agent_webhook_deliveries.traceparent is 'The sender''s trace (W3C), as a link.';
 comment on column agent_webhook_deliveries.outcome is 'The outcome of each action.';
-comment on column agent_webhook_deliveries.next_attempt_at is 'When a failed one is tried again.';
-comment on column agent_webhook_deliveries.received_at is 'When it came first.';
+comment on column agent_webhook_deliveries.next_attempt_at is 'When the next attempt of a failed delivery is due.';
+comment on column agent_webhook_deliveries.received_at is 'When it first came.';
 comment on column agent_webhook_deliveries.finished_at is 'When it was done, ignored or dead.';
 comment on column agent_webhook_deliveries.conflicts is
-  'How often it came again with another body. The first of these are in agent_webhook_conflicts.';
+  'How often it came again with another body. agent_webhook_conflicts has the first of these bodies.';
 
 create table agent_webhook_conflicts (
   id uuid default lanekeeper.agent_uuid7() primary key,
@@ -84,7 +84,7 @@ create table agent_webhook_conflicts (
   constraint agent_webhook_conflicts_once unique (delivery, body_sha256)
 );
 comment on table agent_webhook_conflicts is
-  'Other bodies that came, signed, under the id of a delivery. A few are kept for each delivery; none is run.';
+  'Other signed bodies under the id of a delivery. A few are kept for each delivery; none is run.';
 comment on column agent_webhook_conflicts.delivery is 'The delivery with the id.';
 comment on column agent_webhook_conflicts.headers is 'Headers of the request.';
 comment on column agent_webhook_conflicts.body is 'Body of the request.';
@@ -110,14 +110,14 @@ comment on table agent_webhook_targets is 'URLs that receive events.';
 comment on column agent_webhook_targets.secrets is 'References to the secrets that sign; several while one is rotated.';
 comment on column agent_webhook_targets.events is 'Types such as execution.failed, families such as execution.*, or *.';
 comment on column agent_webhook_targets.max_failures is 'Failures in a row that disable the target.';
-comment on column agent_webhook_targets.disabled_reason is 'Why it is out of service.';
+comment on column agent_webhook_targets.disabled_reason is 'Why it was disabled.';
 comment on column agent_webhook_targets.disabled_by is 'The person or program that disabled it. Empty: it is enabled.';
 comment on column agent_webhook_targets.disabled_at is 'When it was disabled.';
 comment on column agent_webhook_targets.failures is 'Attempts that failed in a row, since failing_since.';
 comment on column agent_webhook_targets.failing_since is
-  'When the first of these failures was. Null: the last attempt succeeded.';
+  'When the first of these failures happened. Null: the last attempt succeeded.';
 comment on column agent_webhook_targets.blocked_until is
-  'Nothing is sent before, because the target asked for a pause (Retry-After).';
+  'No message is sent before this time: the target requested a pause (Retry-After).';
 comment on column agent_webhook_targets.source is 'The declaring side: workspace, builtin, or empty for the API.';
 comment on column agent_webhook_targets.format is
   'slack: the body is {"text": …} for an incoming webhook of Slack. Empty: the event as JSON.';
@@ -137,8 +137,8 @@ comment on index agent_webhook_outbox_dead is 'Lists the dead messages of a targ
 create index agent_webhook_outbox_due on agent_webhook_outbox (target_id, next_attempt_at) where status = 'pending';
 comment on index agent_webhook_outbox_due is 'Finds the next message to a target.';
 comment on table agent_webhook_outbox is
-  'Messages to targets, written in the transaction of their cause. Each is sent until the target takes it or it is '
-  'dead.';
+  'Messages to targets, written in the transaction of their cause. A message is sent until the target accepts it or '
+  'the message is dead.';
 comment on column agent_webhook_outbox.id is 'The webhook-id, the same for every attempt.';
 comment on column agent_webhook_outbox.target_id is 'The target.';
 comment on column agent_webhook_outbox.event is 'The type, such as execution.failed.';
@@ -147,7 +147,7 @@ comment on column agent_webhook_outbox.status is 'pending, sent, or dead: given 
 comment on column agent_webhook_outbox.attempts is 'How often it was sent.';
 comment on column agent_webhook_outbox.leased is 'An attempt is under way until next_attempt_at.';
 comment on column agent_webhook_outbox.next_attempt_at is
-  'When it is sent next. While leased: when the attempt counts as lost.';
+  'When the next attempt is due. While leased: when the attempt counts as lost.';
 comment on column agent_webhook_outbox.activity_id is 'The row of the log of the attempt under way.';
 comment on column agent_webhook_outbox.http_status is 'The status of the last answer. 0: none.';
 comment on column agent_webhook_outbox.last_error is 'The error of the last attempt.';

@@ -1,7 +1,7 @@
 -- Channels: conversations in Telegram, in Slack and by e-mail.
 --
--- A message is a row before its provider learns that it came, unique by the provider's id. It enters a thread as a chat
--- message does. A part of an answer is marked before it is sent.
+-- A message is a row before its provider gets the acknowledgement, unique by the provider's id. It enters a thread as a
+-- chat message does. A part of an answer is marked before it is sent.
 create table agent_channels (
   id uuid default lanekeeper.agent_uuid7() primary key,
   name text not null unique check (name ~ '^[a-z0-9][a-z0-9_-]{0,63}$'), description text not null default '',
@@ -17,7 +17,7 @@ create table agent_channels (
   updated_at timestamptz not null default clock_timestamp(),
   constraint agent_channels_check check (enabled = (disabled_by = ''))
 ) with (fillfactor = 50);
-comment on table agent_channels is 'Channels that people reach an agent by.';
+comment on table agent_channels is 'Channels by which people reach an agent.';
 comment on column agent_channels.type is 'The provider.';
 comment on column agent_channels.agent is 'The agent that answers. Empty: the default agent.';
 comment on column agent_channels.secrets is 'References to the secrets of the provider, by name.';
@@ -25,14 +25,14 @@ comment on column agent_channels.settings is 'Details of the type, by name.';
 comment on column agent_channels.pairing is 'required: an admin confirms an unknown sender. open: everybody may write.';
 comment on column agent_channels.report_to is
   'The conversation that gets the reports of heartbeats and the requests for approval. Empty: none.';
-comment on column agent_channels.disabled_reason is 'Why it is out of service.';
+comment on column agent_channels.disabled_reason is 'Why it was disabled.';
 comment on column agent_channels.disabled_by is 'The person or program that disabled it. Empty: it is enabled.';
 comment on column agent_channels.disabled_at is 'When it was disabled.';
 comment on column agent_channels.state is 'new: not connected yet. failing: the last contact failed with error.';
 comment on column agent_channels.error is 'Why the last contact failed.';
 comment on column agent_channels.state_at is 'When the state began.';
-comment on column agent_channels.seen_at is 'When the provider last answered. An old time: connected, but deaf.';
-comment on column agent_channels.cursor is 'How far the messages of the provider were taken.';
+comment on column agent_channels.seen_at is 'When the provider last answered. An old time: the connection is silent.';
+comment on column agent_channels.cursor is 'The position up to which messages of the provider were received.';
 comment on column agent_channels.cursor_at is 'When the cursor last moved.';
 comment on column agent_channels.source is 'The declaring side: workspace, or empty for the API.';
 
@@ -66,15 +66,16 @@ comment on column agent_channel_messages.conversation is 'The provider''s id of 
 comment on column agent_channel_messages.sender is 'The provider''s id of the sender, never a display name.';
 comment on column agent_channel_messages.sender_name is 'The name that the sender shows.';
 comment on column agent_channel_messages.content is 'The text.';
-comment on column agent_channel_messages.files is 'References to files, which are fetched when the message is read.';
+comment on column agent_channel_messages.files is
+  'References to files. The turn fetches them when it reads the message.';
 comment on column agent_channel_messages.click is 'The nonce of the button that was pressed. Empty: a message.';
-comment on column agent_channel_messages.ref is 'What the provider needs to answer a click.';
+comment on column agent_channel_messages.ref is 'The data that the provider needs to answer a click.';
 comment on column agent_channel_messages.message_ref is
-  'The provider''s id of the message, or of the one with the button.';
+  'The provider''s id of the message, or of the message with the button.';
 comment on column agent_channel_messages.status is
   'received: stored. running: a turn answers it. ignored: its sender may not write. failed: given up.';
-comment on column agent_channel_messages.attempts is 'How often it was brought to its thread.';
-comment on column agent_channel_messages.next_attempt_at is 'When that is tried again.';
+comment on column agent_channel_messages.attempts is 'Attempts to bring it to its thread.';
+comment on column agent_channel_messages.next_attempt_at is 'When the next attempt is due.';
 comment on column agent_channel_messages.error_message is 'Why it failed or was ignored.';
 comment on column agent_channel_messages.thread_id is 'The thread that has the message.';
 comment on column agent_channel_messages.execution_id is 'The turn that answers it.';
@@ -84,9 +85,9 @@ comment on column agent_channel_messages.draft_id is
 comment on column agent_channel_messages.received_at is 'When it came.';
 comment on column agent_channel_messages.finished_at is 'When it was done, ignored or failed.';
 comment on column agent_channel_messages.raw is
-  'The message as it came, for channels that read its files from it. Null: not kept.';
+  'The message as received, for channels that read its files from it. Null: not kept.';
 comment on column agent_channel_messages.claim is
-  'The fencing token of the worker whose attempt is under way. Null: none is, and next_attempt_at is a pause.';
+  'The fencing token of the worker whose attempt is under way. Null: no attempt is, and next_attempt_at ends a pause.';
 
 create table agent_channel_sends (
   message_id uuid primary key references agent_messages(id) on delete cascade,
@@ -106,16 +107,16 @@ comment on index agent_channel_sends_lost is 'Lists failed messages, and message
 create index agent_channel_sends_recent on agent_channel_sends (channel, message_id);
 comment on index agent_channel_sends_recent is 'Lists what a channel sent.';
 comment on table agent_channel_sends is
-  'Messages of threads on their way out by a channel, written in the transaction of the message.';
+  'Messages of threads that a channel is sending, written in the transaction of the message.';
 comment on column agent_channel_sends.message_id is 'The message.';
 comment on column agent_channel_sends.channel is 'The name of the channel.';
 comment on column agent_channel_sends.thread_id is 'The thread, whose messages leave in order.';
 comment on column agent_channel_sends.seq is 'The place in the thread.';
 comment on column agent_channel_sends.status is
-  'sending: an attempt is under way or will be repeated. failed: nothing more is sent. maybe_sent: the answer to a part '
-  'was lost, so it was sent once or not at all.';
+  'sending: an attempt is under way or will be repeated. failed: no further attempt. maybe_sent: the answer to a part '
+  'was lost, so the part was sent once or not at all.';
 comment on column agent_channel_sends.attempts is 'Attempts so far.';
-comment on column agent_channel_sends.next_attempt_at is 'When the next attempt may be made.';
+comment on column agent_channel_sends.next_attempt_at is 'When the next attempt is due.';
 comment on column agent_channel_sends.parts is
   'The provider''s ids of the parts so far. Empty: the part was maybe sent.';
 comment on column agent_channel_sends.attempting is
@@ -123,7 +124,7 @@ comment on column agent_channel_sends.attempting is
 comment on column agent_channel_sends.error_message is 'The error of the last attempt.';
 comment on column agent_channel_sends.finished_at is 'When it was sent or given up.';
 comment on column agent_channel_sends.claim is
-  'The fencing token of the worker whose attempt is under way. Null: none is, and next_attempt_at is a pause.';
+  'The fencing token of the worker whose attempt is under way. Null: no attempt is, and next_attempt_at ends a pause.';
 
 create table agent_channel_identities (
   id uuid default lanekeeper.agent_uuid7() primary key, channel text not null, subject text not null,
@@ -135,16 +136,16 @@ create table agent_channel_identities (
   constraint agent_channel_identities_check check ((status = 'pending') = (expires_at is not null))
 );
 comment on table agent_channel_identities is
-  'Senders of channels: those an admin has confirmed, and those who wait for it. Pairing makes a visitor only.';
+  'Senders of channels: confirmed by an admin, or waiting for an admin. Pairing makes a visitor only.';
 comment on column agent_channel_identities.channel is 'The name of the channel.';
 comment on column agent_channel_identities.subject is 'The provider''s id of the sender.';
 comment on column agent_channel_identities.name is 'The name that the sender shows.';
-comment on column agent_channel_identities.conversation is 'Where the sender wrote first.';
+comment on column agent_channel_identities.conversation is 'The conversation in which the sender wrote first.';
 comment on column agent_channel_identities.status is 'pending: waits for an admin. paired: may write.';
 comment on column agent_channel_identities.code_sha256 is 'SHA-256 of the pairing code, in hexadecimal.';
 comment on column agent_channel_identities.expires_at is 'When the code ends. Null: paired.';
 comment on column agent_channel_identities.paired_by is 'The admin who confirmed the code.';
-comment on column agent_channel_identities.paired_at is 'When that was.';
+comment on column agent_channel_identities.paired_at is 'When the admin confirmed the code.';
 
 create table agent_channel_buttons (
   nonce text primary key, channel text not null, conversation text not null,
@@ -156,14 +157,14 @@ create table agent_channel_buttons (
 create index agent_channel_buttons_approval on agent_channel_buttons (approval_id, channel);
 comment on index agent_channel_buttons_approval is 'Finds the buttons of an approval.';
 comment on table agent_channel_buttons is
-  'Buttons that decide an approval. Each works once, for the arguments that it was shown with.';
-comment on column agent_channel_buttons.nonce is 'What the provider sends back for a click.';
+  'Buttons that decide an approval. Each works once, for the arguments that were shown with it.';
+comment on column agent_channel_buttons.nonce is 'The value that the provider returns for a click.';
 comment on column agent_channel_buttons.channel is 'The name of the channel.';
 comment on column agent_channel_buttons.approval_id is 'The approval.';
-comment on column agent_channel_buttons.conversation is 'Where the button was shown.';
+comment on column agent_channel_buttons.conversation is 'The conversation that shows the button.';
 comment on column agent_channel_buttons.approve is 'true: approve. false: reject.';
 comment on column agent_channel_buttons.arguments_hash is 'The arguments that were shown with the button.';
 comment on column agent_channel_buttons.message_ref is 'The provider''s id of the message with the button.';
 comment on column agent_channel_buttons.expires_at is 'When the button ends.';
-comment on column agent_channel_buttons.used_at is 'When it decided. Null: it has not.';
-comment on column agent_channel_buttons.used_by is 'The click that did: a row of agent_channel_messages.';
+comment on column agent_channel_buttons.used_at is 'When the button was used. Null: it was not.';
+comment on column agent_channel_buttons.used_by is 'The click that used it: a row of agent_channel_messages.';

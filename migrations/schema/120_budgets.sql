@@ -14,7 +14,7 @@ create table agent_budgets (
   unknown_usd numeric not null default 0
 ) with (fillfactor = 50);
 create index agent_budgets_age on agent_budgets (created_at);
-comment on index agent_budgets_age is 'Finds budgets of old runs and days, which are to go.';
+comment on index agent_budgets_age is 'Finds budgets of old runs and days to delete.';
 comment on table agent_budgets is
   'Spent and reserved usage by scope. Each reservation brings the limits of the settings.';
 comment on column agent_budgets.scope is
@@ -56,9 +56,9 @@ declare
   names constant text[] := array(
     select distinct replace(entry ->> 'scope', '{day}', day) from jsonb_array_elements(p_limits) entry order by 1);
   need record;
-  fit record;         -- what a limit leaves
-  most bigint;        -- completion tokens that any scope will ever have room for
-  held_by bigint;     -- the claim of a reservation that is there
+  fit record;         -- the rest of a limit
+  most bigint;        -- completion tokens that will ever fit
+  held_by bigint;     -- the claim of an existing reservation
 begin
   select * into need from jsonb_to_record(p_need) as (
     prompt_tokens bigint, prompt_usd numeric, token_usd numeric, wanted bigint, enough bigint, least bigint);
@@ -69,12 +69,12 @@ begin
       using errcode = '22023';
   end if;
   perform fence_agent_execution(p_execution_id, p_claim);
-  -- Settling locks the reservation before its budgets; so does this.
+  -- Lock the reservation before its budgets, as settling does.
   perform from agent_budget_reservations held
    where held.execution_id = p_execution_id and held.step = p_step for update;
   insert into agent_budgets (scope) select unnest(names) on conflict do nothing;
   perform 1 from agent_budgets budget where budget.scope = any (names) order by budget.scope for update;
-  -- Read after the lock: an earlier try may have been at work.
+  -- Read after the lock: an earlier try may have reserved meanwhile.
   select held.granted, held.claim into granted, held_by from agent_budget_reservations held
    where held.execution_id = p_execution_id and held.step = p_step;
   if held_by < p_claim then
@@ -84,7 +84,7 @@ begin
   end if;
   granted := need.wanted;
   for fit in
-    -- rest: completion tokens that fit when all calls under way give back their reservations. room: those that fit now.
+    -- rest: completion tokens that fit once no reservation is open. room: completion tokens that fit now.
     select part.*,
            case when part.free < 0 then -1
                 else least(floor(part.free / nullif(part.each, 0)), need.wanted) end::bigint as rest,
@@ -99,7 +99,7 @@ begin
                       need.prompt_tokens::numeric, 1::numeric),
                      ('usd', entry.usd, budget.cost_usd, budget.reserved_usd, need.prompt_usd, need.token_usd)
                    ) measure (unit, bound, spent, reserved, prompt, each)
-             where measure.bound > 0 and measure.prompt + measure.each > 0) part  -- money does not bound a free call
+             where measure.bound > 0 and measure.prompt + measure.each > 0) part  -- a free call has no bound in money
      order by rest, room, part.i, part.unit
   loop
     most := coalesce(most, fit.rest);
@@ -122,11 +122,11 @@ begin
    where budget.scope = any (names);
 end $$;
 comment on function lanekeeper.reserve_agent_budget is
-  'Reserve the worst case of a model call in every scope of p_limits ([{scope, tokens, usd}], 0 for no limit, {day} in '
-  'a name is today, UTC) and answer how many completion tokens are granted: at most p_need.wanted, fewer where a limit '
-  'has no more left. A refusal names the scope and unit, and why: spent (fewer than p_need.least will ever fit) or '
-  'reserved (calls under way hold what is missing; ask again). A step asked twice under one claim has one '
-  'reservation; that of an earlier claim is settled as unknown. Locks come after executions and lanes.';
+  'Reserve the worst case of a model call in every scope of p_limits: [{scope, tokens, usd}], 0 for no limit; {day} in '
+  'a name is today, UTC. granted has the completion tokens: at most p_need.wanted, fewer if a limit has no more left. '
+  'A refusal names the scope, the unit and the kind: spent (fewer than p_need.least will ever fit) or reserved (calls '
+  'under way hold the rest; ask again). A step has one reservation under a claim. The reservation of an earlier claim '
+  'is settled as unknown. Its locks come after executions and lanes.';
 
 create or replace function lanekeeper.settle_agent_budget(
   p_execution_id uuid, p_step text, p_spend jsonb default null, out tokens bigint, out cost_usd numeric)
@@ -140,7 +140,7 @@ declare
   usd_unknown numeric := (p_spend ->> 'unknown_usd')::numeric;
 begin
   if p_spend is not null and not coalesce(unknown between 0 and used and usd_unknown between 0 and usd, false) then
-    raise exception 'a call is settled with tokens and dollars of 0 or more, of which no more than all are unknown'
+    raise exception 'a call is settled with tokens and dollars of 0 or more, and no larger unknown parts'
       using errcode = '22023';
   end if;
   tokens := 0;
@@ -179,6 +179,7 @@ begin
    where call.id = reservation.activity_id;
 end $$;
 comment on function lanekeeper.settle_agent_budget is
-  'Turn a reservation into what was used: p_spend {tokens, usd, unknown_tokens, unknown_usd}, which may be more, where '
-  'unknown is the worst case of requests without an answer. Without p_spend nobody knows what its request has used: the '
-  'worst case counts, in its scopes and in the row of its call, as unknown. Answers what counts; 0 without a reservation.';
+  'Replace a reservation by the usage p_spend: {tokens, usd, unknown_tokens, unknown_usd}. The usage may be more than '
+  'the reservation. The unknown part is the worst case of requests without an answer. Without p_spend the usage is '
+  'unknown: the worst case of the reservation counts, as unknown, in its scopes and in the row of its call. Returns '
+  'the counted usage; 0 without a reservation.';

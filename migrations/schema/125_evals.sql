@@ -1,6 +1,6 @@
 -- Evals: suites of cases for agents.
 --
--- A trial is an execution of the surface eval. Triggers refuse rows by which it would leave, wake or be remembered.
+-- A trial is an execution of the surface eval. Triggers refuse its writes that have an effect outside the trial.
 
 create table agent_evals (
   name text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'), version int not null check (version > 0),
@@ -35,28 +35,28 @@ comment on table agent_eval_runs is
   'Runs of suites: one version of an agent and one model, with some trials of each case.';
 comment on column agent_eval_runs.suite is 'The name of the suite.';
 comment on column agent_eval_runs.version is 'The version of the suite.';
-comment on column agent_eval_runs.agent is 'The agent that is tried.';
+comment on column agent_eval_runs.agent is 'The agent under test.';
 comment on column agent_eval_runs.agent_version is 'Its version. 0: the agent of the settings.';
-comment on column agent_eval_runs.model is 'The model that is tried.';
+comment on column agent_eval_runs.model is 'The model under test.';
 comment on column agent_eval_runs.trials is 'Trials of each case.';
-comment on column agent_eval_runs.status is 'How it ended. Undecided: the budget was used up.';
+comment on column agent_eval_runs.status is 'The result. undecided: the budget was used up.';
 comment on column agent_eval_runs.finished_at is 'When its last trial was decided.';
 comment on column agent_eval_runs.kind is
   'suite: a declared suite. counterfactual: a sample of recorded turns. shadow: turns as they complete.';
-comment on column agent_eval_runs.control_id is 'The run of the same cases that this one is compared with. Null: none.';
+comment on column agent_eval_runs.control_id is 'The control run of the same cases. Null: none.';
 comment on column agent_eval_runs.subject is
-  'What is tried: the suite, the agent, its model and skills. Null: the versions of the run, by an earlier release.';
-comment on column agent_eval_runs.agent_digest is 'Identifies what a trial sees of the agent, its model and skills.';
+  'The subject: the suite, the agent, its model and skills. Null: an earlier release stored only their versions.';
+comment on column agent_eval_runs.agent_digest is 'Identifies the agent, its model and skills, as a trial sees them.';
 comment on column agent_eval_runs.suite_digest is 'Identifies the cases of the suite.';
 comment on column agent_eval_runs.runtime is 'The version of the program.';
 comment on column agent_eval_runs.candidate is
-  'The workspace was not applied. Its versions are those that it would get.';
+  'The workspace was not applied. The versions are those that it would get.';
 comment on column agent_eval_runs.served_until is
-  'Servers play its trials, and one does until then. Null: the process that began it plays them.';
+  'When the claim of the server that plays its trials ends. Null: the process that began the run plays them.';
 comment on column agent_eval_runs.began_at is
-  'When a process first played it, or a person last continued it. Its time limit counts from then. Null: not yet.';
+  'When a process first played the run, or a person last continued it. Its time limit begins then. Null: not yet.';
 comment on column agent_eval_runs.calibrations is
-  'How its judges compare with the labels of people, as read before the first trial. Null: not yet.';
+  'The agreement of its judges with the labels of people, read before the first trial. Null: not read yet.';
 comment on column agent_eval_runs.calibration_tokens is 'Tokens of the judges for labelled answers.';
 comment on column agent_eval_runs.calibration_usd is 'Dollars of the judges for labelled answers.';
 
@@ -89,7 +89,7 @@ comment on column agent_eval_trials.cost_usd is 'Their price in US dollars.';
 comment on column agent_eval_trials.duration_ms is 'How long it took.';
 comment on column agent_eval_trials.finished_at is 'When it was decided.';
 comment on column agent_eval_trials.judgements is
-  'The verdicts of judges, with their votes. One decides only while it is calibrated.';
+  'The verdicts of judges, with their votes. A judge decides only while it is calibrated.';
 comment on column agent_eval_trials.judge_tokens is 'Tokens of the judges, besides those of the model calls.';
 comment on column agent_eval_trials.judge_usd is
   'The price of the judges in US dollars, besides the cost of the model calls.';
@@ -99,12 +99,12 @@ create table agent_eval_shadows (
   share float8 not null check (share > 0 and share <= 1), until timestamptz not null,
   seen_at timestamptz not null default clock_timestamp(), stopped_at timestamptz
 );
-comment on table agent_eval_shadows is 'Runs that get a case for a share of the turns that complete, until they end.';
+comment on table agent_eval_shadows is 'Runs that get a case for a share of the completed turns, until the run ends.';
 comment on column agent_eval_shadows.run_id is 'The run of the candidate.';
 comment on column agent_eval_shadows.share is 'The share of the turns, chosen by the hash of their traces.';
-comment on column agent_eval_shadows.until is 'When it ends.';
-comment on column agent_eval_shadows.seen_at is 'Turns that completed before were looked at.';
-comment on column agent_eval_shadows.stopped_at is 'When a person stopped it. Null: nobody did.';
+comment on column agent_eval_shadows.until is 'When the run ends.';
+comment on column agent_eval_shadows.seen_at is 'Turns that completed before this time were examined.';
+comment on column agent_eval_shadows.stopped_at is 'When a person stopped the run. Null: not stopped.';
 
 create table agent_eval_judgements (
   judge_digest text not null, answer_digest text not null, pass boolean not null,
@@ -116,7 +116,7 @@ comment on column agent_eval_judgements.judge_digest is
 comment on column agent_eval_judgements.answer_digest is 'SHA-256 of the answer.';
 comment on column agent_eval_judgements.pass is 'The majority of its votes.';
 
--- A label keeps the answer, so that it outlives its run. It is what a judge is calibrated against.
+-- A label stores the answer, so the label outlives its run. Labels calibrate judges.
 create table agent_eval_labels (
   run_id uuid not null, case_name text not null, trial int not null check (trial > 0),
   principal text not null check (principal <> ''), suite text not null, answer text not null, answer_digest text not null,
@@ -141,32 +141,33 @@ comment on column agent_eval_labels.note is 'The reason for the label.';
 
 create unlogged table lanekeeper.agent_trial_transactions (id xid8 primary key);
 comment on table lanekeeper.agent_trial_transactions is
-  'Transactions that have fenced the claim of a trial of an eval. Each sees its own row only, and those that are over.';
+  'Transactions that have fenced the claim of a trial of an eval. A transaction sees only its own row and rows of '
+  'ended transactions.';
 comment on column lanekeeper.agent_trial_transactions.id is 'The transaction.';
 
 -- Code
 
 -- A trial of an eval runs under a trace of the prefix ev. The database refuses writes with an effect outside the trial.
--- The trigger has the condition, so that other rows run no function. For executions and the log, the functions of their
--- own triggers have it.
+-- The triggers have the condition, so other rows run no function. For executions and the log, the functions of their
+-- own triggers have the condition.
 create or replace function lanekeeper.refuse_agent_eval() returns trigger language plpgsql as $$
 begin
   raise exception 'a trial of an eval cannot write to %', tg_table_name
     using errcode = 'LK009', hint = 'Give the skill a stub in the case of the eval.';
 end $$;
 comment on function lanekeeper.refuse_agent_eval is
-  'Refuse a row of a trial of an eval (SQLSTATE LK009). A trial runs one execution and writes its log, nothing else.';
+  'Refuse a row of a trial of an eval (SQLSTATE LK009). A trial writes only its execution and its log.';
 
 create or replace trigger agent_executions_no_eval_wait before update of waiting_for on agent_executions for each row
   when (new.surface = 'eval' and new.waiting_for is not null) execute function lanekeeper.refuse_agent_eval();
 
 -- Tables without a trace refuse every write of a transaction that has fenced the claim of a trial. A transaction cannot
--- delete its own row. Only a rollback to a savepoint before the fence removes it, or a change of the schema by its
--- owner. Names are qualified, because a transaction may set its search path.
+-- delete its own row. Only a rollback to a savepoint before the fence, or the schema's owner, removes the row. Names
+-- are qualified, because a transaction may set its search path.
 create or replace function lanekeeper.mark_agent_trial() returns void language plpgsql as $$
 begin
   insert into lanekeeper.agent_trial_transactions values (pg_current_xact_id()) on conflict do nothing;
-  -- Other visible rows belong to transactions that are over.
+  -- Other visible rows belong to ended transactions.
   if found then
     delete from lanekeeper.agent_trial_transactions t using (
       select o.id from lanekeeper.agent_trial_transactions o
@@ -175,7 +176,7 @@ begin
   end if;
 end $$;
 comment on function lanekeeper.mark_agent_trial is
-  'Note that the transaction writes under the claim of a trial, and remove notes of transactions that are over.';
+  'Record that the transaction writes under the claim of a trial, and delete rows of ended transactions.';
 
 create or replace function lanekeeper.refuse_agent_trial(p_table text) returns void
 language plpgsql security definer as $$
@@ -191,13 +192,13 @@ comment on function lanekeeper.refuse_agent_trial is 'Refuse a write under the c
 create or replace function lanekeeper.check_agent_trial() returns trigger language plpgsql security definer as $$
 begin
   if tg_table_name operator(pg_catalog.=) 'agent_trial_transactions' then
-    raise exception 'a transaction of a trial stays one' using errcode = 'LK009';
+    raise exception 'a transaction cannot leave its trial' using errcode = 'LK009';
   end if;
   perform lanekeeper.refuse_agent_trial(tg_table_name);
   return null;
 end $$;
 comment on function lanekeeper.check_agent_trial is
-  'Refuse a statement under the claim of a trial, and the removal of its own note (SQLSTATE LK009).';
+  'Refuse a statement under the claim of a trial, and the removal of the transaction''s own row (SQLSTATE LK009).';
 
 create or replace trigger agent_trial_transactions_stay before update or delete on lanekeeper.agent_trial_transactions
   for each row when (old.id = pg_current_xact_id_if_assigned()) execute function lanekeeper.check_agent_trial();
@@ -240,7 +241,7 @@ begin
   return new;
 end $$;
 comment on function lanekeeper.check_agent_trial_budget is
-  'Refuse a reservation of a trial in other budgets than its own and that of its run (SQLSTATE LK009).';
+  'Refuse a reservation of a trial outside the budgets of the trial and of its run (SQLSTATE LK009).';
 create or replace trigger agent_budget_reservations_no_eval before insert or update of scopes on agent_budget_reservations
   for each row execute function lanekeeper.check_agent_trial_budget();
 

@@ -24,31 +24,31 @@ create table agent_retention_passes (
   began_at timestamptz not null default clock_timestamp(), ended_at timestamptz, removed bigint not null default 0
 );
 comment on table agent_retention_passes is
-  'How far the pass over each kind has come. A new pass begins once a day, and visits again the rows that were needed '
-  'before.';
+  'The progress of the pass over each kind. A new pass begins once a day, and visits again rows that were still '
+  'needed.';
 comment on column agent_retention_passes.kind is 'The kind of row.';
-comment on column agent_retention_passes.place_at is 'Rows before this time and key were visited in this pass.';
+comment on column agent_retention_passes.place_at is 'This pass has visited the rows before this time and key.';
 comment on column agent_retention_passes.place_key is 'The key, for rows of the same time.';
 comment on column agent_retention_passes.began_at is 'When the pass began.';
-comment on column agent_retention_passes.ended_at is 'When it had visited all old rows. Null: there are more.';
+comment on column agent_retention_passes.ended_at is 'When the pass had visited all old rows. Null: there are more.';
 comment on column agent_retention_passes.removed is 'Rows removed since the installation.';
 
 create table agent_retention_leftovers (
   execution_id uuid primary key
 );
 comment on table agent_retention_leftovers is
-  'Executions that are gone and still have checkpoints. These may be many, and are removed in pieces.';
+  'Pruned executions that still have checkpoints. Checkpoints may be many, so they are deleted in batches.';
 
 insert into agent_retention (kind, keep, min_keep, about) values
   ('activity', null, '7 days', 'the activity log; by whole months from 60 days on'),
-  ('executions', null, '1 day', 'executions that ended, with their checkpoints, requests and what followed from their end'),
-  ('events', null, '1 day', 'events that were taken, or that nobody came for'),
-  ('messages', null, '1 day', 'threads in which nothing was said for so long, with their messages'),
+  ('executions', null, '1 day', 'ended executions, with their checkpoints, requests and completion events'),
+  ('events', null, '1 day', 'events that were consumed, or that no execution waited for'),
+  ('messages', null, '1 day', 'threads without a new message for so long, with their messages'),
   ('approvals', null, '1 day', 'approvals that were used, rejected or have expired'),
   ('automation_runs', null, '1 day', 'runs of automations that succeeded or were skipped; dead letters stay'),
   ('deliveries', '90 days', '1 day', 'webhook deliveries that are done or ignored; dead ones stay'),
   ('outbox', '90 days', '1 day', 'outgoing webhooks that were sent or given up'),
-  ('budgets', '60 days', '31 days', 'what runs and days have spent of their limits'),
+  ('budgets', '60 days', '31 days', 'the spend of runs and days'),
   ('hour_counts', null, '35 days', 'the activity log''s counts by hour; those by day stay for ever'),
   ('prompts', '30 days', '1 day', 'the prompts of model calls; their rows in the activity log stay'),
   ('evals', '90 days', '1 day', 'runs of evals that ended, with their trials and the samples of recorded turns'),
@@ -79,13 +79,13 @@ begin
   for wish in select w.key, w.value #>> '{}' as said from jsonb_each(p_keep) w order by w.key loop
     select r.* into was from agent_retention r where r.kind = wish.key for update;
     if not found then
-      raise exception '% is not a kind of what is kept', quote_literal(left(wish.key, 40)) using errcode = '22023',
+      raise exception '% is not a kind of retention policy', quote_literal(left(wish.key, 40)) using errcode = '22023',
         hint = 'Kinds: ' || (select string_agg(r.kind, ', ' order by r.kind) from agent_retention r) || '.';
     end if;
     begin
       span := nullif(wish.said, 'forever')::interval;
     exception when others then
-      raise exception '% is not a time to keep %: give a number of days such as 90d, or forever', quote_literal(left(wish.said, 40)), wish.key
+      raise exception '% is not a retention time for %: give a number of days such as 90d, or forever', quote_literal(left(wish.said, 40)), wish.key
         using errcode = '22023';
     end;
     if span < was.min_keep or span > interval '100 years' then
@@ -121,7 +121,7 @@ begin
   end if;
   update agent_workers w set expires_at = 'epoch';
   get diagnostics workers = row_count;
-  -- Beyond any claim that the original database has given since the copy.
+  -- Exceed any claim that the original database has given since the copy.
   update agent_executions x set claim = x.claim + 1000000 where x.status in ('pending', 'running', 'waiting');
   get diagnostics executions = row_count;
   update agent_locks l
@@ -131,8 +131,8 @@ begin
          expires_at = case when l.parked then l.expires_at else least(l.expires_at, clock_timestamp()) end
    where l.locked_by <> '';
   get diagnostics lanes = row_count;
-  delete from lanekeeper.agent_trial_transactions;           -- their ids are those of the other server
+  delete from lanekeeper.agent_trial_transactions;           -- their ids come from the other server
 end $$;
 comment on function void_agent_leases is
-  'Prepare a restored copy, before any process works on it: void every lease, claim and token. A process of the '
-  'original database can then write nothing here. Executions go on from their checkpoints; waits go on.';
+  'Prepare a restored copy before any process works on it: void every lease, claim and token. A process of the '
+  'original database can then write nothing here. Executions continue from their checkpoints, and waits continue.';

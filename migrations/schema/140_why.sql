@@ -30,7 +30,7 @@ comment on column agent_links.at is 'When it happened.';
 create or replace view lanekeeper.agent_causes as
   select 'execution' as subject, x.id, case
     when x.forked_from is not null then
-      (x.created_at, 'fork', format('%s was forked from one that is %s%s', x.flow, coalesce(o.status, 'no longer kept'), ', at step ' || x.forked_step),
+      (x.created_at, 'fork', format('%s was forked from an execution that is %s%s', x.flow, coalesce(o.status, 'no longer kept'), ', at step ' || x.forked_step),
        'execution ' || x.forked_from, 'execution ' || x.id, o.trace_id, x.forked_from,
        jsonb_strip_nulls(jsonb_build_object('step', x.forked_step, 'status', o.status, 'flow', x.flow)))::agent_reason
     when x.parent_id is not null then
@@ -44,7 +44,7 @@ create or replace view lanekeeper.agent_causes as
     when k.delivery is not null then
       (coalesce(d.received_at, x.created_at), 'webhook',
        format('delivery %s came to endpoint %s%s', coalesce(d.delivery_id, '(no longer kept)'), d.endpoint,
-         case when split_part(x.dedupe_key, ' ', 3) <> '0' then ', and an admin had it handled again' else '' end),
+         case when split_part(x.dedupe_key, ' ', 3) <> '0' then ', and an admin replayed it' else '' end),
        'delivery ' || k.delivery, 'execution ' || x.id, null, null,
        jsonb_build_object('endpoint', d.endpoint, 'delivery_id', d.delivery_id, 'attempts', d.attempts, 'repeats', d.repeats,
                           'replay', split_part(x.dedupe_key, ' ', 3)))::agent_reason
@@ -87,7 +87,7 @@ create or replace view lanekeeper.agent_causes as
                       'run ' || n.id, null, null, jsonb_build_object('automation', a.name, 'due', n.scheduled_for))::agent_reason
     when 'signal' then (n.created_at, 'signal', format('the signal of automation %s became true', a.name), 'signal of ' || a.name,
                         'run ' || n.id, null, null, jsonb_build_object('automation', a.name))::agent_reason
-    else (n.created_at, case when x.id is null then 'admin' else 'asked' end, format('%s had automation %s run', coalesce(x.flow, 'an admin'), a.name),
+    else (n.created_at, case when x.id is null then 'admin' else 'asked' end, format('%s ran automation %s', coalesce(x.flow, 'an admin'), a.name),
           coalesce('execution ' || x.id, 'admin'), 'run ' || n.id, x.trace_id, x.id, jsonb_build_object('automation', a.name))::agent_reason end
     from agent_automation_runs n
     join agent_automations a on a.id = n.automation_id
@@ -118,7 +118,7 @@ create or replace view lanekeeper.agent_causes as
     left join agent_executions x
       on x.id = coalesce(v.execution_id, case when l.cause like 'execution %' then lanekeeper.agent_uuid(substr(l.cause, 11)) end);
 comment on view lanekeeper.agent_causes is
-  'What caused each execution, run of an automation and event. Restrict it by subject and id.';
+  'The cause of each execution, run of an automation and event. Restrict it by subject and id.';
 
 create or replace function lanekeeper.agent_past_waits(p_id uuid)
 returns table (step text, kind text, key text, since timestamptz, until timestamptz, event_id uuid, event text, timed_out boolean)
@@ -134,7 +134,7 @@ language sql stable as $$
        from jsonb_array_elements(case jsonb_typeof(c.waits) when 'array' then c.waits else '[]' end) l) w
 $$;
 comment on function lanekeeper.agent_past_waits is
-  'The ended waits of an execution: its checkpoints, and what snapshots of loops keep. It reads 5,000 checkpoints.';
+  'The ended waits of an execution, from its checkpoints and from snapshots of loops. It reads 5,000 checkpoints.';
 
 create or replace view lanekeeper.agent_why_of_runs as
   -- Its flow and status.
@@ -142,7 +142,7 @@ create or replace view lanekeeper.agent_why_of_runs as
          x.created_at as at, case when p.id is null then 'run' else 'child' end as kind,
          x.flow || case x.status
            when 'pending' then ' waits to be started'
-           when 'running' then case when x.claimed_by is null then ' is ready to go on' else ' runs' end
+           when 'running' then case when x.claimed_by is null then ' is ready to continue' else ' runs' end
            when 'waiting' then format(' waits for %s %s, since %s', x.waiting_for, case when x.waiting_for = 'delay' then '' else x.waiting_key end,
                                       lanekeeper.agent_words(x.updated_at, clock_timestamp()))
            else format(' %s after %s', x.status, lanekeeper.agent_words(x.created_at, x.completed_at)) end
@@ -161,8 +161,8 @@ create or replace view lanekeeper.agent_why_of_runs as
            'waits', x.wait_number, 'thread', x.thread_id, 'completed_at', x.completed_at)) as detail
     from agent_executions x left join agent_executions p on p.id = x.parent_id and p.trace_id = x.trace_id
   union all
-  -- Runs of automations that it carried out, as the heartbeat does.
-  select x.id, 2, 'did', l.at, '', 0, l.at, 'ran', format('%s carried out a run: %s', x.flow, coalesce(c.what, 'its automation is no longer kept')),
+  -- Runs of automations that it executed, as the heartbeat does.
+  select x.id, 2, 'did', l.at, '', 0, l.at, 'ran', format('%s executed a run: %s', x.flow, coalesce(c.what, 'its automation is no longer kept')),
          l.cause, l.effect, 
          coalesce((select (u.cause).trace_id from lanekeeper.agent_causes u where u.subject = split_part(c.from_ref, ' ', 1)
                      and u.id = lanekeeper.agent_uuid(split_part(c.from_ref, ' ', 2))), x.trace_id), x.id, jsonb_strip_nulls(jsonb_build_object('because', c.from_ref))
@@ -201,7 +201,7 @@ create or replace view lanekeeper.agent_why_of_runs as
                || case w.kind when 'delay' then 'its time' when 'agent' then 'the end of ' || coalesce(c.what, w.key) when 'approval' then 'approval'
                     when 'response' then 'an answer in thread ' || w.key when 'lane' then 'lane ' || w.key when 'event' then 'event ' || w.key
                     else 'a ' || w.kind end
-               || case when w.late then ', in vain' when w.until is not null and w.kind <> 'agent' then coalesce(': ' || c.what, '') else '' end as what,
+               || case when w.late then ', until the timeout' when w.until is not null and w.kind <> 'agent' then coalesce(': ' || c.what, '') else '' end as what,
              case when w.until is null then '' when w.late or w.kind = 'delay' then 'timer' when w.kind = 'agent' then 'execution ' || w.key
                   when w.kind in ('approval', 'lane') then w.kind || ' ' || w.key else 'event ' || w.event end as from_ref,
              coalesce(c.trace_id, x.trace_id) as trace_id, x.id as execution_id,
@@ -224,7 +224,7 @@ create or replace view lanekeeper.agent_why_of_runs as
           and coalesce(h.held_until, 'infinity') > w.since
         order by h.held_from limit 20)) r
   union all
-  -- The lanes that it had.
+  -- The lanes that it held.
   select x.id, 4, 'lanes', h.held_from, '', 0, h.held_from, k.word,
          format('%s %s lane %s %s', x.flow, k.word, h.lane, case when h.ended is null then 'since ' else 'for ' end
            || lanekeeper.agent_words(h.held_from, coalesce(h.held_until, clock_timestamp()))
@@ -246,12 +246,12 @@ create or replace view lanekeeper.agent_why_of_runs as
   -- The workers that it lost.
   select x.id, 5, 'trouble', c.at, '', 0, c.at, 'lost',
          format('%s lost its worker %s under claim %s%s%s', x.flow, coalesce(nullif(c.worker_name, ''), c.worker::text), c.claim,
-           case c.how when 'handed back' then ', which shut down and handed it back' when 'no progress' then ', which got nowhere' else ', whose lease expired' end,
-           case when x.claim > c.claim + 1 then '; it went on elsewhere' when x.status in ('pending', 'running') then '; it is ready to go on' else '' end),
+           case c.how when 'handed back' then ', which shut down and handed it back' when 'no progress' then ', which recorded no step in time' else ', whose lease expired' end,
+           case when x.claim > c.claim + 1 then '; another worker continued it' when x.status in ('pending', 'running') then '; it is ready to continue' else '' end),
          'worker ' || c.worker, 'execution ' || x.id, x.trace_id, x.id, jsonb_build_object('claim', c.claim, 'how', c.how, 'worker', c.worker_name)
     from agent_executions x join agent_claims_lost c on c.execution_id = x.id
   union all
-  -- Executions of other traces that begin with it, what it said, and what it asked people for.
+  -- Executions that it began in other traces, its messages, and its requests to people.
   select x.id, 6, 'led to', e.at, e.kind, 0, e.at, e.kind, e.what, 'execution ' || x.id, e.to_ref, e.trace_id, e.execution_id, jsonb_strip_nulls(e.detail)
     from agent_executions x cross join lateral (
       (select f.created_at as at, 'forked' as kind, format('%s was forked, and is %s', f.flow, f.status) as what, 'execution ' || f.id as to_ref, f.trace_id,
@@ -267,12 +267,11 @@ create or replace view lanekeeper.agent_why_of_runs as
          from (select e.thread_id, e.created_at, e.status from agent_messages e where e.execution_id = x.id and e.role = 'assistant' limit 5000) m
         group by m.thread_id)
       union all
-      (select r.created_at, 'asked', format('people were asked for %s: %s', r.kind, r.status), 'request ' || r.id, x.trace_id, x.id,
+      (select r.created_at, 'asked', format('%s asked people for a %s: %s', x.flow, r.kind, r.status), 'request ' || r.id, x.trace_id, x.id,
               jsonb_build_object('kind', r.kind, 'status', r.status)
          from agent_requests r where r.execution_id = x.id limit 1001)) e;
 comment on view lanekeeper.agent_why_of_runs is
-  'The rows of why() about each execution: what it did, its waits, lanes and lost workers, what it led to. Restrict it '
-  'by run.';
+  'The rows of why() about each execution: its status, waits, lanes, lost workers and effects. Restrict it by run.';
 
 create or replace function lanekeeper.agent_why_because(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
 language plpgsql stable as $$
@@ -299,7 +298,7 @@ begin
            and r.id = lanekeeper.agent_uuid(split_part(ref, ' ', 2)) offset 0) u;
       exit when c.from_ref is null;
       if i > hops or exists (select from unnest(chain) e where e.to_ref = c.from_ref) then
-        chain := (c.at, 'more', '… and what was before that', '', ref, null, null, jsonb_build_object('cycle', i <= hops))::agent_reason || chain;
+        chain := (c.at, 'more', '… and earlier causes', '', ref, null, null, jsonb_build_object('cycle', i <= hops))::agent_reason || chain;
         exit;
       end if;
       -- A cause in the trace itself is one of its effects.
@@ -312,9 +311,9 @@ begin
     return query select e.* from unnest(chain) e;
     shown := shown || array(select e.to_ref from unnest(chain) e);
   end loop;
-  -- Approvals of a call that another execution had asked for.
+  -- Approvals that another execution had requested.
   return query
-  select l.at, 'allowed', format('an approval allowed %s a call, asked for by %s', x.flow, coalesce(o.flow, 'somebody else')), l.cause, l.effect,
+  select l.at, 'allowed', format('%s used an approval that %s had requested', x.flow, coalesce(o.flow, 'somebody else')), l.cause, l.effect,
          coalesce(o.trace_id, a.trace_id), a.execution_id, jsonb_strip_nulls(jsonb_build_object('skill', a.skill_name, 'decided_by', a.decided_by,
            'token_id', nullif(a.decided_token_id, ''), 'via', nullif(a.decided_via, ''), 'message', nullif(a.decided_message, '')))
     from agent_links l
@@ -369,13 +368,13 @@ begin
        from agent_approvals a where a.trace_id = p_trace order by a.id limit p_most)
     union all
     (select 'led to', 5, l.at,
-            (l.at, 'allowed', format('the approval allowed %s a call in another trace', x.flow), l.cause, l.effect, x.trace_id, x.id, '{}')::agent_reason
+            (l.at, 'allowed', format('%s used the approval in another trace', x.flow), l.cause, l.effect, x.trace_id, x.id, '{}')::agent_reason
        from (select a.id from agent_approvals a where a.trace_id = p_trace order by a.id limit p_most) a
        join agent_links l on l.cause = 'approval ' || a.id and l.kind = 'allowed'
        join agent_executions x on x.id = lanekeeper.agent_uuid(substr(l.effect, 11)) and x.trace_id <> p_trace)),
   beyond as (
     select 'spend', 3, null::timestamptz,
-           (null, 'more', format('… and more than %s actions, which were not looked through', to_char(p_rows, 'FM999,999,990')), '', '', p_trace, null,
+           (null, 'more', format('… and more than %s actions, which were not read', to_char(p_rows, 'FM999,999,990')), '', '', p_trace, null,
             '{}')::agent_reason
       from log having count(*) >= p_rows)
   select u.part, u.reason from (table wrong union all table spent union all table asked union all table beyond) u order by u.rank, u.at, (u.reason).to_ref;
@@ -388,8 +387,8 @@ create or replace function lanekeeper.agent_why_events(p_trace text, p_runs uuid
 language plpgsql stable as $$
 declare
   mine constant text[] := array['trace ' || p_trace] || array(select 'execution ' || r from unnest(p_runs) r);
-  events uuid[];                    -- that the trace raised
-  ends uuid[];                      -- of its executions
+  events uuid[];                    -- events that the trace raised
+  ends uuid[];                      -- completion events of its executions
   made uuid[];                      -- runs of automations that it started
 begin
   events := array(select lanekeeper.agent_uuid(substr(l.effect, 7)) from agent_links l where l.cause = any (mine) and l.kind = 'raised' order by l.at, l.effect limit p_most);
@@ -402,7 +401,7 @@ begin
    where v.id = any (events);
   -- Executions of other traces that an event of this one, or the end of one of its executions, resumed.
   return query
-  select k.created_at, 'resumed', format('%s went on in another trace', x.flow),
+  select k.created_at, 'resumed', format('%s resumed in another trace', x.flow),
          case when v.execution_id is null then 'event ' || v.id else 'execution ' || v.execution_id end, 'execution ' || x.id, x.trace_id, x.id,
          jsonb_build_object('flow', x.flow, 'step', k.step)
     from agent_events v
@@ -416,7 +415,7 @@ begin
                  where l.cause = any (select 'event ' || e from unnest(events || ends) e union all select m from unnest(mine) m) and l.kind = 'started'
                  order by l.at, l.effect limit p_most + 1);
   return query
-  select r.created_at, 'started', format('automation %s has a run, which is %s', a.name, r.status),
+  select r.created_at, 'started', format('a run of automation %s is %s', a.name, r.status),
          case when v.id is null then l.cause when v.execution_id is null then 'event ' || v.id else 'execution ' || v.execution_id end, 'run ' || r.id,
          nullif(r.trace_id, ''), v.execution_id,
          jsonb_strip_nulls(jsonb_build_object('automation', a.name, 'status', r.status, 'error', left(r.error_message, 300)))
@@ -426,12 +425,12 @@ begin
    cross join lateral (select n.cause from agent_links n where n.effect = 'run ' || r.id and n.kind = 'started' limit 1) l
     left join lateral (select n.id, n.execution_id from agent_events n where n.id = r.event_id limit 1) v on true;
   return query
-  select l.at, 'ran', format('the run was carried out by %s, which is %s', x.flow, x.status), l.cause, l.effect, x.trace_id, x.id,
+  select l.at, 'ran', format('%s executed the run, and is %s', x.flow, x.status), l.cause, l.effect, x.trace_id, x.id,
          jsonb_build_object('status', x.status)
     from agent_links l join agent_executions x on x.id = lanekeeper.agent_uuid(substr(l.effect, 11))
    where l.cause = any (select 'run ' || m from unnest(made) m) and l.kind = 'ran' order by l.at limit p_most + 1;
   return query
-  select o.created_at, 'told', format('target %s was told %s: %s%s', t.name, o.event, o.status, case when o.attempts > 1 then format(' after %s attempts', o.attempts) else '' end),
+  select o.created_at, 'told', format('%s to target %s: %s%s', o.event, t.name, o.status, case when o.attempts > 1 then format(' after %s attempts', o.attempts) else '' end),
          l.cause, l.effect, p_trace, lanekeeper.agent_uuid(substr(l.cause, 11)), jsonb_build_object('target', t.name, 'event', o.event, 'status', o.status, 'attempts', o.attempts)
     from (select k.cause, k.effect from agent_links k where k.cause = any (mine) and k.kind = 'told' order by k.at, k.effect limit p_most + 1) l
    cross join lateral (select n.* from agent_webhook_outbox n where n.id = lanekeeper.agent_uuid(substr(l.effect, 10)) limit 1) o
@@ -447,7 +446,7 @@ set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off se
 #variable_conflict use_column
 declare
   given constant text := btrim(coalesce(trace, ''));
-  -- The ids that it may be stored under: a ULID alone is of any surface.
+  -- The ids under which the trace may be stored. A ULID alone may belong to any surface.
   forms constant text[] := case
     when given ~* '^(hb|op|ch|wh|fl|ev)_[0-9a-z]{26}$' then array[lower(left(given, 3)) || upper(substr(given, 4))]
     when given ~* '^[0-9a-z]{26}$' then array(select s || upper(given) from unnest('{hb_,op_,ch_,wh_,fl_}'::text[]) s)
@@ -470,7 +469,7 @@ begin
   return query
     with found as (
       select 0 as rank, 'trace' as part, null::timestamptz as place_at, '' as place, 0::bigint as n, x.created_at as at, 'trace' as kind,
-             case when x.flow is null then 'what was done without an execution'
+             case when x.flow is null then 'actions without an execution'
                   else format('%s %s%s%s', x.flow, case when x.completed_at is null then 'is ' else '' end || x.status,
                               coalesce(' after ' || lanekeeper.agent_words(x.created_at, x.completed_at), ''),
                               case when executions = 100000 then '; 100,000 or more executions' when executions > 1 then format('; %s executions', to_char(executions, 'FM999,990')) end) end as what,
@@ -501,8 +500,8 @@ begin
       from placed p where p.nth <= most_ + 1 order by p.rank, p.nth;
 end $$;
 comment on function why is
-  'Why a trace is what it is, read from top to bottom. The parts: because (its causes, the first one first), did (its '
-  'executions), waits (and what ended them), lanes, trouble (lost workers, refused writes, calls with unknown '
-  'effect), led to (effects elsewhere), spend. trace is an id in any form. from_ref caused to_ref; trace_id and '
-  'execution_id name the other end. most bounds the rows of each part; a row of kind more counts the rest. No rows: '
-  'unknown trace.';
+  'The causes and effects of a trace, from top to bottom. The parts: because (its causes, the first one first), did '
+  '(its executions), waits (with the causes of their ends), lanes, trouble (lost workers, refused writes, calls with '
+  'unknown effect), led to (effects elsewhere), spend. trace is an id in any form. from_ref caused to_ref; trace_id '
+  'and execution_id name the other end. most bounds the rows of each part; a row of kind more counts the rest. No '
+  'rows: unknown trace.';

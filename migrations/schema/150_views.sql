@@ -46,7 +46,7 @@ create or replace view agent_executions_waiting as
   select e.id, e.trace_id, e.surface, e.agent, e.flow, e.waiting_for, e.waiting_key, e.waiting_until, e.waiting_data,
          clock_timestamp() - e.updated_at as waiting_time
     from agent_executions e where e.status = 'waiting' order by e.waiting_until;
-comment on view agent_executions_waiting is 'Executions that wait, by deadline, with the time that they have waited.';
+comment on view agent_executions_waiting is 'Waiting executions, by deadline, with the time waited so far.';
 
 create or replace view agent_executions_stuck as
   select e.id, e.trace_id, e.surface, e.agent, e.flow, e.waiting_for, e.waiting_key, e.waiting_until, e.updated_at
@@ -54,7 +54,7 @@ create or replace view agent_executions_stuck as
    where e.status = 'waiting' and e.waiting_until < statement_timestamp()   -- stable, so an index serves
      and e.updated_at < clock_timestamp() - interval '1 hour';
 comment on view agent_executions_stuck is
-  'Executions whose wait is past its deadline and that nothing has changed for an hour. There should be none.';
+  'Executions past the deadline of their wait that have not changed for an hour. There should be none.';
 
 -- Spend ---------------------------------------------------------------------------------------------
 
@@ -82,8 +82,8 @@ create or replace view agent_skill_calls as
    where a.kind = 'call' and a.surface <> 'eval' and a.status in ('success', 'error')
      and lanekeeper.agent_class_counts(a.error_class);
 comment on view agent_skill_calls is
-  'Calls that count for the health of their skill. A call that was refused, interrupted or misconfigured does not, nor one '
-  'of an eval.';
+  'Calls that count for the health of their skill. Refused, interrupted and misconfigured calls do not count, nor '
+  'calls of an eval.';
 
 create or replace view agent_skill_health as
   select s.name as skill, coalesce(f.calls, 0) as calls,
@@ -108,8 +108,8 @@ create or replace view agent_thread_locks as
     left join agent_threads t on t.id = substr(l.lane, 8)
    where l.lane like 'thread:%' and l.locked_by <> '';
 comment on view agent_thread_locks is
-  'The holder of each thread, since its last sign of life. stale: its lease has ended, so the next caller gets the '
-  'thread. parked: a waiting execution holds it, without an end.';
+  'The holder of each thread, since its last renewal. stale: its lease has ended, so the next caller gets the thread. '
+  'parked: a waiting execution holds it, without an end.';
 
 create or replace view agent_budget_today as
   select x.scope, x.tokens, x.cost_usd, x.reserved_tokens, x.reserved_usd, x.unsettled, x.unknown_tokens, x.unknown_usd
@@ -117,7 +117,8 @@ create or replace view agent_budget_today as
    where x.scope = 'day:' || today or starts_with(x.scope, 'day:' || today || ':')
    order by x.scope;
 comment on view agent_budget_today is
-  'Spend of today (UTC), in all and by surface: its unknown part, and what is reserved for model calls under way.';
+  'The spend of today (UTC), in total and by surface, with its unknown part and the reservations of model calls under '
+  'way.';
 
 create or replace view agent_activity_measured as
   select a.id, a.skill_name, a.created_at, a.status,
@@ -143,9 +144,9 @@ create or replace view agent_activity_measured as
               and lanekeeper.agent_class_counts(a.error_class) as telling) x
    where a.surface <> 'eval' or a.kind = 'model';
 comment on view agent_activity_measured is
-  'How each row of the log is counted. Of evals only model calls are counted, and for no skill. telling: it counts for '
-  'the health of its skill. slowest: its duration and trace, as a text whose maximum in the collation "C" is the '
-  'slowest. bucket: as in agent_activity_durations.';
+  'The measures by which each row of the log is counted. Of evals only model calls count, and for no skill. telling: '
+  'the row counts for the health of its skill. slowest: duration and trace, as a text whose maximum in the collation '
+  '"C" is the slowest. bucket: as in agent_activity_durations.';
 
 -- Whole months of activity -------------------------------------------------------------------------
 
@@ -158,8 +159,8 @@ create or replace view agent_activity_partitions as
    cross join lateral (select pg_get_expr(c.relpartbound, c.oid) as bounds) b
    where i.inhparent = 'agent_activity'::regclass;
 comment on view agent_activity_partitions is
-  'The partitions of the activity log with their ranges of ids. leaving: it is being detached and is not read any '
-  'more.';
+  'The partitions of the activity log with their ranges of ids. leaving: the partition is being detached and no longer '
+  'read.';
 
 create or replace view agent_spend_by_purpose as
   select s.skill as purpose, s.surface, s.model, (s.start at time zone 'UTC')::date as day, sum(s.calls)::bigint as calls,
@@ -172,13 +173,13 @@ create or replace view agent_spend_by_purpose as
             from lanekeeper.read_agent_activity_tail(2000000000) u where u.kind = 'model') s
    group by 1, 2, 3, 4;
 comment on view agent_spend_by_purpose is
-  'The sums of agent_spend by what the model was called for: a phase, a turn, an automation.';
+  'The sums of agent_spend by the purpose of the model call: a phase, a turn, an automation.';
 
 create or replace view agent_slowest_skills as
   select f.skill, f.calls, f.p50_ms, f.p95_ms, f.max_ms, f.slowest_trace_id
     from lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days') f where f.p95_ms is not null order by f.p95_ms desc, f.skill;
 comment on view agent_slowest_skills is
-  'How long the calls of each skill took in the last 7 days, the slowest first. With very many calls, p50 and p95 are '
+  'Durations of the calls of each skill in the last 7 days, the slowest first. With very many calls, p50 and p95 are '
   'right to 2.5 per cent, over whole days (UTC).';
 
 create or replace view agent_failing_skills as
@@ -196,9 +197,10 @@ create or replace view agent_failing_skills as
    where f.failed > 0
    order by f.failed desc, f.skill;
 comment on view agent_failing_skills is
-  'The skills that failed in the last 7 days, those that failed most first: how often, why the last time, and their state now.';
+  'The skills that failed in the last 7 days, most failures first: the number of failures, the last error and the '
+  'present state.';
 
--- Each part is looked up row by row (offset 0), so a page reads as much as it shows, however large the log is.
+-- offset 0 makes PostgreSQL look up each part row by row. A page reads only what it shows, in a log of any size.
 create or replace view agent_audit as
   select a.id, a.created_at as at, a.finished_at,
          case
@@ -263,7 +265,7 @@ create or replace view agent_audit as
         from line l join agent_links k on k.effect = 'execution ' || l.id and k.kind = 'asked'
        where k.cause like 'principal %' order by l.n desc limit 1) b on true;
 comment on view agent_audit is
-  'Every action in the log: actor, object, time, reason, on whose behalf, result. Restrict it by a range of ids, a '
-  'trace or a skill (act), which have indexes. reason: an admin''s reason, the purpose of a model call, or the '
-  'action that it is a part of. cause_id: the model call that asked for it. origin: what began the run. token_id, '
-  'via and message: the API token and the way of a principal''s act, and the message with its button.';
+  'Every action in the log: actor, object, time, reason, on_behalf_of, result. Restrict it by a range of ids, a trace '
+  'or a skill (act), which have indexes. reason: an admin''s reason, the purpose of a model call, or the containing '
+  'action. cause_id: the model call that requested the action. origin: the cause of the run. token_id, via and '
+  'message: the API token and the way of a principal''s act, and the message with its button.';

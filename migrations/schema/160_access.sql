@@ -1,9 +1,9 @@
 -- Access: the permissions of other programs.
 --
--- Functions and views beside the tables are the contract: the ways to take part without a line of Go. The role
--- agent_client may call and read them, and nothing else: no table, no function of the schema lanekeeper. Functions for
--- admins are in the contract, but not granted to the role. `agent migrate` makes the role where it may, and applies
--- this file after every change.
+-- Functions and views beside the tables are the contract for programs in any language. The role agent_client may call
+-- and read them, and nothing else: no table, no function of the schema lanekeeper. Functions for admins are in the
+-- contract, but not granted to the role. `agent migrate` creates the role if it may, and applies this file after every
+-- change.
 
 -- Code
 
