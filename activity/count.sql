@@ -1,4 +1,4 @@
--- Adds what has ended to the counts: the rows from counted_upto to bound, and the next of those listed one by one.
+-- Adds ended actions to the counts: the rows from counted_upto to bound, and the next rows of agent_activity_uncounted.
 with fresh as materialized (
   select m.* from agent_activity_measured m
    where m.id >= @counted_upto::uuid and m.id < @bound::uuid
@@ -42,7 +42,7 @@ hours as materialized (
     from ended e join agent_threads t on t.id = e.thread_id and t.owner_kind in ('key', 'visitor')
    where e.kind = 'model' group by 1, 2, 3, 4, 5
   union all
-  -- What model calls cost, once more, by the skills that they led to.
+  -- The cost of model calls, once more, by the skills that they led to.
   select e.hour, 'charge', lanekeeper.agent_count_key(c.skill), e.surface, e.model, sum(c.calls), 0, 0, 0, 0, 0, 0, 0, sum(c.prompt_tokens), sum(c.completion_tokens),
          sum(c.tokens), sum(c.cost_usd), 0, '', sum(c.unknown_tokens), sum(c.unknown_usd), 0
     from ended e

@@ -1,4 +1,4 @@
--- How calls ended, by what is counted and by the rows that are not counted yet, in one snapshot.
+-- The outcomes of calls, from the counts and from the rows that are not counted yet, in one snapshot.
 with tail as materialized (
   select u.* from lanekeeper.read_agent_activity_tail(@most) u),
 left_out as (

@@ -1,5 +1,5 @@
--- How each skill fares. What counts is said by agent_skill_calls. The streak is walked, newest first, for the skills that
--- have failed at all: back to the last success, and no further than @walk rows.
+-- The health of each skill, over the calls of agent_skill_calls. The streak of a skill with failures is read newest
+-- first, back to the last success, and at most @walk rows.
 with tail as materialized (
   select u.* from lanekeeper.read_agent_activity_tail(@most) u),
 left_out as (
@@ -12,7 +12,7 @@ calls as materialized (
            where c.span = 'hour' and c.start >= @since::timestamptz and c.start < @hours_until::timestamptz and c.kind = 'call'
              and (@skill::text = '' or c.skill = @skill)
           union all
-          -- Day by day, which is by the index also when most of the days are of these.
+          -- Day by day, so an index serves also when these are most of the days.
           select c.skill, c.worked, c.failed
             from generate_series(greatest(@hours_until::timestamptz, (select min(o.start) from agent_activity_counts o where o.span = 'day')),
                                  clock_timestamp() + interval '24 hours', interval '24 hours') g (day)
@@ -22,7 +22,7 @@ calls as materialized (
           select l.skill, 1, (l.status = 'error')::int from live l) x
    group by x.skill),
 lasted as materialized (
-  -- Of no skill unless @durations.
+  -- No skills unless @durations.
   select x.skill, array_agg(x.bucket order by x.bucket) as buckets, array_agg(x.calls order by x.bucket) as counts
     from (select y.skill, y.bucket, sum(y.calls)::bigint as calls
             from (select d.skill, d.bucket, d.calls
@@ -47,8 +47,8 @@ fared as (
     from listed s
     left join calls c on c.skill = s.name
     left join lasted d on d.skill = s.name
-    -- Newest first, by name too, as the index has it: by id alone a skill that is seldom called
-    -- would be looked for among all others.
+    -- Newest first, and by name too, as in the index. By id alone PostgreSQL would search a rarely called skill
+    -- among all others.
     left join lateral (
       select r.n from (
         select row_number() over () as n, u.* from (

@@ -1,5 +1,5 @@
--- What is counted, and the rows that are not counted yet, in one snapshot: as charged to skills (kind charge), by
--- purpose (kind model), by agent (kind agent) or by chat key (kind key).
+-- The counts and the rows that are not counted yet, in one snapshot: as charged to skills (kind charge), by purpose
+-- (kind model), by agent (kind agent) or by chat key (kind key).
 with tail as materialized (
   select u.* from lanekeeper.read_agent_activity_tail(@most) u),
 left_out as (
@@ -8,7 +8,7 @@ counts as (
   select c.* from agent_activity_counts c
    where c.span = 'hour' and c.start >= @since::timestamptz and c.start < least(@hours_until::timestamptz, @until::timestamptz) and c.kind = @kind
   union all
-  -- Day by day, which is by the index also when most of the days are of these.
+  -- Day by day, so an index serves also when these are most of the days.
   select c.*
     from generate_series(greatest(@hours_until::timestamptz, (select min(o.start) from agent_activity_counts o where o.span = 'day')),
                          least(clock_timestamp() + interval '24 hours', @until::timestamptz - interval '24 hours'), interval '24 hours') g (day)

@@ -1,4 +1,4 @@
--- Executions that began in each hour since @since, and those of them that failed or timed out, each counted up to @beyond.
+-- Executions that began in each hour since @since, and how many failed or timed out, each counted up to @beyond.
 select h.at, r.runs, least(r.runs, f.failed) as failed
   from generate_series(@since::timestamptz, @until::timestamptz, interval '1 hour') h(at)
  cross join lateral (

@@ -1,6 +1,6 @@
 with recursive names as (
--- What is remembered, by category: the first @categories by name, of each what it holds, counted up to @beyond entries, and
--- what was kept anew in the last day and week, among the @window newest entries.
+-- The memory by category: the first @categories by name, each with its entries, counted up to @beyond, and with the new
+-- entries of the last day and week, among the @window newest entries.
   (select m.category from agent_memory m order by m.category limit 1)
   union all
   select (select m.category from agent_memory m where m.category > n.category order by m.category limit 1)

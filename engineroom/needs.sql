@@ -1,6 +1,6 @@
 select n.kind, n.name, n.target, n.note, n.at, n.total from (
--- What waits for a person: of each kind the newest few (@most), with how many there are, counted up to @beyond. Every branch
--- reads an index that has only what waits; skills are few.
+-- The work that waits for a person: the newest few (@most) of each kind, and their number, counted up to @beyond. Every
+-- branch reads an index that has only waiting rows; skills are few.
 (select 'approval' as kind, left(x.skill_name, 200) as name, x.id::text as target, '' as note, x.created_at as at, count(*) over () as total
    from (select a.id, a.skill_name, a.created_at from agent_approvals a
           where a.status = 'pending' and a.expires_at > clock_timestamp() order by a.status, a.expires_at desc limit @beyond) x

@@ -1,5 +1,5 @@
--- What changes when the agent works, as texts, and the newest failure: see the type changes. Each part reads an index for
--- a bounded number of rows, because it is read five times a second while somebody looks at a page.
+-- Texts that change when the agent works, and the newest failure: see the type changes. Each part reads a bounded number
+-- of rows by an index, because the query runs five times a second while a page is open.
 select coalesce((select a.id::text from agent_activity a order by a.id desc limit 1), ''),
        (select concat_ws(' ', count(*), max(o.started_at)) from agent_activity_open o),
        concat_ws(' ', (select e.id from agent_executions e order by e.id desc limit 1),

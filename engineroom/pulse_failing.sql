@@ -1,9 +1,9 @@
--- The newest runs of flows and the newest calls of names that fail, with their states: another text when one recovers.
+-- The newest runs of failing flows and the newest calls of failing names, with states. A recovery changes the text.
 select f.name || ' ' || x.id || ' ' || x.status as newest
   from unnest(@flows::text[]) f (name)
  cross join lateral (
    select e.id, e.flow, e.status from agent_executions e
-    -- Down the index of flows, as outcomes.sql has it.
+    -- Read the index of flows backwards, as in outcomes.sql.
     where (e.flow, e.id) <= (f.name, 'ffffffff-ffff-ffff-ffff-ffffffffffff'::uuid) and e.claimed_by is null
     order by e.flow desc, e.id desc limit 3) x
  where x.flow = f.name

@@ -1,4 +1,4 @@
--- Adds executions that have ended to the counts: those from counted_upto to bound, and the next of those listed one by one.
+-- Adds ended executions to the counts: from counted_upto to bound, and the next rows of agent_executions_uncounted.
 with fresh as materialized (
   select e.* from agent_executions e where e.id >= @counted_upto::uuid and e.id < @bound::uuid
      and e.surface <> 'eval'),

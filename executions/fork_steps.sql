@@ -1,9 +1,10 @@
--- What a fork of execution @id from step @from begins with: what was recorded before it, or all of it when @from is
--- null. A parallel branch keeps what it had by then. A request for approval that was not used by then, or one to people
--- that nothing followed, is left out: it is made anew.
+-- The records with which a fork of execution @id from step @from begins: the records before the step, or all records if
+-- @from is null. A parallel branch keeps its records from before that moment. The query leaves out a request for
+-- approval that was not used by then, and a request to people without a later record. The fork makes these requests
+-- again.
 with cut as (
-  -- The moment when the step was recorded, or the first one in a scope or in a step under way. A step that comes next is
-  -- after all.
+  -- The moment of the step's record, or of the first record in a scope or in a step under way. The next step of the
+  -- execution comes after all records.
   select case when @from::text is null then timestamptz 'infinity' else coalesce(
       (select c.created_at from agent_checkpoints c where c.execution_id = @id and c.step = @from),
       (select min(c.created_at) from agent_checkpoints c
@@ -12,10 +13,10 @@ with cut as (
 kept as (
   select c.*, regexp_replace(c.step, '[^/]*$', '') as scope from agent_checkpoints c
    where c.execution_id = @id and c.created_at < (select at from cut)
-     -- What a step, a phase, a scope or a loop consists of, and what was waited for before it, is done anew with it.
+     -- The fork repeats the parts of a step, phase, scope or loop, and the waits before it.
      and (@from::text is null or not (c.step = @from or starts_with(c.step, @from || '/') or starts_with(c.step, @from || '@')
           or starts_with(c.step, regexp_replace(@from, '([^/]*)$', 'before \1/'))))),
--- An approval is given to one execution, for one call: an execution that has not made the call asks anew.
+-- An approval is for one call of one execution. An execution that has not made the call requests another approval.
 asked as (
   select a.id, a.step from agent_approvals a
    where a.execution_id = @id and a.parked
@@ -25,7 +26,7 @@ asked as (
             select from kept k where k.step <> a.step and (strpos(k.step, a.id::text) > 0 or exists (
               select from agent_events v where v.id = lanekeeper.agent_uuid(k.output ->> 'event_id') and v.event = 'APPROVAL_DECIDED'
                  and v.key = a.id::text))))),
--- So is what was asked of people, as long as nothing that follows is kept.
+-- The fork repeats a request to people, too, unless a later record is kept.
 open as (
   select distinct on (r.id) k.step from agent_requests r
     join kept k on strpos(k.output::text, r.id::text) > 0

@@ -1,7 +1,7 @@
 -- Failures since @since (the last day): executions that failed or timed out, at most @most of each, then calls of skills,
 -- other actions and models, at most @each of a name. An execution whose call a person rejected did not fail.
--- inner_message is the last error inside an execution, which is the deepest one: an action begins after the action that
--- it is a part of.
+-- inner_message is the last error inside an execution. It is also the deepest error, because an action begins after the
+-- action that contains it.
 with rejected as materialized (select lanekeeper.agent_rejected_executions(@rejections) as id),
 broken as materialized (
   select x.* from (

@@ -1,12 +1,12 @@
--- How the newest @walk runs of some flows, by agent, and the newest @walk calls since @since of some names ended. The
--- streak is the failures after the last success. Heartbeats that were skipped say nothing, nor do executions whose call
--- a person rejected. Only what failed last is searched: of the others the newest row is enough.
+-- The outcomes of the newest @walk runs of some flows, by agent, and of the newest @walk calls since @since of some
+-- names. The streak is the failures after the last success. Skipped heartbeats do not count, nor do executions whose call
+-- a person rejected. The query searches only flows and names whose newest row failed.
 with ended as materialized (
   select 'flow' as kind, f.name, left(w.agent, 300) as agent, w.id, w.at, w.status <> 'completed' as failed
     from unnest(@flows::text[]) f(name)
    cross join lateral (
      select x.id, x.flow, x.agent, x.status, x.result_summary, coalesce(x.completed_at, x.updated_at) as at from agent_executions x
-      -- Down the index of flows from the flow's newest run. Equality could be planned as a scan by id.
+      -- Read the index of flows backwards from the flow's newest run. PostgreSQL could plan equality as a scan by id.
       where (x.flow, x.id) <= (f.name, 'ffffffff-ffff-ffff-ffff-ffffffffffff'::uuid) and x.claimed_by is null
       order by x.flow desc, x.id desc limit @walk::int) w
    where w.flow = f.name and w.status in ('completed', 'failed', 'timeout') and w.result_summary not like 'skipped:%'

@@ -1,5 +1,5 @@
--- Acquire or renew the right to send. Return the bound of the pass: the moment of this statement, once all transactions
--- that were running then have ended.
+-- Acquire or renew the right to send. Return the bound of the pass: the time of this statement, once all transactions
+-- of that time have ended.
 with mine as (
   update agent_span_export
      set sender = @me, sender_until = clock_timestamp() + make_interval(secs => @seconds), updated_at = clock_timestamp(),
@@ -8,6 +8,6 @@ with mine as (
    where sender = @me or sender_until < clock_timestamp()
   returning sent_upto, pending)
 select m.sent_upto::text, m.pending::text[], lanekeeper.agent_uuid7_floor(statement_timestamp())::text as now,
-       -- A bound on ids is a whole millisecond: rows that have ended by now lie before the next one.
+       -- A bound on ids is a whole millisecond. Rows that have ended by now are before the next millisecond.
        lanekeeper.agent_uuid7_floor(statement_timestamp() + interval '1 millisecond')::text as next
   from mine m

@@ -1,5 +1,5 @@
--- Skills that self-heal or a person took out of service since @since, and what followed within the time for which a
--- skill rests. fault: true, false, or null while nobody has judged.
+-- Skills that self-heal or a person disabled since @since, and the events within the cool-down. fault: true, false, or
+-- null while no person has judged.
 with acts as (
   select a.skill_name as act, a.input ->> 'skill' as skill, a.created_at as at, a.input ->> 'success' as success,
          (a.output #>> '{evidence,since}')::timestamptz as since
