@@ -362,7 +362,7 @@ func (v *validator) name(d Definition) {
 	case !validName.MatchString(d.Name):
 		v.Add("name", "%q must begin with a letter and have 1 to 64 of the characters a-z A-Z 0-9 _ -", d.Name)
 	case d.Name == Alias && !d.Default:
-		v.Add("name", "%q is what clients call the default agent; take another name, or add default: true", d.Name)
+		v.Add("name", "%q is the name of the default agent for clients; choose another name, or add default: true", d.Name)
 	}
 }
 

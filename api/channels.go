@@ -102,17 +102,17 @@ func (s *server) channelRoutes() []route {
 	return []route{
 		{
 			method: "GET", path: "/v1/channels", response: page[channels.Channel]{}, handle: s.listChannels,
-			about: "Channels by name, with their state, their queues and what was maybe sent.",
+			about: "Channels by name, with their state, their queues and maybe-sent messages.",
 		}, {
 			method: "GET", path: "/v1/channels/senders", response: page[channels.Identity]{}, handle: s.listPairings,
-			about: "Senders of channels: those who wait for an admin, and those who are paired.",
+			about: "Senders of channels: waiting for an admin, or paired.",
 		}, {
 			method: "POST", path: "/v1/channels/pair", body: pairRequest{}, response: change{}, handle: s.pairSender,
 			conflicts: true,
-			about:     "Let the sender who was shown a code write as a visitor. 409 for an unknown, used or expired code.",
+			about:     "Pair a sender by its code; it may then write as a visitor. 409 for an unknown, used or expired code.",
 		}, {
 			method: "POST", path: "/v1/channels/{id}/unpair", body: unpairRequest{}, response: change{}, handle: s.unpairSender,
-			about: "Forget a sender of a channel, by name, who then needs a new code.",
+			about: "Forget a sender of a channel, by name. The sender then needs a new code.",
 		}, {
 			method: "POST", path: "/v1/channels/{id}/enable", body: reasonRequest{}, response: change{},
 			handle: s.switchChannel("enable_channel", true), about: "Enable a channel by name.",

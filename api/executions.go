@@ -467,11 +467,11 @@ func (s *server) timeTravelRoutes() []route {
 		}, {
 			method: "POST", path: "/v1/executions/{id}/retry", response: forkResponse{}, status: http.StatusCreated,
 			handle: s.retryExecution, conflicts: true,
-			about: "Fork a failed, timed out or cancelled execution and repeat what failed. 409 for any other.",
+			about: "Fork a failed, timed out or cancelled execution and repeat the failed part. 409 for any other.",
 		}, {
 			method: "POST", path: "/v1/executions/bulk", body: bulkRequest{}, response: bulkResponse{}, handle: s.bulkExecutions,
 			about: "Retry or cancel up to 200 executions, each as by its own route and with its own row in the audit. Each " +
-				"item has its result; one that is refused has an error.",
+				"item has its result; a refused item has an error.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/replay", response: executions.Replayed{}, handle: s.replayExecution,
 			conflicts: true,

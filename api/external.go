@@ -436,7 +436,7 @@ func (s *server) executionRoutes() []route {
 		}, {
 			method: "PUT", path: "/v1/locks", body: heartbeatsRequest{}, response: heartbeatsResponse{},
 			handle: s.heartbeatLocks,
-			about:  "Renew many locks at once. live is false for void ones.",
+			about:  "Renew many locks at once. live is false for void locks.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/checkpoints", body: checkpointRequest{}, response: checkpointResponse{},
 			status: http.StatusCreated, handle: s.checkpoint, conflicts: true, again: true, repeatable: true,

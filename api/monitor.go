@@ -14,7 +14,7 @@ func (s *server) monitorRoutes() []route {
 		{
 			method: "GET", path: "/v1/monitor/verdict", response: monitor.Status{}, handle: s.verdict,
 			about: "Whether the agent works: working, degraded or stopped, and why with links to pages. It has each agent's " +
-				"verdict, the heartbeats, today's spend against its limits, and what fails, grouped by root error.",
+				"verdict, the heartbeats, today's spend against its limits, and failures, grouped by root error.",
 		}, {
 			method: "POST", path: "/v1/monitor/acknowledge", body: acknowledgeRequest{}, response: monitor.Status{},
 			handle: s.acknowledge, repeatable: true, conflicts: true,

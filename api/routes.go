@@ -154,8 +154,9 @@ func (s *server) readRoutes() []route {
 			method: "GET", path: "/v1/skills", response: page[skillRow]{}, handle: s.listSkills,
 			about: "Skills, newest first, each with its health over the last 7 days.",
 			params: listParams(enumParam("enabled", "Whether it is enabled", "true", "false"),
-				enumParam("scope", "Who may use it", "internal", "external", "both"),
-				textParam("source", "Source of the declaration"), textParam("disabled_by", "Who disabled it")),
+				enumParam("scope", "Its scope", "internal", "external", "both"),
+				textParam("source", "Source of the declaration"),
+				textParam("disabled_by", "Person or program that disabled it")),
 		}, {
 			method: "GET", path: "/v1/skills/{name}", response: skillRow{}, handle: s.getSkill, versioned: true,
 			about: "One skill by its name, with its health over the last 7 days. Its ETag is the revision of its state.",

@@ -328,7 +328,7 @@ func (s *server) accessRoutes() []route {
 			about: "Access grants and join tokens of a conversation, without the secrets.",
 		}, {
 			method: "DELETE", path: "/v1/threads/{id}/access/{access_id}", response: change{}, handle: s.revokeAccess,
-			about: "Revoke an access. A join token takes its visitors' access with it.",
+			about: "Revoke an access. Revoking a join token also ends the access of its visitors.",
 		},
 	}
 }

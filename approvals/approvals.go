@@ -114,7 +114,7 @@ func (a Approval) AskedBy() string {
 		line += " for the visitor in thread " + a.ThreadID
 	}
 	if len(a.RequestedBy) > 0 && !slices.Contains(a.RequestedBy, activity.Admin) {
-		line += ", asked by " + strings.Join(a.RequestedBy, ", ")
+		line += ", requested by " + strings.Join(a.RequestedBy, ", ")
 	}
 	return line
 }

@@ -218,7 +218,7 @@ func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceI
 		return Automation{}, fmt.Errorf("propose automation %q: %w", d.Name, err)
 	}
 	if strings.TrimSpace(by) == "" || traceID == "" {
-		return Automation{}, fmt.Errorf("propose automation %q: say who proposes it, under which trace", d.Name)
+		return Automation{}, fmt.Errorf("propose automation %q: the proposer or its trace is missing", d.Name)
 	}
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		inserted, err := insertProposal(ctx, tx, r, by, traceID)

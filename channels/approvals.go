@@ -212,7 +212,7 @@ func (w *worker) decide(ctx context.Context, e entry) (answer, shown string, err
 		return "The arguments have changed since this was shown. Decide in the Engine Room.", "", err
 	}
 	if a.Own(name) {
-		return "You asked for this. Somebody else has to decide it.", "", nil
+		return "You requested this call. Another approver must decide it.", "", nil
 	}
 	if a.RootOnly() {
 		return "Four eyes: the requester is unknown. Only root can decide this.", "", nil

@@ -219,7 +219,7 @@ func (w *worker) find(ctx context.Context, m Message) (id string, found bool) {
 	}
 	id, found, err := finder.Find(ctx, m)
 	if err != nil {
-		w.Logger.WarnContext(ctx, "the channel does not tell whether a message came", "channel", w.name, "message_id", m.ID,
+		w.Logger.WarnContext(ctx, "channel cannot report whether a message arrived", "channel", w.name, "message_id", m.ID,
 			"error", message(err))
 		return "", true
 	}

@@ -284,7 +284,7 @@ func actions() []action {
 		{
 			"POST", "/v1/evals/runs",
 			[]field{{"suite", asText}, {"model", asText}, {"trials", asNumber}},
-			"The run is started. Its results appear as they come.",
+			"The run has started. Its results appear here.",
 		},
 		{
 			"POST", "/v1/evals/labels", []field{

@@ -102,7 +102,7 @@ func (room *Room) openAgent(ctx context.Context, v *visit) (string, error) {
 	gone, ok := errors.AsType[*agents.MissingError](err)
 	switch {
 	case ok && gone.Latest > 0 && gone.Version == 0:
-		return "", missing("%s; /agents/%s?version=%d shows what it was", gone, gone.Name, gone.Latest)
+		return "", missing("%s; /agents/%s?version=%d shows its last version", gone, gone.Name, gone.Latest)
 	case ok:
 		return "", missing("%s; the page Agents lists them", gone)
 	case err != nil:

@@ -41,7 +41,7 @@ func (b bulkAction) Lines() string { return strings.Join(b.IDs, "\n") }
 func retryAction(ids []string) bulkAction {
 	return bulkAction{
 		Action: "retry", Word: "Retry", IDs: ids,
-		About: "For each, a new execution takes over the recorded steps and repeats what failed. Those retried before are " +
+		About: "A new execution for each copies the recorded steps and repeats the failed part. Executions retried before are " +
 			"left out.",
 	}
 }

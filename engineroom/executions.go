@@ -294,7 +294,7 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, got execu
 			"looked": maxSearched, "looked_flow": f.perFlow(maxSearched), "label": label, "label_name": name,
 		}).Scan(&end)
 	if err != nil {
-		return got, fmt.Errorf("look how far executions were looked at: %w", err)
+		return got, fmt.Errorf("read how far the search went: %w", err)
 	}
 	if end == "" {
 		return got, nil

@@ -94,11 +94,11 @@ func (room *Room) openExecutions(ctx context.Context, v *visit) (string, error) 
 	f.Failed = q["failed"] != ""
 	switch {
 	case f.View != "" && (f.Status != "" || f.Failed):
-		return "", problem.BadParameter("view=%s lists what waits: leave status and failed out", f.View)
+		return "", problem.BadParameter("view=%s lists waiting executions: leave out status and failed", f.View)
 	case f.View != "" && f.Sort != "":
-		return "", problem.BadParameter("view=%s is by deadline: leave sort out", f.View)
+		return "", problem.BadParameter("view=%s is by deadline: leave out sort", f.View)
 	case f.View == "" && f.Kind != "":
-		return "", problem.BadParameter("for narrows what waits: use it with view=waiting or view=stuck")
+		return "", problem.BadParameter("for filters waiting executions: use it with view=waiting or view=stuck")
 	}
 	if f.traces, f.ids, err = room.runsFor(ctx, f.Trace); err != nil {
 		return "", err
@@ -297,5 +297,5 @@ func (room *Room) runsFor(ctx context.Context, text string) (traces, ids []strin
 }
 
 func badCursor() error {
-	return problem.BadParameter("this is not where a page of this listing begins: take it from the page before")
+	return problem.BadParameter("parameter cursor is not a cursor of this listing: take it from the page before")
 }

@@ -119,7 +119,8 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		"?status=odd": "pending, running", "?surface=odd": "heartbeat", "?view=odd": "waiting, stuck",
 		"?view=waiting&for=odd": "response",
 		"?failed=2":             "1", "?for=event": "view=waiting", "?view=stuck&status=failed": "leave status",
-		"?before=odd": "not where a page", "?view=waiting&before=odd": "not where a page", "?colour=red": "no filter",
+		"?before=odd": "not a cursor of this listing", "?view=waiting&before=odd": "not a cursor of this listing",
+		"?colour=red": "no filter",
 		"?status=failed&status=failed": "2 times",
 	} {
 		turnsAway(t, server.URL+"/executions"+query, 400, why)
@@ -191,7 +192,7 @@ func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
 	}
 	turnsAway(t, server.URL+"/executions/01890000-0000-7000-8000-000000000000", 404, "there is no execution")
 	turnsAway(t, server.URL+"/executions/nonsense", 404, "no execution has the id")
-	turnsAway(t, server.URL+"/executions/"+id+"?before=odd", 400, "not where a page")
+	turnsAway(t, server.URL+"/executions/"+id+"?before=odd", 400, "not a cursor of this listing")
 	turnsAway(t, server.URL+"/executions/"+id+"?colour=red", 400, "no filter")
 }
 
@@ -396,7 +397,7 @@ func TestThreadsAreListed(t *testing.T) {
 	turnsAway(t, server.URL+"/threads?channel=odd", 400, "chat, webhook, log")
 	turnsAway(t, server.URL+"/threads?view=odd", 400, "held, queue")
 	turnsAway(t, server.URL+"/threads?view=held&owner=x", 400, "leave other filters out")
-	turnsAway(t, server.URL+"/threads?before=odd", 400, "not where a page")
+	turnsAway(t, server.URL+"/threads?before=odd", 400, "not a cursor of this listing")
 }
 
 func TestAConversationIsShown(t *testing.T) {
@@ -432,5 +433,5 @@ func TestAConversationIsShown(t *testing.T) {
 	assert.True(t, !strings.Contains(body, "words 72.") && !strings.Contains(body, "words 21."), "pages overlap")
 	turnsAway(t, server.URL+"/threads/unknown", 404, "there is no thread")
 	turnsAway(t, server.URL+"/threads/"+strings.Repeat("x", 300), 400, "1 to 200 printable")
-	turnsAway(t, address+"?before=odd", 400, "not where a page")
+	turnsAway(t, address+"?before=odd", 400, "not a cursor of this listing")
 }

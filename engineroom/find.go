@@ -107,7 +107,7 @@ var finders = []struct {
 	{"threads", "Threads", "", false, (*Room).findThreads},
 	{"memory", "Memory", "", false, (*Room).findMemory},
 	{"lanes", "Lanes", "", false, (*Room).findLanes},
-	{"recent", "What happened, among the newest 1,000 executions", "", false, (*Room).findWork},
+	{"recent", "Work, among the newest 1,000 executions", "", false, (*Room).findWork},
 	{"deliveries", "Deliveries", "", true, (*Room).findDeliveries},
 	{"outgoing", "Outgoing messages", "", true, (*Room).findOutgoing},
 	{"actions", "Actions", "", true, (*Room).findActions},

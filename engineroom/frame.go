@@ -151,7 +151,7 @@ func (room *Room) readWaits(ctx context.Context) (w waits, err error) {
 		  from (select) one left join (select p.id, p.skill_name from pending p order by p.id desc limit 1) n on true`,
 		postgres.Strict{"most": maxWaits}).Scan(&w.Approvals, &w.Requests, &w.Newest, &w.Skill)
 	if err != nil {
-		return w, fmt.Errorf("count what waits: %w", err)
+		return w, fmt.Errorf("count pending approvals and requests: %w", err)
 	}
 	return w, nil
 }

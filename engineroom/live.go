@@ -200,7 +200,7 @@ func newHub(room *Room) *hub {
 func (h *hub) join(p page, v *visit, seen string) (who *viewer, leave func(), err error) {
 	parts := p.live()
 	if len(parts) == 0 {
-		return nil, nil, problem.New(http.StatusNotFound, "nothing on this page changes by itself")
+		return nil, nil, problem.New(http.StatusNotFound, "this page has no live updates")
 	}
 	who = &viewer{news: make(chan struct{}, 1), since: time.Now(), marks: marks(seen, len(parts)), fresh: v.fresh}
 	h.mu.Lock()
@@ -208,8 +208,8 @@ func (h *hub) join(p page, v *visit, seen string) (who *viewer, leave func(), er
 	key := v.URL + v.lacks
 	t := h.topics[key]
 	if h.viewers >= h.most.viewers || t == nil && len(h.topics) >= h.most.topics {
-		return nil, nil, problem.New(http.StatusServiceUnavailable, "too many pages are being watched; this one is not "+
-			"updated by itself for now").
+		return nil, nil, problem.New(http.StatusServiceUnavailable, "too many pages have live updates; this "+
+			"page has none for now").
 			Kind("too-many-viewers", "Too many viewers")
 	}
 	first := t == nil

@@ -75,7 +75,7 @@ func (room *Room) runningNow(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	got.Runs, err = postgres.Rows[running](ctx, room.Read, "list what runs", `
+	got.Runs, err = postgres.Rows[running](ctx, room.Read, "list running work", `
 		with runs as (
 		 select e.id::text as execution_id, e.trace_id, e.surface, left(e.flow, 100) as flow,
 		        coalesce(left(e.thread_id, 300), '') as thread_id, coalesce(o.doing, '{}') as doing,
@@ -253,7 +253,7 @@ func attentionKinds() []attentionKind {
 
 // needs reads the items.
 func (room *Room) needs(ctx context.Context, _ *visit) (any, error) {
-	found, err := postgres.Rows[attentionItem](ctx, room.Read, "list what needs a person", needsSQL,
+	found, err := postgres.Rows[attentionItem](ctx, room.Read, "list work that needs attention", needsSQL,
 		postgres.Strict{"beyond": beyond, "most": maxPerKind})
 	if err != nil {
 		return nil, err

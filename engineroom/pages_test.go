@@ -258,7 +258,7 @@ func TestHeldLanesAreListed(t *testing.T) {
 		`action="/act/v1/lanes/pipeline:%3Cb%3Eprices%3C%2Fb%3E/break"`)
 	body := shows(t, server.URL+"/lanes?lane=other", "another")
 	assert.True(t, !strings.Contains(body, "someone else"), "one lane was asked for, and another is shown")
-	shows(t, server.URL+"/lanes?lane=nobodys", "Nobody holds nobodys")
+	shows(t, server.URL+"/lanes?lane=nobodys", "No owner holds nobodys")
 	turnsAway(t, server.URL+"/lanes?lane=%00", 400, "not the name of a lane")
 	turnsAway(t, server.URL+"/lanes?before=x", 400, "no place in this list")
 }

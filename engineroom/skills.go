@@ -326,8 +326,8 @@ func (room *Room) skillHealth(ctx context.Context, v *visit) (any, error) {
 		}
 	}
 	c := chart{
-		Title: "Calls by day, 7 days", About: "Each bar is the calls of a day: those that succeeded, those that failed, " +
-			"and those that say nothing about the skill.",
+		Title: "Calls by day, 7 days", About: "Each bar shows the calls of a day: successes, failures, and " +
+			"calls that do not count for the skill.",
 		Series: []series{{"succeeded", "bar-good"}, {"failed", "bar-bad"}, {"other", "bar-note"}}, Write: countTick,
 	}
 	c.Points = periodsSince(since, activity.ByDay, func(at time.Time) []float64 {

@@ -235,7 +235,7 @@ func TestThePanelShowsASpan(t *testing.T) {
 	require.True(t, wait != nil, "the wait is no link")
 	for path, texts := range map[string][]string{
 		"?span=" + failed:                            {"no answer came", "key-1", `&#34;to&#34;: &#34;ana&#34;`, "Fork from here", "&amp;tab=raw"},
-		"?span=" + failed + "&tab=why":               {"Part of", "What it did"},
+		"?span=" + failed + "&tab=why":               {"Part of", "Executions"},
 		"?span=" + failed + "&tab=raw":               {`&#34;error_class&#34;: &#34;timeout&#34;`, "/v1/traces/" + string(id)},
 		"?span=" + failed + "&tab=cost":              {"Only model calls cost money"},
 		"?span=" + model + "&tab=cost":               {"gpt-4o-mini", "$0.50"},
@@ -243,7 +243,7 @@ func TestThePanelShowsASpan(t *testing.T) {
 		"?span=" + run:                               {"after 1 s in the queue", "plan/fetch", "no prices"},
 		"?span=" + run + "&tab=raw":                  {`&#34;failed_step&#34;: &#34;plan/fetch&#34;`},
 		"?span=" + wait[1]:                           {"an event: go", "EVENT_COMPLETED"},
-		"?tab=why":                                   {"What it did", "beat failed"},
+		"?tab=why":                                   {"Executions", "beat failed"},
 		"?tab=cost":                                  {"gpt-4o-mini", "ask the model"},
 		"?span=01890000-0000-7000-8000-000000000000": {"no such span"},
 	} {

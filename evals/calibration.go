@@ -151,9 +151,9 @@ func NewCalibration(labels int, verdicts []Judged) Calibration {
 	case c.Agreement.Low < minAgreement:
 		c.Why = fmt.Sprintf("its agreement may be as low as %.2f", c.Agreement.Low)
 	case c.FalsePass.High > maxErrorRate:
-		c.Why = fmt.Sprintf("it may pass as much as %.2f of what people fail", c.FalsePass.High)
+		c.Why = fmt.Sprintf("it may pass up to %.2f of the answers that people fail", c.FalsePass.High)
 	case c.FalseFail.High > maxErrorRate:
-		c.Why = fmt.Sprintf("it may fail as much as %.2f of what people pass", c.FalseFail.High)
+		c.Why = fmt.Sprintf("it may fail up to %.2f of the answers that people pass", c.FalseFail.High)
 	}
 	c.Calibrated = c.Why == ""
 	return c

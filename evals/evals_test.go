@@ -168,10 +168,10 @@ func TestAJudgeIsCalibratedByTheBoundsOfItsErrors(t *testing.T) {
 		{verdicts(15, 1, 15, 1), ""},
 		{verdicts(15, 1, 15, 2), "its agreement may be as low as 0.74"},
 		{verdicts(14, 0, 15, 0), "29 labels, less than 30"},
-		{verdicts(26, 0, 4, 0), "it may pass as much as 0.49 of what people fail"},
-		{verdicts(4, 0, 26, 0), "it may fail as much as 0.49 of what people pass"},
-		{verdicts(30, 0, 0, 0), "it may pass as much as 1.00 of what people fail"},
-		{verdicts(90, 2, 10, 2), "it may pass as much as 0.51 of what people fail"},
+		{verdicts(26, 0, 4, 0), "it may pass up to 0.49 of the answers that people fail"},
+		{verdicts(4, 0, 26, 0), "it may fail up to 0.49 of the answers that people pass"},
+		{verdicts(30, 0, 0, 0), "it may pass up to 1.00 of the answers that people fail"},
+		{verdicts(90, 2, 10, 2), "it may pass up to 0.51 of the answers that people fail"},
 	} {
 		got := evals.NewCalibration(len(c.verdicts), c.verdicts)
 		assert.Truef(t, got.Why == c.why && got.Calibrated == (c.why == ""),

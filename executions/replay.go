@@ -221,7 +221,7 @@ func (r *run) compareEnd(x Execution, record *replayRecord, result Result, err e
 		return "", endState{}
 	case queried:
 		record.diverge(r.lastStep(record), DivergedDatabase, "the code queries the database outside a step, so the record "+
-			"does not determine what it does")
+			"does not determine its result")
 		return "", endState{}
 	case record.endedAt != "":
 		record.divergeUnreached("")

@@ -111,7 +111,7 @@ func (c *Client) trustedConnection(ctx context.Context, t skills.RemoteTool) (*c
 			c.log.WarnContext(ctx, "changed MCP tool not recorded", "server", t.Server, "tool", t.Tool, "error", err)
 		}
 		return nil, &skills.CallError{Class: skills.ClassRefused, Message: fmt.Sprintf(
-			"tool %s of the MCP server %s is no longer what was accepted; see agent mcp show %s %s", t.Tool,
+			"tool %s of the MCP server %s differs from its accepted definition; see agent mcp show %s %s", t.Tool,
 			t.Server, t.Server, t.Tool)}
 	}
 }

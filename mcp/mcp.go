@@ -195,7 +195,7 @@ func (d Definition) checkStdio() fielderr.List {
 	}
 	for i, arg := range d.Command {
 		if strings.ContainsRune(arg, 0) || redact.Text(arg, 10_000) != arg {
-			problems.Add(fmt.Sprintf("command[%d]", i), "looks like a secret, and everybody on the machine "+
+			problems.Add(fmt.Sprintf("command[%d]", i), "looks like a secret, and every user of the machine "+
 				"sees arguments; pass it in env, as ${NAME}")
 		}
 	}

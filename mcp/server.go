@@ -455,7 +455,7 @@ func failure(text string) *sdk.CallToolResult {
 func readResult(t skills.RemoteTool, result *sdk.CallToolResult, hide func(string) string) (any, error) {
 	if len(result.InputRequests) > 0 {
 		return nil, &skills.CallError{Class: skills.ClassHandler, Message: fmt.Sprintf(
-			"%s/%s asks for input from a person, which is not given", t.Server, t.Tool)}
+			"%s/%s asks for input from a person; no person is there", t.Server, t.Tool)}
 	}
 	texts, others := split(result.Content)
 	text := hide(strings.Join(texts, "\n"))

@@ -244,7 +244,7 @@ func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceI
 		return Objective{}, fmt.Errorf("propose objective %q: %w", d.Name, err)
 	}
 	if strings.TrimSpace(by) == "" || traceID == "" {
-		return Objective{}, fmt.Errorf("propose objective %q: say who proposes it, under which trace", d.Name)
+		return Objective{}, fmt.Errorf("propose objective %q: the proposer or its trace is missing", d.Name)
 	}
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		id, err := insertProposal(ctx, tx, d, by, traceID)

@@ -348,7 +348,7 @@ func update(ctx context.Context, db postgres.Beginner, verb, name, reason string
 			return nil, err
 		}
 		if was.Name == Root {
-			return nil, fmt.Errorf("%w: root is whoever has AGENT_ADMIN_TOKEN; it stays an enabled admin", ErrInvalid)
+			return nil, fmt.Errorf("%w: root is the bearer of AGENT_ADMIN_TOKEN; it stays an enabled admin", ErrInvalid)
 		}
 		about["principal"] = was.Name
 		if err := change(tx, was); err != nil {

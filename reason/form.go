@@ -30,7 +30,7 @@ const (
 	maxChecks       = 200_000 // of schema parts per answer
 	maxViolations   = 1_000   // bytes of a correction
 	checksURL       = "form:checks"
-	whyOtherwise    = "the answer did not have the form that was asked for"
+	whyOtherwise    = "the answer did not have the requested form"
 	formCorrection  = "Your answer does not have the form that was asked for: %s. Answer again, with that JSON alone."
 	formCutOff      = "the answer was cut off at its limit of tokens"
 	formFiltered    = "the model's provider withheld the answer"

@@ -105,7 +105,7 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 		}
 	}
 	if w.outcome.Ended == endedIterations {
-		details := fmt.Sprintf("the model called tools %d times in a row and came to no answer", w.outcome.Iterations)
+		details := fmt.Sprintf("the model called tools %d times in a row and gave no answer", w.outcome.Iterations)
 		if err := w.recordStall(ctx, w.made, details); err != nil {
 			return w.outcome, err
 		}
@@ -149,7 +149,7 @@ func (w *turn) stopAtLimit(limit string, failure *executions.StepError) {
 	}
 	if !failure.Until.IsZero() {
 		w.outcome.Until = failure.Until.In(w.zone())
-		w.why += "; it begins anew on " + w.outcome.Until.Format(untilFormat)
+		w.why += "; it begins again on " + w.outcome.Until.Format(untilFormat)
 	}
 }
 

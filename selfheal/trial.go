@@ -80,7 +80,7 @@ func Admit(ctx context.Context, db postgres.DB, skill, owner string) (bool, erro
 // the cool-down. If the skill is no longer on trial, Settle changes nothing and Settled is false.
 func Settle(ctx context.Context, db postgres.Beginner, skill string, success bool) (Restored, error) {
 	restored := Restored{
-		Skill: skill, By: By, Reason: "the trial failed: the cool-down begins anew",
+		Skill: skill, By: By, Reason: "the trial failed: the cool-down begins again",
 		Automations: []string{},
 	}
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {

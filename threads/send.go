@@ -26,7 +26,7 @@ const (
 )
 
 // ErrEmpty reports a message without content.
-var ErrEmpty = errors.New("a message needs a content")
+var ErrEmpty = errors.New("a message needs content")
 
 // Outgoing is a message to send in a thread.
 type Outgoing struct {

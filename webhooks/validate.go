@@ -175,7 +175,7 @@ func (a Action) check() fielderr.List {
 			options = []any{want}
 		}
 		if len(options) == 0 || slices.ContainsFunc(options, isNoScalar) {
-			problems.Add("when", "%s must be a text, a number, a truth value, or a list of those", path)
+			problems.Add("when", "%s must be a text, a number, a truth value, or a list of these", path)
 		}
 	}
 	return append(append(problems, a.checkEvent()...), a.checkPrompt()...)
@@ -193,7 +193,7 @@ func (a Action) checkEvent() fielderr.List {
 	}
 	if raised := slices.Collect(maps.Values(events())); a.Event != "" && !slices.Contains(raised, a.Event) {
 		slices.Sort(raised)
-		problems.Add("event", "%q is not one that a webhook may raise: %s", a.Event, strings.Join(raised, ", "))
+		problems.Add("event", "%q is not an event that a webhook may raise: %s", a.Event, strings.Join(raised, ", "))
 	}
 	raises := a.Event != "" || a.Resume != ""
 	switch err := checkTemplate(a.Key); {

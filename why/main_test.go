@@ -275,18 +275,18 @@ func TestAnAnswerIsReadFromTopToBottom(t *testing.T) {
 	want := here + `  automation completed after 3.0 s
 019347b3cd1fb9b82a1749e91815814e  2026-11-22 09:30:00 UTC
 
-Because
+Causes
   09:30:00  delivery 7 came to endpoint shop
   09:30:00  └─ webhook raised event ORDER 7  ` + there + `
 
-What it did
+Executions
   09:30:00  automation completed
   2026-11-23 09:30:00  └─ child failed:` + "\uFFFD" + `[2J two lines
 
-What went wrong
+Problems
   09:30:00  ✗ a write was refused
 
-What it cost
+Cost
             … and more than 10,000 actions, which were not read
 `
 	assert.NoDiff(t, want, out.String())

@@ -14,13 +14,13 @@ var titles = []struct {
 	part  Part
 	title string
 }{
-	{Because, "Because"},
-	{Did, "What it did"},
-	{Waits, "What it waited for"},
+	{Because, "Causes"},
+	{Did, "Executions"},
+	{Waits, "Waits"},
 	{Lanes, "Lanes"},
-	{Trouble, "What went wrong"},
-	{LedTo, "What came of it"},
-	{Spend, "What it cost"},
+	{Trouble, "Problems"},
+	{LedTo, "Effects"},
+	{Spend, "Cost"},
 }
 
 // Parts returns the parts with rows below the first line, in order.

@@ -204,7 +204,7 @@ func checkDefault(
 	switch {
 	case len(defaults) == 0:
 		problems.add(documents[0].At, "default: one of the %d agents must have default: true; "+
-			"it acts where nobody names another", len(all))
+			"it acts if a request names no agent", len(all))
 	case len(defaults) > 1:
 		problems.add(documents[0].At, "default: the agents %s all are the default; keep default: true in one of them, "+
 			"and remove agents of an earlier workspace with --prune", strings.Join(defaults, ", "))

@@ -320,7 +320,7 @@ func agentUses(ctx context.Context, db postgres.DB, removed []string) ([]string,
 		 where o.agent = any (@removed) and o.status in ('active', 'proposed')
 		 order by 1, 2`, postgres.Strict{"removed": removed})
 	type use struct{ Kind, Name, Agent, Verb string }
-	uses, err := postgres.Collect(rows, err, "find what removed agents are for", pgx.RowToStructByPos[use])
+	uses, err := postgres.Collect(rows, err, "find uses of removed agents", pgx.RowToStructByPos[use])
 	if err != nil {
 		return nil, err
 	}

@@ -249,7 +249,7 @@ func TestApplyKeepsAdminRows(t *testing.T) {
 		require.Truef(t, refused && len(problems) == 1 && problems[0].Line != 0, "%s: %v", name, err)
 		for _, words := range []string{
 			`goal is "go on, but slowly" there and "go on" in this file`,
-			"review_every_seconds is 172800 there and 86400", "Write into the file",
+			"review_every_seconds is 172800 there and 86400", "Copy its present state into the file",
 		} {
 			assert.Truef(t, strings.Contains(problems[0].Message, words),
 				"%s: %q is not in %q", name, words, problems[0].Message)

@@ -75,7 +75,7 @@ func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
 	for _, document := range w.Flows {
 		w.checkFlowAgents(document, acting, &problems)
 		if name := document.Definition.Name; slices.Contains(w.GoFlows, name) || slices.Contains(w.Reserved, name) {
-			problems.add(document.position("name"), "name: %q is a flow of the program itself; take another name", name)
+			problems.add(document.position("name"), "name: %q is a flow of the program itself; choose another name", name)
 		}
 		started := flows.Triggers(document.Definition)
 		for _, path := range slices.Sorted(maps.Keys(started)) {

@@ -113,8 +113,8 @@ actions: [{actionType: end}]
 	w.GoFlows, w.Reserved = []string{"billing", "collector"}, []string{"heartbeat"}
 	_, err = workspace.Apply(t.Context(), pool, w, pruneAll)
 	want := `a.yaml:6:13: actions[0].parameters.flow: unknown flow "colector"; did you mean "collector"?
-a.yaml:13:7: name: "heartbeat" is a flow of the program itself; take another name
-a.yaml:17:7: name: "billing" is a flow of the program itself; take another name`
+a.yaml:13:7: name: "heartbeat" is a flow of the program itself; choose another name
+a.yaml:17:7: name: "billing" is a flow of the program itself; choose another name`
 	assert.Truef(t, err != nil && err.Error() == want, "got\n%v\nnot\n%s", err, want)
 	_, err = flows.Get(t.Context(), pool, "a")
 	assert.Error(t, err, "it was applied")

@@ -369,7 +369,7 @@ func (d *decoder) pairs(node *yaml.Node, path string) []pair {
 		key := node.Content[i]
 		switch {
 		case key.Kind == yaml.AliasNode || key.ShortTag() == "!!merge":
-			d.add(key, "%saliases and merge keys are not taken; write the value out", prefix(path))
+			d.add(key, "%saliases and merge keys are not supported; write the value out", prefix(path))
 		case key.Kind != yaml.ScalarNode || key.ShortTag() == "!!null":
 			d.add(key, "%sa key must be a text", prefix(path))
 		case first[key.Value] != nil:
@@ -385,7 +385,7 @@ func (d *decoder) pairs(node *yaml.Node, path string) []pair {
 // value decodes a node into a field. An empty value keeps the field.
 func (d *decoder) value(node *yaml.Node, into reflect.Value, path string) {
 	if node.Kind == yaml.AliasNode {
-		d.add(node, "%s: aliases are not taken; write the value out", path)
+		d.add(node, "%s: aliases are not supported; write the value out", path)
 		return
 	}
 	if node.Kind == yaml.ScalarNode && node.ShortTag() == "!!null" {
@@ -514,7 +514,7 @@ func (d *decoder) plain(node *yaml.Node, path string, depth int) any {
 	case depth > maxDepth:
 		d.add(node, "%s: is nested more than %d deep", path, maxDepth)
 	case node.Kind == yaml.AliasNode:
-		d.add(node, "%s: aliases are not taken; write the value out", path)
+		d.add(node, "%s: aliases are not supported; write the value out", path)
 	case node.Kind == yaml.MappingNode:
 		object := make(map[string]any, len(node.Content)/2)
 		for _, pair := range d.pairs(node, path) {
@@ -543,7 +543,7 @@ func (d *decoder) plainScalar(node *yaml.Node, path string) any {
 			d.add(node, "%s: %s cannot be read: %s", path, describeNode(node), err)
 		}
 	default:
-		d.add(node, "%s: the tag %s is not taken", path, node.Tag)
+		d.add(node, "%s: the tag %s is not supported", path, node.Tag)
 	}
 	if f, ok := value.(float64); ok && (math.IsNaN(f) || math.IsInf(f, 0)) {
 		d.add(node, "%s: %s is not a number that JSON has", path, node.Value)

@@ -136,14 +136,14 @@ func TestLoadErrors(t *testing.T) {
 			goodSkill + "parameters: {type: object, properties: {x: {type: text}}}\n",
 			`f.yaml:4:51: parameters.properties.x.type: `,
 		},
-		"alias":           {"kind: skill\nname: &n a\nhandler: *n\n", `f.yaml:3:10: handler: aliases are not taken`},
-		"alias of itself": {goodSkill + "config: &c {query: *c}\n", `f.yaml:4:20: config.query: aliases are not taken`},
-		"merge key":       {goodSkill + "config: {<<: {a: b}}\n", `f.yaml:4:10: config: aliases and merge keys are not taken`},
+		"alias":           {"kind: skill\nname: &n a\nhandler: *n\n", `f.yaml:3:10: handler: aliases are not supported`},
+		"alias of itself": {goodSkill + "config: &c {query: *c}\n", `f.yaml:4:20: config.query: aliases are not supported`},
+		"merge key":       {goodSkill + "config: {<<: {a: b}}\n", `f.yaml:4:10: config: aliases and merge keys are not supported`},
 		"number not JSON's": {
 			goodSkill + "config: {query: .nan}\n",
 			`f.yaml:4:17: config.query: .nan is not a number that JSON has`,
 		},
-		"own tag":      {goodSkill + "config: {query: !secret x}\n", `f.yaml:4:17: config.query: the tag !secret is not taken`},
+		"own tag":      {goodSkill + "config: {query: !secret x}\n", `f.yaml:4:17: config.query: the tag !secret is not supported`},
 		"binary":       {goodSkill + "description: !!binary aGk=\n", `f.yaml:4:14: description: is "aGk="; it must be text`},
 		"key not text": {goodSkill + "config: {[a]: b}\n", `f.yaml:4:10: config: a key must be a text`},
 		"too deep": {

@@ -73,7 +73,7 @@ func TestInvalidWebhooks(t *testing.T) {
 		"a literal secret":        {`"${GITHUB_SECRET}"`, `whsec_AAAA`, `hooks.yaml:5:11: secrets[0]: is no reference`},
 		"a relative file":         {`file:/run/secrets/github`, `file:github`, `secrets[1]: is no reference`},
 		"an unknown scheme":       {`scheme: github`, `scheme: sha1`, `scheme: "sha1" is not one of`},
-		"a decision":              {`EVENT_COMPLETED`, `APPROVAL_DECIDED`, `"APPROVAL_DECIDED" is not one that a webhook may raise`},
+		"a decision":              {`EVENT_COMPLETED`, `APPROVAL_DECIDED`, `"APPROVAL_DECIDED" is not an event that a webhook may raise`},
 		"the end of an execution": {`event: EVENT_COMPLETED`, `resume: agent`, `resume: "agent" is not one of`},
 		"a Go template":           {`{body.issue.number}`, `{{.body.issue.number}}`, `braces that are no placeholder`},
 		"a path that is none":     {`body.action:`, `payload.action:`, `"payload.action" is no path`},

@@ -244,7 +244,7 @@ func (r *Runner) run(ctx context.Context, raw json.RawMessage) (executions.Resul
 	}
 	report := Report{Automation: t.Name, Run: in.RunID, Attempt: run.Attempt}
 	if run.ID == "" {
-		return executions.Result{Summary: t.Name + ": somebody else has this run", Value: report}, nil
+		return executions.Result{Summary: t.Name + ": another execution has this run", Value: report}, nil
 	}
 	report.Status, err = executions.Phase(ctx, "run_automation",
 		func(ctx context.Context, effect *executions.Effect) (string, error) {

@@ -99,9 +99,9 @@ func SettleAbandoned(ctx context.Context, db postgres.DB, log *slog.Logger) erro
 		return err
 	}
 	for _, r := range abandoned {
-		why := "its execution ended before it did, so nobody knows how far it came"
+		why := "its execution ended first, so its progress is unknown"
 		if r.ExecutionID == nil {
-			why = "nobody said within a day how it ended"
+			why = "its outcome was not reported within a day"
 		}
 		settled, ok, err := automations.Finish(ctx, db, r.ID, r.Attempt, automations.Result{Error: why})
 		if err != nil {

@@ -145,7 +145,7 @@ func (t *transport) ignored(m received, e envelope, sure bool) string {
 	case m.report, local == "mailer-daemon", local == "postmaster":
 		return "it is a mail of a mail server"
 	case m.from == "":
-		return "it has no sender, several, or one that is not understood"
+		return "it has no sender, several senders, or an unreadable sender"
 	case own:
 		return "the channel itself sent it"
 	case !sure && t.Channel.Pairing != channels.PairingOpen:
@@ -275,7 +275,7 @@ func (s *session) Data(r io.Reader) error {
 // Hook implements [channels.Hook]. The body is a mail, or JSON with a mail in raw or RawEmail.
 func (t *transport) Hook(w http.ResponseWriter, r *http.Request, in channels.Inbox) {
 	if len(t.hook.Secrets) == 0 {
-		http.Error(w, "this channel takes no requests: it has no secret webhook", http.StatusNotFound)
+		http.Error(w, "this channel accepts no requests: it has no secret webhook", http.StatusNotFound)
 		return
 	}
 	now := time.Now()

@@ -205,7 +205,7 @@ func TestApprovalsBySlackButtons(t *testing.T) {
 			pgtest.Exec(t, d.pool, `update agent_channel_buttons set expires_at = clock_timestamp() where approval_id = $1`,
 				ids[3])
 			pgtest.Exec(t, d.pool, `update agent_approvals set requested_by = '{ana}' where id = $1`, ids[4])
-			d.expect("who asked", d.click("U0ANA", d.shown(5), "Approve"), "You asked for this", ids[4], "pending")
+			d.expect("who asked", d.click("U0ANA", d.shown(5), "Approve"), "You requested this call", ids[4], "pending")
 			d.expect("an expired button", d.click("U0ANA", d.shown(4), "Approve"), "expired", ids[3], "pending")
 			pgtest.Exec(t, d.pool, `update agent_channels set report_to = 'U0ANA'`)
 			pgtest.Exec(t, d.pool, `select pg_notify('agent_channels', '')`)

@@ -145,7 +145,7 @@ func unknownSpend(tokens int64, usd float64) string {
 
 func (c *cli) slowestCommand() *cobra.Command {
 	cmd, _ := reportCommand[activity.Slow]{
-		use: "slowest", short: "Skills by how long their calls take", empty: "no skill calls in that time",
+		use: "slowest", short: "Skills by the duration of their calls", empty: "no skill calls in that time",
 		heading: []string{"SKILL", "CALLS", "P50 MS", "P95 MS", "MAX MS", "SLOWEST TRACE"},
 		read: func(ctx context.Context, s *session, f activity.ReportFilter) ([]activity.Slow, string, error) {
 			return activity.Slowest(ctx, s.Read, f)

@@ -281,7 +281,7 @@ func TestAutomationRunNeedsApproval(t *testing.T) {
 	p.mustJSON(&ran, "automations", "run", "nightly")
 	assert.Contains(t, p.must("automations", "run", "nightly"), "waits for approval "+ran.ApprovalID,
 		"agent approvals approve")
-	assert.Contains(t, p.must("approvals", "show", ran.ApprovalID), "asked by",
+	assert.Contains(t, p.must("approvals", "show", ran.ApprovalID), "requested by",
 		"agent in automation (surface operate) for the admin")
 	assert.Contains(t, p.must("automations", "runs"), "awaits approval "+ran.ApprovalID[:30])
 	p.must("approvals", "approve", ran.ApprovalID, "--reason", "it is due")

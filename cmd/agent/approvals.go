@@ -81,11 +81,11 @@ func fourEyes(a approvals.Approval) string {
 	case a.RootOnly():
 		return "the requester is unknown: only root or the database decides"
 	case len(bound) > 0:
-		return "who asked cannot decide: " + strings.Join(bound, ", ") + "; root and the database can"
+		return "requesters cannot decide: " + strings.Join(bound, ", ") + "; root and the database can"
 	case len(a.RequestedBy) > 0:
-		return "the admin asked, and may decide"
+		return "the admin requested it, and may decide"
 	}
-	return "no principal asked: every approver may decide"
+	return "no principal requested it: every approver may decide"
 }
 
 // writeApproval prints the arguments exactly as the call would use them.
@@ -93,13 +93,13 @@ func writeApproval(w io.Writer, a approvals.Approval) error {
 	lines := [][2]string{
 		{"skill", fmt.Sprintf("%s, revision %d", a.SkillName, a.SkillRevision)},
 		{"status", a.Status},
-		{"asked", formatTime(a.CreatedAt)},
+		{"requested", formatTime(a.CreatedAt)},
 		{"expires", formatTime(a.ExpiresAt)},
 		{"trace", a.TraceID + " (agent trace " + a.TraceID + ")"},
 		{"execution", postgres.Deref(a.ExecutionID)},
 	}
 	if asked := a.AskedBy(); asked != "" {
-		lines = append(lines, [2]string{"asked by", asked})
+		lines = append(lines, [2]string{"requested by", asked})
 	}
 	if a.FourEyes {
 		lines = append(lines, [2]string{"four eyes", fourEyes(a)})
@@ -156,7 +156,7 @@ func (c *cli) decideCommand(approve bool) *cobra.Command {
 				return hint(err, "see agent approvals show %s", late.Approval.ID)
 			}
 			if errors.Is(err, approvals.ErrFourEyes) {
-				return hint(err, "ask another approver; whoever has AGENT_ADMIN_TOKEN or the database may decide")
+				return hint(err, "ask another approver; root, by AGENT_ADMIN_TOKEN or the database, may decide")
 			}
 			if errors.Is(err, approvals.ErrNotFound) {
 				return hint(err, "see agent approvals ls --all")

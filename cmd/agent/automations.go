@@ -112,7 +112,7 @@ func (c *cli) automationsListCommand() *cobra.Command {
 				})
 		}),
 	}
-	cmd.Flags().StringVar(&f.Skill, "skill", "", "only those that call this skill")
+	cmd.Flags().StringVar(&f.Skill, "skill", "", "only automations that call this skill")
 	cursorFlag(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd
@@ -364,7 +364,7 @@ func (c *cli) automationsRunCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "run NAME", Short: "Run an automation now, in this process",
 		Args: positionalArgs(1, 1, "an automation's name or id"),
-		Long: `Run an automation now, whatever its trigger, even a disabled one. The run holds the automation's lane, and another
+		Long: `Run an automation now, regardless of its trigger, even a disabled one. The run holds the automation's lane, and another
 process finishes it if this one dies. If the automation already runs elsewhere, the run is recorded as skipped with the
 holder, and the exit code is 75. The schedule stays as it is.`,
 		RunE: func(cmd *cobra.Command, args []string) error {

@@ -12,7 +12,7 @@ import (
 )
 
 func (c *cli) channelsCommand() *cobra.Command {
-	return group("channels", "List channels, pair senders, see what was maybe sent; enable, disable",
+	return group("channels", "List channels, senders and maybe-sent messages; pair senders; enable, disable",
 		c.channelsListCommand(), c.channelsShowCommand(), c.channelSendsCommand(), c.pairingsCommand(), c.pairCommand(),
 		c.unpairCommand(), c.channelsSwitchCommand(true), c.channelsSwitchCommand(false))
 }
@@ -110,7 +110,7 @@ func (c *cli) channelSendsCommand() *cobra.Command {
 
 func (c *cli) pairingsCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "pairings", Short: "List the senders of channels, those that wait for an admin first",
+		Use: "pairings", Short: "List the senders of channels, waiting senders first",
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			all, err := channels.Identities(cmd.Context(), s.Pool, 500)
@@ -132,7 +132,7 @@ func (c *cli) pairingsCommand() *cobra.Command {
 func (c *cli) pairCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "pair CODE", Short: "Let the sender who was shown a code write as a visitor",
+		Use: "pair CODE", Short: "Pair a sender by its code; it may then write as a visitor",
 		Args: positionalArgs(1, 1, "a pairing code"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			var got channels.Identity
@@ -160,7 +160,7 @@ func (c *cli) pairCommand() *cobra.Command {
 func (c *cli) unpairCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "unpair CHANNEL SENDER", Short: "Forget a sender, who then needs a new code",
+		Use: "unpair CHANNEL SENDER", Short: "Forget a sender; it then needs a new code",
 		Args: positionalArgs(2, 2, "a channel's name and a sender's id"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			input := map[string]any{"channel": args[0], "sender": args[1], "reason": reason}

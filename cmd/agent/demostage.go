@@ -130,7 +130,7 @@ func (s *storyPlayer) expect(ctx context.Context, want []string) error {
 			s.printEvent(m)
 			got = append(got, m.text())
 			if got[len(got)-1] != want[len(got)-1] {
-				return mismatch("at "+s.clock()+" the story went otherwise", want, got)
+				return mismatch("at "+s.clock()+" the story took another course", want, got)
 			}
 		}
 	}
@@ -201,13 +201,13 @@ func (s *storyPlayer) finish(ctx context.Context) error {
 // verifyLog checks that every log line about the thread's lane became an event.
 func (s *storyPlayer) verifyLog() error {
 	if n := s.logs.count(laneLines...); n != s.watcher.laneEvents {
-		return mismatch(fmt.Sprintf("the log has %d lines about the thread's lane, and %d were told", n,
+		return mismatch(fmt.Sprintf("the log has %d lines about the thread's lane, and the story shows %d", n,
 			s.watcher.laneEvents), nil, nil)
 	}
 	if s.json {
 		return s.printLine(map[string]any{"event": "checked", "story": s.story.Name, "ok": true})
 	}
-	_, err := fmt.Fprintf(s.out, "\nChecked: it went as it should.\n")
+	_, err := fmt.Fprintf(s.out, "\nChecked: all events came in the right order.\n")
 	return err
 }
 

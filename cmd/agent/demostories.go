@@ -82,7 +82,7 @@ func chainedStory() story {
 
 func hungStory() story {
 	return story{
-		Name: "hung", About: "An agent lives and says nothing more to Pedro: after ten minutes the thread is anybody's",
+		Name: "hung", About: "An agent lives but stays silent: after ten minutes another agent may use Pedro's thread",
 		thread: "pedro", participant: "Pedro", begins: 14 * 60, idle: 10,
 		scenes: []storyStep{
 			{0, func(ctx context.Context, s *storyPlayer) error {
@@ -118,7 +118,7 @@ func hungStory() story {
 
 func onboardingStory() story {
 	return story{
-		Name: "onboarding", About: "María is taken from the welcome to her contract by a coordinator and the agents it calls",
+		Name: "onboarding", About: "A coordinator and its agents take María from the welcome to her contract",
 		thread: "maria", participant: "María", begins: 10 * 60,
 		scenes: []storyStep{
 			{0, starts("coordinador", map[string]any{"nombre": "María"}), []string{

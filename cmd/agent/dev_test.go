@@ -222,7 +222,7 @@ func TestDemoFailsOnDeviation(t *testing.T) {
 			then := s.scenes[2].want
 			then[0], then[2] = then[2], then[0]
 		}, []string{
-			"at 14:02 the story went otherwise:", "  - agente_b said: Ahora tienes",
+			"at 14:02 the story took another course:", "  - agente_b said: Ahora tienes",
 			"  + agente_a ended: completed",
 		}},
 		"more than expected": {func(s *story) { s.scenes[2].want = s.scenes[2].want[:2] }, []string{
@@ -284,6 +284,6 @@ func TestDemoText(t *testing.T) {
 	before := time.Now()
 	shown := p.must("demo", "hung", "--fast")
 	assert.Contains(t, shown, "14:11  agente_a     has been silent for too long: lane stale, clearing", "SEQ  WHO",
-		"Checked: it went as it should.")
+		"Checked: all events came in the right order.")
 	assert.True(t, time.Since(before) >= 11*demoMinuteFast, "the clock was not waited for")
 }

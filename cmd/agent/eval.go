@@ -49,13 +49,13 @@ func (c *cli) evalRunCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "run [SUITE...]", Short: "Run suites, or all of them",
 		Long: `Run the trials of suites in this process and print the results of each case. Skills are answered by the stubs of the
-case, memory and approvals by its script. Nothing of a trial leaves, wakes something or is remembered.
+case, memory and approvals by its script. A trial has no effect outside itself.
 
 Exit codes: 0 passed, 1 failed, 3 undecided because the budget was used up. With --against the comparison decides: 1 for
-worse, 3 for undecided, else 0. A run that was interrupted goes on with --resume; answered model calls are not paid again.
+worse, 3 for undecided, else 0. --resume continues an interrupted run; answered model calls are not paid again.
 
---candidate DIR tries the workspace in DIR as if it were applied, and applies nothing. A suite with gate: lets agent
-apply DIR through after that.`,
+--candidate DIR tries the workspace in DIR as if it were applied, and applies nothing. If a suite
+with gate: passes, agent apply DIR passes its gate.`,
 		Example: "  agent eval run\n  agent eval run returns --model gpt-5-mini --against last\n" +
 			"  agent eval run --candidate ./workspace\n  agent eval run --junit evals.xml",
 		Args: positionalArgs(0, -1, "names of suites"),
@@ -78,7 +78,7 @@ apply DIR through after that.`,
 // flags are those of the commands that play runs.
 func (o *evalOptions) flags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.candidate, "candidate", "", "try the workspace in this folder, without applying it")
-	flags.BoolVar(&o.prune, "prune", false, "with --candidate: as apply --prune would leave it")
+	flags.BoolVar(&o.prune, "prune", false, "with --candidate: try it as after apply --prune")
 	flags.IntVar(&o.concurrent, "concurrency", defaultConcurrency, "trials at once")
 	flags.StringVar(&o.resume, "resume", "", "continue this run")
 	flags.StringVar(&o.junit, "junit", "", "also write the result to this file, as JUnit XML")
@@ -169,7 +169,7 @@ func (c *cli) workEvals(ctx context.Context, s *session, a *app.App, runs []eval
 // notOver explains how unfinished runs continue.
 func notOver(runs []evals.Run) (lines []string) {
 	for _, r := range runs {
-		lines = append(lines, fmt.Sprintf("run %s is not over; %s goes on", r.ID, resumeCommand(r)))
+		lines = append(lines, fmt.Sprintf("run %s has not ended; %s continues it", r.ID, resumeCommand(r)))
 	}
 	return lines
 }
@@ -437,7 +437,7 @@ func writeEvalReport(w io.Writer, r evals.Report) {
 // writeContinue prints how to continue an interrupted run.
 func writeContinue(w io.Writer, r evals.Run) {
 	if r.Status == evals.Interrupted && !r.Control() {
-		fmt.Fprintln(w, "interrupted; "+resumeCommand(r)+" goes on")
+		fmt.Fprintln(w, "interrupted; "+resumeCommand(r)+" continues the run")
 	}
 }
 

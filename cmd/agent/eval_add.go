@@ -21,11 +21,11 @@ func (c *cli) evalAddCommand() *cobra.Command {
 	var name, to, outage string
 	cmd := &cobra.Command{
 		Use: "add [TRACE]", Short: "Make a case from a trace, or from an outage of a skill",
-		Long: `Make a case from a trace: its messages, and stubs of the calls that it made. It is redacted and needs the trace no more.
-Print it as YAML, or append it to the cases of a file that ends with them. Its expectations are those calls in their order;
-write down what should have happened instead.
+		Long: `Make a case from a trace: its messages, and stubs of the calls that it made. The case is redacted and independent of
+the trace. Print it as YAML, or append it to the cases of a file that ends with them. The case expects the same calls in
+the same order; edit its expectations.
 
-With --outage it is what the agent was asked when self-heal took the skill out of service, and the skill fails at every
+With --outage the case has the messages from the moment when self-heal disabled the skill, and the skill fails at every
 call. Cases of the suite "selfheal" run when their skill comes back from its trial; --to starts that suite in a new file.`,
 		Example: "  agent eval add ch_01JD3V7K8ZQ6W2M5T9X4C1B0AE --name \"refund not due\" --to workspace/evals.yaml\n" +
 			"  agent eval add --outage fetch --to workspace/selfheal.yaml",
@@ -47,7 +47,7 @@ call. Cases of the suite "selfheal" run when their skill comes back from its tri
 				if err := c.appendCase(to, begin, made); err != nil {
 					return err
 				}
-				return c.printf(made, "added %q to %s; edit what it expects\n", made.Name, to)
+				return c.printf(made, "added %q to %s; edit its expectations\n", made.Name, to)
 			}
 			text, err := made.YAML()
 			if err != nil {

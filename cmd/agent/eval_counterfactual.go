@@ -26,7 +26,8 @@ func (c *cli) evalCounterfactualCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "counterfactual", Short: "Play recorded turns with another model or version, and compare",
 		Long: `Draw a sample of the agent's recorded turns and play them twice: with the agent as it is and the recorded models
-(the control), and with the candidate. Recorded results answer the calls, matched by skill and arguments. Nothing leaves.
+(the control), and with the candidate. Recorded results answer the calls, matched by skill and arguments, so no
+call has an effect.
 
 A trial passes when it makes the recorded calls, with the same arguments and in the same order, and answers. The first
 call that is not recorded ends it as diverged, which never passes. The sample is the same at each call.
@@ -75,7 +76,7 @@ func checkCandidate(cmd *cobra.Command, of runner.Counterfactual, named bool) er
 	case of.Margin < 0 || of.Margin >= 1 || of.BudgetUSD < 0:
 		return usageError("--margin must be from 0 to less than 1, and --budget not negative")
 	case of.Model == "" && !version && !named:
-		return usageError("name what to try: --model or --agent-version%s",
+		return usageError("name the candidate: --model or --agent-version%s",
 			map[bool]string{true: ", or --candidate"}[cmd.Flags().Lookup("candidate") != nil])
 	}
 	return nil
@@ -130,7 +131,7 @@ func (c *cli) planCounterfactual(
 	if !p.Priced {
 		price += ", without the models that have no price"
 	}
-	c.infof("%d recorded turns, of which %d can be played; about %d model calls for control and candidate, %s",
+	c.infof("%d recorded turns, %d of them playable; about %d model calls for control and candidate, %s",
 		p.Sample.Size, len(p.Sample.Turns), p.Calls, price)
 	return a.Evals.Store(ctx, p)
 }

@@ -43,14 +43,14 @@ func TestEvalCounterfactualComparesACandidateWithTheAgentAsItIs(t *testing.T) {
 	for n := range 8 {
 		p.must("operate", fmt.Sprintf("order %d?", n))
 	}
-	p.fails(2, "name what to try", "eval", "counterfactual")
+	p.fails(2, "name the candidate", "eval", "counterfactual")
 	p.fails(2, "--agent-version must be 1 or more", "eval", "counterfactual", "--agent-version", "-1")
 	p.fails(2, "the model has no price", "eval", "counterfactual", "--model", "no-such-model", "--budget", "1")
 	before := len(server.Requests())
 
 	same := p.run("eval", "counterfactual", "--model", "gpt-4o-mini", "--budget", "1")
 	require.Equal(t, 0, same.code, same.out, same.err)
-	assert.Contains(t, same.err, "8 recorded turns, of which 8 can be played; about 32 model calls", "about $0.00")
+	assert.Contains(t, same.err, "8 recorded turns, 8 of them playable; about 32 model calls", "about $0.00")
 	assert.Contains(t, same.out, "counterfactual of agent agent: version 0 with gpt-4o-mini, run ",
 		"control    follows 8 of 8 (0.68–1.00), 8 decided", "candidate  follows 8 of 8", "not worse: +0.00")
 	assert.Equal(t, 32, len(server.Requests())-before)

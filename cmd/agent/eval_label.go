@@ -18,8 +18,8 @@ func (c *cli) evalLabelCommand() *cobra.Command {
 	l := evals.NewLabel{}
 	cmd := &cobra.Command{
 		Use: "label RUN CASE good|bad|none", Short: "Say whether the answer of a trial is good",
-		Long: `Say whether the answer of a trial is good or bad; none withdraws your label. Labels of people are what a judge is
-calibrated against. The Engine Room has a key for each.`,
+		Long: `Say whether the answer of a trial is good or bad; none withdraws your label. Judges are calibrated against the
+labels of people. The Engine Room has a key for each label.`,
 		Example: "  agent eval label 01a21abd-4de8-7876-b240-505ac1bc02d6 \"refund not due\" bad --trial 2 --note \"no reason given\"",
 		Args:    positionalArgs(3, 3, "a run's id, a case, and good, bad or none"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {

@@ -280,5 +280,5 @@ func labelFlag(flags *pflag.FlagSet, into *executions.Labels) {
 			(*into)[name] = value
 		}
 		return nil
-	}}, "label", "what it is about, as name=value; may be repeated")
+	}}, "label", "a label, as name=value; may be repeated")
 }

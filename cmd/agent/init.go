@@ -62,7 +62,7 @@ unchanged.
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&opts.name, "name", "", "the agent's name: letters, digits, _ and -; default the folder's")
-	flags.StringVar(&opts.purpose, "purpose", "", "what the agent is for, in one sentence")
+	flags.StringVar(&opts.purpose, "purpose", "", "the agent's purpose, in one sentence")
 	flags.StringVar(&opts.database, "database", "", "the URL of a database it may read; default the agent's own")
 	flags.StringVar(&opts.timezone, "timezone", "", "its time zone, for example Europe/Madrid; default this machine's")
 	flags.StringVar(&opts.example, "example", "", "create this example: orders")

@@ -52,7 +52,7 @@ func (c *cli) lanesReleaseCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
 		Use: "release LANE", Short: "Release a lane by force",
-		Long: `Release a lane, whoever holds it. The holder's fencing token becomes invalid at once, and its writes are rejected. The
+		Long: `Release a lane from any holder. The holder's fencing token becomes invalid at once, and its writes are rejected. The
 break is recorded under the holder's trace with the reason.`,
 		Args: positionalArgs(1, 1, "a lane"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {

@@ -119,7 +119,7 @@ func TestDoctorChecksTools(t *testing.T) {
 	})
 	got := p.run("doctor")
 	assert.Contains(t, got.out, "ok   model answers", "BAD  model tools", "tools are off",
-		"set AGENT_MODEL to one that calls tools")
+		"set AGENT_MODEL to a model that calls tools")
 	n := len(server.Requests())
 	assert.Truef(t, n == 3 && got.code == 1, "exit %d after %d calls", got.code, n)
 }

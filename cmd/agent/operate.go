@@ -266,7 +266,7 @@ func (o *operator) runTurn(ctx context.Context, t turn, show func(operate.Event)
 	return done, err
 }
 
-const ownCallRefused = "You asked for this call. Somebody else has to decide it."
+const ownCallRefused = "You requested this call. Another approver must decide it."
 
 // ownCall reports whether four eyes keep the admin, who could be asked, from deciding a call.
 func (o *operator) ownCall(ctx context.Context, a operate.Approval) bool {

@@ -15,7 +15,7 @@ import (
 )
 
 func (c *cli) principalsCommand() *cobra.Command {
-	return group("principals", "Manage who may use the API and the Engine Room",
+	return group("principals", "Manage users of the API and the Engine Room",
 		c.principalsListCommand(), c.principalsShowCommand(), c.principalsAddCommand(), c.principalsRoleCommand(),
 		c.principalsSwitchCommand("disable", "Disable a principal: its tokens and sessions end at once", false),
 		c.principalsSwitchCommand("enable", "Enable a principal again", true),
@@ -167,7 +167,7 @@ func (c *cli) principalsLinkCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "link PRINCIPAL ISSUER SUBJECT", Short: "Link an account elsewhere to a principal",
 		Args: positionalArgs(3, 3, "a name, an issuer and a subject"),
-		Long: "Link an account to a principal, whose role it has then. An issuer is that of OIDC, slack:TEAM or telegram:BOT.\n" +
+		Long: "Link an account to a principal; it then has the principal's role. An issuer is\nan OIDC issuer, slack:TEAM or telegram:BOT.\n" +
 			"The subject is the id of the account there, never a name or an e-mail address.",
 		Example: "  agent principals link anna slack:T0123 U0456",
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
@@ -266,7 +266,7 @@ principal: * for all of it, runs:read, runs:*, threads:read, operate, approvals:
 		}),
 	}
 	cmd.Flags().StringSliceVar(&n.Scopes, "scope", n.Scopes, "scope; may be repeated")
-	cmd.Flags().StringVar(&n.Name, "name", "", "what it is for")
+	cmd.Flags().StringVar(&n.Name, "name", "", "the token's purpose")
 	cmd.Flags().Var(&checkedFlag{kind: "span", parse: func(text string) (err error) {
 		n.Life, err = parseSpan(text)
 		return err

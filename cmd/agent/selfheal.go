@@ -31,8 +31,8 @@ func (c *cli) selfhealReportCommand() *cobra.Command {
 many alarms were right (precision), how many faults were found in time (recall), after how many calls, and how many alarms
 were false. Intervals are those of Wilson, 95 %. Nothing is changed.
 
-The set of this release is public: selfheal/faults. --set replays another file of that form. --since replays what self-heal
-did here: an alarm was false if a person enabled the skill while it still rested.`,
+The set of this release is public: selfheal/faults. --set replays another file of that form. --since replays the alarms
+of this installation: an alarm was false if a person enabled the skill during its cool-down.`,
 		Example: "  agent selfheal report\n  agent selfheal report --since 30d",
 		Args:    positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -55,7 +55,7 @@ did here: an alarm was false if a person enabled the skill while it still rested
 		},
 	}
 	cmd.Flags().StringVar(&set, "set", "", "replay this file (JSONL) instead of the set of this release")
-	agoFlag(cmd.Flags(), &since, "since", "", "replay instead what happened here in the last")
+	agoFlag(cmd.Flags(), &since, "since", "", "replay the alarms of this installation in the last")
 	return cmd
 }
 
@@ -67,7 +67,7 @@ func (c *cli) reportHealing(ctx context.Context, s *session, cfg config.Config, 
 	var traces []faults.Trace
 	switch {
 	case !since.IsZero():
-		r.Source = "what happened since " + formatTime(since)
+		r.Source = "alarms since " + formatTime(since)
 		traces, r.Unjudged, err = faults.History(ctx, s.Pool, policy, since)
 	case set != "":
 		r.Source = set

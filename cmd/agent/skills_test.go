@@ -177,7 +177,7 @@ func TestChangesDoNotWaitForALock(t *testing.T) {
 		{"pause", "--reason", "it hurts"},
 		{"executions", "start", "external", "--thread", "reception"},
 	} {
-		p.fails(1, "another transaction of the database has locked what is to be written", command...)
+		p.fails(1, "another transaction of the database has locked the rows to write", command...)
 		pgtest.Exec(t, tx, `select`) // it is idle anew
 	}
 	require.NoError(t, tx.Rollback(t.Context()))

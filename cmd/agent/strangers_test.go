@@ -586,7 +586,7 @@ func (h *strangerTest) flood(request func() httpResult) (stop func() (map[int]in
 				mu.Lock()
 				got[v.status]++
 				if v.status == http.StatusServiceUnavailable && (refused.body == "" ||
-					!strings.Contains(refused.body, "clumsy") && !strings.Contains(v.body, "has locked what")) {
+					!strings.Contains(refused.body, "clumsy") && !strings.Contains(v.body, "has locked the rows")) {
 					refused = v
 				}
 				mu.Unlock()

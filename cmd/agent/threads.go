@@ -303,7 +303,7 @@ func accessState(a threads.Access) string {
 
 func (c *cli) threadsRevokeCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "revoke THREAD ACCESS", Short: "Revoke access to a thread; a join token takes its visitors' access with it",
+		Use: "revoke THREAD ACCESS", Short: "Revoke access to a thread; revoking a join token also ends its visitors' access",
 		Args: positionalArgs(2, 2, "the ids of a thread and of an access"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			err := recordThreadChange(cmd.Context(), s, "revoke_thread_access", "an access to a thread was revoked", args[0],

@@ -361,7 +361,7 @@
     if (!turn && sent) await seek(message, since);
     if (leaving) return;
     if (!turn) {
-      note(sent ? "The connection broke before the turn began, or told that it had. If it did, it is among the latest turns." : "The server could not be reached.");
+      note(sent ? "The connection broke before the first answer. If the turn began, it is among the latest turns." : "The server could not be reached.");
       if (!sent) box.value = message;
       return ended("", show);
     }
@@ -456,7 +456,7 @@
     watching = new AbortController();
     watch.setAttribute("aria-pressed", "true");
     watch.textContent = "Stop watching";
-    note("Watching who has the lane.");
+    note("Watching the holder of the lane.");
     try {
       const response = await fetch("/v1/operate/watch", { cache: "no-store", credentials: "same-origin", headers: { Accept: "text/event-stream" }, signal: watching.signal });
       if (!response.ok) throw new Error((await problem(response)).detail);

@@ -26,7 +26,7 @@ import (
 )
 
 // ErrFull reports that too little of a budget, or of a share of it, is left.
-var ErrFull = errors.New("too much is under way")
+var ErrFull = errors.New("too many requests are under way")
 
 // RetryAfter is the pause, in seconds, that a client gets with [ErrFull].
 const RetryAfter = "2"

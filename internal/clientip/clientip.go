@@ -52,7 +52,7 @@ func Parse(items []string) (Trusted, error) {
 			network = netip.PrefixFrom(network.Addr().Unmap(), network.Bits()-96)
 		}
 		if network.Bits() == 0 {
-			return nil, fmt.Errorf("%q is every address, and everybody could claim any", item)
+			return nil, fmt.Errorf("%q is every address, so any client could claim any address", item)
 		}
 		trusted = append(trusted, network.Masked())
 	}

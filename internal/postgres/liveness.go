@@ -23,7 +23,7 @@ const (
 )
 
 // errUnresponsive is the error of connections to a server that answered no probe.
-var errUnresponsive = errors.New("the server takes what is sent and answers nobody")
+var errUnresponsive = errors.New("the server accepts data and does not answer")
 
 // sslRequest makes any PostgreSQL server, or pooler, answer one byte.
 var sslRequest = []byte{0, 0, 0, 8, 4, 210, 22, 47}

@@ -261,8 +261,8 @@ func Diagnose(err error) (what, todo string) {
 		return "the database server has no free connection",
 			"raise its max_connections, or the limit of the role or the database; or lower pool_max_conns in DATABASE_URL"
 	case codeLocked:
-		return "another transaction of the database has locked what is to be written",
-			"end it: pg_stat_activity lists what is idle in transaction; nothing needs to be restarted here"
+		return "another transaction of the database has locked the rows to write",
+			"end it: pg_stat_activity lists sessions that are idle in transaction; nothing needs to be restarted here"
 	case codeCheck:
 		refused, _ := errors.AsType[*pgconn.PgError](err)
 		if refused.TableName == "agent_activity" && refused.ConstraintName == "" {

@@ -196,7 +196,7 @@ func Of(err error) (p *Problem, news bool) {
 	}
 	switch {
 	case is(err, activity.ErrCursor):
-		return BadParameter("parameter cursor is not one that this listing gave out"), false
+		return BadParameter("parameter cursor is not a cursor of this listing"), false
 	case is(err, trace.ErrInvalid, lanes.ErrInvalid):
 		return New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id"), false
 	case is(err, activity.ErrNotFound, executions.ErrNotFound, skills.ErrNotFound, memory.ErrNotFound,

@@ -129,7 +129,7 @@ func (e *Exporter) look(ctx context.Context) (more bool) {
 		e.failures++
 		e.metrics.exportFailed()
 		if e.failures == 1 {
-			e.log.WarnContext(ctx, "traces not sent, they are kept for an hour and tried again", "error", err)
+			e.log.WarnContext(ctx, "traces not sent, kept for an hour and sent again", "error", err)
 		}
 	}
 	return more && err == nil
@@ -157,7 +157,7 @@ func (e *Exporter) flush(ctx context.Context) {
 		upto = cmp.Or(upto, mine.Next)
 		_, err = e.pass(ctx)
 		if err != nil {
-			e.log.WarnContext(ctx, "last traces not sent; whoever sends next sends them", "error", err)
+			e.log.WarnContext(ctx, "last traces not sent; the next sender sends them", "error", err)
 			return
 		}
 		if mine, err = e.take(ctx); err != nil || mine == nil || mine.SentUpto >= upto {
@@ -177,7 +177,7 @@ func (e *Exporter) leave(ctx context.Context) {
 	_, err := e.pool.Exec(ctx, `update agent_span_export set sender = '', sender_until = '-infinity' where sender = @me`,
 		postgres.Strict{"me": e.me})
 	if err != nil {
-		e.log.DebugContext(ctx, "the right to send traces ends by itself", "error", err)
+		e.log.DebugContext(ctx, "the right to send traces expires", "error", err)
 	}
 }
 

@@ -50,7 +50,7 @@ func NewMetrics(version string, state prometheus.Collector) *Metrics {
 	}
 	m.runs = counter("agent_runs_total", "Executions that ended in this process, by surface and by the status they "+
 		"ended in.", "surface", "status")
-	m.runTook = histogram("agent_run_duration_seconds", "From the begin of an execution to its end, with what it waited.",
+	m.runTook = histogram("agent_run_duration_seconds", "From the begin of an execution to its end, waits included.",
 		durationBuckets, "surface")
 	m.claimsLost = counter("agent_claims_lost_total",
 		"Executions that this process ran and lost, because its lease ended.", "surface")
@@ -59,18 +59,18 @@ func NewMetrics(version string, state prometheus.Collector) *Metrics {
 	m.requestTook = histogram("agent_llm_request_duration_seconds", "How long model calls took, with their retries.",
 		latencyBuckets, "model")
 	m.tokens = counter("agent_llm_tokens_total", "Tokens of model calls, of type input or output.", "model", "type")
-	m.cost = counter("agent_llm_cost_usd_total", "What model calls cost, in US dollars, by AGENT_PRICES.", "model")
+	m.cost = counter("agent_llm_cost_usd_total", "Cost of model calls in US dollars, by AGENT_PRICES.", "model")
 	m.skills = counter("agent_skill_invocations_total", "Calls of skills that ended.", "skill", "status")
 	m.skillTook = histogram("agent_skill_duration_seconds", "How long calls of skills took.", latencyBuckets, "skill")
 	m.laneWait = histogram("agent_lane_lock_wait_seconds",
 		"How long it was waited for a lane, by its kind, whether it was got or not.", latencyBuckets, "lane", "got")
 	m.lanesLost = counter("agent_lock_lost_total", "Lanes that this process held and lost, by their kind.", "lane")
 	m.deliveries = counter("agent_webhook_deliveries_total",
-		"Webhooks that came in: accepted, repeated, in conflict or refused.", "source", "result")
+		"Received webhooks: accepted, repeated, in conflict or refused.", "source", "result")
 	m.spans = counter("agent_telemetry_spans_total", "Spans: sent, sampled_out, refused by the receiver, or forgotten.",
 		"result")
 	m.exportFailures = prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "agent_telemetry_export_failures_total", Help: "Tries to send spans that failed; what they had is tried again.",
+		Name: "agent_telemetry_export_failures_total", Help: "Failed attempts to send spans; the spans are sent again.",
 	})
 	m.active = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "agent_runs_active", Help: "Executions that this process runs now.",

@@ -22,7 +22,7 @@ const (
 
 var (
 	upDesc = prometheus.NewDesc("agent_database_up",
-		"Whether the database answered within a second. Without it what follows from it is left out.", nil, nil)
+		"Whether the database answered within a second. Without an answer its metrics are missing.", nil, nil)
 	executionsDesc = prometheus.NewDesc("agent_executions",
 		"Executions that have not ended, by status, counted up to 100000.", []string{"status"}, nil)
 	oldestDesc = prometheus.NewDesc("agent_queue_oldest_seconds",

@@ -315,7 +315,7 @@ func tools() []models.Tool {
 }
 
 // toolHelp is the help for a model that answers without calling the tool.
-const toolHelp = "set AGENT_MODEL to one that calls tools; a server of your own may need a flag for it " +
+const toolHelp = "set AGENT_MODEL to a model that calls tools; a server of your own may need a flag for it " +
 	"(vLLM: --enable-auto-tool-choice --tool-call-parser; llama.cpp: --jinja)"
 
 // call asks for a call of the tool, and keeps the conversation.
@@ -399,7 +399,7 @@ func (p *probe) image(ctx context.Context) finding {
 	case !p.client.TakesImages(p.target.Model):
 		return skipped(noImages+": the server refused one", "")
 	case !strings.Contains(strings.ToLower(resp.Message.Text()), "red"):
-		return failed("set AGENT_MODEL to one that takes images, where agents get any",
+		return failed("set AGENT_MODEL to a model that takes images, if agents get any",
 			"asked for the colour of a red square, the model said %.60q", resp.Message.Text())
 	}
 	return passed("")

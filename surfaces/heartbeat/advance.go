@@ -133,7 +133,7 @@ func errNoEvidence() error {
 func (b *heartbeatRun) advanceObjective(ctx context.Context, o *dueObjective) (itemResult, error) {
 	hold, err := executions.Lane(ctx, "objective:"+o.ID)
 	if errors.Is(err, lanes.ErrBusy) {
-		return itemResult{Text: o.Name + ": somebody else works on it"}, b.recordBusy(ctx, "advance_objective", o.Name, err)
+		return itemResult{Text: o.Name + ": another run works on it"}, b.recordBusy(ctx, "advance_objective", o.Name, err)
 	}
 	if err != nil {
 		return itemResult{}, err

@@ -167,7 +167,7 @@ func TestCancelledHeartbeatRetriesAutomation(t *testing.T) {
 		return pgtest.Value[string](t, w.pool, `select status || ' ' || attempt || ' ' || coalesce(error_message, '')
 			from agent_automation_runs`)
 	}
-	assert.Equal(t, "error 1 its execution ended before it did, so nobody knows how far it came", state())
+	assert.Equal(t, "error 1 its execution ended first, so its progress is unknown", state())
 	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	w.runCompleted(t)
 	if got := state(); got != "success 2 " || w.calls.of("look") != 1 {

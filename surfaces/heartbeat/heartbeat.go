@@ -475,7 +475,7 @@ func (b *heartbeatRun) runApproved(ctx context.Context, grant approvals.Approval
 	})
 	if approvals.IsUsed(err) {
 		return &executions.StepError{Class: "refused", Message: "approval " + grant.ID +
-			" was used by somebody else, or has expired"}
+			" was used elsewhere, or has expired"}
 	}
 	if err != nil && !isStepError(err) {
 		return err

@@ -258,7 +258,7 @@ func (s *Session) reacquireLane(ctx context.Context) {
 		return
 	}
 	if err := s.acquireLane(ctx, false); err != nil {
-		s.o.log.WarnContext(ctx, "lane not taken back, the next turn asks for it", "lane", Lane,
+		s.o.log.WarnContext(ctx, "lane not acquired again, the next turn acquires it", "lane", Lane,
 			"session", s.id, "error", err)
 	}
 }

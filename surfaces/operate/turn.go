@@ -186,7 +186,7 @@ func (p *laneGuard) acquire(ctx context.Context) error {
 				return err
 			}
 			if outcome.TimedOut {
-				return fmt.Errorf("take lane %s: it was not free for %s: %w", Lane, maxLaneWait, executions.ErrTimedOut)
+				return fmt.Errorf("acquire lane %s: it was not free for %s: %w", Lane, maxLaneWait, executions.ErrTimedOut)
 			}
 		case err != nil:
 			return err

@@ -138,7 +138,7 @@ func filter(raw string) (webhooks.Filter, error) {
 			key, err := base64.RawURLEncoding.DecodeString(value)
 			id, ours := strings.CutPrefix(string(key), "deliveries\n")
 			if err != nil || !ours || !uuidForm.MatchString(id) {
-				return f, problem.BadParameter("parameter cursor is not one that this listing gave out")
+				return f, problem.BadParameter("parameter cursor is not a cursor of this listing")
 			}
 			f.Before = id
 		default:
@@ -241,7 +241,7 @@ func toProblem(err error) error {
 	case errors.Is(err, webhooks.ErrNotFound):
 		return problem.New(http.StatusNotFound, "%s", err)
 	case errors.Is(err, webhooks.ErrInProgress):
-		return problem.New(http.StatusConflict, "%s, or was replayed since you looked", err)
+		return problem.New(http.StatusConflict, "%s, or was replayed since you read it", err)
 	}
 	return err
 }

@@ -293,7 +293,7 @@ func (s *Surface) startAutomation(ctx context.Context, tx pgx.Tx, r AutomationRe
 	}
 	_, ok, err := automations.ClaimRun(ctx, tx, run.ID, run.Attempt, x.ID, x.TraceID)
 	if err == nil && !ok {
-		err = errors.New("its run was taken by somebody else")
+		err = errors.New("another execution claimed its run")
 	}
 	return run.ID, err
 }

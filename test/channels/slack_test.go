@@ -217,7 +217,7 @@ handler: http:POST %s/refunds
 	require.NoError(t, fake.Click("U0BEN", "C0OPS", shown.TS, "Approve"))
 	expect("may not decide")
 	require.NoError(t, fake.Click("U1", "C0OPS", shown.TS, "Approve"))
-	expect("You asked for this")
+	expect("You requested this call")
 	assert.Equal(t, 0, int(paid.Load()))
 	require.NoError(t, fake.Click("U0ANA", "C0OPS", shown.TS, "Approve"))
 	expect("You have approved")
