@@ -118,9 +118,9 @@ func TestExecutionsAreListedByState(t *testing.T) {
 	for query, why := range map[string]string{
 		"?status=odd": "pending, running", "?surface=odd": "heartbeat", "?view=odd": "waiting, stuck",
 		"?view=waiting&for=odd": "response",
-		"?failed=2":             "1", "?for=event": "view=waiting", "?view=stuck&status=failed": "leave status",
+		"?failed=2":             "1", "?for=event": "view=waiting", "?view=stuck&status=failed": "leave out status",
 		"?before=odd": "not a cursor of this listing", "?view=waiting&before=odd": "not a cursor of this listing",
-		"?colour=red": "no filter",
+		"?colour=red":                  "no filter",
 		"?status=failed&status=failed": "2 times",
 	} {
 		turnsAway(t, server.URL+"/executions"+query, 400, why)

@@ -1,7 +1,7 @@
 // Package examples holds the example workspaces that come with the program.
 //
-// They are built into the binary, so that `agent dev` and `agent demo` have a workspace wherever they run. A workspace
-// is data: package workspace reads and applies it.
+// The binary contains them, so `agent dev` and `agent demo` have a workspace on every machine. A workspace is data:
+// package workspace reads and applies it.
 package examples
 
 import (
@@ -17,7 +17,7 @@ import (
 //go:embed caretaker onboarding orders
 var files embed.FS
 
-// Caretaker is the workspace of an agent that looks after the PostgreSQL it lives in.
+// Caretaker is the workspace of an agent that maintains its own PostgreSQL.
 func Caretaker() (fs.FS, error) { return fs.Sub(files, "caretaker") }
 
 // Onboarding is the workspace of agents that take a candidate through their onboarding, in one thread and in Spanish.
@@ -29,7 +29,7 @@ func Orders() (fs.FS, error) { return fs.Sub(files, "orders") }
 //go:embed starter
 var starter embed.FS
 
-// Starter is what a workspace begins with. Database and DatabaseEnv are empty for one on the agent's own database.
+// Starter has the values of a new workspace. Database and DatabaseEnv are empty for the agent's own database.
 type Starter struct {
 	Name        string // of the agent
 	Purpose     string // one sentence

@@ -117,9 +117,9 @@ func (c *compiler) variable(path, name string) {
 	case !variableForm.MatchString(name):
 		c.add(path, "%q is not the name of a variable: a letter or _, then 0 to 63 of the characters a-z A-Z 0-9 _", name)
 	case slices.Contains(reserved, name):
-		c.add(path, "%q is set by the runtime; take another name", name)
+		c.add(path, "%q is set by the runtime; choose another name", name)
 	case slices.Contains(words, name):
-		c.add(path, "%q is a word of the expression language; take another name", name)
+		c.add(path, "%q is a word of the expression language; choose another name", name)
 	}
 }
 
@@ -189,7 +189,7 @@ func (c *compiler) common(a *action, fields map[string]any, path string) {
 		switch {
 		case slices.Contains(known, key):
 		case slices.Contains(timeoutKeys, key):
-			c.add(path+"."+key, "%s does not wait for anybody and has no %s", a.Type, key)
+			c.add(path+"."+key, "%s does not wait and has no %s", a.Type, key)
 		default:
 			c.unknown(path+"."+key, "key", key, known)
 		}
@@ -258,7 +258,7 @@ func (c *compiler) parameters(a *action, given map[string]any, path string, dept
 			c.parameter(a, p, given[name], path+"."+name, depth)
 		case a.Waits != "" && slices.Contains(timeoutKeys, name):
 		case slices.Contains(timeoutKeys, name):
-			c.add(path+"."+name, "%s does not wait for anybody and has no %s", a.Type, name)
+			c.add(path+"."+name, "%s does not wait and has no %s", a.Type, name)
 		default:
 			names := a.names()
 			if a.Waits != "" {
@@ -559,7 +559,7 @@ func (c *compiler) oneCase(fields map[string]any, path string, depth int) branch
 		b.equals = c.value(valueKind, equals, path+".equals")
 	}
 	if fields["actions"] == nil {
-		c.add(path+".actions", "is missing: what is run")
+		c.add(path+".actions", "is missing: give the actions to run")
 		return b
 	}
 	b.actions = c.actions(fields["actions"], path+".actions", depth+1)

@@ -484,8 +484,8 @@ type Verdict struct {
 	Fit bool `json:"fit"`
 }
 
-// Onboard is a flow in Go: a durable function. It is called from the top each time its execution is claimed; what is
-// recorded is not done again.
+// Onboard is a flow in Go: a durable function. Each claim of its execution calls it from the top. Recorded steps are
+// not repeated.
 func Onboard(ctx context.Context, input json.RawMessage) (executions.Result, error) {
 	var who Candidate
 	if err := json.Unmarshal(input, &who); err != nil {
@@ -493,7 +493,7 @@ func Onboard(ctx context.Context, input json.RawMessage) (executions.Result, err
 	}
 	x, _ := executions.Current(ctx)
 
-	// Step: what may differ from run to run happens inside of one, and its typed result is recorded.
+	// Step: a computation that may differ from run to run. Its typed result is recorded.
 	greeting, err := executions.Step(ctx, "greeting", func(context.Context) (string, error) {
 		return "Hola " + who.Name + ". Tienes experiencia?", nil
 	})
@@ -501,12 +501,12 @@ func Onboard(ctx context.Context, input json.RawMessage) (executions.Result, err
 		return executions.Result{}, err
 	}
 
-	// Send: once, however often the process dies; in its turn, when another execution has the thread.
+	// Send: sends once, even if the process dies. The message is queued while another execution has the thread.
 	if _, err := threads.Send(ctx, threads.Outgoing{ThreadID: *x.ThreadID, Content: greeting}); err != nil {
 		return executions.Result{}, err
 	}
 
-	// Wait: parks the execution. Return its error: the function is called again when the answer is there.
+	// Wait: parks the execution. Return its error. The answer causes a new claim, which calls the function again.
 	out, err := executions.Wait(ctx, "answer", executions.Response(*x.ThreadID, 24*time.Hour))
 	switch {
 	case err != nil:
@@ -522,12 +522,12 @@ func Onboard(ctx context.Context, input json.RawMessage) (executions.Result, err
 		return executions.Result{}, err
 	}
 
-	// Trigger: a child, and how it ended. It may speak in the thread while its parent waits for it.
+	// Trigger: a child and its result. The child may speak in the thread while its parent waits.
 	child, err := executions.Trigger(ctx, "evaluation", executions.Child{Flow: "evaluate", Input: vars, Wait: true})
 	if err != nil {
 		return executions.Result{}, err
 	}
-	if !child.Success { // its failure is its parent's to handle
+	if !child.Success { // the parent handles the child's failure
 		return executions.Result{}, fmt.Errorf("evaluate %s: %s", who.Name, child.Error)
 	}
 	var verdict Verdict

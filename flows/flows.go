@@ -147,7 +147,7 @@ func compile(d Definition) (*compiled, error) {
 		c.add("name", "%q must begin with a letter and have 1 to 64 of the characters a-z A-Z 0-9 _ -", d.Name)
 	}
 	if d.Name == executions.External {
-		c.add("name", "%q is what workers outside run; take another name", d.Name)
+		c.add("name", "%q belongs to workers outside; choose another name", d.Name)
 	}
 	if len(d.Description) > maxText || strings.ContainsRune(d.Description, 0) {
 		c.add("description", "must have at most %d bytes and no NUL character", maxText)

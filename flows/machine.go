@@ -397,7 +397,7 @@ func (m *machine) chooseBranch(r ready, effect *executions.Effect) (result, erro
 		case !ok:
 			return result{}, failure(classTemplate, "items: is %s, not a list", shorten(asJSON(r.args["items"])))
 		case len(items) > maxItems:
-			return result{}, failure("limit", "items: are %d; at most %d are gone through", len(items), maxItems)
+			return result{}, failure("limit", "items: are %d; at most %d are allowed", len(items), maxItems)
 		}
 		effect.Output = map[string]any{"items": len(items)}
 		return result{}, nil

@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// A job that must not run twice at once. (Lanes are off here, so the example needs no database. The keeper of a program
-// gets its pool and no such option, and one goroutine calls Run.)
+// ExampleKeeper_Acquire runs a job at most once at a time. Lanes are off here, so the example needs no database. A
+// program gives the keeper its pool without that option, and one goroutine calls Run.
 func ExampleKeeper_Acquire() {
 	var db postgres.DB
 	keeper := lanes.NewKeeper(db, lanes.Options{Disabled: true})
@@ -23,14 +23,14 @@ func ExampleKeeper_Acquire() {
 	job := func(ctx context.Context) error {
 		lease, err := keeper.Acquire(ctx, "pipeline:prices")
 		if errors.Is(err, lanes.ErrBusy) { // a *lanes.BusyError names the holder
-			fmt.Println("already running, skipped") // not an error: the other one does it
+			fmt.Println("already running, skipped") // not an error: the holder does the job
 			return nil
 		}
 		if err != nil {
 			return err
 		}
 		defer lease.Release(ctx)
-		return consolidate(lease.Context()) // cancelled, cause lanes.ErrLost, when the lane is lost
+		return consolidate(lease.Context()) // cancelled with cause lanes.ErrLost if the lane is lost
 	}
 	if err := job(context.Background()); err != nil {
 		fmt.Println(err)

@@ -88,7 +88,7 @@ func NewKeeper(db postgres.DB, opts Options) *Keeper {
 		k.observer = noopObserver{}
 	}
 	if !k.enabled {
-		k.log.WarnContext(context.Background(), "lanes are off: every lane is granted to everybody; set AGENT_LANES=on")
+		k.log.WarnContext(context.Background(), "lanes are off: every caller gets every lane; set AGENT_LANES=on")
 	}
 	return k
 }

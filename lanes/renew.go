@@ -181,7 +181,7 @@ func (k *Keeper) applyRenewal(h *hold, a renewal, sentAt time.Time, ttl time.Dur
 	case a.Busy:
 		h.renewAt = time.Now().Add(lockedRetryDelay)
 	default:
-		notify = k.loseLocked(h, "the database says it ended or was taken")
+		notify = k.loseLocked(h, "the database reports that it ended or was taken")
 	}
 	k.mu.Unlock()
 	notify()

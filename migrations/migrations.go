@@ -81,7 +81,7 @@ func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, e
 		return nil, err
 	}
 	if pool.Config().MaxConns < 2 { // one holds the lock; a second one would wait for it without end
-		return nil, errors.New("migrate: it takes two connections at once, and pool_max_conns in DATABASE_URL allows one; " +
+		return nil, errors.New("migrate: it needs two connections at once, and pool_max_conns in DATABASE_URL allows one; " +
 			"set it to 2 or more")
 	}
 	lock, err := pool.Begin(ctx)

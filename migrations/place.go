@@ -70,7 +70,7 @@ func Rights(ctx context.Context, pool *pgxpool.Pool) error {
 	name := func(s string) string { return pgx.Identifier{s}.Sanitize() }
 	switch {
 	case err != nil:
-		return fmt.Errorf("look whose the tables are: %w", err)
+		return fmt.Errorf("read the owner of the tables: %w", err)
 	case readOnly:
 		return errors.New("nothing can be written: it is a standby, or default_transaction_read_only is on; name the " +
 			"primary in DATABASE_URL, or set that to off")

@@ -1,5 +1,5 @@
-// Command embedded is an agent of one's own: its surfaces and Engine Room beside a flow in Go. The database is
-// DATABASE_URL, and the token of the admin AGENT_ADMIN_TOKEN.
+// Command embedded is a program with its own agent: surfaces and Engine Room beside a flow in Go. DATABASE_URL names
+// the database, AGENT_ADMIN_TOKEN has the admin's token.
 package main
 
 import (

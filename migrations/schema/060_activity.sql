@@ -204,7 +204,7 @@ create table agent_trace_links (
 create index agent_trace_links_age on agent_trace_links (created_at);
 comment on index agent_trace_links_age is 'Finds rows to delete.';
 comment on table agent_trace_links is
-  'Spans of other systems whose requests began a trace here. They are links only, and not trusted.';
+  'Spans of other systems that requested a trace here. They are links only, and not trusted.';
 comment on column agent_trace_links.traceparent is 'The W3C header, as received.';
 
 create table agent_span_export (
