@@ -238,7 +238,7 @@ func (s *server) logInByLink(w http.ResponseWriter, r *http.Request, next, link 
 	if errors.Is(err, principals.ErrNotFound) {
 		if err = s.auth.guard.Judge(r, credentials.Token, false, true); err == nil {
 			s.pages.LogIn(w, r, http.StatusUnauthorized, next,
-				"This link was used, has expired, or never was one. Ask for another.")
+				"This link was used, has expired, or is invalid. Request another link.")
 			return
 		}
 	}

@@ -576,7 +576,7 @@ func (s *server) messageRoutes() []route {
 			handle: s.openThread, conflicts: true, about: "Create a conversation. 409 if the id exists.",
 		}, {
 			method: "PATCH", path: "/v1/threads/{id}", body: titleRequest{}, response: threads.Thread{}, handle: s.nameThread,
-			about: "Name a conversation for people. The title is searched and listed; nothing is found by it.",
+			about: "Name a conversation for people. Lists show the title and searches use it; it identifies no thread.",
 		}, {
 			method: "POST", path: "/v1/threads/{id}/messages", body: messageRequest{}, response: messageResponse{},
 			status: http.StatusCreated, handle: s.sendMessage, conflicts: true, keyed: true,

@@ -268,7 +268,7 @@ func insert(ctx context.Context, tx pgx.Tx, r Request, hash string) (_ Approval,
 	if errors.Is(err, pgx.ErrNoRows) {
 		return Approval{}, false, &executions.StepError{
 			Class: "stale_skill", Message: fmt.Sprintf(
-				"skill %s was changed or removed since this run read it: no approval was asked for", r.Skill),
+				"skill %s was changed or removed since this run read it: no approval was requested", r.Skill),
 		}
 	}
 	if err != nil {

@@ -44,7 +44,7 @@ var (
 	// ErrRunNotFound reports an unknown run.
 	ErrRunNotFound = errors.New("automation run not found")
 	// ErrNameTaken reports a proposal under the name of another automation.
-	ErrNameTaken = errors.New("an automation of this name exists and says something else")
+	ErrNameTaken = errors.New("an automation of this name exists with another definition")
 	// ErrTooMany reports that too many proposals are undecided.
 	ErrTooMany = errors.New("too many proposals are undecided")
 	// ErrProposal reports an undecided proposal.

@@ -361,7 +361,7 @@ func TestProposalsWaitForAnAdmin(t *testing.T) {
 		`{"name":"x","signal":"pending_aprovals > 3","prompt":"p"}`: "unknown name pending_aprovals",
 		`{"name":"x","cron":"61 * * * *","prompt":"p"}`:             "cron: ",
 		`{"name":"x","cron":"@daily","skill":"nope"}`:               "not found",
-		`{"name":"watch","cron":"@daily","prompt":"p"}`:             "says something else",
+		`{"name":"watch","cron":"@daily","prompt":"p"}`:             "exists with another definition",
 	} {
 		_, err := call(t, pool, "automation_propose", args)
 		assert.Truef(t, err != nil && strings.Contains(err.Error(), want), "%s: %v", args, err)

@@ -186,7 +186,7 @@ func (room *Room) openMemory(ctx context.Context, v *visit) (string, error) {
 		return "", err
 	}
 	if len(list) == 0 {
-		return "", missing("nothing is remembered under %.60q; it may have been forgotten, or have expired", about.Key)
+		return "", missing("no memory has the key %.60q; it may have been forgotten, or have expired", about.Key)
 	}
 	return cut(80, about.Key), nil
 }

@@ -461,7 +461,7 @@ func TestAnEntryOfMemoryIsShownWithWhoWroteIt(t *testing.T) {
 	assert.Truef(t, len(body) <= 60_000, "the page has %d bytes", len(body))
 	body = shows(t, path+"?category=lessons", "second")
 	assert.True(t, !strings.Contains(body, "first vvv"), "the other category is there too")
-	turnsAway(t, server.URL+"/memory/none", 404, "nothing is remembered")
+	turnsAway(t, server.URL+"/memory/none", 404, "no memory has the key")
 	turnsAway(t, server.URL+"/memory/%00", 404, "not found")
 }
 

@@ -46,7 +46,7 @@ var (
 	// ErrNoEvidence reports a step without evidence.
 	ErrNoEvidence = errors.New("no successful action shows that the step is done")
 	// ErrNameTaken reports a proposal under the name of another objective.
-	ErrNameTaken = errors.New("an objective of this name exists and says something else")
+	ErrNameTaken = errors.New("an objective of this name exists with another definition")
 	// ErrTooMany reports that too many proposals are undecided.
 	ErrTooMany = errors.New("too many proposals are undecided")
 	// ErrConflict reports an objective at another revision than the caller read.
