@@ -101,7 +101,7 @@ func cut(s string, n int) string {
 	return s
 }
 
-// cut returns foreign text in a form that PostgreSQL can store, at most n bytes.
+// Cursor implements [Inbox].
 func (b *inbox) Cursor(ctx context.Context) (cursor string, age time.Duration, err error) {
 	var seconds float64
 	err = b.pool.QueryRow(ctx, `

@@ -189,7 +189,7 @@ func (c Content) Matches(when map[string]any) bool {
 	return true
 }
 
-// equalBodies compares scalars. A header is a text, so it equals a number with the same digits. Numbers with a
+// equalScalars compares scalars. A header is a text, so it equals a number with the same digits. Numbers with a
 // fraction or an exponent are compared as numbers.
 func equalScalars(a, b any) bool {
 	x, okA := scalar(a)
