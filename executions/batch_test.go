@@ -25,8 +25,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Many callers run executions at once, and flows that fail or panic disturb no other: each execution ends once, with
-// its checkpoints.
+// Many callers run executions at once. A failing or panicking flow does not affect the others: each execution ends
+// once, with its checkpoints.
 func TestConcurrentCallersShareWrites(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -63,8 +63,8 @@ func TestConcurrentCallersShareWrites(t *testing.T) {
 		      where c.execution_id = x.id) <> (x.status = 'completed')::int`))
 }
 
-// A crash of the database may take a start along that nothing durable has followed. Then there has been no execution:
-// its run ends with an error that says so, and nothing of it is written.
+// A database crash may lose a start if no durable write followed it. The execution then never existed: its run ends
+// with an error that says so and writes nothing.
 func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Own(t)
@@ -75,11 +75,11 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 		return ends(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
 	}), lease)
 	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
-	durable, err := p.RunSync(t.Context(), spec) // which begins the lease
+	durable, err := p.RunSync(t.Context(), spec) // begins the lease
 	require.NoError(t, err)
 	writer := pgtest.Value[int](t, pool, `select pid from pg_stat_activity where backend_type = 'walwriter'`)
-	require.NoError(t, syscall.Kill(writer, syscall.SIGSTOP)) // it would write the starts after a while
-	pgtest.Exec(t, pool, `select pg_switch_wal()`)            // the starts begin a page: a full one may be written at once
+	require.NoError(t, syscall.Kill(writer, syscall.SIGSTOP)) // it would flush the starts
+	pgtest.Exec(t, pool, `select pg_switch_wal()`)            // the starts begin a WAL page; a full page may flush
 	lost, err := p.StartSeveral(t.Context(), []executions.Spec{spec, spec}, []bool{true, true})
 	require.NoError(t, err)
 	server.Stop(true)
@@ -98,8 +98,8 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	assert.Equal(t, executions.Completed, get(t, pool, durable.ID).Status)
 }
 
-// awaitsStandby returns when a commit of this server waits for a standby. Its sessions know of the setting sooner:
-// commits wait from when the server's checkpointer has read it.
+// awaitsStandby returns when a commit of this server waits for a standby. Sessions see the setting earlier than the
+// checkpointer. Commits wait only after the checkpointer has read it.
 func awaitsStandby(t *testing.T, url string) {
 	t.Helper()
 	watch, err := pgx.Connect(t.Context(), url)
@@ -137,8 +137,8 @@ func awaitsStandby(t *testing.T, url string) {
 	t.Fatal("no commit waits for a standby")
 }
 
-// A start for another process waits for the disk and for a synchronous standby. A start for its caller does not; its
-// completion does. A standby that never answers shows the difference.
+// A start for another process waits for the disk and for a synchronous standby. A start for its own caller does not
+// wait; its completion does. A standby that never answers shows the difference.
 func TestACompletionMakesItsStartDurable(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Own(t)
@@ -146,7 +146,7 @@ func TestACompletionMakesItsStartDurable(t *testing.T) {
 	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
 		func(o *executions.Options) { o.LeaseTTL = time.Minute })
 	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
-	if _, err := p.RunSync(t.Context(), spec); err != nil { // which begins the lease
+	if _, err := p.RunSync(t.Context(), spec); err != nil { // begins the lease
 		t.Fatal(err)
 	}
 	pgtest.Exec(t, pool, `alter system set synchronous_standby_names = 'nobody'`)
@@ -169,7 +169,7 @@ func TestACompletionMakesItsStartDurable(t *testing.T) {
 		select from lanekeeper.complete_agent_executions(array[$1, $2]::uuid[], '{1,1}',
 		  '[{"status": "completed"}, {"status": "completed"}]')`, min(got[0].ID, got[1].ID), max(got[0].ID, got[1].ID))
 	assert.Error(t, err, "ends did not wait for the standby")
-	// The lease has ended without the process knowing it. The answer says that the executions are queued.
+	// The lease ended, but the process does not know it. The start returns queued executions.
 	pgtest.Exec(t, pool, `with c as (select set_config('synchronous_commit', 'local', true)) update agent_workers
 		set expires_at = clock_timestamp() from c`)
 	if got, err := begin(true, true); err == nil {
@@ -179,8 +179,8 @@ func TestACompletionMakesItsStartDurable(t *testing.T) {
 	pgtest.Exec(t, pool, `select pg_reload_conf()`)
 }
 
-// checkpointAll records a step of each execution, with variables where they are given, and returns the places of those
-// that were kept.
+// checkpointAll records a step of each execution, and variables if given. It returns the positions of the recorded
+// steps.
 func checkpointAll(
 	ctx context.Context, db postgres.DB, ids []string, claims []int64, steps []string, variables []*string,
 ) (kept string, err error) {
@@ -235,14 +235,14 @@ func testCheckpointBatch(t *testing.T, showing bool, kept string) {
 			claims[i]++
 		case "locked":
 			pgtest.Exec(t, tx, `select from agent_executions where id = @id for update`, args)
-		case "written", "unshowable": // in a step of another branch, beside which others may write, but not the row
+		case "written", "unshowable": // another branch fences: its lock lets others write steps, but not the row
 			pgtest.Exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": ids[i], "claim": claims[i]})
 			if name == "unshowable" {
 				pgtest.Exec(t, tx, `update agent_executions set progress_seconds = 9 where id = @id`, args)
 			}
 		case "cancelled":
 			pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
-			claims[i]++ // the number that a cancel leaves is nobody's
+			claims[i]++ // a cancel increments the claim; no process has the new one
 		case "parked":
 			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
 			claims[i]++
@@ -273,8 +273,8 @@ func testCheckpointBatch(t *testing.T, showing bool, kept string) {
 	}
 }
 
-// A step with a checkpoint keeps its first result. A batch that has one writes nothing: its steps or completions are
-// then written one by one.
+// A step with a checkpoint keeps its first result. A batch with such a step writes nothing; the engine then writes its
+// steps or completions one by one.
 func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 	t.Parallel()
 	for name, sql := range map[string]string{
@@ -301,7 +301,7 @@ func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 	}
 }
 
-// A takeover waits for a fenced write, although the lock of the fence lets other writes pass.
+// A takeover waits for a fenced write, although the fence's lock lets other writes pass.
 func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -368,7 +368,7 @@ func TestABatchLeavesOutStaleClaims(t *testing.T) {
 	}
 }
 
-// completeAll ends executions, with their last steps, and returns the places of those that ended.
+// completeAll completes executions with their last steps. It returns the positions of the completed ones.
 func completeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, steps []*string, status string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `
@@ -382,7 +382,7 @@ func completeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, ste
 		postgres.Strict{"ids": ids, "claims": claims, "steps": steps, "status": status})
 }
 
-// A completion that the batch leaves out writes nothing, not even its last step.
+// If a batch leaves out a completion, it writes nothing of it, not even its last step.
 func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -416,7 +416,7 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 				values ('lent', 1, @id, lanekeeper.agent_uuid7(), 30)`, args)
 		case "cancelled":
 			pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
-			claims[i]++ // the number that a cancel leaves is nobody's
+			claims[i]++ // a cancel increments the claim; no process has the new one
 		case "parked":
 			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, 1, 'wait', 'event', 'k', '1 hour', null)`, args)
 			claims[i]++
@@ -428,7 +428,7 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 	}
 	expire(t, pool, ids[2])
 	tx := pgtest.Begin(t, pool)
-	// it writes
+	// execution 5 is in a fenced write
 	pgtest.Exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": ids[5], "claim": claims[5]})
 	before := make([]string, len(ids))
 	for i, id := range ids {
@@ -463,13 +463,13 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 	}
 }
 
-// onRecord is what may be there of the end of @id before it ends.
+// onRecord has records of @id that may exist before it ends.
 var onRecord = map[string]string{
 	"step":  `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'last', 1, '"earlier"')`,
 	"event": `insert into agent_events (event, key, external_id) values ('mine', @id::text, 'completed ' || @id)`,
 }
 
-// Earlier records do not keep an execution from ending: the first result of a step counts, and an existing event
+// Earlier records do not prevent the end of an execution: the first result of a step counts, and an existing event
 // stays.
 func TestACompletionKeepsARecordedStep(t *testing.T) {
 	t.Parallel()
@@ -495,12 +495,12 @@ func TestACompletionKeepsARecordedStep(t *testing.T) {
 	}
 }
 
-// consequence is something that follows the end of an execution which has more than a result.
+// consequence is an effect of an execution's end beyond its result.
 type consequence struct {
-	flow    string // "flow" when it is not set
-	status  string // "completed" when it is not set
+	flow    string // "flow" if empty
+	status  string // "completed" if empty
 	prepare string // of @id
-	follows string // true when it has happened to @id
+	follows string // true after it happened to @id
 }
 
 var consequences = map[string]consequence{
@@ -558,7 +558,7 @@ var consequences = map[string]consequence{
 	},
 }
 
-// prepared makes a running execution whose completion has a consequence.
+// prepared creates a running execution whose completion has the consequence.
 func (c consequence) prepared(t *testing.T, pool *pgxpool.Pool, id, w string) string {
 	t.Helper()
 	args := postgres.Strict{"id": id}
@@ -576,7 +576,7 @@ func (c consequence) prepared(t *testing.T, pool *pgxpool.Pool, id, w string) st
 	return id
 }
 
-// pendingAs is a pending execution with an id of one's own.
+// pendingAs inserts a pending execution with the given id.
 func pendingAs(t *testing.T, pool *pgxpool.Pool, id string) string {
 	t.Helper()
 	pgtest.Exec(t, pool, `insert into agent_executions (id, trace_id, surface, flow) values (@id, @trace, 'flow', 'flow')`,
@@ -584,7 +584,7 @@ func pendingAs(t *testing.T, pool *pgxpool.Pool, id string) string {
 	return id
 }
 
-// Executions that began together and at other times: for those that began together one look tells of all.
+// first, second and third began together, early began before them.
 const (
 	early  = "01930000-0000-7000-8000-000000000001"
 	first  = "01939999-9900-7000-8000-000000000001"
@@ -592,8 +592,8 @@ const (
 	third  = "01939999-99ff-7000-8000-000000000003"
 )
 
-// layouts are batches, with the place of the execution that has something: alone, among those that began with it, and
-// far from them.
+// layouts are batches. Field at is the position of the execution with the consequence: alone, between executions that
+// began with it, or apart from them.
 var layouts = map[string]struct {
 	ids []string
 	at  int
@@ -604,7 +604,7 @@ var layouts = map[string]struct {
 	"unlike":  {ids: []string{third, first}, at: 1}, // not in their order
 }
 
-// A completion has the same consequences alone and in a batch, also beside executions without any.
+// A completion has the same consequences alone and in a batch, also next to executions without consequences.
 func TestBatchedCompletionsHaveAllConsequences(t *testing.T) {
 	t.Parallel()
 	for name, c := range consequences {
@@ -639,7 +639,7 @@ func TestBatchedCompletionsHaveAllConsequences(t *testing.T) {
 	}
 }
 
-// Lanes and budgets have a lock order of their own, so their executions complete alone.
+// Lanes and budgets have their own lock order, so their executions complete alone.
 func TestACompletionBatchLeavesOutLanesAndBudgets(t *testing.T) {
 	t.Parallel()
 	for what, take := range map[string]string{
@@ -670,7 +670,7 @@ func TestACompletionBatchLeavesOutLanesAndBudgets(t *testing.T) {
 	}
 }
 
-// Processes hear that a place of a limit is free.
+// A completion batch notifies processes of free slots.
 func TestACompletionBatchAnnouncesFreedSlots(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -694,7 +694,7 @@ func TestACompletionBatchAnnouncesFreedSlots(t *testing.T) {
 	}
 }
 
-// The setting that the function passes to the triggers holds for its own statement only.
+// The function passes a setting to the triggers. The setting holds for its own statement only.
 func TestACompletionBatchKeepsTheInvariants(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -711,8 +711,7 @@ func TestACompletionBatchKeepsTheInvariants(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "a step after the end: %v", err)
 }
 
-// A plan that was made when the tables were small serves when they have grown: what a batch reads depends on its
-// executions alone.
+// A plan made for small tables must also serve large ones: a batch reads only rows of its executions.
 func TestBatchReadsDoNotGrowWithTheTables(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -26,7 +26,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// row is what the tests look at of an activity.
+// row has the columns of an activity that the tests compare.
 type row struct {
 	Skill, Step, Kind, Status, Class string
 	Output                           string
@@ -39,7 +39,7 @@ func rows(t *testing.T, db postgres.DB, id string) []row {
 		 where execution_id = @id order by id`, postgres.Strict{"id": id})
 }
 
-// open counts the activities that are listed as under way.
+// open counts the activities in progress.
 func open(t *testing.T, db postgres.DB) int {
 	t.Helper()
 	return pgtest.Value[int](t, db, `select count(*) from agent_activity_open`)
@@ -67,7 +67,8 @@ func TestActivitiesOfAThreadRunNameTheThread(t *testing.T) {
 	}
 }
 
-// The record of a plain step commits with the intent of the call after it. A step whose delay is over is written alone.
+// The checkpoint of a plain step commits with the intent of the next call. If the delay of a deferred checkpoint ends
+// first, the engine writes it alone.
 func TestAStepIsRecordedWithTheIntentOfTheNextCall(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -89,7 +90,7 @@ func TestAStepIsRecordedWithTheIntentOfTheNextCall(t *testing.T) {
 	}, "step and intent in one commit")
 }
 
-// A step of another branch may build on a step whose record is under way with the intent of a call.
+// A step of another branch may use a step's result while its checkpoint is in flight with the intent of a call.
 func TestABranchWaitsForTheRecordThatACallTakesAlong(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -187,8 +188,8 @@ func TestTheRowAndTheLogOfAFailedCallSayWhy(t *testing.T) {
 	assert.Equal(t, any(quota{}.Error()), l.Records(t, "action completed")[0]["error"])
 }
 
-// interrupted runs a call whose process is lost in the middle; another one continues. It returns the keys
-// under which the call was made.
+// interrupted runs a call, stops its process in the middle, and continues in another process. It returns the
+// idempotency keys of the calls.
 func interrupted(t *testing.T, idempotent bool) (executions.Execution, []row, []string) {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -298,7 +299,7 @@ func TestAPhaseKeepsItsRowOverACrash(t *testing.T) {
 func TestAStaleWorkerChangesNothingAndItsResultIsKept(t *testing.T) {
 	t.Parallel()
 	cases := map[string]struct {
-		stop func(middle, end *gate) *gate // where the first process stops
+		stop func(middle, end *gate) *gate // returns the gate at which the first process stops
 		note row
 	}{
 		"in a call": {
@@ -361,8 +362,8 @@ func TestAStaleWorkerChangesNothingAndItsResultIsKept(t *testing.T) {
 	}
 }
 
-// A call is left in the middle when another branch begins to wait, and that branch may wait again before the call's
-// comes to it.
+// A wait of one branch interrupts the call of another. In the next run the first branch may wait again before the
+// second reaches its call.
 func TestACallBesideAWaitIsNotRepeated(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -374,7 +375,7 @@ func TestACallBesideAWaitIsNotRepeated(t *testing.T) {
 		begun := make(chan struct{})
 		group.Go(func() error {
 			if run == 2 {
-				<-ctx.Done() // slower than the other branch
+				<-ctx.Done() // this branch is slower than the other
 			}
 			_, err := executions.Do(executions.Scope(ctx, "calls"), "call",
 				executions.Call{Entry: activity.Entry{Skill: "call"}},
@@ -420,7 +421,7 @@ func TestACallBesideAWaitIsNotRepeated(t *testing.T) {
 		"called %d times, and the call ended %v", calls.Load(), class.Load())
 }
 
-// A connection that breaks in a step is no result of it, also when another branch has come to further steps meanwhile.
+// A connection failure in a step is not its result, also if another branch has run further steps meanwhile.
 func TestABrokenConnectionBesideAnotherBranchIsRetried(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -455,7 +456,7 @@ func TestABrokenConnectionBesideAnotherBranchIsRetried(t *testing.T) {
 	assert.Truef(t, got.Status == executions.Completed && tries.Load() == 2, "%s after %d tries", got.Status, tries.Load())
 }
 
-// Whoever waits is called again from the top, which neither a transaction nor a call that must not be repeated can be.
+// A wait runs the code again from the top. A transaction, or a call without a safe repeat, cannot be run again.
 func TestWaitsAreRejectedInUnrepeatableSteps(t *testing.T) {
 	t.Parallel()
 	waits := map[string]func(ctx context.Context) error{
@@ -514,8 +515,7 @@ func TestATransactionThatItsStepSpoilsFailsTheStep(t *testing.T) {
 	}
 }
 
-// A run that a step has called for continues elsewhere with the keys that it has there, and waits where the step may
-// not.
+// A step starts a run. The run continues elsewhere with its own keys, and may wait although the step may not.
 func TestARunStartedInAStepHasItsOwnKeys(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -583,23 +583,24 @@ func TestTransactionsLeaveAConnectionForInnerSteps(t *testing.T) {
 	pgtest.Until(t, pool, 30, `select count(*) from agent_executions where status = 'completed'`)
 }
 
-// declined is an error type; the code returns a nil pointer of it.
+// declined is an error type. The code returns a nil pointer to it.
 type declined struct{ by string }
 
 func (d *declined) Error() string { return d.by }
 
-// unfolded has a cause, for which nothing is asked but by errors.Is.
+// unfolded has a cause that only errors.Is inspects.
 type unfolded struct{ cause error }
 
 func (*unfolded) Error() string   { return "unfolded" }
 func (u *unfolded) Unwrap() error { return u.cause }
 
-// explosive is a value whose own method panics.
+// explosive is a value whose method panics.
 type explosive struct{}
 
 func (explosive) MarshalJSON() ([]byte, error) { panic("out of order") }
 
-// The engine calls methods of results outside a recover. A panic there would end the process, and every next one.
+// The engine calls methods of results outside a recover. A panic there would end the process, and each process that
+// runs it next.
 func TestPanickingMethodsOfResultsFailTheStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -650,7 +651,7 @@ type classed struct{ class string }
 func (classed) Error() string        { return "declined" }
 func (c classed) ErrorClass() string { return c.class }
 
-// Such words come from other services.
+// Invalid text may come from other services.
 func TestInvalidTextInACallIsReplaced(t *testing.T) {
 	t.Parallel()
 	got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
@@ -675,7 +676,7 @@ func TestInvalidTextInACallIsReplaced(t *testing.T) {
 		  where execution_id = @id`, args))
 }
 
-// One such row would make every sum with it NaN, which JSON cannot encode.
+// One NaN row would make each sum with it NaN. JSON cannot encode NaN.
 func TestACostThatIsNoAmountIsAnError(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int32
@@ -708,14 +709,14 @@ func TestAResultThatCannotBeReadBackNamesItsType(t *testing.T) {
 		"%s %v", got.Status, got.ErrorMessage)
 }
 
-// untilDone is a call, or a step, that continues until its context ends.
+// untilDone is the body of a call or step. It runs until its context ends.
 func untilDone(ctx context.Context, _ *executions.Effect) (int, error) {
 	<-ctx.Done()
 	return 0, ctx.Err()
 }
 
-// A step that the code itself ends, by a limit of time or because another branch has failed, has an error for a
-// result, as any other that fails: the same in every run.
+// The code ends a step by a time limit, or because another branch failed. The step then has an error as its result, the
+// same in every run.
 func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 	t.Parallel()
 	call := executions.Call{Entry: activity.Entry{Skill: "call"}}
@@ -795,8 +796,8 @@ func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 	}
 }
 
-// A step to which the code comes when its own limit is over does not begin, and that is its result: a later run,
-// which is there in time because it has everything before on record, would otherwise do what this one did without.
+// A step past its deadline does not start, and records that as its result. Otherwise a later run, which replays faster
+// and is in time, would run the step.
 func TestAStepPastItsDeadlineIsRecorded(t *testing.T) {
 	t.Parallel()
 	cases := map[string]func(ctx context.Context, made *atomic.Int64) error{
@@ -848,7 +849,7 @@ func TestAStepPastItsDeadlineIsRecorded(t *testing.T) {
 	}
 }
 
-// A name may look like the key of another step.
+// The name of a step may equal the key of another.
 func TestNoTwoStepsShareAKey(t *testing.T) {
 	t.Parallel()
 	for _, names := range [][]string{
@@ -889,7 +890,7 @@ func TestACallInATransactionRunsOnce(t *testing.T) {
 	}
 }
 
-// testCallWithin makes a call in a transaction of a name, whose connection breaks.
+// testCallWithin makes a call in a transaction with a given name. The connection of the transaction breaks.
 func testCallWithin(t *testing.T, name string) {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -914,8 +915,8 @@ func testCallWithin(t *testing.T, name string) {
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from effects`))
 }
 
-// A snapshot takes the place of the records in its own loop, whatever the names of other steps are, and its state is
-// that of every run.
+// A snapshot replaces only the records of its own loop, whatever the names of other steps. Every run sees the same
+// state.
 func TestASnapshotIsOfItsOwnLoop(t *testing.T) {
 	t.Parallel()
 	var steps atomic.Int32

@@ -117,7 +117,7 @@ func TestCancelStopsAStepInTheMiddle(t *testing.T) {
 	}
 }
 
-// cancelElsewhere cancels as another process would.
+// cancelElsewhere cancels an execution like another process.
 func cancelElsewhere(ctx context.Context, p *process, id string) error {
 	_, err := executions.Cancel(ctx, p.pool, id, "ana", "")
 	return err
@@ -162,7 +162,7 @@ func TestALaneFollowsItsExecution(t *testing.T) {
 		if err != nil {
 			return executions.Result{}, err
 		}
-		defer func() { _ = hold.Release(context.WithoutCancel(ctx)) }() // also fires when the wait unwinds
+		defer func() { _ = hold.Release(context.WithoutCancel(ctx)) }() // also returns when the wait unwinds the run
 		if _, err := executions.Lane(ctx, "heartbeat"); err != nil {
 			return executions.Result{}, err
 		}
@@ -256,13 +256,13 @@ func TestAWaitForALaneEndsWhenItIsFree(t *testing.T) {
 			id := p.begin(t, "flow")
 			until(t, pool, id, executions.Waiting)
 			pgtest.Exec(t, pool, `select release_agent_lock('operate', 'admin')`)
-			until(t, pool, id, executions.Completed) // notified: no sweep would come for an hour
+			until(t, pool, id, executions.Completed) // by a notification: the next sweep is an hour away
 		})
 	}
 }
 
-// inTx is a flow whose step is in a transaction: it writes a row, says so, and stays there until its context ends,
-// or, if it is deaf, until leave is closed.
+// inTx is a flow whose step runs in a transaction. It writes a row, signals entered and blocks until its context ends.
+// A deaf one blocks until leave is closed.
 func inTx(entered chan struct{}, leave <-chan struct{}, deaf bool) map[string]executions.Func {
 	return flow(func(ctx context.Context) (executions.Result, error) {
 		return ends(executions.StepTx(ctx, "step", func(ctx context.Context, tx pgx.Tx) (int, error) {
@@ -290,7 +290,7 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 	for name, test := range map[string]struct {
 		listens bool
 		cancel  func(ctx context.Context, p *process, id string) (executions.Status, error)
-		within  time.Duration // or four times as long as a cancel that no transaction is in the way of
+		within  time.Duration // or four times the duration of an unblocked cancel
 	}{
 		"by notification": {true, func(ctx context.Context, p *process, id string) (executions.Status, error) {
 			return executions.Cancel(ctx, p.pool, id, "ana", "enough")
@@ -324,8 +324,8 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 				return status, time.Since(began)
 			}
 			var id string
-			for try := 1; ; try++ { // something else may take the machine during one of them, and hardly during each
-				_, plain := timed(queued(t, pool, "other", "flow", 1)) // of an execution that nothing has locked
+			for try := 1; ; try++ { // other processes may delay one try, hardly all
+				_, plain := timed(queued(t, pool, "other", "flow", 1)) // of an execution that no session has locked
 				id = p.begin(t, "flow")
 				testkit.Receive(t, entered)
 				status, took := timed(id)
@@ -345,7 +345,7 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 				completions(t, pool, id) != 1 {
 				t.Errorf("%+v, %d effects", x, effectRows(t, pool))
 			}
-			// One that was noted while the cancel was completed elsewhere is left to the sweep.
+			// The cancel may have completed elsewhere and left its request. The sweep removes it.
 			pgtest.Eventually(t, func() bool {
 				return p.Sweep(t.Context()) == nil && pgtest.Value[int](t, pool, `select count(*) from agent_cancel_requests`) == 0
 			}, "no request is left")
@@ -405,7 +405,7 @@ func TestTheSweepCompletesACancelOfALockedExecution(t *testing.T) {
 	}
 }
 
-// A ready execution with a requested cancel is not claimed, and not polled again and again.
+// The engine does not claim a ready execution with a requested cancel, and does not poll it again and again.
 func TestAnExecutionWhoseCancelIsRequestedIsNotClaimed(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -419,7 +419,7 @@ func TestAnExecutionWhoseCancelIsRequestedIsNotClaimed(t *testing.T) {
 	assert.Equal(t, "", pgtest.Value[string](t, tx, `select coalesce(current_setting('lanekeeper.missed', true), '')`))
 }
 
-// A parent whose child is in a transaction is cancelled as soon, and the child with it.
+// A cancel ends a parent at once while its child is in a transaction, and ends the child with it.
 func TestACancelStopsAChildInATransaction(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -448,7 +448,7 @@ func TestACancelStopsAChildInATransaction(t *testing.T) {
 	assert.ErrorIs(t, err, executions.ErrNotFound, "cancel of nothing")
 }
 
-// openTx begins a transaction, as a client that leaves it open does, and runs a statement in it.
+// openTx begins a transaction and runs a statement in it, like a client that leaves a transaction open.
 func openTx(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) pgx.Tx {
 	t.Helper()
 	conn, err := pgx.ConnectConfig(t.Context(), pool.Config().ConnConfig)
@@ -460,7 +460,7 @@ func openTx(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) pgx.Tx {
 	return tx
 }
 
-// measure has callers do something n times each, and returns how long the slowest took of all but one in a hundred.
+// measure has each caller run do n times. It returns the 99th percentile of the durations.
 func measure(t *testing.T, callers, n int, do func(caller, i int) error) time.Duration {
 	t.Helper()
 	var mu sync.Mutex
@@ -485,8 +485,8 @@ func measure(t *testing.T, callers, n int, do func(caller, i int) error) time.Du
 	return took[len(took)*99/100]
 }
 
-// eventuallyWithin fails where the slowest call takes longer than 100 ms and four times as long as an undisturbed
-// one. A loaded machine is slow in both. A real delay would last as long as the transaction is open.
+// eventuallyWithin fails if the slowest call takes longer than 100 ms and longer than four times an undisturbed one. A
+// loaded machine is slow in both cases. A real delay would last until the transaction ends.
 func eventuallyWithin(t *testing.T, measured func(round string) time.Duration, calm time.Duration) {
 	t.Helper()
 	const promised, tries = 100 * time.Millisecond, 12
@@ -496,7 +496,7 @@ func eventuallyWithin(t *testing.T, measured func(round string) time.Duration, c
 		if held <= max(promised, 4*calm) {
 			return
 		}
-		if try == tries { // something else may have taken the machine during one of them, and hardly during each
+		if try == tries { // other processes may delay one try, hardly all
 			t.Errorf("p99 is %s, and was %s before", held, calm)
 			return
 		}
@@ -545,14 +545,14 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 	}
 }
 
-// locksWanted is how many sessions of this database wait for a lock.
+// locksWanted counts the sessions of this database that wait for a lock.
 func locksWanted(t *testing.T, pool *pgxpool.Pool) int {
 	t.Helper()
 	return pgtest.Value[int](t, pool, `select count(*) from pg_stat_activity where wait_event_type = 'Lock'
 		and datname = current_database()`)
 }
 
-// Whichever pool a caller has, events and starts go over the engine's, which shares statements and bounds waits.
+// Events and starts of a caller with another pool use the engine's pool, which batches statements and bounds waits.
 func TestEventsAndStartsOverAnotherPoolUseTheEnginesOwn(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -560,7 +560,7 @@ func TestEventsAndStartsOverAnotherPoolUseTheEnginesOwn(t *testing.T) {
 	other, err := postgres.Reserve(t.Context(), pool, 1)
 	require.NoError(t, err)
 	defer other.Close()
-	only, err := other.Acquire(t.Context()) // whoever wants a connection of it waits for ever
+	only, err := other.Acquire(t.Context()) // the only connection: another acquire would block for ever
 	require.NoError(t, err)
 	defer only.Release()
 	_, err = p.Deliver(t.Context(), other, "EVENT_COMPLETED", "key", nil, "id")
@@ -572,7 +572,7 @@ func TestEventsAndStartsOverAnotherPoolUseTheEnginesOwn(t *testing.T) {
 	}
 }
 
-// A caller that does not want to wait learns which key is held, and by which transaction.
+// A caller with a lock timeout learns the blocked key and the blocking transaction.
 func TestWithLockTimeoutBoundsTheWaitForATransaction(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -632,7 +632,7 @@ func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_executions where dedupe_key = 'held'`))
 }
 
-// Runs whose rows somebody has locked do not take the connections of others.
+// Executions with locked rows do not use up the connections of others.
 func TestExecutionsLockedInAnOpenTransactionDelayNoOther(t *testing.T) {
 	t.Parallel()
 	const runs = 30

@@ -24,7 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// unwritable blocks writes of checkpoints, not reads, until the returned function is called.
+// unwritable blocks writes of checkpoints, but no reads, until the caller calls end.
 func unwritable(t *testing.T, pool *pgxpool.Pool) (end func()) {
 	t.Helper()
 	tx, err := pool.Begin(t.Context())
@@ -43,14 +43,14 @@ func unwritable(t *testing.T, pool *pgxpool.Pool) (end func()) {
 
 func shortLease(o *executions.Options) { o.LeaseTTL = time.Second }
 
-// another is a further step, before which the one before it is on record.
+// another runs a further step. By then the previous step has a checkpoint.
 func another(ctx context.Context) error {
 	_, err := executions.Step(ctx, "next", func(context.Context) (int, error) { return 0, nil })
 	return err
 }
 
-// The result of a step could not be written for as long as a lease lasts. That is no result: the run ends, the
-// execution continues elsewhere, and the step is repeated.
+// A result that cannot be written within a lease does not count: the run ends, the execution continues elsewhere, and
+// repeats the step.
 func TestAnUnwrittenResultReleasesTheRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -95,8 +95,8 @@ func TestTheServerWarnsOfNoWrite(t *testing.T) {
 	assert.Equal(t, nil, warned.Load())
 }
 
-// The steps around one whose result could not be written have no result either, also where their own context has not
-// heard yet that the run was stopped, as that of a hold, and the database is there again by then.
+// If the result of a step cannot be written, its outer steps have no result either. That also holds if their context
+// cannot see the stop (WithoutCancel), and if the database is back by then.
 func TestAnOuterStepOfAnUnwrittenResultHasNoCheckpoint(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -126,7 +126,7 @@ func TestAnOuterStepOfAnUnwrittenResultHasNoCheckpoint(t *testing.T) {
 	assert.Truef(t, string(x.Result) == "2", "it ended with %s", x.Result)
 }
 
-// Meanwhile somebody else has the claim: the result came too late, and the log says what it would have been.
+// Another process has the claim by now. The result comes too late, and the activity log keeps it as rejected.
 func TestALateResultIsRecordedAsRejected(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -165,8 +165,8 @@ func TestALateResultIsRecordedAsRejected(t *testing.T) {
 		  and error_class = 'stale'`, postgres.Strict{"id": x.ID})
 }
 
-// The last step is written with the end, or not at all: then the execution continues elsewhere, and makes the step
-// again.
+// The engine writes the last step with the completion or not at all. In the second case the execution continues
+// elsewhere and repeats the step.
 func TestAnUnwrittenCompletionDropsItsLastStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -190,7 +190,7 @@ func TestAnUnwrittenCompletionDropsItsLastStep(t *testing.T) {
 	}
 }
 
-// A result that is put off is written all the same when the code continues without another step.
+// A deferred result is written soon, even if the code runs no further step.
 func TestADeferredResultIsWrittenSoon(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -207,7 +207,7 @@ func TestADeferredResultIsWrittenSoon(t *testing.T) {
 	until(t, pool, id, executions.Completed)
 }
 
-// Branches that run at the same time: a step is on record before one of another branch that ended later.
+// Parallel branches: a step has a checkpoint no later than a step of another branch that ended after it.
 func TestResultsAreRecordedInTheOrderOfTheirSteps(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -259,12 +259,12 @@ func TestARejectedResultIsReturnedToTheCode(t *testing.T) {
 	until(t, pool, id, executions.Completed)
 }
 
-// So may the name of a step.
+// The database may reject the name of a step, too.
 func TestARejectedStepNameIsReturnedToTheCode(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var long strings.Builder
-	for range 200 { // is not compressed to what an index holds
+	for range 200 { // too random to compress to the size limit of an index
 		long.WriteString(rand.Text())
 	}
 	for what, name := range map[string]string{
@@ -287,8 +287,7 @@ func TestARejectedStepNameIsReturnedToTheCode(t *testing.T) {
 	}
 }
 
-// The end does not take a last step along that the database refuses: the run fails, instead of being repeated and
-// again.
+// The database rejects the last step. The run fails instead of repeating for ever.
 func TestARejectedLastStepFailsTheRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -307,8 +306,8 @@ func TestARejectedLastStepFailsTheRun(t *testing.T) {
 	assert.Equal(t, 1, calls.Load())
 }
 
-// The function returns while the record of its last step is being written, which fails: the run does not end as if
-// the step were on record.
+// The function returns while the checkpoint of its last step is in flight and about to fail. The run must not end as if
+// the step were recorded.
 func TestACompletionWaitsForACheckpointInFlight(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -354,7 +353,7 @@ func TestAStepAfterTheFlowReturnedFails(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints`))
 }
 
-// storedVariables are the variables that everybody sees.
+// storedVariables returns the variables in the row.
 func storedVariables(t *testing.T, pool *pgxpool.Pool, id string) string {
 	t.Helper()
 	text, err := compact(get(t, pool, id).Variables)
@@ -407,7 +406,7 @@ func TestVariablesTravelWithTheNextWrite(t *testing.T) {
 	assert.Equal(t, `{"a":4}`, storedVariables(t, pool, id))
 }
 
-// A crash loses what was staged; the replay sets it again, and what the row shows never goes back meanwhile.
+// A crash loses unwritten variables. The replay sets them again, and the row never shows an older value meanwhile.
 func TestAReplaySetsVariablesAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -418,7 +417,7 @@ func TestAReplaySetsVariablesAgain(t *testing.T) {
 				return executions.Result{}, err
 			}
 			if i < 2 {
-				// Written at once, with what is set until then.
+				// StepTx writes at once, with the variables set until then.
 				if _, err := executions.StepTx(ctx, "step",
 					func(context.Context, pgx.Tx) (int, error) { return i, nil }); err != nil {
 					return executions.Result{}, err
@@ -440,7 +439,7 @@ func TestAReplaySetsVariablesAgain(t *testing.T) {
 	wait()
 }
 
-// A claim that was lost writes no variables.
+// A stale claim writes no variables.
 func TestAStaleClaimWritesNoVariables(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -486,7 +485,7 @@ func TestVariablesAreAnObject(t *testing.T) {
 	assert.ErrorIs(t, executions.SetVariables(t.Context(), vars{}), executions.ErrNotInExecution)
 }
 
-// Variables that the database rejects are left out, and the execution ends.
+// The engine leaves out variables that the database rejects, and the execution ends.
 func TestRejectedVariablesDoNotStopTheRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -499,7 +498,7 @@ func TestRejectedVariablesDoNotStopTheRun(t *testing.T) {
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
 }
 
-// The record of an end names the step that ended it, and none that failed and was dealt with.
+// The record of an end names the step that ended it, not a failed step that the code handled.
 func TestTheEndNamesTheStepThatFailed(t *testing.T) {
 	t.Parallel()
 	fails := func(ctx context.Context, name string) error {

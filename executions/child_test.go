@@ -87,7 +87,7 @@ func TestAnInsertOfACallersTransactionRunsAfterItsCommit(t *testing.T) {
 		"%s %q, %v", x.Status, x.ResultSummary, err)
 }
 
-// A run of ClaimAndRun whose caller left continues in another process.
+// If the caller of ClaimAndRun leaves, its run continues in another process.
 func TestClaimAndRunReleasesTheRunOfACallerWhoLeft(t *testing.T) {
 	pool := pgtest.DB(t)
 	ctx, leave := context.WithCancel(t.Context())
@@ -154,7 +154,7 @@ func TestLaneWaitTakesTheLaneWhenItsTurnComes(t *testing.T) {
 	}
 }
 
-// A process that wakes after its claim was taken over may still ask for a lane. It must not keep it: the
+// A process may wake after another took over its claim, and still request a lane. It must not keep the lane, since its
 // successor does not know of it.
 func TestAStaleClaimKeepsNoLane(t *testing.T) {
 	pool := pgtest.DB(t)
@@ -180,7 +180,8 @@ func TestAStaleClaimKeepsNoLane(t *testing.T) {
 	assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('pipeline:late')`), "a lost claim keeps a lane")
 }
 
-// A wait for a lane ends neither while somebody stands in its queue, nor never because the execution has it itself.
+// A wait for a lane does not end while its queue has earlier waiters. It does end if the execution itself holds the
+// lane.
 func TestALaneWaitQueuesBehindEarlierWaiters(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
@@ -203,7 +204,7 @@ func TestALaneWaitQueuesBehindEarlierWaiters(t *testing.T) {
 	until(t, pool, id, executions.Completed)
 }
 
-// triggers is a flow that triggers a child and ends with what it learned of it, and the child.
+// triggers returns a flow that triggers a child, and the child. The result of the flow is the outcome of the child.
 func triggers(c executions.Child, child body) map[string]executions.Func {
 	c.Flow = "child"
 	return map[string]executions.Func{
@@ -300,7 +301,8 @@ func TestAChildThatIsCancelledIsAResult(t *testing.T) {
 	assert.Truef(t, got.Status == "cancelled" && !got.Success, "learned %+v", got)
 }
 
-// After the parent's wait timed out, the child continues alone: without the lanes, and not cancelled with the parent.
+// After the parent's wait timed out, the child continues alone: it has no lanes of the parent, and a cancel of the
+// parent does not reach it.
 func TestAChildOutlivesAWaitThatTimedOut(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -314,14 +316,14 @@ func TestAChildOutlivesAWaitThatTimedOut(t *testing.T) {
 	assert.Truef(t, free && child.Status == executions.Waiting, "the child is %s, free %v", child.Status, free)
 }
 
-// A process dies between the start of the child and the wait: the next one starts no second child.
+// A process dies between the start of the child and the wait. The next process starts no second child.
 func TestAChildIsStartedOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	g := newGate(t)
 	flows := map[string]executions.Func{
 		"flow": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			// The input comes from a record in another order of its members than it had at first.
+			// The replayed input has its members in another order than the original.
 			input, err := executions.Step(ctx, "input", func(context.Context) (json.RawMessage, error) {
 				return json.RawMessage(`{"zebra": 1, "ant": {"b": 2, "a": 3}}`), nil
 			})
@@ -330,7 +332,7 @@ func TestAChildIsStartedOnce(t *testing.T) {
 			}
 			c := executions.Child{Flow: "child", Input: input, Wait: true, Timeout: time.Hour}
 			if g.passed.Load() > 0 {
-				c.Timeout = 2 * time.Hour // the code has changed, but not what is done
+				c.Timeout = 2 * time.Hour // the code has changed, its effect has not
 			}
 			gated := executions.Gate(ctx, func(ctx context.Context) error { g.pass(ctx); return nil })
 			id, err := executions.Trigger(ctx, "child", executions.Child{Flow: c.Flow, Input: c.Input, Timeout: c.Timeout})
@@ -404,7 +406,7 @@ func TestAParentWaitsAsLongAsItsChild(t *testing.T) {
 	out := parent.resume("child")
 	assert.Truef(t, !out.TimedOut, "told of the end by a timeout: %+v", out)
 	grandparent.expireTimer()
-	if out := grandparent.resume("child"); !out.TimedOut { // its child runs, and has had its time
+	if out := grandparent.resume("child"); !out.TimedOut { // its child still runs, past the time of the wait
 		t.Errorf("%+v", out)
 	}
 }

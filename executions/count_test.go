@@ -9,7 +9,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// Every execution is counted once, by the hour of its end, whether it had ended when its time was counted or not.
+// Every execution counts once, by the hour of its end, also if it ended after that hour was counted.
 func TestEndedExecutionsAreCountedOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -25,10 +25,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// timeout is how long a test waits for what must happen; it is long because machines are slow.
+// timeout bounds each wait of a test. It is long, for slow machines.
 const timeout = 90 * time.Second
 
-// process is what one agent process would run.
+// process is the part of an agent process that runs executions.
 type process struct {
 	*executions.Engine
 	pool  *pgxpool.Pool
@@ -58,8 +58,8 @@ func start(
 	return p
 }
 
-// tick starts the due executions. A commit that notifies waits for a lock of the whole server. On a busy server it may
-// wait too long. Then the next tick starts them.
+// tick starts the due executions. A commit with a notification takes a lock of the whole server and may time out on a
+// busy one. Then the next tick starts them.
 func (p *process) tick(ctx context.Context) error {
 	for {
 		if err := p.Tick(ctx); !postgres.Locked(err) {
@@ -68,7 +68,7 @@ func (p *process) tick(ctx context.Context) error {
 	}
 }
 
-// prepare makes an engine that does not run yet.
+// prepare creates an engine without running it.
 func prepare(
 	t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, change ...func(*executions.Options),
 ) *process {
@@ -109,7 +109,7 @@ func until(t *testing.T, db postgres.DB, id string, want executions.Status) exec
 	return got
 }
 
-// Told to stop before it has begun, an engine has worked until then: that is no error, and leaves no lease.
+// An engine whose context has ended before its start returns no error and leaves no lease.
 func TestAnEngineStoppedBeforeItsStartReturns(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -288,7 +288,7 @@ func TestKeepAliveRenewsTheLeaseWithoutClaims(t *testing.T) {
 	}
 }
 
-// finishObserver calls a function when a run is over.
+// finishObserver is called when a run is over.
 type finishObserver func()
 
 func (f finishObserver) RunFinished(executions.Execution)                             { f() }
@@ -297,7 +297,7 @@ func (finishObserver) ClaimLost(executions.Execution)                           
 func (finishObserver) ExecutionEnded(executions.Execution, executions.Status)         {}
 func (finishObserver) ActivityClosed(activity.Entry, activity.Outcome, time.Duration) {}
 
-// The engine stops working for a caller who left when the database does not answer.
+// The engine stops working for a caller who left, even if the database does not answer.
 func TestAHangingDatabaseDoesNotBlockACallerWhoLeft(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -324,7 +324,7 @@ func TestAHangingDatabaseDoesNotBlockACallerWhoLeft(t *testing.T) {
 	assert.NoError(t, locked.Rollback(t.Context()))
 }
 
-// newWorker registers a worker by plain SQL, as an outside one would.
+// newWorker registers a worker by plain SQL, like an external worker.
 func newWorker(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	return pgtest.Value[string](t, pool, `
@@ -340,7 +340,7 @@ func pending(t *testing.T, pool *pgxpool.Pool) string {
 		postgres.Strict{"trace": string(trace.New(trace.Flow))})
 }
 
-// claim returns the number of a new claim, 0 when the execution was not ready.
+// claim returns the number of a new claim, or 0 if the execution was not ready.
 func claim(ctx context.Context, db postgres.DB, id, worker string) (n int64, err error) {
 	err = db.QueryRow(ctx, `select coalesce(max(claim), 0) from lanekeeper.claim_agent_execution(@id, @worker)`,
 		postgres.Strict{"id": id, "worker": worker}).Scan(&n)
@@ -361,7 +361,7 @@ func get(t *testing.T, db postgres.DB, id string) executions.Execution {
 	return x
 }
 
-// sweepOnce is one sweep by a process that runs nothing.
+// sweepOnce sweeps once, from a process that runs nothing.
 func sweepOnce(ctx context.Context, pool *pgxpool.Pool) error {
 	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 	if err != nil {
@@ -509,7 +509,7 @@ func TestClaimsOfAnUnknownWorkerAreSwept(t *testing.T) {
 	until(t, pool, id, executions.Completed)
 }
 
-// A claim whose answer was lost with its connection belongs to a worker that lives and does not know.
+// A claim whose response was lost with the connection belongs to a live worker that does not know of it.
 func TestAnOrphanedClaimIsReleased(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -572,7 +572,7 @@ func TestAnExpiredLeaseStopsWritesBeforeAnybodySweeps(t *testing.T) {
 	assert.Equal(t, executions.Running, get(t, pool, id).Status)
 }
 
-// A program that embeds the runtime has flows that the agent does not have.
+// A program that embeds the runtime may have flows of its own. All processes know the flows of a live one.
 func TestTheFlowsOfALiveProcessAreKnownToAll(t *testing.T) {
 	pool := pgtest.DB(t)
 	agent := start(t, pool, nil)

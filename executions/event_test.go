@@ -22,7 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// parked inserts an execution that waits for an event of a key, by plain SQL.
+// parked inserts an execution by plain SQL. It waits for an event of the key.
 func parked(t *testing.T, pool *pgxpool.Pool, key, flow string, priority int) string {
 	t.Helper()
 	id := queued(t, pool, flow, "flow", priority)
@@ -33,7 +33,7 @@ func parked(t *testing.T, pool *pgxpool.Pool, key, flow string, priority int) st
 	return id
 }
 
-// delivery is what became of one event.
+// delivery is the outcome of one event.
 type delivery struct {
 	N           int
 	EventID     *string
@@ -49,7 +49,7 @@ const (
 	several = "a batch does not"
 )
 
-// deliverBatch delivers events as a process with free workers does: alone by a function for one, or several in one
+// deliverBatch delivers events like a process with free workers: each by the function for one event, or all in one
 // batch.
 func deliverBatch(t *testing.T, db postgres.DB, worker string, places int, by string, keys ...string) []delivery {
 	t.Helper()
@@ -89,7 +89,7 @@ func TestAnEventClaimsTheExecutionsAtTheHeadOfTheQueue(t *testing.T) {
 	forOneAndMany(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := newWorker(t, pool)
 		cases := map[string]struct {
-			before, after string // SQL; X is the execution
+			before, after string // SQL; it replaces X by the execution
 			flow          string
 			places        int
 			want          bool
@@ -164,7 +164,7 @@ func TestTheQueueOrdersExecutionsResumedTogether(t *testing.T) {
 		me := newWorker(t, pool)
 		late, first := parked(t, pool, "k", "flow", 4), parked(t, pool, "k", "flow", 1)
 		got := deliverBatch(t, pool, me, 1, by, "k")
-		if by == several { // a batch leaves what is not for one alone
+		if by == several { // a batch leaves out an event with two waiters
 			require.Truef(t, len(got) == 1 && got[0].EventID == nil, "a batch delivered %+v", got)
 			got = deliverBatch(t, pool, me, 1, one, "k")
 		}
@@ -195,7 +195,7 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 	})
 }
 
-// A batch never waits for a lock: it leaves blocked events out and says so.
+// A batch never waits for a lock: it leaves out blocked events and reports them.
 func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -229,8 +229,8 @@ func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
 	assert.Equal(t, 4, pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`))
 }
 
-// A call that an earlier claim left in flight has no record. The answer has none of these, so it says that there is
-// more to read.
+// A call that a lost claim left in flight has no record, so the response cannot contain it. The response sets held, and
+// the process reads the rest.
 func TestAResumedExecutionKnowsOfALostClaim(t *testing.T) {
 	forOneAndMany(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := newWorker(t, pool)
@@ -284,7 +284,7 @@ func TestLanesFollowAResumedExecution(t *testing.T) {
 	assert.Equal(t, fmt.Sprintf("%s#%d", id, x.Claim), owner.Load().(string), x.Claim)
 }
 
-// A process that dies between the statement that claimed and the code that was to run leaves a claim like any other.
+// A process may die between the claiming statement and the run. Its claims are released like any others.
 func TestAnotherProcessContinuesTheClaimsOfADeadOne(t *testing.T) {
 	forOneAndMany(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		id := parked(t, pool, "k", "flow", 2)
@@ -303,13 +303,13 @@ func TestAnotherProcessContinuesTheClaimsOfADeadOne(t *testing.T) {
 	})
 }
 
-// A wait is found by its key whatever the table statistics are.
+// The planner finds a wait by its key, whatever the table statistics are.
 func TestWaitsAreFoundByTheirKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_executions (trace_id, surface, flow) select 'fl_x', 'flow', 'flow'
 		from generate_series(1, 3000)`)
-	pgtest.Exec(t, pool, `analyze agent_executions`) // as long as nobody waits
+	pgtest.Exec(t, pool, `analyze agent_executions`) // while the table has no waits
 	pgtest.Exec(t, pool, `update agent_executions set status = 'running'`)
 	pgtest.Exec(t, pool, `
 		update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = id::text, waiting_step = 'event',
@@ -340,7 +340,7 @@ func TestWaitsAreFoundByTheirKey(t *testing.T) {
 	}
 }
 
-// An event that is delayed by somebody's lock does not keep the worker that was meant for what it wakes.
+// A locked row delays an event. The worker reserved for its execution becomes free meanwhile.
 func TestABlockedEventReservesNoWorker(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -365,7 +365,7 @@ func TestABlockedEventReservesNoWorker(t *testing.T) {
 	until(t, pool, held, executions.Completed)
 }
 
-// An event of a replay must not reach the database in the batch of others.
+// An event sent in a replay must not reach the database in a batch with others.
 func TestASealedEventJoinsNoBatch(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -404,18 +404,17 @@ func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
 	}), func(o *executions.Options) { o.Workers, o.LeaseTTL = 1, time.Minute })
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	tx := pgtest.Begin(t, pool)
-	pgtest.Exec(t, tx, `lock table agent_events in share mode`) // no end can be written
+	pgtest.Exec(t, tx, `lock table agent_events in share mode`) // no execution can complete
 	first, second := p.begin(t, "flow"), p.begin(t, "flow")
 	both := []string{testkit.Receive(t, ran), testkit.Receive(t, ran)}
-	slices.Sort(both) // a start that finds a free worker may pass one that found none
+	slices.Sort(both) // a start with a free worker may overtake one without
 	assert.NoDiff(t, []string{first, second}, both)
 	require.NoError(t, tx.Rollback(t.Context()))
 	until(t, pool, first, executions.Completed)
 	until(t, pool, second, executions.Completed)
 }
 
-// The record that comes with the claim is the one that is stored: of the wait alone, and with what was recorded
-// before it.
+// The record returned with the claim equals the stored one: for the wait alone, and with earlier records.
 func TestTheClaimedRecordEqualsTheStoredOne(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -426,7 +425,7 @@ func TestTheClaimedRecordEqualsTheStoredOne(t *testing.T) {
 	}{
 		{"", 1},
 		{"early", 2},
-		{"event", 1}, // whatever stands under the name of the wait stays
+		{"event", 1}, // an existing record under the name of the wait stays
 	} {
 		id := parked(t, pool, "k", "flow", 2)
 		if record.before != "" {
@@ -456,8 +455,8 @@ func TestTheClaimedRecordEqualsTheStoredOne(t *testing.T) {
 	}
 }
 
-// deliverDuring lets an event wait for the row of the execution that waits for it, changes something, and lets it
-// continue.
+// deliverDuring delivers an event that waits for the locked row of its execution. Meanwhile change runs; then the
+// delivery continues.
 func deliverDuring(t *testing.T, pool *pgxpool.Pool, worker, id string, change func(tx pgx.Tx)) []delivery {
 	t.Helper()
 	tx := pgtest.Begin(t, pool)
@@ -475,7 +474,7 @@ func deliverDuring(t *testing.T, pool *pgxpool.Pool, worker, id string, change f
 	return <-done
 }
 
-// The function decides after it has locked the row, not before.
+// The function decides after it has locked the row.
 func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -523,7 +522,7 @@ func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 	}
 }
 
-// The source of an event is recorded for that event only, not for others of the transaction.
+// The source of an event is recorded for that event only, not for other events of the transaction.
 func TestTheSourceOfAnEventIsRecordedForItAlone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -577,7 +576,7 @@ func answer(out *executions.Outcome) string {
 	return string(out.Data)
 }
 
-// Only what comes after the question is an answer to it, also when it was said before the wait began.
+// Only a message after the question answers it, also if it came before the wait began.
 func TestAnAnswerComesAfterItsQuestion(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -603,8 +602,7 @@ func TestAnAnswerComesAfterItsQuestion(t *testing.T) {
 	}
 }
 
-// A message and a question are written at the same moment: the order of the thread says which came first, whatever
-// their clocks said.
+// A message and a question come at nearly the same time. Their order in the thread decides, whatever their clocks say.
 func TestTheOrderOfTheThreadDecidesWhatAnswers(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -624,7 +622,7 @@ func TestTheOrderOfTheThreadDecidesWhatAnswers(t *testing.T) {
 	}
 }
 
-// While a question stands in the queue nothing answers it, and its time does not run.
+// No message answers a question in the queue, and its timeout does not run.
 func TestTheTimeoutStartsWhenTheMessageIsSent(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -49,7 +49,7 @@ func (p *process) record(t *testing.T, id, lock, step, output string) bool {
 	return anew
 }
 
-// void checks that a lock can do nothing, and that each refusal has some words.
+// void checks that every operation under a lock fails with the given words.
 func (p *process) void(t *testing.T, id, lock, words string) {
 	t.Helper()
 	_, beat := p.RenewLock(t.Context(), id, lock)
@@ -61,7 +61,7 @@ func (p *process) void(t *testing.T, id, lock, words string) {
 	}
 }
 
-// workers counts the rows of locks.
+// workers counts the rows of agent_workers.
 func workers(t *testing.T, db postgres.DB) int {
 	t.Helper()
 	return pgtest.Value[int](t, db, `select count(*)::int from agent_workers where kind = 'outside'`)
@@ -173,7 +173,7 @@ func TestRenewalsAndCheckpointsDoNotBlockEachOther(t *testing.T) {
 	lock := p.lock(t, id, "w")
 	checkpoint := pgtest.Begin(t, p.pool)
 	pgtest.Exec(t, checkpoint, `select checkpoint_agent_execution($1, $2, 'slow', '1')`, id, lock.LockID)
-	if _, err := p.RenewLock(t.Context(), id, lock.LockID); err != nil { // while the checkpoint's transaction is open
+	if _, err := p.RenewLock(t.Context(), id, lock.LockID); err != nil { // while the transaction of the checkpoint is open
 		t.Errorf("beat: %v", err)
 	}
 	got, err := p.RenewLocks(t.Context(), []string{lock.LockID})
@@ -183,7 +183,7 @@ func TestRenewalsAndCheckpointsDoNotBlockEachOther(t *testing.T) {
 	require.NoError(t, checkpoint.Commit(t.Context()))
 	beat := pgtest.Begin(t, p.pool)
 	pgtest.Exec(t, beat, `select beat_agent_locks($1)`, []string{lock.LockID})
-	if !p.record(t, id, lock.LockID, "next", "1") { // while the beat's transaction is open
+	if !p.record(t, id, lock.LockID, "next", "1") { // while the transaction of the heartbeat is open
 		t.Error("not recorded")
 	}
 }
@@ -256,7 +256,7 @@ func TestTheSweepFailsOrHandsOnUpToMaxAttempts(t *testing.T) {
 	if x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 || workers(t, p.pool) != 0 {
 		t.Errorf("handed on it is %+v, %d locks", x, workers(t, p.pool))
 	}
-	for i := range 2 { // no step more is recorded
+	for i := range 2 { // no further step is recorded
 		p.lock(t, goesOn, fmt.Sprint("w ", i+1))
 		expire(t, p.pool, goesOn)
 		sweep(t, p.pool)
@@ -331,7 +331,7 @@ func TestManyLocksAreRenewedIndependently(t *testing.T) {
 	gone := p.external(t)
 	locks = append(locks, p.lock(t, gone, "w").LockID, "never given")
 	expire(t, p.pool, gone)
-	sweeping := pgtest.Begin(t, p.pool) // as the sweep would hold it
+	sweeping := pgtest.Begin(t, p.pool) // like the sweep
 	pgtest.Exec(t, sweeping, `select from agent_workers where expires_at < clock_timestamp() for update`)
 	got, err := p.RenewLocks(t.Context(), locks)
 	require.Truef(t, err == nil && len(got) == 5, "%+v, %v", got, err)
@@ -471,8 +471,8 @@ func TestTheEndOfAnExternalExecutionResumesItsParent(t *testing.T) {
 		"the parent saw %+v", got)
 }
 
-// Late writes of a worker are in the log and in the answer of why: a few rows per lock, and the last one counts the
-// rest.
+// Late writes of a worker appear in the activity log and in the output of why: a few rows per lock, of which the last
+// counts the rest.
 func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -488,7 +488,7 @@ func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 			json.RawMessage(`{"api_key": "sk-secret", "n": 1}`))
 		require.ErrorIs(t, err, executions.ErrVoid)
 	}
-	p.void(t, id, late.LockID, "next") // a beat, a step and a release
+	p.void(t, id, late.LockID, "next") // a heartbeat, a step and a release
 	_, err := p.LockClaim(t.Context(), id, late.LockID)
 	assert.ErrorIs(t, err, executions.ErrVoid, "a message")
 	_, err = p.RenewLock(t.Context(), id, "another")
@@ -524,8 +524,8 @@ func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 		"a write of no execution is recorded")
 }
 
-// A external worker that waits for a child lends it its thread, has it back afterwards, and learns what the child has
-// come to: the same as inside.
+// An external worker that waits for a child lends it its thread and has it back afterwards. It learns the outcome of
+// the child, as a flow inside would.
 func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -583,8 +583,8 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 	}
 }
 
-// Many operations on the same few runs: refusals have a product reason and never a deadlock, each step keeps its
-// first output, and no step is recorded under a stale claim.
+// Many concurrent operations on a few runs. Every rejection has a documented reason, none is a deadlock. Each step
+// keeps its first output, and no step is recorded under a stale claim.
 func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -601,7 +601,7 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 	}
 	var recorded atomic.Int32
 	began := time.Now()
-	// a step has to be recorded, however slow the machine is
+	// run on until a step is recorded, even on a slow machine
 	hopeful := func() bool { return recorded.Load() == 0 && time.Since(began) < timeout }
 	group, ctx := errgroup.WithContext(t.Context())
 	for a := range actors {
@@ -656,7 +656,7 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 			}
 		}
 		_, err := p.Cancel(ctx, ids[0], "admin", "enough")
-		for postgres.IsCode(err, "55P03") && ctx.Err() == nil { // it gave up waiting for the actors, which is no deadlock
+		for postgres.IsCode(err, "55P03") && ctx.Err() == nil { // a lock timeout, not a deadlock
 			_, err = p.Cancel(ctx, ids[0], "admin", "enough")
 		}
 		return err

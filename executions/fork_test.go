@@ -23,7 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// journal notes which steps were really done, by execution.
+// journal notes the steps that really ran, by execution.
 type journal struct {
 	mu   sync.Mutex
 	done map[string][]string
@@ -45,14 +45,14 @@ func (d *journal) of(id string) string {
 	return strings.Join(d.done[id], " ")
 }
 
-// sorted is what was done, where branches had no order.
+// sorted returns the steps that ran, sorted, for parallel branches.
 func (d *journal) sorted(id string) string {
 	words := strings.Fields(d.of(id))
 	slices.Sort(words)
 	return strings.Join(words, " ")
 }
 
-// step is a step that notes that it was done.
+// step runs a step that notes itself in the journal.
 func (d *journal) step(ctx context.Context, name string, opts ...executions.Option) error {
 	_, err := executions.Step(ctx, name, func(ctx context.Context) (string, error) {
 		d.note(ctx, name)
@@ -61,7 +61,7 @@ func (d *journal) step(ctx context.Context, name string, opts ...executions.Opti
 	return err
 }
 
-// dump is all that the tables have of an execution.
+// dump returns everything that the tables have of an execution.
 func dump(t *testing.T, db postgres.DB, id string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `
@@ -79,7 +79,7 @@ func dump(t *testing.T, db postgres.DB, id string) string {
 		postgres.Strict{"id": id})
 }
 
-// fork forks and waits for the fork's end, and checks that the other was left alone.
+// fork forks an execution and waits for the fork's end. It checks that the original has not changed.
 func (p *process) fork(t *testing.T, s executions.ForkSpec, want executions.Status) executions.Execution {
 	t.Helper()
 	before := dump(t, p.pool, s.ID)
@@ -92,7 +92,7 @@ func (p *process) fork(t *testing.T, s executions.ForkSpec, want executions.Stat
 	return got
 }
 
-// steps is a flow with one of everything.
+// steps is a flow with one step of every kind.
 func steps(d *journal) body {
 	return func(ctx context.Context) (executions.Result, error) {
 		if err := d.step(ctx, "a"); err != nil {
@@ -161,7 +161,7 @@ func TestAForkRunsTheStepsAfterAStep(t *testing.T) {
 		again := replay(t, p, got.ID)
 		assert.Truef(t, again.Equal, "the fork from %q is not replayed: %+v", from, again.Divergence)
 	}
-	// A branch alone: it is done anew from there, and the other keeps what it had by then.
+	// A fork from one branch repeats that branch from there. The other branch keeps its results.
 	got := p.fork(t, executions.ForkSpec{ID: id, From: "left"}, executions.Completed)
 	done := d.sorted(got.ID)
 	assert.Truef(t, strings.Contains(done, "left1 left2") && strings.Contains(done, "z") && !strings.Contains(done, "p1"),
@@ -187,7 +187,7 @@ func TestAForkFromAnUnknownStepIsRejected(t *testing.T) {
 		"of what cannot be forked: %v", err)
 }
 
-// A loop under way is forked from its last snapshot, and so is one from within.
+// A running loop is forked from its last snapshot, also from a step inside it.
 func TestAForkOfALoopUnderWay(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -301,7 +301,7 @@ func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
 	if got.ResultSummary != "bye Ana" || d.of(got.ID) != "say" {
 		t.Errorf("another tone: %q, did %s", got.ResultSummary, d.of(got.ID))
 	}
-	// In a process that does not know the flow nothing can be foreseen, and the fork itself fails.
+	// A process without the flow cannot check the fork in advance, so the fork itself fails.
 	other := prepare(t, pool, nil)
 	blind, err := other.Fork(t.Context(), pool,
 		executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva"}`)})
@@ -510,7 +510,7 @@ func TestAForkRequestsItsOwnApproval(t *testing.T) {
 	}
 }
 
-// A fork takes its lanes under its own claim: it has none of the other's.
+// A fork takes its lanes under its own claim. It has no lanes of the original.
 func TestAForkHasLanesOfItsOwn(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -537,7 +537,7 @@ func TestAForkHasLanesOfItsOwn(t *testing.T) {
 	assert.Truef(t, again.Equal && again.EndedAt == "news", "what holds its lane is not replayed: %+v", again)
 }
 
-// A worker that locks the fork of an external execution gets the copied checkpoints.
+// A worker that locks a fork of an external execution gets the copied checkpoints.
 func TestAForkOfAnExternalExecution(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -558,8 +558,8 @@ func TestAForkOfAnExternalExecution(t *testing.T) {
 		postgres.Strict{"id": fork.ID}))
 }
 
-// Code that asks the database between steps cannot be replayed to its end, but a step that it comes to before is seen
-// to have another input.
+// Code that queries the database between steps cannot be replayed to its end. The check still finds an earlier step
+// with a changed input.
 func TestAForkIsRejectedAlthoughTheCodeQueriesTheDatabase(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

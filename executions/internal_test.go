@@ -22,7 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// StartSeveral starts executions in one statement; here selects those that this process claims for callers.
+// StartSeveral starts executions in one statement. Parameter here selects those that this process claims for callers.
 func (e *Engine) StartSeveral(ctx context.Context, specs []Spec, here []bool) ([]Execution, error) {
 	all := make([]insertParams, len(specs))
 	for i, s := range specs {
@@ -43,28 +43,28 @@ func (e *Engine) StartSeveral(ctx context.Context, specs []Spec, here []bool) ([
 	return started, nil
 }
 
-// Works reports whether the workers of this process look for executions.
+// Works reports whether the workers of this process poll for executions.
 func (e *Engine) Works() bool { return e.dispatching() }
 
 // SweepPause is how long the sweeper may sleep.
 func (e *Engine) SweepPause() time.Duration { return e.nextDue.sleepTime(time.Hour) }
 
-// AsStored is JSON as jsonb gives it back.
+// AsStored returns JSON in the form that jsonb returns.
 func AsStored(text json.RawMessage) (json.RawMessage, error) { return jsonbText(text) }
 
-// RenewWorker prolongs the lease of a worker, and reports whether it lives.
+// RenewWorker renews the lease of a worker, and reports whether it is live.
 func RenewWorker(ctx context.Context, pool *pgxpool.Pool, id string) (alive bool, err error) {
 	var mine, requested []string
 	err = renewWorker(ctx, pool, id, &alive, &mine, &requested)
 	return alive, err
 }
 
-// TryComplete completes a requested cancel, if no transaction has the execution locked any more.
+// TryComplete completes a requested cancel unless a transaction still has the execution locked.
 func (e *Engine) TryComplete(ctx context.Context, id string) (bool, error) {
 	return e.tryCompleteCancel(ctx, id)
 }
 
-// engineAway is an engine whose database is, and counts how often it is asked for.
+// engineAway returns an engine whose database is unreachable. It counts the connection attempts.
 func engineAway(t *testing.T, log *slog.Logger, tries *int) *Engine {
 	config, err := pgxpool.ParseConfig("postgres://nobody@127.0.0.1:1/none?sslmode=disable")
 	require.NoError(t, err)
@@ -80,7 +80,7 @@ func engineAway(t *testing.T, log *slog.Logger, tries *int) *Engine {
 	}
 }
 
-// While the database is away, a timer that is due is not swept for all the time.
+// During an outage of the database, a due timer does not cause a sweep again and again.
 func TestAFailedSweepIsNotRepeatedAtOnce(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -112,7 +112,7 @@ func TestFailedHousekeepingIsNotRepeatedAtEachSweep(t *testing.T) {
 	})
 }
 
-// A handed-over lane was never free, and handovers may come a thousand times a second, so they request no sweep.
+// A lane that is handed over was never free. Handovers may happen a thousand times a second, so they request no sweep.
 func TestAHandoverWakesNoSweep(t *testing.T) {
 	t.Parallel()
 	for message, wakes := range map[string]int{
@@ -125,8 +125,7 @@ func TestAHandoverWakesNoSweep(t *testing.T) {
 	}
 }
 
-// While the database is away for long, executions are asked for no more often than in its first seconds, and the log
-// says so no more often.
+// In a long outage of the database, workers claim no more often than in its first seconds, and log no more often.
 func TestFailedClaimsDoNotMultiply(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -147,13 +146,13 @@ func TestFailedClaimsDoNotMultiply(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		c.run(ctx, ctx)
-		if n := tries.Load(); n < 60 || n > 125 { // a tick and a try of its own each second
+		if n := tries.Load(); n < 60 || n > 125 { // a tick and one further try each second
 			t.Errorf("%d tries in a minute", n)
 		}
 	})
 }
 
-// counter counts the lines that have some words.
+// counter counts the log lines that contain a text.
 type counter struct {
 	lines *atomic.Int32
 	words string
@@ -166,7 +165,7 @@ func (c counter) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// TestAReadyRunWakesOneWaitingClaim: two ready runs wake two of three claims.
+// TestAReadyRunWakesOneWaitingClaim: two ready executions wake two of three claims.
 func TestAReadyRunWakesOneWaitingClaim(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPoller(slog.New(slog.DiscardHandler), func(context.Context, []string) (map[string]int, error) {

@@ -23,7 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// member is one of a line of executions: its id, and its claim as long as it runs.
+// member is an execution in a chain of parents and children: its id, and its claim while it runs.
 type member struct {
 	id    string
 	claim int64
@@ -31,7 +31,7 @@ type member struct {
 
 func (m member) owner() string { return fmt.Sprint(m.id, "#", m.claim) }
 
-// relative starts an execution that runs; a child inherits.
+// relative starts a running execution. A child inherits lanes.
 func relative(t *testing.T, pool *pgxpool.Pool, parent string) member {
 	t.Helper()
 	id := pgtest.Value[string](t, pool, `
@@ -44,7 +44,7 @@ func relative(t *testing.T, pool *pgxpool.Pool, parent string) member {
 const parkOnChild = `select lanekeeper.wait_agent_execution($1::uuid, $2, 'child ' || $3::text, 'agent', $3::text,
 	'1 hour', null)`
 
-// ancestors makes a chain of executions: each waits for the next, the last one runs, and the first holds the lane.
+// ancestors creates a chain of executions. Each waits for the next, the last one runs, and the first holds the lane.
 func ancestors(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []member {
 	t.Helper()
 	all := []member{relative(t, pool, "")}
@@ -91,14 +91,14 @@ func wantLoans(t *testing.T, db postgres.DB, lane string, n int) {
 	assert.Equal(t, n, pgtest.Value[int](t, db, `select count(*) from agent_lock_loans where lane = $1`, lane))
 }
 
-// wantStale fails unless a write under a token is refused.
+// wantStale checks that a write under a token is rejected.
 func wantStale(t *testing.T, db postgres.DB, lane string, token int64) {
 	t.Helper()
 	_, err := db.Exec(t.Context(), `select fence_agent_lock($1, $2)`, lane, token)
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "a write under token %d passes the fence: %v", token, err)
 }
 
-// wantBlocked waits until n statements that contain the text wait for a lock.
+// wantBlocked waits until n statements with the text wait for a lock.
 func wantBlocked(t *testing.T, db postgres.DB, n int, text string) {
 	t.Helper()
 	pgtest.Until(t, db, n, `select count(*) from pg_stat_activity where datname = current_database()
@@ -171,7 +171,7 @@ func TestALoanReturnsHoweverItEnds(t *testing.T) {
 	}
 }
 
-// In a line of four, any of the upper ones stops waiting: the lane comes to the nearest from there up that lives.
+// Any ancestor in a chain of four may stop waiting. The lane returns to the nearest live ancestor.
 func TestAnyAncestorMayStopWaiting(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -232,10 +232,10 @@ func TestALentLaneIsTheBorrowersAlone(t *testing.T) {
 	wantLoans(t, pool, loanLane, 0)
 	wantHolder(t, pool, loanLane, "", false)
 	pgtest.Exec(t, pool, `select cancel_agent_execution($1::uuid, 'x', '')`, all[1].id)
-	wantHolder(t, pool, loanLane, "", false) // what was broken does not come back
+	wantHolder(t, pool, loanLane, "", false) // a broken lane does not return
 }
 
-// After the borrower died, its next claim has the lane, or borrows it again after it expired.
+// After the borrower died, its next claim has the lane, or borrows it again if it expired.
 func TestABorrowerIsClaimedAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -262,8 +262,8 @@ func TestABorrowerIsClaimedAgain(t *testing.T) {
 	}
 }
 
-// A thread is lent before its owner begins to wait. The child's end and the owner's park, claim and end at the same
-// moment: whichever is first, the thread is the owner's, parked when it waits, free when it has ended.
+// A thread is lent before its owner begins to wait. Then the child ends while the owner parks, is claimed or ends. In
+// either order the thread is the owner's again: parked while it waits, free after its end.
 func TestAThreadReturnsToAChangedOwner(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -320,7 +320,7 @@ func TestAThreadReturnsToAChangedOwner(t *testing.T) {
 	}
 }
 
-// An owner that is about to park has its row locked and has not come to its lanes yet.
+// The owner is about to park: its row is locked, its lanes are not yet parked.
 func TestAThreadReturnsToABusyOwner(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -339,7 +339,7 @@ func TestAThreadReturnsToABusyOwner(t *testing.T) {
 	wantHolder(t, pool, lane, p.id, true)
 }
 
-// A child borrows in the moment in which its parent stops waiting: the lane ends up with the parent.
+// A child borrows at the moment when its parent stops waiting. The lane ends up with the parent.
 func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -379,7 +379,8 @@ func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 	}
 }
 
-// A child that sends has its own row and waits for the lane; a cancel of its parent must not hold the lane by then.
+// A sending child locks its own row, then waits for the lane. A cancel of its parent must not lock the lane before that
+// row.
 func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -441,7 +442,7 @@ func TestAThreadIsLentOnlyToTheAwaitedChild(t *testing.T) {
 	}
 }
 
-// Of what a run holds that is released at a shutdown, threads stay with it; other lanes are free.
+// A shutdown releases a run. Its threads stay with it, its other lanes become free.
 func TestAThreadStaysWithAReleasedRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -460,13 +461,13 @@ func TestAThreadStaysWithAReleasedRun(t *testing.T) {
 	mustAcquire(t, pool, "thread:t1", p)
 }
 
-// A lane that was lent and forgotten does not come back from the dead when somebody else has it.
+// A lane expires while lent. Its loan must not return after another owner has the lane.
 func TestASweptLaneLeavesNoLoan(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	all := ancestors(t, pool, "pipeline:p", 2)
 	mustAcquire(t, pool, "pipeline:p", all[1])
-	for range 2 { // the first gives it back to the parent, who lets it expire in turn
+	for range 2 { // the first prune returns it to the parent, the second ends the parent's lease
 		pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() - interval '2 days'`)
 		prune(t, pool)
 	}
@@ -476,8 +477,8 @@ func TestASweptLaneLeavesNoLoan(t *testing.T) {
 	wantHolder(t, pool, "pipeline:p", "", false)
 }
 
-// A loan that ends while a sweep is under way goes back with the next one, or when somebody asks. Here the sweep
-// waits for the loan of another lane until that has happened.
+// A loan ends during a sweep. The next sweep, or the next request, returns the lane. Here the sweep waits for the loan
+// of another lane until then.
 func TestALoanThatEndsDuringASweepStays(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -501,7 +502,7 @@ func TestALoanThatEndsDuringASweepStays(t *testing.T) {
 	wantHolder(t, pool, "objective:2", second[0].id, true)
 }
 
-// From Go: a child takes the lane that its parent holds, or that its parent's parent does, even when it comes first.
+// A child takes the lane of its parent, or of its parent's parent, even if it tries first.
 func TestAChildWorksInItsParentsLane(t *testing.T) {
 	t.Parallel()
 	for name, enabled := range map[string]bool{"lanes on": true, "lanes off": false} {
@@ -578,13 +579,13 @@ func TestAChildWithoutInheritanceIsRefused(t *testing.T) {
 	}
 }
 
-// prune returns what borrowers have let expire, as housekeeping does.
+// prune returns expired loans, like housekeeping.
 func prune(t testing.TB, db postgres.DB) {
 	t.Helper()
 	require.NoError(t, lanes.Prune(t.Context(), db, 24*time.Hour))
 }
 
-// renewing is a keeper that renews its leases until the test ends.
+// renewing sets a keeper that renews leases until the test ends.
 func renewing(t *testing.T, o *executions.Options) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
@@ -593,7 +594,8 @@ func renewing(t *testing.T, o *executions.Options) {
 	t.Cleanup(func() { cancel(); running.Wait() })
 }
 
-// No step begins in a run that has lost a lane, whichever context it has, until the lane is taken again or released.
+// After a run lost a lane, none of its steps starts, whatever its context, until the run acquires the lane again or
+// releases it.
 func TestNoStepStartsAfterALaneWasLost(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -638,7 +640,7 @@ func TestNoStepStartsAfterALaneWasLost(t *testing.T) {
 	}
 }
 
-// A lane that a run holds twice is lost for it also when it has released the inner of the two holds.
+// A run holds a lane twice and loses it. The lane stays lost after the run has released the inner hold.
 func TestNoStepStartsAfterAnOuterHoldWasLost(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -656,7 +658,7 @@ func TestNoStepStartsAfterAnOuterHoldWasLost(t *testing.T) {
 			return executions.Result{}, errors.Join(errors.New("not broken"), err)
 		}
 		<-outer.Context().Done()
-		_ = inner.Release(ctx) // it says that the lane was lost
+		_ = inner.Release(ctx) // its error is that the lane was lost
 		_, err = executions.Step(ctx, "act", func(context.Context) (int, error) { called = true; return 1, nil })
 		return ends(nil, err)
 	}), func(o *executions.Options) { renewing(t, o) })

@@ -35,7 +35,7 @@ func resume(t *testing.T, db postgres.DB) executions.PauseChange {
 	return got
 }
 
-// twoSteps is a flow whose first step waits at a gate; it counts how often each is done.
+// twoSteps is a flow whose first step waits at a gate. It counts the runs of each step.
 func twoSteps(first *gate, counts *[2]atomic.Int32) body {
 	return func(ctx context.Context) (executions.Result, error) {
 		for i, name := range []string{"first", "second"} {
@@ -64,7 +64,7 @@ func TestOnlyAttendedWorkStartsDuringAPause(t *testing.T) {
 	got := pause(t, pool)
 	require.Truef(t, got.Changed && got.Paused && got.PausedBy == "ana" && got.ActivityID != "", "pause: %+v", got)
 	var held []string
-	for range 9 { // more than the workers could look at
+	for range 9 { // more than the workers can claim
 		held = append(held, p.begin(t, "flow"))
 	}
 	for _, surface := range []trace.Surface{trace.Heartbeat, trace.Webhook} {
@@ -136,7 +136,7 @@ func TestAttendedRunsContinueDuringAPause(t *testing.T) {
 	until(t, pool, x.ID, executions.Completed)
 }
 
-// A claim that is being made is either before the pause, which waits for it, or not made at all.
+// A claim in progress either precedes the pause, which waits for it, or fails.
 func TestAClaimPrecedesThePauseOrFails(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -194,7 +194,7 @@ func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
 			return pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`)
 		}
 		then := claimed()
-		pgtest.Exec(t, pool, `select pg_sleep(0.02)`) // time for those who would
+		pgtest.Exec(t, pool, `select pg_sleep(0.02)`) // time for a wrong claim
 		now := claimed()
 		halt()
 		require.NoError(t, group.Wait())
@@ -250,13 +250,13 @@ func TestARunIsNotReleasedAfterAPauseEnded(t *testing.T) {
 	var counts [2]atomic.Int32
 	p := start(t, pool, flow(twoSteps(first, &counts)), neverSweep)
 	pgtest.Eventually(t, p.Paused, "the process knows of the pause")
-	resume(t, pool) // of which it hears within the hour
+	resume(t, pool) // the process reads the change within the hour, not at once
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
 	assert.True(t, p.Paused(), "it has heard of it")
 }
 
-// The queue may be looked at before a pause, and the claim made after it; and processes that know nothing of pauses
-// are notified of the end of one.
+// A process may poll the queue before a pause and claim after it. The end of a pause also notifies processes that did
+// not know of it.
 func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -308,7 +308,7 @@ func TestAPauseOutlivesEveryProcess(t *testing.T) {
 	p.begin(t, "flow")
 	id := first.arrival(t)
 	pause(t, pool)
-	expire(t, pool, id) // the process is killed in the middle of its step
+	expire(t, pool, id) // the process dies in the middle of its step
 	second := start(t, pool, flow(twoSteps(first, &counts)))
 	pgtest.Eventually(t, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
 	for range 3 {
@@ -387,7 +387,7 @@ func TestExternalWorkersGetNoLockDuringAPause(t *testing.T) {
 	assert.Truef(t, errors.Is(err, executions.ErrPaused) && errors.As(err, &refused) &&
 		strings.Contains(refused.Detail, "by ana: prices look wrong"), "lock: %v", err)
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_workers`))
-	// Who has a lock continues.
+	// The owner of a lock continues.
 	again, err := p.LockRun(t.Context(), running, "worker 1", time.Minute)
 	assert.Truef(t, err == nil && again.LockID == lock.LockID, "the same lock: %v", err)
 	_, _, err = p.CheckpointRun(t.Context(), running, lock.LockID, "step", []byte(`1`))

@@ -90,7 +90,7 @@ func TestAReplayHasNoEffects(t *testing.T) {
 	assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('lane:x')`), "the replay took a lane")
 }
 
-// changing is a flow that differs from what it was as the test says.
+// The flow differs from the recorded one as the case says.
 func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -158,7 +158,7 @@ func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 		"more":            {"new", executions.DivergedUnrecorded},
 		"more at the end": {"new", executions.DivergedUnrecorded},
 		"less":            {"c", executions.DivergedUnreached},
-		// why the code ends there is notified
+		// the code says why it ends there
 		"less, and failure": {"c", executions.DivergedUnreached},
 		"input":             {"b", executions.DivergedInput},
 		"type":              {"a", executions.DivergedInput},
@@ -184,8 +184,7 @@ func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 	assert.Equal(t, before, dump(t, pool, id))
 }
 
-// Branches that ran at the same time meet in a replay as they did then: one that ends the others does not do so
-// earlier.
+// A replay keeps the order of parallel branches: a branch that ends the others does not end them earlier.
 func TestParallelBranchesAreReplayed(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -227,7 +226,7 @@ func TestParallelBranchesAreReplayed(t *testing.T) {
 	}
 }
 
-// A step that its own limit of time ended is taken from the record, even if the limit passes again before its turn.
+// A replay takes a timed-out step from the record, even if its limit passes again before its turn.
 func TestAReplayTakesAStepWhoseTimeIsUp(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -236,7 +235,7 @@ func TestAReplayTakesAStepWhoseTimeIsUp(t *testing.T) {
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		var group errgroup.Group
 		group.Go(func() error {
-			time.Sleep(50 * time.Millisecond) // in a replay the other branch comes first
+			time.Sleep(50 * time.Millisecond) // in a replay the other branch is first
 			_, err := executions.Step(executions.Scope(ctx, "one"), "first",
 				func(context.Context) (int, error) { return 1, nil })
 			once.Do(func() { close(recorded) })
@@ -276,7 +275,7 @@ func TestAReplayOfAnUnknownFlow(t *testing.T) {
 	assert.ErrorIs(t, err, executions.ErrNotFound)
 }
 
-// A phase under way has no record yet: a replay goes into it, to where the record ends.
+// A running phase has no record yet. A replay enters it, up to the end of the records.
 func TestAReplayEntersAPhaseUnderWay(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -315,9 +314,9 @@ func TestAReplayEntersAPhaseUnderWay(t *testing.T) {
 	}
 }
 
-// FuzzTextOfARun has code say any text, and raw JSON, wherever it may: as result, summary and error, and in the
-// activity log. The database can hold neither NUL nor half of a surrogate pair, so that what is stored may be mended;
-// but the run ends as its code said, and its step has the same result when it is read again.
+// FuzzTextOfARun has code return any text and raw JSON wherever it may: as result, summary and error, and in the
+// activity log. The database cannot store NUL or half of a surrogate pair, so the engine may replace them. But the run
+// ends as the code decided, and reading the result of its step returns the same value.
 func FuzzTextOfARun(f *testing.F) {
 	pool := pgtest.DB(f)
 	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
@@ -372,7 +371,7 @@ func FuzzTextOfARun(f *testing.F) {
 	})
 }
 
-// recordedOf are the records of an execution.
+// recordedOf returns the checkpoints of an execution.
 func recordedOf(t *testing.T, db postgres.DB, id string) []executions.Checkpoint {
 	t.Helper()
 	got, err := executions.Checkpoints(t.Context(), db, id)

@@ -68,8 +68,7 @@ func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
 	assert.Truef(t, len(log) == 1 && log[0].Status == "success", "activity %v", log)
 }
 
-// A process that was paused in the middle of a step's transaction finds its session ended, while its lease may well
-// last.
+// A process pauses in the middle of a step's transaction. The server ends its session, while its lease may still hold.
 func TestAnIdleTransactionEndedByTheServerIsRetried(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -93,8 +92,8 @@ func TestAnIdleTransactionEndedByTheServerIsRetried(t *testing.T) {
 	}
 }
 
-// A slow moment of the database makes a statement last longer than statement_timeout says. Like an outage it is not
-// what a run ends with: the write is repeated.
+// A slow database may cancel a statement by statement_timeout. Like an outage, that does not end the run: the engine
+// repeats the write.
 func TestACancelledWriteIsRetried(t *testing.T) {
 	t.Parallel()
 	for name, when := range map[string]string{
@@ -137,7 +136,7 @@ func TestACancelledWriteIsRetried(t *testing.T) {
 	}
 }
 
-// A query of a flow may time out in a slow moment. A repeated timeout is intended.
+// A query of a flow may time out once in a slow moment, which is retried. A repeated timeout is intended.
 func TestACancelledQueryIsRetried(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
@@ -176,7 +175,7 @@ func TestACancelledQueryIsRetried(t *testing.T) {
 	}
 }
 
-// A lock that is soon released is no outage, and nobody is warned.
+// A short lock is not an outage and logs no warning.
 func TestAShortLockIsRetriedInSilence(t *testing.T) {
 	t.Parallel()
 	for locked, warnings := range map[int]int{3: 0, 5: 2} {
@@ -198,8 +197,8 @@ func TestAShortLockIsRetriedInSilence(t *testing.T) {
 	}
 }
 
-// A connection that breaks while a lane is released is no result of the flow: it is released over another one,
-// also where the one that broke had done it.
+// A connection failure during the release of a lane is not a result of the flow. The engine releases it over another
+// connection, even if the first release took effect.
 func TestALaneIsReleasedAlthoughTheConnectionBreaks(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -216,7 +215,7 @@ func TestALaneIsReleasedAlthoughTheConnectionBreaks(t *testing.T) {
 			if err != nil {
 				return executions.Result{}, err
 			}
-			// a fenced write, which a release waits for
+			// a fenced write, for which the release waits
 			if _, err := tx.Exec(ctx, `select from agent_locks where lane = $1 for key share`, lane); err != nil {
 				return executions.Result{}, err
 			}
@@ -242,7 +241,7 @@ func TestALaneIsReleasedAlthoughTheConnectionBreaks(t *testing.T) {
 	}
 }
 
-// commitLink carries one connection. The answer to a commit is lost, and the connection with it, when lose is set.
+// commitLink proxies one connection. With lose set, it drops the connection before the response to a commit.
 type commitLink struct {
 	client, server net.Conn
 	lose           *atomic.Bool
@@ -267,8 +266,8 @@ func opened(t *testing.T, url string) *pgxpool.Pool {
 	return pool
 }
 
-// The commit that ends an execution may take effect though its answer is lost. The effect is there once then, and the
-// caller gets the end.
+// The commit that ends an execution may take effect although its response is lost. The effect then exists once, and the
+// caller gets the result.
 func TestEndTxSurvivesALostCommitAnswer(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)

@@ -21,7 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// startSpecs are starts of all sorts.
+// startSpecs returns starts of all kinds.
 func startSpecs(parent string) []executions.Spec {
 	return []executions.Spec{
 		{Flow: "flow", Surface: trace.Flow},
@@ -38,13 +38,13 @@ func startSpecs(parent string) []executions.Spec {
 	}
 }
 
-// wantStored compares an execution that a call returned with what is read.
+// wantStored compares a returned execution with the stored one.
 func wantStored(t *testing.T, db postgres.DB, how string, got executions.Execution) {
 	t.Helper()
 	assert.Equal(t, "", cmp.Diff(get(t, db, got.ID), got), how)
 }
 
-// Nobody reads a row that was just written: what a start returns is put together from what was sent and what came back.
+// A start does not read its new row: it builds the result from the request and the response.
 func TestAStartReturnsTheStoredRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -71,8 +71,8 @@ func TestAStartReturnsTheStoredRow(t *testing.T) {
 	}
 }
 
-// Of a process that runs executions, singly and many at once: some are claimed as they begin, the others are left to
-// the queue.
+// A process starts executions, one by one and many at once. It claims some at their start and leaves the others to the
+// queue.
 func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -117,14 +117,14 @@ func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 			wantStored(t, pool, "claimed as it began", x)
 			continue
 		}
-		if now := get(t, pool, x.ID); now.Status == executions.Pending { // else a worker has come to it since
+		if now := get(t, pool, x.ID); now.Status == executions.Pending { // else a worker has claimed it since
 			wantStored(t, pool, "left to the queue", x)
 		}
 	}
 	assert.Truef(t, running <= 1, "%d began claimed, and one worker was free", running)
 }
 
-// So it is with the row as it ended, which has what others wrote meanwhile.
+// A run also returns the row as it ended, with concurrent writes of others.
 func TestARunReturnsTheStoredRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -217,7 +217,7 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := newWorker(t, pool)
-	// Three starts, of which the second is claimed and has a key of its own.
+	// Three starts. The second is claimed and has its own key.
 	begin := func(key string, value any) error {
 		second := map[string]any{"trace_id": "t", "surface": "flow", "flow": "f"}
 		if key != "" {
@@ -275,7 +275,7 @@ func TestTheFlowDecidesWhetherAnExecutionIsExternal(t *testing.T) {
 	}
 }
 
-// The ids of a batch are what agent_uuid7 makes: version 7, of this moment, no two alike, in the order of their making.
+// The ids of a batch are like those of agent_uuid7: version 7, of this moment, unique, and in the order of creation.
 func TestTheIDsOfABatchAreInOrder(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -293,7 +293,7 @@ func TestTheIDsOfABatchAreInOrder(t *testing.T) {
 	}
 }
 
-// A few executions of one agent among very many are found without reading those of the others.
+// A list reads a few executions of one agent among many without reading those of other agents.
 func TestTheExecutionsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 	t.Parallel()
 	tx := pgtest.Begin(t, pgtest.DB(t))
@@ -306,7 +306,7 @@ func TestTheExecutionsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 	} {
 		pgtest.Exec(t, tx, sql)
 	}
-	for range 7 { // a plan for all values would come with the sixth
+	for range 7 { // the sixth execution would use a generic plan
 		found, err := executions.List(t.Context(), tx, executions.Filter{Agent: "rare"})
 		require.Truef(t, err == nil && len(found) == 1, "found %d, %v", len(found), err)
 	}
@@ -324,7 +324,7 @@ func TestAPrunedExecutionNamesRetention(t *testing.T) {
 	recent := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7(clock_timestamp() - interval '29 days')::text`)
 	for _, c := range []struct{ after, id, says string }{
 		{`select 1`, old, ""},
-		{`update agent_retention set keep = '30 days' where kind = 'executions'`, old, ""}, // it has taken nothing yet
+		{`update agent_retention set keep = '30 days' where kind = 'executions'`, old, ""}, // nothing removed yet
 		{`update agent_retention_passes set removed = 1 where kind = 'executions'`, old, "; retention may have removed it: " +
 			"it keeps what has ended for 30 days"},
 		{`select 1`, recent, ""},
@@ -343,7 +343,8 @@ func TestAPrunedExecutionNamesRetention(t *testing.T) {
 	assert.ErrorIs(t, err, executions.ErrNotFound, "an id that is none")
 }
 
-// Every value and every free text of a row is shown without its secrets and bounded; the row itself stays as it is.
+// A redacted execution shows every value and every free text bounded and without secrets. The row itself does not
+// change.
 func TestARedactedExecutionHasNoSecret(t *testing.T) {
 	const secret = "Zq81xLm0Kk77"
 	texts := map[string]bool{

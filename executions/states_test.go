@@ -29,7 +29,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// transitions is the state machine: which state may follow which.
+// transitions is the state machine: the states that may follow each state.
 var transitions = map[executions.Status][]executions.Status{
 	executions.Pending: {executions.Running, executions.Cancelled},
 	executions.Running: {
@@ -48,7 +48,7 @@ type subject struct {
 	claim int64
 }
 
-// inState makes an execution and brings it to a state by the public functions.
+// inState creates an execution and brings it to a state with the public functions.
 func inState(t *testing.T, db postgres.DB, s executions.Status) subject {
 	t.Helper()
 	x := subject{id: pgtest.Value[string](t, db, `
@@ -84,15 +84,15 @@ begin insert into state_log (id, old, new) values (new.id, old.status, new.statu
 create trigger watch_states after update of status on agent_executions for each row when (old.status <> new.status)
   execute function watch_states()`
 
-// rowText is everything about an execution.
+// rowText returns everything about an execution.
 func rowText(t *testing.T, db postgres.DB, id string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `select to_jsonb(x)::text || x.xmin::text from agent_executions x
 		where x.id = $1::uuid`, id)
 }
 
-// checkEnd fails unless the record of an ended execution is complete, and its end was emitted once; for one that lives,
-// not at all.
+// checkEnd checks the record of an execution. An ended one must be complete and have emitted its end once; a live one
+// must have emitted none.
 func checkEnd(t *testing.T, db postgres.DB, id string) {
 	t.Helper()
 	x := get(t, db, id)
@@ -105,7 +105,7 @@ func checkEnd(t *testing.T, db postgres.DB, id string) {
 	if x.ClaimedBy != nil && x.Status != executions.Running {
 		t.Errorf("%s, and claimed by %s", x.Status, *x.ClaimedBy)
 	}
-	if waits := x.WaitingUntil != nil; waits != (x.Status == executions.Waiting) { // plain SQL need not say for what
+	if waits := x.WaitingUntil != nil; waits != (x.Status == executions.Waiting) { // plain SQL may omit the kind of wait
 		t.Errorf("%s: waiting for %q until %v", x.Status, postgres.Deref(x.WaitingFor), x.WaitingUntil)
 	}
 	want := 0
@@ -115,7 +115,7 @@ func checkEnd(t *testing.T, db postgres.DB, id string) {
 	assert.Equal(t, want, completions(t, db, id), x.Status)
 }
 
-// Plain SQL: of all 49 pairs of states only the legal ones pass; what is refused changes nothing.
+// Of all 49 pairs of states, plain SQL may make only the legal transitions. A rejected one changes nothing.
 func TestPlainSQLChangesStatesOnlyAsTheyMay(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -143,7 +143,7 @@ func TestPlainSQLChangesStatesOnlyAsTheyMay(t *testing.T) {
 // operation is an SQL function on an execution, with its transitions.
 type operation struct {
 	sql   string
-	args  int // how many of id, claim
+	args  int // how many of (id, claim) it takes
 	leads map[executions.Status]executions.Status
 }
 
@@ -194,7 +194,7 @@ func (d operation) do(ctx context.Context, db postgres.DB, x subject) error {
 	return err
 }
 
-// Every function in every state: it leads where the state machine says, or nowhere; and an ended row stays as it is.
+// Each function in each state makes a transition of the state machine or none. An ended row does not change.
 func TestTheFunctionsChangeStatesOnlyAsTheyMay(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -217,8 +217,8 @@ func TestTheFunctionsChangeStatesOnlyAsTheyMay(t *testing.T) {
 	}
 }
 
-// Two at the same moment, all pairs from all states that live: what is committed is a way through the state machine,
-// with at most one end.
+// Two functions run at once, in all pairs, from all live states. The committed transitions are legal, with at most one
+// end.
 func TestTwoTransitionsRace(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -237,7 +237,7 @@ func TestTwoTransitionsRace(t *testing.T) {
 	}
 }
 
-// runBoth does two things at once. The losing one is refused, or finds nothing to do.
+// runBoth runs two operations at once. The second is rejected or finds nothing to do.
 func runBoth(t *testing.T, pool *pgxpool.Pool, x subject, one, two operation) {
 	t.Helper()
 	group, ctx := errgroup.WithContext(t.Context())
@@ -254,7 +254,7 @@ func runBoth(t *testing.T, pool *pgxpool.Pool, x subject, one, two operation) {
 	assert.Truef(t, err == nil, "%s\n%s\n%v", one.sql, two.sql, err)
 }
 
-// checkTransitions checks what was committed of an execution's transitions.
+// checkTransitions checks the committed transitions of an execution.
 func checkTransitions(t *testing.T, pool *pgxpool.Pool, id, what string) {
 	t.Helper()
 	type step struct{ Old, New executions.Status }
@@ -271,7 +271,7 @@ func checkTransitions(t *testing.T, pool *pgxpool.Pool, id, what string) {
 	checkEnd(t, pool, id)
 }
 
-// An end is a fact: a later wait for it ends too.
+// A later wait for an end that has happened ends too.
 func TestAnEndResumesEveryWait(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -295,7 +295,7 @@ func TestARejectedCompletionFailsAlone(t *testing.T) {
 	) (executions.Result, error) {
 		<-gathered
 		if string(input) == "3" {
-			return executions.Result{Value: json.RawMessage(`1e999999`)}, nil // JSON, and more than jsonb can hold
+			return executions.Result{Value: json.RawMessage(`1e999999`)}, nil // valid JSON, but too large for jsonb
 		}
 		return executions.Result{Value: input}, nil
 	}}, neverSweep, func(o *executions.Options) { o.Workers = 12 })
@@ -341,7 +341,7 @@ func TestARejectedEventFailsAlone(t *testing.T) {
 	assert.Equal(t, 160, pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`))
 }
 
-// The closed sets are domains, which hold for every writer.
+// The closed sets are domains, so they hold for every writer.
 func TestARowKeepsItsConstraints(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -362,7 +362,7 @@ func TestARowKeepsItsConstraints(t *testing.T) {
 	}
 }
 
-// attacks are writes that no rule allows, whatever the state of execution $1. Each ends with rows that were written.
+// attacks are writes that no rule allows, whatever the state of execution $1. Each one fails, or writes no row.
 var attacks = map[string]string{
 	"no status":   `update agent_executions set status = 'banana' where id = $1`,
 	"null status": `update agent_executions set status = null where id = $1`,
@@ -393,7 +393,7 @@ var attacks = map[string]string{
 	"end taken back": `update agent_executions set completed_at = null where id = $1 and completed_at is not null`,
 }
 
-// settings are the names that the code has ever set, and those that it read to let something pass.
+// settings returns all names of settings that the code has ever set or read to bypass a rule.
 func settings(t *testing.T) []string {
 	t.Helper()
 	names := map[string]bool{}
@@ -412,7 +412,7 @@ func settings(t *testing.T) []string {
 	return slices.Sorted(maps.Keys(names))
 }
 
-// Nobody below superuser writes past a rule: by no setting, in no state, with every right on the tables.
+// No role below superuser can write past a rule: with no setting, in no state, with all rights on the tables.
 func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -437,7 +437,7 @@ func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
 	everything := `select md5(string_agg(to_jsonb(x)::text, '' order by x.id)) || (select count(*) from agent_checkpoints)
 		from agent_executions x`
 	before := pgtest.Value[string](t, pool, everything)
-	direct := pgtest.DirectURL(t, pool.Config().ConnString()) // a pooler hands on what a session sets
+	direct := pgtest.DirectURL(t, pool.Config().ConnString()) // a pooler shares what a session sets
 	for _, as := range []string{"owner", role} {
 		for _, value := range []string{"", "yes", "on", "{}"} {
 			attackAs(t, direct, as, value, subjects)
@@ -477,7 +477,7 @@ func attackAs(t *testing.T, url, role, value string, subjects map[executions.Sta
 	}
 }
 
-// copied tries to load rows past the rules.
+// copied tries to load rows past the rules with COPY.
 func copied(t *testing.T, conn *pgx.Conn, x subject) {
 	t.Helper()
 	id, err := conn.PgConn().EscapeString(x.id)
@@ -494,7 +494,7 @@ func copied(t *testing.T, conn *pgx.Conn, x subject) {
 	}
 }
 
-// refusedByRule reports whether an error is a rule's: not one of syntax, rights or the connection.
+// refusedByRule reports whether a rule caused an error, not syntax, rights or the connection.
 func refusedByRule(err error) bool {
 	var e *pgconn.PgError
 	return errors.As(err, &e) && slices.Contains([]string{"LK001", "LK002", "LK003", "23502", "23514"}, e.Code)
@@ -505,7 +505,7 @@ type lines struct{ testkit.Log }
 
 func (l *lines) into(o *executions.Options) { o.Logger = slog.New(slog.NewJSONHandler(l, nil)) }
 
-// The log has every transition, also when SQL or a sweep ended a wait.
+// The log has every transition, also if SQL or a sweep ended a wait.
 func TestTheLogHasEveryTransition(t *testing.T) {
 	t.Parallel()
 	for name, wake := range map[string]string{
@@ -558,7 +558,7 @@ func TestTheLogHasEveryTransition(t *testing.T) {
 	}
 }
 
-// A lane is released under the owner that it was acquired under.
+// The log names the owner that acquired the lane.
 func TestTheLogNamesTheOwnerOfAReleasedLane(t *testing.T) {
 	t.Parallel()
 	l := &lines{}
@@ -573,7 +573,7 @@ func TestTheLogNamesTheOwnerOfAReleasedLane(t *testing.T) {
 	assert.Truef(t, len(records) == 1 && records[0]["owner"] == x.ID+"#1", "%v, want the owner %s#1", records, x.ID)
 }
 
-// An end outside the run is logged once.
+// An end that happens outside the run is logged once.
 func TestTheLogHasAnExternalEnd(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -616,7 +616,7 @@ func TestTheLogHasAnExternalEnd(t *testing.T) {
 			pgtest.Exec(t, p.pool, `
 				insert into agent_events (id, event, key)
 				  values (lanekeeper.agent_uuid7_floor(now() + interval '1 minute'), 'AGENT_COMPLETED', @id)`,
-				postgres.Strict{"id": others}) // at the same time, by somebody else, who says it
+				postgres.Strict{"id": others}) // at the same time, another writer emits it
 			pgtest.Exec(t, p.pool, `select acquire_agent_lock('thread:x', @owner)`, postgres.Strict{"owner": id + "#1"})
 			c.end(t, p, id)
 			_, err := p.Cancel(t.Context(), id, "ana", "again")

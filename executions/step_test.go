@@ -23,7 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// quota is an error with a class, as a client library might return it.
+// quota is an error with a class, like that of a client library.
 type quota struct{}
 
 func (quota) Error() string      { return "the quota is spent" }
@@ -105,7 +105,7 @@ func TestParallelBranchesDoNotSwapResultsOnReplay(t *testing.T) {
 		turn := []chan struct{}{make(chan struct{}), make(chan struct{})}
 		first := 0
 		if again {
-			first = 1 // the branches come in the other order
+			first = 1 // the branches run in the other order
 		}
 		close(turn[first])
 		group, ctx := errgroup.WithContext(ctx)
@@ -295,7 +295,7 @@ func TestStepsOutsideAnExecutionFail(t *testing.T) {
 	assert.ErrorIs(t, err, executions.ErrNotInExecution, "Lane")
 }
 
-// effects makes a table for what StepTx does.
+// effects creates a table for the effects of StepTx. The function counts its rows.
 func effects(t *testing.T, db postgres.DB) func() int {
 	t.Helper()
 	pgtest.Exec(t, db, `create table effects (id bigint generated always as identity, by text)`)
@@ -389,7 +389,7 @@ func TestAGateRunsBeforeNewStepsOnly(t *testing.T) {
 		waits.Load())
 }
 
-// A long loop is replayed from its last snapshot, not from its beginning, and its old records are gone.
+// A replay of a long loop starts at its last snapshot, not at its beginning. Its old records are gone.
 func TestALoopIsReplayedFromItsSnapshot(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -408,7 +408,7 @@ func TestALoopIsReplayedFromItsSnapshot(t *testing.T) {
 	got := until(t, pool, id, executions.Completed)
 	assert.Truef(t, string(got.Result) == "40" && steps.Load() == 40,
 		"result %s after %d steps, want 40 after 40", got.Result, steps.Load())
-	// 38 until the park, then again from 32 on: 6 replayed, 2 new.
+	// 38 until the wait, then again from 32 on: 6 replayed, 2 new.
 	assert.Equal(t, 38+8, bodies.Load())
 	points, err := executions.Checkpoints(t.Context(), pool, id)
 	assert.Truef(t, err == nil && len(points) == 1 && points[0].Step == "count",
@@ -437,8 +437,8 @@ func TestAFinishedLoopIsNotRepeated(t *testing.T) {
 		"result %s after %d iterations, want xxx after 3", got.Result, bodies.Load())
 }
 
-// A step that gives JSON as it came, from a request say, gives the same in every run, so that it can be the input of
-// the next step.
+// A step may return JSON as it received it, for example from a request. Every run gets the same value, so it can be the
+// input of the next step.
 func TestJSONThatIsAStepsResultIsTheSameInEveryRun(t *testing.T) {
 	t.Parallel()
 	type answer struct {
@@ -470,7 +470,7 @@ func TestJSONThatIsAStepsResultIsTheSameInEveryRun(t *testing.T) {
 	}
 }
 
-// The first run gets the same bytes as later runs get from the database.
+// The first run gets the same bytes that later runs read from the database.
 func TestJSONIsWrittenAsTheDatabaseWritesIt(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -485,7 +485,7 @@ func TestJSONIsWrittenAsTheDatabaseWritesIt(t *testing.T) {
 	}
 }
 
-// jsonb has no zero below zero, which is what rounding a small negative number gives.
+// jsonb has no negative zero, the result of rounding a small negative number.
 func TestAZeroWithASignIsTheSameInEveryRun(t *testing.T) {
 	t.Parallel()
 	type rounded struct {

@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// body is a durable function without input, as most tests need.
+// body is a durable function without input, enough for most tests.
 type body = func(ctx context.Context) (executions.Result, error)
 
 // flow registers one body under the name "flow".
@@ -30,7 +30,7 @@ func flow(fn body) map[string]executions.Func {
 	}}
 }
 
-// ends is the result of a flow that has nothing more to do.
+// ends returns the result of a flow that has nothing more to do.
 func ends(value any, err error) (executions.Result, error) {
 	if err != nil {
 		return executions.Result{}, err
@@ -41,7 +41,7 @@ func ends(value any, err error) (executions.Result, error) {
 // gate stops the first caller until it is opened; others pass.
 type gate struct {
 	passed  atomic.Int32
-	entered chan string // the execution that came first
+	entered chan string // the id of the first execution
 	opened  chan struct{}
 	once    sync.Once
 }
@@ -54,7 +54,7 @@ func newGate(t *testing.T) *gate {
 
 func (g *gate) open() { g.once.Do(func() { close(g.opened) }) }
 
-// pass ignores the end of ctx, like a process that is paused. It says whether the caller was the first.
+// pass blocks even after ctx ended, like a paused process. It reports whether the caller was the first.
 func (g *gate) pass(ctx context.Context) bool {
 	if g.passed.Add(1) > 1 {
 		return false
@@ -65,14 +65,14 @@ func (g *gate) pass(ctx context.Context) bool {
 	return true
 }
 
-// arrival waits for the first to come.
+// arrival waits for the first caller.
 func (g *gate) arrival(t *testing.T) string {
 	t.Helper()
 	return testkit.Receive(t, g.entered)
 }
 
-// runInBackground runs the flow in a process that neither renews its lease nor receives notifications, like a paused
-// one. The returned function waits for its end.
+// runInBackground runs the flow in a process that renews no lease and receives no notifications, like a paused one. The
+// returned function waits for its end.
 func (p *process) runInBackground(t *testing.T) (wait func() executions.Execution) {
 	t.Helper()
 	var got executions.Execution
@@ -117,7 +117,7 @@ func listener(t *testing.T, pool *pgxpool.Pool) *postgres.Listener {
 	return l
 }
 
-// replayed runs a body, then waits for a moment, so that the body is called again as a replay.
+// replayed runs a body, then waits briefly, so the engine calls the body again as a replay.
 func replayed(
 	t *testing.T, fn func(ctx context.Context, again bool) (any, error),
 ) (executions.Execution, *pgxpool.Pool) {

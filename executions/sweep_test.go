@@ -18,8 +18,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// While somebody holds the row of a timer that is due, sweeps come less often; when it is free, the next one is no
-// longer waited for.
+// While a session holds the row of a due timer, sweeps run less often. Once no timer is due, the sweeper sleeps a
+// minute or more.
 func TestASkippedTimerIsSweptLessOften(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -52,7 +52,7 @@ func TestASkippedTimerIsSweptLessOften(t *testing.T) {
 	assert.Truef(t, got >= time.Minute, "sleeps for %s though nothing is due", got)
 }
 
-// A lost worker's executions are taken from it all at once, and each continues, or ends, by its own rules.
+// A sweep releases all claims of a lost worker at once. Each execution continues or ends by its own rule.
 func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -94,7 +94,7 @@ func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 	}
 }
 
-// lostWork makes a dead worker with twenty executions; every fourth fails with its worker.
+// lostWork creates a dead worker with twenty executions. Every fourth fails with its worker.
 func lostWork(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	dead := newWorker(t, pool)
@@ -108,7 +108,7 @@ func lostWork(t *testing.T, pool *pgxpool.Pool) {
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 }
 
-// became counts what has become of the work of a dead worker.
+// became counts the outcomes of a dead worker's executions.
 const became = `
 	select format('%s its still, %s ready, %s ended, %s told, %s noted',
 	  count(*) filter (where x.claim = 1 and x.claimed_by is not null),
@@ -118,16 +118,16 @@ const became = `
 	         (select count(*) from agent_events where event = 'AGENT_COMPLETED'), (select count(*) from agent_claims_lost))
 	  from agent_executions x`
 
-// However many look at once, what a dead worker had is taken from it once.
+// Concurrent sweeps release the claims of a dead worker once.
 func TestConcurrentSweepsReleaseLostClaimsOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	lostWork(t, pool)
 	p := prepare(t, pool, flow(nothing))
-	barrier := pgtest.Begin(t, pool) // lets them all begin, and meet
+	barrier := pgtest.Begin(t, pool) // blocks all until they have started
 	pgtest.Exec(t, barrier, `lock table agent_workers in access exclusive mode`)
 	var group errgroup.Group
-	// on a slow machine one gives up its wait for the others: the next sweep takes what is left
+	// on a slow machine a sweep may time out waiting for the others; the next sweep takes the rest
 	late := func(err error) error {
 		if postgres.Locked(err) {
 			return nil
@@ -136,7 +136,7 @@ func TestConcurrentSweepsReleaseLostClaimsOnce(t *testing.T) {
 	}
 	for range 3 { // with the barrier 7 connections; the pooler has 8
 		group.Go(func() error { return late(p.Sweep(t.Context())) })
-		group.Go(func() error { // as who asks for the run of a lost worker does
+		group.Go(func() error { // like a request for the run of a lost worker
 			_, err := pool.Exec(t.Context(), `select lanekeeper.lose_agent_claims(w.id) from agent_workers w`)
 			return late(err)
 		})
@@ -151,7 +151,7 @@ func TestConcurrentSweepsReleaseLostClaimsOnce(t *testing.T) {
 	assert.Equal(t, "0 its still, 15 ready, 5 ended, 5 told, 20 noted", pgtest.Value[string](t, pool, became))
 }
 
-// A sweep whose connection is lost in the middle has taken nothing, and the next one takes all.
+// A sweep that loses its connection changes nothing, and the next sweep does all.
 func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -167,7 +167,7 @@ func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 	var group errgroup.Group
 	group.Go(func() error {
 		for {
-			if err := p.Sweep(t.Context()); !postgres.Locked(err) { // a sweep waits a second for a lock
+			if err := p.Sweep(t.Context()); !postgres.Locked(err) { // a sweep waits up to a second for a lock
 				return err
 			}
 		}
@@ -178,17 +178,17 @@ func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 	assert.Error(t, group.Wait(), "the sweep does not say that it was cut off")
 	assert.Equal(t, "20 its still, 0 ready, 0 ended, 0 told, 0 noted", pgtest.Value[string](t, pool, became))
 	require.NoError(t, stall.Commit(t.Context()))
-	// the server frees the locks of the one that was cut off after it has told it
+	// the server ends the session before it frees its locks
 	pgtest.Eventually(t, func() bool {
 		assert.NoError(t, p.Sweep(t.Context()))
 		return pgtest.Value[string](t, pool, became) == "0 its still, 15 ready, 5 ended, 5 told, 20 noted"
 	}, "the next one takes all, once")
 }
 
-// sweepPatience is far longer than a sweep takes, and far shorter than a client leaves a transaction open.
+// sweepPatience is far longer than a sweep, and far shorter than a client leaves a transaction open.
 const sweepPatience = 30 * time.Second
 
-// A sweep leaves locked executions to a later sweep, and delays no other.
+// A sweep leaves locked executions to a later sweep, and does not delay others.
 func TestASweepSkipsLockedRows(t *testing.T) {
 	t.Parallel()
 	const (
@@ -269,7 +269,7 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 	}
 }
 
-// A process that is stopped in the middle of a step's transaction keeps its executions until the server ends that.
+// A process hangs in the middle of a step's transaction. It keeps its executions until the server ends the transaction.
 func TestStuckExecutionsAreLogged(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -293,7 +293,7 @@ func TestStuckExecutionsAreLogged(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`))
 }
 
-// A process that starts after an outage finds the workers of before, and says nothing of them until it has swept.
+// A process that starts after an outage finds the workers from before. It logs nothing about them until it has swept.
 func TestExecutionsAboutToMoveAreNotLogged(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -24,7 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// awaits is a flow that waits for the event whose key is its input, and ends with the outcome.
+// awaits is a flow that waits for the event whose key is its input. Its result is the outcome of the wait.
 func awaits(timeout time.Duration) map[string]executions.Func {
 	return map[string]executions.Func{"flow": func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
 		var key string
@@ -64,7 +64,7 @@ func outcome(t *testing.T, x executions.Execution) executions.Outcome {
 	return out
 }
 
-// compact undoes how jsonb writes.
+// compact removes the spaces that jsonb writes.
 func compact(data json.RawMessage) (json.RawMessage, error) {
 	var b bytes.Buffer
 	err := json.Compact(&b, data)
@@ -296,7 +296,7 @@ func TestAWaitNumberIsResumedOnce(t *testing.T) {
 	}
 }
 
-// waiter is an execution that the test runs by SQL alone.
+// waiter is an execution that the test runs by plain SQL.
 type waiter struct {
 	t    *testing.T
 	pool *pgxpool.Pool
@@ -312,7 +312,7 @@ func newWaiter(t *testing.T, pool *pgxpool.Pool) *waiter {
 	return w
 }
 
-// park waits for something; the outcome when it has come already, else nil.
+// park waits for something. It returns the outcome if there is one already, else nil.
 func (w *waiter) park(step, kind, key string) *executions.Outcome {
 	w.t.Helper()
 	text := pgtest.Value[*string](w.t, w.pool, `select lanekeeper.wait_agent_execution(@id, @claim, @step, @kind, @key,
@@ -334,7 +334,7 @@ func (w *waiter) outcome(text *string) *executions.Outcome {
 	return &out
 }
 
-// resume claims it again and returns how its wait ended.
+// resume claims the execution again and returns the outcome of its wait.
 func (w *waiter) resume(step string) *executions.Outcome {
 	w.t.Helper()
 	x := get(w.t, w.pool, w.id)
@@ -347,7 +347,7 @@ func (w *waiter) resume(step string) *executions.Outcome {
 
 func (w *waiter) status() executions.Status { return get(w.t, w.pool, w.id).Status }
 
-// expireTimer makes its timer due and sweeps.
+// expireTimer makes the timer due and sweeps.
 func (w *waiter) expireTimer() {
 	w.t.Helper()
 	pgtest.Exec(w.t, w.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second'
@@ -356,7 +356,7 @@ func (w *waiter) expireTimer() {
 	sweep(w.t, w.pool)
 }
 
-// request makes a request of the execution.
+// request creates a request of the execution.
 func (w *waiter) request(kind string, items ...string) string {
 	w.t.Helper()
 	if items == nil {
@@ -380,7 +380,7 @@ var eventOf = map[string]string{
 	"event": "EVENT_COMPLETED", "approval": "APPROVAL_DECIDED", "agent": "AGENT_COMPLETED",
 }
 
-// Every kind: an event before its wait, after it, twice, and after the timeout has one outcome.
+// For every kind of wait: an event before the wait, after it, twice or after the timeout gives one outcome.
 func TestEveryKindOfWaitHasOneOutcome(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -414,7 +414,7 @@ func TestEveryKindOfWaitHasOneOutcome(t *testing.T) {
 				assert.Truef(t, !out.TimedOut && out.Event == event && out.EventID != "" &&
 					strings.Contains(string(out.Data), "one"), "outcome %+v", out)
 				send(t, pool, event, early, `{"document": "cv", "url": "one"}`, "")
-				// another id: another event, or no matter to a request
+				// with another id: a second event; a request ignores it
 				send(t, pool, event, early, `{"document": "cv", "url": "two"}`, "")
 				first := w.park("3", kind, early)
 				require.Truef(t, first != nil && !first.TimedOut && strings.Contains(string(first.Data), "one"),
@@ -461,7 +461,7 @@ func TestAWaitForDocumentsEndsWhenAllAreThere(t *testing.T) {
 	assert.Truef(t, n == 0 && pets == 1, "%d events are left, %d documents that nobody asked for are noted", n, pets)
 }
 
-// An upload and the end of the execution meet: both take the execution before the request.
+// An upload and the end of the execution run at once. Both lock the execution before the request.
 func TestAnEventAndAnEndDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -493,11 +493,11 @@ func TestTheEndOfAnExecutionClosesItsRequests(t *testing.T) {
 	assert.Truef(t, string(out.Data) == `{"score":1}`, "who waits for the request of another got %+v", out)
 }
 
-// A missing timeout is the default of the kind, and a longer one than the limit is rejected, from Go and SQL.
+// A wait without a timeout uses the default of its kind. A timeout above the limit is rejected, from Go and SQL.
 func TestTimeoutsDependOnTheKind(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	pgtest.Exec(t, pool, `select try_acquire_agent_lock('held', 'somebody')`) // a wait for it begins
+	pgtest.Exec(t, pool, `select try_acquire_agent_lock('held', 'somebody')`) // so the wait for it does not end at once
 	for _, kind := range []string{
 		"response", "agent", "document", "signature", "test", "event",
 		"approval", "delay", "lane",

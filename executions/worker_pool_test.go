@@ -22,7 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// neverSweep makes sure that what is seen to happen was not done by a sweep.
+// neverSweep rules out that a sweep caused what the test sees.
 func neverSweep(o *executions.Options) { o.SweepEvery, o.LeaseTTL = time.Hour, time.Minute }
 
 // limit sets a limit by plain SQL.
@@ -34,7 +34,7 @@ func limit(t *testing.T, db postgres.DB, kind, name string, running int) {
 		postgres.Strict{"kind": kind, "name": name, "running": running})
 }
 
-// tryReady claims from the queue as a process does, and returns the ids, by priority and age.
+// tryReady claims from the queue like a process. It returns the ids by priority and age.
 func tryReady(ctx context.Context, db postgres.DB, worker string, n int) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		select (c.execution).id::text from lanekeeper.claim_agent_executions('background', @worker, @n) c where not c.missed
@@ -90,7 +90,7 @@ func TestALimitHoldsOverTwoProcesses(t *testing.T) {
 	assert.Truef(t, surplus.Load() == 0 && most.Load() >= 2, "%d ran at once", most.Load())
 }
 
-// asked reads one value in a flow.
+// asked queries one value inside a flow.
 func asked[T any](ctx context.Context, db postgres.DB, sql string) (v T, err error) {
 	err = db.QueryRow(ctx, sql).Scan(&v)
 	return v, err
@@ -148,7 +148,7 @@ func TestTheQueueIsOrderedByPriorityAndAge(t *testing.T) {
 	}
 }
 
-// Executions beyond a limit are neither claimed nor announced by the sweep, and delay no others.
+// Executions beyond a limit are neither claimed nor announced by the sweep, and do not delay others.
 func TestALimitDelaysNoOtherFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -172,7 +172,7 @@ func TestALimitDelaysNoOtherFlow(t *testing.T) {
 	assert.Equal(t, 1, len(claimReady(t, pool, w, 10)), "claimed", "want 1")
 }
 
-// A run gives its place up while it waits, and needs one to continue.
+// A run frees its slot while it waits, and needs one to continue.
 func TestAWaitingExecutionHoldsNoSlot(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -239,7 +239,7 @@ func TestLimitsAreSetAsAWhole(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "23514"), "a limit of a page: %v", err)
 }
 
-// jobs counts the hints that River was given.
+// jobs counts the hints sent to River.
 func jobs(t *testing.T, db postgres.DB) int {
 	t.Helper()
 	return pgtest.Value[int](t, db, `select count(*) from river.river_job where kind = 'execution_wake'`)
@@ -254,14 +254,14 @@ func TestADeliveringProcessRunsTheExecutionAtOnce(t *testing.T) {
 	}), neverSweep)
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	before := jobs(t, pool)
-	for range 10 { // one at a time: a worker is free for each
+	for range 10 { // one at a time, so each finds a free worker
 		id := p.begin(t, "flow")
 		until(t, pool, id, executions.Waiting)
 		got, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", id, nil, id)
 		require.Truef(t, err == nil && len(got.Resumed) == 1, "resumed %v, %v", got.Resumed, err)
 		until(t, pool, id, executions.Completed)
 	}
-	if n := jobs(t, pool) - before; n > 1 { // a start may come before the workers do
+	if n := jobs(t, pool) - before; n > 1 { // the first may start before the workers do
 		t.Errorf("%d hints by way of River", n)
 	}
 }
@@ -330,7 +330,7 @@ func TestAnUnknownFlowIsLeftToOtherProcesses(t *testing.T) {
 	for _, id := range strange {
 		until(t, pool, id, executions.Completed)
 	}
-	for range 3 { // this process skips the flow by now
+	for range 3 { // by now this process skips the flow
 		until(t, pool, p.begin(t, "strange"), executions.Completed)
 	}
 }
@@ -353,7 +353,7 @@ func TestAParentResumesWithoutASweep(t *testing.T) {
 	}
 }
 
-// One that somebody had locked when the workers looked is looked for again.
+// A ready execution is locked while the workers poll. They poll for it again.
 func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -361,7 +361,7 @@ func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	var tx pgx.Tx
 	var locked string
-	pgtest.Eventually(t, func() bool { // a worker may take it before it is locked
+	pgtest.Eventually(t, func() bool { // a worker may claim it before the lock
 		var err error
 		tx, err = pool.Begin(t.Context())
 		require.NoError(t, err)
@@ -378,8 +378,8 @@ func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
 	until(t, pool, locked, executions.Completed)
 }
 
-// A thousand executions wait for an event each, in two processes, while every event comes several times, in any
-// order, by program and by SQL, and sweeps run in between: each wait ends once, with the first event of its id.
+// A thousand executions in two processes wait for one event each. Every event comes several times, in any order, by
+// program and by SQL, and sweeps run in between. Each wait ends once, with the first event of its id.
 func TestAThousandWaitsResumeExactlyOnce(t *testing.T) {
 	t.Parallel()
 	const many = 1000
@@ -435,7 +435,7 @@ func TestAThousandWaitsResumeExactlyOnce(t *testing.T) {
 	assert.Equal(t, many, pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where step = 'event'`))
 }
 
-// deliverOnce delivers an event under its one id, by the engine or by plain SQL.
+// deliverOnce delivers an event under its id, by the engine or by plain SQL.
 func deliverOnce(ctx context.Context, p *process, key string, sender int) error {
 	if sender%2 == 0 {
 		_, err := p.Deliver(ctx, p.pool, "EVENT_COMPLETED", key, json.RawMessage(`{}`), "id of "+key)
