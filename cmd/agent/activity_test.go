@@ -99,7 +99,8 @@ var notAudited = map[string]string{
 	"mcp accept": "has a row; see the tests of quarantine",
 }
 
-// auditedCommands returns the other commands in an order in which each has an effect, with audited object and reason.
+// auditedCommands returns all commands with an audit row, each with audited object and reason. In their order, each has
+// an effect.
 func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]string {
 	one := func(sql string, args ...any) (id string) {
 		t.Helper()
@@ -235,7 +236,7 @@ func TestEveryChangingCommandIsAudited(t *testing.T) {
 			return
 		}
 		by := activity.Admin
-		if strings.HasPrefix(command, "eval label ") { // a label is of the same person as on the page without a login
+		if strings.HasPrefix(command, "eval label ") { // a label has the same principal as on the page without a login
 			by = principals.Root
 		}
 		var page struct{ Items []activity.AuditEntry }
@@ -269,7 +270,7 @@ func TestEveryChangingCommandIsAudited(t *testing.T) {
 	}
 }
 
-// A run that needs approval says what to do, and ends with the approved call.
+// A run that needs approval prints the next command, and ends with the approved call.
 func TestAutomationRunNeedsApproval(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
@@ -313,8 +314,8 @@ func TestAutomationRunNeedsApproval(t *testing.T) {
 // line is a line of a report.
 type line = map[string]any
 
-// insertHistory writes a random history: enabled, disabled and trial skills, unknown names, failed model calls and
-// those with 0, 1 and 25 skill calls, skips, phases, admin actions, and an execution with a child.
+// insertHistory writes a random history. It has enabled, disabled and trial skills, unknown names, failed model calls,
+// model calls with 0, 1 and 25 skill calls, skips, phases, admin actions, and an execution with a child.
 func insertHistory(t *testing.T, db *pgxpool.Pool) {
 	t.Helper()
 	seed := uint64(time.Now().UnixNano())
@@ -422,7 +423,7 @@ func (c *reportChecker) do(method, path, form string) string {
 	return string(body)
 }
 
-// row returns the part of a page from a text to the end of its row.
+// row returns the part of a page from a text to the end of its table row.
 func (c *reportChecker) row(page, from string) string {
 	c.t.Helper()
 	_, rest, found := strings.Cut(page, from)
@@ -431,7 +432,7 @@ func (c *reportChecker) row(page, from string) string {
 	return row
 }
 
-// cells reports numbers that the row lacks.
+// cells reports values that the row lacks.
 func (c *reportChecker) cells(row string, values ...any) {
 	c.t.Helper()
 	plain := strings.ReplaceAll(row, ",", "")
@@ -444,7 +445,7 @@ func (c *reportChecker) cells(row string, values ...any) {
 	}
 }
 
-// duration is the words for a number of milliseconds; nil for none.
+// duration formats a number of milliseconds; nil gives the text for none.
 func duration(ms any) any {
 	if n, is := ms.(float64); is {
 		return human.Millis(int64(n))
@@ -537,7 +538,7 @@ func (c *reportChecker) checkSpendTotal(ctx context.Context) {
 		var skill string
 		var tokens, calls float64
 		require.NoError(c.t, rows.Scan(&skill, &tokens, &calls))
-		if calls == 0 { // counted at another skill
+		if calls == 0 { // counted for another skill
 			c.cells(c.row(page, ">"+skill+"</a></th>"), tokens, "shared")
 			continue
 		}

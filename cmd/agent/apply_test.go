@@ -188,7 +188,7 @@ actions:
 		assert.Contains(t, got.err, "/hook.yaml:", "webhook hook: ${HOOK_TOKEN} is too weak for a bearer token",
 			"openssl rand -hex 32")
 	}
-	newProgram(t, url).must("apply", dir) // elsewhere the variable is not set
+	newProgram(t, url).must("apply", dir) // another machine without the variable
 	assert.Contains(t, weak.must("webhooks", "endpoints"), "too weak")
 	assert.Contains(t, newProgram(t, url, "HOOK_TOKEN=a-long-random-text-4711").must("apply", dir), "no changes: ")
 }
@@ -294,7 +294,7 @@ func TestApplyWatch(t *testing.T) {
 	assert.Contains(t, p.must("skills", "show", "one"), "select 2")
 	write(filepath.Join(dir, ".one.swp"), "not of interest")
 	write(filepath.Join(dir, "one.yaml~"), query("4"))
-	if err := os.Rename(filepath.Join(dir, "one.yaml~"), file); err != nil { // as editors save
+	if err := os.Rename(filepath.Join(dir, "one.yaml~"), file); err != nil { // editors save like this
 		t.Fatal(err)
 	}
 	pgtest.Eventually(t, func() bool {
@@ -427,7 +427,7 @@ func TestInitKeepsTheURLOutOfTheWorkspace(t *testing.T) {
 	}
 }
 
-// agent dev --watch says within a second or two that a lock is in its way, as agent apply --watch does.
+// agent dev --watch and agent apply --watch report a blocking lock within a second or two.
 func TestDevWatchReportsALock(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)

@@ -24,8 +24,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// Without settings dev runs its own server and keeps its data. Other commands in the folder find it, even when dev
-// does not run.
+// Without settings, dev runs its own server and keeps its data. Other commands in the folder find the data, even after
+// dev stopped.
 func TestDevOnItsOwnServer(t *testing.T) {
 	t.Chdir(t.TempDir())
 	p := newProgramWithoutDatabase(t, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")
@@ -131,8 +131,8 @@ func agentCommand(t *testing.T, settings []string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// chainedOutput is the story chained: lane holders, messages, waits, hand-overs and their times. The program compares
-// every story with its script.
+// chainedOutput is the output of the story chained: lane holders, messages, waits, handovers and their times. The
+// program compares every story with its script.
 const chainedOutput = `
 14:00 an admin acts: starts coordinador
 14:00 coordinador acquired

@@ -94,7 +94,7 @@ func (w *browserTest) pages() []string {
 	return list
 }
 
-// A deep page without a login, or whose login has expired, leads to the login and back to the same place.
+// A page link without a login, or with an expired one, leads to the login and back to the page.
 func TestALoginLeadsBackToItsPage(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -107,7 +107,7 @@ func TestALoginLeadsBackToItsPage(t *testing.T) {
 		p.Click("#login button")
 		p.Until("the login leads back", fmt.Sprintf(`location.pathname + location.search === %q`, place))
 	}
-	fresh := browser.Open(t, browser.Look{}) // it has no cookie
+	fresh := browser.Open(t, browser.Look{}) // without a cookie
 	fresh.Go(w.base + deep)
 	fresh.Expect("401")
 	fresh.Type("#token", "wrong")
@@ -210,7 +210,7 @@ func TestFeedAfterServerRestart(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	w := newBrowserTest(t, newProgram(t, url, "AGENT_LISTEN="+testkit.FreeAddress(t)), connect(t, url))
-	w.Expect("net::ERR_") // while nobody answers
+	w.Expect("net::ERR_") // while no server runs
 	w.waitLive()
 	w.must("heartbeat")
 	w.checkFeed()

@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// The same model follows the turns. One that leaves a call out is worse, and one that calls otherwise diverges.
+// The same model repeats the recorded calls. A model that omits a call is worse, and one with other calls diverges.
 func TestEvalCounterfactualComparesACandidateWithTheAgentAsItIs(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t)
@@ -71,6 +71,6 @@ func TestEvalCounterfactualComparesACandidateWithTheAgentAsItIs(t *testing.T) {
 	poor := p.run("eval", "counterfactual", "--model", "gpt-4o-mini", "--budget", "0.000001")
 	require.Equal(t, 3, poor.code, poor.out, poor.err)
 	assert.Contains(t, poor.out, "undecided: ", "the budget of the run is used up")
-	// A turn that was played is not one that was recorded.
+	// A played turn does not count as a recorded one.
 	assert.Contains(t, p.run("eval", "counterfactual", "--model", "gpt-4o-mini").err, "8 recorded turns")
 }

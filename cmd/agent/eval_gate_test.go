@@ -62,12 +62,12 @@ func newGated(t *testing.T) (p program, pool *pgxpool.Pool, dir string, write fu
 	return p, pool, dir, write
 }
 
-// A change that a suite has not passed is not applied. It is after a run that passes, or with a reason, which the audit
-// has.
+// Apply rejects a change that a suite has not passed. It accepts the change after a passing run, or with a reason,
+// which the audit log records.
 func TestApplyWantsThePassOfEachSuiteThatGates(t *testing.T) {
 	t.Parallel()
 	p, pool, dir, write := newGated(t)
-	p.must("apply", dir) // the first one: nothing could become worse
+	p.must("apply", dir) // the first apply has nothing to compare
 	assert.Contains(t, p.must("apply", dir), "no changes")
 
 	write("Be kind.", "Be very kind.")
@@ -91,11 +91,11 @@ func TestApplyWantsThePassOfEachSuiteThatGates(t *testing.T) {
 		  from agent_audit u join agent_activity a using (id)
 		 where u.act = 'apply_workspace' order by u.id desc limit 1`)
 
-	write("Be rude.", "Be very kind.") // its run is there
+	write("Be rude.", "Be very kind.") // this version has a passing run
 	p.must("apply", dir)
 }
 
-// Runs of the offline model do not pass a suite that another model has played.
+// A run of the offline model does not pass a suite if earlier runs had another model.
 func TestApplyWithoutAModelIsNotPassedByTheOfflineOne(t *testing.T) {
 	t.Parallel()
 	p, _, dir, write := newGated(t)
@@ -110,7 +110,7 @@ func TestApplyWithoutAModelIsNotPassedByTheOfflineOne(t *testing.T) {
 	p.must("apply", dir)
 }
 
-// The start of agent dev is refused as an apply is.
+// agent dev rejects a workspace at its start by the same rule as apply.
 func TestDevDoesNotStartWithAWorkspaceThatItsEvalsRefuse(t *testing.T) {
 	t.Parallel()
 	p, _, dir, write := newGated(t)

@@ -40,7 +40,7 @@ cases:
       - answer: {contains: not due}
 `
 
-// The exit code says whether a run passed, failed or is undecided; the report says why, and where to look.
+// The exit code means passed, failed or undecided. The report has the reason, and links to details.
 func TestEvalCommands(t *testing.T) {
 	t.Parallel()
 	var due bool
@@ -115,7 +115,7 @@ func TestEvalCommands(t *testing.T) {
 		"--to", path)
 }
 
-// An outage becomes a suite of its own, here and through a server. Its file is applied as it is.
+// An outage becomes its own suite, here and through a server. Apply takes its file unchanged.
 func TestEvalAddKeepsAnOutage(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)

@@ -33,7 +33,7 @@ handler: flow:greet
 parameters: {type: object, required: [name], properties: {name: {type: string}}}
 `
 
-// newGreeter is a database with the flow greet and a process that runs it.
+// newGreeter returns a program whose database has the flow greet, and a process that runs it.
 func newGreeter(t *testing.T) program {
 	t.Helper()
 	dir := t.TempDir()
@@ -99,7 +99,7 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	p.mustJSON(&replayed, "executions", "replay", started.ID)
 	assert.Truef(t, replayed.Equal && replayed.Digest != "" && replayed.Digest == replayed.ReplayDigest,
 		"replayed %+v", replayed)
-	// A fork from the wait waits again.
+	// A fork from the wait step waits again.
 	shown := struct {
 		Checkpoints []struct{ Step string }
 		Forks       []struct{ ID string }
@@ -125,7 +125,7 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	assert.Contains(t, p.must("executions", "retry", forked.ID), "after the last checkpoint")
 }
 
-// The steps of a loop differ by their round, in the trace and on its page.
+// Steps of a loop show their round, in the trace and on its page.
 func TestStepsOfALoopShowTheirRound(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -191,7 +191,7 @@ func TestStartWait(t *testing.T) {
 		strings.Contains(fault.Error.Hint, "agent executions retry"), "stderr %q", failing.err.String())
 }
 
-// A flow that talks cannot start without a thread: not by the command, here or on a server, nor over HTTP.
+// A flow that sends messages cannot start without a thread: not by the command, here or on a server, nor over HTTP.
 func TestATalkingFlowStartsOnlyWithAThread(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
@@ -217,7 +217,7 @@ actions:
 	assert.Equal(t, 201, got.status, got.body)
 }
 
-// A rejection by a person ends a run, but neither its flow nor the skill fails.
+// A person's rejection ends a run. It does not count as a failure of its flow or skill.
 func TestARejectedRunDoesNotWorsenTheVerdict(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -265,7 +265,7 @@ actions:
 	pgtest.Equal(t, pool, 6, `select count(*) from agent_executions where status = 'failed'`)
 	assert.Contains(t, verdict(), `"state":"working"`, `"why":[]`)
 	pgtest.Equal(t, pool, 0, `select calls + streak from agent_skill_health where skill = 'wipe'`)
-	reject("errs") // it goes on after the rejection, and fails
+	reject("errs") // continues after the rejection, and fails
 	got := verdict()
 	assert.Contains(t, got, `"state":"degraded"`, "flow errs failing")
 	assert.Truef(t, !strings.Contains(got, "asks") && !strings.Contains(got, "delegates"), "the verdict: %s", got)
@@ -465,7 +465,7 @@ func TestVersionFlag(t *testing.T) {
 	}
 }
 
-// A yielding heartbeat names the holder and where it resumes; it is no failure.
+// A heartbeat that yields names the holder and where it resumes. It is no failure.
 func TestHeartbeatReportsYield(t *testing.T) {
 	t.Parallel()
 	for name, extra := range map[string][]string{"text": nil, "JSON": {"--json"}} {
@@ -512,7 +512,7 @@ func TestPauseAndResume(t *testing.T) {
 	assert.Contains(t, p.must("activity", "ls"), "pause_agent", "resume_agent")
 }
 
-// A heartbeat while paused is recorded as skipped; it is no failure.
+// A heartbeat during a pause is recorded as skipped. It is no failure.
 func TestHeartbeatWhilePaused(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))

@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// With four eyes, the principal of an operate turn decides neither by the command line nor by HTTP nor on the page.
-// Another one does, and audit, why and the approval say who, with which token and by which way.
+// With four eyes, the principal of an operate turn cannot decide its approvals by the command line, HTTP or the page.
+// Another principal can. Audit log, why and the approval name that principal, its token and the interface.
 func TestFourEyesOnAServer(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
@@ -58,7 +58,7 @@ func TestFourEyesOnAServer(t *testing.T) {
 }
 
 // With four eyes, a principal cannot decide the calls of its own chat turns. A visitor is no principal: each approver
-// decides the calls of its turns, and no viewer does.
+// may decide the calls of its turns, and no viewer may.
 func TestFourEyesInAChat(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."),
@@ -112,7 +112,7 @@ func TestFourEyesInAChat(t *testing.T) {
 		select string_agg(array_to_string(requested_by, ' ') || ' by ' || decided_by, ', ' order by id) from agent_approvals`)
 }
 
-// carryTheirActor expects pause, resume, retention, start and cancel to carry principal, token and way.
+// carryTheirActor checks that pause, resume, retention, start and cancel record principal, token and interface.
 func carryTheirActor(t *testing.T, d *operateTest, ana program, base, anas, anaToken string) {
 	t.Helper()
 	ana.must("pause", "--reason", "a look")
@@ -159,7 +159,7 @@ func carryTheirActor(t *testing.T, d *operateTest, ana program, base, anas, anaT
 		`select concat_ws(' ', actor, via) from agent_audit where act = 'resume_agent' and reason = 'in SQL'`)
 }
 
-// A principal cannot make by itself a call that another one has to approve.
+// A principal cannot make a call that needs another one's approval.
 func TestSkillsCallOnAServerNeedsTheRightToApprove(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t)
@@ -184,7 +184,7 @@ func TestSkillsCallOnAServerNeedsTheRightToApprove(t *testing.T) {
 	ana.fails(1, "agent skills call", "executions", "fork", id)
 }
 
-// A console does not ask the requester of a call with four eyes. The call waits for somebody else.
+// With four eyes, a console does not ask the requester of a call to approve it. The call waits for another principal.
 func TestARemoteConsoleDoesNotAskTheRequester(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Still here."))

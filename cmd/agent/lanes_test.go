@@ -175,7 +175,7 @@ func TestLanesRunInvalidLane(t *testing.T) {
 	assert.Truef(t, got.code == 0, "the longest lane for the longest time: exit %d, stderr %q", got.code, got.err)
 }
 
-// The lane is renewed while a command outlasts its TTL.
+// lanes run renews the lane while its command outlasts the TTL.
 func TestLanesRunRenewsTheLane(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
@@ -205,12 +205,12 @@ func TestLanesDisabled(t *testing.T) {
 	assert.Truef(t, got.code == 0 && got.out == "ran\n" && strings.Count(got.err, "level=WARN") == 1, "got %+v", got)
 }
 
-// Signals, including a second one, go to the command. The lane is released when the command ends.
+// Signals, including a second one, go to the command. lanes run releases the lane when the command ends.
 func TestLanesRunUnderSignals(t *testing.T) {
 	t.Parallel()
 	tests := map[string]struct {
 		script  string
-		answers []string // what the command prints before each signal
+		answers []string // the command's output before each signal
 		code    int
 	}{
 		"that end the command": {`echo ready; sleep 60 & wait`, []string{"ready"}, 128 + 15},

@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// listings are the listing commands, with their headings and their texts for no rows.
+// listings are the listing commands, with their headings and their texts for an empty list.
 var listings = map[string]struct {
 	args    []string
 	heading string
@@ -95,7 +95,7 @@ func TestEmptyListings(t *testing.T) {
 	}
 }
 
-// newUsedAgent is a database after one heartbeat of the caretaker, with a held lane and a pending approval.
+// newUsedAgent returns a program whose database has one heartbeat of the caretaker, a held lane and a pending approval.
 func newUsedAgent(t *testing.T) program {
 	t.Helper()
 	url := pgtest.URL(t)
@@ -329,7 +329,7 @@ func TestListingPagesAreComplete(t *testing.T) {
 	}
 }
 
-// Executions keep replay data; commands hide secrets and truncate large values.
+// Executions keep replay data. Commands hide its secrets and truncate large values.
 func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -424,7 +424,7 @@ func TestTableWidth(t *testing.T) {
 	}
 }
 
-// tableOn prints a table on a terminal of some columns, or to a buffer for none.
+// tableOn prints a table on a terminal of that many columns, or to a buffer for 0.
 func tableOn(t *testing.T, columns uint16, heading []string, rows [][]string) string {
 	t.Helper()
 	var text bytes.Buffer

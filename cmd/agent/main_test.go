@@ -28,7 +28,7 @@ func TestMain(m *testing.M) {
 	if os.Getenv(asAgent) != "" {
 		main()
 	}
-	time.Local = time.FixedZone("elsewhere", 2*60*60) // so that a time that is not put into UTC shows
+	time.Local = time.FixedZone("elsewhere", 2*60*60) // so that a missing conversion to UTC shows
 	pgtest.AtOnce(4)
 	pgtest.Main(browser.Tests{M: m})
 }
@@ -47,7 +47,7 @@ type commandResult struct {
 	out, err string
 }
 
-// newProgram returns agent on a database; settings are NAME=value.
+// newProgram returns the program on a database. Settings are NAME=value.
 func newProgram(t *testing.T, url string, settings ...string) program {
 	t.Helper()
 	return program{t, append([]string{"DATABASE_URL=" + url, "AGENT_LOG_LEVEL=warn"}, settings...)}
@@ -78,7 +78,7 @@ func (p program) must(args ...string) string {
 	return got.out
 }
 
-// fails runs a command, which must exit with code and write says to stderr.
+// fails runs a command. It must exit with code and write says to stderr.
 func (p program) fails(code int, says string, args ...string) {
 	p.t.Helper()
 	if got := p.run(args...); got.code != code || !strings.Contains(got.err, says) {
@@ -93,7 +93,7 @@ func (p program) mustJSON(into any, args ...string) {
 	require.NoError(p.t, decodeOne(text, into), "agent", strings.Join(args, " "), "--json", "in", text)
 }
 
-// decodeOne decodes a text that must be one JSON document.
+// decodeOne decodes a text of exactly one JSON document.
 func decodeOne(text string, into any) error {
 	d := json.NewDecoder(strings.NewReader(text))
 	if err := d.Decode(into); err != nil {
@@ -115,7 +115,7 @@ type started struct {
 // start runs a command in the background until the test ends.
 func (p program) start(args ...string) *started {
 	p.t.Helper()
-	ctx, cancel := context.WithCancel(context.WithoutCancel(p.t.Context())) // it outlives pages that look at it
+	ctx, cancel := context.WithCancel(context.WithoutCancel(p.t.Context())) // it outlives pages that read from it
 	s := &started{stop: cancel, ended: make(chan int, 1)}
 	var group sync.WaitGroup
 	group.Go(func() { s.ended <- run(ctx, args, p.environ, strings.NewReader(""), &s.out, &s.err) })

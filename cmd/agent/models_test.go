@@ -59,7 +59,7 @@ func TestModelsCheckFailure(t *testing.T) {
 		return modeltest.PassesChecks(n, req)
 	})
 	p := newProgramWithoutDatabase(t, "OPENAI_BASE_URL="+server.URL(), "AGENT_LOG_LEVEL=warn")
-	got := p.run("models", "check", "own/model") // no database is needed
+	got := p.run("models", "check", "own/model") // needs no database
 	assert.Truef(t, got.code == 1 && !strings.Contains(got.err, "agent:"), "exit %d, stderr %q", got.code, got.err)
 	assert.Contains(t, got.out, "FAIL     tools", "called no tool", "--enable-auto-tool-choice", "skipped  correction",
 		"no tool was called")

@@ -152,7 +152,7 @@ func newTab(t *testing.T, base string) browserTab {
 	return browserTab{t, base, &http.Client{Jar: jar}}
 }
 
-// page returns the text of a page, after submitting the form if any.
+// page returns the text of a page, after submitting a form if given.
 func (b browserTab) page(path string, form url.Values) string {
 	b.t.Helper()
 	method, body := http.MethodGet, io.Reader(http.NoBody)

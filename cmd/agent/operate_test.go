@@ -38,7 +38,7 @@ type operateTest struct {
 	model *modeltest.Server
 }
 
-// newOperateTest has the skills slow, which takes ten minutes, and wipe, which needs approval.
+// newOperateTest has two skills: slow takes ten minutes, and wipe needs approval.
 func newOperateTest(t *testing.T, replies ...modeltest.Reply) *operateTest {
 	t.Helper()
 	d := &operateTest{url: pgtest.URL(t), model: modeltest.New(t, replies...)}
@@ -66,7 +66,7 @@ type terminalTest struct {
 	t     *testing.T
 	keys  *os.File
 	shown testkit.Log
-	seen  int // how much of it was looked at
+	seen  int // the length that waitFor has consumed
 	ended chan int
 	stop  context.CancelFunc
 }
@@ -96,7 +96,7 @@ func (d *operateTest) startConsole(args ...string) *terminalTest {
 	t.Cleanup(func() {
 		stop()
 		running.Wait()
-		_, _ = keys.WriteString("\n") // for who still reads keys, so that the terminal can be closed
+		_, _ = keys.WriteString("\n") // unblocks a pending read, so that the terminal can be closed
 		reading.Wait()
 		_ = keys.Close()
 	})
@@ -216,7 +216,7 @@ func TestTerminalApprovals(t *testing.T) {
 	}
 }
 
-// The row of a request for approval says what became of it, wherever its trace is read.
+// The row of an approval request shows its decision, wherever its trace is shown.
 func TestATraceShowsTheDecisionOnAnApproval(t *testing.T) {
 	t.Parallel()
 	wipe := modeltest.ToolCall("wipe", `{}`)
@@ -229,7 +229,7 @@ func TestATraceShowsTheDecisionOnAnApproval(t *testing.T) {
 	}
 	id := ask()
 	d.must("approvals", "reject", id, "--reason", "not on a Friday")
-	of := pgtest.Value[string](t, d.pool, `select trace_id from agent_approvals`) // the decision has a trace of its own
+	of := pgtest.Value[string](t, d.pool, `select trace_id from agent_approvals`) // the decision has its own trace
 	shown := d.must("trace", of)
 	assert.Contains(t, shown, "✗ rejected", "by admin via cli: not on a Friday")
 	assert.Truef(t, !strings.Contains(shown, "pending_approval"), "the trace: %s", shown)
@@ -282,7 +282,7 @@ func TestTerminalApprovalDecidedElsewhere(t *testing.T) {
 	assert.Equal(t, 0, s.waitExit())
 }
 
-// A decision shows the end of its turn also if another process finished the turn first. A trigger is that process.
+// A decision shows the end of its turn, also if another process finished the turn first. A trigger plays that process.
 func TestADecisionShowsATurnThatEndedElsewhere(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
@@ -335,7 +335,7 @@ func TestOperateOnce(t *testing.T) {
 	assert.True(t, !d.laneHeld(t), "the lane is still held")
 }
 
-// A turn outside of a phase is replayed without a model too.
+// The replay of a turn outside of a phase needs no model either.
 func TestReplayOperateTurn(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
@@ -410,7 +410,7 @@ func TestInterruptEndsSilentPipe(t *testing.T) {
 		assert.Equal(t, exitInterrupted, got.code, got.err)
 	case <-time.After(pgtest.Timeout):
 		t.Error("it waits for the pipe")
-		keep.Close() // so that it ends
+		keep.Close() // ends the command
 		<-ended
 	}
 }
@@ -442,7 +442,7 @@ func TestFailedTurnExitCode(t *testing.T) {
 	assert.Equal(t, "Fine.\n", got.out)
 }
 
-// An interrupt cancels the turn of an admin and of a visitor. The turn's resources stay until its run has handled the
+// An interrupt cancels a turn, of an admin or a visitor. The turn's resources stay until its run has handled the
 // cancellation.
 func TestInterruptCancelsTurn(t *testing.T) {
 	t.Parallel()

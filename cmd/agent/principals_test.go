@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// A team gets along without AGENT_ADMIN_TOKEN: a token made on the command line opens what its role may.
+// A team can do without AGENT_ADMIN_TOKEN: a token from the command line opens what its role may open.
 func TestATokenOpensWhatItsRoleMay(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
@@ -49,7 +49,7 @@ func TestATokenOpensWhatItsRoleMay(t *testing.T) {
 	assert.Truef(t, got.code != 0 && strings.Contains(got.err, "agent principals ls"), "exit %d: %s", got.code, got.err)
 }
 
-// Each link of the overview leads to a page that its viewer may open, and no kind of trouble is left out.
+// Each link of the overview opens for its viewer, and the overview shows every kind of problem.
 func TestTheOverviewLinksToWhatItsViewerMayOpen(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)

@@ -29,7 +29,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
-// remote starts agent serve and returns the program that sends its commands there, with nothing but a token.
+// remote starts agent serve. It returns a program that sends its commands there, with only a token.
 func (p program) remote(settings ...string) (far program, server *started) {
 	p.t.Helper()
 	server = program{p.t, append(slices.Clone(p.environ), append([]string{
@@ -67,7 +67,7 @@ func TestCommandsOpenFilesThroughTheCLI(t *testing.T) {
 	}
 }
 
-// volatile is what two runs of a command differ in.
+// volatile matches the parts that differ between two runs of a command.
 var volatile = regexp.MustCompile(`[0-9a-f]{8}-[0-9a-f-]{27}|[0-9A-Z]{26}|\d{4}-\d\d-\d\d.\d\d:\d\d:\d\d\S*|` +
 	`\d+(\.\d+)? ?(ms|s|min)\b|  +`) // columns are as wide as their widest value
 
@@ -140,7 +140,7 @@ func TestRemoteCommandsEqualLocalOnes(t *testing.T) {
 	checkRemoteFiles(t, far, dir)
 }
 
-// checkRemoteFiles carries a file to the server and back, and reads standard input.
+// checkRemoteFiles copies a file to the server and back, and reads standard input.
 func checkRemoteFiles(t *testing.T, far program, dir string) {
 	t.Helper()
 	var d documents.Document
@@ -180,7 +180,7 @@ func TestRemoteRefusesWhatReachesTheServersMachine(t *testing.T) {
 	} {
 		dir := writeFolder(t, map[string]string{"x.yaml": text})
 		far.fails(2, says, "apply", dir)
-		if strings.Contains(says, "file") { // applied there, it is no obstacle
+		if strings.Contains(says, "file") { // after a local apply, the file does not matter
 			local.must("apply", dir)
 			far.must("apply", dir)
 		}
@@ -210,7 +210,7 @@ func TestRemoteRefusesWhatReachesTheServersMachine(t *testing.T) {
 
 func TestRemoteCommandsAreBoundedAndPanicsEndOnlyTheCommand(t *testing.T) {
 	t.Parallel()
-	host := newCommandHost(&cli{environ: map[string]string{}}, &session{}) // without a database every query panics
+	host := newCommandHost(&cli{environ: map[string]string{}}, &session{}) // without a database each query panics
 	send := func() *httptest.ResponseRecorder {
 		w := httptest.NewRecorder()
 		ctx := principals.WithCaller(t.Context(), principals.RootCaller(), "http")
@@ -312,7 +312,7 @@ func TestServerShutdownEndsARemoteCommand(t *testing.T) {
 	}
 }
 
-// frames responds to a command with lines, and then ends the connection.
+// frames responds to a command with lines, then closes the connection.
 func frames(t *testing.T, pause time.Duration, lines ...string) program {
 	t.Helper()
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -381,7 +381,7 @@ func TestRemoteFailures(t *testing.T) {
 	p.must("--version")
 }
 
-// The token is for the server alone, and a server may write only the file that the caller named.
+// The client sends the token only to its server. A server may write only the file that the caller named.
 func TestRemoteServerIsNotTrusted(t *testing.T) {
 	t.Parallel()
 	t.Run("redirect", func(t *testing.T) {
@@ -429,7 +429,7 @@ func TestLoginStoresATokenPerServer(t *testing.T) {
 	p.fails(2, "there is no token", "--server", base, "skills", "ls")
 	got = login(secret + "\n")
 	assert.Truef(t, got.code == 0 && !strings.Contains(got.out+got.err, secret), "login: %+v", got)
-	refused() // and the stored one stays
+	refused() // and the stored token does not change
 	assert.Contains(t, p.must("--server", base, "skills", "ls"), "memory_search")
 	p.fails(2, "there is no token", "--server", "http://127.0.0.1:2", "skills", "ls")
 	file := filepath.Join(home, ".config", "lanekeeper", "login.json")
@@ -477,7 +477,7 @@ func unlogged(environ []string) []string {
 	return slices.DeleteFunc(slices.Clone(environ), set)
 }
 
-// A command that talks logs warnings only, to a pipe and of a server too, unless the level is set.
+// A command with model output logs only warnings, to a pipe and from a server too, unless the level is set.
 func TestACommandThatTalksIsQuiet(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t)
@@ -495,7 +495,7 @@ func TestACommandThatTalksIsQuiet(t *testing.T) {
 	}
 }
 
-// A visitor's command says once why the answer does not come yet.
+// A visitor's command reports once that the answer waits for an approval.
 func TestAChatSaysThatItWaitsForAnApproval(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.ToolCall("wipe", `{}`))
@@ -509,7 +509,7 @@ func TestAChatSaysThatItWaitsForAnApproval(t *testing.T) {
 	}
 }
 
-// The console of a server prints what the local one prints, without the server's log.
+// The console on a server prints the same as the local one, without the server's log.
 func TestARemoteConsolePrintsWhatALocalOneDoes(t *testing.T) {
 	t.Parallel()
 	var screens [2]string
@@ -534,7 +534,7 @@ func TestARemoteConsolePrintsWhatALocalOneDoes(t *testing.T) {
 		enter("y", `answered.*\s+(> )`)
 		enter("Wipe.", `(approve\?) `)
 		enter("", `left open.*\s+(> )`)
-		// Without /lanes: a local console holds its lane between turns, a remote one does not.
+		// /lanes is left out: a local console holds its lane between turns, a remote one does not.
 		for _, line := range []string{
 			"/approvals", "/trace", "/objectives", "/memory", "/help", "/nope", "/approve", "/approve 7", "/trace 7",
 		} {
@@ -553,8 +553,8 @@ func TestARemoteConsolePrintsWhatALocalOneDoes(t *testing.T) {
 	assert.True(t, !strings.Contains(screens[1], "level="), "the log of the server is shown")
 }
 
-// A local console holds the lane of the session while it is open. A remote console of the session still takes
-// commands, and says for a turn that the lane is busy.
+// An open local console holds the lane of the session. A remote console of the session still takes commands; a turn
+// there reports the busy lane.
 func TestARemoteConsoleBesideALocalOne(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.Text("One."))
@@ -575,7 +575,7 @@ func TestARemoteConsoleBesideALocalOne(t *testing.T) {
 	s.waitExit()
 }
 
-// A console of agent chat keeps its commands from the model, here and of a server. A path is no command.
+// A console of agent chat does not send its commands to the model, here and on a server. A path is no command.
 func TestAChatConsoleKnowsItsCommands(t *testing.T) {
 	t.Parallel()
 	for _, where := range []string{"here", "on a server"} {
@@ -604,7 +604,7 @@ func TestAChatConsoleKnowsItsCommands(t *testing.T) {
 	}
 }
 
-// Who may not decide approvals cannot do so by a command of the console either.
+// Console commands need the same scopes: a principal that may not decide approvals cannot decide them here.
 func TestSlashCommandsNeedTheirScopes(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
@@ -623,7 +623,7 @@ func TestSlashCommandsNeedTheirScopes(t *testing.T) {
 	assert.Contains(t, got.out, id)
 }
 
-// The output of a turn comes while it runs, and ^C ends the turn on the server, not the conversation.
+// The console streams the output of a turn. ^C ends the turn on the server, not the conversation.
 func TestRemoteTurnsAreStreamedAndCancelled(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Here."))
@@ -649,7 +649,7 @@ func TestRemoteTurnsAreStreamedAndCancelled(t *testing.T) {
 	assert.Contains(t, shown.String(), "Here.")
 }
 
-// A visitor's turn that ^C cancels in a remote console is cancelled by the caller's principal.
+// If ^C cancels a visitor's turn in a remote console, the cancel names the caller's principal.
 func TestAnInterruptedRemoteChatNamesThePrincipal(t *testing.T) {
 	t.Parallel()
 	asked := make(chan struct{})
@@ -669,7 +669,7 @@ func TestAnInterruptedRemoteChatNamesThePrincipal(t *testing.T) {
 		select status || coalesce(' by ' || cancelled_by, '') from agent_executions where flow = 'chat'`)
 }
 
-// principal makes a principal, and returns the program with its token.
+// principal adds a principal, and returns the program with its token.
 func (d *operateTest) principal(far program, name string, role principals.Role) (p program, secret, tokenID string) {
 	d.t.Helper()
 	_, err := principals.Create(d.t.Context(), d.pool, principals.New{Name: name, Kind: principals.User, Role: role})
@@ -681,7 +681,7 @@ func (d *operateTest) principal(far program, name string, role principals.Role) 
 	return newProgramWithoutDatabase(d.t, far.environ[0], "AGENT_TOKEN="+secret), secret, token.ID
 }
 
-// startProcess runs a command on a terminal in a process of its own, which stop interrupts.
+// startProcess runs a command on a terminal in its own process. stop interrupts it.
 func (p program) startProcess(args ...string) *terminalTest {
 	t := p.t
 	t.Helper()
@@ -696,7 +696,7 @@ func (p program) startProcess(args ...string) *terminalTest {
 	var reading sync.WaitGroup
 	reading.Go(func() { _, _ = io.Copy(&s.shown, keys) }) // ends with an error when the process has ended
 	reading.Go(func() {
-		_ = cmd.Wait() // the exit code says it
+		_ = cmd.Wait() // waitExit reads the exit code
 		s.ended <- cmd.ProcessState.ExitCode()
 	})
 	t.Cleanup(func() {
@@ -707,7 +707,7 @@ func (p program) startProcess(args ...string) *terminalTest {
 	return s
 }
 
-// An interrupt at the prompt begins a new line. Only ^D leaves. (TestTerminalInterruptCancelsTurn has agent operate.)
+// An interrupt at the prompt starts a new line. Only ^D leaves. (TestTerminalInterruptCancelsTurn tests agent operate.)
 func TestInterruptAtThePromptKeepsTheConsole(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t)
@@ -731,7 +731,7 @@ func TestInterruptAtThePromptKeepsTheConsole(t *testing.T) {
 	}
 }
 
-// ^C at the question about an approval cancels the turn on the server, and the conversation goes on.
+// ^C at an approval prompt cancels the turn on the server, and the conversation continues.
 func TestInterruptAtAnApprovalCancelsTheRemoteTurn(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Still here."))
@@ -751,7 +751,7 @@ func TestInterruptAtAnApprovalCancelsTheRemoteTurn(t *testing.T) {
 	assert.Truef(t, !strings.Contains(s.shown.String(), "left open"), "the screen: %s", s.shown.String())
 }
 
-// The console says that a turn was not cancelled, and why: a cancel needs runs:write.
+// The console reports that a turn was not cancelled, and why: a cancel needs runs:write.
 func TestInterruptAtAnApprovalWithoutTheScopeSaysSo(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
@@ -768,7 +768,7 @@ func TestInterruptAtAnApprovalWithoutTheScopeSaysSo(t *testing.T) {
 	pgtest.Until(t, d.pool, "waiting", `select status::text from agent_executions where flow = 'operate'`)
 }
 
-// The console of a server asks about an approval in place, if its caller may decide.
+// The console on a server prompts for an approval in place, if its caller may decide it.
 func TestARemoteConsoleAsksForApproval(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."),

@@ -33,14 +33,14 @@ import (
 
 const token = "AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836"
 
-// All missing and invalid settings are reported at once, a line each, with exit code 2.
+// The program reports all missing and invalid settings at once, one per line, with exit code 2.
 func TestInvalidSettings(t *testing.T) {
 	t.Parallel()
 	const database = "DATABASE_URL=postgres://localhost:1/none"
 	tests := map[string]struct {
 		args     []string
 		settings []string
-		says     []string // a line each, in any order
+		says     []string // one per line, in any order
 	}{
 		"serve without anything": {
 			[]string{"serve"},
@@ -227,7 +227,7 @@ func withSecret(t *testing.T, address string) string {
 	return u.String()
 }
 
-// The first run prints what was created, the trace, and the addresses.
+// The first run prints the trace, the addresses and what it created.
 func TestDevOutput(t *testing.T) {
 	t.Parallel()
 	p := program{t, []string{
@@ -245,7 +245,7 @@ func TestDevOutput(t *testing.T) {
 		"running a heartbeat …", "admin token  the-admins-own-token\n", "/chat#key=the-visitors-own-key\n",
 		"data in      DATABASE_URL\n", "model        offline", "heartbeat    */30", "*/30 * * * * (UTC)", "^C stops")
 	assert.True(t, !strings.Contains(output, "hunter2"), "the database's password is shown")
-	logged := strings.Count(output, "level=WARN") // at the half hour, the schedule's heartbeat meets the first one
+	logged := strings.Count(output, "level=WARN") // at the half hour, the scheduled heartbeat runs into the first one
 	lines := strings.Count(output, "\n") - logged
 	assert.Truef(t, lines <= 16, "%d lines on stderr:\n%s", lines, output)
 	code, body := testkit.Get(t, base+"/readyz")
@@ -358,7 +358,7 @@ func TestDoctor(t *testing.T) {
 	}
 }
 
-// A doctor that waits as long as everybody else tells nobody why.
+// doctor must not wait for the lock that blocks everyone. It names the blocking session.
 func TestDoctorNamesWhatHoldsTheDatabaseUp(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Own(t)
@@ -375,7 +375,7 @@ func TestDoctorNamesWhatHoldsTheDatabaseUp(t *testing.T) {
 	require.NoError(t, tx.Rollback(t.Context()))
 	pgtest.Exec(t, pool, `alter system set synchronous_standby_names = 'nobody'`)
 	pgtest.Exec(t, pool, `select pg_reload_conf()`)
-	pgtest.Eventually(t, func() bool { // the checkpointer tells commits of the setting
+	pgtest.Eventually(t, func() bool { // the checkpointer applies the setting to commits
 		got = p.run("doctor")
 		return got.code == 1
 	}, "commits wait for a standby")
@@ -387,13 +387,13 @@ func TestDoctorNamesWhatHoldsTheDatabaseUp(t *testing.T) {
 
 var serving = regexp.MustCompile(`msg=serving listen=(\S+)`)
 
-// chatKey is what visitors send.
+// chatKey is the key of visitors.
 const chatKey = "visitor-0123456789abcdef"
 
-// reply is a response, or none.
+// reply is a response, or the error.
 type reply struct {
 	status int
-	closes bool // the connection, behind the answer
+	closes bool // closes the connection after the response
 	body   string
 	err    error
 }
@@ -428,7 +428,7 @@ func closed(t *testing.T, base string) bool {
 	return false
 }
 
-// A stopping process is unready at once and serves for the drain period. A second signal ends it.
+// A stopping process is unready at once and keeps serving for the drain period. A second signal ends it.
 func TestShutdownDrains(t *testing.T) {
 	t.Parallel()
 	cmd := exec.Command(os.Args[0], "serve")
@@ -466,7 +466,7 @@ func TestShutdownDrains(t *testing.T) {
 	assert.Equal(t, exitInterrupted, ended())
 }
 
-// A started response, streamed or not, completes before the process ends.
+// A response that has started, streamed or not, completes before the process ends.
 func TestShutdownWaitsForResponses(t *testing.T) {
 	t.Parallel()
 	asked, free := make(chan struct{}, 2), make(chan struct{})
@@ -511,10 +511,10 @@ func TestShutdownWaitsForResponses(t *testing.T) {
 	assert.Equal(t, 0, <-s.ended, s.err.String())
 }
 
-// systemd is notified of readiness, liveness and stop.
+// The program notifies systemd of readiness, liveness and stop.
 func TestSystemdNotify(t *testing.T) {
 	t.Parallel()
-	dir, err := os.MkdirTemp("", "lk") //nolint:usetesting // the path of a socket has to be short
+	dir, err := os.MkdirTemp("", "lk") //nolint:usetesting // a socket path must be short
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
 	socket := filepath.Join(dir, "notify")
@@ -545,7 +545,7 @@ func TestSystemdNotify(t *testing.T) {
 
 func TestHealthcheck(t *testing.T) {
 	t.Parallel()
-	_, port, _ := strings.Cut(testkit.FreeAddress(t), ":") // nobody else gets it when the program has stopped
+	_, port, _ := strings.Cut(testkit.FreeAddress(t), ":") // the port stays free after the program has stopped
 	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=0.0.0.0:"+port, "AGENT_LOG_LEVEL=info")
 	s := p.start("serve", "--migrate")
 	at, err := url.Parse(s.find(t, `msg=serving listen=(\S+)`))

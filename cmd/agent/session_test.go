@@ -64,7 +64,7 @@ func TestDatabaseErrorAdvice(t *testing.T) {
 	assert.Equal(t, "agent: "+got.Error.Message+": "+got.Error.Hint+"\n", text)
 }
 
-// A server without a free connection is advised about once.
+// If a server has no free connection, the error has its advice once.
 func TestTooManyConnectionsAdvice(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -101,8 +101,8 @@ config:
 
 const orderTable = `create table orders (id int, closed int); insert into orders values (1, 0)`
 
-// A database is declared by name; its URL comes from the environment and is never printed. A call without the setting
-// fails by name and does not count for self-heal.
+// A workspace declares a database by name. Its URL comes from the environment and is never printed. A call without the
+// setting fails with the name and does not count for self-heal.
 func TestSkillsOnANamedDatabase(t *testing.T) {
 	t.Parallel()
 	url, there := pgtest.URL(t), pgtest.URL(t)
@@ -136,8 +136,8 @@ func TestSkillsOnANamedDatabase(t *testing.T) {
 	assert.Equal(t, 0, failed)
 }
 
-// The process is killed between the commit in the shop's database and its own checkpoint. Another process resumes
-// with the recorded result; the order is closed once.
+// A kill hits the process between the commit in the shop's database and its own checkpoint. Another process resumes
+// with the recorded result, and the order is closed once.
 func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 	t.Parallel()
 	url, there := pgtest.URL(t), pgtest.URL(t)
@@ -233,7 +233,7 @@ func checkRejected(t *testing.T, p program, name string, cmd *cobra.Command) {
 	} {
 		last = p.run(append(slices.Clip(words), args...)...)
 		if args == nil && cmd.HasSubCommands() && strings.Contains(last.out, "Usage:") {
-			return // only a name for the commands below it
+			return // only a parent of other commands
 		}
 		if strings.Contains(last.err+last.out, "migrated by a newer version of agent; use that version or newer") {
 			assert.Truef(t, last.code == exitUsage || name == "doctor", "agent %s: exit %d, want %d", name, last.code, exitUsage)
@@ -254,8 +254,8 @@ func rowCounts(t *testing.T, p program, url string) (rows string) {
 	return rows
 }
 
-// A user without CREATEROLE gets the statement for a superuser. The next migration then grants the contract. Roles
-// belong to the cluster, so the test uses its own.
+// Without CREATEROLE, migrate prints the statement for a superuser. After it, the next migration grants the contract.
+// Roles belong to the cluster, so the test uses its own.
 func TestMigrateWithoutCreateRole(t *testing.T) {
 	t.Parallel()
 	server, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true, Database: "agent", Owner: "owner"})
@@ -266,7 +266,7 @@ func TestMigrateWithoutCreateRole(t *testing.T) {
 	p := newProgram(t, server.URL())
 	statement := regexp.MustCompile(`run this as a superuser, then agent migrate again:\n  (create role .*;)\n`)
 	var found []string
-	for range 2 { // it is printed until it was followed
+	for range 2 { // printed until the superuser has run it
 		got := p.run("migrate")
 		if found = statement.FindStringSubmatch(got.err); got.code != 0 || found == nil {
 			t.Fatalf("agent migrate as a user without CREATEROLE: exit %d, stderr: %s", got.code, got.err)

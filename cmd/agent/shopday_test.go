@@ -67,7 +67,7 @@ func newShopDay(t *testing.T) *shopDay {
 	return d
 }
 
-// wired is the runtime that a command has, for tests that are one.
+// wired returns the runtime that a command would build, for tests that play one.
 func (p program) wired() *app.App {
 	p.t.Helper()
 	c := &cli{environ: config.Environ(p.environ), in: strings.NewReader(""), out: io.Discard, err: io.Discard}
@@ -110,7 +110,7 @@ func (d *shopDay) heartbeat(ctx context.Context, n int, also ...string) error {
 	return err
 }
 
-// visitor runs a conversation of some messages.
+// visitor runs a conversation with that many messages.
 func (d *shopDay) visitor(ctx context.Context, n, messages int) error {
 	for i := range messages {
 		words := []string{
@@ -136,7 +136,7 @@ func (d *shopDay) visitor(ctx context.Context, n, messages int) error {
 	return nil
 }
 
-// admin runs a session of some messages.
+// admin runs a session with the messages.
 func (d *shopDay) admin(ctx context.Context, messages ...string) error {
 	s, err := d.app.Operate.Session("", true)
 	if err != nil {
@@ -221,31 +221,31 @@ func (d *shopDay) automation(ctx context.Context, name string) (runs int, err er
 
 // A provider caches prompts for a while. A shared prefix costs a tenth.
 const (
-	cacheFloor = 1024 // tokens: OpenAI keeps no shorter beginning,
-	cacheBlock = 128  // and counts in such blocks
-	tokenBytes = 4    // of English and JSON, about
+	cacheFloor = 1024 // tokens: OpenAI caches no shorter prefix,
+	cacheBlock = 128  // and counts in blocks of this size
+	tokenBytes = 4    // average of English and JSON
 )
 
 // promptCache computes the cached tokens of each request.
 type promptCache struct {
 	mu     sync.Mutex
-	asked  map[string][]string // the prompts so far, by model
+	asked  map[string][]string // earlier prompts, by model
 	turns  int
 	counts map[string]cacheCount // by surface
 }
 
-// cacheCount is in tokens.
+// cacheCount counts tokens.
 type cacheCount struct {
 	calls, prompt int
-	shared        int // with an earlier prompt
-	cached        int // of these, those that a provider with a floor and blocks has
+	shared        int // prefix of an earlier prompt
+	cached        int // the shared tokens that a provider with floor and blocks caches
 }
 
 func (c cacheCount) plus(d cacheCount) cacheCount {
 	return cacheCount{c.calls + d.calls, c.prompt + d.prompt, c.shared + d.shared, c.cached + d.cached}
 }
 
-// percent is a part of the prompt's tokens.
+// percent returns the percentage of the prompt's tokens.
 func (c cacheCount) percent(part int) float64 { return 100 * float64(part) / float64(max(c.prompt, 1)) }
 
 func (c cacheCount) String() string {
@@ -253,10 +253,10 @@ func (c cacheCount) String() string {
 		c.percent(c.shared), c.percent(c.cached))
 }
 
-// promptClock is the time in a prompt. The test's day takes seconds, so each turn gets its own minute.
+// promptClock matches the time in a prompt. The test's day takes seconds, so each turn gets its own minute.
 var promptClock = regexp.MustCompile(`Now: \w+ \d{4}-\d\d-\d\d \d\d:\d\d`)
 
-// ask counts a request, given its body and the surface that asks.
+// ask counts a request of a surface.
 func (c *promptCache) ask(surface, body string) (cacheCount, error) {
 	var req struct {
 		Model    string
@@ -316,7 +316,7 @@ func (c *promptCache) all() (sum cacheCount) {
 	return sum
 }
 
-// promptOf returns the surface of a request, by the start of its system message.
+// promptOf returns the surface of a request, from the start of its system message.
 func promptOf(req openai.ChatCompletionRequest) string {
 	for words, surface := range map[string]string{
 		"talk with a visitor": "visitors", "talk with your admin": "operate", "one scheduled task": "report",
@@ -329,10 +329,10 @@ func promptOf(req openai.ChatCompletionRequest) string {
 	return "other"
 }
 
-// orderPattern is what a visitor says who asks for an order.
+// orderPattern matches a visitor's question about an order.
 var orderPattern = regexp.MustCompile(`order (\d{4}).*e-mail is (\S+@\S+\w)`)
 
-// modelReply looks the order up, then answers.
+// modelReply calls the order skill, then answers.
 func modelReply(req openai.ChatCompletionRequest) modeltest.Reply {
 	last := req.Messages[len(req.Messages)-1]
 	text := modeltest.Said(last)

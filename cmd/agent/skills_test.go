@@ -19,7 +19,7 @@ import (
 
 const broken = "broken_on_purpose"
 
-// makeDue makes the broken automation due now, whatever its schedule says.
+// makeDue makes the broken automation due now.
 func makeDue(t *testing.T, db *pgxpool.Pool) {
 	t.Helper()
 	pgtest.Exec(t, db, `
@@ -31,7 +31,7 @@ func makeDue(t *testing.T, db *pgxpool.Pool) {
 type state struct {
 	enabled            bool
 	by, reason         string
-	failures           int // that the evidence names
+	failures           int // as the evidence names them
 	automationEnabled  bool
 	automationDisabler string
 	calls              int
@@ -125,7 +125,7 @@ func TestSelfHealCommand(t *testing.T) {
 		"a second self-heal: %+v", again)
 }
 
-// The report replays the set of the release, a file, or what happened here.
+// The report replays the set of the release, a file, or the local history.
 func TestSelfHealReport(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
@@ -147,7 +147,7 @@ func TestSelfHealReport(t *testing.T) {
 	assert.Contains(t, p.must("selfheal", "report", "--since", "30d"), ": 0 traces")
 }
 
-// A session that stays idle in its transaction must not silence an admin.
+// A session idle in its transaction must not make an admin's command hang.
 func TestChangesDoNotWaitForALock(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -159,7 +159,7 @@ func TestChangesDoNotWaitForALock(t *testing.T) {
 	tx, err := connect(t, url).Begin(t.Context())
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	pgtest.Exec(t, tx, `set local idle_in_transaction_session_timeout = '30s'`) // a command that waits succeeds then
+	pgtest.Exec(t, tx, `set local idle_in_transaction_session_timeout = '30s'`) // a waiting command succeeds then
 	pgtest.Exec(t, tx, `lock agent_skills, agent_automations, agent_objectives, agent_memory, agent_principals,
 		agent_retention, agent_pauses, agent_threads in exclusive mode`)
 	for _, command := range [][]string{
@@ -178,7 +178,7 @@ func TestChangesDoNotWaitForALock(t *testing.T) {
 		{"executions", "start", "external", "--thread", "reception"},
 	} {
 		p.fails(1, "another transaction of the database has locked the rows to write", command...)
-		pgtest.Exec(t, tx, `select`) // it is idle anew
+		pgtest.Exec(t, tx, `select`) // restarts the idle time
 	}
 	require.NoError(t, tx.Rollback(t.Context()))
 	p.must("skills", "disable", "table_sizes")

@@ -26,7 +26,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// Chat keys, and the secret of the webhooks.
+// These are the chat keys and the secret of the webhooks.
 const (
 	siteKey = "site-0123456789abcdef0123456789abcdef"
 	shopKey = "shop-0123456789abcdef0123456789abcdef"
@@ -34,11 +34,11 @@ const (
 	hookKey = "hook-0123456789abcdef0123456789abcdef"
 )
 
-// salary is the secret that no stranger may read.
+// salary is the secret. No stranger may read it.
 const salary = "the salary is 4711"
 
-// strangersYAML has flows that say the secret and wait, and endpoints that open threads and answer in threads named
-// by the sender.
+// strangersYAML has flows that send the secret and wait, and endpoints that open threads and answer in threads named by
+// the sender.
 const strangersYAML = `
 kind: flow
 name: offer
@@ -89,7 +89,7 @@ type strangerTest struct {
 func newStrangerTest(t *testing.T) *strangerTest {
 	t.Helper()
 	model := modeltest.New(t)
-	model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply { // tells everything that it was told
+	model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply { // repeats all that it was sent
 		var all []string
 		for _, m := range req.Messages {
 			if m.Role != openai.ChatMessageRoleSystem {
@@ -203,7 +203,7 @@ type threadStart struct {
 	own []string
 }
 
-// startByChat opens a thread as a visitor with the secret.
+// startByChat returns a way to open a thread: a visitor sends the secret.
 func startByChat(key string, visitor func(*strangerTest) string, named bool) func(*strangerTest, string) thread {
 	return func(h *strangerTest, name string) thread {
 		h.t.Helper()
@@ -226,7 +226,7 @@ func startByChat(key string, visitor func(*strangerTest) string, named bool) fun
 	}
 }
 
-// startWaitingFlow returns the thread in which the flow offer waits.
+// startWaitingFlow returns a thread in which the flow offer waits.
 func (h *strangerTest) startWaitingFlow(id, name string) thread {
 	h.t.Helper()
 	h.waitUntil(`select exists (select from agent_executions where thread_id = $1 and status = 'waiting')`, id)
@@ -275,7 +275,7 @@ func threadStarts() map[string]threadStart {
 	}
 }
 
-// strangerKeys are callers with a chat key.
+// strangerKeys returns the callers with a chat key.
 func (h *strangerTest) strangerKeys() map[string][]string {
 	return map[string][]string{
 		"site":            {siteKey},
@@ -289,7 +289,7 @@ func (h *strangerTest) strangerKeys() map[string][]string {
 
 var anyTrace = regexp.MustCompile(`\b(ch|op|fl)_[0-9A-Z]{26}`)
 
-// normalized removes what differs between requests.
+// normalized removes the parts that differ between requests.
 func (r httpResult) normalized(hidden ...string) string {
 	body := anyTrace.ReplaceAllString(r.body, "…")
 	for _, word := range hidden {
@@ -298,8 +298,8 @@ func (r httpResult) normalized(hidden ...string) string {
 	return fmt.Sprintf("%d %s", r.status, body)
 }
 
-// TestStrangerAccess tries every access of every caller to every kind of thread: claim its name, read, write, list.
-// No stranger gets access or learns that the thread exists.
+// TestStrangerAccess tries every access of every caller to every kind of thread: claim its name, read, write, list. No
+// stranger gets access or learns that the thread exists.
 func TestStrangerAccess(t *testing.T) {
 	t.Parallel()
 	h := newStrangerTest(t)
@@ -309,7 +309,7 @@ func TestStrangerAccess(t *testing.T) {
 			h := &strangerTest{t, h.base, h.db}
 			name := "offer " + strings.ReplaceAll(kind, ", ", " ")
 			name = strings.ReplaceAll(name, " ", "-")
-			for who, as := range outsiders { // the name is taken in advance
+			for who, as := range outsiders { // outsiders claim the name first
 				if slices.Contains(b.own, who) {
 					continue
 				}
@@ -348,7 +348,7 @@ func (h *strangerTest) checkStranger(who string, as []string, th thread) {
 			h.t.Errorf("%s reads %s: %s", who, name, got.body)
 		case strings.HasPrefix(name, "th_") && got.normalized() != missing.normalized():
 			h.t.Errorf("%s finds out about %s: %s, of none %s", who, name, got.normalized(), missing.normalized())
-		case !strings.HasPrefix(name, "th_") && got.status != http.StatusOK: // a thread of its own, as of any other name
+		case !strings.HasPrefix(name, "th_") && got.status != http.StatusOK: // its own thread, as for any name
 			h.t.Errorf("%s finds out about %s: %s", who, name, got.normalized())
 		}
 	}
@@ -376,7 +376,7 @@ func (h *strangerTest) checkStranger(who string, as []string, th thread) {
 func (h *strangerTest) checkFlowAccess(th thread, b threadStart) {
 	h.t.Helper()
 	if slices.Contains(b.own, "flow") {
-		return // an admin opens it by starting a flow in it
+		return // an admin gives it access by starting a flow in it
 	}
 	const none = "th_00000000000000000000000000000000"
 	start := func(id string) httpResult {
@@ -519,7 +519,7 @@ func TestThreadAccess(t *testing.T) {
 	})
 }
 
-// TestThreadsOfEarlierRelease keeps the access of earlier users.
+// TestThreadsOfEarlierRelease checks that earlier users keep their access.
 func TestThreadsOfEarlierRelease(t *testing.T) {
 	t.Parallel()
 	h := newStrangerTest(t)
@@ -566,9 +566,9 @@ func (h *strangerTest) holdLocks(statements ...string) (end func()) {
 	}
 }
 
-// flood repeats a request on many connections until stop is called. stop returns the responses by status and one
-// response with 503: preferably one that names the holder, then the locked row, then the database, because a busy
-// machine may find the holder too late.
+// flood repeats a request on many connections until the caller calls stop. stop returns the responses by status and one
+// response with 503: preferably one that names the holder, then the locked row, then the database. A busy machine may
+// find the holder too late.
 func (h *strangerTest) flood(request func() httpResult) (stop func() (map[int]int, httpResult)) {
 	var mu sync.Mutex
 	var flooding sync.WaitGroup
@@ -640,7 +640,7 @@ func TestLockedRowsDoNotDelayOthers(t *testing.T) {
 	for name, one := range map[string]struct {
 		hold    string
 		request func() httpResult
-		tells   string // to an admin
+		tells   string // in an admin's response
 	}{
 		"event id": {
 			`insert into agent_events (event, key, external_id) values ('EVENT_COMPLETED', 'k', 'held')`,
@@ -653,7 +653,7 @@ func TestLockedRowsDoNotDelayOthers(t *testing.T) {
 			post("/v1/events", admin, event("other"), "Idempotency-Key", "held"), `Idempotency-Key`,
 		},
 		"delivery": {
-			`delete from agent_webhook_deliveries`, // which the same delivery has to wait for
+			`delete from agent_webhook_deliveries`, // blocks a delivery with the same id
 			post("/webhooks/hire", hookKey, hook), "",
 		},
 		"lane of a thread": {

@@ -22,8 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
-// conversations is a server on which a visitor and an admin have talked with the agent. All that was said has spoken in
-// it.
+// conversations is a server with conversations of a visitor and an admin. Each text in them contains spoken.
 type conversations struct {
 	*operateTest
 	far                program
@@ -61,13 +60,13 @@ func newConversations(t *testing.T) *conversations {
 	return c
 }
 
-// as returns the commands of a new principal, and what it gets of a path.
+// as creates a principal with a role. It returns the principal's program and a reader of paths.
 func (c *conversations) as(t *testing.T, role principals.Role) (p program, get func(path string) string) {
 	t.Helper()
 	return c.narrowed(t, role, "*")
 }
 
-// narrowed is as with a token of one scope.
+// narrowed is as, with a token of one scope.
 func (c *conversations) narrowed(t *testing.T, role principals.Role, scope string) (p program,
 	get func(path string) string,
 ) {
@@ -87,7 +86,7 @@ func (c *conversations) narrowed(t *testing.T, role principals.Role, scope strin
 	}
 }
 
-// compareTexts expects the operator to see what was said, and the viewer to see the note in its place.
+// compareTexts checks that the operator sees the texts, and the viewer the note in their place.
 func compareTexts(t *testing.T, about, viewed, operated string) {
 	t.Helper()
 	assert.Truef(t, strings.Contains(operated, spoken), "%s shows an operator %s", about, operated)
@@ -95,7 +94,7 @@ func compareTexts(t *testing.T, about, viewed, operated string) {
 		"%s shows a viewer %s", about, viewed)
 }
 
-// No route and no command shows a viewer what a visitor, an admin or the model said. The note names the scope.
+// No route and no command shows a viewer a text of a visitor, an admin or the model. The note names the scope.
 func TestTextsOfConversationsNeedThreadsRead(t *testing.T) {
 	t.Parallel()
 	c := newConversations(t)
@@ -140,7 +139,7 @@ func TestTextsOfConversationsNeedThreadsRead(t *testing.T) {
 	assert.Truef(t, tried > 100, "only %d requests", tried)
 }
 
-// A hidden text keeps the type of its field, and all else of the row is shown.
+// A hidden text keeps the type of its field. The rest of the row is shown.
 func TestHiddenTextsKeepTheirTypes(t *testing.T) {
 	t.Parallel()
 	c := newConversations(t)
@@ -165,7 +164,7 @@ func TestHiddenTextsKeepTheirTypes(t *testing.T) {
 	}
 }
 
-// The Engine Room hides the same texts from a viewer, while an operator reads them on the same page.
+// The Engine Room hides the same texts from a viewer. An operator reads them on the same page.
 func TestPagesHideTextsWithoutThreadsRead(t *testing.T) {
 	t.Parallel()
 	c := newConversations(t)
@@ -203,7 +202,7 @@ func TestPagesHideTextsWithoutThreadsRead(t *testing.T) {
 	}
 }
 
-// Each link of a page opens for its viewer. The other links of an admin are text.
+// Each link of a page opens for its viewer. Links that only an admin may open are plain text.
 func TestPagesLinkOnlyWhatTheViewerMayOpen(t *testing.T) {
 	t.Parallel()
 	c := newConversations(t)
@@ -248,7 +247,7 @@ func (c *conversations) traceOf(t *testing.T, execution string) string {
 	return pgtest.Value[string](t, c.pool, `select trace_id from agent_executions where id::text = $1`, execution)
 }
 
-// stream opens a live page. The result reads it until texts or the note come.
+// stream opens a live page. The returned function reads it until it has the texts or the note.
 func (c *conversations) stream(t *testing.T, role principals.Role, path string) (read func() string) {
 	t.Helper()
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, c.base+path, nil)
@@ -269,7 +268,7 @@ func (c *conversations) stream(t *testing.T, role principals.Role, path string) 
 	}
 }
 
-// A sample of recorded turns is drawn whole, whoever asks for it. Who reads its answers is decided elsewhere.
+// A sample of recorded turns is complete, whoever requests it. Another check decides who reads its answers.
 func TestRecordedTurnsKeepTheirTexts(t *testing.T) {
 	t.Parallel()
 	c := newConversations(t)

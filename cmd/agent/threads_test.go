@@ -126,7 +126,7 @@ func TestAccessOfRunningProgram(t *testing.T) {
 		assert.Truef(t, allowed != nil, "accessByPath does not list %s", path)
 		for method := range methods {
 			for who, key := range keys {
-				tries++ // each from an address of its own: wrong tries from one are slowed down
+				tries++ // each request has its own address: the server slows down wrong keys from one address
 				address := fmt.Sprintf("192.0.%d.%d", tries/256, tries%256)
 				status := call(t, strings.ToUpper(method), base+strings.NewReplacer("{", "", "}", "").Replace(path), key, address)
 				entered := status != http.StatusUnauthorized
@@ -164,7 +164,7 @@ func TestOpenAPIOfWebhooks(t *testing.T) {
 	}
 }
 
-// call sends a useless request for a client behind a proxy and returns the status.
+// call sends an invalid request of a client behind a proxy and returns the status.
 func call(t *testing.T, method, url, key, address string) int {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), method, url, strings.NewReader(`{"no such field": 1}`))
@@ -177,7 +177,7 @@ func call(t *testing.T, method, url, key, address string) int {
 	got, err := http.DefaultClient.Do(req)
 	require.NoError(t, err)
 	defer got.Body.Close()
-	if !strings.HasPrefix(got.Header.Get("Content-Type"), "text/event-stream") { // one of those does not end
+	if !strings.HasPrefix(got.Header.Get("Content-Type"), "text/event-stream") { // an event stream does not end
 		_, err := io.Copy(io.Discard, got.Body)
 		require.NoError(t, err)
 	}

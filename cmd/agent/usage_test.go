@@ -69,7 +69,8 @@ func TestCommandHelp(t *testing.T) {
 	}
 }
 
-// Every usage error exits with 2, names error and help, prints nothing to stdout, and precedes any database access.
+// Every usage error exits with 2, names error and help, and prints nothing to stdout. The command opens no database
+// before it.
 func TestUsageErrors(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("x", 40)
@@ -207,7 +208,7 @@ func TestUsageErrors(t *testing.T) {
 func TestMissingSubcommandWithJSON(t *testing.T) {
 	t.Parallel()
 	for name, cmd := range everyCommand(t) {
-		alone := []string{"trace", "why", "mcp", "selfheal", "eval shadow"} // they run without one
+		alone := []string{"trace", "why", "mcp", "selfheal", "eval shadow"} // these run without a subcommand
 		if !cmd.HasSubCommands() || slices.Contains(alone, name) || strings.HasPrefix(name, "completion") {
 			continue
 		}
@@ -291,7 +292,7 @@ func TestPanicOutput(t *testing.T) {
 	assert.Contains(t, debug.String(), "usage_test.go")
 }
 
-// fullDisk is an output that cannot be written to.
+// fullDisk is an output that fails every write.
 type fullDisk struct{}
 
 func (fullDisk) Write([]byte) (int, error) { return 0, errors.New("no space left on device") }
