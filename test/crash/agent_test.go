@@ -25,8 +25,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// waitTimeout is how long anything may take on a busy machine before the test gives up. It is more than twice as
-// long as the server lets a stopped process keep a transaction open.
+// waitTimeout bounds every wait of a test, for busy machines. It is more than twice the time for which the server lets
+// a stopped process keep a transaction open.
 const waitTimeout = 150 * time.Second
 
 // agent is a running process of the program.
@@ -36,7 +36,7 @@ type agent struct {
 	t testing.TB
 }
 
-// launch starts the program in a folder with exactly the given environment.
+// launch starts the program in a folder, with exactly the given environment.
 func launch(t testing.TB, dir string, environ []string, args ...string) *agent {
 	t.Helper()
 	command := append([]string{program}, args...)
@@ -51,7 +51,7 @@ func eventually(t testing.TB, what string, condition func() bool) {
 
 var listens = regexp.MustCompile(`listen=http://(\S+)`)
 
-// address is where a process that serves listens.
+// address returns the address on which a process serves.
 func (a *agent) address() string {
 	a.t.Helper()
 	found := listens.FindStringSubmatch(a.Err.String())
@@ -59,7 +59,7 @@ func (a *agent) address() string {
 	return found[1]
 }
 
-// answers reports whether somebody accepts connections at an address.
+// answers reports whether a process accepts connections at an address.
 func answers(t testing.TB, address string) bool {
 	t.Helper()
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", address)
@@ -70,10 +70,10 @@ func answers(t testing.TB, address string) bool {
 	return true
 }
 
-// pid is the process id, as text.
+// pid returns the process id as text.
 func (a *agent) pid() string { return strconv.Itoa(a.Cmd.Process.Pid) }
 
-// decode reads the JSON document that a process has printed.
+// decode reads the JSON document that a process printed.
 func (a *agent) decode(into any) {
 	a.t.Helper()
 	require.NoError(a.t, json.Unmarshal([]byte(a.Out.String()), into), "in", a.Out.String())
@@ -117,12 +117,12 @@ func TestDevLeavesNoServerBehind(t *testing.T) {
 	assert.Truef(t, err == nil && len(files) == 0, "after an orderly stop there is %v (%v)", files, err)
 }
 
-// asks is the first thing that a chat message does in the database.
+// asks matches the first statement of a chat message.
 var asks = regexp.MustCompile(`hashtextextended\('chat `)
 
-// TestKillAtEveryBoundaryOfAChatAnswer kills the process that has the visitor's connection before each of its
-// requests, and after each took effect. Another one finishes the answer, if the message was stored; if not, the
-// visitor's client says it again.
+// TestKillAtEveryBoundaryOfAChatAnswer kills the process with the visitor's connection before each of its requests, and
+// after each took effect. If the message was stored, another process finishes the answer. If not, the visitor's client
+// sends it again.
 func TestKillAtEveryBoundaryOfAChatAnswer(t *testing.T) {
 	t.Parallel()
 	for name, stream := range map[string]bool{"streamed": true, "whole": false} {
@@ -136,7 +136,7 @@ func TestKillAtEveryBoundaryOfAChatAnswer(t *testing.T) {
 	}
 }
 
-// cleanChat answers a message undisturbed and returns how many requests that took.
+// cleanChat answers a message without faults and returns the number of its requests.
 func cleanChat(t *testing.T, stream bool) int {
 	t.Helper()
 	s := newTalk(t)
@@ -164,7 +164,7 @@ func killChat(t *testing.T, n int, how verdict, stream bool) {
 	got := s.insist(b, m)
 	s.answered(b, "th", map[string]testkit.Answer{m.words: got}, m.words)
 	assert.Truef(t, !first.Complete || first.Text == got.Text, "the client was told %q, then %q", first.Text, got.Text)
-	if id := first.ID; id != "" { // the client knew what to attach to
+	if id := first.ID; id != "" { // the client knows which answer to attach to
 		if again := s.attach(b, id, "?stream=true"); again.ID != got.ID || again.Text != got.Text || !again.Complete {
 			t.Errorf("attached again: %+v, want %+v", again, got)
 		}
@@ -173,7 +173,7 @@ func killChat(t *testing.T, n int, how verdict, stream bool) {
 	s.settled(before)
 }
 
-// evalsYAML has a skill. Its address is never called.
+// evalsYAML has a skill. No test calls its address.
 const evalsYAML = `
 kind: skill
 name: check_order
@@ -186,7 +186,7 @@ handler: "http:GET %s/order"
 // callsPerTrial is the number of a trial's model calls.
 const callsPerTrial = 2
 
-// suiteOf is a suite of some cases, each with one call of a skill.
+// suiteOf returns a suite of some cases, each with one call of a skill.
 func suiteOf(cases, trials int) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "---\nkind: eval\nname: load\ntrials: %d\ncases:\n", trials)
@@ -212,7 +212,7 @@ func orderModel(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 }
 
 // TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice plays a suite with a model that answers in 200 ms, kills the process
-// in the middle, and goes on. Its long form has 100 cases in 5 trials, and plays them within a minute first.
+// in the middle, and resumes it. The long form has 100 cases in 5 trials, and first plays them within a minute.
 func TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice(t *testing.T) {
 	t.Parallel()
 	cases, trials, concurrent := 6, 2, 3
@@ -252,7 +252,7 @@ func TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice(t *testing.T) {
 	id := pgtest.Value[string](t, s.db, `select id::text from agent_eval_runs where status = 'running'`)
 	ends(run("--resume", id, "--concurrency", fmt.Sprint(concurrent)))
 	pgtest.Equal(t, s.db, cases*trials, `select count(*)::int from agent_eval_trials where run_id = $1 and verdict = 'pass'`, id)
-	// Only requests that the killed process had not recorded may be sent again, under their keys.
+	// A request may be sent again, under its key, only if the killed process had not recorded it.
 	if extra := made() - before - wanted; extra > concurrent {
 		t.Errorf("%d model calls were made twice, with %d under way at the kill", extra, concurrent)
 	}
@@ -267,8 +267,8 @@ func TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice(t *testing.T) {
 	assert.Equal(t, wanted, len(keys))
 }
 
-// TestARunOfAServerThatIsKilledGoesOnInAnother starts a run as the page does, kills the server that plays it, and
-// starts another one.
+// TestARunOfAServerThatIsKilledGoesOnInAnother starts a run like the page, kills the server that plays it, and starts
+// another server.
 func TestARunOfAServerThatIsKilledGoesOnInAnother(t *testing.T) {
 	t.Parallel()
 	const cases, trials = 4, 2

@@ -19,41 +19,41 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// victim names the connections of the process that is killed.
+// victim is the application name of the killed process's connections.
 const victim = "victim"
 
-// counter finds the part of a run that is its own: from its first request on, without what beats beside it.
+// counter numbers the requests of one run, from its first request on. It skips the process's background requests.
 type counter struct {
-	from      *regexp.Regexp // the first request; a heartbeat's when nil
+	from      *regexp.Regexp // matches the first request; nil means that of a heartbeat
 	mu        sync.Mutex
 	begun     bool
 	n         int
-	committed int // the number of the first commit, that of the start with who asked for it
+	committed int // the number of the first commit, which has the start and its requester
 }
 
-// count is how many requests there were.
+// count returns the number of requests.
 func (c *counter) count() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.n
 }
 
-// start is the number of the request that commits the start; 0 when none did.
+// start returns the number of the request that commits the start, or 0.
 func (c *counter) start() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.committed
 }
 
-// begins are the first requests of a heartbeat.
+// begins matches the first requests of a heartbeat.
 var begins = regexp.MustCompile(`insert into agent_executions|(claim|take)_agent_execution`)
 
-// beside is what a process does beside its runs.
+// beside matches the background requests of a process.
 var beside = regexp.MustCompile(
 	`(?i)renew_agent|^select from agent_workers|sweep_agent|ensure_agent|river|^listen|agent_schedules|^select 1$|^-- ping|` +
 		`trigger = 'signal'|^with ready as|(claim|take)_agent_executions|pg_notify\('agent_ready'|set_agent_limits|r.status = 'claimed' and case|agent_webhook_targets`)
 
-// boundary numbers the requests that a run makes, from 1; 0 for those that do not belong to it.
+// boundary numbers the requests of a run from 1. It returns 0 for other requests.
 func (c *counter) boundary(r request) int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -68,7 +68,7 @@ func (c *counter) boundary(r request) int {
 	return c.n
 }
 
-// cleanRun runs one heartbeat through a proxy and returns the requests that it made.
+// cleanRun runs one heartbeat through a proxy and returns its requests.
 func cleanRun(t *testing.T) []string {
 	t.Helper()
 	s := newScene(t)
@@ -87,8 +87,8 @@ func cleanRun(t *testing.T) []string {
 	return boundaries
 }
 
-// TestKillAtEveryBoundary kills a heartbeat before each of its requests to the database, and after each
-// took effect, and has another process complete it.
+// TestKillAtEveryBoundary kills a heartbeat before each of its database requests, and after each took effect. Another
+// process completes it.
 func TestKillAtEveryBoundary(t *testing.T) {
 	t.Parallel()
 	clean := cleanRun(t)
@@ -113,7 +113,7 @@ func TestKillAtEveryBoundary(t *testing.T) {
 		})
 }
 
-// TestKillTheRescuerToo kills the process that takes over at one of its requests as well.
+// TestKillTheRescuerToo also kills the process that takes over, at one of its requests.
 func TestKillTheRescuerToo(t *testing.T) {
 	t.Parallel()
 	total := len(cleanRun(t))
@@ -127,7 +127,7 @@ func TestKillTheRescuerToo(t *testing.T) {
 			if id == "" {
 				return
 			}
-			// The fewer requests the first one made, the more are left for the second.
+			// The second process has more requests left if the first made fewer.
 			second := s.breakAt(1+(total-n)/3, how, "serve")
 			eventually(t, "the second process is killed, or through before", func() bool {
 				return !second.Running() || s.status(id) == "completed"
@@ -142,7 +142,7 @@ func TestKillTheRescuerToo(t *testing.T) {
 		})
 }
 
-// TestStopAtEveryBoundary stops `agent serve` in good order wherever the heartbeat is.
+// TestStopAtEveryBoundary stops `agent serve` gracefully at each request of the heartbeat.
 func TestStopAtEveryBoundary(t *testing.T) {
 	t.Parallel()
 	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"at": terminate},
@@ -163,7 +163,7 @@ func TestStopAtEveryBoundary(t *testing.T) {
 		})
 }
 
-// TestInterruptAtEveryBoundary presses ^C on `agent heartbeat` wherever it is.
+// TestInterruptAtEveryBoundary sends ^C to `agent heartbeat` at each of its requests.
 func TestInterruptAtEveryBoundary(t *testing.T) {
 	t.Parallel()
 	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"at": interrupt},
@@ -182,8 +182,8 @@ func TestInterruptAtEveryBoundary(t *testing.T) {
 		})
 }
 
-// TestCancelAtEveryBoundary cancels a heartbeat while one of its requests is on its way. Nothing of it may
-// stay behind, and the next one runs.
+// TestCancelAtEveryBoundary cancels a heartbeat while one of its requests is in flight. The cancel leaves nothing
+// behind, and the next heartbeat runs.
 func TestCancelAtEveryBoundary(t *testing.T) {
 	t.Parallel()
 	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"at": pass},
@@ -194,7 +194,7 @@ func TestCancelAtEveryBoundary(t *testing.T) {
 			var admin sync.WaitGroup
 			p := newProxy(t, s.url, func(r request) verdict {
 				if c.boundary(r) == n {
-					admin.Go(func() { // beside it: in a transaction of the run the cancel has to wait for its end
+					admin.Go(func() { // in parallel: if the run is in a transaction, the cancel waits for its end
 						_, err := s.db.Exec(t.Context(), `select cancel_agent_execution($1, 'admin', 'enough')`, id)
 						assert.NoError(t, err)
 					})
@@ -218,8 +218,8 @@ func TestCancelAtEveryBoundary(t *testing.T) {
 		})
 }
 
-// atBoundaries runs a test at a number of boundaries, evenly spread, in each of several ways; of a sample
-// each boundary is met in one way and the next one in the other.
+// atBoundaries runs a test at evenly spread boundaries, each in several ways. A sample alternates the ways from
+// boundary to boundary.
 func atBoundaries(t *testing.T, total, sample int, ways map[string]verdict,
 	test func(t *testing.T, n int, how verdict),
 ) {
@@ -238,7 +238,7 @@ func atBoundaries(t *testing.T, total, sample int, ways map[string]verdict,
 	}
 }
 
-// distance is that between two boundaries that are taken; 1 takes all.
+// distance returns the step between tested boundaries. 1 tests all.
 func distance(total, sample int) int {
 	switch {
 	case os.Getenv("AGENT_CRASH_ALL") != "":
@@ -249,13 +249,13 @@ func distance(total, sample int) int {
 	return max(2, total/max(sample, 1))
 }
 
-// breakAt starts the program and does something to it at one of the heartbeat's requests.
+// breakAt starts the program with a fault at one request of its heartbeat.
 func (s *scene) breakAt(n int, how verdict, args ...string) *agent {
 	s.t.Helper()
 	return s.breakIn(&counter{}, n, how, args...)
 }
 
-// breakIn is breakAt for the requests that a counter finds.
+// breakIn is breakAt for the requests of a counter.
 func (s *scene) breakIn(c *counter, n int, how verdict, args ...string) *agent {
 	s.t.Helper()
 	p := newProxy(s.t, s.url, func(r request) verdict {
@@ -270,7 +270,7 @@ func (s *scene) breakIn(c *counter, n int, how verdict, args ...string) *agent {
 	p.signal = func(sig syscall.Signal) {
 		<-started
 		if sig == syscall.SIGKILL {
-			a.Kill() // also when the test has ended it just now
+			a.Kill() // also if the test has just ended it
 			return
 		}
 		a.Signal(sig)
@@ -280,7 +280,7 @@ func (s *scene) breakIn(c *counter, n int, how verdict, args ...string) *agent {
 	return a
 }
 
-// quiet waits until the server has finished with what a killed process left behind.
+// quiet waits until the server has ended the sessions of a killed process.
 func (s *scene) quiet() {
 	s.t.Helper()
 	eventually(s.t, "the server has let go of the killed process", func() bool {
@@ -289,20 +289,20 @@ func (s *scene) quiet() {
 	})
 }
 
-// snapshot is what the world looks like at one moment.
+// snapshot is the state of the database and of the counted calls at one moment.
 type snapshot struct {
 	rows   map[string]row // calls and model calls, by idempotency key
 	asked  map[string]int
 	called map[string]int
 }
 
-// row is what the activity log says of the calls under one key.
+// row is the activity log's record of the calls under one key.
 type row struct {
 	Key        string
 	Skill      string
 	Idempotent bool
 	Running    int
-	Recorded   int // ended by whoever made the call
+	Recorded   int // ended by the process that made the call
 	Unknown    int
 }
 
@@ -327,10 +327,10 @@ func (s *scene) look() snapshot {
 	return got
 }
 
-// calls is how often a key went out to the world.
+// calls returns how often a key was sent to the model or to a skill.
 func (x snapshot) calls(key string) int { return x.asked[key] + x.called[key] }
 
-// whole checks a completed heartbeat against what was there when its first process died.
+// whole compares a completed heartbeat with the snapshot from its first process's death.
 func (s *scene) whole(id string, before snapshot) {
 	s.t.Helper()
 	after := s.look()
@@ -347,7 +347,7 @@ func (s *scene) whole(id string, before snapshot) {
 	s.effects(id)
 }
 
-// compare checks one call: how often it was made, and what the log says of it.
+// compare checks one call: how often it was made, and its record in the activity log.
 func (s *scene) compare(was, now row, callsWere, callsAre int) {
 	s.t.Helper()
 	again, most := callsAre-callsWere, 1
@@ -356,16 +356,16 @@ func (s *scene) compare(was, now row, callsWere, callsAre int) {
 		Unknown: was.Unknown + was.Running,
 	}
 	switch {
-	case was.Recorded > 0: // it was over: nobody makes it again
+	case was.Recorded > 0: // it had ended: no process repeats it
 		most = 0
-	case want.Unknown > 0 && !now.Idempotent: // it was in flight, and nobody knows: not again
+	case want.Unknown > 0 && !now.Idempotent: // it was in flight with unknown result: not repeated
 		most, want.Recorded = 0, 0
 	}
 	assert.Truef(s.t, again == most, "%s was called %d times more, want %d (before: %+v)", now.Skill, again, most, was)
 	assert.Truef(s.t, now == want, "the log says of a call %+v, want %+v (before the crash: %+v)", now, want, was)
 }
 
-// phases checks that each of the six has one row, in order, and ended well.
+// phases checks that each of the six phases has one successful row, in order.
 func (s *scene) phases(id string) {
 	s.t.Helper()
 	got := pgtest.Value[string](s.t, s.db, `
@@ -376,7 +376,7 @@ func (s *scene) phases(id string) {
 	assert.Truef(s.t, got == want, "phases: %s\n  want: %s", got, want)
 }
 
-// effects checks what a heartbeat does in its own database: everything once, nothing left open.
+// effects checks the heartbeat's effects in its own database: each happened once, and nothing is left open.
 func (s *scene) effects(id string) {
 	s.t.Helper()
 	for what, sql := range map[string]string{
@@ -406,7 +406,7 @@ func (s *scene) effects(id string) {
 	}
 }
 
-// leftovers is what nobody may leave behind.
+// leftovers are queries for rows that no process may leave behind.
 var leftovers = map[string]string{
 	"lanes held":   `select count(*) from agent_locks_live`,
 	"calls open":   `select count(*) from agent_activity_open`,
@@ -414,7 +414,7 @@ var leftovers = map[string]string{
 	"stale writes": `select count(*) from agent_activity where skill_name = 'stale_write'`,
 }
 
-// count runs a query that counts and may ask for the execution's id.
+// count runs a counting query, which may use the execution's id.
 func (s *scene) count(sql, id string) int {
 	s.t.Helper()
 	if !strings.Contains(sql, "$1") {

@@ -10,12 +10,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// receives is the first thing that a delivery does in the database.
+// receives matches the first statement of a delivery.
 var receives = regexp.MustCompile(`from agent_webhook_endpoints where name`)
 
-// TestKillAtEveryBoundaryOfAWebhook kills the process that receives and handles a delivery with three actions before
-// each of its requests, and after each took effect. The sender sends it again, as senders do, whatever it has heard.
-// Each action is done once.
+// TestKillAtEveryBoundaryOfAWebhook sends a delivery with three actions. It kills the process that receives and handles
+// it before each of its requests, and after each took effect. The sender always sends the delivery again. Each action
+// happens once.
 func TestKillAtEveryBoundaryOfAWebhook(t *testing.T) {
 	t.Parallel()
 	total := cleanHook(t, false)
@@ -24,8 +24,8 @@ func TestKillAtEveryBoundaryOfAWebhook(t *testing.T) {
 		func(t *testing.T, n int, how verdict) { killHook(t, n, how, false) })
 }
 
-// TestKillAtEveryBoundaryOfARetry is the same for a delivery whose last action fails at first: what was done before
-// is not done again, and the pause survives.
+// TestKillAtEveryBoundaryOfARetry does the same with a delivery whose last action fails at first. The next attempt
+// repeats no earlier action, and the pause before it survives the kill.
 func TestKillAtEveryBoundaryOfARetry(t *testing.T) {
 	t.Parallel()
 	total := cleanHook(t, true)
@@ -34,7 +34,7 @@ func TestKillAtEveryBoundaryOfARetry(t *testing.T) {
 		func(t *testing.T, n int, how verdict) { killHook(t, n, how, true) })
 }
 
-// deliver sends the delivery and returns the status of the answer; 0 when there is none.
+// deliver sends the delivery and returns the status of the response, or 0 without one.
 func (s *scene) deliver(a *agent) int {
 	s.t.Helper()
 	r := s.request(a, http.MethodPost, "/webhooks/shop", hookSecret, `{"id": 7}`, "webhook-id", "d1")
@@ -47,21 +47,21 @@ func (s *scene) deliver(a *agent) int {
 	return response.StatusCode
 }
 
-// fails takes the automation out of service, so that the action that starts it fails.
+// fails disables the automation, so that the action that starts it fails.
 func (s *scene) fails() {
 	pgtest.Exec(s.t, s.db, `update agent_automations set enabled = false, disabled_by = 'admin',
 		disabled_reason = 'a pause'`)
 }
 
-// mends puts it back, and ends the pause before the next attempt.
+// mends enables the automation, and ends the pause before the next attempt.
 func (s *scene) mends() {
 	pgtest.Exec(s.t, s.db, `update agent_automations set enabled = true, disabled_by = '', disabled_reason = ''`)
 	pgtest.Exec(s.t, s.db, `update agent_executions set waiting_until = clock_timestamp() where status = 'waiting'
 		and waiting_for = 'delay'`)
 }
 
-// handled waits until the delivery and what it started have ended, or the process is dead. A delivery that waits for
-// its next attempt gets it.
+// handled waits until the delivery and its effects have ended, or the process is dead. If the delivery waits for its
+// next attempt, handled starts it.
 func (s *scene) handled(a *agent) {
 	s.t.Helper()
 	eventually(s.t, "the delivery is handled", func() bool {
@@ -74,7 +74,7 @@ func (s *scene) handled(a *agent) {
 	})
 }
 
-// cleanHook handles a delivery undisturbed and returns how many requests that took.
+// cleanHook handles a delivery without faults and returns the number of its requests.
 func cleanHook(t *testing.T, fails bool) int {
 	t.Helper()
 	s := newTalk(t)
@@ -105,13 +105,13 @@ func killHook(t *testing.T, n int, how verdict, fails bool) {
 	stored := pgtest.Value[int](s.t, s.db, `select count(*) from agent_webhook_deliveries`)
 	assert.Truef(t, status == 0 || stored == 1, "answered %d, and %d deliveries are stored", status, stored)
 	b := s.serve("")
-	want := http.StatusAccepted - 2*stored // what came before is 200
+	want := http.StatusAccepted - 2*stored // a repeated delivery gets 200
 	assert.Equal(t, want, s.deliver(b))
 	s.handled(b)
 	s.delivered(before, fails)
 }
 
-// delivered checks that each action of the delivery was done once.
+// delivered checks that each action of the delivery happened once.
 func (s *scene) delivered(before snapshot, failed bool) {
 	s.t.Helper()
 	s.settled(before)

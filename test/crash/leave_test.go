@@ -16,14 +16,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// asksOrOperates is the first thing in the database that comes of a message, whoever says it.
+// asksOrOperates matches the first statement of a message, from a visitor or an admin.
 var asksOrOperates = regexp.MustCompile(`hashtextextended\('chat |lanekeeper\.acquire_agent_lock\(`)
 
-// partner is somebody who asks for what needs leave.
+// partner is a visitor or an admin who requests a call that needs approval.
 type partner struct {
 	words string
-	say   func(s *scene, a *agent) // until the answer, or the connection, has ended
-	// again says it once more to who has not heard it, and returns the answer of a chat.
+	say   func(s *scene, a *agent) // returns at the end of the answer or of the connection
+	// again sends the message once more, if necessary, and waits for a chat's answer.
 	again func(s *scene, a *agent)
 }
 
@@ -41,7 +41,7 @@ var partners = map[string]partner{
 		say:   func(s *scene, a *agent) { s.operate(a) },
 		again: func(s *scene, a *agent) {
 			if pgtest.Value[int](s.t, s.db, `select count(*) from agent_messages where role = 'user'`) == 0 {
-				// The first sweep gives back what the session of the dead process held, long before its lease ends.
+				// The first sweep releases the lane of the dead process's session, long before its lease ends.
 				eventually(s.t, "the lane of the dead process is free", func() bool {
 					return pgtest.Value[bool](s.t, s.db, `select not is_agent_lock_held('operate')`)
 				})
@@ -51,14 +51,14 @@ var partners = map[string]partner{
 	},
 }
 
-// operate has the admin ask for an order in the session th, which ends with it.
+// operate sends an admin's order in the session th. The session ends with it.
 func (s *scene) operate(a *agent) {
 	testkit.Chat(s.request(a, http.MethodPost, "/v1/operate", adminToken, `{"message": "order", "session_id": "th"}`), nil)
 }
 
-// TestKillAtEveryBoundaryOfAnApproval kills the process before and after each request of a turn that asks for leave,
-// waits, is decided and makes its call. The decision comes while a process works, or while none does. The grant is
-// used once, the call made at most once.
+// TestKillAtEveryBoundaryOfAnApproval runs a turn that requests an approval, waits for the decision and makes its call.
+// It kills the process before and after each request of the turn. The decision comes while a process works, or while
+// none does. The grant is used once, and the call is made at most once.
 func TestKillAtEveryBoundaryOfAnApproval(t *testing.T) {
 	t.Parallel()
 	for name, who := range partners {
@@ -72,7 +72,7 @@ func TestKillAtEveryBoundaryOfAnApproval(t *testing.T) {
 	}
 }
 
-// cleanLeave goes through it undisturbed and returns how many requests that took.
+// cleanLeave runs the turn without faults and returns the number of its requests.
 func cleanLeave(t *testing.T, who partner) int {
 	t.Helper()
 	s := newTalk(t)
@@ -85,14 +85,15 @@ func cleanLeave(t *testing.T, who partner) int {
 	return n
 }
 
-// through has somebody ask, the admin allow it over HTTP, and returns when all is over or the process is dead.
+// through sends the partner's message and approves its call over HTTP. It returns when all executions have ended or the
+// process is dead.
 func (s *scene) through(a *agent, who partner) {
 	s.t.Helper()
 	var asking sync.WaitGroup
 	defer asking.Wait()
 	asking.Go(func() { who.say(s, a) })
 	if s.asksLeave(a) {
-		s.decide(a, true) // of which nobody may hear
+		s.decide(a, true) // the process may be dead: ignore the status
 	}
 	eventually(s.t, "it is over, or the process dead", func() bool {
 		return !a.Running() || pgtest.Value[bool](s.t, s.db,
@@ -100,7 +101,7 @@ func (s *scene) through(a *agent, who partner) {
 	})
 }
 
-// asksLeave waits until there is an approval that waits for its decision; false when the process is dead.
+// asksLeave waits for a pending approval. It returns false if the process is dead.
 func (s *scene) asksLeave(a *agent) (asks bool) {
 	s.t.Helper()
 	eventually(s.t, "leave is asked for", func() bool {
@@ -110,14 +111,14 @@ func (s *scene) asksLeave(a *agent) (asks bool) {
 	return asks && a.Running()
 }
 
-// pending is the approval that waits for a decision.
+// pending returns the id of the pending approval, or "".
 func (s *scene) pending() string {
 	s.t.Helper()
 	return pgtest.Value[string](s.t, s.db, `select coalesce((select id::text from agent_approvals
 		where status = 'pending'), '')`)
 }
 
-// decide decides what waits, over HTTP, and returns the status of the answer; 0 when there is none.
+// decide decides the approval over HTTP. It returns the status of the response, or 0 without one.
 func (s *scene) decide(a *agent, approve bool) int {
 	s.t.Helper()
 	id := pgtest.Value[string](s.t, s.db, `select id::text from agent_approvals`)
@@ -134,7 +135,7 @@ func (s *scene) decide(a *agent, approve bool) int {
 	return response.StatusCode
 }
 
-// closes ends the admin's session of a process, which holds the lane until it is idle.
+// closes ends the admin's session of a process. The session would hold the lane until it is idle.
 func (s *scene) closes(a *agent) {
 	s.t.Helper()
 	pgtest.Exec(s.t, s.db, `select break_agent_lock('operate', 'the test is over') where is_agent_lock_held('operate')`)
@@ -168,7 +169,7 @@ func killLeave(t *testing.T, who partner, n int, how verdict) {
 	s.allowed(b, who, before)
 }
 
-// allowed checks a turn whose call was allowed.
+// allowed checks a turn whose call was approved.
 func (s *scene) allowed(a *agent, who partner, before snapshot) {
 	s.t.Helper()
 	s.settled(before)
@@ -190,7 +191,8 @@ func (s *scene) allowed(a *agent, who partner, before snapshot) {
 		"the model was not told that nobody knows whether its call took effect")
 }
 
-// TestADenialWhileNobodyWorks: it is decided when the process is dead; the call is never made, and the model is told.
+// TestADenialWhileNobodyWorks decides an approval while the process is dead. The call is never made, and the model
+// learns of the denial.
 func TestADenialWhileNobodyWorks(t *testing.T) {
 	t.Parallel()
 	for name, who := range partners {
@@ -224,11 +226,11 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 	}
 }
 
-// delegationWaits is where a turn's wait for its delegated task is recorded, its lane having been freed.
+// delegationWaits matches the record of a turn's wait for its delegated task. By then the turn has released its lane.
 var delegationWaits = regexp.MustCompile(`lanekeeper\.wait_agent_execution\(`)
 
-// TestADelegationDiesBeforeItsWait kills a turn that goes on without its admin between the release of the lane operate
-// and the wait for its delegated task. The next process frees the lane again before that wait.
+// TestADelegationDiesBeforeItsWait kills a turn that continues without its admin, between the release of the lane
+// operate and the wait for its delegated task. The next process releases the lane again before that wait.
 func TestADelegationDiesBeforeItsWait(t *testing.T) {
 	t.Parallel()
 	s := newTalk(t)
@@ -266,8 +268,8 @@ func TestADelegationDiesBeforeItsWait(t *testing.T) {
 	assert.True(t, !pgtest.Value[bool](s.t, s.db, `select is_agent_lock_held('operate')`), "the lane is held")
 }
 
-// TestADecisionDiesWithItsProcess kills the process that takes the decision at each of its requests: it is made, and
-// then told, or it is not made, and can be.
+// TestADecisionDiesWithItsProcess kills the process that receives the decision at each of its requests. The decision is
+// stored and later announced, or it is not stored and can be made again.
 func TestADecisionDiesWithItsProcess(t *testing.T) {
 	t.Parallel()
 	from := regexp.MustCompile(`decide_agent_approval`)

@@ -21,10 +21,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// TestTheLedgerIsNeverBelowTheProvidersLog kills, pauses and stops processes at random moments while visitors talk
-// and leave. The provider bills every request that it takes, whatever becomes of the connection, and logs it. At
-// every moment the budget has at least what the provider has billed; in the end each call's rows have exactly that,
-// but for what is marked as unknown.
+// TestTheLedgerIsNeverBelowTheProvidersLog kills, pauses and stops processes at random moments while visitors talk and
+// leave. The provider bills and logs each request that it accepts, even if the connection breaks. At every moment the
+// budget has at least the billed amount. In the end each call's rows have exactly that, except amounts marked as
+// unknown.
 func TestTheLedgerIsNeverBelowTheProvidersLog(t *testing.T) {
 	t.Parallel()
 	moments := 25
@@ -51,16 +51,16 @@ func TestTheLedgerIsNeverBelowTheProvidersLog(t *testing.T) {
 	x.equal()
 }
 
-// ledger is a scene with a provider that bills, and two processes.
+// ledger is a scene with two processes and a billing provider.
 type ledger struct {
 	*scene
-	random   *rand.Rand // of the test's own goroutine
+	random   *rand.Rand // used only by the test's own goroutine
 	agents   [2]*agent
 	paused   *agent
-	mu       sync.Mutex // of what follows
+	mu       sync.Mutex // guards the fields below
 	billed   map[string]int64
 	total    int64
-	unbound  int // requests that do not bound the answer
+	unbound  int // requests without a limit for the answer
 	requests int
 	visits   map[int]context.CancelFunc
 }
@@ -81,8 +81,9 @@ func newLedger(t *testing.T, seed uint64) *ledger {
 	return x
 }
 
-// provide answers a request, or fails, and bills it unless it refuses. The bill is for the whole answer, heard or not.
-// The first request is billed and then breaks, so that each run has a request of unknown usage.
+// provide answers a request, or fails. It bills each request that it does not reject, for the whole answer, even if the
+// client has left. It bills the first request and then breaks the connection, so each run has a request of unknown
+// usage.
 func (x *ledger) provide(n int, random *rand.Rand, key string, req openai.ChatCompletionRequest) modeltest.Reply {
 	words := "All is well. " + strings.Repeat("It takes a while. ", random.IntN(40))
 	prompt, answer := 0, len(words)/3
@@ -128,7 +129,7 @@ func (x *ledger) provide(n int, random *rand.Rand, key string, req openai.ChatCo
 	return reply.WithUsage(prompt, answer, 0).Slowly(time.Duration(random.IntN(20)) * time.Millisecond)
 }
 
-// talk has visitors talk, one message after the other, until the function that it returns is called.
+// talk has visitors send one message after the other until the caller calls end.
 func (x *ledger) talk(visitors int) (end func()) {
 	stop := make(chan struct{})
 	var all sync.WaitGroup
@@ -151,7 +152,7 @@ func (x *ledger) talk(visitors int) (end func()) {
 	}
 }
 
-// say sends a message and does not care for what becomes of it.
+// say sends a message and ignores the response.
 func (x *ledger) say(v int, random *rand.Rand, words string) {
 	ctx, leave := context.WithTimeout(x.ctx(), 20*time.Second)
 	defer leave()
@@ -166,7 +167,7 @@ func (x *ledger) say(v int, random *rand.Rand, words string) {
 	testkit.Chat(x.asking(a, m).WithContext(ctx), nil)
 }
 
-// moment lets some time pass and does something to a process or a visitor.
+// moment waits briefly, then acts on a process or a visitor.
 func (x *ledger) moment(n int) {
 	if !testkit.Wait(x.ctx(), time.Duration(x.random.IntN(300))*time.Millisecond) {
 		return
@@ -200,7 +201,7 @@ func (x *ledger) moment(n int) {
 	}
 }
 
-// wake lets the paused process go on, which has lost its work.
+// wake continues the paused process, which has lost its work by then.
 func (x *ledger) wake() {
 	if x.paused != nil {
 		x.paused.Signal(syscall.SIGCONT)
@@ -208,7 +209,7 @@ func (x *ledger) wake() {
 	}
 }
 
-// replace starts another process.
+// replace starts another process in place of the i-th.
 func (x *ledger) replace(i int) {
 	a := x.serve("")
 	x.mu.Lock()
@@ -216,7 +217,7 @@ func (x *ledger) replace(i int) {
 	x.agents[i] = a
 }
 
-// covers checks that the budget has at least what the provider has billed so far.
+// covers checks that the budget has at least the amount billed so far.
 func (x *ledger) covers() {
 	x.t.Helper()
 	x.mu.Lock()
@@ -227,7 +228,7 @@ func (x *ledger) covers() {
 	assert.Truef(x.t, counted >= billed, "the provider has billed %d tokens, the ledger has %d", billed, counted)
 }
 
-// equal checks each call, and the sums.
+// equal checks the amounts of each call, and the sums.
 func (x *ledger) equal() {
 	x.t.Helper()
 	x.mu.Lock()

@@ -26,10 +26,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// TestNoMemoryIsLostWhateverDies lets runs of two processes, heartbeats, two admins over HTTP and one on the command
-// line add words to one memory, each to what it has read, while the processes die at random moments. In the end every
-// word whose writer heard, or was recorded as having heard, that it was written is in the value, once. What a heartbeat
-// noted is there, or in a conflict that was recorded, unless its execution was given up.
+// TestNoMemoryIsLostWhateverDies has runs of two processes, heartbeats, two admins over HTTP and one on the command
+// line add words to one memory, while the processes die at random moments. Each adds to the value that it has read. In
+// the end the value has once each word whose write was confirmed to its writer or recorded as confirmed. It has the
+// note of each heartbeat too, or a recorded conflict has it, unless the engine gave up the heartbeat.
 func TestNoMemoryIsLostWhateverDies(t *testing.T) {
 	t.Parallel()
 	rounds, moments := 1, 20
@@ -66,18 +66,18 @@ actions:
     scopes: [internal]
 `
 
-// words is a scene in which all write one memory.
+// words is a scene in which all writers share one memory.
 type words struct {
 	*scene
-	random *rand.Rand // of the test's own goroutine
+	random *rand.Rand // used only by the test's own goroutine
 
-	mu        sync.Mutex // of what follows
+	mu        sync.Mutex // guards the fields below
 	agents    [2]*agent
 	key       string
-	over      context.Context   // that of the writers
-	heard     map[string]bool   // words whose writers heard that they are written
-	noted     map[string]string // words that heartbeats have noted, and the key of a request of the same run
-	conflicts int               // that models were shown
+	over      context.Context   // ends the writers
+	heard     map[string]bool   // words whose write was confirmed to the writer
+	noted     map[string]string // words noted by heartbeats, with the key of one request of the run
+	conflicts int               // conflicts shown to models
 }
 
 func newWords(t *testing.T, seed uint64) *words {
@@ -96,7 +96,7 @@ func newWords(t *testing.T, seed uint64) *words {
 	return x
 }
 
-// round has everybody write a key while processes die, and looks at what is there in the end.
+// round has all writers write one key while processes die, and checks the final value.
 func (x *words) round(key string, moments int) {
 	writing, end := context.WithCancel(x.ctx())
 	defer end()
@@ -129,7 +129,7 @@ func (x *words) round(key string, moments int) {
 	x.judge()
 }
 
-// seenAll reports whether what the test is about has happened in this round.
+// seenAll reports whether each case of the test has happened in this round.
 func (x *words) seenAll() bool {
 	late := pgtest.Value[bool](x.t, x.db, `select exists (select from agent_memory_conflicts where key = $1)`, x.key)
 	x.mu.Lock()
@@ -137,7 +137,7 @@ func (x *words) seenAll() bool {
 	return late && x.conflicts > 0 && len(x.heard) > 0 && len(x.noted) > 0
 }
 
-// judge compares the value with what the writers have heard.
+// judge compares the value with the confirmed words.
 func (x *words) judge() {
 	x.t.Helper()
 	x.mu.Lock()
@@ -173,14 +173,14 @@ func (x *words) judge() {
 	clear(x.noted)
 }
 
-// givenUp reports whether a run was given up, which its execution says: too many processes have died under it.
+// givenUp reports whether the engine gave up a run because too many processes died under it.
 func (x *words) givenUp(request string) bool {
 	return pgtest.Value[bool](x.t, x.db, `
 		select exists (select from agent_activity a join agent_executions x on x.id = a.execution_id
 		                where a.idempotency_key = $1 and x.error_message like 'given up after%')`, request)
 }
 
-// beats is how the heartbeats went, for a failure.
+// beats lists the heartbeats, for a failure.
 func (x *words) beats() string {
 	return pgtest.Value[string](x.t, x.db, `
 		select string_agg(concat_ws(' ', x.id, x.status, x.error_message, a.skill_name, a.status, a.step, a.input, a.output,
@@ -200,20 +200,20 @@ func (x *words) hears(word string) {
 	x.heard[word] = true
 }
 
-// subject is the key of this round, and when it ends.
+// subject returns the key of this round, and the context that ends with it.
 func (x *words) subject() (key string, over context.Context) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	return x.key, x.over
 }
 
-// pause lets up to some milliseconds pass, or the round end.
+// pause waits for a random time below most milliseconds, or until the round ends.
 func (x *words) pause(r *rand.Rand, most int) {
 	_, over := x.subject()
 	testkit.Wait(over, time.Duration(r.IntN(most))*time.Millisecond)
 }
 
-// ended waits until a run has ended; "" is every run.
+// ended waits until a run has ended; "" means all runs.
 func (x *words) ended(thread string) {
 	eventually(x.t, "what was asked for has ended", func() bool {
 		return pgtest.Value[bool](x.t, x.db, `
@@ -223,7 +223,7 @@ func (x *words) ended(thread string) {
 	})
 }
 
-// somebody is a process that answers; nil when the one that was picked is not ready yet.
+// somebody returns a random process, or nil if it does not serve yet.
 func (x *words) somebody(r *rand.Rand) *agent {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -233,7 +233,7 @@ func (x *words) somebody(r *rand.Rand) *agent {
 	return nil
 }
 
-// send makes a request; 0 when there was no answer.
+// send makes a request; 0 means no response.
 func (x *words) send(r *rand.Rand, method, path, secret, body string, header ...string) (status int, tag string,
 	answer []byte,
 ) {
@@ -255,7 +255,7 @@ func (x *words) send(r *rand.Rand, method, path, secret, body string, header ...
 	return response.StatusCode, response.Header.Get("ETag"), answer
 }
 
-// run has a process run a turn of the model that adds a word. The sender repeats itself until it is answered.
+// run has a process run a turn of the model that adds a word. The sender repeats the request until it gets a response.
 func (x *words) run(r *rand.Rand, word string) {
 	key, over := x.subject()
 	body := modeltest.Arguments(map[string]string{"word": word, "key": key})
@@ -278,13 +278,13 @@ func (x *words) beat(r *rand.Rand, _ string) {
 	x.pause(r, 300)
 }
 
-// entry is what admins see of a memory.
+// entry is a memory in an admin's response.
 type entry struct {
 	Value    string `json:"value"`
 	Revision int    `json:"revision"`
 }
 
-// with is the value and one word more; false when it is there.
+// with returns the value with one more word; false if it has the word.
 func (e entry) with(word string) (value string, more bool) {
 	if slices.Contains(strings.Fields(e.Value), word) {
 		return "", false
@@ -292,7 +292,7 @@ func (e entry) with(word string) (value string, more bool) {
 	return strings.TrimSpace(e.Value + " " + word), true
 }
 
-// admin adds a word over HTTP: reads, writes what is based on that, and reads again until the word is there.
+// admin adds a word over HTTP: it reads, writes based on that, and reads again until the value has the word.
 func (x *words) admin(r *rand.Rand, word string) {
 	key, over := x.subject()
 	path := "/v1/memory/entries/general/" + key
@@ -327,7 +327,7 @@ func (x *words) admin(r *rand.Rand, word string) {
 	}
 }
 
-// command adds a word on the command line. Some of its processes are killed.
+// command adds a word with the command line. Some of its processes are killed.
 func (x *words) command(r *rand.Rand, word string) {
 	key, over := x.subject()
 	for over.Err() == nil {
@@ -363,7 +363,7 @@ var (
 	notes   = regexp.MustCompile(`"value":"([^"]*)"`)
 )
 
-// toolAnswer is what a tool has answered.
+// toolAnswer is the result of a tool.
 type toolAnswer struct {
 	Memories []entry `json:"memories"`
 	Theirs   *entry  `json:"theirs"`
@@ -371,8 +371,8 @@ type toolAnswer struct {
 	Revision int     `json:"revision"`
 }
 
-// think is the model. What it says depends only on what it is shown, and on the key of the request, which is the same
-// when it is asked again.
+// think is the model. Its output depends only on its input, and on the key of the request. A repeated request has the
+// same key.
 func (x *words) think(request string, req openai.ChatCompletionRequest) modeltest.Reply {
 	if strings.Contains(req.Messages[0].Content, "You pursue one objective") {
 		return x.pursue(request, req)
@@ -421,7 +421,7 @@ func recall(key string) modeltest.Reply {
 	return modeltest.ToolCall("recall", modeltest.Arguments(map[string]string{"query": key}))
 }
 
-// answered is the last answer of a tool; nil when there is none yet.
+// answered returns the last tool result, or nil without one.
 func answered(req openai.ChatCompletionRequest) *toolAnswer {
 	m := req.Messages[len(req.Messages)-1]
 	if m.Role != openai.ChatMessageRoleTool {
@@ -434,8 +434,8 @@ func answered(req openai.ChatCompletionRequest) *toolAnswer {
 	return &answer
 }
 
-// pursue is the model of a heartbeat: it notes a word, and thinks until somebody else has written. So the note comes
-// too late, mostly.
+// pursue is the model of a heartbeat. It notes a word, then usually waits until another writer has written. So the note
+// mostly comes too late.
 func (x *words) pursue(request string, req openai.ChatCompletionRequest) modeltest.Reply {
 	key, over := x.subject()
 	replies := 0
@@ -466,7 +466,7 @@ func (x *words) pursue(request string, req openai.ChatCompletionRequest) modelte
 		}))
 	}
 	revision := func() (n int) {
-		// at the end nobody waits
+		// at the end of the round, over cancels the query
 		_ = x.db.QueryRow(over, `select coalesce(max(revision), 0) from agent_memory where key = $1`, key).Scan(&n)
 		return n
 	}

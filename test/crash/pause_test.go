@@ -16,8 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
-// TestAPausedWorkerWakesToNothing: a process is stopped in the middle of a step until its lease has ended
-// and another has completed the run. What it does when it wakes is refused and can be seen.
+// TestAPausedWorkerWakesToNothing stops a process in the middle of a step, until its lease has ended and another
+// process has completed the run. The writes of the woken process are rejected and recorded.
 func TestAPausedWorkerWakesToNothing(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -29,7 +29,7 @@ func TestAPausedWorkerWakesToNothing(t *testing.T) {
 	a.Signal(syscall.SIGSTOP)
 	before := s.look()
 
-	second := s.holdPay(1, 1) // so that the other's hold of the lane can be looked at
+	second := s.holdPay(1, 1) // holds the lane while the test reads its token
 	s.serve("")
 	second.wait()
 	later := s.token()
@@ -43,20 +43,20 @@ func TestAPausedWorkerWakesToNothing(t *testing.T) {
 	a.Signal(syscall.SIGCONT)
 	s.rejects(id, "look")
 	assert.Equal(t, record, s.record(id))
-	// It has lost that run, not its life: it begins anew under another lease.
+	// The process has lost that run only. It continues under a new lease.
 	eventually(t, "the woken process has a lease again", func() bool {
 		return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_workers where expires_at > clock_timestamp()
 			and name like '%pid ' || $1)`, a.pid())
 	})
 }
 
-// TestAWriteThatComesTooLate: a write leaves the process, and reaches the database when the run has been
-// completed by another. Whichever write it is, it changes nothing, and the attempt is in the log.
+// TestAWriteThatComesTooLate delays a write until another process has completed the run. Any such write changes
+// nothing, and the attempt is in the log.
 func TestAWriteThatComesTooLate(t *testing.T) {
 	t.Parallel()
 	cases := map[string]struct {
 		sql, also, not string
-		early          bool // the test ends the lease, long before it is over by the process's clock
+		early          bool // the test ends the lease long before its end by the process's clock
 	}{
 		"a checkpoint":        {"insert into agent_checkpoints", "", "update agent_activity", false},
 		"the end of a call":   {"insert into agent_checkpoints", "update agent_activity", "", false},
@@ -81,7 +81,7 @@ func TestAWriteThatComesTooLate(t *testing.T) {
 			if name == "a wait for an admin" {
 				s.adminComes()
 			}
-			lease := "6s" // and half of the processes have a deadline of their own behind them when they wake
+			lease := "6s" // half of the processes wake after their own deadline
 			if c.early {
 				lease = "60s"
 			}
@@ -104,7 +104,7 @@ func TestAWriteThatComesTooLate(t *testing.T) {
 	}
 }
 
-// adminComes has an admin take the lane operate when the heartbeat's first call is made.
+// adminComes has an admin take the lane operate at the heartbeat's first call.
 func (s *scene) adminComes() {
 	s.skills.Before(func(bills.Call) {
 		s.skills.Before(nil)
@@ -112,13 +112,13 @@ func (s *scene) adminComes() {
 	})
 }
 
-// token is the fencing token of the heartbeat's lane.
+// token returns the fencing token of the heartbeat's lane.
 func (s *scene) token() int64 {
 	s.t.Helper()
 	return pgtest.Value[int64](s.t, s.db, `select fencing_token from agent_locks_live where lane = 'heartbeat'`)
 }
 
-// rejects waits until a refused write is in the log of an execution; of a certain skill where one is named.
+// rejects waits until the log of an execution has a rejected write, for one skill if given.
 func (s *scene) rejects(id, skill string) {
 	s.t.Helper()
 	eventually(s.t, "the refused write is in the activity log", func() bool { return s.rejected(id, skill) })
@@ -132,7 +132,7 @@ func (s *scene) rejected(id, skill string) bool {
 		   and ($2 = '' or input ->> 'rejected_write' = $2))`, id, skill)
 }
 
-// record is everything that is kept of a run, without the notes about what was refused.
+// record returns all rows of a run, except the notes about rejected writes.
 func (s *scene) record(id string) string {
 	s.t.Helper()
 	return pgtest.Value[string](s.t, s.db, `
@@ -145,7 +145,7 @@ func (s *scene) record(id string) string {
 		  union all select to_jsonb(o)::text from agent_objective_steps o) all_of_it (line)`, id)
 }
 
-// TestAYieldedHeartbeatSurvivesItsProcess: while it waits it needs none.
+// TestAYieldedHeartbeatSurvivesItsProcess: a waiting heartbeat needs no process.
 func TestAYieldedHeartbeatSurvivesItsProcess(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -165,8 +165,8 @@ func TestAYieldedHeartbeatSurvivesItsProcess(t *testing.T) {
 	s.whole(id, before)
 }
 
-// TestTheDatabaseRestarts while a heartbeat is under way: the process stays up, and goes on when the
-// database is back. The lease outlasts the outage, however slow the machine is.
+// TestTheDatabaseRestarts restarts the database during a heartbeat. The process stays up, and continues after the
+// restart. The lease outlasts the outage, even on a slow machine.
 func TestTheDatabaseRestarts(t *testing.T) {
 	t.Parallel()
 	for name, immediate := range map[string]bool{"fast": false, "immediate": true} {
@@ -180,14 +180,14 @@ func TestTheDatabaseRestarts(t *testing.T) {
 			held.wait()
 			before := s.look()
 			own.Stop(immediate)
-			held.free() // its result has to be recorded while there is no database
+			held.free() // the process has a result to record during the outage
 			a.Says("database unavailable, trying again")
 			own.Start()
 			require.Equal(t, s.url, own.URL())
 			s.db.Reset()
 			s.ends(id, "completed")
 			assert.True(t, a.Running(), "the process did not survive")
-			// The call was under way and its process lived: it is recorded, once.
+			// The call was in flight and its process lived on, so the call is recorded once.
 			key := pgtest.Value[string](s.t, s.db, `select idempotency_key from agent_activity where skill_name = $1`, "look")
 			before.rows[key] = row{}
 			before.called[key] = 0
@@ -198,16 +198,16 @@ func TestTheDatabaseRestarts(t *testing.T) {
 	}
 }
 
-// verdict is what the proxy does with one request of the client.
+// verdict is the proxy's action on one request of the client.
 type verdict int
 
 const (
 	pass       verdict = iota
-	killBefore         // the server never sees it
-	killAfter          // it takes effect, and the client never hears of it
-	terminate          // it is passed on, and the process is asked to stop
-	interrupt          // it is passed on, and ^C is pressed
-	hold               // it is kept back until Proxy.release, and its answer is delivered
+	killBefore         // the server never gets it
+	killAfter          // it takes effect, the client gets no response
+	terminate          // forward it, then send SIGTERM to the process
+	interrupt          // forward it, then send SIGINT to the process
+	hold               // hold it until the test closes released, then deliver its response
 )
 
 // proxy stands between a process and the database.
@@ -215,10 +215,10 @@ type proxy struct {
 	*pgproxy.Proxy
 
 	t        testing.TB
-	signal   func(syscall.Signal) // to the client's process; returns when a killed one is gone
+	signal   func(syscall.Signal) // signals the client's process; a kill returns when the process is gone
 	decide   func(request) verdict
-	held     chan request  // what is being kept back
-	released chan struct{} // closed: let it go
+	held     chan request  // the request on hold
+	released chan struct{} // closed: forward it
 	ended    chan struct{} // closed: the test is over
 
 	mu sync.Mutex
@@ -231,8 +231,8 @@ type request struct {
 	sql string
 }
 
-// newProxy makes a proxy for the database of a URL. decide is called for each request, one at a time,
-// with numbers from 1; set signal before anything connects.
+// newProxy creates a proxy for the database of a URL. The proxy calls decide for each request, one at a time, with
+// numbers from 1. Set signal before the first connection.
 func newProxy(t testing.TB, target string, decide func(request) verdict) *proxy {
 	t.Helper()
 	p := &proxy{
@@ -241,11 +241,11 @@ func newProxy(t testing.TB, target string, decide func(request) verdict) *proxy 
 	p.Proxy = pgproxy.Listen(t, target, func(client, server net.Conn) pgproxy.Link {
 		return &link{proxy: p, client: client, server: server}
 	})
-	t.Cleanup(func() { close(p.ended) }) // before the proxy is closed, which waits for what is held
+	t.Cleanup(func() { close(p.ended) }) // before the proxy closes, which waits for the request on hold
 	return p
 }
 
-// holds waits until a request is kept back.
+// holds waits until a request is on hold.
 func (p *proxy) holds() {
 	p.t.Helper()
 	select {
@@ -255,7 +255,7 @@ func (p *proxy) holds() {
 	}
 }
 
-// step counts a request and asks what to do with it.
+// step counts a request and returns the verdict.
 func (p *proxy) step(sql string) (request, verdict) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -268,13 +268,13 @@ func (p *proxy) step(sql string) (request, verdict) {
 type link struct {
 	proxy          *proxy
 	client, server net.Conn
-	killed         atomic.Bool // the process is killed at the next answer
+	killed         atomic.Bool // kill the process at the next response
 }
 
-// Upstream carries what the client says, whole requests at a time.
+// Upstream forwards whole requests of the client.
 func (l *link) Upstream() { pgproxy.Forward(l.client, l.server, l.send) }
 
-// send passes one request on, unless the process dies of it.
+// send forwards one request, unless the verdict kills the process.
 func (l *link) send(req pgproxy.Request) bool {
 	if req.Executes {
 		switch r, v := l.proxy.step(strings.Join(req.Bound, ";\n")); v {
@@ -301,7 +301,7 @@ func (l *link) send(req pgproxy.Request) bool {
 	return err == nil
 }
 
-// Downstream carries what the server answers.
+// Downstream forwards the server's responses.
 func (l *link) Downstream() {
 	if pgproxy.Answers(l.server, l.client, l.killed.Load) {
 		l.proxy.signal(syscall.SIGKILL)

@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// pooledYAML is a flow that calls, waits for a moment, waits for an event and calls again.
+// pooledYAML has a flow that calls, waits briefly, waits for an event and calls again.
 const pooledYAML = talkYAML + `
 ---
 kind: flow
@@ -31,9 +31,9 @@ goal: Pay what is due.
 steps: [Look at what is due]
 `
 
-// TestThroughPgBouncer has the real program work through PgBouncer in transaction mode, with three server
-// connections: with nothing besides, when it polls, and with a way around for what needs a session. A heartbeat, a
-// visitor's answer and an execution that waits come to their ends, each thing done once.
+// TestThroughPgBouncer has the real program work through PgBouncer in transaction mode, with three server connections.
+// It polls, or has a direct URL for session features. A heartbeat, a visitor's answer and a waiting execution complete,
+// with each effect once.
 func TestThroughPgBouncer(t *testing.T) {
 	t.Parallel()
 	for name, direct := range map[string]bool{"polling": false, "with a direct way": true} {
@@ -46,7 +46,7 @@ func TestThroughPgBouncer(t *testing.T) {
 			}
 			migrateThrough(s, through, more...)
 			a := s.serve(through, more...)
-			// Who listens, which are the process and its queue, does so past the pooler, or not at all.
+			// The process and its queue listen over the direct URL, or not at all.
 			listening := func() int {
 				return pgtest.Value[int](s.t, s.db, `select count(*) from pg_stat_activity where datname = current_database()
 					and query ilike 'listen %'`)
@@ -77,7 +77,7 @@ func TestThroughPgBouncer(t *testing.T) {
 	}
 }
 
-// TestAWrongDirectWayIsRefused at the start, with what to do.
+// TestAWrongDirectWayIsRefused expects the start to fail with advice.
 func TestAWrongDirectWayIsRefused(t *testing.T) {
 	t.Parallel()
 	s, through := pooledScene(t)
@@ -93,7 +93,7 @@ func TestAWrongDirectWayIsRefused(t *testing.T) {
 	}
 }
 
-// pooledScene is a scene on a database with a PgBouncer before it, and the connection string through that.
+// pooledScene returns a scene on a database behind a PgBouncer, and PgBouncer's connection string.
 func pooledScene(t *testing.T) (_ *scene, through string) {
 	t.Helper()
 	url := pgtest.DirectURL(t, pgtest.URL(t))
@@ -110,14 +110,14 @@ func pooledScene(t *testing.T) (_ *scene, through string) {
 	return s, through
 }
 
-// migrateThrough runs agent migrate, which finds nothing to do but has to take its lock.
+// migrateThrough runs agent migrate. It finds nothing to do, but has to take its lock.
 func migrateThrough(s *scene, through string, more ...string) {
 	s.t.Helper()
 	a := launch(s.t, s.dir, s.environ(through, more...), "migrate")
 	require.Equal(s.t, 0, a.Exit(), "agent migrate ended with")
 }
 
-// post asks the API as the admin, and returns the texts of its answer.
+// post sends a request of the admin to the API, and returns the texts of the response.
 func (s *scene) post(a *agent, path, body string, want int) map[string]string {
 	s.t.Helper()
 	response, err := http.DefaultClient.Do(s.request(a, http.MethodPost, path, adminToken, body))

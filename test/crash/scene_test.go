@@ -19,11 +19,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
-// never is a heartbeat schedule that no test lives to see.
+// never is a heartbeat schedule that does not fire during a test.
 const never = "0 0 29 2 *"
 
-// scene is a database with a workspace in which every phase of a heartbeat has something to do, the model
-// that it talks to, and the skills that it calls.
+// scene is a database, a model and skills. Its workspace gives every phase of a heartbeat something to do.
 type scene struct {
 	t      testing.TB
 	url    string
@@ -31,18 +30,18 @@ type scene struct {
 	model  *modeltest.Server
 	skills *bills.Skills
 	dir    string
-	more   []string // of the environment of its processes
+	more   []string // additional environment of its processes
 
 	atModel atomic.Pointer[stop] // before the model answers
 }
 
-// newScene makes the whole of it.
+// newScene creates a scene with a new database.
 func newScene(t testing.TB) *scene {
 	t.Helper()
 	return newSceneOn(t, pgtest.URL(t))
 }
 
-// newSceneOn is newScene on a database of the caller's, which has the schema.
+// newSceneOn creates a scene on a database that has the schema.
 func newSceneOn(t testing.TB, database string) *scene {
 	t.Helper()
 	s := newStage(t, database, bills.YAML)
@@ -51,7 +50,7 @@ func newSceneOn(t testing.TB, database string) *scene {
 	return s
 }
 
-// newStage is a scene with a workspace and nothing in it, and a model that has nothing to say yet.
+// newStage creates a scene with a workspace but no work, and a model without replies.
 func newStage(t testing.TB, database, declared string) *scene {
 	t.Helper()
 	s := &scene{t: t, url: database, model: modeltest.New(t), dir: t.TempDir()}
@@ -66,38 +65,38 @@ func (s *scene) think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 	return bills.Model(req)
 }
 
-// ctx is the test's; what cleans up has none of its own.
+// ctx returns the test's context. A cleanup must not use it.
 func (s *scene) ctx() context.Context { return s.t.Context() }
 
-// environ is what a process of this scene gets; a database of "" is the scene's own, without a proxy.
+// environ returns the environment of a process. A database of "" is the scene's own, without a proxy.
 func (s *scene) environ(database string, more ...string) []string {
 	return append(testkit.Environ(cmp.Or(database, s.url), s.model, "AGENT_ADMIN_TOKEN="+adminToken,
 		"AGENT_HEARTBEAT_CRON="+never, "AGENT_WORKER_LEASE=30s", "AGENT_LOG_LEVEL=debug"), slices.Concat(s.more, more)...)
 }
 
-// agent starts the program in this scene, on a database as environ takes it.
+// agent starts the program in this scene. The database is as in environ.
 func (s *scene) agent(database string, args ...string) *agent {
 	s.t.Helper()
 	return launch(s.t, s.dir, s.environ(database), args...)
 }
 
-// serve is `agent serve` with further settings, ready to work.
+// serve starts `agent serve` with further settings and waits until it is ready.
 func (s *scene) serve(database string, more ...string) *agent {
 	s.t.Helper()
 	a := launch(s.t, s.dir, s.environ(database, more...), "serve")
-	s.t.Cleanup(s.atWork) // before the process is killed
+	s.t.Cleanup(s.atWork) // before the cleanup that kills the process
 	a.Says("msg=serving")
 	return a
 }
 
-// atWork shows who waits for whom when the test has failed.
+// atWork reports blocking sessions after a failed test.
 func (s *scene) atWork() {
 	if s.t.Failed() {
 		s.t.Log(s.sessions())
 	}
 }
 
-// begin asks for a heartbeat, for whoever serves, and returns its execution's id.
+// begin requests a heartbeat from any serving process, and returns its execution's id.
 func (s *scene) begin() string {
 	s.t.Helper()
 	return pgtest.Value[string](s.t, s.db, `
@@ -105,14 +104,14 @@ func (s *scene) begin() string {
 		values (lanekeeper.agent_trace_id('hb'), 'heartbeat', 'heartbeat', 'pending', 'epoch') returning id::text`)
 }
 
-// heartbeat is the id of the only heartbeat there is; empty when there is none yet.
+// heartbeat returns the id of the only heartbeat, or "" without one.
 func (s *scene) heartbeat() string {
 	s.t.Helper()
 	return pgtest.Value[string](s.t, s.db, `select coalesce((select id::text from agent_executions where flow = 'heartbeat'
 		order by id limit 1), '')`)
 }
 
-// status is how an execution stands.
+// status returns the status of an execution.
 func (s *scene) status(id string) string {
 	s.t.Helper()
 	return pgtest.Value[string](s.t, s.db, `select status from agent_executions where id = $1`, id)
@@ -135,8 +134,8 @@ func (s *scene) ends(id, status string) {
 	}
 }
 
-// sessions is what the database's sessions do, and what workers and unfinished executions there are, for a failure.
-// It works also when the test is over.
+// sessions lists the database's sessions, workers and unfinished executions, for a failure. It also works after the
+// test has ended.
 func (s *scene) sessions() (report string) {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
@@ -155,13 +154,13 @@ func (s *scene) sessions() (report string) {
 	return report
 }
 
-// hurry ends the leases of the workers whose process is gone, which time would do.
+// hurry ends the leases of all workers at once. Their processes are dead.
 func (s *scene) hurry() {
 	s.t.Helper()
 	pgtest.Exec(s.t, s.db, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 }
 
-// asked counts the requests the model got, by idempotency key.
+// asked counts the model's requests, by idempotency key.
 func (s *scene) asked() map[string]int {
 	counts := map[string]int{}
 	for _, r := range s.model.Requests() {
@@ -170,7 +169,7 @@ func (s *scene) asked() map[string]int {
 	return counts
 }
 
-// called counts the requests that skills made, by idempotency key.
+// called counts the requests of skills, by idempotency key.
 func (s *scene) called() map[string]int {
 	counts := map[string]int{}
 	for _, c := range s.skills.Calls() {
@@ -179,7 +178,7 @@ func (s *scene) called() map[string]int {
 	return counts
 }
 
-// logged reports whether some request to the model had a tool's reply with these words.
+// logged reports whether a request to the model had a tool result with these words.
 func (s *scene) logged(words string) bool {
 	for _, r := range s.model.Requests() {
 		for _, m := range r.Messages {

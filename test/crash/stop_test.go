@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
-// stop holds up calls that arrive at it, as an answer that does not come would.
+// stop blocks calls, like a response that does not come.
 type stop struct {
 	t       testing.TB
 	arrived chan struct{}
@@ -23,7 +23,7 @@ type stop struct {
 	mu      sync.Mutex
 }
 
-// newStop makes one that holds up the first n calls, and lets those that come after pass.
+// newStop creates a stop that blocks the first n calls and lets later ones pass.
 func newStop(t testing.TB, n int) *stop {
 	t.Helper()
 	x := &stop{t: t, arrived: make(chan struct{}, n), freed: make(chan struct{}), left: n}
@@ -31,7 +31,7 @@ func newStop(t testing.TB, n int) *stop {
 	return x
 }
 
-// pass is where a call is held up. A nil stop holds up none.
+// pass blocks a call. A nil stop blocks none.
 func (x *stop) pass() {
 	if x == nil {
 		return
@@ -46,7 +46,7 @@ func (x *stop) pass() {
 	}
 }
 
-// wait waits until a call has arrived.
+// wait waits until a call is blocked.
 func (x *stop) wait() {
 	x.t.Helper()
 	select {
@@ -56,10 +56,10 @@ func (x *stop) wait() {
 	}
 }
 
-// free lets everything go.
+// free lets all calls pass.
 func (x *stop) free() { x.once.Do(func() { close(x.freed) }) }
 
-// holdSkill holds up the first n calls of a skill.
+// holdSkill blocks the first n calls of a skill.
 func (s *scene) holdSkill(skill string, n int) *stop {
 	s.t.Helper()
 	x := newStop(s.t, n)
@@ -71,7 +71,7 @@ func (s *scene) holdSkill(skill string, n int) *stop {
 	return x
 }
 
-// holdModel holds up the first n requests to the model.
+// holdModel blocks the first n requests to the model.
 func (s *scene) holdModel(n int) *stop {
 	s.t.Helper()
 	x := newStop(s.t, n)
@@ -79,14 +79,14 @@ func (s *scene) holdModel(n int) *stop {
 	return x
 }
 
-// TestKillWhileACallIsInFlight kills `agent serve` while the other side has the request and has not
-// answered. What then counts is whether the call may be made again.
+// TestKillWhileACallIsInFlight kills `agent serve` after the other side got the request and before it responds. The
+// outcome depends on whether the call may be repeated.
 func TestKillWhileACallIsInFlight(t *testing.T) {
 	t.Parallel()
 	cases := map[string]struct {
 		hold  func(s *scene, kills int) *stop
 		skill string // of the row
-		again bool   // it is called again, under the same key
+		again bool   // the next process repeats the call under the same key
 	}{
 		"a model's answer":          {func(s *scene, n int) *stop { return s.holdModel(n) }, "model_call", true},
 		"an idempotent skill":       {func(s *scene, n int) *stop { return s.holdSkill("look", n) }, "look", true},
@@ -122,7 +122,7 @@ func TestKillWhileACallIsInFlight(t *testing.T) {
 	}
 }
 
-// TestKillTwiceInTheSameCall: each crash leaves its row, and the key stays the same.
+// TestKillTwiceInTheSameCall: each crash leaves its own row, and the key stays the same.
 func TestKillTwiceInTheSameCall(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -145,7 +145,7 @@ func TestKillTwiceInTheSameCall(t *testing.T) {
 	s.effects(id)
 }
 
-// holdPay holds up the first n payments of an amount.
+// holdPay blocks the first n payments of an amount.
 func (s *scene) holdPay(amount, n int) *stop {
 	s.t.Helper()
 	x := newStop(s.t, n)
@@ -169,7 +169,7 @@ func (s *scene) running() []row {
 	return open
 }
 
-// shows checks that the story of an execution's trace has certain words.
+// shows checks that the trace of an execution has certain words.
 func (s *scene) shows(id, words string) {
 	s.t.Helper()
 	trace := pgtest.Value[string](s.t, s.db, `select trace_id from agent_executions where id = $1`, id)
@@ -179,7 +179,7 @@ func (s *scene) shows(id, words string) {
 	}
 }
 
-// TestASecondSignalEndsTheProcess does not wait for what the first one waits for.
+// TestASecondSignalEndsTheProcess: a second signal ends the process without the waits of the first.
 func TestASecondSignalEndsTheProcess(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -199,14 +199,14 @@ func TestASecondSignalEndsTheProcess(t *testing.T) {
 	s.whole(id, before)
 }
 
-// TestInterruptingACommandCancelsItsHeartbeat: ^C means that it is not wanted any more.
+// TestInterruptingACommandCancelsItsHeartbeat: ^C cancels the heartbeat of its command.
 func TestInterruptingACommandCancelsItsHeartbeat(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	held := s.holdSkill("look", 1)
 	a := s.agent("", "heartbeat")
 	held.wait()
-	s.serve("") // which must not take over what is being cancelled
+	s.serve("") // this server must not take over the cancelled heartbeat
 	a.Signal(syscall.SIGINT)
 	assert.Equal(t, 130, a.Exit())
 	id := s.heartbeat()
@@ -230,7 +230,7 @@ func (s *scene) stopping(a *agent) bool {
 	return !answers(s.t, address)
 }
 
-// handedBack checks that an execution waits for whoever takes it, and that nothing else is held for it.
+// handedBack checks that an execution is free for another process, and that no other resource is held for it.
 func (s *scene) handedBack(id string) {
 	s.t.Helper()
 	if !pgtest.Value[bool](s.t, s.db, `select status = 'running' and claimed_by is null and attempt = 0
@@ -238,7 +238,7 @@ func (s *scene) handedBack(id string) {
 		s.t.Errorf("the execution was not handed back: %s",
 			pgtest.Value[string](s.t, s.db, `select to_jsonb(e)::text from agent_executions e where id = $1`, id))
 	}
-	// A thread stays with it: nobody else begins to talk in the middle of its conversation.
+	// The execution keeps its thread, so no other conversation starts in the middle of its own.
 	assert.Equal(s.t, 0, pgtest.Value[int](s.t, s.db, `select count(*) from agent_locks_live where lane not like 'thread:%'
 		or execution_id is distinct from $1::uuid`, id), "lanes are still held")
 	assert.Equal(s.t, 0, pgtest.Value[int](s.t, s.db,

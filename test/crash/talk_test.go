@@ -25,7 +25,7 @@ const (
 	hookSecret = "a-long-random-text-of-the-shop"
 )
 
-// talkYAML is what conversations and webhooks need.
+// talkYAML declares the workspace for conversations and webhooks.
 const talkYAML = bills.ShopYAML + `
 kind: automation
 name: ship
@@ -44,7 +44,7 @@ actions:
   - automation: ship
 `
 
-// newTalk is a scene for people and systems that talk with the agent.
+// newTalk creates a scene for visitors, admins and webhooks.
 func newTalk(t testing.TB) *scene {
 	t.Helper()
 	s := newStage(t, pgtest.URL(t), talkYAML)
@@ -53,8 +53,8 @@ func newTalk(t testing.TB) *scene {
 	return s
 }
 
-// converse is the model of a conversation. What it says depends only on what it is shown: on the last thing that the
-// user said, and how often it has answered that.
+// converse is the model of a conversation. Its output depends only on its input: on the user's last message, and the
+// number of replies to it.
 func (s *scene) converse(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 	s.atModel.Load().pass()
 	words, turn := modeltest.Turn(req)
@@ -68,16 +68,16 @@ func (s *scene) converse(_ int, req openai.ChatCompletionRequest) modeltest.Repl
 	return modeltest.Text(reply(words))
 }
 
-// reply is how the model ends its answer.
+// reply returns the model's last message of a turn.
 func reply(words string) string { return "That is all about: " + strings.SplitN(words, "\n", 2)[0] }
 
-// message is what a client says: in a thread, under an idempotency key.
+// message is a client's message in a thread, under an idempotency key.
 type message struct {
 	thread, words string
 	stream        bool
 }
 
-// say sends a message to a process and listens until the answer, or the connection, has ended.
+// say sends a message to a process and reads until the answer, or the connection, has ended.
 func (s *scene) say(a *agent, m message) testkit.Answer {
 	s.t.Helper()
 	return testkit.Chat(s.asking(a, m), nil)
@@ -92,13 +92,13 @@ func (s *scene) asking(a *agent, m message) *http.Request {
 		m.thread+" "+m.words)
 }
 
-// attach asks for an answer by its id.
+// attach requests an answer by its id.
 func (s *scene) attach(a *agent, id, query string) testkit.Answer {
 	s.t.Helper()
 	return testkit.Chat(s.request(a, http.MethodGet, "/v1/chat/completions/"+id+query, chatKey, ""), nil)
 }
 
-// request makes one; further words are headers.
+// request builds a request; further words are headers.
 func (s *scene) request(a *agent, method, path, key, body string, header ...string) *http.Request {
 	s.t.Helper()
 	r, err := http.NewRequestWithContext(s.ctx(), method, "http://"+a.address()+path, strings.NewReader(body))
@@ -113,8 +113,8 @@ func (s *scene) request(a *agent, method, path, key, body string, header ...stri
 	return r
 }
 
-// insist does what a client does whose connection broke: it sends the message again under its key, and attaches to the
-// answer that is under way. It returns the answer.
+// insist acts like a client whose connection broke: it sends the message again under its key, and attaches to the
+// answer in progress. It returns the answer.
 func (s *scene) insist(a *agent, m message) (got testkit.Answer) {
 	s.t.Helper()
 	eventually(s.t, "the database is there", func() bool {
@@ -124,7 +124,7 @@ func (s *scene) insist(a *agent, m message) (got testkit.Answer) {
 	if got.Status == http.StatusConflict && got.ID != "" {
 		id := got.ID
 		eventually(s.t, "the answer is there", func() bool {
-			return s.attach(a, id, "?stream=true").Code != "answer_restarted" // it returns at the end of the turn
+			return s.attach(a, id, "?stream=true").Code != "answer_restarted" // the stream ends with the turn
 		})
 		got = s.attach(a, id, "")
 	}
@@ -132,7 +132,7 @@ func (s *scene) insist(a *agent, m message) (got testkit.Answer) {
 	return got
 }
 
-// lines is a thread as the admin sees it, each message before its answer.
+// lines returns a thread in the admin's view, each message before its answer.
 func (s *scene) lines(a *agent, thread string) (lines []string) {
 	s.t.Helper()
 	response, err := http.DefaultClient.Do(s.request(a, http.MethodGet, "/v1/threads/"+thread, adminToken, ""))
@@ -157,8 +157,8 @@ func (s *scene) lines(a *agent, thread string) (lines []string) {
 	return lines
 }
 
-// settled checks what must be so when all is over, whatever happened: nothing that was over was done again, nothing is
-// left open, and everything has ended once.
+// settled checks the final state after any fault: no finished call was repeated, nothing is left open, and each
+// execution has ended once.
 func (s *scene) settled(before snapshot) {
 	s.t.Helper()
 	eventually(s.t, "everything has ended, and nothing is held", func() bool {
@@ -192,7 +192,7 @@ func (s *scene) settled(before snapshot) {
 	}
 }
 
-// answered checks a thread: each message once, in order, and after it one answer, the same that its client got.
+// answered checks a thread: it has each message once, in order. One answer follows it, the same that its client got.
 func (s *scene) answered(a *agent, thread string, answers map[string]testkit.Answer, words ...string) {
 	s.t.Helper()
 	got := s.lines(a, thread)
@@ -209,7 +209,7 @@ func (s *scene) answered(a *agent, thread string, answers map[string]testkit.Ans
 	}
 }
 
-// killed starts a server that is killed at a boundary, and is ready.
+// killed starts a server that dies at a boundary, and waits until it is ready.
 func (s *scene) killed(from *regexp.Regexp, n int, how verdict) (*agent, *counter) {
 	s.t.Helper()
 	c := &counter{from: from}
@@ -221,8 +221,8 @@ func (s *scene) killed(from *regexp.Regexp, n int, how verdict) (*agent, *counte
 	return a, c
 }
 
-// over is how it stands with a process that was to be killed: what it leaves behind is at rest, and its leases are
-// over.
+// over kills the process, if it still runs, and ends its leases. It returns a snapshot of the state that the process
+// left.
 func (s *scene) over(a *agent) snapshot {
 	s.t.Helper()
 	a.Kill()

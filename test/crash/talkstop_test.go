@@ -18,9 +18,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// TestAStopInTheMiddleOfAStreamedAnswer that takes too long: the client is told that the server goes down and where
-// the answer will be, and another process finishes it. A model call that does not end within AGENT_SHUTDOWN_TIMEOUT
-// is made again.
+// TestAStopInTheMiddleOfAStreamedAnswer stops a server during a long answer. The client learns that the server shuts
+// down and where to read the answer. Another process finishes it. It repeats a model call that did not end within
+// AGENT_SHUTDOWN_TIMEOUT.
 func TestAStopInTheMiddleOfAStreamedAnswer(t *testing.T) {
 	t.Parallel()
 	for name, cut := range map[string]bool{"the model goes on": false, "the model is cut off": true} {
@@ -66,15 +66,16 @@ func TestAStopInTheMiddleOfAStreamedAnswer(t *testing.T) {
 	}
 }
 
-// slowly makes the model take its time over its first answer.
+// slowly delays the first answer of the model.
 func (s *scene) slowly(pause time.Duration) {
 	words := "Let me look. " + strings.Repeat("It takes a while. ", 10)
 	begun := modeltest.Text(words).AndCall("look", `{}`).AndCall("tell", `{}`).Slowly(pause)
 	s.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return begun })
 }
 
-// TestAPausedChatWakesToNothing: a process is stopped in the middle of a visitor's turn until its lease has ended and
-// another has answered. What it does when it wakes is refused, the answer is there once, and its client gets it.
+// TestAPausedChatWakesToNothing stops a process in the middle of a visitor's turn, until its lease has ended and
+// another process has answered. The writes of the woken process are rejected. The answer exists once, and its client
+// gets it.
 func TestAPausedChatWakesToNothing(t *testing.T) {
 	t.Parallel()
 	for name, stream := range map[string]bool{"streamed": true, "whole": false} {
@@ -88,7 +89,7 @@ func TestAPausedChatWakesToNothing(t *testing.T) {
 			var asking sync.WaitGroup
 			asking.Go(func() { got = s.say(a, m) })
 			held.wait()
-			// What its client was shown is noted beside the call, not before it.
+			// The process stores the streamed text while the call runs.
 			eventually(t, "the text so far is stored",
 				func() bool { return pgtest.Value[int](s.t, s.db, `select count(*) from agent_message_drafts`) == 1 })
 			a.Signal(syscall.SIGSTOP)
@@ -117,8 +118,8 @@ func TestAPausedChatWakesToNothing(t *testing.T) {
 	}
 }
 
-// TestAServerDiesUnderFiveChats: two processes share the visitors; one is killed while each of its turns is in
-// the middle of a call, and with a message in the queue of a thread. Everybody is answered once, by the other one.
+// TestAServerDiesUnderFiveChats has two processes share the visitors. One dies while each of its turns is in the middle
+// of a call and a thread has a queued message. The other process answers everyone once.
 func TestAServerDiesUnderFiveChats(t *testing.T) {
 	t.Parallel()
 	s := newTalk(t)
@@ -158,7 +159,7 @@ func TestAServerDiesUnderFiveChats(t *testing.T) {
 	s.expire(a)
 	held.free()
 	asking.Wait()
-	for _, r := range before.rows { // what runs at the other server was not lost
+	for _, r := range before.rows { // the kill did not affect calls of the other server
 		if r.Running > 0 && s.look().rows[r.Key].Unknown == 0 {
 			delete(before.rows, r.Key)
 			delete(before.called, r.Key)

@@ -22,7 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// A heartbeat that pursues an objective: it looks, pays, and has a flow do the rest, as a child.
+// tracedYAML has a heartbeat with an objective: it looks, pays, and has a child flow do the rest.
 const tracedYAML = bills.SkillsYAML + bills.ObjectiveYAML + `
 kind: skill
 name: settle
@@ -37,7 +37,7 @@ actions:
   - {actionType: end, parameters: {summary: settled}}
 `
 
-// newTraced is a scene in which a heartbeat has a model call, skills, a wait and a child, and a receiver of its traces.
+// newTraced creates a scene with a trace receiver. Its heartbeat has a model call, skills, a wait and a child.
 func newTraced(t *testing.T) (*scene, *otlptest.Server) {
 	t.Helper()
 	s := newStage(t, pgtest.URL(t), tracedYAML)
@@ -52,14 +52,14 @@ func newTraced(t *testing.T) (*scene, *otlptest.Server) {
 	return s, receiver
 }
 
-// otel is the id under which tracing tools know an execution's trace.
+// otel returns the id of an execution's trace in tracing tools.
 func (s *scene) otel(execution string) string {
 	s.t.Helper()
 	return trace.ID(pgtest.Value[string](s.t, s.db, `select trace_id from agent_executions where id = $1`,
 		execution)).OTel()
 }
 
-// sent waits until all spans of a trace have come, as many as SQL says that there are, and returns them.
+// sent waits until the receiver has all spans of a trace, as many as SQL counts, and returns them.
 func (s *scene) sent(from *otlptest.Server, execution string) []otlptest.Span {
 	s.t.Helper()
 	eventually(s.t, "all executions of the trace end", func() bool {
@@ -81,7 +81,7 @@ func (s *scene) sent(from *otlptest.Server, execution string) []otlptest.Span {
 	return from.Trace(id)
 }
 
-// mirrored checks each span against its row, and that the whole is a well-formed trace.
+// mirrored compares each span with its row, and checks that the trace is well-formed.
 func (s *scene) mirrored(spans []otlptest.Span) {
 	s.t.Helper()
 	for _, wrong := range otlptest.Check(spans) {
@@ -114,8 +114,8 @@ func names(spans []otlptest.Span) map[string]int {
 	return counts
 }
 
-// TestAHeartbeatIsAWholeTrace: a heartbeat with model calls, skills, a wait and a child comes to a receiver as one
-// trace, under the id that SQL has.
+// TestAHeartbeatIsAWholeTrace runs a heartbeat with model calls, skills, a wait and a child. The receiver gets it as
+// one trace, under the id in SQL.
 func TestAHeartbeatIsAWholeTrace(t *testing.T) {
 	t.Parallel()
 	s, receiver := newTraced(t)
@@ -123,7 +123,7 @@ func TestAHeartbeatIsAWholeTrace(t *testing.T) {
 	a := s.serve("")
 	id := s.begin()
 	held.wait()
-	pgtest.Exec(s.t, s.db, `select try_acquire_agent_lock('operate', 'admin', 300)`) // an admin comes: the heartbeat waits
+	pgtest.Exec(s.t, s.db, `select try_acquire_agent_lock('operate', 'admin', 300)`) // the heartbeat has to wait
 	held.free()
 	eventually(t, "the heartbeat waits for the admin", func() bool { return s.status(id) == "waiting" })
 	pgtest.Exec(s.t, s.db, `select release_agent_lock('operate', 'admin')`)
@@ -150,8 +150,7 @@ func TestAHeartbeatIsAWholeTrace(t *testing.T) {
 	}
 }
 
-// TestWhatAKilledProcessDidIsSent by the one that takes its work over: nothing of the trace is missing, nothing came
-// twice.
+// TestWhatAKilledProcessDidIsSent: the process that takes over sends the spans. None is missing, none came twice.
 func TestWhatAKilledProcessDidIsSent(t *testing.T) {
 	t.Parallel()
 	s, receiver := newTraced(t)
@@ -161,7 +160,7 @@ func TestWhatAKilledProcessDidIsSent(t *testing.T) {
 	held.wait()
 	eventually(t, "what had ended before is sent",
 		func() bool { return names(receiver.Trace(s.otel(id)))["execute_tool look"] == 1 })
-	// A batch whose answer was not noted any more comes again, with the same ids.
+	// A batch without a recorded response is sent again, with the same ids.
 	eventually(t, "the process has noted that it was", func() bool {
 		return pgtest.Value[bool](s.t, s.db, `select sent_upto > (select id from agent_activity where skill_name = 'look')
 			from agent_span_export`)
@@ -183,8 +182,8 @@ func TestWhatAKilledProcessDidIsSent(t *testing.T) {
 	s.counted(b, map[string]float64{`agent_runs_total{status="completed",surface="heartbeat"}`: 2})
 }
 
-// TestAReceiverThatIsDown holds nobody up, and gets everything when it is back. A one-shot command sends before it
-// exits.
+// TestAReceiverThatIsDown: a receiver that is down delays no work, and gets everything later. A one-shot command sends
+// before it exits.
 func TestAReceiverThatIsDown(t *testing.T) {
 	t.Parallel()
 	s, receiver := newTraced(t)
@@ -195,7 +194,7 @@ func TestAReceiverThatIsDown(t *testing.T) {
 		t.Fatalf("%d spans were taken by a receiver that is down, which was asked %d times", n, len(receiver.Requests()))
 	}
 	receiver.Fail(nil)
-	// nobody serves
+	// no process serves
 	pgtest.Exec(s.t, s.db, `delete from agent_executions where flow = 'settlement' and status = 'pending'`)
 	require.Equal(t, 0, s.agent("", "heartbeat").Exit())
 	want := pgtest.Value[int](s.t, s.db, `
@@ -205,8 +204,7 @@ func TestAReceiverThatIsDown(t *testing.T) {
 	s.mirrored(receiver.Trace(s.otel(id)))
 }
 
-// counted compares counters of a process with the rows that it has finished: all that there are, or those that more
-// says.
+// counted compares counters of a process with the wanted values.
 func (s *scene) counted(a *agent, want map[string]float64) {
 	s.t.Helper()
 	got := s.metrics(a)
@@ -242,8 +240,7 @@ func (s *scene) metrics(a *agent) map[string]float64 {
 	return got
 }
 
-// agrees compares all counters of runs, model calls and skills with what SQL says, both ways. The process is the only
-// one there was.
+// agrees compares all counters of runs, model calls and skills with SQL, in both directions. No other process has run.
 func (s *scene) agrees(a *agent) {
 	s.t.Helper()
 	want := map[string]float64{}

@@ -11,8 +11,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
-// TestTwoServersMakeOneHeartbeatPerTick runs two processes on a schedule that is faster than some of its
-// heartbeats, kills River's leader in the middle of one, and looks at everything that was done.
+// TestTwoServersMakeOneHeartbeatPerTick runs two processes on a schedule faster than some of its heartbeats. It kills
+// River's leader in the middle of one, and then checks all heartbeats.
 func TestTwoServersMakeOneHeartbeatPerTick(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -24,7 +24,7 @@ func TestTwoServersMakeOneHeartbeatPerTick(t *testing.T) {
 	})
 	s.serve("", fast...)
 
-	// A heartbeat that is held up for some ticks: they are skipped.
+	// A heartbeat is delayed for some ticks. Each of them is skipped.
 	slow := s.holdSkill("look", 1)
 	slow.wait()
 	skipped := s.beats("skipped")
@@ -32,7 +32,7 @@ func TestTwoServersMakeOneHeartbeatPerTick(t *testing.T) {
 	slow.free()
 	s.atLeast("done", 4)
 
-	// The leader dies in a heartbeat that it runs.
+	// The leader dies during a heartbeat.
 	lost := s.holdSkillOf(first, "look")
 	lost.wait()
 	id := pgtest.Value[string](s.t, s.db, `select id::text from agent_executions where status = 'running' and claimed_by in
@@ -46,7 +46,7 @@ func TestTwoServersMakeOneHeartbeatPerTick(t *testing.T) {
 	s.ticksWereSingle()
 }
 
-// beats counts the heartbeats that have ended: done, or skipped.
+// beats counts the ended heartbeats: done or skipped.
 func (s *scene) beats(how string) int {
 	s.t.Helper()
 	return pgtest.Value[int](s.t, s.db, `
@@ -60,7 +60,7 @@ func (s *scene) atLeast(how string, n int) {
 	eventually(s.t, "heartbeats go on", func() bool { return s.beats(how) >= n })
 }
 
-// holdSkillOf holds up one call of a skill that a certain process makes.
+// holdSkillOf blocks one call of a skill by a certain process.
 func (s *scene) holdSkillOf(a *agent, skill string) *stop {
 	s.t.Helper()
 	x := newStop(s.t, 1)
@@ -77,8 +77,7 @@ func (s *scene) holdSkillOf(a *agent, skill string) *stop {
 	return x
 }
 
-// ticksWereSingle checks all that was done: every due time once, no two heartbeats at work at once, each
-// that was skipped recorded.
+// ticksWereSingle checks that each due time ran once, no two heartbeats ran at once, and each skip was recorded.
 func (s *scene) ticksWereSingle() {
 	s.t.Helper()
 	for what, sql := range map[string]string{
