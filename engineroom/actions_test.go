@@ -34,7 +34,7 @@ type apiCall struct {
 	header                   http.Header
 }
 
-// pulled serves the room over an API that answers as status and body say, and keeps what it was asked.
+// pulled serves the room over an API with a scripted response, and records the API calls.
 func pulled(t *testing.T, answer http.HandlerFunc) (*[]apiCall, *httptest.Server, *http.Client) {
 	t.Helper()
 	var calls []apiCall
@@ -54,7 +54,7 @@ func pulled(t *testing.T, answer http.HandlerFunc) (*[]apiCall, *httptest.Server
 	return &calls, server, stay
 }
 
-// send posts a form.
+// post sends a form.
 func post(t *testing.T, client *http.Client, address string, form url.Values, header http.Header) *http.Response {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, address, strings.NewReader(form.Encode()))
@@ -67,7 +67,7 @@ func post(t *testing.T, client *http.Client, address string, form url.Values, he
 	return resp
 }
 
-// after is the page that is shown after a action was pulled, with the message, and what it says on the next look.
+// after returns the page after an action, with its message, and the same page loaded again.
 func after(t *testing.T, client *http.Client, server *httptest.Server, resp *http.Response) (first, second string) {
 	t.Helper()
 	look := func(cookies []*http.Cookie) (string, []*http.Cookie) {
@@ -187,7 +187,7 @@ func TestFieldsHaveTypes(t *testing.T) {
 	l := action{fields: []field{{"t", asText}, {"l", asList}, {"f", asFlag}, {"n", asNumber}, {"j", asJSON}}}
 	for name, test := range map[string]struct {
 		form url.Values
-		want string // JSON, or what is wrong
+		want string // JSON, or the error
 	}{
 		"all": {
 			url.Values{"t": {"x"}, "l": {"a\r\nb", " c "}, "f": {"on"}, "n": {"1.5"}, "j": {`{"a":[1]}`}},
@@ -322,7 +322,7 @@ func TestTheFormOfEveryActionIsHiddenFromSomebody(t *testing.T) {
 	}
 }
 
-// A form whose route is missing in the table would only be found by the admin who sends it.
+// Without this test, only an admin would find a form whose route is missing in the table.
 func TestEveryActionOfATemplateIsInTheTable(t *testing.T) {
 	t.Parallel()
 	mux := http.NewServeMux()
@@ -340,7 +340,7 @@ func TestEveryActionOfATemplateIsInTheTable(t *testing.T) {
 			found++
 			path := regexp.MustCompile(`%s|\{\{.*?\}\}`).ReplaceAllString(m[1]+m[2], "x")
 			if path == "/v1/operate" {
-				continue // has a handler of its own
+				continue // the route has its own handler
 			}
 			_, pattern := mux.Handler(httptest.NewRequestWithContext(t.Context(), http.MethodPost, path, http.NoBody))
 			assert.Truef(t, pattern != "", "%s: no action has the route %s", file.Name(), path)
@@ -349,7 +349,7 @@ func TestEveryActionOfATemplateIsInTheTable(t *testing.T) {
 	assert.Truef(t, found >= 10, "only %d actions were found", found)
 }
 
-// asked is an approval of the skill drop that expires in some hours.
+// asked inserts an approval of the skill drop that expires after some hours.
 func asked(t *testing.T, pool *pgxpool.Pool, status, arguments string, hours float64) string {
 	t.Helper()
 	return put(t, pool, `
@@ -446,7 +446,7 @@ func TestWhatHappenedAfterADecisionIsTold(t *testing.T) {
 
 const aSession = "ses_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
 
-// spoken puts a session with a turn into the database.
+// spoken inserts a session with one turn.
 func spoken(t *testing.T, db interface {
 	Begin(ctx context.Context) (pgx.Tx, error)
 }, said, answer, status string,
@@ -583,8 +583,8 @@ func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
 	}
 }
 
-// Who only asks whether a stream is there has its answer at once, or the next request on the connection would wait
-// for ever.
+// A HEAD request of a stream gets its response at once. Otherwise the next request on its connection would wait for
+// ever.
 func TestAStreamThatIsAskedForItsHeadersEnds(t *testing.T) {
 	t.Parallel()
 	_, server := open(t)

@@ -29,7 +29,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// rowList is a page with a list whose rows a test sets. Its server can be cut off from its viewers.
+// rowList is a page with a list. The test sets its rows, and can cut the connections of its viewers.
 type rowList struct {
 	mu   sync.Mutex
 	rows []string
@@ -125,7 +125,7 @@ func TestUpdatesCanBePausedAndGoOn(t *testing.T) {
 	p.Shows("There are 2 rows.")
 	l.cut()
 	p.Until("it is connected again, and still paused", `document.getElementById("live-state").dataset.state === "paused"`)
-	p.Expect("ERR_INCOMPLETE_CHUNKED_ENCODING") // what it was cut off by
+	p.Expect("ERR_INCOMPLETE_CHUNKED_ENCODING") // the cut connection
 	l.set("c", "d", "e", "a", "b")
 	p.Shows("3 new")
 	noComplaint(t, p)
@@ -151,7 +151,7 @@ func TestABrokenStreamGoesOn(t *testing.T) {
 	assert.Equal(t, "There are 3 rows. There are 4 rows. There are 5 rows. There are 6 rows.", all)
 }
 
-// copies clicks a button that says for a moment that it has copied, or could not.
+// copies clicks a copy button and waits for its message.
 func copies(p *browser.Page, selector string) {
 	p.Eval(fmt.Sprintf(`window.said = ""; (b => new MutationObserver(() => { said += b.textContent; })
 		.observe(b, {childList: true}))(document.querySelector(%q))`, selector), nil)
@@ -253,13 +253,12 @@ func TestALinkLogsIn(t *testing.T) {
 	p := browser.Open(t, browser.Look{})
 	p.Go(strings.TrimSuffix(l.url, "/listed") + "/login?next=/listed")
 	noComplaint(t, p)
-	p.Expect("405") // nobody takes the form here
+	p.Expect("405") // no handler takes the form here
 	p.Go(strings.TrimSuffix(l.url, "/listed") + "/login?next=/listed#token=secret")
 	p.Until("the token is out of the address", `!location.href.includes("secret")`)
 }
 
-// populated puts something onto every page, with a text wherever one may stand, and answers with an address for each
-// page's path.
+// populated inserts data for every page, with text in each free text. It returns an address for each page's path.
 func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string {
 	t.Helper()
 	waitsForPeople(t, pool, text)
@@ -326,7 +325,7 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 	}
 }
 
-// quoted is a text as JSON.
+// quoted returns a text as JSON.
 func quoted(t *testing.T, text string) string {
 	t.Helper()
 	raw, err := json.Marshal(text)
@@ -334,13 +333,13 @@ func quoted(t *testing.T, text string) string {
 	return string(raw)
 }
 
-// manners are the ways in which every page has to be fit to be read.
+// manners are the browser settings in which every page must be readable.
 var manners = map[string]browser.Look{
 	"light": {}, "dark": {Dark: true}, "light phone": {Width: 390, Height: 844},
 	"dark phone": {Width: 390, Height: 844, Dark: true},
 }
 
-// addresses are those of all pages of the room, so that a new one cannot be forgotten, and some more.
+// addresses returns an address of each page of the room, and some more. It fails for a new page without one.
 func addresses(t *testing.T, pool *pgxpool.Pool, made map[string]string) []string {
 	t.Helper()
 	room, err := New(Options{Pool: pool})
@@ -361,8 +360,8 @@ func addresses(t *testing.T, pool *pgxpool.Pool, made map[string]string) []strin
 	return append(list, trace+"?span="+made["run span"], trace+"?tab=why", trace+"?q=fetch&errors=1")
 }
 
-// fit opens a page in some ways. It reports complaints of the browser, pages wider than the window and, with axe, what
-// is inaccessible.
+// fit opens a page in some manners. It reports errors of the browser, pages wider than the window and, with axe,
+// accessibility problems.
 func fit(t *testing.T, p *browser.Page, address string, axe bool, ways ...string) {
 	t.Helper()
 	p.As(manners[ways[0]])
@@ -384,7 +383,8 @@ func fit(t *testing.T, p *browser.Page, address string, axe bool, ways ...string
 	}
 }
 
-// Both widths and both colour schemes are looked at, not each with each: the layout does not depend on the colours.
+// The test combines both widths and both colour schemes, but not each with each: the layout does not depend on the
+// colours.
 func TestEveryPageIsFitToBeReadInLightAndDarkAndOnAPhone(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -401,7 +401,7 @@ func TestEveryPageIsFitToBeReadInLightAndDarkAndOnAPhone(t *testing.T) {
 			ways = ways[i%2 : i%2+1]
 		}
 		fit(t, p, server.URL+address, true, ways...)
-		for _, width := range []int64{390, 320} { // F12: nothing is wider than the window of a phone
+		for _, width := range []int64{390, 320} { // F12: no page is wider than a phone's window
 			p.As(browser.Look{Width: width, Height: 844})
 			var wide int64
 			p.Eval(`document.documentElement.scrollWidth`, &wide)
@@ -416,7 +416,7 @@ func TestEveryPageIsFitToBeReadInLightAndDarkAndOnAPhone(t *testing.T) {
 	pictures(t, p, server.URL, made)
 }
 
-// pictures are those of the documentation, made where AGENT_PICTURES says (make pictures).
+// pictures makes the pictures of the documentation in the folder AGENT_PICTURES (make pictures).
 func pictures(t *testing.T, p *browser.Page, base string, made map[string]string) {
 	t.Helper()
 	dir := os.Getenv("AGENT_PICTURES")
@@ -458,8 +458,8 @@ func TestEveryPageShowsHostileTextAsText(t *testing.T) {
 	}
 }
 
-// soil writes a text into every column that holds free text or JSON, of every row, as far as the schema allows it. What
-// pages are found by stays.
+// soil writes a text into every column of free text or JSON, of every row, if the schema allows it. Columns that pages
+// search by keep their values.
 func soil(t *testing.T, pool *pgxpool.Pool, text string) {
 	t.Helper()
 	rows, err := pool.Query(t.Context(), `
@@ -490,18 +490,18 @@ func soil(t *testing.T, pool *pgxpool.Pool, text string) {
 		switch {
 		case err == nil:
 			soiled++
-		case !postgres.IsCode(err, "23514", "23505", "54000", "22001", "22P02"): // the schema does not allow it
+		case !postgres.IsCode(err, "23514", "23505", "54000", "22001", "22P02"): // the schema rejects it
 			t.Fatalf("%s.%s: %v", c.Table, c.Name, err)
 		}
 	}
 	require.Truef(t, soiled >= 40, "only %d of %d columns could be written", soiled, len(columns))
 }
 
-// fakeTurns answers what the console asks the API, by what was said.
+// fakeTurns answers the console's API calls. The message selects the response.
 type fakeTurns struct {
 	mu      sync.Mutex
 	asked   []string // method, path and body of every request
-	status  string   // of the turn that is found again
+	status  string   // of the turn after a reconnect
 	decided chan struct{}
 	cut     chan struct{}
 }
@@ -550,7 +550,7 @@ func (f *fakeTurns) operate(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "text/event-stream")
 	tell(startEvent)
 	switch {
-	case strings.Contains(body, "break early"): // before the page has heard anything
+	case strings.Contains(body, "break early"): // before the first event
 		panic(http.ErrAbortHandler)
 	case strings.Contains(body, "break"):
 		select {
@@ -636,7 +636,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	server.Config.BaseContext = func(net.Listener) context.Context { return living }
 	server.Start()
 	t.Cleanup(func() {
-		end() // the page that is open follows what happens
+		end() // ends the stream of the open page
 		server.Close()
 	})
 	acts(t, pool, agents.Definition{Name: "sales", Default: true})
@@ -645,7 +645,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	p.Go(server.URL + "/operate")
 	p.Eval(`document.getElementById("agent").value = "billing", 1`, new(int))
 
-	// Keys send, the answer is streamed, and all of it is text.
+	// A key sends the message, the answer is streamed, and all of it is text.
 	p.Type("#message", "hello")
 	p.Eval(
 		`document.getElementById("message").dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", ctrlKey: true, bubbles: true, cancelable: true})), 1`, new(int))
@@ -662,11 +662,11 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	assert.Truef(t, f.has("POST /v1/operate", "hello", `"agent":"billing"`), "the chosen agent was not named: %q", f.asked)
 	p.Until("the session keeps its agent", `document.getElementById("agent").disabled`)
 
-	// An approval is decided where it is asked for.
+	// The page decides an approval in place.
 	p.Type("#message", "approve")
 	p.Click("#send")
 	p.Shows("Approval requested: drop")
-	p.Shows("9007199254740993") // not as a script rounds it
+	p.Shows("9007199254740993") // not rounded like a JavaScript number
 	found := p.Inaccessible()
 	assert.Truef(t, len(found) == 0, "not accessible:\n%s", strings.Join(found, "\n"))
 	p.Click(`#transcript .approval button[value=approve]`)
@@ -675,7 +675,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	assert.Truef(t, f.has("POST /v1/approvals/a1", `"decision":"approve"`) &&
 		f.has("POST /v1/operate", `"session_id":"`+aSession+`"`, "approve"), "asked: %q", f.asked)
 
-	// Who holds the lane is named, and one can wait.
+	// The page names the holder of the lane, and the admin can wait for it.
 	p.Expect("409")
 	p.Type("#message", "busy")
 	p.Click("#send")
@@ -687,7 +687,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 		`[...document.querySelectorAll("#transcript > .bubble")].pop().textContent.startsWith("Done. Trace") && document.getElementById("send").disabled === false`)
 	assert.Truef(t, f.has("POST /v1/operate", "busy", `"wait":true`), "asked: %q", f.asked)
 
-	// A turn whose connection broke is found again, and can be stopped.
+	// After its connection broke, the page finds the turn again and can stop it.
 	p.Expect("ERR_INCOMPLETE_CHUNKED_ENCODING")
 	p.Eval(`document.getElementById("message").value = "", 1`, new(int))
 	p.Type("#message", "break")
@@ -700,7 +700,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	assert.Truef(t, f.has("POST /v1/executions/018f0000-0000-7000-8000-000000000000/cancel", "stopped in the console"),
 		"asked: %q", f.asked)
 
-	// So is one of which the page has heard nothing, and one that is under way when it is loaded.
+	// The same holds for a turn without any event, and for one in progress when the page loads.
 	f.mu.Lock()
 	f.status = "completed"
 	f.mu.Unlock()
@@ -714,7 +714,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	assert.Truef(t, len(problems) == 0, "the browser complains:\n%s", strings.Join(problems, "\n"))
 }
 
-// A background is not seen where the reader's system has its own colours: a border shows what is current.
+// A system's forced colours hide backgrounds, so a border shows the current item.
 func TestForcedColoursShowWhatIsCurrent(t *testing.T) {
 	t.Parallel()
 	_, server := open(t)

@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// bulks are the ids that a page offers to act on, by the action.
+// bulks returns the ids of a page's bulk forms, by action.
 func bulks(body string) map[string]string {
 	got := map[string]string{}
 	for _, form := range strings.Split(body, `action="/act/v1/executions/bulk"`)[1:] {

@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// twoDays puts two days of runs, model calls and skill calls into the database and counts them.
+// twoDays inserts two days of runs, model calls and skill calls, and counts them.
 func twoDays(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	rows.Quiet(t, pool, `
@@ -81,7 +81,7 @@ func TestChartsShowErrorsLatencyAndSpendWithTheirNumbers(t *testing.T) {
 	turnsAway(t, server.URL+"/charts?range=1y", 400, "range is")
 }
 
-// What did yesterday cost, and why: one click from the overview or from the spend page, and one more to a trace.
+// What yesterday cost, and why, takes one click from the overview or the spend page, and one more to a trace.
 func TestWhatADayCostAndWhyIsTwoClicksAway(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)

@@ -21,8 +21,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
-// tried makes a suite "returns" with two finished runs of six cases, and returns the runs, the older one first. The
-// newer one passes everything but one trial of "late", whose calls differ. Text is what users and the agent say.
+// tried inserts a suite "returns" with two finished runs of six cases. It returns the runs, the older one first. The
+// newer one passes everything except one trial of "late", whose calls differ. The messages of users and agent are text.
 func tried(t *testing.T, pool *pgxpool.Pool, text string) (older, newer string) {
 	t.Helper()
 	d := evals.Definition{Name: "returns", Description: text, Trials: 2}
@@ -86,8 +86,8 @@ func TestSuitesAreShownWithTheirRunsAndCases(t *testing.T) {
 	shows(t, server.URL+"/evals/runs/"+newer, "interrupted", "agent eval counterfactual --resume "+newer)
 }
 
-// A shadow without turns passed nothing. One that is as good as its control tells what the comparison says, and
-// "not worse" than a control that follows nothing is undecided.
+// A shadow without turns has no result. One as good as its control shows the comparison. One "not worse" than a control
+// that repeats no recorded call is undecided.
 func TestARunOfRecordedTurnsShowsItsComparison(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -117,7 +117,7 @@ func TestARunOfRecordedTurnsShowsItsComparison(t *testing.T) {
 	shows(t, server.URL+"/evals/runs/"+older, "no trials", "The run has no cases")
 }
 
-// The page of a trial shows what each judge said, whether that counts, and how far the judge agrees with people.
+// The page of a trial shows each judge's verdict, whether it counts, and how often the judge agrees with people.
 func TestATrialShowsItsJudges(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -151,7 +151,8 @@ func TestATrialShowsItsJudges(t *testing.T) {
 	shows(t, at, "Agrees with people on 1 of 2 labelled answers (0.09–0.91)", "2 labels, less than 30")
 }
 
-// Two trials stand side by side with their first difference: by default a failed one beside one that passed.
+// The page shows two trials side by side with their first difference. By default it pairs a failed one with a passed
+// one.
 func TestTwoTrialsOfACaseAreCompared(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -176,7 +177,7 @@ func TestTwoTrialsOfACaseAreCompared(t *testing.T) {
 	shows(t, at+"late?trial=2", `rel="next" href="/evals/runs/`+newer+`/cases/b?trial=1"`)
 }
 
-// A case is made of a trace that has a message; other traces say why there is none.
+// A trace with a message becomes a case. Other traces say why they cannot.
 func TestATraceBecomesACase(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -194,7 +195,7 @@ func TestATraceBecomesACase(t *testing.T) {
 	shows(t, server.URL+"/evals/from/"+id, "No case can be made")
 }
 
-// One key labels, one undoes, and two go to the trials before and after.
+// One key labels, one undoes, and two lead to the trials before and after.
 func TestATrialIsLabelledByOneKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -218,7 +219,7 @@ func TestATrialIsLabelledByOneKey(t *testing.T) {
 	p.Shows("No label yet")
 	p.PressUntil("b", `document.querySelector("#label .status-bad") !== null`)
 	p.PressUntil("u", `document.body.innerText.includes("No label yet")`)
-	p.Type("#label-form input[name=note]", "good, but gruff") // letters are no keys in a field
+	p.Type("#label-form input[name=note]", "good, but gruff") // in a field, letters are no shortcuts
 	p.Press("\t")
 	p.PressUntil("g", `document.querySelector("#label").innerText.includes("good, but gruff")`)
 	pgtest.Equal(t, pool, "true good, but gruff", `select good || ' ' || note from agent_eval_labels`)
@@ -227,8 +228,8 @@ func TestATrialIsLabelledByOneKey(t *testing.T) {
 	noComplaint(t, p)
 }
 
-// A role sees the buttons that it may use: a viewer makes no case of a trace, an approver reads a trial and labels
-// nothing, and only an operator starts a run. The server refuses the rest; see TestEveryPageForEveryRole.
+// The buttons depend on the role: a viewer makes no case of a trace, an approver reads a trial and labels nothing, and
+// only an operator starts a run. The server rejects the rest; see TestEveryPageForEveryRole.
 func TestEvalButtonsDependOnTheRole(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -272,7 +273,7 @@ func TestEvalButtonsDependOnTheRole(t *testing.T) {
 	noComplaint(t, p)
 }
 
-// Labels, notes and reasons of verdicts may quote answers, so only callers with threads:read get them.
+// Labels, notes and reasons of verdicts may quote answers. Only callers with threads:read get them.
 func TestLabelsQuoteAnswersToReadersOfThreads(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -304,7 +305,7 @@ func TestLabelsQuoteAnswersToReadersOfThreads(t *testing.T) {
 	}
 }
 
-// What trials cost is spend of the surface eval, at no skill, and no budget of the day has it.
+// The cost of trials is spend of the surface eval, without a skill. No daily budget includes it.
 func TestSpendOfEvalsIsASurfaceOfItsOwn(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)

@@ -18,8 +18,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// Completed ones are in no index of states: they are counted among the newest, and where there are others, the count
-// says that it is not all.
+// Completed executions are in no index of states. The page counts them among the newest executions, and marks the count
+// as incomplete if there are more.
 func TestCompletedExecutionsAreCountedAmongTheNewest(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -39,7 +39,7 @@ func TestCompletedExecutionsAreCountedAmongTheNewest(t *testing.T) {
 		"counted %v, %v", counts, err)
 }
 
-// listed are those of ids that a page has a row of.
+// listed returns the names of the ids that have a row on the page.
 func listed(body string, ids map[string]string) string {
 	var names []string
 	for _, name := range []string{"pending", "running", "waiting", "completed", "failed", "timeout", "cancelled"} {
@@ -58,7 +58,7 @@ func TestExecutionsAreListedByState(t *testing.T) {
 	for i, status := range executionStatuses() {
 		ids[status] = rows.Execution(t, pool, status, []string{"chat", "webhook"}[i%2], "flow_"+status)
 	}
-	// One that a worker has is in no index of its flow.
+	// A claimed execution is in no index of its flow.
 	rows.Quiet(t, pool, `update agent_executions set claimed_by = lanekeeper.agent_uuid7() where status = 'running'`)
 	trace := put(t, pool, `select trace_id from agent_executions where id = $1`, ids["failed"])
 	for query, want := range map[string]string{
@@ -127,7 +127,7 @@ func TestExecutionsAreListedByState(t *testing.T) {
 	}
 }
 
-// next is where a link of a page leads, after a text.
+// next returns the target of the first link after a text.
 func next(body, after string) string {
 	_, link, _ := strings.Cut(body, after+`<a href="`)
 	link, _, _ = strings.Cut(link, `"`)
@@ -144,7 +144,7 @@ func TestARareCombinationIsLookedForInSteps(t *testing.T) {
 		       case when n = @looked + 3 then 'timeout' else 'failed' end
 		  from generate_series(1, @looked + 5) n`, postgres.Strict{"looked": maxSearched})
 	analyse(t, pool, "agent_executions")
-	// the timeout has a window of its own, which reaches farther
+	// timed-out executions have their own window, which reaches further
 	for _, filter := range []string{"?surface=chat", "?surface=chat&failed=1"} {
 		body := shows(t, server.URL+"/executions"+filter, "among those searched", "Search further back")
 		assert.Truef(t, !strings.Contains(body, `id="execution-`), "%s: what lies farther back is on the first page", filter)
@@ -183,7 +183,7 @@ func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
 		body := shows(t, server.URL+"/executions/"+id, want)
 		assert.Truef(t, !strings.Contains(body, "/act/v1/events"), "the end of a wait for %s can be raised by hand", kind)
 	}
-	// a form would send another key
+	// a form would send a different key
 	for _, key := range []string{"password=hunter22", "\u202eyek", strings.Repeat("k", maxEventKey+1)} {
 		rows.Quiet(t, pool, `update agent_executions set waiting_for = 'event', waiting_key = $2 where id = $1`, id, key)
 		body := shows(t, server.URL+"/executions/"+id)
@@ -321,8 +321,7 @@ var (
 	actionField = regexp.MustCompile(`<(?:input|textarea|select)[^>]* name="([^"]+)"`)
 )
 
-// pulls expects that every action of a page is one that the room has, with fields that it takes, and answers with the
-// routes.
+// pulls checks that every form of a page is an action of the room, with known fields. It returns the routes.
 func pulls(t *testing.T, body string) []string {
 	t.Helper()
 	mux, fields := http.NewServeMux(), map[string][]string{}

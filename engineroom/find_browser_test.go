@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// lands follows redirects and returns where an address leads to, with its text.
+// lands follows redirects. It returns the final path and the page.
 func lands(t *testing.T, address string) (path, body string) {
 	t.Helper()
 	answer, err := http.Get(address)
@@ -33,7 +33,7 @@ const (
 	fragmentTrace = "ch_01JD3V7K8ZQ6W2M5T9X44YGH89"
 )
 
-// F5: an id that is shown, or any part of it, can be pasted into an address, a filter and the find box.
+// F5: any part of a displayed id works in an address, a filter and the find box.
 func TestAPartOfAnIDIsFoundWhereverItIsPasted(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -72,7 +72,7 @@ func TestAPartOfAnIDIsFoundWhereverItIsPasted(t *testing.T) {
 		shows(t, server.URL+"/find?q="+url.QueryEscape(part), `href="/traces/`+fragmentTrace)
 	}
 
-	// Several are listed, and none says what was searched.
+	// The page lists several matches. Without a match, it says where it searched.
 	rows.Quiet(t, pool, `insert into agent_executions (id, trace_id, surface, flow, status)
 		values ('01a2d7d3-9f53-7e3c-b8ab-88e6e4f1c345', 'hb_01JD3V7K8ZQ6W2M5T9X44YGH90', 'chat', 'second', 'completed')`)
 	path, body := lands(t, server.URL+"/executions/88e6e4f1c345")
@@ -158,7 +158,7 @@ func TestFindIsOpenedByKeysAndLeadsOn(t *testing.T) {
 	still.Until("the link opens the skill", `document.querySelector("h1")?.textContent.includes("fetch_news")`)
 }
 
-// F12: on a phone rows are cards, and the pages are at the lower edge.
+// F12: on a phone, rows are cards and the navigation is at the bottom.
 func TestAPhoneHasCardsAndItsPagesAtTheLowerEdge(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -181,7 +181,7 @@ func TestAPhoneHasCardsAndItsPagesAtTheLowerEdge(t *testing.T) {
 	}
 }
 
-// F12: what is decided is in reach of a thumb.
+// F12: the buttons of an approval are in reach of a thumb.
 func TestAnApprovalIsDecidedWithOneThumb(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -200,7 +200,7 @@ func TestAnApprovalIsDecidedWithOneThumb(t *testing.T) {
 	}
 }
 
-// Keys that are turned off in the dialog are off for approvals, too.
+// The dialog turns keys off, for approvals too.
 func TestNoKeyLeadsToAButtonWhenKeysAreOff(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -247,7 +247,7 @@ func TestFiltersAreChipsAndViewsAreKept(t *testing.T) {
 		`document.querySelector(".view-save") !== null && document.querySelector(".view") === null`)
 }
 
-// No list is wider than its window: its first cell says what happened, its id comes last.
+// No list is wider than its window. The first cell says what happened, the last has the id.
 func TestListsLeadWithWhatHappened(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -273,7 +273,7 @@ func TestListsLeadWithWhatHappened(t *testing.T) {
 	}
 }
 
-// plenty fills the lists: 20 of each kind and more, with failures, waits, retries, long names and several agents.
+// plenty fills the lists: 20 or more of each kind, with failures, waits, retries, long names and several agents.
 func plenty(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	for _, name := range []string{"sales", "billing", "support_for_large_customers"} {

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// process is a process that runs flows in Go, with a lease of so many seconds.
+// process inserts a process that runs flows in Go, with a lease in seconds.
 func process(t *testing.T, pool *pgxpool.Pool, name string, lease int, inGo ...string) string {
 	t.Helper()
 	return put(t, pool, `
@@ -24,7 +24,7 @@ func process(t *testing.T, pool *pgxpool.Pool, name string, lease int, inGo ...s
 		values ($1, $2::text[], clock_timestamp() + make_interval(secs => $3::int)) returning id::text`, name, inGo, lease)
 }
 
-// lockedOutside is an execution that a worker outside has locked.
+// lockedOutside inserts an execution locked by an external worker.
 func lockedOutside(t *testing.T, pool *pgxpool.Pool, flow, owner string) {
 	t.Helper()
 	id := rows.Execution(t, pool, "running", "flow", flow)
@@ -34,7 +34,7 @@ func lockedOutside(t *testing.T, pool *pgxpool.Pool, flow, owner string) {
 		update agent_executions x set claimed_by = w.id, claim = 1 from w where x.id = $1::uuid`, id, owner)
 }
 
-// textIn is the text of a page's only text field.
+// textIn returns the content of a page's only text field.
 func textIn(t *testing.T, body string) string {
 	t.Helper()
 	found := regexp.MustCompile(`(?s)<textarea[^>]*>(.*?)</textarea>`).FindStringSubmatch(body)
@@ -60,7 +60,7 @@ func TestFlowsAreListedWithTheirRunsAndStarted(t *testing.T) {
 	id := rows.Execution(t, pool, "completed", "flow", "external:sum")
 	rows.Quiet(t, pool, `update agent_executions set input = '{"start": 10}' where id = $1::uuid`, id)
 	rows.Quiet(t, pool, `update agent_executions set input = '{"password": "hunter2-Zq81xLm0Kk77"}' where flow = 'ship'`)
-	room, err := New(Options{Pool: pool, Agent: "agent"}) // it has kept no suggestions
+	room, err := New(Options{Pool: pool, Agent: "agent"}) // this room has no cached suggestions
 	require.NoError(t, err)
 	list := served(t, room).URL
 	row := func(name string) string {

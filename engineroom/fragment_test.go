@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// A part of an id finds it wherever the part begins, also within a byte.
+// Any part of an id finds it, even from the middle of a byte.
 func TestAnyPartOfAnIDFindsItsExecutionAndTrace(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -9,7 +9,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// A trace of many spans goes on: the viewer gets the rows that changed, not those that it has.
+// A trace of many spans continues. The viewer gets only the changed rows.
 func TestALargeTraceIsSentAsItsChangedRows(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -36,6 +36,6 @@ func TestALargeTraceIsSentAsItsChangedRows(t *testing.T) {
 	assert.Truef(t, same >= 250, "%d of 301 rows are left out of %d bytes", same, len(html))
 	assert.Equal(t, 0, strings.Count(html, "call_7<"), "a row that did not change was sent")
 	assert.Truef(t, len(html)*4 <= len(body), "an update has %d bytes, the page %d", len(html), len(body))
-	whole := listen(t, server.URL+"/live/traces/"+trace, "") // who has nothing gets all
+	whole := listen(t, server.URL+"/live/traces/"+trace, "") // a viewer without state gets all rows
 	whole.until("call_7<")
 }

@@ -26,7 +26,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// shared is a page with two parts whose text a test sets, and that counts what is read.
+// shared is a page with parts whose text a test sets. It counts the reads of each part.
 type shared struct {
 	mu    sync.Mutex
 	texts map[string]string
@@ -55,7 +55,7 @@ func (s *shared) load(part string) func(context.Context, *visit) (any, error) {
 	}
 }
 
-// watched serves a room with a page /watched whose parts are "one", read every 20 ms, "calm", and "still".
+// watched serves a room with a page /watched. Its parts are "one", read every 20 ms, "calm", and "still".
 func watched(t *testing.T) (*shared, *Room, *httptest.Server) {
 	t.Helper()
 	return watchedWith(t, func(*page) {})
@@ -84,7 +84,7 @@ func watchedWith(t *testing.T, change func(p *page)) (*shared, *Room, *httptest.
 	return s, room, server
 }
 
-// event is one of a stream.
+// event is an event of a stream.
 type event struct{ name, id, data string }
 
 // listening is an open stream.
@@ -92,7 +92,7 @@ type listening struct {
 	t      *testing.T
 	events chan event
 	stop   func()
-	last   string // id of the last event
+	last   string // id of the newest event
 	status int
 }
 
@@ -141,7 +141,7 @@ func listen(t *testing.T, url, lastID string) *listening {
 	return l
 }
 
-// part waits for the next part, and returns its id and its text.
+// part waits for the next part, and returns its id and text.
 func (l *listening) part() (id, html string) {
 	l.t.Helper()
 	deadline := time.After(pgtest.Timeout)
@@ -162,7 +162,7 @@ func (l *listening) part() (id, html string) {
 	}
 }
 
-// until waits for a part that says words; what comes before may say something else.
+// until waits for a part with the words, and skips others.
 func (l *listening) until(words string) {
 	l.t.Helper()
 	for {
@@ -172,7 +172,7 @@ func (l *listening) until(words string) {
 	}
 }
 
-// next asserts which part comes next.
+// next checks the next part.
 func (l *listening) next(id, words string) {
 	l.t.Helper()
 	if got, html := l.part(); got != id || !strings.Contains(html, words) {
@@ -180,12 +180,12 @@ func (l *listening) next(id, words string) {
 	}
 }
 
-// seenBy is the state that a page names when it is loaded.
+// seenBy returns the state that a loaded page names.
 func seenBy(t *testing.T, body string) string {
 	t.Helper()
 	_, rest, found := strings.Cut(body, `data-seen="`)
 	state, _, _ := strings.Cut(rest, `"`)
-	if !found || state == "" { // a page that could not be made names none
+	if !found || state == "" { // an error page names none
 		t.Fatalf("the page names no state:\n%s", body)
 	}
 	return state
@@ -216,7 +216,7 @@ func TestAStreamGoesOnByState(t *testing.T) {
 	l.stop()
 	s.set("calm", "changed while away")
 	again := listen(t, server.URL+"/live/watched?seen="+seenBy(t, body), l.last)
-	again.next("calm", "changed while away") // and not "one" once more, nor what ?seen= would say
+	again.next("calm", "changed while away") // and not "one" again, nor the changes since ?seen=
 	again.stop()
 	third := listen(t, server.URL+"/live/watched", again.last)
 	s.set("one", "last")
@@ -224,7 +224,7 @@ func TestAStreamGoesOnByState(t *testing.T) {
 	third.stop()
 	for _, state := range []string{"", "x", "x.y", third.last + ".z", "%0Aid:%20evil.y"} {
 		l := listen(t, server.URL+"/live/watched?seen="+state, "")
-		got := map[string]string{} // in the order in which they are read again
+		got := map[string]string{} // in the order of their reads
 		for got["one"] == "" || got["calm"] == "" {
 			id, html := l.part()
 			got[id] = html
@@ -234,7 +234,7 @@ func TestAStreamGoesOnByState(t *testing.T) {
 	}
 }
 
-// A page that was just loaded may be newer than what others were sent last.
+// A page that was just loaded may be newer than the last update of the other viewers.
 func TestWhoComesWithNewerStateIsNotSentTheOlder(t *testing.T) {
 	t.Parallel()
 	var s *shared
@@ -264,7 +264,7 @@ func TestWhoComesWithNewerStateIsNotSentTheOlder(t *testing.T) {
 	who, leave, err := room.hub.join(room.pages[0], &visit{URL: "/watched", texts: true}, seenBy(t, body))
 	require.NoError(t, err)
 	defer leave()
-	first.next("one", "newer") // while the other part is still being read
+	first.next("one", "newer") // during the read of the other part
 	if list := who.pendingUpdates(); len(list) != 1 || !strings.Contains(string(list[0]), "newer") {
 		t.Errorf("who had the newer state is sent %d parts", len(list))
 	}
@@ -313,7 +313,7 @@ func TestACalmPartIsReadWhenTheLogMoves(t *testing.T) {
 	room.hub.idleRefresh = time.Hour
 	l := listen(t, server.URL+"/live/watched", "")
 	l.until("calm is")
-	// The pulse says "moved" once when it begins; from then on the log stands still.
+	// The pulse reports a change once at its start. After that the log does not change.
 	var before int64
 	pgtest.Eventually(t, func() bool {
 		ones, calm := s.reads["one"].Load(), s.reads["calm"].Load()
@@ -339,7 +339,7 @@ func TestAPartIsReadAtOnceForWhatItIsAbout(t *testing.T) {
 	}
 	l := listen(t, server.URL+"/live/watched", "")
 	l.until("calm is")
-	for n := range 2 { // the first may be due because the pulse begins
+	for n := range 2 { // the pulse's start may cause the first read
 		s.set("calm", fmt.Sprint("asked ", n))
 		rows.Quiet(t, room.Pool, `
 			insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash,
@@ -622,7 +622,8 @@ func TestAPageThatIsNotThereHasNoStream(t *testing.T) {
 	assert.Equal(t, 0, s.reads["one"].Load(), "a part of what could not be found was read")
 }
 
-// A database may hang without an error. The check for changes finds it out; then one part waits for all that are due.
+// A database may hang without an error. The check for changes detects that. Then the page waits for one part only, not
+// for each.
 func TestAPageDoesNotWaitWithEachPartForADatabaseThatHangs(t *testing.T) {
 	t.Parallel()
 	s, room, server := watchedWith(t, func(p *page) {
@@ -648,7 +649,7 @@ func TestAPageDoesNotWaitWithEachPartForADatabaseThatHangs(t *testing.T) {
 	pgtest.Eventually(t, room.hub.away.Load, "the check for changes fails")
 }
 
-// FuzzStream sends parts of a page with any text, and reads them as a browser does.
+// FuzzStream sends parts of a page with any text, and reads them like a browser.
 func FuzzStream(f *testing.F) {
 	for _, text := range []string{
 		"one", "<p>a</p>\n<p>b</p>\r\n", "\n\nevent: expired\ndata: login\n\n", "\rid: 9\r\r", "\x00", "\xff\xfe",

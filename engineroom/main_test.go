@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 	pgtest.Main(leaks.Tests{M: browser.Tests{M: m}})
 }
 
-// open serves the room on a database of its own. Nobody is asked to log in.
+// open serves the room on its own database, without a login.
 func open(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -64,8 +64,8 @@ func served(t *testing.T, room *Room) *httptest.Server {
 	return server
 }
 
-// What somebody wrote straight into the tables, past every check of the packages, takes no part of a page away: times
-// without end, counts that are none, texts of a megabyte in fields that are short.
+// Rows written by plain SQL, past the checks of the packages, break no page: infinite times, impossible counts, texts
+// of a megabyte in short fields.
 func TestRowsThatNobodyChecked(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -146,7 +146,7 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 	}
 }
 
-// The least number has no counterpart: it is written, where negating it would never end.
+// The smallest number has no positive counterpart. Count must not negate it for ever.
 func TestEveryNumberIsWritten(t *testing.T) {
 	t.Parallel()
 	for n, want := range map[int64]string{
@@ -158,7 +158,7 @@ func TestEveryNumberIsWritten(t *testing.T) {
 	}
 }
 
-// What is in an address and cannot be in the tables is refused, not asked for.
+// A path that cannot be in the tables is rejected without a query.
 func TestAddressesThatNothingHas(t *testing.T) {
 	t.Parallel()
 	_, server := open(t)
@@ -187,16 +187,16 @@ func TestAddressesThatNothingHas(t *testing.T) {
 		"take it from the page before")
 }
 
-// hostile is what somebody would write to make a page say or do something else.
+// hostile is text of an attacker.
 const hostile = "<script>alert(1)</script>\u202egnihtemos\u0007 \"'><img src=x onerror=alert(2)>"
 
-// put inserts rows and returns the id that the statement returns.
+// put inserts rows and returns the id from the statement.
 func put(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) string {
 	t.Helper()
 	return pgtest.Value[string](t, pool, sql, args...)
 }
 
-// shows expects a page with texts in it.
+// shows checks that a page contains the texts.
 func shows(t *testing.T, url string, texts ...string) string {
 	t.Helper()
 	status, body := testkit.Get(t, url)
@@ -208,7 +208,7 @@ func shows(t *testing.T, url string, texts ...string) string {
 	return body
 }
 
-// harmless expects that a page shows hostile as text only, and at most the beginning of a long text.
+// harmless checks that a page shows hostile as text only, and only the beginning of a long text.
 func harmless(t *testing.T, url string) {
 	t.Helper()
 	body := shows(t, url)
@@ -218,8 +218,8 @@ func harmless(t *testing.T, url string) {
 	assert.Truef(t, len(body) <= 400_000, "%s has %d bytes", url, len(body))
 }
 
-// walk follows the links of a pager from a path to the last page. It returns how many rows each page has, and fails if
-// two pages show a row. The group of row is a row's id.
+// walk follows the links of a pager from a path to the last page. It returns the number of rows of each page, and fails
+// if two pages show the same row. The group of row is a row's id.
 func walk(t *testing.T, server *httptest.Server, path string, row *regexp.Regexp) (counts []int) {
 	t.Helper()
 	seen := map[string]string{}
@@ -240,7 +240,7 @@ func walk(t *testing.T, server *httptest.Server, path string, row *regexp.Regexp
 	return counts
 }
 
-// olderLink is the link to a further page, and not the one back to the first.
+// olderLink matches the link to the next page, not the one back to the first.
 var olderLink = regexp.MustCompile(
 	`<p class="pager">(?:<span>[^<]*</span> |<a href="[^"]+">(?:Newest|First|Latest) [^<]*</a>)*<a href="([^"]+)">(?:Older|Further|Earlier|Later|More|Search) `)
 
@@ -288,7 +288,7 @@ func TestListsGoOnOverPages(t *testing.T) {
 	}
 }
 
-// turnsAway expects an address to be refused.
+// turnsAway checks that an address is rejected.
 func turnsAway(t *testing.T, url string, want int, why string) {
 	t.Helper()
 	if status, body := testkit.Get(t, url); status != want || !strings.Contains(body, why) {
@@ -296,7 +296,7 @@ func turnsAway(t *testing.T, url string, want int, why string) {
 	}
 }
 
-// asking notes every query of the connections that it traces.
+// asking records every query of its connections.
 type asking struct {
 	mu  sync.Mutex
 	all []pgx.TraceQueryStartData
@@ -311,7 +311,7 @@ func (a *asking) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.Trac
 
 func (*asking) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
-// analyse tells the planner how large tables are.
+// analyse updates the planner's statistics of tables.
 func analyse(t *testing.T, pool *pgxpool.Pool, tables ...string) {
 	t.Helper()
 	for _, table := range tables {
@@ -319,7 +319,7 @@ func analyse(t *testing.T, pool *pgxpool.Pool, tables ...string) {
 	}
 }
 
-// mostRead is how many rows a step of a plan may read, or pass over, for a page of a large table.
+// mostRead is the maximum number of rows that a step of a plan may read or filter out, for a page of a large table.
 const mostRead = 1500
 
 var (
@@ -327,8 +327,8 @@ var (
 	wasRead    = regexp.MustCompile(`\(actual rows=(\d+)`)
 )
 
-// planned opens a page. No query of it may read one of the tables whole, and no step of a plan may read or pass over
-// more rows than most.
+// planned opens a page. No query of the page may read one of the tables whole. No step of a plan may read or filter out
+// more than most rows.
 func planned(t *testing.T, pool *pgxpool.Pool, path string, tables []string, most int) {
 	t.Helper()
 	scanned := regexp.MustCompile(`Seq Scan on (` + strings.Join(tables, "|") + `)\b`)
@@ -368,7 +368,7 @@ func planned(t *testing.T, pool *pgxpool.Pool, path string, tables []string, mos
 // indexedPages are pages over large tables. The seed runs without triggers.
 var indexedPages = map[string]struct {
 	seed, tables, paths string
-	most                int // rows of a step; 0 for any
+	most                int // rows of a plan step; 0 means the default
 }{
 	"approvals": {
 		`
@@ -455,7 +455,7 @@ var indexedPages = map[string]struct {
 		/executions?sort=cost /executions?flow=!flow_3&range=7d /executions?since=2020-01-01&until=2020-01-02 /traces?sort=took
 		/traces?sort=cost /traces?errors=1 /traces?errors=1&sort=took&range=24h /traces?range=24h&status=!completed&agent=!x`, 2*maxSearched + 2,
 	},
-	"parts of ids": { // more than are compared with a part that is not the beginning
+	"parts of ids": { // more than the search compares for a part from the middle
 		`
 		insert into agent_executions (id, trace_id, surface, flow, status)
 		select lanekeeper.agent_uuid7(now() - n * interval '1 minute'), 'hb_' || lpad(n::text, 26, '0'), 'heartbeat', 'beat', 'completed'
@@ -627,7 +627,7 @@ func TestPagesAreFoundByIndexes(t *testing.T) {
 			rows.Quiet(t, pool, c.seed)
 			tables := strings.Fields(c.tables)
 			pgtest.Exec(t, pool, "analyze")
-			if slices.Contains(tables, "agent_activity") { // a partition with few rows is best read whole
+			if slices.Contains(tables, "agent_activity") { // a small partition is best read whole
 				tables = append(tables, pgtest.Column[string](t, pool, `select tableoid::regclass::text
 					from agent_activity group by tableoid having count(*) > 5000`)...)
 			}
@@ -669,7 +669,7 @@ func TestAStateIsAShapeAndAWord(t *testing.T) {
 	}
 }
 
-// colours are the custom properties of the style sheet that are pairs: light, dark.
+// colours returns the custom properties of the style sheet that are pairs: light, dark.
 func colours(t *testing.T) map[string][2]string {
 	t.Helper()
 	sheet, err := assetFiles.ReadFile("assets/room.css")

@@ -23,7 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// console serves the room with an API of the test's own.
+// console serves the room with the test's own API.
 func console(t *testing.T, api map[string]http.HandlerFunc) (*pgxpool.Pool, string) {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -49,7 +49,7 @@ func console(t *testing.T, api map[string]http.HandlerFunc) (*pgxpool.Pool, stri
 	return pool, server.URL
 }
 
-// turnOf answers with events, and stays open until the test or the page ends when it is told to.
+// turnOf answers with events. With stay, the stream stays open until the test or the page ends.
 func turnOf(stay bool, list ...string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
@@ -78,7 +78,7 @@ func answer(body string) http.HandlerFunc {
 	}
 }
 
-// shot keeps a picture where AGENT_SHOTS says.
+// shot saves a screenshot in the folder AGENT_SHOTS, if set.
 func shot(t *testing.T, p *browser.Page, name string, whole bool) {
 	t.Helper()
 	if dir := os.Getenv("AGENT_SHOTS"); dir != "" {
@@ -89,7 +89,7 @@ func shot(t *testing.T, p *browser.Page, name string, whole bool) {
 const inWindow = `(() => { const r = document.querySelector(".approval .decide").getBoundingClientRect(),
 	c = document.getElementById("say").getBoundingClientRect(); return r.top >= 0 && r.bottom <= c.top + 1 })()`
 
-// F1: an approval is whole above the composer, and one that is out of view is announced there.
+// F1: an approval is fully visible above the composer. A line there announces one out of view.
 func TestAnApprovalInASessionIsInViewOrALineLeadsToIt(t *testing.T) {
 	t.Parallel()
 	decided := make(chan string, 1)
@@ -131,7 +131,7 @@ func TestAnApprovalInASessionIsInViewOrALineLeadsToIt(t *testing.T) {
 	noComplaint(t, p)
 }
 
-// F8: a call that the stop of its turn ended does not run on.
+// F8: a call that ended with its stopped turn is not shown as running.
 func TestAStoppedToolIsNoLongerShownAsRunning(t *testing.T) {
 	t.Parallel()
 	_, url := console(t, map[string]http.HandlerFunc{
@@ -202,7 +202,7 @@ func TestCommandsAreSuggestedAndCallTheirRoutes(t *testing.T) {
 	p.Type("#message", "ski")
 	p.Press("\r")
 	p.Until("the list has a link", `document.querySelector("#transcript a[href='/skills/fetch']") !== null`)
-	p.Eval(`document.body.dataset.may = "operate approvals:read"`, nil) // of a token with less than the role
+	p.Eval(`document.body.dataset.may = "operate approvals:read"`, nil) // a token with fewer scopes than the role
 	p.Type("#message", "/skills\r")
 	p.Until("the second list has no link", `[...document.querySelectorAll("#transcript ul")].length === 2 &&
 		document.querySelectorAll("#transcript li a").length === 2 && document.querySelectorAll("#transcript li a[href]").length === 1`)
@@ -222,7 +222,7 @@ func TestCommandsAreSuggestedAndCallTheirRoutes(t *testing.T) {
 	noComplaint(t, p)
 }
 
-// waitingTurn puts a turn into the database that waits for an approval after one call.
+// waitingTurn inserts a turn that waits for an approval after one call.
 func waitingTurn(t *testing.T, pool *pgxpool.Pool) (approval string) {
 	t.Helper()
 	spoken(t, pool, "refund order A-1001", "", "pending")
@@ -256,7 +256,7 @@ func TestASessionIsWholeAfterAReloadAndWithoutScript(t *testing.T) {
 		"Approval requested: drop", `"amount": 120.50`, "Approve", "Reject", "Rename", "Sessions")
 	shot(t, p, "operate-noscript-phone", true)
 	p.As(browser.Look{Width: 320, Height: 700})
-	p.Expect("404") // nobody answers for the API here
+	p.Expect("404") // this test has no API
 	p.Go(url + "/operate?session=" + aSession)
 	p.Until("the answer is drawn", `document.querySelector(".bubble-assistant strong") !== null`)
 	p.Until("the approval is in view", inWindow)
@@ -277,7 +277,7 @@ func TestASessionIsWholeAfterAReloadAndWithoutScript(t *testing.T) {
 	shows(t, url+"/operate?session="+aSession, "approval-"+approval, "<strong>approval requested</strong>")
 }
 
-// A network may forget a connection without a word: the page looks for the turn then.
+// A network may drop a connection silently. The page then looks for the turn.
 func TestASilentStreamOfATurnIsLeft(t *testing.T) {
 	t.Parallel()
 	_, url := console(t, map[string]http.HandlerFunc{
@@ -301,7 +301,7 @@ func TestASilentStreamOfATurnIsLeft(t *testing.T) {
 	p.Until("half of the answer is gone", `document.querySelectorAll("#transcript .bubble-assistant").length === 1`)
 }
 
-// Another process goes on after a crash. It replaces half of an answer, and keeps a text before an approval.
+// Another process continues after a crash. It replaces a partial answer, and keeps a text before an approval.
 func TestATurnWhoseStreamBrokeIsShownOnce(t *testing.T) {
 	t.Parallel()
 	delta := func(text string) string { return turnEvent(t, "delta", map[string]string{"text": text}) }

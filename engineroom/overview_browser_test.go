@@ -25,7 +25,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// deciding serves the room with a budget of $5 a day, over an API that decides approvals.
+// deciding serves the room with a budget of $5 a day, and an API that decides approvals.
 func deciding(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -48,8 +48,8 @@ func deciding(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 	return pool, served(t, room)
 }
 
-// busy fills a database with 20 of everything that the overview shows: two agents that beat, of which one fails,
-// approvals with arguments, failures of few root errors, locks, objectives, skills in every state, and spend.
+// busy inserts 20 of everything on the overview: two agents with heartbeats, of which one fails, approvals with
+// arguments, failures with few root errors, locks, objectives, skills in every state, and spend.
 func busy(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	acts(t, pool, agents.Definition{Name: "sales", Default: true, Description: "Answers customers."})
@@ -152,7 +152,7 @@ const busySeed = `
 	  error_message)
 	select 'github', 'd' || n, 'wh_1', 'wh_1', 'dead', '', '', 'the flow refused it' from generate_series(1, 20) n`
 
-// F10: nothing said whether the agent works.
+// F10: the overview shows whether the agent works.
 func TestTheOverviewSaysWhetherTheAgentWorks(t *testing.T) {
 	t.Parallel()
 	pool, server := deciding(t)
@@ -181,7 +181,7 @@ func TestTheOverviewSaysWhetherTheAgentWorks(t *testing.T) {
 	noComplaint(t, p)
 }
 
-// F4: failed executions were nowhere on the overview.
+// F4: the overview shows failed executions.
 func TestFailedExecutionsAreShownByTheirRootError(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -198,7 +198,7 @@ func TestFailedExecutionsAreShownByTheirRootError(t *testing.T) {
 		document.body?.innerText.includes("connection refused")`)
 }
 
-// F3: skill health began with the healthy skills, and a skill with 0 % success was enabled in green.
+// F3: skill health starts with the worst skills, and a skill with 0 % success is not green.
 func TestTheWorstSkillsComeFirstAndNoneThatFailsIsGreen(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -230,7 +230,7 @@ const clipped = `[...document.querySelectorAll("main *")].filter(e => {
 		(e.scrollHeight > e.clientHeight + 1 || e.scrollWidth > e.clientWidth + 1);
 }).map(e => (e.id || e.className || e.localName) + " in " + e.closest("section")?.id + ": " + e.clientWidth + "x" + e.clientHeight + " of " + e.scrollWidth + "x" + e.scrollHeight).join("; ")`
 
-// F9: fixed boxes clipped nearly everything.
+// F9: no box clips its content.
 func TestNothingOfTheOverviewIsClippedWithTwentyOfEach(t *testing.T) {
 	t.Parallel()
 	pool, server := deciding(t)
@@ -251,7 +251,7 @@ func TestNothingOfTheOverviewIsClippedWithTwentyOfEach(t *testing.T) {
 	assert.Equal(t, "verdict needs failing now health feed spend locks objectives memory", order)
 	noComplaint(t, p)
 	p.As(browser.Look{Width: 1280, Height: 800})
-	p.Eval(`document.documentElement.style.fontSize = "200%"`, nil) // of text alone: media queries stay as they are
+	p.Eval(`document.documentElement.style.fontSize = "200%"`, nil) // enlarges text alone: media queries do not change
 	p.Until("nothing is wider than the window with large text", `document.documentElement.scrollWidth <= 1280`)
 	p.Eval(`document.documentElement.style.fontSize = ""`, nil)
 	p.As(browser.Look{Width: 320, Height: 640, Dark: true})
@@ -259,7 +259,7 @@ func TestNothingOfTheOverviewIsClippedWithTwentyOfEach(t *testing.T) {
 	noComplaint(t, p)
 }
 
-// As F1, on the overview: an approval is decided where it is shown, by its exact arguments.
+// As in F1, on the overview: an admin decides an approval in place, with its exact arguments in view.
 func TestAnApprovalIsDecidedWhereItIsShown(t *testing.T) {
 	t.Parallel()
 	pool, server := deciding(t)
@@ -288,7 +288,7 @@ func TestAnApprovalIsDecidedWhereItIsShown(t *testing.T) {
 	p.Until("a void approval is not offered", `document.querySelector('#needs [value="approve"]') === null`)
 }
 
-// A new approval takes the first place. It must not come under the pointer that is about to approve another one.
+// A new approval becomes the first. It must not move under a pointer that is about to approve another one.
 func TestAButtonStaysUnderThePointer(t *testing.T) {
 	t.Parallel()
 	pool, server := deciding(t)
@@ -306,8 +306,8 @@ func TestAButtonStaysUnderThePointer(t *testing.T) {
 	p.Until("the new one is shown", `document.getElementById("decide-`+second+`") !== null`)
 }
 
-// Five tasks of somebody who has just come, from the overview, with the clicks they take. docs/five-tasks.md has the
-// counts; make pictures makes its pictures.
+// These are five tasks of a new user, from the overview, with their clicks. docs/five-tasks.md has the counts; make
+// pictures makes its pictures.
 func TestFiveTasksFromTheOverview(t *testing.T) {
 	t.Parallel()
 	pool, server := deciding(t)

@@ -79,7 +79,7 @@ func TestTheOverviewShowsLocks(t *testing.T) {
 	assert.True(t, !strings.Contains(body, "pipeline:over"), "a lane whose lease is over is said to be held")
 }
 
-// waitsForPeople makes one of each kind that needs a person, with a text in every field that may have it.
+// waitsForPeople inserts one row of each kind that needs a person, with text in each free text.
 func waitsForPeople(t *testing.T, pool *pgxpool.Pool, text string) {
 	t.Helper()
 	run := put(t, pool, `
@@ -164,7 +164,7 @@ func TestWhatNeedsAPersonIsCountedAndLinked(t *testing.T) {
 	assert.Equal(t, 25, len(links))
 	for _, link := range links {
 		if strings.HasPrefix(link[1], "/skills") || strings.HasPrefix(link[1], "/traces") {
-			continue // of a page that has its own tests; nothing happened in the trace
+			continue // another test covers this page; its trace is empty
 		}
 		status, _ := testkit.Get(t, server.URL+strings.ReplaceAll(link[1], "&amp;", "&"))
 		assert.Truef(t, status == 200, "%s: status %d", link[1], status)
@@ -193,8 +193,8 @@ func TestFiltersOfTheOverviewAreChecked(t *testing.T) {
 	turnsAway(t, server.URL+"/activity?cursor=x", 400, "page")
 }
 
-// The overview asks what waits for a person again and again, and each table but that of skills grows. Each branch has
-// an index that has only what waits, so the plan names it as soon as reading the whole table is made dear.
+// The overview often queries the items that need a person, and each table except that of skills grows. Each branch has
+// an index of only those items. The plan uses it as soon as a scan of the whole table is made expensive.
 func TestWhatNeedsAPersonIsFoundByIndexes(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -249,13 +249,13 @@ func TestEveryPageSaysThatTheAgentIsPaused(t *testing.T) {
 	assert.True(t, !strings.Contains(body, "is paused"), "it says so still")
 }
 
-// did writes n rows of the log, which name their number.
+// did inserts n rows of the activity log, named by their number.
 func did(t *testing.T, pool *pgxpool.Pool, n int) {
 	t.Helper()
 	pgtest.Exec(t, pool, strings.ReplaceAll(manyActivities, "20000", strconv.Itoa(n)))
 }
 
-// manyActivities are 20,000 rows of the log.
+// manyActivities inserts 20,000 rows of the activity log.
 const manyActivities = `
 	insert into agent_activity (id, trace_id, skill_name, purpose, status, surface, agent, lane, error_class,
 	  error_message, created_at)
@@ -309,7 +309,7 @@ func TestARowOfTheLogUnfolds(t *testing.T) {
 	shows(t, server.URL+"/activity?row=018f0000-0000-7000-8000-000000000000", "look")
 }
 
-// spend writes a model call.
+// spend inserts a model call.
 func spend(t *testing.T, pool *pgxpool.Pool, purpose, model, cost, ago string) {
 	t.Helper()
 	put(t, pool, `
@@ -421,7 +421,7 @@ func TestAChartIsDrawnToScaleWithItsNumbersBeside(t *testing.T) {
 	assert.True(t, !strings.Contains(body, "style="), "the chart has a style attribute, which the policy forbids")
 }
 
-// drawn is a chart as HTML.
+// drawn returns a chart as HTML.
 func drawn(t *testing.T, c chart) string {
 	t.Helper()
 	parsed, err := parseTemplates()

@@ -16,14 +16,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// acts makes an agent the current one of its name.
+// acts makes a definition the current one of its agent.
 func acts(t *testing.T, pool *pgxpool.Pool, d agents.Definition) {
 	t.Helper()
 	_, err := agents.Put(t.Context(), pool, d)
 	require.NoError(t, err)
 }
 
-// openWith serves the room of an installation with settings.
+// openWith serves the room with settings.
 func openWith(t *testing.T, settings agents.Settings) (*pgxpool.Pool, *httptest.Server) {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -93,7 +93,7 @@ func TestListingsAreNarrowedToAnAgent(t *testing.T) {
 	shows(t, server.URL+"/traces?agent=nobody", "No trace matches")
 }
 
-// scheduled is an automation with a schedule.
+// scheduled inserts an automation with a schedule.
 func scheduled(t *testing.T, pool *pgxpool.Pool, name string) string {
 	t.Helper()
 	return put(t, pool, `
@@ -101,7 +101,7 @@ func scheduled(t *testing.T, pool *pgxpool.Pool, name string) string {
 		values ($1, '0 3 * * *', 'fetch', '2030-01-01 03:00+00', 'workspace') returning id::text`, name)
 }
 
-// ran is a run of an automation.
+// ran inserts a run of an automation.
 func ran(t *testing.T, pool *pgxpool.Pool, automation, status string) string {
 	t.Helper()
 	return put(t, pool, `
@@ -155,7 +155,7 @@ func TestAnAutomationHasTheActionsOfItsState(t *testing.T) {
 	turnsAway(t, server.URL+"/automations/nothing", 404, "there is no automation")
 }
 
-// delivered is a delivery to the endpoint shop.
+// delivered inserts a delivery to the endpoint shop.
 func delivered(t *testing.T, pool *pgxpool.Pool, status, body string) string {
 	t.Helper()
 	return put(t, pool, `
@@ -167,7 +167,7 @@ func delivered(t *testing.T, pool *pgxpool.Pool, status, body string) string {
 		returning id::text`, status, body)
 }
 
-// undelivered is a message to the target of a name.
+// undelivered inserts a message to a target.
 func undelivered(t *testing.T, pool *pgxpool.Pool, target, status string) string {
 	t.Helper()
 	return put(t, pool, `
@@ -263,7 +263,7 @@ func TestHeldLanesAreListed(t *testing.T) {
 	turnsAway(t, server.URL+"/lanes?before=x", 400, "no place in this list")
 }
 
-// claimedRun is an execution that a worker has claimed whose lease has some seconds left.
+// claimedRun inserts a claimed execution. The lease of its worker has some seconds left.
 func claimedRun(t *testing.T, pool *pgxpool.Pool, flow string, lease int) string {
 	t.Helper()
 	return put(t, pool, `
@@ -306,7 +306,7 @@ func TestWhatHoldersLeftBehindIsTold(t *testing.T) {
 	shows(t, server.URL+"/lanes", "No lane is held", "a dead one", "start <code>agent serve</code>")
 }
 
-// aims makes an objective with three steps, of which one is done and one failed.
+// aims inserts an objective with three steps: one done, one failed.
 func aims(t *testing.T, pool *pgxpool.Pool, name string) (id string) {
 	t.Helper()
 	id = put(t, pool, `
@@ -382,7 +382,7 @@ func TestAnObjectiveHasTheActionsOfItsState(t *testing.T) {
 	shows(t, server.URL+"/objectives?status=proposed", "/accept", "/reject")
 }
 
-// keeps remembers a text.
+// keeps inserts a memory.
 func keeps(t *testing.T, pool *pgxpool.Pool, category, key, value string) (id string) {
 	t.Helper()
 	return put(t, pool, `

@@ -36,13 +36,13 @@ func TestSpendIsShownByChatKeyAndByModelWithItsLatency(t *testing.T) {
 			assert.Truef(t, !strings.Contains(body, text), "the page says %q", text)
 		}
 	}
-	check() // of rows that are not counted yet
+	check() // of rows not counted yet
 	countActivity(t, pool, -time.Minute)
 	check()
 	shows(t, server.URL+"/spend?by=model", `data-label="p50">3`, `data-label="p95">3`)
 }
 
-// countActivity counts all rows that are older than lag. An open transaction, of another database too, delays that.
+// countActivity counts all rows older than lag. An open transaction, even of another database, delays that.
 func countActivity(t *testing.T, pool *pgxpool.Pool, lag time.Duration) {
 	t.Helper()
 	pgtest.Eventually(t, func() bool {

@@ -22,8 +22,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// failedNight writes a flow that failed: its child's query failed three times, a model was called, an approval was
-// waited for, a worker was lost, and notifications were not delivered.
+// failedNight inserts a failed flow: its child's query failed three times, a model was called, an approval was pending,
+// a worker was lost, and notifications were not delivered.
 func failedNight(t *testing.T, pool *pgxpool.Pool) trace.ID {
 	t.Helper()
 	id := trace.New(trace.Flow)
@@ -86,7 +86,7 @@ func failedNight(t *testing.T, pool *pgxpool.Pool) trace.ID {
 	return id
 }
 
-// spanOf is the newest activity of a skill.
+// spanOf returns the newest activity of a skill.
 func spanOf(t *testing.T, pool *pgxpool.Pool, skill string) string {
 	t.Helper()
 	return pgtest.Value[string](t, pool, `select id::text from agent_activity where skill_name = $1 order by id desc limit 1`,
@@ -98,7 +98,7 @@ func lived(p *browser.Page) {
 	p.Until("it is live", `document.getElementById("live-state").dataset.state === "live"`)
 }
 
-// F11: the waterfall is on the first screen, below one card that names the error behind the others.
+// F11: the waterfall is on the first screen, below one card with the root error.
 func TestAFailedTraceShowsOneRootCauseAboveItsWaterfall(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -118,7 +118,7 @@ func TestAFailedTraceShowsOneRootCauseAboveItsWaterfall(t *testing.T) {
 	noComplaint(t, p)
 }
 
-// F11: what failed is red, attempts are lines of their own, waits and the queue are drawn.
+// F11: failed bars are red, attempts have their own lines, waits and the queue are drawn.
 func TestFailedBarsAreRedAndAttemptsStandApart(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -141,7 +141,7 @@ func TestFailedBarsAreRedAndAttemptsStandApart(t *testing.T) {
 	assert.Equal(t, "rgb(179, 32, 27)", red)
 }
 
-// F11: keys and buttons collapse, search and zoom, as the treegrid of the ARIA Authoring Practices does.
+// F11: keys and buttons collapse, search and zoom, as in the treegrid of the ARIA Authoring Practices.
 func TestLinesOfATraceCollapseZoomAndAreSearchedByKeys(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -200,7 +200,7 @@ func TestLinesOfATraceCollapseZoomAndAreSearchedByKeys(t *testing.T) {
 	noComplaint(t, p)
 }
 
-// F11: a span has an address. A click loads only the panel; without JavaScript the same link loads the page.
+// F11: a span has an address. A click loads only the panel. Without JavaScript the same link loads the page.
 func TestASpanHasAnAddressAndOpensBesideTheWaterfall(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -232,7 +232,7 @@ func TestASpanHasAnAddressAndOpensBesideTheWaterfall(t *testing.T) {
 	assert.Truef(t, strings.Contains(text, "table_sizes"), "the panel shows %q", text)
 }
 
-// F8: an action of an execution that has ended, or whose worker is lost, does not run on.
+// F8: an action is not shown as running if its execution has ended or its worker is lost.
 func TestAStoppedActionDoesNotRunOn(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -274,7 +274,7 @@ func TestAStoppedActionDoesNotRunOn(t *testing.T) {
 	noComplaint(t, p)
 }
 
-// F11: an update of a trace that goes on keeps what the reader has set.
+// F11: an update of a live trace keeps the reader's settings.
 func TestALiveTraceKeepsZoomCollapseSelectionAndFocus(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -331,7 +331,8 @@ func TestAnExecutionShowsItsRootCauseItsWaterfallAndItsCheckpoint(t *testing.T) 
 	turnsAway(t, server.URL+"/executions/"+runs["nightly_report"]+"?tab=x", 400, "tab")
 }
 
-// A trace of 2,000 spans is one light page: 200 kB compressed, the first lines painted before the rest is laid out.
+// The page of a trace with 2,000 spans is light: 200 kB compressed, and the browser paints the first lines before the
+// layout of the rest.
 func TestATraceOfTwoThousandSpansIsLight(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -341,7 +342,7 @@ func TestATraceOfTwoThousandSpansIsLight(t *testing.T) {
 		t.Errorf("the page has %d lines", n)
 	}
 	var packed bytes.Buffer
-	w, err := gzip.NewWriterLevel(&packed, gzip.BestSpeed) // as a server does on the fly
+	w, err := gzip.NewWriterLevel(&packed, gzip.BestSpeed) // like a server on the fly
 	require.NoError(t, err)
 	_, err = w.Write([]byte(body))
 	require.NoError(t, err)
@@ -350,7 +351,7 @@ func TestATraceOfTwoThousandSpansIsLight(t *testing.T) {
 	t.Logf("%d bytes, %d compressed", len(body), packed.Len())
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	paint, keys := math.Inf(1), 0.0
-	for range 3 { // load only adds: the least counts
+	for range 3 { // load only adds time: the minimum counts
 		var now float64
 		p.Go(server.URL + "/traces/" + string(id))
 		p.Until("it is painted", `performance.getEntriesByName("first-contentful-paint").length > 0`)
@@ -369,14 +370,14 @@ func TestATraceOfTwoThousandSpansIsLight(t *testing.T) {
 		for (let i = 0; i < 50; i++) document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowDown", bubbles: true, cancelable: true}));
 		document.body.offsetHeight; return (performance.now() - from) / 50; })()`, &keys)
 	t.Logf("first paint after %.0f ms, a key takes %.1f ms", paint, keys)
-	if paint > 10_000 || keys > 250 { // on a machine that other tests share; measured alone in the documentation
+	if paint > 10_000 || keys > 250 { // other tests share the machine; the documentation has the times of an idle one
 		t.Errorf("first paint after %.0f ms, a key takes %.1f ms", paint, keys)
 	}
 	all := p.Problems()
 	assert.Truef(t, len(all) == 0, "the browser complains: %s", strings.Join(all, "\n"))
 }
 
-// wideTrace writes a run of n activities: 40 phases with calls in them.
+// wideTrace inserts a run of n activities: 40 phases with calls in them.
 func wideTrace(t *testing.T, pool *pgxpool.Pool, n int) trace.ID {
 	t.Helper()
 	id := trace.New(trace.Flow)

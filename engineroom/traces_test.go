@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// began inserts a run that began so many minutes ago and, unless it is running, ended three seconds later.
+// began inserts a run that began some minutes ago. Unless it is running, it ended three seconds later.
 func began(t *testing.T, pool *pgxpool.Pool, surface trace.Surface, status string, minutes int) trace.ID {
 	t.Helper()
 	id := trace.New(surface)
@@ -128,8 +128,8 @@ func sql(t *testing.T, pool *pgxpool.Pool, text string, args postgres.Strict) {
 	pgtest.Exec(t, pool, text, args)
 }
 
-// seedTrace writes a run of an hour ago with a child, a phase, a model call, a lost call and its retry, and a wait of
-// half an hour, and returns its trace and its execution.
+// seedTrace inserts a run from an hour ago with a child, a phase, a model call, a lost call and its retry, and a wait
+// of half an hour. It returns its trace and its execution.
 func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
 	t.Helper()
 	id = trace.New(trace.Heartbeat)
@@ -393,7 +393,7 @@ func TestADeepChainAndACircleOfParents(t *testing.T) {
 	}
 }
 
-// nesting is how deep an element nests.
+// nesting returns the greatest depth of an element.
 func nesting(body, begin, end string) (most int) {
 	now := 0
 	for i := range body {

@@ -26,7 +26,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// F14: the server and the browser write a value alike.
+// F14: the server and the browser format a value alike.
 func TestTheBrowserWritesValuesAsTheServerDoes(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile("../internal/human/testdata/examples.json")
@@ -49,13 +49,13 @@ func TestTheBrowserWritesValuesAsTheServerDoes(t *testing.T) {
 	}
 }
 
-// mortal is a server that a test stops, starts again at its address, and makes hang.
+// mortal is a server that a test stops, restarts at its address, and makes hang.
 type mortal struct {
 	tb      testing.TB
 	handler http.Handler
 	address string
 	server  *http.Server
-	hanging sync.RWMutex // held for writing while it hangs
+	hanging sync.RWMutex // locked for writing while the server hangs
 }
 
 func mortalRoom(t *testing.T) (*pgxpool.Pool, *mortal) {
@@ -108,11 +108,11 @@ const (
 		document.body.classList.contains("is-disconnected")`
 )
 
-// within waits for a condition and fails if it took longer.
+// within waits for a condition and fails if that takes longer than limit.
 func within(t *testing.T, p *browser.Page, limit time.Duration, what, condition string) {
 	t.Helper()
 	if testing.Short() {
-		limit *= 3 // beside other packages
+		limit *= 3 // other packages run in parallel
 	}
 	began := time.Now()
 	p.Until(what, condition)
@@ -120,13 +120,13 @@ func within(t *testing.T, p *browser.Page, limit time.Duration, what, condition 
 	assert.Truef(t, took <= limit, "%s: it took %s, at most %s is allowed", what, took, limit)
 }
 
-// F7: a page without its server says so, and its clocks stand.
+// F7: a page without its server shows that, and its clocks stop.
 func TestADeadServerIsShownAndItsReturnToo(t *testing.T) {
 	t.Parallel()
 	pool, m := mortalRoom(t)
 	running := rows.Execution(t, pool, "waiting", "flow", "onboarding")
 	p := browser.Open(t, browser.Look{})
-	p.Expect("ERR_") // connections fail: that is the test
+	p.Expect("ERR_") // failed connections are part of the test
 	p.Go("http://" + m.address + "/executions/" + running)
 	p.Until("it is live", isLive)
 	m.stop()
@@ -148,7 +148,7 @@ func TestADeadServerIsShownAndItsReturnToo(t *testing.T) {
 		[...document.querySelectorAll("main time")].map((t) => t.textContent).join("|") !== `+fmt.Sprintf("%q", before))
 }
 
-// F7: so does one whose server accepts connections and says nothing.
+// F7: the same holds if the server accepts connections and does not answer.
 func TestAServerThatHangsIsFound(t *testing.T) {
 	t.Parallel()
 	_, m := mortalRoom(t)
@@ -163,7 +163,7 @@ func TestAServerThatHangsIsFound(t *testing.T) {
 	within(t, p, 5*time.Second, "it is live again", isLive)
 }
 
-// F7: and one that is offline, for longer than the browser's own patience.
+// F7: a page recovers after it was offline for longer than the browser's own timeout.
 func TestAPageThatWasOfflineIsRightAgain(t *testing.T) {
 	t.Parallel()
 	pool, m := mortalRoom(t)
@@ -179,7 +179,7 @@ func TestAPageThatWasOfflineIsRightAgain(t *testing.T) {
 	within(t, p, 5*time.Second, "it is right again", isLive+` && document.title.startsWith("(1) Overview")`)
 }
 
-// F6: rows and filters are in one zone, which is named, chosen and remembered.
+// F6: rows and filters are in one zone. The page names it, and remembers the reader's choice.
 func TestTheTimeZoneIsNamedAndChosen(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -204,7 +204,7 @@ func TestTheTimeZoneIsNamedAndChosen(t *testing.T) {
 	const since = `document.querySelector("input[name=since]")`
 	p.Until("the filter is local", since+`.value === "`+there(-30, typed)+`" && `+since+`.closest("label").textContent.includes("local (Europe/Berlin)")`)
 
-	// A typed time is local, and the address means the same to everybody.
+	// A typed time is local. The resulting address is absolute.
 	p.Eval(since+`.value = "`+there(1, typed)+`"`, nil)
 	p.Click(".filters button[type=submit]")
 	p.Until("the address is absolute", `location.search.includes("since=`+url.QueryEscape(utc(1, typed))+`Z")`)
@@ -221,14 +221,14 @@ func TestTheTimeZoneIsNamedAndChosen(t *testing.T) {
 	p.Until("it is still UTC", row+`.endsWith("`+utc(0, "15:04:05")+` UTC") && document.getElementById("zone").value === "utc" && `+since+`.closest("label").textContent.includes("Since, UTC")`)
 	noComplaint(t, p)
 
-	// Without a script it is UTC, and says so.
+	// Without a script the zone is UTC, and the page says so.
 	bare := browser.Open(t, browser.Look{Zone: "Europe/Berlin", NoScript: true})
 	bare.Go(server.URL + "/activity?since=" + utc(-1, typed))
 	assert.Contains(t, bare.Text(".top"), "Times: UTC")
 	assert.Contains(t, bare.Text("#rows"), utc(0, "2006-01-02 15:04:05")+" UTC")
 }
 
-// A cookie of somebody else names no file and no other zone.
+// A forged cookie cannot name a file or an unknown zone.
 func TestOnlyTimeZonesAreReadFromTheCookie(t *testing.T) {
 	t.Parallel()
 	for value, want := range map[string]string{
@@ -244,7 +244,7 @@ func TestOnlyTimeZonesAreReadFromTheCookie(t *testing.T) {
 	}
 }
 
-// What waits for a person is in the title and the icon of every page, live.
+// The title and the icon of every page show the number of items that need a person, live.
 func TestTitlesAndIconsShowWhatWaitsForAPerson(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -260,7 +260,7 @@ func TestTitlesAndIconsShowWhatWaitsForAPerson(t *testing.T) {
 	noComplaint(t, p)
 }
 
-// A notification is asked for by a click, and comes once for an approval over all tabs.
+// A click asks for permission. An approval notifies once over all tabs.
 func TestANewApprovalNotifiesOnceOverAllTabs(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -274,7 +274,7 @@ func TestANewApprovalNotifiesOnceOverAllTabs(t *testing.T) {
 		w.Notification.permission = "default";
 		w.Notification.requestPermission = async () => { w.asked++; w.Notification.permission = "granted"; return "granted"; };
 	}`
-	// A second tab of the same profile is a frame here: the tests' pages have a profile each.
+	// The test plays a second tab by writing localStorage, since each test page has its own profile.
 	p.Eval(`(`+fake+`)(window)`, nil)
 	var asked0 int
 	p.Eval(`asked`, &asked0)
@@ -284,9 +284,9 @@ func TestANewApprovalNotifiesOnceOverAllTabs(t *testing.T) {
 	p.Click("#notify")
 	p.Until("it is on", `document.getElementById("notify").getAttribute("aria-pressed") === "true" && asked === 1`)
 	asked(t, pool, "pending", `{"amount": 2}`, 5)
-	// The last read of what waits is younger than waitsAge: it may not hide this approval until the next change.
+	// The last count is younger than waitsAge. It must not hide this approval until the next change.
 	within(t, p, 10*time.Second, "one was told", `told.length === 1 && told[0].startsWith("Approval requested: ")`)
-	// What another tab has announced is not announced here. The lock is asked for behind that of the announcement.
+	// A tab does not repeat the announcement of another tab. This lock request queues behind that of the announcement.
 	decided := func() { p.Eval(`navigator.locks.request("lanekeeper-notify", () => null)`, nil) }
 	p.Eval(`localStorage.setItem("lanekeeper-announced", "ffffffff-ffff-7fff-bfff-ffffffffffff")`, nil)
 	asked(t, pool, "pending", `{"amount": 3}`, 5)
@@ -303,7 +303,7 @@ func TestANewApprovalNotifiesOnceOverAllTabs(t *testing.T) {
 	noComplaint(t, p)
 }
 
-// F13: pages and files are compressed, and a file is loaded once.
+// F13: the server compresses pages and files, and a browser loads a file once.
 func TestPagesAreCompressedAndFilesAreCached(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -353,7 +353,7 @@ func TestPagesAreCompressedAndFilesAreCached(t *testing.T) {
 	assert.Truef(t, len(loaded) == 0, "the second page loads %q again", loaded)
 }
 
-// F14: a planned moment that has passed is due, and does not lie in the past.
+// F14: a planned time in the past is shown as due.
 func TestAPlannedRunThatHasPassedIsDue(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -374,7 +374,7 @@ func TestAPlannedRunThatHasPassedIsDue(t *testing.T) {
 	noComplaint(t, p)
 }
 
-// F8: what runs in a row alone is said to have stopped, and no clock counts for it.
+// F8: an action that only its row shows as running is shown as stopped, without a running clock.
 func TestAnActionWhoseExecutionEndedOrWhoseWorkerIsLostDoesNotRun(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
@@ -416,7 +416,7 @@ func TestAnActionWhoseExecutionEndedOrWhoseWorkerIsLostDoesNotRun(t *testing.T) 
 	noComplaint(t, p)
 }
 
-// A change is sent while it is still news: the median of some is under 0.3 s.
+// A change arrives quickly: the median of some delays is under 0.3 s.
 func TestALiveChangeArrivesWithin300Milliseconds(t *testing.T) {
 	pool, server := open(t)
 	l := listen(t, server.URL+"/live/activity", "")
@@ -431,12 +431,12 @@ func TestALiveChangeArrivesWithin300Milliseconds(t *testing.T) {
 	t.Errorf("the median of the delays is %s", median)
 }
 
-// medianDelay is how long a change takes until it is on the page.
+// medianDelay returns the median time from a change to its update on the page.
 func medianDelay(t *testing.T, pool *pgxpool.Pool, l *listening) time.Duration {
 	t.Helper()
 	var delays []time.Duration
 	for i := range 5 {
-		time.Sleep(time.Duration(700+67*i) * time.Millisecond) // at any moment of the interval
+		time.Sleep(time.Duration(700+67*i) * time.Millisecond) // spreads the changes over the interval
 		began := time.Now()
 		id := put(t, pool, `insert into agent_activity (trace_id, surface, skill_name, status)
 			values ('hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', 'quick', 'success') returning id::text`)
@@ -451,7 +451,7 @@ func medianDelay(t *testing.T, pool *pgxpool.Pool, l *listening) time.Duration {
 	return delays[len(delays)/2]
 }
 
-// F14: the sentences of the pages are plain. These were not.
+// F14: the pages use plain sentences. These phrases were not plain.
 func TestOddPhrasesDoNotReturn(t *testing.T) {
 	t.Parallel()
 	odd := regexp.MustCompile(`(?i)(spoken in|needs your leave|runs given up|what came|were looked at|put off|\$0<|left left|in due)`)
