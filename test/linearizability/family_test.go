@@ -15,15 +15,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// kin is one execution's side of a family: a plain SQL session that runs a parent or its children.
+// kin is one side of a family of executions: a plain SQL session that runs a parent or its children.
 type kin struct {
 	session
 	lane     string
 	worker   string
-	children chan string // from the parent to who runs its children
+	children chan string // from the parent to the session of the children
 }
 
-// families plays a parent and its children in the lane, from two sessions, until ctx ends.
+// families plays a parent and its children in a lane, from two sessions, until ctx ends.
 func (p part) families(ctx context.Context, tape *tape) {
 	children := make(chan string, 1)
 	side := func(n int) *kin {
@@ -39,7 +39,7 @@ func (p part) families(ctx context.Context, tape *tape) {
 	group.Wait()
 }
 
-// connected makes a connection if there is none.
+// connected reports whether the session has a connection. It connects if necessary.
 func (k *kin) connected(ctx context.Context) bool {
 	if k.conn != nil && !k.conn.IsClosed() {
 		return true
@@ -54,7 +54,7 @@ func (k *kin) connected(ctx context.Context) bool {
 
 var errAway = errors.New("the database is away")
 
-// text is a text that a statement answers, "" when it answers nothing.
+// text returns the text result of a statement, or "".
 func (k *kin) text(ctx context.Context, sql string, args ...any) (text string, err error) {
 	if !k.connected(ctx) {
 		return "", errAway
@@ -74,7 +74,7 @@ func (k *kin) newExecution(ctx context.Context, parent string) (string, error) {
 		  returning id::text`, string(trace.New(trace.Flow)), parent)
 }
 
-// hired registers a worker that outlives the test.
+// hired registers a worker with a lease beyond the end of the test.
 func (k *kin) hired(ctx context.Context) (err error) {
 	if k.worker == "" {
 		k.worker, err = k.text(ctx, `
@@ -84,7 +84,7 @@ func (k *kin) hired(ctx context.Context) (err error) {
 	return err
 }
 
-// claimIt claims an execution; only that of a parent concerns its lane.
+// claimIt claims an execution. Only the claim of a parent concerns its lane.
 func (k *kin) claimIt(ctx context.Context, id string) error {
 	o := k.tape.call(&op{Kind: kindClaim, Lane: k.lane, Owner: id})
 	err := k.conn.QueryRow(ctx, `select coalesce(max(claim), 0) from lanekeeper.claim_agent_execution($1, $2)`, id,
@@ -94,7 +94,7 @@ func (k *kin) claimIt(ctx context.Context, id string) error {
 	return err
 }
 
-// take takes the lane for the claim of an execution, which may borrow.
+// take acquires or borrows the lane under the claim of an execution.
 func (k *kin) take(ctx context.Context, g grant) (grant, bool) {
 	o := k.tape.call(&op{Kind: kindTake, Lane: g.lane, Owner: g.owner, TTL: g.ttl})
 	var ends time.Time
@@ -110,8 +110,8 @@ func (k *kin) take(ctx context.Context, g grant) (grant, bool) {
 	return g, err == nil && o.OK
 }
 
-// runParent claims its execution, takes the lane, writes, parks it until a child has had its time, and begins again.
-// After a break it finds out how things are.
+// runParent claims its execution, takes the lane, writes, parks it until a child has had its time, and starts again.
+// After an error it reads the state of the execution.
 func (k *kin) runParent(ctx context.Context) {
 	var id string
 	for testkit.Wait(ctx, time.Duration(k.rand.IntN(15))*time.Millisecond) {
@@ -153,7 +153,7 @@ func (k *kin) runParent(ctx context.Context) {
 	}
 }
 
-// runClaim is what a parent does under one claim, up to the park.
+// runClaim runs a parent under one claim, up to the park.
 func (k *kin) runClaim(ctx context.Context, id string, claim int64) {
 	g := grant{lane: k.lane, owner: fmt.Sprint(id, "#", claim), ttl: parentTTL}
 	for range 4 {
@@ -172,7 +172,7 @@ func (k *kin) runClaim(ctx context.Context, id string, claim int64) {
 		return
 	}
 	if len(k.held) > 0 {
-		k.write(ctx, k.held[k.rand.IntN(len(k.held))]) // too late: the park made the token void
+		k.write(ctx, k.held[k.rand.IntN(len(k.held))]) // too late: the park has voided the token
 	}
 }
 
@@ -188,7 +188,7 @@ func (k *kin) parkOn(ctx context.Context, id string, claim int64) (child string,
 	}
 	select {
 	case k.children <- child:
-	default: // the one before is still at work
+	default: // the previous child still runs
 	}
 	if k.rand.IntN(3) == 0 {
 		testkit.Wait(ctx, time.Duration(k.rand.IntN(10))*time.Millisecond)
@@ -202,7 +202,7 @@ func (k *kin) parkOn(ctx context.Context, id string, claim int64) (child string,
 	return child, err
 }
 
-// runChildren borrows the lane for each child, writes, and gives it back in one of the ways that there are.
+// runChildren borrows the lane for each child, writes, and ends the loan in one of several ways.
 func (k *kin) runChildren(ctx context.Context) {
 	for ctx.Err() == nil {
 		var id string
@@ -238,7 +238,7 @@ func (k *kin) runChild(ctx context.Context, g grant, id string) {
 		}
 	}
 	switch k.rand.IntN(4) {
-	case 0: // it expires, or is recalled
+	case 0: // the loan expires or is recalled
 		return
 	case 1:
 		k.release(ctx, g)
@@ -256,28 +256,28 @@ func (k *kin) runChild(ctx context.Context, g grant, id string) {
 	}
 }
 
-// parkedEnd is a moment in the year 8307, microseconds: leases that last longer are parked.
+// parkedEnd is a time in the year 8307, in microseconds. A lease that ends later is parked.
 const parkedEnd = 200_000_000_000_000_000
 
-// parentTTL is for how long a parent takes its lane, microseconds: longer than any test.
+// parentTTL is the TTL of a parent's lease in microseconds, longer than any test.
 const parentTTL = 3600 * 1_000_000
 
-// family is what the model knows of the executions of a lane: one parent, and the child that it waits for.
+// family is the model's state of a lane's executions: one parent, and its awaited child.
 type family struct {
 	parent  string
-	claim   int64  // of the parent
-	claimed bool   // somebody runs it
-	waits   string // the child that it waits for
+	claim   int64  // the parent's
+	claimed bool   // a worker runs the parent
+	waits   string // the awaited child
 	depth   int    // 1 while the lane is lent to a child
 }
 
-// without is the family when the lane was broken: nobody has lent it.
+// without is the family after a break of the lane: the loan is gone.
 func (f family) without() family {
 	f.depth = 0
 	return f
 }
 
-// execution is the id in the name of an owner, empty for one that is none.
+// execution returns the id in an owner's name, or "" if the owner is no execution.
 func execution(owner string) string {
 	id, _, ok := strings.Cut(owner, "#")
 	if !ok {
@@ -290,7 +290,7 @@ func (s state) parentOwner() string {
 	return s.family.parent + "#" + strconv.FormatInt(s.family.claim, 10)
 }
 
-// toParent hands the lane to the parent under its present claim: parked while it waits.
+// toParent gives the lane to the parent under its present claim, parked while the parent waits.
 func (s state) toParent(now, until int64) state {
 	s.family.depth = 0
 	s = s.give(s.parentOwner(), 0, now, now+parentTTL, add(until, parentTTL))
@@ -300,7 +300,7 @@ func (s state) toParent(now, until int64) state {
 	return s
 }
 
-// add is a moment some time later.
+// add returns a moment plus a duration.
 func add(moment, later int64) int64 {
 	if moment == never {
 		return never
@@ -308,8 +308,8 @@ func add(moment, later int64) int64 {
 	return moment + later
 }
 
-// lapsed is the lane after a loan that expired went back, as it does when somebody looks at the lane or sweeps:
-// sweeps are not in the histories, so it may have been before the operation that finds it so.
+// lapsed is the state after an expired loan returned to the parent. Any access to the lane, or a sweep, returns it.
+// Histories have no sweeps, so the loan may have returned before the operation.
 func (s state) lapsed(o *op) (state, bool) {
 	if s.family.depth == 0 {
 		return s, false
@@ -321,13 +321,13 @@ func (s state) lapsed(o *op) (state, bool) {
 	return s.toParent(at, o.until()), true
 }
 
-// lends reports whether the parent has the lane, and waits for the owner.
+// lends reports whether the parent has the lane and waits for the owner.
 func (s state) lends(owner string) bool {
 	return s.parked && s.family.depth == 0 && s.owner != "" && execution(s.owner) == s.family.parent &&
 		s.family.waits != "" && s.family.waits == execution(owner)
 }
 
-// borrowed is a take that was answered with a loan.
+// borrowed is a take that got a loan.
 func (s state) borrowed(o *op, lo, hi int64) (bool, state) {
 	if !s.lends(o.Owner) || o.Lender != s.family.parent || o.Got <= s.token {
 		return false, s
@@ -346,11 +346,10 @@ func (s state) borrowedUnheard(o *op, now int64) (state, bool) {
 	return s, true
 }
 
-// turned is what happens to an execution, and to the lane with it. The token of such an operation is the claim that it
-// was made under, its owner the execution.
+// turned is an operation on an execution, with its effect on the lane. Its token is the claim, its owner the execution.
 func (s state) turned(o *op, now int64) (bool, state) {
 	if !o.OK && !o.Blind {
-		return true, s // refused: it changes nothing
+		return true, s // rejected: no change
 	}
 	_, live := s.live(now)
 	has := live && execution(s.owner) == o.Owner
@@ -376,7 +375,7 @@ func (s state) turned(o *op, now int64) (bool, state) {
 			s = s.toParent(now, o.until())
 		}
 		return true, s
-	case kindFinish: // of a child: the parents of the scenes do not end
+	case kindFinish: // of a child: the scenes end no parent
 		switch {
 		case s.family.depth > 0 && execution(s.owner) == o.Owner:
 			return true, s.toParent(now, o.until())

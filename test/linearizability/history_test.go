@@ -22,59 +22,59 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// kind is what an operation does.
+// kind is the kind of an operation.
 type kind string
 
 const (
 	kindAcquire kind = "acquire"
-	kindTry     kind = "try" // an acquire that is only told whether
+	kindTry     kind = "try" // an acquire with only yes or no as an answer
 	kindAwait   kind = "await"
-	kindTake    kind = "take" // an acquire that may borrow
+	kindTake    kind = "take" // an acquire or a loan
 	kindRenew   kind = "renew"
 	kindRelease kind = "release"
 	kindBreak   kind = "break"
 	kindWrite   kind = "write" // a fenced transaction
 	kindSweep   kind = "sweep"
 	kindLeave   kind = "leave"
-	kindPark    kind = "park" // an execution begins to wait
+	kindPark    kind = "park" // an execution starts to wait
 	kindResume  kind = "resume"
-	kindClaim   kind = "claim" // an execution is claimed, again
+	kindClaim   kind = "claim" // a worker claims an execution, again
 	kindFinish  kind = "finish"
 	kindCrash   kind = "crash" // of the server
-	kindOver    kind = "over"  // of the checker: everything that was answered has happened
+	kindOver    kind = "over"  // set by the checker: every answered operation has happened
 	kindUnknown kind = "unknown"
 )
 
-// op is one operation on one lane, with its answer. Moments are nanoseconds of the clock of this machine, which is the
-// database's, or microseconds where they are in an answer of the database.
+// op is one operation on one lane, with its answer. Call and Return are nanoseconds of the machine's clock, which is
+// also the database's. Times from the database's answers are microseconds.
 type op struct {
 	ID    string `json:"id"`
 	Kind  kind   `json:"kind"`
 	Lane  string `json:"lane"`
 	Owner string `json:"owner,omitempty"`
-	Token int64  `json:"token,omitempty"` // that was shown; 0 for none
+	Token int64  `json:"token,omitempty"` // the token passed in; 0 for none
 	TTL   int64  `json:"ttl,omitempty"`   // microseconds
-	Child string `json:"child,omitempty"` // that is waited for
+	Child string `json:"child,omitempty"` // the awaited child
 	Call  int64  `json:"call"`
 
-	Many bool `json:"many,omitempty"` // of a statement about several lanes
-	// Passes: a release that hands the lane to who waits, Heir, whose lease ends at Ends. When nobody does, its commit
-	// is not waited for.
+	Many bool `json:"many,omitempty"` // the statement covers several lanes
+	// Passes marks a release that may hand the lane to a waiter: to Heir, whose lease ends at Ends. Without a waiter, the
+	// release does not wait for a durable commit.
 	Passes bool   `json:"passes,omitempty"`
 	Heir   string `json:"heir,omitempty"`
 
-	Return int64  `json:"return,omitempty"` // 0: nobody heard the answer
+	Return int64  `json:"return,omitempty"` // 0 without a received answer
 	OK     bool   `json:"ok,omitempty"`
-	Blind  bool   `json:"blind,omitempty"`  // it was done, and what it answered was not looked at
-	Busy   bool   `json:"busy,omitempty"`   // of a renewal: ask again
-	Got    int64  `json:"got,omitempty"`    // the token of the answer, or the claim
+	Blind  bool   `json:"blind,omitempty"`  // it succeeded, and the test ignored the answer
+	Busy   bool   `json:"busy,omitempty"`   // of a renewal: try again
+	Got    int64  `json:"got,omitempty"`    // the token in the answer, or the claim
 	Ends   int64  `json:"ends,omitempty"`   // microseconds
-	Holder string `json:"holder,omitempty"` // of the answer no
+	Holder string `json:"holder,omitempty"` // in a negative answer
 	Lender string `json:"lender,omitempty"`
 
 	contended bool     // another operation on the lane overlaps
-	promised  bool     // somebody waits for the lane
-	heirs     []string // who may wait for it, of one that passes
+	promised  bool     // an owner waits for the lane
+	heirs     []string // possible waiters at a release
 	answered  bool
 }
 
@@ -102,16 +102,16 @@ func (o *op) String() string {
 	return string(raw)
 }
 
-// now is the machine's clock, asked of the kernel: what a process believes the time to be may be skewed.
+// now reads the machine's clock from the kernel. The process's own clock may be skewed.
 func now() int64 {
 	var t unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_REALTIME, &t); err != nil {
-		return 0 // there is such a clock on every Unix
+		return 0 // every Unix has this clock
 	}
 	return t.Nano()
 }
 
-// tape is where a process records its operations, in a file that outlives it.
+// tape is the file in which a process records its operations. It outlives the process.
 type tape struct {
 	file *os.File
 	name string
@@ -127,7 +127,7 @@ func newTape(path, name string) (*tape, error) {
 	return &tape{file: file, name: name}, nil
 }
 
-// call records that an operation begins now.
+// call records the start of an operation.
 func (t *tape) call(o *op) *op {
 	o.ID = fmt.Sprintf("%s.%d", t.name, t.n.Add(1))
 	o.Call = now()
@@ -135,8 +135,7 @@ func (t *tape) call(o *op) *op {
 	return o
 }
 
-// done records the answer to an operation. It stays one of which nobody heard when err does not say that nothing was
-// done.
+// done records the answer to an operation. If err leaves its effect open, it stays without an answer.
 func (t *tape) done(o *op, err error) {
 	_, unconnected := errors.AsType[*pgconn.ConnectError](err)
 	switch {
@@ -144,7 +143,7 @@ func (t *tape) done(o *op, err error) {
 	case unconnected, pgconn.SafeToRetry(err), postgres.IsCode(err, "LK001", "40P01"):
 		o.OK, o.Got, o.Ends, o.Holder = false, 0, 0, ""
 		if !postgres.IsCode(err, "LK001") {
-			o.Kind = kindLeave // it did nothing at all
+			o.Kind = kindLeave // it had no effect
 		}
 	default:
 		return
@@ -159,11 +158,11 @@ func (t *tape) write(o *op) {
 	defer t.mu.Unlock()
 	if _, err := t.file.Write(line); err != nil {
 		fmt.Fprintln(os.Stderr, "lanetest: record:", err)
-		os.Exit(3) // a history with holes proves nothing
+		os.Exit(3) // an incomplete history proves nothing
 	}
 }
 
-// read is what the tapes of some processes hold, by lane.
+// read returns the operations on the tapes, by lane.
 func read(paths []string) (map[string][]*op, error) {
 	byID := map[string]*op{}
 	for _, path := range paths {
@@ -176,7 +175,7 @@ func read(paths []string) (map[string][]*op, error) {
 		for lines.Scan() {
 			o := new(op)
 			if err := json.Unmarshal(lines.Bytes(), o); err != nil {
-				continue // its process was killed while it wrote the line
+				continue // the process was killed while it wrote this line
 			}
 			byID[o.ID] = o
 		}
@@ -195,14 +194,14 @@ func read(paths []string) (map[string][]*op, error) {
 	return byLane, nil
 }
 
-// place is how long the queue keeps the place of who waits.
+// place is how long the queue keeps a waiter's place.
 const place = int64(5 * time.Second)
 
-// late is how long after its call an operation of which nobody heard may happen, as far as heirs are looked for.
+// late bounds how long after its call an unanswered operation may happen, for the search of heirs.
 const late = int64(3 * time.Second)
 
-// findHeirs finds those who may wait for the lane while a release happens. Of one of which nobody heard, only those
-// count of whom the history says that they had the lane at some time.
+// findHeirs finds the possible waiters of the lane during a release. If the release has no answer, a waiter counts only
+// if the history shows that it once held the lane.
 func (o *op) findHeirs(ops []*op) {
 	until := o.end()
 	had, left := map[string]bool{}, map[string][]int64{}
@@ -221,7 +220,7 @@ func (o *op) findHeirs(ops []*op) {
 	for _, w := range ops {
 		end := min(w.end(), never-place) + place
 		for _, at := range left[w.Owner] {
-			if at > w.Call { // before that it stood in the queue for another time
+			if at > w.Call { // an earlier exit ended an earlier wait
 				end = min(end, at)
 			}
 		}
@@ -232,10 +231,10 @@ func (o *op) findHeirs(ops []*op) {
 	}
 }
 
-// mark notes of each operation of a lane whether another overlaps it, and whether somebody may have waited.
+// mark notes for each operation of a lane whether another overlaps it, and whether an owner may have waited.
 func mark(ops []*op) {
-	latest := int64(math.MinInt64) // end of any operation before
-	waits := int64(math.MinInt64)  // end of any place before
+	latest := int64(math.MinInt64) // latest end of an earlier operation
+	waits := int64(math.MinInt64)  // latest end of an earlier place in the queue
 	for i, o := range ops {
 		if o.Passes && (o.Return == 0 || o.Heir != "") {
 			o.findHeirs(ops)
@@ -256,10 +255,10 @@ func mark(ops []*op) {
 	}
 }
 
-// checkLimit is how long the checker may take for one lane; more counts as a failure.
+// checkLimit bounds the checker's time for one lane. A timeout is a failure.
 const checkLimit = 20 * time.Second
 
-// check says why the history of a lane is not linearizable; nil when it is.
+// check returns why the history of a lane is not linearizable, or nil.
 func check(lane string, ops []*op, first state, limit time.Duration) error {
 	history := make([]porcupine.Operation, 0, len(ops)+1)
 	var last int64
@@ -292,7 +291,7 @@ var (
 	errUnchecked = errors.New("the checker was not done in time, which proves nothing")
 )
 
-// excerpt is where the longest explanation of a history ends.
+// excerpt returns the operations at which the longest explanation of a history ends.
 func excerpt(history []porcupine.Operation, info porcupine.LinearizationInfo, first state) string {
 	var longest []porcupine.Operation
 	for _, partition := range info.PartialLinearizationsOperations() {
@@ -329,7 +328,7 @@ func excerpt(history []porcupine.Operation, info porcupine.LinearizationInfo, fi
 	return b.String()
 }
 
-// checkAll checks every lane and returns how many operations there were.
+// checkAll checks every lane and returns the number of operations.
 func checkAll(t *testing.T, byLane map[string][]*op) (n int) {
 	t.Helper()
 	for lane, ops := range byLane {
@@ -341,10 +340,10 @@ func checkAll(t *testing.T, byLane map[string][]*op) (n int) {
 	return n
 }
 
-// keep saves the history of a lane for whoever looks for the fault.
+// keep saves the history of a lane for a later analysis.
 func keep(t *testing.T, ops []*op) string {
 	t.Helper()
-	file, err := os.CreateTemp("", "lanetest-history-*.jsonl") //nolint:usetesting // it is to outlive the test
+	file, err := os.CreateTemp("", "lanetest-history-*.jsonl") //nolint:usetesting // outlives the test
 	if err != nil {
 		t.Error(err)
 		return ""

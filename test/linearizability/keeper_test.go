@@ -20,19 +20,19 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// recorded is a database that records every statement about lanes that package lanes sends, with its answer: so the
-// renewals of the background are in the history too.
+// recorded is a database that records every statement of package lanes, with its answer. So the history includes
+// background renewals.
 type recorded struct {
 	*pgxpool.Pool
 	tape *tape
 }
 
-// passing is a release that may hand the lane to who waits. When it does not, its commit is not waited for.
+// passing matches a release that may hand the lane to a waiter. Without a waiter, its commit is not awaited.
 var passing = regexp.MustCompile(`\blanekeeper\.release_agent_lock\(`)
 
 var laneFunction = regexp.MustCompile(`\b\w*agent_(execution_)?lock\w*\(`)
 
-// begin records the call of a statement: one operation for each lane that it is about.
+// begin records the call of a statement, as one operation for each of its lanes.
 func (r recorded) begin(sql string, args []any) []*op {
 	var a postgres.Strict
 	if len(args) == 1 {
@@ -90,7 +90,7 @@ func (r recorded) begin(sql string, args []any) []*op {
 	}
 }
 
-// end records the answers. One of many that has none was left alone.
+// end records the answers. An operation of several without an answer had no effect.
 func (r recorded) end(ops []*op, err error) {
 	for _, o := range ops {
 		if err == nil && o.Many && !o.answered {
@@ -100,7 +100,7 @@ func (r recorded) end(ops []*op, err error) {
 	}
 }
 
-// passed notes to whom a release has handed the lane: lane, owner, token and end.
+// passed notes the new owner from a release's answer: lane, owner, token and end.
 func (o *op) passed(to string) {
 	if parts := strings.Split(to, "\t"); len(parts) == 4 && parts[0] == o.Lane {
 		o.Heir = parts[1]
@@ -134,7 +134,7 @@ func (r recorded) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 	return recordedRow{r.Pool.QueryRow(ctx, sql, args...), r, ops}
 }
 
-// recordedRow is the one answer, yes or no.
+// recordedRow records a single yes or no.
 type recordedRow struct {
 	pgx.Row
 	r   recorded
@@ -156,7 +156,7 @@ func (w recordedRow) Scan(dest ...any) error {
 	return err
 }
 
-// recordedRows reads along.
+// recordedRows records the rows that the caller reads.
 type recordedRows struct {
 	pgx.Rows
 	r    recorded
@@ -219,7 +219,7 @@ func (w *recordedRows) Scan(dest ...any) error {
 	return nil
 }
 
-// worker uses lanes as a Go program does, through package lanes.
+// worker uses lanes through package lanes, like a Go program.
 type worker struct {
 	tape   *tape
 	pool   *pgxpool.Pool
@@ -234,11 +234,11 @@ func (w *worker) play(ctx context.Context) {
 	for testkit.Wait(ctx, time.Duration(w.rand.IntN(25))*time.Millisecond) {
 		lease, err := w.acquire(ctx)
 		if err != nil {
-			continue // busy, or the database is away
+			continue // busy, or the database does not answer
 		}
 		w.work(ctx, lease)
 		if w.rand.IntN(8) == 0 {
-			select { // hold it over some renewals
+			select { // keep it over some renewals
 			case <-lease.Lost():
 			case <-time.After(time.Duration(w.rand.IntN(1500)) * time.Millisecond):
 			}

@@ -8,30 +8,31 @@ import (
 	"github.com/anishathalye/porcupine"
 )
 
-// never is a moment that does not come: the end of a parked lease, the latest end of one that nobody has been told of.
+// never is a moment that does not come: the end of a parked lease, or the latest possible end of a lease with an
+// unknown end.
 const never = math.MaxInt64
 
-// state is what the model knows of a lane. Moments are microseconds of the database's clock. What an answer did not
-// tell is a bound that later answers narrow: a token that is at least so large, a lease that ends between two moments.
+// state is the model's state of a lane. Moments are microseconds of the database's clock. An unknown value is a bound
+// that later answers narrow: a token that is at least so large, a lease that ends between two moments.
 type state struct {
-	clock int64 // the earliest moment at which the last change can have happened
+	clock int64 // the earliest possible moment of the last change
 	lease
-	was    lease // that a release ended whose commit was not waited for: a crash of the server may bring it back
+	was    lease // the lease before an unawaited release; a crash may restore it
 	family family
-	over   bool // everything that was answered has happened
+	over   bool // every answered operation has happened
 }
 
 // lease is the row of a lane.
 type lease struct {
-	owner  string // empty when it is free
+	owner  string // "" if the lane is free
 	token  int64
-	exact  bool // token is the token, not only a bound below it
+	exact  bool // token is exact, not a lower bound
 	from   int64
 	to     int64 // the lease ends in [from, to]
 	parked bool
 }
 
-// free is nobody's lane after a release.
+// free is the state after a release.
 func (s state) free(now int64) state {
 	s.clock, s.owner, s.parked, s.was = now, "", false, lease{}
 	s.token++
@@ -39,7 +40,7 @@ func (s state) free(now int64) state {
 	return s
 }
 
-// give makes owner the holder, whose lease ends between two moments. A token of 0 is not known.
+// give makes owner the holder of a lease that ends between two moments. A token of 0 is unknown.
 func (s state) give(owner string, token, now, from, to int64) state {
 	s.clock, s.owner, s.parked, s.was = now, owner, false, lease{}
 	s.from, s.to = from, to
@@ -56,7 +57,7 @@ func (s state) is(token int64) bool {
 	return token == s.token || !s.exact && token > s.token
 }
 
-// known is the state with the token that an answer told.
+// known is the state with the token from an answer.
 func (s state) known(token int64) state {
 	if token != 0 {
 		s.token, s.exact = token, true
@@ -64,7 +65,7 @@ func (s state) known(token int64) state {
 	return s
 }
 
-// live reports whether the lease can last at some moment from now on, and what follows if it did.
+// live reports whether the lease can be live at some moment from now on, and returns the state if it is.
 func (s state) live(now int64) (state, bool) {
 	if s.owner == "" || now >= s.to {
 		return s, false
@@ -75,7 +76,8 @@ func (s state) live(now int64) (state, bool) {
 	return s, true
 }
 
-// gone reports whether nobody has the lane at some moment of [now, until], the earliest such moment, and what follows.
+// gone reports whether the lane can be free at some moment of [now, until]. It returns the state if it is, and the
+// earliest such moment.
 func (s state) gone(now, until int64) (state, int64, bool) {
 	if s.owner == "" {
 		return s, now, true
@@ -88,7 +90,7 @@ func (s state) gone(now, until int64) (state, int64, bool) {
 	return s, now, true
 }
 
-// step is the model: whether an operation can have had its answer now, and what the lane is after it.
+// step is the model: whether an operation can get its answer now, and the state of the lane after it.
 func step(s state, o *op) (bool, state) {
 	if o.Kind == kindOver {
 		s.over = true
@@ -119,7 +121,7 @@ func step(s state, o *op) (bool, state) {
 	return false, s
 }
 
-// granted is an acquire that was answered with yes: to the owner who has the lane, or when nobody has.
+// granted is a successful acquire: the owner has the lane already, or no owner has it.
 func (s state) granted(o *op, now int64) (bool, state) {
 	lo, hi := now, o.until()
 	if o.Ends != 0 && o.Ends < parkedEnd {
@@ -143,7 +145,7 @@ func (s state) granted(o *op, now int64) (bool, state) {
 		after.clock, after.from, after.to = lo, lo+o.TTL, hi+o.TTL
 		after = after.known(o.Got)
 		if o.Got == 0 && ended {
-			after.exact = false // it may as well have ended, and been granted anew
+			after.exact = false // the lease may also have ended and been granted again
 		}
 		return true, after
 	case ended:
@@ -152,8 +154,8 @@ func (s state) granted(o *op, now int64) (bool, state) {
 	return false, s
 }
 
-// refused is an acquire that was answered with no: somebody has the lane, or it is promised to who waits, or it was
-// being changed. The last two are facts of the history, see mark.
+// refused is a failed acquire: another owner has the lane, or it is promised to a waiter, or an operation changes it.
+// The last two are facts of the history, see mark.
 func (s state) refused(o *op, now int64) (bool, state) {
 	if o.Kind == kindTry {
 		after, ok := s.live(now)
@@ -182,7 +184,7 @@ func (s state) refused(o *op, now int64) (bool, state) {
 	return false, s
 }
 
-// renewed is a renewal. It goes on when the lease is the owner's, under that token, and has not ended.
+// renewed is a renewal. It succeeds if the owner has a live lease under that token.
 func (s state) renewed(o *op, now int64) (bool, state) {
 	mine := s.owner != "" && s.owner == o.Owner && s.is(o.Token)
 	after, ok := s.live(now)
@@ -212,7 +214,7 @@ func (s state) renewed(o *op, now int64) (bool, state) {
 	return ok, after
 }
 
-// released is a release by its owner, or a break by anybody.
+// released is a release by the owner, or a break by anyone.
 func (s state) released(o *op, now int64) (bool, state) {
 	mine := s.owner != "" && (o.Kind == kindBreak || s.owner == o.Owner && (o.Token == 0 || s.is(o.Token)))
 	_, ok := s.live(now)
@@ -243,7 +245,7 @@ func (s state) released(o *op, now int64) (bool, state) {
 	return ok, after
 }
 
-// written is a fenced write: it happens under the live token and no other.
+// written is a fenced write. It succeeds under the live token only.
 func (s state) written(o *op, now int64) (bool, state) {
 	after, ok := s.live(now)
 	if o.OK {
@@ -256,8 +258,8 @@ func (s state) written(o *op, now int64) (bool, state) {
 	return ok, after
 }
 
-// unheard is an operation whose answer nobody heard: it does at this moment what it can, at the latest never. Whether
-// it did anything is the second result.
+// unheard is an operation without a received answer. It takes effect at this moment if it can. The second result
+// reports whether it did.
 func (s state) unheard(o *op, now int64) (state, bool) {
 	switch o.Kind {
 	case kindAcquire, kindTry, kindAwait, kindTake:
@@ -292,9 +294,8 @@ func (s state) unheard(o *op, now int64) (state, bool) {
 	return s, false
 }
 
-// steps is step where more than one thing may have happened: a loan that expired may have gone back, a crash may undo
-// a release that was not waited for, and a release of which nobody heard may have handed the lane to anybody who
-// waited.
+// steps is step for operations with several outcomes: an expired loan may have returned, a crash may undo an unawaited
+// release, and an unanswered release may have handed the lane to any waiter.
 func steps(s state, o *op) (all []any) {
 	ok, after := step(s, o)
 	if ok {
@@ -317,7 +318,7 @@ func steps(s state, o *op) (all []any) {
 	return all
 }
 
-// laneModel is the model of one lane for porcupine, begun in a state.
+// laneModel is porcupine's model of one lane, from a first state.
 func laneModel(first state) porcupine.Model {
 	m := porcupine.NondeterministicModel{
 		Init:              func() []any { return []any{first} },

@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// stage is a database of a test's own in which two plain SQL sessions play a script.
+// stage is a database for one test. Two plain SQL sessions play a script in it.
 type stage struct {
 	t    *testing.T
 	pool *pgxpool.Pool
@@ -41,7 +41,7 @@ func (g *stage) session(url, name string) *session {
 	g.t.Helper()
 	conn, err := pgx.Connect(g.t.Context(), url)
 	require.NoError(g.t, err)
-	// its database is dropped next
+	// the test drops the database next
 	g.t.Cleanup(func() { _ = conn.Close(g.t.Context()) })
 	return &session{tape: g.tape, name: name, conn: conn, rand: rand.New(rand.NewPCG(1, 1))} // not a secret
 }
@@ -56,7 +56,7 @@ func (g *stage) count(sql string, args ...any) int {
 	return pgtest.Value[int](g.t, g.pool, sql, args...)
 }
 
-// acquire asks for the lane as a session, and returns what it was given.
+// acquire acquires the lane for a session, and returns the grant.
 func (g *stage) acquire(s *session, seconds int64) grant {
 	g.t.Helper()
 	want := grant{lane: "x", owner: s.name, ttl: seconds * 1_000_000}
@@ -67,7 +67,7 @@ func (g *stage) acquire(s *session, seconds int64) grant {
 	return s.held[len(s.held)-1]
 }
 
-// mustAcquire is acquire of a lane that is free.
+// mustAcquire acquires a free lane.
 func (g *stage) mustAcquire(s *session, seconds int64) grant {
 	g.t.Helper()
 	got := g.acquire(s, seconds)
@@ -77,15 +77,15 @@ func (g *stage) mustAcquire(s *session, seconds int64) grant {
 	return got
 }
 
-// gate is what a planted acquire waits at between its look and its write, so that two of them look before either
-// writes.
+// gate is a lock between the read and the write of a planted acquire. Two acquires wait there, so that both read before
+// either writes.
 const gate = 4711
 
-// plants are faults that lanes could have, and a script in which each does harm.
+// plants are possible faults of lanes. Each has a script in which the fault does harm.
 var plants = map[string]struct {
 	fault  string
 	script func(g *stage)
-	writes bool // the fenced writes show it, too
+	writes bool // the fenced writes show the fault too
 }{
 	"no row lock": {
 		fault: `create or replace function acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
@@ -224,7 +224,7 @@ var plants = map[string]struct {
 		script: func(g *stage) {
 			parent, child := g.kin(g.a), g.kin(g.b)
 			id := parent.park(g, parent.begin(g))
-			// tells the token
+			// the answer has the token
 			child.ask(g.t.Context(), kindAcquire, acquireSQL, grant{lane: parent.lane, owner: "b", ttl: 600_000_000})
 			child.take(g.t.Context(), grant{lane: parent.lane, owner: id + "#1", ttl: 600_000_000})
 		},
@@ -289,7 +289,7 @@ var plants = map[string]struct {
 	},
 }
 
-// handOver has b wait for the lane and a, who has it, release it.
+// handOver has b wait for the lane, and its owner a release it.
 func (g *stage) handOver() {
 	g.t.Helper()
 	got := g.mustAcquire(g.a, 600)
@@ -297,8 +297,8 @@ func (g *stage) handOver() {
 	g.a.free(g.t.Context(), got)
 }
 
-// TestPlantedFaultsAreCaught plays each script with lanes as they are, where the checker finds nothing, and then with
-// the fault, where it has to.
+// TestPlantedFaultsAreCaught plays each script twice. Without the fault the checker must find nothing, with it an
+// error.
 func TestPlantedFaultsAreCaught(t *testing.T) {
 	t.Parallel()
 	for name, plant := range plants {
@@ -306,7 +306,7 @@ func TestPlantedFaultsAreCaught(t *testing.T) {
 			t.Run(fmt.Sprintf("%s, planted %v", name, planted), func(t *testing.T) {
 				t.Parallel()
 				g := newStage(t)
-				g.a.release(t.Context(), g.mustAcquire(g.a, 600)) // so that the lane has a row
+				g.a.release(t.Context(), g.mustAcquire(g.a, 600)) // creates the lane's row
 				g.a.held = nil
 				if planted {
 					g.exec(plant.fault)
@@ -325,11 +325,11 @@ func TestPlantedFaultsAreCaught(t *testing.T) {
 	}
 }
 
-// TestATimeoutOfTheCheckerIsAFailure: a history that was not checked to the end proves nothing.
+// TestATimeoutOfTheCheckerIsAFailure: a history that the checker did not finish proves nothing.
 func TestATimeoutOfTheCheckerIsAFailure(t *testing.T) {
 	t.Parallel()
 	var ops []*op
-	for n := range 40 { // one of them was granted, and there is no telling which
+	for n := range 40 { // one was granted, and the history does not show which
 		ops = append(ops, &op{
 			ID: fmt.Sprint(n), Kind: kindTry, Lane: "x", Owner: fmt.Sprint(n), TTL: 60_000_000, Call: int64(n + 1),
 			Return: 1_000_000,
@@ -341,14 +341,14 @@ func TestATimeoutOfTheCheckerIsAFailure(t *testing.T) {
 	assert.ErrorIs(t, err, errUnchecked)
 }
 
-// kin is a session of the stage that runs executions of a family.
+// kin returns a session of the stage that runs executions of a family.
 func (g *stage) kin(s *session) *kin {
 	k := &kin{session: *s, lane: "objective:x"}
 	require.NoError(g.t, k.hired(g.t.Context()))
 	return k
 }
 
-// begin starts a parent and takes its lane.
+// begin starts a parent and acquires its lane.
 func (k *kin) begin(g *stage) grant {
 	g.t.Helper()
 	id, err := k.newExecution(g.t.Context(), "")
@@ -361,7 +361,7 @@ func (k *kin) begin(g *stage) grant {
 	return got
 }
 
-// park parks the parent until a child ends, which runs then, and returns the child.
+// park starts a child and parks the parent until the child ends. It returns the child.
 func (k *kin) park(g *stage, parent grant) (child string) {
 	g.t.Helper()
 	child, err := k.parkOn(g.t.Context(), execution(parent.owner), 1)
@@ -369,7 +369,7 @@ func (k *kin) park(g *stage, parent grant) (child string) {
 	return child
 }
 
-// handingOver is a release of a lane that runs a statement and returns what it passed on.
+// handingOver returns a release function that runs a statement and returns what the statement passed on.
 func handingOver(statement string) string {
 	return `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text,
 		p_fencing_token bigint, p_hand_over boolean, p_wait boolean default true) returns text

@@ -30,13 +30,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// waitTimeout is how long anything may take on a busy machine before a test gives up.
+// waitTimeout bounds every wait of a test, for busy machines.
 const waitTimeout = 90 * time.Second
 
-// partVariable carries a part to a process: this test binary, started again.
+// partVariable is the environment variable with the part of a process: this test binary, started again.
 const partVariable = "LANECHECK_PART"
 
-// part is what a process of a scene does.
+// part is the role of a process in a scene.
 type part struct {
 	Role    string   `json:"role"` // sql, lanes or family
 	Own     string   `json:"own"`  // the lane of a family
@@ -46,7 +46,7 @@ type part struct {
 	Lanes   []string `json:"lanes"`
 	Clients int      `json:"clients"`
 	Seed    uint64   `json:"seed"`
-	Skew    int64    `json:"skew"` // seconds that this process's clock is ahead
+	Skew    int64    `json:"skew"` // seconds by which its clock is ahead
 }
 
 func TestMain(m *testing.M) {
@@ -61,7 +61,7 @@ func TestMain(m *testing.M) {
 	pgtest.Main(m)
 }
 
-// act plays a part until standard input ends, which it also does when the test dies.
+// act plays a part until standard input ends. It also ends if the test dies.
 func act(raw string) error {
 	var p part
 	if err := json.Unmarshal([]byte(raw), &p); err != nil {
@@ -81,7 +81,7 @@ func act(raw string) error {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	go func() {
-		_, _ = io.Copy(io.Discard, os.Stdin) // its end is what counts
+		_, _ = io.Copy(io.Discard, os.Stdin) // returns at the end of standard input
 		cancel()
 	}()
 	switch p.Role {
@@ -136,7 +136,7 @@ func (p part) workers(ctx context.Context, tape *tape) error {
 	return errors.Join(failed[:]...)
 }
 
-// process is a process that plays a part.
+// process is a process with a part.
 type process struct {
 	part  part
 	cmd   *exec.Cmd
@@ -145,7 +145,7 @@ type process struct {
 	err   error // of its end
 }
 
-// start starts a process. It is killed when the test ends.
+// start starts a process. The end of the test kills it.
 func start(t testing.TB, p part) *process {
 	t.Helper()
 	raw, err := json.Marshal(p)
@@ -168,7 +168,7 @@ func start(t testing.TB, p part) *process {
 	return a
 }
 
-// kill ends a process as kill -9 does.
+// kill ends a process with SIGKILL.
 func (a *process) kill() {
 	_ = a.cmd.Process.Kill() // it may have ended
 	<-a.ended
@@ -179,7 +179,7 @@ func (a *process) signal(t testing.TB, s syscall.Signal) {
 	assert.NoError(t, a.cmd.Process.Signal(s), "signal", s, "to", a.part.Name)
 }
 
-// stop asks a process to end, and waits until it has.
+// stop asks a process to end, and waits for it.
 func (a *process) stop(t testing.TB) {
 	t.Helper()
 	_ = a.stdin.Close() // that is the request
@@ -194,22 +194,22 @@ func (a *process) stop(t testing.TB) {
 
 func tapeIn(dir, name string) string { return filepath.Join(dir, name+".jsonl") }
 
-// cut is where the proxy breaks a connection.
+// cut is the moment at which the proxy breaks a connection.
 type cut int32
 
 const (
 	uncut       cut = iota
-	unseen          // the server never sees the request
-	uncommitted     // the server has done what was asked, and learns that nobody is there before it commits
-	unanswered      // it is committed, and the answer is lost
+	unseen          // the server never receives the request
+	uncommitted     // the server has executed it, and loses the client before the commit
+	unanswered      // the server has committed it, and the answer is lost
 	cuts
 )
 
-// proxy stands between processes and a database, and breaks connections when it is asked to.
+// proxy forwards connections to a database, and breaks them on request.
 type proxy struct {
 	*pgproxy.Proxy
 
-	next atomic.Int32 // a cut: what happens to the next request about lanes
+	next atomic.Int32 // the cut of the next request about lanes
 	done [cuts]atomic.Int64
 }
 
@@ -227,17 +227,17 @@ type link struct {
 	proxy          *proxy
 	client, server net.Conn
 	inside         bool        // a transaction has begun
-	mute           atomic.Bool // the answer that comes next is lost, and the connection with it
+	mute           atomic.Bool // lose the next answer and the connection
 }
 
-// Upstream carries what the client says, whole requests at a time.
+// Upstream forwards whole requests of the client.
 func (l *link) Upstream() { pgproxy.Forward(l.client, l.server, l.send) }
 
-// aboutLanes reports a request that asks for a lane, gives one back, or ends a transaction.
+// aboutLanes reports whether a request acquires or releases a lane, or ends a transaction.
 func (l *link) aboutLanes(r pgproxy.Request) bool {
 	if r.Simple {
 		begins := strings.HasPrefix(r.Bound[0], "begin")
-		ends := l.inside && !begins // a commit, or a rollback
+		ends := l.inside && !begins // a commit or a rollback
 		l.inside = begins
 		return ends
 	}
@@ -249,7 +249,7 @@ func (l *link) aboutLanes(r pgproxy.Request) bool {
 	return false
 }
 
-// send passes a request on, or breaks the connection at it.
+// send forwards a request, or breaks the connection there.
 func (l *link) send(r pgproxy.Request) bool {
 	if l.aboutLanes(r) {
 		c := cut(l.proxy.next.Swap(int32(uncut)))
@@ -258,7 +258,7 @@ func (l *link) send(r pgproxy.Request) bool {
 		case unseen:
 			return false
 		case uncommitted:
-			_, _ = l.server.Write(r.Raw[:r.Last]) // it is broken in any case
+			_, _ = l.server.Write(r.Raw[:r.Last]) // the connection breaks in any case
 			return false
 		case unanswered:
 			l.mute.Store(true)
@@ -269,5 +269,5 @@ func (l *link) send(r pgproxy.Request) bool {
 	return err == nil
 }
 
-// Downstream carries what the server answers.
+// Downstream forwards the server's answers.
 func (l *link) Downstream() { pgproxy.Answers(l.server, l.client, l.mute.Load) }

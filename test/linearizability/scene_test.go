@@ -32,7 +32,7 @@ func envInt(name string, otherwise int) int {
 	return otherwise
 }
 
-// server is a PostgreSQL of the test's own, which may crash.
+// server is the test's own PostgreSQL. It may crash.
 type server struct {
 	*pgtest.OwnServer
 
@@ -55,7 +55,7 @@ func (s *server) crash() {
 	s.Start()
 }
 
-// count is a number that a query finds; it is asked again while the server comes back.
+// count returns the number from a query. It retries while the server recovers.
 func (s *server) count(sql string, args ...any) (n int) {
 	s.t.Helper()
 	deadline := time.Now().Add(waitTimeout)
@@ -69,14 +69,14 @@ func (s *server) count(sql string, args ...any) (n int) {
 	}
 }
 
-// scene is processes that compete for lanes while faults happen.
+// scene is a group of processes that compete for lanes while faults happen.
 type scene struct {
 	t      testing.TB
 	server *server
 	proxy  *proxy
 	dir    string
 	lanes  []string
-	homes  []string // lanes for families, one each
+	homes  []string // one lane for each family
 
 	round int
 	seed  uint64
@@ -85,11 +85,11 @@ type scene struct {
 	mu        sync.Mutex
 	processes []*process
 	tapes     []string
-	group     sync.WaitGroup // paused processes that will be woken
+	group     sync.WaitGroup // paused processes that continue later
 	faults    map[string]int
 }
 
-// skews are the clocks of the processes, seconds ahead.
+// skews are the offsets of the processes' clocks in seconds.
 var skews = []int64{0, 3600, -3600, 86_400 * 400}
 
 func newScene(t testing.TB, s *server, seed uint64, round int) *scene {
@@ -109,7 +109,7 @@ func newScene(t testing.TB, s *server, seed uint64, round int) *scene {
 	return c
 }
 
-// launch starts one process more.
+// launch starts one more process.
 func (c *scene) launch(role string) {
 	c.t.Helper()
 	n := len(c.tapes)
@@ -129,7 +129,7 @@ func (c *scene) launch(role string) {
 	c.processes = append(c.processes, a)
 }
 
-// some is a process that runs, and takes it out of the others' reach.
+// some removes a random process from the list and returns it.
 func (c *scene) some() *process {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -139,7 +139,7 @@ func (c *scene) some() *process {
 	return a
 }
 
-// busy waits until the processes have done so many operations more.
+// busy waits until the processes have done that many more operations.
 func (c *scene) busy(more int64) {
 	c.t.Helper()
 	size := func() (all int64) {
@@ -150,14 +150,14 @@ func (c *scene) busy(more int64) {
 		}
 		return all
 	}
-	const each = 400 // about the length of two lines
+	const each = 400 // the length of about two lines
 	for want, deadline := size()+more*each, time.Now().Add(waitTimeout); size() < want; {
 		require.Truef(c.t, !time.Now().After(deadline) && testkit.Wait(c.t.Context(), 5*time.Millisecond),
 			"the processes did not do %d operations within %s", more, waitTimeout)
 	}
 }
 
-// kill ends a process as kill -9 does, in the middle of what it does, and starts another.
+// kill ends a process with SIGKILL and starts another.
 func (c *scene) kill() {
 	a := c.some()
 	a.kill()
@@ -165,7 +165,7 @@ func (c *scene) kill() {
 	c.launch(a.part.Role)
 }
 
-// pause stops a process for longer than any lease, while the others go on.
+// pause stops a process for longer than any lease. The others continue.
 func (c *scene) pause() {
 	a := c.some()
 	a.signal(c.t, syscall.SIGSTOP)
@@ -187,7 +187,7 @@ func (c *scene) terminate() {
 	c.faults["pg_terminate_backend"] += n
 }
 
-// cut breaks the connection of who sends the next request.
+// cut breaks the connection of the next request.
 func (c *scene) cut(where cut) {
 	p := c.proxy
 	before := p.done[where].Load()
@@ -199,7 +199,7 @@ func (c *scene) cut(where cut) {
 	c.faults[[...]string{"", "cut, unseen", "cut, before the commit", "cut, after the commit"}[where]]++
 }
 
-// crash crashes the server, and notes that.
+// crash crashes the server, and records that.
 func (c *scene) crash() {
 	tape, err := newTape(tapeIn(c.dir, "harness"), "harness")
 	require.NoError(c.t, err)
@@ -215,7 +215,7 @@ func (c *scene) crash() {
 	c.faults["crash of the server"]++
 }
 
-// play runs the scene: all kinds of faults, one after the other, in an order of chance.
+// play runs the scene: all kinds of faults, in random order.
 func (c *scene) play() map[string][]*op {
 	c.t.Helper()
 	for range 2 {
@@ -245,7 +245,7 @@ func (c *scene) play() map[string][]*op {
 	return byLane
 }
 
-// tally counts what a history has in it.
+// tally counts the kinds of operations in a history.
 func tally(byLane map[string][]*op, into map[string]int) {
 	for _, ops := range byLane {
 		for _, o := range ops {
@@ -269,7 +269,7 @@ func tally(byLane map[string][]*op, into map[string]int) {
 	}
 }
 
-// needed is what a history must have in it to prove anything.
+// needed lists what a history must contain to prove anything.
 var needed = []string{
 	"acquire yes", "acquire no", "acquire unheard", "try yes", "try no", "await yes", "await no", "renew yes", "renew no",
 	"release yes", "release no", "hand-over", "break yes", "write yes", "write no",

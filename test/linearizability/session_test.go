@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// session is a plain SQL session that does with lanes whatever SQL can, and what it should not.
+// session is a plain SQL session. It does everything with lanes that SQL can do, also what it should not.
 type session struct {
 	tape   *tape
 	url    string
@@ -22,21 +22,21 @@ type session struct {
 	rand   *rand.Rand
 	leases int
 	conn   *pgx.Conn
-	held   []grant // newest last, also those that have ended
+	held   []grant // newest last, including ended ones
 }
 
-// grant is a token that the session was given.
+// grant is a token of the session.
 type grant struct {
 	lane, owner string
-	token       int64 // 0 when it was not told
+	token       int64 // 0 if unknown
 	ttl         int64
 }
 
-// play acts until ctx ends. A connection that breaks is made again.
+// play acts until ctx ends. It reconnects after a lost connection.
 func (s *session) play(ctx context.Context) {
 	defer func() {
 		if s.conn != nil {
-			_ = s.conn.Close(context.WithoutCancel(ctx)) // nothing is under way
+			_ = s.conn.Close(context.WithoutCancel(ctx)) // no statement runs
 		}
 	}()
 	for testkit.Wait(ctx, time.Duration(s.rand.IntN(12))*time.Millisecond) {
@@ -52,7 +52,7 @@ func (s *session) play(ctx context.Context) {
 	}
 }
 
-// act does one thing. The context of a statement is not that of the session, so that its end cuts nothing.
+// act does one operation. Its statement has its own context, so the end of the session interrupts none.
 func (s *session) act(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), waitTimeout)
 	defer cancel()
@@ -63,7 +63,7 @@ func (s *session) act(ctx context.Context) {
 	}
 	g := s.held[len(s.held)-1]
 	if s.rand.IntN(6) == 0 {
-		g = s.held[s.rand.IntN(len(s.held))] // an old one
+		g = s.held[s.rand.IntN(len(s.held))] // an older one
 	}
 	switch {
 	case n < 60 && g.token != 0:
@@ -83,7 +83,7 @@ func (s *session) act(ctx context.Context) {
 	}
 }
 
-// acquire asks for a lane as somebody new, or once more as who has it.
+// acquire acquires a lane for a new owner, or again for its present owner.
 func (s *session) acquire(ctx context.Context) {
 	s.leases++
 	g := grant{
@@ -103,7 +103,7 @@ func (s *session) acquire(ctx context.Context) {
 	}
 }
 
-// await stands in the queue for a while, and may be handed the lane or not.
+// await waits in the queue for a while. The lane may be handed to it.
 func (s *session) await(ctx context.Context, g grant) {
 	sql, handed := awaitSQL, s.rand.IntN(2) == 0
 	if handed {
@@ -123,7 +123,7 @@ func (s *session) await(ctx context.Context, g grant) {
 	s.tape.done(o, err)
 }
 
-// pass is a release that may hand the lane to who waits.
+// pass is a release that may hand the lane to a waiter.
 func (s *session) pass(ctx context.Context, o *op, sql string, args ...any) {
 	o.Kind, o.Passes = kindRelease, true
 	s.tape.call(o)
@@ -136,7 +136,7 @@ func (s *session) pass(ctx context.Context, o *op, sql string, args ...any) {
 	s.tape.done(o, err)
 }
 
-// free is release by who is in no transaction.
+// free is a release outside of a transaction.
 func (s *session) free(ctx context.Context, g grant) {
 	s.pass(ctx, &op{Lane: g.lane, Owner: g.owner, Token: g.token},
 		`select lanekeeper.release_agent_lock($1, $2, $3, true)`, g.lane, g.owner, g.token)
@@ -228,8 +228,8 @@ func (s *session) sweep(ctx context.Context) {
 
 func (s *session) write(ctx context.Context, g grant) { fenced(ctx, s.tape, s.conn, g, nil) }
 
-// fenced is a protected write: its transaction begins with the fence, and notes the token and its place among all
-// writes.
+// fenced is a protected write. Its transaction starts with the fence. The write records the token and its number among
+// all writes.
 func fenced(ctx context.Context, tape *tape, db postgres.Beginner, g grant,
 	fence func(ctx context.Context, tx postgres.DB) error,
 ) {
@@ -257,16 +257,16 @@ func writeDown(ctx context.Context, tx postgres.DB, g grant) error {
 	return err
 }
 
-// writesTable is where fenced writes go. The number is drawn after the fence.
+// writesTable stores the fenced writes. The number is drawn after the fence.
 const writesTable = `create table if not exists lanetest_writes (n bigint generated always as identity, 
 	lane text not null, token bigint not null, owner text not null)`
 
-// backwards is the pairs of writes under a smaller token after one under a larger.
+// backwards counts the writes under a smaller token after one under a larger.
 const backwards = `
 	select count(*) from (
 	  select w.token, max(w.token) over (partition by w.lane order by w.n) as high from lanetest_writes w) t
 	 where t.token < t.high`
 
-// shared is the tokens under which more than one owner wrote.
+// shared counts the tokens under which more than one owner wrote.
 const shared = `
 	select count(*) from (select from lanetest_writes w group by w.lane, w.token having count(distinct w.owner) > 1) t`

@@ -9,12 +9,11 @@ import (
 	"strings"
 )
 
-// skewable says that a process's clock can be skewed here.
+// skewable reports that this platform can skew a process's clock.
 const skewable = true
 
-// skew moves the wall clock of this process, and of no other, by some seconds: the function of the kernel's that Go
-// asks for the time lies in memory of the process's own, and is replaced by one that asks the kernel and adds to its
-// answer.
+// skew moves the wall clock of this process by some seconds. Go reads the time with the kernel's function in the vDSO,
+// in the process's own memory. skew replaces it by code that calls the kernel and adds the seconds.
 func skew(seconds int64) error {
 	base, size, err := vdso()
 	if err != nil {
@@ -39,7 +38,7 @@ func skew(seconds int64) error {
 	}
 	for _, s := range symbols {
 		if s.Name == "__vdso_clock_gettime" {
-			// an offset in an image of some pages
+			// an offset in an image of a few pages
 			if _, err := mem.WriteAt(clockGettime(seconds), base+int64(s.Value)); err != nil {
 				return fmt.Errorf("change the vDSO: %w", err)
 			}
@@ -49,7 +48,7 @@ func skew(seconds int64) error {
 	return fmt.Errorf("the vDSO has no clock_gettime")
 }
 
-// clockGettime is machine code: clock_gettime(2), and for CLOCK_REALTIME so many seconds added.
+// clockGettime returns machine code: clock_gettime(2), plus the seconds for CLOCK_REALTIME.
 func clockGettime(seconds int64) []byte {
 	code := []byte{
 		0xb8, 228, 0, 0, 0, // mov eax, SYS_clock_gettime
@@ -69,7 +68,7 @@ func clockGettime(seconds int64) []byte {
 	)
 }
 
-// vdso is where the vDSO lies.
+// vdso returns the address and the size of the vDSO.
 func vdso() (base, size int64, err error) {
 	maps, err := os.ReadFile("/proc/self/maps")
 	if err != nil {

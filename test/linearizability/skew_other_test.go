@@ -4,5 +4,5 @@ package linearizability_test
 
 const skewable = false
 
-// skew does nothing: the clocks of the processes are not skewed here.
+// skew does nothing: this platform cannot skew the clock of a process.
 func skew(int64) error { return nil }
