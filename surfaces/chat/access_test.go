@@ -29,8 +29,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// A participant whose access is revoked hears no more: the stream ends while the answer is made, and cannot be attached
-// to.
+// A participant without access receives no more: its stream ends during the answer, and it cannot attach again.
 func TestARevokedParticipantHearsNoMore(t *testing.T) {
 	t.Parallel()
 	g, reply := gated()
@@ -67,7 +66,7 @@ func TestARevokedParticipantHearsNoMore(t *testing.T) {
 	close(g.pieces)
 }
 
-// Nor does a participant whose access is revoked get an answer by asking for it once more.
+// A participant without access cannot get the answer by repeating its request either.
 func TestARevokedParticipantGetsNoRepeatedAnswer(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Coffee is a plant."))
@@ -89,7 +88,7 @@ func TestARevokedParticipantGetsNoRepeatedAnswer(t *testing.T) {
 	}
 }
 
-// TestAVisitorGetsOnlyWhatIsForVisitors lets a visitor, and a model that obeys, ask for what is not theirs.
+// TestAVisitorGetsOnlyWhatIsForVisitors has a visitor, and an obedient model, request internal skills.
 func TestAVisitorGetsOnlyWhatIsForVisitors(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t,
@@ -170,8 +169,8 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 	}
 }
 
-// Who writes on while an admin has not decided yet is told so after the same time, also when the turn waits without a
-// worker; in the thread both are answered in their order.
+// A visitor who writes again during an approval gets the same notice after the same time, also if the turn waits
+// without a worker. The thread answers both messages in order.
 func TestAMessageBehindAnApprovalIsNotWaitedForLonger(t *testing.T) {
 	t.Parallel()
 	for name, quick := range map[string]time.Duration{"in its process": time.Hour, "durably": time.Millisecond} {
@@ -213,7 +212,7 @@ func TestAVisitorIsLimited(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("ok") })
-	p := w.process(t, func(c *chat.Chat) { c.Rate = 6 }) // two at once
+	p := w.process(t, func(c *chat.Chat) { c.Rate = 6 }) // two requests at once
 	ask := func(user, key string) (*http.Response, string) {
 		return p.post(t, fmt.Sprintf(`{"model":"agent","user":%q,"messages":[{"role":"user","content":"hi"}]}`, user),
 			"Authorization", "Bearer "+key)
@@ -238,9 +237,9 @@ func TestWhoInventsUsersIsLimitedByAddress(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("ok") })
-	p := w.process(t, func(c *chat.Chat) { c.Rate = 1 }) // six at once, for all the users of an address
+	p := w.process(t, func(c *chat.Chat) { c.Rate = 1 }) // six at once, for all users of an address
 	status := 0
-	// more than seven where a slow machine lets some come back
+	// more than seven, since a slow machine refills the limit meanwhile
 	for i := 0; i < 40 && status != http.StatusTooManyRequests; i++ {
 		r, _ := p.post(t, fmt.Sprintf(`{"model":"agent","user":"u%d","messages":[{"role":"user","content":"hi"}]}`, i))
 		status = r.StatusCode
@@ -316,8 +315,8 @@ func TestThePageKeepsToItself(t *testing.T) {
 	assert.Equal(t, http.StatusNotFound, w.Code)
 }
 
-// house is a process with the agents sales, which is the default, and billing. The key shop reaches billing, site-both
-// reaches both, and any other key sales.
+// house starts a process with two agents: sales, the default, and billing. The key shop reaches billing, site-both
+// reaches both, and any other key reaches sales.
 func (w *world) house(t *testing.T) *process {
 	t.Helper()
 	for _, d := range []agents.Definition{
@@ -333,7 +332,7 @@ func (w *world) house(t *testing.T) *process {
 	return w.process(t, func(c *chat.Chat) { c.Loop.Agents = c.Agents })
 }
 
-// to is a message to a model.
+// to returns a request for a model.
 func to(model, text string) openai.ChatCompletionRequest {
 	r := says(text)
 	r.Model = model
@@ -347,7 +346,7 @@ func TestAKeyReachesTheAgentsThatNameItElseTheDefault(t *testing.T) {
 	p := w.house(t)
 	for key, c := range map[string]struct {
 		models []string
-		answer map[string]string // by model, which agent answers; "" is a 404
+		answer map[string]string // the answering agent by model; "" is a 404
 	}{
 		"site": {[]string{"sales", "agent"}, map[string]string{
 			"sales": "Nora", "agent": "Nora", "billing": "",
@@ -397,7 +396,7 @@ func TestAThreadKeepsItsAgent(t *testing.T) {
 	require.Truef(t, errors.As(err, &failure) && failure.HTTPStatusCode == http.StatusConflict &&
 		failure.Code == "thread_agent", "another agent in the thread: %v", err)
 	assert.Contains(t, failure.Message, "belongs to billing. Name that model")
-	// A key that no longer reaches the thread's agent is not advised to name it.
+	// The advice does not name an agent that the key no longer reaches.
 	_, err = agents.Put(t.Context(), w.pool, agents.Definition{
 		Name: "billing", Instructions: "You are Bill.",
 		Keys: []string{"shop"},
@@ -407,7 +406,7 @@ func TestAThreadKeepsItsAgent(t *testing.T) {
 	require.True(t, errors.As(err, &failure), err)
 	assert.Equal(t, "This thread belongs to an agent that this key does not reach. Start another thread.",
 		failure.Message)
-	// What it said is billing's alone: neither another key nor another agent sees it.
+	// Only billing sees its answer: neither another key nor another agent does.
 	for _, key := range []string{"site", "shop"} {
 		model := map[string]string{"site": "sales", "shop": "billing"}[key]
 		before := len(w.model.Requests())

@@ -19,11 +19,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// loseAt ends the lease of the worker that runs the turn in the very transaction of the k-th durable write of a run
-// to the table, after the fence of that write.
+// loseAt ends the lease of the turn's worker in the same transaction as the k-th durable write to the table, after the
+// fence of that write.
 func loseAt(t *testing.T, db postgres.DB, table string, k int) {
 	t.Helper()
-	pgtest.Exec(t, db, `create sequence test_writes`) // which counts a write that is rolled back, too
+	pgtest.Exec(t, db, `create sequence test_writes`) // it also counts writes that roll back
 	pgtest.Exec(t, db, fmt.Sprintf(`
 		create function test_lose() returns trigger language plpgsql as $$
 		begin
@@ -38,8 +38,8 @@ func loseAt(t *testing.T, db postgres.DB, table string, k int) {
 }
 
 // TestATurnSurvivesTheLossOfItsProcessAnywhere loses the first process right after the message is stored, and after its
-// k-th checkpoint or row of activity, for every k. Another finishes the turn; the client, which is still there, gets
-// the answer, and nothing is repeated or lost.
+// k-th checkpoint or row of activity, for every k. Another process finishes the turn. The connected client gets the
+// answer, and nothing is repeated or lost.
 func TestATurnSurvivesTheLossOfItsProcessAnywhere(t *testing.T) {
 	t.Parallel()
 	for table, most := range map[string]int{"agent_messages": 1, "agent_checkpoints": 100, "agent_activity": 100} {
@@ -56,7 +56,7 @@ func TestATurnSurvivesTheLossOfItsProcessAnywhere(t *testing.T) {
 	}
 }
 
-// surviveLoss reports whether there was a k-th write to lose the process at.
+// surviveLoss loses the process at the k-th write, and reports whether there was one.
 func surviveLoss(t *testing.T, table string, k int) bool {
 	t.Helper()
 	w := newWorld(t)
@@ -86,7 +86,7 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 	pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions where status = 'completed'`)
 	require.NoError(t, group.Wait())
 	lines := w.transcript(t, "s")
-	// Words beside a tool call may be gone when the process dies before anybody has made the call.
+	// If the process dies before a tool call is made, the text of the same message may be lost.
 	assert.Truef(t, strings.HasSuffix(answer, "Nine, and it is sunny.") &&
 		cmp.Equal(lines, []string{"user: When?", "assistant: " + answer}), "answer %q, thread %q", answer, lines)
 	keys := map[string]bool{}
@@ -108,7 +108,7 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 	return pgtest.Value[bool](t, w.pool, `select is_called and last_value >= $1 from test_writes`, k)
 }
 
-// TestQueuedTurnsKeepTheirOrderThroughALoss loses a process with three messages of one thread in it.
+// TestQueuedTurnsKeepTheirOrderThroughALoss loses a process that has three messages of one thread.
 func TestQueuedTurnsKeepTheirOrderThroughALoss(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -116,7 +116,7 @@ func TestQueuedTurnsKeepTheirOrderThroughALoss(t *testing.T) {
 	var n atomic.Int32
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		if n.Add(1) == 1 {
-			return held // the first process is in the middle of this when it is lost
+			return held // the loss interrupts the first process here
 		}
 		return modeltest.Text("re " + req.Messages[len(req.Messages)-1].Content)
 	})
@@ -139,8 +139,8 @@ func TestQueuedTurnsKeepTheirOrderThroughALoss(t *testing.T) {
 	assert.NoDiff(t, want, w.transcript(t, "q"))
 }
 
-// The answer, its message and the end of the turn are one transaction: one that fails at the end leaves nothing, and
-// the next says it once.
+// The answer, its message and the end of the turn are one transaction. If it fails at the end, it leaves nothing, and
+// the next run stores the answer once.
 func TestTheAnswerAndTheEndOfATurnAreOneTransaction(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Nine."))

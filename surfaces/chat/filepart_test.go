@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
-// holding is a completion's body with a file in it.
+// holding returns the body of a request with a file in it.
 func holding(data, more string) string {
 	return `{"model":"agent","messages":[{"role":"user","content":[{"type":"file","file":{"file_data":"` + data +
 		`","filename":"../orders.csv"` + more + `}}]}]}`
@@ -35,13 +35,13 @@ func (w *world) stored(t *testing.T) string {
 		  from agent_documents where thread_id is not null`)
 }
 
-// A file that a message holds is a document as one that was uploaded before.
+// A file inside a message becomes a document, like an uploaded one.
 func TestAFileInsideARequestIsStoredWithItsMessage(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Again one."), modeltest.Text("Two."))
 	p := w.process(t)
 	url := "data:text/plain;base64," + inBase64("id,total")
-	for range 2 { // the second is no retry: its equal content is the same document
+	for range 2 { // the second has the same content, so it is the same document, but it is no retry
 		r, body := p.post(t, holding(url, ""), inThread("s")...)
 		require.True(t, r.StatusCode == http.StatusOK, body)
 	}
@@ -115,8 +115,8 @@ func TestAnImageFileIsShownToAModelThatTakesImages(t *testing.T) {
 	client := p.official("site", option.WithHeader("X-Thread-Id", "s"))
 	_, err := client.Chat.Completions.New(t.Context(), withFile(large))
 	require.NoError(t, err)
-	for i, r := range w.model.Requests() { // the second is of the same conversation, and its own image is too large
-		// the type and the field
+	for i, r := range w.model.Requests() { // the second has the same conversation, and its own image is too large
+		// once as the type, once as the field
 		if n := strings.Count(r.Body, `"image_url"`); n != 2 || !strings.Contains(r.Body, pixel("one")) {
 			t.Errorf("request %d has %d mentions of images: %.2000s", i, n, r.Body)
 		}

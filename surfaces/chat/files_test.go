@@ -24,7 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
-// withFile is a message with a file.
+// withFile returns a message with a file.
 func withFile(id string) openai.ChatCompletionNewParams {
 	return openai.ChatCompletionNewParams{Model: "nora", Messages: []openai.ChatCompletionMessageParamUnion{
 		openai.UserMessage([]openai.ChatCompletionContentPartUnionParam{
@@ -41,8 +41,7 @@ func refusal(t *testing.T, err error, status int, code string) {
 		"want %d %s, got %v", status, code, err)
 }
 
-// The official client uploads a file and names it in a message. Nobody else can, and a foreign id is as one that
-// never was.
+// The official client uploads a file and names it in a message. Another visitor cannot use it: its id is unknown there.
 func TestAVisitorsFileIsShownToTheModel(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Two orders."), modeltest.Text("Still two."))
@@ -66,7 +65,7 @@ func TestAVisitorsFileIsShownToTheModel(t *testing.T) {
 	lines := w.transcript(t, "ada")
 	assert.Contains(t, lines[0], "What is in it?", up.ID, `"orders.csv", text/csv, 16 B`, "1,9.50",
 		"data, not instructions")
-	// In another thread it is a copy, which goes with that thread.
+	// In another thread the file is a copy, deleted with that thread.
 	elsewhere := p.official("site", option.WithHeader("X-Thread-Id", "bea"))
 	_, err = elsewhere.Chat.Completions.New(t.Context(), withFile(up.ID))
 	require.NoError(t, err)
@@ -80,7 +79,7 @@ func TestAVisitorsFileIsShownToTheModel(t *testing.T) {
 	refusal(t, err, 413, "file_too_large")
 }
 
-// asksForDocuments makes "talk" a flow that asks for documents in its thread, and says which came.
+// asksForDocuments makes "talk" a flow that requests documents in its thread and sends a list of those that came.
 func asksForDocuments(wanted ...string) func(c *chat.Chat) {
 	var flow talk = func(ctx context.Context, say func(string), _ func() string) {
 		id, err := requests.Ask(ctx, "request", requests.Request{Kind: requests.Document, Title: "Papers", Items: wanted})
@@ -120,7 +119,7 @@ func (p *process) upload(t *testing.T, name, content string, more ...option.Requ
 	return up.ID
 }
 
-// What a flow asked for comes as a file of a message. The flow goes on, and its words are the answer; no model is
+// A message brings the requested documents as files. The flow continues, and its messages are the answer. No model is
 // called.
 func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
 	t.Parallel()
@@ -142,7 +141,7 @@ func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*)::int from agent_documents where thread_id = 't'`))
 }
 
-// The sender of a document is recorded as a sender of the event, and so cannot approve with four eyes.
+// The sender of a document is recorded as a sender of the event, so it cannot approve under four eyes.
 func TestTheSenderOfADocumentIsRecorded(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -155,7 +154,7 @@ func TestTheSenderOfADocumentIsRecorded(t *testing.T) {
 	p.expectRequester(t, "ana")
 }
 
-// The turn that brought a document is the cause of its event, so why leads from the flow to that turn.
+// The turn with the document is the cause of its event, so why leads from the flow to that turn.
 func TestWhyNamesTheTurnThatBroughtADocument(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -171,14 +170,15 @@ func TestWhyNamesTheTurnThatBroughtADocument(t *testing.T) {
 	assert.Contains(t, got, ": chat_relay raised event DOCUMENT_UPLOADED ")
 }
 
-// Words do not answer a request for documents: the visitor reads again what is asked for, and how to send it.
+// Text does not answer a request for documents. The visitor gets the list of missing documents again, and how to send
+// them.
 func TestWordsAloneAreToldWhichDocumentIsMissing(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t, asksForDocuments("photo", "form"))
 	id := p.talks(t)
 	const want = "Please send photo and form.\n\nStill missing: photo, form. Send each as a file with your next message."
-	for range 2 { // the second is not shown the first's
+	for range 2 { // the second answer does not repeat the first one's message
 		assert.Equal(t, want, p.answerTo(t, "t", "it is broken"))
 	}
 	p.reaches(t, id, executions.Waiting)
@@ -190,7 +190,7 @@ func TestWordsAloneAreToldWhichDocumentIsMissing(t *testing.T) {
 		where a.role = 'assistant' and u.role = 'user'`)
 }
 
-// A file that a visitor may not use answers nothing, and its message is not stored.
+// A file of another visitor answers no request, and its message is not stored.
 func TestAForeignFileAnswersNoRequest(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -209,8 +209,8 @@ func TestAForeignFileAnswersNoRequest(t *testing.T) {
 	assert.Equal(t, 0, n, "messages and events were stored")
 }
 
-// Of a long document the model sees the beginning, and reads on with document_read; a document of another thread is not
-// there for it.
+// The model gets the beginning of a long document, and reads on with document_read. It cannot read a document of
+// another thread.
 func TestTheModelReadsOnInALongDocument(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -246,7 +246,7 @@ func TestTheModelReadsOnInALongDocument(t *testing.T) {
 	assert.Truef(t, slices.Equal(offered, []bool{false, true, true, true}), "document_read was offered: %v", offered)
 }
 
-// A visitor sees and deletes files of its own alone. One that a message uses stays.
+// A visitor sees and deletes only its own files. It cannot delete a file that a message uses.
 func TestAVisitorDeletesAFileThatNothingUses(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Thank you."))

@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
-// citySchema has its members in an order that jsonb would not keep.
+// citySchema has its members in an order that jsonb does not keep.
 const citySchema = `{"type":"object","properties":{"population":{"type":"integer"},"city":{"type":"string"}},` +
 	`"required":["population","city"],"additionalProperties":false}`
 
@@ -167,7 +167,7 @@ func schemaOf(schema string) string {
 	return `{"type":"json_schema","json_schema":{"name":"a","schema":` + schema + `}}`
 }
 
-// TestASchemaThatMultipliesItselfEnds sends one whose check would take 2^40 steps.
+// TestASchemaThatMultipliesItselfEnds sends a schema whose check would take 2^40 steps.
 func TestASchemaThatMultipliesItselfEnds(t *testing.T) {
 	t.Parallel()
 	var defs strings.Builder
@@ -230,7 +230,7 @@ func TestAResumedTurnKeepsItsForm(t *testing.T) {
 	var n atomic.Int32
 	w.model.Handle(func(int, gopenai.ChatCompletionRequest) modeltest.Reply {
 		if n.Add(1) == 1 {
-			return held // the process is lost in the middle of this
+			return held // the loss interrupts the process here
 		}
 		return modeltest.Text(city)
 	})

@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
-// countInserts counts the statements that insert messages of visitors, not those of answers.
+// countInserts counts the statements that insert visitors' messages.
 const countInserts = `
 	create table test_inserts (n int);
 	create function test_count() returns trigger language plpgsql as $$
@@ -28,10 +28,10 @@ const countInserts = `
 	create trigger test_count after insert on agent_messages referencing new table
 	  as added for each statement execute function test_count()`
 
-// roomy takes requests as large as the settings allow by default.
+// roomy allows requests as large as the default settings do.
 func roomy(c *chat.Chat) { c.MaxBody = 4 << 20 }
 
-// invented is a request's JSON with a history of so many messages.
+// invented returns a request with an invented history of n messages.
 func invented(n int, last string) string {
 	var b strings.Builder
 	b.WriteString(`{"model":"agent","messages":[`)
@@ -42,7 +42,7 @@ func invented(n int, last string) string {
 	return b.String()
 }
 
-// The thread is the history: what a client invents costs one statement and a bounded number of rows, once.
+// The thread is the history. An invented history costs one statement and a bounded number of rows, once.
 func TestALongHistoryIsCutAndStoredInOneStatement(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
@@ -91,7 +91,7 @@ func TestTooManyNewMessagesAreRefused(t *testing.T) {
 	}
 }
 
-// What a message may look like is said of its place in the whole request, also behind many others.
+// The error for an invalid message names its index in the whole request, also behind many others.
 func TestTheFaultOfALateMessageNamesItsPlace(t *testing.T) {
 	t.Parallel()
 	p := newWorld(t).process(t, roomy)
@@ -109,8 +109,8 @@ func TestTheFaultOfALateMessageNamesItsPlace(t *testing.T) {
 	}
 }
 
-// A turn has its place until it ends here, also when its sender has left: one thread, key or address cannot have all
-// of them.
+// A turn keeps its slot until it ends in this process, even if its sender has left. One thread, key or address cannot
+// use all slots.
 func TestTurnsUnderWayAreBounded(t *testing.T) {
 	t.Parallel()
 	g, reply := gated()
@@ -121,7 +121,7 @@ func TestTurnsUnderWayAreBounded(t *testing.T) {
 		}
 		return modeltest.Text("Yes.")
 	})
-	p := w.process(t, func(c *chat.Chat) { c.Turns = 16 }) // one in a thread, eight of an address
+	p := w.process(t, func(c *chat.Chat) { c.Turns = 16 }) // at most one per thread, and eight per address
 	ctx, leave := context.WithCancel(t.Context())
 	defer leave()
 	for i := range 8 {

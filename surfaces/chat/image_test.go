@@ -20,14 +20,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
-// pixel is a PNG as a data: URL; each mark makes another.
+// pixel returns a PNG as a data: URL. Each mark makes a different one.
 func pixel(mark string) string {
 	return "data:image/png;base64," + base64.StdEncoding.EncodeToString([]byte("\x89PNG\x0d\x0a\x1a\x0a"+mark))
 }
 
 const picture = "https://pictures.example.com/a.png"
 
-// shows is a completion's body with a text and images.
+// shows returns the body of a request with a text and images.
 func shows(text string, urls ...string) string {
 	parts := `{"type":"text","text":"` + text + `"}`
 	for _, u := range urls {
@@ -142,7 +142,7 @@ func TestAResumedTurnKeepsItsImages(t *testing.T) {
 	var n atomic.Int32
 	w.model.Handle(func(int, gopenai.ChatCompletionRequest) modeltest.Reply {
 		if n.Add(1) == 1 {
-			return held // the process is lost in the middle of this
+			return held // the loss interrupts the process here
 		}
 		return modeltest.Text("A dot.")
 	})

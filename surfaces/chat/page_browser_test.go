@@ -26,16 +26,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
-// shown is the text of all messages on the page.
+// shown returns the text of all messages on the page.
 const shown = `[...document.querySelectorAll("#messages .message")].map(e => e.innerText.replace(/\s+/g, " ").trim()).join(" | ")`
 
-// site serves the page and the API of a process at one address.
+// site serves the page and the API of a process on one address.
 func site(t *testing.T, p *process) string {
 	t.Helper()
 	return siteBehind(t, p, nil)
 }
 
-// siteBehind is a site whose network changes the responses of the API.
+// siteBehind is site with a network that changes the responses of the API.
 func siteBehind(t *testing.T, p *process, network func(*http.Response) error) string {
 	t.Helper()
 	target, err := url.Parse(p.url)
@@ -70,7 +70,7 @@ func submit(page *browser.Page, text string) {
 	page.Click("#send")
 }
 
-// noProblems fails for each message of the browser's console and each finding of axe.
+// noProblems reports each message of the browser's console and each finding of axe.
 func noProblems(t *testing.T, page *browser.Page) {
 	t.Helper()
 	for _, finding := range page.Inaccessible() {
@@ -80,7 +80,7 @@ func noProblems(t *testing.T, page *browser.Page) {
 	assert.Truef(t, len(problems) == 0, "the browser reports:\n%s", strings.Join(problems, "\n"))
 }
 
-// held is a model's answer whose rest waits until release is closed.
+// held is a reply that pauses after start until the test closes release.
 func held(start, rest string, release <-chan struct{}) modeltest.Reply {
 	return modeltest.Custom(func(w http.ResponseWriter, r *http.Request) {
 		s := chatwire.Open(w, "chatcmpl-held", "test", time.Now().Unix())
@@ -106,7 +106,7 @@ func TestThePageShowsTheGreetingInANewConversation(t *testing.T) {
 	page.Until("the greeting is shown", shown+` === "sales Hola, soy Nora."`)
 	submit(page, "Are you there?")
 	page.Until("the answer is shown", shown+` === "sales Hola, soy Nora. | You Are you there? | sales Yes."`)
-	pgtest.Eventually(t, func() bool { // the answer is stored just after it was streamed
+	pgtest.Eventually(t, func() bool { // the answer is stored just after its stream ends
 		transcript := pgtest.Value[string](t, w.pool, `select string_agg(role || ': ' || content, ', ' order by seq)
 			from agent_messages`)
 		return transcript == "assistant: Hola, soy Nora., user: Are you there?, assistant: Yes."
@@ -163,7 +163,7 @@ func TestThePageSendsFiles(t *testing.T) {
 	noProblems(t, page)
 }
 
-// markdown has what models write, and what must never run.
+// markdown has typical output of models, and text that must never run.
 const markdown = "# Hours\n\nWe open at **nine**, see [our site](https://example.com/hours).\n\n" +
 	"<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>\n\n" +
 	"![x](https://example.com/leak.png) [run](javascript:document.title='run') [data](data:text/html,x)\n\n" +
@@ -240,7 +240,7 @@ func TestThePageShowsTheConversationAfterAReload(t *testing.T) {
 	noProblems(t, page)
 }
 
-// lostBody is a response that ends after some words, with an error or in silence.
+// lostBody is a response that ends early, with an error or silently.
 type lostBody struct {
 	io.ReadCloser
 	ctx    context.Context
@@ -261,7 +261,7 @@ func (b *lostBody) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// endPatience lets a test end the patience of the page.
+// endPatience lets a test fire the page's timeout for silence.
 const endPatience = `(() => {
 	const real = setTimeout;
 	window.patience = null;
@@ -290,7 +290,7 @@ func TestThePageLeavesASilentConnection(t *testing.T) {
 	noProblems(t, page)
 }
 
-// A message without any answer is sent again, and answered once.
+// The page repeats a message without any answer. The message is answered once.
 func TestThePageLeavesASilentRequest(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."))
@@ -337,7 +337,7 @@ func TestThePageAsksForAnotherKey(t *testing.T) {
 	noProblems(t, page)
 }
 
-// A message whose answer was lost is not sent again: its turn went on without the page.
+// The page does not repeat a message whose answer was lost: the turn continued without the page.
 func TestThePageFindsAnAnswerAgainAfterALongOutage(t *testing.T) {
 	t.Parallel()
 	release := make(chan struct{})
@@ -449,7 +449,7 @@ func TestThePageOffersToTryAgain(t *testing.T) {
 	page.Until("the answer is shown", shown+`.endsWith("nora Now it works.")`)
 }
 
-// A message that is refused as it is goes back to where it can be changed.
+// A rejected message returns to the input, where the visitor can change it.
 func TestThePageGivesBackWhatItMayNotSend(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Fine."))

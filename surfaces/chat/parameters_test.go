@@ -32,8 +32,8 @@ func namesIn(t reflect.Type) (names []string) {
 	return names
 }
 
-// TestEveryDocumentedParameterIsHonouredRefusedOrTheAgents lists those that are ignored in favour of the agent's
-// settings. Stock clients send several by default.
+// TestEveryDocumentedParameterIsHonouredRefusedOrTheAgents lists the parameters that the agent's settings override.
+// Stock clients send several of them by default.
 func TestEveryDocumentedParameterIsHonouredRefusedOrTheAgents(t *testing.T) {
 	t.Parallel()
 	ignored := []string{
@@ -48,7 +48,7 @@ func TestEveryDocumentedParameterIsHonouredRefusedOrTheAgents(t *testing.T) {
 	}), namesIn(reflect.TypeFor[responses.ResponseNewParams]()))
 }
 
-// decided compares what the surface knows with what a library documents.
+// decided checks that each parameter documented by a library is known here.
 func decided(t *testing.T, known, documented []string) {
 	t.Helper()
 	require.Truef(t, len(documented) >= 20, "the library documents %v", documented)
@@ -57,7 +57,7 @@ func decided(t *testing.T, known, documented []string) {
 	}
 }
 
-// at is a chat that takes so many messages a minute and turns at once.
+// at returns a chat with limits: messages per minute, and concurrent turns.
 func at(rate, turns int) *Chat {
 	return &Chat{
 		Turns: turns, Address: func(*http.Request) string { return "192.0.2.1" },
@@ -80,8 +80,8 @@ func TestAnAddressThatIsRefusedIsNotRememberedByItsUsers(t *testing.T) {
 	}
 }
 
-// Visitors with a token are counted by it, whatever address they share; what an address may make up is bounded all the
-// same.
+// Visitors with a token have their own limit, whatever address they share. Another limit bounds the made-up tokens of an
+// address.
 func TestVisitorsWithATokenOfTheirOwnAreCountedByIt(t *testing.T) {
 	t.Parallel()
 	c := at(1, 16)
@@ -104,7 +104,7 @@ func TestMessagesWithoutAThreadShareNone(t *testing.T) {
 	t.Parallel()
 	c := at(1, 32)
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
-	for i := range 16 { // half are an address's
+	for i := range 16 { // an address gets half of the slots
 		_, err := c.admit(r, &UserMessage{Owner: "site"})
 		require.NoError(t, err, "message", i+1)
 	}
@@ -115,9 +115,8 @@ func TestMessagesWithoutAThreadShareNone(t *testing.T) {
 	assert.Error(t, err, "one more of the address")
 }
 
-// TestAClaimThatEndsLateDoesNotSendTheNextAway: a turn that was decided at once goes on in the same process before
-// the run that waited has returned. What the database has of it lags behind then, and must not take the place of what
-// is said here.
+// TestAClaimThatEndsLateDoesNotSendTheNextAway: after an immediate decision, a turn continues in the same process
+// before the waiting run has returned. The database then has an older text, which must not replace the local one.
 func TestAClaimThatEndsLateDoesNotSendTheNextAway(t *testing.T) {
 	t.Parallel()
 	f := newFeed()
@@ -139,7 +138,7 @@ func TestAClaimThatEndsLateDoesNotSendTheNextAway(t *testing.T) {
 	}
 }
 
-// While the database is away, a turn that a client follows is one line in the log, with its trace.
+// During an outage of the database, a turn with a connected client writes one log line, with its trace.
 func TestATurnThatCannotBeReadIsLoggedOnce(t *testing.T) {
 	t.Parallel()
 	log := &testkit.Log{}

@@ -43,7 +43,7 @@ func TestAVisitorIsAnswered(t *testing.T) {
 	}
 }
 
-// What the model's server says of an answer that is not whole is what the client is told.
+// The client gets the finish reason of an incomplete answer from the model's server.
 func TestAnAnswerThatIsNotWholeSaysSo(t *testing.T) {
 	t.Parallel()
 	for _, why := range []openai.FinishReason{openai.FinishReasonLength, openai.FinishReasonContentFilter} {
@@ -60,7 +60,7 @@ func TestAnAnswerThatIsNotWholeSaysSo(t *testing.T) {
 	}
 }
 
-// A NUL of a model is shown as it is kept: what was said is not said again.
+// An answer with NUL is streamed as it is stored, so no text is sent twice.
 func TestAnAnswerWithNULIsSaidOnce(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("We open\x00 at nine."), modeltest.Text("And close\x00 at five."))
@@ -126,7 +126,7 @@ func TestAStreamHasTheFormOfTheProtocol(t *testing.T) {
 		len(end.Choices[0].Delta) == 0, "the last but one: %+v", end)
 	usage := chunks[len(chunks)-1]
 	assert.Truef(t, len(usage.Choices) == 0 && usage.Usage != nil, "the last: %+v", usage)
-	// What has streamed is what is stored.
+	// The stored answer equals the streamed one.
 	want := "Let me look.\n\nWe open at nine."
 	thread := w.transcript(t, r.Header.Get("X-Thread-Id"))
 	diff := cmp.Diff([]string{"user: When do\nyou open?", "assistant: " + want}, thread)
@@ -249,7 +249,7 @@ func TestASilentStreamIsKeptAlive(t *testing.T) {
 	stream, err := p.client().CreateChatCompletionStream(t.Context(), says("hello"))
 	require.NoError(t, err)
 	defer stream.Close()
-	for range 4 { // the role, then signs of life
+	for range 4 { // the role, then keep-alives
 		chunk, err := stream.Recv()
 		require.Truef(t, err == nil && len(chunk.Choices) == 1 && chunk.Choices[0].Delta.Content == "",
 			"chunk %+v, %v", chunk, err)
@@ -288,7 +288,7 @@ func TestABrokenAnswerBeginsAgainInSight(t *testing.T) {
 	text, err := streamed(t, stream)
 	assert.Truef(t, err == nil && strings.HasSuffix(text, "Nine o'clock."), "text %q, %v", text, err)
 	assert.NoDiff(t, []string{"user: When?", "assistant: " + text}, w.transcript(t, "c"))
-	// Nobody has seen it: then it is as if it had not been.
+	// The client has seen none of the broken answer, so it is discarded.
 	w.model.Add(modeltest.CutStream("We close at"), modeltest.Text("Six o'clock."))
 	assert.Equal(t, "Six o'clock.", p.answerTo(t, "c", "And close?"))
 }
@@ -300,7 +300,7 @@ func TestMaxTokensBoundsTheAnswer(t *testing.T) {
 	p := w.process(t)
 	req := says("Tell me.")
 	req.MaxCompletionTokens = 10
-	req.MaxTokens = 0 //nolint:staticcheck // the older name is what many clients send
+	req.MaxTokens = 0 //nolint:staticcheck // many clients send the older name
 	got, err := p.client(inThread("m")...).CreateChatCompletion(t.Context(), req)
 	require.NoError(t, err)
 	if c := got.Choices[0]; len(c.Message.Content) > 40 || c.FinishReason != "length" || c.Message.Content == "" {

@@ -24,13 +24,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// talk is what a flow of these tests is: a conversation in the thread "t".
+// talk is the body of a test flow: a conversation in the thread "t".
 type talk func(ctx context.Context, say func(string), hear func() string)
 
-// stop unwinds a talk that parks.
+// stop unwinds a talk that waits.
 type stop struct{ error }
 
-// flow makes a durable function of a talk.
+// flow returns a durable function that runs a talk.
 func (f talk) flow(ctx context.Context, _ json.RawMessage) (_ executions.Result, err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -59,7 +59,7 @@ func (f talk) flow(ctx context.Context, _ json.RawMessage) (_ executions.Result,
 	return executions.Result{}, nil
 }
 
-// conversing is a process that knows the flow "talk"; nothing may be asked of the model.
+// conversing starts a process with the flow "talk". The model gets no requests.
 func conversing(t *testing.T, f talk, more ...func(*chat.Chat)) *process {
 	t.Helper()
 	w := newWorld(t)
@@ -72,7 +72,7 @@ func conversing(t *testing.T, f talk, more ...func(*chat.Chat)) *process {
 	})...)
 }
 
-// talks begins the flow in a thread that is open to the key site, and waits until it waits.
+// talks starts the flow in a thread that the key site can use, and waits until the flow waits.
 func (p *process) talks(t *testing.T) string {
 	t.Helper()
 	_, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"})
@@ -112,7 +112,7 @@ func TestAMessageGoesToTheFlowThatWaitsForIt(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, p.pool, `select count(*)::int from agent_executions where flow = 'chat'`))
 }
 
-// The sender of a relayed message is recorded as a sender of the event, and so cannot approve with four eyes.
+// The sender of a relayed message is recorded as a sender of the event, so it cannot approve under four eyes.
 func TestTheSenderOfARelayedMessageIsRecorded(t *testing.T) {
 	t.Parallel()
 	p := conversing(t, func(_ context.Context, say func(string), hear func() string) {
@@ -125,7 +125,7 @@ func TestTheSenderOfARelayedMessageIsRecorded(t *testing.T) {
 	p.expectRequester(t, "ana")
 }
 
-// expectRequester expects that a principal sent the only event that a flow waited for.
+// expectRequester checks that a principal sent the only event for which a flow waited.
 func (p *process) expectRequester(t *testing.T, name string) {
 	t.Helper()
 	pgtest.Equal(t, p.pool, "principal "+name, `
@@ -134,7 +134,7 @@ func (p *process) expectRequester(t *testing.T, name string) {
 		 where c.waited_for <> ''`)
 }
 
-// all is what was said in a thread, by place.
+// all returns the messages of a thread in order.
 func (p *process) all(t *testing.T, thread string) []string {
 	t.Helper()
 	return pgtest.Value[[]string](t, p.pool, `select array_agg(content order by seq) from agent_messages
@@ -155,12 +155,12 @@ func TestAMessageThatNobodyAnswersIsPassedOn(t *testing.T) {
 	_, err := p.engine.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "go", nil, "")
 	require.NoError(t, err)
 	p.reaches(t, id, executions.Completed)
-	// With the flow gone, the model answers again.
+	// After the flow has ended, the model answers again.
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("here I am") })
 	assert.Equal(t, "here I am", p.answerTo(t, "t", "anybody?"))
 }
 
-// What comes between a flow's question and its wait is the answer to it.
+// A message between a flow's question and its wait is the answer to the question.
 func TestAMessageThatComesBeforeTheWaitIsNotLost(t *testing.T) {
 	t.Parallel()
 	asked, goOn := make(chan struct{}, 1), make(chan struct{})
@@ -262,7 +262,7 @@ func TestARelayWhoseMessagesAreDeletedEndsWithWhatItHasShown(t *testing.T) {
 	p.reaches(t, id, executions.Completed)
 }
 
-// The answer is also what a flow says whose child has got the message.
+// A child gets the message. The answer also has the messages that its parent flow sends after it.
 func TestARelayFollowsFromTheChildToItsParent(t *testing.T) {
 	t.Parallel()
 	child := talk(func(_ context.Context, say func(string), hear func() string) {
@@ -285,7 +285,7 @@ func TestARelayFollowsFromTheChildToItsParent(t *testing.T) {
 	p.reaches(t, id, executions.Completed)
 }
 
-// A worker outside that is away says nothing: the visitor does not wait for it, and reads what it says with the next
+// An absent external worker sends nothing. The visitor does not wait for it, and gets its messages with the next
 // answer.
 func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 	t.Parallel()
@@ -297,7 +297,7 @@ func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 		ThreadID: "t", OnLost: "hand_on",
 	})
 	require.NoError(t, err)
-	says := func(words string) { // and waits for the answer, in between a worker's way out and the next one's in
+	says := func(words string) { // sends words and waits for the answer; then the next worker may lock the run
 		t.Helper()
 		got, err := p.engine.LockRun(t.Context(), x.ID, "worker", time.Minute)
 		require.NoError(t, err)
@@ -319,7 +319,7 @@ func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 	assert.Equal(t, "Your message was passed on.", p.answerTo(t, "t", "Ada"))
 	says("Hello, Ada. Where do you live?")
 	assert.Equal(t, "Hello, Ada. Where do you live?", p.answerTo(t, "t", "London"))
-	// One whose worker was lost is away, too, as soon as that is known.
+	// A run whose worker was lost has no worker either, once the loss is known.
 	_, err = p.engine.LockRun(t.Context(), x.ID, "worker", time.Minute)
 	require.NoError(t, err)
 	pgtest.Exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1`, x.ID)

@@ -23,7 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
-// respond posts a request for a response.
+// respond sends a request of the Responses API.
 func (p *process) respond(t *testing.T, method, path, body string, headers ...string) (*http.Response, string) {
 	t.Helper()
 	r, err := http.NewRequestWithContext(t.Context(), method, p.url+"/v1/responses"+path, strings.NewReader(body))
@@ -218,7 +218,7 @@ func TestHistoryOfAnInputIsTakenOverOnce(t *testing.T) {
 //go:embed testdata/stock.mjs
 var stockScript string
 
-// OpenAI's client, the AI SDK and LangChain talk as they do by default, and by their other protocol.
+// OpenAI's client, the AI SDK and LangChain work with their default protocol and with the other one.
 func TestTheStockClientsOfNodeWorkUnchanged(t *testing.T) {
 	t.Parallel()
 	run := npmtest.Command(t, stockScript, openaiForNode, "ai@6.0.326", "@ai-sdk/openai@3.0.141",

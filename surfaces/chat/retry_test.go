@@ -26,12 +26,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
-// yes is what a person says twice.
+// yes is a message that a person may well send twice.
 const yes = `{"model":"agent","messages":[{"role":"user","content":"yes"}]}`
 
 const countHeader = "X-Stainless-Retry-Count"
 
-// gaveUp sends a request, and goes away as soon as the model works on it.
+// gaveUp sends a request, and disconnects as soon as the model works on it.
 func (p *process) gaveUp(t *testing.T, g *gate, body string, headers ...string) {
 	t.Helper()
 	ctx, stop := context.WithCancel(t.Context())
@@ -46,7 +46,7 @@ func (p *process) gaveUp(t *testing.T, g *gate, body string, headers ...string) 
 	pgtest.Until(t, p.pool, 1, `select count(*) from agent_chat_requests where state = 'left'`)
 }
 
-// sendIn posts a chat request and returns the body of its answer.
+// sendIn posts a chat request and returns the body of the response.
 func (p *process) sendIn(ctx context.Context, body string, headers ...string) (string, error) {
 	r, err := http.NewRequestWithContext(ctx, http.MethodPost, p.url+"/v1/chat/completions", strings.NewReader(body))
 	if err != nil {
@@ -71,13 +71,13 @@ func (p *process) sendIn(ctx context.Context, body string, headers ...string) (s
 	return string(got), err
 }
 
-// turns is how many turns were begun.
+// turns returns the number of started turns.
 func (w *world) turns(t *testing.T) int {
 	t.Helper()
 	return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'chat'`)
 }
 
-// A request that is sent again after its connection broke gets the turn that the first one began.
+// A request repeated after a broken connection gets the turn of the first one.
 func TestARequestThatIsSentAgainIsAnsweredOnce(t *testing.T) {
 	t.Parallel()
 	stream := strings.Replace(yes, "{", `{"stream":true,`, 1)
@@ -94,7 +94,7 @@ func TestARequestThatIsSentAgainIsAnsweredOnce(t *testing.T) {
 		"uncounted, thread":   {yes, inThread("t"), nil, 1},
 		"uncounted, new":      {yes, nil, nil, 1},
 		"uncounted, stream":   {stream, inThread("t"), nil, 1},
-		"uncounted, released": {stream, nil, nil, 2}, // the first client knows the thread's name
+		"uncounted, released": {stream, nil, nil, 2}, // the first client received the thread's name
 		"another key":         {yes, inThread("t"), []string{countHeader, "1", "Authorization", "Bearer shop"}, 2},
 		"another thread":      {yes, inThread("t"), []string{countHeader, "1", "X-Thread-Id", "u"}, 2},
 	} {
@@ -126,7 +126,7 @@ func TestARequestThatIsSentAgainIsAnsweredOnce(t *testing.T) {
 	}
 }
 
-// Whoever says the same twice is heard twice: one after the other, and at the same time.
+// Two equal messages are two turns: one after the other, and at the same time.
 func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
@@ -137,12 +137,12 @@ func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 	}
 	want := []string{"user: yes", "assistant: One.", "user: yes", "assistant: Two."}
 	assert.NoDiff(t, want, w.transcript(t, "t"))
-	// The first attempt of a third yes was lost on its way: the second answer was delivered too long ago to be meant.
+	// The first attempt of a third yes never arrived. The second answer is too old for the retry to repeat.
 	pgtest.Exec(t, w.pool, `update agent_chat_requests set changed_at = changed_at - interval '31 seconds'`)
 	w.model.Add(modeltest.Text("Three."))
 	got, err := p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "1")...)
 	assert.Truef(t, err == nil && strings.Contains(got, "Three."), "the third yes got %s, %v", got, err)
-	// Its answer was lost on its way back: a retry at once gets it again.
+	// The response was lost. An immediate retry gets the same answer.
 	got, err = p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "2")...)
 	assert.Truef(t, err == nil && strings.Contains(got, "Three."), "the retry got %s, %v", got, err)
 	g, reply := gated()
@@ -160,7 +160,7 @@ func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 	assert.NoError(t, group.Wait())
 }
 
-// Many retries at once, at two processes, are one message.
+// Many concurrent retries, at two processes, are one message.
 func TestRetriesAtOnceBeginOneTurn(t *testing.T) {
 	t.Parallel()
 	g, reply := gated()
@@ -188,7 +188,7 @@ func TestRetriesAtOnceBeginOneTurn(t *testing.T) {
 	}
 }
 
-// A client whose process was killed asks another one, which ends the turn.
+// The client of a killed process sends its request to another one, which finishes the turn.
 func TestTheRetryAfterAKilledProcessGetsTheTurn(t *testing.T) {
 	t.Parallel()
 	for name, headers := range map[string][]string{
@@ -235,7 +235,7 @@ func limited(t *testing.T, tokens int64) func(*chat.Chat) {
 	}
 }
 
-// The stock clients try 429 again, unless they are told not to.
+// The stock clients retry a 429 unless a header forbids it.
 func TestASpentLimitIsAnErrorThatSaysWhenItEnds(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -271,7 +271,7 @@ func TestASpentLimitIsAnErrorThatSaysWhenItEnds(t *testing.T) {
 	assert.Equal(t, 0, len(w.model.Requests()))
 }
 
-// A limit that calls in progress hold has room again soon, so nobody is sent away until tomorrow.
+// If only calls in progress use up the limit, it has room again soon. The error does not say tomorrow.
 func TestALimitThatOthersReserveIsNotSpent(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("At nine.").WithUsage(100, 10, 0))
@@ -301,7 +301,7 @@ func TestALimitThatIsSpentInTheMiddleOfAnAnswerIsSaidInIt(t *testing.T) {
 	}
 }
 
-// Tokens and money bound the same thing, so a visitor reads the same of both.
+// Limits of tokens and of money have the same message for a visitor.
 func TestALimitOfTheRunIsSaid(t *testing.T) {
 	t.Parallel()
 	for name, budget := range map[string]reason.Budget{"tokens": {Tokens: 2000}, "money": {CostUSD: 0.0001, Tokens: 1e7}} {

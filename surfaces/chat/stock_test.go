@@ -19,7 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
-// official is OpenAI's own Go client.
+// official returns OpenAI's own Go client.
 func (p *process) official(key string, more ...option.RequestOption) openai.Client {
 	return openai.NewClient(append([]option.RequestOption{
 		option.WithBaseURL(p.url + "/v1"), option.WithAPIKey(key), option.WithMaxRetries(0),
@@ -126,7 +126,7 @@ try {
 console.log(JSON.stringify(out));
 `
 
-// openaiForNode is OpenAI's client for Node.
+// openaiForNode is the npm package of OpenAI's client.
 const openaiForNode = "openai@6.49.0"
 
 func TestTheNodeClientWorksUnchanged(t *testing.T) {

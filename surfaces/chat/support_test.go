@@ -66,7 +66,7 @@ func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
 	return w
 }
 
-// put declares a skill that is a builtin of the same name and counts its calls.
+// put declares a skill whose builtin of the same name counts its calls.
 func (w *world) put(t *testing.T, d skills.Definition) {
 	t.Helper()
 	w.builtins[d.Name] = func(context.Context, skills.Call) (any, error) {
@@ -93,10 +93,10 @@ type process struct {
 	chat   *chat.Chat
 	url    string
 	log    *testkit.Log
-	actor  string // the principal of the next requests; "" for none
+	actor  string // the principal of further requests; "" for none
 }
 
-// process starts one. change, where given, alters the chat before it is registered.
+// process starts a process. Each change may alter the chat before its registration.
 func (w *world) process(t *testing.T, change ...func(*chat.Chat)) *process {
 	t.Helper()
 	p, keeper := w.silent(t, change...)
@@ -104,7 +104,7 @@ func (w *world) process(t *testing.T, change ...func(*chat.Chat)) *process {
 	return p
 }
 
-// silent is a process that serves, but neither takes work nor keeps its lease: as one would that dies soon.
+// silent starts a process that serves, but takes no work and renews no lease, like one about to die.
 func (w *world) silent(t *testing.T, change ...func(*chat.Chat)) (*process, *lanes.Keeper) {
 	t.Helper()
 	log := &testkit.Log{}
@@ -139,7 +139,7 @@ func (w *world) loop(t *testing.T) *reason.Loop {
 	return looptest.New(t, w.pool, w.model, skills.Options{Builtins: w.builtins})
 }
 
-// serve listens; every test has a server with the routes as an API would have them, and the key as the owner.
+// serve listens. Each test has a server with the API's routes, and the key as the owner.
 func (p *process) serve(t *testing.T) {
 	t.Helper()
 	mux := http.NewServeMux()
@@ -197,7 +197,7 @@ func (p *process) run(t *testing.T, keeper *lanes.Keeper) {
 	})
 }
 
-// client is the stock Go client, with the key of site.
+// client returns the stock Go client with the key site.
 func (p *process) client(headers ...string) *openai.Client { return p.clientOf("site", headers...) }
 
 func (p *process) clientOf(key string, headers ...string) *openai.Client {
@@ -218,7 +218,7 @@ func (h withHeaders) RoundTrip(r *http.Request) (*http.Response, error) {
 	return http.DefaultTransport.RoundTrip(r)
 }
 
-// says is a request with one message.
+// says returns a request with one message.
 func says(text string) openai.ChatCompletionRequest {
 	return openai.ChatCompletionRequest{
 		Model:    "nora",
@@ -226,11 +226,11 @@ func says(text string) openai.ChatCompletionRequest {
 	}
 }
 
-// inThread is the header that names a thread.
+// inThread returns the header that names a thread.
 func inThread(id string) []string { return []string{"X-Thread-Id", id} }
 
-// insist says something in a thread. It says it again while others have the thread locked for longer than a message
-// waits, as on a busy machine: then nothing is stored.
+// insist sends a message in a thread. On a busy machine the thread may stay locked for longer than a message waits.
+// Then nothing is stored, and insist sends the message again.
 func (p *process) insist(ctx context.Context, thread, text string) (openai.ChatCompletionResponse, error) {
 	for {
 		got, err := p.client(inThread(thread)...).CreateChatCompletion(ctx, says(text))
@@ -240,7 +240,7 @@ func (p *process) insist(ctx context.Context, thread, text string) (openai.ChatC
 	}
 }
 
-// answerTo asks and returns the answer's text.
+// answerTo sends a message and returns the text of its answer.
 func (p *process) answerTo(t *testing.T, thread, text string) string {
 	t.Helper()
 	got, err := p.insist(t.Context(), thread, text)
@@ -307,7 +307,7 @@ func failureOf(t *testing.T, body string) chatwire.Failure {
 	return got.Error
 }
 
-// idOf is the id of the thread that the key site calls by a name.
+// idOf returns the id of the thread that the key site calls by a name.
 func (w *world) idOf(t *testing.T, name string) string {
 	t.Helper()
 	id, _, err := threads.Resolve(t.Context(), w.pool, threads.Key("site"), name)
@@ -315,7 +315,7 @@ func (w *world) idOf(t *testing.T, name string) string {
 	return id
 }
 
-// transcript is what a thread holds, in the order in which it is read.
+// transcript returns the messages of a thread in the order of reading.
 func (w *world) transcript(t *testing.T, thread string) (lines []string) {
 	t.Helper()
 	_, messages, err := threads.Window(t.Context(), w.pool, w.idOf(t, thread), 0, 1_000_000)
@@ -330,14 +330,13 @@ func (w *world) transcript(t *testing.T, thread string) (lines []string) {
 	return lines
 }
 
-// gate is a model's answer that is said piece by piece, when the test lets it.
+// gate is a model's answer that the test sends in pieces.
 type gate struct {
 	pieces chan string
 	asked  chan openai.ChatCompletionRequest
 }
 
-// gated is a reply that waits for the test: each piece that is sent is streamed at once; closing the channel
-// ends the answer.
+// gated returns a reply that the test controls: it streams each sent piece at once, and ends when the channel closes.
 func gated() (*gate, modeltest.Reply) {
 	g := &gate{pieces: make(chan string), asked: make(chan openai.ChatCompletionRequest, 8)}
 	return g, modeltest.Custom(func(w http.ResponseWriter, r *http.Request) {
@@ -369,7 +368,7 @@ func send[T any](t *testing.T, to chan<- T, v T) {
 	}
 }
 
-// contentOf is the text of a stream's body.
+// contentOf returns the text of a stream's body.
 func contentOf(t *testing.T, body string) (text string) {
 	t.Helper()
 	for line := range strings.Lines(body) {

@@ -30,7 +30,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// heard is what a request told the model after the system prompt.
+// heard returns the messages that a request sent to the model after the system prompt.
 func heard(r modeltest.Request) (lines []string) {
 	for _, m := range r.Messages {
 		if m.Role != openai.ChatMessageRoleSystem {
@@ -127,8 +127,8 @@ func TestAnotherKeysThreadDoesNotExist(t *testing.T) {
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`))
 }
 
-// TestTurnsAreAnsweredInTheirOrder sends many messages at once to one thread, by two processes: each answer
-// knows all that was said and answered before, in the order in which the messages were stored.
+// TestTurnsAreAnsweredInTheirOrder has two processes send many messages to one thread at once. Each answer has all
+// earlier messages and answers in view, in the order of their storage.
 func TestTurnsAreAnsweredInTheirOrder(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -154,7 +154,7 @@ func TestTurnsAreAnsweredInTheirOrder(t *testing.T) {
 		question := strings.TrimPrefix(lines[i], "user: ")
 		assert.Truef(t, lines[i+1] == "assistant: re "+question, "%q is followed by %q", lines[i], lines[i+1])
 	}
-	for _, r := range w.model.Requests() { // whoever was answered had all before in view
+	for _, r := range w.model.Requests() { // each answer had all earlier messages in view
 		messages := heard(r)
 		assert.NoDiff(t, lines[:len(messages)], messages)
 	}
@@ -175,7 +175,7 @@ func TestManyThreadsDoNotWaitForEachOther(t *testing.T) {
 	})
 	p := w.process(t)
 	var group errgroup.Group
-	for i := range 4 { // more than the process has workers
+	for i := range 4 { // more than the workers of the process
 		group.Go(func() error {
 			_, err := p.client(inThread(fmt.Sprintf("slow %d", i))...).CreateChatCompletion(t.Context(), says("slow"))
 			return err
@@ -205,7 +205,7 @@ func TestDoubleTextingRejected(t *testing.T) {
 	send(t, g.pieces, "First.")
 	close(g.pieces)
 	require.NoError(t, group.Wait())
-	// Right after the answer nothing is under way any more.
+	// No turn is in progress after the answer.
 	assert.Equal(t, "Second.", p.answerTo(t, "d", "three"))
 	want := []string{"user: one", "assistant: First.", "user: three", "assistant: Second."}
 	assert.NoDiff(t, want, w.transcript(t, "d"))
@@ -233,7 +233,7 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 				text = chunk.Choices[0].Delta.Content
 			}
 			kept := "Coffee is"
-			if elsewhere { // what another process knows may be a second old
+			if elsewhere { // the text in another process may be a second old
 				send(t, g.pieces, " a drink")
 				pgtest.Eventually(t, func() bool {
 					select {
@@ -258,8 +258,7 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 	}
 }
 
-// A turn that another transaction has locked is cancelled when that ends, and what it had said is kept when the next
-// message comes.
+// A locked turn is cancelled when the locking transaction ends. The next message keeps the text that it had streamed.
 func TestInterruptingKeepsWhatALockedTurnHasSaid(t *testing.T) {
 	t.Parallel()
 	g, reply := gated()
@@ -308,7 +307,7 @@ func TestAnAnswerIsAttachedTo(t *testing.T) {
 			require.NoError(t, err)
 			testkit.Receive(t, g.asked)
 			send(t, g.pieces, "Once upon")
-			goAway() // a client that goes away does not stop the turn
+			goAway() // a disconnect does not stop the turn
 			path := "/v1/chat/completions/" + first.ID
 			r, body := other.get(t, path)
 			assert.Truef(t, r.StatusCode == http.StatusAccepted && r.Header.Get("Retry-After") != "" &&
@@ -337,7 +336,7 @@ func TestAnAnswerIsAttachedTo(t *testing.T) {
 	}
 }
 
-// Two applications with keys of their own call different people by the same name.
+// Two applications with different keys use the same name for different people.
 func TestAUserIsAnApplicationsOwn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."), modeltest.Text("Four."))
@@ -357,7 +356,8 @@ func TestAUserIsAnApplicationsOwn(t *testing.T) {
 	assert.NoDiff(t, []string{"user: message 0", "assistant: One.", "user: message 3"}, heard(w.model.Requests()[3]))
 }
 
-// While another transaction has the thread, its visitor is told to send the message again; nothing is stored.
+// While another transaction has the thread, its visitor gets an error that asks to send the message again, and nothing
+// is stored.
 func TestAThreadThatIsLockedIsBusy(t *testing.T) {
 	t.Parallel()
 	for name, how := range map[string]chat.DoubleTexting{"queued": chat.Enqueue, "interrupting": chat.Interrupt} {
@@ -384,7 +384,7 @@ func TestAThreadThatIsLockedIsBusy(t *testing.T) {
 	}
 }
 
-// converse fills a thread with turns up to a number, as they would be after as many answers.
+// converse fills a thread with turns up to a number, as if they had been answered.
 func converse(t *testing.T, db postgres.DB, thread string, upTo int) {
 	t.Helper()
 	_, _, err := threads.Ensure(t.Context(), db, threads.Thread{
@@ -402,7 +402,7 @@ func converse(t *testing.T, db postgres.DB, thread string, upTo int) {
 		postgres.Strict{"thread": thread, "turns": upTo})
 }
 
-// TestALongThreadCostsTheSamePerTurn measures what the model is sent in turn 50, 500 and 1000 of a thread.
+// TestALongThreadCostsTheSamePerTurn measures the size of the model's request in turn 50, 500 and 1000 of a thread.
 func TestALongThreadCostsTheSamePerTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -418,7 +418,7 @@ func TestALongThreadCostsTheSamePerTurn(t *testing.T) {
 	sizes := map[int]int{}
 	for _, turn := range []int{50, 500, 1000} {
 		converse(t, w.pool, "long", turn-1)
-		// Turns that came by themselves would each have moved the summary; here it catches up first.
+		// Each real turn would have moved the summary. Here it catches up first.
 		before := int64(-1)
 		for {
 			p.answerTo(t, "long", "say it now")
@@ -463,7 +463,7 @@ func TestASummaryThatFailsHarmsNobody(t *testing.T) {
 	}
 }
 
-// announcing is a process that knows the flow "announce": it says its input in the thread "t" and ends.
+// announcing starts a process with the flow "announce". The flow sends its input in the thread "t" and ends.
 func announcing(t *testing.T, change ...func(*chat.Chat)) *process {
 	t.Helper()
 	w := newWorld(t)
@@ -484,7 +484,7 @@ func announcing(t *testing.T, change ...func(*chat.Chat)) *process {
 	return p
 }
 
-// announce lets a flow say words in the thread, without a message of the visitor.
+// announce has a flow send messages in the thread, without a message of the visitor.
 func (p *process) announce(t *testing.T, words ...string) {
 	t.Helper()
 	for _, w := range words {
@@ -536,11 +536,11 @@ func TestAStreamBeginsWithWhatFlowsSaid(t *testing.T) {
 	g, reply := gated()
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return reply })
 	request := says("any news?")
-	request.MaxCompletionTokens = 3 // bounds what the model says
+	request.MaxCompletionTokens = 3 // bounds the model's text
 	stream, err := p.client(inThread("t")...).CreateChatCompletionStream(t.Context(), request)
 	require.NoError(t, err)
 	got := ""
-	for got != "Approved." { // before the model has said a word
+	for got != "Approved." { // before the model's first word
 		chunk, err := stream.Recv()
 		require.NoError(t, err, "after", got)
 		got += chunk.Choices[0].Delta.Content
@@ -592,7 +592,7 @@ func TestAFlowsWordsWaitForAnAnswerInWords(t *testing.T) {
 	assert.Equal(t, "Approved.\n\nYes.", p.answerTo(t, "t", "in words"))
 }
 
-// A turn that failed has no answer; its words are the next one's.
+// A failed turn has no answer. The next answer has the flow's messages.
 func TestAFailedTurnLeavesAFlowsWordsToTheNext(t *testing.T) {
 	t.Parallel()
 	p := announcing(t)
@@ -621,7 +621,7 @@ func TestAnAnswerOfAFlowBeginsWithWhatWasSaidSinceTheModels(t *testing.T) {
 	assert.Equal(t, "Send me your name.\n\nHello, Ada.", p.answerTo(t, "t", "Ada"))
 }
 
-// A turn that starts in the process of its request chooses from the skills that the request read.
+// A turn in the process of its request uses the skills that the request read.
 func TestASkillDisabledBetweenRequestAndTurnIsNotCalled(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("opening", `{}`), modeltest.Text("I cannot tell."))
@@ -678,7 +678,7 @@ func TestAFirstTurnMakesFewTransactions(t *testing.T) {
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
 	w.pool = pool
-	p, _ := w.silent(t) // a process that works makes transactions besides
+	p, _ := w.silent(t) // a working process makes other transactions
 	fewest := int64(math.MaxInt64)
 	for n := range 5 { // the first one registers the process; another may meet a timer
 		before := count.Load()
