@@ -24,7 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// newBareServer is a server without a database, and its handler for one route.
+// newBareServer returns a server without a database, and its handler for one route.
 func newBareServer(t *testing.T, rt route) (*server, http.Handler) {
 	t.Helper()
 	s := &server{
@@ -71,7 +71,7 @@ func TestRejectionDoesNotWaitForBody(t *testing.T) {
 	}
 }
 
-// Requests of strangers are limited and rejected at once. Other requests and probes are not affected.
+// The server limits requests of strangers and rejects them at once. Other requests and probes are not affected.
 func TestFullClassRejectsOnlyItsOwn(t *testing.T) {
 	t.Parallel()
 	ok := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })
@@ -116,7 +116,7 @@ func TestFullClassRejectsOnlyItsOwn(t *testing.T) {
 				t.Errorf("answer %d %v %s", w.Code, w.Header(), w.Body)
 			}
 			release()
-			for range 3 { // each gives back what it took
+			for range 3 { // each request releases its slots
 				w := ask()
 				assert.Truef(t, w.Code == http.StatusOK, "afterwards: %d %s", w.Code, w.Body)
 			}
@@ -169,7 +169,7 @@ func sendSilently(t *testing.T, address, header string, length int64) int {
 	return answer.StatusCode
 }
 
-// Connections that send no body block nobody, not even from their own address.
+// Connections that send no body do not block others, not even from their own address.
 func TestSlowBodiesDoNotBlockOthers(t *testing.T) {
 	t.Parallel()
 	const key = "a-long-random-text-of-the-chat-4711"
@@ -199,7 +199,7 @@ func TestSlowBodiesDoNotBlockOthers(t *testing.T) {
 			server.Config, server.Listener = Server(h, log), Listen(server.Listener)
 			server.Start()
 			t.Cleanup(server.Close)
-			for i := range 300 { // more than an address may have in work
+			for i := range 300 { // more than the limit of an address
 				got := sendSilently(t, server.Listener.Addr().String(), c.header, c.length)
 				require.Equal(t, http.StatusContinue, got, i+1)
 			}

@@ -327,7 +327,7 @@ func (a *agent) sendFrom(
 	return w
 }
 
-// guardedRequests present a secret in each possible way.
+// guardedRequests send a secret in each possible way.
 func guardedRequests() map[string]struct {
 	send   func(a *agent, address, forwardedFor, secret string) *httptest.ResponseRecorder
 	right  string
@@ -371,7 +371,7 @@ func TestWrongSecretsAreThrottledAndLogged(t *testing.T) {
 			lines := strings.Count(a.log.String(), "wrong credential")
 			assert.Truef(t, lines >= 1 && lines <= 10 && !strings.Contains(a.log.String(), "sesame") &&
 				!strings.Contains(a.log.String(), way.right), "%d lines, or one with a secret:\n%s", lines, a.log)
-			// the first has to wait; but this secret cannot be guessed
+			// the address of a guess is slowed down, but this secret is too long to guess
 			for _, address := range []string{"192.0.2.1", "192.0.2.2"} {
 				w := way.send(a, address, "", way.right)
 				assert.Truef(t, w.Code == way.enters, "the right one from %s: %d %s", address, w.Code, w.Body)
@@ -466,7 +466,7 @@ func TestLogoutRevokesCookie(t *testing.T) {
 		assert.Equal(t, 200, p.raw("GET", "/v1/lanes", "", withCookie(kept)).Code, name)
 	}
 	a.raw("POST", "/logout", "", withCookie(kept))
-	a.raw("POST", "/logout", "", withCookie(kept)) // once more, as from another tab
+	a.raw("POST", "/logout", "", withCookie(kept)) // a second time, like from another tab
 	a.raw("POST", "/logout", "", withCookie(&http.Cookie{Name: c.Name, Value: "somebody.99999999999.else"}))
 	pgtest.Equal(t, pool, 2, `select count(*) from agent_sessions where revoked_at is not null`)
 }
@@ -501,7 +501,7 @@ func TestCookiesOfAgentsOnOneHost(t *testing.T) {
 	}
 }
 
-// errorPages write their arguments.
+// errorPages write their arguments as the page.
 type errorPages struct{}
 
 func (errorPages) LogIn(w http.ResponseWriter, _ *http.Request, status int, next, wrong string) {
@@ -515,7 +515,7 @@ func (errorPages) Refuse(w http.ResponseWriter, _ *http.Request, err error) {
 	fmt.Fprintf(w, "error page|%s", refusal.Detail)
 }
 
-// scopeFor is the scope of an endpoint in tests.
+// scopeFor returns the scope of an endpoint in tests.
 func scopeFor(access api.Access) principals.Scope {
 	if access == api.Admin {
 		return principals.Operate
@@ -557,7 +557,7 @@ func form(values ...string) (body string, header http.Header) {
 	return v.Encode(), http.Header{"Content-Type": {"application/x-www-form-urlencoded"}}
 }
 
-// logIn returns a login cookie.
+// logIn returns the cookie of a login.
 func (a *agent) logIn() *http.Cookie {
 	a.t.Helper()
 	body, header := form("token", token)
@@ -609,7 +609,7 @@ func TestLoginCookieReplacesToken(t *testing.T) {
 		strings.Contains(out.Header().Get("Set-Cookie"), "Max-Age=0"), "logout: %d %v", out.Code, out.Header())
 }
 
-// An old cookie leads to the login page and does not throttle the address.
+// An expired cookie leads to the login page and does not slow down the address.
 func TestOldCookieIsNotThrottled(t *testing.T) {
 	t.Parallel()
 	for name, secret := range map[string]string{"strong token": token, "weak token": "correct-horse-17"} {

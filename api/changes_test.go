@@ -329,7 +329,7 @@ func TestEveryChangeIsAudited(t *testing.T) {
 	}
 }
 
-// tokenOf makes a principal with a token, and returns the id of the token.
+// tokenOf adds a principal with a token, and returns the id of the token.
 func (a *agent) tokenOf(name string) string {
 	a.t.Helper()
 	_, err := principals.Create(a.t.Context(), a.pool,
@@ -367,7 +367,7 @@ func (a *agent) automation(name string) string {
 	return name
 }
 
-// approval creates a call of the skill drop that needs approval; with park the execution waits for it.
+// approval makes a call of the skill drop that needs approval. With park, the execution waits for it.
 func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 	a.t.Helper()
 	d := skills.Definition{Name: "drop", Description: "drops a table", Handler: "builtin:drop", Trust: skills.TrustApprove}
@@ -500,7 +500,7 @@ func TestEventResumesWaiterOnce(t *testing.T) {
 	keyed.Set("Idempotency-Key", "k")
 	bare := `{"event":"TEST_COMPLETED","key":"k"}`
 	one, _ := a.raiseEvent(bare, keyed)
-	pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // as after a crash before the answer was kept
+	pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // like a crash before the response was stored
 	two, _ := a.raiseEvent(bare, keyed)
 	assert.Equal(t, one, two, "the same key")
 	three, _ := a.raiseEvent(bare, asAdmin())
@@ -508,7 +508,7 @@ func TestEventResumesWaiterOnce(t *testing.T) {
 	assert.True(t, three != one && three != four, "events without id or key are one")
 }
 
-// A visitor's message is in the thread, however it arrived. The thread may be unknown here.
+// A visitor's message is in the thread, by whatever route it came. The thread may be unknown here.
 func TestRaisedMessageIsInThread(t *testing.T) {
 	t.Parallel()
 	a := start(t)
@@ -588,7 +588,7 @@ func TestProposedObjectiveDecision(t *testing.T) {
 	assert.NoDiff(t, []string{"grow"}, a.list("/v1/objectives?status=active", "name", 10, nil))
 }
 
-// A proposal's name comes from a model. Any name can be rejected.
+// A model chooses a proposal's name. Any name can be rejected.
 func TestRejectProposalOfAnyName(t *testing.T) {
 	t.Parallel()
 	a := start(t)

@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// claimRuns asks for executions of a flow.
+// claimRuns claims executions of a flow.
 func (a *agent) claimRuns(flow, owner, more string) []lockAnswer {
 	a.t.Helper()
 	var got struct{ Locks []lockAnswer }
@@ -38,7 +38,7 @@ func TestClaimsReturnTheOldestOfTheNamedFlows(t *testing.T) {
 	got := a.claimRuns("external:sum", "w", `,"max":5`)
 	require.Truef(t, len(got) == 2 && got[0].Execution.ID == first && got[1].Execution.ID == second &&
 		string(got[0].Execution.Input) == `{"n":1}` && got[0].Execution.Status == "running", "claimed %+v", got)
-	// The response was lost: a claim of the same owner returns what the owner does not name.
+	// The response was lost. A further claim of the same owner returns the executions that the request does not list.
 	again := a.claimRuns("external:sum", "w", fmt.Sprintf(`,"max":5,"lock_ids":[%q]`, got[0].LockID))
 	assert.Truef(t, len(again) == 1 && again[0].LockID == got[1].LockID, "after a lost response: %+v", again)
 	others := a.claimRuns("external:sum", "another", `,"max":5`)
@@ -83,7 +83,7 @@ func TestConcurrentClaimsGetDifferentExecutions(t *testing.T) {
 		})
 	}
 	group.Wait()
-	for _, lock := range a.claimRuns("external:sum", "last", `,"max":100`) { // passed over while others locked it
+	for _, lock := range a.claimRuns("external:sum", "last", `,"max":100`) { // skipped while another claim had them locked
 		seen[lock.Execution.ID]++
 	}
 	assert.Equal(t, runs, len(seen))
@@ -104,7 +104,7 @@ func TestAClaimWaitsForTheFirstExecution(t *testing.T) {
 	}
 	claimed := make(chan []lockAnswer, 1)
 	go func() { claimed <- a.claimRuns("external:sum", "w", `,"wait_seconds":30`) }()
-	pgtest.Exec(t, a.pool, `select pg_sleep(0.3)`) // the claim waits by now, or finds it at once
+	pgtest.Exec(t, a.pool, `select pg_sleep(0.3)`) // the claim may wait by now, or find the start at once
 	id := a.startFlow("external:sum", "")
 	select {
 	case got := <-claimed:
@@ -112,7 +112,7 @@ func TestAClaimWaitsForTheFirstExecution(t *testing.T) {
 	case <-time.After(20 * time.Second):
 		t.Fatal("the waiting claim got nothing")
 	}
-	// One that was started in SQL is found by the next poll.
+	// The next poll finds an execution that SQL started.
 	go func() { claimed <- a.claimRuns("external:sum", "w2", `,"wait_seconds":30`) }()
 	pgtest.Exec(t, a.pool, `select start_agent_execution('external:sum', '{}')`)
 	got := <-claimed

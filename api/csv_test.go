@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// table reads a listing as a table: a row has its cells by the names of the columns.
+// table reads a listing as CSV. A row has its cells by column name.
 func (a *agent) table(path, accept string) (rows []map[string]string) {
 	a.t.Helper()
 	header := asAdmin()

@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
-// evalTrial makes a suite "returns" with a run of one decided trial and one open trial, and returns the run's id.
+// evalTrial inserts a suite "returns" and a run with one decided and one open trial. It returns the run's id.
 func evalTrial(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	_, err := evals.Put(t.Context(), pool, evals.Definition{Name: "returns", Trials: 2, Cases: []evals.Case{{
@@ -31,7 +31,7 @@ func evalTrial(t *testing.T, pool *pgxpool.Pool) string {
 		select id::text from run`)
 }
 
-// What does not exist is named in a short sentence.
+// The error for an unknown object is a short sentence with its name.
 func TestWhatIsNoEvalIsNamed(t *testing.T) {
 	t.Parallel()
 	a := start(t)
@@ -49,7 +49,7 @@ func TestWhatIsNoEvalIsNamed(t *testing.T) {
 	}
 }
 
-// A label is stored with its answer, replaced by its author and withdrawn; what has no answer has no label.
+// A label is stored with its answer. Its author can replace or withdraw it. A trial without an answer has no label.
 func TestLabelsOfTrialsOverHTTP(t *testing.T) {
 	t.Parallel()
 	a := start(t)
@@ -118,7 +118,7 @@ func TestRunsOfEvalsOverHTTP(t *testing.T) {
 	}
 }
 
-// Answers and reasons of trials need threads:read. A run without them does not.
+// Answers and reasons of trials need threads:read. The rest of a run does not.
 func TestAnswersOfTrialsNeedThreadsRead(t *testing.T) {
 	t.Parallel()
 	a := start(t)

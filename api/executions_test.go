@@ -52,7 +52,7 @@ func TestTraceWithoutActivities(t *testing.T) {
 	assert.Truef(t, ok && len(list) == 0, "activities are %v", got["activities"])
 }
 
-// detail is an execution as the contract describes it.
+// detail is an execution by the contract.
 type detail struct {
 	ID         string
 	TraceID    string `json:"trace_id"`

@@ -273,7 +273,7 @@ func TestStartWithKeyAndChild(t *testing.T) {
 	body := `{"flow":"external:sum","input":{"a":1},"labels":{"order":"A-1001"}}`
 	a.checkResponse(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &first)
 	a.checkResponse(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &again)
-	pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // as if the process had died before it kept the answer
+	pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // like a crash before the response was stored
 	a.checkResponse(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &child)
 	assert.Equal(t, again, first)
 	assert.Equal(t, child, first)
@@ -376,7 +376,7 @@ func TestStatusStreamResumesWithoutGap(t *testing.T) {
 	first := a.call(t.Context(), "GET", url, token)
 	defer first.Body.Close()
 	lines := bufio.NewScanner(first.Body)
-	pending := readEvent(t, lines) // from here on nothing is missed, however quickly it comes
+	pending := readEvent(t, lines) // from here on the stream misses no change
 	go func() {
 		statuses, ids := []string{"pending"}, []string{pending["id"]}
 		for e := readEvent(t, lines); len(e) > 0; e = readEvent(t, lines) {
@@ -392,7 +392,7 @@ func TestStatusStreamResumesWithoutGap(t *testing.T) {
 			&struct{}{})
 		a.request("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"k"}`, 202, &struct{}{})
 	}
-	l := a.lock(x.ID, "w", 1) // nobody beats: it fails
+	l := a.lock(x.ID, "w", 1) // without a heartbeat: it fails
 	want := []string{"pending", "running", "waiting", "running", "waiting", "running", "failed"}
 	got := <-all
 	require.Equal(t, "", cmp.Diff(want, got.statuses))
@@ -416,7 +416,7 @@ func TestWrongFieldTypeProblem(t *testing.T) {
 	}
 }
 
-// A child belongs to an external parent as to an internal one.
+// A child works the same for an external parent as for an internal one.
 func TestExternalParentWaitsForChild(t *testing.T) {
 	t.Parallel()
 	a := runningAgent(t)
@@ -503,7 +503,7 @@ func (a *agent) startNodeWorker(base, name, id, pause string) *nodeWorker {
 	require.NoError(a.t, n.cmd.Start())
 	a.t.Cleanup(func() {
 		cancel()
-		_ = n.cmd.Wait() // it was waited for already, or is killed
+		_ = n.cmd.Wait() // may have returned already, or is killed
 	})
 	return n
 }
@@ -528,7 +528,7 @@ func TestNodeWorkerResumesAfterKill(t *testing.T) {
 	a := runningAgent(t)
 	base := a.listen(nil).URL
 	x := a.startExternal(`,"on_lost":"hand_on","input":{"start":10}`)
-	over := func() { // as if the ten minutes had passed
+	over := func() { // instead of waiting ten minutes
 		t.Helper()
 		pgtest.Exec(t, a.pool, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1`, x.ID)
 		pgtest.Until(t, a.pool, true, `select claimed_by is null and status = 'running' from agent_executions
@@ -546,7 +546,7 @@ func TestNodeWorkerResumesAfterKill(t *testing.T) {
 	over()
 	second := a.startNodeWorker(base, "second", x.ID, "500")
 	a.waitSteps(second, 2)
-	second.signal(t, syscall.SIGSTOP) // alive, but not heard of
+	second.signal(t, syscall.SIGSTOP) // alive, but without heartbeats
 	over()
 	third := a.startNodeWorker(base, "third", x.ID, "0")
 	err = third.cmd.Wait()
@@ -565,7 +565,7 @@ func TestNodeWorkerResumesAfterKill(t *testing.T) {
 	a.get("/v1/executions/"+x.ID, &ended)
 	assert.Truef(t, steps == 8 && claims == 3 && ended.Status == "completed" && ended.Summary == "the sum is 46",
 		"%d steps under %d claims, %+v", steps, claims, ended)
-	for _, n := range []*nodeWorker{second, third} { // nobody does again what was recorded
+	for _, n := range []*nodeWorker{second, third} { // no worker repeats a recorded step
 		assert.Truef(t, !strings.Contains(n.out.String(), "recorded add 1\n") &&
 			!strings.Contains(n.out.String(), "locked with 0"), "it began anew: %s", n.out)
 	}

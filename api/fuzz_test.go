@@ -27,7 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// storedValues are requests with $T for a text; "$T" in quotes is a JSON string.
+// storedValues are requests with $T in place of a text. "$T" in quotes is a JSON string.
 var storedValues = []string{
 	`POST /v1/events {"event": "EVENT_COMPLETED", "key": "$T", "data": {"a": "$T", "$T": [$T]}, "id": "$T"}`,
 	`POST /v1/events {"event": "MESSAGE_RECEIVED", "key": "thread", "data": {"content": "$T"}}`,
@@ -104,7 +104,7 @@ func FuzzTextOnItsWayIn(f *testing.F) {
 	})
 }
 
-// request inserts the text, escaped in an address.
+// request inserts the text, and escapes it in a path.
 func request(form, text, x, lock string) (method, path, body string) {
 	method, rest, _ := strings.Cut(strings.NewReplacer("$X", x, "$L", lock).Replace(form), " ")
 	path, body, _ = strings.Cut(rest, " ")
@@ -171,7 +171,7 @@ func TestNoInputIsServerError(t *testing.T) {
 	assert.Truef(t, asked >= 1000, "only %d requests were made", asked)
 }
 
-// checkNoServerError checks that a request gets a documented answer, which is no error of the server.
+// checkNoServerError checks that the response to a request is documented and is no 5xx.
 func (a *agent) checkNoServerError(operation map[string]any, method, path, segment, query, body string) {
 	a.t.Helper()
 	target := &url.URL{Path: pathParameter.ReplaceAllLiteralString(path, segment), RawQuery: query}
@@ -204,7 +204,7 @@ func parameters(operation map[string]any) (names []string) {
 	return names
 }
 
-// bodies returns a body per place of the value, other values being harmless; one empty text for no body.
+// bodies returns a body for each place of the value, with harmless values elsewhere; one empty text for no body.
 func (a *agent) bodies(operation map[string]any, value string) []string {
 	request, _ := operation["requestBody"].(map[string]any)
 	content, _ := request["content"].(map[string]any)
@@ -224,7 +224,7 @@ func (a *agent) bodies(operation map[string]any, value string) []string {
 	}
 }
 
-// bodyFiller writes a document of a schema, with the value in one place.
+// bodyFiller writes a document of a schema with the value in one place.
 type bodyFiller struct {
 	a          *agent
 	at, places int

@@ -95,7 +95,7 @@ func TestConcurrentRequestsWithKey(t *testing.T) {
 			}
 		})
 	}
-	refused.Wait() // all others are told while the first is being handled
+	refused.Wait() // all others get 409 while the first runs
 	close(release)
 	group.Wait()
 	assert.Truef(t, calls.Load() == 1 && statuses[201].Load() == 1 && statuses[409].Load() == 49,
@@ -232,7 +232,7 @@ func TestBuiltinRoutesHonourKeys(t *testing.T) {
 		postgres.Strict{"s": "disable_skill"})
 }
 
-// A key lasts for a day; its effects live longer.
+// A key lasts for a day. Its effects last longer.
 func TestKeyExpires(t *testing.T) {
 	t.Parallel()
 	a := start(t)
@@ -249,7 +249,7 @@ func TestKeyExpires(t *testing.T) {
 			a.t = t
 			made := func(want int) {
 				t.Helper()
-				pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // as when its process died, or when its day is over
+				pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // like a dead process, or a key older than a day
 				w := a.postWithKey(test.path, test.body, token, "nightly")
 				require.Truef(t, w.Code == test.status, "got %d %s", w.Code, w.Body)
 				pgtest.Equal(t, a.pool, want, `select count(*) from `+test.table)
@@ -300,7 +300,7 @@ func TestKeyIsReleasedAfterOutage(t *testing.T) {
 	}
 }
 
-// losingPool is a pool whose replies are lost, and which cannot reconnect, while deaf says so.
+// losingPool returns a pool that loses replies, and cannot reconnect, while deaf is set.
 func losingPool(t *testing.T, pool *pgxpool.Pool, most int32) (losing *pgxpool.Pool, deaf *lostReplies) {
 	t.Helper()
 	deaf = &lostReplies{}
@@ -320,7 +320,7 @@ func losingPool(t *testing.T, pool *pgxpool.Pool, most int32) (losing *pgxpool.P
 	return losing, deaf
 }
 
-// The key is released even if the claim's reply was lost.
+// The key is released even if the reply to its claim was lost.
 func TestKeyIsReleasedAfterLostClaimReply(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -337,7 +337,7 @@ func TestKeyIsReleasedAfterLostClaimReply(t *testing.T) {
 	assert.Truef(t, got.Code == http.StatusCreated, "when the database is back: %d %s", got.Code, got.Body)
 }
 
-// Another process need not wait for the lease: the first process releases the key when the database is back.
+// Another process need not wait for the lease: the first process releases the key after the outage.
 func TestKeyIsReleasedForOtherProcesses(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -367,7 +367,8 @@ func TestKeyIsReleasedForOtherProcesses(t *testing.T) {
 	}, "the key is free elsewhere")
 }
 
-// lostReplies is a network that, while lost, delivers requests, loses replies and refuses new connections.
+// lostReplies is a network that can lose replies. While lost is set, it delivers requests, loses replies and refuses
+// new connections.
 type lostReplies struct{ lost atomic.Bool }
 
 type lostReplyConn struct {

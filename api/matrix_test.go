@@ -15,7 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
-// rights says which role enters routes of which scope. It is written down here a second time, on purpose.
+// rights lists the roles that may call routes of each scope. The list is deliberately a second copy.
 var rights = map[string]string{
 	"authenticated":    "none viewer operator approver admin root worker",
 	"runs:read":        "viewer operator approver admin root",
@@ -29,7 +29,7 @@ var rights = map[string]string{
 	"work":             "worker admin root",
 }
 
-// key makes a principal with a token, and returns its text.
+// key adds a principal with a token, and returns the token.
 func (a *agent) key(kind string, role principals.Role, life time.Duration, scopes ...string) (name, text string) {
 	a.t.Helper()
 	name = fmt.Sprintf("p%d", pgtest.Value[int](a.t, a.pool, `select count(*)::int from agent_principals`))
@@ -43,7 +43,7 @@ func (a *agent) key(kind string, role principals.Role, life time.Duration, scope
 	return name, text
 }
 
-// callers are the tokens of each role, and those that open nothing.
+// callers are tokens of each role, and tokens without rights.
 func (a *agent) callers() map[string]string {
 	a.t.Helper()
 	all := map[string]string{"": "", "root": token, "chat key": chatKey}
@@ -66,7 +66,7 @@ func (a *agent) callers() map[string]string {
 	return all
 }
 
-// TestEveryRouteForEveryRole reads the route table and sends each request as everybody.
+// TestEveryRouteForEveryRole reads the route table and sends each request as each caller.
 func TestEveryRouteForEveryRole(t *testing.T) {
 	t.Parallel()
 	a := withEndpoints(t)
@@ -115,7 +115,7 @@ func TestEveryRouteForEveryRole(t *testing.T) {
 	assert.Truef(t, len(used) == 10, "scopes are %v", used)
 }
 
-// A worker reaches executions of its flows, and no other.
+// A worker reaches only executions of its flows.
 func TestAWorkerReachesItsFlowsOnly(t *testing.T) {
 	t.Parallel()
 	a := withEndpoints(t)
@@ -168,7 +168,7 @@ func TestAWorkerReachesItsFlowsOnly(t *testing.T) {
 	pgtest.Equal(t, a.pool, "running", `select status from agent_executions where id::text = $1`, foreign)
 }
 
-// The scope operate cancels the turns of its caller, not those of others, nor other executions.
+// The scope operate cancels turns of its caller, not those of others, nor other executions.
 func TestOperateCancelsOwnTurnsOnly(t *testing.T) {
 	t.Parallel()
 	a := start(t)

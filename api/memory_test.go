@@ -152,7 +152,7 @@ func TestStaleDecisionIsRejected(t *testing.T) {
 	a := start(t)
 	a.objective("grow")
 	seen := a.get("/v1/objectives/grow", &struct{}{}).Get("ETag")
-	// a run is no decision
+	// a run of the objective changes no ETag
 	pgtest.Exec(t, a.pool, `update agent_objectives set due_at = clock_timestamp(), last_trace_id = 'hb_1'`)
 	assert.Equal(t, seen, a.get("/v1/objectives/grow", &struct{}{}).Get("ETag"))
 	act := func(action string, tag string) int {
@@ -226,7 +226,7 @@ func TestIfMatchOfChanges(t *testing.T) {
 			}
 			now := a.get(m.path, &struct{}{}).Get("ETag")
 			require.Truef(t, now != seen && now != "", "the ETag was %s and is %s", seen, now)
-			code, body := act(m.then, "If-Match", seen) // another admin, whose page is from before
+			code, body := act(m.then, "If-Match", seen) // another admin with an older page
 			var p struct {
 				problem
 				Current map[string]any
@@ -251,11 +251,11 @@ func TestIfMatchOfChanges(t *testing.T) {
 				code, body := act(m.then, bad[0], bad[1])
 				assert.Truef(t, code == 400, "%s: %s is answered %d %s", bad[0], bad[1], code, body)
 			}
-			for n, tag := range []string{"W/" + now, "*", now} { // a proxy has weakened it; any; what was there before those
+			for n, tag := range []string{"W/" + now, "*", now} { // weakened by a proxy; any; the tag before those changes
 				code, body := act([]string{m.then, m.first, m.then}[n], "If-Match", tag)
 				assert.Equal(t, []int{200, 200, 412}[n], code, tag, body)
 			}
-			a.post(m.path+"/"+m.then, `{"reason":"x"}`, &struct{}{}) // it says nothing, and does what it says
+			a.post(m.path+"/"+m.then, `{"reason":"x"}`, &struct{}{}) // no condition: the change is made
 			none := m.path[:strings.LastIndexByte(m.path, '/')] + "/none/" + m.first
 			a.checkProblem(a.raw("POST", none, `{"reason":"x"}`, withHeader("If-Match", `"1"`)), 404, "not found")
 		})

@@ -24,7 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
-// issuer is an OIDC issuer that logs everybody in as its subject. userInfo answers requests for more claims.
+// issuer is an OIDC issuer that logs everyone in as its subject. userInfo serves further claims.
 type issuer struct {
 	url, nonce string
 	subject    string
@@ -76,7 +76,7 @@ func newIssuer(t *testing.T) *issuer {
 
 func raw64(b []byte) string { return base64.RawURLEncoding.EncodeToString(b) }
 
-// token is the id token of the subject, without groups.
+// token returns the id token of the subject, without groups.
 func (i *issuer) token() string {
 	claims := fmt.Sprintf(`{"iss":%q,"sub":%q,"aud":"agent","nonce":%q,"exp":%d,"name":"Ana"}`, i.url, i.subject, i.nonce,
 		time.Now().Add(time.Minute).Unix())
@@ -89,7 +89,7 @@ func (i *issuer) token() string {
 	return signed + "." + raw64(signature)
 }
 
-// logIn begins a login and returns the answer to the issuer's answer, or to the first request where that failed.
+// logIn runs a login. It returns the agent's response to the issuer's callback, or to the first request if that failed.
 func (i *issuer) logIn(t *testing.T, a *agent) *httptest.ResponseRecorder {
 	t.Helper()
 	began := a.raw("GET", "/login/oidc", "", nil)
@@ -106,7 +106,7 @@ func (i *issuer) logIn(t *testing.T, a *agent) *httptest.ResponseRecorder {
 	return a.raw("GET", "/login/oidc/callback?code=c&state="+url.QueryEscape(to.Query().Get("state")), "", back)
 }
 
-// An issuer that hangs holds up its own login only, and for a bounded time. The log has the error that it answers.
+// An issuer that hangs delays only its own login, for a bounded time. The log has the issuer's error.
 func TestAnIssuerThatFailsHoldsUpNoLaterLogin(t *testing.T) {
 	t.Parallel()
 	i := newIssuer(t)
@@ -119,11 +119,11 @@ func TestAnIssuerThatFailsHoldsUpNoLaterLogin(t *testing.T) {
 		Pool: pool, Engine: engine(t, pool), Pages: errorPages{}, OIDC: &api.OIDC{
 			Issuer: i.url, ClientID: "agent", ClientSecret: "a-secret-of-the-client", PublicURL: "http://agent.example",
 			Roles:   []api.ClaimRole{{Claim: "groups", Value: "agents", Role: principals.Admin}},
-			Timeout: 3 * time.Second, // as a busy machine may need
+			Timeout: 3 * time.Second, // long, for a busy machine
 		},
 	})
 	hang := func(_ http.ResponseWriter, r *http.Request) {
-		_, _ = io.Copy(io.Discard, r.Body) // then the server notices that the client leaves
+		_, _ = io.Copy(io.Discard, r.Body) // so that the server notices a disconnect
 		<-r.Context().Done()
 	}
 	refuse := func(w http.ResponseWriter, _ *http.Request) {
@@ -162,7 +162,7 @@ func TestAnIssuerThatFailsHoldsUpNoLaterLogin(t *testing.T) {
 	assert.True(t, !strings.Contains(body, "a-secret-of-the-client"), "the log has the client's secret")
 }
 
-// User info that cannot be read, or that is of another subject, logs nobody in: its claims may give a role.
+// A login fails if its user info cannot be read or has another subject: its claims could grant a role.
 func TestUserInfoThatFailsLogsNobodyIn(t *testing.T) {
 	t.Parallel()
 	i := newIssuer(t)

@@ -25,7 +25,7 @@ import (
 //go:embed testdata/provider.mjs
 var providerScript string
 
-// startIssuer runs npm oidc-provider for a callback, and returns its issuer.
+// startIssuer runs npm oidc-provider for a callback, and returns its issuer URL.
 func startIssuer(t *testing.T, callback string) string {
 	t.Helper()
 	run := npmtest.Command(t, providerScript, "oidc-provider@9.13.3")
@@ -75,7 +75,7 @@ func (p person) do(method, address string, form url.Values) (status int, body, a
 
 var formAction = regexp.MustCompile(`<form[^>]*action="([^"]+)"`)
 
-// logIn follows the issuer's forms: the login, then the consent. It returns the agent's answer.
+// logIn follows the issuer's forms: the login, then the consent. It returns the agent's response.
 func (p person) logIn(name string) (status int, body string) {
 	p.Helper()
 	status, body, at := p.do("GET", p.base+"/login/oidc?next=/lanes", nil)
@@ -150,7 +150,7 @@ func TestLoginAtAnIssuer(t *testing.T) {
 	checkOIDCRefusals(t, server.URL, pool, a)
 }
 
-// checkOIDCRefusals tries answers that no login of this browser asked for.
+// checkOIDCRefusals sends callbacks that no login of this browser requested.
 func checkOIDCRefusals(t *testing.T, base string, pool *pgxpool.Pool, a *agent) {
 	t.Helper()
 	assert.Equal(t, 3, pgtest.Value[int](t, pool, `select count(*)::int from agent_principals`))
@@ -160,7 +160,7 @@ func checkOIDCRefusals(t *testing.T, base string, pool *pgxpool.Pool, a *agent) 
 	assert.True(t, !strings.Contains(a.log.String(), "a-secret-of-the-client"), "the log has the client's secret")
 }
 
-// A role that came with claims goes with them; one that an admin gave stays.
+// A role from claims ends with them. A role from an admin stays.
 func TestTheRoleFollowsTheClaims(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

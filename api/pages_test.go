@@ -16,14 +16,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// scopeOfPages says which scope opens the pages of the Engine Room below a path. It is written down here a second time,
-// on purpose; the others need runs:read.
+// scopeOfPages lists the scope of the Engine Room's pages below a path. The list is deliberately a second copy. Other
+// pages need runs:read.
 var scopeOfPages = map[string]string{
 	"threads": "threads:read", "memory": "threads:read", "find": "threads:read", "channels": "threads:read",
 	"operate": "operate", "approvals": "approvals:read", "principals": "admin", "act": "authenticated",
 }
 
-// withRoom is an agent with the Engine Room.
+// withRoom starts an agent with the Engine Room.
 func withRoom(t *testing.T) (a *agent, routes []engineroom.Route) {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -54,8 +54,8 @@ func withRoom(t *testing.T) (a *agent, routes []engineroom.Route) {
 
 var pagePlaceholder = regexp.MustCompile(`\{[^}]*\}`)
 
-// Each page, each live part and each action of the Engine Room is opened as everybody, with and without the object that
-// its address names.
+// The test opens each page, each live part and each action of the Engine Room as each caller, with and without the
+// object in its path.
 func TestEveryPageForEveryRole(t *testing.T) {
 	t.Parallel()
 	a, routes := withRoom(t)
@@ -69,8 +69,8 @@ func TestEveryPageForEveryRole(t *testing.T) {
 		switch {
 		case r.Path == "/act/v1/operate":
 			scope = "operate"
-		case strings.HasPrefix(strings.TrimPrefix(at, "/live"), "/evals/from/"), // what was said in a trace
-			strings.Contains(r.Path, "/cases/{case}"): // what was said in a trial
+		case strings.HasPrefix(strings.TrimPrefix(at, "/live"), "/evals/from/"), // texts of a trace
+			strings.Contains(r.Path, "/cases/{case}"): // texts of a trial
 			scope = "threads:read"
 		case scope == "":
 			scope = "runs:read"
@@ -92,7 +92,7 @@ func TestEveryPageForEveryRole(t *testing.T) {
 	assert.Truef(t, tried >= 1000, "only %d requests", tried)
 }
 
-// What the stylesheet hides from a role, the server refuses: the forms of other roles, and the texts of a trace.
+// The server rejects the requests that the stylesheet hides from a role: its forms, and the texts of a trace.
 func TestHiddenFormsAndTextsAreRefused(t *testing.T) {
 	t.Parallel()
 	a, _ := withRoom(t)

@@ -8,7 +8,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// A route without a scope is open to admins only. It has to be said, not forgotten.
+// A route without a scope is open to admins only. The route table must state that.
 func TestEveryRouteHasAScope(t *testing.T) {
 	t.Parallel()
 	table, err := (&server{}).routes(nil)

@@ -98,7 +98,7 @@ func TestEncodingFailureIsProblem(t *testing.T) {
 		"answer is %d %s", w.Code, w.Body)
 }
 
-// FuzzStream streams any stored values and reads them as a client.
+// FuzzStream streams any stored values and reads them like a client.
 func FuzzStream(f *testing.F) {
 	for i, text := range []string{
 		"running", "a\nb\r\nc\rd", "\n\nid: 9\nevent: status\ndata: {}\n\n", "\x00", "\xff\xfe", "\u2028\ufeff", "</script>",

@@ -141,7 +141,7 @@ func TestStreamsEndAtShutdown(t *testing.T) {
 	assert.ErrorIs(t, <-ended, executions.ErrDraining)
 }
 
-// At shutdown, watching streams end first; a streamed response continues until the grace period ends.
+// At shutdown, watching streams end first. A streamed response continues until the grace period ends.
 func TestShutdownCutsResponsesLast(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -215,7 +215,7 @@ func TestHeaderLimit(t *testing.T) {
 	assert.Equal(t, http.StatusRequestHeaderFieldsTooLarge, answer.StatusCode)
 }
 
-// readEvent reads the next event of a stream; comments are skipped.
+// readEvent reads the next event of a stream and skips comments.
 func readEvent(t *testing.T, lines *bufio.Scanner) map[string]string {
 	t.Helper()
 	got := map[string]string{}
@@ -264,7 +264,7 @@ func TestStatusStreamEndsWithExecution(t *testing.T) {
 			strings.Contains(last["data"], `"status":"`+step.status+`"`) && strings.Contains(last["data"], `"id":"`+x.ID+`"`) &&
 			strings.Contains(last["data"], `"at":"`), "event is %v, want %s", last, step.status)
 		if step.status == "waiting" {
-			<-time.After(700 * time.Millisecond) // several looks at the same state, which is told once
+			<-time.After(700 * time.Millisecond) // several polls see this state; the stream sends it once
 		}
 		step.then()
 	}
