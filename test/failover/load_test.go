@@ -20,26 +20,26 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// load is everybody outside: who starts executions, gives events, speaks in threads and asks as a visitor, and who
-// takes a lane by plain SQL. All try again until they are answered, under the same key; what was answered is noted.
+// load plays all clients: they start executions, send events, write in threads and ask as visitors, and one takes a
+// lane by plain SQL. Each repeats its request under the same key until it gets an answer, and notes the answer.
 type load struct {
 	*world
-	ctx   context.Context // ends when no more may begin
+	ctx   context.Context // ends when no client may start more
 	stop  context.CancelFunc
 	group sync.WaitGroup
 	jobs  errgroup.Group
 
 	mu     sync.Mutex
 	turn   int
-	runs   map[int]string    // executions that were started: their ids
-	given  map[string]string // events that were accepted: their keys by id
-	notes  map[string]string // messages: their content by id
-	heard  map[string]string // answers that visitors got, by thread and question
-	tokens []int64           // of the lane probe, as they were answered
-	tries  int               // requests that were not answered, or with an error of the server
+	runs   map[int]string    // ids of started executions
+	given  map[string]string // keys of accepted events, by id
+	notes  map[string]string // contents of messages, by id
+	heard  map[string]string // answers to visitors, by thread and question
+	tokens []int64           // of the lane probe, in the order of its grants
+	tries  int               // requests without an answer, or with a server error
 }
 
-// newLoad is one that has not begun.
+// newLoad creates a load that has not started.
 func (w *world) newLoad() *load {
 	ctx, stop := context.WithCancel(w.t.Context())
 	l := &load{
@@ -63,14 +63,14 @@ func (w *world) begin() *load {
 	return l
 }
 
-// end lets nothing more begin, and what has begun come to its answer.
+// end starts no more requests, and waits for the answers of those in progress.
 func (l *load) end() {
 	l.stop()
 	l.group.Wait()
 	_ = l.jobs.Wait() // none fails
 }
 
-// people start an execution, give its event, and say something, over and over.
+// people start an execution, send its event, and send a message, again and again.
 func (l *load) people() {
 	for n := 1; testkit.Wait(l.ctx, 250*time.Millisecond); n++ {
 		l.jobs.Go(func() error {
@@ -132,7 +132,7 @@ func (l *load) ask(n int) {
 	}
 }
 
-// lane acquires and releases a lane, over and over.
+// lane acquires and releases a lane, again and again.
 func (l *load) lane() {
 	for n := 0; testkit.Wait(l.ctx, 200*time.Millisecond); n++ {
 		ctx, cancel := context.WithTimeout(l.ctx, 10*time.Second)
@@ -140,7 +140,7 @@ func (l *load) lane() {
 		owner := fmt.Sprintf("prober %d", n)
 		err := l.db.QueryRow(ctx, `select fencing_token from acquire_agent_lock('probe', $1, 1) where acquired`,
 			owner).Scan(&token)
-		if err == nil { // else the last owner's lease has not ended, because an outage kept it from releasing
+		if err == nil { // else the last owner's lease has not ended: an outage prevented its release
 			l.mu.Lock()
 			l.tokens = append(l.tokens, token)
 			l.mu.Unlock()
@@ -150,7 +150,7 @@ func (l *load) lane() {
 	}
 }
 
-// insist sends a request to the processes by turns until one answers it well.
+// insist sends a request to the processes in turn until one succeeds.
 func (l *load) insist(path, token, key, thread string, body, into any) {
 	text, err := json.Marshal(body)
 	if err != nil {
@@ -190,14 +190,14 @@ func (l *load) post(ctx context.Context, path, token, key, thread string, body [
 	return got.Status, got.Body
 }
 
-// started is how many executions were confirmed.
+// started returns the number of confirmed executions.
 func (l *load) started() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return len(l.runs)
 }
 
-// truthTables is what only the test knows, beside the product's own tables.
+// truthTables store what only the test knows.
 const truthTables = `
 	create schema truth;
 	create table truth.runs (n int not null, id uuid not null);
@@ -207,7 +207,7 @@ const truthTables = `
 	create table truth.calls (skill text not null, key text not null, body jsonb not null);
 	create table truth.lanes (process int not null, nth int not null, lane text not null, token bigint not null)`
 
-// checks are the invariants: each query lists what violates one, in words.
+// checks are the invariants. Each query lists its violations in words.
 var checks = map[string]string{
 	"a start that was confirmed is there, once": `
 		select format('number %s (%s) is not there as it was started', r.n, r.id) from truth.runs r
@@ -284,7 +284,7 @@ var checks = map[string]string{
 		select format('activity %s is under way', activity_id) from agent_activity_open`,
 }
 
-// underWay lists what has not come to its end.
+// underWay lists everything that has not ended.
 const underWay = `
 	select format('%s of %s are %s, wait for %s', count(*), flow, status, waiting_for) from agent_executions
 	 where completed_at is null group by flow, status, waiting_for
@@ -294,7 +294,7 @@ const underWay = `
 	union all
 	select format('lane %s is held by %s', lane, locked_by) from agent_locks where locked_by <> '' and lane <> 'probe'`
 
-// settle lets the load and what it began come to an end, stops the processes, and asks whether everything holds.
+// settle waits until the load and its work have ended, stops the processes, and runs all checks.
 func (l *load) settle() {
 	l.t.Helper()
 	l.end()
@@ -320,7 +320,7 @@ func (l *load) settle() {
 	l.tally()
 }
 
-// note writes down what only the test knows.
+// note stores what only the test knows.
 func (l *load) note() {
 	for n, id := range l.runs {
 		pgtest.Exec(l.t, l.db, `insert into truth.runs values ($1, $2)`, n, id)
@@ -349,7 +349,7 @@ func (l *load) note() {
 	}
 }
 
-// tally says how much there was, and fails a test in which something did not happen at all.
+// tally logs the counts of each kind of work, and fails the test if a kind did not happen.
 func (l *load) tally() {
 	l.t.Helper()
 	l.t.Logf("%6d requests were not answered and sent again", l.tries)
@@ -373,7 +373,7 @@ func (l *load) tally() {
 	}
 }
 
-// Every check finds what it is for.
+// Every check finds its violation.
 func TestTheChecksFindWhatTheyAreFor(t *testing.T) {
 	t.Parallel()
 	for name, planted := range plantedRows {

@@ -26,7 +26,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// One of two processes is killed. Then the database is restarted in order, without warning, and for a while, in the
+// One of two processes is killed. Then the database restarts gracefully, crashes, and stays down for a while, in the
 // long form for longer than a worker's lease.
 func TestTheDatabaseIsRestartedAndStaysAway(t *testing.T) {
 	t.Parallel()
@@ -51,7 +51,7 @@ func TestTheDatabaseIsRestartedAndStaysAway(t *testing.T) {
 		if outage.away > 0 {
 			w.unready("database")
 		}
-		w.open() // what was called is answered, and cannot be recorded
+		w.open() // calls get their answers, which cannot be recorded
 		testkit.Wait(t.Context(), outage.away)
 		w.survived()
 		s.start()
@@ -64,7 +64,7 @@ func TestTheDatabaseIsRestartedAndStaysAway(t *testing.T) {
 	l.settle()
 }
 
-// kill kills a process as kill -9 does, ends its lease, and starts another in its place.
+// kill ends a process with SIGKILL, ends its lease, and starts another in its place.
 func (l *load) kill(i int) {
 	l.t.Helper()
 	l.agents[i].Kill()
@@ -77,14 +77,14 @@ func (l *load) kill(i int) {
 	l.bases[i] = base
 }
 
-// atTheWorstMoment returns when executions wait, and calls of each skill and of the model are under way.
+// atTheWorstMoment returns when calls of each skill and of the model are blocked.
 func (l *load) atTheWorstMoment() {
 	l.t.Helper()
 	l.shut()
 	pgtest.Eventually(l.t, func() bool { return l.holds("look", "pay", "model") }, "calls are under way")
 }
 
-// recovers waits until the processes are ready and what is asked for from now on is done.
+// recovers waits until the processes are ready and new work completes.
 func (l *load) recovers() {
 	l.t.Helper()
 	began := time.Now()
@@ -107,7 +107,7 @@ func (l *load) recovers() {
 	l.t.Logf("recovered within %s", time.Since(began).Round(time.Millisecond))
 }
 
-// TestAPrimaryIsLostAndItsStandbyPromoted while two processes work.
+// TestAPrimaryIsLostAndItsStandbyPromoted loses the primary while two processes work.
 func TestAPrimaryIsLostAndItsStandbyPromoted(t *testing.T) {
 	t.Parallel()
 	primary := newServer(t)
@@ -124,26 +124,26 @@ func TestAPrimaryIsLostAndItsStandbyPromoted(t *testing.T) {
 	l.settle()
 }
 
-// counter stands between a process and the database, counts the requests of all its connections, and says of one that
-// it must not arrive, or that it arrives and its answer is not heard.
+// counter is a proxy in front of a database. It counts the requests of all its connections. It kills the process at one
+// of them: the request does not arrive, or its answer is lost.
 type counter struct {
 	*pgproxy.Proxy
 
 	mu     sync.Mutex
 	n      int
-	at     int  // the request to die of; 0 for none
-	before bool // it arrives
+	at     int  // the request of the kill; 0 for none
+	before bool // the request arrives
 	die    func()
 }
 
-// count begins to count, for a process that is killed at request n.
+// count starts counting for a process that dies at request n.
 func (c *counter) count(n int, before bool, die func()) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.n, c.at, c.before, c.die = 0, n, before, die
 }
 
-// newCounter makes one before a database.
+// newCounter creates a counter in front of a database.
 func newCounter(t testing.TB, to string) *counter {
 	t.Helper()
 	c := &counter{}
@@ -158,7 +158,7 @@ type counted struct {
 	client, server net.Conn
 }
 
-// Upstream carries what a client says, up to the request to die of.
+// Upstream forwards the client's requests, up to the one of the kill.
 func (c *counted) Upstream() {
 	pgproxy.Forward(c.client, c.server, func(r pgproxy.Request) bool {
 		last, arrives := false, true
@@ -176,10 +176,10 @@ func (c *counted) Upstream() {
 	})
 }
 
-// Downstream carries what the server answers.
+// Downstream forwards the server's answers.
 func (c *counted) Downstream() { pgproxy.Answers(c.server, c.client, func() bool { return false }) }
 
-// step counts a request, and says whether it is the one to die of and whether it arrives.
+// step counts a request. It reports whether this is the one of the kill and whether it arrives.
 func (c *counter) step() (last, arrives bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -188,15 +188,15 @@ func (c *counter) step() (last, arrives bool) {
 	return last, !last || c.before
 }
 
-// TestMigrateIsKilledAtEveryRequest kills `agent migrate` with -9 at one request after the other, before it arrives
-// and after, and runs it again on what is there, until it comes through. The schema is then that of a database that
-// was migrated in peace.
+// TestMigrateIsKilledAtEveryRequest kills `agent migrate` with SIGKILL at one request after the other, before it
+// arrives and after. It runs the program again on the result, until a run completes. The schema must then equal that of
+// an undisturbed migration.
 func TestMigrateIsKilledAtEveryRequest(t *testing.T) {
 	t.Parallel()
 	to := pgtest.EmptyURL(t)
 	c := newCounter(t, to)
 	db := connect(t, to)
-	seen := map[int]int{} // how often a run ended with so many files applied
+	seen := map[int]int{} // number of runs that ended with that many files applied
 	kills, n := 0, 1
 	for ; kills < 1000; kills++ {
 		done := migrateUntil(t, c, n, kills%2 == 0)
@@ -215,9 +215,9 @@ func TestMigrateIsKilledAtEveryRequest(t *testing.T) {
 	}
 }
 
-// nextRequest is where the next run dies. Every file costs four requests, one that builds indexes concurrently some
-// for each of them, and those before it some that do not change: so a run gets on a little, and dies inside a file or
-// between two.
+// nextRequest returns the request at which the next run dies. Every file costs four requests, and more if it builds
+// indexes concurrently. The requests before the files stay the same. So each run advances a little, and dies inside a
+// file or between two.
 func nextRequest(n, files int) int {
 	switch {
 	case long(), n < 12:
@@ -228,7 +228,7 @@ func nextRequest(n, files int) int {
 	return 12 + (n+17)%47
 }
 
-// migrateUntil runs `agent migrate` up to its nth request, and reports whether it ended well before that.
+// migrateUntil runs `agent migrate` up to its nth request, and reports whether it completed before that.
 func migrateUntil(t *testing.T, c *counter, n int, before bool) bool {
 	t.Helper()
 	started := make(chan *proctest.Process, 1)
@@ -252,8 +252,8 @@ func connect(t *testing.T, to string) *pgxpool.Pool {
 	return pgtest.Pool(t, to, postgres.Options{MaxConns: 4, ApplicationName: "test"})
 }
 
-// appliedFiles is how many files are applied. What a file makes is there exactly when it is recorded: the files are
-// known to fail when they are applied twice, and not to apply without those before.
+// appliedFiles returns the number of applied files. The objects of a file exist exactly if it is recorded: a file fails
+// when it is applied twice, or without its predecessors.
 func appliedFiles(t *testing.T, db *pgxpool.Pool) int {
 	t.Helper()
 	if !pgtest.Value[bool](t, db, `select to_regclass('agent_migrations') is not null`) {
@@ -262,7 +262,7 @@ func appliedFiles(t *testing.T, db *pgxpool.Pool) int {
 	return pgtest.Value[int](t, db, `select count(*) from agent_migrations`)
 }
 
-// shape is a digest of everything in the schema of a database, and of River's.
+// shape returns a digest of a database's schema, including River's.
 func shape(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
 	var digest string
@@ -289,7 +289,7 @@ func shape(t *testing.T, db *pgxpool.Pool) string {
 	return digest
 }
 
-// TestTwoProcessesMigrateAtOnce on an empty database: one does it, both say that it is done.
+// TestTwoProcessesMigrateAtOnce runs two migrations of an empty database. One does the work, both report success.
 func TestTwoProcessesMigrateAtOnce(t *testing.T) {
 	t.Parallel()
 	to := pgtest.EmptyURL(t)
@@ -306,8 +306,7 @@ func TestTwoProcessesMigrateAtOnce(t *testing.T) {
 	assert.Truef(t, applied == n && n != 0, "the two say that they applied %d files, and %d are", applied, n)
 }
 
-// documented runs the one command of docs/retention.md that begins with a word, with programs of the PostgreSQL that
-// the tests use.
+// documented runs the command of docs/retention.md that starts with a word, with the tests' PostgreSQL programs.
 func documented(t *testing.T, word, dir string, environ ...string) {
 	t.Helper()
 	text, err := os.ReadFile("../../docs/retention.md")
@@ -321,7 +320,7 @@ func run(t *testing.T, command, dir string, environ ...string) {
 	t.Helper()
 	binaries, err := pgserver.FindBinaries(os.Getenv)
 	if err != nil {
-		t.Skip(err) // the server is another machine's
+		t.Skip(err) // the server runs on another machine
 	}
 	cmd := exec.CommandContext(t.Context(), "sh", "-c", command)
 	cmd.Dir = dir
@@ -330,10 +329,10 @@ func run(t *testing.T, command, dir string, environ ...string) {
 	require.Truef(t, err == nil, "%s: %v\n%s", command, err, out)
 }
 
-// TestADumpOfALiveDatabaseGoesOnElsewhere: a database is dumped while executions run and wait, with the commands of
-// docs/retention.md, the old processes go on for a while and are stopped, and others work on what was restored. What
-// waited waits and wakes, what ran is taken over, tokens and claims are larger than any of the old world, and nobody
-// who has an old one can write.
+// TestADumpOfALiveDatabaseGoesOnElsewhere dumps a database while executions run and wait, with the commands of
+// docs/retention.md. The old processes work on for a while and stop. Others serve the restored database. Waiting
+// executions wait and wake, and running ones are taken over. New tokens and claims are larger than all old ones, and no
+// holder of an old one can write.
 func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
 	t.Parallel()
 	if pgtest.Pooled() {
@@ -361,7 +360,7 @@ func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
 	dir := t.TempDir()
 	documented(t, "pg_dump", dir, "DATABASE_URL="+w.url)
 
-	// Behind the dump the old world goes on, and takes more claims and tokens.
+	// After the dump, the old processes work on, and take more claims and tokens.
 	pgtest.Exec(w.t, w.db, `select release_agent_lock('probe', 'old')`)
 	token := pgtest.Value[int64](w.t, w.db, `select fencing_token from acquire_agent_lock('probe', 'older', 60)`)
 	claims := pgtest.Value[int64](w.t, w.db, `select max(claim) from agent_executions`)
@@ -372,7 +371,7 @@ func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
 
 	to := pgtest.EmptyURL(t)
 	documented(t, "pg_restore", dir, "NEW_DATABASE_URL="+to)
-	// the test's own
+	// the schema of the test itself
 	run(t, `psql --dbname="$NEW_DATABASE_URL" --command='drop schema truth cascade'`, dir, "NEW_DATABASE_URL="+to)
 	documented(t, "psql --dbname", dir, "NEW_DATABASE_URL="+to)
 	restored := newWorld(t, to, "30s")
@@ -387,7 +386,7 @@ const (
 		and claimed_by is not null`
 )
 
-// goesOn serves a restored database, gives every event, and sees everything end.
+// goesOn serves a restored database, sends every event, and waits until everything has ended.
 func goesOn(w *world, errands int, token, claims int64) {
 	w.t.Helper()
 	lost := pgtest.Column[string](w.t, w.db, fmt.Sprintf(`
@@ -415,7 +414,7 @@ func goesOn(w *world, errands int, token, claims int64) {
 	messages := pgtest.Value[int](w.t, w.db,
 		`select count(distinct content)::int from agent_messages where content like '% got [event %' and status = 'sent'`)
 	assert.Equal(w.t, errands+1, messages, "said what they did")
-	// Timers and schedules: a deadline that passed while nobody was there, and the next heartbeat.
+	// Timers and schedules work too: a deadline that passed while no process ran, and the next heartbeat.
 	l.start(errands + 2)
 	pgtest.Eventually(w.t, func() bool { return pgtest.Value[int](w.t, w.db, asleep) == 1 }, "one waits")
 	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() where flow = 'errand'

@@ -39,7 +39,7 @@ type replicated struct {
 	db               *pgxpool.Pool
 }
 
-// newReplicated makes one with some history, which the replica has.
+// newReplicated creates a primary and a replica with some history.
 func newReplicated(t *testing.T) *replicated {
 	t.Helper()
 	r := &replicated{t: t, primary: newServer(t)}
@@ -64,14 +64,14 @@ func (r *replicated) open(s *server) *pgxpool.Pool {
 	return pool
 }
 
-// act writes an activity of a skill, which pages about its trace show.
+// act writes an activity of a skill. Pages about its trace show it.
 func (r *replicated) act(skill string) {
 	r.t.Helper()
 	pgtest.Exec(r.t, r.db, `insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status)
 	        values ('`+oldTrace+`', '`+oldRun+`', 'call', 'agent', 'operate', '`+skill+`', 'success')`)
 }
 
-// reader is a Reader of both.
+// reader returns a Reader of both servers.
 func (r *replicated) reader(o replica.Options) *replica.Reader {
 	o.Primary, o.Check = r.db, migrations.Check
 	if o.Open == nil {
@@ -84,14 +84,14 @@ func (r *replicated) reader(o replica.Options) *replica.Reader {
 	return read
 }
 
-// page is what a GET was answered with.
+// page is the response to a GET.
 type page struct {
 	status int
 	body   string
-	lag    string // that the answer says; empty for the primary
+	lag    string // from the response; empty for the primary
 }
 
-// get asks for a page as the admin; fresh asks for the primary.
+// get loads a page as the admin; fresh requests the primary.
 func get(t *testing.T, client *http.Client, url string, fresh bool) page {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, http.NoBody)
@@ -115,10 +115,10 @@ func answered(t *testing.T, client *http.Client, req *http.Request) page {
 	return page{resp.StatusCode, string(body), resp.Header.Get(replica.Header)}
 }
 
-// passing is what differs between two readings of the same state.
+// passing matches the parts that differ between two reads of the same state.
 var passing = regexp.MustCompile(`\s*<p id="replica".*</p>\s*|data-(?:now|seen)="[^"]*"`)
 
-// roomPages are the pages that are read from a replica.
+// roomPages are the pages that read from a replica.
 var roomPages = []string{
 	"/", "/activity", "/audit", "/traces", "/traces/" + oldTrace,
 	"/traces/" + oldTrace + "?view=table",
@@ -137,7 +137,7 @@ func TestPagesAndQuestionsAreReadFromAReplica(t *testing.T) {
 	t.Run("program", r.served)
 }
 
-// sameAnswers compares every page, and why, in both servers while nobody writes.
+// sameAnswers compares every page, and why, on both servers while no process writes.
 func (r *replicated) sameAnswers(t *testing.T) {
 	read := r.reader(replica.Options{})
 	pgtest.Eventually(t, func() bool { _, err := read.Measure(t.Context()); return err == nil },
@@ -190,7 +190,8 @@ func (r *replicated) otherDatabase(t *testing.T) {
 	}
 }
 
-// tooFar stops the replay: what is too far behind is not read, and what is less far behind is read with its lag.
+// tooFar stops the replay. The reader does not use a replica beyond the maximum lag. It uses one within the maximum and
+// reports the lag.
 func (r *replicated) tooFar(t *testing.T) {
 	near, far := r.reader(replica.Options{MaxLag: 1}), r.reader(replica.Options{})
 	for _, read := range []*replica.Reader{near, far} {
@@ -218,7 +219,7 @@ func (r *replicated) tooFar(t *testing.T) {
 	}
 }
 
-// environ is what a process gets.
+// environ returns the environment of a process.
 func (r *replicated) environ(more ...string) []string {
 	return append([]string{
 		"DATABASE_URL=" + urlOf(r.primary), "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_LISTEN=127.0.0.1:0",
@@ -227,8 +228,7 @@ func (r *replicated) environ(more ...string) []string {
 	}, more...)
 }
 
-// served drives the program through replay that stands still, a replica that goes and comes back, and a primary that
-// goes.
+// served runs the program while the replay pauses, the replica stops and restarts, and the primary stops.
 func (r *replicated) served(t *testing.T) {
 	a := launch(t, t.TempDir(), r.environ("DATABASE_READ_URL="+urlOf(r.standby)), "serve")
 	base := a.Base()
@@ -279,7 +279,8 @@ func (r *replicated) served(t *testing.T) {
 	}
 }
 
-// questions come from the replica with its lag, over HTTP and on the command line, and are those of the primary.
+// questions compares answers from the replica with the primary's, over HTTP and on the command line, and checks their
+// lag.
 func (r *replicated) questions(base string) {
 	r.t.Helper()
 	trace := "/v1/traces/" + oldTrace
@@ -316,7 +317,7 @@ func (r *replicated) ask(args ...string) *proctest.Process {
 	return asked
 }
 
-// seesItsOwn watches pages while the replica stands still: who has just written sees the primary's state, others the
+// seesItsOwn watches pages while the replay pauses. A client that has just written sees the primary's state, others the
 // replica's.
 func (r *replicated) seesItsOwn(admin *http.Client, base string) {
 	r.t.Helper()
@@ -328,12 +329,12 @@ func (r *replicated) seesItsOwn(admin *http.Client, base string) {
 	assert.Truef(r.t, !strings.Contains(got, "From the replica"), "who wrote is shown the replica's state: %.300s", got)
 }
 
-// watch is the first thing that a page's stream says of where it is read from, or of what is newest.
+// watch returns the first update of a page's stream about its source, or about the newest activity.
 func (r *replicated) watch(client *http.Client, url string) string {
 	r.t.Helper()
 	req, err := http.NewRequestWithContext(r.t.Context(), http.MethodGet, url, http.NoBody)
 	require.NoError(r.t, err)
-	req.Header.Set("Cache-Control", "no-cache") // as browsers ask for every event stream
+	req.Header.Set("Cache-Control", "no-cache") // like browsers for every event stream
 	if client.Jar == nil {
 		req.Header.Set("Authorization", "Bearer "+adminToken)
 	}
@@ -351,7 +352,7 @@ func (r *replicated) watch(client *http.Client, url string) string {
 	return ""
 }
 
-// asksThePrimary asks for a trace that the replica has not replayed.
+// asksThePrimary requests a trace that the replica has not replayed.
 func (r *replicated) asksThePrimary(base string) {
 	r.t.Helper()
 	const newTrace = "op_01JD3V7K8ZQ6W2M5T9X4C1B0AF"
@@ -364,7 +365,7 @@ func (r *replicated) asksThePrimary(base string) {
 	}
 }
 
-// logIn is a browser that has logged in.
+// logIn returns a logged-in client.
 func (r *replicated) logIn(base string) *http.Client {
 	r.t.Helper()
 	jar, err := cookiejar.New(nil)

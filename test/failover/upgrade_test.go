@@ -20,8 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// expansion is what the migrations of a release may look like: it changes what every statement of the processes
-// touches.
+// expansion plays the migrations of a later release. It changes the tables of every statement of the processes.
 var expansion = map[string]string{
 	"9001_more.sql": `
 		alter table agent_executions add column more int not null default 1, add column maybe text;
@@ -34,7 +33,7 @@ var expansion = map[string]string{
 		"agent_executions (more, id);\n",
 }
 
-// files are the text of this version and further changes.
+// files returns the migrations of this version and further changes.
 func files(t testing.TB, further map[string]string) fstest.MapFS {
 	t.Helper()
 	all := fstest.MapFS{}
@@ -54,8 +53,8 @@ func files(t testing.TB, further map[string]string) fstest.MapFS {
 	return all
 }
 
-// TestANewerVersionMigratesWhileProcessesServe, with executions that run and wait: nothing is lost and nothing stops.
-// Then the processes are stopped, and may not come back.
+// TestANewerVersionMigratesWhileProcessesServe migrates while executions run and wait: none is lost, none stops. Then
+// the processes stop, and cannot start again.
 func TestANewerVersionMigratesWhileProcessesServe(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, pgtest.URL(t), "30s")
@@ -80,9 +79,9 @@ func TestANewerVersionMigratesWhileProcessesServe(t *testing.T) {
 	l.settle()
 }
 
-// TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne upgrades the data of schema version 118 with the program,
-// and serves it: what a release left in a database when its processes were killed while one execution ran, and others
-// waited for everything that can be waited for.
+// TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne upgrades data of schema version 118 with the program, and
+// serves it. The data comes from killed processes of a release: one execution ran, and others waited for every kind of
+// event.
 func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
 	t.Parallel()
 	to := pgtest.EmptyURL(t)
@@ -96,9 +95,9 @@ func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
 	answers := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) {
 		rw.WriteHeader(http.StatusNoContent)
 	}))
-	t.Cleanup(answers.Close) // the skill whose call was interrupted
+	t.Cleanup(answers.Close) // the skill with the interrupted call
 	here := strings.ReplaceAll(string(data), "127.0.0.1:31779", answers.Listener.Addr().String())
-	conn, err := pgx.Connect(t.Context(), to) // one of its own: a dump sets what the session keeps
+	conn, err := pgx.Connect(t.Context(), to) // its own connection: a dump changes session settings
 	require.NoError(t, err)
 	defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, conn, here, pgx.QueryExecModeSimpleProtocol)
@@ -107,10 +106,10 @@ func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
 	finishes(t, newWorld(t, to, "30s"))
 }
 
-// finishes gives what is waited for, and sees everything end.
+// finishes sends what the executions wait for, and waits until everything has ended.
 func finishes(t *testing.T, w *world) {
 	t.Helper()
-	// What was dumped is of another day: deadlines are ahead again, and the workers are dead.
+	// The dump is old, so the test moves the deadlines into the future and ends the workers.
 	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() + interval '1 day'
 		where status = 'waiting'`)
 	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() where status = 'waiting'

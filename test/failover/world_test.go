@@ -71,7 +71,7 @@ review_every: 1m
 steps: [Look around]
 `
 
-// world is a database with a workspace, the model and the skills, and the processes that serve.
+// world is a database with a workspace, the model, the skills and the serving processes.
 type world struct {
 	t      testing.TB
 	url    string
@@ -98,7 +98,7 @@ func newWorld(t testing.TB, url, lease string) *world {
 		held: map[string]int{},
 	}
 	close(w.gate)
-	t.Cleanup(w.open) // what is held up lets go before the servers are closed
+	t.Cleanup(w.open) // releases blocked calls before the servers close
 	w.db = pgtest.Pool(w.t, w.url, postgres.Options{MaxConns: 8, ApplicationName: "test"})
 	_, err := migrations.Up(t.Context(), w.db)
 	require.NoError(t, err)
@@ -113,13 +113,13 @@ func newWorld(t testing.TB, url, lease string) *world {
 	return w
 }
 
-// environ is what a process of this world gets.
+// environ returns the environment of a process.
 func (w *world) environ() []string {
 	return testkit.Environ(w.url, w.model, "AGENT_ADMIN_TOKEN="+adminToken, "AGENT_CHAT_KEY=visitors="+visitorKey,
 		"AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 3s", "AGENT_WORKER_LEASE="+w.lease, "AGENT_WORKERS=6")
 }
 
-// serve starts so many processes, and returns when they are ready.
+// serve starts processes and returns when they are ready.
 func (w *world) serve(processes int) {
 	w.t.Helper()
 	for range processes {
@@ -129,7 +129,7 @@ func (w *world) serve(processes int) {
 	w.ready("at the beginning")
 }
 
-// ready waits until every process says that it is ready.
+// ready waits until every process is ready.
 func (w *world) ready(when string) {
 	w.t.Helper()
 	for _, base := range w.bases {
@@ -138,7 +138,7 @@ func (w *world) ready(when string) {
 	}
 }
 
-// unready waits until every process says that it is not, and sees that it is alive.
+// unready waits until every process is unready, and checks that it is alive.
 func (w *world) unready(failing string) {
 	w.t.Helper()
 	for i, base := range w.bases {
@@ -151,7 +151,7 @@ func (w *world) unready(failing string) {
 	}
 }
 
-// probed is an answer to a probe; status 0 for none.
+// probed is the response to a probe; status 0 means none.
 type probed struct {
 	status int
 	Checks map[string]struct {
@@ -169,7 +169,7 @@ func probe(t testing.TB, url string) (got probed) {
 	return got
 }
 
-// survived sees that no process has ended.
+// survived checks that no process has ended.
 func (w *world) survived() {
 	w.t.Helper()
 	for i, a := range w.agents {
@@ -181,17 +181,17 @@ func (w *world) survived() {
 	}
 }
 
-// heldMost is how many calls of a kind are held up; the others pass, so that not all workers wait.
+// heldMost is the number of blocked calls of each kind. Others pass, so that not all workers wait.
 const heldMost = 2
 
-// shut holds up calls of skills and of the model that come from now on.
+// shut blocks further calls of skills and of the model.
 func (w *world) shut() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.gate, w.held = make(chan struct{}), map[string]int{}
 }
 
-// open lets go of them.
+// open releases the blocked calls.
 func (w *world) open() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -202,7 +202,7 @@ func (w *world) open() {
 	}
 }
 
-// pass is where a call is held up.
+// pass blocks a call while the gate is shut.
 func (w *world) pass(ctx context.Context, what string) {
 	w.mu.Lock()
 	gate := w.gate
@@ -218,7 +218,7 @@ func (w *world) pass(ctx context.Context, what string) {
 	}
 }
 
-// holds reports whether a call of each kind is held up.
+// holds reports whether a call of each kind is blocked.
 func (w *world) holds(kinds ...string) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -230,7 +230,7 @@ func (w *world) holds(kinds ...string) bool {
 	return true
 }
 
-// serveSkill answers the skills' requests and remembers them.
+// serveSkill answers the skills' requests and records them.
 func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
@@ -247,7 +247,7 @@ func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// think is the model: visitors get an answer to what they said last, everybody else hears that all is well.
+// think is the model. It answers a visitor's question, and all others with "All is well."
 func (w *world) think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 	last := modeltest.Said(req.Messages[len(req.Messages)-1])
 	if strings.HasPrefix(last, "question ") {
@@ -257,17 +257,17 @@ func (w *world) think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 	return modeltest.Text("All is well.")
 }
 
-// server is a PostgreSQL of the test's own on a TCP port, with the settings of a new installation.
+// server is the test's own PostgreSQL on a TCP port, with the settings of a new installation.
 type server struct {
 	t     testing.TB
 	bin   string
 	dir   string // of the data
 	port  string
 	cmd   *exec.Cmd
-	ended chan struct{} // closed when the postmaster is gone
+	ended chan struct{} // closed when the postmaster has ended
 }
 
-// newServer makes an empty one and starts it.
+// newServer creates an empty server and starts it.
 func newServer(t testing.TB) *server {
 	t.Helper()
 	s := place(t)
@@ -277,7 +277,7 @@ func newServer(t testing.TB) *server {
 	return s
 }
 
-// standbyOf copies a running server and starts the copy, which follows it: what is committed is in both.
+// standbyOf copies a running server and starts the copy as a synchronous standby.
 func standbyOf(t testing.TB, primary *server) *server {
 	t.Helper()
 	s := replicaOf(t, primary)
@@ -288,7 +288,7 @@ func standbyOf(t testing.TB, primary *server) *server {
 	return s
 }
 
-// replicaOf copies a running server and starts the copy, which follows it without being waited for.
+// replicaOf copies a running server and starts the copy as an asynchronous replica.
 func replicaOf(t testing.TB, primary *server) *server {
 	t.Helper()
 	s := place(t)
@@ -307,7 +307,7 @@ func place(t testing.TB) *server {
 		found, err = pgserver.FindBinaries(os.Getenv)
 	}
 	require.NoError(t, err)
-	dir, err := os.MkdirTemp("", "failover-") //nolint:usetesting // the test's own folder is closed to the server's user
+	dir, err := os.MkdirTemp("", "failover-") //nolint:usetesting // the server's user cannot read the test's own folder
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		assert.NoError(t, os.RemoveAll(dir))
@@ -321,7 +321,8 @@ func place(t testing.TB) *server {
 	return s
 }
 
-// attributes make a process end with this one, and not run as root, which PostgreSQL refuses.
+// attributes make a child process end with this one. As root, they also switch the user, because PostgreSQL rejects
+// root.
 func (s *server) attributes() *syscall.SysProcAttr {
 	attributes := proctest.DieWithUs()
 	if os.Geteuid() != 0 {
@@ -375,7 +376,7 @@ func (s *server) start() {
 	s.cmd, s.ended = cmd, ended
 	go func() {
 		defer close(ended)
-		_ = cmd.Wait() // how it ended is in ProcessState
+		_ = cmd.Wait() // the exit status is in ProcessState
 	}()
 	s.t.Cleanup(func() {
 		_ = cmd.Process.Signal(syscall.SIGCONT)
@@ -393,15 +394,15 @@ func (s *server) start() {
 	}, "PostgreSQL answers")
 }
 
-// stop ends the server as pg_ctl does: SIGINT is its fast mode, SIGQUIT its immediate mode, SIGKILL kills the
-// postmaster, whose children then end by themselves.
+// stop ends the server like pg_ctl: SIGINT is its fast mode, SIGQUIT its immediate mode. SIGKILL kills the postmaster,
+// and its children then end.
 func (s *server) stop(how syscall.Signal) {
 	s.t.Helper()
 	require.NoError(s.t, s.cmd.Process.Signal(how))
 	<-s.ended
 }
 
-// try runs a statement in a connection of its own.
+// try runs a statement on its own connection.
 func (s *server) try(database, sql string) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(s.t.Context()), 20*time.Second)
 	defer cancel()
@@ -419,13 +420,13 @@ func (s *server) sql(sql string) {
 	require.NoError(s.t, s.try("postgres", sql), sql)
 }
 
-// await waits until a query of a truth value says yes.
+// await waits until a boolean query returns true.
 func (s *server) await(what, sql string) {
 	s.t.Helper()
 	pgtest.Eventually(s.t, func() bool { return s.try("postgres", "select 1 / ("+sql+")::int") == nil }, what)
 }
 
-// urlOf names the servers in one connection string, which leads to the one that takes writes.
+// urlOf names the servers in one connection string, which connects to the writable one.
 func urlOf(servers ...*server) string {
 	hosts := make([]string, len(servers))
 	for i, s := range servers {
@@ -447,7 +448,7 @@ func tail(s string) string {
 // program is the program under test, built once.
 var program string
 
-// long reports whether the long form is wanted.
+// long reports whether the long form is requested.
 func long() bool { return os.Getenv("AGENT_OUTAGES") == "long" }
 
 func TestMain(m *testing.M) { proctest.Main(m, "failover", &program) }
