@@ -39,7 +39,7 @@ func newListener(t *testing.T, db *pgxpool.Pool) *postgres.Listener {
 	return listener
 }
 
-// listeningKeeper is a keeper that notifications wake.
+// listeningKeeper returns a keeper that notifications wake.
 func listeningKeeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 	t.Helper()
 	k := lanes.NewKeeper(db, lanes.Options{Listener: newListener(t, db)})
@@ -47,7 +47,7 @@ func listeningKeeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 	return k
 }
 
-// queued waits until n waiters stand in the queue of lane.
+// queued waits until a lane's queue has n waiters.
 func queued(t *testing.T, db postgres.DB, lane string, n int) {
 	t.Helper()
 	pgtest.Until(t, db, n, `select count(*) from agent_lock_waiters where lane = $1`, lane)

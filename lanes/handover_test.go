@@ -27,7 +27,7 @@ func queues(t *testing.T, db postgres.DB, lane, owner string, ttl int) {
 	}
 }
 
-// settled waits until the one waiter of a lane has polled twice: it polls again in 750 ms or more.
+// settled waits until the only waiter of a lane has polled twice. Its next poll is 750 ms away or more.
 func settled(t *testing.T, db postgres.DB, lane string) {
 	t.Helper()
 	queued(t, db, lane, 1)
@@ -104,7 +104,7 @@ func TestTheHolderHasNoPlaceInTheQueue(t *testing.T) {
 	assert.Equal(t, "", releaseLane(t, db, "x", "b", token))
 }
 
-// A thread's lane is parked, queued for and delivered to in other ways.
+// A thread's lane has its own rules for parking, queue and delivery.
 func TestTheLaneOfAThreadIsNotHandedOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -167,7 +167,7 @@ func listener(t *testing.T, db *pgxpool.Pool) *pgx.Conn {
 	t.Helper()
 	conn, err := pgtest.Dialer(t, db)(t.Context())
 	require.NoError(t, err)
-	t.Cleanup(func() { _ = conn.Close(context.Background()) }) // nothing is under way
+	t.Cleanup(func() { _ = conn.Close(context.Background()) }) // no statement is running
 	pgtest.Exec(t, conn, `listen agent_lanes`)
 	return conn
 }
@@ -350,7 +350,7 @@ func TestAnExecutionClaimGetsNoHandover(t *testing.T) {
 	assert.Truef(t, lease != nil && lease.Owner() == owner, "got %v", lease)
 }
 
-// A waiter that misses the handover finds the lane at its next attempt, and so does one whose keeper does not renew.
+// A waiter that misses the handover finds the lane at its next attempt. So does a waiter whose keeper does not renew.
 func TestAMissedHandoverIsFoundByPolling(t *testing.T) {
 	t.Parallel()
 	for name, heard := range map[string]bool{"not heard": false, "nothing is renewed": true} {
@@ -376,7 +376,7 @@ func TestAMissedHandoverIsFoundByPolling(t *testing.T) {
 	}
 }
 
-// A late notification belongs to a lease that has ended.
+// A late notification is for a lease that has ended.
 func TestALateHandoverIsIgnored(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -409,7 +409,7 @@ func TestTheLocalEndOfAHandoverCountsFromBeforeTheAttempt(t *testing.T) {
 		token := mustTry(t, db, "x", "a", 60)
 		got := acquireLater(t, k, "x", lanes.WithTTL(2*time.Second))
 		settled(t, db, "x")
-		w.cut.Store(true) // nothing is renewed
+		w.cut.Store(true) // the keeper renews nothing
 		defer w.cut.Store(false)
 		start := time.Now()
 		releaseLane(t, db, "x", "a", token)

@@ -176,7 +176,7 @@ func TestABrokenLaneReachesItsHolderAtOnce(t *testing.T) {
 	})
 }
 
-// The process acquires the lane again before it has noticed the loss.
+// The process acquires the lane again before it notices the loss.
 func TestABrokenLaneThatIsTakenAgainEndsTheOldWorkOnly(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -192,7 +192,7 @@ func TestABrokenLaneThatIsTakenAgainEndsTheOldWorkOnly(t *testing.T) {
 	assert.NoError(t, context.Cause(l.Context()), "the new hold ended")
 }
 
-// The keeper soon retries a renewal whose row a stranger has locked, well before the end of the lease.
+// The keeper soon retries a renewal if another session has locked the row, well before the end of the lease.
 func TestALockedRowIsRenewedSoon(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -254,7 +254,7 @@ func TestTheLaneOfADeadProcessIsReleased(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_workers`))
 }
 
-// A transaction that keeps the row for long does not delay the sweep.
+// The sweep does not wait for a transaction that locks the row for long.
 func TestTheSweepDoesNotWaitForLong(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -309,8 +309,8 @@ func TestABreakIsAuditedUnderTheHoldersTrace(t *testing.T) {
 	assert.Truef(t, err == nil && !held, "held %v, %v", held, err)
 }
 
-// Expire soon clears and logs a lane whose holder let its lease expire; it leaves lanes that are held, parked, lent or
-// a thread's.
+// Expire soon clears and logs a lane with an expired lease. It leaves lanes that are held, parked or lent, and those of
+// threads.
 func TestExpiredLanesAreCleared(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

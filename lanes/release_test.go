@@ -120,7 +120,7 @@ func TestAnOrphanedLaneIsReleasedInTheBackground(t *testing.T) {
 	pgtest.Until(t, db, false, `select is_agent_lock_held('x')`)
 }
 
-// open runs a statement in a transaction that stays open, as a driver with autocommit off leaves it.
+// open runs a statement in a transaction that stays open, like a driver with autocommit off.
 func open(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 	t.Helper()
 	pgtest.Exec(t, pgtest.Begin(t, db), query, args...)
@@ -136,7 +136,7 @@ func prepared(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, query, args...)
 	pgtest.Exec(t, tx, `prepare transaction '`+id+`'`)
-	_ = tx.Rollback(t.Context()) // of a transaction that the connection no longer has
+	_ = tx.Rollback(t.Context()) // the connection no longer has this transaction
 	t.Cleanup(func() {
 		_, err := db.Exec(context.Background(), `rollback prepared '`+id+`'`)
 		assert.NoError(t, err)
@@ -178,7 +178,7 @@ func TestAWaiterInAnOpenTransactionBlocksNobody(t *testing.T) {
 	}
 }
 
-// wantHeld checks that holder a of x renews and releases it, that the next one acquires it, and that the sweeps pass.
+// wantHeld checks four things: holder a of x renews and releases it, the next owner acquires it, and the sweeps pass.
 func wantHeld(t *testing.T, db *pgxpool.Pool, token int64) {
 	t.Helper()
 	hurry := pgtest.Begin(t, db)

@@ -19,7 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// The rules of DESIGN.md, in plain SQL: they hold for every caller.
+// These are the rules of DESIGN.md in plain SQL. They hold for every caller.
 
 func TestTryIsTheSameAsAcquire(t *testing.T) {
 	t.Parallel()
@@ -44,13 +44,13 @@ func TestSameOwnerRefreshesWithTheSameToken(t *testing.T) {
 func TestTokensGrowOverEveryKindOfEnd(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	for i, end := range []string{ // in this order: the last makes tokens of the future
+	for i, end := range []string{ // in this order: the last one makes tokens of the future
 		`select release_agent_lock('x', $1)`,
 		`select break_agent_lock('x', 'breaking ' || $1)`,
 		`with e as (update agent_locks set expires_at = clock_timestamp() where locked_by = $1 returning 1)
 			select count(*) = 1 from e`,
 		`with e as (update agent_locks set expires_at = 'epoch' where locked_by = $1 returning 1) select count(*) = 1 from e`,
-		"prune", // the row no longer exists, only the clock is left
+		"prune", // the row is gone, only the clock is left
 		`with e as (update agent_locks set expires_at = clock_timestamp(), fencing_token = fencing_token + 3600000000
 		             where locked_by = $1 returning 1) select count(*) = 1 from e`, // the clock goes back by an hour
 		`select release_agent_lock('x', $1)`,
@@ -155,7 +155,7 @@ func TestFencedWritesStopWhenTheTokenIsVoid(t *testing.T) {
 	}
 }
 
-// An insert … select that only mentions the token stored a stale row after a takeover.
+// This fence must fail during a takeover. An insert … select that only reads the token would store a stale row.
 func TestAFenceThatMeetsATakeoverFails(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -207,7 +207,7 @@ func TestRenewalsPassAFencedWriteAndTakeoversWait(t *testing.T) {
 	mustTry(t, db, "x", "b", 60)
 }
 
-// A clock that is read before the row lock revives leases that have ended in between.
+// A function that reads the clock before the row lock would revive a lease that ended in between.
 func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -238,12 +238,12 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 	}
 }
 
-// The lease is measured from the moment of the grant, not from one before a wait.
+// The TTL counts from the grant, not from before a wait.
 func TestAGrantLastsItsWholeTTL(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	tx := pgtest.Begin(t, db)
-	pgtest.Value[string](t, tx, `select pg_sleep(0.3)::text`) // the transaction's own time is old now
+	pgtest.Value[string](t, tx, `select pg_sleep(0.3)::text`) // the transaction's own time is old by then
 	mustTry(t, tx, "x", "a", 60)
 	more := pgtest.Value[float64](t, tx, `select extract(epoch from expires_at - now())::float8 from agent_locks`)
 	assert.Truef(t, more >= 60.3, "granted until %.2f seconds after the transaction began, want 60.3 at least", more)
@@ -404,7 +404,7 @@ func TestGoodInput(t *testing.T) {
 	}
 }
 
-// The program and the database have the same names.
+// The program and the database accept the same names.
 func TestANameIsValidInTheProgramAndInTheDatabase(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -435,7 +435,7 @@ const (
 	grants = 160
 )
 
-// wide is a pool with a connection for every racer.
+// wide returns a pool with a connection for every racer.
 func wide(t testing.TB) *pgxpool.Pool {
 	t.Helper()
 	db := pgtest.Pool(t, pgtest.URL(t), postgres.Options{MaxConns: racers + 4})
@@ -450,7 +450,7 @@ type arena struct {
 	tokens []int64
 }
 
-// A holder calls hold, and leaves with the returned function. last is true when there were enough grants.
+// hold notes a holder. The returned function notes its end. last is true after enough grants.
 func (a *arena) hold(token int64) (last bool, leave func()) {
 	assert.Equal(a.t, 1, a.inside.Add(1), "holders at once")
 	a.mu.Lock()

@@ -62,13 +62,13 @@ func commit(t testing.TB, tx pgx.Tx) {
 	require.NoError(t, tx.Commit(t.Context()))
 }
 
-// expire ends the present lease of a lane now, as time would.
+// expire ends the present lease of a lane now.
 func expire(t testing.TB, db postgres.DB, lane string) {
 	t.Helper()
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
 }
 
-// row is all data of a lane, with its version: it differs after any write.
+// row returns all data of a lane, with its row version: it differs after any write.
 func row(t testing.TB, db postgres.DB, lane string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `select coalesce((select l.xmin || l.ctid::text || l::text from agent_locks l
@@ -120,9 +120,9 @@ type wire struct {
 	postgres.DB
 	cut   atomic.Bool
 	lose  atomic.Bool
-	lost  error // replaces a lost answer; nil for nothing, until the caller's time runs out
+	lost  error // replaces a lost answer; nil blocks until the caller's time runs out
 	delay time.Duration
-	sent  sync.Map // statements by the function they call → *atomic.Int64
+	sent  sync.Map // *atomic.Int64 by the function that the statement calls
 }
 
 func (w *wire) pass(ctx context.Context, sql string) error {
@@ -209,7 +209,7 @@ func run(t testing.TB, k *lanes.Keeper) {
 	t.Cleanup(func() { cancel(); running.Wait() })
 }
 
-// liveClaim is the first claim of a running execution.
+// liveClaim returns the first claim of a running execution.
 func liveClaim(t testing.TB, db postgres.DB) lanes.Owner {
 	t.Helper()
 	return lanes.ClaimOwner(pgtest.Value[string](t, db, `

@@ -36,7 +36,7 @@ func keeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 	return k
 }
 
-// result is the result of a run.
+// result is the outcome of a run.
 type result struct {
 	code     int
 	err      error
@@ -92,8 +92,8 @@ func TestABusyLaneSkipsTheCommand(t *testing.T) {
 	assert.NoError(t, l.Release(t.Context()), "the skipped run freed the lane")
 }
 
-// A command that has run does not fail because the database does not answer afterwards: a caller that sees a failure
-// runs it again.
+// A command that has run must not fail because the database does not answer afterwards. A caller that sees a failure
+// repeats it.
 func TestTheExitCodeIsTheCommandsAlsoWithoutARelease(t *testing.T) {
 	db := pgtest.DB(t)
 	k := keeper(t, db)
@@ -116,7 +116,7 @@ func TestBadInputRunsNothing(t *testing.T) {
 	}
 }
 
-// start runs a command that first writes its process id to a file, and returns that id.
+// start runs a command that writes its process id to a file, and returns that id.
 func start(ctx context.Context, t *testing.T, k *lanes.Keeper, script string) (pid int, done <-chan result) {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "pid")
