@@ -31,26 +31,26 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// The secrets of the process's HTTP.
+// These are the secrets of the process's HTTP API.
 const (
 	adminToken = "a-long-random-text-for-tests"
 	chatKey    = "a-visitors-long-random-text"
 )
 
-// lease is that of the process: long enough for a machine that is busy. What nobody but the lease's renewal notices,
-// takes two thirds of it.
+// lease is the worker's lease, long enough for a busy machine. A loss that only a renewal detects takes two thirds of
+// it.
 const lease = 15 * time.Second
 
-// never is a schedule that no test lives to see.
+// never is a heartbeat schedule that does not fire during a test.
 const never = "0 0 29 2 *"
 
-// settings are what a story needs otherwise than others.
+// settings are the settings that differ between stories.
 type settings struct {
 	sweep       time.Duration // 0 for 1 s
-	automations time.Duration // how often automations are looked at; 0 for never, so that a heartbeat runs what is due
+	automations time.Duration // pause between polls of automations; 0 for none, so that a heartbeat runs the due ones
 }
 
-// agent is a process: its parts, wired as `agent serve` wires them.
+// agent is a process: its parts, wired like `agent serve`.
 type agent struct {
 	log      *slog.Logger
 	pool     *pgxpool.Pool
@@ -108,7 +108,7 @@ func newAgent(pool *pgxpool.Pool, modelURL string, s settings, log *slog.Logger)
 	return a, errors.Join(a.loop.RegisterDelegate(a.engine), a.addSurfaces(private))
 }
 
-// addSurfaces makes the ways in which the agent is reached.
+// addSurfaces adds the surfaces and the HTTP handler.
 func (a *agent) addSurfaces(private []string) error {
 	a.chat = &chat.Chat{
 		Pool: a.pool, Engine: a.engine, Loop: a.loop, Logger: a.log, Rate: -1, Listener: a.listener,
@@ -183,7 +183,7 @@ func (a *agent) run(ctx context.Context) error {
 	return errors.Join(err, below.Wait())
 }
 
-// count keeps the counts of the activity log.
+// count updates the counts of the activity log.
 func (a *agent) count(ctx context.Context) error {
 	next := time.NewTicker(5 * a.sweep)
 	defer next.Stop()

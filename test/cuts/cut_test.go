@@ -22,8 +22,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// together is how many cuts one run of the sample has: as many as the retries of postgres.RetryOnDisconnect, since all
-// of them may meet one transaction.
+// together is the number of cuts in one run of the sample. It equals the retries of postgres.RetryOnDisconnect, since
+// all cuts may hit one transaction.
 const together = 3
 
 // trial is a story and its cuts.
@@ -33,8 +33,8 @@ type trial struct {
 	name  string
 }
 
-// TestCuts tells each story with its connection cut at one message, for each message in each way; or, as a sample,
-// for each statement in each way, several in one run.
+// TestCuts plays each story with a cut at each message, in each way. As a sample, it cuts each statement in each way,
+// several in one run.
 func TestCuts(t *testing.T) {
 	clean := undisturbed(t)
 	trials := plan(clean)
@@ -51,7 +51,7 @@ func TestCuts(t *testing.T) {
 	found.check(t, len(trials))
 }
 
-// undisturbed tells each story without a cut: what is compared with.
+// undisturbed plays each story without a cut, for the comparison.
 func undisturbed(t *testing.T) map[string]ending {
 	t.Helper()
 	var mu sync.Mutex
@@ -75,8 +75,8 @@ func undisturbed(t *testing.T) map[string]ending {
 	return clean
 }
 
-// plan is what is cut: everything, or each statement once in each way, of which what a process does beside its runs
-// only in the story about that; the preparation of a statement is cut with all the others.
+// plan returns the cuts: all, or each statement once in each way. A sample cuts background statements only in the idle
+// story, and preparations in none.
 func plan(clean map[string]ending) []trial {
 	beside := map[string]bool{}
 	for _, x := range clean["idle"].sent {
@@ -104,7 +104,7 @@ func plan(clean map[string]ending) []trial {
 	return trials
 }
 
-// spread makes trials of cuts: one of each, or of several that are far from each other in their order.
+// spread groups cuts into trials: one in each, or several that are far apart in their order.
 func (s story) spread(cuts []cut) []trial {
 	n := len(cuts)
 	if !whole() {
@@ -120,7 +120,7 @@ func (s story) spread(cuts []cut) []trial {
 	return trials
 }
 
-// sample is which of the times of a text is taken, when not all are.
+// sample returns the occurrence of a text that a sample cuts.
 func sample(x sent, w way) int {
 	return 1 + (hash(x)+int(w))%x.times
 }
@@ -131,11 +131,11 @@ func hash(x sent) int {
 	return int(h.Sum32() >> 1)
 }
 
-// shortWay is the only way in which a message is cut in the short run.
+// shortWay returns the only way of a cut in the short run.
 func shortWay(x sent) way { return []way{before, after}[hash(x)%2] }
 
-// run tells the story with the cuts and compares. Where a lease was lost, it may be that the machine stood still;
-// then it is told again.
+// run plays the story with the cuts and compares the end. A lost lease may mean that the machine stalled. Then run
+// plays the story again.
 func (x trial) run(t *testing.T, want []string, found *findings) {
 	t.Helper()
 	var got ending
@@ -151,16 +151,16 @@ func (x trial) run(t *testing.T, want []string, found *findings) {
 	found.add(t, x, slices.Compact(seen), got)
 }
 
-// findings are what the cuts have led to.
+// findings are the results of all trials.
 type findings struct {
 	mu        sync.Mutex
 	done      int
 	cuts      int
 	unreached []string
-	met       map[int]int // how often each exception has occurred
+	met       map[int]int // occurrences of each exception
 }
 
-// add takes in how one trial ended.
+// add records the result of a trial.
 func (f *findings) add(t *testing.T, x trial, seen []string, got ending) {
 	t.Helper()
 	f.mu.Lock()
@@ -174,7 +174,7 @@ func (f *findings) add(t *testing.T, x trial, seen []string, got ending) {
 	assert.Truef(t, len(unlisted) == 0, "%s\n%s\nthe log:\n%s", x.cuts, strings.Join(unlisted, "\n"), got.log)
 }
 
-// unlisted are those of the things seen for which no exception is listed.
+// unlisted returns the differences that no exception covers.
 func (f *findings) unlisted(x trial, seen []string) []string {
 	return slices.DeleteFunc(seen, func(what string) bool {
 		for i, e := range exceptions {
@@ -190,7 +190,7 @@ func (f *findings) unlisted(x trial, seen []string) []string {
 	})
 }
 
-// check says what is wrong with the whole of it.
+// check reports what all trials together show.
 func (f *findings) check(t *testing.T, planned int) {
 	t.Helper()
 	f.mu.Lock()
@@ -207,9 +207,8 @@ func (f *findings) check(t *testing.T, planned int) {
 	}
 }
 
-// ask makes a request of the process's HTTP, and makes it again, under the same Idempotency-Key, where a careful
-// client would: when the connection broke, the process said that it cannot now, or that the first request is still
-// being handled. What was told instead of an answer is noted.
+// ask makes a request over HTTP. It repeats the request under the same Idempotency-Key, like a careful client: after a
+// broken connection, after a server error, or while the first request still runs. It notes each failed attempt.
 func (w *world) ask(ctx context.Context, method, path, body, key string) []byte {
 	w.t.Helper()
 	for {
@@ -240,7 +239,7 @@ func outcome(status int, answer []byte, err error) string {
 	return strings.TrimSpace(http.StatusText(status) + ": " + cmp.Or(p.Title, p.Error.Code))
 }
 
-// pause lets a moment pass before something is asked again.
+// pause waits briefly before a repeated request.
 func pause(ctx context.Context) bool { return testkit.Wait(ctx, 5*time.Millisecond) }
 
 // request makes one request; further words are headers.
@@ -264,8 +263,8 @@ func (w *world) request(ctx context.Context, method, path, key, body string, hea
 	return response.StatusCode, answer, err
 }
 
-// say sends a visitor's message and listens to the answer. Where that breaks off, it does what a careful client does:
-// it says the same again under the same key, or attaches to the answer that is under way.
+// say sends a visitor's message and reads the answer. If that breaks off, it acts like a careful client: it repeats the
+// message under the same key, or attaches to the answer in progress.
 func (w *world) say(ctx context.Context, thread, words string) string {
 	w.t.Helper()
 	body, err := json.Marshal(map[string]any{
@@ -288,7 +287,7 @@ func (w *world) say(ctx context.Context, thread, words string) string {
 	}
 }
 
-// hear makes a request of the chat and reads what comes.
+// hear makes a request of the chat API and reads the response.
 func (w *world) hear(ctx context.Context, method, path, body, thread string) testkit.Answer {
 	r, err := http.NewRequestWithContext(ctx, method, w.url+path, strings.NewReader(body))
 	require.NoError(w.t, err)
@@ -301,8 +300,7 @@ func (w *world) hear(ctx context.Context, method, path, body, thread string) tes
 	return testkit.Chat(r, nil)
 }
 
-// newProxy makes a proxy for the database of a URL, whose ledger says what is cut. It stands between the parts of a
-// process and the database.
+// newProxy creates a proxy between a process and the database of a URL. Its ledger decides the cuts.
 func newProxy(t testing.TB, target string, ledger *ledger) *pgproxy.Proxy {
 	t.Helper()
 	return pgproxy.Listen(t, target, func(client, server net.Conn) pgproxy.Link {
@@ -314,11 +312,11 @@ func newProxy(t testing.TB, target string, ledger *ledger) *pgproxy.Proxy {
 type link struct {
 	ledger         *ledger
 	client, server net.Conn
-	last           string      // the last statement of the transaction that is open
-	cut            atomic.Bool // at the server's next readiness, before the client hears of it
+	last           string      // the last statement of the open transaction
+	cut            atomic.Bool // cut at the server's next ReadyForQuery, before the client gets it
 }
 
-// Upstream carries what the client says, up to where it waits for an answer.
+// Upstream forwards the client's messages, up to each one whose answer it awaits.
 func (l *link) Upstream() {
 	requests, first, err := pgproxy.NewRequests(l.client)
 	if err != nil {
@@ -337,7 +335,7 @@ func (l *link) Upstream() {
 	}
 }
 
-// name is what a request is called, but for how often it came before; empty for one that asks for nothing.
+// name returns the name of a request without its number. It is empty if the client awaits no answer.
 func (l *link) name(r pgproxy.Request) string {
 	if len(r.Bound) == 0 {
 		if len(r.Prepared) == 0 {
@@ -355,7 +353,7 @@ func (l *link) name(r pgproxy.Request) string {
 	return name
 }
 
-// send passes what has a name on, unless it is to be cut, and all else.
+// send forwards a message unless the ledger cuts it. It forwards all messages without a name.
 func (l *link) send(name string, raw []byte) bool {
 	if name != "" {
 		switch l.ledger.note(name) {
@@ -370,10 +368,10 @@ func (l *link) send(name string, raw []byte) bool {
 	return err == nil
 }
 
-// Downstream carries what the server answers.
+// Downstream forwards the server's answers.
 func (l *link) Downstream() { pgproxy.Answers(l.server, l.client, l.cut.Load) }
 
-// tidy is statements on one line.
+// tidy returns statements on one line.
 func tidy(statements []string) string {
 	lines := make([]string, len(statements))
 	for i, sql := range statements {

@@ -22,46 +22,46 @@ type way int
 
 const (
 	pass   way = iota // it does not
-	before            // the server never sees the message
-	after             // the server has done it, and the client never hears of it
+	before            // the server never receives the message
+	after             // the server has executed it, and the client gets no answer
 )
 
-// String is the word for it.
+// String returns the name of the way.
 func (w way) String() string { return [...]string{"pass", "before", "after"}[w] }
 
-// cut is one message, and how the connection breaks at it.
+// cut is a message, and the way in which the connection breaks there.
 type cut struct {
 	text string // of the message
-	time int    // how many-th message of that text, from 1
+	time int    // the occurrence of that text, from 1
 	way  way
 }
 
-// String names a cut in what a test says.
+// String describes a cut in a failure.
 func (c cut) String() string { return fmt.Sprintf("%s time %d of %q", c.way, c.time, c.text) }
 
-// sent is a text and how often it was sent.
+// sent is a text and the number of its messages.
 type sent struct {
 	text   string
 	times  int
-	beside bool // it was sent before the story began: a process sends it beside its runs
+	beside bool // the process sent it before the story began: background work
 }
 
-// ledger counts the messages of a process, and says which is cut.
+// ledger counts the messages of a process, and decides the cuts.
 type ledger struct {
 	mu     sync.Mutex
-	cuts   []cut // those still to be made
+	cuts   []cut // cuts not made yet
 	made   []cut
 	order  []string
 	times  map[string]int
 	beside map[string]bool
-	closed bool // what comes is not counted any more
+	closed bool // later messages do not count
 }
 
 func newLedger(cuts []cut) *ledger {
 	return &ledger{cuts: slices.Clone(cuts), times: map[string]int{}, beside: map[string]bool{}}
 }
 
-// note counts a message and says what happens to it.
+// note counts a message and returns its way.
 func (l *ledger) note(text string) way {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -81,7 +81,7 @@ func (l *ledger) note(text string) way {
 	return c.way
 }
 
-// begins says that the story begins: what was sent until now, a process sends beside its runs.
+// begins marks the begin of the story. Earlier messages are background work.
 func (l *ledger) begins() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -90,21 +90,21 @@ func (l *ledger) begins() {
 	}
 }
 
-// close ends the counting: what is told is over.
+// close stops the count: the story is over.
 func (l *ledger) close() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed = true
 }
 
-// left are the cuts that were not made.
+// left returns the cuts that were not made.
 func (l *ledger) left() []cut {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.Clone(l.cuts)
 }
 
-// all is what was sent, in the order in which each text came first.
+// all returns the messages in the order of their first occurrence.
 func (l *ledger) all() []sent {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -115,8 +115,8 @@ func (l *ledger) all() []sent {
 	return list
 }
 
-// passing are the tables of which nothing lasts: who works, what was counted, how far something has come; and the
-// diary of claims and lanes, which tells of the disturbance itself.
+// passing are the tables without lasting state: workers, counts and progress, and the logs of claims and lanes, which
+// record the fault itself.
 var passing = []string{
 	"agent_workers", "agent_migrations", "agent_schema_code", "agent_activity_counted", "agent_activity_counts",
 	"agent_activity_durations", "agent_activity_uncounted",
@@ -124,8 +124,8 @@ var passing = []string{
 	"agent_prompts", "agent_prompt_parts",
 }
 
-// differs are the columns, and the fields of JSON, that differ from run to run: counters of attempts and claims, how
-// long something took, hashes of what has ids or times in it, and sizes of prompts with times in them.
+// differs are the columns, and the fields of JSON, that differ between runs: counters of attempts and claims,
+// durations, hashes over ids or times, and sizes of prompts with times in them.
 var differs = []string{
 	"claim", "attempt of agent_executions", "attempt of agent_idempotency", "hinted_at", "wait_number", "wake",
 	"fencing_token", "duration_ms", "spent_ns", "p50_ms", "p95_ms",
@@ -133,13 +133,13 @@ var differs = []string{
 	"cost_usd", "next_run_at", "messages",
 }
 
-// words that stand for what differs from run to run in texts.
+// words replace the parts of texts that differ between runs.
 var words = []struct {
 	pattern *regexp.Regexp
 	word    string
 }{
 	{regexp.MustCompile(`\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d(:\d\d)?)?( UTC)?`), "TIME"},
-	{regexp.MustCompile(`\bday:\d{4}-\d\d-\d\d`), "day:DAY"}, // a test may cross midnight
+	{regexp.MustCompile(`\bday:\d{4}-\d\d-\d\d`), "day:DAY"}, // a test may run past midnight
 	{regexp.MustCompile(`\b(hb|op|ch|wh|fl|au|tr)_[0-9A-Z]{26}\b`), "TRACE"},
 	{regexp.MustCompile(`\b[0-9A-Z]{26}\b`), "KEY"},
 	{regexp.MustCompile(`\b([0-9a-f]{64}|[0-9a-f]{32})\b`), "KEY"},
@@ -149,14 +149,14 @@ var words = []struct {
 
 var uuid = regexp.MustCompile(`[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}`)
 
-// canon makes rows comparable: an id becomes what it is the id of.
+// canon makes rows comparable. It replaces each id by the name of its object.
 type canon struct {
 	table string
 	names map[string]string
 }
 
-// digest is the state of the world without what differs from run to run. Each row of each table is a line, and each
-// thing that went out to the world.
+// digest returns the final state without the parts that differ between runs. It has a line for each row of each table,
+// and for each external effect.
 func digest(w *world) []string {
 	w.t.Helper()
 	tables := pgtest.Column[string](w.t, w.db, `
@@ -173,7 +173,7 @@ func digest(w *world) []string {
 	return append(lines, effects(w)...)
 }
 
-// named says of ids what they are of.
+// named maps ids to the names of their objects.
 func named(w *world) map[string]string {
 	w.t.Helper()
 	rows, err := w.db.Query(w.t.Context(), `
@@ -188,7 +188,7 @@ func named(w *world) map[string]string {
 	return names
 }
 
-// contents are the rows of a table.
+// contents returns the rows of a table.
 func contents(w *world, c canon) []string {
 	w.t.Helper()
 	found := pgtest.Column[map[string]any](w.t, w.db, `select to_jsonb(t) from `+pgx.Identifier{c.table}.Sanitize()+` t`)
@@ -202,7 +202,7 @@ func contents(w *world, c canon) []string {
 	return lines
 }
 
-// value is a value of a row without what differs.
+// value returns a value without the parts that differ.
 func (c canon) value(v any) any {
 	switch v := v.(type) {
 	case map[string]any:
@@ -225,7 +225,7 @@ func (c canon) value(v any) any {
 	return v
 }
 
-// text is a text without what differs.
+// text returns a text without the parts that differ.
 func (c canon) text(s string) string {
 	s = uuid.ReplaceAllStringFunc(s, func(id string) string {
 		if name, ok := c.names[id]; ok {
@@ -239,7 +239,7 @@ func (c canon) text(s string) string {
 	return s
 }
 
-// effects are what went out to the world: how often, and under how many idempotency keys.
+// effects returns the external effects: how often, and under how many idempotency keys.
 func effects(w *world) []string {
 	keys, calls := map[string]map[string]bool{}, map[string]int{}
 	note := func(what, key string) {
@@ -263,7 +263,7 @@ func effects(w *world) []string {
 	return lines
 }
 
-// difference is which lines one digest has more often than the other, with a sign in front.
+// difference returns the lines that one digest has more often than the other, with a sign in front.
 func difference(want, got []string) []string {
 	count := map[string]int{}
 	for _, line := range got {
@@ -284,20 +284,19 @@ func difference(want, got []string) []string {
 	return lines
 }
 
-// exception is an end that differs from that of the undisturbed run, or that somebody outside had to ask again, for a
-// reason.
+// exception is a known reason for an end that differs from the undisturbed run, or for a retry by an external client.
 type exception struct {
-	name  string         // as docs/exceptions.md has it
+	name  string         // as in docs/exceptions.md
 	story string         // "" for any
 	at    *regexp.Regexp // the text of the message
 	way   way            // pass for both
-	shows *regexp.Regexp // what is seen
+	shows *regexp.Regexp // the difference
 }
 
-// releasedWithTheEnd is that a lane was freed by the end of its run.
+// releasedWithTheEnd matches a lane that was released with the end of its run.
 var releasedWithTheEnd = regexp.MustCompile(`: agent_events .*"locks_released":[12],.*"event":"AGENT_COMPLETED"`)
 
-// exceptions are all of them. docs/exceptions.md gives the reasons.
+// exceptions are all known exceptions. docs/exceptions.md gives the reasons.
 var exceptions = []exception{
 	{
 		name: "A process that starts", story: "", way: pass,
@@ -311,14 +310,14 @@ var exceptions = []exception{
 		at:    regexp.MustCompile(`lanekeeper\.release_agent_lock\(`),
 		shows: releasedWithTheEnd,
 	},
-	{ // that it is prepared releases nothing
+	{ // a preparation releases nothing
 		name: "A lane whose release is lost", story: "heartbeat", way: pass,
 		at:    regexp.MustCompile(`^prepare: .*lanekeeper\.release_agent_lock\(`),
 		shows: releasedWithTheEnd,
 	},
 }
 
-// covers reports whether the exception is what was seen in a trial.
+// covers reports whether the exception explains a difference of a trial.
 func (e exception) covers(x trial, what string) bool {
 	return (e.story == "" || e.story == x.story.name) && e.shows.MatchString(what) &&
 		slices.ContainsFunc(x.cuts, func(c cut) bool {
@@ -326,7 +325,7 @@ func (e exception) covers(x trial, what string) bool {
 		})
 }
 
-// The table and the document have the same exceptions.
+// The table and the document list the same exceptions.
 func TestExceptionsAreDocumented(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile("../../docs/exceptions.md")

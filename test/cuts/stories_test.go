@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
-// stories are all of them.
+// stories are all stories.
 var stories = []story{
 	{name: "heartbeat", declared: bills.YAML, begin: due, tell: beat},
 	{name: "chat", declared: bills.ShopYAML, begin: converse, tell: order},
@@ -34,13 +34,13 @@ func due(w *world) {
 // beat makes a heartbeat due and waits for its end.
 func beat(ctx context.Context, w *world) {
 	pgtest.Exec(w.t, w.db, `update agent_schedules set next_run_at = clock_timestamp() where name = 'heartbeat'`)
-	for w.agent.engine.Tick(ctx) != nil && ctx.Err() == nil { // the sweep ticks where the leader does not
+	for w.agent.engine.Tick(ctx) != nil && ctx.Err() == nil { // the sweep ticks if the leader does not
 	}
 	w.eventually("the heartbeat has ended",
 		`select exists (select from agent_executions where flow = 'heartbeat' and completed_at is not null)`)
 }
 
-// converse sets the model of a conversation.
+// converse scripts the model of a conversation.
 func converse(w *world) {
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		switch _, turn := modeltest.Turn(req); turn {
@@ -53,7 +53,7 @@ func converse(w *world) {
 	})
 }
 
-// order is a visitor who orders, and the admin who allows it.
+// order plays a visitor who orders, and the admin who approves.
 func order(ctx context.Context, w *world) {
 	heard := make(chan string, 1)
 	go func() { heard <- w.say(ctx, "t1", "one, please") }()
@@ -98,7 +98,7 @@ actions:
   - {actionType: send_message, parameters: {message: "paid {{input.n}}"}}
 `
 
-// onboard starts a flow, tells it what it waits for, and waits for its end.
+// onboard starts a flow, sends its event, and waits for its end.
 func onboard(ctx context.Context, w *world) {
 	answer := w.ask(ctx, "POST", "/v1/executions", `{"flow": "parent", "thread_id": "t1"}`, "start")
 	var started struct{ ID string }
@@ -112,7 +112,7 @@ func onboard(ctx context.Context, w *world) {
 	w.eventually("the flow ends", `select completed_at is not null from agent_executions where id = $1`, started.ID)
 }
 
-// rest does nothing until all that a process does beside its runs has come round, and then tells of a flow.
+// rest waits until all background work of the process has run, then plays a flow.
 func rest(ctx context.Context, w *world) {
 	late := time.After(1500 * time.Millisecond)
 	for over := false; !over && (len(w.ledger.left()) > 0 || !w.cutting); {
@@ -127,26 +127,26 @@ func rest(ctx context.Context, w *world) {
 	onboard(ctx, w)
 }
 
-// story is something that a process does, and its end.
+// story is a piece of work of a process, and its end.
 type story struct {
 	name     string
 	declared string // the workspace
 	settings settings
 	begin    func(w *world)                      // before the process starts
-	tell     func(ctx context.Context, w *world) // while it works; returns when all is over
+	tell     func(ctx context.Context, w *world) // while the process works; returns at the end of the work
 }
 
-// ending is how a story ended.
+// ending is the result of a story.
 type ending struct {
-	digest    []string // the state of the world, see digest_test.go
-	incidents []string // noted by others than the requester
+	digest    []string // the final state, see ledger_test.go
+	incidents []string // failed attempts of clients
 	sent      []sent
-	left      []cut // the cuts that were not made
-	slow      bool  // a lease was lost, which on a machine that stood still needs no cut
+	left      []cut // cuts that were not made
+	slow      bool  // a lease was lost; on a stalled machine that needs no cut
 	log       string
 }
 
-// end tells a story with cuts, and says how it ended.
+// end plays a story with cuts, and returns its ending.
 func (s story) end(t *testing.T, cuts []cut) ending {
 	t.Helper()
 	database := pgtest.URL(t)
@@ -167,5 +167,5 @@ func TestMain(m *testing.M) {
 	pgtest.Main(m)
 }
 
-// whole reports whether every message is to be cut.
+// whole reports whether every message is cut.
 func whole() bool { return os.Getenv("AGENT_CUT_ALL") != "" }

@@ -22,24 +22,24 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
-// world is a database of which a story is told, the model and the skills that it needs, and the process that tells it.
+// world is the database, the model, the skills and the process of a story.
 type world struct {
 	t      testing.TB
-	db     *pgxpool.Pool // the test's own, without the proxy
+	db     *pgxpool.Pool // the test's own connections, without the proxy
 	model  *modeltest.Server
 	skills *bills.Skills
 	url    string // of the process's HTTP
 	agent  *agent
 
 	ledger  *ledger
-	cutting bool // there are cuts to be made
+	cutting bool // the story has cuts
 
 	mu        sync.Mutex
-	incidents []string // what somebody outside was told, other than what they asked for
+	incidents []string // failed attempts of clients
 	log       testkit.Log
 }
 
-// newWorld makes a database with a workspace.
+// newWorld creates a database with a workspace.
 func newWorld(t testing.TB, database, declared string, cuts []cut) *world {
 	t.Helper()
 	w := &world{t: t, model: modeltest.New(t), ledger: newLedger(cuts), cutting: len(cuts) > 0}
@@ -50,7 +50,7 @@ func newWorld(t testing.TB, database, declared string, cuts []cut) *world {
 	return w
 }
 
-// run works with the parts of a process, whose connections go through the proxy, while fn does.
+// run calls fn while the parts of a process work. Their connections use the proxy.
 func (w *world) run(database string, s settings, fn func(ctx context.Context)) {
 	w.t.Helper()
 	p := newProxy(w.t, database, w.ledger)
@@ -66,7 +66,7 @@ func (w *world) run(database string, s settings, fn func(ctx context.Context)) {
 	}
 }
 
-// process is one process. An error is that it did not start: whoever looks after it starts it again.
+// process runs one process. An error means that it did not start; a supervisor would start it again.
 func (w *world) process(url string, s settings, fn func(ctx context.Context)) error {
 	ctx, cancel := context.WithCancel(w.t.Context())
 	defer cancel()
@@ -107,7 +107,7 @@ func (w *world) process(url string, s settings, fn func(ctx context.Context)) er
 	return nil
 }
 
-// works waits until the engine takes work.
+// works waits until the engine claims work.
 func (w *world) works(ctx context.Context, a *agent, ended <-chan error) error {
 	late := time.After(pgtest.Timeout)
 	for a.engine.Live() != nil {
@@ -123,7 +123,7 @@ func (w *world) works(ctx context.Context, a *agent, ended <-chan error) error {
 	return nil
 }
 
-// note remembers what somebody outside was told, other than what they asked for.
+// note records a failed attempt of a client.
 func (w *world) note(format string, args ...any) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -137,7 +137,7 @@ func (w *world) reported() []string {
 	return append([]string(nil), w.incidents...)
 }
 
-// eventually waits for a condition; where it does not come, the log tells why.
+// eventually waits for a condition. On a timeout, the failure has the log.
 func (w *world) eventually(what, sql string, args ...any) {
 	w.t.Helper()
 	late := time.After(pgtest.Timeout)
