@@ -26,14 +26,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// beside is an engine that works while retention deletes rows that ended a moment ago. Its sessions are hasty.
+// beside is an engine that works while retention deletes rows that ended a moment ago. Its sessions have a short lock
+// timeout.
 type beside struct {
 	t      *testing.T
-	pool   *pgxpool.Pool // of the engine, its clients and the readers
+	pool   *pgxpool.Pool // for the engine, its clients and the readers
 	engine *executions.Engine
 
 	mu     sync.Mutex
-	truth  map[string][]string // the record of each execution so far, and the values that it received
+	truth  map[string][]string // the steps and received values of each execution so far
 	traces []string
 }
 
@@ -54,7 +55,7 @@ type errand struct {
 	Stays bool `json:"stays"`
 }
 
-// errand has a step, a child that ends soon, an event that comes long before its wait, and an end that may be far away.
+// errand has a step, a child that ends soon, an event long before its wait, and an end that may be far away.
 func (b *beside) errand(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
 	var in errand
 	if err := json.Unmarshal(raw, &in); err != nil {
@@ -184,8 +185,8 @@ func (b *beside) missing(ids []string) []string {
 	return gone
 }
 
-// TestNothingUnfinishedIsTouchedAndNobodyWaits: while executions start, wait and end, and traces are read, passes run
-// right behind, with old months that are detached and dropped.
+// TestNothingUnfinishedIsTouchedAndNobodyWaits prunes right behind executions that start, wait and end, and readers of
+// traces. The passes also detach and drop old months.
 func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	t.Parallel()
 	if pgtest.Pooled() {
@@ -210,7 +211,7 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	for n := range 15 {
 		stay = append(stay, b.begin(t.Context(), errand{N: n, Stays: true}))
 	}
-	// The executions have worked for long: one of the old months is theirs.
+	// The executions work for long, so one of the old months belongs to them.
 	pgtest.Exec(t, own, `
 		insert into agent_activity (id, trace_id, execution_id, skill_name, created_at)
 		select lanekeeper.agent_uuid7(at + n * interval '1 ms'), x.trace_id, x.id, 's', at

@@ -15,19 +15,19 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// passing is the name of the sessions that make passes.
+// passing is the application name of sessions that run passes.
 const passing = "retention"
 
-// waits records which session waited for which. Sessions of an engine also wait for one another, and on a busy machine
-// for long. A test of passes is about sessions that wait for a pass, or stand in a queue behind one.
+// waits records the waits of each session. Sessions of an engine also wait for one another, on a busy machine for long.
+// Only sessions that wait for a pass, or in a queue behind one, matter here.
 type waits struct {
 	t    *testing.T
 	mu   sync.Mutex
-	seen map[uint32][]string // the names of the sessions that a session has waited for since its last statement began
+	seen map[uint32][]string // the sessions for which a session has waited since its last statement began
 }
 
-// hasty is a pool whose sessions wait at most 100 ms for a lock: the server refuses longer waits with 55P03. A refusal
-// fails the test if a pass held the lock, or was before the session in the lock's queue.
+// hasty returns a pool whose sessions wait at most 100 ms for a lock: the server rejects longer waits with 55P03. A
+// rejection fails the test if a pass held the lock, or was ahead of the session in its queue.
 func hasty(t *testing.T, url string, watcher *pgxpool.Pool) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(url)
@@ -77,7 +77,7 @@ func (w *waits) watch(ctx context.Context, db *pgxpool.Pool) {
 
 type statementKey struct{}
 
-// TraceQueryStart begins a statement.
+// TraceQueryStart notes the begin of a statement.
 func (w *waits) TraceQueryStart(ctx context.Context, conn *pgx.Conn, q pgx.TraceQueryStartData) context.Context {
 	w.begin(conn)
 	return context.WithValue(ctx, statementKey{}, q.SQL)
@@ -88,7 +88,7 @@ func (w *waits) TraceQueryEnd(ctx context.Context, conn *pgx.Conn, end pgx.Trace
 	w.ended(conn, end.Err, ctx.Value(statementKey{}))
 }
 
-// TraceBatchStart begins several statements.
+// TraceBatchStart notes the begin of a batch.
 func (w *waits) TraceBatchStart(ctx context.Context, conn *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
 	w.begin(conn)
 	return ctx
@@ -99,7 +99,7 @@ func (w *waits) TraceBatchQuery(_ context.Context, conn *pgx.Conn, q pgx.TraceBa
 	w.ended(conn, q.Err, q.SQL)
 }
 
-// TraceBatchEnd has nothing to do.
+// TraceBatchEnd does nothing.
 func (w *waits) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}
 
 func (w *waits) begin(conn *pgx.Conn) {

@@ -54,8 +54,8 @@ func causesAreOfWhatIsThere(t *testing.T, db postgres.DB) {
 	}
 }
 
-// An old run is deleted with its trials and its sample. Open, recent and declared rows stay, and a control stays as
-// long as the run that is compared with it.
+// An old run is deleted with its trials and its sample. Open, recent and declared rows stay. A control stays as long as
+// the run compared with it.
 func TestOldRunsOfEvalsGoWithTheirSamples(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -81,7 +81,7 @@ func TestOldRunsOfEvalsGoWithTheirSamples(t *testing.T) {
 		`select string_agg(suite, ' ' order by suite) from agent_eval_runs`)
 }
 
-// Labels have a policy of their own, which keeps them for ever at first.
+// Labels have their own policy. By default it keeps them for ever.
 func TestOldLabelsGoByTheirPolicy(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -133,7 +133,8 @@ type spend struct {
 	CostUSD       float64
 }
 
-// TestSpendStaysWhenTheLogGoes, and survives a usage or a cost that is not a number.
+// TestSpendStaysWhenTheLogGoes checks that the spend outlives the log, also with a usage or a cost that is not a
+// number.
 func TestSpendStaysWhenTheLogGoes(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

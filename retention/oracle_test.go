@@ -11,7 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// The oracle computes in Go the rows that a pass deletes. It reads all rows and follows the words of docs/retention.md,
+// The oracle computes in Go the rows that a pass deletes. It reads all rows and applies the rules of docs/retention.md,
 // without the functions of the database.
 
 type execution struct {
@@ -48,7 +48,7 @@ type world struct {
 	rows       map[string][]row // by table
 }
 
-// tables are the tables without a rule of their own shape, as rows.
+// tables are the tables whose rules need only these rows.
 var tables = map[string]string{
 	"activity": `select a.id::text, '', a.trace_id, coalesce(a.execution_id::text, ''), '', a.created_at, a.created_at,
 		exists (select from agent_activity_open o where o.activity_id = a.id)
@@ -119,7 +119,7 @@ func (w *world) has(table string, is func(row) bool) bool {
 	return slices.ContainsFunc(w.rows[table], is)
 }
 
-// asked reports an approval that was requested in a trace and is unused.
+// asked reports whether a trace has an unused approval.
 func (w *world) asked(trace string) bool {
 	for _, a := range w.approvals {
 		if a.TraceID == trace && (a.Status == "pending" || a.Status == "approved") && a.ExpiresAt.After(w.now) {
@@ -129,7 +129,7 @@ func (w *world) asked(trace string) bool {
 	return false
 }
 
-// before is the time before which rows are deleted; ok is false if none are.
+// before returns the time before which rows are deleted; ok is false if none are.
 func (w *world) before(policy map[string]string, kind string) (cut time.Time, ok bool) {
 	days, err := strconv.Atoi(strings.TrimSuffix(policy[kind], "d"))
 	if err != nil {
@@ -150,7 +150,7 @@ func (w *world) before(policy map[string]string, kind string) (cut time.Time, ok
 	return cut, true
 }
 
-// overExecutions are the executions to delete.
+// overExecutions returns the executions to delete.
 func (w *world) overExecutions(cut time.Time) map[string]bool {
 	gone := map[string]bool{}
 	for id, x := range w.executions {
@@ -175,7 +175,7 @@ func (w *world) overExecutions(cut time.Time) map[string]bool {
 	return gone
 }
 
-// takeExecutions deletes those executions, with their rows.
+// takeExecutions deletes executions with their rows.
 func (w *world) takeExecutions(gone map[string]bool) {
 	for _, table := range []string{"checkpoints", "changes", "requests", "drafts"} {
 		w.rows[table] = slices.DeleteFunc(w.rows[table], func(r row) bool { return gone[r.ExecutionID] })
@@ -205,7 +205,7 @@ func (w *world) overEvent(v event, cut time.Time) bool {
 	case v.Event == "APPROVAL_DECIDED":
 		_, known = w.executions[w.approvals[v.Key].ExecutionID]
 		return !known
-	case v.Event == "paid" || v.ConsumedBy != "": // no wait is for the one, the other was taken
+	case v.Event == "paid" || v.ConsumedBy != "": // no wait expects "paid", and a wait consumed the other
 		return true
 	}
 	for _, x := range w.executions {
@@ -225,7 +225,7 @@ func (w *world) overApproval(a approval, cut time.Time) bool {
 		(!a.Parked || !known) && !w.unfinished(used)
 }
 
-// rests reports a thread without pending work.
+// rests reports whether a thread has no pending work.
 func (w *world) rests(id string) bool {
 	for _, x := range w.executions {
 		if x.CompletedAt == nil && x.ThreadID == id || x.WaitingFor == "response" && x.WaitingKey == id {
@@ -236,7 +236,7 @@ func (w *world) rests(id string) bool {
 		!w.has("messages", func(r row) bool { return r.Of == id && (r.Status == "queued" || w.unfinished(r.ExecutionID)) })
 }
 
-// take runs a whole pass by a policy.
+// take runs a whole pass with a policy.
 func (w *world) take(policy map[string]string) {
 	if cut, ok := w.before(policy, "executions"); ok {
 		w.takeExecutions(w.overExecutions(cut))
@@ -303,7 +303,7 @@ func (w *world) take(policy map[string]string) {
 	}
 }
 
-// keys are all remaining rows, by table, in order.
+// keys returns the remaining rows by table, in order.
 func (w *world) keys() map[string][]string {
 	all := map[string][]string{}
 	for name, rows := range w.rows {

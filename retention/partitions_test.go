@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
-// months has a log with ten counted rows in each of the last eight months, and a policy of 90 days.
+// months returns a log with ten counted rows in each of the last eight months, and a policy of 90 days.
 func months(t *testing.T) (*pgxpool.Pool, string) {
 	t.Helper()
 	url := pgtest.URL(t)
@@ -36,7 +36,7 @@ func months(t *testing.T) (*pgxpool.Pool, string) {
 	return pool, url
 }
 
-// attached lists the partitions of the log that are older than a number of days.
+// attached lists the partitions of the log older than a number of days.
 func attached(t *testing.T, db postgres.DB, days int) []string {
 	t.Helper()
 	return pgtest.Value[[]string](t, db, `
@@ -73,8 +73,8 @@ func intersect(a, b []string) []string {
 	return slices.DeleteFunc(slices.Clone(a), func(s string) bool { return !slices.Contains(b, s) })
 }
 
-// TestAMonthIsDetachedBesideAReader with a long transaction: the pass does not wait for long, and no session waits for
-// the pass. A later pass finishes the detachment after the reader has ended.
+// TestAMonthIsDetachedBesideAReader prunes during a long transaction of a reader. The pass does not wait for long, and
+// no session waits for the pass. A later pass finishes the detachment after the reader has ended.
 func TestAMonthIsDetachedBesideAReader(t *testing.T) {
 	t.Parallel()
 	if pgtest.Pooled() {
@@ -141,7 +141,7 @@ func markOnly(t *testing.T, db postgres.Beginner, partition string) {
 	require.Truef(t, noted && err == nil, "note %s: %v, %v", partition, noted, err)
 }
 
-// TestAPassGoesOnWhereAnotherWasKilled, at each step of retiring a month.
+// TestAPassGoesOnWhereAnotherWasKilled kills a pass at each step of retiring a month.
 func TestAPassGoesOnWhereAnotherWasKilled(t *testing.T) {
 	t.Parallel()
 	pool, _ := months(t)
@@ -155,7 +155,7 @@ func TestAPassGoesOnWhereAnotherWasKilled(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_activity_retired`))
 }
 
-// TestAMonthThatIsNeededAfterAllIsAttachedAgain, because a later execution needs it.
+// TestAMonthThatIsNeededAfterAllIsAttachedAgain: a later execution needs the month again.
 func TestAMonthThatIsNeededAfterAllIsAttachedAgain(t *testing.T) {
 	t.Parallel()
 	pool, _ := months(t)

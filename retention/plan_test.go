@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
-// much is 20,000 rows of every kind, over the last 200 days.
+// much inserts 20,000 rows of every kind, over the last 200 days.
 const much = `
 	create temp table n as
 	  select n, at, lanekeeper.agent_uuid7(at) as id, 'hb_' || n / 4 as trace
@@ -61,8 +61,8 @@ const much = `
 	insert into agent_activity_open (activity_id, kind) select id, 'call' from n where n % 400 = 0;
 	update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`
 
-// TestAPieceReadsWhatItLooksAt, by index and no further, at any size of the tables. It scans no table, and fetches few
-// rows beyond the examined ones.
+// TestAPieceReadsWhatItLooksAt: a removal finds its rows by index, at any size of the tables. It scans no table, and
+// fetches few rows beyond the examined ones.
 func TestAPieceReadsWhatItLooksAt(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -83,7 +83,7 @@ func TestAPieceReadsWhatItLooksAt(t *testing.T) {
 		for _, kind := range kinds {
 			wanted := 100
 			if kind == "executions" && keep == "90 days" {
-				wanted = 0 // it is busy with the checkpoints of deleted executions
+				wanted = 0 // the pass is busy with checkpoints of deleted executions
 			}
 			if kind == "evals" || kind == "eval_labels" {
 				wanted = 0 // there are no rows
@@ -106,7 +106,7 @@ func piece(kind string) func(ctx context.Context, db postgres.Beginner) (int64, 
 	}
 }
 
-// readsLittle runs a removal in the middle of the old rows, not right after the rows that were removed before.
+// readsLittle runs a removal in the middle of the old rows, not right after the removed ones.
 func readsLittle(t *testing.T, pool postgres.Beginner, what string, wanted int,
 	run func(context.Context, postgres.Beginner) (int64, error),
 ) {
@@ -124,7 +124,7 @@ func readsLittle(t *testing.T, pool postgres.Beginner, what string, wanted int,
 		after, err := reads(t, tx)
 		for table, n := range after {
 			seq, rows := n.Seq-before[table].Seq, n.Rows-before[table].Rows
-			if seq > 0 && table != "agent_trial_transactions" || rows > 4000 { // that one has a row for each open trial
+			if seq > 0 && table != "agent_trial_transactions" || rows > 4000 { // this table has a row for each open trial
 				t.Errorf("%s reads %s from end to end %d times, and %d rows of it", what, table, seq, rows)
 			}
 		}
@@ -133,13 +133,13 @@ func readsLittle(t *testing.T, pool postgres.Beginner, what string, wanted int,
 	require.NoError(t, err, what)
 }
 
-// tableRead is the number of scans of a table by this session, and of the rows that they read.
+// tableRead has the numbers of a table's scans by this session, and of the rows read.
 type tableRead struct {
 	Table     string
 	Seq, Rows int64
 }
 
-// reads examines all growing tables.
+// reads returns the numbers of all growing tables.
 func reads(t *testing.T, db postgres.DB) (map[string]tableRead, error) {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
@@ -156,8 +156,8 @@ func reads(t *testing.T, db postgres.DB) (map[string]tableRead, error) {
 	return by, err
 }
 
-// pieces prunes a kind a hundred rows at a time until nothing is left. It returns the number of deleted rows of each
-// piece.
+// pieces prunes a kind, a hundred rows at a time, until nothing is left. It returns the number of deleted rows of each
+// step.
 func pieces(t *testing.T, db postgres.Beginner, kind string) (removed []int64) {
 	t.Helper()
 	for more := true; more; {
@@ -192,7 +192,7 @@ func TestALongThreadGoesInPieces(t *testing.T) {
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_threads`))
 }
 
-// over makes executions that ended two days ago, each with an event and a number of checkpoints.
+// over inserts executions that ended two days ago, each with an event and some checkpoints.
 func over(t *testing.T, pool *pgxpool.Pool, executions, checkpoints int) {
 	t.Helper()
 	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
@@ -211,7 +211,7 @@ func over(t *testing.T, pool *pgxpool.Pool, executions, checkpoints int) {
 	require.NoError(t, err)
 }
 
-// A locked row keeps the row that it belongs to, and nothing else.
+// A locked row protects the row to which it belongs, and no other.
 func TestOneLockedRowKeepsOnlyItsOwn(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

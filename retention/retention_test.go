@@ -19,7 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
-// rounds is the number of random states of a test.
+// rounds returns the number of random states of a test.
 func rounds() int {
 	if os.Getenv("AGENT_RETENTION") == "long" {
 		return 60
@@ -43,8 +43,8 @@ func randomPolicy(r *rand.Rand) map[string]string {
 	return policy
 }
 
-// TestWhatGoesIsWhatThePolicySays: in random states, under random policies, a pass deletes exactly the rows that an
-// oracle names. So it deletes no unfinished work, and nothing that such work needs.
+// TestWhatGoesIsWhatThePolicySays prunes random states under random policies. A pass deletes exactly the rows that an
+// oracle names: no unfinished work, and nothing that such work needs.
 func TestWhatGoesIsWhatThePolicySays(t *testing.T) {
 	t.Parallel()
 	for n := range rounds() {
@@ -94,7 +94,7 @@ func agree(t *testing.T, had, left map[string][]string, counted, done []retentio
 	}
 }
 
-// TestAPassMayBeStoppedAnywhere: passes that are killed repeatedly, several at once, reach the same result.
+// TestAPassMayBeStoppedAnywhere kills passes repeatedly, several at once. They reach the same result.
 func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -126,7 +126,7 @@ func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 		}
 		cancel()
 	}
-	for range 2 { // a parked approval may have been examined before the row that it depends on was deleted
+	for range 2 { // a pass may examine a parked approval before it deletes the row on which the approval depends
 		_, err := retention.Run(t.Context(), pool, retention.Options{Restart: true})
 		require.NoError(t, err)
 	}
@@ -174,7 +174,7 @@ func TestPoliciesThatCannotBeAreRefusedWhole(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "23514"), "less than the least: %v", err)
 }
 
-// A pass deletes what it may beside rows that a client has locked, and the next one returns to those.
+// A pass leaves rows that a client has locked, and deletes the others. The next pass returns to the locked ones.
 func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -15,8 +15,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// build makes a random state: traces of running or ended executions, with all their rows, from now to 200 days ago. No
-// age is within an hour of a policy's days.
+// build creates a random state: traces of running or ended executions, with all their rows, from now to 200 days ago.
+// No age is within an hour of a policy's days.
 type build struct {
 	t     *testing.T
 	r     *rand.Rand
@@ -37,7 +37,7 @@ var (
 	unfinished = []string{"pending", "running", "waiting"}
 )
 
-// partitions makes those of the last eight months.
+// partitions creates the partitions of the last eight months.
 func partitions(t *testing.T, db postgres.DB) {
 	t.Helper()
 	pgtest.Exec(t, db, `
@@ -58,7 +58,7 @@ func partitions(t *testing.T, db postgres.DB) {
 		end $$`)
 }
 
-// random fills a database.
+// random fills a database with a random state.
 func random(t *testing.T, pool *pgxpool.Pool, r *rand.Rand) {
 	t.Helper()
 	partitions(t, pool)
@@ -89,7 +89,7 @@ func random(t *testing.T, pool *pgxpool.Pool, r *rand.Rand) {
 
 func (b *build) add(sql string, args ...any) { b.batch.Queue(sql, args...) }
 
-// ago is a random moment of the last 200 days, at half past some hour from now; at is one moment after another.
+// ago returns a random moment of the last 200 days, at half past some hour from now.
 func (b *build) ago() time.Time {
 	return b.now.Add(-time.Duration(b.r.IntN(200*24))*time.Hour - 30*time.Minute)
 }
@@ -105,14 +105,14 @@ func (b *build) chance(one int) bool { return b.r.IntN(one) == 0 }
 
 func (b *build) pick(of ...string) string { return of[b.r.IntN(len(of))] }
 
-// id is a time-ordered uuid of a moment.
+// id returns a time-ordered uuid of a moment.
 func (b *build) id(at time.Time) string {
 	b.last++
 	ms := fmt.Sprintf("%012x", at.UnixMilli())
 	return fmt.Sprintf("%s-%s-7%03x-8000-%012x", ms[:8], ms[8:], b.r.IntN(4096), b.last)
 }
 
-// some is an existing execution, or a deleted one.
+// some returns an existing execution, or a deleted one.
 func (b *build) some() (made, bool) {
 	if len(b.execs) == 0 || b.chance(8) {
 		return made{id: b.id(b.ago()), trace: "hb_gone"}, false
@@ -120,7 +120,7 @@ func (b *build) some() (made, bool) {
 	return b.execs[b.r.IntN(len(b.execs))], true
 }
 
-// trace makes executions of one trace, mostly ended, and their rows.
+// trace creates the executions of one trace, mostly ended, and their rows.
 func (b *build) trace() {
 	begun := b.ago()
 	trace := "hb_" + b.id(begun)
@@ -172,7 +172,7 @@ func (b *build) execution(x made, parent any) {
 	b.belongings(x, completed)
 }
 
-// belongings are the rows that are deleted with an execution, and some that keep it.
+// belongings creates the rows that are deleted with an execution, and some that protect it.
 func (b *build) belongings(x made, completed any) {
 	for n := range b.r.IntN(4) {
 		b.add(`insert into agent_checkpoints (execution_id, step, claim) values ($1, $2, 1)`, x.id, fmt.Sprint("step ", n))
@@ -226,7 +226,7 @@ func (b *build) activity(trace string, execution any, at time.Time) {
 	}
 }
 
-// thread makes a conversation.
+// thread creates a conversation.
 func (b *build) thread(id string) {
 	at := b.ago()
 	b.add(`insert into agent_threads (id, channel, updated_at, next_seq) values ($1, 'chat', $2, 100)`, id, at)
@@ -251,7 +251,7 @@ func (b *build) thread(id string) {
 	}
 }
 
-// alone makes one row of each kind that depends on executions loosely or not at all.
+// alone creates one row of each kind that depends on executions loosely or not at all.
 func (b *build) alone() {
 	at := b.ago()
 	x, _ := b.some()
