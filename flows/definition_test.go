@@ -24,7 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// define reads a definition as the API does: unknown keys are errors.
+// define reads a definition like the API: unknown keys are errors.
 func define(text string) (flows.Definition, error) {
 	var d flows.Definition
 	decoder := json.NewDecoder(strings.NewReader(text))
@@ -32,7 +32,7 @@ func define(text string) (flows.Definition, error) {
 	return d, decoder.Decode(&d)
 }
 
-// shapes are definitions by the rule that they show, and whether they are valid.
+// shapes are definitions, named by the rule that they show, and whether they are valid.
 var shapes = map[string]struct {
 	good bool
 	text string
@@ -372,7 +372,7 @@ func TestEveryActionIsAmongTheCases(t *testing.T) {
 	}
 }
 
-// Errors begin with the path of the fault, and name the remedy.
+// Errors begin with the path of the faulty key, and name the remedy.
 func TestValidateNamesPlaceAndReason(t *testing.T) {
 	for name, c := range map[string]struct{ actions, want string }{
 		"nearest type": {

@@ -32,7 +32,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// world is a database and a process that runs flows.
+// world is a database with a process that runs flows.
 type world struct {
 	*executions.Engine
 	pool *pgxpool.Pool
@@ -40,7 +40,7 @@ type world struct {
 	stop func()
 }
 
-// newWorld has the flows of a few YAML documents.
+// newWorld applies the flows of a few YAML documents.
 func newWorld(t *testing.T, documents ...string) *world {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -50,7 +50,7 @@ func newWorld(t *testing.T, documents ...string) *world {
 	return process(t, pool, nil)
 }
 
-// process runs an engine until the test ends, or the test calls stop.
+// process runs an engine until the end of the test, or until the caller calls stop.
 func process(t *testing.T, pool *pgxpool.Pool, loop *reason.Loop, register ...func(*executions.Engine) error) *world {
 	t.Helper()
 	e := enginetest.New(t, pool)
@@ -84,7 +84,7 @@ func put(t *testing.T, pool *pgxpool.Pool, text string) {
 	require.NoError(t, err)
 }
 
-// thread makes one and returns its id.
+// thread creates a thread and returns its id.
 func thread(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	const id = "maria"
@@ -117,7 +117,7 @@ func waits(t *testing.T, db postgres.DB, id string, n int) executions.Execution 
 	return got
 }
 
-// variables are the final ones, without those of the runtime.
+// variables returns the final variables, without those of the runtime.
 func variables(t *testing.T, x executions.Execution) map[string]any {
 	t.Helper()
 	var all map[string]any
@@ -130,14 +130,14 @@ func variables(t *testing.T, x executions.Execution) map[string]any {
 	return all
 }
 
-// replies are the sent messages of the thread, in order.
+// replies returns the sent messages of the thread, in order.
 func replies(t *testing.T, db postgres.DB) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `select coalesce(string_agg(content, ' | ' order by seq), '') from agent_messages
 		where role = 'assistant' and seq is not null`)
 }
 
-// answer is the other side's answer.
+// answer sends a message of the visitor.
 func answer(t *testing.T, w *world, text string) {
 	t.Helper()
 	pgtest.Exec(t, w.pool, `select * from lanekeeper.receive_agent_message('maria', @text)`, postgres.Strict{"text": text})
@@ -149,7 +149,7 @@ func deliver(t *testing.T, w *world, event, key, data string) {
 	require.NoError(t, err)
 }
 
-// story is the activity of an execution: type, status.
+// story lists the activities of an execution: type, status.
 func story(t *testing.T, db postgres.DB, id string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `
@@ -158,7 +158,7 @@ func story(t *testing.T, db postgres.DB, id string) string {
 		  from agent_activity where execution_id = @id and kind = 'phase'`, postgres.Strict{"id": id})
 }
 
-// handleTimeout makes the wait of an execution time out now.
+// late makes the wait of an execution time out now.
 func late(t *testing.T, w *world, id string, n int) {
 	t.Helper()
 	waits(t, w.pool, id, n)
@@ -172,7 +172,7 @@ func flow(name, actions string) string {
 	return "name: " + name + "\nactions:\n" + strings.ReplaceAll(strings.TrimLeft(actions, "\n"), "\t", "  ")
 }
 
-// A fork whose input contradicts the record of a kept action is refused at once, with the name of the action.
+// A fork is rejected at once if its input contradicts the record of a kept action. The error names the action.
 func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, flow("greets", `
@@ -220,8 +220,8 @@ func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 	}
 }
 
-// An input that violates the flow's schema is refused at once, too, even if the step that validated the first one is
-// kept.
+// A fork is also rejected at once if its input violates the flow's schema, even if the step that validated the first
+// input is kept.
 func TestAForkWithAnInputThatTheFlowDoesNotTakeIsRefused(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, `
@@ -255,7 +255,7 @@ func TestALargeNumberIsKeptOverAWait(t *testing.T) {
 		`select content from agent_messages order by id desc limit 1`))
 }
 
-// knowing is a process with the builtins, and a key that holds "first".
+// knowing returns a world with the builtins, and a memory that has "first".
 func knowing(t *testing.T, documents ...string) *world {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -342,7 +342,7 @@ actions:
   - {actionType: end, parameters: {summary: collected, result: {n: 1}}}
 `
 
-// A child sends messages in its parent's thread while the parent waits, and passes its variables to the parent.
+// A child sends messages in its parent's thread while the parent waits, and returns its variables to the parent.
 func TestAParentGoesOnWithWhatItsChildKnows(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, collector, `
@@ -374,7 +374,7 @@ actions:
 	assert.Truef(t, err == nil && all["executionId"] == id, "the parent takes itself for %v", all["executionId"])
 }
 
-// A cancel reaches the children that an execution waits for, at any depth, with the given reason.
+// A cancel reaches the awaited children of an execution, at any depth, with the given reason.
 func TestCancellingReachesGrandchildren(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, flow("top", "  - {actionType: trigger_agent, parameters: {flow: middle}}"),
@@ -447,7 +447,7 @@ func TestAChildOfGoCode(t *testing.T) {
 	assert.Truef(t, got["total"] == 3.0 && sum["result"] == 3.0, "variables %v", got)
 }
 
-// An execution finishes on the version that it started with, even if the flow changed and was removed while it waited.
+// An execution finishes on the version with which it started, even if the flow changed or was removed during a wait.
 func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	t.Parallel()
 	version := func(n string) string {
@@ -467,12 +467,12 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	waits(t, w.pool, second.ID, 1)
 	pgtest.Exec(t, w.pool, `update agent_flows set current = false`)
 	w.stop()
-	w = process(t, w.pool, nil) // which has compiled neither
+	w = process(t, w.pool, nil) // it has compiled neither
 	deliver(t, w, "EVENT_COMPLETED", "k1", `{}`)
 	enginetest.Await(t, w.pool, first, executions.Completed)
 	deliver(t, w, "EVENT_COMPLETED", "k2", `{}`)
 	enginetest.Await(t, w.pool, second.ID, executions.Completed)
-	// A fork gets its version before it begins. It begins when it has lost its thread.
+	// A fork gets its version before it starts. It starts after it has lost its thread.
 	var third string
 	err = postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error {
 		fork, err := w.Fork(t.Context(), tx, executions.ForkSpec{ID: first, From: "flow version"})
@@ -497,8 +497,7 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	assert.Equal(t, "flow a: the flow was removed", postgres.Deref(x.ErrorMessage))
 }
 
-// Flows that start one another are stopped: the deepest fails, and the trace has no more executions than the nesting
-// limit.
+// Flows that start one another are stopped: the deepest fails. The trace has no more executions than the nesting limit.
 func TestFlowsThatStartOneAnotherAreStopped(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, `
@@ -515,8 +514,8 @@ actions:
 
 var errKilled = errors.New("killed by the test")
 
-// reaper takes an execution's claim away the first time that it comes to each step. It does so right before the step,
-// where a dying process would lose the claim.
+// reaper takes away an execution's claim at its first arrival at each step, right before the step. There a dying
+// process would lose the claim too.
 type reaper struct {
 	pool *pgxpool.Pool
 
@@ -559,8 +558,8 @@ func (r *reaper) kills() int {
 	return len(r.seen)
 }
 
-// A flow whose process dies before every single step ends as an undisturbed one: no step is repeated, and none is
-// missing.
+// The process of a flow dies before every single step. The flow still ends like an undisturbed one: no step is
+// repeated, and none is missing.
 func TestAFlowSurvivesADeathBeforeEveryStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

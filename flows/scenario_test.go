@@ -25,15 +25,14 @@ import (
 )
 
 // scenario is a process that runs one of the three scenarios of threads, with the flows of the example. The table seen
-// records the states of the thread's lane and messages, in the order of the database: both change under the lane's
-// lock.
+// records the states of the thread's lane and messages in the order of the database. Both change under the lane's lock.
 type scenario struct {
 	*world
 	log *testkit.Log
 	id  string // of the thread
 }
 
-// logged waits for the required number of lines with all parts, and reports more.
+// logged waits until the log has n lines with all parts, and reports more.
 func (s *scenario) logged(t *testing.T, n int, parts ...string) {
 	t.Helper()
 	defer func() {
@@ -47,8 +46,8 @@ func (s *scenario) logged(t *testing.T, n int, parts ...string) {
 	assert.Truef(t, len(got) == n, "%d lines have %q, want %d:\n%s", len(got), parts, n, strings.Join(got, ""))
 }
 
-// witness records each state of the thread's lane, as agent_thread_locks shows it, and of its messages, after each
-// commit. It names an execution by its flow.
+// witness records each state of the thread's lane, as in agent_thread_locks, and of its messages, after each commit. It
+// names an execution by its flow.
 const witness = `
 create table seen (n bigint generated always as identity, what text);
 create function who(p_id uuid) returns text language sql as $$
@@ -69,7 +68,7 @@ create function see_message() returns trigger language plpgsql as $$ begin
 create constraint trigger see_message after insert or update on agent_messages deferrable initially deferred
   for each row execute function see_message();`
 
-// playing is a process with the flows of a file of the example, and a thread.
+// playing starts a process with the flows of an example file, and a thread.
 func playing(t *testing.T, name, participant string) *scenario {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -115,7 +114,7 @@ func (s *scenario) happens(t *testing.T, what string) {
 	}, what)
 }
 
-// seen is the recorded states in order, without repetitions.
+// seen returns the recorded states in order, without repetitions.
 func (s *scenario) seen(t *testing.T) []string {
 	t.Helper()
 	return pgtest.Value[[]string](t, s.pool, `
@@ -123,7 +122,8 @@ func (s *scenario) seen(t *testing.T) []string {
 		  from (select n, what, lag(what) over (order by n) as before from seen) x where what is distinct from before`)
 }
 
-// held is a row of agent_thread_locks: holder, minutes, principal of the thread, and its marks; "" for a free thread.
+// held returns a row of agent_thread_locks: holder, minutes, principal of the thread, and its marks; "" for a free
+// thread.
 func (s *scenario) held(t *testing.T) string {
 	t.Helper()
 	return pgtest.Value[string](t, s.pool, `
@@ -231,7 +231,7 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 	if diff := cmp.Diff([]string{
 		"recolector has it",
 		"recolector sent: Necesito tu INE",
-		"recolector has it", // after its wait, and when the answer has come
+		"recolector has it", // after its wait, and after the answer
 		"visitor received: Aquí está mi INE",
 		"recolector has it",
 		"recolector sent: Documento recibido",
@@ -279,7 +279,7 @@ func TestScenarioOfAHungAgent(t *testing.T) {
 	assert.Equal(t, executions.Running, enginetest.Await(t, s.pool, a, executions.Running).Status)
 }
 
-// speaks is a message of an external worker.
+// speaks sends a message of an external worker.
 func (s *scenario) speaks(t *testing.T, id, lock, words string) (sent threads.SendResult) {
 	t.Helper()
 	claim, err := s.LockClaim(t.Context(), id, lock)

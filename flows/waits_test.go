@@ -15,7 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// waiting are the actions that wait, each with its variables.
+// waiting are the actions that wait, with their variables.
 var waiting = map[string]struct {
 	action string
 	kind   string
@@ -87,7 +87,7 @@ func typeOf(action string) string {
 	return name
 }
 
-// Retry waits three times more, for the same event, with the timeoutActions before each.
+// retry waits three more times for the same event, after the timeoutActions.
 func TestATimeoutThatRetries(t *testing.T) {
 	t.Parallel()
 	for name, c := range waiting {

@@ -29,7 +29,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// clever is a process with a model and the skills double, which takes n, and careful, which an admin must approve.
+// clever starts a process with a model and two skills: double takes n, and careful needs an admin's approval.
 func clever(t *testing.T, model func(openai.ChatCompletionRequest) modeltest.Reply, documents ...string) *world {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -98,7 +98,7 @@ func TestSkillsAreCalled(t *testing.T) {
 	}
 }
 
-// A flow may continue after a rejection: it has the decision and its reason.
+// A flow may continue after a rejection. It has the decision and its reason.
 func TestAFlowGoesOnAfterARejection(t *testing.T) {
 	t.Parallel()
 	w := clever(t, mute, flow("a", `
@@ -142,7 +142,7 @@ func TestTheWaitsOfALoopAreTold(t *testing.T) {
 		  from why(@trace) where part = 'waits' order by seq`, postgres.Strict{"trace": x.TraceID}))
 }
 
-// A flow triggers the trial of a disabled skill, too: otherwise a skill that only flows use would stay disabled.
+// A flow also tries a disabled skill on trial. Otherwise a skill that only flows use would stay disabled.
 func TestASkillOnTrialIsTriedByAFlow(t *testing.T) {
 	t.Parallel()
 	w := clever(t, mute, flow("f", `
@@ -201,7 +201,7 @@ func TestTheModelIsAsked(t *testing.T) {
 	assert.NoDiff(t, map[string]any{"answer": "about cats", "second": `with double {"twice":6}`}, got)
 }
 
-// declared makes agents the current ones.
+// declared makes the definitions the current ones of their agents.
 func declared(t *testing.T, pool *pgxpool.Pool, all ...agents.Definition) {
 	t.Helper()
 	for _, d := range all {
@@ -241,7 +241,7 @@ func TestANamedAgentAnswersWithItsInstructions(t *testing.T) {
 	assert.Contains(t, postgres.Deref(lost.ErrorMessage), `there is no agent "returns"`)
 }
 
-// A model without a tool answers anyway, so a wrong name is reported before the call.
+// A model would answer without a tool, so the engine reports a wrong name before the call.
 func TestTheModelIsNotAskedWithSkillsThatThereAreNot(t *testing.T) {
 	t.Parallel()
 	w := clever(t, func(openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("asked") }, flow("a", `
@@ -277,7 +277,7 @@ func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
 	assert.NoError(t, check("a", `{"n": 1}`))
 	assert.ErrorIs(t, check("gone", `{}`), flows.ErrRemoved)
 	assert.NoError(t, check("of Go code", `{}`))
-	// started past CheckStart
+	// this start bypasses CheckStart
 	x := enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"n": "one"}), executions.Failed)
 	assert.Truef(t, strings.HasPrefix(postgres.Deref(x.ErrorMessage), "flow a does not take this input"),
 		"%s", postgres.Deref(x.ErrorMessage))
