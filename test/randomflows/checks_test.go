@@ -19,7 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// tables hold what the test knows, beside what flows write.
+// tables store what only the test knows, and rows that flows write.
 const tables = `
 	create schema proof;
 	create table proof.effects (execution_id uuid not null, step text not null);
@@ -33,7 +33,7 @@ const tables = `
 	  n bigint generated always as identity, lane text not null, execution_id uuid not null, place text not null,
 	  at text not null)`
 
-// checks are the invariants: each query lists what violates one, in words.
+// checks are the invariants. Each query lists its violations in words.
 var checks = map[string]string{
 	"each flow was run once": `
 		select format('the flow of %s has %s executions', e.seed, count(x.id)) from proof.expected e
@@ -109,7 +109,7 @@ var checks = map[string]string{
 		  or execution_id is not null`,
 }
 
-// expect writes down what the model says of each flow and of its children.
+// expect stores the model's result of each flow and of its children.
 func (w *world) expect(seeds []uint64) {
 	w.t.Helper()
 	b := &pgx.Batch{}
@@ -131,7 +131,7 @@ func (e *expected) write(b *pgx.Batch, root bool) {
 	}
 }
 
-// replays lists the executions whose code does not come to what they have on record.
+// replays lists the executions whose replay differs from the record.
 func (w *world) replays() (found []string) {
 	w.t.Helper()
 	for _, id := range pgtest.Column[string](w.t, w.pool, `select id::text from agent_executions order by id`) {
@@ -142,13 +142,13 @@ func (w *world) replays() (found []string) {
 	return found
 }
 
-// waitTimeout is how long anything may take on a busy machine before the test gives up.
+// waitTimeout bounds every wait of a test, for busy machines.
 const waitTimeout = 2 * time.Minute
 
-// workers are how many processes run flows at once.
+// workers is the number of processes that run flows at once.
 const workers = 3
 
-// trouble is what happens to the processes.
+// trouble makes the faults of the processes.
 type trouble struct {
 	t       testing.TB
 	pool    *pgxpool.Pool
@@ -179,13 +179,13 @@ func (x *trouble) launch(i int) {
 	x.slots[i] = proctest.Start(x.t, waitTimeout, x.t.TempDir(), environ, program, "worker")
 }
 
-// make makes trouble for so long: of each sort as much as of the others, and of cuts more.
+// make makes faults for a time, each kind equally often, and cuts more often.
 func (x *trouble) make(lasts time.Duration) {
 	var next []int
 	for end := time.Now().Add(lasts); time.Now().Before(end); rest(500 * time.Millisecond) {
 		i := rand.IntN(workers)
 		p := x.slots[i]
-		if !p.Running() { // its connection broke as it began
+		if !p.Running() { // its connection broke at its start
 			x.launch(i)
 			continue
 		}
@@ -223,7 +223,7 @@ func (x *trouble) make(lasts time.Duration) {
 	}
 }
 
-// works waits until the process of a slot works; false when its connection broke as it began.
+// works waits until the process of a slot works. It returns false if the connection broke at the start.
 func (x *trouble) works(i int) bool {
 	x.t.Helper()
 	p := x.slots[i]

@@ -25,56 +25,56 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// kind is what an op does.
+// kind is the kind of an op.
 type kind string
 
 const (
 	step     kind = "step"     // a Step that succeeds
 	fails    kind = "fails"    // a Step that returns an error
-	bounded  kind = "bounded"  // a Step that a limit of its own ends
+	bounded  kind = "bounded"  // a Step that its own limit ends
 	effect   kind = "effect"   // a StepTx that writes a row
-	within   kind = "within"   // a StepTx that writes a row, and has a step and a call in it
-	call     kind = "call"     // a Do that may be repeated
-	once     kind = "once"     // a Do that may not
+	within   kind = "within"   // a StepTx that writes a row, with a step and a call in it
+	call     kind = "call"     // a repeatable Do
+	once     kind = "once"     // a non-repeatable Do
 	delay    kind = "delay"    // a wait for time
 	event    kind = "event"    // a wait for an event that comes
-	never    kind = "never"    // a wait for one that does not
-	child    kind = "child"    // a child that is waited for
-	aside    kind = "aside"    // one that is not
+	never    kind = "never"    // a wait for an event that does not
+	child    kind = "child"    // a child with a wait for its end
+	aside    kind = "aside"    // a child without a wait
 	show     kind = "show"     // SetVariables
 	now      kind = "now"      // Now
-	branches kind = "branches" // several at the same time
+	branches kind = "branches" // several at once
 	phase    kind = "phase"
-	nest     kind = "nest" // a Step that is made of others
+	nest     kind = "nest" // a Step that contains others
 	scope    kind = "scope"
 	loop     kind = "loop"
-	lane     kind = "lane" // a lane that others want, too
+	lane     kind = "lane" // a lane with other contenders
 )
 
-// op is one thing that a flow does.
+// op is one operation of a flow.
 type op struct {
 	kind   kind
 	name   string // of its step
-	n      int    // what it is worth
+	n      int    // its part of the result
 	lasts  time.Duration
 	times  int  // of a loop
-	joined bool // of branches: one that leaves stops the others
+	joined bool // of branches: an error of one stops the others
 	parts  [][]op
 	seed   uint64 // of a child
 }
 
-// names are few, so that steps share them.
+// names are few, so steps share them.
 var names = []string{"a", "b", "a", "a#2", "c/d", "é"}
 
-// lanesWanted are few, too. They are a thread's, which stay with an execution that a shutdown or a pause hands back;
-// others are free until it goes on.
+// lanesWanted are few, too. They are lanes of threads: an execution keeps them when a shutdown or a pause releases it.
+// It would lose other lanes until it continues.
 var lanesWanted = []string{"thread:one", "thread:two", "thread:three"}
 
-// deepest is how deep children and groups go.
+// deepest is the maximum nesting of children and groups.
 const deepest = 3
 
-// plan draws what the flow of a seed does. It has a lane once at most: each run takes anew, and gives back, the lanes
-// of what is on record (executions.Lane).
+// plan draws the flow of a seed. The flow has at most one lane: each run acquires and releases all recorded lanes again
+// (executions.Lane).
 func plan(seed uint64, depth int) []op {
 	r := rand.New(rand.NewPCG(seed, uint64(depth)))
 	ops := draw(r, depth, 3+r.IntN(6), true)
@@ -88,9 +88,8 @@ func plan(seed uint64, depth int) []op {
 	return ops
 }
 
-// draw draws so many ops. Where several are at the same time, or again and again, there are no variables, which would
-// be the last one's, and no lanes, which are the execution's; and in loops no children and events, which have one
-// name.
+// draw draws n ops. Parallel or repeated parts have no variables, since the last write would win, and no lanes, which
+// belong to the execution. Loops have no children and events, since each has one name.
 func draw(r *rand.Rand, depth, n int, top bool) []op {
 	simple := []kind{step, step, step, fails, bounded, effect, within, call, once, delay, never, now}
 	if top {
@@ -128,7 +127,7 @@ func draw(r *rand.Rand, depth, n int, top bool) []op {
 	return ops
 }
 
-// drawPlain draws what a loop does: what is quick, and has no name for others.
+// drawPlain draws the ops of a loop: they are quick, and have no names outside.
 func drawPlain(r *rand.Rand, n int) []op {
 	plain := []kind{step, fails, effect, call, once, delay}
 	ops := make([]op, n)
@@ -141,14 +140,14 @@ func drawPlain(r *rand.Rand, n int) []op {
 	return ops
 }
 
-// then is the value of a flow after one more op.
+// then returns the value of a flow after one more op.
 func then(value, next int) int { return (value*31 + next) % 1_000_003 }
 
-// expected is what the model says of one execution and of all that come from it.
+// expected is the model's result of an execution and of its descendants.
 type expected struct {
 	seed      uint64
 	value     int
-	variables string // what was set last; {} for nothing
+	variables string // the last ones set; {} for none
 	effects   int
 	calls     int
 	once      int
@@ -157,17 +156,17 @@ type expected struct {
 	events    []string    // keys
 }
 
-// model is what becomes of a flow to which nothing happens.
+// model returns the result of a flow without faults.
 func model(seed uint64, depth int) *expected {
 	e := &expected{seed: seed, variables: "{}"}
 	e.value = e.play(plan(seed, depth), depth, keyOf(seed), 0)
 	return e
 }
 
-// keyOf begins the keys of the events of a flow.
+// keyOf returns the prefix of a flow's event keys.
 func keyOf(seed uint64) string { return strconv.FormatUint(seed, 36) }
 
-// at names a place in a flow.
+// at returns the name of a place in a flow.
 func at(path string, i int) string { return path + "." + strconv.Itoa(i) }
 
 func (e *expected) play(ops []op, depth int, path string, value int) int {
@@ -218,10 +217,10 @@ func (e *expected) one(o op, depth int, path string, value int) int {
 	return o.n
 }
 
-// shown is what show sets.
+// shown returns the variables that show sets.
 func shown(value int) string { return fmt.Sprintf(`{"value": %d}`, value) }
 
-// keys are the events of a flow and of all that come from it.
+// keys returns the events of a flow and of its descendants.
 func (e *expected) keys() []string {
 	keys := e.events
 	for _, c := range e.families {
@@ -230,10 +229,10 @@ func (e *expected) keys() []string {
 	return keys
 }
 
-// made is a call that came.
+// made is a call that arrived.
 type made struct{ kind, execution, step, key string }
 
-// sink is where calls go; it takes its time, so that processes die in some.
+// sink is the server of the calls. It is slow, so that processes die during some.
 type sink struct {
 	mu    sync.Mutex
 	calls []made
@@ -271,7 +270,7 @@ func newWorld(t testing.TB, url string) *world {
 	return w
 }
 
-// many is how many flows there are, and how long there is trouble.
+// many returns the number of flows, and the duration of the faults.
 func many(t *testing.T) (flows int, lasts time.Duration) {
 	t.Helper()
 	text := os.Getenv("AGENT_FLOWS")
@@ -283,7 +282,7 @@ func many(t *testing.T) (flows int, lasts time.Duration) {
 	return flows, max(10*time.Second, time.Duration(flows)*time.Minute/500)
 }
 
-// seedOf is what a run draws from.
+// seedOf returns the seed of a run.
 func seedOf(t *testing.T) uint64 {
 	t.Helper()
 	text := os.Getenv("AGENT_FLOW_SEED")
@@ -295,7 +294,7 @@ func seedOf(t *testing.T) uint64 {
 	return seed
 }
 
-// TestRandomFlowsEndAsTheirModelSays runs random flows while processes are killed, stopped, ended and cut off.
+// TestRandomFlowsEndAsTheirModelSays runs random flows while the test kills, stops, ends and disconnects processes.
 func TestRandomFlowsEndAsTheirModelSays(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -329,7 +328,7 @@ func TestRandomFlowsEndAsTheirModelSays(t *testing.T) {
 		"there was no trouble: the run does not show what it is for")
 }
 
-// begin starts a flow of each seed, all within so long, and delivers their events at some time, some of them twice.
+// begin starts a flow of each seed within a time. It delivers their events at random times, some of them twice.
 func (w *world) begin(ctx context.Context, seeds []uint64, within time.Duration) error {
 	var group errgroup.Group
 	group.SetLimit(32)
@@ -368,7 +367,7 @@ func (w *world) settle(limit time.Duration) {
 	w.t.Logf("what was under way ended within %s", time.Since(began).Round(time.Millisecond))
 }
 
-// keep writes down what only the sink knows.
+// keep stores what only the sink knows.
 func (w *world) keep() {
 	w.t.Helper()
 	w.sink.mu.Lock()
@@ -380,7 +379,7 @@ func (w *world) keep() {
 	}
 }
 
-// report makes an error of whatever does not hold.
+// report reports every violation as an error.
 func (w *world) report(seeds []uint64) {
 	w.t.Helper()
 	w.expect(seeds)
@@ -398,17 +397,17 @@ func (w *world) report(seeds []uint64) {
 	}
 }
 
-// forks are how many executions are forked, after everything.
+// forks is the number of executions that the test forks at the end.
 const forks = 60
 
-// recorded is a step on record, of an execution without events: a fork waits for new ones.
+// recorded is a recorded step of an execution without events. A fork with events would wait for new ones.
 type recorded struct {
 	ID, Step string
 	Value    int
 }
 
-// refork forks executions from steps that are drawn from their records, in peace: each fork comes to what its
-// execution came to, and its replay to what it has on record.
+// refork forks executions from random recorded steps, without faults. Each fork has the result of its execution, and
+// its replay equals its record.
 func (w *world) refork(r *rand.Rand) {
 	w.t.Helper()
 	ctx := w.t.Context()
@@ -438,14 +437,14 @@ func (w *world) refork(r *rand.Rand) {
 	}
 }
 
-// wrongForks are those that came to something else.
+// wrongForks lists the forks with another result.
 const wrongForks = `
 	select format('the fork %s from %s is %s with %s, not completed with %s: %s %s', f.id, f.step, x.status, x.result,
 	              f.value, x.failed_step, x.error_message)
 	  from proof.forks f left join agent_executions x on x.id = f.id
 	 where (x.status, x.result) is distinct from ('completed', to_jsonb(f.value))`
 
-// replay says how the replay of an execution differs from its record; empty when it does not.
+// replay returns the difference between an execution's replay and its record, or "".
 func (w *world) replay(id string) string {
 	got, err := w.engine.Replay(w.t.Context(), id)
 	switch {

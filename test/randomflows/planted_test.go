@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// innocent is a flow and its child, to which everything happened as it should. Ids are made of short names.
+// innocent is a correct flow and its child. Ids are made from short names.
 const innocent = `
 	create function pg_temp.id(name text) returns uuid language sql immutable as $$ select md5(name)::uuid $$;
 	insert into agent_executions (id, trace_id, surface, flow, status, parent_id, claim, input, result, variables,
@@ -43,7 +43,7 @@ const innocent = `
 	        ('one', 'root', '.2', 'begins'), ('two', 'child', '.1', 'ends'), ('one', 'root', '.2', 'ends')) v (lane, name,
 	        place, at)`
 
-// planted are changes that violate one check each; every check has some.
+// planted are changes that each violate one check. Every check has some.
 var planted = map[string][]string{
 	"each flow was run once": {
 		`delete from agent_executions where id = pg_temp.id('root')`, `update agent_executions set parent_id = null`,
@@ -112,7 +112,7 @@ var planted = map[string][]string{
 	},
 }
 
-// TestEveryCheckCanFail plants what each check is for, in a database in which all of them hold.
+// TestEveryCheckCanFail plants the violations of each check in a correct database.
 func TestEveryCheckCanFail(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, pgtest.URL(t))
@@ -127,7 +127,7 @@ func TestEveryCheckCanFail(t *testing.T) {
 	}
 }
 
-// plant makes a change to the innocent rows, in a transaction without triggers that is rolled back.
+// plant makes a change to the innocent rows, in a transaction without triggers, and rolls it back.
 func (w *world) plant(name, check, sql string) {
 	w.t.Helper()
 	ctx := w.t.Context()
@@ -153,7 +153,7 @@ func (w *world) plant(name, check, sql string) {
 	assert.Truef(w.t, count() != 0, "%s: finds nothing after %s", name, sql)
 }
 
-// TestAReplayThatDiffersIsReported replays a flow whose record has another result for a step than its code comes to.
+// TestAReplayThatDiffersIsReported replays a flow whose record has a different result for a step.
 func TestAReplayThatDiffersIsReported(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, pgtest.URL(t))

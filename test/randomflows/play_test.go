@@ -19,16 +19,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// flowName is the one flow that there is; what it does is in its input.
+// flowName is the name of the only flow. Its input determines its ops.
 const flowName = "drawn"
 
-// asked is its input. The seed is a text, because JSON's numbers have 53 bits.
+// asked is the input. The seed is text, because JSON numbers have 53 bits.
 type asked struct {
 	Seed  string `json:"seed"`
 	Depth int    `json:"depth"`
 }
 
-// player runs flows; its calls go to a sink, which counts them.
+// player runs flows. Their calls go to a sink, which counts them.
 type player struct{ sink string }
 
 // flow is the durable function.
@@ -56,7 +56,7 @@ func (p player) play(ctx context.Context, ops []op, depth int, path string, valu
 	return value, nil
 }
 
-// one does one op. An error is one that ends the flow, for now or for good.
+// one runs one op. Its error ends the run of the flow, for now or finally.
 func (p player) one(ctx context.Context, o op, depth int, path string, value int) (int, error) {
 	switch o.kind {
 	case step:
@@ -104,7 +104,7 @@ func (p player) one(ctx context.Context, o op, depth int, path string, value int
 	return 0, fmt.Errorf("no such op: %s", o.kind)
 }
 
-// pause takes time, which somebody may end.
+// pause takes some time, which ctx may end.
 func pause(ctx context.Context, lasts time.Duration) error {
 	if !sleep.For(ctx, lasts) {
 		return context.Cause(ctx)
@@ -120,7 +120,7 @@ func note(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// within is what a transaction does that has a step and a call in it.
+// within is the body of a transaction with a step and a call.
 func (p player) within(ctx context.Context, tx pgx.Tx, o op) (int, error) {
 	n, err := executions.Step(ctx, o.name, func(context.Context) (int, error) { return o.n, nil })
 	if err == nil {
@@ -132,7 +132,7 @@ func (p player) within(ctx context.Context, tx pgx.Tx, o op) (int, error) {
 	return n, err
 }
 
-// inVain is a step that fails, by itself or by the limit that it has; the flow goes on.
+// inVain runs a step that fails by itself or by its limit. The flow continues.
 func (p player) inVain(ctx context.Context, o op) error {
 	failing := func(context.Context) (int, error) { return 0, errors.New("as it should") }
 	if o.kind == bounded {
@@ -155,7 +155,7 @@ func (p player) inVain(ctx context.Context, o op) error {
 	return err
 }
 
-// call acts on the world. One whose outcome nobody knows is worth the same.
+// call calls the sink. An unknown outcome has the same value.
 func (p player) call(ctx context.Context, o op) (int, error) {
 	c := executions.Call{Idempotent: o.kind == call}
 	c.Skill = string(o.kind)
@@ -169,7 +169,7 @@ func (p player) call(ctx context.Context, o op) (int, error) {
 	return got, err
 }
 
-// post makes the call.
+// post sends the call.
 func (p player) post(ctx context.Context, k kind, key string) error {
 	x, _ := executions.Current(ctx)
 	where := p.sink + "?" + url.Values{
@@ -191,7 +191,7 @@ func (p player) post(ctx context.Context, k kind, key string) error {
 	return nil
 }
 
-// wait waits for what comes, or for what does not.
+// wait waits for an event or a time.
 func wait(ctx context.Context, o op, path string) error {
 	w := executions.Delay(o.lasts)
 	switch o.kind {
@@ -213,10 +213,10 @@ func wait(ctx context.Context, o op, path string) error {
 	return nil
 }
 
-// dataOf is what an event says, as the database writes it.
+// dataOf returns the data of an event, in the database's format.
 func dataOf(key string) string { return fmt.Sprintf(`{"key": %q}`, key) }
 
-// trigger starts a child, and waits for it where that is asked for.
+// trigger starts a child, and waits for it if the op says so.
 func (p player) trigger(ctx context.Context, o op, depth int) (int, error) {
 	got, err := executions.Trigger(ctx, o.name, executions.Child{
 		Flow: flowName, Input: asked{Seed: strconv.FormatUint(o.seed, 10), Depth: depth + 1}, Wait: o.kind == child,
@@ -232,7 +232,7 @@ func (p player) trigger(ctx context.Context, o op, depth int) (int, error) {
 	return value, err
 }
 
-// branches run at the same time. Joined, the first that leaves has the others stopped.
+// branches run at the same time. If they are joined, the first error stops the others.
 func (p player) branches(ctx context.Context, o op, depth int, path string) (int, error) {
 	values := make([]int, len(o.parts))
 	group, within := &errgroup.Group{}, ctx
@@ -255,7 +255,7 @@ func (p player) branches(ctx context.Context, o op, depth int, path string) (int
 	return all, nil
 }
 
-// state is what a loop hands on.
+// state is passed from one iteration of a loop to the next.
 type state struct{ Value, Done int }
 
 func (p player) loop(ctx context.Context, o op, depth int, path string) (int, error) {
@@ -266,7 +266,7 @@ func (p player) loop(ctx context.Context, o op, depth int, path string) (int, er
 	return last.Value, err
 }
 
-// alone does something in a lane, and writes down when it begins and ends.
+// alone runs ops in a lane, and records their begin and end.
 func (p player) alone(ctx context.Context, o op, depth int, path string) (int, error) {
 	hold, err := executions.Lane(ctx, o.name)
 	for errors.Is(err, lanes.ErrBusy) {

@@ -25,13 +25,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// What tells a process of the test binary that it is a worker: where the database is, and where its calls go.
+// These variables tell a process that it is a worker, and the addresses of its database and its sink.
 const (
 	workerURL  = "LANEKEEPER_FLOWCHECK_URL"
 	workerSink = "LANEKEEPER_FLOWCHECK_SINK"
 )
 
-// lease is how long a worker lives without a word; one that is stopped for longer loses what it runs.
+// lease is a worker's lease. A worker stopped for longer loses its runs.
 const lease = 2 * time.Second
 
 func TestMain(m *testing.M) {
@@ -83,7 +83,7 @@ func work(url, sink string) error {
 	return err
 }
 
-// proxy stands between a process and the database, and breaks connections when it is asked to.
+// proxy forwards connections to a database, and breaks them on request.
 type proxy struct {
 	*pgproxy.Proxy
 
@@ -104,7 +104,7 @@ func newProxy(t testing.TB, target string) *proxy {
 	return p
 }
 
-// cut breaks some of the connections at what they say next, or at the answer to it.
+// cut breaks some connections at their next request or answer.
 func (p *proxy) cut() (n int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -116,10 +116,10 @@ func (p *proxy) cut() (n int) {
 	return n
 }
 
-// What is to become of a link.
+// These are the fates of a link.
 const (
 	whole      int32 = iota
-	unheard          // the server does not get what is said next
+	unheard          // the server does not get the next request
 	unanswered       // the client does not get the next answer
 	broken
 )
@@ -131,13 +131,13 @@ type link struct {
 	doomed         atomic.Int32
 }
 
-// Upstream carries what the client says.
+// Upstream forwards the client's requests.
 func (l *link) Upstream() { l.carry(l.client, l.server, unheard) }
 
-// Downstream carries what the server answers.
+// Downstream forwards the server's answers.
 func (l *link) Downstream() { l.carry(l.server, l.client, unanswered) }
 
-// carry copies what one side says to the other, until one of them has left or the link is to be broken so.
+// carry copies data from one side to the other, until one side has left or the link breaks in this direction.
 func (l *link) carry(from io.Reader, to io.Writer, doom int32) {
 	defer func() {
 		l.proxy.mu.Lock()
@@ -156,5 +156,5 @@ func (l *link) carry(from io.Reader, to io.Writer, doom int32) {
 	}
 }
 
-// rest waits for about so long.
+// rest waits for about the given time.
 func rest(d time.Duration) { time.Sleep(d/2 + rand.N(max(d, 1))) }
