@@ -27,14 +27,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// TestTheDatabasesClockJumps an hour forward, and back. Forward every lease seems to have ended, so claims are handed
-// on under runs that live: they are fenced off, and each effect happens once. Back, leases last longer: nothing is
-// handed on too early.
+// TestTheDatabasesClockJumps moves the clock an hour forward, and back. Forward, every lease seems to have ended, so
+// other workers take over claims of live runs. The fence stops the old runs, and each effect happens once. Back, leases
+// last longer, and no claim is taken over too early.
 func TestTheDatabasesClockJumps(t *testing.T) {
 	t.Parallel()
 	url := pgtest.EmptyURL(t)
 	db := admin(t, url)
-	// The schema's functions and defaults name clock_timestamp and now without a schema: here they find these.
+	// The schema's functions and defaults use clock_timestamp and now without a schema. The search path makes them find
+	// these.
 	pgtest.Exec(t, db, `
 		create schema clock;
 		create table clock.jump (by interval not null);
@@ -90,12 +91,12 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 		})
 	}
 	begin(6, "steps")
-	testkit.Receive(t, at.entered) // one is in the middle of a transaction
+	testkit.Receive(t, at.entered) // one step is in the middle of its transaction
 	pgtest.Exec(t, db, `update clock.jump set by = '1 hour'`)
 	close(at.opened)
 	begin(6, "steps")
 	ended()
-	begin(3, "straight") // a wait that has begun would last an hour longer by this clock, which decides
+	begin(3, "straight") // by this clock, an earlier wait would last an hour longer
 	pgtest.Exec(t, db, `update clock.jump set by = '0'`)
 	begin(3, "steps")
 	ended()
@@ -106,8 +107,9 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 	}
 }
 
-// TestTheProcesssClockJumps, by hours in both directions, under a process that serves: it keeps its lease, its lanes
-// and its schedules, because they are the database's. The program is built with a time.Now that reads how wrong it is.
+// TestTheProcesssClockJumps moves the clock of a serving process by hours in both directions. The process keeps its
+// lease, its lanes and its schedules, because they follow the database's clock. The program has a time.Now that reads
+// its offset from a file.
 func TestTheProcesssClockJumps(t *testing.T) {
 	t.Parallel()
 	if !atLength() {
@@ -152,7 +154,7 @@ func TestTheProcesssClockJumps(t *testing.T) {
 	yes.kept(t, url)
 }
 
-// jumping is the program with a clock that can be set wrong: CLOCK_JUMP names a file with the seconds.
+// jumping returns the program with a clock that a test can move. CLOCK_JUMP names a file with the offset in seconds.
 func jumping(t *testing.T) string {
 	t.Helper()
 	root, err := exec.CommandContext(t.Context(), "go", "env", "GOROOT").Output()
@@ -178,8 +180,8 @@ func jumping(t *testing.T) string {
 	return built
 }
 
-// jumpSource is how wrong the clock is. The file is read by a goroutine, every few milliseconds: the runtime asks for
-// the time where it can make no system call.
+// jumpSource reads the offset of the clock. A goroutine reads the file every few milliseconds, since the runtime also
+// calls time.Now where it can make no system call.
 const jumpSource = `package time
 
 import (

@@ -54,15 +54,15 @@ func engine(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, 
 	return e
 }
 
-// large is a text that fits into no page that has been begun, nor can be made smaller.
+// large returns an incompressible text that needs new pages.
 func large() string {
 	b := make([]byte, 128<<10)
 	rand.Read(b)
 	return hex.EncodeToString(b)
 }
 
-// TestARunWhoseStepCannotBeRecorded: the run ends, and says why; the execution says no more than is so, and completes
-// when the trouble is over, with what was recorded before taken from the record.
+// TestARunWhoseStepCannotBeRecorded: the run ends, and its error names the fault. The execution keeps a true state. It
+// completes after the fault, and takes earlier steps from the record.
 func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 	t.Parallel()
 	for name, arrange := range troubles {
@@ -108,8 +108,8 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 	}
 }
 
-// TestWhatWasAcknowledgedIsThere: starts, events and steps with an effect in the database, while the trouble comes
-// and goes. Whatever was answered without an error is there, and has had its effect once.
+// TestWhatWasAcknowledgedIsThere has starts, events and steps with an effect in the database, while the fault comes and
+// goes. All work that was confirmed without an error exists, and had its effect once.
 func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 	t.Parallel()
 	for name, arrange := range troubles {
@@ -179,7 +179,7 @@ func effect(ctx context.Context, input json.RawMessage) (executions.Result, erro
 	return executions.Result{}, err
 }
 
-// gate stops the first who passes.
+// gate blocks the first caller.
 type gate struct {
 	passed          atomic.Int32
 	entered, opened chan struct{}
@@ -194,7 +194,7 @@ func (g *gate) pass() {
 	}
 }
 
-// heard keeps the first error that a flow was told.
+// heard keeps the first error of a flow.
 type heard struct{ first chan error }
 
 func newHeard() heard { return heard{make(chan error, 1)} }

@@ -38,7 +38,7 @@ const (
 	floodMemory = 200 << 20       // without limits 1.6 GB
 )
 
-// signedEndpoint takes the largest bodies, and can only tell who sent them when it has read them.
+// signedEndpoint accepts the largest bodies. It must read a body to authenticate its sender.
 const signedEndpoint = `
 kind: webhook
 name: signed
@@ -50,8 +50,8 @@ actions:
     key: "{body.key}"
 `
 
-// TestStrangersStopNobody: whatever strangers and visitors send, and however much at once, the process says that it
-// is ready, answers its admin, and keeps its memory.
+// TestStrangersStopNobody: under any flood of strangers and visitors, the process stays ready, answers its admin, and
+// uses bounded memory.
 func TestStrangersStopNobody(t *testing.T) {
 	const chatKey = "a-long-random-text-of-the-chat"
 	url := pgtest.URL(t)
@@ -98,7 +98,7 @@ func TestStrangersStopNobody(t *testing.T) {
 	}
 }
 
-// staysWell measures the answers of the admin's paths. It repeats a slow round, because the machine may be busy.
+// staysWell measures the response times of the admin's paths. It repeats a slow round, because the machine may be busy.
 func (a *agent) staysWell() {
 	a.t.Helper()
 	const rounds, each = 5, 20
@@ -115,7 +115,7 @@ func (a *agent) staysWell() {
 	}
 }
 
-// times requests a path over new connections and returns the 95th percentile of the answers' times.
+// times requests a path over new connections and returns the 95th percentile of the response times.
 func (a *agent) times(path string, n int) time.Duration {
 	a.t.Helper()
 	var took []time.Duration
@@ -126,7 +126,7 @@ func (a *agent) times(path string, n int) time.Duration {
 		lasted := time.Since(began)
 		if got.status != http.StatusOK {
 			a.t.Logf("%s: %d %s", path, got.status, got.body)
-			lasted = time.Hour // the answer counts as late
+			lasted = time.Hour // a failure counts as late
 		}
 		took = append(took, lasted)
 	}
@@ -134,7 +134,7 @@ func (a *agent) times(path string, n int) time.Duration {
 	return took[n*95/100-1]
 }
 
-// memory is a line of the process's status in bytes; 0 where the system does not tell.
+// memory returns a line of the process's status in bytes, or 0 if the system has none.
 func (a *agent) memory(name string) int {
 	raw, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", a.Cmd.Process.Pid))
 	if err != nil {
@@ -150,7 +150,7 @@ func (a *agent) memory(name string) int {
 	return 0
 }
 
-// floodWebhook sends the largest body again and again, and is not stopped by an answer that comes before its end.
+// floodWebhook sends the largest body again and again, even after an early response.
 func (a *agent) floodWebhook(ctx context.Context, path, header string, sent *atomic.Int32) {
 	piece := bytes.Repeat([]byte("x"), 64<<10)
 	chunked := strings.Contains(header, "chunked")
@@ -180,7 +180,7 @@ func (a *agent) floodWebhook(ctx context.Context, path, header string, sent *ato
 	}
 }
 
-// floodChat asks with a history of 8,000 messages, in a thread of its own each time.
+// floodChat sends a history of 8,000 messages, in a new thread each time.
 func (a *agent) floodChat(ctx context.Context, key string, n int, answers *atomic.Int32) {
 	var body strings.Builder
 	body.WriteString(`{"model":"agent","messages":[`)
@@ -205,8 +205,8 @@ func (a *agent) floodChat(ctx context.Context, key string, n int, answers *atomi
 	}
 }
 
-// TestAPoolThatIsTaken for longer than a lease: the run ends, nothing is recorded that was not, and when the
-// connections come back the execution completes.
+// TestAPoolThatIsTaken exhausts the pool for longer than a lease. The run ends, and records nothing false. When the
+// connections return, the execution completes.
 func TestAPoolThatIsTaken(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -225,7 +225,7 @@ func TestAPoolThatIsTaken(t *testing.T) {
 			at.pass()
 			return second.Add(1), nil
 		})
-		if err == nil { // before the next step that one is on record
+		if err == nil { // the second step has a checkpoint before the third starts
 			_, err = executions.Step(ctx, "third", func(context.Context) (int, error) { return 0, nil })
 		}
 		outcome.tell(err)
@@ -248,7 +248,7 @@ func TestAPoolThatIsTaken(t *testing.T) {
 		"the first step ran %d times, the second %d times", first.Load(), second.Load())
 }
 
-// take takes connections of a pool, as code that does not give them back would.
+// take acquires connections of a pool, like code that leaks them.
 func take(t *testing.T, pool *pgxpool.Pool, n int) (giveBack func()) {
 	t.Helper()
 	var taken []*pgxpool.Conn
@@ -270,7 +270,7 @@ func take(t *testing.T, pool *pgxpool.Pool, n int) (giveBack func()) {
 	return giveBack
 }
 
-// TestAnEngineOnTheLeastPool: many runs with every sort of step share two connections.
+// TestAnEngineOnTheLeastPool runs many flows with every kind of step on two connections.
 func TestAnEngineOnTheLeastPool(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -291,7 +291,7 @@ func TestAnEngineOnTheLeastPool(t *testing.T) {
 	assert.Equal(t, 2*runs, pgtest.Value[int](t, db, `select count(distinct by) from effects`))
 }
 
-// everything has each sort of step, a timer, a child, and a lane that all want.
+// everything has each kind of step, a timer, a child, and one lane for all.
 func everything(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 	x, _ := executions.Current(ctx)
 	if _, err := executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }); err != nil {
@@ -334,8 +334,8 @@ func declare(t *testing.T, url, document string) *pgxpool.Pool {
 	return pool
 }
 
-// TestAHeldThreadStopsNobodyElse: while a transaction has a thread's row, who writes into it is told to come again, and
-// other visitors, webhooks, readiness and the admin go on.
+// TestAHeldThreadStopsNobodyElse locks a thread's row in a transaction. A writer of that thread gets an error that asks
+// to retry. Other visitors, webhooks, readiness and the admin still work.
 func TestAHeldThreadStopsNobodyElse(t *testing.T) {
 	const key = "a-long-random-text-of-the-chat"
 	url := pgtest.URL(t)
@@ -391,8 +391,8 @@ func TestAHeldThreadStopsNobodyElse(t *testing.T) {
 		func() bool { return say(t.Context(), "held").status == http.StatusOK })
 }
 
-// within expects good answers, and nearly all of them quickly in one of a few rounds: the machine may be as busy as the
-// process.
+// within checks that all requests succeed, and nearly all quickly in one of a few rounds. The machine may be as busy as
+// the process.
 func (a *agent) within(name string, ask func() answer) {
 	a.t.Helper()
 	const rounds, each = 5, 20

@@ -9,11 +9,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// mount makes a file system in memory of a size; false where the tests may not. It is for as long as the test, and for
-// no other user's eyes than those of a server that root starts.
+// mount mounts a file system in memory for the test, which only root and its server can read. It returns false if the
+// tests may not mount.
 func mount(t *testing.T, size string) (dir string, ok bool) {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "faults-disk-") //nolint:usetesting // the test's own folder is closed to the server's user
+	dir, err := os.MkdirTemp("", "faults-disk-") //nolint:usetesting // the server's user cannot read the test's own folder
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		assert.NoError(t, os.Remove(dir))

@@ -6,5 +6,5 @@ import (
 	"testing"
 )
 
-// mount cannot be had here.
+// mount does nothing: this platform cannot mount.
 func mount(*testing.T, string) (dir string, ok bool) { return "", false }

@@ -21,10 +21,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// acknowledged are the ids that a process, or a command, said yes to.
+// acknowledged are the ids that a process or a command confirmed.
 type acknowledged struct{ events, deliveries, executions []string }
 
-// send sends one of each, large enough to need room, and notes what was taken. It returns the first refusal.
+// send sends one request of each kind, large enough to need new pages, and notes the confirmed ones. It returns the
+// first rejection.
 func (y *acknowledged) send(a *agent) (refused *answer) {
 	event, delivery, key := rand.Text(), rand.Text(), rand.Text()
 	for _, r := range []struct {
@@ -53,7 +54,7 @@ func (y *acknowledged) send(a *agent) (refused *answer) {
 	return refused
 }
 
-// kept fails the test for what was acknowledged and is not there.
+// kept reports confirmed work that does not exist.
 func (y *acknowledged) kept(t *testing.T, url string) {
 	t.Helper()
 	db := admin(t, url)
@@ -74,8 +75,8 @@ func (y *acknowledged) kept(t *testing.T, url string) {
 	}
 }
 
-// TestAnOperatorReadsWhatIsWrong: the program refuses what it cannot keep, says why and what to do, stays up, and takes
-// everything again when the trouble is over.
+// TestAnOperatorReadsWhatIsWrong: the program rejects requests that it cannot store, names fault and remedy, stays up,
+// and accepts everything after the fault.
 func TestAnOperatorReadsWhatIsWrong(t *testing.T) {
 	t.Parallel()
 	for name, arrange := range troubles {
@@ -127,8 +128,8 @@ func TestAnOperatorReadsWhatIsWrong(t *testing.T) {
 	}
 }
 
-// TestNoFileDescriptorIsLeft: clients that open connections and say nothing take the last one of the process. Who comes
-// then waits, what runs goes on, and when they have left everything is as before.
+// TestNoFileDescriptorIsLeft: silent clients use up the file descriptors of the process. New clients wait, and running
+// work continues. After the clients have left, all works as before.
 func TestNoFileDescriptorIsLeft(t *testing.T) {
 	t.Parallel()
 	bad := pretendedFullDisk(t) // only its database
@@ -149,7 +150,7 @@ func TestNoFileDescriptorIsLeft(t *testing.T) {
 		c, err := (&net.Dialer{Timeout: 10 * time.Second}).DialContext(t.Context(), "tcp",
 			strings.TrimPrefix(a.base, "http://"))
 		if err != nil {
-			break // the queue of the listener is full, too
+			break // the listener's backlog is full, too
 		}
 		silent = append(silent, c)
 	}
@@ -166,7 +167,7 @@ func TestNoFileDescriptorIsLeft(t *testing.T) {
 	yes.kept(t, bad.url)
 }
 
-// TestTheLeastPoolIsEnough: nobody who holds a connection needs another one to go on.
+// TestTheLeastPoolIsEnough: no holder of a connection needs a second one to finish.
 func TestTheLeastPoolIsEnough(t *testing.T) {
 	t.Parallel()
 	bad := pretendedFullDisk(t) // only its database
@@ -213,7 +214,7 @@ type agent struct {
 	client *http.Client
 }
 
-// launch starts a command with exactly the given environment.
+// launch starts a command, with exactly the given environment.
 func launch(t testing.TB, dir string, environ []string, command ...string) *agent {
 	t.Helper()
 	a := &agent{
@@ -224,7 +225,7 @@ func launch(t testing.TB, dir string, environ []string, command ...string) *agen
 	return a
 }
 
-// environ is what a process gets, with DATABASE_URL.
+// environ returns the environment of a process, with DATABASE_URL.
 func environ(database string, more ...string) []string {
 	return append(proctest.Environ(
 		"DATABASE_URL="+database, "AGENT_ADMIN_TOKEN="+token, "AGENT_LISTEN=127.0.0.1:0",
@@ -233,7 +234,7 @@ func environ(database string, more ...string) []string {
 	), more...)
 }
 
-// serve is `agent serve`, ready to work; a shell command of before, if any, sets it up.
+// serve starts `agent serve` and waits until it is ready. If before is set, a shell runs it first.
 func serve(t testing.TB, before string, environ []string) *agent {
 	t.Helper()
 	return serveProgram(t, program, before, environ)
@@ -253,7 +254,7 @@ func command(t testing.TB, environ []string, args ...string) (code int, out, err
 	return a.Exit(), a.Out.String(), a.Err.String()
 }
 
-// answer is what a request got; a status of 0 is none at all.
+// answer is the response to a request; a status of 0 means none.
 type answer struct {
 	status int
 	body   string
@@ -277,7 +278,7 @@ func (a *agent) ask(method, path, body string, header ...string) answer {
 	return a.askIn(ctx, method, path, body, header...)
 }
 
-// askIn is ask with a limit of the caller's.
+// askIn is ask with the caller's time limit.
 func (a *agent) askIn(ctx context.Context, method, path, body string, header ...string) answer {
 	a.t.Helper()
 	headers := []string{testkit.Bearer(token), "Content-Type: application/json"}
@@ -296,7 +297,7 @@ var program string
 
 func TestMain(m *testing.M) { proctest.Main(m, "faults", &program) }
 
-// atLength reports whether the long run was asked for.
+// atLength reports whether the long run is requested.
 func atLength() bool { return os.Getenv("AGENT_FAULTS_ALL") != "" }
 
 // eventually polls a condition.

@@ -22,29 +22,29 @@ import (
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
-// trouble is a database that cannot be written to between begin and end, and what is said about it then.
+// trouble is a database that rejects writes between begin and end, with the texts of the errors.
 type trouble struct {
 	url        string
 	begin, end func()
-	words      string // in what a client reads
-	hint       string // in what an operator reads
+	words      string // in the client's error
+	hint       string // in the operator's log
 }
 
-// troubles are those that are tried one by one.
+// troubles are the faults that tests try one by one.
 var troubles = map[string]func(t *testing.T) trouble{
 	"full disk":            fullDisk,
 	"full disk, pretended": pretendedFullDisk,
 	"read-only":            readOnly,
 }
 
-// admin is a pool of the test's own.
+// admin returns the test's own pool.
 func admin(t *testing.T, url string) *pgxpool.Pool {
 	t.Helper()
 	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 4, ApplicationName: "faults"})
 	return pool
 }
 
-// pretendedFullDisk refuses every insert and update as a full disk does.
+// pretendedFullDisk returns a database that rejects every insert and update like a full disk.
 func pretendedFullDisk(t *testing.T) trouble {
 	url := pgtest.URL(t)
 	db := admin(t, url)
@@ -72,7 +72,7 @@ func pretendedFullDisk(t *testing.T) trouble {
 	return trouble{url, set(true), set(false), "disk is full", "free space on it"}
 }
 
-// ownServer is a PostgreSQL of the test's own.
+// ownServer returns the test's own PostgreSQL.
 func ownServer(t *testing.T) *pgserver.Server {
 	t.Helper()
 	own, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true})
@@ -89,7 +89,7 @@ func migrate(t *testing.T, url string) {
 	require.NoError(t, err)
 }
 
-// readOnly is a server whose administrator, or fail-over, made it read-only.
+// readOnly returns a server that its administrator, or a failover, made read-only.
 func readOnly(t *testing.T) trouble {
 	own := ownServer(t)
 	migrate(t, own.URL())
@@ -106,15 +106,15 @@ func readOnly(t *testing.T) trouble {
 	return trouble{own.URL(), set("on"), set("off"), "read-only", "primary"}
 }
 
-// fullDisk is a database on a small file system that is filled to the last byte; a pretended one where none can be
-// mounted.
+// fullDisk returns a database on a small file system that begin fills to the last byte. If none can be mounted, the
+// fault is simulated.
 func fullDisk(t *testing.T) trouble {
 	disk, ok := mount(t, "128m")
 	if !ok {
 		t.Log("no file system can be mounted here: the full disk is pretended")
 		return pretendedFullDisk(t)
 	}
-	own := ownServer(t) // stopped before its disk is taken away
+	own := ownServer(t) // stops before the unmount of its disk
 	space := filepath.Join(disk, "space")
 	require.NoError(t, os.Mkdir(space, 0o700))
 	ownAs(t, own.Dir(), space)
@@ -133,7 +133,7 @@ func fullDisk(t *testing.T) trouble {
 	}
 }
 
-// ownAs gives a file to the owner of another.
+// ownAs gives a file the owner of another file.
 func ownAs(t *testing.T, like, path string) {
 	t.Helper()
 	info, err := os.Stat(like)
@@ -143,7 +143,7 @@ func ownAs(t *testing.T, like, path string) {
 	}
 }
 
-// fill writes a file until there is no room for one more byte.
+// fill writes a file until the file system is full.
 func fill(t *testing.T, path string) {
 	t.Helper()
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)

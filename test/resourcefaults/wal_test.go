@@ -13,22 +13,21 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// TestTheWriteAheadLogIsFull: then PostgreSQL ends itself at once, with whatever it was at, and may not come up
-// before there is room. The program stays up and refuses; when there is room and PostgreSQL runs, all that was
-// acknowledged is there.
+// TestTheWriteAheadLogIsFull: PostgreSQL ends itself at once, and may not start again before there is space. The
+// program stays up and rejects requests. After there is space and PostgreSQL runs, all confirmed work exists.
 func TestTheWriteAheadLogIsFull(t *testing.T) {
 	t.Parallel()
 	if !atLength() {
-		return // a hundred megabytes have to be written
+		return // writes a hundred megabytes
 	}
 	disk, ok := mount(t, "112m")
 	if !ok {
 		t.Log("no file system can be mounted here: the write-ahead log cannot be filled")
 		return
 	}
-	dir, err := os.MkdirTemp("", "faults-server-") //nolint:usetesting // a server of root's belongs to another user
+	dir, err := os.MkdirTemp("", "faults-server-") //nolint:usetesting // a server started by root belongs to another user
 	require.NoError(t, err)
-	t.Cleanup(func() { _ = os.RemoveAll(dir) }) // what is left is in the temporary folder
+	t.Cleanup(func() { _ = os.RemoveAll(dir) }) // the rest is in the temporary folder
 	require.NoError(t, os.Chmod(dir, 0o755))
 	own := durable(t, dir)
 	migrate(t, own.URL())
@@ -53,7 +52,7 @@ func TestTheWriteAheadLogIsFull(t *testing.T) {
 	require.NoError(t, os.Remove(ballast))
 	eventually(t, "everything is taken again", func() bool {
 		select {
-		case <-own.Done(): // it could not come up without room: whoever keeps it running starts it again
+		case <-own.Done(): // it could not start without space; a supervisor would start it again
 			own = durable(t, dir)
 		default:
 		}
@@ -63,7 +62,7 @@ func TestTheWriteAheadLogIsFull(t *testing.T) {
 	yes.kept(t, url)
 }
 
-// durable is a server that keeps what it commits.
+// durable returns a server with durable commits.
 func durable(t *testing.T, dir string) *pgserver.Server {
 	t.Helper()
 	own, err := pgserver.Start(t.Context(), pgserver.Config{Dir: dir, Durable: true})
@@ -78,7 +77,7 @@ func stop(t *testing.T, own *pgserver.Server) {
 	<-own.Done()
 }
 
-// moveLog moves the write-ahead log of a server that is down to another file system.
+// moveLog moves the write-ahead log of a stopped server to another file system.
 func moveLog(t *testing.T, server, disk string) {
 	t.Helper()
 	from, to := filepath.Join(server, "data", "pg_wal"), filepath.Join(disk, "pg_wal")
