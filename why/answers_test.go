@@ -28,14 +28,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/why"
 )
 
-// The beginnings of executions. Each operation reports whether it was possible.
+// These operations start executions. Each reports whether it was possible.
 
 func (s *scenario) tx(fn func(tx pgx.Tx) error) {
 	s.t.Helper()
 	require.NoError(s.t, postgres.InTx(s.ctx(), s.pool, fn))
 }
 
-// start begins an execution, as everybody does.
+// start starts an execution.
 func (s *scenario) start(spec executions.Spec, parent *run, c cause) *run {
 	s.t.Helper()
 	var x executions.Execution
@@ -130,7 +130,7 @@ func (s *scenario) fork() bool {
 	return true
 }
 
-// listen declares an automation for one of the scenario's events, sometimes for the completion of any execution.
+// listen declares an automation for one of the scenario's events, or sometimes for the end of any execution.
 func (s *scenario) listen() bool {
 	if len(s.autos) == 2 {
 		return false
@@ -168,7 +168,7 @@ func (s *scenario) started(e *event) {
 	}
 }
 
-// order starts a manual run of an automation: an admin's, or that of an execution.
+// order starts a manual run of an automation, as an admin or as an execution.
 func (s *scenario) order() bool {
 	if len(s.autos) == 0 {
 		return false
@@ -190,8 +190,8 @@ func (s *scenario) order() bool {
 	return true
 }
 
-// carryOut executes a run that is due, or whose last attempt failed. It uses a new execution, as the runner does, or a
-// running one, as the heartbeat does.
+// carryOut executes a due run, or one whose last attempt failed. It uses a new execution, like the runner, or a running
+// one, like the heartbeat.
 func (s *scenario) carryOut() bool {
 	for _, j := range s.jobs {
 		if j.taken && !j.ended {
@@ -201,7 +201,7 @@ func (s *scenario) carryOut() bool {
 		got, err := automations.GetRun(s.ctx(), s.pool, j.id)
 		require.NoError(s.t, err)
 		var r *run
-		if inside := s.some(func(r *run) bool { // one execution makes one attempt of a run
+		if inside := s.some(func(r *run) bool { // an execution makes one attempt of a run
 			return r.claimed && r.flow != "automation" &&
 				!slices.Contains(s.facts, tied{r.trace, edge{"did", "ran", j.ref(), r.ref()}})
 		}); inside != nil && s.rng.IntN(3) == 0 {
@@ -229,7 +229,7 @@ func (s *scenario) carryOut() bool {
 	return false
 }
 
-// clear removes everything that would affect the next scenario.
+// clear removes everything that could affect the next scenario.
 func (s *scenario) clear() {
 	s.exec(`delete from agent_automations`)
 	s.exec(`delete from agent_schedules`)
@@ -237,7 +237,7 @@ func (s *scenario) clear() {
 		where status in ('pending', 'running', 'waiting')`)
 }
 
-// expected are all edges that why must have for a trace, and no others.
+// expected returns all edges that why must have for a trace. It may have no others.
 func (s *scenario) expected(traceID string) []edge {
 	edges := []edge{{"trace", "trace", "", "trace " + traceID}}
 	for _, f := range s.facts {
@@ -287,7 +287,7 @@ func sorted(edges []edge) []edge {
 	return edges
 }
 
-// because are the chains of causes of the executions that have no cause in the trace.
+// because returns the chains of causes of the executions without a cause in the trace.
 func (s *scenario) because(traceID string) []edge {
 	var roots []*run
 	for _, r := range s.runs {
@@ -323,7 +323,7 @@ func (s *scenario) because(traceID string) []edge {
 	return edges
 }
 
-// effects are the effects of a trace beyond its own facts.
+// effects returns the effects of a trace beyond its own facts.
 func (s *scenario) effects(traceID string) []edge {
 	var edges []edge
 	led := func(kind, from, to string) { edges = append(edges, edge{"led to", kind, from, to}) }
@@ -351,7 +351,7 @@ func (s *scenario) effects(traceID string) []edge {
 	return edges
 }
 
-// Lanes and their owners, with loans, as the model of the test has them.
+// This part models lanes and their owners, with loans.
 
 // begins records that an owner holds a lane from now on.
 func (s *scenario) begins(l *lane, r *run) {
@@ -368,7 +368,7 @@ func (s *scenario) held(l *lane) {
 	s.fact(h.trace, "lanes", "held", h.ref(), "lane "+l.name)
 }
 
-// giveBack ends the hold of the lane's owner; the lane returns to its lender, down to the given depth.
+// giveBack ends the hold of the lane's owner. The lane returns to its lender, down to the given depth.
 func (s *scenario) giveBack(l *lane, depth int) {
 	s.held(l)
 	l.stack, l.expired = l.stack[:depth], false
@@ -382,7 +382,7 @@ func (s *scenario) takeLane() bool {
 	return r != nil && s.takes(pick(s, s.lanes), r)
 }
 
-// lend makes a holder start a child and wait for it, and the child borrow the lane.
+// lend has a holder start a child and wait for it, and the child borrow the lane.
 func (s *scenario) lend() bool {
 	for _, l := range s.lanes {
 		r := l.holder()
@@ -401,7 +401,7 @@ func (s *scenario) lend() bool {
 	return false
 }
 
-// takes makes an execution request a lane, and reports whether the execution holds it afterwards.
+// takes has an execution request a lane, and reports whether the execution then holds it.
 func (s *scenario) takes(l *lane, r *run) bool {
 	if got := value[bool](s.world, `select acquired
 		from lanekeeper.acquire_agent_execution_lock($1,
@@ -431,7 +431,7 @@ func (s *scenario) mayTake(l *lane, r *run) bool {
 	return l.holder() == nil || l.expired || l.holder() == r || s.line(l, r) != nil
 }
 
-// line is the chain from the holder of a lane to a possible borrower, with the borrower; nil if it may not borrow.
+// line returns the chain from the holder of a lane to a possible borrower, with the borrower; nil if it may not borrow.
 func (s *scenario) line(l *lane, r *run) []*run {
 	line := []*run{r}
 	for c := r; c.inherits && c.parent != nil; c = c.parent {
@@ -462,7 +462,7 @@ func (s *scenario) releaseLane() bool {
 	return false
 }
 
-// free applies the completion of an execution, or its return to the queue, to its lanes.
+// free applies the end of an execution, or its return to the queue, to its lanes.
 func (s *scenario) free(r *run) {
 	for _, l := range s.lanes {
 		if i := slices.Index(l.stack, r); i >= 0 {
@@ -503,7 +503,7 @@ func (s *scenario) breakLane() bool {
 	return true
 }
 
-// The actions of executions between their start and their completion.
+// These are the actions of executions between start and completion.
 
 func (s *scenario) claim() bool {
 	r := s.some(func(r *run) bool { return !r.over && !r.claimed && r.wait == nil })
@@ -514,7 +514,7 @@ func (s *scenario) claim() bool {
 	return true
 }
 
-// claimed makes a new worker claim an execution.
+// claimed has a new worker claim an execution.
 func (s *scenario) claimed(r *run) {
 	r.worker = value[string](s.world, `insert into agent_workers (name, expires_at)
 		values ('test', clock_timestamp() + interval '1 hour') returning id::text`)
@@ -526,7 +526,7 @@ func (s *scenario) claimed(r *run) {
 	s.interrupted(r)
 }
 
-// interrupted are the calls that were running when a claim, or everything, ended.
+// interrupted returns the calls that were running when a claim ended.
 func (s *scenario) interrupted(r *run) {
 	for _, step := range r.open {
 		s.fact(r.trace, "trouble", "unknown", r.ref(), "step "+step)
@@ -594,7 +594,7 @@ func (s *scenario) think() bool {
 	return true
 }
 
-// late writes under an expired claim: the write is refused, and its content is kept.
+// late writes under an expired claim. The database rejects the write and keeps its content.
 func (s *scenario) late() bool {
 	r := s.some(func(r *run) bool { return len(r.old) > 0 })
 	if r == nil {
@@ -719,13 +719,13 @@ func (s *scenario) say() bool {
 		insert into agent_messages (thread_id, seq, turn, role, content, execution_id, trace_id, status)
 		select 'talk', seq, seq, 'assistant', 'hello', $1, $2, 'sent' from place`, r.id, r.trace)
 	said := tied{r.trace, edge{"led to", "said", r.ref(), "thread talk"}}
-	if !slices.Contains(s.facts, said) { // one row, for any number of messages
+	if !slices.Contains(s.facts, said) { // one row for all messages
 		s.facts = append(s.facts, said)
 	}
 	return true
 }
 
-// A flow that delivers an event is recorded as its cause, by every path of a worker; an event from outside has no
+// A flow that sends an event is recorded as its cause, by every interface of a worker. An event from outside has no
 // cause.
 func TestAFlowThatRaisesAnEventIsItsCause(t *testing.T) {
 	t.Parallel()

@@ -28,8 +28,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// world is a database for scenarios, which run one after the other. They use the functions and packages of the product;
-// the test is the only process.
+// world is a database for scenarios. They run one after the other, with the functions and packages of the product. The
+// test is the only process.
 type world struct {
 	t      *testing.T
 	pool   *pgxpool.Pool
@@ -59,7 +59,7 @@ func (w *world) exec(sql string, args ...any) {
 	pgtest.Exec(w.t, w.pool, sql, args...)
 }
 
-// value is the first value that a statement returns; the zero value for null and for no row.
+// value returns the first value of a statement, or the zero value for null and for no row.
 func value[T any](w *world, sql string, args ...any) T {
 	w.t.Helper()
 	for _, v := range pgtest.Column[*T](w.t, w.pool, sql, args...) {
@@ -71,7 +71,7 @@ func value[T any](w *world, sql string, args ...any) T {
 	return zero
 }
 
-// The truth, as the test records it: the test reads none of it from the data of why().
+// The test records the truth itself. It reads none of it from the data of why().
 
 // run is an execution.
 type run struct {
@@ -85,13 +85,13 @@ type run struct {
 	spent                    int // claims lost since the last checkpoint
 	steps                    int
 	old                      []int64  // claims that have ended
-	open                     []string // steps whose calls are under way
+	open                     []string // steps with calls in flight
 	wait                     *wait
 }
 
 func (r *run) ref() string { return "execution " + r.id }
 
-// wait is a wait that continues. by are the former holders of its lane, one for each time.
+// wait is a wait that has not ended. by are the former holders of its lane, one for each hold.
 type wait struct {
 	kind, key, step string
 	by              []*run
@@ -103,9 +103,9 @@ type cause struct{ kind, from, trace string }
 // event is a raised event.
 type event struct {
 	id, name, key string
-	trace         string // the raising execution; empty from outside
+	trace         string // the sending execution; empty from outside
 	by            string // a reference
-	end           *run   // it is the completion of this execution
+	end           *run   // set if it is the completion of this execution
 	taken         bool
 	woken         []*run
 }
@@ -115,13 +115,13 @@ func (e *event) ref() string { return "event " + e.id }
 // edge is a row that why must have.
 type edge struct{ part, kind, from, to string }
 
-// tied is an edge of a trace.
+// tied is an edge with its trace.
 type tied struct {
 	trace string
 	edge
 }
 
-// lane has its owners: the first lender first, the present holder last.
+// lane has the chain of its owners: the first lender first, the present holder last.
 type lane struct {
 	name    string
 	stack   []*run
@@ -135,7 +135,7 @@ func (l *lane) holder() *run {
 	return l.stack[len(l.stack)-1]
 }
 
-// model is the spend on a model in a trace.
+// model is the spend of a model in a trace.
 type model struct {
 	calls, tokens int64
 	micros        int64
@@ -148,8 +148,8 @@ type automation struct {
 
 // job is a run of an automation.
 type job struct {
-	id, trace string // the owner of the event or request; empty: none
-	ended     bool   // its last attempt failed, and can be tried again
+	id, trace string // the source of the event or request; empty: none
+	ended     bool   // its last attempt failed, and may be repeated
 	taken     bool
 	attempt   int
 	byEvent   bool
@@ -199,7 +199,7 @@ func (w *world) newScenario(seed uint64) *scenario {
 	return s
 }
 
-// name is a unique name.
+// name returns a unique name.
 func (w *world) name(what string) string {
 	w.n++
 	return what + string(trace.New(trace.Flow)[25:]) + string(rune('a'+w.n%26))
@@ -207,7 +207,7 @@ func (w *world) name(what string) string {
 
 func pick[T any](s *scenario, from []T) T { return from[s.rng.IntN(len(from))] }
 
-// some is a random suitable execution; nil if there is none.
+// some returns a random suitable execution, or nil.
 func (s *scenario) some(fits func(r *run) bool) *run {
 	var all []*run
 	for _, r := range s.runs {
@@ -320,7 +320,7 @@ func TestSpendOfAModelWithoutAPriceSaysNoPrice(t *testing.T) {
 		value[string](w, `select string_agg(r.what, e'\n' order by r.what) from why('hb_1') r where r.part = 'spend'`))
 }
 
-// Secrets in the texts of others are hidden, and lists are cut, with the number of omitted rows.
+// why hides secrets in the texts of others, and cuts lists, with the number of omitted rows.
 func TestALargeTraceIsBoundedAndSecretsAreNotShown(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -349,8 +349,8 @@ func TestALargeTraceIsBoundedAndSecretsAreNotShown(t *testing.T) {
 	}
 }
 
-// crowd makes two executions of other traces wait for one event. A third execution raises it, through one of a worker's
-// paths.
+// crowd has two executions of other traces wait for one event. A third execution sends it, through one of a worker's
+// interfaces.
 func (s *scenario) crowd() bool {
 	by := s.some(working)
 	if by == nil {
@@ -387,7 +387,7 @@ func (s *scenario) crowd() bool {
 	return true
 }
 
-// fill makes the tables so large that an index is better under every plan.
+// fill enlarges the tables until every plan prefers an index.
 func (w *world) fill() {
 	w.t.Helper()
 	w.exec(`
@@ -430,7 +430,7 @@ func TestEveryReadGoesByAnIndex(t *testing.T) {
 	assert.Truef(t, reads >= 30, "%d reads of tables were seen", reads)
 }
 
-// explained is a connection on which the server explains every statement, also those in functions, into texts.
+// explained returns a connection on which the server explains every statement into texts, also those in functions.
 func explained(t *testing.T, w *world, texts *[]string) *pgx.Conn {
 	t.Helper()
 	config := w.pool.Config().ConnConfig.Copy()
@@ -463,7 +463,7 @@ type node struct {
 	Plans     []node
 }
 
-// check finds reads of a whole table or a whole index, and counts the reads of tables.
+// check reports reads of a whole table or a whole index, and counts the reads of tables.
 func (n node) check(t *testing.T, query string) (reads int) {
 	t.Helper()
 	if n.Relation != "" || n.Index != "" {

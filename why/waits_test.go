@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Waits, and the causes of their ends.
+// This part models waits and the causes of their ends.
 
 // resumed records the end of a wait and its cause.
 func (s *scenario) resumed(r *run, e *event, kind, by string) {
@@ -44,7 +44,7 @@ func (s *scenario) resumed(r *run, e *event, kind, by string) {
 	}
 }
 
-// park makes an execution wait, and reports whether it waits: the awaited event may have come already.
+// park has an execution wait, and reports whether it waits: the awaited event may exist already.
 func (s *scenario) park(r *run, kind, key string) (waits bool) {
 	w := &wait{kind: kind, key: key, step: r.next("wait")}
 	var came *json.RawMessage
@@ -61,7 +61,7 @@ func (s *scenario) park(r *run, kind, key string) (waits bool) {
 	return true
 }
 
-// want compares the state of an execution with the expected one: waiting or not.
+// want checks whether an execution waits as expected.
 func (s *scenario) want(r *run, waits, should bool) {
 	s.t.Helper()
 	if waits != should {
@@ -89,7 +89,7 @@ func (s *scenario) waitForEvent() bool {
 	return true
 }
 
-// atOnce is a wait that ends at its beginning: the run continues under its claim.
+// atOnce is a wait that ends at its start: the run continues under its claim.
 func (s *scenario) atOnce(r *run, e *event, by string) {
 	s.fact(r.trace, "waits", "waited", by, r.ref())
 	r.wait = nil
@@ -146,7 +146,7 @@ func (s *scenario) waitForLane() bool {
 	return true
 }
 
-// timer makes the timeout of a wait pass.
+// timer makes the timeout of a wait expire.
 func (s *scenario) timer() bool {
 	r := s.some(func(r *run) bool { return r.wait != nil })
 	if r == nil {
@@ -157,8 +157,8 @@ func (s *scenario) timer() bool {
 	return true
 }
 
-// sweep releases the claims of lost workers, resumes waits whose time has passed or whose lane is open, and sends
-// queued messages, as the engine's sweep does.
+// sweep runs the engine's sweep: it releases claims of lost workers, resumes waits with a past timeout or a free lane,
+// and sends queued messages.
 func (s *scenario) sweep(due *run) {
 	s.exec(`select lanekeeper.lose_agent_claims(id) from agent_workers where expires_at < clock_timestamp()`)
 	s.exec(`select lanekeeper.sweep_agent_waits()`)
@@ -181,7 +181,7 @@ func (s *scenario) sweep(due *run) {
 	}
 }
 
-// raise raises an event, from outside, by an execution or for a trace, through one of the paths of events.
+// raise sends an event, from outside, from an execution or for a trace, through one of the interfaces for events.
 func (s *scenario) raise() bool {
 	e := &event{name: "EVENT_COMPLETED", key: pick(s, s.keys), by: "outside"}
 	kind, ctx := "outside", s.ctx()
@@ -229,7 +229,7 @@ func (s *scenario) raise() bool {
 	return true
 }
 
-// ask requests an admin's approval: the execution waits for it, or any execution may use it.
+// ask requests an admin's approval. The execution waits for it, or any execution may use it.
 func (s *scenario) ask() bool {
 	r := s.some(working)
 	if r == nil {
@@ -265,7 +265,7 @@ func (s *scenario) decide() bool {
 	return false
 }
 
-// use uses an approval that any execution may use.
+// use uses an approval that is open to any execution.
 func (s *scenario) use() bool {
 	r := s.some(working)
 	for _, l := range s.leaves {
@@ -299,7 +299,7 @@ func (s *scenario) request() bool {
 	return true
 }
 
-// sign answers a request.
+// sign answers a signature request.
 func (s *scenario) sign() bool {
 	for id, r := range s.asked {
 		if r.over || r.wait == nil || r.wait.key != id {
@@ -316,7 +316,7 @@ func (s *scenario) sign() bool {
 	return false
 }
 
-// operations are the possible operations, each as often as it is listed.
+// operations returns the possible operations, with the weight of each.
 func (s *scenario) operations() map[string]func() bool {
 	return map[string]func() bool{
 		"start": s.startOutside, "child": s.startChild, "another child": s.startChild, "tick": s.tick,
@@ -337,7 +337,7 @@ func (s *scenario) operations() map[string]func() bool {
 	}
 }
 
-// play runs some of them.
+// play runs n random operations.
 func (s *scenario) play(n int) {
 	all := s.operations()
 	names := make([]string, 0, len(all))
@@ -366,7 +366,7 @@ func scenarios(t *testing.T) int {
 	return n
 }
 
-// Each scenario is a random piece of history, made by the functions and packages of the product; the test records the
+// Each scenario is a random piece of history, made by the functions and packages of the product. The test records the
 // causes itself. why has exactly these rows for every trace of the scenario.
 func TestEveryEdgeIsToldAndNoOther(t *testing.T) {
 	t.Parallel()
@@ -398,7 +398,7 @@ func TestEveryEdgeIsToldAndNoOther(t *testing.T) {
 	}
 }
 
-// compare runs why, with any form of the id.
+// compare runs why with any form of the id.
 func (s *scenario) compare(traceID string, seed int, count map[string]int) {
 	s.t.Helper()
 	id := pick(s, []string{traceID, strings.ToLower(traceID), trace.ID(traceID).OTel()})
