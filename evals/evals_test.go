@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// seen is a trial that looked up an order twice, was denied a refund, and delegated.
+// seen returns a trial that looked up an order twice, was denied a refund, and delegated.
 func seen() evals.Observed {
 	call := func(skill, args string) evals.Call { return evals.Call{Skill: skill, Args: json.RawMessage(args)} }
 	denied, refused := call("refund", `{"order":7}`), call("check_order", `{}`)
@@ -149,7 +149,7 @@ func TestACaseOfATraceIsSelfContainedAndRedacted(t *testing.T) {
 	assert.Equal(t, 1, got.Expect[0].Within.Iterations, "the calls of a judge are not the agent's")
 }
 
-// A judge must agree with people, and its errors in both directions must be rare, by the bounds of the intervals.
+// A judge must agree with people. By the bounds of the intervals, its errors in both directions must be rare.
 func TestAJudgeIsCalibratedByTheBoundsOfItsErrors(t *testing.T) {
 	verdicts := func(good, wrongFail, bad, wrongPass int) (all []evals.Judged) {
 		for i := range good {

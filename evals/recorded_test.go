@@ -9,7 +9,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
-// Arguments are those of the recorded call despite letter case, spacing and null members, and nothing else.
+// A call may differ from the recorded one in letter case, spacing and null members of its arguments, and in nothing
+// else.
 func TestACallMatchesTheRecordedOne(t *testing.T) {
 	const recorded = `{"order":7,"name":"Ana  Maria","tags":["a","b"],"key":"[redacted]"}`
 	for _, c := range []struct {

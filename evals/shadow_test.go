@@ -12,7 +12,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// A poll of a shadow reads the executions of its time by an index, for any number of executions.
+// A poll of a shadow reads the executions of its time by an index, however many others exist.
 func TestAShadowReadsOnlyTheExecutionsOfItsTime(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -45,7 +45,7 @@ func TestARunWithoutAProcessIsInterrupted(t *testing.T) {
 	status(gone, evals.Running) // between two trials
 	pgtest.Exec(t, pool, `update agent_eval_trials set finished_at = now() - interval '1 hour'`)
 	status(gone, evals.Interrupted)
-	pgtest.Exec(t, pool, `update agent_eval_runs set kind = 'shadow'`) // its control is played by another run
+	pgtest.Exec(t, pool, `update agent_eval_runs set kind = 'shadow'`) // another run is its control
 	status(gone, evals.Running)
 }
 

@@ -113,7 +113,7 @@ func TestAJoinTokenLetsOneIn(t *testing.T) {
 	assert.ErrorIs(t, err, threads.ErrNotFound, "a token for no thread")
 }
 
-// An execution is refused in a thread that nobody has opened to it, whoever asks for it in SQL.
+// An execution cannot send in a thread to which it has no access, even if SQL requests it.
 func TestAnExecutionSpeaksOnlyWhereItMay(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -152,8 +152,8 @@ func TestAnExecutionSpeaksOnlyWhereItMay(t *testing.T) {
 	}
 }
 
-// Of a thread that an earlier release began, without an owner, a webhook endpoint is let into those that webhooks spoke
-// in.
+// A thread of an earlier release has no owner. A webhook endpoint may send in it only if webhooks have sent in it
+// before.
 func TestAWebhookGoesOnInAnOldThreadOfWebhooksOnly(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

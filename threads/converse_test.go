@@ -115,7 +115,7 @@ func TestAQuestionThatIsQueuedIsWaitedForWhenItLeaves(t *testing.T) {
 	pgtest.Until(t, pool, true, `select not waiting_data ? 'queued_message'
 			and waiting_until < clock_timestamp() + interval '61 minutes' from agent_executions where id = $1`, id)
 	assert.True(t, queued, "the wait had begun before its question was out")
-	// Both of its messages are out, and it keeps the thread while it waits: b comes after it.
+	// Both of its messages are sent, and it keeps the thread while it waits. b comes after it.
 	assert.NoDiff(t, []string{"a", "for a", "first", "second"}, spoken(t, pool, "t"))
 	if !pgtest.Value[bool](t, pool, `select parked and execution_id = $1 from agent_locks where lane = 'thread:t'`, id) {
 		t.Error("the thread is not parked with who asked")
@@ -167,8 +167,8 @@ func TestAChildSpeaksInItsParentsThreadAndASiblingQueues(t *testing.T) {
 	p.log.want(t, "level=WARN", `msg="lane busy"`, "lane=thread:t", "holder=")
 }
 
-// A parent that does not wait any longer has the thread again, whether it had spoken before or its child was the
-// first; what the child says then has to wait.
+// After its wait times out, a parent has the thread again, whether it or its child spoke first. The child's next
+// message has to wait.
 func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 	t.Parallel()
 	for name, first := range map[string]bool{"parent first": true, "child first": false} {
@@ -231,7 +231,7 @@ func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 	}
 }
 
-// A child whose message was queued while somebody else had the thread speaks when its parent gets it.
+// A child's message is queued while another execution has the thread. It is sent when its parent gets the thread.
 func TestAQueuedMessageOfAChildLeavesByALoan(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -269,7 +269,7 @@ func TestAdminsMessagesWaitForTheirTurn(t *testing.T) {
 	assert.Truef(t, s.Queued, "in a held thread: %+v", s)
 	ends(t, db, a, "completed")
 	flushes(t, db)
-	// A turn of the chat that stands in the lane's queue goes first.
+	// A chat turn in the lane's queue goes first.
 	pgtest.Exec(t, db, `select await_agent_lock('thread:t', 'first', 60, 60)`)
 	pgtest.Exec(t, db, `select await_agent_lock('thread:t', 'a turn', 60, 60)`)
 	pgtest.Exec(t, db, `select release_agent_lock('thread:t', 'first')`)

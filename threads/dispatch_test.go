@@ -30,14 +30,14 @@ import (
 
 const whsec = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
-// posted is one request that a target got.
+// posted is one request to a target.
 type posted struct {
 	ID      string
 	Content string
 	Status  int
 }
 
-// target is a server that answers with the status that answer says, given how often a content came before.
+// target is a server. Its answer function returns the status by the number of earlier posts of the content.
 type target struct {
 	*httptest.Server
 	mu    sync.Mutex
@@ -97,7 +97,7 @@ func (l *target) contents() (all []string) {
 	return all
 }
 
-// carries runs a dispatcher until the test ends, or until stop is called.
+// carries runs a dispatcher until the end of the test, or until the caller calls stop.
 func carries(t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Dispatcher)) (log *journal, stop func()) {
 	t.Helper()
 	host, _, err := net.SplitHostPort("127.0.0.1:80")
@@ -126,7 +126,7 @@ func carries(t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Dispatche
 	return log, stop
 }
 
-// begins makes a thread whose messages go to a target.
+// begins creates a thread whose messages go to a target.
 func begins(t *testing.T, db postgres.DB, id, channel, target string) {
 	t.Helper()
 	_, made, err := threads.Ensure(t.Context(), db, threads.Thread{ID: id, Channel: channel, Target: target})
@@ -215,14 +215,14 @@ func TestAHangingTargetHoldsUpNobodyElse(t *testing.T) {
 	settled(t, pool)
 }
 
-// A dispatcher that dies between the post and its record lets another post again, under the same id.
+// A dispatcher dies between the post and its record. Another posts again, under the same id.
 func TestACourierThatDiesIsFollowedByAnother(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	crm := listens(t, pool, "crm", func(int, string, *http.Request) int { return http.StatusOK })
 	begins(t, pool, "t", threads.ChannelWebhook, "crm")
 	tells(t, pool, "t", "one", "two")
-	// What the dead one has left: an attempt that it took, and whose end nobody recorded.
+	// The dead dispatcher left an attempt without a recorded result.
 	pgtest.Exec(t, pool, `update agent_messages set attempts = 1, next_attempt_at = clock_timestamp() + interval '1 hour'
 		where content = 'one'`)
 	id := pgtest.Value[string](t, pool, `select id::text from agent_messages where content = 'one'`)
@@ -235,7 +235,7 @@ func TestACourierThatDiesIsFollowedByAnother(t *testing.T) {
 	pgtest.Exec(t, pool, `select pg_notify('agent_outbox', '')`)
 	settled(t, pool)
 	assert.NoDiff(t, []string{"one", "two", "three"}, crm.contents())
-	// It wakes and records its attempt after all: too late.
+	// It wakes and records its attempt too late.
 	thread := pgtest.Value[string](t, pool, `select thread_id from agent_messages where id = $1`, id)
 	recorded, err := threads.SettleFailed(t.Context(), pool, thread, id, 1)
 	assert.Truef(t, !recorded && err == nil, "an attempt that was outlived was recorded: %t, %v", recorded, err)
@@ -268,7 +268,7 @@ func TestManyCouriersCarryEachMessageOnce(t *testing.T) {
 	assert.Equal(t, 50, len(crm.contents()))
 }
 
-// The queue of a thread leaves as soon as the thread is free, and one that nobody uses any more is freed.
+// A thread's queue is sent as soon as the thread is free. An idle thread is freed.
 func TestACourierSendsQueuesAndFreesThreads(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -282,7 +282,7 @@ func TestACourierSendsQueuesAndFreesThreads(t *testing.T) {
 	pgtest.Eventually(t, func() bool { return len(spoken(t, db, "t")) == 2 }, "b's message leaves")
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
 	pgtest.Eventually(t, func() bool { return len(spoken(t, db, "t")) == 3 }, "c's message leaves")
-	// Nobody wants this one; it is freed some time later, and that is logged.
+	// No execution uses this thread. It is freed after its idle time, and that is logged.
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '10 minutes'
 		where lane = 'thread:t'`)
 	pgtest.Until(t, db, "", `select locked_by from agent_locks where lane = 'thread:t'`)

@@ -36,7 +36,7 @@ func TestMessagesOfOthersQueueAndLeaveInTheirOrder(t *testing.T) {
 	flushes(t, db).want(t, "level=INFO", `msg="lane acquired"`, "lane=thread:t", "owner="+b+"#1", "fencing_token="+
 		pgtest.Value[string](t, db, `select fencing_token::text from agent_locks where lane = 'thread:t'`))
 	assert.Equal(t, "", flushes(t, db).String(), "the lane stays with its holder")
-	if diff := cmp.Diff([]string{"a1", "a2", "b1", "b2"}, spoken(t, db, "t")); diff != "" { // b has the thread now
+	if diff := cmp.Diff([]string{"a1", "a2", "b1", "b2"}, spoken(t, db, "t")); diff != "" { // b has the thread by now
 		t.Errorf("said (-want +got):\n%s", diff)
 	}
 	ends(t, db, b, "failed")
@@ -54,7 +54,7 @@ func TestMessagesOfOthersQueueAndLeaveInTheirOrder(t *testing.T) {
 	assert.NoDiff(t, []string{"a1", "a2", "b1", "b2", "c1", "c2"}, spoken(t, db, "t"))
 }
 
-// The thread is free, and those who stand in its queue have not been told yet.
+// The thread is free, but the executions in its queue have no notification yet.
 func TestNobodyOvertakesTheQueue(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -68,7 +68,7 @@ func TestNobodyOvertakesTheQueue(t *testing.T) {
 	assert.NoDiff(t, []string{"a", "b"}, spoken(t, db, "t"))
 }
 
-// A parent that has its thread back says first what it could not say meanwhile.
+// A parent that has its thread back sends its queued messages before new ones.
 func TestAHolderDoesNotOvertakeItself(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -86,8 +86,8 @@ func TestAHolderDoesNotOvertakeItself(t *testing.T) {
 	assert.NoDiff(t, []string{"parent", "child", "not yet", "at last"}, spoken(t, db, "t"))
 }
 
-// The family stands in the queue, and children have ended there: what they said leaves before what their parents said
-// after.
+// The family waits in the queue, and its children have ended. Their messages are sent before later messages of their
+// parents.
 func TestAParentDoesNotOvertakeItsChildren(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -130,7 +130,7 @@ func TestWhatAFailedExecutionQueuedLeavesAndWhatACancelledOneQueuedDoesNot(t *te
 	assert.NoDiff(t, []string{"a", "failed", "last"}, spoken(t, db, "t"))
 	assert.Equal(t, "withdrawn", pgtest.Value[string](t, db,
 		`select status from agent_messages where content = 'cancelled'`))
-	// One that has ended never keeps the thread.
+	// An execution that has ended never keeps the thread.
 	assert.Equal(t, last, pgtest.Value[string](t, db,
 		`select execution_id::text from agent_locks where lane = 'thread:t'`))
 }
@@ -153,8 +153,7 @@ func TestAThreadWithoutASendForTenMinutesIsAnybodys(t *testing.T) {
 	assert.Truef(t, s.Queued, "the one that was idle: %+v", s)
 }
 
-// How long a thread lasts without a send is the thread's own: when it is taken, renewed, and taken by what leaves the
-// queue.
+// The idle time belongs to the thread. It holds for acquiring, renewing, and for messages sent from the queue.
 func TestTheIdleTimeIsTheThreads(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -176,7 +175,7 @@ func TestTheIdleTimeIsTheThreads(t *testing.T) {
 		where lane = 'thread:t'`)
 	saysAs(t, db, a, "more")
 	lasts(a, "renewed")
-	// the machine may be slow
+	// a slow machine needs time
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '600 s' where lane = 'thread:t'`)
 	s := saysAs(t, db, b, "b")
 	assert.Truef(t, s.Queued, "not queued: %+v", s)
@@ -215,7 +214,7 @@ func TestCleanFreesWhatNobodyUses(t *testing.T) {
 	log.want(t, `msg="locks released"`, "count=1")
 	flushes(t, db)
 	assert.NoDiff(t, []string{"a", "again", "b"}, spoken(t, db, "t"))
-	// What an ended execution still holds, whoever made that, is freed, too.
+	// The sweep also frees lanes of ended executions, whoever acquired them.
 	pgtest.Exec(t, db, `update agent_locks set execution_id = $1::uuid, locked_by = $1::text || '#1'
 		where lane = 'thread:t'`, claimedAndEnded(t, db))
 	freed, err = threads.Clean(t.Context(), db, logger)

@@ -18,9 +18,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Fifty executions say three things each in one thread, while claims are lost and some are cancelled. What each says
-// is in its order and said once; nobody speaks between the words of one that holds the thread; what was queued left
-// in the order of the queue.
+// Fifty executions send three messages each in one thread, while claims are lost and some executions are cancelled.
+// Each one's messages are sent once and in order. No other message comes between those of a holder. Queued messages
+// leave in the order of the queue.
 func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 	t.Parallel()
 	const racers, words = 50, 3
@@ -51,7 +51,7 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 		require.NoError(t, err)
 		ids[i] = x.ID
 	}
-	asked, cancelled := map[string]bool{}, map[string]bool{} // a cancel that meets a lock happens later
+	asked, cancelled := map[string]bool{}, map[string]bool{} // a cancel blocked by a lock completes later
 	deadline := time.Now().Add(pgtest.Timeout)
 	for ended := 0; ended < racers; {
 		require.Truef(t, !time.Now().After(deadline), "%d of %d have ended", ended, racers)
@@ -61,7 +61,7 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 			require.NoError(t, err)
 			asked[id] = true
 		} else {
-			// A claim is lost: whoever has it is fenced off, and another begins again from the checkpoints.
+			// A claim is lost: its run is fenced off, and another starts again from the checkpoints.
 			pgtest.Exec(t, pool, `
 				update agent_executions set claimed_by = null, claim = claim + 1, wake = wake + 1, hinted_at = 'epoch'
 				 where id = (select id from agent_executions where id = $1 and status = 'running'
@@ -76,14 +76,14 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 		cancelled[id] = true
 	}
 	order(t, spoken(t, pool, "t"), ids, cancelled, words)
-	// Seqs have no gaps, and of two queued messages of different speakers none overtook.
+	// Seqs have no gaps, and no queued message has overtaken one of another execution.
 	assert.Equal(t, 0, pgtest.Value[int](t, pool,
 		`select (max(seq) - count(seq))::int from agent_messages where thread_id = 't'`))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool,
 		`select count(*)::int from agent_locks where lane = 'thread:t' and locked_by <> ''`))
 }
 
-// order checks what was said: each speaker's words once and in their order, all of them unless it was cancelled.
+// order checks that each execution's messages were sent once and in order. All must be there unless it was cancelled.
 func order(t *testing.T, sent, ids []string, cancelled map[string]bool, words int) {
 	t.Helper()
 	next := map[string]int{}
@@ -98,7 +98,7 @@ func order(t *testing.T, sent, ids []string, cancelled map[string]bool, words in
 	assert.Equal(t, len(sent), len(slices.Compact(slices.Sorted(slices.Values(sent)))))
 }
 
-// One that holds the thread is not interrupted, however many others want to speak.
+// No other message interrupts the holder of a thread, however many executions want to send.
 func TestNobodySpeaksBetweenTheWordsOfAHolder(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -111,7 +111,7 @@ func TestNobodySpeaksBetweenTheWordsOfAHolder(t *testing.T) {
 			if err != nil {
 				return done(err)
 			}
-			if s.Queued && n == 0 { // it goes on when it has the thread
+			if s.Queued && n == 0 { // it continues when it has the thread
 				if _, err := executions.Wait(ctx, "turn", executions.Response("t", time.Hour)); err != nil {
 					return done(err)
 				}
@@ -139,8 +139,8 @@ func TestNobodySpeaksBetweenTheWordsOfAHolder(t *testing.T) {
 	assert.Equal(t, 10, len(speakers))
 }
 
-// The holder of a thread has fenced a write by the token of its lane when another wants to speak. Who has the lane's
-// row and who waits for it do not wait for each other.
+// The holder of a thread has fenced a write by the token of its lane. Then another wants to send. The holder of the
+// lane's row and its waiter do not wait for each other.
 func TestAHolderThatFencedAWriteSpeaksBesideAnother(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -168,7 +168,7 @@ func TestAHolderThatFencedAWriteSpeaksBesideAnother(t *testing.T) {
 	assert.Truef(t, slices.Equal(got, []string{"first", "second"}), "said is %q", got)
 }
 
-// A thread whose lane has no row yet: of two who speak at the same time one has it, and the other's words are queued.
+// A thread's lane has no row yet. Of two concurrent senders one gets the thread, and the other's message is queued.
 func TestTwoWhoAreTheFirstInAThreadTakeTurns(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -22,10 +22,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// journal keeps what was logged.
+// journal collects log lines.
 type journal struct{ testkit.Log }
 
-// want reports a line that is missing: one that has all parts.
+// want reports an error unless a log line has all parts.
 func (j *journal) want(t *testing.T, parts ...string) {
 	t.Helper()
 	assert.Truef(t, j.has(parts...), "no line of the log has %q:\n%s", parts, j)
@@ -41,13 +41,13 @@ type process struct {
 
 type flow = func(ctx context.Context) (executions.Result, error)
 
-// runs is a process that knows flows.
+// runs starts a process with flows.
 func runs(t *testing.T, pool *pgxpool.Pool, flows map[string]flow) *process {
 	t.Helper()
 	log := &journal{}
 	keeper := lanes.NewKeeper(pool, lanes.Options{})
 	e, err := executions.New(pool, executions.Options{
-		// A lease that outlasts what a busy machine may keep a process waiting: which claim held a thread is looked at.
+		// The lease outlasts any pause of a busy machine: tests compare the claim that held a thread.
 		Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 10 * time.Minute, Workers: 60,
 		Logger: slog.New(slog.NewTextHandler(log, nil)),
 	})
@@ -86,7 +86,7 @@ func (p *process) reaches(t *testing.T, id string, status executions.Status) exe
 	return got
 }
 
-// replies says something as the other side.
+// replies sends a message of the other side.
 func (p *process) replies(t *testing.T, thread, words string) threads.ReceiveResult {
 	t.Helper()
 	var got threads.ReceiveResult
@@ -109,7 +109,7 @@ func says(ctx context.Context, words ...string) error {
 
 func done(err error) (executions.Result, error) { return executions.Result{}, err }
 
-// spoken is what is said in a thread, in order; what is queued or withdrawn is not.
+// spoken returns the sent messages of a thread in order, without queued or withdrawn ones.
 func spoken(t *testing.T, db postgres.DB, thread string) []string {
 	t.Helper()
 	return pgtest.Value[[]string](t, db, `
@@ -117,14 +117,14 @@ func spoken(t *testing.T, db postgres.DB, thread string) []string {
 		  and seq is not null`, thread)
 }
 
-// claimed makes an execution that a live worker of the test runs.
+// claimed starts an execution that a live worker of the test runs.
 func claimed(t *testing.T, db postgres.DB, parent string) string {
 	t.Helper()
 	worker := pgtest.Value[string](t, db, `
 		insert into agent_workers (name, ttl_seconds, expires_at)
 		  values ('test', 600, clock_timestamp() + interval '10 minutes') returning id::text`)
 	var id string
-	// else a process of the test may be the first to claim it
+	// in one transaction, so that no process of the test claims it first
 	err := postgres.InTx(t.Context(), db.(postgres.Beginner), func(tx pgx.Tx) error {
 		id = pgtest.Value[string](t, tx, `
 			insert into agent_executions (trace_id, surface, agent, flow, thread_id, status, parent_id, inherits, hinted_at)
@@ -138,7 +138,7 @@ func claimed(t *testing.T, db postgres.DB, parent string) string {
 	return id
 }
 
-// says sends as an execution would from SQL, and returns whether the message was queued.
+// saysAs sends a message for an execution from SQL, and returns whether the message was queued.
 func saysAs(t *testing.T, db postgres.DB, id, words string) threads.SendResult {
 	t.Helper()
 	var got threads.SendResult

@@ -37,7 +37,7 @@ func post(t *testing.T, db postgres.DB, d threads.NewMessage) threads.Message {
 	return got
 }
 
-// talk posts an exchange.
+// talk sends a question and its answer.
 func talk(t *testing.T, db postgres.DB, thread, question, answer string) int64 {
 	t.Helper()
 	q := post(t, db, threads.NewMessage{ThreadID: thread, Role: threads.User, Content: question})
@@ -86,7 +86,7 @@ func TestPlacesHaveNoGapsAndGrowWithTheCommits(t *testing.T) {
 					if err != nil {
 						return err
 					}
-					// Whoever has a place sees every smaller one: they committed before.
+					// A reader of one seq sees every smaller one: they committed earlier.
 					var before int64
 					err = tx.QueryRow(t.Context(), `select count(*) from agent_messages where thread_id = 'busy' and seq < $1`,
 						*m.Seq).Scan(&before)
@@ -178,7 +178,7 @@ func TestASummaryMovesForwardOnce(t *testing.T) {
 	talk(t, db, "s", "q1", "a1")
 	turn := talk(t, db, "s", "q2", "a2")
 	talk(t, db, "s", "q3", "a3")
-	for _, want := range []bool{true, false} { // the second has read the same state
+	for _, want := range []bool{true, false} { // the second update has read the same state
 		moved, err := threads.SaveSummary(t.Context(), db, "s", 0, turn, "two greetings")
 		assert.Truef(t, err == nil && moved == want, "moved = %t, %v, want %t", moved, err, want)
 	}
@@ -252,7 +252,7 @@ func TestListingsGoOnWhereTheyEnded(t *testing.T) {
 	assert.NoDiff(t, []string{"a", "c", "b"}, got)
 }
 
-// A few threads of one agent among very many are found without reading those of the others.
+// A list reads a few threads of one agent among many without reading those of other agents.
 func TestTheThreadsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 	t.Parallel()
 	tx, err := pgtest.DB(t).Begin(t.Context())
@@ -267,7 +267,7 @@ func TestTheThreadsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 		_, err := tx.Exec(t.Context(), sql)
 		require.NoError(t, err)
 	}
-	for range 7 { // a plan for all values would come with the sixth
+	for range 7 { // the sixth execution would use a generic plan
 		found, err := threads.List(t.Context(), tx, threads.Filter{Agent: "rare"})
 		require.Truef(t, err == nil && len(found) == 1, "found %d, %v", len(found), err)
 	}
@@ -277,7 +277,7 @@ func TestTheThreadsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 	assert.Equal(t, 7, scans)
 }
 
-// fill makes a long thread among many, in one statement.
+// fill creates a long thread among many, in one statement.
 func fill(t *testing.T, db postgres.DB, turns int) {
 	t.Helper()
 	open(t, db, "long")
@@ -295,7 +295,7 @@ func fill(t *testing.T, db postgres.DB, turns int) {
 	pgtest.Exec(t, db, `analyze agent_messages`)
 }
 
-// touched is how many rows of messages the statements of fn have read, by index or not.
+// touched returns the number of message rows that fn reads, by index or not, and of scans.
 func touched(t *testing.T, db postgres.DB, fn func()) (rows, scans int) {
 	t.Helper()
 	read := func() (rows, scans int) {
@@ -316,7 +316,7 @@ func TestAWindowCostsTheSameHoweverLongTheThread(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	fill(t, pool, 20_000)
-	tx, err := pool.Begin(t.Context()) // one connection, and its statistics
+	tx, err := pool.Begin(t.Context()) // one connection, for its statistics
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()
 	for name, fn := range map[string]func() error{

@@ -26,7 +26,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// record plays real turns of the agent, as the chat does.
+// record plays real turns of the agent, like the chat.
 func (w *world) record(t *testing.T, prompts ...string) {
 	t.Helper()
 	loop := &reason.Loop{
@@ -76,10 +76,10 @@ func (w *world) counterfactual(t *testing.T, c runner.Counterfactual) evals.Repo
 	return w.report(t, run)
 }
 
-// callID is an id that the scripted model gives a call.
+// callID matches an id that the scripted model gives a call.
 var callID = regexp.MustCompile(`call_\d+_`)
 
-// conversations are the messages and tools of requests, in a stable order.
+// conversations returns the messages and tools of requests, in a stable order.
 func conversations(requests []modeltest.Request) []string {
 	list := make([]string, len(requests))
 	for i, r := range requests {
@@ -130,7 +130,7 @@ func TestTheControlRepeatsTheRecordedRequests(t *testing.T) {
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_approvals where trace_id like 'ev\_%'`)
 }
 
-// A control that does not follow its own turns makes a comparison impossible; then the candidate costs nothing.
+// If the control does not follow its own turns, the runner cannot compare, and plays no candidate.
 func TestACandidateIsNotPlayedIfTheControlFollowsNothing(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -144,12 +144,12 @@ func TestACandidateIsNotPlayedIfTheControlFollowsNothing(t *testing.T) {
 	assert.Truef(t, report.Comparison.Answer == stats.Undecided && report.Coverage.Played == 0 &&
 		report.ControlRun.Coverage.Diverged["check_order"] == 2, "the answer is %s: %+v, control %+v",
 		report.Comparison.Answer, report.Coverage, report.ControlRun.Coverage)
-	// The first call that is not recorded ended each trial of the control.
+	// The first unrecorded call ended each trial of the control.
 	made := len(w.model.Requests()) - before
 	assert.Equal(t, 2, made, "model calls")
 }
 
-// Both runs reserve in one budget.
+// Both runs reserve from one budget.
 func TestControlAndCandidateShareABudget(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -174,7 +174,7 @@ func TestAShadowPlaysTurnsAsTheyComplete(t *testing.T) {
 	require.NoError(t, err)
 	w.play(t, "order 7?", "order 8?")
 	before := len(w.model.Requests())
-	time.Sleep(2100 * time.Millisecond) // until a completion is visible for sure
+	time.Sleep(2100 * time.Millisecond) // until a completion is certainly visible
 	require.NoError(t, evals.StopShadow(t.Context(), w.pool, run.ID))
 	require.NoError(t, w.runner.Work(t.Context(), run, 1, func(evals.Trial) {}))
 	report := w.report(t, run)

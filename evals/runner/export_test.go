@@ -1,4 +1,4 @@
 package runner
 
-// For tests.
+// PauseAfter exports pauseAfter for tests.
 var PauseAfter = pauseAfter

@@ -20,14 +20,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Traces of the attack. Each has an execution under a claim.
+// These are the traces of the attack. Each has an execution under a claim.
 const (
 	attacker = `ev_01JD3V7K8ZQ6W2M5T9X4C1B0AE`
 	visitor  = `ch_01JD3V7K8ZQ6W2M5T9X4C1B0AF`
 )
 
-// doors are writes by which a run would leave, wake an execution, count or be remembered. @t is its trace, @x its
-// execution. They are refused by the trace in the row.
+// doors are writes by which a run would send, wake an execution, count or be remembered. @t is its trace, @x its
+// execution. The database rejects them by the trace in the row.
 var doors = map[string]string{
 	"outbox":          `insert into agent_webhook_outbox (target_id, event, payload, trace_id) select id, 'e', '{}', @t from agent_webhook_targets`,
 	"webhook":         `insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, body, body_sha256) values ('e', 'd', @t, @t, '', '')`,
@@ -55,7 +55,7 @@ var doors = map[string]string{
 	"event":           `select raise_agent_event('EVENT_COMPLETED', 'k', '{}', null, @t)`,
 }
 
-// fenced are writes to tables without a trace. They are refused under the claim of a trial.
+// fenced are writes to tables without a trace. The database rejects them under the claim of a trial.
 var fenced = map[string]string{
 	"thread":              `insert into agent_threads (id, channel) values ('new', 'chat')`,
 	"thread access":       `insert into agent_thread_access (thread_id, kind) values ('th', 'flow')`,
@@ -82,7 +82,7 @@ var fenced = map[string]string{
 	"suite":               `delete from agent_evals`,
 }
 
-// loopholes are attempts of a transaction to write to tables without a trace, after it has fenced the claim of a trial.
+// loopholes are attempts to write to tables without a trace, in a transaction that has fenced the claim of a trial.
 var loopholes = map[string]string{
 	"setting":     `select set_config('lanekeeper.trial', v, true) from unnest('{on,off,""}'::text[]) v`,
 	"all reset":   `reset all`,
@@ -100,7 +100,8 @@ var loopholes = map[string]string{
 		select set_config('search_path', 'evil,' || current_schema() || ',lanekeeper,pg_catalog', true)`,
 }
 
-// attack runs a write in a transaction that is rolled back, for a trace, optionally under the claim of its execution.
+// attack runs a write in a transaction and rolls it back. The write is for a trace, optionally under the claim of its
+// execution.
 func attack(ctx context.Context, pool *pgxpool.Pool, sql, traceID string, fence bool) error {
 	rollback := errors.New("rolled back")
 	err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
@@ -125,8 +126,8 @@ func attack(ctx context.Context, pool *pgxpool.Pool, sql, traceID string, fence 
 	return err
 }
 
-// In any case, the database refuses a trial's writes that would send, wake, count or remember. The same write in a
-// visitor's turn succeeds.
+// The database rejects every write of a trial that would send, wake, count or remember. The same write in a visitor's
+// turn succeeds.
 func TestTheDatabaseRefusesWhatATrialWouldSendWakeCountOrRemember(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -165,7 +166,7 @@ func TestTheDatabaseRefusesWhatATrialWouldSendWakeCountOrRemember(t *testing.T) 
 	}
 }
 
-// A write after the rollback of a fence is no write of a trial. Notes of ended transactions are removed.
+// A write after the rollback of a fence is no write of a trial. The database removes the notes of ended transactions.
 func TestAFenceRolledBackIsForgotten(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -184,7 +185,7 @@ func TestAFenceRolledBackIsForgotten(t *testing.T) {
 	pgtest.Equal(t, pool, 0, `select count(*)::int from lanekeeper.agent_trial_transactions`)
 }
 
-// Code that every trial must pass refuses the rest: every skill, and lanes.
+// Code in the path of every trial rejects the rest: every skill, and lanes.
 func TestATrialCallsNoSkillAndHoldsNoLane(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

@@ -18,13 +18,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// bench is a world whose model plays the agent and the judge. The judge passes answers with the word kind, and is wrong
-// about those with the word trap.
+// bench is a world whose model plays the agent and the judge. The judge passes answers with the word kind, and
+// misjudges those with the word trap.
 type bench struct {
 	*world
 	mu    sync.Mutex
 	total int    // requests of the judge
-	onAsk func() // if set, is called once, at the 20th request
+	onAsk func() // if set, called once, at the 20th request
 }
 
 func newBench(t *testing.T, answers func(prompt string) string) *bench {
@@ -85,7 +85,7 @@ func echo(prompt string) string {
 
 var anything = evals.Expectation{Answer: &evals.Answer{Contains: "this"}}
 
-// A calibrated judge decides trials that meet all other expectations. Its calls are counted apart. It judges a labelled
+// A calibrated judge decides trials that meet all other expectations. Its calls count separately. It judges a labelled
 // answer once.
 func TestACalibratedJudgeDecides(t *testing.T) {
 	t.Parallel()
@@ -129,7 +129,7 @@ func (b *bench) subject(t *testing.T) evals.Subject {
 	return s
 }
 
-// The result of an uncalibrated judge is shown, and decides nothing.
+// The report shows the verdict of an uncalibrated judge. The verdict decides nothing.
 func TestAJudgeThatIsNotCalibratedDecidesNothing(t *testing.T) {
 	t.Parallel()
 	for why, labels := range map[string][]evals.JudgeLabel{
@@ -155,7 +155,7 @@ func TestAJudgeThatIsNotCalibratedDecidesNothing(t *testing.T) {
 	}
 }
 
-// A trial that fails other expectations does not reach the judge. Labels of trials count like those of the file.
+// A trial that fails other expectations does not reach the judge. Labels of trials count like those in the file.
 func TestAJudgeIsAskedLastAndCountsLabelsOfTrials(t *testing.T) {
 	t.Parallel()
 	b := newBench(t, echo)
@@ -171,7 +171,7 @@ func TestAJudgeIsAskedLastAndCountsLabelsOfTrials(t *testing.T) {
 		"29 labels of the file and one of a trial do not calibrate: %+v", report.TrialRows[0])
 }
 
-// A continued run does not pay answered votes again, and a run without money calls no judge.
+// A resumed run does not pay for answered votes again. A run without budget calls no judge.
 func TestAJudgeReservesInTheBudgetAndIsNotPaidTwice(t *testing.T) {
 	t.Parallel()
 	b := newBench(t, echo)

@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// A returned skill has its outage replayed: only its cases, once, without a call of the skill.
+// When a skill returns, the runner replays the cases of its outage: only those, once, without a call of the skill.
 func TestAReturnedSkillRunsItsCases(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -24,7 +24,7 @@ func TestAReturnedSkillRunsItsCases(t *testing.T) {
 	})
 	id := trace.New(trace.Heartbeat)
 	ctx := trace.With(t.Context(), trace.Span{TraceID: id, Surface: trace.Heartbeat})
-	require.NoError(t, w.runner.Returned(ctx, "check_order")) // there is no suite
+	require.NoError(t, w.runner.Returned(ctx, "check_order")) // no suite exists
 
 	fails := func(name, skill string) evals.Case {
 		return evals.Case{
@@ -40,7 +40,7 @@ func TestAReturnedSkillRunsItsCases(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, w.runner.Returned(ctx, "other"))
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_eval_runs`)
-	modelless := *w.runner // as of agent skills call
+	modelless := *w.runner // like agent skills call
 	modelless.Model = nil
 	require.NoError(t, modelless.Returned(ctx, "check_order"))
 

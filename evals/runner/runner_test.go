@@ -296,7 +296,7 @@ func TestAnInterruptedRunGoesOnWithoutPayingTwice(t *testing.T) {
 	report := w.report(t, run)
 	assert.Truef(t, report.Status == evals.Passed && report.Cases[0].Passed == 6,
 		"the run is %s with %d passed: %v", report.Status, report.Cases[0].Passed, report.Cases[0].Reasons)
-	// A request that was running at the interrupt may be repeated; an answered one is not.
+	// A request in flight at the interrupt may be repeated. An answered one is not.
 	assert.Truef(t, answered["first"] <= 8 && answered["second"] <= 8, "6 trials made %v requests", answered)
 	pgtest.Equal(t, w.pool, 0, `
 		select count(*)::int from (select execution_id, step from agent_activity where kind = 'model' and status = 'success'
@@ -339,7 +339,7 @@ func TestAWorseModelIsToldFromTheOneBefore(t *testing.T) {
 	}
 }
 
-// written are the tables that a trial may write: its own execution and its log, and the results of evals.
+// written are the tables that a trial may write: its own execution, its log, and the results of evals.
 var written = []string{
 	"agent_executions", "agent_checkpoints", "agent_activity", "agent_activity_open", "agent_prompts",
 	"agent_prompt_parts",
@@ -388,7 +388,7 @@ func TestATrialThatTriesEveryDoorChangesNothingElse(t *testing.T) {
 	pgtest.Equal(t, w.pool, "eval", `select string_agg(distinct surface || skill, ',') from agent_spend`)
 }
 
-// digests are the contents of all tables but the trial's own.
+// digests returns the contents of all tables except the trial's own.
 func digests(t *testing.T, pool *pgxpool.Pool) map[string]string {
 	t.Helper()
 	sums := map[string]string{}
@@ -423,7 +423,7 @@ func TestManyTrialsRunBesideEachOther(t *testing.T) {
 	assert.Truef(t, err == nil && input.Trial != 0, "the input is %s: %v", raw, err)
 }
 
-// A process with another model server, key or limit plays no trial of a run, and claims none of its executions.
+// A process with a different model server, key or limit plays no trial of a run, and claims none of its executions.
 func TestOnlyProcessesWithTheSameSetupPlayARun(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

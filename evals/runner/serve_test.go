@@ -31,8 +31,8 @@ func (w *world) serve(t *testing.T) (stop func()) {
 	return stop
 }
 
-// A server plays the runs that are left to servers. It does not touch a run that another server claimed, and continues
-// it when that server died. A server that stops releases its runs.
+// A server plays the runs that clients left to servers. It does not touch a run claimed by another server, and
+// continues it if that server has died. A server that stops releases its runs.
 func TestServersPlayRunsAndGoOnWithThoseOfOthers(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -85,7 +85,7 @@ func (w *world) awaitStatus(t *testing.T, id, want string) {
 	pgtest.Until(t, w.pool, want, `select status from agent_eval_runs where id = $1`, id)
 }
 
-// A run that can never be played ends, and its control with it.
+// A run that can never be played ends, and so does its control.
 func TestTheShadowOfARemovedAgentEndsUndecided(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -111,7 +111,7 @@ func TestARunThatMeetsErrorsEndsAfterItsDeadline(t *testing.T) {
 	w.awaitStatus(t, run.ID, evals.Undecided)
 }
 
-// A process whose claim expired neither renews nor releases the claim of another process.
+// A process with an expired claim neither renews nor releases the claim of another process.
 func TestAServerLeavesTheClaimOfAnotherAlone(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -132,7 +132,7 @@ func TestAServerLeavesTheClaimOfAnotherAlone(t *testing.T) {
 		select served_until > clock_timestamp() + interval '50 minutes' from agent_eval_runs where id = $1`, run.ID)
 }
 
-// Shadows last long. They never take all slots.
+// Shadows last long, and never take all slots.
 func TestShadowsLeaveSlotsForOtherRuns(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -154,7 +154,7 @@ func TestShadowsLeaveSlotsForOtherRuns(t *testing.T) {
 		select count(*)::int from agent_eval_runs where kind = 'shadow' and served_until > clock_timestamp()`)
 }
 
-// A shadow that found no turn since its last poll waits 30 s, so idle shadows cost little.
+// A shadow without a new turn since its last poll waits 30 s. So idle shadows cost little.
 func TestAShadowWithoutTurnsPollsEvery30Seconds(t *testing.T) {
 	t.Parallel()
 	now := time.Now()
@@ -167,8 +167,8 @@ func TestAShadowWithoutTurnsPollsEvery30Seconds(t *testing.T) {
 	assert.Equal(t, 0, got, "it waits", "before there was anything to poll")
 }
 
-// The time of a run counts from its first trial, and again from the start when a person continues it. A server's run
-// has one deadline.
+// The time limit of a run starts with its first trial, and again if a person resumes it. A server's run has one
+// deadline.
 func TestTheTimeOfARunCountsFromItsFirstTrial(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

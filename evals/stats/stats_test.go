@@ -56,10 +56,10 @@ func TestPassKIsTheShareOfTheSubsetsThatPass(t *testing.T) {
 	assert.Truef(t, math.Abs(got-0.512) <= 0.01, "the mean of PassK is %.3f, want 0.8^3 = 0.512", got)
 }
 
-// looks are the numbers of trials per case after which a comparison is made.
+// looks are the numbers of trials per case at which the test compares.
 var looks = []int{5, 10, 20, 40}
 
-// decide simulates a suite of 20 cases whose trials arrive until the test has an answer. It returns the trials per
+// decide simulates a suite of 20 cases, with further trials until the test has an answer. It returns the trials per
 // case.
 func decide(r *rand.Rand, before, after float64) (stats.Answer, int) {
 	pairs := make([]stats.Pair, 20)
