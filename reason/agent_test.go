@@ -31,7 +31,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// declare puts agents into the world, the first as the default.
+// declare applies agents, the first as the default.
 func (w *world) declare(t *testing.T, list ...agents.Definition) {
 	t.Helper()
 	w.loop.Agents = &agents.Directory{Settings: agents.Settings{Name: "house", Timezone: "Europe/Madrid"}}
@@ -44,7 +44,7 @@ func (w *world) declare(t *testing.T, list ...agents.Definition) {
 
 var clock = regexp.MustCompile(`Now: .*`)
 
-// lastContent is what a request asked, the time left out.
+// lastContent returns the last message of a request, without the time.
 func lastContent(r modeltest.Request) string {
 	var b strings.Builder
 	for _, tool := range r.Tools {
@@ -160,7 +160,7 @@ func TestATurnFinishesOnTheVersionItBeganWith(t *testing.T) {
 	}
 	runs := 0
 	w.instead = func(ctx context.Context) (executions.Result, error) {
-		runs++ // once more after the wait
+		runs++ // repeated after the wait
 		got, err := w.loop.Run(ctx, w.turn)
 		if err != nil {
 			return executions.Result{}, err
@@ -262,7 +262,7 @@ func TestPinnedMemoryIsThatOfTheAgent(t *testing.T) {
 	}
 }
 
-// remembering is a world with the builtins and an entry k of two revisions.
+// remembering returns a world with the builtins, and an entry k of two revisions.
 func remembering(t *testing.T, replies ...modeltest.Reply) *world {
 	t.Helper()
 	w := newWorld(t)
@@ -283,7 +283,7 @@ func (w *world) keep(t *testing.T, value any) {
 	require.NoError(t, err)
 }
 
-// kept is what k holds, with its revision.
+// kept returns the value of k with its revision.
 func (w *world) kept(t *testing.T) string {
 	t.Helper()
 	e, err := memory.Shared.Get(t.Context(), w.pool, "general", "k")
@@ -297,7 +297,7 @@ var (
 	bye    = modeltest.Text("Done.")
 )
 
-// during lets something happen while the model thinks about answer n.
+// during calls happen while the model works on answer n.
 func (w *world) during(n int, happen func(), replies ...modeltest.Reply) {
 	done := false
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
@@ -384,7 +384,7 @@ func TestWhatATurnHasReadSurvivesItsProcess(t *testing.T) {
 	c := newCrash()
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		n := answersIn(req)
-		if n == 1 && c.done.CompareAndSwap(false, true) { // it has read, and is lost before it writes
+		if n == 1 && c.done.CompareAndSwap(false, true) { // the run has read, and stops before its write
 			w.keep(t, "theirs")
 			c.came <- pgtest.Value[string](t, w.pool, `select id::text from agent_executions`)
 			return modeltest.Custom(func(http.ResponseWriter, *http.Request) {
@@ -425,7 +425,7 @@ func TestAnEntryThatWasCutIsReadWhenItWasReadOn(t *testing.T) {
 	}
 }
 
-// many adds 60 skills in scope, one of which sends invoices, and one that sends invoices out of scope.
+// many adds 60 skills in scope, of which one sends invoices, and one out of scope that sends invoices.
 func (w *world) many(t *testing.T) *atomic.Int32 {
 	t.Helper()
 	for i := range 58 {
@@ -523,7 +523,7 @@ func tool(name, schema string) reason.Tool {
 	}
 }
 
-// heard are the results of tools that the model was told with its last request.
+// heard returns the tool results in the model's last request.
 func heard(w *world) (results []string) {
 	requests := w.model.Requests()
 	for _, m := range requests[len(requests)-1].Messages {
@@ -534,7 +534,7 @@ func heard(w *world) (results []string) {
 	return results
 }
 
-// Two turns may offer tools of one name that take different things: each is held to its own schema.
+// Two turns may offer different tools of one name. Each call must match the schema of its turn.
 func TestToolsOfOneNameHaveTheirOwnSchemas(t *testing.T) {
 	w := newWorld(t)
 	for _, name := range []string{"a", "b"} {
@@ -556,7 +556,7 @@ func TestAToolWithoutParametersTakesNone(t *testing.T) {
 	assert.Contains(t, w.model.Requests()[0].Body, `"name":"ping","description":"does ping","parameters":{`)
 }
 
-// Servers refuse two tools of one name: of a skill and a tool the tool is meant, and alone offered.
+// Servers reject two tools of one name. If a skill and a tool share a name, the turn offers the tool only.
 func TestASkillWithTheNameOfAToolIsNotOffered(t *testing.T) {
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
 	w.turn.Tools = []reason.Tool{tool("probe", `{"type":"object"}`)}
@@ -566,7 +566,7 @@ func TestASkillWithTheNameOfAToolIsNotOffered(t *testing.T) {
 		"offered %q, answered %q", offered, got)
 }
 
-// What is wrong with the program is said at once, and is not the model's fault.
+// A caller's bug is reported at once. The model is not blamed for it.
 func TestATurnThatCannotBeTakenIsRefused(t *testing.T) {
 	right := tool("t", `{"type":"object"}`)
 	for says, spoil := range map[string]func(w *world){

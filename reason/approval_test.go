@@ -25,7 +25,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// dropped is what the skill drop was called with.
+// dropped records the calls of the skill drop.
 type dropped struct {
 	mu   sync.Mutex
 	args []string
@@ -37,7 +37,7 @@ func (d *dropped) list() []string {
 	return slices.Sorted(slices.Values(d.args))
 }
 
-// parking makes the world's turn wait for approvals, and adds the skill drop, which needs one.
+// parking lets the world's turn wait for approvals, and adds the skill drop, which needs one.
 func (w *world) parking(t *testing.T) *dropped {
 	t.Helper()
 	w.turn.Approvals = reason.Park
@@ -72,7 +72,7 @@ func (w *world) park(t *testing.T) executions.Execution {
 	return x
 }
 
-// ended waits for the end of an execution. Meanwhile decide, where set, gets each pending approval, and each poll calls
+// ended waits for the end of an execution. Meanwhile decide, if set, gets each pending approval, and each poll calls
 // the other functions.
 func (w *world) ended(
 	t *testing.T, id string, decide func(approvals.Approval), polls ...func(),
@@ -282,8 +282,8 @@ func TestASkillThatNeedsLeaveSinceTheTurnBeganIsNotCalledWithout(t *testing.T) {
 	}
 }
 
-// What was shown is stored by callbacks, and whoever goes on after the decision builds on that: a turn waits only
-// when they have caught up.
+// Callbacks store the displayed text, and the run after the decision reads it. So a turn waits only after its callbacks
+// have finished.
 func TestATurnWaitsForLeaveWhenWhatItSaidWasShown(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.Text("ok"))
@@ -291,7 +291,7 @@ func TestATurnWaitsForLeaveWhenWhatItSaidWasShown(t *testing.T) {
 	states := make(chan string, 1)
 	w.turn.OnApproval = func(approvals.Approval) {
 		var status string
-		for range 20 { // a store that is slow
+		for range 20 { // a slow store
 			if err := w.pool.QueryRow(context.Background(), `select status from agent_executions where flow = 'turn'`).Scan(
 				&status); err != nil {
 				status = err.Error()
@@ -304,11 +304,11 @@ func TestATurnWaitsForLeaveWhenWhatItSaidWasShown(t *testing.T) {
 	assert.Equal(t, "running", <-states)
 }
 
-// A process that dies before any new step of a turn, before an approval or after it, leaves a turn that goes on
-// elsewhere: asked once, called once.
+// A process dies before any new step of a turn, before or after an approval. The turn continues elsewhere, with one
+// request for approval and one call.
 func TestCrashAnywhereAroundAnApproval(t *testing.T) {
 	t.Parallel()
-	const all = 9 // steps that the turn takes
+	const all = 9 // the number of the turn's steps
 	for at := 1; at <= all+1; at++ {
 		t.Run(fmt.Sprintf("before new step %d", at), func(t *testing.T) {
 			t.Parallel()
@@ -338,7 +338,7 @@ func TestCrashAnywhereAroundAnApproval(t *testing.T) {
 	}
 }
 
-// restart continues in another process once the first one has stopped at c. It reports whether that happened.
+// restart continues in another process after the first one has stopped at c. It reports whether that happened.
 func (w *world) restart(t *testing.T, c *crash) bool {
 	t.Helper()
 	select {
@@ -386,7 +386,7 @@ func TestCrashDuringAnApprovedCall(t *testing.T) {
 	}
 }
 
-// A decision that comes while the turn is about to wait ends the wait, in whichever order they commit.
+// A decision and the wait for it run at once. The wait ends, whichever commits first.
 func TestADecisionRacesWithTheWait(t *testing.T) {
 	t.Parallel()
 	for n := range 8 {

@@ -138,7 +138,7 @@ func TestPruningKeepsTheOpeningAndWholeExchanges(t *testing.T) {
 	assert.True(t, pruned, "nothing was pruned")
 }
 
-// whole fails when a call is without its replies or a reply without its call.
+// whole reports a call without replies, and a reply without its call.
 func whole(t *testing.T, n int, messages []openai.ChatCompletionMessage) {
 	t.Helper()
 	open := map[string]bool{}
@@ -205,7 +205,7 @@ func TestTroubleOfTheProvider(t *testing.T) {
 	ok := modeltest.Text("Fine.")
 	for name, test := range map[string]struct {
 		replies []modeltest.Reply
-		failure string // empty: the turn ends well
+		failure string // empty if the turn succeeds
 	}{
 		"too many requests, once": {[]modeltest.Reply{modeltest.Status(429, time.Second), ok}, ""},
 		"server errors, twice":    {[]modeltest.Reply{modeltest.Status(500, 0), modeltest.Status(503, 0), ok}, ""},
@@ -316,7 +316,7 @@ func TestATrialThatFailsIsNotTriedAgain(t *testing.T) {
 	assert.Truef(t, err == nil && !s.Enabled && s.TrialAt == nil, "skill is %+v, %v", s, err)
 }
 
-// book is what the day's scope has: spent tokens, how much of that is unknown, tokens set aside.
+// book has the day's spent tokens, their unknown part, and the reserved tokens.
 type book struct {
 	Spent, Unknown, Aside int64
 }
@@ -364,7 +364,7 @@ func TestAnUnpricedModelIsBoundedByTokensAlone(t *testing.T) {
 	assert.Truef(t, got.Ended == "day", "the turn ended %+v", got)
 }
 
-// What a refused call found is recorded: a run that is taken up again decides as it did.
+// The result of a rejected reservation is recorded, so a resumed run decides the same.
 func TestARefusalIsRecorded(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -481,7 +481,7 @@ func TestWhatMayBeBilledIsSpentAtItsWorstCase(t *testing.T) {
 	}
 }
 
-// agree checks that the log of a run and the day's budget say the same.
+// agree checks that the log of a run and the day's budget have the same amounts.
 func (w *world) agree(t *testing.T, id string) {
 	t.Helper()
 	day := w.book(t)
@@ -549,7 +549,7 @@ func TestACallRepeatedAfterACrashIsCountedTwice(t *testing.T) {
 	w.agree(t, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`))
 }
 
-// runTogether runs turns at once, spread over engines.
+// runTogether runs turns at once, distributed over engines.
 func runTogether(t *testing.T, runs int, engines []*executions.Engine) {
 	t.Helper()
 	var group errgroup.Group
@@ -562,14 +562,14 @@ func runTogether(t *testing.T, runs int, engines []*executions.Engine) {
 	require.NoError(t, group.Wait())
 }
 
-// 64 runs at once, of which the day's limit lets some through: no more than fit, and as many as fit.
+// 64 runs start at once. As many run as the day's limit allows, no more and no fewer.
 func TestConcurrentRunsDoNotOverspendTogether(t *testing.T) {
 	t.Parallel()
 	const runs, limit, each = 64, 10_000, 260
 	w := newWorld(t)
 	w.plan(modeltest.Text("ok").WithUsage(each-10, 10, 0).Slowly(5 * time.Millisecond))
 	w.turn.Scopes = nil
-	w.turn.Prompt = strings.Repeat("look ", 60) // estimated at about 180 tokens; the model counts 250
+	w.turn.Prompt = strings.Repeat("look ", 60) // estimated at about 180 tokens; the server counts 250
 	w.loop.Budget = reason.Budget{Answer: 200}
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: limit}}
 	engines := []*executions.Engine{w.engine(t, false), w.engine(t, false), w.engine(t, false), w.engine(t, false)}
@@ -594,8 +594,8 @@ func TestConcurrentRunsDoNotOverspendTogether(t *testing.T) {
 	}
 }
 
-// A server that counts a prompt at several times what it was estimated at: what one run has learned holds for the
-// others, also for those that wait already.
+// A server counts several times the estimated tokens of a prompt. All runs use the factor that one run has learned,
+// even those already waiting.
 func TestConcurrentRunsLearnFromEachOtherHowTheServerCounts(t *testing.T) {
 	t.Parallel()
 	const runs, limit, each = 24, 9_500, 1000
@@ -610,8 +610,8 @@ func TestConcurrentRunsLearnFromEachOtherHowTheServerCounts(t *testing.T) {
 		"the day has %+v of %d", spent, limit)
 }
 
-// One answer that calls a skill 25 times is that skill's spend; calls of what is no skill, and the answer in words,
-// are the surface's.
+// If one answer calls a skill 25 times, its cost is that skill's spend. The cost of calls that are no skill, and of a
+// text answer, belongs to the surface.
 func TestAModelCallIsChargedToWhatItsAnswerCalls(t *testing.T) {
 	many := modeltest.Text("").WithUsage(900, 100, 0)
 	for i := range 25 {

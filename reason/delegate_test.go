@@ -24,7 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// delegating is a world whose turn may delegate. says returns the replies by prompt.
+// delegating returns a world whose turn may delegate. says has the replies by prompt.
 func delegating(t *testing.T, says map[string][]modeltest.Reply) (*world, *executions.Engine) {
 	t.Helper()
 	w := newWorld(t)
@@ -49,7 +49,7 @@ func (w *world) delegates(t *testing.T) {
 	}
 }
 
-// begin starts the turn; a process that runs the engine takes it up, also after waits.
+// begin starts the turn. A process that runs the engine claims it, also after waits.
 func begin(t *testing.T, w *world, e *executions.Engine) string {
 	t.Helper()
 	x, _, err := e.Start(t.Context(), w.pool, executions.Spec{Flow: "turn", Surface: trace.Flow})
@@ -57,7 +57,7 @@ func begin(t *testing.T, w *world, e *executions.Engine) string {
 	return x.ID
 }
 
-// child is the execution that another started.
+// child returns the execution that another started.
 func (w *world) child(t *testing.T, parent string) (x executions.Execution) {
 	t.Helper()
 	pgtest.Eventually(t, func() bool {
@@ -73,7 +73,7 @@ func (w *world) child(t *testing.T, parent string) (x executions.Execution) {
 	return x
 }
 
-// offeredTo are the names of the tools in the first request with a prompt.
+// offeredTo returns the names of the tools in the first request with a prompt.
 func (w *world) offeredTo(prompt string) (names []string) {
 	for _, r := range w.model.Requests() {
 		if r.Messages[1].Content == prompt {
@@ -238,7 +238,7 @@ func TestACrashWhileDelegatingStartsOneChild(t *testing.T) {
 			w.loop.Budget = reason.Budget{Iterations: 3}
 			w.delegates(t)
 			x := w.survive(t, c)
-			if parked = c.done.CompareAndSwap(false, true); parked { // the first process has come to its wait
+			if parked = c.done.CompareAndSwap(false, true); parked { // the first process has parked
 				w.engine(t, true)
 			}
 			x = enginetest.Await(t, w.pool, x.ID, executions.Completed)

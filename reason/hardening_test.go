@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// blank is an answer of nothing.
+// blank is an empty answer.
 func blank() modeltest.Reply {
 	return modeltest.Raw(http.StatusOK, "application/json",
 		`{"choices":[{"index":0,"message":{"role":"assistant","content":" \n"},"finish_reason":"stop"}]}`)
@@ -76,7 +76,7 @@ func TestTheSameCallOverAndOverEndsTheTurn(t *testing.T) {
 		return "the same", nil
 	}
 	w.model.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
-		return modeltest.ToolCall("sizes", `{"limit":`+strings.Repeat(" ", n)+`1.0}`) // the same arguments, written otherwise
+		return modeltest.ToolCall("sizes", `{"limit":`+strings.Repeat(" ", n)+`1.0}`) // same arguments, other spacing
 	})
 	x, got := w.completed(t)
 	w.stalled(t, x, got, "made the same call again and again; calls made: sizes, sizes")

@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/reason"
 )
 
-// prompted are the recorded model calls of an execution's trace.
+// prompted returns the recorded model calls of an execution's trace.
 func (w *world) prompted(t *testing.T, x executions.Execution) prompts.Page {
 	t.Helper()
 	page, err := prompts.Of(t.Context(), w.pool, x.TraceID, prompts.Filter{})
@@ -28,7 +28,7 @@ func (w *world) prompted(t *testing.T, x executions.Execution) prompts.Page {
 	return page
 }
 
-// asked has the JSON of what a request asked: the tools, then each message.
+// asked returns the JSON of a request: the tools, then each message.
 func asked(t *testing.T, r modeltest.Request) []string {
 	t.Helper()
 	var body struct {
@@ -43,7 +43,7 @@ func asked(t *testing.T, r modeltest.Request) []string {
 	return list
 }
 
-// plain is JSON with its members in order.
+// plain returns JSON with sorted members.
 func plain(t *testing.T, raw json.RawMessage) string {
 	t.Helper()
 	var v any
@@ -53,7 +53,7 @@ func plain(t *testing.T, raw json.RawMessage) string {
 	return string(text)
 }
 
-// recorded has the JSON of what was recorded of a call, in the form of asked.
+// recorded returns the JSON of a recorded call, in the form of asked.
 func recorded(t *testing.T, p prompts.Page, c prompts.Call) []string {
 	t.Helper()
 	require.True(t, c.Tools != nil, "no tools are recorded")
@@ -189,7 +189,7 @@ func TestPartsThatSomebodyDeletedAreStoredAgain(t *testing.T) {
 	assert.NoDiff(t, asked(t, w.model.Requests()[2]), recorded(t, page, page.Calls[0]))
 }
 
-// sentOptions are what a request said besides its messages.
+// sentOptions are the options of a request.
 type sentOptions struct {
 	MaxTokens int             `json:"max_tokens"`
 	Format    json.RawMessage `json:"response_format"`
@@ -230,7 +230,7 @@ func TestAPromptIsRecordedInTheFormThatTheServerTook(t *testing.T) {
 	assert.Truef(t, len(found) == 0, "logged: %v", found)
 }
 
-// A request that was sent as prepared is recorded once.
+// A request sent as prepared is recorded once.
 func TestAPromptThatWasSentAsPreparedIsNotAmended(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Done."))

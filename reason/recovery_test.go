@@ -28,7 +28,7 @@ import (
 
 const unknownSMS = "Tool 'send_sms' does not exist. Available tools: probe, sizes. Please use one of these."
 
-// roles shows messages as role:content, with the id of the call that a tool's reply belongs to.
+// roles formats messages as role:content, and a tool's reply with the id of its call.
 func roles(messages []openai.ChatCompletionMessage) (list []string) {
 	for _, m := range messages {
 		text := m.Role
@@ -252,7 +252,7 @@ func TestArgumentsThatCannotBeStoredDoNotEndTheTurn(t *testing.T) {
 	assert.Truef(t, got.Text == "Well.", "outcome is %+v", got)
 }
 
-// crash is a place where the first process stops for good: its lease is over, and it wakes when all is done.
+// crash is a place at which the first process stops. Its lease ends, and it wakes after the end of the run.
 type crash struct {
 	came chan string // the execution
 	wake chan struct{}
@@ -284,8 +284,8 @@ func (w *world) crashBefore(at int, c *crash) {
 	}
 }
 
-// survive runs the turn in a process that stops at c, and then in another. It returns how the execution
-// ended, or as it was if the first process never came to c.
+// survive runs the turn in a process that stops at c, and then in another. It returns the execution after its end. If
+// the first process never reached c, it returns the execution as it was.
 func (w *world) survive(t *testing.T, c *crash) executions.Execution {
 	t.Helper()
 	var alone executions.Execution
@@ -324,7 +324,7 @@ func answersIn(req openai.ChatCompletionRequest) (n int) {
 	return n
 }
 
-// plan answers by what has been said, so that a request which is made twice is answered alike.
+// plan answers by the messages so far, so a repeated request gets the same answer.
 func (w *world) plan(replies ...modeltest.Reply) {
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		answers := answersIn(req)
@@ -332,8 +332,8 @@ func (w *world) plan(replies ...modeltest.Reply) {
 	})
 }
 
-// work is a turn with a result whose keys and numbers PostgreSQL writes differently, a bad call, an unknown one,
-// a failing skill, and one that needs leave.
+// work scripts a turn with a bad call, an unknown one, a failing skill, and one that needs approval. PostgreSQL
+// reformats the keys and numbers of its result.
 func (w *world) work(t *testing.T) *atomic.Int32 {
 	t.Helper()
 	calls := &atomic.Int32{}
@@ -363,7 +363,7 @@ func (w *world) work(t *testing.T) *atomic.Int32 {
 	return calls
 }
 
-// transcripts are the messages of each request, by idempotency key; two requests under one key must agree.
+// transcripts returns the messages of each request by idempotency key. Two requests under one key must agree.
 func (w *world) transcripts(t *testing.T) map[string]string {
 	t.Helper()
 	got := map[string]string{}
@@ -417,7 +417,7 @@ func TestCrashDuringAModelCallAsksAgainUnderTheSameKey(t *testing.T) {
 		switch {
 		case len(req.Messages) == 2:
 			return modeltest.ToolCall("probe", `{}`)
-		case asked.Add(1) == 1: // the process dies while it waits for this answer
+		case asked.Add(1) == 1: // the process dies during this request
 			c.done.Store(true)
 			c.came <- pgtest.Value[string](t, w.pool, `select id::text from agent_executions`)
 			return modeltest.Custom(func(http.ResponseWriter, *http.Request) {
@@ -486,7 +486,7 @@ func TestAWaitOfTheTurnDoesNotUseItsTime(t *testing.T) {
 	var steps atomic.Int32
 	w.wrap = func(ctx context.Context) context.Context {
 		return executions.Gate(ctx, func(ctx context.Context) error {
-			if steps.Add(1) != 3 && steps.Load() != 4 { // before the skill's call, and again on the way back to it
+			if steps.Add(1) != 3 && steps.Load() != 4 { // before the skill's call, and again in the replay before it
 				return nil
 			}
 			_, err := executions.Wait(ctx, "somebody else first", executions.Delay(4500*time.Millisecond))

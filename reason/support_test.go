@@ -29,7 +29,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// world is a database, a scripted model and a loop between them.
+// world is a database and a scripted model, with a loop between them.
 type world struct {
 	pool     *pgxpool.Pool
 	model    *modeltest.Server
@@ -37,13 +37,13 @@ type world struct {
 	log      *testkit.Log
 	builtins map[string]skills.Builtin
 	turn     reason.Turn
-	// prepare, where set, gets every engine before it runs.
+	// prepare, if set, gets every engine before it runs.
 	prepare func(e *executions.Engine)
-	// wrap, where set, changes the context that the turn runs with.
+	// wrap, if set, changes the context of the turn.
 	wrap func(ctx context.Context) context.Context
-	// instead, where set, is done in place of the turn.
+	// instead, if set, replaces the turn.
 	instead func(ctx context.Context) (executions.Result, error)
-	// took is what each run of the flow returned, in the order in which they ended.
+	// took has the results of the flow's runs, in the order of their ends.
 	mu   sync.Mutex
 	took []reason.Outcome
 }
@@ -85,7 +85,7 @@ func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
 	return w
 }
 
-// put declares a skill that is a builtin of the same name.
+// put declares a skill whose builtin has the same name.
 func (w *world) put(t *testing.T, d skills.Definition) {
 	t.Helper()
 	d.Handler, d.Description = "builtin:"+d.Name, "does "+d.Name
@@ -93,7 +93,7 @@ func (w *world) put(t *testing.T, d skills.Definition) {
 	require.NoError(t, err)
 }
 
-// engine runs the world's turn; call it with run to let it take work by itself.
+// engine returns an engine that knows the world's turn. With run, it also claims work.
 func (w *world) engine(t *testing.T, run bool) *executions.Engine {
 	t.Helper()
 	e := enginetest.New(t, w.pool)
@@ -124,7 +124,7 @@ func (w *world) flow(ctx context.Context, _ json.RawMessage) (executions.Result,
 	return executions.Result{Summary: got.Text, Value: got}, nil
 }
 
-// run takes one turn to its end.
+// run runs one turn to its end.
 func (w *world) run(t *testing.T) (executions.Execution, reason.Outcome) {
 	t.Helper()
 	x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
@@ -132,7 +132,7 @@ func (w *world) run(t *testing.T) (executions.Execution, reason.Outcome) {
 	return x, outcome(t, x)
 }
 
-// completed is run for a turn that must not fail.
+// completed is run for a turn that must succeed.
 func (w *world) completed(t *testing.T) (executions.Execution, reason.Outcome) {
 	t.Helper()
 	x, got := w.run(t)
@@ -148,13 +148,13 @@ func outcome(t *testing.T, x executions.Execution) (got reason.Outcome) {
 	return got
 }
 
-// row is what a test looks at in the activity log.
+// row has the compared columns of the activity log.
 type row struct {
 	Skill, Kind, Status, Class, Message string
 	Input, Output                       json.RawMessage
 }
 
-// rows are those of an execution, in the order of the story.
+// rows returns the rows of an execution in order.
 func (w *world) rows(t *testing.T, x executions.Execution) []row {
 	t.Helper()
 	got, err := w.pool.Query(t.Context(), `
@@ -175,7 +175,7 @@ func named(rows []row, skill string) (list []row) {
 	return list
 }
 
-// since is what request n added to the messages of the one before.
+// since returns the messages that request n added to those of the request before.
 func (w *world) since(t *testing.T, n int) []openai.ChatCompletionMessage {
 	t.Helper()
 	requests := w.model.Requests()

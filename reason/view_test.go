@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// screen keeps what a turn showed.
+// screen collects the callbacks of a turn.
 type screen struct {
 	mu    sync.Mutex
 	lines []string
@@ -39,7 +39,7 @@ func (s *screen) take() []string {
 	return lines
 }
 
-// watch shows the world's turn.
+// watch sets the callbacks of the world's turn.
 func (w *world) watch() *screen {
 	s := &screen{}
 	w.turn.OnDelta = func(text string) { s.add("says %s", text) }

@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// promptTokens is about what a request comes to, its tools included.
+// promptTokens estimates the size of a request with its tools.
 func promptTokens(t *testing.T, r modeltest.Request) int {
 	t.Helper()
 	var body struct{ Messages []models.Message }
@@ -50,7 +50,7 @@ func result(id, text string) models.Message {
 	return models.Message{Role: models.RoleTool, ToolCallID: id, Content: text}
 }
 
-// history is 30 exchanges, each with a call.
+// history returns 30 exchanges, each with a call.
 func history(words int) (list []models.Message) {
 	for i := range 30 {
 		id := fmt.Sprintf("old_%d", i)
@@ -162,7 +162,7 @@ func TestOverlongArgumentsAreCutAndStayJSON(t *testing.T) {
 	assert.Truef(t, n <= 1000, "%d tokens", n)
 }
 
-// summarise has messages summarised in an execution.
+// summarise summarises messages in an execution.
 func (w *world) summarise(t *testing.T, previous string, messages []models.Message) (executions.Execution, string) {
 	t.Helper()
 	var text string
@@ -227,7 +227,7 @@ var (
 	nextMarker = regexp.MustCompile(`^\(bytes \d+ to \d+ of \d+ of r\d+; (?:go on at offset (\d+)|this is the end)\)\n`)
 )
 
-// reader is a model that calls probe and then reads its result to the end, as text.
+// reader is a model that calls probe and then reads its result to the end. text returns what it read.
 func (w *world) reader() (text func() string) {
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		last := req.Messages[len(req.Messages)-1]
@@ -254,7 +254,7 @@ func (w *world) reader() (text func() string) {
 	}
 }
 
-// long is a result of about 50,000 bytes with letters of several bytes.
+// long returns a result of about 50,000 bytes with multi-byte letters.
 func long() map[string]any {
 	return map[string]any{"n": json.Number("1.50e3"), "list": strings.Split(strings.Repeat("é€x,", 7000), ",")}
 }
@@ -290,7 +290,7 @@ func toolNames(r modeltest.Request) (names []string) {
 
 func TestALongResultIsTheSameAfterACrash(t *testing.T) {
 	t.Parallel()
-	for at := 4; at <= 9; at++ { // from the first request that saw the result
+	for at := 4; at <= 9; at++ { // from the first request with the result
 		t.Run(fmt.Sprintf("before new step %d", at), func(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t)
