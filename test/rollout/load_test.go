@@ -22,22 +22,22 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// load is everybody who uses the agent through the proxy.
+// load plays all clients of the proxy.
 type load struct {
 	*world
-	ctx   context.Context // ends when nothing more may begin
+	ctx   context.Context // ends when no client may start more
 	stop  context.CancelFunc
 	group sync.WaitGroup
 
-	crossing atomic.Bool  // a process of a version that cannot write any more may get requests
-	crossed  bool         // a bridge was crossed: a call that was under way may be unknown
-	holders  atomic.Int32 // of the lane of tallies
+	crossing atomic.Bool  // processes of a version that cannot write any more may get requests
+	crossed  bool         // a bridge was crossed: a call in flight may be unknown
+	holders  atomic.Int32 // holders of the lane of tallies
 
 	mu   sync.Mutex
-	lost map[string]bool     // words whose request was refused, so that they may be there or not
-	runs map[int]string      // executions that were confirmed
+	lost map[string]bool     // messages with a rejected request: stored or not
+	runs map[int]string      // confirmed executions
 	sent map[string][]string // by thread, in order
-	done map[string]int      // how often what was done
+	done map[string]int      // counts of each kind of work
 }
 
 func (w *world) begin() *load {
@@ -58,7 +58,7 @@ func (w *world) begin() *load {
 	return l
 }
 
-// end lets nothing more begin, and what has begun come to its answer.
+// end starts no more requests, and waits for the answers of those in progress.
 func (l *load) end() {
 	l.stop()
 	l.group.Wait()
@@ -70,7 +70,7 @@ func (l *load) count(what string) {
 	l.done[what]++
 }
 
-// hasBegun waits until more of everything has been done.
+// hasBegun waits until more of each kind of work is done.
 func (l *load) hasBegun() {
 	l.t.Helper()
 	l.mu.Lock()
@@ -84,7 +84,7 @@ func (l *load) hasBegun() {
 	}, "everybody goes on")
 }
 
-// request is one to the proxy.
+// request is a request to the proxy.
 type request struct {
 	method, path, token, key, thread string
 	body                             any
@@ -103,7 +103,7 @@ func (l *load) send(r request) (status int, answer []byte, err error) {
 	return got.Status, got.Body, err
 }
 
-// once sends what may not be sent again: any failure is one of the agent, unless a bridge is crossed.
+// once sends a request that must not be repeated. Any failure is the agent's, unless a bridge is crossed.
 func (l *load) once(r request) (answer []byte, well bool) {
 	crossing := l.crossing.Load()
 	status, answer, err := l.send(r)
@@ -118,7 +118,7 @@ func (l *load) once(r request) (answer []byte, well bool) {
 	return answer, true
 }
 
-// insist sends what may be sent again until it is answered well.
+// insist repeats a request until it succeeds.
 func (l *load) insist(r request) (answer []byte) {
 	for l.t.Context().Err() == nil {
 		status, answer, err := l.send(r)
@@ -165,10 +165,10 @@ func (l *load) converse(thread string, stream bool) {
 	}
 }
 
-// brokenOff is before the text of a stream without an end.
+// brokenOff marks the text of an incomplete stream.
 const brokenOff = "(broken off) "
 
-// unconfirmed remembers words that the agent did not confirm.
+// unconfirmed notes words that the agent did not confirm.
 func (l *load) unconfirmed(words ...string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -177,7 +177,7 @@ func (l *load) unconfirmed(words ...string) {
 	}
 }
 
-// heard is the text of an answer; of a stream only when it came to its end.
+// heard returns the text of an answer, or of a complete stream.
 func heard(answer []byte, stream bool) string {
 	type choice struct{ Message, Delta struct{ Content string } }
 	type chunk struct{ Choices []choice }
@@ -202,7 +202,7 @@ func heard(answer []byte, stream bool) string {
 	return brokenOff + text.String()
 }
 
-// speak says one thing after the other in a thread.
+// speak sends one message after the other in a thread.
 func (l *load) speak(thread string) {
 	l.once(request{"POST", "/v1/threads", adminToken, "", "", map[string]any{"id": thread}})
 	for n := 1; testkit.Wait(l.ctx, 30*time.Millisecond); n++ {
@@ -224,7 +224,7 @@ func (l *load) speak(thread string) {
 	}
 }
 
-// errands starts executions, each under a key, gives their events, and follows them to their end.
+// errands starts executions, each under a key, sends their events, and follows them to their end.
 func (l *load) errands(first, step int) {
 	for n := first; testkit.Wait(l.ctx, 20*time.Millisecond); n += step {
 		start := request{"POST", "/v1/executions", adminToken, fmt.Sprintf("start %d", n), "", map[string]any{
@@ -255,7 +255,7 @@ func (l *load) errands(first, step int) {
 	}
 }
 
-// tally adds one to a number under a lane, again and again, as an importer in SQL does.
+// tally increments a number under a lane, again and again, like an importer in SQL.
 func (l *load) tally(owner string) {
 	for testkit.Wait(l.ctx, 20*time.Millisecond) {
 		crossing := l.crossing.Load()
@@ -269,7 +269,7 @@ func (l *load) tally(owner string) {
 	}
 }
 
-// addOne does nothing while another holds the lane. Two holders at once would read the same number.
+// addOne does nothing while another owner holds the lane. Two concurrent holders would read the same number.
 func (l *load) addOne(owner string) error {
 	ctx := l.t.Context()
 	var acquired bool
@@ -299,7 +299,7 @@ func (l *load) addOne(owner string) error {
 	return errors.Join(err, released)
 }
 
-// follow listens to an execution until it has ended, as often as it takes.
+// follow reads the stream of an execution until its end, with reconnects.
 func (l *load) follow(id string) {
 	for l.t.Context().Err() == nil {
 		_, answer, _ := l.send(request{"GET", "/v1/executions/" + id + "/events", adminToken, "", "", nil})

@@ -61,21 +61,21 @@ actions:
   - {event: EVENT_COMPLETED, key: "event {body.n}"}
 `
 
-// world is a database with a workspace, the model and the skill, and the replicas behind a proxy.
+// world is a database with a workspace, a model and a skill, and the replicas behind a proxy.
 type world struct {
 	t       testing.TB
-	program string // that the next replica runs
+	program string // the program of the next replica
 	db      *pgxpool.Pool
 	environ []string
 	proxy   *proxy
 
 	mu   sync.Mutex
 	paid map[string]int  // calls of the skill, by body
-	keys map[string]bool // of those calls; nil for a skill that must not be repeated
+	keys map[string]bool // their keys; nil for a skill that must not be repeated
 }
 
-// newWorld makes a world in a database, whose schema the program makes if it is not there. With again, the skill may be
-// called again under the same key.
+// newWorld creates a world in a database. If the database has no schema, the program creates it. With again, the skill
+// may be repeated under the same key.
 func newWorld(t testing.TB, program, at string, again bool, further ...string) *world {
 	t.Helper()
 	db := pgtest.Pool(t, at, postgres.Options{MaxConns: 6, ApplicationName: "test"})
@@ -101,14 +101,14 @@ func newWorld(t testing.TB, program, at string, again bool, further ...string) *
 	return w
 }
 
-// migrate has a program bring the database to its schema.
+// migrate has a program migrate the database.
 func (w *world) migrate(program string) {
 	w.t.Helper()
 	m := launch(w.t, program, w.environ, "migrate")
 	require.Truef(w.t, m.Exit() == 0, "agent migrate: %s", m.Err.String())
 }
 
-// think answers visitors slowly, so that answers are under way whenever a replica is stopped.
+// think answers visitors slowly, so that answers are in progress at each stop of a replica.
 func think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 	last := modeltest.Said(req.Messages[len(req.Messages)-1])
 	if strings.HasPrefix(last, "question ") {
@@ -132,7 +132,7 @@ func (w *world) pay(rw http.ResponseWriter, r *http.Request) {
 	}
 	w.mu.Unlock()
 	rw.Header().Set("Content-Type", "application/json")
-	_, _ = io.WriteString(rw, `{"paid": true}`) // the client may have gone away
+	_, _ = io.WriteString(rw, `{"paid": true}`) // the client may have disconnected
 }
 
 // add starts a replica and waits until it gets requests.
@@ -158,7 +158,7 @@ func TestReplicasAreRolledUnderLoad(t *testing.T) {
 	l.check()
 }
 
-// roll replaces one replica after the other, by the world's program.
+// roll replaces one replica after the other by the world's program.
 func (l *load) roll(replicas []*proctest.Process) {
 	l.t.Helper()
 	for i, r := range replicas {
@@ -171,7 +171,7 @@ func (l *load) roll(replicas []*proctest.Process) {
 	}
 }
 
-// settle lets nothing more begin, and waits until everything that was begun has ended.
+// settle starts no more work, and waits until all work has ended.
 func (l *load) settle() {
 	l.t.Helper()
 	l.end()
@@ -182,7 +182,7 @@ func (l *load) settle() {
 	}, "everything that was begun ends")
 }
 
-// check compares what is there with what everybody outside was told.
+// check compares the database with the clients' answers.
 func (l *load) check() {
 	l.t.Helper()
 	for n, id := range l.runs {
@@ -235,7 +235,7 @@ func (l *load) check() {
 // program is the program under test, built once.
 var program string
 
-// rounds is how often each replica is replaced.
+// rounds returns the number of replacements of each replica.
 func rounds() int {
 	if os.Getenv("AGENT_ROLL") == "long" {
 		return 10
@@ -245,15 +245,15 @@ func rounds() int {
 
 func TestMain(m *testing.M) { proctest.Main(m, "rollout", &program) }
 
-// launch starts a program with exactly the given environment.
+// launch starts a program, with exactly the given environment.
 func launch(t testing.TB, program string, environ []string, args ...string) *proctest.Process {
 	t.Helper()
 	command := append([]string{program}, args...)
 	return proctest.Start(t, pgtest.Timeout, t.TempDir(), proctest.Environ(environ...), command...)
 }
 
-// nextRelease builds the program as a release after this one may be: a change of the tables, and other code in each
-// function that has a body.
+// nextRelease builds the program as a possible next release: a change of the tables, and other code in each function
+// with a body.
 func nextRelease(t testing.TB) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -292,7 +292,7 @@ func nextRelease(t testing.TB) string {
 	return next
 }
 
-// The next release migrates under load, replaces each process of this one in turn, and nobody notices.
+// The next release migrates under load, and replaces each process of this one in turn. No client notices.
 func TestTheNextReleaseReplacesThisOneUnderLoad(t *testing.T) {
 	next := nextRelease(t)
 	w := newWorld(t, program, pgtest.URL(t), false)
@@ -311,13 +311,13 @@ func TestTheNextReleaseReplacesThisOneUnderLoad(t *testing.T) {
 	l.check()
 }
 
-// beforeBridges are the last commits of the schema versions that a bridge begins at.
+// beforeBridges are the last commits of the schema versions with a bridge.
 var beforeBridges = map[string]string{
 	"118": "f100ec951fa2ac40858a55555aa8f38ce64c2233", "269": "6c09d25cf7c5cfc55f280150bb23a7d9cdc44334",
 }
 
-// The step from a former version to the baseline is not an expansion: processes of that version write nothing after it.
-// They refuse requests until they are replaced, and what they had under way goes on in their successors.
+// The step from a former version to the baseline is no expansion: processes of that version cannot write after it. They
+// reject requests until they are replaced. Their running work continues in their successors.
 func TestTheBridgesAreCrossedUnderLoad(t *testing.T) {
 	if rounds() == 1 {
 		t.Skip("make prove ONLY=rolling crosses the bridge: it builds the program of another commit")
@@ -346,10 +346,10 @@ func TestTheBridgesAreCrossedUnderLoad(t *testing.T) {
 	}
 }
 
-// askEvery is how often the proxy asks each replica whether it is ready.
+// askEvery is the pause between readiness checks of each replica.
 const askEvery = 50 * time.Millisecond
 
-// proxy shares out requests among the replicas that are ready, by turns.
+// proxy distributes requests among the ready replicas in turn.
 type proxy struct {
 	*httptest.Server
 	client *http.Client
@@ -388,7 +388,7 @@ func newProxy(t testing.TB) *proxy {
 	return p
 }
 
-// ask asks every replica, all at once.
+// ask checks every replica, all at once.
 func (p *proxy) ask(ctx context.Context) {
 	p.mu.Lock()
 	list := slices.Clone(p.replicas)
@@ -400,7 +400,7 @@ func (p *proxy) ask(ctx context.Context) {
 			if req, err := http.NewRequestWithContext(ctx, http.MethodGet, base+"/readyz", http.NoBody); err == nil {
 				if resp, err := p.client.Do(req); err == nil {
 					ready = resp.StatusCode == http.StatusOK
-					_, _ = io.Copy(io.Discard, resp.Body) // so that the connection is kept
+					_, _ = io.Copy(io.Discard, resp.Body) // so that the connection is reused
 					_ = resp.Body.Close()
 				}
 			}
@@ -412,7 +412,7 @@ func (p *proxy) ask(ctx context.Context) {
 	group.Wait()
 }
 
-// next is the replica whose turn it is.
+// next returns the replica of the next request.
 func (p *proxy) next() string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -425,7 +425,7 @@ func (p *proxy) next() string {
 	return "http://no-replica.invalid"
 }
 
-// replace has another replica in the place of one; "" for none.
+// replace replaces one replica by another; "" for none.
 func (p *proxy) replace(old, replica string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -19,21 +19,21 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// load is everything that comes from outside while the soak lasts.
+// load plays all clients during the soak.
 type load struct {
 	*world
-	ctx   context.Context // ends when no more may begin
+	ctx   context.Context // ends when no client may start more
 	group sync.WaitGroup
 
 	mu       sync.Mutex
-	bases    []string // of the processes that serve
+	bases    []string // of the serving processes
 	turn     int
-	finished []*proctest.Process // heartbeats that were run
-	asked    int                 // questions of visitors that were sent
+	finished []*proctest.Process // heartbeats of the load
+	asked    int                 // sent questions of visitors
 	hungUp   int
 }
 
-// base is where the next request goes: to each process in turn.
+// base returns the address for the next request, of each process in turn.
 func (l *load) base() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -47,10 +47,10 @@ func (l *load) add(base string) {
 	l.bases = append(l.bases, base)
 }
 
-// pause waits, and reports false when nothing more may begin.
+// pause waits. It returns false when no client may start more.
 func (l *load) pause(d time.Duration) bool { return testkit.Wait(l.ctx, d) }
 
-// note keeps a fact; it works until the test ends.
+// note stores a fact. It works until the test ends.
 func (l *load) note(sql string, args ...any) {
 	_, err := l.db.Exec(l.t.Context(), sql, args...)
 	assert.Truef(l.t, err == nil, "%v\n%s", err, sql)
@@ -68,7 +68,7 @@ func (l *load) heartbeats() {
 	}
 }
 
-// admin talks to the agent, one turn after the other.
+// admin sends messages as the admin, one turn after the other.
 func (l *load) admin() {
 	for n := 1; l.pause(500 * time.Millisecond); n++ {
 		body := fmt.Sprintf(`{"message": "Count one more, please; this is turn %d.", "wait": true}`, n)
@@ -86,15 +86,15 @@ func (l *load) admin() {
 	}
 }
 
-// post sends a request and reads the answer; status 0 when there was none.
+// post sends a request and returns the response; status 0 means none.
 func (l *load) post(path, body string, headers ...string) (int, []byte) {
 	got, err := testkit.Do(l.t.Context(), http.DefaultClient, http.MethodPost, l.base()+path, body, headers...)
 	assert.NoError(l.t, err, "POST", path)
 	return got.Status, got.Body
 }
 
-// visitor asks one question after the other in a thread of its own. Every fourth time a second one is sent before
-// the first is answered; impatient hangs up in the middle of every third answer.
+// visitor asks one question after the other in its own thread. Every fourth time it sends a second question before the
+// first answer. An impatient visitor disconnects in the middle of every third answer.
 func (l *load) visitor(thread string, impatient bool) {
 	q := 0
 	next := func() int {
@@ -134,7 +134,7 @@ func asking(thread string, n int) openai.ChatCompletionRequest {
 	}
 }
 
-// ask notes the answer as the client got it.
+// ask notes the client's answer.
 func (l *load) ask(thread string, n int, stream bool) {
 	var words string
 	var err error
@@ -153,7 +153,7 @@ func (l *load) ask(thread string, n int, stream bool) {
 	l.note(`insert into soak.answers (thread, question, answer) values ($1, $2, $3)`, thread, n, words)
 }
 
-// listen streams an answer; heard, where set, is told of each chunk.
+// listen streams an answer. It calls heard, if set, with each chunk.
 func (l *load) listen(ctx context.Context, thread string, n int, heard func()) (string, error) {
 	stream, err := l.client().CreateChatCompletionStream(ctx, asking(thread, n))
 	if err != nil {
@@ -178,7 +178,7 @@ func (l *load) listen(ctx context.Context, thread string, n int, heard func()) (
 	}
 }
 
-// hangUp leaves after the first chunk.
+// hangUp disconnects after the first chunk.
 func (l *load) hangUp(thread string, n int) {
 	ctx, cancel := context.WithCancel(l.t.Context())
 	defer cancel()
@@ -189,7 +189,7 @@ func (l *load) hangUp(thread string, n int) {
 	l.hungUp++
 }
 
-// storm sends 20 webhooks a second; every fourth comes twice, now or a moment later, to another process.
+// storm sends 20 webhooks a second. It repeats every fourth, at once or later, at another process.
 func (l *load) storm() {
 	var sent sync.WaitGroup
 	defer sent.Wait()
@@ -224,14 +224,14 @@ func (l *load) storm() {
 	}
 }
 
-// deliver posts a webhook and records the answer. It repeats a delivery that was refused with 429.
+// deliver posts a webhook and notes the response. It repeats a delivery rejected with 429.
 func (l *load) deliver(n int, kind string) {
 	for !l.delivered(n, kind) {
-		time.Sleep(2 * time.Second) // as the answer says
+		time.Sleep(2 * time.Second) // from the response
 	}
 }
 
-// delivered posts a webhook once. It reports false when the answer is 429.
+// delivered posts a webhook once. It returns false for a 429.
 func (l *load) delivered(n int, kind string) bool {
 	id := fmt.Sprintf("msg_%d", n)
 	body := fmt.Appendf(nil, `{"type": %q, "n": %d}`, kind, n)
@@ -253,7 +253,7 @@ func (l *load) delivered(n int, kind string) bool {
 	return true
 }
 
-// noteLanes keeps what processes logged about lanes.
+// noteLanes stores the log lines about lanes.
 func (l *load) noteLanes(agents ...*proctest.Process) {
 	for _, a := range agents {
 		for _, line := range a.Lines() {

@@ -13,8 +13,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// innocent is a small history in which nothing is wrong: a turn of a visitor, one of the admin, a heartbeat, and a
-// delivery whose event started the run of an automation. Ids are short names; see id.
+// innocent is a small correct history: a turn of a visitor, one of the admin, a heartbeat, and a delivery whose event
+// started the run of an automation. Ids are short names; see id.
 const innocent = `
 	insert into agent_executions (id, trace_id, surface, flow, status, completed_at, thread_id, input, result) values
 	  (id('chat'), tr('ch', 1), 'chat', 'chat', 'completed', now(), 't1', '{}', '{}'),
@@ -78,13 +78,13 @@ const innocent = `
 	insert into soak.lanes (lane, owner, token) values ('heartbeat', id('hb') || '#1', 1),
 	  ('thread:t1', id('chat') || '#1', 1)`
 
-// helpers name things in innocent and in what is planted: id makes a uuid of a name, tr a trace of a number.
+// helpers name objects in innocent and in planted rows: id makes a uuid from a name, tr a trace from a number.
 const helpers = `
 	create function id(name text) returns uuid language sql immutable as $$ select md5(name)::uuid $$;
 	create function tr(prefix text, n int) returns text language sql immutable as $$
 	  select prefix || '_' || lpad(n::text, 26, '0') $$`
 
-// planted are rows that violate one check each; every check has some.
+// planted are rows that each violate one check. Every check has some.
 var planted = map[string][]string{
 	"no lost update: the counter is what was counted": {
 		`update agent_memory set value = '5'`, `update agent_memory set revision = 3`, `delete from agent_memory`,
@@ -212,7 +212,7 @@ var planted = map[string][]string{
 	"a run's budget is the sum of its calls": {`update agent_budgets set tokens = 11 where scope like 'run:%'`},
 }
 
-// overlapping plants two executions of one lane whose calls are under way at the same time, one within the other.
+// overlapping returns two executions of one lane with overlapping calls, one within the other.
 func overlapping(surface, flow, thread, purpose, lane string) string {
 	return `
 		insert into agent_executions (id, trace_id, surface, flow, status, completed_at, thread_id, result)
@@ -222,7 +222,7 @@ func overlapping(surface, flow, thread, purpose, lane string) string {
 		  (tr('fl', 1), id('two'), 'y', ` + purpose + `, ` + lane + `, now() + interval '1 second', now() + interval '2 seconds')`
 }
 
-// TestEveryCheckCanFail plants what each check is there to find. It finds nothing in the innocent history without.
+// TestEveryCheckCanFail plants the violations of each check. Without them, no check may find anything.
 func TestEveryCheckCanFail(t *testing.T) {
 	db := pgtest.DB(t)
 	for name := range planted {
@@ -245,7 +245,7 @@ func TestEveryCheckCanFail(t *testing.T) {
 	}
 }
 
-// inHistory calls f in a transaction that has the innocent rows and no triggers, and rolls it back.
+// inHistory calls f in a transaction with the innocent rows and without triggers, and rolls it back.
 func inHistory(t *testing.T, db postgres.Beginner, f func(tx pgx.Tx)) {
 	t.Helper()
 	tx, err := db.Begin(t.Context())

@@ -69,7 +69,7 @@ actions:
     prompt: "About delivery {body.n}: look into it."
 `
 
-// soakWorkspace is soakYAML with a number of objectives, so that heartbeats have something to pursue all along.
+// soakWorkspace returns soakYAML with enough objectives for all heartbeats.
 func soakWorkspace() string {
 	var yaml strings.Builder
 	yaml.WriteString(soakYAML)
@@ -80,7 +80,7 @@ func soakWorkspace() string {
 	return yaml.String()
 }
 
-// lasts is for how long the load comes.
+// lasts returns the duration of the load.
 func lasts(t testing.TB) time.Duration {
 	t.Helper()
 	given := os.Getenv("AGENT_SOAK")
@@ -139,7 +139,7 @@ func TestEverythingAtOnce(t *testing.T) {
 	}
 }
 
-// settle lets what is under way end, and the processes too.
+// settle waits until all work has ended, and stops the processes.
 func (l *load) settle(agents ...*proctest.Process) {
 	l.t.Helper()
 	pgtest.Eventually(l.t, func() bool {
@@ -163,7 +163,7 @@ func (l *load) settle(agents ...*proctest.Process) {
 	}
 }
 
-// unfinished counts what has not ended.
+// unfinished counts the work that has not ended.
 const unfinished = `
 	select format('%s executions of %s %s for %s', count(*), flow, status, waiting_for) from agent_executions
 	 where completed_at is null group by flow, status, waiting_for
@@ -175,13 +175,13 @@ const unfinished = `
 	select format('%s deliveries %s: %s', count(*), status, min(error_message)) from agent_webhook_deliveries
 	 where status in ('received', 'running', 'failed') group by status`
 
-// tally says how much there was, and fails a soak in which something did not happen at all.
+// tally logs the counts of each kind of work, and fails the test if a kind did not happen.
 func (l *load) tally() {
 	l.t.Helper()
 	l.t.Logf("visitors asked %d questions and hung up %d times", l.asked, l.hungUp)
 	for _, c := range []struct {
 		what, sql string
-		most      int // of what must not happen; -1 when at least one is wanted
+		most      int // the maximum; -1 if at least one must exist
 	}{
 		{"heartbeats that did something", `select count(distinct execution_id) from agent_activity where surface = 'heartbeat'
 			and kind = 'phase'`, -1},
@@ -210,7 +210,7 @@ func (l *load) tally() {
 	}
 }
 
-// acquired counts the lanes that a process took.
+// acquired counts the lanes acquired by a process.
 func acquired(a *proctest.Process) (n int) {
 	for _, l := range a.Lines() {
 		if l.Message == "lane acquired" {
@@ -220,7 +220,7 @@ func acquired(a *proctest.Process) (n int) {
 	return n
 }
 
-// worst is what a process complained about.
+// worst returns the warnings and errors of a process.
 func worst(a *proctest.Process) string {
 	var bad []string
 	for _, l := range a.Lines() {
@@ -233,7 +233,7 @@ func worst(a *proctest.Process) string {
 	return strings.Join(bad[:min(len(bad), 60)], "\n")
 }
 
-// checks are the invariants: each query lists what violates one, in words.
+// checks are the invariants. Each query lists its violations in words.
 var checks = map[string]string{
 	"no lost update: the counter is what was counted": `
 		select format('the counter is %s at revision %s after %s successful increments', c.value, c.revision, n.n)

@@ -24,7 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// The secrets of a world. Nothing of them may ever show.
+// These are the secrets of a world. No output may contain them.
 const (
 	adminToken   = "admin-9f2c7a51e0b84d36"
 	visitorKey   = "visitor-41d6e8a90c7b2f35"
@@ -34,8 +34,8 @@ const (
 	shopKey      = "c29hay1vZi13ZWJob29rcy1zZWNyZXQtMDE="
 )
 
-// world is a database with the schema `soak` beside the product's, a model, a server for the skills, and a workspace
-// that `agent apply` has applied.
+// world is a database with the schema `soak` beside the product's, a model, a server for the skills, and an applied
+// workspace.
 type world struct {
 	t     testing.TB
 	url   string
@@ -44,7 +44,7 @@ type world struct {
 	dir   string
 }
 
-// noted is what only the test knows, beside the product's own tables.
+// noted stores what only the test knows.
 const noted = `
 	create schema soak;
 	create table soak.calls (skill text not null, key text not null, body jsonb not null,
@@ -54,7 +54,7 @@ const noted = `
 	create table soak.lanes (lane text not null, owner text not null, token bigint not null);
 	create table soak.operated (n int not null, trace_id text not null, answer text not null)`
 
-// newWorld makes a world whose workspace is yaml; %s in it is the address of the skills' server.
+// newWorld creates a world with the workspace yaml. %s in it is the address of the skills' server.
 func newWorld(t testing.TB, yaml string) *world {
 	t.Helper()
 	w := &world{t: t, url: pgtest.URL(t), model: modeltest.New(t), dir: t.TempDir()}
@@ -69,7 +69,7 @@ func newWorld(t testing.TB, yaml string) *world {
 	return w
 }
 
-// serveSkill answers the skills' requests and notes them.
+// serveSkill answers the skills' requests and stores them.
 func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
@@ -91,7 +91,7 @@ func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// environ is what a process of this world gets.
+// environ returns the environment of a process.
 func (w *world) environ(more ...string) []string {
 	return append(testkit.Environ(w.url, w.model, "AGENT_ADMIN_TOKEN="+adminToken,
 		"AGENT_CHAT_KEY=visitors="+visitorKey+",stranger="+strangerKey, "OPENAI_API_KEY="+modelKey,
@@ -105,7 +105,7 @@ func (w *world) agent(args ...string) *proctest.Process {
 	return launch(w.t, w.dir, w.environ(), args...)
 }
 
-// serve starts `agent serve` with further settings, and returns its URL when it works.
+// serve starts `agent serve` with further settings, and returns its URL when it is ready.
 func (w *world) serve(more ...string) (*proctest.Process, string) {
 	w.t.Helper()
 	a := launch(w.t, w.dir, w.environ(more...), "serve")
@@ -121,8 +121,8 @@ var (
 	aboutSupply  = regexp.MustCompile(`About delivery (\d+)`)
 )
 
-// think is the model of the soak. What it says depends only on what it is shown. One request in sixty is
-// refused, as providers do on a busy day.
+// think is the model of the soak. Its output depends only on its input. It rejects one request in sixty, like providers
+// on a busy day.
 func think(n int, req openai.ChatCompletionRequest) modeltest.Reply {
 	if n%60 == 59 {
 		return modeltest.Status(503, 0)
@@ -132,7 +132,7 @@ func think(n int, req openai.ChatCompletionRequest) modeltest.Reply {
 	return reply.Slowly(time.Millisecond)
 }
 
-// transcript is what the model knows: the task, and what its calls came to.
+// transcript is the model's input: the task, and the results of its calls.
 type transcript struct {
 	system, prompt string
 	offered        []string
@@ -143,7 +143,7 @@ type result struct{ name, args, content string }
 
 func (r result) good() bool { return !strings.Contains(r.content, `"error"`) }
 
-// read finds the task: what the user said last, and what was done since.
+// read finds the task: the user's last message, and the calls since.
 func read(req openai.ChatCompletionRequest) transcript {
 	var t transcript
 	last := 0
@@ -172,7 +172,7 @@ func read(req openai.ChatCompletionRequest) transcript {
 	return t
 }
 
-// done is the last good result of a tool; nil when there is none.
+// done returns the last successful result of a tool, or nil.
 func (t transcript) done(name string) *result {
 	for _, r := range slices.Backward(t.results) {
 		if r.name == name && r.good() {
@@ -182,7 +182,7 @@ func (t transcript) done(name string) *result {
 	return nil
 }
 
-// next is what the model does now.
+// next returns the model's next reply.
 func (t transcript) next() modeltest.Reply {
 	switch {
 	case strings.Contains(t.system, "You pursue one objective"):
@@ -209,7 +209,7 @@ func (t transcript) next() modeltest.Reply {
 	return modeltest.Text("All is well.")
 }
 
-// answer is for visitors.
+// answer replies to visitors.
 func (t transcript) answer() modeltest.Reply {
 	all := question.FindAllStringSubmatch(t.prompt, -1)
 	m := all[len(all)-1]
@@ -219,7 +219,7 @@ func (t transcript) answer() modeltest.Reply {
 	return modeltest.Text(fmt.Sprintf("This is the answer to question %s of thread %s.", m[1], m[2]))
 }
 
-// count reads the counter and writes it back, until nobody was faster.
+// count reads the counter and writes it back, until no other write came first.
 func (t transcript) count() (reply modeltest.Reply, counted bool) {
 	if t.done("memory_write") != nil {
 		return reply, true
@@ -247,7 +247,7 @@ func (t transcript) count() (reply modeltest.Reply, counted bool) {
 	})), false
 }
 
-// ship is for the automation that an order starts.
+// ship replies to the automation that an order starts.
 func (t transcript) ship() modeltest.Reply {
 	n := orderNumber.FindStringSubmatch(t.prompt)
 	if n == nil || !orderPayload.MatchString(t.prompt) {
@@ -262,7 +262,7 @@ func (t transcript) ship() modeltest.Reply {
 	return modeltest.Text("Shipped order " + n[1] + ".")
 }
 
-// pursue does one step after the other: look, count, report.
+// pursue takes one step after the other: look, count, report.
 func (t transcript) pursue() modeltest.Reply {
 	reported := 0
 	for _, r := range t.results {
@@ -289,7 +289,7 @@ var program string
 
 func TestMain(m *testing.M) { proctest.Main(m, "soak", &program) }
 
-// launch starts the program in a folder with exactly the given environment.
+// launch starts the program in a folder, with exactly the given environment.
 func launch(t testing.TB, dir string, environ []string, args ...string) *proctest.Process {
 	t.Helper()
 	return proctest.Start(t, pgtest.Timeout, dir, proctest.Environ(environ...), append([]string{program}, args...)...)
