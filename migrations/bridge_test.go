@@ -21,7 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// before is a new database of a former version, with running and waiting executions, from a dump of pg_dump.
+// before returns a new database of a former version, with running and waiting executions, from a dump of pg_dump.
 func before(t *testing.T, version string) *pgxpool.Pool {
 	t.Helper()
 	packed, err := os.ReadFile("testdata/" + version + ".sql.gz")
@@ -73,7 +73,7 @@ func shape(t *testing.T, db *pgxpool.Pool) []string {
 	return all
 }
 
-// counted lists the rows of each table. New tables and those of migrations do not count.
+// counted counts the rows of each table. New tables and those of migrations do not count.
 func counted(t *testing.T, db *pgxpool.Pool, tables []string) string {
 	t.Helper()
 	var all []string
@@ -84,7 +84,7 @@ func counted(t *testing.T, db *pgxpool.Pool, tables []string) string {
 	return strings.Join(all, "\n")
 }
 
-// renamed are the tables that have another name in the baseline.
+// renamed maps tables to their names in the baseline.
 var renamed = strings.NewReplacer("agent_untold_ends", "agent_unpublished_completions")
 
 // Up turns a former schema into that of a new database, and keeps its rows.
@@ -118,7 +118,7 @@ func TestABridgeMakesTheSchemaOfANewDatabase(t *testing.T) {
 	}
 }
 
-// Up refuses schemas from before the bridge, and writes nothing.
+// Up rejects schemas from before the bridge, and writes nothing.
 func TestASchemaThatNoBridgeLeadsFromIsRefused(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {

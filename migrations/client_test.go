@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// client is a connection as the role of other programs.
+// client opens a connection as the role of other programs.
 func client(t *testing.T, config *pgx.ConnConfig) *pgx.Conn {
 	t.Helper()
 	conn, err := pgx.ConnectConfig(t.Context(), config.Copy())
@@ -26,7 +26,7 @@ func client(t *testing.T, config *pgx.ConnConfig) *pgx.Conn {
 	return conn
 }
 
-// A worker in any language needs only the role: it runs a whole execution, with a wait in it.
+// A worker in any language needs only the role: it runs a whole execution with a wait.
 func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -70,7 +70,7 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 // asked is a query and its result.
 type asked struct{ ask, want string }
 
-// says runs one query after the other.
+// says compares the results of queries.
 func says(t *testing.T, conn *pgx.Conn, list []asked, args ...any) {
 	t.Helper()
 	for _, q := range list {
@@ -123,7 +123,7 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 	}
 }
 
-// After a restore without privileges, every role may call every function, and the client may read no view; a migration
+// After a restore without privileges, every role may call every function, and the client may read no view. A migration
 // repairs both.
 func TestPrivilegesThatARestoreLeftOutAreGivenAgain(t *testing.T) {
 	t.Parallel()
@@ -138,7 +138,7 @@ func TestPrivilegesThatARestoreLeftOutAreGivenAgain(t *testing.T) {
 	assert.True(t, pgtest.Value[bool](t, db, `select has_table_privilege('agent_client', 'agent_locks_live', 'select')`))
 }
 
-// along is a pool on a new database, after some statements of its owner; its sessions have a search path.
+// along opens pools on a new database, after some statements of its owner. The sessions of db have a search path.
 func along(t *testing.T, path, before string) (db *pgxpool.Pool, owner *pgxpool.Pool) {
 	t.Helper()
 	at := pgtest.EmptyURL(t)
@@ -160,7 +160,7 @@ const written = `
 	select count(*) from pg_class c join pg_namespace n on n.oid = c.relnamespace
 	  where n.nspname not in ('pg_catalog', 'information_schema', 'pg_toast')`
 
-// Up refuses a search path in which it cannot create the schema, before it writes anything.
+// Up rejects a search path in which it cannot create the schema, before it writes anything.
 func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ path, before, says string }{
@@ -201,7 +201,7 @@ func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
 		`select count(*) from pg_class where relnamespace = 'public'::regnamespace`))
 }
 
-// A user without the right to create tables gets the remedy.
+// A user without the right to create tables gets an error with the remedy.
 func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
 	t.Parallel()
 	db, _ := along(t, "public", `revoke create on schema public from public`)
@@ -215,8 +215,8 @@ func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
 		strings.Contains(err.Error(), `"pg_monitor" may not create tables in the schema "public"`), "got %v", err)
 }
 
-// A serving user who is not the owner gets the error at once, not when the last month of the log has passed. A member
-// of the owner may act as the owner.
+// A serving user who is not the owner gets the error at once, not after the last month of the log. A member of the
+// owner may act as the owner.
 func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	t.Parallel()
 	db, owner := along(t, "public", `select 1`)
@@ -257,8 +257,8 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 		opened(t, db.Config().ConnString(), "default_transaction_read_only", "on")), "nothing can be written")
 }
 
-// Hidden rows, for example of a pause, and disabled triggers are errors: the agent would continue, and do forbidden
-// work.
+// Hidden rows, for example of a pause, and disabled triggers are errors. Otherwise the agent would continue, and do
+// forbidden work.
 func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
 	t.Parallel()
 	db, owner := along(t, "public", `select 1`)

@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// claimed is an execution that a live worker has claimed for the first time.
+// claimed returns an execution under the first claim of a live worker.
 func claimed(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
 	id := insertExecution(t, db)
@@ -45,8 +45,8 @@ func blocked(t *testing.T, db *pgxpool.Pool, n int, text string) {
 			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text)
 }
 
-// A statement that takes a claim away waits for a running write under that claim. The write may lock the row more
-// strongly, as a message in a thread that a parent has lent does; it does not wait for the waiting statement.
+// A statement that takes away a claim waits for a running write under it. The write may need a stronger lock of the
+// row, as for a message in a thread lent by a parent. It does not wait for the waiting statement.
 func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -139,7 +139,7 @@ func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
 		from agent_executions`), "status, claim and events", "want them unchanged")
 }
 
-// A claimed row that does not run would stop every sweep, because a lost claim could not end it.
+// A claimed row that does not run would stop every sweep: no lost claim could end it.
 func TestOnlyARunningExecutionIsClaimed(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -264,7 +264,7 @@ func TestThePageShowsWhatAChangeAddsAndAsksForItsComments(t *testing.T) {
 		`agent_executions ||--o{ agent_webhook_moods : "execution_id"`)
 }
 
-// bare is a transaction, never committed, of a session in a time zone, in which the activity log has no partitions.
+// bare returns a transaction, never committed, of a session in a time zone. The activity log has no partitions in it.
 func bare(t *testing.T, zone string) pgx.Tx {
 	t.Helper()
 	tx := pgtest.Begin(t, pgtest.DB(t))
@@ -275,7 +275,7 @@ func bare(t *testing.T, zone string) pgx.Tx {
 }
 
 const (
-	// unaligned are partitions whose range is not the month of UTC in their name.
+	// unaligned lists partitions whose range is not the month of UTC in their name.
 	unaligned = `
 		select count(*) from agent_activity_partitions p,
 		  lateral (select to_date(right(p.partition, 7), 'YYYY_MM')::timestamp) t (m)
@@ -284,7 +284,7 @@ const (
 		     lanekeeper.agent_uuid7_floor((m + interval '1 month') at time zone 'UTC'))`
 )
 
-// The months of the log are those of UTC, for any time zone of the server.
+// The months of the log are months of UTC, for any time zone of the server.
 func TestMonthsAreThoseOfUTC(t *testing.T) {
 	t.Parallel()
 	for _, zone := range []string{"America/New_York", "Europe/Berlin", "Pacific/Auckland"} {

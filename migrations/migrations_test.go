@@ -85,7 +85,7 @@ func TestCheckOfAnEmptyDatabaseWritesNothing(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from pg_tables where schemaname = 'public'`))
 }
 
-// Up writes nothing into the database of another program.
+// Up writes nothing to the database of another program.
 func TestADatabaseOfAnotherProgramIsToldFromOneOfItsOwn(t *testing.T) {
 	t.Parallel()
 	for name, theirs := range map[string]string{
@@ -110,7 +110,7 @@ func TestADatabaseOfAnotherProgramIsToldFromOneOfItsOwn(t *testing.T) {
 	}
 }
 
-// A dump of the schema alone has the tables, and no version.
+// A dump of the schema alone has the tables without a version.
 func TestTablesWithoutTheirVersionAreRefused(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -119,7 +119,7 @@ func TestTablesWithoutTheirVersionAreRefused(t *testing.T) {
 	assert.ErrorContains(t, err, "restored without their rows")
 }
 
-// The functions that other programs call, with their parameters; see DESIGN.md.
+// These are the functions that other programs call, with their parameters; see DESIGN.md.
 func TestPublicFunctions(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -267,7 +267,7 @@ func TestTheEndOfAnExecution(t *testing.T) {
 	}
 }
 
-// PostgreSQL reads a body when it runs, so the caller would find a call of a missing function.
+// PostgreSQL reads a body only when it runs. Without this test, a caller would find the call of a missing function.
 func TestNoFunctionCallsOneThatIsGone(t *testing.T) {
 	t.Parallel()
 	gone := pgtest.Column[string](t, pgtest.DB(t), `

@@ -17,7 +17,7 @@ import (
 )
 
 // The rule is in docs/upgrading.md. A release expands the schema in ways that the previous release does not notice. It
-// drops objects only when no possibly running release still uses them. Two tests check every file against it. This one
+// drops objects only if no release that may still run uses them. Two tests check every file against it. This one
 // compares the catalogue before and after a file; rulewords_test.go reads the statements that leave no mark in a
 // catalogue. The list allowed has the exceptions, with the reason.
 
@@ -78,8 +78,7 @@ func schemaOf(t *testing.T, db postgres.DB) schema {
 	return s
 }
 
-// breaks lists, in words, the effects of a step from one schema to the next that break the previous release, or may
-// block it.
+// breaks lists, in words, the schema changes of a file that break the previous release, or may block it.
 func breaks(before, after schema) []string {
 	var found []string
 	say := func(format string, args ...any) { found = append(found, fmt.Sprintf(format, args...)) }
@@ -130,7 +129,7 @@ func breaks(before, after schema) []string {
 	return found
 }
 
-// answers reports whether a call of an old function finds another one with the same parameters and results.
+// answers reports whether a call of an old function finds another function with the same parameters and results.
 func (s schema) answers(old thing) bool {
 	for _, f := range s {
 		if f.Kind == "function" && f.Name == old.Name && f.About == old.About && f.Needed <= len(old.Types) &&
@@ -187,7 +186,7 @@ func judge(t *testing.T, name string, found []string) {
 	}
 }
 
-// The test finds each change that the previous release would notice, or that takes long, and no others.
+// The test reports each change that the previous release would notice, or that takes long, and no others.
 func TestWhatBreaksTheReleaseBeforeIsFound(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -233,8 +232,8 @@ func TestWhatBreaksTheReleaseBeforeIsFound(t *testing.T) {
 	}
 }
 
-// The planner gives a scan that it should avoid a very high cost. PostgreSQL compiles expensive queries, which takes a
-// thousand times as long as the scan.
+// The planner gives a very high cost to a scan that it should avoid. PostgreSQL compiles expensive queries, which takes
+// a thousand times as long as the scan.
 func TestWhatAvoidsScansIsNotCompiled(t *testing.T) {
 	t.Parallel()
 	compiled := pgtest.Column[string](t, pgtest.DB(t), `
@@ -243,8 +242,8 @@ func TestWhatAvoidsScansIsNotCompiled(t *testing.T) {
 	assert.Truef(t, len(compiled) == 0, "these set enable_seqscan = off and not jit = off: %q", compiled)
 }
 
-// statements are the statements that a file runs: without comments, texts and the bodies of functions, in lower case
-// with single spaces. The bodies of `do` run, so they stay.
+// statements returns the statements that a file runs: without comments, texts and function bodies, in lower case with
+// single spaces. Bodies of `do` run, so they stay.
 func statements(sql string) string {
 	var kept strings.Builder
 	for sql != "" {
@@ -283,7 +282,7 @@ var (
 	runs   = regexp.MustCompile(`(?i)(^|[;\s])do\s*(language\s+plpgsql\s*)?$`)
 )
 
-// after returns the rest of a text behind a mark; nothing without the mark.
+// after returns the text behind a mark, or "" without the mark.
 func after(text, mark string) string {
 	_, rest, _ := strings.Cut(text, mark)
 	return rest
@@ -304,7 +303,7 @@ var against = map[string]*regexp.Regexp{
 
 var makes = regexp.MustCompile(`\bcreate (?:table|view)(?: if not exists)? ([a-z0-9_.]+)`)
 
-// wordsAgainstTheRule lists such statements, except those about tables that the file itself creates.
+// wordsAgainstTheRule lists such statements, except those about tables created in the file.
 func wordsAgainstTheRule(sql string) []string {
 	text := statements(sql)
 	own := map[string]bool{}
@@ -323,7 +322,7 @@ func wordsAgainstTheRule(sql string) []string {
 	return found
 }
 
-// The test finds each violation of the rule at its place, and no others.
+// The test reports each violation of the rule at its place, and no others.
 func TestWhatTheRuleForbidsIsFound(t *testing.T) {
 	t.Parallel()
 	for sql, want := range map[string]string{

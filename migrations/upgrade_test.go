@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// next is this version's text with further files.
+// next returns this version's files and further ones.
 func next(t *testing.T, later map[string]string) fstest.MapFS {
 	t.Helper()
 	all := fstest.MapFS{}
@@ -45,7 +45,7 @@ func changes(t *testing.T) []string {
 	return paths
 }
 
-// opened is a pool for a connection string with one more parameter.
+// opened returns a pool for a connection string with one more parameter.
 func opened(t *testing.T, to, name, value string) *pgxpool.Pool {
 	t.Helper()
 	u, err := url.Parse(to)
@@ -84,8 +84,8 @@ func ended(t *testing.T, done <-chan error) {
 	}
 }
 
-// A statement that waits for a lock blocks all later ones; a serving process would stand still for as long as the
-// longest transaction lasts.
+// A statement that waits for a lock blocks all later ones. A serving process would stand still until the longest
+// transaction ends.
 func TestAMigrationThatWaitsForALockLetsOthersPass(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -104,8 +104,8 @@ func TestAMigrationThatWaitsForALockLetsOthersPass(t *testing.T) {
 		"the migration is not recorded")
 }
 
-// The session with the lock is idle in a transaction for as long as a file takes, and the server would end the pool's
-// sessions for that.
+// The session with the lock is idle in a transaction while a file runs. The server would end the pool's sessions for
+// that.
 func TestALongMigrationKeepsItsLock(t *testing.T) {
 	t.Parallel()
 	db := opened(t, pgtest.URL(t), "idle_in_transaction_session_timeout", "100")
@@ -123,7 +123,7 @@ const index = "-- outside a transaction\n" +
 	"create index concurrently if not exists by_thread on agent_executions (thread_id, id);\n" +
 	"create unique index concurrently if not exists by_flow on agent_executions (flow);\n"
 
-// A concurrent index build must not wait for a process that waits to migrate.
+// A concurrent index build must not wait for a process that waits for the migration lock.
 func TestIndexesAreBuiltConcurrentlyByOneOfMany(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -182,7 +182,7 @@ func TestChangedCodeIsAppliedOnceMore(t *testing.T) {
 	assert.Equal(t, 3, pgtest.Value[int](t, db, `select f()`))
 }
 
-// A change and its code are one transaction: if the code cannot be applied, nothing of the change remains.
+// A change and its code are one transaction: if the code cannot be applied, the change is rolled back.
 func TestAChangeWithoutItsCodeIsNotApplied(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -224,7 +224,7 @@ func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
 	assert.Equal(t, "500ms", pgtest.Value[string](t, db, `select current_setting('statement_timeout')`))
 }
 
-// One connection holds the lock: without another one Up would wait for itself.
+// One connection holds the lock. Without a second one, Up would wait for itself.
 func TestAMigrationWithOneConnectionIsRefused(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
