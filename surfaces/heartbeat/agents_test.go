@@ -59,7 +59,7 @@ func TestHeartbeatPerAgent(t *testing.T) {
 	for _, d := range []objectives.Definition{
 		{Name: "sell more", Goal: "Sell more."},
 		{Name: "bill more", Goal: "Bill more.", Agent: "billing"},
-		{Name: "write more", Goal: "Write more.", Agent: "press"}, // which has no heartbeat
+		{Name: "write more", Goal: "Write more.", Agent: "press"}, // it has no heartbeat
 	} {
 		w.addObjective(t, d)
 	}
@@ -107,7 +107,7 @@ func (w *testHeartbeat) sync(t *testing.T, d *agents.Directory, server bool) {
 	require.NoError(t, err)
 }
 
-// A server that starts during an apply must not remove the schedule it cannot see yet.
+// A server that starts during an apply must not remove the uncommitted schedule.
 func TestServerStartWaitsForApply(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
@@ -156,7 +156,7 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 	put(agents.Definition{Name: "sales", Default: true})
 	put(agents.Definition{Name: "billing", Timezone: "Europe/Madrid", Heartbeat: &agents.Heartbeat{Cron: "0 8 * * *"}})
 	put(agents.Definition{Name: "press"})
-	d.Settings.HeartbeatCron = "* * * * *" // of another shell, which is no reason to change what is there
+	d.Settings.HeartbeatCron = "* * * * *" // another shell's setting must not change the stored schedule
 	assert.Equal(t, "heartbeat sales */30 * * * * UTC, heartbeat:billing billing 0 8 * * * Europe/Madrid",
 		schedules(false))
 	next := pgtest.Value[string](t, w.pool, `select next_run_at::text from agent_schedules

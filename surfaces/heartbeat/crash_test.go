@@ -77,8 +77,8 @@ func answer(scripts map[string][]modeltest.Reply, req openai.ChatCompletionReque
 	return modeltest.Text("Done.")
 }
 
-// loseProcess runs a heartbeat in a process that stalls when came is closed, then in another. The first wakes when
-// all is done.
+// loseProcess runs a heartbeat in a process that stalls when came is closed, then in another. The first wakes after the
+// end of the heartbeat.
 func (w *testHeartbeat) loseProcess(t *testing.T, came, wake chan struct{}) executions.Execution {
 	t.Helper()
 	var first errgroup.Group
@@ -124,7 +124,7 @@ func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost
 	for _, n := range times {
 		repeated += n - 1
 	}
-	// The interrupted call is repeated; the first process may retry once when it wakes.
+	// The interrupted call is repeated. The first process may retry once when it wakes.
 	assert.Truef(t, len(times) == calls && repeated >= 1 && repeated <= 2,
 		"%d different requests, %d repeated; want %d and the one that was lost", len(times), repeated, calls)
 	for what, sql := range map[string]string{
@@ -144,7 +144,7 @@ func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost
 	assert.Equal(t, 3, w.calls.of("look"), lost)
 }
 
-// A heartbeat cancelled during an automation leaves its run claimed.
+// A heartbeat is cancelled during an automation. Its run stays claimed.
 func TestCancelledHeartbeatRetriesAutomation(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
@@ -175,7 +175,7 @@ func TestCancelledHeartbeatRetriesAutomation(t *testing.T) {
 	}
 }
 
-// A heartbeat writes to its agent's memory; the same key in the shared memory is no conflict.
+// A heartbeat writes to its agent's memory. The same key in the shared memory is no conflict.
 func TestHeartbeatUsesAgentMemory(t *testing.T) {
 	t.Parallel()
 	w := withMemories(t, modeltest.ToolCall("remember", `{"key":"contact","value":"Bea"}`), modeltest.Text("Done."))

@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// withMemories has the memory builtins and a value for the key contact.
+// withMemories returns a heartbeat with the memory builtins and a value for the key contact.
 func withMemories(t *testing.T, script ...modeltest.Reply) *testHeartbeat {
 	t.Helper()
 	w := newTestHeartbeat(t)

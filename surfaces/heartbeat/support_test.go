@@ -96,7 +96,7 @@ func (w *testHeartbeat) setReplies(script map[string][]modeltest.Reply) {
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply { return answer(script, req) })
 }
 
-// addSkill declares a skill that is a builtin of the same name.
+// addSkill declares a skill whose builtin has the same name.
 func (w *testHeartbeat) addSkill(t *testing.T, d skills.Definition) {
 	t.Helper()
 	d.Handler, d.Description = "builtin:"+d.Name, "does "+d.Name
@@ -120,7 +120,7 @@ func (w *testHeartbeat) addFailingSkill(t *testing.T, name string) {
 	}
 }
 
-// addAutomation declares one that is due.
+// addAutomation declares a due automation.
 func (w *testHeartbeat) addAutomation(t *testing.T, d automations.Definition) {
 	t.Helper()
 	d.Cron = "*/30 * * * *"
@@ -136,7 +136,7 @@ func (w *testHeartbeat) makeDue(t *testing.T, name string) {
 		where name = $1`, name)
 }
 
-// addObjective declares one and returns the ids of its steps.
+// addObjective declares an objective and returns the ids of its steps.
 func (w *testHeartbeat) addObjective(t *testing.T, d objectives.Definition) (o objectives.Objective, steps []string) {
 	t.Helper()
 	if _, err := objectives.Put(t.Context(), w.pool, d, objectives.SourceWorkspace); err != nil {
@@ -152,7 +152,7 @@ func (w *testHeartbeat) addObjective(t *testing.T, d objectives.Definition) (o o
 	return o, steps
 }
 
-// engine starts a process; with running it claims work until the test ends.
+// engine starts a process. With running, it claims work until the test ends.
 func (w *testHeartbeat) engine(t *testing.T, running bool) *executions.Engine {
 	t.Helper()
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
@@ -229,7 +229,7 @@ func (w *testHeartbeat) traceLines(t *testing.T, traceID string) (lines []string
 	return lines
 }
 
-// phases are the lines of the six phases.
+// phases returns the lines of the six phases.
 func phases(lines []string) (list []string) {
 	for _, l := range lines {
 		name, _, _ := strings.Cut(l, " ")
@@ -241,7 +241,7 @@ func phases(lines []string) (list []string) {
 	return list
 }
 
-// prompts are the first two messages of each request, joined.
+// prompts returns the first two messages of each request, joined.
 func (w *testHeartbeat) prompts() (list []string) {
 	for _, r := range w.model.Requests() {
 		list = append(list, r.Messages[0].Content+"\n"+r.Messages[1].Content)
@@ -249,7 +249,7 @@ func (w *testHeartbeat) prompts() (list []string) {
 	return list
 }
 
-// complete is a call of complete_step.
+// complete returns a call of complete_step.
 func complete(id string) modeltest.Reply {
 	return modeltest.ToolCall("complete_step", fmt.Sprintf(`{"step_id":%q,"result":"found 42 rows"}`, id))
 }

@@ -91,7 +91,7 @@ func TestAutomationRetriesThenDead(t *testing.T) {
 		assert.Truef(t, strings.Contains(got.Phases["run_automations"], "a failed: no answer"), "summary is %v", got.Phases)
 		pgtest.Equal(t, w.pool, "timeout", `select error_class from agent_activity where skill_name = 'run_automation'
 			and trace_id = $1`, x.TraceID)
-		x, _ = w.runCompleted(t) // too early: the back-off
+		x, _ = w.runCompleted(t) // within the back-off
 		pgtest.Equal(t, w.pool, 0,
 			`select count(*) from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID)
 		pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp() where retry_at is not null`)
@@ -168,7 +168,7 @@ func TestAutomationNeedsApproval(t *testing.T) {
 		"follow_through success, drop success") && w.calls.of("drop") == 1, "story is %s", story)
 }
 
-// withGrant has the skill drop and two approved calls of it.
+// withGrant returns a heartbeat with the skill drop and two approved calls of it.
 func withGrant(t *testing.T) *testHeartbeat {
 	t.Helper()
 	w := newTestHeartbeat(t)
@@ -300,7 +300,7 @@ func TestObjectiveBackoff(t *testing.T) {
 		modeltest.Text("I cannot."),
 		modeltest.Text("Still not."),
 	}})
-	// A limit of the day that others have reserved is no run without progress.
+	// A run without progress does not count if others have reserved the limit of the day.
 	w.beat.Loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 50_000}, MaxWait: time.Millisecond}
 	enginetest.ReserveDay(t, w.pool, 50_000, 49_000, 990)
 	w.runCompleted(t)
@@ -377,7 +377,7 @@ func TestAutomationRunsTrial(t *testing.T) {
 		"the skill or an automation is not back in service")
 }
 
-// Due event runs wait while the skill is disabled. One of them is the trial; the others follow.
+// Due event runs wait while the skill is disabled. One of them is the trial, and the others follow.
 func TestWaitingRunRunsTrial(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)

@@ -19,7 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 )
 
-// holdLane lets somebody hold a lane.
+// holdLane acquires a lane for another owner.
 func (w *testHeartbeat) holdLane(t *testing.T, lane string) {
 	t.Helper()
 	require.Truef(t, pgtest.Value[bool](t, w.pool, `select try_acquire_agent_lock($1, 'somebody#1', 300)`, lane),
@@ -84,7 +84,7 @@ func TestHeartbeatYieldsToAdmin(t *testing.T) {
 		"the skipped heartbeat still holds its lane")
 }
 
-// withInterruptedPhase lets an admin acquire the lane during a skill call of a phase.
+// withInterruptedPhase has an admin acquire the lane during a skill call of a phase.
 func withInterruptedPhase(t *testing.T, phase string) *testHeartbeat {
 	t.Helper()
 	w := newTestHeartbeat(t)
@@ -143,7 +143,7 @@ func TestRunningHeartbeatYields(t *testing.T) {
 	}
 }
 
-// Its lane is not parked, so another heartbeat may hold it meanwhile.
+// A waiting heartbeat does not park its lane, so another heartbeat may hold it meanwhile.
 func TestHeartbeatResumesAfterLaneHolder(t *testing.T) {
 	t.Parallel()
 	for _, phase := range []string{"advance_plan", "run_automations"} {

@@ -19,7 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
-// withGuardedSkill has a model that calls a skill with approval, then reports the result.
+// withGuardedSkill returns a database whose model calls a skill that needs approval, then reports the result.
 func withGuardedSkill(t *testing.T) (w *testDatabase, called *atomic.Int64) {
 	t.Helper()
 	w = newTestDatabase(t, modeltest.ToolCall("wipe", `{"table":"orders","password":"hunter2"}`),
@@ -32,7 +32,7 @@ func withGuardedSkill(t *testing.T) (w *testDatabase, called *atomic.Int64) {
 	return w, called
 }
 
-// decide decides an approval elsewhere.
+// decide decides an approval in another process.
 func (w *testDatabase) decide(t *testing.T, id string, approve bool) {
 	t.Helper()
 	_, err := approvals.Decide(t.Context(), w.pool, id, approve, "admin", "because")
@@ -44,7 +44,7 @@ func TestInlineApprovalKeepsStreaming(t *testing.T) {
 	for name, approve := range map[string]bool{"approved": true, "rejected": false} {
 		t.Run(name, func(t *testing.T) {
 			w, called := withGuardedSkill(t)
-			p := w.process(t, false) // nobody else works, so the listener must take the turn up again
+			p := w.process(t, false) // no other process works, so the listener must resume the turn
 			b := p.send(t, p.open(t, ""), "Wipe orders.", false)
 			asked := waitEvent[operate.Approval](t, b, "approval")
 			var args map[string]string
@@ -67,7 +67,7 @@ func TestInlineApprovalKeepsStreaming(t *testing.T) {
 	}
 }
 
-// sendGuarded sends a message that needs an approval, and waits until its turn waits for that.
+// sendGuarded sends a message that needs an approval, and waits until its turn waits for the approval.
 func (p *process) sendGuarded(
 	t *testing.T, w *testDatabase, s *operate.Session,
 ) (b *runningTurn, asked operate.Approval, start operate.Start) {
@@ -89,7 +89,7 @@ func TestDetachedTurnFinishesHeadless(t *testing.T) {
 	done, err := b.wait(t)
 	assert.Truef(t, err == nil && done.Ended == operate.WaitingApproval, "the turn was left as %+v, %v", done, err)
 	assert.Equal(t, "", w.laneHolder(t))
-	w.process(t, true) // a process that works
+	w.process(t, true) // a working process
 	w.decide(t, asked.ID, true)
 	x := w.waitStatus(t, start.ExecutionID, executions.Completed)
 	assert.Truef(t, called.Load() == 1 && x.ResultSummary == "It is over.",
@@ -163,13 +163,14 @@ func checkHeadlessApproval(t *testing.T, replies []modeltest.Reply) {
 	w.waitStatus(t, start.ExecutionID, executions.Completed)
 }
 
-// Another process runs the decided calls, and asks again. The listener reports all of it as if it had run here.
+// Another process runs the decided calls, and requests a further approval. The listener reports all events as if the
+// turn had run here.
 func TestCallsOfAnotherProcessAreReported(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t, modeltest.ToolCall("wipe", `{"table":"one"}`), modeltest.ToolCall("wipe", `{"table":"two"}`),
 		modeltest.Text("One of them."))
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
-	p := w.process(t, false, func(o *operate.Options) { o.Poll = time.Hour }) // it looks when it is woken
+	p := w.process(t, false, func(o *operate.Options) { o.Poll = time.Hour }) // it polls when it is notified
 	s := p.open(t, "")
 	b, first, start := p.sendGuarded(t, w, s)
 	w.process(t, true)

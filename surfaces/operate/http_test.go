@@ -21,7 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
-// eventNames joins the events' names; several deltas in a row are one.
+// eventNames joins the events' names. Consecutive deltas are one.
 func eventNames(events []sse) string {
 	var l eventLog
 	for _, e := range events {
@@ -82,7 +82,7 @@ func TestEventsOverHTTP(t *testing.T) {
 	}
 }
 
-// A client that hears of a database that is away would look for the cause in the wrong place.
+// A client told that the database is unreachable would look for the cause in the wrong place.
 func TestALockedTableIsCalledLocked(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t)

@@ -22,7 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// A client may leave while its turn waits for a delegated task. Its answer reports no error of the interrupted claim.
+// A client may leave while its turn waits for a delegated task. The response reports no error of the interrupted claim.
 func TestAdvanceOfLeftTurn(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -38,7 +38,7 @@ func TestAdvanceOfLeftTurn(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Two executions of outside workers may wait for each other.
+// Two executions of external workers may wait for each other.
 func TestWaitsInACircleAreNoApproval(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -62,8 +62,8 @@ func TestWaitsInACircleAreNoApproval(t *testing.T) {
 	assert.NoError(t, ctx.Err())
 }
 
-// A resumed run that only waits for approval must free the lane it acquired, or the lane would be held until the
-// decision.
+// A resumed run that only waits for approval must free the lane that it acquired. Otherwise it would hold the lane
+// until the decision.
 func TestWaitingTurnFreesLane(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -123,7 +123,7 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 	}
 }
 
-// FuzzStream writes events of any content and reads them back as a client.
+// FuzzStream writes events of any content and reads them like a client.
 func FuzzStream(f *testing.F) {
 	for _, s := range []string{
 		"", "a\nb\r\nc\rd", "\n\nevent: done\ndata: {}\n\n", "\x00\u2028\xff", "</script>",
@@ -165,7 +165,7 @@ func FuzzStream(f *testing.F) {
 		if !utf8.ValidString(text + arguments) {
 			return
 		}
-		call.Arguments = nil // as JSON they are the same, not as text
+		call.Arguments = nil // equal as JSON, not as text
 		want := ToolCall{ID: text, Name: "f", Error: text}
 		assert.Equal(t, "", cmp.Diff(want, call)+cmp.Diff(Done{Text: text}, done)+cmp.Diff(Delta{text}, delta), text)
 	})

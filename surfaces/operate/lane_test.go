@@ -86,7 +86,7 @@ func TestSessionReusesID(t *testing.T) {
 	other, p := w.process(t, false).open(t, ""), w.process(t, false)
 	require.NoError(t, other.Hold(t.Context(), false))
 	s := p.open(t, "ses_again")
-	if err := s.Hold(t.Context(), false); !errors.Is(err, lanes.ErrBusy) { // which frees it
+	if err := s.Hold(t.Context(), false); !errors.Is(err, lanes.ErrBusy) { // it frees the lane
 		t.Fatal(err)
 	}
 	require.NoError(t, other.Close(t.Context()))

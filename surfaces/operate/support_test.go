@@ -35,7 +35,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// testDatabase is a database and a scripted model; processes work on them.
+// testDatabase is a database and a scripted model for processes.
 type testDatabase struct {
 	pool     *pgxpool.Pool
 	model    *modeltest.Server
@@ -74,11 +74,11 @@ type process struct {
 	engine *executions.Engine
 	keeper *lanes.Keeper
 	http   *httptest.Server
-	stop   context.CancelFunc // of everything, as a shutdown does
+	stop   context.CancelFunc // ends everything, like a shutdown
 	ended  func() error
 }
 
-// process starts one. With working it claims executions, as `agent serve` does.
+// process starts a process. With working, it claims executions like `agent serve`.
 func (w *testDatabase) process(t *testing.T, working bool, change ...func(*operate.Options)) *process {
 	t.Helper()
 	listener := postgres.NewListener(postgres.Dialer(w.pool), slog.New(slog.DiscardHandler))
@@ -151,7 +151,7 @@ func (l *eventLog) add(e operate.Event) {
 	l.events = append(l.events, e)
 }
 
-// names are the events' names; several deltas in a row are one.
+// names joins the events' names. Consecutive deltas are one.
 func (l *eventLog) names() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -165,7 +165,7 @@ func (l *eventLog) names() string {
 	return strings.Join(names, " ")
 }
 
-// lastEvent is the newest event of a name.
+// lastEvent returns the newest event of a name.
 func lastEvent[T any](l *eventLog, name string) (data T, found bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -177,7 +177,7 @@ func lastEvent[T any](l *eventLog, name string) (data T, found bool) {
 	return data, found
 }
 
-// text is what was streamed.
+// text returns the streamed text.
 func (l *eventLog) text() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -245,7 +245,7 @@ func waitEvent[T any](t *testing.T, b *runningTurn, name string) (data T) {
 	return data
 }
 
-// delegates gives a process the tool that delegates.
+// delegates gives a process the tool delegate.
 func (w *testDatabase) delegates(t *testing.T) func(*operate.Options) {
 	t.Helper()
 	return func(o *operate.Options) {
@@ -279,7 +279,7 @@ func (w *testDatabase) waitStatus(t *testing.T, id string, want executions.Statu
 	return x
 }
 
-// sse is one event as a client reads it.
+// sse is an event in the client's form.
 type sse struct {
 	name string
 	data json.RawMessage

@@ -92,7 +92,7 @@ func TestToolCallEventsHideSecrets(t *testing.T) {
 	assert.Equal(t, "Done.", done.Text, done)
 }
 
-// withHangingTurn has an http skill that never responds, or a sql skill that sleeps.
+// withHangingTurn returns a database with an http skill that never responds, or a sql skill that sleeps.
 func withHangingTurn(t *testing.T, kind string) (w *testDatabase, runs, stopped func() bool) {
 	t.Helper()
 	w = newTestDatabase(t, modeltest.ToolCall("slow", `{}`))
@@ -145,7 +145,7 @@ func TestInterruptStopsTools(t *testing.T) {
 	}
 }
 
-// postWithKey sends a turn with an Idempotency-Key directly to the surface, as after a crash of the first attempt's
+// postWithKey sends a turn with an Idempotency-Key directly to the surface, like after a crash of the first attempt's
 // process.
 func (p *process) postWithKey(t *testing.T, key, body string) *http.Response {
 	t.Helper()
@@ -185,7 +185,7 @@ func TestWaitingRequestsWithKeyAreOneTurn(t *testing.T) {
 	var got [2][]sse
 	var reading sync.WaitGroup
 	for i := range got {
-		body := p.postWithKey(t, "k", `{"message":"Hello.","wait":true}`).Body // it waits: neither has begun
+		body := p.postWithKey(t, "k", `{"message":"Hello.","wait":true}`).Body // both wait: neither has begun
 		reading.Go(func() { got[i], _ = readEvents(body, nil) })
 	}
 	require.NoError(t, first.Close(t.Context()))
@@ -225,7 +225,7 @@ func TestFollowTurnOfOtherProcess(t *testing.T) {
 	t.Parallel()
 	w, called := withGuardedSkill(t)
 	other := w.process(t, true)
-	// The listener polls so rarely that the other process always wins.
+	// The listener polls rarely, so the other process always wins.
 	p := w.process(t, false, func(o *operate.Options) { o.Poll = 1500 * time.Millisecond })
 	b := p.send(t, p.open(t, ""), "Wipe orders.", false)
 	asked := waitEvent[operate.Approval](t, b, "approval")
@@ -279,9 +279,9 @@ func testResumesHeadless(t *testing.T, elsewhere bool) {
 	b := p.send(t, s, "Do both.", false)
 	<-reached
 	start := waitEvent[operate.Start](t, b, "start")
-	// The process is paused past its lease, so nothing is renewed. Its lane still belongs to the turn.
+	// The process is paused past its lease and renews nothing. Its lane still belongs to the turn.
 	const lost = `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`
-	if elsewhere { // at once: else the turn may go on under the lane in between
+	if elsewhere { // in one statement: else the turn may continue under the lane in between
 		pgtest.Exec(t, w.pool, `with lost as (`+lost+`)
 			select release_agent_lock('operate', l.locked_by), try_acquire_agent_lock('operate', 'another admin', 300)
 			  from agent_locks l where l.lane = 'operate'`)
@@ -329,7 +329,7 @@ func TestShutdownHandsTurnOver(t *testing.T) {
 	w.waitStatus(t, start.ExecutionID, executions.Completed)
 }
 
-// Between two turns only the process holds the lane; after a crash the next admin must not wait for the lease.
+// Between two turns only the process holds the lane. After a crash the next admin must not wait for the lease.
 func TestSessionLaneEndsWithProcess(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t, modeltest.Text("Hello."), modeltest.Text("Hello."))
@@ -341,7 +341,7 @@ func TestSessionLaneEndsWithProcess(t *testing.T) {
 	require.ErrorIs(t, next.Hold(t.Context(), false), lanes.ErrBusy, "the lane of a living process")
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where id::text =
 	                   (select split_part(locked_by, '@', 2) from agent_locks where lane = 'operate')`)
-	pgtest.Eventually(t, func() bool { // another sweep may be under way, which began before
+	pgtest.Eventually(t, func() bool { // an earlier sweep may still run
 		require.NoError(t, alive.engine.Sweep(t.Context()))
 		return next.Hold(t.Context(), false) == nil
 	}, "the lane of a dead process is free")

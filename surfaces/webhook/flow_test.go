@@ -72,7 +72,7 @@ func TestActionFiltersAndTemplates(t *testing.T) {
 	assert.NoDiff(t, []string{"webhook_action success", "webhook_action success", "webhook_action success"}, story)
 }
 
-// startWaiter runs a process with an execution that waits.
+// startWaiter runs a process with a waiting execution.
 func (w *testWebhooks) startWaiter(t *testing.T, key string) string {
 	t.Helper()
 	e := w.runEngine(t, func(e *executions.Engine) {
@@ -236,7 +236,7 @@ func TestDeliveryWaitsForLane(t *testing.T) {
 	w.waitStatus(t, long, webhooks.Done)
 }
 
-// TestDeliverySurvivesCrashes revokes the claim before the k-th checkpoint, for every k; another process resumes.
+// TestDeliverySurvivesCrashes revokes the claim before the k-th checkpoint, for every k. Another process resumes.
 func TestDeliverySurvivesCrashes(t *testing.T) {
 	t.Parallel()
 	const steps = 9 // plan; begin; event, its phase; run, its phase; end, pause; …
@@ -311,7 +311,7 @@ func TestDeadDeliveryOfLostProcess(t *testing.T) {
 func TestDeliveryStartsFlowOnce(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
-	w.fail.Store(1) // so that the delivery has a second attempt
+	w.fail.Store(1) // so the delivery has a second attempt
 	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "hire", Actions: []webhooks.Action{
 		{Flow: "onboarding", Data: map[string]any{"name": "body.candidate.name"}, Thread: "candidate {body.candidate.name}"},
 		{Flow: "archive"},
@@ -507,7 +507,7 @@ func TestDeliveriesWhilePaused(t *testing.T) {
 	w.waitStatus(t, got.DeliveryID, webhooks.Done)
 }
 
-// Pages have the requested length; the next page continues.
+// Pages have the requested length. The next page continues.
 func TestDeliveryPages(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)

@@ -115,7 +115,7 @@ func TestSignatureSchemes(t *testing.T) {
 	}
 }
 
-// Slack checks an address with a signed body, Meta with a GET. Neither is a delivery.
+// Slack checks an address with a signed body, Meta with a GET. Neither request is a delivery.
 func TestChallengesAreAnsweredAndNotStored(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
@@ -300,7 +300,7 @@ func TestTruncatedBody(t *testing.T) {
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_webhook_deliveries`)
 }
 
-// Two bodies with one delivery id: the first is handled, the others are stored as conflicts.
+// Several bodies have one delivery id: the first is handled, the others are stored as conflicts.
 func TestConflictingBodyIsStored(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
@@ -394,7 +394,7 @@ func TestSecretRotation(t *testing.T) {
 		{[]string{"${SECRET}", "${NEXT}"}, whsec2, 202},
 		{[]string{"${NEXT}"}, whsec2, 202},
 		{[]string{"${NEXT}"}, whsec, 401},
-		{[]string{"${MISSING}"}, whsec, 500}, // our mistake: the sender tries again
+		{[]string{"${MISSING}"}, whsec, 500}, // the server's fault: the sender tries again
 	} {
 		define(c.secrets...)
 		got := w.post(t, "/webhooks/rotate", signed(t, c.signer, fmt.Sprint("msg_", i), time.Now(), body),
@@ -423,7 +423,7 @@ func TestMissingSecretIsLoggedOnce(t *testing.T) {
 		"%d lines:\n%s", n, &log)
 }
 
-// A failed transaction is not acknowledged; the sender's retry counts as the first.
+// A failed transaction is not acknowledged. The sender's retry counts as the first.
 func TestStorageFailureIsNotAcknowledged(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
@@ -437,7 +437,7 @@ func TestStorageFailureIsNotAcknowledged(t *testing.T) {
 	w.sendAccepted(t, "lost", "msg_1", `{}`)
 }
 
-// Wrong bearer tokens are throttled like other secrets; strong tokens are not.
+// Wrong bearer tokens are slowed down like other secrets. Strong tokens are not.
 func TestWrongTokensAreThrottled(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
@@ -465,7 +465,7 @@ func TestWrongTokensAreThrottled(t *testing.T) {
 	}
 	assert.Truef(t, statuses[401] >= 5 && statuses[401] <= 20 && statuses[401]+statuses[429] == 200,
 		"the answers are %v", statuses)
-	pgtest.Eventually(t, func() bool { // a slow machine gives the address time for another guess
+	pgtest.Eventually(t, func() bool { // a slow machine may allow the address another guess
 		post("weak", "sesame-sesame-sesame")
 		return post("weak", w.env["WEAK"]).status == http.StatusTooManyRequests
 	}, "a weak token from an address that guesses is refused")

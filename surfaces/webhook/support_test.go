@@ -46,11 +46,11 @@ func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 type testWebhooks struct {
 	pool      *pgxpool.Pool
 	server    *httptest.Server
-	surface   *webhook.Surface // the one that receives; it works when running
+	surface   *webhook.Surface // the receiver; it also works when running
 	env       map[string]string
 	make      func() *webhook.Surface
 	automated atomic.Int32
-	fail      atomic.Int32 // so many requests of automations fail
+	fail      atomic.Int32 // that many requests of automations fail
 }
 
 // newTestWebhooks has the secrets SECRET and NEXT, and a surface that only receives.
@@ -166,7 +166,7 @@ func (w *testWebhooks) do(t *testing.T, r *http.Request) reply {
 	return got
 }
 
-// signed returns the headers of Standard Webhooks, made by the official library.
+// signed returns the headers of Standard Webhooks from the official library.
 func signed(t *testing.T, secret, id string, at time.Time, body []byte) http.Header {
 	t.Helper()
 	wh, err := standardwebhooks.NewWebhook(secret)
