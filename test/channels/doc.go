@@ -1,3 +1,3 @@
 // Package channels tests channels through the program: with real processes, a real PostgreSQL, and fakes of the
-// providers, which real clients of these providers prove.
+// providers. Real clients of these providers test the fakes.
 package channels

@@ -25,7 +25,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// post is nodemailer and smtp-server: a client and a server of e-mail for Node.
+// post is nodemailer and smtp-server: a client and a server of e-mail in Node.
 type post struct {
 	*testing.T
 	w     *world
@@ -36,7 +36,7 @@ type post struct {
 	got []postLine
 }
 
-// postLine is what the server received.
+// postLine is a line from the server.
 type postLine struct {
 	Received, To, From, Raw string
 	Port                    int
@@ -45,7 +45,7 @@ type postLine struct {
 //go:embed testdata/mail.mjs
 var mailScript string
 
-// newPost starts both clients and a database with a channel between them.
+// newPost starts both programs, and a database with a channel between them.
 func newPost(t *testing.T, model *modeltest.Server, faults, more string, settings ...string) *post {
 	t.Helper()
 	run := npmtest.Command(t, mailScript, "smtp-server@3.21.6", "nodemailer@10.6.0")
@@ -90,7 +90,7 @@ settings:
 	return p
 }
 
-// send sends a mail of a person, whom the pinned server proves, as often as it takes.
+// send sends a mail of a person, until the agent accepts it. The pinned server authenticates the person.
 func (p *post) send(from, id, to, text string, headers map[string]string) {
 	p.Helper()
 	all := map[string]string{"Authentication-Results": "mx.shop.example; dmarc=pass header.from=home.example"}
@@ -104,7 +104,7 @@ func (p *post) send(from, id, to, text string, headers map[string]string) {
 	require.NoError(p, err)
 }
 
-// answers returns the mails that answer a mail.
+// answers returns the answers to a mail.
 func (p *post) answers(id string) (all []*netmail.Message) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -126,7 +126,7 @@ func (p *post) answered(id string) *netmail.Message {
 
 const shopAddress = "support@shop.example"
 
-// A mail opens a thread, and an answer to its answer continues it. What comes twice is answered once, automatic mail
+// A mail opens a thread, and a reply to its answer continues it. A repeated mail is answered once, an automatic one
 // never.
 func TestAMailThreadIsAConversation(t *testing.T) {
 	t.Parallel()
@@ -157,15 +157,15 @@ func TestAMailThreadIsAConversation(t *testing.T) {
 		select count(distinct thread_id) from agent_channel_messages where sender = 'bob@home.example' and status = 'done'`))
 }
 
-// Over a kill, refusals for now and lost answers each mail is answered once. What was maybe sent, so once or not at
-// all, is counted and listed.
+// Over a kill, temporary rejections and lost answers, each mail is answered once. A mail with an uncertain send, sent
+// once or not at all, is counted and listed.
 func TestMailIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 	t.Parallel()
 	mails, people := pick(24, 300), pick(4, 20)
 	p := newPost(t, echo(t), "yes", "", "AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=20")
 	serves, kills := p.w.serve(), 0
 	for i := range mails {
-		for range 1 + i%2 { // every second one comes twice
+		for range 1 + i%2 { // every second mail is sent twice
 			p.send(fmt.Sprint("person", i%people), fmt.Sprint("m", i), shopAddress, fmt.Sprint(i), nil)
 		}
 		if i%pick(12, 75) == pick(12, 75)-1 && i < mails-1 {
@@ -181,7 +181,7 @@ func TestMailIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 			  join agent_channel_messages i on i.execution_id = m.execution_id
 			 where i.external_id like $1`, fmt.Sprintf("m%d@%%", i))
 		if status == "sent" {
-			p.answered(fmt.Sprint("m", i)) // the server's line may come after its answer to the agent
+			p.answered(fmt.Sprint("m", i)) // the server's line may come after its reply to the agent
 		}
 		got := len(p.answers(fmt.Sprint("m", i)))
 		assert.Truef(t, got <= 1 && (got != 0 || status == "maybe_sent"), "mail %d has %d answers and is %s", i, got, status)
@@ -190,7 +190,7 @@ func TestMailIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 	t.Logf("%d mails, %d kills: %d maybe sent", mails, kills, maybe)
 }
 
-// A request for approval is announced by mail with a link. An answer to that decides nothing.
+// A mail with a link announces a request for approval. A reply to it decides nothing.
 func TestNoMailApproves(t *testing.T) {
 	t.Parallel()
 	var paid atomic.Int32

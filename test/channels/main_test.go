@@ -30,7 +30,7 @@ func TestMain(m *testing.M) {
 
 const waitTimeout = 10 * time.Minute
 
-// world is a database with a workspace, and processes that serve it.
+// world is a database with a workspace and its serving processes.
 type world struct {
 	t       *testing.T
 	pool    *pgxpool.Pool
@@ -38,7 +38,7 @@ type world struct {
 	folder  string
 }
 
-// newWorld applies a workspace. settings are further variables of the environment.
+// newWorld applies a workspace. settings are further environment variables.
 func newWorld(t *testing.T, model *modeltest.Server, workspace string, settings ...string) *world {
 	t.Helper()
 	database := pgtest.URL(t)
@@ -55,7 +55,7 @@ func newWorld(t *testing.T, model *modeltest.Server, workspace string, settings 
 	return w
 }
 
-// run runs a command to its end and returns what it printed.
+// run runs a command to its end and returns its output.
 func (w *world) run(args ...string) string {
 	w.t.Helper()
 	p := proctest.Start(w.t, waitTimeout, w.folder, w.environ, append([]string{program}, args...)...)
@@ -71,7 +71,7 @@ func (w *world) serve() *proctest.Process {
 	return p
 }
 
-// long reports whether the large forms run, as in scripts/prove.
+// long reports whether the large forms run, like in scripts/prove.
 func long() bool { return os.Getenv("AGENT_CHANNELS") == "long" }
 
 // pick returns the number of the small form, or that of the large one.
@@ -82,7 +82,7 @@ func pick(small, large int) int {
 	return small
 }
 
-// lease is how long a worker may be silent: longer where a busy machine has much to do.
+// lease returns a worker's lease. It is longer if a busy machine has much work.
 func lease() string {
 	if long() {
 		return "10s"
@@ -90,7 +90,7 @@ func lease() string {
 	return "2s"
 }
 
-// answered waits until so many answers were sent, or maybe sent.
+// answered waits until that many answers were sent, or may have been sent.
 func (w *world) answered(n int) {
 	w.t.Helper()
 	w.until(fmt.Sprint(n, " answers"), func() bool {
@@ -98,14 +98,15 @@ func (w *world) answered(n int) {
 	})
 }
 
-// kill kills the process that serves, starts another one and returns it.
+// kill kills the serving process, starts another one and returns it.
 func (w *world) kill(p *proctest.Process) *proctest.Process {
 	w.t.Helper()
 	p.Kill()
 	return w.serve()
 }
 
-// settled waits until nothing is to be sent, and returns how many messages were maybe sent. Each of those is listed.
+// settled waits until no message is left to send. It returns the number of messages with an uncertain send. Each of
+// those is listed.
 func (w *world) settled(messages int) (maybe int) {
 	w.t.Helper()
 	w.until("all is sent", func() bool {
@@ -122,7 +123,7 @@ func (w *world) settled(messages int) (maybe int) {
 	return maybe
 }
 
-// until waits until something holds.
+// until waits until a condition holds.
 func (w *world) until(what string, holds func() bool) {
 	w.t.Helper()
 	ctx, cancel := context.WithTimeout(w.t.Context(), waitTimeout)

@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
-// newSlack starts a fake Slack and a database with a channel of it that takes everybody.
+// newSlack starts a fake Slack, and a database with an open channel of it.
 func newSlack(t *testing.T, model *modeltest.Server, more string, settings ...string) (*slacktest.Server, *world) {
 	t.Helper()
 	fake := slacktest.New()
@@ -44,8 +44,8 @@ func answers(fake *slacktest.Server, channel, thread string) (all []slacktest.Me
 	return all
 }
 
-// A mention opens a thread, replies there need none, and a direct message is answered outside of threads. What Slack
-// sends twice is answered once.
+// A mention opens a thread, replies there need none, and a direct message is answered outside of threads. A message
+// that Slack repeats is answered once.
 func TestASlackThreadIsAConversation(t *testing.T) {
 	t.Parallel()
 	fake, w := newSlack(t, echo(t), "")
@@ -70,7 +70,7 @@ func TestASlackThreadIsAConversation(t *testing.T) {
 	assert.Equal(t, 3, fake.Calls("chat.postMessage"))
 }
 
-// A slow answer is shown while it is written, by edits of one message, within Slack's limits.
+// A slow answer appears while it is written, by edits of one message, within Slack's limits.
 func TestASlackAnswerIsStreamedAndSplit(t *testing.T) {
 	t.Parallel()
 	model := modeltest.New(t)
@@ -95,14 +95,14 @@ func TestASlackAnswerIsStreamedAndSplit(t *testing.T) {
 		"%d messages, the first edited %d times", len(got), got[0].Edits)
 }
 
-// Over kills, lost answers and limits each message is answered once and in order: Slack tells what came.
+// Over kills, lost answers and limits, each message is answered once and in order. The fake reports what arrived.
 func TestSlackAnswersComeOnceOverKillsAndFaults(t *testing.T) {
 	t.Parallel()
 	people, each := pick(4, 15), pick(6, 20)
 	fake, w := newSlack(t, echo(t), "", "AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=20")
 	fake.Twice = true
 	if long() {
-		fake.RetryAfter = 3 * time.Second // as Slack does
+		fake.RetryAfter = 3 * time.Second // like Slack
 	}
 	fake.Faults(func(method string, call int) slacktest.Fault {
 		switch {
@@ -149,9 +149,9 @@ func TestSlackAnswersComeOnceOverKillsAndFaults(t *testing.T) {
 	t.Logf("%d messages, each twice, %d kills: each answered once", people*each, kills)
 }
 
-// Calls that people in Slack cause wait for a button that an approver presses in the channel for reports. Neither an
-// account without a principal, nor a principal without the right, nor the one who asked decides, and no used button, no
-// expired one and none that was shown with other arguments does.
+// A call requested in Slack waits for a button. An approver presses it in the channel for reports. No decision comes
+// from an account without a principal, a principal without the right, or the requester. Used buttons, expired ones, and
+// those with other arguments do not decide either.
 func TestASlackButtonApprovesACall(t *testing.T) {
 	t.Parallel()
 	var paid atomic.Int32
@@ -244,7 +244,7 @@ handler: http:POST %s/refunds
 		select string_agg(case status when 'consumed' then 'approved' else status end, ' ' order by id) from agent_approvals`))
 }
 
-// decidedIn expects the decision to name who asked, who decided, the way and the message with the button.
+// decidedIn checks that the decision names requester, approver, interface and the message with the button.
 func decidedIn(w *world, shown slacktest.Message) {
 	w.t.Helper()
 	message := value[string](w, `select decided_message from agent_approvals`)

@@ -26,7 +26,7 @@ func echo(t *testing.T) *modeltest.Server {
 	return model
 }
 
-// A stranger gets a pairing code, which an admin confirms. Then the conversation is a thread with answers.
+// A stranger gets a pairing code. An admin confirms it. Then the conversation is a thread with answers.
 func TestASenderIsPairedAndAnswered(t *testing.T) {
 	t.Parallel()
 	bot := telegramtest.New(t)
@@ -52,8 +52,7 @@ func TestASenderIsPairedAndAnswered(t *testing.T) {
 	assert.True(t, !strings.Contains(w.run("channels", "show", "support"), "secret-of-the-bot"), "the token is shown")
 }
 
-// A channel that takes everybody answers in the order of each conversation, splits long answers and shows them while
-// they are written.
+// An open channel answers in the order of each conversation, splits long answers and shows them while they are written.
 func TestALongAnswerIsStreamedAndSplit(t *testing.T) {
 	t.Parallel()
 	bot := telegramtest.New(t)
@@ -82,11 +81,11 @@ func TestALongAnswerIsStreamedAndSplit(t *testing.T) {
 	assert.Equal(t, 200, n)
 }
 
-// Messages that come many times, in any order, over kills of the process and with a third of the sends failing are each
-// answered once, in the order of their conversation. An answer that was maybe sent is counted.
+// Messages come many times, in any order, over kills of the process, with a third of the sends failing. Each is
+// answered once, in the order of its conversation. Uncertain sends are counted.
 func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 	t.Parallel()
-	people, each := pick(20, 50), pick(10, 20) // and as many duplicates as people, less some
+	people, each := pick(20, 50), pick(10, 20) // and nearly as many duplicates as people
 	bot := telegramtest.New(t)
 	bot.Shuffle()
 	n := 0
@@ -113,7 +112,7 @@ func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 		}
 		bot.Repeat(people * 2 / 3)
 		if i%3 == 0 && i > 0 && i < each-1 {
-			w.answered(i * people * 2 / 3) // a turn that waits behind others is given up after 5 kills
+			w.answered(i * people * 2 / 3) // after 5 kills the engine gives up a turn in a queue
 			p = w.kill(p)
 			kills++
 		}
@@ -137,7 +136,7 @@ func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 	t.Logf("%d messages, %d kills: %d answered, %d maybe sent", people*each, kills, answered, lost)
 }
 
-// A turn whose workers were lost too often says nothing. The person gets a notice, once, and the conversation goes on.
+// A turn that has lost too many workers sends no answer. The person gets one notice, and the conversation continues.
 func TestATurnThatIsLostIsAnsweredByANotice(t *testing.T) {
 	t.Parallel()
 	bot := telegramtest.New(t)

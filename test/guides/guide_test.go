@@ -23,7 +23,7 @@ var program string
 
 func TestMain(m *testing.M) { proctest.Main(m, "guides", &program) }
 
-// pages are the guides, the README, and those pages of docs that have a console.
+// pages returns the guides, the README, and each page of docs with a console.
 func pages(t *testing.T) []page {
 	t.Helper()
 	paths, err := filepath.Glob("../../docs/guide/*.md")
@@ -41,7 +41,8 @@ func pages(t *testing.T) []page {
 	return list
 }
 
-// elsewhere lists the commands that need what is not here. deploy and deploy/checks read the files that they are about.
+// elsewhere lists the commands that need a missing environment. deploy and deploy/checks read the files of those
+// commands.
 var elsewhere = []string{
 	"OPENAI_API_KEY=… AGENT_MODEL=gpt-4o-mini agent dev      # or OPENAI_BASE_URL=… for any compatible server",
 	"agent apply ./workspace          # skills, automations, objectives, webhooks as YAML; shows a diff, applies it in one transaction",
@@ -101,7 +102,7 @@ func TestEveryCommandDoesWhatThePageSays(t *testing.T) {
 	}
 }
 
-// Commands from another folder, with nothing but a token, do what the pages say, too.
+// The commands also work as in the pages from another folder, with only a token.
 func TestCommandsOnAServerDoWhatThePageSays(t *testing.T) {
 	for name, least := range map[string]int{"getting-started": 9, "your-first-agent": 14, "skills-and-flows": 4} {
 		t.Run(name, func(t *testing.T) {
@@ -120,13 +121,13 @@ func TestCommandsOnAServerDoWhatThePageSays(t *testing.T) {
 	}
 }
 
-// isTheFirst reports whether these are the two commands with which everything begins.
+// isTheFirst reports whether the block has the two commands at the top of README.md.
 func (b block) isTheFirst(p page) bool {
 	return b.is("sh") && strings.HasSuffix(p.path, "README.md") && len(b.lines) == 2 &&
 		strings.HasPrefix(b.lines[0], "go run ./cmd/agent dev ") && strings.HasPrefix(b.lines[1], "./scripts/test ")
 }
 
-// play does what a block says, and returns how many commands it ran.
+// play runs a block, and returns the number of its commands.
 func (s *shell) play(t *testing.T, p page, b block) (ran int64) {
 	t.Helper()
 	if name := b.file(); name != "" {
@@ -157,7 +158,7 @@ func (s *shell) play(t *testing.T, p page, b block) (ran int64) {
 
 var link = regexp.MustCompile(`\]\(([^)#:]+)(?:#[^)]*)?\)`)
 
-// What the pages link to is there.
+// The targets of the pages' links exist.
 func TestLinksLeadSomewhere(t *testing.T) {
 	for _, p := range pages(t) {
 		text, err := os.ReadFile(p.path)
@@ -169,7 +170,7 @@ func TestLinksLeadSomewhere(t *testing.T) {
 	}
 }
 
-// The Go that the pages show stands, line by line, in a test or an example of the repository, so that it compiles.
+// The Go code of the pages is, line by line, in a test or an example of the repository, so it compiles.
 func TestTheGoOfThePagesIsThatOfTests(t *testing.T) {
 	var paths, sources []string
 	err := filepath.WalkDir("../..", func(path string, _ fs.DirEntry, err error) error {
@@ -200,7 +201,7 @@ func TestTheGoOfThePagesIsThatOfTests(t *testing.T) {
 	assert.Truef(t, shown >= 3, "%d blocks of Go in all pages: the test does not see them", shown)
 }
 
-// bare is text without its indentation, each line between two newlines.
+// bare returns text without its indentation, with each line between two newlines.
 func bare(lines []string) string {
 	trimmed := make([]string, len(lines))
 	for i, line := range lines {
@@ -211,7 +212,7 @@ func bare(lines []string) string {
 
 var asksForOrder = regexp.MustCompile(`order (\d+)\?`)
 
-// scriptedModel looks orders up, and promises refunds until the instructions forbid it.
+// scriptedModel looks up orders, and promises refunds until the instructions forbid it.
 func scriptedModel(t testing.TB) *modeltest.Server {
 	server := modeltest.New(t)
 	server.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {

@@ -29,10 +29,10 @@ type block struct {
 	lines []string
 }
 
-// is reports whether the fence says a word.
+// is reports whether the fence has a word.
 func (b block) is(word string) bool { return slices.Contains(b.info, word) }
 
-// file is the name of the file that the block is; empty for none.
+// file returns the name of the file that the block defines, or "".
 func (b block) file() string {
 	for _, word := range b.info {
 		if name, is := strings.CutPrefix(word, "file="); is {
@@ -42,20 +42,20 @@ func (b block) file() string {
 	return ""
 }
 
-// command is one of a block, with the output that the page shows.
+// command is a command of a block, with the output on the page.
 type command struct {
 	line   int
 	text   string
 	output []string
 }
 
-// shownDatabases are the databases that pages name.
+// shownDatabases matches the databases that pages name.
 var shownDatabases = regexp.MustCompile(`postgres://agent:agent@localhost/\w+`)
 
 // page is a guide.
 type page struct {
 	path      string
-	database  bool // DATABASE_URL is set from its beginning
+	database  bool // DATABASE_URL is set from the start
 	model     bool // a scripted model answers
 	databases []string
 	blocks    []block
@@ -90,7 +90,7 @@ func readPage(t testing.TB, path string) page {
 	return p
 }
 
-// commands are those of a console.
+// commands returns the commands of a console.
 func (b block) commands() (list []command) {
 	for i, line := range b.lines {
 		switch text, is := strings.CutPrefix(line, "$ "); {
@@ -106,7 +106,7 @@ func (b block) commands() (list []command) {
 	return list
 }
 
-// difference says where an output is not what the page shows; empty where it is.
+// difference returns the difference between an output and the page, or "".
 func difference(want []string, got string) string {
 	for len(want) > 0 && strings.TrimSpace(want[len(want)-1]) == "" {
 		want = want[:len(want)-1]
@@ -118,7 +118,7 @@ func difference(want []string, got string) string {
 	return fmt.Sprintf("the page shows\n%s\nit says\n%s", strings.Join(want, "\n"), got)
 }
 
-// matches reports whether lines are as shown, where … alone is any number of lines.
+// matches reports whether lines are as on the page. A line of … stands for any number of lines.
 func matches(want, got []string) bool {
 	if len(want) == 0 {
 		return len(got) == 0
@@ -134,10 +134,10 @@ func matches(want, got []string) bool {
 	return len(got) > 0 && like(want[0], got[0]) && matches(want[1:], got[1:])
 }
 
-// spaces are where columns of a table are wider or narrower than those that the page shows.
+// spaces match the gaps of table columns, whose widths differ from the page.
 var spaces = regexp.MustCompile(`  +`)
 
-// like reports whether a line is as shown, where … is any text.
+// like reports whether a line is as on the page. … stands for any text.
 func like(want, got string) bool {
 	squeeze := func(s string) string { return spaces.ReplaceAllString(strings.TrimSpace(s), "  ") }
 	var parts []string
@@ -171,11 +171,11 @@ func TestWhatIsShownIsCompared(t *testing.T) {
 }
 
 const (
-	// waitTimeout is how long a command may take.
+	// waitTimeout bounds the time of a command.
 	waitTimeout = 2 * time.Minute
 	// shown is the address in the pages.
 	shown = "127.0.0.1:8080"
-	// shownDatabase is the database in the pages that have one from their beginning.
+	// shownDatabase is the database of pages with a database from the start.
 	shownDatabase = "postgres://agent:agent@localhost/agent"
 )
 
@@ -185,14 +185,14 @@ type shell struct {
 	page    page
 	dir     string
 	address string
-	urls    map[string]string // of databases, by those that the page shows
-	model   string            // the URL of a scripted model; empty for the offline one
+	urls    map[string]string // URLs of databases, by those on the page
+	model   string            // the URL of a scripted model; "" for the offline one
 	in      io.Writer
 	out     *bufio.Reader
 	beside  []*exec.Cmd
 }
 
-// newShell starts bash in a folder of its own.
+// newShell starts bash in its own folder.
 func newShell(t testing.TB, p page) *shell {
 	t.Helper()
 	s := &shell{t: t, dir: t.TempDir(), address: testkit.FreeAddress(t), page: p, urls: map[string]string{}}
@@ -228,7 +228,7 @@ func newShell(t testing.TB, p page) *shell {
 	return s
 }
 
-// command is a program in the page's folder and environment, in a group of its own.
+// command returns a program in the page's folder and environment, in its own process group.
 func (s *shell) command(name string, args ...string) *exec.Cmd {
 	cmd := exec.Command(name, args...)
 	cmd.Dir = s.dir
@@ -251,7 +251,7 @@ func (s *shell) command(name string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// here puts this run's addresses in the place of those that the pages show, there the other way round.
+// here replaces the addresses of the pages by those of this run; there does the opposite.
 func (s *shell) here(text string) string {
 	text = strings.ReplaceAll(text, shown, s.address)
 	for shown, url := range s.urls {
@@ -268,7 +268,7 @@ func (s *shell) there(text string) string {
 	return text
 }
 
-// run runs a command and returns what it prints and its exit code.
+// run runs a command and returns its output and its exit code.
 func (s *shell) run(text string) (output string, code int) {
 	s.t.Helper()
 	mark := "end-" + rand.Text()
@@ -276,7 +276,7 @@ func (s *shell) run(text string) (output string, code int) {
 		s.t.Errorf("after %s the command still runs: %s", waitTimeout, text)
 	})
 	defer late.Stop()
-	// What a command reads is nothing; what it sets stays.
+	// The command reads no input. Variables that it sets stay.
 	_, err := fmt.Fprintf(s.in, "{ %s\n} </dev/null\nprintf '\\n%s %%d\\n' $?\n", s.here(text), mark)
 	require.NoError(s.t, err)
 	var printed strings.Builder
@@ -292,9 +292,9 @@ func (s *shell) run(text string) (output string, code int) {
 	}
 }
 
-// sendCommands puts an agent before the program that runs commands on the page's server, from a folder without the
-// server's data and settings. Commands without a server, and those of their own machine, run as they are. It returns
-// the file that lists the commands sent.
+// sendCommands puts a wrapper named agent into the PATH. It runs commands on the page's server, from a folder without
+// the server's data and settings. Commands without a server, and local ones, run as they are. It returns the file that
+// lists the sent commands.
 func (s *shell) sendCommands() (list string) {
 	s.t.Helper()
 	dir := s.t.TempDir()
@@ -315,14 +315,14 @@ exec env -i PATH="$PATH" AGENT_SERVER=http://%[2]s AGENT_TOKEN="$AGENT_ADMIN_TOK
 	return list
 }
 
-// cutLastLine is text without its last line, and that.
+// cutLastLine returns text without its last line, and the last line.
 func cutLastLine(text string) (before, last string) {
 	text = strings.TrimRight(text, "\n")
 	i := strings.LastIndexByte(text, '\n')
 	return text[:i+1], text[i+1:]
 }
 
-// start runs a command until the page's end, and waits until it has said what the page shows.
+// start runs a command until the page's end, and waits until it has printed the output on the page.
 func (s *shell) start(c command) {
 	s.t.Helper()
 	env, _ := s.run("export -p; pwd")
