@@ -15,7 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// take expects a hold.
+// take acquires a hold.
 func take(t *testing.T, b *admission.Budget, n int64, shares ...admission.Share) *admission.Hold {
 	t.Helper()
 	h, err := b.Take(n, shares...)
@@ -25,7 +25,7 @@ func take(t *testing.T, b *admission.Budget, n int64, shares ...admission.Share)
 	return h
 }
 
-// refused expects none.
+// refused checks that a hold is rejected.
 func refused(t *testing.T, b *admission.Budget, n int64, shares ...admission.Share) {
 	t.Helper()
 	if _, err := b.Take(n, shares...); !errors.Is(err, admission.ErrFull) {
@@ -58,10 +58,10 @@ func TestANameThatHasNothingMayTakeMoreThanItsShare(t *testing.T) {
 	assert.NoError(t, large.Add(2), "its own growth")
 	refused(t, b, 1, admission.Share{Name: "b", Most: 4})
 	large.Release()
-	take(t, b, 11, a).Release() // alone, also more than all
+	take(t, b, 11, a).Release() // a single hold may exceed the budget
 }
 
-// One body may be larger than a share: the holds of others, and the rest for others, stay available.
+// One body may be larger than a share. The holds of others, and their reserve, stay available.
 func TestOneHoldLargerThanItsShareLeavesTheRest(t *testing.T) {
 	t.Parallel()
 	b := admission.New(100)
@@ -145,7 +145,7 @@ func dial(t *testing.T, address string) (net.Conn, *bufio.Reader) {
 	return c, bufio.NewReader(c)
 }
 
-// asks expects an answer over a connection.
+// asks checks that a connection gets a response.
 func asks(t *testing.T, c net.Conn, in *bufio.Reader) {
 	t.Helper()
 	fmt.Fprint(c, "GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -154,7 +154,7 @@ func asks(t *testing.T, c net.Conn, in *bufio.Reader) {
 	_ = w.Body.Close()
 }
 
-// Strangers may hold any number of connections open: a new client is served, and active requests continue.
+// Strangers may hold any number of connections open. The server serves a new client, and active requests continue.
 func TestIdleConnectionsMakeRoomForNewOnes(t *testing.T) {
 	t.Parallel()
 	address, slow, end := served(t, 4)
@@ -164,7 +164,7 @@ func TestIdleConnectionsMakeRoomForNewOnes(t *testing.T) {
 	silent, nothing := dial(t, address)
 	for range 8 {
 		c, _ := dial(t, address)
-		fmt.Fprint(c, "GET / HT") // a header that does not end
+		fmt.Fprint(c, "GET / HT") // an incomplete header
 	}
 	for range 3 {
 		c, in := dial(t, address)
@@ -180,7 +180,7 @@ func TestIdleConnectionsMakeRoomForNewOnes(t *testing.T) {
 	_ = w.Body.Close()
 }
 
-// An unsent body does not keep its connection open when others need one; an arriving body does.
+// A connection with an unsent body closes when others need one. A connection with an arriving body stays.
 func TestASilentBodyMakesRoomForNewConnections(t *testing.T) {
 	t.Parallel()
 	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")

@@ -21,7 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// reading is a server that reads bodies within limits and reports each outcome.
+// reading starts a server that reads bodies within limits and reports each outcome.
 func reading(t *testing.T, l admission.Limits) (url string, got chan error) {
 	t.Helper()
 	got = make(chan error, 16)
@@ -42,7 +42,7 @@ func reading(t *testing.T, l admission.Limits) (url string, got chan error) {
 	return server.URL, got
 }
 
-// post sends a body; its length is announced unless it is chunked.
+// post sends a body. It announces the length, or sends chunks.
 func post(t *testing.T, url string, size int, chunked bool) {
 	t.Helper()
 	var body io.Reader = strings.NewReader(strings.Repeat("x", size))
@@ -77,7 +77,7 @@ func TestABodyIsReadWithinItsLimit(t *testing.T) {
 	}
 }
 
-// A length that is only announced acquires nothing; received bytes acquire at most as much again.
+// An announced length acquires nothing. Received bytes acquire at most as much again.
 func TestALengthThatIsOnlyAnnouncedCountsNothing(t *testing.T) {
 	t.Parallel()
 	budget := admission.NewBytes(1 << 20)
@@ -109,7 +109,7 @@ func TestALengthThatIsOnlyAnnouncedCountsNothing(t *testing.T) {
 	assert.Equal(t, 0, budget.Used())
 }
 
-// Large bodies leave a reserve to bodies that announce a small length.
+// Large bodies leave a reserve for bodies with a small announced length.
 func TestASmallBodyHasAReserve(t *testing.T) {
 	t.Parallel()
 	const most = 8 * admission.Small
@@ -132,7 +132,7 @@ func TestASmallBodyHasAReserve(t *testing.T) {
 	}
 }
 
-// Bodies of all sizes around those of the pieces arrive complete.
+// Bodies arrive complete, with all sizes around those of the pieces.
 func TestABodyIsWholeWhateverItsSize(t *testing.T) {
 	t.Parallel()
 	budget := admission.NewBytes(8 << 20)
@@ -193,7 +193,7 @@ func TestBodiesShareABudget(t *testing.T) {
 	assert.Equal(t, 0, budget.Used())
 }
 
-// A sender that falls behind the pace is cut off long before the whole time is over.
+// The server cuts off a slow sender long before the maximum time.
 func TestABodyThatIsNotSentIsGivenUpEarly(t *testing.T) {
 	t.Parallel()
 	budget := admission.New(1 << 20)

@@ -16,7 +16,7 @@ import (
 
 const waitTimeout = time.Minute
 
-// newBatcher makes a batcher of a function that returns each answer, and whether it left the write out.
+// newBatcher creates a batcher from a function that returns each answer, and whether it left out the write.
 func newBatcher(
 	send func(ctx context.Context, in []int) (out []int, left []bool, err error), unchanged func(error) bool,
 ) *Batcher[int, int] {
@@ -33,14 +33,14 @@ func newBatcher(
 	}
 }
 
-// gathered is how many writes wait.
+// gathered returns the number of queued writes.
 func gathered(g *Batcher[int, int]) int {
 	g.Scheduler.mu.Lock()
 	defer g.Scheduler.mu.Unlock()
 	return len(g.queued)
 }
 
-// gatherer starts writes; the first stays in flight until the others are queued.
+// gatherer starts writes. The first stays in flight until the others are queued.
 func gatherer(t *testing.T, b *Batcher[int, int], n int, alone func(i int) (int, error)) (answers []int, errs []error) {
 	t.Helper()
 	answers, errs = make([]int, n), make([]error, n)
@@ -88,7 +88,7 @@ func TestWritesAtTheSameTimeShareACommit(t *testing.T) {
 	assert.Truef(t, batches.Load() == 1 && alone.Load() == 2, "%d batches, %d alone", batches.Load(), alone.Load())
 }
 
-// A write behind a lock does not delay the rest, and neither does a caller who left.
+// A blocked write does not delay the others, and neither does a caller who left.
 func TestABlockedWriteDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	for _, b := range []*Batcher[int, int]{
@@ -126,7 +126,7 @@ func holdUp(t *testing.T, b *Batcher[int, int]) {
 	}
 }
 
-// at runs writes at once, each begun when the one before waits or is under way, and returns how long each took.
+// at runs writes at once. Each starts when the previous one is queued or in flight. It returns the duration of each.
 func at(t *testing.T, g *Batcher[int, int], alone ...func() (int, error)) (took []time.Duration, errs []error) {
 	t.Helper()
 	took, errs = make([]time.Duration, len(alone)), make([]error, len(alone))
@@ -152,7 +152,7 @@ func takes(d time.Duration, err error) func() (int, error) {
 	return func() (int, error) { time.Sleep(d); return 0, err }
 }
 
-// A write waits for its patience and no longer; but one that is under way is never repeated.
+// A write waits in the queue for at most MaxWait. A write in flight is never repeated.
 func TestMaxWaitIsForTheQueue(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -166,7 +166,7 @@ func TestMaxWaitIsForTheQueue(t *testing.T) {
 		if want := 10*time.Millisecond + time.Second; errors.Join(errs...) != nil || took[1] != want {
 			t.Errorf("a batch that takes long: %v, after %v", errors.Join(errs...), took)
 		}
-		time.Sleep(regroupFor) // nobody is expected back
+		time.Sleep(regroupFor) // no caller is expected back
 		took, errs = at(t, g, takes(time.Second, nil), takes(0, nil))
 		if errors.Join(errs...) != nil || took[1] != g.MaxWait {
 			t.Errorf("beside one that takes long: %v, after %v", errors.Join(errs...), took)
@@ -174,7 +174,7 @@ func TestMaxWaitIsForTheQueue(t *testing.T) {
 	})
 }
 
-// A batch goes in the order that its group asks for, and each caller has its own answer.
+// A batch has the order of its sort function, and each caller gets its own answer.
 func TestABatchIsSorted(t *testing.T) {
 	t.Parallel()
 	b := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) {

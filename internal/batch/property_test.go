@@ -13,17 +13,17 @@ import (
 )
 
 var (
-	errRefused = errors.New("refused")       // a batch: it has changed nothing
-	errBroken  = errors.New("broken off")    // a batch: who knows
-	errFailed  = errors.New("failed")        // a write by itself
+	errRefused = errors.New("refused")       // a batch that changed nothing
+	errBroken  = errors.New("broken off")    // a batch with an unknown outcome
+	errFailed  = errors.New("failed")        // a single write
 	errLeft    = errors.New("does not stay") // a caller
 )
 
-// tick is the unit of all times but the slow: it happens that a caller leaves at its turn.
+// tick is the unit of all times except slow. So a caller may leave exactly when its write starts.
 const tick = 500 * time.Microsecond
 
-// market is the batchers of one scheduler, with callers who come, leave and fail at random, in synthetic time. No
-// write expires, so a forgotten write is noticed.
+// market has the batchers of one scheduler, with callers who come, leave and fail at random, in synthetic time. No
+// write expires, so the test notices a forgotten one.
 type market struct {
 	t         *testing.T
 	scheduler *Scheduler
@@ -31,13 +31,13 @@ type market struct {
 
 	mu     sync.Mutex
 	chance *rand.Rand
-	slow   int               // of a hundred
-	last   int               // write that came
-	since  map[int]time.Time // has not been sent yet
+	slow   int               // slow writes per hundred
+	last   int               // number of started writes
+	since  map[int]time.Time // not sent yet
 	made   map[int]int       // how often
-	broken map[int]bool      // was sent in a batch that broke off
-	left   []int             // for whose answer nobody waits
-	late   map[int]int       // how often that was handed
+	broken map[int]bool      // sent in a batch that failed
+	left   []int             // their callers have left
+	late   map[int]int       // late answers by write
 }
 
 func newMarket(t *testing.T, chance *rand.Rand) *market {
@@ -62,7 +62,7 @@ func (m *market) of(n int) int {
 	return m.chance.IntN(n)
 }
 
-// work takes a few milliseconds, or what a lock may take.
+// work takes a few milliseconds, or as long as a lock.
 func (m *market) work() {
 	if m.of(100) < m.slow {
 		time.Sleep(time.Duration(m.of(300)) * time.Millisecond)
@@ -70,7 +70,7 @@ func (m *market) work() {
 	time.Sleep(time.Duration(1+m.of(6)) * tick)
 }
 
-// send is a batch. The answer of a write is twice its number.
+// send sends a batch. The answer of a write is twice its number.
 func (m *market) send(_ context.Context, ins []int) ([]Answer[int], error) {
 	m.sent(ins...)
 	m.work()
@@ -90,7 +90,7 @@ func (m *market) send(_ context.Context, ins []int) ([]Answer[int], error) {
 	return answers, map[int]error{0: errRefused, 1: errBroken}[fate]
 }
 
-// sent notes that writes are under way.
+// sent marks writes as in flight.
 func (m *market) sent(ids ...int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -101,7 +101,7 @@ func (m *market) sent(ids ...int) {
 	}
 }
 
-// write is one call of Do, whose caller may leave. By itself the answer is three times its number.
+// write calls Do. The caller may leave. The answer of a single write is three times its number.
 func (m *market) write() {
 	ctx, stays, fails, panics := m.t.Context(), m.of(5) > 0, m.of(20) == 0, m.of(40) == 0
 	if !stays {
@@ -154,7 +154,7 @@ func (m *market) tooLate(id, value int) {
 	}
 }
 
-// next is the number of a write that comes now.
+// next returns the number of a new write.
 func (m *market) next() int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -173,7 +173,7 @@ func (m *market) do(ctx context.Context, id int, alone func() (int, error)) (val
 	return m.batchers[m.of(len(m.batchers))].Do(ctx, id, alone)
 }
 
-// rests expects that nothing is left of it all.
+// rests checks that nothing is left.
 func (m *market) rests() {
 	synctest.Wait()
 	for _, id := range m.left {
@@ -192,7 +192,8 @@ func (m *market) rests() {
 	}
 }
 
-// Whatever fails, panics, is slow or leaves: each call gets its own answer once, and nothing remains queued.
+// Calls may fail, panic, be slow or be left by their callers. Each gets its own answer once, and nothing remains
+// queued.
 func TestEachWriteHasItsAnswer(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(100) {
@@ -208,7 +209,7 @@ func TestEachWriteHasItsAnswer(t *testing.T) {
 				})
 			}
 			under.Wait()
-			time.Sleep(time.Second) // what is under way for those who have left
+			time.Sleep(time.Second) // the writes of callers who left
 			m.rests()
 		})
 	}

@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-// gated is a batcher whose batches report their size and wait to be released.
+// gated is a batcher. Its batches report their size and wait for a release.
 type gated struct {
 	*Batcher[int, int]
 	sizes   chan int
@@ -33,7 +33,7 @@ func newGated(s *Scheduler) *gated {
 	return g
 }
 
-// write starts n callers, and waits until queued writes are queued.
+// write starts n callers, and waits until the number of queued writes is queued.
 func (g *gated) write(t *testing.T, n, queued int) {
 	t.Helper()
 	for range n {
@@ -49,7 +49,7 @@ func (g *gated) write(t *testing.T, n, queued int) {
 	pgtest.Eventually(t, func() bool { return gathered(g.Batcher) == queued }, "writes are queued")
 }
 
-// sent expects the sizes of the next batches.
+// sent checks the sizes of the next batches.
 func (g *gated) sent(t *testing.T, want ...int) {
 	t.Helper()
 	for _, n := range want {
@@ -62,7 +62,7 @@ func (g *gated) sent(t *testing.T, want ...int) {
 	}
 }
 
-// idle expects that no other batch was sent.
+// idle checks that no further batch was sent.
 func (g *gated) idle(t *testing.T) {
 	t.Helper()
 	select {
@@ -72,7 +72,7 @@ func (g *gated) idle(t *testing.T) {
 	}
 }
 
-// finish lets one batch end.
+// finish lets one batch finish.
 func (g *gated) finish(t *testing.T) {
 	t.Helper()
 	select {
@@ -82,13 +82,13 @@ func (g *gated) finish(t *testing.T) {
 	}
 }
 
-// end lets all batches end.
+// end lets all batches finish.
 func (g *gated) end() {
 	close(g.release)
 	g.callers.Wait()
 }
 
-// noTimer is a scheduler without slow batches.
+// noTimer returns a scheduler without slow batches.
 func noTimer() *Scheduler { return &Scheduler{slow: time.Hour} }
 
 func TestABatchHasAMaximumSize(t *testing.T) {
@@ -176,7 +176,7 @@ func TestASlowFlightHoldsUpNoOther(t *testing.T) {
 	})
 }
 
-// Beside three batches of a batcher that do not end, a write waits for MaxWait.
+// While three batches of a batcher do not finish, a further write waits for MaxWait.
 func TestABatcherHasAtMostThreeFlights(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -218,7 +218,7 @@ func TestABatcherHasAtMostThreeFlights(t *testing.T) {
 	})
 }
 
-// Callers that write again at once share their next batch too.
+// Callers that write again at once also share their next batch.
 func TestCallersThatReturnShareTheNextBatch(t *testing.T) {
 	t.Parallel()
 	var batches, writes atomic.Int32

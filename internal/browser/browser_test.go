@@ -14,7 +14,7 @@ import (
 
 func TestMain(m *testing.M) { os.Exit(browser.Tests{M: m}.Run()) }
 
-// serving is a server that answers every path with its page.
+// serving starts a server that answers every path with its page.
 func serving(t *testing.T, pages map[string]string) string {
 	t.Helper()
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -59,7 +59,7 @@ func TestAxeFindsWhatIsInaccessible(t *testing.T) {
 	assert.Contains(t, strings.Join(p.Inaccessible(), "\n"), "label")
 }
 
-// A condition that holds on half a page does not end the wait.
+// A condition that holds on a partial page does not end the wait.
 func TestUntilWaitsForTheWholePage(t *testing.T) {
 	t.Parallel()
 	mux := http.NewServeMux()
@@ -87,7 +87,7 @@ func TestUntilWaitsForTheWholePage(t *testing.T) {
 	assert.Truef(t, ended, "only a part of the page was there")
 }
 
-// A live update may replace an element between its lookup and the click.
+// A live update may replace an element between its lookup and its click.
 func TestAnElementThatIsReplacedIsClicked(t *testing.T) {
 	t.Parallel()
 	base := serving(t, map[string]string{"/": page + `<button>one</button><input></main></body></html>`})

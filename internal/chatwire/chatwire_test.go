@@ -69,8 +69,8 @@ func TestPiecesMakeUpTheText(t *testing.T) {
 	}
 }
 
-// FuzzStream writes an answer of any text as server-sent events and reads it as a client does. The text arrives
-// unchanged, and nothing in it can end an event or begin another.
+// FuzzStream writes an answer of any text as server-sent events and reads it like a client. The text arrives unchanged,
+// and cannot end an event or begin another.
 func FuzzStream(f *testing.F) {
 	for _, s := range []string{
 		"", "Hello, world. ", "a\nb\r\nc\rd", "data: [DONE]\n\n", "\n\nevent: x\ndata: y\n\n", "\x00\u2028\u2029\ufeff",
@@ -101,7 +101,7 @@ func FuzzStream(f *testing.F) {
 	})
 }
 
-// read parses a stream as strictly as a client may: it contains only data.
+// read parses a stream strictly: it contains only data.
 func read(t *testing.T, stream string) (text, arguments string, ends int) {
 	t.Helper()
 	got := ssetest.Read(stream)

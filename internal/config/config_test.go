@@ -84,7 +84,7 @@ func TestPricesFromAFile(t *testing.T) {
 	assert.Equal(t, 3, c.Prices["m"].Input, c.Prices)
 }
 
-// Each invalid value, with a part of its error line.
+// badValues are invalid values, each with a part of its error line.
 var badValues = map[string]struct{ value, says string }{
 	"DATABASE_URL": {"mysql://u:hunter2@h", "postgres://agent@localhost"},
 	"DATABASE_DIRECT_URL": {"postgres://u:hunter2#x@h/d", "percent-encode special characters of the password " +
@@ -179,7 +179,7 @@ func TestAllInvalidValuesAreReported(t *testing.T) {
 	assert.Equal(t, again.Error(), err.Error(), "the lines come in another order each time")
 }
 
-// Every setting needs a line in the table of invalid values, unless any text is valid.
+// Every setting needs a line in the table of invalid values, except those that accept any text.
 func TestEverySettingIsValidated(t *testing.T) {
 	for _, s := range config.Settings() {
 		_, checked := badValues[s.Name]
@@ -317,7 +317,7 @@ func TestRequireReportsAllProblems(t *testing.T) {
 			[]string{"AGENT_ADMIN_TOKEN_FILE: "},
 		},
 		"nothing amiss":  {map[string]string{"DATABASE_URL": "postgres://h/d", "AGENT_ADMIN_TOKEN": "t"}, nil},
-		"only not there": {nil, nil}, // RequireServe reports it
+		"only not there": {nil, nil}, // RequireServe reports the error
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := config.LoadServe(c.environ)
@@ -368,7 +368,7 @@ func TestDotEnvMissingAndBroken(t *testing.T) {
 	assert.Error(t, err, "a directory passes for a file")
 }
 
-// isForeign reports settings of OpenTelemetry.
+// isForeign reports whether a setting is OpenTelemetry's.
 func isForeign(name string) bool { return strings.HasPrefix(name, "OTEL_") }
 
 func TestDotEnvRestrictions(t *testing.T) {

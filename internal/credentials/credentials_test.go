@@ -20,7 +20,7 @@ const (
 	weak   = "correct-horse-17"
 )
 
-// stand is a guard with a clock of its own, and what it logged.
+// stand is a guard with its own clock and log.
 type stand struct {
 	*Guard
 	clock time.Time
@@ -182,4 +182,5 @@ func random(n int) []byte {
 	return b
 }
 
-// An old cookie comes with each request of its browser: that is one wrong try. Other ones are guesses.
+// A browser sends an expired cookie with each request. Together they count as one wrong try. Different ones are
+// guesses.

@@ -9,7 +9,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
-// collections counts them while so much garbage is made.
+// collections counts the garbage collections while it allocates that many bytes.
 func collections(bytes int) int {
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
@@ -22,14 +22,14 @@ func collections(bytes int) int {
 
 var garbage, kept []byte
 
-// set is what is set, which can only be read by setting it.
+// set returns the current GC percentage. Reading it needs a write.
 func set() int {
 	p := debug.SetGCPercent(growth)
 	debug.SetGCPercent(p)
 	return p
 }
 
-// The heap never grows by more than the minimum, however small it is, also before the first collection.
+// Between collections the heap grows by at most the minimum, however small it is, also before the first one.
 func TestTheFirstCollectionComesAfterTheMinimumGrowth(t *testing.T) {
 	defer debug.SetGCPercent(debug.SetGCPercent(growth))
 	for _, collect := range []bool{false, true} {
@@ -48,11 +48,11 @@ func TestTheFirstCollectionComesAfterTheMinimumGrowth(t *testing.T) {
 func TestASmallHeapGrowsByTheMinimumAndALargeOneByAPercentage(t *testing.T) {
 	const much = 20 * MinGrowth
 	adjust()
-	if few := collections(much); few > much/MinGrowth+10 { // else one for each four megabytes
+	if few := collections(much); few > much/MinGrowth+10 { // without the minimum, one for each four megabytes
 		t.Errorf("%d collections of %d MB", few, much>>20)
 	}
 	kept = make([]byte, 4*MinGrowth)
-	for range 100 { // the cleanup comes a moment after the collection
+	for range 100 { // the cleanup runs shortly after the collection
 		runtime.GC()
 		time.Sleep(10 * time.Millisecond)
 		if set() == growth {

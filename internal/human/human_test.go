@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// The browser's twin is tested with the same examples, in package engineroom.
+// Package engineroom tests the browser's formatter with the same examples.
 func TestValuesReadAsInTheExamples(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile("testdata/examples.json")

@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// witness is a testing.TB whose failure does not fail this test.
+// witness is a testing.TB that records a failure without failing this test.
 type witness struct {
 	testing.TB
 	errors   []string

@@ -14,19 +14,19 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/outbox"
 )
 
-// store holds messages, by target, that are due at once.
+// store holds due messages by target.
 type store struct {
 	due      []string
-	failures int // of the next claims
+	failures int // results of the next claims
 	each     time.Duration
 	wake     chan string
 
 	mu            sync.Mutex
 	running, most map[string]int
 	started       time.Time
-	ended         []time.Duration // since the start, in their order
+	ended         []time.Duration // since the start, in order
 	claims        int
-	omitted       []string // full targets that a claim was not told
+	omitted       []string // full targets missing in the claim's argument
 }
 
 // check runs fn when all goroutines wait.

@@ -21,7 +21,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// pooler starts a pooler in front of the test server. It returns the connection strings of a new database, through the
+// pooler starts a pooler in front of the test server. It returns two connection strings of a new database: through the
 // pooler and direct.
 func pooler(t *testing.T, config pgbouncer.Config) (p *pgbouncer.Pooler, through, direct string) {
 	t.Helper()
@@ -51,7 +51,7 @@ func connect(t *testing.T, url string) *pgx.Conn {
 	return conn
 }
 
-// pid returns the process id that serves the next transaction of conn.
+// pid returns the process id of the server that runs the next transaction of conn.
 func pid(t *testing.T, conn postgres.DB) (pid int) {
 	t.Helper()
 	require.NoError(t, conn.QueryRow(t.Context(), "select pg_backend_pid()", pgx.QueryExecModeExec).Scan(&pid))
@@ -68,7 +68,7 @@ func TestAServerConnectionIsLentForOneTransaction(t *testing.T) {
 	tx, err := first.Begin(t.Context())
 	require.NoError(t, err)
 	pid(t, tx)
-	// The only server connection is in use: the other client waits, and gets it after the commit.
+	// The only server connection is in use. The other client waits, and gets it after the commit.
 	answered := make(chan error, 1)
 	go func() { answered <- second.Ping(t.Context()) }()
 	select {
@@ -92,7 +92,7 @@ func TestOpenKnowsThePoolerAndUsesWhatItCarries(t *testing.T) {
 	assert.True(t, postgres.Pooled(pool) && !postgres.Pooled(open(t, direct)),
 		"it is not known which of the two is pooled")
 	assert.Equal(t, pgx.QueryExecModeCacheDescribe, pool.Config().ConnConfig.DefaultQueryExecMode)
-	// Many clients send the same statement over any server connection: described once, sent unnamed.
+	// Many clients send the same statement over any server connection. The driver describes it once and sends it unnamed.
 	failed := make(chan error, 64)
 	for range cap(failed) {
 		go func() {
@@ -135,14 +135,14 @@ func TestACancelledStatementIsCancelledBehindThePooler(t *testing.T) {
 	pgtest.Eventually(t, func() bool { return sleeping() == 0 }, "the statement is cancelled")
 }
 
-// Versions from 1.21 on keep prepared statements when configured; cache_statement can be set there.
+// Versions from 1.21 on can keep prepared statements. cache_statement works there.
 func TestPreparedStatements(t *testing.T) {
 	t.Parallel()
 	p, through, direct := pooler(t, pgbouncer.Config{PoolSize: 1})
 	if !p.Prepares() {
 		_, err := pgbouncer.Start(t.Context(), pgbouncer.Config{Server: direct, Prepared: 100})
 		assert.ErrorContains(t, err, "keeps no prepared statements", p.Version())
-		// The effect of cache_statement there: the statement is prepared on a connection that other clients use.
+		// This is the effect of cache_statement there: the statement is prepared on a connection that other clients use.
 		first, second := connect(t, through), connect(t, through)
 		_, err = first.Prepare(t.Context(), "answer", "select 42")
 		require.NoError(t, err)
@@ -166,7 +166,7 @@ func TestItSaysWhyItDoesNotStart(t *testing.T) {
 	defer cancel()
 	_, err := pgbouncer.Start(ctx, pgbouncer.Config{Server: "postgres://u:hunter2@h:port/d"})
 	assert.Truef(t, err != nil && !strings.Contains(err.Error(), "hunter2"), "error %v", err)
-	dir, err := os.MkdirTemp("", "lk-pgbouncer-test-") //nolint:usetesting // the test's own folder is closed to the user that it runs as
+	dir, err := os.MkdirTemp("", "lk-pgbouncer-test-") //nolint:usetesting // the pooler's user cannot read the test's own folder
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		assert.NoError(t, os.RemoveAll(dir))

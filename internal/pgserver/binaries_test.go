@@ -11,13 +11,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// environment is a getenv with only the given variables.
+// environment returns a getenv with only the given variables.
 func environment(variables map[string]string) func(string) string {
 	return func(name string) string { return variables[name] }
 }
 
-// pretend makes a folder whose postgres program reports the given version. Tests that use it are not parallel: a child
-// started meanwhile would hold the script open, and the script could not run.
+// pretend creates a folder whose postgres program reports the given version. Tests that use it are not parallel: a
+// child that starts meanwhile would hold the script open, and the script could not run.
 func pretend(t *testing.T, version string) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -34,7 +34,7 @@ func TestGivenBinariesAreTheOnlyOnes(t *testing.T) {
 	require.NoError(t, os.Symlink(good, filepath.Join(prefix, "bin")))
 	for name, test := range map[string]struct {
 		dir  string
-		want string // a version, or part of the error
+		want string // the version, or a part of the error
 	}{
 		"folder":        {good, "16.9"},
 		"its parent":    {prefix, "16.9"},

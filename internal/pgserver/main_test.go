@@ -24,8 +24,8 @@ import (
 )
 
 const (
-	userArg   = "__use-server" // turns the test binary into a process that uses a server: see beUser
-	forgetful = "forgetful"    // the name of a test binary that does not call GuardMain
+	userArg   = "__use-server" // makes the test binary a process that uses a server: see beUser
+	forgetful = "forgetful"    // name of a test binary that does not call GuardMain
 )
 
 func TestMain(m *testing.M) {
@@ -43,7 +43,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// started is a user process's report about its server.
+// started is a process's report about its server.
 type started struct {
 	URL      string
 	Dir      string
@@ -52,7 +52,7 @@ type started struct {
 	Err      string
 }
 
-// beUser starts or joins the server, reports it, and stops when its input ends.
+// beUser starts or joins the server, reports it, and stops at the end of its input.
 func beUser(arg string) int {
 	var config pgserver.Config
 	if err := json.Unmarshal([]byte(arg), &config); err != nil {
@@ -87,7 +87,7 @@ type userProcess struct {
 	out   io.Reader
 }
 
-// launchUser starts a user process of the given binary; as another user if credential is not nil.
+// launchUser starts a user process of the given binary, as another user if credential is not nil.
 func launchUser(t *testing.T, binary string, credential *syscall.Credential, config pgserver.Config) *userProcess {
 	t.Helper()
 	arg, err := json.Marshal(struct {
@@ -125,24 +125,24 @@ func (p *userProcess) mustHear() {
 	}
 }
 
-// kill is kill -9.
+// kill sends SIGKILL.
 func (p *userProcess) kill() {
 	err := p.cmd.Process.Kill()
 	assert.True(p.t, err == nil || errors.Is(err, os.ErrProcessDone), err)
-	_ = p.cmd.Wait() // killed: an error, always
+	_ = p.cmd.Wait() // a killed process always has an error
 }
 
-// leave makes the process stop its server and end.
+// leave has the process stop its server and end.
 func (p *userProcess) leave() {
 	p.t.Helper()
 	assert.NoError(p.t, p.input.Close())
 	assert.NoError(p.t, p.cmd.Wait())
 }
 
-// folder is a short, new folder that every user may enter.
+// folder returns a short, new folder that every user may enter.
 func folder(t *testing.T) string {
 	t.Helper()
-	dir, err := os.MkdirTemp("/tmp", "lk-") //nolint:usetesting // t.TempDir is long, and closed to other users
+	dir, err := os.MkdirTemp("/tmp", "lk-") //nolint:usetesting // t.TempDir is long, and other users cannot enter it
 	require.NoError(t, err)
 	require.NoError(t, os.Chmod(dir, 0o755))
 	t.Cleanup(func() {
@@ -158,11 +158,11 @@ func folder(t *testing.T) string {
 	return dir
 }
 
-// copyBinary copies this test binary to a folder where every user can run it.
+// copyBinary copies this test binary to a folder in which every user can run it.
 func copyBinary(t *testing.T, name string) string {
 	t.Helper()
 	path := filepath.Join(folder(t), name)
-	// Another process writes the file: a child started meanwhile would hold it open, and it could not run.
+	// Another process writes the file. A child that starts meanwhile would hold it open, and it could not run.
 	out, err := exec.Command("cp", self(t), path).CombinedOutput()
 	require.NoError(t, err, "cp", out)
 	require.NoError(t, os.Chmod(path, 0o755))
@@ -189,7 +189,7 @@ func stop(t *testing.T, s *pgserver.Server) {
 	assert.NoError(t, s.Stop(background()))
 }
 
-// query runs one statement on a new connection and returns its one text value.
+// query runs one statement on a new connection and returns its text value.
 func query(t *testing.T, url, sql string) string {
 	t.Helper()
 	conn, err := pgx.Connect(t.Context(), url)
@@ -201,7 +201,7 @@ func query(t *testing.T, url, sql string) string {
 	return value
 }
 
-// servers are the postmasters whose data directory is below dir.
+// servers returns the postmasters whose data directory is below dir.
 func servers(t *testing.T, dir string) []int {
 	t.Helper()
 	lines, err := filepath.Glob("/proc/[0-9]*/cmdline")
@@ -223,7 +223,7 @@ func servers(t *testing.T, dir string) []int {
 	return pids
 }
 
-// statOf are the fields of /proc/PID/stat after the command: state, parent, group, session and so on.
+// statOf returns the fields of /proc/PID/stat after the command: state, parent, group, session and so on.
 func statOf(t *testing.T, pid int) []string {
 	t.Helper()
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
@@ -253,5 +253,5 @@ func eventually(t *testing.T, what string, condition func() bool) {
 	}
 }
 
-// background outlives the test, for its cleanups.
+// background returns a context for cleanups. It outlives the test.
 func background() context.Context { return context.Background() }

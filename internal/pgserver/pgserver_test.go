@@ -103,7 +103,7 @@ func TestKillOfOneUserLeavesTheServerToTheOthers(t *testing.T) {
 	}
 }
 
-// TestKillOfTheGuard kills everything but the server, or the server too.
+// TestKillOfTheGuard kills all processes except the server, or the server too.
 func TestKillOfTheGuard(t *testing.T) {
 	t.Parallel()
 	for name, alsoServer := range map[string]bool{"server notices": false, "server killed too": true} {
@@ -198,7 +198,7 @@ func TestStalePidFileIsNotInTheWay(t *testing.T) {
 	assert.Equal(t, "S", statOf(t, alive)[0])
 }
 
-// sleeper starts a process as the owner of dir, and does not wait for it until the test ends.
+// sleeper starts a process as the owner of dir. It waits for the process at the end of the test.
 func sleeper(t *testing.T, dir string, command ...string) int {
 	t.Helper()
 	cmd := exec.Command(command[0], command[1:]...)
@@ -306,7 +306,7 @@ func TestProgramThatForgetsGuardMainIsTold(t *testing.T) {
 	}
 }
 
-// nobody is an unprivileged user, for tests that run as root.
+// nobody returns an unprivileged user, for tests that run as root.
 func nobody(t *testing.T) *syscall.Credential {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -362,7 +362,7 @@ func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
 	nobody(t)
 	closed := filepath.Join(folder(t), "closed")
 	require.NoError(t, os.Mkdir(closed, 0o700))
-	link := filepath.Join(folder(t), "link") // the way in looks open
+	link := filepath.Join(folder(t), "link") // the link looks accessible
 	require.NoError(t, os.Symlink(closed, link))
 	var messages []string
 	config := pgserver.Config{
@@ -381,13 +381,13 @@ func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
 	assert.Truef(t, strings.TrimSpace(string(pointer)) == base && strings.HasPrefix(filepath.Base(base), "project-"),
 		"LOCATION says %q, the files are in %s", pointer, base)
 	assert.Truef(t, strings.Contains(strings.Join(messages, "\n"), base), "nobody was told of %s: %q", base, messages)
-	if err := os.Chmod(closed, 0o755); err != nil { // open now: the data must not seem lost
+	if err := os.Chmod(closed, 0o755); err != nil { // open now: the data must not look lost
 		t.Fatal(err)
 	}
 	assert.Equal(t, "yes", query(t, start(t, config).URL(), "select answer from kept"))
 }
 
-// Objects that the superuser created under an earlier version change their owner, too.
+// Objects created by the superuser under an earlier version change their owner, too.
 func TestTheOwnerIsNoSuperuser(t *testing.T) {
 	config := pgserver.Config{Dir: folder(t), Database: "agent"}
 	s := start(t, config)

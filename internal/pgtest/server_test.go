@@ -33,7 +33,7 @@ func TestSweepDropsWhatKilledTestsLeft(t *testing.T) {
 func TestTemplateIsBuiltOnceByMany(t *testing.T) {
 	s, err := theServer.get()
 	require.NoError(t, err)
-	template := templatePrefix + newName() // other processes may run this test at the same time
+	template := templatePrefix + newName() // other processes may run this test too
 	s.lend(t, template)
 	var all sync.WaitGroup
 	for range 2 * adminConns {
@@ -64,7 +64,7 @@ func TestEventually(t *testing.T) {
 	Eventually(t, func() bool { calls++; return calls == 3 }, "third call")
 	assert.Equal(t, 3, calls, calls-3)
 	f := failing{TB: t, failed: make(chan string)}
-	eventually := EventuallyWithin // vet cannot know that this Fatalf may be called here
+	eventually := EventuallyWithin // vet cannot know that the test may call this Fatalf here
 	go eventually(f, time.Millisecond, func() bool { return false }, "never")
 	assert.Equal(t, "not within 1ms: never", <-f.failed)
 }

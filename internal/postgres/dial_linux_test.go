@@ -9,7 +9,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// A connection to a machine that vanishes silently must not wait for ever.
+// A connection must not wait for ever for a machine that has vanished.
 func TestConnectionsNoticeThatTheOtherSideIsGone(t *testing.T) {
 	t.Parallel()
 	config, err := parse("postgres://a@one.example,two.example/b?target_session_attrs=read-write", Options{})

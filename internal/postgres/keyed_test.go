@@ -16,8 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// While another transaction keeps a lock, all transactions of a key share one connection for their occasional tries,
-// and give up in the end.
+// Another transaction holds a lock for long. All transactions of the key share one connection for their occasional
+// tries, and finally give up.
 func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
@@ -57,7 +57,7 @@ func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
 	assert.Equal(t, 1, most.Load())
 }
 
-// Keys do not wait for each other, and a caller whose context has ended does not wait.
+// Different keys do not wait for each other. A caller whose context has ended does not wait.
 func TestKeysAreApart(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
@@ -73,7 +73,7 @@ func TestKeysAreApart(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// A write that a lock blocks reports the locked object and the transaction that may hold the lock.
+// The error of a blocked write names the locked object and a transaction that may hold the lock.
 func TestALockIsExplained(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

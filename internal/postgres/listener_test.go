@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// text is a log that goroutines may write while a test reads it.
+// text is a log that goroutines write while a test reads it.
 type text struct{ testkit.Log }
 
 func listen(t *testing.T, db *pgxpool.Pool) (*postgres.Listener, *text) {
@@ -64,7 +64,7 @@ func TestEverySubscriberHearsItsChannel(t *testing.T) {
 	db := pgtest.Empty(t)
 	l, _ := listen(t, db)
 	first, _ := l.Subscribe("one")
-	want(t, first, "") // now Run has sent LISTEN
+	want(t, first, "") // Run has sent LISTEN by now
 	second, cancel := l.Subscribe("one")
 	other, _ := l.Subscribe(`Odd "name"`) // while Run waits for a notification
 	want(t, other, "")
@@ -108,7 +108,7 @@ func TestSlowSubscriberGetsOneWakeUp(t *testing.T) {
 	want(t, quick, "")
 	pgtest.Exec(t, db, "select pg_notify('busy', n::text) from generate_series(1, 17) n")
 	notify(t, db, "last", "done")
-	want(t, quick, "done") // the reader did not wait for the slow one
+	want(t, quick, "done") // the reader has not waited for the slow one
 	want(t, slow, "")
 	select {
 	case payload := <-slow:
@@ -117,7 +117,7 @@ func TestSlowSubscriberGetsOneWakeUp(t *testing.T) {
 	}
 }
 
-// Payloads of others neither displace a subscriber's own payloads nor wake it.
+// Payloads for others neither displace a subscriber's own payloads nor wake it.
 func TestASubscriberHearsOnlyWhatItWants(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
@@ -142,8 +142,7 @@ func TestBehindAPoolerThereIsOneWarning(t *testing.T) {
 		"the warning")
 }
 
-// throughPooler returns a connection string for the server of a URL through a proxy that, like PgBouncer, announces a
-// made-up process id.
+// throughPooler returns a connection string through a proxy. Like PgBouncer, the proxy announces a made-up process id.
 func throughPooler(t *testing.T, to string) string {
 	t.Helper()
 	return pgproxy.Listen(t, to, func(client, server net.Conn) pgproxy.Link { return relay{client, server} }).URL("")
@@ -159,7 +158,7 @@ func (r relay) Downstream() {
 	}
 }
 
-// disguise relays the server's messages up to BackendKeyData, and changes its process id.
+// disguise forwards the server's messages up to BackendKeyData, and changes the process id.
 func disguise(client io.Writer, server io.Reader) error {
 	for {
 		head := make([]byte, 5)

@@ -14,13 +14,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// slowServer reads its input. While it talks it answers one kind of request; once answer is closed it answers
-// everything.
+// slowServer reads its input. Until answer is closed, it answers one kind of request only; then it answers all.
 type slowServer struct {
 	net.Listener
 	talks  atomic.Bool
-	asked  chan struct{} // one for each probe
-	answer chan struct{} // closed: it answers everything
+	asked  chan struct{} // receives once for each probe
+	answer chan struct{} // closed: answer all requests
 	over   chan struct{} // closed: the test is over
 }
 
@@ -68,7 +67,7 @@ func (s *slowServer) serve(conn net.Conn) {
 	_, _ = conn.Read(request) // until it is closed
 }
 
-// hasty probes at once.
+// hasty returns a prober that probes at once.
 func hasty() *livenessProber {
 	p := newLivenessProber()
 	p.delay, p.timeout, p.interval = time.Millisecond, 50*time.Millisecond, time.Millisecond
@@ -88,7 +87,7 @@ func (s *slowServer) conn(t *testing.T, p *livenessProber, sends string) net.Con
 	return conn
 }
 
-// A server may be stopped and replaced while the kernel of its machine still acknowledges packets.
+// A server may be stopped and replaced while its machine's kernel still acknowledges packets.
 func TestNobodyWaitsForEverForAServerThatAnswersNobody(t *testing.T) {
 	t.Parallel()
 	s, p := newSlowServer(t), hasty()

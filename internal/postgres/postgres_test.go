@@ -153,7 +153,7 @@ func TestReadCommittedWhateverTheDefault(t *testing.T) {
 	const level = "select current_setting('transaction_isolation')"
 	var alone, before, within string
 	require.NoError(t, pool.QueryRow(t.Context(), level).Scan(&alone))
-	admin.Reset() // a pool that was opened before the change of the default opens other connections
+	admin.Reset() // connections of a pool opened earlier keep the old default
 	require.NoError(t, admin.QueryRow(t.Context(), level).Scan(&before))
 	// A connection opened by hand keeps the default; InTx does not.
 	conn, err := pgx.Connect(t.Context(), at)
@@ -187,7 +187,7 @@ func TestInTxCommitsOrRollsBack(t *testing.T) {
 		if err := insert(tx, 1, nil); !postgres.IsCode(err, "23505") || postgres.Constraint(err) != "numbers_pkey" {
 			t.Errorf("a double key is %v", err)
 		}
-		return insert(tx, 3, nil) // the savepoint saved the transaction
+		return insert(tx, 3, nil) // the savepoint kept the transaction usable
 	})
 	require.NoError(t, err)
 	assert.Equal(t, "1 3", pgtest.Value[string](t, db, "select string_agg(n::text, ' ' order by n) from numbers"))
@@ -199,14 +199,14 @@ func TestIsCodeOfOtherErrors(t *testing.T) {
 		!postgres.IsCode(pgx.ErrNoRows, "LK001"), "an error that no server sent has a code")
 }
 
-// A process that is paused in a transaction keeps its locks; the server ends its session after a while.
+// A process that pauses in a transaction keeps its locks. After a while the server ends its session.
 func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 	t.Parallel()
 	database := pgtest.EmptyURL(t)
 	usual := pgtest.Pool(t, database, postgres.Options{})
 	var limit, jit string
 	err := usual.QueryRow(t.Context(), `select setting || ' by ' || source from pg_settings where name = 'jit'`).Scan(&jit)
-	if err != nil || jit != "off by client" { // the test server has it off as well
+	if err != nil || jit != "off by client" { // the test server has it off, too
 		t.Errorf("just-in-time compilation is %s (%v), want off by client", jit, err)
 	}
 	err = usual.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit)
@@ -243,7 +243,7 @@ func TestUnchanged(t *testing.T) {
 		"after a connection that broke certainly nothing has changed, want that nobody knows")
 }
 
-// One code of the server may need different remedies.
+// An error code of the server may have different remedies.
 func TestDiagnoseNamesTheRemedy(t *testing.T) {
 	t.Parallel()
 	for want, err := range map[string]*pgconn.PgError{
@@ -301,8 +301,8 @@ func TestRowsGenericKeepsThePlanAndNoSetting(t *testing.T) {
 	}
 }
 
-// A repeated text is rewritten as the first time, with the current values; each time a missing or extra name is
-// refused.
+// A repeated text is rewritten like the first time, with the current values. Each time a missing or extra name is
+// rejected.
 func TestNamesMeanTheSameEveryTime(t *testing.T) {
 	t.Parallel()
 	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
@@ -330,7 +330,7 @@ func TestNamesMeanTheSameEveryTime(t *testing.T) {
 	}
 }
 
-// A connection drops texts before there are too many, and the dropped ones still work.
+// A connection drops texts before there are too many. Dropped texts still work.
 func TestTextsAreForgottenBeforeThereAreTooMany(t *testing.T) {
 	t.Parallel()
 	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
@@ -363,7 +363,7 @@ func TestTextIsWhatAColumnCanHold(t *testing.T) {
 	}
 }
 
-// Every time of PostgreSQL can be read, in every query mode, and written as JSON.
+// Every time of PostgreSQL can be read in every query mode, and written as JSON.
 func TestEveryTimeIsRead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -392,14 +392,14 @@ func TestEveryTimeIsRead(t *testing.T) {
 	assert.Error(t, pool.QueryRow(t.Context(), "select null::timestamptz").Scan(&got), "null was read as", got)
 }
 
-// opened is a pool of [postgres.Open], closed at the end.
+// opened returns a pool of [postgres.Open]. The end of the test closes it.
 func opened(t *testing.T, at string) *pgxpool.Pool {
 	t.Helper()
 	pool := pgtest.Pool(t, at, postgres.Options{MaxConns: 2})
 	return pool
 }
 
-// A database or a role may have other defaults; sessions write and read the same values.
+// A database or a role may have other defaults. Sessions write and read the same values.
 func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
 	t.Parallel()
 	at := pgtest.EmptyURL(t)
@@ -447,7 +447,7 @@ func TestAnIdleSessionIsKeptWhateverTheDatabaseSets(t *testing.T) {
 	assert.Error(t, waiting.Err(), "a session that listens", err)
 }
 
-// A server with the locale C creates databases without an encoding by default.
+// By default, a server with the locale C creates databases without an encoding.
 func TestADatabaseOfAnotherEncodingIsRefused(t *testing.T) {
 	t.Parallel()
 	at := pgtest.EmptyURL(t)

@@ -27,7 +27,7 @@ func TestRetryOnDisconnect(t *testing.T) {
 	broken, other := fmt.Errorf("read: %w", io.ErrUnexpectedEOF), errors.New("another error")
 	for name, test := range map[string]struct {
 		ctx    context.Context
-		errs   []error // of consecutive calls; the last one is for all further calls
+		errs   []error // of consecutive calls; further calls get the last one
 		calls  int
 		result error
 	}{
@@ -52,7 +52,7 @@ func TestRetryOnDisconnect(t *testing.T) {
 	}
 }
 
-// Open waits for a server that shuts down during a connect, as for an absent one; without ConnectWait it returns the
+// Open waits for a server that shuts down during a connect, like for an absent one. Without ConnectWait it returns the
 // error at once.
 func TestOpenWaitsForAServerThatGoesDownMeanwhile(t *testing.T) {
 	t.Parallel()
@@ -68,7 +68,7 @@ func TestOpenWaitsForAServerThatGoesDownMeanwhile(t *testing.T) {
 				return // closed
 			}
 			came.Add(1)
-			_, _ = conn.Read(make([]byte, 1024)) // its beginning, so that the end is no reset
+			_, _ = conn.Read(make([]byte, 1024)) // reads the start, so that the close is no reset
 			conn.Close()
 		}
 	}()
@@ -93,7 +93,7 @@ func TestOpenWaitsForAServerThatGoesDownMeanwhile(t *testing.T) {
 	assert.Truef(t, again >= 2*once+1, "tried with %d connections while it may wait, with %d at once", again, once)
 }
 
-// After a failover the old primary may run on and refuse writes. A pool must close its connections to it.
+// After a failover the old primary may run on and reject writes. A pool must close its connections to it.
 func TestAPoolLetsGoOfAServerThatTakesNoMoreWrites(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Empty(t)

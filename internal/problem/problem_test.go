@@ -28,7 +28,7 @@ import (
 
 type writer func(http.ResponseWriter, *http.Request, error, string, *slog.Logger)
 
-// write answers with err and returns the answer and what was logged.
+// write writes err as a response. It returns the response and the log.
 func write(t *testing.T, with writer, err error, traceID string) (*httptest.ResponseRecorder, string) {
 	t.Helper()
 	var log bytes.Buffer

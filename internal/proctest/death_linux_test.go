@@ -24,14 +24,14 @@ func TestAProcessIsNotInTheGroupOfItsTests(t *testing.T) {
 		"who ends the shell that began the tests wakes a process that a test has stopped")
 }
 
-// The kernel counts a thread as the parent, and Go ends a thread whose goroutine ends with a lock on it.
+// The kernel counts a thread as the parent. Go ends a thread if its goroutine ends while locked to it.
 func TestAProcessOutlivesTheThreadThatAskedForIt(t *testing.T) {
 	t.Parallel()
 	started, thread := make(chan *proctest.Process), 0
 	var ask func()
 	ask = func() {
 		runtime.LockOSThread()                                // and never unlocked
-		if thread = syscall.Gettid(); thread == os.Getpid() { // the first, which does not end
+		if thread = syscall.Gettid(); thread == os.Getpid() { // not the first thread, which never ends
 			go ask()
 			runtime.UnlockOSThread()
 			return

@@ -10,7 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-// TestStacks: a failed test shows the stacks of a hanging process.
+// TestStacks: a failed test prints the stacks of a hanging process.
 func TestStacks(t *testing.T) {
 	if os.Getenv("PROCTEST_HANG") != "" {
 		hang()
@@ -30,5 +30,5 @@ func TestStacks(t *testing.T) {
 //go:noinline
 func hang() {
 	_, _ = os.Stdout.WriteString("hangs\n")
-	time.Sleep(time.Hour) // in a program without cgo, select would be a deadlock and end the program
+	time.Sleep(time.Hour) // without cgo, select would be a deadlock and end the program
 }

@@ -286,7 +286,7 @@ func TestAKnownSecretIsHiddenAtAnyDepth(t *testing.T) {
 	assert.NoDiff(t, any(want), got)
 }
 
-// pieces are the beginnings, joints and ends of the rules' matches.
+// pieces are the starts, joints and ends of the rules' matches.
 var pieces = []string{
 	"password", "token", "key", "a", "x1", "пароль", "密码", "mot de passe", "Authorization", "tokens", "auth", "=", ":",
 	"：", "->", "--", "-", " ",
@@ -301,7 +301,7 @@ var pieces = []string{
 	"true", "null", "1", "\x00", "\xff", "name", "value",
 }
 
-// Scrubbing a text of such pieces twice equals scrubbing it once, and hides the secrets that are hidden alone.
+// Scrubbing a text of such pieces twice equals scrubbing it once. It hides each secret that it hides alone.
 func TestPiecesInAnyOrder(t *testing.T) {
 	random := rand.New(rand.NewPCG(8, 24))
 	some := func(most int) string {
@@ -332,8 +332,8 @@ func TestPiecesInAnyOrder(t *testing.T) {
 	}
 }
 
-// A text with many beginnings takes time in proportion to its length: a tenth of a second each. A search from each
-// beginning to the end would take minutes.
+// A text with many starts of secrets takes time in proportion to its length: at most a tenth of a second each. A search
+// from each start to the end would take minutes.
 func TestTheWorkGrowsWithTheTextAndNoFaster(t *testing.T) {
 	const size, most = 512 << 10, 20 * time.Second
 	for _, beginning := range []string{

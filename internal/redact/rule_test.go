@@ -11,7 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// Every rule finds a text of its shape, from its first character to its last.
+// Every rule finds a text of its shape, from the first character to the last.
 func TestEveryRuleFindsItsShape(t *testing.T) {
 	for number := range rules {
 		r := &rules[number]
@@ -21,7 +21,7 @@ func TestEveryRuleFindsItsShape(t *testing.T) {
 				assert.Truef(t, len(k) >= 3 && k == strings.ToLower(k), "%q cannot be a keyword", k)
 			}
 			if r.find != nil {
-				return // commands and others have tests of their own
+				return // commands and others have their own tests
 			}
 			for seed := range uint64(20) {
 				secret := example(t, r, seed)
@@ -37,7 +37,7 @@ func TestEveryRuleFindsItsShape(t *testing.T) {
 	}
 }
 
-// example makes a random text that a rule matches.
+// example returns a random text that a rule matches.
 func example(t *testing.T, r *rule, seed uint64) string {
 	t.Helper()
 	tree, err := syntax.Parse(r.pattern, syntax.Perl)

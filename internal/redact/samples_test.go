@@ -22,14 +22,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
-// hex and letters fill the shapes of tokens. No token of these tests is real, and the source contains none as a whole:
-// code hosts refuse texts of that shape.
+// hex and letters fill the shapes of tokens. No token of these tests is real. The source contains none as a whole,
+// because code hosts reject texts of that shape.
 const (
 	hex     = "0123456789abcdef0123456789abcdef"
 	letters = "Zq81xLm0Kk77Zq81xLm0Kk77Zq81xLm0Kk77Zq81xLm0Kk77"
 )
 
-// secretText is a text, and the part that must not be shown.
+// secretText is a text with a part that must be hidden.
 type secretText struct{ text, secret string }
 
 var secrets = map[string]secretText{
@@ -171,7 +171,7 @@ func TestOnlyTheSecretOfACommandIsRemoved(t *testing.T) {
 	}
 }
 
-// ordinary has texts that the product itself and other programs write.
+// ordinary has texts written by the product and by other programs.
 var ordinary = []string{
 	`{"execution":"ex_01JDKX3V8Q0M6ZC7R2N4T9B5WY","lane":"support/berlin","step":"fetch-invoice","attempt":2,"status":"completed"}`,
 	`{"heartbeat":"hb_01JDKX3V8Q0M6ZC7R2N4T9B5WY","operate":"op_01JDKX3V8Q0M6ZC7R2N4T9B5WY","channel":"ch_01JDKX3V8Q0M6ZC7R2N4T9B5WY"}`,
@@ -218,7 +218,7 @@ func TestOrdinaryTextIsKept(t *testing.T) {
 	}
 }
 
-// Ids and hashes have random letters, in which a prefix of a token occurs now and then.
+// Ids and hashes have random letters. Now and then they contain a prefix of a token.
 func TestIdsAndHashesAreKept(t *testing.T) {
 	random := rand.New(rand.NewChaCha8([32]byte{24}))
 	bytes := func(n int) []byte {
@@ -248,7 +248,7 @@ func TestIdsAndHashesAreKept(t *testing.T) {
 	}
 }
 
-// A picture has long runs of zeros and of random bytes.
+// An image has long runs of zeros and of random bytes.
 func TestPicturesInBase64AreKept(t *testing.T) {
 	random := rand.New(rand.NewChaCha8([32]byte{7}))
 	for range 20 {
@@ -271,7 +271,7 @@ func TestPicturesInBase64AreKept(t *testing.T) {
 	}
 }
 
-// seeded are secrets with their context; %s in a place is one of them.
+// seeded are secrets with their context. %s in a place stands for one of them.
 var seeded = []secretText{
 	{"Bearer Zq81xLm0Kk77", "Zq81xLm0Kk77"},
 	{"sk-Zq81xLm0Kk77aa", "Zq81xLm0Kk77"},
@@ -287,7 +287,7 @@ var seeded = []secretText{
 	{"-----BEGIN PRIVATE KEY-----\nZq81xLm0Kk77\n-----END PRIVATE KEY-----", "Zq81xLm0Kk77"},
 }
 
-// allSeeded are those of seeded and of all tests, in one order.
+// allSeeded returns the secrets of seeded and of all tests, in a fixed order.
 func allSeeded() []secretText {
 	all := slices.Clone(seeded)
 	for _, name := range slices.Sorted(maps.Keys(secrets)) {
@@ -296,7 +296,7 @@ func allSeeded() []secretText {
 	return all
 }
 
-// No secret survives, in any context, at any depth, and with any cut.
+// No secret remains, in any context, at any depth, and with any cut.
 func FuzzNoSecretSurvives(f *testing.F) {
 	all := allSeeded()
 	for i := range all {
@@ -330,7 +330,7 @@ func FuzzNoSecretSurvives(f *testing.F) {
 	})
 }
 
-// Any text and any JSON gives valid output within the limit; a second scrub changes nothing.
+// Any text and any JSON gives valid output within the limit. A second scrub changes nothing.
 func FuzzStable(f *testing.F) {
 	for _, s := range []string{
 		"", "{}", `{"password":1}`, "password=…[cut 5 bytes]", "password=[redac", "Authorization: …[cut 1 bytes]",
@@ -346,7 +346,7 @@ func FuzzStable(f *testing.F) {
 		f.Add(s, uint16(1000))
 		f.Add(strings.Repeat(s, 200), uint16(100))
 	}
-	f.Add("pAssword=\xe2\x80"+strings.Repeat("0", 300), uint16(1000)) // a name that is secret only when shortened
+	f.Add("pAssword=\xe2\x80"+strings.Repeat("0", 300), uint16(1000)) // a name that is secret only after it is shortened
 	f.Fuzz(func(t *testing.T, s string, limit uint16) {
 		checkText(t, s, "", int(limit))
 		checkJSON(t, s, "", int(limit))

@@ -7,14 +7,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
-// A lag is the age of the newest position that the standby has replayed, whenever its latest transaction was.
+// A lag is the age of the newest position that the standby has replayed, whatever the age of its latest transaction.
 func TestALagIsTheAgeOfWhatWasReplayed(t *testing.T) {
 	t.Parallel()
 	now := time.Now()
 	hour := time.Hour
 	ago := func(d time.Duration) time.Time { return now.Add(-d) }
 	for name, test := range map[string]struct {
-		noted       []mark // the last one is the primary now
+		noted       []mark // the last one is the primary's present position
 		standby     position
 		away        bool
 		least, most time.Duration
@@ -51,7 +51,7 @@ func TestALagIsTheAgeOfWhatWasReplayed(t *testing.T) {
 	}
 }
 
-// A standby that stands still for a day costs no memory for each second of it.
+// A standby that stands still for a day does not use memory for each second.
 func TestAMeterIsBounded(t *testing.T) {
 	t.Parallel()
 	var m meter

@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sdnotify"
 )
 
-// manager listens as systemd does, and reads one message at a time.
+// manager listens like systemd, and reads one message at a time.
 func manager(t *testing.T, name string) (read func() string) {
 	t.Helper()
 	conn, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: name, Net: "unixgram"})

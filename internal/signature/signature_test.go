@@ -49,7 +49,7 @@ func standard(t *testing.T, secret, id string, at time.Time, payload []byte) htt
 	return header("webhook-id", id, "webhook-timestamp", fmt.Sprint(at.Unix()), "webhook-signature", signed)
 }
 
-// svix renames the headers as Svix names them.
+// svix renames the headers like Svix.
 func svix(h http.Header) http.Header {
 	return header("svix-id", h.Get("webhook-id"), "svix-timestamp", h.Get("webhook-timestamp"),
 		"svix-signature", h.Get("webhook-signature"))
@@ -293,7 +293,7 @@ func TestAnEmptySecretMatchesNothing(t *testing.T) {
 	}
 }
 
-// FuzzVerify searches for a panic, and for a request that verifies without the secret.
+// FuzzVerify searches for panics, and for requests that verify without the secret.
 func FuzzVerify(f *testing.F) {
 	f.Add("msg", "1700000000", "v1,AAAA v1a,BBBB", body)
 	f.Add("", "t=1700000000,v1=00", "sha256=00", []byte{0xff})

@@ -22,8 +22,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// composed are the files whose statements are put together while the program runs, and why. Their other
-// statements are checked like all.
+// composed are the files that compose statements at run time, with the reason. Their other statements are checked like
+// all others.
 var composed = map[string]string{
 	"cmd/agent/demo.go":                 "names a database",
 	"channels/inbox.go":                 "runs the statements of its callers, which are checked where they stand",
@@ -57,8 +57,7 @@ var composed = map[string]string{
 	"threads/outbox.go":                 "runs statements of executions, where they are checked",
 }
 
-// utility are statements that PostgreSQL parses without looking at the schema, and that must not be run
-// through a pooled session here.
+// utility matches statements that PostgreSQL parses without the schema, and that no pooled session may run here.
 var utility = regexp.MustCompile(`(?i)^\s*(listen|unlisten|create|drop|alter|set|begin|commit|rollback|vacuum|do)\b`)
 
 func TestPostgresAcceptsEveryStatementInTheSource(t *testing.T) {
@@ -67,7 +66,7 @@ func TestPostgresAcceptsEveryStatementInTheSource(t *testing.T) {
 	conn, err := pool.Acquire(t.Context())
 	require.NoError(t, err)
 	defer conn.Release()
-	// The ledger of effects is in the databases of others.
+	// The ledger of effects is in other databases.
 	require.NoError(t, skills.PrepareEffects(t.Context(), skills.Database{Pool: pool}))
 	root, err := filepath.Abs("../..")
 	require.NoError(t, err)
@@ -92,7 +91,7 @@ func TestPostgresAcceptsEveryStatementInTheSource(t *testing.T) {
 	}
 }
 
-// prepare lets the server parse a statement, with named arguments as pgx would send them.
+// prepare has the server parse a statement, with named arguments like pgx.
 func prepare(t *testing.T, conn *pgx.Conn, sql string) error {
 	t.Helper()
 	text, _, err := pgx.NamedArgs{}.RewriteQuery(t.Context(), conn, sql, nil)
@@ -135,11 +134,11 @@ func TestTheCheckSeesWhatIsWrong(t *testing.T) {
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// oldRows matches a search for old rows, oldest first, that no index can serve: clock_timestamp is volatile, so
+// oldRows matches a search for old rows, oldest first, that no index can serve. clock_timestamp is volatile, so
 // PostgreSQL compares it with every row.
 var oldRows = regexp.MustCompile(`(?i)(\w+)\s*<=?\s*clock_timestamp\(\)[^()]*?\border by (?:\w+\.)?(\w+)`)
 
-// Such a search costs as much as the table has rows, however few are old. statement_timestamp is stable.
+// Such a search reads the whole table, however few rows are old. statement_timestamp is stable.
 func TestASearchForOldRowsCanUseAnIndex(t *testing.T) {
 	t.Parallel()
 	root, err := filepath.Abs("../..")
@@ -153,7 +152,7 @@ func TestASearchForOldRowsCanUseAnIndex(t *testing.T) {
 	}
 }
 
-// statement is SQL in the source, or an argument that could not be resolved to text.
+// statement is SQL in the source, or an argument that does not resolve to text.
 type statement struct {
 	at   string // file:line
 	file string
@@ -161,16 +160,16 @@ type statement struct {
 	err  error
 }
 
-// sender are the functions that send SQL, with the position of the statement among their arguments. Queue
-// has no context; Row, Rows and Names are those of package postgres.
+// sender has the functions that send SQL, with the position of the statement among their arguments. Queue has no
+// context. Row, Rows and Names are those of package postgres.
 var sender = map[string]int{"Exec": 1, "Query": 1, "QueryRow": 1, "Queue": 0, "Row": 3, "Rows": 3, "Names": 3}
 
-// beginsLikeSQL finds statements that reach the database through a function of the package's own.
+// beginsLikeSQL matches statements that reach the database through a function of the package.
 var beginsLikeSQL = regexp.MustCompile(
 	`(?is)^\s*(select\s|insert\s+into\s|update\s+\w+.*\sset\s|delete\s+from\s|with\s+(recursive\s+)?\w+\s+as\s)`)
 
-// statements reads all packages below root; testdata, tests, and the benchmarks, which make
-// a table of their own, are left out.
+// statements reads all packages below root. It skips testdata, tests, and the benchmarks, which create their own
+// tables.
 func statements(t *testing.T, root string) []statement {
 	t.Helper()
 	var all []statement
@@ -189,7 +188,7 @@ func statements(t *testing.T, root string) []statement {
 	return all
 }
 
-// folder is one package's source.
+// folder is the source of one package.
 type folder struct {
 	root  string
 	fset  *token.FileSet
@@ -287,7 +286,7 @@ func (f *folder) search(file *ast.File) []statement {
 	return all
 }
 
-// sent looks at what a sending method gets, unless it is found by what it says.
+// sent returns the statement in the argument of a sending method, unless its text was found already.
 func (f *folder) sent(arg ast.Expr) []statement {
 	if f.looksLikeSQL(arg) {
 		return nil
@@ -296,7 +295,7 @@ func (f *folder) sent(arg ast.Expr) []statement {
 	return []statement{f.statement(arg, text, err)}
 }
 
-// looksLikeSQL reports whether a literal, or the first of a sum, begins like SQL.
+// looksLikeSQL reports whether a literal, or the first term of a sum, begins like SQL.
 func (f *folder) looksLikeSQL(e ast.Expr) bool {
 	if sum, ok := e.(*ast.BinaryExpr); ok {
 		if text, err := f.text(sum); err == nil {
@@ -321,7 +320,7 @@ func (f *folder) statement(n ast.Node, text string, err error) statement {
 	return statement{at: fmt.Sprintf("%s:%d", name, p.Line), file: filepath.ToSlash(name), sql: text, err: err}
 }
 
-// text is the value of a constant string expression.
+// text returns the value of a constant string expression.
 func (f *folder) text(e ast.Expr) (string, error) {
 	switch e := e.(type) {
 	case *ast.BasicLit:

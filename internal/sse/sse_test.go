@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
 )
 
-// texts are what has been the end of other writers.
+// texts are inputs that have broken other writers.
 var texts = []string{
 	"", " ", "a", " a: b ", "a\nb", "a\r\nb", "a\rb", "\n", "\r\n\r\n", "\r", "a\n\nevent: done\ndata: {}\n\n",
 	"\nid: 7\nretry: 1", ": a",
@@ -43,8 +43,7 @@ func TestAVeryLongEventIsOne(t *testing.T) {
 	assert.Truef(t, len(got.Events) == 1 && got.Events[0].Data == long, "5 MB came out as %d events", len(got.Events))
 }
 
-// FuzzEvent writes any text wherever there is room for it, and reads it as a client does: nothing is lost, and
-// nothing is there that was not meant.
+// FuzzEvent writes any text in every field, and reads it like a client. Nothing is lost or added.
 func FuzzEvent(f *testing.F) {
 	for i, text := range texts {
 		f.Add(text, text, text, text)

@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// scene is a database with rows written in plain SQL, a receiver, and exporters between them.
+// scene is a database with rows in plain SQL, a receiver, and exporters between them.
 type scene struct {
 	t        *testing.T
 	db       *pgxpool.Pool
@@ -49,7 +49,7 @@ func (s *scene) export(more ...string) (stop func()) {
 	return stop
 }
 
-// exported lets an exporter send all ended spans.
+// exported runs an exporter until it has sent all ended spans.
 func (s *scene) exported(more ...string) []otlptest.Span {
 	s.t.Helper()
 	s.export(more...)()
@@ -66,7 +66,7 @@ func (s *scene) exec(sql string, args ...any) {
 	pgtest.Exec(s.t, s.db, sql, args...)
 }
 
-// start and end start and complete an execution in plain SQL, as an external worker does.
+// start and end start and complete an execution in plain SQL, like an external worker.
 func (s *scene) start(id trace.ID, parent any) string {
 	s.t.Helper()
 	return s.one(`insert into agent_executions (trace_id, surface, flow, status, parent_id, awaited)
@@ -86,7 +86,7 @@ func (s *scene) note(id trace.ID, execution any, skill string) string {
 		values ($1, $2, $3, 'success', clock_timestamp(), 0) returning id::text`, string(id), execution, skill)
 }
 
-// names are the spans' names, sorted.
+// names returns the spans' names, sorted.
 func names(spans []otlptest.Span) []string {
 	var all []string
 	for _, one := range spans {
@@ -96,8 +96,8 @@ func names(spans []otlptest.Span) []string {
 	return all
 }
 
-// TestOneRoot: the first execution is the root of every trace; notes from outside and further executions are filed
-// under it.
+// TestOneRoot: the first execution is the root of every trace. Notes from outside and further executions are its
+// descendants.
 func TestOneRoot(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -135,7 +135,7 @@ func TestOneRoot(t *testing.T) {
 	}
 }
 
-// TestWhatCommitsLateIsSent: a row has an id from before the last pass, and its transaction was still running then.
+// TestWhatCommitsLateIsSent: a row has an id from before the last pass, but its transaction was still running then.
 func TestWhatCommitsLateIsSent(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -147,7 +147,7 @@ func TestWhatCommitsLateIsSent(t *testing.T) {
 		values ($1, 'late', clock_timestamp())`, string(id))
 	s.note(id, nil, "soon")
 	s.export()
-	passes := func() bool { // an exporter that did not wait for the transaction would have sent by now
+	passes := func() bool { // an exporter that does not wait for the transaction would have sent by now
 		return s.one(`select (clock_timestamp() - updated_at < interval '1 second' and sender <> '')::text
 			from agent_span_export`) == "true"
 	}
@@ -163,7 +163,7 @@ func TestWhatCommitsLateIsSent(t *testing.T) {
 	pgtest.Eventually(t, func() bool { return len(s.receiver.Trace("")) == 2 }, "both are sent")
 }
 
-// TestOpenActivitiesAreSentWhenTheyEnd, by the process that has the right to send then.
+// TestOpenActivitiesAreSentWhenTheyEnd, by the process with the right to send.
 func TestOpenActivitiesAreSentWhenTheyEnd(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -181,7 +181,7 @@ func TestOpenActivitiesAreSentWhenTheyEnd(t *testing.T) {
 	assert.Equal(t, "{}", s.one(`select pending::text from agent_span_export`))
 }
 
-// TestTheCallersSpanIsALink, and the trace id stays ours.
+// TestTheCallersSpanIsALink: the caller's span is a link, and the trace keeps its own id.
 func TestTheCallersSpanIsALink(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -219,8 +219,8 @@ func TestSampling(t *testing.T) {
 }
 
 // TestAnEndThatIsWrittenSlowlyIsSent: the event gets its id when the exporter can see the transaction. Here the server
-// writes the last step slowly while the exporter passes. The completion waits for no lock: lock waits are bounded, and
-// the writer retries.
+// writes the last step slowly during a pass of the exporter. The completion waits for no lock: lock waits are bounded,
+// and the writer retries.
 func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -264,7 +264,7 @@ func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 	assert.Truef(t, cmp.Equal(got, []string{"execute_tool later", "invoke_workflow slow"}), "sent %q", got)
 }
 
-// TestOneSends: one of two exporters has the right to send, and the other replaces it.
+// TestOneSends: one of two exporters has the right to send, and the other takes over.
 func TestOneSends(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -285,7 +285,7 @@ func TestOneSends(t *testing.T) {
 	assert.Truef(t, cmp.Equal(got, []string{"execute_tool one", "execute_tool two"}), "sent %q", got)
 }
 
-// TestTheLastPassSendsWhatHasJustEnded, also within the millisecond in which the exporter is stopped.
+// TestTheLastPassSendsWhatHasJustEnded, also within the millisecond of the exporter's stop.
 func TestTheLastPassSendsWhatHasJustEnded(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -299,7 +299,7 @@ func TestTheLastPassSendsWhatHasJustEnded(t *testing.T) {
 	}
 }
 
-// TestARefusedBatchIsGivenUp: the receiver would refuse it for ever, and it would block all later batches.
+// TestARefusedBatchIsGivenUp: the receiver would reject it for ever, and it would block all later batches.
 func TestARefusedBatchIsGivenUp(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -311,7 +311,7 @@ func TestARefusedBatchIsGivenUp(t *testing.T) {
 	assert.Truef(t, cmp.Equal(got, []string{"execute_tool good"}), "sent %q", got)
 }
 
-// TestGoldenAttributes compares complete sets of attributes, by the conventions at the commit that genai.go names.
+// TestGoldenAttributes compares complete sets of attributes, by the conventions of the commit in genai.go.
 func TestGoldenAttributes(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -363,7 +363,7 @@ func TestGoldenAttributes(t *testing.T) {
 		"execute_tool look": "SPAN_KIND_INTERNAL it took too long",
 	}
 	assert.NoDiff(t, want, kinds)
-	// With the opt-in the same again, and content, without secrets.
+	// With the opt-in, spans also have content, without secrets.
 	s.exec(`update agent_span_export
 		set sent_upto = lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '10 minutes')`)
 	golden["chat gpt-4o"]["gen_ai.input.messages"] = `[{"parts":[{"content":"hello, my key is [redacted]","type":"text"}],"role":"user"}]`

@@ -128,7 +128,7 @@ func TestTheVariablesAreDocumented(t *testing.T) {
 	}
 }
 
-// scrape returns the metrics as Prometheus gets them, and checks that Prometheus can parse them.
+// scrape returns the metrics in Prometheus's format, and checks that Prometheus can parse them.
 func scrape(t *testing.T, m *telemetry.Metrics) string {
 	t.Helper()
 	w := httptest.NewRecorder()
@@ -140,7 +140,7 @@ func scrape(t *testing.T, m *telemetry.Metrics) string {
 	return text
 }
 
-// used is a process that has done work of every kind.
+// used counts work of every kind.
 func used(m *telemetry.Metrics) {
 	now := time.Now()
 	x := executions.Execution{Surface: "heartbeat", StartedAt: &now}
@@ -192,7 +192,7 @@ func TestMetricsAreAsPrometheusWantsThem(t *testing.T) {
 		strings.Contains(text, `version="1.2.3"`), "a phase or an invented name is counted, or the version is missing")
 }
 
-// TestAScrapeWithoutTheDatabase has the metrics of the process, and reports that the database is down.
+// TestAScrapeWithoutTheDatabase: a scrape has the metrics of the process, and reports that the database is down.
 func TestAScrapeWithoutTheDatabase(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -217,7 +217,7 @@ func TestManyScrapesAskOnce(t *testing.T) {
 		all.Go(func() { scrape(t, m) })
 	}
 	all.Wait()
-	if asked := db.Stat().AcquireCount() - before; asked > 2 { // a slow machine may have needed one more
+	if asked := db.Stat().AcquireCount() - before; asked > 2 { // a slow machine may need one more
 		t.Errorf("8 scrapes asked the database %d times:\n%s", asked, first)
 	}
 }
