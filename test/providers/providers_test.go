@@ -33,20 +33,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
-// azure is how Azure's classic API is spoken to.
+// azure sets the options of Azure's classic API.
 func azure(c *models.Config) {
 	c.APIKey, c.Headers = "", map[string]string{"api-key": "azure-secret"}
 	c.Query = map[string][]string{"api-version": {"2024-10-21"}}
 }
 
-// Every surface finishes at every provider, and a provider refuses a part of the protocol once at most.
+// Every surface finishes at every provider. A provider rejects a part of the protocol at most once.
 func TestEverySurfaceFinishesAtEveryProvider(t *testing.T) {
 	type provider func(testing.TB, ...modeltest.Reply) *modeltest.Server
 	for name, test := range map[string]struct {
 		server  provider
 		model   string
 		change  func(*models.Config)
-		learned []string // what the provider refuses
+		learned []string // the requests that the provider rejects
 	}{
 		"gpt-6-sol":        {modeltest.OpenAI, "gpt-6-sol", nil, []string{"over the Responses API"}},
 		"gpt-5.6-sol":      {modeltest.OpenAI, "gpt-5.6-sol", nil, []string{"over the Responses API"}},
@@ -87,7 +87,7 @@ func lastRefused(server *modeltest.Server) string {
 	return all[len(all)-1].Body
 }
 
-// heartbeatFinishes runs a heartbeat that takes the steps of an objective.
+// heartbeatFinishes runs a heartbeat that completes the steps of an objective.
 func (w *world) heartbeatFinishes(t *testing.T) {
 	t.Helper()
 	x, err := w.engine.RunSync(t.Context(), heartbeat.Spec("nora"))
@@ -97,10 +97,10 @@ func (w *world) heartbeatFinishes(t *testing.T) {
 		`select status from agent_objectives where name = 'tidy'`), w.failures(t))
 }
 
-// turns are enough for the first to be summarised.
+// turns is enough for a summary of the first ones.
 const turns = 4
 
-// sessionFinishes takes turns of an admin until the first are summarised and the summary was sent.
+// sessionFinishes runs an admin's turns until the first are summarised and a request has the summary.
 func (w *world) sessionFinishes(t *testing.T) {
 	t.Helper()
 	s, err := w.operate.Session("", true)
@@ -124,7 +124,7 @@ func (w *world) sessionFinishes(t *testing.T) {
 	}
 }
 
-// chatFinishes asks as a visitor; the model's first arguments are no JSON.
+// chatFinishes sends a visitor's question. The model's first arguments are invalid JSON.
 func (w *world) chatFinishes(t *testing.T) {
 	t.Helper()
 	config := openai.DefaultConfig("visitor")
@@ -143,7 +143,7 @@ func (w *world) chatFinishes(t *testing.T) {
 		and surface = 'chat' and status = 'error'`)
 }
 
-// failures are the failed model calls of the log.
+// failures returns the failed model calls of the log.
 func (w *world) failures(t *testing.T) string {
 	t.Helper()
 	return pgtest.Value[string](t, w.pool, `select coalesce(string_agg(error_message, '; '), 'none') from agent_activity
@@ -152,7 +152,7 @@ func (w *world) failures(t *testing.T) string {
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// world is one process with all surfaces, on a database of its own, and a provider's server.
+// world is one process with all surfaces, on its own database, and a provider's server.
 type world struct {
 	pool    *pgxpool.Pool
 	server  *modeltest.Server
@@ -164,7 +164,7 @@ type world struct {
 	looked  atomic.Int32 // calls of the skill look
 }
 
-// newWorld begins the process; change sets what the provider's client needs.
+// newWorld starts the process. change sets the options of the provider's client.
 func newWorld(t *testing.T, server *modeltest.Server, model string, change func(*models.Config)) *world {
 	t.Helper()
 	w := &world{pool: pgtest.DB(t), server: server}
@@ -208,7 +208,7 @@ func newClient(t *testing.T, server *modeltest.Server, model string, change func
 	return client
 }
 
-// newLoop offers one skill, look, whose arguments are checked.
+// newLoop offers one skill, look, with a schema for its arguments.
 func (w *world) newLoop(t *testing.T) *reason.Loop {
 	t.Helper()
 	look := func(context.Context, skills.Call) (any, error) {
@@ -228,7 +228,7 @@ func (w *world) newLoop(t *testing.T) *reason.Loop {
 	return &reason.Loop{Pool: w.pool, Model: w.client, Skills: registry, Logger: slog.New(slog.DiscardHandler)}
 }
 
-// run keeps the process at work until the test ends.
+// run runs the process until the test ends.
 func (w *world) run(t *testing.T, parts ...func(context.Context) error) {
 	t.Helper()
 	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
@@ -247,7 +247,7 @@ func (w *world) run(t *testing.T, parts ...func(context.Context) error) {
 	})
 }
 
-// objective declares one with two steps.
+// objective declares an objective with two steps.
 func (w *world) objective(t *testing.T) {
 	t.Helper()
 	_, err := objectives.Put(t.Context(), w.pool, objectives.Definition{
@@ -263,9 +263,9 @@ func (w *world) objective(t *testing.T) {
 	}
 }
 
-// answer is what the model says: it calls look wrongly first wherever it is asked to count, and corrects itself.
+// answer is the model. If asked to count, it first calls look with wrong arguments, then corrects itself.
 func (w *world) answer(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-	var prompt string // what was asked in this turn
+	var prompt string // the prompt of this turn
 	answers := 0      // given since
 	for _, m := range req.Messages {
 		switch m.Role {
@@ -295,5 +295,5 @@ func (w *world) answer(_ int, req openai.ChatCompletionRequest) modeltest.Reply 
 	return modeltest.Text("It is 42.")
 }
 
-// summary is what the model keeps of the session.
+// summary is the model's summary of the session.
 const summary = "The admin counts."

@@ -32,7 +32,7 @@ var sdkRoutes = []string{
 	"POST /v1/executions/{id}/checkpoints", "POST /v1/executions/{id}/lock/{lock_id}", "POST /v1/locks", "PUT /v1/locks",
 }
 
-// The types of the SDKs are written by hand. Here a worker and its client see only those fields of each response that
+// The types of the SDKs are written by hand. Here a worker and its client see only the response fields that
 // openapi.json declares, and each request and response has to match its schema there.
 func TestTheSDKsKeepToTheDocument(t *testing.T) {
 	eachSDK(t, func(w *world) {
@@ -42,13 +42,13 @@ func TestTheSDKsKeepToTheDocument(t *testing.T) {
 		id := w.start("external:client", `{}`)
 		w.await("add 1", 1)
 		w.call("POST", "/v1/executions/"+long+"/cancel", `{"reason":"not needed"}`, nil)
-		w.await("aborted 1", 1) // a beat told it
+		w.await("aborted 1", 1) // a heartbeat reported it
 		w.expect(id, "completed", "42, then cancelled: not needed, then 404")
 		d.used(w)
 	})
 }
 
-// document is openapi.json, and a proxy that holds both sides to it.
+// document is openapi.json, and a proxy that checks both sides against it.
 type document struct {
 	*httputil.ReverseProxy
 	raw any
@@ -71,7 +71,7 @@ func readDocument(w *world) *document {
 	return d
 }
 
-// ServeHTTP checks the body of a request and passes it on.
+// ServeHTTP checks the body of a request and forwards it.
 func (d *document) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	operation, _ := d.operation(r)
 	d.mu.Lock()
@@ -88,7 +88,7 @@ func (d *document) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	d.ReverseProxy.ServeHTTP(w, r)
 }
 
-// answer checks the body of a response and removes what the document does not have.
+// answer checks the body of a response and removes undeclared fields.
 func (d *document) answer(r *http.Response) error {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
@@ -111,7 +111,7 @@ func (d *document) fault(format string, args ...any) {
 	d.wrong = append(d.wrong, fmt.Sprintf(format, args...))
 }
 
-// used expects each operation to have been used, and nothing else.
+// used checks that every operation was used, and no other.
 func (d *document) used(w *world) {
 	w.Helper()
 	d.mu.Lock()
@@ -122,7 +122,7 @@ func (d *document) used(w *world) {
 	}
 }
 
-// operation returns method and path as the document has them.
+// operation returns method and path in the form of the document.
 func (d *document) operation(r *http.Request) (operation, path string) {
 	parts := strings.Split(r.URL.Path, "/")
 	paths := d.at("paths").(map[string]any)
@@ -139,13 +139,13 @@ func (d *document) operation(r *http.Request) (operation, path string) {
 	return r.Method + " " + r.URL.Path + ", which is not in the document", ""
 }
 
-// of returns the pointer to a part of the operation of a request.
+// of returns the pointer to a part of a request's operation.
 func (d *document) of(r *http.Request, parts ...string) []string {
 	_, path := d.operation(r)
 	return append([]string{"paths", path, strings.ToLower(r.Method)}, parts...)
 }
 
-// at returns a part of the document; nil if there is none.
+// at returns a part of the document, or nil.
 func (d *document) at(pointer ...string) (part any) {
 	part = d.raw
 	for _, key := range pointer {
@@ -188,12 +188,12 @@ func (d *document) check(pointer []string, text []byte) (kept []byte, err error)
 	return json.Marshal(declared)
 }
 
-// declared returns a value with the properties that a schema has, and the names of the others.
+// declared returns a value with the properties of a schema, and the names of the others.
 func (d *document) declared(schema map[string]any, value any) (kept any, extra []string) {
 	if reference, is := schema["$ref"].(string); is {
 		return d.declared(d.at(strings.Split(strings.TrimPrefix(reference, "#/"), "/")...).(map[string]any), value)
 	}
-	if either, is := schema["anyOf"].([]any); is { // what may be null
+	if either, is := schema["anyOf"].([]any); is { // nullable parts
 		return d.declared(either[0].(map[string]any), value)
 	}
 	switch value := value.(type) {
@@ -225,8 +225,8 @@ func (d *document) declared(schema map[string]any, value any) (kept any, extra [
 	return value, extra
 }
 
-// What a README shows first is a whole worker, in less than 20 lines, and the README is a page. It runs as it is
-// written; only its bank comes from here.
+// A README begins with a whole worker in less than 20 lines, and the README is a page. The test runs the worker as
+// printed. Only its bank comes from here.
 func TestTheWorkerOfAReadmeRuns(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		fence, bank, file := "```python\n", readmeBank, "worker.py"
@@ -270,10 +270,10 @@ class bank:
 
 `
 
-// packed says that the workers use the packages as people install them, as in scripts/prove.
+// packed reports whether the workers use the packages as people install them, like in scripts/prove.
 var packed = os.Getenv("AGENT_SDKS") == "packed"
 
-// tests removes what they have installed.
+// tests removes the installed packages at the end.
 type tests struct{ *testing.M }
 
 func (m tests) Run() int {
@@ -333,7 +333,7 @@ var install = sync.OnceValues(func() (folders map[string]string, err error) {
 		}
 	}
 	run(typescript, "npx", "tsc", "--noEmit")
-	run(".", "cp", "-r", "../../sdk/python", filepath.Join(dir, "source")) // pip builds in the folder
+	run(".", "cp", "-r", "../../sdk/python", filepath.Join(dir, "source")) // pip builds inside the folder
 	run(dir, "python3", "-m", "pip", "install", "--no-deps", "--target", python, "./source")
 	return map[string]string{"": dir, "typescript": typescript, "python": python}, err
 })
@@ -345,7 +345,7 @@ type installError struct {
 
 func (e *installError) Error() string { return e.command + ": " + e.err.Error() + "\n" + e.out }
 
-// installed returns the folder with an installed SDK.
+// installed returns the folder of an installed SDK.
 func installed(t *testing.T, name string) string {
 	t.Helper()
 	folders, err := install()
@@ -353,7 +353,7 @@ func installed(t *testing.T, name string) string {
 	return folders[name]
 }
 
-// The document of the API is served to clients that generate code. Redocly reads it where the packages are tried.
+// Clients that generate code read the API's document. Redocly checks it where the packages are tested.
 func TestTheDocumentIsOpenAPI(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, language{name: "document"})
@@ -378,7 +378,7 @@ func TestTheDocumentIsOpenAPI(t *testing.T) {
 	dir := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "openapi.json"), got.Body, 0o600))
 	lint := exec.CommandContext(t.Context(), "npx", "--yes", "@redocly/cli@2.77.0", "lint", "openapi.json",
-		"--skip-rule", "operation-4xx-response") // probes are answered by 200 and 503 alone
+		"--skip-rule", "operation-4xx-response") // probes respond only with 200 and 503
 	lint.Dir = dir
 	lint.Env = append(os.Environ(), "REDOCLY_TELEMETRY=off", "REDOCLY_SUPPRESS_UPDATE_NOTICE=true")
 	out, err := lint.CombinedOutput()

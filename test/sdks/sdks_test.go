@@ -1,4 +1,4 @@
-// Package sdks tries the SDKs of TypeScript and Python: one scenario, run by a worker of each, against the real server
+// Package sdks tests the SDKs of TypeScript and Python. A worker of each runs one scenario against the real server,
 // with kills, pauses, lost answers and cancels.
 package sdks
 
@@ -44,7 +44,7 @@ type language struct {
 	command []string
 }
 
-// languages are the SDKs whose language is installed.
+// languages returns the SDKs whose language is installed.
 func languages(t *testing.T) []language {
 	t.Helper()
 	dir, err := os.Getwd()
@@ -89,7 +89,7 @@ func newWorld(t *testing.T, l language) *world {
 	return w
 }
 
-// worker starts a worker that reaches the server at base.
+// worker starts a worker that connects to the server at base.
 func (w *world) worker(owner, base string, ttl int) *proctest.Process {
 	w.Helper()
 	sdk, err := filepath.Abs("../../sdk/python")
@@ -123,7 +123,7 @@ func (w *world) start(flow, input string) string {
 	return x.ID
 }
 
-// ended waits for the end, and returns status and summary or error.
+// ended waits for the end, and returns the status, with the summary or the error.
 func (w *world) ended(id string) (status, text string) {
 	w.Helper()
 	pgtest.Until(w, w.db, true, `select completed_at is not null from agent_executions where id = $1::uuid`, id)
@@ -139,7 +139,7 @@ func (w *world) ended(id string) (status, text string) {
 	return x.Status, x.Summary
 }
 
-// lines are the effects so far.
+// lines returns the effects so far.
 func (w *world) lines() []string {
 	w.Helper()
 	text, err := os.ReadFile(w.effects)
@@ -194,7 +194,7 @@ func TestAFlowGoesOnAfterAKill(t *testing.T) {
 		w.expect(id, "completed", "the sum is 10")
 		keys := map[string]bool{}
 		for _, line := range w.lines() {
-			keys[line] = true // a step that was done twice has its key twice
+			keys[line] = true // a repeated step has its key twice
 		}
 		if n := w.count("add 1"); n != 1 || len(keys) != 4 || w.count("add 2")+w.count("add 3") > 3 {
 			w.Errorf("the effects are %q: want add 1 once, one step at most twice, each under one key", w.lines())
@@ -214,7 +214,7 @@ func TestAWorkerThatWakesLateChangesNothing(t *testing.T) {
 		first.Signal(syscall.SIGCONT)
 		first.Says("stopped here")
 		before, after := w.lines()[:done], w.lines()[done:]
-		for _, line := range after { // of the step in hand, which a busy machine may have let it begin twice
+		for _, line := range after { // of the current step, which a slow machine may have started twice
 			if line != "aborted 1" && (!strings.HasPrefix(line, "add 1 ") || !slices.Contains(before, line)) {
 				w.Errorf("after it woke: %q", after)
 			}
@@ -233,7 +233,7 @@ func TestWaitsSuspendAFlow(t *testing.T) {
 		failed := w.start("external:scenario", `{"steps":0,"pause_ms":0,"fail":"it is broken"}`)
 		careless := w.start("external:careless", `{"event":"care"}`)
 		pgtest.Until(w, w.db, "waiting", `select status::text from agent_executions where id = $1::uuid`, id)
-		worker.Stop() // what waits needs no worker
+		worker.Stop() // a waiting execution needs no worker
 		w.call("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"paid 7","data":{"amount":41}}`, nil)
 		w.worker("second", w.base, 30)
 		w.expect(id, "completed", "the sum is 42")
@@ -252,7 +252,7 @@ func TestWaitsSuspendAFlow(t *testing.T) {
 	})
 }
 
-// Otherwise the worker that still has the lock would run the flow again and again.
+// Otherwise the worker with the lock would run the flow again and again.
 func TestAnEndThatTheServerRefusesFailsTheFlow(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		w.worker("first", w.base, 30)
@@ -273,7 +273,7 @@ func TestAServerThatIsNotThereIsNamed(t *testing.T) {
 	})
 }
 
-// A proxy cuts the answer to a beat off, and then answers for the server.
+// A proxy cuts off the response to a heartbeat, and then responds in place of the server.
 func TestBeatsGoOnAfterABrokenAnswer(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		target, err := url.Parse(w.base)
@@ -315,7 +315,7 @@ func TestACancelStopsTheWork(t *testing.T) {
 	})
 }
 
-// npm and pip are not needed to use the SDKs: a copy of the folder suffices.
+// The SDKs need neither npm nor pip: a copy of the folder suffices.
 func TestTheSDKsHaveNoDependencies(t *testing.T) {
 	t.Parallel()
 	for file, forbidden := range map[string]string{
@@ -327,7 +327,7 @@ func TestTheSDKsHaveNoDependencies(t *testing.T) {
 	}
 }
 
-// The answers of a third of all requests are lost after the server has done them.
+// The responses of a third of all requests are lost after the server has done the work.
 func TestLostAnswersDoNoHarm(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		target, err := url.Parse(w.base)
