@@ -25,8 +25,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// countNow shortens the lag of counting, so a test need not wait. The trigger still lists every row older than half
-// of the lag.
+// countNow shortens the lag of counting, so a test need not wait. The trigger still lists every row older than half of
+// the lag.
 func countNow(t *testing.T, db postgres.DB) {
 	t.Helper()
 	pgtest.Exec(t, db, `
@@ -38,13 +38,13 @@ func countNow(t *testing.T, db postgres.DB) {
 		  execute function lanekeeper.agent_activity_written()`)
 }
 
-// pass counts at most so many rows, with the lag that goes with hurry.
+// pass counts at most that many rows, with the lag for a hurry.
 func pass(ctx context.Context, db postgres.Beginner, most int) error {
 	_, _, err := activity.CountPass(ctx, db, most, 60*time.Millisecond)
 	return err
 }
 
-// counted waits until nothing that has ended is left to count.
+// counted waits until no ended row is left to count.
 func counted(t *testing.T, db postgres.Beginner, most int) {
 	t.Helper()
 	last := pgtest.Value[string](t, db, `select lanekeeper.agent_uuid7()::text`)
@@ -98,7 +98,7 @@ func difference(ctx context.Context, db *pgxpool.Pool) (string, error) {
 	return text, err
 }
 
-// spendDifference compares the counts and the view of spend with what the rows of the log say.
+// spendDifference compares the counts and the view of spend with the rows of the log.
 func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (string, error) {
 	rows, err := tx.Query(ctx, `
 		select coalesce(nullif(a.purpose, ''), a.skill_name) as purpose,
@@ -116,7 +116,7 @@ func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (str
 		Purpose string
 		Day     time.Time
 		LedTo   map[string]int
-		// tokens of the prompt, of the completion and in all, millionths of a dollar, and of these two what is unknown
+		// prompt tokens, completion tokens, total tokens, millionths of a dollar, and the unknown part of the last two
 		Used []int64
 	}
 	calls, err := pgx.CollectRows(rows, pgx.RowToStructByName[modelCall])
@@ -181,15 +181,15 @@ func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (str
 	return cmp.Diff(want, counts.Lines, same) + cmp.Diff(want, viewed, same), nil
 }
 
-// charge is what a model call is charged to.
+// charge is the target of a model call's charge.
 type charge struct {
 	skill string
 	calls int64
 	used  []int64
 }
 
-// charges splits what a model call used among the skills that it led to, as the rule says: up to and with each skill,
-// in the order of names, the whole part of what is due to the calls so far (of money, rounded to millionths).
+// charges splits the usage of a model call among the skills that it called. By the rule, the sum up to each skill, in
+// the order of names, is the whole part of the usage due to the calls so far (money in millionths).
 func charges(ledTo map[string]int, used []int64) []charge {
 	var total, upto int64
 	most := ""
@@ -221,7 +221,7 @@ func charges(ledTo map[string]int, used []int64) []charge {
 	return list
 }
 
-// randomWrites writes rows in every way that there is, one transaction.
+// randomWrites writes rows in every possible way, in one transaction.
 func randomWrites(ctx context.Context, db *pgxpool.Pool, r *rand.Rand) error {
 	tx, err := db.Begin(ctx)
 	if err != nil {
@@ -485,7 +485,7 @@ func TestABadRowDoesNotStopTheCount(t *testing.T) {
 		"got %+v (%v)", sums.Lines, err)
 }
 
-// seqScans is how often tables were read whole through the connection so far.
+// seqScans returns the number of sequential scans of tables by the connection.
 func seqScans(t *testing.T, tx pgx.Tx, tables []string) int64 {
 	t.Helper()
 	return pgtest.Value[int64](t, tx, `
@@ -501,7 +501,7 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 		insert into agent_skills (name, tool_definition, handler) select 'skill_' || n, '{}', 'builtin:x'
 		  from generate_series(0, 96) n`)
 	counted(t, db, 20_000)
-	// All days are of the last seven, which makes reading them whole look cheap; and there are many rows.
+	// All days are in the last seven, so a scan of whole tables looks cheap; and there are many rows.
 	pgtest.Exec(t, db, `
 		delete from agent_activity_durations where day < current_date - 6;
 		delete from agent_activity_counts where start < current_date - 6;
@@ -586,7 +586,7 @@ func TestAStreakReadsABoundedNumberOfRows(t *testing.T) {
 	}
 }
 
-// healthByRows is what the view was before it went by what is counted: every call of seven days.
+// healthByRows is the view in its old form, without counts: it reads every call of seven days.
 const healthByRows = `
 	with calls as (
 	  select c.*, max(c.created_at) filter (where c.status = 'success') over (partition by c.skill_name) as last_ok
@@ -620,8 +620,8 @@ func healthBy(t *testing.T, db postgres.DB, query string, args ...any) []viewed 
 	return list
 }
 
-// calledAtRandom are skills that fare in different ways, over nine days: half a minute off each full one, so that
-// none is just seven days old.
+// calledAtRandom inserts skills with different outcomes over nine days. Each call is half a minute off a full day, so
+// none is exactly seven days old.
 func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
 	t.Helper()
 	pgtest.Exec(t, db, `
@@ -685,7 +685,7 @@ func TestTheHealthViewEqualsTheRows(t *testing.T) {
 	}
 }
 
-// percentilesOfWholeDays compares what is added up of buckets with the rows.
+// percentilesOfWholeDays compares the sums of buckets with the rows.
 func percentilesOfWholeDays(t *testing.T, db postgres.DB, stage string) {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `

@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/why"
 )
 
-// failedRun and failedCall make failures of a trace, in order of time.
+// failedRun and failedCall return failures of a trace in order of time.
 func failedRun(id, parent, step, message string) activity.FailedSpan {
 	return activity.FailedSpan{
 		ID: id, ExecutionID: id, IsExecution: true, IsRoot: parent == "", ParentID: parent, Name: id, Step: step,

@@ -22,7 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// act is a row to insert, ago before now.
+// act is a row to insert, created ago before now.
 type act struct {
 	trace, kind, skill, status, class, message, purpose, surface, model, lane, parent string
 	ago                                                                               time.Duration
@@ -33,7 +33,7 @@ type act struct {
 	cause                                                                             string
 }
 
-// put inserts a row as any client that speaks SQL may, and returns its id.
+// put inserts a row like any client of SQL, and returns its id.
 func put(t *testing.T, db postgres.DB, a act) string {
 	t.Helper()
 	usage := "{}"
@@ -163,7 +163,7 @@ func TestRecentFilters(t *testing.T) {
 	}
 }
 
-// TestUntilIsToTheMicrosecond, though bounds on ids are milliseconds.
+// TestUntilIsToTheMicrosecond: ids have milliseconds, but the bound is exact.
 func TestUntilIsToTheMicrosecond(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -295,7 +295,7 @@ func TestLinesAndDetailsAreCutInTheDatabase(t *testing.T) {
 	}
 }
 
-// explainer has the server explain each query that passes, with its arguments.
+// explainer has the server explain each passing query with its arguments.
 type explainer struct {
 	postgres.DB
 	t     *testing.T
@@ -307,7 +307,7 @@ func (e *explainer) Query(ctx context.Context, sql string, args ...any) (pgx.Row
 	return e.DB.Query(ctx, sql, args...)
 }
 
-// fill writes 24,000 rows and 4,000 executions, evenly since the beginning of last month.
+// fill inserts 24,000 rows and 4,000 executions, evenly since the beginning of last month.
 func fill(t *testing.T, db postgres.DB) {
 	t.Helper()
 	pgtest.Exec(t, db, `
@@ -330,7 +330,7 @@ func fill(t *testing.T, db postgres.DB) {
 		analyze agent_activity; analyze agent_executions; analyze agent_activity_open`)
 }
 
-// largePartitions lists the partitions with many rows. A small one, as at the beginning of a month, is best read whole.
+// largePartitions lists the partitions with many rows. A scan is best for a small one, as at the beginning of a month.
 func largePartitions(t *testing.T, db postgres.DB) []string {
 	t.Helper()
 	return pgtest.Column[string](t, db,
@@ -407,7 +407,7 @@ func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {
 	}
 }
 
-// A prepared statement gets one plan for all arguments after a few uses, and that reads everything.
+// After a few uses, a prepared statement gets one plan for all arguments. That plan reads everything.
 func TestPlansAreNotCached(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -426,8 +426,7 @@ func TestPlansAreNotCached(t *testing.T) {
 	assert.Truef(t, kept == 0, "%d statements are prepared", kept)
 }
 
-// A model call is charged to the skills that its answer calls, by their calls; nothing is lost, and nothing counted
-// twice.
+// A model call is charged to the skills that its answer calls, by their calls. Nothing is lost or counted twice.
 func TestAModelCallIsChargedToTheSkillsThatItLedTo(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

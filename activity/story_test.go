@@ -19,7 +19,7 @@ import (
 
 var update = flag.Bool("update", false, "write the golden files")
 
-// sampleTrace is a heartbeat's trace with everything that a story has to show.
+// sampleTrace returns a heartbeat's trace with everything that a story can show.
 func sampleTrace() activity.Trace {
 	at := time.Date(2026, 11, 21, 4, 30, 0, 0, time.UTC)
 	end := at.Add(75 * time.Second)
@@ -181,7 +181,7 @@ func TestTraceIsFoundByEveryFormOfItsID(t *testing.T) {
 	}
 }
 
-// The root's time is not the trace's while a child goes on.
+// The root's time is not the trace's time while a child runs.
 func TestTheHeadOfATraceSaysThatAChildGoesOn(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -244,7 +244,7 @@ func TestTracesAreRolledUpNewestFirst(t *testing.T) {
 	run(t, db, older, "completed", 50*time.Minute, root)
 	run(t, db, newer, "failed", 30*time.Minute, nil)
 	run(t, db, going, "running", time.Minute, nil)
-	// One that a worker has is in no index of its surface.
+	// A claimed execution is in no index of its surface.
 	pgtest.Exec(t, db, `
 		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
 		update agent_executions set claimed_by = w.id, claim = 1 from w where status = 'running'`)

@@ -19,7 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// written is what the tests look at of a row.
+// written has the compared columns of a row.
 type written struct {
 	Skill, Step, Kind, Status, Class, Message, Input, Output, Usage string
 	Cost                                                            float64
@@ -37,7 +37,7 @@ func writtenRow(t *testing.T, db postgres.DB, id string) written {
 	return got[0]
 }
 
-// claimed is a running execution and an entry of its claim.
+// claimed returns an entry of the claim of a running execution.
 func claimed(t *testing.T, pool *pgxpool.Pool) activity.Entry {
 	t.Helper()
 	e := activity.Entry{TraceID: string(trace.New(trace.Flow)), Claim: 1, Step: "pay", Skill: "pay"}
@@ -50,7 +50,7 @@ func claimed(t *testing.T, pool *pgxpool.Pool) activity.Entry {
 	return e
 }
 
-// handOn gives the execution to another claim, as a takeover would.
+// handOn gives the execution to another claim, like a takeover.
 func handOn(t *testing.T, pool *pgxpool.Pool, id string) {
 	t.Helper()
 	pgtest.Exec(t, pool, `update agent_executions set claim = claim + 1 where id = @id`, postgres.Strict{"id": id})
@@ -91,7 +91,7 @@ func TestOpeningAStepTwiceLeavesOneRow(t *testing.T) {
 	e.Step = "pay#2"
 	three, err := activity.Open(t.Context(), pool, e)
 	assert.Truef(t, err == nil && three != one, "another step has row %s too, %v", three, err)
-	e.Step = "" // not a step: every opening is its own
+	e.Step = "" // no step: each activity is a new one
 	for range 2 {
 		_, err := activity.Open(t.Context(), pool, e)
 		require.NoError(t, err)
@@ -130,7 +130,7 @@ func TestAStaleClaimWritesNothing(t *testing.T) {
 			assert.ErrorIs(t, err, activity.ErrStale, "note")
 			err = activity.Close(t.Context(), pool, id, e, activity.Outcome{})
 			if open := before.Status == "running"; !errors.Is(err, activity.ErrStale) && (open || err != nil) {
-				t.Errorf("close: %v", err) // a row that was closed with the execution is left alone, without an error
+				t.Errorf("close: %v", err) // closing a row that closed with its execution changes nothing and returns no error
 			}
 			diff := cmp.Diff(before, writtenRow(t, pool, id))
 			assert.Truef(t, diff == "" && pgtest.Value[int](t, pool, `select count(*) from agent_activity`) == rows,

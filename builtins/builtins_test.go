@@ -30,7 +30,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 
 const traceID = "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
 
-// call declares the builtins and calls one as the agent does.
+// call declares the builtins and calls one like the agent.
 func call(t *testing.T, pool *pgxpool.Pool, name, args string) (map[string]any, error) {
 	t.Helper()
 	_, err := builtins.Put(t.Context(), pool)
@@ -49,7 +49,7 @@ func call(t *testing.T, pool *pgxpool.Pool, name, args string) (map[string]any, 
 	return answer, nil
 }
 
-// column is one field of each row of the answer's list.
+// column returns one field of each row of the answer's list.
 func column(t *testing.T, answer map[string]any, list, field string) string {
 	t.Helper()
 	rows, ok := answer[list].([]any)
@@ -232,7 +232,7 @@ func powers(t *testing.T, pool *pgxpool.Pool) (state string) {
 	return state
 }
 
-// governed is a database with something of everything that only an admin may change.
+// governed returns a database with one of everything that only an admin may change.
 func governed(t *testing.T) *pgxpool.Pool {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -260,7 +260,7 @@ func governed(t *testing.T) *pgxpool.Pool {
 	return pool
 }
 
-// Everything that an argument could be named, or hold, to gain power. The builtin is called past its schema, too.
+// The test tries every argument name and value that could grant power. It also calls the builtin past its schema.
 func TestNoBuiltinCanChangeWhatAnybodyMayDo(t *testing.T) {
 	t.Parallel()
 	pool := governed(t)
@@ -327,7 +327,7 @@ func TestMemoryIsWrittenByCompareAndSetAndOnceAfterACrash(t *testing.T) {
 		}
 		assert.Truef(t, strings.Contains(got, step.want), "%s: got %s, want %s", step.args, got, step.want)
 	}
-	// What the caller has to say otherwise is no failure of the skill.
+	// An error that the caller can correct is no failure of the skill.
 	_, err := call(t, pool, "memory_write", `{"key":"long","value":"`+strings.Repeat("x", 70000)+`"}`)
 	refused, ok := errors.AsType[*skills.CallError](err)
 	assert.Truef(t, ok && refused.Class == "invalid_params", "a value that is too long: %v", err)

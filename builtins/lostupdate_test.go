@@ -18,15 +18,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// interleavings are how many random orders are tried.
+// interleavings is the number of random orders.
 const interleavings = 300
 
-// version is what a key held at a time. The model knows versions by what they are, not by their revisions.
+// version is a value of a key at a time. The model identifies versions by identity, not by revision.
 type version struct {
 	token string
 }
 
-// scene is one key, and the model of it.
+// scene is one key with its model.
 type scene struct {
 	t        *testing.T
 	pool     *pgxpool.Pool
@@ -59,7 +59,7 @@ func (s *scene) token(who string) *version {
 
 func tokenOf(value json.RawMessage) string { return strings.Trim(string(value), `"`) }
 
-// shows checks that an entry is a version.
+// shows checks that an entry is the version.
 func (s *scene) shows(what string, e *memory.Entry, want *version) {
 	switch {
 	case e == nil && want != nil:
@@ -77,23 +77,23 @@ type done struct {
 	answer json.RawMessage
 }
 
-// runner is a durable run. Its read entries are computed from its record, which survives a crash.
+// runner is a durable run. Its read entries come from its record, which survives a crash.
 type runner struct {
 	name   string
 	record []done
-	seen   memory.Seen // as the runtime keeps it
-	read   *version    // as the model knows it
-	again  *redo       // a call whose process was lost before its answer was recorded
+	seen   memory.Seen // in the runtime's form
+	read   *version    // in the model's form
+	again  *redo       // a call whose process died before its answer was recorded
 }
 
-// redo is a repeated call, with its written version.
+// redo is a repeated call, with the version that it wrote.
 type redo struct {
 	skill string
 	wrote *version
 	did   bool
 }
 
-// replay is what another process knows of the run.
+// replay rebuilds the run in another process.
 func (r *runner) replay(s *scene) {
 	r.seen = memory.Seen{}
 	for _, d := range r.record {
@@ -107,8 +107,8 @@ func (r *runner) learn(s *scene, d done) {
 	r.seen.Add(builtins.SightsWritten(skill, d.answer)...)
 }
 
-// step makes one call of a run, checks what came of it against the model, and may lose its process before or after
-// the answer was recorded.
+// step makes one call of a run, and compares the result with the model. It may lose the process before or after the
+// answer is recorded.
 func (r *runner) step(s *scene) {
 	call := r.again
 	if call == nil {
@@ -125,7 +125,7 @@ func (r *runner) step(s *scene) {
 	case "memory_write":
 		args["value"] = call.wrote.token
 		if s.dice.IntN(3) == 0 {
-			args["revision"] = s.dice.IntN(6) // what a model says of it does not matter
+			args["revision"] = s.dice.IntN(6) // the model's argument does not matter
 		}
 	}
 	answer := s.call(r, call.skill, args)
@@ -146,7 +146,7 @@ func (r *runner) step(s *scene) {
 	}
 }
 
-// call makes the call as the runtime does.
+// call makes the call like the runtime.
 func (s *scene) call(r *runner, name string, args map[string]any) json.RawMessage {
 	raw, err := json.Marshal(args)
 	require.NoError(s.t, err)
@@ -160,7 +160,7 @@ func (s *scene) call(r *runner, name string, args map[string]any) json.RawMessag
 	return answer
 }
 
-// judge compares an answer with the model, moves the model on, and returns what the run has read with it.
+// judge compares an answer with the model, updates the model, and returns the version that the run has read with it.
 func (r *runner) judge(s *scene, call *redo, answer json.RawMessage) *version {
 	var refusal struct {
 		Error     string
@@ -174,7 +174,7 @@ func (r *runner) judge(s *scene, call *redo, answer json.RawMessage) *version {
 	case call.skill == "recall":
 		if len(refusal.Memories) == 0 {
 			s.shows("recall", nil, s.there)
-			return r.read // an answer without the key shows nothing
+			return r.read // an answer without the key shows no version
 		}
 		s.shows("recall", &refusal.Memories[0], s.there)
 		return s.there
@@ -190,7 +190,7 @@ func (r *runner) judge(s *scene, call *redo, answer json.RawMessage) *version {
 			return r.read
 		}
 		return s.there
-	case call.did && s.there == call.wrote: // it finds its own work
+	case call.did && s.there == call.wrote: // it finds its own write
 		return s.there
 	case s.there != r.read && (call.skill == "memory_write" || s.there != nil):
 		s.fail("%s of %s overwrote what %s had not read", call.skill, r.name, r.name)
@@ -199,14 +199,14 @@ func (r *runner) judge(s *scene, call *redo, answer json.RawMessage) *version {
 		s.there = nil
 		return nil
 	}
-	if call.did { // what it had written is gone, and it is written anew
+	if call.did { // its write is gone, and it writes again
 		call.wrote = &version{call.wrote.token}
 	}
 	s.there, call.did = call.wrote, true
 	return s.there
 }
 
-// person is an admin with a page that shows what was there when it was opened.
+// person is an admin with an open page. The page shows the version from its loading.
 type person struct {
 	name string
 	open bool
@@ -234,7 +234,7 @@ func (p *person) revision() int {
 	return p.page.Revision
 }
 
-// act writes or forgets, based on the page.
+// act writes or deletes, based on the page.
 func (p *person) act(s *scene) {
 	fresh, next := p.read == s.there, s.token(p.name)
 	var err error
@@ -261,7 +261,7 @@ func (p *person) act(s *scene) {
 	p.open = false
 }
 
-// expire is the end of the entry's time; it may be swept.
+// expire ends the entry's time. A sweep may remove it.
 func (s *scene) expire() {
 	s.tell("it expires")
 	pgtest.Exec(s.t, s.pool, `
@@ -275,7 +275,7 @@ func (s *scene) expire() {
 	s.there = nil
 }
 
-// play is one interleaving of two runs and two admins.
+// play runs one interleaving of two runs and two admins.
 func (s *scene) play() {
 	runs := []*runner{{name: "one" + s.key, seen: memory.Seen{}}, {name: "two" + s.key, seen: memory.Seen{}}}
 	admins := []*person{{name: "ana"}, {name: "bea"}}
@@ -312,9 +312,8 @@ func newRegistry(t *testing.T, pool *pgxpool.Pool) (*skills.Registry, map[string
 	return registry, all
 }
 
-// TestNoUpdateIsLostInAnyOrder plays two runs, whose processes are lost, and two admins in random orders against a
-// model: nobody overwrites what they have not read, nobody is refused without need, and every refusal shows what is
-// there.
+// TestNoUpdateIsLostInAnyOrder plays two runs with process losses and two admins in random orders, against a model.
+// Nobody overwrites an unread version, no rejection is needless, and every rejection shows the current version.
 func TestNoUpdateIsLostInAnyOrder(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -40,7 +40,7 @@ func newNoter(t *testing.T, pool *pgxpool.Pool) *noter {
 	return &noter{t, registry, all, memory.Seen{}}
 }
 
-// call makes a call as the runtime does, with what the run has read, and has it read the answer.
+// call makes a call like the runtime, with the versions that the run has read, and notes the answer.
 func (n *noter) call(name string, args map[string]any) map[string]any {
 	n.t.Helper()
 	raw, err := json.Marshal(args)
@@ -110,7 +110,7 @@ func TestANoteReplacesOnlyTheOneThatItsRunHasRead(t *testing.T) {
 	refused(late.note("tidy enough"), "one, again, and two")
 	late.call("objective_update", map[string]any{"objective": o.ID, "note": "not clean yet"}) // by its id
 	stands("not clean yet")
-	for _, revision := range []int{0, 1, -1} { // nobody keeps what was read
+	for _, revision := range []int{0, 1, -1} { // without a record of reads
 		answer, err := late.registry.Invoke(trace.With(t.Context(), trace.Span{TraceID: traceID}), skills.Call{
 			Skill: late.skills["objective_update"],
 			Args:  fmt.Appendf(nil, `{"objective":"tidy","note":"replaced","revision":%d}`, revision),
@@ -164,7 +164,7 @@ func newHouse(t *testing.T) *house {
 	return h
 }
 
-// as calls a skill on behalf of an agent.
+// as calls a skill for an agent.
 func (h *house) as(ctx context.Context, agent, name, args string) (string, error) {
 	h.t.Helper()
 	skill, err := skills.Get(ctx, h.pool, name)
@@ -181,7 +181,7 @@ func (h *house) must(agent, name, args string) string {
 	return answer
 }
 
-// Each of three agents keeps a value under the same key, then changes, finds and forgets its own.
+// Each of three agents keeps a value under the same key, then changes, finds and deletes its own.
 func TestAnAgentsOwnMemoryIsNoOtherAgents(t *testing.T) {
 	t.Parallel()
 	h := newHouse(t)
@@ -259,7 +259,7 @@ func TestWhoseMemoryItIsDependsOnWhoActs(t *testing.T) {
 		_, err := h.as(t.Context(), "mute", name, args)
 		assert.ErrorContains(t, err, "has no memory (memory: none)", name)
 	}
-	// A turn finishes on the version that it has begun with, also when its agent is removed meanwhile.
+	// A turn finishes with the agent version of its start, even if its agent is removed meanwhile.
 	directory := &agents.Directory{}
 	sales, err := directory.Find(t.Context(), h.pool, "sales")
 	require.NoError(t, err)
