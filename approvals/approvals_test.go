@@ -24,7 +24,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// setUp makes a database with the skill drop, which needs approval.
+// setUp creates a database with the skill drop, which needs approval.
 func setUp(t *testing.T) (*pgxpool.Pool, skills.Skill) {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -46,7 +46,7 @@ func inside(t *testing.T, pool *pgxpool.Pool, fn func(ctx context.Context) error
 	return insideAs(t, pool, "", trace.Flow, fn)
 }
 
-// insideAs runs fn as an execution that the principal by asked for.
+// insideAs runs fn in an execution requested by the principal by.
 func insideAs(
 	t *testing.T, pool *pgxpool.Pool, by string, surface trace.Surface, fn func(ctx context.Context) error,
 ) executions.Execution {
@@ -86,7 +86,7 @@ func approve(t *testing.T, pool *pgxpool.Pool, id string) error {
 	return err
 }
 
-// use makes the approved call in an execution of its own; the error is the call's.
+// use makes the approved call in its own execution. The error is the call's.
 func use(t *testing.T, pool *pgxpool.Pool, id string, act func()) (result error) {
 	t.Helper()
 	inside(t, pool, func(ctx context.Context) error {
@@ -250,7 +250,7 @@ func TestHashDoesNotDependOnTheForm(t *testing.T) {
 	assert.Error(t, err, "what is no JSON has a hash")
 }
 
-// A request notifies the channels only while one is enabled: each notification serialises commits.
+// A request notifies the channels only while one is enabled, because each notification serialises commits.
 func TestARequestNotifiesChannelsOnlyWhereThereIsOne(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)

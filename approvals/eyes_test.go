@@ -23,7 +23,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Who asked for a call cannot decide it, however often and beside whom it tries. Root may, and the audit says so.
+// The requester of a call cannot decide it, however often it tries and whoever else decides at the same time. Root may,
+// and the audit log says so.
 func TestFourEyes(t *testing.T) {
 	t.Parallel()
 	pool, _ := setUp(t)
@@ -79,7 +80,8 @@ func TestFourEyes(t *testing.T) {
 	assert.Contains(t, fmt.Sprint(skills.Validate(d)), "four_eyes needs trust: approve")
 }
 
-// setUpFourEyes makes a database with the skill drop, which needs an approval by another principal than its requester.
+// setUpFourEyes creates a database with the skill drop, which needs an approval by a principal other than its
+// requester.
 func setUpFourEyes(t *testing.T) (*pgxpool.Pool, skills.Skill) {
 	t.Helper()
 	pool, _ := setUp(t)
@@ -122,7 +124,7 @@ func TestADecisionClosesTheListOfRequesters(t *testing.T) {
 	pgtest.Equal(t, pool, "ana eve", `select array_to_string(requested_by, ' ') from agent_approvals`)
 }
 
-// Who sends an event has a hand in what the execution does next, and so is a requester of its calls.
+// The sender of an event influences the execution's next calls, so it is a requester of them.
 func TestTheSenderOfAnEventIsARequester(t *testing.T) {
 	t.Parallel()
 	pool, s := setUpFourEyes(t)
@@ -172,7 +174,7 @@ func TestAMissingGrantIsNotFourEyes(t *testing.T) {
 		"a role without grants: %v", err)
 }
 
-// A decision in SQL is in the audit, as one in SQL.
+// The audit log has a decision by SQL, marked as SQL.
 func TestADecisionInSQLIsAudited(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)

@@ -26,7 +26,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// patience is how long a test waits for what must come.
+// patience bounds each wait of a test.
 
 // parked is a running process with a flow that requests approval, waits, and makes an approved call.
 type parked struct {
@@ -80,7 +80,7 @@ func (p *parked) flow(ctx context.Context, s skills.Skill, args json.RawMessage)
 	return executions.Result{Summary: "called"}, err
 }
 
-// begin starts the flow and waits until it is parked; it returns the execution and the approval.
+// begin starts the flow and waits until it is parked. It returns the execution and the approval.
 func (p *parked) begin() (executionID, approvalID string) {
 	p.t.Helper()
 	x, _, err := p.engine.Start(p.t.Context(), p.pool, executions.Spec{Flow: "flow", Surface: trace.Operate})
@@ -132,7 +132,7 @@ func TestOneDenialEndsIt(t *testing.T) {
 		"ended with %q, %d calls", x.ResultSummary, p.acted.Load())
 }
 
-// A decision resumes the waiting execution at once, also one by plain SQL. In this test no sweep runs.
+// A decision resumes the waiting execution at once, also a decision by plain SQL. No sweep runs in this test.
 func TestADecisionInSQLWakesWhoWaits(t *testing.T) {
 	t.Parallel()
 	p := park(t, `{}`, func(o *executions.Options) { o.SweepEvery = time.Hour })
@@ -141,7 +141,7 @@ func TestADecisionInSQLWakesWhoWaits(t *testing.T) {
 	assert.Equal(t, "called", enginetest.Await(p.t, p.pool, id, executions.Completed).ResultSummary)
 }
 
-// The same call of two executions needs two approvals: neither can use the other's.
+// The same call of two executions needs two approvals. Neither can use the other's.
 func TestAParkedGrantIsItsExecutionsAlone(t *testing.T) {
 	t.Parallel()
 	p := park(t, `{"table":"x"}`)
@@ -155,7 +155,7 @@ func TestAParkedGrantIsItsExecutionsAlone(t *testing.T) {
 	assert.Truef(t, approvals.IsUsed(err), "a used grant: %v", err)
 	left, err := approvals.Approved(t.Context(), p.pool, 5)
 	assert.Truef(t, err == nil && len(left) == 0, "a heartbeat would follow through %+v, %v", left, err)
-	pgtest.Exec(t, p.pool, `update agent_approvals set status = 'approved' where id = $1`, other) // approved, but not told
+	pgtest.Exec(t, p.pool, `update agent_approvals set status = 'approved' where id = $1`, other) // approved silently
 	err = use(t, p.pool, other, func() { t.Error("acted with another execution's grant") })
 	assert.Truef(t, approvals.IsUsed(err), "another's grant: %v", err)
 	x, err := executions.Get(t.Context(), p.pool, second)
@@ -231,7 +231,7 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 		assert.Truef(t, err == nil && got.Status == "expired" && strings.Contains(got.Reason, "was changed"),
 			"the approval is %+v (%v)", got, err)
 	}
-	// A run that has read the skill before requests no impossible approval.
+	// A run that read the skill before its change requests no impossible approval.
 	inside(t, pool, func(ctx context.Context) error {
 		_, err := approvals.Ask(ctx, approvals.Request{
 			Skill: s.Name, SkillID: s.ID, Revision: s.Revision,

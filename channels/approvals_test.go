@@ -28,7 +28,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// linked links accounts to a principal.
+// linked maps accounts to principals.
 type linked map[string]string
 
 func (l linked) Approver(ctx context.Context, issuer, subject, _, _ string) (context.Context, string, error) {
@@ -46,7 +46,7 @@ func (linked) Asking(ctx context.Context, _, _, _, _ string) (context.Context, e
 	return ctx, nil
 }
 
-// stand is a channel with a worker, in this process.
+// stand is a channel with a worker in this process.
 type stand struct {
 	t    *testing.T
 	pool *pgxpool.Pool
@@ -126,7 +126,7 @@ func (s *stand) until(what string, holds func() bool) {
 	pgtest.EventuallyWithin(s.t, 30*time.Second, holds, what)
 }
 
-// click presses a button and returns the answer.
+// click presses a button and returns the response.
 func (s *stand) click(id string, chat, person int64, message int64, nonce string) string {
 	s.t.Helper()
 	before := len(s.bot.Notices())
@@ -140,7 +140,7 @@ func (s *stand) status(id string) string {
 		`select concat_ws(' ', status, decided_by) from agent_approvals where id = $1`, id)
 }
 
-// A button decides for the right person, once, in time, and for the shown arguments.
+// A button decides for the right person, once, in time, and for the displayed arguments.
 func TestAButtonDecidesAnApproval(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, channels.Definition{Pairing: channels.PairingOpen, ReportTo: "900"}, nil)
@@ -207,7 +207,7 @@ func TestAButtonDecidesAnApproval(t *testing.T) {
 	})
 }
 
-// At most three senders wait for pairing. The code of each works once.
+// At most three senders wait for pairing. Each one's code works once.
 func TestPairingIsBounded(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, channels.Definition{}, nil)
@@ -234,7 +234,7 @@ func code(text string) string {
 	return found
 }
 
-// A failing channel reports the reason, and delays no other channel.
+// A failing channel reports the reason, and does not delay other channels.
 func TestTheStateSaysWhatIsWrong(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, channels.Definition{}, nil)
@@ -245,7 +245,7 @@ func TestTheStateSaysWhatIsWrong(t *testing.T) {
 		}
 		return telegramtest.None
 	})
-	s.bot.Say(1, 1, "Somebody", "hello") // ends the poll under way
+	s.bot.Say(1, 1, "Somebody", "hello") // ends the running poll
 	pgtest.Until(t, s.pool, "failing", `select state from agent_channels`)
 	c, err := channels.Get(t.Context(), s.pool, "support")
 	require.NoError(t, err)
@@ -253,7 +253,7 @@ func TestTheStateSaysWhatIsWrong(t *testing.T) {
 	assert.Truef(t, !strings.Contains(c.Error, "secret-of-the-bot"), "the error shows the token: %s", c.Error)
 }
 
-// A channel runs with a rotated secret without a restart.
+// A channel uses a rotated secret without a restart.
 func TestARotatedSecretIsUsed(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, channels.Definition{}, nil)
@@ -301,7 +301,7 @@ func TestTelegramPostsToTheWebhook(t *testing.T) {
 	r.SetPathValue("name", "support")
 	(&channels.Runner{Pool: away, Logger: slog.New(slog.DiscardHandler)}).ServeHTTP(w, r)
 	assert.Equal(t, 503, w.Code, "without the database the answer is", w.Body)
-	s.env.Store("WEBHOOK", "") // no secret, for a moment
+	s.env.Store("WEBHOOK", "") // without a secret for a while
 	pgtest.Exec(t, s.pool, `update agent_channels set agent = 'another'`)
 	assert.Equal(t, 503, post("a secret", update))
 	s.env.Store("WEBHOOK", "a rotated secret")
@@ -310,7 +310,7 @@ func TestTelegramPostsToTheWebhook(t *testing.T) {
 	for range 9 {
 		assert.Equal(t, 200, post("a rotated secret", update))
 	}
-	connects := strings.Count(s.log.String(), "channel connected") // the worker logs it, too
+	connects := strings.Count(s.log.String(), "channel connected") // the worker logs it as well
 	assert.Truef(t, connects < 9, "%d lines for 9 requests say that the channel is connected", connects)
 	s.env.Store("WEBHOOK", "a third secret")
 	tx, err := s.pool.Begin(t.Context())
@@ -331,7 +331,8 @@ func TestTelegramPostsToTheWebhook(t *testing.T) {
 	assert.Equal(t, "<code>not &lt;b&gt;today&lt;/b&gt;</code>", s.bot.Sent(9)[0].Text)
 }
 
-// A lost turn gets a notice. A relay gets none, because the flow has its message. A deleted thread stops no other turn.
+// A lost turn gets a notice. A relay gets none, because the flow has its message. A deleted thread does not block other
+// turns.
 func TestOnlyLostTurnsOfLiveThreadsGetANotice(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, channels.Definition{Pairing: channels.PairingOpen}, nil)

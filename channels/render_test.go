@@ -9,7 +9,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
-// Parts are within the limit in any units, lose no word, and close their code blocks.
+// Parts are within the limit in any unit, lose no word, and close their code blocks.
 func TestSplit(t *testing.T) {
 	t.Parallel()
 	limits := channels.Limits{Text: 200, Length: channels.UTF16}

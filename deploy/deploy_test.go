@@ -1,5 +1,5 @@
-// Package deploy_test holds the files of this folder to what the program knows: settings, ports, probes, times. What
-// needs the tools of others (Dockerfile, Kubernetes, Helm, goreleaser) is in checks, a module of its own: make prove
+// Package deploy_test compares the files of this folder with the program: settings, ports, probes, times. Checks that
+// need other tools (Dockerfile, Kubernetes, Helm, goreleaser) are in checks, a separate module: make prove
 // ONLY=packages.
 package deploy_test
 
@@ -33,7 +33,7 @@ func read(t *testing.T, path string) string {
 	return string(text)
 }
 
-// files are those that people deploy, by path.
+// files returns the files to deploy, by path.
 func files(t *testing.T) map[string]string {
 	t.Helper()
 	all := map[string]string{"../.goreleaser.yaml": read(t, "../.goreleaser.yaml")}
@@ -54,7 +54,7 @@ func files(t *testing.T) map[string]string {
 
 var variable = regexp.MustCompile(`\b(?:AGENT|DATABASE|OPENAI|LANEKEEPER)_[A-Z][A-Z_]*[A-Z]\b`)
 
-// misnamed are the variables in a text that the program does not read.
+// misnamed returns the variables in a text that the program does not read.
 func misnamed(text string) []string {
 	known := map[string]bool{}
 	for _, s := range config.Settings() {
@@ -86,7 +86,7 @@ func TestEverySettingIsOneOfTheProgram(t *testing.T) {
 	}
 }
 
-// documents reads a YAML file in which no key comes twice.
+// documents reads a YAML file without duplicate keys.
 func documents(t *testing.T, path, text string) (all []map[string]any) {
 	t.Helper()
 	decoder := yaml.NewDecoder(strings.NewReader(text))
@@ -101,7 +101,7 @@ func documents(t *testing.T, path, text string) (all []map[string]any) {
 	}
 }
 
-// at follows keys and numbers into a document; nil when there is nothing.
+// at follows keys and indexes into a document. It returns nil if there is no value.
 func at(v any, keys ...any) any {
 	for _, key := range keys {
 		switch key := key.(type) {
@@ -134,7 +134,7 @@ func duration(t *testing.T, text string) time.Duration {
 	return d
 }
 
-// fallback is the default of a setting.
+// fallback returns the default of a setting.
 func fallback(t *testing.T, name string) string {
 	t.Helper()
 	list := config.Settings()
@@ -146,8 +146,7 @@ func fallback(t *testing.T, name string) string {
 // enough checks that a process gets the time for all stages of its stop, with the default of AGENT_SHUTDOWN_TIMEOUT.
 func enough(t *testing.T, where string, drain, granted time.Duration) {
 	t.Helper()
-	// After the two timeouts: answers that are cut say so (5 s), what is under way is cut off (5 s), and leases are
-	// given back.
+	// After the two timeouts, cut responses end with an error (5 s), the rest is cut off (5 s), and leases are released.
 	needed := drain + 2*duration(t, fallback(t, "AGENT_SHUTDOWN_TIMEOUT")) + 15*time.Second
 	assert.Truef(t, granted >= needed, "%s: the process is killed after %s, and may need %s", where, granted, needed)
 }
@@ -199,7 +198,7 @@ func TestThePodsOfTheManifests(t *testing.T) {
 	t.Error("there is no Deployment")
 }
 
-// The unit is understood by systemd, where there is one, and hardened by its judgement; its times are enough.
+// systemd, if installed, accepts the unit and rates it as hardened. The unit's times are long enough.
 func TestTheUnit(t *testing.T) {
 	unit := read(t, "systemd/lanekeeper.service")
 	stop := regexp.MustCompile(`(?m)^TimeoutStopSec=(\S+)$`).FindStringSubmatch(unit)
@@ -213,7 +212,7 @@ func TestTheUnit(t *testing.T) {
 		t.Log("there is no systemd-analyze here")
 		return
 	}
-	program, err := exec.LookPath("true") // stands for the agent, which is not installed
+	program, err := exec.LookPath("true") // in place of the agent, which is not installed
 	require.NoError(t, err)
 	path := filepath.Join(t.TempDir(), "lanekeeper.service")
 	testkit.WriteFile(t, path, strings.ReplaceAll(unit, "/usr/bin/agent", program))

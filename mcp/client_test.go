@@ -110,7 +110,7 @@ func TestAChildThatDoesNotReadCannotHoldACall(t *testing.T) {
 	assert.Equal(t, `"back"`, w.must("echo", `{"text":"back"}`))
 }
 
-// A child that starts or answers slowly fails calls, but is not ended for it.
+// A child that starts or responds slowly fails calls, but keeps running.
 func TestASlowChildIsKept(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, nil)
@@ -136,7 +136,7 @@ func TestASilentServerIsNamedWithItsTimeout(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, nil)
 	silent := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
-		_, _ = io.Copy(io.Discard, r.Body) // else the end of the connection is not noticed
+		_, _ = io.Copy(io.Discard, r.Body) // otherwise the server does not notice the disconnect
 		<-r.Context().Done()
 	}))
 	t.Cleanup(silent.Close)
@@ -147,7 +147,7 @@ func TestASilentServerIsNamedWithItsTimeout(t *testing.T) {
 	assert.Truef(t, err != nil && strings.Contains(err.Error(), `"test": the server has not answered within 5s`), "%v", err)
 }
 
-// pid returns the process of the test's stdio server.
+// pid returns the process id and environment of the test's stdio server.
 func (w *world) pid() (pid int, env []string) {
 	w.t.Helper()
 	var got struct {
@@ -173,7 +173,7 @@ func TestAChildIsKeptReplacedAndStopped(t *testing.T) {
 	assert.Equal(t, first, again, "the second call went to child")
 	require.NoError(t, syscall.Kill(first, syscall.SIGKILL))
 	var second int
-	pgtest.Eventually(t, func() bool { // the first call after the kill may reach the dead child
+	pgtest.Eventually(t, func() bool { // the first call after the kill may still go to the dead child
 		if _, err := w.call("pid", `{}`); err != nil {
 			return false
 		}

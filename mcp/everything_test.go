@@ -11,7 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// The reference server of the protocol covers all its features.
+// The reference server covers all features of the protocol.
 const (
 	everything        = "@modelcontextprotocol/server-everything"
 	everythingVersion = "2026.8.31"

@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// The line after an invalid one is answered.
+// An invalid line gets an error, and the next line a response.
 func TestALineThatIsNoMessageIsAnsweredAndPassedOver(t *testing.T) {
 	t.Parallel()
 	h := newHouse(t)

@@ -56,7 +56,7 @@ func child(kind string) int {
 	return 0
 }
 
-// deafen reads some bytes and then blocks.
+// deafen reads some bytes, then blocks.
 type deafen struct{ rest int }
 
 func (d *deafen) Read(p []byte) (int, error) {
@@ -91,7 +91,7 @@ func text(s string) *sdk.CallToolResult {
 var echoSchema = json.RawMessage(
 	`{"type":"object","properties":{"text":{"type":"string"},"times":{"type":"integer","default":1}},"required":["text"]}`)
 
-// tools are echo and some that report on the process.
+// tools returns echo and some tools that report on the process.
 func tools(description string) []tool {
 	if description == "" {
 		description = "Says it again."

@@ -28,7 +28,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// house is an agent that offers skills.
+// house is an agent with skills.
 type house struct {
 	t      *testing.T
 	pool   *pgxpool.Pool
@@ -58,7 +58,7 @@ func newHouse(t *testing.T) *house {
 	return h
 }
 
-// process is a server of another process.
+// process returns a server like that of another process.
 func (h *house) process() *mcp.Server {
 	h.t.Helper()
 	registry, err := skills.New(skills.Options{Pool: h.pool, Builtins: map[string]skills.Builtin{
@@ -86,7 +86,7 @@ func (h *house) offer(skill string) {
 	require.Truef(h.t, err == nil && changed, "offer %s: %t, %v", skill, changed, err)
 }
 
-// approve makes the skill add need an approval.
+// approve makes the skill add require approval.
 func (h *house) approve() {
 	h.t.Helper()
 	d := skills.Definition{
@@ -102,7 +102,7 @@ func (h *house) approve() {
 	require.NoError(h.t, err)
 }
 
-// http is a stock client of the handler behind a token.
+// http returns a stock client of the handler behind a token.
 func (h *house) http() *sdk.ClientSession {
 	h.t.Helper()
 	guarded := h.server.Handler()
@@ -134,7 +134,7 @@ func (bearer) RoundTrip(r *http.Request) (*http.Response, error) {
 	return http.DefaultTransport.RoundTrip(r)
 }
 
-// stdio is a stock client of a Serve session.
+// stdio returns a stock client of a Serve session.
 func (h *house) stdio(options *sdk.ClientOptions) *sdk.ClientSession {
 	h.t.Helper()
 	theirIn, ourOut := io.Pipe()
@@ -244,7 +244,7 @@ func TestTheListFollowsTheOffers(t *testing.T) {
 	assert.ErrorIs(t, err, skills.ErrNotFound, "offering what is not there")
 }
 
-// awaits expects a call to wait for an approval, and returns its id.
+// awaits checks that a call waits for an approval, and returns its id.
 func awaits(t *testing.T, r *sdk.CallToolResult) string {
 	t.Helper()
 	fields, _ := r.StructuredContent.(map[string]any)
@@ -266,7 +266,7 @@ func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
 	other := awaits(t, callTool(t, session, "add", map[string]any{"a": 2, "b": 4}))
 	assert.True(t, other != id, "another call waits for the same approval")
 	require.Equal(t, 0, h.made.Load())
-	h.server = h.process() // the calling process is gone
+	h.server = h.process() // the calling process has died
 	session = h.http()
 	_, err := approvals.Decide(t.Context(), h.pool, id, true, "admin", "")
 	require.NoError(t, err)

@@ -35,7 +35,7 @@ func TestValidateSaysEverythingThatIsWrong(t *testing.T) {
 	url := "https://example.com/mcp"
 	for name, c := range map[string]struct {
 		d    Definition
-		want []string // prefixes of the problems; empty for a valid one
+		want []string // prefixes of the problems; empty for a valid name
 	}{
 		"http": {Definition{Name: "a", URL: url, Headers: map[string]any{
 			"Authorization": "Bearer ${TOKEN}",

@@ -20,7 +20,7 @@ import (
 
 const key = "secret-key-0123456789"
 
-// client talks to the server and repeats quickly.
+// client connects to the server and retries quickly.
 func client(t *testing.T, server *modeltest.Server, change ...func(*models.Config)) *models.Client {
 	t.Helper()
 	config := models.Config{
@@ -213,7 +213,7 @@ func TestUsageIsEstimatedWhenTheServerIsSilent(t *testing.T) {
 	server := modeltest.New(t, modeltest.Text(strings.Repeat("word", 25)).NoUsage().WithModel("unheard-of"))
 	resp := complete(t, client(t, server, func(c *models.Config) { c.Model = "unheard-of" }),
 		ask(strings.Repeat("word", 10)))
-	// no word is as long
+	// every word is shorter
 	want := models.Usage{PromptTokens: 12 + 8 + 8 + 8, CompletionTokens: 12 + 76, TotalTokens: 124, Estimated: true}
 	assert.NoDiff(t, want, resp.Usage)
 	assert.Truef(t, !resp.Priced && resp.CostUSD == 0, "an unknown model was priced at %v", resp.CostUSD)

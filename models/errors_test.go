@@ -215,13 +215,13 @@ func TestNoErrorShowsWhatHeadersAndQuerySay(t *testing.T) {
 	shown(err)
 	config := models.Config{BaseURL: "http://127.0.0.1:1/v1", Model: "m", Logger: slog.New(slog.DiscardHandler)}
 	set(&config)
-	away, err := models.New(config) // the error of a connection names the whole URL
+	away, err := models.New(config) // a connection error contains the whole URL
 	require.NoError(t, err)
 	_, err = away.Complete(t.Context(), ask("hi"))
 	shown(err)
 }
 
-// endless streams words until the client goes away.
+// endless streams words until the client disconnects.
 func endless(gone chan<- struct{}) modeltest.Reply {
 	return modeltest.Custom(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
@@ -261,7 +261,7 @@ func TestAnAnswerThatIgnoresItsLimitIsCut(t *testing.T) {
 
 func TestAnAnswerNearItsLimitIsNotCut(t *testing.T) {
 	t.Parallel()
-	text := strings.Repeat("extraordinary ", 40) // few tokens for their length
+	text := strings.Repeat("extraordinary ", 40) // few tokens for its length
 	server := modeltest.New(t, modeltest.Text(text).WithUsage(10, 42, 0))
 	req := ask("talk")
 	req.MaxTokens = 50
@@ -352,7 +352,7 @@ func TestAnInterruptedCallIsUnknown(t *testing.T) {
 	assert.Truef(t, err != nil && resp.Unknown && resp.Message.Content == "", "response %+v, err %v", resp, err)
 }
 
-// The transport of net/http repeats requests with an idempotency key by itself when a connection that was kept breaks.
+// net/http repeats requests with an idempotency key on its own if a reused connection breaks.
 func TestARequestIsNotSentAgainUnseen(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("ok"), modeltest.Reset(), modeltest.Text("ok"))
@@ -368,7 +368,7 @@ func TestARequestIsNotSentAgainUnseen(t *testing.T) {
 	}
 }
 
-// Usage comes last. An answer that is whole without it was billed all the same.
+// Usage comes last. A complete answer without it was billed all the same.
 func TestAUsageThatIsMissingIsUnknownWhereTheServerReportsIt(t *testing.T) {
 	t.Parallel()
 	unsaid := modeltest.Custom(func(w http.ResponseWriter, _ *http.Request) {

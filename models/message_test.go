@@ -23,7 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
-// recorded is a step as earlier versions stored it: the JSON of go-openai's message.
+// recorded is a step in the form of earlier versions: the JSON of go-openai's message.
 const recorded = `{"role":"assistant","content":"I look <at> it.","reasoning_content":"Which table?","tool_calls":[
 	{"id":"call_1","type":"function","function":{"name":"sizes","arguments":"{\"limit\":3}"}}]}`
 

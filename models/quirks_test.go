@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
-// conversation is a call, its result with a correction, and an answer; it returns the last answer.
+// conversation runs a call, its result with a correction, and an answer. It returns the last answer.
 func conversation(t *testing.T, c *models.Client, model string) models.Response {
 	t.Helper()
 	req := models.Request{
@@ -51,14 +51,14 @@ func replies() []modeltest.Reply {
 	return []modeltest.Reply{modeltest.ToolCall("sizes", `{}`), modeltest.Text("orders")}
 }
 
-// Each provider refuses what the real one refuses; a call, a correction and an answer come through.
+// Each fake rejects what the real provider rejects. A call, a correction and an answer still succeed.
 func TestEveryProviderFinishesATurnWithACorrection(t *testing.T) {
 	t.Parallel()
 	type provider func(testing.TB, ...modeltest.Reply) *modeltest.Server
 	for name, test := range map[string]struct {
 		server  provider
 		model   string
-		refused int // requests that taught a dialect
+		refused int // requests that revealed a dialect
 	}{
 		"gpt-6-sol":        {modeltest.OpenAI, "gpt-6-sol", 1},
 		"gpt-5.6-sol":      {modeltest.OpenAI, "gpt-5.6-sol", 1},
@@ -81,7 +81,8 @@ func TestEveryProviderFinishesATurnWithACorrection(t *testing.T) {
 	}
 }
 
-// A malformed call is sent back with arguments that servers take. Members of its message still go back.
+// A malformed call is sent back with arguments that servers accept. The other members of its message are sent back,
+// too.
 func TestMembersOfAMalformedCallGoBack(t *testing.T) {
 	t.Parallel()
 	for name, server := range map[string]*modeltest.Server{
@@ -166,7 +167,7 @@ func TestItemsOfAResponseGoBackByteForByte(t *testing.T) {
 	}
 }
 
-// responseEvents is a stream of the Responses API that ends so.
+// responseEvents returns a stream of the Responses API with these events.
 func responseEvents(events ...string) modeltest.Reply {
 	var out strings.Builder
 	for _, e := range events {
@@ -296,7 +297,7 @@ func TestAzureClassicIsAskedAsItWants(t *testing.T) {
 		"err = %v after %d requests", err, len(server.Requests()))
 }
 
-// Gemini counts its thoughts neither in the prompt nor in the completion, and bills them like the completion.
+// Gemini counts its thoughts neither in the prompt nor in the completion, but bills them like the completion.
 func TestReasoningThatIsInTheTotalOnlyIsPriced(t *testing.T) {
 	t.Parallel()
 	const usage = `{"choices":[{"message":{"content":"ok"},"finish_reason":"stop"}],"usage":{"prompt_tokens":20,` +
@@ -384,7 +385,7 @@ func TestExtraIsLaidOverTheBody(t *testing.T) {
 		strings.Contains(body, `"other"`), "sent %s", body)
 }
 
-// What a server refuses is left out of the same request, and of later ones.
+// If a server rejects a member, the client omits it from the same request, and from later ones.
 func TestARefusedMemberIsLeftOutFromThenOn(t *testing.T) {
 	t.Parallel()
 	half := float32(0.5)
@@ -468,7 +469,7 @@ func TestMembersThatTheirServerRefusesAreNotSentBack(t *testing.T) {
 	}
 }
 
-// asOpenAI reaches the server under the name of OpenAI's, for which the Responses API is tried first.
+// asOpenAI connects to the server under the name of OpenAI's. For that name the client tries the Responses API first.
 func asOpenAI(t *testing.T, server *modeltest.Server) func(*models.Config) {
 	t.Helper()
 	address := strings.TrimSuffix(strings.TrimPrefix(server.URL(), "http://"), "/v1")

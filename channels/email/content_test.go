@@ -203,7 +203,7 @@ func TestAnAnswerContinuesTheMailThreadAndIsMarkedAsAutomatic(t *testing.T) {
 	assert.True(t, other.Get("Message-Id") != h.Get("Message-Id"), "two messages have one Message-ID")
 	m.ReplyTo = reference{subject: "Order 12"}.String()
 	h, _, _ = answer(t, m)
-	assert.Equal(t, "Re: Order 12, auto-replied, ", // of a mail without Message-ID
+	assert.Equal(t, "Re: Order 12, auto-replied, ", // for a mail without Message-ID
 		h.Get("Subject")+", "+h.Get("Auto-Submitted")+", "+h.Get("In-Reply-To"))
 }
 

@@ -19,7 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// inbox records what it receives.
+// inbox records the received messages.
 type inbox struct {
 	got     []channels.Incoming
 	bounces []string
@@ -83,7 +83,7 @@ func mailOf(id, headers, text string) []byte {
 		"\r\n%s\r\n", headers, bob, id, text)
 }
 
-// received gets a mail from a relay.
+// receivedFrom delivers a mail from a relay.
 func (t *transport) receivedFrom(tb testing.TB, raw []byte, to ...string) channels.Incoming {
 	tb.Helper()
 	in := &inbox{}
@@ -240,7 +240,7 @@ func TestMailOfAnUnprovenSenderIsHeldWherePairingIsRequired(t *testing.T) {
 	free := open(t).receivedFrom(t, raw)
 	assert.Truef(t, free.Ignored == "" && free.Sender == "?"+bob && strings.HasPrefix(free.Conversation, "?"+bob+"#"),
 		"an open channel takes it as %+v", free)
-	in := &inbox{} // anybody who connects can write the header
+	in := &inbox{} // any client can write the header
 	require.NoError(t, open(t).take(t.Context(), in, mailOf("1@home", pass, "Hello"), envelope{from: bob}))
 	assert.Equal(t, "?"+bob, in.got[0].Sender)
 }

@@ -24,7 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// answers serves SMTP with fixed answers by the command; "" closes the connection. It returns the address.
+// answers serves SMTP with a fixed answer for each command; "" closes the connection. It returns the address.
 func answers(t *testing.T, fixed map[string]string) string {
 	t.Helper()
 	var config net.ListenConfig
@@ -135,7 +135,7 @@ func TestAPasswordNeverLeavesWithoutTLS(t *testing.T) {
 	}
 }
 
-// certificate writes a certificate of localhost and its key.
+// certificate writes a certificate for localhost and its key.
 func certificate(t *testing.T) (cert, key string) {
 	t.Helper()
 	secret, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

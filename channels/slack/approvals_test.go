@@ -44,7 +44,7 @@ type approvalTest struct {
 	asked int
 }
 
-// linked has Ana, who may decide, and Bob, who may not.
+// linked has two principals: Ana may decide, Bob may not.
 type linked struct{}
 
 func (linked) Asking(ctx context.Context, _, _, _, _ string) (context.Context, error) {
@@ -104,7 +104,7 @@ func newApprovalTest(t *testing.T, mode string) *approvalTest {
 	return d
 }
 
-// request asks for an approval and returns its id.
+// request requests an approval and returns its id.
 func (d *approvalTest) request() (id string) {
 	d.Helper()
 	d.asked++
@@ -123,7 +123,7 @@ func (d *approvalTest) request() (id string) {
 	return id
 }
 
-// shown waits for the message that shows a request.
+// shown waits for the message of a request.
 func (d *approvalTest) shown(order int) (shown slacktest.Message) {
 	d.Helper()
 	pgtest.EventuallyWithin(d.T, 30*time.Second, func() bool {
@@ -137,7 +137,7 @@ func (d *approvalTest) shown(order int) (shown slacktest.Message) {
 	return shown
 }
 
-// click presses a button and returns the answer to the person.
+// click presses a button and returns the response to the person.
 func (d *approvalTest) click(user string, shown slacktest.Message, label string) string {
 	d.Helper()
 	before := len(d.fake.Messages(d.at))
@@ -167,9 +167,9 @@ func (d *approvalTest) expect(what, text, want, id, status string) {
 	}
 }
 
-// A click decides if a linked principal that may decide makes it, once, in time, on the shown arguments. The test has
-// the right person, a wrong one, an unlinked one, a replay, changed arguments, and an expired button. With four eyes
-// the requester cannot decide.
+// A click decides if it comes from a linked principal with the right, once, in time, with the displayed arguments. The
+// test has the right person, a wrong one, an unlinked one, a replay, changed arguments, and an expired button. With
+// four eyes the requester cannot decide.
 func TestApprovalsBySlackButtons(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"socket", "events"} {
@@ -217,7 +217,7 @@ func TestApprovalsBySlackButtons(t *testing.T) {
 	}
 }
 
-// serve gives the fake the address of the channel.
+// serve tells the fake the address of the channel.
 func (d *approvalTest) serve(r *channels.Runner) {
 	d.Helper()
 	mux := http.NewServeMux()

@@ -95,7 +95,7 @@ func (m *memory) times() int {
 	return m.connected
 }
 
-// world is a transport at a fake.
+// world is a transport connected to a fake.
 type world struct {
 	*testing.T
 	fake *slacktest.Server
@@ -141,7 +141,7 @@ func (w *world) eventually(ok func() bool) {
 	}
 }
 
-// A message counts once, for any repetition by Slack, and is acknowledged only after it is stored.
+// A message counts once, however often Slack repeats it. The transport acknowledges it only after it is stored.
 func TestMessagesComeOnce(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"socket", "events"} {
@@ -179,7 +179,8 @@ func TestMessagesComeOnce(t *testing.T) {
 	}
 }
 
-// Waiting events are stored together, even a mention and the reply to it. An event about the connection ends the batch.
+// The transport stores queued events together, even a mention and the reply to it. An event about the connection ends
+// the batch.
 func TestABurstIsStoredAtOnce(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "socket")
@@ -200,8 +201,8 @@ func TestABurstIsStoredAtOnce(t *testing.T) {
 	assert.Equal(t, 1, len(client.Events))
 }
 
-// Of a burst the first hundred events are stored together, and the next one after them. A message that cannot be stored
-// fails no other message, and Slack sends it again.
+// The transport stores the first hundred events of a burst together, and the next one after them. A message that cannot
+// be stored does not affect others, and Slack sends it again.
 func TestABurstIsBoundedAndSurvivesABadMessage(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "socket")
@@ -217,7 +218,7 @@ func TestABurstIsBoundedAndSurvivesABadMessage(t *testing.T) {
 		client.Events <- event(n, "hello")
 	}
 	ctx, cancel := context.WithCancel(t.Context())
-	w.in.stored = cancel // no client accepts 100 acknowledgements
+	w.in.stored = cancel // the client cannot take 100 acknowledgements
 	w.take(ctx, client, event(1, "hello"), w.in)
 	w.in.stored = nil
 	assert.Equal(t, 1, w.in.calls)
@@ -233,7 +234,7 @@ func TestABurstIsBoundedAndSurvivesABadMessage(t *testing.T) {
 	assert.Equal(t, 104, len(w.in.texts()))
 }
 
-// Messages of other bots, edited or deleted messages, and people of other workspaces.
+// The transport ignores messages of other bots, edited or deleted ones, and those of other workspaces.
 func TestForeignEvents(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "socket")
@@ -260,7 +261,7 @@ func TestForeignEvents(t *testing.T) {
 	assert.Equal(t, 0, w.fake.Retries())
 }
 
-// Requests are believed by their signature and its time only.
+// A request is authentic only by its signature and its time.
 func TestHookBelievesSignaturesOnly(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "events")
@@ -288,7 +289,7 @@ func TestHookBelievesSignaturesOnly(t *testing.T) {
 	assert.Equal(t, 1, len(w.in.texts()))
 }
 
-// The client reopens a socket that ends, or that stays open and carries nothing.
+// The client reopens a socket that has ended, or that stays open without data.
 func TestSocketsAreOpenedAgain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "socket", func(t *Transport) { t.pingEvery, t.probe = 400*time.Millisecond, 100*time.Millisecond })
@@ -302,7 +303,7 @@ func TestSocketsAreOpenedAgain(t *testing.T) {
 	assert.True(t, w.fake.Calls("auth.test") >= 3, "Slack was not asked whether it knows the bot")
 }
 
-// Find finds a send without an answer by its metadata, in a thread and outside. Others' copies do not count.
+// Find finds a send without a response by its metadata, in a thread and outside. Copies by others do not count.
 func TestLostSendsAreFound(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "events")
@@ -329,7 +330,7 @@ func TestLostSendsAreFound(t *testing.T) {
 	}
 }
 
-// A draft is edited, and Slack's refusals are distinguished.
+// A draft is edited in place, and each rejection of Slack has its own error.
 func TestSendsAndEdits(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "events")
@@ -371,7 +372,7 @@ func TestSendsAndEdits(t *testing.T) {
 	}
 }
 
-// A wrong token is a mistake of the admin's, and no log message contains it.
+// A wrong token is the admin's mistake. No log line contains it.
 func TestWrongTokensAreMisconfigured(t *testing.T) {
 	t.Parallel()
 	fake := slacktest.New()
@@ -389,7 +390,7 @@ func TestWrongTokensAreMisconfigured(t *testing.T) {
 	assert.ErrorIs(t, err, channels.ErrMisconfigured, "without the token of the app")
 }
 
-// A declaration names the secrets of its mode, as references.
+// A declaration names the secrets of its mode as references.
 func TestDeclarationsNeedTheSecretsOfTheirMode(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {

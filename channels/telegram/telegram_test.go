@@ -38,14 +38,14 @@ func open(t *testing.T, a api) channels.Transport {
 	return transport
 }
 
-// offsets is an inbox that read the update 899 just now.
+// offsets is an inbox that has just read update 899.
 type offsets struct{ channels.Inbox }
 
 func (offsets) Connected(context.Context) {}
 
 func (offsets) Cursor(context.Context) (string, time.Duration, error) { return "900", 0, nil }
 
-// Telegram forgets updates below the offset, and begins with a random id after an idle week.
+// Telegram drops updates below the offset. After an idle week it starts at a random id.
 func TestAnIdleWeekForgetsTheOffset(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -67,7 +67,8 @@ func TestAnIdleWeekForgetsTheOffset(t *testing.T) {
 	})
 }
 
-// A message reaches the supergroup that its group has become. A request with buttons names the necessary change.
+// A message follows a group that has become a supergroup. The error of a request with buttons names the necessary
+// change.
 func TestAGroupThatBecameASupergroupIsFollowed(t *testing.T) {
 	t.Parallel()
 	transport := open(t, func(_ string, p map[string]any) string {

@@ -50,7 +50,7 @@ func stages(t *testing.T) []instructions.Stage {
 	return list
 }
 
-// last is the last command of a kind in a stage.
+// last returns the last command of a kind in a stage.
 func last[T instructions.Command](t *testing.T, s instructions.Stage) (found T) {
 	t.Helper()
 	has := false
@@ -94,7 +94,7 @@ func TestTheImageRunsTheAgentAndNothingElse(t *testing.T) {
 	}
 }
 
-// build runs the command of the Dockerfile that builds the agent.
+// build runs the Dockerfile's build command for the agent.
 func build(t *testing.T) string {
 	t.Helper()
 	run := strings.Join(last[*instructions.RunCommand](t, stages(t)[0]).CmdLine, " ")
@@ -124,7 +124,7 @@ func TestTheBinaryNeedsNothing(t *testing.T) {
 		}
 	}
 	root := unpacked(t, path)
-	for dir := root; dir != filepath.Dir(dir); dir = filepath.Dir(dir) { // the folders of a test are private
+	for dir := root; dir != filepath.Dir(dir); dir = filepath.Dir(dir) { // other users cannot enter a test's folders
 		if strings.HasPrefix(dir, os.TempDir()) && dir != os.TempDir() {
 			if err := os.Chmod(dir, 0o755); err != nil {
 				t.Fatal(err)
@@ -202,8 +202,8 @@ func unpacked(t *testing.T, program string) (root string) {
 	}
 }
 
-// alone runs the agent where nothing else is, as the image's user. Who is not root cannot do that, and runs it as it
-// is.
+// alone runs the agent in an otherwise empty root, as the image's user. Without root rights, it runs the agent
+// directly.
 func alone(t *testing.T, root string, environ []string, args ...string) (code int, said string) {
 	t.Helper()
 	cmd := exec.Command("/usr/bin/agent", args...)

@@ -22,7 +22,7 @@ import (
 	strict "sigs.k8s.io/yaml"
 )
 
-// kinds are those that may occur, with their types.
+// kinds are the allowed kinds, with their types.
 func kinds() map[string]any {
 	return map[string]any{
 		"v1 ServiceAccount": &corev1.ServiceAccount{}, "v1 Service": &corev1.Service{}, "v1 Secret": &corev1.Secret{},
@@ -31,7 +31,7 @@ func kinds() map[string]any {
 	}
 }
 
-// objects decodes manifests into the types of their kinds, and refuses fields that those do not have.
+// objects decodes manifests into the types of their kinds, and rejects unknown fields.
 func objects(t *testing.T, name, text string) map[string]any {
 	t.Helper()
 	found := map[string]any{}
@@ -63,7 +63,7 @@ func objects(t *testing.T, name, text string) map[string]any {
 	}
 }
 
-// sound checks what belongs together in a set of objects.
+// sound checks the references between objects.
 func sound(t *testing.T, name string, all map[string]any) *appsv1.Deployment {
 	t.Helper()
 	d, is := all["Deployment"].(*appsv1.Deployment)
@@ -124,7 +124,7 @@ func TestTheManifestsAreWhatKubernetesReads(t *testing.T) {
 	}
 }
 
-// rendered is the chart with values, as Helm's engine makes it.
+// rendered returns the chart with values, rendered by Helm's engine.
 func rendered(t *testing.T, values map[string]any) (string, error) {
 	t.Helper()
 	chart, err := loader.LoadDir("../helm/lanekeeper")
@@ -210,7 +210,7 @@ func TestTheChart(t *testing.T) {
 	}
 }
 
-// The chart's pod is the one of the manifests, but for names.
+// The chart's pod equals the one of the manifests, except for names.
 func TestTheChartMakesThePodOfTheManifests(t *testing.T) {
 	plain, err := os.ReadFile("../k8s/lanekeeper.yaml")
 	if err != nil {

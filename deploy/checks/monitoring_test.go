@@ -13,7 +13,7 @@ import (
 	"github.com/prometheus/prometheus/promql/parser"
 )
 
-// metrics are the names that the agent gives its metrics.
+// metrics returns the names of the agent's metrics.
 func metrics(t *testing.T) map[string]bool {
 	t.Helper()
 	files, err := filepath.Glob("../../internal/telemetry/*.go")
@@ -33,7 +33,7 @@ func metrics(t *testing.T) map[string]bool {
 	return names
 }
 
-// checkQuery parses a query as Prometheus does, and checks that the agent has its metrics.
+// checkQuery parses a query like Prometheus, and checks that the agent has its metrics.
 func checkQuery(t *testing.T, at, query string, known map[string]bool) {
 	t.Helper()
 	tree, err := parser.ParseExpr(query)

@@ -13,7 +13,7 @@ import (
 
 func newBuffered(text string) *bufio.Reader { return bufio.NewReader(strings.NewReader(text)) }
 
-// A release is what goreleaser makes of its configuration, which it reads strictly.
+// goreleaser makes a release from its configuration, which it reads strictly.
 func TestTheRelease(t *testing.T) {
 	p, err := config.Load("../../.goreleaser.yaml")
 	if err != nil {
@@ -53,7 +53,7 @@ func TestTheRelease(t *testing.T) {
 	}
 }
 
-// exists checks that a pattern finds a file; one without a source is a folder to be made.
+// exists checks that a pattern finds a file. An entry without a source is a folder to create.
 func exists(t *testing.T, pattern string) {
 	t.Helper()
 	if pattern == "" {

@@ -20,7 +20,7 @@ import (
 	"testing"
 )
 
-// command runs a command and returns what it printed.
+// command runs a command and returns its output.
 func command(t *testing.T, dir string, environ []string, name string, args ...string) string {
 	t.Helper()
 	cmd := exec.Command(name, args...)
@@ -34,8 +34,8 @@ func command(t *testing.T, dir string, environ []string, name string, args ...st
 	return strings.TrimSpace(string(out))
 }
 
-// A snapshot is built by goreleaser, with lists of contents by syft, from what is committed. Each archive, package,
-// list and checksum is opened, and the program of this machine runs.
+// goreleaser builds a snapshot of the commit, and syft lists its contents. The test opens each archive, package, list
+// and checksum, and runs the program of this machine.
 func TestASnapshotIsReleased(t *testing.T) {
 	goreleaser := command(t, "../..", nil, "scripts/tool", "github.com/goreleaser/goreleaser/v2", "v2.13.3")
 	syft := command(t, "../..", nil, "scripts/tool", "github.com/anchore/syft/cmd/syft", "v1.38.2")
@@ -87,7 +87,7 @@ func TestASnapshotIsReleased(t *testing.T) {
 	}
 }
 
-// archive looks into a tarball, and runs the program of this machine.
+// archive checks a tarball, and runs the program of this machine.
 func archive(t *testing.T, name string, content []byte) {
 	t.Helper()
 	zipped, err := gzip.NewReader(bytes.NewReader(content))
@@ -128,7 +128,7 @@ func archive(t *testing.T, name string, content []byte) {
 	}
 }
 
-// debian looks into a package with dpkg-deb.
+// debian checks a package with dpkg-deb.
 func debian(t *testing.T, path string) {
 	t.Helper()
 	listed := command(t, ".", nil, "dpkg-deb", "--contents", path)
@@ -145,7 +145,7 @@ func debian(t *testing.T, path string) {
 	}
 }
 
-// contents reads a list of what is inside: SPDX with the modules of the program.
+// contents checks a list of contents: SPDX with the modules of the program.
 func contents(t *testing.T, name string, content []byte) {
 	t.Helper()
 	var list struct {

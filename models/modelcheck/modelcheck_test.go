@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/models/modelcheck"
 )
 
-// client talks to the server and repeats nothing.
+// client connects to the server and retries nothing.
 func client(t *testing.T, server *modeltest.Server, change ...func(*models.Config)) *models.Client {
 	t.Helper()
 	config := models.Config{
@@ -83,7 +83,7 @@ func TestEveryProviderPassesItsChecks(t *testing.T) {
 	}
 }
 
-// answering is a server that passes its checks, but for requests that contain a text.
+// answering is a server that passes its checks, except for requests that contain a text.
 func answering(t *testing.T, contains string, reply modeltest.Reply) *modeltest.Server {
 	t.Helper()
 	server := modeltest.New(t)
@@ -101,7 +101,7 @@ func TestAFailedCheckNamesTheSettingThatHelps(t *testing.T) {
 		return modeltest.Refusal(status, "invalid_request_error", "", message, 0)
 	}
 	for name, test := range map[string]struct {
-		fault    string // what requests contain that are answered so
+		fault    string // these requests get the reply
 		reply    modeltest.Reply
 		check    string
 		status   modelcheck.Status

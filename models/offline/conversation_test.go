@@ -17,7 +17,7 @@ const (
 		{"category":"general","key":"color","value":"blue","revision":1}]}`
 )
 
-// own are the runtime's own skills. Their descriptions do not begin with a verb of change: the names are enough.
+// own returns the runtime's own skills. Their descriptions do not start with a verb of change; their names suffice.
 func own() []skill {
 	needs := func(names ...string) string {
 		properties := map[string]any{}

@@ -86,7 +86,7 @@ func talk(t *testing.T, prompt string, skills []skill) (calls []string, text str
 	return talkOn(t, nil, prompt, skills)
 }
 
-// talkOn is talk after earlier messages, the person's and the agent's in turn.
+// talkOn is talk after earlier messages, of the person and the agent in turn.
 func talkOn(t *testing.T, before []string, prompt string, skills []skill) (calls []string, text string) {
 	t.Helper()
 	return talkAs(t, "You are an autonomous agent that acts without a person watching.", before, prompt, skills)

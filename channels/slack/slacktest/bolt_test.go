@@ -66,7 +66,7 @@ func startApp(t *testing.T, mode string) *app {
 	return a
 }
 
-// find waits for a line with a prefix that was not found before.
+// find waits for a new line with a prefix.
 func (a *app) find(prefix string) string {
 	a.Helper()
 	deadline := time.After(pgtest.Timeout)
@@ -85,7 +85,7 @@ func (a *app) find(prefix string) string {
 	}
 }
 
-// Slack's own framework works against the fake: messages, threads, buttons, retries, duplicates, files, limits.
+// Slack's own framework works with the fake: messages, threads, buttons, retries, duplicates, files, limits.
 func TestBoltWorksAgainstTheFake(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"socket", "http"} {
@@ -130,7 +130,7 @@ func TestBoltWorksAgainstTheFake(t *testing.T) {
 	}
 }
 
-// challenge expects an app to answer Slack's challenge, and to refuse unsigned requests.
+// challenge checks that an app answers Slack's challenge, and rejects unsigned requests.
 func (a *app) challenge() {
 	a.Helper()
 	body := []byte(`{"type":"url_verification","challenge":"3eZbrw1a","token":"x"}`)

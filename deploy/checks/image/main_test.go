@@ -69,7 +69,7 @@ func TestTheImageHasTheAgentAndNothingElse(t *testing.T) {
 	}
 }
 
-// files lists the files of all layers.
+// files returns the files of all layers.
 func files(t *testing.T, image v1.Image) (list []file) {
 	t.Helper()
 	layers, err := image.Layers()
