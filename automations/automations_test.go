@@ -42,7 +42,7 @@ func get(t *testing.T, pool *pgxpool.Pool, name string) automations.Automation {
 	return a
 }
 
-// putDue declares an automation and sets its next time to the past.
+// putDue declares an automation, and sets its next time to the past.
 func putDue(t *testing.T, pool *pgxpool.Pool, d automations.Definition, ago string) automations.Automation {
 	t.Helper()
 	put(t, pool, d)
@@ -286,7 +286,7 @@ func TestARunIsTriedAgainUntilItIsDead(t *testing.T) {
 	assert.Truef(t, !ok && err == nil, "redrove a success: %v, %v", ok, err)
 }
 
-// retry claims the next attempt, by many at once.
+// retry claims the next attempt, with many concurrent callers.
 func retry(t *testing.T, pool *pgxpool.Pool, failed automations.Run) automations.Run {
 	t.Helper()
 	var mu sync.Mutex
@@ -410,7 +410,7 @@ func TestNoAutomationIsInServiceWhileItsSkillIsNot(t *testing.T) {
 	}
 }
 
-// Automations are made while their skill is switched: in the end each goes by the skill.
+// Automations are declared while their skill is switched on and off. In the end each one follows the skill.
 func TestAnAutomationIsNotMissedThatIsMadeWhileItsSkillIsDisabled(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -439,7 +439,7 @@ func TestAnAutomationIsNotMissedThatIsMadeWhileItsSkillIsDisabled(t *testing.T) 
 	}
 }
 
-// execution makes one and brings it to a status.
+// execution creates an execution and brings it to a status.
 func execution(t *testing.T, pool *pgxpool.Pool, status string) (id string) {
 	t.Helper()
 	err := pool.QueryRow(t.Context(), `
@@ -492,7 +492,7 @@ func TestARunIsAbandonedWhenItsExecutionHasEnded(t *testing.T) {
 	assert.Equal(t, "cancelled/completed/failed/gone/none, old/timeout", strings.Join(got, "/"))
 }
 
-// The age of a run without execution is that of its last attempt and not of its first.
+// The age of a run without execution counts from its last attempt, not from its first.
 func TestARetryIsNotAbandonedBecauseTheRunIsOld(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -537,8 +537,7 @@ func TestAnAbandonedRunIsEndedOnce(t *testing.T) {
 		runs[0].Attempt == 1, "ended %d times: %+v, %v", ended.Load(), runs, err)
 }
 
-// Whoever changes an automation and whoever changes its skill at the same time, the automation is in service exactly
-// when its skill is.
+// An automation and its skill change at the same time. The automation is in service exactly if its skill is.
 func TestAnAutomationFollowsItsSkillThroughEveryRace(t *testing.T) {
 	t.Parallel()
 	const disable = `update agent_skills set enabled = false, disabled_by = 'self-heal', disabled_reason = 'it fails'

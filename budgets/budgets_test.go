@@ -86,7 +86,7 @@ func TestTheSameStepIsReservedAndSettledOnce(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	r := call(running(t, db), 0, scope("s", 1500, 0))
-	for range 2 { // an answer that was lost on the way
+	for range 2 { // the first answer was lost
 		got, err := reserve(t, db, r)
 		require.Truef(t, err == nil && got == 1000, "granted %d (%v)", got, err)
 	}
@@ -97,7 +97,7 @@ func TestTheSameStepIsReservedAndSettledOnce(t *testing.T) {
 	assert.Equal(t, "400 0.25$ spent, 0 0$ set aside, 0 0$ of 0 unknown", standing(t, db, "s"))
 }
 
-// The request of the lost claim may have been billed, and the next one will be billed.
+// The request of the lost claim may have been billed, and the next one will be.
 func TestACallThatIsRepeatedUnderAnotherClaimIsReservedTwice(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -114,7 +114,7 @@ func TestACallThatIsRepeatedUnderAnotherClaimIsReservedTwice(t *testing.T) {
 	assert.Equal(t, "1500 0.25$ spent, 0 0$ set aside, 1100 0$ of 1 unknown", standing(t, db, "s"))
 }
 
-// What a lost claim has reserved counts when another claim begins, and is in the row of its call.
+// A reservation of a lost claim counts after another claim begins. It is in the row of its call.
 func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -141,7 +141,7 @@ func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
 		`select concat_ws(' ', tokens, cost_usd::float8) from agent_spend`))
 }
 
-// The next claim of the other may need the worker slot of the call that waits.
+// The other execution's next claim may need the worker slot of the waiting call.
 func TestWhatALostClaimReservedIsNotWaitedFor(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -160,7 +160,7 @@ func TestWhatALostClaimReservedIsNotWaitedFor(t *testing.T) {
 	assert.Equal(t, "1100 0$ spent, 400 0$ set aside, 1100 0$ of 1 unknown", standing(t, db, "s"))
 }
 
-// A request that may have been billed is written off before another leaves.
+// A request that may have been billed is written off before the next one is sent.
 func TestARequestThatIsRepeatedIsReservedAnew(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -217,7 +217,8 @@ func TestOthersReservationsAreWaitedFor(t *testing.T) {
 	assert.NoError(t, <-settled)
 }
 
-// Two that look at the same time must not both find the room: the second looks when the first has decided.
+// Two concurrent reservations must not both find the same room: the second reads the budget after the first has
+// decided.
 func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -229,7 +230,7 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 	tx, err := db.Begin(t.Context())
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	pgtest.Exec(t, tx, `select from agent_budgets for update`) // the first is at its decision
+	pgtest.Exec(t, tx, `select from agent_budgets for update`) // the first is about to decide
 	second := call(running(t, db), 2, scope("s", 1220, 0))
 	second.MaxWait = 1
 	sent := make(chan error, 1)
@@ -245,7 +246,7 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 	assert.Equal(t, "0 0$ spent, 1100 0$ set aside, 0 0$ of 0 unknown", standing(t, db, "s"))
 }
 
-// Scopes named in another order, as by two surfaces, must not make two calls wait for each other.
+// Two surfaces may name their scopes in different orders. Their calls must not wait for each other.
 func TestScopesInAnyOrderDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

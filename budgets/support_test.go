@@ -15,7 +15,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// running is an execution under its first claim, by a worker that lives.
+// running returns an execution under its first claim, by a live worker.
 func running(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `
@@ -24,7 +24,7 @@ func running(t *testing.T, db *pgxpool.Pool) string {
 		select 'fl_x', 'flow', 'test', 'running', 1, id from w returning id::text`)
 }
 
-// call is the reservation of one call of a run: a prompt of 100 tokens and up to 1,000 more, at least 50.
+// call returns the reservation of one call of a run: a prompt of 100 tokens and up to 1,000 more, at least 50.
 func call(id string, n int, scopes ...budgets.Scope) *budgets.Reservation {
 	return &budgets.Reservation{
 		ExecutionID: id, Claim: 1, Step: fmt.Sprintf("model %d", n), Scopes: scopes,
@@ -47,7 +47,7 @@ func queued(r *budgets.Reservation) func(b *pgx.Batch) {
 	return func(b *pgx.Batch) { r.Reserve(b, r.Step) }
 }
 
-// reserve sends a reservation and returns the granted tokens without waiting for others.
+// reserve sends a reservation and returns the granted tokens. It does not wait for others.
 func reserve(t *testing.T, db postgres.DB, r *budgets.Reservation) (int64, error) {
 	t.Helper()
 	r.MaxWait = 1
@@ -60,7 +60,7 @@ func settle(t *testing.T, db postgres.DB, r *budgets.Reservation, tokens int64, 
 	require.NoError(t, send(t, db, func(b *pgx.Batch) { r.Settle(b, budgets.Spend{Tokens: tokens, USD: usd}) }), "Settle")
 }
 
-// standing is a scope as text: spent, set aside, unknown.
+// standing returns a scope as text: spent, reserved, unknown.
 func standing(t *testing.T, db postgres.DB, name string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `

@@ -28,7 +28,7 @@ type indexed struct {
 	*memory.Index
 }
 
-// topics gives texts about one topic the same direction.
+// topics gives texts about one topic vectors of the same direction.
 func topics(text string) []float32 {
 	v := []float32{0.1, 0.1, 0.1}
 	for axis, words := range []string{"invoice bill money pay", "dog puppy pet animal", "ship harbour sail boat"} {
@@ -48,7 +48,7 @@ func (x *indexed) index(t *testing.T, model string) *memory.Index {
 	return memory.NewIndex(client, slog.New(slog.NewTextHandler(x.log, nil)))
 }
 
-// newIndexed needs no extension: the database is only made to say that it has one. Vectors are stored, not compared.
+// newIndexed needs no extension: the database only claims to have it. It stores vectors and does not compare them.
 func newIndexed(t *testing.T) *indexed {
 	t.Helper()
 	x := &indexed{pool: pgtest.DB(t), server: modeltest.NewEmbeddings(t, topics), log: &bytes.Buffer{}}
@@ -59,7 +59,7 @@ func newIndexed(t *testing.T) *indexed {
 	return x
 }
 
-// newVectors has the real extension.
+// newVectors uses the real extension.
 func newVectors(t *testing.T) *indexed {
 	t.Helper()
 	x := &indexed{pool: pgtest.DB(t), server: modeltest.NewEmbeddings(t, topics), log: &bytes.Buffer{}}
@@ -83,7 +83,7 @@ func (x *indexed) save(t *testing.T, owner memory.Owner, key, value string) {
 	require.NoError(t, err)
 }
 
-// update makes one pass over everything.
+// update runs one pass over all entries.
 func (x *indexed) update(t *testing.T) int {
 	t.Helper()
 	n, err := x.Update(t.Context(), x.pool, time.Time{})
@@ -301,7 +301,7 @@ func TestEntriesAreFoundByMeaning(t *testing.T) {
 		"puppy":            "animals",
 		"sail":             "berth",
 		"outside":          "animals",
-		`"a bill"`:         "", // what is quoted is meant
+		`"a bill"`:         "", // a quoted phrase must match exactly
 		"bill -signatures": "",
 	} {
 		got, _, _ := strings.Cut(x.found(t, memory.Shared, query), " ")

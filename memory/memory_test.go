@@ -29,7 +29,7 @@ func save(t *testing.T, pool *pgxpool.Pool, n memory.Note) memory.Entry {
 	return e
 }
 
-// expire makes an entry's time come.
+// expire makes an entry expire.
 func expire(t *testing.T, pool *pgxpool.Pool, key string) {
 	t.Helper()
 	pgtest.Exec(t, pool, `update agent_memory set expires_at = clock_timestamp() - interval '1 s' where key = $1`, key)
@@ -302,7 +302,7 @@ func TestListGoesOnWhereItStopped(t *testing.T) {
 	assert.Equal(t, "k4 k2 k1 k0", strings.Join(keys, " "))
 }
 
-// refused is the conflict of a write that has to be one.
+// refused returns the conflict of a write that must be rejected.
 func refused(t *testing.T, pool *pgxpool.Pool, n memory.Note) *memory.ConflictError {
 	t.Helper()
 	_, err := memory.Save(t.Context(), pool, n)
@@ -410,7 +410,7 @@ func TestForgettingIsBasedOnWhatWasRead(t *testing.T) {
 	}
 }
 
-// late keeps a conflict: revision 1 was read, and revision 2 is there.
+// late creates a conflict: the writer has read revision 1, and the entry is at revision 2.
 func late(t *testing.T, pool *pgxpool.Pool, key string) string {
 	t.Helper()
 	save(t, pool, memory.Note{Key: key, Value: "first"})

@@ -45,7 +45,7 @@ func TestApplyAgents(t *testing.T) {
 	}
 }
 
-// A renamed only agent stays the default; the former is removed.
+// If the only agent is renamed, it stays the default, and the old name is removed.
 func TestRenamedDefaultAgent(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

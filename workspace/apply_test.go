@@ -22,7 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
-// fullWorkspace has one of every kind.
+// fullWorkspace has one document of every kind.
 const fullWorkspace = `
 kind: automation
 name: often
@@ -51,7 +51,7 @@ review_every: 24h
 steps: [first, second]
 `
 
-// pruneAll removes what no file declares.
+// pruneAll removes all that no file declares.
 var pruneAll = workspace.Options{Prune: workspace.All}
 
 func apply(t testing.TB, pool *pgxpool.Pool, w workspace.Workspace) workspace.Diff {
@@ -314,7 +314,7 @@ func TestApplyIsAtomic(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := load(t, "a.yaml", fullWorkspace)
-	w.Objectives[0].Definition.ReviewEvery = "never" // as no file can say
+	w.Objectives[0].Definition.ReviewEvery = "never" // no file can contain this value
 	_, err := workspace.Apply(t.Context(), pool, w, pruneAll)
 	assert.ErrorContains(t, err, "review_every")
 	rows := versions(t, pool)

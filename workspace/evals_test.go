@@ -53,7 +53,7 @@ func TestApplyEvals(t *testing.T) {
 	assert.Error(t, err, "a suite that no file declares is still there")
 }
 
-// The labels of a judge are in a file of the workspace, and become a part of the suite.
+// The labels of a judge are in a file of the workspace, and become part of the suite.
 func TestLabelsOfAJudgeAreReadFromTheirFile(t *testing.T) {
 	t.Parallel()
 	judged := strings.Replace(suite, "      - within: {iterations: 3}\n",
@@ -134,7 +134,8 @@ func gatedApply(t testing.TB, pool *pgxpool.Pool, text string) (workspace.Diff, 
 	})
 }
 
-// play stores a run of the candidate text, in which each case passes in some of the trials. No status: it goes on.
+// play stores a run of the candidate text. Each case passes in some of its trials. Without a status, the run is still
+// running.
 func play(t testing.TB, pool *pgxpool.Pool, in evals.Installation, text, status string, trials, passes int) {
 	t.Helper()
 	all, err := workspace.Candidates(t.Context(), pool, load(t, "a.yaml", text), pruneAll, in)
@@ -155,7 +156,7 @@ func play(t testing.TB, pool *pgxpool.Pool, in evals.Installation, text, status 
 	}
 }
 
-// refusal returns why an apply of text is refused; empty if it is not.
+// refusal returns the reason why an apply of text is rejected, or "".
 func refusal(t testing.TB, pool *pgxpool.Pool, text string) string {
 	t.Helper()
 	_, err := gatedApply(t, pool, text)
@@ -178,7 +179,7 @@ func refuses(t testing.TB, pool *pgxpool.Pool, text, why string) {
 
 func with(was, now string) string { return strings.Replace(gated, was, now, 1) }
 
-// The first apply goes through. After that, what a trial sees of the agent needs a run; the rest does not.
+// The first apply passes. After that, each change visible to a trial needs a run, and other changes do not.
 func TestAGateWantsARunOfExactlyWhatIsApplied(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -198,7 +199,7 @@ func TestAGateWantsARunOfExactlyWhatIsApplied(t *testing.T) {
 	}
 	rude := with("Be kind.", "Be rude.")
 	play(t, pool, installation, rude, "", 4, 4)
-	refuses(t, pool, rude, none) // the run goes on
+	refuses(t, pool, rude, none) // the run is still running
 	play(t, pool, installation, rude, "passed", 3, 3)
 	refuses(t, pool, rude, none) // too few trials
 	other := installation
@@ -209,12 +210,12 @@ func TestAGateWantsARunOfExactlyWhatIsApplied(t *testing.T) {
 	refuses(t, pool, rude, none)
 	play(t, pool, installation, rude, "passed", 4, 4)
 	play(t, pool, installation, rude, "failed", 4, 3)
-	refuses(t, pool, rude, "manners: a pass rate of 0.75, below 1.00, in run") // the newest one counts
+	refuses(t, pool, rude, "manners: a pass rate of 0.75, below 1.00, in run") // the newest run counts
 	play(t, pool, installation, rude, "passed", 4, 4)
 	refuses(t, pool, rude, "")
 }
 
-// What the suite was before the apply counts, so that no apply loosens the gate that it has to pass.
+// The gate of the suite before the apply counts, so no apply can loosen the gate that it has to pass.
 func TestAnApplyDoesNotLoosenItsOwnGate(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -234,7 +235,7 @@ func TestAnApplyDoesNotLoosenItsOwnGate(t *testing.T) {
 	refuses(t, pool, whole, "")
 }
 
-// A run that fails some trials passes the gate if the statistics say that it is not worse than the present version.
+// A run with failed trials passes the gate if the statistics rate it as not worse than the present version.
 func TestAGateComparesWithThePresentVersion(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -249,12 +250,12 @@ func TestAGateComparesWithThePresentVersion(t *testing.T) {
 	refuses(t, pool, rude, "worse than the present version by 0.50")
 	low := strings.Replace(rude, "margin: 0.25", "margin: 0.25, pass_rate: 0.2", 1)
 	play(t, pool, installation, low, "failed", 4, 1)
-	refuses(t, pool, low, "worse than the present version by 0.50") // whatever rate suffices
+	refuses(t, pool, low, "worse than the present version by 0.50") // any rate suffices
 	play(t, pool, installation, rude, "failed", 4, 3)
 	refuses(t, pool, rude, "") // not worse by the margin
 }
 
-// Two applies wait for each other. The second one is judged by the state that the first one left.
+// Two applies run one after the other. The gate checks the second one against the state after the first.
 func TestConcurrentAppliesDoNotPassTheGateTogether(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

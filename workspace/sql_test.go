@@ -15,10 +15,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
-// parameters of the query of sqlCases.
+// withLimit has the parameters of the query of sqlCases.
 const withLimit = "\nparameters: {type: object, properties: {limit: {}}}\n"
 
-// sqlCases are files with a wrong query and the error of apply, with its position.
+// sqlCases are files with a wrong query, and the error of apply with its position.
 var sqlCases = map[string]struct{ text, want string }{
 	"literal block": {
 		"config:\n  query: |\n    select id\n    from orders\n\n    where statis = 'late' limit @limit" + withLimit,

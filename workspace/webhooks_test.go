@@ -99,7 +99,7 @@ func TestInvalidWebhooks(t *testing.T) {
 	}
 }
 
-// Channels of an example are applied, and every mistake in one is named.
+// Apply accepts the channels of an example, and names every mistake in one.
 func TestApplyChannels(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -32,7 +32,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// world is a database, a model, and the skill look, which runs a function of the test.
+// world is a database, a model, and the skill look, which calls a function of the test.
 type world struct {
 	pool  *pgxpool.Pool
 	model *modeltest.Server
@@ -71,7 +71,7 @@ func (w *world) count() int {
 	return w.calls
 }
 
-// process dispatches and executes until the test ends.
+// process dispatches and executes runs until the test ends.
 func (w *world) process(t *testing.T) (*runner.Runner, *executions.Engine) {
 	t.Helper()
 	r, e, keeper := w.idle(t)
@@ -81,7 +81,7 @@ func (w *world) process(t *testing.T) (*runner.Runner, *executions.Engine) {
 	return r, e
 }
 
-// idle is a process that does nothing by itself.
+// idle returns a process that does nothing on its own.
 func (w *world) idle(t *testing.T) (*runner.Runner, *executions.Engine, *lanes.Keeper) {
 	t.Helper()
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
@@ -111,7 +111,7 @@ func (w *world) raise(t *testing.T, event, key, data string) {
 	pgtest.Exec(t, w.pool, `select * from raise_agent_event($1, $2, $3, null, '')`, event, key, data)
 }
 
-// states is the runs' states with their numbers.
+// states returns the states of the runs with their numbers.
 func (w *world) states(t *testing.T) string {
 	t.Helper()
 	return pgtest.Value[string](t, w.pool, `
@@ -140,7 +140,7 @@ func TestAnAutomationStartsAFlow(t *testing.T) {
 	})
 	assert.Equal(t, "onboarding", a.Flow, a)
 	assert.Equal(t, "", a.SkillName, a)
-	// The end of the started flow is an event, too, and must not start another run.
+	// The end of the started flow is also an event. It must not start another run.
 	w.put(t, automations.Definition{Name: "again", Event: "AGENT_COMPLETED", Flow: "onboarding"})
 	_, e := w.process(t)
 	require.NoError(t, e.Register("onboarding", func(_ context.Context, in json.RawMessage) (executions.Result, error) {
@@ -223,7 +223,7 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	_, err = executions.ResumeAll(t.Context(), w.pool, "ana", "")
 	require.NoError(t, err)
 	w.until(t, "skipped 1, success 1")
-	// Nobody waits for what an event of an admin's turn causes, so the next pause holds it back too.
+	// No execution waits for the runs caused by an admin's turn, so the next pause holds them back too.
 	assert.Equal(t, "flow "+turn, pgtest.Value[string](t, w.pool, `select surface || ' ' || trace_id from agent_executions
 		where flow = 'automation'`), "it ran as")
 }

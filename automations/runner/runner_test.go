@@ -36,7 +36,7 @@ func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
 	pgtest.Exec(t, w.pool, `select *
 		from raise_agent_event('ISSUE', 'repo/1', '{"action": "opened", "title": "It broke", "password": "hunter2"}', 'd1',
 		$1)`, hook)
-	// delivered again
+	// the same event again
 	pgtest.Exec(t, w.pool, `select * from raise_agent_event('ISSUE', 'repo/1', '{"action": "opened"}', 'd1', $1)`, hook)
 	w.raise(t, "ISSUE", "repo/2", `{"action": "closed"}`)
 	w.raise(t, "ISSUE", "elsewhere", `{"action": "opened"}`)
@@ -179,7 +179,7 @@ func TestARunWhoseSkillIsDisabledWaitsForItInsteadOfDying(t *testing.T) {
 	pgtest.Exec(t, w.pool, `select release_agent_lock($1, 'somebody')`, "automation:"+a.ID)
 	w.until(t, "error 1")
 	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
-	w.raise(t, "E", "k2", `{}`) // which a paused automation does not hear
+	w.raise(t, "E", "k2", `{}`) // a paused automation ignores it
 	ready, err := automations.Ready(t.Context(), w.pool, 0)
 	assert.Truef(t, err == nil && len(ready) == 0, "ready while the skill is disabled: %v, %v", ready, err)
 	_, err = skills.Enable(t.Context(), w.pool, "look", "admin", "again")
