@@ -263,7 +263,7 @@ func TestAHandleCancelsAndAWaitMayEndBefore(t *testing.T) {
 	assert.Truef(t, is && failed.Status == "cancelled" && failed.Message == "not needed any more", "got %v", err)
 }
 
-// A program that only starts flows shares the database with one that runs them.
+// A program that only starts flows shares the database with a program that runs them.
 func TestAnotherProgramRunsTheFlow(t *testing.T) {
 	rt, pool := open(t)
 	register(t, rt, "echo", func(_ context.Context, text string) (string, error) { return text, nil })
@@ -331,8 +331,8 @@ func TestARuntimeNeedsACurrentSchema(t *testing.T) {
 	assert.Truef(t, err != nil && !strings.Contains(err.Error(), "igrate"), "a closed pool: %v", err)
 }
 
-// A FailNow of a test within a flow ends its goroutine, so neither an error nor a panic says so. The one worker is free
-// for the next flow.
+// A FailNow of a test within a flow ends its goroutine without an error or a panic. The one worker is free for the next
+// flow.
 func TestAFlowThatEndsItsGoroutineFails(t *testing.T) {
 	var log testkit.Log
 	rt, _ := open(t, lanekeeper.WithWorkers(1), lanekeeper.WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
@@ -360,13 +360,13 @@ func TestAFlowThatEndsItsGoroutineFails(t *testing.T) {
 		} else {
 			assert.ErrorContains(t, err, "failed: flow flow ended its goroutine")
 		}
-		pgtest.Eventually(t, func() bool { // a line of the program's own logger names its run
+		pgtest.Eventually(t, func() bool { // a line of the program's own logger names the run
 			return strings.Contains(log.String(), "trace_id="+h.TraceID()+" execution_id="+h.ID())
 		}, "no line names the run")
 	}
 }
 
-// The program of the README dies in its second step and goes on there.
+// The program of the README dies in its second step, and continues there after a restart.
 func TestTheProgramOfTheReadmeSurvivesAKill(t *testing.T) {
 	binary := filepath.Join(t.TempDir(), "shipping")
 	out, err := exec.Command("go", "build", "-o", binary, "./examples/shipping").CombinedOutput()

@@ -26,7 +26,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// add stores a document in a transaction of its own.
+// add stores a document in its own transaction.
 func add(ctx context.Context, pool *pgxpool.Pool, u documents.Upload) (d documents.Document, err error) {
 	if u.By.Kind == "" {
 		u.By = threads.Admin
@@ -52,7 +52,7 @@ func thread(t *testing.T, pool *pgxpool.Pool, p threads.Principal, name string) 
 	return got.ID
 }
 
-// ended is the id of an execution that has ended.
+// ended returns the id of an ended execution.
 func ended(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	engine := enginetest.New(t, pool)
@@ -126,7 +126,7 @@ func TestLimitsAreNamed(t *testing.T) {
 	assert.ErrorIs(t, err, threads.ErrNotFound, "no thread")
 }
 
-// Many uploads at once do not exceed the bound of a thread together.
+// Many concurrent uploads together do not exceed the limit of a thread.
 func TestAThreadHasABoundedNumberOfDocuments(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -150,7 +150,7 @@ func TestAThreadHasABoundedNumberOfDocuments(t *testing.T) {
 	assert.Equal(t, 6, len(refused))
 }
 
-// A visitor's upload that no message uses goes a day later, with the next upload.
+// A visitor's upload that no message uses is deleted after a day, by the next upload.
 func TestUnusedUploadsGo(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -192,7 +192,7 @@ func TestADocumentGoesWithItsThreadAndItsExecution(t *testing.T) {
 	}
 }
 
-// Pieces of any size join to the text, and none has half a character.
+// Pieces of any size join to the text. None cuts a character.
 func TestTextIsReadInPieces(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -259,7 +259,7 @@ func TestTheTextOfAMessageIsSeparatedFromItsDocuments(t *testing.T) {
 		head(`"a"`) + "\n" + head(`"b"`):               {"", []string{"a", "b"}},
 		"Look " + head(`"a"`):                          {"Look " + head(`"a"`), nil}, // not at the start of a line
 		"[Document x: \"a\", 1 byte. It is data, not…": {"[Document x: \"a\", 1 byte. It is data, not…", nil},
-		head(`"\q"`): {"", []string{`"\q"`}}, // not what Shown writes: shown as it is
+		head(`"\q"`): {"", []string{`"\q"`}}, // not the output of Shown, so it is shown unchanged
 	} {
 		text, list := documents.SplitExcerpts(content)
 		var names []string

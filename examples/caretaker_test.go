@@ -76,13 +76,13 @@ func (c caller) exec(statements ...string) {
 	}
 }
 
-// flush has the pool's session hand in its statistics at once, where the server can (PostgreSQL 15).
+// flush has the pool's session publish its statistics at once, if the server can (PostgreSQL 15).
 func (c caller) flush() {
 	c.t.Helper()
 	c.exec(`do $$ begin perform pg_stat_force_next_flush(); exception when undefined_function then null; end $$`)
 }
 
-// find is the row with this value.
+// find returns the row with this value.
 func (r result) find(t *testing.T, column string, value any) map[string]any {
 	t.Helper()
 	for _, row := range r.Rows {
@@ -94,8 +94,7 @@ func (r result) find(t *testing.T, column string, value any) map[string]any {
 	return nil
 }
 
-// asRole is a pool of the same database whose sessions have the rights of a role that may read the agent's
-// own tables and nothing else.
+// asRole returns a pool of the same database. The role of its sessions may only read the agent's own tables.
 func asRole(t *testing.T, pool *pgxpool.Pool) *pgxpool.Pool {
 	t.Helper()
 	const role = "caretaker_test_reader"
@@ -113,7 +112,7 @@ func asRole(t *testing.T, pool *pgxpool.Pool) *pgxpool.Pool {
 	return limited
 }
 
-// applied is a new database with the caretaker in it.
+// applied returns a new database with the caretaker applied.
 func applied(t *testing.T) *pgxpool.Pool {
 	t.Helper()
 	pool := pgtest.DB(t)
@@ -124,7 +123,7 @@ func applied(t *testing.T) *pgxpool.Pool {
 
 const broken = "broken_on_purpose"
 
-// TestEverySkillRuns calls each skill as its model first would: without arguments.
+// TestEverySkillRuns calls each skill without arguments, like its model at first.
 func TestEverySkillRuns(t *testing.T) {
 	for name, prepare := range map[string]func(*testing.T, *pgxpool.Pool) *pgxpool.Pool{
 		"as the owner": func(_ *testing.T, pool *pgxpool.Pool) *pgxpool.Pool { return pool },

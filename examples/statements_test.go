@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
-// withStatements is a database that has the extension pg_stat_statements, in a schema that is not on the path.
+// withStatements returns a database with the extension pg_stat_statements, in a schema outside the search path.
 func withStatements(t *testing.T) (*pgxpool.Pool, string) {
 	t.Helper()
 	url := pgtest.URL(t)
@@ -37,8 +37,8 @@ func connect(t *testing.T, url string) *pgxpool.Pool {
 	return pool
 }
 
-// loaded makes the server look as if it had loaded the extension's library, with one recorded query: its view is
-// replaced by one of the same name and columns.
+// loaded makes the server look as if it had loaded the extension's library, with one recorded query. It replaces the
+// extension's view by one of the same name and columns.
 func loaded(t *testing.T, pool *pgxpool.Pool, url string) *pgxpool.Pool {
 	t.Helper()
 	newCaller(t, pool).exec(

@@ -13,7 +13,7 @@ func TestABrokenChannelDegrades(t *testing.T) {
 	pgtest.Exec(t, pool, `
 		insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour');
 		insert into agent_channels (name, type, state, error) values ('mail', 'email', 'failing', 'no route')`)
-	assert.Equal(t, "working", judged(t, pool)) // it connects again by itself
+	assert.Equal(t, "working", judged(t, pool)) // the channel reconnects on its own
 	for set, want := range map[string]string{
 		`state = 'failing', state_at = now() - interval '5 minutes'`:                               "degraded: channel mail failing",
 		`state = 'connected', seen_at = now() - interval '5 minutes'`:                              "degraded: channel mail deaf",

@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// written is a verdict as text, without times.
+// written returns a verdict as text, without times.
 func written(v Verdict) string {
 	text := v.State
 	for i, r := range v.Why {
@@ -27,7 +27,7 @@ func written(v Verdict) string {
 	return text
 }
 
-// well is the condition of two agents that beat every half hour, at noon.
+// well is the condition at noon of two agents with a heartbeat every half hour.
 func well() (Condition, []agents.Agent) {
 	noon := time.Date(2026, 11, 26, 12, 0, 0, 0, time.UTC)
 	tick, ended := noon.Add(-10*time.Minute), noon.Add(-9*time.Minute)
@@ -156,7 +156,7 @@ func TestAVerdictFollowsFromTheCondition(t *testing.T) {
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// ended writes an execution that ended some minutes ago.
+// ended inserts an execution that ended some minutes ago.
 func ended(t *testing.T, pool *pgxpool.Pool, agent, flow, status, message string, minutes int, parent string) string {
 	t.Helper()
 	id := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7(now() - make_interval(mins => $1))::text`, minutes)
@@ -169,7 +169,7 @@ func ended(t *testing.T, pool *pgxpool.Pool, agent, flow, status, message string
 	return id
 }
 
-// judged reads the condition of a database, and judges it.
+// judged reads the condition of a database and returns the verdict.
 func judged(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	s, err := Monitor{Agents: &agents.Directory{}}.Status(t.Context(), pool)
@@ -184,7 +184,7 @@ func TestTheConditionIsReadFromTheDatabase(t *testing.T) {
 	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
 	assert.Equal(t, "working", judged(t, pool))
 
-	// Failures long ago, or before a success, are none. Cancelled and skipped runs say nothing.
+	// Failures long ago, or before a success, do not count. Cancelled and skipped runs count neither way.
 	for i := range 4 {
 		ended(t, pool, "agent", "import", "failed", "no route", 1600+i, "")
 		ended(t, pool, "agent", "export", "failed", "no route", 90+i, "")
@@ -202,7 +202,7 @@ func TestTheConditionIsReadFromTheDatabase(t *testing.T) {
 	assert.Equal(t, "degraded: flow heartbeat failing </executions?failed=1&flow=heartbeat>", judged(t, pool))
 	pgtest.Exec(t, pool, `delete from agent_executions`)
 
-	// Calls of skills, of other actions and of models.
+	// Calls of skills, of other actions and of models count.
 	rows.Skill(t, pool, "fetch", "", "", "")
 	rows.Calls(t, pool, "fetch", "success", "", 9)
 	rows.Calls(t, pool, "fetch", "error", "no route", 2)
@@ -222,7 +222,7 @@ func TestTheConditionIsReadFromTheDatabase(t *testing.T) {
 	pgtest.Exec(t, pool, `update agent_skills set disabled_by = 'ana'`)
 	assert.Equal(t, "working", judged(t, pool))
 
-	// Heartbeats, stuck executions and lanes.
+	// Heartbeats, stuck executions and lanes count.
 	pgtest.Exec(t, pool, `insert into agent_schedules (name, flow, surface, agent, cron, timezone, next_run_at)
 		values ('heartbeat', 'heartbeat', 'heartbeat', 'agent', '@hourly', 'UTC', now() - interval '3 minutes')`)
 	rows.Execution(t, pool, "waiting", "flow", "onboarding")
@@ -247,7 +247,7 @@ func TestARejectionIsNoFailure(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
-	// failing writes n runs whose approval got a status, and which failed in the step r with a class of error.
+	// failing inserts n runs. Their approval got a status, and they failed in the step r with a class of error.
 	failing := func(n int, flow, approval, class string) {
 		for i := range n {
 			if n > 3 {
@@ -271,7 +271,7 @@ func TestARejectionIsNoFailure(t *testing.T) {
 	assert.Equal(t, 0, len(f.Groups(func(string) bool { return true }, nil)))
 	assert.Equal(t, "working", judged(t, pool))
 	failing(3, "late", "expired", "denied")      // nobody decided
-	failing(3, "after", "rejected", "model_off") // the step went on after the rejection
+	failing(3, "after", "rejected", "model_off") // the step continued after the rejection
 	assert.Equal(t, "degraded: 2 flows failing <#failing>", judged(t, pool))
 	failing(failuresRead, "rejected", "rejected", "denied")
 	assert.Equal(t, "degraded: 2 flows failing <#failing>", judged(t, pool), "newer rejections hide the failures")
@@ -281,7 +281,7 @@ func TestFailuresAreGroupedByRootError(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	const refused = "dial tcp 10.0.0.%d:443: connect: connection refused"
-	for i := range 3 { // two flows and a skill fail for the same reason; the parent only passes it on
+	for i := range 3 { // two flows and a skill fail for the same reason, and the parent only passes on the error
 		message := fmt.Sprintf(refused, i)
 		parent := ended(t, pool, "agent", "nightly", "failed", "step import: flow import: step fetch: "+message, 20+i, "")
 		child := ended(t, pool, "agent", "import", "failed", "step fetch: "+message, 20+i, parent)
@@ -320,7 +320,7 @@ func TestMessagesDifferByMoreThanNumbersAndIds(t *testing.T) {
 	assert.True(t, errorKey("no such table orders") != errorKey("no such table customers"), "two errors have one key")
 }
 
-// events returns the events that were written for targets.
+// events returns the events for targets.
 func events(t *testing.T, pool *pgxpool.Pool) []string {
 	t.Helper()
 	return pgtest.Value[[]string](t, pool, `
@@ -332,7 +332,7 @@ func TestEachChangeIsToldOnceByAllProcesses(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	m := Monitor{Agents: &agents.Directory{}, Limits: budgets.Limits{Day: budgets.Limit{USD: 10}}}
-	check := func() { // three processes at once, and again
+	check := func() { // three concurrent processes, and again
 		var group errgroup.Group
 		for range 3 {
 			group.Go(func() error { return m.Check(t.Context(), pool, 0) })

@@ -42,7 +42,7 @@ func steps(t *testing.T, pool *pgxpool.Pool, o objectives.Objective) []objective
 	return list
 }
 
-// describe is "title:status:attempts" of each step.
+// describe returns "title:status:attempts" of each step.
 func describe(list []objectives.Step) string {
 	var parts []string
 	for _, s := range list {

@@ -26,7 +26,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// asks runs a flow that makes a request and ends with the variables of its answer. It returns the execution's id.
+// asks runs a flow that creates a request and ends with the variables of its answer. It returns the execution's id.
 func asks(t *testing.T, pool *pgxpool.Pool, r requests.Request) (*executions.Engine, string) {
 	t.Helper()
 	engine := enginetest.New(t, pool)
@@ -169,7 +169,7 @@ func TestRequestsAreListedNewestFirstFromWhereTheListingStopped(t *testing.T) {
 	}
 }
 
-// A request that is made in a transaction that is undone was never made.
+// A request created in a transaction disappears with the rollback.
 func TestARequestBelongsToItsTransaction(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -189,8 +189,8 @@ func TestARequestBelongsToItsTransaction(t *testing.T) {
 	assert.Truef(t, err == nil && len(got) == 0, "%d requests, %v", len(got), err)
 }
 
-// A document without a name answers nothing. The only document of a request needs no name. A client without a URL may
-// name the document alone.
+// A document without a name answers no request. The only document of a request needs no name. A client without a URL
+// may name the document alone.
 func TestADocumentWithoutANameIsRefused(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -222,7 +222,7 @@ func TestADocumentWithoutANameIsRefused(t *testing.T) {
 	}
 }
 
-// What would end the execution that waits is refused where it comes in, and changes nothing.
+// Data that would fail the waiting execution is rejected on arrival, and changes nothing.
 func TestDataThatNobodyCouldReadIsRefused(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -256,8 +256,8 @@ func upload(t *testing.T, pool *pgxpool.Pool, u documents.Upload) (d documents.D
 	return d
 }
 
-// A request takes a stored document of its thread, or one that an admin uploaded for nobody, which is the execution's
-// from then on. Somebody else's document changes nothing: the event is refused.
+// A request accepts a stored document of its thread, or an unassigned one that an admin uploaded, which then belongs to
+// the execution. A document of another owner changes nothing: the event is rejected.
 func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -302,7 +302,8 @@ func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 		"the admin's document belongs to %v, %v", got.ExecutionID, err)
 }
 
-// A run reads the documents of its thread, its own, and those of the runs that started it; an operate session any.
+// A run reads the documents of its thread, its own, and those of the runs that started it. An operate session reads
+// any.
 func TestARunReadsTheDocumentsThatItMay(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -12,7 +12,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/selfheal"
 )
 
-// history reads calls, oldest first, a minute apart: the skill, the caller, and + or - for success or failure.
+// history returns calls, oldest first, a minute apart. Each word has the skill, the caller, and + or - for success or
+// failure.
 func history(words string) (calls []selfheal.Call) {
 	for i, w := range strings.Fields(words) {
 		calls = append(calls, selfheal.Call{
@@ -67,7 +68,7 @@ func TestFailuresBeforeTheEnablingDoNotCount(t *testing.T) {
 	assert.Truef(t, !d.Tripped() && d.Streak == 2, "decided %+v", d)
 }
 
-// The log has what the rule needs: the callers, and the calls of other skills.
+// The log has the input of the rule: the callers, and the calls of other skills.
 func TestTheLogExcusesFailures(t *testing.T) {
 	t.Parallel()
 	callers := func(t *testing.T, db postgres.DB) {

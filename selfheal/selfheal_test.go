@@ -23,7 +23,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 
 const fetch = "fetch"
 
-// skill inserts one that has been in service for a month.
+// skill inserts a skill that has been in service for a month.
 func skill(t *testing.T, db postgres.DB, name string) {
 	t.Helper()
 	pgtest.Exec(t, db, `
@@ -31,8 +31,8 @@ func skill(t *testing.T, db postgres.DB, name string) {
 		values ($1, '{}', 'builtin:x', clock_timestamp() - interval '30 days')`, name)
 }
 
-// calls inserts calls of a skill, one per word, the last one ago before now and each a minute before the
-// next. A word is a status, or the class of an error.
+// calls inserts calls of a skill, one per word. The last one is ago before now, and each a minute before the next. A
+// word is a status, or the class of an error.
 func calls(t *testing.T, db postgres.DB, name string, ago time.Duration, words string) {
 	t.Helper()
 	list := strings.Fields(words)
@@ -57,7 +57,7 @@ func automation(t *testing.T, db postgres.DB, name, skill string) {
 	pgtest.Exec(t, db, "insert into agent_automations (name, skill_name) values ($1, $2)", name, skill)
 }
 
-// inService are the names of the enabled automations.
+// inService returns the names of the enabled automations.
 func inService(t *testing.T, db postgres.DB) []string {
 	t.Helper()
 	return pgtest.Column[string](t, db, "select name from agent_automations where enabled order by name")
@@ -151,7 +151,7 @@ func TestOnlyCallsCount(t *testing.T) {
 	assert.Truef(t, len(report.Healed) == 0, "phases were counted: %+v", report.Healed)
 }
 
-// Ids tell milliseconds apart; a skill may be enabled again within one.
+// Ids have millisecond resolution. A skill may be enabled within a millisecond of a call.
 func TestCallsRightBeforeTheEnablingDoNotCount(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -294,7 +294,7 @@ func TestManyHealsDisableOnce(t *testing.T) {
 	assert.Equal(t, 4, len(paused), paused)
 }
 
-// A success that commits while a heal waits for the skill's row is seen by the measure after the lock.
+// A success commits while a heal waits for the skill's row. The measurement after the lock sees it.
 func TestASuccessThatComesInBetweenIsSeen(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -368,7 +368,7 @@ func TestPrompt(t *testing.T) {
 		"service.", (selfheal.Report{Checked: 2}).Prompt())
 }
 
-// explainer has the server explain the queries that read the activity log.
+// explainer has the server explain the queries of the activity log.
 type explainer struct {
 	postgres.Beginner
 	t     *testing.T
@@ -397,7 +397,7 @@ func TestEachSkillIsARangeOfAnIndex(t *testing.T) {
 	e := &explainer{Beginner: db, t: t}
 	run(t, e, selfheal.Default())
 	require.Equal(t, 1, len(e.plans))
-	var last string // the partition that the newest rows are in
+	var last string // the partition with the newest rows
 	err := db.QueryRow(t.Context(), "select tableoid::regclass::text from agent_activity order by id desc limit 1").Scan(
 		&last)
 	require.NoError(t, err)

@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// resting is a database with a skill that self-heal disabled and whose cool-down has passed.
+// resting returns a database with a skill that self-heal disabled and whose cool-down has passed.
 func resting(t *testing.T) *pgxpool.Pool {
 	t.Helper()
 	db := pgtest.DB(t)
@@ -32,7 +32,7 @@ func resting(t *testing.T) *pgxpool.Pool {
 	return db
 }
 
-// cool lets a day go by.
+// cool moves the skill's disabling a day back.
 func cool(t *testing.T, db postgres.DB) {
 	t.Helper()
 	pgtest.Exec(t, db, "update agent_skills set disabled_at = disabled_at - interval '24 hours' where name = $1", fetch)
@@ -158,7 +158,7 @@ func TestAfterSettlesWhatWasOnTrial(t *testing.T) {
 	}
 }
 
-// What follows a return cannot undo it.
+// A failing follow-up cannot undo a return.
 func TestAReturnIsFollowedUp(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {

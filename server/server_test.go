@@ -22,7 +22,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 
 const token = "an-admin-token-of-this-test"
 
-// settings are those of an agent on a database.
+// settings returns the settings of an agent on a database.
 func settings(url string) map[string]string {
 	return map[string]string{"DATABASE_URL": url, "AGENT_ADMIN_TOKEN": token, "AGENT_DRAIN_DELAY": "0s"}
 }

@@ -33,7 +33,7 @@ func TestPublicAddresses(t *testing.T) {
 	}
 }
 
-// A name that resolves to a private address is refused at the dial.
+// A name that resolves to a private address is rejected at the dial.
 func TestControlSeesTheAddressThatIsDialled(t *testing.T) {
 	t.Parallel()
 	g, err := newGuard(nil)
@@ -50,7 +50,7 @@ func TestControlSeesTheAddressThatIsDialled(t *testing.T) {
 	assert.Truef(t, strings.Contains(redact.Text(err.Error(), 0), want), "refused with %q, want %q", err, want)
 }
 
-// File descriptors come back after a burst of connections.
+// File descriptors become free again after a burst of connections.
 func TestADialWaitsForAFileDescriptor(t *testing.T) {
 	t.Parallel()
 	here, there := net.Pipe()

@@ -287,7 +287,7 @@ func TestNewRefusesBadAllowances(t *testing.T) {
 	}
 }
 
-// net/http repeats a request with an idempotency key when a kept connection breaks.
+// net/http repeats a request with an idempotency key if a reused connection breaks.
 func TestHTTPSendsARequestOnce(t *testing.T) {
 	t.Parallel()
 	var asked atomic.Int32

@@ -129,7 +129,7 @@ func TestASkillStartsAFlow(t *testing.T) {
 	}
 	pgtest.Eventually(t, func() bool { return call(slow, `{}`, "").Status == executions.Waiting },
 		"when the time is up, the answer has the present state")
-	// Inside an execution, the new execution is its child.
+	// The execution of a call inside an execution is its child.
 	parent, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "caller", Surface: trace.Webhook, ThreadID: "t1"})
 	require.NoError(t, err)
 	pgtest.Eventually(t, func() bool {

@@ -347,7 +347,7 @@ func shop(t *testing.T, role string) (*skills.Registry, *pgxpool.Pool) {
 	return r, there
 }
 
-// pay is a skill that debits the account.
+// pay returns a skill that debits the account.
 func pay(t *testing.T, query string, config map[string]any) skills.Skill {
 	t.Helper()
 	all := map[string]any{"database": "shop", "writes": true, "query": query}

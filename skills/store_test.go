@@ -403,7 +403,7 @@ func TestValidateAccepts(t *testing.T) {
 	}
 }
 
-// Compiling it takes minutes, and MCP servers send schemas, too.
+// Its compilation would take minutes, and MCP servers send schemas, too.
 func TestASchemaThatIsTooDeepIsRefusedAtOnce(t *testing.T) {
 	t.Parallel()
 	nested := func(levels int) map[string]any {

@@ -37,7 +37,7 @@ func ExampleParse_wrong() {
 	// a trace id looks like hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE
 }
 
-// An id copied from a tracing tool does not say which surface it belongs to.
+// An id copied from a tracing tool does not have its surface.
 func ExampleParseAny() {
 	ids, err := trace.ParseAny("019347b3cd1fb9b82a1749e91815814e")
 	if err != nil {

@@ -50,7 +50,7 @@ func TestNewRefusesAnUnknownSurface(t *testing.T) {
 	trace.New("email")
 }
 
-// Two ids of one millisecond must not be neighbours: otherwise one reveals the other.
+// Two ids of one millisecond must not be adjacent. Otherwise one would reveal the other.
 func TestNewIsRandom(t *testing.T) {
 	t.Parallel()
 	var mu sync.Mutex

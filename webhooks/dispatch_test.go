@@ -164,8 +164,7 @@ func TestATargetThatFailsForADayIsTakenOutAndPutBack(t *testing.T) {
 	pgtest.Until(t, pool, 2, `select count(*) from agent_webhook_outbox where status = 'sent'`)
 }
 
-// A dispatcher that died in the middle of an attempt leaves a row that is due when its lease ends, and an open
-// activity.
+// A dispatcher that died in the middle of an attempt leaves a row that is due after its lease, and an open activity.
 func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -192,8 +191,8 @@ func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
 	}
 }
 
-// An attempt's row of the log is opened and closed together with what the message says of it: where the database
-// fails in between, no row is left that nobody will ever close.
+// The activity and the message of an attempt are opened and closed together. If the database fails in between, no row
+// stays open for ever.
 func TestAnAttemptThatTheDatabaseInterruptsLeavesNoOpenRow(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ when, how string }{
@@ -271,7 +270,7 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 			values ('e', 'd', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', '', '');
 			update agent_webhook_deliveries set status = 'dead', error_message = 'why'`,
 	}
-	// Nobody wants anything: nothing is written. (Each cause is then undone.)
+	// If no target wants an event, nothing is written. (The test then undoes each cause.)
 	try := func(event string, wanted bool) {
 		tx, err := pool.Begin(t.Context())
 		require.NoError(t, err)

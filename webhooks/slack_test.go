@@ -42,7 +42,7 @@ func TestSlackGetsATextWithALinkAtASecretAddress(t *testing.T) {
 	}
 	stop := testkit.Run(t, out.Run)
 	pgtest.Until(t, pool, 4, `select count(*) from agent_webhook_outbox where status = 'sent'`)
-	stop() // what it wrote is read below
+	stop() // the test reads its output below
 	got := map[string]bool{}
 	for _, body := range them.bodies {
 		var payload map[string]string

@@ -36,7 +36,7 @@ const (
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// listener is somebody who is told of events.
+// listener is a receiver of events.
 type listener struct {
 	*httptest.Server
 	mu       sync.Mutex
@@ -44,7 +44,7 @@ type listener struct {
 	bodies   []string
 }
 
-// listens answers with what answer says, given how many requests came before.
+// listens starts a listener. answer responds by the number of earlier requests.
 func listens(t *testing.T, answer func(n int, w http.ResponseWriter, r *http.Request)) *listener {
 	t.Helper()
 	l := &listener{}
@@ -78,7 +78,7 @@ func (l *listener) host(t *testing.T) string {
 	return host
 }
 
-// target declares one that is told of everything.
+// target declares a target for all events.
 func target(t *testing.T, db postgres.DB, d webhooks.TargetDefinition) {
 	t.Helper()
 	if d.Name == "" {
@@ -92,7 +92,7 @@ func target(t *testing.T, db postgres.DB, d webhooks.TargetDefinition) {
 	require.NoError(t, err)
 }
 
-// dispatches runs a dispatcher until the test ends; allow are the private addresses that it may reach.
+// dispatches runs a dispatcher until the test ends. allow has the private addresses that it may reach.
 func dispatches(t *testing.T, pool *pgxpool.Pool, allow []string, schedule ...time.Duration) {
 	t.Helper()
 	client, err := skills.NewGuardedClient(allow, nil)
@@ -113,7 +113,7 @@ func (l *listener) verify(t *testing.T, i int) {
 	assert.NoError(t, wh.Verify([]byte(l.bodies[i]), l.requests[i].Header), "request", i)
 }
 
-// emit raises an event as a trigger would.
+// emit inserts an event like a trigger.
 func emit(t *testing.T, db postgres.DB, event string) {
 	t.Helper()
 	pgtest.Exec(t, db, `select lanekeeper.emit_agent_webhook($1, 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', '{"id": "x"}')`, event)
@@ -224,14 +224,14 @@ func FuzzTemplates(f *testing.F) {
 			return
 		}
 		c := webhooks.Content{Body: v, Header: http.Header{}}
-		_, _ = c.Text(template) // an error is fine, a panic is not
+		_, _ = c.Text(template) // it may fail but not panic
 		quoted, err := c.Quoted(template, 100)
 		assert.Truef(t, err != nil || strings.ContainsAny(template, "<>") || !strings.ContainsAny(quoted, "<>"),
 			"%q has a tag that the template has not", quoted)
 	})
 }
 
-// FuzzParse looks for a body that is taken and is not what it says it is, or whose parts cannot be named.
+// FuzzParse searches for an accepted body that is not in its format, or whose parts cannot be named.
 func FuzzParse(f *testing.F) {
 	for _, s := range []string{
 		`{"a": [1, {"b": null}], "n": 1e400, "big": 12345678901234567890}`, `"\ud800"`, `{"a": 1, "a": 2}`, "\xff",

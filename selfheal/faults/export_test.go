@@ -1,4 +1,4 @@
 package faults
 
-// NotCounted is for tests.
+// NotCounted exports notCounted for tests.
 var NotCounted = notCounted

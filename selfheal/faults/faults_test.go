@@ -14,7 +14,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// The rule finds more faults than 3 in a row, and more of its alarms are right, in both halves of the set.
+// The rule finds more faults than 3 failures in a row would, and more of its alarms are right, in both halves of the
+// set.
 func TestTheRuleIsBetterThanThreeInARow(t *testing.T) {
 	t.Parallel()
 	all, err := faults.Shipped()
@@ -34,7 +35,7 @@ func TestTheRuleIsBetterThanThreeInARow(t *testing.T) {
 	}
 }
 
-// line is a set of one trace; keys replaces some of its keys.
+// line returns a set with one trace. keys replaces some of its keys.
 func line(keys ...string) string {
 	return strings.NewReplacer(keys...).Replace(`{"name": "one", "shape": "x", "seed": 1, "held_out": false, "out": true,` +
 		` "from": 4, "by": 6, "why": "", "skill": "ssssss", "caller": "abcdef", "result": "...ttt", "gap": "111111",` +
@@ -63,7 +64,7 @@ func TestReplay(t *testing.T) {
 	}
 }
 
-// The program leaves out the classes that the view agent_skill_calls does.
+// The program omits the same classes as the view agent_skill_calls.
 func TestTheClassesThatCountAreThoseOfTheDatabase(t *testing.T) {
 	t.Parallel()
 	got := pgtest.Value[[]string](t, pgtest.DB(t), `
@@ -73,7 +74,7 @@ func TestTheClassesThatCountAreThoseOfTheDatabase(t *testing.T) {
 	assert.NoDiff(t, got, faults.NotCounted)
 }
 
-// Labels go with their calls.
+// A call that does not count takes its label with it.
 func TestCountingLeavesOutMistakesOfTheModel(t *testing.T) {
 	t.Parallel()
 	traces, err := faults.Read(strings.NewReader(line("...ttt", ".i.ttt")))
@@ -98,7 +99,7 @@ func TestReadNamesTheLine(t *testing.T) {
 	}
 }
 
-// A person who enables a skill at once says that the alarm was false.
+// If a person enables a skill at once, the alarm was false.
 func TestHistoryTakesLabelsFromWhatPeopleDid(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
