@@ -333,7 +333,7 @@ func TestClientThatDoesNotReadIsDisconnected(t *testing.T) {
 			case err := <-failed:
 				assert.ErrorIs(t, err, os.ErrDeadlineExceeded)
 			case <-time.After(90 * time.Second):
-				t.Error("it is written to for ever")
+				t.Error("the server writes to it for ever")
 			}
 		})
 	}

@@ -260,7 +260,7 @@ func TestOpenAPIDocumentIsComplete(t *testing.T) {
 	for path, methods := range a.doc["paths"].(map[string]any) {
 		for method, op := range methods.(map[string]any) {
 			id := op.(map[string]any)["operationId"].(string)
-			assert.Truef(t, !seen[id], "operationId %s of %s %s is taken", id, method, path)
+			assert.Truef(t, !seen[id], "operationId %s of %s %s is not unique", id, method, path)
 			seen[id] = true
 		}
 	}

@@ -149,7 +149,7 @@ func TestRouteAccess(t *testing.T) {
 		name := op[0] + " " + op[1]
 		access, known := table[name]
 		if !known {
-			t.Errorf("nobody has said who may call %s", name)
+			t.Errorf("%s has no access rule", name)
 			continue
 		}
 		delete(table, name)
@@ -364,7 +364,7 @@ func TestWrongSecretsAreThrottledAndLogged(t *testing.T) {
 				w := way.send(a, "192.0.2.1", "", "sesame-sesame")
 				statuses[w.Code]++
 				require.True(t, w.Code != http.StatusTooManyRequests || w.Header().Get("Retry-After") != "",
-					"it is not said how long to wait")
+					"the response has no Retry-After")
 			}
 			assert.Truef(t, statuses[401] >= 5 && statuses[401] <= 20 && statuses[401]+statuses[429] == 1500,
 				"the answers are %v", statuses)
@@ -459,7 +459,7 @@ func TestLogoutRevokesCookie(t *testing.T) {
 	case <-ended:
 		<-streamed
 	case <-time.After(pgtest.Timeout):
-		t.Fatal("the stream of the login goes on")
+		t.Fatal("the stream of the login did not end")
 	}
 	for name, p := range map[string]*agent{"here": a, "elsewhere": other} {
 		assert.Equal(t, http.StatusUnauthorized, p.raw("GET", "/v1/lanes", "", withCookie(c)).Code, name)

@@ -426,7 +426,7 @@ func TestApprovalDecisionResumesExecution(t *testing.T) {
 	assert.Truef(t, audit.Surface == "operate" && len(audit.Activities) == 1 &&
 		audit.Activities[0].SkillName == "decide_approval", "the audit is %+v", audit)
 	x, err = executions.Get(t.Context(), a.pool, *open.ExecutionID)
-	assert.Truef(t, err == nil && x.Status != executions.Waiting, "who waited is %+v, %v", x, err)
+	assert.Truef(t, err == nil && x.Status != executions.Waiting, "the waiting execution is %+v, %v", x, err)
 	late := a.raw("POST", "/v1/approvals/"+open.ID, `{"decision":"approve"}`, asAdmin())
 	p := a.checkProblem(late, 409, "decided already")
 	assert.Truef(t, p.TraceID == open.TraceID && late.Header().Get("X-Trace-Id") == open.TraceID,
@@ -495,7 +495,7 @@ func TestEventResumesWaiterOnce(t *testing.T) {
 	assert.Truef(t, again == first && len(resumed) == 0, "again: %s, %v", again, resumed)
 	hints := pgtest.Value[int](t, a.pool, `select count(*) from river.river_job where args::text like '%' || @id || '%'`,
 		postgres.Strict{"id": x.ID})
-	assert.True(t, hints != 0, "no worker was told")
+	assert.True(t, hints != 0, "no worker was notified")
 	keyed := asAdmin()
 	keyed.Set("Idempotency-Key", "k")
 	bare := `{"event":"TEST_COMPLETED","key":"k"}`

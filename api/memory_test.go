@@ -74,7 +74,7 @@ func TestConditionalMemoryWrites(t *testing.T) {
 	a.checkProblem(a.raw("PUT", path, `{"value":"password=hunter2hunter2","reason":"x"}`,
 		withHeader("If-None-Match", "*")), 400, "secret")
 	status, header, _ = put("anew", withHeader("If-None-Match", "*"))
-	assert.Truef(t, status == 200 && header.Get("ETag") == `"5"`, "kept anew: %d %v", status, header)
+	assert.Truef(t, status == 200 && header.Get("ETag") == `"5"`, "written again: %d %v", status, header)
 	pgtest.Equal(t, a.pool, 5, `select count(*) from agent_activity where skill_name = 'set_memory'`)
 }
 
@@ -222,7 +222,7 @@ func TestIfMatchOfChanges(t *testing.T) {
 				return w.Code, w.Body.String()
 			}
 			if code, body := act(m.first, "If-Match", seen); code != 200 {
-				t.Fatalf("%s of what was seen: %d %s", m.first, code, body)
+				t.Fatalf("%s with the current ETag: %d %s", m.first, code, body)
 			}
 			now := a.get(m.path, &struct{}{}).Get("ETag")
 			require.Truef(t, now != seen && now != "", "the ETag was %s and is %s", seen, now)
@@ -239,7 +239,7 @@ func TestIfMatchOfChanges(t *testing.T) {
 				tag = fmt.Sprintf(`"%v"`, p.Current["state_revision"])
 			}
 			still := a.get(m.path, &struct{}{}).Get("ETag")
-			assert.Truef(t, still == now && tag == now, "it was at %s, is at %s, and the refusal says %s", now, still, tag)
+			assert.Truef(t, still == now && tag == now, "the ETag was %s, is %s, and the rejection says %s", now, still, tag)
 			pgtest.Equal(t, a.pool, 0, `select count(*) from agent_activity where skill_name = $1`, m.then+"_"+m.what)
 			for _, bad := range [][2]string{
 				{"If-Match", strings.Trim(now, `"`)},

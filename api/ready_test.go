@@ -130,7 +130,7 @@ func TestUnreachableDatabaseIsNotReady(t *testing.T) {
 			began := time.Now()
 			got := a.readyz(503)
 			took := time.Since(began)
-			assert.Truef(t, took <= 25*time.Second, "it took %s to say so", took)
+			assert.Truef(t, took <= 25*time.Second, "the answer took %s", took)
 			assert.Equal(t, "database schema", got.failing(), got.Checks)
 			for _, c := range got.Checks {
 				assert.Truef(t, !strings.Contains(c.Detail, "somebody") && !strings.Contains(c.Detail, "192.0.2.1"),

@@ -115,7 +115,7 @@ func TestStreamEndsOnDisconnect(t *testing.T) {
 	case cause := <-ended:
 		assert.Truef(t, !errors.Is(cause, executions.ErrDraining), "cause is %v", cause)
 	case <-time.After(pgtest.Timeout):
-		t.Fatal("the stream goes on")
+		t.Fatal("the stream did not end")
 	}
 }
 

@@ -194,7 +194,7 @@ func TestAnExpiredApprovalDoesNotStandInTheWay(t *testing.T) {
 	pgtest.Exec(t, pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, first)
 	assert.ErrorIs(t, approve(t, pool, first), approvals.ErrDecided)
 	second := ask(t, pool, s, `{}`)
-	require.True(t, second != first, "asking again led to an approval that nobody can decide")
+	require.True(t, second != first, "a repeated request created an approval that nobody can decide")
 	assert.NoError(t, approve(t, pool, second))
 }
 
@@ -247,7 +247,7 @@ func TestHashDoesNotDependOnTheForm(t *testing.T) {
 			"%s has another's hash", other)
 	}
 	_, err := approvals.Hash(json.RawMessage(`{"a":`))
-	assert.Error(t, err, "what is no JSON has a hash")
+	assert.Error(t, err, "invalid JSON has a hash")
 }
 
 // A request notifies the channels only while one is enabled, because each notification serialises commits.

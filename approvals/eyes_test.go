@@ -75,7 +75,7 @@ func TestFourEyes(t *testing.T) {
 	assert.Equal(t, "the requester decided", pgtest.Value[string](t, pool,
 		`select input ->> 'four_eyes' from agent_activity where skill_name = 'decide_approval' and input ->> 'by' = 'root'`))
 	_, err = pool.Exec(t.Context(), `update agent_approvals set four_eyes = false`)
-	assert.Error(t, err, "four eyes were taken from an approval")
+	assert.Error(t, err, "an approval lost its four eyes")
 	d.Trust = skills.TrustAuto
 	assert.Contains(t, fmt.Sprint(skills.Validate(d)), "four_eyes needs trust: approve")
 }

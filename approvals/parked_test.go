@@ -169,7 +169,7 @@ func TestAnApprovalDoesNotOutliveItsExecution(t *testing.T) {
 	_, err := p.engine.Cancel(t.Context(), id, "admin", "enough")
 	require.NoError(t, err)
 	_, err = approvals.Decide(t.Context(), p.pool, approval, true, "admin", "")
-	assert.ErrorIs(t, err, approvals.ErrDecided, "decided although nobody waits")
+	assert.ErrorIs(t, err, approvals.ErrDecided, "decided although no execution waits")
 	got, err := approvals.Get(t.Context(), p.pool, approval)
 	assert.Truef(t, err == nil && got.Status == "expired", "the approval is %s, %v", got.Status, err)
 }
@@ -238,7 +238,7 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 			Args: json.RawMessage(`{"table":"z"}`),
 		})
 		failure, ok := errors.AsType[*executions.StepError](err)
-		assert.Truef(t, ok && failure.Class == "stale_skill", "asked for another: %v", err)
+		assert.Truef(t, ok && failure.Class == "stale_skill", "requested another approval: %v", err)
 		return nil
 	})
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_approvals where status = 'pending'`))

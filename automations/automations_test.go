@@ -320,7 +320,7 @@ func TestFinishIsComparedAndSet(t *testing.T) {
 	_, ok, _ = automations.Finish(t.Context(), pool, run.ID, 2, automations.Result{})
 	assert.True(t, !ok, "finished another attempt")
 	_, _, err = automations.Finish(t.Context(), pool, run.ID, 1, automations.Result{Output: "\x00"})
-	assert.Error(t, err, "a NUL character was taken")
+	assert.Error(t, err, "a NUL character was accepted")
 	got = finish(t, pool, run, automations.Result{Output: strings.Repeat("x", 300<<10)})
 	assert.Truef(t, strings.Contains(string(got.Output), "omitted"), "got %.100s", got.Output)
 }
@@ -355,7 +355,7 @@ func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 		assert.Truef(t, a.DisabledBy == by && a.DisabledReason == "its skill broken is disabled: broken" &&
 			a.DisabledAt != nil, "got %+v", a)
 		retries, _ := automations.Ready(t.Context(), pool, 0)
-		assert.True(t, len(retries) == 0 && due(t, pool) == "", "a paused automation goes on")
+		assert.True(t, len(retries) == 0 && due(t, pool) == "", "a paused automation still runs")
 		_, ok, _ := automations.ClaimRun(t.Context(), pool, run.ID, 1, "", traceID)
 		assert.True(t, !ok, "a paused automation was retried")
 		pgtest.Exec(t, pool, `update agent_skills set enabled = true, disabled_by = '' where name = 'broken'`)
@@ -394,9 +394,9 @@ func TestNoAutomationIsInServiceWhileItsSkillIsNot(t *testing.T) {
 		t.Errorf("enable: %v, %v", ok, err)
 	}
 	a = put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "fine"})
-	assert.Truef(t, a.Enabled && a.PausedFor == "", "one that calls another skill now stays paused: %+v", a)
+	assert.Truef(t, a.Enabled && a.PausedFor == "", "an automation with a new skill stays paused: %+v", a)
 	a = put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "broken"})
-	assert.Truef(t, !a.Enabled, "one that calls a disabled skill now runs: %+v", a)
+	assert.Truef(t, !a.Enabled, "an automation with a disabled skill runs: %+v", a)
 	_, err := automations.Propose(t.Context(), pool, automations.Definition{Name: "p", Cron: "@daily", Skill: "broken"},
 		"agent", traceID)
 	require.NoError(t, err)

@@ -182,7 +182,7 @@ func TestObjectivesList(t *testing.T) {
 	assert.Truef(t, err == nil && column(t, answer, "objectives", "pending") == "2 2" &&
 		len(column(t, answer, "objectives", "goal")) <= 1000, "got %v, %v", answer, err)
 	_, err = call(t, pool, "objectives_list", `{"status": "lost"}`)
-	assert.Error(t, err, "a status that there is not was taken")
+	assert.Error(t, err, "an unknown status was accepted")
 }
 
 func TestRecentActivity(t *testing.T) {

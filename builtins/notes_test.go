@@ -101,7 +101,7 @@ func TestANoteReplacesOnlyTheOneThatItsRunHasRead(t *testing.T) {
 	refused(one.note("one only"), "one, again, and two")
 	stands("one, again, and two")
 	answer := newNoter(t, pool).note("one, again, and two")
-	assert.Truef(t, answer["error"] == nil, "what is made again after a crash does not find its own note: %v", answer)
+	assert.Truef(t, answer["error"] == nil, "a call repeated after a crash does not find its own note: %v", answer)
 	late := newNoter(t, pool)
 	late.call("objectives_list", map[string]any{})
 	_, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "tidy", Goal: "Be clean."},
@@ -188,7 +188,7 @@ func TestAnAgentsOwnMemoryIsNoOtherAgents(t *testing.T) {
 	all := []string{"front", "sales", "billing"}
 	for _, agent := range all {
 		answer := h.must(agent, "memory_write", fmt.Sprintf(`{"key": "contact", "value": "number of %s"}`, agent))
-		assert.Truef(t, strings.Contains(answer, `"revision":1`), "%s finds the key taken by another: %s", agent, answer)
+		assert.Truef(t, strings.Contains(answer, `"revision":1`), "%s finds the key of another agent: %s", agent, answer)
 	}
 	for _, agent := range all {
 		for _, ask := range []struct{ name, args string }{
@@ -212,7 +212,7 @@ func TestAnAgentsOwnMemoryIsNoOtherAgents(t *testing.T) {
 		assert.Truef(t, strings.Contains(answer, `"forgotten":false`), "%s forgets twice: %s", agent, answer)
 		for _, other := range all[i+1:] {
 			answer := h.must(other, "recall", `{}`)
-			assert.Truef(t, strings.Contains(answer, "number of "+other), "%s has taken from %s: %s", agent, other, answer)
+			assert.Truef(t, strings.Contains(answer, "number of "+other), "%s removed an entry of %s: %s", agent, other, answer)
 		}
 	}
 	for _, agent := range all {
@@ -273,5 +273,5 @@ func TestWhoseMemoryItIsDependsOnWhoActs(t *testing.T) {
 	owner, err := directory.MemoryOf(t.Context(), h.pool, "sales")
 	assert.Truef(t, owner == "sales" && err == nil, "the memory of a removed agent is %q, %v", owner, err)
 	_, err = directory.MemoryOf(t.Context(), h.pool, "nobody")
-	assert.Error(t, err, "nobody has a memory")
+	assert.Error(t, err, "no agent has a memory")
 }

@@ -651,7 +651,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 		`document.getElementById("message").dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", ctrlKey: true, bubbles: true, cancelable: true})), 1`, new(int))
 	p.Shows("Done. Trace op_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
 	p.Until("nothing of it is markup", `document.querySelectorAll("#transcript img, #transcript script").length === 0`)
-	p.Until("it reads as it was said",
+	p.Until("the page shows the text of the message",
 		`document.querySelector("#transcript .bubble-assistant .said").textContent.startsWith("Here: <script>alert(1)") &&
 		document.querySelector("#transcript .bubble-assistant .said").textContent.includes("⟨U+202E⟩") && !document.body.textContent.includes("wrong")`)
 	p.Until("the call is there once, with its end",

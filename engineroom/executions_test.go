@@ -174,7 +174,7 @@ func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
 		"wait for news", `action="/act/v1/executions/`+id+`/cancel"`, `action="/act/v1/executions/`+id+`/fork"`,
 		"No step is recorded yet",
 		"It holds no lane", "It has sent no message", "no parent, children or forks")
-	assert.True(t, !strings.Contains(body, "/retry"), "what has not ended can be retried")
+	assert.True(t, !strings.Contains(body, "/retry"), "a running execution can be retried")
 	for kind, want := range map[string]string{
 		"approval": `href="/approvals/news"`, "agent": `href="/executions/news"`, "lane": `href="/lanes"`,
 		"delay": "the clock",
@@ -205,7 +205,7 @@ func TestAnExecutionThatFailedCanBeRetried(t *testing.T) {
 	body := shows(t, server.URL+"/executions/"+id, `action="/act/v1/executions/`+id+`/retry"`, "the roof is off",
 		"Failed step", "Ended: failed")
 	assert.True(t, !strings.Contains(body, "/cancel") && !strings.Contains(body, "Emit the event"),
-		"what has ended can be cancelled, or waits")
+		"an ended execution can be cancelled, or waits")
 }
 
 func TestTheTimelineGoesOnOverPages(t *testing.T) {
@@ -238,7 +238,7 @@ func TestTheTimelineGoesOnOverPages(t *testing.T) {
 		path = strings.TrimSuffix(next(body, `<p class="pager">`), "#timeline")
 		if !strings.Contains(body, "Earlier steps") {
 			path = ""
-			assert.True(t, strings.Contains(body, "Created: pending"), "the first page does not say when it was begun")
+			assert.True(t, strings.Contains(body, "Created: pending"), "the first page does not show its start")
 		}
 	}
 	assert.Truef(t, seen["all"] == 90 && seen["claim"] == 1, "seen %v", seen)

@@ -165,7 +165,7 @@ func TestAPendingExecutionSaysThatNothingRunsIt(t *testing.T) {
 			update agent_executions set updated_at = updated_at - interval '1 minute' where id = $1::uuid`, id)
 		body := shows(t, server.URL+"/executions/"+id)
 		if has := strings.Contains(body, `href="/lanes#workers"`); has != (text != "") || !strings.Contains(body, text) {
-			t.Errorf("%s %s: says that nothing runs it: %t, want %q", status, flow, has, text)
+			t.Errorf("%s %s: reports a missing worker: %t, want %q", status, flow, has, text)
 		}
 	}
 	says("pending", "ship", "No process for flow ship is connected.")

@@ -266,12 +266,12 @@ func TestWhoComesWithNewerStateIsNotSentTheOlder(t *testing.T) {
 	defer leave()
 	first.next("one", "newer") // during the read of the other part
 	if list := who.pendingUpdates(); len(list) != 1 || !strings.Contains(string(list[0]), "newer") {
-		t.Errorf("who had the newer state is sent %d parts", len(list))
+		t.Errorf("the viewer with the newer state gets %d parts", len(list))
 	}
 	slow <- struct{}{}
 	first.next("calm", "new")
 	if list := who.pendingUpdates(); len(list) != 0 {
-		t.Errorf("who had that state is sent %s", list[0])
+		t.Errorf("the viewer with that state gets %s", list[0])
 	}
 }
 
@@ -598,7 +598,7 @@ func TestAStreamEndsWithItsRequestAndSaysWhenTheLoginIsOver(t *testing.T) {
 	stopped, stop := context.WithCancel(t.Context())
 	time.AfterFunc(100*time.Millisecond, stop)
 	text = serve(stopped)
-	assert.Truef(t, !strings.Contains(text, "expired"), "a shutdown is told as\n%s", text)
+	assert.Truef(t, !strings.Contains(text, "expired"), "the stream reports a shutdown as\n%s", text)
 }
 
 func TestAPageThatIsNotThereHasNoStream(t *testing.T) {
@@ -619,7 +619,7 @@ func TestAPageThatIsNotThereHasNoStream(t *testing.T) {
 	}
 	l := listen(t, server.URL+"/live/watched?x=away", "")
 	l.next("one", "This could not be read")
-	assert.Equal(t, 0, s.reads["one"].Load(), "a part of what could not be found was read")
+	assert.Equal(t, 0, s.reads["one"].Load(), "a part of a missing object was read")
 }
 
 // A database may hang without an error. The check for changes detects that. Then the page waits for one part only, not
@@ -640,7 +640,7 @@ func TestAPageDoesNotWaitWithEachPartForADatabaseThatHangs(t *testing.T) {
 	for _, one := range both.parts[:2] {
 		assert.Contains(t, one.data, "the database does not answer")
 	}
-	assert.Equal(t, 0, s.reads["calm"].Load(), "a part was read after another had waited in vain")
+	assert.Equal(t, 0, s.reads["calm"].Load(), "a part was read after another had timed out")
 	room.hub.readLimit = 100 * time.Millisecond
 	listen(t, server.URL+"/live/watched", "")
 	pgtest.Eventually(t, func() bool { return !room.hub.away.Load() }, "the check for changes succeeds")

@@ -157,7 +157,7 @@ func TestWhatNeedsAPersonIsCountedAndLinked(t *testing.T) {
 	assert.Equal(t, 1, n, "three runs of one automation are named", "times")
 	pgtest.Exec(t, pool, `delete from agent_automation_runs where error_message like 'no route%'`)
 	body := shows(t, server.URL+"/", texts...)
-	assert.True(t, !strings.Contains(body, "Nothing needs attention"), "the page says that nothing does")
+	assert.True(t, !strings.Contains(body, "Nothing needs attention"), "the page says that nothing needs attention")
 	_, part, _ := strings.Cut(body, `<section id="needs"`)
 	part, _, _ = strings.Cut(part, "</section>")
 	links := regexp.MustCompile(`href="([^"]+)"`).FindAllStringSubmatch(part, -1)
@@ -246,7 +246,7 @@ func TestEveryPageSaysThatTheAgentIsPaused(t *testing.T) {
 	_, err = executions.ResumeAll(t.Context(), pool, "ana", "")
 	require.NoError(t, err)
 	_, body = testkit.Get(t, server.URL+"/lanes")
-	assert.True(t, !strings.Contains(body, "is paused"), "it says so still")
+	assert.True(t, !strings.Contains(body, "is paused"), "the page still shows it")
 }
 
 // did inserts n rows of the activity log, named by their number.
@@ -303,7 +303,7 @@ func TestARowOfTheLogUnfolds(t *testing.T) {
 		  $1, $1, $1, '{"prompt_tokens": 1200, "completion_tokens": 34}') returning id::text`, hostile)
 	folded := shows(t, server.URL+"/activity", `aria-expanded="false"`, "row="+id)
 	assert.True(t, !strings.Contains(folded, "zzzz") && !strings.Contains(folded, "1,200 read"),
-		"a folded row has what it leaves out")
+		"a folded row contains the omitted text")
 	shows(t, server.URL+"/activity?row="+id, `aria-expanded="true"`, "1,200 prompt, 34 completion", "zzzz", "in all")
 	harmless(t, server.URL+"/activity?row="+id)
 	shows(t, server.URL+"/activity?row=018f0000-0000-7000-8000-000000000000", "look")
@@ -338,7 +338,7 @@ func TestSpendIsShownByWhatItWasForSurfaceAndModel(t *testing.T) {
 		 where model = 'model-one'`)
 	shows(t, server.URL+"/spend?days=1", "$0.10 and 400 tokens of it are unknown")
 	body := shows(t, server.URL+"/spend?days=30&by=model&purpose=reflect", "$9.25", "Newest model calls")
-	assert.True(t, !strings.Contains(body, "model-one"), "a model that was not called for it is shown")
+	assert.True(t, !strings.Contains(body, "model-one"), "the page shows a model without calls")
 	shows(t, server.URL+"/", "$1.00 · 2,000 tokens", "Most of it, 7 days", "Skill health")
 }
 

@@ -124,9 +124,9 @@ func TestAutomationsTellWhenTheyRunAndHowTheyRan(t *testing.T) {
 	body := shows(t, server.URL+"/automations", "2030-01-01 03:00", "2030-01-02 03:00",
 		"2030-01-03 03:00", "no route to host",
 		"by self_heal", "fetch fails", "paused", `action="/act/v1/automations/runs/`+dead+`/redrive"`)
-	assert.True(t, !strings.Contains(body, "2030-01-04"), "more than three times are told")
+	assert.True(t, !strings.Contains(body, "2030-01-04"), "the page shows more than three times")
 	body = shows(t, server.URL+"/automations?state=enabled", "nightly")
-	assert.True(t, !strings.Contains(body, "weekly"), "what is paused is listed as enabled")
+	assert.True(t, !strings.Contains(body, "weekly"), "a paused automation is listed as enabled")
 	turnsAway(t, server.URL+"/automations?state=asleep", 400, "it can be enabled, disabled")
 	turnsAway(t, server.URL+"/automations?before=x", 400, "no place in this list")
 }
@@ -193,7 +193,7 @@ func TestDeliveriesAreListedAndNarrowedDown(t *testing.T) {
 	body := shows(t, server.URL+"/deliveries", "issues", "/deliveries/"+done, "/deliveries/"+dead,
 		"the signature is wrong",
 		"/outgoing?target=ops&amp;status=pending", `action="/act/v1/webhooks/targets/ops/disable"`)
-	assert.True(t, !strings.Contains(body, "Nothing matches"), "the list says that it is empty")
+	assert.True(t, !strings.Contains(body, "Nothing matches"), "the list is shown as empty")
 	body = shows(t, server.URL+"/deliveries?endpoint=shop&status=dead", dead)
 	assert.True(t, !strings.Contains(body, done), "the state does not narrow the list down")
 	shows(t, server.URL+"/deliveries?endpoint=other", "Nothing matches")
@@ -227,7 +227,7 @@ func TestADeliveryShowsWhatCameAndWhatItLedTo(t *testing.T) {
 	rows.Quiet(t, pool, `update agent_webhook_deliveries set repeats = 2 where id = $1`, id)
 	shows(t, server.URL+"/deliveries/"+id, "then 2 more times (duplicates are not handled)")
 	body = shows(t, server.URL+"/deliveries/"+delivered(t, pool, "running", `{}`))
-	assert.True(t, !strings.Contains(body, "/act/"), "what is being handled can be replayed")
+	assert.True(t, !strings.Contains(body, "/act/"), "a delivery in progress can be replayed")
 	turnsAway(t, server.URL+"/deliveries/nothing", 404, "there is no delivery")
 	turnsAway(t, server.URL+"/deliveries/01890000-0000-7000-8000-000000000000", 404, "there is no delivery")
 }
@@ -240,7 +240,7 @@ func TestOutgoingMessagesAreListedAndSentAgain(t *testing.T) {
 	dead, pending := undelivered(t, pool, "ops", "dead"), undelivered(t, pool, "ops", "pending")
 	action := `action="/act/v1/webhooks/outbox/` + dead + `/resend"`
 	body := shows(t, server.URL+"/outgoing?target=ops", action, "it answered 503")
-	assert.True(t, !strings.Contains(body, pending), "what is to be sent is listed as given up")
+	assert.True(t, !strings.Contains(body, pending), "a queued message is listed as given up")
 	shows(t, server.URL+"/outgoing?status=pending", "/outgoing/"+pending)
 	shows(t, server.URL+"/outgoing/"+dead, action, "&#34;type&#34;: &#34;execution.failed&#34;")
 	turnsAway(t, server.URL+"/outgoing?status=sent", 400, "it can be dead, pending")
@@ -257,7 +257,7 @@ func TestHeldLanesAreListed(t *testing.T) {
 	shows(t, server.URL+"/lanes", "pipeline:&lt;b&gt;prices&lt;/b&gt;", "someone else",
 		`action="/act/v1/lanes/pipeline:%3Cb%3Eprices%3C%2Fb%3E/break"`)
 	body := shows(t, server.URL+"/lanes?lane=other", "another")
-	assert.True(t, !strings.Contains(body, "someone else"), "one lane was asked for, and another is shown")
+	assert.True(t, !strings.Contains(body, "someone else"), "the page shows another lane than the requested one")
 	shows(t, server.URL+"/lanes?lane=nobodys", "No owner holds nobodys")
 	turnsAway(t, server.URL+"/lanes?lane=%00", 400, "not the name of a lane")
 	turnsAway(t, server.URL+"/lanes?before=x", 400, "no place in this list")
@@ -353,7 +353,7 @@ func TestAnObjectiveThatNothingTouchesIsStale(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	aims(t, pool, "grow")
-	assert.True(t, !strings.Contains(shows(t, server.URL+"/"), ">stale<"), "it was touched just now")
+	assert.True(t, !strings.Contains(shows(t, server.URL+"/"), ">stale<"), "the objective changed just now")
 	put(t, pool, `update agent_objectives set due_at = clock_timestamp() - interval '4 days',
 		updated_at = clock_timestamp() - interval '4 days' returning name`)
 	assert.True(t, !strings.Contains(shows(t, server.URL+"/"), ">stale<"), "its steps were touched just now")
@@ -408,7 +408,7 @@ func TestMemoryIsSummedUpByCategory(t *testing.T) {
 	for _, path := range []string{"/memory", "/"} {
 		body := shows(t, server.URL+path, `3<span class="aside-text"> in facts`, `1<span class="aside-text"> in lessons`,
 			"+2 ", "+1 ")
-		assert.Truef(t, !strings.Contains(body, "gone"), "%s has a category of which everything has expired", path)
+		assert.Truef(t, !strings.Contains(body, "gone"), "%s has a category with only expired entries", path)
 	}
 	pgtest.Exec(t, pool, `insert into agent_memory (category, key, value) select 'many', n::text, '1'
 		from generate_series(1, 1200) n`)
@@ -477,7 +477,7 @@ func TestSkillsAreListedWithTheirHealth(t *testing.T) {
 	for _, path := range []string{"/skills", "/"} {
 		body := shows(t, server.URL+path, "fetch_price", "75 %", "by self-heal", "5 consecutive failures", "120 ms")
 		assert.True(t, path != "/" || strings.Index(body, "post_tweet") <= strings.Index(body, "fetch_price"),
-			"what is out of service does not come first")
+			"disabled skills do not come first")
 	}
 	assert.True(t, !strings.Contains(shows(t, server.URL+"/skills?state=disabled", "post_tweet",
 		"/act/v1/skills/post_tweet/enable"), `id="skill-fetch_price"`), "an enabled skill is listed as disabled")

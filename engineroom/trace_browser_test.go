@@ -270,7 +270,7 @@ func TestAStoppedActionDoesNotRunOn(t *testing.T) {
 	}
 	time.Sleep(2 * time.Second)
 	after := rows()
-	assert.Truef(t, fmt.Sprint(after) == fmt.Sprint(before), "clocks go on: %v, then %v", before, after)
+	assert.Truef(t, fmt.Sprint(after) == fmt.Sprint(before), "the clocks still run: %v, then %v", before, after)
 	noComplaint(t, p)
 }
 
@@ -327,7 +327,7 @@ func TestAnExecutionShowsItsRootCauseItsWaterfallAndItsCheckpoint(t *testing.T) 
 	body := shows(t, server.URL+"/executions/"+runs["nightly_report"]+"?tab=checkpoint", "Latest checkpoint",
 		"APPROVAL_DECIDED", "the lease of worker web-2 was over", `action="/act/v1/executions/`+runs["nightly_report"]+`/retry"`,
 		`name="from" value="prices"`, "/v1/executions/"+runs["nightly_report"])
-	assert.True(t, !strings.Contains(body, "/cancel"), "what has ended can be cancelled")
+	assert.True(t, !strings.Contains(body, "/cancel"), "an ended execution can be cancelled")
 	turnsAway(t, server.URL+"/executions/"+runs["nightly_report"]+"?tab=x", 400, "tab")
 }
 

@@ -429,7 +429,7 @@ func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {
 	}
 	look()
 	look()
-	require.Equal(t, 2, loads, "its child has not ended, but it was read", "times for two looks")
+	require.Equal(t, 2, loads, "its child has not ended, but the trace was read", "times for two looks")
 	sql(t, pool, `update agent_executions set status = 'cancelled' where completed_at is null`, nil)
 	look()
 	look()
@@ -439,7 +439,7 @@ func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {
 		values (@id, 'note', 'break_lane', clock_timestamp())`,
 		postgres.Strict{"id": string(id)})
 	look()
-	require.Equal(t, 4, loads, "a note came later, and it was not read again")
+	require.Equal(t, 4, loads, "after a later note the trace was not read again")
 }
 
 func TestBarsKeepTheirOrderOnTheScale(t *testing.T) {

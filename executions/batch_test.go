@@ -161,7 +161,7 @@ func TestACompletionMakesItsStartDurable(t *testing.T) {
 	got, err := p.StartSeveral(t.Context(), specs, []bool{true, true})
 	require.NoError(t, err, "starts that are run here wait for the standby")
 	if got, err := begin(true, false); err == nil {
-		t.Errorf("%d starts, of which one is for others, did not wait for the standby", len(got))
+		t.Errorf("%d starts, one of them for another process, did not wait for the standby", len(got))
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 	defer cancel()
@@ -173,7 +173,7 @@ func TestACompletionMakesItsStartDurable(t *testing.T) {
 	pgtest.Exec(t, pool, `with c as (select set_config('synchronous_commit', 'local', true)) update agent_workers
 		set expires_at = clock_timestamp() from c`)
 	if got, err := begin(true, true); err == nil {
-		t.Errorf("starts that nobody has claimed did not wait for the standby: %s, %s", got[0].Status, got[1].Status)
+		t.Errorf("unclaimed starts did not wait for the standby: %s, %s", got[0].Status, got[1].Status)
 	}
 	pgtest.Exec(t, pool, `alter system reset synchronous_standby_names`)
 	pgtest.Exec(t, pool, `select pg_reload_conf()`)

@@ -179,7 +179,7 @@ func TestAnUnwrittenCompletionDropsItsLastStep(t *testing.T) {
 	id := p.begin(t, "flow")
 	pgtest.Eventually(t, func() bool { return calls.Load() > 1 }, "the step is made again")
 	if x := get(t, pool, id); x.Status.Ended() {
-		t.Errorf("it is %s before its step is on record", x.Status)
+		t.Errorf("the execution is %s before its step is recorded", x.Status)
 	}
 	end()
 	x := until(t, pool, id, executions.Completed)
@@ -255,7 +255,7 @@ func TestARejectedResultIsReturnedToTheCode(t *testing.T) {
 	id := p.begin(t, "flow")
 	var failure *executions.StepError
 	err := testkit.Receive(t, done)
-	assert.Truef(t, errors.As(err, &failure) && failure.Class == "result", "the code was told %v", err)
+	assert.Truef(t, errors.As(err, &failure) && failure.Class == "result", "the code got the error %v", err)
 	until(t, pool, id, executions.Completed)
 }
 
@@ -281,7 +281,7 @@ func TestARejectedStepNameIsReturnedToTheCode(t *testing.T) {
 			return executions.Result{}, nil
 		}))
 		id := p.begin(t, "flow")
-		assert.Error(t, testkit.Receive(t, done), what, "the code was told nothing")
+		assert.Error(t, testkit.Receive(t, done), what, "the code got no error")
 		until(t, pool, id, executions.Completed)
 		p.stop()
 	}

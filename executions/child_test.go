@@ -51,7 +51,7 @@ func TestCancellingAParentCancelsAwaitedChildren(t *testing.T) {
 	assert.Truef(t, x.CancelReason != nil && *x.CancelReason == "its parent was cancelled: enough",
 		"the child was cancelled because of %v", x.CancelReason)
 	x, err = executions.Get(t.Context(), pool, free.ID)
-	assert.Truef(t, err == nil && x.Status == executions.Waiting, "a child that nobody waits for is %s, %v", x.Status, err)
+	assert.Truef(t, err == nil && x.Status == executions.Waiting, "an unawaited child is %s, %v", x.Status, err)
 }
 
 func TestAnInsertOfACallersTransactionRunsAfterItsCommit(t *testing.T) {
@@ -398,13 +398,13 @@ func TestAParentWaitsAsLongAsItsChild(t *testing.T) {
 			from agent_executions where id = @id`,
 			postgres.Strict{"id": w.id})
 		if !ahead || w.status() != executions.Waiting {
-			t.Errorf("it is %s, ahead %v", w.status(), ahead)
+			t.Errorf("the execution is %s, ahead %v", w.status(), ahead)
 		}
 	}
 	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": child.id})
 	parent.expireTimer()
 	out := parent.resume("child")
-	assert.Truef(t, !out.TimedOut, "told of the end by a timeout: %+v", out)
+	assert.Truef(t, !out.TimedOut, "the wait ended by a timeout: %+v", out)
 	grandparent.expireTimer()
 	if out := grandparent.resume("child"); !out.TimedOut { // its child still runs, past the time of the wait
 		t.Errorf("%+v", out)

@@ -134,7 +134,7 @@ func TestAnEngineRunsOnce(t *testing.T) {
 	assert.Error(t, p.Run(t.Context()), "a second Run beside the first")
 	until(t, p.pool, p.begin(t, "flow"), executions.Completed)
 	p.stop()
-	assert.Error(t, p.Run(t.Context()), "a Run after the shutdown, which would take no work and not say so")
+	assert.Error(t, p.Run(t.Context()), "a Run after the shutdown returned no error")
 }
 
 func TestInvalidOptionsAreAnError(t *testing.T) {
@@ -201,7 +201,7 @@ func TestAShutdownFinishesTheStepAndReleasesTheRun(t *testing.T) {
 				"status %s, claimed by %q, attempt %d", got.Status, postgres.Deref(got.ClaimedBy), got.Attempt)
 			assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`), "its lane is held")
 			if pgtest.Value[bool](t, pool, `select exists (select from agent_workers where expires_at > clock_timestamp())`) {
-				t.Error("the worker's lease goes on")
+				t.Error("the worker's lease has not ended")
 			}
 			start(t, pool, p.flows)
 			until(t, pool, id, executions.Completed)
@@ -284,7 +284,7 @@ func TestKeepAliveRenewsTheLeaseWithoutClaims(t *testing.T) {
 	assert.True(t, err == nil || errors.Is(err, context.Canceled), err)
 	assert.Equal(t, executions.Pending, get(t, pool, id).Status)
 	if pgtest.Value[bool](t, pool, `select exists (select from agent_workers where expires_at > clock_timestamp())`) {
-		t.Error("the lease goes on")
+		t.Error("the lease has not ended")
 	}
 }
 
@@ -581,7 +581,7 @@ func TestTheFlowsOfALiveProcessAreKnownToAll(t *testing.T) {
 		require.NoError(t, err)
 		return has
 	}
-	assert.True(t, !known(), "a flow that nobody has is known")
+	assert.True(t, !known(), "a flow without a process is known")
 	program := start(t, pool, map[string]executions.Func{
 		"pay": func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil },
 	})

@@ -250,7 +250,7 @@ func TestAResumedExecutionKnowsOfALostClaim(t *testing.T) {
 				return pgtest.Value[bool](t, pool, `select held from lanekeeper.claim_agent_executions('background', @worker, 1)`,
 					postgres.Strict{"worker": me})
 			}
-			assert.True(t, !held(), "what was lost in the middle of nothing is said to be held")
+			assert.True(t, !held(), "a claim lost without a call in flight sets held")
 			pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim(id, claim) from agent_executions where id = @id`,
 				postgres.Strict{"id": id})
 			pgtest.Exec(t, pool, `
@@ -295,7 +295,7 @@ func TestAnotherProcessContinuesTheClaimsOfADeadOne(t *testing.T) {
 		expire(t, pool, id)
 		sweep(t, pool)
 		if x := get(t, pool, id); x.ClaimedBy != nil || x.Attempt != 1 {
-			t.Errorf("after the death it is claimed by %q, attempt %d", postgres.Deref(x.ClaimedBy), x.Attempt)
+			t.Errorf("after the death the execution is claimed by %q, attempt %d", postgres.Deref(x.ClaimedBy), x.Attempt)
 		}
 		start(t, pool, awaits(0))
 		out := outcome(t, until(t, pool, id, executions.Completed))
@@ -335,7 +335,7 @@ func TestWaitsAreFoundByTheirKey(t *testing.T) {
 			before := read(tx)
 			pgtest.Value[int](t, tx, sql, postgres.Strict{"key": id, "worker": me})
 			n := read(tx) - before
-			assert.Truef(t, n <= 100, "%d rows were read to find one that waits", n)
+			assert.Truef(t, n <= 100, "%d rows were read to find one wait", n)
 		})
 	}
 }
@@ -517,7 +517,7 @@ func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 			assert.Truef(t, taken == mine && (got[0].ExecutionID != nil) == mine,
 				"the event is taken %t, answered %+v", taken, got)
 			assert.True(t, pgtest.Value[int](t, pool, `select count(*) from agent_locks where execution_id = @id and parked`,
-				postgres.Strict{"id": id}) <= 0, "the lane did not go on with it")
+				postgres.Strict{"id": id}) <= 0, "the lane did not stay with the execution")
 		})
 	}
 }
@@ -585,7 +585,7 @@ func TestAnAnswerComesAfterItsQuestion(t *testing.T) {
 	receiveMessage(t, pool, "t", "old")
 	w.send("t", "how old are you?")
 	if got := w.park("first", "response", "t"); got != nil {
-		t.Fatalf("what came before the question answered it: %s", answer(got))
+		t.Fatalf("a message from before the question answered it: %s", answer(got))
 	}
 	receiveMessage(t, pool, "t", "seven")
 	if got := w.resume("first"); !strings.Contains(answer(got), "seven") {
@@ -628,9 +628,9 @@ func TestTheTimeoutStartsWhenTheMessageIsSent(t *testing.T) {
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
 	first, second := newWaiter(t, pool), newWaiter(t, pool)
-	require.True(t, !first.send("t", "one"), "the first to speak was queued")
+	require.True(t, !first.send("t", "one"), "the first message was queued")
 	require.True(t, second.send("t", "two") && second.park("wait", "response", "t") == nil,
-		"the second to speak was not queued, or answered")
+		"the second message was not queued, or was answered")
 	first.park("wait", "response", "t")
 	receiveMessage(t, pool, "t", "answer to one")
 	if got := first.resume("wait"); !strings.Contains(answer(got), "answer to one") ||

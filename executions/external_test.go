@@ -201,7 +201,7 @@ func TestATakeoverWaitsForACheckpointAndTheSweepDoesNot(t *testing.T) {
 	sweep(t, p.pool)
 	x := get(t, p.pool, other)
 	assert.Truef(t, x.Status == executions.Failed, "the sweep was held up: %+v", x)
-	assert.True(t, get(t, p.pool, id).ClaimedBy != nil, "the claim was taken under a write")
+	assert.True(t, get(t, p.pool, id).ClaimedBy != nil, "the claim was taken during a write")
 	var group errgroup.Group
 	var second executions.RunLock
 	group.Go(func() (err error) {
@@ -254,7 +254,7 @@ func TestTheSweepFailsOrHandsOnUpToMaxAttempts(t *testing.T) {
 	}
 	x := get(t, p.pool, goesOn)
 	if x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 || workers(t, p.pool) != 0 {
-		t.Errorf("handed on it is %+v, %d locks", x, workers(t, p.pool))
+		t.Errorf("after the handover the execution is %+v, %d locks", x, workers(t, p.pool))
 	}
 	for i := range 2 { // no further step is recorded
 		p.lock(t, goesOn, fmt.Sprint("w ", i+1))
@@ -262,7 +262,7 @@ func TestTheSweepFailsOrHandsOnUpToMaxAttempts(t *testing.T) {
 		sweep(t, p.pool)
 	}
 	if x := get(t, p.pool, goesOn); x.Status != executions.Failed || !strings.Contains(*x.ErrorMessage, "3 workers") {
-		t.Errorf("after three it is %+v", x)
+		t.Errorf("after three handovers the execution is %+v", x)
 	}
 }
 
@@ -283,12 +283,12 @@ func TestAWorkerWithoutProgressLosesItsLock(t *testing.T) {
 	}
 	sweep(t, p.pool)
 	x := get(t, p.pool, works)
-	assert.Truef(t, x.Status == executions.Running && x.ClaimedBy != nil, "one that records its steps is %+v", x)
+	assert.Truef(t, x.Status == executions.Running && x.ClaimedBy != nil, "an execution with recorded steps is %+v", x)
 	if x := get(t, p.pool, fails); x.Status != executions.Failed || !strings.Contains(*x.ErrorMessage, "no progress") {
-		t.Errorf("one that fails is %+v", x)
+		t.Errorf("an execution with OnLost fail is %+v", x)
 	}
 	if x := get(t, p.pool, goesOn); x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 {
-		t.Errorf("one that is handed on is %+v", x)
+		t.Errorf("an execution with OnLost hand_on is %+v", x)
 	}
 	p.void(t, goesOn, locks[goesOn].LockID, "lock the run again")
 	p.lock(t, goesOn, "another")
@@ -296,7 +296,7 @@ func TestAWorkerWithoutProgressLosesItsLock(t *testing.T) {
 		where owner = 'w'`)
 	sweep(t, p.pool)
 	if x, n := get(t, p.pool, goesOn), workers(t, p.pool); x.ClaimedBy == nil || n != 1 {
-		t.Errorf("with the second worker it is %+v, %d locks", x, n)
+		t.Errorf("with the second worker the execution is %+v, %d locks", x, n)
 	}
 }
 
@@ -427,7 +427,7 @@ func TestNoProcessClaimsAnExternalExecution(t *testing.T) {
 		for range 2 {
 			sweep(t, pool)
 			n := pgtest.Value[int](t, pool, `select count(*)::int from lanekeeper.agent_ready_executions where id = $1`, id)
-			assert.Equal(t, 0, n, when, "it is ready for a process")
+			assert.Equal(t, 0, n, when, "the execution is ready for a process")
 		}
 	}
 	never("new")

@@ -531,10 +531,10 @@ func TestAForkHasLanesOfItsOwn(t *testing.T) {
 	if got := p.fork(t, executions.ForkSpec{ID: id}, executions.Completed); got.ResultSummary != "busy" {
 		t.Errorf("the fork ended with %q", got.ResultSummary)
 	} else if again := replay(t, p, got.ID); !again.Equal {
-		t.Errorf("what found its lane busy is not replayed: %+v", again.Divergence)
+		t.Errorf("a run with a busy lane is not replayed: %+v", again.Divergence)
 	}
 	again := replay(t, p, id)
-	assert.Truef(t, again.Equal && again.EndedAt == "news", "what holds its lane is not replayed: %+v", again)
+	assert.Truef(t, again.Equal && again.EndedAt == "news", "a run with its lane is not replayed: %+v", again)
 }
 
 // A worker that locks a fork of an external execution gets the copied checkpoints.

@@ -205,7 +205,7 @@ func TestAnyAncestorMayStopWaiting(t *testing.T) {
 			wantHolder(t, pool, lane, want, c.holder >= 0 && get(t, pool, want).Status == executions.Waiting)
 			wantStale(t, pool, lane, lent)
 			ok, _ := tryAcquire(t, pool, lane, all[3])
-			assert.True(t, !ok || c.holder < 0, "who is not waited for any more borrows again")
+			assert.True(t, !ok || c.holder < 0, "a child without a waiting parent borrows again")
 		})
 	}
 }
@@ -225,7 +225,7 @@ func TestALentLaneIsTheBorrowersAlone(t *testing.T) {
 	}
 	if sibling := relative(t, pool, all[0].id); true {
 		ok, _ := tryAcquire(t, pool, loanLane, sibling)
-		assert.True(t, !ok, "a sibling that nobody waits for borrows")
+		assert.True(t, !ok, "a sibling without a waiting parent borrows")
 	}
 	assert.True(t, pgtest.Value[bool](t, pool, `select break_agent_lock($1, 'test')`, loanLane),
 		"a lent lane cannot be broken")

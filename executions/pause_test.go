@@ -252,7 +252,7 @@ func TestARunIsNotReleasedAfterAPauseEnded(t *testing.T) {
 	pgtest.Eventually(t, p.Paused, "the process knows of the pause")
 	resume(t, pool) // the process reads the change within the hour, not at once
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
-	assert.True(t, p.Paused(), "it has heard of it")
+	assert.True(t, p.Paused(), "the process was notified of the end of the pause")
 }
 
 // A process may poll the queue before a pause and claim after it. The end of a pause also notifies processes that did

@@ -178,7 +178,7 @@ func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 		assert.Truef(t, !got.Equal && got.Divergence.Step == want[0] && got.Divergence.Kind == want[1] &&
 			got.Divergence.Message != "", "%s: %+v, want %v", change, got.Divergence, want)
 		if strings.HasSuffix(change, "failure") && !strings.HasSuffix(got.Divergence.Message, ": out of order") {
-			t.Errorf("%s: it is not told why: %s", change, got.Divergence.Message)
+			t.Errorf("%s: the reason is missing: %s", change, got.Divergence.Message)
 		}
 	}
 	assert.Equal(t, before, dump(t, pool, id))

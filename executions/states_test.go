@@ -134,7 +134,7 @@ func TestPlainSQLChangesStatesOnlyAsTheyMay(t *testing.T) {
 				continue
 			}
 			got := get(t, pool, x.id)
-			assert.Truef(t, err == nil && got.Status == to, "%s to %s: %v, it is %s", from, to, err, got.Status)
+			assert.Truef(t, err == nil && got.Status == to, "%s to %s: %v, the status is %s", from, to, err, got.Status)
 			checkEnd(t, pool, x.id)
 		}
 	}

@@ -338,7 +338,7 @@ func (w *waiter) outcome(text *string) *executions.Outcome {
 func (w *waiter) resume(step string) *executions.Outcome {
 	w.t.Helper()
 	x := get(w.t, w.pool, w.id)
-	require.Truef(w.t, x.Status == executions.Running, "it is %s in wait %s", x.Status, step)
+	require.Truef(w.t, x.Status == executions.Running, "the execution is %s in wait %s", x.Status, step)
 	w.n = mustClaim(w.t, w.pool, w.id, w.by)
 	return w.outcome(pgtest.Value[*string](w.t, w.pool, `select output::text from agent_checkpoints
 		where execution_id = @id and step = @step`,
@@ -458,7 +458,7 @@ func TestAWaitForDocumentsEndsWhenAllAreThere(t *testing.T) {
 	pets := pgtest.Value[int](t, pool, `select count(*) from agent_requests where unexpected ? 'pet'
 		and status = 'completed'`)
 	n := pgtest.Value[int](t, pool, `select count(*) from agent_events where consumed_by is null`)
-	assert.Truef(t, n == 0 && pets == 1, "%d events are left, %d documents that nobody asked for are noted", n, pets)
+	assert.Truef(t, n == 0 && pets == 1, "%d events are left, %d unrequested documents are noted", n, pets)
 }
 
 // An upload and the end of the execution run at once. Both lock the execution before the request.
@@ -490,7 +490,7 @@ func TestTheEndOfAnExecutionClosesItsRequests(t *testing.T) {
 		postgres.Strict{"id": id}))
 	send(t, pool, "TEST_COMPLETED", id, `{"score": 1}`, "")
 	out := other.resume("other")
-	assert.Truef(t, string(out.Data) == `{"score":1}`, "who waits for the request of another got %+v", out)
+	assert.Truef(t, string(out.Data) == `{"score":1}`, "the waiter for another execution's request got %+v", out)
 }
 
 // A wait without a timeout uses the default of its kind. A timeout above the limit is rejected, from Go and SQL.
@@ -519,7 +519,7 @@ func TestTimeoutsDependOnTheKind(t *testing.T) {
 				_, err := pool.Exec(t.Context(), `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'k',
 					make_interval(secs => @s), null)`,
 					postgres.Strict{"id": w.id, "claim": w.n, "kind": kind, "s": timeout.Seconds()})
-				assert.Truef(t, postgres.IsCode(err, "22023"), "%s: %s was taken: %v", kind, timeout, err)
+				assert.Truef(t, postgres.IsCode(err, "22023"), "%s: %s was accepted: %v", kind, timeout, err)
 			}
 		}
 		pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'k', make_interval(secs => @s),

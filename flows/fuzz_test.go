@@ -103,7 +103,7 @@ func FuzzDefinition(f *testing.F) {
 		require.NoError(t, err, text, "cannot be stored")
 		var back Definition
 		require.NoError(t, json.Unmarshal(stored, &back), stored, "cannot be read back")
-		assert.NoError(t, Validate(back), stored, "is valid before it is stored, and not after")
+		assert.NoError(t, Validate(back), stored, "is valid before the store, and not after")
 	})
 }
 

@@ -620,5 +620,5 @@ actions:
 	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_requests`))
 	n := r.kills()
-	assert.Truef(t, n >= 30, "it was killed %d times only", n)
+	assert.Truef(t, n >= 30, "the process was killed %d times only", n)
 }

@@ -239,7 +239,7 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 		"coordinador sent: Siguiente paso...",
 		"free",
 	}, rest); diff != "" {
-		t.Errorf("what happened (-want +got):\n%s", diff)
+		t.Errorf("the recorded states (-want +got):\n%s", diff)
 	}
 	s.holds(t, "")
 }

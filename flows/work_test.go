@@ -228,7 +228,7 @@ func TestANamedAgentAnswersWithItsInstructions(t *testing.T) {
 	assert.Truef(t, strings.Contains(text, "You are Bill of {{Sol}}.") && !strings.Contains(text, "Nora"),
 		"the named agent was told %q", text)
 	if text := got["own"].(string); !strings.Contains(text, "You are Nora.") || strings.Contains(text, "Bill") {
-		t.Errorf("the execution's agent was told %q", text)
+		t.Errorf("the execution's agent got %q", text)
 	}
 	rows, err := w.pool.Query(t.Context(), `
 		select agent from agent_activity where execution_id = @id and kind = 'model'

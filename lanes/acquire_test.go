@@ -163,7 +163,7 @@ func TestAnAcquireEndsTheWaitOfItsOwner(t *testing.T) {
 	mustTry(t, db, "x", "b", 60)
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'b')`)
 	g := try(t, db, "x", "d", 60)
-	assert.Truef(t, !g.acquired && g.holder == "c", "a newcomer got %+v, want busy by c, who waits", g)
+	assert.Truef(t, !g.acquired && g.holder == "c", "a newcomer got %+v, want busy by c, which waits", g)
 	mustTry(t, db, "x", "c", 60)
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'c')`)
 	mustTry(t, db, "x", "d", 60)
@@ -311,7 +311,7 @@ func TestAFailedTryWritesNoWAL(t *testing.T) {
 		}
 	}
 	records, _ := walOf(t, db, `select acquire_agent_lock('free', 'a', 300)`)
-	assert.True(t, records != 0, "a grant writes no WAL: it is not measured here")
+	assert.True(t, records != 0, "a grant writes no WAL: the test does not measure it")
 }
 
 // many acquires lanes as acquire_agent_locks does, and returns the owners of the granted ones, by lane.

@@ -165,7 +165,7 @@ func TestAReleasedLeaseIsNotRenewed(t *testing.T) {
 	}
 	require.NoError(t, inner.Release(t.Context()))
 	if gone, err := inner.Renew(t.Context()), outer.Renew(t.Context()); !errors.Is(gone, lanes.ErrLost) || err != nil {
-		t.Errorf("the inner, given back: %v; the outer: %v", gone, err)
+		t.Errorf("the released inner lease: %v; the outer: %v", gone, err)
 	}
 	require.NoError(t, errors.Join(outer.Release(t.Context()), other.Release(t.Context())))
 	assert.ErrorIs(t, outer.Renew(t.Context()), lanes.ErrLost)
@@ -197,7 +197,7 @@ func TestReleaseIsRetriedAfterAnOutage(t *testing.T) {
 	w.cut.Store(true)
 	err := l.Release(t.Context())
 	assert.Truef(t, err != nil && !errors.Is(err, lanes.ErrLost), "release without a database: %v", err)
-	assert.Error(t, l.Context().Err(), "work goes on after Release")
+	assert.Error(t, l.Context().Err(), "work continues after Release")
 	w.cut.Store(false)
 	assert.NoError(t, l.Release(t.Context()))
 	assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "not released")
@@ -221,7 +221,7 @@ func TestALostAnswerLeavesTheLaneFree(t *testing.T) {
 			require.Error(t, err, "no error although the answer was lost")
 			w.lose.Store(false)
 			require.Equal(t, 1, pgtest.Value[int](t, db, `select count(*) from agent_locks where lane = 'x'`))
-			assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "a lane that nobody knows of is held")
+			assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "a lane without a known owner is held")
 		})
 	}
 }
@@ -266,7 +266,7 @@ func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 	commit(t, gate)
 	assert.NoError(t, <-left)
 	pgtest.Until(t, db, 1, `select count(*) from agent_locks where lane = 'x'`)
-	assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "a lane that nobody knows of is held")
+	assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "a lane without a known owner is held")
 }
 
 func TestFenceStopsStaleWrites(t *testing.T) {

@@ -92,7 +92,7 @@ func TestAHangingToolIsCancelledByTheTimeout(t *testing.T) {
 	select {
 	case <-cancelled:
 	case <-time.After(pgtest.Timeout):
-		t.Error("the server was not told")
+		t.Error("the server was not notified")
 	}
 }
 

@@ -33,7 +33,7 @@ func TestTheReferenceServerIsMountedAndCalled(t *testing.T) {
 	assert.Truef(t, strings.Contains(got, `"mime":"image/png"`) && len(got) <= 4000, "get-tiny-image answers %.300s", got)
 	assert.Contains(t, w.must("get-structured-content", `{"location":"Chicago"}`), "temperature")
 	_, err := w.call("get-sum", `{"a":"x"}`)
-	assert.Error(t, err, "wrong arguments were taken")
+	assert.Error(t, err, "wrong arguments were accepted")
 	again := w.sync()
 	assert.Truef(t, len(again.Mounted)+len(again.Quarantined) == 0, "a second sync changed %+v", again)
 	assert.Equal(t, skills.TrustApprove, w.skill("echo").Trust)

@@ -50,7 +50,7 @@ func TestAToolThatChangedIsQuarantinedUntilAnAdminAccepts(t *testing.T) {
 
 			if _, err := mcp.Accept(t.Context(), w.pool, "test", "echo", before.Pin, "tester"); !errors.Is(err,
 				mcp.ErrNothingToAccept) {
-				t.Errorf("accepting a version that was not looked at: %v", err)
+				t.Errorf("accepting an unseen version: %v", err)
 			}
 			_, err := mcp.Accept(t.Context(), w.pool, "test", "echo", row.SeenPin, "tester")
 			require.NoError(t, err)
@@ -78,7 +78,7 @@ func TestAChangeIsFoundByTheCallItself(t *testing.T) {
 		"the call did not quarantine the tool")
 	s.become(tools("")...)
 	w.sync()
-	assert.True(t, w.skill("echo").Enabled, "a tool that is again as it was accepted stays disabled")
+	assert.True(t, w.skill("echo").Enabled, "a tool restored to its accepted version stays disabled")
 	pgtest.Eventually(t, func() bool { _, err := w.call("echo", `{"text":"a"}`); return err == nil },
 		"it can be called again")
 }
@@ -118,7 +118,7 @@ func TestAToolThatVanishedIsDisabledAndComesBack(t *testing.T) {
 	w.sync()
 	s.become(tools("")...)
 	if w.sync(); w.skill("echo").Enabled || w.skill("echo").DisabledBy != "admin" {
-		t.Error("what an admin disabled came back into service")
+		t.Error("a tool disabled by an admin was enabled again")
 	}
 }
 

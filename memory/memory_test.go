@@ -120,7 +120,7 @@ func TestExpiredEntriesAreGoneFromEveryRead(t *testing.T) {
 	_, err = memory.Save(t.Context(), pool, memory.Note{Key: "gone", Value: 1, Revision: 1})
 	assert.ErrorIs(t, err, memory.ErrConflict, "save at the revision of an expired entry")
 	ok, err := memory.Shared.Forget(t.Context(), pool, "general", "gone", 0)
-	assert.Truef(t, !ok && err == nil, "forgot what was gone: %v, %v", ok, err)
+	assert.Truef(t, !ok && err == nil, "deleted a missing entry: %v, %v", ok, err)
 	save(t, pool, memory.Note{Key: "again", Value: 1})
 	save(t, pool, memory.Note{Key: "again", Value: 2})
 	expire(t, pool, "again")
@@ -390,7 +390,7 @@ func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
 	require.NoError(t, tx.Commit(t.Context()))
 	wg.Wait()
 	e, err := memory.Shared.Get(t.Context(), pool, "general", "k")
-	assert.Truef(t, err == nil && e.Revision == 3, "it is at revision %d, %v", e.Revision, err)
+	assert.Truef(t, err == nil && e.Revision == 3, "the entry is at revision %d, %v", e.Revision, err)
 }
 
 func TestForgettingIsBasedOnWhatWasRead(t *testing.T) {

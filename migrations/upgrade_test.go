@@ -147,7 +147,7 @@ func TestAnIndexThatWasLeftHalfBuiltIsBuiltAgain(t *testing.T) {
 	second := insertExecution(t, db)
 	later := next(t, map[string]string{"9001_index.sql": index})
 	err := <-upgrade(t, db, later)
-	require.Truef(t, postgres.IsCode(err, "23505"), "a unique index on what is not unique: %v", err)
+	require.Truef(t, postgres.IsCode(err, "23505"), "a unique index on duplicate values: %v", err)
 	require.True(t, !pgtest.Value[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`),
 		"nothing was left half built")
 	pgtest.Exec(t, db, `update agent_executions set flow = 'another' where id = $1::uuid`, second)

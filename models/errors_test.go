@@ -248,7 +248,7 @@ func TestAnAnswerThatIgnoresItsLimitIsCut(t *testing.T) {
 	assert.Equal(t, models.FinishLength, resp.FinishReason)
 	assert.Equal(t, 1, resp.Attempts)
 	n := resp.Usage.CompletionTokens
-	assert.Truef(t, resp.Usage.Estimated && n > 50 && n <= 1000, "usage is %+v, want what was really said", resp.Usage)
+	assert.Truef(t, resp.Usage.Estimated && n > 50 && n <= 1000, "usage is %+v, want the really streamed text", resp.Usage)
 	assert.Truef(t, resp.Message.Content == shown.String() && resp.Unknown,
 		"%d bytes were shown, the answer has %d; what was used is unknown: %t", shown.Len(), len(resp.Message.Content),
 		resp.Unknown)

@@ -369,7 +369,7 @@ func TestASchemaIsSentUntilItIsRefused(t *testing.T) {
 		body := server.Requests()[n].Body
 		assert.Truef(t, strings.Contains(body, want), "request %d has no %s: %s", n, want, body)
 	}
-	assert.True(t, !strings.Contains(server.Requests()[3].Body, "response_format"), "what was refused was sent again")
+	assert.True(t, !strings.Contains(server.Requests()[3].Body, "response_format"), "a rejected member was sent again")
 }
 
 func TestExtraIsLaidOverTheBody(t *testing.T) {

@@ -86,9 +86,9 @@ func TestTheDatabaseRefusesAStepThatNothingShows(t *testing.T) {
 		assert.Truef(t, postgres.IsCode(err, "LK010"), "%s: %v", sql, err)
 	}
 	ok, err := objectives.ConfirmStep(t.Context(), pool, step.ID, "", "seen", "op_1")
-	assert.True(t, !ok && err != nil, "nobody's word was taken")
+	assert.True(t, !ok && err != nil, "a confirmation without a name was accepted")
 	ok, err = objectives.ConfirmStep(t.Context(), pool, step.ID, "ana", "seen it myself", "op_1")
-	assert.Truef(t, ok && err == nil, "an admin's word was not taken: %v, %v", ok, err)
+	assert.Truef(t, ok && err == nil, "an admin's confirmation was not accepted: %v, %v", ok, err)
 	for _, sql := range []string{
 		`delete from agent_objective_evidence where step_id = $1`,
 		`update agent_objective_evidence set reason = 'x' where step_id = $1`,
@@ -112,9 +112,9 @@ func TestARoundNeedsEvidenceOfItsOwn(t *testing.T) {
 	_, err = pool.Exec(t.Context(),
 		`update agent_objective_steps set status = 'done', trace_id = 'hb_1' where id = $1`,
 		step.ID)
-	assert.Truef(t, postgres.IsCode(err, "LK010"), "the last round's evidence was taken: %v", err)
+	assert.Truef(t, postgres.IsCode(err, "LK010"), "the last round's evidence was accepted: %v", err)
 	ok, err := objectives.CompleteStep(t.Context(), pool, step.ID, "again", "hb_1", []string{spare})
-	assert.Truef(t, !ok && errors.Is(err, objectives.ErrNoEvidence), "a call of the last round was taken: %v, %v", ok, err)
+	assert.Truef(t, !ok && errors.Is(err, objectives.ErrNoEvidence), "a call of the last round counts: %v, %v", ok, err)
 }
 
 func TestEvidenceIsFoundByWhatTheStepNames(t *testing.T) {

@@ -315,7 +315,7 @@ func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
 	}
 	for n, want := range []float64{15, 30, 60, 120, 240, 480, 960, 1440, 1440} {
 		got := off(1)
-		assert.Truef(t, got <= want && got >= want-5, "after %d runs it is due in %.1f min, want %.0f", n+1, got, want)
+		assert.Truef(t, got <= want && got >= want-5, "after %d runs the next is due in %.1f min, want %.0f", n+1, got, want)
 	}
 	got := get(t, pool, "a")
 	assert.Truef(t, got.IdleRuns == 9 && due(t, pool) == "", "it is %+v", got)
@@ -349,6 +349,6 @@ func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
 		off(2)
 		require.NoError(t, change(), name)
 		got := get(t, pool, "a")
-		assert.Truef(t, got.IdleRuns == 0 && due(t, pool) == "a", "%s: it is %+v", name, got)
+		assert.Truef(t, got.IdleRuns == 0 && due(t, pool) == "a", "%s: the objective is %+v", name, got)
 	}
 }

@@ -130,7 +130,7 @@ func TestASessionEnds(t *testing.T) {
 		_, err := principals.BySession(t.Context(), db, secret, nil)
 		assert.ErrorIs(t, err, principals.ErrNotFound, what)
 		valid, err := principals.Valid(t.Context(), db, who)
-		assert.Truef(t, err == nil && !valid, "%s: a stream goes on: %v, %v", what, valid, err)
+		assert.Truef(t, err == nil && !valid, "%s: a stream did not end: %v, %v", what, valid, err)
 	}
 	secret, who := in()
 	if valid, err := principals.Valid(t.Context(), db, who); err != nil || !valid || !who.May(principals.ApprovalsDecide) {
@@ -149,7 +149,7 @@ func TestASessionEnds(t *testing.T) {
 	_, err = principals.SetRole(t.Context(), db, "anna", principals.Viewer, "another job")
 	require.NoError(t, err)
 	valid, err := principals.Valid(t.Context(), db, who)
-	assert.Truef(t, err == nil && !valid, "a stream with the old role goes on: %v, %v", valid, err)
+	assert.Truef(t, err == nil && !valid, "a stream with the old role did not end: %v, %v", valid, err)
 	_, err = principals.SetEnabled(t.Context(), db, "anna", false, "she left")
 	require.NoError(t, err)
 	gone("disabled", secret, who)

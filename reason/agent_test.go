@@ -91,7 +91,7 @@ func TestAnAgentNarrowsSkillsAndLimits(t *testing.T) {
 	w.declare(t, agents.Definition{Name: "sales", Skills: []string{"pro*"}, Limits: agents.Limits{Iterations: 2}})
 	_, got := w.completed(t)
 	names := toolNames(w.model.Requests()[0])
-	assert.Truef(t, slices.Equal(names, []string{"probe"}), "it was offered %v", names)
+	assert.Truef(t, slices.Equal(names, []string{"probe"}), "the model was offered %v", names)
 	assert.Equal(t, 2, got.Iterations)
 	assert.Equal(t, "iterations", got.Ended)
 }
@@ -173,7 +173,7 @@ func TestATurnFinishesOnTheVersionItBeganWith(t *testing.T) {
 	w.engine(t, true)
 	enginetest.Await(t, w.pool, begin(t, w, w.engine(t, false)), executions.Completed)
 	for i, r := range w.model.Requests() {
-		assert.Truef(t, strings.Contains(r.Messages[0].Content, "One."), "request %d was told %s", i, r.Messages[0].Content)
+		assert.Truef(t, strings.Contains(r.Messages[0].Content, "One."), "request %d got %s", i, r.Messages[0].Content)
 	}
 	assert.Truef(t, runs >= 2 && len(w.model.Requests()) == 2, "%d runs made %d requests", runs, len(w.model.Requests()))
 }
@@ -192,7 +192,7 @@ func TestADelegatedTaskActsAsTheAgentItIsGivenTo(t *testing.T) {
 	assert.Equal(t, parent.TraceID, child.TraceID)
 	asked := w.model.Requests()[1]
 	if text := asked.Messages[0].Content; !strings.Contains(text, "You bill.") || strings.Contains(text, "You sell.") {
-		t.Errorf("the child was told %s", text)
+		t.Errorf("the child got %s", text)
 	}
 	names := toolNames(asked)
 	assert.Truef(t, slices.Equal(names, []string{"delegate", "probe"}), "the child was offered %v", names)
@@ -419,7 +419,7 @@ func TestAnEntryThatWasCutIsReadWhenItWasReadOn(t *testing.T) {
 			w.keep(t, strings.Repeat("k and more ", 2000))
 			w.completed(t)
 			if got := w.kept(t); !strings.HasSuffix(got, " at "+test.want) {
-				t.Errorf("it is at %s", got[len(got)-2:])
+				t.Errorf("the entry is at %s", got[len(got)-2:])
 			}
 		})
 	}

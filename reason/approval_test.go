@@ -131,7 +131,7 @@ func TestAnApprovedCallIsMadeByTheTurnThatWaits(t *testing.T) {
 	got := d.list()
 	assert.Truef(t, slices.Equal(got, []string{`{"table":"x"}`}), "calls are %q", got)
 	reply := w.since(t, 1)[1]
-	assert.Truef(t, reply.Role == "tool" && reply.Content == `"dropped"`, "the model was told %+v", reply)
+	assert.Truef(t, reply.Role == "tool" && reply.Content == `"dropped"`, "the model got %+v", reply)
 	rows := named(w.rows(t, x), "drop")
 	assert.Truef(t, len(rows) == 2 && rows[0].Status == "pending_approval" && rows[1].Status == "success",
 		"rows are %+v", rows)
@@ -224,7 +224,7 @@ func TestAllIsAskedAndTheRestIsDoneBeforeTheFirstWait(t *testing.T) {
 	w.ended(t, x.ID, nil)
 	added := w.since(t, 1)
 	assert.Truef(t, len(added) == 4 && added[1].Content == `"dropped"` && added[2].Content == `"alive"` &&
-		strings.Contains(added[3].Content, "keep y"), "the model was told %+v", added)
+		strings.Contains(added[3].Content, "keep y"), "the model got %+v", added)
 	if !slices.Equal(d.list(), []string{`{"table":"x"}`}) {
 		t.Errorf("calls are %q", d.list())
 	}
@@ -242,7 +242,7 @@ func TestAnApprovalThatNobodyDecidesIsADenial(t *testing.T) {
 	w.ended(t, x.ID, nil)
 	if content := w.since(t, 1)[1].Content; !strings.Contains(content, `"DENIED"`) ||
 		!strings.Contains(content, "nobody decided in time") || len(d.list()) != 0 {
-		t.Errorf("the model was told %s, calls %q", content, d.list())
+		t.Errorf("the model got %s, calls %q", content, d.list())
 	}
 }
 
@@ -258,7 +258,7 @@ func TestAGrantOfASkillThatChangedSinceIsVoid(t *testing.T) {
 	x = w.ended(t, x.ID, nil)
 	if content := w.since(t, 1)[1].Content; !strings.Contains(content, `"DENIED"`) || len(d.list()) != 0 ||
 		x.Status != executions.Completed {
-		t.Errorf("the model was told %s, calls %q", content, d.list())
+		t.Errorf("the model got %s, calls %q", content, d.list())
 	}
 }
 
@@ -278,7 +278,7 @@ func TestASkillThatNeedsLeaveSinceTheTurnBeganIsNotCalledWithout(t *testing.T) {
 	})
 	w.completed(t)
 	if content := w.since(t, 1)[1].Content; !strings.Contains(content, `"disabled"`) || len(d.list()) != 0 {
-		t.Errorf("the model was told %s, calls %q", content, d.list())
+		t.Errorf("the model got %s, calls %q", content, d.list())
 	}
 }
 

@@ -310,7 +310,7 @@ func TestATrialThatFailsIsNotTriedAgain(t *testing.T) {
 	added := w.since(t, 1)
 	if called != 1 || !strings.Contains(added[1].Content, "it broke") ||
 		!strings.Contains(added[2].Content, `"error":"disabled"`) {
-		t.Errorf("called %d times; told %+v", called, added[1:])
+		t.Errorf("called %d times; got %+v", called, added[1:])
 	}
 	s, err := skills.Get(t.Context(), w.pool, "probe")
 	assert.Truef(t, err == nil && !s.Enabled && s.TrialAt == nil, "skill is %+v, %v", s, err)
@@ -415,7 +415,7 @@ func TestASmallRestShortensTheAnswer(t *testing.T) {
 	assert.Truef(t, got.Ended == reason.Answered &&
 		strings.HasPrefix(got.Text, "Half of it\n\n[The answer was cut off here"), "outcome is %+v", got)
 	if rows := named(w.rows(t, x), "model_call"); !strings.Contains(string(rows[0].Output), "cut off here") {
-		t.Errorf("the row does not say that the answer was cut: %s", rows[0].Output)
+		t.Errorf("the row does not report the cut answer: %s", rows[0].Output)
 	}
 	assert.Equal(t, 1, len(w.log.Records(t, "answer cut at its limit")))
 }

@@ -41,7 +41,7 @@ func TestAnEmptyAnswerIsAskedForOnceMore(t *testing.T) {
 	assert.Equal(t, "All is well.", got.Text, got)
 	assert.Equal(t, reason.Answered, got.Ended, got)
 	if got := w.since(t, 2); got[len(got)-1].Role != "system" || !strings.Contains(got[len(got)-1].Content, "empty") {
-		t.Errorf("the model was told %+v", got)
+		t.Errorf("the model got %+v", got)
 	}
 }
 

@@ -245,7 +245,7 @@ func TestAPromptThatCannotBeAmendedFailsNoTurn(t *testing.T) {
 	w.turn.Form = &reason.Form{Name: "count", Schema: `{"type":"object","properties":{"n":{"type":"integer"}}}`}
 	pgtest.Exec(t, w.pool, `alter table agent_prompts add constraint unamended check (options ? 'response_format')`)
 	x, _ := w.completed(t)
-	assert.True(t, w.prompted(t, x).Calls[0].Recorded, "what was recorded before the call is gone")
+	assert.True(t, w.prompted(t, x).Calls[0].Recorded, "the record from before the call is gone")
 	found := w.log.Records(t, "prompt not amended")
 	assert.Truef(t, len(found) == 1 && strings.Contains(found[0]["error"].(string), "unamended"), "logged: %v", found)
 }

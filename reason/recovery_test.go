@@ -348,7 +348,7 @@ func (w *world) work(t *testing.T) *atomic.Int32 {
 	w.put(t, skills.Definition{Name: "broken", Idempotent: true})
 	w.put(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove})
 	w.builtins["drop"] = func(context.Context, skills.Call) (any, error) {
-		t.Error("a skill that needs leave was called")
+		t.Error("a skill that needs approval was called")
 		return nil, nil
 	}
 	w.plan(

@@ -320,7 +320,7 @@ func TestReadingAResultThatIsNotThereIsCorrected(t *testing.T) {
 			w.completed(t)
 			messages := w.since(t, 2)
 			assert.Truef(t, len(messages) == 3 && strings.HasPrefix(messages[2].Content, "Tool call failed: INVALID_PARAMS."),
-				"the model was told %+v", messages)
+				"the model got %+v", messages)
 		})
 	}
 }

@@ -63,7 +63,7 @@ func end(t *testing.T, pool *pgxpool.Pool, engine *executions.Engine, id string)
 	}, "the execution ends")
 	var vars map[string]any
 	err := json.Unmarshal(x.Result, &vars)
-	require.Truef(t, err == nil && x.Status == executions.Completed, "it is %s: %v, %v", x.Status, x.ErrorMessage, err)
+	require.Truef(t, err == nil && x.Status == executions.Completed, "run is %s: %v, %v", x.Status, x.ErrorMessage, err)
 	return vars
 }
 

@@ -66,7 +66,7 @@ func (w *waits) watch(ctx context.Context, db *pgxpool.Pool) {
 				return nil
 			})
 		}
-		assert.Truef(w.t, err == nil || ctx.Err() != nil, "watch who waits: %v", err)
+		assert.Truef(w.t, err == nil || ctx.Err() != nil, "watch the waiting sessions: %v", err)
 		select {
 		case <-ctx.Done():
 			return

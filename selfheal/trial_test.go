@@ -121,7 +121,7 @@ func TestOneCallIsLetThrough(t *testing.T) {
 		  to_jsonb(clock_timestamp() - interval '1 second'))`)
 	assert.True(t, admit(t, db, "successor"), "a trial whose process died is lost for ever")
 	require.NoError(t, selfheal.Withdraw(t.Context(), db, fetch))
-	assert.True(t, admit(t, db, "after a withdrawal"), "a trial that was given back is lost")
+	assert.True(t, admit(t, db, "after a withdrawal"), "a released trial is lost")
 }
 
 func TestAfterSettlesWhatWasOnTrial(t *testing.T) {
@@ -148,7 +148,7 @@ func TestAfterSettlesWhatWasOnTrial(t *testing.T) {
 			require.NoError(t, selfheal.After(db)(ctx, get(t, db, fetch), test.err))
 			s := get(t, db, fetch)
 			assert.Truef(t, s.Enabled == test.enabled && (s.TrialAt != nil) == test.onTrial, "skill is %+v", s)
-			assert.True(t, !test.onTrial || admit(t, db, "two"), "the trial was not given back")
+			assert.True(t, !test.onTrial || admit(t, db, "two"), "the trial was not released")
 			rows, _, err := activity.Recent(t.Context(), db, activity.Filter{TraceID: string(id)})
 			require.Truef(t, err == nil && len(rows) == test.rows, "rows are %+v, %v", rows, err)
 			if len(rows) > 0 && rows[0].SkillName != "settle_trial" {

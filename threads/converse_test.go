@@ -118,7 +118,7 @@ func TestAQuestionThatIsQueuedIsWaitedForWhenItLeaves(t *testing.T) {
 	// Both of its messages are sent, and it keeps the thread while it waits. b comes after it.
 	assert.NoDiff(t, []string{"a", "for a", "first", "second"}, spoken(t, pool, "t"))
 	if !pgtest.Value[bool](t, pool, `select parked and execution_id = $1 from agent_locks where lane = 'thread:t'`, id) {
-		t.Error("the thread is not parked with who asked")
+		t.Error("the thread is not parked with the asking execution")
 	}
 	got = p.replies(t, "t", "answer")
 	assert.Truef(t, len(got.Resumed) == 1, "the answer: %+v", got)

@@ -150,7 +150,7 @@ func TestAThreadWithoutASendForTenMinutesIsAnybodys(t *testing.T) {
 	log.want(t, "level=WARN", `msg="lane stale, clearing"`, "lane=thread:t", "holder="+a+"#1", "age=11m")
 	log.want(t, "level=INFO", `msg="lane acquired"`, "lane=thread:t", "owner=b#1")
 	s = saysAs(t, db, a, "late")
-	assert.Truef(t, s.Queued, "the one that was idle: %+v", s)
+	assert.Truef(t, s.Queued, "the idle thread: %+v", s)
 }
 
 // The idle time belongs to the thread. It holds for acquiring, renewing, and for messages sent from the queue.
@@ -166,7 +166,7 @@ func TestTheIdleTimeIsTheThreads(t *testing.T) {
 		holds := pgtest.Value[bool](t, db, `
 			select execution_id = $1::uuid and ttl_seconds = 20 and expires_at between clock_timestamp() - interval '1 minute'
 			   and clock_timestamp() + interval '20 seconds' from agent_locks where lane = 'thread:t'`, of)
-		assert.Truef(t, holds, "%s: it is not held for 20 seconds", when)
+		assert.Truef(t, holds, "%s: the thread is not held for 20 seconds", when)
 	}
 	a, b := claimed(t, db, ""), claimed(t, db, "")
 	saysAs(t, db, a, "a")
@@ -181,7 +181,7 @@ func TestTheIdleTimeIsTheThreads(t *testing.T) {
 	assert.Truef(t, s.Queued, "not queued: %+v", s)
 	ends(t, db, a, "completed")
 	flushes(t, db)
-	lasts(b, "taken by what was queued")
+	lasts(b, "acquired by a queued message")
 }
 
 func TestCleanFreesWhatNobodyUses(t *testing.T) {

@@ -72,7 +72,7 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 	}
 	pgtest.Until(t, pool, 0, `select count(*)::int from agent_messages where status = 'queued'`)
 	for _, id := range pgtest.Column[string](t, pool, `select id::text from agent_executions where status = 'cancelled'`) {
-		assert.True(t, asked[id], id, "was cancelled by itself")
+		assert.True(t, asked[id], id, "was cancelled without a request")
 		cancelled[id] = true
 	}
 	order(t, spoken(t, pool, "t"), ids, cancelled, words)

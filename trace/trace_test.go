@@ -194,7 +194,7 @@ func TestContext(t *testing.T) {
 	want.ActivityID, want.Lane = "a2", "objective:7"
 	got, ok = trace.From(child)
 	assert.Truef(t, ok && got == want, "From(child) = %+v, %v, want %+v", got, ok, want)
-	assert.True(t, trace.IDFrom(child) == good && trace.IDFrom(t.Context()) == "", "IDFrom does not give what From gives")
+	assert.True(t, trace.IDFrom(child) == good && trace.IDFrom(t.Context()) == "", "IDFrom and From differ")
 	got, ok = trace.From(trace.WithLane(t.Context(), "pipeline:prices"))
 	assert.Truef(t, !ok && got.Lane == "pipeline:prices", "lane without a trace: %+v, %v", got, ok)
 }

@@ -149,7 +149,7 @@ func TestATargetThatFailsForADayIsTakenOutAndPutBack(t *testing.T) {
 	emit(t, pool, "execution.completed")
 	pgtest.Until(t, pool, 3, `select failures from agent_webhook_targets`)
 	require.True(t, pgtest.Value[bool](t, pool, `select enabled from agent_webhook_targets`),
-		"it was taken out within a moment: a restart of the receiver must not do that")
+		"the target was disabled at once: a restart of the receiver must not do that")
 	pgtest.Exec(t, pool, `update agent_webhook_targets set failing_since = clock_timestamp() - interval '25 hours'`)
 	emit(t, pool, "execution.failed")
 	pgtest.Until(t, pool, false, `select enabled from agent_webhook_targets`)
@@ -187,7 +187,7 @@ func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
 	pgtest.Equal(t, pool, "unknown success", `select string_agg(status, ' ' order by created_at) from agent_activity
 		where skill_name = 'webhook_send'`)
 	if pgtest.Value[bool](t, pool, `select finished_at < created_at + interval '300 ms' from agent_webhook_outbox`) {
-		t.Error("it was sent again before the lease had ended")
+		t.Error("the message was sent again before the lease had ended")
 	}
 }
 

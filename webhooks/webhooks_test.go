@@ -283,10 +283,10 @@ func TestADeadMessageIsSentOnceMoreUnderItsID(t *testing.T) {
 	outbox(t, pool, "sent")
 	if first, last := them.requests[0].Header.Get("webhook-id"),
 		them.requests[them.count()-1].Header.Get("webhook-id"); first != last {
-		t.Errorf("it was %s and is %s now", first, last)
+		t.Errorf("the message was %s and is %s now", first, last)
 	}
 	again, err = resend(id)
-	assert.Truef(t, !again && err == nil, "what was sent is sent again: %v, %v", again, err)
+	assert.Truef(t, !again && err == nil, "a sent message is sent again: %v, %v", again, err)
 	_, err = resend("01890000-0000-7000-8000-000000000000")
 	assert.ErrorIs(t, err, webhooks.ErrNotFound, "an unknown message")
 }

@@ -165,7 +165,7 @@ func refusal(t testing.TB, pool *pgxpool.Pool, text string) string {
 	case err == nil:
 		return ""
 	case !is || len(refused.Refusals) != 1:
-		t.Fatalf("it is refused by %v", err)
+		t.Fatalf("the apply is rejected by %v", err)
 	}
 	return refused.Refusals[0].String()
 }

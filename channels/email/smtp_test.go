@@ -180,7 +180,7 @@ func TestTheListenerTakesMailForTheChannelOnly(t *testing.T) {
 	err := send("support@shop.example", strings.Repeat("x", 30_000))
 	assert.Truef(t, err != nil && strings.Contains(err.Error(), "552"), "a large mail: %v", err)
 	err = send("support@shop.example", strings.Repeat("X-A: "+strings.Repeat("x", 70)+"\r\n", 200)+"nothing")
-	assert.Truef(t, err != nil && strings.Contains(err.Error(), "554"), "what is no mail: %v", err)
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "554"), "an invalid mail: %v", err)
 	in.err = errAway
 	err = send("support@shop.example", string(mailOf("2@home", pass, "Hello")))
 	assert.Truef(t, err != nil && strings.Contains(err.Error(), "451"), "a mail that is not stored: %v", err)

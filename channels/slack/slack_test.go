@@ -152,7 +152,7 @@ func TestMessagesComeOnce(t *testing.T) {
 			w.in.broken = 2
 			root := w.fake.Say("U1", "C1", "<@"+slacktest.BotUser+"> hello &amp; bye", "")
 			w.fake.Wait()
-			assert.True(t, w.fake.Retries() != 0, "what was not stored was acknowledged")
+			assert.True(t, w.fake.Retries() != 0, "an unstored message was acknowledged")
 			w.fake.LoseAcks(2)
 			w.fake.Say("U2", "D1", "direct", "")
 			w.fake.Say("U1", "C1", "among people", "")
@@ -313,7 +313,7 @@ func TestLostSendsAreFound(t *testing.T) {
 			return slacktest.Fault{LoseAnswer: method == "chat.postMessage"}
 		})
 		if _, found, err := w.Find(t.Context(), m); found || err != nil {
-			t.Errorf("%s: found before it was sent, %v", conversation, err)
+			t.Errorf("%s: found before the send, %v", conversation, err)
 		}
 		_, err := w.Send(t.Context(), m)
 		failure, is := errors.AsType[*channels.SendError](err)

@@ -91,7 +91,7 @@ func TestApplyPrune(t *testing.T) {
 	}
 	assert.Contains(t, p.must("apply", wrong, "--prune"), "- skill one\n", "1 to remove")
 	listed := p.must("skills", "ls")
-	assert.Truef(t, !strings.Contains(listed, "\none "), "it is still there:\n%s", listed)
+	assert.Truef(t, !strings.Contains(listed, "\none "), "the row is still there:\n%s", listed)
 }
 
 // onTerminal runs a command on a terminal with typed input and returns the screen.

@@ -34,7 +34,7 @@ func TestDevOnItsOwnServer(t *testing.T) {
 	assert.Contains(t, first.err.String(), "making a PostgreSQL", "applied the caretaker example",
 		"(kept; --ephemeral removes it)")
 	got := p.must("trace", "last", "--surface", "heartbeat")
-	assert.Truef(t, strings.HasPrefix(first.out.String(), got), "the last trace is not the story that was told:\n%s", got)
+	assert.Truef(t, strings.HasPrefix(first.out.String(), got), "the last trace is not the played story:\n%s", got)
 	first.stop()
 	require.Equal(t, 0, <-first.ended, first.err.String())
 	assert.Contains(t, p.must("skills", "ls"), "broken_on_purpose")
@@ -85,7 +85,7 @@ func TestCommandsReadDotEnv(t *testing.T) {
 	assert.Contains(t, newProgramWithoutDatabase(t).must("agents", "ls"), "robin")
 	newProgramWithoutDatabase(t).fails(2, "DATABASE_URL is not set", "serve")
 	got := newProgramWithoutDatabase(t, "DATABASE_URL="+url).must("agents", "ls")
-	assert.Truef(t, !strings.Contains(got, "robin"), "a command that is told its database: %s", got)
+	assert.Truef(t, !strings.Contains(got, "robin"), "a command with its own database: %s", got)
 }
 
 // dev reports the names that .env set, and does not run a program named there.

@@ -452,7 +452,7 @@ func TestShutdownDrains(t *testing.T) {
 		"it is ready")
 	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
 	pgtest.Eventually(t, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 503 },
-		"it is not ready")
+		"the process is not ready")
 	if got := send(t.Context(), "GET", base+"/readyz", "", ""); !strings.Contains(got.body, `"draining":{"ok":false`) ||
 		!strings.Contains(got.body, `"worker":{"ok":true`) {
 		t.Errorf("/readyz says %d %s, want that it drains and works", got.status, got.body)
@@ -498,7 +498,7 @@ func TestShutdownWaitsForResponses(t *testing.T) {
 	<-asked
 	<-asked
 	s.stop()
-	pgtest.Eventually(t, func() bool { return closed(t, base) }, "no connection is taken")
+	pgtest.Eventually(t, func() bool { return closed(t, base) }, "the process accepts no connection")
 	assert.NoError(t, (<-watched).err, "a stream that is watched ended with")
 	require.True(t, len(s.ended) == 0, "it has ended before it answered")
 	close(free)
@@ -530,7 +530,7 @@ func TestSystemdNotify(t *testing.T) {
 			if got := string(buf[:n]); got == want {
 				return
 			} else if got != "WATCHDOG=1" {
-				t.Fatalf("the manager heard %q, want %q", got, want)
+				t.Fatalf("the manager received %q, want %q", got, want)
 			}
 		}
 	}

@@ -597,7 +597,7 @@ func (h *strangerTest) flood(request func() httpResult) (stop func() (map[int]in
 		mu.Lock()
 		defer mu.Unlock()
 		return got[http.StatusServiceUnavailable] > 0
-	}, "what is held is refused")
+	}, "a held request is rejected")
 	return func() (map[int]int, httpResult) {
 		close(quit)
 		flooding.Wait()
@@ -672,7 +672,7 @@ func TestLockedRowsDoNotDelayOthers(t *testing.T) {
 			lanes := h.slowestOf(20, http.StatusOK, func(int) httpResult { return h.send("GET", "/v1/lanes", admin, "") })
 			ready := h.slowestOf(20, http.StatusOK, func(int) httpResult { return h.send("GET", "/readyz", "", "") })
 			got, refused := stop()
-			t.Logf("p99 of unrelated events %s, and %s before; lanes %s, ready %s; requests for what is held %v", held,
+			t.Logf("p99 of unrelated events %s, and %s before; lanes %s, ready %s; requests for the held row %v", held,
 				calm, lanes, ready, got)
 			if most := max(time.Second, 10*calm); held > most || lanes > most || ready > most {
 				t.Errorf("events take %s, lanes %s, readiness %s, and calm %s", held, lanes, ready, calm)

@@ -371,7 +371,7 @@ func TestConditionalChanges(t *testing.T) {
 			t.Errorf("%s has changed nothing", name)
 		}
 		again := p.run(append(change, "--if-revision", fmt.Sprint(read))...)
-		assert.Truef(t, again.code == exitFailed, "%s by two admins who saw the same: %+v", name, again)
+		assert.Truef(t, again.code == exitFailed, "%s by two admins with the same revision: %+v", name, again)
 	}
 	bad := p.run("objectives", "add", "tidy", "--goal", "other", "--if-revision", "0")
 	assert.Truef(t, bad.code == exitFailed && strings.Contains(bad.err, "nothing was done"),

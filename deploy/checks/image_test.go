@@ -45,7 +45,7 @@ func stages(t *testing.T) []instructions.Stage {
 		t.Fatal(err)
 	}
 	if len(list) != 2 {
-		t.Fatalf("%d stages, want one that builds and one that runs", len(list))
+		t.Fatalf("%d stages, want a build stage and a run stage", len(list))
 	}
 	return list
 }
@@ -120,7 +120,7 @@ func TestTheBinaryNeedsNothing(t *testing.T) {
 	defer file.Close()
 	for _, p := range file.Progs {
 		if p.Type == elf.PT_INTERP || p.Type == elf.PT_DYNAMIC {
-			t.Errorf("it is linked dynamically: %v", p.Type)
+			t.Errorf("the program is linked dynamically: %v", p.Type)
 		}
 	}
 	root := unpacked(t, path)
@@ -149,7 +149,7 @@ func TestTheBinaryNeedsNothing(t *testing.T) {
 	}
 	well.Close()
 	if code, said := alone(t, root, listen, "healthcheck"); code != 1 {
-		t.Errorf("agent healthcheck beside nobody: exit %d, %s", code, said)
+		t.Errorf("agent healthcheck without a server: exit %d, %s", code, said)
 	}
 	zone := []string{"DATABASE_URL=postgres://127.0.0.1:1/none?connect_timeout=1", "AGENT_ADMIN_TOKEN=0123456789abcdef",
 		"AGENT_TIMEZONE=Europe/Madrid", "AGENT_LISTEN=127.0.0.1:0"}

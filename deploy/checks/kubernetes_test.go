@@ -120,7 +120,7 @@ func TestTheManifestsAreWhatKubernetesReads(t *testing.T) {
 	}
 	sound(t, "k8s", all)
 	if all["Secret"].(*corev1.Secret).Name != "lanekeeper" {
-		t.Error("the Secret is not the one that the pods read")
+		t.Error("the pods read another Secret")
 	}
 }
 

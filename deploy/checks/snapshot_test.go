@@ -79,7 +79,7 @@ func TestASnapshotIsReleased(t *testing.T) {
 			lists++
 			contents(t, name, content)
 		default:
-			t.Errorf("nobody asked for %s", name)
+			t.Errorf("unexpected file %s", name)
 		}
 	}
 	if archives != 4 || packages != 4 || lists != 8 {

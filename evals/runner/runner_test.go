@@ -451,7 +451,7 @@ func TestOnlyProcessesWithTheSameSetupPlayARun(t *testing.T) {
 	cancel()
 	<-ended
 	err = other.Work(t.Context(), run, 1, func(evals.Trial) {})
-	assert.ErrorIs(t, err, runner.ErrElsewhere, "the other process goes on with the run")
+	assert.ErrorIs(t, err, runner.ErrElsewhere, "the other process resumes the run")
 	time.Sleep(time.Second) // the other process polls for ready executions
 	n := len(elsewhere.Requests())
 	assert.Truef(t, n == 0, "the other process made %d model calls", n)

@@ -65,10 +65,10 @@ func TestServersPlayRunsAndGoOnWithThoseOfOthers(t *testing.T) {
 	}
 	pgtest.EventuallyWithin(t, 30*time.Second, func() bool { return status(own) == evals.Passed }, "the run ends")
 	assert.True(t, status(claimed) == evals.Running && status(foreground) == evals.Running,
-		"a server played a run of somebody else")
+		"a server played another server's run")
 	pgtest.Exec(t, w.pool, `update agent_eval_runs set served_until = clock_timestamp() where id = $1`, claimed.ID)
 	pgtest.EventuallyWithin(t, 30*time.Second, func() bool { return status(claimed) == evals.Passed },
-		"the run of a dead server goes on")
+		"another server resumes the run of a dead one")
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_eval_trials where run_id = $1 and verdict is not null`,
 		foreground.ID)
 }

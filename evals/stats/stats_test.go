@@ -104,7 +104,7 @@ func TestAWorseModelIsFoundAndAnEqualOneIsSeldomCalledWorse(t *testing.T) {
 	assert.Truef(t, found >= 800 && wrong == 0,
 		"a loss of 0.1 was found in %d of %d suites, and called better in %d", found, suites, wrong)
 	if both := equal[stats.Worse] + equal[stats.Better]; both > suites*5/100 {
-		t.Errorf("equal models were told apart in %d of %d suites, want at most 5 %%", both, suites)
+		t.Errorf("equal models differed in %d of %d suites, want at most 5 %%", both, suites)
 	}
 }
 

@@ -20,7 +20,7 @@ func take(t *testing.T, b *admission.Budget, n int64, shares ...admission.Share)
 	t.Helper()
 	h, err := b.Take(n, shares...)
 	if err != nil {
-		t.Fatalf("%d of %d taken: %v", n, b.Used(), err)
+		t.Fatalf("%d of %d acquired: %v", n, b.Used(), err)
 	}
 	return h
 }
@@ -99,7 +99,7 @@ func TestManyTakersNeverHaveMoreThanThereIs(t *testing.T) {
 					continue
 				}
 				used := b.Used()
-				assert.Truef(t, used <= 8, "%d are taken of 8", used)
+				assert.Truef(t, used <= 8, "%d of 8 are acquired", used)
 				h.Release()
 			}
 		})

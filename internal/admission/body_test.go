@@ -100,7 +100,7 @@ func TestALengthThatIsOnlyAnnouncedCountsNothing(t *testing.T) {
 			runtime.Gosched()
 		}
 		n := budget.Used()
-		assert.Truef(t, n <= int64(2*sent+1<<10), "%d bytes are taken for %d", n, sent)
+		assert.Truef(t, n <= int64(2*sent+1<<10), "%d bytes are acquired for %d", n, sent)
 	}
 	post(t, url, 700_000, false)
 	assert.NoError(t, <-got, "another body")

@@ -113,7 +113,7 @@ func holdUp(t *testing.T, b *Batcher[int, int]) {
 	})
 	<-held
 	v, err := b.Do(t.Context(), 1, func() (int, error) { return 7, nil })
-	assert.Truef(t, v == 7 && err == nil, "beside one that is held up: %d, %v", v, err)
+	assert.Truef(t, v == 7 && err == nil, "beside a blocked write: %d, %v", v, err)
 	left, leave := context.WithCancel(t.Context())
 	leave()
 	_, err = b.Do(left, 2, func() (int, error) { return 0, context.Canceled })
@@ -169,7 +169,7 @@ func TestMaxWaitIsForTheQueue(t *testing.T) {
 		time.Sleep(regroupFor) // no caller is expected back
 		took, errs = at(t, g, takes(time.Second, nil), takes(0, nil))
 		if errors.Join(errs...) != nil || took[1] != g.MaxWait {
-			t.Errorf("beside one that takes long: %v, after %v", errors.Join(errs...), took)
+			t.Errorf("beside a slow write: %v, after %v", errors.Join(errs...), took)
 		}
 	})
 }

@@ -140,7 +140,7 @@ func TestManyWrongTriesAreFewLines(t *testing.T) {
 	lines := strings.Split(strings.TrimSpace(s.log.String()), "\n")
 	assert.Truef(t, len(lines) == 2 && strings.Contains(lines[0], "remote=10.0.0.0") &&
 		strings.Contains(lines[1], "unlogged_before=2999"), "%d lines: %s", len(lines), s.log.String())
-	assert.True(t, !strings.Contains(s.log.String(), "sesame"), "the log has what was presented")
+	assert.True(t, !strings.Contains(s.log.String(), "sesame"), "the log has the presented secret")
 }
 
 func TestSecretsThatAreTooWeak(t *testing.T) {

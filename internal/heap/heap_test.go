@@ -42,7 +42,7 @@ func TestTheFirstCollectionComesAfterTheMinimumGrowth(t *testing.T) {
 		assert.Truef(t, now.NextGC <= MinGrowth+8<<20, "the next collection comes at %d MB", now.NextGC>>20)
 	}
 	got := goMinimum * percent(0) / 100
-	assert.Truef(t, got <= MinGrowth, "nothing is collected before %d MB are taken", got>>20)
+	assert.Truef(t, got <= MinGrowth, "no collection before %d MB are allocated", got>>20)
 }
 
 func TestASmallHeapGrowsByTheMinimumAndALargeOneByAPercentage(t *testing.T) {

@@ -41,7 +41,7 @@ func TestCutSaysWhatItOmits(t *testing.T) {
 	text := strings.Repeat("é", 100)
 	assert.Equal(t, strings.Repeat("é", 70)+"… (30 more characters)", Cut(70, text))
 	for _, n := range []int{100, 90, 78} {
-		assert.Equal(t, text, Cut(n, text), n, "the note would be as long as what it omits")
+		assert.Equal(t, text, Cut(n, text), n, "the note would be as long as the omitted text")
 	}
 }
 

@@ -90,7 +90,7 @@ func TestOpenKnowsThePoolerAndUsesWhatItCarries(t *testing.T) {
 	_, through, direct := pooler(t, pgbouncer.Config{PoolSize: 2})
 	pool := open(t, through)
 	assert.True(t, postgres.Pooled(pool) && !postgres.Pooled(open(t, direct)),
-		"it is not known which of the two is pooled")
+		"Pooled does not tell the pooled connection from the direct one")
 	assert.Equal(t, pgx.QueryExecModeCacheDescribe, pool.Config().ConnConfig.DefaultQueryExecMode)
 	// Many clients send the same statement over any server connection. The driver describes it once and sends it unnamed.
 	failed := make(chan error, 64)

@@ -147,7 +147,7 @@ func TestDoneTellsEveryUserAndStartTakesOver(t *testing.T) {
 		select {
 		case <-s.Done():
 		case <-time.After(90 * time.Second):
-			t.Fatalf("%s is not told that the server is gone", name)
+			t.Fatalf("%s does not notice that the server is gone", name)
 		}
 	}
 	again := start(t, config)
@@ -380,7 +380,7 @@ func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
 	require.NoError(t, err)
 	assert.Truef(t, strings.TrimSpace(string(pointer)) == base && strings.HasPrefix(filepath.Base(base), "project-"),
 		"LOCATION says %q, the files are in %s", pointer, base)
-	assert.Truef(t, strings.Contains(strings.Join(messages, "\n"), base), "nobody was told of %s: %q", base, messages)
+	assert.Truef(t, strings.Contains(strings.Join(messages, "\n"), base), "no line names %s: %q", base, messages)
 	if err := os.Chmod(closed, 0o755); err != nil { // open now: the data must not look lost
 		t.Fatal(err)
 	}

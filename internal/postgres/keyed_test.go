@@ -40,7 +40,7 @@ func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
 	for range 12 {
 		group.Go(func() {
 			err := add()
-			assert.Truef(t, postgres.Locked(err), "it was not locked: %v", err)
+			assert.Truef(t, postgres.Locked(err), "the key was not locked: %v", err)
 		})
 	}
 	group.Wait()

@@ -94,7 +94,7 @@ func TestNobodyWaitsForEverForAServerThatAnswersNobody(t *testing.T) {
 	idle := s.conn(t, p, "")
 	for name, conn := range map[string]net.Conn{"one that waits": s.conn(t, p, "question"), "one in the same pool": idle} {
 		if _, err := conn.Read(make([]byte, 1)); !errors.Is(err, errUnresponsive) || !Broken(err) {
-			t.Errorf("%s: got %v, want that the server answers nobody, as a connection that broke", name, err)
+			t.Errorf("%s: got %v, want a broken connection, since the server does not answer", name, err)
 		}
 	}
 	p.mu.Lock()
@@ -121,7 +121,7 @@ func TestAServerThatRefusesIsNotSilent(t *testing.T) {
 	s, p := newSlowServer(t), hasty()
 	address := s.Addr()
 	s.Close()
-	assert.True(t, p.probe(address), "a refusal was taken for silence")
+	assert.True(t, p.probe(address), "a rejection counted as silence")
 }
 
 func TestAPoolDoesNotWaitForEverForAnIdleConnection(t *testing.T) {

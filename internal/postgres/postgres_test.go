@@ -240,7 +240,7 @@ func TestUnchanged(t *testing.T) {
 		assert.Equal(t, want, postgres.Unchanged(err), code)
 	}
 	assert.True(t, !postgres.Unchanged(io.ErrUnexpectedEOF),
-		"after a connection that broke certainly nothing has changed, want that nobody knows")
+		"after a broken connection the write counts as unchanged, want unknown")
 }
 
 // An error code of the server may have different remedies.

@@ -72,5 +72,5 @@ func TestNobodyIsToldWhoDidNotAsk(t *testing.T) {
 	}
 	assert.NoError(t, sdnotify.New(env(nil)).Tell(sdnotify.Ready))
 	err := sdnotify.New(env(map[string]string{"NOTIFY_SOCKET": socket})).Tell(sdnotify.Ready)
-	assert.Error(t, err, "a manager that is not there was told")
+	assert.Error(t, err, "an absent manager was notified")
 }

@@ -157,7 +157,7 @@ func TestWhatCommitsLateIsSent(t *testing.T) {
 			s.one(`select max(created_at)::text from agent_activity`)) == "true"
 	}, "two passes go by")
 	if got := s.receiver.Trace(""); len(got) != 0 {
-		t.Errorf("%q were sent while an older transaction was under way", names(got))
+		t.Errorf("%q were sent while an older transaction was running", names(got))
 	}
 	require.NoError(t, tx.Commit(t.Context()))
 	pgtest.Eventually(t, func() bool { return len(s.receiver.Trace("")) == 2 }, "both are sent")

@@ -84,7 +84,7 @@ func TestARevokedParticipantGetsNoRepeatedAnswer(t *testing.T) {
 	}
 	require.NoError(t, threads.Revoke(t.Context(), w.pool, hall.ID, access))
 	if r, text := p.post(t, body, headers...); r.StatusCode == http.StatusOK || strings.Contains(text, "a plant") {
-		t.Errorf("after it was revoked: %d %s", r.StatusCode, text)
+		t.Errorf("after the revocation: %d %s", r.StatusCode, text)
 	}
 }
 
@@ -155,7 +155,7 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 			}
 			if quick {
 				text, err = streamed(t, stream)
-				assert.Truef(t, err == nil && text == "You have your money back.", "the stream goes on with %q, %v", text, err)
+				assert.Truef(t, err == nil && text == "You have your money back.", "the stream continues with %q, %v", text, err)
 			}
 			pgtest.Eventually(t, func() bool {
 				r, body := p.get(t, "/v1/chat/completions/"+first.ID)
@@ -413,7 +413,7 @@ func TestAThreadKeepsItsAgent(t *testing.T) {
 		_, err := p.clientOf(key, inThread("hall")...).CreateChatCompletion(t.Context(), to(model, "What was said?"))
 		require.NoError(t, err)
 		for _, m := range w.model.Requests()[before].Messages {
-			assert.Truef(t, !strings.Contains(m.Content, "My order?"), "%s sees what another key's visitor said", key)
+			assert.Truef(t, !strings.Contains(m.Content, "My order?"), "%s sees a message of another key's visitor", key)
 		}
 	}
 	pgtest.Equal(t, w.pool, "billing billing billing, sales sales sales", `

@@ -53,7 +53,7 @@ func decided(t *testing.T, known, documented []string) {
 	t.Helper()
 	require.Truef(t, len(documented) >= 20, "the library documents %v", documented)
 	for _, name := range documented {
-		assert.Truef(t, slices.Contains(known, name), "nobody has decided about %s", name)
+		assert.Truef(t, slices.Contains(known, name), "no rule covers %s", name)
 	}
 }
 
@@ -76,7 +76,7 @@ func TestAnAddressThatIsRefusedIsNotRememberedByItsUsers(t *testing.T) {
 		}
 	}
 	if n := c.limits.recent.Len(); taken == 100 || n != taken+1 || len(c.limits.known) != n {
-		t.Errorf("%d of 100 were taken, %d are remembered", taken, n)
+		t.Errorf("%d of 100 were accepted, %d are remembered", taken, n)
 	}
 }
 
@@ -87,11 +87,11 @@ func TestVisitorsWithATokenOfTheirOwnAreCountedByIt(t *testing.T) {
 	c := at(1, 16)
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
 	require.NoError(t, c.allow(r, "site", "", ""))
-	assert.Error(t, c.allow(r, "site", "", ""), "a second message without a token was taken")
+	assert.Error(t, c.allow(r, "site", "", ""), "a second message without a token was accepted")
 	for _, token := range []string{"vis_one", "vis_other"} {
 		assert.NoError(t, c.allow(r, "site", "", token), "a visitor of that address")
-		assert.Error(t, c.allow(r, "site", "", token), "a second message of a visitor was taken")
-		assert.Error(t, c.allow(r, "site", "somebody else", token), "a second message of a visitor was taken by another name")
+		assert.Error(t, c.allow(r, "site", "", token), "a second message of a visitor was accepted")
+		assert.Error(t, c.allow(r, "site", "somebody else", token), "a second message under another name was accepted")
 	}
 	refused := false
 	for i := range visitorsPerAddress {
@@ -129,7 +129,7 @@ func TestAClaimThatEndsLateDoesNotSendTheNextAway(t *testing.T) {
 	f.setRemote("Let me look.", true)
 	f.append(" done.")
 	if v := f.snapshot(true); !v.runsHere || v.awaitsApproval || v.text != "Let me look.\n\nIt is done." {
-		t.Errorf("local %t, waits for leave %t, text %q", v.runsHere, v.awaitsApproval, v.text)
+		t.Errorf("local %t, awaits approval %t, text %q", v.runsHere, v.awaitsApproval, v.text)
 	}
 	f.detach(3)
 	f.setRemote("Let me look.\n\nIt is done. And", false)

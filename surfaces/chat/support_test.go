@@ -364,7 +364,7 @@ func send[T any](t *testing.T, to chan<- T, v T) {
 	select {
 	case to <- v:
 	case <-time.After(pgtest.Timeout):
-		t.Fatal("nobody takes what the test sends")
+		t.Fatal("no reader takes the test's piece")
 	}
 }
 

@@ -115,14 +115,14 @@ func TestAnotherKeysThreadDoesNotExist(t *testing.T) {
 	assert.NoError(t, err, "a thread of the same name is another one")
 	requests := w.model.Requests()
 	messages := heard(requests[len(requests)-1])
-	assert.Truef(t, slices.Equal(messages, []string{"user: what was said?"}), "the model was told %q", messages)
+	assert.Truef(t, slices.Equal(messages, []string{"user: what was said?"}), "the model got %q", messages)
 	path := "/v1/chat/completions/"
 	_, foreign := p.get(t, path+got.ID, "Authorization", "Bearer shop")
 	missing, none := p.get(t, path+"chatcmpl-01a1fd04-74da-74d4-8812-62d9715247b0", "Authorization", "Bearer shop")
 	if missing.StatusCode != http.StatusNotFound ||
 		strings.ReplaceAll(foreign, got.ID, "X") != strings.ReplaceAll(none, "chatcmpl-01a1fd04-74da-74d4-8812-62d9715247b0",
 			"X") {
-		t.Errorf("another's answer is told apart from none:\n%s\n%s", foreign, none)
+		t.Errorf("another visitor's answer differs from a missing one:\n%s\n%s", foreign, none)
 	}
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`))
 }
@@ -241,7 +241,7 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 					case <-time.After(100 * time.Millisecond):
 					}
 					return pgtest.Value[int](t, w.pool, `select count(*) from agent_message_drafts`) == 1
-				}, "what was said so far is stored")
+				}, "the text so far is stored")
 				kept = pgtest.Value[string](t, w.pool, `select content from agent_message_drafts`)
 			}
 			assert.Equal(t, "Then tea.", other.answerTo(t, "i", "tea, rather"))
@@ -444,7 +444,7 @@ func TestALongThreadCostsTheSamePerTurn(t *testing.T) {
 	t.Logf("bytes sent by turn: %v", sizes)
 	kept := pgtest.Value[int](t, w.pool, `select max(pg_column_size(output)) from agent_checkpoints
 		where step like 'remember%'`)
-	assert.Truef(t, kept <= 3000, "a turn keeps %d bytes of what was said before", kept)
+	assert.Truef(t, kept <= 3000, "a turn keeps %d bytes of earlier messages", kept)
 }
 
 func TestASummaryThatFailsHarmsNobody(t *testing.T) {

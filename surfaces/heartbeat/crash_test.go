@@ -171,7 +171,7 @@ func TestCancelledHeartbeatRetriesAutomation(t *testing.T) {
 	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	w.runCompleted(t)
 	if got := state(); got != "success 2 " || w.calls.of("look") != 1 {
-		t.Errorf("then it is %q, after %d calls", got, w.calls.of("look"))
+		t.Errorf("then the run is %q, after %d calls", got, w.calls.of("look"))
 	}
 }
 

@@ -245,7 +245,7 @@ func TestForeignStepsAreRejected(t *testing.T) {
 	} {
 		messages := w.model.Requests()[n].Messages
 		last := messages[len(messages)-1].Content
-		assert.Truef(t, strings.Contains(last, want), "after reply %d the model was told %s", n, last)
+		assert.Truef(t, strings.Contains(last, want), "after reply %d the model got %s", n, last)
 	}
 }
 

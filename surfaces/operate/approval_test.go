@@ -156,7 +156,7 @@ func checkHeadlessApproval(t *testing.T, replies []modeltest.Reply) {
 		}
 		return err == nil && second != "" && called.Load() == 1 &&
 			w.execution(t, start.ExecutionID).Status == executions.Waiting
-	}, "the second approval is asked for")
+	}, "the second approval is requested")
 	pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" },
 		"the turn that waits for a person frees the lane")
 	w.decide(t, second, true)
@@ -229,5 +229,5 @@ func TestInterruptCancelsWaitingTurn(t *testing.T) {
 	assert.Error(t, err, "the turn has an answer")
 	w.waitStatus(t, start.ExecutionID, executions.Cancelled)
 	_, err = approvals.Decide(t.Context(), w.pool, asked.ID, true, "admin", "")
-	assert.Truef(t, err != nil && called.Load() == 0, "what a cancelled turn asked for can be approved: %v", err)
+	assert.Truef(t, err != nil && called.Load() == 0, "an approval of a cancelled turn can be granted: %v", err)
 }

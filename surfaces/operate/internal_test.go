@@ -119,7 +119,7 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 	case holder := <-freed:
 		assert.Equal(t, "", holder)
 	case <-time.After(time.Minute):
-		t.Fatal("the run did not go on")
+		t.Fatal("the run did not continue")
 	}
 }
 

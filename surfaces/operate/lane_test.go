@@ -107,7 +107,7 @@ func TestLongTurnIsNotIdle(t *testing.T) {
 		timer := time.NewTimer(300 * time.Millisecond)
 		defer timer.Stop()
 		<-timer.C
-		assert.True(t, w.laneHolder(t) != "", "the lane was freed while the turn was taken")
+		assert.True(t, w.laneHolder(t) != "", "the lane was freed during the turn")
 		return "late", nil
 	})
 	require.NoError(t, s.Hold(t.Context(), false))

@@ -405,7 +405,7 @@ func TestASessionHasOneAgent(t *testing.T) {
 		require.NoError(t, b.err)
 		requests := w.model.Requests()
 		got := requests[len(requests)-1].Messages[0].Content
-		assert.Truef(t, strings.Contains(got, c.message), "session %s as %q was told %s", c.session, c.agent, got)
+		assert.Truef(t, strings.Contains(got, c.message), "session %s as %q got %s", c.session, c.agent, got)
 		require.NoError(t, s.Close(t.Context()))
 	}
 	pgtest.Equal(t, w.pool, "sales billing billing", `select string_agg(agent, ' ' order by id) from agent_executions

@@ -416,9 +416,9 @@ func TestPayloadIsDataForModel(t *testing.T) {
 		id = pending[0].ID
 		return pgtest.Value[string](t, w.pool, `select status from agent_executions where trace_id = $1`,
 			got.TraceID) == "waiting"
-	}, "it waits for leave")
+	}, "the run waits for approval")
 	if made.of("answer") != 1 || made.of("pay") != 0 {
-		t.Errorf("before leave: answer %d, pay %d", made.of("answer"), made.of("pay"))
+		t.Errorf("before the approval: answer %d, pay %d", made.of("answer"), made.of("pay"))
 	}
 	request := model.Requests()[0]
 	for _, tool := range request.Tools {

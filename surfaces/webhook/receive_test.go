@@ -146,7 +146,7 @@ func TestChallengesAreAnsweredAndNotStored(t *testing.T) {
 	assert.Equal(t, http.StatusUnauthorized, got.status, "unsigned", got.body)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_webhook_deliveries`)
 	got = w.post(t, "/webhooks/plain", sign(whsec), bytes.NewReader(body))
-	assert.Equal(t, http.StatusAccepted, got.status, "without the setting it is no delivery", got.body)
+	assert.Equal(t, http.StatusAccepted, got.status, "without the setting the request is no delivery", got.body)
 	for query, want := range map[string]int{
 		"meta?hub.mode=subscribe&hub.verify_token=verify-me&hub.challenge=<b>1158":     200,
 		"meta?hub.mode=subscribe&hub.verify_token=verify-yo&hub.challenge=1":           403,
@@ -461,7 +461,7 @@ func TestWrongTokensAreThrottled(t *testing.T) {
 		got := post("weak", "sesame-sesame-sesame")
 		statuses[got.status]++
 		require.True(t, got.status != http.StatusTooManyRequests || got.header.Get("Retry-After") != "",
-			"it is not said how long to wait")
+			"the response has no Retry-After")
 	}
 	assert.Truef(t, statuses[401] >= 5 && statuses[401] <= 20 && statuses[401]+statuses[429] == 200,
 		"the answers are %v", statuses)

@@ -163,7 +163,7 @@ func killChat(t *testing.T, n int, how verdict, stream bool) {
 	b := s.serve("")
 	got := s.insist(b, m)
 	s.answered(b, "th", map[string]testkit.Answer{m.words: got}, m.words)
-	assert.Truef(t, !first.Complete || first.Text == got.Text, "the client was told %q, then %q", first.Text, got.Text)
+	assert.Truef(t, !first.Complete || first.Text == got.Text, "the client got %q, then %q", first.Text, got.Text)
 	if id := first.ID; id != "" { // the client knows which answer to attach to
 		if again := s.attach(b, id, "?stream=true"); again.ID != got.ID || again.Text != got.Text || !again.Complete {
 			t.Errorf("attached again: %+v, want %+v", again, got)
@@ -254,7 +254,7 @@ func TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice(t *testing.T) {
 	pgtest.Equal(t, s.db, cases*trials, `select count(*)::int from agent_eval_trials where run_id = $1 and verdict = 'pass'`, id)
 	// A request may be sent again, under its key, only if the killed process had not recorded it.
 	if extra := made() - before - wanted; extra > concurrent {
-		t.Errorf("%d model calls were made twice, with %d under way at the kill", extra, concurrent)
+		t.Errorf("%d model calls were made twice, with %d in flight at the kill", extra, concurrent)
 	}
 	pgtest.Equal(t, s.db, 0, `
 		select count(*)::int from (select from agent_activity where kind = 'model' and status = 'success'

@@ -402,7 +402,7 @@ func (s *scene) effects(id string) {
 		select count(*) from agent_activity where execution_id = $1 and skill_name = 'pay' and status = 'unknown'
 		  and purpose = 'advance_plan'`,
 		id); unknown > 0 && !s.logged("nobody knows whether it took effect") {
-		s.t.Error("the model was not told that nobody knows whether its call took effect")
+		s.t.Error("the model did not learn that the effect of its call is unknown")
 	}
 }
 

@@ -188,7 +188,7 @@ func (s *scene) allowed(a *agent, who partner, before snapshot) {
 	unknown := pgtest.Value[bool](s.t, s.db,
 		`select status = 'unknown' from agent_activity where skill_name = 'order' and status <> 'pending_approval'`)
 	assert.True(s.t, !unknown || s.logged("nobody knows whether it took effect"),
-		"the model was not told that nobody knows whether its call took effect")
+		"the model did not learn that the effect of its call is unknown")
 }
 
 // TestADenialWhileNobodyWorks decides an approval while the process is dead. The call is never made, and the model
@@ -220,7 +220,7 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 			for _, c := range s.skills.Calls() {
 				assert.Truef(t, c.Skill != "order", "the call was made: %+v", c)
 			}
-			assert.True(t, s.logged("too dear"), "the model was not told why")
+			assert.True(t, s.logged("too dear"), "the model did not get the reason")
 			assert.Equal(t, "rejected", pgtest.Value[string](s.t, s.db, `select string_agg(status, ' ') from agent_approvals`))
 		})
 	}

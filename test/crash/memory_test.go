@@ -159,7 +159,7 @@ func (x *words) judge() {
 	}
 	for word, request := range x.noted {
 		if written := slices.Contains(there, word); written == kept[word] && (written || !x.givenUp(request)) {
-			x.t.Errorf("%s: what a heartbeat noted, %s, is there: %v, and among the conflicts: %v\n%s", x.key, word, written,
+			x.t.Errorf("%s: a heartbeat's note %s is in the value: %v, and among the conflicts: %v\n%s", x.key, word, written,
 				kept[word], x.beats())
 		}
 	}

@@ -204,7 +204,7 @@ func (s *scene) answered(a *agent, thread string, answers map[string]testkit.Ans
 		assert.Truef(s.t, got[2*i] == "user: "+w && strings.HasSuffix(got[2*i+1], reply(w)),
 			"the thread is %q, want %q answered in place %d", got, w, i)
 		if heard, ok := answers[w]; ok && "assistant: "+heard.Text != got[2*i+1] {
-			s.t.Errorf("the client was told %q, the thread has %q", heard.Text, got[2*i+1])
+			s.t.Errorf("the client got %q, the thread has %q", heard.Text, got[2*i+1])
 		}
 	}
 }

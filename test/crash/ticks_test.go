@@ -42,7 +42,7 @@ func TestTwoServersMakeOneHeartbeatPerTick(t *testing.T) {
 	s.ends(id, "completed")
 	s.atLeast("done", done+4)
 	claims := pgtest.Value[int](s.t, s.db, `select claim from agent_executions where id = $1`, id)
-	assert.Truef(t, claims >= 3, "the killed leader's heartbeat ended with claim %d: nobody took it over", claims)
+	assert.Truef(t, claims >= 3, "the killed leader's heartbeat ended with claim %d: no process took it over", claims)
 	s.ticksWereSingle()
 }
 

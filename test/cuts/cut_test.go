@@ -197,7 +197,7 @@ func (f *findings) check(t *testing.T, planned int) {
 	defer f.mu.Unlock()
 	t.Logf("%d of %d cuts were not reached:\n%s", len(f.unreached), f.cuts, strings.Join(f.unreached, "\n"))
 	assert.True(t, f.done != planned || len(f.unreached) <= f.cuts/5,
-		"a process does not send what it sent when it was undisturbed; the sample says too little")
+		"a process sends other messages than without cuts; the sample covers too little")
 	if !whole() || f.done < planned {
 		return
 	}

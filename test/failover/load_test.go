@@ -369,7 +369,7 @@ func (l *load) tally() {
 	} {
 		n := pgtest.Value[int](l.t, l.db, c.sql)
 		l.t.Logf("%6d %s", n, c.what)
-		assert.Truef(l.t, n != 0 || c.may, "no %s: the test does not show what it is for", c.what)
+		assert.Truef(l.t, n != 0 || c.may, "no %s: the test does not cover them", c.what)
 	}
 }
 

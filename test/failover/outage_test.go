@@ -81,7 +81,7 @@ func (l *load) kill(i int) {
 func (l *load) atTheWorstMoment() {
 	l.t.Helper()
 	l.shut()
-	pgtest.Eventually(l.t, func() bool { return l.holds("look", "pay", "model") }, "calls are under way")
+	pgtest.Eventually(l.t, func() bool { return l.holds("look", "pay", "model") }, "calls are blocked")
 }
 
 // recovers waits until the processes are ready and new work completes.
@@ -208,7 +208,7 @@ func TestMigrateIsKilledAtEveryRequest(t *testing.T) {
 		n = nextRequest(n, files)
 	}
 	t.Logf("%d processes were killed; runs that ended with so many files applied: %v", kills, seen)
-	assert.Truef(t, kills >= 10, "%d processes were killed: the test does not show what it is for", kills)
+	assert.Truef(t, kills >= 10, "only %d processes were killed: the test covers too little", kills)
 	assert.NoError(t, migrations.Check(t.Context(), db), "in the end")
 	if got, want := shape(t, db), shape(t, pgtest.DB(t)); got != want {
 		t.Errorf("the schema differs from that of a database that was migrated in peace: %s, not %s", got, want)
@@ -303,7 +303,7 @@ func TestTwoProcessesMigrateAtOnce(t *testing.T) {
 		applied += strings.Count(a.Out.String(), "applied ")
 	}
 	n := appliedFiles(t, connect(t, to))
-	assert.Truef(t, applied == n && n != 0, "the two say that they applied %d files, and %d are", applied, n)
+	assert.Truef(t, applied == n && n != 0, "the two report %d applied files, and the database has %d", applied, n)
 }
 
 // documented runs the command of docs/retention.md that starts with a word, with the tests' PostgreSQL programs.
@@ -413,7 +413,7 @@ func goesOn(w *world, errands int, token, claims int64) {
 		"every errand ends well")
 	messages := pgtest.Value[int](w.t, w.db,
 		`select count(distinct content)::int from agent_messages where content like '% got [event %' and status = 'sent'`)
-	assert.Equal(w.t, errands+1, messages, "said what they did")
+	assert.Equal(w.t, errands+1, messages, "messages of the executions")
 	// Timers and schedules work too: a deadline that passed while no process ran, and the next heartbeat.
 	l.start(errands + 2)
 	pgtest.Eventually(w.t, func() bool { return pgtest.Value[int](w.t, w.db, asleep) == 1 }, "one waits")

@@ -323,10 +323,10 @@ func (r *replicated) seesItsOwn(admin *http.Client, base string) {
 	r.t.Helper()
 	r.act("seen_by_itself")
 	if got := r.watch(http.DefaultClient, base+"/live/"); !strings.Contains(got, "From the replica") {
-		r.t.Errorf("who only looks is shown the primary's state: %.300s", got)
+		r.t.Errorf("a reader gets the primary's state: %.300s", got)
 	}
 	got := r.watch(admin, base+"/live/")
-	assert.Truef(r.t, !strings.Contains(got, "From the replica"), "who wrote is shown the replica's state: %.300s", got)
+	assert.Truef(r.t, !strings.Contains(got, "From the replica"), "the writer gets the replica's state: %.300s", got)
 }
 
 // watch returns the first update of a page's stream about its source, or about the newest activity.

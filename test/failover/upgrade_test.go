@@ -139,7 +139,7 @@ func finishes(t *testing.T, w *world) {
 	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[bool](w.t, w.db, `select not exists (select from agent_executions where completed_at is null
 			and flow like 'old%')`)
-	}, "what was begun by the version before ends")
+	}, "executions of the previous version end")
 	for _, bad := range pgtest.Column[string](w.t, w.db, `
 		select format('%s %s is %s: %s', flow, id, status, error_message) from agent_executions where flow like 'old%'
 		  and status <> 'completed'`) {

@@ -145,7 +145,7 @@ func (w *world) unready(failing string) {
 		pgtest.Eventually(w.t, func() bool {
 			got := probe(w.t, base+"/readyz")
 			return got.status == http.StatusServiceUnavailable && !got.Checks[failing].OK
-		}, "a process says that it is not ready")
+		}, "a process reports that it is not ready")
 		got := probe(w.t, base+"/healthz")
 		assert.Truef(w.t, got.status == http.StatusOK, "without a database /healthz of process %d answers %d", i, got.status)
 	}

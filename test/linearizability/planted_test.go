@@ -127,7 +127,7 @@ var plants = map[string]struct {
 					}
 				}
 				return n == 2
-			}, "both sessions have looked at the lane")
+			}, "both sessions have read the lane")
 			require.NoError(g.t, tx.Commit(g.t.Context()))
 			group.Wait()
 		},

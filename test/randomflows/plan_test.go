@@ -278,7 +278,7 @@ func many(t *testing.T) (flows int, lasts time.Duration) {
 		return 80, 10 * time.Second
 	}
 	flows, err := strconv.Atoi(text)
-	require.Truef(t, err == nil && flows >= 1, "AGENT_FLOWS=%s: a number of flows is asked for, such as 1000", text)
+	require.Truef(t, err == nil && flows >= 1, "AGENT_FLOWS=%s: must be a number of flows, such as 1000", text)
 	return flows, max(10*time.Second, time.Duration(flows)*time.Minute/500)
 }
 
@@ -325,7 +325,7 @@ func TestRandomFlowsEndAsTheirModelSays(t *testing.T) {
 	}
 	t.Logf("%d kills, %d stops, %d ends, %d connections broken, %d pauses", x.kills, x.stops, x.ends, x.cuts, x.pauses)
 	assert.True(t, x.kills+x.stops+x.ends != 0 && x.cuts != 0,
-		"there was no trouble: the run does not show what it is for")
+		"there was no fault: the run covers nothing")
 }
 
 // begin starts a flow of each seed within a time. It delivers their events at random times, some of them twice.
@@ -364,7 +364,7 @@ func (w *world) settle(limit time.Duration) {
 		err := w.pool.QueryRow(w.t.Context(), `select count(*) from agent_executions where completed_at is null`).Scan(&left)
 		return err == nil && left == 0
 	}, "every flow ends")
-	w.t.Logf("what was under way ended within %s", time.Since(began).Round(time.Millisecond))
+	w.t.Logf("the running work ended within %s", time.Since(began).Round(time.Millisecond))
 }
 
 // keep stores what only the sink knows.

@@ -144,7 +144,7 @@ func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 				if err := refused(round + 1); err == nil {
 					t.Error("nothing was refused")
 				} else if what, _ := postgres.Diagnose(err); !strings.Contains(what, bad.words) {
-					t.Errorf("what was refused says %v", err)
+					t.Errorf("the rejected request returned %v", err)
 				}
 				bad.end()
 				eventually(t, "work is taken again", func() bool { return refused(0) == nil })

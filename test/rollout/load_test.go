@@ -155,7 +155,7 @@ func (l *load) converse(thread string, stream bool) {
 			l.unconfirmed(question, want)
 			continue
 		default:
-			l.t.Errorf("%s heard %q, want %q: %s", thread, got, want, answer)
+			l.t.Errorf("%s got %q, want %q: %s", thread, got, want, answer)
 			return
 		}
 		l.mu.Lock()

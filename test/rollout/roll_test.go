@@ -191,7 +191,7 @@ func (l *load) check() {
 			where id = $2::uuid and (status <> 'completed' or (input ->> 'n')::int <> $1)`, n, id)
 		assert.True(l.t, len(bad) == 0, bad)
 		times := l.paid[fmt.Sprintf(`{"n":%d}`, n)]
-		assert.Truef(l.t, times == 1, "for number %d it was paid %d times", n, times)
+		assert.Truef(l.t, times == 1, "number %d was paid %d times", n, times)
 	}
 	for _, query := range []string{
 		`select format('number %s was started %s times', input ->> 'n', count(*)) from agent_executions where flow = 'errand'
@@ -228,7 +228,7 @@ func (l *load) check() {
 		"refused: %d", len(l.runs), l.done["answer"],
 		l.done["message"], l.done["tally"], l.done["end"], l.done["read"], l.done["again"], l.done["refused"])
 	for _, what := range []string{"answer", "message", "tally", "end", "read", "hook"} {
-		assert.Truef(l.t, l.done[what] != 0, "there was no %s: the test does not show what it is for", what)
+		assert.Truef(l.t, l.done[what] != 0, "there was no %s: the test does not cover it", what)
 	}
 }
 

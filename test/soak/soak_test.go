@@ -144,7 +144,7 @@ func (l *load) settle(agents ...*proctest.Process) {
 	l.t.Helper()
 	pgtest.Eventually(l.t, func() bool {
 		return pgtest.Value[bool](l.t, l.db, `select exists (select from agent_automation_runs where cause = 'cron')`)
-	}, "a heartbeat that no admin keeps away runs what is scheduled")
+	}, "a heartbeat without an admin runs the scheduled automations")
 	pgtest.Exec(l.t, l.db, `update agent_schedules set next_run_at = clock_timestamp() + interval '1 day'`)
 	pgtest.Exec(l.t, l.db, `update agent_automations set next_run_at = clock_timestamp() + interval '1 day'
 		where trigger = 'cron'`)
@@ -157,7 +157,7 @@ func (l *load) settle(agents ...*proctest.Process) {
 		}
 	})
 	pgtest.EventuallyWithin(l.t, pgtest.Timeout+lasts(l.t), quiet, "everything that was begun ends")
-	l.t.Logf("what was under way ended within %s", time.Since(began).Round(time.Millisecond))
+	l.t.Logf("the running work ended within %s", time.Since(began).Round(time.Millisecond))
 	for _, a := range agents {
 		a.Stop()
 	}
@@ -206,7 +206,7 @@ func (l *load) tally() {
 	} {
 		n := pgtest.Value[int](l.t, l.db, c.sql)
 		l.t.Logf("%6d %s", n, c.what)
-		assert.Truef(l.t, c.most >= 0 || n != 0, "no %s: the soak does not show what it is for", c.what)
+		assert.Truef(l.t, c.most >= 0 || n != 0, "no %s: the soak does not cover them", c.what)
 	}
 }
 

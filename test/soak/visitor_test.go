@@ -365,7 +365,7 @@ func TestNoSecretAndNoOthersWordsGetOut(t *testing.T) {
 		assert.Truef(t, place == "the tables" || !strings.Contains(text, adminsSecret),
 			"%s has what the agent remembers for itself", place)
 	}
-	assert.True(t, !strings.Contains(heard.String(), strangersSecret), "a visitor heard what another one said")
+	assert.True(t, !strings.Contains(heard.String(), strangersSecret), "a visitor got the message of another")
 	for i, r := range a.model.Requests() {
 		assert.Truef(t, i <= 0 || !strings.Contains(r.Body, strangersSecret),
 			"request %d to the model has another visitor's words", i)
