@@ -134,7 +134,7 @@ func TestAFlowWaitsForEventsAndChildren(t *testing.T) {
 		h, err := parent.Start(t.Context(), key)
 		require.NoError(t, err)
 		require.NoError(t, rt.SendEvent(t.Context(), key, n, key))
-		require.NoError(t, rt.SendEvent(t.Context(), key, 1000, key)) // the id again
+		require.NoError(t, rt.SendEvent(t.Context(), key, 1000, key)) // same id
 		got, err := parent.Handle(h.ID()).Wait(t.Context())
 		failed, is := errors.AsType[*lanekeeper.FlowError](err)
 		switch {
@@ -149,7 +149,7 @@ func TestAFlowWaitsForEventsAndChildren(t *testing.T) {
 func TestAWaitEndsByItsTimeout(t *testing.T) {
 	rt, _ := open(t)
 	late := register(t, rt, "late", func(ctx context.Context, _ struct{}) (string, error) {
-		if err := lanekeeper.Sleep(ctx, "past", -time.Second); err != nil { // is over at once
+		if err := lanekeeper.Sleep(ctx, "past", -time.Second); err != nil { // ends at once
 			return "", err
 		}
 		return lanekeeper.WaitEvent[string](ctx, "never", "never", 20*time.Millisecond)

@@ -61,7 +61,7 @@ func TestRejectionDoesNotWaitForBody(t *testing.T) {
 			require.NoError(t, err)
 			defer conn.Close()
 			require.NoError(t, conn.SetDeadline(time.Now().Add(90*time.Second)))
-			fmt.Fprintf(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n", c.length) // and nothing follows
+			fmt.Fprintf(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n", c.length) // no body follows
 			answer, err := http.ReadResponse(bufio.NewReader(conn), nil)
 			require.NoError(t, err)
 			defer answer.Body.Close()

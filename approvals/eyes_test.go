@@ -52,7 +52,7 @@ func TestFourEyes(t *testing.T) {
 	var group sync.WaitGroup
 	var mu sync.Mutex
 	ends := map[string]int{}
-	for i := range 12 { // two at once
+	for i := range 12 { // two concurrent decisions
 		who := []string{"ana", "bob"}[i%2]
 		group.Go(func() {
 			_, err := approvals.Decide(t.Context(), pool, id, true, who, "")

@@ -106,7 +106,7 @@ func TestStoryMeasures(t *testing.T) {
 func TestAPredictionIsOnTheLineThroughTwoMeasurements(t *testing.T) {
 	for _, c := range []struct{ x1, y1, x2, y2, x, want float64 }{
 		{1, 10, 16, 40, 64, 136},
-		{1, 10, 1, 12, 64, 12}, // one point: nothing grows
+		{1, 10, 1, 12, 64, 12}, // one point has no growth
 	} {
 		if got := extrapolate(c.x1, c.y1, c.x2, c.y2, c.x); math.Abs(got-c.want) > 1e-9 {
 			t.Errorf("through (%v, %v) and (%v, %v), at %v: %v, want %v", c.x1, c.y1, c.x2, c.y2, c.x, got, c.want)

@@ -27,7 +27,7 @@ func TestAGrantIsWhatIsWantedOrWhatTheLimitHasLeft(t *testing.T) {
 		price   float64
 		spent   int64
 		granted int64
-		unit    string // of the refusal
+		unit    string // of the rejection
 	}{
 		"no limit":                     {budgets.Limit{}, 0, 1_000_000, 1000, ""},
 		"room":                         {budgets.Limit{Tokens: 5000}, 0, 0, 1000, ""},

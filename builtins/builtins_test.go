@@ -312,7 +312,7 @@ func TestMemoryIsWrittenByCompareAndSetAndOnceAfterACrash(t *testing.T) {
 		{`{"key":"k","value":2,"revision":1}`, "2"},
 		{`{"key":"k","value":2,"revision":1}`, "2"},
 		{`{"key":"k","value":4,"revision":1}`, "theirs 2"},
-		{`{"key":"k","value":3,"revision":-1}`, "3"}, // whatever is there
+		{`{"key":"k","value":3,"revision":-1}`, "3"}, // whatever is stored
 		{`{"key":"api_key","value":"hunter2"}`, "secret"},
 		{`{"key":"","value":1}`, "key"},
 		{`{"value":1}`, "key"},

@@ -90,7 +90,7 @@ func TestANoteReplacesOnlyTheOneThatItsRunHasRead(t *testing.T) {
 		assert.Truef(t, answer["error"] == "conflict" && there["note"] == theirs && answer["yours"] != nil,
 			"the answer is %v", answer)
 	}
-	one.note("one") // there was none
+	one.note("one") // no note existed
 	one.note("one, again")
 	refused(two.note("two", "sweep"), "one, again")
 	stands("one, again")

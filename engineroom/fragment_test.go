@@ -42,7 +42,7 @@ func TestAnyPartOfAnIDFindsItsExecutionAndTrace(t *testing.T) {
 			assert.Truef(t, slices.Contains(traces, trace), "%q finds %v", text, traces)
 		}
 	}
-	for _, text := range []string{"d8e9f", "7d8e9f", "01a2…8e9f"} { // the last digit differs
+	for _, text := range []string{"d8e9f", "7d8e9f", "01a2…8e9f"} { // the ids differ in the last digit
 		runs, _ := find(text)
 		assert.Truef(t, slices.Equal(runs, []string{id}), "%q finds %v", text, runs)
 	}

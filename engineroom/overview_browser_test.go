@@ -356,7 +356,7 @@ func TestFiveTasksFromTheOverview(t *testing.T) {
 	done := func(name, task string, most int) {
 		t.Logf("%s: %d clicks, %d screens further down, %.1f s of the browser", task, clicks, screens, time.Since(began).Seconds())
 		assert.Truef(t, clicks <= most, "%s takes %d clicks, want at most %d", task, clicks, most)
-		if name != "refund" { // which is the form
+		if name != "refund" { // this page is the form
 			picture("task-" + name)
 		}
 	}

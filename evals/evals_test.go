@@ -34,7 +34,7 @@ func TestAnExpectationIsMetOrSaysWhyNot(t *testing.T) {
 	within := func(w evals.Within) evals.Expectation { return evals.Expectation{Within: &w} }
 	for name, tc := range map[string]struct {
 		expect evals.Expectation
-		why    string // empty: it is met
+		why    string // empty if met
 	}{
 		"contains":       {answer(evals.Answer{Contains: "DUE"}), ""},
 		"contains not":   {answer(evals.Answer{Contains: "paid"}), `answer lacks "paid"`},

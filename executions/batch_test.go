@@ -601,7 +601,7 @@ var layouts = map[string]struct {
 	"alone":   {ids: []string{first}},
 	"between": {ids: []string{first, second, third}, at: 1},
 	"after":   {ids: []string{early, third}, at: 1},
-	"unlike":  {ids: []string{third, first}, at: 1}, // not in their order
+	"unlike":  {ids: []string{third, first}, at: 1}, // not in order of ids
 }
 
 // A completion has the same consequences alone and in a batch, also next to executions without consequences.

@@ -64,7 +64,7 @@ func TestAnUnwrittenResultReleasesTheRun(t *testing.T) {
 		if err != nil {
 			select {
 			case done <- err:
-			default: // of a later try
+			default: // a later try
 			}
 		}
 		return ends(n, err)
@@ -276,7 +276,7 @@ func TestARejectedStepNameIsReturnedToTheCode(t *testing.T) {
 			_, err := executions.Step(ctx, name, func(context.Context) (int, error) { return 7, nil })
 			select {
 			case done <- err:
-			default: // it was told before
+			default: // the test has the first error
 			}
 			return executions.Result{}, nil
 		}))
@@ -382,7 +382,7 @@ func TestVariablesTravelWithTheNextWrite(t *testing.T) {
 		var wrong error
 		set(ctx, vars{"a": 1}, &wrong)
 		_, one := executions.Step(ctx, "first", look)  // not written yet
-		_, two := executions.Step(ctx, "second", look) // with the first's checkpoint
+		_, two := executions.Step(ctx, "second", look) // with the first step's checkpoint
 		set(ctx, vars{"a": 2, "nul": "\x00"}, &wrong)
 		_, three := executions.StepTx(ctx, "third", func(context.Context, pgx.Tx) (int, error) { return 0, nil })
 		_, four := executions.Step(ctx, "fourth", look) // with the transaction

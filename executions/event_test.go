@@ -463,7 +463,7 @@ func deliverDuring(t *testing.T, pool *pgxpool.Pool, worker, id string, change f
 	pgtest.Exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": id})
 	done := make(chan []delivery, 1)
 	go func() {
-		defer close(done) // also when it fails
+		defer close(done) // also on a failure
 		done <- deliverBatch(t, pool, worker, 2, one, "k")
 	}()
 	pgtest.Until(t, pool, true, `
@@ -597,7 +597,7 @@ func TestAnAnswerComesAfterItsQuestion(t *testing.T) {
 	if got := w.park("second", "response", "t"); !strings.Contains(answer(got), "Ana") {
 		t.Errorf("answered with %s", answer(got))
 	}
-	if got := w.park("third", "response", "t"); !strings.Contains(answer(got), "Eva") { // it asked nothing new
+	if got := w.park("third", "response", "t"); !strings.Contains(answer(got), "Eva") { // it has no new question
 		t.Errorf("answered with %s", answer(got))
 	}
 }

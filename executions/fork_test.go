@@ -228,7 +228,7 @@ func TestAForkOfALoopUnderWay(t *testing.T) {
 	until(t, pool, x.ID, executions.Waiting)
 	_, err = p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "go 18", nil, "")
 	require.NoError(t, err)
-	for _, id := range []string{id, x.ID} { // both wait for it
+	for _, id := range []string{id, x.ID} { // both branches wait for it
 		got := until(t, pool, id, executions.Completed)
 		assert.Truef(t, string(got.Result) == "20", "result %s", got.Result)
 	}

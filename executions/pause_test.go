@@ -83,7 +83,7 @@ func TestOnlyAttendedWorkStartsDuringAPause(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from lanekeeper.agent_ready_kinds`))
 	got = resume(t, pool)
 	require.Truef(t, got.Changed && !got.Paused && got.PausedBy == "ana" && got.ResumedAt != nil, "resume: %+v", got)
-	for _, id := range held { // without a sweep
+	for _, id := range held { // no sweep runs
 		until(t, pool, id, executions.Completed)
 	}
 }

@@ -261,7 +261,7 @@ func checkTransitions(t *testing.T, pool *pgxpool.Pool, id, what string) {
 	steps := pgtest.Rows[step](t, pool, `select old, new from state_log where id = $1::uuid order by n`, id)
 	at := executions.Pending
 	if len(steps) > 0 && steps[0].Old == executions.Running {
-		at = executions.Running // it began claimed
+		at = executions.Running // it started claimed
 	}
 	for _, s := range steps {
 		assert.Truef(t, s.Old == at && slices.Contains(transitions[s.Old], s.New), "%s: went %v", what, steps)

@@ -277,7 +277,7 @@ func TestStuckExecutionsAreLogged(t *testing.T) {
 	p := prepare(t, pool, nil, l.into)
 	lost := newWorker(t, pool)
 	mustClaim(t, pool, pending(t, pool), lost)
-	tx := pgtest.Begin(t, pool) // it was ended
+	tx := pgtest.Begin(t, pool) // the server ended it
 	pgtest.Exec(t, tx, `select from agent_executions for key share`)
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 minute'`)
 	pid := pgtest.Value[int](t, tx, `select pg_backend_pid() from pg_sleep(1.1)`)

@@ -367,7 +367,7 @@ func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
 		require.NoError(t, err)
 		locked = pending(t, pool)
 		pgtest.Exec(t, tx, `select from agent_executions where id = @id for no key update`, postgres.Strict{"id": locked})
-		until(t, pool, p.begin(t, "flow"), executions.Completed) // the workers have looked
+		until(t, pool, p.begin(t, "flow"), executions.Completed) // the workers have polled
 		if get(t, pool, locked).Status == executions.Pending {
 			return true
 		}

@@ -467,7 +467,7 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	waits(t, w.pool, second.ID, 1)
 	pgtest.Exec(t, w.pool, `update agent_flows set current = false`)
 	w.stop()
-	w = process(t, w.pool, nil) // it has compiled neither
+	w = process(t, w.pool, nil) // it has compiled neither version
 	deliver(t, w, "EVENT_COMPLETED", "k1", `{}`)
 	enginetest.Await(t, w.pool, first, executions.Completed)
 	deliver(t, w, "EVENT_COMPLETED", "k2", `{}`)

@@ -119,7 +119,7 @@ func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 	db := pgtest.DB(t)
 	for name, c := range map[string]struct {
 		first string // does this, and stays the first in the queue
-		over  bool   // its place ends
+		over  bool   // its place in the queue ends
 		busy  string // runs in a transaction that is open meanwhile
 		to    string
 		tell  bool

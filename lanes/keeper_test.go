@@ -116,7 +116,7 @@ func TestWorkEndsWithTheLeaseWhenTheDatabaseIsGone(t *testing.T) {
 		start := time.Now()
 		took := ended(t, l, pgtest.Timeout).Sub(start)
 		log.want(t, 1, `msg="lane lost"`, "owner="+l.Owner().String())
-		w.cut.Store(false) // for the release
+		w.cut.Store(false) // so the release succeeds
 		err := l.Release(t.Context())
 		assert.True(t, err == nil || errors.Is(err, lanes.ErrLost), err)
 		return took

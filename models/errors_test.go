@@ -317,7 +317,7 @@ func TestAnAttemptThatMayBeBilledIsToldBeforeAnother(t *testing.T) {
 			resp := complete(t, client(t, server, retries(2)), req)
 			assert.Truef(t, (calls == 1) == test.billed && !resp.Unknown && resp.Usage.TotalTokens == 161,
 				"told %d times, response %+v", calls, resp)
-			if got := server.Requests()[1].MaxTokens; (got == 77) != test.billed { //nolint:staticcheck // what most servers know
+			if got := server.Requests()[1].MaxTokens; (got == 77) != test.billed { //nolint:staticcheck // most servers know it
 				t.Errorf("the second attempt was allowed %d tokens", got)
 			}
 			failed, err := client(t, server, retries(1)).Complete(t.Context(), req)

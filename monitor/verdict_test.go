@@ -66,7 +66,7 @@ func TestAVerdictFollowsFromTheCondition(t *testing.T) {
 	}
 	for name, test := range map[string]struct {
 		change              func(c *Condition)
-		all, sales, billing string // empty: as all
+		all, sales, billing string // empty: same as all
 	}{
 		"all well": {func(*Condition) {}, "working", "", ""},
 		"paused": {
@@ -342,7 +342,7 @@ func TestEachChangeIsToldOnceByAllProcesses(t *testing.T) {
 	}
 	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
 	rows.Skill(t, pool, "fetch", "", "", "")
-	check() // nobody wants to know
+	check() // no target exists
 	pgtest.Exec(t, pool, `insert into agent_webhook_targets (name, url, secrets, events)
 		values ('ops', 'https://example.com', array['${S}'], '{verdict.changed,budget.reached}')`)
 	check()
@@ -397,7 +397,7 @@ func TestAnAcknowledgedReasonCountsAgainWhenItChangesOrComesBack(t *testing.T) {
 	acknowledge()
 	require.NoError(t, m.Check(t.Context(), pool, 0))
 	assert.Equal(t, Working, status().State)
-	pgtest.Exec(t, pool, `delete from agent_executions`) // it is over
+	pgtest.Exec(t, pool, `delete from agent_executions`) // the failure has ended
 	require.NoError(t, m.Check(t.Context(), pool, 0))
 	fail("no such table shops")
 	assert.Equal(t, Degraded, status().State)

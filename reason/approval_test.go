@@ -122,7 +122,7 @@ func TestAnApprovedCallIsMadeByTheTurnThatWaits(t *testing.T) {
 	if len(asked) != 1 || !asked[0].Parked || len(d.list()) != 0 || len(w.model.Requests()) != 1 {
 		t.Fatalf("pending are %+v, calls %q", asked, d.list())
 	}
-	w.decide(t, asked[0], true, "") // while nobody runs
+	w.decide(t, asked[0], true, "") // while no process runs
 	w.engine(t, true)
 	x = w.ended(t, x.ID, nil)
 	if got := outcome(t, x); got.Text != "Gone." || !slices.Equal(got.Calls, []string{"drop"}) {
@@ -170,7 +170,7 @@ func TestOneDenialEndsIt(t *testing.T) {
 		var decoded struct{ Error, Reason string }
 		err := json.Unmarshal([]byte(r.Content), &decoded)
 		assert.Truef(t, err == nil && decoded.Error == "DENIED" && decoded.Reason == "not on a Friday",
-			"the model was told %s", r.Content)
+			"the model got %s", r.Content)
 	}
 	n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'drop'`)
 	assert.Truef(t, n == 0 && replies == 3, "%d replies; a denial counts as %d calls of the skill", replies, n)
@@ -219,7 +219,7 @@ func TestAllIsAskedAndTheRestIsDoneBeforeTheFirstWait(t *testing.T) {
 	asked := w.pending(t)
 	require.Truef(t, len(asked) == 2 && probed.Load() == 1, "%d pending, %d probes", len(asked), probed.Load())
 	w.engine(t, true)
-	w.decide(t, asked[1], false, "keep y") // the second first
+	w.decide(t, asked[1], false, "keep y") // decides the second one first
 	w.decide(t, asked[0], true, "")
 	w.ended(t, x.ID, nil)
 	added := w.since(t, 1)
@@ -381,7 +381,7 @@ func TestCrashDuringAnApprovedCall(t *testing.T) {
 			assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`))
 			content := w.since(t, len(w.model.Requests())-1)[1].Content
 			assert.Truef(t, test.idempotent == (content == `"dropped"`) &&
-				(test.idempotent || strings.Contains(content, `"error":"unknown"`)), "the model was told %s", content)
+				(test.idempotent || strings.Contains(content, `"error":"unknown"`)), "the model got %s", content)
 		})
 	}
 }

@@ -280,7 +280,7 @@ func TestASkillTakenOutOfServiceDuringTheTurnIsNotCalled(t *testing.T) {
 	w.completed(t)
 	text := w.since(t, 1)[1].Content
 	assert.Truef(t, strings.Contains(text, `"error":"disabled"`) && strings.Contains(text, "it misbehaves"),
-		"the model was told %s", text)
+		"the model got %s", text)
 }
 
 func TestASkillOnTrialIsCalledOnceAndReturnsToService(t *testing.T) {
@@ -410,7 +410,7 @@ func TestASmallRestShortensTheAnswer(t *testing.T) {
 	w := newWorld(t, modeltest.Text("Half of it").WithUsage(500, 300, 0).WithFinish(openai.FinishReasonLength))
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 1000}}
 	x, got := w.completed(t)
-	limit := w.model.Requests()[0].MaxTokens //nolint:staticcheck // what most servers know
+	limit := w.model.Requests()[0].MaxTokens //nolint:staticcheck // the field of most servers
 	assert.Truef(t, limit >= 64 && limit < 1000, "the answer was allowed %d tokens", limit)
 	assert.Truef(t, got.Ended == reason.Answered &&
 		strings.HasPrefix(got.Text, "Half of it\n\n[The answer was cut off here"), "outcome is %+v", got)

@@ -170,7 +170,7 @@ func TestADelegatedTaskSpendsItsTurnsBudget(t *testing.T) {
 	messages := w.model.Requests()[len(w.model.Requests())-1].Messages
 	last := messages[len(messages)-1].Content
 	assert.Truef(t, strings.Contains(last, `"ended":"tokens"`) && strings.Contains(last, "leaves too little") &&
-		len(w.model.Requests()) == 3, "after %d requests the turn was told %q", len(w.model.Requests()), last)
+		len(w.model.Requests()) == 3, "after %d requests the turn got %q", len(w.model.Requests()), last)
 	assert.Truef(t, got.Text == "That was all." && got.Usage.TotalTokens == 520+1100+610, "outcome is %+v", got)
 }
 
@@ -185,7 +185,7 @@ func TestADelegatedTaskThatFailsIsAResult(t *testing.T) {
 	messages := w.model.Requests()[len(w.model.Requests())-1].Messages
 	last := messages[len(messages)-1]
 	assert.Truef(t, strings.Contains(last.Content, `"error":"delegate"`) &&
-		strings.Contains(last.Content, "ended as failed"), "the turn was told %q", last.Content)
+		strings.Contains(last.Content, "ended as failed"), "the turn got %q", last.Content)
 	row := named(w.rows(t, parent), "delegate")
 	assert.Truef(t, len(row) == 1 && row[0].Status == "success" && strings.Contains(string(row[0].Output), "failed"),
 		"rows of the delegation: %+v", row)

@@ -233,7 +233,7 @@ func TestASkillThatNeedsLeaveIsAskedForOnce(t *testing.T) {
 	}
 	err := json.Unmarshal([]byte(w.since(t, 1)[1].Content), &decoded)
 	assert.Truef(t, err == nil && decoded.Status == "pending_approval" && decoded.ApprovalID != "",
-		"the model was told %s (%v)", w.since(t, 1)[1].Content, err)
+		"the model got %s (%v)", w.since(t, 1)[1].Content, err)
 	assert.Contains(t, w.since(t, 2)[1].Content, decoded.ApprovalID)
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'pending'`))
 	rows := named(w.rows(t, x), "drop")
@@ -469,7 +469,7 @@ func TestCrashDuringASkillCall(t *testing.T) {
 			requests := w.model.Requests()
 			last := requests[len(requests)-1].Messages
 			assert.Truef(t, len(requests) == 2 && strings.Contains(last[len(last)-1].Content, test.reply),
-				"%d requests; the model was told %q", len(requests), last[len(last)-1].Content)
+				"%d requests; the model got %q", len(requests), last[len(last)-1].Content)
 			states := pgtest.Value[[]string](t, w.pool, `
 				select array_agg(status order by id) from agent_activity
 				 where execution_id = @id and skill_name = 'act' and error_class <> 'stale'`, postgres.Strict{"id": x.ID})

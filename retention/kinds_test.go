@@ -145,7 +145,7 @@ func TestSpendStaysWhenTheLogGoes(t *testing.T) {
 		  from (select clock_timestamp() - interval '150 days' as at) x,
 		       (values ('{"total_tokens": 7}', 0.5), ('{"total_tokens": "many"}', 'NaN'), ('{"total_tokens": {}}', 0.25),
 		         ('[]', 0)) u (usage, cost)`)
-	want := []spend{{"", 4, 7, 0.75}} // charged to no skill
+	want := []spend{{"", 4, 7, 0.75}} // not charged to a skill
 	sums := `select skill, sum(calls)::bigint, sum(tokens)::bigint, sum(cost_usd)::float8 from agent_spend group by 1`
 	for _, when := range []string{"before they are counted", "after", "after the log has gone"} {
 		assert.Equal(t, "", cmp.Diff(want, pgtest.Rows[spend](t, pool, sums)), when)

@@ -86,7 +86,7 @@ func TestAPieceReadsWhatItLooksAt(t *testing.T) {
 				wanted = 0 // the pass is busy with checkpoints of deleted executions
 			}
 			if kind == "evals" || kind == "eval_labels" {
-				wanted = 0 // there are no rows
+				wanted = 0 // no rows exist
 			}
 			readsLittle(t, pool, kind, wanted, piece(kind))
 			readsLittle(t, pool, kind, 0, piece(kind))

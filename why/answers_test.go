@@ -209,7 +209,7 @@ func (s *scenario) carryOut() bool {
 			s.fact(r.trace, "did", "ran", j.ref(), r.ref())
 		} else {
 			if !j.byEvent {
-				got.TraceID = "" // as the runner does
+				got.TraceID = "" // like the runner
 			}
 			r = s.start(runner.Spec("agent", got), nil, cause{"automation", j.ref(), ""})
 		}

@@ -261,7 +261,7 @@ func TestApplyKeepsAdminRows(t *testing.T) {
 	assert.Truef(t, err == nil && !strings.Contains(s.Handler, "2"), "the rest was applied: %+v, %v", s, err)
 	same := strings.NewReplacer("goal: go on", "goal: go on, but slowly", "24h", "48h", "[first, second]",
 		"[first, second, third]")
-	apply(t, pool, load(t, "all.yaml", same.Replace(fullWorkspace))) // takes it over
+	apply(t, pool, load(t, "all.yaml", same.Replace(fullWorkspace))) // the workspace takes over the row
 	apply(t, pool, load(t, "all.yaml", fullWorkspace))
 	o, err = objectives.Get(t.Context(), pool, "plan")
 	assert.Truef(t, err == nil && o.Goal == "go on" && o.Source == objectives.SourceWorkspace,

@@ -89,7 +89,7 @@ func TestUnknownChildFlows(t *testing.T) {
 	_, err := flows.Put(t.Context(), pool,
 		flows.Definition{Name: "beside", Actions: []any{map[string]any{"actionType": "end"}}})
 	require.NoError(t, err)
-	pgtest.Exec(t, pool, `update agent_flows set source = 'api'`) // a prune leaves it
+	pgtest.Exec(t, pool, `update agent_flows set source = 'api'`) // a prune leaves the flow
 	text := `kind: flow
 name: a
 actions:

@@ -40,7 +40,7 @@ func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
 	pgtest.Exec(t, w.pool, `select * from raise_agent_event('ISSUE', 'repo/1', '{"action": "opened"}', 'd1', $1)`, hook)
 	w.raise(t, "ISSUE", "repo/2", `{"action": "closed"}`)
 	w.raise(t, "ISSUE", "elsewhere", `{"action": "opened"}`)
-	pgtest.Exec(t, w.pool, `select * from deliver_agent_event('EVENT_COMPLETED', 'PUSH')`) // known by its key
+	pgtest.Exec(t, w.pool, `select * from deliver_agent_event('EVENT_COMPLETED', 'PUSH')`) // deduplicated by its key
 	w.until(t, "skipped 2, success 2")
 	pgtest.Equal(t, w.pool, hook+" webhook automation "+hook+" support", `
 		select r.trace_id || ' ' || x.surface || ' ' || x.flow || ' ' || x.trace_id || ' ' || x.agent

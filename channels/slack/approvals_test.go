@@ -192,7 +192,7 @@ func TestApprovalsBySlackButtons(t *testing.T) {
 				t.Errorf("decided by %s", got.Decider())
 			}
 			before := len(d.fake.Messages(ops))
-			d.fake.ClickAgain(false) // a repeated event
+			d.fake.ClickAgain(false) // the event is repeated
 			d.fake.ClickAgain(true)
 			d.expect("a replay", d.feedback(before), "used already", id, "approved")
 			pgtest.EventuallyWithin(t, 30*time.Second, func() bool {

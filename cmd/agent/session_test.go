@@ -164,7 +164,7 @@ func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 	require.NoError(t, row.Rollback(t.Context()))
 	waitQuery(t, shop, `select count(*) = 1 from agent_effects where result is not null`)
 	require.NoError(t, cmd.Process.Kill())
-	_ = cmd.Wait() // it was killed
+	_ = cmd.Wait() // its error is the kill
 	require.NoError(t, gate.Rollback(t.Context()))
 	p.start("serve").find(t, `listen=http://(\S+)`)
 	waitQuery(t, own, `select count(*) = 1 from agent_executions where flow = 'skill_call' and status = 'completed'

@@ -154,7 +154,7 @@ func TestControlAndCandidateShareABudget(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-		most := max(req.MaxTokens, req.MaxCompletionTokens) //nolint:staticcheck // what most servers know
+		most := max(req.MaxTokens, req.MaxCompletionTokens) //nolint:staticcheck // the field of most servers
 		return modeltest.Text("Hello.").WithUsage(2000, min(1000, most), 0)
 	})
 	w.record(t, "a", "b", "c", "d")
@@ -169,7 +169,7 @@ func TestAShadowPlaysTurnsAsTheyComplete(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.script(nora)
-	w.record(t, "order 7?") // before the shadow
+	w.record(t, "order 7?") // from before the shadow
 	run, err := w.runner.StartShadow(t.Context(), runner.Counterfactual{Model: "gpt-4.1", Margin: 0.05}, 1, time.Hour)
 	require.NoError(t, err)
 	w.play(t, "order 7?", "order 8?")

@@ -238,7 +238,7 @@ func TestTrialsTogetherStayWithinTheBudgetOfTheirRun(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-		most := max(req.MaxTokens, req.MaxCompletionTokens) //nolint:staticcheck // what most servers know
+		most := max(req.MaxTokens, req.MaxCompletionTokens) //nolint:staticcheck // the field of most servers
 		return modeltest.Text("Hello.").WithUsage(100, min(4000, most), 0)
 	})
 	d := evals.Definition{

@@ -42,7 +42,7 @@ func TestANameCannotTakeWhatOthersNeed(t *testing.T) {
 	other := take(t, b, 6, admission.Share{Name: "b", Most: 6})
 	refused(t, b, 1, admission.Share{Name: "c", Most: 6})
 	first.Release()
-	first.Release() // twice is once
+	first.Release() // a second Release does nothing
 	assert.Equal(t, 6, b.Used())
 	take(t, b, 4, a).Release()
 	other.Release()
@@ -209,7 +209,7 @@ func TestASilentBodyMakesRoomForNewConnections(t *testing.T) {
 		require.Truef(t, err == nil && line == "HTTP/1.1 100 Continue\r\n", "%q, %v", line, err)
 		return c, in
 	}
-	_, _ = begin() // and nothing follows
+	_, _ = begin() // no further data
 	sending, answer := begin()
 	_, _ = begin()
 	assert.Error(t, <-got, "a body that was not sent was read")

@@ -92,8 +92,8 @@ func TestWritesAtTheSameTimeShareACommit(t *testing.T) {
 func TestABlockedWriteDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	for _, b := range []*Batcher[int, int]{
-		{Scheduler: &Scheduler{slow: time.Hour}, MaxWait: 5 * time.Millisecond}, // the write expires
-		{Scheduler: &Scheduler{slow: 5 * time.Millisecond}, MaxWait: time.Hour}, // the batch becomes slow
+		{Scheduler: &Scheduler{slow: time.Hour}, MaxWait: 5 * time.Millisecond}, // so that the write expires
+		{Scheduler: &Scheduler{slow: 5 * time.Millisecond}, MaxWait: time.Hour}, // so that the batch is slow
 	} {
 		b.Send = func(_ context.Context, in []int) ([]Answer[int], error) { return make([]Answer[int], len(in)), nil }
 		holdUp(t, b)

@@ -154,7 +154,7 @@ func TestManyQueuedWritesAreSentBesideABatch(t *testing.T) {
 	g.write(t, 1, 0)
 	g.sent(t, overlap) // the second
 	g.write(t, overlap, overlap)
-	g.idle(t) // and no third
+	g.idle(t) // no third batch
 	g.finish(t)
 	g.sent(t, overlap)
 	g.end()

@@ -64,7 +64,7 @@ func (s *slowServer) serve(conn net.Conn) {
 	if s.talks.Load() {
 		_, _ = conn.Write([]byte("N"))
 	}
-	_, _ = conn.Read(request) // until it is closed
+	_, _ = conn.Read(request) // until the test closes it
 }
 
 // hasty returns a prober that probes at once.

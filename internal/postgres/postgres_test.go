@@ -220,7 +220,7 @@ func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 	q.Set("idle_in_transaction_session_timeout", "100ms")
 	u.RawQuery = q.Encode()
 	short := pgtest.Pool(t, u.String(), postgres.Options{})
-	tx := pgtest.Begin(t, short) // its session is gone
+	tx := pgtest.Begin(t, short) // its session has ended
 	pgtest.Exec(t, tx, `select pg_advisory_xact_lock(1)`)
 	ctx, cancel := context.WithTimeout(t.Context(), 90*time.Second)
 	defer cancel()

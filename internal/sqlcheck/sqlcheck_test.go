@@ -192,7 +192,7 @@ func statements(t *testing.T, root string) []statement {
 type folder struct {
 	root  string
 	fset  *token.FileSet
-	texts map[string]ast.Expr // constants, by name
+	texts map[string]ast.Expr // constants by name
 	files map[string]string   // embedded files, by the variable's name
 }
 

@@ -109,8 +109,8 @@ func TestHistoryTakesLabelsFromWhatPeopleDid(t *testing.T) {
 		  from unnest(array['a', 'b', 'c', 'd', 'e']) skill, generate_series(1, 3) n,
 		       lateral (select clock_timestamp() - interval '5 days' + n * interval '1 minute' as at) x`)
 	for act, ago := range map[string]string{
-		"heal_skill a": "118 hours", "enable_skill a": "110 hours", // at once: false
-		"heal_skill b": "117 hours", "enable_skill b": "80 hours", // it stayed out
+		"heal_skill a": "118 hours", "enable_skill a": "110 hours", // enabled at once: a false alarm
+		"heal_skill b": "117 hours", "enable_skill b": "80 hours", // it stayed disabled
 		"heal_skill c": "116 hours", "settle_trial c": "80 hours", // failed
 		"heal_skill d":    "115 hours", // open
 		"disable_skill e": "114 hours", // missed

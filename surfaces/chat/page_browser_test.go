@@ -230,7 +230,7 @@ func TestThePageShowsTheConversationAfterAReload(t *testing.T) {
 	submit(page, "First")
 	page.Until("the first answer is shown", shown+`.endsWith("nora One.")`)
 	submit(page, "Second")
-	page.Until("the second answer has started", shown+`.endsWith("nora Two is")`) // nor does it think
+	page.Until("the second answer has started", shown+`.endsWith("nora Two is")`) // the page shows no indicator either
 	page.Reload()
 	page.Until("the conversation and the answer in progress are shown",
 		shown+`.startsWith("You First | nora One. | You Second | nora Two is") && !document.querySelector("#stop").hidden`)
@@ -326,7 +326,7 @@ func TestThePageAsksForAnotherKey(t *testing.T) {
 	page.Type("#key", "site")
 	page.Click("#login button")
 	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
-	page.Eval(`(sessionStorage.setItem("key", "old"), 1)`, new(int)) // it was revoked
+	page.Eval(`(sessionStorage.setItem("key", "old"), 1)`, new(int)) // its access was revoked
 	submit(page, "Are you there?")
 	page.Until("the key is asked for", `!document.querySelector("#login").hidden`)
 	page.Type("#key", "site")

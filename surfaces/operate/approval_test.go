@@ -85,7 +85,7 @@ func TestDetachedTurnFinishesHeadless(t *testing.T) {
 	p := w.process(t, false)
 	s := p.open(t, "")
 	b, asked, start := p.sendGuarded(t, w, s)
-	b.leave(context.Canceled) // the connection is gone
+	b.leave(context.Canceled) // the connection has broken
 	done, err := b.wait(t)
 	assert.Truef(t, err == nil && done.Ended == operate.WaitingApproval, "the turn was left as %+v, %v", done, err)
 	assert.Equal(t, "", w.laneHolder(t))

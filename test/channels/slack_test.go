@@ -226,7 +226,7 @@ handler: http:POST %s/refunds
 		return len(all) > 0 && all[len(all)-1].Text == "It is paid back."
 	})
 	decidedIn(w, shown)
-	fake.ClickAgain(false) // the same event
+	fake.ClickAgain(false) // repeats the event
 	fake.ClickAgain(true)
 	expect("used already")
 	shown = ask("U2", "D2", 8)

@@ -104,7 +104,7 @@ func TestKillAtEveryBoundary(t *testing.T) {
 			if id == "" {
 				commit := c.start()
 				assert.True(t, commit == 0 || commit == n && how == killBefore, "the heartbeat has vanished")
-				return // it had not begun
+				return // the heartbeat had not begun
 			}
 			s.hurry()
 			s.serve("")

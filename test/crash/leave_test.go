@@ -147,7 +147,7 @@ func killLeave(t *testing.T, who partner, n int, how verdict) {
 	a, _ := s.killed(asksOrOperates, n, how)
 	s.through(a, who)
 	before := s.over(a)
-	if id := s.pending(); id != "" && n%2 == 0 { // while no process works
+	if id := s.pending(); id != "" && n%2 == 0 { // no process works meanwhile
 		assert.Equal(t, 0, s.agent("", "approvals", "approve", id).Exit())
 	}
 	b := s.serve("")

@@ -100,7 +100,7 @@ func (x *ledger) provide(n int, random *rand.Rand, key string, req openai.ChatCo
 	x.billed[key] += int64(prompt + answer)
 	x.total += int64(prompt + answer)
 	x.requests++
-	if req.MaxTokens < answer { //nolint:staticcheck // what most servers know
+	if req.MaxTokens < answer { //nolint:staticcheck // the field of most servers
 		x.unbound++
 	}
 	x.mu.Unlock()

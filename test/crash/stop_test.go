@@ -85,7 +85,7 @@ func TestKillWhileACallIsInFlight(t *testing.T) {
 	t.Parallel()
 	cases := map[string]struct {
 		hold  func(s *scene, kills int) *stop
-		skill string // of the row
+		skill string // the skill of the row
 		again bool   // the next process repeats the call under the same key
 	}{
 		"a model's answer":          {func(s *scene, n int) *stop { return s.holdModel(n) }, "model_call", true},

@@ -168,7 +168,7 @@ func TestWhatAKilledProcessDidIsSent(t *testing.T) {
 	a.Kill()
 	held.free()
 	s.hurry()
-	pgtest.Exec(s.t, s.db, `update agent_span_export set sender_until = '-infinity'`) // which time would do
+	pgtest.Exec(s.t, s.db, `update agent_span_export set sender_until = '-infinity'`) // instead of waiting
 	b := s.serve("")
 	s.ends(id, "completed")
 	spans := s.sent(receiver, id)

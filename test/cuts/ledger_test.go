@@ -21,7 +21,7 @@ import (
 type way int
 
 const (
-	pass   way = iota // it does not
+	pass   way = iota // no break
 	before            // the server never receives the message
 	after             // the server has executed it, and the client gets no answer
 )
@@ -31,7 +31,7 @@ func (w way) String() string { return [...]string{"pass", "before", "after"}[w] 
 
 // cut is a message, and the way in which the connection breaks there.
 type cut struct {
-	text string // of the message
+	text string // the text of the message
 	time int    // the occurrence of that text, from 1
 	way  way
 }

@@ -144,7 +144,7 @@ func (l *load) lane() {
 			l.mu.Lock()
 			l.tokens = append(l.tokens, token)
 			l.mu.Unlock()
-			_, _ = l.db.Exec(ctx, `select release_agent_lock('probe', $1)`, owner) // else it expires
+			_, _ = l.db.Exec(ctx, `select release_agent_lock('probe', $1)`, owner) // else its lease expires
 		}
 		cancel()
 	}

@@ -236,7 +236,7 @@ func migrateUntil(t *testing.T, c *counter, n int, before bool) bool {
 	c.count(n, before, func() {
 		once.Do(func() {
 			a := <-started
-			_ = a.Cmd.Process.Kill() // it may have ended
+			_ = a.Cmd.Process.Kill() // the process may have ended
 			<-a.Ended()
 		})
 	})
@@ -404,7 +404,7 @@ func goesOn(w *world, errands int, token, claims int64) {
 		and completed_at is not null`)
 	w.serve(2)
 	l := w.newLoad()
-	l.start(errands + 1) // new work is taken
+	l.start(errands + 1) // the processes accept new work
 	for n := 1; n <= errands+1; n++ {
 		l.give(n)
 	}

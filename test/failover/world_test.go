@@ -234,7 +234,7 @@ func (w *world) holds(kinds ...string) bool {
 func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
-		return // the client went away
+		return // the client has disconnected
 	}
 	skill := strings.Trim(r.URL.Path, "/")
 	w.mu.Lock()
@@ -243,7 +243,7 @@ func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 	w.pass(r.Context(), skill)
 	rw.Header().Set("Content-Type", "application/json")
 	if _, err := fmt.Fprintf(rw, `{"%s": "done"}`, skill); err != nil {
-		return // the client went away
+		return // the client has disconnected
 	}
 }
 
@@ -302,7 +302,7 @@ func replicaOf(t testing.TB, primary *server) *server {
 func place(t testing.TB) *server {
 	t.Helper()
 	found, err := pgserver.FindBinaries(os.Getenv)
-	if errors.Is(err, pgserver.ErrNoBinaries) { // it gets them
+	if errors.Is(err, pgserver.ErrNoBinaries) { // the test gets them
 		pgtest.URL(t)
 		found, err = pgserver.FindBinaries(os.Getenv)
 	}
@@ -380,7 +380,7 @@ func (s *server) start() {
 	}()
 	s.t.Cleanup(func() {
 		_ = cmd.Process.Signal(syscall.SIGCONT)
-		_ = cmd.Process.Signal(syscall.SIGQUIT) // it may be gone
+		_ = cmd.Process.Signal(syscall.SIGQUIT) // it may have ended
 		<-ended
 	})
 	pgtest.Eventually(s.t, func() bool {

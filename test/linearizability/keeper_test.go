@@ -82,7 +82,7 @@ func (r recorded) begin(sql string, args []any) []*op {
 	case "leave_agent_lock_queue(":
 		return one(kindLeave)
 	case "fence_agent_lock(":
-		return nil // part of a write
+		return nil // belongs to a write
 	case "renew_agent_locks(":
 		return many(kindRenew)
 	default:

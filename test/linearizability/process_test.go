@@ -162,7 +162,7 @@ func start(t testing.TB, p part) *process {
 	})
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		_ = cmd.Process.Kill() // it may have ended
+		_ = cmd.Process.Kill() // the process may have ended
 		<-a.ended
 	})
 	return a
@@ -170,7 +170,7 @@ func start(t testing.TB, p part) *process {
 
 // kill ends a process with SIGKILL.
 func (a *process) kill() {
-	_ = a.cmd.Process.Kill() // it may have ended
+	_ = a.cmd.Process.Kill() // the process may have ended
 	<-a.ended
 }
 
@@ -182,7 +182,7 @@ func (a *process) signal(t testing.TB, s syscall.Signal) {
 // stop asks a process to end, and waits for it.
 func (a *process) stop(t testing.TB) {
 	t.Helper()
-	_ = a.stdin.Close() // that is the request
+	_ = a.stdin.Close() // the signal is the request
 	select {
 	case <-a.ended:
 		assert.NoError(t, a.err, "process", a.part.Name)
@@ -226,7 +226,7 @@ func newProxy(t testing.TB, target string) *proxy {
 type link struct {
 	proxy          *proxy
 	client, server net.Conn
-	inside         bool        // a transaction has begun
+	inside         bool        // inside a transaction
 	mute           atomic.Bool // lose the next answer and the connection
 }
 

@@ -36,7 +36,7 @@ const (
 	within   kind = "within"   // a StepTx that writes a row, with a step and a call in it
 	call     kind = "call"     // a repeatable Do
 	once     kind = "once"     // a non-repeatable Do
-	delay    kind = "delay"    // a wait for time
+	delay    kind = "delay"    // a timer
 	event    kind = "event"    // a wait for an event that comes
 	never    kind = "never"    // a wait for an event that does not
 	child    kind = "child"    // a child with a wait for its end

@@ -121,7 +121,7 @@ func think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 func (w *world) pay(rw http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
-		return // the client went away
+		return // the client has disconnected
 	}
 	w.mu.Lock()
 	if key := r.Header.Get("Idempotency-Key"); w.keys == nil || !w.keys[key] {

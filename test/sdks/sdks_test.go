@@ -258,7 +258,7 @@ func TestAnEndThatTheServerRefusesFailsTheFlow(t *testing.T) {
 		w.worker("first", w.base, 30)
 		w.expect(w.start("external:huge", `{}`), "failed",
 			"the end of the flow was refused: 413: the body is larger than 1048576 bytes")
-		w.expect(w.start("external:exit", `{}`), "failed", "it gives up") // in Python no Exception
+		w.expect(w.start("external:exit", `{}`), "failed", "it gives up") // in Python it is no Exception
 		if status, text := w.ended(w.start("external:no-json", `{}`)); status != "failed" || !strings.Contains(text, "JSON") &&
 			!strings.Contains(text, "serialize") {
 			w.Errorf("the step without JSON ended the flow %s: %q", status, text)

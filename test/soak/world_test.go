@@ -73,7 +73,7 @@ func newWorld(t testing.TB, yaml string) *world {
 func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
-		return // the client went away
+		return // the client has disconnected
 	}
 	if len(body) == 0 {
 		body = []byte("{}")
@@ -87,7 +87,7 @@ func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 	}
 	rw.Header().Set("Content-Type", "application/json")
 	if _, err := fmt.Fprintf(rw, `{"%s": "done", "for": %s}`, skill, body); err != nil {
-		return // the client went away
+		return // the client has disconnected
 	}
 }
 
