@@ -29,7 +29,7 @@ import (
 type scenario struct {
 	*world
 	log *testkit.Log
-	id  string // the thread's participant
+	id  string // the thread's id
 }
 
 // logged waits until the log has n lines with all parts, and reports more.

@@ -302,7 +302,7 @@ func replicaOf(t testing.TB, primary *server) *server {
 func place(t testing.TB) *server {
 	t.Helper()
 	found, err := pgserver.FindBinaries(os.Getenv)
-	if errors.Is(err, pgserver.ErrNoBinaries) { // the test gets them
+	if errors.Is(err, pgserver.ErrNoBinaries) { // pgtest installs them
 		pgtest.URL(t)
 		found, err = pgserver.FindBinaries(os.Getenv)
 	}

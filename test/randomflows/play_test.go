@@ -184,7 +184,7 @@ func (p player) post(ctx context.Context, k kind, key string) error {
 	if err != nil {
 		return err
 	}
-	defer func() { _ = resp.Body.Close() }() // no test reads the body
+	defer func() { _ = resp.Body.Close() }() // the body is not read
 	if resp.StatusCode != http.StatusOK {
 		return fmt.Errorf("the sink says %s", resp.Status)
 	}
