@@ -29,7 +29,7 @@ func caretaker(t *testing.T) workspace.Workspace {
 	return w
 }
 
-// result is what a sql: skill returns.
+// result is the result of a sql: skill.
 type result struct {
 	Rows     []map[string]any `json:"rows"`
 	RowCount int              `json:"row_count"`

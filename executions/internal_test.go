@@ -46,7 +46,7 @@ func (e *Engine) StartSeveral(ctx context.Context, specs []Spec, here []bool) ([
 // Works reports whether the workers of this process poll for executions.
 func (e *Engine) Works() bool { return e.dispatching() }
 
-// SweepPause is how long the sweeper may sleep.
+// SweepPause returns the sweeper's pause.
 func (e *Engine) SweepPause() time.Duration { return e.nextDue.sleepTime(time.Hour) }
 
 // AsStored returns JSON in the form that jsonb returns.

@@ -92,7 +92,7 @@ func TestOthersAndOldTokensChangeNothing(t *testing.T) {
 	db := pgtest.DB(t)
 	old := mustTry(t, db, "x", "a", 60)
 	expire(t, db, "x")
-	mustTry(t, db, "x", "a", 60) // the same name again: only the token tells them apart
+	mustTry(t, db, "x", "a", 60) // the same name again: only the token differs
 	want := row(t, db, "x")
 	for name, query := range map[string]string{
 		"release by another":              `select release_agent_lock('x', 'b')`,

@@ -181,7 +181,7 @@ func TestAFenceRolledBackIsForgotten(t *testing.T) {
 		pgtest.Exec(t, pool, fence)
 	}
 	pgtest.Equal(t, pool, 1, `select count(*)::int from lanekeeper.agent_trial_transactions`)
-	pgtest.Exec(t, pool, `select void_agent_leases()`) // a restored copy counts its transactions anew
+	pgtest.Exec(t, pool, `select void_agent_leases()`) // a restored copy restarts its transaction count
 	pgtest.Equal(t, pool, 0, `select count(*)::int from lanekeeper.agent_trial_transactions`)
 }
 

@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// way is how a connection breaks at a message.
+// way is the way in which a connection breaks at a message.
 type way int
 
 const (

@@ -18,8 +18,8 @@
 //
 //   - An operation without a received answer may happen at any later time, or never. An operation did nothing if the
 //     client never sent it, or if the server rejected it with an SQLSTATE that rolls back.
-//   - The model accepts "It is being changed right now" only while another operation on the lane overlaps. It accepts
-//     "promised to who waits" only while a waiter is possible.
+//   - An acquire may fail because the lane is being changed: the model accepts that only while another operation on the
+//     lane overlaps. It may fail because the lane is promised: the model accepts that only while a waiter is possible.
 //   - A release that hands the lane over names the new owner, which must be waiting then. A release without a received
 //     answer may have handed it to any waiter.
 //   - A release through package lanes to no waiter does not wait for its commit to be durable: a server crash may undo

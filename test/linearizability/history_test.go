@@ -194,7 +194,7 @@ func read(paths []string) (map[string][]*op, error) {
 	return byLane, nil
 }
 
-// place is how long the queue keeps a waiter's place.
+// place is the time for which the queue keeps a waiter's place.
 const place = int64(5 * time.Second)
 
 // late bounds how long after its call an unanswered operation may happen, for the search of heirs.
