@@ -80,8 +80,8 @@ func TestAnAddressThatIsRefusedIsNotRememberedByItsUsers(t *testing.T) {
 	}
 }
 
-// Visitors with a token have their own limit, whatever address they share. Another limit bounds the made-up tokens of an
-// address.
+// Visitors with a token have their own limit, whatever address they share. Another limit bounds the tokens that an
+// address may make up.
 func TestVisitorsWithATokenOfTheirOwnAreCountedByIt(t *testing.T) {
 	t.Parallel()
 	c := at(1, 16)
