@@ -49,7 +49,7 @@ func another(ctx context.Context) error {
 	return err
 }
 
-// A result that cannot be written within a lease does not count: the run ends, the execution continues elsewhere, and
+// A result that cannot be written within a lease does not count. The run ends, the execution continues elsewhere, and
 // repeats the step.
 func TestAnUnwrittenResultReleasesTheRun(t *testing.T) {
 	t.Parallel()

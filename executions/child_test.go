@@ -301,7 +301,7 @@ func TestAChildThatIsCancelledIsAResult(t *testing.T) {
 	assert.Truef(t, got.Status == "cancelled" && !got.Success, "learned %+v", got)
 }
 
-// After the parent's wait timed out, the child continues alone: it has no lanes of the parent, and a cancel of the
+// After the parent's wait timed out, the child continues alone. It has no lanes of the parent, and a cancel of the
 // parent does not reach it.
 func TestAChildOutlivesAWaitThatTimedOut(t *testing.T) {
 	t.Parallel()

@@ -594,8 +594,8 @@ func renewing(t *testing.T, o *executions.Options) {
 	t.Cleanup(func() { cancel(); running.Wait() })
 }
 
-// After a run lost a lane, none of its steps starts, whatever its context, until the run acquires the lane again or
-// releases it.
+// After a run lost a lane, none of its steps starts, whatever its context. Steps start again after the run acquires the
+// lane again or releases it.
 func TestNoStepStartsAfterALaneWasLost(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -220,8 +220,8 @@ func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 	}
 }
 
-// A fork is also rejected at once if its input violates the flow's schema, even if the step that validated the first
-// input is kept.
+// A fork is also rejected at once if its input violates the flow's schema. That holds even if the step that validated
+// the first input is kept.
 func TestAForkWithAnInputThatTheFlowDoesNotTakeIsRefused(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, `

@@ -164,7 +164,7 @@ func TestATargetThatFailsForADayIsTakenOutAndPutBack(t *testing.T) {
 	pgtest.Until(t, pool, 2, `select count(*) from agent_webhook_outbox where status = 'sent'`)
 }
 
-// A dispatcher that died in the middle of an attempt leaves a row that is due after its lease, and an open activity.
+// A dispatcher dies in the middle of an attempt. It leaves a row that is due after its lease, and an open activity.
 func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -566,9 +566,9 @@ func (h *strangerTest) holdLocks(statements ...string) (end func()) {
 	}
 }
 
-// flood repeats a request on many connections until the caller calls stop. stop returns the responses by status and one
-// response with 503: preferably one that names the holder, then the locked row, then the database. A busy machine may
-// find the holder too late.
+// flood repeats a request on many connections until the caller calls stop. stop returns the responses by status, and
+// one response with 503. It prefers a response that names the holder, then the locked row, then the database. A busy
+// machine may find the holder too late.
 func (h *strangerTest) flood(request func() httpResult) (stop func() (map[int]int, httpResult)) {
 	var mu sync.Mutex
 	var flooding sync.WaitGroup

@@ -14,8 +14,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// The rule finds more faults than 3 failures in a row would, and more of its alarms are right, in both halves of the
-// set.
+// The rule finds more faults than a limit of 3 failures in a row, and more of its alarms are right. That holds in both
+// halves of the set.
 func TestTheRuleIsBetterThanThreeInARow(t *testing.T) {
 	t.Parallel()
 	all, err := faults.Shipped()

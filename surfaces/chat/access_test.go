@@ -169,8 +169,8 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 	}
 }
 
-// A visitor who writes again during an approval gets the same notice after the same time, also if the turn waits
-// without a worker. The thread answers both messages in order.
+// A visitor writes again during an approval. The same notice comes after the same time, also if the turn waits without
+// a worker. The thread answers both messages in order.
 func TestAMessageBehindAnApprovalIsNotWaitedForLonger(t *testing.T) {
 	t.Parallel()
 	for name, quick := range map[string]time.Duration{"in its process": time.Hour, "durably": time.Millisecond} {

@@ -19,8 +19,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// loseAt ends the lease of the turn's worker in the same transaction as the k-th durable write to the table, after the
-// fence of that write.
+// loseAt ends the lease of the turn's worker in the transaction of the k-th durable write to the table, after the fence
+// of that write.
 func loseAt(t *testing.T, db postgres.DB, table string, k int) {
 	t.Helper()
 	pgtest.Exec(t, db, `create sequence test_writes`) // it also counts writes that roll back

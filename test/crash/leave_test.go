@@ -229,8 +229,8 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 // delegationWaits matches the record of a turn's wait for its delegated task. By then the turn has released its lane.
 var delegationWaits = regexp.MustCompile(`lanekeeper\.wait_agent_execution\(`)
 
-// TestADelegationDiesBeforeItsWait kills a turn that continues without its admin, between the release of the lane
-// operate and the wait for its delegated task. The next process releases the lane again before that wait.
+// TestADelegationDiesBeforeItsWait kills a turn that continues without its admin. The kill comes between the release of
+// the lane operate and the wait for the delegated task. The next process releases the lane again before that wait.
 func TestADelegationDiesBeforeItsWait(t *testing.T) {
 	t.Parallel()
 	s := newTalk(t)

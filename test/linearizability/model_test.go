@@ -8,8 +8,7 @@ import (
 	"github.com/anishathalye/porcupine"
 )
 
-// never is a moment that does not come: the end of a parked lease, or the latest possible end of a lease with an
-// unknown end.
+// never is a moment that does not come: the end of a parked lease, or the latest end of a lease with an unknown end.
 const never = math.MaxInt64
 
 // state is the model's state of a lane. Moments are microseconds of the database's clock. An unknown value is a bound
@@ -294,8 +293,8 @@ func (s state) unheard(o *op, now int64) (state, bool) {
 	return s, false
 }
 
-// steps is step for operations with several outcomes: an expired loan may have returned, a crash may undo an unawaited
-// release, and an unanswered release may have handed the lane to any waiter.
+// steps is step for operations with several outcomes. An expired loan may have returned. A crash may undo an unawaited
+// release. An unanswered release may have handed the lane to any waiter.
 func steps(s state, o *op) (all []any) {
 	ok, after := step(s, o)
 	if ok {
