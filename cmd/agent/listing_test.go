@@ -11,6 +11,7 @@ import (
 
 	"github.com/creack/pty"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -387,6 +388,13 @@ func TestCommandsHideSecrets(t *testing.T) {
 		assert.Truef(t, !strings.Contains(got, "Zq81xLm0Kk77") && strings.Contains(got, "[redacted]"),
 			"agent %v: %s", args, got)
 	}
+}
+
+func TestResultsKeepTheirDigits(t *testing.T) {
+	t.Parallel()
+	var out strings.Builder
+	require.NoError(t, writeResult(&out, executions.Execution{Result: []byte(`{"id":9007199254740993,"price":1.10}`)}))
+	assert.Equal(t, "{\n  \"id\": 9007199254740993,\n  \"price\": 1.10\n}\n", out.String())
 }
 
 func TestUnprintableIsEscaped(t *testing.T) {

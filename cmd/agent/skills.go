@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/app"
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/principals"
@@ -372,8 +373,8 @@ func (c *cli) reportTrial(ctx context.Context, s *session, name string) {
 }
 
 func writeResult(w io.Writer, x executions.Execution) error {
-	var answer any
-	if err := json.Unmarshal(x.Result, &answer); err != nil {
+	answer, err := exactjson.Decode(x.Result)
+	if err != nil {
 		return errors.Join(errors.New("decode the skill's result"), err)
 	}
 	return encodeJSON(w, answer)
