@@ -1,6 +1,7 @@
 package webhooks
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"encoding/json"
@@ -85,6 +86,14 @@ type Action struct {
 	Thread     string         `yaml:"thread" json:"thread,omitempty"`         // template; created if missing
 	Prompt     string         `yaml:"prompt" json:"prompt,omitempty"`         // template, for the model
 	Scopes     []string       `yaml:"scopes" json:"scopes,omitempty"`         // of the model's skills; external when empty
+}
+
+// UnmarshalJSON preserves the numbers of When, because a float64 rounds large ids.
+func (a *Action) UnmarshalJSON(text []byte) error {
+	type plain Action
+	d := json.NewDecoder(bytes.NewReader(text))
+	d.UseNumber()
+	return d.Decode((*plain)(a))
 }
 
 // events maps each kind of wait to the event that ends it. Other events are missing: external senders must not decide

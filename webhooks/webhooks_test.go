@@ -185,6 +185,11 @@ func TestFilters(t *testing.T) {
 	} {
 		assert.Equal(t, f.want, c.Matches(f.when), name)
 	}
+	for text, want := range map[string]bool{"9007199254740993": true, "9007199254740992": false} {
+		var stored webhooks.Action
+		require.NoError(t, json.Unmarshal([]byte(`{"when": {"body.id": `+text+`}}`), &stored))
+		assert.Equal(t, want, c.Matches(stored.When), text)
+	}
 }
 
 func TestWhatASenderWroteCannotLeaveItsPlace(t *testing.T) {
