@@ -16,7 +16,7 @@ import (
 //
 // A path is body, body.issue.number, body.items.0.id (a number indexes a list), header.x-github-event, delivery (the
 // sender's delivery id) or endpoint. In a template a path stands in braces: issue-{body.issue.number}. Other braces
-// stay.
+// of a prompt stay.
 type Content struct {
 	Endpoint, DeliveryID string
 	Header               http.Header
@@ -26,6 +26,7 @@ type Content struct {
 var (
 	pathForm    = regexp.MustCompile(`^(delivery|endpoint|body(\.[^.{}\s]+)*|header\.[A-Za-z0-9-]+)$`)
 	placeholder = regexp.MustCompile(`\{(delivery|endpoint|body(?:\.[^.{}\s]+)*|header\.[A-Za-z0-9-]+)\}`)
+	brace       = regexp.MustCompile(`[{}]`)
 	suspicious  = regexp.MustCompile(`\{\{|\{\s*(body|header|delivery|endpoint)\b`)
 )
 
@@ -37,9 +38,9 @@ func checkPath(path string) error {
 	return nil
 }
 
-// checkTemplate reports a template with an invalid placeholder.
-func checkTemplate(text string) error {
-	if rest := placeholder.ReplaceAllString(text, ""); suspicious.MatchString(rest) {
+// checkTemplate reports a template with an invalid placeholder. wrong matches what no placeholder explains.
+func checkTemplate(text string, wrong *regexp.Regexp) error {
+	if rest := placeholder.ReplaceAllString(text, ""); wrong.MatchString(rest) {
 		return errors.New("has braces that are no placeholder; write {body.field}, {header.name}, {delivery} or {endpoint}")
 	}
 	return nil

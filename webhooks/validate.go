@@ -196,7 +196,7 @@ func (a Action) checkEvent() fielderr.List {
 		problems.Add("event", "%q is not an event that a webhook may raise: %s", a.Event, strings.Join(raised, ", "))
 	}
 	raises := a.Event != "" || a.Resume != ""
-	switch err := checkTemplate(a.Key); {
+	switch err := checkTemplate(a.Key, brace); {
 	case raises && strings.TrimSpace(a.Key) == "":
 		problems.Add("key", "is empty; write which wait the event is for, such as order-{body.order.id}")
 	case !raises && (a.Key != "" || a.Flow == "" && len(a.Data) > 0):
@@ -206,7 +206,7 @@ func (a Action) checkEvent() fielderr.List {
 	case err != nil:
 		problems.Add("key", "%w", err)
 	}
-	if err := checkTemplate(a.Thread); err != nil {
+	if err := checkTemplate(a.Thread, brace); err != nil {
 		problems.Add("thread", "%w", err)
 	} else if a.Thread != "" && a.Flow == "" {
 		problems.Add("thread", "only a flow has one")
@@ -225,7 +225,7 @@ func (a Action) checkPrompt() fielderr.List {
 	if len(a.Prompt) > maxText || strings.ContainsRune(a.Prompt, 0) {
 		problems.Add("prompt", "must have at most %d bytes and no NUL character", maxText)
 	}
-	if err := checkTemplate(a.Prompt); err != nil {
+	if err := checkTemplate(a.Prompt, suspicious); err != nil {
 		problems.Add("prompt", "%w", err)
 	}
 	if a.Prompt == "" && len(a.Scopes) > 0 {

@@ -76,6 +76,7 @@ func TestInvalidWebhooks(t *testing.T) {
 		"a decision":              {`EVENT_COMPLETED`, `APPROVAL_DECIDED`, `"APPROVAL_DECIDED" is not an event that a webhook may raise`},
 		"the end of an execution": {`event: EVENT_COMPLETED`, `resume: agent`, `resume: "agent" is not one of`},
 		"a Go template":           {`{body.issue.number}`, `{{.body.issue.number}}`, `braces that are no placeholder`},
+		"a misspelt root":         {`{body.issue.number}`, `{bdy.issue.number}`, `key: has braces that are no placeholder`},
 		"a path that is none":     {`body.action:`, `payload.action:`, `"payload.action" is no path`},
 		"two actions in one":      {`    prompt:`, "    automation: x\n    prompt:", `exactly one of`},
 		"no key":                  {`    key: "issue-{body.issue.number}"`, ``, `key: is empty`},
