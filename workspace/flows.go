@@ -14,10 +14,12 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
 // flowRow is a flow in a diff, with its actions as text.
@@ -149,11 +151,15 @@ func flowNames(ctx context.Context, db postgres.DB) ([]string, error) {
 }
 
 // checkTargets requires the flows of skills, automations and webhooks to exist: as data, in Go, or external. It
-// returns [Problems].
+// requires the automations of webhooks to exist. It returns [Problems].
 func checkTargets(ctx context.Context, db postgres.DB, w Workspace) error {
+	problems, err := unknownAutomations(ctx, db, w.Webhooks)
+	if err != nil {
+		return err
+	}
 	targets := w.flowTargets()
 	if len(targets) == 0 {
-		return nil
+		return problems.err()
 	}
 	names, err := flowNames(ctx, db)
 	if err != nil {
@@ -164,13 +170,40 @@ func checkTargets(ctx context.Context, db postgres.DB, w Workspace) error {
 	for _, name := range known {
 		there[name] = true
 	}
-	var problems Problems
 	for _, t := range targets {
 		if !there[t.flow] && !executions.IsExternal(t.flow) {
 			problems.add(t.at, "%s: %s", t.path, unknownFlow(t.flow, known))
 		}
 	}
 	return problems.err()
+}
+
+// unknownAutomations reports the actions of webhooks that name no automation.
+func unknownAutomations(
+	ctx context.Context, db postgres.DB, all []Document[webhooks.EndpointDefinition],
+) (problems Problems, err error) {
+	for _, d := range all {
+		for i, action := range d.Definition.Actions {
+			if action.Automation == "" {
+				continue
+			}
+			_, err := automations.Get(ctx, db, action.Automation)
+			if err == nil {
+				continue
+			}
+			if !errors.Is(err, automations.ErrNotFound) {
+				return nil, err
+			}
+			known, err := postgres.Names(ctx, db, "list automations", `select name from agent_automations limit 1000`)
+			if err != nil {
+				return nil, err
+			}
+			path := fmt.Sprintf("actions[%d].automation", i)
+			problems.add(d.position(path), "%s: there is no automation %q%s", path, action.Automation,
+				suggestion(action.Automation, known))
+		}
+	}
+	return problems, nil
 }
 
 // flowTarget is a reference to a flow in a file.

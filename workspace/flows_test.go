@@ -180,6 +180,8 @@ actions:
   - flow: onboarding
   - flow: external:import
   - flow: nothing_like_it
+  - automation: nightli
+  - automation: nightly
 `
 	w := load(t, "a.yaml", text)
 	w.GoFlows = []string{"heartbeat"}
@@ -187,6 +189,7 @@ actions:
 	want := `a.yaml:7:10: handler: unknown flow "onboardin"; did you mean "onboarding"?
 a.yaml:13:7: flow: unknown flow "heartbea"; did you mean "heartbeat"?
 a.yaml:22:11: actions[2].flow: unknown flow "nothing_like_it"; known are onboarding; ` +
-		"a flow in Go is known while a program that registers it runs"
+		"a flow in Go is known while a program that registers it runs\n" +
+		`a.yaml:23:17: actions[3].automation: there is no automation "nightli"; did you mean "nightly"?`
 	assert.Truef(t, err != nil && err.Error() == want, "got\n%v\nnot\n%s", err, want)
 }
