@@ -78,24 +78,33 @@ func (c sqlCheck) check(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	seen := make(map[string]bool, len(fields))
+	for _, f := range fields {
+		if seen[f.Name] {
+			_, at := firstWord(c.handler.query)
+			return &SQLError{c.field, c.offset + at, fmt.Sprintf(
+				"several columns are called %q, and a row keeps only one of them; name each with as", f.Name)}
+		}
+		seen[f.Name] = true
+	}
 	switch {
 	case !c.handler.writes:
 		_, err = c.prepare(ctx, c.handler.withRowLimit())
-	case fields > 0:
+	case len(fields) > 0:
 		_, err = c.prepare(ctx, c.handler.returning())
 	}
 	return err
 }
 
-// prepare makes the server parse a text with the query, and returns the number of columns.
-func (c sqlCheck) prepare(ctx context.Context, text string) (fields int, err error) {
+// prepare makes the server parse a text with the query, and returns the columns.
+func (c sqlCheck) prepare(ctx context.Context, text string) ([]pgconn.FieldDescription, error) {
 	bound, _, err := c.handler.bind(ctx, text, nil)
 	if err != nil {
-		return 0, &SQLError{c.field, c.offset, err.Error()}
+		return nil, &SQLError{c.field, c.offset, err.Error()}
 	}
 	inner, err := c.tx.Begin(ctx)
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
 	statement, err := func() (*pgconn.StatementDescription, error) {
 		if role := c.on.asRole(); role != "" {
@@ -111,15 +120,15 @@ func (c sqlCheck) prepare(ctx context.Context, text string) (fields int, err err
 	refused, ok := errors.AsType[*pgconn.PgError](err)
 	switch {
 	case err == nil:
-		return len(statement.Fields), nil
+		return statement.Fields, nil
 	case !ok:
-		return 0, err
+		return nil, err
 	}
 	message, err := c.message(ctx, refused)
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
-	return 0, &SQLError{c.field, c.locate(text, bound, int(refused.Position)), message}
+	return nil, &SQLError{c.field, c.locate(text, bound, int(refused.Position)), message}
 }
 
 var (

@@ -71,6 +71,10 @@ var sqlCases = map[string]struct{ text, want string }{
 		"config: {query: with i as (insert into orders values (@limit) returning id) select id from i}" + withLimit,
 		"a.yaml:4:22: sql: only one read-only query is possible",
 	},
+	"equal columns": {
+		"config:\n  query: |\n    -- all\n    select o.id, p.id from orders o, orders p limit @limit" + withLimit,
+		`a.yaml:7:5: sql: several columns are called "id", and a row keeps only one of them; name each with as`,
+	},
 	"two statements": {
 		"config: {query: select 1; select @limit::int}" + withLimit,
 		"a.yaml:4:17: sql: only one read-only query is possible",
