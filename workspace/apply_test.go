@@ -151,6 +151,23 @@ func TestApplyReportsChanges(t *testing.T) {
 	assert.Equal(t, wantJSON, string(raw), raw)
 }
 
+func TestADiffShowsTheChangeOfALongList(t *testing.T) {
+	t.Parallel()
+	long := `["` + strings.Repeat("a", 200) + `",{"b":`
+	list := workspace.Change{Field: "cases", Old: []byte(long + `1}]`), New: []byte(long + `2}]`)}
+	secret := workspace.Change{Field: "key", Old: []byte(`"[redacted]"`), New: []byte(`"[redacted]"`)}
+	diff := workspace.Diff{Items: []workspace.Item{{
+		Kind: "eval", Name: "e", Action: workspace.Update, Changes: []workspace.Change{list, secret},
+	}}}
+	var text strings.Builder
+	require.NoError(t, diff.WriteText(&text))
+	assert.Contains(t, text.String(), `    cases:
+      -     "b": 1
+      +     "b": 2
+    key: "[redacted]" → "[redacted]"
+`)
+}
+
 func TestApplyRemovesOnlyDeclared(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -2,6 +2,7 @@ package workspace
 
 import (
 	"bufio"
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -121,11 +122,16 @@ func (d Diff) WriteText(w io.Writer) error {
 	return out.Flush()
 }
 
-// write prints multi-line texts as changed lines, other values side by side.
+// write prints multi-line texts, and values whose shortened forms are equal, as changed lines. It prints other values
+// side by side.
 func (c Change) write(out *bufio.Writer) {
 	var before, after string
 	texts := json.Unmarshal(c.Old, &before) == nil && json.Unmarshal(c.New, &after) == nil
-	if !texts || !strings.Contains(before+after, "\n") {
+	switch {
+	case texts && strings.Contains(before+after, "\n"):
+	case shorten(c.Old) == shorten(c.New) && !bytes.Equal(c.Old, c.New):
+		before, after = indented(c.Old), indented(c.New)
+	default:
 		fmt.Fprintf(out, "    %s: %s → %s\n", c.Field, shorten(c.Old), shorten(c.New))
 		return
 	}
@@ -137,6 +143,14 @@ func (c Change) write(out *bufio.Writer) {
 	for _, line := range added {
 		fmt.Fprintf(out, "      + %s\n", line)
 	}
+}
+
+func indented(value json.RawMessage) string {
+	var b bytes.Buffer
+	if json.Indent(&b, value, "", "  ") != nil {
+		return string(value)
+	}
+	return b.String()
 }
 
 // diffLines drops the common prefix and suffix.
