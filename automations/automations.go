@@ -436,6 +436,7 @@ func (a Automation) Upcoming(n int) []time.Time {
 	if err != nil {
 		return times
 	}
+	zone = s.Location() // the expression may name another one
 	times = append(times, a.NextRunAt.In(zone))
 	later, err := timing{Cron: a.Cron, Timezone: a.Timezone, NextRunAt: a.NextRunAt, Now: time.Now()}.next()
 	if err != nil {
