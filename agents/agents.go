@@ -21,6 +21,7 @@ import (
 	"path"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 	"unicode"
@@ -206,7 +207,7 @@ func (v *values) limits(effective, declared Limits) {
 	} {
 		value := ""
 		if limit.effective > 0 {
-			value = fmt.Sprintf("%g", limit.effective)
+			value = strconv.FormatFloat(limit.effective, 'f', -1, 64)
 		}
 		v.add("limits."+limit.name, value, limit.declared > 0 && limit.declared == limit.effective, limit.setting)
 	}

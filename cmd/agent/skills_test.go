@@ -304,7 +304,7 @@ func TestAgentCommands(t *testing.T) {
 	assert.Contains(t, p.must("agents", "show", "agent"), "AGENT_TIMEZONE", "limits.tokens", "AGENT_MAX_TOKENS")
 	const sales = "kind: agent\nname: sales\ndefault: true\ndescription: Orders.\ninstructions: You are " +
 		"Nora.\ntimezone: Europe/Madrid\n" +
-		"limits: {tokens: 60000, day_usd: 5}\n"
+		"limits: {tokens: 60000, day_usd: 0.00001}\n"
 	const billing = "---\nkind: agent\nname: billing\nkeys: [shop]\nmemory: own\n" +
 		"---\nkind: automation\nname: look\ncron: 0 9 1 1 *\nskill: objectives_list\n"
 	dir := writeFolder(t, map[string]string{"a.yaml": sales + billing})
@@ -312,7 +312,7 @@ func TestAgentCommands(t *testing.T) {
 	p.must("apply", writeFolder(t, map[string]string{"a.yaml": sales + "effort: low\n" + billing}))
 	assert.Contains(t, p.must("agents", "ls"), "sales", "default", "Orders.", "billing", "shop", "own")
 	assert.Contains(t, p.must("agents", "show", "sales"), "version 2 of", "2 in all", "Europe/Madrid", "document",
-		"60000", "You are Nora.")
+		"60000", "0.00001", "You are Nora.")
 	assert.Contains(t, p.must("agents", "diff", "sales"), "--- sales version 1", "+++ sales version 2", "+effort: low")
 	assert.Contains(t, p.must("agents", "diff", "sales", "2", "2"), "no difference")
 	assert.Contains(t, p.must("agents", "diff", "billing"), "+name: billing")
