@@ -106,6 +106,11 @@ func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) er
 		return err
 	}
 	b.spec.Agent = acting.Name
+	if b.chatKey != "" {
+		if err := checkGrantee(ctx, s, threads.Key(b.chatKey)); err != nil {
+			return err
+		}
+	}
 	if id := b.spec.ThreadID; id != "" { // a flow may create its thread
 		if err := b.openThread(ctx, s, id); err != nil {
 			return err

@@ -70,6 +70,10 @@ func TestThreadsOpenInvalidKeys(t *testing.T) {
 			[]string{"threads", "open", "maria", "--key", "shpo"},
 			`there is no chat key named "shpo"; AGENT_CHAT_KEY has shop, site`,
 		},
+		"an unknown key of a start": {
+			[]string{"executions", "start", "external:x", "--thread", "ana", "--chat-key", "shpo"},
+			`there is no chat key named "shpo"`,
+		},
 		"a browser's key":     {[]string{"threads", "open", "maria", "--key", "site"}, "agent threads invite"},
 		"an unknown endpoint": {[]string{"threads", "open", "maria", "--webhook", "nope"}, "nope"},
 		"an unknown thread":   {[]string{"threads", "access", "mario"}, "agent threads ls"},
