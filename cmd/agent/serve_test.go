@@ -462,6 +462,8 @@ func TestShutdownDrains(t *testing.T) {
 	assert.Truef(t, got.status >= 200 && got.status < 500 && got.closes,
 		"a request while it drains: %d %v, closes %t, want an answer and that the connection is closed", got.status, got.err,
 		got.closes)
+	got = send(t.Context(), "POST", base+"/v1/operate", admin, `{"message": "hello"}`)
+	assert.Contains(t, got.body, "I am the offline model")
 	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
 	assert.Equal(t, exitInterrupted, ended())
 }

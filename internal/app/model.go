@@ -14,7 +14,7 @@ import (
 )
 
 // NewModel returns the client of the configured model. Without one it starts the offline model on the loopback
-// interface; stop ends it.
+// interface; stop ends it. The end of ctx does not, because turns go on while a process drains.
 func NewModel(
 	ctx context.Context, cfg config.Config, log *slog.Logger, retry models.Retry,
 ) (client *models.Client, about string, stop func(), err error) {
@@ -28,7 +28,7 @@ func NewModel(
 	about = "at " + cfg.OpenAIBaseURL
 	switch {
 	case cfg.OpenAIBaseURL == "" && !cfg.OpenAIKey.IsSet():
-		set.BaseURL, stop, err = offline.Start(ctx)
+		set.BaseURL, stop, err = offline.Start(context.WithoutCancel(ctx))
 		if err != nil {
 			return nil, "", nil, fmt.Errorf("start the offline model: %w", err)
 		}
