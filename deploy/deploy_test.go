@@ -224,3 +224,17 @@ func TestTheUnit(t *testing.T) {
 		t.Errorf("systemd-analyze security finds more than 2.0 of exposure: %v\n%s", err, out)
 	}
 }
+
+// The next heartbeat is up to half an hour away after the first start and after a pause. During a pause, work waits.
+func TestAlertsSpareAFreshOrPausedAgent(t *testing.T) {
+	rules := map[string]map[string]any{}
+	all := documents(t, "alerts.yaml", read(t, "monitoring/alerts.yaml"))
+	for _, rule := range at(all[0], "groups", 0, "rules").([]any) {
+		rules[at(rule, "alert").(string)] = rule.(map[string]any)
+	}
+	for _, name := range []string{"AgentHeartbeatLate", "AgentQueueStuck"} {
+		assert.Contains(t, rules[name]["expr"].(string), "and max by (job) (agent_paused) == 0")
+	}
+	waits, ok := rules["AgentHeartbeatLate"]["for"].(string)
+	assert.Truef(t, ok && duration(t, waits) > 30*time.Minute, "AgentHeartbeatLate waits for %q", waits)
+}
