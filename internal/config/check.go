@@ -152,9 +152,10 @@ func (k *checker) times(c *Config) {
 	if c.Heartbeat, err = schedule.Parse(c.HeartbeatCron, c.Location); err != nil {
 		k.report("AGENT_HEARTBEAT_CRON", "%v", err)
 	}
-	k.duration("AGENT_WORKER_LEASE", c.WorkerLease, time.Second, 10*time.Minute)
 	if c.WorkerLease%time.Second != 0 {
 		k.report("AGENT_WORKER_LEASE", "%s has a fraction of a second", c.WorkerLease)
+	} else {
+		k.duration("AGENT_WORKER_LEASE", c.WorkerLease, time.Second, 10*time.Minute)
 	}
 	k.duration("AGENT_DRAIN_DELAY", c.DrainDelay, 0, 10*time.Minute)
 	k.duration("AGENT_SHUTDOWN_TIMEOUT", c.ShutdownTimeout, 0, time.Hour)

@@ -115,7 +115,7 @@ var badValues = map[string]struct{ value, says string }{
 	"AGENT_TIMEZONE":                {"Mars/Base", "Europe/Madrid"},
 	"AGENT_WORKERS":                 {"many", "from 1 to 1000"},
 	"AGENT_LIMITS":                  {"flow:a=1,page:b=2", "surface:webhook=20"},
-	"AGENT_WORKER_LEASE":            {"1500ms", "whole seconds"},
+	"AGENT_WORKER_LEASE":            {"500ms", "has a fraction of a second"},
 	"AGENT_DRAIN_DELAY":             {"1h", "behind a load balancer"},
 	"AGENT_SHUTDOWN_TIMEOUT":        {"-1s", "25s"},
 	"AGENT_ALLOW_PRIVATE_HTTP":      {"http://wiki", "not a host"},
