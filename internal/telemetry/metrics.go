@@ -65,6 +65,9 @@ func NewMetrics(version string, state prometheus.Collector) *Metrics {
 	m.laneWait = histogram("agent_lane_lock_wait_seconds",
 		"How long it was waited for a lane, by its kind, whether it was got or not.", latencyBuckets, "lane", "got")
 	m.lanesLost = counter("agent_lock_lost_total", "Lanes that this process held and lost, by their kind.", "lane")
+	for _, kind := range append([]string{"other"}, laneKinds...) {
+		m.lanesLost.WithLabelValues(kind) // increase() sees the first loss only if a 0 came before
+	}
 	m.deliveries = counter("agent_webhook_deliveries_total",
 		"Received webhooks: accepted, repeated, in conflict or refused.", "source", "result")
 	m.spans = counter("agent_telemetry_spans_total", "Spans: sent, sampled_out, refused by the receiver, or forgotten.",

@@ -181,6 +181,7 @@ func TestMetricsAreAsPrometheusWantsThem(t *testing.T) {
 		`agent_skill_invocations_total{skill="look",status="error"} 1`,
 		`agent_skill_invocations_total{skill="unknown_tool",status="error"} 1`,
 		`agent_lane_lock_wait_seconds_count{got="yes",lane="objective"} 1`, `agent_lock_lost_total{lane="other"} 1`,
+		`agent_lock_lost_total{lane="thread"} 0`,
 		`agent_webhook_deliveries_total{result="accepted",source="github"} 1`, `agent_database_up 1`,
 		`agent_executions{status="waiting"} 0`,
 		`agent_approvals_pending 0`, `agent_paused 0`, `agent_lane_lock_held{lane="thread"} 0`,
