@@ -127,7 +127,6 @@ func (e *Exporter) look(ctx context.Context) (more bool) {
 		return false
 	default:
 		e.failures++
-		e.metrics.exportFailed()
 		if e.failures == 1 {
 			e.log.WarnContext(ctx, "traces not sent, kept for an hour and sent again", "error", err)
 		}
@@ -230,6 +229,7 @@ func (e *Exporter) pass(ctx context.Context) (more bool, err error) {
 		e.log.ErrorContext(ctx, "spans refused by the receiver, and given up", "spans", sent, "error", err)
 		e.metrics.exported("refused", sent)
 	case err != nil:
+		e.metrics.exportFailed()
 		return false, fmt.Errorf("send %d spans: %w", sent, err)
 	default:
 		e.metrics.exported("sent", sent)

@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry/otlptest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -23,11 +24,15 @@ type scene struct {
 	t        *testing.T
 	db       *pgxpool.Pool
 	receiver *otlptest.Server
+	metrics  *telemetry.Metrics // of its exporters
+	log      *slog.Logger
 }
 
 func newScene(t *testing.T) *scene {
 	t.Helper()
-	return &scene{t, pgtest.DB(t), otlptest.New(t)}
+	return &scene{
+		t, pgtest.DB(t), otlptest.New(t), telemetry.NewMetrics("test", nil), slog.New(slog.DiscardHandler),
+	}
 }
 
 // export runs an exporter until the caller stops it, or the test ends.
@@ -40,7 +45,7 @@ func (s *scene) export(more ...string) (stop func()) {
 	}
 	settings, err := telemetry.Load(environ)
 	require.NoError(s.t, err)
-	e := telemetry.NewExporter(s.db, settings, "test", telemetry.NewMetrics("test", nil), slog.New(slog.DiscardHandler))
+	e := telemetry.NewExporter(s.db, settings, "test", s.metrics, s.log)
 	ctx, cancel := context.WithCancel(s.t.Context())
 	done := make(chan struct{})
 	go func() { defer close(done); _ = e.Run(ctx) }()
@@ -309,6 +314,24 @@ func TestARefusedBatchIsGivenUp(t *testing.T) {
 	s.note(trace.New(trace.Flow), nil, "good")
 	got := names(s.exported())
 	assert.Truef(t, cmp.Equal(got, []string{"execute_tool good"}), "sent %q", got)
+}
+
+// TestExportFailures: the count is of the receiver's failures. A database that is away is none.
+func TestExportFailures(t *testing.T) {
+	t.Parallel()
+	s := newScene(t)
+	var log testkit.Log
+	s.log = slog.New(slog.NewTextHandler(&log, nil))
+	s.note(trace.New(trace.Flow), nil, "one")
+	s.receiver.Fail(func(n int) int { return map[bool]int{true: 503, false: 0}[n == 0] })
+	stop := s.export()
+	pgtest.Eventually(t, func() bool { return strings.Contains(log.String(), "traces are sent again") }, "it sends again")
+	stop()
+	s.db.Close()
+	stop = s.export()
+	pgtest.Eventually(t, func() bool { return strings.Count(log.String(), "traces not sent") == 2 }, "it reads nothing")
+	stop()
+	assert.Contains(t, scrape(t, s.metrics), "\nagent_telemetry_export_failures_total 1\n")
 }
 
 // TestGoldenAttributes compares complete sets of attributes, by the conventions of the commit in genai.go.
