@@ -82,7 +82,7 @@ func askAs(t *testing.T, pool *pgxpool.Pool, s skills.Skill, args, by string, su
 
 func approve(t *testing.T, pool *pgxpool.Pool, id string) error {
 	t.Helper()
-	_, err := approvals.Decide(t.Context(), pool, id, true, "admin", "looks right \xff") // as a terminal may send it
+	_, err := approvals.Decide(t.Context(), pool, id, true, "admin", "looks right \xff") // as from a terminal
 	return err
 }
 

@@ -11,7 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// A run with the status running, but without a live process, is interrupted.
+// A run with the status running and without a live process counts as interrupted.
 func TestARunWithoutAProcessIsInterrupted(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -195,7 +195,7 @@ func checkpointAll(
 	return kept, err
 }
 
-// A batch writes only the steps whose claim is live and whose row is not locked.
+// A batch writes only steps with a live claim and an unlocked row.
 func TestABatchedStepIsFencedByItsClaim(t *testing.T) {
 	t.Parallel()
 	t.Run("with variables", func(t *testing.T) { testCheckpointBatch(t, true, "1 6 11 14") })
@@ -316,7 +316,7 @@ func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "55P03"), "the claim was taken: %v", err)
 }
 
-// A stale claim is distinguished from its neighbour in the batch order, also where no row is locked.
+// A batch tells a stale claim from its neighbour in the order, also without a locked row.
 func TestABatchLeavesOutStaleClaims(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"live", "stale", "ahead", "dead", "cancelled", "parked", "pending", "nobody's"} {

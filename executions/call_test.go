@@ -879,7 +879,7 @@ func TestNoTwoStepsShareAKey(t *testing.T) {
 	}
 }
 
-// A call within a transaction is not repeated when the transaction is retried.
+// A retry of the transaction does not repeat a call within it.
 func TestACallInATransactionRunsOnce(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"write", "table/write"} {

@@ -382,7 +382,7 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_unpublished_completions`))
 }
 
-// A wait without a timeout lasts as long as the child waits, and the children of the child.
+// A wait without a timeout lasts as long as the waits of the child and of the child's children.
 func TestAParentWaitsAsLongAsItsChild(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -36,7 +36,7 @@ type process struct {
 	flows map[string]executions.Func
 }
 
-// start runs an engine until the test ends or stop is called.
+// start runs an engine until the end of the test, or until the caller calls stop.
 func start(
 	t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, change ...func(*executions.Options),
 ) *process {

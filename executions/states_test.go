@@ -76,7 +76,7 @@ func inState(t *testing.T, db postgres.DB, s executions.Status) subject {
 	return x
 }
 
-// watchStates records every transition that is committed.
+// watchStates records every committed transition.
 const watchStates = `
 create table state_log (n bigint generated always as identity, id uuid, old text, new text);
 create function watch_states() returns trigger language plpgsql as $$

@@ -38,7 +38,7 @@ func ends(value any, err error) (executions.Result, error) {
 	return executions.Result{Value: value}, nil
 }
 
-// gate stops the first caller until it is opened; others pass.
+// gate stops the first caller until the test opens it. Others pass.
 type gate struct {
 	passed  atomic.Int32
 	entered chan string // the id of the first execution

@@ -266,7 +266,7 @@ func TestWaitingNeedsNoGoroutines(t *testing.T) { // not parallel: it counts the
 		fmt.Sprintf("goroutines stay near %d with 500 waiting", before))
 }
 
-// resumes ends the wait of an execution, as the sweep does.
+// resumes ends the wait of an execution, like the sweep.
 const resumes = `
 	select count(*) = 1 from (
 	  select x.id, case when x.waiting_for = 'agent' then lanekeeper.agent_uuid(x.waiting_key) end as child

@@ -270,7 +270,7 @@ func knowing(t *testing.T, documents ...string) *world {
 	return process(t, pool, &reason.Loop{Pool: pool, Skills: registry, Logger: slog.New(slog.DiscardHandler)})
 }
 
-// keep writes the key as another writer.
+// keep writes the key like another writer.
 func keep(t *testing.T, pool *pgxpool.Pool, value string) {
 	t.Helper()
 	_, err := memory.Save(t.Context(), pool, memory.Note{Key: "contact", Value: value, TraceID: "op_1"})

@@ -314,7 +314,7 @@ func TestAFailedTryWritesNoWAL(t *testing.T) {
 	assert.True(t, records != 0, "a grant writes no WAL: the test does not measure it")
 }
 
-// many acquires lanes as acquire_agent_locks does, and returns the owners of the granted ones, by lane.
+// many acquires lanes with acquire_agent_locks, and returns the owners of the granted ones by lane.
 func many(t testing.TB, db postgres.DB, lanes, owners []string) map[string]string {
 	t.Helper()
 	granted := map[string]string{}
@@ -380,7 +380,7 @@ func TestABatchAcquiresManyLanes(t *testing.T) {
 	assert.True(t, row(t, db, "another") == "none" && row(t, db, "free") == before, "a call that failed changed something")
 }
 
-// A batch of releases neither waits nor errs: a lane that its owner cannot release now stays as it is.
+// A batch of releases neither waits nor fails. A lane that its owner cannot release now does not change.
 func TestABatchReleasesManyLanes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -40,7 +40,7 @@ func settled(t *testing.T, db postgres.DB, lane string) {
 	pgtest.Eventually(t, func() bool { return place().After(first) }, "the second look")
 }
 
-// releaseLane releases a lane in SQL, with retries while it is blocked. It returns the successor: "" for none, or
+// releaseLane releases a lane in SQL, and retries while the lane is blocked. It returns the successor: "" for none, or
 // "not released".
 func releaseLane(t *testing.T, db postgres.DB, lane, owner string, token int64) string {
 	t.Helper()
@@ -197,7 +197,7 @@ func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
 		pgtest.Value[int64](t, db, `select fencing_token from agent_locks`)))
 }
 
-// A lease that expires while its release waits for a fenced write is not handed over.
+// A lease expires while its release waits for a fenced write. The release does not hand it over.
 func TestAnExpiredLeaseIsNotHandedOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// A release whose session is killed is repeated over another one, also if it waited for a fenced write.
+// If a session dies during a release, the keeper repeats it over another one, also after a wait for a fenced write.
 func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -99,7 +99,7 @@ func TestAReleaseInTheBackgroundLeavesALaterHoldAlone(t *testing.T) {
 	}
 }
 
-// An acquire without an answer, whose lane cannot be released at once, is released later.
+// An acquire has no answer, and its lane cannot be released at once. The keeper releases it later.
 func TestAnOrphanedLaneIsReleasedInTheBackground(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -204,7 +204,7 @@ func wantHeld(t *testing.T, db *pgxpool.Pool, token int64) {
 	mustTry(t, db, "x", "next", 60)
 }
 
-// A lane granted in an open transaction is busy for others at once, and no other lane is affected.
+// A lane granted in an open transaction is busy for others at once. No other lane is affected.
 func TestAGrantInAnOpenTransactionIsBusyForOthers(t *testing.T) {
 	t.Parallel()
 	for how, leave := range clumsy {

@@ -88,7 +88,7 @@ func waitUntilBlocked(t testing.TB, db postgres.DB, text string) {
 			and wait_event_type = 'Lock' and query like '%' || $1 || '%' and pid <> pg_backend_pid())`, text)
 }
 
-// getWithin is get with retries while another transaction uses the lane, as clients do.
+// getWithin is get with retries while another transaction uses the lane, like clients.
 func getWithin[T any](t testing.TB, db postgres.DB, query string, args ...any) T {
 	t.Helper()
 	var v T
@@ -115,7 +115,7 @@ func (l *logs) want(t testing.TB, n int, words ...string) {
 	}
 }
 
-// wire is a database behind a connection that can be cut, slowed down, or lose answers.
+// wire is a database behind a connection that a test can cut, slow down, or let lose answers.
 type wire struct {
 	postgres.DB
 	cut   atomic.Bool

@@ -39,7 +39,7 @@ func before(t *testing.T, version string) *pgxpool.Pool {
 	return db
 }
 
-// shape lists the objects of a schema as the server reports them, without data of one database alone.
+// shape lists the objects of a schema in the server's own form, without data of one database alone.
 func shape(t *testing.T, db *pgxpool.Pool) []string {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
@@ -143,7 +143,7 @@ func TestASchemaThatNoBridgeLeadsFromIsRefused(t *testing.T) {
 var defines = regexp.MustCompile(
 	`(?im)^create (?:or replace )?(function|procedure|view|trigger|table|type) ([a-z0-9_.]+)`)
 
-// No body is duplicated: each function, view and table is defined in one place.
+// No body is duplicated: one place defines each function, view and table.
 func TestNothingIsDefinedTwice(t *testing.T) {
 	t.Parallel()
 	where := map[string]string{}

@@ -288,7 +288,7 @@ func after(text, mark string) string {
 	return rest
 }
 
-// against are words of statements that block others for a time that grows with the table, or that disable the program's
+// against matches statements that block others for a time that grows with the table, or that disable the program's
 // protection against long blocks.
 var against = map[string]*regexp.Regexp{
 	"writes all rows of": regexp.MustCompile(

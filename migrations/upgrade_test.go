@@ -156,7 +156,7 @@ func TestAnIndexThatWasLeftHalfBuiltIsBuiltAgain(t *testing.T) {
 		"the index was left half built")
 }
 
-// Changed code is applied with its change, or alone, and other code is not applied again.
+// Up applies changed code with its change, or alone. It does not apply other code again.
 func TestChangedCodeIsAppliedOnceMore(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

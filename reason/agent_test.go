@@ -276,7 +276,7 @@ func remembering(t *testing.T, replies ...modeltest.Reply) *world {
 	return w
 }
 
-// keep writes k as another writer.
+// keep writes k like another writer.
 func (w *world) keep(t *testing.T, value any) {
 	t.Helper()
 	_, err := memory.Save(t.Context(), w.pool, memory.Note{Key: "k", Value: value, TraceID: "op_1"})

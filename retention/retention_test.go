@@ -27,7 +27,7 @@ func rounds() int {
 	return 3
 }
 
-// randomPolicy keeps each kind for some days, or for ever. Partial reports whether activity is deleted row by row.
+// randomPolicy keeps each kind for some days, or for ever.
 func randomPolicy(r *rand.Rand) map[string]string {
 	policy := map[string]string{}
 	for kind, minDays := range map[string]int{

@@ -104,7 +104,7 @@ func (p program) onTerminal(t *testing.T, typed string, args ...string) string {
 	require.NoError(t, err)
 	var shown bytes.Buffer
 	var group sync.WaitGroup
-	group.Go(func() { _, _ = io.Copy(&shown, screen) }) // ends when the other side is closed
+	group.Go(func() { _, _ = io.Copy(&shown, screen) }) // ends when the other side closes
 	code := run(t.Context(), args, p.environ, tty, tty, tty)
 	require.NoError(t, tty.Close())
 	group.Wait()
@@ -112,7 +112,8 @@ func (p program) onTerminal(t *testing.T, typed string, args ...string) string {
 	return shown.String()
 }
 
-// Every problem of every file is a line with file, line and column. The exit code is 2 and nothing is applied.
+// The report has a line with file, line and column for every problem of every file. The exit code is 2, and apply
+// changes nothing.
 func TestApplyInvalidWorkspace(t *testing.T) {
 	t.Parallel()
 	tests := map[string]struct {
@@ -314,7 +315,7 @@ func TestApplyWatch(t *testing.T) {
 	assert.Truef(t, err == nil, "after SIGTERM: %v\n%s", err, shown.String())
 }
 
-// A lost connection is reported; the next file change uses a new one.
+// apply reports a lost connection. The next file change uses a new one.
 func TestApplyWatchReconnects(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)

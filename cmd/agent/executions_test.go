@@ -315,7 +315,7 @@ func TestInvalidExecutionCommands(t *testing.T) {
 	p.fails(1, "fork "+x.ID, "executions", "retry", x.ID)
 }
 
-// A heartbeat with all kinds of work is replayed without a model.
+// The replay of a heartbeat with all kinds of work needs no model.
 func TestReplayHeartbeat(t *testing.T) {
 	t.Parallel()
 	p := newUsedAgent(t)

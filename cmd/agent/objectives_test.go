@@ -176,7 +176,7 @@ func (b browserTab) page(path string, form url.Values) string {
 	return string(text)
 }
 
-// insertConflict writes a key twice and stores a note based on the first value as a conflict.
+// insertConflict writes a key twice, then stores a note as a conflict. The note is based on the first value.
 func insertConflict(t *testing.T, pool *pgxpool.Pool) (conflict string) {
 	t.Helper()
 	for _, value := range []string{"first", "second"} {

@@ -88,7 +88,7 @@ func (d *operateTest) startConsole(args ...string) *terminalTest {
 	ctx, stop := context.WithCancel(t.Context())
 	s := &terminalTest{t: t, keys: keys, ended: make(chan int, 1), stop: stop}
 	var reading, running sync.WaitGroup
-	reading.Go(func() { _, _ = io.Copy(&s.shown, keys) }) // ends with an error when the terminal is closed
+	reading.Go(func() { _, _ = io.Copy(&s.shown, keys) }) // ends with an error when the terminal closes
 	running.Go(func() {
 		s.ended <- run(ctx, args, d.environ, tty, tty, tty)
 		_ = tty.Close()

@@ -158,7 +158,7 @@ func (h *strangerTest) chat(key, words string, headers ...string) httpResult {
 	return h.send("POST", "/v1/chat/completions", key, string(body), headers...)
 }
 
-// deliver sends a webhook and waits until it is handled.
+// deliver sends a webhook and waits until the agent has handled it.
 func (h *strangerTest) deliver(endpoint, do, thread string) {
 	h.t.Helper()
 	body := fmt.Sprintf(`{"do": %q, "thread": %q, "content": "I accept", "n": %d}`, do, thread,

@@ -25,7 +25,7 @@ func TestStacks(t *testing.T) {
 		"stacks of a process that hangs:\n%s\nwant one of hang, called by TestStacks; it printed:\n%s", got, p.Err.Tail(40))
 }
 
-// hang reports itself: a process that is dumped while it still writes also appears inside hang.
+// hang reports itself: a dump of a process that still writes also shows hang.
 //
 //go:noinline
 func hang() {

@@ -150,7 +150,7 @@ func TestALostLaneEndsTheCommandAndItsChildren(t *testing.T) {
 	gone(t, pid)
 }
 
-// A command that ignores SIGTERM is killed after the grace.
+// lanes run kills a command that ignores SIGTERM after the grace period.
 func TestAStubbornCommandIsKilled(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())

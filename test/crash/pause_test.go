@@ -225,7 +225,7 @@ type proxy struct {
 	n  int
 }
 
-// request is one request: its number, and the statements it executes.
+// request is a request: its number, and the statements that it executes.
 type request struct {
 	n   int
 	sql string

@@ -20,8 +20,8 @@
 //     client never sent it, or if the server rejected it with an SQLSTATE that rolls back.
 //   - An acquire may fail because the lane is being changed: the model accepts that only while another operation on the
 //     lane overlaps. It may fail because the lane is promised: the model accepts that only while a waiter is possible.
-//   - A release that hands the lane over names the new owner, which must be waiting then. A release without a received
-//     answer may have handed it to any waiter.
+//   - A release that hands the lane over names the new owner. That owner must be waiting then. A release without a
+//     received answer may have handed the lane to any waiter.
 //   - A release through package lanes to no waiter does not wait for its commit to be durable. A server crash may undo
 //     it if no owner has acquired the lane since. All other acknowledged operations must survive the crash.
 //   - A history that the checker does not finish within its time counts as a failure.

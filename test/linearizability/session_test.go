@@ -250,7 +250,7 @@ func fenced(ctx context.Context, tape *tape, db postgres.Beginner, g grant,
 	tape.done(o, err)
 }
 
-// writeDown is the write that the fence protects.
+// writeDown makes the write that the fence protects.
 func writeDown(ctx context.Context, tx postgres.DB, g grant) error {
 	_, err := tx.Exec(ctx, `insert into lanetest_writes (lane, token, owner) values ($1, $2, $3)`, g.lane, g.token,
 		g.owner)
