@@ -178,8 +178,8 @@ begin
   return done;
 end $$;
 comment on function renew_agent_lock is
-  'Renew a live lease. False: it is lost or has ended, even if nobody took the lane. While another transaction '
-  'changes the lane, it waits for about a second, then raises 55P03 and names the blocker.';
+  'Renew a live lease. False: the lease is lost or has ended, even if nobody took the lane. If another transaction '
+  'changes the lane, the call waits for about a second. Then it raises 55P03 and names the blocker.';
 
 create or replace function release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint default null)
 returns boolean language plpgsql volatile security definer set search_path from current as $$
@@ -188,8 +188,8 @@ begin
 end $$;
 comment on function release_agent_lock is
   'Release a lane and void its token. Only the live owner can; any other caller gets false and changes nothing. A '
-  'parked lane belongs to its waiting execution, so the claim that parked it cannot release it. While another '
-  'transaction uses the lane, such as a fenced write, it waits for about a second, then raises 55P03 and names the '
+  'parked lane belongs to its waiting execution, so the claim that parked it cannot release it. If another transaction '
+  'uses the lane, such as a fenced write, the call waits for about a second. Then it raises 55P03 and names the '
   'blocker.';
 
 create or replace function is_agent_lock_held(p_lane text) returns boolean
@@ -244,8 +244,8 @@ begin
 end $$;
 comment on function break_agent_lock is
   'Take a lane away from its holder and void its token. The reason is recorded under the holder''s trace, and the '
-  'holder is notified on agent_lanes. While a fenced write is under way it waits for about a second, then raises '
-  '55P03 and names the blocker.';
+  'holder is notified on agent_lanes. While a fenced write is under way, the call waits for about a second. Then it '
+  'raises 55P03 and names the blocker.';
 
 -- Checks, and the lock of a row
 
@@ -282,8 +282,7 @@ begin
   return true;
 end $$;
 comment on function lanekeeper.agent_lock_check is
-  'Returns true, or raises 22023 if the name of the lane, the name of the owner or the length of the lease is not '
-  'valid.';
+  'Returns true. A bad name of a lane or owner, or a bad length of the lease, raises 22023.';
 
 create or replace function lanekeeper.agent_lock_execution(p_locked_by text) returns uuid
 language sql immutable parallel safe as $$

@@ -566,8 +566,8 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.agent_executions_changed is
-  'Handle an end in its transaction: release the resources of the execution, emit AGENT_COMPLETED once, list the ends '
-  'that a parent waits for, announce a free slot.';
+  'Handle an end in its transaction: release the resources of the execution, and emit AGENT_COMPLETED once. List the '
+  'ends that a parent waits for, and announce a free slot.';
 
 create or replace trigger agent_executions_begins before insert on agent_executions
   for each row execute function lanekeeper.agent_executions_begins();
@@ -808,9 +808,9 @@ begin
   end if;
 end $$;
 comment on function lanekeeper.claim_agent_executions is
-  'Claim up to p_limit ready executions of a queue for a live worker, by priority and age, within limits and without '
-  'flows in p_skip. Each row has its checkpoints. held: recover the claim first. missed, in a row of its own: others '
-  'were locked; ask again soon.';
+  'Claim up to p_limit ready executions of a queue for a live worker, by priority and age. It respects the limits and '
+  'skips the flows of p_skip. Each row has its checkpoints. held: recover the claim first. missed, in a row of its '
+  'own: other executions were locked; ask again soon.';
 
 create or replace view lanekeeper.agent_stalled_executions as
 select x.id, x.claimed_by from agent_executions x
@@ -1080,8 +1080,8 @@ begin
 end $$;
 comment on function cancel_agent_execution is
   'Cancel an execution now, and return its status then (null: unknown id). Its claim is void at once, so a step in '
-  'flight cannot be recorded. If another transaction has locked the row, such as a StepTx, the cancel is requested and '
-  'completes when that transaction ends. The call never waits: another locked row raises 55P03.';
+  'flight cannot be recorded. If another transaction has locked the row, such as a StepTx, the cancel completes when '
+  'that transaction ends. The call never waits: another locked row raises 55P03.';
 
 -- The sweep: timeouts and free lanes. No running code notices them.
 
@@ -1421,9 +1421,9 @@ begin
   return (select x.status from agent_executions x where x.id = p_id);
 end $$;
 comment on function unlock_agent_execution is
-  'Release the lock of a run: end the run, or let it wait. After the wait any worker may lock the run, and finds the '
-  'outcome as step ''wait KIND N'' (N counts the waits of the run). The function returns the status: running if the '
-  'awaited event had already come. LK001: the lock is void. P0002: the execution to wait for does not exist.';
+  'Release the lock of a run: end the run, or let it wait. After the wait any worker may lock the run. It finds the '
+  'outcome as step ''wait KIND N'', where N counts the waits of the run. The function returns the status: running if '
+  'the awaited event had already come. LK001: the lock is void. P0002: the execution to wait for does not exist.';
 
 -- Limits.
 
@@ -1468,5 +1468,5 @@ begin
                       and a.owner in (select f.flow from flows f)));
 end $$;
 comment on function lanekeeper.agent_flow_may_join is
-  'Whether a flow, or an execution of it, may speak in a thread. It may if an admin or the flow began the thread, if '
-  'the execution or its ancestor was started in the thread, or if the thread was opened to the flow.';
+  'Whether a flow, or an execution of it, may speak in a thread. One reason suffices. An admin or the flow began the '
+  'thread. The execution or its ancestor was started in the thread. The thread was opened to the flow.';

@@ -354,8 +354,8 @@ begin
     from ranks r group by r.skill;
 end $$;
 comment on function lanekeeper.agent_skill_durations is
-  'The 50th and 95th percentile of the durations of skills'' calls, since the day (UTC) of a moment, right to 2.5 per '
-  'cent.';
+  'The 50th and 95th percentile of the durations of skills'' calls since the day (UTC) of a moment. They are right to '
+  '2.5 per cent.';
 
 create or replace function lanekeeper.read_agent_skill_figures(p_since timestamptz, p_read int default 10000)
 returns table (skill text, calls bigint, failed bigint, streak bigint, p50_ms float8, p95_ms float8, max_ms bigint, slowest_trace_id text)
@@ -534,7 +534,7 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.agent_activity_written is
-  'Refuse a row of the log whose claim is not the live one of its execution (SQLSTATE LK001), or a row of a trial '
+  'Refuse a row of the log whose claim is not the live one of its execution (SQLSTATE LK001). Refuse a row of a trial '
   'under another surface (LK009). List a row with an old id in agent_activity_uncounted, because the count may have '
   'passed it.';
 
