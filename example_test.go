@@ -40,7 +40,7 @@ func (a account) Charge(_ context.Context, order Order, key string) (Receipt, er
 
 func pay(ctx context.Context, order Order) (Receipt, error) {
 	receipt, err := lanekeeper.Step(ctx, "charge", func(ctx context.Context) (Receipt, error) {
-		return bank.Charge(ctx, order, lanekeeper.StepKey(ctx)) // the same key at every attempt of this step
+		return bank.Charge(ctx, order, lanekeeper.StepKey(ctx)) // the same key every time this step is tried
 	}, lanekeeper.Input(order))
 	if err != nil {
 		return Receipt{}, err
