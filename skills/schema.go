@@ -47,7 +47,17 @@ func resolveParameters(parameters map[string]any) (json.RawMessage, []string, fi
 	if err != nil {
 		return nil, nil, schemaProblems(err)
 	}
-	return raw, propertyNames(compiled), nil
+	names := propertyNames(compiled)
+	if full["additionalProperties"] != false || full["patternProperties"] != nil {
+		return raw, names, nil
+	}
+	var problems fielderr.List
+	for _, name := range compiled.Required { // no call could have it
+		if !slices.Contains(names, name) {
+			problems.Add("parameters.required", "%q is not declared under parameters.properties", name)
+		}
+	}
+	return raw, names, problems
 }
 
 // maxSchemaDepth bounds the nesting of a schema: a deep schema of 100 KB could take minutes to compile.
