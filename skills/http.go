@@ -242,20 +242,27 @@ func parseHTTP(rest string, config json.RawMessage, parameters []string) (handle
 	if err := decodeConfig(config, &c); err != nil {
 		return nil, []error{err}
 	}
+	methodField, urlField := "config.method", "config.url"
+	if rest != "" {
+		urlField = "handler"
+		if c.Method == "" {
+			methodField = "handler"
+		}
+	}
 	problems := mergeHandlerText(rest, &c)
 	h := httpHandler{
 		method: strings.ToUpper(cmp.Or(c.Method, http.MethodGet)), url: c.URL,
 		headers: c.Headers, body: c.Body,
 	}
-	problems = append(problems, oneOf("config.method", h.method, httpMethods...)...)
-	problems = append(problems, checkURL(h.url)...)
+	problems = append(problems, oneOf(methodField, h.method, httpMethods...)...)
+	problems = append(problems, checkURL(urlField, h.url)...)
 	problems = append(problems, checkHeaders(h.headers)...)
 	h.inURL = references(h.url)
 	h.inBody = templateReferences(h.body, nil)
 	if h.body != nil && !carriesBody(h.method) && h.method != http.MethodDelete {
 		problems.Add("config.body", "a %s request has none", h.method)
 	}
-	problems = append(problems, h.checkArguments(parameters)...)
+	problems = append(problems, h.checkArguments(urlField, parameters)...)
 	return h, problems
 }
 
@@ -277,31 +284,31 @@ func mergeHandlerText(rest string, c *httpConfig) fielderr.List {
 	return nil
 }
 
-func checkURL(text string) fielderr.List {
+func checkURL(field, text string) fielderr.List {
 	if text == "" {
 		return []error{errors.New("config.url: is empty; write http:GET https://host/path as the handler, or set it here")}
 	}
 	if strings.Contains(text, "${") {
-		return []error{errors.New("config.url: secrets are only taken in headers")}
+		return []error{fmt.Errorf("%s: secrets are only taken in headers", field)}
 	}
 	// A reference becomes the name of its argument here, so braces do not hide a bad URL.
 	u, err := url.Parse(argumentReference.ReplaceAllString(text, "$1"))
 	if err != nil {
-		return []error{errors.New("config.url: is not a URL")}
+		return []error{fmt.Errorf("%s: is not a URL", field)}
 	}
 	var problems fielderr.List
 	if u.Scheme != "http" && u.Scheme != "https" || u.Host == "" {
-		problems.Add("config.url", "must begin with https:// or http:// and a host")
+		problems.Add(field, "must begin with https:// or http:// and a host")
 	}
 	if u.User != nil {
-		problems.Add("config.url", "must not hold a user or password; use a header")
+		problems.Add(field, "must not hold a user or password; use a header")
 	}
 	head, _, _ := strings.Cut(strings.TrimPrefix(strings.TrimPrefix(text, "https://"), "http://"), "/")
 	if head, _, _ = strings.Cut(head, "?"); strings.Contains(head, "{") {
-		problems.Add("config.url", "an argument must not choose the host")
+		problems.Add(field, "an argument must not choose the host")
 	}
 	if u.Fragment != "" {
-		problems.Add("config.url", "must not have a fragment")
+		problems.Add(field, "must not have a fragment")
 	}
 	return problems
 }
@@ -330,11 +337,11 @@ func checkHeaders(headers map[string]string) fielderr.List {
 }
 
 // checkArguments requires that every reference is a parameter, and that the request uses every parameter.
-func (h httpHandler) checkArguments(parameters []string) fielderr.List {
+func (h httpHandler) checkArguments(urlField string, parameters []string) fielderr.List {
 	var problems fielderr.List
 	for _, name := range h.inURL {
 		if !slices.Contains(parameters, name) {
-			problems.Add("config.url", "{%s} is not declared under parameters.properties", name)
+			problems.Add(urlField, "{%s} is not declared under parameters.properties", name)
 		}
 	}
 	for _, name := range h.inBody {

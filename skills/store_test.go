@@ -314,24 +314,30 @@ func TestValidateReportsProblemsOfHandlers(t *testing.T) {
 			},
 			[]string{"config.query: @one is not declared", "parameters.properties.three: ", "parameters.properties.quoted: "},
 		},
+		"undeclared required": {
+			skills.Definition{Name: "a", Handler: "sql:select @one", Parameters: map[string]any{
+				"type": "object", "properties": map[string]any{"one": text}, "required": []any{"one", "oen"},
+			}},
+			[]string{`parameters.required: "oen" is not declared under parameters.properties`},
+		},
 		"http no url": {skills.Definition{Name: "a", Handler: "http:"}, []string{"config.url: is empty"}},
-		"http scheme": {skills.Definition{Name: "a", Handler: "http:GET ftp://h/x"}, []string{"config.url: must begin"}},
-		"http method": {skills.Definition{Name: "a", Handler: "http:BREW https://h/x"}, []string{"config.method: "}},
+		"http scheme": {skills.Definition{Name: "a", Handler: "http:GET ftp://h/x"}, []string{"handler: must begin"}},
+		"http method": {skills.Definition{Name: "a", Handler: "http:BREW https://h/x"}, []string{"handler: "}},
 		"http user": {
 			skills.Definition{Name: "a", Handler: "http:https://u:p@h/x"},
-			[]string{"config.url: must not hold a user"},
+			[]string{"handler: must not hold a user"},
 		},
 		"http host": {skills.Definition{
 			Name: "a", Handler: "http:https://{h}/x",
 			Parameters: object(map[string]any{"h": text}),
-		}, []string{"config.url: an argument must not choose the host"}},
+		}, []string{"handler: an argument must not choose the host"}},
 		"http unknown": {
 			skills.Definition{Name: "a", Handler: "http:https://h/{x}"},
-			[]string{"config.url: {x} is not declared"},
+			[]string{"handler: {x} is not declared"},
 		},
 		"http url secret": {
 			skills.Definition{Name: "a", Handler: "http:https://h/x?key=${env:KEY}"},
-			[]string{"config.url: secrets are only taken in headers"},
+			[]string{"handler: secrets are only taken in headers"},
 		},
 		"http headers": {
 			skills.Definition{Name: "a", Handler: "http:https://h/", Config: map[string]any{"headers": map[string]any{
