@@ -80,6 +80,9 @@ func TestTheScopeThatRefusesIsNamed(t *testing.T) {
 	got, err := reserve(t, db, call(id, 1, limits.Scopes(trace.Webhook)...))
 	assert.Truef(t, err == nil && got == 1000, "another surface was granted %d (%v)", got, err)
 	assert.Equal(t, 2, pgtest.Value[int](t, db, `select count(*) from agent_budget_today where reserved_tokens = 1100`))
+	pgtest.Exec(t, db, `update agent_budgets set cost_usd = 0.0500, reserved_usd = 1.000, unknown_usd = 0.00`)
+	pgtest.Equal(t, db, "0.05 1 0",
+		`select string_agg(distinct concat_ws(' ', cost_usd, reserved_usd, unknown_usd), ',') from agent_budget_today`)
 }
 
 func TestTheSameStepIsReservedAndSettledOnce(t *testing.T) {
@@ -137,8 +140,8 @@ func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
 		`unknown 2 {"unknown_usd": 2.000, "total_tokens": 1100, "prompt_tokens": 100, "unknown_tokens": 1100, "completion_tokens": 1000}` {
 		t.Errorf("the row says %s", got)
 	}
-	assert.Equal(t, "1100 2", pgtest.Value[string](t, db,
-		`select concat_ws(' ', tokens, cost_usd::float8) from agent_spend`))
+	assert.Equal(t, "1100 2 2", pgtest.Value[string](t, db,
+		`select concat_ws(' ', tokens, cost_usd, unknown_usd) from agent_spend`))
 }
 
 // The other execution's next claim may need the worker slot of the waiting call.

@@ -61,7 +61,8 @@ comment on view agent_executions_stuck is
 create or replace view agent_spend as
   select s.skill, s.surface, s.model, (s.start at time zone 'UTC')::date as day, sum(s.calls)::bigint as calls,
          sum(s.prompt_tokens)::bigint as prompt_tokens, sum(s.completion_tokens)::bigint as completion_tokens,
-         sum(s.tokens)::bigint as tokens, sum(s.cost_usd) as cost_usd, sum(s.unknown_tokens)::bigint as unknown_tokens, sum(s.unknown_usd) as unknown_usd
+         sum(s.tokens)::bigint as tokens, trim_scale(sum(s.cost_usd)) as cost_usd,
+         sum(s.unknown_tokens)::bigint as unknown_tokens, trim_scale(sum(s.unknown_usd)) as unknown_usd
     from (select c.skill, c.surface, c.model, c.start, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd, c.unknown_tokens, c.unknown_usd
             from agent_activity_counts c where c.span = 'day' and c.kind = 'charge'
           union all
@@ -112,7 +113,8 @@ comment on view agent_thread_locks is
   'parked: a waiting execution holds it, without an end.';
 
 create or replace view agent_budget_today as
-  select x.scope, x.tokens, x.cost_usd, x.reserved_tokens, x.reserved_usd, x.unsettled, x.unknown_tokens, x.unknown_usd
+  select x.scope, x.tokens, trim_scale(x.cost_usd) as cost_usd, x.reserved_tokens, trim_scale(x.reserved_usd) as reserved_usd,
+         x.unsettled, x.unknown_tokens, trim_scale(x.unknown_usd) as unknown_usd
     from agent_budgets x, to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD') as today
    where x.scope = 'day:' || today or starts_with(x.scope, 'day:' || today || ':')
    order by x.scope;
@@ -165,7 +167,8 @@ comment on view agent_activity_partitions is
 create or replace view agent_spend_by_purpose as
   select s.skill as purpose, s.surface, s.model, (s.start at time zone 'UTC')::date as day, sum(s.calls)::bigint as calls,
          sum(s.prompt_tokens)::bigint as prompt_tokens, sum(s.completion_tokens)::bigint as completion_tokens,
-         sum(s.tokens)::bigint as tokens, sum(s.cost_usd) as cost_usd, sum(s.unknown_tokens)::bigint as unknown_tokens, sum(s.unknown_usd) as unknown_usd
+         sum(s.tokens)::bigint as tokens, trim_scale(sum(s.cost_usd)) as cost_usd,
+         sum(s.unknown_tokens)::bigint as unknown_tokens, trim_scale(sum(s.unknown_usd)) as unknown_usd
     from (select c.skill, c.surface, c.model, c.start, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd, c.unknown_tokens, c.unknown_usd
             from agent_activity_counts c where c.span = 'day' and c.kind = 'model'
           union all
