@@ -399,6 +399,7 @@ func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
 	assert.Truef(t, got.Until.IsZero() && !strings.Contains(got.Text, "begins anew"), "a limit with room: %+v", got)
 	rows := named(w.rows(t, x), "model_call")
 	assert.Truef(t, len(rows) == 1 && rows[0].Class == "budget_day", "rows are %+v", rows)
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_spend`)
 	pgtest.Exec(t, w.pool, `select lanekeeper.settle_agent_budget($1, 'model',
 		'{"tokens": 500, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}')`, other)
 	_, got = w.completed(t)

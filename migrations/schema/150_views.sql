@@ -144,11 +144,14 @@ create or replace view agent_activity_measured as
             case when a.duration_ms is not null then greatest(0, least(a.duration_ms, 1000000000000)) end as duration_ms,
             a.kind = 'call' and a.status in ('success', 'error')
               and lanekeeper.agent_class_counts(a.error_class) as telling) x
-   where a.surface <> 'eval' or a.kind = 'model';
+   where a.kind <> 'model' and a.surface <> 'eval'
+      or a.kind = 'model' and (not starts_with(a.error_class, 'budget_')
+                               or lanekeeper.agent_tokens(x.usage, 'total_tokens') > 0);
 comment on view agent_activity_measured is
-  'The measures by which each row of the log is counted. Of evals only model calls count, and for no skill. telling: '
-  'the row counts for the health of its skill. slowest: duration and trace, as a text whose maximum in the collation '
-  '"C" is the slowest. bucket: as in agent_activity_durations.';
+  'The measures by which each row of the log is counted. Of evals only model calls count, and for no skill. A model '
+  'call that a budget refused before its request does not count. telling: the row counts for the health of its skill. '
+  'slowest: duration and trace, as a text whose maximum in the collation "C" is the slowest. bucket: as in '
+  'agent_activity_durations.';
 
 -- Whole months of activity -------------------------------------------------------------------------
 
