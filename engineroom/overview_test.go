@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -361,8 +362,11 @@ func TestTheBudgetSaysWhatIsLeft(t *testing.T) {
 	pgtest.Exec(t, pool, `
 		insert into agent_budgets (scope, tokens, cost_usd, reserved_tokens, reserved_usd, unknown_tokens)
 		select 'day:' || to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD') || s, 5000, 4, 1000, 1, 700
-		  from unnest(array['', ':chat']) s`)
-	room := &Room{Options: Options{Read: replica.Primary(pool), Limits: budgets.Limits{
+		  from unnest(array['', ':chat', ':agent:sales', ':agent:other']) s`)
+	pgtest.Exec(t, pool, `
+		insert into agent_agents (name, version, digest, definition, is_default)
+		values ('sales', 1, 'x', '{"limits": {"day_usd": 10}}', true), ('other', 1, 'x', '{}', false)`)
+	room := &Room{Options: Options{Read: replica.Primary(pool), Agents: &agents.Directory{}, Limits: budgets.Limits{
 		Day: budgets.Limit{USD: 10}, Surface: map[trace.Surface]budgets.Limit{trace.Chat: {Tokens: 5000}},
 	}}}
 	got, err := room.budgetLines(t.Context(), nil)
@@ -371,8 +375,12 @@ func TestTheBudgetSaysWhatIsLeft(t *testing.T) {
 		{Spent: "$4.00", Aside: "$1.00", Limit: "$10.00", Left: "$5.00", Used: .4, Held: .1, Percent: "40 %"},
 		{Spent: "5,000 tokens", Unknown: "700 tokens", Aside: "1,000 tokens"},
 		{
-			Surface: "chat", Spent: "5,000 tokens", Unknown: "700 tokens", Aside: "1,000 tokens", Limit: "5,000 tokens",
+			Scope: "chat", Spent: "5,000 tokens", Unknown: "700 tokens", Aside: "1,000 tokens", Limit: "5,000 tokens",
 			Left: "0 tokens", Used: 1, Over: true, Percent: "100 %",
+		},
+		{
+			Scope: "agent sales", Spent: "$4.00", Aside: "$1.00", Limit: "$10.00", Left: "$5.00", Used: .4, Held: .1,
+			Percent: "40 %",
 		},
 	}
 	assert.NoDiff(t, any(want), got)

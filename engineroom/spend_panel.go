@@ -118,7 +118,7 @@ const maxHeartbeats = 4000
 
 // budgetLine is the rest of a daily limit, in one unit.
 type budgetLine struct {
-	Surface            string // empty for the total
+	Scope              string // a surface, or "agent NAME"; empty for the total
 	Spent, Aside, Left string
 	Unknown            string  // the part of Spent without a provider's report; empty for none
 	Limit              string  // empty for none
@@ -151,11 +151,10 @@ func budgetLineOf(b monitor.Budget) budgetLine {
 	if b.Unit == "usd" {
 		write = human.Money
 	}
-	surface, _ := strings.CutPrefix(b.Scope, "surface ")
-	if surface == b.Scope {
-		surface = ""
+	l := budgetLine{Scope: strings.TrimPrefix(b.Scope, "surface "), Spent: write(b.Spent)}
+	if b.Scope == "day" {
+		l.Scope = ""
 	}
-	l := budgetLine{Surface: surface, Spent: write(b.Spent)}
 	if b.Unknown > 0 {
 		l.Unknown = write(b.Unknown)
 	}

@@ -77,10 +77,33 @@ func (m Monitor) budgetsOf(used []budgets.Standing) (list []Budget) {
 	return list
 }
 
-// Budgets reads today's limits, and the day's usage without a limit.
+// agentBudget is the day's usage of an agent, with its limit if it has one.
+func agentBudget(used []budgets.Standing, a agents.Agent) Budget {
+	s := budgets.AgentOf(used, a.Name)
+	b := Budget{"agent " + a.Name, "usd", s.CostUSD, s.UnknownUSD, s.ReservedUSD, a.Limits.DayUSD}
+	if b.Limit == 0 && b.Spent == 0 && s.Tokens > 0 { // without a price
+		b.Unit, b.Spent = "tokens", float64(s.Tokens)
+	}
+	return b
+}
+
+// Budgets reads today's limits, those that agents declare last, and the day's usage without a limit.
 func (m Monitor) Budgets(ctx context.Context, db postgres.DB) ([]Budget, error) {
 	used, err := budgets.Today(ctx, db)
-	return m.budgetsOf(used), err
+	if err != nil {
+		return nil, err
+	}
+	all, err := m.Agents.List(ctx, db)
+	if err != nil {
+		return nil, err
+	}
+	list := m.budgetsOf(used)
+	for _, a := range all {
+		if a.AsDeclared().Limits.DayUSD > 0 {
+			list = append(list, agentBudget(used, a))
+		}
+	}
+	return list, nil
 }
 
 // Condition reads the agents, and the condition that verdicts are derived from. A caller may pass known failures.
@@ -115,11 +138,7 @@ func (m Monitor) Condition(
 		}
 	}
 	for _, a := range all {
-		s := budgets.AgentOf(used, a.Name)
-		b := Budget{"agent " + a.Name, "usd", s.CostUSD, s.UnknownUSD, s.ReservedUSD, a.Limits.DayUSD}
-		if b.Limit == 0 && b.Spent == 0 && s.Tokens > 0 { // without a price
-			b.Unit, b.Spent = "tokens", float64(s.Tokens)
-		}
+		b := agentBudget(used, a)
 		if c.AgentBudgets[a.Name] = b; b.Over() {
 			c.spent[a.Name] = true
 		}
