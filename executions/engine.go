@@ -71,6 +71,8 @@ type Engine struct {
 	// fallback finds flows that are not in flows; may be nil.
 	fallback   func(ctx context.Context, flow string) (Func, error)
 	unforkable map[string]string // reason by flow
+	// unknownFlows are the names of the flows that a warning has reported as unknown here.
+	unknownFlows sync.Map
 
 	running       atomic.Bool
 	registerMu    sync.Mutex // held during the registration of a lease, so there is only one

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"runtime/debug"
 	"sync"
 	"time"
@@ -135,7 +136,11 @@ func (e *Engine) execute(ctx context.Context, claim *claimedExecution, worker st
 		return fmt.Errorf("find flow %s: %w", claimed.Flow, err)
 	}
 	if flow == nil {
-		e.log.WarnContext(ctx, "flow unknown here, left to other processes", "flow", claimed.Flow)
+		level := slog.LevelWarn
+		if _, known := e.unknownFlows.LoadOrStore(claimed.Flow, nil); known {
+			level = slog.LevelDebug
+		}
+		e.log.Log(ctx, level, "flow unknown here, left to other processes", "flow", claimed.Flow)
 		return nil
 	}
 	if err := r.loadState(ctx, claim.needsRecovery); err != nil {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"slices"
 	"sync/atomic"
@@ -19,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -315,13 +317,24 @@ func TestAnUnknownFlowIsLeftToOtherProcesses(t *testing.T) {
 	pool := pgtest.DB(t)
 	heard := listener(t, pool)
 	with := func(o *executions.Options) { o.Listener, o.Workers = heard, 2 }
-	p := start(t, pool, flow(nothing), neverSweep, with)
+	log := &testkit.Log{}
+	p := start(t, pool, flow(nothing), neverSweep, with, func(o *executions.Options) {
+		o.Logger = slog.New(slog.NewJSONHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	})
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	strange := make([]string, 10)
 	for i := range strange {
 		strange[i] = p.begin(t, "strange")
 	}
+	x, _, err := p.Start(t.Context(), pool,
+		executions.Spec{Flow: "strange", Surface: trace.Flow, Queue: executions.Interactive})
+	require.NoError(t, err)
+	strange = append(strange, x.ID)
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
+	pgtest.Eventually(t, func() bool { return len(log.Lines("flow unknown here")) >= 2 }, "each queue meets the flow")
+	if warned := log.Lines("flow unknown here", `"WARN"`); len(warned) > 1 {
+		t.Errorf("the flow is reported more than once: %q", warned)
+	}
 	start(t, pool, map[string]executions.Func{"strange": func(context.Context, json.RawMessage) (executions.Result,
 		error,
 	) {
