@@ -29,6 +29,7 @@ const (
 	maxRecipients  = 20
 	maxLine        = 64 << 10 // bytes; many mailers exceed the 998 of the standard
 	idleTimeout    = time.Minute
+	busyTimeout    = 5 * time.Second // instead of idleTimeout while there are maxConnections
 	storeTimeout   = 30 * time.Second
 	probePeriod    = time.Minute
 )
@@ -210,8 +211,9 @@ func (t *transport) listen(ctx context.Context, address string, in channels.Inbo
 		return nil, err
 	}
 	t.Logger.InfoContext(ctx, "channel listens for mail", "channel", t.Channel.Name, "address", l.Addr().String())
+	bounded := netutil.LimitListener(&listener{Listener: l, open: map[*connection]struct{}{}}, maxConnections)
 	go func() {
-		if err := s.Serve(netutil.LimitListener(l, maxConnections)); !errors.Is(err, smtp.ErrServerClosed) {
+		if err := s.Serve(bounded); !errors.Is(err, smtp.ErrServerClosed) {
 			failed <- err
 		}
 	}()

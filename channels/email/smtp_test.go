@@ -189,6 +189,23 @@ func TestTheListenerTakesMailForTheChannelOnly(t *testing.T) {
 		"it received %+v", in.got)
 }
 
+func TestIdleConnectionsDoNotBlockMail(t *testing.T) {
+	t.Parallel()
+	address := testkit.FreeAddress(t)
+	mb := open(t, "listen", address, "smtp", answers(t, nil))
+	in := &inbox{state: make(chan error, 10)}
+	testkit.Run(t, func(ctx context.Context) error { return mb.Run(ctx, in) })
+	require.NoError(t, testkit.Receive(t, in.state))
+	for i := range maxConnections + 1 {
+		c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", address)
+		require.NoError(t, err)
+		defer c.Close()
+		require.NoError(t, c.SetReadDeadline(time.Now().Add(idleTimeout/2)))
+		greeting, err := bufio.NewReader(c).ReadString('\n')
+		require.Truef(t, err == nil && strings.HasPrefix(greeting, "220 "), "connection %d: %q, %v", i, greeting, err)
+	}
+}
+
 func data(c *smtp.Client, text string) error {
 	w, err := c.Data()
 	if err != nil {
