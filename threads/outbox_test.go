@@ -148,7 +148,8 @@ func TestAThreadWithoutASendForTenMinutesIsAnybodys(t *testing.T) {
 	assert.Truef(t, !s.Queued, "queued: %+v", s)
 	s.Log(t.Context(), slog.New(slog.NewTextHandler(log, nil)), "t", "b#1")
 	log.want(t, "level=WARN", `msg="lane stale, clearing"`, "lane=thread:t", "holder="+a+"#1", "age=11m")
-	log.want(t, "level=INFO", `msg="lane acquired"`, "lane=thread:t", "owner=b#1")
+	log.want(t, "level=INFO", `msg="lane acquired"`, "lane=thread:t", "owner=b#1", "fencing_token="+
+		pgtest.Value[string](t, db, `select fencing_token::text from agent_locks where lane = 'thread:t'`))
 	s = saysAs(t, db, a, "late")
 	assert.Truef(t, s.Queued, "the idle thread: %+v", s)
 }

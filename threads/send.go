@@ -50,7 +50,7 @@ type SendResult struct {
 	Holder    string `json:"holder,omitempty"` // of a queued message: the holder of the lane
 
 	acquired    bool
-	token       int64 // of the acquired lane; 0 when unknown
+	token       int64 // of the acquired or borrowed lane
 	lender      *string
 	staleHolder *string
 	staleFor    time.Duration
@@ -127,6 +127,12 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 	if stale != nil {
 		s.staleFor = time.Duration(*stale) * time.Millisecond
 	}
+	if s.acquired || s.lender != nil {
+		if err := tx.QueryRow(ctx, `select fencing_token from agent_locks where lane = @lane`,
+			postgres.Strict{"lane": postgres.Text(Lane(o.ThreadID))}).Scan(&s.token); err != nil {
+			return SendResult{}, fmt.Errorf("read token of thread %q: %w", o.ThreadID, err)
+		}
+	}
 	if o.Key != "" {
 		if _, err := tx.Exec(ctx, `update agent_messages set dedupe_key = @key where id = @id`,
 			postgres.Strict{"key": o.Key, "id": s.MessageID}); err != nil {
@@ -156,18 +162,14 @@ func sentBefore(ctx context.Context, tx pgx.Tx, key string) (s SendResult, done 
 // Log logs the effect of a send on the lane; owner is the sender. Call it after the commit.
 func (s SendResult) Log(ctx context.Context, log *slog.Logger, thread, owner string) {
 	lane := Lane(thread)
-	var token []any
-	if s.token != 0 {
-		token = []any{"fencing_token", s.token}
-	}
 	if s.staleHolder != nil {
 		log.WarnContext(ctx, "lane stale, clearing", "lane", lane, "holder", *s.staleHolder, "age", s.staleFor)
 	}
 	switch {
 	case s.lender != nil:
-		log.InfoContext(ctx, "lane inherited", append([]any{"lane", lane, "from", *s.lender, "to", owner}, token...)...)
+		log.InfoContext(ctx, "lane inherited", "lane", lane, "from", *s.lender, "to", owner, "fencing_token", s.token)
 	case s.acquired:
-		log.InfoContext(ctx, "lane acquired", append([]any{"lane", lane, "owner", owner}, token...)...)
+		log.InfoContext(ctx, "lane acquired", "lane", lane, "owner", owner, "fencing_token", s.token)
 	case s.Queued:
 		log.WarnContext(ctx, "lane busy", "lane", lane, "owner", owner, "holder", s.Holder)
 	}
