@@ -148,19 +148,31 @@ func (s *server) checkDatabase(ctx context.Context) (database, schema check) {
 	if err := s.ready.Ping(ctx); err != nil {
 		return unreachable(err), unknown
 	}
+	answers := s.checkConnections(ctx)
 	err := migrations.Check(ctx, s.ready)
 	if errors.Is(err, migrations.ErrNewer) { // an expansion migrated while this process served
-		return check{true, "answers"}, check{true, "newer than this process; upgrade this process"}
+		return answers, check{true, "newer than this process; upgrade this process"}
 	}
 	for _, known := range []error{migrations.ErrOutdated, migrations.ErrOld, migrations.ErrChanged} {
 		if errors.Is(err, known) {
-			return check{true, "answers"}, check{false, err.Error()}
+			return answers, check{false, err.Error()}
 		}
 	}
 	if err != nil {
 		return unreachable(err), unknown
 	}
-	return check{true, "answers"}, check{true, "current"}
+	return answers, check{true, "current"}
+}
+
+// checkConnections reports whether the server accepts another connection, if the next request needs one.
+func (s *server) checkConnections(ctx context.Context) check {
+	if now := s.pool.Stat(); now.IdleConns() == 0 && now.TotalConns() < now.MaxConns() {
+		if err := s.pool.Ping(ctx); postgres.IsCode(err, "53300") {
+			what, _ := postgres.Diagnose(err)
+			return check{false, what}
+		}
+	}
+	return check{true, "answers"}
 }
 
 // checkWorker reports whether the engine runs and whether it is shutting down. The engine reports both as one error.

@@ -9,8 +9,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -141,6 +144,21 @@ func TestUnreachableDatabaseIsNotReady(t *testing.T) {
 			assert.Equal(t, "ok", alive.Status)
 		})
 	}
+}
+
+func TestAServerWithoutAFreeConnectionIsNotReady(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	e := engine(t, pool)
+	run(t, e)
+	config := pool.Config()
+	config.BeforeConnect = func(context.Context, *pgx.ConnConfig) error { return &pgconn.PgError{Code: "53300"} }
+	full, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(full.Close)
+	got := newAgentWith(t, api.Options{Pool: full, Ready: pool, Engine: e}).readyz(503)
+	assert.Truef(t, got.failing() == "database" && strings.Contains(got.Checks["database"].Detail, "no free connection"),
+		"checks are %+v", got.Checks)
 }
 
 func TestListingsWithUnreachableDatabase(t *testing.T) {
