@@ -141,6 +141,12 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 	judge := monitor.Monitor{Agents: app.NewDirectory(s.config), Limits: app.Limits(s.config.Limits)}
 	status, err := judge.Status(ctx, s.Pool)
 	add("verdict", err, status.String()) // a failing skill is no fault of the installation
+	if list, err := judge.Agents.List(ctx, s.Pool); err == nil {
+		if free := app.FreeAnswers(s.config, list); len(free) > 0 {
+			add("prices", hint(fmt.Errorf("the price of %s has no output, so its answers cost nothing",
+				strings.Join(free, ", ")), "add output to AGENT_PRICES"), "")
+		}
+	}
 	diagnoseReplica(ctx, s, add)
 	diagnoseChannels(ctx, s, add)
 	c.diagnoseNamed(ctx, s, add)

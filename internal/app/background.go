@@ -88,8 +88,13 @@ func runCounts(
 	}
 }
 
-// warnUnpriced warns that a dollar limit has no effect because the model has no price.
+// warnUnpriced warns about answers that cost nothing because their model has no price, or no output price.
 func (a *App) warnUnpriced(ctx context.Context) {
+	if list, err := a.Loop.Agents.List(ctx, a.Pool); err == nil {
+		if free := FreeAnswers(a.Config, list); len(free) > 0 {
+			a.Log.WarnContext(ctx, "prices have no output, so answers cost nothing; add it to AGENT_PRICES", "models", free)
+		}
+	}
 	l := a.Config.Limits
 	bounded := a.Config.Budget.MaxCostUSD > 0 || l.DayUSD+l.HeartbeatUSD+l.OperateUSD+l.ChatUSD+l.WebhookUSD > 0
 	if bounded && a.Loop.Model != nil && !a.Loop.Model.Priced() {

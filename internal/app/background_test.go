@@ -6,11 +6,32 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/reason"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
+
+func TestAPriceWithoutOutputIsReported(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `
+		insert into agent_agents (name, version, digest, definition, is_default)
+		values ('sales', 1, 'x', '{"model": "house/cheap", "fallback": ["house/dear", "house/free"]}', true)`)
+	log := &testkit.Log{}
+	a := &App{Options: Options{
+		Config: config.Config{Prices: map[string]config.Price{
+			"house/cheap": {Input: 1}, "house/dear": {Input: 1, Output: 2}, "house/free": {}, "house/embedding": {Input: 1},
+		}},
+		Log: slog.New(slog.NewTextHandler(log, nil)), Database: Database{Pool: db},
+	}, Loop: &reason.Loop{Agents: &agents.Directory{}}}
+	a.warnUnpriced(t.Context())
+	assert.Contains(t, log.String(), "level=WARN", "no output", "models=[house/cheap]\n")
+}
 
 func TestActivityIsCounted(t *testing.T) {
 	t.Parallel()

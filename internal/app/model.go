@@ -6,7 +6,9 @@ import (
 	"fmt"
 	"log/slog"
 	"net/url"
+	"slices"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -88,6 +90,20 @@ func PriceOf(cfg config.Config, model string) string {
 		return "list price of " + date + ": " + price.String()
 	}
 	return "AGENT_PRICES: " + price.String()
+}
+
+// FreeAnswers lists the agents' models whose price has an input but no output.
+func FreeAnswers(cfg config.Config, list []agents.Agent) (names []string) {
+	prices := Prices(cfg)
+	for _, a := range list {
+		for _, model := range append([]string{cmp.Or(a.Model, DefaultModel)}, a.Fallback...) {
+			if p, _ := prices.Of(model); p.Prompt > 0 && p.Completion == 0 {
+				names = append(names, model)
+			}
+		}
+	}
+	slices.Sort(names)
+	return slices.Compact(names)
 }
 
 // NewIndex returns the embedding index, or nil without an embedding model. The chat model's key, headers and query go
