@@ -247,7 +247,7 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 			http.StatusConflict, "step look up",
 		},
 		"/v1/executions/" + strings.ToUpper(bad.ID) +
-			"/fork": {`{"from": "look up", "input": {"name": "\u0000"}}`, http.StatusBadRequest, "u0000 cannot be converted"},
+			"/fork": {`{"from": "look up", "input": {"name": "\u0000"}}`, http.StatusBadRequest, "remove \\u0000 from"},
 		"/v1/executions/" + bad.ID + "/fork":   {`{"from": "sing"}`, http.StatusBadRequest, "no such recorded step"},
 		"/v1/executions/" + good.ID + "/retry": {``, http.StatusConflict, "only a failed"},
 		"/v1/executions/nonsense/replay":       {``, http.StatusBadRequest, "not the id (uuid) of an execution"},

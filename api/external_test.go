@@ -195,7 +195,7 @@ func TestInvalidExternalRequests(t *testing.T) {
 			"POST", "/v1/executions", `{"flow":"external","parent_id":"018f0000-0000-7000-8000-000000000000"}`, 404,
 			"parent_id",
 		},
-		{"POST", "/v1/executions", `{"flow":"external","input":"\u0000"}`, 400, "u0000 cannot be converted"},
+		{"POST", "/v1/executions", `{"flow":"external","input":"\u0000"}`, 400, "remove \\u0000 from"},
 		{"POST", "/v1/executions", `{"flow":"external","input":1e400000}`, 400, "numeric"},
 		{"POST", "/v1/executions", `{"flow":"external","input":"` + strings.Repeat("x", 1<<20) + `"}`, 413, "larger"},
 		{"POST", "/v1/executions/x/lock", `{"owner":"w"}`, 400, "uuid"},
@@ -219,7 +219,7 @@ func TestInvalidExternalRequests(t *testing.T) {
 		{"POST", path + "/checkpoints", step(`"step":"a"`), 400, "output"},
 		{"POST", path + "/checkpoints", step(`"output":1`), 400, "step"},
 		{"POST", path + "/checkpoints", `{"step":"a","output":1}`, 400, "lock_id"},
-		{"POST", path + "/checkpoints", step(`"step":"a","output":"\u0000"`), 400, "u0000 cannot be converted"},
+		{"POST", path + "/checkpoints", step(`"step":"a","output":"\u0000"`), 400, "remove \\u0000 from"},
 		{"POST", path + "/checkpoints", step(`"step":"` + strings.Repeat("x", 501) + `","output":1`), 400, "500"},
 		{"POST", path + "/checkpoints", step(`"step":"wait event 1","output":1`), 400, "the outcomes of waits"},
 		{

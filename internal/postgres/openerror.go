@@ -237,6 +237,8 @@ const (
 	codeSession    = "57P05" // the session was idle for too long
 	codeLocked     = "55P03" // lock_timeout, or nowait
 	codeCancelled  = "57014" // statement_timeout, or a cancel
+	codeNUL        = "22P05" // a text with U+0000 in JSON
+	codeBytes      = "22021" // a text that is no UTF-8, or with the byte 0
 )
 
 // Diagnose returns the outside problem behind an error and the remedy for an operator. After the remedy, this process
@@ -276,6 +278,20 @@ func Diagnose(err error) (what, todo string) {
 			"raise its limit: ulimit -n, or LimitNOFILE= of a systemd unit"
 	}
 	return "", ""
+}
+
+// explainText rewrites the server's error about a text with U+0000, so that it names the place and the remedy.
+func explainText(err error) {
+	refused, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok || refused.Code != codeNUL && (refused.Code != codeBytes || !strings.HasSuffix(refused.Message, " 0x00")) {
+		return
+	}
+	place := "the text"
+	if where, _, _ := strings.Cut(refused.Where, "\n"); strings.HasPrefix(where, "JSON data, ") {
+		_, place, _ = strings.Cut(where, ": ")
+	}
+	refused.Message = `PostgreSQL cannot store the character U+0000: remove \u0000 from ` + place
+	refused.Detail = ""
 }
 
 // resetPause is the shortest time between two resets of a pool.

@@ -258,6 +258,23 @@ func TestDiagnoseNamesTheRemedy(t *testing.T) {
 	}
 }
 
+func TestAnErrorNamesTheTextThatCannotBeStored(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	for want, arguments := range map[string]postgres.Strict{
+		`remove \u0000 from {"name": "a\u0000`: {"json": json.RawMessage(`{"name": "a\u0000b", "x": 1}`), "text": ""},
+		`remove \u0000 from the text`:          {"json": json.RawMessage(`{}`), "text": "a\x00b"},
+	} {
+		const query = `select @json::jsonb, @text::text`
+		_, err := db.Exec(t.Context(), query, arguments)
+		assert.Truef(t, err != nil && strings.Contains(err.Error(), want), "got %v, want %s", err, want)
+		b := &pgx.Batch{}
+		b.Queue(query, arguments)
+		err = db.SendBatch(t.Context(), b).Close()
+		assert.Truef(t, err != nil && strings.Contains(err.Error(), want), "in a batch: got %v, want %s", err, want)
+	}
+}
+
 // A lock timeout that PostgreSQL reports as a cancel counts as a lock timeout; any other cancel does not.
 func TestALockTimeoutInTheGuiseOfACancel(t *testing.T) {
 	t.Parallel()

@@ -37,7 +37,7 @@ func IsSealed(ctx context.Context) bool {
 	return s != nil
 }
 
-// guard is the tracer of every connection. It enforces seals and observes refused writes.
+// guard is the tracer of every connection. It enforces seals, observes refused writes and explains refused texts.
 type guard struct {
 	resetter *failoverResetter
 	refused  *refusals
@@ -48,6 +48,7 @@ type guard struct {
 func (g guard) observe(err error) {
 	g.resetter.observe(err)
 	g.refused.observe(err)
+	explainText(err)
 }
 
 func (guard) check(ctx context.Context) context.Context {
