@@ -432,8 +432,12 @@ func TestInitKeepsTheURLOutOfTheWorkspace(t *testing.T) {
 func TestDevWatchReportsALock(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	dir := writeFolder(t, map[string]string{"one.yaml": goodSkill})
+	dir := writeFolder(t, map[string]string{
+		"one.yaml":  goodSkill,
+		"nora.yaml": "kind: agent\nname: nora\ntimezone: Europe/Madrid\nheartbeat: {cron: 0 9 1 1 *}\n",
+	})
 	watching := program{t, []string{"DATABASE_URL=" + url, "AGENT_LISTEN=127.0.0.1:0"}}.start("dev", dir, "--watch")
+	watching.find(t, `heartbeat +0 9 1 1 \* \(Europe/Madrid\)`)
 	watching.find(t, "watching ")
 	tx, err := connect(t, url).Begin(t.Context())
 	require.NoError(t, err)

@@ -19,6 +19,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/examples"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -210,7 +211,11 @@ func (c *cli) runDev(
 			if err := c.firstHeartbeat(ctx, s, a); err != nil {
 				return err
 			}
-			c.printWelcome(s, listener, about, opts)
+			acting, err := a.Loop.Agents.Default(ctx, s.Pool)
+			if err != nil {
+				return err
+			}
+			c.printWelcome(s, listener, about, acting, opts)
 			return c.watchDev(ctx, s, opts)
 		})
 	if err == nil {
@@ -277,7 +282,7 @@ func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app.App) error 
 }
 
 // printWelcome prints the addresses and credentials of the running agent.
-func (c *cli) printWelcome(s *session, listener net.Listener, about string, opts devOptions) {
+func (c *cli) printWelcome(s *session, listener net.Listener, about string, acting agents.Agent, opts devOptions) {
 	base := "http://" + listener.Addr().String()
 	kept := "DATABASE_URL"
 	if s.server != nil {
@@ -298,7 +303,7 @@ func (c *cli) printWelcome(s *session, listener net.Listener, about string, opts
 
   In another terminal, in this folder:  agent operate · agent trace last · agent skills ls · agent lanes ls · agent executions ls`,
 		base, s.config.AdminToken.Reveal(), browserKey(s.config), s.displayURL(), kept, about,
-		s.config.HeartbeatCron, s.config.Timezone)
+		acting.Heartbeat.Cron, acting.Timezone)
 	if opts.dir == "" {
 		c.infof("  broken_on_purpose always fails: run agent heartbeat until self-heal disables it.")
 	}
