@@ -382,7 +382,7 @@ func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 			Skill: skill.Name, SkillID: skill.ID, Revision: skill.Revision, Args: json.RawMessage(args), Park: park,
 		})
 		if err == nil && park {
-			_, err = executions.Wait(ctx, "leave", executions.Approval(got.ID, time.Hour))
+			_, err = executions.Wait(ctx, "approval", executions.Approval(got.ID, time.Hour))
 		}
 		return executions.Result{}, err
 	})

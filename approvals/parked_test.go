@@ -57,7 +57,7 @@ func (p *parked) flow(ctx context.Context, s skills.Skill, args json.RawMessage)
 	if err != nil {
 		return executions.Result{}, err
 	}
-	out, err := executions.Wait(ctx, "leave", executions.Approval(asked.ID, approvals.Lifetime))
+	out, err := executions.Wait(ctx, "approval", executions.Approval(asked.ID, approvals.Lifetime))
 	if err != nil {
 		return executions.Result{}, err
 	}

@@ -57,7 +57,7 @@ func converse(w *world) {
 func order(ctx context.Context, w *world) {
 	heard := make(chan string, 1)
 	go func() { heard <- w.say(ctx, "t1", "one, please") }()
-	w.eventually("the answer waits for leave",
+	w.eventually("the answer waits for approval",
 		`select exists (select from agent_executions where status = 'waiting' and waiting_for = 'approval')`)
 	id := pgtest.Value[string](w.t, w.db, `select id::text from agent_approvals`)
 	w.ask(ctx, "POST", "/v1/approvals/"+id, `{"decision": "approve"}`, "decision")

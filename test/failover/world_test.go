@@ -247,7 +247,7 @@ func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// think is the model. It answers a visitor's question, and all others with "All is well."
+// think is the model. It answers a visitor's question, and all others with "All is well.".
 func (w *world) think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 	last := modeltest.Said(req.Messages[len(req.Messages)-1])
 	if strings.HasPrefix(last, "question ") {

@@ -64,16 +64,16 @@ func TestKillAtEveryBoundaryOfAnApproval(t *testing.T) {
 	for name, who := range partners {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			total := cleanLeave(t, who)
+			total := cleanApproval(t, who)
 			t.Logf("%d boundaries", total)
 			atBoundaries(t, total, 4, map[string]verdict{"before": killBefore, "after": killAfter},
-				func(t *testing.T, n int, how verdict) { killLeave(t, who, n, how) })
+				func(t *testing.T, n int, how verdict) { killApproval(t, who, n, how) })
 		})
 	}
 }
 
-// cleanLeave runs the turn without faults and returns the number of its requests.
-func cleanLeave(t *testing.T, who partner) int {
+// cleanApproval runs the turn without faults and returns the number of its requests.
+func cleanApproval(t *testing.T, who partner) int {
 	t.Helper()
 	s := newTalk(t)
 	a, c := s.killed(asksOrOperates, -1, pass)
@@ -92,7 +92,7 @@ func (s *scene) through(a *agent, who partner) {
 	var asking sync.WaitGroup
 	defer asking.Wait()
 	asking.Go(func() { who.say(s, a) })
-	if s.asksLeave(a) {
+	if s.awaitsApproval(a) {
 		s.decide(a, true) // the process may be dead: ignore the status
 	}
 	eventually(s.t, "it is over, or the process dead", func() bool {
@@ -101,10 +101,10 @@ func (s *scene) through(a *agent, who partner) {
 	})
 }
 
-// asksLeave waits for a pending approval. It returns false if the process is dead.
-func (s *scene) asksLeave(a *agent) (asks bool) {
+// awaitsApproval waits for a pending approval. It returns false if the process is dead.
+func (s *scene) awaitsApproval(a *agent) (asks bool) {
 	s.t.Helper()
-	eventually(s.t, "leave is asked for", func() bool {
+	eventually(s.t, "the approval is requested", func() bool {
 		asks = s.pending() != ""
 		return asks || !a.Running()
 	})
@@ -141,7 +141,7 @@ func (s *scene) closes(a *agent) {
 	pgtest.Exec(s.t, s.db, `select break_agent_lock('operate', 'the test is over') where is_agent_lock_held('operate')`)
 }
 
-func killLeave(t *testing.T, who partner, n int, how verdict) {
+func killApproval(t *testing.T, who partner, n int, how verdict) {
 	t.Helper()
 	s := newTalk(t)
 	a, _ := s.killed(asksOrOperates, n, how)
@@ -153,7 +153,7 @@ func killLeave(t *testing.T, who partner, n int, how verdict) {
 	b := s.serve("")
 	var asking sync.WaitGroup
 	asking.Go(func() { who.again(s, b) })
-	eventually(t, "leave is asked for", func() bool {
+	eventually(t, "the approval is requested", func() bool {
 		return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_approvals)`)
 	})
 	if s.pending() != "" {
@@ -178,7 +178,7 @@ func (s *scene) allowed(a *agent, who partner, before snapshot) {
 		"approvals": `select count(*) from agent_approvals`,
 		"grants used": `select count(*) from agent_approvals a where status = 'consumed'
 			and consumed_for like a.execution_id || ' %'`,
-		"asked for leave":  `select count(*) from agent_activity where skill_name = 'order' and status = 'pending_approval'`,
+		"asked for approval": `select count(*) from agent_activity where skill_name = 'order' and status = 'pending_approval'`,
 		"calls in the log": `select count(*) from agent_activity where skill_name = 'order' and status <> 'pending_approval'`,
 		"decisions":        `select count(*) from agent_activity where skill_name = 'decide_approval'`,
 		"decisions told":   `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`,
