@@ -236,7 +236,7 @@ func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name strin
 	raw, _ := tokens.Extra("id_token").(string)
 	id, err := provider.Verifier(&oidc.Config{ClientID: o.ClientID}).Verify(ctx, raw)
 	if err != nil && strings.Contains(err.Error(), "fetching keys") { // the library hides the cause from errors.As
-		return "", "", "", fmt.Errorf("check the id token: %w", err)
+		return "", "", "", fmt.Errorf("the id token is not checked: %w", err)
 	}
 	if err != nil {
 		// not "token:", whose value logs redact

@@ -119,7 +119,7 @@ func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
 		return got, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("read session: %w", err)
+		return nil, fmt.Errorf("read the messages of a session's thread: %w", err)
 	}
 	got.Known = true
 	messages, err := postgres.Rows[sessionMessage](ctx, room.Pool, "read session", `

@@ -112,13 +112,13 @@ func BySession(ctx context.Context, db postgres.DB, secret string, keyed func(se
 	case errors.Is(err, pgx.ErrNoRows):
 		return nil, ErrNotFound
 	case err != nil:
-		return nil, fmt.Errorf("find session: %w", err)
+		return nil, fmt.Errorf("look the session up: %w", err)
 	}
 	if stale {
 		_, err = db.Exec(ctx, `update agent_sessions set last_seen_at = clock_timestamp() where id = @id::uuid`,
 			postgres.Strict{"id": c.SessionID})
 		if err != nil {
-			return nil, fmt.Errorf("note the use of a session: %w", err)
+			return nil, fmt.Errorf("note that a session was used: %w", err)
 		}
 	}
 	return c, nil
@@ -163,7 +163,7 @@ func RevokeSession(ctx context.Context, db postgres.Beginner, id, reason string)
 			return nil, ErrNotFound
 		}
 		if err != nil {
-			return nil, fmt.Errorf("find session: %w", err)
+			return nil, fmt.Errorf("look the session up: %w", err)
 		}
 		about["principal"] = name
 		changed, err = endSession(ctx, tx, id)

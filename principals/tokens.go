@@ -123,7 +123,7 @@ func MakeToken(ctx context.Context, db postgres.Beginner, n NewToken) (made Toke
 				"life": n.Life.Seconds(),
 			})
 		if err != nil {
-			return nil, fmt.Errorf("create token: %w", err)
+			return nil, fmt.Errorf("insert the token's row: %w", err)
 		}
 		made, err = getToken(ctx, tx, id)
 		return nil, err
@@ -197,7 +197,7 @@ func ByToken(ctx context.Context, db postgres.DB, text string) (*Caller, error) 
 	case errors.Is(err, pgx.ErrNoRows):
 		return nil, ErrNotFound
 	case err != nil:
-		return nil, fmt.Errorf("find token: %w", err)
+		return nil, fmt.Errorf("look the token up: %w", err)
 	case subtle.ConstantTimeCompare(stored, digest(secret)) == 0:
 		return nil, ErrNotFound
 	case !live:
@@ -207,7 +207,7 @@ func ByToken(ctx context.Context, db postgres.DB, text string) (*Caller, error) 
 		_, err = db.Exec(ctx, `update agent_tokens set last_used_at = clock_timestamp() where id = @id`,
 			postgres.Strict{"id": id})
 		if err != nil {
-			return nil, fmt.Errorf("note the use of a token: %w", err)
+			return nil, fmt.Errorf("note that a token was used: %w", err)
 		}
 	}
 	return c, nil

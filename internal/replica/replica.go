@@ -179,7 +179,7 @@ func (r *Reader) measure(ctx context.Context) state {
 	now := state{primaryAway: away != nil}
 	standby, err := r.askStandby(ctx)
 	if err == nil && r.identity != "" && standby.Identity != r.identity {
-		err = fmt.Errorf("it is another database than DATABASE_URL: %w", ErrOther)
+		err = fmt.Errorf("it is another database than DATABASE_URL; %w", ErrOther)
 	}
 	if err == nil && !standby.Standby {
 		r.standby.Reset() // its name may resolve to another server by now

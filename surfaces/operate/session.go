@@ -51,7 +51,7 @@ func (o *Operate) Session(id string, keep bool) (*Session, error) {
 		id = NewSessionID()
 	}
 	if err := threads.CheckID(id); err != nil {
-		return nil, fmt.Errorf("open session: %w", err)
+		return nil, fmt.Errorf("the session is not opened: %w", err)
 	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -183,14 +183,14 @@ func (s *Session) expireIdle(generation int) {
 		return
 	}
 	ctx := context.Background()
-	s.o.log.InfoContext(ctx, "session idle, lane freed", "session", s.id, "idle", s.o.Idle.String())
+	s.o.log.InfoContext(ctx, "session idle, lane freed", "thread", s.id, "idle", s.o.Idle.String())
 	s.logReleaseError(ctx, s.closeLane(ctx))
 }
 
 func (s *Session) logReleaseError(ctx context.Context, err error) {
 	if err != nil {
 		s.o.log.WarnContext(ctx, "lane not freed yet, trying again until its lease ends", "lane", Lane,
-			"session", s.id, "error", err)
+			"thread", s.id, "error", err)
 	}
 }
 
@@ -218,11 +218,11 @@ func (s *Session) acquireLane(ctx context.Context, wait bool) error {
 	}
 	process, err := s.o.Engine.WorkerID(ctx)
 	if err != nil {
-		return fmt.Errorf("open session: %w", err)
+		return fmt.Errorf("prepare the lane operate: %w", err)
 	}
 	acting, err := s.agentName(ctx)
 	if err != nil {
-		return fmt.Errorf("open session: %w", err)
+		return fmt.Errorf("prepare the lane operate: %w", err)
 	}
 	next := trace.New(trace.Operate)
 	// The lease outlives the request, but the wait for it does not.
@@ -259,7 +259,7 @@ func (s *Session) reacquireLane(ctx context.Context) {
 	}
 	if err := s.acquireLane(ctx, false); err != nil {
 		s.o.log.WarnContext(ctx, "lane not acquired again, the next turn acquires it", "lane", Lane,
-			"session", s.id, "error", err)
+			"thread", s.id, "error", err)
 	}
 }
 

@@ -264,6 +264,6 @@ func (o *Operate) summarise(ctx context.Context, session string) {
 
 func (o *Operate) logSummaryError(ctx context.Context, session string, err error) {
 	if err != nil && !executions.IsControl(err) {
-		o.log.WarnContext(ctx, "session not summarised", "session", session, "error", err)
+		o.log.WarnContext(ctx, "session not summarised", "thread", session, "error", err)
 	}
 }

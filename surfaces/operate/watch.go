@@ -91,7 +91,7 @@ func (o *Operate) RecordSkipped(ctx context.Context, session string, busy *lanes
 		Input: map[string]string{"session": session, "lane": busy.Lane, "holder": busy.Holder},
 	}, activity.Outcome{Status: activity.Skipped, Output: busy.Error()})
 	if err != nil {
-		o.log.WarnContext(ctx, "skipped turn not recorded", "session", session, "holder", busy.Holder, "error", err)
+		o.log.WarnContext(ctx, "skipped turn not recorded", "thread", session, "holder", busy.Holder, "error", err)
 		return ""
 	}
 	return traceID
