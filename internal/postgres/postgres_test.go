@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/url"
 	"strings"
 	"testing"
@@ -45,6 +46,9 @@ func TestOpenSaysWhatIsWrongAndNeverThePassword(t *testing.T) {
 	})
 	noRight.Path = "/" + admin.Config().ConnConfig.Database
 	pgtest.Exec(t, admin, "revoke connect on database "+pgx.Identifier{real.Path[1:]}.Sanitize()+" from public")
+	silent, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = silent.Close() })
 	for name, test := range map[string]struct {
 		url  string
 		want []string
@@ -75,6 +79,10 @@ func TestOpenSaysWhatIsWrongAndNeverThePassword(t *testing.T) {
 		"nobody listens": {
 			"postgres://u:" + secret + "@127.0.0.1:1/db",
 			[]string{"cannot reach the server", "127.0.0.1:1", "check host and port"},
+		},
+		"nobody answers": {
+			"postgres://u:" + secret + "@" + silent.Addr().String() + "/db?connect_timeout=1",
+			[]string{"cannot reach the server (no answer)"},
 		},
 		"no such socket": {"postgres://u:" + secret + "@/db?host=/nowhere", []string{"cannot reach the server", "/nowhere"}},
 		"no such name": {
