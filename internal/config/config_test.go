@@ -348,7 +348,7 @@ func TestSecretsAreHidden(t *testing.T) {
 }
 
 func TestDotEnvNeverOverridesTheEnvironment(t *testing.T) {
-	path := write(t, "# comment\nAGENT_NAME=fromfile\nAGENT_MODEL=\"a model\"\nOPENAI_API_KEY=filekey\n")
+	path := write(t, "\ufeff# comment\nAGENT_NAME=fromfile\nAGENT_MODEL=\"a model\"\nOPENAI_API_KEY=filekey\n")
 	environ := map[string]string{"AGENT_NAME": "real", "OPENAI_API_KEY_FILE": "/run/secret"}
 	file, err := config.LoadDotEnv(path, environ, isForeign)
 	require.NoError(t, err)

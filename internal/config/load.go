@@ -1,6 +1,7 @@
 package config
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -225,7 +226,7 @@ func LoadDotEnv(path string, environ map[string]string, more func(name string) b
 	if err != nil {
 		return DotEnv{}, fmt.Errorf("read .env: %w", err)
 	}
-	values, err := godotenv.UnmarshalBytes(text)
+	values, err := godotenv.UnmarshalBytes(bytes.TrimPrefix(text, []byte("\ufeff"))) // editors on Windows write it
 	if err != nil {
 		// The parser's message quotes the file, and the file has secrets.
 		return DotEnv{}, fmt.Errorf("read .env: %s is not lines of NAME=value", path)
