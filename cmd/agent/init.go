@@ -322,7 +322,8 @@ func (o initOptions) write(files map[string][]byte) error {
 // the name of the missing line.
 func (o initOptions) writeSecrets(env string) (missing string, err error) {
 	if env != "" {
-		line := env + "=" + o.database + "\n"
+		// In .env, $NAME stands for another variable.
+		line := env + "=" + strings.ReplaceAll(o.database, "$", "%24") + "\n"
 		switch err := writeNew(filepath.Join(o.dir, ".env"), line, 0o600); {
 		case errors.Is(err, fs.ErrExist):
 			missing = env
