@@ -377,7 +377,7 @@ func (e *Engine) Live() error {
 	case e.draining:
 		return ErrDraining
 	case e.lease == nil:
-		return errors.New("the worker has no lease yet")
+		return errors.New("the worker has no lease")
 	case time.Now().After(e.lease.deadline):
 		return ErrLost
 	default:

@@ -270,6 +270,7 @@ func TestKeepAliveRenewsTheLeaseWithoutClaims(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, flow(nothing))
+	assert.Equal(t, "the worker has no lease", p.Live().Error(), "before its first lease, as after a lost one")
 	ctx, cancel := context.WithCancel(t.Context())
 	var group errgroup.Group
 	group.Go(func() error { return p.KeepAlive(ctx) })
