@@ -266,7 +266,7 @@ func TestARunByHandIsMadeByWhoAskedForIt(t *testing.T) {
 	assert.Truef(t, err == nil && x.Status == executions.Completed && x.TraceID == run.TraceID &&
 		x.ResultSummary == "a: success", "got %+v, %v", x, err)
 	x, err = engine.RunSync(t.Context(), runner.Spec("agent", run))
-	assert.Truef(t, err == nil && strings.Contains(x.ResultSummary, "somebody else"),
+	assert.Truef(t, err == nil && strings.Contains(x.ResultSummary, "another execution has this run"),
 		"the same run was made again: %+v, %v", x, err)
 	pgtest.Exec(t, w.pool, `update agent_automations set disabled_by = 'proposal', proposed_by = 'agent'`)
 	_, err = automations.RunManually(t.Context(), w.pool, "a", "")
