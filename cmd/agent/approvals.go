@@ -116,7 +116,7 @@ func writeApproval(w io.Writer, a approvals.Approval) error {
 	}
 	fmt.Fprintf(w, "approval %s\n", a.ID)
 	for _, l := range lines {
-		fmt.Fprintf(w, "  %-10s %s\n", l[0], printable(l[1]))
+		fmt.Fprintf(w, "  %-12s %s\n", l[0], printable(l[1]))
 	}
 	var pretty bytes.Buffer
 	if err := json.Indent(&pretty, a.Arguments, "  ", "  "); err != nil {

@@ -25,8 +25,9 @@ func (c *cli) evalAddCommand() *cobra.Command {
 the trace. Print it as YAML, or append it to the cases of a file that ends with them. The case expects the same calls in
 the same order; edit its expectations.
 
-With --outage the case has the messages from the moment when self-heal disabled the skill, and the skill fails at every
-call. Cases of the suite "selfheal" run when their skill comes back from its trial; --to starts that suite in a new file.`,
+With --outage the case has the messages of a run whose failure made self-heal disable the skill, and the skill fails at
+every call. Cases of the suite "selfheal" run when their skill comes back from its trial; --to starts that suite in a new
+file.`,
 		Example: "  agent eval add ch_01JD3V7K8ZQ6W2M5T9X4C1B0AE --name \"refund not due\" --to workspace/evals.yaml\n" +
 			"  agent eval add --outage fetch --to workspace/selfheal.yaml",
 		Args: positionalArgs(0, 1, "a trace id"),

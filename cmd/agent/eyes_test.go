@@ -45,7 +45,8 @@ func TestFourEyesOnAServer(t *testing.T) {
 	assert.Contains(t, page(anas), "Another approver must decide it", "ana")
 	assert.True(t, !strings.Contains(page(anas), `action="/act/v1/approvals/`), "the requester has a form to decide")
 	assert.Contains(t, page(bobs), `action="/act/v1/approvals/`+id)
-	assert.Contains(t, bob.must("approvals", "show", id), "requesters cannot decide: ana", "requested by ana")
+	assert.Contains(t, bob.must("approvals", "show", id), "  four eyes    requesters cannot decide: ana",
+		", requested by ana")
 	bob.must("approvals", "approve", id, "--reason", "looked at it")
 	pgtest.Equal(t, d.pool, "bob cli "+bobToken+" looked at it",
 		`select concat_ws(' ', actor, via, token_id, reason) from agent_audit where act = 'decide_approval'`)
