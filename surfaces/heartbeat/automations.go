@@ -77,7 +77,7 @@ func (b *heartbeatRun) dueTasks(ctx context.Context) ([]automationTask, error) {
 func (b *heartbeatRun) runAutomation(ctx context.Context, t automationTask) (itemResult, error) {
 	hold, err := executions.Lane(ctx, "automation:"+t.ID)
 	if errors.Is(err, lanes.ErrBusy) {
-		return itemResult{Text: "another execution runs it"}, b.recordBusy(ctx, "run_automation", t.Name, err)
+		return itemResult{Text: "is run by another execution"}, b.recordBusy(ctx, "run_automation", t.Name, err)
 	}
 	if err != nil {
 		return itemResult{}, err
@@ -89,7 +89,7 @@ func (b *heartbeatRun) runAutomation(ctx context.Context, t automationTask) (ite
 		return itemResult{}, b.recordUnclaimed(ctx, t, err)
 	}
 	if run.ID == "" {
-		return itemResult{Text: "another execution claimed it"}, nil
+		return itemResult{Text: "was claimed by another execution"}, nil
 	}
 	var noted []memoryNote
 	_, err = executions.Phase(withoutYield(ctx), "run_automation",

@@ -72,6 +72,8 @@ func TestHeldAutomationIsSkipped(t *testing.T) {
 	story := strings.Join(w.traceLines(t, x.TraceID), ", ")
 	assert.Truef(t, strings.Contains(story, "run_automations success, run_automation skipped") && w.calls.of("look") == 0,
 		"story is %s", story)
+	pgtest.Equal(t, w.pool, "automations: a is run by another execution",
+		`select output ->> 'summary' from agent_activity where skill_name = 'run_automations'`)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_automation_runs`)
 }
 
