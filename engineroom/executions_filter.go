@@ -297,5 +297,5 @@ func (room *Room) runsFor(ctx context.Context, text string) (traces, ids []strin
 }
 
 func badCursor() error {
-	return problem.BadParameter("parameter cursor is not a cursor of this listing: take it from the page before")
+	return problem.BadParameter("this is not a cursor of this listing: take it from the page before")
 }

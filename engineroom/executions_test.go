@@ -119,7 +119,7 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		"?status=odd": "pending, running", "?surface=odd": "heartbeat", "?view=odd": "waiting, stuck",
 		"?view=waiting&for=odd": "response",
 		"?failed=2":             "1", "?for=event": "view=waiting", "?view=stuck&status=failed": "leave out status",
-		"?before=odd": "not a cursor of this listing", "?view=waiting&before=odd": "not a cursor of this listing",
+		"?before=odd": "this is not a cursor of this listing", "?view=waiting&before=odd": "not a cursor of this listing",
 		"?colour=red":                  "no filter",
 		"?status=failed&status=failed": "2 times",
 	} {
