@@ -66,7 +66,7 @@ func (s step) apply(ctx context.Context, pool *pgxpool.Pool) error {
 	}
 	switch {
 	case postgres.IsCode(err, "55P03", "40P01"):
-		return fmt.Errorf("apply %s: other transactions hold its locks (%w); end transactions that are open for long "+
+		return fmt.Errorf("apply %s: other transactions hold locks that it needs (%w); end transactions that are open for long "+
 			"(select pid, xact_start, query from pg_stat_activity order by xact_start) and migrate again", s.what, err)
 	case postgres.IsCode(err, "42P06", "42P07", "42710"): // a schema, table or other object with a name of this file
 		return fmt.Errorf("apply %s: the database has something of another program (%w); %s", s.what, err, ownDatabase)

@@ -69,7 +69,8 @@ func (i Item) overwriteProblem(lost []Change) string {
 		differ = append(differ, fmt.Sprintf("%s is %s there and %s in this file", c.Field, shorten(c.Old), shorten(c.New)))
 	}
 	return fmt.Sprintf("%s %s was declared or changed by an admin in the database: %s. Nothing was changed. Copy its "+
-		"present state into the file and apply it; after that, changes of the file count again", i.Kind, i.Name, strings.Join(differ, "; "))
+		"present state into the file and apply it; after that, changes of the file count again",
+		i.Kind, i.Name, strings.Join(differ, "; "))
 }
 
 // Empty reports whether no row changed. The apply may have kept undeclared rows.
