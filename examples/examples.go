@@ -17,7 +17,7 @@ import (
 //go:embed caretaker onboarding orders
 var files embed.FS
 
-// Caretaker is the workspace of an agent that maintains its own PostgreSQL.
+// Caretaker is the workspace of an agent that monitors its own PostgreSQL.
 func Caretaker() (fs.FS, error) { return fs.Sub(files, "caretaker") }
 
 // Onboarding is the workspace of agents that take a candidate through their onboarding, in one thread and in Spanish.
