@@ -1,15 +1,15 @@
 -- Types and ids: the parts of every table, and the rules of every function.
 --
--- Ids are time-ordered uuids (version 7), so an index on an id is an index on time. A trace id is a prefix that names the
--- surface and a ULID, such as hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE.
+-- Ids are time-ordered uuids (version 7), so an index on an id is an index on time. A trace id is a prefix that names
+-- the surface and a ULID, such as hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE.
 --
--- The files of this folder are the schema, in reading order; migrations.go says how they are applied. Every function keeps
--- these rules. Each was broken once by a plausible implementation.
+-- The files of this folder are the schema, in reading order; migrations.go says how they are applied. Every function
+-- keeps these rules. Each was broken once by a plausible implementation.
 --
 -- 1. A token is drawn under the row lock, as greatest(old + 1, microseconds of the clock).
 -- 2. Lock the row, then read clock_timestamp(), in the next statement.
--- 3. A protected write takes FOR KEY SHARE on the row that has its token. Takeovers change the key, so they wait for the
---    write. Renewals do not change it, so they pass.
+-- 3. A protected write takes FOR KEY SHARE on the row that has its token. Takeovers change the key, so they wait for
+--    the write. Renewals do not change it, so they pass.
 -- 4. A try never waits. A try that fails never writes.
 -- 5. Lock order: executions by id, then lanes by name, then budgets.
 --
@@ -58,7 +58,9 @@ comment on function lanekeeper.agent_uuid7 is 'A time-ordered uuid (version 7) w
 -- The epoch of a timestamptz is stable, that of an interval immutable. A stable body would not be inlined.
 create or replace function lanekeeper.agent_uuid7_floor(p_at timestamptz) returns uuid
 language sql immutable parallel safe as $$
-  select (encode(substring(int8send(floor(extract(epoch from p_at - timestamptz '1970-01-01 00:00:00+00') * 1000)::bigint) from 3 for 6), 'hex')
+  select (encode(substring(
+            int8send(floor(extract(epoch from p_at - timestamptz '1970-01-01 00:00:00+00') * 1000)::bigint)
+            from 3 for 6), 'hex')
           || '70008000000000000000')::uuid
 $$;
 comment on function lanekeeper.agent_uuid7_floor is
@@ -83,19 +85,23 @@ create or replace function lanekeeper.agent_trace_id(p_prefix text, p_bits bytea
   || substring(uuid_send(gen_random_uuid()) from 1 for 5) || substring(uuid_send(gen_random_uuid()) from 1 for 5))
 returns text language sql volatile parallel safe as $$
   select p_prefix || '_' || string_agg(
-           substr('0123456789ABCDEFGHJKMNPQRSTVWXYZ', substring(b'00' || b.bits from n for 5)::bit(5)::int + 1, 1), '' order by n)
+           substr('0123456789ABCDEFGHJKMNPQRSTVWXYZ', substring(b'00' || b.bits from n for 5)::bit(5)::int + 1, 1), ''
+     order by n)
     from (select ('x' || encode(p_bits, 'hex'))::bit(128) as bits) b, generate_series(1, 126, 5) n
 $$;
 comment on function lanekeeper.agent_trace_id is 'A trace id, prefix and ULID: a new one, or that of 16 bytes.';
 
 create or replace function lanekeeper.agent_uuid(p_text text) returns uuid language sql immutable as $$
-  select case when p_text ~ '^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$' then p_text::uuid end
+  select case when p_text ~ '^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$'
+                then p_text::uuid end
 $$;
 comment on function lanekeeper.agent_uuid is 'The text as a UUID. Null where it is none: no text breaks a statement.';
 
 create or replace function lanekeeper.agent_tokens(p_usage jsonb, p_kind text) returns bigint
 language sql immutable parallel safe as $$
-  select case when jsonb_typeof(p_usage -> p_kind) = 'number' then least(greatest((p_usage ->> p_kind)::numeric, 0), 1e12)::bigint else 0 end
+  select case when jsonb_typeof(p_usage -> p_kind) = 'number'
+                then least(greatest((p_usage ->> p_kind)::numeric, 0), 1e12)::bigint
+              else 0 end
 $$;
 comment on function lanekeeper.agent_tokens is
   'A count of agent_activity.token_usage. 0 if it is not a number, so no row breaks a listing.';

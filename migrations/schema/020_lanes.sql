@@ -83,7 +83,8 @@ comment on column agent_lock_loans.lent_at is 'When the loan began.';
 create table agent_lane_holds (
   lane text not null, execution_id uuid not null, fencing_token bigint not null,
   held_from timestamptz not null, held_until timestamptz not null,
-  ended         text not null check (ended in ('released', 'ended', 'lent', 'given back', 'handed back', 'expired', 'broken')),
+  ended text not null
+    check (ended in ('released', 'ended', 'lent', 'given back', 'handed back', 'expired', 'broken')),
   successor text not null default '',
   primary key (lane, held_until, fencing_token)
 );
@@ -145,12 +146,14 @@ comment on function try_acquire_agent_lock is
   'Acquire a lane that is free or whose lease has ended, or renew one that the same owner holds. It never waits. '
   'False: the lane is busy.';
 
-create or replace function await_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300, p_patience_seconds int default 5)
+create or replace function await_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300,
+                                            p_patience_seconds int default 5)
 returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text)
 language plpgsql volatile security definer set search_path from current as $$
 begin
   return query select a.acquired, a.fencing_token, a.expires_at, a.locked_by
-                 from lanekeeper.acquire_or_enqueue_agent_lock(p_lane, p_locked_by, p_ttl_seconds, p_patience_seconds, false) a;
+                 from lanekeeper.acquire_or_enqueue_agent_lock(p_lane, p_locked_by, p_ttl_seconds, p_patience_seconds,
+                                                               false) a;
 end $$;
 comment on function await_agent_lock is
   'Like acquire_agent_lock, and keep a place in the queue for p_patience_seconds, at most 60. Call it again on a '
@@ -171,7 +174,8 @@ begin
   perform lanekeeper.agent_lock_check(p_lane, p_locked_by, p_ttl_seconds);
   for try in 1 .. 2 loop
     select r.renewed, r.busy into done, busy
-      from lanekeeper.renew_agent_locks(array[p_lane], array[p_locked_by], array[p_fencing_token], array[p_ttl_seconds]) r;
+      from lanekeeper.renew_agent_locks(array[p_lane], array[p_locked_by], array[p_fencing_token],
+                                        array[p_ttl_seconds]) r;
     exit when not busy or try = 2;
     perform lanekeeper.lock_agent_lock_row(p_lane, true);
   end loop;
@@ -200,7 +204,8 @@ $$;
 comment on function is_agent_lock_held is 'Whether somebody holds the lane now.';
 
 create or replace function fence_agent_lock(p_lane text, p_fencing_token bigint)
-returns void language plpgsql volatile security definer set search_path from current set enable_seqscan = off set jit = off as $$
+returns void
+language plpgsql volatile security definer set search_path from current set enable_seqscan = off set jit = off as $$
 declare
   ends timestamptz;
 begin
@@ -234,10 +239,13 @@ begin
   perform lanekeeper.return_agent_lock(p_lane, null, 'broken');
   perform pg_notify('agent_lanes', p_lane);                 -- for the holder
   select x.trace_id, x.surface, x.agent, x.id into e from agent_executions x where x.id = held.execution_id;
-  insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status, input, lane, finished_at, duration_ms)
-  values (coalesce(e.trace_id, substring(held.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}'), lanekeeper.agent_trace_id('op')),
+  insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status, input, lane,
+                              finished_at, duration_ms)
+  values (coalesce(e.trace_id, substring(held.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}'),
+                   lanekeeper.agent_trace_id('op')),
           e.id, 'note', coalesce(e.agent, 'agent'), coalesce(e.surface, 'operate'), 'break_lane', 'success',
-          jsonb_build_object('lane', p_lane, 'reason', p_reason, 'holder', held.locked_by, 'fencing_token', held.fencing_token)
+          jsonb_build_object('lane', p_lane, 'reason', p_reason, 'holder', held.locked_by,
+                             'fencing_token', held.fencing_token)
             || lanekeeper.agent_actor(),
           p_lane, clock_timestamp(), 0);
   return true;
@@ -261,18 +269,20 @@ begin
   end if;
   foreach name_ in array array[p_lane, p_locked_by] loop
     rule := case
-      when name_ is null or length(name_) not between 1 and 255 or name_ ~ '[[:cntrl:]]' then '1 to 255 printable characters'
+      when name_ is null or length(name_) not between 1 and 255 or name_ ~ '[[:cntrl:]]'
+        then '1 to 255 printable characters'
       when name_ ~ '^[ -~]+$' then case when name_ !~ '[^ ]' then '1 to 255 printable characters, not only blanks' end
-      when name_ ~ ('[\u0080-\u00a0\u00ad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f\u205f-\u206f'
-                    '\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001d173-\U0001d17a\U000e0000-\U000e0fff]') then
+      when name_ ~ ('[\u0080-\u00a0\u00ad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f'
+                    '\u2028-\u202f\u205f-\u206f\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb'
+                    '\U0001d173-\U0001d17a\U000e0000-\U000e0fff]') then
         'without characters that are invisible, change the direction of the text, or are blanks other than the space'
       when name_ is not nfc normalized then format('in Unicode''s normal form C: write %L', normalize(name_, nfc)) end;
     if rule is not null and name_ is not distinct from p_lane then
       raise exception 'lane % is not valid: a lane is %', coalesce(quote_literal(left(p_lane, 40)), 'null'), rule
         using errcode = '22023';
     elsif rule is not null then
-      raise exception 'owner % of lane % is not valid: an owner is %', coalesce(quote_literal(left(p_locked_by, 40)), 'null'),
-        quote_literal(p_lane), rule using errcode = '22023';
+      raise exception 'owner % of lane % is not valid: an owner is %',
+        coalesce(quote_literal(left(p_locked_by, 40)), 'null'), quote_literal(p_lane), rule using errcode = '22023';
     end if;
   end loop;
   if (p_ttl_seconds between 1 and 2592000) is not true then
@@ -317,31 +327,38 @@ begin
   end if;
 exception when lock_not_available then
   holders := array(select l.xmax from agent_locks l where l.lane = p_lane);
-  if not exists (select from pg_locks k where k.locktype = 'transactionid' and k.transactionid = any (holders) and k.granted) then
+  if not exists (select from pg_locks k
+                  where k.locktype = 'transactionid' and k.transactionid = any (holders) and k.granted) then
     begin
-      holders := array(select m.xid from pg_get_multixact_members(holders[1]) m);     -- several transactions have locked the row
+      -- Several transactions have locked the row.
+      holders := array(select m.xid from pg_get_multixact_members(holders[1]) m);
     exception when others then
-      holders := '{}';                                                                -- one transaction had, and has ended
+      holders := '{}';   -- One transaction had locked the row, and has ended.
     end;
   end if;
   select string_agg(t.who, '; ') into blockers from (
     select coalesce(
-             (select format('prepared transaction %L since %s UTC', p.gid, to_char(p.prepared at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS'))
+             (select format('prepared transaction %L since %s UTC', p.gid,
+                            to_char(p.prepared at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS'))
                 from pg_prepared_xacts p
                where k.pid is null and p.transaction in (
                  select o.transactionid from pg_locks o
                   where o.locktype = 'transactionid' and o.virtualtransaction = k.virtualtransaction)
                limit 1),
-             (select format('pid %s (%s) in a transaction since %s', a.pid, coalesce(nullif(left(a.application_name, 64), ''), 'no name'),
-                            coalesce(to_char(a.xact_start at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC', 'some time'))
+             (select format('pid %s (%s) in a transaction since %s', a.pid,
+                            coalesce(nullif(left(a.application_name, 64), ''), 'no name'),
+                            coalesce(to_char(a.xact_start at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC',
+                                     'some time'))
                 from pg_stat_activity a where a.pid = k.pid),
              format('pid %s', k.pid)) as who
       from pg_locks k
      where k.locktype = 'transactionid' and k.transactionid = any (holders) and k.granted
        and k.pid is distinct from pg_backend_pid()
      order by k.pid limit 5) t;
-  raise exception 'lane % is in use by %', quote_literal(p_lane), coalesce(blockers, 'a transaction that has ended just now')
-    using errcode = '55P03', hint = 'Nothing has changed. Try again, or end that transaction: pg_terminate_backend(pid), rollback prepared.';
+  raise exception 'lane % is in use by %',
+    quote_literal(p_lane), coalesce(blockers, 'a transaction that has ended just now')
+    using errcode = '55P03',
+      hint = 'Nothing has changed. Try again, or end that transaction: pg_terminate_backend(pid), rollback prepared.';
 end $$;
 comment on function lanekeeper.lock_agent_lock_row is
   'Lock the row of a lane that another transaction uses. After about a second it raises 55P03 and names the '
@@ -349,7 +366,8 @@ comment on function lanekeeper.lock_agent_lock_row is
 
 -- Acquire, renew, release
 
-create or replace function lanekeeper.acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int) returns agent_lock_answer
+create or replace function lanekeeper.acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int)
+returns agent_lock_answer
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   at_ tid; holder text; token bigint; ends timestamptz;     -- of the row
@@ -363,7 +381,8 @@ begin
     -- Lock a free lane that has no other waiter. Skip a locked row.
     select l.ctid, l.locked_by, l.expires_at, l.locked_by <> '' or mine into at_, holder, ends, stale from agent_locks l
      where l.lane = p_lane and l.expires_at <= clock_timestamp()
-       and (mine or not exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp()))
+       and (mine
+            or not exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp()))
        and (p_locked_by ~ '^[!-~]+$' and length(p_locked_by) < 256 and p_ttl_seconds between 1 and 2592000
             or lanekeeper.agent_lock_check(p_lane, p_locked_by, p_ttl_seconds)) for update of l skip locked;
     if at_ is not null then
@@ -375,14 +394,16 @@ begin
           return got;
         end if;
         insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended, successor)
-        select l.lane, l.execution_id, l.fencing_token, l.locked_at, greatest(least(l.expires_at, clock_timestamp()), l.locked_at), 'expired', p_locked_by
+        select l.lane, l.execution_id, l.fencing_token, l.locked_at,
+               greatest(least(l.expires_at, clock_timestamp()), l.locked_at), 'expired', p_locked_by
           from agent_locks l where l.lane = p_lane and l.execution_id is not null on conflict do nothing;
         delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by;
       end if;
       update agent_locks l
-         set locked_by = p_locked_by, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
-             expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds, parked = false,
-             execution_id = lanekeeper.agent_lock_execution(p_locked_by)
+         set locked_by = p_locked_by,
+             fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint),
+             locked_at = now_, expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds,
+             parked = false, execution_id = lanekeeper.agent_lock_execution(p_locked_by)
        where l.ctid = at_                                                             -- locked, so its ctid is stable
       returning true, l.fencing_token, l.expires_at, p_locked_by, holder, ends into got;
       return got;
@@ -399,7 +420,8 @@ begin
        where pg_try_advisory_xact_lock(hashtextextended('lane ' || p_lane, 0)) on conflict do nothing;
     elsif holder <> p_locked_by then
       return row(false, token, ends, holder, null, null)::agent_lock_answer;          -- a read, no write
-    else                                                    -- a renewal changes no key, so writes under the token do not block it
+    else
+      -- A renewal changes no key, so writes under the token do not block it.
       select l.ctid into at_ from agent_locks l
        where l.lane = p_lane and l.locked_by = p_locked_by
          and l.expires_at > clock_timestamp() for no key update skip locked;
@@ -419,7 +441,8 @@ comment on function lanekeeper.acquire_agent_lock is
   'answer without a holder: another transaction is changing the lane.';
 
 create or replace function lanekeeper.acquire_agent_locks(p_lanes text[], p_owners text[], p_ttls int[])
-returns table (n bigint, acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text, was_holder text, was_until timestamptz)
+returns table (n bigint, acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text,
+               was_holder text, was_until timestamptz)
 language plpgsql volatile
 set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
@@ -443,7 +466,8 @@ begin
   now_ := clock_timestamp();                                                          -- after the locks
   return query
   update agent_locks l
-     set locked_by = w.owner, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
+     set locked_by = w.owner,
+         fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
          expires_at = now_ + make_interval(secs => w.ttl), ttl_seconds = w.ttl, parked = false,
          execution_id = lanekeeper.agent_lock_execution(w.owner)
     from (select distinct on (u.lane) u.lane, u.owner, u.ttl, u.n
@@ -460,8 +484,8 @@ comment on function lanekeeper.acquire_agent_locks is
   'acquire_agent_lock for many lanes in one commit; n counts from 1. Each lane succeeds or fails alone. A bad name or '
   'ttl is an error for all.';
 
-create or replace function lanekeeper.acquire_or_enqueue_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int, p_patience_seconds int,
-  p_hand_over boolean) returns agent_lock_answer
+create or replace function lanekeeper.acquire_or_enqueue_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int,
+  p_patience_seconds int, p_hand_over boolean) returns agent_lock_answer
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   got   agent_lock_answer;
@@ -470,7 +494,8 @@ declare
 begin
   if (p_patience_seconds between 1 and 2592000) is not true then
     raise exception 'patience of % seconds for lane % is not valid: give 1 to 2592000 (30 days)',
-      coalesce(p_patience_seconds::text, 'null'), coalesce(quote_literal(left(p_lane, 40)), 'null') using errcode = '22023';
+      coalesce(p_patience_seconds::text, 'null'), coalesce(quote_literal(left(p_lane, 40)), 'null')
+      using errcode = '22023';
   end if;
   got := lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
   if not got.acquired then
@@ -478,20 +503,29 @@ begin
     -- free lane for at most a minute.
     place := clock_timestamp() + make_interval(secs => least(p_patience_seconds, 60));
     update agent_lock_waiters w set expires_at = place, handover_ttl_seconds = ttl
-     where w.ctid = (select x.ctid from agent_lock_waiters x where x.lane = p_lane and x.owner = p_locked_by for update skip locked);
+     where w.ctid = (select x.ctid
+                       from agent_lock_waiters x
+                      where x.lane = p_lane and x.owner = p_locked_by
+                      for update skip locked);
     if not found and not exists (select from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by) then
       insert into agent_lock_waiters as w (lane, owner, expires_at, handover_ttl_seconds)
       values (p_lane, p_locked_by, place, ttl)
-      on conflict (lane, owner) do update set expires_at = excluded.expires_at, handover_ttl_seconds = excluded.handover_ttl_seconds;
+      on conflict (lane, owner) do update
+         set expires_at = excluded.expires_at, handover_ttl_seconds = excluded.handover_ttl_seconds;
     end if;                                                 -- a locked waiter gets the lane in an open transaction
     got := lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
   end if;
   if got.acquired then
     delete from agent_lock_waiters w where w.lane = p_lane and w.owner = p_locked_by;
-  elsif got.locked_by is null then                          -- another transaction changes the lane, perhaps for this owner
+  elsif got.locked_by is null then
+    -- Another transaction changes the lane, perhaps for this owner.
     delete from agent_lock_waiters w
-     where w.ctid = (select x.ctid from agent_lock_waiters x where x.lane = p_lane and x.owner = p_locked_by for update skip locked)
-       and exists (select from agent_locks l where l.lane = p_lane and l.locked_by = p_locked_by and l.expires_at > clock_timestamp());
+     where w.ctid = (select x.ctid
+                       from agent_lock_waiters x
+                      where x.lane = p_lane and x.owner = p_locked_by
+                      for update skip locked)
+       and exists (select from agent_locks l
+                    where l.lane = p_lane and l.locked_by = p_locked_by and l.expires_at > clock_timestamp());
   end if;
   return got;
 end $$;
@@ -499,7 +533,8 @@ comment on function lanekeeper.acquire_or_enqueue_agent_lock is
   'await_agent_lock, with the former owner of an ended lease. p_hand_over: a release may hand the lane over. It then '
   'notifies agent_lanes with lane, owner, token and end in microseconds, separated by tabs. Renew the lane then.';
 
-create or replace function lanekeeper.renew_agent_locks(p_lanes text[], p_owners text[], p_tokens bigint[], p_ttls int[])
+create or replace function lanekeeper.renew_agent_locks(p_lanes text[], p_owners text[], p_tokens bigint[],
+                                                        p_ttls int[])
 returns table (lane text, fencing_token bigint, renewed boolean, busy boolean, expires_at timestamptz)
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 #variable_conflict use_column
@@ -540,8 +575,8 @@ comment on function lanekeeper.renew_agent_locks is
   'Renew many leases. busy: another transaction has locked the row; try again soon. Neither renewed nor busy: the '
   'lane is lost.';
 
-create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_hand_over boolean,
-  p_wait boolean default true) returns text
+create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint,
+  p_hand_over boolean, p_wait boolean default true) returns text
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   at_     tid;
@@ -587,10 +622,14 @@ begin
       if found then
         now_ := clock_timestamp();                                                    -- after both locks
         update agent_locks l
-           set locked_by = heir.owner, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
-               expires_at = now_ + make_interval(secs => least(heir.handover_ttl_seconds, 10)), ttl_seconds = heir.handover_ttl_seconds,
-               execution_id = lanekeeper.agent_lock_execution(heir.owner)
-         where l.ctid = at_ returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token, (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;
+           set locked_by = heir.owner,
+               fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint),
+               locked_at = now_, expires_at = now_ + make_interval(secs => least(heir.handover_ttl_seconds, 10)),
+               ttl_seconds = heir.handover_ttl_seconds, execution_id = lanekeeper.agent_lock_execution(heir.owner)
+         where l.ctid = at_
+        returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token,
+                            (extract(epoch from l.expires_at) * 1000000)::bigint)
+          into passed;
         perform pg_notify('agent_lanes', passed);
         return passed;
       end if;
@@ -635,7 +674,8 @@ comment on function lanekeeper.agent_lenders is
   'The executions from a holder down to the parent of a borrower, when each waits for its child; else null. With '
   'p_running a parent that has just started its child counts, too.';
 
-create or replace function lanekeeper.lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint, p_ttl_seconds int default 300)
+create or replace function lanekeeper.lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint,
+                                                      p_ttl_seconds int default 300)
 returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, lender uuid)
 language plpgsql volatile as $$
 #variable_conflict use_column
@@ -657,7 +697,11 @@ begin
     exit when line is null or look = 2;
     -- The executions between holder and borrower need their own locks. An execution whose row is locked begins or ends
     -- its wait.
-    seen := array(select x.id from agent_executions x where x.id = any (line[2 : cardinality(line) - 1]) order by x.id for share skip locked);
+    seen := array(select x.id
+                    from agent_executions x
+                   where x.id = any (line[2 : cardinality(line) - 1])
+                   order by x.id
+                   for share skip locked);
     exit when cardinality(seen) < cardinality(line) - 2;
     seen := line;
     perform 1 from agent_locks l where l.lane = p_lane for update;
@@ -669,11 +713,13 @@ begin
            coalesce(line[u.n + 1], p_borrower), held.ttl_seconds
       from unnest(line) with ordinality u (lender, n);
     insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended, successor)
-    select l.lane, l.execution_id, l.fencing_token, l.locked_at, greatest(least(l.expires_at, clock_timestamp()), l.locked_at), 'lent', owner
+    select l.lane, l.execution_id, l.fencing_token, l.locked_at,
+           greatest(least(l.expires_at, clock_timestamp()), l.locked_at), 'lent', owner
       from agent_locks l where l.lane = p_lane and l.execution_id is not null on conflict do nothing;
     update agent_locks l
        set locked_by = owner, execution_id = p_borrower, parked = false, locked_at = now_, ttl_seconds = p_ttl_seconds,
-           fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), expires_at = now_ + make_interval(secs => p_ttl_seconds)
+           fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint),
+           expires_at = now_ + make_interval(secs => p_ttl_seconds)
      where l.lane = p_lane;
     lender := held.execution_id;
   end if;
@@ -683,8 +729,10 @@ end $$;
 comment on function lanekeeper.lend_agent_lock is
   'Lend a lane to an execution whose ancestor holds it and waits for it. Otherwise acquired is false.';
 
-create or replace function lanekeeper.acquire_agent_execution_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
-returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text, lender uuid, soon boolean)
+create or replace function lanekeeper.acquire_agent_execution_lock(p_lane text, p_locked_by text,
+                                                                   p_ttl_seconds int default 300)
+returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text, lender uuid,
+               soon boolean)
 language plpgsql volatile as $$
 #variable_conflict use_column
 declare
@@ -697,10 +745,16 @@ begin
     where x.id = me and x.inherits and x.status = 'running' and p_locked_by = me || '#' || x.claim for no key update;
   heir := found;
   got := lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds);
-  acquired := got.acquired; fencing_token := got.fencing_token; expires_at := got.expires_at; locked_by := got.locked_by;
-  soon := not acquired and heir and (locked_by is null or lanekeeper.agent_lenders(me, lanekeeper.agent_lock_execution(locked_by), true) is not null);
+  acquired := got.acquired;
+  fencing_token := got.fencing_token;
+  expires_at := got.expires_at;
+  locked_by := got.locked_by;
+  soon := not acquired and heir
+          and (locked_by is null
+               or lanekeeper.agent_lenders(me, lanekeeper.agent_lock_execution(locked_by), true) is not null);
   if soon and locked_by is not null then
-    select n.acquired, n.fencing_token, n.expires_at, n.lender into got.acquired, got.fencing_token, got.expires_at, lender
+    select n.acquired, n.fencing_token, n.expires_at, n.lender
+      into got.acquired, got.fencing_token, got.expires_at, lender
       from lanekeeper.lend_agent_lock(p_lane, me, substr(p_locked_by, 38)::bigint, p_ttl_seconds) n;
     if got.acquired then
       acquired := true; fencing_token := got.fencing_token; expires_at := got.expires_at; locked_by := p_locked_by;
@@ -713,13 +767,15 @@ comment on function lanekeeper.acquire_agent_execution_lock is
   'acquire_agent_lock for an execution, which may also borrow the lane from a parent that waits for it (lender). '
   'soon: a parent that holds the lane is about to wait; try again in a moment.';
 
-create or replace function lanekeeper.return_agent_lock(p_lane text, p_lender uuid default null, p_ended text default null) returns uuid
+create or replace function lanekeeper.return_agent_lock(p_lane text, p_lender uuid default null,
+                                                        p_ended text default null) returns uuid
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   loan record;
 begin
   -- Without a lock on the lender: its own transaction finds the lane once this one has released the lane's row.
-  select n.depth, n.ttl_seconds, x.id, x.id || '#' || x.claim as owner, x.status = 'waiting' and n.lane ~ '^(thread|automation|objective):' as parked
+  select n.depth, n.ttl_seconds, x.id, x.id || '#' || x.claim as owner,
+         x.status = 'waiting' and n.lane ~ '^(thread|automation|objective):' as parked
     into loan from agent_lock_loans n join agent_executions x on x.id = n.lender
    where n.lane = p_lane and (n.lender = p_lender or p_lender is null and x.status in ('running', 'waiting'))
    order by case when p_lender is null then -n.depth else n.depth end limit 1;
@@ -731,20 +787,23 @@ begin
     return null;
   end if;
   insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended, successor)
-  select l.lane, l.execution_id, l.fencing_token, l.locked_at, greatest(least(l.expires_at, clock_timestamp()), l.locked_at), case when loan.id is not null then 'given back' else p_ended end,
+  select l.lane, l.execution_id, l.fencing_token, l.locked_at,
+         greatest(least(l.expires_at, clock_timestamp()), l.locked_at),
+         case when loan.id is not null then 'given back' else p_ended end,
          coalesce(loan.owner, case p_ended when 'broken' then 'admin' else '' end)
     from agent_locks l where l.lane = p_lane and l.execution_id is not null on conflict do nothing;
   if loan.id is not null then
     update agent_locks l
        set locked_by = loan.owner, execution_id = loan.id, parked = loan.parked, locked_at = clock_timestamp(),
-           ttl_seconds = loan.ttl_seconds, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from clock_timestamp()) * 1000000)::bigint),
+           ttl_seconds = loan.ttl_seconds,
+           fencing_token = greatest(l.fencing_token + 1, (extract(epoch from clock_timestamp()) * 1000000)::bigint),
            expires_at = case when loan.parked then timestamptz '9000-01-01 00:00+00'
                              else clock_timestamp() + make_interval(secs => loan.ttl_seconds) end
      where l.lane = p_lane;
   else
     update agent_locks l
-       set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = least(l.expires_at, clock_timestamp()), parked = false,
-           execution_id = null
+       set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = least(l.expires_at, clock_timestamp()),
+           parked = false, execution_id = null
      where l.lane = p_lane;
     perform pg_notify('agent_lanes', p_lane)
       where exists (select from agent_lock_waiters w where w.lane = p_lane and w.expires_at > clock_timestamp())
@@ -758,7 +817,8 @@ comment on function lanekeeper.return_agent_lock is
   'End the last loan of a lane: the lane returns to the nearest live lender, or to p_lender. The caller has locked the '
   'row. Null: there is no such lender. Then p_ended, if given, frees the lane, voids its token and notifies waiters.';
 
-create or replace function lanekeeper.claim_agent_locks(p_execution_id uuid, p_parked boolean default false) returns void
+create or replace function lanekeeper.claim_agent_locks(p_execution_id uuid, p_parked boolean default false)
+returns void
 language plpgsql volatile as $$
 declare
   mine text[] := array(select l.lane from agent_locks l where l.execution_id = p_execution_id
@@ -777,8 +837,10 @@ begin
          and (x.waiting_for = 'agent' and x.waiting_key = n.borrower::text) is not true order by 1) t;
   end if;
   update agent_locks l
-     set parked = p_parked, locked_by = x.id || '#' || x.claim, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint),
-         expires_at = case when p_parked then timestamptz '9000-01-01 00:00+00' else now_ + make_interval(secs => l.ttl_seconds) end
+     set parked = p_parked, locked_by = x.id || '#' || x.claim,
+         fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint),
+         expires_at = case when p_parked then timestamptz '9000-01-01 00:00+00'
+                           else now_ + make_interval(secs => l.ttl_seconds) end
     from agent_executions x
    where x.id = p_execution_id and l.execution_id = x.id and l.lane = any (mine) and l.expires_at > now_
      and (not p_parked or not l.parked and l.lane ~ '^(thread|automation|objective):');
@@ -788,7 +850,8 @@ comment on function lanekeeper.claim_agent_locks is
   'execution waits. Its loans return, except to the child it waits for. Threads, automations and objectives do not '
   'expire meanwhile.';
 
-create or replace function lanekeeper.release_agent_execution_locks(p_execution_id uuid, p_ended boolean default true) returns int
+create or replace function lanekeeper.release_agent_execution_locks(p_execution_id uuid, p_ended boolean default true)
+returns int
 language plpgsql volatile as $$
 declare
   mine text[] := array(select l.lane from agent_locks l where l.execution_id = p_execution_id

@@ -239,9 +239,9 @@ comment on column agent_idempotency.body is 'The body of the answer.';
 comment on column agent_idempotency.expires_at is 'When the row may be deleted.';
 
 create table agent_execution_counts (
-  span text not null check (span in ('hour', 'day')), start timestamptz not null, agent text not null, flow text not null,
-  completed bigint not null default 0, failed bigint not null default 0, timeout bigint not null default 0,
-  cancelled bigint not null default 0,
+  span text not null check (span in ('hour', 'day')), start timestamptz not null, agent text not null,
+  flow text not null, completed bigint not null default 0, failed bigint not null default 0,
+  timeout bigint not null default 0, cancelled bigint not null default 0,
   primary key (span, start, agent, flow)
 ) with (fillfactor = 80);
 comment on table agent_execution_counts is
@@ -337,7 +337,8 @@ begin
   end if;
   if p_refuse then
     raise exception 'autonomous work is paused%', coalesce((
-        select ' since ' || to_char(p.paused_at at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC by ' || p.paused_by || ': ' || p.reason
+        select ' since ' || to_char(p.paused_at at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC by '
+               || p.paused_by || ': ' || p.reason
           from agent_pauses p where p.resumed_at is null), '')
       using errcode = 'LK003', hint = 'Resume the agent first: agent resume, or select resume_agent().';
   end if;
@@ -364,7 +365,10 @@ begin
   end if;
   -- A trial of an eval is one execution of its own, in no thread.
   if new.surface = 'eval' or new.trace_id like 'ev\_%' then
-    if new.surface <> 'eval' or new.trace_id not like 'ev\_%' or new.flow !~ '^eval(:[0-9a-f]+)?$' or new.thread_id is not null then
+    if new.surface <> 'eval'
+       or new.trace_id not like 'ev\_%'
+       or new.flow !~ '^eval(:[0-9a-f]+)?$'
+       or new.thread_id is not null then
       raise exception 'a trial of an eval cannot write to agent_executions' using errcode = 'LK009',
         hint = 'Give the skill a stub in the case of the eval.';
     end if;
@@ -402,7 +406,8 @@ begin
     if new.status in ('completed', 'failed', 'timeout', 'cancelled') then
       new.claimed_by := null;
       new.completed_at := coalesce(new.completed_at, new.updated_at);
-      new.result_type := case new.status when 'completed' then 'success' when 'failed' then 'failure' else new.status end;
+      new.result_type :=
+        case new.status when 'completed' then 'success' when 'failed' then 'failure' else new.status end;
     elsif new.status = 'waiting' then
       new.claimed_by := null;
       new.waiting_until := coalesce(new.waiting_until, new.updated_at + interval '7 days');  -- every wait ends
@@ -413,7 +418,8 @@ begin
       new.waiting_for := null; new.waiting_key := null; new.waiting_until := null;
       new.waiting_data := null; new.waiting_step := null;
     end if;
-  elsif new.claimed_by is not null and new.status <> 'running' or new.waiting_for is not null and new.status <> 'waiting'
+  elsif new.claimed_by is not null and new.status <> 'running'
+        or new.waiting_for is not null and new.status <> 'waiting'
         or (new.completed_at is null) = (new.status in ('completed', 'failed', 'timeout', 'cancelled')) then
     raise exception 'execution % is %: its worker, wait or end does not fit this status', old.id, old.status
       using errcode = 'LK002';
@@ -469,7 +475,8 @@ begin
     with gone as (
       delete from agent_activity_open o where o.execution_id = e.id returning o.activity_id, o.kind)
     update agent_activity a
-       set status = case when gone.kind = 'phase' then 'error' else 'unknown' end, finished_at = clock_timestamp(), error_class = e.status,
+       set status = case when gone.kind = 'phase' then 'error' else 'unknown' end, finished_at = clock_timestamp(),
+           error_class = e.status,
            error_message = 'the execution ended ' || e.status || case when gone.kind = 'phase' then ' in this phase'
                              else ' during the call; nobody knows whether it took effect' end,
            duration_ms = (extract(epoch from clock_timestamp() - a.created_at) * 1000)::bigint
@@ -480,7 +487,11 @@ begin
   update agent_requests r set status = 'closed', completed_at = clock_timestamp()
    where r.execution_id = e.id and r.status = 'pending';
   if e.status = 'cancelled' then
-    for thread_ in update agent_messages m set status = 'withdrawn' where m.execution_id = e.id and m.status = 'queued' returning m.thread_id loop
+    for thread_ in
+      update agent_messages m
+         set status = 'withdrawn'
+       where m.execution_id = e.id and m.status = 'queued'
+      returning m.thread_id loop
       perform pg_notify('agent_threads', thread_);           -- the next message may be sent
     end loop;
     perform cancel_agent_execution(c.id, e.cancelled_by, case when e.cancel_reason like 'its parent was cancelled: %'
@@ -506,7 +517,8 @@ comment on function lanekeeper.release_agent_execution is
 -- One query finds the work, after the rows were locked and changed. Most ends only emit their event. Executions that
 -- end together began together. So one probe of each table, from the first id to the last, proves that no row is there.
 create or replace function lanekeeper.agent_executions_changed() returns trigger
-language plpgsql security definer set search_path from current set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
+language plpgsql security definer set search_path from current set enable_seqscan = off
+set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
   over uuid[];                      -- executions that end
   odd uuid[];                       -- ending executions that release something or emit to targets
@@ -515,8 +527,12 @@ declare
   freed jsonb := '{}';              -- by execution: the number of released lanes
 begin
   select array_agg(c.id order by c.id) as over, exists (select from agent_limits) as limits,
-         array_agg(c.id) filter (where c.status = 'cancelled' or c.is_external or c.flow = 'webhook' and c.status <> 'completed') as odd
-    into has from changed c where c.completed_at is not null and c.id in (select o.id from was o where o.completed_at is null);
+         array_agg(c.id) filter (where c.status = 'cancelled'
+                                    or c.is_external
+                                    or c.flow = 'webhook' and c.status <> 'completed') as odd
+    into has
+    from changed c
+   where c.completed_at is not null and c.id in (select o.id from was o where o.completed_at is null);
   if has.limits and exists (
        select from was o join changed n on n.id = o.id
          join agent_limits l on l.kind = 'flow' and l.name = n.flow or l.kind = 'surface' and l.name = n.surface
@@ -531,9 +547,11 @@ begin
   select exists (select from agent_locks l where l.execution_id between over[1] and over[cardinality(over)])
          or exists (select from agent_lock_loans k where k.lender between over[1] and over[cardinality(over)])
          or exists (select from agent_activity_open o where o.execution_id between over[1] and over[cardinality(over)])
-         or exists (select from agent_approvals a where a.parked and a.execution_id between over[1] and over[cardinality(over)])
+         or exists (select from agent_approvals a
+                     where a.parked and a.execution_id between over[1] and over[cardinality(over)])
          or exists (select from agent_requests r where r.execution_id between over[1] and over[cardinality(over)])
-         or exists (select from agent_budget_reservations b where b.execution_id between over[1] and over[cardinality(over)]) as something,
+         or exists (select from agent_budget_reservations b
+                     where b.execution_id between over[1] and over[cardinality(over)]) as something,
          exists (select from agent_webhook_targets t where t.enabled) as hooks,
          exists (select from agent_executions x where x.waiting_for = 'agent') as parents
     into has;
@@ -544,8 +562,10 @@ begin
       select l.execution_id from agent_locks l where l.execution_id = any (over)
       union select k.lender from agent_lock_loans k where k.lender = any (over)
       union select o.execution_id from agent_activity_open o where o.execution_id = any (over)
-      union select a.execution_id from agent_approvals a where a.execution_id = any (over) and a.parked and a.status in ('pending', 'approved')
-      union select r.execution_id from agent_requests r where r.execution_id = any (over) and (r.status = 'pending') is true
+      union select a.execution_id from agent_approvals a
+             where a.execution_id = any (over) and a.parked and a.status in ('pending', 'approved')
+      union select r.execution_id from agent_requests r
+             where r.execution_id = any (over) and (r.status = 'pending') is true
       union select b.execution_id from agent_budget_reservations b where b.execution_id = any (over));
   end if;
   if odd is not null then
@@ -554,14 +574,22 @@ begin
     end loop;
   end if;
   insert into agent_events (event, key, data, external_id, execution_id)
-  select 'AGENT_COMPLETED', n.id::text, jsonb_build_object('execution_id', n.id, 'status', n.status, 'result_type', n.result_type,
-           'result_summary', n.result_summary, 'locks_released', coalesce((freed ->> n.id::text)::int, 0)), 'completed ' || n.id, n.id
+  select 'AGENT_COMPLETED', n.id::text,
+         jsonb_build_object('execution_id', n.id, 'status', n.status, 'result_type', n.result_type,
+           'result_summary', n.result_summary, 'locks_released', coalesce((freed ->> n.id::text)::int, 0)),
+         'completed ' || n.id, n.id
     from changed n where n.id = any (over) and n.surface <> 'eval' order by n.id
   on conflict (external_id) do nothing;      -- the end must not fail if another event has this id
   if has.parents then
-    insert into agent_unpublished_completions (execution_id) select t.id from unnest(over) t (id) where exists (select from agent_executions x
-      where x.waiting_for = 'agent' and x.waiting_key = t.id::text
-        and (x.status = 'waiting') is true offset 0) order by 1 on conflict do nothing;
+    insert into agent_unpublished_completions (execution_id)
+    select t.id
+      from unnest(over) t (id)
+     where exists (select from agent_executions x
+                    where x.waiting_for = 'agent' and x.waiting_key = t.id::text
+                      and (x.status = 'waiting') is true
+                   offset 0)
+     order by 1
+    on conflict do nothing;
   end if;
   return null;
 end $$;
@@ -572,7 +600,8 @@ comment on function lanekeeper.agent_executions_changed is
 create or replace trigger agent_executions_begins before insert on agent_executions
   for each row execute function lanekeeper.agent_executions_begins();
 
-create or replace trigger agent_executions_moves before update of status, claimed_by, claim, completed_at, waiting_for, trace_id, flow, is_external
+create or replace trigger agent_executions_moves
+  before update of status, claimed_by, claim, completed_at, waiting_for, trace_id, flow, is_external
   on agent_executions for each row execute function lanekeeper.agent_executions_moves();
 
 create or replace trigger agent_executions_changed after update on agent_executions
@@ -599,12 +628,16 @@ begin
     perform lanekeeper.mark_agent_trial();
   end if;
   -- A fork receives its checkpoints while it is pending. No other pending execution may write.
-  if found and (e.status = 'waiting' or e.status = 'pending' and e.forked_from is not null or (e.status = 'running' and exists (
-       select 1 from agent_workers w where w.id = e.claimed_by and w.expires_at > clock_timestamp()))) then
+  if found
+     and (e.status = 'waiting'
+          or e.status = 'pending' and e.forked_from is not null
+          or (e.status = 'running' and exists (
+                select 1 from agent_workers w where w.id = e.claimed_by and w.expires_at > clock_timestamp()))) then
     return true;
   end if;
   raise exception '% of execution % is stale: the run was handed on, ended, or its worker''s lease expired',
-    case when p_claim >= 0 then 'claim ' || p_claim else 'the lock' end, p_id using errcode = 'LK001', hint = 'Stop the work: another worker has the run, or it has ended.';
+    case when p_claim >= 0 then 'claim ' || p_claim else 'the lock' end, p_id
+    using errcode = 'LK001', hint = 'Stop the work: another worker has the run, or it has ended.';
 end $$;
 comment on function fence_agent_execution is
   'Guard a write of a run: true while the claim is the live one of the execution, else LK001. A takeover waits for '
@@ -636,17 +669,21 @@ with recursive kinds as (
     select x.flow, x.surface::text as surface from lanekeeper.agent_ready_executions x
      where x.queue = k.queue and (x.flow, x.surface) > (k.flow, k.surface)
      order by x.flow, x.surface limit 1) n)
-select k.queue, k.flow, k.surface, (select min(f.places) from lanekeeper.agent_free_places f
-                                     where f.name = case f.kind when 'flow' then k.flow else k.surface end) as places from kinds k
+select k.queue, k.flow, k.surface,
+       (select min(f.places) from lanekeeper.agent_free_places f
+         where f.name = case f.kind when 'flow' then k.flow else k.surface end) as places
+  from kinds k
  where k.surface in ('operate', 'chat') or not exists (select from agent_pauses p where p.resumed_at is null);
 comment on view lanekeeper.agent_ready_kinds is
   'The flows and surfaces with executions to claim, and the free slots of their limits (null: no limit). While the '
   'agent is paused: only attended surfaces.';
 
-create or replace function lanekeeper.start_agent_executions(p_traces text[], p_surfaces text[], p_flows text[], p_inputs jsonb[], p_options jsonb,
-                                                  p_worker uuid, p_places int[], p_skip text[])
+create or replace function lanekeeper.start_agent_executions(p_traces text[], p_surfaces text[], p_flows text[],
+                                                  p_inputs jsonb[], p_options jsonb, p_worker uuid, p_places int[],
+                                                  p_skip text[])
 returns table (n int, id uuid, claimed boolean, at timestamptz, parent_id uuid, on_lost text, input jsonb)
-language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off set lock_timeout = '50ms' as $$
+language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off
+set lock_timeout = '50ms' as $$
 #variable_conflict use_column
 declare
   several constant int := cardinality(p_flows);
@@ -668,15 +705,21 @@ begin
     elsif p_places <> '{0,0}' then
       mine := array(
         with s as materialized (
-          select i, coalesce((p_options -> (i - 1) ->> 'queued')::boolean, false) as queued, coalesce(p_options -> (i - 1) ->> 'queue', 'background') as queue,
+          select i, coalesce((p_options -> (i - 1) ->> 'queued')::boolean, false) as queued,
+                 coalesce(p_options -> (i - 1) ->> 'queue', 'background') as queue,
                  p_flows[i] as flow, p_surfaces[i] as surface from generate_series(1, several) i),
         lines as materialized (
-          select d.*, not (d.flow = 'external' or d.flow like 'external:%' or held_back and d.surface not in ('operate', 'chat'))
+          select d.*,
+                 not (d.flow = 'external'
+                      or d.flow like 'external:%'
+                      or held_back and d.surface not in ('operate', 'chat'))
                       and lanekeeper.agent_next_in_line(d.queue, d.flow, d.surface, p_skip) as next
             from (select distinct s.queue, s.flow, s.surface from s where s.queued) d)
         select not s.queued or l.next and row_number() over (partition by s.queued, s.queue, l.next order by s.i)
                  <= p_places[case s.queue when 'background' then 1 else 2 end]
-          from s left join lines l on s.queued and l.queue = s.queue and l.flow = s.flow and l.surface = s.surface order by s.i);
+          from s
+          left join lines l on s.queued and l.queue = s.queue and l.flow = s.flow and l.surface = s.surface
+         order by s.i);
     end if;
   end if;
   at_ := clock_timestamp();
@@ -688,15 +731,20 @@ begin
     ids[i] := (high || to_hex(low + i))::uuid;
   end loop;
   return query
-  insert into agent_executions as x (id, trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue, priority, status,
-         claimed_by, claim, created_at, started_at, updated_at, input, on_lost, max_attempts, progress_seconds)
-  select ids[i], p_traces[i], p_surfaces[i], coalesce(o ->> 'agent', 'agent'), p_flows[i], (o ->> 'parent_id')::uuid, coalesce((o ->> 'awaited')::boolean, false),
-         coalesce((o ->> 'inherits')::boolean, false), o ->> 'thread_id', coalesce(o ->> 'queue', 'background'), coalesce((o ->> 'priority')::int, 2),
-         case when run then 'running' else 'pending' end, case when run then p_worker end, case when run then 1 else 0 end, at_, case when run then at_ end, at_,
-         coalesce(p_inputs[i], '{}'), coalesce(o ->> 'on_lost', 'resume'), coalesce((o ->> 'max_attempts')::int, 5), coalesce((o ->> 'progress_seconds')::int, 0)
+  insert into agent_executions as x (id, trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue,
+         priority, status, claimed_by, claim, created_at, started_at, updated_at, input, on_lost, max_attempts,
+         progress_seconds)
+  select ids[i], p_traces[i], p_surfaces[i], coalesce(o ->> 'agent', 'agent'), p_flows[i], (o ->> 'parent_id')::uuid,
+         coalesce((o ->> 'awaited')::boolean, false), coalesce((o ->> 'inherits')::boolean, false), o ->> 'thread_id',
+         coalesce(o ->> 'queue', 'background'), coalesce((o ->> 'priority')::int, 2),
+         case when run then 'running' else 'pending' end, case when run then p_worker end,
+         case when run then 1 else 0 end, at_, case when run then at_ end, at_,
+         coalesce(p_inputs[i], '{}'), coalesce(o ->> 'on_lost', 'resume'), coalesce((o ->> 'max_attempts')::int, 5),
+         coalesce((o ->> 'progress_seconds')::int, 0)
     from (select i, o, p_worker is not null and coalesce(mine[i], o ->> 'queued' is null) as run
             from (select i, p_options -> (i - 1) as o from generate_series(1, several) i offset 0) s offset 0) s
-  returning array_position(ids, x.id), x.id, x.claimed_by is not null, x.created_at, x.parent_id, x.on_lost::text, x.input;
+  returning array_position(ids, x.id), x.id, x.claimed_by is not null, x.created_at, x.parent_id, x.on_lost::text,
+            x.input;
 end $$;
 comment on function lanekeeper.start_agent_executions is
   'Start executions. p_options has an object for each; null: defaults. Without the key queued an execution begins '
@@ -742,7 +790,8 @@ comment on function lanekeeper.claim_agent_execution is
   'Claim a ready execution for a live worker: its lanes get the new claim as their owner, and calls left in flight are '
   'closed as unknown. No row when it is not ready.';
 
-create or replace function lanekeeper.claim_agent_executions(p_queue text, p_worker uuid, p_limit int, p_skip text[] default '{}')
+create or replace function lanekeeper.claim_agent_executions(p_queue text, p_worker uuid, p_limit int,
+                                                             p_skip text[] default '{}')
 returns table (execution agent_executions, held boolean, missed boolean,
                steps text[], claims bigint[], prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
 language plpgsql volatile set enable_seqscan = off set jit = off set plan_cache_mode = force_generic_plan as $$
@@ -754,8 +803,11 @@ declare
   ids uuid[];
 begin
   select array_agg(k.flow), array_agg(k.surface), bool_or(k.places is not null) into flows, surfaces, limited
-    from lanekeeper.agent_ready_kinds k where k.queue = p_queue and k.flow <> all (p_skip) and (k.places > 0) is not false;
-  if flows is null or p_limit <= 0 or not exists (select from agent_workers w where w.id = p_worker and w.expires_at > clock_timestamp()) then
+    from lanekeeper.agent_ready_kinds k
+   where k.queue = p_queue and k.flow <> all (p_skip) and (k.places > 0) is not false;
+  if flows is null
+     or p_limit <= 0
+     or not exists (select from agent_workers w where w.id = p_worker and w.expires_at > clock_timestamp()) then
     return;
   end if;
   perform pg_advisory_xact_lock(hashtextextended('admit ' || l.kind || ' ' || l.name, 0))
@@ -770,7 +822,8 @@ begin
   if limited then                                            -- at most the free slots of each flow and surface
     ids := array(
       select c.id from (
-        select x.id, x.priority, x.flow, x.surface, row_number() over (partition by x.flow order by x.priority, x.id) as of_flow,
+        select x.id, x.priority, x.flow, x.surface,
+               row_number() over (partition by x.flow order by x.priority, x.id) as of_flow,
                row_number() over (partition by x.surface order by x.priority, x.id) as of_surface
           from agent_executions x where x.id = any (ids)) c
        where not exists (select from lanekeeper.agent_free_places f
@@ -791,8 +844,8 @@ begin
                    where a.execution_id = x.id and a.status = 'unknown' and a.error_class = 'interrupted')),
            false, k.steps, k.claims, k.prints, k.failed, k.outputs, k.times
       from agent_executions x cross join lateral (
-        select array_agg(c.step) as steps, array_agg(c.claim) as claims, array_agg(c.fingerprint) as prints, array_agg(c.failed) as failed,
-               array_agg(c.output) as outputs, array_agg(c.created_at) as times
+        select array_agg(c.step) as steps, array_agg(c.claim) as claims, array_agg(c.fingerprint) as prints,
+               array_agg(c.failed) as failed, array_agg(c.output) as outputs, array_agg(c.created_at) as times
           from agent_checkpoints c where c.execution_id = x.id and x.claim > 1) k
      where x.id = any (ids) and x.claimed_by = p_worker;
   -- The claim skips a row that another transaction has locked, such as a parent that parks.
@@ -801,7 +854,8 @@ begin
         where not exists (select from lanekeeper.agent_free_places f
                            where limited and f.places <= 0
                              and f.name = case f.kind when 'flow' then k.flow else k.surface end)
-          and exists (select from lanekeeper.agent_ready_executions x where x.queue = p_queue and x.flow = k.flow and x.surface = k.surface)) then
+          and exists (select from lanekeeper.agent_ready_executions x
+                       where x.queue = p_queue and x.flow = k.flow and x.surface = k.surface)) then
     held := false;
     missed := true;
     return next;
@@ -822,7 +876,8 @@ comment on view lanekeeper.agent_stalled_executions is
   'Claimed executions that have recorded nothing for progress_seconds, though their workers live.';
 
 create or replace function lanekeeper.lose_agent_claims(p_worker uuid, p_id uuid default null) returns int
-language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off set lock_timeout = '50ms' as $$
+language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set lock_timeout = '50ms' as $$
 declare
   lost uuid[];
   left_ uuid[] := '{}';             -- for the next call, because a row is locked
@@ -832,18 +887,26 @@ declare
   e record;
 begin
   -- Leave locked executions to the next sweep: waiting for one would delay all others.
-  lost := array(select x.id from agent_executions x where x.claimed_by = p_worker and (p_id is null or x.id = p_id) order by x.id for update skip locked);
+  lost := array(select x.id
+                  from agent_executions x
+                 where x.claimed_by = p_worker and (p_id is null or x.id = p_id)
+                 order by x.id
+                 for update skip locked);
   if p_id is not null then                                   -- a step may have been recorded before the row was locked
     lost := array(select s.id from lanekeeper.agent_stalled_executions s where s.id = any (lost));
   end if;
   for e in
     select f.* from (
       select x.id, x.claim, s.spent, case
-               when p_id is not null and x.on_lost <> 'hand_on' then format('no progress within progress_seconds (%s)', x.progress_seconds)
+               when p_id is not null and x.on_lost <> 'hand_on'
+                 then format('no progress within progress_seconds (%s)', x.progress_seconds)
                when x.on_lost = 'fail' then 'the worker''s lease expired'
-               when s.spent >= x.max_attempts then format('given up after %s workers were lost without a checkpoint between', s.spent) end as fault
+               when s.spent >= x.max_attempts
+                 then format('given up after %s workers were lost without a checkpoint between', s.spent) end as fault
         from agent_executions x cross join lateral (
-          select case when exists (select from agent_checkpoints c where c.execution_id = x.id and c.claim = x.claim) then 1 else x.attempt + 1 end as spent) s
+          select case when exists (select from agent_checkpoints c
+                                    where c.execution_id = x.id and c.claim = x.claim) then 1
+                      else x.attempt + 1 end as spent) s
        where x.id = any (lost)) f where f.fault is not null order by f.id
   loop
     free := coalesce(free, lanekeeper.agent_with_free_lanes(lost));
@@ -867,7 +930,9 @@ begin
     from agent_executions x where x.id = any (lost) on conflict do nothing;
   update agent_executions x
      set claimed_by = null, claim = x.claim + 1, wake = x.wake + 1, updated_at = clock_timestamp(),
-         attempt = case when exists (select from agent_checkpoints c where c.execution_id = x.id and c.claim = x.claim) then 1 else x.attempt + 1 end
+         attempt = case when exists (select from agent_checkpoints c
+                                      where c.execution_id = x.id and c.claim = x.claim) then 1
+                        else x.attempt + 1 end
    where x.id = any (lost) and x.claimed_by = p_worker;
   if p_id is null then
     delete from agent_workers w
@@ -901,12 +966,15 @@ begin
   select x.* into e from agent_executions x where x.id = p_id for update;                -- a claim is part of the key
   update agent_executions x
      set claimed_by = null, claim = x.claim + 1, wake = x.wake + 1, updated_at = clock_timestamp(),
-         attempt = case when exists (select 1 from agent_checkpoints c where c.execution_id = x.id and c.claim = p_claim)
+         attempt = case when exists (select 1
+                                       from agent_checkpoints c
+                                      where c.execution_id = x.id and c.claim = p_claim)
                         then 0 else x.attempt end
    where x.id = p_id and x.claim = p_claim and x.status = 'running' and x.claimed_by is not null;
   if found then
     insert into agent_claims_lost (execution_id, claim, worker, worker_name, how)
-    values (p_id, p_claim, e.claimed_by, coalesce((select coalesce(nullif(w.owner, ''), w.name) from agent_workers w where w.id = e.claimed_by), ''),
+    values (p_id, p_claim, e.claimed_by,
+            coalesce((select coalesce(nullif(w.owner, ''), w.name) from agent_workers w where w.id = e.claimed_by), ''),
             'handed back') on conflict do nothing;
     perform lanekeeper.release_agent_execution_locks(p_id, false);
     perform lanekeeper.claim_agent_locks(p_id);
@@ -918,12 +986,13 @@ comment on function lanekeeper.release_agent_claim is
 
 -- Complete and cancel.
 
-create or replace function lanekeeper.complete_agent_execution(p_id uuid, p_claim bigint, p_status text, p_summary text, p_result jsonb,
-                                       p_error text, p_failed_step text) returns int
+create or replace function lanekeeper.complete_agent_execution(p_id uuid, p_claim bigint, p_status text, p_summary text,
+                                       p_result jsonb, p_error text, p_failed_step text) returns int
 language plpgsql volatile as $$
 begin
   if p_status is null or p_status not in ('completed', 'failed', 'timeout') then
-    raise exception 'execution % cannot finish as %: give completed, failed or timeout', p_id, coalesce(p_status, 'null')
+    raise exception 'execution % cannot finish as %: give completed, failed or timeout',
+      p_id, coalesce(p_status, 'null')
       using errcode = '22023';
   end if;
   -- For update: the end waits for writes under this claim, and no such write can follow it.
@@ -940,8 +1009,10 @@ comment on function lanekeeper.complete_agent_execution is
   'transaction. Returns the number of lanes.';
 
 create or replace function lanekeeper.complete_agent_executions(p_ids uuid[], p_claims bigint[], p_ends jsonb)
-returns table (n int, updated_at timestamptz, completed_at timestamptz, result jsonb, variables jsonb, inherits boolean, flow_version int)
-language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
+returns table (n int, updated_at timestamptz, completed_at timestamptz, result jsonb, variables jsonb, inherits boolean,
+               flow_version int)
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off
+set enable_mergejoin = off
 set plan_cache_mode = force_generic_plan set jit = off set lock_timeout = '50ms' as $$
 #variable_conflict use_column
 declare
@@ -953,7 +1024,8 @@ declare
   bound uuid[];                     -- executions with lanes or budgets
   ended int;
 begin
-  if exists (select from jsonb_array_elements(p_ends) e (v) where (e.v ->> 'status' in ('completed', 'failed', 'timeout')) is not true) then
+  if exists (select from jsonb_array_elements(p_ends) e (v)
+              where (e.v ->> 'status' in ('completed', 'failed', 'timeout')) is not true) then
     raise exception 'executions can finish as completed, failed or timeout' using errcode = '22023';
   end if;
   -- For update: no write under these claims can follow. An execution with a write under way is skipped and ends alone.
@@ -976,17 +1048,21 @@ begin
   if bound <> '{}' or (ending = p_ids and claims = p_claims and workers <@ alive) is not true then
     places := array(
       select case when claims[t.x] = p_claims[t.i] and workers[t.x] = any (alive) and p_ids[t.i] <> all (bound)
-                       and not exists (select from generate_series(1, t.i - 1) e where p_ids[e] = p_ids[t.i] and p_claims[e] = p_claims[t.i])
+                       and not exists (select from generate_series(1, t.i - 1) e
+                                        where p_ids[e] = p_ids[t.i] and p_claims[e] = p_claims[t.i])
                   then places[t.x] end
-        from (select i, array_position(ending, p_ids[i]) as x from generate_series(1, cardinality(p_ids)) i offset 0) t order by t.i);
+        from (select i, array_position(ending, p_ids[i]) as x from generate_series(1, cardinality(p_ids)) i offset 0) t
+       order by t.i);
   end if;
   insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
-  select p_ids[e.i], e.v ->> 'step', p_claims[e.i], coalesce(e.v ->> 'print', ''), coalesce((e.v ->> 'step_failed')::boolean, false), e.v -> 'output'
+  select p_ids[e.i], e.v ->> 'step', p_claims[e.i], coalesce(e.v ->> 'print', ''),
+         coalesce((e.v ->> 'step_failed')::boolean, false), e.v -> 'output'
     from jsonb_array_elements(p_ends) with ordinality e (v, i) where places[e.i] is not null and e.v ? 'step';
   return query
   update agent_executions x
      set status = e.v ->> 'status', result_summary = coalesce(e.v ->> 'summary', ''),
-         result = e.v -> 'result', error_message = e.v ->> 'error', failed_step = e.v ->> 'failed_step', variables = coalesce(e.v -> 'variables', x.variables)
+         result = e.v -> 'result', error_message = e.v ->> 'error', failed_step = e.v ->> 'failed_step',
+         variables = coalesce(e.v -> 'variables', x.variables)
     from jsonb_array_elements(p_ends) with ordinality e (v, i)
    where x.ctid = places[e.i]
   returning e.i::int, x.updated_at, x.completed_at, case when (e.v ->> 'wanted')::boolean then x.result end,
@@ -1002,7 +1078,8 @@ comment on function lanekeeper.complete_agent_executions is
   'the answer lacks was not written: it has lanes or budgets, is locked, or its claim is stale. End it alone. 23505: a '
   'last step was recorded before, and nothing is written. The call is cheapest in the order of p_ids.';
 
-create or replace function lanekeeper.request_agent_cancel(p_id uuid, p_cancelled_by text, p_reason text, p_always boolean default false) returns boolean
+create or replace function lanekeeper.request_agent_cancel(p_id uuid, p_cancelled_by text, p_reason text,
+                                                           p_always boolean default false) returns boolean
 language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '50ms' as $$
 declare
   line uuid[];
@@ -1012,7 +1089,9 @@ begin
   with recursive line (id, reason) as (
     select x.id, coalesce(p_reason, '') from agent_executions x where x.id = p_id and x.completed_at is null
     union all
-    select x.id, case when l.reason like 'its parent was cancelled: %' then l.reason else 'its parent was cancelled: ' || l.reason end
+    select x.id,
+           case when l.reason like 'its parent was cancelled: %' then l.reason
+                else 'its parent was cancelled: ' || l.reason end
       from line l join agent_executions x on x.parent_id = l.id
      where x.awaited and x.status in ('pending', 'running', 'waiting'))
   select array_agg(l.id), array_agg(l.reason) into line, reasons from line l;
@@ -1023,7 +1102,11 @@ begin
        select x.id from agent_executions x where x.id = any (line) order by x.id for update skip locked)) then
     lanes := array(select l.lane from agent_locks l where l.execution_id = any (line)
                    union select n.lane from agent_lock_loans n where n.lender = any (line));
-    if cardinality(lanes) = cardinality(array(select l.lane from agent_locks l where l.lane = any (lanes) order by l.lane for update skip locked)) then
+    if cardinality(lanes) = cardinality(array(select l.lane
+                                                from agent_locks l
+                                               where l.lane = any (lanes)
+                                               order by l.lane
+                                               for update skip locked)) then
       return false;
     end if;
   end if;
@@ -1050,7 +1133,8 @@ begin
     exit when not lanekeeper.request_agent_cancel(p_id, null, '');
     if try = 10 then
       perform lanekeeper.request_agent_cancel(p_id, coalesce(p_cancelled_by, ''), p_reason, true);
-      raise notice 'execution % cannot be cancelled yet: another transaction has it locked, or a child or a lane of it', p_id
+      raise notice 'execution % cannot be cancelled yet: another transaction has it locked, or a child or a lane of it',
+        p_id
         using hint = 'The cancel is requested, and completed within seconds of that transaction''s end.';
       return (select x.status from agent_executions x where x.id = p_id);
     end if;
@@ -1071,9 +1155,12 @@ begin
   end if;
   if (p_cancelled_by = 'admin' or exists (select from agent_principals p where p.name = p_cancelled_by))
      and coalesce(p_reason, '') not like 'its parent was cancelled: %' then
-    insert into agent_activity (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at, duration_ms)
-    values (lanekeeper.agent_trace_id('op'), 'note', 'admin', 'operate', 'cancel_execution', coalesce(p_reason, ''), 'success',
-            coalesce(actor_, lanekeeper.agent_actor()) || jsonb_build_object('execution', p_id, 'flow', e.flow, 'by', p_cancelled_by, 'reason', p_reason),
+    insert into agent_activity (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at,
+                                duration_ms)
+    values (lanekeeper.agent_trace_id('op'), 'note', 'admin', 'operate', 'cancel_execution', coalesce(p_reason, ''),
+            'success',
+            coalesce(actor_, lanekeeper.agent_actor())
+              || jsonb_build_object('execution', p_id, 'flow', e.flow, 'by', p_cancelled_by, 'reason', p_reason),
             jsonb_build_object('was', e.status, 'trace_id', e.trace_id), clock_timestamp(), 0);
   end if;
   return 'cancelled';
@@ -1109,14 +1196,17 @@ begin
           from line l join agent_executions c on c.id = lanekeeper.agent_uuid(l.waiting_key) and c.status = 'waiting'
          where l.waiting_for = 'agent' and l.waiting_data ->> 'patient' = 'true' and l.depth < 100)
       update agent_executions x set waiting_until = t.until
-        from (select max(l.waiting_until) + interval '1 hour' as until from line l) t where x.id = e.id and t.until > now_;
+        from (select max(l.waiting_until) + interval '1 hour' as until from line l) t
+       where x.id = e.id and t.until > now_;
       continue when found;
     end if;
     perform 1 from agent_executions x where x.id = e.child for no key update skip locked;
     continue when not found and exists (select from agent_executions x where x.id = e.child)
                or cardinality(lanekeeper.agent_with_free_lanes(array[e.id, e.child])) < 2;
     begin
-      perform lanekeeper.resume_agent_executions(array[e.id], array['{"event": "AGENT_COMPLETED", "data": {}, "timed_out": true}'::jsonb], '{}', null, e.child);
+      perform lanekeeper.resume_agent_executions(
+                array[e.id], array['{"event": "AGENT_COMPLETED", "data": {}, "timed_out": true}'::jsonb], '{}', null,
+                e.child);
     exception when lock_not_available then
       held := held + 1;
     end;
@@ -1131,19 +1221,27 @@ begin
       with recursive wanted (lane) as (
         select min(x.waiting_key) from agent_executions x where x.waiting_for = 'lane'
         union all
-        select (select min(x.waiting_key) from agent_executions x where x.waiting_for = 'lane' and x.waiting_key > w.lane)
+        select (select min(x.waiting_key)
+                  from agent_executions x
+                 where x.waiting_for = 'lane' and x.waiting_key > w.lane)
           from wanted w where w.lane is not null),
-      open as materialized (select w.lane from wanted w where w.lane is not null and not exists (select from lanekeeper.agent_lock_holders h where h.lane = w.lane))
+      open as materialized (select w.lane
+                              from wanted w
+                             where w.lane is not null
+                               and not exists (select from lanekeeper.agent_lock_holders h where h.lane = w.lane))
       select x.id from open o join agent_executions x on x.waiting_key = o.lane
        where x.waiting_for = 'lane' and x.status = 'waiting' limit p_limit for no key update of x skip locked) l);
   select array_agg(x.id), array_agg(jsonb_build_object('event', k.event, 'data', '{}'::jsonb,
-                                                       'timed_out', x.waiting_for <> 'delay' and x.waiting_until <= now_)) into due, outcomes
+                                                       'timed_out', x.waiting_for <> 'delay'
+                                                                    and x.waiting_until <= now_))
+    into due, outcomes
     from unnest(lanekeeper.agent_with_free_lanes(due)) t (id) join agent_executions x on x.id = t.id
     join lanekeeper.agent_wait_events k on k.kind = x.waiting_for;
   for i in 0 .. coalesce(cardinality(due), -1) loop          -- all at once; after a lock timeout one by one
     exit when held > 10;
     begin
-      perform lanekeeper.resume_agent_executions(case when i = 0 then due else due[i:i] end, case when i = 0 then outcomes else outcomes[i:i] end);
+      perform lanekeeper.resume_agent_executions(case when i = 0 then due else due[i:i] end,
+                                                 case when i = 0 then outcomes else outcomes[i:i] end);
       exit when i = 0;
     exception when lock_not_available then
       held := held + 1;
@@ -1159,7 +1257,8 @@ create or replace function lanekeeper.check_agent_reason(p_by text, p_reason tex
 language plpgsql immutable as $$
 begin
   if p_by is null or p_by !~ '^[^[:cntrl:]]{1,255}$' or p_by !~ '[^[:space:]]' then
-    raise exception 'by % is not valid: give a name of 1 to 255 printable characters', coalesce(quote_literal(left(p_by, 40)), 'null')
+    raise exception 'by % is not valid: give a name of 1 to 255 printable characters',
+      coalesce(quote_literal(left(p_by, 40)), 'null')
       using errcode = '22023';
   elsif length(p_reason) > 1000 or p_reason ~ '[\x01-\x08\x0b-\x1f\x7f]' then
     raise exception 'the reason is not valid: give at most 1000 printable characters' using errcode = '22023';
@@ -1187,11 +1286,16 @@ begin
   insert into agent_pauses as n (paused_by, reason, trace_id) values (p_by, p_reason, lanekeeper.agent_trace_id('op'))
   on conflict do nothing returning n.* into p;
   if not found then
-    return query select false, n.paused_at, n.paused_by, n.reason, n.trace_id, null::uuid from agent_pauses n where n.resumed_at is null;
+    return query
+      select false, n.paused_at, n.paused_by, n.reason, n.trace_id, null::uuid
+        from agent_pauses n
+       where n.resumed_at is null;
     return;
   end if;
-  insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, finished_at, duration_ms)
-  values (p.trace_id, 'note', p_by, 'operate', 'pause_agent', p_reason, 'success', lanekeeper.agent_actor() || jsonb_build_object('reason', p_reason, 'by', p_by),
+  insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, finished_at,
+                                   duration_ms)
+  values (p.trace_id, 'note', p_by, 'operate', 'pause_agent', p_reason, 'success',
+          lanekeeper.agent_actor() || jsonb_build_object('reason', p_reason, 'by', p_by),
           clock_timestamp(), 0)
   returning a.id into note_;
   perform pg_notify('agent_pause', 'paused');
@@ -1201,7 +1305,8 @@ comment on function pause_agent is
   'Pause autonomous work, everywhere, until resume_agent. If a pause is on, return it with changed false.';
 
 create or replace function resume_agent(p_by text default 'admin', p_reason text default '')
-returns table (changed boolean, paused_at timestamptz, paused_by text, reason text, resumed_at timestamptz, trace_id text, activity_id uuid)
+returns table (changed boolean, paused_at timestamptz, paused_by text, reason text, resumed_at timestamptz,
+               trace_id text, activity_id uuid)
 language plpgsql volatile security definer set search_path from current as $$
 #variable_conflict use_column
 declare
@@ -1216,9 +1321,12 @@ begin
     return query select false, null::timestamptz, '', '', null::timestamptz, '', null::uuid;
     return;
   end if;
-  insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at, duration_ms)
-  values (trace_, 'note', p_by, 'operate', 'resume_agent', p.resume_reason, 'success', lanekeeper.agent_actor() || jsonb_build_object('reason', p.resume_reason, 'by', p_by),
-          jsonb_build_object('paused_at', p.paused_at, 'paused_by', p.paused_by, 'paused_for', p.reason, 'paused_trace', p.trace_id),
+  insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, output,
+                                   finished_at, duration_ms)
+  values (trace_, 'note', p_by, 'operate', 'resume_agent', p.resume_reason, 'success',
+          lanekeeper.agent_actor() || jsonb_build_object('reason', p.resume_reason, 'by', p_by),
+          jsonb_build_object('paused_at', p.paused_at, 'paused_by', p.paused_by, 'paused_for', p.reason,
+                             'paused_trace', p.trace_id),
           clock_timestamp(), 0)
   returning a.id into note_;
   perform pg_notify('agent_pause', 'resumed');
@@ -1231,8 +1339,8 @@ comment on function resume_agent is
 
 -- Workers outside: an execution under a lock.
 
-create or replace function start_agent_execution(p_flow text, p_input jsonb default '{}', p_key text default null, p_trace_id text default null,
-                                      p_on_lost text default 'fail')
+create or replace function start_agent_execution(p_flow text, p_input jsonb default '{}', p_key text default null,
+                                      p_trace_id text default null, p_on_lost text default 'fail')
 returns uuid language plpgsql volatile security definer set search_path from current as $$
 declare
   made uuid;
@@ -1242,7 +1350,8 @@ begin
       using errcode = '22023', hint = 'Name it external, or external:NAME.';
   end if;
   insert into agent_executions (trace_id, surface, flow, input, dedupe_key, on_lost)
-  values (coalesce(p_trace_id, lanekeeper.agent_trace_id('fl')), 'flow', p_flow, coalesce(p_input, '{}'), p_key, p_on_lost)
+  values (coalesce(p_trace_id, lanekeeper.agent_trace_id('fl')), 'flow', p_flow, coalesce(p_input, '{}'), p_key,
+          p_on_lost)
   on conflict do nothing returning id into made;
   return coalesce(made, (select x.id from agent_executions x where x.dedupe_key = p_key));
 end $$;
@@ -1259,7 +1368,8 @@ declare
   w agent_workers;
 begin
   if p_owner is null or p_owner !~ '^[^[:cntrl:]]{1,255}$' or p_owner !~ '[^[:space:]]' then
-    raise exception 'owner % is not valid: an owner is 1 to 255 printable characters', coalesce(quote_literal(left(p_owner, 40)), 'null')
+    raise exception 'owner % is not valid: an owner is 1 to 255 printable characters',
+      coalesce(quote_literal(left(p_owner, 40)), 'null')
       using errcode = '22023';
   elsif p_ttl_seconds is null or p_ttl_seconds <= 0 or p_ttl_seconds > 86400 then
     raise exception 'ttl of % seconds is not valid: give 1 to 86400 (a day)', coalesce(p_ttl_seconds::text, 'null')
@@ -1280,7 +1390,8 @@ begin
   end if;
   if e.claimed_by is not null and w.expires_at > clock_timestamp() then
     if w.owner = p_owner then
-      update agent_workers k set expires_at = clock_timestamp() + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds
+      update agent_workers k
+         set expires_at = clock_timestamp() + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds
        where k.id = w.id returning k.* into w;
     end if;
     return query select case when w.owner = p_owner then w.lock_id end, w.expires_at, e.claim, e.status::text, w.owner,
@@ -1300,9 +1411,11 @@ begin
   end if;
   insert into agent_workers as k (name, kind, ttl_seconds, expires_at, lock_id, owner, execution_id, claim)
   values (p_owner, 'outside', p_ttl_seconds, clock_timestamp() + make_interval(secs => p_ttl_seconds),
-          translate(encode(uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid()), 'base64'), '+/=', '-_'), p_owner, p_id, e.claim + 1)
+          translate(encode(uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid()), 'base64'), '+/=', '-_'),
+          p_owner, p_id, e.claim + 1)
   returning k.* into w;
-  update agent_executions x set status = 'running', claimed_by = w.id, claim = x.claim + 1, updated_at = clock_timestamp()
+  update agent_executions x
+     set status = 'running', claimed_by = w.id, claim = x.claim + 1, updated_at = clock_timestamp()
    where x.id = p_id;
   if e.claim > 0 then
     perform lanekeeper.claim_agent_locks(p_id);
@@ -1316,7 +1429,8 @@ comment on function lock_agent_execution is
   'the same lock again, renewed.';
 
 create or replace function beat_agent_locks(p_lock_ids text[], p_id uuid default null)
-returns table (lock_id text, execution_id uuid, trace_id text, live boolean, expires_at timestamptz, status text, cancel_requested boolean)
+returns table (lock_id text, execution_id uuid, trace_id text, live boolean, expires_at timestamptz, status text,
+               cancel_requested boolean)
 language plpgsql volatile security definer set search_path from current as $$
 #variable_conflict use_column
 begin
@@ -1335,8 +1449,11 @@ begin
      where k.lock_id = any (p_lock_ids) and (p_id is null or k.execution_id = p_id) and k.expires_at > clock_timestamp()
        and x.id = k.execution_id and x.status = 'cancelled' and x.claim = k.claim + 1
     returning k.id)
-  select a.id, k.execution_id, x.trace_id, b.id is not null or t.id is not null, coalesce(b.expires_at, case when t.id is not null then k.expires_at end),
-         x.status::text, t.id is not null or b.id is not null and exists (select from agent_cancel_requests c where c.execution_id = k.execution_id)
+  select a.id, k.execution_id, x.trace_id, b.id is not null or t.id is not null,
+         coalesce(b.expires_at, case when t.id is not null then k.expires_at end),
+         x.status::text,
+         t.id is not null
+         or b.id is not null and exists (select from agent_cancel_requests c where c.execution_id = k.execution_id)
     from unnest(p_lock_ids) with ordinality a (id, n)
     left join agent_workers k on k.lock_id = a.id and (p_id is null or k.execution_id = p_id)
     left join agent_executions x on x.id = k.execution_id
@@ -1363,7 +1480,9 @@ begin
   perform fence_agent_execution(p_id, coalesce(agent_lock_claim(p_id, p_lock_id), -1));
   return query
   select x.trace_id, x.input, x.variables,
-         (select coalesce(jsonb_object_agg(c.step, c.output), '{}') from agent_checkpoints c where c.execution_id = x.id)
+         (select coalesce(jsonb_object_agg(c.step, c.output), '{}')
+            from agent_checkpoints c
+           where c.execution_id = x.id)
     from agent_executions x where x.id = p_id;
 end $$;
 comment on function read_agent_execution is
@@ -1371,9 +1490,9 @@ comment on function read_agent_execution is
   'recorded step. LK001: the lock is void.';
 
 -- Its nine parameters are those of the HTTP route, and part of the contract.
-create or replace function unlock_agent_execution(p_id uuid, p_lock_id text, p_status text, p_summary text default '', p_error text default null,
-                                       p_kind text default null, p_key text default null, p_timeout interval default null,
-                                       p_result jsonb default null)
+create or replace function unlock_agent_execution(p_id uuid, p_lock_id text, p_status text, p_summary text default '',
+                                       p_error text default null, p_kind text default null, p_key text default null,
+                                       p_timeout interval default null, p_result jsonb default null)
 returns text language plpgsql volatile security definer set search_path from current as $$
 declare
   claim_ bigint;
@@ -1381,7 +1500,8 @@ declare
   step_ text;
 begin
   if p_status is null or p_status not in ('completed', 'failed', 'waiting') then
-    raise exception 'a lock is released with status completed, failed or waiting, not %', coalesce(quote_literal(p_status), 'null')
+    raise exception 'a lock is released with status completed, failed or waiting, not %',
+      coalesce(quote_literal(p_status), 'null')
       using errcode = '22023';
   elsif p_status = 'waiting' and (p_kind is null or p_kind not in
        ('response', 'agent', 'document', 'signature', 'test', 'event', 'delay', 'approval')) then
@@ -1391,14 +1511,18 @@ begin
   perform 1 from agent_workers k where k.lock_id = p_lock_id and k.execution_id = p_id for update;
   if p_status = 'waiting' then
     p_key := coalesce(case p_kind when 'delay' then p_id::text when 'agent' then lower(p_key) else p_key end,
-                      case when p_kind = 'response' then (select x.thread_id from agent_executions x where x.id = p_id) end, '');
+                      case when p_kind = 'response'
+                             then (select x.thread_id from agent_executions x where x.id = p_id) end,
+                      '');
     perform pg_advisory_xact_lock(hashtextextended('wait ' || p_kind || ' ' || p_key, 0));
   end if;
   perform 1 from agent_executions x where x.id = p_id for update;
   claim_ := agent_lock_claim(p_id, p_lock_id);               -- after the row lock: the lease may have ended meanwhile
   perform fence_agent_execution(p_id, coalesce(claim_, -1));
   if p_status = 'waiting' then
-    if p_kind = 'agent' and p_key <> '' and not exists (select from agent_executions y where y.id = lanekeeper.agent_uuid(p_key)) then
+    if p_kind = 'agent'
+       and p_key <> ''
+       and not exists (select from agent_executions y where y.id = lanekeeper.agent_uuid(p_key)) then
       raise exception 'there is no execution %', quote_literal(left(p_key, 60)) using errcode = 'P0002';
     end if;
     select 'wait ' || p_kind || ' ' || (x.wait_number + 1) into step_ from agent_executions x where x.id = p_id;
@@ -1411,7 +1535,8 @@ begin
     end if;
     if outcome is not null then                              -- the event had come: the run is ready again
       update agent_executions x
-         set claimed_by = null, claim = x.claim + 1, wait_number = x.wait_number + 1, attempt = 0, updated_at = clock_timestamp()
+         set claimed_by = null, claim = x.claim + 1, wait_number = x.wait_number + 1, attempt = 0,
+             updated_at = clock_timestamp()
        where x.id = p_id;
     end if;
   else
@@ -1441,7 +1566,8 @@ begin
 end $$;
 comment on function set_agent_limits is 'Replace all limits by the given ones, [{"kind", "name", "running"}].';
 
-create or replace function lanekeeper.agent_flow_may_join(p_thread text, p_flow text, p_execution_id uuid default null) returns boolean
+create or replace function lanekeeper.agent_flow_may_join(p_thread text, p_flow text, p_execution_id uuid default null)
+returns boolean
 language plpgsql stable as $$
 declare
   t record;

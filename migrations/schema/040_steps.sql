@@ -52,14 +52,16 @@ end $$;
 comment on function lanekeeper.agent_checkpoints_fence is
   'Refuse a checkpoint whose claim is not the live claim of its execution (SQLSTATE LK001).';
 
-create or replace function checkpoint_agent_execution(p_id uuid, p_lock_id text, p_step text, p_output jsonb) returns text
+create or replace function checkpoint_agent_execution(p_id uuid, p_lock_id text, p_step text, p_output jsonb)
+returns text
 language plpgsql volatile security definer set search_path from current as $$
 declare
   claim_ bigint := agent_lock_claim(p_id, p_lock_id);
   old jsonb;
 begin
   if p_step is null or p_step !~ '^[^[:cntrl:]]+$' or length(p_step) > 500 then
-    raise exception 'step % is not valid: a step is 1 to 500 printable characters', coalesce(quote_literal(left(p_step, 40)), 'null')
+    raise exception 'step % is not valid: a step is 1 to 500 printable characters',
+      coalesce(quote_literal(left(p_step, 40)), 'null')
       using errcode = '22023';
   end if;
   perform fence_agent_execution(p_id, coalesce(claim_, -1));
@@ -77,10 +79,12 @@ comment on function checkpoint_agent_execution is
 
 -- Nearly always the whole batch is valid. A batch in the order of execution ids, which is the lock order, needs one
 -- comparison for all steps. The answer has only the steps that were not written.
-create or replace function lanekeeper.checkpoint_agent_executions(p_ids uuid[], p_claims bigint[], p_steps text[], p_prints text[], p_failed boolean[],
-                                              p_outputs jsonb[], p_variables jsonb[])
+create or replace function lanekeeper.checkpoint_agent_executions(p_ids uuid[], p_claims bigint[], p_steps text[],
+                                              p_prints text[], p_failed boolean[], p_outputs jsonb[],
+                                              p_variables jsonb[])
 returns table (n int, verdict text)
-language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off
+set enable_mergejoin = off
 set plan_cache_mode = force_generic_plan set jit = off
 set lock_timeout = '50ms' as $$
 #variable_conflict use_column
@@ -119,7 +123,9 @@ begin
   if showing <> '{}' then
     update agent_executions x
        set variables = (select p_variables[i] from generate_series(1, several) i
-                         where p_ids[i] = x.id and p_variables[i] is not null and (good is null or i = any (good)) order by i desc limit 1)
+                         where p_ids[i] = x.id and p_variables[i] is not null and (good is null or i = any (good))
+                         order by i desc
+                         limit 1)
      where x.id = any (showing)
        and exists (select from generate_series(1, several) i
                     where p_ids[i] = x.id and p_variables[i] is not null and (good is null or i = any (good)));

@@ -63,8 +63,8 @@ comment on column agent_requests.documents is
 create or replace view lanekeeper.agent_wait_events as
 select k.kind, k.event
   from (values ('response', 'MESSAGE_RECEIVED'), ('agent', 'AGENT_COMPLETED'), ('document', 'DOCUMENT_UPLOADED'),
-  ('signature', 'SIGNATURE_COMPLETED'), ('test', 'TEST_COMPLETED'), ('event', 'EVENT_COMPLETED'), ('delay', 'SCHEDULE_REACHED'),
-  ('approval', 'APPROVAL_DECIDED'), ('lane', 'LANE_FREED')) k (kind, event);
+  ('signature', 'SIGNATURE_COMPLETED'), ('test', 'TEST_COMPLETED'), ('event', 'EVENT_COMPLETED'),
+  ('delay', 'SCHEDULE_REACHED'), ('approval', 'APPROVAL_DECIDED'), ('lane', 'LANE_FREED')) k (kind, event);
 comment on view lanekeeper.agent_wait_events is 'The event that ends a wait of each kind.';
 
 -- Waiting
@@ -84,7 +84,9 @@ begin
                 or exists (select from agent_locks l where l.lane = p_key and l.execution_id = p_id));
   elsif p_kind in ('document', 'signature', 'test')
         and exists (select from agent_requests r where r.id = lanekeeper.agent_uuid(p_key) and r.kind = p_kind) then
-    return (select jsonb_build_object('event', (select k.event from lanekeeper.agent_wait_events k where k.kind = p_kind), 'event_id', r.event_id, 'data', r.answer, 'timed_out', false)
+    return (select jsonb_build_object('event', (select k.event from lanekeeper.agent_wait_events k
+                                                 where k.kind = p_kind),
+                                      'event_id', r.event_id, 'data', r.answer, 'timed_out', false)
               from agent_requests r where r.id = lanekeeper.agent_uuid(p_key) and r.answer is not null);
   elsif p_kind = 'response' then
     -- Only a message after the last message of the execution in this thread, and after its start, can answer it.
@@ -128,11 +130,14 @@ end $$;
 comment on function lanekeeper.agent_wait_outcome is
   'The outcome of a wait that is about to begin, if its event has come; the event is then consumed. Null: no event.';
 
-create or replace function lanekeeper.wait_agent_execution(p_id uuid, p_claim bigint, p_step text, p_kind text, p_key text,
-                                     p_timeout interval, p_data jsonb) returns jsonb
+create or replace function lanekeeper.wait_agent_execution(p_id uuid, p_claim bigint, p_step text, p_kind text,
+                                     p_key text, p_timeout interval, p_data jsonb) returns jsonb
 language plpgsql volatile as $$
 declare
-  longest constant interval := case p_kind when 'response' then interval '7 days' when 'agent' then interval '24 hours' else interval '30 days' end;
+  longest constant interval := case p_kind
+                                 when 'response' then interval '7 days'
+                                 when 'agent' then interval '24 hours'
+                                 else interval '30 days' end;
   target uuid;
   outcome jsonb;
   unsent uuid;                      -- the last queued message of the execution in the thread
@@ -142,14 +147,21 @@ begin
   elsif p_step is null or p_key is null or (p_key = '' and p_kind <> 'delay') then
     raise exception 'wait for % needs a step and a key', p_kind using errcode = '22023';
   elsif p_timeout < interval '0' or p_timeout > longest or p_kind = 'delay' and p_timeout is null then
-    raise exception 'timeout % of the wait for % is not valid: give up to %', coalesce(p_timeout::text, 'null'), p_kind, longest using errcode = '22023';
+    raise exception 'timeout % of the wait for % is not valid: give up to %',
+      coalesce(p_timeout::text, 'null'), p_kind, longest
+      using errcode = '22023';
   end if;
   if p_kind in ('agent', 'document', 'signature', 'test') then
     target := lanekeeper.agent_uuid(p_key);
     p_key := coalesce(target::text, p_key);                 -- the form that events use
   end if;
-  p_data := case when p_kind = 'agent' and p_timeout is null then coalesce(p_data, '{}') || '{"patient": true}' else p_data end;
-  p_timeout := coalesce(p_timeout, case p_kind when 'response' then interval '24 hours' when 'agent' then interval '1 hour' else interval '7 days' end);
+  p_data := case when p_kind = 'agent' and p_timeout is null then coalesce(p_data, '{}') || '{"patient": true}'
+                 else p_data end;
+  p_timeout := coalesce(p_timeout,
+                        case p_kind
+                          when 'response' then interval '24 hours'
+                          when 'agent' then interval '1 hour'
+                          else interval '7 days' end);
   perform pg_advisory_xact_lock(hashtextextended('wait ' || p_kind || ' ' || p_key, 0));
   -- Lock executions by id. If the child has ended before, the query below sees its event. If it ends later, its end
   -- finds this wait. For update, because the claim is part of the key: two waits that shared the row would deadlock.
@@ -167,7 +179,8 @@ begin
   end if;
   if unsent is null then
     outcome := lanekeeper.agent_wait_outcome(p_id, p_kind, p_key);
-  else                                                      -- the question is not sent yet: the timeout begins when it is
+  else
+    -- The question is not sent yet: the timeout begins when it is.
     p_data := coalesce(nullif(p_data, 'null'), '{}')
               || jsonb_build_object('queued_message', unsent, 'timeout_seconds', extract(epoch from p_timeout));
     p_timeout := interval '30 days';
@@ -178,8 +191,9 @@ begin
     return outcome;
   end if;
   update agent_executions x
-     set status = 'waiting', claim = x.claim + 1, wait_number = x.wait_number + 1, attempt = 0, waiting_for = p_kind, waiting_key = p_key,
-         waiting_step = p_step, waiting_until = clock_timestamp() + p_timeout, waiting_data = p_data
+     set status = 'waiting', claim = x.claim + 1, wait_number = x.wait_number + 1, attempt = 0, waiting_for = p_kind,
+         waiting_key = p_key, waiting_step = p_step, waiting_until = clock_timestamp() + p_timeout,
+         waiting_data = p_data
    where x.id = p_id and x.claim = p_claim;
   -- A second wait for the child, after a timeout, sets awaited again.
   update agent_executions x set awaited = true
@@ -191,9 +205,11 @@ comment on function lanekeeper.wait_agent_execution is
   'Wait durably. Null: the execution is now waiting and needs no process. Otherwise the outcome: the event had '
   'already come.';
 
-create or replace function lanekeeper.wait_agent_executions(p_ids uuid[], p_claims bigint[], p_steps text[], p_kinds text[], p_keys text[], p_seconds float8[],
-                                      p_data jsonb[], p_variables jsonb[]) returns setof int
-language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan set jit = off
+create or replace function lanekeeper.wait_agent_executions(p_ids uuid[], p_claims bigint[], p_steps text[],
+                                      p_kinds text[], p_keys text[], p_seconds float8[], p_data jsonb[],
+                                      p_variables jsonb[]) returns setof int
+language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set plan_cache_mode = force_generic_plan set jit = off
 set lock_timeout = '50ms' as $$
 declare
   ready uuid[];
@@ -201,12 +217,18 @@ declare
 begin
   -- Waits that need only an event or a time, and whose advisory lock is free.
   ready := array(
-    select t.id from unnest(p_ids, p_claims, p_steps, p_kinds, p_keys, p_seconds) with ordinality t (id, claim, step, kind, key, seconds, n)
-     where t.kind in ('event', 'approval', 'delay') and t.step is not null and (t.key <> '' or t.kind = 'delay' and t.key is not null)
+    select t.id
+      from unnest(p_ids, p_claims, p_steps, p_kinds, p_keys, p_seconds)
+             with ordinality t (id, claim, step, kind, key, seconds, n)
+     where t.kind in ('event', 'approval', 'delay')
+       and t.step is not null
+       and (t.key <> '' or t.kind = 'delay' and t.key is not null)
        and t.seconds between 0 and extract(epoch from interval '30 days') and t.n = array_position(p_ids, t.id)
        and (t.kind = 'delay' or pg_try_advisory_xact_lock(hashtextextended('wait ' || t.kind || ' ' || t.key, 0))));
   -- For update, because the claim is part of the key. Executions whose row is locked are left out.
-  ready := array(select x.id from agent_executions x where x.id = any (ready) and x.claim = p_claims[array_position(p_ids, x.id)]
+  ready := array(select x.id
+                   from agent_executions x
+                  where x.id = any (ready) and x.claim = p_claims[array_position(p_ids, x.id)]
                     for update skip locked);
   plain := array(
     select x.id from agent_executions x
@@ -214,15 +236,21 @@ begin
        and exists (select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp())
        and not exists (select from agent_locks l where l.execution_id = x.id)
        and not exists (select from agent_lock_loans k where k.lender = x.id)
-       and not exists (select from agent_checkpoints c where c.execution_id = x.id and c.step = p_steps[array_position(p_ids, x.id)])
+       and not exists (select from agent_checkpoints c
+                        where c.execution_id = x.id and c.step = p_steps[array_position(p_ids, x.id)])
        and (p_kinds[array_position(p_ids, x.id)] = 'delay' or not exists (
-         select from agent_events v where v.event = (select k.event from lanekeeper.agent_wait_events k where k.kind = p_kinds[array_position(p_ids, x.id)])
+         select from agent_events v
+          where v.event = (select k.event
+                             from lanekeeper.agent_wait_events k
+                            where k.kind = p_kinds[array_position(p_ids, x.id)])
                                       and v.key = p_keys[array_position(p_ids, x.id)] and v.consumed_by is null
                                       and v.execution_id is null)));
   update agent_executions x
-     set (status, claim, wait_number, attempt, waiting_for, waiting_key, waiting_step, waiting_until, waiting_data, variables) = (
+     set (status, claim, wait_number, attempt, waiting_for, waiting_key, waiting_step, waiting_until, waiting_data,
+          variables) = (
        select 'waiting', x.claim + 1, x.wait_number + 1, 0, p_kinds[a.i], p_keys[a.i], p_steps[a.i],
-              clock_timestamp() + make_interval(secs => p_seconds[a.i]), p_data[a.i], coalesce(p_variables[a.i], x.variables)
+              clock_timestamp() + make_interval(secs => p_seconds[a.i]), p_data[a.i],
+              coalesce(p_variables[a.i], x.variables)
          from (select array_position(p_ids, x.id) as i offset 0) a)
    where x.id = any (plain);
   return query
@@ -233,10 +261,11 @@ comment on function lanekeeper.wait_agent_executions is
   'wait_agent_execution for several executions. Rows: places, from 1, of waits that were not written. Their event may '
   'have come, or the execution has lanes, is locked, or is not valid. Call wait_agent_execution for each.';
 
-create or replace function lanekeeper.resume_agent_executions(p_ids uuid[], p_outcomes jsonb[], p_claimed uuid[] default '{}', p_worker uuid default null,
+create or replace function lanekeeper.resume_agent_executions(p_ids uuid[], p_outcomes jsonb[],
+                                                   p_claimed uuid[] default '{}', p_worker uuid default null,
                                                    p_child uuid default null)
-returns table (execution_id uuid, queue text, execution agent_executions, held boolean, steps text[], claims bigint[], prints text[], failed boolean[],
-               outputs jsonb[], times timestamptz[])
+returns table (execution_id uuid, queue text, execution agent_executions, held boolean, steps text[], claims bigint[],
+               prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
 language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 #variable_conflict use_column
 declare
@@ -255,17 +284,21 @@ begin
   with x as (
     update agent_executions x
        set status = 'running', wake = x.wake + 1, attempt = 0,
-           claimed_by = case when x.id = any (p_claimed) then p_worker end, claim = x.claim + (x.id = any (p_claimed))::int
+           claimed_by = case when x.id = any (p_claimed) then p_worker end,
+           claim = x.claim + (x.id = any (p_claimed))::int
      where x.id = any (p_ids) returning x.*)
   select x.id, x.queue::text, case when x.id = any (p_claimed) then x::agent_executions end,
          x.id = any (p_claimed) and (lanes <> '{}' or x.claim > 2 * x.wait_number + 1
            or exists (select from agent_activity_open o where o.execution_id = x.id)), c.*
     from x left join lateral (
-      select array_agg(k.step), array_agg(k.claim), array_agg(k.fingerprint), array_agg(k.failed), array_agg(k.output), array_agg(k.created_at)
+      select array_agg(k.step), array_agg(k.claim), array_agg(k.fingerprint), array_agg(k.failed), array_agg(k.output),
+             array_agg(k.created_at)
         from agent_checkpoints k where k.execution_id = x.id and x.id = any (p_claimed)) c on true;
   if p_child is not null then                                -- from now on the child uses its own lanes
     update agent_executions x set inherits = false, awaited = false
-     where x.id = p_child and x.parent_id = any (p_ids) and (x.inherits or x.awaited) and x.completed_at is null returning x.parent_id into parent;
+     where x.id = p_child and x.parent_id = any (p_ids) and (x.inherits or x.awaited) and x.completed_at is null
+    returning x.parent_id
+      into parent;
   end if;
   if lanes <> '{}' then
     -- Lock all lanes in one order, regardless of their holder.
@@ -299,10 +332,16 @@ comment on function lanekeeper.agent_events_lock_id is
 create or replace function lanekeeper.check_agent_event(p_event text, p_key text, p_data jsonb, p_id text) returns text
 language plpgsql immutable as $$
 declare
-  kind constant text := case p_event when 'MESSAGE_RECEIVED' then 'response' when 'AGENT_COMPLETED' then 'agent' when 'DOCUMENT_UPLOADED' then 'document'
-    when 'SIGNATURE_COMPLETED' then 'signature' when 'TEST_COMPLETED' then 'test' when 'EVENT_COMPLETED' then 'event'
+  kind constant text := case p_event
+    when 'MESSAGE_RECEIVED' then 'response'
+    when 'AGENT_COMPLETED' then 'agent'
+    when 'DOCUMENT_UPLOADED' then 'document'
+    when 'SIGNATURE_COMPLETED' then 'signature'
+    when 'TEST_COMPLETED' then 'test'
+    when 'EVENT_COMPLETED' then 'event'
     when 'APPROVAL_DECIDED' then 'approval' end;
-  score constant jsonb := case kind when 'test' then coalesce(p_data -> 'testScore', p_data -> 'test_score', p_data -> 'score') end;
+  score constant jsonb :=
+    case kind when 'test' then coalesce(p_data -> 'testScore', p_data -> 'test_score', p_data -> 'score') end;
 begin
   if kind is null then
     raise exception 'event % is not known', coalesce(quote_literal(p_event), 'null') using errcode = '22023';
@@ -316,7 +355,8 @@ begin
         when 'response' then '{"content": "…"}' when 'document' then '{"document": "…", "url": "…"}'
         when 'signature' then '{"url": "…"}' else '{"score": 85}' end, left(p_data::text, 60) using errcode = '22023';
   elsif jsonb_typeof(score) not in ('number', 'null')
-        and (jsonb_typeof(score) <> 'string' or score #>> '{}' !~ '^[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]{1,2})?$') then
+        and (jsonb_typeof(score) <> 'string'
+             or score #>> '{}' !~ '^[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]{1,2})?$') then
     raise exception 'the score of % is a number, not %', p_event, left(score::text, 60) using errcode = '22023';
   end if;
   return kind;
@@ -340,31 +380,42 @@ begin
     return r;
   end if;
   if p_kind = 'document' then
-    if jsonb_typeof(urls) = 'array' and jsonb_array_length(urls) = cardinality(r.items) and not data ?| array['documents', 'document', 'name'] then
-      data := jsonb_build_object('documents', (select jsonb_agg(jsonb_build_object('document', i, 'url', urls -> (n::int - 1)) order by n)
-                                                   from unnest(r.items) with ordinality u (i, n)));
+    if jsonb_typeof(urls) = 'array'
+       and jsonb_array_length(urls) = cardinality(r.items)
+       and not data ?| array['documents', 'document', 'name'] then
+      data := jsonb_build_object('documents', (
+                select jsonb_agg(jsonb_build_object('document', i, 'url', urls -> (n::int - 1)) order by n)
+                  from unnest(r.items) with ordinality u (i, n)));
     end if;
     for doc in select * from jsonb_array_elements(
-        case when jsonb_typeof(data -> 'documents') = 'array' and data -> 'documents' <> '[]' then data -> 'documents' else jsonb_build_array(data) end) loop
+        case when jsonb_typeof(data -> 'documents') = 'array' and data -> 'documents' <> '[]' then data -> 'documents'
+             else jsonb_build_array(data) end) loop
       stored := '{}';
       name_ := coalesce(doc ->> 'document', doc ->> 'name', case when cardinality(r.items) = 1 then r.items[1] end, '');
-      if name_ = '' or jsonb_typeof(doc) <> 'object' or coalesce(urls, doc -> 'documents') <> 'null' and not doc ?| array['url', 'document_id'] then
+      if name_ = ''
+         or jsonb_typeof(doc) <> 'object'
+         or coalesce(urls, doc -> 'documents') <> 'null' and not doc ?| array['url', 'document_id'] then
         raise exception '% is missing in %', case when name_ = '' then 'document' else 'url' end, left(doc::text, 60)
           using errcode = '22023',
-          detail = format('a document is {"document": "…", "url": "…"}, several are {"documents": […]}; the request asks for %s',
-                          left(array_to_string(r.items, ', '), 300));
+          detail = format(
+            'a document is {"document": "…", "url": "…"}, several are {"documents": […]}; the request asks for %s',
+            left(array_to_string(r.items, ', '), 300));
       end if;
       -- A document of the request's thread or execution, or an admin's document without either.
       if doc ? 'document_id' then
         update agent_documents x set execution_id = r.execution_id
          where x.id = lanekeeper.agent_uuid(doc ->> 'document_id') and x.owner_kind = 'admin' and x.thread_id is null
            and x.execution_id is null;
-        select jsonb_build_object('id', x.id, 'name', x.name, 'content_type', x.content_type, 'size', x.size, 'url', '/v1/documents/' || x.id || '/content')
+        select jsonb_build_object('id', x.id, 'name', x.name, 'content_type', x.content_type, 'size', x.size,
+                                  'url', '/v1/documents/' || x.id || '/content')
           into stored from agent_documents x
-         where x.id = lanekeeper.agent_uuid(doc ->> 'document_id') and (x.thread_id = r.thread_id or x.execution_id = r.execution_id);
+         where x.id = lanekeeper.agent_uuid(doc ->> 'document_id')
+           and (x.thread_id = r.thread_id or x.execution_id = r.execution_id);
         if not found then
-          raise exception 'there is no document % that the request may take', coalesce(quote_literal(left(doc ->> 'document_id', 60)), 'null')
-            using errcode = '22023', hint = 'Give a document of the request''s thread, or one that an admin has uploaded.';
+          raise exception 'there is no document % that the request may take',
+            coalesce(quote_literal(left(doc ->> 'document_id', 60)), 'null')
+            using errcode = '22023',
+                  hint = 'Give a document of the request''s thread, or one that an admin has uploaded.';
         end if;
       end if;
       doc := jsonb_build_object('document', name_, 'url', coalesce(doc ->> 'url', '')) || stored;
@@ -378,7 +429,9 @@ begin
     if r.received ?& r.items then
       r.answer := (
         select jsonb_build_object('documents', r.received, 'documentUrls', jsonb_agg(r.received -> i order by n),
-                                  'files', jsonb_agg(coalesce(r.documents -> i, jsonb_build_object('document', i, 'url', r.received -> i)) order by n))
+                                  'files', jsonb_agg(coalesce(r.documents -> i,
+                                                              jsonb_build_object('document', i, 'url', r.received -> i))
+                                                     order by n))
           from unnest(r.items) with ordinality u (i, n));
     end if;
   else
@@ -398,7 +451,8 @@ comment on function lanekeeper.answer_agent_request is
   'request. A signature or a test needs one event. Later events change nothing. 22023: the document belongs to '
   'somebody else, or it lacks its name or url.';
 
-create or replace function lanekeeper.resume_agent_waiters(p_kind text, p_key text, p_event_id uuid default null, p_wait boolean default true)
+create or replace function lanekeeper.resume_agent_waiters(p_kind text, p_key text, p_event_id uuid default null,
+                                                           p_wait boolean default true)
 returns table (id uuid, queue text)
 language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 #variable_conflict use_column
@@ -423,10 +477,16 @@ begin
   if not found then
     return;
   elsif p_wait then
-    ids := array(select x.id from agent_executions x where x.waiting_for = p_kind and x.waiting_key = p_key and (x.status = 'waiting') is true
-                    and (p_kind <> 'response' or not coalesce(x.waiting_data ? 'queued_message', false)) order by x.id for no key update);
+    ids := array(select x.id
+                   from agent_executions x
+                  where x.waiting_for = p_kind and x.waiting_key = p_key and (x.status = 'waiting') is true
+                    and (p_kind <> 'response' or not coalesce(x.waiting_data ? 'queued_message', false))
+                  order by x.id
+                  for no key update);
   else
-    ids := array(select x.id from agent_executions x where x.waiting_for = p_kind and x.waiting_key = p_key and (x.status = 'waiting') is true
+    ids := array(select x.id
+                   from agent_executions x
+                  where x.waiting_for = p_kind and x.waiting_key = p_key and (x.status = 'waiting') is true
                   order by x.id for no key update skip locked);
   end if;
   outcome := jsonb_build_object('event', v.event, 'event_id', v.id, 'data', v.data, 'timed_out', false);
@@ -435,7 +495,8 @@ begin
     r := lanekeeper.answer_agent_request(p_kind, v);
     if r.id is not null then                                -- the request consumes the event
       update agent_events e set consumed_by = r.execution_id where e.id = v.id;
-      outcome := case when r.answer is not null then outcome || jsonb_build_object('event_id', r.event_id, 'data', r.answer) end;
+      outcome := case when r.answer is not null
+                        then outcome || jsonb_build_object('event_id', r.event_id, 'data', r.answer) end;
     end if;
   end if;
   if outcome is not null and ids <> '{}' then
@@ -443,12 +504,14 @@ begin
     select w.execution_id, w.queue from lanekeeper.resume_agent_executions(ids, array(
       select case when not x.is_external or v.external_id is distinct from 'completed ' || p_key then outcome
                   else outcome || jsonb_build_object('data', v.data || (    -- a worker outside cannot read the child
-                    select jsonb_build_object('variables', c.variables, 'result', c.result, 'error_message', c.error_message)
+                    select jsonb_build_object('variables', c.variables, 'result', c.result,
+                                              'error_message', c.error_message)
                       from agent_executions c where c.id = p_key::uuid)) end
         from agent_executions x where x.id = any (ids) order by x.id),
       '{}', null, case when p_kind = 'agent' then lanekeeper.agent_uuid(p_key) end) w;
     update agent_events e set consumed_by = ids[cardinality(ids)] where e.id = v.id;  -- one id, even if several resumed
-    takers := array(select distinct t.id from unnest(ids || v.consumed_by || r.execution_id) t (id) where t.id is not null);
+    takers :=
+      array(select distinct t.id from unnest(ids || v.consumed_by || r.execution_id) t (id) where t.id is not null);
     insert into agent_links (cause, kind, effect)
     select 'event ' || v.id, 'woke', 'execution ' || t.id from unnest(takers) t (id) where cardinality(takers) > 1
     on conflict do nothing;
@@ -463,12 +526,14 @@ comment on function lanekeeper.resume_agent_waiters is
   'Without p_event_id the event is the end of the execution p_key: an end only records the event, so ends never wait '
   'for one another. Without p_wait it skips locked rows.';
 
-create or replace function lanekeeper.agent_next_in_line(p_queue text, p_flow text, p_surface text, p_skip text[]) returns boolean
+create or replace function lanekeeper.agent_next_in_line(p_queue text, p_flow text, p_surface text, p_skip text[])
+returns boolean
 language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan
 set jit = off as $$
 begin
   if p_flow = any (p_skip)
-     or exists (select from agent_limits l where (l.kind = 'flow' and l.name = p_flow) or (l.kind = 'surface' and l.name = p_surface)) then
+     or exists (select from agent_limits l
+                 where (l.kind = 'flow' and l.name = p_flow) or (l.kind = 'surface' and l.name = p_surface)) then
     -- A claimer counts a limit under its lock, together with all ready executions.
     return false;
   end if;
@@ -485,10 +550,11 @@ comment on function lanekeeper.agent_next_in_line is
 
 -- Usually one execution waits for an event. Starting a statement costs more than its work, so there are four:
 -- lock the execution; write the event and decide whether this process may claim; write the outcome; claim.
-create or replace function lanekeeper.deliver_agent_event(p_event text, p_key text, p_data jsonb default '{}', p_id text default null,
-                                    p_worker uuid default null, p_queues text[] default '{}', p_skip text[] default '{}')
-returns table (n int, event_id uuid, execution_id uuid, queue text, execution agent_executions, held boolean, steps text[], claims bigint[],
-               prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
+create or replace function lanekeeper.deliver_agent_event(p_event text, p_key text, p_data jsonb default '{}',
+                                    p_id text default null, p_worker uuid default null, p_queues text[] default '{}',
+                                    p_skip text[] default '{}')
+returns table (n int, event_id uuid, execution_id uuid, queue text, execution agent_executions, held boolean,
+               steps text[], claims bigint[], prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
 language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 #variable_conflict use_column
 declare
@@ -503,7 +569,8 @@ begin
   p_key := case when plain then p_key else coalesce(lanekeeper.agent_uuid(p_key)::text, p_key) end;
   perform pg_advisory_xact_lock(hashtextextended('wait ' || kind || ' ' || p_key, 0));
   select x.id, x.queue, x.flow, x.surface, x.is_external,
-         exists (select from agent_executions o where o.waiting_for = kind and o.waiting_key = p_key and o.id <> x.id) as several
+         exists (select from agent_executions o
+                  where o.waiting_for = kind and o.waiting_key = p_key and o.id <> x.id) as several
     into w from agent_executions x
    where x.waiting_for = kind and x.waiting_key = p_key and (x.status = 'waiting') is true
      and (kind <> 'response' or not coalesce(x.waiting_data ? 'queued_message', false)) order by x.id for update;
@@ -516,7 +583,8 @@ begin
     values (p_event, p_key, p_data, p_id, case when plain then w.id end)
     on conflict (external_id) do nothing returning v.id)
   select v.id, w.queue = any (p_queues) and not w.is_external
-         and (w.surface in ('operate', 'chat') or steady and not exists (select from agent_pauses p where p.resumed_at is null))
+         and (w.surface in ('operate', 'chat')
+              or steady and not exists (select from agent_pauses p where p.resumed_at is null))
          and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp())
          and lanekeeper.agent_next_in_line(w.queue, w.flow, w.surface, p_skip)
     into event_id, mine from v;
@@ -525,13 +593,19 @@ begin
     return next;
   -- With several waiters, the claim from the queue decides their order.
   elsif not plain then
-    for execution_id, queue in select r.id, r.queue from lanekeeper.resume_agent_waiters(kind, p_key, event_id, true) r loop
+    for execution_id, queue in
+      select r.id, r.queue
+        from lanekeeper.resume_agent_waiters(kind, p_key, event_id, true) r loop
       return next;
     end loop;
     if execution_id is null then return next; end if;
   else
-    return query select 1, event_id, r.* from lanekeeper.resume_agent_executions(array[w.id], array[jsonb_build_object('event', p_event,
-      'event_id', event_id, 'data', p_data, 'timed_out', false)], case when mine then array[w.id] else '{}' end, p_worker) r;
+    return query
+      select 1, event_id, r.*
+        from lanekeeper.resume_agent_executions(
+               array[w.id],
+               array[jsonb_build_object('event', p_event, 'event_id', event_id, 'data', p_data, 'timed_out', false)],
+               case when mine then array[w.id] else '{}' end, p_worker) r;
   end if;
 end $$;
 comment on function lanekeeper.deliver_agent_event is
@@ -539,8 +613,10 @@ comment on function lanekeeper.deliver_agent_event is
   'it would claim next is claimed at once, and the row has its checkpoints. held: recover the claim first. Rows: the '
   'event with each execution (null: none).';
 
-create or replace function lanekeeper.lock_agent_events(p_kinds text[], p_keys text[], p_ids text[]) returns table (n int, execution_id uuid)
-language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan set jit = off as $$
+create or replace function lanekeeper.lock_agent_events(p_kinds text[], p_keys text[], p_ids text[])
+returns table (n int, execution_id uuid)
+language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set plan_cache_mode = force_generic_plan set jit = off as $$
 #variable_conflict use_column
 declare
   free int[];
@@ -550,7 +626,9 @@ begin
     select t.n from (select u.*, row_number() over (partition by u.kind, u.key order by u.n) as nth_of_key,
                             row_number() over (partition by u.id order by u.n) as nth_of_id
                        from unnest(p_kinds, p_keys, p_ids) with ordinality u (kind, key, id, n)) t
-     where t.kind not in ('agent', 'document', 'signature', 'test') and t.nth_of_key = 1 and (t.id is null or t.nth_of_id = 1)
+     where t.kind not in ('agent', 'document', 'signature', 'test')
+       and t.nth_of_key = 1
+       and (t.id is null or t.nth_of_id = 1)
        and pg_try_advisory_xact_lock(hashtextextended('wait ' || t.kind || ' ' || t.key, 0))
        and (t.id is null or pg_try_advisory_xact_lock(1818324581, (hashtextextended(t.id, 0) & 2047)::int)));
   for n, execution_id in
@@ -579,11 +657,12 @@ comment on function lanekeeper.lock_agent_events is
   'Lock each event that at most one execution waits for, and that execution. The call never waits. Rows: the locked '
   'events (n: the place, from 1) and executions.';
 
-create or replace function lanekeeper.deliver_agent_events(p_events text[], p_keys text[], p_data jsonb[], p_ids text[], p_worker uuid, p_background int,
-                                     p_interactive int, p_skip text[])
-returns table (n int, event_id uuid, execution_id uuid, queue text, execution agent_executions, held boolean, steps text[], claims bigint[],
-               prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
-language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan set jit = off
+create or replace function lanekeeper.deliver_agent_events(p_events text[], p_keys text[], p_data jsonb[], p_ids text[],
+                                     p_worker uuid, p_background int, p_interactive int, p_skip text[])
+returns table (n int, event_id uuid, execution_id uuid, queue text, execution agent_executions, held boolean,
+               steps text[], claims bigint[], prints text[], failed boolean[], outputs jsonb[], times timestamptz[])
+language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set plan_cache_mode = force_generic_plan set jit = off
 set lock_timeout = '50ms' as $$
 #variable_conflict use_column
 declare
@@ -598,7 +677,8 @@ begin
   for n, execution_id in
     select l.n, l.execution_id from lanekeeper.lock_agent_events(
       array(select lanekeeper.check_agent_event(t.event, t.key, t.data, t.id)
-              from unnest(p_events, p_keys, p_data, p_ids) with ordinality t (event, key, data, id, n) order by t.n), p_keys, p_ids) l
+              from unnest(p_events, p_keys, p_data, p_ids) with ordinality t (event, key, data, id, n)
+             order by t.n), p_keys, p_ids) l
   loop
     events[n] := lanekeeper.agent_uuid7();
     ids[n] := execution_id;
@@ -610,13 +690,18 @@ begin
      where t.row_ is not null order by t.id, t.key
     on conflict (external_id) do nothing returning v.id)
   select array_agg(v.id) into came from v;
-  ids := array(select case when t.row_ = any (came) then t.id end from unnest(events, ids) with ordinality t (row_, id, n) order by t.n);
+  ids := array(select case when t.row_ = any (came) then t.id end
+                 from unnest(events, ids) with ordinality t (row_, id, n)
+                order by t.n);
   mine := array(
     with x as materialized (
-      select x.id, x.queue, x.flow, x.surface, row_number() over (partition by x.queue order by x.priority, x.id) as place from agent_executions x
+      select x.id, x.queue, x.flow, x.surface,
+             row_number() over (partition by x.queue order by x.priority, x.id) as place
+        from agent_executions x
        where x.id = any (ids) and not x.is_external
          and exists (select from agent_workers k where k.id = p_worker and k.expires_at > clock_timestamp())
-         and (x.surface in ('operate', 'chat') or steady and not exists (select from agent_pauses p where p.resumed_at is null))),
+         and (x.surface in ('operate', 'chat')
+              or steady and not exists (select from agent_pauses p where p.resumed_at is null))),
     next as materialized (
       select k.*, lanekeeper.agent_next_in_line(k.queue, k.flow, k.surface, p_skip) as is_next
         from (select distinct x.queue, x.flow, x.surface from x) k)
@@ -625,10 +710,14 @@ begin
   return query
   select array_position(ids, r.execution_id), events[array_position(ids, r.execution_id)], r.*
     from lanekeeper.resume_agent_executions(ids, array(
-           select jsonb_build_object('event', t.event, 'event_id', t.row_, 'data', coalesce(t.data, '{}'), 'timed_out', false)
-             from unnest(p_events, events, p_data) with ordinality t (event, row_, data, n) order by t.n), mine, p_worker) r
+           select jsonb_build_object('event', t.event, 'event_id', t.row_, 'data', coalesce(t.data, '{}'),
+                                     'timed_out', false)
+             from unnest(p_events, events, p_data) with ordinality t (event, row_, data, n)
+            order by t.n), mine, p_worker) r
   union all
-  select t.n::int, case when t.row_ = any (came) then t.row_ else (select v.id from agent_events v where v.external_id = t.id and t.row_ is not null) end,
+  select t.n::int,
+         case when t.row_ = any (came) then t.row_
+              else (select v.id from agent_events v where v.external_id = t.id and t.row_ is not null) end,
          null, null, null, false, null, null, null, null, null, null
     from unnest(events, p_ids, ids) with ordinality t (row_, id, waiter, n) where t.waiter is null;
 end $$;
@@ -636,8 +725,10 @@ comment on function lanekeeper.deliver_agent_events is
   'deliver_agent_event for several events, without waiting. n is the place of the event, from 1. A row without '
   'event_id was not delivered, because of a lock or several waiters: deliver it alone.';
 
-create or replace function deliver_agent_event(p_event text, p_key text, p_data jsonb default '{}', p_id text default null)
-returns table (event_id uuid, execution_id uuid) language plpgsql volatile security definer set search_path from current as $$
+create or replace function deliver_agent_event(p_event text, p_key text, p_data jsonb default '{}',
+                                               p_id text default null)
+returns table (event_id uuid, execution_id uuid)
+language plpgsql volatile security definer set search_path from current as $$
 begin
   return query select d.event_id, d.execution_id from lanekeeper.deliver_agent_event(p_event, p_key, p_data, p_id) d;
 end $$;
@@ -655,7 +746,8 @@ begin
   end if;
   -- For this transaction; the trigger reads it.
   perform set_config('lanekeeper.trace_id', coalesce(p_trace_id, ''), true);
-  if exists (select from lanekeeper.agent_wait_events k where k.event = p_event and k.kind not in ('delay', 'lane')) then
+  if exists (select from lanekeeper.agent_wait_events k
+              where k.event = p_event and k.kind not in ('delay', 'lane')) then
     return query select d.event_id, d.execution_id from lanekeeper.deliver_agent_event(p_event, p_key, p_data, p_id) d;
   else
     return query

@@ -260,17 +260,18 @@ comment on function lanekeeper.agent_count_key is
 
 create or replace function lanekeeper.agent_class_counts(p_class text) returns boolean
 language sql immutable parallel safe as $$
-  select p_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted', 'stall', 'disabled', 'on_trial', 'yielded',
-                         'budget', 'configuration')
+  select p_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted',
+                         'stall', 'disabled', 'on_trial', 'yielded', 'budget', 'configuration')
 $$;
 comment on function lanekeeper.agent_class_counts is
   'Whether a call with this class of error counts for the health of its skill. A refused, interrupted or misconfigured '
   'call does not count.';
 
 create or replace function lanekeeper.agent_charges(
-  p_led_to jsonb, p_prompt bigint, p_completion bigint, p_tokens bigint, p_cost numeric, p_unknown bigint, p_unknown_usd numeric)
-returns table (skill text, calls bigint, prompt_tokens bigint, completion_tokens bigint, tokens bigint, cost_usd numeric,
-               unknown_tokens bigint, unknown_usd numeric)
+  p_led_to jsonb, p_prompt bigint, p_completion bigint, p_tokens bigint, p_cost numeric, p_unknown bigint,
+  p_unknown_usd numeric)
+returns table (skill text, calls bigint, prompt_tokens bigint, completion_tokens bigint, tokens bigint,
+               cost_usd numeric, unknown_tokens bigint, unknown_usd numeric)
 language sql immutable parallel safe as $$
   select '', 1::bigint, p_prompt, p_completion, p_tokens, p_cost, p_unknown, p_unknown_usd
    where p_led_to = '{}' or not p_led_to @? '$.keyvalue().value ? (@ > 0)'
@@ -286,7 +287,8 @@ language sql immutable parallel safe as $$
     from (select l.skill, l.n, sum(l.n) over (order by l.skill collate "C") as upto, sum(l.n) over () as total,
                  row_number() over (order by l.n desc, l.skill collate "C") as place
             from (select k.key as skill, least((k.value #>> '{}')::numeric, 1e6) as n
-                    from jsonb_each(case when p_led_to <> '{}' then p_led_to else '{}' end) k where jsonb_typeof(k.value) = 'number') l
+                    from jsonb_each(case when p_led_to <> '{}' then p_led_to else '{}' end) k
+                   where jsonb_typeof(k.value) = 'number') l
            where l.n > 0) c
 $$;
 comment on function lanekeeper.agent_charges is
@@ -295,8 +297,8 @@ comment on function lanekeeper.agent_charges is
 
 create or replace function lanekeeper.read_agent_activity_tail(p_most int)
 returns table (id uuid, status text, hour timestamptz, kind text, skill text, surface text, model text, telling boolean,
-               prompt_tokens bigint, completion_tokens bigint, tokens bigint, cost_usd numeric, duration_ms bigint, led_to jsonb,
-               unknown_tokens bigint, unknown_usd numeric, slowest text, bucket int, beyond boolean)
+               prompt_tokens bigint, completion_tokens bigint, tokens bigint, cost_usd numeric, duration_ms bigint,
+               led_to jsonb, unknown_tokens bigint, unknown_usd numeric, slowest text, bucket int, beyond boolean)
 language plpgsql stable security definer set search_path from current set enable_seqscan = off set jit = off
 set plan_cache_mode = force_generic_plan as $$
 #variable_conflict use_column
@@ -316,9 +318,12 @@ begin
      cross join lateral (select k.* from agent_activity_measured k where k.id = u.activity_id offset 0) m),
   left_out as materialized (
     select min(x.id::text collate "C")::uuid as id
-      from ((select f.id from fresh f order by f.id offset p_most) union all (select l.id from late l order by l.id offset p_most)) x)
-  select r.id, r.status, r.hour, r.kind, r.skill, r.surface, r.model, r.telling, r.prompt_tokens, r.completion_tokens, r.tokens,
-         r.cost_usd, r.duration_ms, r.led_to, r.unknown_tokens, r.unknown_usd, r.slowest, r.bucket, coalesce(r.id >= o.id, false)
+      from ((select f.id from fresh f order by f.id offset p_most)
+            union all
+            (select l.id from late l order by l.id offset p_most)) x)
+  select r.id, r.status, r.hour, r.kind, r.skill, r.surface, r.model, r.telling, r.prompt_tokens, r.completion_tokens,
+         r.tokens, r.cost_usd, r.duration_ms, r.led_to, r.unknown_tokens, r.unknown_usd, r.slowest, r.bucket,
+         coalesce(r.id >= o.id, false)
     from (select f.* from fresh f union all select l.* from late l) r cross join left_out o;
 end $$;
 comment on function lanekeeper.read_agent_activity_tail is
@@ -333,7 +338,9 @@ begin
   return query
   with lasted as materialized (
     select y.skill, y.bucket, sum(y.calls)::float8 as calls
-      from (select d.skill, d.bucket, d.calls from agent_activity_durations d where d.day >= (p_since at time zone 'UTC')::date
+      from (select d.skill, d.bucket, d.calls
+              from agent_activity_durations d
+             where d.day >= (p_since at time zone 'UTC')::date
             union all
             select u.skill, u.bucket, 1 from lanekeeper.read_agent_activity_tail(2000000000) u
              where cardinality(p_skills) > 0 and u.telling and u.bucket is not null
@@ -342,12 +349,14 @@ begin
   ladder as (
     -- The middle of a bucket.
     select b.skill, case when b.bucket < 0 then 0 else power(1.05::float8, b.bucket + 0.5::float8) end as ms,
-           sum(b.calls) over (partition by b.skill order by b.bucket) as upto, sum(b.calls) over (partition by b.skill) - 1 as last
+           sum(b.calls) over (partition by b.skill order by b.bucket) as upto,
+           sum(b.calls) over (partition by b.skill) - 1 as last
       from lasted b where b.skill = any (p_skills)),
   -- As percentile_cont: between two neighbours.
   ranks as (
     select l.skill, p.share, p.share * l.last - floor(p.share * l.last) as part,
-           min(l.ms) filter (where l.upto > floor(p.share * l.last)) as low, min(l.ms) filter (where l.upto > ceil(p.share * l.last)) as high
+           min(l.ms) filter (where l.upto > floor(p.share * l.last)) as low,
+           min(l.ms) filter (where l.upto > ceil(p.share * l.last)) as high
       from ladder l cross join (values (0.5::float8), (0.95)) p (share) group by l.skill, l.last, p.share)
   select r.skill, max(r.low + (r.high - r.low) * r.part) filter (where r.share = 0.5),
          max(r.low + (r.high - r.low) * r.part) filter (where r.share = 0.95)
@@ -358,7 +367,8 @@ comment on function lanekeeper.agent_skill_durations is
   '2.5 per cent.';
 
 create or replace function lanekeeper.read_agent_skill_figures(p_since timestamptz, p_read int default 10000)
-returns table (skill text, calls bigint, failed bigint, streak bigint, p50_ms float8, p95_ms float8, max_ms bigint, slowest_trace_id text)
+returns table (skill text, calls bigint, failed bigint, streak bigint, p50_ms float8, p95_ms float8, max_ms bigint,
+               slowest_trace_id text)
 language plpgsql stable security definer set search_path from current set enable_seqscan = off set jit = off
 set plan_cache_mode = force_generic_plan as $$
 #variable_conflict use_column
@@ -366,12 +376,15 @@ begin
   return query
   with began as materialized (
     -- Sum the hours from hour on, and the days from day on. The first hour may begin before p_since.
-    select n.since, n.hour, lanekeeper.agent_uuid7_floor(n.since) as since_id, lanekeeper.agent_uuid7_floor(n.hour) as hour_id,
-           (date_trunc('day', (n.hour - interval '1 microsecond') at time zone 'UTC') + interval '1 day') at time zone 'UTC' as day
+    select n.since, n.hour, lanekeeper.agent_uuid7_floor(n.since) as since_id,
+           lanekeeper.agent_uuid7_floor(n.hour) as hour_id,
+           (date_trunc('day', (n.hour - interval '1 microsecond') at time zone 'UTC') + interval '1 day')
+             at time zone 'UTC' as day
       from (select x.since, date_trunc('hour', x.since at time zone 'UTC') at time zone 'UTC' as hour
               from (select greatest(p_since, 'epoch') as since) x) n),
   sums as materialized (
-    select x.skill, sum(x.calls) as calls, sum(x.worked)::bigint as worked, sum(x.failed)::bigint as failed, max(x.slowest collate "C") as slowest
+    select x.skill, sum(x.calls) as calls, sum(x.worked)::bigint as worked, sum(x.failed)::bigint as failed,
+           max(x.slowest collate "C") as slowest
       from (select c.skill, c.calls, c.worked, c.failed, c.slowest from agent_activity_counts c
              where c.span = 'hour' and c.start >= (select b.hour from began b) and c.start < (select b.day from began b)
                and c.kind not in ('model', 'charge', 'agent', 'key')
@@ -385,7 +398,8 @@ begin
              where u.kind <> 'model' and u.hour >= (select b.hour from began b)) x
      group by x.skill),
   ranked as materialized (
-    select s.name, s.enabled_at, u.worked, u.failed, u.slowest, sum(u.calls) over (order by u.calls, s.name) <= p_read as few
+    select s.name, s.enabled_at, u.worked, u.failed, u.slowest,
+           sum(u.calls) over (order by u.calls, s.name) <= p_read as few
       from sums u join agent_skills s on s.name = u.skill),
   -- Read skills with few calls from the rows.
   little as (
@@ -394,10 +408,13 @@ begin
      cross join began b
      cross join lateral (
            select count(*) as calls, count(*) filter (where c.status = 'error') as failed,
-                  count(*) filter (where c.status = 'error' and c.created_at > greatest(c.last_ok, r.enabled_at)) as streak,
+                  count(*) filter (where c.status = 'error'
+                                     and c.created_at > greatest(c.last_ok, r.enabled_at)) as streak,
                   percentile_cont(0.5) within group (order by c.duration_ms) as p50_ms,
-                  percentile_cont(0.95) within group (order by c.duration_ms) as p95_ms, max(c.slowest collate "C") as slowest
-             from (select m.status, m.created_at, m.duration_ms, m.slowest, max(m.created_at) filter (where m.status = 'success') over () as last_ok
+                  percentile_cont(0.95) within group (order by c.duration_ms) as p95_ms,
+                  max(c.slowest collate "C") as slowest
+             from (select m.status, m.created_at, m.duration_ms, m.slowest,
+                          max(m.created_at) filter (where m.status = 'success') over () as last_ok
                      from agent_activity_measured m
                     where m.skill_name = r.name and m.telling and m.id >= b.since_id and m.created_at >= b.since) c) x
      where r.few),
@@ -408,7 +425,10 @@ begin
       from began b cross join agent_skill_calls c where c.id >= b.hour_id and c.id < b.since_id group by c.skill_name),
   many as materialized (
     select r.name, r.worked - e.worked as worked, r.failed - e.failed as failed, k.streak, r.slowest
-      from (select r.*, b.*, greatest(b.since_id, lanekeeper.agent_uuid7_floor(r.enabled_at)) as live_id from ranked r cross join began b where not r.few) r
+      from (select r.*, b.*, greatest(b.since_id, lanekeeper.agent_uuid7_floor(r.enabled_at)) as live_id
+              from ranked r
+             cross join began b
+             where not r.few) r
      cross join lateral (
            select coalesce(sum(y.worked), 0)::bigint as worked, coalesce(sum(y.failed), 0)::bigint as failed
              from early y where y.skill_name = r.name) e
@@ -423,11 +443,14 @@ begin
             where c.skill_name <= r.name and (c.skill_name, c.id) >= (r.name, coalesce(ok.id, r.live_id))
               and c.status = 'error' and r.failed > e.failed
               and c.created_at >= r.since and c.created_at > r.enabled_at) k)
-  select x.name, x.calls, x.failed, x.streak, x.p50_ms, x.p95_ms, nullif(left(x.slowest, 13), '')::bigint, substr(x.slowest, 14)
+  select x.name, x.calls, x.failed, x.streak, x.p50_ms, x.p95_ms, nullif(left(x.slowest, 13), '')::bigint,
+         substr(x.slowest, 14)
     from (select l.* from little l
           union all
           select m.name, m.worked, m.failed, m.streak, d.p50_ms, d.p95_ms, m.slowest
-            from many m left join lanekeeper.agent_skill_durations(p_since, array(select n.name from many n)) d on d.skill = m.name) x;
+            from many m
+            left join lanekeeper.agent_skill_durations(p_since, array(select n.name from many n)) d
+              on d.skill = m.name) x;
 end $$;
 comment on function lanekeeper.read_agent_skill_figures is
   'Figures of each skill since a moment: counted calls, failures, the present streak, durations, the slowest call. '
@@ -435,7 +458,8 @@ comment on function lanekeeper.read_agent_skill_figures is
   'counts: p50 and p95 are right to 2.5 per cent, over whole days (UTC). A moment more than 35 days ago begins at the '
   'next midnight.';
 
-create or replace function record_stale_agent_write(p_id uuid, p_lock_id text, p_write text, p_step text default '', p_output jsonb default null) returns boolean
+create or replace function record_stale_agent_write(p_id uuid, p_lock_id text, p_write text, p_step text default '',
+                                                    p_output jsonb default null) returns boolean
 language plpgsql volatile security definer set search_path from current set enable_seqscan = off set jit = off as $$
 declare
   most constant int := 5;           -- rows for a lock; an execution has at most ten times as many
@@ -445,7 +469,8 @@ declare
   last_ uuid;
 begin
   if p_write is null or p_write not in ('checkpoint', 'beat', 'release', 'message') then
-    raise exception 'a refused write is a checkpoint, a beat, a release or a message, not %', coalesce(quote_literal(left(p_write, 40)), 'null')
+    raise exception 'a refused write is a checkpoint, a beat, a release or a message, not %',
+      coalesce(quote_literal(left(p_write, 40)), 'null')
       using errcode = '22023';
   end if;
   perform pg_advisory_xact_lock(hashtextextended('stale write ' || p_id, 0));
@@ -454,21 +479,28 @@ begin
   select count(*), count(*) filter (where a.input ->> 'lock' = lock_) into n, of_lock
     from agent_activity a where a.execution_id = p_id and a.skill_name = 'stale_write' and a.input ? 'lock';
   if of_lock < most and n < 10 * most then
-    insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status, step, thread_id, finished_at, input, output, error_class,
-                                error_message)
-    select x.trace_id, x.id, 'note', x.agent, x.surface, 'stale_write', 'error', coalesce(left(p_step, 500), ''), x.thread_id, clock_timestamp(),
+    insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status, step, thread_id,
+                                finished_at, input, output, error_class, error_message)
+    select x.trace_id, x.id, 'note', x.agent, x.surface, 'stale_write', 'error', coalesce(left(p_step, 500), ''),
+           x.thread_id, clock_timestamp(),
            jsonb_build_object('rejected_write', p_write, 'step', coalesce(left(p_step, 500), ''), 'lock', lock_,
              'claim', (select k.claim from agent_workers k where k.lock_id = p_lock_id and k.execution_id = x.id)),
-           jsonb_build_object('status', '', 'error', '', 'output', case when length(p_output::text) <= 16384 then p_output end),
+           jsonb_build_object('status', '', 'error', '',
+                              'output', case when length(p_output::text) <= 16384 then p_output end),
            'stale', 'the lock is void: the write was refused'
       from agent_executions x where x.id = p_id;
     return found;
   end if;
   select a.id into last_ from agent_activity a
-   where a.execution_id = p_id and a.skill_name = 'stale_write' and a.input ? 'lock' and (of_lock = 0 or a.input ->> 'lock' = lock_)
+   where a.execution_id = p_id
+     and a.skill_name = 'stale_write'
+     and a.input ? 'lock'
+     and (of_lock = 0 or a.input ->> 'lock' = lock_)
    order by a.id desc limit 1;
   update agent_activity a
-     set input = a.input || jsonb_build_object('more', coalesce((a.input ->> 'more')::int, 0) + 1, 'last_write', p_write, 'last_at', clock_timestamp())
+     set input = a.input
+                 || jsonb_build_object('more', coalesce((a.input ->> 'more')::int, 0) + 1, 'last_write', p_write,
+                                       'last_at', clock_timestamp())
    where a.id = last_;
   return true;
 end $$;
@@ -478,12 +510,14 @@ comment on function record_stale_agent_write is
   'its transaction, so call this in the next one. p_output is stored unchanged: leave secrets out.';
 
 create or replace function lanekeeper.record_agent_prompt(
-  p_activity_id uuid, p_tools bytea, p_messages bytea[], p_options jsonb, p_digests bytea[], p_bodies text[], p_truncated boolean[],
-  p_amend boolean default false, out missing int, out problem text)
-language plpgsql volatile set lock_timeout = '200ms' set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off as $$
+  p_activity_id uuid, p_tools bytea, p_messages bytea[], p_options jsonb, p_digests bytea[], p_bodies text[],
+  p_truncated boolean[], p_amend boolean default false, out missing int, out problem text)
+language plpgsql volatile set lock_timeout = '200ms' set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set jit = off as $$
 declare
   today constant date := (now() at time zone 'UTC')::date;
-  parts constant bytea[] := array(select distinct p.digest from unnest(p_messages || p_tools) p (digest) where p.digest is not null);
+  parts constant bytea[] :=
+    array(select distinct p.digest from unnest(p_messages || p_tools) p (digest) where p.digest is not null);
 begin
   missing := 0;
   if p_activity_id is null then
@@ -493,7 +527,11 @@ begin
   -- Mark known parts before inserting new ones, in one order, so two calls cannot deadlock. Pruning skips locked parts.
   -- A pruned part is inserted again.
   update agent_prompt_parts p set used_on = today
-    from (select h.digest from agent_prompt_parts h where h.digest = any (parts) and h.used_on < today order by h.digest for update) u
+    from (select h.digest
+            from agent_prompt_parts h
+           where h.digest = any (parts) and h.used_on < today
+           order by h.digest
+           for update) u
    where p.digest = u.digest;
   insert into agent_prompt_parts (digest, body, truncated, used_on)
   select n.digest, n.body, n.truncated, today from unnest(p_digests, p_bodies, p_truncated) n (digest, body, truncated)

@@ -14,7 +14,8 @@ create table agent_threads (
   owner_kind text not null default '', visitor text not null default '', name text not null default '',
   title text not null default '',
   constraint agent_threads_check check ((summary_through >= 0) AND (summary_through < next_seq)),
-  constraint agent_threads_owner_kind check (owner_kind in ('', 'key', 'visitor', 'flow', 'webhook', 'channel', 'admin'))
+  constraint agent_threads_owner_kind
+    check (owner_kind in ('', 'key', 'visitor', 'flow', 'webhook', 'channel', 'admin'))
 ) with (fillfactor = 70);
 create index agent_threads_name on agent_threads (name, id) where name <> '';
 comment on index agent_threads_name is 'Finds a thread by its public name.';
@@ -314,9 +315,11 @@ end $$;
 comment on function lanekeeper.append_agent_message is
   'Give a message its place in its thread. The caller has locked the thread''s row.';
 
-create or replace function lanekeeper.send_agent_message(p_thread text, p_execution_id uuid, p_claim bigint, p_content text,
-                                   p_channel text default null, p_target text default '', p_tokens int default 0)
-returns table (message_id uuid, seq bigint, queued boolean, acquired boolean, holder text, lender uuid, stale_holder text, stale_ms bigint)
+create or replace function lanekeeper.send_agent_message(p_thread text, p_execution_id uuid, p_claim bigint,
+                                   p_content text, p_channel text default null, p_target text default '',
+                                   p_tokens int default 0)
+returns table (message_id uuid, seq bigint, queued boolean, acquired boolean, holder text, lender uuid,
+               stale_holder text, stale_ms bigint)
 language plpgsql volatile as $$
 #variable_conflict use_column
 declare
@@ -341,11 +344,16 @@ begin
   select x.channel, x.target, x.idle_seconds as idle into t from agent_threads x where x.id = p_thread;
   -- A conversation on a channel of people sends all its messages there.
   people := t.channel in ('telegram', 'slack', 'email');
-  p_channel := coalesce(nullif(p_channel, ''), case when t.channel in ('webhook', 'log') or people then t.channel else 'chat' end);
-  p_target := case when p_channel = 'webhook' then coalesce(nullif(p_target, ''), t.target) when people then t.target else '' end;
+  p_channel := coalesce(nullif(p_channel, ''),
+                        case when t.channel in ('webhook', 'log') or people then t.channel else 'chat' end);
+  p_target :=
+    case when p_channel = 'webhook' then coalesce(nullif(p_target, ''), t.target) when people then t.target else '' end;
   if people and p_channel = 'chat' then p_channel := t.channel; end if;
-  if p_channel not in ('chat', 'webhook', 'log') and (not people or p_channel <> t.channel) or coalesce(btrim(p_content), '') = '' then
-    raise exception 'a message needs content and a channel: chat, webhook, log or the thread''s, not %', quote_literal(p_channel) using errcode = '22023';
+  if p_channel not in ('chat', 'webhook', 'log') and (not people or p_channel <> t.channel)
+     or coalesce(btrim(p_content), '') = '' then
+    raise exception 'a message needs content and a channel: chat, webhook, log or the thread''s, not %',
+      quote_literal(p_channel)
+      using errcode = '22023';
   elsif p_channel = 'webhook' and not exists (select from agent_webhook_targets w where w.name = p_target) then
     raise exception 'there is no outgoing webhook target %', quote_literal(p_target) using errcode = '22023',
       hint = 'Declare it in the workspace, and name it as the target of the message or of the thread.';
@@ -360,10 +368,13 @@ begin
     select b.acquired, b.lender into mine, lender
       from lanekeeper.lend_agent_lock(lane_, p_execution_id, p_claim, t.idle) b;
   elsif not live and not exists (select from agent_messages m where m.thread_id = p_thread and m.status = 'queued') then
-    if p_execution_id is null then mine := not exists (select from lanekeeper.agent_lock_holders h where h.lane = lane_);
+    if p_execution_id is null then
+      mine := not exists (select from lanekeeper.agent_lock_holders h where h.lane = lane_);
     else
       stale_holder := nullif(held.locked_by, '');
-      stale_ms := case when stale_holder <> '' then extract(epoch from clock_timestamp() - held.expires_at + make_interval(secs => held.ttl_seconds)) * 1000 end;
+      stale_ms := case when stale_holder <> ''
+                         then extract(epoch from clock_timestamp() - held.expires_at
+                                        + make_interval(secs => held.ttl_seconds)) * 1000 end;
       select a.acquired, a.lender into mine, lender
         from lanekeeper.acquire_agent_execution_lock(lane_, p_execution_id || '#' || p_claim, t.idle) a;
       acquired := mine and lender is null;
@@ -408,7 +419,11 @@ language sql volatile as $$
   select case when not p_live then
     (select m.id from agent_messages m where m.thread_id = p_thread and m.status = 'queued' order by m.id limit 1)
   else coalesce(
-    (select q.id from lanekeeper.agent_queued_messages q where q.thread_id = p_thread and q.speaker = p_holder order by q.id limit 1),
+    (select q.id
+       from lanekeeper.agent_queued_messages q
+      where q.thread_id = p_thread and q.speaker = p_holder
+      order by q.id
+      limit 1),
     (select m.id from agent_messages m join agent_executions x on x.id = m.execution_id
       where m.thread_id = p_thread and m.status = 'queued' and x.inherits and x.completed_at is null
         and lanekeeper.agent_lenders(x.id, p_holder, true) is not null order by m.id limit 1))
@@ -418,7 +433,8 @@ comment on function lanekeeper.agent_thread_next is
   'The queued message to send next. A free thread: the first one. A held thread: the first of its holder, or of an '
   'execution that may borrow from the holder.';
 
-create or replace function lanekeeper.flush_agent_thread(p_thread text, p_limit int default 100, p_wait boolean default true) returns int
+create or replace function lanekeeper.flush_agent_thread(p_thread text, p_limit int default 100,
+                                                         p_wait boolean default true) returns int
 language plpgsql volatile as $$
 declare
   lane_ text := 'thread:' || p_thread;
@@ -438,7 +454,10 @@ begin
     -- Lock executions before lanes. The next call handles an execution that is being claimed or ended.
     select x.* into who from agent_messages m join agent_executions x on x.id = m.execution_id
      where m.id = head for no key update of x skip locked;
-    exit when not found and exists (select from agent_messages m join agent_executions x on x.id = m.execution_id where m.id = head);
+    exit when not found
+              and exists (select from agent_messages m
+                            join agent_executions x on x.id = m.execution_id
+                           where m.id = head);
     exit when not lanekeeper.lock_agent_thread(p_thread, p_wait);
     select l.* into held from agent_locks l where l.lane = lane_;
     live := found and held.expires_at > clock_timestamp();
@@ -451,8 +470,10 @@ begin
       -- A running execution borrows only under a live worker.
       exit when live and who.status = 'running' and not exists (
         select from agent_workers w where w.id = who.claimed_by and w.expires_at > clock_timestamp());
-      exit when not (case when live then (select b.acquired from lanekeeper.lend_agent_lock(lane_, who.id, who.claim, idle) b)
-                          else (select a.acquired from lanekeeper.acquire_agent_lock(lane_, who.id || '#' || who.claim, idle) a) end);
+      exit when not (case when live
+                            then (select b.acquired from lanekeeper.lend_agent_lock(lane_, who.id, who.claim, idle) b)
+                          else (select a.acquired
+                                  from lanekeeper.acquire_agent_lock(lane_, who.id || '#' || who.claim, idle) a) end);
       update agent_locks l set parked = true, expires_at = '9000-01-01 00:00+00',
              fencing_token = greatest(l.fencing_token + 1, (extract(epoch from clock_timestamp()) * 1000000)::bigint)
        where l.lane = lane_ and who.status = 'waiting';
@@ -473,8 +494,9 @@ comment on function lanekeeper.flush_agent_thread is
   'Send the queued messages of a thread that may be sent now, in order, at most p_limit. Call it whenever the lane of '
   'the thread changes hands. Without p_wait it does nothing if another transaction has locked the thread.';
 
-create or replace function lanekeeper.receive_agent_message(p_thread text, p_content text, p_channel text default 'chat', p_data jsonb default '{}',
-                                      p_id text default null, p_execution_id uuid default null, p_tokens int default 0)
+create or replace function lanekeeper.receive_agent_message(p_thread text, p_content text,
+                                      p_channel text default 'chat', p_data jsonb default '{}', p_id text default null,
+                                      p_execution_id uuid default null, p_tokens int default 0)
 returns table (message_id uuid, seq bigint, event_id uuid, execution_id uuid)
 language plpgsql volatile as $$
 #variable_conflict use_column
@@ -492,7 +514,8 @@ begin
      where v.external_id = p_id and v.event = 'MESSAGE_RECEIVED' and v.key = p_thread;
     if found then                                           -- a duplicate
       return query select (came.data ->> 'message_id')::uuid,
-                          (select m.seq from agent_messages m where m.id = (came.data ->> 'message_id')::uuid), came.id, null::uuid;
+                          (select m.seq from agent_messages m where m.id = (came.data ->> 'message_id')::uuid), came.id,
+                          null::uuid;
       return;
     end if;
   end if;
@@ -503,7 +526,9 @@ begin
   loop
     if first_ then
       first_ := false;
-      if p_id is not null and not exists (select from agent_events v where v.id = came.event_id and v.data ->> 'message_id' = message::text) then
+      if p_id is not null
+         and not exists (select from agent_events v
+                          where v.id = came.event_id and v.data ->> 'message_id' = message::text) then
         raise exception 'id % was used for another event', quote_literal(p_id) using errcode = '22023';
       end if;
       update agent_threads t set next_seq = t.next_seq + 1, updated_at = clock_timestamp()
@@ -511,7 +536,8 @@ begin
       if place is null then
         raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';
       end if;
-      insert into agent_messages (id, thread_id, seq, turn, role, content, channel, execution_id, trace_id, status, tokens, sent_at)
+      insert into agent_messages (id, thread_id, seq, turn, role, content, channel, execution_id, trace_id, status,
+                                  tokens, sent_at)
       values (message, p_thread, place, place, 'user', p_content, p_channel, p_execution_id,
               coalesce((select x.trace_id from agent_executions x where x.id = p_execution_id), ''), 'received',
               coalesce(p_tokens, 0), clock_timestamp());
@@ -540,7 +566,8 @@ begin
                       union all select n.lane from agent_lock_loans n where n.lender = p_child and n.depth = 1)
        and a.lane like 'thread:%'
        and (exists (select from agent_executions x where x.id = p_parent and x.thread_id = substr(a.lane, 8))
-            or exists (select from agent_messages m where m.execution_id = p_parent and m.thread_id = substr(a.lane, 8)))
+            or exists (select from agent_messages m
+                        where m.execution_id = p_parent and m.thread_id = substr(a.lane, 8)))
      order by a.lane for update of a
   loop
     delete from agent_lock_loans n where n.lane = l.lane;
@@ -552,10 +579,12 @@ end $$;
 comment on function lanekeeper.return_agent_threads is
   'Return threads to a parent that no longer waits for its child: the child''s threads in which the parent speaks.';
 
-create or replace function lanekeeper.agent_thread_id(p_kind text, p_owner text, p_visitor text, p_name text) returns text
+create or replace function lanekeeper.agent_thread_id(p_kind text, p_owner text, p_visitor text, p_name text)
+returns text
 language plpgsql stable as $$
 begin
-  return case when p_kind in ('flow', 'channel', 'admin') or starts_with(p_name, 'th_') and p_name ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$' then p_name
+  return case when p_kind in ('flow', 'channel', 'admin')
+              or starts_with(p_name, 'th_') and p_name ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$' then p_name
          else 'th_' || substr(encode(sha256((select s.value from agent_secrets s where s.name = 'thread ids')
                 || convert_to(jsonb_build_array(p_kind, p_owner, p_visitor, p_name)::text, 'UTF8')), 'hex'), 1, 32) end;
 end $$;
@@ -570,8 +599,10 @@ select t.id from agent_threads t
 comment on view lanekeeper.agent_flow_threads is
   'Threads without a kind of owner that flows have used. Flows may continue them.';
 
-create or replace function lanekeeper.agent_thread_for(p_kind text, p_owner text, p_visitor text, p_name text) returns text
-language plpgsql stable set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan
+create or replace function lanekeeper.agent_thread_for(p_kind text, p_owner text, p_visitor text, p_name text)
+returns text
+language plpgsql stable set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set plan_cache_mode = force_generic_plan
 set jit = off as $$
 declare
   t record;
@@ -591,7 +622,8 @@ begin
       when t.owner_kind <> '' then (t.owner_kind, t.owner, t.visitor) = (p_kind, p_owner, p_visitor)
       -- An earlier release began the thread. A visitor proves its right by an unguessable name.
       when p_kind = 'key' then t.channel = 'chat' and t.owner = p_owner
-      when p_kind = 'visitor' then t.channel = 'chat' and t.owner = p_owner and p_owner <> '' and t.id ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$'
+      when p_kind = 'visitor'
+        then t.channel = 'chat' and t.owner = p_owner and p_owner <> '' and t.id ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$'
       when p_kind = 'webhook' then exists (
         select from agent_messages m join agent_executions x on x.id = m.execution_id
          where m.thread_id = t.id and x.trace_id like 'wh\_%')

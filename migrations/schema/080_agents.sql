@@ -9,7 +9,8 @@ create table agent_agents (
   digest text not null, definition jsonb not null, is_default boolean not null default false,
   source text not null default 'workspace', current boolean not null default true,
   created_at timestamptz not null default clock_timestamp(),
-  constraint agent_agents_default exclude using btree (is_default with =) where ((current and is_default)) deferrable initially deferred,
+  constraint agent_agents_default exclude using btree (is_default with =)
+    where ((current and is_default)) deferrable initially deferred,
   primary key (name, version)
 );
 create unique index agent_agents_current on agent_agents (name) where current;
@@ -30,7 +31,8 @@ create table agent_memory (
   trace_id text not null default '', expires_at timestamptz,
   created_at timestamptz not null default clock_timestamp(),
   updated_at timestamptz not null default clock_timestamp(),
-  search     tsvector generated always as ((setweight(to_tsvector('simple'::regconfig, key), 'A'::"char") || to_tsvector('simple'::regconfig, value))) stored,
+  search tsvector generated always as (
+    (setweight(to_tsvector('simple'::regconfig, key), 'A'::"char") || to_tsvector('simple'::regconfig, value))) stored,
   owner text not null default '',
   constraint agent_memory_owner_key unique (owner, category, key)
 );
@@ -222,7 +224,8 @@ values ('thread ids', uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid(
 create or replace view lanekeeper.agent_evidence as
 select a.id, a.trace_id, a.execution_id, a.step, a.skill_name, a.created_at from agent_activity a
  where a.kind = 'call' and a.status = 'success' and a.surface <> 'chat'
-   and a.skill_name !~ '^(objective_|automation_|skill_|complete_step$|fail_step$|add_steps$|objectives_list$|recent_activity$)';
+   and a.skill_name
+       !~ '^(objective_|automation_|skill_|complete_step$|fail_step$|add_steps$|objectives_list$|recent_activity$)';
 comment on view lanekeeper.agent_evidence is
   'Actions that count as evidence: successful calls, except of bookkeeping skills and of the surface chat.';
 
@@ -230,10 +233,13 @@ create or replace function lanekeeper.agent_objectives_check() returns trigger l
 begin
   if tg_table_name = 'agent_objective_steps' then
     new.started_at := case when tg_op = 'INSERT' then clock_timestamp()
-                           when new.status = 'pending' and old.status <> 'pending' then clock_timestamp() else old.started_at end;
+                           when new.status = 'pending' and old.status <> 'pending' then clock_timestamp()
+                           else old.started_at end;
     if new.status = 'done' and (tg_op = 'INSERT' or old.status <> 'done') and not exists (
          select from agent_objective_evidence e
-          where e.step_id = new.id and e.created_at >= new.started_at and (e.given_by <> '' or e.trace_id = new.trace_id)) then
+          where e.step_id = new.id
+            and e.created_at >= new.started_at
+            and (e.given_by <> '' or e.trace_id = new.trace_id)) then
       raise exception 'step % is not done: it has no evidence', quote_literal(new.title) using errcode = 'LK010';
     end if;
     update agent_objectives o set idle_runs = 0, due_at = least(o.due_at, clock_timestamp())
@@ -249,9 +255,11 @@ begin
     return old;
   elsif new.activity_id is not null then
     select a.skill_name, a.trace_id into new.skill_name, new.trace_id
-      from lanekeeper.agent_evidence a, agent_objective_steps s where a.id = new.activity_id and s.id = new.step_id and a.created_at >= s.started_at;
+      from lanekeeper.agent_evidence a, agent_objective_steps s
+     where a.id = new.activity_id and s.id = new.step_id and a.created_at >= s.started_at;
     if not found then
-      raise exception 'activity % is no evidence: it must be a successful call made after the step began', new.activity_id
+      raise exception 'activity % is no evidence: it must be a successful call made after the step began',
+        new.activity_id
         using errcode = 'LK010';
     end if;
   end if;
@@ -298,7 +306,8 @@ create or replace trigger agent_objective_steps_check before insert or update on
   for each row execute function lanekeeper.agent_objectives_check();
 
 create or replace trigger agent_objectives_revise before update on agent_objectives for each row
-  when ((to_jsonb(old) - '{due_at,idle_runs,last_trace_id,updated_at}'::text[]) is distinct from (to_jsonb(new) - '{due_at,idle_runs,last_trace_id,updated_at}'::text[]))
+  when ((to_jsonb(old) - '{due_at,idle_runs,last_trace_id,updated_at}'::text[])
+        is distinct from (to_jsonb(new) - '{due_at,idle_runs,last_trace_id,updated_at}'::text[]))
   execute function lanekeeper.agent_revise();
 
 create or replace trigger agent_memory_keep_revision after insert or delete on agent_memory

@@ -194,7 +194,8 @@ comment on column agent_mcp_calls.collected_at is
 
 -- Code
 
-create or replace function decide_agent_approval(p_id uuid, p_approve boolean, p_by text, p_reason text) returns setof agent_approvals
+create or replace function decide_agent_approval(p_id uuid, p_approve boolean, p_by text, p_reason text)
+returns setof agent_approvals
 language plpgsql volatile security definer set search_path from current as $$
 declare
   a agent_approvals;
@@ -207,8 +208,9 @@ begin
       and x.waiting_key = p_id::text order by x.id for no key update;
   update agent_approvals x
      set status = case when p_approve then 'approved' else 'rejected' end, decided_by = p_by,
-         reason = coalesce(p_reason, ''), decided_at = clock_timestamp(), decided_token_id = coalesce(actor ->> 'key_id', ''),
-         decided_via = coalesce(actor ->> 'via', ''), decided_message = coalesce(actor ->> 'message', '')
+         reason = coalesce(p_reason, ''), decided_at = clock_timestamp(),
+         decided_token_id = coalesce(actor ->> 'key_id', ''), decided_via = coalesce(actor ->> 'via', ''),
+         decided_message = coalesce(actor ->> 'message', '')
    where x.id = p_id and x.status = 'pending' and x.expires_at > clock_timestamp()
      and (not p_approve or exists (
             select from agent_skills s where s.name = x.skill_name and s.revision = x.skill_revision))
@@ -227,11 +229,15 @@ begin
     end if;
   end if;
   if actor ->> 'via' = 'sql' then                            -- the program records other decisions itself
-    insert into agent_activity (trace_id, kind, agent, surface, skill_name, status, input, output, finished_at, duration_ms)
+    insert into agent_activity (trace_id, kind, agent, surface, skill_name, status, input, output, finished_at,
+                                duration_ms)
     values (lanekeeper.agent_trace_id('op'), 'note', 'admin', 'operate', 'decide_approval', 'success',
-            jsonb_build_object('approval_id', a.id, 'skill', a.skill_name, 'decision', case when p_approve then 'approve' else 'reject' end,
+            jsonb_build_object('approval_id', a.id, 'skill', a.skill_name,
+                               'decision', case when p_approve then 'approve' else 'reject' end,
                                'by', p_by, 'reason', coalesce(p_reason, ''), 'via', 'sql')
-              || case when a.four_eyes and p_by = any (a.requested_by) then '{"four_eyes": "the requester decided"}'::jsonb else '{}' end,
+              || case when a.four_eyes and p_by = any (a.requested_by)
+                        then '{"four_eyes": "the requester decided"}'::jsonb
+                      else '{}' end,
             jsonb_build_object('status', a.status, 'trace_id', a.trace_id), clock_timestamp(), 0);
   end if;
   if a.parked then
@@ -255,7 +261,8 @@ comment on function lanekeeper.agent_approval_decider is 'The person who decided
 create or replace function lanekeeper.agent_approval_outcome(p_approval agent_approvals) returns text
 language sql stable parallel safe as $$
   select case p_approval.status when 'consumed' then 'approved' else p_approval.status end
-      || case when p_approval.decided_by <> '' then ' by ' || lanekeeper.agent_approval_decider(p_approval.id) else '' end
+      || case when p_approval.decided_by <> '' then ' by ' || lanekeeper.agent_approval_decider(p_approval.id)
+              else '' end
       || case p_approval.status when 'consumed' then ', used' else '' end
 $$;
 comment on function lanekeeper.agent_approval_outcome is
@@ -329,11 +336,13 @@ begin
     update agent_approvals x set status = 'expired', reason = why_
      where x.id = a.id and x.status in ('pending', 'approved');
     continue when not found;
-    insert into agent_activity (trace_id, execution_id, kind, surface, skill_name, status, input, finished_at, duration_ms)
+    insert into agent_activity (trace_id, execution_id, kind, surface, skill_name, status, input, finished_at,
+                                duration_ms)
     values (a.trace_id, a.execution_id, 'note', 'operate', 'close_approval', 'skipped',
             jsonb_build_object('approval_id', a.id, 'skill', old.name, 'reason', why_), clock_timestamp(), 0);
     if a.parked then
-      perform lanekeeper.deliver_agent_event('APPROVAL_DECIDED', a.id::text, jsonb_build_object('status', 'expired', 'by', '', 'reason', why_),
+      perform lanekeeper.deliver_agent_event('APPROVAL_DECIDED', a.id::text,
+                                  jsonb_build_object('status', 'expired', 'by', '', 'reason', why_),
                                   'approval ' || a.id);
       perform pg_notify('agent_wake', a.execution_id::text);
     end if;
@@ -345,10 +354,13 @@ comment on function lanekeeper.agent_approvals_check is
   'resume the executions that wait for them.';
 
 create or replace trigger agent_approvals_fixed
-  before update of trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash on agent_approvals
-  for each row when ((old.trace_id, old.execution_id, old.step, old.parked, old.skill_name, old.skill_revision, old.arguments, old.arguments_hash)
+  before update of trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash
+  on agent_approvals
+  for each row when ((old.trace_id, old.execution_id, old.step, old.parked, old.skill_name, old.skill_revision,
+                      old.arguments, old.arguments_hash)
                      is distinct from
-                     (new.trace_id, new.execution_id, new.step, new.parked, new.skill_name, new.skill_revision, new.arguments, new.arguments_hash))
+                     (new.trace_id, new.execution_id, new.step, new.parked, new.skill_name, new.skill_revision,
+                      new.arguments, new.arguments_hash))
   execute function lanekeeper.agent_approvals_check();
 
 create or replace trigger agent_approvals_eyes before update of four_eyes on agent_approvals for each row

@@ -17,7 +17,8 @@ create table agent_automations (
   created_at timestamptz not null default clock_timestamp(),
   updated_at timestamptz not null default clock_timestamp(), flow text not null default '',
   agent text not null default '',
-  constraint agent_automations_action check (((((skill_name <> ''))::int + ((prompt <> ''))::int) + ((flow <> ''))::int) = 1),
+  constraint agent_automations_action check (((((skill_name <> ''))::int + (
+                                                 (prompt <> ''))::int) + ((flow <> ''))::int) = 1),
   constraint agent_automations_check check (enabled = (disabled_by = '')),
   constraint agent_automations_check2 check ((trigger <> 'event') OR (event <> '')),
   constraint agent_automations_check3 check ((trigger = 'signal') = (signal <> '')),
@@ -141,7 +142,8 @@ begin
   for new in select c.* from came c order by c.id loop
     -- The key of EVENT_COMPLETED names the event, so automations may use the key as a name.
     names := case when new.event = 'EVENT_COMPLETED' then array[new.event, new.key] else array[new.event] end;
-    continue when not exists (select from agent_automations a where a.enabled and a.trigger = 'event' and a.event = any (names));
+    continue when not exists (select from agent_automations a
+                               where a.enabled and a.trigger = 'event' and a.event = any (names));
     select x.flow, x.trace_id into emitter from agent_executions x where x.id = new.execution_id;
     continue when emitter.flow = 'automation';               -- or the end of each run would start the next run
     with made_ as (

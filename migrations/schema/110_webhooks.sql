@@ -160,7 +160,8 @@ language plpgsql volatile as $$
 declare
   message jsonb := jsonb_build_object('type', p_event, 'data', p_data, 'timestamp',
     to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'));
-  teller constant uuid := case when p_event like 'execution.%' then lanekeeper.agent_uuid(p_data ->> 'id') else lanekeeper.agent_uuid(p_data ->> 'execution_id') end;
+  teller constant uuid := case when p_event like 'execution.%' then lanekeeper.agent_uuid(p_data ->> 'id')
+                               else lanekeeper.agent_uuid(p_data ->> 'execution_id') end;
   n int;
 begin
   if octet_length(message::text) > 20000 then
@@ -189,7 +190,11 @@ declare
   x constant jsonb := to_jsonb(new);
 begin
   perform lanekeeper.emit_agent_webhook(tg_argv[0], x ->> tg_argv[1],
-    case when tg_argv[1] = '' then '{}' else jsonb_build_object('trace_id', x -> tg_argv[1]) end || (select jsonb_object_agg(c, case jsonb_typeof(x -> c) when 'string' then to_jsonb(left(x ->> c, 2000)) else x -> c end)
+    case when tg_argv[1] = '' then '{}' else jsonb_build_object('trace_id', x -> tg_argv[1]) end
+    || (select jsonb_object_agg(c,
+                                case jsonb_typeof(x -> c)
+                                  when 'string' then to_jsonb(left(x ->> c, 2000))
+                                  else x -> c end)
           from unnest(tg_argv[2:]) c));
   return null;
 end $$;
@@ -198,7 +203,8 @@ comment on function lanekeeper.emit_agent_row is
 
 create or replace trigger agent_approvals_emit after insert on agent_approvals
   for each row when (new.status = 'pending')
-  execute function lanekeeper.emit_agent_row('approval.requested', 'trace_id', 'id', 'execution_id', 'skill_name', 'expires_at');
+  execute function lanekeeper.emit_agent_row('approval.requested', 'trace_id', 'id', 'execution_id',
+                                             'skill_name', 'expires_at');
 
 create or replace trigger agent_skills_emit after update of enabled on agent_skills
   for each row when (old.enabled and not new.enabled)
@@ -210,4 +216,5 @@ create or replace trigger agent_objectives_emit after update of status on agent_
 
 create or replace trigger agent_webhook_deliveries_emit after update of status on agent_webhook_deliveries
   for each row when (old.status is distinct from new.status and new.status = 'dead')
-  execute function lanekeeper.emit_agent_row('webhook.dead', 'last_trace_id', 'id', 'endpoint', 'delivery_id', 'attempts', 'error_message');
+  execute function lanekeeper.emit_agent_row('webhook.dead', 'last_trace_id', 'id', 'endpoint', 'delivery_id',
+                                             'attempts', 'error_message');

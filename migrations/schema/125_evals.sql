@@ -78,8 +78,8 @@ comment on column agent_eval_trials.case_name is 'The case of the suite.';
 comment on column agent_eval_trials.trial is 'The number of the trial, from 1 on.';
 comment on column agent_eval_trials.position is 'The place of the case in the suite.';
 comment on column agent_eval_trials.verdict is
-  'pass or fail: the expectations decided. diverged: a call had no stub. error: no answer came. undecided: the budget was '
-  'used up. Null: not decided yet.';
+  'pass or fail: the expectations decided. diverged: a call had no stub. error: no answer came. undecided: the budget '
+  'was used up. Null: not decided yet.';
 comment on column agent_eval_trials.reasons is 'Why it did not pass.';
 comment on column agent_eval_trials.answer is 'The beginning of the answer, redacted.';
 comment on column agent_eval_trials.calls is 'The calls in their order, with redacted arguments.';
@@ -119,8 +119,8 @@ comment on column agent_eval_judgements.pass is 'The majority of its votes.';
 -- A label stores the answer, so the label outlives its run. Labels calibrate judges.
 create table agent_eval_labels (
   run_id uuid not null, case_name text not null, trial int not null check (trial > 0),
-  principal text not null check (principal <> ''), suite text not null, answer text not null, answer_digest text not null,
-  good boolean not null, note text not null default '' check (length(note) <= 2000),
+  principal text not null check (principal <> ''), suite text not null, answer text not null,
+  answer_digest text not null, good boolean not null, note text not null default '' check (length(note) <= 2000),
   created_at timestamptz not null default clock_timestamp(),
   primary key (run_id, case_name, trial, principal)
 );
@@ -242,7 +242,8 @@ begin
 end $$;
 comment on function lanekeeper.check_agent_trial_budget is
   'Refuse a reservation of a trial outside the budgets of the trial and of its run (SQLSTATE LK009).';
-create or replace trigger agent_budget_reservations_no_eval before insert or update of scopes on agent_budget_reservations
+create or replace trigger agent_budget_reservations_no_eval before insert or update of scopes
+  on agent_budget_reservations
   for each row execute function lanekeeper.check_agent_trial_budget();
 
 create or replace trigger agent_approvals_no_eval before insert or update on agent_approvals for each row
@@ -277,7 +278,8 @@ create or replace trigger agent_objective_steps_no_eval before insert or update 
   when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
 
 create or replace trigger agent_objectives_no_eval before insert or update on agent_objectives for each row
-  when (new.last_trace_id like 'ev\_%' or new.proposed_trace like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+  when (new.last_trace_id like 'ev\_%' or new.proposed_trace like 'ev\_%')
+  execute function lanekeeper.refuse_agent_eval();
 
 create or replace trigger agent_requests_no_eval before insert or update on agent_requests for each row
   when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();

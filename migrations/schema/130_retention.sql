@@ -85,7 +85,8 @@ begin
     begin
       span := nullif(wish.said, 'forever')::interval;
     exception when others then
-      raise exception '% is not a retention time for %: give a number of days such as 90d, or forever', quote_literal(left(wish.said, 40)), wish.key
+      raise exception '% is not a retention time for %: give a number of days such as 90d, or forever',
+        quote_literal(left(wish.said, 40)), wish.key
         using errcode = '22023';
     end;
     if span < was.min_keep or span > interval '100 years' then
@@ -102,9 +103,11 @@ begin
     return;
   end if;
   return query
-    insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at, duration_ms)
+    insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, output,
+                                     finished_at, duration_ms)
     values (lanekeeper.agent_trace_id('op'), 'note', p_by, 'operate', 'set_retention', p_reason, 'success',
-            lanekeeper.agent_actor() || jsonb_build_object('keep', after_, 'by', p_by, 'reason', p_reason), jsonb_build_object('was', before_), clock_timestamp(), 0)
+            lanekeeper.agent_actor() || jsonb_build_object('keep', after_, 'by', p_by, 'reason', p_reason),
+            jsonb_build_object('was', before_), clock_timestamp(), 0)
     returning true, a.trace_id, a.id;
 end $$;
 comment on function set_agent_retention is
@@ -126,7 +129,10 @@ begin
   get diagnostics executions = row_count;
   update agent_locks l
      set fencing_token = greatest(l.fencing_token + 1, (extract(epoch from clock_timestamp()) * 1000000)::bigint),
-         locked_by = case when l.parked then coalesce((select x.id || '#' || x.claim from agent_executions x where x.id = l.execution_id), l.locked_by)
+         locked_by = case when l.parked then coalesce((select x.id || '#' || x.claim
+                                                         from agent_executions x
+                                                        where x.id = l.execution_id),
+                                                      l.locked_by)
                           else l.locked_by end,
          expires_at = case when l.parked then l.expires_at else least(l.expires_at, clock_timestamp()) end
    where l.locked_by <> '';

@@ -11,7 +11,8 @@ create or replace view agent_objective_progress as
          count(*) filter (where s.status = 'failed') as failed,
          count(*) filter (where s.status = 'pending') as pending,
          coalesce(round((count(*) filter (where s.status = 'done'))::numeric
-                        / nullif(count(*) filter (where s.status in ('pending', 'done', 'failed')), 0), 3), 0) as progress
+                        / nullif(count(*) filter (where s.status in ('pending', 'done', 'failed')), 0), 3),
+                  0) as progress
     from agent_objectives o left join agent_objective_steps s on s.objective_id = o.id
    group by o.id;
 comment on view agent_objective_progress is
@@ -63,10 +64,12 @@ create or replace view agent_spend as
          sum(s.prompt_tokens)::bigint as prompt_tokens, sum(s.completion_tokens)::bigint as completion_tokens,
          sum(s.tokens)::bigint as tokens, trim_scale(sum(s.cost_usd)) as cost_usd,
          sum(s.unknown_tokens)::bigint as unknown_tokens, trim_scale(sum(s.unknown_usd)) as unknown_usd
-    from (select c.skill, c.surface, c.model, c.start, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd, c.unknown_tokens, c.unknown_usd
+    from (select c.skill, c.surface, c.model, c.start, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens,
+                 c.cost_usd, c.unknown_tokens, c.unknown_usd
             from agent_activity_counts c where c.span = 'day' and c.kind = 'charge'
           union all
-          select lanekeeper.agent_count_key(h.skill), u.surface, u.model, u.hour, h.calls, h.prompt_tokens, h.completion_tokens, h.tokens, h.cost_usd, h.unknown_tokens, h.unknown_usd
+          select lanekeeper.agent_count_key(h.skill), u.surface, u.model, u.hour, h.calls, h.prompt_tokens,
+                 h.completion_tokens, h.tokens, h.cost_usd, h.unknown_tokens, h.unknown_usd
             from lanekeeper.read_agent_activity_tail(2000000000) u
            cross join lateral lanekeeper.agent_charges(
              u.led_to, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd, u.unknown_tokens, u.unknown_usd) h
@@ -78,7 +81,8 @@ comment on view agent_spend is
   'provider reported.';
 
 create or replace view agent_skill_calls as
-  select a.id, a.skill_name, a.status, a.error_class, a.error_message, a.duration_ms, a.trace_id, a.created_at, a.thread_id
+  select a.id, a.skill_name, a.status, a.error_class, a.error_message, a.duration_ms, a.trace_id, a.created_at,
+         a.thread_id
     from agent_activity a
    where a.kind = 'call' and a.surface <> 'eval' and a.status in ('success', 'error')
      and lanekeeper.agent_class_counts(a.error_class);
@@ -92,7 +96,8 @@ create or replace view agent_skill_health as
          coalesce(f.streak, 0) as streak, f.p50_ms, f.p95_ms,
          case when s.enabled then 'enabled' when s.trial_at is not null then 'on trial' else 'disabled' end as state,
          s.disabled_by, s.disabled_reason, s.disabled_at
-    from agent_skills s left join lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days') f on f.skill = s.name;
+    from agent_skills s
+    left join lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days') f on f.skill = s.name;
 comment on view agent_skill_health is
   'The last 7 days of each skill: calls, success rate, failures in a row, p50, p95 and state. With very many calls, '
   'p50 and p95 are right to 2.5 per cent, over whole days (UTC).';
@@ -113,8 +118,9 @@ comment on view agent_thread_locks is
   'parked: a waiting execution holds it, without an end.';
 
 create or replace view agent_budget_today as
-  select x.scope, x.tokens, trim_scale(x.cost_usd) as cost_usd, x.reserved_tokens, trim_scale(x.reserved_usd) as reserved_usd,
-         x.unsettled, x.unknown_tokens, trim_scale(x.unknown_usd) as unknown_usd
+  select x.scope, x.tokens, trim_scale(x.cost_usd) as cost_usd, x.reserved_tokens,
+         trim_scale(x.reserved_usd) as reserved_usd, x.unsettled, x.unknown_tokens,
+         trim_scale(x.unknown_usd) as unknown_usd
     from agent_budgets x, to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD') as today
    where x.scope = 'day:' || today or starts_with(x.scope, 'day:' || today || ':')
    order by x.scope;
@@ -134,14 +140,17 @@ create or replace view agent_activity_measured as
          case when a.kind = 'model' and a.cost_usd <> 'NaN' then a.cost_usd else 0 end as cost_usd, x.duration_ms,
          a.trace_id, case when a.surface <> 'eval' then a.led_to else '{}' end as led_to,
          lanekeeper.agent_tokens(x.usage, 'unknown_tokens') as unknown_tokens,
-         case when jsonb_typeof(x.usage -> 'unknown_usd') = 'number' then (x.usage ->> 'unknown_usd')::numeric else 0 end as unknown_usd,
+         case when jsonb_typeof(x.usage -> 'unknown_usd') = 'number' then (x.usage ->> 'unknown_usd')::numeric
+              else 0 end as unknown_usd,
          case when x.telling then lpad(x.duration_ms::text, 13, '0') || left(a.trace_id, 300) end as slowest,
-         case when x.duration_ms < 1 then -1 else floor(ln(x.duration_ms::float8) / ln(1.05::float8))::int end as bucket,
+         case when x.duration_ms < 1 then -1
+              else floor(ln(x.duration_ms::float8) / ln(1.05::float8))::int end as bucket,
          a.agent, lanekeeper.agent_tokens(x.usage, 'cached_tokens') as cached_tokens, a.thread_id
     from agent_activity a
    cross join lateral (
      select case a.kind when 'model' then a.token_usage else '{}' end as usage,
-            case when a.duration_ms is not null then greatest(0, least(a.duration_ms, 1000000000000)) end as duration_ms,
+            case when a.duration_ms is not null
+                   then greatest(0, least(a.duration_ms, 1000000000000)) end as duration_ms,
             a.kind = 'call' and a.status in ('success', 'error')
               and lanekeeper.agent_class_counts(a.error_class) as telling) x
    where a.kind <> 'model' and a.surface <> 'eval'
@@ -168,14 +177,17 @@ comment on view agent_activity_partitions is
   'read.';
 
 create or replace view agent_spend_by_purpose as
-  select s.skill as purpose, s.surface, s.model, (s.start at time zone 'UTC')::date as day, sum(s.calls)::bigint as calls,
-         sum(s.prompt_tokens)::bigint as prompt_tokens, sum(s.completion_tokens)::bigint as completion_tokens,
-         sum(s.tokens)::bigint as tokens, trim_scale(sum(s.cost_usd)) as cost_usd,
-         sum(s.unknown_tokens)::bigint as unknown_tokens, trim_scale(sum(s.unknown_usd)) as unknown_usd
-    from (select c.skill, c.surface, c.model, c.start, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens, c.cost_usd, c.unknown_tokens, c.unknown_usd
+  select s.skill as purpose, s.surface, s.model, (s.start at time zone 'UTC')::date as day,
+         sum(s.calls)::bigint as calls, sum(s.prompt_tokens)::bigint as prompt_tokens,
+         sum(s.completion_tokens)::bigint as completion_tokens, sum(s.tokens)::bigint as tokens,
+         trim_scale(sum(s.cost_usd)) as cost_usd, sum(s.unknown_tokens)::bigint as unknown_tokens,
+         trim_scale(sum(s.unknown_usd)) as unknown_usd
+    from (select c.skill, c.surface, c.model, c.start, c.calls, c.prompt_tokens, c.completion_tokens, c.tokens,
+                 c.cost_usd, c.unknown_tokens, c.unknown_usd
             from agent_activity_counts c where c.span = 'day' and c.kind = 'model'
           union all
-          select u.skill, u.surface, u.model, u.hour, 1, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd, u.unknown_tokens, u.unknown_usd
+          select u.skill, u.surface, u.model, u.hour, 1, u.prompt_tokens, u.completion_tokens, u.tokens, u.cost_usd,
+                 u.unknown_tokens, u.unknown_usd
             from lanekeeper.read_agent_activity_tail(2000000000) u where u.kind = 'model') s
    group by 1, 2, 3, 4;
 comment on view agent_spend_by_purpose is
@@ -183,15 +195,17 @@ comment on view agent_spend_by_purpose is
 
 create or replace view agent_slowest_skills as
   select f.skill, f.calls, f.p50_ms, f.p95_ms, f.max_ms, f.slowest_trace_id
-    from lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days') f where f.p95_ms is not null order by f.p95_ms desc, f.skill;
+    from lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days') f
+   where f.p95_ms is not null
+   order by f.p95_ms desc, f.skill;
 comment on view agent_slowest_skills is
   'Durations of the calls of each skill in the last 7 days, the slowest first. With very many calls, p50 and p95 are '
   'right to 2.5 per cent, over whole days (UTC).';
 
 create or replace view agent_failing_skills as
-  select f.skill, f.calls, f.failed as errors, f.failed::float8 / f.calls as rate, f.streak, coalesce(f.p50_ms, 0) as p50_ms,
-         coalesce(f.p95_ms, 0) as p95_ms, coalesce(l.error_message, '') as last_error, l.error_class as last_error_class,
-         l.created_at as last_failed_at, l.trace_id as last_trace_id,
+  select f.skill, f.calls, f.failed as errors, f.failed::float8 / f.calls as rate, f.streak,
+         coalesce(f.p50_ms, 0) as p50_ms, coalesce(f.p95_ms, 0) as p95_ms, coalesce(l.error_message, '') as last_error,
+         l.error_class as last_error_class, l.created_at as last_failed_at, l.trace_id as last_trace_id,
          case when s.enabled then 'enabled' when s.trial_at is not null then 'on trial' else 'disabled' end as state
     from lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days') f
     join agent_skills s on s.name = f.skill
@@ -210,7 +224,10 @@ comment on view agent_failing_skills is
 create or replace view agent_audit as
   select a.id, a.created_at as at, a.finished_at,
          case
-           when a.agent = 'admin' or a.kind = 'note' and (a.skill_name in ('break_lane', 'decide_approval') or a.execution_id is null and a.surface = 'operate' and a.skill_name <> 'mcp_sync')
+           when a.agent = 'admin'
+                or a.kind = 'note'
+                   and (a.skill_name in ('break_lane', 'decide_approval')
+                        or a.execution_id is null and a.surface = 'operate' and a.skill_name <> 'mcp_sync')
              then coalesce(nullif(a.input ->> 'by', ''), 'admin')
            when a.skill_name in ('webhook_refused', 'webhook_conflict') then 'sender'
            else a.agent end as actor,
@@ -218,49 +235,67 @@ create or replace view agent_audit as
          case when a.kind = 'model' then '' else coalesce((
            select string_agg(left(v.word || ' ' || v.name, 200), ', ' order by v.place)
              from (values
-               (1, 'decision:', a.input ->> 'decision'), (2, 'approval', a.input ->> 'approval_id'), (3, 'skill', a.input ->> 'skill'),
-               (4, 'automation', a.input ->> 'automation'), (5, 'objective', a.input ->> 'objective'), (6, 'step', a.input ->> 'step'),
+               (1, 'decision:', a.input ->> 'decision'), (2, 'approval', a.input ->> 'approval_id'),
+               (3, 'skill', a.input ->> 'skill'), (4, 'automation', a.input ->> 'automation'),
+               (5, 'objective', a.input ->> 'objective'), (6, 'step', a.input ->> 'step'),
                (7, 'conflict', a.input ->> 'conflict'), (8, 'event', a.input ->> 'event'),
-               (9, case when a.input ? 'category' then 'memory' else 'key' end, concat_ws(' / ', a.input ->> 'category', a.input ->> 'key')),
-               (10, 'lane', a.input ->> 'lane'), (11, 'execution', a.input ->> 'execution'), (12, 'flow', a.input ->> 'flow'),
-               (13, 'endpoint', a.input ->> 'endpoint'), (14, 'target', a.input ->> 'target'),
-               (14, 'channel', case when a.skill_name in ('enable_channel', 'disable_channel', 'pair_sender', 'unpair_sender')
+               (9, case when a.input ? 'category' then 'memory' else 'key' end,
+                concat_ws(' / ', a.input ->> 'category', a.input ->> 'key')),
+               (10, 'lane', a.input ->> 'lane'), (11, 'execution', a.input ->> 'execution'),
+               (12, 'flow', a.input ->> 'flow'), (13, 'endpoint', a.input ->> 'endpoint'),
+               (14, 'target', a.input ->> 'target'),
+               (14, 'channel',
+                case when a.skill_name in ('enable_channel', 'disable_channel', 'pair_sender', 'unpair_sender')
                                     then a.input ->> 'channel' end),
                (15, 'delivery', a.input ->> 'delivery_id'),
-               (16, 'message', a.input ->> 'webhook_id'), (17, 'thread', a.input ->> 'thread_id'), (18, 'access', a.input ->> 'access_id'),
-               (19, 'run', a.input ->> 'run'), (20, 'MCP server', a.input ->> 'server'), (21, 'tool', a.input ->> 'tool'),
+               (16, 'message', a.input ->> 'webhook_id'), (17, 'thread', a.input ->> 'thread_id'),
+               (18, 'access', a.input ->> 'access_id'), (19, 'run', a.input ->> 'run'),
+               (20, 'MCP server', a.input ->> 'server'), (21, 'tool', a.input ->> 'tool'),
                (22, 'session', a.input ->> 'session'), (23, 'command', a.input ->> 'command'),
                (24, 'rows:', coalesce(a.input ->> 'kinds', a.input ->> 'keep')),
                (25, 'changed:', case when jsonb_typeof(a.input -> 'changed') = 'array'
-                                     then (select string_agg(c, ', ') from jsonb_array_elements_text(a.input -> 'changed') c) end),
-               (26, 'document', a.input ->> 'document'), (27, 'principal', a.input ->> 'principal'), (28, 'token', coalesce(a.input ->> 'made_key', a.input ->> 'revoked_key')),
-               (29, 'session', a.input ->> 'login'), (30, 'identity', a.input ->> 'subject'), (31, 'eval', a.input ->> 'eval'),
-               (32, 'case', a.input ->> 'case')) v (place, word, name)
+                                     then (select string_agg(c, ', ')
+                                             from jsonb_array_elements_text(a.input -> 'changed') c) end),
+               (26, 'document', a.input ->> 'document'), (27, 'principal', a.input ->> 'principal'),
+               (28, 'token', coalesce(a.input ->> 'made_key', a.input ->> 'revoked_key')),
+               (29, 'session', a.input ->> 'login'), (30, 'identity', a.input ->> 'subject'),
+               (31, 'eval', a.input ->> 'eval'), (32, 'case', a.input ->> 'case')) v (place, word, name)
             where v.name <> ''), '') end as object,
          coalesce(nullif(a.input ->> 'reason', ''), case when a.agent = 'admin' then nullif(a.purpose, '') end,
-                  case when a.cause_id is not null then 'the model asked for it' || case when a.purpose <> '' then ', for ' || a.purpose else '' end end,
+                  case when a.cause_id is not null
+                         then 'the model asked for it'
+                              || case when a.purpose <> '' then ', for ' || a.purpose else '' end end,
                   'for ' || nullif(a.purpose, ''), 'part of ' || p.skill_name, o.what, '') as reason,
          coalesce(o.what, '') as origin,
          case
-           when a.surface = 'operate' and a.skill_name not in ('mcp_sync', 'close_approval') or a.agent = 'admin' then 'admin'
+           when a.surface = 'operate' and a.skill_name not in ('mcp_sync', 'close_approval') or a.agent = 'admin'
+             then 'admin'
            when b.name <> '' then b.name
            when t.participant <> '' then format('%s in thread %s', t.participant, t.id)
            when t.id is not null then format('visitor in thread %s', t.id)
            when a.surface = 'chat' then 'visitor'
-           when a.surface = 'webhook' then format('sender to %s', coalesce(nullif(a.input ->> 'endpoint', ''), nullif(o.endpoint, ''), 'a webhook'))
+           when a.surface = 'webhook' then format('sender to %s', coalesce(nullif(a.input ->> 'endpoint', ''),
+                                                                           nullif(o.endpoint, ''), 'a webhook'))
            else a.agent end as on_behalf_of,
          a.status, a.error_class, coalesce(a.error_message, '') as error_message, a.model,
-         lanekeeper.agent_tokens(a.token_usage, 'total_tokens') as tokens, a.cost_usd, a.duration_ms, a.surface, a.trace_id, a.execution_id,
-         a.parent_id, a.cause_id, coalesce(a.thread_id, x.thread_id, '') as thread_id, a.lane,
+         lanekeeper.agent_tokens(a.token_usage, 'total_tokens') as tokens, a.cost_usd, a.duration_ms, a.surface,
+         a.trace_id, a.execution_id, a.parent_id, a.cause_id, coalesce(a.thread_id, x.thread_id, '') as thread_id,
+         a.lane,
          case when a.kind = 'note' then coalesce(a.input ->> 'key_id', '') else '' end as token_id,
          case when a.kind = 'note' then coalesce(a.input ->> 'via', '') else '' end as via,
          case when a.kind = 'note' and a.input ? 'via' then coalesce(a.input ->> 'message', '') else '' end as message
     from agent_activity a
     left join lateral (select e.id, e.thread_id from agent_executions e where e.id = a.execution_id offset 0) x on true
-    left join lateral (select h.id, h.participant from agent_threads h where h.id = coalesce(a.thread_id, x.thread_id) offset 0) t on true
+    left join lateral (select h.id, h.participant
+                         from agent_threads h
+                        where h.id = coalesce(a.thread_id, x.thread_id)
+                       offset 0) t on true
     left join lateral (select u.skill_name from agent_activity u where u.id = a.parent_id offset 0) p on true
     left join lateral (select (c.cause).what, (c.cause).detail ->> 'endpoint' as endpoint
-                         from (select u.cause from lanekeeper.agent_causes u where u.subject = 'execution' and u.id = a.execution_id offset 0) c
+                         from (select u.cause
+                                 from lanekeeper.agent_causes u
+                                where u.subject = 'execution' and u.id = a.execution_id
+                               offset 0) c
                        offset 0) o on true
     left join lateral (  -- the principal that started the execution, or the first of its parents
       with recursive line (id, parent_id, n) as (
