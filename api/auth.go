@@ -122,11 +122,11 @@ func (g *authenticator) authenticatePrincipal(
 func (g *authenticator) byToken(w http.ResponseWriter, r *http.Request, token string) (*principals.Caller, error) {
 	var who *principals.Caller
 	err := postgres.RetryOnDisconnect(r.Context(), func() (err error) {
-		who, err = principals.ByToken(r.Context(), g.sessions.db, token)
+		who, err = principals.AuthenticateToken(r.Context(), g.sessions.db, token)
 		return err
 	})
 	switch {
-	case errors.Is(err, principals.ErrRefused):
+	case errors.Is(err, principals.ErrInactive):
 		w.Header().Set("WWW-Authenticate", `Bearer realm="lanekeeper", error="invalid_token"`)
 		return nil, problem.New(http.StatusUnauthorized,
 			"the token has expired or was revoked, or its principal is disabled").Kind("token-ended", "Token ended")

@@ -333,10 +333,10 @@ func TestEveryChangeIsAudited(t *testing.T) {
 func (a *agent) tokenOf(name string) string {
 	a.t.Helper()
 	_, err := principals.Create(a.t.Context(), a.pool,
-		principals.New{Name: name, Kind: principals.User, Role: principals.Viewer})
+		principals.CreateParams{Name: name, Kind: principals.User, Role: principals.Viewer})
 	require.NoError(a.t, err)
-	made, _, err := principals.MakeToken(a.t.Context(), a.pool,
-		principals.NewToken{Principal: name, Scopes: []string{"*"}})
+	made, _, err := principals.CreateToken(a.t.Context(), a.pool,
+		principals.TokenParams{Principal: name, Scopes: []string{"*"}})
 	require.NoError(a.t, err)
 	return made.ID
 }
@@ -344,7 +344,8 @@ func (a *agent) tokenOf(name string) string {
 // sessionOf logs a principal in, and returns the id of the session.
 func (a *agent) sessionOf(name string) string {
 	a.t.Helper()
-	_, err := principals.LogIn(a.t.Context(), a.pool, principals.NewSession{Principal: name, Method: principals.WithLink})
+	_, err := principals.LogIn(a.t.Context(), a.pool,
+		principals.SessionParams{Principal: name, Method: principals.WithLink})
 	require.NoError(a.t, err)
 	return pgtest.Value[string](a.t, a.pool, `select id::text from agent_sessions`)
 }

@@ -68,7 +68,7 @@ func (s *sessions) start(w http.ResponseWriter, r *http.Request, principal, meth
 	if err := s.revoke(r); err != nil {
 		return err
 	}
-	n := principals.NewSession{
+	n := principals.SessionParams{
 		Principal: principal, Method: method, Address: clientip.Key(r), Browser: r.UserAgent(),
 	}
 	if principal == principals.Root {
@@ -114,7 +114,7 @@ func (s *sessions) current(r *http.Request) (who *principals.Caller, err error) 
 		return nil, nil //nolint:nilerr // the only error is a missing cookie
 	}
 	err = postgres.RetryOnDisconnect(r.Context(), func() (err error) {
-		who, err = principals.BySession(r.Context(), s.db, c.Value, s.keyedDigest())
+		who, err = principals.AuthenticateSession(r.Context(), s.db, c.Value, s.keyedDigest())
 		return err
 	})
 	if errors.Is(err, principals.ErrNotFound) {
@@ -138,15 +138,15 @@ func (s *sessions) watch(parent context.Context, who *principals.Caller) (ctx co
 		return parent, func() {}
 	}
 	var cancel context.CancelFunc
-	if who.Until.IsZero() {
+	if who.ExpiresAt.IsZero() {
 		ctx, cancel = context.WithCancel(parent)
 	} else {
-		ctx, cancel = context.WithDeadline(parent, who.Until)
+		ctx, cancel = context.WithDeadline(parent, who.ExpiresAt)
 	}
 	var notified <-chan string
 	stop := func() {}
 	if s.listener != nil {
-		notified, stop = s.listener.SubscribeTo(principals.Channel, who.Concerns)
+		notified, stop = s.listener.SubscribeTo(principals.Channel, who.Matches)
 	}
 	done := make(chan struct{})
 	go func() {
@@ -232,7 +232,7 @@ func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
 func (s *server) logInByLink(w http.ResponseWriter, r *http.Request, next, link string) {
 	var id string
 	err := postgres.RetryOnDisconnect(r.Context(), func() (err error) {
-		id, err = principals.UseLink(r.Context(), s.pool, link)
+		id, err = principals.RedeemLink(r.Context(), s.pool, link)
 		return err
 	})
 	if errors.Is(err, principals.ErrNotFound) {
@@ -264,7 +264,7 @@ func (s *server) refuseLogin(w http.ResponseWriter, r *http.Request, next, what 
 // startSession starts a session and redirects to the next page.
 func (s *server) startSession(w http.ResponseWriter, r *http.Request, principal, method, next string) {
 	err := s.auth.sessions.start(w, r, principal, method)
-	if errors.Is(err, principals.ErrRefused) {
+	if errors.Is(err, principals.ErrInactive) {
 		s.pages.LogIn(w, r, http.StatusForbidden, next, "This principal is disabled.")
 		return
 	}

@@ -34,10 +34,10 @@ func (a *agent) key(kind string, role principals.Role, life time.Duration, scope
 	a.t.Helper()
 	name = fmt.Sprintf("p%d", pgtest.Value[int](a.t, a.pool, `select count(*)::int from agent_principals`))
 	_, err := principals.Create(a.t.Context(), a.pool,
-		principals.New{Name: name, Kind: kind, Role: role, Reason: "a test"})
+		principals.CreateParams{Name: name, Kind: kind, Role: role, Reason: "a test"})
 	require.NoError(a.t, err)
-	_, text, err = principals.MakeToken(a.t.Context(), a.pool, principals.NewToken{
-		Principal: name, Scopes: scopes, Life: life, Reason: "a test",
+	_, text, err = principals.CreateToken(a.t.Context(), a.pool, principals.TokenParams{
+		Principal: name, Scopes: scopes, TTL: life, Reason: "a test",
 	})
 	require.NoError(a.t, err)
 	return name, text

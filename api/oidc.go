@@ -150,7 +150,7 @@ func (s *server) finishOIDC(w http.ResponseWriter, r *http.Request) {
 		s.refuseOIDC(w, r, fmt.Errorf("%w: %w", errIssuer, err))
 		return
 	}
-	if errors.Is(err, principals.ErrRefused) {
+	if errors.Is(err, principals.ErrInactive) {
 		err = problem.New(http.StatusForbidden, "this account has no role here; ask an admin for one").Kind("no-role",
 			"No role")
 	}

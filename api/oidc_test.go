@@ -177,7 +177,7 @@ func TestTheRoleFollowsTheClaims(t *testing.T) {
 	now, _ := principals.Find(t.Context(), pool, p.ID)
 	assert.Equal(t, principals.None, now.Role, "role")
 	boss, err := principals.Create(t.Context(), pool,
-		principals.New{Name: "boss", Kind: principals.User, Role: principals.Admin})
+		principals.CreateParams{Name: "boss", Kind: principals.User, Role: principals.Admin})
 	require.NoError(t, err)
 	require.NoError(t, principals.LinkIdentity(t.Context(), pool, "boss", "https://i", "2", "x"))
 	got, err := in("2", principals.None)

@@ -29,8 +29,8 @@ func (s *server) getMe(r request) (response, error) {
 		Name: who.Name, Kind: who.Kind, Role: string(who.Role), Scopes: who.Effective(), TokenID: who.TokenID,
 		SessionID: who.SessionID,
 	}
-	if !who.Until.IsZero() {
-		m.ExpiresAt = &who.Until
+	if !who.ExpiresAt.IsZero() {
+		m.ExpiresAt = &who.ExpiresAt
 	}
 	return response{body: m}, nil
 }
@@ -146,7 +146,7 @@ func (s *server) createPrincipal(r request) (response, error) {
 	b := r.body.(newPrincipal)
 	b.Kind = cmp.Or(b.Kind, principals.User)
 	p, err := principals.Create(r.Context(), s.pool,
-		principals.New{Name: b.Name, Kind: b.Kind, Role: b.Role, Reason: b.Reason})
+		principals.CreateParams{Name: b.Name, Kind: b.Kind, Role: b.Role, Reason: b.Reason})
 	return response{body: p, status: http.StatusCreated}, principalError(err)
 }
 
@@ -179,7 +179,7 @@ func (s *server) unlinkIdentity(r request, id string) (response, error) {
 }
 
 func (s *server) createLoginLink(r request, id string) (response, error) {
-	secret, until, err := principals.MakeLink(r.Context(), s.pool, id, r.body.(reasonRequest).Reason)
+	secret, until, err := principals.CreateLink(r.Context(), s.pool, id, r.body.(reasonRequest).Reason)
 	return response{
 		body: loginLink{loginPath + "?link=" + secret, until}, status: http.StatusCreated,
 	}, principalError(err)
@@ -196,8 +196,8 @@ func (s *server) createToken(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	made, text, err := principals.MakeToken(r.Context(), s.pool, principals.NewToken{
-		Principal: b.Principal, Name: b.Name, Scopes: b.Scopes, Life: life, Reason: b.Reason,
+	made, text, err := principals.CreateToken(r.Context(), s.pool, principals.TokenParams{
+		Principal: b.Principal, Name: b.Name, Scopes: b.Scopes, TTL: life, Reason: b.Reason,
 	})
 	return response{body: newToken{made, text}, status: http.StatusCreated}, principalError(err)
 }

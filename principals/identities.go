@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Identity is a row of agent_identities.
+// Identity is an account at an issuer that is linked to a principal.
 type Identity struct {
 	Issuer         string    `json:"issuer"`
 	Subject        string    `json:"subject"`
@@ -23,7 +23,7 @@ type Identity struct {
 	CreatedAt      time.Time `json:"created_at"`
 }
 
-// Identities lists the identities of a principal, or all for "".
+// Identities lists the identities of a principal. Empty principal lists all.
 func Identities(ctx context.Context, db postgres.DB, principal string) ([]Identity, error) {
 	return postgres.Rows[Identity](ctx, db, "list identities", `
 		select i.issuer, i.subject, p.name as principal, i.role_from_claims, i.created_at
@@ -34,36 +34,36 @@ func Identities(ctx context.Context, db postgres.DB, principal string) ([]Identi
 
 func checkIdentity(issuer, subject string) error {
 	for _, text := range []string{issuer, subject} {
-		if text == "" || len(text) > 500 || strings.ContainsFunc(text, isOdd) {
+		if text == "" || len(text) > 500 || strings.ContainsFunc(text, isUnprintable) {
 			return fmt.Errorf("%w: issuer and subject have 1 to 500 printable characters without spaces", ErrInvalid)
 		}
 	}
 	return nil
 }
 
-// LinkIdentity links an account to a principal, whose role it has from then on. Another principal's account is
-// ErrTaken.
+// LinkIdentity links an account to a principal. The account then has the principal's role. It returns ErrTaken for an
+// account of another principal.
 func LinkIdentity(ctx context.Context, db postgres.Beginner, principal, issuer, subject, reason string) error {
 	if err := checkIdentity(issuer, subject); err != nil {
 		return err
 	}
-	about := map[string]any{"principal": principal, "issuer": issuer, "subject": subject}
-	return act(ctx, db, "link_identity", reason, about, func(tx pgx.Tx) (any, error) {
-		p, err := locked(ctx, tx, principal)
+	input := map[string]any{"principal": principal, "issuer": issuer, "subject": subject}
+	return recordAct(ctx, db, "link_identity", reason, input, func(tx pgx.Tx) (any, error) {
+		p, err := getForUpdate(ctx, tx, principal)
 		if err != nil {
 			return nil, err
 		}
 		if p.Name == Root {
 			return nil, fmt.Errorf("%w: root has no identities; link an admin of your own", ErrInvalid)
 		}
-		about["principal"] = p.Name
+		input["principal"] = p.Name
 		tag, err := tx.Exec(ctx, `
 			insert into agent_identities as i (issuer, subject, principal_id) values (@issuer, @subject, @id::uuid)
 			on conflict (issuer, subject) do update set role_from_claims = false where i.principal_id = @id::uuid`,
 			postgres.Strict{"issuer": issuer, "subject": subject, "id": p.ID})
 		linked, err := postgres.Changed(tag, err, "link identity")
 		if err == nil && !linked {
-			err = fmt.Errorf("%w: this identity belongs to another principal; unlink it there", ErrTaken)
+			err = fmt.Errorf("%w: this identity belongs to another principal; unlink it from that principal", ErrTaken)
 		}
 		return nil, err
 	})
@@ -74,30 +74,30 @@ func UnlinkIdentity(ctx context.Context, db postgres.Beginner, principal, issuer
 	if err := checkIdentity(issuer, subject); err != nil {
 		return err
 	}
-	about := map[string]any{"principal": principal, "issuer": issuer, "subject": subject}
-	return act(ctx, db, "unlink_identity", reason, about, func(tx pgx.Tx) (any, error) {
+	input := map[string]any{"principal": principal, "issuer": issuer, "subject": subject}
+	return recordAct(ctx, db, "unlink_identity", reason, input, func(tx pgx.Tx) (any, error) {
 		tag, err := tx.Exec(ctx, `
 			delete from agent_identities i using agent_principals p
 			 where p.id = i.principal_id and @principal in (p.name, p.id::text) and i.issuer = @issuer and i.subject = @subject`,
 			postgres.Strict{"principal": principal, "issuer": issuer, "subject": subject})
-		gone, err := postgres.Changed(tag, err, "unlink identity")
-		if err == nil && !gone {
+		deleted, err := postgres.Changed(tag, err, "unlink identity")
+		if err == nil && !deleted {
 			err = ErrNotFound
 		}
 		return nil, err
 	})
 }
 
-// Account is an account at an OIDC issuer that has logged in, with the role that its claims give.
+// Account is an account that an OIDC issuer authenticated, with the role of its claims.
 type Account struct {
 	Issuer, Subject string
-	Name            string // for people; it identifies nobody
+	Name            string // for display; not unique
 	Role            Role
 }
 
-// LogInIdentity returns the principal of an account. An account that an admin linked has its principal's role. Else the
-// claims decide at each login: a new account with a role gets a principal of its own, and one that has lost its role
-// loses it here, with its sessions. ErrRefused reports an account without a role.
+// LogInIdentity returns the principal of an account. If an admin linked the account, the principal keeps its role.
+// Otherwise the claims set the role at each login. The first login with a role creates a principal. It returns
+// ErrInactive for an account without a role and for a disabled principal.
 func LogInIdentity(ctx context.Context, db postgres.Beginner, a Account) (p Principal, err error) {
 	if err := checkIdentity(a.Issuer, a.Subject); err != nil {
 		return p, err
@@ -109,9 +109,9 @@ func LogInIdentity(ctx context.Context, db postgres.Beginner, a Account) (p Prin
 		postgres.Strict{"issuer": a.Issuer, "subject": a.Subject}).Scan(&p.ID, &managed)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows) && a.Role == None:
-		return p, ErrRefused
+		return p, ErrInactive
 	case errors.Is(err, pgx.ErrNoRows):
-		return createFor(ctx, db, a)
+		return createForAccount(ctx, db, a)
 	case err != nil:
 		return p, fmt.Errorf("find identity: %w", err)
 	}
@@ -125,28 +125,28 @@ func LogInIdentity(ctx context.Context, db postgres.Beginner, a Account) (p Prin
 		}
 	}
 	if !p.Enabled() || p.Role == None {
-		return p, ErrRefused
+		return p, ErrInactive
 	}
 	return p, nil
 }
 
-// createFor creates the principal of a new account. A name that is taken gets a part of the account's digest.
-func createFor(ctx context.Context, db postgres.Beginner, a Account) (p Principal, err error) {
-	n := New{Name: nameOf(a.Name), Kind: User, Role: a.Role}
+// createForAccount creates the principal of a new account. A taken name gets a part of the account's digest as suffix.
+func createForAccount(ctx context.Context, db postgres.Beginner, a Account) (p Principal, err error) {
+	n := CreateParams{Name: principalName(a.Name), Kind: User, Role: a.Role}
 	if n.check() != nil {
-		n.Name = "user-" + short12(a)
+		n.Name = "user-" + accountDigest(a)
 	}
-	about := map[string]any{"role": string(a.Role), "issuer": a.Issuer, "subject": a.Subject}
+	input := map[string]any{"role": string(a.Role), "issuer": a.Issuer, "subject": a.Subject}
 	ctx = activity.WithActor(ctx, activity.Actor{Name: n.Name, Via: "oidc"})
-	err = act(ctx, db, "create_principal", "the first login at its issuer", about, func(tx pgx.Tx) (any, error) {
+	err = recordAct(ctx, db, "create_principal", "the first login at its issuer", input, func(tx pgx.Tx) (any, error) {
 		if p, err = insert(ctx, tx, n); errors.Is(err, ErrTaken) {
-			n.Name = n.Name[:min(len(n.Name), 80)] + "-" + short12(a)
+			n.Name = n.Name[:min(len(n.Name), 80)] + "-" + accountDigest(a)
 			p, err = insert(ctx, tx, n)
 		}
 		if err != nil {
 			return nil, err
 		}
-		about["principal"] = p.Name
+		input["principal"] = p.Name
 		_, err = tx.Exec(ctx, `insert into agent_identities (issuer, subject, principal_id, role_from_claims)
 			values (@issuer, @subject, @id::uuid, true)`,
 			postgres.Strict{"issuer": a.Issuer, "subject": a.Subject, "id": p.ID})
@@ -155,12 +155,13 @@ func createFor(ctx context.Context, db postgres.Beginner, a Account) (p Principa
 	return p, err
 }
 
-func nameOf(name string) string {
+// principalName converts an account's name to the form of a principal's name.
+func principalName(name string) string {
 	name = strings.Map(func(r rune) rune {
 		if r == ' ' {
 			return '-'
 		}
-		if isOdd(r) || r > 0x7f {
+		if isUnprintable(r) || r > 0x7f {
 			return -1
 		}
 		return r
@@ -168,4 +169,6 @@ func nameOf(name string) string {
 	return name[:min(len(name), 80)]
 }
 
-func short12(a Account) string { return hex.EncodeToString(digest(a.Issuer + " " + a.Subject))[:12] }
+func accountDigest(a Account) string {
+	return hex.EncodeToString(digest(a.Issuer + " " + a.Subject))[:12]
+}

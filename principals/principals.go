@@ -1,5 +1,5 @@
 // Package principals stores the rights of callers: principals with their roles, API tokens, sessions of browsers,
-// one-use login links, and accounts elsewhere.
+// one-use login links, and linked accounts of other issuers.
 //
 // A principal is a user or a service. It has one role. A token has scopes, which narrow the role's rights; a session
 // has all rights of the role. The rights of a caller are role ∩ scopes. Every route of package api names the scope it
@@ -16,15 +16,15 @@
 //	admin              principals, tokens, sessions, retention                                   ✓
 //	work:GLOB          lock, checkpoint and beat executions                                      ✓
 //
-// Role none has no right. A service may also have work:GLOB, whatever its role: it runs executions of the flows that
-// match, sends their messages, and reaches no other execution. A token with scope * has all scopes of the role; work is
-// named explicitly, except for an admin's token.
+// Role none has no right. A service with any role may also have work:GLOB: it runs executions of the matching flows,
+// sends their messages, and reaches no other execution. A token with scope * has all scopes of the role. It includes
+// work only for an admin.
 //
 // Guarantees:
 //
-//   - Only digests of secrets are stored. A secret is returned once, by the function that makes it.
-//   - A revoked token or session, and those of a disabled principal, are refused from the commit on, by every process:
-//     each request reads its row. Open streams end by a notification on [Channel] or by a poll.
+//   - Only digests of secrets are stored. A secret is returned once, by the function that creates it.
+//   - Every process rejects a revoked token or session, and those of a disabled principal, from the commit on: each
+//     request reads its row. A notification on [Channel] or a poll ends open streams.
 //   - The database's clock decides whether a credential has expired.
 //   - An identity is an issuer with the id of an account there. Names and e-mail addresses identify nobody.
 //   - The principal root stands for AGENT_ADMIN_TOKEN. It cannot be disabled, and its role stays admin.
@@ -64,7 +64,7 @@ func Roles() []string {
 	return []string{string(None), string(Viewer), string(Operator), string(Approver), string(Admin)}
 }
 
-// Scope is a right that a route needs.
+// Scope is a right that a route requires.
 type Scope string
 
 // The scopes.
@@ -77,16 +77,16 @@ const (
 	ApprovalsRead   Scope = "approvals:read"
 	ApprovalsDecide Scope = "approvals:decide"
 	Administer      Scope = "admin"
-	// Work is the scope of routes for workers. A token names the flows: work:GLOB.
+	// Work is the scope of routes for workers. A token grants it as work:GLOB, for the flows that match.
 	Work Scope = "work"
 	// Authenticated is the scope of routes that every enabled principal may use.
 	Authenticated Scope = "authenticated"
 )
 
-// All stands for all scopes of the role, in a token.
+// All grants all scopes of the role, in a token.
 const All = "*"
 
-// scopesOf is the table of rights.
+// scopesOf are the scopes by role.
 var scopesOf = map[Role][]Scope{
 	Viewer:   {RunsRead, ApprovalsRead},
 	Operator: {RunsRead, RunsWrite, ThreadsRead, ThreadsWrite, Operate, ApprovalsRead},
@@ -112,13 +112,13 @@ const Root = "root"
 var (
 	// ErrNotFound reports a principal, token, session or link that does not exist.
 	ErrNotFound = errors.New("there is no such principal, token or session")
-	// ErrInvalid reports a value that no principal, token or identity can have.
+	// ErrInvalid reports an invalid value of a principal, token or identity.
 	ErrInvalid = errors.New("invalid")
-	// ErrTaken reports a name or identity that another principal has.
+	// ErrTaken reports a name or identity of another principal.
 	ErrTaken = errors.New("taken")
 )
 
-// Principal is a row of agent_principals.
+// Principal is a user or a service with one role.
 type Principal struct {
 	ID         string     `json:"id"`
 	Name       string     `json:"name"`
@@ -136,19 +136,19 @@ type Caller struct {
 	Principal
 	TokenID   string // of the API token, or empty
 	SessionID string // of the browser's session, or empty
-	// Scopes are those of the token. All stands for the scopes of the role.
+	// Scopes are those of the token. All grants the scopes of the role.
 	Scopes []string
-	// Until is when the session ends.
-	Until time.Time
+	// ExpiresAt is the expiry of the session. It is zero for a token.
+	ExpiresAt time.Time
 }
 
-// RootCaller returns the caller that has sent AGENT_ADMIN_TOKEN.
+// RootCaller returns the caller of a request with AGENT_ADMIN_TOKEN.
 func RootCaller() *Caller {
 	return &Caller{Principal: Principal{Name: Root, Kind: User, Role: Admin}, Scopes: []string{All}}
 }
 
-// May reports whether the caller may use routes of a scope: role ∩ scopes. For [Work] it says whether there is a flow
-// that the caller may work on; see [Caller.MayWork].
+// May reports whether the caller may use routes of a scope: role ∩ scopes. For [Work] it reports whether the caller may
+// run executions of some flow; see [Caller.MayWork].
 func (c *Caller) May(s Scope) bool {
 	if s == Authenticated {
 		return true
@@ -159,14 +159,14 @@ func (c *Caller) May(s Scope) bool {
 	return c.Role.May(s) && (slices.Contains(c.Scopes, All) || slices.Contains(c.Scopes, string(s)))
 }
 
-// AllFlows reports whether the caller may work on all flows.
+// AllFlows reports whether the caller may run executions of all flows.
 func (c *Caller) AllFlows() bool { return c.Role == Admin && slices.Contains(c.Scopes, All) }
 
 // MayWork reports whether the caller may run executions of a flow.
 func (c *Caller) MayWork(flow string) bool {
 	return c.AllFlows() || slices.ContainsFunc(c.globs(), func(glob string) bool {
-		is, err := path.Match(glob, flow)
-		return err == nil && is
+		ok, err := path.Match(glob, flow)
+		return err == nil && ok
 	})
 }
 
@@ -176,7 +176,7 @@ func (c *Caller) globs() (globs []string) {
 		return nil
 	}
 	for _, s := range c.Scopes {
-		if glob, is := strings.CutPrefix(s, string(Work)+":"); is {
+		if glob, ok := strings.CutPrefix(s, string(Work)+":"); ok {
 			globs = append(globs, glob)
 		}
 	}
@@ -202,8 +202,8 @@ func (c *Caller) Effective() []string {
 
 type callerKey struct{}
 
-// WithCaller stores the caller for handlers, and as the actor of their activities. A caller without [ThreadsRead] gets
-// no texts of conversations; see [activity.WithoutTexts].
+// WithCaller returns a context with the caller, for handlers, and as the actor of their activities. A caller without
+// [ThreadsRead] receives no texts of conversations; see [activity.WithoutTexts].
 func WithCaller(ctx context.Context, c *Caller, via string) context.Context {
 	ctx = activity.WithActor(ctx, activity.Actor{Name: c.Name, TokenID: c.TokenID, Via: via})
 	if !c.May(ThreadsRead) {
@@ -227,8 +227,8 @@ func Find(ctx context.Context, db postgres.DB, name string) (Principal, error) {
 		postgres.Strict{"name": name})
 }
 
-// ByIdentity returns the enabled principal of an account, such as (slack:TEAM, user id); ErrNotFound without one.
-// Before a decision of the principal, check its role: p.Role.May(ApprovalsDecide).
+// ByIdentity returns the enabled principal of an account, such as (slack:TEAM, user id), or ErrNotFound. It does not
+// check rights: use p.Role.May.
 func ByIdentity(ctx context.Context, db postgres.DB, issuer, subject string) (Principal, error) {
 	return postgres.RowOr[Principal](ctx, db, ErrNotFound, "find identity", `
 		select `+columns+` from agent_identities i join agent_principals p on p.id = i.principal_id
@@ -242,32 +242,32 @@ func List(ctx context.Context, db postgres.DB) ([]Principal, error) {
 		`select `+columns+` from agent_principals p order by p.name`)
 }
 
-// act records a change. about names its object.
-func act(ctx context.Context, db postgres.Beginner, name, reason string, about map[string]any,
+// recordAct runs change and records it as an act, in one transaction. input identifies the changed object.
+func recordAct(ctx context.Context, db postgres.Beginner, name, reason string, input map[string]any,
 	change func(tx pgx.Tx) (output any, err error),
 ) error {
-	_, err := activity.Record(ctx, db, activity.Act{Name: name, Reason: reason, Input: about},
+	_, err := activity.Record(ctx, db, activity.Act{Name: name, Reason: reason, Input: input},
 		func(tx pgx.Tx, _ string) (any, error) { return change(tx) })
 	return err
 }
 
-// reserved are names of other actors in the audit.
+// reserved are names of other actors in the audit log.
 var reserved = []string{
 	Root, "admin", "agent", "sender", "visitor", "self-heal", "channel", "operate", "chat", "heartbeat",
 }
 
-// New describes a principal.
-type New struct {
+// CreateParams are the parameters of [Create].
+type CreateParams struct {
 	Name, Kind string
 	Role       Role
 	Reason     string
 }
 
-func (n New) check() error {
+func (n CreateParams) check() error {
 	switch {
 	case slices.Contains(reserved, n.Name):
 		return fmt.Errorf("%w: the name %s is reserved", ErrInvalid, n.Name)
-	case n.Name == "" || len(n.Name) > 100 || strings.ContainsFunc(n.Name, isOdd):
+	case n.Name == "" || len(n.Name) > 100 || strings.ContainsFunc(n.Name, isUnprintable):
 		return fmt.Errorf("%w: a name has 1 to 100 printable characters without spaces; got %.120q", ErrInvalid, n.Name)
 	case n.Kind != User && n.Kind != Service:
 		return fmt.Errorf("%w: kind must be user or service; got %.40q", ErrInvalid, n.Kind)
@@ -282,30 +282,30 @@ func (r Role) check() error {
 	return nil
 }
 
-func isOdd(r rune) bool { return r <= ' ' || r == 0x7f || r > 0x7f && !unicode.IsPrint(r) }
+func isUnprintable(r rune) bool { return r <= ' ' || r == 0x7f || r > 0x7f && !unicode.IsPrint(r) }
 
 // Create creates a principal.
-func Create(ctx context.Context, db postgres.Beginner, n New) (p Principal, err error) {
+func Create(ctx context.Context, db postgres.Beginner, n CreateParams) (p Principal, err error) {
 	if err := n.check(); err != nil {
 		return p, err
 	}
-	about := map[string]any{"principal": n.Name, "kind": n.Kind, "role": string(n.Role)}
-	err = act(ctx, db, "create_principal", n.Reason, about, func(tx pgx.Tx) (any, error) {
+	input := map[string]any{"principal": n.Name, "kind": n.Kind, "role": string(n.Role)}
+	err = recordAct(ctx, db, "create_principal", n.Reason, input, func(tx pgx.Tx) (any, error) {
 		p, err = insert(ctx, tx, n)
 		return map[string]string{"id": p.ID}, err
 	})
 	return p, err
 }
 
-func insert(ctx context.Context, tx pgx.Tx, n New) (Principal, error) {
+func insert(ctx context.Context, tx pgx.Tx, n CreateParams) (Principal, error) {
 	rows, err := tx.Query(ctx, `
 		insert into agent_principals as p (name, kind, role) values (@name, @kind, @role) on conflict do nothing
 		returning `+columns, postgres.Strict{"name": n.Name, "kind": n.Kind, "role": string(n.Role)})
-	taken := fmt.Errorf("%w: there is a principal %s", ErrTaken, n.Name)
+	taken := fmt.Errorf("%w: principal %s exists", ErrTaken, n.Name)
 	return postgres.CollectOne(rows, err, taken, "create principal", pgx.RowToStructByName[Principal])
 }
 
-// SetRole changes the role of a principal. Tokens and sessions have the new role at once.
+// SetRole changes the role of a principal. It applies to its tokens and sessions at once.
 func SetRole(ctx context.Context, db postgres.Beginner, name string, role Role, reason string) (Principal, error) {
 	if err := role.check(); err != nil {
 		return Principal{}, err
@@ -318,15 +318,15 @@ func SetRole(ctx context.Context, db postgres.Beginner, name string, role Role, 
 		})
 }
 
-// SetEnabled disables a principal, with its tokens and sessions, or enables it again.
+// SetEnabled disables or enables a principal. While it is disabled, its tokens and sessions are rejected.
 func SetEnabled(
 	ctx context.Context, db postgres.Beginner, name string, enabled bool, reason string,
 ) (Principal, error) {
-	verb := "disable_principal"
+	act := "disable_principal"
 	if enabled {
-		verb = "enable_principal"
+		act = "enable_principal"
 	}
-	return update(ctx, db, verb, name, reason, nil, func(tx pgx.Tx, p Principal) error {
+	return update(ctx, db, act, name, reason, nil, func(tx pgx.Tx, p Principal) error {
 		_, err := tx.Exec(ctx, `update agent_principals
 			set disabled_at = case when @enabled then null else coalesce(disabled_at, clock_timestamp()) end
 			where id = @id::uuid`, postgres.Strict{"id": p.ID, "enabled": enabled})
@@ -335,22 +335,22 @@ func SetEnabled(
 }
 
 // update changes a principal and notifies its open streams.
-func update(ctx context.Context, db postgres.Beginner, verb, name, reason string, about map[string]any,
+func update(ctx context.Context, db postgres.Beginner, act, name, reason string, input map[string]any,
 	change func(tx pgx.Tx, p Principal) error,
 ) (p Principal, err error) {
-	if about == nil {
-		about = map[string]any{}
+	if input == nil {
+		input = map[string]any{}
 	}
-	about["principal"] = name
-	err = act(ctx, db, verb, reason, about, func(tx pgx.Tx) (any, error) {
-		was, err := locked(ctx, tx, name)
+	input["principal"] = name
+	err = recordAct(ctx, db, act, reason, input, func(tx pgx.Tx) (any, error) {
+		was, err := getForUpdate(ctx, tx, name)
 		if err != nil {
 			return nil, err
 		}
 		if was.Name == Root {
 			return nil, fmt.Errorf("%w: root is the bearer of AGENT_ADMIN_TOKEN; it stays an enabled admin", ErrInvalid)
 		}
-		about["principal"] = was.Name
+		input["principal"] = was.Name
 		if err := change(tx, was); err != nil {
 			return nil, fmt.Errorf("change principal: %w", err)
 		}
@@ -363,14 +363,14 @@ func update(ctx context.Context, db postgres.Beginner, verb, name, reason string
 	return p, err
 }
 
-// locked returns a principal and locks its row.
-func locked(ctx context.Context, tx pgx.Tx, name string) (Principal, error) {
+// getForUpdate returns a principal and locks its row.
+func getForUpdate(ctx context.Context, tx pgx.Tx, name string) (Principal, error) {
 	return postgres.RowOr[Principal](ctx, tx, ErrNotFound, "find principal", `
 		select `+columns+` from agent_principals p where p.name = @name or p.id::text = @name for update`,
 		postgres.Strict{"name": name})
 }
 
-// Channel carries the ids of tokens, sessions and principals that have lost rights.
+// Channel is the notification channel for changed rights. A payload is the id of a token, session or principal.
 const Channel = "agent_access"
 
 func notify(ctx context.Context, db postgres.DB, id string) error {
@@ -378,7 +378,7 @@ func notify(ctx context.Context, db postgres.DB, id string) error {
 	return err
 }
 
-// Concerns reports whether a notification is about the caller.
-func (c *Caller) Concerns(payload string) bool {
+// Matches reports whether a notification on [Channel] is about the caller.
+func (c *Caller) Matches(payload string) bool {
 	return payload != "" && (payload == c.ID || payload == c.TokenID || payload == c.SessionID)
 }

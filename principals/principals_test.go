@@ -19,7 +19,8 @@ import (
 
 func create(t *testing.T, db *pgxpool.Pool, name, kind string, role principals.Role) principals.Principal {
 	t.Helper()
-	p, err := principals.Create(t.Context(), db, principals.New{Name: name, Kind: kind, Role: role, Reason: "a test"})
+	p, err := principals.Create(t.Context(), db,
+		principals.CreateParams{Name: name, Kind: kind, Role: role, Reason: "a test"})
 	require.NoError(t, err)
 	return p
 }
@@ -28,8 +29,8 @@ func makeToken(t *testing.T, db *pgxpool.Pool, of string, life time.Duration, sc
 	string,
 ) {
 	t.Helper()
-	made, text, err := principals.MakeToken(t.Context(), db, principals.NewToken{
-		Principal: of, Scopes: scopes, Life: life, Reason: "a test",
+	made, text, err := principals.CreateToken(t.Context(), db, principals.TokenParams{
+		Principal: of, Scopes: scopes, TTL: life, Reason: "a test",
 	})
 	require.NoError(t, err)
 	return made, text
@@ -81,7 +82,7 @@ func TestATokenEndsAtOnce(t *testing.T) {
 	create(t, db, "ci", principals.Service, principals.Operator)
 	made, text := makeToken(t, db, "ci", 0, "runs:*")
 	assert.Equal(t, "[runs:read runs:write]", fmt.Sprint(made.Scopes))
-	who, err := principals.ByToken(t.Context(), db, text)
+	who, err := principals.AuthenticateToken(t.Context(), db, text)
 	require.NoError(t, err)
 	assert.Truef(t, who.Name == "ci" && who.TokenID == made.ID && who.May(principals.RunsWrite) &&
 		!who.May(principals.Operate), "caller is %+v", who)
@@ -94,22 +95,22 @@ func TestATokenEndsAtOnce(t *testing.T) {
 		"", "lk_", "lk__", text + "A", text[:len(text)-1], "lk_" + made.ID + "_",
 		strings.ToUpper(text), text[3:],
 	} {
-		_, err := principals.ByToken(t.Context(), db, wrong)
+		_, err := principals.AuthenticateToken(t.Context(), db, wrong)
 		assert.ErrorIs(t, err, principals.ErrNotFound, wrong)
 	}
 	changed, err := principals.RevokeToken(t.Context(), db, made.ID, "it leaked")
 	assert.Truef(t, err == nil && changed, "revoke: %v, %v", changed, err)
-	_, err = principals.ByToken(t.Context(), db, text)
-	assert.ErrorIs(t, err, principals.ErrRefused, "a revoked token")
+	_, err = principals.AuthenticateToken(t.Context(), db, text)
+	assert.ErrorIs(t, err, principals.ErrInactive, "a revoked token")
 	_, expired := makeToken(t, db, "ci", time.Millisecond, "*")
 	pgtest.Exec(t, db, `select pg_sleep(0.01)`)
-	_, err = principals.ByToken(t.Context(), db, expired)
-	assert.ErrorIs(t, err, principals.ErrRefused, "an expired token")
+	_, err = principals.AuthenticateToken(t.Context(), db, expired)
+	assert.ErrorIs(t, err, principals.ErrInactive, "an expired token")
 	_, other := makeToken(t, db, "ci", time.Hour, "*")
 	_, err = principals.SetEnabled(t.Context(), db, "ci", false, "no longer needed")
 	require.NoError(t, err)
-	_, err = principals.ByToken(t.Context(), db, other)
-	assert.ErrorIs(t, err, principals.ErrRefused, "a token of a disabled principal")
+	_, err = principals.AuthenticateToken(t.Context(), db, other)
+	assert.ErrorIs(t, err, principals.ErrInactive, "a token of a disabled principal")
 }
 
 func TestASessionEnds(t *testing.T) {
@@ -117,17 +118,17 @@ func TestASessionEnds(t *testing.T) {
 	db := pgtest.DB(t)
 	anna := create(t, db, "anna", principals.User, principals.Approver)
 	in := func() (string, *principals.Caller) {
-		secret, err := principals.LogIn(t.Context(), db, principals.NewSession{
+		secret, err := principals.LogIn(t.Context(), db, principals.SessionParams{
 			Principal: anna.ID, Method: principals.WithOIDC, Address: "192.0.2.1", Browser: "a\x00b\nc",
 		})
 		require.NoError(t, err)
-		who, err := principals.BySession(t.Context(), db, secret, nil)
+		who, err := principals.AuthenticateSession(t.Context(), db, secret, nil)
 		require.NoError(t, err)
 		return secret, who
 	}
 	gone := func(what, secret string, who *principals.Caller) {
 		t.Helper()
-		_, err := principals.BySession(t.Context(), db, secret, nil)
+		_, err := principals.AuthenticateSession(t.Context(), db, secret, nil)
 		assert.ErrorIs(t, err, principals.ErrNotFound, what)
 		valid, err := principals.Valid(t.Context(), db, who)
 		assert.Truef(t, err == nil && !valid, "%s: a stream did not end: %v, %v", what, valid, err)
@@ -153,27 +154,27 @@ func TestASessionEnds(t *testing.T) {
 	_, err = principals.SetEnabled(t.Context(), db, "anna", false, "she left")
 	require.NoError(t, err)
 	gone("disabled", secret, who)
-	_, err = principals.LogIn(t.Context(), db, principals.NewSession{Principal: anna.ID, Method: principals.WithLink})
-	assert.ErrorIs(t, err, principals.ErrRefused, "a login of a disabled principal")
+	_, err = principals.LogIn(t.Context(), db, principals.SessionParams{Principal: anna.ID, Method: principals.WithLink})
+	assert.ErrorIs(t, err, principals.ErrInactive, "a login of a disabled principal")
 }
 
 func TestALinkLogsInOnce(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	anna := create(t, db, "anna", principals.User, principals.Viewer)
-	secret, _, err := principals.MakeLink(t.Context(), db, "anna", "she asked")
+	secret, _, err := principals.CreateLink(t.Context(), db, "anna", "she asked")
 	require.NoError(t, err)
-	id, err := principals.UseLink(t.Context(), db, secret)
+	id, err := principals.RedeemLink(t.Context(), db, secret)
 	assert.NoError(t, err)
 	assert.Equal(t, anna.ID, id)
-	late, _, err := principals.MakeLink(t.Context(), db, "anna", "she asked")
+	late, _, err := principals.CreateLink(t.Context(), db, "anna", "she asked")
 	require.NoError(t, err)
 	pgtest.Exec(t, db, `update agent_login_links set expires_at = clock_timestamp() where used_at is null`)
 	for what, s := range map[string]string{"used": secret, "expired": late, "wrong": "x"} {
-		_, err := principals.UseLink(t.Context(), db, s)
+		_, err := principals.RedeemLink(t.Context(), db, s)
 		assert.ErrorIs(t, err, principals.ErrNotFound, what)
 	}
-	_, _, err = principals.MakeLink(t.Context(), db, principals.Root, "x")
+	_, _, err = principals.CreateLink(t.Context(), db, principals.Root, "x")
 	assert.ErrorIs(t, err, principals.ErrInvalid, "a link of root")
 }
 
@@ -203,10 +204,11 @@ func TestRootAndReservedNamesStay(t *testing.T) {
 		"disable root": second(principals.SetEnabled(t.Context(), db, principals.Root, false, "x")),
 		"demote root":  second(principals.SetRole(t.Context(), db, principals.Root, principals.Viewer, "x")),
 		"admin": second(principals.Create(t.Context(), db,
-			principals.New{Name: "admin", Kind: principals.User, Role: principals.Viewer})),
+			principals.CreateParams{Name: "admin", Kind: principals.User, Role: principals.Viewer})),
 		"spaces": second(principals.Create(t.Context(), db,
-			principals.New{Name: "a b", Kind: principals.User, Role: principals.Viewer})),
-		"no role": second(principals.Create(t.Context(), db, principals.New{Name: "a", Kind: principals.User, Role: "boss"})),
+			principals.CreateParams{Name: "a b", Kind: principals.User, Role: principals.Viewer})),
+		"no role": second(principals.Create(t.Context(), db,
+			principals.CreateParams{Name: "a", Kind: principals.User, Role: "boss"})),
 	} {
 		assert.ErrorIs(t, err, principals.ErrInvalid, what)
 	}
@@ -219,7 +221,7 @@ func TestChangesAreAudited(t *testing.T) {
 	db := pgtest.DB(t)
 	boss := &principals.Caller{Principal: principals.Principal{Name: "boss", Role: principals.Admin}, TokenID: "abc"}
 	ctx := principals.WithCaller(t.Context(), boss, "http")
-	_, err := principals.Create(ctx, db, principals.New{
+	_, err := principals.Create(ctx, db, principals.CreateParams{
 		Name: "anna", Kind: principals.User, Role: principals.Viewer,
 		Reason: "new",
 	})

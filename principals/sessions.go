@@ -13,10 +13,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// SessionTTL is how long a login lasts.
+// SessionTTL is the lifetime of a session.
 const SessionTTL = 12 * time.Hour
 
-// LinkTTL is how long a login link can be used.
+// LinkTTL is the lifetime of a login link.
 const LinkTTL = 15 * time.Minute
 
 // The methods of a login.
@@ -26,30 +26,31 @@ const (
 	WithOIDC  = "oidc"
 )
 
-// Session is a row of agent_sessions.
+// Session is a browser's session, without its secret.
 type Session struct {
 	ID         string     `json:"id"`
 	Principal  string     `json:"principal"` // its name
 	Method     string     `json:"method"`    // token, link or oidc
 	CreatedAt  time.Time  `json:"created_at"`
 	ExpiresAt  time.Time  `json:"expires_at"`
-	LastSeenAt time.Time  `json:"last_seen_at"` // to some minutes
+	LastSeenAt time.Time  `json:"last_seen_at"` // accurate to 5 minutes
 	RevokedAt  *time.Time `json:"revoked_at"`
 	Address    string     `json:"address"`
 	Browser    string     `json:"browser"`
 }
 
-// NewSession describes a login.
-type NewSession struct {
-	Principal        string // id, or name
+// SessionParams are the parameters of [LogIn].
+type SessionParams struct {
+	Principal        string // name or id
 	Method           string
 	Address, Browser string
-	// Digest makes the stored digest of the secret; nil is SHA-256. A login with AGENT_ADMIN_TOKEN uses a key of it.
+	// Digest computes the stored digest of the secret; nil is SHA-256. A login with AGENT_ADMIN_TOKEN uses a digest
+	// that is keyed with the token.
 	Digest func(secret string) []byte
 }
 
 // LogIn creates a session and returns the secret of its cookie. It prunes expired sessions and links.
-func LogIn(ctx context.Context, db postgres.Beginner, n NewSession) (secret string, err error) {
+func LogIn(ctx context.Context, db postgres.Beginner, n SessionParams) (secret string, err error) {
 	secret = rand.Text()
 	if n.Digest == nil {
 		n.Digest = digest
@@ -61,10 +62,10 @@ func LogIn(ctx context.Context, db postgres.Beginner, n NewSession) (secret stri
 			  from agent_principals p where (p.name = @principal or p.id::text = @principal) and p.disabled_at is null`,
 			postgres.Strict{
 				"digest": n.Digest(secret), "method": n.Method, "ttl": SessionTTL.Seconds(), "principal": n.Principal,
-				"address": postgres.Text(short(n.Address)), "browser": postgres.Text(short(n.Browser)),
+				"address": postgres.Text(sanitize(n.Address)), "browser": postgres.Text(sanitize(n.Browser)),
 			})
-		if made, err := postgres.Changed(tag, err, "create session"); err != nil || !made {
-			return errors.Join(err, ErrRefused)
+		if inserted, err := postgres.Changed(tag, err, "create session"); err != nil || !inserted {
+			return errors.Join(err, ErrInactive)
 		}
 		_, err = tx.Exec(ctx, `
 			with sessions as (
@@ -82,9 +83,10 @@ func LogIn(ctx context.Context, db postgres.Beginner, n NewSession) (secret stri
 	return secret, nil
 }
 
-func short(s string) string {
+// sanitize removes unprintable characters and truncates.
+func sanitize(s string) string {
 	s = strings.Map(func(r rune) rune {
-		if r != ' ' && isOdd(r) {
+		if r != ' ' && isUnprintable(r) {
 			return -1
 		}
 		return r
@@ -92,8 +94,12 @@ func short(s string) string {
 	return s[:min(len(s), 200)]
 }
 
-// BySession returns the caller of a cookie's secret, stored under one of the digests; ErrNotFound without one.
-func BySession(ctx context.Context, db postgres.DB, secret string, keyed func(secret string) []byte) (*Caller, error) {
+// AuthenticateSession authenticates the secret of a session's cookie and returns its caller. The session is stored
+// under SHA-256 or under keyed, which may be nil. It returns ErrNotFound for an unknown, expired or revoked session,
+// and for a disabled principal.
+func AuthenticateSession(ctx context.Context, db postgres.DB, secret string, keyed func(secret string) []byte) (
+	*Caller, error,
+) {
 	digests := [][]byte{digest(secret)}
 	if keyed != nil {
 		digests = append(digests, keyed(secret))
@@ -102,29 +108,29 @@ func BySession(ctx context.Context, db postgres.DB, secret string, keyed func(se
 	var stale bool
 	err := db.QueryRow(ctx, `
 		select `+columns+`, s.id::text, s.expires_at,
-		       s.last_seen_at < clock_timestamp() - make_interval(secs => @every::float8)
+		       s.last_seen_at < clock_timestamp() - make_interval(secs => @interval::float8)
 		  from agent_sessions s join agent_principals p on p.id = s.principal_id
 		 where s.secret_sha256 = any (@digests) and s.revoked_at is null and s.expires_at > clock_timestamp()
 		   and p.disabled_at is null and (p.name <> 'root' or s.secret_sha256 = @keyed)`,
-		postgres.Strict{"digests": digests, "keyed": digests[len(digests)-1], "every": seenEvery.Seconds()}).
-		Scan(&c.ID, &c.Name, &c.Kind, &c.Role, &c.CreatedAt, &c.DisabledAt, &c.SessionID, &c.Until, &stale)
+		postgres.Strict{"digests": digests, "keyed": digests[len(digests)-1], "interval": lastUsedInterval.Seconds()}).
+		Scan(&c.ID, &c.Name, &c.Kind, &c.Role, &c.CreatedAt, &c.DisabledAt, &c.SessionID, &c.ExpiresAt, &stale)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return nil, ErrNotFound
 	case err != nil:
-		return nil, fmt.Errorf("look the session up: %w", err)
+		return nil, fmt.Errorf("find session: %w", err)
 	}
 	if stale {
 		_, err = db.Exec(ctx, `update agent_sessions set last_seen_at = clock_timestamp() where id = @id::uuid`,
 			postgres.Strict{"id": c.SessionID})
 		if err != nil {
-			return nil, fmt.Errorf("note that a session was used: %w", err)
+			return nil, fmt.Errorf("update last_seen_at: %w", err)
 		}
 	}
 	return c, nil
 }
 
-// Valid reports whether the caller's token or session still counts, and its principal is enabled.
+// Valid reports whether the caller's token or session is active, and its principal enabled with the same role.
 func Valid(ctx context.Context, db postgres.DB, c *Caller) (valid bool, err error) {
 	err = db.QueryRow(ctx, `
 		select exists (select from agent_tokens t where t.id = @token and t.revoked_at is null
@@ -142,7 +148,7 @@ func Valid(ctx context.Context, db postgres.DB, c *Caller) (valid bool, err erro
 	return valid, nil
 }
 
-// Sessions lists the sessions of a principal, or all for "", newest first.
+// Sessions lists the sessions of a principal, newest first. Empty principal lists all.
 func Sessions(ctx context.Context, db postgres.DB, principal string) ([]Session, error) {
 	return postgres.Rows[Session](ctx, db, "list sessions", `
 		select s.id::text as id, p.name as principal, s.method, s.created_at, s.expires_at, s.last_seen_at, s.revoked_at,
@@ -152,10 +158,10 @@ func Sessions(ctx context.Context, db postgres.DB, principal string) ([]Session,
 		postgres.Strict{"principal": principal})
 }
 
-// RevokeSession ends a session. changed is false if it had ended before.
+// RevokeSession revokes a session. changed is false if it was revoked before.
 func RevokeSession(ctx context.Context, db postgres.Beginner, id, reason string) (changed bool, err error) {
-	about := map[string]any{"login": id}
-	err = act(ctx, db, "revoke_session", reason, about, func(tx pgx.Tx) (any, error) {
+	input := map[string]any{"login": id}
+	err = recordAct(ctx, db, "revoke_session", reason, input, func(tx pgx.Tx) (any, error) {
 		var name string
 		err := tx.QueryRow(ctx, `select p.name from agent_sessions s join agent_principals p on p.id = s.principal_id
 			where s.id::text = @id`, postgres.Strict{"id": id}).Scan(&name)
@@ -163,58 +169,59 @@ func RevokeSession(ctx context.Context, db postgres.Beginner, id, reason string)
 			return nil, ErrNotFound
 		}
 		if err != nil {
-			return nil, fmt.Errorf("look the session up: %w", err)
+			return nil, fmt.Errorf("find session: %w", err)
 		}
-		about["principal"] = name
-		changed, err = endSession(ctx, tx, id)
+		input["principal"] = name
+		changed, err = revokeSession(ctx, tx, id)
 		return map[string]bool{"changed": changed}, err
 	})
 	return changed, err
 }
 
-// LogOut ends the caller's own session.
+// LogOut revokes the caller's own session.
 func LogOut(ctx context.Context, db postgres.DB, c *Caller) error {
-	_, err := endSession(ctx, db, c.SessionID)
+	_, err := revokeSession(ctx, db, c.SessionID)
 	return err
 }
 
-func endSession(ctx context.Context, db postgres.DB, id string) (bool, error) {
+func revokeSession(ctx context.Context, db postgres.DB, id string) (bool, error) {
 	tag, err := db.Exec(ctx, `
-		with ended as (
+		with revoked as (
 		  update agent_sessions set revoked_at = clock_timestamp() where id::text = @id and revoked_at is null returning id)
-		select pg_notify(@channel, id::text) from ended`, postgres.Strict{"id": id, "channel": Channel})
-	return postgres.Changed(tag, err, "end session")
+		select pg_notify(@channel, id::text) from revoked`, postgres.Strict{"id": id, "channel": Channel})
+	return postgres.Changed(tag, err, "revoke session")
 }
 
-// MakeLink creates a login link of a principal and returns its secret, for /login?link=SECRET.
-func MakeLink(ctx context.Context, db postgres.Beginner, principal, reason string) (secret string, until time.Time,
-	err error,
+// CreateLink creates a login link of a principal and returns its secret, for /login?link=SECRET.
+func CreateLink(ctx context.Context, db postgres.Beginner, principal, reason string) (
+	secret string, expiresAt time.Time, err error,
 ) {
 	secret = rand.Text()
-	about := map[string]any{"principal": principal}
-	err = act(ctx, db, "create_login_link", reason, about, func(tx pgx.Tx) (any, error) {
-		p, err := locked(ctx, tx, principal)
+	input := map[string]any{"principal": principal}
+	err = recordAct(ctx, db, "create_login_link", reason, input, func(tx pgx.Tx) (any, error) {
+		p, err := getForUpdate(ctx, tx, principal)
 		if err != nil {
 			return nil, err
 		}
 		if !p.Enabled() || p.Name == Root || p.Kind != User {
 			return nil, fmt.Errorf("%w: a login link needs an enabled user other than root; %s is not one", ErrInvalid, p.Name)
 		}
-		about["principal"] = p.Name
+		input["principal"] = p.Name
 		err = tx.QueryRow(ctx, `
 			insert into agent_login_links (secret_sha256, principal_id, expires_at)
 			values (@digest, @id::uuid, clock_timestamp() + make_interval(secs => @ttl::float8)) returning expires_at`,
-			postgres.Strict{"digest": digest(secret), "id": p.ID, "ttl": LinkTTL.Seconds()}).Scan(&until)
+			postgres.Strict{"digest": digest(secret), "id": p.ID, "ttl": LinkTTL.Seconds()}).Scan(&expiresAt)
 		return nil, err
 	})
 	if err != nil {
-		return "", until, fmt.Errorf("create login link: %w", err)
+		return "", expiresAt, fmt.Errorf("create login link: %w", err)
 	}
-	return secret, until, nil
+	return secret, expiresAt, nil
 }
 
-// UseLink uses a login link, once, and returns its principal's id. ErrNotFound reports a wrong, used or expired one.
-func UseLink(ctx context.Context, db postgres.DB, secret string) (principalID string, err error) {
+// RedeemLink redeems a login link, once, and returns its principal's id. It returns ErrNotFound for an unknown, used or
+// expired link, and for a disabled principal.
+func RedeemLink(ctx context.Context, db postgres.DB, secret string) (principalID string, err error) {
 	err = db.QueryRow(ctx, `
 		update agent_login_links l set used_at = clock_timestamp() from agent_principals p
 		 where l.secret_sha256 = @digest and l.used_at is null and l.expires_at > clock_timestamp()
@@ -224,7 +231,7 @@ func UseLink(ctx context.Context, db postgres.DB, secret string) (principalID st
 		return "", ErrNotFound
 	}
 	if err != nil {
-		return "", fmt.Errorf("use login link: %w", err)
+		return "", fmt.Errorf("redeem login link: %w", err)
 	}
 	return principalID, nil
 }

@@ -21,7 +21,23 @@ import (
 // TokenPrefix begins every API token.
 const TokenPrefix = "lk_"
 
-// Token is a row of agent_tokens.
+// Bounds of a token.
+const (
+	maxTokenName   = 100 // bytes
+	maxTokenScopes = 50
+	maxGlob        = 200 // bytes
+)
+
+// Bounds of the parts of a plaintext. They limit the work for a malformed one.
+const (
+	maxTokenID     = 40  // bytes
+	maxTokenSecret = 100 // bytes
+)
+
+// scopeGroups are the prefixes of the groups that [ParseScopes] expands.
+var scopeGroups = []string{"runs:", "threads:", "approvals:"}
+
+// Token is an API token, without its secret.
 type Token struct {
 	ID         string     `json:"id"`
 	Principal  string     `json:"principal"` // its name
@@ -30,17 +46,17 @@ type Token struct {
 	CreatedAt  time.Time  `json:"created_at"`
 	CreatedBy  string     `json:"created_by"`
 	ExpiresAt  *time.Time `json:"expires_at"`
-	LastUsedAt *time.Time `json:"last_used_at"` // to some minutes
+	LastUsedAt *time.Time `json:"last_used_at"` // accurate to 5 minutes
 	RevokedAt  *time.Time `json:"revoked_at"`
 }
 
-// NewToken describes a token.
-type NewToken struct {
+// TokenParams are the parameters of [CreateToken].
+type TokenParams struct {
 	Principal string // name or id
 	Name      string
-	// Scopes narrow the role: scopes, runs:* for a group of them, work:GLOB, or * for all of the role.
+	// Scopes narrow the role. A scope is a name, a group (runs:*), work:GLOB, or *, which grants the whole role.
 	Scopes []string
-	Life   time.Duration // 0 for ever
+	TTL    time.Duration // 0: no expiry
 	Reason string
 }
 
@@ -65,23 +81,24 @@ func ParseScopes(given []string) ([]string, error) {
 		case s == All || slices.Contains(scopeNames(), s):
 			list = append(list, s)
 		case isWork:
-			if _, err := path.Match(glob, ""); err != nil || glob == "" || len(glob) > 200 {
-				return nil, fmt.Errorf("%w: %.60q names no flows; use work:GLOB, such as work:external:sum*", ErrInvalid, s)
+			if _, err := path.Match(glob, ""); err != nil || glob == "" || len(glob) > maxGlob {
+				return nil, fmt.Errorf("%w: invalid glob in scope %.60q; valid: work:GLOB, such as work:external:sum*",
+					ErrInvalid, s)
 			}
 			list = append(list, s)
-		case isGroup && (group == "runs:" || group == "threads:" || group == "approvals:"):
+		case isGroup && slices.Contains(scopeGroups, group):
 			for _, name := range scopeNames() {
 				if strings.HasPrefix(name, group) {
 					list = append(list, name)
 				}
 			}
 		default:
-			return nil, fmt.Errorf("%w: %.60q is no scope; use *, work:GLOB, or some of %s", ErrInvalid, s,
-				strings.Join(scopeNames(), ", "))
+			return nil, fmt.Errorf("%w: unknown scope %.60q; valid: *, work:GLOB, %s*, %s", ErrInvalid, s,
+				strings.Join(scopeGroups, "*, "), strings.Join(scopeNames(), ", "))
 		}
 	}
-	if len(list) == 0 || len(list) > 50 {
-		return nil, fmt.Errorf("%w: a token has 1 to 50 scopes; * stands for all of the role", ErrInvalid)
+	if len(list) == 0 || len(list) > maxTokenScopes {
+		return nil, fmt.Errorf("%w: a token has 1 to %d scopes; * grants the whole role", ErrInvalid, maxTokenScopes)
 	}
 	slices.Sort(list)
 	return slices.Compact(list), nil
@@ -92,57 +109,61 @@ func digest(secret string) []byte {
 	return sum[:]
 }
 
-// MakeToken creates a token and returns its text lk_ID_SECRET, which is stored nowhere. A token never has more than its
-// principal's role.
-func MakeToken(ctx context.Context, db postgres.Beginner, n NewToken) (made Token, text string, err error) {
+// CreateToken creates a token and returns its plaintext lk_ID_SECRET. Only the SHA-256 of the secret is stored. A
+// token never has more rights than its principal's role.
+func CreateToken(ctx context.Context, db postgres.Beginner, n TokenParams) (
+	created Token, plaintext string, err error,
+) {
 	scopes, err := ParseScopes(n.Scopes)
 	if err != nil {
-		return made, "", err
+		return created, "", err
 	}
-	if len(n.Name) > 100 || strings.ContainsFunc(n.Name, func(r rune) bool { return r != ' ' && isOdd(r) }) {
-		return made, "", fmt.Errorf("%w: the name of a token has at most 100 printable characters", ErrInvalid)
+	if len(n.Name) > maxTokenName ||
+		strings.ContainsFunc(n.Name, func(r rune) bool { return r != ' ' && isUnprintable(r) }) {
+		return created, "", fmt.Errorf("%w: the name of a token has at most %d printable characters", ErrInvalid,
+			maxTokenName)
 	}
 	id, secret := strings.ToLower(rand.Text()[:12]), rand.Text()
-	about := map[string]any{"principal": n.Principal, "made_key": id, "scopes": scopes}
-	err = act(ctx, db, "create_token", n.Reason, about, func(tx pgx.Tx) (any, error) {
-		p, err := locked(ctx, tx, n.Principal)
+	input := map[string]any{"principal": n.Principal, "made_key": id, "scopes": scopes}
+	err = recordAct(ctx, db, "create_token", n.Reason, input, func(tx pgx.Tx) (any, error) {
+		p, err := getForUpdate(ctx, tx, n.Principal)
 		if err != nil {
 			return nil, err
 		}
 		if !p.Enabled() {
 			return nil, fmt.Errorf("%w: principal %s is disabled", ErrInvalid, p.Name)
 		}
-		about["principal"] = p.Name
+		input["principal"] = p.Name
 		_, err = tx.Exec(ctx, `
 			insert into agent_tokens (id, secret_sha256, principal_id, name, scopes, created_by, expires_at)
 			values (@id, @digest, @principal::uuid, @name, @scopes, @by,
-			        clock_timestamp() + make_interval(secs => nullif(@life::float8, 0)))`,
+			        clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0)))`,
 			postgres.Strict{
 				"id": id, "digest": digest(secret), "principal": p.ID, "name": n.Name, "scopes": scopes,
-				"by":   activity.ActorFrom(ctx).Name,
-				"life": n.Life.Seconds(),
+				"by":  activity.ActorFrom(ctx).Name,
+				"ttl": n.TTL.Seconds(),
 			})
 		if err != nil {
-			return nil, fmt.Errorf("insert the token's row: %w", err)
+			return nil, fmt.Errorf("insert token: %w", err)
 		}
-		made, err = getToken(ctx, tx, id)
+		created, err = getToken(ctx, tx, id)
 		return nil, err
 	})
 	if err != nil {
 		return Token{}, "", err
 	}
-	return made, TokenPrefix + id + "_" + secret, nil
+	return created, TokenPrefix + id + "_" + secret, nil
 }
 
-const tokenColumns = `t.id, p.name as principal, t.name, t.scopes, t.created_at, t.created_by, t.expires_at, t.last_used_at,
-	t.revoked_at`
+const tokenColumns = `t.id, p.name as principal, t.name, t.scopes, t.created_at, t.created_by, t.expires_at,
+	t.last_used_at, t.revoked_at`
 
 func getToken(ctx context.Context, db postgres.DB, id string) (Token, error) {
 	return postgres.RowOr[Token](ctx, db, ErrNotFound, "find token", `select `+tokenColumns+`
 		from agent_tokens t join agent_principals p on p.id = t.principal_id where t.id = @id`, postgres.Strict{"id": id})
 }
 
-// Tokens lists the tokens of a principal, or all for "", newest first.
+// Tokens lists the tokens of a principal, newest first. Empty principal lists all.
 func Tokens(ctx context.Context, db postgres.DB, principal string) ([]Token, error) {
 	return postgres.Rows[Token](ctx, db, "list tokens", `select `+tokenColumns+`
 		from agent_tokens t join agent_principals p on p.id = t.principal_id
@@ -150,16 +171,17 @@ func Tokens(ctx context.Context, db postgres.DB, principal string) ([]Token, err
 		postgres.Strict{"principal": principal})
 }
 
-// RevokeToken ends a token. changed is false if it was revoked before.
+// RevokeToken revokes a token. changed is false if it was revoked before.
 func RevokeToken(ctx context.Context, db postgres.Beginner, id, reason string) (changed bool, err error) {
-	about := map[string]any{"revoked_key": id}
-	err = act(ctx, db, "revoke_token", reason, about, func(tx pgx.Tx) (any, error) {
+	input := map[string]any{"revoked_key": id}
+	err = recordAct(ctx, db, "revoke_token", reason, input, func(tx pgx.Tx) (any, error) {
 		t, err := getToken(ctx, tx, id)
 		if err != nil {
 			return nil, err
 		}
-		about["principal"] = t.Principal
-		tag, err := tx.Exec(ctx, `update agent_tokens set revoked_at = clock_timestamp() where id = @id and revoked_at is null`,
+		input["principal"] = t.Principal
+		tag, err := tx.Exec(ctx, `
+			update agent_tokens set revoked_at = clock_timestamp() where id = @id and revoked_at is null`,
 			postgres.Strict{"id": id})
 		if changed, err = postgres.Changed(tag, err, "revoke token"); err != nil {
 			return nil, err
@@ -169,18 +191,18 @@ func RevokeToken(ctx context.Context, db postgres.Beginner, id, reason string) (
 	return changed, err
 }
 
-// ErrRefused reports a credential that was right once: expired, revoked, or of a disabled principal.
-var ErrRefused = errors.New("the token or session has expired or was revoked, or its principal is disabled")
+// ErrInactive reports a valid credential that is expired or revoked, or whose principal is disabled.
+var ErrInactive = errors.New("the token or session has expired or was revoked, or its principal is disabled")
 
-// seenEvery is how exact last_used_at and last_seen_at are.
-const seenEvery = 5 * time.Minute
+// lastUsedInterval is the minimum time between updates of last_used_at, and between updates of last_seen_at.
+const lastUsedInterval = 5 * time.Minute
 
-// ByToken returns the caller of a token's text. ErrNotFound reports a wrong text, which may be a guess. ErrRefused
-// reports a token that is no longer valid.
-func ByToken(ctx context.Context, db postgres.DB, text string) (*Caller, error) {
-	id, secret, whole := strings.Cut(strings.TrimPrefix(text, TokenPrefix), "_")
-	if !strings.HasPrefix(text, TokenPrefix) || !whole || len(id) > 40 || len(secret) > 100 ||
-		strings.ContainsFunc(id, isOdd) {
+// AuthenticateToken authenticates a token and returns its caller. It returns ErrNotFound for an unknown or malformed
+// token, and ErrInactive for one that is no longer valid.
+func AuthenticateToken(ctx context.Context, db postgres.DB, plaintext string) (*Caller, error) {
+	id, secret, ok := strings.Cut(strings.TrimPrefix(plaintext, TokenPrefix), "_")
+	if !strings.HasPrefix(plaintext, TokenPrefix) || !ok || len(id) > maxTokenID || len(secret) > maxTokenSecret ||
+		strings.ContainsFunc(id, isUnprintable) {
 		return nil, ErrNotFound
 	}
 	c := &Caller{TokenID: id}
@@ -189,25 +211,25 @@ func ByToken(ctx context.Context, db postgres.DB, text string) (*Caller, error) 
 	err := db.QueryRow(ctx, `
 		select `+columns+`, t.secret_sha256, t.scopes,
 		       t.revoked_at is null and p.disabled_at is null and coalesce(t.expires_at > clock_timestamp(), true),
-		       coalesce(t.last_used_at < clock_timestamp() - make_interval(secs => @every::float8), true)
+		       coalesce(t.last_used_at < clock_timestamp() - make_interval(secs => @interval::float8), true)
 		  from agent_tokens t join agent_principals p on p.id = t.principal_id where t.id = @id`,
-		postgres.Strict{"id": id, "every": seenEvery.Seconds()}).
+		postgres.Strict{"id": id, "interval": lastUsedInterval.Seconds()}).
 		Scan(&c.ID, &c.Name, &c.Kind, &c.Role, &c.CreatedAt, &c.DisabledAt, &stored, &c.Scopes, &live, &stale)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return nil, ErrNotFound
 	case err != nil:
-		return nil, fmt.Errorf("look the token up: %w", err)
+		return nil, fmt.Errorf("find token: %w", err)
 	case subtle.ConstantTimeCompare(stored, digest(secret)) == 0:
 		return nil, ErrNotFound
 	case !live:
-		return nil, ErrRefused
+		return nil, ErrInactive
 	}
 	if stale {
 		_, err = db.Exec(ctx, `update agent_tokens set last_used_at = clock_timestamp() where id = @id`,
 			postgres.Strict{"id": id})
 		if err != nil {
-			return nil, fmt.Errorf("note that a token was used: %w", err)
+			return nil, fmt.Errorf("update last_used_at: %w", err)
 		}
 	}
 	return c, nil

@@ -119,7 +119,7 @@ func (c *cli) printPrincipal(p principals.Principal, err error) error {
 }
 
 func (c *cli) principalsAddCommand() *cobra.Command {
-	n := principals.New{Kind: principals.User, Role: principals.None}
+	n := principals.CreateParams{Kind: principals.User, Role: principals.None}
 	cmd := &cobra.Command{
 		Use: "add NAME", Short: "Create a principal", Args: positionalArgs(1, 1, "a name"),
 		Example: `  agent principals add anna --role approver
@@ -204,7 +204,7 @@ func (c *cli) principalsLoginLinkCommand() *cobra.Command {
 		Args: positionalArgs(1, 1, "a name or id"),
 		Long: "Create a link to the Engine Room that logs in a user once, within 15 minutes. Whoever has it is that user.",
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
-			secret, until, err := principals.MakeLink(cmd.Context(), s.Pool, args[0], reason)
+			secret, until, err := principals.CreateLink(cmd.Context(), s.Pool, args[0], reason)
 			if err != nil {
 				return principalError(err, "agent principals ls")
 			}
@@ -245,7 +245,7 @@ func (c *cli) tokensListCommand() *cobra.Command {
 }
 
 func (c *cli) tokensCreateCommand() *cobra.Command {
-	n := principals.NewToken{Scopes: []string{principals.All}}
+	n := principals.TokenParams{Scopes: []string{principals.All}}
 	cmd := &cobra.Command{
 		Use: "create PRINCIPAL", Short: "Create an API token and print it once", Args: positionalArgs(1, 1, "a name or id"),
 		Long: `Create an API token lk_ID_SECRET. It is printed once; the database has only a digest. Scopes narrow the role of the
@@ -254,7 +254,7 @@ principal: * for all of it, runs:read, runs:*, threads:read, operate, approvals:
   agent tokens create sums --scope 'work:external:sum*'`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			n.Principal = args[0]
-			made, text, err := principals.MakeToken(cmd.Context(), s.Pool, n)
+			made, text, err := principals.CreateToken(cmd.Context(), s.Pool, n)
 			if err != nil {
 				return principalError(err, "agent principals ls")
 			}
@@ -268,7 +268,7 @@ principal: * for all of it, runs:read, runs:*, threads:read, operate, approvals:
 	cmd.Flags().StringSliceVar(&n.Scopes, "scope", n.Scopes, "scope; may be repeated")
 	cmd.Flags().StringVar(&n.Name, "name", "", "the token's purpose")
 	cmd.Flags().Var(&checkedFlag{kind: "span", parse: func(text string) (err error) {
-		n.Life, err = parseSpan(text)
+		n.TTL, err = parseSpan(text)
 		return err
 	}}, "expires", "lifetime: 90m, 24h, 90d; without it for ever")
 	reasonFlag(cmd, &n.Reason)

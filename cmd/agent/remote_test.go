@@ -244,9 +244,10 @@ func TestRemoteCommandsNeedTheScopeOfTheirRoute(t *testing.T) {
 	as := func(role principals.Role, scopes ...string) program {
 		name := strings.Join(append([]string{string(role)}, scopes...), "-")
 		name = strings.NewReplacer(":", "", "*", "all").Replace(name)
-		_, err := principals.Create(t.Context(), db, principals.New{Name: name, Kind: principals.Service, Role: role})
+		_, err := principals.Create(t.Context(), db,
+			principals.CreateParams{Name: name, Kind: principals.Service, Role: role})
 		require.NoError(t, err)
-		_, secret, err := principals.MakeToken(t.Context(), db, principals.NewToken{Principal: name, Scopes: scopes})
+		_, secret, err := principals.CreateToken(t.Context(), db, principals.TokenParams{Principal: name, Scopes: scopes})
 		require.NoError(t, err)
 		return newProgramWithoutDatabase(t, far.environ[0], "AGENT_TOKEN="+secret)
 	}
@@ -672,9 +673,10 @@ func TestAnInterruptedRemoteChatNamesThePrincipal(t *testing.T) {
 // principal adds a principal, and returns the program with its token.
 func (d *operateTest) principal(far program, name string, role principals.Role) (p program, secret, tokenID string) {
 	d.t.Helper()
-	_, err := principals.Create(d.t.Context(), d.pool, principals.New{Name: name, Kind: principals.User, Role: role})
+	_, err := principals.Create(d.t.Context(), d.pool,
+		principals.CreateParams{Name: name, Kind: principals.User, Role: role})
 	require.NoError(d.t, err)
-	token, secret, err := principals.MakeToken(d.t.Context(), d.pool, principals.NewToken{
+	token, secret, err := principals.CreateToken(d.t.Context(), d.pool, principals.TokenParams{
 		Principal: name, Scopes: []string{"*"},
 	})
 	require.NoError(d.t, err)

@@ -72,10 +72,11 @@ func (c *conversations) narrowed(t *testing.T, role principals.Role, scope strin
 ) {
 	t.Helper()
 	name := string(role) + strings.ReplaceAll(scope, "*", "")
-	_, err := principals.Create(t.Context(), c.pool, principals.New{Name: name, Kind: principals.User, Role: role})
+	_, err := principals.Create(t.Context(), c.pool,
+		principals.CreateParams{Name: name, Kind: principals.User, Role: role})
 	require.NoError(t, err)
-	_, secret, err := principals.MakeToken(t.Context(), c.pool,
-		principals.NewToken{Principal: name, Scopes: []string{scope}})
+	_, secret, err := principals.CreateToken(t.Context(), c.pool,
+		principals.TokenParams{Principal: name, Scopes: []string{scope}})
 	require.NoError(t, err)
 	c.secrets[role] = secret
 	return newProgramWithoutDatabase(t, c.far.environ[0], "AGENT_TOKEN="+secret), func(path string) string {

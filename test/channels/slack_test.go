@@ -180,7 +180,7 @@ approvals: {four_eyes: true}
 parameters: {type: object, required: [order], properties: {order: {type: integer}}}
 handler: http:POST %s/refunds
 `, shop.URL))
-	for account, p := range map[string]principals.New{
+	for account, p := range map[string]principals.CreateParams{
 		"U0ANA": {Name: "ana", Role: principals.Approver}, "U1": {Name: "olga", Role: principals.Approver},
 		"U0BEN": {Name: "ben", Role: principals.Viewer},
 	} {
