@@ -44,9 +44,9 @@ type variant struct {
 }
 
 // chatPriority measures the wait of a visitor's turn while background runs take all workers.
-func chatPriority(ctx context.Context, args []string, out, errw io.Writer) error {
+func chatPriority(ctx context.Context, args []string, out, stderr io.Writer) error {
 	var s chatSettings
-	flags := newFlags("chat-priority", errw)
+	flags := newFlags("chat-priority", stderr)
 	flags.DurationVar(&s.duration, "for", 20*time.Second, "how long each variant is measured")
 	flags.IntVar(&s.background, "background", 50, "background runs at any time")
 	flags.IntVar(&s.workers, "workers", 10, "workers, as AGENT_WORKERS")
@@ -56,10 +56,10 @@ func chatPriority(ctx context.Context, args []string, out, errw io.Writer) error
 		return err
 	}
 	b := &chatBench{chatSettings: s, modelCalls: map[string]time.Time{}}
-	return withTestAgent(ctx, s.workers, &modelServer{s.modelLatency, b.recordModelCall}, nil, errw,
+	return withTestAgent(ctx, s.workers, &modelServer{s.modelLatency, b.recordModelCall}, nil, stderr,
 		func(ctx context.Context, w *testAgent) error {
 			b.testAgent = w
-			return b.measure(ctx, out, errw)
+			return b.measure(ctx, out, stderr)
 		})
 }
 
@@ -83,7 +83,7 @@ func (b *chatBench) recordModelCall(prompt string, at time.Time) {
 }
 
 // measure runs all variants, and measures the floor idle and under load.
-func (b *chatBench) measure(ctx context.Context, out, errw io.Writer) error {
+func (b *chatBench) measure(ctx context.Context, out, stderr io.Writer) error {
 	if err := createFloor(ctx, b.pool); err != nil {
 		return err
 	}
@@ -100,7 +100,7 @@ func (b *chatBench) measure(ctx context.Context, out, errw io.Writer) error {
 	results := make([]variantResult, len(variants))
 	var loaded samples
 	for i, v := range variants {
-		fmt.Fprintf(errw, "%s: %s …\n", v.name, b.duration)
+		fmt.Fprintf(stderr, "%s: %s …\n", v.name, b.duration)
 		results[i], err = b.run(ctx, v, func(ctx context.Context) error {
 			if i != 1 {
 				return nil
@@ -117,15 +117,15 @@ func (b *chatBench) measure(ctx context.Context, out, errw io.Writer) error {
 }
 
 // floor measures single-row updates in sequence.
-func (b *chatBench) floor(ctx context.Context, n int) (took samples, err error) {
+func (b *chatBench) floor(ctx context.Context, n int) (latencies samples, err error) {
 	for range n {
 		began := time.Now()
 		if err := updateFloor(ctx, b.pool, 0); err != nil {
 			return nil, err
 		}
-		took = append(took, time.Since(began))
+		latencies = append(latencies, time.Since(began))
 	}
-	return took, nil
+	return latencies, nil
 }
 
 type variantResult struct {
@@ -234,16 +234,16 @@ func (b *chatBench) countEnded(ctx context.Context) (n int, err error) {
 
 // visit sends one message of a new visitor and records its times.
 func (b *chatBench) visit(ctx context.Context, v variant, n int, mu *sync.Mutex, r *variantResult) error {
-	words := fmt.Sprintf("visitor %d: %s", n, v.name)
-	thread := "bench " + words
+	content := fmt.Sprintf("visitor %d: %s", n, v.name)
+	thread := "bench " + content
 	began := time.Now()
 	var text time.Duration
 	var turn string
 	var err error
 	if v.queue == "" {
-		turn, text, err = b.send(ctx, thread, words)
+		turn, text, err = b.send(ctx, thread, content)
 	} else {
-		turn, err = b.enqueue(ctx, v.queue, thread, words)
+		turn, err = b.enqueue(ctx, v.queue, thread, content)
 	}
 	if err != nil {
 		return err
@@ -254,7 +254,7 @@ func (b *chatBench) visit(ctx context.Context, v variant, n int, mu *sync.Mutex,
 		return fmt.Errorf("read start of %s: %w", turn, err)
 	}
 	b.mu.Lock()
-	modelCalled, called := b.modelCalls[words]
+	modelCalled, called := b.modelCalls[content]
 	b.mu.Unlock()
 	if !called {
 		return fmt.Errorf("visitor %d: the model received no call", n)
@@ -269,15 +269,15 @@ func (b *chatBench) visit(ctx context.Context, v variant, n int, mu *sync.Mutex,
 }
 
 // send sends a message as a client does. It returns the trace and the time to the first text.
-func (b *chatBench) send(ctx context.Context, thread, words string) (turn string, first time.Duration, err error) {
+func (b *chatBench) send(ctx context.Context, thread, content string) (turn string, first time.Duration, err error) {
 	return sendMessage(ctx, b.url, "Done", map[string]any{
 		"metadata": map[string]string{"thread_id": thread},
-		"messages": []map[string]string{{"role": "user", "content": words}},
+		"messages": []map[string]string{{"role": "user", "content": content}},
 	}, func() {})
 }
 
 // enqueue starts a turn on a queue, where any worker may claim it.
-func (b *chatBench) enqueue(ctx context.Context, queue, thread, words string) (turn string, err error) {
+func (b *chatBench) enqueue(ctx context.Context, queue, thread, content string) (turn string, err error) {
 	var id string
 	err = postgres.InTx(ctx, b.pool, func(tx pgx.Tx) error {
 		x, _, err := b.engine.StartTx(ctx, tx, executions.Spec{
@@ -293,7 +293,7 @@ func (b *chatBench) enqueue(ctx context.Context, queue, thread, words string) (t
 			return err
 		}
 		_, err = threads.Post(ctx, tx, threads.NewMessage{
-			ThreadID: thread, Role: threads.User, Content: words, Channel: "chat", ExecutionID: x.ID, TraceID: x.TraceID,
+			ThreadID: thread, Role: threads.User, Content: content, Channel: "chat", ExecutionID: x.ID, TraceID: x.TraceID,
 			Status: threads.Received,
 		})
 		return err

@@ -35,7 +35,7 @@ type engineRoomBench struct {
 	profile       string         // file of the CPU profile; empty for none
 	oldest        time.Time      // of the oldest row
 	pool          *pgxpool.Pool
-	errw          io.Writer
+	stderr        io.Writer
 }
 
 type pageResult struct {
@@ -45,9 +45,9 @@ type pageResult struct {
 	cpu          cpuTime // of all visits at the larger size; steady on a busy machine
 }
 
-func engineRoom(ctx context.Context, args []string, out, errw io.Writer) error {
-	b := engineRoomBench{errw: errw}
-	flags := newFlags("engine-room", errw)
+func engineRoom(ctx context.Context, args []string, out, stderr io.Writer) error {
+	b := engineRoomBench{stderr: stderr}
+	flags := newFlags("engine-room", stderr)
 	flags.Int64Var(&b.small, "small", 10_000, "rows of the small activity log")
 	flags.Int64Var(&b.large, "large", 10_000_000, "rows of the large activity log; a hundredth of it are executions")
 	flags.IntVar(&b.visits, "visits", 20, "visits to each page")
@@ -66,7 +66,7 @@ func engineRoom(ctx context.Context, args []string, out, errw io.Writer) error {
 	if b.only, err = regexp.Compile(*only); err != nil {
 		return fmt.Errorf("engine-room: -pages: %w", err)
 	}
-	return withDatabase(ctx, pgserver.Config{Dir: *data}, 8, errw, func(pool *pgxpool.Pool) error {
+	return withDatabase(ctx, pgserver.Config{Dir: *data}, 8, stderr, func(pool *pgxpool.Pool) error {
 		b.pool = pool
 		return b.run(ctx, out)
 	})
@@ -94,7 +94,7 @@ func (b *engineRoomBench) watchAll(ctx context.Context, out io.Writer, handler h
 	}
 	var loads []viewerLoad
 	for _, viewers := range []int{0, 1, 100} {
-		fmt.Fprintf(b.errw, "%d viewers\n", viewers)
+		fmt.Fprintf(b.stderr, "%d viewers\n", viewers)
 		l, err := b.watch(ctx, handler, viewers)
 		if err != nil {
 			return err
@@ -185,22 +185,22 @@ func (b *engineRoomBench) profiled(fn func() error) error {
 }
 
 // isFilled reports whether an earlier run left the large log here.
-func (b *engineRoomBench) isFilled(ctx context.Context) (yes bool, err error) {
-	err = b.pool.QueryRow(ctx, "select count(*) >= $1 from agent_executions", b.large/100).Scan(&yes)
+func (b *engineRoomBench) isFilled(ctx context.Context) (filled bool, err error) {
+	err = b.pool.QueryRow(ctx, "select count(*) >= $1 from agent_executions", b.large/100).Scan(&filled)
 	if err != nil {
 		return false, fmt.Errorf("count executions: %w", err)
 	}
-	return yes, nil
+	return filled, nil
 }
 
 // handler serves the pages without a login.
 func (b *engineRoomBench) handler() (http.Handler, error) {
-	made, err := engineroom.New(engineroom.Options{Pool: b.pool, Agent: "bench"})
+	room, err := engineroom.New(engineroom.Options{Pool: b.pool, Agent: "bench"})
 	if err != nil {
 		return nil, err
 	}
 	mux := http.NewServeMux()
-	for _, r := range made.Routes() {
+	for _, r := range room.Routes() {
 		mux.Handle(r.Method+" "+r.Path, r.Handler)
 	}
 	return mux, nil
@@ -208,25 +208,25 @@ func (b *engineRoomBench) handler() (http.Handler, error) {
 
 // visit requests a page, after one uncounted request.
 func (b *engineRoomBench) visit(ctx context.Context, handler http.Handler, path string) (samples, error) {
-	var took samples
+	var latencies samples
 	for i := range b.visits + 1 {
 		req := httptest.NewRequestWithContext(ctx, http.MethodGet, path, http.NoBody)
-		answer := httptest.NewRecorder()
+		response := httptest.NewRecorder()
 		began := time.Now()
-		handler.ServeHTTP(answer, req)
-		lasted := time.Since(began)
-		if answer.Code != http.StatusOK {
-			return nil, fmt.Errorf("GET %s: status %d: %.500s", path, answer.Code, answer.Body)
+		handler.ServeHTTP(response, req)
+		elapsed := time.Since(began)
+		if response.Code != http.StatusOK {
+			return nil, fmt.Errorf("GET %s: status %d: %.500s", path, response.Code, response.Body)
 		}
-		if strings.Contains(answer.Body.String(), "This could not be read") {
+		if strings.Contains(response.Body.String(), "This could not be read") {
 			return nil, fmt.Errorf("GET %s: a part could not be read", path)
 		}
 		if i > 0 {
-			took = append(took, lasted)
+			latencies = append(latencies, elapsed)
 		}
 	}
-	fmt.Fprintf(b.errw, "%-60s p50 %s ms\n", path, took.millis(0.5))
-	return took, nil
+	fmt.Fprintf(b.stderr, "%-60s p50 %s ms\n", path, latencies.millis(0.5))
+	return latencies, nil
 }
 
 // paths returns the pages, with filters that use different indexes.
@@ -359,7 +359,7 @@ func (b *engineRoomBench) countRest(ctx context.Context) error {
 			return fmt.Errorf("find uncounted rows: %w", err)
 		}
 		if !left {
-			fmt.Fprintf(b.errw, "counted %d rows (%s)\n", rows, time.Since(began).Round(time.Second))
+			fmt.Fprintf(b.stderr, "counted %d rows (%s)\n", rows, time.Since(began).Round(time.Second))
 			return nil
 		}
 	}
@@ -368,28 +368,28 @@ func (b *engineRoomBench) countRest(ctx context.Context) error {
 // insertBatches runs the statements for each batch of rows in a transaction without triggers, which would reject
 // made-up rows.
 func (b *engineRoomBench) insertBatches(
-	ctx context.Context, what string, statements []string, from, to, batch int64, args postgres.Strict,
+	ctx context.Context, rows string, statements []string, from, to, batch int64, args postgres.Strict,
 ) error {
 	began := time.Now()
-	for at := from; at < to; at += batch {
-		end := min(at+batch, to)
-		all := postgres.Strict{"from": at, "to": end}
-		maps.Copy(all, args)
+	for start := from; start < to; start += batch {
+		end := min(start+batch, to)
+		batchArgs := postgres.Strict{"from": start, "to": end}
+		maps.Copy(batchArgs, args)
 		err := postgres.InTx(ctx, b.pool, func(tx pgx.Tx) error {
 			if _, err := tx.Exec(ctx, "set local session_replication_role = replica"); err != nil {
 				return err
 			}
 			for _, sql := range statements {
-				if _, err := tx.Exec(ctx, sql, all); err != nil {
+				if _, err := tx.Exec(ctx, sql, batchArgs); err != nil {
 					return err
 				}
 			}
 			return nil
 		})
 		if err != nil {
-			return fmt.Errorf("insert %s %d to %d: %w", what, at, end, err)
+			return fmt.Errorf("insert %s %d to %d: %w", rows, start, end, err)
 		}
-		fmt.Fprintf(b.errw, "inserted %d of %d %s (%s)\n", end, to, what, time.Since(began).Round(time.Second))
+		fmt.Fprintf(b.stderr, "inserted %d of %d %s (%s)\n", end, to, rows, time.Since(began).Round(time.Second))
 	}
 	return nil
 }
@@ -544,7 +544,7 @@ func (b *engineRoomBench) watch(ctx context.Context, handler http.Handler, viewe
 	return l, nil
 }
 
-func share(used, of time.Duration) float64 { return used.Seconds() / of.Seconds() }
+func share(cpu, elapsed time.Duration) float64 { return cpu.Seconds() / elapsed.Seconds() }
 
 // receive reads a stream until ctx ends.
 func receive(ctx context.Context, address string, n *int64) error {

@@ -25,13 +25,13 @@ import (
 // release until a waiter holds the lane. The floor of a pair is one committed update per caller, each of its own row.
 // Floor and lanes alternate, so other load on the machine affects both.
 type laneBench struct {
-	rounds       int
-	turnDuration time.Duration // of a turn
-	tries        int
-	handOvers    int // number of hand-overs
-	otherLanes   int // other lanes held in the second half
-	pool         *pgxpool.Pool
-	errw         io.Writer
+	rounds        int
+	roundDuration time.Duration
+	tries         int
+	handOvers     int // number of hand-overs
+	otherLanes    int // other lanes held in the second half
+	pool          *pgxpool.Pool
+	stderr        io.Writer
 }
 
 var laneCallers = [...]int{1, 8, 32}
@@ -39,30 +39,40 @@ var laneCallers = [...]int{1, 8, 32}
 // laneTargets are the target shares of the floor, by laneCallers.
 var laneTargets = [...]float64{0.50, 0.40, 0.40}
 
-// pairRates is a row of the table: rates per turn, and the processor time of all turns.
-type pairRates struct {
-	callers     int
-	others      int
-	floor, ours []float64
-	cpu         [2]cpuTime
-	n           [2]int
+// series has the rate of each round, and the processor time and calls of all rounds.
+type series struct {
+	rates []float64
+	cpu   cpuTime
+	calls int
 }
 
-func lanesBench(ctx context.Context, args []string, out, errw io.Writer) error {
-	b := laneBench{errw: errw}
-	flags := newFlags("lanes", errw)
-	flags.IntVar(&b.rounds, "rounds", 7, "turns of the floor and of the lanes")
-	flags.DurationVar(&b.turnDuration, "for", 2*time.Second, "how long a turn lasts")
+func (s *series) median() float64 { return median(s.rates) }
+
+// cpuPerCall formats the processor time of a call.
+func (s *series) cpuPerCall() string { return s.cpu.per(max(s.calls, 1)) }
+
+// pairRates is a row of the table.
+type pairRates struct {
+	callers         int
+	others          int // other held lanes
+	floor, measured series
+}
+
+func lanesBench(ctx context.Context, args []string, out, stderr io.Writer) error {
+	b := laneBench{stderr: stderr}
+	flags := newFlags("lanes", stderr)
+	flags.IntVar(&b.rounds, "rounds", 7, "rounds of the floor and of the lanes")
+	flags.DurationVar(&b.roundDuration, "for", 2*time.Second, "duration of a round")
 	flags.IntVar(&b.tries, "tries", 16_000, "attempts on a held lane")
 	flags.IntVar(&b.handOvers, "handovers", 200, "hand-overs to a waiter")
 	flags.IntVar(&b.otherLanes, "others", 10_000, "other lanes held in the second half")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
-	if b.rounds < 1 || b.turnDuration <= 0 || b.tries < 1 || b.handOvers < 1 || b.otherLanes < 0 {
+	if b.rounds < 1 || b.roundDuration <= 0 || b.tries < 1 || b.handOvers < 1 || b.otherLanes < 0 {
 		return errors.New("lanes: -rounds, -for, -tries and -handovers must be above 0, -others at least 0")
 	}
-	return withDatabase(ctx, pgserver.Config{}, slices.Max(laneCallers[:])+4, errw, func(pool *pgxpool.Pool) error {
+	return withDatabase(ctx, pgserver.Config{}, slices.Max(laneCallers[:])+4, stderr, func(pool *pgxpool.Pool) error {
 		b.pool = pool
 		return b.run(ctx, out)
 	})
@@ -73,33 +83,33 @@ func (b *laneBench) run(ctx context.Context, out io.Writer) error {
 		return err
 	}
 	var pairs []pairRates
-	var over []handOverResult
-	var tried []busyResult
+	var handOverResults []handOverResult
+	var busyResults []busyResult
 	for _, others := range slices.Compact([]int{0, b.otherLanes}) {
 		if err := b.holdOthers(ctx, others); err != nil {
 			return err
 		}
 		for _, callers := range laneCallers {
-			fmt.Fprintf(b.errw, "pairs, %d callers, %d other lanes\n", callers, others)
+			fmt.Fprintf(b.stderr, "pairs, %d callers, %d other lanes\n", callers, others)
 			r, err := b.measurePairs(ctx, callers, others)
 			if err != nil {
 				return err
 			}
 			pairs = append(pairs, r)
 		}
-		fmt.Fprintf(b.errw, "attempts and hand-overs, %d other lanes\n", others)
+		fmt.Fprintf(b.stderr, "attempts and hand-overs, %d other lanes\n", others)
 		t, err := b.measureBusy(ctx, others)
 		if err != nil {
 			return err
 		}
-		tried = append(tried, t)
+		busyResults = append(busyResults, t)
 		h, err := b.measureHandOvers(ctx, others)
 		if err != nil {
 			return err
 		}
-		over = append(over, h)
+		handOverResults = append(handOverResults, h)
 	}
-	b.print(out, pairs, tried, over)
+	b.print(out, pairs, busyResults, handOverResults)
 	return nil
 }
 
@@ -143,20 +153,23 @@ func (b *laneBench) measurePairs(ctx context.Context, callers, others int) (pair
 	return r, errors.Join(err, running.Wait())
 }
 
-// alternate runs floor and ours in turns, after a short uncounted turn of each.
+// alternate measures floor and fn in alternate rounds, after a short uncounted round of each.
 func (b *laneBench) alternate(
-	ctx context.Context, r *pairRates, floor, ours func(ctx context.Context, caller int) error,
+	ctx context.Context, r *pairRates, floor, fn func(ctx context.Context, caller int) error,
 ) error {
 	for round := range b.rounds + 1 {
-		lasts := b.turnDuration
+		duration := b.roundDuration
 		if round == 0 {
-			lasts = min(lasts, time.Second)
+			duration = min(duration, time.Second)
 		}
-		for i, fn := range []func(context.Context, int) error{floor, ours} {
+		for _, side := range []struct {
+			series *series
+			fn     func(context.Context, int) error
+		}{{&r.floor, floor}, {&r.measured, fn}} {
 			var n int
 			var rate float64
-			used, err := measureCPU(ctx, b.pool, func() (err error) {
-				n, rate, err = callFor(ctx, r.callers, lasts, fn)
+			cpu, err := measureCPU(ctx, b.pool, func() (err error) {
+				n, rate, err = callFor(ctx, r.callers, duration, side.fn)
 				return err
 			})
 			if err != nil {
@@ -165,14 +178,10 @@ func (b *laneBench) alternate(
 			if round == 0 {
 				continue
 			}
-			r.cpu[i].server += used.server
-			r.cpu[i].own += used.own
-			r.n[i] += n
-			if i == 0 {
-				r.floor = append(r.floor, rate)
-			} else {
-				r.ours = append(r.ours, rate)
-			}
+			side.series.cpu.server += cpu.server
+			side.series.cpu.own += cpu.own
+			side.series.calls += n
+			side.series.rates = append(side.series.rates, rate)
 		}
 	}
 	return nil
@@ -184,8 +193,8 @@ type busyResult struct {
 	wal       int64 // bytes
 }
 
-// measureBusy tries to acquire a held lane. The server also writes WAL of its own, so the least of five passes
-// counts.
+// measureBusy tries to acquire a held lane in five passes. The server also writes WAL of its own, so the pass with the
+// least WAL counts.
 func (b *laneBench) measureBusy(ctx context.Context, others int) (busyResult, error) {
 	t := busyResult{others: others, n: b.tries, wal: -1}
 	keeper := b.newKeeper(b.pool, nil)
@@ -225,18 +234,18 @@ func (b *laneBench) measureBusy(ctx context.Context, others int) (busyResult, er
 }
 
 // wal returns the server's WAL position.
-func (b *laneBench) wal(ctx context.Context) (at int64, err error) {
-	err = b.pool.QueryRow(ctx, `select (pg_current_wal_insert_lsn() - '0/0')::bigint`).Scan(&at)
+func (b *laneBench) wal(ctx context.Context) (position int64, err error) {
+	err = b.pool.QueryRow(ctx, `select (pg_current_wal_insert_lsn() - '0/0')::bigint`).Scan(&position)
 	if err != nil {
 		return 0, fmt.Errorf("read the WAL position: %w", err)
 	}
-	return at, nil
+	return position, nil
 }
 
 // handOverResult has the times from a release until the waiter holds the lane.
 type handOverResult struct {
-	others      int
-	floor, ours samples
+	others          int
+	floor, measured samples
 }
 
 // settledFor is a waiter's wait before the release. It exceeds the time of the first poll, so only the notification
@@ -258,18 +267,18 @@ func (b *laneBench) measureHandOvers(ctx context.Context, others int) (handOverR
 	running.Go(func() error { return listener.Run(listening) })
 	floor, err := b.newHandOverFloor(ctx)
 	if err == nil {
-		here, there := b.newKeeper(b.pool, nil), b.newKeeper(pool, listener)
-		running.Go(func() error { return there.Run(listening) })
+		holder, waiter := b.newKeeper(b.pool, nil), b.newKeeper(pool, listener)
+		running.Go(func() error { return waiter.Run(listening) })
 		for range b.handOvers {
-			var took time.Duration
-			if took, err = floor.run(ctx); err != nil {
+			var elapsed time.Duration
+			if elapsed, err = floor.run(ctx); err != nil {
 				break
 			}
-			h.floor = append(h.floor, took)
-			if took, err = b.handOverOnce(ctx, here, there); err != nil {
+			h.floor = append(h.floor, elapsed)
+			if elapsed, err = b.handOverOnce(ctx, holder, waiter); err != nil {
 				break
 			}
-			h.ours = append(h.ours, took)
+			h.measured = append(h.measured, elapsed)
 		}
 		err = errors.Join(err, floor.listen.Close(context.WithoutCancel(ctx)))
 	}
@@ -277,28 +286,28 @@ func (b *laneBench) measureHandOvers(ctx context.Context, others int) (handOverR
 	return h, errors.Join(err, running.Wait())
 }
 
-func (b *laneBench) handOverOnce(ctx context.Context, here, there *lanes.Keeper) (time.Duration, error) {
-	lease, err := here.Acquire(ctx, "bench:handover")
+func (b *laneBench) handOverOnce(ctx context.Context, holder, waiter *lanes.Keeper) (time.Duration, error) {
+	lease, err := holder.Acquire(ctx, "bench:handover")
 	if err != nil {
 		return 0, err
 	}
-	var got time.Time
+	var acquiredAt time.Time
 	var waiting errgroup.Group
 	waiting.Go(func() error {
-		next, err := there.AcquireWait(ctx, "bench:handover")
+		next, err := waiter.AcquireWait(ctx, "bench:handover")
 		if err != nil {
 			return err
 		}
-		got = time.Now()
+		acquiredAt = time.Now()
 		return next.Release(ctx)
 	})
 	err = b.untilWaiting(ctx)
 	began := time.Now()
 	err = errors.Join(err, lease.Release(ctx), waiting.Wait())
-	return got.Sub(began), err
+	return acquiredAt.Sub(began), err
 }
 
-// untilWaiting returns when the waiter is queued and has polled.
+// untilWaiting waits until the waiter is queued and has polled.
 func (b *laneBench) untilWaiting(ctx context.Context) error {
 	err := pollQuery(ctx, b.pool, `select exists (select from agent_lock_waiters w where w.lane = 'bench:handover')`)
 	if err != nil {
@@ -344,45 +353,45 @@ func (f *handOverFloor) run(ctx context.Context) (time.Duration, error) {
 	return got.Sub(began), err
 }
 
-func median(of []float64) float64 {
-	sorted := slices.Sorted(slices.Values(of))
+func median(values []float64) float64 {
+	sorted := slices.Sorted(slices.Values(values))
 	if len(sorted) == 0 {
 		return 0
 	}
 	return (sorted[(len(sorted)-1)/2] + sorted[len(sorted)/2]) / 2
 }
 
-func (b *laneBench) print(out io.Writer, pairs []pairRates, tried []busyResult, over []handOverResult) {
+func (b *laneBench) print(out io.Writer, pairs []pairRates, busy []busyResult, handOvers []handOverResult) {
 	var t strings.Builder
-	fmt.Fprintf(&t, "Acquire and release of distinct lanes by package lanes; medians of %d turns of %s, floor and lanes "+
-		"one after the other; %d processors.\n\n",
-		b.rounds, b.turnDuration, runtime.NumCPU())
+	fmt.Fprintf(&t, "Acquire and release of distinct lanes by package lanes; medians of %d rounds of %s, floor and lanes "+
+		"in alternate rounds; %d processors.\n\n",
+		b.rounds, b.roundDuration, runtime.NumCPU())
 	t.WriteString("| callers | other lanes held | floor: UPDATE committed/s | pairs/s | ratio of medians | target | " +
 		"median of ratios | processor: UPDATE | pair |\n")
 	t.WriteString("|---|---|---|---|---|---|---|---|---|\n")
 	for _, r := range pairs {
-		shares := make([]float64, len(r.ours))
-		for i := range r.ours {
-			shares[i] = r.ours[i] / r.floor[i]
+		ratios := make([]float64, len(r.measured.rates))
+		for i := range ratios {
+			ratios[i] = r.measured.rates[i] / r.floor.rates[i]
 		}
 		fmt.Fprintf(&t, "| %d | %d | %.0f | %.0f | %.2f | %.2f | %.2f | %s | %s |\n", r.callers, r.others,
-			median(r.floor), median(r.ours),
-			median(r.ours)/median(r.floor), laneTargets[slices.Index(laneCallers[:], r.callers)], median(shares),
-			r.cpu[0].per(max(r.n[0], 1)), r.cpu[1].per(max(r.n[1], 1)))
+			r.floor.median(), r.measured.median(),
+			r.measured.median()/r.floor.median(), laneTargets[slices.Index(laneCallers[:], r.callers)], median(ratios),
+			r.floor.cpuPerCall(), r.measured.cpuPerCall())
 	}
 	t.WriteString("\n| attempts on a held lane, 8 callers | other lanes held | attempts/s | bytes of WAL " +
 		"|\n|---|---|---|---|\n")
-	for _, r := range tried {
+	for _, r := range busy {
 		fmt.Fprintf(&t, "| %d | %d | %.0f | %d |\n", r.n, r.others, r.rate, r.wal)
 	}
 	t.WriteString("\n| ms from the release until the waiter holds it | other lanes held | n | p50 | p99 | × floor p50 | " +
 		"p99 |\n|---|---|---|---|---|---|---|\n")
-	for _, h := range over {
+	for _, h := range handOvers {
 		fmt.Fprintf(&t, "| floor: UPDATE and NOTIFY → UPDATE | %d | %d | %s | %s | | |\n", h.others, len(h.floor),
 			millis(h.floor.quantile(0.5)), millis(h.floor.quantile(0.99)))
-		fmt.Fprintf(&t, "| Release → AcquireWait returns | %d | %d | %s | %s | %.2f | %.2f |\n", h.others, len(h.ours),
-			millis(h.ours.quantile(0.5)), millis(h.ours.quantile(0.99)),
-			ratio(h.ours, h.floor, 0.5), ratio(h.ours, h.floor, 0.99))
+		fmt.Fprintf(&t, "| Release → AcquireWait returns | %d | %d | %s | %s | %.2f | %.2f |\n", h.others, len(h.measured),
+			millis(h.measured.quantile(0.5)), millis(h.measured.quantile(0.99)),
+			ratio(h.measured, h.floor, 0.5), ratio(h.measured, h.floor, 0.99))
 	}
 	fmt.Fprint(out, t.String())
 }

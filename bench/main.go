@@ -53,7 +53,7 @@ func main() {
 	}
 }
 
-var benchmarks = map[string]func(ctx context.Context, args []string, out, errw io.Writer) error{
+var benchmarks = map[string]func(ctx context.Context, args []string, out, stderr io.Writer) error{
 	"chat-priority": chatPriority,
 	"waiting":       waiting,
 	"engine-room":   engineRoom,
@@ -66,18 +66,18 @@ var benchmarks = map[string]func(ctx context.Context, args []string, out, errw i
 	"scaling":       scaling,
 }
 
-func run(ctx context.Context, args []string, out, errw io.Writer) error {
+func run(ctx context.Context, args []string, out, stderr io.Writer) error {
 	if len(args) > 0 {
 		if benchmark, ok := benchmarks[args[0]]; ok {
-			return benchmark(ctx, args[1:], out, errw)
+			return benchmark(ctx, args[1:], out, stderr)
 		}
 	}
 	return fmt.Errorf("specify a benchmark: %s", strings.Join(slices.Sorted(maps.Keys(benchmarks)), ", "))
 }
 
-func newFlags(name string, errw io.Writer) *flag.FlagSet {
+func newFlags(name string, stderr io.Writer) *flag.FlagSet {
 	flags := flag.NewFlagSet(name, flag.ContinueOnError)
-	flags.SetOutput(errw)
+	flags.SetOutput(stderr)
 	return flags
 }
 
@@ -141,7 +141,7 @@ func (b *waitBench) print(out io.Writer, r waitResult) {
 	fmt.Fprintf(&t, "%d executions wait for events; %d workers; %d processors.\n\n", b.n+2*b.events,
 		r.workers, runtime.NumCPU())
 	t.WriteString("| ms from event to handling | events | p50 | p99 | × floor p50 | p99 |\n|---|---|---|---|---|---|\n")
-	for i, callers := range []int{1, manyCallers} {
+	for i, callers := range waitCallers {
 		for _, row := range []struct {
 			name string
 			s    samples
@@ -190,13 +190,13 @@ type cpuTime struct{ server, own time.Duration }
 func usedCPU(ctx context.Context, pool *pgxpool.Pool) (cpuTime, error) {
 	var pid int
 	if err := pool.QueryRow(ctx, `select pg_backend_pid()`).Scan(&pid); err != nil {
-		return cpuTime{}, fmt.Errorf("ask for the server's processes: %w", err)
+		return cpuTime{}, fmt.Errorf("query the server's processes: %w", err)
 	}
 	backend, ok := procStat(strconv.Itoa(pid))
 	if !ok {
 		return cpuTime{}, nil
 	}
-	var used cpuTime
+	var total cpuTime
 	stats, err := filepath.Glob("/proc/[0-9]*/stat")
 	if err != nil {
 		return cpuTime{}, fmt.Errorf("list processes: %w", err)
@@ -206,17 +206,17 @@ func usedCPU(ctx context.Context, pool *pgxpool.Pool) (cpuTime, error) {
 		switch {
 		case !ok: // the process has ended
 		case p.parent == backend.parent:
-			used.server += p.used
+			total.server += p.cpu
 		case p.pid == backend.parent:
-			used.server += p.children
+			total.server += p.childrenCPU
 		case p.pid == strconv.Itoa(os.Getpid()):
-			used.own = p.used
+			total.own = p.cpu
 		}
 	}
-	return used, nil
+	return total, nil
 }
 
-// measureCPU returns the processor time used while fn runs.
+// measureCPU returns the processor time of fn.
 func measureCPU(ctx context.Context, pool *pgxpool.Pool, fn func() error) (cpuTime, error) {
 	before, err := usedCPU(ctx, pool)
 	if err != nil {
@@ -237,8 +237,8 @@ func (t cpuTime) per(n int) string {
 }
 
 type process struct {
-	pid, parent    string
-	used, children time.Duration // its own time, and the time of ended children
+	pid, parent      string
+	cpu, childrenCPU time.Duration // its own processor time, and that of its ended children
 }
 
 // procStat reads /proc/PID/stat. It returns false if there is none.
@@ -261,7 +261,7 @@ func procStat(pid string) (process, bool) {
 		}
 		return sum
 	}
-	return process{pid: pid, parent: fields[1], used: ticks(11), children: ticks(13)}, true
+	return process{pid: pid, parent: fields[1], cpu: ticks(11), childrenCPU: ticks(13)}, true
 }
 
 // resident returns the resident memory of a process in bytes, 0 on systems without /proc.

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
+
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -27,7 +29,7 @@ func TestQuantiles(t *testing.T) {
 	}
 	if p50, p99, none := s.quantile(0.5), s.quantile(0.99), samples(nil).quantile(0.5); p50 != 51*time.Millisecond ||
 		p99 != 100*time.Millisecond || none != 0 {
-		t.Errorf("p50 %s, p99 %s, of nothing %s", p50, p99, none)
+		t.Errorf("p50 %s, p99 %s, without samples %s", p50, p99, none)
 	}
 }
 
@@ -61,6 +63,24 @@ func TestWaitingMeasures(t *testing.T) {
 	}
 }
 
+// Callers of the floor fail when the listener loses its connection.
+func TestTheFloorNeedsItsListener(t *testing.T) {
+	t.Parallel()
+	err := withDatabase(t.Context(), pgserver.Config{}, 4, io.Discard, func(pool *pgxpool.Pool) error {
+		f := &eventFloor{pool: pool}
+		require.NoError(t, f.start(t.Context()))
+		defer f.stop()
+		_, err := f.run(t.Context(), 1, 1)
+		require.NoError(t, err)
+		_, err = pool.Exec(t.Context(), `
+			select pg_terminate_backend(pid, 10000) from pg_stat_activity where query = 'listen bench_events'`)
+		require.NoError(t, err)
+		_, err = f.run(t.Context(), 1, 1)
+		return err
+	})
+	assert.ErrorContains(t, err, "wait for notifications")
+}
+
 func TestExecutionsMeasures(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
@@ -69,7 +89,7 @@ func TestExecutionsMeasures(t *testing.T) {
 	require.NoError(t, err)
 	for _, row := range []string{
 		`bench_one \| 32 \| [1-9]\d* \| [1-9]`, `bench_ten \| 8 \| [1-9]\d* \| [1-9]`,
-		`20 through the queue \| 32 \| [1-9]`, `\n10 executions of a lost worker.* \d`,
+		`20 through the queue \| 32 \| [1-9]`, `\n10 orphaned executions.* \d`,
 	} {
 		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
 	}
@@ -94,7 +114,7 @@ func TestStoryMeasures(t *testing.T) {
 	var out, progress bytes.Buffer
 	require.NoError(t, run(t.Context(), []string{"story", "-rows=2000", "-traces=5", "-visits=2"}, &out, &progress))
 	assert.Truef(t, strings.Contains(progress.String(), "counted 4000 rows"),
-		"the log was not counted before the measurement:\n%s", &progress)
+		"the activity log was not counted before the measurement:\n%s", &progress)
 	for _, row := range []string{
 		`floor: .*\| 5 \| \d`, "by `trace_id`, .* \\| 5 \\| ", "`agent trace ID`.* \\| 5 \\| ",
 		"view `agent_skill_health` \\| 2 \\| ",
@@ -114,7 +134,7 @@ func TestAPredictionIsOnTheLineThroughTwoMeasurements(t *testing.T) {
 	}
 	if over, under, none := deviation(120, 100), deviation(80, 100), deviation(1, 0); over != "+20 %" ||
 		under != "-20 %" || none != "" {
-		t.Errorf("off by %q, %q and %q", over, under, none)
+		t.Errorf("deviations %q, %q and %q", over, under, none)
 	}
 }
 
@@ -122,13 +142,13 @@ func TestScalingMeasures(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
 	err := run(t.Context(), []string{
-		"scaling", "-rows=2000", "-waiting=200", "-threads=100", "-visits=1",
+		"scaling", "-rows=2000", "-waiting=100", "-threads=100", "-visits=1",
 		"-processes=4", "-idle=100ms", "-for=50ms", "-backlog=20", "-watched=0s",
 	}, &out, io.Discard)
 	require.NoError(t, err)
 	for _, row := range []string{
 		`a row of the activity log \| 200 \| [1-9]\d* \| [1-9]\d* \| 0 \| [1-9]\d* \| 2000 \| \d`,
-		`an execution that waits \| 20 \| [1-9]`, `a thread with ten messages \| 10 \| [1-9]`,
+		`an execution that waits \| 10 \| [1-9]`, `a thread with ten messages \| 10 \| [1-9]`,
 		`of one step that has ended \| 10 \| .* \| 20 \|`, `by processes \| 1 \| 1 \| 2 \| 4 \| 4 predicted`,
 		`connections \| [1-9]\d* \| [1-9]\d* \| [1-9]\d* \| [1-9]\d* \|`, `20 executions at once: µs \| [1-9]`,
 		`an event, .* has ended \| [1-9]\d* \| [1-9]`, "a visit to `/threads` \\| ",

@@ -22,18 +22,18 @@ import (
 type scalingBench struct {
 	engineRoomBench
 
-	scales       [2]rowCounts // the smaller scale predicts the larger one
-	processes    []int        // the two counts before the last one predict it
-	idle         time.Duration
-	loaded       time.Duration
-	rate         int // executions a second, in the paced part
-	backlog      int
-	handler      http.Handler
-	lockedStarts atomic.Int64 // starts repeated after a lock timeout
+	scales        [2]rowCounts // the smaller scale predicts the larger one
+	processes     []int        // the two counts before the last one predict it
+	idleDuration  time.Duration
+	pacedDuration time.Duration
+	rate          int // executions per second under the paced load
+	backlog       int
+	handler       http.Handler
+	lockedStarts  atomic.Int64 // starts repeated after a lock timeout
 
-	sizes       []nounSize
-	fleets      []fleetCost
-	smallFleet  fleetCost // one process, on the smaller database
+	rowSizes    []rowSize
+	nodeCosts   []nodesCost
+	smallCost   nodesCost // one process, on the smaller database
 	eventTimes  [2]time.Duration
 	pages       []pageCost
 	viewerLoads []viewerLoad
@@ -44,13 +44,13 @@ type rowCounts struct{ activity, waiting, threads int64 }
 // fullScale is the size of -full.
 var fullScale = rowCounts{activity: 30_000_000, waiting: 1_000_000, threads: 1_000_000}
 
-func scaling(ctx context.Context, args []string, out, errw io.Writer) error {
-	b := scalingBench{engineRoomBench: engineRoomBench{errw: errw}}
+func scaling(ctx context.Context, args []string, out, stderr io.Writer) error {
+	b := scalingBench{engineRoomBench: engineRoomBench{stderr: stderr}}
 	if err := b.parse(args); err != nil {
 		return err
 	}
-	config := pgserver.Config{MaxConnections: 100 + memberConns*b.processes[len(b.processes)-1]}
-	return withDatabase(ctx, config, 16, errw, func(pool *pgxpool.Pool) (err error) {
+	config := pgserver.Config{MaxConnections: 100 + connsPerNode*b.processes[len(b.processes)-1]}
+	return withDatabase(ctx, config, 16, stderr, func(pool *pgxpool.Pool) (err error) {
 		b.pool = pool
 		if b.handler, err = b.engineRoomBench.handler(); err != nil {
 			return err
@@ -64,16 +64,16 @@ func scaling(ctx context.Context, args []string, out, errw io.Writer) error {
 }
 
 func (b *scalingBench) parse(args []string) error {
-	flags := newFlags("scaling", b.errw)
+	flags := newFlags("scaling", b.stderr)
 	large := &b.scales[1]
 	flags.Int64Var(&large.activity, "rows", 500_000, "rows of the activity log; a tenth of them predict the others")
 	flags.Int64Var(&large.waiting, "waiting", 50_000, "waiting executions")
 	flags.Int64Var(&large.threads, "threads", 20_000, "threads with ten messages each")
 	full := flags.Bool("full", false, "30,000,000 rows of the log, 1,000,000 waiting executions, 1,000,000 threads: 35 GB")
 	flags.IntVar(&b.visits, "visits", 10, "visits to each page")
-	most := flags.Int("processes", 64, "maximum number of processes; a quarter and half of it predict it")
-	flags.DurationVar(&b.idle, "idle", 20*time.Second, "how long idle processes are measured")
-	flags.DurationVar(&b.loaded, "for", 10*time.Second, "how long processes are measured under a paced load")
+	maxProcesses := flags.Int("processes", 64, "maximum number of processes; a quarter and half of it predict it")
+	flags.DurationVar(&b.idleDuration, "idle", 20*time.Second, "duration of the idle measurement")
+	flags.DurationVar(&b.pacedDuration, "for", 10*time.Second, "duration of the paced load")
 	flags.DurationVar(&b.watchDuration, "watched", 10*time.Second, "how long the overview is watched, by 1, 10 and 100 "+
 		"viewers")
 	flags.IntVar(&b.rate, "rate", 100, "executions started a second under the paced load")
@@ -87,42 +87,42 @@ func (b *scalingBench) parse(args []string) error {
 	if large.activity < 1000 || large.waiting < 100 || large.threads < 100 {
 		return errors.New("scaling: -rows must be at least 1000, -waiting and -threads at least 100")
 	}
-	if *most < 4 || b.backlog < 10 || b.rate < 1 || b.visits < 1 {
+	if *maxProcesses < 4 || b.backlog < 10 || b.rate < 1 || b.visits < 1 {
 		return errors.New("scaling: -processes must be at least 4, -backlog 10, -rate and -visits 1")
 	}
 	b.scales[0] = rowCounts{activity: large.activity / 10, waiting: large.waiting / 10, threads: large.threads / 10}
-	b.processes = []int{1, *most / 4, *most / 2, *most}
+	b.processes = []int{1, *maxProcesses / 4, *maxProcesses / 2, *maxProcesses}
 	b.large = large.activity
 	return nil
 }
 
 // measure fills the database to both sizes and measures each.
 func (b *scalingBench) measure(ctx context.Context) error {
-	for at := range b.scales {
-		if err := b.grow(ctx, at); err != nil {
+	for scale := range b.scales {
+		if err := b.grow(ctx, scale); err != nil {
 			return err
 		}
-		if err := b.measurePages(ctx, at); err != nil {
+		if err := b.measurePages(ctx, scale); err != nil {
 			return err
 		}
-		fmt.Fprintf(b.errw, "one process, size %d\n", at+1)
-		cost, err := b.measureFleet(ctx, 1, at)
+		fmt.Fprintf(b.stderr, "one process, size %d\n", scale+1)
+		cost, err := b.measureNodes(ctx, 1, &scale)
 		if err != nil {
 			return err
 		}
-		if at == 0 {
-			b.smallFleet = cost
+		if scale == 0 {
+			b.smallCost = cost
 			continue
 		}
-		b.fleets = append(b.fleets, cost)
+		b.nodeCosts = append(b.nodeCosts, cost)
 	}
 	for _, n := range b.processes[1:] {
-		fmt.Fprintf(b.errw, "%d processes\n", n)
-		cost, err := b.measureFleet(ctx, n, -1)
+		fmt.Fprintf(b.stderr, "%d processes\n", n)
+		cost, err := b.measureNodes(ctx, n, nil)
 		if err != nil {
 			return err
 		}
-		b.fleets = append(b.fleets, cost)
+		b.nodeCosts = append(b.nodeCosts, cost)
 	}
 	return b.measureViewers(ctx)
 }
@@ -132,16 +132,16 @@ func (b *scalingBench) measureViewers(ctx context.Context) error {
 		return nil
 	}
 	for _, viewers := range []int{1, 10, 100} {
-		fmt.Fprintf(b.errw, "%d viewers\n", viewers)
+		fmt.Fprintf(b.stderr, "%d viewers\n", viewers)
 		var l viewerLoad
-		used, took, err := b.measureConnections(ctx, ownName, func() (err error) {
+		cpu, elapsed, err := b.measureConnections(ctx, benchName, func() (err error) {
 			l, err = b.watch(ctx, b.handler, viewers)
 			return err
 		})
 		if err != nil {
 			return err
 		}
-		l.server = used.Seconds() / took.Seconds() // includes connections that ended during the measurement
+		l.server = cpu.Seconds() / elapsed.Seconds() // only connections that live until the end count
 		b.viewerLoads = append(b.viewerLoads, l)
 	}
 	return nil
@@ -154,20 +154,20 @@ type pageCost struct {
 }
 
 // measurePages visits the most used pages.
-func (b *scalingBench) measurePages(ctx context.Context, at int) error {
+func (b *scalingBench) measurePages(ctx context.Context, scale int) error {
 	paths := []string{"/", "/activity", "/traces", "/executions?status=waiting", "/threads", "/spend?days=30"}
 	for i, path := range paths {
-		used, _, err := b.measureConnections(ctx, ownName, func() error {
+		cpu, _, err := b.measureConnections(ctx, benchName, func() error {
 			_, err := b.visit(ctx, b.handler, path)
 			return err
 		})
 		if err != nil {
 			return err
 		}
-		if at == 0 {
+		if scale == 0 {
 			b.pages = append(b.pages, pageCost{path: path})
 		}
-		b.pages[i].each[at] = used / time.Duration(b.visits+1)
+		b.pages[i].each[scale] = cpu / time.Duration(b.visits+1)
 	}
 	return nil
 }
@@ -185,14 +185,14 @@ func (s relationSize) plus(t relationSize) relationSize {
 	return relationSize{s.heap + t.heap, s.index + t.index, s.toast + t.toast}
 }
 
-// nounSize is the size of a noun's rows at both scales.
-type nounSize struct {
+// rowSize is the size of one kind of rows at both scales.
+type rowSize struct {
 	name string
 	rows [2]int64
 	size [2]relationSize
 }
 
-// The tables of each noun, as a pattern of names. everything includes River's tables.
+// The tables of each kind of rows, as a pattern of names. everything includes River's tables.
 const (
 	logTables       = `^agent_activity($|_\d|_default)`
 	executionTables = `^agent_executions$`
@@ -216,14 +216,14 @@ func (b *scalingBench) size(ctx context.Context, tables string) (s relationSize,
 }
 
 // grow fills the database from the previous scale to this one.
-func (b *scalingBench) grow(ctx context.Context, at int) error {
+func (b *scalingBench) grow(ctx context.Context, scale int) error {
 	var from rowCounts
-	if at > 0 {
-		from = b.scales[at-1]
+	if scale > 0 {
+		from = b.scales[scale-1]
 	}
-	to := b.scales[at]
+	to := b.scales[scale]
 	for i, n := range []struct {
-		noun, tables string
+		name, tables string
 		from, to     int64
 		fill         func(ctx context.Context, from, to int64) error
 	}{
@@ -242,13 +242,13 @@ func (b *scalingBench) grow(ctx context.Context, at int) error {
 		if err != nil {
 			return err
 		}
-		if at == 0 {
-			b.sizes = append(b.sizes, nounSize{name: n.noun})
+		if scale == 0 {
+			b.rowSizes = append(b.rowSizes, rowSize{name: n.name})
 		}
-		g := &b.sizes[i]
-		g.rows[at], g.size[at] = n.to, after.minus(before)
-		if at > 0 {
-			g.size[at] = g.size[at].plus(g.size[0])
+		g := &b.rowSizes[i]
+		g.rows[scale], g.size[scale] = n.to, after.minus(before)
+		if scale > 0 {
+			g.size[scale] = g.size[scale].plus(g.size[0])
 		}
 	}
 	return nil
@@ -301,7 +301,7 @@ func (b *scalingBench) print(out io.Writer) {
 		large.activity, large.waiting, large.threads, runtime.NumCPU())
 	t.WriteString("A prediction comes from the smaller measurements alone.\n\n")
 	b.printBytes(&t)
-	b.printFleets(&t)
+	b.printNodes(&t)
 	b.printReads(&t)
 	fmt.Fprint(out, t.String())
 }
@@ -310,7 +310,7 @@ func (b *scalingBench) printBytes(t *strings.Builder) {
 	t.WriteString("| bytes for each | rows | heap | indexes | toast | in all |" +
 		" rows then | MB predicted | MB measured | difference |\n")
 	t.WriteString("|---|---|---|---|---|---|---|---|---|---|\n")
-	for _, g := range b.sizes {
+	for _, g := range b.rowSizes {
 		n := float64(g.rows[0])
 		each := func(bytes int64) string { return fmt.Sprintf("%.0f", float64(bytes)/n) }
 		s := g.size[0]
@@ -320,59 +320,60 @@ func (b *scalingBench) printBytes(t *strings.Builder) {
 	}
 }
 
-func (b *scalingBench) printFleets(t *strings.Builder) {
+func (b *scalingBench) printNodes(t *strings.Builder) {
 	t.WriteString("\n| of the server, by processes |")
-	for _, f := range b.fleets {
+	for _, f := range b.nodeCosts {
 		fmt.Fprintf(t, " %d |", f.n)
 	}
-	n := len(b.fleets)
-	fmt.Fprintf(t, " %d predicted | difference |\n|---|%s---|---|\n", b.fleets[n-1].n, strings.Repeat("---|", n))
-	micros := func(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1000 }
+	n := len(b.nodeCosts)
+	fmt.Fprintf(t, " %d predicted | difference |\n|---|%s---|---|\n", b.nodeCosts[n-1].n, strings.Repeat("---|", n))
 	for _, row := range []struct {
 		name, format string
-		of           func(f fleetCost) float64
+		value        func(f nodesCost) float64
 	}{
-		{"connections", "%.0f", func(f fleetCost) float64 { return float64(f.connections) }},
-		{"idle: transactions a second", "%.1f", func(f fleetCost) float64 { return f.transactions }},
-		{"idle: processor time, % of a core", "%.2f", func(f fleetCost) float64 { return 100 * f.idle }},
+		{"connections", "%.0f", func(f nodesCost) float64 { return float64(f.connections) }},
+		{"idle: transactions a second", "%.1f", func(f nodesCost) float64 { return f.transactions }},
+		{"idle: processor time, % of a core", "%.2f", func(f nodesCost) float64 { return 100 * f.idle }},
 		{
 			fmt.Sprintf("each of %d executions a second, above idle: µs", b.rate), "%.0f",
-			func(f fleetCost) float64 { return micros(f.paced) },
+			func(f nodesCost) float64 { return micros(f.paced) },
 		},
 		{
 			fmt.Sprintf("each of %d executions at once: µs", b.backlog), "%.0f",
-			func(f fleetCost) float64 { return micros(f.backlog) },
+			func(f nodesCost) float64 { return micros(f.backlog) },
 		},
 	} {
 		fmt.Fprintf(t, "| %s |", row.name)
-		for _, f := range b.fleets {
-			fmt.Fprintf(t, " "+row.format+" |", row.of(f))
+		for _, f := range b.nodeCosts {
+			fmt.Fprintf(t, " "+row.format+" |", row.value(f))
 		}
-		last := b.fleets[n-3:]
-		expected := extrapolate(float64(last[0].n), row.of(last[0]), float64(last[1].n), row.of(last[1]), float64(last[2].n))
-		fmt.Fprintf(t, " "+row.format+" | %s |\n", expected, deviation(expected, row.of(last[2])))
+		last := b.nodeCosts[n-3:]
+		expected := extrapolate(float64(last[0].n), row.value(last[0]), float64(last[1].n), row.value(last[1]),
+			float64(last[2].n))
+		fmt.Fprintf(t, " "+row.format+" | %s |\n", expected, deviation(expected, row.value(last[2])))
 	}
 	t.WriteString("| executions a second, clients on the same processors |")
-	for _, f := range b.fleets {
+	for _, f := range b.nodeCosts {
 		fmt.Fprintf(t, " %.0f |", f.backlogRate)
 	}
 	t.WriteString(" | |\n")
-	if again := b.lockedStarts.Load(); again > 0 {
-		fmt.Fprintf(t, "\nStarts repeated after a lock timeout: %d.\n", again)
+	if repeated := b.lockedStarts.Load(); repeated > 0 {
+		fmt.Fprintf(t, "\nStarts repeated after a lock timeout: %d.\n", repeated)
 	}
 }
 
+func micros(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1000 }
+
 func (b *scalingBench) printReads(t *strings.Builder) {
-	micros := func(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1000 }
-	now := b.fleets[0]
+	now := b.nodeCosts[0]
 	t.WriteString("\n| µs of the server's connections | at a tenth of the rows | at all of them | ratio |\n")
 	t.WriteString("|---|---|---|---|\n")
 	row := func(name string, small, large float64) {
 		fmt.Fprintf(t, "| %s | %.0f | %.0f | %.2f |\n", name, small, large, large/max(small, 1))
 	}
-	row("one process, idle, each second", 1e6*b.smallFleet.idle, 1e6*now.idle)
-	row("an execution of one step, paced", micros(b.smallFleet.paced), micros(now.paced))
-	row("an execution of one step, with a backlog", micros(b.smallFleet.backlog), micros(now.backlog))
+	row("one process, idle, each second", 1e6*b.smallCost.idle, 1e6*now.idle)
+	row("an execution of one step, paced", micros(b.smallCost.paced), micros(now.paced))
+	row("an execution of one step, with a backlog", micros(b.smallCost.backlog), micros(now.backlog))
 	row("an event, until its execution has ended", micros(b.eventTimes[0]), micros(b.eventTimes[1]))
 	for _, p := range b.pages {
 		row("a visit to `"+p.path+"`", micros(p.each[0]), micros(p.each[1]))

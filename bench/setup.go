@@ -97,10 +97,10 @@ type testAgent struct {
 
 // withServer starts a durable PostgreSQL while fn runs. Without config.Dir, it removes the data afterwards.
 func withServer(
-	ctx context.Context, config pgserver.Config, errw io.Writer, fn func(server *pgserver.Server) error,
+	ctx context.Context, config pgserver.Config, stderr io.Writer, fn func(server *pgserver.Server) error,
 ) (err error) {
 	config.Ephemeral, config.Durable = config.Dir == "", true
-	config.Progress = func(line string) { fmt.Fprintln(errw, line) }
+	config.Progress = func(line string) { fmt.Fprintln(stderr, line) }
 	server, err := pgserver.Start(ctx, config)
 	if err != nil {
 		return fmt.Errorf("start PostgreSQL: %w", err)
@@ -111,10 +111,10 @@ func withServer(
 
 // withDatabase starts a server with a migrated database while fn runs.
 func withDatabase(
-	ctx context.Context, config pgserver.Config, conns int, errw io.Writer, fn func(pool *pgxpool.Pool) error,
+	ctx context.Context, config pgserver.Config, conns int, stderr io.Writer, fn func(pool *pgxpool.Pool) error,
 ) error {
-	return withServer(ctx, config, errw, func(server *pgserver.Server) error {
-		pool, err := postgres.Open(ctx, server.URL(), postgres.Options{MaxConns: int32(conns), ApplicationName: "bench"})
+	return withServer(ctx, config, stderr, func(server *pgserver.Server) error {
+		pool, err := postgres.Open(ctx, server.URL(), postgres.Options{MaxConns: int32(conns), ApplicationName: benchName})
 		if err != nil {
 			return err
 		}
@@ -128,10 +128,10 @@ func withDatabase(
 
 // withTestAgent runs a testAgent with additional flows while fn runs.
 func withTestAgent(
-	ctx context.Context, workers int, model *modelServer, flows map[string]executions.Func, errw io.Writer,
+	ctx context.Context, workers int, model *modelServer, flows map[string]executions.Func, stderr io.Writer,
 	fn func(ctx context.Context, w *testAgent) error,
 ) error {
-	return withDatabase(ctx, pgserver.Config{}, workers+12, errw, func(pool *pgxpool.Pool) error {
+	return withDatabase(ctx, pgserver.Config{}, workers+12, stderr, func(pool *pgxpool.Pool) error {
 		modelServer := httptest.NewServer(model)
 		defer modelServer.Close()
 		w, err := newTestAgent(pool, workers, modelServer.URL+"/v1")
@@ -224,11 +224,11 @@ func pause(ctx context.Context, d time.Duration) error {
 // callFor makes a number of concurrent callers call fn repeatedly. It returns the number of calls and their rate per
 // second.
 func callFor(
-	ctx context.Context, callers int, lasts time.Duration, fn func(ctx context.Context, caller int) error,
+	ctx context.Context, callers int, duration time.Duration, fn func(ctx context.Context, caller int) error,
 ) (int, float64, error) {
 	var done atomic.Int64
 	began := time.Now()
-	end := began.Add(lasts)
+	end := began.Add(duration)
 	group, ctx := errgroup.WithContext(ctx)
 	for caller := range callers {
 		group.Go(func() error {
@@ -247,10 +247,10 @@ func callFor(
 	return int(done.Load()), float64(done.Load()) / time.Since(began).Seconds(), err
 }
 
-// Queries for the end of all work: no execution is pending or running; for allEnded, none is waiting either.
+// nothingRuns: no execution is pending or running. allFinished: none is waiting either.
 const (
 	nothingRuns = `select not exists (select from agent_executions where status in ('pending', 'running'))`
-	allEnded    = `select not exists (select from agent_executions where status in ('pending', 'running', 'waiting'))`
+	allFinished = `select not exists (select from agent_executions where status in ('pending', 'running', 'waiting'))`
 )
 
 // createFloor creates the rows of the floor. A committed update is the minimum cost of a durable operation.
@@ -302,7 +302,7 @@ func (m *modelServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 type agentBinary struct{ path, dir string }
 
 // buildAgent builds the agent from the current folder, unless path names a binary.
-func buildAgent(ctx context.Context, path string, errw io.Writer) (*agentBinary, error) {
+func buildAgent(ctx context.Context, path string, stderr io.Writer) (*agentBinary, error) {
 	dir, err := os.MkdirTemp("", "agent-bench-")
 	if err != nil {
 		return nil, err
@@ -310,7 +310,7 @@ func buildAgent(ctx context.Context, path string, errw io.Writer) (*agentBinary,
 	if path == "" {
 		path = filepath.Join(dir, "agent")
 		build := exec.CommandContext(ctx, "go", "build", "-o", path, "./cmd/agent")
-		build.Stderr = errw
+		build.Stderr = stderr
 		if err := build.Run(); err != nil {
 			return nil, errors.Join(fmt.Errorf("build the agent: %w", err), os.RemoveAll(dir))
 		}
@@ -376,10 +376,10 @@ func untilReady(ctx context.Context, ready string) error {
 		if err != nil {
 			return err
 		}
-		answer, err := http.DefaultClient.Do(req)
+		response, err := http.DefaultClient.Do(req)
 		if err == nil {
-			err = answer.Body.Close()
-			if answer.StatusCode == http.StatusOK {
+			err = response.Body.Close()
+			if response.StatusCode == http.StatusOK {
 				return err
 			}
 		}
@@ -394,20 +394,20 @@ func untilReady(ctx context.Context, ready string) error {
 type idleBench struct {
 	settle, duration time.Duration
 	pool             *pgxpool.Pool // to another database of the server
-	errw             io.Writer
+	stderr           io.Writer
 }
 
 const idleDatabase = "idle"
 
 type idleCost struct {
 	agent, server time.Duration
-	lasted        time.Duration
+	elapsed       time.Duration
 	transactions  int64
 }
 
-func idle(ctx context.Context, args []string, out, errw io.Writer) (err error) {
-	b := idleBench{errw: errw}
-	flags := newFlags("idle", errw)
+func idle(ctx context.Context, args []string, out, stderr io.Writer) (err error) {
+	b := idleBench{stderr: stderr}
+	flags := newFlags("idle", stderr)
 	flags.DurationVar(&b.settle, "settle", 10*time.Second, "idle time before it is measured")
 	flags.DurationVar(&b.duration, "for", 30*time.Second, "how long it is measured")
 	binary := flags.String("agent", "", "the agent's binary; default: built from the current folder")
@@ -417,12 +417,12 @@ func idle(ctx context.Context, args []string, out, errw io.Writer) (err error) {
 	if b.settle < 0 || b.duration <= 0 {
 		return errors.New("idle: -for must be above 0, -settle at least 0")
 	}
-	agent, err := buildAgent(ctx, *binary, errw)
+	agent, err := buildAgent(ctx, *binary, stderr)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, agent.remove()) }()
-	return withServer(ctx, pgserver.Config{Database: idleDatabase}, errw, func(server *pgserver.Server) error {
+	return withServer(ctx, pgserver.Config{Database: idleDatabase}, stderr, func(server *pgserver.Server) error {
 		if err := b.connect(ctx, server.URL()); err != nil {
 			return err
 		}
@@ -439,17 +439,17 @@ func idle(ctx context.Context, args []string, out, errw io.Writer) (err error) {
 
 // connect opens a pool whose transactions do not count.
 func (b *idleBench) connect(ctx context.Context, serverURL string) error {
-	at, err := url.Parse(serverURL)
+	address, err := url.Parse(serverURL)
 	if err != nil {
 		return fmt.Errorf("read the server's address: %w", err)
 	}
-	at.Path = "/postgres"
-	b.pool, err = postgres.Open(ctx, at.String(), postgres.Options{MaxConns: 2, ApplicationName: "bench"})
+	address.Path = "/postgres"
+	b.pool, err = postgres.Open(ctx, address.String(), postgres.Options{MaxConns: 2, ApplicationName: "bench"})
 	return err
 }
 
 func (b *idleBench) watch(ctx context.Context, pid int) (cost idleCost, err error) {
-	fmt.Fprintf(b.errw, "the agent is ready; measuring for %s in %s\n", b.duration, b.settle)
+	fmt.Fprintf(b.stderr, "the agent is ready; measuring for %s in %s\n", b.duration, b.settle)
 	if err := pause(ctx, b.settle); err != nil {
 		return cost, err
 	}
@@ -464,12 +464,12 @@ func (b *idleBench) watch(ctx context.Context, pid int) (cost idleCost, err erro
 	after, err := b.read(ctx, pid)
 	return idleCost{
 		agent: after.agent - before.agent, server: after.server - before.server,
-		lasted: time.Since(began), transactions: after.transactions - before.transactions,
+		elapsed: time.Since(began), transactions: after.transactions - before.transactions,
 	}, err
 }
 
 func (b *idleBench) read(ctx context.Context, pid int) (cost idleCost, err error) {
-	used, ok := procStat(strconv.Itoa(pid))
+	stat, ok := procStat(strconv.Itoa(pid))
 	if !ok {
 		return cost, errors.New("read the agent's processor time: no such process in /proc")
 	}
@@ -477,7 +477,7 @@ func (b *idleBench) read(ctx context.Context, pid int) (cost idleCost, err error
 	if err != nil {
 		return cost, err
 	}
-	cost.agent, cost.server = used.used, all.server
+	cost.agent, cost.server = stat.cpu, all.server
 	err = b.pool.QueryRow(ctx, `select xact_commit + xact_rollback from pg_stat_database where datname = @name`,
 		postgres.Strict{"name": idleDatabase}).Scan(&cost.transactions)
 	if err != nil {
@@ -487,12 +487,12 @@ func (b *idleBench) read(ctx context.Context, pid int) (cost idleCost, err error
 }
 
 func (c idleCost) print(out io.Writer) {
-	share := func(d time.Duration) string { return fmt.Sprintf("%.2f %%", 100*d.Seconds()/c.lasted.Seconds()) }
+	share := func(d time.Duration) string { return fmt.Sprintf("%.2f %%", 100*d.Seconds()/c.elapsed.Seconds()) }
 	var t strings.Builder
-	fmt.Fprintf(&t, "`agent serve` idle for %s; %d processors.\n\n", c.lasted.Round(time.Second), runtime.NumCPU())
+	fmt.Fprintf(&t, "`agent serve` idle for %s; %d processors.\n\n", c.elapsed.Round(time.Second), runtime.NumCPU())
 	t.WriteString("| | measured | target |\n|---|---|---|\n")
 	fmt.Fprintf(&t, "| processor time of the process, of one core | %s | < 1 %% |\n", share(c.agent))
 	fmt.Fprintf(&t, "| processor time of the server's processes, of one core | %s | |\n", share(c.server))
-	fmt.Fprintf(&t, "| transactions per second | %.1f | a handful |\n", float64(c.transactions)/c.lasted.Seconds())
+	fmt.Fprintf(&t, "| transactions per second | %.1f | a handful |\n", float64(c.transactions)/c.elapsed.Seconds())
 	fmt.Fprint(out, t.String())
 }

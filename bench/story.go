@@ -31,16 +31,16 @@ type storyBench struct {
 
 type question struct {
 	name    string
-	limit   time.Duration // target of p99; 0 for none
+	target  time.Duration // target of p99; 0 for none
 	run     func(ctx context.Context) error
 	repeats int
 	times   samples
 	scanned int64
 }
 
-func story(ctx context.Context, args []string, out, errw io.Writer) error {
-	b := storyBench{engineRoomBench: engineRoomBench{errw: errw}}
-	flags := newFlags("story", errw)
+func story(ctx context.Context, args []string, out, stderr io.Writer) error {
+	b := storyBench{engineRoomBench: engineRoomBench{stderr: stderr}}
+	flags := newFlags("story", stderr)
 	flags.Int64Var(&b.large, "rows", 10_000_000, "rows of the activity log; a hundredth of it are executions")
 	flags.IntVar(&b.traces, "traces", 1000, "traces to read")
 	flags.IntVar(&b.visits, "visits", 20, "runs of each view and listing")
@@ -65,7 +65,7 @@ func story(ctx context.Context, args []string, out, errw io.Writer) error {
 
 // withLog runs fn on a database with the activity log. A folder keeps it for later runs.
 func (b *storyBench) withLog(ctx context.Context, data string, fn func() error) error {
-	return withDatabase(ctx, pgserver.Config{Dir: data}, 4, b.errw, func(pool *pgxpool.Pool) error {
+	return withDatabase(ctx, pgserver.Config{Dir: data}, 4, b.stderr, func(pool *pgxpool.Pool) error {
 		b.pool = pool
 		filled, err := b.isFilled(ctx)
 		if err == nil && !filled {
@@ -90,20 +90,20 @@ func (b *storyBench) questions() ([]*question, error) {
 	if err != nil {
 		return nil, err
 	}
-	const limit = 10 * time.Millisecond
+	const target = 10 * time.Millisecond
 	all := []*question{
 		{
 			name: "floor: an execution by its key's trace, one row", repeats: b.traces,
 			run: b.queryTrace(`select e.id from agent_executions e where e.trace_id = @trace limit 1`),
 		},
-		{name: "the story of a run by `trace_id`, SQL of the contract", limit: limit, repeats: b.traces, run: b.queryTrace(`
+		{name: "the story of a run by `trace_id`, SQL of the contract", target: target, repeats: b.traces, run: b.queryTrace(`
 			select skill_name, status, duration_ms, token_usage, created_at from agent_activity where trace_id = @trace
 			  order by created_at`)},
-		{name: "the same by `conversation_id`", limit: limit, repeats: b.traces, run: b.queryTrace(`
+		{name: "the same by `conversation_id`", target: target, repeats: b.traces, run: b.queryTrace(`
 			select skill_name, status, duration_ms, token_usage, created_at from agent_activity where conversation_id = @trace
 			  order by created_at`)},
 		{
-			name: "`agent trace ID`, `GET /v1/traces/{id}`", limit: limit, repeats: b.traces,
+			name: "`agent trace ID`, `GET /v1/traces/{id}`", target: target, repeats: b.traces,
 			run: func(ctx context.Context) error {
 				_, err := activity.TraceOf(ctx, b.pool, b.randomTrace())
 				return err
@@ -187,10 +187,10 @@ func drain(rows pgx.Rows, err error) error {
 }
 
 func openPage(ctx context.Context, handler http.Handler, path string) error {
-	answer := httptest.NewRecorder()
-	handler.ServeHTTP(answer, httptest.NewRequestWithContext(ctx, http.MethodGet, path, http.NoBody))
-	if answer.Code != http.StatusOK {
-		return fmt.Errorf("GET %s: status %d: %.500s", path, answer.Code, answer.Body)
+	response := httptest.NewRecorder()
+	handler.ServeHTTP(response, httptest.NewRequestWithContext(ctx, http.MethodGet, path, http.NoBody))
+	if response.Code != http.StatusOK {
+		return fmt.Errorf("GET %s: status %d: %.500s", path, response.Code, response.Body)
 	}
 	return nil
 }
@@ -216,7 +216,7 @@ func (b *storyBench) measureAll(ctx context.Context, questions []*question) erro
 			return err
 		}
 		q.scanned = (after - before) / int64(q.repeats+1)
-		fmt.Fprintf(b.errw, "%-60s p50 %s ms\n", q.name, q.times.millis(0.5))
+		fmt.Fprintf(b.stderr, "%-60s p50 %s ms\n", q.name, q.times.millis(0.5))
 	}
 	return nil
 }
@@ -229,12 +229,12 @@ func (b *storyBench) printStory(out io.Writer, questions []*question) {
 		"|\n|---|---|---|---|---|---|---|\n")
 	floor := questions[0].times
 	for _, q := range questions {
-		target := ""
-		if q.limit > 0 {
-			target = "< " + millis(q.limit)
+		targetText := ""
+		if q.target > 0 {
+			targetText = "< " + millis(q.target)
 		}
 		fmt.Fprintf(&t, "| %s | %d | %s | %s | %s | %.1f | %d |\n", q.name, len(q.times), millis(q.times.quantile(0.5)),
-			millis(q.times.quantile(0.99)), target, ratio(q.times, floor, 0.5), q.scanned)
+			millis(q.times.quantile(0.99)), targetText, ratio(q.times, floor, 0.5), q.scanned)
 	}
 	fmt.Fprint(out, t.String())
 }
@@ -246,11 +246,11 @@ type whyBench struct {
 	sequentialRows int64 // rows read by sequential scans, by all questions
 }
 
-const whyLimit = 50 * time.Millisecond
+const whyTarget = 50 * time.Millisecond
 
-func whyBenchmark(ctx context.Context, args []string, out, errw io.Writer) error {
-	b := whyBench{storyBench: storyBench{engineRoomBench: engineRoomBench{errw: errw}}}
-	flags := newFlags("why", errw)
+func whyBenchmark(ctx context.Context, args []string, out, stderr io.Writer) error {
+	b := whyBench{storyBench: storyBench{engineRoomBench: engineRoomBench{stderr: stderr}}}
+	flags := newFlags("why", stderr)
 	flags.Int64Var(&b.large, "rows", 10_000_000, "rows of the activity log; a hundredth of it are executions")
 	flags.IntVar(&b.traces, "traces", 1000, "traces to ask about")
 	data := flags.String("data", "", "folder that keeps the database for later runs; default: a temporary one")
@@ -282,8 +282,8 @@ func (b *whyBench) measureInTurns(ctx context.Context) ([]*question, error) {
 			run: b.queryTrace(`select a.id, a.kind, a.token_usage from agent_activity a where a.trace_id = @trace
 				order by a.created_at`),
 		},
-		{name: "`select * from why(trace)`", limit: whyLimit, run: b.queryTrace(`select * from why(@trace)`)},
-		{name: "`agent why ID`, `GET /v1/traces/{id}/why`", limit: whyLimit, run: func(ctx context.Context) error {
+		{name: "`select * from why(trace)`", target: whyTarget, run: b.queryTrace(`select * from why(@trace)`)},
+		{name: "`agent why ID`, `GET /v1/traces/{id}/why`", target: whyTarget, run: func(ctx context.Context) error {
 			_, err := why.Of(ctx, b.pool, b.randomTrace())
 			return err
 		}},
@@ -315,13 +315,13 @@ func (b *whyBench) printWhy(out io.Writer, questions []*question) {
 		b.large/100, runtime.NumCPU())
 	t.WriteString("| question | n | p50 | p95 | p99 | p95 target | × floor p50 |\n|---|---|---|---|---|---|---|\n")
 	for _, q := range questions {
-		limit := ""
-		if q.limit > 0 {
-			limit = "< " + millis(q.limit)
+		targetText := ""
+		if q.target > 0 {
+			targetText = "< " + millis(q.target)
 		}
 		fmt.Fprintf(&t, "| %s | %d | %s | %s | %s | %s | %.1f |\n", q.name, len(q.times), millis(q.times.quantile(0.5)),
 			millis(q.times.quantile(0.95)), millis(q.times.quantile(0.99)),
-			limit, ratio(q.times, questions[0].times, 0.5))
+			targetText, ratio(q.times, questions[0].times, 0.5))
 	}
 	fmt.Fprintf(&t, "\nRows read by sequential scans, by all of them: %d.\n", b.sequentialRows)
 	fmt.Fprint(out, t.String())

@@ -32,7 +32,7 @@ type turnBench struct {
 	turns, openStreams int           // turns of each row; concurrent open streams
 	answerDuration     time.Duration // duration of the model's answer
 	pool               *pgxpool.Pool
-	errw               io.Writer
+	stderr             io.Writer
 
 	release chan struct{} // closed when held answers continue
 	holding atomic.Bool   // answers wait after their first token
@@ -55,9 +55,9 @@ type turnRow struct {
 	cpu          cpuTime // of all turns
 }
 
-func turn(ctx context.Context, args []string, out, errw io.Writer) (err error) {
-	b := turnBench{errw: errw, release: make(chan struct{})}
-	flags := newFlags("turn", errw)
+func turn(ctx context.Context, args []string, out, stderr io.Writer) (err error) {
+	b := turnBench{stderr: stderr, release: make(chan struct{})}
+	flags := newFlags("turn", stderr)
 	flags.IntVar(&b.turns, "n", 400, "turns of each row")
 	flags.IntVar(&b.openStreams, "open", 1000, "concurrent open streams")
 	flags.DurationVar(&b.answerDuration, "model", 100*time.Millisecond, "how long the model streams an answer")
@@ -68,7 +68,7 @@ func turn(ctx context.Context, args []string, out, errw io.Writer) (err error) {
 	if b.turns < 1 || b.openStreams < 0 || b.answerDuration < 0 {
 		return errors.New("turn: -n must be at least 1, -open and -model at least 0")
 	}
-	agent, err := buildAgent(ctx, *path, errw)
+	agent, err := buildAgent(ctx, *path, stderr)
 	if err != nil {
 		return err
 	}
@@ -79,7 +79,7 @@ func turn(ctx context.Context, args []string, out, errw io.Writer) (err error) {
 		"OPENAI_BASE_URL=" + model.URL + "/v1", "OPENAI_MODEL=bench", "AGENT_CHAT_KEY=" + turnKey, "AGENT_CHAT_RATE=100000",
 		"AGENT_LOG_LEVEL=warn",
 	}
-	return withServer(ctx, pgserver.Config{}, errw, func(server *pgserver.Server) error {
+	return withServer(ctx, pgserver.Config{}, stderr, func(server *pgserver.Server) error {
 		if b.pool, err = postgres.Open(ctx, server.URL(),
 			postgres.Options{MaxConns: 34, ApplicationName: "bench"}); err != nil {
 			return err
@@ -96,13 +96,13 @@ func (b *turnBench) measure(ctx context.Context, url, model string, pid int, out
 	if err := createFloor(ctx, b.pool); err != nil {
 		return err
 	}
-	fmt.Fprintln(b.errw, "warm-up, 32 at once …")
+	fmt.Fprintln(b.stderr, "warm-up, 32 at once …")
 	if _, err := b.sendMany(ctx, 32, 320, url+"/v1/chat/completions"); err != nil {
 		return err
 	}
 	var rows []turnRow
 	for _, callers := range []int{1, 8, 32} {
-		fmt.Fprintf(b.errw, "%d at once: %d turns …\n", callers, b.turns)
+		fmt.Fprintf(b.stderr, "%d at once: %d turns …\n", callers, b.turns)
 		row, err := b.measureRow(ctx, callers, url, model, pid)
 		if err != nil {
 			return err
@@ -110,7 +110,7 @@ func (b *turnBench) measure(ctx context.Context, url, model string, pid int, out
 		rows = append(rows, row)
 	}
 	before := resident(pid)
-	fmt.Fprintf(b.errw, "%d streams at once …\n", b.openStreams)
+	fmt.Fprintf(b.stderr, "%d streams at once …\n", b.openStreams)
 	open, err := b.measureOpen(ctx, url, pid)
 	if err != nil {
 		return err
@@ -147,10 +147,10 @@ func (b *turnBench) measureRow(ctx context.Context, callers int, url, model stri
 	if r.first, err = b.sendMany(ctx, callers, b.turns, url+"/v1/chat/completions"); err != nil {
 		return r, err
 	}
-	lasted := time.Since(began)
+	elapsed := time.Since(began)
 	after, err := b.counters(ctx, pid)
 	n := float64(b.turns)
-	r.rate, r.cpu = n/lasted.Seconds(), after.cpu.minus(before.cpu)
+	r.rate, r.cpu = n/elapsed.Seconds(), after.cpu.minus(before.cpu)
 	r.transactions, r.wal = float64(after.transactions-before.transactions)/n, float64(after.wal-before.wal)/n
 	return r, err
 }
@@ -167,8 +167,8 @@ func (b *turnBench) counters(ctx context.Context, pid int) (c turnCounters, err 
 	if c.cpu, err = usedCPU(ctx, b.pool); err != nil {
 		return c, err
 	}
-	if used, ok := procStat(strconv.Itoa(pid)); ok {
-		c.cpu.own = used.used
+	if stat, ok := procStat(strconv.Itoa(pid)); ok {
+		c.cpu.own = stat.cpu
 	}
 	err = b.pool.QueryRow(ctx, `
 		select xact_commit + xact_rollback, pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')::bigint
@@ -178,9 +178,9 @@ func (b *turnBench) counters(ctx context.Context, pid int) (c turnCounters, err 
 
 // sendMany sends n messages, each of a new visitor, and returns the times until the first token.
 func (b *turnBench) sendMany(ctx context.Context, callers, n int, url string) (samples, error) {
-	took := make(samples, n)
-	return took, callAll(ctx, callers, n, func(ctx context.Context, i int) (err error) {
-		took[i], err = b.send(ctx, url, func() {})
+	latencies := make(samples, n)
+	return latencies, callAll(ctx, callers, n, func(ctx context.Context, i int) (err error) {
+		latencies[i], err = b.send(ctx, url, func() {})
 		return err
 	})
 }

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -13,25 +14,30 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 const (
-	waitFlow    = "bench_wait"  // waits for an event, then ends
-	delayFlow   = "bench_delay" // waits for a time, then ends
+	waitFlow    = "bench_wait"  // waits for an event, then completes
+	delayFlow   = "bench_delay" // waits for a duration, then completes
 	manyCallers = 32            // callers of the concurrent rows
 	warmup      = 200           // executions before the first measurement
 	timerDelay  = 30 * time.Minute
 )
+
+var waitCallers = [2]int{1, manyCallers}
 
 // waitBench measures executions that wait.
 type waitBench struct {
 	*testAgent
 
 	n, events int
-	errw      io.Writer
+	stderr    io.Writer
 
 	mu           sync.Mutex
 	resumed      map[string]chan time.Time // by event
@@ -42,28 +48,28 @@ type waitBench struct {
 type waitResult struct {
 	start               time.Duration // until all executions waited
 	heap, resident      int64         // growth in bytes
-	floors, deliveries  [2]samples    // by one caller and by several
-	events, eventsEnd   time.Duration // until all had resumed, and until all had ended
+	floors, deliveries  [2]samples    // by waitCallers
+	events, eventsEnd   time.Duration // until all had resumed, and until all had completed
 	timers, timersEnd   time.Duration
-	floorAll            time.Duration // as many rows through the floor, by several callers
+	floorAll            time.Duration // for as many events of the floor, by manyCallers
 	cpu                 [7]cpuTime    // of each part of the measurement, in its order
 	goroutines, workers int
 }
 
 // waiting measures the cost of waiting executions, and the time until they resume.
-func waiting(ctx context.Context, args []string, out, errw io.Writer) error {
-	b := &waitBench{errw: errw, resumed: map[string]chan time.Time{}}
+func waiting(ctx context.Context, args []string, out, stderr io.Writer) error {
+	b := &waitBench{stderr: stderr, resumed: map[string]chan time.Time{}}
 	var workers int
-	flags := newFlags("waiting", errw)
+	flags := newFlags("waiting", stderr)
 	flags.IntVar(&b.n, "n", 10000, "waiting executions")
-	flags.IntVar(&b.events, "events", 2000, "events measured one by one")
+	flags.IntVar(&b.events, "events", 2000, "events sent by each number of callers")
 	flags.IntVar(&workers, "workers", 10, "workers, as AGENT_WORKERS")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
 	flows := map[string]executions.Func{waitFlow: b.wait, delayFlow: b.delay}
 	idle := &modelServer{onCall: func(string, time.Time) {}}
-	return withTestAgent(ctx, workers, idle, flows, errw, func(ctx context.Context, w *testAgent) error {
+	return withTestAgent(ctx, workers, idle, flows, stderr, func(ctx context.Context, w *testAgent) error {
 		b.testAgent = w
 		r, err := b.measure(ctx)
 		if err != nil {
@@ -99,14 +105,14 @@ func (b *waitBench) delay(ctx context.Context, _ json.RawMessage) (executions.Re
 
 // notifyResumed notifies the caller that delivered the event.
 func (b *waitBench) notifyResumed(key string) {
-	at := time.Now()
+	resumedAt := time.Now()
 	b.resumedCount.Add(1)
 	b.mu.Lock()
 	waiter := b.resumed[key]
 	delete(b.resumed, key)
 	b.mu.Unlock()
 	if waiter != nil {
-		waiter <- at
+		waiter <- resumedAt
 	}
 }
 
@@ -123,11 +129,8 @@ func (b *waitBench) measure(ctx context.Context) (r waitResult, err error) {
 		{"warm up", func() error { return b.warmUp(ctx, f) }},
 		{"floor", func() error { return f.measure(ctx, b.events, b.n, &r) }},
 		{"start waiting", func() error { return b.measureMemory(ctx, &r) }},
-		{"events, one caller", func() (err error) { r.deliveries[0], err = b.measureDelivery(ctx, 1); return err }},
-		{
-			"events, several callers",
-			func() (err error) { r.deliveries[1], err = b.measureDelivery(ctx, manyCallers); return err },
-		},
+		{"events, one caller", func() error { return b.measureDelivery(ctx, 0, &r) }},
+		{"events, several callers", func() error { return b.measureDelivery(ctx, 1, &r) }},
 		{"wake all by events", func() (err error) { r.events, r.eventsEnd, err = b.wakeAllByEvents(ctx); return err }},
 		{"wake all by timers", func() (err error) { r.timers, r.timersEnd, err = b.wakeAllByTimers(ctx); return err }},
 	}
@@ -136,7 +139,7 @@ func (b *waitBench) measure(ctx context.Context) (r waitResult, err error) {
 		if r.cpu[i], err = measureCPU(ctx, b.pool, s.do); err != nil {
 			return r, fmt.Errorf("%s: %w", s.name, err)
 		}
-		fmt.Fprintf(b.errw, "%s: %s\n", s.name, time.Since(began).Round(time.Millisecond))
+		fmt.Fprintf(b.stderr, "%s: %s\n", s.name, time.Since(began).Round(time.Millisecond))
 	}
 	return r, nil
 }
@@ -155,7 +158,7 @@ func (b *waitBench) warmUp(ctx context.Context, f *eventFloor) error {
 	if _, err := f.run(ctx, manyCallers, warmup); err != nil {
 		return err
 	}
-	return pollQuery(ctx, b.pool, allEnded)
+	return pollQuery(ctx, b.pool, allFinished)
 }
 
 // measureMemory starts the executions and measures the growth of the process until all wait.
@@ -186,14 +189,15 @@ func (b *waitBench) startWaiting(ctx context.Context, n int) ([]string, error) {
 	return keys, pollQuery(ctx, b.pool, nothingRuns)
 }
 
-// measureDelivery measures the time from Deliver until the function resumes.
-func (b *waitBench) measureDelivery(ctx context.Context, callers int) (samples, error) {
+// measureDelivery measures the time from Deliver until the function resumes, by waitCallers[row] callers.
+func (b *waitBench) measureDelivery(ctx context.Context, row int, r *waitResult) error {
 	keys, err := b.waitingKeys(ctx, b.events)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	took := make(samples, len(keys))
-	err = callAll(ctx, callers, len(keys), func(ctx context.Context, i int) error {
+	latencies := make(samples, len(keys))
+	r.deliveries[row] = latencies
+	return callAll(ctx, waitCallers[row], len(keys), func(ctx context.Context, i int) error {
 		resumed := make(chan time.Time, 1)
 		b.mu.Lock()
 		b.resumed[keys[i]] = resumed
@@ -203,14 +207,13 @@ func (b *waitBench) measureDelivery(ctx context.Context, callers int) (samples, 
 			return err
 		}
 		select {
-		case at := <-resumed:
-			took[i] = at.Sub(began)
+		case resumedAt := <-resumed:
+			latencies[i] = resumedAt.Sub(began)
 			return nil
 		case <-ctx.Done():
 			return ctx.Err()
 		}
 	})
-	return took, err
 }
 
 func (b *waitBench) waitingKeys(ctx context.Context, n int) (keys []string, err error) {
@@ -251,7 +254,7 @@ func (b *waitBench) wakeAllByTimers(ctx context.Context) (resumed, ended time.Du
 		return 0, 0, err
 	}
 	b.resumedCount.Store(0)
-	if _, err := b.pool.Exec(ctx, `vacuum agent_executions`); err != nil { // as autovacuum would have, by then
+	if _, err := b.pool.Exec(ctx, `vacuum agent_executions`); err != nil { // autovacuum would have run by then
 		return 0, 0, err
 	}
 	if _, err := b.pool.Exec(ctx,
@@ -265,15 +268,135 @@ func (b *waitBench) wakeAllByTimers(ctx context.Context) (resumed, ended time.Du
 	return b.waitResumed(ctx, began, b.n)
 }
 
-// waitResumed waits until n executions have resumed, and until they have ended.
+// waitResumed waits until n executions have resumed, then until they have completed.
 func (b *waitBench) waitResumed(ctx context.Context, began time.Time, n int) (resumed, ended time.Duration, err error) {
 	if err := poll(ctx, time.Millisecond,
 		func() (bool, error) { return b.resumedCount.Load() >= int64(n), nil }); err != nil {
 		return 0, 0, err
 	}
 	resumed = time.Since(began)
-	err = pollQuery(ctx, b.pool, allEnded)
+	err = pollQuery(ctx, b.pool, allFinished)
 	return resumed, time.Since(began), err
+}
+
+// eventFloor is the floor of a durable event: INSERT + NOTIFY, then UPDATE.
+type eventFloor struct {
+	pool *pgxpool.Pool
+
+	mu      sync.Mutex
+	waiters map[string]chan time.Time
+	next    int
+	failed  context.Context // ends with the listener or the first failed update
+	stop    func()
+}
+
+// start creates the table and opens its own listening connection.
+func (f *eventFloor) start(ctx context.Context) error {
+	if _, err := f.pool.Exec(ctx,
+		`create table bench_events (key text primary key, consumed_at timestamptz)`); err != nil {
+		return err
+	}
+	conn, err := postgres.Dialer(f.pool)(ctx)
+	if err != nil {
+		return err
+	}
+	if _, err := conn.Exec(ctx, `listen bench_events`); err != nil {
+		return errors.Join(err, conn.Close(ctx))
+	}
+	f.waiters = map[string]chan time.Time{}
+	listening, stop := context.WithCancelCause(ctx)
+	f.failed = listening
+	notifications := make(chan string, manyCallers)
+	var wg sync.WaitGroup
+	for range manyCallers {
+		wg.Go(func() {
+			for key := range notifications {
+				if err := f.consume(listening, key); err != nil {
+					stop(fmt.Errorf("consume event %s: %w", key, err))
+				}
+			}
+		})
+	}
+	wg.Go(func() { stop(forward(listening, conn, notifications)) })
+	f.stop = func() {
+		stop(nil)
+		wg.Wait()
+	}
+	return nil
+}
+
+// forward passes on notifications until ctx ends or the connection fails.
+func forward(ctx context.Context, conn *pgx.Conn, notifications chan<- string) error {
+	defer close(notifications)
+	defer func() { _ = conn.Close(context.WithoutCancel(ctx)) }()
+	for {
+		n, err := conn.WaitForNotification(ctx)
+		if err != nil {
+			return fmt.Errorf("wait for notifications: %w", err)
+		}
+		notifications <- n.Payload
+	}
+}
+
+// consume marks a row as consumed and wakes its sender.
+func (f *eventFloor) consume(ctx context.Context, key string) error {
+	_, err := f.pool.Exec(ctx, `update bench_events set consumed_at = clock_timestamp() where key = @key`,
+		postgres.Strict{"key": key})
+	if err != nil {
+		return err
+	}
+	consumedAt := time.Now()
+	f.mu.Lock()
+	waiter := f.waiters[key]
+	delete(f.waiters, key)
+	f.mu.Unlock()
+	if waiter != nil {
+		waiter <- consumedAt
+	}
+	return nil
+}
+
+// run sends n events. Each caller waits until the listener has consumed its event.
+func (f *eventFloor) run(ctx context.Context, callers, n int) (samples, error) {
+	first := f.next
+	f.next += n
+	latencies := make(samples, n)
+	err := callAll(ctx, callers, n, func(ctx context.Context, i int) error {
+		key, consumed := strconv.Itoa(first+i), make(chan time.Time, 1)
+		f.mu.Lock()
+		f.waiters[key] = consumed
+		f.mu.Unlock()
+		began := time.Now()
+		_, err := f.pool.Exec(ctx, `
+			with v as (insert into bench_events (key) values (@key) returning key) select pg_notify('bench_events', key) from v`,
+			postgres.Strict{"key": key})
+		if err != nil {
+			return err
+		}
+		select {
+		case consumedAt := <-consumed:
+			latencies[i] = consumedAt.Sub(began)
+			return nil
+		case <-f.failed.Done():
+			return context.Cause(f.failed)
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	})
+	return latencies, err
+}
+
+// measure sends single events, then events from many callers, then as many events as resume at once.
+func (f *eventFloor) measure(ctx context.Context, events, all int, r *waitResult) (err error) {
+	for i, callers := range waitCallers {
+		if r.floors[i], err = f.run(ctx, callers, events); err != nil {
+			return err
+		}
+	}
+	began := time.Now()
+	_, err = f.run(ctx, manyCallers, all)
+	r.floorAll = time.Since(began)
+	return err
 }
 
 // memoryInUse returns the heap and the resident size after a garbage collection.
