@@ -51,15 +51,15 @@ func (w *turn) requireApproval(ctx context.Context, c *call, s skills.Skill) err
 // at a time, because a denial holds for all of them.
 func (w *turn) awaitApprovals(ctx context.Context, calls []*call) error {
 	for {
-		round, err := w.requestApprovals(ctx, calls)
-		if err != nil || len(round) == 0 {
+		waiting, err := w.requestApprovals(ctx, calls)
+		if err != nil || len(waiting) == 0 {
 			return err
 		}
-		if err := w.notifyApprovals(ctx, round); err != nil {
+		if err := w.notifyApprovals(ctx, waiting); err != nil {
 			return err
 		}
-		for _, c := range round {
-			if err := w.followDecision(ctx, c); err != nil {
+		for _, c := range waiting {
+			if err := w.awaitDecision(ctx, c); err != nil {
 				return err
 			}
 		}
@@ -68,13 +68,13 @@ func (w *turn) awaitApprovals(ctx context.Context, calls []*call) error {
 
 // requestApprovals requests approvals of the calls without a result, and returns the waiting ones.
 func (w *turn) requestApprovals(ctx context.Context, calls []*call) (waiting []*call, err error) {
-	taken := map[string]bool{}
+	requested := map[string]bool{}
 	for _, c := range calls {
-		if c.approval == nil || c.result != "" || taken[c.approval.key] {
+		if c.approval == nil || c.result != "" || requested[c.approval.key] {
 			continue
 		}
-		if why, denied := w.denied[c.approval.key]; denied {
-			if err := w.denyAgain(ctx, c, why); err != nil {
+		if reason, denied := w.deniedReasons[c.approval.key]; denied {
+			if err := w.repeatDenial(ctx, c, reason); err != nil {
 				return nil, err
 			}
 			continue
@@ -83,7 +83,7 @@ func (w *turn) requestApprovals(ctx context.Context, calls []*call) (waiting []*
 			return nil, err
 		}
 		if c.result == "" {
-			taken[c.approval.key] = true
+			requested[c.approval.key] = true
 			waiting = append(waiting, c)
 		}
 	}
@@ -97,19 +97,19 @@ func (w *turn) requestApproval(ctx context.Context, c *call) error {
 	if w.Approvals == Defer { // the later run does not know the read revisions
 		args = builtins.WithRevisions(s, args, w.seen)
 	}
-	asked, err := approvals.Ask(ctx, approvals.Request{
+	approval, err := approvals.Ask(ctx, approvals.Request{
 		Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: args, Park: w.Approvals == Park,
 	})
 	if failure, ok := errors.AsType[*executions.StepError](err); ok {
-		c.result = w.bound(failed(failure))
+		c.result = w.limitResult(errorResult(failure))
 		return nil
 	}
-	c.approval.row = asked
+	c.approval.row = approval
 	return err
 }
 
 // notifyApprovals reports each waiting approval once.
-func (w *turn) notifyApprovals(ctx context.Context, round []*call) error {
+func (w *turn) notifyApprovals(ctx context.Context, waiting []*call) error {
 	if w.OnApproval == nil {
 		return nil
 	}
@@ -117,15 +117,15 @@ func (w *turn) notifyApprovals(ctx context.Context, round []*call) error {
 	if err != nil || !first {
 		return err
 	}
-	for _, c := range round {
+	for _, c := range waiting {
 		w.OnApproval(c.approval.row)
 	}
-	w.view.flush(ctx)
+	w.callbacks.flush(ctx)
 	return nil
 }
 
-// followDecision waits for the decision on a call, and makes or denies it.
-func (w *turn) followDecision(ctx context.Context, c *call) error {
+// awaitDecision waits for the decision on a call, and makes or denies it.
+func (w *turn) awaitDecision(ctx context.Context, c *call) error {
 	id := c.approval.row.ID
 	if w.OnWait != nil {
 		w.OnWait()
@@ -137,8 +137,8 @@ func (w *turn) followDecision(ctx context.Context, c *call) error {
 	case d.Status != "approved":
 		return w.deny(ctx, c, d.Reason)
 	}
-	step, use := approvals.Grant(ctx, id)
-	err = w.invokeSkill(ctx, c, c.approval.skill, step, use)
+	step, onIntent := approvals.Grant(ctx, id)
+	err = w.invokeSkill(ctx, c, c.approval.skill, step, onIntent)
 	if approvals.IsUsed(err) {
 		return w.deny(ctx, c, "the approval has expired, or the skill has changed since it was given")
 	}
@@ -146,35 +146,35 @@ func (w *turn) followDecision(ctx context.Context, c *call) error {
 }
 
 // deny denies a call for the rest of the turn.
-func (w *turn) deny(ctx context.Context, c *call, why string) error {
-	w.denied[c.approval.key] = why
+func (w *turn) deny(ctx context.Context, c *call, reason string) error {
+	w.deniedReasons[c.approval.key] = reason
 	w.outcome.Calls = append(w.outcome.Calls, c.name+" (denied)")
-	c.result = denial(why)
-	return w.notifyOnce(ctx, c, "denied "+c.approval.row.ID, classDenied, why)
+	c.result = deniedResult(reason)
+	return w.notifyOnce(ctx, c, "denied "+c.approval.row.ID, classDenied, reason)
 }
 
-// denyAgain refuses a call that was denied earlier in the turn, without another request.
-func (w *turn) denyAgain(ctx context.Context, c *call, why string) error {
-	c.result = denial(why)
-	return w.recordRefusal(ctx, c, c.approval.skill.ID, classDenied, "denied before in this turn: "+why)
+// repeatDenial refuses a call that was denied earlier in the turn, without another request.
+func (w *turn) repeatDenial(ctx context.Context, c *call, reason string) error {
+	c.result = deniedResult(reason)
+	return w.recordRefusal(ctx, c, c.approval.skill.ID, classDenied, "denied before in this turn: "+reason)
 }
 
-func denial(why string) string {
-	return encode(map[string]string{"error": "DENIED", "reason": why, "note": "Do not ask for this call again."})
+func deniedResult(reason string) string {
+	return encode(map[string]string{"error": "DENIED", "reason": reason, "note": "Do not ask for this call again."})
 }
 
 // rankedSkills orders all skills by their similarity to a text. Equally similar skills keep their order.
 func rankedSkills(list []skills.Skill, text string) []skills.Skill {
-	return rank(list, text, false)
+	return scoreSkills(list, text, false)
 }
 
-// rank scores skills by words shared with a text. Words of the name, whole words and rare words weigh more.
-func rank(list []skills.Skill, text string, onlyHits bool) []skills.Skill {
+// scoreSkills scores skills by words shared with a text. Words of the name, whole words and rare words weigh more.
+func scoreSkills(list []skills.Skill, text string, onlyMatches bool) []skills.Skill {
 	type scored struct {
 		skill skills.Skill
 		score float64
 	}
-	query := words(text)
+	query := splitWords(text)
 	all := make([]scored, len(list))
 	for i, s := range list {
 		all[i].skill = s
@@ -183,7 +183,7 @@ func rank(list []skills.Skill, text string, onlyHits bool) []skills.Skill {
 		points := make([]float64, len(list))
 		hits := 0
 		for i, s := range list {
-			points[i] = 3*similarity(word, words(s.Name)) + similarity(word, words(s.Description))
+			points[i] = 3*similarity(word, splitWords(s.Name)) + similarity(word, splitWords(s.Description))
 			if points[i] > 0 {
 				hits++
 			}
@@ -196,7 +196,7 @@ func rank(list []skills.Skill, text string, onlyHits bool) []skills.Skill {
 	slices.SortStableFunc(all, func(a, b scored) int { return cmp.Compare(b.score, a.score) })
 	var ranked []skills.Skill
 	for _, a := range all {
-		if a.score > 0 || !onlyHits {
+		if a.score > 0 || !onlyMatches {
 			ranked = append(ranked, a.skill)
 		}
 	}
@@ -217,9 +217,9 @@ func similarity(word string, others []string) float64 {
 	return best
 }
 
-// words splits a text at characters other than letters and digits, and at camelCase humps. It returns distinct words
-// in lower case.
-func words(text string) []string {
+// splitWords splits a text at characters other than letters and digits, and at camelCase humps. It returns distinct
+// words in lower case.
+func splitWords(text string) []string {
 	var spaced strings.Builder
 	var before rune
 	for _, r := range text {

@@ -22,8 +22,8 @@ import (
 
 // Classes of stopped model calls: by time, or by the limit whose name follows.
 const (
-	classBudget = "budget"
-	classLimit  = "budget_"
+	classBudget      = "budget"
+	classLimitPrefix = "budget_"
 )
 
 // Ends of a turn at a limit.
@@ -42,25 +42,25 @@ const minAnswer = 64
 
 // account has the budget scopes of a turn.
 type account struct {
-	scopes  []budgets.Scope
-	maxWait time.Duration // bound of the wait for others' reservations
-	answer  int           // tokens of one answer; 0 for the model's default
+	scopes       []budgets.Scope
+	maxWait      time.Duration // bound of the wait for others' reservations
+	answerTokens int           // tokens of one answer; 0 for the model's default
 }
 
-// open returns the budget scopes of a turn: the day, the surface's day, the run, the delegating turns and the agent's
-// day.
-func (l *Loop) open(ctx context.Context, t *Turn, b Budget, a agents.Agent) *account {
+// newAccount returns the budget scopes of a turn: the day, the surface's day, the run, the delegating turns and the
+// agent's day.
+func (l *Loop) newAccount(ctx context.Context, t *Turn, b Budget, a agents.Agent) *account {
 	span, _ := trace.From(ctx)
-	others := append(slices.Clone(t.above), t.scope(span.TraceID, b))
+	others := append(slices.Clone(t.parentScopes), t.scope(span.TraceID, b))
 	if l.Sandbox != nil {
-		return &account{scopes: append(others, l.Sandbox.Budget), maxWait: l.Limits.MaxWait, answer: b.Answer}
+		return &account{scopes: append(others, l.Sandbox.Budget), maxWait: l.Limits.MaxWait, answerTokens: b.Answer}
 	}
 	if a.Declared() {
 		others = append(others, budgets.AgentScope(a.Name, budgets.Limit{USD: a.Limits.DayUSD}))
 	}
 	return &account{
 		scopes:  l.Limits.Scopes(span.Surface, others...),
-		maxWait: l.Limits.MaxWait, answer: b.Answer,
+		maxWait: l.Limits.MaxWait, answerTokens: b.Answer,
 	}
 }
 
@@ -78,18 +78,18 @@ func (b Budget) limit() budgets.Limit {
 	return limit
 }
 
-// reservation returns the reservation of a call. Each request of the call renews it.
-func (a *account) reservation(ctx context.Context, model *models.Client, req models.Request) (*reservation, error) {
+// newReservation returns the reservation of a call. Each request of the call renews it.
+func (a *account) newReservation(ctx context.Context, model *models.Client, req models.Request) (*reservation, error) {
 	current, ok := executions.Current(ctx)
 	if !ok {
 		return nil, executions.ErrNotInExecution
 	}
-	req.MaxTokens = a.answer
+	req.MaxTokens = a.answerTokens
 	quote := model.Quote(req)
 	need := func() budgets.Need {
-		dense := model.Density()
+		density := model.Density()
 		return budgets.Need{
-			PromptTokens: int64(math.Ceil(float64(quote.PromptTokens) * dense)), PromptUSD: quote.PromptUSD * dense,
+			PromptTokens: int64(math.Ceil(float64(quote.PromptTokens) * density)), PromptUSD: quote.PromptUSD * density,
 			TokenUSD: quote.TokenUSD,
 			Wanted:   int64(quote.AnswerTokens), Min: int64(min(minAnswer, quote.AnswerTokens)),
 		}
@@ -99,84 +99,84 @@ func (a *account) reservation(ctx context.Context, model *models.Client, req mod
 			ExecutionID: current.ID, Claim: current.Claim, Scopes: a.scopes, MaxWait: a.maxWait, Need: need(),
 			Estimate: need,
 		},
-		estimated: quote.PromptTokens,
+		estimatedTokens: quote.PromptTokens,
 	}, nil
 }
 
 // reservation reserves a call and tracks its usage.
 type reservation struct {
 	budgets.Reservation
-	estimated int           // estimated tokens of the prompt
-	granted   int64         // tokens of the answer
-	last      budgets.Spend // of the last request
-	lost      budgets.Spend // of earlier, written-off requests
-	answers   int64         // the part of lost granted to their answers
+	estimatedTokens  int           // estimated tokens of the prompt
+	grantedTokens    int64         // tokens of the answer
+	lastSpend        budgets.Spend // of the last request
+	lostSpend        budgets.Spend // of earlier, written-off requests
+	lostAnswerTokens int64         // the part of lostSpend that was granted to their answers
 }
 
 // grant returns the granted tokens of the answer. From then on, the request counts at its worst case until the server
 // reports usage.
 func (r *reservation) grant(ctx context.Context, db postgres.DB, effect *executions.Effect) (int, error) {
-	effect.OnResult = func(b *pgx.Batch) { r.Settle(b, r.last) }
+	effect.OnResult = func(b *pgx.Batch) { r.Settle(b, r.lastSpend) }
 	granted, err := r.Await(ctx, db)
-	return r.take(granted, err)
+	return r.accept(granted, err)
 }
 
 // renew reserves a further request after a request that may have been billed.
 func (r *reservation) renew(ctx context.Context, db postgres.DB) (int, error) {
 	lost, granted, err := r.Renew(ctx, db)
-	r.lost, r.last = r.lost.Plus(lost), budgets.Spend{}
-	r.answers += min(r.granted, lost.Tokens)
-	return r.take(granted, err)
+	r.lostSpend, r.lastSpend = r.lostSpend.Plus(lost), budgets.Spend{}
+	r.lostAnswerTokens += min(r.grantedTokens, lost.Tokens)
+	return r.accept(granted, err)
 }
 
-// take accepts a grant, or converts a refusal to a step error.
-func (r *reservation) take(granted int64, err error) (int, error) {
+// accept accepts a grant, or converts a refusal to a step error.
+func (r *reservation) accept(granted int64, err error) (int, error) {
 	var refused *budgets.Error
 	switch {
 	case errors.As(err, &refused):
 		return 0, &executions.StepError{
-			Class: classLimit + endedByScope(refused), Message: refused.Error(),
+			Class: classLimitPrefix + scopeLimit(refused), Message: refused.Error(),
 			Until: refused.ResetsAt(),
 		}
 	case err != nil:
 		return 0, err
 	}
-	r.granted = granted
-	r.unknown(0, 0)
+	r.grantedTokens = granted
+	r.assumeWorstCase(0, 0)
 	return int(granted), nil
 }
 
-// unknown counts the last request at its worst case, or at its known usage if that is more.
-func (r *reservation) unknown(tokens int, usd float64) {
-	tokens64 := max(r.Need.PromptTokens+r.granted, int64(tokens))
-	usd = max(r.Need.PromptUSD+float64(r.granted)*r.Need.TokenUSD, usd)
-	r.last = budgets.Spend{Tokens: tokens64, USD: usd, UnknownTokens: tokens64, UnknownUSD: usd}
+// assumeWorstCase counts the last request at its worst case, or at its known usage if that is more.
+func (r *reservation) assumeWorstCase(tokens int, usd float64) {
+	tokens64 := max(r.Need.PromptTokens+r.grantedTokens, int64(tokens))
+	usd = max(r.Need.PromptUSD+float64(r.grantedTokens)*r.Need.TokenUSD, usd)
+	r.lastSpend = budgets.Spend{Tokens: tokens64, USD: usd, UnknownTokens: tokens64, UnknownUSD: usd}
 }
 
-// used counts a request by its response, and returns the usage of the call.
-func (r *reservation) used(response models.Response) (activity.Usage, float64) {
+// recordUsage counts a request by its response, and returns the usage of the call.
+func (r *reservation) recordUsage(response models.Response) (activity.Usage, float64) {
 	u := response.Usage
 	shown := activity.Usage{
 		PromptTokens: u.PromptTokens, CachedTokens: u.CachedTokens, CacheWriteTokens: u.CacheWriteTokens,
 		CompletionTokens: u.CompletionTokens, TotalTokens: u.TotalTokens, Estimated: u.Estimated,
 	}
-	r.last = budgets.Spend{Tokens: int64(u.TotalTokens), USD: response.CostUSD}
+	r.lastSpend = budgets.Spend{Tokens: int64(u.TotalTokens), USD: response.CostUSD}
 	switch {
 	case response.Unknown:
-		r.unknown(u.TotalTokens, response.CostUSD)
-		shown.PromptTokens = int(min(r.Need.PromptTokens, r.last.Tokens))
-		shown.CompletionTokens, shown.Estimated = int(r.last.Tokens)-shown.PromptTokens, false
+		r.assumeWorstCase(u.TotalTokens, response.CostUSD)
+		shown.PromptTokens = int(min(r.Need.PromptTokens, r.lastSpend.Tokens))
+		shown.CompletionTokens, shown.Estimated = int(r.lastSpend.Tokens)-shown.PromptTokens, false
 	case u.Estimated:
-		r.last.UnknownTokens, r.last.UnknownUSD = r.last.Tokens, r.last.USD
+		r.lastSpend.UnknownTokens, r.lastSpend.UnknownUSD = r.lastSpend.Tokens, r.lastSpend.USD
 	}
-	all := r.lost.Plus(r.last)
-	shown.PromptTokens += int(r.lost.Tokens - r.answers)
-	shown.CompletionTokens += int(r.answers)
+	all := r.lostSpend.Plus(r.lastSpend)
+	shown.PromptTokens += int(r.lostSpend.Tokens - r.lostAnswerTokens)
+	shown.CompletionTokens += int(r.lostAnswerTokens)
 	shown.TotalTokens, shown.UnknownTokens, shown.UnknownUSD = int(all.Tokens), int(all.UnknownTokens), all.UnknownUSD
 	return shown, all.USD
 }
 
-func endedByScope(refused *budgets.Error) string {
+func scopeLimit(refused *budgets.Error) string {
 	kind, rest, _ := strings.Cut(refused.Scope, ":")
 	switch {
 	case kind == "eval":
@@ -191,14 +191,14 @@ func endedByScope(refused *budgets.Error) string {
 	return EndedTokens
 }
 
-// endedBy returns the limit that stopped a model call; ok is false for other errors.
-func endedBy(err error) (limit string, failure *executions.StepError, ok bool) {
+// limitFromError returns the limit that stopped a model call; ok is false for other errors.
+func limitFromError(err error) (limit string, failure *executions.StepError, ok bool) {
 	if !errors.As(err, &failure) {
 		return "", nil, false
 	}
 	if failure.Class == classBudget {
 		return EndedTime, failure, true
 	}
-	limit, ok = strings.CutPrefix(failure.Class, classLimit)
+	limit, ok = strings.CutPrefix(failure.Class, classLimitPrefix)
 	return limit, failure, ok
 }

@@ -27,21 +27,21 @@ const (
 	maxDelegationDepth = 2
 	// classDelegate is the class of a failed delegation.
 	classDelegate = "delegate"
-	// share is the divisor of the remaining budget for a task without tokens.
-	share = 3
+	// defaultShare is the divisor of the remaining budget for a task without tokens.
+	defaultShare = 3
 )
 
-// delegated is the input of a delegated task. The model supplies only the task and restrictions.
-type delegated struct {
-	Task      string          `json:"task"`
-	System    string          `json:"system"`
-	Purpose   string          `json:"purpose"`
-	Scopes    []string        `json:"scopes"`
-	Only      []string        `json:"only,omitempty"` // skills; all in scope when empty
-	Approvals ApprovalMode    `json:"approvals"`
-	Budget    Budget          `json:"budget"`
-	Above     []budgets.Scope `json:"above"`
-	Depth     int             `json:"depth"`
+// delegateInput is the input of a delegated task. The model supplies only the task and restrictions.
+type delegateInput struct {
+	Task         string          `json:"task"`
+	System       string          `json:"system"`
+	Purpose      string          `json:"purpose"`
+	Scopes       []string        `json:"scopes"`
+	Only         []string        `json:"only,omitempty"` // skills; all in scope when empty
+	Approvals    ApprovalMode    `json:"approvals"`
+	Budget       Budget          `json:"budget"`
+	ParentScopes []budgets.Scope `json:"above"`
+	Depth        int             `json:"depth"`
 }
 
 // delegateArgs are the model's arguments.
@@ -62,7 +62,7 @@ type childResult struct {
 // RegisterDelegate registers the flow of delegated tasks.
 func (l *Loop) RegisterDelegate(e *executions.Engine) error {
 	return e.Register(delegateFlow, func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
-		var d delegated
+		var d delegateInput
 		if err := json.Unmarshal(input, &d); err != nil {
 			return executions.Result{}, fmt.Errorf("read the delegated task: %w", err)
 		}
@@ -75,13 +75,13 @@ func (l *Loop) RegisterDelegate(e *executions.Engine) error {
 }
 
 // childTurn returns the turn of a delegated task.
-func (l *Loop) childTurn(ctx context.Context, e *executions.Engine, d delegated) Turn {
+func (l *Loop) childTurn(ctx context.Context, e *executions.Engine, d delegateInput) Turn {
 	current, _ := executions.Current(ctx)
 	t := Turn{
 		Purpose: d.Purpose, System: d.System, Prompt: d.Task, Scopes: d.Scopes, Approvals: d.Approvals,
-		Budget:      &d.Budget,
-		BudgetScope: childScope(trace.ID(current.TraceID), current.ID),
-		above:       d.Above, only: d.Only, depth: d.Depth,
+		Budget:       &d.Budget,
+		BudgetScope:  childScope(trace.ID(current.TraceID), current.ID),
+		parentScopes: d.ParentScopes, onlySkills: d.Only, depth: d.Depth,
 	}
 	if d.Depth < maxDelegationDepth {
 		t.Tools = []Tool{l.DelegateTool(e, d.Scopes)}
@@ -105,7 +105,7 @@ func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 		Do: func(context.Context, json.RawMessage) (any, error) {
 			return nil, &executions.StepError{Class: classDelegate, Message: "there is no turn to delegate from"}
 		},
-		within: func(w *turn) func(context.Context, json.RawMessage) (any, error) {
+		bindTurn: func(w *turn) func(context.Context, json.RawMessage) (any, error) {
 			return func(ctx context.Context, args json.RawMessage) (any, error) {
 				return w.delegate(ctx, e, scopes, args)
 			}
@@ -113,13 +113,13 @@ func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 	}
 }
 
-// bind binds tools that act for a turn. In a sandbox, no tool acts.
-func (w *turn) bind() {
+// bindTools binds tools that act for a turn. In a sandbox, no tool acts.
+func (w *turn) bindTools() {
 	w.Tools = slices.Clone(w.Tools)
 	for i, t := range w.Tools {
 		switch {
-		case t.within != nil:
-			w.Tools[i].Do = t.within(w)
+		case t.bindTurn != nil:
+			w.Tools[i].Do = t.bindTurn(w)
 			w.Tools[i] = w.addAgentParameter(w.Tools[i])
 		case t.DoSeen != nil:
 			w.Tools[i].Do = func(ctx context.Context, args json.RawMessage) (any, error) {
@@ -132,59 +132,59 @@ func (w *turn) bind() {
 	}
 }
 
-// allowed removes the skills that the agent or the delegation excludes.
-func (t *Turn) allowed(a agents.Agent, all []skills.Skill) []skills.Skill {
+// filterSkills removes the skills that the agent or the delegation excludes.
+func (t *Turn) filterSkills(a agents.Agent, all []skills.Skill) []skills.Skill {
 	remembers := a.Memory != agents.MemoryNone
 	return slices.DeleteFunc(all, func(s skills.Skill) bool {
 		return !a.May(s.Name) || !remembers && builtins.OnMemory(s) ||
-			len(t.only) > 0 && !slices.Contains(t.only, s.Name)
+			len(t.onlySkills) > 0 && !slices.Contains(t.onlySkills, s.Name)
 	})
 }
 
 // delegate starts a child, waits for its end, and returns its answer.
 func (w *turn) delegate(ctx context.Context, e *executions.Engine, scopes []string, args json.RawMessage) (any, error) {
-	var asked delegateArgs
-	if err := json.Unmarshal(args, &asked); err != nil {
+	var params delegateArgs
+	if err := json.Unmarshal(args, &params); err != nil {
 		return nil, &executions.StepError{Class: classInvalid, Message: err.Error()}
 	}
-	end, err := executions.Phase(ctx, "delegate",
+	result, err := executions.Phase(ctx, "delegate",
 		func(ctx context.Context, effect *executions.Effect) (childResult, error) {
 			child, err := executions.StepTx(ctx, "start", func(ctx context.Context, tx pgx.Tx) (string, error) {
-				spec, err := w.childSpec(ctx, asked, scopes)
+				spec, err := w.childSpec(ctx, params, scopes)
 				if err != nil {
 					return "", err
 				}
 				x, _, err := e.StartTx(ctx, tx, spec)
 				return x.ID, err
-			}, executions.Input(asked))
+			}, executions.Input(params))
 			if err != nil {
 				return childResult{}, err
 			}
-			effect.Output = map[string]any{"task": asked.Task, "execution_id": child}
-			end, err := w.childEnd(ctx, e, child)
+			effect.Output = map[string]any{"task": params.Task, "execution_id": child}
+			result, err := w.awaitChild(ctx, e, child)
 			if err == nil {
 				effect.Output = map[string]any{
-					"task": asked.Task, "execution_id": child, "status": end.Status,
-					"answer": end.Outcome.Text,
+					"task": params.Task, "execution_id": child, "status": result.Status,
+					"answer": result.Outcome.Text,
 				}
 			}
-			return end, err
-		}, executions.Input(asked))
+			return result, err
+		}, executions.Input(params))
 	if err != nil {
 		return nil, err
 	}
-	w.count(end.Outcome)
-	if end.Status != string(executions.Completed) {
+	w.addUsage(result.Outcome)
+	if result.Status != string(executions.Completed) {
 		return nil, &executions.StepError{
 			Class:   classDelegate,
-			Message: fmt.Sprintf("the delegated task ended as %s: %s", end.Status, end.Summary),
+			Message: fmt.Sprintf("the delegated task ended as %s: %s", result.Status, result.Summary),
 		}
 	}
-	return map[string]any{"answer": end.Outcome.Text, "ended": end.Outcome.Ended, "calls": end.Outcome.Calls}, nil
+	return map[string]any{"answer": result.Outcome.Text, "ended": result.Outcome.Ended, "calls": result.Outcome.Calls}, nil
 }
 
-// count adds the usage of a call or a child.
-func (w *turn) count(o Outcome) {
+// addUsage adds the usage of a call or a child.
+func (w *turn) addUsage(o Outcome) {
 	w.outcome.Usage.PromptTokens += o.Usage.PromptTokens
 	w.outcome.Usage.CompletionTokens += o.Usage.CompletionTokens
 	w.outcome.Usage.TotalTokens += o.Usage.TotalTokens
@@ -195,7 +195,7 @@ func (w *turn) count(o Outcome) {
 }
 
 // childSpec returns the spec of a child, which is never wider than the turn.
-func (w *turn) childSpec(ctx context.Context, asked delegateArgs, scopes []string) (executions.Spec, error) {
+func (w *turn) childSpec(ctx context.Context, params delegateArgs, scopes []string) (executions.Spec, error) {
 	current, _ := executions.Current(ctx)
 	if w.depth >= maxDelegationDepth {
 		return executions.Spec{}, &executions.StepError{
@@ -203,34 +203,35 @@ func (w *turn) childSpec(ctx context.Context, asked delegateArgs, scopes []strin
 			Message: "a delegated task cannot be delegated further",
 		}
 	}
-	agent, err := w.chooseAgent(asked, current.Agent)
+	agent, err := w.chooseAgent(params, current.Agent)
 	if err != nil {
 		return executions.Spec{}, err
 	}
-	only, err := w.narrowed(asked.Skills)
+	only, err := w.restrictSkills(params.Skills)
 	if err != nil {
 		return executions.Spec{}, err
 	}
-	budget, err := w.childBudget(asked.Tokens)
+	budget, err := w.childBudget(params.Tokens)
 	if err != nil {
 		return executions.Spec{}, err
 	}
 	return executions.Spec{
 		Flow: delegateFlow, Surface: trace.Surface(current.Surface), TraceID: trace.ID(current.TraceID), Agent: agent,
 		ParentID: current.ID, Awaited: true, Queue: current.Queue, Priority: current.Priority,
-		Input: delegated{
-			Task: asked.Task, System: w.System, Purpose: w.Purpose, Approvals: w.Approvals, Only: only, Budget: budget,
+		Input: delegateInput{
+			Task: params.Task, System: w.System, Purpose: w.Purpose, Approvals: w.Approvals, Only: only, Budget: budget,
 			Scopes: slices.DeleteFunc(slices.Clone(w.Scopes),
 				func(s string) bool { return !slices.Contains(scopes, s) }),
-			Above: append(slices.Clone(w.above), w.scope(trace.ID(current.TraceID), w.budget)), Depth: w.depth + 1,
+			ParentScopes: append(slices.Clone(w.parentScopes), w.scope(trace.ID(current.TraceID), w.budget)),
+			Depth:        w.depth + 1,
 		},
 	}, nil
 }
 
-// narrowed validates the model's skill names for a child.
-func (w *turn) narrowed(names []string) ([]string, error) {
+// restrictSkills validates the model's skill names for a child.
+func (w *turn) restrictSkills(names []string) ([]string, error) {
 	if len(names) == 0 {
-		return w.only, nil
+		return w.onlySkills, nil
 	}
 	for _, name := range names {
 		if !slices.ContainsFunc(w.skills, func(s skills.Skill) bool { return s.Name == name }) {
@@ -243,39 +244,39 @@ func (w *turn) narrowed(names []string) ([]string, error) {
 
 // childBudget returns a part of the remaining budget.
 func (w *turn) childBudget(tokens int) (Budget, error) {
-	left := w.budget
-	left.Iterations -= w.outcome.Iterations
-	left.Time -= w.used()
-	if left.Iterations <= 0 || left.Time <= 0 {
+	remaining := w.budget
+	remaining.Iterations -= w.outcome.Iterations
+	remaining.Time -= w.usedTime()
+	if remaining.Iterations <= 0 || remaining.Time <= 0 {
 		return Budget{}, &executions.StepError{
 			Class:   classDelegate,
 			Message: "nothing is left of the budget for a delegated task",
 		}
 	}
-	part := 1.0 / share
+	fraction := 1.0 / defaultShare
 	if w.budget.Tokens < math.MaxInt {
-		left.Tokens -= w.outcome.Usage.TotalTokens
+		remaining.Tokens -= w.outcome.Usage.TotalTokens
 		if tokens > 0 {
-			part = min(1, float64(tokens)/float64(max(left.Tokens, 1)))
+			fraction = min(1, float64(tokens)/float64(max(remaining.Tokens, 1)))
 		}
-		left.Tokens = int(float64(left.Tokens) * part)
+		remaining.Tokens = int(float64(remaining.Tokens) * fraction)
 	} else if tokens > 0 {
-		left.Tokens = tokens
+		remaining.Tokens = tokens
 	}
 	if w.budget.CostUSD > 0 {
-		left.CostUSD = (left.CostUSD - w.outcome.CostUSD) * part
+		remaining.CostUSD = (remaining.CostUSD - w.outcome.CostUSD) * fraction
 	}
-	if left.Tokens <= 0 || w.budget.CostUSD > 0 && left.CostUSD <= 0 {
+	if remaining.Tokens <= 0 || w.budget.CostUSD > 0 && remaining.CostUSD <= 0 {
 		return Budget{}, &executions.StepError{
 			Class:   classDelegate,
 			Message: "nothing is left of the budget for a delegated task",
 		}
 	}
-	return left, nil
+	return remaining, nil
 }
 
-// childEnd waits for a child and reads its result. It cancels a child that exceeds the wait.
-func (w *turn) childEnd(ctx context.Context, e *executions.Engine, child string) (childResult, error) {
+// awaitChild waits for a child and reads its result. It cancels a child that exceeds the wait.
+func (w *turn) awaitChild(ctx context.Context, e *executions.Engine, child string) (childResult, error) {
 	_, timeout := executions.Limits("agent")
 	if w.Approvals != Park {
 		timeout = min(timeout, max(time.Hour, 2*w.budget.Time))
@@ -283,12 +284,12 @@ func (w *turn) childEnd(ctx context.Context, e *executions.Engine, child string)
 	if w.OnWait != nil {
 		w.OnWait()
 	}
-	out, err := executions.Wait(ctx, "end", executions.Agent(child, timeout))
+	outcome, err := executions.Wait(ctx, "end", executions.Agent(child, timeout))
 	if err != nil {
 		return childResult{}, err
 	}
 	return executions.Step(ctx, "read", func(ctx context.Context) (childResult, error) {
-		if out.TimedOut {
+		if outcome.TimedOut {
 			if _, err := e.Cancel(ctx, child, "delegate", "it did not end in time"); err != nil {
 				return childResult{}, err
 			}
@@ -297,21 +298,21 @@ func (w *turn) childEnd(ctx context.Context, e *executions.Engine, child string)
 		if err != nil {
 			return childResult{}, err
 		}
-		end := childResult{Status: string(x.Status), Summary: x.ResultSummary}
+		result := childResult{Status: string(x.Status), Summary: x.ResultSummary}
 		if x.ErrorMessage != nil {
-			end.Summary = *x.ErrorMessage
+			result.Summary = *x.ErrorMessage
 		}
 		if x.Status == executions.Completed {
-			err = json.Unmarshal(x.Result, &end.Outcome)
+			err = json.Unmarshal(x.Result, &result.Outcome)
 		} else {
-			end.Outcome, err = w.spentBy(ctx, child)
+			result.Outcome, err = w.childUsage(ctx, child)
 		}
-		return end, err
+		return result, err
 	})
 }
 
-// spentBy returns the usage of a child without a result, by its budget scope.
-func (w *turn) spentBy(ctx context.Context, child string) (Outcome, error) {
+// childUsage returns the usage of a child without a result, by its budget scope.
+func (w *turn) childUsage(ctx context.Context, child string) (Outcome, error) {
 	span, _ := trace.From(ctx)
 	spent, err := budgets.Of(ctx, w.Pool, childScope(span.TraceID, child))
 	o := Outcome{CostUSD: spent.CostUSD}
@@ -359,19 +360,19 @@ func (w *turn) addAgentParameter(t Tool) Tool {
 }
 
 // chooseAgent returns the agent of a child: the named agent, if permitted, or the turn's own agent.
-func (w *turn) chooseAgent(asked delegateArgs, own string) (string, error) {
+func (w *turn) chooseAgent(params delegateArgs, ownAgent string) (string, error) {
 	switch {
-	case asked.Agent == "":
-		return own, nil
-	case !slices.ContainsFunc(w.delegates, func(c delegateAgent) bool { return c.Name == asked.Agent }):
+	case params.Agent == "":
+		return ownAgent, nil
+	case !slices.ContainsFunc(w.delegates, func(c delegateAgent) bool { return c.Name == params.Agent }):
 		return "", &executions.StepError{
-			Class: classInvalid, Message: fmt.Sprintf("agent: %q is none that you may delegate to", displayName(asked.Agent)),
+			Class: classInvalid, Message: fmt.Sprintf("agent: %q is none that you may delegate to", displayName(params.Agent)),
 		}
-	case len(asked.Skills) > 0:
+	case len(params.Skills) > 0:
 		return "", &executions.StepError{
 			Class:   classInvalid,
 			Message: "skills: another agent uses its own; name either an agent or skills",
 		}
 	}
-	return asked.Agent, nil
+	return params.Agent, nil
 }

@@ -30,7 +30,7 @@ const (
 	maxChecks       = 200_000 // of schema parts per answer
 	maxViolations   = 1_000   // bytes of a correction
 	checksURL       = "form:checks"
-	whyOtherwise    = "the answer did not have the requested form"
+	formMismatch    = "the answer did not have the requested form"
 	formCorrection  = "Your answer does not have the form that was asked for: %s. Answer again, with that JSON alone."
 	formCutOff      = "the answer was cut off at its limit of tokens"
 	formFiltered    = "the model's provider withheld the answer"
@@ -39,8 +39,8 @@ const (
 
 var formName = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 
-// errCostly ends a validation with too many checks.
-var errCostly = errors.New("the schema takes too long to check")
+// errTooManyChecks ends a validation with too many checks.
+var errTooManyChecks = errors.New("the schema takes too long to check")
 
 // Check validates the form.
 func (f Form) Check() error {
@@ -70,7 +70,7 @@ func (f Form) compile() (*jsonschema.Schema, error) {
 	}
 	compiled, err := schema.Compile([]byte(f.Schema), countChecks)
 	if err != nil {
-		return nil, errors.New(clipped(schema.OneLine(err)))
+		return nil, errors.New(truncateQuote(schema.OneLine(err)))
 	}
 	return compiled, nil
 }
@@ -90,19 +90,19 @@ func countChecks(c *jsonschema.Compiler) {
 // checkCounter bounds the checked schema parts. References can double the work at each level.
 type checkCounter int
 
-// Validate counts a check, and panics with errCostly above the bound.
+// Validate counts a check, and panics with errTooManyChecks above the bound.
 func (c *checkCounter) Validate(*jsonschema.ValidatorContext, any) {
 	if *c++; *c > maxChecks {
-		panic(errCostly)
+		panic(errTooManyChecks)
 	}
 }
 
-// read returns the answer's JSON without a code fence, or the problem.
-func (f Form) read(text string) (answer, wrong string) {
-	answer = unfenced(text)
+// parse returns the answer's JSON without a code fence, or the problem.
+func (f Form) parse(text string) (answer, problem string) {
+	answer = trimFence(text)
 	value, err := jsonschema.UnmarshalJSON(strings.NewReader(answer))
 	if err != nil {
-		return answer, "it is not JSON alone: " + clipped(err.Error())
+		return answer, "it is not JSON alone: " + truncateQuote(err.Error())
 	}
 	if f.Schema == "" {
 		if _, ok := value.(map[string]any); !ok {
@@ -115,7 +115,7 @@ func (f Form) read(text string) (answer, wrong string) {
 		err = validate(compiled, value)
 	}
 	if err != nil {
-		return answer, clipped(schema.OneLine(err))
+		return answer, truncateQuote(schema.OneLine(err))
 	}
 	return answer, ""
 }
@@ -125,8 +125,8 @@ func validate(compiled *jsonschema.Schema, value any) (err error) {
 	defer func() {
 		switch p := recover(); {
 		case p == nil:
-		case p == any(errCostly):
-			err = errCostly
+		case p == any(errTooManyChecks):
+			err = errTooManyChecks
 		default:
 			panic(p)
 		}
@@ -134,8 +134,8 @@ func validate(compiled *jsonschema.Schema, value any) (err error) {
 	return compiled.Validate(value)
 }
 
-// unfenced removes a code fence around the whole text.
-func unfenced(text string) string {
+// trimFence removes a code fence around the whole text.
+func trimFence(text string) string {
 	text = strings.TrimSpace(text)
 	inner, opened := strings.CutPrefix(text, "```")
 	inner, closed := strings.CutSuffix(inner, "```")
@@ -145,8 +145,8 @@ func unfenced(text string) string {
 	return strings.TrimSpace(strings.TrimPrefix(inner, "json"))
 }
 
-// clipped bounds a text that quotes a client or a model.
-func clipped(text string) string {
+// truncateQuote bounds a text that quotes a client or a model.
+func truncateQuote(text string) string {
 	if len(text) <= maxViolations {
 		return text
 	}

@@ -49,22 +49,22 @@ type callInput struct {
 }
 
 type modelCall struct {
-	purpose string
-	shown   any // input of the activity
-	request models.Request
-	account *account
-	time    time.Duration          // bound of the whole turn; 0 for none
-	used    func() time.Duration   // used part of time
-	skill   func(name string) bool // reports whether a tool is a skill; nil without skills
-	more    bool                   // there is a fallback model
-	prompt  *prompts.Record
+	purpose     string
+	shown       any // input of the activity
+	request     models.Request
+	account     *account
+	timeLimit   time.Duration          // bound of the whole turn; 0 for none
+	usedTime    func() time.Duration   // used part of time
+	isSkill     func(name string) bool // reports whether a tool is a skill; nil without skills
+	hasFallback bool                   // there is a fallback model
+	prompt      *prompts.Record
 }
 
 func (w *turn) callModel(ctx context.Context) (*reply, error) {
-	fresh := min(w.fresh, len(w.messages))
-	w.fresh = 0
+	fresh := min(w.newCount, len(w.messages))
+	w.newCount = 0
 	if w.account == nil {
-		w.account = w.open(ctx, &w.Turn, w.budget, w.agent)
+		w.account = w.newAccount(ctx, &w.Turn, w.budget, w.agent)
 	}
 	request := models.Request{
 		Messages: w.messages, Tools: w.definitions(), Effort: w.agent.Effort, Temperature: w.temperature(),
@@ -73,24 +73,27 @@ func (w *turn) callModel(ctx context.Context) (*reply, error) {
 	shown := callInput{
 		Messages: models.Shown(w.messages[len(w.messages)-fresh:]), Earlier: len(w.messages) - fresh, Tools: w.names(),
 	}
-	got, err := w.withFallback(ctx, func(model string, more bool) (*reply, error) {
-		request.Model, request.Fallback = model, more
+	resp, err := w.withFallback(ctx, func(model string, hasFallback bool) (*reply, error) {
+		request.Model, request.Fallback = model, hasFallback
 		return w.callDurably(ctx, &modelCall{
-			purpose: w.Purpose, shown: shown, request: request, account: w.account, time: w.budget.Time, used: w.used,
-			skill: w.isSkill, more: more,
+			purpose: w.Purpose, shown: shown, request: request, account: w.account,
+			timeLimit: w.budget.Time, usedTime: w.usedTime,
+			isSkill: w.isSkill, hasFallback: hasFallback,
 		})
 	})
 	if err != nil {
 		return nil, err
 	}
-	w.spent, w.mark = got.Spent, time.Now()
-	return got, nil
+	w.elapsed, w.measuredAt = resp.Spent, time.Now()
+	return resp, nil
 }
 
 // withFallback tries the turn's models in order. It drops an unavailable model for the rest of the turn.
-func (w *turn) withFallback(ctx context.Context, ask func(model string, more bool) (*reply, error)) (*reply, error) {
+func (w *turn) withFallback(
+	ctx context.Context, callModel func(model string, hasFallback bool) (*reply, error),
+) (*reply, error) {
 	for {
-		got, err := ask(w.models[0], len(w.models) > 1)
+		got, err := callModel(w.models[0], len(w.models) > 1)
 		failure, ok := errors.AsType[*executions.StepError](err)
 		if !ok || failure.Class != classUnavailable {
 			return got, err
@@ -113,15 +116,15 @@ func (w *turn) temperature() *float32 {
 // classUnavailable is the class of a call to an unavailable model with a fallback.
 const classUnavailable = "model_unavailable"
 
-// used returns the used time of the turn. It excludes durable waits, and the work of a lost process after its last
+// usedTime returns the used time of the turn. It excludes durable waits, and the work of a lost process after its last
 // recorded answer.
-func (w *turn) used() time.Duration { return w.spent + time.Since(w.mark) }
+func (w *turn) usedTime() time.Duration { return w.elapsed + time.Since(w.measuredAt) }
 
 // callDurably makes one model call as a durable step; every model call uses it. The transaction of the intent reserves
 // the worst case, and the transaction of the result settles the usage. A limit returns an *executions.StepError for
-// endedBy.
+// limitFromError.
 func (l *Loop) callDurably(ctx context.Context, c *modelCall) (*reply, error) {
-	r, err := c.account.reservation(ctx, l.Model, c.request)
+	r, err := c.account.newReservation(ctx, l.Model, c.request)
 	if err != nil {
 		return nil, fmt.Errorf("ask the model: %w", err)
 	}
@@ -149,7 +152,7 @@ func (l *Loop) callDurably(ctx context.Context, c *modelCall) (*reply, error) {
 		return nil, fmt.Errorf("ask the model: %w", err)
 	}
 	if got.Unknown == nil {
-		l.Model.ObserveUsage(r.estimated, got.Usage) // also for an answer of another process
+		l.Model.ObserveUsage(r.estimatedTokens, got.Usage) // also for an answer of another process
 	}
 	return got, nil
 }
@@ -157,9 +160,9 @@ func (l *Loop) callDurably(ctx context.Context, c *modelCall) (*reply, error) {
 // complete sends the request within the remaining time.
 func (l *Loop) complete(ctx context.Context, c *modelCall, r *reservation, effect *executions.Effect) (*reply, error) {
 	limited := ctx
-	if c.time > 0 {
+	if c.timeLimit > 0 {
 		var cancel context.CancelFunc
-		limited, cancel = context.WithTimeout(ctx, c.time-c.used())
+		limited, cancel = context.WithTimeout(ctx, c.timeLimit-c.usedTime())
 		defer cancel()
 	}
 	got, err := l.send(limited, c, r, effect)
@@ -169,11 +172,11 @@ func (l *Loop) complete(ctx context.Context, c *modelCall, r *reservation, effec
 	case err != nil && errors.Is(limited.Err(), context.DeadlineExceeded) && ctx.Err() == nil:
 		return nil, &executions.StepError{
 			Class:   classBudget,
-			Message: fmt.Sprintf("the turn's time of %s has run out", c.time),
+			Message: fmt.Sprintf("the turn's time of %s has run out", c.timeLimit),
 		}
 	case errors.As(err, &limit):
 		return nil, limit
-	case errors.As(err, &refused) && refused.Retryable && c.more:
+	case errors.As(err, &refused) && refused.Retryable && c.hasFallback:
 		return nil, &executions.StepError{Class: classUnavailable, Message: err.Error()}
 	case errors.As(err, &refused):
 		return nil, &executions.StepError{Class: "model", Message: err.Error()}
@@ -189,9 +192,9 @@ func (l *Loop) send(ctx context.Context, c *modelCall, r *reservation, effect *e
 	}
 	c.request.MaxTokens, c.request.IdempotencyKey = limit, effect.Key
 	c.request.BeforeRetry = func(ctx context.Context) (int, error) { return r.renew(ctx, l.Pool) }
-	effect.Usage, effect.CostUSD = r.used(models.Response{Unknown: true})
+	effect.Usage, effect.CostUSD = r.recordUsage(models.Response{Unknown: true})
 	if ctx.Err() != nil {
-		effect.Usage, effect.CostUSD = r.used(models.Response{})
+		effect.Usage, effect.CostUSD = r.recordUsage(models.Response{})
 		return nil, ctx.Err()
 	}
 	response, err := l.Model.Complete(ctx, c.request)
@@ -200,8 +203,8 @@ func (l *Loop) send(ctx context.Context, c *modelCall, r *reservation, effect *e
 		c.prompt.Amend(ctx, l.log(), b, effect.ActivityID, response.Sent)
 		settle(b)
 	}
-	l.Model.ObserveUsage(r.estimated, response.Usage) // before settling frees budget for others
-	used, cost := r.used(response)
+	l.Model.ObserveUsage(r.estimatedTokens, response.Usage) // before settling frees budget for others
+	used, cost := r.recordUsage(response)
 	effect.Usage, effect.CostUSD, effect.Model = used, cost, response.Model
 	if err != nil {
 		return nil, err
@@ -221,17 +224,17 @@ func (l *Loop) send(ctx context.Context, c *modelCall, r *reservation, effect *e
 		got.Cut = string(response.FinishReason)
 	}
 	effect.Output, got.Message = response.Message.Shown(), response.Message
-	if c.used != nil {
-		got.Spent = c.used()
+	if c.usedTime != nil {
+		got.Spent = c.usedTime()
 	}
 	return got, nil
 }
 
 // countSkillCalls counts the skills that an answer calls. The cost of the model call is charged to these skills.
-func (c *modelCall) countSkillCalls(made []models.ToolCall) map[string]int {
+func (c *modelCall) countSkillCalls(toolCalls []models.ToolCall) map[string]int {
 	called := map[string]int{}
-	for _, m := range made {
-		if c.skill != nil && c.skill(m.Name) {
+	for _, m := range toolCalls {
+		if c.isSkill != nil && c.isSkill(m.Name) {
 			called[m.Name]++
 		}
 	}
@@ -280,16 +283,16 @@ func (l *Loop) markTruncated(ctx context.Context, response *models.Response, c *
 // definitions returns the tools for the model. A skill with the name of a tool is omitted, because servers reject
 // duplicate names.
 func (w *turn) definitions() []models.Tool {
-	tools := w.ofSkills(w.skills[:w.first])
+	tools := w.skillDefinitions(w.skills[:w.offeredCount])
 	for _, t := range w.Tools {
 		tools = append(tools, models.Tool{Name: t.Name, Description: t.Description, Parameters: t.schema()})
 	}
 	slices.SortStableFunc(tools, func(a, b models.Tool) int { return strings.Compare(a.Name, b.Name) })
-	return append(tools, w.ofSkills(w.skills[w.first:])...)
+	return append(tools, w.skillDefinitions(w.skills[w.offeredCount:])...)
 }
 
-// ofSkills returns the definitions of skills that no tool hides.
-func (w *turn) ofSkills(list []skills.Skill) []models.Tool {
+// skillDefinitions returns the definitions of skills that no tool hides.
+func (w *turn) skillDefinitions(list []skills.Skill) []models.Tool {
 	tools := make([]models.Tool, 0, len(w.skills)+len(w.Tools))
 	for _, s := range list {
 		if !slices.ContainsFunc(w.Tools, func(t Tool) bool { return t.Name == s.Name }) {
@@ -356,139 +359,139 @@ func (l *Loop) queueCallbacks(ctx context.Context, t *Turn) *callbacks {
 	if t.OnDelta == nil && t.OnRestart == nil && t.OnTool == nil && t.OnApproval == nil {
 		return nil
 	}
-	v := &callbacks{log: l.log(), wake: make(chan struct{}, 1), done: make(chan struct{})}
-	if show := t.OnDelta; show != nil {
-		t.OnDelta = func(text string) { v.add(func() { show(text) }) }
+	cb := &callbacks{log: l.log(), wake: make(chan struct{}, 1), done: make(chan struct{})}
+	if fn := t.OnDelta; fn != nil {
+		t.OnDelta = func(text string) { cb.add(func() { fn(text) }) }
 	}
-	if show := t.OnRestart; show != nil {
-		t.OnRestart = func() { v.add(show) }
+	if fn := t.OnRestart; fn != nil {
+		t.OnRestart = func() { cb.add(fn) }
 	}
-	if show := t.OnTool; show != nil {
-		t.OnTool = func(e ToolEvent) { v.add(func() { show(e) }) }
+	if fn := t.OnTool; fn != nil {
+		t.OnTool = func(e ToolEvent) { cb.add(func() { fn(e) }) }
 	}
-	if show := t.OnApproval; show != nil {
-		t.OnApproval = func(a approvals.Approval) { v.add(func() { show(a) }) }
+	if fn := t.OnApproval; fn != nil {
+		t.OnApproval = func(a approvals.Approval) { cb.add(func() { fn(a) }) }
 	}
-	go v.run(context.WithoutCancel(ctx))
-	return v
+	go cb.run(context.WithoutCancel(ctx))
+	return cb
 }
 
-func (v *callbacks) add(show func()) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if !v.closed {
-		v.queue = append(v.queue, show)
-		v.signal()
+func (cb *callbacks) add(fn func()) {
+	cb.mu.Lock()
+	defer cb.mu.Unlock()
+	if !cb.closed {
+		cb.queue = append(cb.queue, fn)
+		cb.signal()
 	}
 }
 
-func (v *callbacks) signal() {
+func (cb *callbacks) signal() {
 	select {
-	case v.wake <- struct{}{}:
+	case cb.wake <- struct{}{}:
 	default:
 	}
 }
 
 // run calls the queued callbacks until close.
-func (v *callbacks) run(ctx context.Context) {
-	defer close(v.done)
+func (cb *callbacks) run(ctx context.Context) {
+	defer close(cb.done)
 	for {
-		batch, over := v.drain()
-		for _, show := range batch {
-			if !v.call(ctx, show) {
+		batch, closed := cb.drain()
+		for _, fn := range batch {
+			if !cb.call(ctx, fn) {
 				return
 			}
 		}
 		switch {
 		case len(batch) > 0:
-		case over:
+		case closed:
 			return
 		default:
-			<-v.wake
+			<-cb.wake
 		}
 	}
 }
 
-func (v *callbacks) drain() (batch []func(), over bool) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	batch, v.queue = v.queue, nil
-	return batch, v.closed
+func (cb *callbacks) drain() (batch []func(), closed bool) {
+	cb.mu.Lock()
+	defer cb.mu.Unlock()
+	batch, cb.queue = cb.queue, nil
+	return batch, cb.closed
 }
 
 // call calls one callback. It returns false if the turn abandoned the queue.
-func (v *callbacks) call(ctx context.Context, show func()) (goOn bool) {
-	v.mu.Lock()
-	goOn = !v.abandoned
-	v.mu.Unlock()
-	if !goOn {
+func (cb *callbacks) call(ctx context.Context, fn func()) (proceed bool) {
+	cb.mu.Lock()
+	proceed = !cb.abandoned
+	cb.mu.Unlock()
+	if !proceed {
 		return false
 	}
 	defer func() {
 		if p := recover(); p != nil { // goOn stays true
-			v.log.ErrorContext(ctx, "callback of a turn panicked", "panic", fmt.Sprint(p))
+			cb.log.ErrorContext(ctx, "callback of a turn panicked", "panic", fmt.Sprint(p))
 		}
 	}()
-	show()
+	fn()
 	return true
 }
 
 // flush waits, within flushTimeout, for the queued callbacks. After a durable wait, another process may continue with
 // the data that the callbacks stored.
-func (v *callbacks) flush(ctx context.Context) {
-	if v == nil {
+func (cb *callbacks) flush(ctx context.Context) {
+	if cb == nil {
 		return
 	}
-	shown := make(chan struct{})
-	v.add(func() { close(shown) })
+	flushed := make(chan struct{})
+	cb.add(func() { close(flushed) })
 	timer := time.NewTimer(flushTimeout)
 	defer timer.Stop()
 	select {
-	case <-shown:
-	case <-v.done:
+	case <-flushed:
+	case <-cb.done:
 	case <-ctx.Done():
 	case <-timer.C:
 	}
 }
 
 // close waits, within flushTimeout, for all callbacks. No callback starts after close returns.
-func (v *callbacks) close(ctx context.Context) {
-	if v == nil {
+func (cb *callbacks) close(ctx context.Context) {
+	if cb == nil {
 		return
 	}
-	v.mu.Lock()
-	v.closed = true
-	v.signal()
-	v.mu.Unlock()
+	cb.mu.Lock()
+	cb.closed = true
+	cb.signal()
+	cb.mu.Unlock()
 	timer := time.NewTimer(flushTimeout)
 	defer timer.Stop()
 	select {
-	case <-v.done:
+	case <-cb.done:
 	case <-timer.C:
-		v.mu.Lock()
-		v.abandoned = true
-		v.mu.Unlock()
-		v.log.WarnContext(ctx, "callbacks of a turn did not keep up and were left behind")
+		cb.mu.Lock()
+		cb.abandoned = true
+		cb.mu.Unlock()
+		cb.log.WarnContext(ctx, "callbacks of a turn did not keep up and were left behind")
 	}
 }
 
-func (w *turn) toolStarted(c *call) {
-	if c.live {
+func (w *turn) reportStart(c *call) {
+	if c.runsHere {
 		return
 	}
-	c.live, c.began = true, time.Now()
+	c.runsHere, c.startedAt = true, time.Now()
 	if w.OnTool != nil {
 		w.OnTool(c.event())
 	}
 }
 
-// toolEnded reports the end of a call that this process made.
-func (w *turn) toolEnded(c *call, status, failure string) {
-	if !c.live || w.OnTool == nil {
+// reportEnd reports the end of a call that this process made.
+func (w *turn) reportEnd(c *call, status, failure string) {
+	if !c.runsHere || w.OnTool == nil {
 		return
 	}
 	e := c.event()
-	e.Done, e.Status, e.Result, e.Error, e.Duration = true, status, c.result, failure, time.Since(c.began)
+	e.Done, e.Status, e.Result, e.Error, e.Duration = true, status, c.result, failure, time.Since(c.startedAt)
 	w.OnTool(e)
 }
 
@@ -518,8 +521,8 @@ func (w *turn) firstTime(ctx context.Context, place string) (first bool, err err
 func (w *turn) notifyOnce(ctx context.Context, c *call, place, status, failure string) error {
 	first, err := w.firstTime(ctx, place)
 	if err == nil && first {
-		w.toolStarted(c)
-		w.toolEnded(c, status, failure)
+		w.reportStart(c)
+		w.reportEnd(c, status, failure)
 	}
 	return err
 }

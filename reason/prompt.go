@@ -33,17 +33,17 @@ import (
 
 // prepared is the record of a turn's first step.
 type prepared struct {
-	offer
-	Agent  *acting       `json:"agent,omitempty"` // nil without agents
+	skillOffer
+	Agent  *agentRef     `json:"agent,omitempty"` // nil without agents
 	Now    time.Time     `json:"now,omitzero"`
 	Pinned []pinnedEntry `json:"pinned,omitempty"`
 	// Delegates are the agents that the turn's agent may delegate to.
 	Delegates []delegateAgent `json:"delegates,omitempty"`
-	who       agents.Agent    // recorded by name and version
+	agent     agents.Agent    // recorded by name and version
 }
 
-// acting names the agent of a turn.
-type acting struct {
+// agentRef names the agent of a turn.
+type agentRef struct {
 	Name    string `json:"name"`
 	Version int    `json:"version"`
 }
@@ -58,12 +58,12 @@ type pinnedEntry struct {
 // prepare chooses the agent and the offered skills, once.
 func (l *Loop) prepare(ctx context.Context, t *Turn) (*prepared, error) {
 	p, err := executions.Step(ctx, "tools",
-		func(ctx context.Context) (*prepared, error) { return l.choose(ctx, l.Pool, t) })
+		func(ctx context.Context) (*prepared, error) { return l.chooseTools(ctx, l.Pool, t) })
 	if err != nil {
 		return p, fmt.Errorf("choose tools: %w", err)
 	}
-	if p.Agent != nil && p.who.Name == "" { // replayed
-		p.who, err = executions.RetryTransient(ctx, func(ctx context.Context) (agents.Agent, error) {
+	if p.Agent != nil && p.agent.Name == "" { // replayed
+		p.agent, err = executions.RetryTransient(ctx, func(ctx context.Context) (agents.Agent, error) {
 			if l.Sandbox != nil {
 				return l.sandboxAgent(ctx, l.Pool)
 			}
@@ -73,10 +73,10 @@ func (l *Loop) prepare(ctx context.Context, t *Turn) (*prepared, error) {
 	return p, err
 }
 
-// choose reads the agent and the offered skills.
-func (l *Loop) choose(ctx context.Context, db postgres.DB, t *Turn) (*prepared, error) {
+// chooseTools reads the agent and the offered skills.
+func (l *Loop) chooseTools(ctx context.Context, db postgres.DB, t *Turn) (*prepared, error) {
 	if l.Sandbox != nil {
-		return l.chooseSandboxed(ctx, db, t)
+		return l.chooseSandboxTools(ctx, db, t)
 	}
 	from, err := l.available(ctx, db, t)
 	if err != nil {
@@ -84,16 +84,16 @@ func (l *Loop) choose(ctx context.Context, db postgres.DB, t *Turn) (*prepared, 
 	}
 	p := &prepared{}
 	if l.Agents != nil {
-		if p.who, err = actingAgent(ctx, from.Agents, t); err != nil {
+		if p.agent, err = actingAgent(ctx, from.Agents, t); err != nil {
 			return p, err
 		}
-		p.Agent, p.Now = &acting{p.who.Name, p.who.Version}, time.Now().UTC().Truncate(time.Second)
-		p.Delegates = delegateAgents(from.Agents, p.who)
-		if p.Pinned, err = pinned(ctx, db, p.who); err != nil {
+		p.Agent, p.Now = &agentRef{p.agent.Name, p.agent.Version}, time.Now().UTC().Truncate(time.Second)
+		p.Delegates = delegateAgents(from.Agents, p.agent)
+		if p.Pinned, err = pinned(ctx, db, p.agent); err != nil {
 			return p, err
 		}
 	}
-	p.offer, err = l.offered(ctx, db, t, p.who, from.Skills)
+	p.skillOffer, err = l.offerSkills(ctx, db, t, p.agent, from.Skills)
 	return p, err
 }
 
@@ -172,7 +172,7 @@ func (p *prepared) system(rules string) string {
 	if p.Agent == nil {
 		return rules
 	}
-	a := p.who
+	a := p.agent
 	var b strings.Builder
 	b.WriteString(strings.TrimSpace(rules))
 	fmt.Fprintf(&b, "\n\nYour name in this installation is %q. "+
@@ -229,8 +229,8 @@ func (p *prepared) request(t *Turn) string {
 		}
 		return t.Prompt
 	}
-	now := p.Now.In(p.who.Location())
-	text := prefaceStart + "Now: " + now.Format("Monday 2006-01-02 15:04 -07:00") + " (" + p.who.Timezone + ")"
+	now := p.Now.In(p.agent.Location())
+	text := prefaceStart + "Now: " + now.Format("Monday 2006-01-02 15:04 -07:00") + " (" + p.agent.Timezone + ")"
 	if context := strings.TrimSpace(t.Context); context != "" {
 		text += "\n" + strings.ReplaceAll(context, strings.TrimSpace(prefaceEnd), "")
 	}
@@ -267,33 +267,35 @@ const (
 	maxFound      = 8
 )
 
-// offer has the callable skills of a turn.
-type offer struct {
+// skillOffer has the callable skills of a turn.
+type skillOffer struct {
 	Skills []skills.Skill `json:"skills"`
 	More   int            `json:"more"` // other skills in scope
 }
 
-// offered chooses the offered skills: all skills in scope or, of many, the skills most similar to the prompt.
-func (l *Loop) offered(
+// offerSkills chooses the offered skills: all skills in scope or, of many, the skills most similar to the prompt.
+func (l *Loop) offerSkills(
 	ctx context.Context, db postgres.DB, t *Turn, a agents.Agent, callable []skills.Skill,
-) (offer, error) {
+) (skillOffer, error) {
 	all, trials := l.Skills.Split(ctx, callable)
-	all, err := l.also(ctx, db, t, all)
+	all, err := l.addNamedSkills(ctx, db, t, all)
 	if err != nil {
-		return offer{}, err
+		return skillOffer{}, err
 	}
-	all, trials = t.allowed(a, all), t.allowed(a, trials)
+	all, trials = t.filterSkills(a, all), t.filterSkills(a, trials)
 	if len(all)+len(trials) <= maxOffered {
-		return offer{Skills: append(all, trials...)}, nil
+		return skillOffer{Skills: append(all, trials...)}, nil
 	}
 	near := rankedSkills(all, t.Prompt)
 	chosen := near[:min(len(near), offeredOfMany-min(offeredOfMany, len(trials)))]
 	slices.SortFunc(chosen, func(a, b skills.Skill) int { return strings.Compare(a.Name, b.Name) })
-	return offer{Skills: append(chosen, trials...), More: len(all) - len(chosen)}, nil
+	return skillOffer{Skills: append(chosen, trials...), More: len(all) - len(chosen)}, nil
 }
 
-// also adds the skills that Turn.Also names.
-func (l *Loop) also(ctx context.Context, db postgres.DB, t *Turn, all []skills.Skill) ([]skills.Skill, error) {
+// addNamedSkills adds the skills that Turn.Also names.
+func (l *Loop) addNamedSkills(
+	ctx context.Context, db postgres.DB, t *Turn, all []skills.Skill,
+) ([]skills.Skill, error) {
 	if len(t.Scopes) == 0 {
 		return nil, nil
 	}
@@ -320,7 +322,7 @@ func (w *turn) skillSearch() Tool {
 		Name: "skill_search",
 		Description: fmt.Sprintf("There are %d more tools than those listed here. "+
 			"Find them by words that say what you need; "+
-			"what is found can be called from then on.", w.more),
+			"what is found can be called from then on.", w.searchableCount),
 		Parameters: json.RawMessage(`{"type":"object","additionalProperties":false,"required":["query"],
 			"properties":{"query":{"type":"string","minLength":1,"maxLength":500}}}`),
 		Do: w.findSkills,
@@ -329,30 +331,30 @@ func (w *turn) skillSearch() Tool {
 
 // findSkills searches the turn's scopes, as a durable step.
 func (w *turn) findSkills(ctx context.Context, args json.RawMessage) (any, error) {
-	var asked struct {
+	var params struct {
 		Query string `json:"query"`
 	}
-	if err := json.Unmarshal(args, &asked); err != nil {
+	if err := json.Unmarshal(args, &params); err != nil {
 		return nil, &executions.StepError{Class: classInvalid, Message: err.Error()}
 	}
 	found, err := executions.Do(ctx, "skill_search", executions.Call{
-		Entry: activity.Entry{Skill: "skill_search", Purpose: w.Purpose, Input: asked}, Idempotent: true,
+		Entry: activity.Entry{Skill: "skill_search", Purpose: w.Purpose, Input: params}, Idempotent: true,
 	}, func(ctx context.Context, effect *executions.Effect) ([]skills.Skill, error) {
-		all, err := executions.RetryTransient(ctx, func(ctx context.Context) ([]skills.Skill, error) {
+		callable, err := executions.RetryTransient(ctx, func(ctx context.Context) ([]skills.Skill, error) {
 			if w.Sandbox != nil {
-				_, all, err := w.sandboxWorld(ctx, w.Pool, &w.Turn)
-				return w.allowed(w.agent, all), err
+				_, callable, err := w.sandboxWorld(ctx, w.Pool, &w.Turn)
+				return w.filterSkills(w.agent, callable), err
 			}
-			all, err := w.Skills.Available(ctx, w.Pool, w.Scopes...)
+			callable, err := w.Skills.Available(ctx, w.Pool, w.Scopes...)
 			if err == nil {
-				all, err = w.also(ctx, w.Pool, &w.Turn, all)
+				callable, err = w.addNamedSkills(ctx, w.Pool, &w.Turn, callable)
 			}
-			return w.allowed(w.agent, all), err
+			return w.filterSkills(w.agent, callable), err
 		})
 		if err != nil {
 			return nil, err
 		}
-		found := rank(all, asked.Query, true)
+		found := scoreSkills(callable, params.Query, true)
 		found = found[:min(len(found), maxFound)]
 		effect.Output = map[string]any{"found": skillNames(found)}
 		return found, nil

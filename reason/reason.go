@@ -102,7 +102,7 @@ type Tool struct {
 	// DoSeen, if set, replaces Do and gets the memory that the turn has read.
 	DoSeen func(ctx context.Context, args json.RawMessage, seen memory.Seen) (any, error)
 
-	within func(w *turn) func(ctx context.Context, args json.RawMessage) (any, error) // makes Do for a turn
+	bindTurn func(w *turn) func(ctx context.Context, args json.RawMessage) (any, error) // makes Do for a turn
 }
 
 // Turn is one task for the model. A resumed turn must get the same values.
@@ -138,14 +138,14 @@ type Turn struct {
 	OnWait func()
 
 	// Of a delegated turn:
-	above []budgets.Scope // of the delegating turns
-	only  []string        // skills; all in scope when empty
-	depth int             // number of delegations
+	parentScopes []budgets.Scope // of the delegating turns
+	onlySkills   []string        // skills; all in scope when empty
+	depth        int             // number of delegations
 }
 
 // Using limits the turn to the named skills of its scopes.
 func (t Turn) Using(names ...string) Turn {
-	t.only = names
+	t.onlySkills = names
 	return t
 }
 

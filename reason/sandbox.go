@@ -58,23 +58,23 @@ type Requested struct {
 	Approval string          `json:"approval,omitempty"` // approved or denied; empty for none
 }
 
-// chooseSandboxed is choose in a sandbox. It offers disabled skills too, because the state of a skill is not part of
-// the agent.
-func (l *Loop) chooseSandboxed(ctx context.Context, db postgres.DB, t *Turn) (p *prepared, err error) {
+// chooseSandboxTools is chooseTools in a sandbox. It offers disabled skills too, because the state of a skill is not
+// part of the agent.
+func (l *Loop) chooseSandboxTools(ctx context.Context, db postgres.DB, t *Turn) (p *prepared, err error) {
 	s := l.Sandbox
 	p = &prepared{}
-	if p.who, err = l.sandboxAgent(ctx, db); err != nil {
+	if p.agent, err = l.sandboxAgent(ctx, db); err != nil {
 		return p, err
 	}
 	all, offered, err := l.sandboxWorld(ctx, db, t)
 	if err != nil {
 		return p, err
 	}
-	p.Agent, p.Now, p.Delegates = &acting{p.who.Name, p.who.Version}, s.Now.UTC(), delegateAgents(all, p.who)
-	for _, e := range s.Pinned(pinnedNames(p.who)) {
+	p.Agent, p.Now, p.Delegates = &agentRef{p.agent.Name, p.agent.Version}, s.Now.UTC(), delegateAgents(all, p.agent)
+	for _, e := range s.Pinned(pinnedNames(p.agent)) {
 		p.Pinned = append(p.Pinned, pinnedEntry{memory.Name{Category: e.Category, Key: e.Key}, e.Value, e.Revision})
 	}
-	offered = t.allowed(p.who, offered)
+	offered = t.filterSkills(p.agent, offered)
 	p.Skills = offered
 	if len(offered) > maxOffered {
 		p.Skills, p.More = rankedSkills(offered, t.Prompt)[:offeredOfMany], len(offered)-offeredOfMany
@@ -98,37 +98,37 @@ func (l *Loop) sandboxWorld(ctx context.Context, db postgres.DB, t *Turn) ([]age
 
 // sandboxAgent reads the agent of the sandbox, with its model.
 func (l *Loop) sandboxAgent(ctx context.Context, db postgres.DB) (agents.Agent, error) {
-	var who agents.Agent
+	var agent agents.Agent
 	var err error
 	if w := l.Sandbox.World; w != nil {
-		who = w.Agent
+		agent = w.Agent
 	} else {
-		who, err = l.Agents.Version(ctx, db, l.Sandbox.Agent, l.Sandbox.Version)
+		agent, err = l.Agents.Version(ctx, db, l.Sandbox.Agent, l.Sandbox.Version)
 	}
 	if l.Sandbox.Model != "" {
-		who.Model, who.Fallback = l.Sandbox.Model, nil
+		agent.Model, agent.Fallback = l.Sandbox.Model, nil
 	}
-	return who, err
+	return agent, err
 }
 
 // decideSandboxed makes or denies a call that needs an approval.
 func (w *turn) decideSandboxed(ctx context.Context, c *call, s skills.Skill) error {
-	if why, denied := w.denied[c.approval.key]; denied {
-		return w.denyAgain(ctx, c, why)
+	if reason, denied := w.deniedReasons[c.approval.key]; denied {
+		return w.repeatDenial(ctx, c, reason)
 	}
-	if approved, why := w.Sandbox.Approve(s.Name, c.args); !approved {
-		return w.deny(ctx, c, why)
+	if approved, reason := w.Sandbox.Approve(s.Name, c.args); !approved {
+		return w.deny(ctx, c, reason)
 	}
 	return w.invokeSkill(ctx, c, s, "skill "+s.Name, nil)
 }
 
-// requested describes a call for the sandbox.
-func (w *turn) requested(c *call) Requested {
+// describeRequest describes a call for the sandbox.
+func (w *turn) describeRequest(c *call) Requested {
 	r := Requested{Name: displayName(c.name), Args: c.args, Refused: c.correction != "" || c.result == repeatedResult}
 	if !json.Valid(c.args) {
 		r.Args, _ = json.Marshal(string(c.args)) // a string always encodes
 	}
-	if _, denied := w.denied[c.approvalKey()]; c.approval != nil {
+	if _, denied := w.deniedReasons[c.approvalKey()]; c.approval != nil {
 		r.Approval = "approved"
 		if denied {
 			r.Approval = "denied"
@@ -151,7 +151,7 @@ func (w *turn) sandboxed(tool string) func(context.Context, json.RawMessage) (an
 		result, err := executions.Do(ctx, tool, executions.Call{
 			Entry: activity.Entry{Skill: tool, Purpose: w.Purpose, Input: args}, Idempotent: true,
 		}, func(ctx context.Context, _ *executions.Effect) (json.RawMessage, error) {
-			return w.Sandbox.answer(ctx, tool, args)
+			return w.Sandbox.invoke(ctx, tool, args)
 		})
 		if executions.IsControl(err) {
 			return nil, err
@@ -161,8 +161,8 @@ func (w *turn) sandboxed(tool string) func(context.Context, json.RawMessage) (an
 	}
 }
 
-// answer calls Invoke.
-func (s *Sandbox) answer(ctx context.Context, skill string, args json.RawMessage) (json.RawMessage, error) {
+// invoke calls Invoke.
+func (s *Sandbox) invoke(ctx context.Context, skill string, args json.RawMessage) (json.RawMessage, error) {
 	value, err := s.Invoke(ctx, skill, args)
 	if err != nil {
 		return nil, err

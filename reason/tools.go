@@ -40,8 +40,8 @@ type call struct {
 	advice     string           // system message about a repeated call
 	approval   *approvalRequest // the awaited approval
 
-	live  bool // made by this process
-	began time.Time
+	runsHere  bool // made by this process
+	startedAt time.Time
 }
 
 func newCall(c models.ToolCall) *call {
@@ -54,11 +54,11 @@ func newCall(c models.ToolCall) *call {
 
 // runCalls makes the calls of one reply: calls without an approval first, then each other call after its decision.
 // Every call gets its tool reply, in the reply's order; corrections follow.
-func (w *turn) runCalls(ctx context.Context, made []models.ToolCall) error {
-	calls := make([]*call, len(made))
-	w.made = calls
-	for i := range made {
-		c := newCall(made[i])
+func (w *turn) runCalls(ctx context.Context, toolCalls []models.ToolCall) error {
+	calls := make([]*call, len(toolCalls))
+	w.lastCalls = calls
+	for i := range toolCalls {
+		c := newCall(toolCalls[i])
 		calls[i] = c
 		if w.countRepeat(c) {
 			c.result = repeatedResult
@@ -73,17 +73,17 @@ func (w *turn) runCalls(ctx context.Context, made []models.ToolCall) error {
 	}
 	valid := w.appendResults(calls)
 	switch {
-	case w.same >= maxRepeats:
-		return w.stall(ctx, calls, "the model made the same call again and again",
+	case w.repeats >= maxRepeats:
+		return w.endStalled(ctx, calls, "the model made the same call again and again",
 			fmt.Sprintf("the model called %s with the same arguments %d times in a row",
-				displayName(calls[len(calls)-1].name), w.same))
+				displayName(calls[len(calls)-1].name), w.repeats))
 	case valid:
-		w.bad = 0
+		w.invalidReplies = 0
 		return nil
 	}
-	if w.bad++; w.bad > maxRetries {
-		return w.stall(ctx, calls, "the model kept calling tools wrongly",
-			fmt.Sprintf("the model called tools wrongly %d times in a row", w.bad))
+	if w.invalidReplies++; w.invalidReplies > maxRetries {
+		return w.endStalled(ctx, calls, "the model kept calling tools wrongly",
+			fmt.Sprintf("the model called tools wrongly %d times in a row", w.invalidReplies))
 	}
 	return nil
 }
@@ -95,10 +95,10 @@ func (w *turn) appendResults(calls []*call) (valid bool) {
 		w.messages = append(w.messages, models.Message{
 			Role: models.RoleTool, ToolCallID: c.id, Name: c.name, Content: c.result,
 		})
-		w.fresh++
+		w.newCount++
 		valid = valid || c.correction == ""
 		if w.Sandbox != nil {
-			w.Sandbox.OnCall(w.requested(c))
+			w.Sandbox.OnCall(w.describeRequest(c))
 		}
 		for _, text := range []string{c.correction, c.advice} {
 			if text != "" {
@@ -115,20 +115,20 @@ func (w *turn) appendResults(calls []*call) (valid bool) {
 // countRepeat counts equal calls in a row. It returns true above the limit.
 func (w *turn) countRepeat(c *call) bool {
 	key := c.name + " " + canonicalArgs(c.args)
-	if key != w.last {
-		w.last, w.same = key, 0
+	if key != w.lastCall {
+		w.lastCall, w.repeats = key, 0
 	}
-	w.same++
-	if w.same == repeatsBeforeAdvice {
+	w.repeats++
+	if w.repeats == repeatsBeforeAdvice {
 		c.advice = fmt.Sprintf("You have called '%s' with the same arguments %d times in a row. "+
-			"Use the result you have, call something else, or answer.", displayName(c.name), w.same)
+			"Use the result you have, call something else, or answer.", displayName(c.name), w.repeats)
 	}
-	return w.same > maxRepeats
+	return w.repeats > maxRepeats
 }
 
 // canonicalArgs returns equal texts for equivalent arguments.
 func canonicalArgs(args json.RawMessage) string {
-	if text, err := canonical(args); err == nil {
+	if text, err := encodeCanonical(args); err == nil {
 		return text
 	}
 	return string(args)
@@ -160,7 +160,7 @@ func (w *turn) runCall(ctx context.Context, c *call) error {
 	if near := nearest.To(name, w.names()); near != "" {
 		text += fmt.Sprintf(" Did you mean '%s'?", near)
 	}
-	if w.more > 0 {
+	if w.searchableCount > 0 {
 		text += " More tools are found with 'skill_search'."
 	}
 	c.result, c.correction = `{"error":"UNKNOWN_TOOL"}`, text
@@ -170,24 +170,24 @@ func (w *turn) runCall(ctx context.Context, c *call) error {
 // runTool calls a tool of the runtime.
 func (w *turn) runTool(ctx context.Context, c *call, t Tool) error {
 	if bad := w.Skills.Check(t.asSkill(), c.args); bad != nil {
-		return w.invalid(ctx, c, "", bad)
+		return w.refuseInvalid(ctx, c, "", bad)
 	}
 	first, err := w.firstTime(ctx, "begin "+t.Name)
 	if err != nil {
 		return err
 	}
 	if first {
-		w.toolStarted(c)
+		w.reportStart(c)
 	}
 	value, err := t.Do(ctx, c.args)
 	var failure *executions.StepError
 	switch {
 	case errors.As(err, &failure) && failure.Class == classInvalid: // beyond the schema
-		return w.invalid(ctx, c, "", &skills.InvalidParams{
+		return w.refuseInvalid(ctx, c, "", &skills.InvalidParams{
 			Skill: t.Name, Schema: t.schema(), Violations: []skills.Violation{{Message: failure.Message}},
 		})
 	case errors.As(err, &failure):
-		c.result = w.bound(failed(failure))
+		c.result = w.limitResult(errorResult(failure))
 	case err != nil:
 		return err
 	default:
@@ -203,11 +203,11 @@ func (w *turn) endTool(ctx context.Context, c *call, t Tool, failure *executions
 	if err != nil {
 		return err
 	}
-	if c.began.IsZero() {
-		c.began = time.Now()
+	if c.startedAt.IsZero() {
+		c.startedAt = time.Now()
 	}
-	c.live = first
-	w.ended(c, failure)
+	c.runsHere = first
+	w.reportOutcome(c, failure)
 	return nil
 }
 
@@ -216,13 +216,13 @@ func (w *turn) resultText(value any) string {
 	if text, ok := value.(verbatim); ok {
 		return string(text)
 	}
-	return w.bound(encode(value))
+	return w.limitResult(encode(value))
 }
 
 // runSkill calls a skill, or requests an approval if its trust demands one.
 func (w *turn) runSkill(ctx context.Context, c *call, s skills.Skill) error {
 	if bad := w.Skills.Check(s, c.args); bad != nil {
-		return w.invalid(ctx, c, s.ID, bad)
+		return w.refuseInvalid(ctx, c, s.ID, bad)
 	}
 	if s.Trust == skills.TrustApprove {
 		return w.requireApproval(ctx, c, s)
@@ -232,10 +232,10 @@ func (w *turn) runSkill(ctx context.Context, c *call, s skills.Skill) error {
 
 // invokeSkill calls a skill that needs no further approval. The error of the skill is the result.
 func (w *turn) invokeSkill(
-	ctx context.Context, c *call, s skills.Skill, step string, also func(b *pgx.Batch, _ string),
+	ctx context.Context, c *call, s skills.Skill, step string, onIntent func(b *pgx.Batch, _ string),
 ) error {
-	about := executions.Call{Entry: activity.Entry{Purpose: w.Purpose}, OnIntent: also}
-	value, err := w.invoke(ctx, step, s, c.args, w.seen, about, func() { w.toolStarted(c) })
+	opts := executions.Call{Entry: activity.Entry{Purpose: w.Purpose}, OnIntent: onIntent}
+	value, err := w.invoke(ctx, step, s, c.args, w.seen, opts, func() { w.reportStart(c) })
 	if w.Sandbox != nil && !executions.IsControl(err) {
 		w.Sandbox.OnResult(s.Name, c.args, value)
 	}
@@ -246,7 +246,7 @@ func (w *turn) invokeSkill(
 		c.result = w.shownAnswer(s, value)
 	case errors.As(err, &failure):
 		w.outcome.Calls = append(w.outcome.Calls, s.Name+" (failed)")
-		c.result = w.bound(failed(failure))
+		c.result = w.limitResult(errorResult(failure))
 	case err != nil:
 		return err
 	default:
@@ -257,17 +257,17 @@ func (w *turn) invokeSkill(
 	if failure != nil && failure.Class == executions.ClassUnknown { // an earlier process made the call
 		return w.notifyOnce(ctx, c, "unknown "+s.Name, string(activity.Error), failure.Message)
 	}
-	w.ended(c, failure)
+	w.reportOutcome(c, failure)
 	return nil
 }
 
-// ended reports the outcome of a call.
-func (w *turn) ended(c *call, failure *executions.StepError) {
+// reportOutcome reports the outcome of a call.
+func (w *turn) reportOutcome(c *call, failure *executions.StepError) {
 	if failure != nil {
-		w.toolEnded(c, string(activity.Error), failure.Message)
+		w.reportEnd(c, string(activity.Error), failure.Message)
 		return
 	}
-	w.toolEnded(c, string(activity.Success), "")
+	w.reportEnd(c, string(activity.Success), "")
 }
 
 // Invoke calls a skill as a durable step and passes its outcome to After. All surfaces and automations use Invoke.
@@ -286,40 +286,42 @@ func (l *Loop) InvokeSeen(
 	return l.invoke(ctx, step, s, args, seen, call, func() {})
 }
 
-// invoke is Invoke. It calls begins when this process makes the call.
+// invoke is Invoke. It calls onStart when this process makes the call.
 func (l *Loop) invoke(
 	ctx context.Context, step string, s skills.Skill, args json.RawMessage, seen memory.Seen, call executions.Call,
-	begins func(),
+	onStart func(),
 ) (json.RawMessage, error) {
-	guarded := builtins.WithRevisions(s, args, seen)
+	guardedArgs := builtins.WithRevisions(s, args, seen)
 	call.Skill, call.SkillID, call.Input, call.Idempotent = s.Name, s.ID, args, s.Idempotent
 	value, err := executions.Do(ctx, step, call, func(
 		ctx context.Context, effect *executions.Effect,
 	) (json.RawMessage, error) {
-		begins()
+		onStart()
 		if l.Sandbox != nil {
-			return l.Sandbox.answer(ctx, s.Name, guarded)
+			return l.Sandbox.invoke(ctx, s.Name, guardedArgs)
 		}
 		if err := l.admit(ctx, s, effect.Key); err != nil {
 			return nil, err
 		}
-		value, err := l.Skills.Invoke(ctx, skills.Call{Skill: s, Args: args, Guarded: guarded, IdempotencyKey: effect.Key})
-		ended := err
-		if busy(err) {
-			effect.Status, ended = activity.Skipped, errSkipped
+		value, err := l.Skills.Invoke(ctx, skills.Call{
+			Skill: s, Args: args, Guarded: guardedArgs, IdempotencyKey: effect.Key,
+		})
+		outcome := err
+		if isBusy(err) {
+			effect.Status, outcome = activity.Skipped, errSkipped
 		}
-		if misconfigured(err) {
-			ended = errSkipped
+		if isMisconfigured(err) {
+			outcome = errSkipped
 		}
 		if l.After != nil {
-			if after := l.After(ctx, s, ended); after != nil {
+			if after := l.After(ctx, s, outcome); after != nil {
 				l.log().WarnContext(ctx, "skill call not followed up", "skill", s.Name, "error", after)
 			}
 		}
 		if _, conflict := builtins.IsConflict(s, value); conflict {
 			effect.Status = activity.Skipped
 		}
-		return value, classified(err)
+		return value, toStepError(err)
 	})
 	if why, conflict := builtins.IsConflict(s, value); err == nil && conflict {
 		err = &executions.StepError{Class: builtins.ClassConflict, Message: why}
@@ -330,22 +332,22 @@ func (l *Loop) invoke(
 // errSkipped is the outcome of a call that says nothing about its skill.
 var errSkipped = errors.New("the call was skipped")
 
-// busy reports a call that found its lane held.
-func busy(err error) bool {
-	failed, ok := errors.AsType[*skills.CallError](err)
-	return ok && failed.Class == skills.ClassBusy
+// isBusy reports a call that found its lane held.
+func isBusy(err error) bool {
+	callErr, ok := errors.AsType[*skills.CallError](err)
+	return ok && callErr.Class == skills.ClassBusy
 }
 
-// misconfigured reports a call without a required setting.
-func misconfigured(err error) bool {
-	failed, ok := errors.AsType[*skills.CallError](err)
-	return ok && failed.Class == skills.ClassConfiguration
+// isMisconfigured reports a call without a required setting.
+func isMisconfigured(err error) bool {
+	callErr, ok := errors.AsType[*skills.CallError](err)
+	return ok && callErr.Class == skills.ClassConfiguration
 }
 
 // admit permits a call of an enabled skill, and one trial of a disabled skill. It reads the current state, because the
 // turn chose its tools earlier.
 func (l *Loop) admit(ctx context.Context, s skills.Skill, owner string) error {
-	now, err := executions.RetryTransient(ctx, func(ctx context.Context) (skills.Skill, error) {
+	current, err := executions.RetryTransient(ctx, func(ctx context.Context) (skills.Skill, error) {
 		return skills.Get(ctx, l.Pool, s.Name)
 	})
 	switch {
@@ -353,20 +355,20 @@ func (l *Loop) admit(ctx context.Context, s skills.Skill, owner string) error {
 		return &executions.StepError{Class: classDisabled, Message: "skill " + s.Name + " no longer exists"}
 	case err != nil:
 		return err
-	case now.Trust == skills.TrustApprove && now.Revision != s.Revision:
+	case current.Trust == skills.TrustApprove && current.Revision != s.Revision:
 		return &executions.StepError{
 			Class:   classDisabled,
 			Message: "skill " + s.Name + " was changed during this turn, and needs approval as it is now",
 		}
-	case s.Enabled && now.Enabled:
+	case s.Enabled && current.Enabled:
 		return nil
 	case s.Enabled:
-		return &executions.StepError{Class: classDisabled, Message: "skill " + s.Name + " " + now.OutOfService()}
-	case now.Enabled || l.Admit == nil:
+		return &executions.StepError{Class: classDisabled, Message: "skill " + s.Name + " " + current.OutOfService()}
+	case current.Enabled || l.Admit == nil:
 		return nil
 	}
-	may, err := l.Admit(ctx, s.Name, owner)
-	if err == nil && !may {
+	admitted, err := l.Admit(ctx, s.Name, owner)
+	if err == nil && !admitted {
 		err = &executions.StepError{
 			Class: classDisabled, Message: "skill " + s.Name + " is out of service, and its one trial is taken",
 		}
@@ -374,8 +376,8 @@ func (l *Loop) admit(ctx context.Context, s skills.Skill, owner string) error {
 	return err
 }
 
-// classified returns a skill's failure with its class.
-func classified(err error) error {
+// toStepError returns a skill's failure with its class.
+func toStepError(err error) error {
 	var failure *skills.CallError
 	var params *skills.InvalidParams
 	switch {
@@ -407,41 +409,41 @@ func (t Tool) schema() json.RawMessage {
 // maxName bounds the quoted name of an unknown tool, in characters.
 const maxName = 100
 
-// invalid refuses a call with invalid arguments.
-func (w *turn) invalid(ctx context.Context, c *call, id string, bad error) error {
+// refuseInvalid refuses a call with invalid arguments.
+func (w *turn) refuseInvalid(ctx context.Context, c *call, id string, err error) error {
 	schema := "{}"
-	if params, ok := errors.AsType[*skills.InvalidParams](bad); ok {
+	if params, ok := errors.AsType[*skills.InvalidParams](err); ok {
 		schema = string(params.Schema)
 	}
 	c.result = `{"error":"INVALID_PARAMS"}`
-	c.correction = fmt.Sprintf("Tool call failed: INVALID_PARAMS. Schema: %s Errors: %s", schema, bad)
-	return w.recordRefusal(ctx, c, id, classInvalid, bad.Error())
+	c.correction = fmt.Sprintf("Tool call failed: INVALID_PARAMS. Schema: %s Errors: %s", schema, err)
+	return w.recordRefusal(ctx, c, id, classInvalid, err.Error())
 }
 
 // recordRefusal records the activity of a refused call. Its class does not count as a failure of the skill.
-func (w *turn) recordRefusal(ctx context.Context, c *call, id, class, why string) error {
+func (w *turn) recordRefusal(ctx context.Context, c *call, id, class, reason string) error {
 	name := displayName(c.name)
 	_, err := executions.Do(ctx, "refuse", executions.Call{
-		Entry:      activity.Entry{Skill: name, SkillID: id, Purpose: w.Purpose, Input: attempt(name, c.args)},
+		Entry:      activity.Entry{Skill: name, SkillID: id, Purpose: w.Purpose, Input: describeCall(name, c.args)},
 		Idempotent: true,
 	}, func(ctx context.Context, effect *executions.Effect) (struct{}, error) {
-		w.toolStarted(c)
+		w.reportStart(c)
 		w.log().WarnContext(ctx, "tool call refused", "tool", name, "class", class, "arguments", string(c.args))
 		if class == classDenied {
 			effect.Status = activity.Skipped
 		}
-		return struct{}{}, &executions.StepError{Class: class, Message: why}
+		return struct{}{}, &executions.StepError{Class: class, Message: reason}
 	})
 	if failure, ok := errors.AsType[*executions.StepError](err); ok {
-		w.ended(c, failure)
+		w.reportOutcome(c, failure)
 		return nil
 	}
 	return err
 }
 
-// stall ends the turn as stalled.
-func (w *turn) stall(ctx context.Context, calls []*call, why, details string) error {
-	w.outcome.Ended, w.why = Stalled, why
+// endStalled ends the turn as stalled.
+func (w *turn) endStalled(ctx context.Context, calls []*call, reason, details string) error {
+	w.outcome.Ended, w.stopReason = Stalled, reason
 	return w.recordStall(ctx, calls, details)
 }
 
@@ -449,7 +451,7 @@ func (w *turn) stall(ctx context.Context, calls []*call, why, details string) er
 func (w *turn) recordStall(ctx context.Context, calls []*call, details string) error {
 	attempts := make([]map[string]any, len(calls))
 	for i, c := range calls {
-		attempts[i] = attempt(c.name, c.args)
+		attempts[i] = describeCall(c.name, c.args)
 	}
 	last := models.Shown(w.messages[max(0, len(w.messages)-6):])
 	_, err := executions.Do(ctx, "stall", executions.Call{
@@ -485,25 +487,25 @@ func displayName(name string) string {
 
 // summarizeAttempts returns cut attempts for a log line; the activity has the whole attempts.
 func summarizeAttempts(attempts []map[string]any) []string {
-	const most = 200 // bytes of arguments
+	const maxBytes = 200 // bytes of arguments
 	lines := make([]string, len(attempts))
 	for i, a := range attempts {
 		lines[i] = fmt.Sprintf("%s %s", displayName(fmt.Sprint(a["tool"])),
-			redact.Text(fmt.Sprintf("%s", a["arguments"]), most))
+			redact.Text(fmt.Sprintf("%s", a["arguments"]), maxBytes))
 	}
 	return lines
 }
 
-// attempt describes a call, which may have invalid JSON.
-func attempt(name string, args json.RawMessage) map[string]any {
+// describeCall describes a call, which may have invalid JSON.
+func describeCall(name string, args json.RawMessage) map[string]any {
 	if json.Valid(args) {
 		return map[string]any{"tool": name, "arguments": args}
 	}
 	return map[string]any{"tool": name, "arguments": string(args)}
 }
 
-// failed returns an error for the model.
-func failed(e *executions.StepError) string {
+// errorResult returns an error for the model.
+func errorResult(e *executions.StepError) string {
 	text, err := json.Marshal(map[string]string{"error": e.Class, "message": e.Message})
 	if err != nil {
 		return `{"error":"error"}`
@@ -514,15 +516,15 @@ func failed(e *executions.StepError) string {
 // encode returns a result for the model. PostgreSQL reorders keys and rewrites numbers in a checkpoint. encode returns
 // the same text for both forms, so a replay has the same transcript.
 func encode(value any) string {
-	text, err := canonical(value)
+	text, err := encodeCanonical(value)
 	if err != nil {
-		return failed(&executions.StepError{Class: "error", Message: "the result cannot be shown: " + err.Error()})
+		return errorResult(&executions.StepError{Class: "error", Message: "the result cannot be shown: " + err.Error()})
 	}
 	return text
 }
 
-// canonical encodes JSON with sorted keys and plain numbers.
-func canonical(value any) (string, error) {
+// encodeCanonical encodes JSON with sorted keys and plain numbers.
+func encodeCanonical(value any) (string, error) {
 	raw, err := json.Marshal(value)
 	if err != nil {
 		return "", err

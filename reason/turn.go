@@ -17,60 +17,60 @@ import (
 
 // turn is a running [Turn].
 type turn struct {
-	view *callbacks // nil without callbacks
+	callbacks *callbacks // nil without callbacks
 	*Loop
 	Turn
-	budget        Budget
-	account       *account // nil before the first model call
-	agent         agents.Agent
-	delegates     []delegateAgent // agents that the turn may delegate to
-	models        []string        // the current model and its fallbacks; "" is the client's
-	skills        []skills.Skill
-	first         int // number of skills offered from the beginning
-	more          int // number of skills that only skill_search finds
-	messages      []models.Message
-	opening       int // number of leading messages that always stay
-	prompt        int // index of the prompt
-	fresh         int // number of messages that are new to the next model call
-	outcome       Outcome
-	made          []*call // of the last reply
-	results       []*longResult
-	seen          memory.Seen       // memory that the turn has read
-	pendingSights []answer          // answers that the next request shows
-	denied        map[string]string // reasons, by skill and arguments
-	last          string            // the last call, with its arguments
-	same          int               // repetitions of last in a row
-	silent        int               // empty answers in a row
-	unformed      int               // answers without the requested form
-	bad           int               // replies in a row with invalid calls only
-	why           string            // reason of a stall, or the limit
-	spent         time.Duration     // used time at the last recorded answer
-	mark          time.Time         // of that answer in this process
+	budget           Budget
+	account          *account // nil before the first model call
+	agent            agents.Agent
+	delegates        []delegateAgent // agents that the turn may delegate to
+	models           []string        // the current model and its fallbacks; "" is the client's
+	skills           []skills.Skill
+	offeredCount     int // number of skills in the first request
+	searchableCount  int // number of skills that only skill_search finds
+	messages         []models.Message
+	prefixLen        int // number of leading messages that always stay
+	promptIndex      int // index of the prompt
+	newCount         int // number of messages that are new to the next model call
+	outcome          Outcome
+	lastCalls        []*call // of the last reply
+	longResults      []*longResult
+	seen             memory.Seen       // memory that the turn has read
+	pendingSights    []pendingSight    // answers that the next request shows
+	deniedReasons    map[string]string // reasons, by skill and arguments
+	lastCall         string            // the last call, with its arguments
+	repeats          int               // repetitions of lastCall in a row
+	emptyAnswers     int               // empty answers in a row
+	malformedAnswers int               // answers without the requested form
+	invalidReplies   int               // replies in a row with invalid calls only
+	stopReason       string            // reason of a stall, or the limit
+	elapsed          time.Duration     // used time at the last recorded answer
+	measuredAt       time.Time         // time of that answer in this process
 }
 
 // newTurn begins the transcript.
 func (l *Loop) newTurn(t *Turn, p *prepared) *turn {
 	w := &turn{
-		Loop: l, Turn: *t, budget: t.budget(l.Budget).limitedBy(p.who.Limits), denied: map[string]string{},
-		seen: memory.Seen{}, mark: time.Now(), agent: p.who,
-		models:    append([]string{p.who.Model}, p.who.Fallback...),
-		delegates: p.Delegates, skills: p.Skills, first: len(p.Skills), more: p.More,
+		Loop: l, Turn: *t, budget: t.budget(l.Budget).limitedBy(p.agent.Limits), deniedReasons: map[string]string{},
+		seen: memory.Seen{}, measuredAt: time.Now(), agent: p.agent,
+		models:    append([]string{p.agent.Model}, p.agent.Fallback...),
+		delegates: p.Delegates, skills: p.Skills, offeredCount: len(p.Skills), searchableCount: p.More,
 	}
 	w.seen.Add(t.Seen...)
 	w.seen.Add(p.sights()...)
 	w.addMessage(models.RoleSystem, p.system(t.System))
 	history := dropIncomplete(t.History)
 	w.messages = append(w.messages, history...)
-	w.opening = 1
-	for w.opening < len(w.messages) && w.messages[w.opening].Role == models.RoleSystem {
-		w.opening++
+	w.prefixLen = 1
+	for w.prefixLen < len(w.messages) && w.messages[w.prefixLen].Role == models.RoleSystem {
+		w.prefixLen++
 	}
-	w.prompt = len(w.messages)
+	w.promptIndex = len(w.messages)
 	w.addMessage(models.RoleUser, p.request(t))
-	w.messages[w.prompt].Parts = t.Images
-	w.bind()
+	w.messages[w.promptIndex].Parts = t.Images
+	w.bindTools()
 	if len(history) > 0 {
-		w.fresh = 1 // earlier turns recorded the rest
+		w.newCount = 1 // earlier turns recorded the rest
 	}
 	return w
 }
@@ -81,23 +81,23 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 	if err := l.validate(&t); err != nil {
 		return Outcome{}, fmt.Errorf("begin turn: %w", err)
 	}
-	view := l.queueCallbacks(ctx, &t)
-	defer view.close(ctx)
+	cb := l.queueCallbacks(ctx, &t)
+	defer cb.close(ctx)
 	p, err := l.prepare(ctx, &t)
 	if err != nil {
 		return Outcome{}, err
 	}
 	ctx = trace.As(ctx, t.Agent)
 	if p.Agent != nil {
-		ctx = agents.With(ctx, p.who)
+		ctx = agents.With(ctx, p.agent)
 	}
 	w := l.newTurn(&t, p)
-	w.view = view
-	if w.more > 0 {
+	w.callbacks = cb
+	if w.searchableCount > 0 {
 		w.Tools = append(w.Tools, w.skillSearch())
 	}
 	for w.outcome.Ended == "" {
-		if w.outcome.Ended = w.exhausted(); w.outcome.Ended != "" {
+		if w.outcome.Ended = w.exhaustedBudget(); w.outcome.Ended != "" {
 			break
 		}
 		if err := w.iterate(ctx); err != nil {
@@ -106,7 +106,7 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 	}
 	if w.outcome.Ended == endedIterations {
 		details := fmt.Sprintf("the model called tools %d times in a row and gave no answer", w.outcome.Iterations)
-		if err := w.recordStall(ctx, w.made, details); err != nil {
+		if err := w.recordStall(ctx, w.lastCalls, details); err != nil {
 			return w.outcome, err
 		}
 	}
@@ -121,7 +121,7 @@ func (w *turn) iterate(ctx context.Context) error {
 	w.trimContext()
 	w.recordSights()
 	reply, err := w.callModel(ctx)
-	if limit, failure, ok := endedBy(err); ok {
+	if limit, failure, ok := limitFromError(err); ok {
 		w.stopAtLimit(limit, failure)
 		return nil
 	}
@@ -129,27 +129,27 @@ func (w *turn) iterate(ctx context.Context) error {
 		return err
 	}
 	w.outcome.Iterations++
-	w.count(Outcome{Usage: reply.shown(), CostUSD: reply.CostUSD})
+	w.addUsage(Outcome{Usage: reply.shown(), CostUSD: reply.CostUSD})
 	w.messages = append(w.messages, reply.Message.Sendable())
 	if len(reply.Message.ToolCalls) == 0 {
 		w.outcome.Cut = reply.Cut
 		if w.Form != nil {
 			return w.finishForm(ctx, reply)
 		}
-		return w.answer(ctx, strings.TrimSpace(cmp.Or(reply.Message.Content, reply.Message.Refusal)))
+		return w.finishText(ctx, strings.TrimSpace(cmp.Or(reply.Message.Content, reply.Message.Refusal)))
 	}
-	w.silent = 0
+	w.emptyAnswers = 0
 	return w.runCalls(trace.WithCause(ctx, reply.Activity), reply.Message.ToolCalls)
 }
 
 func (w *turn) stopAtLimit(limit string, failure *executions.StepError) {
 	w.outcome.Ended = limit
 	if failure.Class != classBudget {
-		w.why = failure.Message
+		w.stopReason = failure.Message
 	}
 	if !failure.Until.IsZero() {
 		w.outcome.Until = failure.Until.In(w.zone())
-		w.why += "; it begins again on " + w.outcome.Until.Format(untilFormat)
+		w.stopReason += "; it begins again on " + w.outcome.Until.Format(untilFormat)
 	}
 }
 
@@ -164,8 +164,8 @@ func (l *Loop) zone() *time.Location {
 	return l.Zone
 }
 
-// answer ends the turn with an answer. After an empty answer, it requests an answer once more.
-func (w *turn) answer(ctx context.Context, text string) error {
+// finishText ends the turn with an answer. After an empty answer, it requests an answer once more.
+func (w *turn) finishText(ctx context.Context, text string) error {
 	if text != "" {
 		w.outcome.Text, w.outcome.Ended = text, Answered
 		return nil
@@ -174,9 +174,9 @@ func (w *turn) answer(ctx context.Context, text string) error {
 		w.outcome.Text, w.outcome.Ended = filteredText, Answered
 		return nil
 	}
-	if w.silent++; w.silent > 1 {
-		return w.stall(ctx, nil, "the model gave no text",
-			fmt.Sprintf("the model answered with nothing %d times in a row", w.silent))
+	if w.emptyAnswers++; w.emptyAnswers > 1 {
+		return w.endStalled(ctx, nil, "the model gave no text",
+			fmt.Sprintf("the model answered with nothing %d times in a row", w.emptyAnswers))
 	}
 	w.addMessage(models.RoleSystem, "Your last answer was empty. Answer in words, or call a tool.")
 	return nil
@@ -187,36 +187,37 @@ func (w *turn) answer(ctx context.Context, text string) error {
 func (w *turn) finishForm(ctx context.Context, reply *reply) error {
 	text := strings.TrimSpace(reply.Message.Content)
 	if text == "" && reply.Message.Refusal == "" && reply.Cut == "" {
-		return w.answer(ctx, "")
+		return w.finishText(ctx, "")
 	}
-	answer, wrong := w.Form.read(text)
+	answer, problem := w.Form.parse(text)
 	final := true
 	switch {
 	case reply.Cut == string(models.FinishContentFilter):
-		wrong = formFiltered
+		problem = formFiltered
 	case reply.Cut != "":
-		wrong = formCutOff
-	case wrong == "":
-		return w.answer(ctx, answer)
+		problem = formCutOff
+	case problem == "":
+		return w.finishText(ctx, answer)
 	case text == "":
-		wrong = fmt.Sprintf(formNotAnswered, clipped(reply.Message.Refusal))
+		problem = fmt.Sprintf(formNotAnswered, truncateQuote(reply.Message.Refusal))
 	default:
-		w.unformed++
-		final = w.unformed > 1
+		w.malformedAnswers++
+		final = w.malformedAnswers > 1
 	}
 	if !final {
-		w.addMessage(models.RoleUser, fmt.Sprintf(formCorrection, wrong)) // a client's own schema is no rule of the runtime
+		// The role is the user's, because a client's schema is no rule of the runtime.
+		w.addMessage(models.RoleUser, fmt.Sprintf(formCorrection, problem))
 		return nil
 	}
-	if err := w.stall(ctx, nil, whyOtherwise+": "+wrong, whyOtherwise+": "+wrong); err != nil {
+	if err := w.endStalled(ctx, nil, formMismatch+": "+problem, formMismatch+": "+problem); err != nil {
 		return err
 	}
-	w.outcome.Ended, w.outcome.Text = EndedForm, upper(whyOtherwise)+": "+wrong+"."
+	w.outcome.Ended, w.outcome.Text = EndedForm, capitalize(formMismatch)+": "+problem+"."
 	return nil
 }
 
-// upper capitalizes a sentence.
-func upper(text string) string { return strings.ToUpper(text[:1]) + text[1:] }
+// capitalize capitalizes a sentence.
+func capitalize(text string) string { return strings.ToUpper(text[:1]) + text[1:] }
 
 // filteredText replaces an answer that the model's server withheld.
 const filteredText = "The model's provider has withheld this answer: its content filter found something in the " +
@@ -224,11 +225,11 @@ const filteredText = "The model's provider has withheld this answer: its content
 
 func (w *turn) addMessage(role, text string) {
 	w.messages = append(w.messages, models.Message{Role: role, Content: text})
-	w.fresh++
+	w.newCount++
 }
 
-// exhausted returns the exhausted budget, or "". The result depends on recorded values only.
-func (w *turn) exhausted() string {
+// exhaustedBudget returns the exhausted budget, or "". The result depends on recorded values only.
+func (w *turn) exhaustedBudget() string {
 	switch {
 	case w.Sandbox != nil && w.Sandbox.Stop != nil && w.Sandbox.Stop():
 		return EndedStopped
@@ -248,8 +249,8 @@ func (w *turn) summary() string {
 	if len(w.outcome.Calls) > 0 {
 		done = "calls made: " + strings.Join(w.outcome.Calls, ", ")
 	}
-	if w.why != "" {
-		return fmt.Sprintf("Stopped because %s; %s.", w.why, done)
+	if w.stopReason != "" {
+		return fmt.Sprintf("Stopped because %s; %s.", w.stopReason, done)
 	}
 	return fmt.Sprintf("Stopped because the budget of %s ran out; %s.", w.outcome.Ended, done)
 }
