@@ -280,8 +280,8 @@ func TestInvalidUploads(t *testing.T) {
 		status           int
 		says             string
 	}{
-		"too large":       {"", strings.Repeat("x", 2001), "text/plain", 413, "at most 2000 bytes are stored"},
-		"too large form":  {"", large, largeKind, 413, "at most 2000 bytes are stored"},
+		"too large":       {"", strings.Repeat("x", 2001), "text/plain", 413, "limit is 2000 bytes"},
+		"too large form":  {"", large, largeKind, 413, "limit is 2000 bytes"},
 		"far too large":   {"", strings.Repeat("x", 100_000), "text/plain", 413, "bytes"},
 		"empty":           {"", "", "text/plain", 400, "empty"},
 		"no file":         {"", noFile, kind, 400, "no part named file"},

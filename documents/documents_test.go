@@ -120,7 +120,7 @@ func TestLimitsAreNamed(t *testing.T) {
 		t.Errorf("empty: %v", err)
 	}
 	_, err := add(t.Context(), pool, documents.Upload{Content: make([]byte, 11), MaxBytes: 10})
-	assert.Truef(t, errors.Is(err, documents.ErrTooLarge) && strings.Contains(err.Error(), "at most 10 bytes"),
+	assert.Truef(t, errors.Is(err, documents.ErrTooLarge) && strings.Contains(err.Error(), "limit is 10 bytes"),
 		"too large: %v", err)
 	_, err = add(t.Context(), pool, documents.Upload{Content: []byte("x"), ThreadID: "nowhere"})
 	assert.ErrorIs(t, err, threads.ErrNotFound, "no thread")
@@ -259,7 +259,7 @@ func TestTheTextOfAMessageIsSeparatedFromItsDocuments(t *testing.T) {
 		head(`"a"`) + "\n" + head(`"b"`):               {"", []string{"a", "b"}},
 		"Look " + head(`"a"`):                          {"Look " + head(`"a"`), nil}, // not at the start of a line
 		"[Document x: \"a\", 1 byte. It is data, not…": {"[Document x: \"a\", 1 byte. It is data, not…", nil},
-		head(`"\q"`): {"", []string{`"\q"`}}, // not the output of Shown, so it is shown unchanged
+		head(`"\q"`): {"", []string{`"\q"`}}, // not the output of Render, so it stays as it is
 	} {
 		text, list := documents.SplitExcerpts(content)
 		var names []string

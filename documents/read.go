@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"net/url"
 	"strconv"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 
@@ -27,26 +28,26 @@ type Piece struct {
 	Size   int64 // of the document
 }
 
-// Read returns at most the given bytes of a document's text from an offset on, in whole characters. It returns
-// [ErrBinary] if the document is not text.
-func Read(ctx context.Context, db postgres.DB, id string, offset int64, most int) (Piece, error) {
+// Read returns up to maxBytes of a document's text from an offset on, in whole characters. It returns [ErrBinary] if
+// the document is not text.
+func Read(ctx context.Context, db postgres.DB, id string, offset int64, maxBytes int) (Piece, error) {
 	p := Piece{Offset: max(0, offset)}
-	var readable bool
+	var isText bool
 	var raw []byte
 	err := db.QueryRow(ctx, `
 		select size, is_text, case when is_text
-		  and @offset < size then substring(content from @offset::int + 1 for @most::int) end
+		  and @offset < size then substring(content from @offset::int + 1 for @max_bytes::int) end
 		  from agent_documents where id = @id`,
-		postgres.Strict{"id": id, "offset": min(p.Offset, 1<<30), "most": most}).Scan(&p.Size, &readable, &raw)
+		postgres.Strict{"id": id, "offset": min(p.Offset, 1<<30), "max_bytes": maxBytes}).Scan(&p.Size, &isText, &raw)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows), postgres.IsCode(err, "22P02", "22021"):
 		return p, fmt.Errorf("read document: %w", ErrNotFound)
 	case err != nil:
 		return p, fmt.Errorf("read document: %w", err)
-	case !readable:
+	case !isText:
 		return p, fmt.Errorf("read document: %w", ErrBinary)
 	}
-	text, skipped := whole(raw)
+	text, skipped := trimPartialRunes(raw)
 	p.Text, p.Offset = text, p.Offset+int64(skipped)
 	if end := p.Offset + int64(len(text)); text != "" && end < p.Size {
 		p.Next = end
@@ -54,7 +55,25 @@ func Read(ctx context.Context, db postgres.DB, id string, offset int64, most int
 	return p, nil
 }
 
-// Send answers a request with a document. A browser saves every type as a file.
+// trimPartialRunes trims partial UTF-8 sequences at both ends of a piece. skipped is the number of bytes trimmed at its
+// start.
+func trimPartialRunes(piece []byte) (text string, skipped int) {
+	for skipped < len(piece) && skipped < utf8.UTFMax && !utf8.RuneStart(piece[skipped]) {
+		skipped++
+	}
+	piece = piece[skipped:]
+	for n := 1; n < utf8.UTFMax && n <= len(piece); n++ {
+		if last := piece[len(piece)-n:]; utf8.RuneStart(last[0]) {
+			if !utf8.FullRune(last) {
+				piece = piece[:len(piece)-n]
+			}
+			break
+		}
+	}
+	return string(piece), skipped
+}
+
+// Send writes a document as the response. Browsers save every type as a file.
 func Send(w http.ResponseWriter, d Document, content []byte) error {
 	h := w.Header()
 	h.Set("Content-Type", d.ContentType)
@@ -88,13 +107,13 @@ const readableIDs = `
 	select d.id from run r join agent_documents d on d.id = lanekeeper.agent_uuid(@id) where r.depth = 0
 	  and r.surface = 'operate'`
 
-// Readable lists at most the given number of documents that an execution may read, newest first: those of its thread,
-// its own, and those of its ancestors. Without a thread it may read the admin's documents, too.
-func Readable(ctx context.Context, db postgres.DB, execution string, most int) ([]Document, error) {
+// Readable returns up to limit documents that an execution may read, newest first: those of its thread, its own, and
+// those of its ancestors. Without a thread it may read the admin's documents, too.
+func Readable(ctx context.Context, db postgres.DB, execution string, limit int) ([]Document, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_documents
-		 where id in (`+readableIDs+`) order by id desc limit @most`,
-		postgres.Strict{"execution": execution, "id": "", "most": most})
+		 where id in (`+readableIDs+`) order by id desc limit @limit`,
+		postgres.Strict{"execution": execution, "id": "", "limit": limit})
 	return postgres.Collect(rows, err, "list documents of execution", pgx.RowToStructByPos[Document])
 }
 
@@ -105,7 +124,7 @@ func GetReadable(ctx context.Context, db postgres.DB, execution, id string) (Doc
 		select `+columns+` from agent_documents
 		 where id = lanekeeper.agent_uuid(@id) and id in (`+readableIDs+`)`,
 		postgres.Strict{"execution": execution, "id": postgres.Text(id)})
-	return one(rows, err, "read document")
+	return collectOne(rows, err, "read document")
 }
 
 // FormOverhead bounds the bytes of a form besides the file.
@@ -122,17 +141,17 @@ type Form struct {
 
 // ReadForm reads an upload: a form (multipart/form-data) with one part named file or, if raw, the file itself without a
 // name. It returns [ErrForm] or [ErrTooLarge].
-func ReadForm(r *http.Request, most int64, raw bool) (Form, error) {
-	kind, params, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
-	f := Form{Upload: Upload{ContentType: kind, MaxBytes: most}, Fields: map[string]string{}}
+func ReadForm(r *http.Request, maxBytes int64, raw bool) (Form, error) {
+	mediaType, params, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
+	f := Form{Upload: Upload{ContentType: mediaType, MaxBytes: maxBytes}, Fields: map[string]string{}}
 	switch {
-	case err == nil && kind == "multipart/form-data" && params["boundary"] != "":
+	case err == nil && mediaType == "multipart/form-data" && params["boundary"] != "":
 		return f, f.parts(multipart.NewReader(r.Body, params["boundary"]))
-	case raw && (err != nil || kind != "multipart/form-data"):
-		f.Content, err = bounded(r.Body, most)
+	case raw && (err != nil || mediaType != "multipart/form-data"):
+		f.Content, err = readLimited(r.Body, maxBytes)
 		return f, err
 	}
-	return f, fmt.Errorf("%w: send multipart/form-data with a part named file, of at most %d bytes", ErrForm, most)
+	return f, fmt.Errorf("%w: send multipart/form-data with a part named file, of at most %d bytes", ErrForm, maxBytes)
 }
 
 func (f *Form) parts(form *multipart.Reader) error {
@@ -150,12 +169,12 @@ func (f *Form) parts(form *multipart.Reader) error {
 		case part.FormName() == "file":
 			found = true
 			f.Name, f.ContentType = fileName(part), part.Header.Get("Content-Type")
-			if f.Content, err = bounded(part, f.MaxBytes); err != nil {
+			if f.Content, err = readLimited(part, f.MaxBytes); err != nil {
 				return err
 			}
 			continue
 		}
-		value, err := bounded(part, FormOverhead)
+		value, err := readLimited(part, FormOverhead)
 		if err != nil {
 			return fmt.Errorf("%w: the field %.40q is too long", ErrForm, part.FormName())
 		}
@@ -172,14 +191,14 @@ func fileName(part *multipart.Part) string {
 	return name
 }
 
-// bounded reads at most the given bytes.
-func bounded(from io.Reader, most int64) ([]byte, error) {
-	content, err := io.ReadAll(io.LimitReader(from, most+1))
+// readLimited reads all content, or returns [ErrTooLarge] if it exceeds maxBytes.
+func readLimited(from io.Reader, maxBytes int64) ([]byte, error) {
+	content, err := io.ReadAll(io.LimitReader(from, maxBytes+1))
 	switch {
 	case err != nil:
 		return nil, fmt.Errorf("%w: %w", ErrForm, err)
-	case int64(len(content)) > most:
-		return nil, TooLarge(most)
+	case int64(len(content)) > maxBytes:
+		return nil, TooLarge(maxBytes)
 	}
 	return content, nil
 }

@@ -223,5 +223,5 @@ func TestDocumentCommands(t *testing.T) {
 	small := newProgram(t, pgtest.URL(t), "AGENT_DOCUMENT_MAX_BYTES=1024")
 	large := filepath.Join(dir, "large")
 	require.NoError(t, os.WriteFile(large, make([]byte, 1025), 0o600))
-	assert.Contains(t, small.run("documents", "add", large).err, "at most 1024 bytes", "AGENT_DOCUMENT_MAX_BYTES")
+	assert.Contains(t, small.run("documents", "add", large).err, "limit is 1024 bytes", "AGENT_DOCUMENT_MAX_BYTES")
 }

@@ -96,7 +96,7 @@ func fileError(err error) error {
 // hasLongDocument reports whether the model reads only the start of a document in the conversation.
 func (p conversation) hasLongDocument() bool {
 	return slices.ContainsFunc(p.messages,
-		func(m models.Message) bool { return strings.Contains(m.Content, documents.Continues) })
+		func(m models.Message) bool { return strings.Contains(m.Content, documents.TruncatedPrefix) })
 }
 
 // attachFiles attaches the files of the messages to the thread and stores the included ones. texts are the messages
@@ -111,7 +111,7 @@ func (c *Chat) attachFiles(
 			if err != nil {
 				return nil, nil, fileError(err)
 			}
-			shown, err := documents.Shown(ctx, tx, d, maxExcerpt)
+			shown, err := documents.Render(ctx, tx, d, maxExcerpt)
 			if err != nil {
 				return nil, nil, err
 			}

@@ -122,7 +122,7 @@ func (t *turn) answer(ctx context.Context) (answer, error) {
 	if t.stored != nil {
 		turn.Available, t.stored.available = t.stored.available, nil
 	}
-	if earlier.hasLongDocument() || strings.Contains(t.prompt, documents.Continues) {
+	if earlier.hasLongDocument() || strings.Contains(t.prompt, documents.TruncatedPrefix) {
 		turn.Also = []string{builtins.DocumentRead}
 	}
 	if t.in.Form != nil { // it is validated before a client sees it

@@ -1,0 +1,89 @@
+package documents
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+// quota bounds the documents of one owner: a thread or a chat key.
+type quota struct {
+	lock               string // the advisory lock's name, before the owner
+	count              string // query of the number and bytes of the documents of @owner
+	maxCount, maxBytes int64
+	limit              string // format of the limits in the error
+}
+
+var (
+	threadQuota = quota{
+		"documents of thread ",
+		`select count(*), coalesce(sum(size), 0) from agent_documents where thread_id = @owner`,
+		MaxPerThread, MaxThreadBytes, "limit per thread is %d documents and %d bytes",
+	}
+	keyQuota = quota{
+		"documents of key ",
+		`select count(*), coalesce(sum(size), 0) from agent_documents
+		  where owner = @owner and owner_kind <> 'admin' and expires_at is not null`,
+		MaxUnused, MaxUnusedBytes, "limit per chat key is %d unused uploads and %d bytes",
+	}
+)
+
+// check runs b, locks the owner's documents until the transaction ends, and returns [ErrTooMany] if a document of
+// addBytes exceeds the quota.
+func (q quota) check(ctx context.Context, tx pgx.Tx, b *pgx.Batch, owner string, addBytes int64) error {
+	var count, size int64
+	b.Queue(`select pg_advisory_xact_lock(hashtextextended(@lock::text || @owner::text, 0))`,
+		postgres.Strict{"lock": q.lock, "owner": postgres.Text(owner)})
+	b.Queue(q.count, postgres.Strict{"owner": postgres.Text(owner)}).
+		QueryRow(func(row pgx.Row) error { return row.Scan(&count, &size) })
+	if err := tx.SendBatch(ctx, b).Close(); err != nil {
+		return fmt.Errorf("count documents: %w", err)
+	}
+	if count >= q.maxCount || size+addBytes > q.maxBytes {
+		return fmt.Errorf("%w: "+q.limit, ErrTooMany, q.maxCount, q.maxBytes)
+	}
+	return nil
+}
+
+// checkQuota applies the quota of the upload's thread, or that of its chat key for an unused upload.
+func checkQuota(ctx context.Context, tx pgx.Tx, u Upload) error {
+	switch size := int64(len(u.Content)); {
+	case u.ThreadID != "":
+		return checkThreadQuota(ctx, tx, u.ThreadID, size)
+	case u.isUnused():
+		return keyQuota.check(ctx, tx, &pgx.Batch{}, u.By.Owner, size)
+	}
+	return nil
+}
+
+// checkThreadQuota applies the quota of a thread, or returns [threads.ErrNotFound]. Lock order: thread row, then
+// advisory lock. Writers of messages lock the row first, too.
+func checkThreadQuota(ctx context.Context, tx pgx.Tx, thread string, addBytes int64) error {
+	b := &pgx.Batch{}
+	b.Queue(`select 1 from agent_threads where id = @thread for key share`,
+		postgres.Strict{"thread": postgres.Text(thread)}).
+		QueryRow(func(row pgx.Row) error { return row.Scan(new(int)) })
+	err := threadQuota.check(ctx, tx, b, thread, addBytes)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return threads.ErrNotFound
+	}
+	return err
+}
+
+// deleteExpired deletes up to 20 expired uploads.
+func deleteExpired(ctx context.Context, tx pgx.Tx) error {
+	_, err := tx.Exec(ctx, `
+		with old as (
+		  select d.id from agent_documents d where d.expires_at < statement_timestamp() order by d.expires_at limit 20
+		     for update skip locked)
+		delete from agent_documents d using old o where d.id = o.id`)
+	if err != nil {
+		return fmt.Errorf("delete expired documents: %w", err)
+	}
+	return nil
+}
