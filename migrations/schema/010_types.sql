@@ -35,7 +35,7 @@ create domain agent_seconds as int check (value >= 0);
 comment on domain agent_surface is
   'The origin of a run: a schedule, an admin, a visitor, another system, or another run.';
 comment on domain agent_execution_status is
-  'Pending, running and waiting are under way; completed, failed, timeout and cancelled are ends.';
+  'Pending, running and waiting are open; completed, failed, timeout and cancelled are final.';
 comment on domain agent_result_type is 'How an execution ended, in one word; null before.';
 comment on domain agent_wait_kind is 'The kinds of wait of an execution.';
 comment on domain agent_queue is 'Interactive is for work that a person waits for.';

@@ -201,7 +201,7 @@ language sql volatile security definer set search_path from current as $$
   select lanekeeper.agent_lock_check(p_lane, 'anybody', 1)
      and exists (select 1 from agent_locks l where l.lane = p_lane and l.expires_at > clock_timestamp())
 $$;
-comment on function is_agent_lock_held is 'Whether somebody holds the lane now.';
+comment on function is_agent_lock_held is 'Whether the lane is held now.';
 
 create or replace function fence_agent_lock(p_lane text, p_fencing_token bigint)
 returns void
@@ -252,7 +252,7 @@ begin
 end $$;
 comment on function break_agent_lock is
   'Take a lane away from its holder and void its token. The reason is recorded under the holder''s trace, and the '
-  'holder is notified on agent_lanes. While a fenced write is under way, the call waits for about a second. Then it '
+  'holder is notified on agent_lanes. While a fenced write is in progress, the call waits for about a second. Then it '
   'raises 55P03 and names the blocker.';
 
 -- Checks, and the lock of a row
@@ -651,22 +651,22 @@ create or replace function lanekeeper.agent_lenders(p_borrower uuid, p_holder uu
 language plpgsql volatile as $$
 declare
   child record;
-  above record;
-  line uuid[] := '{}';
+  parent record;
+  lenders uuid[] := '{}';
 begin
   select x.id, x.parent_id, x.inherits into child from agent_executions x where x.id = p_borrower;
   while child.inherits and child.parent_id is not null loop
-    select x.id, x.parent_id, x.inherits, x.status, x.waiting_for, x.waiting_key into above
+    select x.id, x.parent_id, x.inherits, x.status, x.waiting_for, x.waiting_key into parent
       from agent_executions x where x.id = child.parent_id;
-    if not (above.status = 'waiting' and above.waiting_for = 'agent' and above.waiting_key = child.id::text
-            or above.status = 'running' and p_running) then
+    if not (parent.status = 'waiting' and parent.waiting_for = 'agent' and parent.waiting_key = child.id::text
+            or parent.status = 'running' and p_running) then
       return null;
     end if;
-    line := above.id || line;
-    if above.id = p_holder then
-      return line;
+    lenders := parent.id || lenders;
+    if parent.id = p_holder then
+      return lenders;
     end if;
-    child := above;
+    child := parent;
   end loop;
   return null;
 end $$;
@@ -682,7 +682,7 @@ language plpgsql volatile as $$
 declare
   owner text := p_borrower || '#' || p_claim;
   held agent_locks;
-  line uuid[];
+  lenders uuid[];
   seen uuid[];
   now_ timestamptz;
 begin
@@ -692,26 +692,26 @@ begin
   perform fence_agent_execution(p_borrower, p_claim);
   for look in 1 .. 2 loop
     select l.* into held from agent_locks l where l.lane = p_lane;
-    line := case when held.expires_at > clock_timestamp() and held.execution_id <> p_borrower
-                 then lanekeeper.agent_lenders(p_borrower, held.execution_id, p_lane like 'thread:%') end;
-    exit when line is null or look = 2;
+    lenders := case when held.expires_at > clock_timestamp() and held.execution_id <> p_borrower
+                    then lanekeeper.agent_lenders(p_borrower, held.execution_id, p_lane like 'thread:%') end;
+    exit when lenders is null or look = 2;
     -- The executions between holder and borrower need their own locks. An execution whose row is locked begins or ends
     -- its wait.
     seen := array(select x.id
                     from agent_executions x
-                   where x.id = any (line[2 : cardinality(line) - 1])
+                   where x.id = any (lenders[2 : cardinality(lenders) - 1])
                    order by x.id
                    for share skip locked);
-    exit when cardinality(seen) < cardinality(line) - 2;
-    seen := line;
+    exit when cardinality(seen) < cardinality(lenders) - 2;
+    seen := lenders;
     perform 1 from agent_locks l where l.lane = p_lane for update;
   end loop;
-  if line = seen then
+  if lenders = seen then
     now_ := clock_timestamp();                                                        -- after the locks
     insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
     select p_lane, u.n + (select coalesce(max(n.depth), 0) from agent_lock_loans n where n.lane = p_lane), u.lender,
-           coalesce(line[u.n + 1], p_borrower), held.ttl_seconds
-      from unnest(line) with ordinality u (lender, n);
+           coalesce(lenders[u.n + 1], p_borrower), held.ttl_seconds
+      from unnest(lenders) with ordinality u (lender, n);
     insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended, successor)
     select l.lane, l.execution_id, l.fencing_token, l.locked_at,
            greatest(least(l.expires_at, clock_timestamp()), l.locked_at), 'lent', owner

@@ -68,7 +68,7 @@ comment on index agent_executions_run is
   'KEY SHARE. This fences writes under a claim.';
 create index agent_executions_thread on agent_executions (thread_id)
   where thread_id is not null and completed_at is null;
-comment on index agent_executions_thread is 'Finds the executions under way in a thread.';
+comment on index agent_executions_thread is 'Finds the open executions of a thread.';
 create index agent_executions_waiting_until on agent_executions (waiting_until) where status = 'waiting';
 comment on index agent_executions_waiting_until is 'Finds waits that have timed out.';
 create index agent_executions_waits on agent_executions (waiting_for, waiting_key) where waiting_for is not null;
@@ -210,7 +210,7 @@ comment on column agent_flows.current is
   'New executions begin with this version. No current version: the flow was removed.';
 
 create table agent_idempotency (
-  scope text not null check (scope <> ''), key text not null check ((length(key) >= 1) AND (length(key) <= 255)),
+  scope text not null check (scope <> ''), key text not null check (length(key) between 1 and 255),
   fingerprint bytea not null, attempt uuid not null default lanekeeper.agent_uuid7(),
   state text not null default 'running' check (state in ('running', 'answered', 'unkept')),
   lease_until timestamptz not null, status int not null default 0, header jsonb not null default '{}',
@@ -230,7 +230,7 @@ comment on column agent_idempotency.fingerprint is
 comment on column agent_idempotency.attempt is
   'The attempt that handles the request. It is void once another attempt has taken over.';
 comment on column agent_idempotency.state is
-  'running: under way. answered: the answer is kept. unkept: answered, but the answer is not kept.';
+  'running: in progress. answered: the answer is kept. unkept: answered, but the answer is not kept.';
 comment on column agent_idempotency.lease_until is
   'When the lease of the attempt ends. Its process may have died before.';
 comment on column agent_idempotency.status is 'The HTTP status of the answer.';
@@ -262,7 +262,7 @@ create table agent_execution_durations (
   primary key (span, start, measure, agent, flow, bucket)
 ) with (fillfactor = 80);
 comment on table agent_execution_durations is
-  'Durations and waiting times of executions, by hour and once more by day. A bucket is 5 per cent wide.';
+  'Durations and waiting times of executions, by hour and once more by day. A bucket is 5% wide.';
 comment on column agent_execution_durations.span is 'The length of the count.';
 comment on column agent_execution_durations.start is 'The beginning of the hour or day (UTC) in which they ended.';
 comment on column agent_execution_durations.measure is
@@ -313,7 +313,7 @@ create table agent_idle_workers (
   seen_at timestamptz not null default clock_timestamp(), expires_at timestamptz not null
 );
 comment on table agent_idle_workers is
-  'Workers outside that wait for an execution, by name. A row is stale when the wait is over.';
+  'Workers outside that wait for an execution, by name. A row is stale when the wait has ended.';
 comment on column agent_idle_workers.owner is 'The name that the worker gave itself.';
 comment on column agent_idle_workers.flows is 'The flows that it waits for.';
 comment on column agent_idle_workers.since is
@@ -457,10 +457,10 @@ begin
   -- Lock the children that end with it before the first lane.
   if e.status = 'cancelled' then
     perform 1 from agent_executions x where x.id in (
-      with recursive line (id) as (
-        select e.id union select c.id from line l join agent_executions c on c.parent_id = l.id
+      with recursive subtree (id) as (
+        select e.id union select c.id from subtree s join agent_executions c on c.parent_id = s.id
          where c.awaited
-           and c.status in ('pending', 'running', 'waiting')) select l.id from line l) order by x.id for update;
+           and c.status in ('pending', 'running', 'waiting')) select s.id from subtree s) order by x.id for update;
   end if;
   -- A run of the webhook surface emits no event: a target at this server's own endpoint would loop for ever.
   if e.surface not in ('webhook', 'eval') and exists (select from agent_webhook_targets t where t.enabled) then
@@ -511,7 +511,7 @@ begin
   return freed;
 end $$;
 comment on function lanekeeper.release_agent_execution is
-  'Release the resources of an execution that has ended: lanes, calls under way, approvals, requests, budgets. A '
+  'Release the resources of an execution that has ended: lanes, open calls, approvals, requests, budgets. A '
   'cancel also ends the awaited children. Returns the number of lanes.';
 
 -- One query finds the work, after the rows were locked and changed. Most ends only emit their event. Executions that
@@ -1028,7 +1028,7 @@ begin
               where (e.v ->> 'status' in ('completed', 'failed', 'timeout')) is not true) then
     raise exception 'executions can finish as completed, failed or timeout' using errcode = '22023';
   end if;
-  -- For update: no write under these claims can follow. An execution with a write under way is skipped and ends alone.
+  -- For update: no write under these claims can follow. An execution with an open write is skipped and ends alone.
   -- PostgreSQL compares a row again if it was changed before it was locked. The clock is read after the locks.
   select array_agg(x.id), array_agg(x.claim), array_agg(x.claimed_by), array_agg(x.ctid)
     into ending, claims, workers, places
@@ -1082,26 +1082,26 @@ create or replace function lanekeeper.request_agent_cancel(p_id uuid, p_cancelle
                                                            p_always boolean default false) returns boolean
 language plpgsql volatile set enable_seqscan = off set jit = off set lock_timeout = '50ms' as $$
 declare
-  line uuid[];
+  subtree uuid[];
   reasons text[];
   lanes text[];
 begin
-  with recursive line (id, reason) as (
+  with recursive subtree (id, reason) as (
     select x.id, coalesce(p_reason, '') from agent_executions x where x.id = p_id and x.completed_at is null
     union all
     select x.id,
-           case when l.reason like 'its parent was cancelled: %' then l.reason
-                else 'its parent was cancelled: ' || l.reason end
-      from line l join agent_executions x on x.parent_id = l.id
+           case when s.reason like 'its parent was cancelled: %' then s.reason
+                else 'its parent was cancelled: ' || s.reason end
+      from subtree s join agent_executions x on x.parent_id = s.id
      where x.awaited and x.status in ('pending', 'running', 'waiting'))
-  select array_agg(l.id), array_agg(l.reason) into line, reasons from line l;
-  if line is null then
+  select array_agg(s.id), array_agg(s.reason) into subtree, reasons from subtree s;
+  if subtree is null then
     return false;
   end if;
-  if not p_always and cardinality(line) = cardinality(array(
-       select x.id from agent_executions x where x.id = any (line) order by x.id for update skip locked)) then
-    lanes := array(select l.lane from agent_locks l where l.execution_id = any (line)
-                   union select n.lane from agent_lock_loans n where n.lender = any (line));
+  if not p_always and cardinality(subtree) = cardinality(array(
+       select x.id from agent_executions x where x.id = any (subtree) order by x.id for update skip locked)) then
+    lanes := array(select l.lane from agent_locks l where l.execution_id = any (subtree)
+                   union select n.lane from agent_lock_loans n where n.lender = any (subtree));
     if cardinality(lanes) = cardinality(array(select l.lane
                                                 from agent_locks l
                                                where l.lane = any (lanes)
@@ -1113,8 +1113,8 @@ begin
   if p_cancelled_by is not null then
     insert into agent_cancel_requests (execution_id, cancelled_by, cancel_reason, actor)
     select t.id, p_cancelled_by, t.reason, lanekeeper.agent_actor()
-      from unnest(line, reasons) t (id, reason) order by t.id on conflict do nothing;
-    perform pg_notify('agent_cancel', t.id::text) from unnest(line) t (id);
+      from unnest(subtree, reasons) t (id, reason) order by t.id on conflict do nothing;
+    perform pg_notify('agent_cancel', t.id::text) from unnest(subtree) t (id);
   end if;
   return true;
 end $$;
@@ -1189,14 +1189,14 @@ begin
     exit when held >= 10;                                    -- the next sweep handles the others
     -- The wait lasts an hour longer than the wait of the child.
     if e.patient then
-      with recursive line as (
+      with recursive chain as (
         select c.*, 1 as depth from agent_executions c where c.id = e.child and c.status = 'waiting'
         union all
         select c.*, l.depth + 1
-          from line l join agent_executions c on c.id = lanekeeper.agent_uuid(l.waiting_key) and c.status = 'waiting'
+          from chain l join agent_executions c on c.id = lanekeeper.agent_uuid(l.waiting_key) and c.status = 'waiting'
          where l.waiting_for = 'agent' and l.waiting_data ->> 'patient' = 'true' and l.depth < 100)
       update agent_executions x set waiting_until = t.until
-        from (select max(l.waiting_until) + interval '1 hour' as until from line l) t
+        from (select max(l.waiting_until) + interval '1 hour' as until from chain l) t
        where x.id = e.id and t.until > now_;
       continue when found;
     end if;
@@ -1582,12 +1582,12 @@ begin
     return true;
   end if;
   return (
-    with recursive line as (
+    with recursive ancestors as (
       select x.parent_id, x.flow, x.thread_id from agent_executions x where x.id = p_execution_id
       union all
-      select x.parent_id, x.flow, x.thread_id from line l join agent_executions x on x.id = l.parent_id),
-    flows as (select p_flow as flow where p_flow is not null union select l.flow from line l)
-    select exists (select from line l where l.thread_id = p_thread)
+      select x.parent_id, x.flow, x.thread_id from ancestors p join agent_executions x on x.id = p.parent_id),
+    flows as (select p_flow as flow where p_flow is not null union select p.flow from ancestors p)
+    select exists (select from ancestors p where p.thread_id = p_thread)
         or t.owner_kind = 'flow' and t.owner in (select f.flow from flows f)
         or exists (select from agent_thread_access a
                     where a.kind = 'flow' and a.visitor = '' and a.name = p_thread

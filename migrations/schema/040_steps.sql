@@ -30,7 +30,7 @@ comment on column agent_checkpoints.waits is
 -- Code
 
 -- The trigger checks all rows of a statement after the write: no other transaction sees them before the commit. The
--- lock on each execution waits for a takeover under way. The clock is read after the lock.
+-- lock on each execution waits for a takeover in progress. The clock is read after the lock.
 create or replace function lanekeeper.agent_checkpoints_fence() returns trigger
 language plpgsql security definer set search_path from current set enable_seqscan = off set jit = off as $$
 declare

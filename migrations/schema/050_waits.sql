@@ -13,7 +13,7 @@ create table agent_events (
 );
 create index agent_events_untaken on agent_events (event, key, id) with (deduplicate_items=off)
   where consumed_by is null and execution_id is null;
-comment on index agent_events_untaken is 'Finds an event that came before its wait.';
+comment on index agent_events_untaken is 'Finds an event that arrived before its wait.';
 alter index agent_events_once set (deduplicate_items=off);
 alter index agent_events_pkey set (deduplicate_items=off);
 comment on table agent_events is
@@ -34,7 +34,7 @@ create table agent_requests (
   event_id uuid, status text not null default 'pending' check (status in ('pending', 'completed', 'closed')),
   created_at timestamptz not null default clock_timestamp(), completed_at timestamptz,
   documents jsonb not null default '{}',
-  constraint agent_requests_check check ((kind <> 'document') OR (cardinality(items) > 0))
+  constraint agent_requests_check check (kind <> 'document' or cardinality(items) > 0)
 );
 create index agent_requests_execution on agent_requests (execution_id, id);
 comment on index agent_requests_execution is 'Lists the requests of an execution.';
@@ -73,7 +73,7 @@ create or replace function lanekeeper.agent_wait_outcome(p_id uuid, p_kind text,
 language plpgsql volatile as $$
 declare
   sent record;
-  came agent_events;
+  e agent_events;
 begin
   if p_kind = 'delay' then
     return null;
@@ -99,7 +99,7 @@ begin
              where m.execution_id = p_id and m.thread_id = p_key and m.role = 'assistant'
                and m.seq is not null) as seq into sent;
     -- The order of the thread decides. For an event without a message of the thread the clock decides.
-    select v.* into came from agent_events v
+    select v.* into e from agent_events v
      where v.event = 'MESSAGE_RECEIVED' and v.key = p_key and v.consumed_by is null and v.execution_id is null
        and v.id >= lanekeeper.agent_uuid7_floor(sent.at - interval '1 minute')
        and coalesce((select m.seq > sent.seq from agent_messages m
@@ -108,24 +108,24 @@ begin
      order by v.id limit 1 for update;
   else
     if p_kind = 'agent' then                                 -- the end of a child answers every wait for it
-      select v.* into came from agent_events v where v.external_id = 'completed ' || p_key;
+      select v.* into e from agent_events v where v.external_id = 'completed ' || p_key;
     end if;
-    if came.id is null then
-      select v.* into came from agent_events v
+    if e.id is null then
+      select v.* into e from agent_events v
        where v.event = (select k.event from lanekeeper.agent_wait_events k where k.kind = p_kind) and v.key = p_key
          and v.consumed_by is null and v.execution_id is null
        order by v.id limit 1 for update;
     end if;
   end if;
-  if came.id is null then
+  if e.id is null then
     return null;
   end if;
-  update agent_events v set consumed_by = p_id where v.id = came.id;
+  update agent_events v set consumed_by = p_id where v.id = e.id;
   insert into agent_links (cause, kind, effect)              -- an end answers several waits; consumed_by names one
-  select 'event ' || came.id, 'woke', 'execution ' || t.id from unnest(array[came.consumed_by, p_id]) t (id)
-   where came.consumed_by <> p_id
+  select 'event ' || e.id, 'woke', 'execution ' || t.id from unnest(array[e.consumed_by, p_id]) t (id)
+   where e.consumed_by <> p_id
   on conflict do nothing;
-  return jsonb_build_object('event', came.event, 'event_id', came.id, 'data', came.data, 'timed_out', false);
+  return jsonb_build_object('event', e.event, 'event_id', e.id, 'data', e.data, 'timed_out', false);
 end $$;
 comment on function lanekeeper.agent_wait_outcome is
   'The outcome of a wait that is about to begin, if its event has come; the event is then consumed. Null: no event.';
@@ -668,7 +668,7 @@ set lock_timeout = '50ms' as $$
 declare
   events uuid[] := array_fill(null::uuid, array[cardinality(p_events)]);    -- by place: the row that is written
   ids uuid[] := events;                                                   -- by place: the waiting execution
-  came uuid[];
+  inserted uuid[];
   mine uuid[];                                                            -- executions that the worker would claim next
   -- No admin can pause the agent meanwhile.
   steady constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
@@ -689,8 +689,8 @@ begin
       from unnest(events, p_events, p_keys, p_data, p_ids, ids) t (row_, event, key, data, id, taker)
      where t.row_ is not null order by t.id, t.key
     on conflict (external_id) do nothing returning v.id)
-  select array_agg(v.id) into came from v;
-  ids := array(select case when t.row_ = any (came) then t.id end
+  select array_agg(v.id) into inserted from v;
+  ids := array(select case when t.row_ = any (inserted) then t.id end
                  from unnest(events, ids) with ordinality t (row_, id, n)
                 order by t.n);
   mine := array(
@@ -716,7 +716,7 @@ begin
             order by t.n), mine, p_worker) r
   union all
   select t.n::int,
-         case when t.row_ = any (came) then t.row_
+         case when t.row_ = any (inserted) then t.row_
               else (select v.id from agent_events v where v.external_id = t.id and t.row_ is not null) end,
          null, null, null, false, null, null, null, null, null, null
     from unnest(events, p_ids, ids) with ordinality t (row_, id, waiter, n) where t.waiter is null;

@@ -1,7 +1,7 @@
 -- Activity: the log of the agent's actions.
 --
 -- One row for each action. The table is partitioned by its time-ordered id: a range of time is a range of ids, and
--- retention drops a partition. An action under way is also listed in agent_activity_open, so that its end is a HOT
+-- retention drops a partition. An action in flight is also listed in agent_activity_open, so that its end is a HOT
 -- update. The log is counted by hour and day, so figures stay cheap however large it is. agent_prompts has the exact
 -- prompt of every model call, in parts that are stored once.
 
@@ -45,7 +45,7 @@ comment on column agent_activity.skill_id is 'The skill, if a skill has the name
 comment on column agent_activity.purpose is
   'The phase, skill or turn that called a model. The call''s spend counts there.';
 comment on column agent_activity.status is
-  'running: under way. unknown: it may or may not have taken effect.';
+  'running: in flight. unknown: it may or may not have taken effect.';
 comment on column agent_activity.input is 'The arguments, redacted.';
 comment on column agent_activity.output is 'The result, redacted.';
 comment on column agent_activity.error_class is 'The kind of error, such as timeout or invalid_params. Empty: none.';
@@ -69,9 +69,9 @@ create table agent_activity_open (
 create index agent_activity_open_execution on agent_activity_open (execution_id);
 comment on index agent_activity_open_execution is 'Finds the open actions of an execution, to close them.';
 create unique index agent_activity_open_step on agent_activity_open (execution_id, claim, step) where step <> '';
-comment on index agent_activity_open_step is 'Allows one action under way for each step of a claim.';
+comment on index agent_activity_open_step is 'Allows one action in flight for each step of a claim.';
 comment on table agent_activity_open is
-  'Actions under way. They are listed here, so the end of an action changes no index of the log.';
+  'Actions in flight. They are listed here, so the end of an action changes no index of the log.';
 comment on column agent_activity_open.activity_id is 'The row of the log.';
 comment on column agent_activity_open.claim is 'The claim that began the action.';
 comment on column agent_activity_open.step is 'The step of the action.';
@@ -108,7 +108,7 @@ comment on table agent_activity_counts is
 comment on column agent_activity_counts.span is 'The length of the count.';
 comment on column agent_activity_counts.start is 'The beginning of the hour or day, UTC.';
 comment on column agent_activity_counts.kind is
-  'As in the log. charge: money, by the skill that a model call led to. agent: model calls, by agent. key: model calls '
+  'As in the log. charge: cost, by the skill that a model call led to. agent: model calls, by agent. key: model calls '
   'of chats, by chat key.';
 comment on column agent_activity_counts.skill is
   'The skill. For a model call: its purpose. For kind agent: the agent. For kind key: the chat key.';
@@ -145,7 +145,7 @@ comment on column agent_activity_counted.single is 'Always true: there is one ro
 comment on column agent_activity_counted.counted_upto is 'Ids below it are counted.';
 comment on column agent_activity_counted.candidate is 'Ids below it are counted next, once candidate_xid allows it.';
 comment on column agent_activity_counted.candidate_xid is
-  'The count continues when no transaction below this one is under way.';
+  'The count continues when no transaction below this one is in progress.';
 comment on column agent_activity_counted.checked_upto is
   'The last pass over agent_activity_uncounted checked the ids up to this one.';
 
@@ -163,7 +163,7 @@ create table agent_activity_durations (
   primary key (day, skill, bucket)
 ) with (fillfactor = 80);
 comment on table agent_activity_durations is
-  'Durations of calls, by day. A bucket is 5 per cent wide, so a percentile is right to 2.5 per cent.';
+  'Durations of calls, by day. A bucket is 5% wide, so a percentile is within 2.5%.';
 comment on column agent_activity_durations.day is 'The day, UTC.';
 comment on column agent_activity_durations.skill is
   'The skill. Empty: all skills together. model NAME: successful calls of a model.';
@@ -363,8 +363,8 @@ begin
     from ranks r group by r.skill;
 end $$;
 comment on function lanekeeper.agent_skill_durations is
-  'The 50th and 95th percentile of the durations of skills'' calls since the day (UTC) of a moment. They are right to '
-  '2.5 per cent.';
+  'The 50th and 95th percentile of the durations of skills'' calls since the day (UTC) of a moment. They are within '
+  '2.5%.';
 
 create or replace function lanekeeper.read_agent_skill_figures(p_since timestamptz, p_read int default 10000)
 returns table (skill text, calls bigint, failed bigint, streak bigint, p50_ms float8, p95_ms float8, max_ms bigint,
@@ -455,7 +455,7 @@ end $$;
 comment on function lanekeeper.read_agent_skill_figures is
   'Figures of each skill since a moment: counted calls, failures, the present streak, durations, the slowest call. '
   'Skills with few calls are read call by call, p_read rows in all. The figures of other skills are sums of the '
-  'counts: p50 and p95 are right to 2.5 per cent, over whole days (UTC). A moment more than 35 days ago begins at the '
+  'counts: p50 and p95 are within 2.5%, over whole days (UTC). A moment more than 35 days ago begins at the '
   'next midnight.';
 
 create or replace function record_stale_agent_write(p_id uuid, p_lock_id text, p_write text, p_step text default '',

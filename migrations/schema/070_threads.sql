@@ -4,16 +4,16 @@
 -- senders are queued until the lane is free. agent_thread_access lists the other participants of a thread.
 
 create table agent_threads (
-  id text primary key check ((id ~ '^[^[:cntrl:]]{1,200}$') AND (id ~ '[^[:space:]]')),
+  id text primary key check (id ~ '^[^[:cntrl:]]{1,200}$' and id ~ '[^[:space:]]'),
   channel text not null check (channel <> ''), agent text not null default 'agent', owner text not null default '',
   participant text not null default '', next_seq bigint not null default 1, summary text not null default '',
   summary_through bigint not null default 0, created_at timestamptz not null default clock_timestamp(),
   updated_at timestamptz not null default clock_timestamp(), target text not null default '',
-  idle_seconds int not null default 600 check ((idle_seconds >= 1) AND (idle_seconds <= 2592000)),
+  idle_seconds int not null default 600 check (idle_seconds between 1 and 2592000),
   watched_until timestamptz not null default '1970-01-01 00:00:00+00'::timestamptz,
   owner_kind text not null default '', visitor text not null default '', name text not null default '',
   title text not null default '',
-  constraint agent_threads_check check ((summary_through >= 0) AND (summary_through < next_seq)),
+  constraint agent_threads_check check (summary_through >= 0 and summary_through < next_seq),
   constraint agent_threads_owner_kind
     check (owner_kind in ('', 'key', 'visitor', 'flow', 'webhook', 'channel', 'admin'))
 ) with (fillfactor = 70);
@@ -42,7 +42,7 @@ comment on column agent_threads.target is
 comment on column agent_threads.idle_seconds is
   'The lease of the thread''s lane. A holder keeps the lease that it acquired or renewed with.';
 comment on column agent_threads.watched_until is
-  'Until then somebody watches, so each message notifies channel agent_messages.';
+  'A reader watches until then, so each message notifies channel agent_messages.';
 comment on column agent_threads.owner_kind is
   'The kind of owner: key, visitor, flow, webhook, channel or admin. Empty: a release without kinds began it.';
 comment on column agent_threads.visitor is 'For owner_kind visitor: SHA-256 of the visitor''s secret, in hexadecimal.';
@@ -51,7 +51,7 @@ comment on column agent_threads.title is 'A name that a person gave the conversa
 
 create table agent_documents (
   id uuid default lanekeeper.agent_uuid7() primary key,
-  name text not null check ((name <> '') AND (name !~ '[[:cntrl:]/\\]')),
+  name text not null check (name <> '' and name !~ '[[:cntrl:]/\\]'),
   content_type text not null check (content_type <> ''), size bigint not null check (size > 0),
   sha256 bytea not null check (octet_length(sha256) = 32), is_text boolean not null, content bytea not null,
   thread_id text references agent_threads(id) on delete cascade, execution_id uuid, trace_id text not null default '',
@@ -59,7 +59,7 @@ create table agent_documents (
   visitor text not null default '', created_at timestamptz not null default clock_timestamp(), expires_at timestamptz,
   constraint agent_documents_check check (octet_length(content) = size),
   constraint agent_documents_check1 check ((owner_kind = 'visitor') = (visitor <> '')),
-  constraint agent_documents_check2 check ((expires_at IS NULL) OR ((thread_id IS NULL) AND (execution_id IS NULL)))
+  constraint agent_documents_check2 check (expires_at is null or thread_id is null and execution_id is null)
 );
 alter table agent_documents alter column content set storage external;
 create index agent_documents_own on agent_documents (owner_kind, owner, visitor, id);
@@ -101,7 +101,7 @@ create table agent_thread_access (
   reusable boolean not null default false, execution_id uuid, expires_at timestamptz,
   used_at timestamptz, joined_with uuid references agent_thread_access(id) on delete cascade,
   created_by text not null default '', created_at timestamptz not null default clock_timestamp(),
-  constraint agent_thread_access_check check ((kind = 'token') = (token_digest IS NOT NULL))
+  constraint agent_thread_access_check check ((kind = 'token') = (token_digest is not null))
 );
 create index agent_thread_access_joined on agent_thread_access (joined_with) where joined_with is not null;
 comment on index agent_thread_access_joined is 'Finds the participants that joined by a token.';
@@ -138,12 +138,10 @@ create table agent_messages (
   target text not null default '', dedupe_key text, next_attempt_at timestamptz,
   delivered_at timestamptz,
   constraint agent_messages_order unique (thread_id, seq),
-  constraint agent_messages_check check ((turn > 0) AND (turn <= seq)),
-  constraint agent_messages_check1 check ((seq IS NULL) = (turn IS NULL)),
-  constraint agent_messages_check2 check (CASE
-    WHEN (seq IS NULL) THEN (status in ('queued', 'failed', 'withdrawn'))
-    ELSE (status <> 'queued')
-END)
+  constraint agent_messages_check check (turn > 0 and turn <= seq),
+  constraint agent_messages_check1 check ((seq is null) = (turn is null)),
+  constraint agent_messages_check2 check (
+    case when seq is null then status in ('queued', 'failed', 'withdrawn') else status <> 'queued' end)
 );
 create unique index agent_messages_dedupe on agent_messages (dedupe_key) where dedupe_key is not null;
 comment on index agent_messages_dedupe is 'Finds the message of a dedupe_key.';
@@ -169,7 +167,7 @@ comment on column agent_messages.content is 'The text.';
 comment on column agent_messages.channel is 'The channel of its origin or destination.';
 comment on column agent_messages.status is
   'queued: waits for the lane. sending: its channel delivers it. sent: in the thread. delivered: the channel confirmed '
-  'it. received: a visitor wrote it. failed: given up. withdrawn: cancelled before it was sent.';
+  'it. received: a visitor wrote it. failed: no further attempt. withdrawn: cancelled before it was sent.';
 comment on column agent_messages.interrupted is 'The answer was cut short.';
 comment on column agent_messages.tokens is 'An estimate of its length for a model.';
 comment on column agent_messages.attempts is 'How often it was sent to its channel.';
@@ -185,24 +183,24 @@ create table agent_message_drafts (
   settled int not null default 0, updated_at timestamptz not null default clock_timestamp()
 ) with (fillfactor = 50);
 comment on table agent_message_drafts is
-  'The answer of a turn under way. Other processes show it. Another claim continues it. An interruption truncates it.';
+  'The answer of a running turn. Other processes show it. Another claim continues it. An interruption truncates it.';
 comment on column agent_message_drafts.claim is 'The claim that writes it.';
 comment on column agent_message_drafts.content is 'The text so far.';
 comment on column agent_message_drafts.settled is 'The number of characters at its beginning that will not change.';
 
 create table agent_message_images (
   message_id uuid not null references agent_messages(id) on delete cascade, place int not null check (place > 0),
-  url text check ((url ~~ 'https://%') AND (length(url) <= 2048)),
+  url text check (url like 'https://%' and length(url) <= 2048),
   media_type text check (media_type in ('image/png', 'image/jpeg', 'image/gif', 'image/webp')),
-  data bytea check ((octet_length(data) >= 1) AND (octet_length(data) <= 5242880)),
+  data bytea check (octet_length(data) between 1 and 5242880),
   detail text not null default '' check (detail in ('', 'low', 'high', 'auto')),
   primary key (message_id, place),
-  constraint agent_message_images_check check ((url IS NULL) = (data IS NOT NULL)),
-  constraint agent_message_images_check1 check ((media_type IS NULL) = (data IS NULL))
+  constraint agent_message_images_check check ((url is null) = (data is not null)),
+  constraint agent_message_images_check1 check ((media_type is null) = (data is null))
 );
 alter table agent_message_images alter column data set storage external;
 comment on table agent_message_images is 'Images of messages, in order. An image is deleted with its message.';
-comment on column agent_message_images.message_id is 'The message that the image came with.';
+comment on column agent_message_images.message_id is 'The message of the image.';
 comment on column agent_message_images.place is 'The order of the images of a message, from 1.';
 comment on column agent_message_images.url is
   'Where the model''s server finds the image. The runtime never fetches it.';
@@ -403,12 +401,12 @@ comment on function lanekeeper.send_agent_message is
 
 create or replace view lanekeeper.agent_queued_messages as
 select m.id, m.thread_id, h.id as speaker from agent_messages m cross join lateral (
-  with recursive line as (
+  with recursive ancestors as (
     select m.execution_id as id
     union all
-    select x.parent_id from line l join agent_executions x on x.id = l.id
+    select x.parent_id from ancestors p join agent_executions x on x.id = p.id
      where x.inherits and x.completed_at is not null)
-  select l.id from line l) h
+  select p.id from ancestors p) h
  where m.status = 'queued';
 comment on view lanekeeper.agent_queued_messages is
   'The sender of each queued message: its execution or, after the end of a child, the parent that waited for it. '
@@ -504,22 +502,22 @@ declare
   message uuid := lanekeeper.agent_uuid7();
   place bigint;
   watched timestamptz;
-  came record;
+  delivery record;
   first_ boolean := true;
 begin
   -- Take this lock before executions, lanes and the thread.
   perform pg_advisory_xact_lock(hashtextextended('wait response ' || p_thread, 0));
   if p_id is not null then
-    select v.id, v.data into came from agent_events v
+    select v.id, v.data into delivery from agent_events v
      where v.external_id = p_id and v.event = 'MESSAGE_RECEIVED' and v.key = p_thread;
     if found then                                           -- a duplicate
-      return query select (came.data ->> 'message_id')::uuid,
-                          (select m.seq from agent_messages m where m.id = (came.data ->> 'message_id')::uuid), came.id,
-                          null::uuid;
+      return query select (delivery.data ->> 'message_id')::uuid,
+                          (select m.seq from agent_messages m where m.id = (delivery.data ->> 'message_id')::uuid),
+                          delivery.id, null::uuid;
       return;
     end if;
   end if;
-  for came in
+  for delivery in
     select d.event_id, d.execution_id from lanekeeper.deliver_agent_event('MESSAGE_RECEIVED', p_thread,
       coalesce(p_data, '{}') || jsonb_build_object('message_id', message, 'thread_id', p_thread, 'content', p_content,
                                                    'channel', p_channel), p_id) d
@@ -528,7 +526,7 @@ begin
       first_ := false;
       if p_id is not null
          and not exists (select from agent_events v
-                          where v.id = came.event_id and v.data ->> 'message_id' = message::text) then
+                          where v.id = delivery.event_id and v.data ->> 'message_id' = message::text) then
         raise exception 'id % was used for another event', quote_literal(p_id) using errcode = '22023';
       end if;
       update agent_threads t set next_seq = t.next_seq + 1, updated_at = clock_timestamp()
@@ -547,7 +545,7 @@ begin
       perform pg_notify('agent_threads', p_thread) from agent_messages m     -- a flush may have skipped the thread
         where m.thread_id = p_thread and m.status = 'queued' limit 1;
     end if;
-    return query select message, place, came.event_id, came.execution_id;
+    return query select message, place, delivery.event_id, delivery.execution_id;
   end loop;
 end $$;
 comment on function lanekeeper.receive_agent_message is

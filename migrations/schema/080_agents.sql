@@ -10,7 +10,7 @@ create table agent_agents (
   source text not null default 'workspace', current boolean not null default true,
   created_at timestamptz not null default clock_timestamp(),
   constraint agent_agents_default exclude using btree (is_default with =)
-    where ((current and is_default)) deferrable initially deferred,
+    where (current and is_default) deferrable initially deferred,
   primary key (name, version)
 );
 create unique index agent_agents_current on agent_agents (name) where current;
@@ -25,8 +25,8 @@ comment on column agent_agents.current is 'New turns begin with this version. No
 
 create table agent_memory (
   id uuid default lanekeeper.agent_uuid7() primary key,
-  category text not null default 'general' check ((category <> '') AND (octet_length(category) <= 255)),
-  key text not null check ((key <> '') AND (octet_length(key) <= 255)),
+  category text not null default 'general' check (category <> '' and octet_length(category) <= 255),
+  key text not null check (key <> '' and octet_length(key) <= 255),
   value jsonb not null check (octet_length((value)::text) <= 131072), revision int not null default 1,
   trace_id text not null default '', expires_at timestamptz,
   created_at timestamptz not null default clock_timestamp(),
@@ -62,8 +62,8 @@ create table agent_memory_conflicts (
   status text not null default 'open' check (status in ('open', 'kept', 'taken')),
   decided_by text not null default '', decided_reason text not null default '', decided_at timestamptz,
   created_at timestamptz not null default clock_timestamp(), owner text not null default '',
-  constraint agent_memory_conflicts_check check ((status = 'open') = (decided_at IS NULL)),
-  constraint agent_memory_conflicts_check1 check ((found_revision = 0) = (found_value IS NULL))
+  constraint agent_memory_conflicts_check check ((status = 'open') = (decided_at is null)),
+  constraint agent_memory_conflicts_check1 check ((found_revision = 0) = (found_value is null))
 );
 create index agent_memory_conflicts_decided on agent_memory_conflicts (decided_at) where status <> 'open';
 comment on index agent_memory_conflicts_decided is 'Finds decided rows to delete.';
@@ -106,12 +106,12 @@ comment on column agent_memory_forgotten.owner is 'As in agent_memory.';
 
 create table agent_memory_embeddings (
   memory_id uuid not null references agent_memory(id) on delete cascade, model text not null check (model <> ''),
-  revision int not null, vector real[] check ((cardinality(vector) >= 1) AND (cardinality(vector) <= 16000)),
+  revision int not null, vector real[] check (cardinality(vector) between 1 and 16000),
   dimensions int, attempts int not null default 0, due_at timestamptz,
   updated_at timestamptz not null default clock_timestamp(),
   primary key (memory_id, model),
-  constraint agent_memory_embeddings_check check ((vector IS NULL) = (dimensions IS NULL)),
-  constraint agent_memory_embeddings_check1 check ((vector IS NULL) = (due_at IS NOT NULL))
+  constraint agent_memory_embeddings_check check ((vector is null) = (dimensions is null)),
+  constraint agent_memory_embeddings_check1 check ((vector is null) = (due_at is not null))
 );
 alter table agent_memory_embeddings alter column vector set storage external;
 create index agent_memory_embeddings_due on agent_memory_embeddings (due_at) where due_at is not null;
@@ -143,8 +143,8 @@ create table agent_objectives (
   created_at timestamptz not null default clock_timestamp(),
   updated_at timestamptz not null default clock_timestamp(), idle_runs int not null default 0,
   agent text not null default '',
-  constraint agent_objectives_check check ((status <> ALL (ARRAY['proposed', 'rejected'])) OR (proposed_by <> '')),
-  constraint agent_objectives_decided check ((proposed_by = '') OR (status = 'proposed') OR (decided_by <> ''))
+  constraint agent_objectives_check check (status not in ('proposed', 'rejected') or proposed_by <> ''),
+  constraint agent_objectives_decided check (proposed_by = '' or status = 'proposed' or decided_by <> '')
 );
 create index agent_objectives_due on agent_objectives (due_at) where status = 'active';
 comment on index agent_objectives_due is 'Finds objectives that are due for the heartbeat.';
@@ -199,7 +199,7 @@ create table agent_objective_evidence (
   step_id uuid not null references agent_objective_steps(id) on delete cascade, activity_id uuid unique,
   skill_name text not null default '', trace_id text not null default '', given_by text not null default '',
   reason text not null default '', created_at timestamptz not null default clock_timestamp(),
-  constraint agent_objective_evidence_check check ((activity_id IS NULL) = (given_by <> '')),
+  constraint agent_objective_evidence_check check ((activity_id is null) = (given_by <> '')),
   constraint agent_objective_evidence_check1 check ((given_by = '') = (reason = ''))
 );
 create index agent_objective_evidence_step on agent_objective_evidence (step_id, created_at);

@@ -68,7 +68,7 @@ create table agent_approvals (
   created_at timestamptz not null default clock_timestamp(), decided_token_id text not null default '',
   decided_via text not null default '', decided_message text not null default '',
   four_eyes boolean not null default false, requested_by text[] not null default '{}',
-  constraint agent_approvals_bound check ((NOT parked) OR ((execution_id IS NOT NULL) AND (step <> '')))
+  constraint agent_approvals_bound check (not parked or execution_id is not null and step <> '')
 );
 create index agent_approvals_granted on agent_approvals (skill_name, id)
   where decided_at is not null and status <> 'rejected';
@@ -105,7 +105,7 @@ comment on column agent_approvals.consumed_for is 'The execution and step that u
 comment on column agent_approvals.expires_at is 'When a decision or a use is too late.';
 comment on column agent_approvals.decided_token_id is
   'The API token of the decision. Empty: a session, AGENT_ADMIN_TOKEN, or no API.';
-comment on column agent_approvals.decided_via is 'How the decision came: page, http, cli, slack, telegram, or sql.';
+comment on column agent_approvals.decided_via is 'Channel of the decision: page, http, cli, slack, telegram, or sql.';
 comment on column agent_approvals.decided_message is
   'The provider''s id of the message with the button. Empty: no button.';
 comment on column agent_approvals.four_eyes is 'Principals of requested_by cannot decide. Only root and SQL may.';

@@ -1,6 +1,7 @@
 -- Automations: work that a clock, an event or a signal starts.
 --
--- Each run is a row before it begins, unique for its time or event. So one process runs it, and runs it once.
+-- Each run is a row before it begins, unique for its time or event. The unique row prevents duplicate runs; failed
+-- attempts are retried.
 
 create table agent_automations (
   id uuid default lanekeeper.agent_uuid7() primary key, name text not null unique check (name <> ''),
@@ -17,21 +18,21 @@ create table agent_automations (
   created_at timestamptz not null default clock_timestamp(),
   updated_at timestamptz not null default clock_timestamp(), flow text not null default '',
   agent text not null default '',
-  constraint agent_automations_action check (((((skill_name <> ''))::int + (
-                                                 (prompt <> ''))::int) + ((flow <> ''))::int) = 1),
+  constraint agent_automations_action check ((skill_name <> '')::int + (prompt <> '')::int + (flow <> '')::int = 1),
   constraint agent_automations_check check (enabled = (disabled_by = '')),
-  constraint agent_automations_check2 check ((trigger <> 'event') OR (event <> '')),
+  constraint agent_automations_check2 check (trigger <> 'event' or event <> ''),
   constraint agent_automations_check3 check ((trigger = 'signal') = (signal <> '')),
-  constraint agent_automations_decided check ((proposed_by = '') OR (disabled_by = 'proposal') OR (decided_by <> ''))
+  constraint agent_automations_decided check (proposed_by = '' or disabled_by = 'proposal' or decided_by <> '')
 );
 create index agent_automations_due on agent_automations (next_run_at) where enabled;
-comment on index agent_automations_due is 'Finds automations whose time has come.';
+comment on index agent_automations_due is 'Finds due automations.';
 create index agent_automations_event on agent_automations (event) where enabled and trigger = 'event';
 comment on index agent_automations_event is 'Finds the automations that an event starts.';
 create index agent_automations_skill on agent_automations (skill_name);
 comment on index agent_automations_skill is 'Finds the automations of a skill, to pause them with it.';
 comment on table agent_automations is 'Automations. A clock, an event or a signal starts a skill, a prompt or a flow.';
-comment on column agent_automations.trigger is 'cron: a clock. event: an event. signal: figures that cross a bound.';
+comment on column agent_automations.trigger is
+  'cron: a clock. event: an event. signal: an expression over the counters that becomes true.';
 comment on column agent_automations.cron is 'The schedule, for trigger cron.';
 comment on column agent_automations.timezone is 'The time zone of the schedule.';
 comment on column agent_automations.event is 'The kind of event, for trigger event.';
@@ -47,11 +48,11 @@ comment on column agent_automations.disabled_by is 'The person or program that d
 comment on column agent_automations.disabled_at is 'When it was disabled.';
 comment on column agent_automations.paused_for is 'The disabled skill that pauses it. Empty: it is not paused.';
 comment on column agent_automations.proposed_by is 'The agent that proposed it. Empty: people declared it.';
-comment on column agent_automations.decided_by is 'The person who accepted or refused the proposal.';
-comment on column agent_automations.next_run_at is 'The next time of its schedule.';
+comment on column agent_automations.decided_by is 'The person who accepted or rejected the proposal.';
+comment on column agent_automations.next_run_at is 'When its schedule is due next.';
 comment on column agent_automations.last_run_at is 'When it last ran.';
 comment on column agent_automations.last_trace_id is 'The trace of the last run.';
-comment on column agent_automations.source is 'The declaring side: workspace, builtin, or empty for the API.';
+comment on column agent_automations.source is 'Origin: workspace or agent.';
 comment on column agent_automations.flow is 'The flow that a run starts. Its input is the cause and the arguments.';
 comment on column agent_automations.agent is 'The agent that acts in its runs. Empty: the default agent.';
 
@@ -66,38 +67,39 @@ create table agent_automation_runs (
   created_at timestamptz not null default clock_timestamp(),
   claimed_at timestamptz not null default clock_timestamp(), finished_at timestamptz,
   constraint agent_automation_runs_automation_id_event_id_key unique (automation_id, event_id),
-  constraint agent_automation_runs_check check ((cause = 'event') = (event_id IS NOT NULL))
+  constraint agent_automation_runs_check check ((cause = 'event') = (event_id is not null))
 );
-create index agent_automation_runs_approval on agent_automation_runs (((output ->> 'approval_id')))
-  where status = 'skipped' and (output ? 'approval_id');
+create index agent_automation_runs_approval on agent_automation_runs ((output ->> 'approval_id'))
+  where status = 'skipped' and output ? 'approval_id';
 comment on index agent_automation_runs_approval is 'Finds the run of an approval.';
 create index agent_automation_runs_claimed on agent_automation_runs (execution_id) where status = 'claimed';
 comment on index agent_automation_runs_claimed is 'Finds the run of an execution.';
 create index agent_automation_runs_dead on agent_automation_runs (id) where status = 'dead';
-comment on index agent_automation_runs_dead is 'Lists runs that were given up.';
+comment on index agent_automation_runs_dead is 'Lists dead runs.';
 create index agent_automation_runs_due on agent_automation_runs (id) where status = 'due';
 comment on index agent_automation_runs_due is 'Finds due runs.';
 create index agent_automation_runs_given_up on agent_automation_runs (automation_id, id) where status = 'dead';
-comment on index agent_automation_runs_given_up is 'Lists the runs of an automation that were given up.';
+comment on index agent_automation_runs_given_up is 'Lists the dead runs of an automation.';
 create index agent_automation_runs_history on agent_automation_runs (automation_id, id);
 comment on index agent_automation_runs_history is 'Lists the runs of an automation.';
 create index agent_automation_runs_retry on agent_automation_runs (retry_at) where status = 'error';
-comment on index agent_automation_runs_retry is 'Finds runs to try again.';
+comment on index agent_automation_runs_retry is 'Finds failed runs that are due for a retry.';
 create unique index agent_automation_runs_times on agent_automation_runs (automation_id, scheduled_for)
   where cause = 'cron';
 comment on index agent_automation_runs_times is 'Allows one run for each time of a schedule.';
 comment on table agent_automation_runs is
-  'One row for each run. The claim of a scheduled run is its unique time. The transaction of an event inserts the '
-  'event''s run, whose claim is its status.';
+  'One row for each run. The unique row of a scheduled time is the claim of its run. The transaction of an event '
+  'inserts a due run; a process claims it by setting status to claimed.';
 comment on column agent_automation_runs.automation_id is 'The automation.';
 comment on column agent_automation_runs.cause is 'The cause of the run. manual: a person.';
 comment on column agent_automation_runs.scheduled_for is 'When the run was due.';
 comment on column agent_automation_runs.event_id is 'The event, for cause event.';
 comment on column agent_automation_runs.payload is 'The event {"event", "key", "data"}, or the counters of a signal.';
 comment on column agent_automation_runs.status is
-  'due: waits. claimed: runs. error: will be tried again. dead: failed max_attempts times.';
+  'due: waits. claimed: runs. success: completed. error: will be retried. dead: no further attempt. skipped: did no '
+  'work; output says why.';
 comment on column agent_automation_runs.attempt is 'The number of the attempt.';
-comment on column agent_automation_runs.retry_at is 'When it is tried again.';
+comment on column agent_automation_runs.retry_at is 'When it is retried.';
 comment on column agent_automation_runs.output is 'The outcome.';
 comment on column agent_automation_runs.claimed_at is 'When the last attempt began.';
 comment on column agent_automation_runs.finished_at is 'When it ended.';
@@ -109,63 +111,65 @@ create table agent_schedules (
   updated_at timestamptz not null default clock_timestamp(), agent text not null default ''
 );
 create index agent_schedules_due on agent_schedules (next_run_at);
-comment on index agent_schedules_due is 'Finds schedules whose time has come.';
-comment on table agent_schedules is 'Schedules that the program itself declares: flows that start by a clock.';
+comment on index agent_schedules_due is 'Finds due schedules.';
+comment on table agent_schedules is 'Schedules that the program declares. Each starts a flow at its times.';
 comment on column agent_schedules.flow is 'The flow that it starts.';
 comment on column agent_schedules.surface is 'The surface of its executions.';
 comment on column agent_schedules.cron is 'The schedule.';
 comment on column agent_schedules.timezone is 'The time zone of the schedule.';
 comment on column agent_schedules.input is 'The input of its executions.';
-comment on column agent_schedules.next_run_at is 'The next time.';
-comment on column agent_schedules.last_run_at is 'The last time.';
+comment on column agent_schedules.next_run_at is 'When it is due next.';
+comment on column agent_schedules.last_run_at is 'When it was last due.';
 comment on column agent_schedules.agent is 'The agent of its executions. Empty: the default agent.';
 
 -- Code
 
 create or replace function lanekeeper.agent_events_start_automations() returns trigger language plpgsql as $$
 declare
-  new agent_events;
+  e agent_events;
   names text[];
-  raiser constant text := coalesce(nullif(current_setting('lanekeeper.raised_by', true), ''),
+  source constant text := coalesce(nullif(current_setting('lanekeeper.raised_by', true), ''),
                                    'trace ' || nullif(current_setting('lanekeeper.trace_id', true), ''));
   emitter record;
-  made int;
+  added int;
   n int := 0;
 begin
-  if raiser is not null then                                 -- the row of an execution's end has it in execution_id
+  -- A completion event names its source in execution_id.
+  if source is not null then
     insert into agent_links (cause, kind, effect)
-    select raiser, 'raised', 'event ' || c.id from came c where c.execution_id is null on conflict do nothing;
+    select source, 'raised', 'event ' || c.id from new_events c where c.execution_id is null on conflict do nothing;
   end if;
   if not exists (select from agent_automations a where a.enabled and a.trigger = 'event') then
     return null;
   end if;
-  for new in select c.* from came c order by c.id loop
+  for e in select c.* from new_events c order by c.id loop
     -- The key of EVENT_COMPLETED names the event, so automations may use the key as a name.
-    names := case when new.event = 'EVENT_COMPLETED' then array[new.event, new.key] else array[new.event] end;
+    names := case when e.event = 'EVENT_COMPLETED' then array[e.event, e.key] else array[e.event] end;
     continue when not exists (select from agent_automations a
                                where a.enabled and a.trigger = 'event' and a.event = any (names));
-    select x.flow, x.trace_id into emitter from agent_executions x where x.id = new.execution_id;
-    continue when emitter.flow = 'automation';               -- or the end of each run would start the next run
-    with made_ as (
+    select x.flow, x.trace_id into emitter from agent_executions x where x.id = e.execution_id;
+    -- Prevents a loop: the end of each run would start the next run.
+    continue when emitter.flow = 'automation';
+    with inserted as (
     insert into agent_automation_runs (automation_id, cause, scheduled_for, event_id, payload, status, trace_id)
-    select a.id, 'event', new.created_at, new.id,
-           jsonb_build_object('event', new.event, 'key', new.key, 'data', new.data), 'due',
+    select a.id, 'event', e.created_at, e.id,
+           jsonb_build_object('event', e.event, 'key', e.key, 'data', e.data), 'due',
            coalesce(nullif(current_setting('lanekeeper.trace_id', true), ''), emitter.trace_id, '')
       from agent_automations a
      where a.enabled and a.trigger = 'event' and a.event = any (names)
-       -- For the same reason, the end of a flow that an automation started starts no flow.
+       -- Prevents a loop: the end of a flow that an automation started starts no flow.
        and (a.flow = '' or not exists (
-              with recursive line as (
-                select x.id, x.parent_id, x.dedupe_key from agent_executions x where x.id = new.execution_id
+              with recursive ancestors as (
+                select x.id, x.parent_id, x.dedupe_key from agent_executions x where x.id = e.execution_id
                 union
-                select x.id, x.parent_id, x.dedupe_key from line l join agent_executions x on x.id = l.parent_id)
-              select from line l where l.dedupe_key like 'automation run %'))
+                select x.id, x.parent_id, x.dedupe_key from ancestors c join agent_executions x on x.id = c.parent_id)
+              select from ancestors c where c.dedupe_key like 'automation run %'))
      order by a.id
     on conflict (automation_id, event_id) do nothing
     returning id)
-    insert into agent_links (cause, kind, effect) select 'event ' || new.id, 'started', 'run ' || m.id from made_ m;
-    get diagnostics made = row_count;
-    n := n + made;
+    insert into agent_links (cause, kind, effect) select 'event ' || e.id, 'started', 'run ' || r.id from inserted r;
+    get diagnostics added = row_count;
+    n := n + added;
   end loop;
   if n > 0 then
     perform pg_notify('agent_automations', '');
@@ -185,11 +189,11 @@ declare
 begin
   if tg_table_name = 'agent_skills' then
     perform from agent_automations a where a.skill_name = new.name order by a.id for update;
-    -- The trigger of agent_automations decides.
+    -- The update fires the trigger of agent_automations, which recomputes enabled.
     update agent_automations a set skill_name = a.skill_name, updated_at = clock_timestamp()
      where a.skill_name = new.name and (a.paused_for = new.name or a.enabled and not new.enabled);
     if found and new.enabled then
-      perform pg_notify('agent_automations', '');   -- their runs may be ready
+      perform pg_notify('agent_automations', '');   -- due runs of these automations may start
     end if;
     return null;
   elsif not new.enabled and new.paused_for = '' then
@@ -219,7 +223,7 @@ comment on function lanekeeper.pause_agent_automations is
   'call it. An automation that an admin disabled stays disabled.';
 
 create or replace trigger agent_events_start_automations after insert on agent_events
-  referencing new table as came for each statement execute function lanekeeper.agent_events_start_automations();
+  referencing new table as new_events for each statement execute function lanekeeper.agent_events_start_automations();
 
 create or replace trigger agent_automations_revise before update on agent_automations for each row
   when ((to_jsonb(old) - '{signal_armed,next_run_at,last_run_at,last_trace_id,updated_at}'::text[])

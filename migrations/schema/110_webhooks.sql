@@ -28,7 +28,7 @@ comment on column agent_webhook_endpoints.source is 'The declaring side: workspa
 
 create table agent_webhook_deliveries (
   id uuid default lanekeeper.agent_uuid7() primary key, endpoint text not null,
-  delivery_id text not null check ((delivery_id <> '') AND (octet_length(delivery_id) <= 512)),
+  delivery_id text not null check (delivery_id <> '' and octet_length(delivery_id) <= 512),
   trace_id text not null check (trace_id <> ''), last_trace_id text not null, execution_id uuid,
   status          text not null default 'received'
                   check (status in ('received', 'running', 'failed', 'done', 'ignored', 'dead')),
@@ -61,20 +61,21 @@ comment on column agent_webhook_deliveries.trace_id is 'The trace of the first r
 comment on column agent_webhook_deliveries.last_trace_id is 'The trace of the newest run.';
 comment on column agent_webhook_deliveries.execution_id is 'The newest run.';
 comment on column agent_webhook_deliveries.status is
-  'received: stored. failed: will be tried again. ignored: no action of the endpoint applies. dead: given up.';
+  'received: stored. failed: will be retried. ignored: no action of the endpoint applies. dead: no further attempt.';
 comment on column agent_webhook_deliveries.attempts is 'Attempts of the newest run.';
 comment on column agent_webhook_deliveries.replays is 'How often an admin replayed it.';
-comment on column agent_webhook_deliveries.repeats is 'How often it came again. A repeat is acknowledged and not run.';
+comment on column agent_webhook_deliveries.repeats is
+  'How often it was received again. A repeat is acknowledged, not run.';
 comment on column agent_webhook_deliveries.headers is 'Headers of the request.';
 comment on column agent_webhook_deliveries.body is 'Body of the request.';
 comment on column agent_webhook_deliveries.body_sha256 is 'Its digest.';
 comment on column agent_webhook_deliveries.traceparent is 'The sender''s trace (W3C), as a link.';
 comment on column agent_webhook_deliveries.outcome is 'The outcome of each action.';
 comment on column agent_webhook_deliveries.next_attempt_at is 'When the next attempt of a failed delivery is due.';
-comment on column agent_webhook_deliveries.received_at is 'When it first came.';
+comment on column agent_webhook_deliveries.received_at is 'When it was first received.';
 comment on column agent_webhook_deliveries.finished_at is 'When it was done, ignored or dead.';
 comment on column agent_webhook_deliveries.conflicts is
-  'How often it came again with another body. agent_webhook_conflicts has the first of these bodies.';
+  'How often it was received again with another body. agent_webhook_conflicts has the first of these bodies.';
 
 create table agent_webhook_conflicts (
   id uuid default lanekeeper.agent_uuid7() primary key,
@@ -89,7 +90,7 @@ comment on column agent_webhook_conflicts.delivery is 'The delivery with the id.
 comment on column agent_webhook_conflicts.headers is 'Headers of the request.';
 comment on column agent_webhook_conflicts.body is 'Body of the request.';
 comment on column agent_webhook_conflicts.body_sha256 is 'Its digest.';
-comment on column agent_webhook_conflicts.received_at is 'When it came.';
+comment on column agent_webhook_conflicts.received_at is 'When it was received.';
 
 create table agent_webhook_targets (
   id uuid default lanekeeper.agent_uuid7() primary key,
@@ -143,15 +144,15 @@ comment on column agent_webhook_outbox.id is 'The webhook-id, the same for every
 comment on column agent_webhook_outbox.target_id is 'The target.';
 comment on column agent_webhook_outbox.event is 'The type, such as execution.failed.';
 comment on column agent_webhook_outbox.payload is 'The body.';
-comment on column agent_webhook_outbox.status is 'pending, sent, or dead: given up.';
+comment on column agent_webhook_outbox.status is 'pending, sent, or dead: no further attempt.';
 comment on column agent_webhook_outbox.attempts is 'How often it was sent.';
-comment on column agent_webhook_outbox.leased is 'An attempt is under way until next_attempt_at.';
+comment on column agent_webhook_outbox.leased is 'An attempt is in flight until next_attempt_at.';
 comment on column agent_webhook_outbox.next_attempt_at is
   'When the next attempt is due. While leased: when the attempt counts as lost.';
-comment on column agent_webhook_outbox.activity_id is 'The row of the log of the attempt under way.';
+comment on column agent_webhook_outbox.activity_id is 'The activity row of the attempt in flight.';
 comment on column agent_webhook_outbox.http_status is 'The status of the last answer. 0: none.';
 comment on column agent_webhook_outbox.last_error is 'The error of the last attempt.';
-comment on column agent_webhook_outbox.finished_at is 'When it was sent or given up.';
+comment on column agent_webhook_outbox.finished_at is 'When it was sent or became dead.';
 
 -- Code
 

@@ -38,7 +38,7 @@ comment on column agent_channels.source is 'The declaring side: workspace, or em
 
 create table agent_channel_messages (
   id uuid default lanekeeper.agent_uuid7() primary key, channel text not null,
-  external_id text not null check ((external_id <> '') AND (octet_length(external_id) <= 512)),
+  external_id text not null check (external_id <> '' and octet_length(external_id) <= 512),
   conversation text not null, sender text not null, sender_name text not null default '',
   content text not null default '', files jsonb not null default '[]', click text not null default '',
   ref text not null default '', message_ref text not null default '',
@@ -58,7 +58,7 @@ comment on index agent_channel_messages_execution is 'Finds the message that a t
 create index agent_channel_messages_recent on agent_channel_messages (channel, id);
 comment on index agent_channel_messages_recent is 'Lists the messages of a channel.';
 comment on table agent_channel_messages is
-  'Messages that came by a channel, one row for each id of the provider. The row is committed before the provider '
+  'Messages received on a channel, one row for each id of the provider. The row is committed before the provider '
   'gets its acknowledgement.';
 comment on column agent_channel_messages.channel is 'The name of the channel.';
 comment on column agent_channel_messages.external_id is 'The provider''s id of the message or click.';
@@ -73,7 +73,7 @@ comment on column agent_channel_messages.ref is 'The data that the provider need
 comment on column agent_channel_messages.message_ref is
   'The provider''s id of the message, or of the message with the button.';
 comment on column agent_channel_messages.status is
-  'received: stored. running: a turn answers it. ignored: its sender may not write. failed: given up.';
+  'received: stored. running: a turn answers it. ignored: its sender may not write. failed: no further attempt.';
 comment on column agent_channel_messages.attempts is 'Attempts to bring it to its thread.';
 comment on column agent_channel_messages.next_attempt_at is 'When the next attempt is due.';
 comment on column agent_channel_messages.error_message is 'Why it failed or was ignored.';
@@ -82,12 +82,12 @@ comment on column agent_channel_messages.execution_id is 'The turn that answers 
 comment on column agent_channel_messages.trace_id is 'The trace of the turn.';
 comment on column agent_channel_messages.draft_id is
   'The provider''s id of the message that shows the answer while it is written. ?: its id was lost.';
-comment on column agent_channel_messages.received_at is 'When it came.';
+comment on column agent_channel_messages.received_at is 'When it was received.';
 comment on column agent_channel_messages.finished_at is 'When it was done, ignored or failed.';
 comment on column agent_channel_messages.raw is
   'The message as received, for channels that read its files from it. Null: not kept.';
 comment on column agent_channel_messages.claim is
-  'The fencing token of the worker whose attempt is under way. Null: no attempt is, and next_attempt_at ends a pause.';
+  'The fencing token of the worker whose attempt is in flight. Null: no attempt is, and next_attempt_at ends a pause.';
 
 create table agent_channel_sends (
   message_id uuid primary key references agent_messages(id) on delete cascade,
@@ -113,7 +113,7 @@ comment on column agent_channel_sends.channel is 'The name of the channel.';
 comment on column agent_channel_sends.thread_id is 'The thread, whose messages leave in order.';
 comment on column agent_channel_sends.seq is 'The place in the thread.';
 comment on column agent_channel_sends.status is
-  'sending: an attempt is under way or will be repeated. failed: no further attempt. maybe_sent: the answer to a part '
+  'sending: an attempt is in flight or will be repeated. failed: no further attempt. maybe_sent: the answer to a part '
   'was lost, so the part was sent once or not at all.';
 comment on column agent_channel_sends.attempts is 'Attempts so far.';
 comment on column agent_channel_sends.next_attempt_at is 'When the next attempt is due.';
@@ -122,9 +122,9 @@ comment on column agent_channel_sends.parts is
 comment on column agent_channel_sends.attempting is
   'A part was handed to the provider, and its answer is not recorded yet.';
 comment on column agent_channel_sends.error_message is 'The error of the last attempt.';
-comment on column agent_channel_sends.finished_at is 'When it was sent or given up.';
+comment on column agent_channel_sends.finished_at is 'When it was sent or failed.';
 comment on column agent_channel_sends.claim is
-  'The fencing token of the worker whose attempt is under way. Null: no attempt is, and next_attempt_at ends a pause.';
+  'The fencing token of the worker whose attempt is in flight. Null: no attempt is, and next_attempt_at ends a pause.';
 
 create table agent_channel_identities (
   id uuid default lanekeeper.agent_uuid7() primary key, channel text not null, subject text not null,

@@ -4,7 +4,7 @@
 -- reservation, so a retry reuses it. A call whose usage no provider reported counts at its worst case, and is flagged.
 
 create table agent_budgets (
-  scope text primary key check ((scope <> '') AND (length(scope) <= 255)),
+  scope text primary key check (scope <> '' and length(scope) <= 255),
   tokens bigint not null default 0 check (tokens >= 0),
   cost_usd numeric not null default 0 check (cost_usd >= (0)::numeric),
   reserved_tokens bigint not null default 0 check (reserved_tokens >= 0),
@@ -21,8 +21,8 @@ comment on column agent_budgets.scope is
   'The counted unit: a run (run:TRACE), a day (day:DATE), or a surface or agent of a day.';
 comment on column agent_budgets.tokens is 'Tokens spent.';
 comment on column agent_budgets.cost_usd is 'US dollars spent.';
-comment on column agent_budgets.reserved_tokens is 'Tokens of calls under way, at their worst case.';
-comment on column agent_budgets.reserved_usd is 'US dollars of calls under way, at their worst case.';
+comment on column agent_budgets.reserved_tokens is 'Tokens of calls in flight, at their worst case.';
+comment on column agent_budgets.reserved_usd is 'US dollars of calls in flight, at their worst case.';
 comment on column agent_budgets.unsettled is 'Calls whose usage no provider reported.';
 comment on column agent_budgets.unknown_tokens is 'The part of tokens that no provider reported, at its worst case.';
 comment on column agent_budgets.unknown_usd is 'The part of cost_usd that no provider reported, at its worst case.';
@@ -34,7 +34,7 @@ create table agent_budget_reservations (
   primary key (execution_id, step)
 );
 comment on table agent_budget_reservations is
-  'Model calls under way. A step makes one request at a time, under one claim.';
+  'Model calls in flight. A step makes one request at a time, under one claim.';
 comment on column agent_budget_reservations.step is 'The step that makes the call.';
 comment on column agent_budget_reservations.scopes is 'The budgets that it is reserved in.';
 comment on column agent_budget_reservations.granted is 'Completion tokens that the call may use.';
@@ -99,7 +99,7 @@ begin
                       need.prompt_tokens::numeric, 1::numeric),
                      ('usd', entry.usd, budget.cost_usd, budget.reserved_usd, need.prompt_usd, need.token_usd)
                    ) measure (unit, bound, spent, reserved, prompt, each)
-             where measure.bound > 0 and measure.prompt + measure.each > 0) part  -- a free call has no bound in money
+             where measure.bound > 0 and measure.prompt + measure.each > 0) part  -- a free call has no cost limit
      order by rest, room, part.i, part.unit
   loop
     most := coalesce(most, fit.rest);
@@ -125,7 +125,7 @@ comment on function lanekeeper.reserve_agent_budget is
   'Reserve the worst case of a model call in every scope of p_limits: [{scope, tokens, usd}], 0 for no limit; {day} in '
   'a name is today, UTC. granted has the completion tokens: at most p_need.wanted, fewer if a limit has no more left. '
   'A refusal names the scope, the unit and the kind: spent (fewer than p_need.least will ever fit) or reserved (calls '
-  'under way hold the rest; ask again). A step has one reservation under a claim. The reservation of an earlier claim '
+  'in flight hold the rest; ask again). A step has one reservation under a claim. The reservation of an earlier claim '
   'is settled as unknown. Its locks come after executions and lanes.';
 
 create or replace function lanekeeper.settle_agent_budget(

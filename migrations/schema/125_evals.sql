@@ -78,8 +78,8 @@ comment on column agent_eval_trials.case_name is 'The case of the suite.';
 comment on column agent_eval_trials.trial is 'The number of the trial, from 1 on.';
 comment on column agent_eval_trials.position is 'The place of the case in the suite.';
 comment on column agent_eval_trials.verdict is
-  'pass or fail: the expectations decided. diverged: a call had no stub. error: no answer came. undecided: the budget '
-  'was used up. Null: not decided yet.';
+  'pass or fail: the expectations decided. diverged: a call had no stub. error: there was no answer. undecided: the '
+  'budget was used up. Null: not decided yet.';
 comment on column agent_eval_trials.reasons is 'Why it did not pass.';
 comment on column agent_eval_trials.answer is 'The beginning of the answer, redacted.';
 comment on column agent_eval_trials.calls is 'The calls in their order, with redacted arguments.';

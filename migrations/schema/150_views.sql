@@ -1,6 +1,6 @@
 -- Views: the read interface for people and other programs.
 --
--- The columns of a view are a promise, as those of a table are. The program's own pages and commands read the same views.
+-- Views are a stable interface, like tables. The program's own pages and commands read them too.
 
 -- Code
 
@@ -52,7 +52,7 @@ comment on view agent_executions_waiting is 'Waiting executions, by deadline, wi
 create or replace view agent_executions_stuck as
   select e.id, e.trace_id, e.surface, e.agent, e.flow, e.waiting_for, e.waiting_key, e.waiting_until, e.updated_at
     from agent_executions e
-   where e.status = 'waiting' and e.waiting_until < statement_timestamp()   -- stable, so an index serves
+   where e.status = 'waiting' and e.waiting_until < statement_timestamp()   -- stable, so the planner can use an index
      and e.updated_at < clock_timestamp() - interval '1 hour';
 comment on view agent_executions_stuck is
   'Executions past the deadline of their wait that have not changed for an hour. There should be none.';
@@ -76,7 +76,7 @@ create or replace view agent_spend as
            where u.kind = 'model') s
    group by 1, 2, 3, 4;
 comment on view agent_spend is
-  'Model calls, tokens and money by the skill that the call led to (empty: none), surface, model and day (UTC). It '
+  'Model calls, tokens and cost by the skill that the call led to (empty: none), surface, model and day (UTC). It '
   'includes rows that retention has removed and rows that are not counted yet. unknown_* is the part that no '
   'provider reported.';
 
@@ -100,7 +100,7 @@ create or replace view agent_skill_health as
     left join lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days') f on f.skill = s.name;
 comment on view agent_skill_health is
   'The last 7 days of each skill: calls, success rate, failures in a row, p50, p95 and state. With very many calls, '
-  'p50 and p95 are right to 2.5 per cent, over whole days (UTC).';
+  'p50 and p95 are within 2.5%, over whole days (UTC).';
 
 create or replace view agent_thread_locks as
   select substr(l.lane, 8) as thread_id, l.execution_id as active_execution_id, s.at as execution_locked_at,
@@ -125,8 +125,8 @@ create or replace view agent_budget_today as
    where x.scope = 'day:' || today or starts_with(x.scope, 'day:' || today || ':')
    order by x.scope;
 comment on view agent_budget_today is
-  'The spend of today (UTC), in total and by surface, with its unknown part and the reservations of model calls under '
-  'way.';
+  'The spend of today (UTC), in total and by surface, with its unknown part and the reservations of model calls in '
+  'flight.';
 
 create or replace view agent_activity_measured as
   select a.id, a.skill_name, a.created_at, a.status,
@@ -159,7 +159,7 @@ create or replace view agent_activity_measured as
 comment on view agent_activity_measured is
   'The measures by which each row of the log is counted. Of evals only model calls count, and for no skill. A model '
   'call that a budget refused before its request does not count. telling: the row counts for the health of its skill. '
-  'slowest: duration and trace, as a text whose maximum in the collation "C" is the slowest. bucket: as in '
+  'slowest: duration and trace id in one text; the slowest call has its maximum in collation "C". bucket: as in '
   'agent_activity_durations.';
 
 -- Whole months of activity -------------------------------------------------------------------------
@@ -200,7 +200,7 @@ create or replace view agent_slowest_skills as
    order by f.p95_ms desc, f.skill;
 comment on view agent_slowest_skills is
   'Durations of the calls of each skill in the last 7 days, the slowest first. With very many calls, p50 and p95 are '
-  'right to 2.5 per cent, over whole days (UTC).';
+  'within 2.5%, over whole days (UTC).';
 
 create or replace view agent_failing_skills as
   select f.skill, f.calls, f.failed as errors, f.failed::float8 / f.calls as rate, f.streak,
@@ -209,6 +209,8 @@ create or replace view agent_failing_skills as
          case when s.enabled then 'enabled' when s.trial_at is not null then 'on trial' else 'disabled' end as state
     from lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days') f
     join agent_skills s on s.name = f.skill
+    -- between keeps skill_name in the order, as in the index on (skill_name, id). With =, PostgreSQL would order by id
+    -- alone and could search a rarely called skill among all others.
     left join lateral (
          select k.error_message, k.error_class, k.created_at, k.trace_id from agent_skill_calls k
           where k.skill_name between f.skill and f.skill and k.status = 'error'
@@ -298,15 +300,15 @@ create or replace view agent_audit as
                                offset 0) c
                        offset 0) o on true
     left join lateral (  -- the principal that started the execution, or the first of its parents
-      with recursive line (id, parent_id, n) as (
+      with recursive ancestors (id, parent_id, n) as (
         select e.id, e.parent_id, 1 from agent_executions e where e.id = a.execution_id
         union all
-        select e.id, e.parent_id, l.n + 1 from line l join agent_executions e on e.id = l.parent_id where l.n < 32)
+        select e.id, e.parent_id, p.n + 1 from ancestors p join agent_executions e on e.id = p.parent_id where p.n < 32)
       select substr(k.cause, 11) as name
-        from line l join agent_links k on k.effect = 'execution ' || l.id and k.kind = 'asked'
-       where k.cause like 'principal %' order by l.n desc limit 1) b on true;
+        from ancestors p join agent_links k on k.effect = 'execution ' || p.id and k.kind = 'asked'
+       where k.cause like 'principal %' order by p.n desc limit 1) b on true;
 comment on view agent_audit is
   'Every action in the log: actor, object, time, reason, on_behalf_of, result. Restrict it by a range of ids, a trace '
   'or a skill (act), which have indexes. reason: an admin''s reason, the purpose of a model call, or the containing '
   'action. cause_id: the model call that requested the action. origin: the cause of the run. token_id, via and '
-  'message: the API token and the way of a principal''s act, and the message with its button.';
+  'message: the API token, channel and button message of the action.';
