@@ -27,80 +27,80 @@ const maxConnections = 8192
 // Listen bounds the connections of [Server].
 func Listen(l net.Listener) net.Listener { return admission.Listen(l, maxConnections) }
 
+// expectation checks a request before the server reads its body. It returns the request and its body limit in bytes.
 type expectation func(r *http.Request) (*http.Request, int64, error)
 
-// bound limits a class of requests: in total, and per chat key, webhook endpoint and address. 0 means no limit of its
-// own.
-type bound struct {
+// limits limit a class of requests: in total, and per chat key, webhook endpoint and address. 0 disables that limit.
+type limits struct {
 	all, key, endpoint, address int64
 	budget                      *admission.Budget
 }
 
-// class groups requests with a shared budget. No class can use the budget of another class.
-type class struct{ requests, bytes bound }
+// requestClass groups requests with a shared budget. No class can use the budget of another class.
+type requestClass struct{ requests, bytes limits }
 
-type classes struct{ intake, public, login, visitor, admin class }
+type requestClasses struct{ webhook, public, login, chat, admin requestClass }
 
-// newClasses returns the limits of a process with some hundred MB. Normal load stays far below them.
-func newClasses() classes {
-	made := func(requests, bytes bound) class {
+// newClasses returns the limits of a process, sized for a few hundred MB of memory. Normal load stays far below them.
+func newClasses() requestClasses {
+	newClass := func(requests, bytes limits) requestClass {
 		requests.budget, bytes.budget = admission.New(requests.all), admission.NewBytes(bytes.all)
-		return class{requests, bytes}
+		return requestClass{requests, bytes}
 	}
-	return classes{
-		intake: made(bound{all: 256, endpoint: 128, address: 128}, // webhooks
-			bound{all: 32 << 20, endpoint: 16 << 20, address: 8 << 20}),
-		public:  made(bound{all: 256, address: 128}, bound{all: 4 << 20, address: 1 << 20}),
-		login:   made(bound{all: 64, address: 16}, bound{all: 1 << 20, address: 256 << 10}),
-		visitor: made(bound{all: 3072, key: 2304, address: 1536}, bound{all: 24 << 20, key: 16 << 20, address: 4 << 20}),
-		admin:   made(bound{all: 2048}, bound{all: 64 << 20}),
+	return requestClasses{
+		webhook: newClass(limits{all: 256, endpoint: 128, address: 128},
+			limits{all: 32 << 20, endpoint: 16 << 20, address: 8 << 20}),
+		public: newClass(limits{all: 256, address: 128}, limits{all: 4 << 20, address: 1 << 20}),
+		login:  newClass(limits{all: 64, address: 16}, limits{all: 1 << 20, address: 256 << 10}),
+		chat:   newClass(limits{all: 3072, key: 2304, address: 1536}, limits{all: 24 << 20, key: 16 << 20, address: 4 << 20}),
+		admin:  newClass(limits{all: 2048}, limits{all: 64 << 20}),
 	}
 }
 
 // of returns the class of a route.
-func (b *classes) of(rt route) *class {
+func (b *requestClasses) of(rt route) *requestClass {
 	switch {
 	case rt.expect != nil:
-		return &b.intake
+		return &b.webhook
 	case rt.path == loginPath || strings.HasPrefix(rt.path, oidcPath):
 		return &b.login
 	case rt.access == Public:
 		return &b.public
 	case rt.access == Visitor:
-		return &b.visitor
+		return &b.chat
 	}
 	return &b.admin
 }
 
-// shares returns the shares that a request takes of a bound.
-func (b bound) shares(r *http.Request) (shares []admission.Share) {
-	if name, visitor := VisitorFrom(r.Context()); visitor && b.key > 0 {
-		shares = append(shares, admission.Share{Name: "key " + name, Most: b.key})
+// subLimits returns the sub-limits that apply to a request.
+func (l limits) subLimits(r *http.Request) (shares []admission.Share) {
+	if name, visitor := VisitorFrom(r.Context()); visitor && l.key > 0 {
+		shares = append(shares, admission.Share{Name: "key " + name, Limit: l.key})
 	}
-	if b.endpoint > 0 {
-		shares = append(shares, admission.Share{Name: "endpoint " + r.URL.Path, Most: b.endpoint})
+	if l.endpoint > 0 {
+		shares = append(shares, admission.Share{Name: "endpoint " + r.URL.Path, Limit: l.endpoint})
 	}
-	if b.address > 0 {
-		shares = append(shares, admission.Share{Name: "address " + clientip.Key(r), Most: b.address})
+	if l.address > 0 {
+		shares = append(shares, admission.Share{Name: "address " + clientip.Key(r), Limit: l.address})
 	}
 	return shares
 }
 
-// admit reserves the request's share of its class and buffers its body. release returns the share. The request holds
-// no slot while its body arrives.
+// admit checks for a free slot of the request's class, buffers the body without holding one, then acquires it. release
+// returns it.
 func (s *server) admit(w http.ResponseWriter, r *http.Request, rt route) (_ *http.Request, release func(), err error) {
 	if rt.probe {
 		return r, func() {}, nil
 	}
 	c := s.classes.of(rt)
-	r, most, err := s.checkExpected(r, rt, c)
+	r, limit, err := s.precheck(r, rt, c)
 	if err == nil {
-		err = s.bufferBody(w, r, rt, c, most)
+		err = s.bufferBody(w, r, rt, c, limit)
 	}
 	if err != nil {
 		return r, nil, tooManyRequests(w, err)
 	}
-	hold, err := c.requests.budget.Take(1, c.requests.shares(r)...)
+	hold, err := c.requests.budget.Acquire(1, c.requests.subLimits(r)...)
 	if err != nil {
 		_ = r.Body.Close()
 		return r, nil, tooManyRequests(w, err)
@@ -111,10 +111,9 @@ func (s *server) admit(w http.ResponseWriter, r *http.Request, rt route) (_ *htt
 	}, nil
 }
 
-// checkExpected rejects a request without a free slot, or a request that its route does not expect. It returns the body
-// limit.
-func (s *server) checkExpected(r *http.Request, rt route, c *class) (*http.Request, int64, error) {
-	hold, err := c.requests.budget.Take(1, c.requests.shares(r)...)
+// precheck rejects a request if its class has no free slot or its route does not expect it. It returns the body limit.
+func (s *server) precheck(r *http.Request, rt route, c *requestClass) (*http.Request, int64, error) {
+	hold, err := c.requests.budget.Acquire(1, c.requests.subLimits(r)...)
 	if err != nil {
 		return r, 0, err
 	}
@@ -122,24 +121,24 @@ func (s *server) checkExpected(r *http.Request, rt route, c *class) (*http.Reque
 	if rt.expect == nil {
 		return r, rt.maxBody, nil
 	}
-	expected, most, err := rt.expect(r)
+	expected, limit, err := rt.expect(r)
 	if err != nil {
 		return r, 0, err
 	}
-	return expected, min(most, rt.maxBody), nil
+	return expected, min(limit, rt.maxBody), nil
 }
 
 // tooManyRequests adds Retry-After when a budget is exhausted.
 func tooManyRequests(w http.ResponseWriter, err error) error {
 	if !errors.Is(err, admission.ErrFull) {
-		return tooManyTries(w, err) // a webhook's token
+		return tooManyTries(w, err) // throttled credentials
 	}
 	w.Header().Set("Retry-After", admission.RetryAfter)
 	return problem.New(http.StatusTooManyRequests, "too many requests; retry in %s s", admission.RetryAfter)
 }
 
 // bufferBody reads the body into memory, if the route accepts one.
-func (s *server) bufferBody(w http.ResponseWriter, r *http.Request, rt route, c *class, most int64) error {
+func (s *server) bufferBody(w http.ResponseWriter, r *http.Request, rt route, c *requestClass, limit int64) error {
 	if rt.maxBody == 0 || r.Method == http.MethodGet || r.Method == http.MethodHead {
 		if r.ContentLength != 0 {
 			w.Header().Set("Connection", "close") // the server does not read the body
@@ -152,7 +151,7 @@ func (s *server) bufferBody(w http.ResponseWriter, r *http.Request, rt route, c 
 		}
 	}
 	err := admission.Read(w, r, admission.Limits{
-		Most: most, Time: s.limits.body, Budget: c.bytes.budget, Shares: c.bytes.shares(r),
+		Most: limit, Time: s.timeouts.body, Budget: c.bytes.budget, Shares: c.bytes.subLimits(r),
 	})
 	if err != nil {
 		w.Header().Set("Connection", "close") // the server does not read the rest of the body
@@ -163,11 +162,11 @@ func (s *server) bufferBody(w http.ResponseWriter, r *http.Request, rt route, c 
 
 // bodyError maps a failed body transfer to a problem.
 func (s *server) bodyError(err error) error {
-	if large, is := errors.AsType[*admission.TooLarge](err); is {
+	if large, ok := errors.AsType[*admission.TooLarge](err); ok {
 		return problem.New(http.StatusRequestEntityTooLarge, "%s", large)
 	}
-	if timeout, is := errors.AsType[net.Error](err); is && timeout.Timeout() || errors.Is(err, os.ErrDeadlineExceeded) {
-		return problem.New(http.StatusRequestTimeout, "the body did not arrive within %s, or too slowly", s.limits.body)
+	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() || errors.Is(err, os.ErrDeadlineExceeded) {
+		return problem.New(http.StatusRequestTimeout, "body not received within %s", s.timeouts.body)
 	}
 	if errors.Is(err, admission.ErrFull) {
 		return err
@@ -175,19 +174,20 @@ func (s *server) bodyError(err error) error {
 	return problem.BadBody("the body is incomplete")
 }
 
-// limits has the time limits of a client.
-type limits struct {
+// timeouts are the time limits of a request.
+type timeouts struct {
 	request time.Duration // of a request other than a stream
 	body    time.Duration // to receive a body
 	send    time.Duration // to send a response, or a part of a stream
 }
 
-// defaultLimits returns limits that leave a request more time than lanes.Break needs.
-func defaultLimits() limits {
-	return limits{request: 40 * time.Second, body: 30 * time.Second, send: 30 * time.Second}
+// defaultTimeouts returns the time limits of production. A request has 40 s; lanes.Break waits about one
+// second for a fenced write.
+func defaultTimeouts() timeouts {
+	return timeouts{request: 40 * time.Second, body: 30 * time.Second, send: 30 * time.Second}
 }
 
-// Server returns the http.Server for the handler of New. It limits the header only. The handler limits each route,
+// Server returns the http.Server for the handler of New. It sets header timeouts only. The handler limits each route,
 // because a ReadTimeout or WriteTimeout would cut streams.
 func Server(h http.Handler, log *slog.Logger) *http.Server {
 	return &http.Server{
@@ -197,15 +197,18 @@ func Server(h http.Handler, log *slog.Logger) *http.Server {
 	}
 }
 
-// authorize authenticates the caller and admits the request with its complete body.
-func (s *server) authorize(rt route, next http.Handler) http.Handler {
+// authenticateAndAdmit authenticates the caller and admits the request with its complete body.
+func (s *server) authenticateAndAdmit(rt route, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		setDeadline(http.NewResponseController(w).SetWriteDeadline, s.limits.request+s.limits.send)
+		if rec, ok := w.(*statusRecorder); ok {
+			rec.route = rt
+		}
+		setDeadline(http.NewResponseController(w).SetWriteDeadline, s.timeouts.request+s.timeouts.send)
 		r, err := s.auth.authenticate(w, r, rt)
 		if err == nil {
-			var leave func()
-			if r, leave, err = s.admit(w, r, rt); err == nil {
-				defer leave()
+			var release func()
+			if r, release, err = s.admit(w, r, rt); err == nil {
+				defer release()
 			}
 		}
 		if err != nil {
@@ -216,31 +219,32 @@ func (s *server) authorize(rt route, next http.Handler) http.Handler {
 			return
 		}
 		if s.read.Configured() && r.Method != http.MethodGet && r.Method != http.MethodHead {
-			if who := principals.From(r.Context()); who != nil && who.SessionID != "" {
+			if caller := principals.From(r.Context()); caller != nil && caller.SessionID != "" {
 				replica.Wrote(w, r) // this browser's next pages must show the change
 			}
 		}
-		if caller := r.Header.Get("Traceparent"); caller != "" {
-			r = r.WithContext(trace.WithCaller(r.Context(), caller))
+		if traceparent := r.Header.Get("Traceparent"); traceparent != "" {
+			r = r.WithContext(trace.WithCaller(r.Context(), traceparent))
 		}
 		next.ServeHTTP(w, r)
 	})
 }
 
-// setDeadline sets a connection deadline; zero clears it. A test's ResponseWriter has no connection and ignores it.
+// setDeadline sets a connection deadline; zero clears it. Errors are ignored: httptest recorders do not support
+// deadlines, and on a closed connection the next read or write fails too.
 func setDeadline(set func(time.Time) error, d time.Duration) {
 	var at time.Time
 	if d > 0 {
 		at = time.Now().Add(d)
 	}
-	_ = set(at) // fails on a closed connection, as the next read or write will
+	_ = set(at)
 }
 
 // withDeadline bounds the duration of a request, or prepares it as a stream.
 func (s *server) withDeadline(rt route, next http.Handler) http.Handler {
 	if !rt.stream {
 		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			ctx, cancel := context.WithTimeout(r.Context(), s.limits.request)
+			ctx, cancel := context.WithTimeout(r.Context(), s.timeouts.request)
 			defer cancel()
 			next.ServeHTTP(w, r.WithContext(ctx))
 		})
@@ -252,13 +256,13 @@ func (s *server) withDeadline(rt route, next http.Handler) http.Handler {
 		}
 		stop := s.stopping
 		if rt.finite {
-			stop = s.cutting
+			stop = s.forceStop
 		}
-		ctx, leave := withStop(r.Context(), stop)
-		defer leave()
+		ctx, release := withStop(r.Context(), stop)
+		defer release()
 		ctx, end := s.auth.sessions.watch(ctx, principals.From(ctx))
 		defer end()
-		next.ServeHTTP(&streamWriter{w, http.NewResponseController(w), s.limits.send}, r.WithContext(ctx))
+		next.ServeHTTP(&streamWriter{w, http.NewResponseController(w), s.timeouts.send}, r.WithContext(ctx))
 	})
 }
 
@@ -293,7 +297,7 @@ func (w *streamWriter) Write(b []byte) (int, error) {
 }
 
 // Flush implements http.Flusher.
-func (w *streamWriter) Flush() { _ = w.FlushError() } // a disconnected client shows at the next write
+func (w *streamWriter) Flush() { _ = w.FlushError() } // the next write reports a disconnected client
 
 func (w *streamWriter) FlushError() error {
 	setDeadline(w.control.SetWriteDeadline, w.timeout)

@@ -28,10 +28,10 @@ import (
 func newBareServer(t *testing.T, rt route) (*server, http.Handler) {
 	t.Helper()
 	s := &server{
-		auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(),
+		auth: &authenticator{}, classes: newClasses(), timeouts: defaultTimeouts(),
 		log: slog.New(slog.DiscardHandler),
 	}
-	return s, s.withLogging(s.serve(rt))
+	return s, s.withMiddleware(s.serve(rt))
 }
 
 func TestRejectionDoesNotWaitForBody(t *testing.T) {
@@ -51,7 +51,7 @@ func TestRejectionDoesNotWaitForBody(t *testing.T) {
 				access: Public, maxBody: 25 << 20,
 				expect: func(r *http.Request) (*http.Request, int64, error) {
 					return r, c.most, c.refusal
-				}, handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("the route was called") }),
+				}, httpHandler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("the route was called") }),
 			})
 			server := httptest.NewUnstartedServer(nil)
 			server.Config = Server(h, slog.New(slog.DiscardHandler))
@@ -77,33 +77,33 @@ func TestFullClassRejectsOnlyItsOwn(t *testing.T) {
 	ok := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })
 	for name, c := range map[string]struct {
 		rt   route
-		take func(*classes) (release func(), err error)
+		take func(*requestClasses) (release func(), err error)
 		want int
 	}{
-		"requests": {route{access: Public}, func(b *classes) (func(), error) {
-			h, err := b.public.requests.budget.Take(b.public.requests.all)
+		"requests": {route{access: Public}, func(b *requestClasses) (func(), error) {
+			h, err := b.public.requests.budget.Acquire(b.public.requests.all)
 			return h.Release, err
 		}, http.StatusTooManyRequests},
-		"bytes": {route{access: Public, maxBody: 100}, func(b *classes) (func(), error) {
-			h, err := b.public.bytes.budget.Take(b.public.bytes.all)
+		"bytes": {route{access: Public, maxBody: 100}, func(b *requestClasses) (func(), error) {
+			h, err := b.public.bytes.budget.Acquire(b.public.bytes.all)
 			return h.Release, err
 		}, http.StatusTooManyRequests},
-		"other class": {route{access: Public}, func(b *classes) (func(), error) {
-			h, err := b.intake.requests.budget.Take(b.intake.requests.all)
+		"other class": {route{access: Public}, func(b *requestClasses) (func(), error) {
+			h, err := b.webhook.requests.budget.Acquire(b.webhook.requests.all)
 			return h.Release, err
 		}, http.StatusOK},
-		"login": {route{access: Public, path: loginPath}, func(b *classes) (func(), error) {
-			h, err := b.public.requests.budget.Take(b.public.requests.all)
+		"login": {route{access: Public, path: loginPath}, func(b *requestClasses) (func(), error) {
+			h, err := b.public.requests.budget.Acquire(b.public.requests.all)
 			return h.Release, err
 		}, http.StatusOK},
-		"probe": {route{access: Public, probe: true}, func(b *classes) (func(), error) {
-			h, err := b.public.requests.budget.Take(b.public.requests.all)
+		"probe": {route{access: Public, probe: true}, func(b *requestClasses) (func(), error) {
+			h, err := b.public.requests.budget.Acquire(b.public.requests.all)
 			return h.Release, err
 		}, http.StatusOK},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			c.rt.handler = ok
+			c.rt.httpHandler = ok
 			s, h := newBareServer(t, c.rt)
 			release, err := c.take(&s.classes)
 			require.NoError(t, err)
@@ -130,7 +130,7 @@ func TestFullClassRejectsOnlyItsOwn(t *testing.T) {
 func TestAddressLimitOfConnections(t *testing.T) {
 	t.Parallel()
 	entered, end := make(chan struct{}), make(chan struct{})
-	s, h := newBareServer(t, route{access: Public, handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+	s, h := newBareServer(t, route{access: Public, httpHandler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
 		entered <- struct{}{}
 		<-end
 	})})
@@ -192,7 +192,7 @@ func TestSlowBodiesDoNotBlockOthers(t *testing.T) {
 			log := slog.New(slog.DiscardHandler)
 			g, err := newAuthenticator(Options{Logger: log, ChatKeys: map[string]string{"site": key}})
 			require.NoError(t, err)
-			c.rt.handler = ok
+			c.rt.httpHandler = ok
 			s, h := newBareServer(t, c.rt)
 			s.auth = g
 			server := httptest.NewUnstartedServer(nil)
@@ -218,20 +218,20 @@ func TestSlowBodiesDoNotBlockOthers(t *testing.T) {
 
 func TestEndpointLimitIsHalf(t *testing.T) {
 	t.Parallel()
-	b := newClasses().intake
-	for name, of := range map[string]bound{"requests": b.requests, "bytes": b.bytes} {
+	b := newClasses().webhook
+	for name, of := range map[string]limits{"requests": b.requests, "bytes": b.bytes} {
 		from := func(path, address string) []admission.Share {
 			r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, path, nil)
 			r.RemoteAddr = address
-			return of.shares(r)
+			return of.subLimits(r)
 		}
 		for i := range 4 {
-			_, err := of.budget.Take(of.all/8, from("/webhooks/a", fmt.Sprintf("192.0.2.%d:1", i))...)
+			_, err := of.budget.Acquire(of.all/8, from("/webhooks/a", fmt.Sprintf("192.0.2.%d:1", i))...)
 			assert.NoError(t, err, name)
 		}
-		_, err := of.budget.Take(1, from("/webhooks/a", "192.0.2.9:1")...)
+		_, err := of.budget.Acquire(1, from("/webhooks/a", "192.0.2.9:1")...)
 		assert.ErrorIs(t, err, admission.ErrFull, name, "more than half for one endpoint")
-		_, err = of.budget.Take(of.all/8, from("/webhooks/b", "192.0.2.9:1")...)
+		_, err = of.budget.Acquire(of.all/8, from("/webhooks/b", "192.0.2.9:1")...)
 		assert.NoError(t, err, name, "another endpoint")
 	}
 }
@@ -239,7 +239,7 @@ func TestEndpointLimitIsHalf(t *testing.T) {
 func TestAddressLimitOfBytes(t *testing.T) {
 	t.Parallel()
 	b := newClasses()
-	for name, c := range map[string]class{"intake": b.intake, "public": b.public, "visitor": b.visitor} {
+	for name, c := range map[string]requestClass{"webhook": b.webhook, "public": b.public, "chat": b.chat} {
 		of := c.bytes
 		whole := cmp.Or(of.key, of.all)
 		assert.Truef(t, of.address <= whole/4, "%s: an address has %d of %d", name, of.address, whole)
@@ -251,7 +251,7 @@ func TestPanicReleasesAdmission(t *testing.T) {
 	panics := func(*http.Request) (*http.Request, int64, error) { panic("no") }
 	s, h := newBareServer(t, route{access: Public, maxBody: 10, expect: panics})
 	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/x", nil))
-	assert.Equal(t, 0, s.classes.intake.requests.budget.Used())
+	assert.Equal(t, 0, s.classes.webhook.requests.budget.Used())
 }
 
 func TestConcurrentProbesShareOneCheck(t *testing.T) {
@@ -284,12 +284,12 @@ func TestConcurrentProbesShareOneCheck(t *testing.T) {
 // sendWithoutReading serves one route with short limits, and returns a connection to it.
 func sendWithoutReading(t *testing.T, rt route) net.Conn {
 	t.Helper()
-	s := &server{auth: &authenticator{}, classes: newClasses(), log: slog.New(slog.DiscardHandler), limits: limits{
+	s := &server{auth: &authenticator{}, classes: newClasses(), log: slog.New(slog.DiscardHandler), timeouts: timeouts{
 		request: 250 * time.Millisecond, body: 250 * time.Millisecond, send: 250 * time.Millisecond,
 	}}
 	rt.access, rt.maxBody = Public, 100
 	server := httptest.NewUnstartedServer(nil)
-	server.Config = Server(s.withLogging(s.serve(rt)), s.log)
+	server.Config = Server(s.withMiddleware(s.serve(rt)), s.log)
 	server.Start()
 	t.Cleanup(server.Close)
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", server.Listener.Addr().String())
@@ -301,7 +301,7 @@ func sendWithoutReading(t *testing.T, rt route) net.Conn {
 
 func TestSlowBodyIsRequestTimeout(t *testing.T) {
 	t.Parallel()
-	conn := sendWithoutReading(t, route{handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+	conn := sendWithoutReading(t, route{httpHandler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
 		t.Error("the route was called without its body")
 	})})
 	fmt.Fprint(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
@@ -319,7 +319,7 @@ func TestClientThatDoesNotReadIsDisconnected(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			failed := make(chan error, 1)
 			conn := sendWithoutReading(t,
-				route{stream: stream, handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				route{stream: stream, httpHandler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 					piece := make([]byte, 1<<20)
 					for {
 						if _, err := w.Write(piece); err != nil {
@@ -343,7 +343,7 @@ func TestClientThatDoesNotReadIsDisconnected(t *testing.T) {
 func TestIdleConnectionIsReused(t *testing.T) {
 	t.Parallel()
 	conn := sendWithoutReading(t,
-		route{handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })})
+		route{httpHandler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })})
 	reader := bufio.NewReader(conn)
 	for range 2 {
 		fmt.Fprint(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\na")

@@ -105,10 +105,10 @@ type Options struct {
 	// Pages render the login and errors for browsers. Without Pages there is no login, and every client gets problems.
 	Pages Pages
 	// The shutdown closes these channels in this order; nil means never. After Draining closes, the process is unready and
-	// closes connections after their response. Stopping ends streams that only watch. Cutting ends responses in progress
+	// closes connections after their response. Stopping ends streams that only watch. ForceStop ends responses in progress
 	// (Endpoint.Finite).
-	Draining, Stopping, Cutting <-chan struct{}
-	Logger                      *slog.Logger // nil for none
+	Draining, Stopping, ForceStop <-chan struct{}
+	Logger                        *slog.Logger // nil for none
 }
 
 // New returns the handler; serve it with Server. It does not use the database. An invalid endpoint or key is an
@@ -127,10 +127,10 @@ func New(o Options) (http.Handler, error) {
 	s := &server{
 		pool: o.Pool, read: cmp.Or(o.Read, replica.Primary(o.Pool)), engine: o.Engine,
 		agents: cmp.Or(o.Agents, &agents.Directory{}), memory: o.Memory, auth: gate, draining: o.Draining,
-		stopping: o.Stopping, cutting: o.Cutting, limits: defaultLimits(), log: o.Logger,
+		stopping: o.Stopping, forceStop: o.ForceStop, timeouts: defaultTimeouts(), log: o.Logger,
 		ready: cmp.Or(o.Ready, o.Pool), classes: newClasses(),
 		pages: o.Pages, proxies: o.Proxies,
-		pending:       &pendingResults{db: o.Pool, stop: o.Cutting, writing: make(chan struct{}, 1)},
+		pending:       &pendingResults{db: o.Pool, stop: o.ForceStop, writing: make(chan struct{}, 1)},
 		documentBytes: cmp.Or(o.DocumentBytes, documents.DefaultMaxBytes),
 		evals:         o.Evals,
 		monitor:       monitor.Monitor{Agents: cmp.Or(o.Agents, &agents.Directory{}), Limits: o.Limits},
@@ -148,25 +148,25 @@ func New(o Options) (http.Handler, error) {
 
 // server holds the dependencies of all handlers.
 type server struct {
-	monitor  monitor.Monitor
-	pool     *pgxpool.Pool
-	read     *replica.Reader
-	engine   *executions.Engine
-	agents   *agents.Directory
-	memory   *memory.Index
-	evals    EvalStarter // nil for none
-	auth     *authenticator
-	oidc     *oidcLogin // nil for none
-	draining <-chan struct{}
-	stopping <-chan struct{}
-	cutting  <-chan struct{}
-	limits   limits
-	pages    Pages // nil for none
-	proxies  clientip.Trusted
-	classes  classes
-	ready    *pgxpool.Pool
-	prober   prober
-	log      *slog.Logger
+	monitor   monitor.Monitor
+	pool      *pgxpool.Pool
+	read      *replica.Reader
+	engine    *executions.Engine
+	agents    *agents.Directory
+	memory    *memory.Index
+	evals     EvalStarter // nil for none
+	auth      *authenticator
+	oidc      *oidcLogin // nil for none
+	draining  <-chan struct{}
+	stopping  <-chan struct{}
+	forceStop <-chan struct{}
+	timeouts  timeouts
+	pages     Pages // nil for none
+	proxies   clientip.Trusted
+	classes   requestClasses
+	ready     *pgxpool.Pool
+	prober    prober
+	log       *slog.Logger
 
 	pending *pendingResults
 	locks   postgres.KeyedTx // of pool
@@ -185,7 +185,7 @@ func (s *server) newMux(table []route) (http.Handler, error) {
 	if err != nil {
 		return nil, err
 	}
-	table[len(table)-1].handler = described
+	table[len(table)-1].httpHandler = described
 	mux := http.NewServeMux()
 	paths := map[string][]route{}
 	for _, rt := range table {
@@ -201,12 +201,12 @@ func (s *server) newMux(table []route) (http.Handler, error) {
 	}
 	unknown := map[string]http.Handler{"/v1": s.unknownV1Route(), "/v1/": s.unknownV1Route()}
 	if _, taken := paths["/"]; !taken {
-		unknown["/"] = s.authorize(route{access: Public}, s.unknownRoute())
+		unknown["/"] = s.authenticateAndAdmit(route{access: Public}, s.unknownRoute())
 	}
 	for pattern, handler := range unknown {
 		mux.Handle(pattern, handler)
 	}
-	return s.proxies.Handler(s.withLogging(withoutHTML(mux, unknown)), s.log), nil
+	return s.proxies.Handler(s.withMiddleware(withoutHTML(mux, unknown)), s.log), nil
 }
 
 // withoutHTML answers paths that http.ServeMux would clean, such as /v1//x. If the clean path is a route, it sends a
@@ -278,7 +278,7 @@ func (s *server) methodNotAllowed(rows []route) http.Handler {
 	closed := route{
 		access: guarded.access, scopes: authenticated, openAI: guarded.openAI, page: guarded.page, foreign: true,
 	}
-	return s.authorize(closed, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	return s.authenticateAndAdmit(closed, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Allow", allow)
 		s.writeError(w, r, closed, problem.New(http.StatusMethodNotAllowed, "method %.20s is not allowed; use %s",
 			r.Method, allow), "")
@@ -288,7 +288,7 @@ func (s *server) methodNotAllowed(rows []route) http.Handler {
 // unknownV1Route returns 404 to admins and chat keys, because OpenAI clients try routes that this server lacks.
 func (s *server) unknownV1Route() http.Handler {
 	visitor := route{openAI: true}
-	toAdmin := s.authorize(route{access: Admin, scopes: authenticated, foreign: true},
+	toAdmin := s.authenticateAndAdmit(route{access: Admin, scopes: authenticated, foreign: true},
 		s.errorHandler(route{}, routeNotFound))
 	toVisitor := s.errorHandler(visitor, routeNotFound)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

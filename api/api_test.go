@@ -148,7 +148,7 @@ func TestBadRequestProblems(t *testing.T) {
 		"null":            {"POST", "/v1/lanes/x/break", `null`, 400, "object"},
 		"no body":         {"POST", "/v1/lanes/x/break", "", 400, "object"},
 		"cut body":        {"POST", "/v1/lanes/x/break", `{"reason":"x`, 400, "unexpected"},
-		"more":            {"POST", "/v1/lanes/x/break", `{"reason":"x"} {}`, 400, "continues after"},
+		"more":            {"POST", "/v1/lanes/x/break", `{"reason":"x"} {}`, 400, "unexpected data after"},
 		"too large":       {"POST", "/v1/lanes/x/break", `{"reason":"` + strings.Repeat("x", 1<<20) + `"}`, 413, "1048576"},
 	} {
 		t.Run(name, func(t *testing.T) {

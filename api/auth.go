@@ -67,18 +67,18 @@ func (g *authenticator) authenticate(w http.ResponseWriter, r *http.Request, rt 
 		}
 		r = r.WithContext(context.WithValue(r.Context(), visitorKey{}, name))
 	default:
-		who, err := g.authenticatePrincipal(w, r, rt)
+		caller, err := g.authenticatePrincipal(w, r, rt)
 		if err != nil {
 			return r, err
 		}
-		if !slices.ContainsFunc(rt.scopes, who.May) {
-			return r, forbidden(w, who, rt.scopes)
+		if !slices.ContainsFunc(rt.scopes, caller.May) {
+			return r, forbidden(w, caller, rt.scopes)
 		}
 		via := "http"
-		if who.SessionID != "" {
+		if caller.SessionID != "" {
 			via = "page"
 		}
-		r = r.WithContext(principals.WithCaller(r.Context(), who, via))
+		r = r.WithContext(principals.WithCaller(r.Context(), caller, via))
 	}
 	if err := g.cross.Check(r); err != nil && !rt.foreign {
 		return r, crossOrigin()
@@ -93,12 +93,12 @@ func (g *authenticator) authenticatePrincipal(
 	w http.ResponseWriter, r *http.Request, rt route,
 ) (*principals.Caller, error) {
 	if r.Header.Get("Authorization") == "" {
-		who, err := g.sessions.current(r)
+		caller, err := g.sessions.current(r)
 		if err != nil {
 			return nil, err
 		}
-		if who != nil {
-			return who, sameOrigin(r, rt)
+		if caller != nil {
+			return caller, sameOrigin(r, rt)
 		}
 	}
 	token, has := bearer(r)
@@ -108,11 +108,11 @@ func (g *authenticator) authenticatePrincipal(
 	if strings.HasPrefix(token, principals.TokenPrefix) {
 		return g.byToken(w, r, token)
 	}
-	is, err := g.isAdminToken(r, token)
+	ok, err := g.isAdminToken(r, token)
 	if err != nil {
 		return nil, tooManyTries(w, err)
 	}
-	if !is {
+	if !ok {
 		return nil, unauthorized(w, r, principalCredential)
 	}
 	return principals.RootCaller(), nil
@@ -120,9 +120,9 @@ func (g *authenticator) authenticatePrincipal(
 
 // byToken finds the caller of an API token. Only an unknown token counts as a wrong try.
 func (g *authenticator) byToken(w http.ResponseWriter, r *http.Request, token string) (*principals.Caller, error) {
-	var who *principals.Caller
+	var caller *principals.Caller
 	err := postgres.RetryOnDisconnect(r.Context(), func() (err error) {
-		who, err = principals.AuthenticateToken(r.Context(), g.sessions.db, token)
+		caller, err = principals.AuthenticateToken(r.Context(), g.sessions.db, token)
 		return err
 	})
 	switch {
@@ -136,12 +136,12 @@ func (g *authenticator) byToken(w http.ResponseWriter, r *http.Request, token st
 		}
 		return nil, unauthorized(w, r, principalCredential)
 	}
-	return who, err
+	return caller, err
 }
 
-func (g *authenticator) isAdminToken(r *http.Request, text string) (is bool, err error) {
-	_, is, err = g.guard.Check(r, credentials.Admin, text, g.admin)
-	return is, err
+func (g *authenticator) isAdminToken(r *http.Request, text string) (ok bool, err error) {
+	_, ok, err = g.guard.Check(r, credentials.Admin, text, g.admin)
+	return ok, err
 }
 
 // authenticateVisitor returns the name of the request's chat key.
@@ -151,11 +151,11 @@ func (g *authenticator) authenticateVisitor(w http.ResponseWriter, r *http.Reque
 	if !has {
 		return "", unauthorized(w, r, credential)
 	}
-	name, is, err := g.guard.Check(r, credentials.Chat, key, g.chat...)
+	name, ok, err := g.guard.Check(r, credentials.Chat, key, g.chat...)
 	if err != nil {
 		return "", tooManyTries(w, err)
 	}
-	if !is {
+	if !ok {
 		return "", unauthorized(w, r, credential)
 	}
 	return name, nil
@@ -180,8 +180,8 @@ func unauthorized(w http.ResponseWriter, r *http.Request, credential string) err
 
 // tooManyTries adds Retry-After for throttled credentials. It returns other errors unchanged.
 func tooManyTries(w http.ResponseWriter, err error) error {
-	wait, is := errors.AsType[*credentials.Wait](err)
-	if !is {
+	wait, ok := errors.AsType[*credentials.Wait](err)
+	if !ok {
 		return err
 	}
 	w.Header().Set("Retry-After", strconv.Itoa(wait.Seconds()))
@@ -189,15 +189,15 @@ func tooManyTries(w http.ResponseWriter, err error) error {
 }
 
 // forbidden names the scope that the caller lacks (RFC 6750).
-func forbidden(w http.ResponseWriter, who *principals.Caller, scopes []principals.Scope) error {
+func forbidden(w http.ResponseWriter, caller *principals.Caller, scopes []principals.Scope) error {
 	w.Header().Set("WWW-Authenticate",
 		fmt.Sprintf(`Bearer realm="lanekeeper", error="insufficient_scope", scope=%q`, scopes[0]))
-	return missingScope(who, string(scopes[0]))
+	return missingScope(caller, string(scopes[0]))
 }
 
-func missingScope(who *principals.Caller, scope string) error {
+func missingScope(caller *principals.Caller, scope string) error {
 	return problem.New(http.StatusForbidden, "this needs the scope %s, which %s (role %s) does not have here", scope,
-		who.Name, who.Role).Kind("missing-scope", "Missing scope").WithScope(scope)
+		caller.Name, caller.Role).Kind("missing-scope", "Missing scope").WithScope(scope)
 }
 
 // sameOrigin rejects cross-origin requests with the login cookie, even reads, because response times leak information.

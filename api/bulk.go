@@ -54,7 +54,7 @@ type bulkResponse struct {
 }
 
 // bulkExecutions applies the action to each execution in turn. A rejection does not affect other executions.
-// bulkExecutions stops when the client leaves. The audit has the completed actions.
+// bulkExecutions stops when the client disconnects. The audit has the completed actions.
 func (s *server) bulkExecutions(r request) (response, error) {
 	b := r.body.(bulkRequest)
 	got := bulkResponse{Items: []bulkItem{}}
@@ -93,13 +93,13 @@ func (s *server) bulkOne(r request, b bulkRequest, id string) (bulkItem, error) 
 			return item, problem.New(http.StatusConflict, "execution %s has ended: %s", id, x.Status)
 		}
 		done, err := s.cancel(r.Context(), x, b.Reason)
-		if c, is := done.body.(cancelResponse); is {
+		if c, ok := done.body.(cancelResponse); ok {
 			item.Status = c.Status
 		}
 		return item, err
 	}
 	done, err := s.retry(r.Context(), x, b.Reason)
-	if f, is := done.body.(forkResponse); is {
+	if f, ok := done.body.(forkResponse); ok {
 		item.TraceID, item.ExecutionID, item.Status = f.TraceID, f.ID, f.Status
 	}
 	return item, err

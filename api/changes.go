@@ -21,7 +21,7 @@ import (
 	hooks "github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// change is the result of an admin action. Changed is false if the state was the same before.
+// change is the result of an admin action. Changed is false if the action had no effect.
 type change struct {
 	Name       string `json:"name"`
 	Changed    bool   `json:"changed"`
@@ -29,38 +29,39 @@ type change struct {
 	ActivityID string `json:"activity_id"`
 }
 
-// revisionChecks lock the changed object and verify the revision of If-Match, by the object's name in the record.
+// Each of revisionChecks locks the object and compares its revision with If-Match. The key is the object's field in
+// the audit input.
 var revisionChecks = map[string]func(ctx context.Context, tx pgx.Tx, name string, revision int) error{
 	"objective": objectives.AtRevision, "automation": automations.AtRevision, "skill": skills.AtRevision,
 }
 
-// withCurrent adds the current state to the error of a stale revision.
+// withCurrent attaches the current object to a StaleError.
 func (s *server) withCurrent(ctx context.Context, err error) error {
 	stale, ok := errors.AsType[*postgres.StaleError](err)
 	if !ok {
 		return err
 	}
 	var current any
-	var unread error
+	var getErr error
 	switch stale.What {
 	case "objective":
-		current, unread = objectives.Get(ctx, s.pool, stale.Name)
+		current, getErr = objectives.Get(ctx, s.pool, stale.Name)
 	case "automation":
 		var a automations.Automation
-		a, unread = automations.Get(ctx, s.pool, stale.Name)
+		a, getErr = automations.Get(ctx, s.pool, stale.Name)
 		a.Arguments = redact.JSON(a.Arguments, maxShown)
 		current = a
 	case "skill":
-		current, unread = skills.Get(ctx, s.pool, stale.Name)
+		current, getErr = skills.Get(ctx, s.pool, stale.Name)
 	}
-	if unread != nil {
-		return unread
+	if getErr != nil {
+		return getErr
 	}
 	p, _ := problem.Of(stale)
 	return p.WithBoth(current, nil)
 }
 
-// record is [activity.Record] for an admin's request. input names the object.
+// record wraps [activity.Record]. input identifies the object.
 func (s *server) record(ctx context.Context, action, reason string, input map[string]any,
 	fn func(tx pgx.Tx, traceID string) (output any, err error),
 ) (change, error) {
@@ -75,13 +76,13 @@ type objectiveDetail struct {
 }
 
 func (s *server) listObjectives(r request) (response, error) {
-	got, err := readPage("objectives", r.query, func(o objectives.Objective) string { return o.ID },
+	listing, err := readPage("objectives", r.query, func(o objectives.Objective) string { return o.ID },
 		func(before string, limit int) ([]objectives.Objective, error) {
 			return objectives.List(r.Context(), s.pool, objectives.Filter{
 				Status: r.query["status"], Source: r.query["source"], Before: before, Limit: limit,
 			})
 		})
-	return response{body: got}, err
+	return response{body: listing}, err
 }
 
 func (s *server) getObjective(r request) (response, error) {
@@ -113,38 +114,47 @@ func (s *server) rejectObjective(r request) (response, error) {
 	})
 }
 
-// decideObjective decides a proposal once.
+// decideObjective accepts or rejects an open proposal; 409 if it is not open.
 func (s *server) decideObjective(
 	r request, action string, decide func(pgx.Tx, string, string) (bool, error),
 ) (response, error) {
 	return s.changeNamed(r, action, "objective", objectives.ErrNotFound,
 		func(tx pgx.Tx, name, reason string) (bool, error) {
 			decided, err := decide(tx, name, reason)
-			if err == nil && !decided {
-				err = problem.New(http.StatusConflict, "objective %s is not an open proposal", name)
-			}
-			return decided, err
+			return requireChanged(decided, err, "objective %s is not an open proposal", name)
 		})
 }
 
-// changeNamed runs an audited action on a named object, with a reason.
+// requireChanged turns an action without effect into a 409.
+func requireChanged(changed bool, err error, format string, args ...any) (bool, error) {
+	if err == nil && !changed {
+		err = problem.New(http.StatusConflict, format, args...)
+	}
+	return changed, err
+}
+
+// changeNamed runs an audited action on the object in the path.
 func (s *server) changeNamed(
-	r request, action, thing string, missing error, fn func(tx pgx.Tx, name, reason string) (bool, error),
+	r request, action, kind string, notFound error, fn func(tx pgx.Tx, name, reason string) (bool, error),
 ) (response, error) {
-	name, err := pathName(r, missing)
+	name, err := pathName(r, notFound)
 	if err != nil {
 		return response{}, err
 	}
-	based, err := r.ifMatch()
+	revision, err := r.ifMatch()
 	if err != nil {
 		return response{}, err
+	}
+	checkRevision, guarded := revisionChecks[kind]
+	if revision > 0 && !guarded {
+		return response{}, badPrecondition("If-Match is invalid here: the object has no revision")
 	}
 	reason := r.body.(reasonRequest).Reason
 	var changed bool
-	done, err := s.record(r.Context(), action, reason, map[string]any{thing: name},
+	done, err := s.record(r.Context(), action, reason, map[string]any{kind: name},
 		func(tx pgx.Tx, _ string) (any, error) {
-			if lock, guarded := revisionChecks[thing]; guarded {
-				if err := lock(r.Context(), tx, name, based); err != nil {
+			if guarded {
+				if err := checkRevision(r.Context(), tx, name, revision); err != nil {
 					return nil, err
 				}
 			}
@@ -161,20 +171,21 @@ func (s *server) changeNamed(
 
 // pathName returns the name or id in the path. It accepts control characters, because an admin must be able to reject
 // any name that a model chose.
-func pathName(r request, missing error) (string, error) {
+func pathName(r request, notFound error) (string, error) {
 	name := r.PathValue("id")
 	if !postgres.IsText(name) || len(name) > maxText {
-		return "", missing
+		return "", notFound
 	}
 	return name, nil
 }
 
-// listMemory lists or, with q, searches. A search has one page, because its order has no stable cursor.
+// listMemory lists entries, or searches them if q is set. A search has one page, because its order has no stable
+// cursor.
 func (s *server) listMemory(r request) (response, error) {
 	if q := r.query["q"]; q != "" {
 		for _, other := range []string{"cursor", "category", "prefix", "trace_id"} {
 			if r.query[other] != "" {
-				return response{}, problem.BadParameter("parameters q and %s exclude each other", other)
+				return response{}, problem.BadParameter("q cannot be combined with %s", other)
 			}
 		}
 		owner, err := s.owner(r)
@@ -192,14 +203,14 @@ func (s *server) listMemory(r request) (response, error) {
 		}
 		only = &owner
 	}
-	got, err := readPage("memory", r.query, func(e memory.Entry) string { return e.ID },
+	listing, err := readPage("memory", r.query, func(e memory.Entry) string { return e.ID },
 		func(before string, limit int) ([]memory.Entry, error) {
 			return memory.List(r.Context(), s.pool, memory.Filter{
 				Owner: only, Category: r.query["category"], Prefix: r.query["prefix"], TraceIDs: r.query.traceIDs(),
 				Before: before, Limit: limit,
 			})
 		})
-	return response{body: got}, err
+	return response{body: listing}, err
 }
 
 func orEmpty[T any](list []T) []T {
@@ -225,28 +236,25 @@ func (s *server) setObjective(r request, action, from, to string) (response, err
 			return false, err
 		}
 		changed, err := objectives.SetStatus(r.Context(), tx, o.ID, from, to)
-		if err == nil && !changed {
-			err = problem.New(http.StatusConflict, "objective %s is %s, not %s", o.Name, o.Status, from)
-		}
-		return changed, err
+		return requireChanged(changed, err, "objective %s is %s, not %s", o.Name, o.Status, from)
 	})
 }
 
-// forget deletes an entry. The record keeps category and key, but not the value.
+// forget deletes an entry. The audit row keeps category and key, but not the value.
 func (s *server) forget(r request, fn func(tx pgx.Tx) (memory.Entry, error)) (response, error) {
 	input := map[string]any{}
-	var gone memory.Entry
+	var deleted memory.Entry
 	done, err := s.record(r.Context(), "forget_memory", r.body.(reasonRequest).Reason, input,
 		func(tx pgx.Tx, _ string) (_ any, err error) {
-			gone, err = fn(tx)
-			input["id"] = gone.ID
-			maps.Copy(input, memoryInput(gone.Owner, gone.Category, gone.Key))
+			deleted, err = fn(tx)
+			input["id"] = deleted.ID
+			maps.Copy(input, memoryInput(deleted.Owner, deleted.Category, deleted.Key))
 			return map[string]bool{"changed": true}, err
 		})
 	if err != nil {
 		return response{}, err
 	}
-	done.Name, done.Changed = gone.Key, true
+	done.Name, done.Changed = deleted.Key, true
 	return response{body: done, trace: done.TraceID}, nil
 }
 
@@ -261,7 +269,7 @@ func (d decisionRequest) check() error {
 		return problem.BadBody("decision is %.60q; use approve or reject", d.Decision)
 	case len(d.Reason) > maxReason:
 		return problem.BadBody("reason is longer than %d bytes", maxReason)
-	case !storable(d.Reason):
+	case !isPrintableText(d.Reason):
 		return problem.BadBody("reason has control characters")
 	}
 	return nil
@@ -272,13 +280,13 @@ func approvalStatuses() []string {
 }
 
 func (s *server) listApprovals(r request) (response, error) {
-	got, err := readPage("approvals", r.query, func(a approvals.Approval) string { return a.ID },
+	listing, err := readPage("approvals", r.query, func(a approvals.Approval) string { return a.ID },
 		func(before string, limit int) ([]approvals.Approval, error) {
 			return approvals.List(r.Context(), s.pool, approvals.Filter{
 				Status: r.query["status"], Skill: r.query["skill"], TraceIDs: r.query.traceIDs(), Before: before, Limit: limit,
 			})
 		})
-	return response{body: got}, err
+	return response{body: listing}, err
 }
 
 func (s *server) getApproval(r request) (response, error) {
@@ -290,7 +298,8 @@ func (s *server) getApproval(r request) (response, error) {
 	return response{body: got, trace: got.TraceID}, err
 }
 
-// decideApproval decides an approval. Package approvals records the decision under a separate op_ trace.
+// decideApproval decides an approval. The decision has an op_ trace of its own, because the approval's trace belongs to
+// the waiting execution.
 func (s *server) decideApproval(r request) (response, error) {
 	id, err := pathUUID(r, "an approval")
 	if err != nil {
@@ -301,8 +310,8 @@ func (s *server) decideApproval(r request) (response, error) {
 	ctx := trace.With(r.Context(), trace.Span{TraceID: audit, Surface: trace.Operate})
 	got, err := approvals.Decide(ctx, s.pool, id, body.Decision == "approve", by(r.Context()), body.Reason)
 	if errors.Is(err, approvals.ErrDecided) {
-		late, unread := approvals.Get(r.Context(), s.pool, id)
-		return response{trace: late.TraceID}, errors.Join(err, unread)
+		current, getErr := approvals.Get(r.Context(), s.pool, id)
+		return response{trace: current.TraceID}, errors.Join(err, getErr)
 	}
 	if err != nil {
 		return response{}, err
@@ -320,16 +329,16 @@ type automationDetail struct {
 }
 
 func (s *server) listAutomations(r request) (response, error) {
-	got, err := readPage("automations", r.query, func(a automations.Automation) string { return a.ID },
+	listing, err := readPage("automations", r.query, func(a automations.Automation) string { return a.ID },
 		func(before string, limit int) ([]automations.Automation, error) {
 			return automations.List(r.Context(), s.pool, automations.Filter{
 				Enabled: r.query.flag("enabled"), Skill: r.query["skill"], Source: r.query["source"], Before: before, Limit: limit,
 			})
 		})
-	for i := range got.Items {
-		got.Items[i].Arguments = redact.JSON(got.Items[i].Arguments, maxShown)
+	for i := range listing.Items {
+		listing.Items[i].Arguments = redact.JSON(listing.Items[i].Arguments, maxShown)
 	}
-	return response{body: got}, err
+	return response{body: listing}, err
 }
 
 func (s *server) getAutomation(r request) (response, error) {
@@ -370,14 +379,11 @@ func (s *server) acceptAutomation(r request) (response, error) {
 	return s.changeNamed(r, "accept_automation", "automation", automations.ErrNotFound,
 		func(tx pgx.Tx, name, _ string) (bool, error) {
 			accepted, err := automations.Accept(r.Context(), tx, name, by(r.Context()))
-			if err == nil && !accepted {
-				err = problem.New(http.StatusConflict, "automation %s is not an open proposal", name)
-			}
-			return accepted, err
+			return requireChanged(accepted, err, "automation %s is not an open proposal", name)
 		})
 }
 
-// runAutomation makes a run due under the trace of this request. Any process may claim it.
+// runAutomation enqueues a run with this request's trace. Any process may claim it.
 func (s *server) runAutomation(r request) (response, error) {
 	name, err := pathName(r, automations.ErrNotFound)
 	if err != nil {
@@ -410,14 +416,14 @@ func (s *server) redriveRun(r request) (response, error) {
 	input := map[string]any{"run": id}
 	done, err := s.record(r.Context(), "redrive_automation", reason, input,
 		func(tx pgx.Tx, _ string) (any, error) {
-			again, err := automations.Redrive(r.Context(), tx, id)
+			changed, err := automations.Redrive(r.Context(), tx, id)
 			if err != nil {
 				return nil, err
 			}
 			if run, err = automations.GetRun(r.Context(), tx, id); err != nil {
 				return nil, err
 			}
-			if !again {
+			if !changed {
 				return nil, problem.New(http.StatusConflict, "run %s is not dead: status %s", id, run.Status)
 			}
 			a, err := automations.Get(r.Context(), tx, run.AutomationID)
@@ -434,17 +440,21 @@ func (s *server) redriveRun(r request) (response, error) {
 	return response{body: run, status: http.StatusAccepted, trace: done.TraceID}, nil
 }
 
-// switchFunc enables or disables a webhook endpoint or target.
-type switchFunc func(ctx context.Context, db postgres.DB, name string, enabled bool, by, reason string) (bool, error)
+// setEnabledFunc enables or disables a webhook endpoint or target.
+type setEnabledFunc func(
+	ctx context.Context, db postgres.DB, name string, enabled bool, by, reason string,
+) (bool, error)
 
 func (s *server) listTargets(r request) (response, error) {
-	got, err := hooks.Targets(r.Context(), s.pool)
-	return response{body: pageOf(got, "")}, err
+	targets, err := hooks.Targets(r.Context(), s.pool)
+	return response{body: pageOf(targets, "")}, err
 }
 
-func (s *server) switchWebhook(action, thing string, enabled bool, set switchFunc) func(request) (response, error) {
+func (s *server) setWebhookEnabled(
+	action, kind string, enabled bool, set setEnabledFunc,
+) func(request) (response, error) {
 	return func(r request) (response, error) {
-		return s.changeNamed(r, action, thing, hooks.ErrNotFound, func(tx pgx.Tx, name, reason string) (bool, error) {
+		return s.changeNamed(r, action, kind, hooks.ErrNotFound, func(tx pgx.Tx, name, reason string) (bool, error) {
 			return set(r.Context(), tx, name, enabled, by(r.Context()), reason)
 		})
 	}
@@ -457,39 +467,36 @@ func (s *server) resendWebhook(r request) (response, error) {
 	}
 	return s.changeNamed(r, "resend_webhook", "webhook_id", hooks.ErrNotFound,
 		func(tx pgx.Tx, id, _ string) (bool, error) {
-			again, err := hooks.Resend(r.Context(), tx, id)
-			if err == nil && !again {
-				err = problem.New(http.StatusConflict, "message %s is not dead: it was sent or is pending", id)
-			}
-			return again, err
+			resent, err := hooks.Resend(r.Context(), tx, id)
+			return requireChanged(resent, err, "message %s is not dead: it was sent or is pending", id)
 		})
 }
 
-// webhookRoutes returns the routes of admin actions on webhooks. The webhook surface brings all other webhook routes.
+// webhookRoutes returns the routes of admin actions on webhooks. Package surfaces/webhook registers the rest.
 func (s *server) webhookRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/webhooks/targets", response: page[hooks.Target]{}, handle: s.listTargets,
+			method: "GET", path: "/v1/webhooks/targets", response: page[hooks.Target]{}, fn: s.listTargets,
 			about: "Targets of outgoing webhooks by name, with their pending and dead messages.",
 		}, {
 			method: "POST", path: "/v1/webhooks/targets/{id}/enable", body: reasonRequest{}, response: change{},
-			handle: s.switchWebhook("enable_webhook_target", "target", true, hooks.SetTarget),
-			about:  "Enable a target by name and send its pending messages.",
+			fn:    s.setWebhookEnabled("enable_webhook_target", "target", true, hooks.SetTarget),
+			about: "Enable a target by name and send its pending messages.",
 		}, {
 			method: "POST", path: "/v1/webhooks/targets/{id}/disable", body: reasonRequest{}, response: change{},
-			handle: s.switchWebhook("disable_webhook_target", "target", false, hooks.SetTarget),
-			about:  "Disable a target by name. Pending messages wait; new events are not sent.",
+			fn:    s.setWebhookEnabled("disable_webhook_target", "target", false, hooks.SetTarget),
+			about: "Disable a target by name. Pending messages wait; new events are not sent.",
 		}, {
 			method: "POST", path: "/v1/webhooks/endpoints/{id}/enable", body: reasonRequest{}, response: change{},
-			handle: s.switchWebhook("enable_webhook", "endpoint", true, hooks.SetEndpoint),
-			about:  "Enable an endpoint by name.",
+			fn:    s.setWebhookEnabled("enable_webhook", "endpoint", true, hooks.SetEndpoint),
+			about: "Enable an endpoint by name.",
 		}, {
 			method: "POST", path: "/v1/webhooks/endpoints/{id}/disable", body: reasonRequest{}, response: change{},
-			handle: s.switchWebhook("disable_webhook", "endpoint", false, hooks.SetEndpoint),
-			about:  "Disable an endpoint by name. Requests to it get 404.",
+			fn:    s.setWebhookEnabled("disable_webhook", "endpoint", false, hooks.SetEndpoint),
+			about: "Disable an endpoint by name. Requests to it get 404.",
 		}, {
 			method: "POST", path: "/v1/webhooks/outbox/{id}/resend", body: reasonRequest{}, response: change{},
-			handle:    s.resendWebhook,
+			fn:        s.resendWebhook,
 			conflicts: true,
 			about:     "Give a dead outgoing message one more attempt under the same webhook-id. 409 if it is not dead.",
 		},

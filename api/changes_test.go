@@ -670,7 +670,7 @@ func TestMemoryFiltersAndSearch(t *testing.T) {
 	for _, form := range []string{string(op), op.OTel(), strings.ToUpper(op.OTel()), op.Suffix()} {
 		assert.Equal(t, "", cmp.Diff([]string{"tea"}, a.list("/v1/memory?trace_id="+form, "key", 10, nil)), form)
 	}
-	a.checkProblem(a.raw("GET", "/v1/memory?q=coffee&category=habits", "", asAdmin()), 400, "exclude each other")
+	a.checkProblem(a.raw("GET", "/v1/memory?q=coffee&category=habits", "", asAdmin()), 400, "cannot be combined")
 }
 
 func TestThreadPages(t *testing.T) {

@@ -23,14 +23,14 @@ type unpairRequest struct {
 }
 
 func (b pairRequest) check() error {
-	if b.Code == "" || !storable(b.Code) {
+	if b.Code == "" || !isPrintableText(b.Code) {
 		return problem.BadBody("code is missing: it is in the sender's first answer")
 	}
 	return nil
 }
 
 func (b unpairRequest) check() error {
-	if b.Sender == "" || !storable(b.Sender) {
+	if b.Sender == "" || !isPrintableText(b.Sender) {
 		return problem.BadBody("sender is missing: the id that GET /v1/channels/senders lists")
 	}
 	return nil
@@ -101,25 +101,25 @@ func (s *server) unpairSender(r request) (response, error) {
 func (s *server) channelRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/channels", response: page[channels.Channel]{}, handle: s.listChannels,
+			method: "GET", path: "/v1/channels", response: page[channels.Channel]{}, fn: s.listChannels,
 			about: "Channels by name, with their state, their queues and maybe-sent messages.",
 		}, {
-			method: "GET", path: "/v1/channels/senders", response: page[channels.Identity]{}, handle: s.listPairings,
+			method: "GET", path: "/v1/channels/senders", response: page[channels.Identity]{}, fn: s.listPairings,
 			about: "Senders of channels: waiting for an admin, or paired.",
 		}, {
-			method: "POST", path: "/v1/channels/pair", body: pairRequest{}, response: change{}, handle: s.pairSender,
+			method: "POST", path: "/v1/channels/pair", body: pairRequest{}, response: change{}, fn: s.pairSender,
 			conflicts: true,
 			about:     "Pair a sender by its code; it may then write as a visitor. 409 for an unknown, used or expired code.",
 		}, {
-			method: "POST", path: "/v1/channels/{id}/unpair", body: unpairRequest{}, response: change{}, handle: s.unpairSender,
+			method: "POST", path: "/v1/channels/{id}/unpair", body: unpairRequest{}, response: change{}, fn: s.unpairSender,
 			about: "Forget a sender of a channel, by name. The sender then needs a new code.",
 		}, {
 			method: "POST", path: "/v1/channels/{id}/enable", body: reasonRequest{}, response: change{},
-			handle: s.switchChannel("enable_channel", true), about: "Enable a channel by name.",
+			fn: s.switchChannel("enable_channel", true), about: "Enable a channel by name.",
 		}, {
 			method: "POST", path: "/v1/channels/{id}/disable", body: reasonRequest{}, response: change{},
-			handle: s.switchChannel("disable_channel", false),
-			about:  "Disable a channel by name. Nothing is received; messages to it wait.",
+			fn:    s.switchChannel("disable_channel", false),
+			about: "Disable a channel by name. Nothing is received; messages to it wait.",
 		},
 	}
 }

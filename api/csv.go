@@ -14,27 +14,27 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
-// maxCSV bounds the rows of a table.
-const maxCSV = 10_000
+// maxCSVRows limits a CSV response.
+const maxCSVRows = 10_000
 
 // csvParam selects the format of a listing.
-var csvParam = enumParam("format", "json (default), or csv: a table of at most 10,000 rows from cursor on, or of limit. "+
-	"Accept: text/csv does the same", "json", "csv")
+var csvParam = enumParam("format", "json (default) or csv. csv returns up to limit rows (default and maximum 10,000) after "+
+	"cursor; Accept: text/csv selects it too", "json", "csv")
 
-// wantsCSV reports a request for a table.
-func wantsCSV(rt route, in request) bool {
+// wantsCSV reports whether the client asked for CSV.
+func wantsCSV(rt route, req request) bool {
 	if !rt.csv {
 		return false
 	}
-	accept := in.Header.Get("Accept")
-	return in.query["format"] == "csv" || in.query["format"] == "" && strings.Contains(accept, "text/csv") &&
+	accept := req.Header.Get("Accept")
+	return req.query["format"] == "csv" || req.query["format"] == "" && strings.Contains(accept, "text/csv") &&
 		!strings.Contains(accept, "application/json")
 }
 
 // writeCSV reads the pages of a listing and writes them as one table. It encodes the whole table before it sends the
-// first byte.
-func (s *server) writeCSV(w http.ResponseWriter, r *http.Request, rt route, in request) {
-	table, err := s.csvTable(rt, in)
+// first byte, so an error can still become a problem response.
+func (s *server) writeCSV(w http.ResponseWriter, r *http.Request, rt route, req request) {
+	table, err := s.csvTable(rt, req)
 	if err != nil {
 		s.writeError(w, r, rt, err, "")
 		return
@@ -44,26 +44,26 @@ func (s *server) writeCSV(w http.ResponseWriter, r *http.Request, rt route, in r
 	w.Header().Set("Content-Disposition", `attachment; filename="`+name+`.csv"`)
 	w.Header().Set("Content-Length", strconv.Itoa(len(table)))
 	if _, err := w.Write(table); err != nil {
-		s.log.DebugContext(r.Context(), "client went away", "path", problem.Path(r), "error", err)
+		s.log.DebugContext(r.Context(), "write response", "path", problem.Path(r), "error", err)
 	}
 }
 
-func (s *server) csvTable(rt route, in request) ([]byte, error) {
+func (s *server) csvTable(rt route, req request) ([]byte, error) {
 	var b bytes.Buffer
 	out := csv.NewWriter(&b)
-	most := maxCSV
-	if in.query["limit"] != "" {
-		most = in.query.limit()
+	limit := maxCSVRows
+	if req.query["limit"] != "" {
+		limit = req.query.limit()
 	}
-	in.query, in.csv = maps.Clone(in.query), true
+	req.query, req.csv = maps.Clone(req.query), true
 	var columns []string
-	for rows := 0; rows < most; {
-		in.query["limit"] = strconv.Itoa(min(most-rows, maxPage))
-		got, _, err := s.handle(rt, in)
+	for rows := 0; rows < limit; {
+		req.query["limit"] = strconv.Itoa(min(limit-rows, maxPage))
+		resp, _, err := s.dispatch(rt, req)
 		if err != nil {
 			return nil, err
 		}
-		page := reflect.ValueOf(got.body)
+		page := reflect.ValueOf(resp.body)
 		items := page.FieldByName("Items")
 		if columns == nil {
 			columns = csvColumns(items.Type().Elem())
@@ -85,13 +85,13 @@ func (s *server) csvTable(rt route, in request) ([]byte, error) {
 		if next == nil {
 			break
 		}
-		in.query["cursor"] = *next
+		req.query["cursor"] = *next
 	}
 	out.Flush()
 	return b.Bytes(), out.Error()
 }
 
-// csvColumns returns the JSON names of a row's fields, without fields that hold JSON of any size.
+// csvColumns returns the JSON names of a row's fields. It omits json.RawMessage fields.
 func csvColumns(row reflect.Type) []string {
 	var names []string
 	for _, f := range reflect.VisibleFields(row) {
@@ -122,18 +122,18 @@ func csvCells(row any, columns []string) ([]string, error) {
 			if err := json.Unmarshal(value, &cells[i]); err != nil {
 				return nil, err
 			}
-			cells[i] = harmlessCell(cells[i])
+			cells[i] = escapeFormula(cells[i])
 		default:
-			cells[i] = string(value) // a number, true, false, or JSON, which no spreadsheet calculates
+			cells[i] = string(value) // a number, true, false or JSON: spreadsheets do not evaluate it
 		}
 	}
 	return cells, nil
 }
 
-// harmlessCell puts an apostrophe before a text that a spreadsheet would calculate.
-func harmlessCell(text string) string {
-	if strings.HasPrefix(strings.TrimLeft(text, " \t\r\n\u00a0\ufeff"), "=") || text != "" &&
-		strings.ContainsRune("+-@\t\r\n＝＋－＠", []rune(text)[0]) {
+// escapeFormula escapes formula injection (CSV injection): it puts an apostrophe before a text that a spreadsheet
+// would evaluate.
+func escapeFormula(text string) string {
+	if strings.IndexAny(strings.TrimLeft(text, " \u00a0\ufeff"), "=+-@\t\r\n＝＋－＠") == 0 {
 		return "'" + text
 	}
 	return text

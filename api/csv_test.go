@@ -43,13 +43,14 @@ func TestListingsAreTables(t *testing.T) {
 	}
 	const evil = "=HYPERLINK(\"http://x\",\"y\")"
 	pgtest.Exec(t, a.pool, `update agent_executions set
-		error_message = case flow when 'first' then $1 when 'second' then ' =1' else '+1' end, input = '{"password": "hunter2-Zq81xLm0Kk77"}'`, evil)
+		error_message = case flow when 'first' then $1 when 'second' then ' =1' else ' +1' end,
+		input = '{"password": "hunter2-Zq81xLm0Kk77"}'`, evil)
 	a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Chat)), Skill: "@look, \"here\"\nand there"},
 		activity.Success)
 	for _, path := range []string{"/v1/executions?format=csv", "/v1/executions?format=csv&status=pending,failed"} {
 		rows := a.table(path, "")
 		assert.Truef(t, len(rows) == 3 && rows[0]["flow"] == "third" && rows[2]["error_message"] == "'"+evil &&
-			rows[1]["error_message"] == "' =1" && rows[0]["error_message"] == "'+1" && rows[0]["priority"] == "2", "%s: %v",
+			rows[1]["error_message"] == "' =1" && rows[0]["error_message"] == "' +1" && rows[0]["priority"] == "2", "%s: %v",
 			path, rows)
 		for _, name := range []string{"input", "result", "variables"} {
 			_, has := rows[0][name]

@@ -22,28 +22,28 @@ func (s *server) documentRoutes() []route {
 		about: "Store a document: multipart/form-data with a part named file, or the file itself as the body. " +
 			"The content type is detected from the content. 413 names the limit.",
 	}
-	adding.handler = s.rawHandler(adding, s.addDocument)
+	adding.httpHandler = s.rawHandler(adding, s.addDocument)
 	content := route{
 		method: "GET", path: "/v1/documents/{id}/content", contentType: "application/octet-stream",
 		about: "The content of a document, always as an attachment.",
 	}
-	content.handler = s.rawHandler(content, s.sendDocument)
+	content.httpHandler = s.rawHandler(content, s.sendDocument)
 	return []route{
 		adding,
 		{
-			method: "GET", path: "/v1/documents", response: page[documents.Document]{}, handle: s.listDocuments,
+			method: "GET", path: "/v1/documents", response: page[documents.Document]{}, fn: s.listDocuments,
 			about: "Documents without their content, newest first.",
 			params: listParams(textParam("thread_id", "Only this thread"), param{
 				name: "execution_id", about: "Only this execution", check: checkUUID,
 			}),
 		},
 		{
-			method: "GET", path: "/v1/documents/{id}", response: documents.Document{}, handle: s.getDocument,
+			method: "GET", path: "/v1/documents/{id}", response: documents.Document{}, fn: s.getDocument,
 			about: "One document without its content.",
 		},
 		content,
 		{
-			method: "DELETE", path: "/v1/documents/{id}", body: reasonRequest{}, response: change{}, handle: s.deleteDocument,
+			method: "DELETE", path: "/v1/documents/{id}", body: reasonRequest{}, response: change{}, fn: s.deleteDocument,
 			about: "Delete a document permanently.",
 		},
 	}
@@ -85,7 +85,7 @@ func (s *server) addDocument(w http.ResponseWriter, r request) error {
 	if err != nil {
 		return err
 	}
-	s.write(w, r.Request, response{status: http.StatusCreated, body: d, trace: done.TraceID})
+	s.write(w, r.Request, route{}, response{status: http.StatusCreated, body: d, trace: done.TraceID})
 	return nil
 }
 
@@ -122,7 +122,7 @@ func (s *server) sendDocument(w http.ResponseWriter, r request) error {
 		return err
 	}
 	if err := documents.Send(w, d, content); err != nil {
-		s.log.DebugContext(r.Context(), "client went away", "path", problem.Path(r.Request), "error", err)
+		s.log.DebugContext(r.Context(), "write response", "path", problem.Path(r.Request), "error", err)
 	}
 	return nil
 }

@@ -35,7 +35,7 @@ type newEvalRun struct {
 
 func (b newEvalRun) check() error {
 	switch {
-	case b.Suite == "" || !storable(b.Suite) || !storable(b.Model) || len(b.Model) > maxText:
+	case b.Suite == "" || !isPrintableText(b.Suite) || !isPrintableText(b.Model) || len(b.Model) > maxText:
 		return problem.BadBody("suite is missing; it is one of GET /v1/evals")
 	case b.Trials < 0 || b.Trials > 100:
 		return problem.BadBody("trials is %d; it can be 1 to 100", b.Trials)
@@ -46,7 +46,7 @@ func (b newEvalRun) check() error {
 type newEvalLabel evals.NewLabel
 
 func (b newEvalLabel) check() error {
-	if !uuidForm.MatchString(b.Run) || b.Case == "" || !storable(b.Case) || !storable(b.Note) {
+	if !uuidForm.MatchString(b.Run) || b.Case == "" || !isPrintableText(b.Case) || !isPrintableText(b.Note) {
 		return problem.BadBody("run and case are required: a run's id, and the name of a case of its suite")
 	}
 	return nil
@@ -115,15 +115,15 @@ func (s *server) getEvalRun(r request) (response, error) {
 	if err != nil {
 		return response{}, missingEval(err, "no run %s", id)
 	}
-	who, newReport := principals.From(r.Context()), evals.NewBriefReport
+	caller, newReport := principals.From(r.Context()), evals.NewBriefReport
 	if r.query["calls"] == "true" {
-		if !mayReadThreads(who) {
-			return response{}, missingScope(who, string(principals.ThreadsRead))
+		if !mayReadThreads(caller) {
+			return response{}, missingScope(caller, string(principals.ThreadsRead))
 		}
 		newReport = evals.NewReport
 	}
 	report, err := newReport(r.Context(), s.pool, run)
-	if !mayReadThreads(who) {
+	if !mayReadThreads(caller) {
 		report.HideTexts()
 	}
 	against := r.query["against"]
@@ -169,8 +169,8 @@ func (s *server) labelEval(r request) (response, error) {
 }
 
 // mayReadThreads reports whether the caller may read answers, which may quote users.
-func mayReadThreads(who *principals.Caller) bool {
-	return who == nil || who.May(principals.ThreadsRead)
+func mayReadThreads(caller *principals.Caller) bool {
+	return caller == nil || caller.May(principals.ThreadsRead)
 }
 
 func (s *server) listEvalLabels(r request) (response, error) {
@@ -190,26 +190,26 @@ func (s *server) evalRoutes() []route {
 	run := param{name: "run", about: "Id of a run", check: checkUUID}
 	return []route{
 		{
-			method: "GET", path: "/v1/evals", response: page[listedEval]{}, handle: s.listEvals,
+			method: "GET", path: "/v1/evals", response: page[listedEval]{}, fn: s.listEvals,
 			about: "Suites of evals by name, each with its newest run.",
 		}, {
-			method: "GET", path: "/v1/evals/runs", response: page[evals.Run]{}, handle: s.listEvalRuns,
+			method: "GET", path: "/v1/evals/runs", response: page[evals.Run]{}, fn: s.listEvalRuns,
 			params: listParams(suite), about: "Runs of suites, newest first.",
 		}, {
 			method: "POST", path: "/v1/evals/runs", body: newEvalRun{}, response: evals.Run{}, status: http.StatusCreated,
-			handle: s.startEvalRun, conflicts: true, missing: true,
+			fn: s.startEvalRun, conflicts: true, missing: true,
 			about: "Start a run of a suite, which servers play in the background. 409 for a budget in dollars and a model " +
 				"without a price.",
 		}, {
-			method: "GET", path: "/v1/evals/runs/{id}", response: evals.Report{}, handle: s.getEvalRun,
+			method: "GET", path: "/v1/evals/runs/{id}", response: evals.Report{}, fn: s.getEvalRun,
 			params: []param{against, calls},
 			about: "One run: its cases with intervals and pass^k, its trials with reasons and traces, cost, the A/A control, " +
 				"and the comparison with another run. Reasons need the scope threads:read.",
 		}, {
-			method: "GET", path: "/v1/evals/labels", response: page[evals.Label]{}, handle: s.listEvalLabels,
+			method: "GET", path: "/v1/evals/labels", response: page[evals.Label]{}, fn: s.listEvalLabels,
 			params: []param{suite, run}, about: "Labels of answers, newest first, at most 10,000.",
 		}, {
-			method: "POST", path: "/v1/evals/labels", body: newEvalLabel{}, response: evals.Label{}, handle: s.labelEval,
+			method: "POST", path: "/v1/evals/labels", body: newEvalLabel{}, response: evals.Label{}, fn: s.labelEval,
 			repeatable: true, conflicts: true,
 			about: "Say whether the answer of a trial is good or bad; none withdraws your label. 409 while the trial is not " +
 				"decided.",

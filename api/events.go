@@ -54,9 +54,9 @@ func (e eventRequest) check() error {
 	switch {
 	case !slices.Contains(externalEvents(), e.Event):
 		return problem.BadBody("event is %.60q; use %s", e.Event, strings.Join(externalEvents(), ", "))
-	case e.Key == "" || len(e.Key) > maxEventKey || !storable(e.Key):
+	case e.Key == "" || len(e.Key) > maxEventKey || !isPrintableText(e.Key):
 		return problem.BadBody("key must be 1 to %d bytes of text", maxEventKey)
-	case len(e.ID) > maxEventID || !storable(e.ID):
+	case len(e.ID) > maxEventID || !isPrintableText(e.ID):
 		return problem.BadBody("id must be at most %d bytes of text", maxEventID)
 	}
 	for _, prefix := range []string{"completed ", "approval "} {
@@ -169,23 +169,23 @@ func eventKey(r *http.Request, e eventRequest) string {
 func (s *server) flowRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/flows", response: page[flows.Flow]{}, handle: s.listFlows, params: listParams(),
+			method: "GET", path: "/v1/flows", response: page[flows.Flow]{}, fn: s.listFlows, params: listParams(),
 			about: "Flows declared as data, by name, each in its current version.",
 		}, {
-			method: "GET", path: "/v1/flows/{name}", response: flows.Flow{}, handle: s.getFlow,
+			method: "GET", path: "/v1/flows/{name}", response: flows.Flow{}, fn: s.getFlow,
 			about: "One flow in its current version. POST /v1/executions starts it.",
 		}, {
-			method: "GET", path: "/v1/schemas/flow", response: json.RawMessage{}, handle: s.flowSchema,
+			method: "GET", path: "/v1/schemas/flow", response: json.RawMessage{}, fn: s.flowSchema,
 			about: "The JSON Schema of a flow's declaration, for editors and validators.",
 		}, {
-			method: "GET", path: "/v1/requests", response: page[requests.Record]{}, handle: s.listRequests,
+			method: "GET", path: "/v1/requests", response: page[requests.Record]{}, fn: s.listRequests,
 			params: listParams(enumParam("kind", "Kind of the request", "document", "signature", "test"),
 				enumParam("status", "State of the request; closed: its execution ended first", "pending", "completed", "closed"),
 				textParam("thread_id", "Id of the thread"),
 				param{name: "execution_id", about: "Id of the execution", check: checkUUID}),
 			about: "Requests to people, newest first. An event with the request's id as key answers one.",
 		}, {
-			method: "GET", path: "/v1/requests/{id}", response: requests.Record{}, handle: s.getRequest,
+			method: "GET", path: "/v1/requests/{id}", response: requests.Record{}, fn: s.getRequest,
 			about: "One request with its answers.",
 		},
 	}
@@ -219,7 +219,7 @@ func (s *server) listFlows(r request) (response, error) {
 
 func (s *server) getFlow(r request) (response, error) {
 	name := r.PathValue("name")
-	if !storable(name) {
+	if !isPrintableText(name) {
 		return response{}, problem.New(http.StatusNotFound, "no flow of this name")
 	}
 	flow, err := flows.Get(r.Context(), s.pool, name)

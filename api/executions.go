@@ -111,20 +111,20 @@ func (s *server) cancelExecution(r request) (response, error) {
 
 // mayCancel lets the scope operate cancel operate turns that the caller has started, but no other execution.
 func (s *server) mayCancel(ctx context.Context, x executions.Execution) error {
-	who := principals.From(ctx)
-	if who == nil || who.May(principals.RunsWrite) {
+	caller := principals.From(ctx)
+	if caller == nil || caller.May(principals.RunsWrite) {
 		return nil
 	}
 	if x.Flow == "operate" {
 		var began bool
 		err := s.pool.QueryRow(ctx, `select exists (select from agent_links l
 			where l.cause = 'principal ' || @name and l.kind = 'asked' and l.effect = 'execution ' || @id)`,
-			postgres.Strict{"name": who.Name, "id": x.ID}).Scan(&began)
+			postgres.Strict{"name": caller.Name, "id": x.ID}).Scan(&began)
 		if err != nil || began {
 			return err
 		}
 	}
-	return missingScope(who, string(principals.RunsWrite))
+	return missingScope(caller, string(principals.RunsWrite))
 }
 
 func (s *server) cancel(ctx context.Context, x executions.Execution, reason string) (response, error) {
@@ -153,10 +153,10 @@ func (s *server) execution(r request) (executions.Execution, error) {
 }
 
 // pathUUID returns the id in the path.
-func pathUUID(r request, thing string) (string, error) {
+func pathUUID(r request, kind string) (string, error) {
 	id := r.PathValue("id")
 	if !uuidForm.MatchString(id) {
-		return "", problem.New(http.StatusBadRequest, "%.60q is not the id (uuid) of %s", id, thing).
+		return "", problem.New(http.StatusBadRequest, "%.60q is not the id (uuid) of %s", id, kind).
 			Kind("malformed-id", "Malformed id")
 	}
 	return id, nil
@@ -212,7 +212,7 @@ var reservedFlows = map[string]string{
 
 func (b startRequest) check() error {
 	switch {
-	case b.Flow == "" || !storable(b.Flow):
+	case b.Flow == "" || !isPrintableText(b.Flow):
 		return problem.BadBody("flow is missing: name a flow, or %s for an external worker", executions.External)
 	case b.ParentID != "" && !uuidForm.MatchString(b.ParentID):
 		return problem.BadBody("parent_id is %.60q, not the id of an execution", b.ParentID)
@@ -234,9 +234,9 @@ func (b startRequest) check() error {
 	switch {
 	case b.ChatKey != "" && b.ThreadID == "":
 		return problem.BadBody("chat_key needs thread_id: name the thread to open to the key")
-	case !storable(b.Reason) || len(b.Reason) > maxReason:
+	case !isPrintableText(b.Reason) || len(b.Reason) > maxReason:
 		return problem.BadBody("reason has at most %d bytes of text", maxReason)
-	case !storable(b.ChatKey) || len(b.ChatKey) > 200:
+	case !isPrintableText(b.ChatKey) || len(b.ChatKey) > 200:
 		return problem.BadBody("chat_key has at most 200 bytes of text")
 	}
 	if err := b.Labels.Validate(); err != nil {
@@ -446,10 +446,10 @@ type forkResponse struct {
 }
 
 func (f forkRequest) check() error {
-	if !storable(f.Reason) || len(f.Reason) > maxReason {
+	if !isPrintableText(f.Reason) || len(f.Reason) > maxReason {
 		return problem.BadBody("reason has at most %d bytes of text", maxReason)
 	}
-	if !storable(f.From) || len(f.From) > 4*maxStep {
+	if !isPrintableText(f.From) || len(f.From) > 4*maxStep {
 		return problem.BadBody("from must be the key of a recorded step")
 	}
 	return nil
@@ -461,32 +461,32 @@ func (s *server) timeTravelRoutes() []route {
 		{
 			method: "POST", path: "/v1/executions/{id}/fork", body: forkRequest{}, response: forkResponse{},
 			status: http.StatusCreated,
-			handle: s.forkExecution, conflicts: true,
+			fn:     s.forkExecution, conflicts: true,
 			about: "Start a new execution from a step of another: it copies the checkpoints before the step and " +
 				"runs the rest. 409 if the input contradicts a checkpoint, or the flow cannot be forked.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/retry", response: forkResponse{}, status: http.StatusCreated,
-			handle: s.retryExecution, conflicts: true,
+			fn: s.retryExecution, conflicts: true,
 			about: "Fork a failed, timed out or cancelled execution and repeat the failed part. 409 for any other.",
 		}, {
-			method: "POST", path: "/v1/executions/bulk", body: bulkRequest{}, response: bulkResponse{}, handle: s.bulkExecutions,
+			method: "POST", path: "/v1/executions/bulk", body: bulkRequest{}, response: bulkResponse{}, fn: s.bulkExecutions,
 			about: "Retry or cancel up to 200 executions, each as by its own route and with its own row in the audit. Each " +
 				"item has its result; a refused item has an error.",
 		}, {
-			method: "POST", path: "/v1/executions/{id}/replay", response: executions.Replayed{}, handle: s.replayExecution,
+			method: "POST", path: "/v1/executions/{id}/replay", response: executions.Replayed{}, fn: s.replayExecution,
 			conflicts: true,
 			about: "Replay the flow with recorded results and without side effects. Returns the digests of record " +
 				"and replay, and the first different step. 409 while it runs.",
 		}, {
-			method: "GET", path: "/v1/monitor/status", response: page[executions.StatusCount]{}, handle: s.countExecutions,
+			method: "GET", path: "/v1/monitor/status", response: page[executions.StatusCount]{}, fn: s.countExecutions,
 			about: "Number of pending, running and waiting executions, with their mean age in seconds.",
 		}, {
-			method: "GET", path: "/v1/monitor/waiting", response: page[executions.WaitingRow]{}, handle: s.listWaiting,
+			method: "GET", path: "/v1/monitor/waiting", response: page[executions.WaitingRow]{}, fn: s.listWaiting,
 			params: []param{enumParam("for", "Kind of the wait", "response", "agent", "document", "signature", "test", "event",
 				"delay", "approval", "lane")},
 			about: "Waiting executions, the nearest deadline first; at most 500.",
 		}, {
-			method: "GET", path: "/v1/monitor/stuck", response: page[executions.WaitingRow]{}, handle: s.listStuck,
+			method: "GET", path: "/v1/monitor/stuck", response: page[executions.WaitingRow]{}, fn: s.listStuck,
 			about: "Executions waiting past their deadline without an update for an hour; at most 500.",
 		},
 	}

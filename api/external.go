@@ -107,7 +107,7 @@ type releaseRequest struct {
 
 func (l lockRequest) check() error {
 	switch {
-	case strings.TrimSpace(l.Owner) == "" || !storable(l.Owner):
+	case strings.TrimSpace(l.Owner) == "" || !isPrintableText(l.Owner):
 		return problem.BadBody("owner is missing or has control characters: name one process of the worker")
 	case l.TTLSeconds != nil && (*l.TTLSeconds < 1 || *l.TTLSeconds > 86400):
 		return problem.BadBody("ttl_seconds is %d; use 1 to 86400", *l.TTLSeconds)
@@ -165,7 +165,7 @@ func (c checkpointRequest) check() error {
 	switch {
 	case !isLockID(c.LockID):
 		return problem.BadBody("lock_id is missing or malformed")
-	case strings.TrimSpace(c.Step) == "" || len(c.Step) > 4*maxStep || !storable(c.Step):
+	case strings.TrimSpace(c.Step) == "" || len(c.Step) > 4*maxStep || !isPrintableText(c.Step):
 		return problem.BadBody("step must be 1 to %d characters of text", maxStep)
 	case waitStep.MatchString(c.Step):
 		return problem.BadBody("step is %.60q; steps named \"wait KIND NUMBER\" are reserved for the outcomes of waits", c.Step)
@@ -188,7 +188,7 @@ func (r releaseRequest) check() error {
 		return problem.BadBody("error_message belongs to status failed, not %s", r.Status)
 	case len(r.ResultSummary) > maxSummary || len(r.ErrorMessage) > maxSummary:
 		return problem.BadBody("result_summary and error_message have at most %d bytes", maxSummary)
-	case !postgres.IsText(r.ResultSummary) || !postgres.IsText(r.ErrorMessage) || !storable(r.WaitingKey):
+	case !postgres.IsText(r.ResultSummary) || !postgres.IsText(r.ErrorMessage) || !isPrintableText(r.WaitingKey):
 		return problem.BadBody("result_summary, error_message or waiting_key has unstorable characters")
 	case waiting && r.WaitingFor == "agent" && r.WaitingKey != "" && !uuidForm.MatchString(r.WaitingKey):
 		return problem.BadBody("waiting_key is %.60q; for agent it must be the id of an execution", r.WaitingKey)
@@ -200,7 +200,7 @@ func (r releaseRequest) check() error {
 // isSet reports a value other than null.
 func isSet(v json.RawMessage) bool { return len(v) > 0 && string(v) != "null" }
 
-func isLockID(id string) bool { return id != "" && len(id) <= maxLockID && storable(id) }
+func isLockID(id string) bool { return id != "" && len(id) <= maxLockID && isPrintableText(id) }
 
 // timeout parses seconds, or text such as "90m", "24h" or "7d"; 0 if absent.
 func timeout(raw json.RawMessage) (time.Duration, error) {
@@ -216,7 +216,7 @@ func timeout(raw json.RawMessage) (time.Duration, error) {
 		}
 		return time.Duration(math.Ceil(seconds * float64(time.Second))), nil
 	}
-	if days, is := strings.CutSuffix(text, "d"); is {
+	if days, ok := strings.CutSuffix(text, "d"); ok {
 		n, err := strconv.ParseFloat(days, 64)
 		if err != nil || !(n > 0) || n > 1e4 {
 			return 0, wrong
@@ -252,8 +252,8 @@ func (s *server) claimExecutions(r request) (response, error) {
 	if err := mayWorkOn(principals.From(r.Context()), c.Flows); err != nil {
 		return response{}, err
 	}
-	ctx, leave := withStop(r.Context(), s.stopping)
-	defer leave()
+	ctx, release := withStop(r.Context(), s.stopping)
+	defer release()
 	known := c.LockIDs
 	if known == nil {
 		known = []string{}
@@ -396,7 +396,7 @@ func (s *server) releaseLock(r request) (response, error) {
 
 // valueError maps errors of unstorable values, such as \u0000 in JSON, to problems.
 func valueError(err error) error {
-	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22003", "22023", "22P02", "22P05") {
+	if refused, ok := errors.AsType[*pgconn.PgError](err); ok && postgres.IsCode(err, "22003", "22023", "22P02", "22P05") {
 		return problem.BadBody("%s", postgres.Told(refused))
 	}
 	return err
@@ -407,39 +407,39 @@ func (s *server) executionRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/executions", body: startRequest{}, response: executionStatus{},
-			status: http.StatusCreated, handle: s.startExecution, conflicts: true, missing: true, keyed: true,
+			status: http.StatusCreated, fn: s.startExecution, conflicts: true, missing: true, keyed: true,
 			about: "Start an execution of a flow. An external worker locks and runs the flows external and external:NAME. " +
 				"422 for an unknown flow.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/lock", body: lockRequest{}, response: lockResponse{},
-			handle: s.lockExecution, conflicts: true, repeatable: true,
+			fn: s.lockExecution, conflicts: true, repeatable: true,
 			about: "Lock an execution to run it externally, and read its state. The same live owner gets the same " +
 				"lock. 409 with holder if it is locked, waiting or ended.",
 		}, {
 			method: "PUT", path: "/v1/executions/{id}/lock/{lock_id}", response: heartbeatResponse{},
-			handle: s.heartbeatLock, conflicts: true,
+			fn: s.heartbeatLock, conflicts: true,
 			about: "Renew a lock, every 15 seconds. cancel_requested reports a cancel. 409 if the lock is void.",
 		}, {
 			method: "DELETE", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
-			handle: s.releaseLock, conflicts: true,
+			fn: s.releaseLock, conflicts: true,
 			about: "Release a lock: the execution ends or waits, and can be locked again after the wait. timeout " +
 				"is a number of seconds, or text such as 24h or 7d.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
-			handle: s.releaseLock, conflicts: true, repeatable: true,
+			fn: s.releaseLock, conflicts: true, repeatable: true,
 			about: "Release a lock, as DELETE does: some proxies remove the body of a DELETE.",
 		}, {
 			method: "POST", path: "/v1/locks", body: claimRequest{}, response: claimResponse{},
-			handle: s.claimExecutions, repeatable: true,
+			fn: s.claimExecutions, repeatable: true,
 			about: "Lock ready executions of external flows, and read their state. Without one it waits for the first, for " +
 				"wait_seconds. lock_ids are the locks that the worker has; others of the owner are returned again.",
 		}, {
 			method: "PUT", path: "/v1/locks", body: heartbeatsRequest{}, response: heartbeatsResponse{},
-			handle: s.heartbeatLocks,
-			about:  "Renew many locks at once. live is false for void locks.",
+			fn:    s.heartbeatLocks,
+			about: "Renew many locks at once. live is false for void locks.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/checkpoints", body: checkpointRequest{}, response: checkpointResponse{},
-			status: http.StatusCreated, handle: s.checkpoint, conflicts: true, again: true, repeatable: true,
+			status: http.StatusCreated, fn: s.checkpoint, conflicts: true, again: true, repeatable: true,
 			about: "Checkpoint the output of a step. 200 if the same output was recorded before; 409 for a different output " +
 				"or a void lock.",
 		},

@@ -409,8 +409,8 @@ func TestWrongFieldTypeProblem(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for body, words := range map[string]string{
-		`{"flow": "external", "progress_seconds": 1.5}`: "progress_seconds is a JSON number 1.5; send a whole number",
-		`{"flow": 7}`: "flow is a JSON number; send a text",
+		`{"flow": "external", "progress_seconds": 1.5}`: "progress_seconds must be an integer, got number 1.5",
+		`{"flow": 7}`: "flow must be a string, got number",
 	} {
 		a.checkProblem(a.raw("POST", "/v1/executions", body, asAdmin()), http.StatusBadRequest, words)
 	}

@@ -237,7 +237,7 @@ func (f *bodyFiller) atTarget() bool {
 }
 
 func (f *bodyFiller) fill(schema map[string]any, depth int) string {
-	if ref, is := schema["$ref"].(string); is {
+	if ref, ok := schema["$ref"].(string); ok {
 		schemas := f.a.doc["components"].(map[string]any)["schemas"].(map[string]any)
 		schema = schemas[ref[strings.LastIndexByte(ref, '/')+1:]].(map[string]any)
 	}
@@ -262,10 +262,10 @@ func (f *bodyFiller) fill(schema map[string]any, depth int) string {
 	case f.atTarget():
 		return f.value
 	}
-	if items, is := schema["items"].(map[string]any); is {
+	if items, ok := schema["items"].(map[string]any); ok {
 		return "[" + f.fill(items, depth+1) + "]"
 	}
-	if values, is := schema["enum"].([]any); is {
+	if values, ok := schema["enum"].([]any); ok {
 		return fmt.Sprintf("%q", values[0])
 	}
 	switch schema["type"] {

@@ -72,8 +72,8 @@ func (s *server) withIdempotency(rt route, next http.Handler) http.Handler {
 	})
 }
 
-// claim completes even if the client left: an orphaned claim would block the same request until its lease ends. It
-// releases a claim with a lost result.
+// claim completes even if the client disconnected: an orphaned claim would block the same request until its lease ends.
+// It releases a claim whose result was lost.
 func (s *server) claim(ctx context.Context, id *keyedRequest) (first *storedResponse, err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), completeTimeout)
 	defer cancel()
@@ -205,7 +205,7 @@ func (s *server) replay(w http.ResponseWriter, r *http.Request, rt route, first 
 		w.Header().Set("Idempotent-Replayed", "true")
 		w.WriteHeader(first.Status)
 		if _, err := w.Write(first.Body); err != nil {
-			s.log.DebugContext(r.Context(), "client went away", "path", problem.Path(r), "error", err)
+			s.log.DebugContext(r.Context(), "write response", "path", problem.Path(r), "error", err)
 		}
 	}
 }
@@ -391,7 +391,7 @@ func (w *responseRecorder) finish() {
 }
 
 // Flush implements http.Flusher. A flush means a stream.
-func (w *responseRecorder) Flush() { _ = w.FlushError() } // a disconnected client shows at the next write
+func (w *responseRecorder) Flush() { _ = w.FlushError() } // the next write reports a disconnected client
 
 func (w *responseRecorder) FlushError() error {
 	w.WriteHeader(w.code())

@@ -84,7 +84,7 @@ func parseLaneCursor(key string) (lanes.LiveLane, error) {
 // breakLane breaks a lane and reads its record in the same transaction.
 func (s *server) breakLane(r request) (response, error) {
 	lane := r.PathValue("lane")
-	if !storable(lane) {
+	if !isPrintableText(lane) {
 		return response{}, problem.New(http.StatusBadRequest, "%.60q is not a lane name: it has control characters", lane).
 			Kind("malformed-id", "Malformed id")
 	}
@@ -161,17 +161,17 @@ func holderOf(input json.RawMessage) (string, error) {
 func (s *server) pauseRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/pause", response: executions.Pause{}, handle: s.getPause,
+			method: "GET", path: "/v1/pause", response: executions.Pause{}, fn: s.getPause,
 			about: "Whether autonomous work is paused, since when, by whom and why.",
 		}, {
 			method: "POST", path: "/v1/pause", body: reasonRequest{}, response: executions.PauseChange{},
-			handle: s.pauseAll, repeatable: true,
+			fn: s.pauseAll, repeatable: true,
 			about: "Pause autonomous work in all processes: nothing starts, running work stops before its next step, " +
 				"scheduled times are recorded " +
 				"as skipped, and input is stored. operate and chat continue. changed is false if it was already paused.",
 		}, {
 			method: "POST", path: "/v1/resume", body: reasonRequest{}, response: executions.PauseChange{},
-			handle: s.resumeAll, repeatable: true,
+			fn: s.resumeAll, repeatable: true,
 			about: "End the pause; ready work continues at once. Returns the former pause; changed is false without one.",
 		},
 	}

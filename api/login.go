@@ -108,45 +108,45 @@ func (s *sessions) cookie(r *http.Request, value string, age int) *http.Cookie {
 var secretForm = regexp.MustCompile(`^[A-Z2-7]{26,40}$`)
 
 // current returns the caller of the request's session, or nil. An expired cookie counts as no cookie.
-func (s *sessions) current(r *http.Request) (who *principals.Caller, err error) {
+func (s *sessions) current(r *http.Request) (caller *principals.Caller, err error) {
 	c, err := r.Cookie(origin.CookieName(r, sessionCookie))
 	if err != nil || !secretForm.MatchString(c.Value) {
 		return nil, nil //nolint:nilerr // the only error is a missing cookie
 	}
 	err = postgres.RetryOnDisconnect(r.Context(), func() (err error) {
-		who, err = principals.AuthenticateSession(r.Context(), s.db, c.Value, s.keyedDigest())
+		caller, err = principals.AuthenticateSession(r.Context(), s.db, c.Value, s.keyedDigest())
 		return err
 	})
 	if errors.Is(err, principals.ErrNotFound) {
 		return nil, nil
 	}
-	return who, err
+	return caller, err
 }
 
 // revoke ends the session of the request, if any.
 func (s *sessions) revoke(r *http.Request) error {
-	who, err := s.current(r)
-	if who == nil || err != nil {
+	caller, err := s.current(r)
+	if caller == nil || err != nil {
 		return err
 	}
-	return postgres.RetryOnDisconnect(r.Context(), func() error { return principals.LogOut(r.Context(), s.db, who) })
+	return postgres.RetryOnDisconnect(r.Context(), func() error { return principals.LogOut(r.Context(), s.db, caller) })
 }
 
 // watch returns a context that ends with the caller's session or token. The caller must call release.
-func (s *sessions) watch(parent context.Context, who *principals.Caller) (ctx context.Context, release func()) {
-	if who == nil || who.SessionID == "" && who.TokenID == "" {
+func (s *sessions) watch(parent context.Context, caller *principals.Caller) (ctx context.Context, release func()) {
+	if caller == nil || caller.SessionID == "" && caller.TokenID == "" {
 		return parent, func() {}
 	}
 	var cancel context.CancelFunc
-	if who.ExpiresAt.IsZero() {
+	if caller.ExpiresAt.IsZero() {
 		ctx, cancel = context.WithCancel(parent)
 	} else {
-		ctx, cancel = context.WithDeadline(parent, who.ExpiresAt)
+		ctx, cancel = context.WithDeadline(parent, caller.ExpiresAt)
 	}
 	var notified <-chan string
 	stop := func() {}
 	if s.listener != nil {
-		notified, stop = s.listener.SubscribeTo(principals.Channel, who.Matches)
+		notified, stop = s.listener.SubscribeTo(principals.Channel, caller.Matches)
 	}
 	done := make(chan struct{})
 	go func() {
@@ -161,7 +161,7 @@ func (s *sessions) watch(parent context.Context, who *principals.Caller) (ctx co
 			case <-notified:
 			case <-tick.C:
 			}
-			if valid, err := principals.Valid(ctx, s.db, who); err == nil && !valid { // on an error the next tick retries
+			if valid, err := principals.Valid(ctx, s.db, caller); err == nil && !valid { // on an error the next tick retries
 				cancel()
 			}
 		}
@@ -195,12 +195,14 @@ func (s *server) loginRoutes() []route {
 	}
 	return []route{
 		{
-			method: "POST", path: loginPath, access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logIn),
-			about: "Log in with the form of GET /login.",
+			method: "POST", path: loginPath, access: Public, page: true, maxBody: maxForm,
+			httpHandler: http.HandlerFunc(s.logIn),
+			about:       "Log in with the form of GET /login.",
 		},
 		{
-			method: "POST", path: logoutPath, access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logOut),
-			about: "End the login.",
+			method: "POST", path: logoutPath, access: Public, page: true, maxBody: maxForm,
+			httpHandler: http.HandlerFunc(s.logOut),
+			about:       "End the login.",
 		},
 	}
 }
@@ -251,8 +253,8 @@ func (s *server) logInByLink(w http.ResponseWriter, r *http.Request, next, link 
 
 // refuseLogin responds to a throttled or failed login.
 func (s *server) refuseLogin(w http.ResponseWriter, r *http.Request, next, what string, err error) {
-	wait, waits := errors.AsType[*credentials.Wait](err)
-	if !waits {
+	wait, ok := errors.AsType[*credentials.Wait](err)
+	if !ok {
 		s.pages.Refuse(w, r, err)
 		return
 	}
@@ -279,10 +281,10 @@ func (s *server) startSession(w http.ResponseWriter, r *http.Request, principal,
 func (s *server) redirectLoggedIn(page http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Add("Vary", "Cookie")
-		who, err := s.auth.sessions.current(r)
+		caller, err := s.auth.sessions.current(r)
 		switch {
 		case err != nil: // the login state is unknown
-		case who != nil:
+		case caller != nil:
 			// The link may have the token in its fragment. Browsers keep a fragment unless the redirect has its own.
 			http.Redirect(w, r, afterLogin(r.URL.Query().Get("next"))+"#", http.StatusSeeOther)
 			return

@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/santhosh-tekuri/jsonschema/v6"
@@ -27,7 +28,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
+func TestMain(m *testing.M) {
+	time.Local = time.FixedZone("elsewhere", 2*60*60) // so that a missing conversion to UTC shows
+	pgtest.Main(leaks.Tests{M: m})
+}
 
 const (
 	token = "a-long-random-token-of-the-admin-4711"
@@ -96,6 +100,7 @@ func (a *agent) send(ctx context.Context, method, path, body string, header http
 	maps.Copy(r.Header, header)
 	w := httptest.NewRecorder()
 	a.handler.ServeHTTP(w, r)
+	assert.Truef(a.t, !strings.Contains(w.Body.String(), `+02:00"`), "%s %s: a time is not in UTC: %s", method, path, w.Body)
 	return w
 }
 

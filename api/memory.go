@@ -49,33 +49,33 @@ func (s *server) memoryRoutes() []route {
 	return []route{
 		{
 			method: "GET", path: "/v1/memory/entries/{category}/{key}", response: memory.Entry{},
-			handle: s.getMemory, versioned: true,
+			fn: s.getMemory, versioned: true,
 			params: []param{agentParam},
 			about:  "One entry of the memory. Its ETag is the precondition of a change. Category and key are path-escaped.",
 		}, {
 			method: "PUT", path: "/v1/memory/entries/{category}/{key}", body: memoryWrite{}, response: memory.Entry{},
-			handle: s.putMemory, versioned: true, guarded: true,
+			fn: s.putMemory, versioned: true, guarded: true,
 			params: []param{agentParam},
 			about: "Store a value under a key. Requires If-Match with the ETag, or If-None-Match: * for a new key; 412 " +
 				"returns both values.",
 		}, {
 			method: "DELETE", path: "/v1/memory/entries/{category}/{key}", body: reasonRequest{}, response: change{},
-			handle: s.deleteMemory, guarded: true,
+			fn: s.deleteMemory, guarded: true,
 			params: []param{agentParam},
 			about:  "Delete an entry permanently. Requires If-Match with the ETag; 412 returns the current value.",
 		}, {
 			method: "POST", path: "/v1/memory/{id}/forget", body: reasonRequest{}, response: change{},
-			handle: s.forgetMemory, guarded: true,
+			fn: s.forgetMemory, guarded: true,
 			about: "Delete an entry of the memory permanently by id, optionally with If-Match.",
 		}, {
-			method: "GET", path: "/v1/memory/conflicts", response: page[memory.Conflict]{}, handle: s.listMemoryConflicts,
+			method: "GET", path: "/v1/memory/conflicts", response: page[memory.Conflict]{}, fn: s.listMemoryConflicts,
 			about: "Writes rejected because their key had changed, newest first. Default the open ones. " +
 				"revision and current show the stored value.",
 			params: listParams(enumParam("status", "State of the conflict", memory.ConflictOpen, memory.ConflictKept,
 				memory.ConflictTaken, "all")),
 		}, {
 			method: "POST", path: "/v1/memory/conflicts/{id}/decide", body: conflictDecision{}, response: memory.Conflict{},
-			handle:    s.decideMemoryConflict,
+			fn:        s.decideMemoryConflict,
 			conflicts: true, guarded: true, versioned: true,
 			about: "Decide a conflict once: keep the stored value, or take the late value if the key is at the " +
 				"revision of If-Match, default that of the conflict; otherwise 412, and the conflict stays open.",

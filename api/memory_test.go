@@ -161,6 +161,10 @@ func TestStaleDecisionIsRejected(t *testing.T) {
 	assert.Equal(t, 200, act("pause", seen))
 	assert.Equal(t, 412, act("resume", seen))
 	assert.Equal(t, 200, act("resume", a.get("/v1/objectives/grow", &struct{}{}).Get("ETag")))
+	pgtest.Exec(t, a.pool, `insert into agent_webhook_targets (name, url, secrets, events)
+		values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}')`)
+	a.checkProblem(a.raw("POST", "/v1/webhooks/targets/ops/disable", `{"reason":"x"}`, withHeader("If-Match", `"1"`)), 400,
+		"the object has no revision")
 }
 
 func TestForgetMemory(t *testing.T) {

@@ -12,12 +12,12 @@ import (
 func (s *server) monitorRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/monitor/verdict", response: monitor.Status{}, handle: s.verdict,
+			method: "GET", path: "/v1/monitor/verdict", response: monitor.Status{}, fn: s.verdict,
 			about: "Whether the agent works: working, degraded or stopped, and why with links to pages. It has each agent's " +
 				"verdict, the heartbeats, today's spend against its limits, and failures, grouped by root error.",
 		}, {
 			method: "POST", path: "/v1/monitor/acknowledge", body: acknowledgeRequest{}, response: monitor.Status{},
-			handle: s.acknowledge, repeatable: true, conflicts: true,
+			fn: s.acknowledge, repeatable: true, conflicts: true,
 			about: "Acknowledge the reasons of a degraded verdict. They do not count until they change or are over. mark is " +
 				"that of the verdict. 409 when the reasons are others now.",
 		},

@@ -67,10 +67,10 @@ func (s *server) oidcRoutes() []route {
 	}
 	return []route{
 		{
-			method: "GET", path: oidcPath, access: Public, page: true, handler: http.HandlerFunc(s.beginOIDC),
+			method: "GET", path: oidcPath, access: Public, page: true, httpHandler: http.HandlerFunc(s.beginOIDC),
 			about: "Log in at the OIDC issuer.",
 		}, {
-			method: "GET", path: callbackPath, access: Public, page: true, handler: http.HandlerFunc(s.finishOIDC),
+			method: "GET", path: callbackPath, access: Public, page: true, httpHandler: http.HandlerFunc(s.finishOIDC),
 			about: "The issuer's answer.",
 		},
 	}
@@ -163,7 +163,7 @@ func (s *server) finishOIDC(w http.ResponseWriter, r *http.Request) {
 	}
 	w.Header().Set("Content-Type", "text/html; charset=utf-8")
 	_, _ = fmt.Fprintf(w, `<!doctype html><title>Logged in</title><meta http-equiv="refresh" content="0;url=%s">`,
-		html.EscapeString(a.Next)) // a client that has left follows no refresh
+		html.EscapeString(a.Next)) // the write fails only if the client disconnected
 }
 
 // attemptOf returns the attempt that this browser began, if the answer belongs to it.
@@ -204,11 +204,11 @@ func addClaims(claims map[string]any, info *oidc.UserInfo, subject string) error
 
 // exchangeError explains a failed exchange of a code, without the issuer's answer, which may quote secrets.
 func exchangeError(err error) error {
-	if lost, is := errors.AsType[*url.Error](err); is {
+	if lost, ok := errors.AsType[*url.Error](err); ok {
 		return fmt.Errorf("exchange code: %w", lost)
 	}
-	refused, is := errors.AsType[*oauth2.RetrieveError](err)
-	if !is {
+	refused, ok := errors.AsType[*oauth2.RetrieveError](err)
+	if !ok {
 		return fmt.Errorf("%w: exchange code", errIssuer)
 	}
 	err = fmt.Errorf("exchange code: status %d, error %.100q", refused.Response.StatusCode, refused.ErrorCode)

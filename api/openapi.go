@@ -27,7 +27,7 @@ func (s *server) openAPI(table []route) (http.Handler, error) {
 		w.Header().Set("Content-Type", "application/json")
 		w.Header().Set("Cache-Control", "public, max-age=300")
 		if _, err := w.Write(encoded); err != nil {
-			s.log.DebugContext(r.Context(), "client went away", "path", problem.Path(r), "error", err)
+			s.log.DebugContext(r.Context(), "write response", "path", problem.Path(r), "error", err)
 		}
 	}), nil
 }
@@ -208,7 +208,7 @@ func (s *schemas) responses(rt route) object {
 		}
 		all[strconv.Itoa(status)] = refusal
 	}
-	if rt.handler != nil && rt.path != "/openapi.json" {
+	if rt.httpHandler != nil && rt.path != "/openapi.json" {
 		all["default"] = object{"description": "Refused", "content": refused}
 	}
 	return all
@@ -216,7 +216,7 @@ func (s *schemas) responses(rt route) object {
 
 func headersOf(rt route) object {
 	headers := object{}
-	if strings.Contains(rt.path, "{") || rt.handler != nil {
+	if strings.Contains(rt.path, "{") || rt.httpHandler != nil {
 		headers["X-Trace-Id"] = object{"description": "The trace of the response.", "schema": object{"type": "string"}}
 	}
 	if rt.versioned {

@@ -120,7 +120,7 @@ func (p param) accept(value string) error {
 		return errors.New("is empty; omit it")
 	case len(value) > maxText:
 		return fmt.Errorf("is longer than %d bytes", maxText)
-	case !storable(value):
+	case !isPrintableText(value):
 		return errors.New("has control characters or is not UTF-8")
 	case p.enum != nil && !slices.Contains(p.enum, value):
 		return fmt.Errorf("is %q; use %s", value, strings.Join(p.enum, ", "))

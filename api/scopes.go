@@ -88,8 +88,8 @@ func scopesOf(method, path string) []principals.Scope {
 
 // mayWork rejects executions, by id or lock, whose flows the caller's scope work:GLOB does not match.
 func (s *server) mayWork(ctx context.Context, executionID string, lockIDs ...string) error {
-	who := principals.From(ctx)
-	if who == nil || who.AllFlows() {
+	caller := principals.From(ctx)
+	if caller == nil || caller.AllFlows() {
 		return nil
 	}
 	flows, err := postgres.Names(ctx, s.pool, "read the flows of executions", `
@@ -99,14 +99,14 @@ func (s *server) mayWork(ctx context.Context, executionID string, lockIDs ...str
 	if err != nil {
 		return err
 	}
-	return mayWorkOn(who, flows)
+	return mayWorkOn(caller, flows)
 }
 
 // mayWorkOn rejects flows that the caller's scope work:GLOB does not match.
-func mayWorkOn(who *principals.Caller, flows []string) error {
+func mayWorkOn(caller *principals.Caller, flows []string) error {
 	for _, flow := range flows {
-		if who != nil && !who.MayWork(flow) {
-			return missingScope(who, string(principals.Work)+":"+flow)
+		if caller != nil && !caller.MayWork(flow) {
+			return missingScope(caller, string(principals.Work)+":"+flow)
 		}
 	}
 	return nil

@@ -27,92 +27,90 @@ type request struct {
 	*http.Request
 	query query
 	body  any
-	csv   bool // the response is a table, without inputs and results
+	csv   bool // CSV omits raw JSON columns
 }
 
-// serve chains authorization, deadlines, idempotency and the handler.
+// serve chains authentication, admission, deadlines, idempotency and the handler.
 func (s *server) serve(rt route) http.Handler {
-	next := rt.handler
+	next := rt.httpHandler
 	if next == nil {
 		next = s.apiHandler(rt)
 	}
 	if rt.idempotent {
 		next = s.withIdempotency(rt, next)
 	}
-	return s.authorize(rt, s.withDeadline(rt, next))
+	return s.authenticateAndAdmit(rt, s.withDeadline(rt, next))
 }
 
-// apiHandler adapts a route of this package.
+// apiHandler adapts rt.fn to http.Handler. writeCSV reads several pages, so its response has no replica header.
 func (s *server) apiHandler(rt route) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		in, err := parseRequest(r, rt)
+		req, err := parseRequest(r, rt)
 		if err != nil {
 			s.writeError(w, r, rt, err, "")
 			return
 		}
-		if wantsCSV(rt, in) {
-			s.writeCSV(w, r, rt, in)
+		if wantsCSV(rt, req) {
+			s.writeCSV(w, r, rt, req)
 			return
 		}
-		got, from, err := s.handle(rt, in)
+		resp, source, err := s.dispatch(rt, req)
 		if err != nil {
-			s.writeError(w, r, rt, err, got.trace)
+			s.writeError(w, r, rt, err, resp.trace)
 			return
 		}
-		from.Tell(w.Header())
-		if got.status == 0 {
-			got.status = max(rt.status, http.StatusOK)
-		}
-		s.write(w, r, got)
+		source.SetHeader(w.Header())
+		resp.status = cmp.Or(resp.status, rt.status, http.StatusOK)
+		s.write(w, r, rt, resp)
 	})
 }
 
-// handle calls the route's function, possibly on the replica.
-func (s *server) handle(rt route, in request) (got response, from *replica.Source, err error) {
+// dispatch calls the route's function, possibly on the replica.
+func (s *server) dispatch(rt route, req request) (resp response, source *replica.Source, err error) {
 	if !rt.replica {
-		got, err = rt.invoke(in)
-		return got, nil, err
+		resp, err = rt.invoke(req)
+		return resp, nil, err
 	}
-	r := in.Request
-	from, err = s.read.Do(r.Context(), replica.Fresh(r), func(ctx context.Context) (err error) {
-		in.Request = r.WithContext(ctx)
+	r := req.Request
+	source, err = s.read.Do(r.Context(), replica.Fresh(r), func(ctx context.Context) (err error) {
+		req.Request = r.WithContext(ctx)
 		if replica.From(ctx).Replica() { // no retry on the replica
-			got, err = rt.handle(in)
+			resp, err = rt.fn(req)
 			return err
 		}
-		got, err = rt.invoke(in)
+		resp, err = rt.invoke(req)
 		return err
 	})
-	return got, from, err
+	return resp, source, err
 }
 
 // invoke calls the route's function. It retries repeatable requests after a broken database connection.
-func (rt route) invoke(in request) (got response, err error) {
-	retryable := in.Method == http.MethodGet || in.Method == http.MethodHead || rt.repeatable ||
-		rt.keyed && in.Header.Get(keyHeader) != ""
+func (rt route) invoke(req request) (resp response, err error) {
+	retryable := req.Method == http.MethodGet || req.Method == http.MethodHead || rt.repeatable ||
+		rt.keyed && req.Header.Get(keyHeader) != ""
 	if !retryable {
-		return rt.handle(in)
+		return rt.fn(req)
 	}
-	err = postgres.RetryOnDisconnect(in.Context(), func() error {
-		got, err = rt.handle(in)
+	err = postgres.RetryOnDisconnect(req.Context(), func() error {
+		resp, err = rt.fn(req)
 		return err
 	})
-	return got, err
+	return resp, err
 }
 
 // parseRequest reads query and body. Public routes ignore unknown parameters, because probes send many.
-func parseRequest(r *http.Request, rt route) (in request, err error) {
-	in.Request = r
+func parseRequest(r *http.Request, rt route) (req request, err error) {
+	req.Request = r
 	if rt.access != Public {
-		if in.query, err = readQuery(r.URL.RawQuery, rt.params); err != nil {
-			return in, err
+		if req.query, err = readQuery(r.URL.RawQuery, rt.params); err != nil {
+			return req, err
 		}
 	}
 	// bufferBody skips the body of GET and HEAD
 	if rt.body != nil || r.Method != http.MethodGet && r.Method != http.MethodHead {
-		in.body, err = readBody(r, rt.body)
+		req.body, err = readBody(r, rt.body)
 	}
-	return in, err
+	return req, err
 }
 
 // writeError writes an error in the route's format.
@@ -128,24 +126,24 @@ func (s *server) writeError(w http.ResponseWriter, r *http.Request, rt route, er
 	problem.Write(w, r, err, traceID, s.log)
 }
 
-// write encodes the value before it sends the first byte, so the response is complete or a problem.
-func (s *server) write(w http.ResponseWriter, r *http.Request, a response) {
-	encoded, err := encode(a.body)
+// write encodes the body before it sends the first byte, so an encoding error can still become a problem response.
+func (s *server) write(w http.ResponseWriter, r *http.Request, rt route, resp response) {
+	encoded, err := encode(resp.body)
 	if err != nil {
-		problem.Write(w, r, err, a.trace, s.log)
+		s.writeError(w, r, rt, err, resp.trace)
 		return
 	}
-	if a.trace != "" {
-		w.Header().Set("X-Trace-Id", a.trace)
+	if resp.trace != "" {
+		w.Header().Set("X-Trace-Id", resp.trace)
 	}
-	if a.revision > 0 {
-		w.Header().Set("ETag", etag(a.revision))
+	if resp.revision > 0 {
+		w.Header().Set("ETag", etag(resp.revision))
 	}
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Content-Length", strconv.Itoa(len(encoded)))
-	w.WriteHeader(a.status)
+	w.WriteHeader(resp.status)
 	if _, err := w.Write(encoded); err != nil {
-		s.log.DebugContext(r.Context(), "client went away", "path", problem.Path(r), "error", err)
+		s.log.DebugContext(r.Context(), "write response", "path", problem.Path(r), "error", err)
 	}
 }
 
@@ -160,25 +158,25 @@ func encode(v any) ([]byte, error) {
 	return b.Bytes(), nil
 }
 
-// withLogging adds security headers, the log line, and panic handling.
-func (s *server) withLogging(next http.Handler) http.Handler {
+// withMiddleware adds security headers, the log line, and panic handling.
+func (s *server) withMiddleware(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		began := time.Now()
-		seen := &statusRecorder{ResponseWriter: w}
+		rec := &statusRecorder{ResponseWriter: w}
 		defer func() {
-			s.log.DebugContext(r.Context(), "request", "method", r.Method, "path", problem.Path(r), "status", seen.status,
-				"bytes", seen.bytes, "duration", time.Since(began))
+			s.log.DebugContext(r.Context(), "request", "method", r.Method, "path", problem.Path(r), "status", rec.status,
+				"bytes", rec.bytes, "duration", time.Since(began))
 		}()
 		defer func() {
 			if value := recover(); value != nil {
-				s.handlePanic(seen, r, value)
+				s.handlePanic(rec, r, value)
 			}
 		}()
 		setSecurityHeaders(w.Header())
 		if s.isDraining() {
 			w.Header().Set("Connection", "close") // makes the client reconnect to another process
 		}
-		next.ServeHTTP(seen, r)
+		next.ServeHTTP(rec, r)
 	})
 }
 
@@ -192,7 +190,7 @@ func setSecurityHeaders(h http.Header) {
 	h.Set("Cache-Control", "no-store")
 }
 
-// handlePanic responds for a panicked handler that has not responded.
+// handlePanic writes a 500 unless the handler already wrote.
 func (s *server) handlePanic(w *statusRecorder, r *http.Request, value any) {
 	if value == http.ErrAbortHandler { //nolint:errorlint // net/http compares the value
 		panic(value)
@@ -200,15 +198,16 @@ func (s *server) handlePanic(w *statusRecorder, r *http.Request, value any) {
 	s.log.ErrorContext(r.Context(), "request panicked", "method", r.Method, "path", problem.Path(r), "panic", value,
 		"stack", string(debug.Stack()))
 	if w.status != 0 {
-		panic(http.ErrAbortHandler) // close the connection of a partial response
+		panic(http.ErrAbortHandler) // abort the partial response
 	}
-	problem.Write(w, r, problem.New(http.StatusInternalServerError, "internal error; see the log"), "", s.log)
+	s.writeError(w, r, w.route, problem.New(http.StatusInternalServerError, "internal server error"), "")
 }
 
-// statusRecorder stores status and size for the log.
+// statusRecorder stores status and size for the log, and the route for the response to a panic.
 type statusRecorder struct {
 	http.ResponseWriter
 	status, bytes int
+	route         route // set by authenticateAndAdmit
 }
 
 func (w *statusRecorder) WriteHeader(status int) {
@@ -245,14 +244,14 @@ func (b reasonRequest) check() error {
 		return problem.BadBody("reason is missing; it is kept in the audit log")
 	case len(b.Reason) > maxReason:
 		return problem.BadBody("reason is longer than %d bytes", maxReason)
-	case !storable(b.Reason):
+	case !isPrintableText(b.Reason):
 		return problem.BadBody("reason has control characters")
 	}
 	return nil
 }
 
-// readBody decodes a body into the type of zero and rejects unknown fields. A route without a body accepts no body or
-// an empty object.
+// readBody decodes the body into a new value of zero's type, and rejects unknown fields. If zero is nil, the body must
+// be absent or an empty object.
 func readBody(r *http.Request, zero any) (any, error) {
 	raw, err := admission.Bytes(r.Body)
 	if err != nil {
@@ -287,14 +286,14 @@ func decode(raw []byte, into any) error {
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(into); err != nil {
 		if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok && wrong.Field != "" {
-			return problem.BadBody("%s is a JSON %s; send %s", wrong.Field, wrong.Value, describeType(wrong.Type))
+			return problem.BadBody("%s must be %s, got %s", wrong.Field, describeType(wrong.Type), wrong.Value)
 		}
 		return problem.BadBody("%s", strings.TrimPrefix(err.Error(), "json: "))
 	}
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
-		return problem.BadBody("the body continues after the JSON object")
+		return problem.BadBody("unexpected data after the JSON object")
 	}
-	name, err := problem.Stray(raw, into)
+	name, err := problem.UnknownField(raw, into)
 	switch {
 	case err != nil:
 		return problem.BadBody("%s", err)
@@ -308,22 +307,22 @@ func decode(raw []byte, into any) error {
 func describeType(t reflect.Type) string {
 	switch t.Kind() {
 	case reflect.Bool:
-		return "true or false"
+		return "a boolean"
 	case reflect.String:
-		return "a text"
+		return "a string"
 	case reflect.Slice, reflect.Array:
-		return "a list"
+		return "an array"
 	case reflect.Struct, reflect.Map, reflect.Pointer:
 		return "an object"
 	case reflect.Float32, reflect.Float64:
 		return "a number"
 	default:
-		return "a whole number"
+		return "an integer"
 	}
 }
 
-// storable reports whether PostgreSQL can store a text and a terminal can print it.
-func storable(s string) bool {
+// isPrintableText reports whether PostgreSQL can store a text and a terminal can print it.
+func isPrintableText(s string) bool {
 	return utf8.ValidString(s) && !strings.ContainsFunc(s, func(r rune) bool {
 		return unicode.IsControl(r) && r != '\n' && r != '\t'
 	})
@@ -331,8 +330,8 @@ func storable(s string) bool {
 
 var timeType = reflect.TypeFor[time.Time]()
 
-// inUTC returns a copy of v with all times in UTC, because the driver returns local times. Embedded structs must be
-// exported.
+// inUTC returns a copy of v with its times in UTC. It copies structs, slices and pointers only: times in maps, arrays
+// and interface values stay unchanged. Embedded structs must be exported. Times of the database are in UTC already.
 func inUTC(v any) any {
 	if v == nil {
 		return nil

@@ -46,12 +46,12 @@ func TestPanicIsProblem(t *testing.T) {
 	t.Parallel()
 	var log bytes.Buffer
 	s := &server{
-		auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(),
+		auth: &authenticator{}, classes: newClasses(), timeouts: defaultTimeouts(),
 		log: slog.New(slog.NewTextHandler(&log, nil)),
 	}
-	h := s.withLogging(s.serve(route{
+	h := s.withMiddleware(s.serve(route{
 		access: Public,
-		handle: func(request) (response, error) { panic("the secret inside") },
+		fn:     func(request) (response, error) { panic("the secret inside") },
 	}))
 	w := httptest.NewRecorder()
 	h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
@@ -66,10 +66,10 @@ func TestPanicIsProblem(t *testing.T) {
 func TestPanicAbortsStartedResponse(t *testing.T) {
 	t.Parallel()
 	s := &server{
-		auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(),
+		auth: &authenticator{}, classes: newClasses(), timeouts: defaultTimeouts(),
 		log: slog.New(slog.DiscardHandler),
 	}
-	h := s.withLogging(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+	h := s.withMiddleware(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = w.Write([]byte("half"))
 		panic("then nothing")
 	}))
@@ -81,21 +81,26 @@ func TestPanicAbortsStartedResponse(t *testing.T) {
 	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
 }
 
-func TestEncodingFailureIsProblem(t *testing.T) {
+func TestServerErrorHasTheRoutesFormat(t *testing.T) {
 	t.Parallel()
 	s := &server{
-		auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(),
+		auth: &authenticator{}, classes: newClasses(), timeouts: defaultTimeouts(),
 		log: slog.New(slog.DiscardHandler),
 	}
-	h := s.serve(route{access: Public, handle: func(request) (response, error) {
-		return response{body: struct {
-			F func() `json:"f"`
-		}{}}, nil
-	}})
-	w := httptest.NewRecorder()
-	h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
-	assert.Truef(t, w.Code == http.StatusInternalServerError && json.Valid(w.Body.Bytes()),
-		"answer is %d %s", w.Code, w.Body)
+	for name, fn := range map[string]func(request) (response, error){
+		"encoding error": func(request) (response, error) { return response{body: map[string]any{"f": func() {}}}, nil },
+		"panic":          func(request) (response, error) { panic("the secret inside") },
+	} {
+		for _, openAI := range []bool{false, true} {
+			w := httptest.NewRecorder()
+			s.withMiddleware(s.serve(route{access: Public, openAI: openAI, fn: fn})).ServeHTTP(w,
+				httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
+			var got struct{ Error, Title any }
+			require.NoError(t, json.Unmarshal(w.Body.Bytes(), &got), name)
+			assert.Truef(t, w.Code == http.StatusInternalServerError && (got.Error != nil) == openAI &&
+				(got.Title != nil) != openAI, "%s, OpenAI %t: %d %s", name, openAI, w.Code, w.Body)
+		}
+	}
 }
 
 // FuzzStream streams any stored values and reads them like a client.

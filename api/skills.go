@@ -35,7 +35,7 @@ type skillHealth struct {
 	State       string   `json:"state"` // enabled, on trial, disabled
 }
 
-// skillChange is the result of enabling or disabling a skill. Changed is false if the state was the same before.
+// skillChange is the result of enabling or disabling a skill. Changed is false if the action had no effect.
 type skillChange struct {
 	Name        string   `json:"name"`
 	Enabled     bool     `json:"enabled"`
@@ -72,7 +72,7 @@ func (s *server) listSkills(r request) (response, error) {
 
 func (s *server) getSkill(r request) (response, error) {
 	name := r.PathValue("name")
-	if !storable(name) {
+	if !isPrintableText(name) {
 		return response{}, skills.ErrNotFound
 	}
 	one, err := skills.Get(r.Context(), s.pool, name)
@@ -136,17 +136,17 @@ func (s *server) changeSkill(
 	r request, action string, change func(pgx.Tx, string, string, *skillChange) error,
 ) (response, error) {
 	name, reason := r.PathValue("name"), r.body.(reasonRequest).Reason
-	if !storable(name) {
+	if !isPrintableText(name) {
 		return response{}, fmt.Errorf("%s: %w", action, skills.ErrNotFound)
 	}
-	based, err := r.ifMatch()
+	revision, err := r.ifMatch()
 	if err != nil {
 		return response{}, err
 	}
 	result := skillChange{Name: name}
 	done, err := s.record(r.Context(), action, reason, map[string]any{"skill": name},
 		func(tx pgx.Tx, _ string) (any, error) {
-			if err := skills.AtRevision(r.Context(), tx, name, based); err != nil {
+			if err := skills.AtRevision(r.Context(), tx, name, revision); err != nil {
 				return nil, err
 			}
 			err := change(tx, name, reason, &result)
@@ -167,10 +167,10 @@ type listedAgent struct {
 func (s *server) agentRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/agents", response: page[listedAgent]{}, handle: s.listAgents, params: listParams(),
+			method: "GET", path: "/v1/agents", response: page[listedAgent]{}, fn: s.listAgents, params: listParams(),
 			about: "Enabled agents, the default first, then by name: effective values and today's usage.",
 		}, {
-			method: "GET", path: "/v1/agents/{name}", response: agents.Shown{}, handle: s.getAgent,
+			method: "GET", path: "/v1/agents/{name}", response: agents.Shown{}, fn: s.getAgent,
 			about: "One agent: effective values with their sources (document, setting or default), and its versions.",
 			params: []param{{
 				name: "version", about: "A version, also of a removed agent; default the current one",
@@ -223,7 +223,7 @@ func agentKey(a agents.Agent) string {
 
 func (s *server) getAgent(r request) (response, error) {
 	name := r.PathValue("name")
-	if !storable(name) {
+	if !isPrintableText(name) {
 		return response{}, problem.New(http.StatusNotFound, "no agent of this name; see GET /v1/agents")
 	}
 	version := 0

@@ -145,7 +145,7 @@ func TestStreamsEndAtShutdown(t *testing.T) {
 func TestShutdownCutsResponsesLast(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	stopping, cutting, ended := make(chan struct{}), make(chan struct{}), make(chan error, 2)
+	stopping, forceStop, ended := make(chan struct{}), make(chan struct{}), make(chan error, 2)
 	wait := func(_ http.ResponseWriter, r *http.Request) {
 		<-r.Context().Done()
 		ended <- fmt.Errorf("%s: %w", r.URL.Path, context.Cause(r.Context()))
@@ -153,7 +153,7 @@ func TestShutdownCutsResponsesLast(t *testing.T) {
 	answering := stream(wait)
 	answering.Path, answering.Finite = "/v1/answer", true
 	a := newAgentWith(t, api.Options{
-		Pool: pool, Engine: engine(t, pool), Stopping: stopping, Cutting: cutting,
+		Pool: pool, Engine: engine(t, pool), Stopping: stopping, ForceStop: forceStop,
 		Endpoints: []api.Endpoint{stream(wait), answering},
 	})
 	server := a.listen(nil)
@@ -171,7 +171,7 @@ func TestShutdownCutsResponsesLast(t *testing.T) {
 	if len(ended) > 0 {
 		t.Errorf("the answer ended too: %v", <-ended)
 	}
-	close(cutting)
+	close(forceStop)
 	if cause := <-ended; !strings.HasPrefix(cause.Error(), "/v1/answer") || !errors.Is(cause, executions.ErrDraining) {
 		t.Errorf("then ended %v", cause)
 	}

@@ -161,7 +161,7 @@ func (b accessRequest) check() error {
 		if name != "" {
 			named++
 		}
-		if !storable(name) || len(name) > 200 {
+		if !isPrintableText(name) || len(name) > 200 {
 			return problem.BadBody("key, flow and webhook have at most 200 bytes of text")
 		}
 	}
@@ -282,7 +282,7 @@ func (b titleRequest) check() error {
 	switch {
 	case b.Title == nil:
 		return problem.BadBody("title is required; an empty one removes it")
-	case utf8.RuneCountInString(*b.Title) > threads.MaxTitle || !storable(*b.Title):
+	case utf8.RuneCountInString(*b.Title) > threads.MaxTitle || !isPrintableText(*b.Title):
 		return problem.BadBody("title is not text of at most %d characters", threads.MaxTitle)
 	}
 	return nil
@@ -315,19 +315,19 @@ func (s *server) accessRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/threads/{id}/join_tokens", body: joinTokenRequest{}, response: threads.Token{},
-			status: http.StatusCreated, handle: s.createJoinToken, repeatable: true,
+			status: http.StatusCreated, fn: s.createJoinToken, repeatable: true,
 			about: "Create a join token: a visitor joins the conversation by sending it as X-Thread-Join. It is " +
 				"valid for one visitor, or reusable until it expires, and is shown once.",
 		}, {
 			method: "POST", path: "/v1/threads/{id}/participants", body: accessRequest{}, response: accessResponse{},
-			status: http.StatusCreated, handle: s.grantAccess, repeatable: true, conflicts: true,
+			status: http.StatusCreated, fn: s.grantAccess, repeatable: true, conflicts: true,
 			about: "Open a conversation to a chat key, a flow or a webhook endpoint. 409 if the participant has another one " +
 				"of that name.",
 		}, {
-			method: "GET", path: "/v1/threads/{id}/access", response: page[threads.Access]{}, handle: s.listAccess,
+			method: "GET", path: "/v1/threads/{id}/access", response: page[threads.Access]{}, fn: s.listAccess,
 			about: "Access grants and join tokens of a conversation, without the secrets.",
 		}, {
-			method: "DELETE", path: "/v1/threads/{id}/access/{access_id}", response: change{}, handle: s.revokeAccess,
+			method: "DELETE", path: "/v1/threads/{id}/access/{access_id}", response: change{}, fn: s.revokeAccess,
 			about: "Revoke an access. Revoking a join token also ends the access of its visitors.",
 		},
 	}
@@ -388,8 +388,8 @@ func (o threadRequest) check() error {
 		return problem.BadBody("idle_seconds is %d; use 1 to %d (30 days)", *o.IdleSeconds, maxIdle)
 	case threads.IsGenerated(o.ID):
 		return problem.BadBody("id has the form of generated ids; choose another")
-	case !storable(o.Participant) || !storable(o.Owner) || !storable(o.Target) || len(o.Participant) > 200 ||
-		len(o.Owner) > 200:
+	case !isPrintableText(o.Participant) || !isPrintableText(o.Owner) || !isPrintableText(o.Target) ||
+		len(o.Participant) > 200 || len(o.Owner) > 200:
 		return problem.BadBody("participant and owner have at most 200 bytes of text")
 	}
 	return nil
@@ -491,12 +491,12 @@ func (s *server) sendMessage(r request) (response, error) {
 
 // mayMessage rejects a message for an execution on which the worker may not work.
 func (s *server) mayMessage(r request, b messageRequest) error {
-	who := principals.From(r.Context())
+	caller := principals.From(r.Context())
 	switch {
-	case who == nil || who.May(principals.ThreadsWrite):
+	case caller == nil || caller.May(principals.ThreadsWrite):
 		return nil
 	case b.ExecutionID == "":
-		return missingScope(who, string(principals.ThreadsWrite))
+		return missingScope(caller, string(principals.ThreadsWrite))
 	}
 	return s.mayWork(r.Context(), b.ExecutionID)
 }
@@ -552,7 +552,7 @@ func (s *server) sendAsAdmin(r request, o threads.Outgoing) (response, error) {
 }
 
 func messageError(err error) error {
-	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22023") {
+	if refused, ok := errors.AsType[*pgconn.PgError](err); ok && postgres.IsCode(err, "22023") {
 		return problem.BadBody("%s", refused.Message)
 	}
 	return err
@@ -573,13 +573,13 @@ func (s *server) messageRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/threads", body: threadRequest{}, response: threads.Thread{}, status: http.StatusCreated,
-			handle: s.openThread, conflicts: true, about: "Create a conversation. 409 if the id exists.",
+			fn: s.openThread, conflicts: true, about: "Create a conversation. 409 if the id exists.",
 		}, {
-			method: "PATCH", path: "/v1/threads/{id}", body: titleRequest{}, response: threads.Thread{}, handle: s.nameThread,
+			method: "PATCH", path: "/v1/threads/{id}", body: titleRequest{}, response: threads.Thread{}, fn: s.nameThread,
 			about: "Name a conversation for people. Lists show the title and searches use it; it identifies no thread.",
 		}, {
 			method: "POST", path: "/v1/threads/{id}/messages", body: messageRequest{}, response: messageResponse{},
-			status: http.StatusCreated, handle: s.sendMessage, conflicts: true, keyed: true,
+			status: http.StatusCreated, fn: s.sendMessage, conflicts: true, keyed: true,
 			about: "Send a message to a conversation: for a locked external execution with execution_id and lock_id, " +
 				"else as the admin. The thread's holder sends at once; other messages are queued, first in, first out.",
 		},

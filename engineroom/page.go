@@ -204,7 +204,7 @@ func (room *Room) serve(p page) http.Handler {
 			http.Redirect(w, r, to, http.StatusSeeOther)
 			return
 		}
-		from.Tell(w.Header())
+		from.SetHeader(w.Header())
 		room.send(w, r, http.StatusOK, body)
 	})
 }

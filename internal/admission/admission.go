@@ -1,8 +1,8 @@
 // Package admission bounds the resources of requests before they cost anything.
 //
-// A [Budget] is a bounded amount: active requests, running turns, bytes in flight. [Budget.Take] acquires a part of it
-// at once or fails with [ErrFull]. It never waits; the client learns when to retry. Within a budget each name, such as
-// a chat key or an address, has a share: one name cannot exhaust the budget for others. While a name holds nothing
+// A [Budget] is a bounded amount: active requests, running turns, bytes in flight. [Budget.Acquire] acquires a part of
+// it at once or fails with [ErrFull]. It never waits; the client learns when to retry. Within a budget each name, such
+// as a chat key or an address, has a share: one name cannot exhaust the budget for others. While a name holds nothing
 // else, one hold may exceed its share, except for the reserve. So one large body fits. A budget stores only names with
 // a hold, so its memory is bounded by its size.
 //
@@ -50,27 +50,27 @@ type usage struct {
 	over *Hold // the hold that may exceed the share; nil for none
 }
 
-// New returns a budget of so much.
-func New(most int64) *Budget { return &Budget{all: Share{Most: most}, by: map[string]*usage{}} }
+// New returns a budget of limit.
+func New(limit int64) *Budget { return &Budget{all: Share{Limit: limit}, by: map[string]*usage{}} }
 
-// NewBytes returns a budget of so many bytes, with a reserve for small bodies.
-func NewBytes(most int64) *Budget {
-	b := New(most)
+// NewBytes returns a budget of limit bytes, with a reserve for small bodies.
+func NewBytes(limit int64) *Budget {
+	b := New(limit)
 	b.reserve = true
 	return b
 }
 
 // Share limits a name's part of a budget. One hold may exceed it while the name has nothing else.
 type Share struct {
-	Name string
-	Most int64
+	Name  string
+	Limit int64
 }
 
-// Take acquires n under each of the names, or nothing. The caller releases the hold.
-func (b *Budget) Take(n int64, shares ...Share) (*Hold, error) { return b.take(n, false, shares) }
+// Acquire acquires n under each of the names, or nothing. The caller releases the hold.
+func (b *Budget) Acquire(n int64, shares ...Share) (*Hold, error) { return b.acquire(n, false, shares) }
 
-// take implements Take. A large hold leaves the reserve free.
-func (b *Budget) take(n int64, large bool, shares []Share) (*Hold, error) {
+// acquire implements Acquire. A large hold leaves the reserve free.
+func (b *Budget) acquire(n int64, large bool, shares []Share) (*Hold, error) {
 	h := &Hold{budget: b, shares: append([]Share{b.all}, shares...), keepers: 1, large: large && b.reserve}
 	if err := h.Add(n); err != nil {
 		return nil, err
@@ -110,8 +110,8 @@ func (h *Hold) Add(n int64) error {
 	for _, s := range h.shares {
 		u := h.budget.usage(s.Name)
 		switch {
-		case u.counted(s.Most)+n <= h.bound(s.Most), u.over == h:
-		case u.over == nil && u.n-h.n <= s.Most-h.bound(s.Most):
+		case u.counted(s.Limit)+n <= h.bound(s.Limit), u.over == h:
+		case u.over == nil && u.n-h.n <= s.Limit-h.bound(s.Limit):
 			exceeds = append(exceeds, s.Name)
 		default:
 			return ErrFull

@@ -18,7 +18,7 @@ import (
 // take acquires a hold.
 func take(t *testing.T, b *admission.Budget, n int64, shares ...admission.Share) *admission.Hold {
 	t.Helper()
-	h, err := b.Take(n, shares...)
+	h, err := b.Acquire(n, shares...)
 	if err != nil {
 		t.Fatalf("%d of %d acquired: %v", n, b.Used(), err)
 	}
@@ -28,7 +28,7 @@ func take(t *testing.T, b *admission.Budget, n int64, shares ...admission.Share)
 // refused checks that a hold is rejected.
 func refused(t *testing.T, b *admission.Budget, n int64, shares ...admission.Share) {
 	t.Helper()
-	if _, err := b.Take(n, shares...); !errors.Is(err, admission.ErrFull) {
+	if _, err := b.Acquire(n, shares...); !errors.Is(err, admission.ErrFull) {
 		t.Errorf("%d more than %d: %v", n, b.Used(), err)
 	}
 }
@@ -36,11 +36,11 @@ func refused(t *testing.T, b *admission.Budget, n int64, shares ...admission.Sha
 func TestANameCannotTakeWhatOthersNeed(t *testing.T) {
 	t.Parallel()
 	b := admission.New(10)
-	a := admission.Share{Name: "a", Most: 4}
+	a := admission.Share{Name: "a", Limit: 4}
 	first := take(t, b, 4, a)
 	refused(t, b, 1, a)
-	other := take(t, b, 6, admission.Share{Name: "b", Most: 6})
-	refused(t, b, 1, admission.Share{Name: "c", Most: 6})
+	other := take(t, b, 6, admission.Share{Name: "b", Limit: 6})
+	refused(t, b, 1, admission.Share{Name: "c", Limit: 6})
 	first.Release()
 	first.Release() // a second Release does nothing
 	assert.Equal(t, 6, b.Used())
@@ -52,11 +52,11 @@ func TestANameCannotTakeWhatOthersNeed(t *testing.T) {
 func TestANameThatHasNothingMayTakeMoreThanItsShare(t *testing.T) {
 	t.Parallel()
 	b := admission.New(10)
-	a := admission.Share{Name: "a", Most: 4}
+	a := admission.Share{Name: "a", Limit: 4}
 	large := take(t, b, 8, a)
 	refused(t, b, 1, a)
 	assert.NoError(t, large.Add(2), "its own growth")
-	refused(t, b, 1, admission.Share{Name: "b", Most: 4})
+	refused(t, b, 1, admission.Share{Name: "b", Limit: 4})
 	large.Release()
 	take(t, b, 11, a).Release() // a single hold may exceed the budget
 }
@@ -65,10 +65,10 @@ func TestANameThatHasNothingMayTakeMoreThanItsShare(t *testing.T) {
 func TestOneHoldLargerThanItsShareLeavesTheRest(t *testing.T) {
 	t.Parallel()
 	b := admission.New(100)
-	a := admission.Share{Name: "a", Most: 10}
+	a := admission.Share{Name: "a", Limit: 10}
 	large := take(t, b, 30, a)
 	refused(t, b, 1, a)
-	rest := take(t, b, 70, admission.Share{Name: "b", Most: 80})
+	rest := take(t, b, 70, admission.Share{Name: "b", Limit: 80})
 	large.Return(25)
 	take(t, b, 5, a).Release()
 	rest.Release()
@@ -94,7 +94,7 @@ func TestManyTakersNeverHaveMoreThanThereIs(t *testing.T) {
 	for i := range 32 {
 		group.Go(func() {
 			for range 200 {
-				h, err := b.Take(1, admission.Share{Name: string(rune('a' + i%4)), Most: 3})
+				h, err := b.Acquire(1, admission.Share{Name: string(rune('a' + i%4)), Limit: 3})
 				if err != nil {
 					continue
 				}

@@ -43,7 +43,7 @@ func (a *arrival) open(l Limits) (err error) {
 	if a.length >= 0 {
 		first = min(first, a.length)
 	}
-	if a.hold, err = l.Budget.take(first, a.length < 0 || a.length > Small, l.Shares); err == nil {
+	if a.hold, err = l.Budget.acquire(first, a.length < 0 || a.length > Small, l.Shares); err == nil {
 		a.hold.Return(first)
 	}
 	return err

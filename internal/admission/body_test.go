@@ -115,7 +115,7 @@ func TestASmallBodyHasAReserve(t *testing.T) {
 	const most = 8 * admission.Small
 	budget := admission.NewBytes(most)
 	url, got := reading(t, admission.Limits{Most: most, Time: time.Minute, Budget: budget})
-	_, err := budget.Take(most - admission.Small)
+	_, err := budget.Acquire(most - admission.Small)
 	require.NoError(t, err)
 	for _, c := range []struct {
 		size    int
@@ -181,7 +181,7 @@ func TestBodiesShareABudget(t *testing.T) {
 	t.Parallel()
 	budget := admission.New(1 << 20)
 	url, got := reading(t, admission.Limits{Most: 1 << 20, Time: time.Minute, Budget: budget})
-	hold, err := budget.Take(900_000)
+	hold, err := budget.Acquire(900_000)
 	require.NoError(t, err)
 	for _, chunked := range []bool{false, true} {
 		post(t, url, 100_000, false)

@@ -34,7 +34,8 @@ func (a *App) Handler(at Stages) (http.Handler, error) {
 		AdminToken: a.Config.AdminToken.Reveal(), ChatKeys: keys,
 		Proxies: a.Config.Proxies, Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.Log,
 		Listener: a.listener, OIDC: oidcOf(a.Config),
-		DocumentBytes: int64(a.Config.DocumentMaxBytes), Draining: at.draining, Stopping: at.stopping, Cutting: at.cutting,
+		DocumentBytes: int64(a.Config.DocumentMaxBytes),
+		Draining:      at.draining, Stopping: at.stopping, ForceStop: at.forceStop,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("prepare HTTP: %w", err)
@@ -81,9 +82,9 @@ const cutTimeout = 5 * time.Second
 //     after their current response. Work continues for AGENT_DRAIN_DELAY.
 //  2. stopping closes the listener and the streams that only watch. Requests in flight, including streams, have
 //     AGENT_SHUTDOWN_TIMEOUT. The engine still works for them.
-//  3. cutting ends the remaining responses with a pointer to their result. The engine accepts no work, finishes
+//  3. forceStop ends the remaining responses with a pointer to their result. The engine accepts no work, finishes
 //     running steps within AGENT_SHUTDOWN_TIMEOUT, and hands the rest to other processes.
-type Stages struct{ draining, stopping, cutting chan struct{} }
+type Stages struct{ draining, stopping, forceStop chan struct{} }
 
 // NewStages returns the stages of a shutdown that has not begun.
 func NewStages() Stages { return Stages{make(chan struct{}), make(chan struct{}), make(chan struct{})} }
@@ -92,7 +93,7 @@ func NewStages() Stages { return Stages{make(chan struct{}), make(chan struct{})
 func (at Stages) End() {
 	close(at.draining)
 	close(at.stopping)
-	close(at.cutting)
+	close(at.forceStop)
 }
 
 // Serve runs the engine and HTTP until ctx ends, then shuts down in stages. It waits for extra.
@@ -152,7 +153,7 @@ func (a *App) drain(work context.Context, at Stages, server *http.Server) {
 	closing, cancel := context.WithTimeout(work, a.Config.ShutdownTimeout)
 	err := server.Shutdown(closing)
 	cancel()
-	close(at.cutting)
+	close(at.forceStop)
 	if err != nil {
 		last, cancel := context.WithTimeout(context.WithoutCancel(work), cutTimeout)
 		err = server.Shutdown(last)

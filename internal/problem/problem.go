@@ -167,13 +167,13 @@ func send(w http.ResponseWriter, r *http.Request, p *Problem, contentType string
 	h.Set("Content-Length", strconv.Itoa(b.Len()))
 	w.WriteHeader(p.Status)
 	if _, err := w.Write(b.Bytes()); err != nil && log != nil {
-		log.DebugContext(r.Context(), "client went away", "path", Path(r), "error", err)
+		log.DebugContext(r.Context(), "write response", "path", Path(r), "error", err)
 	}
 }
 
-// Stray returns the first field of a JSON object that the struct behind into lacks; empty for none. It compares letter
-// case, which json.Decoder.DisallowUnknownFields ignores.
-func Stray(raw []byte, into any) (string, error) {
+// UnknownField returns the first field of a JSON object that the struct behind into lacks; empty for none. It compares
+// letter case, which json.Decoder.DisallowUnknownFields ignores.
+func UnknownField(raw []byte, into any) (string, error) {
 	var members map[string]json.RawMessage
 	if err := json.Unmarshal(raw, &members); err != nil {
 		return "", err

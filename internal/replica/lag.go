@@ -81,8 +81,8 @@ const Header = "X-Replica-Lag-Seconds"
 // wroteCookie marks a browser that wrote a moment ago.
 const wroteCookie = "lanekeeper_wrote"
 
-// Tell sets the header of a response from the standby to its lag.
-func (s *Source) Tell(h http.Header) {
+// SetHeader sets Header on a response from the standby.
+func (s *Source) SetHeader(h http.Header) {
 	if s.Replica() {
 		h.Set(Header, strconv.FormatFloat(s.Behind.Seconds(), 'f', 3, 64))
 	}

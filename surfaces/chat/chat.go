@@ -304,19 +304,19 @@ func (c *Chat) admit(r *http.Request, a *UserMessage) (*admission.Hold, error) {
 	turns := int64(c.Turns)
 	perVisitor := min(turns/16, 16)
 	shares := []admission.Share{
-		{Name: "key " + a.Owner, Most: turns * 3 / 4},
-		{Name: "address " + c.Address(r), Most: turns / 2},
+		{Name: "key " + a.Owner, Limit: turns * 3 / 4},
+		{Name: "address " + c.Address(r), Limit: turns / 2},
 	}
 	switch {
 	case a.Secret != "":
 		shares = append(shares, admission.Share{
-			Name: "visitor " + a.Owner + "\x00" + a.principal().Proof,
-			Most: perVisitor,
+			Name:  "visitor " + a.Owner + "\x00" + a.principal().Proof,
+			Limit: perVisitor,
 		})
 	case a.Name != "":
-		shares = append(shares, admission.Share{Name: "thread " + a.Owner + "\x00" + a.Name, Most: perVisitor})
+		shares = append(shares, admission.Share{Name: "thread " + a.Owner + "\x00" + a.Name, Limit: perVisitor})
 	}
-	place, err := c.work.Take(1, shares...)
+	place, err := c.work.Acquire(1, shares...)
 	if err != nil {
 		return nil, &Refusal{
 			Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",

@@ -123,7 +123,7 @@ func decode(raw []byte, body *Body) error {
 	if _, err := decoder.Token(); !errors.Is(err, io.EOF) {
 		return errors.New("more follows the object")
 	}
-	name, err := problem.Stray(raw, body)
+	name, err := problem.UnknownField(raw, body)
 	if err == nil && name != "" {
 		err = fmt.Errorf("unknown field %.60q", name)
 	}

@@ -212,7 +212,7 @@ func readReplayRequest(w http.ResponseWriter, r *http.Request) (wanted ReplayReq
 	raw, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxShown))
 	if err == nil && len(bytes.TrimSpace(raw)) > 0 {
 		if err = json.Unmarshal(raw, &wanted); err == nil {
-			stray, err = problem.Stray(raw, &wanted)
+			stray, err = problem.UnknownField(raw, &wanted)
 		}
 	}
 	switch {
