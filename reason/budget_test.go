@@ -394,9 +394,9 @@ func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
 	other := enginetest.ReserveDay(t, w.pool, 3000, 1000, 1950)
 	x, got := w.completed(t)
 	assert.Truef(t, got.Ended == "day" &&
-		strings.Contains(got.Text, "is reserved by calls in progress: 0 tokens spent, 2950 tokens "+"reserved"),
+		strings.Contains(got.Text, "is reserved by calls in progress: 0 tokens spent, 2950 tokens reserved"),
 		"outcome is %+v", got)
-	assert.Truef(t, got.Until.IsZero() && !strings.Contains(got.Text, "begins anew"), "a limit with room: %+v", got)
+	assert.Truef(t, got.Until.IsZero() && !strings.Contains(got.Text, "begins again"), "a limit with room: %+v", got)
 	rows := named(w.rows(t, x), "model_call")
 	assert.Truef(t, len(rows) == 1 && rows[0].Class == "budget_day", "rows are %+v", rows)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_spend`)
