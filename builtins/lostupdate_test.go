@@ -21,87 +21,87 @@ import (
 // interleavings is the number of random orders.
 const interleavings = 300
 
-// version is a value of a key at a time. The model identifies versions by identity, not by revision.
+// version is one written value. The model compares versions by pointer, not by revision.
 type version struct {
 	token string
 }
 
-// scene is one key with its model.
-type scene struct {
+// trial is one key with its model.
+type trial struct {
 	t        *testing.T
 	pool     *pgxpool.Pool
 	registry *skills.Registry
 	skills   map[string]skills.Skill
-	dice     *rand.Rand
+	rng      *rand.Rand
 	key      string
 	order    uint64
-	there    *version // nil: nothing
+	current  *version // nil if the key has no entry
 	tokens   int
-	story    []string
+	trace    []string
 	failed   bool
 }
 
-func (s *scene) fail(format string, args ...any) {
+func (s *trial) fail(format string, args ...any) {
 	if !s.failed {
 		s.failed = true
-		s.t.Errorf("%s; order %d went: %s", fmt.Sprintf(format, args...), s.order, strings.Join(s.story, ", "))
+		s.t.Errorf("%s; interleaving %d: %s", fmt.Sprintf(format, args...), s.order, strings.Join(s.trace, ", "))
 	}
 }
 
-func (s *scene) tell(format string, args ...any) {
-	s.story = append(s.story, fmt.Sprintf(format, args...))
+func (s *trial) log(format string, args ...any) {
+	s.trace = append(s.trace, fmt.Sprintf(format, args...))
 }
 
-func (s *scene) token(who string) *version {
+func (s *trial) token(who string) *version {
 	s.tokens++
 	return &version{fmt.Sprintf("%s-%d", who, s.tokens)}
 }
 
 func tokenOf(value json.RawMessage) string { return strings.Trim(string(value), `"`) }
 
-// shows checks that an entry is the version.
-func (s *scene) shows(what string, e *memory.Entry, want *version) {
+// expectVersion checks that an entry is the version.
+func (s *trial) expectVersion(what string, e *memory.Entry, want *version) {
 	switch {
 	case e == nil && want != nil:
-		s.fail("%s: nothing is there, not %s", what, want.token)
+		s.fail("%s: no entry, want %s", what, want.token)
 	case e != nil && want == nil:
-		s.fail("%s: %s is there, not nothing", what, e.Value)
+		s.fail("%s: entry %s, want none", what, e.Value)
 	case e != nil && tokenOf(e.Value) != want.token:
-		s.fail("%s: %s is there, not %s", what, e.Value, want.token)
+		s.fail("%s: entry %s, want %s", what, e.Value, want.token)
 	}
 }
 
-// done is a recorded step of a run.
-type done struct {
+// recordedStep is a call of a run with its recorded answer.
+type recordedStep struct {
 	skill  string
 	answer json.RawMessage
 }
 
-// runner is a durable run. Its read entries come from its record, which survives a crash.
+// runner is a durable run. A crash keeps its record, from which it rebuilds what it has read.
 type runner struct {
 	name   string
-	record []done
-	seen   memory.Seen // in the runtime's form
-	read   *version    // in the model's form
-	again  *redo       // a call whose process died before its answer was recorded
+	record []recordedStep
+	seen   memory.Seen  // the revisions that it has read, as the runtime keeps them
+	read   *version     // the version that it has read, in the model
+	retry  *retriedCall // a call whose process died before its answer was recorded
 }
 
-// redo is a repeated call, with the version that it wrote.
-type redo struct {
-	skill string
-	wrote *version
-	did   bool
+// retriedCall is a call that may be retried, with the version that it writes.
+type retriedCall struct {
+	skill   string
+	wrote   *version
+	applied bool
 }
 
 // replay rebuilds the run in another process.
-func (r *runner) replay(s *scene) {
+func (r *runner) replay(s *trial) {
 	r.seen = memory.Seen{}
 	for _, d := range r.record {
 		r.learn(s, d)
 	}
 }
 
-func (r *runner) learn(s *scene, d done) {
+func (r *runner) learn(s *trial, d recordedStep) {
 	skill := s.skills[d.skill]
 	r.seen.Add(builtins.Sights(skill, d.answer, len(d.answer))...)
 	r.seen.Add(builtins.SightsWritten(skill, d.answer)...)
@@ -109,45 +109,45 @@ func (r *runner) learn(s *scene, d done) {
 
 // step makes one call of a run, and compares the result with the model. It may lose the process before or after the
 // answer is recorded.
-func (r *runner) step(s *scene) {
-	call := r.again
+func (r *runner) step(s *trial) {
+	call := r.retry
 	if call == nil {
-		call = &redo{
-			skill: []string{"recall", "memory_write", "memory_write", "memory_forget"}[s.dice.IntN(4)],
+		call = &retriedCall{
+			skill: []string{"recall", "memory_write", "memory_write", "memory_forget"}[s.rng.IntN(4)],
 			wrote: s.token(r.name),
 		}
 	}
-	r.again = nil
+	r.retry = nil
 	args := map[string]any{"category": "test", "key": s.key}
 	switch call.skill {
 	case "recall":
 		args = map[string]any{"category": "test", "query": s.key}
 	case "memory_write":
 		args["value"] = call.wrote.token
-		if s.dice.IntN(3) == 0 {
-			args["revision"] = s.dice.IntN(6) // the model's argument does not matter
+		if s.rng.IntN(3) == 0 {
+			args["revision"] = s.rng.IntN(6) // the model's argument does not matter
 		}
 	}
 	answer := s.call(r, call.skill, args)
-	lost := s.dice.IntN(5) == 0
-	s.tell("%s %s%s", r.name, call.skill, map[bool]string{true: " and is lost", false: ""}[lost])
-	read := r.judge(s, call, answer)
+	lost := s.rng.IntN(5) == 0
+	s.log("%s %s (answer lost: %v)", r.name, call.skill, lost)
+	read := r.checkAnswer(s, call, answer)
 	if lost {
-		r.again = call
+		r.retry = call
 		r.replay(s)
 		return
 	}
 	r.read = read
-	r.record = append(r.record, done{call.skill, answer})
+	r.record = append(r.record, recordedStep{call.skill, answer})
 	r.learn(s, r.record[len(r.record)-1])
-	if s.dice.IntN(5) == 0 {
-		s.tell("%s goes on elsewhere", r.name)
+	if s.rng.IntN(5) == 0 {
+		s.log("%s moves to another process", r.name)
 		r.replay(s)
 	}
 }
 
 // call makes the call like the runtime.
-func (s *scene) call(r *runner, name string, args map[string]any) json.RawMessage {
+func (s *trial) call(r *runner, name string, args map[string]any) json.RawMessage {
 	raw, err := json.Marshal(args)
 	require.NoError(s.t, err)
 	skill := s.skills[name]
@@ -160,50 +160,51 @@ func (s *scene) call(r *runner, name string, args map[string]any) json.RawMessag
 	return answer
 }
 
-// judge compares an answer with the model, updates the model, and returns the version that the run has read with it.
-func (r *runner) judge(s *scene, call *redo, answer json.RawMessage) *version {
-	var refusal struct {
+// checkAnswer compares an answer with the model and updates the model. It returns the version that the run has then
+// read.
+func (r *runner) checkAnswer(s *trial, call *retriedCall, answer json.RawMessage) *version {
+	var result struct {
 		Error     string
 		Theirs    *memory.Entry
 		Yours     json.RawMessage
 		Memories  []memory.Entry
 		Forgotten *bool
 	}
-	require.NoError(s.t, json.Unmarshal(answer, &refusal))
+	require.NoError(s.t, json.Unmarshal(answer, &result))
 	switch {
 	case call.skill == "recall":
-		if len(refusal.Memories) == 0 {
-			s.shows("recall", nil, s.there)
+		if len(result.Memories) == 0 {
+			s.expectVersion("recall", nil, s.current)
 			return r.read // an answer without the key shows no version
 		}
-		s.shows("recall", &refusal.Memories[0], s.there)
-		return s.there
-	case refusal.Error != "":
-		if s.there == r.read {
-			s.fail("%s is refused though nobody wrote", call.skill)
+		s.expectVersion("recall", &result.Memories[0], s.current)
+		return s.current
+	case result.Error != "":
+		if s.current == r.read {
+			s.fail("%s: rejected without a concurrent write", call.skill)
 		}
-		s.shows("conflict", refusal.Theirs, s.there)
-		if call.skill == "memory_write" && tokenOf(refusal.Yours) != call.wrote.token {
-			s.fail("the conflict shows %s as what was to be written", refusal.Yours)
+		s.expectVersion("conflict", result.Theirs, s.current)
+		if call.skill == "memory_write" && tokenOf(result.Yours) != call.wrote.token {
+			s.fail("the conflict shows %s as the rejected value", result.Yours)
 		}
-		if s.there == nil {
+		if s.current == nil {
 			return r.read
 		}
-		return s.there
-	case call.did && s.there == call.wrote: // it finds its own write
-		return s.there
-	case s.there != r.read && (call.skill == "memory_write" || s.there != nil):
-		s.fail("%s of %s overwrote what %s had not read", call.skill, r.name, r.name)
-		return s.there
+		return s.current
+	case call.applied && s.current == call.wrote: // it finds its own write
+		return s.current
+	case s.current != r.read && (call.skill == "memory_write" || s.current != nil):
+		s.fail("%s of %s overwrote a version that %s had not read", call.skill, r.name, r.name)
+		return s.current
 	case call.skill == "memory_forget":
-		s.there = nil
+		s.current = nil
 		return nil
 	}
-	if call.did { // its write is gone, and it writes again
+	if call.applied { // its first write was overwritten, so it writes again
 		call.wrote = &version{call.wrote.token}
 	}
-	s.there, call.did = call.wrote, true
-	return s.there
+	s.current, call.applied = call.wrote, true
+	return s.current
 }
 
 // person is an admin with an open page. The page shows the version from its loading.
@@ -214,8 +215,8 @@ type person struct {
 	read *version
 }
 
-func (p *person) look(s *scene) {
-	p.open, p.page, p.read = true, nil, s.there
+func (p *person) loadPage(s *trial) {
+	p.open, p.page, p.read = true, nil, s.current
 	e, err := memory.Shared.Get(s.t.Context(), s.pool, "test", s.key)
 	switch {
 	case err == nil:
@@ -223,8 +224,8 @@ func (p *person) look(s *scene) {
 	case !errors.Is(err, memory.ErrNotFound):
 		s.t.Fatal(err)
 	}
-	s.shows("page", p.page, s.there)
-	s.tell("%s looks", p.name)
+	s.expectVersion("page", p.page, s.current)
+	s.log("%s loads the page", p.name)
 }
 
 func (p *person) revision() int {
@@ -235,59 +236,59 @@ func (p *person) revision() int {
 }
 
 // act writes or deletes, based on the page.
-func (p *person) act(s *scene) {
-	fresh, next := p.read == s.there, s.token(p.name)
+func (p *person) act(s *trial) {
+	fresh, next := p.read == s.current, s.token(p.name)
 	var err error
-	if forget := s.dice.IntN(4) == 0; forget {
+	if forget := s.rng.IntN(4) == 0; forget {
 		next = nil
 		_, err = memory.Shared.Forget(s.t.Context(), s.pool, "test", s.key, p.revision())
-		fresh = fresh || s.there == nil
+		fresh = fresh || s.current == nil
 	} else {
 		note := memory.Note{Category: "test", Key: s.key, Value: next.token, Revision: p.revision(), TraceID: "op_" + p.name}
 		_, err = memory.Save(s.t.Context(), s.pool, note)
 	}
-	conflict, refused := errors.AsType[*memory.ConflictError](err)
-	s.tell("%s acts (conflict: %v)", p.name, refused)
+	conflict, rejected := errors.AsType[*memory.ConflictError](err)
+	s.log("%s writes or deletes (conflict: %v)", p.name, rejected)
 	switch {
-	case err != nil && !refused:
+	case err != nil && !rejected:
 		s.t.Fatal(err)
-	case refused == fresh:
-		s.fail("%s acted on what is there (%v) and was refused (%v)", p.name, fresh, refused)
-	case refused:
-		s.shows("refusal", conflict.Theirs, s.there)
+	case rejected == fresh:
+		s.fail("%s: fresh=%v conflict=%v", p.name, fresh, rejected)
+	case rejected:
+		s.expectVersion("rejection", conflict.Theirs, s.current)
 	default:
-		s.there = next
+		s.current = next
 	}
 	p.open = false
 }
 
-// expire ends the entry's time. A sweep may remove it.
-func (s *scene) expire() {
-	s.tell("it expires")
+// expire sets expires_at in the past. A sweep may remove the entry.
+func (s *trial) expire() {
+	s.log("the entry expires")
 	pgtest.Exec(s.t, s.pool, `
 		update agent_memory set expires_at = clock_timestamp() - interval '1 second' where category = 'test'
 		  and key = $1`, s.key)
-	if s.dice.IntN(2) == 0 {
-		s.tell("it is swept")
+	if s.rng.IntN(2) == 0 {
+		s.log("the sweep removes it")
 		_, err := memory.Expire(s.t.Context(), s.pool)
 		require.NoError(s.t, err)
 	}
-	s.there = nil
+	s.current = nil
 }
 
 // play runs one interleaving of two runs and two admins.
-func (s *scene) play() {
+func (s *trial) play() {
 	runs := []*runner{{name: "one" + s.key, seen: memory.Seen{}}, {name: "two" + s.key, seen: memory.Seen{}}}
 	admins := []*person{{name: "ana"}, {name: "bea"}}
-	for range 6 + s.dice.IntN(10) {
-		r, p := runs[s.dice.IntN(2)], admins[s.dice.IntN(2)]
-		switch n := s.dice.IntN(20); {
+	for range 6 + s.rng.IntN(10) {
+		r, p := runs[s.rng.IntN(2)], admins[s.rng.IntN(2)]
+		switch n := s.rng.IntN(20); {
 		case n < 11:
 			r.step(s)
 		case n < 18 && p.open:
 			p.act(s)
 		case n < 18:
-			p.look(s)
+			p.loadPage(s)
 		default:
 			s.expire()
 		}
@@ -295,7 +296,7 @@ func (s *scene) play() {
 			return
 		}
 	}
-	(&person{name: "end"}).look(s)
+	(&person{name: "end"}).loadPage(s)
 }
 
 func newRegistry(t *testing.T, pool *pgxpool.Pool) (*skills.Registry, map[string]skills.Skill) {
@@ -319,8 +320,8 @@ func TestNoUpdateIsLostInAnyOrder(t *testing.T) {
 	pool := pgtest.DB(t)
 	registry, all := newRegistry(t, pool)
 	for n := range uint64(interleavings) {
-		s := &scene{
-			t: t, pool: pool, registry: registry, skills: all, order: n, dice: rand.New(rand.NewPCG(n, 24)),
+		s := &trial{
+			t: t, pool: pool, registry: registry, skills: all, order: n, rng: rand.New(rand.NewPCG(n, 24)),
 			key: fmt.Sprintf("k%d", n),
 		}
 		if s.play(); s.failed {

@@ -86,8 +86,8 @@ func TestANoteReplacesOnlyTheOneThatItsRunHasRead(t *testing.T) {
 	}
 	refused := func(answer map[string]any, theirs string) {
 		t.Helper()
-		there, _ := answer["theirs"].(map[string]any)
-		assert.Truef(t, answer["error"] == "conflict" && there["note"] == theirs && answer["yours"] != nil,
+		current, _ := answer["theirs"].(map[string]any)
+		assert.Truef(t, answer["error"] == "conflict" && current["note"] == theirs && answer["yours"] != nil,
 			"the answer is %v", answer)
 	}
 	one.note("one") // no note existed

@@ -94,7 +94,7 @@ func newApprovalTest(t *testing.T, mode string) *approvalTest {
 		},
 		Open: map[string]channels.Open{channels.Slack: slack.Open},
 		Accept: func(context.Context, channels.Visit) (channels.Accepted, error) {
-			return channels.Accepted{}, fmt.Errorf("nobody speaks here")
+			return channels.Accepted{}, fmt.Errorf("no visitor sends messages")
 		},
 	}
 	if mode == "events" {
@@ -123,7 +123,7 @@ func (d *approvalTest) request() (id string) {
 	return id
 }
 
-// shown waits for the message of a request.
+// shown waits for the message that shows a request.
 func (d *approvalTest) shown(order int) (shown slacktest.Message) {
 	d.Helper()
 	pgtest.EventuallyWithin(d.T, 30*time.Second, func() bool {
@@ -168,8 +168,8 @@ func (d *approvalTest) expect(what, text, want, id, status string) {
 }
 
 // A click decides if it comes from a linked principal with the right, once, in time, with the displayed arguments. The
-// test has the right person, a wrong one, an unlinked one, a replay, changed arguments, and an expired button. With
-// four eyes the requester cannot decide.
+// test clicks as an approver, as a user without the right and as an unlinked user. It repeats a click, changes the
+// arguments and expires a button. With four eyes the requester cannot decide.
 func TestApprovalsBySlackButtons(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"socket", "events"} {
@@ -183,9 +183,9 @@ func TestApprovalsBySlackButtons(t *testing.T) {
 			id, shown := ids[0], d.shown(1)
 			assert.Truef(t, strings.Contains(string(shown.Blocks), "&lt;!channel&gt;") ||
 				strings.Contains(string(shown.Blocks), `lt;!channel`), "the arguments are not escaped: %s", shown.Blocks)
-			d.expect("a stranger", d.click("U9XX", shown, "Approve"), "not linked", id, "pending")
-			d.expect("a person who may not", d.click("U0BOB", shown, "Approve"), "may not decide", id, "pending")
-			d.expect("the right person", d.click("U0ANA", shown, "Approve"), "You have approved", id, "approved")
+			d.expect("an unlinked user", d.click("U9XX", shown, "Approve"), "not linked", id, "pending")
+			d.expect("a user without the right", d.click("U0BOB", shown, "Approve"), "may not decide", id, "pending")
+			d.expect("an approver", d.click("U0ANA", shown, "Approve"), "You have approved", id, "approved")
 			got, err := approvals.Get(t.Context(), d.pool, id)
 			if require.NoError(t, err); !strings.HasPrefix(got.Decider(), "ana via slack, message ") ||
 				!strings.Contains(got.Message, shown.TS) {
@@ -197,15 +197,14 @@ func TestApprovalsBySlackButtons(t *testing.T) {
 			d.expect("a replay", d.feedback(before), "used already", id, "approved")
 			pgtest.EventuallyWithin(t, 30*time.Second, func() bool {
 				return d.fake.Click("U0ANA", ops, shown.TS, "Approve") != nil
-			},
-				"the buttons go")
+			}, "the buttons are removed")
 			d.expect("a rejection", d.click("U0ANA", d.shown(2), "Reject"), "You have rejected", ids[1], "rejected")
 			pgtest.Exec(t, d.pool, `update agent_channel_buttons set arguments_hash = 'of others' where approval_id = $1`, ids[2])
 			d.expect("changed arguments", d.click("U0ANA", d.shown(3), "Approve"), "have changed", ids[2], "pending")
 			pgtest.Exec(t, d.pool, `update agent_channel_buttons set expires_at = clock_timestamp() where approval_id = $1`,
 				ids[3])
 			pgtest.Exec(t, d.pool, `update agent_approvals set requested_by = '{ana}' where id = $1`, ids[4])
-			d.expect("who asked", d.click("U0ANA", d.shown(5), "Approve"), "You requested this call", ids[4], "pending")
+			d.expect("the requester", d.click("U0ANA", d.shown(5), "Approve"), "You requested this call", ids[4], "pending")
 			d.expect("an expired button", d.click("U0ANA", d.shown(4), "Approve"), "expired", ids[3], "pending")
 			pgtest.Exec(t, d.pool, `update agent_channels set report_to = 'U0ANA'`)
 			pgtest.Exec(t, d.pool, `select pg_notify('agent_channels', '')`)
@@ -217,7 +216,7 @@ func TestApprovalsBySlackButtons(t *testing.T) {
 	}
 }
 
-// serve tells the fake the address of the channel.
+// serve serves the channel and sets its address in the fake.
 func (d *approvalTest) serve(r *channels.Runner) {
 	d.Helper()
 	mux := http.NewServeMux()

@@ -2,13 +2,14 @@ package slack
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
-	"fmt"
 	"log/slog"
 	"maps"
 	"net/http"
 	"net/http/httptest"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -25,32 +26,34 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// memory is an inbox without a database. It fails the first broken calls.
-type memory struct {
-	mu        sync.Mutex
-	got       []channels.Incoming
-	known     []string
-	broken    int
-	rejected  string // no message with this text can be stored
-	stored    func() // called after each store; may be nil
-	connected int
-	calls     int // of Receive
+// fakeInbox is an inbox without a database. Its first calls of Receive fail, as many as failures.
+type fakeInbox struct {
+	mu           sync.Mutex
+	received     []channels.Incoming
+	known        []string
+	failures     int
+	rejectedText string // Receive rejects messages with this text
+	stored       func() // called after each store; may be nil
+	connected    int
+	calls        int // of Receive
 }
 
-func (m *memory) Receive(_ context.Context, _ string, all ...channels.Incoming) error {
+func (m *fakeInbox) Receive(_ context.Context, _ string, all ...channels.Incoming) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.calls++
-	if m.broken > 0 {
-		m.broken--
-		return errors.New("the database is away")
+	if m.failures > 0 {
+		m.failures--
+		return errors.New("database unavailable")
 	}
-	if slices.ContainsFunc(all, func(one channels.Incoming) bool { return m.rejected != "" && one.Text == m.rejected }) {
+	rejects := func(one channels.Incoming) bool { return m.rejectedText != "" && one.Text == m.rejectedText }
+	if slices.ContainsFunc(all, rejects) {
 		return errors.New("a message cannot be stored")
 	}
 	for _, one := range all {
-		if !slices.ContainsFunc(m.got, func(other channels.Incoming) bool { return other.ExternalID == one.ExternalID }) {
-			m.got = append(m.got, one)
+		same := func(other channels.Incoming) bool { return other.ExternalID == one.ExternalID }
+		if !slices.ContainsFunc(m.received, same) {
+			m.received = append(m.received, one)
 		}
 	}
 	if m.stored != nil {
@@ -59,54 +62,54 @@ func (m *memory) Receive(_ context.Context, _ string, all ...channels.Incoming) 
 	return nil
 }
 
-func (m *memory) Cursor(context.Context) (string, time.Duration, error) { return "", 0, nil }
+func (m *fakeInbox) Cursor(context.Context) (string, time.Duration, error) { return "", 0, nil }
 
-func (m *memory) Known(_ context.Context, conversation string) (bool, error) {
+func (m *fakeInbox) Known(_ context.Context, conversation string) (bool, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return slices.Contains(m.known, conversation), nil
 }
 
-func (m *memory) Failing(context.Context, error) {}
+func (m *fakeInbox) Failing(context.Context, error) {}
 
-func (m *memory) Bounced(context.Context, string, string) error { return nil }
+func (m *fakeInbox) Bounced(context.Context, string, string) error { return nil }
 
-func (m *memory) Connected(context.Context) {
+func (m *fakeInbox) Connected(context.Context) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.connected++
 }
 
-// texts returns the received messages, as conversation and text.
-func (m *memory) texts() []string {
+// texts returns the received messages as sender, conversation and text or click, sorted.
+func (m *fakeInbox) texts() []string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	var all []string
-	for _, one := range m.got {
+	for _, one := range m.received {
 		all = append(all, one.Sender+" "+one.Conversation+" "+one.Text+one.Click)
 	}
 	slices.Sort(all)
 	return all
 }
 
-func (m *memory) times() int {
+func (m *fakeInbox) times() int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.connected
 }
 
-// world is a transport connected to a fake.
-type world struct {
+// fixture is a transport connected to a fake Slack server.
+type fixture struct {
 	*testing.T
-	fake *slacktest.Server
-	in   *memory
+	fake  *slacktest.Server
+	inbox *fakeInbox
 	*Transport
 }
 
-// newWorld starts a transport in a mode: socket or events.
-func newWorld(t *testing.T, mode string, prepare ...func(*Transport)) *world {
+// newFixture starts a transport in a mode: socket or events.
+func newFixture(t *testing.T, mode string, prepare ...func(*Transport)) *fixture {
 	t.Helper()
-	w := &world{T: t, fake: slacktest.New(), in: &memory{}}
+	w := &fixture{T: t, fake: slacktest.New(), inbox: &fakeInbox{}}
 	w.fake.RetryAfter = time.Second
 	t.Cleanup(w.fake.Close)
 	opened, err := Open(channels.Config{
@@ -123,50 +126,53 @@ func newWorld(t *testing.T, mode string, prepare ...func(*Transport)) *world {
 		f(w.Transport)
 	}
 	if mode == "events" {
-		server := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) { w.Hook(rw, r, w.in) }))
+		hook := func(rw http.ResponseWriter, r *http.Request) { w.Hook(rw, r, w.inbox) }
+		server := httptest.NewServer(http.HandlerFunc(hook))
 		t.Cleanup(server.Close)
 		w.fake.EventsURL = server.URL
 	}
-	testkit.Run(t, func(ctx context.Context) error { return w.Transport.Run(ctx, w.in) })
-	w.eventually(func() bool { return w.in.times() > 0 && (mode == "events" || w.fake.Connected() == 1) })
+	testkit.Run(t, func(ctx context.Context) error { return w.Transport.Run(ctx, w.inbox) })
+	w.eventually(func() bool { return w.inbox.times() > 0 && (mode == "events" || w.fake.Connected() == 1) })
 	return w
 }
 
-func (w *world) eventually(ok func() bool) {
+func (w *fixture) eventually(ok func() bool) {
 	w.Helper()
 	for end := time.Now().Add(pgtest.Timeout); !ok(); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(end) {
-			w.Fatalf("it does not happen; what came: %q", w.in.texts())
+			w.Fatalf("condition not met; received %q", w.inbox.texts())
 		}
 	}
 }
 
-// A message counts once, however often Slack repeats it. The transport acknowledges it only after it is stored.
-func TestMessagesComeOnce(t *testing.T) {
+// The transport stores a message once, however often Slack sends it, and acknowledges it only after it is stored.
+func TestMessagesAreReceivedOnce(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"socket", "events"} {
 		t.Run(mode, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t, mode)
+			w := newFixture(t, mode)
 			w.fake.Twice = true
-			w.in.broken = 2
+			w.inbox.failures = 2
 			root := w.fake.Say("U1", "C1", "<@"+slacktest.BotUser+"> hello &amp; bye", "")
 			w.fake.Wait()
 			assert.True(t, w.fake.Retries() != 0, "an unstored message was acknowledged")
 			w.fake.LoseAcks(2)
 			w.fake.Say("U2", "D1", "direct", "")
-			w.fake.Say("U1", "C1", "among people", "")
-			w.fake.Say("U1", "C1", "in a thread of others", "9.9")
-			w.in.mu.Lock()
-			w.in.known = []string{"C1:" + root}
-			w.in.mu.Unlock()
-			w.fake.Say("U3", "C1", "in its thread", root)
+			w.fake.Say("U1", "C1", "without a mention", "")
+			w.fake.Say("U1", "C1", "reply in an unknown thread", "9.9")
+			w.inbox.mu.Lock()
+			w.inbox.known = []string{"C1:" + root}
+			w.inbox.mu.Unlock()
+			w.fake.Say("U3", "C1", "reply in a known thread", root)
 			w.fake.Say("U3", "D1", "look", root, slacktest.File{ID: "F1", Name: "a.txt", Mimetype: "text/plain", Content: "abc"})
 			w.fake.Wait()
 			assert.NoDiff(t, []string{
-				"U1 C1:" + root + " hello & bye", "U2 D1 direct", "U3 C1:" + root + " in its thread", "U3 D1:" + root + " look",
-			}, w.in.texts())
-			file := w.in.got[slices.IndexFunc(w.in.got, func(m channels.Incoming) bool { return len(m.Files) > 0 })].Files[0]
+				"U1 C1:" + root + " hello & bye", "U2 D1 direct", "U3 C1:" + root + " reply in a known thread",
+				"U3 D1:" + root + " look",
+			}, w.inbox.texts())
+			withFile := func(m channels.Incoming) bool { return len(m.Files) > 0 }
+			file := w.inbox.received[slices.IndexFunc(w.inbox.received, withFile)].Files[0]
 			got, err := w.Fetch(t.Context(), file, 3)
 			assert.Equal(t, "abc", string(got))
 			require.NoError(t, err)
@@ -179,25 +185,34 @@ func TestMessagesComeOnce(t *testing.T) {
 	}
 }
 
+// socketEvent is a Socket Mode event with a message of U1.
+func socketEvent(id string, message map[string]any) socketmode.Event {
+	event := map[string]any{"user": "U1", "text": "hello", "ts": id}
+	maps.Copy(event, message)
+	payload, _ := json.Marshal(map[string]any{"type": "event_callback", "team_id": slacktest.Team, "event": event})
+	return socketmode.Event{
+		Type: socketmode.EventTypeEventsAPI, Request: &socketmode.Request{EnvelopeID: id, Payload: payload},
+	}
+}
+
 // The transport stores queued events together, even a mention and the reply to it. An event about the connection ends
 // the batch.
 func TestABurstIsStoredAtOnce(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, "socket")
+	w := newFixture(t, "socket")
 	client := socketmode.New(w.api)
 	event := func(kind, ts, thread string) socketmode.Event {
-		return socketmode.Event{Type: socketmode.EventTypeEventsAPI, Request: &socketmode.Request{
-			EnvelopeID: ts, Payload: fmt.Appendf(nil, `{"type": "event_callback", "team_id": %q, "event": {"type": %q, "channel": "C1",
-				"channel_type": "channel", "user": "U1", "text": "hello", "ts": %q, "thread_ts": %q}}`, slacktest.Team, kind, ts, thread),
-		}}
+		return socketEvent(ts, map[string]any{
+			"type": kind, "channel": "C1", "channel_type": "channel", "thread_ts": thread,
+		})
 	}
 	client.Events <- event("message", "2", "1")
 	client.Events <- socketmode.Event{Type: socketmode.EventTypeHello}
 	client.Events <- event("app_mention", "3", "")
-	rest := w.take(t.Context(), client, event("app_mention", "1", ""), w.in)
+	rest := w.take(t.Context(), client, event("app_mention", "1", ""), w.inbox)
 	assert.Equal(t, socketmode.EventTypeHello, rest.Type)
-	assert.NoDiff(t, []string{"U1 C1:1 hello", "U1 C1:1 hello"}, w.in.texts())
-	assert.Equal(t, 1, w.in.calls)
+	assert.NoDiff(t, []string{"U1 C1:1 hello", "U1 C1:1 hello"}, w.inbox.texts())
+	assert.Equal(t, 1, w.inbox.calls)
 	assert.Equal(t, 1, len(client.Events))
 }
 
@@ -205,39 +220,39 @@ func TestABurstIsStoredAtOnce(t *testing.T) {
 // be stored does not affect others, and Slack sends it again.
 func TestABurstIsBoundedAndSurvivesABadMessage(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, "socket")
+	w := newFixture(t, "socket")
 	client := socketmode.New(w.api)
 	client.Events = make(chan socketmode.Event, 200)
 	event := func(n int, text string) socketmode.Event {
-		return socketmode.Event{Type: socketmode.EventTypeEventsAPI, Request: &socketmode.Request{
-			EnvelopeID: fmt.Sprint(n), Payload: fmt.Appendf(nil, `{"type": "event_callback", "team_id": %q, "event": {"type": "message",
-				"channel": "D1", "channel_type": "im", "user": "U1", "text": %q, "ts": "%d"}}`, slacktest.Team, text, n),
-		}}
+		return socketEvent(strconv.Itoa(n), map[string]any{
+			"type": "message", "channel": "D1", "channel_type": "im", "text": text,
+		})
 	}
 	for n := 2; n <= 101; n++ {
 		client.Events <- event(n, "hello")
 	}
 	ctx, cancel := context.WithCancel(t.Context())
-	w.in.stored = cancel // the client cannot take 100 acknowledgements
-	w.take(ctx, client, event(1, "hello"), w.in)
-	w.in.stored = nil
-	assert.Equal(t, 1, w.in.calls)
-	assert.Equal(t, 100, len(w.in.texts()))
-	w.take(t.Context(), socketmode.New(w.api), <-client.Events, w.in)
-	assert.Equal(t, 101, len(w.in.texts()))
+	w.inbox.stored = cancel // the client has no room for 100 acknowledgements
+	w.take(ctx, client, event(1, "hello"), w.inbox)
+	w.inbox.stored = nil
+	assert.Equal(t, 1, w.inbox.calls)
+	assert.Equal(t, 100, len(w.inbox.texts()))
+	w.take(t.Context(), socketmode.New(w.api), <-client.Events, w.inbox)
+	assert.Equal(t, 101, len(w.inbox.texts()))
 
-	client, w.in.rejected = socketmode.New(w.api), "bad"
-	for n := 103; n <= 105; n++ {
-		client.Events <- event(n, map[bool]string{true: "bad", false: "good"}[n == 104])
+	client, w.inbox.rejectedText = socketmode.New(w.api), "bad"
+	for i, text := range []string{"good", "bad", "good"} {
+		client.Events <- event(103+i, text)
 	}
-	w.take(t.Context(), client, event(102, "good"), w.in)
-	assert.Equal(t, 104, len(w.in.texts()))
+	w.take(t.Context(), client, event(102, "good"), w.inbox)
+	assert.Equal(t, 104, len(w.inbox.texts()))
 }
 
-// The transport ignores messages of other bots, edited or deleted ones, and those of other workspaces.
+// The transport ignores messages of bots, edited messages, and events that it does not handle. It stores a message of a
+// user of another workspace under that workspace.
 func TestForeignEvents(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, "socket")
+	w := newFixture(t, "socket")
 	w.fake.RetryAfter = time.Minute
 	for _, extra := range []map[string]any{
 		{"bot_id": "B2"},
@@ -257,14 +272,14 @@ func TestForeignEvents(t *testing.T) {
 	w.fake.Deliver("slash_commands", map[string]any{"command": "/x"})
 	w.fake.Deliver("interactive", map[string]any{"type": "view_submission"})
 	w.fake.Wait()
-	assert.NoDiff(t, []string{"T2/U1 D1 hi"}, w.in.texts())
+	assert.NoDiff(t, []string{"T2/U1 D1 hi"}, w.inbox.texts())
 	assert.Equal(t, 0, w.fake.Retries())
 }
 
-// A request is authentic only by its signature and its time.
-func TestHookBelievesSignaturesOnly(t *testing.T) {
+// A request is authentic only with a valid signature and a recent timestamp.
+func TestHookVerifiesSignatures(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, "events")
+	w := newFixture(t, "events")
 	body := []byte(`{"type":"event_callback","team_id":"T","event":{"type":"message","channel":"D1","channel_type":"im",` +
 		`"user":"U1","ts":"1.1","text":"hi"}}`)
 	for name, c := range map[string]struct {
@@ -272,41 +287,43 @@ func TestHookBelievesSignaturesOnly(t *testing.T) {
 		body []byte
 		want int
 	}{
-		"another secret": {slacktest.Sign("other", time.Now(), body), body, 401},
-		"no signature":   {http.Header{}, body, 401},
-		"an old one":     {slacktest.Sign(slacktest.SigningSecret, time.Now().Add(-6*time.Minute), body), body, 401},
-		"another body":   {slacktest.Sign(slacktest.SigningSecret, time.Now(), body), append([]byte(" "), body...), 401},
+		"another secret":    {slacktest.Sign("other", time.Now(), body), body, 401},
+		"no signature":      {http.Header{}, body, 401},
+		"expired timestamp": {slacktest.Sign(slacktest.SigningSecret, time.Now().Add(-6*time.Minute), body), body, 401},
+		"another body":      {slacktest.Sign(slacktest.SigningSecret, time.Now(), body), append([]byte(" "), body...), 401},
 	} {
-		status, text := w.fake.Post(c.h, c.body)
-		assert.Truef(t, status == c.want, "%s: %d %s", name, status, text)
+		t.Run(name, func(t *testing.T) {
+			status, text := w.fake.Post(c.h, c.body)
+			assert.Truef(t, status == c.want, "status %d: %s", status, text)
+		})
 	}
-	assert.Equal(t, 0, len(w.in.texts()))
+	assert.Equal(t, 0, len(w.inbox.texts()))
 	check := []byte(`{"type":"url_verification","challenge":"3eZbrw1a"}`)
 	status, text := w.fake.Post(slacktest.Sign(slacktest.SigningSecret, time.Now(), check), check)
 	assert.Truef(t, status == 200 && text == `{"challenge":"3eZbrw1a"}`, "challenge: %d %s", status, text)
 	status, _ = w.fake.Post(slacktest.Sign(slacktest.SigningSecret, time.Now(), body), body)
 	assert.Equal(t, 200, status, "signed")
-	assert.Equal(t, 1, len(w.in.texts()))
+	assert.Equal(t, 1, len(w.inbox.texts()))
 }
 
-// The client reopens a socket that has ended, or that stays open without data.
-func TestSocketsAreOpenedAgain(t *testing.T) {
+// The client reconnects after a disconnect, and when an open socket carries no data.
+func TestSocketsReconnect(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, "socket", func(t *Transport) { t.pingEvery, t.probe = 400*time.Millisecond, 100*time.Millisecond })
+	w := newFixture(t, "socket", func(t *Transport) { t.pingEvery, t.probe = 400*time.Millisecond, 100*time.Millisecond })
 	w.fake.Disconnect()
 	w.eventually(func() bool { return w.fake.Calls("apps.connections.open") >= 2 && w.fake.Connected() == 1 })
-	w.fake.Deaf(true)
-	w.fake.Say("U1", "D1", "while it is deaf", "")
+	w.fake.DropFrames(true)
+	w.fake.Say("U1", "D1", "during dropped frames", "")
 	w.eventually(func() bool { return w.fake.Calls("apps.connections.open") >= 3 })
-	w.fake.Deaf(false)
-	w.eventually(func() bool { return len(w.in.texts()) == 1 })
-	assert.True(t, w.fake.Calls("auth.test") >= 3, "Slack was not asked whether it knows the bot")
+	w.fake.DropFrames(false)
+	w.eventually(func() bool { return len(w.inbox.texts()) == 1 })
+	assert.True(t, w.fake.Calls("auth.test") >= 3, "auth.test not called after reconnect")
 }
 
-// Find finds a send without a response by its metadata, in a thread and outside. Copies by others do not count.
-func TestLostSendsAreFound(t *testing.T) {
+// Find finds a message whose send got no response by its metadata, in a thread and outside.
+func TestFindFindsLostSends(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, "events")
+	w := newFixture(t, "events")
 	for _, conversation := range []string{"C1:1.1", "D1"} {
 		m := channels.Message{ID: "m-" + conversation, Part: 1, Conversation: conversation, Markdown: "**hi** <!channel>"}
 		w.fake.Faults(func(method string, _ int) slacktest.Fault {
@@ -333,7 +350,7 @@ func TestLostSendsAreFound(t *testing.T) {
 // A draft is edited in place, and each rejection of Slack has its own error.
 func TestSendsAndEdits(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, "events")
+	w := newFixture(t, "events")
 	m := channels.Message{
 		ID: "1", Conversation: "C1:1.1", Markdown: "Allow?",
 		Buttons: []channels.Button{{Label: "Approve", Nonce: "yes-nonce"}, {Label: "Reject", Nonce: "no-nonce"}},
@@ -344,8 +361,8 @@ func TestSendsAndEdits(t *testing.T) {
 	require.NoError(t, w.fake.Click("U7", "C1", ts, "Approve"))
 	w.fake.ClickAgain(false)
 	w.fake.Wait()
-	assert.NoDiff(t, []string{"U7 C1:1.1 yes-nonce"}, w.in.texts())
-	require.NoError(t, w.Acknowledge(t.Context(), w.in.got[0], "You may <not>."))
+	assert.NoDiff(t, []string{"U7 C1:1.1 yes-nonce"}, w.inbox.texts())
+	require.NoError(t, w.Acknowledge(t.Context(), w.inbox.received[0], "You may <not>."))
 	only := w.fake.Messages("C1")[1]
 	assert.Truef(t, only.Only == "U7" && only.Text == "You may &lt;not&gt;." && only.ThreadTS == "1.1", "answer %+v", only)
 	m.Buttons, m.Markdown = nil, "Approved."
@@ -356,19 +373,21 @@ func TestSendsAndEdits(t *testing.T) {
 		fault slacktest.Fault
 		want  channels.SendError
 	}{
-		"too fast":        {slacktest.Fault{RetryAfter: 7}, channels.SendError{RetryAfter: 7 * time.Second}},
-		"cut":             {slacktest.Fault{Cut: true}, channels.SendError{MaybeSent: true}},
-		"broken":          {slacktest.Fault{Status: 503}, channels.SendError{MaybeSent: true}},
-		"refused":         {slacktest.Fault{Error: "is_archived"}, channels.SendError{Permanent: true}},
-		"unknown outcome": {slacktest.Fault{Error: "internal_error"}, channels.SendError{MaybeSent: true}},
-		"revoked":         {slacktest.Fault{Error: "token_revoked"}, channels.SendError{}},
+		"rate limit":       {slacktest.Fault{RetryAfter: 7}, channels.SendError{RetryAfter: 7 * time.Second}},
+		"cut connection":   {slacktest.Fault{Cut: true}, channels.SendError{MaybeSent: true}},
+		"server error":     {slacktest.Fault{Status: 503}, channels.SendError{MaybeSent: true}},
+		"archived channel": {slacktest.Fault{Error: "is_archived"}, channels.SendError{Permanent: true}},
+		"unknown outcome":  {slacktest.Fault{Error: "internal_error"}, channels.SendError{MaybeSent: true}},
+		"revoked token":    {slacktest.Fault{Error: "token_revoked"}, channels.SendError{}},
 	} {
-		w.fake.Faults(func(string, int) slacktest.Fault { return c.fault })
-		_, err := w.Send(t.Context(), m)
-		got, is := errors.AsType[*channels.SendError](err)
-		assert.Truef(t, is && got.RetryAfter == c.want.RetryAfter && got.Permanent == c.want.Permanent &&
-			got.MaybeSent == c.want.MaybeSent, "%s: %+v", name, err)
-		assert.Truef(t, err == nil || !strings.Contains(err.Error(), slacktest.Token), "%s: the error has the token", name)
+		t.Run(name, func(t *testing.T) {
+			w.fake.Faults(func(string, int) slacktest.Fault { return c.fault })
+			_, err := w.Send(t.Context(), m)
+			got, is := errors.AsType[*channels.SendError](err)
+			assert.Truef(t, is && got.RetryAfter == c.want.RetryAfter && got.Permanent == c.want.Permanent &&
+				got.MaybeSent == c.want.MaybeSent, "error %+v", err)
+			assert.Truef(t, err == nil || !strings.Contains(err.Error(), slacktest.Token), "the error has the token")
+		})
 	}
 }
 
@@ -383,11 +402,11 @@ func TestWrongTokensAreMisconfigured(t *testing.T) {
 		Logger:  slog.New(slog.DiscardHandler),
 	})
 	require.NoError(t, err)
-	err = opened.Run(t.Context(), &memory{})
+	err = opened.Run(t.Context(), &fakeInbox{})
 	assert.Truef(t, errors.Is(err, channels.ErrMisconfigured) && !strings.Contains(err.Error(), "xoxb"), "error %v", err)
-	assert.Equal(t, err.Error(), redact.Text(err.Error(), 0), "as it is shown")
+	assert.Equal(t, err.Error(), redact.Text(err.Error(), 0), "redacted")
 	_, err = Open(channels.Config{Secrets: map[string]string{"token": "x"}})
-	assert.ErrorIs(t, err, channels.ErrMisconfigured, "without the token of the app")
+	assert.ErrorIs(t, err, channels.ErrMisconfigured, "without app_token")
 }
 
 // A declaration names the secrets of its mode as references.
@@ -408,11 +427,13 @@ func TestDeclarationsNeedTheSecretsOfTheirMode(t *testing.T) {
 		"a literal":    {map[string]string{"token": "xoxb-1", "app_token": "${B}"}, nil, "is no reference"},
 		"another mode": {map[string]string{"token": "${A}"}, map[string]string{"mode": "rtm"}, "must be socket or events"},
 	} {
-		err := channels.Validate(channels.Definition{
-			Name: "s", Type: channels.Slack, Secrets: c.secrets, Settings: c.settings,
+		t.Run(name, func(t *testing.T) {
+			err := channels.Validate(channels.Definition{
+				Name: "s", Type: channels.Slack, Secrets: c.secrets, Settings: c.settings,
+			})
+			assert.Truef(t, (err == nil) == (c.want == "") && (err == nil || strings.Contains(err.Error(), c.want)),
+				"error %v, want %q", err, c.want)
+			assert.Truef(t, err == nil || !strings.Contains(err.Error(), "xoxb-1"), "the error has the secret")
 		})
-		assert.Truef(t, (err == nil) == (c.want == "") && (err == nil || strings.Contains(err.Error(), c.want)),
-			"%s: %v, want %q", name, err, c.want)
-		assert.Truef(t, err == nil || !strings.Contains(err.Error(), "xoxb-1"), "%s: the error has the secret", name)
 	}
 }

@@ -16,7 +16,7 @@ import (
 
 const waitTimeout = time.Minute
 
-// newBatcher creates a batcher from a function that returns each answer, and whether it left out the write.
+// newBatcher creates a batcher. send returns the answer of each write, and which writes it left out.
 func newBatcher(
 	send func(ctx context.Context, in []int) (out []int, left []bool, err error), unchanged func(error) bool,
 ) *Batcher[int, int] {
@@ -33,27 +33,29 @@ func newBatcher(
 	}
 }
 
-// gathered returns the number of queued writes.
-func gathered(g *Batcher[int, int]) int {
+// queuedWrites returns the number of queued writes.
+func queuedWrites(g *Batcher[int, int]) int {
 	g.Scheduler.mu.Lock()
 	defer g.Scheduler.mu.Unlock()
 	return len(g.queued)
 }
 
-// gatherer starts writes. The first stays in flight until the others are queued.
-func gatherer(t *testing.T, b *Batcher[int, int], n int, alone func(i int) (int, error)) (answers []int, errs []error) {
+// runBatch starts n writes. The first one stays in flight until the others are queued.
+func runBatch(
+	t *testing.T, b *Batcher[int, int], n int, direct func(i int) (int, error),
+) (answers []int, errs []error) {
 	t.Helper()
 	answers, errs = make([]int, n), make([]error, n)
 	first := make(chan struct{})
-	var under sync.WaitGroup
+	var wg sync.WaitGroup
 	write := func(i int) {
-		under.Go(func() {
+		wg.Go(func() {
 			answers[i], errs[i] = b.Do(t.Context(), i, func() (int, error) {
 				if i == 0 {
 					close(first)
-					pgtest.Eventually(t, func() bool { return gathered(b) == n-1 }, "the others gather")
+					pgtest.Eventually(t, func() bool { return queuedWrites(b) == n-1 }, "the other writes are queued")
 				}
-				return alone(i)
+				return direct(i)
 			})
 		})
 	}
@@ -62,13 +64,13 @@ func gatherer(t *testing.T, b *Batcher[int, int], n int, alone func(i int) (int,
 	for i := 1; i < n; i++ {
 		write(i)
 	}
-	under.Wait()
+	wg.Wait()
 	return answers, errs
 }
 
 func TestWritesAtTheSameTimeShareACommit(t *testing.T) {
 	t.Parallel()
-	var batches, alone atomic.Int32
+	var batches, direct atomic.Int32
 	b := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) {
 		batches.Add(1)
 		out, left := make([]int, len(in)), make([]bool, len(in))
@@ -78,33 +80,34 @@ func TestWritesAtTheSameTimeShareACommit(t *testing.T) {
 		return out, left, nil
 	}, nil)
 	b.MaxWait = time.Hour
-	answers, errs := gatherer(t, b, 6, func(i int) (int, error) {
-		alone.Add(1)
+	answers, errs := runBatch(t, b, 6, func(i int) (int, error) {
+		direct.Add(1)
 		return 100 * i, nil
 	})
 	for i, want := range []int{0, 10, 20, 300, 40, 50} {
 		assert.Truef(t, answers[i] == want && errs[i] == nil, "write %d: %d, %v", i, answers[i], errs[i])
 	}
-	assert.Truef(t, batches.Load() == 1 && alone.Load() == 2, "%d batches, %d alone", batches.Load(), alone.Load())
+	assert.Truef(t, batches.Load() == 1 && direct.Load() == 2, "%d batches, %d direct writes",
+		batches.Load(), direct.Load())
 }
 
-// A blocked write does not delay the others, and neither does a caller who left.
+// Neither a blocked write nor a cancelled caller delays other writes.
 func TestABlockedWriteDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	for _, b := range []*Batcher[int, int]{
-		{Scheduler: &Scheduler{slow: time.Hour}, MaxWait: 5 * time.Millisecond}, // so that the write expires
-		{Scheduler: &Scheduler{slow: 5 * time.Millisecond}, MaxWait: time.Hour}, // so that the batch is slow
+		{Scheduler: &Scheduler{slow: time.Hour}, MaxWait: 5 * time.Millisecond}, // the queued write expires
+		{Scheduler: &Scheduler{slow: 5 * time.Millisecond}, MaxWait: time.Hour}, // the batch becomes slow
 	} {
 		b.Send = func(_ context.Context, in []int) ([]Answer[int], error) { return make([]Answer[int], len(in)), nil }
-		holdUp(t, b)
+		testBlockedWrite(t, b)
 	}
 }
 
-func holdUp(t *testing.T, b *Batcher[int, int]) {
+func testBlockedWrite(t *testing.T, b *Batcher[int, int]) {
 	t.Helper()
 	held, free := make(chan struct{}), make(chan struct{})
-	var under sync.WaitGroup
-	under.Go(func() {
+	var wg sync.WaitGroup
+	wg.Go(func() {
 		_, _ = b.Do(t.Context(), 0, func() (int, error) {
 			close(held)
 			<-free
@@ -113,42 +116,45 @@ func holdUp(t *testing.T, b *Batcher[int, int]) {
 	})
 	<-held
 	v, err := b.Do(t.Context(), 1, func() (int, error) { return 7, nil })
-	assert.Truef(t, v == 7 && err == nil, "beside a blocked write: %d, %v", v, err)
-	left, leave := context.WithCancel(t.Context())
-	leave()
-	_, err = b.Do(left, 2, func() (int, error) { return 0, context.Canceled })
-	assert.ErrorIs(t, err, context.Canceled, "one who has left")
+	assert.Truef(t, v == 7 && err == nil, "during a blocked write: %d, %v", v, err)
+	cancelled, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err = b.Do(cancelled, 2, func() (int, error) { return 0, context.Canceled })
+	assert.ErrorIs(t, err, context.Canceled, "cancelled caller")
 	close(free)
-	under.Wait()
+	wg.Wait()
 	for i := range 20 {
 		v, err := b.Do(t.Context(), i, func() (int, error) { return i, nil })
 		assert.Truef(t, v == i && err == nil, "afterwards: %d, %v", v, err)
 	}
 }
 
-// at runs writes at once. Each starts when the previous one is queued or in flight. It returns the duration of each.
-func at(t *testing.T, g *Batcher[int, int], alone ...func() (int, error)) (took []time.Duration, errs []error) {
+// runStaggered starts writes in order, concurrently: each when the previous one is queued or in flight. It returns the
+// duration of each.
+func runStaggered(
+	t *testing.T, g *Batcher[int, int], direct ...func() (int, error),
+) (elapsed []time.Duration, errs []error) {
 	t.Helper()
-	took, errs = make([]time.Duration, len(alone)), make([]error, len(alone))
-	var under sync.WaitGroup
-	for i, write := range alone {
-		under.Go(func() {
+	elapsed, errs = make([]time.Duration, len(direct)), make([]error, len(direct))
+	var wg sync.WaitGroup
+	for i, write := range direct {
+		wg.Go(func() {
 			began := time.Now()
 			defer func() {
 				if failure, ok := recover().(error); ok {
 					errs[i] = failure
 				}
-				took[i] = time.Since(began)
+				elapsed[i] = time.Since(began)
 			}()
 			_, errs[i] = g.Do(t.Context(), i, write)
 		})
 		synctest.Wait()
 	}
-	under.Wait()
-	return took, errs
+	wg.Wait()
+	return elapsed, errs
 }
 
-func takes(d time.Duration, err error) func() (int, error) {
+func sleepThen(d time.Duration, err error) func() (int, error) {
 	return func() (int, error) { time.Sleep(d); return 0, err }
 }
 
@@ -161,20 +167,20 @@ func TestMaxWaitIsForTheQueue(t *testing.T) {
 			return in, make([]bool, len(in)), nil
 		}, nil)
 		g.MaxWait = 20 * time.Millisecond
-		twice := takes(0, errors.New("made by itself, too"))
-		took, errs := at(t, g, takes(10*time.Millisecond, nil), twice, twice)
-		if want := 10*time.Millisecond + time.Second; errors.Join(errs...) != nil || took[1] != want {
-			t.Errorf("a batch that takes long: %v, after %v", errors.Join(errs...), took)
+		twice := sleepThen(0, errors.New("retried alone"))
+		elapsed, errs := runStaggered(t, g, sleepThen(10*time.Millisecond, nil), twice, twice)
+		if want := 10*time.Millisecond + time.Second; errors.Join(errs...) != nil || elapsed[1] != want {
+			t.Errorf("slow batch: %v, after %v", errors.Join(errs...), elapsed)
 		}
-		time.Sleep(regroupFor) // no caller is expected back
-		took, errs = at(t, g, takes(time.Second, nil), takes(0, nil))
-		if errors.Join(errs...) != nil || took[1] != g.MaxWait {
-			t.Errorf("beside a slow write: %v, after %v", errors.Join(errs...), took)
+		time.Sleep(regroupFor) // the scheduler expects no caller now
+		elapsed, errs = runStaggered(t, g, sleepThen(time.Second, nil), sleepThen(0, nil))
+		if errors.Join(errs...) != nil || elapsed[1] != g.MaxWait {
+			t.Errorf("during a slow write: %v, after %v", errors.Join(errs...), elapsed)
 		}
 	})
 }
 
-// A batch has the order of its sort function, and each caller gets its own answer.
+// Compare orders a batch, and each caller gets its own answer.
 func TestABatchIsSorted(t *testing.T) {
 	t.Parallel()
 	b := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) {
@@ -185,37 +191,36 @@ func TestABatchIsSorted(t *testing.T) {
 	}, nil)
 	b.MaxWait, b.Compare = time.Hour, func(a, b int) int { return a - b }
 	b.Unchanged = func(error) bool { return false }
-	answers, errs := gatherer(t, b, overlap, func(i int) (int, error) { return i, nil })
+	answers, errs := runBatch(t, b, overlap, func(i int) (int, error) { return i, nil })
 	for i := range answers {
 		assert.Truef(t, answers[i] == i && errs[i] == nil, "write %d: %d, %v", i, answers[i], errs[i])
 	}
 }
 
-// Without Unchanged, the writes of a failed batch are repeated.
-func TestAnUnchangedBatchIsRetriedAlone(t *testing.T) {
+// Without Unchanged, each write of a failed batch is retried alone.
+func TestAFailedBatchIsRetriedAlone(t *testing.T) {
 	t.Parallel()
 	b := newBatcher(func(context.Context, []int) ([]int, []bool, error) { return nil, nil, errBroken }, nil)
 	b.MaxWait = time.Hour
-	answers, errs := gatherer(t, b, 3, func(i int) (int, error) { return i, nil })
+	answers, errs := runBatch(t, b, 3, func(i int) (int, error) { return i, nil })
 	if errors.Join(errs...) != nil || !slices.Equal(answers, []int{0, 1, 2}) {
 		t.Errorf("%v, %v", answers, errors.Join(errs...))
 	}
 }
 
-func TestABatchHasALimit(t *testing.T) {
+func TestABatchTimesOut(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		g := newBatcher(func(ctx context.Context, _ []int) ([]int, []bool, error) {
 			<-ctx.Done()
 			return nil, nil, ctx.Err()
-		},
-			func(error) bool { return false })
+		}, func(error) bool { return false })
 		g.Timeout = time.Second
-		first := takes(time.Millisecond, nil)
-		took, errs := at(t, g, first, first, first)
+		first := sleepThen(time.Millisecond, nil)
+		elapsed, errs := runStaggered(t, g, first, first, first)
 		for _, i := range []int{1, 2} {
-			assert.Truef(t, errors.Is(errs[i], context.DeadlineExceeded) && took[i] == time.Millisecond+g.Timeout,
-				"write %d: %v after %s", i, errs[i], took[i])
+			assert.Truef(t, errors.Is(errs[i], context.DeadlineExceeded) && elapsed[i] == time.Millisecond+g.Timeout,
+				"write %d: %v after %s", i, errs[i], elapsed[i])
 		}
 	})
 }

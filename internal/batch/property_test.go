@@ -110,9 +110,9 @@ func (m *market) write() {
 		ctx = leaves
 	}
 	id := m.next()
-	alone := 0
+	direct := 0
 	value, err := m.do(ctx, id, func() (int, error) {
-		alone++
+		direct++
 		m.sent(id)
 		m.work()
 		switch {
@@ -130,19 +130,19 @@ func (m *market) write() {
 	defer m.mu.Unlock()
 	right := false
 	switch {
-	case err == nil && alone == 0:
+	case err == nil && direct == 0:
 		right = value == 2*id && m.made[id] == 1
 	case err == nil:
-		right = value == 3*id && m.made[id] == 1 && alone == 1 && !m.broken[id]
+		right = value == 3*id && m.made[id] == 1 && direct == 1 && !m.broken[id]
 	case errors.Is(err, errFailed):
-		right = alone == 1 && m.made[id] == 0 && !m.broken[id]
+		right = direct == 1 && m.made[id] == 0 && !m.broken[id]
 	case errors.Is(err, errBroken):
-		right = alone == 0 && m.broken[id]
+		right = direct == 0 && m.broken[id]
 	case errors.Is(err, errLeft):
-		right = alone == 0 && !stays
+		right = direct == 0 && !stays
 		m.left = append(m.left, id)
 	}
-	assert.Truef(m.t, right, "write %d: %d, %v; made %d times, %d times alone", id, value, err, m.made[id], alone)
+	assert.Truef(m.t, right, "write %d: %d, %v; made %d times, %d direct writes", id, value, err, m.made[id], direct)
 }
 
 // tooLate gets the answers of callers who left.
@@ -164,13 +164,13 @@ func (m *market) next() int {
 }
 
 // do calls Do of a random batcher, and returns a panic as an error.
-func (m *market) do(ctx context.Context, id int, alone func() (int, error)) (value int, err error) {
+func (m *market) do(ctx context.Context, id int, direct func() (int, error)) (value int, err error) {
 	defer func() {
 		if failure, ok := recover().(error); ok {
 			err = failure
 		}
 	}()
-	return m.batchers[m.of(len(m.batchers))].Do(ctx, id, alone)
+	return m.batchers[m.of(len(m.batchers))].Do(ctx, id, direct)
 }
 
 // rests checks that nothing is left.
@@ -199,16 +199,16 @@ func TestEachWriteHasItsAnswer(t *testing.T) {
 	for seed := range uint64(100) {
 		synctest.Test(t, func(t *testing.T) {
 			m := newMarket(t, rand.New(rand.NewPCG(seed, 0)))
-			var under sync.WaitGroup
+			var wg sync.WaitGroup
 			for range 1 + m.of(100) {
-				under.Go(func() {
+				wg.Go(func() {
 					for range 20 {
 						m.write()
 						time.Sleep(time.Duration(max(0, m.of(12)-4)) * tick)
 					}
 				})
 			}
-			under.Wait()
+			wg.Wait()
 			time.Sleep(time.Second) // the writes of callers who left
 			m.rests()
 		})

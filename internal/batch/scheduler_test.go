@@ -46,7 +46,7 @@ func (g *gated) write(t *testing.T, n, queued int) {
 			assert.NoError(t, err)
 		})
 	}
-	pgtest.Eventually(t, func() bool { return gathered(g.Batcher) == queued }, "writes are queued")
+	pgtest.Eventually(t, func() bool { return queuedWrites(g.Batcher) == queued }, "writes are queued")
 }
 
 // sent checks the sizes of the next batches.
@@ -170,8 +170,8 @@ func TestASlowFlightHoldsUpNoOther(t *testing.T) {
 		began := time.Now()
 		other.callers.Go(func() { _, _ = other.Do(t.Context(), 0, func() (int, error) { return 0, nil }) })
 		other.callers.Wait()
-		took := time.Since(began)
-		assert.Truef(t, took <= 2*slowAfter, "a write waited %s for a slow one", took)
+		elapsed := time.Since(began)
+		assert.Truef(t, elapsed <= 2*slowAfter, "a write waited %s for a slow one", elapsed)
 		slow.end()
 	})
 }
@@ -209,8 +209,8 @@ func TestABatcherHasAtMostThreeFlights(t *testing.T) {
 		n := sent.Load()
 		assert.Truef(t, n <= maxInFlight, "%d batches in flight, want at most %d", n, maxInFlight)
 		began = time.Now()
-		alone := func() (int, error) { return 1, nil }
-		if n, err := away.Do(t.Context(), 0, alone); n != 1 || err != nil || time.Since(began) > defaultMaxWait+2*slowAfter {
+		direct := func() (int, error) { return 1, nil }
+		if n, err := away.Do(t.Context(), 0, direct); n != 1 || err != nil || time.Since(began) > defaultMaxWait+2*slowAfter {
 			t.Errorf("beside %d batches in flight: %d, %v after %s", sent.Load(), n, err, time.Since(began))
 		}
 		close(free)

@@ -77,9 +77,9 @@ func (s *Server) ping(one *socket, done chan struct{}) {
 			return
 		case <-every.C:
 			s.mu.Lock()
-			deaf := s.deaf
+			drop := s.dropFrames
 			s.mu.Unlock()
-			if !deaf && one.conn.WriteControl(websocket.PingMessage, []byte("ping"), time.Now().Add(time.Second)) != nil {
+			if !drop && one.conn.WriteControl(websocket.PingMessage, []byte("ping"), time.Now().Add(time.Second)) != nil {
 				return
 			}
 		}
@@ -116,11 +116,11 @@ func (s *Server) Disconnect() {
 	}
 }
 
-// Deaf makes the sockets stay open and carry nothing.
-func (s *Server) Deaf(deaf bool) {
+// DropFrames makes the open sockets carry no frames.
+func (s *Server) DropFrames(drop bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.deaf = deaf
+	s.dropFrames = drop
 }
 
 // Deliver sends a payload until it is acknowledged, in the background.
@@ -188,7 +188,7 @@ func (s *Server) deliver(kind string, raw []byte, attempt int) bool {
 func (s *Server) awaitSocket() *socket {
 	for {
 		s.mu.Lock()
-		if len(s.sockets) > 0 && !s.deaf {
+		if len(s.sockets) > 0 && !s.dropFrames {
 			defer s.mu.Unlock()
 			return s.sockets[len(s.sockets)-1]
 		}

@@ -73,22 +73,22 @@ type Server struct {
 	// Twice delivers each event twice.
 	Twice bool
 
-	http     *httptest.Server
-	mu       sync.Mutex
-	sockets  []*socket
-	messages []Message
-	calls    map[string]int
-	fault    func(method string, call int) Fault
-	clock    int
-	events   int
-	deaf     bool
-	loseAcks int
-	retries  int
-	givenUp  int
-	waiting  map[string]chan struct{} // envelopes without an acknowledgement
-	undone   sync.WaitGroup
-	closed   chan struct{}
-	clicks   []map[string]any
+	http       *httptest.Server
+	mu         sync.Mutex
+	sockets    []*socket
+	messages   []Message
+	calls      map[string]int
+	fault      func(method string, call int) Fault
+	clock      int
+	events     int
+	dropFrames bool
+	loseAcks   int
+	retries    int
+	givenUp    int
+	waiting    map[string]chan struct{} // envelopes without an acknowledgement
+	undone     sync.WaitGroup
+	closed     chan struct{}
+	clicks     []map[string]any
 }
 
 // New starts a fake.
