@@ -1,16 +1,17 @@
-// Package automations owns the agent's automations: the tables agent_automations and agent_automation_runs.
+// Package automations stores the agent's automations and their runs: the tables agent_automations and
+// agent_automation_runs.
 //
 // An automation calls a skill, starts a flow, or gives the model a goal, on one of three triggers:
 //
 //	cron    a time of a schedule. The run's unique key is the claim: one of several processes inserts the row
 //	        ([Claim]), and the same transaction moves the automation to its next time. All missed times cause one run:
 //	        the next time is the first after the database's now.
-//	event   a row in agent_events. A database trigger makes a run due in the event's transaction. A condition over
-//	        the event and the counters may skip it.
+//	event   a row in agent_events. A database trigger inserts a due run in the event's transaction. The run is skipped
+//	        if its condition over the event and the counters is false.
 //	signal  a condition over the counters that becomes true ([Watch]).
 //
-// Every run is claimed before it starts ([Claim], [Take]), by one of several callers. A crash leaves the claimed row.
-// Package runner runs claimed runs.
+// Every run is claimed before it starts ([Claim], [ClaimRun]), by one of several callers. A crash leaves the claimed
+// row. Package runner runs claimed runs.
 //
 // The agent may propose an automation ([Propose]). It is disabled until an admin accepts it; the database enforces
 // that.
@@ -63,7 +64,7 @@ const (
 // Manual is the cause of a run that an admin started; the others are the triggers.
 const Manual = "manual"
 
-// maxUndecided bounds the undecided proposals.
+// maxUndecided bounds the number of undecided proposals.
 const maxUndecided = 20
 
 // States of a run.
@@ -157,8 +158,9 @@ func PausedFor(ctx context.Context, db postgres.DB, skill string) ([]string, err
 		pgx.StrictNamedArgs{"skill": skill})
 }
 
-// Enable enables an automation, for any disabled_by. It returns false if it is enabled already. It returns
-// [ErrNotFound] for none, [ErrProposal] for an undecided proposal, and [ErrSkillDisabled] while its skill is disabled.
+// Enable enables an automation, for any disabled_by. It returns false if the automation is enabled already. It returns
+// [ErrNotFound] for an unknown automation, [ErrProposal] for an undecided proposal, and [ErrSkillDisabled] while its
+// skill is disabled.
 func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_automations a
@@ -182,8 +184,8 @@ func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
 	return tag.RowsAffected() > 0, nil
 }
 
-// Disable disables an automation for an admin. It does not resume with its skill then. It also rejects a proposal. It
-// returns false if an admin has disabled it already, and [ErrNotFound] for none.
+// Disable disables an automation for an admin. The automation then does not resume with its skill. Disable also rejects
+// a proposal. It returns false if an admin has disabled the automation already, and [ErrNotFound] for an unknown one.
 func Disable(ctx context.Context, db postgres.DB, name, by, reason string) (bool, error) {
 	if strings.TrimSpace(by) == "" || by == SelfHeal || by == Proposal {
 		return false, fmt.Errorf("disable automation %q: %w", name, errors.New("an admin is required"))
@@ -198,10 +200,11 @@ func Disable(ctx context.Context, db postgres.DB, name, by, reason string) (bool
 	if err != nil {
 		return false, fmt.Errorf("disable automation %q: %w", name, err)
 	}
-	return settled(ctx, db, name, tag.RowsAffected())
+	return changedOrFound(ctx, db, name, tag.RowsAffected())
 }
 
-func settled(ctx context.Context, db postgres.DB, name string, rows int64) (bool, error) {
+// changedOrFound reports whether rows changed. Without a change, it returns [ErrNotFound] for an unknown automation.
+func changedOrFound(ctx context.Context, db postgres.DB, name string, rows int64) (bool, error) {
 	if rows > 0 {
 		return true, nil
 	}
@@ -209,9 +212,9 @@ func settled(ctx context.Context, db postgres.DB, name string, rows int64) (bool
 	return false, err
 }
 
-// Propose stores an automation that the agent by proposes, and returns it. It is disabled until an admin accepts it,
-// and earlier events and signals start nothing. Proposing the same again changes nothing. It returns [ErrNameTaken] for
-// the name of another automation, and [ErrTooMany] while 20 proposals are undecided.
+// Propose stores an automation that the agent by proposes, and returns it. The automation is disabled until an admin
+// accepts it; earlier events and signals cause no runs. An identical proposal changes nothing. Propose returns
+// [ErrNameTaken] for the name of another automation, and [ErrTooMany] while 20 proposals are undecided.
 func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceID string) (a Automation, err error) {
 	r, err := resolve(d)
 	if err != nil {
@@ -278,8 +281,8 @@ func (a Automation) equals(r resolved) bool {
 		a.Signal == r.Signal && a.SkillName == r.Skill && a.Prompt == r.Prompt && a.Flow == r.Flow
 }
 
-// Accept enables a proposal for an admin; a schedule starts now. It returns false for an automation that is no
-// proposal, and [ErrNotFound] for none. [Disable] rejects a proposal.
+// Accept enables a proposal for an admin; a schedule starts now. It returns false if the automation is not a proposal,
+// and [ErrNotFound] for an unknown automation. [Disable] rejects a proposal.
 func Accept(ctx context.Context, db postgres.DB, nameOrID, by string) (bool, error) {
 	if strings.TrimSpace(by) == "" {
 		return false, fmt.Errorf("accept automation %q: an admin is required", nameOrID)
@@ -314,8 +317,8 @@ func (a Automation) definition() Definition {
 	}
 }
 
-// AtRevision locks an automation until the transaction ends. It returns a [*postgres.StaleError] if it has another
-// revision, and [ErrNotFound] for none. Revision 0 matches every revision.
+// AtRevision locks an automation until the transaction ends. It returns a [*postgres.StaleError] if the automation has
+// another revision, and [ErrNotFound] if it is unknown. Revision 0 matches every revision.
 func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
 	return postgres.LockRevision(ctx, tx, "automation", `
 		select revision from agent_automations where name = @name or id::text = @name

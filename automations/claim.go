@@ -32,7 +32,7 @@ func Claim(
 	ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, executionID, traceID string,
 ) (run Run, ok bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		t, err := hold(ctx, tx, automationID)
+		t, err := lockTiming(ctx, tx, automationID)
 		if err != nil || !t.claimable(scheduledFor) {
 			return err
 		}
@@ -43,7 +43,7 @@ func Claim(
 		if run, ok, err = insertRun(ctx, tx, automationID, scheduledFor, executionID, traceID); err != nil {
 			return err
 		}
-		// Also if the run exists already (after a schedule was set back). Otherwise it would stay due.
+		// Advance also if the run exists already (after a schedule was set back). Otherwise the automation would stay due.
 		_, err = tx.Exec(ctx, `
 			update agent_automations
 			   set next_run_at = @next, last_run_at = case when @ran::boolean then clock_timestamp() else last_run_at end,
@@ -65,8 +65,8 @@ type timing struct {
 	Now                     time.Time
 }
 
-func hold(ctx context.Context, tx pgx.Tx, automationID string) (timing, error) {
-	return postgres.RowOr[timing](ctx, tx, ErrNotFound, "lock the automation", `
+func lockTiming(ctx context.Context, tx pgx.Tx, automationID string) (timing, error) {
+	return postgres.RowOr[timing](ctx, tx, ErrNotFound, "lock automation", `
 		select trigger, cron, timezone, enabled or `+trialPredicate+` as enabled, next_run_at, clock_timestamp() as now
 		  from agent_automations a where id = @id for no key update`, pgx.StrictNamedArgs{"id": automationID})
 }
@@ -114,7 +114,7 @@ func insertRun(
 		  on conflict (automation_id, scheduled_for) where cause = 'cron' do nothing
 		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id,
 		            error_message, output, created_at, finished_at),
-		noted as (
+		linked as (
 		  insert into agent_links (cause, kind, effect)
 		  select 'run ' || run.id, 'ran', 'execution ' || run.execution_id from run where run.execution_id is not null)
 		select `+runColumns+`
@@ -122,10 +122,10 @@ func insertRun(
 		pgx.StrictNamedArgs{
 			"automation": automationID, "scheduled_for": scheduledFor, "execution": executionID, "trace_id": traceID,
 		})
-	return oneRun(rows, err)
+	return collectRun(rows, err)
 }
 
-func oneRun(rows pgx.Rows, err error) (Run, bool, error) {
+func collectRun(rows pgx.Rows, err error) (Run, bool, error) {
 	if err != nil {
 		return Run{}, false, err
 	}
@@ -139,15 +139,15 @@ func oneRun(rows pgx.Rows, err error) (Run, bool, error) {
 // Result is the outcome of a run. A run with an Error is retried, or dead. A skipped run counts neither as a success
 // nor as a failure.
 type Result struct {
-	Output    any    // encodes as JSON; stored up to 256 KiB
-	Error     string // empty for a success
-	Skipped   bool   // there was no work, or another run blocked it
-	GivenBack bool   // with an Error: the run was interrupted, so it is retried even after its last attempt
+	Output   any    // encodes as JSON; stored up to 256 KiB
+	Error    string // empty for a success
+	Skipped  bool   // there was no work, or another run blocked it
+	Released bool   // with an Error: the run was interrupted, so it is retried even after its last attempt
 }
 
 // Finish ends a claimed run and returns its row. A failed run is retried after 1, 4, 16 and then 60 minutes, until its
-// attempts are used up. A run given back is always retried. It returns false if the run is not claimed any more.
-// attempt is the caller's attempt.
+// attempts are used up. A released run is always retried. Finish returns false if the caller's attempt does not hold
+// the claim any more.
 func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, result Result) (Run, bool, error) {
 	output, err := result.encode()
 	if err != nil {
@@ -156,9 +156,9 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 	rows, err := db.Query(ctx, `
 		update agent_automation_runs r
 		   set status = case when @skipped::boolean then 'skipped' when @error::text = '' then 'success'
-		                     when r.attempt < a.max_attempts or @given_back::boolean then 'error' else 'dead' end,
+		                     when r.attempt < a.max_attempts or @released::boolean then 'error' else 'dead' end,
 		       retry_at = case when not @skipped::boolean and @error::text <> ''
-		         and (r.attempt < a.max_attempts or @given_back::boolean)
+		         and (r.attempt < a.max_attempts or @released::boolean)
 		                  then clock_timestamp() + make_interval(secs => @retry) end,
 		       error_message = nullif(@error, ''), output = @output, finished_at = clock_timestamp()
 		  from agent_automations a
@@ -167,16 +167,16 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 		          r.execution_id, r.trace_id, r.error_message, r.output, r.created_at, r.finished_at`,
 		pgx.StrictNamedArgs{
 			"id": runID, "attempt": attempt, "skipped": result.Skipped, "error": truncate(result.Error), "output": output,
-			"retry": backoff(attempt).Seconds(), "given_back": result.GivenBack,
+			"retry": backoff(attempt).Seconds(), "released": result.Released,
 		})
-	run, ok, err := oneRun(rows, err)
+	run, ok, err := collectRun(rows, err)
 	if err != nil {
 		return Run{}, false, fmt.Errorf("finish automation run: %w", err)
 	}
 	return run, ok, nil
 }
 
-// Settle ends a run that was skipped for an approval, after the call was made. failure is empty for a success.
+// Settle ends a run that was skipped for an approval, after its call ended. failure is empty for a success.
 func Settle(ctx context.Context, db postgres.DB, approvalID, failure string) error {
 	_, err := db.Exec(ctx, `
 		update agent_automation_runs
@@ -232,11 +232,11 @@ func (r Result) encode() (*json.RawMessage, error) {
 	raw, err := json.Marshal(r.Output)
 	switch {
 	case err != nil:
-		return nil, fmt.Errorf("write the output: %w", err)
+		return nil, fmt.Errorf("encode output: %w", err)
 	case len(raw) > maxOutput:
 		raw = fmt.Appendf(nil, `{"omitted": "the output has %d bytes of JSON"}`, len(raw))
 	case strings.Contains(strings.ReplaceAll(string(raw), `\\`, ""), `\u0000`):
-		return nil, errors.New("write the output: it has a NUL character")
+		return nil, errors.New("encode output: it has a NUL character")
 	}
 	return (*json.RawMessage)(&raw), nil
 }
@@ -247,9 +247,9 @@ func truncate(text string) string { return textcut.Stored(text, maxMessage) }
 const Channel = "agent_automations"
 
 // Ready returns the runs to claim now, the longest waiting first, at most one per automation, because an automation's
-// runs are serial. It returns runs due by an event or a signal, failed runs whose retry is due, and manual runs whose
-// caller has left. Runs of disabled automations wait, except manual runs and a trial of their skill. limit is 100
-// when 0.
+// runs are serial. It returns runs due by an event or a signal, failed runs whose retry is due, and manual runs that
+// their caller did not claim within a minute. Runs of disabled automations wait, except manual runs and a trial of
+// their skill. limit is 100 when 0.
 func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 	return postgres.Rows[Run](ctx, db, "list runs that are ready", `
 		with ready as (
@@ -284,7 +284,7 @@ func ClaimRun(
 		       and (a.enabled or `+trialPredicate+`)))
 		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message,
 		            output, created_at, finished_at),
-		noted as (
+		linked as (
 		  insert into agent_links (cause, kind, effect)
 		  select 'run ' || run.id, 'ran', 'execution ' || run.execution_id from run where run.execution_id is not null on conflict do nothing),
 		ran as (
@@ -293,7 +293,7 @@ func ClaimRun(
 		select `+runColumns+`
 		  from run`,
 		pgx.StrictNamedArgs{"id": runID, "attempt": attempt, "execution": executionID, "trace_id": traceID})
-	run, ok, err := oneRun(rows, err)
+	run, ok, err := collectRun(rows, err)
 	if err != nil {
 		return Run{}, false, fmt.Errorf("claim automation run: %w", err)
 	}
@@ -306,7 +306,7 @@ func Skip(ctx context.Context, db postgres.DB, runID string) (bool, error) {
 		update agent_automation_runs
 		   set status = 'skipped', finished_at = clock_timestamp(), output = '{"condition": false}'
 		 where id = @id and status = 'due'`, pgx.StrictNamedArgs{"id": runID})
-	return postgres.Changed(tag, err, "pass automation run")
+	return postgres.Changed(tag, err, "skip automation run")
 }
 
 // MarkDead makes a due run dead because its condition fails; a retry would fail, too. It returns false if the run is
@@ -315,19 +315,20 @@ func MarkDead(ctx context.Context, db postgres.DB, runID, why string) (bool, err
 	tag, err := db.Exec(ctx, `
 		update agent_automation_runs set status = 'dead', finished_at = clock_timestamp(), error_message = @why
 		 where id = @id and status = 'due'`, pgx.StrictNamedArgs{"id": runID, "why": truncate(why)})
-	return postgres.Changed(tag, err, "bury automation run")
+	return postgres.Changed(tag, err, "mark automation run dead")
 }
 
 // Notify notifies the listeners on [Channel] when db commits.
 func Notify(ctx context.Context, db postgres.DB) error {
 	if _, err := db.Exec(ctx, `select pg_notify(@channel, '')`, pgx.StrictNamedArgs{"channel": Channel}); err != nil {
-		return fmt.Errorf("announce automation runs: %w", err)
+		return fmt.Errorf("notify of automation runs: %w", err)
 	}
 	return nil
 }
 
-// RunManually makes a run of an automation due now, also of a disabled one. The caller should claim it; after a minute
-// any process may. It returns [ErrNotFound] for none, and [ErrProposal] for an undecided proposal.
+// RunManually inserts a manual run that is due now, also for a disabled automation. The caller should claim it; after a
+// minute any process may. It returns [ErrNotFound] for an unknown automation, and [ErrProposal] for an undecided
+// proposal.
 func RunManually(ctx context.Context, db postgres.DB, nameOrID, traceID string) (Run, error) {
 	return insertManualRun(ctx, db, nameOrID, traceID, time.Minute)
 }
@@ -337,8 +338,10 @@ func Enqueue(ctx context.Context, db postgres.DB, nameOrID, traceID string) (Run
 	return insertManualRun(ctx, db, nameOrID, traceID, 0)
 }
 
-// insertManualRun reserves the run for the caller: until claimed_at, no other process may claim it.
-func insertManualRun(ctx context.Context, db postgres.DB, nameOrID, traceID string, left time.Duration) (Run, error) {
+// insertManualRun inserts a due run and reserves it for its caller: no other process claims it before claimed_at.
+func insertManualRun(ctx context.Context, db postgres.DB, nameOrID, traceID string, reserved time.Duration) (
+	Run, error,
+) {
 	a, err := Get(ctx, db, nameOrID)
 	if err != nil {
 		return Run{}, err
@@ -347,22 +350,22 @@ func insertManualRun(ctx context.Context, db postgres.DB, nameOrID, traceID stri
 	rows, err := db.Query(ctx, `
 		with run as (
 		  insert into agent_automation_runs (automation_id, cause, scheduled_for, status, trace_id, claimed_at)
-		  select id, 'manual', clock_timestamp(), 'due', @trace_id, clock_timestamp() + @left::interval
+		  select id, 'manual', clock_timestamp(), 'due', @trace_id, clock_timestamp() + @reserved::interval
 		    from agent_automations where id = @id and disabled_by <> 'proposal'
 		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message,
 		            output, created_at, finished_at),
-		noted as (
+		linked as (
 		  insert into agent_links (cause, kind, effect)
-		  select 'execution ' || @asker::text, 'started', 'run ' || run.id from run where @asker <> '')
+		  select 'execution ' || @caller::text, 'started', 'run ' || run.id from run where @caller <> '')
 		select `+runColumns+`
 		  from run`,
-		pgx.StrictNamedArgs{"id": a.ID, "trace_id": traceID, "left": left, "asker": span.ExecutionID})
-	run, ok, err := oneRun(rows, err)
+		pgx.StrictNamedArgs{"id": a.ID, "trace_id": traceID, "reserved": reserved, "caller": span.ExecutionID})
+	run, ok, err := collectRun(rows, err)
 	if err == nil && !ok {
 		err = ErrProposal
 	}
 	if err != nil {
-		return Run{}, fmt.Errorf("run automation %q by hand: %w", nameOrID, err)
+		return Run{}, fmt.Errorf("run automation %q manually: %w", nameOrID, err)
 	}
 	return run, activity.Asked(ctx, db, "run "+run.ID)
 }
@@ -402,17 +405,17 @@ func Watch(ctx context.Context, db postgres.DB) (fired int, err error) {
 	}
 	var failures []error
 	for _, w := range all {
-		up, err := evaluate(w.Signal, counters)
+		active, err := evaluate(w.Signal, counters)
 		switch {
 		case err != nil:
 			failures = append(failures, &ConditionError{w.Name, err})
-		case up && w.SignalArmed:
-			did, err := fire(ctx, db, w.ID, w.Signal, counters)
+		case active && w.SignalArmed:
+			runs, err := fire(ctx, db, w.ID, w.Signal, counters)
 			if err != nil {
 				return fired, fmt.Errorf("watch signals: %w", err)
 			}
-			fired += did
-		case !up && !w.SignalArmed:
+			fired += runs
+		case !active && !w.SignalArmed:
 			if err := rearm(ctx, db, w.ID, w.Signal); err != nil {
 				return fired, fmt.Errorf("watch signals: %w", err)
 			}
@@ -421,37 +424,39 @@ func Watch(ctx context.Context, db postgres.DB) (fired int, err error) {
 	return fired, errors.Join(failures...)
 }
 
-// fire makes a run due. The flag is the claim: of several watchers, one clears it in the statement that inserts the
-// run.
+// fire inserts a due run. The flag signal_armed is the claim: of several watchers, one clears it in the statement that
+// inserts the run.
 func fire(ctx context.Context, db postgres.DB, id, signal string, counters Counters) (int, error) {
 	tag, err := db.Exec(ctx, `
-		with up as (
+		with fired as (
 		  update agent_automations set signal_armed = false
 		   where id = @id and signal_armed and enabled and signal = @signal returning id),
 		run as (
 		  insert into agent_automation_runs (automation_id, cause, scheduled_for, status, payload)
-		  select id, 'signal', clock_timestamp(), 'due', @counters from up returning id)
+		  select id, 'signal', clock_timestamp(), 'due', @counters from fired returning id)
 		select pg_notify(@channel, '') from run`,
 		pgx.StrictNamedArgs{"id": id, "signal": signal, "counters": counters, "channel": Channel})
 	return int(tag.RowsAffected()), err
 }
 
 func rearm(ctx context.Context, db postgres.DB, id, signal string) error {
-	_, err := db.Exec(ctx, `update agent_automations set signal_armed = true where id = @id and not signal_armed and signal = @signal`,
+	_, err := db.Exec(ctx, `
+		update agent_automations set signal_armed = true where id = @id and not signal_armed and signal = @signal`,
 		pgx.StrictNamedArgs{"id": id, "signal": signal})
 	return err
 }
 
-// SkipOccurrence skips one time of an automation's schedule for the reason why. It records a skipped run and moves the
-// automation to its next time. One of several callers gets ok, as with [Claim].
+// SkipOccurrence skips one time of an automation's schedule and stores the reason. It inserts a skipped run and moves
+// the automation to its next time. One of several callers gets ok, as with [Claim].
 func SkipOccurrence(
-	ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, traceID, why string,
+	ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, traceID, reason string,
 ) (run Run, ok bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		if run, ok, err = Claim(ctx, tx, automationID, scheduledFor, "", traceID); err != nil || !ok {
 			return err
 		}
-		run, ok, err = Finish(ctx, tx, run.ID, run.Attempt, Result{Skipped: true, Output: map[string]string{"skipped": why}})
+		result := Result{Skipped: true, Output: map[string]string{"skipped": reason}}
+		run, ok, err = Finish(ctx, tx, run.ID, run.Attempt, result)
 		return err
 	})
 	return run, ok && err == nil, err

@@ -17,16 +17,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Bounds of a condition. Loops over a payload (all, any, map, …) are not allowed, so that a condition's cost grows
-// only with its length.
+// Bounds of a condition. Loops over a payload (all, any, map, …) are rejected, so that a condition's cost grows only
+// with its length.
 const (
 	maxCondition = 1000    // bytes
-	maxNodes     = 200     // of its syntax tree
-	maxMemory    = 100_000 // values that it may allocate
+	maxNodes     = 200     // AST nodes
+	maxMemory    = 100_000 // VM memory budget
 )
 
-// Counters are the values about the agent for conditions and signals, under these names. Names with the suffix 24h
-// cover the last 24 hours.
+// Counters are variables available to conditions and signals. Names with the suffix 24h cover the last 24 hours.
 type Counters struct {
 	PendingApprovals   int     `expr:"pending_approvals" json:"pending_approvals"`
 	Failures24h        int     `expr:"failures_24h" json:"failures_24h"` // failed calls of skills
@@ -44,12 +43,12 @@ type Counters struct {
 	Memories           int     `expr:"memories" json:"memories"`
 }
 
-// Cause is the input of an event automation's condition: the event, and the current counters.
-type Cause struct {
-	Event    string `expr:"event"`
-	Key      string `expr:"key"`
-	Payload  any    `expr:"payload"` // the event's data
-	Counters        // under their own names
+// ConditionEnv is the environment of an event condition. Its JSON is the payload of a run.
+type ConditionEnv struct {
+	Event    string `expr:"event" json:"event"`
+	Key      string `expr:"key" json:"key"`
+	Payload  any    `expr:"payload" json:"data"`
+	Counters `json:"-"`
 }
 
 // Count reads the counters in one snapshot.
@@ -58,7 +57,8 @@ func Count(ctx context.Context, db postgres.DB) (Counters, error) {
 		with a as (
 		  select count(*) filter (where kind = 'call' and status = 'error') as failures,
 		         count(*) filter (where kind = 'call') as calls,
-		         coalesce(sum(lanekeeper.agent_tokens(token_usage, 'total_tokens')) filter (where kind = 'model'), 0)::bigint as tokens,
+		         coalesce(sum(lanekeeper.agent_tokens(token_usage, 'total_tokens')) filter (where kind = 'model'), 0)::bigint
+		           as tokens,
 		         coalesce(sum(cost_usd) filter (where kind = 'model'), 0)::float8 as cost
 		    from agent_activity where id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '24 hours'))),
 		x as (
@@ -69,7 +69,8 @@ func Count(ctx context.Context, db postgres.DB) (Counters, error) {
 		  select count(*) filter (where status = 'active') as active, count(*) filter (where status = 'proposed') as proposed,
 		         count(*) filter (where status = 'active' and due_at < clock_timestamp() - interval '1 hour') as overdue
 		    from agent_objectives where status in ('active', 'proposed'))
-		select (select count(*) from agent_approvals where status = 'pending' and expires_at > clock_timestamp()) as pending_approvals,
+		select (select count(*) from agent_approvals where status = 'pending' and expires_at > clock_timestamp())
+		         as pending_approvals,
 		       a.failures as failures_24h, a.calls as calls_24h, a.tokens as tokens_24h, a.cost as cost_usd_24h,
 		       x.pending as executions_pending, x.running as executions_running, x.waiting as executions_waiting,
 		       (select count(*) from agent_skills where not enabled) as skills_disabled,
@@ -77,10 +78,10 @@ func Count(ctx context.Context, db postgres.DB) (Counters, error) {
 		       (select count(*) from agent_automation_runs where status = 'dead') as automations_dead,
 		       (select count(*) from agent_memory where expires_at is null or expires_at > clock_timestamp()) as memories
 		  from a, x, o`)
-	return postgres.CollectOne(rows, err, pgx.ErrNoRows, "count", pgx.RowToStructByPos[Counters])
+	return postgres.CollectOne(rows, err, pgx.ErrNoRows, "count", pgx.RowToStructByName[Counters])
 }
 
-// compile compiles a boolean condition over env, which is Cause{} or Counters{}. The error names the position.
+// compile compiles a boolean condition over env, which is ConditionEnv{} or Counters{}. The error names the position.
 func compile(text string, env any) (*vm.Program, error) {
 	if len(text) > maxCondition {
 		return nil, fmt.Errorf("must have at most %d bytes", maxCondition)
@@ -95,20 +96,30 @@ func compile(text string, env any) (*vm.Program, error) {
 	program, err := expr.Compile(text, append(options, expr.Patch(loops))...)
 	if err == nil && loops.found {
 		runes := []rune(text)
-		before := string(runes[:min(loops.at, len(runes))])
-		return nil, fmt.Errorf("loops over lists and ranges are not offered (line %d, column %d)",
-			1+strings.Count(before, "\n"), utf8.RuneCountInString(before[strings.LastIndex(before, "\n")+1:])+1)
+		before := string(runes[:min(loops.offset, len(runes))])
+		return nil, positionError("loops and ranges are not supported", 1+strings.Count(before, "\n"),
+			utf8.RuneCountInString(before[strings.LastIndex(before, "\n")+1:]))
 	}
-	if at, ok := errors.AsType[*file.Error](err); ok {
-		return nil, fmt.Errorf("%s (line %d, column %d)", at.Message, at.Line, at.Column+1)
-	}
-	return program, err
+	return program, withPosition(err)
 }
 
-// loopFinder finds nodes whose cost exceeds the condition's length.
+// withPosition adds the position of a condition's error to its message.
+func withPosition(err error) error {
+	if failure, ok := errors.AsType[*file.Error](err); ok {
+		return positionError(failure.Message, failure.Line, failure.Column)
+	}
+	return err
+}
+
+// positionError formats an error. line counts from 1, column from 0.
+func positionError(message string, line, column int) error {
+	return fmt.Errorf("%s (line %d, column %d)", message, line, column+1)
+}
+
+// loopFinder finds predicates and ranges, whose cost depends on the payload.
 type loopFinder struct {
-	found bool
-	at    int // its position
+	found  bool
+	offset int // offset of the first match
 }
 
 // Visit implements ast.Visitor.
@@ -122,7 +133,7 @@ func (f *loopFinder) Visit(node *ast.Node) {
 	case *ast.BinaryNode:
 		f.found = n.Operator == ".."
 	}
-	f.at = (*node).Location().From
+	f.offset = (*node).Location().From
 }
 
 // evaluate evaluates a condition over env.
@@ -133,17 +144,14 @@ func evaluate(text string, env any) (bool, error) {
 	}
 	machine := vm.VM{MemoryBudget: maxMemory}
 	value, err := machine.Run(program, env)
-	if at, ok := errors.AsType[*file.Error](err); ok {
-		err = fmt.Errorf("%s (line %d, column %d)", at.Message, at.Line, at.Column+1)
-	}
 	if err != nil {
-		return false, err
+		return false, withPosition(err)
 	}
-	holds, ok := value.(bool)
+	result, ok := value.(bool)
 	if !ok {
-		return false, fmt.Errorf("is %T, not true or false", value)
+		return false, fmt.Errorf("condition returned %T, want bool", value)
 	}
-	return holds, nil
+	return result, nil
 }
 
 // ConditionHolds reports whether the condition of a run's automation holds for the event and the counters. An empty
@@ -156,26 +164,22 @@ func ConditionHolds(ctx context.Context, db postgres.DB, a Automation, runID str
 	if err != nil {
 		return false, err
 	}
-	var cause struct {
-		Event, Key string
-		Data       any
+	var env ConditionEnv
+	if err := json.Unmarshal(raw, &env); err != nil {
+		return false, fmt.Errorf("decode payload of run %s: %w", runID, err)
 	}
-	if err := json.Unmarshal(raw, &cause); err != nil {
-		return false, fmt.Errorf("read payload of run %s: %w", runID, err)
-	}
-	counters, err := Count(ctx, db)
-	if err != nil {
+	if env.Counters, err = Count(ctx, db); err != nil {
 		return false, err
 	}
-	ok, err := evaluate(a.Condition, Cause{cause.Event, cause.Key, cause.Data, counters})
+	result, err := evaluate(a.Condition, env)
 	if err != nil {
 		return false, &ConditionError{a.Name, err}
 	}
-	return ok, nil
+	return result, nil
 }
 
-// ConditionError reports a condition that fails at run time, such as a comparison with a missing field. It is a fault
-// of the run, not of the database.
+// ConditionError reports a condition that fails at run time, such as a comparison with a missing field. The caller must
+// not retry it as a database error.
 type ConditionError struct {
 	Automation string
 	Err        error
@@ -183,7 +187,7 @@ type ConditionError struct {
 
 // Error names the automation and the failure.
 func (e *ConditionError) Error() string {
-	return fmt.Sprintf("decide condition of automation %q: %s", e.Automation, e.Err)
+	return fmt.Sprintf("evaluate condition of automation %q: %s", e.Automation, e.Err)
 }
 
 // Unwrap returns the cause.

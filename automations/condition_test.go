@@ -51,8 +51,8 @@ func TestAConditionLooksAtTheEventAndTheCounters(t *testing.T) {
 		`event == "E" and key startsWith "repo/" and calls_24h == 0`:      "true",
 		`payload.nothing == nil`:                                          "true",
 		`payload.action matches "^clo"`:                                   "false",
-		`payload.nothing.more == 1`:                                       `decide condition of automation "a"`,
-		`payload.action > 3`:                                              `decide condition of automation "a"`,
+		`payload.nothing.more == 1`:                                       `evaluate condition of automation "a"`,
+		`payload.action > 3`:                                              `evaluate condition of automation "a"`,
 		`payload`:                                                         "invalid operation: bool",
 	} {
 		d := automations.Definition{Name: "a", Event: "E", When: when, Skill: "s"}

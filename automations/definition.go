@@ -31,8 +31,8 @@ var (
 )
 
 // Definition declares an automation in a workspace file. It has a skill with arguments, a flow, or a prompt; and a
-// cron expression, an event, or a signal. Conditions are expressions (expr-lang.org) over [Cause] and [Counters].
-// Validation reports unknown names and type mismatches.
+// cron expression, an event, or a signal. Conditions are expressions (expr-lang.org) over [ConditionEnv] and
+// [Counters]. Validation reports unknown names and type mismatches.
 type Definition struct {
 	Name        string `yaml:"name" json:"name"`
 	Description string `yaml:"description" json:"description,omitempty"`
@@ -130,7 +130,7 @@ func (r *resolved) checkTrigger() fielderr.List {
 			problems.Add("event", "name the event it waits for")
 		}
 		if r.When != "" {
-			problems = append(problems, checkCondition("when", r.When, Cause{})...)
+			problems = append(problems, checkCondition("when", r.When, ConditionEnv{})...)
 		}
 	case Signal:
 		if r.Signal == "" {

@@ -229,11 +229,11 @@ func callSkill(ctx context.Context, loop *reason.Loop, a automations.Automation)
 	})
 }
 
-// GivenBack is the failure of a preempted run. The run is retried, even after its last attempt.
-type GivenBack struct{ Cause error }
+// Released is the failure of a preempted run. The run is retried, even after its last attempt.
+type Released struct{ Cause error }
 
-func (e GivenBack) Error() string { return e.Cause.Error() }
-func (e GivenBack) Unwrap() error { return e.Cause }
+func (e Released) Error() string { return e.Cause.Error() }
+func (e Released) Unwrap() error { return e.Cause }
 
 // paused reports a run that failed because its skill was disabled. Its automation is paused with the skill, so the run
 // is retried when the skill is enabled, even after its last attempt. This excludes manual runs.
@@ -242,7 +242,7 @@ func paused(run automations.Run, failure error) bool {
 	return run.Cause != automations.Manual && errors.As(failure, &step) && step.Class == classDisabled
 }
 
-// Finish records the outcome of a claimed run in a step and returns its status. failure is Work's error or [GivenBack].
+// Finish records the outcome of a claimed run in a step and returns its status. failure is Work's error or [Released].
 // A run that awaits an approval ends as skipped, with that error. A later heartbeat makes the approved call and settles
 // the run.
 func Finish(
@@ -258,7 +258,7 @@ func Finish(
 		ended.Skipped, ended.Error, failure, effect.Status = true, waits.Message, nil, activity.PendingApproval
 	}
 	if failure != nil {
-		ended.Error, ended.GivenBack = failure.Error(), errors.As(failure, &GivenBack{}) || paused(run, failure)
+		ended.Error, ended.Released = failure.Error(), errors.As(failure, &Released{}) || paused(run, failure)
 	}
 	state, err := executions.StepTx(ctx, "finish", func(ctx context.Context, tx pgx.Tx) (string, error) {
 		run, _, err := automations.Finish(ctx, tx, run.ID, run.Attempt, ended)

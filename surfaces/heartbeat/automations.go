@@ -142,7 +142,7 @@ func (b *heartbeatRun) executeRun(
 	})
 	switch {
 	case isYield(failure):
-		ctx, effect.Status, failure = withoutYield(ctx), activity.Skipped, runner.GivenBack{Cause: failure}
+		ctx, effect.Status, failure = withoutYield(ctx), activity.Skipped, runner.Released{Cause: failure}
 	case failure != nil && !isStepError(failure):
 		return "", failure
 	}
