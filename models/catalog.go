@@ -11,45 +11,59 @@ import (
 	"strings"
 )
 
-// Listed is a model in a server's list. Most servers list only the name.
-type Listed struct {
+// ListedModel is an entry of GET /models. Most servers send only the name.
+type ListedModel struct {
 	ID      string
 	Context int      // context length in tokens; 0 if the server omits it
 	Inputs  []string // input types, such as text and image; nil if the server omits them
 }
 
-// List asks the server for its models, sorted by name. Its error is an *[Error].
-func (c *Client) List(ctx context.Context) ([]Listed, error) {
+// List returns the models of GET /models, sorted by name. Its error is an *[Error].
+func (c *Client) List(ctx context.Context) ([]ListedModel, error) {
+	listed, failure := c.list(ctx)
+	if failure != nil {
+		return nil, failure.scrubbed(c.config.secrets())
+	}
+	return listed, nil
+}
+
+func (c *Client) list(ctx context.Context) ([]ListedModel, *Error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, c.config.BaseURL+"/models", http.NoBody)
 	if err != nil {
-		return nil, (&Error{Message: "list models: " + err.Error(), cause: err}).scrubbed(c.config.secrets())
+		return nil, &Error{Message: "list models: " + err.Error(), cause: err}
 	}
 	if c.config.APIKey != "" {
 		req.Header.Set("Authorization", "Bearer "+c.config.APIKey)
 	}
-	for name, value := range c.config.Headers {
-		req.Header.Set(name, value)
-	}
-	req.URL.RawQuery = c.config.Query.Encode()
+	c.config.apply(req)
 	resp, err := c.config.HTTPClient.Do(req)
 	if err != nil {
-		return nil, transportError(err).scrubbed(c.config.secrets())
+		return nil, transportError(err)
 	}
 	defer resp.Body.Close()
 	body, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswerBytes))
 	if err != nil {
-		return nil, transportError(err).scrubbed(c.config.secrets())
+		return nil, transportError(err)
 	}
 	if resp.StatusCode != http.StatusOK {
-		refused := refusal(resp.StatusCode, resp.Header, body[:min(len(body), maxRefusalBytes)])
-		return nil, refused.scrubbed(c.config.secrets())
+		return nil, apiError(resp.StatusCode, resp.Header, body[:min(len(body), maxRefusalBytes)])
 	}
-	return readList(body)
+	return decodeList(body)
 }
 
-// readList decodes OpenAI's list, with the fields that vLLM, OpenRouter and others add.
-func readList(body []byte) ([]Listed, error) {
-	var answer struct {
+// apply sets the configured headers and query parameters.
+func (c Config) apply(req *http.Request) {
+	for name, value := range c.Headers {
+		req.Header.Set(name, value)
+	}
+	if len(c.Query) > 0 {
+		req.URL.RawQuery = c.Query.Encode()
+	}
+}
+
+// decodeList decodes OpenAI's list, with the fields that vLLM, OpenRouter and others add.
+func decodeList(body []byte) ([]ListedModel, *Error) {
+	var response struct {
 		Data []struct {
 			ID            string `json:"id"`
 			ContextLength int    `json:"context_length"` // OpenRouter, Kimi
@@ -60,110 +74,110 @@ func readList(body []byte) ([]Listed, error) {
 			} `json:"architecture"`
 		} `json:"data"`
 	}
-	if err := json.Unmarshal(body, &answer); err != nil || answer.Data == nil {
-		return nil, &Error{Message: "the answer to GET /models is no list of models", cause: err}
+	if err := json.Unmarshal(body, &response); err != nil || response.Data == nil {
+		return nil, &Error{Message: "GET /models: response has no data array", cause: err}
 	}
-	listed := make([]Listed, len(answer.Data))
-	for i, m := range answer.Data {
-		listed[i] = Listed{m.ID, max(m.ContextLength, m.MaxModelLen, m.ContextWindow), m.Architecture.Inputs}
+	listed := make([]ListedModel, len(response.Data))
+	for i, m := range response.Data {
+		listed[i] = ListedModel{m.ID, max(m.ContextLength, m.MaxModelLen, m.ContextWindow), m.Architecture.Inputs}
 	}
-	slices.SortFunc(listed, func(a, b Listed) int { return strings.Compare(a.ID, b.ID) })
+	slices.SortFunc(listed, func(a, b ListedModel) int { return strings.Compare(a.ID, b.ID) })
 	return listed, nil
 }
 
 // API returns the protocol of the next request to a model.
 func (c *Client) API(model string) API { return c.api(model, c.dialectFor(model)) }
 
-// Learned names the features that the server has rejected for a model.
-func (c *Client) Learned(model string) []string { return c.dialectFor(model).names() }
+// RejectedFeatures lists the features that the server has rejected for a model.
+func (c *Client) RejectedFeatures(model string) []string { return c.dialectFor(model).names() }
 
-// Price returns the price of a model. ok is false for a model outside the table.
-func (c *Client) Price(model string) (Price, bool) { return c.config.Prices.Of(model) }
+// Price returns the price of a model. ok is false for a model outside the price table.
+func (c *Client) Price(model string) (price Price, ok bool) { return c.config.Prices.Of(model) }
 
-// TakesImages reports whether the client sends images to a model. It does, unless the facts or the server exclude
-// images.
-func (c *Client) TakesImages(model string) bool {
-	return !FactsOf(model).NoImages && !c.dialectFor(model).has(noImages)
+// SupportsImages reports whether the client sends images to a model. It is false if the model table or a past rejection
+// says so.
+func (c *Client) SupportsImages(model string) bool {
+	return !LookupModel(model).NoImages && !c.dialectFor(model).has(noImages)
 }
 
-// API is a protocol.
+// API is a protocol of a model server.
 type API string
 
-// The protocols.
+// Protocols.
 const (
 	APIAuto      API = "auto" // chosen for the server and the model
 	APIChat      API = "chat"
 	APIResponses API = "responses"
 )
 
-// Facts describe a model before the first request. Unknown models have the zero value. The client learns further limits
-// from refusals.
-type Facts struct {
-	Context       int    // context length in tokens; 0 if unknown
-	Responses     bool   // OpenAI serves it best, or only, over the Responses API
-	NewLimit      bool   // it needs max_completion_tokens instead of max_tokens
-	Thinks        bool   // hidden reasoning counts as output
-	NoTemperature bool   // it rejects a temperature
-	OneSystem     bool   // its template accepts one system message, at the front
-	Echo          string // field required on each message with calls; empty without reasoning
-	Signed        bool   // it rejects calls without their signature
-	NoImages      bool   // it accepts only text
-	NoSchema      bool   // it ignores structured outputs
+// ModelInfo describes a model before the first request. It is zero for unknown models. The client learns further limits
+// from rejected requests.
+type ModelInfo struct {
+	Context               int    // context length in tokens; 0 if unknown
+	Responses             bool   // prefers the Responses API
+	MaxCompletionTokens   bool   // requires max_completion_tokens instead of max_tokens
+	Reasoning             bool   // hidden reasoning counts as output
+	NoTemperature         bool   // rejects a temperature
+	SingleSystemMessage   bool   // accepts one system message, at the front
+	ReasoningField        string // required on each message with calls, even if empty
+	RequiresCallSignature bool   // rejects calls without their signature
+	NoImages              bool   // accepts only text
+	NoSchema              bool   // ignores structured outputs
 }
 
-// facts has the facts by prefix of the name; the longest prefix wins.
-var facts = map[string]Facts{
+// modelInfo is keyed by name prefix. The longest prefix wins.
+var modelInfo = map[string]ModelInfo{
 	"offline":      {NoImages: true},
 	"gpt-3.5":      {Context: 16_385, NoImages: true},
 	"gpt-4o":       {Context: 128_000},
 	"gpt-4.1":      {Context: 1_047_576},
-	"o1":           {Context: 200_000, NewLimit: true, Thinks: true, NoTemperature: true},
-	"o3":           {Context: 200_000, NewLimit: true, Thinks: true, NoTemperature: true},
-	"o3-mini":      {Context: 200_000, NewLimit: true, Thinks: true, NoTemperature: true, NoImages: true},
-	"o4":           {Context: 200_000, NewLimit: true, Thinks: true, NoTemperature: true},
-	"gpt-5":        {Context: 400_000, NewLimit: true, Thinks: true, NoTemperature: true},
-	"gpt-5.4":      {Context: 400_000, NewLimit: true, Thinks: true, NoTemperature: true, Responses: true},
-	"gpt-5.5":      {Context: 400_000, NewLimit: true, Thinks: true, NoTemperature: true, Responses: true},
-	"gpt-5.6":      {Context: 400_000, NewLimit: true, Thinks: true, NoTemperature: true, Responses: true},
-	"gpt-6":        {NewLimit: true, Thinks: true, NoTemperature: true, Responses: true},
-	"gemini-2.5":   {Context: 1_048_576, Thinks: true, OneSystem: true},
-	"gemini-3":     {Context: 1_048_576, Thinks: true, OneSystem: true, Signed: true},
-	"gemini":       {OneSystem: true},
-	"qwen3.5":      {OneSystem: true, Thinks: true},
-	"qwen3.6":      {OneSystem: true, Thinks: true},
-	"qwen-3.5":     {OneSystem: true, Thinks: true},
-	"qwen-3.6":     {OneSystem: true, Thinks: true},
-	"mistral":      {OneSystem: true},
-	"ministral":    {OneSystem: true},
-	"magistral":    {OneSystem: true, Thinks: true},
-	"devstral":     {OneSystem: true, NoImages: true},
-	"codestral":    {OneSystem: true, NoImages: true},
-	"kimi":         {Echo: "reasoning_content", Thinks: true},
-	"kimi-k2":      {Context: 262_144, Echo: "reasoning_content", Thinks: true, NoImages: true},
-	"deepseek":     {Context: 128_000, Echo: "reasoning_content", NoImages: true},
-	"deepseek-r":   {Context: 128_000, Echo: "reasoning_content", Thinks: true, NoImages: true},
-	"claude":       {Context: 200_000, OneSystem: true, NoSchema: true},
-	"deepseek-ocr": {},
+	"o1":           {Context: 200_000, MaxCompletionTokens: true, Reasoning: true, NoTemperature: true},
+	"o3":           {Context: 200_000, MaxCompletionTokens: true, Reasoning: true, NoTemperature: true},
+	"o3-mini":      {Context: 200_000, MaxCompletionTokens: true, Reasoning: true, NoTemperature: true, NoImages: true},
+	"o4":           {Context: 200_000, MaxCompletionTokens: true, Reasoning: true, NoTemperature: true},
+	"gpt-5":        {Context: 400_000, MaxCompletionTokens: true, Reasoning: true, NoTemperature: true},
+	"gpt-5.4":      {Context: 400_000, MaxCompletionTokens: true, Reasoning: true, NoTemperature: true, Responses: true},
+	"gpt-5.5":      {Context: 400_000, MaxCompletionTokens: true, Reasoning: true, NoTemperature: true, Responses: true},
+	"gpt-5.6":      {Context: 400_000, MaxCompletionTokens: true, Reasoning: true, NoTemperature: true, Responses: true},
+	"gpt-6":        {MaxCompletionTokens: true, Reasoning: true, NoTemperature: true, Responses: true},
+	"gemini-2.5":   {Context: 1_048_576, Reasoning: true, SingleSystemMessage: true},
+	"gemini-3":     {Context: 1_048_576, Reasoning: true, SingleSystemMessage: true, RequiresCallSignature: true},
+	"gemini":       {SingleSystemMessage: true},
+	"qwen3.5":      {SingleSystemMessage: true, Reasoning: true},
+	"qwen3.6":      {SingleSystemMessage: true, Reasoning: true},
+	"qwen-3.5":     {SingleSystemMessage: true, Reasoning: true},
+	"qwen-3.6":     {SingleSystemMessage: true, Reasoning: true},
+	"mistral":      {SingleSystemMessage: true},
+	"ministral":    {SingleSystemMessage: true},
+	"magistral":    {SingleSystemMessage: true, Reasoning: true},
+	"devstral":     {SingleSystemMessage: true, NoImages: true},
+	"codestral":    {SingleSystemMessage: true, NoImages: true},
+	"kimi":         {ReasoningField: "reasoning_content", Reasoning: true},
+	"kimi-k2":      {Context: 262_144, ReasoningField: "reasoning_content", Reasoning: true, NoImages: true},
+	"deepseek":     {Context: 128_000, ReasoningField: "reasoning_content", NoImages: true},
+	"deepseek-r":   {Context: 128_000, ReasoningField: "reasoning_content", Reasoning: true, NoImages: true},
+	"deepseek-ocr": {}, // reads images, unlike the other models of this prefix
+	"claude":       {Context: 200_000, SingleSystemMessage: true, NoSchema: true},
 }
 
-// FactsOf returns the facts of a model. Case and a leading provider or owner (openai/gpt-6-sol) do not matter.
-func FactsOf(model string) Facts {
+// LookupModel returns the entry of a model. Case and a leading provider or owner (openai/gpt-6-sol) are ignored.
+func LookupModel(model string) ModelInfo {
 	name := strings.ToLower(model)
 	name = name[strings.LastIndex(name, "/")+1:]
 	best := ""
-	for prefix := range facts {
+	for prefix := range modelInfo {
 		if strings.HasPrefix(name, prefix) && len(prefix) > len(best) {
 			best = prefix
 		}
 	}
-	return facts[best]
+	return modelInfo[best]
 }
 
-// KnownModels lists the prefixes with facts, sorted.
-func KnownModels() []string { return slices.Sorted(maps.Keys(facts)) }
+// KnownPrefixes lists the name prefixes of known models, sorted.
+func KnownPrefixes() []string { return slices.Sorted(maps.Keys(modelInfo)) }
 
-// openAI reports whether the endpoint is OpenAI's.
-func (c *Client) openAI() bool {
+// isOpenAI reports whether the endpoint is OpenAI's.
+func (c *Client) isOpenAI() bool {
 	u, err := url.Parse(c.config.BaseURL)
 	return err == nil && (u.Hostname() == "api.openai.com" || strings.HasSuffix(u.Hostname(), ".api.openai.com"))
 }
@@ -175,7 +189,7 @@ func (c *Client) api(model string, d dialect) API {
 		return c.config.API
 	case d.has(noChat):
 		return APIResponses
-	case !d.has(noResponses) && c.openAI() && FactsOf(model).Responses:
+	case !d.has(noResponses) && c.isOpenAI() && LookupModel(model).Responses:
 		return APIResponses
 	}
 	return APIChat

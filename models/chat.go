@@ -16,7 +16,7 @@ import (
 const signatureLeftOut = `{"google":{"thought_signature":"skip_thought_signature_validator"}}`
 
 // chatBody adds the fields of a chat completion.
-func (c *Client) chatBody(o *object, req Request, d dialect, known Facts) error {
+func (c *Client) chatBody(o *object, req Request, d dialect, known ModelInfo) error {
 	messages := make([]string, len(req.Messages))
 	for i, m := range req.Messages {
 		text, err := chatWriter{c.origin(req.Model), d, known}.message(m)
@@ -34,7 +34,7 @@ func (c *Client) chatBody(o *object, req Request, d dialect, known Facts) error 
 	}
 	if req.MaxTokens > 0 {
 		name := "max_tokens" // the name that most servers know
-		if d.has(newLimit) || known.NewLimit {
+		if d.has(maxCompletionTokens) || known.MaxCompletionTokens {
 			name = "max_completion_tokens"
 		}
 		o.set(name, req.MaxTokens)
@@ -52,7 +52,7 @@ func (c *Client) chatBody(o *object, req Request, d dialect, known Facts) error 
 type chatWriter struct {
 	origin string
 	d      dialect
-	known  Facts
+	known  ModelInfo
 }
 
 // message encodes a message with the fields that its origin requires back.
@@ -93,14 +93,14 @@ func (w chatWriter) thoughts(o *object, m Message) {
 	if own && !w.d.has(noOpaque) {
 		o.members(m.Opaque.Members)
 	}
-	if w.d.has(noEcho) || m.Role != RoleAssistant {
+	if w.d.has(noReasoning) || m.Role != RoleAssistant {
 		return
 	}
 	if own && m.Opaque.ReasoningAs != "" {
 		o.set(m.Opaque.ReasoningAs, m.Reasoning)
 	}
-	wanted := w.known.Echo
-	if w.d.has(echo) {
+	wanted := w.known.ReasoningField
+	if w.d.has(needsReasoning) {
 		wanted = "reasoning_content"
 	}
 	if wanted == "" || len(m.ToolCalls) == 0 {
@@ -121,7 +121,7 @@ func (w chatWriter) call(call ToolCall, first bool) (string, error) {
 	case w.d.has(noOpaque):
 	case call.Opaque.from(w.origin, call.digest()):
 		o.members(call.Opaque.Members)
-	case first && w.known.Signed:
+	case first && w.known.RequiresCallSignature:
 		o.raw("extra_content", signatureLeftOut)
 	}
 	return o.end()
@@ -273,11 +273,11 @@ func derivedID(req Request, place int, name string) string {
 const imageLeftOut = "[An image was left out here: this model takes text alone.]"
 
 // adaptHistory returns the history in a form that the model accepts.
-func adaptHistory(messages []Message, d dialect, known Facts) []Message {
+func adaptHistory(messages []Message, d dialect, known ModelInfo) []Message {
 	if d.has(noImages) || known.NoImages {
 		messages = withoutImages(messages)
 	}
-	if d.has(oneSystem) || known.OneSystem {
+	if d.has(singleSystemMessage) || known.SingleSystemMessage {
 		messages = foldSystem(messages)
 	}
 	return messages
@@ -285,7 +285,7 @@ func adaptHistory(messages []Message, d dialect, known Facts) []Message {
 
 // adaptRequest returns a request in a form that the server accepts.
 func adaptRequest(req Request, d dialect) Request {
-	known := FactsOf(req.Model)
+	known := LookupModel(req.Model)
 	req.Messages = adaptHistory(withForm(req, d, known), d, known)
 	if req.Schema != nil && asInstruction(req.Schema, d, known) {
 		req.Schema = nil

@@ -23,9 +23,9 @@
 //   - Errors are *[Error] or wrap the context's error. No error and no log line contains the key.
 //
 // Servers differ. If a server rejects a feature (stream_options, max_tokens, a second system message, the protocol),
-// the client drops or replaces it, one feature per refusal. The client remembers the rejected features of a model.
-// [Facts] declare features that a model mishandles without a refusal. A provider's opaque fields return unchanged to
-// their origin only ([Opaque]).
+// the client drops or replaces it, one feature per rejection. The client remembers the rejected features of a model.
+// [ModelInfo] declares features that a model mishandles without a rejection. A provider's opaque fields return
+// unchanged to their origin only ([Opaque]).
 //
 // A [Client] is safe for concurrent use and holds no goroutine between calls.
 package models
@@ -276,7 +276,7 @@ func refusedUnsent(err error) bool {
 }
 
 // Embed returns the vector of each text, in order. It makes one attempt; the caller may repeat it. Its error is an
-// *[Error] or wraps the context's error. Extra and Facts do not apply.
+// *[Error] or wraps the context's error. Extra and ModelInfo do not apply.
 func (c *Client) Embed(ctx context.Context, texts []string) ([][]float32, error) {
 	wanted := openai.EmbeddingRequest{
 		Input: texts, Model: openai.EmbeddingModel(c.config.Model),

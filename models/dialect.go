@@ -11,21 +11,21 @@ import (
 type dialect uint32
 
 const (
-	noUsage       dialect = 1 << iota // rejects stream_options
-	noStream                          // rejects stream
-	newLimit                          // demands max_completion_tokens instead of max_tokens
-	noChat                            // demands the Responses API
-	noResponses                       // has no Responses API
-	oneSystem                         // accepts one system message, at the front
-	noTemperature                     // rejects a temperature
-	noEffort                          // has no reasoning effort
-	noSchema                          // has no structured outputs
-	noImages                          // accepts only text
-	noInclude                         // rejects include of a Responses request
-	noStore                           // rejects store
-	echo                              // demands reasoning_content on each message with calls
-	noEcho                            // rejects reasoning in the history
-	noOpaque                          // rejects its own opaque fields
+	noUsage             dialect = 1 << iota // rejects stream_options
+	noStream                                // rejects stream
+	maxCompletionTokens                     // demands max_completion_tokens instead of max_tokens
+	noChat                                  // demands the Responses API
+	noResponses                             // has no Responses API
+	singleSystemMessage                     // accepts one system message, at the front
+	noTemperature                           // rejects a temperature
+	noEffort                                // has no reasoning effort
+	noSchema                                // has no structured outputs
+	noImages                                // accepts only text
+	noInclude                               // rejects include of a Responses request
+	noStore                                 // rejects store
+	needsReasoning                          // demands reasoning_content on each message with calls
+	noReasoning                             // rejects reasoning in the history
+	noOpaque                                // rejects its own opaque fields
 )
 
 // dialectNames are the names of the bits in logs, in order.
@@ -125,7 +125,7 @@ func (d dialect) withoutOption(words string, s sent) dialect {
 	case names("stream_options", "include_usage"):
 		d |= noUsage
 	case s.api == APIChat && names("max_completion_tokens") && s.req.MaxTokens > 0:
-		d |= newLimit
+		d |= maxCompletionTokens
 	case names("encrypted_content", "include") && s.api == APIResponses && unsupported:
 		d |= noInclude
 	case names("'store'", "`store`", "\"store\"", " store ", "store:") && s.api == APIResponses && unsupported:
@@ -150,11 +150,11 @@ func (d dialect) withoutHistory(words string, s sent) dialect {
 	unsupported := isUnsupported(words)
 	switch {
 	case aboutRoles(words) && needsFolding(s.req.Messages):
-		d |= oneSystem
+		d |= singleSystemMessage
 	case strings.Contains(words, "reasoning_content") && !unsupported && s.req.hasCalls():
-		d |= echo
+		d |= needsReasoning
 	case strings.Contains(words, "reasoning_content") && s.req.hasReasoning():
-		d |= noEcho
+		d |= noReasoning
 	case s.req.hasOpaque() && unsupported:
 		for _, name := range append([]string{"reasoning_details", "reasoning"}, opaqueMembers...) {
 			if strings.Contains(words, name) {

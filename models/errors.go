@@ -104,8 +104,8 @@ func scrub(text string, secrets []string) string {
 	return looksSecret.ReplaceAllString(text, "[secret]")
 }
 
-// refusal returns the error of a response with a status other than 2xx.
-func refusal(status int, header http.Header, body []byte) *Error {
+// apiError returns the error of a response with a status other than 2xx.
+func apiError(status int, header http.Header, body []byte) *Error {
 	e := &Error{Status: status, RetryAfter: retryAfter(header, time.Now())}
 	e.read(body)
 	if e.Message == "" {

@@ -444,9 +444,9 @@ func TestARefusedMemberIsLeftOutFromThenOn(t *testing.T) {
 			if model == "" {
 				model = c.Model()
 			}
-			got := c.Learned(model)
+			got := c.RejectedFeatures(model)
 			assert.Truef(t, slices.Equal(got, []string{test.learned}), "learned %q, want %q", got, test.learned)
-			got = c.Learned("another")
+			got = c.RejectedFeatures("another")
 			assert.Truef(t, got == nil, "learned %q of another model", got)
 		})
 	}

@@ -236,7 +236,7 @@ func list(texts []string) string {
 
 // body encodes the request in a form that the server accepts.
 func (c *Client) body(req Request, api API, d dialect) (string, error) {
-	known := FactsOf(req.Model)
+	known := LookupModel(req.Model)
 	req = adaptRequest(req, d)
 	var o object
 	o.set("model", req.Model)
@@ -296,7 +296,7 @@ func (s *Schema) flatFormat() any {
 }
 
 // asInstruction reports whether the form goes into the prompt because the server does not support this schema.
-func asInstruction(s *Schema, d dialect, known Facts) bool {
+func asInstruction(s *Schema, d dialect, known ModelInfo) bool {
 	return s.inWords || d.has(noSchema) || known.NoSchema
 }
 
@@ -314,7 +314,7 @@ func (s *Schema) instruction() string {
 // outputs. The "any object" form always needs it, because OpenAI rejects a request without the word JSON.
 //
 // The instruction goes into the last user message. A client sent the schema, so the schema has no higher rank.
-func withForm(req Request, d dialect, known Facts) []Message {
+func withForm(req Request, d dialect, known ModelInfo) []Message {
 	s := req.Schema
 	if s == nil || len(s.Schema) > 0 && !asInstruction(s, d, known) {
 		return req.Messages
@@ -373,7 +373,7 @@ func (c *Client) Quote(req Request) Quote {
 	q := Quote{PromptTokens: mostTokensOf(req), AnswerTokens: req.MaxTokens}
 	if q.AnswerTokens <= 0 {
 		q.AnswerTokens = DefaultMaxTokens
-		if FactsOf(req.Model).Thinks {
+		if LookupModel(req.Model).Reasoning {
 			q.AnswerTokens = ThinkingMaxTokens
 		}
 	}

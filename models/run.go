@@ -279,12 +279,7 @@ func (l *link) sawDone() bool { return l.lines != nil && l.lines.done }
 
 // Do sends a request of go-openai.
 func (l *link) Do(req *http.Request) (*http.Response, error) {
-	for name, value := range l.config.Headers {
-		req.Header.Set(name, value)
-	}
-	if len(l.config.Query) > 0 {
-		req.URL.RawQuery = l.config.Query.Encode()
-	}
+	l.config.apply(req)
 	if l.key != "" {
 		// The name is not canonical: for the canonical name, net/http itself would repeat the request after a broken
 		// connection.
@@ -325,7 +320,7 @@ func (l *link) refused(resp *http.Response, body io.Reader) {
 	if err != nil && len(text) == 0 {
 		text = []byte(http.StatusText(resp.StatusCode)) // the status decides; the connection cut the message
 	}
-	l.failure = refusal(resp.StatusCode, resp.Header, text)
+	l.failure = apiError(resp.StatusCode, resp.Header, text)
 }
 
 // readDocument stores an answer in one piece and passes the answer on. If go-openai requested a stream, it gets a

@@ -306,7 +306,7 @@ func agentWarnings(documents []workspace.Document[agents.Definition], cfg config
 	for _, d := range documents {
 		for _, model := range append([]string{d.Definition.Model}, d.Definition.Fallback...) {
 			if model != "" && !knownModel(model, cfg) {
-				known := slices.Concat(models.KnownModels(), slices.Collect(maps.Keys(app.Prices(cfg))))
+				known := slices.Concat(models.KnownPrefixes(), slices.Collect(maps.Keys(app.Prices(cfg))))
 				slices.Sort(known)
 				warnings = append(warnings, fmt.Sprintf("%s: unknown model %q: no price, no facts%s",
 					d.At, model, suggestion(model, known)))
@@ -328,7 +328,8 @@ func agentWarnings(documents []workspace.Document[agents.Definition], cfg config
 
 // knownModel reports whether a model is known, or a custom server may offer it.
 func knownModel(model string, cfg config.Config) bool {
-	if _, priced := app.Prices(cfg).Of(model); priced || model == cfg.Model || models.FactsOf(model) != (models.Facts{}) {
+	if _, priced := app.Prices(cfg).Of(model); priced || model == cfg.Model ||
+		models.LookupModel(model) != (models.ModelInfo{}) {
 		return true
 	}
 	server, err := url.Parse(cfg.OpenAIBaseURL)

@@ -248,7 +248,7 @@ AGENT_PRICES and a built-in table.`,
 }
 
 // listModels merges the models that agents use with those the server offers.
-func listModels(client *models.Client, used []usedModel, offered []models.Listed) []listedModel {
+func listModels(client *models.Client, used []usedModel, offered []models.ListedModel) []listedModel {
 	var all []listedModel
 	add := func(model string) *listedModel {
 		i := slices.IndexFunc(all, func(m listedModel) bool { return m.Model == model })
@@ -256,8 +256,8 @@ func listModels(client *models.Client, used []usedModel, offered []models.Listed
 			return &all[i]
 		}
 		all = append(all, listedModel{
-			Model: model, Agents: []string{}, Context: models.FactsOf(model).Context,
-			Images: client.TakesImages(model), API: client.API(model),
+			Model: model, Agents: []string{}, Context: models.LookupModel(model).Context,
+			Images: client.SupportsImages(model), API: client.API(model),
 		})
 		m := &all[len(all)-1]
 		if p, known := client.Price(model); known {

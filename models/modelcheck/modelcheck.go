@@ -84,7 +84,7 @@ func (t Target) of(client *models.Client) Target {
 
 // Calls returns how many calls [Run] makes. Each part of the protocol that the server refuses adds one.
 func Calls(client *models.Client, t Target) int {
-	if client.TakesImages(t.of(client).Model) {
+	if client.SupportsImages(t.of(client).Model) {
 		return 7
 	}
 	return 6
@@ -239,7 +239,7 @@ func (p *probe) limit(ctx context.Context) finding {
 }
 
 func (p *probe) dialect(context.Context) finding {
-	learned := p.client.Learned(p.target.Model)
+	learned := p.client.RejectedFeatures(p.target.Model)
 	api := map[models.API]string{
 		models.APIChat: "chat completions", models.APIResponses: "Responses API",
 	}[p.client.API(p.target.Model)]
@@ -382,7 +382,7 @@ func (p *probe) correction(ctx context.Context) finding {
 const noImages = "this model takes no images"
 
 func (p *probe) image(ctx context.Context) finding {
-	if !p.client.TakesImages(p.target.Model) {
+	if !p.client.SupportsImages(p.target.Model) {
 		return skipped(noImages, "")
 	}
 	picture, err := redSquare()
@@ -396,7 +396,7 @@ func (p *probe) image(ctx context.Context) finding {
 	switch {
 	case found.status != Pass:
 		return found
-	case !p.client.TakesImages(p.target.Model):
+	case !p.client.SupportsImages(p.target.Model):
 		return skipped(noImages+": the server refused one", "")
 	case !strings.Contains(strings.ToLower(resp.Message.Text()), "red"):
 		return failed("set AGENT_MODEL to a model that takes images, if agents get any",

@@ -468,7 +468,7 @@ func imageTypes() []string { return []string{"image/png", "image/jpeg", "image/g
 
 // agentTakesImages reports whether the agent's model takes images.
 func (c *Chat) agentTakesImages(a *UserMessage) bool {
-	return c.Loop.Model.TakesImages(cmp.Or(a.agent.Model, c.Loop.Model.Model()))
+	return c.Loop.Model.SupportsImages(cmp.Or(a.agent.Model, c.Loop.Model.Model()))
 }
 
 // checkImages refuses images if the agent's model takes none.

@@ -72,7 +72,7 @@ func TestEverySurfaceFinishesAtEveryProvider(t *testing.T) {
 			w.heartbeatFinishes(t)
 			w.sessionFinishes(t)
 			w.chatFinishes(t)
-			got := w.client.Learned(test.model)
+			got := w.client.RejectedFeatures(test.model)
 			assert.Truef(t, slices.Equal(got, test.learned), "learned %q, want %q", got, test.learned)
 			assert.Equal(t, len(test.learned), len(w.server.Refused()), lastRefused(w.server))
 		})
