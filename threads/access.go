@@ -67,12 +67,12 @@ type Token struct {
 }
 
 // Invite creates a join token for a thread. No tool of a model calls it.
-func Invite(ctx context.Context, db postgres.DB, in Invitation) (Token, error) {
+func Invite(ctx context.Context, db postgres.DB, invitation Invitation) (Token, error) {
 	random := make([]byte, 32)
 	_, _ = rand.Read(random) // never fails
-	t := Token{Secret: tokenPrefix + base64.RawURLEncoding.EncodeToString(random), ThreadID: in.ThreadID}
-	if in.Life <= 0 {
-		in.Life = DefaultTokenLife
+	t := Token{Secret: tokenPrefix + base64.RawURLEncoding.EncodeToString(random), ThreadID: invitation.ThreadID}
+	if invitation.Life <= 0 {
+		invitation.Life = DefaultTokenLife
 	}
 	err := db.QueryRow(ctx, `
 		insert into agent_thread_access (thread_id, kind, token_digest, reusable, execution_id, expires_at, created_by)
@@ -80,9 +80,9 @@ func Invite(ctx context.Context, db postgres.DB, in Invitation) (Token, error) {
 		  clock_timestamp() + make_interval(secs => @life), @by
 		  from agent_threads t where t.id = @thread
 		returning id::text, expires_at`, postgres.Strict{
-		"thread": postgres.Text(in.ThreadID), "digest": digest(t.Secret), "reusable": in.Reusable,
-		"execution": in.ExecutionID,
-		"life":      min(in.Life, MaxTokenLife).Seconds(), "by": postgres.Text(in.By),
+		"thread": postgres.Text(invitation.ThreadID), "digest": tokenDigest(t.Secret), "reusable": invitation.Reusable,
+		"execution": invitation.ExecutionID,
+		"life":      min(invitation.Life, MaxTokenLife).Seconds(), "by": postgres.Text(invitation.By),
 	}).Scan(&t.ID, &t.ExpiresAt)
 	if errors.Is(err, pgx.ErrNoRows) {
 		err = ErrNotFound
@@ -93,24 +93,24 @@ func Invite(ctx context.Context, db postgres.DB, in Invitation) (Token, error) {
 	return t, nil
 }
 
-func digest(secret string) []byte {
+func tokenDigest(secret string) []byte {
 	sum := sha256.Sum256([]byte(secret))
 	return sum[:]
 }
 
-// Join gives p access to the thread of a join token, under a name of p's own. given is false for a generated name; a
+// Join gives p access to the thread of a join token, under a name of p's own. chosen is false for a generated name; a
 // repeated Join then returns the first name. [ErrToken]: the token is not valid. [ErrTaken]: the name is in use.
 func Join(
-	ctx context.Context, db postgres.DB, p Principal, token, name string, given bool,
-) (thread, as string, err error) {
+	ctx context.Context, db postgres.DB, p Principal, token, name string, chosen bool,
+) (thread, joinedName string, err error) {
 	if err := CheckID(name); err != nil {
 		return "", "", fmt.Errorf("join thread: %w", err)
 	}
-	var taken bool
+	var nameTaken bool
 	b := &pgx.Batch{}
 	// The second statement reads what others committed before the first one locked the token.
 	b.Queue(`select from agent_thread_access a where a.token_digest = @digest for update`,
-		postgres.Strict{"digest": digest(token)})
+		postgres.Strict{"digest": tokenDigest(token)})
 	b.Queue(`
 		with token as (
 		  select a.id, a.thread_id, a.used_at is null or a.reusable as fresh from agent_thread_access a
@@ -133,35 +133,39 @@ func Join(
 		  select u.thread_id, @kind, @owner, @proof, @name, u.id, 'join token' from used u)
 		select k.thread_id, k.name, false from known k union all select f.thread_id, @name::text, f.taken from fresh f`,
 		postgres.Strict{
-			"digest": digest(token), "kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof,
-			"name": name, "given": given,
-		}).QueryRow(func(row pgx.Row) error { return row.Scan(&thread, &as, &taken) })
+			"digest": tokenDigest(token), "kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof,
+			"name": name, "given": chosen,
+		}).QueryRow(func(row pgx.Row) error { return row.Scan(&thread, &joinedName, &nameTaken) })
 	err = db.SendBatch(ctx, b).Close()
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		err = ErrToken
-	case taken || postgres.IsCode(err, "23505"):
+	case nameTaken || postgres.IsCode(err, "23505"):
 		err = ErrTaken
 	}
 	if err != nil {
 		return "", "", fmt.Errorf("join thread: %w", err)
 	}
-	return thread, as, nil
+	return thread, joinedName, nil
 }
 
-// Grant gives a principal access to a thread, under a name of its own; a flow uses the id. by is the granter.
-func Grant(ctx context.Context, db postgres.DB, thread string, to Principal, name, by string) (id string, err error) {
-	if to.Kind == ByFlow {
+// Grant gives a principal access to a thread, under a name of its own; a flow uses the id.
+// grantedBy is stored as the creator.
+func Grant(
+	ctx context.Context, db postgres.DB, thread string, grantee Principal, name, grantedBy string,
+) (id string, err error) {
+	if grantee.Kind == ByFlow {
 		name = thread
 	}
 	if err := CheckID(name); err != nil {
-		return "", fmt.Errorf("give %s %s access to thread: %w", to.Kind, to.Owner, err)
+		return "", fmt.Errorf("give %s %s access to thread: %w", grantee.Kind, grantee.Owner, err)
 	}
-	if !slices.Contains([]Kind{ByKey, ByVisitor, ByFlow, ByWebhook}, to.Kind) || to.Owner == "" {
-		return "", fmt.Errorf("give %s %q access to thread: name a key, a visitor, a flow or a webhook", to.Kind, to.Owner)
+	if !slices.Contains([]Kind{ByKey, ByVisitor, ByFlow, ByWebhook}, grantee.Kind) || grantee.Owner == "" {
+		return "", fmt.Errorf("give %s %q access to thread: name a key, a visitor, a flow or a webhook",
+			grantee.Kind, grantee.Owner)
 	}
-	var found bool
-	var granted *string
+	var exists bool
+	var accessID *string
 	err = db.QueryRow(ctx, `
 		with thread as (select t.id from agent_threads t where t.id = @thread for key share),
 		granted as (
@@ -172,20 +176,21 @@ func Grant(ctx context.Context, db postgres.DB, thread string, to Principal, nam
 		   where a.thread_id = excluded.thread_id
 		  returning a.id)
 		select exists (select from thread), (select g.id::text from granted g)`, postgres.Strict{
-		"thread": postgres.Text(thread), "kind": string(to.Kind), "owner": postgres.Text(to.Owner), "proof": to.Proof,
-		"name": name, "by": postgres.Text(by),
-	}).Scan(&found, &granted)
+		"thread": postgres.Text(thread), "kind": string(grantee.Kind), "owner": postgres.Text(grantee.Owner),
+		"proof": grantee.Proof,
+		"name":  name, "by": postgres.Text(grantedBy),
+	}).Scan(&exists, &accessID)
 	switch {
 	case err != nil:
-	case !found:
+	case !exists:
 		err = ErrNotFound
-	case granted == nil:
+	case accessID == nil:
 		err = ErrTaken
 	default:
-		id = *granted
+		id = *accessID
 	}
 	if err != nil {
-		return "", fmt.Errorf("give %s %s access to thread: %w", to.Kind, to.Owner, err)
+		return "", fmt.Errorf("give %s %s access to thread: %w", grantee.Kind, grantee.Owner, err)
 	}
 	return id, nil
 }

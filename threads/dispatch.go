@@ -53,7 +53,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		}
 	}
 	d.Hold = cmp.Or(d.Hold, defaultHold)
-	out := outbox.Dispatcher[outboxMessage]{
+	dispatcher := outbox.Dispatcher[outboxMessage]{
 		Logger: d.Logger, Attempt: d.deliver,
 		Target: func(p outboxMessage) string { return p.Target },
 		Claim: func(ctx context.Context, limit int, full []string) ([]outboxMessage, error) {
@@ -61,23 +61,23 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		},
 		NextDue: func(ctx context.Context, full []string) (time.Duration, error) { return untilDue(ctx, d.Pool, full) },
 	}
-	var freed <-chan string
+	var released <-chan string
 	if d.Listener != nil {
 		threads, stopThreads := d.Listener.Subscribe("agent_threads")
 		messages, stopMessages := d.Listener.Subscribe("agent_outbox")
 		defer stopThreads()
 		defer stopMessages()
-		freed, out.Wake = threads, messages
+		released, dispatcher.Wake = threads, messages
 	}
 	var sending sync.WaitGroup
 	defer sending.Wait()
-	sending.Go(func() { out.Run(ctx) })
-	d.flushThreads(ctx, freed)
+	sending.Go(func() { dispatcher.Run(ctx) })
+	d.flushThreads(ctx, released)
 	return nil
 }
 
 // flushThreads sends the queued messages of threads whose lane was released, until ctx ends.
-func (d *Dispatcher) flushThreads(ctx context.Context, freed <-chan string) {
+func (d *Dispatcher) flushThreads(ctx context.Context, released <-chan string) {
 	poll := time.NewTicker(pollInterval)
 	defer poll.Stop()
 	d.sweep(ctx)
@@ -85,7 +85,7 @@ func (d *Dispatcher) flushThreads(ctx context.Context, freed <-chan string) {
 		select {
 		case <-ctx.Done():
 			return
-		case thread := <-freed:
+		case thread := <-released:
 			if thread == "" {
 				d.sweep(ctx)
 			} else {
@@ -99,7 +99,7 @@ func (d *Dispatcher) flushThreads(ctx context.Context, freed <-chan string) {
 
 // sweep handles what notifications have missed.
 func (d *Dispatcher) sweep(ctx context.Context) {
-	if _, err := clean(ctx, d.Pool, d.Logger, idleGrace); err != nil && ctx.Err() == nil {
+	if _, err := releaseStale(ctx, d.Pool, d.Logger, idleGrace); err != nil && ctx.Err() == nil {
 		d.Logger.WarnContext(ctx, "threads not cleaned", "error", err)
 	}
 	d.flush(ctx, "")
@@ -112,7 +112,7 @@ func (d *Dispatcher) flush(ctx context.Context, thread string) {
 	if thread == "" {
 		n, err = flushAll(ctx, d.Pool, d.Logger)
 	} else {
-		d.cleanStale(ctx, thread)
+		d.releaseStaleLane(ctx, thread)
 		n, err = Flush(ctx, d.Pool, d.Logger, thread)
 	}
 	if err != nil && ctx.Err() == nil {
@@ -122,14 +122,14 @@ func (d *Dispatcher) flush(ctx context.Context, thread string) {
 	}
 }
 
-// cleanStale releases and logs a stale lane before the next sender acquires it.
-func (d *Dispatcher) cleanStale(ctx context.Context, thread string) {
+// releaseStaleLane releases and logs a stale lane before the next sender acquires it.
+func (d *Dispatcher) releaseStaleLane(ctx context.Context, thread string) {
 	var stale bool
 	err := d.Pool.QueryRow(ctx, `
 		select exists (select from agent_locks l where l.lane = 'thread:' || @thread and l.locked_by <> '' and not l.parked
 		                  and l.expires_at <= clock_timestamp())`, postgres.Strict{"thread": postgres.Text(thread)}).Scan(&stale)
 	if err == nil && stale {
-		_, err = clean(ctx, d.Pool, d.Logger, idleGrace)
+		_, err = releaseStale(ctx, d.Pool, d.Logger, idleGrace)
 	}
 	if err != nil && ctx.Err() == nil {
 		d.Logger.WarnContext(ctx, "threads not cleaned", "error", err)
@@ -137,61 +137,61 @@ func (d *Dispatcher) cleanStale(ctx context.Context, thread string) {
 }
 
 // deliver makes and records one attempt.
-func (d *Dispatcher) deliver(ctx context.Context, p outboxMessage) {
+func (d *Dispatcher) deliver(ctx context.Context, m outboxMessage) {
 	ctx, cancel := context.WithTimeout(ctx, max(d.Hold-5*time.Second, d.Hold/2))
 	defer cancel()
-	ctx = trace.With(ctx, trace.Span{TraceID: trace.ID(p.TraceID), Surface: trace.Flow})
-	about := []any{"message_id", p.ID, "thread_id", p.ThreadID, "seq", p.Seq, "attempt", p.Attempt}
-	v := attemptResult{status: Delivered}
-	if p.Channel == ChannelLog {
-		d.Logger.InfoContext(ctx, "message", append(about, "content", p.Content)...)
+	ctx = trace.With(ctx, trace.Span{TraceID: trace.ID(m.TraceID), Surface: trace.Flow})
+	attrs := []any{"message_id", m.ID, "thread_id", m.ThreadID, "seq", m.Seq, "attempt", m.Attempt}
+	result := attemptResult{status: Delivered}
+	if m.Channel == ChannelLog {
+		d.Logger.InfoContext(ctx, "message", append(attrs, "content", m.Content)...)
 	} else {
-		v = d.post(ctx, p)
+		result = d.post(ctx, m)
 		d.Logger.InfoContext(ctx, "message attempted",
-			append(about, "target", p.Target, "status", string(v.status), "error", v.err)...)
+			append(attrs, "target", m.Target, "status", string(result.status), "error", result.err)...)
 	}
-	if _, err := recordAttempt(ctx, d.Pool, p, v); err != nil {
+	if _, err := recordAttempt(ctx, d.Pool, m, result); err != nil {
 		d.Logger.WarnContext(ctx, "delivery attempt not recorded, the message will be delivered again",
-			append(about, "error", err)...)
+			append(attrs, "error", err)...)
 	}
 }
 
 // post sends a request and returns the result.
-func (d *Dispatcher) post(ctx context.Context, p outboxMessage) attemptResult {
-	var got webhooks.Response
+func (d *Dispatcher) post(ctx context.Context, m outboxMessage) attemptResult {
+	var resp webhooks.Response
 	switch {
-	case p.URL == nil:
-		got.Error, got.Class = "unknown outgoing webhook target "+p.Target+"; declare it in the workspace", "refused"
-	case !*p.Enabled:
-		got.Error, got.Class = "the target "+p.Target+" is out of service: "+*p.Reason, "refused"
+	case m.URL == nil:
+		resp.Error, resp.Class = "unknown outgoing webhook target "+m.Target+"; declare it in the workspace", "refused"
+	case !*m.Enabled:
+		resp.Error, resp.Class = "the target "+m.Target+" is out of service: "+*m.Reason, "refused"
 	default:
-		got = webhooks.Poster{Client: d.Client, Getenv: d.Getenv}.Post(ctx, webhooks.Request{
-			ID: p.ID, TraceID: p.TraceID, URL: *p.URL, Secrets: p.Secrets, Payload: p.Payload, SentAt: p.Now,
+		resp = webhooks.Poster{Client: d.Client, Getenv: d.Getenv}.Post(ctx, webhooks.Request{
+			ID: m.ID, TraceID: m.TraceID, URL: *m.URL, Secrets: m.Secrets, Payload: m.Payload, SentAt: m.Now,
 		})
 	}
-	v := attemptResult{status: Delivered, err: redact.Text(got.Error, 1000)}
+	result := attemptResult{status: Delivered, err: redact.Text(resp.Error, 1000)}
 	switch {
-	case got.Error == "":
-	case got.Gone || p.Attempt > len(d.Schedule):
-		v.status = Failed
+	case resp.Error == "":
+	case resp.Gone || m.Attempt > len(d.Schedule):
+		result.status = Failed
 	default:
-		wait := d.Schedule[p.Attempt-1]
-		v.status, v.retry = Sending, max(outbox.Jitter(wait), got.Pause)
+		wait := d.Schedule[m.Attempt-1]
+		result.status, result.retryDelay = Sending, max(outbox.Jitter(wait), resp.Pause)
 	}
-	if p.TraceID != "" {
-		out := activity.Outcome{
-			Status: activity.Success, Message: got.Error, Class: got.Class,
-			Output: map[string]any{"http_status": got.Status},
+	if m.TraceID != "" {
+		outcome := activity.Outcome{
+			Status: activity.Success, Message: resp.Error, Class: resp.Class,
+			Output: map[string]any{"http_status": resp.Status},
 		}
-		if got.Error != "" {
-			out.Status = activity.Error
+		if resp.Error != "" {
+			outcome.Status = activity.Error
 		}
 		if _, err := activity.Note(ctx, d.Pool, activity.Entry{
-			Skill: "message_send", Kind: activity.KindCall, Purpose: "thread.message", IdempotencyKey: p.ID,
-			Input: map[string]any{"target": p.Target, "message_id": p.ID, "thread_id": p.ThreadID, "attempt": p.Attempt},
-		}, out); err != nil {
-			d.Logger.WarnContext(ctx, "outgoing message not logged", "message_id", p.ID, "error", err)
+			Skill: "message_send", Kind: activity.KindCall, Purpose: "thread.message", IdempotencyKey: m.ID,
+			Input: map[string]any{"target": m.Target, "message_id": m.ID, "thread_id": m.ThreadID, "attempt": m.Attempt},
+		}, outcome); err != nil {
+			d.Logger.WarnContext(ctx, "outgoing message not logged", "message_id", m.ID, "error", err)
 		}
 	}
-	return v
+	return result
 }

@@ -74,11 +74,11 @@ type NewMessage struct {
 // Post adds a message to a thread and assigns its place, unless it is queued. The thread's row stays locked until the
 // caller's transaction ends, so places become visible in order. ErrNotFound: there is no such thread.
 func Post(ctx context.Context, db postgres.DB, d NewMessage) (Message, error) {
-	got, err := PostAll(ctx, db, d.ThreadID, []NewMessage{d})
+	posted, err := PostAll(ctx, db, d.ThreadID, []NewMessage{d})
 	if err != nil {
 		return Message{}, err
 	}
-	return got[0], nil
+	return posted[0], nil
 }
 
 // PostAll posts messages to one thread in order, with one statement. Either all or none of them are queued.
@@ -86,11 +86,11 @@ func PostAll(ctx context.Context, db postgres.DB, thread string, drafts []NewMes
 	if len(drafts) == 0 {
 		return nil, nil
 	}
-	var rows batch
+	var columns messageColumns
 	for i, d := range drafts {
-		rows.add(i, d)
+		columns.add(i, d)
 	}
-	found, err := db.Query(ctx, `
+	rows, err := db.Query(ctx, `
 		with drafts as (
 		  select * from unnest(@roles::text[], @contents::text[], @channels::text[], @targets::text[], @executions::text[],
 		         @traces::text[], @statuses::text[],
@@ -108,41 +108,41 @@ func PostAll(ctx context.Context, db postgres.DB, thread string, drafts []NewMes
 		  from place p, drafts d, lateral (select case when d.status <> 'queued' then p.before + d.n end as seq) s
 		    order by d.n
 		returning id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
-		          interrupted, tokens, attempts, error_message, created_at, sent_at`, rows.args(thread))
+		          interrupted, tokens, attempts, error_message, created_at, sent_at`, columns.args(thread))
 	if err != nil {
 		return nil, fmt.Errorf("post message: %w", err)
 	}
-	got, err := pgx.CollectRows(found, pgx.RowToStructByNameLax[Message])
-	if err == nil && len(got) == 0 {
+	posted, err := pgx.CollectRows(rows, pgx.RowToStructByNameLax[Message])
+	if err == nil && len(posted) == 0 {
 		err = ErrNotFound
 	}
 	if err == nil {
-		err = saveImages(ctx, db, got, drafts)
+		err = saveImages(ctx, db, posted, drafts)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("post message: %w", err)
 	}
-	return got, nil
+	return posted, nil
 }
 
-// batch has the columns of new messages.
-type batch struct {
+// messageColumns has the columns of new messages. seqCount is the number of messages that get a seq.
+type messageColumns struct {
 	roles, contents, channels, targets, executions, traces, statuses []string
 	interrupted                                                      []bool
 	tokens, starts                                                   []int
 	turns                                                            []int64
-	places                                                           int
+	seqCount                                                         int
 }
 
 // add adds message i. Its start is the number of the message that starts its turn, unless it names a turn.
-func (b *batch) add(i int, d NewMessage) {
+func (b *messageColumns) add(i int, d NewMessage) {
 	content := postgres.Text(d.Content)
 	start, turn := i+1, d.Turn
 	if d.Follows && i > 0 {
 		start, turn = b.starts[i-1], b.turns[i-1]
 	}
 	if d.Status != Queued {
-		b.places++
+		b.seqCount++
 	}
 	b.targets = append(b.targets, d.Target)
 	b.roles, b.contents, b.channels = append(b.roles, d.Role), append(b.contents, content), append(b.channels, d.Channel)
@@ -152,13 +152,13 @@ func (b *batch) add(i int, d NewMessage) {
 	b.turns, b.starts = append(b.turns, turn), append(b.starts, start)
 }
 
-func (b *batch) args(thread string) postgres.Strict {
+func (b *messageColumns) args(thread string) postgres.Strict {
 	return postgres.Strict{
 		"thread_id": postgres.Text(thread), "roles": b.roles, "contents": b.contents, "channels": b.channels,
 		"targets": b.targets, "executions": b.executions,
 		"traces": b.traces, "statuses": b.statuses, "interrupted": b.interrupted, "tokens": b.tokens,
 		"turns": b.turns, "starts": b.starts,
-		"places": b.places,
+		"places": b.seqCount,
 	}
 }
 
@@ -265,18 +265,18 @@ func Images(ctx context.Context, db postgres.DB, messages []Message) (map[string
 	if err != nil {
 		return nil, fmt.Errorf("read images: %w", err)
 	}
-	found := map[string][]Image{}
+	byMessage := map[string][]Image{}
 	var id string
 	var image Image
 	_, err = pgx.ForEachRow(rows, []any{&id, &image.URL, &image.MediaType, &image.Data, &image.Detail}, func() error {
-		found[id] = append(found[id], image)
+		byMessage[id] = append(byMessage[id], image)
 		image.Data = nil
 		return nil
 	})
 	if err != nil {
 		return nil, fmt.Errorf("read images: %w", err)
 	}
-	return found, nil
+	return byMessage, nil
 }
 
 // Draft is the answer of an unfinished turn so far. The first Settled characters are final; the rest may change when
@@ -336,11 +336,11 @@ var ErrNoMessage = errors.New("the thread has no such message")
 // Visible reads the messages of a thread that its participant may read, at most limit: newest first, or oldest first.
 // after, where set, is the id of the message that they follow; [ErrNoMessage]: the thread does not have it.
 func Visible(ctx context.Context, db postgres.DB, thread, after string, ascending bool, limit int) ([]Message, error) {
-	from := int64(0)
+	afterSeq := int64(0)
 	if after != "" {
 		err := db.QueryRow(ctx, `
 			select seq from agent_messages where id = lanekeeper.agent_uuid(@id) and thread_id = @thread and seq is not null`,
-			postgres.Strict{"id": after, "thread": thread}).Scan(&from)
+			postgres.Strict{"id": after, "thread": thread}).Scan(&afterSeq)
 		if errors.Is(err, pgx.ErrNoRows) {
 			err = ErrNoMessage
 		}
@@ -348,7 +348,7 @@ func Visible(ctx context.Context, db postgres.DB, thread, after string, ascendin
 			return nil, fmt.Errorf("find message: %w", err)
 		}
 	}
-	args := postgres.Strict{"thread": thread, "from": from, "limit": limit}
+	args := postgres.Strict{"thread": thread, "from": afterSeq, "limit": limit}
 	if ascending {
 		return postgres.Rows[Message](ctx, db, "read messages",
 			selectVisible+` and seq > @from::bigint order by seq limit @limit`, args)

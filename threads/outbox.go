@@ -36,10 +36,10 @@ type outboxMessage struct {
 // maxDue bounds the due messages that one claim reads.
 const maxDue = 200
 
-// claimDue claims up to limit due messages, none of the targets in full. A claimed message is not due again before hold
-// has passed, so no other process delivers it. statement_timestamp() lets the index be used.
+// claimDue claims up to limit due messages, none of them for fullTargets. A claimed message is not due again before
+// hold has passed, so no other process delivers it. statement_timestamp() lets the index be used.
 func claimDue(
-	ctx context.Context, db postgres.DB, limit int, full []string, hold time.Duration,
+	ctx context.Context, db postgres.DB, limit int, fullTargets []string, hold time.Duration,
 ) ([]outboxMessage, error) {
 	return postgres.Rows[outboxMessage](ctx, db, "claim outgoing messages", `
 		with due as (
@@ -69,19 +69,19 @@ func claimDue(
 		  from taken k join agent_threads h on h.id = k.thread_id
 		  left join agent_webhook_targets t on t.name = k.target and k.channel = 'webhook'`,
 		postgres.Strict{
-			"limit": limit, "each": outbox.PerTarget, "look": maxDue, "full": full, "hold": hold.Seconds(),
+			"limit": limit, "each": outbox.PerTarget, "look": maxDue, "full": fullTargets, "hold": hold.Seconds(),
 		})
 }
 
 // untilDue returns the time until the next message is due, by the database's clock; outbox.MaxPause without one.
-func untilDue(ctx context.Context, db postgres.DB, full []string) (time.Duration, error) {
+func untilDue(ctx context.Context, db postgres.DB, fullTargets []string) (time.Duration, error) {
 	var seconds *float64
 	err := db.QueryRow(ctx, `
 		select extract(epoch from (select m.next_attempt_at from agent_messages m
 		   where m.status = 'sending' and m.next_attempt_at is not null
 		     and (m.channel <> 'webhook' or m.target <> all(@full::text[]))
 		   order by m.next_attempt_at limit 1) - clock_timestamp())::float8`,
-		postgres.Strict{"full": full}).Scan(&seconds)
+		postgres.Strict{"full": fullTargets}).Scan(&seconds)
 	if err != nil || seconds == nil {
 		return outbox.MaxPause, err
 	}
@@ -90,17 +90,19 @@ func untilDue(ctx context.Context, db postgres.DB, full []string) (time.Duration
 
 // attemptResult is the result of a delivery attempt.
 type attemptResult struct {
-	status Status // delivered, failed, or sending: retried after retry
-	err    string
-	retry  time.Duration
+	status     Status // delivered, failed, or sending: retried after retryDelay
+	err        string
+	retryDelay time.Duration
 }
 
 // recordAttempt records the result of an attempt and makes the next message of the thread and target due. recorded is
 // false when the claim has expired: nothing changes.
-func recordAttempt(ctx context.Context, db postgres.DB, p outboxMessage, v attemptResult) (recorded bool, err error) {
+func recordAttempt(
+	ctx context.Context, db postgres.DB, m outboxMessage, result attemptResult,
+) (recorded bool, err error) {
 	b := &pgx.Batch{}
 	// The thread is locked first, so a concurrent new message is not missed.
-	b.Queue(`select from agent_threads where id = @thread for no key update`, postgres.Strict{"thread": p.ThreadID})
+	b.Queue(`select from agent_threads where id = @thread for no key update`, postgres.Strict{"thread": m.ThreadID})
 	b.Queue(`
 		update agent_messages
 		   set status = @status, error_message = nullif(@error, ''), delivered_at = case when @status = 'delivered'
@@ -108,8 +110,8 @@ func recordAttempt(ctx context.Context, db postgres.DB, p outboxMessage, v attem
 		       next_attempt_at = case when @status = 'sending' then clock_timestamp() + make_interval(secs => @retry) end
 		 where id = @id and status = 'sending' and attempts = @attempt`,
 		postgres.Strict{
-			"id": p.ID, "attempt": p.Attempt, "status": string(v.status), "error": postgres.Text(v.err),
-			"retry": v.retry.Seconds(),
+			"id": m.ID, "attempt": m.Attempt, "status": string(result.status), "error": postgres.Text(result.err),
+			"retry": result.retryDelay.Seconds(),
 		}).
 		Exec(func(tag pgconn.CommandTag) error {
 			recorded = tag.RowsAffected() > 0
@@ -124,7 +126,7 @@ func recordAttempt(ctx context.Context, db postgres.DB, p outboxMessage, v attem
 		     and m.next_attempt_at is null
 		  returning m.id)
 		select pg_notify('agent_outbox', '') from next`,
-		postgres.Strict{"thread": p.ThreadID, "channel": p.Channel, "target": p.Target})
+		postgres.Strict{"thread": m.ThreadID, "channel": m.Channel, "target": m.Target})
 	if err := db.SendBatch(ctx, b).Close(); err != nil {
 		return false, fmt.Errorf("record delivery attempt: %w", err)
 	}
@@ -139,7 +141,7 @@ const (
 // Flush sends the queued messages of a thread that may be sent, in order, and returns their number. A thread that
 // another transaction has locked is an error with SQLSTATE 55P03; the sweep sends its messages later.
 func Flush(ctx context.Context, db postgres.DB, log *slog.Logger, thread string) (int, error) {
-	for all := 0; ; {
+	for total := 0; ; {
 		var n int
 		var before, after int64
 		var owner, execution, traceID string
@@ -166,14 +168,14 @@ func Flush(ctx context.Context, db postgres.DB, log *slog.Logger, thread string)
 			err = ErrNotFound
 		}
 		if err != nil {
-			return all, fmt.Errorf("send queued messages of thread %q: %w", thread, err)
+			return total, fmt.Errorf("send queued messages of thread %q: %w", thread, err)
 		}
 		if n > 0 && after > before {
-			SendResult{acquired: true, token: after, lender: lender}.Log(
+			SendResult{acquired: true, fencingToken: after, lender: lender}.Log(
 				trace.With(ctx, trace.Span{TraceID: trace.ID(traceID), ExecutionID: execution}), log, thread, owner)
 		}
-		if all += n; n < flushBatch {
-			return all, nil
+		if total += n; n < flushBatch {
+			return total, nil
 		}
 	}
 }
@@ -195,21 +197,21 @@ const idleGrace = 5 * time.Minute
 
 // Clean releases and logs the threads whose holder has ended, is gone, or has been idle for the time of its lease.
 func Clean(ctx context.Context, db postgres.DB, log *slog.Logger) ([]Freed, error) {
-	return clean(ctx, db, log, 0)
+	return releaseStale(ctx, db, log, 0)
 }
 
-// clean is Clean with a grace period for idle holders of threads in which nothing is queued.
-func clean(ctx context.Context, db postgres.DB, log *slog.Logger, grace time.Duration) ([]Freed, error) {
-	got, err := postgres.Rows[Freed](ctx, db, "clean threads", executions.ReleaseStaleThreads,
+// releaseStale is Clean with a grace period for idle holders of threads in which nothing is queued.
+func releaseStale(ctx context.Context, db postgres.DB, log *slog.Logger, grace time.Duration) ([]Freed, error) {
+	freed, err := postgres.Rows[Freed](ctx, db, "clean threads", executions.ReleaseStaleThreads,
 		postgres.Strict{"overdue": 0.0, "grace": grace.Seconds()})
 	if err != nil {
 		return nil, err
 	}
-	for _, f := range got {
+	for _, f := range freed {
 		f.Log(ctx, log)
 	}
-	if len(got) > 0 {
-		log.InfoContext(ctx, "locks released", "count", len(got))
+	if len(freed) > 0 {
+		log.InfoContext(ctx, "locks released", "count", len(freed))
 	}
-	return got, nil
+	return freed, nil
 }

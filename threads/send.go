@@ -49,11 +49,11 @@ type SendResult struct {
 	Queued    bool   `json:"queued"`
 	Holder    string `json:"holder,omitempty"` // of a queued message: the holder of the lane
 
-	acquired    bool
-	token       int64 // of the acquired or borrowed lane
-	lender      *string
-	staleHolder *string
-	staleFor    time.Duration
+	acquired     bool
+	fencingToken int64 // of the acquired or borrowed lane
+	lender       *string
+	staleHolder  *string
+	staleFor     time.Duration
 }
 
 // Send sends a message for the execution of ctx. It is a step named send, so crashes do not repeat the message. If the
@@ -64,21 +64,21 @@ func Send(ctx context.Context, o Outgoing) (SendResult, error) {
 	if err != nil {
 		return SendResult{}, fmt.Errorf("send message: %w", err)
 	}
-	var fresh *SendResult
-	got, err := executions.StepTx(ctx, "send", func(ctx context.Context, tx pgx.Tx) (SendResult, error) {
+	var sent *SendResult
+	result, err := executions.StepTx(ctx, "send", func(ctx context.Context, tx pgx.Tx) (SendResult, error) {
 		out := o
 		out.ExecutionID, out.Claim = id, claim
 		s, err := SendTx(ctx, tx, out)
-		fresh = &s
+		sent = &s
 		return s, err
 	}, executions.Input(o))
 	if err != nil {
 		return SendResult{}, err
 	}
-	if fresh != nil {
-		fresh.Log(ctx, executions.Logger(ctx), o.ThreadID, fmt.Sprintf("%s#%d", id, claim))
+	if sent != nil {
+		sent.Log(ctx, executions.Logger(ctx), o.ThreadID, fmt.Sprintf("%s#%d", id, claim))
 	}
-	return got, nil
+	return result, nil
 }
 
 // SendTx is Send in the caller's transaction, for the claim in o or without one. SQLSTATE LK001: the claim has ended;
@@ -90,7 +90,7 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 		return SendResult{}, fmt.Errorf("send message: %w", ErrEmpty)
 	}
 	if o.Key != "" {
-		if s, done, err := sentBefore(ctx, tx, o.Key); err != nil || done {
+		if s, found, err := findSent(ctx, tx, o.Key); err != nil || found {
 			return s, err
 		}
 	}
@@ -129,7 +129,7 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 	}
 	if s.acquired || s.lender != nil {
 		if err := tx.QueryRow(ctx, `select fencing_token from agent_locks where lane = @lane`,
-			postgres.Strict{"lane": postgres.Text(Lane(o.ThreadID))}).Scan(&s.token); err != nil {
+			postgres.Strict{"lane": postgres.Text(Lane(o.ThreadID))}).Scan(&s.fencingToken); err != nil {
 			return SendResult{}, fmt.Errorf("read token of thread %q: %w", o.ThreadID, err)
 		}
 	}
@@ -142,8 +142,8 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 	return s, nil
 }
 
-// sentBefore finds the message of a key, and locks the key until tx ends.
-func sentBefore(ctx context.Context, tx pgx.Tx, key string) (s SendResult, done bool, err error) {
+// findSent finds the message of a key, and locks the key until tx ends.
+func findSent(ctx context.Context, tx pgx.Tx, key string) (s SendResult, found bool, err error) {
 	_, err = tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('send ' || @key, 0))`,
 		postgres.Strict{"key": key})
 	if err == nil {
@@ -167,9 +167,9 @@ func (s SendResult) Log(ctx context.Context, log *slog.Logger, thread, owner str
 	}
 	switch {
 	case s.lender != nil:
-		log.InfoContext(ctx, "lane inherited", "lane", lane, "from", *s.lender, "to", owner, "fencing_token", s.token)
+		log.InfoContext(ctx, "lane inherited", "lane", lane, "from", *s.lender, "to", owner, "fencing_token", s.fencingToken)
 	case s.acquired:
-		log.InfoContext(ctx, "lane acquired", "lane", lane, "owner", owner, "fencing_token", s.token)
+		log.InfoContext(ctx, "lane acquired", "lane", lane, "owner", owner, "fencing_token", s.fencingToken)
 	case s.Queued:
 		log.WarnContext(ctx, "lane busy", "lane", lane, "owner", owner, "holder", s.Holder)
 	}
@@ -220,21 +220,21 @@ func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) 
 	if err != nil {
 		return ReceiveResult{}, fmt.Errorf("receive message: %w", err)
 	}
-	var got ReceiveResult
-	var woken *string
-	_, err = pgx.ForEachRow(rows, []any{&got.MessageID, &got.Seq, &got.EventID, &woken}, func() error {
-		if woken != nil {
-			got.Resumed = append(got.Resumed, *woken)
+	var result ReceiveResult
+	var resumed *string
+	_, err = pgx.ForEachRow(rows, []any{&result.MessageID, &result.Seq, &result.EventID, &resumed}, func() error {
+		if resumed != nil {
+			result.Resumed = append(result.Resumed, *resumed)
 		}
 		return nil
 	})
-	if postgres.IsCode(err, "P0002") || err == nil && got.MessageID == "" {
+	if postgres.IsCode(err, "P0002") || err == nil && result.MessageID == "" {
 		err = errors.Join(err, ErrNotFound)
 	}
 	if err != nil {
 		return ReceiveResult{}, fmt.Errorf("receive message in thread %q: %w", in.ThreadID, err)
 	}
-	return got, e.WakeTx(ctx, tx, got.Resumed...)
+	return result, e.WakeTx(ctx, tx, result.Resumed...)
 }
 
 // Window returns the summary of a thread and the latest messages within a number of tokens, oldest first. Only whole
@@ -273,17 +273,17 @@ func Window(
 		return "", nil, fmt.Errorf("read thread %s: %w", thread, err)
 	}
 	// A turn that does not fit whole is left out.
-	whole := slices.IndexFunc(messages, func(m Message) bool { return *m.Turn == *m.Seq })
-	if whole < 0 {
-		whole = len(messages)
+	firstComplete := slices.IndexFunc(messages, func(m Message) bool { return *m.Turn == *m.Seq })
+	if firstComplete < 0 {
+		firstComplete = len(messages)
 	}
-	return summary, messages[whole:], nil
+	return summary, messages[firstComplete:], nil
 }
 
-// Backlog returns the turns to summarise, oldest first: those before the latest keep tokens, up to about most tokens.
+// Backlog returns the turns to summarise, oldest first: those before the latest keep tokens, up to about maxTokens.
 // It is empty when all turns without a summary fit in limit tokens. before excludes later turns; 0: none.
 func Backlog(
-	ctx context.Context, db postgres.DB, thread string, before int64, limit, keep, most int,
+	ctx context.Context, db postgres.DB, thread string, before int64, limit, keep, maxTokens int,
 ) ([]Message, error) {
 	t, err := Get(ctx, db, thread)
 	if err != nil {
@@ -311,7 +311,7 @@ func Backlog(
 		       interrupted, tokens, attempts, error_message, created_at, sent_at
 		  from folded where earlier < @most and whole order by turn, seq`,
 		postgres.Strict{
-			"thread": t.ID, "through": t.SummaryThrough, "before": before, "limit": limit, "keep": keep, "most": most,
+			"thread": t.ID, "through": t.SummaryThrough, "before": before, "limit": limit, "keep": keep, "most": maxTokens,
 		})
 	return postgres.Collect(rows, err, fmt.Sprintf("read backlog of thread %s", thread), pgx.RowToStructByNameLax[Message])
 }
