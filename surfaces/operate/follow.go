@@ -43,11 +43,11 @@ const (
 // continues to wait, and Done.Ended is WaitingApproval, unless the cause is ErrInterrupt. Errors before the start emit
 // nothing: *lanes.BusyError, ErrBusySession, an invalid message. NUL and invalid UTF-8 are removed from the message.
 func (s *Session) Turn(ctx context.Context, message string, wait bool, emit func(Event)) (Done, error) {
-	return s.turn(ctx, message, "", wait, emit)
+	return s.runTurn(ctx, message, "", wait, emit)
 }
 
-// turn is Turn with a dedupe key.
-func (s *Session) turn(ctx context.Context, message, key string, wait bool, emit func(Event)) (Done, error) {
+// runTurn is Turn with a dedupe key.
+func (s *Session) runTurn(ctx context.Context, message, key string, wait bool, emit func(Event)) (Done, error) {
 	message = postgres.Text(message)
 	if err := s.o.checkMessage(message); err != nil {
 		return Done{}, err
@@ -103,29 +103,29 @@ func (o *Operate) checkMessage(message string) error {
 func (s *Session) insertTurn(ctx context.Context, message, key string) (claimed executions.Execution, err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelTimeout)
 	defer cancel()
-	id := s.traceID()
-	acting, err := s.agentName(ctx)
+	id := s.takeTraceID()
+	agent, err := s.agentName(ctx)
 	if err != nil {
 		return claimed, fmt.Errorf("begin turn: %w", err)
 	}
 	err = new(postgres.KeyedTx).Do(ctx, s.o.Pool, s.id, func(tx pgx.Tx) error {
-		got, _, err := threads.Open(ctx, tx, threads.Admin, threads.Thread{
-			ID: s.id, Channel: Channel, Agent: acting, Participant: owner,
+		thread, _, err := threads.Open(ctx, tx, threads.Admin, threads.Thread{
+			ID: s.id, Channel: Channel, Agent: agent, Participant: owner,
 		})
-		if err == nil && got.Channel != Channel {
+		if err == nil && thread.Channel != Channel {
 			err = threads.ErrForeign
 		}
 		if err != nil {
 			return err
 		}
-		acting, err := s.threadAgent(ctx, tx, got.Agent, acting)
+		agent, err := s.threadAgent(ctx, tx, thread.Agent, agent)
 		if err != nil {
 			return err
 		}
 		var created bool
 		claimed, created, err = s.o.Engine.InsertClaimed(ctx, tx, executions.Spec{
-			Flow: Flow, Surface: trace.Operate, TraceID: id, Agent: acting, ThreadID: s.id, Queue: executions.Interactive,
-			Priority: 1, Input: input{s.id, message}, DedupeKey: key,
+			Flow: Flow, Surface: trace.Operate, TraceID: id, Agent: agent, ThreadID: s.id, Queue: executions.Interactive,
+			Priority: 1, Input: turnInput{s.id, message}, DedupeKey: key,
 		})
 		if err == nil && !created {
 			return duplicateTurn(claimed)
@@ -155,11 +155,11 @@ func (s *Session) insertTurn(ctx context.Context, message, key string) (claimed 
 // followTurn reports a turn from start to end.
 func (s *Session) followTurn(ctx context.Context, x executions.Execution, emit func(Event)) (Done, error) {
 	l := &listener{
-		session: s, emit: emit, since: x.Claim, seen: map[string]activity.Status{}, claims: map[int64]bool{},
+		session: s, emit: emit, previousClaim: x.Claim, statuses: map[string]activity.Status{}, localClaims: map[int64]bool{},
 		shownApprovals: map[string]bool{}, shownDenials: map[string]bool{},
 	}
 	if x.Status != executions.Waiting && x.Status != executions.Pending {
-		l.since-- // report the present run, too
+		l.previousClaim-- // report the present run, too
 	}
 	s.o.mu.Lock()
 	s.o.listeners[x.ID] = l
@@ -170,14 +170,14 @@ func (s *Session) followTurn(ctx context.Context, x executions.Execution, emit f
 		s.o.mu.Unlock()
 	}()
 	l.send(Event{"start", Start{x.TraceID, s.id, x.ID}})
-	ended, left, err := s.follow(ctx, x, l)
+	ended, detachReason, err := s.follow(ctx, x, l)
 	s.reacquireLane(ctx)
 	if err != nil {
 		l.send(Event{"error", toProblem(err, x.TraceID)})
 		return Done{}, err
 	}
-	done := Done{TraceID: x.TraceID, ExecutionID: x.ID, SessionID: s.id, Ended: left}
-	if left == "" {
+	done := Done{TraceID: x.TraceID, ExecutionID: x.ID, SessionID: s.id, Ended: detachReason}
+	if detachReason == "" {
 		if done, err = s.readOutcome(ctx, done, ended); err != nil {
 			l.send(Event{"error", toProblem(err, x.TraceID)})
 			return done, err
@@ -188,7 +188,7 @@ func (s *Session) followTurn(ctx context.Context, x executions.Execution, emit f
 	} else {
 		done.Usage, done.CostUSD = s.usageSoFar(ctx, x)
 	}
-	if left == WaitingApproval && ctx.Err() != nil && !errors.Is(context.Cause(ctx), ErrDetach) {
+	if detachReason == WaitingApproval && ctx.Err() != nil && !errors.Is(context.Cause(ctx), ErrDetach) {
 		s.logReleaseError(ctx, s.releaseLane(ctx)) // the admin is gone
 	}
 	l.send(Event{"done", done})
@@ -239,27 +239,27 @@ func (s *Session) readOutcome(ctx context.Context, done Done, x executions.Execu
 // waits for that goroutine.
 func (s *Session) follow(
 	ctx context.Context, x executions.Execution, l *listener,
-) (ended executions.Execution, left string, err error) {
+) (ended executions.Execution, detachReason string, err error) {
 	done := make(chan struct{})
-	var watching sync.WaitGroup
+	var wg sync.WaitGroup
 	var reason string
-	watching.Go(func() {
+	wg.Go(func() {
 		select {
 		case <-ctx.Done():
 			reason = s.o.interruptTurn(ctx, x.ID, l)
 		case <-done:
 		}
 	})
-	detached := func() string {
+	awaitInterrupt := func() string {
 		if ctx.Err() == nil {
 			return ""
 		}
-		watching.Wait()
+		wg.Wait()
 		return reason
 	}
 	defer func() {
 		close(done)
-		watching.Wait()
+		wg.Wait()
 	}()
 	runCtx := context.WithoutCancel(ctx)
 	if x.ClaimedBy != nil {
@@ -268,28 +268,28 @@ func (s *Session) follow(
 		}
 	}
 	for {
-		now, err := s.o.readExecution(runCtx, x.ID)
+		current, err := s.o.readExecution(runCtx, x.ID)
 		if err != nil {
 			return x, "", err
 		}
-		if err := s.o.catchUp(runCtx, now, l); err != nil {
+		if err := s.o.sendRemoteEvents(runCtx, current, l); err != nil {
 			s.o.log.WarnContext(ctx, "calls of a turn in another process not shown", "execution", x.ID, "error", err)
 		}
-		if now.Status.Ended() {
-			return now, "", nil
+		if current.Status.Ended() {
+			return current, "", nil
 		}
-		left := detached()
+		detachReason := awaitInterrupt()
 		// A cancel that met another transaction's lock is only requested, and this process may run no sweep.
-		if left == "" && ctx.Err() != nil {
-			left = s.o.interruptTurn(ctx, x.ID, l)
+		if detachReason == "" && ctx.Err() != nil {
+			detachReason = s.o.interruptTurn(ctx, x.ID, l)
 		}
-		if left != "" {
-			return now, left, nil
+		if detachReason != "" {
+			return current, detachReason, nil
 		}
-		if s.o.draining() {
-			return now, HandedOn, nil
+		if s.o.isDraining() {
+			return current, HandedOn, nil
 		}
-		pause, err := s.advance(ctx, now)
+		pause, err := s.advance(ctx, current)
 		if err != nil {
 			return x, "", err
 		}
@@ -297,12 +297,12 @@ func (s *Session) follow(
 	}
 }
 
-// catchUp sends the events of a turn's runs in other processes. Their answer comes with the end of the turn.
-func (o *Operate) catchUp(ctx context.Context, x executions.Execution, l *listener) error {
-	if l.ranHere(x.Claim) {
+// sendRemoteEvents sends the events of a turn's runs in other processes. Their answer comes with the end of the turn.
+func (o *Operate) sendRemoteEvents(ctx context.Context, x executions.Execution, l *listener) error {
+	if l.isLocalClaim(x.Claim) {
 		return nil
 	}
-	asked, err := approvals.List(ctx, o.Pool, approvals.Filter{TraceIDs: []trace.ID{trace.ID(x.TraceID)}})
+	requested, err := approvals.List(ctx, o.Pool, approvals.Filter{TraceIDs: []trace.ID{trace.ID(x.TraceID)}})
 	if err != nil {
 		return err
 	}
@@ -312,22 +312,22 @@ func (o *Operate) catchUp(ctx context.Context, x executions.Execution, l *listen
 	if err != nil {
 		return err
 	}
-	for _, a := range slices.Backward(asked) {
-		if a.Status == "rejected" && l.wasShown(a.ID) {
+	for _, a := range slices.Backward(requested) {
+		if a.Status == "rejected" && l.isApprovalShown(a.ID) {
 			l.sendCall(ToolCall{
-				ID: a.ID, Name: a.SkillName, Arguments: redact.JSON(a.Arguments, maxEvent), Status: denied,
+				ID: a.ID, Name: a.SkillName, Arguments: redact.JSON(a.Arguments, maxEvent), Status: statusDenied,
 				Error: redact.Text(a.Reason, maxEvent), ApprovalID: a.ID,
 			})
 		}
 	}
 	for _, row := range slices.Backward(rows) {
-		if postgres.Deref(row.ExecutionID) == x.ID && row.Purpose == Flow && row.Claim != nil && !l.ranHere(*row.Claim) {
+		if postgres.Deref(row.ExecutionID) == x.ID && row.Purpose == Flow && row.Claim != nil && !l.isLocalClaim(*row.Claim) {
 			l.sendRow(row)
 		}
 	}
-	for _, a := range slices.Backward(asked) {
+	for _, a := range slices.Backward(requested) {
 		if a.Status == "pending" && x.Status == executions.Waiting {
-			l.send(Event{"approval", approvalOf(a)})
+			l.send(Event{"approval", newApproval(a)})
 		}
 	}
 	return nil
@@ -335,8 +335,8 @@ func (o *Operate) catchUp(ctx context.Context, x executions.Execution, l *listen
 
 // sendRow sends the news of an activity of another process. A text without calls is the answer, which follows.
 func (l *listener) sendRow(row activity.Row) {
-	before, known := l.seen[row.ID]
-	l.seen[row.ID] = row.Status
+	before, known := l.statuses[row.ID]
+	l.statuses[row.ID] = row.Status
 	switch {
 	case known && before == row.Status, row.Status == activity.PendingApproval:
 	case row.Kind == activity.KindModel:
@@ -344,9 +344,9 @@ func (l *listener) sendRow(row activity.Row) {
 			l.send(Event{"delta", Delta{text}})
 		}
 	case known || row.Status == activity.Running:
-		l.send(Event{"tool", toolCallOf(row)})
+		l.send(Event{"tool", toolCallFromRow(row)})
 	default:
-		l.sendCall(toolCallOf(row))
+		l.sendCall(toolCallFromRow(row))
 	}
 }
 
@@ -391,8 +391,8 @@ func (s *Session) advance(ctx context.Context, x executions.Execution) (time.Dur
 	return s.o.Poll, nil
 }
 
-// sleep waits until the timer, ctx or sooner. After an interrupt it polls soon.
-func (o *Operate) sleep(ctx context.Context, d time.Duration, sooner <-chan struct{}) {
+// sleep waits until the timer, ctx or wake. After an interrupt it polls soon.
+func (o *Operate) sleep(ctx context.Context, d time.Duration, wake <-chan struct{}) {
 	ended := ctx.Done()
 	if ctx.Err() != nil {
 		ended, d = nil, retryInterval
@@ -402,42 +402,42 @@ func (o *Operate) sleep(ctx context.Context, d time.Duration, sooner <-chan stru
 	select {
 	case <-timer.C:
 	case <-ended:
-	case <-sooner:
+	case <-wake:
 	}
 }
 
-func (o *Operate) draining() bool { return errors.Is(o.Engine.Live(), executions.ErrDraining) }
+func (o *Operate) isDraining() bool { return errors.Is(o.Engine.Live(), executions.ErrDraining) }
 
 // interruptTurn cancels a turn whose admin has left, or returns why it continues.
-func (o *Operate) interruptTurn(ctx context.Context, id string, l *listener) (left string) {
+func (o *Operate) interruptTurn(ctx context.Context, id string, l *listener) (detachReason string) {
 	cause := context.Cause(ctx)
-	detached, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelTimeout)
+	cancelCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelTimeout)
 	defer cancel()
-	if o.draining() || errors.Is(cause, executions.ErrDraining) {
+	if o.isDraining() || errors.Is(cause, executions.ErrDraining) {
 		return HandedOn
 	}
-	if !errors.Is(cause, ErrInterrupt) && o.waitsForApproval(detached, id, l) {
+	if !errors.Is(cause, ErrInterrupt) && o.isWaitingForApproval(cancelCtx, id, l) {
 		return WaitingApproval
 	}
-	why := "the admin left"
+	cancelReason := "the admin left"
 	if errors.Is(cause, ErrInterrupt) {
-		why = "interrupted"
+		cancelReason = "interrupted"
 	}
-	if _, err := o.Engine.Cancel(detached, id, activity.ActorFrom(ctx).Name, why); err != nil {
-		o.log.ErrorContext(detached, "turn not cancelled, stopped in this process", "execution", id, "error", err)
+	if _, err := o.Engine.Cancel(cancelCtx, id, activity.ActorFrom(ctx).Name, cancelReason); err != nil {
+		o.log.ErrorContext(cancelCtx, "turn not cancelled, stopped in this process", "execution", id, "error", err)
 		l.stopRun(executions.ErrCancelled)
 	}
 	return ""
 }
 
-// waitsForApproval reports whether a turn, or the delegated task that it waits for, waits for approval. It polls while
-// a turn that requested one has not recorded its wait.
-func (o *Operate) waitsForApproval(ctx context.Context, id string, l *listener) bool {
+// isWaitingForApproval reports whether a turn, or the delegated task that it waits for, waits for approval. It polls
+// while a turn that requested one has not recorded its wait.
+func (o *Operate) isWaitingForApproval(ctx context.Context, id string, l *listener) bool {
 	for {
 		x, err := executions.Get(ctx, o.Pool, id)
-		seen := map[string]bool{} // executions of outside workers may wait for each other
-		for err == nil && x.Status == executions.Waiting && postgres.Deref(x.WaitingFor) == "agent" && !seen[x.ID] {
-			seen[x.ID] = true
+		visited := map[string]bool{} // executions of outside workers may wait for each other
+		for err == nil && x.Status == executions.Waiting && postgres.Deref(x.WaitingFor) == "agent" && !visited[x.ID] {
+			visited[x.ID] = true
 			x, err = executions.Get(ctx, o.Pool, postgres.Deref(x.WaitingKey))
 		}
 		switch {
@@ -445,7 +445,7 @@ func (o *Operate) waitsForApproval(ctx context.Context, id string, l *listener) 
 			return false
 		case x.Status == executions.Waiting:
 			return postgres.Deref(x.WaitingFor) == "approval"
-		case x.ID == id && x.Status.Ended() || !l.awaitsApproval():
+		case x.ID == id && x.Status.Ended() || !l.isAwaitingApproval():
 			return false
 		}
 		sleep.For(ctx, retryInterval)

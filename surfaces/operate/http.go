@@ -105,7 +105,7 @@ func (o *Operate) readBody(w http.ResponseWriter, r *http.Request) (Body, error)
 		return body, problem.New(http.StatusRequestEntityTooLarge, "the body is longer than %d bytes", tooLong.Limit)
 	}
 	if err != nil {
-		return body, problem.BadBody("the body is not {message, session_id?, agent?, wait?}: %s", bodyFault(err))
+		return body, problem.BadBody("the body is not {message, session_id?, agent?, wait?}: %s", describeBodyError(err))
 	}
 	if threads.CheckID(body.SessionID) != nil && body.SessionID != "" {
 		return body, problem.BadBody("session_id: %s", threads.ErrInvalid)
@@ -130,13 +130,13 @@ func decode(raw []byte, body *Body) error {
 	return err
 }
 
-// bodyFault describes a JSON error for the client.
-func bodyFault(err error) string {
-	if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
-		if wrong.Field == "" {
-			return "it is a " + wrong.Value
+// describeBodyError describes a JSON error for the client.
+func describeBodyError(err error) string {
+	if typeErr, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
+		if typeErr.Field == "" {
+			return "it is a " + typeErr.Value
 		}
-		return fmt.Sprintf("%s is a %s", wrong.Field, wrong.Value)
+		return fmt.Sprintf("%s is a %s", typeErr.Field, typeErr.Value)
 	}
 	if errors.Is(err, io.EOF) {
 		return "it is empty"
@@ -167,7 +167,7 @@ func (o *Operate) respondJSON(w http.ResponseWriter, r *http.Request, s *Session
 	defer cancel(nil)
 	answer := Answer{Tools: []ToolCall{}, Approvals: []Approval{}}
 	traceID, started := "", false
-	done, err := s.turn(ctx, body.Message, key, body.Wait, func(e Event) {
+	done, err := s.runTurn(ctx, body.Message, key, body.Wait, func(e Event) {
 		answer.Add(e)
 		switch data := e.Data.(type) {
 		case Start:
@@ -203,18 +203,18 @@ func (o *Operate) respondJSON(w http.ResponseWriter, r *http.Request, s *Session
 func (o *Operate) respondStream(w http.ResponseWriter, r *http.Request, s *Session, body Body, key string) {
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
-	out := newEventStream(w, cancel)
-	defer out.keepAlive(o.KeepAlive)()
+	stream := newEventStream(w, cancel)
+	defer stream.keepAlive(o.KeepAlive)()
 	if body.Wait {
-		out.comment("waiting for the lane " + Lane)
+		stream.sendComment("waiting for the lane " + Lane)
 	}
-	_, err := s.turn(ctx, body.Message, key, body.Wait, out.event)
+	_, err := s.runTurn(ctx, body.Message, key, body.Wait, stream.sendEvent)
 	switch {
-	case err == nil, out.hasEvents():
-	case !out.started():
+	case err == nil, stream.hasEvents():
+	case !stream.started():
 		problem.Write(w, r, o.busyProblem(r.Context(), s.id, err), "", o.log)
 	default:
-		out.event(Event{"error", toProblem(o.busyProblem(r.Context(), s.id, err), "")})
+		stream.sendEvent(Event{"error", toProblem(o.busyProblem(r.Context(), s.id, err), "")})
 	}
 }
 
@@ -227,10 +227,10 @@ type eventStream struct {
 	cancel context.CancelCauseFunc
 	closed chan struct{}
 
-	mu     sync.Mutex
-	open   bool
-	events int
-	broken bool
+	mu          sync.Mutex
+	headersSent bool
+	events      int
+	failed      bool
 }
 
 func newEventStream(w http.ResponseWriter, cancel context.CancelCauseFunc) *eventStream {
@@ -240,7 +240,7 @@ func newEventStream(w http.ResponseWriter, cancel context.CancelCauseFunc) *even
 func (s *eventStream) started() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.open
+	return s.headersSent
 }
 
 func (s *eventStream) hasEvents() bool {
@@ -249,7 +249,7 @@ func (s *eventStream) hasEvents() bool {
 	return s.events > 0
 }
 
-func (s *eventStream) event(e Event) {
+func (s *eventStream) sendEvent(e Event) {
 	var text bytes.Buffer
 	encoder := json.NewEncoder(&text)
 	encoder.SetEscapeHTML(false)
@@ -257,21 +257,21 @@ func (s *eventStream) event(e Event) {
 	if data == nil {
 		data = struct{}{}
 	}
-	if err := encoder.Encode(data); err != nil { // a tool's arguments are JSON by then, so there is nothing that cannot be
+	if err := encoder.Encode(data); err != nil { // all data is valid JSON, so this does not happen
 		text.Reset()
 		fmt.Fprintf(&text, "%q\n", err.Error())
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if start, first := data.(Start); first && !s.open {
+	if start, first := data.(Start); first && !s.headersSent {
 		s.w.Header().Set("X-Trace-Id", start.TraceID)
 	}
 	s.events++
 	s.write(sse.Event{Name: e.Name, Data: strings.TrimSuffix(text.String(), "\n")}.Append(nil))
 }
 
-// comment writes a line that clients ignore.
-func (s *eventStream) comment(text string) {
+// sendComment writes a line that clients ignore.
+func (s *eventStream) sendComment(text string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.write(sse.Comment(nil, text))
@@ -279,12 +279,12 @@ func (s *eventStream) comment(text string) {
 
 // write sends bytes at once. The caller holds mu.
 func (s *eventStream) write(text []byte) {
-	if s.broken {
+	if s.failed {
 		return
 	}
 	control := http.NewResponseController(s.w)
-	if !s.open {
-		s.open = true
+	if !s.headersSent {
+		s.headersSent = true
 		h := s.w.Header()
 		h.Set("Content-Type", "text/event-stream")
 		h.Set("Cache-Control", "no-store")
@@ -298,21 +298,21 @@ func (s *eventStream) write(text []byte) {
 		_ = control.Flush()
 		return
 	}
-	s.broken = true
+	s.failed = true
 	s.cancel(fmt.Errorf("write event: %w", err))
 }
 
-// keepAlive writes a comment at each interval once the stream is open. The caller must call end.
-func (s *eventStream) keepAlive(every time.Duration) (end func()) {
+// keepAlive writes a comment at each interval once the stream is open. The caller must call stop.
+func (s *eventStream) keepAlive(interval time.Duration) (stop func()) {
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		ticker := time.NewTicker(every)
+		ticker := time.NewTicker(interval)
 		defer ticker.Stop()
 		for {
 			select {
 			case <-ticker.C:
 				if s.started() {
-					s.comment("keep-alive")
+					s.sendComment("keep-alive")
 				}
 			case <-s.closed:
 				return
@@ -384,14 +384,14 @@ const (
 	HandedOn        = "handed_on"
 )
 
-// denied is the status of a call whose approval was rejected.
-const denied = "denied"
+// statusDenied is the status of a call whose approval was rejected.
+const statusDenied = "denied"
 
 // maxEvent bounds each value of a tool event in bytes.
 const maxEvent = 16 << 10
 
-// toolCall redacts and truncates a tool event.
-func toolCall(e reason.ToolEvent) ToolCall {
+// newToolCall redacts and truncates a tool event.
+func newToolCall(e reason.ToolEvent) ToolCall {
 	c := ToolCall{
 		ID: e.ID, Name: redact.Text(e.Name, 200), Arguments: redact.JSON(e.Arguments, maxEvent),
 		Status: "started", ApprovalID: e.ApprovalID,
@@ -409,25 +409,25 @@ func toolCall(e reason.ToolEvent) ToolCall {
 	return c
 }
 
-func approvalOf(a approvals.Approval) Approval {
+func newApproval(a approvals.Approval) Approval {
 	return Approval{ID: a.ID, Skill: a.SkillName, Arguments: a.Arguments, ExpiresAt: a.ExpiresAt.UTC()}
 }
 
 // listener receives the events of a turn. It outlives a park: each run of the execution in this process reports here,
 // and the runs in others are read from the database.
 type listener struct {
-	session *Session
-	emit    func(Event)                // one at a time
-	since   int64                      // the last claim before the listener
-	seen    map[string]activity.Status // activities of other processes
+	session       *Session
+	emit          func(Event)                // one at a time
+	previousClaim int64                      // the last claim before the listener
+	statuses      map[string]activity.Status // reported status of each activity of other processes
 
 	mu              sync.Mutex
 	text            string          // streamed since the last tool call
-	claims          map[int64]bool  // runs in this process
+	localClaims     map[int64]bool  // runs in this process
 	shownApprovals  map[string]bool // approvals that were shown
 	shownDenials    map[string]bool // approvals whose denied call was shown
-	lastWasApproval bool            // the last thing shown was an approval
-	stopCause       error           // why the run must stop although the database was not told
+	lastWasApproval bool            // the last event was an approval
+	stopCause       error           // why the run must stop although the cancel was not stored
 	stopFuncs       []func(error)
 }
 
@@ -443,7 +443,7 @@ func (l *listener) send(e Event) {
 		if l.shownDenials[data.ApprovalID] {
 			return
 		}
-		if data.Status == denied && data.ApprovalID != "" {
+		if data.Status == statusDenied && data.ApprovalID != "" {
 			l.shownDenials[data.ApprovalID] = true
 		}
 	case Approval:
@@ -457,29 +457,29 @@ func (l *listener) send(e Event) {
 	l.emit(e)
 }
 
-// ranHere reports whether a claim ran in this process, or before the listener.
-func (l *listener) ranHere(claim int64) bool {
+// isLocalClaim reports whether a claim ran in this process, or before the listener.
+func (l *listener) isLocalClaim(claim int64) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return claim <= l.since || l.claims[claim]
+	return claim <= l.previousClaim || l.localClaims[claim]
 }
 
-// runsHere records that a claim runs in this process.
-func (l *listener) runsHere(claim int64) {
+// addLocalClaim records that a claim runs in this process.
+func (l *listener) addLocalClaim(claim int64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.claims[claim] = true
+	l.localClaims[claim] = true
 }
 
-// wasShown reports whether an approval was shown.
-func (l *listener) wasShown(approval string) bool {
+// isApprovalShown reports whether an approval was shown.
+func (l *listener) isApprovalShown(approval string) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.shownApprovals[approval]
 }
 
-// awaitsApproval reports whether the last event was an approval.
-func (l *listener) awaitsApproval() bool {
+// isAwaitingApproval reports whether the last event was an approval.
+func (l *listener) isAwaitingApproval() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.lastWasApproval

@@ -58,7 +58,7 @@ func TestWaitsInACircleAreNoApproval(t *testing.T) {
 		ids[0], ids[1])
 	ctx, stop := context.WithTimeout(t.Context(), time.Minute)
 	defer stop()
-	assert.True(t, !(&Operate{Options: Options{Pool: pool}}).waitsForApproval(ctx, ids[0], &listener{}), "it waits")
+	assert.True(t, !(&Operate{Options: Options{Pool: pool}}).isWaitingForApproval(ctx, ids[0], &listener{}), "it waits")
 	assert.NoError(t, ctx.Err())
 }
 
@@ -147,8 +147,8 @@ func FuzzStream(f *testing.F) {
 			{"done", Done{Text: text}},
 		}
 		for _, e := range sent {
-			s.event(e)
-			s.comment("sign of life")
+			s.sendEvent(e)
+			s.sendComment("sign of life")
 		}
 		got := ssetest.Read(w.Body.String())
 		require.Truef(t, len(got.Events) == len(sent) && len(got.Comments) == len(sent) &&

@@ -89,8 +89,8 @@ type Operate struct {
 	log *slog.Logger
 
 	mu        sync.Mutex
-	sessions  map[string]*Session  // that hold the lane or take a turn, by id
-	listeners map[string]*listener // turns somebody here listens to, by execution
+	sessions  map[string]*Session  // sessions with the lane or a running turn, by id
+	listeners map[string]*listener // by execution
 }
 
 // New creates the surface and registers its flow. It starts no goroutine.
@@ -109,7 +109,7 @@ func New(opts Options) (*Operate, error) {
 		sessions: map[string]*Session{}, listeners: map[string]*listener{},
 	}
 	opts.Engine.Unforkable(Flow, "a turn answers one message in its session; say it again with agent operate")
-	if err := opts.Engine.Register(Flow, o.turn); err != nil {
+	if err := opts.Engine.Register(Flow, o.runTurn); err != nil {
 		return nil, err
 	}
 	return o, nil
@@ -136,8 +136,8 @@ func (o *Operate) Close(ctx context.Context) error {
 	return nil
 }
 
-// listenerOf returns the listener of a turn in this process, or nil.
-func (o *Operate) listenerOf(execution string) *listener {
+// findListener returns the listener of a turn in this process, or nil.
+func (o *Operate) findListener(execution string) *listener {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.listeners[execution]
@@ -171,10 +171,10 @@ func (s *Session) SetAgent(ctx context.Context, agent string) error {
 // agentName returns the agent of a new session.
 func (s *Session) agentName(ctx context.Context) (string, error) {
 	s.mu.Lock()
-	named := s.agent
+	selected := s.agent
 	s.mu.Unlock()
-	if named != "" || s.o.Loop.Agents == nil {
-		return cmp.Or(named, s.o.Agent), nil
+	if selected != "" || s.o.Loop.Agents == nil {
+		return cmp.Or(selected, s.o.Agent), nil
 	}
 	a, err := s.o.Loop.Agents.Default(ctx, s.o.Pool)
 	return a.Name, err
@@ -182,22 +182,22 @@ func (s *Session) agentName(ctx context.Context) (string, error) {
 
 // threadAgent returns the agent of the session's thread. It rejects another named agent. The default agent takes over a
 // thread of a disabled agent.
-func (s *Session) threadAgent(ctx context.Context, tx pgx.Tx, thread, acting string) (string, error) {
-	if thread == acting || s.o.Loop.Agents == nil {
-		return acting, nil
+func (s *Session) threadAgent(ctx context.Context, tx pgx.Tx, thread, newAgent string) (string, error) {
+	if thread == newAgent || s.o.Loop.Agents == nil {
+		return newAgent, nil
 	}
-	owner, err := s.o.Loop.Agents.Acting(ctx, tx, thread)
+	current, err := s.o.Loop.Agents.Acting(ctx, tx, thread)
 	if err != nil {
 		return "", err
 	}
 	s.mu.Lock()
-	named := s.agent
+	selected := s.agent
 	s.mu.Unlock()
-	if named != "" && named != owner.Name {
+	if selected != "" && selected != current.Name {
 		return "", problem.New(http.StatusConflict, "session %s is one with %s; begin another session for %s",
-			s.id, owner.Name, named)
+			s.id, current.Name, selected)
 	}
-	return owner.Name, nil
+	return current.Name, nil
 }
 
 // keyHeader makes a request run once. Package api rejects a repeated request until the first process is dead. The
@@ -217,14 +217,14 @@ func turnKey(r *http.Request, b Body) string {
 // checkTurnKey returns the dedupe key for a new turn, or a problem if the turn exists. After a failed turn, or a turn
 // of another day, the same request starts a new one.
 func (o *Operate) checkTurnKey(ctx context.Context, key string) (string, error) {
-	for next := key; next != ""; {
+	for candidate := key; candidate != ""; {
 		var id string
-		var old bool // older than keys are kept: it may be used again
+		var expired bool // the key is older than 24 hours and may be used again
 		err := o.Pool.QueryRow(ctx, `
 			select id::text, created_at < clock_timestamp() - interval '24 hours' from agent_executions where dedupe_key = @key`,
-			postgres.Strict{"key": next}).Scan(&id, &old)
+			postgres.Strict{"key": candidate}).Scan(&id, &expired)
 		if errors.Is(err, pgx.ErrNoRows) {
-			return next, nil
+			return candidate, nil
 		}
 		if err != nil {
 			return "", fmt.Errorf("read turn of an idempotency key: %w", err)
@@ -233,10 +233,10 @@ func (o *Operate) checkTurnKey(ctx context.Context, key string) (string, error) 
 		if err != nil {
 			return "", err
 		}
-		if !old && (!x.Status.Ended() || x.Status == executions.Completed) {
+		if !expired && (!x.Status.Ended() || x.Status == executions.Completed) {
 			return "", duplicateTurn(x)
 		}
-		next = key + " after " + id
+		candidate = key + " after " + id
 	}
 	return "", nil
 }

@@ -220,30 +220,30 @@ func (s *Session) acquireLane(ctx context.Context, wait bool) error {
 	if err != nil {
 		return fmt.Errorf("prepare the lane operate: %w", err)
 	}
-	acting, err := s.agentName(ctx)
+	agent, err := s.agentName(ctx)
 	if err != nil {
 		return fmt.Errorf("prepare the lane operate: %w", err)
 	}
-	next := trace.New(trace.Operate)
+	traceID := trace.New(trace.Operate)
 	// The lease outlives the request, but the wait for it does not.
-	base, end := context.WithCancelCause(trace.With(context.WithoutCancel(ctx), trace.Span{
-		TraceID: next, Surface: trace.Operate, Agent: acting,
+	leaseCtx, cancel := context.WithCancelCause(trace.With(context.WithoutCancel(ctx), trace.Span{
+		TraceID: traceID, Surface: trace.Operate, Agent: agent,
 	}))
-	gone := context.AfterFunc(ctx, func() { end(context.Cause(ctx)) })
+	stopAfter := context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })
 	acquire := s.o.Keeper.Acquire
 	if wait {
 		acquire = s.o.Keeper.AcquireWait
 	}
-	lease, err := acquire(base, Lane, lanes.WithProcess(process))
-	if stayed := gone(); err == nil && !stayed {
+	lease, err := acquire(leaseCtx, Lane, lanes.WithProcess(process))
+	if active := stopAfter(); err == nil && !active {
 		return errors.Join(context.Cause(ctx), lease.Release(ctx))
 	}
 	if err != nil {
-		end(err)
+		cancel(err)
 		return err
 	}
 	s.mu.Lock()
-	s.lease, s.cancelLease, s.nextTrace = lease, end, next
+	s.lease, s.cancelLease, s.nextTrace = lease, cancel, traceID
 	s.mu.Unlock()
 	return nil
 }
@@ -251,10 +251,10 @@ func (s *Session) acquireLane(ctx context.Context, wait bool) error {
 // reacquireLane acquires the lane again after a turn in another process, if it is free.
 func (s *Session) reacquireLane(ctx context.Context) {
 	s.mu.Lock()
-	lent := s.laneLent && s.keepLane && !s.closed
+	wasLent := s.laneLent && s.keepLane && !s.closed
 	s.laneLent = false
 	s.mu.Unlock()
-	if !lent || ctx.Err() != nil {
+	if !wasLent || ctx.Err() != nil {
 		return
 	}
 	if err := s.acquireLane(ctx, false); err != nil {
@@ -272,7 +272,7 @@ func (s *Session) closeLane(ctx context.Context) error {
 // releaseLane releases the lane and keeps the session.
 func (s *Session) releaseLane(ctx context.Context) error {
 	s.mu.Lock()
-	lease, end := s.lease, s.cancelLease
+	lease, cancel := s.lease, s.cancelLease
 	s.lease, s.cancelLease, s.nextTrace = nil, nil, ""
 	if s.idle != nil {
 		s.idle.Stop()
@@ -282,15 +282,15 @@ func (s *Session) releaseLane(ctx context.Context) error {
 		return nil
 	}
 	err := lease.Release(ctx)
-	end(context.Canceled)
+	cancel(context.Canceled)
 	if errors.Is(err, lanes.ErrLost) {
 		return nil // nothing to give back
 	}
 	return err
 }
 
-// traceID returns the trace id of the next turn.
-func (s *Session) traceID() trace.ID {
+// takeTraceID returns the trace id of the next turn.
+func (s *Session) takeTraceID() trace.ID {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	id := s.nextTrace

@@ -24,25 +24,25 @@ import (
 // maxLaneWait bounds a headless turn's wait for the lane.
 const maxLaneWait = 7 * 24 * time.Hour
 
-type input struct {
+type turnInput struct {
 	SessionID string `json:"session_id"`
 	Message   string `json:"message"`
 }
 
-// turn is the durable function.
-func (o *Operate) turn(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
-	var in input
+// runTurn is the durable function.
+func (o *Operate) runTurn(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
+	var in turnInput
 	if err := json.Unmarshal(raw, &in); err != nil {
 		return executions.Result{}, fmt.Errorf("read input: %w", err)
 	}
 	current, _ := executions.Current(ctx)
-	listener := o.listenerOf(current.ID)
+	listener := o.findListener(current.ID)
 	if listener != nil {
-		listener.runsHere(current.Claim)
+		listener.addLocalClaim(current.Claim)
 	}
 	ctx, lane := o.guardLane(ctx, current.ID, listener)
 	defer lane.cancel(nil)
-	history, err := o.history(ctx, current, in)
+	history, err := o.readHistory(ctx, current, in)
 	if err != nil {
 		return executions.Result{}, err
 	}
@@ -59,7 +59,7 @@ func (o *Operate) turn(ctx context.Context, raw json.RawMessage) (executions.Res
 
 // modelTurn builds the input of the reasoning loop.
 func (o *Operate) modelTurn(
-	ctx context.Context, in input, history turnHistory, listener *listener, lane *laneGuard,
+	ctx context.Context, in turnInput, history turnHistory, listener *listener, lane *laneGuard,
 ) reason.Turn {
 	t := reason.Turn{
 		Purpose: Flow, System: Rules, History: history.messages(), Prompt: in.Message,
@@ -73,8 +73,8 @@ func (o *Operate) modelTurn(
 	}
 	t.OnDelta = func(text string) { listener.send(Event{"delta", Delta{text}}) }
 	t.OnRestart = func() { listener.send(Event{"restart", nil}) }
-	t.OnTool = func(e reason.ToolEvent) { listener.send(Event{"tool", toolCall(e)}) }
-	t.OnApproval = func(a approvals.Approval) { listener.send(Event{"approval", approvalOf(a)}) }
+	t.OnTool = func(e reason.ToolEvent) { listener.send(Event{"tool", newToolCall(e)}) }
+	t.OnApproval = func(a approvals.Approval) { listener.send(Event{"approval", newApproval(a)}) }
 	return t
 }
 
@@ -100,20 +100,20 @@ func (p turnHistory) messages() []models.Message {
 	}}, p.Messages...)
 }
 
-// history reads the session before this turn's message, once.
-func (o *Operate) history(ctx context.Context, current executions.Execution, in input) (turnHistory, error) {
+// readHistory reads the session before this turn's message, once.
+func (o *Operate) readHistory(ctx context.Context, current executions.Execution, in turnInput) (turnHistory, error) {
 	return executions.Step(ctx, "history", func(ctx context.Context) (turnHistory, error) {
-		own, err := threads.Messages(ctx, o.Pool, threads.MessageFilter{
+		prompts, err := threads.Messages(ctx, o.Pool, threads.MessageFilter{
 			ExecutionID: current.ID,
 			Role:        threads.User, Limit: 1,
 		})
 		if err != nil {
 			return turnHistory{}, err
 		}
-		if len(own) == 0 || own[0].Seq == nil {
+		if len(prompts) == 0 || prompts[0].Seq == nil {
 			return turnHistory{}, nil // the thread was deleted
 		}
-		p := turnHistory{Turn: *own[0].Seq}
+		p := turnHistory{Turn: *prompts[0].Seq}
 		var messages []threads.Message
 		if p.Summary, messages, err = threads.Window(ctx, o.Pool, in.SessionID, p.Turn, o.History); err != nil {
 			return turnHistory{}, err
@@ -133,7 +133,7 @@ func toModelMessages(messages []threads.Message) []models.Message {
 
 // postAnswer stores the answer in the thread.
 func (o *Operate) postAnswer(
-	ctx context.Context, current executions.Execution, in input, turn int64, text string,
+	ctx context.Context, current executions.Execution, in turnInput, turn int64, text string,
 ) error {
 	if turn == 0 || text == "" {
 		return nil
@@ -162,12 +162,12 @@ type laneGuard struct {
 
 // guardLane returns a context that ends when the lane is lost and gates steps on it.
 func (o *Operate) guardLane(ctx context.Context, execution string, listener *listener) (context.Context, *laneGuard) {
-	ctx, end := context.WithCancelCause(trace.WithLane(ctx, Lane))
-	p := &laneGuard{log: o.log, keeper: o.Keeper, owner: execution + "#", cancel: end}
+	ctx, cancel := context.WithCancelCause(trace.WithLane(ctx, Lane))
+	p := &laneGuard{log: o.log, keeper: o.Keeper, owner: execution + "#", cancel: cancel}
 	if listener != nil {
-		listener.onStop(end)
+		listener.onStop(cancel)
 		if lease := listener.session.liveLease(); lease != nil {
-			context.AfterFunc(lease.Context(), func() { end(context.Cause(lease.Context())) })
+			context.AfterFunc(lease.Context(), func() { cancel(context.Cause(lease.Context())) })
 			return ctx, p
 		}
 	}
@@ -211,11 +211,11 @@ func (p *laneGuard) release(ctx context.Context) {
 	}
 	var err error
 	if p.hold == nil {
-		held, failed := p.keeper.Holder(ctx, Lane)
-		if failed == nil && (held == nil || !strings.HasPrefix(held.Holder, p.owner)) {
+		held, holderErr := p.keeper.Holder(ctx, Lane)
+		if holderErr == nil && (held == nil || !strings.HasPrefix(held.Holder, p.owner)) {
 			return
 		}
-		if err = failed; err == nil {
+		if err = holderErr; err == nil {
 			p.hold, err = executions.Lane(ctx, Lane)
 		}
 	}

@@ -101,17 +101,17 @@ func (o *Operate) RecordSkipped(ctx context.Context, session string, busy *lanes
 // down.
 func (o *Operate) WatchHandler() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		ctx, leave := context.WithCancelCause(r.Context())
-		defer leave(nil)
-		out := newEventStream(w, leave)
-		defer out.keepAlive(o.KeepAlive)()
-		err := o.Watch(ctx, out.event)
+		ctx, cancel := context.WithCancelCause(r.Context())
+		defer cancel(nil)
+		stream := newEventStream(w, cancel)
+		defer stream.keepAlive(o.KeepAlive)()
+		err := o.Watch(ctx, stream.sendEvent)
 		switch {
 		case err == nil || ctx.Err() != nil:
-		case !out.started():
+		case !stream.started():
 			problem.Write(w, r, err, "", o.log)
 		default:
-			out.event(Event{"error", toProblem(err, "")})
+			stream.sendEvent(Event{"error", toProblem(err, "")})
 		}
 	})
 }
@@ -120,14 +120,14 @@ func (o *Operate) WatchHandler() http.Handler {
 // their turns. Text arrives at the end of each model call. It begins with the running turn.
 func (o *Operate) Watch(ctx context.Context, emit func(Event)) error {
 	w := &watcher{
-		o: o, emit: emit, open: map[string]bool{}, turns: map[string]bool{}, seen: map[string]activity.Status{},
-		approvalsShown: map[string]bool{},
+		o: o, emit: emit, openTraces: map[string]bool{}, openTurns: map[string]bool{}, statuses: map[string]activity.Status{},
+		shownApprovals: map[string]bool{},
 	}
 	for ctx.Err() == nil {
 		if err := w.poll(ctx); err != nil && ctx.Err() == nil {
 			return fmt.Errorf("watch: %w", err)
 		}
-		if o.draining() {
+		if o.isDraining() {
 			return nil
 		}
 		o.sleep(ctx, o.Poll, nil)
@@ -141,10 +141,10 @@ type watcher struct {
 	emit           func(Event)
 	holder         string
 	started        bool
-	open           map[string]bool            // traces that were met; false once their turn was seen to have ended
-	turns          map[string]bool            // executions begun and not ended, as far as was shown
-	seen           map[string]activity.Status // activities of those
-	approvalsShown map[string]bool            // approvals
+	openTraces     map[string]bool            // known traces; false once their turn has ended
+	openTurns      map[string]bool            // reported executions; false once they have ended
+	statuses       map[string]activity.Status // reported status of each activity
+	shownApprovals map[string]bool            // reported approvals
 }
 
 // poll reports what is new.
@@ -172,10 +172,10 @@ func (w *watcher) poll(ctx context.Context) error {
 			return err
 		}
 		if len(turns) == 0 {
-			w.open[id] = false // what was done under it is no turn
+			w.openTraces[id] = false // what was done under it is no turn
 		}
 		for _, x := range turns {
-			if err := w.turn(ctx, x, first); err != nil {
+			if err := w.reportTurn(ctx, x, first); err != nil {
 				return err
 			}
 		}
@@ -192,14 +192,14 @@ func (w *watcher) activeTraces(ctx context.Context) ([]string, error) {
 		return nil, err
 	}
 	var ids []string
-	for id, open := range w.open {
+	for id, open := range w.openTraces {
 		if open {
 			ids = append(ids, id)
 		}
 	}
 	for _, row := range rows {
-		if _, known := w.open[row.TraceID]; !known {
-			w.open[row.TraceID] = true
+		if _, known := w.openTraces[row.TraceID]; !known {
+			w.openTraces[row.TraceID] = true
 			ids = append(ids, row.TraceID)
 		}
 	}
@@ -207,31 +207,32 @@ func (w *watcher) activeTraces(ctx context.Context) ([]string, error) {
 	return ids, nil
 }
 
-// turn reports what is new in a turn. It skips a turn that had ended before the watch.
-func (w *watcher) turn(ctx context.Context, x executions.Execution, first bool) error {
-	shown, known := w.turns[x.ID]
+// reportTurn reports what is new in a turn. It skips a turn that had ended before the watch.
+func (w *watcher) reportTurn(ctx context.Context, x executions.Execution, first bool) error {
+	open, known := w.openTurns[x.ID]
 	switch {
-	case known && !shown:
+	case known && !open:
 		return nil
 	case !known && first && x.Status.Ended():
-		w.turns[x.ID], w.open[x.TraceID] = false, false
+		w.openTurns[x.ID], w.openTraces[x.TraceID] = false, false
 		return nil
 	case !known:
-		w.turns[x.ID] = true
+		w.openTurns[x.ID] = true
 		w.emit(Event{"start", Start{x.TraceID, postgres.Deref(x.ThreadID), x.ID}})
 	}
-	if err := w.activities(ctx, x); err != nil {
+	if err := w.reportActivities(ctx, x); err != nil {
 		return err
 	}
 	if x.Status.Ended() {
-		w.turns[x.ID], w.open[x.TraceID] = false, false
-		w.sendOutcome(ctx, x)
+		w.openTurns[x.ID], w.openTraces[x.TraceID] = false, false
+		w.reportOutcome(ctx, x)
 	}
 	return nil
 }
 
-// activities reports a turn's new activities. They are read after the turn's row, so an ended turn has all of them.
-func (w *watcher) activities(ctx context.Context, x executions.Execution) error {
+// reportActivities reports a turn's new activities. It reads them after the turn's row, so an ended turn has all of
+// them.
+func (w *watcher) reportActivities(ctx context.Context, x executions.Execution) error {
 	rows, _, err := activity.Recent(ctx, w.o.Pool, activity.Filter{
 		TraceID: x.TraceID, Kinds: []activity.Kind{activity.KindCall, activity.KindModel}, Limit: activity.MaxLimit,
 	})
@@ -239,24 +240,24 @@ func (w *watcher) activities(ctx context.Context, x executions.Execution) error 
 		return err
 	}
 	for _, row := range slices.Backward(rows) {
-		before, known := w.seen[row.ID]
+		before, known := w.statuses[row.ID]
 		if known && before == row.Status {
 			continue
 		}
-		w.seen[row.ID] = row.Status
-		w.activity(row)
+		w.statuses[row.ID] = row.Status
+		w.reportActivity(row)
 	}
-	return w.approvals(ctx, x)
+	return w.reportApprovals(ctx, x)
 }
 
-func (w *watcher) activity(row activity.Row) {
+func (w *watcher) reportActivity(row activity.Row) {
 	if row.Kind == activity.KindModel {
 		if text := modelText(row); text != "" {
 			w.emit(Event{"delta", Delta{text}})
 		}
 		return
 	}
-	w.emit(Event{"tool", toolCallOf(row)})
+	w.emit(Event{"tool", toolCallFromRow(row)})
 }
 
 // modelText is the text of a successful model call.
@@ -270,8 +271,8 @@ func modelText(row activity.Row) string {
 	return output.Content
 }
 
-// toolCallOf is the event of a call in the activity log.
-func toolCallOf(row activity.Row) ToolCall {
+// toolCallFromRow is the event of a call in the activity log.
+func toolCallFromRow(row activity.Row) ToolCall {
 	c := ToolCall{
 		ID: row.ID, Name: redact.Text(row.SkillName, 200), Arguments: redact.JSON(row.Input, maxEvent),
 		Status:     string(row.Status),
@@ -285,8 +286,8 @@ func toolCallOf(row activity.Row) ToolCall {
 	return c
 }
 
-// approvals reports the pending approvals of the turn and of its delegated tasks.
-func (w *watcher) approvals(ctx context.Context, x executions.Execution) error {
+// reportApprovals reports the pending approvals of the turn and of its delegated tasks.
+func (w *watcher) reportApprovals(ctx context.Context, x executions.Execution) error {
 	if kind := postgres.Deref(x.WaitingFor); x.Status != executions.Waiting || kind != "approval" && kind != "agent" {
 		return nil
 	}
@@ -296,15 +297,15 @@ func (w *watcher) approvals(ctx context.Context, x executions.Execution) error {
 		return err
 	}
 	for _, a := range slices.Backward(waiting) {
-		if !w.approvalsShown[a.ID] {
-			w.approvalsShown[a.ID] = true
-			w.emit(Event{"approval", approvalOf(a)})
+		if !w.shownApprovals[a.ID] {
+			w.shownApprovals[a.ID] = true
+			w.emit(Event{"approval", newApproval(a)})
 		}
 	}
 	return nil
 }
 
-func (w *watcher) sendOutcome(ctx context.Context, x executions.Execution) {
+func (w *watcher) reportOutcome(ctx context.Context, x executions.Execution) {
 	s := Session{o: w.o, id: postgres.Deref(x.ThreadID)}
 	done, err := s.readOutcome(ctx, Done{TraceID: x.TraceID, ExecutionID: x.ID, SessionID: s.id}, x)
 	if err != nil {
