@@ -30,37 +30,37 @@ type Line struct {
 
 // UserMessage is a visitor's message with its sender, thread and agent.
 type UserMessage struct {
-	Owner       string // the chat key
-	Secret      string // the visitor token; "": the key speaks for its users
-	Name        string // the visitor's name for the thread; "": a new thread
-	Join        string // a join token, which gives access to its thread under Name
-	Participant string
-	Channel     string // default chat
-	Target      string // on a channel of people: its name
-	Texts       []string
-	Images      [][]threads.Image // of each of Texts
-	Earlier     []Line            // the history of a new thread
-	Model       string            // the id in the request
-	MaxTokens   int               // 0: no bound
-	Key         string            // the idempotency key; "": none
-	Hash        string            // of the body; a repeated key requires the same one
-	TraceID     trace.ID
-	Files       [][]File          // of each of Texts
-	Seen        int64             // the last place in the thread that the visitor has read
-	agent       agents.Agent      // the agent that answers
-	available   *reason.Available // what the turn chooses from
-	own         bool              // the trace belongs to this message alone
-	thread      string            // the id of the thread
-	known       bool              // the thread exists
-	resolved    string            // the name for which thread and known were read; "": none, or used
-	fresh       bool              // Name was generated
-	response    *responseEcho     // of a request to /v1/responses
-	form        *reason.Form      // the format of the answer; nil for text
-	formParam   string            // the parameter that names the format
-	unseen      *span             // the flows' messages that the answer shows first
-	last        string            // the execution that must be the thread's last; "": any
-	retry       *retry            // recognises a retry; nil when the request is none
-	place       *admission.Hold   // admits the turn; nil for a message without HTTP
+	Owner         string // the chat key
+	Secret        string // the visitor token; "": the key speaks for its users
+	Name          string // the visitor's name for the thread; "": a new thread
+	Join          string // a join token, which gives access to its thread under Name
+	Participant   string
+	Channel       string // default chat
+	Target        string // on a channel of people: its name
+	Texts         []string
+	Images        [][]threads.Image // of each of Texts
+	Earlier       []Line            // the history of a new thread
+	Model         string            // the id in the request
+	MaxTokens     int               // 0: no bound
+	Key           string            // the idempotency key; "": none
+	Hash          string            // of the body; a repeated key requires the same one
+	TraceID       trace.ID
+	Files         [][]File          // of each of Texts
+	Seen          int64             // the last place in the thread that the visitor has read
+	agent         agents.Agent      // the agent that answers
+	available     *reason.Available // what the turn chooses from
+	ownsTrace     bool              // no other message has the trace
+	thread        string            // the id of the thread
+	threadExists  bool              // the thread exists
+	resolvedName  string            // the name for which thread and threadExists were read; "": none, or used
+	nameGenerated bool              // Name was generated
+	response      *responseEcho     // of a request to /v1/responses
+	form          *reason.Form      // the format of the answer; nil for text
+	formParam     string            // the parameter that names the format
+	unseen        *span             // the flows' messages that the answer shows first
+	requiredLast  string            // the execution that must be the thread's last; "": any
+	retry         *retry            // recognises a retry; nil when the request is none
+	hold          *admission.Hold   // admits the turn; nil for a message without HTTP
 }
 
 // principal is the sender.
@@ -99,8 +99,10 @@ type input struct {
 	Unseen *span `json:"unseen,omitempty"`
 }
 
-// isOf reports whether a principal sent the message.
-func (in input) isOf(p threads.Principal) bool { return in.Owner == p.Owner && in.Visitor == p.Proof }
+// isSentBy reports whether a principal sent the message.
+func (in input) isSentBy(p threads.Principal) bool {
+	return in.Owner == p.Owner && in.Visitor == p.Proof
+}
 
 // principal is the sender.
 func (in input) principal() threads.Principal {
@@ -113,7 +115,7 @@ func (in input) principal() threads.Principal {
 // name returns the visitor's name for the thread.
 func (in input) name() string { return cmp.Or(in.Name, in.Thread) }
 
-func inputOf(x *executions.Execution) (in input, err error) {
+func readInput(x *executions.Execution) (in input, err error) {
 	if err := json.Unmarshal(x.Input, &in); err != nil {
 		return in, fmt.Errorf("read input of execution %s: %w", x.ID, err)
 	}
@@ -131,7 +133,7 @@ func (a *UserMessage) spec() executions.Spec {
 		s.DedupeKey = "chat visitor:" + a.principal().Proof + ":" + a.Owner + ":" + a.Key
 	case a.Key != "":
 		s.DedupeKey = "chat:" + a.Owner + ":" + a.Key
-	case a.own: // stores the message once if the answer to its commit is lost
+	case a.ownsTrace: // stores the message once if the answer to its commit is lost
 		s.DedupeKey = "chat request " + string(a.TraceID)
 	}
 	return s
@@ -150,20 +152,20 @@ type startedTurn struct {
 func (c *Chat) startTurn(ctx context.Context, a *UserMessage) (*startedTurn, error) {
 	var x executions.Execution
 	var created bool
-	var cut []string
+	var cancelled []string
 	var stored *storedMessages
-	broke := false
-	if a.fresh = a.Name == ""; a.fresh {
+	disconnected := false
+	if a.nameGenerated = a.Name == ""; a.nameGenerated {
 		a.Name = NewThreadID()
 	}
 	err := postgres.RetryOnDisconnect(ctx, func() error {
 		err := c.resolveThread(ctx, a)
 		if err == nil {
-			err = c.intake.Do(ctx, c.Front, a.thread, func(tx pgx.Tx) (err error) {
-				var got inserted
+			err = c.keyedTx.Do(ctx, c.Front, a.thread, func(tx pgx.Tx) (err error) {
+				var got insertResult
 				got, err = c.insert(ctx, tx, a)
 				if x, created, stored = got.exec, got.created, got.stored; created {
-					cut = got.cut
+					cancelled = got.cancelled
 				}
 				if err != nil || !created {
 					return err
@@ -171,16 +173,16 @@ func (c *Chat) startTurn(ctx context.Context, a *UserMessage) (*startedTurn, err
 				return activity.Link(ctx, tx, trace.ID(x.TraceID))
 			})
 		}
-		broke = broke || postgres.Broken(err)
+		disconnected = disconnected || postgres.Broken(err)
 		return err
 	})
 	if err != nil {
 		return nil, threadError(err)
 	}
-	if broke && !created && a.own && x.TraceID == string(a.TraceID) {
+	if disconnected && !created && a.ownsTrace && x.TraceID == string(a.TraceID) {
 		created = true // by the try whose answer was lost; nobody else runs it
 	}
-	for _, id := range cut { // the transaction has done it; this stops the ones that run here
+	for _, id := range cancelled { // the transaction has done it; this stops the ones that run here
 		if _, err := c.Engine.Cancel(ctx, id, byInterrupt, "a newer message came"); err != nil {
 			c.Logger.WarnContext(ctx, "interrupted turn not stopped", "execution", id, "error", err)
 		}
@@ -193,7 +195,7 @@ func (c *Chat) startTurn(ctx context.Context, a *UserMessage) (*startedTurn, err
 	case !created:
 		return c.replay(ctx, a, x)
 	}
-	b := c.runTurn(ctx, x, a.place, stored)
+	b := c.runTurn(ctx, x, a.hold, stored)
 	b.name = a.Name
 	return b, nil
 }
@@ -202,90 +204,90 @@ func (c *Chat) startTurn(ctx context.Context, a *UserMessage) (*startedTurn, err
 // that the agent generates; the refusal is that of another visitor's thread.
 func (c *Chat) resolveThread(ctx context.Context, a *UserMessage) (err error) {
 	if a.Join != "" {
-		return c.intake.Do(ctx, c.Front, "join "+a.Join, func(tx pgx.Tx) (err error) {
-			a.thread, a.Name, err = threads.Join(ctx, tx, a.principal(), a.Join, a.Name, !a.fresh)
+		return c.keyedTx.Do(ctx, c.Front, "join "+a.Join, func(tx pgx.Tx) (err error) {
+			a.thread, a.Name, err = threads.Join(ctx, tx, a.principal(), a.Join, a.Name, !a.nameGenerated)
 			return err
 		})
 	}
-	if a.fresh { // nobody can have a thread of this name
+	if a.nameGenerated { // nobody can have a thread of this name
 		a.thread = a.Name
 		return nil
 	}
-	if a.resolved != a.Name {
-		a.thread, a.known, err = threads.Resolve(ctx, c.Front, a.principal(), a.Name)
+	if a.resolvedName != a.Name {
+		a.thread, a.threadExists, err = threads.Resolve(ctx, c.Front, a.principal(), a.Name)
 	}
-	a.resolved = ""
-	if err == nil && !a.known && threads.IsGenerated(a.Name) {
+	a.resolvedName = ""
+	if err == nil && !a.threadExists && threads.IsGenerated(a.Name) {
 		err = threads.ErrNotFound
 	}
 	return err
 }
 
-// inserted is the result of storing a message.
-type inserted struct {
-	exec    executions.Execution
-	created bool            // false: the key was used before
-	cut     []string        // executions of the cancelled turns
-	stored  *storedMessages // nil for a relay
+// insertResult is the result of storing a message.
+type insertResult struct {
+	exec      executions.Execution
+	created   bool            // false: the key was used before
+	cancelled []string        // executions of the cancelled turns
+	stored    *storedMessages // nil for a relay
 }
 
 // storedMessages has what a turn that starts in this process need not read.
 type storedMessages struct {
-	messages  []threads.Message // the turn answers; nil when they have images
-	alone     bool              // the thread has no earlier active turn
-	available *reason.Available // nil: not read
+	messages      []threads.Message // the turn answers; nil when they have images
+	noEarlierTurn bool              // the thread has no earlier active turn
+	available     *reason.Available // nil: not read
 }
 
 // insert stores the message together with its turn, or with a relay, in one transaction.
-func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a *UserMessage) (got inserted, err error) {
+func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a *UserMessage) (inserted insertResult, err error) {
 	// Lock order: the thread's advisory lock, executions, the thread's row. An answer locks in the same order.
-	var words span
+	var unseen span
 	var known bool
-	var again, to string
+	var retriedID, recipient string
 	a.unseen = nil // of an earlier try
 	b := &pgx.Batch{}
 	if a.retry != nil {
-		a.retry.queueFind(b, &again)
+		a.retry.queueFind(b, &retriedID)
 	}
 	queueThreadLock(b, a.thread)
-	c.queueUnseen(b, a, &words, &known)
-	queueListener(b, a.thread, &to)
+	c.queueUnseen(b, a, &unseen, &known)
+	queueListener(b, a.thread, &recipient)
 	if err := tx.SendBatch(ctx, b).Close(); err != nil {
-		return got, fmt.Errorf("lock thread: %w", err)
+		return inserted, fmt.Errorf("lock thread: %w", err)
 	}
 	if a.retry != nil {
-		if a.retry.attached = again != ""; a.retry.attached {
-			got.exec, err = executions.Get(ctx, tx, again)
-			return got, err
+		if a.retry.attached = retriedID != ""; a.retry.attached {
+			inserted.exec, err = executions.Get(ctx, tx, retriedID)
+			return inserted, err
 		}
 	}
-	if a.last != "" {
+	if a.requiredLast != "" {
 		if err := a.checkLast(ctx, tx); err != nil {
-			return got, err
+			return inserted, err
 		}
 	}
-	asked, err := c.findDocumentRequest(ctx, tx, a)
+	docRequest, err := c.findDocumentRequest(ctx, tx, a)
 	if err != nil {
-		return got, err
+		return inserted, err
 	}
-	if asked.waiter != "" || to != "" {
+	if docRequest.waiter != "" || recipient != "" {
 		if known {
-			a.unseen = &words
+			a.unseen = &unseen
 		}
-		got.exec, got.created, err = c.insertRelay(ctx, tx, a, asked, to)
-		return got, err
+		inserted.exec, inserted.created, err = c.insertRelay(ctx, tx, a, docRequest, recipient)
+		return inserted, err
 	}
-	a.unseen = &words
-	if got.exec, got.created, err = c.insertTurn(ctx, tx, a, a.spec()); err != nil || !got.created {
-		return got, err
+	a.unseen = &unseen
+	if inserted.exec, inserted.created, err = c.insertTurn(ctx, tx, a, a.spec()); err != nil || !inserted.created {
+		return inserted, err
 	}
-	got.cut, got.stored, err = c.storeMessage(ctx, tx, a, got.exec, asked)
-	return got, err
+	inserted.cancelled, inserted.stored, err = c.storeMessage(ctx, tx, a, inserted.exec, docRequest)
+	return inserted, err
 }
 
 // insertRelay stores the message with a relay to the execution that listens, or that has requested documents.
 func (c *Chat) insertRelay(
-	ctx context.Context, tx pgx.Tx, a *UserMessage, asked documentRequest, to string,
+	ctx context.Context, tx pgx.Tx, a *UserMessage, docRequest documentRequest, recipient string,
 ) (x executions.Execution, created bool, err error) {
 	if err := a.checkRelay(); err != nil {
 		return x, false, err
@@ -293,10 +295,10 @@ func (c *Chat) insertRelay(
 	if err := c.ensureThread(ctx, tx, a); err != nil {
 		return x, false, err
 	}
-	if asked.waiter != "" {
-		x, created, err = c.relayDocuments(ctx, tx, a, asked)
+	if docRequest.waiter != "" {
+		x, created, err = c.relayDocuments(ctx, tx, a, docRequest)
 	} else {
-		x, created, err = c.relayMessage(ctx, tx, a, to)
+		x, created, err = c.relayMessage(ctx, tx, a, recipient)
 	}
 	if err != nil || !created || a.retry == nil {
 		return x, created, err
@@ -325,20 +327,20 @@ func queueThreadLock(b *pgx.Batch, thread string) {
 
 // runTurn runs an inserted turn in this process. The turn does not end with ctx and holds its admission.
 func (c *Chat) runTurn(
-	ctx context.Context, x executions.Execution, place *admission.Hold, stored *storedMessages,
+	ctx context.Context, x executions.Execution, hold *admission.Hold, stored *storedMessages,
 ) *startedTurn {
-	if place != nil {
-		place.Keep()
+	if hold != nil {
+		hold.Keep()
 	}
 	f, release := c.feeds.join(x.ID)
 	f.update(func() { f.startedHere, f.runsHere, f.claim, f.stored = true, true, x.Claim, stored })
 	runner, done := c.feeds.join(x.ID)
 	detached := context.WithoutCancel(ctx)
-	c.turns.Go(func() {
+	c.wg.Go(func() {
 		defer done()
-		defer c.ended.notify()
-		if place != nil {
-			defer place.Release()
+		defer c.turnEnded.notify()
+		if hold != nil {
+			defer hold.Release()
 		}
 		got, err := c.Engine.RunClaimed(detached, &x)
 		switch {
@@ -357,21 +359,21 @@ func (c *Chat) runTurn(
 
 // replay answers a message whose idempotency key was used before.
 func (c *Chat) replay(ctx context.Context, a *UserMessage, x executions.Execution) (*startedTurn, error) {
-	first, err := inputOf(&x)
+	original, err := readInput(&x)
 	if err != nil {
 		return nil, err
 	}
-	if first.isOf(a.principal()) && first.Thread != "" {
-		switch may, err := c.hasAccess(ctx, first); {
+	if original.isSentBy(a.principal()) && original.Thread != "" {
+		switch allowed, err := c.hasAccess(ctx, original); {
 		case err != nil:
 			return nil, err
-		case !may: // it was revoked since
+		case !allowed: // it was revoked since
 			return nil, threadError(threads.ErrNotFound)
 		}
 	}
 	id := CompletionID(x.ID)
 	switch {
-	case x.Flow != Flow && x.Flow != RelayFlow || !first.isOf(a.principal()) || first.Hash != a.Hash:
+	case x.Flow != Flow && x.Flow != RelayFlow || !original.isSentBy(a.principal()) || original.Hash != a.Hash:
 		return nil, &Refusal{
 			Status: http.StatusUnprocessableEntity, Type: "invalid_request_error", Code: "idempotency_key_reused",
 			Param: "Idempotency-Key", Message: "This Idempotency-Key was used for another request.",
@@ -384,7 +386,7 @@ func (c *Chat) replay(ctx context.Context, a *UserMessage, x executions.Executio
 	}
 	f, release := c.feeds.join(x.ID)
 	f.finish(x)
-	return &startedTurn{exec: x, name: first.name(), feed: f, release: release}, nil
+	return &startedTurn{exec: x, name: original.name(), feed: f, release: release}, nil
 }
 
 // newThread returns the thread that the message creates.
@@ -397,22 +399,23 @@ func (a *UserMessage) newThread() threads.Thread {
 
 // ensureThread creates the thread if it is missing, and checks the access of the visitor.
 func (c *Chat) ensureThread(ctx context.Context, tx pgx.Tx, a *UserMessage) error {
-	got, _, err := threads.Open(ctx, tx, a.principal(), a.newThread())
-	if err == nil && got.ID != a.thread {
+	thread, _, err := threads.Open(ctx, tx, a.principal(), a.newThread())
+	if err == nil && thread.ID != a.thread {
 		err = threads.ErrForeign // the access changed since it was read
 	}
 	if err != nil {
 		return err
 	}
-	return c.sameAgent(ctx, tx, got.Agent, a)
+	return c.checkAgent(ctx, tx, thread.Agent, a)
 }
 
-// storeMessage stores the message and applies double texting to the active turns. cut are the cancelled ones.
+// storeMessage stores the message and applies double texting to the active turns. It returns the ids of the cancelled
+// turns.
 func (c *Chat) storeMessage(
-	ctx context.Context, tx pgx.Tx, a *UserMessage, x executions.Execution, asked documentRequest,
-) (cut []string, stored *storedMessages, err error) {
+	ctx context.Context, tx pgx.Tx, a *UserMessage, x executions.Execution, docRequest documentRequest,
+) (cancelled []string, stored *storedMessages, err error) {
 	from := cmp.Or(a.Channel, channel)
-	if cut, err = c.applyDoubleTexting(ctx, tx, a, x); err != nil {
+	if cancelled, err = c.applyDoubleTexting(ctx, tx, a, x); err != nil {
 		return nil, nil, err
 	}
 	var earlier []activeTurn
@@ -423,7 +426,7 @@ func (c *Chat) storeMessage(
 		}
 	})
 	if err == nil {
-		err = c.sameAgent(ctx, tx, thread.Agent, a)
+		err = c.checkAgent(ctx, tx, thread.Agent, a)
 	}
 	if err != nil {
 		return nil, nil, err
@@ -432,20 +435,20 @@ func (c *Chat) storeMessage(
 	if err != nil {
 		return nil, nil, err
 	}
-	images, err := c.imagesWith(ctx, tx, a, docs)
+	images, err := c.collectImages(ctx, tx, a, docs)
 	if err != nil {
 		return nil, nil, err
 	}
-	if err := asked.deliver(ctx, c, tx, x, idsOf(docs)); err != nil {
+	if err := docRequest.deliver(ctx, c, tx, x, documentIDs(docs)); err != nil {
 		return nil, nil, err
 	}
 	var drafts []threads.NewMessage
 	if thread.NextSeq == 1 {
 		drafts = importHistory(a, from)
 	}
-	for i, words := range texts {
+	for i, content := range texts {
 		d := threads.NewMessage{
-			Role: threads.User, Content: words, Channel: from, ExecutionID: x.ID, TraceID: x.TraceID,
+			Role: threads.User, Content: content, Channel: from, ExecutionID: x.ID, TraceID: x.TraceID,
 			Status: threads.Received, Follows: i > 0, Images: images[i],
 		}
 		drafts = append(drafts, d)
@@ -454,17 +457,17 @@ func (c *Chat) storeMessage(
 	if err != nil {
 		return nil, nil, err
 	}
-	own := list[len(drafts)-len(texts):]
-	stored = &storedMessages{messages: own}
-	if stored.alone = len(earlier) == 0; stored.alone {
+	posted := list[len(drafts)-len(texts):]
+	stored = &storedMessages{messages: posted}
+	if stored.noEarlierTurn = len(earlier) == 0; stored.noEarlierTurn {
 		stored.available = a.available
 	}
-	for _, some := range images {
-		if len(some) > 0 {
+	for _, attached := range images {
+		if len(attached) > 0 {
 			stored.messages = nil
 		}
 	}
-	return cut, stored, nil
+	return cancelled, stored, nil
 }
 
 // importHistory returns the greeting, or the history that the client sent, as the first messages of a new thread.
@@ -494,17 +497,17 @@ func threadError(err error) error {
 	case errors.As(err, &r):
 		return r
 	case errors.Is(err, threads.ErrForeign), errors.Is(err, threads.ErrNotFound), errors.Is(err, threads.ErrToken):
-		return unknown("thread_not_found", "There is no such thread.")
+		return notFound("thread_not_found", "There is no such thread.")
 	case errors.Is(err, threads.ErrTaken):
 		return conflict("thread_name_taken", "You have another thread of that name. Send X-Thread-Join with another "+
 			"X-Thread-Id, or without one.")
 	case postgres.Locked(err):
-		r := broken(http.StatusServiceUnavailable, "thread_locked", "This thread is busy: another transaction has it "+
+		r := serverError(http.StatusServiceUnavailable, "thread_locked", "This thread is busy: another transaction has it "+
 			"locked. Please send the message again.")
 		r.RetryAfter = retryDelay
 		return r
 	case errors.Is(err, threads.ErrInvalid):
-		return bad("thread_id", "invalid_thread_id", "A thread id is 1 to %d printable characters.", threads.MaxID)
+		return badRequest("thread_id", "invalid_thread_id", "A thread id is 1 to %d printable characters.", threads.MaxID)
 	}
 	return err
 }
@@ -526,7 +529,7 @@ const cancelTimeout = 5 * time.Second
 // are *Refusal. Engine.Run or Engine.KeepAlive must keep the engine's lease meanwhile.
 func (c *Chat) Say(ctx context.Context, a UserMessage, show func(piece string), onApproval func()) (Answer, error) {
 	if a.TraceID == "" {
-		a.TraceID, a.own = trace.New(trace.Chat), true
+		a.TraceID, a.ownsTrace = trace.New(trace.Chat), true
 	}
 	var err error
 	if a.agent, err = c.Agents.Find(ctx, c.Front, a.Model); err != nil {

@@ -73,7 +73,7 @@ func (c *Chat) Accept(ctx context.Context, v channels.Visit) (channels.Accepted,
 func (t *turn) post(ctx context.Context, tx pgx.Tx, text string, interrupted bool) (threads.Message, error) {
 	d := threads.NewMessage{
 		ThreadID: t.in.Thread, Role: threads.Assistant, Content: text, Channel: channel, ExecutionID: t.exec.ID,
-		TraceID: t.exec.TraceID, Status: threads.Sent, Turn: t.number, Interrupted: interrupted,
+		TraceID: t.exec.TraceID, Status: threads.Sent, Turn: t.turnNumber, Interrupted: interrupted,
 	}
 	leaves := t.in.Target != "" && text != ""
 	if leaves {

@@ -158,13 +158,13 @@ type Chat struct {
 	// Summarise summarises messages and the previous summary; default the Loop's.
 	Summarise func(ctx context.Context, purpose, previous string, messages []models.Message) (string, error)
 
-	created int64 // unix seconds, of the model listing
-	limits  *limits
-	work    *admission.Budget // of turns
-	feeds   feeds
-	intake  postgres.KeyedTx
-	ended   broadcast // of the end of a turn in this process
-	turns   sync.WaitGroup
+	created    int64 // unix seconds, of the model listing
+	limits     *limits
+	turnBudget *admission.Budget // of turns
+	feeds      feeds
+	keyedTx    postgres.KeyedTx
+	turnEnded  broadcast // of the end of a turn in this process
+	wg         sync.WaitGroup
 }
 
 // Register registers the flows of the surface with the engine and sets the defaults.
@@ -200,7 +200,7 @@ func (c *Chat) Register(e *executions.Engine) error {
 	}
 	c.created = time.Now().Unix()
 	c.limits = newLimits(c.Rate)
-	c.work = admission.New(int64(c.Turns))
+	c.turnBudget = admission.New(int64(c.Turns))
 	for _, flow := range []string{Flow, RelayFlow, SummaryFlow} {
 		e.Unforkable(flow, "a turn answers one message of its thread; say it again in the thread")
 	}
@@ -215,7 +215,7 @@ func (c *Chat) Run(ctx context.Context) error {
 		defer unsubscribe()
 	}
 	<-ctx.Done()
-	c.turns.Wait()
+	c.wg.Wait()
 	return nil
 }
 
@@ -229,7 +229,7 @@ const visitorsPerAddress = 20
 type limits struct {
 	perMinute int
 	mu        sync.Mutex
-	known     map[visitorKey]*list.Element
+	visitors  map[visitorKey]*list.Element
 	recent    *list.List // of *visitor, the latest first
 }
 
@@ -243,7 +243,7 @@ type visitor struct {
 
 // newLimits allows perMinute messages, a third of them at once; negative: no limit.
 func newLimits(perMinute int) *limits {
-	return &limits{perMinute: perMinute, known: map[visitorKey]*list.Element{}, recent: list.New()}
+	return &limits{perMinute: perMinute, visitors: map[visitorKey]*list.Element{}, recent: list.New()}
 }
 
 // reserve counts a message for a name with share times the usual rate. It returns the wait until the message is
@@ -255,14 +255,14 @@ func (l *limits) reserve(name string, share int) time.Duration {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	key := visitorKey(sha256.Sum256([]byte(name)))
-	e := l.known[key]
+	e := l.visitors[key]
 	if e == nil {
 		n := l.perMinute * share
 		e = l.recent.PushFront(&visitor{key, rate.NewLimiter(rate.Limit(float64(n)/60), max(1, n/3))})
-		l.known[key] = e
+		l.visitors[key] = e
 		if l.recent.Len() > maxVisitors {
 			oldest := l.recent.Back()
-			delete(l.known, l.recent.Remove(oldest).(*visitor).key)
+			delete(l.visitors, l.recent.Remove(oldest).(*visitor).key)
 		}
 	}
 	l.recent.MoveToFront(e)
@@ -316,29 +316,29 @@ func (c *Chat) admit(r *http.Request, a *UserMessage) (*admission.Hold, error) {
 	case a.Name != "":
 		shares = append(shares, admission.Share{Name: "thread " + a.Owner + "\x00" + a.Name, Limit: perVisitor})
 	}
-	place, err := c.work.Acquire(1, shares...)
+	hold, err := c.turnBudget.Acquire(1, shares...)
 	if err != nil {
 		return nil, &Refusal{
 			Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
 			Message: "Too many messages are being answered. Please wait a moment.", RetryAfter: retryDelay,
 		}
 	}
-	return place, nil
+	return hold, nil
 }
 
 // modelOwner is the owner in the model listing.
 const modelOwner = "lanekeeper"
 
-// formerName was the default of AGENT_NAME. Configurations of clients may still have it.
-const formerName = "flowpilot"
+// legacyAgentName was the default of AGENT_NAME. Configurations of clients may still have it.
+const legacyAgentName = "flowpilot"
 
-// reachable lists the agents of a request's key.
-func (c *Chat) reachable(r *http.Request) ([]agents.Agent, error) {
-	return c.agentsOf(r.Context(), c.Visitor(r))
+// reachableAgents lists the agents of a request's key.
+func (c *Chat) reachableAgents(r *http.Request) ([]agents.Agent, error) {
+	return c.listAgents(r.Context(), c.Visitor(r))
 }
 
-// agentsOf lists the agents of a chat key. It retries when the connection breaks.
-func (c *Chat) agentsOf(ctx context.Context, key string) (list []agents.Agent, err error) {
+// listAgents lists the agents of a chat key. It retries when the connection breaks.
+func (c *Chat) listAgents(ctx context.Context, key string) (list []agents.Agent, err error) {
 	err = postgres.RetryOnDisconnect(ctx, func() error {
 		list, err = c.Agents.Reachable(ctx, c.Front, key)
 		return err
@@ -352,17 +352,17 @@ func selectAgent(reachable []agents.Agent, model string) (agents.Agent, error) {
 		if a.Name == model || model == agents.Alias && (a.Default || len(reachable) == 1) {
 			return a, nil
 		}
-		if model == formerName && !a.Declared() {
+		if model == legacyAgentName && !a.Declared() {
 			return a, nil
 		}
 	}
-	r := unknown("model_not_found", "The model %q does not exist, or this key does not reach it. There is: %s.",
-		truncate(model, 100), strings.Join(names(reachable), ", "))
+	r := notFound("model_not_found", "The model %q does not exist, or this key does not reach it. There is: %s.",
+		truncate(model, 100), strings.Join(agentNames(reachable), ", "))
 	r.Param = "model"
 	return agents.Agent{}, r
 }
 
-func names(list []agents.Agent) []string {
+func agentNames(list []agents.Agent) []string {
 	all := make([]string, len(list))
 	for i, a := range list {
 		all[i] = a.Name
@@ -370,22 +370,22 @@ func names(list []agents.Agent) []string {
 	return all
 }
 
-// modelsOf returns the model listing: the agents, and the alias if it is unambiguous.
-func modelsOf(reachable []agents.Agent) []chatwire.Model {
+// listModels returns the model listing: the agents, and the alias if it is unambiguous.
+func listModels(reachable []agents.Agent) []chatwire.Model {
 	var list []chatwire.Model
 	for _, a := range reachable {
-		list = append(list, modelOf(a))
+		list = append(list, newModel(a))
 	}
 	if a, err := selectAgent(reachable, agents.Alias); err == nil && a.Name != agents.Alias {
-		alias := modelOf(a)
+		alias := newModel(a)
 		alias.ID = agents.Alias
 		list = append(list, alias)
 	}
 	return list
 }
 
-// modelOf converts an agent to a model of the listing.
-func modelOf(a agents.Agent) chatwire.Model {
+// newModel converts an agent to a model of the listing.
+func newModel(a agents.Agent) chatwire.Model {
 	return chatwire.Model{ID: a.Name, Description: a.Description, Greeting: a.Greeting}
 }
 
@@ -397,8 +397,8 @@ func agentName(a agents.Agent) string {
 	return a.Name
 }
 
-// sameAgent refuses a message to another agent than the thread's. An undeclared agent counts as the default agent.
-func (c *Chat) sameAgent(ctx context.Context, tx pgx.Tx, thread string, a *UserMessage) error {
+// checkAgent refuses a message to another agent than the thread's. An undeclared agent counts as the default agent.
+func (c *Chat) checkAgent(ctx context.Context, tx pgx.Tx, thread string, a *UserMessage) error {
 	if thread == agentName(a.agent) {
 		return nil
 	}

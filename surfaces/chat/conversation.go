@@ -48,7 +48,7 @@ func (c *Chat) conversationItems(w http.ResponseWriter, r *http.Request, _ trace
 		return threadError(err)
 	}
 	if !known {
-		return unknown("conversation_not_found", "There is no conversation %q.", truncate(name, 100))
+		return notFound("conversation_not_found", "There is no conversation %q.", truncate(name, 100))
 	}
 	page, err := readItemPage(r)
 	if err != nil {
@@ -57,7 +57,7 @@ func (c *Chat) conversationItems(w http.ResponseWriter, r *http.Request, _ trace
 	page.thread = thread
 	list, err := threads.Visible(r.Context(), c.Front, thread, page.after, page.ascending, page.limit+1)
 	if errors.Is(err, threads.ErrNoMessage) {
-		return bad("after", "invalid_value", "There is no item %q in this conversation.", itemPrefix+page.after)
+		return badRequest("after", "invalid_value", "There is no item %q in this conversation.", itemPrefix+page.after)
 	}
 	if err != nil {
 		return err
@@ -83,12 +83,12 @@ func readItemPage(r *http.Request) (p itemPage, err error) {
 	p.limit = defaultItems
 	if limit := q.Get("limit"); limit != "" {
 		if p.limit, err = strconv.Atoi(limit); err != nil || p.limit < 1 || p.limit > maxItems {
-			return p, bad("limit", "invalid_value", "limit must be a number from 1 to %d.", maxItems)
+			return p, badRequest("limit", "invalid_value", "limit must be a number from 1 to %d.", maxItems)
 		}
 	}
 	order := q.Get("order")
 	if order != "" && order != "asc" && order != "desc" {
-		return p, bad("order", "invalid_value", "order must be asc or desc.")
+		return p, badRequest("order", "invalid_value", "order must be asc or desc.")
 	}
 	p.ascending = order == "asc"
 	p.after = strings.TrimPrefix(q.Get("after"), itemPrefix)
@@ -180,7 +180,7 @@ func (c *Chat) activeItems(ctx context.Context, thread string) ([]item, error) {
 		if err := row.Scan(&it.ID, &text, &created); err != nil {
 			return it, fmt.Errorf("read row: %w", err)
 		}
-		if here, ok := c.feeds.textOf(it.ID); ok {
+		if here, ok := c.feeds.liveText(it.ID); ok {
 			text = here
 		}
 		it.ID, it.Created = itemPrefix+it.ID, created.Unix()

@@ -100,7 +100,7 @@ func (c *Chat) relayDocuments(
 	if err != nil {
 		return x, false, err
 	}
-	if err := r.deliver(ctx, c, tx, x, idsOf(docs)); err != nil { // before the thread's row: the lock order
+	if err := r.deliver(ctx, c, tx, x, documentIDs(docs)); err != nil { // before the thread's row: the lock order
 		return x, false, err
 	}
 	drafts := make([]threads.NewMessage, len(texts))
@@ -142,8 +142,8 @@ func (c *Chat) emptyRelayAnswer(ctx context.Context, in input, messages int) (st
 	case err != nil:
 		return "", fmt.Errorf("find missing documents: %w", err)
 	case len(missing) == 0:
-		return passedOn, nil
+		return forwardedText, nil
 	}
-	return clean(question + "\n\nStill missing: " + strings.Join(missing, ", ") +
+	return cleanText(question + "\n\nStill missing: " + strings.Join(missing, ", ") +
 		". Send each as a file with your next message."), nil
 }

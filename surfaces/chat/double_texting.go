@@ -68,37 +68,37 @@ func queueActiveTurns(b *pgx.Batch, thread string, before int64, list *[]activeT
 // is stored as a message, so the next turn reads it.
 func (c *Chat) applyDoubleTexting(
 	ctx context.Context, tx pgx.Tx, a *UserMessage, x executions.Execution,
-) (cut []string, err error) {
+) (cancelled []string, err error) {
 	if c.DoubleTexting == Enqueue {
 		return nil, nil
 	}
-	busy, err := activeTurns(ctx, tx, a.thread, 0)
-	if err != nil || len(busy) == 0 {
+	active, err := activeTurns(ctx, tx, a.thread, 0)
+	if err != nil || len(active) == 0 {
 		return nil, err
 	}
 	if c.DoubleTexting == Reject {
 		r := conflict("thread_busy", "The last message of this thread is still being answered.")
-		r.CompletionID, r.RetryAfter = CompletionID(busy[0].ExecutionID), retryDelay
+		r.CompletionID, r.RetryAfter = CompletionID(active[0].ExecutionID), retryDelay
 		return nil, r
 	}
-	for _, b := range busy {
-		cancelled, err := c.interruptTurn(ctx, tx, a.thread, x.TraceID, byInterrupt, "a newer message came", b)
+	for _, b := range active {
+		isCancelled, err := c.interruptTurn(ctx, tx, a.thread, x.TraceID, byInterrupt, "a newer message came", b)
 		if err != nil {
 			return nil, err
 		}
-		if cancelled {
-			cut = append(cut, b.ExecutionID)
+		if isCancelled {
+			cancelled = append(cancelled, b.ExecutionID)
 		}
 	}
-	return cut, nil
+	return cancelled, nil
 }
 
 // interruptTurn cancels a turn and stores its text so far. It returns false when the turn has ended, or ends with its
 // current step.
 func (c *Chat) interruptTurn(
-	ctx context.Context, tx pgx.Tx, thread, traceID, by, why string, b activeTurn,
+	ctx context.Context, tx pgx.Tx, thread, traceID, by, reason string, b activeTurn,
 ) (bool, error) {
-	status, err := executions.CancelTx(ctx, tx, b.ExecutionID, by, why)
+	status, err := executions.CancelTx(ctx, tx, b.ExecutionID, by, reason)
 	if err != nil || status.Ended() && status != executions.Cancelled {
 		return false, err
 	}
@@ -107,8 +107,8 @@ func (c *Chat) interruptTurn(
 
 // storePartialAnswer stores the text of a cancelled turn.
 func (c *Chat) storePartialAnswer(ctx context.Context, tx pgx.Tx, thread, traceID string, b activeTurn) error {
-	text, here := c.feeds.textOf(b.ExecutionID)
-	if !here {
+	text, runsHere := c.feeds.liveText(b.ExecutionID)
+	if !runsHere {
 		draft, err := threads.DraftOf(ctx, tx, b.ExecutionID)
 		if err != nil {
 			return err
@@ -119,7 +119,7 @@ func (c *Chat) storePartialAnswer(ctx context.Context, tx pgx.Tx, thread, traceI
 	if err != nil {
 		return err
 	}
-	in, err := inputOf(&x)
+	in, err := readInput(&x)
 	if err != nil {
 		return err
 	}
@@ -144,7 +144,7 @@ func (t *turn) acquire(ctx context.Context, step string) (context.Context, error
 	deadline := time.Now().Add(t.InProcessWait)
 	for {
 		inProcess := t.startedHere && time.Now().Before(deadline) && !errors.Is(t.Engine.Live(), executions.ErrDraining)
-		ended := t.ended.next()
+		ended := t.turnEnded.next()
 		earlier, err := t.earlier(ctx)
 		t.feed.setAwaitsApproval(len(earlier) > 0 && earlier[0].AwaitsApproval)
 		switch {
@@ -168,11 +168,11 @@ func (t *turn) acquire(ctx context.Context, step string) (context.Context, error
 
 // earlier lists the active turns before this one.
 func (t *turn) earlier(ctx context.Context) ([]activeTurn, error) {
-	if t.stored != nil && t.stored.alone {
+	if t.stored != nil && t.stored.noEarlierTurn {
 		return nil, nil
 	}
 	return executions.RetryTransient(ctx, func(ctx context.Context) ([]activeTurn, error) {
-		return activeTurns(ctx, t.Pool, t.in.Thread, t.number)
+		return activeTurns(ctx, t.Pool, t.in.Thread, t.turnNumber)
 	})
 }
 

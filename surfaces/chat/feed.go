@@ -22,8 +22,8 @@ const bytesPerToken = 4
 type feed struct {
 	mu             sync.Mutex
 	text           string
-	settled        int             // bytes of finished model calls; they never change
-	attempt        int             // where the text of the current model call starts
+	finalBytes     int             // bytes of finished model calls; they never change
+	callStart      int             // where the text of the current model call starts
 	separator      string          // inserted before the next text
 	limit          int             // bytes; 0 is no limit
 	truncated      bool            // the limit cut text off
@@ -80,7 +80,7 @@ func (f *feed) wake() {
 func (f *feed) start(claim int64, earlier string, limit int) {
 	f.update(func() {
 		f.claim = claim
-		f.text, f.settled, f.attempt, f.separator, f.limit = earlier, len(earlier), len(earlier), "", limit
+		f.text, f.finalBytes, f.callStart, f.separator, f.limit = earlier, len(earlier), len(earlier), "", limit
 		f.truncated, f.runsHere, f.tool, f.awaitsApproval, f.end = false, true, "", false, nil
 		if earlier != "" {
 			f.separator = "\n\n"
@@ -97,7 +97,7 @@ func (f *feed) append(text string) {
 		}
 		if f.separator != "" {
 			f.text += f.separator
-			f.separator, f.attempt = "", len(f.text)
+			f.separator, f.callStart = "", len(f.text)
 		}
 		f.text += text
 		if f.limit > 0 && len(f.text) > f.limit {
@@ -113,8 +113,8 @@ func (f *feed) append(text string) {
 // finishCall ends a model call. Its text is final; the next text starts a paragraph.
 func (f *feed) finishCall() {
 	f.update(func() {
-		f.settled = len(f.text)
-		f.attempt = len(f.text)
+		f.finalBytes = len(f.text)
+		f.callStart = len(f.text)
 		if f.text != "" {
 			f.separator = "\n\n"
 		}
@@ -125,11 +125,11 @@ func (f *feed) finishCall() {
 func (f *feed) retryCall() {
 	f.update(func() {
 		switch {
-		case len(f.text) == f.attempt:
+		case len(f.text) == f.callStart:
 		case f.shown:
-			f.separator, f.attempt = restartNotice, len(f.text)
+			f.separator, f.callStart = restartNotice, len(f.text)
 		default:
-			f.text, f.truncated = f.text[:f.attempt], false
+			f.text, f.truncated = f.text[:f.callStart], false
 		}
 	})
 }
@@ -153,7 +153,7 @@ func (f *feed) finalText(answer string) (text string, truncated bool) {
 func (f *feed) draft() threads.Draft {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return threads.Draft{Content: f.text, Settled: utf8.RuneCountInString(f.text[:f.settled])}
+	return threads.Draft{Content: f.text, Settled: utf8.RuneCountInString(f.text[:f.finalBytes])}
 }
 
 // detach ends the run of a claim in this process, unless a later claim runs here. The turn continues elsewhere or
@@ -208,40 +208,40 @@ func (f *feed) setRemote(text string, awaitsApproval bool) {
 // feeds holds the feeds in use, by execution id.
 type feeds struct {
 	mu   sync.Mutex
-	used map[string]*sharedFeed
+	byID map[string]*sharedFeed
 }
 
 type sharedFeed struct {
 	*feed
-	users int
+	refs int
 }
 
 // join returns the feed of an execution. The caller calls release when it no longer needs it.
 func (s *feeds) join(id string) (f *feed, release func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.used == nil {
-		s.used = map[string]*sharedFeed{}
+	if s.byID == nil {
+		s.byID = map[string]*sharedFeed{}
 	}
-	u := s.used[id]
+	u := s.byID[id]
 	if u == nil {
 		u = &sharedFeed{feed: newFeed()}
-		s.used[id] = u
+		s.byID[id] = u
 	}
-	u.users++
+	u.refs++
 	return u.feed, sync.OnceFunc(func() {
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		if u.users--; u.users == 0 {
-			delete(s.used, id)
+		if u.refs--; u.refs == 0 {
+			delete(s.byID, id)
 		}
 	})
 }
 
-// textOf returns the text of an execution. ok is false if it does not run in this process.
-func (s *feeds) textOf(id string) (text string, ok bool) {
+// liveText returns the text of an execution. ok is false if it does not run in this process.
+func (s *feeds) liveText(id string) (text string, ok bool) {
 	s.mu.Lock()
-	u := s.used[id]
+	u := s.byID[id]
 	s.mu.Unlock()
 	if u == nil {
 		return "", false

@@ -32,12 +32,12 @@ const (
 func (c *Chat) FilesHandler() http.Handler { return c.handler(c.upload) }
 
 func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error {
-	secret, made, err := c.visitorToken(r)
+	secret, created, err := c.visitorToken(r)
 	if err != nil {
 		return err
 	}
 	token := secret
-	if made {
+	if created {
 		token = ""
 	}
 	if err := c.allow(r, c.Visitor(r), "", token); err != nil {
@@ -47,11 +47,11 @@ func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error
 	if err != nil {
 		return fileError(err)
 	}
-	who := (&UserMessage{Owner: c.Visitor(r), Secret: secret}).principal()
+	caller := (&UserMessage{Owner: c.Visitor(r), Secret: secret}).principal()
 	u := form.Upload
-	u.By, u.TraceID = who, string(id)
+	u.By, u.TraceID = caller, string(id)
 	if name := r.Header.Get(threadHeader); name != "" {
-		thread, known, err := threads.Resolve(r.Context(), c.Front, who, name)
+		thread, known, err := threads.Resolve(r.Context(), c.Front, caller, name)
 		if err != nil {
 			return threadError(err)
 		}
@@ -60,24 +60,24 @@ func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error
 		}
 	}
 	var d documents.Document
-	err = c.intake.Do(r.Context(), c.Front, "documents of "+who.Owner+" "+who.Proof, func(tx pgx.Tx) (err error) {
+	err = c.keyedTx.Do(r.Context(), c.Front, "documents of "+caller.Owner+" "+caller.Proof, func(tx pgx.Tx) (err error) {
 		d, err = documents.Add(r.Context(), tx, u)
 		return err
 	})
 	if err != nil {
 		return fileError(err)
 	}
-	if made {
+	if created {
 		w.Header().Set(visitorHeader, secret)
 	}
-	answer := fileOf(d)
-	answer.Purpose = form.Fields["purpose"]
-	return writeFile(w, answer)
+	resp := newFile(d)
+	resp.Purpose = form.Fields["purpose"]
+	return writeFileJSON(w, resp)
 }
 
 // fileError converts an error of a document to a *Refusal for the visitor.
 func fileError(err error) error {
-	r := bad("file", "invalid_file", "%s.", err)
+	r := badRequest("file", "invalid_file", "%s.", err)
 	switch {
 	case errors.Is(err, documents.ErrTooLarge):
 		r.Status, r.Code = http.StatusRequestEntityTooLarge, "file_too_large"
@@ -86,7 +86,7 @@ func fileError(err error) error {
 	case errors.Is(err, documents.ErrInUse):
 		r.Status, r.Code, r.Param = http.StatusConflict, "file_in_use", "file_id"
 	case errors.Is(err, documents.ErrNotFound):
-		return unknown("file_not_found", "There is no such file.")
+		return notFound("file_not_found", "There is no such file.")
 	case !errors.Is(err, documents.ErrForm) && !errors.Is(err, documents.ErrEmpty):
 		return threadError(err)
 	}
@@ -122,16 +122,16 @@ func (c *Chat) attachFiles(
 	return texts, docs, nil
 }
 
-func idsOf(docs [][]documents.Document) (ids []string) {
+func documentIDs(docs [][]documents.Document) (ids []string) {
 	for _, d := range slices.Concat(docs...) {
 		ids = append(ids, d.ID)
 	}
 	return ids
 }
 
-// imagesWith returns the images of each message, including those among its files if the model takes images. Larger
+// collectImages returns the images of each message, including those among its files if the model takes images. Larger
 // images are left out.
-func (c *Chat) imagesWith(
+func (c *Chat) collectImages(
 	ctx context.Context, tx pgx.Tx, a *UserMessage, docs [][]documents.Document,
 ) ([][]threads.Image, error) {
 	images := make([][]threads.Image, len(a.Texts))
@@ -139,18 +139,18 @@ func (c *Chat) imagesWith(
 	if !c.agentTakesImages(a) {
 		return images, nil
 	}
-	left := int64(maxImageBytes)
+	remaining := int64(maxImageBytes)
 	for i, list := range docs {
 		for _, d := range list {
 			if !slices.Contains(imageTypes(), d.ContentType) || len(images[i]) >= threads.MaxImages ||
-				d.Size > min(left, threads.MaxImageSize) {
+				d.Size > min(remaining, threads.MaxImageSize) {
 				continue
 			}
 			data, err := documents.Content(ctx, tx, d.ID)
 			if err != nil {
 				return nil, err
 			}
-			left -= d.Size
+			remaining -= d.Size
 			images[i] = append(slices.Clip(images[i]), threads.Image{MediaType: d.ContentType, Data: data})
 		}
 	}
@@ -209,9 +209,9 @@ func (p filePart) read(limit int64) (File, error) {
 	f, encoded := File{Name: p.Filename}, p.Data
 	if rest, isURL := strings.CutPrefix(p.Data, "data:"); isURL {
 		head, body, _ := strings.Cut(rest, ",")
-		kind, inBase64 := strings.CutSuffix(head, ";base64")
-		if !inBase64 {
-			return f, bad("file", "invalid_file", "file_data has the form data:application/pdf;base64,…")
+		kind, isBase64 := strings.CutSuffix(head, ";base64")
+		if !isBase64 {
+			return f, badRequest("file", "invalid_file", "file_data has the form data:application/pdf;base64,…")
 		}
 		encoded, f.ContentType = body, kind
 	}
@@ -220,7 +220,7 @@ func (p filePart) read(limit int64) (File, error) {
 	}
 	var err error
 	if f.Content, err = base64.StdEncoding.DecodeString(encoded); err != nil {
-		return f, bad("file", "invalid_file", "file_data must be base64.")
+		return f, badRequest("file", "invalid_file", "file_data must be base64.")
 	}
 	switch {
 	case len(f.Content) == 0:
@@ -234,7 +234,7 @@ func (p filePart) read(limit int64) (File, error) {
 // readFiles decodes the files of a new message. param names the message in errors.
 func (c *Chat) readFiles(parts []filePart, param string) (files []File, err error) {
 	if len(parts) > maxFiles {
-		return nil, bad(param, "too_many_files", "A message has at most %d files.", maxFiles)
+		return nil, badRequest(param, "too_many_files", "A message has at most %d files.", maxFiles)
 	}
 	for _, p := range parts {
 		f, err := p.read(c.DocumentBytes)
@@ -264,8 +264,8 @@ type file struct {
 	Status   string `json:"status"`
 }
 
-// fileOf converts a document to a file object.
-func fileOf(d documents.Document) file {
+// newFile converts a document to a file object.
+func newFile(d documents.Document) file {
 	f := file{
 		ID: d.ID, Object: "file", Bytes: d.Size, Created: d.CreatedAt.Unix(), Filename: d.Name, Purpose: filePurpose,
 		Status: "processed",
@@ -299,35 +299,35 @@ func (c *Chat) FileContentHandler() http.Handler { return c.handler(c.sendFile) 
 func (c *Chat) DeleteFileHandler() http.Handler { return c.handler(c.deleteFile) }
 
 func (c *Chat) listFiles(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
-	who, err := c.principal(r)
+	caller, err := c.principal(r)
 	if err != nil {
 		return err
 	}
 	query := r.URL.Query()
 	limit, order := maxListedFiles, query.Get("order")
-	if given := query.Get("limit"); given != "" {
-		if limit, err = strconv.Atoi(given); err != nil || limit < 1 || limit > maxListedFiles {
-			return bad("limit", "invalid_value", "limit is a number from 1 to %d.", maxListedFiles)
+	if raw := query.Get("limit"); raw != "" {
+		if limit, err = strconv.Atoi(raw); err != nil || limit < 1 || limit > maxListedFiles {
+			return badRequest("limit", "invalid_value", "limit is a number from 1 to %d.", maxListedFiles)
 		}
 	}
 	switch {
 	case order != "" && order != "asc" && order != "desc":
-		return bad("order", "invalid_value", "order must be asc or desc.")
+		return badRequest("order", "invalid_value", "order must be asc or desc.")
 	case query.Get("purpose") != "" && query.Get("purpose") != filePurpose:
-		return bad("purpose", "unsupported_value", "Purposes are not stored: each file is %s.", filePurpose)
+		return badRequest("purpose", "unsupported_value", "Purposes are not stored: each file is %s.", filePurpose)
 	}
-	got, err := documents.ListOwn(r.Context(), c.Front, who, query.Get("after"), order == "asc", limit+1)
+	docs, err := documents.ListOwn(r.Context(), c.Front, caller, query.Get("after"), order == "asc", limit+1)
 	if err != nil {
 		return err
 	}
-	page := filePage{Object: "list", Data: []file{}, HasMore: len(got) > limit}
-	for _, d := range got[:min(len(got), limit)] {
-		page.Data = append(page.Data, fileOf(d))
+	page := filePage{Object: "list", Data: []file{}, HasMore: len(docs) > limit}
+	for _, d := range docs[:min(len(docs), limit)] {
+		page.Data = append(page.Data, newFile(d))
 	}
 	if n := len(page.Data); n > 0 {
 		page.FirstID, page.LastID = &page.Data[0].ID, &page.Data[n-1].ID
 	}
-	return writeFile(w, page)
+	return writeFileJSON(w, page)
 }
 
 func (c *Chat) getFile(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
@@ -335,7 +335,7 @@ func (c *Chat) getFile(w http.ResponseWriter, r *http.Request, _ trace.ID) error
 	if err != nil {
 		return err
 	}
-	return writeFile(w, fileOf(d))
+	return writeFileJSON(w, newFile(d))
 }
 
 func (c *Chat) sendFile(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
@@ -354,36 +354,36 @@ func (c *Chat) sendFile(w http.ResponseWriter, r *http.Request, _ trace.ID) erro
 }
 
 func (c *Chat) deleteFile(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
-	who, err := c.principal(r)
+	caller, err := c.principal(r)
 	if err != nil {
 		return err
 	}
 	id := r.PathValue("id")
-	err = c.intake.Do(r.Context(), c.Front, "documents of "+who.Owner+" "+who.Proof, func(tx pgx.Tx) error {
-		d, err := documents.DeleteOwn(r.Context(), tx, who, id)
+	err = c.keyedTx.Do(r.Context(), c.Front, "documents of "+caller.Owner+" "+caller.Proof, func(tx pgx.Tx) error {
+		d, err := documents.DeleteOwn(r.Context(), tx, caller, id)
 		id = d.ID
 		return err
 	})
 	if err != nil {
 		return fileError(err)
 	}
-	return writeFile(w, map[string]any{"id": id, "object": "file", "deleted": true})
+	return writeFileJSON(w, map[string]any{"id": id, "object": "file", "deleted": true})
 }
 
 // ownFile returns the caller's document of the request's path.
 func (c *Chat) ownFile(r *http.Request) (documents.Document, error) {
-	who, err := c.principal(r)
+	caller, err := c.principal(r)
 	if err != nil {
 		return documents.Document{}, err
 	}
-	d, err := documents.GetOwn(r.Context(), c.Front, who, r.PathValue("id"))
+	d, err := documents.GetOwn(r.Context(), c.Front, caller, r.PathValue("id"))
 	if err != nil {
 		return d, fileError(err)
 	}
 	return d, nil
 }
 
-func writeFile(w http.ResponseWriter, answer any) error {
+func writeFileJSON(w http.ResponseWriter, answer any) error {
 	w.Header().Set("Content-Type", "application/json")
 	return json.NewEncoder(w).Encode(answer)
 }
@@ -409,7 +409,7 @@ func (p wirePart) image() (threads.Image, error) {
 		return threads.Image{}, fmt.Errorf("files are not stored here: send the image's https URL, or the image as a " +
 			"data: URL")
 	}
-	where, ok := text(p.Image)
+	imageURL, ok := text(p.Image)
 	if !ok {
 		var inner struct {
 			URL    string `json:"url"`
@@ -418,28 +418,28 @@ func (p wirePart) image() (threads.Image, error) {
 		if json.Unmarshal(p.Image, &inner) != nil {
 			return threads.Image{}, fmt.Errorf("image_url must be a URL, or an object with url")
 		}
-		where, p.Detail = inner.URL, inner.Detail
+		imageURL, p.Detail = inner.URL, inner.Detail
 	}
 	if !slices.Contains([]string{"", "low", "high", "auto"}, p.Detail) {
 		return threads.Image{}, fmt.Errorf("detail must be low, high or auto")
 	}
-	if rest, inside := strings.CutPrefix(where, "data:"); inside {
-		return imageInside(rest, p.Detail)
+	if rest, isDataURL := strings.CutPrefix(imageURL, "data:"); isDataURL {
+		return decodeDataURL(rest, p.Detail)
 	}
-	u, err := url.Parse(where)
+	u, err := url.Parse(imageURL)
 	switch {
 	case err != nil || u.Scheme != "https" || u.Host == "" || u.User != nil:
 		return threads.Image{}, fmt.Errorf("an image is an https URL, or a data: URL with the image in it")
-	case len(where) > threads.MaxImageURL || strings.ContainsFunc(where, unprintable):
+	case len(imageURL) > threads.MaxImageURL || strings.ContainsFunc(imageURL, unprintable):
 		return threads.Image{}, fmt.Errorf("an image's URL has at most %d printable characters", threads.MaxImageURL)
 	}
-	return threads.Image{URL: "https" + where[len("https"):], Detail: p.Detail}, nil
+	return threads.Image{URL: "https" + imageURL[len("https"):], Detail: p.Detail}, nil
 }
 
 func unprintable(r rune) bool { return r <= ' ' || r == 0x7f }
 
-// imageInside decodes the image of a data: URL, without the prefix. It checks the media type against the bytes.
-func imageInside(rest, detail string) (threads.Image, error) {
+// decodeDataURL decodes the image of a data: URL, without the prefix. It checks the media type against the bytes.
+func decodeDataURL(rest, detail string) (threads.Image, error) {
 	kind, encoded, ok := strings.Cut(rest, ";base64,")
 	if !ok {
 		return threads.Image{}, fmt.Errorf("a data: URL has the form data:image/png;base64,…")
@@ -451,16 +451,16 @@ func imageInside(rest, detail string) (threads.Image, error) {
 	if err != nil {
 		return threads.Image{}, fmt.Errorf("the data of a data: URL must be base64")
 	}
-	found := http.DetectContentType(data)
+	mediaType := http.DetectContentType(data)
 	switch {
 	case len(data) > threads.MaxImageSize:
 		return threads.Image{}, fmt.Errorf("an image has at most %d bytes", threads.MaxImageSize)
-	case !slices.Contains(imageTypes(), found):
+	case !slices.Contains(imageTypes(), mediaType):
 		return threads.Image{}, fmt.Errorf("an image is png, jpeg, gif or webp, and this is none")
-	case kind != found && (kind != "image/jpg" || found != "image/jpeg"):
-		return threads.Image{}, fmt.Errorf("the data: URL says %s, and its data is %s", truncate(kind, 40), found)
+	case kind != mediaType && (kind != "image/jpg" || mediaType != "image/jpeg"):
+		return threads.Image{}, fmt.Errorf("the data: URL says %s, and its data is %s", truncate(kind, 40), mediaType)
 	}
-	return threads.Image{MediaType: found, Data: data, Detail: detail}, nil
+	return threads.Image{MediaType: mediaType, Data: data, Detail: detail}, nil
 }
 
 // imageTypes are the media types of images that models take.
@@ -480,15 +480,15 @@ func (c *Chat) checkImages(a *UserMessage) error {
 	if c.agentTakesImages(a) {
 		return nil
 	}
-	return bad("messages", "image_not_supported", "The model of %s takes no images: send the message without them.",
+	return badRequest("messages", "image_not_supported", "The model of %s takes no images: send the message without them.",
 		a.Model)
 }
 
-// imagesOf returns the images of messages as the model reads them, by message id.
-func (c *Chat) imagesOf(ctx context.Context, messages []threads.Message) (map[string][]models.Part, error) {
-	found, err := threads.Images(ctx, c.Pool, messages)
-	parts := make(map[string][]models.Part, len(found))
-	for id, list := range found {
+// loadImages returns the images of messages as the model reads them, by message id.
+func (c *Chat) loadImages(ctx context.Context, messages []threads.Message) (map[string][]models.Part, error) {
+	byMessage, err := threads.Images(ctx, c.Pool, messages)
+	parts := make(map[string][]models.Part, len(byMessage))
+	for id, list := range byMessage {
 		for _, image := range list {
 			parts[id] = append(parts[id], image.Part())
 		}

@@ -85,7 +85,7 @@ func (f *follower) follow(ctx context.Context) (answer, error) {
 	for {
 		v := f.feed.snapshot(f.show != nil)
 		if v.end != nil {
-			return f.result(ctx, v.end)
+			return f.toAnswer(ctx, v.end)
 		}
 		if len(v.text) > len(f.shown) {
 			idle.Reset(f.KeepAlive)
@@ -113,7 +113,7 @@ func (f *follower) follow(ctx context.Context) (answer, error) {
 				return answer{}, err
 			}
 		case <-approvalTimeout:
-			return f.approvalTimeout(ctx, v.text)
+			return f.endApprovalWait(ctx, v.text)
 		case <-idle.C:
 			if f.keepAlive != nil {
 				f.keepAlive()
@@ -135,8 +135,9 @@ func (f *follower) showActivity(v view) {
 	case v.tool != "":
 		kind, name = chatwire.ActivityTool, v.tool
 	}
-	if now := kind + " " + name; f.activity != nil && now != f.shownActivity && (kind != "" || f.shownActivity != "") {
-		f.shownActivity = now
+	current := kind + " " + name
+	if f.activity != nil && current != f.shownActivity && (kind != "" || f.shownActivity != "") {
+		f.shownActivity = current
 		f.activity(kind, name)
 	}
 }
@@ -154,8 +155,8 @@ func (f *follower) checkAccess(ctx context.Context) error {
 	if f.in.Thread == "" {
 		return nil
 	}
-	in, err := f.hasAccess(ctx, f.in)
-	if err == nil && !in {
+	allowed, err := f.hasAccess(ctx, f.in)
+	if err == nil && !allowed {
 		return threadError(threads.ErrNotFound)
 	}
 	return nil
@@ -186,22 +187,22 @@ func (f *follower) showNew(text string) error {
 
 // divergedError ends a stream that has shown text which is not in the answer.
 func (f *follower) divergedError() error {
-	r := broken(http.StatusInternalServerError, "answer_restarted",
+	r := serverError(http.StatusInternalServerError, "answer_restarted",
 		"The answer was started again. Attach again to read it: GET /v1/chat/completions/"+CompletionID(f.id))
 	r.stored, r.CompletionID = true, CompletionID(f.id)
 	return r
 }
 
-// approvalTimeout ends a connection that has waited too long for an approval.
-func (f *follower) approvalTimeout(ctx context.Context, text string) (answer, error) {
+// endApprovalWait ends a connection that has waited too long for an approval.
+func (f *follower) endApprovalWait(ctx context.Context, text string) (answer, error) {
 	if f.in.Form != nil {
 		return answer{}, approvalPendingError(f.id)
 	}
-	words := approvalNotice
+	reply := approvalNotice
 	if text != "" {
-		words = text + "\n\n" + approvalNotice
+		reply = text + "\n\n" + approvalNotice
 	}
-	return answer{Text: words, Finish: "stop", Ended: "approval", Usage: f.usageSoFar(ctx)}, f.showNew(words)
+	return answer{Text: reply, Finish: "stop", Ended: "approval", Usage: f.usageSoFar(ctx)}, f.showNew(reply)
 }
 
 // usageSoFar reads the usage of an active turn. A failure is only logged.
@@ -223,7 +224,7 @@ func (f *follower) usageSoFar(ctx context.Context) openai.Usage {
 // poll reads the state of a turn that another process runs, and checks whether this process shuts down.
 func (f *follower) poll(ctx context.Context, v view) error {
 	if errors.Is(f.Engine.Live(), executions.ErrDraining) {
-		return f.shuttingDown()
+		return f.shutdownError()
 	}
 	if v.runsHere {
 		return nil
@@ -240,7 +241,7 @@ func (f *follower) poll(ctx context.Context, v view) error {
 	if err != nil {
 		return f.logReadError(ctx, err)
 	}
-	waits, err := f.awaitsApproval(ctx, x)
+	waiting, err := f.isAwaitingApproval(ctx, x)
 	if err != nil {
 		return f.logReadError(ctx, err)
 	}
@@ -248,13 +249,13 @@ func (f *follower) poll(ctx context.Context, v view) error {
 	if x.ClaimedBy == nil || x.Claim != draft.Claim { // the next claim may say the rest in other words
 		text = draft.Final()
 	}
-	f.feed.setRemote(text, waits)
+	f.feed.setRemote(text, waiting)
 	f.readFailed = false
 	return nil
 }
 
-// awaitsApproval reports whether a turn, or the turn before it, waits for an approval.
-func (f *follower) awaitsApproval(ctx context.Context, x executions.Execution) (bool, error) {
+// isAwaitingApproval reports whether a turn, or the turn before it, waits for an approval.
+func (f *follower) isAwaitingApproval(ctx context.Context, x executions.Execution) (bool, error) {
 	if x.WaitingFor != nil && x.WaitingKey != nil && *x.WaitingFor == "agent" {
 		var err error
 		if x, err = executions.Get(ctx, f.Front, *x.WaitingKey); err != nil {
@@ -276,21 +277,21 @@ func (f *follower) logReadError(ctx context.Context, err error) error {
 // stopCause returns why the client no longer follows.
 func (f *follower) stopCause(ctx context.Context) error {
 	if errors.Is(context.Cause(ctx), executions.ErrDraining) {
-		return f.shuttingDown()
+		return f.shutdownError()
 	}
 	return context.Cause(ctx)
 }
 
-func (f *follower) shuttingDown() error {
-	r := broken(http.StatusServiceUnavailable, "shutting_down",
+func (f *follower) shutdownError() error {
+	r := serverError(http.StatusServiceUnavailable, "shutting_down",
 		"This server restarts. Your answer is still in progress. Attach to it: GET /v1/chat/completions/"+
 			CompletionID(f.id))
 	r.stored, r.CompletionID = true, CompletionID(f.id)
 	return r
 }
 
-// result converts the end of an execution to an answer or a *Refusal.
-func (f *follower) result(ctx context.Context, x *executions.Execution) (answer, error) {
+// toAnswer converts the end of an execution to an answer or a *Refusal.
+func (f *follower) toAnswer(ctx context.Context, x *executions.Execution) (answer, error) {
 	if x.Status == executions.Completed {
 		var a answer
 		if err := json.Unmarshal(x.Result, &a); err != nil {
@@ -322,7 +323,7 @@ func (f *follower) result(ctx context.Context, x *executions.Execution) (answer,
 	case x.Status == executions.Cancelled:
 		r = conflict(codeCancelled, "This answer was cancelled.")
 	default:
-		r = broken(http.StatusBadGateway, "answer_failed",
+		r = serverError(http.StatusBadGateway, "answer_failed",
 			"The answer failed. The trace "+x.TraceID+" has the error.")
 	}
 	r.stored = true

@@ -30,7 +30,7 @@ func formOf(param string, raw json.RawMessage, nested bool) (*reason.Form, error
 	}
 	var f wireFormat
 	if json.Unmarshal(raw, &f) != nil {
-		return nil, bad(param, "unsupported_value", "%s: %s", param, reasonFormat)
+		return nil, badRequest(param, "unsupported_value", "%s: %s", param, reasonFormat)
 	}
 	switch f.Type {
 	case "text":
@@ -39,16 +39,16 @@ func formOf(param string, raw json.RawMessage, nested bool) (*reason.Form, error
 		return &reason.Form{}, nil
 	case "json_schema":
 	default:
-		return nil, bad(param, "unsupported_value", "%s: %s", param, reasonFormat)
+		return nil, badRequest(param, "unsupported_value", "%s: %s", param, reasonFormat)
 	}
 	s := &f.wireSchema
 	if nested {
 		if s, param = f.JSONSchema, param+".json_schema"; s == nil {
-			return nil, bad(param, "missing_required_parameter", "Missing required parameter: %s.", param)
+			return nil, badRequest(param, "missing_required_parameter", "Missing required parameter: %s.", param)
 		}
 	}
 	if s.Name == "" {
-		return nil, bad(param+".name", "missing_required_parameter", "Missing required parameter: %s.name.", param)
+		return nil, badRequest(param+".name", "missing_required_parameter", "Missing required parameter: %s.name.", param)
 	}
 	form := &reason.Form{
 		Name: s.Name, Description: s.Description, Schema: string(s.Schema), Strict: s.Strict != nil && *s.Strict,
@@ -57,7 +57,7 @@ func formOf(param string, raw json.RawMessage, nested bool) (*reason.Form, error
 		form.Schema = "{}"
 	}
 	if err := form.Check(); err != nil {
-		return nil, bad(param+".schema", "invalid_json_schema", "The schema of %s is not usable: %s.", param, err)
+		return nil, badRequest(param+".schema", "invalid_json_schema", "The schema of %s is not usable: %s.", param, err)
 	}
 	return form, nil
 }
@@ -102,13 +102,13 @@ func nullIfEmpty(s string) any {
 // checkRelay refuses a format and images in a thread whose messages go to an execution, which uses text alone.
 func (a *UserMessage) checkRelay() error {
 	if len(slices.Concat(a.Images...)) > 0 {
-		return bad("messages", "image_not_supported",
+		return badRequest("messages", "image_not_supported",
 			"This thread's messages go to an execution, which takes no images.")
 	}
 	if a.form == nil {
 		return nil
 	}
-	return bad(a.formParam, "unsupported_value",
+	return badRequest(a.formParam, "unsupported_value",
 		"%s: this thread's messages go to an execution, which answers in text.",
 		a.formParam)
 }

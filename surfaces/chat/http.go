@@ -37,18 +37,18 @@ func (c *Chat) CompletionHandler() http.Handler { return c.handler(c.attach) }
 // ModelsHandler serves GET /v1/models.
 func (c *Chat) ModelsHandler() http.Handler {
 	return c.handler(func(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
-		reachable, err := c.reachable(r)
+		reachable, err := c.reachableAgents(r)
 		if err != nil {
 			return err
 		}
-		return chatwire.WriteModels(w, c.created, modelOwner, modelsOf(reachable)...)
+		return chatwire.WriteModels(w, c.created, modelOwner, listModels(reachable)...)
 	})
 }
 
 // ModelHandler serves GET /v1/models/{id}.
 func (c *Chat) ModelHandler() http.Handler {
 	return c.handler(func(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
-		reachable, err := c.reachable(r)
+		reachable, err := c.reachableAgents(r)
 		if err != nil {
 			return err
 		}
@@ -56,7 +56,7 @@ func (c *Chat) ModelHandler() http.Handler {
 		if err != nil {
 			return err
 		}
-		model := modelOf(a)
+		model := newModel(a)
 		model.ID = r.PathValue("id")
 		return chatwire.WriteModel(w, c.created, modelOwner, model)
 	})
@@ -118,7 +118,7 @@ func (c *Chat) show(
 	w http.ResponseWriter, r *http.Request, b *startedTurn, model string, stream bool, opts streamOptions,
 ) error {
 	stamp(w, b.exec.TraceID, b.name)
-	in, err := inputOf(&b.exec)
+	in, err := readInput(&b.exec)
 	if err != nil {
 		return err
 	}
@@ -155,7 +155,7 @@ func (c *Chat) stream(
 		s.Failure(refusal.failure())
 	case err != nil && ctx.Err() == nil:
 		c.Logger.ErrorContext(ctx, "stream broken off", "execution", x.ID, "trace_id", x.TraceID, "error", err)
-		s.Failure(broken(http.StatusInternalServerError, "server_error",
+		s.Failure(serverError(http.StatusInternalServerError, "server_error",
 			"Something went wrong here. Trace: "+x.TraceID).failure())
 	case err == nil:
 		s.Finish(got.Finish)
@@ -225,7 +225,7 @@ func (c *Chat) partialText(r *http.Request, b *startedTurn) (view, error) {
 func (c *Chat) find(
 	ctx context.Context, who threads.Principal, noun, id string,
 ) (executions.Execution, input, error) {
-	missing := unknown(noun+"_not_found", "There is no %s %q.", noun, truncate(id, 100))
+	missing := notFound(noun+"_not_found", "There is no %s %q.", noun, truncate(id, 100))
 	execution, ok := strings.CutPrefix(id, idPrefix)
 	if !ok {
 		execution, ok = strings.CutPrefix(id, responsePrefix)
@@ -240,8 +240,8 @@ func (c *Chat) find(
 	if err != nil {
 		return executions.Execution{}, input{}, err
 	}
-	in, err := inputOf(&x)
-	if x.Flow != Flow && x.Flow != RelayFlow || err != nil || !in.isOf(who) || x.ThreadID == nil {
+	in, err := readInput(&x)
+	if x.Flow != Flow && x.Flow != RelayFlow || err != nil || !in.isSentBy(who) || x.ThreadID == nil {
 		return executions.Execution{}, input{}, missing
 	}
 	switch may, err := c.hasAccess(ctx, in); {
@@ -269,16 +269,16 @@ type Refusal struct {
 // Error returns the message for the client.
 func (r *Refusal) Error() string { return r.Message }
 
-// bad returns a 400 for a parameter.
-func bad(param, code, format string, args ...any) *Refusal {
+// badRequest returns a 400 for a parameter.
+func badRequest(param, code, format string, args ...any) *Refusal {
 	return &Refusal{
 		Status: http.StatusBadRequest, Type: "invalid_request_error", Code: code, Param: param,
 		Message: fmt.Sprintf(format, args...),
 	}
 }
 
-// unknown returns a 404, for a missing object and for an object of another visitor.
-func unknown(code, format string, args ...any) *Refusal {
+// notFound returns a 404, for a missing object and for an object of another visitor.
+func notFound(code, format string, args ...any) *Refusal {
 	return &Refusal{
 		Status: http.StatusNotFound, Type: "invalid_request_error", Code: code,
 		Message: fmt.Sprintf(format, args...),
@@ -293,8 +293,8 @@ func conflict(code, format string, args ...any) *Refusal {
 	}
 }
 
-// broken returns a fault of the server. The log has its cause.
-func broken(status int, code, message string) *Refusal {
+// serverError returns a fault of the server. The log has its cause.
+func serverError(status int, code, message string) *Refusal {
 	return &Refusal{Status: status, Type: "server_error", Code: code, Message: message}
 }
 

@@ -91,12 +91,12 @@ func (h *history) UnmarshalJSON(raw []byte) error {
 	}
 	dec := json.NewDecoder(bytes.NewReader(raw))
 	if open, err := dec.Token(); err != nil || open != json.Delim('[') {
-		return bad("messages", "invalid_type", "The parameter messages must be a list.")
+		return badRequest("messages", "invalid_type", "The parameter messages must be a list.")
 	}
 	for dec.More() {
 		var m wireMessage
 		if err := dec.Decode(&m); err != nil {
-			return bad(fmt.Sprintf("messages[%d]", h.skipped+len(h.latest)), "invalid_type",
+			return badRequest(fmt.Sprintf("messages[%d]", h.skipped+len(h.latest)), "invalid_type",
 				"A message is an object with role, a string, and content.")
 		}
 		if len(h.latest) == 2*maxReadMessages {
@@ -123,7 +123,7 @@ type line struct {
 // imports. Instructions and results of client tools are dropped.
 func (c *Chat) readMessages(a *UserMessage, h history) error {
 	if len(h.latest) == 0 {
-		return bad("messages", "missing_messages", "messages must not be empty.")
+		return badRequest("messages", "missing_messages", "messages must not be empty.")
 	}
 	lines, err := h.conversation()
 	if err != nil {
@@ -134,7 +134,7 @@ func (c *Chat) readMessages(a *UserMessage, h history) error {
 		first--
 	}
 	if first == len(lines) {
-		return bad("messages", "invalid_value", "The last message must be the user's.")
+		return badRequest("messages", "invalid_value", "The last message must be the user's.")
 	}
 	if err := c.addNew(a, lines[first:]); err != nil {
 		return err
@@ -157,12 +157,12 @@ func (h history) conversation() (lines []line, err error) {
 		case threads.User, threads.Assistant, "tool", "function":
 			content, err := decodeContent(m.Content)
 			if err != nil {
-				return nil, bad(fmt.Sprintf("messages[%d].content", at), "invalid_type",
+				return nil, badRequest(fmt.Sprintf("messages[%d].content", at), "invalid_type",
 					"The content of a message is a string or a list of parts.")
 			}
 			lines = append(lines, line{Line{m.Role, content.words, content.images}, at, content.files, content.problem})
 		default:
-			return nil, bad(fmt.Sprintf("messages[%d].role", at), "invalid_value", "The role %q is not known.",
+			return nil, badRequest(fmt.Sprintf("messages[%d].role", at), "invalid_value", "The role %q is not known.",
 				truncate(m.Role, 40))
 		}
 	}
@@ -172,7 +172,7 @@ func (h history) conversation() (lines []line, err error) {
 // addNew validates the new messages and adds them to a.
 func (c *Chat) addNew(a *UserMessage, lines []line) error {
 	if len(lines) > maxNewMessages {
-		return bad("messages", "too_many_messages",
+		return badRequest("messages", "too_many_messages",
 			"At most %d messages may follow the last answer; join them, or send the answers that came between.",
 			maxNewMessages)
 	}
@@ -180,13 +180,13 @@ func (c *Chat) addNew(a *UserMessage, lines []line) error {
 	for _, m := range lines {
 		param := fmt.Sprintf("messages[%d].content", m.at)
 		if m.problem != "" {
-			return bad(param, "unsupported_content", "%s", m.problem)
+			return badRequest(param, "unsupported_content", "%s", m.problem)
 		}
 		if blank(m.Text) && len(m.files) == 0 && len(m.Images) == 0 {
-			return bad(param, "empty_message", "A message must not be empty.")
+			return badRequest(param, "empty_message", "A message must not be empty.")
 		}
 		if size += len(m.Text); size > c.MaxMessage {
-			return bad(param, "string_above_max_length", "A message has at most %d bytes.", c.MaxMessage)
+			return badRequest(param, "string_above_max_length", "A message has at most %d bytes.", c.MaxMessage)
 		}
 		files, err := c.readFiles(m.files, param)
 		if err != nil {

@@ -72,7 +72,7 @@ func (p parameters) refuse() error {
 func refuse(rules []rule) error {
 	for _, r := range rules {
 		if isSet(r.raw) && !slices.ContainsFunc(r.allowed, func(v string) bool { return equalsJSON(r.raw, v) }) {
-			return bad(r.name, "unsupported_value", "%s: %s", r.name, r.why)
+			return badRequest(r.name, "unsupported_value", "%s: %s", r.name, r.why)
 		}
 	}
 	return nil

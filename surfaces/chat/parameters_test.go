@@ -61,7 +61,7 @@ func decided(t *testing.T, known, documented []string) {
 func at(rate, turns int) *Chat {
 	return &Chat{
 		Turns: turns, Address: func(*http.Request) string { return "192.0.2.1" },
-		limits: newLimits(rate), work: admission.New(int64(turns)),
+		limits: newLimits(rate), turnBudget: admission.New(int64(turns)),
 	}
 }
 
@@ -75,7 +75,7 @@ func TestAnAddressThatIsRefusedIsNotRememberedByItsUsers(t *testing.T) {
 			taken++
 		}
 	}
-	if n := c.limits.recent.Len(); taken == 100 || n != taken+1 || len(c.limits.known) != n {
+	if n := c.limits.recent.Len(); taken == 100 || n != taken+1 || len(c.limits.visitors) != n {
 		t.Errorf("%d of 100 were accepted, %d are remembered", taken, n)
 	}
 }

@@ -24,8 +24,8 @@ import (
 // Its answer consists of the thread's later messages.
 const RelayFlow = "chat_relay"
 
-// passedOn is the answer of a relay without messages. It is not stored in the thread.
-const passedOn = "Your message was passed on."
+// forwardedText is the answer of a relay without messages. It is not stored in the thread.
+const forwardedText = "Your message was passed on."
 
 const (
 	relayPollInterval = 200 * time.Millisecond // pause between two reads without a notification
@@ -39,7 +39,7 @@ const watchDuration = 30 * time.Second
 func ownFlows() []string { return []string{Flow, RelayFlow, SummaryFlow} }
 
 // queueListener queues the search for the execution that receives a message of a thread; "": the model answers.
-func queueListener(b *pgx.Batch, thread string, into *string) {
+func queueListener(b *pgx.Batch, thread string, recipient *string) {
 	// The wait's lock precedes executions. While it is held, the waiting execution cannot stop waiting.
 	b.Queue(`select pg_advisory_xact_lock(hashtextextended('wait response ' || @thread, 0))`,
 		postgres.Strict{"thread": thread})
@@ -52,17 +52,17 @@ func queueListener(b *pgx.Batch, thread string, into *string) {
 		  (select x.id from agent_locks l join agent_executions x on x.id = l.execution_id
 		    where l.lane = 'thread:' || @thread and l.expires_at > clock_timestamp() and x.completed_at is null
 		      and x.flow <> all (@own)))::text, '')`,
-		postgres.Strict{"thread": thread, "own": ownFlows()}).QueryRow(func(row pgx.Row) error { return row.Scan(into) })
+		postgres.Strict{"thread": thread, "own": ownFlows()}).QueryRow(func(row pgx.Row) error { return row.Scan(recipient) })
 }
 
 // relayMessage stores a message for an execution, resumes it, and inserts the relay of its messages. created is false
 // when the key was used before.
 func (c *Chat) relayMessage(
-	ctx context.Context, tx pgx.Tx, a *UserMessage, to string,
+	ctx context.Context, tx pgx.Tx, a *UserMessage, recipient string,
 ) (x executions.Execution, created bool, err error) {
 	s := a.spec()
 	s.Flow = RelayFlow
-	s.Input = a.input(to)
+	s.Input = a.input(recipient)
 	if x, created, err = c.insertTurn(ctx, tx, a, s); err != nil || !created {
 		return x, created, err
 	}
@@ -71,25 +71,25 @@ func (c *Chat) relayMessage(
 		return x, false, err
 	}
 	data := map[string]any{"participant": a.Participant}
-	if ids := idsOf(docs); len(ids) > 0 {
+	if ids := documentIDs(docs); len(ids) > 0 {
 		data["documents"] = ids
 	}
-	got, err := threads.Receive(ctx, c.Engine, tx, threads.Incoming{
+	received, err := threads.Receive(ctx, c.Engine, tx, threads.Incoming{
 		ThreadID: a.thread, Content: strings.Join(texts, "\n\n"), Channel: cmp.Or(a.Channel, channel), ExecutionID: x.ID,
 		ID: "chat " + x.ID, Data: data,
 	})
 	if err == nil {
-		err = activity.Asked(ctx, tx, "event "+got.EventID)
+		err = activity.Asked(ctx, tx, "event "+received.EventID)
 	}
 	return x, true, err
 }
 
 // relayState is one read of a relayed thread.
 type relayState struct {
-	Said []relayedMessage
-	Own  int64 // the place of the relayed message
-	Busy bool  // more messages may follow
-	Over bool  // RelayWait has passed
+	Messages   []relayedMessage
+	MessageSeq int64 // the place of the relayed message
+	Busy       bool  // more messages may follow
+	TimedOut   bool  // RelayWait has passed
 }
 
 // relayedMessage is a message and its place in the thread.
@@ -114,15 +114,15 @@ func (c *Chat) relay(ctx context.Context, raw json.RawMessage) (executions.Resul
 	f, release := c.feeds.join(x.ID)
 	defer release()
 	f.mu.Lock()
-	live := f.startedHere && x.Claim == 1
+	startedHere := f.startedHere && x.Claim == 1
 	f.mu.Unlock()
-	if !live {
+	if !startedHere {
 		defer f.detach(x.Claim)
 	}
 	f.start(x.Claim, "", in.MaxTokens*bytesPerToken)
-	notes, unsubscribe := c.subscribeMessages()
+	notifications, unsubscribe := c.subscribeMessages()
 	defer unsubscribe()
-	got, err := c.streamRelay(ctx, x, in, f, notes)
+	got, err := c.streamRelay(ctx, x, in, f, notifications)
 	if err != nil {
 		return executions.Result{}, err
 	}
@@ -139,40 +139,40 @@ func (c *Chat) subscribeMessages() (<-chan string, func()) {
 
 // streamRelay shows messages until no more can follow.
 func (c *Chat) streamRelay(
-	ctx context.Context, x executions.Execution, in input, f *feed, notes <-chan string,
+	ctx context.Context, x executions.Execution, in input, f *feed, notifications <-chan string,
 ) (answer, error) {
-	look := time.NewTicker(relayPollInterval)
-	defer look.Stop()
+	ticker := time.NewTicker(relayPollInterval)
+	defer ticker.Stop()
 	shown, last := 0, int64(0) // the place of the last shown message
 	for {
-		h, err := executions.RetryTransient(ctx,
+		state, err := executions.RetryTransient(ctx,
 			func(ctx context.Context) (relayState, error) { return c.readRelay(ctx, x, in, last) })
 		if err != nil {
 			return answer{}, err
 		}
-		for _, m := range h.Said {
-			f.append(clean(m.Content))
+		for _, m := range state.Messages {
+			f.append(cleanText(m.Content))
 			f.finishCall()
 			shown, last = shown+1, m.Seq
 		}
 		switch {
-		case len(h.Said) == relayBatch:
+		case len(state.Messages) == relayBatch:
 			continue
-		case !h.Busy || h.Over:
+		case !state.Busy || state.TimedOut:
 			notice, err := c.emptyRelayAnswer(ctx, in, shown)
-			if err == nil && notice != "" && notice != passedOn && in.Target == "" {
+			if err == nil && notice != "" && notice != forwardedText && in.Target == "" {
 				err = storeNotice(ctx, x, in.Thread, notice)
 			}
 			if err != nil {
 				return answer{}, err
 			}
-			return relayAnswer(f, notice, max(last, h.Own)), nil
+			return relayAnswer(f, notice, max(last, state.MessageSeq)), nil
 		}
 		select {
 		case <-ctx.Done():
 			return answer{}, context.Cause(ctx)
-		case <-notes:
-		case <-look.C:
+		case <-notifications:
+		case <-ticker.C:
 		}
 	}
 }
@@ -213,22 +213,24 @@ func relayAnswer(f *feed, notice string, through int64) answer {
 
 // readRelay reads the messages after the relayed one, and those since the end of the previous relay, which no client
 // has seen. It reads first whether more may follow, so no message is missed.
-func (c *Chat) readRelay(ctx context.Context, x executions.Execution, in input, last int64) (h relayState, err error) {
+func (c *Chat) readRelay(
+	ctx context.Context, x executions.Execution, in input, last int64,
+) (state relayState, err error) {
 	b := &pgx.Batch{}
 	b.Queue(`
 		update agent_threads set watched_until = clock_timestamp() + make_interval(secs => @watch)
 		 where id = @thread and watched_until < clock_timestamp() + make_interval(secs => @watch) / 2`,
 		postgres.Strict{"thread": in.Thread, "watch": watchDuration.Seconds()})
-	c.queueRelayState(b, x, in, &h)
-	queueSaid(b, x, in, last, &h)
+	c.queueRelayState(b, x, in, &state)
+	queueRelayMessages(b, x, in, last, &state)
 	if err := c.Pool.SendBatch(ctx, b).Close(); err != nil {
 		return relayState{}, fmt.Errorf("read relayed thread: %w", err)
 	}
-	return h, nil
+	return state, nil
 }
 
 // queueRelayState reads whether the execution that the message was relayed to, or one that acts for it, is busy.
-func (c *Chat) queueRelayState(b *pgx.Batch, x executions.Execution, in input, h *relayState) {
+func (c *Chat) queueRelayState(b *pgx.Batch, x executions.Execution, in input, state *relayState) {
 	b.Queue(`
 		with recursive line as (                             -- the execution, and those that act for it
 		  select @to::uuid as id
@@ -253,11 +255,11 @@ func (c *Chat) queueRelayState(b *pgx.Batch, x executions.Execution, in input, h
 		         where e.id = @id) + make_interval(secs => @patience),
 		       coalesce((select max(q.seq) from agent_messages q where q.execution_id = @id and q.role = 'user'), 0)`,
 		postgres.Strict{"thread": in.Thread, "to": in.To, "own": ownFlows(), "id": x.ID, "patience": c.RelayWait.Seconds()}).
-		QueryRow(func(row pgx.Row) error { return row.Scan(&h.Busy, &h.Over, &h.Own) })
+		QueryRow(func(row pgx.Row) error { return row.Scan(&state.Busy, &state.TimedOut, &state.MessageSeq) })
 }
 
-// queueSaid reads the messages that no client has seen.
-func queueSaid(b *pgx.Batch, x executions.Execution, in input, last int64, h *relayState) {
+// queueRelayMessages reads the messages that no client has seen.
+func queueRelayMessages(b *pgx.Batch, x executions.Execution, in input, last int64, state *relayState) {
 	var after *int64
 	if in.Unseen != nil {
 		after = &in.Unseen.After
@@ -285,7 +287,7 @@ func queueSaid(b *pgx.Batch, x executions.Execution, in input, last int64, h *re
 			"most": relayBatch, "after": after,
 		}).
 		Query(func(rows pgx.Rows) (err error) {
-			h.Said, err = pgx.CollectRows(rows, pgx.RowToStructByPos[relayedMessage])
+			state.Messages, err = pgx.CollectRows(rows, pgx.RowToStructByPos[relayedMessage])
 			return err
 		})
 }
@@ -306,7 +308,7 @@ func (t *turn) summarySpec() executions.Spec {
 		Flow: SummaryFlow, Surface: trace.Chat, TraceID: trace.ID(t.exec.TraceID), Agent: t.exec.Agent,
 		ParentID: t.exec.ID,
 		ThreadID: t.in.Thread, Priority: 3, DedupeKey: "chat_summary:" + t.exec.ID,
-		Input: summaryInput{Thread: t.in.Thread, Before: t.number},
+		Input: summaryInput{Thread: t.in.Thread, Before: t.turnNumber},
 	}
 }
 
@@ -347,11 +349,11 @@ func (c *Chat) summarise(ctx context.Context, raw json.RawMessage) (executions.R
 	if err != nil {
 		return executions.Result{}, err
 	}
-	moved, err := executions.StepTx(ctx, "save", func(ctx context.Context, tx pgx.Tx) (bool, error) {
+	saved, err := executions.StepTx(ctx, "save", func(ctx context.Context, tx pgx.Tx) (bool, error) {
 		return threads.SaveSummary(ctx, tx, in.Thread, f.From, f.Through, truncate(text, maxSummary))
 	})
-	summary := fmt.Sprintf("%d messages summaryRange into the summary, up to turn %d", len(old), f.Through)
-	if !moved {
+	summary := fmt.Sprintf("%d messages folded into the summary, up to turn %d", len(old), f.Through)
+	if !saved {
 		summary = "another process has extended the summary"
 	}
 	return executions.Result{Summary: summary}, err

@@ -56,7 +56,7 @@ func (c *Chat) decode(w http.ResponseWriter, r *http.Request) (*request, string,
 	if len(req.Metadata) > 0 && json.Unmarshal(req.Metadata, &values) == nil {
 		var ok bool
 		if req.thread, ok = text(values["thread_id"]); !ok { // otherwise a new thread would be started
-			return req, "", bad("metadata.thread_id", "invalid_type",
+			return req, "", badRequest("metadata.thread_id", "invalid_type",
 				"The parameter metadata.thread_id must be a string.")
 		}
 	}
@@ -74,7 +74,7 @@ func (c *Chat) readJSON(w http.ResponseWriter, r *http.Request, into any) (strin
 			Message: fmt.Sprintf("The request is too large: at most %d bytes are taken.", large.Most),
 		}
 	case err != nil:
-		return "", bad("", "invalid_body", "The request's body could not be read.")
+		return "", badRequest("", "invalid_body", "The request's body could not be read.")
 	}
 	defer r.Body.Close() // which frees the memory: the answer may take minutes
 	if err := json.Unmarshal(body, into); err != nil {
@@ -84,11 +84,11 @@ func (c *Chat) readJSON(w http.ResponseWriter, r *http.Request, into any) (strin
 		}
 		switch {
 		case errors.As(err, &kind) && kind.Field != "":
-			return "", bad(kind.Field, "invalid_type", "The parameter %s must not be a %s.", kind.Field, kind.Value)
+			return "", badRequest(kind.Field, "invalid_type", "The parameter %s must not be a %s.", kind.Field, kind.Value)
 		case json.Valid(body):
-			return "", bad("", "invalid_type", "The request's body must be a JSON object.")
+			return "", badRequest("", "invalid_type", "The request's body must be a JSON object.")
 		}
-		return "", bad("", "invalid_json", "The request's body is not valid JSON.")
+		return "", badRequest("", "invalid_json", "The request's body is not valid JSON.")
 	}
 	sum := sha256.Sum256(compact(body))
 	return hex.EncodeToString(sum[:]), nil
@@ -117,7 +117,7 @@ func (c *Chat) completionMessage(r *http.Request, req *request, secret string) (
 			continue
 		}
 		if *bound < 1 {
-			return nil, bad(name, "invalid_value", "%s must be at least 1.", name)
+			return nil, badRequest(name, "invalid_value", "%s must be at least 1.", name)
 		}
 		if a.MaxTokens == 0 || *bound < a.MaxTokens {
 			a.MaxTokens = *bound
@@ -134,16 +134,16 @@ func (c *Chat) newMessage(r *http.Request, req *request, secret string) (*UserMe
 	model, ok := text(req.Model)
 	switch {
 	case !ok || model == "":
-		return nil, bad("model", "missing_model", "Name a model: one of GET /v1/models, or %s.", agents.Alias)
+		return nil, badRequest("model", "missing_model", "Name a model: one of GET /v1/models, or %s.", agents.Alias)
 	case req.N != nil && *req.N != 1:
-		return nil, bad("n", "unsupported_value", "n must be 1: a message has one answer.")
+		return nil, badRequest("n", "unsupported_value", "n must be 1: a message has one answer.")
 	}
 	if err := req.refuse(); err != nil {
 		return nil, err
 	}
 	user, ok := text(req.User)
 	if !ok {
-		return nil, bad("user", "invalid_type", "The parameter user must be a string.")
+		return nil, badRequest("user", "invalid_type", "The parameter user must be a string.")
 	}
 	a := &UserMessage{
 		Owner: c.Visitor(r), Secret: secret, Model: model, Participant: cmp.Or(user, "visitor"),
@@ -154,12 +154,12 @@ func (c *Chat) newMessage(r *http.Request, req *request, secret string) (*UserMe
 		a.Name = threadOf(a.Owner, user)
 	}
 	if a.Name != "" && threads.CheckID(a.Name) != nil {
-		return nil, bad("thread_id", "invalid_thread_id",
+		return nil, badRequest("thread_id", "invalid_thread_id",
 			"A thread id (X-Thread-Id, metadata.thread_id or user) is 1 to %d printable characters.", threads.MaxID)
 	}
 	if a.Key = r.Header.Get("Idempotency-Key"); len(a.Key) > 255 || strings.TrimSpace(a.Key) != a.Key ||
 		!utf8.ValidString(a.Key) {
-		return nil, bad("Idempotency-Key", "invalid_value", "An Idempotency-Key is UTF-8 of at most 255 bytes.")
+		return nil, badRequest("Idempotency-Key", "invalid_value", "An Idempotency-Key is UTF-8 of at most 255 bytes.")
 	}
 	return a, c.lookUp(r.Context(), a)
 }
@@ -173,8 +173,8 @@ func (c *Chat) lookUp(ctx context.Context, a *UserMessage) error {
 		c.Agents.QueueList(b, &from.Agents)
 		skills.QueueCallable(b, scopes, &from.Skills)
 		if a.Name != "" && a.Join == "" {
-			a.resolved = a.Name
-			threads.QueueResolve(b, a.principal(), a.Name, &a.thread, &a.known)
+			a.resolvedName = a.Name
+			threads.QueueResolve(b, a.principal(), a.Name, &a.thread, &a.threadExists)
 		}
 		return c.Front.SendBatch(ctx, b).Close()
 	})
@@ -203,7 +203,7 @@ func (c *Chat) accept(
 	w http.ResponseWriter, r *http.Request, in chatRequest,
 ) (a *UserMessage, b *startedTurn, err error) {
 	if utf8.RuneCountInString(in.user) > threads.MaxID {
-		return a, b, bad("user", "invalid_value", "The parameter user may have at most %d characters.", threads.MaxID)
+		return a, b, badRequest("user", "invalid_value", "The parameter user may have at most %d characters.", threads.MaxID)
 	}
 	secret, isNew, err := c.visitorToken(r)
 	if err != nil {
@@ -222,10 +222,10 @@ func (c *Chat) accept(
 	if a, err = in.read(secret); err != nil {
 		return a, b, err
 	}
-	if a.place, err = c.admit(r, a); err != nil {
+	if a.hold, err = c.admit(r, a); err != nil {
 		return a, b, err
 	}
-	a.TraceID, a.own = in.trace, true
+	a.TraceID, a.ownsTrace = in.trace, true
 	if a.Key != "" {
 		a.Hash = in.hash
 	}
@@ -233,13 +233,13 @@ func (c *Chat) accept(
 		b, err = c.startTurn(r.Context(), a)
 	}
 	if err != nil {
-		a.place.Release()
+		a.hold.Release()
 		return a, b, err
 	}
 	release := b.release
 	b.release = func() {
 		release()
-		a.place.Release()
+		a.hold.Release()
 	}
 	return a, b, nil
 }

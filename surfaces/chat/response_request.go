@@ -54,7 +54,7 @@ func (q responseRequest) refuse() error {
 	}
 	for _, what := range q.Include {
 		if strings.HasSuffix(what, "logprobs") {
-			return bad("include", "unsupported_value", "include: %s", reasonLogprobs)
+			return badRequest("include", "unsupported_value", "include: %s", reasonLogprobs)
 		}
 	}
 	return refuse([]rule{
@@ -81,7 +81,7 @@ func (i *responseInput) UnmarshalJSON(raw []byte) error {
 	}
 	dec := json.NewDecoder(bytes.NewReader(raw))
 	if open, err := dec.Token(); err != nil || open != json.Delim('[') {
-		return bad("input", "invalid_type", "The parameter input must be a string or a list of items.")
+		return badRequest("input", "invalid_type", "The parameter input must be a string or a list of items.")
 	}
 	for n := 0; dec.More(); n++ {
 		m, err := readItem(dec, n)
@@ -105,7 +105,7 @@ func readItem(dec *json.Decoder, n int) (wireMessage, error) {
 		ID   string `json:"id"`
 	}
 	if err := dec.Decode(&it); err != nil {
-		return wireMessage{}, bad(fmt.Sprintf("input[%d]", n), "invalid_type",
+		return wireMessage{}, badRequest(fmt.Sprintf("input[%d]", n), "invalid_type",
 			"An item is an object with role and content, or with a type.")
 	}
 	switch it.Type {
@@ -117,7 +117,7 @@ func readItem(dec *json.Decoder, n int) (wireMessage, error) {
 	case "reasoning": // not part of the conversation
 		return wireMessage{Role: "system"}, nil
 	}
-	return wireMessage{}, bad(fmt.Sprintf("input[%d]", n), "unsupported_value",
+	return wireMessage{}, badRequest(fmt.Sprintf("input[%d]", n), "unsupported_value",
 		"Items of the type %q are not supported: client tools are not called.", truncate(it.Type, 40))
 }
 
@@ -139,7 +139,7 @@ func (c *Chat) responseMessage(r *http.Request, q responseRequest, secret string
 	echo := &responseEcho{Background: q.Background != nil && *q.Background}
 	if a.response = echo; q.MaxTokens != nil {
 		if a.MaxTokens = *q.MaxTokens; a.MaxTokens < 1 {
-			return a, bad("max_output_tokens", "invalid_value", "max_output_tokens must be at least 1.")
+			return a, badRequest("max_output_tokens", "invalid_value", "max_output_tokens must be at least 1.")
 		}
 	}
 	if echo.Metadata, err = metadata(q.Metadata); err != nil {
@@ -149,7 +149,7 @@ func (c *Chat) responseMessage(r *http.Request, q responseRequest, secret string
 		return a, err
 	}
 	if a.Name != "" && threads.CheckID(a.Name) != nil {
-		return a, bad("conversation", "invalid_thread_id",
+		return a, badRequest("conversation", "invalid_thread_id",
 			"A conversation's id is 1 to %d printable characters.", threads.MaxID)
 	}
 	if err := c.dereference(r.Context(), a, q.Input.latest); err != nil {
@@ -165,7 +165,7 @@ func (c *Chat) responseMessage(r *http.Request, q responseRequest, secret string
 func (c *Chat) resolveResponseThread(ctx context.Context, a *UserMessage, q responseRequest) error {
 	previous, ok := text(q.Previous)
 	if !ok {
-		return bad("previous_response_id", "invalid_type", "The parameter previous_response_id must be a string.")
+		return badRequest("previous_response_id", "invalid_type", "The parameter previous_response_id must be a string.")
 	}
 	conversation, ok := text(q.Conversation)
 	if !ok {
@@ -173,27 +173,27 @@ func (c *Chat) resolveResponseThread(ctx context.Context, a *UserMessage, q resp
 			ID string `json:"id"`
 		}
 		if json.Unmarshal(q.Conversation, &named) != nil || named.ID == "" {
-			return bad("conversation", "invalid_type",
+			return badRequest("conversation", "invalid_type",
 				"The parameter conversation must be an id, or an object with one.")
 		}
 		conversation = named.ID
 	}
 	switch {
 	case conversation != "" && previous != "":
-		return bad("previous_response_id", "mutually_exclusive_parameters",
+		return badRequest("previous_response_id", "mutually_exclusive_parameters",
 			"Send conversation or previous_response_id, not both: each names the thread.")
 	case conversation != "":
 		a.Name = conversation
 	case previous != "":
 		x, in, err := c.find(ctx, a.principal(), "response", previous)
 		if _, refused := errors.AsType[*Refusal](err); refused {
-			return bad("previous_response_id", "previous_response_not_found", "Previous response with id %q not found.",
+			return badRequest("previous_response_id", "previous_response_not_found", "Previous response with id %q not found.",
 				truncate(previous, 100))
 		}
 		if err != nil {
 			return err
 		}
-		a.Name, a.Join, a.last, a.response.Previous = in.name(), "", x.ID, previous
+		a.Name, a.Join, a.requiredLast, a.response.Previous = in.name(), "", x.ID, previous
 	}
 	return nil
 }
@@ -202,14 +202,14 @@ func (c *Chat) resolveResponseThread(ctx context.Context, a *UserMessage, q resp
 func metadata(raw json.RawMessage) (map[string]string, error) {
 	var m map[string]string
 	if len(raw) > 0 && json.Unmarshal(raw, &m) != nil || len(m) > 16 {
-		return nil, bad("metadata", "invalid_type", "metadata is an object of at most 16 texts.")
+		return nil, badRequest("metadata", "invalid_type", "metadata is an object of at most 16 texts.")
 	}
 	for key, value := range m {
 		if len(key) > 64 || len(value) > 512 {
-			return nil, bad("metadata", "invalid_value", "A key of metadata has at most 64 bytes, a value 512.")
+			return nil, badRequest("metadata", "invalid_value", "A key of metadata has at most 64 bytes, a value 512.")
 		}
 		if !postgres.IsText(key + value) {
-			return nil, bad("metadata", "invalid_value", "metadata has a NUL character.")
+			return nil, badRequest("metadata", "invalid_value", "metadata has a NUL character.")
 		}
 	}
 	return m, nil
@@ -233,7 +233,7 @@ func (c *Chat) dereference(ctx context.Context, a *UserMessage, items []wireMess
 		}
 		x, _, err := c.find(ctx, a.principal(), "response", responsePrefix+strings.TrimPrefix(id, itemPrefix))
 		if _, refused := errors.AsType[*Refusal](err); refused {
-			return bad(fmt.Sprintf("input[%d]", i), "item_not_found", "There is no item %q of yours.", truncate(id, 100))
+			return badRequest(fmt.Sprintf("input[%d]", i), "item_not_found", "There is no item %q of yours.", truncate(id, 100))
 		}
 		if err != nil {
 			return err

@@ -55,7 +55,7 @@ func (c *Chat) DeleteResponseHandler() http.Handler {
 		if _, _, err := c.response(r); err != nil {
 			return err
 		}
-		return bad("response_id", "unsupported_value",
+		return badRequest("response_id", "unsupported_value",
 			"A response is a message of its conversation and is not deleted alone; retention removes conversations.")
 	})
 }
@@ -78,7 +78,7 @@ func (c *Chat) respond(w http.ResponseWriter, r *http.Request, id trace.ID) erro
 	}
 	defer b.release()
 	return c.sendAnswer(w, r, a.retry, func(w http.ResponseWriter) error {
-		in, err := inputOf(&b.exec)
+		in, err := readInput(&b.exec)
 		switch {
 		case err != nil:
 			return err
@@ -115,7 +115,7 @@ func (c *Chat) currentResponse(w http.ResponseWriter, r *http.Request, b *starte
 		return responsewire.Write(w, answered(head, got))
 	case x.Status.Ended():
 		f := &follower{Chat: c, id: x.ID, in: in, feed: b.feed}
-		_, why := f.result(r.Context(), &x)
+		_, why := f.toAnswer(r.Context(), &x)
 		list, err := threads.Messages(r.Context(), c.Front, threads.MessageFilter{ExecutionID: x.ID, Role: threads.Assistant})
 		if err != nil {
 			return err
@@ -182,7 +182,8 @@ func (c *Chat) showResponse(w http.ResponseWriter, r *http.Request, _ trace.ID) 
 	}
 	q := r.URL.Query()
 	if after := q.Get("starting_after"); after != "" && after != "0" {
-		return bad("starting_after", "unsupported_value", "A stream begins at its beginning: leave starting_after out.")
+		return badRequest("starting_after", "unsupported_value",
+			"A stream begins at its beginning: leave starting_after out.")
 	}
 	if q.Get("stream") == "true" {
 		return c.streamResponse(w, r, b, in)
@@ -198,7 +199,7 @@ func (c *Chat) cancelResponse(w http.ResponseWriter, r *http.Request, _ trace.ID
 	}
 	ctx, x := r.Context(), b.exec
 	if !x.Status.Ended() {
-		err := c.intake.Do(ctx, c.Front, in.Thread, func(tx pgx.Tx) error {
+		err := c.keyedTx.Do(ctx, c.Front, in.Thread, func(tx pgx.Tx) error {
 			if err := lockThread(ctx, tx, in.Thread); err != nil {
 				return err
 			}
@@ -344,7 +345,7 @@ func (a *UserMessage) checkLast(ctx context.Context, tx pgx.Tx) error {
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
 		return fmt.Errorf("read the thread's last message: %w", err)
 	}
-	if postgres.Deref(id) == a.last {
+	if postgres.Deref(id) == a.requiredLast {
 		return nil
 	}
 	r := conflict("previous_response_not_last",

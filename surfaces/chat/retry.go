@@ -43,11 +43,11 @@ const deliveryNoteTimeout = 5 * time.Second
 // a visitor is never a retry.
 type retry struct {
 	fingerprint []byte
-	worker      string // this process
+	workerID    string // this process
 	trace       string // of this request
 	attempt     int
-	named       bool // the request names a thread or a visitor
-	quiet       bool // not a stream: the client learns its thread with the answer
+	hasThread   bool // the request names a thread or a visitor
+	isUnary     bool // not a stream: the client learns its thread with the answer
 	attached    bool // an earlier turn was found
 }
 
@@ -65,14 +65,14 @@ func (c *Chat) newRetry(r *http.Request, a *UserMessage, digest string, newVisit
 		return nil, fmt.Errorf("recognise retry: %w", err)
 	}
 	t := &retry{
-		worker: worker, trace: string(a.TraceID), attempt: attempt, quiet: !stream,
-		named: a.Name != "" || a.Join != "" || a.Secret != "",
+		workerID: worker, trace: string(a.TraceID), attempt: attempt, isUnary: !stream,
+		hasThread: a.Name != "" || a.Join != "" || a.Secret != "",
 	}
-	who := []string{a.Owner, a.principal().Proof, a.Name, a.Join, a.Key, r.URL.Path, digest, ""}
-	if !t.named {
-		who[len(who)-1] = c.Address(r)
+	parts := []string{a.Owner, a.principal().Proof, a.Name, a.Join, a.Key, r.URL.Path, digest, ""}
+	if !t.hasThread {
+		parts[len(parts)-1] = c.Address(r)
 	}
-	sum := sha256.Sum256([]byte(strings.Join(who, "\x00")))
+	sum := sha256.Sum256([]byte(strings.Join(parts, "\x00")))
 	t.fingerprint = sum[:]
 	return t, nil
 }
@@ -101,7 +101,7 @@ func (t *retry) queueFind(b *pgx.Batch, id *string) {
 		         changed_at = clock_timestamp()
 		    from same s where r.id = s.id returning r.execution_id)
 		select coalesce((select k.execution_id::text from taken k), '')`, postgres.Strict{
-		"fingerprint": t.fingerprint, "attempt": t.attempt, "named": t.named, "quiet": t.quiet, "worker": t.worker,
+		"fingerprint": t.fingerprint, "attempt": t.attempt, "named": t.hasThread, "quiet": t.isUnary, "worker": t.workerID,
 		"trace": t.trace, "delivered": deliveredRetryWindow.Seconds(),
 	}).QueryRow(func(row pgx.Row) error { return row.Scan(id) })
 }
@@ -115,7 +115,7 @@ func (t *retry) queueRecord(b *pgx.Batch, execution string) {
 		gone as (delete from agent_chat_requests r using old o where r.id = o.id)
 		insert into agent_chat_requests (fingerprint, execution_id, connection, worker, attempt)
 		values (@fingerprint, @execution::uuid, @trace, @worker::uuid, @attempt)`, postgres.Strict{
-		"fingerprint": t.fingerprint, "execution": execution, "trace": t.trace, "worker": t.worker, "attempt": t.attempt,
+		"fingerprint": t.fingerprint, "execution": execution, "trace": t.trace, "worker": t.workerID, "attempt": t.attempt,
 	})
 }
 
@@ -141,7 +141,7 @@ func (c *Chat) recordDelivery(ctx context.Context, t *retry, delivered bool) {
 
 // attachRetry attaches a retry to the turn of the first request.
 func (c *Chat) attachRetry(x executions.Execution) (*startedTurn, error) {
-	in, err := inputOf(&x)
+	in, err := readInput(&x)
 	if err != nil {
 		return nil, err
 	}
@@ -174,9 +174,9 @@ func (w *recordingWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter
 func (c *Chat) sendAnswer(
 	w http.ResponseWriter, r *http.Request, t *retry, show func(http.ResponseWriter) error,
 ) error {
-	out := &recordingWriter{ResponseWriter: w}
-	err := show(out)
+	recorder := &recordingWriter{ResponseWriter: w}
+	err := show(recorder)
 	draining := errors.Is(c.Engine.Live(), executions.ErrDraining)
-	c.recordDelivery(r.Context(), t, out.err == nil && r.Context().Err() == nil && !draining)
+	c.recordDelivery(r.Context(), t, recorder.err == nil && r.Context().Err() == nil && !draining)
 	return err
 }

@@ -46,7 +46,7 @@ func (c *Chat) visitorToken(r *http.Request) (secret string, isNew bool, err err
 		_, _ = rand.Read(random) // never fails
 		return "vis_" + base64.RawURLEncoding.EncodeToString(random), true, nil
 	case !secretForm.MatchString(token):
-		return "", false, bad(visitorHeader, "invalid_visitor_token",
+		return "", false, badRequest(visitorHeader, "invalid_visitor_token",
 			"%s must be the token of an earlier answer, or %q for a new one.", visitorHeader, newVisitor)
 	}
 	return token, false, nil
