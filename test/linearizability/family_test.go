@@ -15,8 +15,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// kin is one side of a family of executions: a plain SQL session that runs a parent or its children.
-type kin struct {
+// executionSession is a plain SQL session that runs a parent execution or its children.
+type executionSession struct {
 	session
 	lane     string
 	worker   string
@@ -24,11 +24,11 @@ type kin struct {
 }
 
 // families plays a parent and its children in a lane, from two sessions, until ctx ends.
-func (p part) families(ctx context.Context, tape *tape) {
+func (p part) families(ctx context.Context, history *history) {
 	children := make(chan string, 1)
-	side := func(n int) *kin {
-		return &kin{
-			session: session{tape: tape, url: p.URL, name: fmt.Sprintf("%s.%d", p.Name, n), rand: p.random(n)},
+	side := func(n int) *executionSession {
+		return &executionSession{
+			session: session{history: history, url: p.URL, name: fmt.Sprintf("%s.%d", p.Name, n), rand: p.random(n)},
 			lane:    p.Own, children: children,
 		}
 	}
@@ -40,7 +40,7 @@ func (p part) families(ctx context.Context, tape *tape) {
 }
 
 // connected reports whether the session has a connection. It connects if necessary.
-func (k *kin) connected(ctx context.Context) bool {
+func (k *executionSession) connected(ctx context.Context) bool {
 	if k.conn != nil && !k.conn.IsClosed() {
 		return true
 	}
@@ -52,12 +52,12 @@ func (k *kin) connected(ctx context.Context) bool {
 	return true
 }
 
-var errAway = errors.New("the database is away")
+var errUnavailable = errors.New("database unavailable")
 
 // text returns the text result of a statement, or "".
-func (k *kin) text(ctx context.Context, sql string, args ...any) (text string, err error) {
+func (k *executionSession) text(ctx context.Context, sql string, args ...any) (text string, err error) {
 	if !k.connected(ctx) {
-		return "", errAway
+		return "", errUnavailable
 	}
 	err = k.conn.QueryRow(ctx, sql, args...).Scan(&text)
 	if errors.Is(err, pgx.ErrNoRows) {
@@ -67,15 +67,15 @@ func (k *kin) text(ctx context.Context, sql string, args ...any) (text string, e
 }
 
 // newExecution starts an execution; a child inherits.
-func (k *kin) newExecution(ctx context.Context, parent string) (string, error) {
+func (k *executionSession) newExecution(ctx context.Context, parent string) (string, error) {
 	return k.text(ctx, `
 		insert into agent_executions (trace_id, surface, flow, parent_id, awaited, inherits)
 		values ($1, 'flow', 'flow', nullif($2, '')::uuid, $2 <> '', $2 <> '')
 		  returning id::text`, string(trace.New(trace.Flow)), parent)
 }
 
-// hired registers a worker with a lease beyond the end of the test.
-func (k *kin) hired(ctx context.Context) (err error) {
+// registerWorker registers a worker with a lease beyond the end of the test.
+func (k *executionSession) registerWorker(ctx context.Context) (err error) {
 	if k.worker == "" {
 		k.worker, err = k.text(ctx, `
 			insert into agent_workers (name, expires_at) values ('lanetest', clock_timestamp() + interval '1 hour')
@@ -84,19 +84,19 @@ func (k *kin) hired(ctx context.Context) (err error) {
 	return err
 }
 
-// claimIt claims an execution. Only the claim of a parent concerns its lane.
-func (k *kin) claimIt(ctx context.Context, id string) error {
-	o := k.tape.call(&op{Kind: kindClaim, Lane: k.lane, Owner: id})
+// claim claims a parent execution, and records that as an operation on its lane.
+func (k *executionSession) claim(ctx context.Context, id string) error {
+	o := k.history.call(&op{Kind: kindClaim, Lane: k.lane, Owner: id})
 	err := k.conn.QueryRow(ctx, `select coalesce(max(claim), 0) from lanekeeper.claim_agent_execution($1, $2)`, id,
 		k.worker).Scan(&o.Got)
 	o.OK = o.Got > 0
-	k.tape.done(o, err)
+	k.history.done(o, err)
 	return err
 }
 
-// take acquires or borrows the lane under the claim of an execution.
-func (k *kin) take(ctx context.Context, g grant) (grant, bool) {
-	o := k.tape.call(&op{Kind: kindTake, Lane: g.lane, Owner: g.owner, TTL: g.ttl})
+// acquireOrBorrow acquires or borrows the lane under the claim of an execution.
+func (k *executionSession) acquireOrBorrow(ctx context.Context, g grant) (grant, bool) {
+	o := k.history.call(&op{Kind: kindTake, Lane: g.lane, Owner: g.owner, TTL: g.ttl})
 	var ends time.Time
 	var holder string
 	err := k.conn.QueryRow(ctx, `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'),
@@ -105,18 +105,18 @@ func (k *kin) take(ctx context.Context, g grant) (grant, bool) {
 		  $3)`, g.lane, g.owner, g.ttl/1_000_000).
 		Scan(&o.OK, &o.Got, &ends, &holder, &o.Lender)
 	o.setResult(ends, holder)
-	k.tape.done(o, err)
+	k.history.done(o, err)
 	g.token = o.Got
 	return g, err == nil && o.OK
 }
 
-// runParent claims its execution, takes the lane, writes, parks it until a child has had its time, and starts again.
+// runParent claims its execution, acquires the lane, writes, parks the lane while a child runs, and starts again.
 // After an error it reads the state of the execution.
-func (k *kin) runParent(ctx context.Context) {
+func (k *executionSession) runParent(ctx context.Context) {
 	var id string
 	for testkit.Wait(ctx, time.Duration(k.rand.IntN(15))*time.Millisecond) {
 		work := context.WithoutCancel(ctx)
-		if err := k.hired(work); err != nil {
+		if err := k.registerWorker(work); err != nil {
 			continue
 		}
 		if id == "" {
@@ -137,8 +137,8 @@ func (k *kin) runParent(ctx context.Context) {
 		switch {
 		case status == "waiting":
 			testkit.Wait(ctx, time.Duration(k.rand.IntN(60))*time.Millisecond)
-			o := k.tape.call(&op{Kind: kindResume, Lane: k.lane, Owner: id, Token: wait})
-			k.tape.done(o, k.conn.QueryRow(work, `
+			o := k.history.call(&op{Kind: kindResume, Lane: k.lane, Owner: id, Token: wait})
+			k.history.done(o, k.conn.QueryRow(work, `
 				select count(*) = 1 from (
 				  select x.id, case when x.waiting_for = 'agent' then lanekeeper.agent_uuid(x.waiting_key) end as child
 				    from agent_executions x
@@ -146,7 +146,7 @@ func (k *kin) runParent(ctx context.Context) {
 				  lanekeeper.resume_agent_executions(array[e.id], array['{}'::jsonb], '{}', null,
 				    e.child) r`, id, wait).Scan(&o.OK))
 		case !claimed:
-			_ = k.claimIt(work, id) // recorded
+			_ = k.claim(work, id) // recorded
 		default:
 			k.runClaim(work, id, claim)
 		}
@@ -154,10 +154,10 @@ func (k *kin) runParent(ctx context.Context) {
 }
 
 // runClaim runs a parent under one claim, up to the park.
-func (k *kin) runClaim(ctx context.Context, id string, claim int64) {
+func (k *executionSession) runClaim(ctx context.Context, id string, claim int64) {
 	g := grant{lane: k.lane, owner: fmt.Sprint(id, "#", claim), ttl: parentTTL}
 	for range 4 {
-		got, ok := k.take(ctx, g)
+		got, ok := k.acquireOrBorrow(ctx, g)
 		if ok {
 			k.keep(got)
 			k.write(ctx, got)
@@ -168,16 +168,16 @@ func (k *kin) runClaim(ctx context.Context, id string, claim int64) {
 		}
 		testkit.Wait(ctx, 10*time.Millisecond)
 	}
-	if _, err := k.parkOn(ctx, id, claim); err != nil {
+	if _, err := k.parkUntilChildEnds(ctx, id, claim); err != nil {
 		return
 	}
 	if len(k.held) > 0 {
-		k.write(ctx, k.held[k.rand.IntN(len(k.held))]) // too late: the park has voided the token
+		k.write(ctx, k.held[k.rand.IntN(len(k.held))]) // the park has voided the token
 	}
 }
 
-// parkOn starts a child and parks its parent until it ends.
-func (k *kin) parkOn(ctx context.Context, id string, claim int64) (child string, err error) {
+// parkUntilChildEnds starts a child and parks its parent until it ends.
+func (k *executionSession) parkUntilChildEnds(ctx context.Context, id string, claim int64) (child string, err error) {
 	child, err = k.newExecution(ctx, id)
 	if err != nil {
 		return "", err
@@ -193,17 +193,17 @@ func (k *kin) parkOn(ctx context.Context, id string, claim int64) (child string,
 	if k.rand.IntN(3) == 0 {
 		testkit.Wait(ctx, time.Duration(k.rand.IntN(10))*time.Millisecond)
 	}
-	o := k.tape.call(&op{Kind: kindPark, Lane: k.lane, Owner: id, Token: claim, Child: child})
-	var came *string
+	o := k.history.call(&op{Kind: kindPark, Lane: k.lane, Owner: id, Token: claim, Child: child})
+	var event *string
 	err = k.conn.QueryRow(ctx, `select lanekeeper.wait_agent_execution($1, $2, $3, 'agent', $4, '1 hour', null)::text`,
-		id, claim, "child "+child, child).Scan(&came)
-	o.OK = err == nil && came == nil
-	k.tape.done(o, err)
+		id, claim, "child "+child, child).Scan(&event)
+	o.OK = err == nil && event == nil
+	k.history.done(o, err)
 	return child, err
 }
 
 // runChildren borrows the lane for each child, writes, and ends the loan in one of several ways.
-func (k *kin) runChildren(ctx context.Context) {
+func (k *executionSession) runChildren(ctx context.Context) {
 	for ctx.Err() == nil {
 		var id string
 		select {
@@ -219,9 +219,9 @@ func (k *kin) runChildren(ctx context.Context) {
 	}
 }
 
-func (k *kin) runChild(ctx context.Context, g grant, id string) {
+func (k *executionSession) runChild(ctx context.Context, g grant, id string) {
 	for range 12 {
-		got, ok := k.take(ctx, g)
+		got, ok := k.acquireOrBorrow(ctx, g)
 		if ok {
 			g = got
 			break
@@ -246,18 +246,18 @@ func (k *kin) runChild(ctx context.Context, g grant, id string) {
 	if k.conn.IsClosed() {
 		return
 	}
-	o := k.tape.call(&op{Kind: kindFinish, Lane: k.lane, Owner: id, Token: 1})
+	o := k.history.call(&op{Kind: kindFinish, Lane: k.lane, Owner: id, Token: 1})
 	_, err := k.conn.Exec(ctx,
 		`select lanekeeper.complete_agent_execution($1::uuid, 1, 'completed', '', null, null, null)`, id)
 	o.OK = err == nil
-	k.tape.done(o, err)
+	k.history.done(o, err)
 	if len(k.held) > 0 {
 		k.write(ctx, k.held[k.rand.IntN(len(k.held))])
 	}
 }
 
-// parkedEnd is a time in the year 8307, in microseconds. A lease that ends later is parked.
-const parkedEnd = 200_000_000_000_000_000
+// parkedAfter is a time in the year 8307, in microseconds. A lease that ends later is parked.
+const parkedAfter = 200_000_000_000_000_000
 
 // parentTTL is the TTL of a parent's lease in microseconds, longer than any test.
 const parentTTL = 3600 * 1_000_000
@@ -271,8 +271,8 @@ type family struct {
 	depth   int    // 1 while the lane is lent to a child
 }
 
-// without is the family after a break of the lane: the loan is gone.
-func (f family) without() family {
+// withoutLoan is the family after a break of the lane: the loan is gone.
+func (f family) withoutLoan() family {
 	f.depth = 0
 	return f
 }
@@ -290,27 +290,27 @@ func (s state) parentOwner() string {
 	return s.family.parent + "#" + strconv.FormatInt(s.family.claim, 10)
 }
 
-// toParent gives the lane to the parent under its present claim, parked while the parent waits.
-func (s state) toParent(now, until int64) state {
+// returnToParent gives the lane to the parent under its present claim, parked while the parent waits.
+func (s state) returnToParent(now, until int64) state {
 	s.family.depth = 0
-	s = s.give(s.parentOwner(), 0, now, now+parentTTL, add(until, parentTTL))
+	s = s.give(s.parentOwner(), 0, now, now+parentTTL, addTime(until, parentTTL))
 	if s.family.waits != "" {
 		s.from, s.to, s.parked = never, never, true
 	}
 	return s
 }
 
-// add returns a moment plus a duration.
-func add(moment, later int64) int64 {
+// addTime returns a moment plus a duration.
+func addTime(moment, later int64) int64 {
 	if moment == never {
 		return never
 	}
 	return moment + later
 }
 
-// lapsed is the state after an expired loan returned to the parent. Any access to the lane, or a sweep, returns it.
+// expireLoan is the state after an expired loan returned to the parent. Any access to the lane, or a sweep, returns it.
 // Histories have no sweeps, so the loan may have returned before the operation.
-func (s state) lapsed(o *op) (state, bool) {
+func (s state) expireLoan(o *op) (state, bool) {
 	if s.family.depth == 0 {
 		return s, false
 	}
@@ -318,7 +318,7 @@ func (s state) lapsed(o *op) (state, bool) {
 	if !ok {
 		return s, false
 	}
-	return s.toParent(at, o.until()), true
+	return s.returnToParent(at, o.until()), true
 }
 
 // lends reports whether the parent has the lane and waits for the owner.
@@ -327,8 +327,8 @@ func (s state) lends(owner string) bool {
 		s.family.waits != "" && s.family.waits == execution(owner)
 }
 
-// borrowed is a take that got a loan.
-func (s state) borrowed(o *op, lo, hi int64) (bool, state) {
+// applyBorrow is a take that got a loan.
+func (s state) applyBorrow(o *op, lo, hi int64) (bool, state) {
 	if !s.lends(o.Owner) || o.Lender != s.family.parent || o.Got <= s.token {
 		return false, s
 	}
@@ -337,7 +337,7 @@ func (s state) borrowed(o *op, lo, hi int64) (bool, state) {
 	return true, s
 }
 
-func (s state) borrowedUnheard(o *op, now int64) (state, bool) {
+func (s state) applyUnansweredBorrow(o *op, now int64) (state, bool) {
 	if o.Kind != kindTake || !s.lends(o.Owner) {
 		return s, false
 	}
@@ -346,8 +346,9 @@ func (s state) borrowedUnheard(o *op, now int64) (state, bool) {
 	return s, true
 }
 
-// turned is an operation on an execution, with its effect on the lane. Its token is the claim, its owner the execution.
-func (s state) turned(o *op, now int64) (bool, state) {
+// applyExecution applies an operation on an execution to its lane. The operation's owner is the execution, its token
+// the claim.
+func (s state) applyExecution(o *op, now int64) (bool, state) {
 	if !o.OK && !o.Blind {
 		return true, s // rejected: no change
 	}
@@ -355,7 +356,7 @@ func (s state) turned(o *op, now int64) (bool, state) {
 	has := live && execution(s.owner) == o.Owner
 	switch o.Kind {
 	case kindClaim:
-		return s.claimedAgain(o, now, has)
+		return s.applyClaim(o, now, has)
 	case kindPark:
 		if s.family.parent != o.Owner || s.family.claim != o.Token || s.family.waits != "" {
 			return false, s
@@ -363,7 +364,7 @@ func (s state) turned(o *op, now int64) (bool, state) {
 		s.family.waits, s.family.claimed = o.Child, false
 		s.family.claim++
 		if has {
-			s = s.toParent(now, o.until())
+			s = s.returnToParent(now, o.until())
 		}
 		return true, s
 	case kindResume:
@@ -372,13 +373,13 @@ func (s state) turned(o *op, now int64) (bool, state) {
 		}
 		s.family.waits = ""
 		if s.family.depth > 0 || has && s.parked {
-			s = s.toParent(now, o.until())
+			s = s.returnToParent(now, o.until())
 		}
 		return true, s
 	case kindFinish: // of a child: the scenes end no parent
 		switch {
 		case s.family.depth > 0 && execution(s.owner) == o.Owner:
-			return true, s.toParent(now, o.until())
+			return true, s.returnToParent(now, o.until())
 		case execution(s.owner) == o.Owner:
 			return true, s.free(now)
 		}
@@ -388,8 +389,8 @@ func (s state) turned(o *op, now int64) (bool, state) {
 	}
 }
 
-// claimedAgain gives the lane of the parent to its new claim.
-func (s state) claimedAgain(o *op, now int64, has bool) (bool, state) {
+// applyClaim gives the lane of the parent to its new claim.
+func (s state) applyClaim(o *op, now int64, has bool) (bool, state) {
 	next := s.family.claim + 1
 	if s.family.parent == "" {
 		s.family.parent = o.Owner
@@ -399,7 +400,7 @@ func (s state) claimedAgain(o *op, now int64, has bool) (bool, state) {
 	}
 	s.family.claim, s.family.claimed = next, true
 	if has {
-		s = s.toParent(now, o.until())
+		s = s.returnToParent(now, o.until())
 	}
 	return true, s
 }

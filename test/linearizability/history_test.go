@@ -111,24 +111,24 @@ func now() int64 {
 	return t.Nano()
 }
 
-// tape is the file in which a process records its operations. It outlives the process.
-type tape struct {
+// history is the file in which a process records its operations. It outlives the process.
+type history struct {
 	file *os.File
 	name string
 	n    atomic.Int64
 	mu   sync.Mutex
 }
 
-func newTape(path, name string) (*tape, error) {
+func newHistory(path, name string) (*history, error) {
 	file, err := os.OpenFile(path, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
 	if err != nil {
 		return nil, err
 	}
-	return &tape{file: file, name: name}, nil
+	return &history{file: file, name: name}, nil
 }
 
 // call records the start of an operation.
-func (t *tape) call(o *op) *op {
+func (t *history) call(o *op) *op {
 	o.ID = fmt.Sprintf("%s.%d", t.name, t.n.Add(1))
 	o.Call = now()
 	t.write(o)
@@ -136,7 +136,7 @@ func (t *tape) call(o *op) *op {
 }
 
 // done records the answer to an operation. If err leaves its effect open, it stays without an answer.
-func (t *tape) done(o *op, err error) {
+func (t *history) done(o *op, err error) {
 	_, unconnected := errors.AsType[*pgconn.ConnectError](err)
 	switch {
 	case err == nil:
@@ -152,7 +152,7 @@ func (t *tape) done(o *op, err error) {
 	t.write(o)
 }
 
-func (t *tape) write(o *op) {
+func (t *history) write(o *op) {
 	line := append([]byte(o.String()), '\n')
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -162,7 +162,7 @@ func (t *tape) write(o *op) {
 	}
 }
 
-// read returns the operations on the tapes, by lane.
+// read returns the operations of recorded histories, by lane.
 func read(paths []string) (map[string][]*op, error) {
 	byID := map[string]*op{}
 	for _, path := range paths {
@@ -194,11 +194,11 @@ func read(paths []string) (map[string][]*op, error) {
 	return byLane, nil
 }
 
-// place is the time for which the queue keeps a waiter's place.
-const place = int64(5 * time.Second)
+// queueTimeout is the time for which the queue keeps a waiter's place.
+const queueTimeout = int64(5 * time.Second)
 
-// late bounds how long after its call an unanswered operation may happen, for the search of heirs.
-const late = int64(3 * time.Second)
+// maxDelay bounds how long after its call an unanswered operation may happen, for the search of heirs.
+const maxDelay = int64(3 * time.Second)
 
 // findHeirs finds the possible waiters of the lane during a release. If the release has no answer, a waiter counts only
 // if the history shows that it once held the lane.
@@ -215,10 +215,10 @@ func (o *op) findHeirs(ops []*op) {
 		}
 	}
 	if o.Return == 0 {
-		until = o.Call + late
+		until = o.Call + maxDelay
 	}
 	for _, w := range ops {
-		end := min(w.end(), never-place) + place
+		end := min(w.end(), never-queueTimeout) + queueTimeout
 		for _, at := range left[w.Owner] {
 			if at > w.Call { // an earlier exit ended an earlier wait
 				end = min(end, at)
@@ -250,7 +250,7 @@ func mark(ops []*op) {
 		o.promised = o.promised || waits >= o.Call
 		latest = max(latest, o.end())
 		if o.Kind == kindAwait {
-			waits = max(waits, o.end(), min(o.end(), never-place)+place)
+			waits = max(waits, o.end(), min(o.end(), never-queueTimeout)+queueTimeout)
 		}
 	}
 }
@@ -295,9 +295,9 @@ var (
 func excerpt(history []porcupine.Operation, info porcupine.LinearizationInfo, first state) string {
 	var longest []porcupine.Operation
 	for _, partition := range info.PartialLinearizationsOperations() {
-		for _, some := range partition {
-			if len(some) > len(longest) {
-				longest = some
+		for _, takeRandom := range partition {
+			if len(takeRandom) > len(longest) {
+				longest = takeRandom
 			}
 		}
 	}

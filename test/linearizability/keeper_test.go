@@ -24,11 +24,11 @@ import (
 // background renewals.
 type recorded struct {
 	*pgxpool.Pool
-	tape *tape
+	history *history
 }
 
-// passing matches a release that may hand the lane to a waiter. Without a waiter, its commit is not awaited.
-var passing = regexp.MustCompile(`\blanekeeper\.release_agent_lock\(`)
+// handsOver matches a release that may hand the lane to a waiter. Without a waiter, its commit is not awaited.
+var handsOver = regexp.MustCompile(`\blanekeeper\.release_agent_lock\(`)
 
 var laneFunction = regexp.MustCompile(`\b\w*agent_(execution_)?lock\w*\(`)
 
@@ -39,13 +39,13 @@ func (r recorded) begin(sql string, args []any) []*op {
 		a, _ = args[0].(postgres.Strict)
 	}
 	one := func(k kind) []*op {
-		o := &op{Kind: k, Passes: passing.MatchString(sql)}
+		o := &op{Kind: k, Passes: handsOver.MatchString(sql)}
 		o.Lane, _ = a["lane"].(string)
 		o.Owner, _ = a["owner"].(string)
 		o.Token, _ = a["token"].(int64)
 		ttl, _ := a["ttl"].(int32)
 		o.TTL = int64(ttl) * 1_000_000
-		return []*op{r.tape.call(o)}
+		return []*op{r.history.call(o)}
 	}
 	lanes, _ := a["lanes"].([]string)
 	owners, _ := a["owners"].([]string)
@@ -54,14 +54,14 @@ func (r recorded) begin(sql string, args []any) []*op {
 	many := func(k kind) []*op {
 		var ops []*op
 		for i, lane := range lanes {
-			o := &op{Kind: k, Lane: lane, Owner: owners[i], Many: true, Passes: passing.MatchString(sql)}
+			o := &op{Kind: k, Lane: lane, Owner: owners[i], Many: true, Passes: handsOver.MatchString(sql)}
 			if tokens != nil {
 				o.Token = tokens[i]
 			}
 			if ttls != nil {
 				o.TTL = int64(ttls[i]) * 1_000_000
 			}
-			ops = append(ops, r.tape.call(o))
+			ops = append(ops, r.history.call(o))
 		}
 		return ops
 	}
@@ -86,7 +86,7 @@ func (r recorded) begin(sql string, args []any) []*op {
 	case "renew_agent_locks(":
 		return many(kindRenew)
 	default:
-		return []*op{r.tape.call(&op{Kind: kindUnknown, Lane: "unknown", Owner: name})}
+		return []*op{r.history.call(&op{Kind: kindUnknown, Lane: "unknown", Owner: name})}
 	}
 }
 
@@ -96,7 +96,7 @@ func (r recorded) end(ops []*op, err error) {
 		if err == nil && o.Many && !o.answered {
 			o.Kind = kindLeave
 		}
-		r.tape.done(o, err)
+		r.history.done(o, err)
 	}
 }
 
@@ -221,12 +221,12 @@ func (w *recordedRows) Scan(dest ...any) error {
 
 // worker uses lanes through package lanes, like a Go program.
 type worker struct {
-	tape   *tape
-	pool   *pgxpool.Pool
-	keeper *lanes.Keeper
-	lanes  []string
-	rand   *rand.Rand
-	runs   int
+	history *history
+	pool    *pgxpool.Pool
+	keeper  *lanes.Keeper
+	lanes   []string
+	rand    *rand.Rand
+	runs    int
 }
 
 // play takes lanes and works under them until ctx ends.
@@ -289,6 +289,6 @@ func (w *worker) work(ctx context.Context, lease *lanes.Lease) {
 func (w *worker) write(ctx context.Context, lease *lanes.Lease) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), waitTimeout)
 	defer cancel()
-	fenced(ctx, w.tape, w.pool, grant{lane: lease.Lane(), owner: lease.Owner().String(), token: lease.Token()},
+	writeFenced(ctx, w.history, w.pool, grant{lane: lease.Lane(), owner: lease.Owner().String(), token: lease.Token()},
 		lease.Fence)
 }

@@ -97,8 +97,8 @@ func step(s state, o *op) (bool, state) {
 	}
 	now := max(s.clock, o.from())
 	if o.Return == 0 {
-		after, did := s.unheard(o, now)
-		return did || s.over, after
+		after, counts := s.unheard(o, now)
+		return counts || s.over, after
 	}
 	switch o.Kind {
 	case kindAcquire, kindTry, kindAwait, kindTake:
@@ -113,7 +113,7 @@ func step(s state, o *op) (bool, state) {
 	case kindWrite:
 		return s.written(o, now)
 	case kindPark, kindResume, kindClaim, kindFinish:
-		return s.turned(o, now)
+		return s.applyExecution(o, now)
 	case kindSweep, kindLeave, kindOver, kindCrash, kindUnknown:
 		return true, s
 	}
@@ -123,7 +123,7 @@ func step(s state, o *op) (bool, state) {
 // granted is a successful acquire: the owner has the lane already, or no owner has it.
 func (s state) granted(o *op, now int64) (bool, state) {
 	lo, hi := now, o.until()
-	if o.Ends != 0 && o.Ends < parkedEnd {
+	if o.Ends != 0 && o.Ends < parkedAfter {
 		at := o.Ends - o.TTL // the function read its clock once
 		if at < lo || at > hi {
 			return false, s
@@ -131,7 +131,7 @@ func (s state) granted(o *op, now int64) (bool, state) {
 		lo, hi = at, at
 	}
 	if o.Lender != "" {
-		return s.borrowed(o, lo, hi)
+		return s.applyBorrow(o, lo, hi)
 	}
 	after, ok := s.live(lo)
 	mine := ok && s.owner == o.Owner && (o.Got == 0 || s.is(o.Got))
@@ -139,7 +139,7 @@ func (s state) granted(o *op, now int64) (bool, state) {
 	ended = ended && (o.Got == 0 || o.Got > s.token) && s.family.depth == 0
 	switch {
 	case mine && s.parked:
-		return o.Ends == 0 || o.Ends >= parkedEnd, after.known(o.Got)
+		return o.Ends == 0 || o.Ends >= parkedAfter, after.known(o.Got)
 	case mine:
 		after.clock, after.from, after.to = lo, lo+o.TTL, hi+o.TTL
 		after = after.known(o.Got)
@@ -171,7 +171,7 @@ func (s state) refused(o *op, now int64) (bool, state) {
 	}
 	after, ok := s.live(now)
 	if ok && s.owner == o.Holder && s.owner != o.Owner && o.Ends > now &&
-		(s.parked && o.Ends >= parkedEnd || o.Ends >= after.from && o.Ends <= after.to) {
+		(s.parked && o.Ends >= parkedAfter || o.Ends >= after.from && o.Ends <= after.to) {
 		if !s.parked {
 			after.from, after.to = o.Ends, o.Ends
 		}
@@ -221,10 +221,10 @@ func (s state) released(o *op, now int64) (bool, state) {
 	switch {
 	case o.Blind && can, o.OK && can:
 		if s.family.depth > 0 && o.Kind == kindRelease {
-			return true, s.toParent(now, o.until())
+			return true, s.returnToParent(now, o.until())
 		}
 		after := s.free(now)
-		after.family = s.family.without()
+		after.family = s.family.withoutLoan()
 		switch {
 		case o.Heir != "":
 			return o.Got >= after.token && o.Ends > now && slices.Contains(o.heirs, o.Heir),
@@ -272,7 +272,7 @@ func (s state) unheard(o *op, now int64) (state, bool) {
 		if after, at, ok := s.gone(now, never); ok && s.family.depth == 0 {
 			return after.give(o.Owner, 0, at, at+o.TTL, never), true
 		}
-		return s.borrowedUnheard(o, now)
+		return s.applyUnansweredBorrow(o, now)
 	case kindRenew:
 		if after, ok := s.live(now); ok && s.owner == o.Owner && s.is(o.Token) && !s.parked {
 			after.clock, after.from, after.to = now, now+o.TTL, never
@@ -286,7 +286,7 @@ func (s state) unheard(o *op, now int64) (state, bool) {
 	case kindPark, kindResume, kindClaim, kindFinish:
 		blind := *o
 		blind.Blind = true
-		ok, after := s.turned(&blind, now)
+		ok, after := s.applyExecution(&blind, now)
 		return after, ok && after != s
 	case kindWrite, kindSweep, kindLeave, kindOver, kindCrash, kindUnknown:
 	}
@@ -300,7 +300,7 @@ func steps(s state, o *op) (all []any) {
 	if ok {
 		all = append(all, after)
 	}
-	if back, lapsed := s.lapsed(o); lapsed {
+	if back, expireLoan := s.expireLoan(o); expireLoan {
 		if ok, after := step(back, o); ok {
 			all = append(all, after)
 		}

@@ -17,50 +17,50 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// stage is a database for one test. Two plain SQL sessions play a script in it.
-type stage struct {
-	t    *testing.T
-	pool *pgxpool.Pool
-	tape *tape
-	a, b *session
+// fixture is a database for one test, with two plain SQL sessions.
+type fixture struct {
+	t       *testing.T
+	pool    *pgxpool.Pool
+	history *history
+	a, b    *session
 }
 
-func newStage(t *testing.T) *stage {
+func newFixture(t *testing.T) *fixture {
 	t.Helper()
 	url := pgtest.URL(t)
 	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 4})
-	tape, err := newTape(tapeIn(t.TempDir(), "stage"), "stage")
+	history, err := newHistory(historyPath(t.TempDir(), "fixture"), "fixture")
 	require.NoError(t, err)
-	g := &stage{t: t, pool: pool, tape: tape}
+	g := &fixture{t: t, pool: pool, history: history}
 	g.exec(writesTable)
 	g.a, g.b = g.session(url, "a"), g.session(url, "b")
 	return g
 }
 
-func (g *stage) session(url, name string) *session {
+func (g *fixture) session(url, name string) *session {
 	g.t.Helper()
 	conn, err := pgx.Connect(g.t.Context(), url)
 	require.NoError(g.t, err)
 	// the test drops the database next
 	g.t.Cleanup(func() { _ = conn.Close(g.t.Context()) })
-	return &session{tape: g.tape, name: name, conn: conn, rand: rand.New(rand.NewPCG(1, 1))} // not a secret
+	return &session{history: g.history, name: name, conn: conn, rand: rand.New(rand.NewPCG(1, 1))} // not a secret
 }
 
-func (g *stage) exec(sql string, args ...any) {
+func (g *fixture) exec(sql string, args ...any) {
 	g.t.Helper()
 	pgtest.Exec(g.t, g.pool, sql, args...)
 }
 
-func (g *stage) count(sql string, args ...any) int {
+func (g *fixture) count(sql string, args ...any) int {
 	g.t.Helper()
 	return pgtest.Value[int](g.t, g.pool, sql, args...)
 }
 
 // acquire acquires the lane for a session, and returns the grant.
-func (g *stage) acquire(s *session, seconds int64) grant {
+func (g *fixture) acquire(s *session, seconds int64) grant {
 	g.t.Helper()
 	want := grant{lane: "x", owner: s.name, ttl: seconds * 1_000_000}
-	s.ask(g.t.Context(), kindAcquire, acquireSQL, want)
+	s.callAcquire(g.t.Context(), kindAcquire, acquireSQL, want)
 	if len(s.held) == 0 {
 		return want
 	}
@@ -68,11 +68,11 @@ func (g *stage) acquire(s *session, seconds int64) grant {
 }
 
 // mustAcquire acquires a free lane.
-func (g *stage) mustAcquire(s *session, seconds int64) grant {
+func (g *fixture) mustAcquire(s *session, seconds int64) grant {
 	g.t.Helper()
 	got := g.acquire(s, seconds)
 	if got.token == 0 {
-		g.t.Fatalf("session %s does not get a lane that is free", s.name)
+		g.t.Fatalf("session %s failed to acquire a free lane", s.name)
 	}
 	return got
 }
@@ -81,11 +81,11 @@ func (g *stage) mustAcquire(s *session, seconds int64) grant {
 // either writes.
 const gate = 4711
 
-// plants are possible faults of lanes. Each has a script in which the fault does harm.
-var plants = map[string]struct {
+// faults are possible faults of lanes. Each has a script that triggers the fault.
+var faults = map[string]struct {
 	fault  string
-	script func(g *stage)
-	writes bool // the fenced writes show the fault too
+	script func(g *fixture)
+	writes bool // the fenced writes also show the fault
 }{
 	"no row lock": {
 		fault: `create or replace function acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
@@ -106,7 +106,7 @@ var plants = map[string]struct {
 			         expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds
 			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, l.locked_by;
 			end $$`,
-		script: func(g *stage) {
+		script: func(g *fixture) {
 			tx, err := g.pool.Begin(g.t.Context())
 			require.NoError(g.t, err)
 			pgtest.Exec(g.t, tx, `select pg_advisory_xact_lock($1)`, gate)
@@ -151,7 +151,7 @@ var plants = map[string]struct {
 			         expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds
 			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, l.locked_by;
 			end $$`,
-		script: func(g *stage) {
+		script: func(g *fixture) {
 			_, err := g.b.conn.Exec(g.t.Context(), `set lanetest.ahead = '1 hour'`)
 			require.NoError(g.t, err)
 			g.mustAcquire(g.a, 600)
@@ -166,7 +166,7 @@ var plants = map[string]struct {
 			    raise exception 'token % of lane % is stale', p_fencing_token, p_lane using errcode = 'LK001';
 			  end if;
 			end $$`,
-		script: func(g *stage) {
+		script: func(g *fixture) {
 			old := g.mustAcquire(g.a, 600)
 			g.a.release(g.t.Context(), old)
 			g.b.write(g.t.Context(), g.mustAcquire(g.b, 600))
@@ -183,7 +183,7 @@ var plants = map[string]struct {
 			   where l.lane = p_lane and l.locked_by = p_locked_by and l.fencing_token = p_fencing_token;
 			  return found;
 			end $$`,
-		script: func(g *stage) {
+		script: func(g *fixture) {
 			got := g.mustAcquire(g.a, 1)
 			pgtest.Eventually(g.t, func() bool {
 				return g.count(`select count(*) from agent_locks where lane = 'x' and expires_at < clock_timestamp()`) == 1
@@ -191,7 +191,7 @@ var plants = map[string]struct {
 			g.a.renew(g.t.Context(), got)
 		},
 	},
-	"a park leaves the token valid": {
+	"stale park token": {
 		fault: `create or replace function lanekeeper.claim_agent_locks(p_execution_id uuid,
 			p_parked boolean default false) returns void
 			language plpgsql volatile as $$
@@ -200,14 +200,14 @@ var plants = map[string]struct {
 			         locked_by = (select x.id || '#' || x.claim from agent_executions x where x.id = p_execution_id)
 			   where l.execution_id = p_execution_id;
 			end $$`,
-		script: func(g *stage) {
-			parent := g.kin(g.a)
-			got := parent.begin(g)
-			parent.park(g, got)
+		script: func(g *fixture) {
+			parent := g.newExecutionSession(g.a)
+			got := parent.startParent(g)
+			parent.waitForChild(g, got)
 			parent.write(g.t.Context(), got)
 		},
 	},
-	"a loan leaves the token valid": {
+	"stale loan token": {
 		fault: `create or replace function lanekeeper.lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint,
 			p_ttl_seconds int default 300)
 			returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, lender uuid) language plpgsql volatile
@@ -221,12 +221,12 @@ var plants = map[string]struct {
 			                                        expires_at = clock_timestamp() + make_interval(secs => p_ttl_seconds)
 			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, held.execution_id;
 			end $$`,
-		script: func(g *stage) {
-			parent, child := g.kin(g.a), g.kin(g.b)
-			id := parent.park(g, parent.begin(g))
+		script: func(g *fixture) {
+			parent, child := g.newExecutionSession(g.a), g.newExecutionSession(g.b)
+			id := parent.waitForChild(g, parent.startParent(g))
 			// the answer has the token
-			child.ask(g.t.Context(), kindAcquire, acquireSQL, grant{lane: parent.lane, owner: "b", ttl: 600_000_000})
-			child.take(g.t.Context(), grant{lane: parent.lane, owner: id + "#1", ttl: 600_000_000})
+			child.callAcquire(g.t.Context(), kindAcquire, acquireSQL, grant{lane: parent.lane, owner: "b", ttl: 600_000_000})
+			child.acquireOrBorrow(g.t.Context(), grant{lane: parent.lane, owner: id + "#1", ttl: 600_000_000})
 		},
 	},
 	"release without owner": {
@@ -238,42 +238,42 @@ var plants = map[string]struct {
 			   where l.lane = p_lane and l.expires_at > clock_timestamp();
 			  return found;
 			end $$`,
-		script: func(g *stage) {
+		script: func(g *fixture) {
 			g.mustAcquire(g.a, 600)
 			g.b.release(g.t.Context(), grant{lane: "x", owner: "b"})
 			g.acquire(g.b, 600)
 		},
 	},
-	"a hand-over leaves the token valid": {
+	"stale handover token": {
 		fault: handingOver(`
 			  update agent_locks l set locked_by = w.owner, expires_at = clock_timestamp() + interval '10 seconds'
 			    from agent_lock_waiters w where w.lane = l.lane and l.lane = p_lane
 			  returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token,
 			    (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;`),
-		script: func(g *stage) { g.handOver() },
+		script: func(g *fixture) { g.handOver() },
 	},
-	"a hand-over that is only told": {
+	"unrecorded handover": {
 		fault: handingOver(`
 			  update agent_locks l set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = clock_timestamp()
 			    from agent_lock_waiters w where w.lane = l.lane and l.lane = p_lane
 			  returning concat_ws(E'\t', l.lane, w.owner, l.fencing_token,
 			                      (extract(epoch from clock_timestamp() + interval '10 seconds') * 1000000)::bigint) into passed;
 			  delete from agent_lock_waiters;`),
-		script: func(g *stage) {
+		script: func(g *fixture) {
 			g.handOver()
 			g.acquire(g.a, 600)
 		},
 	},
-	"a hand-over to who does not wait": {
+	"handover bystander": {
 		fault: handingOver(`
 			  update agent_locks l set locked_by = 'c', fencing_token = l.fencing_token + 1,
 			    expires_at = clock_timestamp() + interval '10 seconds'
 			   where l.lane = p_lane
 			  returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token,
 			    (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;`),
-		script: func(g *stage) { g.handOver() },
+		script: func(g *fixture) { g.handOver() },
 	},
-	"who leaves the queue keeps what was handed over": {
+	"dequeue keeps grant": {
 		fault: `alter function lanekeeper.release_agent_lock rename to away;
 			create function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint,
 			p_hand_over boolean,
@@ -281,55 +281,55 @@ var plants = map[string]struct {
 			  select case when p_fencing_token is not null then lanekeeper.away(p_lane, p_locked_by, p_fencing_token,
 			    p_hand_over, p_wait) end
 			$$`,
-		script: func(g *stage) {
+		script: func(g *fixture) {
 			g.handOver()
-			g.b.pass(g.t.Context(), &op{Lane: "x", Owner: "b"}, quitSQL, "x", "b")
+			g.b.callRelease(g.t.Context(), &op{Lane: "x", Owner: "b"}, quitSQL, "x", "b")
 			g.acquire(g.a, 600)
 		},
 	},
 }
 
 // handOver has b wait for the lane, and its owner a release it.
-func (g *stage) handOver() {
+func (g *fixture) handOver() {
 	g.t.Helper()
 	got := g.mustAcquire(g.a, 600)
-	g.b.ask(g.t.Context(), kindAwait, queueSQL, grant{lane: "x", owner: "b", ttl: 600_000_000})
-	g.a.free(g.t.Context(), got)
+	g.b.callAcquire(g.t.Context(), kindAwait, queueSQL, grant{lane: "x", owner: "b", ttl: 600_000_000})
+	g.a.releaseToWaiter(g.t.Context(), got)
 }
 
-// TestPlantedFaultsAreCaught plays each script twice. Without the fault the checker must find nothing, with it an
-// error.
+// TestPlantedFaultsAreCaught runs each script twice. The checker must accept the history without the fault, and reject
+// it with the fault.
 func TestPlantedFaultsAreCaught(t *testing.T) {
 	t.Parallel()
-	for name, plant := range plants {
+	for name, fault := range faults {
 		for _, planted := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s, planted %v", name, planted), func(t *testing.T) {
+			t.Run(fmt.Sprintf("%s, planted=%v", name, planted), func(t *testing.T) {
 				t.Parallel()
-				g := newStage(t)
+				g := newFixture(t)
 				g.a.release(t.Context(), g.mustAcquire(g.a, 600)) // creates the lane's row
 				g.a.held = nil
 				if planted {
-					g.exec(plant.fault)
+					g.exec(fault.fault)
 				}
-				plant.script(g)
-				byLane, err := read([]string{g.tape.file.Name()})
+				fault.script(g)
+				byLane, err := read([]string{g.history.file.Name()})
 				require.NoError(t, err)
 				for lane, ops := range byLane {
 					err = errors.Join(err, check(lane, ops, state{}, checkLimit))
 				}
 				assert.Truef(t, errors.Is(err, errIllegal) == planted && (planted || err == nil),
-					"fault planted: %v, the checker says: %v", planted, err)
-				assert.Equal(t, planted && plant.writes, g.count(backwards) > 0, planted)
+					"fault planted: %v, checker: %v", planted, err)
+				assert.Equal(t, planted && fault.writes, g.count(decreasingTokenWrites) > 0, planted)
 			})
 		}
 	}
 }
 
-// TestATimeoutOfTheCheckerIsAFailure: a history that the checker did not finish proves nothing.
+// An undecided check fails the test.
 func TestATimeoutOfTheCheckerIsAFailure(t *testing.T) {
 	t.Parallel()
 	var ops []*op
-	for n := range 40 { // one was granted, and the history does not show which
+	for n := range 40 { // one was granted, all overlap, so the search space explodes
 		ops = append(ops, &op{
 			ID: fmt.Sprint(n), Kind: kindTry, Lane: "x", Owner: fmt.Sprint(n), TTL: 60_000_000, Call: int64(n + 1),
 			Return: 1_000_000,
@@ -341,35 +341,35 @@ func TestATimeoutOfTheCheckerIsAFailure(t *testing.T) {
 	assert.ErrorIs(t, err, errUnchecked)
 }
 
-// kin returns a session of the stage that runs executions of a family.
-func (g *stage) kin(s *session) *kin {
-	k := &kin{session: *s, lane: "objective:x"}
-	require.NoError(g.t, k.hired(g.t.Context()))
+// newExecutionSession returns a session of the fixture that runs a parent or its children.
+func (g *fixture) newExecutionSession(s *session) *executionSession {
+	k := &executionSession{session: *s, lane: "objective:x"}
+	require.NoError(g.t, k.registerWorker(g.t.Context()))
 	return k
 }
 
-// begin starts a parent and acquires its lane.
-func (k *kin) begin(g *stage) grant {
+// startParent starts a parent and acquires its lane.
+func (k *executionSession) startParent(g *fixture) grant {
 	g.t.Helper()
 	id, err := k.newExecution(g.t.Context(), "")
 	if err == nil {
-		err = k.claimIt(g.t.Context(), id)
+		err = k.claim(g.t.Context(), id)
 	}
 	require.NoError(g.t, err)
-	got, ok := k.take(g.t.Context(), grant{lane: k.lane, owner: id + "#1", ttl: parentTTL})
-	require.True(g.t, ok, "the parent does not get its lane")
+	got, ok := k.acquireOrBorrow(g.t.Context(), grant{lane: k.lane, owner: id + "#1", ttl: parentTTL})
+	require.True(g.t, ok, "the parent failed to acquire its lane")
 	return got
 }
 
-// park starts a child and parks the parent until the child ends. It returns the child.
-func (k *kin) park(g *stage, parent grant) (child string) {
+// waitForChild starts a child and parks the parent until the child completes. It returns the child.
+func (k *executionSession) waitForChild(g *fixture, parent grant) (child string) {
 	g.t.Helper()
-	child, err := k.parkOn(g.t.Context(), execution(parent.owner), 1)
+	child, err := k.parkUntilChildEnds(g.t.Context(), execution(parent.owner), 1)
 	require.Truef(g.t, err == nil && child != "", "the parent is not parked: %v", err)
 	return child
 }
 
-// handingOver returns a release function that runs a statement and returns what the statement passed on.
+// handingOver replaces the release function by one that runs a statement and returns the grants in passed.
 func handingOver(statement string) string {
 	return `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text,
 		p_fencing_token bigint, p_hand_over boolean, p_wait boolean default true) returns text

@@ -42,7 +42,7 @@ type part struct {
 	Own     string   `json:"own"`  // the lane of a family
 	Name    string   `json:"name"`
 	URL     string   `json:"url"`
-	Tape    string   `json:"tape"`
+	History string   `json:"history"`
 	Lanes   []string `json:"lanes"`
 	Clients int      `json:"clients"`
 	Seed    uint64   `json:"seed"`
@@ -75,7 +75,7 @@ func act(raw string) error {
 			return fmt.Errorf("the clock is %s behind the machine's, which is not %d seconds ahead of it", ahead, p.Skew)
 		}
 	}
-	tape, err := newTape(p.Tape, p.Name)
+	history, err := newHistory(p.History, p.Name)
 	if err != nil {
 		return err
 	}
@@ -86,29 +86,29 @@ func act(raw string) error {
 	}()
 	switch p.Role {
 	case "sql":
-		p.sessions(ctx, tape)
+		p.sessions(ctx, history)
 		return nil
 	case "family":
-		p.families(ctx, tape)
+		p.families(ctx, history)
 		return nil
 	}
-	return p.workers(ctx, tape)
+	return p.workers(ctx, history)
 }
 
 func (p part) random(n int) *rand.Rand {
 	return rand.New(rand.NewPCG(p.Seed, uint64(n))) // not a secret
 }
 
-func (p part) sessions(ctx context.Context, tape *tape) {
+func (p part) sessions(ctx context.Context, history *history) {
 	var group sync.WaitGroup
 	for n := range p.Clients {
-		s := &session{tape: tape, url: p.URL, name: fmt.Sprintf("%s.%d", p.Name, n), lanes: p.Lanes, rand: p.random(n)}
+		s := &session{history: history, url: p.URL, name: fmt.Sprintf("%s.%d", p.Name, n), lanes: p.Lanes, rand: p.random(n)}
 		group.Go(func() { s.play(ctx) })
 	}
 	group.Wait()
 }
 
-func (p part) workers(ctx context.Context, tape *tape) error {
+func (p part) workers(ctx context.Context, history *history) error {
 	pool, err := postgres.Open(ctx, p.URL, postgres.Options{
 		MaxConns: int32(p.Clients) + 2, ConnectWait: waitTimeout, ApplicationName: "lanetest",
 	})
@@ -120,14 +120,14 @@ func (p part) workers(ctx context.Context, tape *tape) error {
 	}
 	defer pool.Close()
 	listener := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
-	keeper := lanes.NewKeeper(recorded{pool, tape}, lanes.Options{Listener: listener})
+	keeper := lanes.NewKeeper(recorded{pool, history}, lanes.Options{Listener: listener})
 	var background, group sync.WaitGroup
 	running, stop := context.WithCancel(context.WithoutCancel(ctx))
 	var failed [2]error
 	background.Go(func() { failed[0] = keeper.Run(running) })
 	background.Go(func() { failed[1] = listener.Run(running) })
 	for n := range p.Clients {
-		w := &worker{tape: tape, pool: pool, keeper: keeper, lanes: p.Lanes, rand: p.random(n)}
+		w := &worker{history: history, pool: pool, keeper: keeper, lanes: p.Lanes, rand: p.random(n)}
 		group.Go(func() { w.play(ctx) })
 	}
 	group.Wait()
@@ -192,7 +192,7 @@ func (a *process) stop(t testing.TB) {
 	}
 }
 
-func tapeIn(dir, name string) string { return filepath.Join(dir, name+".jsonl") }
+func historyPath(dir, name string) string { return filepath.Join(dir, name+".jsonl") }
 
 // cut is the moment at which the proxy breaks a connection.
 type cut int32

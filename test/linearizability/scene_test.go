@@ -25,11 +25,11 @@ var (
 	seed   = flag.Uint64("laneproof.seed", 0, "seed of what processes do; 0 takes one from the clock")
 )
 
-func envInt(name string, otherwise int) int {
+func envInt(name string, fallback int) int {
 	if n, err := strconv.Atoi(os.Getenv(name)); err == nil {
 		return n
 	}
-	return otherwise
+	return fallback
 }
 
 // server is the test's own PostgreSQL. It may crash.
@@ -71,12 +71,12 @@ func (s *server) count(sql string, args ...any) (n int) {
 
 // scene is a group of processes that compete for lanes while faults happen.
 type scene struct {
-	t      testing.TB
-	server *server
-	proxy  *proxy
-	dir    string
-	lanes  []string
-	homes  []string // one lane for each family
+	t           testing.TB
+	server      *server
+	proxy       *proxy
+	dir         string
+	lanes       []string
+	familyLanes []string // one lane for each family
 
 	round int
 	seed  uint64
@@ -84,7 +84,7 @@ type scene struct {
 
 	mu        sync.Mutex
 	processes []*process
-	tapes     []string
+	histories []string
 	group     sync.WaitGroup // paused processes that continue later
 	faults    map[string]int
 }
@@ -103,34 +103,34 @@ func newScene(t testing.TB, s *server, seed uint64, round int) *scene {
 		c.lanes = append(c.lanes, fmt.Sprintf("r%d:lane%d", round, n))
 	}
 	for n := range 6 {
-		c.homes = append(c.homes, fmt.Sprintf("objective:r%df%d", round, n))
+		c.familyLanes = append(c.familyLanes, fmt.Sprintf("objective:r%df%d", round, n))
 	}
-	c.lanes = append(c.lanes, c.homes...)
+	c.lanes = append(c.lanes, c.familyLanes...)
 	return c
 }
 
 // launch starts one more process.
 func (c *scene) launch(role string) {
 	c.t.Helper()
-	n := len(c.tapes)
+	n := len(c.histories)
 	name := fmt.Sprintf("r%d.%s%d", c.round, role, n)
 	p := part{
-		Role: role, Name: name, URL: c.proxy.URL("lanetest"), Tape: tapeIn(c.dir, name), Lanes: c.lanes, Clients: 3,
+		Role: role, Name: name, URL: c.proxy.URL("lanetest"), History: historyPath(c.dir, name), Lanes: c.lanes, Clients: 3,
 		Seed: c.seed<<8 + uint64(n), Skew: skews[n%len(skews)],
 	}
 	if role == "family" {
-		p.Own = c.homes[0]
-		c.homes = c.homes[1:]
+		p.Own = c.familyLanes[0]
+		c.familyLanes = c.familyLanes[1:]
 	}
-	c.tapes = append(c.tapes, p.Tape)
+	c.histories = append(c.histories, p.History)
 	a := start(c.t, p)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.processes = append(c.processes, a)
 }
 
-// some removes a random process from the list and returns it.
-func (c *scene) some() *process {
+// takeRandom removes a random process from the list and returns it.
+func (c *scene) takeRandom() *process {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	i := c.rand.IntN(len(c.processes))
@@ -143,7 +143,7 @@ func (c *scene) some() *process {
 func (c *scene) busy(more int64) {
 	c.t.Helper()
 	size := func() (all int64) {
-		for _, path := range c.tapes {
+		for _, path := range c.histories {
 			if info, err := os.Stat(path); err == nil {
 				all += info.Size()
 			}
@@ -159,7 +159,7 @@ func (c *scene) busy(more int64) {
 
 // kill ends a process with SIGKILL and starts another.
 func (c *scene) kill() {
-	a := c.some()
+	a := c.takeRandom()
 	a.kill()
 	c.faults["kill -9"]++
 	c.launch(a.part.Role)
@@ -167,7 +167,7 @@ func (c *scene) kill() {
 
 // pause stops a process for longer than any lease. The others continue.
 func (c *scene) pause() {
-	a := c.some()
+	a := c.takeRandom()
 	a.signal(c.t, syscall.SIGSTOP)
 	c.faults["SIGSTOP past the TTL"]++
 	c.group.Go(func() {
@@ -201,16 +201,16 @@ func (c *scene) cut(where cut) {
 
 // crash crashes the server, and records that.
 func (c *scene) crash() {
-	tape, err := newTape(tapeIn(c.dir, "harness"), "harness")
+	history, err := newHistory(historyPath(c.dir, "harness"), "harness")
 	require.NoError(c.t, err)
-	c.tapes = append(c.tapes, tape.file.Name())
+	c.histories = append(c.histories, history.file.Name())
 	var ops []*op
 	for _, lane := range c.lanes {
-		ops = append(ops, tape.call(&op{Kind: kindCrash, Lane: lane}))
+		ops = append(ops, history.call(&op{Kind: kindCrash, Lane: lane}))
 	}
 	c.server.crash()
 	for _, o := range ops {
-		tape.done(o, nil)
+		history.done(o, nil)
 	}
 	c.faults["crash of the server"]++
 }
@@ -238,15 +238,15 @@ func (c *scene) play() map[string][]*op {
 	c.group.Wait()
 	c.busy(100)
 	for len(c.processes) > 0 {
-		c.some().stop(c.t)
+		c.takeRandom().stop(c.t)
 	}
-	byLane, err := read(c.tapes)
+	byLane, err := read(c.histories)
 	require.NoError(c.t, err)
 	return byLane
 }
 
-// tally counts the kinds of operations in a history.
-func tally(byLane map[string][]*op, into map[string]int) {
+// countOperations counts the kinds of operations in a history.
+func countOperations(byLane map[string][]*op, into map[string]int) {
 	for _, ops := range byLane {
 		for _, o := range ops {
 			name := string(o.Kind) + " "
@@ -269,8 +269,8 @@ func tally(byLane map[string][]*op, into map[string]int) {
 	}
 }
 
-// needed lists what a history must contain to prove anything.
-var needed = []string{
+// requiredCounts lists what a history must contain to prove anything.
+var requiredCounts = []string{
 	"acquire yes", "acquire no", "acquire unheard", "try yes", "try no", "await yes", "await no", "renew yes", "renew no",
 	"release yes", "release no", "hand-over", "break yes", "write yes", "write no",
 	"take yes", "loan yes", "claim yes", "park yes", "resume yes", "finish yes",
@@ -283,11 +283,11 @@ func TestLanesAreLinearizable(t *testing.T) {
 		*seed = uint64(time.Now().UnixNano())
 	}
 	t.Logf("seed %d", *seed)
-	did, faults := map[string]int{}, map[string]int{}
+	counts, faults := map[string]int{}, map[string]int{}
 	all := 0
-	for round := 0; round < *rounds || len(missing(did)) > 0; round++ {
+	for round := 0; round < *rounds || len(missing(counts)) > 0; round++ {
 		if round > *rounds+5 {
-			t.Fatalf("%d rounds had none of %q: they prove nothing about it", round, missing(did))
+			t.Fatalf("%d rounds had none of %q: they prove nothing about it", round, missing(counts))
 		}
 		c := newScene(t, s, *seed, round)
 		began := time.Now()
@@ -295,32 +295,32 @@ func TestLanesAreLinearizable(t *testing.T) {
 		recorded := time.Since(began)
 		n := checkAll(t, history)
 		all += n
-		tally(history, did)
+		countOperations(history, counts)
 		for name, k := range c.faults {
 			faults[name] += k
 		}
-		c.judgeWrites()
+		c.checkWrites()
 		t.Logf("round %d: %d operations on %d lanes recorded in %s, checked in %s", round, n, len(history),
 			recorded.Round(time.Millisecond), (time.Since(began) - recorded).Round(time.Millisecond))
 		if t.Failed() {
 			return
 		}
 	}
-	t.Logf("%d operations %v, faults %v", all, did, faults)
+	t.Logf("%d operations %v, faults %v", all, counts, faults)
 }
 
-// judgeWrites checks the rows of the fenced writes.
-func (c *scene) judgeWrites() {
+// checkWrites checks the rows of the fenced writes.
+func (c *scene) checkWrites() {
 	c.t.Helper()
-	n := c.server.count(backwards)
+	n := c.server.count(decreasingTokenWrites)
 	assert.Truef(c.t, n == 0, "round %d: %d fenced writes under a token after one under a larger", c.round, n)
-	n = c.server.count(shared)
+	n = c.server.count(sharedTokens)
 	assert.Truef(c.t, n == 0, "round %d: more than one owner wrote under each of %d tokens", c.round, n)
 }
 
-func missing(did map[string]int) (all []string) {
-	for _, name := range needed {
-		if did[name] == 0 {
+func missing(counts map[string]int) (all []string) {
+	for _, name := range requiredCounts {
+		if counts[name] == 0 {
 			all = append(all, name)
 		}
 	}

@@ -15,14 +15,14 @@ import (
 
 // session is a plain SQL session. It does everything with lanes that SQL can do, also what it should not.
 type session struct {
-	tape   *tape
-	url    string
-	name   string
-	lanes  []string
-	rand   *rand.Rand
-	leases int
-	conn   *pgx.Conn
-	held   []grant // newest last, including ended ones
+	history *history
+	url     string
+	name    string
+	lanes   []string
+	rand    *rand.Rand
+	leases  int
+	conn    *pgx.Conn
+	held    []grant // newest last, including ended ones
 }
 
 // grant is a token of the session.
@@ -71,7 +71,7 @@ func (s *session) act(ctx context.Context) {
 	case n < 75 && g.token != 0:
 		s.renew(ctx, g)
 	case n < 84 && g.token != 0:
-		s.free(ctx, g)
+		s.releaseToWaiter(ctx, g)
 	case n < 94:
 		s.release(ctx, g)
 	case n < 97:
@@ -99,7 +99,7 @@ func (s *session) acquire(ctx context.Context) {
 	case 1:
 		s.await(ctx, g)
 	default:
-		s.ask(ctx, kindAcquire, acquireSQL, g)
+		s.callAcquire(ctx, kindAcquire, acquireSQL, g)
 	}
 }
 
@@ -110,35 +110,35 @@ func (s *session) await(ctx context.Context, g grant) {
 		sql = queueSQL
 	}
 	for range 1 + s.rand.IntN(4) {
-		if s.ask(ctx, kindAwait, sql, g) || !testkit.Wait(ctx, 10*time.Millisecond) {
+		if s.callAcquire(ctx, kindAwait, sql, g) || !testkit.Wait(ctx, 10*time.Millisecond) {
 			return
 		}
 	}
 	if handed {
-		s.pass(ctx, &op{Lane: g.lane, Owner: g.owner}, quitSQL, g.lane, g.owner)
+		s.callRelease(ctx, &op{Lane: g.lane, Owner: g.owner}, quitSQL, g.lane, g.owner)
 		return
 	}
-	o := s.tape.call(&op{Kind: kindLeave, Lane: g.lane, Owner: g.owner})
+	o := s.history.call(&op{Kind: kindLeave, Lane: g.lane, Owner: g.owner})
 	_, err := s.conn.Exec(ctx, `select leave_agent_lock_queue($1, $2)`, g.lane, g.owner)
-	s.tape.done(o, err)
+	s.history.done(o, err)
 }
 
-// pass is a release that may hand the lane to a waiter.
-func (s *session) pass(ctx context.Context, o *op, sql string, args ...any) {
+// callRelease runs a release that may hand the lane to a waiter.
+func (s *session) callRelease(ctx context.Context, o *op, sql string, args ...any) {
 	o.Kind, o.Passes = kindRelease, true
-	s.tape.call(o)
+	s.history.call(o)
 	var to *string
 	err := s.conn.QueryRow(ctx, sql, args...).Scan(&to)
 	if to != nil {
 		o.OK = true
 		o.passed(*to)
 	}
-	s.tape.done(o, err)
+	s.history.done(o, err)
 }
 
-// free is a release outside of a transaction.
-func (s *session) free(ctx context.Context, g grant) {
-	s.pass(ctx, &op{Lane: g.lane, Owner: g.owner, Token: g.token},
+// releaseToWaiter releases a lane to its first waiter, if one waits.
+func (s *session) releaseToWaiter(ctx context.Context, g grant) {
+	s.callRelease(ctx, &op{Lane: g.lane, Owner: g.owner, Token: g.token},
 		`select lanekeeper.release_agent_lock($1, $2, $3, true)`, g.lane, g.owner, g.token)
 }
 
@@ -153,13 +153,13 @@ const (
 const acquireSQL = `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'), coalesce(locked_by, '')
 	from acquire_agent_lock($1, $2, $3)`
 
-func (s *session) ask(ctx context.Context, kind kind, sql string, g grant) (stop bool) {
-	o := s.tape.call(&op{Kind: kind, Lane: g.lane, Owner: g.owner, TTL: g.ttl})
+func (s *session) callAcquire(ctx context.Context, kind kind, sql string, g grant) (stop bool) {
+	o := s.history.call(&op{Kind: kind, Lane: g.lane, Owner: g.owner, TTL: g.ttl})
 	var ends time.Time
 	var holder string
 	err := s.conn.QueryRow(ctx, sql, g.lane, g.owner, g.ttl/1_000_000).Scan(&o.OK, &o.Got, &ends, &holder)
 	o.setResult(ends, holder)
-	s.tape.done(o, err)
+	s.history.done(o, err)
 	if err == nil && o.OK {
 		g.token = o.Got
 		s.keep(g)
@@ -186,17 +186,17 @@ func (s *session) keep(g grant) {
 
 func (s *session) try(ctx context.Context, g grant) {
 	g.token = 0
-	o := s.tape.call(&op{Kind: kindTry, Lane: g.lane, Owner: g.owner, TTL: g.ttl})
+	o := s.history.call(&op{Kind: kindTry, Lane: g.lane, Owner: g.owner, TTL: g.ttl})
 	err := s.conn.QueryRow(ctx, `select try_acquire_agent_lock($1, $2, $3)`, g.lane, g.owner, g.ttl/1_000_000).Scan(&o.OK)
-	s.tape.done(o, err)
+	s.history.done(o, err)
 	if err == nil && o.OK {
 		s.keep(g)
 	}
 }
 
 func (s *session) renew(ctx context.Context, g grant) {
-	o := s.tape.call(&op{Kind: kindRenew, Lane: g.lane, Owner: g.owner, Token: g.token, TTL: g.ttl})
-	s.tape.done(o, s.conn.QueryRow(ctx, `select renew_agent_lock($1, $2, $3, $4)`, g.lane, g.owner, g.token,
+	o := s.history.call(&op{Kind: kindRenew, Lane: g.lane, Owner: g.owner, Token: g.token, TTL: g.ttl})
+	s.history.done(o, s.conn.QueryRow(ctx, `select renew_agent_lock($1, $2, $3, $4)`, g.lane, g.owner, g.token,
 		g.ttl/1_000_000).Scan(&o.OK))
 }
 
@@ -206,34 +206,33 @@ func (s *session) release(ctx context.Context, g grant) {
 	if g.token != 0 && s.rand.IntN(3) > 0 {
 		token, o.Token = &g.token, g.token
 	}
-	s.tape.call(o)
-	s.tape.done(o, s.conn.QueryRow(ctx, `select release_agent_lock($1, $2, $3)`, g.lane, g.owner, token).Scan(&o.OK))
+	s.history.call(o)
+	s.history.done(o, s.conn.QueryRow(ctx, `select release_agent_lock($1, $2, $3)`, g.lane, g.owner, token).Scan(&o.OK))
 }
 
 func (s *session) breakLane(ctx context.Context, lane string) {
-	o := s.tape.call(&op{Kind: kindBreak, Lane: lane})
-	s.tape.done(o, s.conn.QueryRow(ctx, `select break_agent_lock($1, 'for the sake of it')`, lane).Scan(&o.OK))
+	o := s.history.call(&op{Kind: kindBreak, Lane: lane})
+	s.history.done(o, s.conn.QueryRow(ctx, `select break_agent_lock($1, 'for the sake of it')`, lane).Scan(&o.OK))
 }
 
 func (s *session) sweep(ctx context.Context) {
 	ops := make([]*op, 0, len(s.lanes))
 	for _, lane := range s.lanes {
-		ops = append(ops, s.tape.call(&op{Kind: kindSweep, Lane: lane}))
+		ops = append(ops, s.history.call(&op{Kind: kindSweep, Lane: lane}))
 	}
 	err := lanes.Prune(ctx, s.conn, 0)
 	for _, o := range ops {
-		s.tape.done(o, err)
+		s.history.done(o, err)
 	}
 }
 
-func (s *session) write(ctx context.Context, g grant) { fenced(ctx, s.tape, s.conn, g, nil) }
+func (s *session) write(ctx context.Context, g grant) { writeFenced(ctx, s.history, s.conn, g, nil) }
 
-// fenced is a protected write. Its transaction starts with the fence. The write records the token and its number among
-// all writes.
-func fenced(ctx context.Context, tape *tape, db postgres.Beginner, g grant,
+// writeFenced makes a protected write. Its transaction starts with the fence, then records the token.
+func writeFenced(ctx context.Context, history *history, db postgres.Beginner, g grant,
 	fence func(ctx context.Context, tx postgres.DB) error,
 ) {
-	o := tape.call(&op{Kind: kindWrite, Lane: g.lane, Owner: g.owner, Token: g.token})
+	o := history.call(&op{Kind: kindWrite, Lane: g.lane, Owner: g.owner, Token: g.token})
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		var err error
 		if fence != nil {
@@ -244,14 +243,14 @@ func fenced(ctx context.Context, tape *tape, db postgres.Beginner, g grant,
 		if err != nil {
 			return err
 		}
-		return writeDown(ctx, tx, g)
+		return insertWrite(ctx, tx, g)
 	})
 	o.OK = err == nil
-	tape.done(o, err)
+	history.done(o, err)
 }
 
-// writeDown makes the write that the fence protects.
-func writeDown(ctx context.Context, tx postgres.DB, g grant) error {
+// insertWrite inserts the protected write.
+func insertWrite(ctx context.Context, tx postgres.DB, g grant) error {
 	_, err := tx.Exec(ctx, `insert into lanetest_writes (lane, token, owner) values ($1, $2, $3)`, g.lane, g.token,
 		g.owner)
 	return err
@@ -261,12 +260,12 @@ func writeDown(ctx context.Context, tx postgres.DB, g grant) error {
 const writesTable = `create table if not exists lanetest_writes (n bigint generated always as identity, 
 	lane text not null, token bigint not null, owner text not null)`
 
-// backwards counts the writes under a smaller token after one under a larger.
-const backwards = `
+// decreasingTokenWrites counts the writes under a smaller token after one under a larger.
+const decreasingTokenWrites = `
 	select count(*) from (
 	  select w.token, max(w.token) over (partition by w.lane order by w.n) as high from lanetest_writes w) t
 	 where t.token < t.high`
 
-// shared counts the tokens under which more than one owner wrote.
-const shared = `
+// sharedTokens counts the tokens under which more than one owner wrote.
+const sharedTokens = `
 	select count(*) from (select from lanetest_writes w group by w.lane, w.token having count(distinct w.owner) > 1) t`
