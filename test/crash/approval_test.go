@@ -179,9 +179,9 @@ func (s *scene) allowed(a *agent, who partner, before snapshot) {
 		"grants used": `select count(*) from agent_approvals a where status = 'consumed'
 			and consumed_for like a.execution_id || ' %'`,
 		"asked for approval": `select count(*) from agent_activity where skill_name = 'order' and status = 'pending_approval'`,
-		"calls in the log": `select count(*) from agent_activity where skill_name = 'order' and status <> 'pending_approval'`,
-		"decisions":        `select count(*) from agent_activity where skill_name = 'decide_approval'`,
-		"decisions told":   `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`,
+		"calls in the log":   `select count(*) from agent_activity where skill_name = 'order' and status <> 'pending_approval'`,
+		"decisions":          `select count(*) from agent_activity where skill_name = 'decide_approval'`,
+		"decisions told":     `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`,
 	} {
 		assert.Equal(s.t, 1, pgtest.Value[int](s.t, s.db, sql), what, "want 1")
 	}

@@ -31,12 +31,12 @@ goal: Pay what is due.
 steps: [Look at what is due]
 `
 
-// TestThroughPgBouncer has the real program work through PgBouncer in transaction mode, with three server connections.
-// It polls, or has a direct URL for session features. A heartbeat, a visitor's answer and a waiting execution complete,
+// TestThroughPgBouncer runs the agent through PgBouncer in transaction mode, with three server connections. The agent
+// polls, or has a direct URL for session features. A heartbeat, a visitor's answer and a waiting execution complete,
 // with each effect once.
 func TestThroughPgBouncer(t *testing.T) {
 	t.Parallel()
-	for name, direct := range map[string]bool{"polling": false, "with a direct way": true} {
+	for name, direct := range map[string]bool{"polling": false, "direct URL": true} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s, through := pooledScene(t)
@@ -77,19 +77,19 @@ func TestThroughPgBouncer(t *testing.T) {
 	}
 }
 
-// TestAWrongDirectWayIsRefused expects the start to fail with advice.
-func TestAWrongDirectWayIsRefused(t *testing.T) {
+// TestAnInvalidDirectURLIsRejected expects the start to fail with advice.
+func TestAnInvalidDirectURLIsRejected(t *testing.T) {
 	t.Parallel()
 	s, through := pooledScene(t)
-	for says, direct := range map[string]string{
+	for wantLog, direct := range map[string]string{
 		"it also names a connection pooler": through,
 		"not the database of DATABASE_URL":  pgtest.DirectURL(t, pgtest.EmptyURL(t)),
 		"cannot reach the server":           "postgres://u@127.0.0.1:1/db",
 	} {
 		a := launch(t, s.dir, s.environ(through, "DATABASE_DIRECT_URL="+direct), "serve")
-		assert.Truef(t, a.Exit() != 0, "%s: exit code 0", says)
+		assert.Truef(t, a.Exit() != 0, "%s: exit code 0", wantLog)
 		a.Says("DATABASE_DIRECT_URL: ")
-		a.Says(says)
+		a.Says(wantLog)
 	}
 }
 
@@ -110,14 +110,14 @@ func pooledScene(t *testing.T) (_ *scene, through string) {
 	return s, through
 }
 
-// migrateThrough runs agent migrate. It finds nothing to do, but has to take its lock.
+// migrateThrough runs agent migrate. It has no migration to run, but acquires the migration lock.
 func migrateThrough(s *scene, through string, more ...string) {
 	s.t.Helper()
 	a := launch(s.t, s.dir, s.environ(through, more...), "migrate")
-	require.Equal(s.t, 0, a.Exit(), "agent migrate ended with")
+	require.Equal(s.t, 0, a.Exit(), "exit code of agent migrate")
 }
 
-// post sends a request of the admin to the API, and returns the texts of the response.
+// post sends an admin's request to the API, and returns the string fields of the response.
 func (s *scene) post(a *agent, path, body string, want int) map[string]string {
 	s.t.Helper()
 	response, err := http.DefaultClient.Do(s.request(a, http.MethodPost, path, adminToken, body))
@@ -128,11 +128,11 @@ func (s *scene) post(a *agent, path, body string, want int) map[string]string {
 	require.Truef(s.t, response.StatusCode == want, "POST %s: %d %s", path, response.StatusCode, raw)
 	var all map[string]any
 	require.NoError(s.t, json.Unmarshal(raw, &all))
-	texts := map[string]string{}
+	fields := map[string]string{}
 	for name, value := range all {
 		if text, ok := value.(string); ok {
-			texts[name] = text
+			fields[name] = text
 		}
 	}
-	return texts
+	return fields
 }
