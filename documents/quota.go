@@ -13,8 +13,8 @@ import (
 
 // quota bounds the documents of one owner: a thread or a chat key.
 type quota struct {
-	lock               string // the advisory lock's name, before the owner
-	count              string // query of the number and bytes of the documents of @owner
+	lock               string                                            // the advisory lock's name, before the owner
+	queueCount         func(b *pgx.Batch, owner string) *pgx.QueuedQuery // the number of documents and their bytes
 	maxCount, maxBytes int64
 	limit              string // format of the limits in the error
 }
@@ -22,13 +22,20 @@ type quota struct {
 var (
 	threadQuota = quota{
 		"documents of thread ",
-		`select count(*), coalesce(sum(size), 0) from agent_documents where thread_id = @owner`,
+		func(b *pgx.Batch, owner string) *pgx.QueuedQuery {
+			return b.Queue(`select count(*), coalesce(sum(size), 0) from agent_documents where thread_id = @owner`,
+				postgres.Strict{"owner": owner})
+		},
 		MaxPerThread, MaxThreadBytes, "limit per thread is %d documents and %d bytes",
 	}
 	keyQuota = quota{
 		"documents of key ",
-		`select count(*), coalesce(sum(size), 0) from agent_documents
-		  where owner = @owner and owner_kind <> 'admin' and expires_at is not null`,
+		func(b *pgx.Batch, owner string) *pgx.QueuedQuery {
+			return b.Queue(`
+				select count(*), coalesce(sum(size), 0) from agent_documents
+				 where owner = @owner and owner_kind <> 'admin' and expires_at is not null`,
+				postgres.Strict{"owner": owner})
+		},
 		MaxUnused, MaxUnusedBytes, "limit per chat key is %d unused uploads and %d bytes",
 	}
 )
@@ -37,10 +44,10 @@ var (
 // addBytes exceeds the quota.
 func (q quota) check(ctx context.Context, tx pgx.Tx, b *pgx.Batch, owner string, addBytes int64) error {
 	var count, size int64
+	owner = postgres.Text(owner)
 	b.Queue(`select pg_advisory_xact_lock(hashtextextended(@lock::text || @owner::text, 0))`,
-		postgres.Strict{"lock": q.lock, "owner": postgres.Text(owner)})
-	b.Queue(q.count, postgres.Strict{"owner": postgres.Text(owner)}).
-		QueryRow(func(row pgx.Row) error { return row.Scan(&count, &size) })
+		postgres.Strict{"lock": q.lock, "owner": owner})
+	q.queueCount(b, owner).QueryRow(func(row pgx.Row) error { return row.Scan(&count, &size) })
 	if err := tx.SendBatch(ctx, b).Close(); err != nil {
 		return fmt.Errorf("count documents: %w", err)
 	}

@@ -118,7 +118,7 @@ func AuthenticateSession(ctx context.Context, db postgres.DB, secret string, key
 	case errors.Is(err, pgx.ErrNoRows):
 		return nil, ErrNotFound
 	case err != nil:
-		return nil, fmt.Errorf("find session: %w", err)
+		return nil, fmt.Errorf("session not read: %w", err)
 	}
 	if stale {
 		_, err = db.Exec(ctx, `update agent_sessions set last_seen_at = clock_timestamp() where id = @id::uuid`,
@@ -169,7 +169,7 @@ func RevokeSession(ctx context.Context, db postgres.Beginner, id, reason string)
 			return nil, ErrNotFound
 		}
 		if err != nil {
-			return nil, fmt.Errorf("find session: %w", err)
+			return nil, fmt.Errorf("session not read: %w", err)
 		}
 		input["principal"] = name
 		changed, err = revokeSession(ctx, tx, id)

@@ -144,7 +144,7 @@ func CreateToken(ctx context.Context, db postgres.Beginner, n TokenParams) (
 				"ttl": n.TTL.Seconds(),
 			})
 		if err != nil {
-			return nil, fmt.Errorf("insert token: %w", err)
+			return nil, fmt.Errorf("token not inserted: %w", err)
 		}
 		created, err = getToken(ctx, tx, id)
 		return nil, err
@@ -219,7 +219,7 @@ func AuthenticateToken(ctx context.Context, db postgres.DB, plaintext string) (*
 	case errors.Is(err, pgx.ErrNoRows):
 		return nil, ErrNotFound
 	case err != nil:
-		return nil, fmt.Errorf("find token: %w", err)
+		return nil, fmt.Errorf("token not read: %w", err)
 	case subtle.ConstantTimeCompare(stored, digest(secret)) == 0:
 		return nil, ErrNotFound
 	case !live:
