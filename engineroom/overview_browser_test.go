@@ -48,7 +48,7 @@ func deciding(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 	return pool, served(t, room)
 }
 
-// busy inserts 20 of everything on the overview: two agents with heartbeats, of which one fails, approvals with
+// busy inserts 20 of everything on the overview: two agents with heartbeats (one fails), approvals with
 // arguments, failures with few root errors, locks, objectives, skills in every state, and spend.
 func busy(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()

@@ -471,8 +471,8 @@ func TestTheEndOfAnExternalExecutionResumesItsParent(t *testing.T) {
 		"the parent saw %+v", got)
 }
 
-// Late writes of a worker appear in the activity log and in the output of why: a few rows per lock, of which the last
-// counts the rest.
+// Late writes of a worker appear in the activity log and in the output of why. Each lock has a few rows; its last row
+// counts the remaining writes.
 func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

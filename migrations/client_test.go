@@ -215,8 +215,8 @@ func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
 		strings.Contains(err.Error(), `"pg_monitor" may not create tables in the schema "public"`), "got %v", err)
 }
 
-// A serving user who is not the owner gets the error at once, not after the last month of the log. A member of the
-// owner may act as the owner.
+// Up rejects a user other than the owner at once, not after the last month of the log. A member of the owner's
+// role may act as the owner.
 func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	t.Parallel()
 	db, owner := along(t, "public", `select 1`)

@@ -198,7 +198,7 @@ var ErrInactive = errors.New("the token or session has expired or was revoked, o
 const lastUsedInterval = 5 * time.Minute
 
 // AuthenticateToken authenticates a token and returns its caller. It returns ErrNotFound for an unknown or malformed
-// token, and ErrInactive for one that is no longer valid.
+// token, and ErrInactive for an expired, revoked or disabled token.
 func AuthenticateToken(ctx context.Context, db postgres.DB, plaintext string) (*Caller, error) {
 	id, secret, ok := strings.Cut(strings.TrimPrefix(plaintext, TokenPrefix), "_")
 	if !strings.HasPrefix(plaintext, TokenPrefix) || !ok || len(id) > maxTokenID || len(secret) > maxTokenSecret ||

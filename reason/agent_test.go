@@ -425,7 +425,7 @@ func TestAnEntryThatWasCutIsReadWhenItWasReadOn(t *testing.T) {
 	}
 }
 
-// many adds 60 skills in scope, of which one sends invoices, and one out of scope that sends invoices.
+// many adds 60 skills in scope; one of them sends invoices. It adds one skill out of scope, which sends invoices, too.
 func (w *world) many(t *testing.T) *atomic.Int32 {
 	t.Helper()
 	for i := range 58 {

@@ -61,8 +61,8 @@ func (l *Listener) Subscribe(channel string) (payloads <-chan string, cancel fun
 	return l.SubscribeTo(channel, nil)
 }
 
-// SubscribeTo is Subscribe to the wanted payloads and the empty payload. So unwanted payloads do not use the
-// subscriber's room. wanted must return at once.
+// SubscribeTo is Subscribe to the wanted payloads and the empty payload. Other payloads do not fill the subscriber's
+// channel. wanted must return at once.
 func (l *Listener) SubscribeTo(channel string, wanted func(payload string) bool) (payloads <-chan string,
 	cancel func(),
 ) {
