@@ -267,7 +267,7 @@ func randomWrites(ctx context.Context, db *pgxpool.Pool, r *rand.Rand) error {
 	return tx.Commit(ctx)
 }
 
-func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
+func TestRowsAreCountedOnceDespiteLateCommits(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	countNow(t, db)
@@ -331,7 +331,7 @@ func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 	}
 }
 
-func TestSpendIsSummedByWhatIsAsked(t *testing.T) {
+func TestCountedSpendByDimension(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	countNow(t, db)
@@ -395,7 +395,7 @@ func TestSpendIsSummedByWhatIsAsked(t *testing.T) {
 	}
 }
 
-func TestHealthEqualsTheView(t *testing.T) {
+func TestHealthEqualsView(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	countNow(t, db)
@@ -449,7 +449,7 @@ func TestHealthEqualsTheView(t *testing.T) {
 	assert.NoDiff(t, []activity.CallLine{{Calls: 120, Worked: 60, Failed: 12}}, calls.Lines)
 }
 
-func TestFiguresNameTheEndOfTheirCompleteRange(t *testing.T) {
+func TestFiguresHaveEndOfCompleteRange(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `
@@ -468,7 +468,7 @@ func TestFiguresNameTheEndOfTheirCompleteRange(t *testing.T) {
 		"until %s there are %d rows, not %d (%v)", sums.Until, before, sums.Lines[0].Calls, err)
 }
 
-func TestABadRowDoesNotStopTheCount(t *testing.T) {
+func TestInvalidRowDoesNotStopCount(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	countNow(t, db)
@@ -568,7 +568,7 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 	}
 }
 
-func TestAStreakReadsABoundedNumberOfRows(t *testing.T) {
+func TestStreakReadsBoundedRows(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `
@@ -654,7 +654,7 @@ func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
 		                          from generate_series(1, 5)) x) y) z`, calls)
 }
 
-func TestTheHealthViewEqualsTheRows(t *testing.T) {
+func TestHealthViewEqualsRows(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	countNow(t, db)

@@ -26,7 +26,7 @@ func failedCall(id, execution, step, message string) activity.FailedSpan {
 	return activity.FailedSpan{ID: id, ExecutionID: execution, Name: id, Step: step, Status: "error", Message: message}
 }
 
-func TestRootCauseIsTheInnermostErrorThatIsPassedOn(t *testing.T) {
+func TestRootCauseIsInnermostPropagatedError(t *testing.T) {
 	t.Parallel()
 	const sql = `relation "notes" does not exist (SQLSTATE 42P01)`
 	long := strings.Repeat("the answer is not what was asked for ", 40)
@@ -109,7 +109,7 @@ func TestRootCauseIsTheInnermostErrorThatIsPassedOn(t *testing.T) {
 	}
 }
 
-func TestAFailedTraceHasItsRootCause(t *testing.T) {
+func TestFailedTraceHasRootCause(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := trace.New(trace.Flow)

@@ -73,7 +73,7 @@ func ids(rows []activity.Row) []string {
 	return list
 }
 
-func TestATraceIsInTheOrderInWhichItBegan(t *testing.T) {
+func TestTraceIsInStartOrder(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	second := put(t, db, act{ago: time.Minute})
@@ -86,7 +86,7 @@ func TestATraceIsInTheOrderInWhichItBegan(t *testing.T) {
 	assert.Equal(t, time.UTC, rows[0].CreatedAt.Location())
 }
 
-func TestARowHasExactlyTheColumnsOfTheTable(t *testing.T) {
+func TestRowHasColumnsOfTable(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	put(t, db, act{kind: "model", tokens: 7})
@@ -163,8 +163,8 @@ func TestRecentFilters(t *testing.T) {
 	}
 }
 
-// TestUntilIsToTheMicrosecond: ids have milliseconds, but the bound is exact.
-func TestUntilIsToTheMicrosecond(t *testing.T) {
+// TestUntilHasMicrosecondPrecision: ids have milliseconds, but the bound is exact.
+func TestUntilHasMicrosecondPrecision(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	at := time.Now().Truncate(time.Millisecond).Add(-time.Minute)
@@ -187,7 +187,7 @@ func TestUntilIsToTheMicrosecond(t *testing.T) {
 		"lines are %+v (%v)", list.Lines, err)
 }
 
-func TestPagesDoNotShiftWhenRowsArrive(t *testing.T) {
+func TestPagesDoNotShiftUnderInserts(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	var want []string
@@ -245,7 +245,7 @@ func walk(t *testing.T, db postgres.DB, f activity.Filter) (ids []string, pages,
 	}
 }
 
-func TestLinesReadAWindowAndContinueAfterIt(t *testing.T) {
+func TestLinesReadBoundedWindows(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	fill(t, db)
@@ -269,7 +269,7 @@ func TestLinesReadAWindowAndContinueAfterIt(t *testing.T) {
 	}
 }
 
-func TestLinesAndDetailsAreCutInTheDatabase(t *testing.T) {
+func TestLinesAndDetailsAreTruncatedInDatabase(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	var id string
@@ -337,7 +337,7 @@ func largePartitions(t *testing.T, db postgres.DB) []string {
 		"select tableoid::regclass::text from agent_activity group by tableoid having count(*) > 5000")
 }
 
-func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {
+func TestEveryQueryUsesIndex(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	fill(t, db)
@@ -427,7 +427,7 @@ func TestPlansAreNotCached(t *testing.T) {
 }
 
 // A model call is charged to the skills that its answer calls, by their calls. Nothing is lost or counted twice.
-func TestAModelCallIsChargedToTheSkillsThatItLedTo(t *testing.T) {
+func TestModelCallIsChargedToItsSkills(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	day := 24 * time.Hour
@@ -499,7 +499,7 @@ func skillsThatAre(t *testing.T, db postgres.DB, names ...string) {
 		  from unnest($1::text[]) n`, names)
 }
 
-func TestSlowestIsByThe95thPercentile(t *testing.T) {
+func TestSlowestOrdersByP95(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	skillsThatAre(t, db, "steady", "spiky", "waits", "idle")
@@ -527,7 +527,7 @@ func TestSlowestIsByThe95thPercentile(t *testing.T) {
 	assert.NoDiff(t, want, got)
 }
 
-func TestFailingCountsWhatSelfHealCounts(t *testing.T) {
+func TestFailingCountsFailuresOfSelfHeal(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	skillsThatAre(t, db, "fetch", "always", "healthy")

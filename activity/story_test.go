@@ -85,7 +85,7 @@ func TestWriteStory(t *testing.T) {
 	}
 }
 
-func TestAStoryCannotSteerATerminal(t *testing.T) {
+func TestStoryEscapesTerminalControls(t *testing.T) {
 	t.Parallel()
 	evil := sampleTrace()
 	evil.Surface = "op\x1b]0;title\a"
@@ -98,7 +98,7 @@ func TestAStoryCannotSteerATerminal(t *testing.T) {
 	}
 }
 
-func TestEveryRowOfATreeAppearsOnce(t *testing.T) {
+func TestTreeHasEachRowOnce(t *testing.T) {
 	t.Parallel()
 	parent := func(id, parent string) activity.Row { return activity.Row{ID: id, ParentID: &parent} }
 	for name, test := range map[string]struct {
@@ -155,7 +155,7 @@ func run(t *testing.T, db postgres.DB, traceID trace.ID, status string, ago time
 	return id
 }
 
-func TestTraceIsFoundByEveryFormOfItsID(t *testing.T) {
+func TestTraceOfEveryIDForm(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := trace.New(trace.Webhook)
@@ -182,7 +182,7 @@ func TestTraceIsFoundByEveryFormOfItsID(t *testing.T) {
 }
 
 // The root's time is not the trace's time while a child runs.
-func TestTheHeadOfATraceSaysThatAChildGoesOn(t *testing.T) {
+func TestTraceHeadReportsOpenChild(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := trace.New(trace.Flow)
@@ -201,7 +201,7 @@ func TestTheHeadOfATraceSaysThatAChildGoesOn(t *testing.T) {
 	assert.Truef(t, !strings.Contains(head(), "not ended"), "%s", head())
 }
 
-func TestTraceThatIsNotThere(t *testing.T) {
+func TestUnknownTrace(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	_, err := activity.TraceOf(t.Context(), db, string(trace.New(trace.Chat)))
@@ -210,7 +210,7 @@ func TestTraceThatIsNotThere(t *testing.T) {
 	assert.ErrorIs(t, err, trace.ErrInvalid, "malformed id")
 }
 
-func TestTraceWithoutAnExecution(t *testing.T) {
+func TestTraceWithoutExecution(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		statuses []string
@@ -236,7 +236,7 @@ func TestTraceWithoutAnExecution(t *testing.T) {
 	}
 }
 
-func TestTracesAreRolledUpNewestFirst(t *testing.T) {
+func TestTracesNewestFirst(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	older, newer, going := trace.New(trace.Heartbeat), trace.New(trace.Chat), trace.New(trace.Heartbeat)

@@ -56,7 +56,7 @@ func handOn(t *testing.T, pool *pgxpool.Pool, id string) {
 	pgtest.Exec(t, pool, `update agent_executions set claim = claim + 1 where id = @id`, postgres.Strict{"id": id})
 }
 
-func TestAnActionIsOpenedAndClosedAsOneRow(t *testing.T) {
+func TestOpenAndCloseWriteOneRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	e := claimed(t, pool)
@@ -79,7 +79,7 @@ func TestAnActionIsOpenedAndClosedAsOneRow(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_activity_open`))
 }
 
-func TestOpeningAStepTwiceLeavesOneRow(t *testing.T) {
+func TestReopenedStepHasOneRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	e := claimed(t, pool)
@@ -99,7 +99,7 @@ func TestOpeningAStepTwiceLeavesOneRow(t *testing.T) {
 	assert.Equal(t, 4, pgtest.Value[int](t, pool, `select count(*) from agent_activity`))
 }
 
-func TestAStaleClaimWritesNothing(t *testing.T) {
+func TestStaleClaimWritesNothing(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	stale := map[string]func(t *testing.T, e activity.Entry){
@@ -139,7 +139,7 @@ func TestAStaleClaimWritesNothing(t *testing.T) {
 	}
 }
 
-func TestARejectedWriteIsKept(t *testing.T) {
+func TestRejectedWriteIsRecorded(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	e := claimed(t, pool)
@@ -182,7 +182,7 @@ func TestInputAndOutputAreRedactedAndBounded(t *testing.T) {
 		"no marker says what was cut: %.100s … %.100s", got.Input, got.Message)
 }
 
-func TestAnEntryFillsEmptyFieldsFromTheContext(t *testing.T) {
+func TestEntryTakesEmptyFieldsFromContext(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := trace.New(trace.Heartbeat)
@@ -201,7 +201,7 @@ func TestAnEntryFillsEmptyFieldsFromTheContext(t *testing.T) {
 	assert.Truef(t, diff == "" && err == nil, "row %v (-want +got):\n%s", err, diff)
 }
 
-func TestAnUnloggableActionIsAnError(t *testing.T) {
+func TestUnrecordableActionIsError(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	whole := activity.Entry{TraceID: string(trace.New(trace.Flow)), Skill: "ask"}
@@ -231,7 +231,7 @@ func TestAnUnloggableActionIsAnError(t *testing.T) {
 		from agent_activity_open)`))
 }
 
-func TestATakeoverWaitsForAFencedWrite(t *testing.T) {
+func TestTakeoverWaitsForFencedWrite(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	e := claimed(t, pool)

@@ -53,7 +53,7 @@ func TestV1RoutesRequireToken(t *testing.T) {
 	}
 }
 
-func TestV1AcceptsOnlyTheToken(t *testing.T) {
+func TestV1AcceptsOnlyToken(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for name, test := range map[string]struct {

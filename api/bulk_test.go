@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-func TestBulkActionsAreThoseOfEachExecution(t *testing.T) {
+func TestBulkActions(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	type result struct {

@@ -29,7 +29,7 @@ func (a *agent) startFlow(flow, more string) string {
 	return x.ID
 }
 
-func TestClaimsReturnTheOldestOfTheNamedFlows(t *testing.T) {
+func TestClaimReturnsOldestOfNamedFlows(t *testing.T) {
 	t.Parallel()
 	a := runningAgent(t)
 	first := a.startFlow("external:sum", `,"input":{"n":1}`)
@@ -92,7 +92,7 @@ func TestConcurrentClaimsGetDifferentExecutions(t *testing.T) {
 	}
 }
 
-func TestAClaimWaitsForTheFirstExecution(t *testing.T) {
+func TestClaimWaitsForFirstExecution(t *testing.T) {
 	t.Parallel()
 	a := runningAgent(t)
 	began := time.Now()
@@ -119,7 +119,7 @@ func TestAClaimWaitsForTheFirstExecution(t *testing.T) {
 	assert.Truef(t, len(got) == 1, "claimed %+v", got)
 }
 
-func TestAClaimWaitsWhileTheAgentIsPaused(t *testing.T) {
+func TestClaimWaitsWhilePaused(t *testing.T) {
 	t.Parallel()
 	a := runningAgent(t)
 	a.startFlow("external:sum", "")
@@ -131,7 +131,7 @@ func TestAClaimWaitsWhileTheAgentIsPaused(t *testing.T) {
 	assert.Truef(t, len(got) == 1, "after the pause: %+v", got)
 }
 
-func TestWrongClaimsAreNamed(t *testing.T) {
+func TestInvalidClaimProblems(t *testing.T) {
 	t.Parallel()
 	a := runningAgent(t)
 	for body, words := range map[string]string{

@@ -35,7 +35,7 @@ func (a *agent) table(path, accept string) (rows []map[string]string) {
 	return rows
 }
 
-func TestListingsAreTables(t *testing.T) {
+func TestListingsAsCSV(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for _, flow := range []string{"first", "second", "third"} {
@@ -78,7 +78,7 @@ func TestListingsAreTables(t *testing.T) {
 	}
 }
 
-func TestATableHasAtMostTenThousandRows(t *testing.T) {
+func TestCSVRowLimit(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	pgtest.Exec(t, a.pool, `set session_replication_role = replica;

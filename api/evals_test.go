@@ -32,7 +32,7 @@ func evalTrial(t *testing.T, pool *pgxpool.Pool) string {
 }
 
 // The error for an unknown object is a short sentence with its name.
-func TestWhatIsNoEvalIsNamed(t *testing.T) {
+func TestUnknownEvalProblems(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	run := evalTrial(t, a.pool)
@@ -50,7 +50,7 @@ func TestWhatIsNoEvalIsNamed(t *testing.T) {
 }
 
 // A label is stored with its answer. Its author can replace or withdraw it. A trial without an answer has no label.
-func TestLabelsOfTrialsOverHTTP(t *testing.T) {
+func TestTrialLabelsOverHTTP(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	run := evalTrial(t, a.pool)
@@ -87,7 +87,7 @@ func TestLabelsOfTrialsOverHTTP(t *testing.T) {
 	}
 }
 
-func TestRunsOfEvalsOverHTTP(t *testing.T) {
+func TestEvalRunsOverHTTP(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	run, other := evalTrial(t, a.pool), evalTrial(t, a.pool)
@@ -119,7 +119,7 @@ func TestRunsOfEvalsOverHTTP(t *testing.T) {
 }
 
 // Answers and reasons of trials need threads:read. The rest of a run does not.
-func TestAnswersOfTrialsNeedThreadsRead(t *testing.T) {
+func TestTrialAnswersNeedThreadsRead(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	run := evalTrial(t, a.pool)

@@ -100,7 +100,7 @@ func TestExecutionDetail(t *testing.T) {
 }
 
 // The row keeps what a replay needs; the API hides secrets and truncates large values.
-func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
+func TestExecutionsHideSecrets(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	x := a.start("ask", trace.New(trace.Flow))

@@ -54,9 +54,9 @@ var storedValues = []string{
 	`GET /v1/executions/$T`,
 }
 
-// FuzzTextOnItsWayIn sends any text to every route: NUL, invalid UTF-8, half surrogate pairs, large numbers. The
-// server accepts or rejects it; it never fails with 5xx.
-func FuzzTextOnItsWayIn(f *testing.F) {
+// FuzzRequestText sends any text to every route: NUL, invalid UTF-8, half surrogate pairs, large numbers. The server
+// accepts or rejects it; it never fails with 5xx.
+func FuzzRequestText(f *testing.F) {
 	pool := pgtest.DB(f)
 	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 	require.NoError(f, err)

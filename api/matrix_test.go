@@ -116,7 +116,7 @@ func TestEveryRouteForEveryRole(t *testing.T) {
 }
 
 // A worker reaches only executions of its flows.
-func TestAWorkerReachesItsFlowsOnly(t *testing.T) {
+func TestWorkerReachesOnlyItsFlows(t *testing.T) {
 	t.Parallel()
 	a := withEndpoints(t)
 	_, worker := a.key(principals.Service, principals.None, 0, "work:external:sum*")

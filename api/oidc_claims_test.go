@@ -107,7 +107,7 @@ func (i *issuer) logIn(t *testing.T, a *agent) *httptest.ResponseRecorder {
 }
 
 // An issuer that hangs delays only its own login, for a bounded time. The log has the issuer's error.
-func TestAnIssuerThatFailsHoldsUpNoLaterLogin(t *testing.T) {
+func TestFailedIssuerDoesNotBlockLaterLogins(t *testing.T) {
 	t.Parallel()
 	i := newIssuer(t)
 	i.userInfo = func(w http.ResponseWriter, _ *http.Request) {
@@ -163,7 +163,7 @@ func TestAnIssuerThatFailsHoldsUpNoLaterLogin(t *testing.T) {
 }
 
 // A login fails if its user info cannot be read or has another subject: its claims could grant a role.
-func TestUserInfoThatFailsLogsNobodyIn(t *testing.T) {
+func TestFailedUserInfoRejectsLogin(t *testing.T) {
 	t.Parallel()
 	i := newIssuer(t)
 	pool := pgtest.DB(t)

@@ -102,7 +102,7 @@ func (p person) me() int {
 	return status
 }
 
-func TestLoginAtAnIssuer(t *testing.T) {
+func TestOIDCLogin(t *testing.T) {
 	t.Parallel()
 	var handler http.Handler
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -161,7 +161,7 @@ func checkOIDCRefusals(t *testing.T, base string, pool *pgxpool.Pool, a *agent) 
 }
 
 // A role from claims ends with them. A role from an admin stays.
-func TestTheRoleFollowsTheClaims(t *testing.T) {
+func TestRoleFollowsClaims(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	in := func(subject string, role principals.Role) (principals.Principal, error) {

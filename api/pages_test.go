@@ -93,7 +93,7 @@ func TestEveryPageForEveryRole(t *testing.T) {
 }
 
 // The server rejects the requests that the stylesheet hides from a role: its forms, and the texts of a trace.
-func TestHiddenFormsAndTextsAreRefused(t *testing.T) {
+func TestHiddenFormsAndTextsAreRejected(t *testing.T) {
 	t.Parallel()
 	a, _ := withRoom(t)
 	callers := a.callers()

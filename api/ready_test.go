@@ -146,7 +146,7 @@ func TestUnreachableDatabaseIsNotReady(t *testing.T) {
 	}
 }
 
-func TestAServerWithoutAFreeConnectionIsNotReady(t *testing.T) {
+func TestServerWithoutFreeConnectionIsNotReady(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	e := engine(t, pool)

@@ -81,7 +81,7 @@ func TestPanicAbortsStartedResponse(t *testing.T) {
 	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
 }
 
-func TestServerErrorHasTheRoutesFormat(t *testing.T) {
+func TestServerErrorHasFormatOfRoute(t *testing.T) {
 	t.Parallel()
 	s := &server{
 		auth: &authenticator{}, classes: newClasses(), timeouts: defaultTimeouts(),

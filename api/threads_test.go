@@ -171,7 +171,7 @@ func TestExecutionOpensThread(t *testing.T) {
 		"the thread is %+v", got)
 }
 
-func TestAThreadIsNamedForPeople(t *testing.T) {
+func TestSetThreadTitle(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.create("/v1/threads", `{"id":"maria"}`, nil)

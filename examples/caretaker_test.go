@@ -148,7 +148,7 @@ func TestEverySkillRuns(t *testing.T) {
 	}
 }
 
-func TestTheBrokenSkillFailsAsItSays(t *testing.T) {
+func TestBrokenSkillFails(t *testing.T) {
 	_, err := newCaller(t, applied(t)).try(broken, `{}`)
 	failure, ok := errors.AsType[*skills.CallError](err)
 	assert.Truef(t, ok && failure.Class == skills.ClassSQL, "error is %v", err)
@@ -161,7 +161,7 @@ func TestNoSkillCanWrite(t *testing.T) {
 	}
 }
 
-func TestTableSizesAreInTheOrderAskedFor(t *testing.T) {
+func TestTableSizesOrder(t *testing.T) {
 	c := newCaller(t, applied(t))
 	c.exec(`create table many (n int)`, `insert into many select generate_series(1, 20000)`,
 		`create table wide (t text)`, `alter table wide alter t set storage external`,
@@ -177,7 +177,7 @@ func TestTableSizesAreInTheOrderAskedFor(t *testing.T) {
 	assert.Truef(t, errors.As(err, new(*skills.InvalidParams)), "error is %v", err)
 }
 
-func TestCompareSizesTakesWhatWasRememberedOrMeasured(t *testing.T) {
+func TestCompareSizesInputs(t *testing.T) {
 	day := func(hours int) string {
 		return "clock_timestamp() - make_interval(hours => " + strconv.Itoa(hours) + ")"
 	}
@@ -221,14 +221,14 @@ func TestCompareSizesTakesWhatWasRememberedOrMeasured(t *testing.T) {
 	}
 }
 
-func TestCompareSizesShowsTablesThatAreGone(t *testing.T) {
+func TestCompareSizesShowsDroppedTables(t *testing.T) {
 	c := newCaller(t, applied(t))
 	c.exec(`insert into agent_memory (category, key, value) values ('sizes', 'k', '{"public.lost": 5}')`)
 	row := c.call("compare_sizes", `{"limit": 500}`).find(t, "table", "public.lost")
 	assert.Truef(t, row["verdict"] == "gone", "row is %v", row)
 }
 
-func TestUnusedIndexesLeaveConstraintsAlone(t *testing.T) {
+func TestUnusedIndexesExcludeConstraints(t *testing.T) {
 	c := newCaller(t, applied(t))
 	// larger than those of the schema
 	c.exec(`create table t (id int primary key, u int unique, n int)`,
@@ -254,7 +254,7 @@ func TestDeadRowsAreCounted(t *testing.T) {
 	}, "2000 dead rows are shown")
 }
 
-func TestLongRunningNamesWhoBlocks(t *testing.T) {
+func TestLongRunningNamesBlockers(t *testing.T) {
 	c := newCaller(t, applied(t))
 	tx, err := c.pool.Begin(t.Context())
 	require.NoError(t, err)

@@ -52,7 +52,7 @@ func loaded(t *testing.T, pool *pgxpool.Pool, url string) *pgxpool.Pool {
 	return connect(t, url)
 }
 
-func TestSlowQueriesReadTheExtensionWhereItIsLoaded(t *testing.T) {
+func TestSlowQueriesWithExtension(t *testing.T) {
 	pool, url := withStatements(t)
 	found := newCaller(t, loaded(t, pool, url)).call("slow_queries", `{}`)
 	require.Equal(t, 1, found.RowCount, found.Rows)
@@ -61,7 +61,7 @@ func TestSlowQueriesReadTheExtensionWhereItIsLoaded(t *testing.T) {
 		row["rows"] == 8.0 && row["total_ms"] == 70.3 && row["mean_ms"] == 10.0, "row is %v", row)
 }
 
-func TestSlowQueriesFallBackWhereTheExtensionIsNotLoaded(t *testing.T) {
+func TestSlowQueriesWithoutExtension(t *testing.T) {
 	for name, where := range map[string]string{
 		"installed only": `select 1`,
 		"of an old version": `do $$ begin

@@ -46,7 +46,7 @@ func complete(t *testing.T, c *models.Client, req models.Request) models.Respons
 	return resp
 }
 
-func TestCompleteReturnsTheTextItShowed(t *testing.T) {
+func TestCompleteReturnsStreamedText(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("The orders table is the largest, with 42 MB.").WithUsage(1000, 500, 200))
 	req := ask("which table?")
@@ -64,7 +64,7 @@ func TestCompleteReturnsTheTextItShowed(t *testing.T) {
 		resp.Duration > 0, "response = %+v", resp)
 }
 
-func TestCompleteSendsWhatWasAsked(t *testing.T) {
+func TestCompleteSendsRequest(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("ok"), modeltest.Text("ok"))
 	zero := float32(0)
@@ -88,7 +88,7 @@ func TestCompleteSendsWhatWasAsked(t *testing.T) {
 		second.MaxCompletionTokens == 77, "request to o3 = %s", second.Body)
 }
 
-func TestACallThatNoServerTakesBackIsRepaired(t *testing.T) {
+func TestUnsendableToolCallIsRepaired(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct{ called, arguments, name, sent string }{
 		"in order":         {"table_sizes", `{"a": 1}`, "table_sizes", `{"a": 1}`},
@@ -120,7 +120,7 @@ func TestACallThatNoServerTakesBackIsRepaired(t *testing.T) {
 	}
 }
 
-func TestToolCallsHaveOneFormWhateverTheDialect(t *testing.T) {
+func TestToolCallsAreEqualInAllDialects(t *testing.T) {
 	t.Parallel()
 	at := func(i int) *int { return &i }
 	call := func(index *int, id, name, args string) openai.ToolCall {
@@ -196,7 +196,7 @@ func TestToolCallsHaveOneFormWhateverTheDialect(t *testing.T) {
 	}
 }
 
-func TestMissingIDsAreDerivedFromTheRequest(t *testing.T) {
+func TestMissingCallIDsDeriveFromRequest(t *testing.T) {
 	t.Parallel()
 	reply := modeltest.Fragments(openai.ToolCall{Function: openai.FunctionCall{Name: "a"}})
 	server := modeltest.New(t, reply, reply, reply)
@@ -208,7 +208,7 @@ func TestMissingIDsAreDerivedFromTheRequest(t *testing.T) {
 		"ids = %s, %s for the same request and %s for another", first, again, other)
 }
 
-func TestUsageIsEstimatedWhenTheServerIsSilent(t *testing.T) {
+func TestMissingUsageIsEstimated(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Text(strings.Repeat("word", 25)).NoUsage().WithModel("unheard-of"))
 	resp := complete(t, client(t, server, func(c *models.Config) { c.Model = "unheard-of" }),
@@ -219,7 +219,7 @@ func TestUsageIsEstimatedWhenTheServerIsSilent(t *testing.T) {
 	assert.Truef(t, !resp.Priced && resp.CostUSD == 0, "an unknown model was priced at %v", resp.CostUSD)
 }
 
-func TestUsageThatCannotBeIsEstimated(t *testing.T) {
+func TestImplausibleUsageIsEstimated(t *testing.T) {
 	t.Parallel()
 	for name, reply := range map[string]modeltest.Reply{
 		"-1 for unknown":  modeltest.Text("ok").WithUsage(-1, -1, 0),
@@ -289,7 +289,7 @@ func TestDialectIsLearntOnce(t *testing.T) {
 	}
 }
 
-func TestDocumentIsAcceptedWhereAStreamWasAskedFor(t *testing.T) {
+func TestDocumentInsteadOfStreamIsAccepted(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Raw(http.StatusOK, "application/json",
 		"\n"+
@@ -300,7 +300,7 @@ func TestDocumentIsAcceptedWhereAStreamWasAskedFor(t *testing.T) {
 	assert.Equal(t, 3, resp.Usage.TotalTokens, resp)
 }
 
-func TestEndOfContextEndsTheCall(t *testing.T) {
+func TestEndOfContextEndsCall(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Hang())
 	ctx, cancel := context.WithCancelCause(t.Context())
@@ -314,7 +314,7 @@ func TestEndOfContextEndsTheCall(t *testing.T) {
 		"err = %v, want the context's end and its cause", err)
 }
 
-func TestNewRefusesWhatCannotWork(t *testing.T) {
+func TestNewRejectsInvalidConfig(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		config models.Config
@@ -339,7 +339,7 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 	}
 }
 
-func TestAQuoteIsMoreThanWasUsed(t *testing.T) {
+func TestQuoteExceedsUsage(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("fine"))
 	c := client(t, server)
@@ -371,7 +371,7 @@ func events(body string) modeltest.Reply {
 	return modeltest.Raw(http.StatusOK, "text/event-stream", body)
 }
 
-func TestStreamsOfManyServersAreUnderstood(t *testing.T) {
+func TestStreamFormatsOfServers(t *testing.T) {
 	t.Parallel()
 	for name, body := range map[string]string{
 		"more comments than go-openai allows": strings.Repeat(": OPENROUTER PROCESSING\n\n", 1000) + hello +
@@ -400,7 +400,7 @@ func TestStreamsOfManyServersAreUnderstood(t *testing.T) {
 	}
 }
 
-func TestErrorsInStreamsAreSeenInEveryForm(t *testing.T) {
+func TestStreamErrorFormats(t *testing.T) {
 	t.Parallel()
 	for name, body := range map[string]string{
 		"alone":            `data: {"error":{"message":"too hot"}}` + "\n\n",

@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
-func TestWhatMayPassIsRepeated(t *testing.T) {
+func TestTransientErrorsAreRetried(t *testing.T) {
 	t.Parallel()
 	for name, fault := range map[string]modeltest.Reply{
 		"429":                modeltest.Status(http.StatusTooManyRequests, 0),
@@ -51,7 +51,7 @@ func TestWhatMayPassIsRepeated(t *testing.T) {
 	}
 }
 
-func TestWhatWillNotPassIsNotRepeated(t *testing.T) {
+func TestPermanentErrorsAreNotRetried(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		fault  modeltest.Reply
@@ -100,7 +100,7 @@ func TestAttemptsAreBounded(t *testing.T) {
 		"err = %v", err)
 }
 
-func TestMidStreamErrorKeepsTheProvidersWords(t *testing.T) {
+func TestMidStreamErrorKeepsProviderMessage(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.MidStreamError("Half an", "the GPU caught fire"))
 	once := func(c *models.Config) { c.Retry.Attempts = 1 }
@@ -108,7 +108,7 @@ func TestMidStreamErrorKeepsTheProvidersWords(t *testing.T) {
 	assert.ErrorContains(t, err, "the GPU caught fire")
 }
 
-func TestRetryAfterIsHonoured(t *testing.T) {
+func TestRetryAfterIsRespected(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Status(http.StatusTooManyRequests, time.Second), modeltest.Text("ok"))
 	resp := complete(t, client(t, server), ask("hi"))
@@ -116,7 +116,7 @@ func TestRetryAfterIsHonoured(t *testing.T) {
 		"the request was repeated after %s, the server asked for a second", resp.Duration)
 }
 
-func TestLongWaitsAreLeftToTheCaller(t *testing.T) {
+func TestLongRetryAfterReturnsToCaller(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Status(http.StatusTooManyRequests, time.Hour))
 	_, err := client(t, server).Complete(t.Context(), ask("hi"))
@@ -125,7 +125,7 @@ func TestLongWaitsAreLeftToTheCaller(t *testing.T) {
 		"err = %+v, want one to retry after an hour", failure)
 }
 
-func TestNoWaitGoesBeyondTheDeadline(t *testing.T) {
+func TestNoWaitBeyondDeadline(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Status(http.StatusTooManyRequests, 50*time.Second))
 	ctx, cancel := context.WithTimeout(t.Context(), 40*time.Second)
@@ -136,14 +136,14 @@ func TestNoWaitGoesBeyondTheDeadline(t *testing.T) {
 		"err = %v (context: %v), want the server's answer at once", err, ctx.Err())
 }
 
-func TestSilenceEnds(t *testing.T) {
+func TestIdleTimeout(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Hang(), modeltest.Text("ok"))
 	resp := complete(t, client(t, server, func(c *models.Config) { c.IdleTimeout = 2 * time.Second }), ask("hi"))
 	assert.Equal(t, 2, resp.Attempts)
 }
 
-func TestSlowIsNotSilent(t *testing.T) {
+func TestSlowStreamIsNotIdle(t *testing.T) {
 	t.Parallel()
 	slow := modeltest.Text(strings.Repeat("a slow word ", 90)).Slowly(50 * time.Millisecond)
 	server := modeltest.New(t, slow)
@@ -152,7 +152,7 @@ func TestSlowIsNotSilent(t *testing.T) {
 		"attempts = %d in %s", resp.Attempts, resp.Duration)
 }
 
-func TestNoErrorAndNoLogShowsASecret(t *testing.T) {
+func TestErrorsAndLogsHideSecrets(t *testing.T) {
 	t.Parallel()
 	words := "Incorrect API key provided: " + key + " and sk-proj-abcdefgh1234 and Bearer abcdef.ghijkl"
 	server := modeltest.New(t, modeltest.Refusal(500, "server_error", "", words, 0),
@@ -168,7 +168,7 @@ func TestNoErrorAndNoLogShowsASecret(t *testing.T) {
 	assert.Contains(t, log.String(), "model call repeated")
 }
 
-func TestUnreachableServerSaysWhatToCheck(t *testing.T) {
+func TestUnreachableServerAdvice(t *testing.T) {
 	t.Parallel()
 	gone := httptest.NewServer(http.NotFoundHandler())
 	gone.Close()
@@ -183,7 +183,7 @@ func TestUnreachableServerSaysWhatToCheck(t *testing.T) {
 		"err = %v", err)
 }
 
-func TestNoModelIsRefusedBeforeItsServerWasAsked(t *testing.T) {
+func TestEveryModelIsSentToServer(t *testing.T) {
 	t.Parallel()
 	for _, model := range []string{"gpt-6-astra", "gpt-6.1-sol", "gpt-6-sol", "gpt-6-luna", "gpt-5.6-sol", "o3"} {
 		server := modeltest.New(t, modeltest.ToolCall("f", "{}"))
@@ -196,7 +196,7 @@ func TestNoModelIsRefusedBeforeItsServerWasAsked(t *testing.T) {
 	}
 }
 
-func TestNoErrorShowsWhatHeadersAndQuerySay(t *testing.T) {
+func TestErrorsHideHeadersAndQuery(t *testing.T) {
 	t.Parallel()
 	const header, query = "header-value-0123", "query value/0123"
 	set := func(c *models.Config) {
@@ -236,7 +236,7 @@ func endless(gone chan<- struct{}) modeltest.Reply {
 	})
 }
 
-func TestAnAnswerThatIgnoresItsLimitIsCut(t *testing.T) {
+func TestAnswerOverLimitIsCut(t *testing.T) {
 	t.Parallel()
 	gone := make(chan struct{}, 1)
 	server := modeltest.New(t, endless(gone))
@@ -259,7 +259,7 @@ func TestAnAnswerThatIgnoresItsLimitIsCut(t *testing.T) {
 	}
 }
 
-func TestAnAnswerNearItsLimitIsNotCut(t *testing.T) {
+func TestAnswerNearLimitIsNotCut(t *testing.T) {
 	t.Parallel()
 	text := strings.Repeat("extraordinary ", 40) // few tokens for its length
 	server := modeltest.New(t, modeltest.Text(text).WithUsage(10, 42, 0))
@@ -270,7 +270,7 @@ func TestAnAnswerNearItsLimitIsNotCut(t *testing.T) {
 	assert.Equal(t, text, resp.Message.Content, len(resp.Message.Content))
 }
 
-func TestACallThatWasCutBeforeItsArgumentsIsNone(t *testing.T) {
+func TestCallCutBeforeArgumentsIsDropped(t *testing.T) {
 	t.Parallel()
 	reply := modeltest.ToolCall("drop_all", "").WithFinish(models.FinishLength)
 	server := modeltest.New(t, reply, modeltest.ToolCall("probe", ""))
@@ -283,7 +283,7 @@ func TestACallThatWasCutBeforeItsArgumentsIsNone(t *testing.T) {
 		"a whole call without arguments is %+v", resp.Message.ToolCalls)
 }
 
-func TestAnAttemptThatMayBeBilledIsToldBeforeAnother(t *testing.T) {
+func TestBeforeRetryReportsBillableAttempt(t *testing.T) {
 	t.Parallel()
 	half := strings.Repeat("half an answer ", 20)
 	for name, test := range map[string]struct {
@@ -327,7 +327,7 @@ func TestAnAttemptThatMayBeBilledIsToldBeforeAnother(t *testing.T) {
 	}
 }
 
-func TestACallerCanForbidAnotherAttempt(t *testing.T) {
+func TestBeforeRetryErrorEndsCall(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Reset())
 	req, spent := ask("go"), errors.New("nothing is left")
@@ -336,7 +336,7 @@ func TestACallerCanForbidAnotherAttempt(t *testing.T) {
 	assert.Truef(t, errors.Is(err, spent) && !resp.Unknown, "response %+v, err %v", resp, err)
 }
 
-func TestAnInterruptedCallIsUnknown(t *testing.T) {
+func TestInterruptedCallHasUnknownUsage(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Text(strings.Repeat("slowly ", 50)).Slowly(20*time.Millisecond))
 	ctx, cancel := context.WithCancel(t.Context())
@@ -353,7 +353,7 @@ func TestAnInterruptedCallIsUnknown(t *testing.T) {
 }
 
 // net/http repeats requests with an idempotency key on its own if a reused connection breaks.
-func TestARequestIsNotSentAgainUnseen(t *testing.T) {
+func TestTransportDoesNotResendRequest(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("ok"), modeltest.Reset(), modeltest.Text("ok"))
 	c := client(t, server, func(c *models.Config) { c.Retry.Attempts = 1 })
@@ -369,7 +369,7 @@ func TestARequestIsNotSentAgainUnseen(t *testing.T) {
 }
 
 // Usage comes last. A complete answer without it was billed all the same.
-func TestAUsageThatIsMissingIsUnknownWhereTheServerReportsIt(t *testing.T) {
+func TestMissingUsageIsUnknownIfServerReportsUsage(t *testing.T) {
 	t.Parallel()
 	unsaid := modeltest.Custom(func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
@@ -395,7 +395,7 @@ func TestAUsageThatIsMissingIsUnknownWhereTheServerReportsIt(t *testing.T) {
 	}
 }
 
-func TestAStormOfRefusalsIsWeatheredByAll(t *testing.T) {
+func TestCallsSucceedAfterManyRefusals(t *testing.T) {
 	t.Parallel()
 	const callers = 16
 	server := modeltest.New(t)
@@ -419,7 +419,7 @@ func TestAStormOfRefusalsIsWeatheredByAll(t *testing.T) {
 	assert.Equal(t, 3*callers, len(server.Requests()))
 }
 
-func TestAModelWithoutAPriceIsKnown(t *testing.T) {
+func TestPriced(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t)
 	for model, want := range map[string]bool{"gpt-4o-mini": true, "home-made": false} {

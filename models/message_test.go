@@ -27,7 +27,7 @@ import (
 const recorded = `{"role":"assistant","content":"I look <at> it.","reasoning_content":"Which table?","tool_calls":[
 	{"id":"call_1","type":"function","function":{"name":"sizes","arguments":"{\"limit\":3}"}}]}`
 
-func TestAStepOfAnEarlierVersionIsRead(t *testing.T) {
+func TestMessageOfEarlierVersionIsRead(t *testing.T) {
 	t.Parallel()
 	var m models.Message
 	require.NoError(t, json.Unmarshal([]byte(recorded), &m))
@@ -38,7 +38,7 @@ func TestAStepOfAnEarlierVersionIsRead(t *testing.T) {
 	assert.NoDiff(t, want, m)
 }
 
-func TestAnEarlierVersionReadsWhatIsRecordedNow(t *testing.T) {
+func TestEarlierVersionReadsMessage(t *testing.T) {
 	t.Parallel()
 	m := models.Message{
 		Role: models.RoleAssistant, Content: "I look.", Reasoning: "Which?",
@@ -57,7 +57,7 @@ func TestAnEarlierVersionReadsWhatIsRecordedNow(t *testing.T) {
 	}
 }
 
-func TestPartsOfAMessageAreStoredInOrder(t *testing.T) {
+func TestMessagePartsKeepOrder(t *testing.T) {
 	t.Parallel()
 	m := models.Message{Role: models.RoleUser, Content: "Look:", Parts: []models.Part{
 		{
@@ -73,7 +73,7 @@ func TestPartsOfAMessageAreStoredInOrder(t *testing.T) {
 	assert.Equal(t, "Look:\nand", m.Text())
 }
 
-func TestNobodySeesWhatIsOpaque(t *testing.T) {
+func TestOpaqueFieldsAreHidden(t *testing.T) {
 	t.Parallel()
 	const secret = "gAAAAABencrypted"
 	hidden := &models.Opaque{
@@ -102,7 +102,7 @@ func TestNobodySeesWhatIsOpaque(t *testing.T) {
 	assert.True(t, m.ToolCalls[0].Opaque != nil, "showing a message took its members away")
 }
 
-func TestEmbeddingsComeInTheOrderOfTheTexts(t *testing.T) {
+func TestEmbeddingsKeepOrderOfTexts(t *testing.T) {
 	t.Parallel()
 	server := modeltest.NewEmbeddings(t, func(text string) []float32 { return []float32{float32(len(text)), 1} })
 	client, err := models.New(models.Config{
@@ -121,7 +121,7 @@ func TestEmbeddingsComeInTheOrderOfTheTexts(t *testing.T) {
 	assert.Truef(t, ok && modelErr.Status == 401 && strings.Contains(err.Error(), "AGENT_EMBEDDING_KEY"), "got %v", err)
 }
 
-func TestAnAnswerThatIsNotOneEmbeddingForEachTextIsAnError(t *testing.T) {
+func TestWrongNumberOfEmbeddingsIsError(t *testing.T) {
 	t.Parallel()
 	for name, answer := range map[string]string{
 		"chat answer":  `{"choices":[]}`,
@@ -143,7 +143,7 @@ func TestAnAnswerThatIsNotOneEmbeddingForEachTextIsAnError(t *testing.T) {
 	}
 }
 
-func TestPriceIsFoundByTheLongestNameThatFits(t *testing.T) {
+func TestPriceOfLongestMatchingName(t *testing.T) {
 	t.Parallel()
 	prices := models.Prices{
 		"gpt-4o": {Prompt: 1}, "gpt-4o-mini": {Prompt: 2}, "gpt-4o-2024-05-13": {Prompt: 3}, "llama*": {Prompt: 4},
@@ -167,7 +167,7 @@ func TestPriceIsFoundByTheLongestNameThatFits(t *testing.T) {
 	}
 }
 
-func TestPricesThatCannotBeMeantAreRefused(t *testing.T) {
+func TestInvalidPricesAreRejected(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		prices models.Prices
@@ -186,7 +186,7 @@ func TestPricesThatCannotBeMeantAreRefused(t *testing.T) {
 	}
 }
 
-func TestWithReplacesPricesAndLeavesTheOriginal(t *testing.T) {
+func TestWithCopiesPrices(t *testing.T) {
 	t.Parallel()
 	base := models.DefaultPrices()
 	over := base.With(models.Prices{"gpt-4o": {Prompt: 99}, "mine": {Prompt: 1}})
@@ -195,7 +195,7 @@ func TestWithReplacesPricesAndLeavesTheOriginal(t *testing.T) {
 	assert.NoDiff(t, models.DefaultPrices(), base)
 }
 
-func TestASchemaThatAServerRefusesIsSaidInWordsThisOnce(t *testing.T) {
+func TestRejectedSchemaBecomesInstructionOnce(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t,
 		modeltest.Refusal(400, "invalid_request_error", "invalid_json_schema",
@@ -216,7 +216,7 @@ func TestASchemaThatAServerRefusesIsSaidInWordsThisOnce(t *testing.T) {
 	}
 }
 
-func TestAModelThatIgnoresSchemasGetsThemInWords(t *testing.T) {
+func TestModelWithoutSchemasGetsInstruction(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("{}"), modeltest.Text("{}"))
 	req := ask("hi")
@@ -228,7 +228,7 @@ func TestAModelThatIgnoresSchemasGetsThemInWords(t *testing.T) {
 	}
 }
 
-func TestAnyObjectIsAskedForInBothWays(t *testing.T) {
+func TestAnyObjectSendsFormatAndInstruction(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("{}"), modeltest.Text("{}"))
 	req := ask("hi")
@@ -241,7 +241,7 @@ func TestAnyObjectIsAskedForInBothWays(t *testing.T) {
 	}
 }
 
-func TestListPricesHaveADateAndAreWholeAndUndercutNothing(t *testing.T) {
+func TestListPricesAreComplete(t *testing.T) {
 	t.Parallel()
 	list, date := models.ListPrices()
 	_, err := time.Parse(time.DateOnly, date)

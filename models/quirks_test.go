@@ -52,7 +52,7 @@ func replies() []modeltest.Reply {
 }
 
 // Each fake rejects what the real provider rejects. A call, a correction and an answer still succeed.
-func TestEveryProviderFinishesATurnWithACorrection(t *testing.T) {
+func TestEveryProviderAcceptsCorrection(t *testing.T) {
 	t.Parallel()
 	type provider func(testing.TB, ...modeltest.Reply) *modeltest.Server
 	for name, test := range map[string]struct {
@@ -83,7 +83,7 @@ func TestEveryProviderFinishesATurnWithACorrection(t *testing.T) {
 
 // A malformed call is sent back with arguments that servers accept. The other members of its message are sent back,
 // too.
-func TestMembersOfAMalformedCallGoBack(t *testing.T) {
+func TestMembersOfMalformedCallAreSentBack(t *testing.T) {
 	t.Parallel()
 	for name, server := range map[string]*modeltest.Server{
 		`"text":"Let me see."`:      modeltest.OpenRouter(t, modeltest.MalformedCall("sizes"), modeltest.Text("orders")),
@@ -101,7 +101,7 @@ func TestMembersOfAMalformedCallGoBack(t *testing.T) {
 	}
 }
 
-func TestACorrectionIsASystemMessageUnlessTheServerRefusesIt(t *testing.T) {
+func TestCorrectionIsSystemMessageUntilRejected(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, replies()...)
 	conversation(t, client(t, server), "gpt-4o")
@@ -118,7 +118,7 @@ func TestACorrectionIsASystemMessageUnlessTheServerRefusesIt(t *testing.T) {
 	}
 }
 
-func TestTheResponsesAPIIsRememberedForItsModelAlone(t *testing.T) {
+func TestResponsesAPIIsLearnedPerModel(t *testing.T) {
 	t.Parallel()
 	server := modeltest.OpenAI(t, append(replies(), modeltest.Text("again"), modeltest.Text("other"))...)
 	c := client(t, server)
@@ -138,7 +138,7 @@ func TestTheResponsesAPIIsRememberedForItsModelAlone(t *testing.T) {
 	}
 }
 
-func TestItemsOfAResponseGoBackByteForByte(t *testing.T) {
+func TestResponseItemsAreSentBackUnchanged(t *testing.T) {
 	t.Parallel()
 	server := modeltest.OpenAI(t, append(replies(), modeltest.Text("x"), modeltest.Text("x"))...)
 	c := client(t, server, func(c *models.Config) { c.API = models.APIResponses })
@@ -176,7 +176,7 @@ func responseEvents(events ...string) modeltest.Reply {
 	return modeltest.Raw(http.StatusOK, "text/event-stream", out.String())
 }
 
-func TestAResponseEndsWhereItsServerSaysSo(t *testing.T) {
+func TestResponseEndEvents(t *testing.T) {
 	t.Parallel()
 	delta := `{"type":"response.output_text.delta","delta":"half"}`
 	server := modeltest.New(
@@ -208,7 +208,7 @@ func TestAResponseEndsWhereItsServerSaysSo(t *testing.T) {
 	assert.Truef(t, ok && !failure.Retryable && failure.Message == "no good", "err = %v", err)
 }
 
-func TestAServerWithoutTheRouteIsAskedOverChat(t *testing.T) {
+func TestMissingResponsesRouteFallsBackToChat(t *testing.T) {
 	t.Parallel()
 	server := modeltest.NoResponses(
 		t,
@@ -223,7 +223,7 @@ func TestAServerWithoutTheRouteIsAskedOverChat(t *testing.T) {
 	}
 }
 
-func TestAnErrorInAListKeepsItsCodeAndText(t *testing.T) {
+func TestErrorInListKeepsCodeAndText(t *testing.T) {
 	t.Parallel()
 	const list = `[{"error":{"code":400,"message":"bad schema","status":"INVALID_ARGUMENT"}}]`
 	for name, reply := range map[string]modeltest.Reply{
@@ -242,7 +242,7 @@ func TestAnErrorInAListKeepsItsCodeAndText(t *testing.T) {
 	}
 }
 
-func TestReasoningGoesBackUnderTheNameItCameIn(t *testing.T) {
+func TestReasoningKeepsItsFieldName(t *testing.T) {
 	t.Parallel()
 	for name, server := range map[string]*modeltest.Server{
 		`"reasoning":"Let me see."`:                    modeltest.QwenVLLM(t, replies()...),
@@ -259,7 +259,7 @@ func TestReasoningGoesBackUnderTheNameItCameIn(t *testing.T) {
 	}
 }
 
-func TestAThoughtInABlockIsNotShown(t *testing.T) {
+func TestThinkBlockIsNotShown(t *testing.T) {
 	t.Parallel()
 	for _, chunks := range [][]string{
 		{"<think>a</think>b"}, {"\n<th", "ink>a", "</thi", "nk>\n", "\nb"}, {"<think>", "a<", "/think>", "b"},
@@ -282,7 +282,7 @@ func TestAThoughtInABlockIsNotShown(t *testing.T) {
 	}
 }
 
-func TestAzureClassicIsAskedAsItWants(t *testing.T) {
+func TestAzureClassicRequest(t *testing.T) {
 	t.Parallel()
 	server := modeltest.AzureClassic(t, modeltest.Text("ok"),
 		modeltest.Refusal(400, "invalid_request_error", "content_filter", "The response was filtered.", 0))
@@ -298,7 +298,7 @@ func TestAzureClassicIsAskedAsItWants(t *testing.T) {
 }
 
 // Gemini counts its thoughts neither in the prompt nor in the completion, but bills them like the completion.
-func TestReasoningThatIsInTheTotalOnlyIsPriced(t *testing.T) {
+func TestReasoningOnlyInTotalIsPriced(t *testing.T) {
 	t.Parallel()
 	const usage = `{"choices":[{"message":{"content":"ok"},"finish_reason":"stop"}],"usage":{"prompt_tokens":20,` +
 		`"completion_tokens":10,"total_tokens":430}}`
@@ -326,7 +326,7 @@ func TestCacheWritesArePriced(t *testing.T) {
 	assert.Equal(t, (300_000*4+1000*15.0)/1e6, long.Cost(models.Usage{PromptTokens: 300_000, CompletionTokens: 1000}))
 }
 
-func TestImagesReachTheServerOrASentenceDoes(t *testing.T) {
+func TestImagesOrPlaceholdersAreSent(t *testing.T) {
 	t.Parallel()
 	req := models.Request{
 		Messages: []models.Message{{Role: models.RoleUser, Content: "What is it?", Parts: []models.Part{
@@ -352,7 +352,7 @@ func TestImagesReachTheServerOrASentenceDoes(t *testing.T) {
 	}
 }
 
-func TestASchemaIsSentUntilItIsRefused(t *testing.T) {
+func TestSchemaIsSentUntilRejected(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("{}"), modeltest.Text("{}"),
 		modeltest.Refusal(400, "x", "", "response_format is not supported", 0), modeltest.Text("{}"))
@@ -372,7 +372,7 @@ func TestASchemaIsSentUntilItIsRefused(t *testing.T) {
 	assert.True(t, !strings.Contains(server.Requests()[3].Body, "response_format"), "a rejected member was sent again")
 }
 
-func TestExtraIsLaidOverTheBody(t *testing.T) {
+func TestExtraOverridesBody(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("ok"))
 	complete(t, client(t, server, func(c *models.Config) {
@@ -386,7 +386,7 @@ func TestExtraIsLaidOverTheBody(t *testing.T) {
 }
 
 // If a server rejects a member, the client omits it from the same request, and from later ones.
-func TestARefusedMemberIsLeftOutFromThenOn(t *testing.T) {
+func TestRejectedMemberIsOmittedAfterwards(t *testing.T) {
 	t.Parallel()
 	half := float32(0.5)
 	responses := func(c *models.Config) { c.API = models.APIResponses }
@@ -452,7 +452,7 @@ func TestARefusedMemberIsLeftOutFromThenOn(t *testing.T) {
 	}
 }
 
-func TestMembersThatTheirServerRefusesAreNotSentBack(t *testing.T) {
+func TestRejectedOpaqueMembersAreNotSentBack(t *testing.T) {
 	t.Parallel()
 	const answer = `{"choices":[{"message":{"role":"assistant","content":"hi","reasoning_details":[{"type":"x","text":"t"}]},` +
 		`"finish_reason":"stop"}]}`
@@ -482,7 +482,7 @@ func asOpenAI(t *testing.T, server *modeltest.Server) func(*models.Config) {
 	}
 }
 
-func TestAMissingRouteIsLearnedOnceAndAMissingModelIsNot(t *testing.T) {
+func TestMissingRouteIsLearnedAndMissingModelIsNot(t *testing.T) {
 	t.Parallel()
 	server := modeltest.NoResponses(t, modeltest.Text("a"), modeltest.Text("b"))
 	c := client(t, server, asOpenAI(t, server))

@@ -22,7 +22,7 @@ func filtered(tb testing.TB, in io.Reader) string {
 	return string(out)
 }
 
-func TestOnlyDataLinesPass(t *testing.T) {
+func TestOnlyDataLinesAreForwarded(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct{ in, want string }{
 		"data":                    {"data: {}\n\n", "data: {}\n\n"},
@@ -60,7 +60,7 @@ func TestEndMarkerIsSeen(t *testing.T) {
 	}
 }
 
-func TestLineIsPassedOnBeforeTheNextOneComes(t *testing.T) {
+func TestLineIsForwardedAtOnce(t *testing.T) {
 	t.Parallel()
 	in, out := io.Pipe()
 	go func() {
@@ -72,7 +72,7 @@ func TestLineIsPassedOnBeforeTheNextOneComes(t *testing.T) {
 	assert.Truef(t, err == nil && string(p[:n]) == "data: 1\n\n", "got %q, %v", p[:n], err)
 }
 
-func TestAnswerWithoutEndIsRefused(t *testing.T) {
+func TestAnswerWithoutEndIsRejected(t *testing.T) {
 	t.Parallel()
 	endless := io.MultiReader(strings.NewReader("data: "), endlessReader{})
 	_, err := io.Copy(io.Discard, newDataLines(endless))
@@ -140,7 +140,7 @@ func TestRetryAfterForms(t *testing.T) {
 	}
 }
 
-func TestWaitsGrowAndAreBounded(t *testing.T) {
+func TestRetryWaitsGrowToMaximum(t *testing.T) {
 	t.Parallel()
 	r := Retry{Attempts: 100, Base: time.Second, MaxWait: 10 * time.Second}
 	for attempt, top := range map[int]time.Duration{
@@ -160,7 +160,7 @@ func TestWaitsGrowAndAreBounded(t *testing.T) {
 	}
 }
 
-func TestNoWaitWhereItCannotHelp(t *testing.T) {
+func TestRetryDecision(t *testing.T) {
 	t.Parallel()
 	r := Retry{Attempts: 3, Base: time.Second, MaxWait: 10 * time.Second}
 	for name, test := range map[string]struct {

@@ -409,7 +409,7 @@ func TestInitRepeatsQuestion(t *testing.T) {
 		"the agent's file: %s, %v", text, err)
 }
 
-func TestInitKeepsTheURLOutOfTheWorkspace(t *testing.T) {
+func TestInitWritesNoURLIntoWorkspace(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	dir := t.TempDir()
@@ -429,7 +429,7 @@ func TestInitKeepsTheURLOutOfTheWorkspace(t *testing.T) {
 }
 
 // agent dev --watch and agent apply --watch report a blocking lock within a second or two.
-func TestDevWatchReportsALock(t *testing.T) {
+func TestDevWatchReportsLock(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	dir := writeFolder(t, map[string]string{

@@ -26,7 +26,7 @@ import (
 
 // Without settings, dev runs its own server and keeps its data. Other commands in the folder find the data, even after
 // dev stopped.
-func TestDevOnItsOwnServer(t *testing.T) {
+func TestDevStartsItsOwnServer(t *testing.T) {
 	t.Chdir(t.TempDir())
 	p := newProgramWithoutDatabase(t, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")
 	first := p.start("dev")

@@ -95,7 +95,7 @@ func (w *browserTest) pages() []string {
 }
 
 // A page link without a login, or with an expired one, leads to the login and back to the page.
-func TestALoginLeadsBackToItsPage(t *testing.T) {
+func TestLoginRedirectsToRequestedPage(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	w := newBrowserTest(t, newProgram(t, url), connect(t, url))

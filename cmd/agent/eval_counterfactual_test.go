@@ -18,7 +18,7 @@ import (
 )
 
 // The same model repeats the recorded calls. A model that omits a call is worse, and one with other calls diverges.
-func TestEvalCounterfactualComparesACandidateWithTheAgentAsItIs(t *testing.T) {
+func TestEvalCounterfactualComparesCandidateWithAgent(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t)
 	server.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {

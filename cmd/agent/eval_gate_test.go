@@ -64,7 +64,7 @@ func newGated(t *testing.T) (p program, pool *pgxpool.Pool, dir string, write fu
 
 // Apply rejects a change that a suite has not passed. It accepts the change after a passing run, or with a reason,
 // which the audit log records.
-func TestApplyWantsThePassOfEachSuiteThatGates(t *testing.T) {
+func TestApplyRequiresGatingSuites(t *testing.T) {
 	t.Parallel()
 	p, pool, dir, write := newGated(t)
 	p.must("apply", dir) // the first apply has nothing to compare
@@ -96,7 +96,7 @@ func TestApplyWantsThePassOfEachSuiteThatGates(t *testing.T) {
 }
 
 // A run of the offline model does not pass a suite if earlier runs had another model.
-func TestApplyWithoutAModelIsNotPassedByTheOfflineOne(t *testing.T) {
+func TestOfflineModelDoesNotPassGate(t *testing.T) {
 	t.Parallel()
 	p, _, dir, write := newGated(t)
 	write("{contains: Ana}", "{max_words: 500}")
@@ -111,7 +111,7 @@ func TestApplyWithoutAModelIsNotPassedByTheOfflineOne(t *testing.T) {
 }
 
 // agent dev rejects a workspace at its start by the same rule as apply.
-func TestDevDoesNotStartWithAWorkspaceThatItsEvalsRefuse(t *testing.T) {
+func TestDevRejectsWorkspaceThatFailsItsEvals(t *testing.T) {
 	t.Parallel()
 	p, _, dir, write := newGated(t)
 	p.environ = append(p.environ, "AGENT_LISTEN=127.0.0.1:0")
@@ -122,7 +122,7 @@ func TestDevDoesNotStartWithAWorkspaceThatItsEvalsRefuse(t *testing.T) {
 }
 
 // A server follows the same rule, also for --watch on the caller's machine.
-func TestAServerAppliesWithTheSameGate(t *testing.T) {
+func TestServerAppliesSameGate(t *testing.T) {
 	t.Parallel()
 	p, pool, dir, write := newGated(t)
 	far, _ := p.remote()
@@ -148,7 +148,7 @@ func TestAServerAppliesWithTheSameGate(t *testing.T) {
 }
 
 // The suites that agent init writes pass with the offline model.
-func TestTheShippedSuitesPassOffline(t *testing.T) {
+func TestShippedSuitesPassOffline(t *testing.T) {
 	t.Parallel()
 	shop := pgtest.EmptyURL(t)
 	sql, err := os.ReadFile("../../examples/orders/shop.sql")

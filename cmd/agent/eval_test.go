@@ -116,7 +116,7 @@ func TestEvalCommands(t *testing.T) {
 }
 
 // An outage becomes its own suite, here and through a server. Apply takes its file unchanged.
-func TestEvalAddKeepsAnOutage(t *testing.T) {
+func TestEvalAddFromOutage(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	p := newProgram(t, url, "AGENT_LOG_LEVEL=error")

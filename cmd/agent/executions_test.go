@@ -126,7 +126,7 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 }
 
 // Steps of a loop show their round, in the trace and on its page.
-func TestStepsOfALoopShowTheirRound(t *testing.T) {
+func TestLoopStepsShowTheirRound(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	testkit.WriteFile(t, filepath.Join(dir, "climb.yaml"), `kind: flow
@@ -192,7 +192,7 @@ func TestStartWait(t *testing.T) {
 }
 
 // A flow that sends messages cannot start without a thread: not by the command, here or on a server, nor over HTTP.
-func TestATalkingFlowStartsOnlyWithAThread(t *testing.T) {
+func TestConversationFlowNeedsThread(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	dir := t.TempDir()
@@ -218,7 +218,7 @@ actions:
 }
 
 // A person's rejection ends a run. It does not count as a failure of its flow or skill.
-func TestARejectedRunDoesNotWorsenTheVerdict(t *testing.T) {
+func TestRejectedRunDoesNotDegradeVerdict(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	p, pool := newProgram(t, url), connect(t, url)

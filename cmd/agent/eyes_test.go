@@ -16,7 +16,7 @@ import (
 
 // With four eyes, the principal of an operate turn cannot decide its approvals by the command line, HTTP or the page.
 // Another principal can. Audit log, why and the approval name that principal, its token and the interface.
-func TestFourEyesOnAServer(t *testing.T) {
+func TestFourEyesOnServer(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
 	_, err := skills.Put(t.Context(), d.pool, skills.Definition{
@@ -60,7 +60,7 @@ func TestFourEyesOnAServer(t *testing.T) {
 
 // With four eyes, a principal cannot decide the calls of its own chat turns. A visitor is no principal: each approver
 // may decide the calls of its turns, and no viewer may.
-func TestFourEyesInAChat(t *testing.T) {
+func TestFourEyesInChat(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."),
 		modeltest.ToolCall("wipe", `{}`), modeltest.Text("Over again."))
@@ -161,7 +161,7 @@ func carryTheirActor(t *testing.T, d *operateTest, ana program, base, anas, anaT
 }
 
 // A principal cannot make a call that needs another one's approval.
-func TestSkillsCallOnAServerNeedsTheRightToApprove(t *testing.T) {
+func TestRemoteSkillsCallNeedsApprovalScope(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t)
 	for name, four := range map[string]bool{"wipe": true, "refund": false} {
@@ -186,7 +186,7 @@ func TestSkillsCallOnAServerNeedsTheRightToApprove(t *testing.T) {
 }
 
 // With four eyes, a console does not ask the requester of a call to approve it. The call waits for another principal.
-func TestARemoteConsoleDoesNotAskTheRequester(t *testing.T) {
+func TestRemoteConsoleDoesNotAskRequester(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Still here."))
 	_, err := skills.Put(t.Context(), d.pool, skills.Definition{

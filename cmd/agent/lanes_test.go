@@ -176,7 +176,7 @@ func TestLanesRunInvalidLane(t *testing.T) {
 }
 
 // lanes run renews the lane while its command outlasts the TTL.
-func TestLanesRunRenewsTheLane(t *testing.T) {
+func TestLanesRunRenewsLane(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	got := p.run("lanes", "run", "x", "--ttl", "4s", "--", "sh", "-c", "sleep 6; echo whole")

@@ -331,7 +331,7 @@ func TestListingPagesAreComplete(t *testing.T) {
 }
 
 // Executions keep replay data. Commands hide its secrets and truncate large values.
-func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
+func TestExecutionsHideSecrets(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	db := connect(t, url)

@@ -217,7 +217,7 @@ func TestTerminalApprovals(t *testing.T) {
 }
 
 // The row of an approval request shows its decision, wherever its trace is shown.
-func TestATraceShowsTheDecisionOnAnApproval(t *testing.T) {
+func TestTraceShowsApprovalDecision(t *testing.T) {
 	t.Parallel()
 	wipe := modeltest.ToolCall("wipe", `{}`)
 	d := newOperateTest(t, wipe, wipe)
@@ -283,7 +283,7 @@ func TestTerminalApprovalDecidedElsewhere(t *testing.T) {
 }
 
 // A decision shows the end of its turn, also if another process finished the turn first. A trigger plays that process.
-func TestADecisionShowsATurnThatEndedElsewhere(t *testing.T) {
+func TestDecisionReportsTurnEndedElsewhere(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
 	d.fails(1, "waits for approval", "operate", "--session", "ses_1", "Wipe.")

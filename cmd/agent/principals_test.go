@@ -15,7 +15,7 @@ import (
 )
 
 // A team can do without AGENT_ADMIN_TOKEN: a token from the command line opens what its role may open.
-func TestATokenOpensWhatItsRoleMay(t *testing.T) {
+func TestTokenHasScopesOfItsRole(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
 	assert.Contains(t, p.must("principals", "add", "anna", "--role", "viewer", "--reason", "new here"),
@@ -50,7 +50,7 @@ func TestATokenOpensWhatItsRoleMay(t *testing.T) {
 }
 
 // Each link of the overview opens for its viewer, and the overview shows every kind of problem.
-func TestTheOverviewLinksToWhatItsViewerMayOpen(t *testing.T) {
+func TestOverviewLinksOnlyPermittedPages(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	p := newProgram(t, url, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_HEARTBEAT_CRON=0 0 1 1 *")

@@ -40,7 +40,7 @@ func (p program) remote(settings ...string) (far program, server *started) {
 	return newProgramWithoutDatabase(p.t, "AGENT_SERVER="+base, "AGENT_TOKEN="+secret, "AGENT_LOG_LEVEL=warn"), server
 }
 
-func TestEveryCommandSaysWhereItRuns(t *testing.T) {
+func TestEveryCommandDeclaresWhereItRuns(t *testing.T) {
 	t.Parallel()
 	for name, cmd := range everyCommand(t) {
 		_, _, listed := place(cmd)
@@ -162,7 +162,7 @@ func checkRemoteFiles(t *testing.T, far program, dir string) {
 	assert.Truef(t, lines.code == 0 && strings.Count(lines.err, "thread th_") == 2, "two lines: %+v", lines)
 }
 
-func TestRemoteRefusesWhatReachesTheServersMachine(t *testing.T) {
+func TestRemoteRejectsAccessToServerMachine(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	local := newProgram(t, url)
@@ -208,7 +208,7 @@ func TestRemoteRefusesWhatReachesTheServersMachine(t *testing.T) {
 	}
 }
 
-func TestRemoteCommandsAreBoundedAndPanicsEndOnlyTheCommand(t *testing.T) {
+func TestRemoteCommandLimitsAndPanics(t *testing.T) {
 	t.Parallel()
 	host := newCommandHost(&cli{environ: map[string]string{}}, &session{}) // without a database each query panics
 	send := func() *httptest.ResponseRecorder {
@@ -236,7 +236,7 @@ func TestRemoteCommandsAreBoundedAndPanicsEndOnlyTheCommand(t *testing.T) {
 }
 
 // A command needs the scope of its route, and its changes name the caller.
-func TestRemoteCommandsNeedTheScopeOfTheirRoute(t *testing.T) {
+func TestRemoteCommandsNeedScopeOfRoute(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	far, _ := newProgram(t, url).remote()
@@ -275,7 +275,7 @@ func TestRemoteCommandsNeedTheScopeOfTheirRoute(t *testing.T) {
 	pgtest.Equal(t, db, "operator-all cli", `select concat_ws(' ', actor, via) from agent_audit where act = 'disable_skill'`)
 }
 
-func TestRemoteInterruptCancelsTheTurn(t *testing.T) {
+func TestRemoteInterruptCancelsTurn(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
 	far, _ := d.remote()
@@ -301,7 +301,7 @@ func TestRemoteInterruptCancelsTheTurn(t *testing.T) {
 	assert.Equal(t, 0, <-w.ended)
 }
 
-func TestServerShutdownEndsARemoteCommand(t *testing.T) {
+func TestServerShutdownEndsRemoteCommand(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
 	far, server := d.remote("AGENT_DRAIN_DELAY=0s", "AGENT_SHUTDOWN_TIMEOUT=1s")
@@ -407,7 +407,7 @@ func TestRemoteServerIsNotTrusted(t *testing.T) {
 	})
 }
 
-func TestLoginStoresATokenPerServer(t *testing.T) {
+func TestLoginStoresTokenPerServer(t *testing.T) {
 	t.Parallel()
 	far, _ := newProgram(t, pgtest.URL(t)).remote()
 	base := strings.TrimPrefix(far.environ[0], "AGENT_SERVER=")
@@ -446,7 +446,7 @@ func TestLoginStoresATokenPerServer(t *testing.T) {
 }
 
 // On a terminal, each line is one command of the same conversation.
-func TestRemoteConversationOnATerminal(t *testing.T) {
+func TestRemoteConversationOnTerminal(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.Text("One."), modeltest.Text("Two."))
 	far, _ := d.remote()
@@ -479,7 +479,7 @@ func unlogged(environ []string) []string {
 }
 
 // A command with model output logs only warnings, to a pipe and from a server too, unless the level is set.
-func TestACommandThatTalksIsQuiet(t *testing.T) {
+func TestConversationCommandsLogOnlyWarnings(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t)
 	d.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Hello.") })
@@ -497,7 +497,7 @@ func TestACommandThatTalksIsQuiet(t *testing.T) {
 }
 
 // A visitor's command reports once that the answer waits for an approval.
-func TestAChatSaysThatItWaitsForAnApproval(t *testing.T) {
+func TestChatReportsPendingApproval(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.ToolCall("wipe", `{}`))
 	pgtest.Exec(t, d.pool, `update agent_skills set scope = 'both'`)
@@ -511,7 +511,7 @@ func TestAChatSaysThatItWaitsForAnApproval(t *testing.T) {
 }
 
 // The console on a server prints the same as the local one, without the server's log.
-func TestARemoteConsolePrintsWhatALocalOneDoes(t *testing.T) {
+func TestRemoteConsolePrintsLikeLocal(t *testing.T) {
 	t.Parallel()
 	var screens [2]string
 	for i := range screens {
@@ -556,7 +556,7 @@ func TestARemoteConsolePrintsWhatALocalOneDoes(t *testing.T) {
 
 // An open local console holds the lane of the session. A remote console of the session still takes commands; a turn
 // there reports the busy lane.
-func TestARemoteConsoleBesideALocalOne(t *testing.T) {
+func TestRemoteConsoleBesideLocal(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.Text("One."))
 	local := d.startTerminal("--session", "ses_1")
@@ -577,7 +577,7 @@ func TestARemoteConsoleBesideALocalOne(t *testing.T) {
 }
 
 // A console of agent chat does not send its commands to the model, here and on a server. A path is no command.
-func TestAChatConsoleKnowsItsCommands(t *testing.T) {
+func TestChatConsoleCommands(t *testing.T) {
 	t.Parallel()
 	for _, where := range []string{"here", "on a server"} {
 		t.Run(where, func(t *testing.T) {
@@ -651,7 +651,7 @@ func TestRemoteTurnsAreStreamedAndCancelled(t *testing.T) {
 }
 
 // If ^C cancels a visitor's turn in a remote console, the cancel names the caller's principal.
-func TestAnInterruptedRemoteChatNamesThePrincipal(t *testing.T) {
+func TestInterruptedRemoteChatNamesPrincipal(t *testing.T) {
 	t.Parallel()
 	asked := make(chan struct{})
 	d := newOperateTest(t, modeltest.Custom(func(_ http.ResponseWriter, r *http.Request) {
@@ -710,7 +710,7 @@ func (p program) startProcess(args ...string) *terminalTest {
 }
 
 // An interrupt at the prompt starts a new line. Only ^D leaves. (TestTerminalInterruptCancelsTurn tests agent operate.)
-func TestInterruptAtThePromptKeepsTheConsole(t *testing.T) {
+func TestInterruptAtPromptKeepsConsole(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t)
 	d.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Still here.") })
@@ -734,7 +734,7 @@ func TestInterruptAtThePromptKeepsTheConsole(t *testing.T) {
 }
 
 // ^C at an approval prompt cancels the turn on the server, and the conversation continues.
-func TestInterruptAtAnApprovalCancelsTheRemoteTurn(t *testing.T) {
+func TestInterruptAtApprovalCancelsRemoteTurn(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Still here."))
 	far, _ := d.remote()
@@ -754,7 +754,7 @@ func TestInterruptAtAnApprovalCancelsTheRemoteTurn(t *testing.T) {
 }
 
 // The console reports that a turn was not cancelled, and why: a cancel needs runs:write.
-func TestInterruptAtAnApprovalWithoutTheScopeSaysSo(t *testing.T) {
+func TestInterruptAtApprovalWithoutScope(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
 	far, _ := d.remote()
@@ -771,7 +771,7 @@ func TestInterruptAtAnApprovalWithoutTheScopeSaysSo(t *testing.T) {
 }
 
 // The console on a server prompts for an approval in place, if its caller may decide it.
-func TestARemoteConsoleAsksForApproval(t *testing.T) {
+func TestRemoteConsoleAsksForApproval(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."),
 		modeltest.ToolCall("wipe", `{}`))

@@ -129,7 +129,7 @@ func TestInvalidSettings(t *testing.T) {
 	}
 }
 
-func TestCommandsWithoutADatabase(t *testing.T) {
+func TestCommandsWithoutDatabase(t *testing.T) {
 	t.Chdir(t.TempDir())
 	for _, args := range [][]string{
 		{"lanes", "ls"},
@@ -360,7 +360,7 @@ func TestDoctor(t *testing.T) {
 }
 
 // doctor must not wait for the lock that blocks everyone. It names the blocking session.
-func TestDoctorNamesWhatHoldsTheDatabaseUp(t *testing.T) {
+func TestDoctorNamesBlockingSession(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Own(t)
 	pool := pgtest.Pool(t, server.URL(), postgres.Options{ApplicationName: "upkeep"})

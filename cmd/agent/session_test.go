@@ -103,7 +103,7 @@ const orderTable = `create table orders (id int, closed int); insert into orders
 
 // A workspace declares a database by name. Its URL comes from the environment and is never printed. A call without the
 // setting fails with the name and does not count for self-heal.
-func TestSkillsOnANamedDatabase(t *testing.T) {
+func TestSkillsOnNamedDatabase(t *testing.T) {
 	t.Parallel()
 	url, there := pgtest.URL(t), pgtest.URL(t)
 	dir := writeFolder(t, map[string]string{"orders.yaml": orders})

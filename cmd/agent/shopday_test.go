@@ -183,7 +183,7 @@ func (d *shopDay) run(ctx context.Context) error {
 }
 
 // A provider's cache serves four fifths of the order desk's prompts on a typical day.
-func TestPromptCacheOfATypicalDay(t *testing.T) {
+func TestPromptCacheOfTypicalDay(t *testing.T) {
 	t.Parallel()
 	d := newShopDay(t)
 	require.NoError(t, d.app.RunWithLeases(t.Context(), d.run))

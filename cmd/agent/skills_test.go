@@ -148,7 +148,7 @@ func TestSelfHealReport(t *testing.T) {
 }
 
 // A session idle in its transaction must not make an admin's command hang.
-func TestChangesDoNotWaitForALock(t *testing.T) {
+func TestChangesDoNotWaitForLock(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	p := newProgram(t, url)
@@ -272,7 +272,7 @@ func TestBuiltinsWithoutDeclaration(t *testing.T) {
 	assert.Contains(t, p.must("skills", "ls"), "objectives_list", "recall", "recent_activity")
 }
 
-func TestApplyKnowsTheBuiltins(t *testing.T) {
+func TestApplyAcceptsBuiltins(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	dir := writeFolder(t, map[string]string{"x.yaml": "kind: skill\nname: mine\nhandler: builtin:recal\n"})

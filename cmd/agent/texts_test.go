@@ -96,7 +96,7 @@ func compareTexts(t *testing.T, about, viewed, operated string) {
 }
 
 // No route and no command shows a viewer a text of a visitor, an admin or the model. The note names the scope.
-func TestTextsOfConversationsNeedThreadsRead(t *testing.T) {
+func TestConversationTextsNeedThreadsRead(t *testing.T) {
 	t.Parallel()
 	c := newConversations(t)
 	viewer, viewed := c.as(t, principals.Viewer)
@@ -204,7 +204,7 @@ func TestPagesHideTextsWithoutThreadsRead(t *testing.T) {
 }
 
 // Each link of a page opens for its viewer. Links that only an admin may open are plain text.
-func TestPagesLinkOnlyWhatTheViewerMayOpen(t *testing.T) {
+func TestPagesLinkOnlyPermittedPages(t *testing.T) {
 	t.Parallel()
 	c := newConversations(t)
 	pgtest.Exec(t, c.pool, `

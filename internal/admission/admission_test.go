@@ -33,7 +33,7 @@ func refused(t *testing.T, b *admission.Budget, n int64, shares ...admission.Sha
 	}
 }
 
-func TestANameCannotTakeWhatOthersNeed(t *testing.T) {
+func TestShareBoundsName(t *testing.T) {
 	t.Parallel()
 	b := admission.New(10)
 	a := admission.Share{Name: "a", Limit: 4}
@@ -49,7 +49,7 @@ func TestANameCannotTakeWhatOthersNeed(t *testing.T) {
 	assert.Equal(t, 0, b.Used())
 }
 
-func TestANameThatHasNothingMayTakeMoreThanItsShare(t *testing.T) {
+func TestFirstHoldMayExceedShare(t *testing.T) {
 	t.Parallel()
 	b := admission.New(10)
 	a := admission.Share{Name: "a", Limit: 4}
@@ -62,7 +62,7 @@ func TestANameThatHasNothingMayTakeMoreThanItsShare(t *testing.T) {
 }
 
 // One body may be larger than a share. The holds of others, and their reserve, stay available.
-func TestOneHoldLargerThanItsShareLeavesTheRest(t *testing.T) {
+func TestExceedingHoldLeavesOtherShares(t *testing.T) {
 	t.Parallel()
 	b := admission.New(100)
 	a := admission.Share{Name: "a", Limit: 10}
@@ -76,7 +76,7 @@ func TestOneHoldLargerThanItsShareLeavesTheRest(t *testing.T) {
 	assert.Equal(t, 0, b.Used())
 }
 
-func TestAHoldLastsUntilTheLastKeeperReleasesIt(t *testing.T) {
+func TestHoldLastsUntilLastRelease(t *testing.T) {
 	t.Parallel()
 	b := admission.New(1)
 	h := take(t, b, 1)
@@ -87,7 +87,7 @@ func TestAHoldLastsUntilTheLastKeeperReleasesIt(t *testing.T) {
 	take(t, b, 1).Release()
 }
 
-func TestManyTakersNeverHaveMoreThanThereIs(t *testing.T) {
+func TestConcurrentHoldsStayWithinBudget(t *testing.T) {
 	t.Parallel()
 	b := admission.New(8)
 	var group sync.WaitGroup
@@ -155,7 +155,7 @@ func asks(t *testing.T, c net.Conn, in *bufio.Reader) {
 }
 
 // Strangers may hold any number of connections open. The server serves a new client, and active requests continue.
-func TestIdleConnectionsMakeRoomForNewOnes(t *testing.T) {
+func TestNewConnectionClosesIdleOne(t *testing.T) {
 	t.Parallel()
 	address, slow, end := served(t, 4)
 	busy, answer := dial(t, address)
@@ -181,7 +181,7 @@ func TestIdleConnectionsMakeRoomForNewOnes(t *testing.T) {
 }
 
 // A connection with an unsent body closes when others need one. A connection with an arriving body stays.
-func TestASilentBodyMakesRoomForNewConnections(t *testing.T) {
+func TestNewConnectionClosesSilentBody(t *testing.T) {
 	t.Parallel()
 	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)

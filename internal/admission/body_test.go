@@ -56,7 +56,7 @@ func post(t *testing.T, url string, size int, chunked bool) {
 	}
 }
 
-func TestABodyIsReadWithinItsLimit(t *testing.T) {
+func TestBodyLimit(t *testing.T) {
 	t.Parallel()
 	const most = 300_000
 	budget := admission.New(most + 1)
@@ -78,7 +78,7 @@ func TestABodyIsReadWithinItsLimit(t *testing.T) {
 }
 
 // An announced length acquires nothing. Received bytes acquire at most as much again.
-func TestALengthThatIsOnlyAnnouncedCountsNothing(t *testing.T) {
+func TestAnnouncedLengthCountsNothing(t *testing.T) {
 	t.Parallel()
 	budget := admission.NewBytes(1 << 20)
 	url, got := reading(t, admission.Limits{Most: 1 << 20, Time: time.Minute, Budget: budget})
@@ -110,7 +110,7 @@ func TestALengthThatIsOnlyAnnouncedCountsNothing(t *testing.T) {
 }
 
 // Large bodies leave a reserve for bodies with a small announced length.
-func TestASmallBodyHasAReserve(t *testing.T) {
+func TestSmallBodyUsesReserve(t *testing.T) {
 	t.Parallel()
 	const most = 8 * admission.Small
 	budget := admission.NewBytes(most)
@@ -133,7 +133,7 @@ func TestASmallBodyHasAReserve(t *testing.T) {
 }
 
 // Bodies arrive complete, with all sizes around those of the pieces.
-func TestABodyIsWholeWhateverItsSize(t *testing.T) {
+func TestBodyOfEverySize(t *testing.T) {
 	t.Parallel()
 	budget := admission.NewBytes(8 << 20)
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -194,7 +194,7 @@ func TestBodiesShareABudget(t *testing.T) {
 }
 
 // The server cuts off a slow sender long before the maximum time.
-func TestABodyThatIsNotSentIsGivenUpEarly(t *testing.T) {
+func TestUnsentBodyFailsEarly(t *testing.T) {
 	t.Parallel()
 	budget := admission.New(1 << 20)
 	url, got := reading(t, admission.Limits{Most: 1 << 20, Time: 20 * time.Second, Budget: budget})

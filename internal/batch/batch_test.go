@@ -68,7 +68,7 @@ func runBatch(
 	return answers, errs
 }
 
-func TestWritesAtTheSameTimeShareACommit(t *testing.T) {
+func TestConcurrentWritesShareCommit(t *testing.T) {
 	t.Parallel()
 	var batches, direct atomic.Int32
 	b := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) {
@@ -92,7 +92,7 @@ func TestWritesAtTheSameTimeShareACommit(t *testing.T) {
 }
 
 // Neither a blocked write nor a cancelled caller delays other writes.
-func TestABlockedWriteDelaysNoOther(t *testing.T) {
+func TestBlockedWriteDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	for _, b := range []*Batcher[int, int]{
 		{Scheduler: &Scheduler{slow: time.Hour}, MaxWait: 5 * time.Millisecond}, // the queued write expires
@@ -159,7 +159,7 @@ func sleepThen(d time.Duration, err error) func() (int, error) {
 }
 
 // A write waits in the queue for at most MaxWait. A write in flight is never repeated.
-func TestMaxWaitIsForTheQueue(t *testing.T) {
+func TestMaxWaitBoundsQueueTime(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		g := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) {
@@ -181,7 +181,7 @@ func TestMaxWaitIsForTheQueue(t *testing.T) {
 }
 
 // Compare orders a batch, and each caller gets its own answer.
-func TestABatchIsSorted(t *testing.T) {
+func TestBatchIsSorted(t *testing.T) {
 	t.Parallel()
 	b := newBatcher(func(_ context.Context, in []int) ([]int, []bool, error) {
 		if !slices.IsSorted(in) {
@@ -198,7 +198,7 @@ func TestABatchIsSorted(t *testing.T) {
 }
 
 // Without Unchanged, each write of a failed batch is retried alone.
-func TestAFailedBatchIsRetriedAlone(t *testing.T) {
+func TestWritesOfFailedBatchAreRetriedAlone(t *testing.T) {
 	t.Parallel()
 	b := newBatcher(func(context.Context, []int) ([]int, []bool, error) { return nil, nil, errBroken }, nil)
 	b.MaxWait = time.Hour
@@ -208,7 +208,7 @@ func TestAFailedBatchIsRetriedAlone(t *testing.T) {
 	}
 }
 
-func TestABatchTimesOut(t *testing.T) {
+func TestBatchTimesOut(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		g := newBatcher(func(ctx context.Context, _ []int) ([]int, []bool, error) {

@@ -194,7 +194,7 @@ func (m *market) rests() {
 
 // Calls may fail, panic, be slow or be left by their callers. Each gets its own answer once, and nothing remains
 // queued.
-func TestEachWriteHasItsAnswer(t *testing.T) {
+func TestEachWriteGetsItsAnswer(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(100) {
 		synctest.Test(t, func(t *testing.T) {

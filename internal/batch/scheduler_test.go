@@ -91,7 +91,7 @@ func (g *gated) end() {
 // noTimer returns a scheduler without slow batches.
 func noTimer() *Scheduler { return &Scheduler{slow: time.Hour} }
 
-func TestABatchHasAMaximumSize(t *testing.T) {
+func TestMaxSize(t *testing.T) {
 	t.Parallel()
 	g := newGated(noTimer())
 	g.MaxSize = 4
@@ -105,7 +105,7 @@ func TestABatchHasAMaximumSize(t *testing.T) {
 	g.sent(t, 2)
 }
 
-func TestTheLongestQueueIsSentFirst(t *testing.T) {
+func TestLongestQueueIsSentFirst(t *testing.T) {
 	t.Parallel()
 	s := noTimer()
 	few, many := newGated(s), newGated(s)
@@ -124,7 +124,7 @@ func TestTheLongestQueueIsSentFirst(t *testing.T) {
 	few.end()
 }
 
-func TestAnOverdueQueueIsSentBeforeLongerOnes(t *testing.T) {
+func TestOverdueQueueIsSentBeforeLongerOnes(t *testing.T) {
 	t.Parallel()
 	s := noTimer()
 	few, many := newGated(s), newGated(s)
@@ -143,7 +143,7 @@ func TestAnOverdueQueueIsSentBeforeLongerOnes(t *testing.T) {
 	many.end()
 }
 
-func TestManyQueuedWritesAreSentBesideABatch(t *testing.T) {
+func TestManyQueuedWritesStartSecondBatch(t *testing.T) {
 	t.Parallel()
 	g := newGated(noTimer())
 	g.MaxSize = overlap
@@ -160,7 +160,7 @@ func TestManyQueuedWritesAreSentBesideABatch(t *testing.T) {
 	g.end()
 }
 
-func TestASlowFlightHoldsUpNoOther(t *testing.T) {
+func TestSlowBatchDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		s := &Scheduler{}
@@ -177,7 +177,7 @@ func TestASlowFlightHoldsUpNoOther(t *testing.T) {
 }
 
 // While three batches of a batcher do not finish, a further write waits for MaxWait.
-func TestABatcherHasAtMostThreeFlights(t *testing.T) {
+func TestBatcherHasAtMostThreeBatchesInFlight(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var sent atomic.Int32
@@ -219,7 +219,7 @@ func TestABatcherHasAtMostThreeFlights(t *testing.T) {
 }
 
 // Callers that write again at once also share their next batch.
-func TestCallersThatReturnShareTheNextBatch(t *testing.T) {
+func TestReturningCallersShareNextBatch(t *testing.T) {
 	t.Parallel()
 	var batches, writes atomic.Int32
 	a := &Batcher[int, int]{Scheduler: &Scheduler{}, Send: func(_ context.Context, ins []int) ([]Answer[int], error) {

@@ -29,7 +29,7 @@ func serving(t *testing.T, pages map[string]string) string {
 
 const page = `<!doctype html><html lang="en"><head><title>t</title><link rel="icon" href="/icon"></head><body><main><h1>A page</h1>`
 
-func TestWhatTheBrowserComplainsAboutIsKept(t *testing.T) {
+func TestProblemsAreRecorded(t *testing.T) {
 	t.Parallel()
 	base := serving(t, map[string]string{
 		"/good":    page + `<p>Well</p></main></body></html>`,
@@ -45,7 +45,7 @@ func TestWhatTheBrowserComplainsAboutIsKept(t *testing.T) {
 	}
 }
 
-func TestAxeFindsWhatIsInaccessible(t *testing.T) {
+func TestAxeFindsInaccessibleElements(t *testing.T) {
 	t.Parallel()
 	base := serving(t, map[string]string{
 		"/good": page + `<p>Well</p></main></body></html>`,
@@ -60,7 +60,7 @@ func TestAxeFindsWhatIsInaccessible(t *testing.T) {
 }
 
 // A condition that holds on a partial page does not end the wait.
-func TestUntilWaitsForTheWholePage(t *testing.T) {
+func TestUntilWaitsForLoadedPage(t *testing.T) {
 	t.Parallel()
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
@@ -88,7 +88,7 @@ func TestUntilWaitsForTheWholePage(t *testing.T) {
 }
 
 // A live update may replace an element between its lookup and its click.
-func TestAnElementThatIsReplacedIsClicked(t *testing.T) {
+func TestClickOnReplacedElement(t *testing.T) {
 	t.Parallel()
 	base := serving(t, map[string]string{"/": page + `<button>one</button><input></main></body></html>`})
 	p := browser.Open(t, browser.Look{})

@@ -23,7 +23,7 @@ func answer() chatwire.Answer {
 	}
 }
 
-func TestStreamHasTheFormStrictClientsInsistOn(t *testing.T) {
+func TestStreamFormatForStrictClients(t *testing.T) {
 	w := httptest.NewRecorder()
 	require.NoError(t, chatwire.WriteStream(w, answer(), true))
 	head := `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m","choices":[`
@@ -38,13 +38,13 @@ func TestStreamHasTheFormStrictClientsInsistOn(t *testing.T) {
 	assert.Equal(t, "no", w.Header().Get("X-Accel-Buffering"))
 }
 
-func TestStreamSendsUsageOnlyWhenAsked(t *testing.T) {
+func TestStreamSendsUsageOnlyOnRequest(t *testing.T) {
 	w := httptest.NewRecorder()
 	require.NoError(t, chatwire.WriteStream(w, answer(), false))
 	assert.Truef(t, !strings.Contains(w.Body.String(), "usage"), "usage was sent unasked:\n%s", w.Body)
 }
 
-func TestFailureHasTheProtocolsShape(t *testing.T) {
+func TestFailureFormat(t *testing.T) {
 	w := httptest.NewRecorder()
 	f := chatwire.Failure{Message: "no such model", Type: "invalid_request_error", Code: "model_not_found"}
 	require.NoError(t, chatwire.WriteFailure(w, http.StatusNotFound, f))
@@ -54,7 +54,7 @@ func TestFailureHasTheProtocolsShape(t *testing.T) {
 	assert.Equal(t, want, w.Body.String(), w.Body)
 }
 
-func TestPiecesMakeUpTheText(t *testing.T) {
+func TestPiecesJoinToText(t *testing.T) {
 	for name, text := range map[string]string{
 		"empty":     "",
 		"short":     "hello",

@@ -23,7 +23,7 @@ func parse(t *testing.T, items ...string) clientip.Trusted {
 	return trusted
 }
 
-func TestTheClientIsTheRightMostHopThatIsNotTrusted(t *testing.T) {
+func TestClientIsRightmostUntrustedHop(t *testing.T) {
 	t.Parallel()
 	trusted := parse(t, "10.0.0.0/8", "127.0.0.1", "fd00::/8", "::ffff:192.168.0.0/112")
 	for name, c := range map[string]struct {
@@ -72,7 +72,7 @@ func TestTheClientIsTheRightMostHopThatIsNotTrusted(t *testing.T) {
 	}
 }
 
-func TestNetworksThatCannotBeTrusted(t *testing.T) {
+func TestInvalidNetworksAreRejected(t *testing.T) {
 	t.Parallel()
 	for _, bad := range []string{
 		"proxy.local", "10.0.0.0/33", "0.0.0.0/0", "::/0", "::ffff:0.0.0.0/96", "fe80::1%eth0",
@@ -85,7 +85,7 @@ func TestNetworksThatCannotBeTrusted(t *testing.T) {
 	assert.Truef(t, len(got) == 2 && got.Has(netip.MustParseAddr("::1")), "got %v", got)
 }
 
-func TestAHostCountsOnceWhateverAddressOfItsNetworkItTakes(t *testing.T) {
+func TestKeyOfNetwork(t *testing.T) {
 	t.Parallel()
 	for addr, want := range map[string]string{
 		"198.51.100.1": "198.51.100.1", "2001:db8:1:2:3::4": "2001:db8:1:2::/64", "2001:db8:1:2:ffff::": "2001:db8:1:2::/64",
@@ -95,7 +95,7 @@ func TestAHostCountsOnceWhateverAddressOfItsNetworkItTakes(t *testing.T) {
 	assert.Equal(t, "unknown", clientip.Group(netip.Addr{}))
 }
 
-func TestAnInnerRequestKeepsItsAddress(t *testing.T) {
+func TestDerivedRequestKeepsAddress(t *testing.T) {
 	t.Parallel()
 	trusted := parse(t, "127.0.0.1")
 	var outer, inner string
@@ -115,7 +115,7 @@ func TestAnInnerRequestKeepsItsAddress(t *testing.T) {
 	assert.Equal(t, outer, inner)
 }
 
-func TestAProxyThatNobodyListedIsLoggedOnce(t *testing.T) {
+func TestUnlistedProxyIsLoggedOnce(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
 	trusted := parse(t, "127.0.0.1")
@@ -141,7 +141,7 @@ func TestAProxyThatNobodyListedIsLoggedOnce(t *testing.T) {
 	}
 }
 
-func FuzzNoHeaderBreaksIt(f *testing.F) {
+func FuzzHeaders(f *testing.F) {
 	f.Add("10.0.0.1:1", "1.2.3.4, [::1]:9", `for="[::1]:9"`)
 	f.Add("", ",,,", `;;=",`)
 	f.Fuzz(func(t *testing.T, peer, forFor, standard string) {

@@ -48,7 +48,7 @@ func waits(err error) time.Duration {
 	return 0
 }
 
-func TestWrongTriesHaveToWaitLonger(t *testing.T) {
+func TestWaitGrowsWithFailures(t *testing.T) {
 	t.Parallel()
 	s, r := newStand(), from(t, "192.0.2.1:99")
 	key := NewKey("", weak)
@@ -73,7 +73,7 @@ func TestWrongTriesHaveToWaitLonger(t *testing.T) {
 	assert.Truef(t, ok && err == nil, "the address did not begin again: %v, %v", ok, err)
 }
 
-func TestARightSecretPasses(t *testing.T) {
+func TestValidSecretPasses(t *testing.T) {
 	t.Parallel()
 	s, guesser := newStand(), from(t, "192.0.2.1:99")
 	keys := []Key{NewKey("strong", strong), NewKey("weak", weak)}
@@ -99,7 +99,7 @@ func TestARightSecretPasses(t *testing.T) {
 	}
 }
 
-func TestNothingIsNoSecret(t *testing.T) {
+func TestEmptySecretIsRejected(t *testing.T) {
 	t.Parallel()
 	s, r := newStand(), from(t, "192.0.2.1:99")
 	for name, keys := range map[string][]Key{"no key": nil, "an empty key": {NewKey("", "")}, "the zero value": {{}}} {
@@ -108,7 +108,7 @@ func TestNothingIsNoSecret(t *testing.T) {
 	}
 }
 
-func TestAHostHasOneAddressHoweverItTurns(t *testing.T) {
+func TestHostCountsAsOneAddress(t *testing.T) {
 	t.Parallel()
 	s := newStand()
 	for i := range 100 {
@@ -118,7 +118,7 @@ func TestAHostHasOneAddressHoweverItTurns(t *testing.T) {
 	assert.True(t, waits(err) != 0, "the next address of its network does not wait")
 }
 
-func TestItsMemoryIsBounded(t *testing.T) {
+func TestGuardMemoryIsBounded(t *testing.T) {
 	t.Parallel()
 	s := newStand()
 	for i := range maxAddresses + 100 {
@@ -128,7 +128,7 @@ func TestItsMemoryIsBounded(t *testing.T) {
 	assert.Equal(t, maxAddresses, s.recent.Len())
 }
 
-func TestManyWrongTriesAreFewLines(t *testing.T) {
+func TestFailuresAreLoggedRarely(t *testing.T) {
 	t.Parallel()
 	s := newStand()
 	for i := range 3000 {
@@ -143,7 +143,7 @@ func TestManyWrongTriesAreFewLines(t *testing.T) {
 	assert.True(t, !strings.Contains(s.log.String(), "sesame"), "the log has the presented secret")
 }
 
-func TestSecretsThatAreTooWeak(t *testing.T) {
+func TestWeakSecrets(t *testing.T) {
 	t.Parallel()
 	for secret, why := range map[string]string{
 		"":                                  "fewer than 16 characters",

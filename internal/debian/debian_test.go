@@ -16,7 +16,7 @@ func write(t *testing.T, path, script string) string {
 	return path
 }
 
-func TestAMissingProgramIsInstalledOnceTheListsAreNew(t *testing.T) {
+func TestFindUpdatesListsAndInstalls(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root installs packages")
 	}
@@ -45,7 +45,7 @@ esac`)
 	assert.Equal(t, "/elsewhere/stork", path)
 }
 
-func TestWithoutAptGetTheErrorSaysWhatToInstall(t *testing.T) {
+func TestErrorWithoutAptGetNamesPackage(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	_, err := debian.Program{Package: "storks", Names: []string{"stork"}, Setting: "TEST_STORK"}.Find(t.Context(), nil)
 	require.Truef(t, err != nil, "it was found")

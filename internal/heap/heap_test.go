@@ -30,7 +30,7 @@ func set() int {
 }
 
 // Between collections the heap grows by at most the minimum, however small it is, also before the first one.
-func TestTheFirstCollectionComesAfterTheMinimumGrowth(t *testing.T) {
+func TestFirstCollectionComesAfterMinGrowth(t *testing.T) {
 	defer debug.SetGCPercent(debug.SetGCPercent(growth))
 	for _, collect := range []bool{false, true} {
 		if collect {
@@ -45,7 +45,7 @@ func TestTheFirstCollectionComesAfterTheMinimumGrowth(t *testing.T) {
 	assert.Truef(t, got <= MinGrowth, "no collection before %d MB are allocated", got>>20)
 }
 
-func TestASmallHeapGrowsByTheMinimumAndALargeOneByAPercentage(t *testing.T) {
+func TestPercent(t *testing.T) {
 	const much = 20 * MinGrowth
 	adjust()
 	if few := collections(much); few > much/MinGrowth+10 { // without the minimum, one for each four megabytes

@@ -13,7 +13,7 @@ import (
 )
 
 // Package engineroom tests the browser's formatter with the same examples.
-func TestValuesReadAsInTheExamples(t *testing.T) {
+func TestExamples(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile("testdata/examples.json")
 	require.NoError(t, err)
@@ -36,7 +36,7 @@ func TestValuesReadAsInTheExamples(t *testing.T) {
 	}
 }
 
-func TestCutSaysWhatItOmits(t *testing.T) {
+func TestCutCountsOmittedCharacters(t *testing.T) {
 	t.Parallel()
 	text := strings.Repeat("é", 100)
 	assert.Equal(t, strings.Repeat("é", 70)+"… (30 more characters)", Cut(70, text))
@@ -45,7 +45,7 @@ func TestCutSaysWhatItOmits(t *testing.T) {
 	}
 }
 
-func TestValuesAtTheEdges(t *testing.T) {
+func TestEdgeCases(t *testing.T) {
 	t.Parallel()
 	for got, want := range map[string]string{
 		Count(math.MaxInt64): "9,223,372,036,854,775,807", Count(math.MinInt64): "-9,223,372,036,854,775,808",

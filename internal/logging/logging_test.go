@@ -33,7 +33,7 @@ func line(t *testing.T, log func(*slog.Logger)) map[string]any {
 	return out
 }
 
-func TestLinesSayTheirRun(t *testing.T) {
+func TestLinesHaveAttributesOfRun(t *testing.T) {
 	run := map[string]any{"level": "INFO", "msg": "m", "trace_id": string(id), "execution_id": "e1", "lane": "heartbeat"}
 	with := func(more map[string]any) map[string]any {
 		out := map[string]any{}
@@ -75,7 +75,7 @@ func TestLinesSayTheirRun(t *testing.T) {
 	}
 }
 
-func TestLinesOutsideARunSayNothing(t *testing.T) {
+func TestLinesOutsideRunHaveNoAttributes(t *testing.T) {
 	got := line(t, func(l *slog.Logger) { l.InfoContext(t.Context(), "m") })
 	assert.NoDiff(t, map[string]any{"level": "INFO", "msg": "m"}, got)
 	got = line(t, func(l *slog.Logger) { l.InfoContext(trace.WithLane(t.Context(), "pipeline:a"), "m") })
@@ -83,7 +83,7 @@ func TestLinesOutsideARunSayNothing(t *testing.T) {
 }
 
 // A logger derived from another must not write into its sibling.
-func TestSiblingsShareNothing(t *testing.T) {
+func TestDerivedLoggersAreIndependent(t *testing.T) {
 	var b bytes.Buffer
 	logger, err := logging.New(&b, "text", "")
 	require.NoError(t, err)
@@ -105,7 +105,7 @@ type nilStringer struct{ s string }
 
 func (n *nilStringer) String() string { return n.s }
 
-func TestNoLineShowsASecret(t *testing.T) {
+func TestLinesHideSecrets(t *testing.T) {
 	var broken *nilStringer
 	for name, log := range map[string]func(*slog.Logger){
 		"name":    func(l *slog.Logger) { l.Info("m", "api_key", "hunter2") },
@@ -147,7 +147,7 @@ func TestOrdinaryValuesAreKept(t *testing.T) {
 	assert.NoDiff(t, want, got)
 }
 
-func TestNewListsWhatIsAllowed(t *testing.T) {
+func TestNewListsAllowedValues(t *testing.T) {
 	for name, c := range map[string]struct{ format, level, says string }{
 		"format": {"xml", "", "text, json"},
 		"level":  {"", "loud", "debug, info, warn, error"},
@@ -182,7 +182,7 @@ func TestHandlerContract(t *testing.T) {
 	})
 }
 
-func TestDurationsAreReadable(t *testing.T) {
+func TestDurationFormat(t *testing.T) {
 	got := line(t, func(l *slog.Logger) {
 		l.With("age", 90*time.Minute).Info("m", "took", 1500*time.Millisecond, slog.Group("g", "wait", time.Second))
 	})

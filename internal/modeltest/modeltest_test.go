@@ -47,7 +47,7 @@ func post(ctx context.Context, t *testing.T, url, body string) (status int, head
 	return resp.StatusCode, resp.Header, string(raw)
 }
 
-func TestRepliesComeInOrderAndRequestsAreRemembered(t *testing.T) {
+func TestRepliesAreInOrder(t *testing.T) {
 	server := modeltest.New(t, modeltest.ToolCall("f", `{"a":1}`), modeltest.Status(429, 1500*time.Millisecond))
 	server.Add(modeltest.Text("done").WithUsage(10, 2, 4))
 
@@ -86,7 +86,7 @@ func TestUndecodableRequestFailsTheTest(t *testing.T) {
 	assert.Equal(t, 1, len(w.errors), w.errors)
 }
 
-func TestFunctionDecides(t *testing.T) {
+func TestHandle(t *testing.T) {
 	server := modeltest.New(t)
 	server.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
 		return modeltest.Text(fmt.Sprintf("%d %s", n, req.Model))

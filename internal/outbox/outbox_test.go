@@ -104,7 +104,7 @@ func (s *store) attempt(_ context.Context, m string) {
 	s.ended = append(s.ended, time.Since(s.started))
 }
 
-func TestASlowTargetDoesNotHoldUpOthers(t *testing.T) {
+func TestSlowTargetDoesNotDelayOthers(t *testing.T) {
 	s := store{
 		due:  slices.Concat(slices.Repeat([]string{"slow"}, 20), slices.Repeat([]string{"fast"}, 40)),
 		each: time.Second,
@@ -121,7 +121,7 @@ func TestASlowTargetDoesNotHoldUpOthers(t *testing.T) {
 	assert.Equal(t, 16, len(s.due))
 }
 
-func TestTheAttemptsOfAProcessAreBounded(t *testing.T) {
+func TestAttemptsAreBounded(t *testing.T) {
 	s := store{each: time.Second}
 	for i := range 10 {
 		s.due = append(s.due, slices.Repeat([]string{string(rune('a' + i))}, outbox.PerTarget)...)
@@ -134,7 +134,7 @@ func TestTheAttemptsOfAProcessAreBounded(t *testing.T) {
 	})
 }
 
-func TestAStoppedDispatcherFinishesItsAttempts(t *testing.T) {
+func TestStoppedDispatcherFinishesAttempts(t *testing.T) {
 	s := store{due: []string{"slow"}}
 	s.run(t, func(stop context.CancelFunc) {
 		synctest.Wait()
@@ -143,7 +143,7 @@ func TestAStoppedDispatcherFinishesItsAttempts(t *testing.T) {
 	assert.Equal(t, 1, len(s.ended))
 }
 
-func TestAClaimIsTriedAgainAfterAnError(t *testing.T) {
+func TestFailedClaimIsRetried(t *testing.T) {
 	s := store{due: []string{"fast"}, failures: 3}
 	s.run(t, func(context.CancelFunc) {
 		time.Sleep(3 * time.Second)
@@ -153,7 +153,7 @@ func TestAClaimIsTriedAgainAfterAnError(t *testing.T) {
 	})
 }
 
-func TestANotificationEndsThePause(t *testing.T) {
+func TestNotificationEndsPause(t *testing.T) {
 	var s store
 	s.run(t, func(context.CancelFunc) {
 		s.check(func() { s.due = []string{"fast"} })

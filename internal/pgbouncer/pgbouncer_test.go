@@ -58,7 +58,7 @@ func pid(t *testing.T, conn postgres.DB) (pid int) {
 	return pid
 }
 
-func TestAServerConnectionIsLentForOneTransaction(t *testing.T) {
+func TestServerConnectionIsLentPerTransaction(t *testing.T) {
 	t.Parallel()
 	_, through, _ := pooler(t, pgbouncer.Config{PoolSize: 1})
 	first, second := connect(t, through), connect(t, through)
@@ -85,7 +85,7 @@ func TestAServerConnectionIsLentForOneTransaction(t *testing.T) {
 	}
 }
 
-func TestOpenKnowsThePoolerAndUsesWhatItCarries(t *testing.T) {
+func TestOpenDetectsPooler(t *testing.T) {
 	t.Parallel()
 	_, through, direct := pooler(t, pgbouncer.Config{PoolSize: 2})
 	pool := open(t, through)
@@ -112,7 +112,7 @@ func TestOpenKnowsThePoolerAndUsesWhatItCarries(t *testing.T) {
 	assert.True(t, postgres.Pooled(execMode), "a mode in the connection string hides the pooler")
 }
 
-func TestACancelledStatementIsCancelledBehindThePooler(t *testing.T) {
+func TestCancelReachesServerBehindPooler(t *testing.T) {
 	t.Parallel()
 	_, through, direct := pooler(t, pgbouncer.Config{PoolSize: 1})
 	watching := open(t, direct)
@@ -160,7 +160,7 @@ func TestPreparedStatements(t *testing.T) {
 }
 
 // The test changes the environment, so it is not parallel.
-func TestItSaysWhyItDoesNotStart(t *testing.T) {
+func TestStartErrors(t *testing.T) {
 	direct := pgtest.DirectURL(t, pgtest.EmptyURL(t))
 	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()

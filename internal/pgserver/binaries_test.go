@@ -28,7 +28,7 @@ func pretend(t *testing.T, version string) string {
 	return dir
 }
 
-func TestGivenBinariesAreTheOnlyOnes(t *testing.T) {
+func TestBinDirExcludesOthers(t *testing.T) {
 	good := pretend(t, "16.9")
 	prefix := t.TempDir()
 	require.NoError(t, os.Symlink(good, filepath.Join(prefix, "bin")))
@@ -50,7 +50,7 @@ func TestGivenBinariesAreTheOnlyOnes(t *testing.T) {
 	}
 }
 
-func TestBinariesOnThePathAreFoundThroughLinks(t *testing.T) {
+func TestBinariesOnPathThroughLinks(t *testing.T) {
 	links := t.TempDir()
 	newest := pretend(t, "18.99")
 	require.NoError(t, os.Symlink(filepath.Join(newest, "postgres"), filepath.Join(links, "postgres")))

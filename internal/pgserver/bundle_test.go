@@ -36,7 +36,7 @@ func archive(t *testing.T, files map[string]string) (path, integrity string) {
 	return path, base64.StdEncoding.EncodeToString(sum[:])
 }
 
-func TestBundleIsUnpackedWithItsLinks(t *testing.T) {
+func TestUnpackBundleCreatesLinks(t *testing.T) {
 	t.Parallel()
 	path, integrity := archive(t, map[string]string{
 		"package/package.json":             "{}",
@@ -54,7 +54,7 @@ func TestBundleIsUnpackedWithItsLinks(t *testing.T) {
 	assert.True(t, !exists(filepath.Join(into, "package.json")), "a file outside native/ was unpacked")
 }
 
-func TestBundleThatIsNotTheRightOneIsRefused(t *testing.T) {
+func TestWrongBundleIsRejected(t *testing.T) {
 	t.Parallel()
 	_, other := archive(t, map[string]string{"package/native/bin/postgres": "other"})
 	path, _ := archive(t, map[string]string{"package/native/bin/postgres": "changed"})
@@ -80,7 +80,7 @@ func TestBundleCannotWriteOutside(t *testing.T) {
 	}
 }
 
-func TestDebianIsToldNotToMakeACluster(t *testing.T) {
+func TestDebianCreatesNoCluster(t *testing.T) {
 	t.Parallel()
 	for name, conf := range map[string]string{
 		"none":      "",

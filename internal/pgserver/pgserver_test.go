@@ -58,7 +58,7 @@ func TestServerLivesAsLongAsItsLastUser(t *testing.T) {
 	assert.Truef(t, len(left) == 0, "the last user left, processes %v did not", left)
 }
 
-func TestParallelStartsMakeOneServer(t *testing.T) {
+func TestParallelStartsShareOneServer(t *testing.T) {
 	t.Parallel()
 	config := pgserver.Config{Dir: folder(t)}
 	users := make([]*userProcess, 6)
@@ -80,7 +80,7 @@ func TestParallelStartsMakeOneServer(t *testing.T) {
 	}
 }
 
-func TestKillOfTheLastUserLeavesNoServer(t *testing.T) {
+func TestKillOfLastUserLeavesNoServer(t *testing.T) {
 	t.Parallel()
 	config := pgserver.Config{Dir: folder(t), Durable: true}
 	u := launchUser(t, self(t), nil, config)
@@ -91,7 +91,7 @@ func TestKillOfTheLastUserLeavesNoServer(t *testing.T) {
 	assert.Equal(t, "yes", query(t, start(t, config).URL(), "select answer from kept"))
 }
 
-func TestKillOfOneUserLeavesTheServerToTheOthers(t *testing.T) {
+func TestKillOfOneUserKeepsServer(t *testing.T) {
 	t.Parallel()
 	config := pgserver.Config{Dir: folder(t)}
 	u := launchUser(t, self(t), nil, config)
@@ -103,8 +103,8 @@ func TestKillOfOneUserLeavesTheServerToTheOthers(t *testing.T) {
 	}
 }
 
-// TestKillOfTheGuard kills all processes except the server, or the server too.
-func TestKillOfTheGuard(t *testing.T) {
+// TestKillOfGuard kills all processes except the server, or the server too.
+func TestKillOfGuard(t *testing.T) {
 	t.Parallel()
 	for name, alsoServer := range map[string]bool{"server notices": false, "server killed too": true} {
 		t.Run(name, func(t *testing.T) {
@@ -128,7 +128,7 @@ func TestKillOfTheGuard(t *testing.T) {
 	}
 }
 
-func TestKillOfTheGuardAloneEndsTheServer(t *testing.T) {
+func TestKillOfGuardAloneEndsServer(t *testing.T) {
 	t.Parallel()
 	config := pgserver.Config{Dir: folder(t)}
 	s := start(t, config)
@@ -138,7 +138,7 @@ func TestKillOfTheGuardAloneEndsTheServer(t *testing.T) {
 	<-s.Done()
 }
 
-func TestDoneTellsEveryUserAndStartTakesOver(t *testing.T) {
+func TestDoneClosesForEveryUser(t *testing.T) {
 	t.Parallel()
 	config := pgserver.Config{Dir: folder(t), Durable: true}
 	owner, joined := start(t, config), start(t, config)
@@ -156,7 +156,7 @@ func TestDoneTellsEveryUserAndStartTakesOver(t *testing.T) {
 	}
 }
 
-func TestServerIsOutOfReachOfTheTerminal(t *testing.T) {
+func TestTerminalSignalsDoNotReachServer(t *testing.T) {
 	t.Parallel()
 	config := pgserver.Config{Dir: folder(t)}
 	start(t, config)
@@ -166,7 +166,7 @@ func TestServerIsOutOfReachOfTheTerminal(t *testing.T) {
 		"session and group of the server are %s and %s, the same as this process's", its[3], its[2])
 }
 
-func TestStalePidFileIsNotInTheWay(t *testing.T) {
+func TestStalePidFileIsRemoved(t *testing.T) {
 	t.Parallel()
 	config := pgserver.Config{Dir: folder(t), Durable: true}
 	first := start(t, config)
@@ -240,7 +240,7 @@ func TestLongPath(t *testing.T) {
 	assert.Equal(t, "works", query(t, again.URL(), "select 'works'"))
 }
 
-func TestSpecialCharactersInThePath(t *testing.T) {
+func TestSpecialCharactersInPath(t *testing.T) {
 	t.Parallel()
 	s := start(t, pgserver.Config{Dir: filepath.Join(folder(t), "a +%20ü&?#=b")})
 	sockets := query(t, s.URL(), "select current_setting('unix_socket_directories')")
@@ -266,7 +266,7 @@ func TestEphemeralLeavesNothing(t *testing.T) {
 	})
 }
 
-func TestDataOfAnotherVersion(t *testing.T) {
+func TestDataOfOtherVersionIsUsed(t *testing.T) {
 	t.Parallel()
 	config := pgserver.Config{Dir: folder(t), Durable: true}
 	s := start(t, config)
@@ -278,7 +278,7 @@ func TestDataOfAnotherVersion(t *testing.T) {
 		strings.Contains(err.Error(), "pg_dumpall"), "data of version 13: error %v", err)
 }
 
-func TestDataOfAnotherVersionStaysBeside(t *testing.T) {
+func TestDataOfAnotherVersionIsKept(t *testing.T) {
 	t.Parallel()
 	dir := folder(t)
 	bin, err := pgserver.FindBinaries(os.Getenv)
@@ -298,7 +298,7 @@ func TestDataOfAnotherVersionStaysBeside(t *testing.T) {
 		"the other version's data is not mentioned in %q", messages)
 }
 
-func TestProgramThatForgetsGuardMainIsTold(t *testing.T) {
+func TestMissingGuardMainIsReported(t *testing.T) {
 	t.Parallel()
 	u := launchUser(t, copyBinary(t, forgetful), nil, pgserver.Config{Dir: folder(t)})
 	if u.hear(); !strings.Contains(u.Err, "GuardMain") {
@@ -323,7 +323,7 @@ func nobody(t *testing.T) *syscall.Credential {
 	return &syscall.Credential{Uid: uint32(uid), Gid: uint32(gid)}
 }
 
-func TestAsNormalUserAndThenAsRoot(t *testing.T) {
+func TestNormalUserThenRoot(t *testing.T) {
 	t.Parallel()
 	credential := nobody(t)
 	dir := folder(t)
@@ -346,7 +346,7 @@ func TestAsNormalUserAndThenAsRoot(t *testing.T) {
 	again.leave()
 }
 
-func TestNormalUserIsToldAboutRootsData(t *testing.T) {
+func TestNormalUserCannotUseDataOfRoot(t *testing.T) {
 	t.Parallel()
 	credential := nobody(t)
 	config := pgserver.Config{Dir: folder(t)}
@@ -357,7 +357,7 @@ func TestNormalUserIsToldAboutRootsData(t *testing.T) {
 	}
 }
 
-func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
+func TestRootInClosedFolderUsesFallback(t *testing.T) {
 	t.Parallel()
 	nobody(t)
 	closed := filepath.Join(folder(t), "closed")
@@ -388,7 +388,7 @@ func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
 }
 
 // Objects created by the superuser under an earlier version change their owner, too.
-func TestTheOwnerIsNoSuperuser(t *testing.T) {
+func TestOwnerIsNoSuperuser(t *testing.T) {
 	config := pgserver.Config{Dir: folder(t), Database: "agent"}
 	s := start(t, config)
 	run := func(url, sql string) {

@@ -10,7 +10,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-func TestEveryTestHasItsOwnDatabaseWithTheSchema(t *testing.T) {
+func TestEachTestHasItsOwnDatabase(t *testing.T) {
 	seen := make(map[string]bool)
 	for range 3 {
 		db := pgtest.DB(t)
@@ -33,7 +33,7 @@ func TestEmptyHasNoTables(t *testing.T) {
 	assert.Equal(t, 0, tables)
 }
 
-func TestDatabasesAreDroppedAtTheEnd(t *testing.T) {
+func TestDatabasesAreDropped(t *testing.T) {
 	var name string
 	t.Run("user", func(t *testing.T) {
 		require.NoError(t, pgtest.DB(t).QueryRow(t.Context(), "select current_database()").Scan(&name))

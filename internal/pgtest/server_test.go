@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-func TestSweepDropsWhatKilledTestsLeft(t *testing.T) {
+func TestSweepDropsLeftovers(t *testing.T) {
 	s, err := theServer.get()
 	require.NoError(t, err)
 	gone := exec.Command("true")
@@ -30,7 +30,7 @@ func TestSweepDropsWhatKilledTestsLeft(t *testing.T) {
 		"after the sweep there are %v; %s should be gone and %s not", names, left, mine)
 }
 
-func TestTemplateIsBuiltOnceByMany(t *testing.T) {
+func TestTemplateIsBuiltOnce(t *testing.T) {
 	s, err := theServer.get()
 	require.NoError(t, err)
 	template := templatePrefix + newName() // other processes may run this test too

@@ -10,7 +10,7 @@ import (
 )
 
 // A connection must not wait for ever for a machine that has vanished.
-func TestConnectionsNoticeThatTheOtherSideIsGone(t *testing.T) {
+func TestConnectionDetectsDeadPeer(t *testing.T) {
 	t.Parallel()
 	config, err := parse("postgres://a@one.example,two.example/b?target_session_attrs=read-write", Options{})
 	require.NoError(t, err)

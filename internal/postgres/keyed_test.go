@@ -18,7 +18,7 @@ import (
 
 // Another transaction holds a lock for long. All transactions of the key share one connection for their occasional
 // tries, and finally give up.
-func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
+func TestBlockedKeyUsesOneConnection(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
 	pgtest.Exec(t, db, `create table numbers as select 1 as id, 0 as n`)
@@ -58,7 +58,7 @@ func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
 }
 
 // Different keys do not wait for each other. A caller whose context has ended does not wait.
-func TestKeysAreApart(t *testing.T) {
+func TestKeysAreIndependent(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
 	var k postgres.KeyedTx
@@ -74,7 +74,7 @@ func TestKeysAreApart(t *testing.T) {
 }
 
 // The error of a blocked write names the locked object and a transaction that may hold the lock.
-func TestALockIsExplained(t *testing.T) {
+func TestExplainLock(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `create table kept (key text primary key)`)

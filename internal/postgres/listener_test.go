@@ -59,7 +59,7 @@ func notify(t *testing.T, db *pgxpool.Pool, channel, payload string) {
 	pgtest.Exec(t, db, "select pg_notify($1, $2)", channel, payload)
 }
 
-func TestEverySubscriberHearsItsChannel(t *testing.T) {
+func TestSubscribersReceiveTheirChannel(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
 	l, _ := listen(t, db)
@@ -81,7 +81,7 @@ func TestEverySubscriberHearsItsChannel(t *testing.T) {
 	want(t, first, "c")
 }
 
-func TestReconnectWakesEverybody(t *testing.T) {
+func TestReconnectWakesAllSubscribers(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
 	l, _ := listen(t, db)
@@ -118,7 +118,7 @@ func TestSlowSubscriberGetsOneWakeUp(t *testing.T) {
 }
 
 // Payloads for others neither displace a subscriber's own payloads nor wake it.
-func TestASubscriberHearsOnlyWhatItWants(t *testing.T) {
+func TestSubscribeToFiltersPayloads(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
 	l, _ := listen(t, db)
@@ -131,7 +131,7 @@ func TestASubscriberHearsOnlyWhatItWants(t *testing.T) {
 	want(t, mine, "mine")
 }
 
-func TestBehindAPoolerThereIsOneWarning(t *testing.T) {
+func TestPoolerIsLoggedOnce(t *testing.T) {
 	t.Parallel()
 	pool, err := postgres.Open(t.Context(), throughPooler(t, pgtest.EmptyURL(t)), postgres.Options{})
 	require.NoError(t, err)

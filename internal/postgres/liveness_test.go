@@ -88,7 +88,7 @@ func (s *slowServer) conn(t *testing.T, p *livenessProber, sends string) net.Con
 }
 
 // A server may be stopped and replaced while its machine's kernel still acknowledges packets.
-func TestNobodyWaitsForEverForAServerThatAnswersNobody(t *testing.T) {
+func TestUnresponsiveServerEndsConnections(t *testing.T) {
 	t.Parallel()
 	s, p := newSlowServer(t), hasty()
 	idle := s.conn(t, p, "")
@@ -102,7 +102,7 @@ func TestNobodyWaitsForEverForAServerThatAnswersNobody(t *testing.T) {
 	assert.Equal(t, 0, len(p.conns))
 }
 
-func TestALongStatementIsWaitedForWhileItsServerAnswersOthers(t *testing.T) {
+func TestLongStatementOnResponsiveServer(t *testing.T) {
 	t.Parallel()
 	s, p := newSlowServer(t), hasty()
 	s.talks.Store(true)
@@ -116,7 +116,7 @@ func TestALongStatementIsWaitedForWhileItsServerAnswersOthers(t *testing.T) {
 	assert.NoError(t, err, "the answer did not come")
 }
 
-func TestAServerThatRefusesIsNotSilent(t *testing.T) {
+func TestRefusingServerIsResponsive(t *testing.T) {
 	t.Parallel()
 	s, p := newSlowServer(t), hasty()
 	address := s.Addr()
@@ -124,7 +124,7 @@ func TestAServerThatRefusesIsNotSilent(t *testing.T) {
 	assert.True(t, p.probe(address), "a rejection counted as silence")
 }
 
-func TestAPoolDoesNotWaitForEverForAnIdleConnection(t *testing.T) {
+func TestUnresponsiveIdleConnectionIsClosed(t *testing.T) {
 	t.Parallel()
 	for url, want := range map[string]time.Duration{
 		"postgres://one.example/b":                      probeTimeout,

@@ -25,7 +25,7 @@ import (
 
 const secret = "s3cr3t-w0rd"
 
-func TestOpenSaysWhatIsWrongAndNeverThePassword(t *testing.T) {
+func TestOpenErrorsNameCauseAndHidePassword(t *testing.T) {
 	t.Parallel()
 	real, err := url.Parse(pgtest.EmptyURL(t))
 	require.NoError(t, err)
@@ -121,7 +121,7 @@ func TestOpenSaysWhatIsWrongAndNeverThePassword(t *testing.T) {
 	}
 }
 
-func TestOpenChoosesWhatThePathToTheServerCarries(t *testing.T) {
+func TestOpenAdaptsToPooler(t *testing.T) {
 	t.Parallel()
 	direct := pgtest.EmptyURL(t)
 	pooler := throughPooler(t, direct)
@@ -147,7 +147,7 @@ func TestOpenChoosesWhatThePathToTheServerCarries(t *testing.T) {
 	}
 }
 
-func TestReadCommittedWhateverTheDefault(t *testing.T) {
+func TestInTxIsReadCommitted(t *testing.T) {
 	t.Parallel()
 	at := pgtest.EmptyURL(t)
 	admin, err := postgres.Open(t.Context(), at, postgres.Options{})
@@ -208,7 +208,7 @@ func TestIsCodeOfOtherErrors(t *testing.T) {
 }
 
 // A process that pauses in a transaction keeps its locks. After a while the server ends its session.
-func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
+func TestIdleTransactionEnds(t *testing.T) {
 	t.Parallel()
 	database := pgtest.EmptyURL(t)
 	usual := pgtest.Pool(t, database, postgres.Options{})
@@ -252,7 +252,7 @@ func TestUnchanged(t *testing.T) {
 }
 
 // An error code of the server may have different remedies.
-func TestDiagnoseNamesTheRemedy(t *testing.T) {
+func TestDiagnoseNamesRemedy(t *testing.T) {
 	t.Parallel()
 	for want, err := range map[string]*pgconn.PgError{
 		"max_locks_per_transaction": {Code: "53200", Hint: "You might need to increase max_locks_per_transaction."},
@@ -266,7 +266,7 @@ func TestDiagnoseNamesTheRemedy(t *testing.T) {
 	}
 }
 
-func TestAnErrorNamesTheTextThatCannotBeStored(t *testing.T) {
+func TestErrorNamesUnstorableText(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
 	for want, arguments := range map[string]postgres.Strict{
@@ -284,7 +284,7 @@ func TestAnErrorNamesTheTextThatCannotBeStored(t *testing.T) {
 }
 
 // A lock timeout that PostgreSQL reports as a cancel counts as a lock timeout; any other cancel does not.
-func TestALockTimeoutInTheGuiseOfACancel(t *testing.T) {
+func TestLockTimeoutReportedAsCancel(t *testing.T) {
 	t.Parallel()
 	const cancel, limit = "canceling statement due to user request", "canceling statement due to statement timeout"
 	const waited = "while locking tuple (0,3) in relation \"agent_locks\"\nSQL statement \"select 1\""
@@ -300,7 +300,7 @@ func TestALockTimeoutInTheGuiseOfACancel(t *testing.T) {
 	}
 }
 
-func TestRowsGenericKeepsThePlanAndNoSetting(t *testing.T) {
+func TestRowsGeneric(t *testing.T) {
 	t.Parallel()
 	conn, err := pgx.Connect(t.Context(), pgtest.DirectURL(t, pgtest.EmptyURL(t)))
 	require.NoError(t, err)
@@ -328,7 +328,7 @@ func TestRowsGenericKeepsThePlanAndNoSetting(t *testing.T) {
 
 // A repeated text is rewritten like the first time, with the current values. Each time a missing or extra name is
 // rejected.
-func TestNamesMeanTheSameEveryTime(t *testing.T) {
+func TestCachedQueryTakesCurrentValues(t *testing.T) {
 	t.Parallel()
 	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
 	require.NoError(t, err)
@@ -356,7 +356,7 @@ func TestNamesMeanTheSameEveryTime(t *testing.T) {
 }
 
 // A connection drops texts before there are too many. Dropped texts still work.
-func TestTextsAreForgottenBeforeThereAreTooMany(t *testing.T) {
+func TestCachedQueriesAreBounded(t *testing.T) {
 	t.Parallel()
 	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
 	require.NoError(t, err)
@@ -374,7 +374,7 @@ func TestTextsAreForgottenBeforeThereAreTooMany(t *testing.T) {
 	assert.Truef(t, err == nil && sql == "select $1", "without a connection: %q, %v", sql, err)
 }
 
-func TestTextIsWhatAColumnCanHold(t *testing.T) {
+func TestTextIsStorable(t *testing.T) {
 	t.Parallel()
 	tests := map[string]struct{ text, want string }{
 		"nothing":      {"", ""},
@@ -425,7 +425,7 @@ func opened(t *testing.T, at string) *pgxpool.Pool {
 }
 
 // A database or a role may have other defaults. Sessions write and read the same values.
-func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
+func TestValuesAreIndependentOfDatabaseSettings(t *testing.T) {
 	t.Parallel()
 	at := pgtest.EmptyURL(t)
 	admin := opened(t, at)
@@ -453,7 +453,7 @@ func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
 }
 
 // Listening sessions and idle pool sessions stay open, even if the database ends idle sessions.
-func TestAnIdleSessionIsKeptWhateverTheDatabaseSets(t *testing.T) {
+func TestIdleSessionTimeoutIsOff(t *testing.T) {
 	t.Parallel()
 	at := pgtest.EmptyURL(t)
 	admin := opened(t, at)
@@ -473,7 +473,7 @@ func TestAnIdleSessionIsKeptWhateverTheDatabaseSets(t *testing.T) {
 }
 
 // By default, a server with the locale C creates databases without an encoding.
-func TestADatabaseOfAnotherEncodingIsRefused(t *testing.T) {
+func TestOtherEncodingIsRejected(t *testing.T) {
 	t.Parallel()
 	at := pgtest.EmptyURL(t)
 	admin := opened(t, at)

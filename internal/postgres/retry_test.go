@@ -54,7 +54,7 @@ func TestRetryOnDisconnect(t *testing.T) {
 
 // Open waits for a server that shuts down during a connect, like for an absent one. Without ConnectWait it returns the
 // error at once.
-func TestOpenWaitsForAServerThatGoesDownMeanwhile(t *testing.T) {
+func TestOpenWaitsForRestart(t *testing.T) {
 	t.Parallel()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
@@ -94,7 +94,7 @@ func TestOpenWaitsForAServerThatGoesDownMeanwhile(t *testing.T) {
 }
 
 // After a failover the old primary may run on and reject writes. A pool must close its connections to it.
-func TestAPoolLetsGoOfAServerThatTakesNoMoreWrites(t *testing.T) {
+func TestPoolResetsOnReadOnlyServer(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Empty(t)
 	pgtest.Exec(t, pool, `create table kept (n int)`)
@@ -121,7 +121,7 @@ func TestAPoolLetsGoOfAServerThatTakesNoMoreWrites(t *testing.T) {
 	assert.Truef(t, refused <= 2, "%d more writes were refused: the other connections were kept", refused)
 }
 
-func TestNothingIsAskedUnderASeal(t *testing.T) {
+func TestSealedContextUsesNoDatabase(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	sealed, seal := postgres.WithoutDatabase(t.Context())

@@ -38,7 +38,7 @@ func write(t *testing.T, with writer, err error, traceID string) (*httptest.Resp
 	return w, log.String()
 }
 
-func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
+func TestStatusOfErrors(t *testing.T) {
 	for name, test := range map[string]struct {
 		err    error
 		status int
@@ -89,7 +89,7 @@ func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
 	}
 }
 
-func TestTraceAndHolderAreTold(t *testing.T) {
+func TestTraceAndHolderAreInProblem(t *testing.T) {
 	w, log := write(t, problem.Write, problem.New(409, "held").WithHolder("op_1/7"), "op_2")
 	want := `{"type":"about:blank","title":"Conflict","status":409,"detail":"held","trace_id":"op_2","holder":"op_1/7"}` +
 		"\n"
@@ -99,7 +99,7 @@ func TestTraceAndHolderAreTold(t *testing.T) {
 	assert.Equal(t, "op_1", w.Header().Get("X-Trace-Id"))
 }
 
-func TestTheCauseGoesToTheLogAndNotToTheClient(t *testing.T) {
+func TestCauseIsOnlyInLog(t *testing.T) {
 	for name, with := range map[string]writer{"problem": problem.Write, "OpenAI's format": problem.WriteOpenAI} {
 		t.Run(name, func(t *testing.T) {
 			w, log := write(t, with, errors.New("relation agent_x at 10.0.0.7"), "op_1")
@@ -109,7 +109,7 @@ func TestTheCauseGoesToTheLogAndNotToTheClient(t *testing.T) {
 	}
 }
 
-func TestOpenAIsFormat(t *testing.T) {
+func TestOpenAIFormat(t *testing.T) {
 	for name, test := range map[string]struct {
 		err        error
 		kind, code string

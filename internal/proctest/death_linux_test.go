@@ -15,7 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-func TestAProcessIsNotInTheGroupOfItsTests(t *testing.T) {
+func TestProcessHasItsOwnGroup(t *testing.T) {
 	t.Parallel()
 	p := proctest.Start(t, time.Minute, t.TempDir(), proctest.Environ(), "sleep", "60")
 	group, err := syscall.Getpgid(p.Cmd.Process.Pid)
@@ -25,7 +25,7 @@ func TestAProcessIsNotInTheGroupOfItsTests(t *testing.T) {
 }
 
 // The kernel counts a thread as the parent. Go ends a thread if its goroutine ends while locked to it.
-func TestAProcessOutlivesTheThreadThatAskedForIt(t *testing.T) {
+func TestProcessOutlivesStartingThread(t *testing.T) {
 	t.Parallel()
 	started, thread := make(chan *proctest.Process), 0
 	var ask func()

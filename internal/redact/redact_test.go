@@ -88,7 +88,7 @@ func TestKey(t *testing.T) {
 	}
 }
 
-func TestTextByLook(t *testing.T) {
+func TestTextByShape(t *testing.T) {
 	for name, c := range map[string]struct{ in, want string }{
 		"bearer":         {"sent Bearer abc.def-123 to it", "sent Bearer [redacted] to it"},
 		"header":         {"Authorization: Basic dXNlcjpwYXNz\nHost: a", "Authorization: [redacted]\nHost: a"},
@@ -151,7 +151,7 @@ func TestTextByLook(t *testing.T) {
 	}
 }
 
-func TestNumbersAreKeptToTheDigit(t *testing.T) {
+func TestNumbersKeepAllDigits(t *testing.T) {
 	in := `{"a":12345678901234567890,"b":0.10,"c":1e400,"d":-0}`
 	assert.NoDiff(t, in, string(redact.JSON(json.RawMessage(in), 0)))
 	for name, n := range map[string]string{"long": strings.Repeat("9", 5000), "exponent": "1e999999"} {
@@ -171,7 +171,7 @@ type panics struct{}
 
 func (panics) MarshalJSON() ([]byte, error) { panic("sk-abcdefghijklmnop") }
 
-func TestWhatCannotBeMarshalledIsDescribed(t *testing.T) {
+func TestUnmarshallableValueIsDescribed(t *testing.T) {
 	type loop struct{ Next *loop }
 	circle := &loop{}
 	circle.Next = circle
@@ -190,7 +190,7 @@ func TestWhatCannotBeMarshalledIsDescribed(t *testing.T) {
 	}
 }
 
-func TestBytesAndNothing(t *testing.T) {
+func TestBytesAndEmptyValues(t *testing.T) {
 	for name, c := range map[string]struct {
 		in   any
 		want string
@@ -222,7 +222,7 @@ func TestLongStringsAreCutFirst(t *testing.T) {
 	}
 }
 
-func TestWhatIsStillTooLargeBecomesAPreview(t *testing.T) {
+func TestOversizedValueBecomesPreview(t *testing.T) {
 	got := redact.JSON(make([]int, 5000), 200)
 	var out struct {
 		Truncated bool   `json:"_truncated"`
@@ -234,7 +234,7 @@ func TestWhatIsStillTooLargeBecomesAPreview(t *testing.T) {
 		"got %s", got)
 }
 
-func TestASecretAcrossTheCutIsRemovedWhole(t *testing.T) {
+func TestSecretAcrossCutIsRemoved(t *testing.T) {
 	for at := range 120 {
 		s := strings.Repeat("x", at) + " password=hunter2hunter2hunter2 " + strings.Repeat("y", 200)
 		for _, got := range []string{redact.Text(s, 100), string(redact.JSON(map[string]string{"a": s}, 100))} {
@@ -243,7 +243,7 @@ func TestASecretAcrossTheCutIsRemovedWhole(t *testing.T) {
 	}
 }
 
-func TestVeryDeepAndVeryLong(t *testing.T) {
+func TestDeepAndLongValues(t *testing.T) {
 	deep := strings.Repeat(`{"a":`, 5000) + `"password=hunter2"` + strings.Repeat("}", 5000)
 	long := strings.Repeat("word ", 1<<19) + " password=hunter2"
 	nested := `"sk-abcdefghijklmnop"`
@@ -275,7 +275,7 @@ func BenchmarkJSON(b *testing.B) {
 	}
 }
 
-func TestAKnownSecretIsHiddenAtAnyDepth(t *testing.T) {
+func TestKnownSecretIsHiddenAtAnyDepth(t *testing.T) {
 	hide := strings.NewReplacer("s3cret", "[secret]").Replace
 	got := redact.Known(map[string]any{
 		"a s3cret key": 1.5, "list": []any{"the s3cret", nil, map[string]any{"deep": "s3crets3cret"}}, "true": true,
@@ -334,7 +334,7 @@ func TestPiecesInAnyOrder(t *testing.T) {
 
 // A text with many starts of secrets takes time in proportion to its length: at most a tenth of a second each. A search
 // from each start to the end would take minutes.
-func TestTheWorkGrowsWithTheTextAndNoFaster(t *testing.T) {
+func TestTimeIsLinearInText(t *testing.T) {
 	const size, most = 512 << 10, 20 * time.Second
 	for _, beginning := range []string{
 		"<password>", "x<secret></a>", "</password", "curl -u ", "curl ", "mysql -p ", "password: |\n", "password:\n",

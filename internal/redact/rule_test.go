@@ -12,7 +12,7 @@ import (
 )
 
 // Every rule finds a text of its shape, from the first character to the last.
-func TestEveryRuleFindsItsShape(t *testing.T) {
+func TestEveryRuleMatchesItsPattern(t *testing.T) {
 	for number := range rules {
 		r := &rules[number]
 		t.Run(r.name, func(t *testing.T) {

@@ -124,7 +124,7 @@ var secrets = map[string]secretText{
 	"upside accent": {"pässwörd: hunter2", "hunter2"},
 }
 
-func TestASecretIsRemovedWhereverItStands(t *testing.T) {
+func TestSecretIsRemovedInEveryContext(t *testing.T) {
 	for name, c := range secrets {
 		t.Run(name, func(t *testing.T) {
 			for _, around := range []string{"%s", "before\n%s\nafter", "{\"a\": \"\n%s"} {
@@ -138,7 +138,7 @@ func TestASecretIsRemovedWhereverItStands(t *testing.T) {
 	}
 }
 
-func TestNamesInOtherLanguagesAndWithHiddenCharactersAreSecret(t *testing.T) {
+func TestForeignAndObfuscatedNames(t *testing.T) {
 	for _, name := range []string{
 		"contraseña", "CONTRASEÑA", "contrasenaUsuario", "passwort", "db_kennwort", "motDePasse", "mot_de_passe",
 		"senha", "wachtwoord",
@@ -157,7 +157,7 @@ func TestNamesInOtherLanguagesAndWithHiddenCharactersAreSecret(t *testing.T) {
 	}
 }
 
-func TestOnlyTheSecretOfACommandIsRemoved(t *testing.T) {
+func TestOnlySecretOfCommandIsRemoved(t *testing.T) {
 	for in, want := range map[string]string{
 		"curl -sS -u bob:hunter2 https://example.com/a":  "curl -sS -u bob:[redacted] https://example.com/a",
 		"curl -u a:b x; curl -u c:d y":                   "curl -u a:[redacted] x; curl -u c:[redacted] y",

@@ -8,7 +8,7 @@ import (
 )
 
 // A lag is the age of the newest position that the standby has replayed, whatever the age of its latest transaction.
-func TestALagIsTheAgeOfWhatWasReplayed(t *testing.T) {
+func TestLagIsAgeOfReplayedPosition(t *testing.T) {
 	t.Parallel()
 	now := time.Now()
 	hour := time.Hour
@@ -52,7 +52,7 @@ func TestALagIsTheAgeOfWhatWasReplayed(t *testing.T) {
 }
 
 // A standby that stands still for a day does not use memory for each second.
-func TestAMeterIsBounded(t *testing.T) {
+func TestLagMeterIsBounded(t *testing.T) {
 	t.Parallel()
 	var m meter
 	began := time.Now().Add(-24 * time.Hour)

@@ -54,7 +54,7 @@ func TestNext(t *testing.T) {
 	}
 }
 
-func TestParseSaysWhatIsWrong(t *testing.T) {
+func TestParseErrors(t *testing.T) {
 	for name, c := range map[string]struct{ in, says string }{
 		"empty":             {"", "it is empty"},
 		"blank":             {" \t", "it is empty"},
@@ -121,7 +121,7 @@ func TestZeroValueIsNeverDue(t *testing.T) {
 	}
 }
 
-func TestParseKeepsTheExpressionAndZone(t *testing.T) {
+func TestParseKeepsExpressionAndZone(t *testing.T) {
 	s, err := schedule.Parse("TZ=Asia/Tokyo 0 9 * * *", nil)
 	require.NoError(t, err)
 	if s.String() != "TZ=Asia/Tokyo 0 9 * * *" || s.Location().String() != "Asia/Tokyo" ||

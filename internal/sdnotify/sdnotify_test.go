@@ -32,7 +32,7 @@ func env(values map[string]string) func(string) string {
 	return func(name string) string { return values[name] }
 }
 
-func TestTheManagerIsTold(t *testing.T) {
+func TestTell(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "notify")
 	read := manager(t, socket)
 	m := sdnotify.New(env(map[string]string{"NOTIFY_SOCKET": socket}))
@@ -42,7 +42,7 @@ func TestTheManagerIsTold(t *testing.T) {
 	}
 }
 
-func TestSignsOfLifeComeUntilTheEnd(t *testing.T) {
+func TestWatchdogRunsUntilContextEnds(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "notify")
 	read := manager(t, socket)
 	m := sdnotify.New(env(map[string]string{
@@ -58,7 +58,7 @@ func TestSignsOfLifeComeUntilTheEnd(t *testing.T) {
 	group.Wait()
 }
 
-func TestNobodyIsToldWhoDidNotAsk(t *testing.T) {
+func TestWithoutNotifySocket(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "nobody")
 	for name, values := range map[string]map[string]string{
 		"no socket":            {"WATCHDOG_USEC": "1000"},

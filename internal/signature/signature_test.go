@@ -61,7 +61,7 @@ func hexSum(secret, message string) string {
 	return hex.EncodeToString(mac.Sum(nil))
 }
 
-func TestTheOfficialLibrariesSignaturesVerify(t *testing.T) {
+func TestSignaturesOfOfficialLibraryVerify(t *testing.T) {
 	t.Parallel()
 	stripeHeader := stripe.GenerateTestSignedPayload(&stripe.UnsignedPayload{
 		Payload: body, Secret: "whsec_stripe",
@@ -153,7 +153,7 @@ func TestTheOfficialLibrariesSignaturesVerify(t *testing.T) {
 	}
 }
 
-func TestOurSignaturesSatisfyTheOfficialLibrary(t *testing.T) {
+func TestOfficialLibraryVerifiesOurSignatures(t *testing.T) {
 	t.Parallel()
 	wh, err := standardwebhooks.NewWebhook(whsec)
 	require.NoError(t, err)
@@ -193,7 +193,7 @@ func TestAsymmetricSignatures(t *testing.T) {
 	assert.ErrorIs(t, v.Verify(forged, body, now), signature.ErrRefused)
 }
 
-func TestTimesFarFromNowAreRefused(t *testing.T) {
+func TestTimesOutsideToleranceAreRejected(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		off       time.Duration
@@ -231,7 +231,7 @@ func TestTimesFarFromNowAreRefused(t *testing.T) {
 	}
 }
 
-func TestMalformedHeadersAreRefused(t *testing.T) {
+func TestMalformedHeadersAreRejected(t *testing.T) {
 	t.Parallel()
 	good := standard(t, whsec, "msg", now, body)
 	for name, c := range map[string]struct {
@@ -281,7 +281,7 @@ func TestMalformedHeadersAreRefused(t *testing.T) {
 	}
 }
 
-func TestAnEmptySecretMatchesNothing(t *testing.T) {
+func TestEmptySecretMatchesNothing(t *testing.T) {
 	t.Parallel()
 	for _, scheme := range append(signature.Schemes(), "none") {
 		for _, secrets := range [][]string{nil, {""}, {whsec, ""}} {

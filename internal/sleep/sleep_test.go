@@ -9,7 +9,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
-func TestAnEndedContextEndsTheWait(t *testing.T) {
+func TestEndedContextEndsWait(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	assert.True(t, sleep.For(ctx, time.Nanosecond), "the time did not pass")
 	cancel()

@@ -60,7 +60,7 @@ var composed = map[string]string{
 // utility matches statements that PostgreSQL parses without the schema, and that no pooled session may run here.
 var utility = regexp.MustCompile(`(?i)^\s*(listen|unlisten|create|drop|alter|set|begin|commit|rollback|vacuum|do)\b`)
 
-func TestPostgresAcceptsEveryStatementInTheSource(t *testing.T) {
+func TestEveryStatementParses(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	conn, err := pool.Acquire(t.Context())
@@ -102,7 +102,7 @@ func prepare(t *testing.T, conn *pgx.Conn, sql string) error {
 	return err
 }
 
-func TestTheCheckSeesWhatIsWrong(t *testing.T) {
+func TestCheckFindsErrors(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	conn, err := pool.Acquire(t.Context())
@@ -139,7 +139,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 var oldRows = regexp.MustCompile(`(?i)(\w+)\s*<=?\s*clock_timestamp\(\)[^()]*?\border by (?:\w+\.)?(\w+)`)
 
 // Such a search reads the whole table, however few rows are old. statement_timestamp is stable.
-func TestASearchForOldRowsCanUseAnIndex(t *testing.T) {
+func TestSearchForOldRowsUsesIndex(t *testing.T) {
 	t.Parallel()
 	root, err := filepath.Abs("../..")
 	require.NoError(t, err)

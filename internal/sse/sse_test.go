@@ -22,7 +22,7 @@ var texts = []string{
 	"日本 🎉 👨‍👩‍👧", "[DONE]", strings.Repeat("x", 5000), strings.Repeat("a\r\n", 500),
 }
 
-func TestAnEventIsWrittenSo(t *testing.T) {
+func TestAppend(t *testing.T) {
 	for want, e := range map[string]sse.Event{
 		"data: \n\n":                     {},
 		"data: {}\n\n":                   {Data: "{}"},
@@ -37,7 +37,7 @@ func TestAnEventIsWrittenSo(t *testing.T) {
 	assert.Equal(t, ": a\n: b\n\nretry: 1000\n\n", string(sse.Retry(sse.Comment(nil, "a\nb"), time.Second)))
 }
 
-func TestAVeryLongEventIsOne(t *testing.T) {
+func TestLongEvent(t *testing.T) {
 	long := strings.Repeat("text\n", 1<<20)
 	got := ssetest.Read(string(sse.Event{Name: "part", Data: long}.Append(nil)))
 	assert.Truef(t, len(got.Events) == 1 && got.Events[0].Data == long, "5 MB came out as %d events", len(got.Events))

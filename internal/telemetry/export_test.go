@@ -101,9 +101,9 @@ func names(spans []otlptest.Span) []string {
 	return all
 }
 
-// TestOneRoot: the first execution is the root of every trace. Notes from outside and further executions are its
-// descendants.
-func TestOneRoot(t *testing.T) {
+// TestTraceHasOneRoot: the first execution is the root of every trace. Notes from outside and further executions are
+// its descendants.
+func TestTraceHasOneRoot(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	id, alone := trace.New(trace.Flow), trace.New(trace.Operate)
@@ -140,8 +140,8 @@ func TestOneRoot(t *testing.T) {
 	}
 }
 
-// TestWhatCommitsLateIsSent: a row has an id from before the last pass, but its transaction was still running then.
-func TestWhatCommitsLateIsSent(t *testing.T) {
+// TestLateCommitIsSent: a row has an id from before the last pass, but its transaction was still running then.
+func TestLateCommitIsSent(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	id := trace.New(trace.Operate)
@@ -186,8 +186,8 @@ func TestOpenActivitiesAreSentWhenTheyEnd(t *testing.T) {
 	assert.Equal(t, "{}", s.one(`select pending::text from agent_span_export`))
 }
 
-// TestTheCallersSpanIsALink: the caller's span is a link, and the trace keeps its own id.
-func TestTheCallersSpanIsALink(t *testing.T) {
+// TestSpanOfCallerIsLink: the caller's span is a link, and the trace keeps its own id.
+func TestSpanOfCallerIsLink(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	id := trace.New(trace.Flow)
@@ -223,10 +223,10 @@ func TestSampling(t *testing.T) {
 	assert.Truef(t, kept != 0 && kept != 40, "%d of 40 traces were kept at a ratio of a half", kept)
 }
 
-// TestAnEndThatIsWrittenSlowlyIsSent: the event gets its id when the exporter can see the transaction. Here the server
-// writes the last step slowly during a pass of the exporter. The completion waits for no lock: lock waits are bounded,
-// and the writer retries.
-func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
+// TestSlowlyWrittenEndIsSent: the event gets its id when the exporter can see the transaction. Here the server writes
+// the last step slowly during a pass of the exporter. The completion waits for no lock: lock waits are bounded, and the
+// writer retries.
+func TestSlowlyWrittenEndIsSent(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	run := s.one(`
@@ -269,8 +269,8 @@ func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 	assert.Truef(t, cmp.Equal(got, []string{"execute_tool later", "invoke_workflow slow"}), "sent %q", got)
 }
 
-// TestOneSends: one of two exporters has the right to send, and the other takes over.
-func TestOneSends(t *testing.T) {
+// TestOneExporterSends: one of two exporters has the right to send, and the other takes over.
+func TestOneExporterSends(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	first := s.export()
@@ -290,8 +290,8 @@ func TestOneSends(t *testing.T) {
 	assert.Truef(t, cmp.Equal(got, []string{"execute_tool one", "execute_tool two"}), "sent %q", got)
 }
 
-// TestTheLastPassSendsWhatHasJustEnded, also within the millisecond of the exporter's stop.
-func TestTheLastPassSendsWhatHasJustEnded(t *testing.T) {
+// TestLastPassSendsEndedSpans, also within the millisecond of the exporter's stop.
+func TestLastPassSendsEndedSpans(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	for n := range 25 {
@@ -304,8 +304,8 @@ func TestTheLastPassSendsWhatHasJustEnded(t *testing.T) {
 	}
 }
 
-// TestARefusedBatchIsGivenUp: the receiver would reject it for ever, and it would block all later batches.
-func TestARefusedBatchIsGivenUp(t *testing.T) {
+// TestRejectedBatchIsDropped: the receiver would reject it for ever, and it would block all later batches.
+func TestRejectedBatchIsDropped(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	s.note(trace.New(trace.Flow), nil, "bad")

@@ -107,7 +107,7 @@ func TestLoad(t *testing.T) {
 	}
 }
 
-func TestTheVariablesAreDocumented(t *testing.T) {
+func TestVariablesAreDocumented(t *testing.T) {
 	source, err := os.ReadFile("settings.go")
 	require.NoError(t, err)
 	page, err := os.ReadFile("../../docs/settings.md")
@@ -164,7 +164,7 @@ func used(m *telemetry.Metrics) {
 	m.Delivery("github", "accepted")
 }
 
-func TestMetricsAreAsPrometheusWantsThem(t *testing.T) {
+func TestMetricsFormat(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	m := telemetry.NewMetrics("1.2.3", telemetry.NewState(db, slog.New(slog.DiscardHandler)))
@@ -193,8 +193,8 @@ func TestMetricsAreAsPrometheusWantsThem(t *testing.T) {
 		strings.Contains(text, `version="1.2.3"`), "a phase or an invented name is counted, or the version is missing")
 }
 
-// TestAScrapeWithoutTheDatabase: a scrape has the metrics of the process, and reports that the database is down.
-func TestAScrapeWithoutTheDatabase(t *testing.T) {
+// TestScrapeWithoutDatabase: a scrape has the metrics of the process, and reports that the database is down.
+func TestScrapeWithoutDatabase(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	m := telemetry.NewMetrics("test", telemetry.NewState(db, slog.New(slog.DiscardHandler)))
@@ -206,8 +206,8 @@ func TestAScrapeWithoutTheDatabase(t *testing.T) {
 		text)
 }
 
-// TestManyScrapesAskOnce: many scrapes share one query of the database.
-func TestManyScrapesAskOnce(t *testing.T) {
+// TestScrapesShareOneQuery: many scrapes share one query of the database.
+func TestScrapesShareOneQuery(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	m := telemetry.NewMetrics("test", telemetry.NewState(db, slog.New(slog.DiscardHandler)))
@@ -245,7 +245,7 @@ func TestLabelsAreBounded(t *testing.T) {
 	assert.Contains(t, text, `agent_skill_invocations_total{skill="other",status="success"} 2500`)
 }
 
-// TestNoMetrics: a nil Metrics counts nothing and does not panic.
-func TestNoMetrics(*testing.T) { used(nil) }
+// TestNilMetrics: a nil Metrics counts nothing and does not panic.
+func TestNilMetrics(*testing.T) { used(nil) }
 
 func TestMain(m *testing.M) { pgtest.Main(m) }

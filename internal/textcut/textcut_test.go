@@ -7,7 +7,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
-func TestTextsEndAtWholeCharacters(t *testing.T) {
+func TestTextKeepsWholeCharacters(t *testing.T) {
 	for text, want := range map[string]string{"": "", "äb": "äb", "abc": "abc", "abcd": "abc…", "abä": "ab…"} {
 		assert.Equal(t, want, textcut.Text(text, 3), text)
 	}

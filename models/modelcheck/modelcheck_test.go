@@ -44,7 +44,7 @@ func check(t *testing.T, c *models.Client, target modelcheck.Target) map[string]
 	return found
 }
 
-func TestEveryProviderPassesItsChecks(t *testing.T) {
+func TestEveryProviderPassesChecks(t *testing.T) {
 	type provider func(testing.TB, ...modeltest.Reply) *modeltest.Server
 	for name, test := range map[string]struct {
 		server  provider
@@ -96,7 +96,7 @@ func answering(t *testing.T, contains string, reply modeltest.Reply) *modeltest.
 	return server
 }
 
-func TestAFailedCheckNamesTheSettingThatHelps(t *testing.T) {
+func TestFailedCheckNamesSetting(t *testing.T) {
 	refusal := func(status int, message string) modeltest.Reply {
 		return modeltest.Refusal(status, "invalid_request_error", "", message, 0)
 	}
@@ -168,13 +168,13 @@ func turbo(c *models.Config)    { c.ReasoningEffort = "turbo" }
 func overChat(c *models.Config) { c.API = models.APIChat }
 func unpriced(c *models.Config) { c.Model = "house/own" }
 
-func TestACorrectionIsSkippedWithoutACall(t *testing.T) {
+func TestCorrectionIsSkippedWithoutCall(t *testing.T) {
 	found := check(t, client(t, answering(t, "temperature", modeltest.Text("21"))), modelcheck.Target{})
 	got := found[modelcheck.Correction]
 	assert.Truef(t, got.Status == modelcheck.Skipped && got.Detail == "no tool was called", "got %+v", got)
 }
 
-func TestTheEffortOfATargetReachesItsServer(t *testing.T) {
+func TestTargetEffortReachesServer(t *testing.T) {
 	server := answering(t, "\x00", modeltest.Text(""))
 	check(t, client(t, server), modelcheck.Target{Model: "gpt-4o", Effort: "low"})
 	for i, r := range server.Requests() {
@@ -183,7 +183,7 @@ func TestTheEffortOfATargetReachesItsServer(t *testing.T) {
 	}
 }
 
-func TestChecksEndWithTheirContext(t *testing.T) {
+func TestChecksEndWithContext(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	c := client(t, answering(t, "", modeltest.Hang()))
 	err := modelcheck.Run(ctx, c, modelcheck.Target{}, func(string) { cancel() }, func(r modelcheck.Result) {
@@ -192,7 +192,7 @@ func TestChecksEndWithTheirContext(t *testing.T) {
 	assert.ErrorIs(t, err, context.Canceled)
 }
 
-func TestASilentModelIsSaidToBeSlow(t *testing.T) {
+func TestSilentModelIsReportedAsSlow(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	answers, tools := modelcheck.Once(ctx, client(t, answering(t, "", modeltest.Hang())), modelcheck.Target{})
@@ -202,7 +202,7 @@ func TestASilentModelIsSaidToBeSlow(t *testing.T) {
 	}
 }
 
-func TestOneCallTellsAnswersFromTools(t *testing.T) {
+func TestOnce(t *testing.T) {
 	refused := modeltest.Refusal(400, "invalid_request_error", "", "tools are off", 0)
 	for name, test := range map[string]struct {
 		fault          string

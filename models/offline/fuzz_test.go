@@ -44,7 +44,7 @@ func FuzzRequest(f *testing.F) {
 	})
 }
 
-func TestASchemaThatMultipliesIsBounded(t *testing.T) {
+func TestExponentialSchemaIsBounded(t *testing.T) {
 	t.Parallel()
 	schema := `{"type":"array","minItems":10}`
 	for range 8 {

@@ -195,7 +195,7 @@ func TestObjectiveWithoutStepsIsPlanned(t *testing.T) {
 	}), "no plan was made of steps that a call can show:\n%s", strings.Join(calls, "\n"))
 }
 
-func TestReflectionRemembersTroubleFirst(t *testing.T) {
+func TestReflectionRemembersFailuresFirst(t *testing.T) {
 	t.Parallel()
 	prompt := "Reflect on the last 7 days of your own performance.\n\nModel tokens: 120, cost: 0.0000 USD.\nSkills:\n" +
 		"- table_sizes (enabled): 9 calls, 100 % succeeded, 0 in a row\n- replication_lag (disabled): 3 calls, 0 % succeeded, 3 failures in a row\n"
@@ -205,7 +205,7 @@ func TestReflectionRemembersTroubleFirst(t *testing.T) {
 	assert.Contains(t, text, "3 failures in a row")
 }
 
-func TestToolsThatChangeSomethingWaitForAnOrder(t *testing.T) {
+func TestWriteToolsNeedOrder(t *testing.T) {
 	t.Parallel()
 	for prompt, want := range map[string]bool{
 		"Please run vacuum_table for table: orders":  true,
@@ -220,7 +220,7 @@ func TestToolsThatChangeSomethingWaitForAnOrder(t *testing.T) {
 	}
 }
 
-func TestNamesAreTakenFromResultsAndNotInvented(t *testing.T) {
+func TestNamesComeFromResults(t *testing.T) {
 	t.Parallel()
 	calls, _ := talk(t, "Show columns and statistics of the largest table, and table sizes", caretaker())
 	assert.Truef(t, slices.Contains(calls, `table_details {"table":"orders"}`), "calls: %q", calls)
@@ -285,7 +285,7 @@ func TestEveryConversationEnds(t *testing.T) {
 	}
 }
 
-func TestNothingRelevantIsSaidHonestly(t *testing.T) {
+func TestAnswerWithoutRelevantFacts(t *testing.T) {
 	t.Parallel()
 	calls, text := talk(t, "Sing me a song", caretaker())
 	assert.Truef(t, len(calls) == 0 && strings.Contains(text, "offline model") && strings.Contains(text, "OPENAI_API_KEY"),
@@ -305,7 +305,7 @@ func post(t *testing.T, url, body string) (int, string) {
 	return resp.StatusCode, string(text)
 }
 
-func TestSameRequestGetsTheSameBytes(t *testing.T) {
+func TestEqualRequestsGetEqualResponses(t *testing.T) {
 	t.Parallel()
 	const body = `{"model":"offline","stream":true,"messages":[{"role":"user","content":"table sizes?"}],
 		"tools":[{"type":"function","function":{"name":"table_sizes","parameters":{"type":"object"}}}]}`

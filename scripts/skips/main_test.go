@@ -8,7 +8,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
-func TestASkipNeedsAReasonOfTheList(t *testing.T) {
+func TestSkipNeedsListedReason(t *testing.T) {
 	for reason, want := range map[string]bool{"needs root": true, "not today": false} {
 		events := `{"Action":"run","Package":"p","Test":"T"}
 {"Action":"output","Package":"p","Test":"T","Output":"=== RUN   T\n"}
@@ -22,6 +22,6 @@ func TestASkipNeedsAReasonOfTheList(t *testing.T) {
 	}
 }
 
-func TestAnEventThatIsCutOffIsAnError(t *testing.T) {
+func TestTruncatedEventIsError(t *testing.T) {
 	assert.Error(t, check(strings.NewReader(`{"Action":"run"`), io.Discard), "no error")
 }

@@ -8,7 +8,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
-func TestRetiredWordsAreFoundInNamesAndSentences(t *testing.T) {
+func TestRetiredWordsAreFound(t *testing.T) {
 	t.Parallel()
 	tree := fstest.MapFS{
 		"list":        {Data: []byte("# a comment\ncrew worker pool\nputOff defer\n")},
@@ -27,7 +27,7 @@ b/c.sql:1: crew is retired: use worker pool
 	assert.Truef(t, err == nil && found == 4 && out.String() == want, "found %d, %v:\n%s", found, err, out.String())
 }
 
-func TestOnlyStringsMayBeWide(t *testing.T) {
+func TestLineWidth(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("x", 120)
 	for text, want := range map[string]int{
@@ -43,7 +43,7 @@ func TestOnlyStringsMayBeWide(t *testing.T) {
 	}
 }
 
-func TestProseIsWrapped(t *testing.T) {
+func TestProseWidth(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("word ", 30)
 	for text, want := range map[string]int{

@@ -128,7 +128,7 @@ const shopAddress = "support@shop.example"
 
 // A mail opens a thread, and a reply to its answer continues it. A repeated mail is answered once, an automatic one
 // never.
-func TestAMailThreadIsAConversation(t *testing.T) {
+func TestMailThreadIsConversation(t *testing.T) {
 	t.Parallel()
 	p := newPost(t, echo(t), "", "")
 	p.w.serve()
@@ -159,7 +159,7 @@ func TestAMailThreadIsAConversation(t *testing.T) {
 
 // Over a kill, temporary rejections and lost answers, each mail is answered once. A mail with an uncertain send, sent
 // once or not at all, is counted and listed.
-func TestMailIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
+func TestMailIsAnsweredOnceDespiteFaults(t *testing.T) {
 	t.Parallel()
 	mails, people := pick(24, 300), pick(4, 20)
 	p := newPost(t, echo(t), "yes", "", "AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=20")
@@ -191,7 +191,7 @@ func TestMailIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 }
 
 // A mail with a link announces a request for approval. A reply to it decides nothing.
-func TestNoMailApproves(t *testing.T) {
+func TestMailCannotApprove(t *testing.T) {
 	t.Parallel()
 	var paid atomic.Int32
 	shop := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {

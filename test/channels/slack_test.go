@@ -46,7 +46,7 @@ func answers(fake *slacktest.Server, channel, thread string) (all []slacktest.Me
 
 // A mention opens a thread, replies there need none, and a direct message is answered outside of threads. A message
 // that Slack repeats is answered once.
-func TestASlackThreadIsAConversation(t *testing.T) {
+func TestSlackThreadIsConversation(t *testing.T) {
 	t.Parallel()
 	fake, w := newSlack(t, echo(t), "")
 	fake.Twice = true
@@ -71,7 +71,7 @@ func TestASlackThreadIsAConversation(t *testing.T) {
 }
 
 // A slow answer appears while it is written, by edits of one message, within Slack's limits.
-func TestASlackAnswerIsStreamedAndSplit(t *testing.T) {
+func TestSlackAnswerIsStreamedAndSplit(t *testing.T) {
 	t.Parallel()
 	model := modeltest.New(t)
 	answer := strings.Repeat("A sentence of some length & with <b>signs</b>. ", 220) + "\n\nThe end."
@@ -96,7 +96,7 @@ func TestASlackAnswerIsStreamedAndSplit(t *testing.T) {
 }
 
 // Over kills, lost answers and limits, each message is answered once and in order. The fake reports what arrived.
-func TestSlackAnswersComeOnceOverKillsAndFaults(t *testing.T) {
+func TestSlackIsAnsweredOnceDespiteFaults(t *testing.T) {
 	t.Parallel()
 	people, each := pick(4, 15), pick(6, 20)
 	fake, w := newSlack(t, echo(t), "", "AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=20")
@@ -152,7 +152,7 @@ func TestSlackAnswersComeOnceOverKillsAndFaults(t *testing.T) {
 // A call requested in Slack waits for a button. An approver presses it in the channel for reports. No decision comes
 // from an account without a principal, a principal without the right, or the requester. Used buttons, expired ones, and
 // those with other arguments do not decide either.
-func TestASlackButtonApprovesACall(t *testing.T) {
+func TestSlackButtonApprovesCall(t *testing.T) {
 	t.Parallel()
 	var paid atomic.Int32
 	shop := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -27,7 +27,7 @@ func echo(t *testing.T) *modeltest.Server {
 }
 
 // A stranger gets a pairing code. An admin confirms it. Then the conversation is a thread with answers.
-func TestASenderIsPairedAndAnswered(t *testing.T) {
+func TestTelegramSenderIsPaired(t *testing.T) {
 	t.Parallel()
 	bot := telegramtest.New(t)
 	w := newWorld(t, echo(t), declare(bot.URL(), ""))
@@ -53,7 +53,7 @@ func TestASenderIsPairedAndAnswered(t *testing.T) {
 }
 
 // An open channel answers in the order of each conversation, splits long answers and shows them while they are written.
-func TestALongAnswerIsStreamedAndSplit(t *testing.T) {
+func TestTelegramAnswerIsStreamedAndSplit(t *testing.T) {
 	t.Parallel()
 	bot := telegramtest.New(t)
 	model := modeltest.New(t)
@@ -83,7 +83,7 @@ func TestALongAnswerIsStreamedAndSplit(t *testing.T) {
 
 // Messages come many times, in any order, over kills of the process, with a third of the sends failing. Each is
 // answered once, in the order of its conversation. Uncertain sends are counted.
-func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
+func TestTelegramIsAnsweredOnceDespiteFaults(t *testing.T) {
 	t.Parallel()
 	people, each := pick(20, 50), pick(10, 20) // and nearly as many duplicates as people
 	bot := telegramtest.New(t)
@@ -137,7 +137,7 @@ func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 }
 
 // A turn that has lost too many workers sends no answer. The person gets one notice, and the conversation continues.
-func TestATurnThatIsLostIsAnsweredByANotice(t *testing.T) {
+func TestLostTurnIsAnsweredByNotice(t *testing.T) {
 	t.Parallel()
 	bot := telegramtest.New(t)
 	model := modeltest.New(t)

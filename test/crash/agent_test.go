@@ -79,9 +79,9 @@ func (a *agent) decode(into any) {
 	require.NoError(a.t, json.Unmarshal([]byte(a.Out.String()), into), "in", a.Out.String())
 }
 
-// TestDevLeavesNoServerBehind: kill -9 of `agent dev` ends its PostgreSQL within seconds, and the next
-// start finds the data.
-func TestDevLeavesNoServerBehind(t *testing.T) {
+// TestKilledDevLeavesNoServer: kill -9 of `agent dev` ends its PostgreSQL within seconds, and the next start finds the
+// data.
+func TestKilledDevLeavesNoServer(t *testing.T) {
 	t.Parallel()
 	dir := pgtest.OpenDir(t)
 	environ := []string{"AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=" + never}
@@ -120,10 +120,10 @@ func TestDevLeavesNoServerBehind(t *testing.T) {
 // asks matches the first statement of a chat message.
 var asks = regexp.MustCompile(`hashtextextended\('chat `)
 
-// TestKillAtEveryBoundaryOfAChatAnswer kills the process with the visitor's connection before each of its requests, and
+// TestKillAtEveryBoundaryOfChatAnswer kills the process with the visitor's connection before each of its requests, and
 // after each took effect. If the message was stored, another process finishes the answer. If not, the visitor's client
 // sends it again.
-func TestKillAtEveryBoundaryOfAChatAnswer(t *testing.T) {
+func TestKillAtEveryBoundaryOfChatAnswer(t *testing.T) {
 	t.Parallel()
 	for name, stream := range map[string]bool{"streamed": true, "whole": false} {
 		t.Run(name, func(t *testing.T) {
@@ -211,9 +211,9 @@ func orderModel(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		Slowly(200 * time.Millisecond)
 }
 
-// TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice plays a suite with a model that answers in 200 ms, kills the process
-// in the middle, and resumes it. The long form has 100 cases in 5 trials, and first plays them within a minute.
-func TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice(t *testing.T) {
+// TestKilledEvalResumesWithoutPayingTwice plays a suite with a model that answers in 200 ms, kills the process in the
+// middle, and resumes it. The long form has 100 cases in 5 trials, and first plays them within a minute.
+func TestKilledEvalResumesWithoutPayingTwice(t *testing.T) {
 	t.Parallel()
 	cases, trials, concurrent := 6, 2, 3
 	long := os.Getenv("AGENT_EVALS") != ""
@@ -267,9 +267,9 @@ func TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice(t *testing.T) {
 	assert.Equal(t, wanted, len(keys))
 }
 
-// TestARunOfAServerThatIsKilledGoesOnInAnother starts a run like the page, kills the server that plays it, and starts
-// another server.
-func TestARunOfAServerThatIsKilledGoesOnInAnother(t *testing.T) {
+// TestEvalRunResumesOnAnotherServer starts a run like the page, kills the server that plays it, and starts another
+// server.
+func TestEvalRunResumesOnAnotherServer(t *testing.T) {
 	t.Parallel()
 	const cases, trials = 4, 2
 	s := newStage(t, pgtest.URL(t), evalsYAML+suiteOf(cases, trials))

@@ -56,10 +56,10 @@ func (s *scene) operate(a *agent) {
 	testkit.Chat(s.request(a, http.MethodPost, "/v1/operate", adminToken, `{"message": "order", "session_id": "th"}`), nil)
 }
 
-// TestKillAtEveryBoundaryOfAnApproval runs a turn that requests an approval, waits for the decision and makes its call.
+// TestKillAtEveryBoundaryOfApproval runs a turn that requests an approval, waits for the decision and makes its call.
 // It kills the process before and after each request of the turn. The decision comes while a process works, or while
 // none does. The grant is used once, and the call is made at most once.
-func TestKillAtEveryBoundaryOfAnApproval(t *testing.T) {
+func TestKillAtEveryBoundaryOfApproval(t *testing.T) {
 	t.Parallel()
 	for name, who := range partners {
 		t.Run(name, func(t *testing.T) {
@@ -191,9 +191,9 @@ func (s *scene) allowed(a *agent, who partner, before snapshot) {
 		"the model did not learn that the effect of its call is unknown")
 }
 
-// TestADenialWhileNobodyWorks decides an approval while the process is dead. The call is never made, and the model
+// TestDenialWhileNoProcessRuns decides an approval while the process is dead. The call is never made, and the model
 // learns of the denial.
-func TestADenialWhileNobodyWorks(t *testing.T) {
+func TestDenialWhileNoProcessRuns(t *testing.T) {
 	t.Parallel()
 	for name, who := range partners {
 		t.Run(name, func(t *testing.T) {
@@ -229,9 +229,9 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 // delegationWaits matches the record of a turn's wait for its delegated task. By then the turn has released its lane.
 var delegationWaits = regexp.MustCompile(`lanekeeper\.wait_agent_execution\(`)
 
-// TestADelegationDiesBeforeItsWait kills a turn that continues without its admin. The kill comes between the release of
+// TestKillBeforeDelegationWaits kills a turn that continues without its admin. The kill comes between the release of
 // the lane operate and the wait for the delegated task. The next process releases the lane again before that wait.
-func TestADelegationDiesBeforeItsWait(t *testing.T) {
+func TestKillBeforeDelegationWaits(t *testing.T) {
 	t.Parallel()
 	s := newTalk(t)
 	asked := newStop(t, 1)
@@ -268,9 +268,9 @@ func TestADelegationDiesBeforeItsWait(t *testing.T) {
 	assert.True(t, !pgtest.Value[bool](s.t, s.db, `select is_agent_lock_held('operate')`), "the lane is held")
 }
 
-// TestADecisionDiesWithItsProcess kills the process that receives the decision at each of its requests. The decision is
-// stored and later announced, or it is not stored and can be made again.
-func TestADecisionDiesWithItsProcess(t *testing.T) {
+// TestKillDuringDecision kills the process that receives the decision at each of its requests. The decision is stored
+// and later announced, or it is not stored and can be made again.
+func TestKillDuringDecision(t *testing.T) {
 	t.Parallel()
 	from := regexp.MustCompile(`decide_agent_approval`)
 	atBoundaries(t, 6, 3, map[string]verdict{"before": killBefore, "after": killAfter},

@@ -113,8 +113,8 @@ func TestKillAtEveryBoundary(t *testing.T) {
 		})
 }
 
-// TestKillTheRescuerToo also kills the process that takes over, at one of its requests.
-func TestKillTheRescuerToo(t *testing.T) {
+// TestKillRescuer also kills the process that takes over, at one of its requests.
+func TestKillRescuer(t *testing.T) {
 	t.Parallel()
 	total := len(cleanRun(t))
 	atBoundaries(t, total, 5, map[string]verdict{"before": killBefore, "after": killAfter},

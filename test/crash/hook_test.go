@@ -13,10 +13,10 @@ import (
 // receives matches the first statement of a delivery.
 var receives = regexp.MustCompile(`from agent_webhook_endpoints where name`)
 
-// TestKillAtEveryBoundaryOfAWebhook sends a delivery with three actions. It kills the process that receives and handles
+// TestKillAtEveryBoundaryOfWebhook sends a delivery with three actions. It kills the process that receives and handles
 // it before each of its requests, and after each took effect. The sender always sends the delivery again. Each action
 // happens once.
-func TestKillAtEveryBoundaryOfAWebhook(t *testing.T) {
+func TestKillAtEveryBoundaryOfWebhook(t *testing.T) {
 	t.Parallel()
 	total := cleanHook(t, false)
 	t.Logf("%d boundaries", total)
@@ -24,9 +24,9 @@ func TestKillAtEveryBoundaryOfAWebhook(t *testing.T) {
 		func(t *testing.T, n int, how verdict) { killHook(t, n, how, false) })
 }
 
-// TestKillAtEveryBoundaryOfARetry does the same with a delivery whose last action fails at first. The next attempt
+// TestKillAtEveryBoundaryOfRetry does the same with a delivery whose last action fails at first. The next attempt
 // repeats no earlier action, and the pause before it survives the kill.
-func TestKillAtEveryBoundaryOfARetry(t *testing.T) {
+func TestKillAtEveryBoundaryOfRetry(t *testing.T) {
 	t.Parallel()
 	total := cleanHook(t, true)
 	t.Logf("%d boundaries", total)

@@ -21,11 +21,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// TestTheLedgerIsNeverBelowTheProvidersLog kills, pauses and stops processes at random moments while visitors talk and
-// leave. The provider bills and logs each request that it accepts, even if the connection breaks. At every moment the
-// budget has at least the billed amount. In the end each call's rows have exactly that, except amounts marked as
-// unknown.
-func TestTheLedgerIsNeverBelowTheProvidersLog(t *testing.T) {
+// TestBudgetCoversProviderLog kills, pauses and stops processes at random moments while visitors talk and leave. The
+// provider bills and logs each request that it accepts, even if the connection breaks. At every moment the budget has
+// at least the billed amount. In the end each call's rows have exactly that, except amounts marked as unknown.
+func TestBudgetCoversProviderLog(t *testing.T) {
 	t.Parallel()
 	moments := 25
 	switch {

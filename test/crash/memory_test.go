@@ -26,12 +26,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// TestNoMemoryIsLostWhateverDies has several writers add words to one memory: runs of two processes, heartbeats, two
-// admins over HTTP and one on the command line. Meanwhile the processes die at random moments. Each writer adds to the
-// value that it has read. In the end the value has once each word whose write was confirmed to its writer or recorded
-// as confirmed. It has the note of each heartbeat too, or a recorded conflict has it, unless the engine gave up the
+// TestNoMemoryIsLostOnKill has several writers add words to one memory: runs of two processes, heartbeats, two admins
+// over HTTP and one on the command line. Meanwhile the processes die at random moments. Each writer adds to the value
+// that it has read. In the end the value has once each word whose write was confirmed to its writer or recorded as
+// confirmed. It has the note of each heartbeat too, or a recorded conflict has it, unless the engine gave up the
 // heartbeat.
-func TestNoMemoryIsLostWhateverDies(t *testing.T) {
+func TestNoMemoryIsLostOnKill(t *testing.T) {
 	t.Parallel()
 	rounds, moments := 1, 20
 	switch {

@@ -16,9 +16,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
-// TestAPausedWorkerWakesToNothing stops a process in the middle of a step, until its lease has ended and another
-// process has completed the run. The writes of the woken process are rejected and recorded.
-func TestAPausedWorkerWakesToNothing(t *testing.T) {
+// TestResumedWorkerWritesNothing stops a process in the middle of a step, until its lease has ended and another process
+// has completed the run. The writes of the woken process are rejected and recorded.
+func TestResumedWorkerWritesNothing(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	held := s.holdSkill("look", 1)
@@ -50,9 +50,9 @@ func TestAPausedWorkerWakesToNothing(t *testing.T) {
 	})
 }
 
-// TestAWriteThatComesTooLate delays a write until another process has completed the run. Any such write changes
-// nothing, and the attempt is in the log.
-func TestAWriteThatComesTooLate(t *testing.T) {
+// TestLateWriteIsRejected delays a write until another process has completed the run. Any such write changes nothing,
+// and the attempt is in the log.
+func TestLateWriteIsRejected(t *testing.T) {
 	t.Parallel()
 	cases := map[string]struct {
 		sql, also, not string
@@ -145,8 +145,8 @@ func (s *scene) record(id string) string {
 		  union all select to_jsonb(o)::text from agent_objective_steps o) all_of_it (line)`, id)
 }
 
-// TestAYieldedHeartbeatSurvivesItsProcess: a waiting heartbeat needs no process.
-func TestAYieldedHeartbeatSurvivesItsProcess(t *testing.T) {
+// TestYieldedHeartbeatSurvivesItsProcess: a waiting heartbeat needs no process.
+func TestYieldedHeartbeatSurvivesItsProcess(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	held := s.holdSkill("look", 1)
@@ -165,9 +165,9 @@ func TestAYieldedHeartbeatSurvivesItsProcess(t *testing.T) {
 	s.whole(id, before)
 }
 
-// TestTheDatabaseRestarts restarts the database during a heartbeat. The process stays up, and continues after the
-// restart. The lease outlasts the outage, even on a slow machine.
-func TestTheDatabaseRestarts(t *testing.T) {
+// TestDatabaseRestart restarts the database during a heartbeat. The process stays up, and continues after the restart.
+// The lease outlasts the outage, even on a slow machine.
+func TestDatabaseRestart(t *testing.T) {
 	t.Parallel()
 	for name, immediate := range map[string]bool{"fast": false, "immediate": true} {
 		t.Run(name, func(t *testing.T) {

@@ -77,8 +77,8 @@ func TestThroughPgBouncer(t *testing.T) {
 	}
 }
 
-// TestAnInvalidDirectURLIsRejected expects the start to fail with advice.
-func TestAnInvalidDirectURLIsRejected(t *testing.T) {
+// TestInvalidDirectURLIsRejected expects the start to fail with advice.
+func TestInvalidDirectURLIsRejected(t *testing.T) {
 	t.Parallel()
 	s, through := pooledScene(t)
 	for wantLog, direct := range map[string]string{

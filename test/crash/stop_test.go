@@ -79,9 +79,9 @@ func (s *scene) holdModel(n int) *stop {
 	return x
 }
 
-// TestKillWhileACallIsInFlight kills `agent serve` after the other side got the request and before it responds. The
-// outcome depends on whether the call may be repeated.
-func TestKillWhileACallIsInFlight(t *testing.T) {
+// TestKillDuringCall kills `agent serve` after the other side got the request and before it responds. The outcome
+// depends on whether the call may be repeated.
+func TestKillDuringCall(t *testing.T) {
 	t.Parallel()
 	cases := map[string]struct {
 		hold  func(s *scene, kills int) *stop
@@ -122,8 +122,8 @@ func TestKillWhileACallIsInFlight(t *testing.T) {
 	}
 }
 
-// TestKillTwiceInTheSameCall: each crash leaves its own row, and the key stays the same.
-func TestKillTwiceInTheSameCall(t *testing.T) {
+// TestKillTwiceDuringCall: each crash leaves its own row, and the key stays the same.
+func TestKillTwiceDuringCall(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	held := s.holdSkill("look", 2)
@@ -179,8 +179,8 @@ func (s *scene) shows(id, words string) {
 	}
 }
 
-// TestASecondSignalEndsTheProcess: a second signal ends the process without the waits of the first.
-func TestASecondSignalEndsTheProcess(t *testing.T) {
+// TestSecondSignalEndsProcess: a second signal ends the process without the waits of the first.
+func TestSecondSignalEndsProcess(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	held := s.holdSkill("look", 1)
@@ -199,8 +199,8 @@ func TestASecondSignalEndsTheProcess(t *testing.T) {
 	s.whole(id, before)
 }
 
-// TestInterruptingACommandCancelsItsHeartbeat: ^C cancels the heartbeat of its command.
-func TestInterruptingACommandCancelsItsHeartbeat(t *testing.T) {
+// TestInterruptedCommandCancelsHeartbeat: ^C cancels the heartbeat of its command.
+func TestInterruptedCommandCancelsHeartbeat(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	held := s.holdSkill("look", 1)

@@ -18,10 +18,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// TestAStopInTheMiddleOfAStreamedAnswer stops a server during a long answer. The client learns that the server shuts
-// down and where to read the answer. Another process finishes it. It repeats a model call that did not end within
+// TestStopDuringStreamedAnswer stops a server during a long answer. The client learns that the server shuts down and
+// where to read the answer. Another process finishes it. It repeats a model call that did not end within
 // AGENT_SHUTDOWN_TIMEOUT.
-func TestAStopInTheMiddleOfAStreamedAnswer(t *testing.T) {
+func TestStopDuringStreamedAnswer(t *testing.T) {
 	t.Parallel()
 	for name, cut := range map[string]bool{"the model goes on": false, "the model is cut off": true} {
 		t.Run(name, func(t *testing.T) {
@@ -73,10 +73,9 @@ func (s *scene) slowly(pause time.Duration) {
 	s.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return begun })
 }
 
-// TestAPausedChatWakesToNothing stops a process in the middle of a visitor's turn, until its lease has ended and
-// another process has answered. The writes of the woken process are rejected. The answer exists once, and its client
-// gets it.
-func TestAPausedChatWakesToNothing(t *testing.T) {
+// TestResumedChatWritesNothing stops a process in the middle of a visitor's turn, until its lease has ended and another
+// process has answered. The writes of the woken process are rejected. The answer exists once, and its client gets it.
+func TestResumedChatWritesNothing(t *testing.T) {
 	t.Parallel()
 	for name, stream := range map[string]bool{"streamed": true, "whole": false} {
 		t.Run(name, func(t *testing.T) {
@@ -118,9 +117,9 @@ func TestAPausedChatWakesToNothing(t *testing.T) {
 	}
 }
 
-// TestAServerDiesUnderFiveChats has two processes share the visitors. One dies while each of its turns is in the middle
-// of a call and a thread has a queued message. The other process answers everyone once.
-func TestAServerDiesUnderFiveChats(t *testing.T) {
+// TestKillServerDuringChats has two processes share the visitors. One dies while each of its turns is in the middle of
+// a call and a thread has a queued message. The other process answers everyone once.
+func TestKillServerDuringChats(t *testing.T) {
 	t.Parallel()
 	s := newTalk(t)
 	held := s.holdSkill("look", 5)

@@ -114,9 +114,9 @@ func names(spans []otlptest.Span) map[string]int {
 	return counts
 }
 
-// TestAHeartbeatIsAWholeTrace runs a heartbeat with model calls, skills, a wait and a child. The receiver gets it as
+// TestHeartbeatIsCompleteTrace runs a heartbeat with model calls, skills, a wait and a child. The receiver gets it as
 // one trace, under the id in SQL.
-func TestAHeartbeatIsAWholeTrace(t *testing.T) {
+func TestHeartbeatIsCompleteTrace(t *testing.T) {
 	t.Parallel()
 	s, receiver := newTraced(t)
 	held := s.holdSkill("look", 1)
@@ -150,8 +150,8 @@ func TestAHeartbeatIsAWholeTrace(t *testing.T) {
 	}
 }
 
-// TestWhatAKilledProcessDidIsSent: the process that takes over sends the spans. None is missing, none came twice.
-func TestWhatAKilledProcessDidIsSent(t *testing.T) {
+// TestSpansOfKilledProcessAreSent: the process that takes over sends the spans. None is missing, none came twice.
+func TestSpansOfKilledProcessAreSent(t *testing.T) {
 	t.Parallel()
 	s, receiver := newTraced(t)
 	held := s.holdSkill("pay", 1)
@@ -182,9 +182,9 @@ func TestWhatAKilledProcessDidIsSent(t *testing.T) {
 	s.counted(b, map[string]float64{`agent_runs_total{status="completed",surface="heartbeat"}`: 2})
 }
 
-// TestAReceiverThatIsDown: a receiver that is down delays no work, and gets everything later. A one-shot command sends
+// TestTraceReceiverOutage: a receiver that is down delays no work, and gets everything later. A one-shot command sends
 // before it exits.
-func TestAReceiverThatIsDown(t *testing.T) {
+func TestTraceReceiverOutage(t *testing.T) {
 	t.Parallel()
 	s, receiver := newTraced(t)
 	receiver.Fail(func(int) int { return 503 })

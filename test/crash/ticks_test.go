@@ -11,9 +11,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
-// TestTwoServersMakeOneHeartbeatPerTick runs two processes on a schedule faster than some of its heartbeats. It kills
+// TestTwoServersRunOneHeartbeatPerTick runs two processes on a schedule faster than some of its heartbeats. It kills
 // River's leader in the middle of one, and then checks all heartbeats.
-func TestTwoServersMakeOneHeartbeatPerTick(t *testing.T) {
+func TestTwoServersRunOneHeartbeatPerTick(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	pgtest.Exec(s.t, s.db, `update agent_automations set cron = '@every 1s', skill_name = 'look', arguments = '{}'`)

@@ -374,7 +374,7 @@ func (l *load) tally() {
 }
 
 // Every check finds its violation.
-func TestTheChecksFindWhatTheyAreFor(t *testing.T) {
+func TestChecksFindPlantedViolations(t *testing.T) {
 	t.Parallel()
 	for name, planted := range plantedRows {
 		t.Run(name, func(t *testing.T) {

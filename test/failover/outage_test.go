@@ -28,7 +28,7 @@ import (
 
 // One of two processes is killed. Then the database restarts gracefully, crashes, and stays down for a while, in the
 // long form for longer than a worker's lease.
-func TestTheDatabaseIsRestartedAndStaysAway(t *testing.T) {
+func TestDatabaseOutages(t *testing.T) {
 	t.Parallel()
 	away, lease := 4*time.Second, "30s"
 	if long() {
@@ -107,8 +107,8 @@ func (l *load) recovers() {
 	l.t.Logf("recovered within %s", time.Since(began).Round(time.Millisecond))
 }
 
-// TestAPrimaryIsLostAndItsStandbyPromoted loses the primary while two processes work.
-func TestAPrimaryIsLostAndItsStandbyPromoted(t *testing.T) {
+// TestStandbyPromotion loses the primary while two processes work.
+func TestStandbyPromotion(t *testing.T) {
 	t.Parallel()
 	primary := newServer(t)
 	standby := standbyOf(t, primary)
@@ -188,10 +188,10 @@ func (c *counter) step() (last, arrives bool) {
 	return last, !last || c.before
 }
 
-// TestMigrateIsKilledAtEveryRequest kills `agent migrate` with SIGKILL at one request after the other, before it
-// arrives and after. It runs the program again on the result, until a run completes. The schema must then equal that of
-// an undisturbed migration.
-func TestMigrateIsKilledAtEveryRequest(t *testing.T) {
+// TestKillMigrateAtEveryRequest kills `agent migrate` with SIGKILL at one request after the other, before it arrives
+// and after. It runs the program again on the result, until a run completes. The schema must then equal that of an
+// undisturbed migration.
+func TestKillMigrateAtEveryRequest(t *testing.T) {
 	t.Parallel()
 	to := pgtest.EmptyURL(t)
 	c := newCounter(t, to)
@@ -329,11 +329,11 @@ func run(t *testing.T, command, dir string, environ ...string) {
 	require.Truef(t, err == nil, "%s: %v\n%s", command, err, out)
 }
 
-// TestADumpOfALiveDatabaseGoesOnElsewhere dumps a database while executions run and wait, with the commands of
-// docs/retention.md. The old processes work on for a while and stop. Others serve the restored database. Waiting
-// executions wait and wake, and running ones are taken over. New tokens and claims are larger than all old ones, and no
-// holder of an old one can write.
-func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
+// TestRestoredDumpContinues dumps a database while executions run and wait, with the commands of docs/retention.md. The
+// old processes work on for a while and stop. Others serve the restored database. Waiting executions wait and wake, and
+// running ones are taken over. New tokens and claims are larger than all old ones, and no holder of an old one can
+// write.
+func TestRestoredDumpContinues(t *testing.T) {
 	t.Parallel()
 	if pgtest.Pooled() {
 		t.Skip("pg_dump needs a session")

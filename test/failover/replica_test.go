@@ -128,7 +128,7 @@ var roomPages = []string{
 	"/spend?by=purpose", "/lanes",
 }
 
-func TestPagesAndQuestionsAreReadFromAReplica(t *testing.T) {
+func TestReadFromReplica(t *testing.T) {
 	t.Parallel()
 	r := newReplicated(t)
 	t.Run("same answers", r.sameAnswers)

@@ -53,9 +53,9 @@ func files(t testing.TB, further map[string]string) fstest.MapFS {
 	return all
 }
 
-// TestANewerVersionMigratesWhileProcessesServe migrates while executions run and wait: none is lost, none stops. Then
+// TestNewerVersionMigratesWhileProcessesServe migrates while executions run and wait: none is lost, none stops. Then
 // the processes stop, and cannot start again.
-func TestANewerVersionMigratesWhileProcessesServe(t *testing.T) {
+func TestNewerVersionMigratesWhileProcessesServe(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, pgtest.URL(t), "30s")
 	w.serve(2)
@@ -79,10 +79,9 @@ func TestANewerVersionMigratesWhileProcessesServe(t *testing.T) {
 	l.settle()
 }
 
-// TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne upgrades data of schema version 118 with the program, and
-// serves it. The data comes from killed processes of a release: one execution ran, and others waited for every kind of
-// event.
-func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
+// TestWaitsOfEarlierVersionFinish upgrades data of schema version 118 with the program, and serves it. The data comes
+// from killed processes of a release: one execution ran, and others waited for every kind of event.
+func TestWaitsOfEarlierVersionFinish(t *testing.T) {
 	t.Parallel()
 	to := pgtest.EmptyURL(t)
 	packed, err := os.Open("../../migrations/testdata/0118.sql.gz")

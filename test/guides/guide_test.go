@@ -62,7 +62,7 @@ var elsewhere = []string{
 	"sudo systemctl restart lanekeeper",
 }
 
-func TestWhatCannotRunHereIsListed(t *testing.T) {
+func TestSkippedCommandsAreListed(t *testing.T) {
 	var found []string
 	for _, p := range pages(t) {
 		for _, b := range p.blocks {
@@ -82,7 +82,7 @@ func TestWhatCannotRunHereIsListed(t *testing.T) {
 	assert.NoDiff(t, elsewhere, slices.Compact(found))
 }
 
-func TestEveryCommandDoesWhatThePageSays(t *testing.T) {
+func TestCommandsOfPages(t *testing.T) {
 	var commands atomic.Int64
 	t.Cleanup(func() {
 		assert.Truef(t, t.Failed() || commands.Load() >= 40,
@@ -103,7 +103,7 @@ func TestEveryCommandDoesWhatThePageSays(t *testing.T) {
 }
 
 // The commands also work as in the pages from another folder, with only a token.
-func TestCommandsOnAServerDoWhatThePageSays(t *testing.T) {
+func TestCommandsOfPagesOnServer(t *testing.T) {
 	for name, least := range map[string]int{"getting-started": 9, "your-first-agent": 14, "skills-and-flows": 4} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -159,7 +159,7 @@ func (s *shell) play(t *testing.T, p page, b block) (ran int64) {
 var link = regexp.MustCompile(`\]\(([^)#:]+)(?:#[^)]*)?\)`)
 
 // The targets of the pages' links exist.
-func TestLinksLeadSomewhere(t *testing.T) {
+func TestLinkTargetsExist(t *testing.T) {
 	for _, p := range pages(t) {
 		text, err := os.ReadFile(p.path)
 		require.NoError(t, err)
@@ -171,7 +171,7 @@ func TestLinksLeadSomewhere(t *testing.T) {
 }
 
 // The Go code of the pages is, line by line, in a test or an example of the repository, so it compiles.
-func TestTheGoOfThePagesIsThatOfTests(t *testing.T) {
+func TestGoCodeOfPagesIsTested(t *testing.T) {
 	var paths, sources []string
 	err := filepath.WalkDir("../..", func(path string, _ fs.DirEntry, err error) error {
 		switch {

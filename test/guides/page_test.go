@@ -147,7 +147,7 @@ func like(want, got string) bool {
 	return regexp.MustCompile("^" + strings.Join(parts, ".*") + "$").MatchString(squeeze(got))
 }
 
-func TestWhatIsShownIsCompared(t *testing.T) {
+func TestOutputIsCompared(t *testing.T) {
 	for _, c := range []struct {
 		want, got string
 		same      bool

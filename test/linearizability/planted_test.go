@@ -326,7 +326,7 @@ func TestPlantedFaultsAreCaught(t *testing.T) {
 }
 
 // An undecided check fails the test.
-func TestATimeoutOfTheCheckerIsAFailure(t *testing.T) {
+func TestCheckerTimeoutIsFailure(t *testing.T) {
 	t.Parallel()
 	var ops []*op
 	for n := range 40 { // one was granted, all overlap, so the search space explodes

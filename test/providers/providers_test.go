@@ -40,7 +40,7 @@ func azure(c *models.Config) {
 }
 
 // Every surface finishes at every provider. A provider rejects a part of the protocol at most once.
-func TestEverySurfaceFinishesAtEveryProvider(t *testing.T) {
+func TestEverySurfaceWithEveryProvider(t *testing.T) {
 	type provider func(testing.TB, ...modeltest.Reply) *modeltest.Server
 	for name, test := range map[string]struct {
 		server  provider

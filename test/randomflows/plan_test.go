@@ -294,8 +294,8 @@ func seedOf(t *testing.T) uint64 {
 	return seed
 }
 
-// TestRandomFlowsEndAsTheirModelSays runs random flows while the test kills, stops, ends and disconnects processes.
-func TestRandomFlowsEndAsTheirModelSays(t *testing.T) {
+// TestRandomFlowsMatchModel runs random flows while the test kills, stops, ends and disconnects processes.
+func TestRandomFlowsMatchModel(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	w := newWorld(t, url)

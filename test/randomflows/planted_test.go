@@ -153,8 +153,8 @@ func (w *world) plant(name, check, sql string) {
 	assert.Truef(w.t, count() != 0, "%s: finds nothing after %s", name, sql)
 }
 
-// TestAReplayThatDiffersIsReported replays a flow whose record has a different result for a step.
-func TestAReplayThatDiffersIsReported(t *testing.T) {
+// TestDifferentReplayIsReported replays a flow whose record has a different result for a step.
+func TestDifferentReplayIsReported(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, pgtest.URL(t))
 	seed := uint64(1)

@@ -27,10 +27,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// TestTheDatabasesClockJumps moves the clock an hour forward, and back. Forward, every lease seems to have ended, so
-// other workers take over claims of live runs. The fence stops the old runs, and each effect happens once. Back, leases
-// last longer, and no claim is taken over too early.
-func TestTheDatabasesClockJumps(t *testing.T) {
+// TestDatabaseClockJumps moves the clock an hour forward, and back. Forward, every lease seems to have ended, so other
+// workers take over claims of live runs. The fence stops the old runs, and each effect happens once. Back, leases last
+// longer, and no claim is taken over too early.
+func TestDatabaseClockJumps(t *testing.T) {
 	t.Parallel()
 	url := pgtest.EmptyURL(t)
 	db := admin(t, url)
@@ -107,10 +107,10 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 	}
 }
 
-// TestTheProcesssClockJumps moves the clock of a serving process by hours in both directions. The process keeps its
-// lease, its lanes and its schedules, because they follow the database's clock. The program has a time.Now that reads
-// its offset from a file.
-func TestTheProcesssClockJumps(t *testing.T) {
+// TestProcessClockJumps moves the clock of a serving process by hours in both directions. The process keeps its lease,
+// its lanes and its schedules, because they follow the database's clock. The program has a time.Now that reads its
+// offset from a file.
+func TestProcessClockJumps(t *testing.T) {
 	t.Parallel()
 	if !atLength() {
 		return // the build takes minutes; see the package comment

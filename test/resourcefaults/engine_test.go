@@ -61,9 +61,9 @@ func large() string {
 	return hex.EncodeToString(b)
 }
 
-// TestARunWhoseStepCannotBeRecorded: the run ends, and its error names the fault. The execution keeps a true state. It
+// TestUnrecordableStepEndsRun: the run ends, and its error names the fault. The execution keeps a true state. It
 // completes after the fault, and takes earlier steps from the record.
-func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
+func TestUnrecordableStepEndsRun(t *testing.T) {
 	t.Parallel()
 	for name, arrange := range troubles {
 		t.Run(name, func(t *testing.T) {
@@ -108,9 +108,9 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 	}
 }
 
-// TestWhatWasAcknowledgedIsThere has starts, events and steps with an effect in the database, while the fault comes and
+// TestAcknowledgedWorkIsStored has starts, events and steps with an effect in the database, while the fault comes and
 // goes. All work that was confirmed without an error exists, and had its effect once.
-func TestWhatWasAcknowledgedIsThere(t *testing.T) {
+func TestAcknowledgedWorkIsStored(t *testing.T) {
 	t.Parallel()
 	for name, arrange := range troubles {
 		t.Run(name, func(t *testing.T) {

@@ -50,9 +50,9 @@ actions:
     key: "{body.key}"
 `
 
-// TestStrangersStopNobody: under any flood of strangers and visitors, the process stays ready, answers its admin, and
-// uses bounded memory.
-func TestStrangersStopNobody(t *testing.T) {
+// TestFloodDoesNotBlockAdmin: under any flood of strangers and visitors, the process stays ready, answers its admin,
+// and uses bounded memory.
+func TestFloodDoesNotBlockAdmin(t *testing.T) {
 	const chatKey = "a-long-random-text-of-the-chat"
 	url := pgtest.URL(t)
 	declare(t, url, signedEndpoint)
@@ -205,9 +205,9 @@ func (a *agent) floodChat(ctx context.Context, key string, n int, answers *atomi
 	}
 }
 
-// TestAPoolThatIsTaken exhausts the pool for longer than a lease. The run ends, and records nothing false. When the
+// TestExhaustedPool exhausts the pool for longer than a lease. The run ends, and records nothing false. When the
 // connections return, the execution completes.
-func TestAPoolThatIsTaken(t *testing.T) {
+func TestExhaustedPool(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	db := admin(t, url)
@@ -270,8 +270,8 @@ func take(t *testing.T, pool *pgxpool.Pool, n int) (giveBack func()) {
 	return giveBack
 }
 
-// TestAnEngineOnTheLeastPool runs many flows with every kind of step on two connections.
-func TestAnEngineOnTheLeastPool(t *testing.T) {
+// TestEngineOnSmallestPool runs many flows with every kind of step on two connections.
+func TestEngineOnSmallestPool(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	db := admin(t, url)
@@ -334,9 +334,9 @@ func declare(t *testing.T, url, document string) *pgxpool.Pool {
 	return pool
 }
 
-// TestAHeldThreadStopsNobodyElse locks a thread's row in a transaction. A writer of that thread gets an error that asks
-// to retry. Other visitors, webhooks, readiness and the admin still work.
-func TestAHeldThreadStopsNobodyElse(t *testing.T) {
+// TestLockedThreadBlocksOnlyItsWriters locks a thread's row in a transaction. A writer of that thread gets an error
+// that asks to retry. Other visitors, webhooks, readiness and the admin still work.
+func TestLockedThreadBlocksOnlyItsWriters(t *testing.T) {
 	const key = "a-long-random-text-of-the-chat"
 	url := pgtest.URL(t)
 	pool := declare(t, url, bearerEndpoint)

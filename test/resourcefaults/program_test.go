@@ -75,9 +75,9 @@ func (y *acknowledged) kept(t *testing.T, url string) {
 	}
 }
 
-// TestAnOperatorReadsWhatIsWrong: the program rejects requests that it cannot store, names fault and remedy, stays up,
-// and accepts everything after the fault.
-func TestAnOperatorReadsWhatIsWrong(t *testing.T) {
+// TestProgramReportsFaultAndRemedy: the program rejects requests that it cannot store, names fault and remedy, stays
+// up, and accepts everything after the fault.
+func TestProgramReportsFaultAndRemedy(t *testing.T) {
 	t.Parallel()
 	for name, arrange := range troubles {
 		t.Run(name, func(t *testing.T) {
@@ -128,9 +128,9 @@ func TestAnOperatorReadsWhatIsWrong(t *testing.T) {
 	}
 }
 
-// TestNoFileDescriptorIsLeft: silent clients use up the file descriptors of the process. New clients wait, and running
-// work continues. After the clients have left, all works as before.
-func TestNoFileDescriptorIsLeft(t *testing.T) {
+// TestFileDescriptorExhaustion: silent clients use up the file descriptors of the process. New clients wait, and
+// running work continues. After the clients have left, all works as before.
+func TestFileDescriptorExhaustion(t *testing.T) {
 	t.Parallel()
 	bad := pretendedFullDisk(t) // only its database
 	apply(t, bad.url)
@@ -167,8 +167,8 @@ func TestNoFileDescriptorIsLeft(t *testing.T) {
 	yes.kept(t, bad.url)
 }
 
-// TestTheLeastPoolIsEnough: no holder of a connection needs a second one to finish.
-func TestTheLeastPoolIsEnough(t *testing.T) {
+// TestProgramOnSmallestPool: no holder of a connection needs a second one to finish.
+func TestProgramOnSmallestPool(t *testing.T) {
 	t.Parallel()
 	bad := pretendedFullDisk(t) // only its database
 	apply(t, bad.url)

@@ -13,9 +13,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// TestTheWriteAheadLogIsFull: PostgreSQL ends itself at once, and may not start again before there is space. The
-// program stays up and rejects requests. After there is space and PostgreSQL runs, all confirmed work exists.
-func TestTheWriteAheadLogIsFull(t *testing.T) {
+// TestFullWriteAheadLog: PostgreSQL ends itself at once, and may not start again before there is space. The program
+// stays up and rejects requests. After there is space and PostgreSQL runs, all confirmed work exists.
+func TestFullWriteAheadLog(t *testing.T) {
 	t.Parallel()
 	if !atLength() {
 		return // writes a hundred megabytes

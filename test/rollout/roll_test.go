@@ -146,7 +146,7 @@ func (w *world) add() *proctest.Process {
 	return r
 }
 
-func TestReplicasAreRolledUnderLoad(t *testing.T) {
+func TestRollReplicasUnderLoad(t *testing.T) {
 	w := newWorld(t, program, pgtest.URL(t), false)
 	replicas := []*proctest.Process{w.add(), w.add()}
 	l := w.begin()
@@ -293,7 +293,7 @@ func nextRelease(t testing.TB) string {
 }
 
 // The next release migrates under load, and replaces each process of this one in turn. No client notices.
-func TestTheNextReleaseReplacesThisOneUnderLoad(t *testing.T) {
+func TestRollToNextReleaseUnderLoad(t *testing.T) {
 	next := nextRelease(t)
 	w := newWorld(t, program, pgtest.URL(t), false)
 	replicas := []*proctest.Process{w.add(), w.add()}
@@ -318,7 +318,7 @@ var beforeBridges = map[string]string{
 
 // The step from a former version to the baseline is no expansion: processes of that version cannot write after it. They
 // reject requests until they are replaced. Their running work continues in their successors.
-func TestTheBridgesAreCrossedUnderLoad(t *testing.T) {
+func TestCrossBridgesUnderLoad(t *testing.T) {
 	if rounds() == 1 {
 		t.Skip("make prove ONLY=rolling crosses the bridge: it builds the program of another commit")
 	}

@@ -34,7 +34,7 @@ var sdkRoutes = []string{
 
 // The types of the SDKs are written by hand. Here a worker and its client see only the response fields that
 // openapi.json declares, and each request and response has to match its schema there.
-func TestTheSDKsKeepToTheDocument(t *testing.T) {
+func TestSDKsFollowOpenAPI(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		d := readDocument(w)
 		w.worker("first", testkit.Serve(w, d), 3)
@@ -227,7 +227,7 @@ func (d *document) declared(schema map[string]any, value any) (kept any, extra [
 
 // A README begins with a whole worker in less than 20 lines, and the README is a page. The test runs the worker as
 // printed. Only its bank comes from here.
-func TestTheWorkerOfAReadmeRuns(t *testing.T) {
+func TestReadmeWorker(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		fence, bank, file := "```python\n", readmeBank, "worker.py"
 		if w.name == "typescript" {
@@ -354,7 +354,7 @@ func installed(t *testing.T, name string) string {
 }
 
 // Clients that generate code read the API's document. Redocly checks it where the packages are tested.
-func TestTheDocumentIsOpenAPI(t *testing.T) {
+func TestDocumentIsValidOpenAPI(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, language{name: "document"})
 	got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", w.base+"/openapi.json", "")

@@ -184,7 +184,7 @@ func eachSDK(t *testing.T, test func(w *world)) {
 	}
 }
 
-func TestAFlowGoesOnAfterAKill(t *testing.T) {
+func TestFlowResumesAfterKill(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		first := w.worker("first", w.base, 6)
 		id := w.start("external:scenario", `{"steps":4,"pause_ms":500}`)
@@ -202,7 +202,7 @@ func TestAFlowGoesOnAfterAKill(t *testing.T) {
 	})
 }
 
-func TestAWorkerThatWakesLateChangesNothing(t *testing.T) {
+func TestStaleWorkerChangesNothing(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		first := w.worker("first", w.base, 6)
 		id := w.start("external:scenario", `{"steps":3,"pause_ms":1500}`)
@@ -225,7 +225,7 @@ func TestAWorkerThatWakesLateChangesNothing(t *testing.T) {
 	})
 }
 
-func TestWaitsSuspendAFlow(t *testing.T) {
+func TestWaitsSuspendFlow(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		worker := w.worker("first", w.base, 30)
 		id := w.start("external:scenario", `{"steps":1,"pause_ms":0,"event":"paid 7","sleep":"1s"}`)
@@ -253,7 +253,7 @@ func TestWaitsSuspendAFlow(t *testing.T) {
 }
 
 // Otherwise the worker with the lock would run the flow again and again.
-func TestAnEndThatTheServerRefusesFailsTheFlow(t *testing.T) {
+func TestRejectedEndFailsFlow(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		w.worker("first", w.base, 30)
 		w.expect(w.start("external:huge", `{}`), "failed",
@@ -266,7 +266,7 @@ func TestAnEndThatTheServerRefusesFailsTheFlow(t *testing.T) {
 	})
 }
 
-func TestAServerThatIsNotThereIsNamed(t *testing.T) {
+func TestUnreachableServerIsNamed(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		w.worker("first", "http://127.0.0.1:1", 30).Says("the request to http://127.0.0.1:1 failed and is tried again: ")
 		w.worker("second", "127.0.0.1:8080", 30).Says("the URL 127.0.0.1:8080 does not begin with http:// or https://")
@@ -274,7 +274,7 @@ func TestAServerThatIsNotThereIsNamed(t *testing.T) {
 }
 
 // A proxy cuts off the response to a heartbeat, and then responds in place of the server.
-func TestBeatsGoOnAfterABrokenAnswer(t *testing.T) {
+func TestHeartbeatsContinueAfterBrokenResponse(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		target, err := url.Parse(w.base)
 		require.NoError(w, err)
@@ -301,7 +301,7 @@ func TestBeatsGoOnAfterABrokenAnswer(t *testing.T) {
 	})
 }
 
-func TestACancelStopsTheWork(t *testing.T) {
+func TestCancelStopsWork(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		worker := w.worker("first", w.base, 3)
 		id := w.start("external:scenario", `{"steps":2,"pause_ms":60000}`)
@@ -316,7 +316,7 @@ func TestACancelStopsTheWork(t *testing.T) {
 }
 
 // The SDKs need neither npm nor pip: a copy of the folder suffices.
-func TestTheSDKsHaveNoDependencies(t *testing.T) {
+func TestSDKsHaveNoDependencies(t *testing.T) {
 	t.Parallel()
 	for file, forbidden := range map[string]string{
 		"../../sdk/typescript/package.json": `ependencies"`, "../../sdk/python/pyproject.toml": "dependencies",
@@ -328,7 +328,7 @@ func TestTheSDKsHaveNoDependencies(t *testing.T) {
 }
 
 // The responses of a third of all requests are lost after the server has done the work.
-func TestLostAnswersDoNoHarm(t *testing.T) {
+func TestLostResponses(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		target, err := url.Parse(w.base)
 		require.NoError(w, err)
