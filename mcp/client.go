@@ -39,22 +39,22 @@ type Client struct {
 	opts Options
 	log  *slog.Logger
 
-	mu      sync.Mutex
-	slots   map[string]*slot
-	closed  bool
-	closing sync.WaitGroup  // connections that are closing
-	life    context.Context // of connection attempts; ends with Close
-	end     context.CancelFunc
+	mu         sync.Mutex
+	slots      map[string]*slot
+	closed     bool
+	closing    sync.WaitGroup  // connections that are closing
+	baseCtx    context.Context // of connection attempts; ends with Close
+	cancelBase context.CancelFunc
 }
 
 // slot holds one server's connection.
 type slot struct {
-	lock chan struct{} // a lock on conn
+	lock chan struct{} // guards conn; a channel, so that a waiter can give up
 	conn *connection
 	// After a failure, retryAt is the earliest time of the next connection.
-	failures int
-	retryAt  time.Time
-	failure  error
+	failures  int
+	retryAt   time.Time
+	lastError error
 }
 
 // NewClient returns a client. It opens no connection.
@@ -64,7 +64,7 @@ func NewClient(o Options) *Client {
 	}
 	o.Version = cmp.Or(o.Version, "dev")
 	c := &Client{opts: o, log: cmp.Or(o.Logger, slog.New(slog.DiscardHandler)), slots: map[string]*slot{}}
-	c.life, c.end = context.WithCancel(context.Background())
+	c.baseCtx, c.cancelBase = context.WithCancel(context.Background())
 	return c
 }
 
@@ -80,7 +80,7 @@ func (c *Client) Call(ctx context.Context, t skills.RemoteTool, call skills.Call
 		if err != nil {
 			return nil, err
 		}
-		result, err := conn.call(ctx, &sdk.CallToolParams{Meta: meta(ctx, call), Name: t.Tool, Arguments: args})
+		result, err := conn.call(ctx, &sdk.CallToolParams{Meta: callMeta(ctx, call), Name: t.Tool, Arguments: args})
 		switch {
 		case err == nil:
 			return readResult(t, result, conn.redact)
@@ -100,10 +100,10 @@ func (c *Client) trustedConnection(ctx context.Context, t skills.RemoteTool) (*c
 		if err != nil {
 			return nil, err
 		}
-		if conn.listed[t.Tool].pin == t.Pin {
+		if conn.tools[t.Tool].pin == t.Pin {
 			return conn, nil
 		}
-		if try == 0 && time.Since(conn.made) > time.Second {
+		if try == 0 && time.Since(conn.openedAt) > time.Second {
 			conn.stale.Store(true)
 			continue
 		}
@@ -119,7 +119,7 @@ func (c *Client) trustedConnection(ctx context.Context, t skills.RemoteTool) (*c
 // quarantine settles the server's tools by a connection's list.
 func (c *Client) quarantine(ctx context.Context, conn *connection) error {
 	return postgres.InTx(ctx, c.opts.Pool, func(tx pgx.Tx) error {
-		_, err := reconcile(ctx, tx, conn.remote.Name, c.opts.Agent, conn.listed)
+		_, err := reconcile(ctx, tx, conn.remote.Name, c.opts.Agent, conn.tools)
 		return err
 	})
 }
@@ -135,8 +135,8 @@ func (c *Client) classifyFailure(ctx context.Context, t skills.RemoteTool, conn 
 			conn.redact(cleanText(refused, 500)))}
 	}
 	conn.stale.Store(true)
-	if conn.cut.Load() { // the SDK drops the error of the body
-		message += fmt.Sprintf(" (an answer of the server has more than %d bytes)", maxMessage)
+	if conn.responseTooLong.Load() { // the SDK drops the error of the body
+		message += fmt.Sprintf(" (a response of the server has more than %d bytes)", maxMessage)
 	}
 	return &skills.CallError{Class: skills.ClassUnavailable, Message: message}
 }
@@ -153,7 +153,7 @@ func (c *Client) connection(ctx context.Context, server string) (*connection, er
 	}
 	s, err := c.slot(server)
 	if err != nil {
-		return nil, unavailable(server, err)
+		return nil, unavailableError(server, err)
 	}
 	select {
 	case s.lock <- struct{}{}:
@@ -164,7 +164,7 @@ func (c *Client) connection(ctx context.Context, server string) (*connection, er
 	opened := make(chan struct{})
 	go func() { // ends at the latest with Close, which waits for the lock
 		defer func() { close(opened); <-s.lock }()
-		conn, err = c.locked(c.life, s, r)
+		conn, err = c.connectionLocked(c.baseCtx, s, r)
 	}()
 	select {
 	case <-opened:
@@ -174,8 +174,8 @@ func (c *Client) connection(ctx context.Context, server string) (*connection, er
 	}
 }
 
-// locked is connection for the holder of the slot's lock.
-func (c *Client) locked(ctx context.Context, s *slot, r Remote) (*connection, error) {
+// connectionLocked is like connection. The caller holds the slot's lock.
+func (c *Client) connectionLocked(ctx context.Context, s *slot, r Remote) (*connection, error) {
 	if s.conn != nil && s.conn.usable(ctx, r) {
 		return s.conn, nil
 	}
@@ -184,7 +184,8 @@ func (c *Client) locked(ctx context.Context, s *slot, r Remote) (*connection, er
 		s.conn = nil
 	}
 	if wait := time.Until(s.retryAt); wait > 0 {
-		return nil, unavailable(r.Name, fmt.Errorf("%w; the next try is in %s", s.failure, wait.Round(100*time.Millisecond)))
+		return nil, unavailableError(r.Name, fmt.Errorf("%w; the next try is in %s", s.lastError,
+			wait.Round(100*time.Millisecond)))
 	}
 	conn, err := c.connect(ctx, r, c.closing.Go)
 	if err != nil {
@@ -192,7 +193,7 @@ func (c *Client) locked(ctx context.Context, s *slot, r Remote) (*connection, er
 	}
 	if !c.storeConnection(s, conn) {
 		conn.close()
-		return nil, unavailable(r.Name, errClosed)
+		return nil, unavailableError(r.Name, errClosed)
 	}
 	return conn, nil
 }
@@ -225,14 +226,14 @@ func (s *slot) recordFailure(ctx context.Context, server string, err error) erro
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
-	s.failure = err
+	s.lastError = err
 	if s.failures++; s.failures > 1 {
-		s.retryAt = time.Now().Add(min(time.Second<<min(s.failures-2, 10), longestPause))
+		s.retryAt = time.Now().Add(min(time.Second<<min(s.failures-2, 10), maxBackoff))
 	}
-	return unavailable(server, err)
+	return unavailableError(server, err)
 }
 
-func unavailable(server string, err error) error {
+func unavailableError(server string, err error) error {
 	if refused, ok := errors.AsType[*skills.CallError](err); ok {
 		return refused
 	}
@@ -244,7 +245,7 @@ func unavailable(server string, err error) error {
 
 // Close ends all connections and their child processes, and waits for them. Later calls fail.
 func (c *Client) Close() {
-	c.end()
+	c.cancelBase()
 	c.mu.Lock()
 	c.closed = true
 	slots := c.slots
@@ -261,8 +262,8 @@ func (c *Client) Close() {
 	c.closing.Wait()
 }
 
-// meta returns the metadata of a call: its idempotency key and the W3C trace context.
-func meta(ctx context.Context, call skills.Call) sdk.Meta {
+// callMeta returns the metadata of a call: its idempotency key and the W3C trace context.
+func callMeta(ctx context.Context, call skills.Call) sdk.Meta {
 	m := sdk.Meta{}
 	if call.IdempotencyKey != "" {
 		m["lanekeeper/idempotency-key"] = call.IdempotencyKey
@@ -282,25 +283,25 @@ func (c *Client) Sync(ctx context.Context, server string) (Report, error) {
 	}
 	conn, err := c.connect(ctx, r, func(cleanup func()) { cleanup() })
 	if err != nil {
-		noted := c.noteAttempt(ctx, server, cleanText(err.Error(), 500), "")
+		recordErr := c.recordAttempt(ctx, server, cleanText(err.Error(), 500), "")
 		return Report{Server: server, Error: err.Error()},
-			errors.Join(fmt.Errorf("sync MCP server %q: %w", server, err), noted)
+			errors.Join(fmt.Errorf("sync MCP server %q: %w", server, err), recordErr)
 	}
 	defer conn.close()
 	var report Report
 	err = postgres.InTx(ctx, c.opts.Pool, func(tx pgx.Tx) error {
-		report, err = reconcile(ctx, tx, server, c.opts.Agent, conn.listed)
+		report, err = reconcile(ctx, tx, server, c.opts.Agent, conn.tools)
 		return err
 	})
 	if err != nil {
 		return report, fmt.Errorf("sync MCP server %q: %w", server, err)
 	}
-	report.About = conn.about
-	return report, c.noteAttempt(ctx, server, "", conn.about)
+	report.About = conn.serverInfo
+	return report, c.recordAttempt(ctx, server, "", conn.serverInfo)
 }
 
-// noteAttempt records the time and outcome of a sync.
-func (c *Client) noteAttempt(ctx context.Context, server, failure, about string) error {
+// recordAttempt records the time and outcome of a sync.
+func (c *Client) recordAttempt(ctx context.Context, server, failure, about string) error {
 	_, err := c.opts.Pool.Exec(ctx, `
 		update agent_mcp_servers
 		   set attempted_at = clock_timestamp(), sync_error = @failure,
@@ -317,7 +318,7 @@ func (c *Client) noteAttempt(ctx context.Context, server, failure, about string)
 // declaration, 15 minutes after its last sync, and one minute after a failure.
 func (c *Client) Run(ctx context.Context) error {
 	defer c.Close()
-	ticker := time.NewTicker(retryEvery / 4)
+	ticker := time.NewTicker(syncRetryInterval / 4)
 	defer ticker.Stop()
 	for {
 		c.syncDue(ctx)
@@ -334,7 +335,7 @@ func (c *Client) Run(ctx context.Context) error {
 func (c *Client) prune(ctx context.Context) {
 	_, err := c.opts.Pool.Exec(ctx, `
 		delete from agent_mcp_calls where collected_at < statement_timestamp() - make_interval(secs => @life)`,
-		postgres.Strict{"life": keepCalls.Seconds()})
+		postgres.Strict{"life": collectedCallTTL.Seconds()})
 	if err != nil && ctx.Err() == nil {
 		c.log.WarnContext(ctx, "old MCP calls not removed", "error", err)
 	}
@@ -346,7 +347,7 @@ func (c *Client) syncDue(ctx context.Context) {
 		 where attempted_at is null or attempted_at < clock_timestamp() - make_interval(secs =>
 		       case when sync_error = '' then @every::float8 else @retry::float8 end)
 		 order by attempted_at nulls first limit 100`,
-		postgres.Strict{"every": syncEvery.Seconds(), "retry": retryEvery.Seconds()})
+		postgres.Strict{"every": syncInterval.Seconds(), "retry": syncRetryInterval.Seconds()})
 	var due []string
 	if err == nil {
 		due, err = pgx.CollectRows(rows, pgx.RowTo[string])
@@ -355,7 +356,7 @@ func (c *Client) syncDue(ctx context.Context) {
 		c.log.WarnContext(ctx, "MCP servers not synced", "error", err)
 	}
 	var group errgroup.Group
-	group.SetLimit(syncsAtOnce)
+	group.SetLimit(maxConcurrentSyncs)
 	for _, server := range due {
 		group.Go(func() error {
 			c.syncAndLog(ctx, server)

@@ -23,50 +23,50 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-func TestToolsOfAServerBecomeSkillsThatNeedApproval(t *testing.T) {
+func TestSyncMountsToolsWithApproval(t *testing.T) {
 	t.Parallel()
 	for name, definition := range map[string]func(t *testing.T) mcp.Definition{
 		"http":  func(t *testing.T) mcp.Definition { return httpServer(serve(t, tools("")...).URL) },
 		"stdio": func(t *testing.T) mcp.Definition { return stdioServer(t, nil) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, nil)
-			w.put(definition(t))
-			report := w.sync()
+			f := newClientFixture(t, nil)
+			f.put(definition(t))
+			report := f.sync()
 			assert.Truef(t, report.Tools == 4 && slices.Equal(report.Mounted, []string{"echo", "hang", "meta", "pid"}),
 				"the sync found %+v", report)
-			s := w.skill("echo")
+			s := f.skill("echo")
 			assert.Truef(t, s.Trust == skills.TrustApprove && s.Scope == skills.ScopeInternal && !s.Idempotent &&
 				s.Source == "mcp" && s.Handler == "mcp:test/echo" && strings.Contains(s.Description, "Says it again.") &&
-				strings.Contains(string(s.Parameters()), `"times"`), "the skill is %+v", s)
-			assert.Equal(t, `"ab"`, w.must("echo", `{"text":"ab"}`))
-			_, err := w.call("echo", `{"text":1,"other":2}`)
+				strings.Contains(string(s.Parameters()), `"times"`), "skill: %+v", s)
+			assert.Equal(t, `"ab"`, f.mustCall("echo", `{"text":"ab"}`))
+			_, err := f.call("echo", `{"text":1,"other":2}`)
 			assert.Truef(t, err != nil && strings.Contains(err.Error(), "/text") && strings.Contains(err.Error(), "other"),
 				"wrong arguments: %v", err)
-			if again := w.sync(); len(again.Mounted) != 0 || w.skill("echo").Revision != s.Revision {
+			if again := f.sync(); len(again.Mounted) != 0 || f.skill("echo").Revision != s.Revision {
 				t.Errorf("a second sync changed %+v", again)
 			}
 		})
 	}
 }
 
-func TestACallCarriesItsKeyAndTrace(t *testing.T) {
+func TestCallSendsIdempotencyKeyAndTraceparent(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, nil)
-	w.put(httpServer(serve(t, tools("")...).URL))
-	w.sync()
+	f := newClientFixture(t, nil)
+	f.put(httpServer(serve(t, tools("")...).URL))
+	f.sync()
 	id := trace.New(trace.Flow)
 	ctx := trace.With(t.Context(), trace.Span{TraceID: id, ActivityID: "a"})
-	raw, err := w.registry.Invoke(ctx, skills.Call{Skill: w.skill("meta"), IdempotencyKey: "k1"})
+	raw, err := f.registry.Invoke(ctx, skills.Call{Skill: f.skill("meta"), IdempotencyKey: "k1"})
 	require.NoError(t, err)
 	var got map[string]any
 	require.NoError(t, json.Unmarshal(raw, &got))
 	parent, _ := got["traceparent"].(string)
 	assert.Truef(t, got["lanekeeper/idempotency-key"] == "k1" && strings.HasPrefix(parent, "00-"+id.OTel()+"-") &&
-		len(parent) == 55, "the server got %v", got)
+		len(parent) == 55, "metadata at the server: %v", got)
 }
 
-func TestAHangingToolIsCancelledByTheTimeout(t *testing.T) {
+func TestTimeoutCancelsHangingTool(t *testing.T) {
 	t.Parallel()
 	cancelled := make(chan struct{})
 	s := serve(t, tool{
@@ -79,12 +79,12 @@ func TestAHangingToolIsCancelledByTheTimeout(t *testing.T) {
 	})
 	for name, d := range map[string]mcp.Definition{"http": httpServer(s.URL), "stdio": stdioServer(t, nil)} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, nil)
+			f := newClientFixture(t, nil)
 			d.TimeoutMS = 200
-			w.put(d)
-			w.sync()
+			f.put(d)
+			f.sync()
 			began := time.Now()
-			w.fails("hang", `{}`, skills.ClassTimeout, "200ms")
+			f.wantFailure("hang", `{}`, skills.ClassTimeout, "200ms")
 			took := time.Since(began)
 			assert.Truef(t, took <= 25*time.Second, "the call took %s", took)
 		})
@@ -92,49 +92,49 @@ func TestAHangingToolIsCancelledByTheTimeout(t *testing.T) {
 	select {
 	case <-cancelled:
 	case <-time.After(pgtest.Timeout):
-		t.Error("the server was not notified")
+		t.Error("the server did not see the cancellation")
 	}
 }
 
-func TestAChildThatDoesNotReadCannotHoldACall(t *testing.T) {
+func TestTimeoutWhenChildStopsReading(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, nil)
-	d := stdioServer(t, map[string]any{childVariable: "deaf-later"})
+	f := newClientFixture(t, nil)
+	d := stdioServer(t, map[string]any{childVariable: "stall"})
 	d.TimeoutMS = 8000 // includes the start of the new child
-	w.put(d)
-	w.sync()
+	f.put(d)
+	f.sync()
 	began := time.Now()
-	w.fails("echo", `{"text":"`+strings.Repeat("x", 200_000)+`","times":0}`, skills.ClassTimeout, "8s")
+	f.wantFailure("echo", `{"text":"`+strings.Repeat("x", 200_000)+`","times":0}`, skills.ClassTimeout, "8s")
 	took := time.Since(began)
 	assert.Truef(t, took <= 25*time.Second, "the call took %s", took)
-	assert.Equal(t, `"back"`, w.must("echo", `{"text":"back"}`))
+	assert.Equal(t, `"back"`, f.mustCall("echo", `{"text":"back"}`))
 }
 
 // A child that starts or responds slowly fails calls, but keeps running.
-func TestASlowChildIsKept(t *testing.T) {
+func TestTimeoutsKeepSlowChild(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, nil)
+	f := newClientFixture(t, nil)
 	d := stdioServer(t, map[string]any{childVariable: "slow"})
-	w.put(d)
-	w.sync()
+	f.put(d)
+	f.sync()
 	d.TimeoutMS = 2000
-	w.put(d)
-	w.fails("echo", `{"text":"a","times":1}`, skills.ClassTimeout, "2s") // it starts
+	f.put(d)
+	f.wantFailure("echo", `{"text":"a","times":1}`, skills.ClassTimeout, "2s") // it starts
 	pgtest.Eventually(t, func() bool {
-		_, err := w.call("pid", `{}`)
+		_, err := f.call("pid", `{}`)
 		return err == nil
 	}, "the child has started")
-	first, _ := w.pid()
+	first, _ := f.pid()
 	for range 4 {
-		w.fails("hang", `{}`, skills.ClassTimeout, "2s")
+		f.wantFailure("hang", `{}`, skills.ClassTimeout, "2s")
 	}
-	last, _ := w.pid()
-	assert.Equal(t, first, last, "the child was replaced by")
+	last, _ := f.pid()
+	assert.Equal(t, first, last, "process id after the timeouts")
 }
 
-func TestASilentServerIsNamedWithItsTimeout(t *testing.T) {
+func TestSyncErrorNamesConnectTimeout(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, nil)
+	f := newClientFixture(t, nil)
 	silent := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 		_, _ = io.Copy(io.Discard, r.Body) // otherwise the server does not notice the disconnect
 		<-r.Context().Done()
@@ -142,109 +142,110 @@ func TestASilentServerIsNamedWithItsTimeout(t *testing.T) {
 	t.Cleanup(silent.Close)
 	d := httpServer(silent.URL)
 	d.TimeoutMS = 1000
-	w.put(d)
-	_, err := w.client.Sync(t.Context(), "test")
-	assert.Truef(t, err != nil && strings.Contains(err.Error(), `"test": the server has not answered within 5s`), "%v", err)
+	f.put(d)
+	_, err := f.client.Sync(t.Context(), "test")
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), `"test": the server has not answered within 5s`), "%v",
+		err)
 }
 
 // pid returns the process id and environment of the test's stdio server.
-func (w *world) pid() (pid int, env []string) {
-	w.t.Helper()
+func (f *clientFixture) pid() (pid int, env []string) {
+	f.t.Helper()
 	var got struct {
 		PID int
 		Env []string
 	}
-	require.NoError(w.t, json.Unmarshal([]byte(w.must("pid", `{}`)), &got))
+	require.NoError(f.t, json.Unmarshal([]byte(f.mustCall("pid", `{}`)), &got))
 	return got.PID, got.Env
 }
 
-func TestAChildIsKeptReplacedAndStopped(t *testing.T) {
+func TestChildLifecycle(t *testing.T) {
 	t.Setenv("SHELL_SECRET", "not for children")
-	w := newWorld(t, func(name string) string {
+	f := newClientFixture(t, func(name string) string {
 		return map[string]string{"PATH": os.Getenv("PATH"), "HOME": "/home/x", "TOKEN": "tok-12345", "OTHER": "o"}[name]
 	})
-	w.put(stdioServer(t, map[string]any{"GIVEN": "${TOKEN}"}))
-	w.sync()
-	first, env := w.pid()
+	f.put(stdioServer(t, map[string]any{"GIVEN": "${TOKEN}"}))
+	f.sync()
+	first, env := f.pid()
 	slices.Sort(env)
 	want := []string{"GIVEN=[secret]", "HOME=/home/x", childVariable + "=1", "PATH=" + os.Getenv("PATH")}
 	assert.Truef(t, slices.Equal(env, want), "the child's environment is %q, want %q", env, want)
-	again, _ := w.pid()
-	assert.Equal(t, first, again, "the second call went to child")
+	again, _ := f.pid()
+	assert.Equal(t, first, again, "process id of the second call")
 	require.NoError(t, syscall.Kill(first, syscall.SIGKILL))
 	var second int
 	pgtest.Eventually(t, func() bool { // the first call after the kill may still go to the dead child
-		if _, err := w.call("pid", `{}`); err != nil {
+		if _, err := f.call("pid", `{}`); err != nil {
 			return false
 		}
-		second, _ = w.pid()
+		second, _ = f.pid()
 		return true
-	}, "another child answers")
+	}, "a new child answers")
 	assert.True(t, second != first, "the dead child answered")
-	w.client.Close()
+	f.client.Close()
 	assert.Error(t, syscall.Kill(second, 0), "child", second, "runs after Close")
-	w.fails("echo", `{"text":"a"}`, skills.ClassUnavailable, "closed")
+	f.wantFailure("echo", `{"text":"a"}`, skills.ClassUnavailable, "closed")
 }
 
-func TestAServerThatIsDownIsUnavailableAndComesBack(t *testing.T) {
+func TestCallsResumeAfterServerRestart(t *testing.T) {
 	t.Parallel()
 	s := serve(t, tools("")...)
-	w := newWorld(t, nil)
-	w.put(httpServer(s.URL))
-	w.sync()
+	f := newClientFixture(t, nil)
+	f.put(httpServer(s.URL))
+	f.sync()
 	address := strings.TrimPrefix(s.URL, "http://")
 	s.Close()
-	w.fails("echo", `{"text":"a"}`, skills.ClassUnavailable, "test")
-	report, err := w.client.Sync(t.Context(), "test")
+	f.wantFailure("echo", `{"text":"a"}`, skills.ClassUnavailable, "test")
+	report, err := f.client.Sync(t.Context(), "test")
 	assert.Truef(t, err != nil && report.Error != "", "a sync of a server that is down: %+v, %v", report, err)
-	r, err := mcp.Get(t.Context(), w.pool, "test")
-	assert.Truef(t, err == nil && r.SyncError != "" && w.skill("echo").Enabled, "after a failed sync: %+v, %v", r, err)
+	r, err := mcp.Get(t.Context(), f.pool, "test")
+	assert.Truef(t, err == nil && r.SyncError != "" && f.skill("echo").Enabled, "after a failed sync: %+v, %v", r, err)
 	back := serveAt(t, address, tools("")...)
 	defer back.Close()
-	pgtest.Eventually(t, func() bool { _, err := w.call("echo", `{"text":"a"}`); return err == nil },
-		"the server is used again")
+	pgtest.Eventually(t, func() bool { _, err := f.call("echo", `{"text":"a"}`); return err == nil },
+		"a call succeeds after the restart")
 }
 
-func TestAnAnswerThatIsTooLongIsNamed(t *testing.T) {
+func TestTooLongResponseFailsCall(t *testing.T) {
 	t.Parallel()
 	s := serve(t, tools("")...)
-	w := newWorld(t, nil)
-	w.put(httpServer(s.URL))
-	w.sync()
-	w.fails("echo", `{"text":"0123456789","times":1000000}`, skills.ClassUnavailable, "more than 8388608 bytes")
+	f := newClientFixture(t, nil)
+	f.put(httpServer(s.URL))
+	f.sync()
+	f.wantFailure("echo", `{"text":"0123456789","times":1000000}`, skills.ClassUnavailable, "more than 8388608 bytes")
 }
 
-func TestPrivateAddressesAreNotDialledUnlessAllowed(t *testing.T) {
+func TestPrivateAddressNeedsPermission(t *testing.T) {
 	t.Parallel()
 	s := serve(t, tools("")...)
-	w := newWorld(t, nil)
-	w.put(httpServer(s.URL))
-	w.sync()
-	guarded := mcp.NewClient(mcp.Options{Pool: w.pool})
+	f := newClientFixture(t, nil)
+	f.put(httpServer(s.URL))
+	f.sync()
+	guarded := mcp.NewClient(mcp.Options{Pool: f.pool})
 	defer guarded.Close()
 	registry, err := skills.New(skills.Options{MCP: guarded.Call})
 	require.NoError(t, err)
-	w.registry = registry
+	f.registry = registry
 	before := len(s.headers)
-	w.fails("echo", `{"text":"a"}`, skills.ClassRefused, "AGENT_ALLOW_PRIVATE_HTTP")
+	f.wantFailure("echo", `{"text":"a"}`, skills.ClassRefused, "AGENT_ALLOW_PRIVATE_HTTP")
 	assert.Equal(t, before, len(s.headers))
 }
 
-func TestSecretsAreSentAndBlottedOut(t *testing.T) {
+func TestSecretsAreSentAndRedacted(t *testing.T) {
 	t.Parallel()
 	s := serve(t, tools("")...)
-	w := newWorld(t, func(name string) string { return map[string]string{"TOKEN": "tok-12345"}[name] })
+	f := newClientFixture(t, func(name string) string { return map[string]string{"TOKEN": "tok-12345"}[name] })
 	d := httpServer(s.URL)
 	d.Headers = map[string]any{"Authorization": "Bearer ${TOKEN}"}
-	w.put(d)
-	w.sync()
-	assert.Equal(t, `"is it [secret]?"`, w.must("echo", `{"text":"is it tok-12345?"}`))
+	f.put(d)
+	f.sync()
+	assert.Equal(t, `"is it [secret]?"`, f.mustCall("echo", `{"text":"is it tok-12345?"}`))
 	assert.True(t, s.sawHeader("Authorization", "Bearer tok-12345"), "the server did not get the header")
-	w.restart(func(string) string { return "" })
-	w.fails("echo", `{"text":"a"}`, skills.ClassUnavailable, "set the environment variable TOKEN")
+	f.restart(func(string) string { return "" })
+	f.wantFailure("echo", `{"text":"a"}`, skills.ClassUnavailable, "set the environment variable TOKEN")
 }
 
-func TestResultsOfEveryKind(t *testing.T) {
+func TestResultConversion(t *testing.T) {
 	t.Parallel()
 	results := map[string]*sdk.CallToolResult{
 		"texts":      {Content: []sdk.Content{&sdk.TextContent{Text: "a"}, &sdk.TextContent{Text: "b"}}},
@@ -269,23 +270,23 @@ func TestResultsOfEveryKind(t *testing.T) {
 			func(context.Context, *sdk.CallToolRequest) (*sdk.CallToolResult, error) { return r, nil },
 		})
 	}
-	w := newWorld(t, nil)
-	w.put(httpServer(serve(t, all...).URL))
-	w.sync()
+	f := newClientFixture(t, nil)
+	f.put(httpServer(serve(t, all...).URL))
+	f.sync()
 	for name, want := range map[string]string{
 		"texts": `"a\nb"`, "structured": `{"n":1}`, "empty": `""`, "nul": "\"a\uFFFDb\"",
 		"image":    `{"attached":[{"bytes":4,"mime":"image/png","sha256":"39c2a9a2be5b5c1b4f6ba5f3d6e5c2bd9a3c9ae1c5a7b61f4e3b40bb4b6c0b6c","type":"image"}],"text":"see"}`,
 		"resource": `{"attached":[{"mime":"","text":"inside","type":"resource","uri":"file:///a"}]}`,
 	} {
-		got := w.must(name, `{}`)
+		got := f.mustCall(name, `{}`)
 		if name == "image" { // the test ignores the hash
 			got, _, _ = strings.Cut(got, `"sha256"`)
 			want, _, _ = strings.Cut(want, `"sha256"`)
 		}
 		assert.Equal(t, want, got, name)
 	}
-	w.fails("failed", `{}`, skills.ClassHandler, "no such city")
-	w.fails("large", `{}`, skills.ClassTooLarge, "bytes")
-	w.fails("huge", `{}`, skills.ClassUnavailable, "test/huge")
-	assert.Equal(t, `"a\nb"`, w.must("texts", `{}`))
+	f.wantFailure("failed", `{}`, skills.ClassHandler, "no such city")
+	f.wantFailure("large", `{}`, skills.ClassTooLarge, "bytes")
+	f.wantFailure("huge", `{}`, skills.ClassUnavailable, "test/huge")
+	assert.Equal(t, `"a\nb"`, f.mustCall("texts", `{}`))
 }

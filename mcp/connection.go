@@ -28,18 +28,18 @@ const maxTimeouts = 3
 
 // connection is a session with a server, and the listed tools.
 type connection struct {
-	remote  Remote
-	session *sdk.ClientSession
-	child   *process // nil over HTTP
-	redact  func(string) string
-	made    time.Time
-	listed  map[string]snapshot // immutable after connect
-	about   string
+	remote     Remote
+	session    *sdk.ClientSession
+	child      *process // nil over HTTP
+	redact     func(string) string
+	openedAt   time.Time
+	tools      map[string]snapshot // immutable after connect
+	serverInfo string
 
-	stale    atomic.Bool  // the server announced a changed list
-	timeouts atomic.Int32 // consecutive
-	cut      atomic.Bool  // an HTTP answer was longer than maxMessage
-	ended    chan struct{}
+	stale           atomic.Bool  // the next call must open another connection
+	timeouts        atomic.Int32 // consecutive timeouts
+	responseTooLong atomic.Bool  // an HTTP response was longer than maxMessage
+	done            chan struct{}
 }
 
 // connect opens a connection and lists the server's tools. ctx bounds these two steps, but not the connection's life.
@@ -51,7 +51,7 @@ func (c *Client) connect(ctx context.Context, r Remote, cleanup func(func())) (*
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("the server has not answered within %s", limit))
 	defer cancel()
-	defer time.AfterFunc(quietConnect, func() {
+	defer time.AfterFunc(slowConnectNotice, func() {
 		c.log.InfoContext(ctx, "waiting for MCP server", "server", r.Name, "limit", limit.String())
 	}).Stop()
 	declared := r.Headers
@@ -62,7 +62,7 @@ func (c *Client) connect(ctx context.Context, r Remote, cleanup func(func())) (*
 	if err != nil {
 		return nil, err
 	}
-	conn := &connection{remote: r, redact: newRedactor(secrets), made: time.Now(), ended: make(chan struct{})}
+	conn := &connection{remote: r, redact: newRedactor(secrets), openedAt: time.Now(), done: make(chan struct{})}
 	transport, err := c.transport(conn, values)
 	if err != nil {
 		return nil, conn.redactError(err)
@@ -117,16 +117,16 @@ func (conn *connection) open(ctx context.Context, transport sdk.Transport, versi
 	}
 	conn.session = session
 	go func() { // ends with the session; close waits for it
-		defer close(conn.ended)
+		defer close(conn.done)
 		_ = session.Wait() // the pending call reports the error
 	}()
-	if info := session.InitializeResult(); info != nil && info.ServerInfo != nil {
-		conn.about = cleanText(fmt.Sprintf("%s %s, MCP %s", info.ServerInfo.Name, info.ServerInfo.Version,
-			info.ProtocolVersion), 200)
+	if result := session.InitializeResult(); result != nil && result.ServerInfo != nil {
+		conn.serverInfo = cleanText(fmt.Sprintf("%s %s, MCP %s", result.ServerInfo.Name, result.ServerInfo.Version,
+			result.ProtocolVersion), 200)
 	}
 	ctx, cancel := context.WithTimeout(ctx, listTimeout)
 	defer cancel()
-	conn.listed, err = listTools(ctx, session)
+	conn.tools, err = listTools(ctx, session)
 	return err
 }
 
@@ -159,20 +159,20 @@ func listTools(ctx context.Context, session *sdk.ClientSession) (map[string]snap
 // usable reports whether the next call may use the connection. r is the current declaration.
 func (conn *connection) usable(ctx context.Context, r Remote) bool {
 	select {
-	case <-conn.ended:
+	case <-conn.done:
 		return false
 	default:
 	}
 	if conn.child != nil && conn.child.waitExit(0) {
 		return false
 	}
-	tooOld := conn.child == nil && time.Since(conn.made) > maxAge
+	tooOld := conn.child == nil && time.Since(conn.openedAt) > maxConnectionAge
 	return !tooOld && !conn.stale.Load() && conn.remote.Revision == r.Revision &&
-		(conn.timeouts.Load() < maxTimeouts || conn.answers(ctx))
+		(conn.timeouts.Load() < maxTimeouts || conn.respondsToPing(ctx))
 }
 
-// answers reports whether the server answers a ping. The client must not end a server that is only slow.
-func (conn *connection) answers(ctx context.Context) bool {
+// respondsToPing reports whether the server answers a ping. The client must not end a server that is only slow.
+func (conn *connection) respondsToPing(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()
 	answered := make(chan error, 1)
@@ -280,20 +280,20 @@ func httpTransport(conn *connection, headers map[string]string, allow []string, 
 	if err != nil {
 		return nil, err
 	}
-	client.Transport = &bounded{next: client.Transport, headers: headers, cut: &conn.cut}
+	client.Transport = &boundedTransport{next: client.Transport, headers: headers, responseTooLong: &conn.responseTooLong}
 	return &sdk.StreamableClientTransport{
 		Endpoint: conn.remote.URL, HTTPClient: client, MaxRetries: -1, DisableStandaloneSSE: true, MaxEventSize: maxMessage,
 	}, nil
 }
 
-// bounded adds the declared headers to each request and bounds each response.
-type bounded struct {
-	next    http.RoundTripper
-	headers map[string]string
-	cut     *atomic.Bool
+// boundedTransport adds the declared headers to each request and bounds each response.
+type boundedTransport struct {
+	next            http.RoundTripper
+	headers         map[string]string
+	responseTooLong *atomic.Bool
 }
 
-func (b *bounded) RoundTrip(request *http.Request) (*http.Response, error) {
+func (b *boundedTransport) RoundTrip(request *http.Request) (*http.Response, error) {
 	request = request.Clone(request.Context())
 	for name, value := range b.headers {
 		request.Header.Set(name, value)
@@ -309,62 +309,64 @@ func (b *bounded) RoundTrip(request *http.Request) (*http.Response, error) {
 		cancel()
 		return nil, err
 	}
-	response.Body = &boundedBody{ReadCloser: response.Body, left: maxMessage, cut: b.cut, done: cancel}
+	response.Body = &boundedBody{
+		ReadCloser: response.Body, remaining: maxMessage, responseTooLong: b.responseTooLong, cancel: cancel,
+	}
 	return response, nil
 }
 
 // boundedBody fails when a response is too long.
 type boundedBody struct {
 	io.ReadCloser
-	left int
-	cut  *atomic.Bool
-	done func()
+	remaining       int
+	responseTooLong *atomic.Bool
+	cancel          func()
 }
 
 func (b *boundedBody) Close() error {
-	defer b.done()
+	defer b.cancel()
 	return b.ReadCloser.Close()
 }
 
 func (b *boundedBody) Read(p []byte) (int, error) {
-	if b.left <= 0 {
-		b.cut.Store(true)
-		return 0, fmt.Errorf("the answer has more than %d bytes", maxMessage)
+	if b.remaining <= 0 {
+		b.responseTooLong.Store(true)
+		return 0, fmt.Errorf("the response has more than %d bytes", maxMessage)
 	}
-	n, err := b.ReadCloser.Read(p[:min(len(p), b.left)])
-	b.left -= n
+	n, err := b.ReadCloser.Read(p[:min(len(p), b.remaining)])
+	b.remaining -= n
 	return n, err
 }
 
-// lines reads a client's messages, one a line. It answers and skips an invalid line itself, because the SDK would end
-// the session.
-type lines struct {
+// lineReader reads a client's messages, one per line. It rejects and skips an invalid line itself, because the SDK
+// would end the session.
+type lineReader struct {
 	io.Closer
 	in       *bufio.Reader
 	out      io.Writer
-	maxBytes int    // bytes of a message
-	line     []byte // unread rest of the current line
+	maxBytes int    // limit of a message
+	rest     []byte // unread rest of the current line
 }
 
-func (l *lines) Read(p []byte) (int, error) {
-	for len(l.line) == 0 {
+func (l *lineReader) Read(p []byte) (int, error) {
+	for len(l.rest) == 0 {
 		line, err := l.next()
 		if err != nil {
 			return 0, err
 		}
-		if problem := l.problem(line); problem == nil {
-			l.line = line
-		} else if err := l.refuse(line, problem); err != nil {
+		if problem := l.validate(line); problem == nil {
+			l.rest = line
+		} else if err := l.reject(line, problem); err != nil {
 			return 0, err
 		}
 	}
-	n := copy(p, l.line)
-	l.line = l.line[n:]
+	n := copy(p, l.rest)
+	l.rest = l.rest[n:]
 	return n, nil
 }
 
 // next returns the next non-blank line, with its newline. It cuts a line that is too long.
-func (l *lines) next() ([]byte, error) {
+func (l *lineReader) next() ([]byte, error) {
 	for {
 		var line []byte
 		more := bufio.ErrBufferFull
@@ -383,38 +385,39 @@ func (l *lines) next() ([]byte, error) {
 	}
 }
 
-// problem returns why a line is no valid message. The SDK judges batches.
-func (l *lines) problem(line []byte) *jsonrpc.Error {
+// validate returns why a line is no valid message; nil for a valid message. The SDK checks batches.
+func (l *lineReader) validate(line []byte) *jsonrpc.Error {
 	line = bytes.TrimSpace(line)
 	switch {
 	case len(line) > l.maxBytes:
 		return &jsonrpc.Error{
 			Code:    jsonrpc.CodeInvalidRequest,
-			Message: fmt.Sprintf("a message may have %d bytes", l.maxBytes),
+			Message: fmt.Sprintf("a message may have at most %d bytes", l.maxBytes),
 		}
 	case !json.Valid(line):
-		return &jsonrpc.Error{Code: jsonrpc.CodeParseError, Message: "this line is no JSON; send each message on a line of " +
-			"its own"}
+		return &jsonrpc.Error{Code: jsonrpc.CodeParseError,
+			Message: "the line is not JSON; send each message on its own line"}
 	case line[0] == '[':
 		return nil
 	}
 	if _, err := jsonrpc.DecodeMessage(line); err != nil {
-		return &jsonrpc.Error{Code: jsonrpc.CodeInvalidRequest, Message: "this is no message of JSON-RPC 2.0: " + err.Error()}
+		return &jsonrpc.Error{Code: jsonrpc.CodeInvalidRequest, Message: "the line is not a JSON-RPC 2.0 message: " +
+			err.Error()}
 	}
 	return nil
 }
 
-// refuse answers a line with an error, under the line's id if any.
-func (l *lines) refuse(line []byte, problem *jsonrpc.Error) error {
-	var asked struct {
+// reject responds to a line with an error. The response has the line's id, or null.
+func (l *lineReader) reject(line []byte, problem *jsonrpc.Error) error {
+	var request struct {
 		ID json.RawMessage `json:"id"`
 	}
-	if json.Unmarshal(line, &asked) != nil || len(asked.ID) == 0 || bytes.ContainsAny(asked.ID[:1], "[{tf") {
-		asked.ID = json.RawMessage("null")
+	if json.Unmarshal(line, &request) != nil || len(request.ID) == 0 || bytes.ContainsAny(request.ID[:1], "[{tf") {
+		request.ID = json.RawMessage("null")
 	}
-	answer, err := json.Marshal(map[string]any{"jsonrpc": "2.0", "id": asked.ID, "error": problem})
+	answer, err := json.Marshal(map[string]any{"jsonrpc": "2.0", "id": request.ID, "error": problem})
 	if err != nil {
-		return fmt.Errorf("answer a line: %w", err)
+		return fmt.Errorf("reject a line: %w", err)
 	}
 	_, err = l.out.Write(append(answer, '\n'))
 	return err

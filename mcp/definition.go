@@ -49,7 +49,7 @@ func newSnapshot(t *sdk.Tool) snapshot {
 	s := snapshot{pin: hex.EncodeToString(sum[:])}
 	switch {
 	case len(raw) > maxDefinition:
-		s.problem = fmt.Sprintf("its definition has %d bytes; at most %d are taken", len(raw), maxDefinition)
+		s.problem = fmt.Sprintf("its definition has %d bytes; the limit is %d", len(raw), maxDefinition)
 		return s
 	case strings.Contains(string(raw), `\u0000`):
 		s.problem = "its definition has a NUL character"
@@ -104,8 +104,8 @@ func (a *annotations) destructive() bool {
 	return !a.ReadOnlyHint
 }
 
-// trustOf returns a tool's trust: the admin's setting, or a stricter trust.
-func (r Remote) trustOf(tool string, a *annotations) string {
+// trustFor returns a tool's trust: the admin's setting, or a stricter trust.
+func (r Remote) trustFor(tool string, a *annotations) string {
 	switch {
 	case a.destructive():
 		return skills.TrustApprove
@@ -122,11 +122,12 @@ func (r Remote) includes(tool string) bool {
 
 // skill returns the skill declaration of a tool.
 func (r Remote) skill(tool, name, pin string, d definition) skills.Definition {
-	about := cmp.Or(d.Description, "No description.")
+	description := cmp.Or(d.Description, "No description.")
 	return skills.Definition{
-		Name: name, Description: fmt.Sprintf("[tool of the MCP server %s] %s", r.Name, about), Parameters: d.parameters(),
-		Handler: "mcp:" + r.Name + "/" + tool, Config: map[string]any{"pin": pin}, Scope: r.Scope,
-		Trust: r.trustOf(tool, d.Annotations), Idempotent: matches(r.Idempotent, tool),
+		Name: name, Description: fmt.Sprintf("[tool of the MCP server %s] %s", r.Name, description),
+		Parameters: d.parameters(),
+		Handler:    "mcp:" + r.Name + "/" + tool, Config: map[string]any{"pin": pin}, Scope: r.Scope,
+		Trust: r.trustFor(tool, d.Annotations), Idempotent: matches(r.Idempotent, tool),
 		Timeout: fmt.Sprintf("%dms", r.TimeoutMS),
 	}
 }
@@ -148,50 +149,50 @@ func skillName(server, tool string) string {
 		return name
 	}
 	sum := sha256.Sum256([]byte(tool))
-	mark := "_" + hex.EncodeToString(sum[:])[:8]
-	return name[:min(len(name), maxSkillName-len(mark))] + mark
+	suffix := "_" + hex.EncodeToString(sum[:])[:8]
+	return name[:min(len(name), maxSkillName-len(suffix))] + suffix
 }
 
 // nextState decides the state of a tool, in all cases. old is the tool's row, with only names for a new tool. now is
 // the listed tool, nil if the server does not list it.
-func nextState(r Remote, old Tool, now *snapshot) Tool {
+func nextState(r Remote, old Tool, current *snapshot) Tool {
 	next := old
 	next.Reason, next.SeenPin, next.Seen = "", "", json.RawMessage(`{}`)
 	switch {
 	case !r.includes(old.Tool):
 		next.State, next.Reason = Excluded, "left out by the workspace"
-	case now == nil:
+	case current == nil:
 		next.State, next.Reason = Gone, "the server no longer lists it"
-	case old.Pin == "" && now.problem != "":
-		next.State, next.Reason = Refused, now.problem
+	case old.Pin == "" && current.problem != "":
+		next.State, next.Reason = Refused, current.problem
 	case old.Pin == "":
-		next.State, next.Pin, next.Definition = Mounted, now.pin, encode(now.definition)
-	case now.pin == old.Pin:
+		next.State, next.Pin, next.Definition = Mounted, current.pin, encode(current.definition)
+	case current.pin == old.Pin:
 		next.State = Mounted
 	default:
-		next.State, next.SeenPin, next.Seen = Quarantined, now.pin, encode(now.definition)
-		next.Reason = difference(old.Definition, now.definition)
-		if now.problem != "" {
-			next.Reason += "; it can no longer be a skill: " + now.problem
+		next.State, next.SeenPin, next.Seen = Quarantined, current.pin, encode(current.definition)
+		next.Reason = difference(old.Definition, current.definition)
+		if current.problem != "" {
+			next.Reason += "; it can no longer be a skill: " + current.problem
 		}
 	}
 	return next
 }
 
 // difference names the changed parts of a tool.
-func difference(accepted json.RawMessage, now definition) string {
-	var then, current definition
-	if json.Unmarshal(accepted, &then) != nil || json.Unmarshal(encode(now), &current) != nil {
+func difference(accepted json.RawMessage, listed definition) string {
+	var old, current definition
+	if json.Unmarshal(accepted, &old) != nil || json.Unmarshal(encode(listed), &current) != nil {
 		return "it changed since it was accepted"
 	}
 	var parts []string
-	if then.Description != current.Description {
+	if old.Description != current.Description {
 		parts = append(parts, "description")
 	}
-	if !reflect.DeepEqual(then.InputSchema, current.InputSchema) {
+	if !reflect.DeepEqual(old.InputSchema, current.InputSchema) {
 		parts = append(parts, "input schema")
 	}
-	if !reflect.DeepEqual(then.Annotations, current.Annotations) {
+	if !reflect.DeepEqual(old.Annotations, current.Annotations) {
 		parts = append(parts, "annotations")
 	}
 	if len(parts) == 0 {
@@ -200,7 +201,7 @@ func difference(accepted json.RawMessage, now definition) string {
 	return "it changed since it was accepted: " + strings.Join(parts, ", ")
 }
 
-// encode encodes a definition, which came from JSON.
+// encode returns a definition as JSON. A definition was read from JSON, so encoding cannot fail.
 func encode(d definition) json.RawMessage {
 	raw, err := json.Marshal(d)
 	if err != nil {

@@ -17,24 +17,24 @@ const (
 	everythingVersion = "2026.8.31"
 )
 
-func TestTheReferenceServerIsMountedAndCalled(t *testing.T) {
+func TestReferenceServer(t *testing.T) {
 	t.Parallel()
 	dir := npmtest.Install(t, everything+"@"+everythingVersion)
 	program := filepath.Join(dir, "node_modules", everything, "dist", "index.js")
-	w := newWorld(t, nil)
-	w.put(mcp.Definition{Name: "test", Command: []string{"node", program, "stdio"}})
-	report := w.sync()
+	f := newClientFixture(t, nil)
+	f.put(mcp.Definition{Name: "test", Command: []string{"node", program, "stdio"}})
+	report := f.sync()
 	assert.Truef(t, report.Tools >= 5 && len(report.Refused) == 0 && len(report.Mounted) == report.Tools,
 		"the sync found %+v", report)
 	t.Logf("%s: %v", report.About, report.Mounted)
-	assert.Contains(t, w.must("echo", `{"message":"hello there"}`), "hello there")
-	assert.Contains(t, w.must("get-sum", `{"a":2,"b":40}`), "42")
-	got := w.must("get-tiny-image", `{}`)
+	assert.Contains(t, f.mustCall("echo", `{"message":"hello there"}`), "hello there")
+	assert.Contains(t, f.mustCall("get-sum", `{"a":2,"b":40}`), "42")
+	got := f.mustCall("get-tiny-image", `{}`)
 	assert.Truef(t, strings.Contains(got, `"mime":"image/png"`) && len(got) <= 4000, "get-tiny-image answers %.300s", got)
-	assert.Contains(t, w.must("get-structured-content", `{"location":"Chicago"}`), "temperature")
-	_, err := w.call("get-sum", `{"a":"x"}`)
+	assert.Contains(t, f.mustCall("get-structured-content", `{"location":"Chicago"}`), "temperature")
+	_, err := f.call("get-sum", `{"a":"x"}`)
 	assert.Error(t, err, "wrong arguments were accepted")
-	again := w.sync()
+	again := f.sync()
 	assert.Truef(t, len(again.Mounted)+len(again.Quarantined) == 0, "a second sync changed %+v", again)
-	assert.Equal(t, skills.TrustApprove, w.skill("echo").Trust)
+	assert.Equal(t, skills.TrustApprove, f.skill("echo").Trust)
 }

@@ -13,13 +13,13 @@ import (
 )
 
 // An invalid line gets an error, and the next line a response.
-func TestALineThatIsNoMessageIsAnsweredAndPassedOver(t *testing.T) {
+func TestServeRejectsInvalidLines(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	f := newServerFixture(t)
 	ourIn, in := io.Pipe()
 	out, ourOut := io.Pipe()
 	ended := make(chan error, 1)
-	go func() { ended <- h.server.Serve(context.WithoutCancel(t.Context()), ourIn, ourOut) }()
+	go func() { ended <- f.server.Serve(context.WithoutCancel(t.Context()), ourIn, ourOut) }()
 	t.Cleanup(func() {
 		_ = in.Close()
 		assert.NoError(t, <-ended, "the session ended with")

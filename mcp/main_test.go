@@ -33,19 +33,19 @@ const childVariable = "LANEKEEPER_TEST_MCP"
 
 func TestMain(m *testing.M) {
 	if kind := os.Getenv(childVariable); kind != "" {
-		os.Exit(child(kind))
+		os.Exit(runChild(kind))
 	}
 	pgtest.Main(m)
 }
 
-// child is a stdio server. The kind "deaf" never reads.
-func child(kind string) int {
+// runChild runs a stdio server. The kind "slow" starts late; the kind "stall" stops reading after 100,000 bytes.
+func runChild(kind string) int {
 	fmt.Fprintln(os.Stderr, "child begins")
 	if kind == "slow" {
 		time.Sleep(4 * time.Second)
 	}
-	if kind == "deaf-later" {
-		in := &deafen{rest: 100_000}
+	if kind == "stall" {
+		in := &stallingReader{remaining: 100_000}
 		t := &sdk.IOTransport{Reader: in, Writer: os.Stdout}
 		_ = newServer(tools("")...).Run(context.Background(), t)
 		return 0
@@ -56,30 +56,30 @@ func child(kind string) int {
 	return 0
 }
 
-// deafen reads some bytes, then blocks.
-type deafen struct{ rest int }
+// stallingReader reads some bytes of standard input, then blocks.
+type stallingReader struct{ remaining int }
 
-func (d *deafen) Read(p []byte) (int, error) {
-	if d.rest <= 0 {
+func (d *stallingReader) Read(p []byte) (int, error) {
+	if d.remaining <= 0 {
 		time.Sleep(time.Hour) // without cgo, an empty select would be a deadlock
 	}
-	n, err := os.Stdin.Read(p[:min(len(p), d.rest)])
-	d.rest -= n
+	n, err := os.Stdin.Read(p[:min(len(p), d.remaining)])
+	d.remaining -= n
 	return n, err
 }
 
-func (d *deafen) Close() error { return nil }
+func (d *stallingReader) Close() error { return nil }
 
 // tool is a tool with its implementation.
 type tool struct {
 	sdk.Tool
-	do sdk.ToolHandler
+	handler sdk.ToolHandler
 }
 
 func newServer(all ...tool) *sdk.Server {
 	s := sdk.NewServer(&sdk.Implementation{Name: "test", Version: "1.0"}, nil)
 	for _, t := range all {
-		s.AddTool(&t.Tool, t.do)
+		s.AddTool(&t.Tool, t.handler)
 	}
 	return s
 }
@@ -132,17 +132,17 @@ func tools(description string) []tool {
 	}
 }
 
-// served is an HTTP server with replaceable tools.
-type served struct {
+// fakeServer is an HTTP server with replaceable tools.
+type fakeServer struct {
 	*httptest.Server
 	mu      sync.Mutex
 	server  *sdk.Server
 	headers []http.Header
 }
 
-func serve(t *testing.T, all ...tool) *served {
+func serve(t *testing.T, all ...tool) *fakeServer {
 	t.Helper()
-	s := &served{server: newServer(all...)}
+	s := &fakeServer{server: newServer(all...)}
 	handler := sdk.NewStreamableHTTPHandler(func(r *http.Request) *sdk.Server {
 		s.mu.Lock()
 		defer s.mu.Unlock()
@@ -154,14 +154,14 @@ func serve(t *testing.T, all ...tool) *served {
 	return s
 }
 
-// become replaces the server's tools.
-func (s *served) become(all ...tool) {
+// replaceTools replaces the server's tools.
+func (s *fakeServer) replaceTools(all ...tool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.server = newServer(all...)
 }
 
-func (s *served) sawHeader(name, value string) bool {
+func (s *fakeServer) sawHeader(name, value string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.ContainsFunc(s.headers, func(h http.Header) bool { return h.Get(name) == value })
@@ -178,8 +178,8 @@ func stdioServer(t *testing.T, env map[string]any) mcp.Definition {
 	return mcp.Definition{Name: "test", Command: []string{self}, Env: all, TimeoutMS: 10_000}
 }
 
-// world is a database with a client and a registry.
-type world struct {
+// clientFixture is a database with a client and a registry.
+type clientFixture struct {
 	t        *testing.T
 	pool     *pgxpool.Pool
 	client   *mcp.Client
@@ -187,85 +187,85 @@ type world struct {
 	log      testkit.Log
 }
 
-func newWorld(t *testing.T, getenv func(string) string) *world {
+func newClientFixture(t *testing.T, getenv func(string) string) *clientFixture {
 	t.Helper()
-	w := &world{t: t, pool: pgtest.DB(t)}
-	w.restart(getenv)
-	return w
+	f := &clientFixture{t: t, pool: pgtest.DB(t)}
+	f.restart(getenv)
+	return f
 }
 
-// restart simulates a new process.
-func (w *world) restart(getenv func(string) string) {
-	w.t.Helper()
+// restart replaces the client and the registry, as a new process would.
+func (f *clientFixture) restart(getenv func(string) string) {
+	f.t.Helper()
 	client := mcp.NewClient(mcp.Options{
-		Pool: w.pool, AllowPrivate: []string{"127.0.0.1"},
-		Getenv: getenv, Agent: "tester", Logger: slog.New(slog.NewTextHandler(&w.log, nil)),
+		Pool: f.pool, AllowPrivate: []string{"127.0.0.1"},
+		Getenv: getenv, Agent: "tester", Logger: slog.New(slog.NewTextHandler(&f.log, nil)),
 	})
-	w.t.Cleanup(client.Close)
-	registry, err := skills.New(skills.Options{MCP: client.Call, Pool: w.pool})
-	require.NoError(w.t, err)
-	w.client, w.registry = client, registry
+	f.t.Cleanup(client.Close)
+	registry, err := skills.New(skills.Options{MCP: client.Call, Pool: f.pool})
+	require.NoError(f.t, err)
+	f.client, f.registry = client, registry
 }
 
-func (w *world) put(d mcp.Definition) {
-	w.t.Helper()
-	_, err := mcp.Put(w.t.Context(), w.pool, d)
-	require.NoError(w.t, err)
+func (f *clientFixture) put(d mcp.Definition) {
+	f.t.Helper()
+	_, err := mcp.Put(f.t.Context(), f.pool, d)
+	require.NoError(f.t, err)
 }
 
-func (w *world) sync() mcp.Report {
-	w.t.Helper()
-	report, err := w.client.Sync(w.t.Context(), "test")
-	require.NoError(w.t, err)
+func (f *clientFixture) sync() mcp.Report {
+	f.t.Helper()
+	report, err := f.client.Sync(f.t.Context(), "test")
+	require.NoError(f.t, err)
 	return report
 }
 
-func (w *world) skill(tool string) skills.Skill {
-	w.t.Helper()
-	s, err := skills.Get(w.t.Context(), w.pool, "mcp__test__"+tool)
-	require.NoError(w.t, err)
+func (f *clientFixture) skill(tool string) skills.Skill {
+	f.t.Helper()
+	s, err := skills.Get(f.t.Context(), f.pool, "mcp__test__"+tool)
+	require.NoError(f.t, err)
 	return s
 }
 
-func (w *world) tool(name string) mcp.Tool {
-	w.t.Helper()
-	all, err := mcp.Tools(w.t.Context(), w.pool, "test")
-	require.NoError(w.t, err)
+func (f *clientFixture) tool(name string) mcp.Tool {
+	f.t.Helper()
+	all, err := mcp.Tools(f.t.Context(), f.pool, "test")
+	require.NoError(f.t, err)
 	for _, t := range all {
 		if t.Tool == name {
 			return t
 		}
 	}
-	w.t.Fatalf("there is no tool %s among %d", name, len(all))
+	f.t.Fatalf("there is no tool %s among %d", name, len(all))
 	return mcp.Tool{}
 }
 
-func (w *world) call(tool, args string) (json.RawMessage, error) {
-	w.t.Helper()
-	return w.registry.Invoke(w.t.Context(), skills.Call{
-		Skill: w.skill(tool), Args: json.RawMessage(args),
+func (f *clientFixture) call(tool, args string) (json.RawMessage, error) {
+	f.t.Helper()
+	return f.registry.Invoke(f.t.Context(), skills.Call{
+		Skill: f.skill(tool), Args: json.RawMessage(args),
 		IdempotencyKey: "key of " + tool,
 	})
 }
 
-// must calls a tool that must succeed.
-func (w *world) must(tool, args string) string {
-	w.t.Helper()
-	result, err := w.call(tool, args)
-	require.NoError(w.t, err, "call", tool)
+// mustCall calls a tool and fails the test if the call fails.
+func (f *clientFixture) mustCall(tool, args string) string {
+	f.t.Helper()
+	result, err := f.call(tool, args)
+	require.NoError(f.t, err, "call", tool)
 	return string(result)
 }
 
-// fails expects a call to fail with a class and a part of its message.
-func (w *world) fails(tool, args, class, part string) {
-	w.t.Helper()
-	_, err := w.call(tool, args)
+// wantFailure checks that a call fails with a class, and with a part of its message.
+func (f *clientFixture) wantFailure(tool, args, class, part string) {
+	f.t.Helper()
+	_, err := f.call(tool, args)
 	failure, ok := errors.AsType[*skills.CallError](err)
-	assert.Truef(w.t, ok && failure.Class == class && strings.Contains(failure.Message, part),
+	assert.Truef(f.t, ok && failure.Class == class && strings.Contains(failure.Message, part),
 		"call %s: error %#v, want class %s and %q", tool, err, class, part)
 }
 
-// serveAt is serve on a given address.
+// serveAt starts a server at a given address.
 func serveAt(t *testing.T, address string, all ...tool) *httptest.Server {
 	t.Helper()
 	server := newServer(all...)

@@ -55,8 +55,8 @@ var (
 	ErrNothingToAccept = errors.New("the tool is not in quarantine, or has changed again")
 )
 
-// By is this package's name as the actor that disables skills.
-const By = "mcp"
+// Actor is the name under which this package disables skills.
+const Actor = "mcp"
 
 // Limits on input from a server.
 const (
@@ -65,22 +65,22 @@ const (
 	maxDefinition  = 64 << 10
 	maxDescription = 1500
 	maxSchemaText  = 400
-	maxMessage     = 8 << 20 // one message, and one HTTP response
+	maxMessage     = 8 << 20 // bounds a message, and an HTTP response
 	maxStderrLine  = 2000
 )
 
-// Times.
+// Timeouts and intervals.
 const (
-	connectTimeout = 90 * time.Second // npx may fetch a package first
-	quietConnect   = 2 * time.Second  // after this time, the log reports the wait for a server
-	minConnect     = 5 * time.Second  // over HTTP, if timeout_ms is shorter
-	syncsAtOnce    = 4                // a silent server delays few others
-	listTimeout    = 30 * time.Second
-	maxAge         = 10 * time.Minute // of an HTTP connection and its list
-	syncEvery      = 15 * time.Minute
-	retryEvery     = time.Minute
-	longestPause   = 30 * time.Second
-	keepCalls      = 7 * 24 * time.Hour
+	connectTimeout     = 90 * time.Second // npx may download a package first
+	slowConnectNotice  = 2 * time.Second  // after this time, the log reports the wait for a server
+	minConnect         = 5 * time.Second  // applies over HTTP, if timeout_ms is shorter
+	maxConcurrentSyncs = 4                // a silent server delays at most a quarter of the syncs
+	listTimeout        = 30 * time.Second
+	maxConnectionAge   = 10 * time.Minute // an older HTTP connection, with its list of tools, is replaced
+	syncInterval       = 15 * time.Minute
+	syncRetryInterval  = time.Minute
+	maxBackoff         = 30 * time.Second
+	collectedCallTTL   = 7 * 24 * time.Hour
 )
 
 // Source marks mounted skills.
@@ -114,10 +114,10 @@ type Definition struct {
 }
 
 var (
-	serverName = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,23}$`)
-	headerName = regexp.MustCompile("^[a-zA-Z0-9!#$%&'*+.^_`|~-]+$")
-	envName    = regexp.MustCompile(`^[a-zA-Z_][a-zA-Z0-9_]*$`)
-	ownHeaders = []string{
+	serverName      = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,23}$`)
+	headerName      = regexp.MustCompile("^[a-zA-Z0-9!#$%&'*+.^_`|~-]+$")
+	envName         = regexp.MustCompile(`^[a-zA-Z_][a-zA-Z0-9_]*$`)
+	reservedHeaders = []string{
 		"accept", "connection", "content-length", "content-type", "host", "mcp-protocol-version",
 		"mcp-session-id", "transfer-encoding", "upgrade",
 	}
@@ -169,7 +169,7 @@ func (d Definition) checkHTTP() fielderr.List {
 		problems.Add("url", "is empty; write the address of the server's MCP endpoint, or a command for stdio")
 	case err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https":
 		problems.Add("url", "must begin with https:// or http:// and a host")
-	case u.User != nil || u.Fragment != "" || secretQuery(u):
+	case u.User != nil || u.Fragment != "" || hasSecretQuery(u):
 		problems.Add("url", "must hold no user, password, key or fragment; put a secret into headers, as ${NAME}")
 	}
 	if len(d.Command) > 0 || len(d.Env) > 0 {
@@ -177,7 +177,7 @@ func (d Definition) checkHTTP() fielderr.List {
 	}
 	for name, value := range d.Headers {
 		field := "headers." + name
-		if !headerName.MatchString(name) || slices.Contains(ownHeaders, strings.ToLower(name)) {
+		if !headerName.MatchString(name) || slices.Contains(reservedHeaders, strings.ToLower(name)) {
 			problems.Add(field, "is no header that may be set")
 		}
 		problems = append(problems, checkValue(field, name, value)...)

@@ -22,7 +22,7 @@ type Offer struct {
 // Grant offers a skill over MCP. It returns false if the skill is offered already, and [skills.ErrNotFound] for an
 // unknown skill. by is the admin. Grant records an activity.
 func Grant(ctx context.Context, db postgres.Beginner, skill, by, agent string) (bool, error) {
-	return change(ctx, db, "mcp_offer", skill, by, agent, func(tx pgx.Tx) (int64, error) {
+	return changeOffer(ctx, db, "mcp_offer", skill, by, agent, func(tx pgx.Tx) (int64, error) {
 		tag, err := tx.Exec(ctx, `
 			insert into agent_mcp_offers (skill_name, offered_by) values (@skill, @by) on conflict (skill_name) do nothing`,
 			postgres.Strict{"skill": skill, "by": by})
@@ -33,14 +33,15 @@ func Grant(ctx context.Context, db postgres.Beginner, skill, by, agent string) (
 // Withdraw ends an offer. It returns false without an offer, and [skills.ErrNotFound] for an unknown skill. Pending
 // calls continue. Withdraw records an activity.
 func Withdraw(ctx context.Context, db postgres.Beginner, skill, by, agent string) (bool, error) {
-	return change(ctx, db, "mcp_withdraw", skill, by, agent, func(tx pgx.Tx) (int64, error) {
+	return changeOffer(ctx, db, "mcp_withdraw", skill, by, agent, func(tx pgx.Tx) (int64, error) {
 		tag, err := tx.Exec(ctx, `delete from agent_mcp_offers where skill_name = @skill`, postgres.Strict{"skill": skill})
 		return tag.RowsAffected(), err
 	})
 }
 
-func change(
-	ctx context.Context, db postgres.Beginner, act, skill, by, agent string, write func(tx pgx.Tx) (int64, error),
+func changeOffer(
+	ctx context.Context, db postgres.Beginner, activitySkill, skill, by, agent string,
+	write func(tx pgx.Tx) (int64, error),
 ) (changed bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		if _, err := skills.Get(ctx, tx, skill); err != nil {
@@ -50,7 +51,7 @@ func change(
 		if changed = n > 0; err != nil || !changed {
 			return err
 		}
-		return record(ctx, tx, agent, act, map[string]any{"skill": skill, "by": by}, nil)
+		return recordActivity(ctx, tx, agent, activitySkill, map[string]any{"skill": skill, "by": by}, nil)
 	})
 	if err != nil {
 		return false, fmt.Errorf("change the offer of skill %q: %w", skill, err)
@@ -64,8 +65,8 @@ func Offers(ctx context.Context, db postgres.DB) ([]Offer, error) {
 	return postgres.Collect(rows, err, "list offered skills", pgx.RowToStructByPos[Offer])
 }
 
-// offered returns the offered and enabled skills that the registry can run.
-func (s *Server) offered(ctx context.Context) ([]skills.Skill, error) {
+// offeredSkills returns the offered and enabled skills that the registry can run.
+func (s *Server) offeredSkills(ctx context.Context) ([]skills.Skill, error) {
 	offers, err := Offers(ctx, s.Pool)
 	if err != nil || len(offers) == 0 {
 		return nil, err

@@ -25,28 +25,28 @@ type process struct {
 }
 
 // startProcess starts command with exactly the environment env. It logs the child's error output by line, bounded.
-func startProcess(command, env []string, log *slog.Logger, hide func(string) string) (*process, error) {
+func startProcess(command, env []string, log *slog.Logger, redactText func(string) string) (*process, error) {
 	path, err := exec.LookPath(command[0])
 	if err != nil {
 		return nil, err
 	}
 	childIn, stdin, err := os.Pipe()
 	if err != nil {
-		return nil, fmt.Errorf("make a pipe: %w", err)
+		return nil, fmt.Errorf("create pipe: %w", err)
 	}
 	stdout, childOut, err := os.Pipe()
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("make a pipe: %w", err), childIn.Close(), stdin.Close())
+		return nil, errors.Join(fmt.Errorf("create pipe: %w", err), childIn.Close(), stdin.Close())
 	}
 	cmd := exec.Command(path, command[1:]...)
 	cmd.Env, cmd.Stdin, cmd.Stdout = env, childIn, childOut
-	cmd.Stderr = &lineLogger{log: log, hide: hide}
+	cmd.Stderr = &lineLogger{log: log, redactText: redactText}
 	cmd.WaitDelay = stopTimeout // a grandchild may hold the error output open
-	ownGroup(cmd)
+	setProcessGroup(cmd)
 	err = cmd.Start()
 	// The child has its own copies of these ends.
-	if closing := errors.Join(childIn.Close(), childOut.Close()); err == nil {
-		err = closing
+	if closeErr := errors.Join(childIn.Close(), childOut.Close()); err == nil {
+		err = closeErr
 	}
 	if err != nil {
 		return nil, errors.Join(err, stdin.Close(), stdout.Close())
@@ -96,11 +96,11 @@ func (p *process) waitExit(timeout time.Duration) bool {
 
 // lineLogger logs its input by line. It cuts long lines.
 type lineLogger struct {
-	log  *slog.Logger
-	hide func(string) string
+	log        *slog.Logger
+	redactText func(string) string
 
-	mu   sync.Mutex
-	rest []byte
+	mu      sync.Mutex
+	partial []byte
 }
 
 func (l *lineLogger) Write(text []byte) (int, error) {
@@ -110,24 +110,24 @@ func (l *lineLogger) Write(text []byte) (int, error) {
 	for len(text) > 0 {
 		line, after, ended := bytes.Cut(text, []byte{'\n'})
 		text = after
-		if room := maxStderrLine - len(l.rest); len(line) > room {
+		if room := maxStderrLine - len(l.partial); len(line) > room {
 			line = line[:room]
 		}
-		l.rest = append(l.rest, line...)
+		l.partial = append(l.partial, line...)
 		if !ended {
 			break
 		}
-		if last := cleanText(l.hide(string(l.rest)), maxStderrLine); last != "" {
-			l.log.InfoContext(context.Background(), "MCP server says", "line", last)
+		if message := cleanText(l.redactText(string(l.partial)), maxStderrLine); message != "" {
+			l.log.InfoContext(context.Background(), "MCP server says", "line", message)
 		}
-		l.rest = l.rest[:0]
+		l.partial = l.partial[:0]
 	}
 	return n, nil
 }
 
-// ownGroup puts a child into its own process group. So its children stop with it, and a ^C at this process's terminal
-// does not reach it first.
-func ownGroup(cmd *exec.Cmd) { cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} }
+// setProcessGroup puts a child into its own process group. A signal to the group then reaches the child's children too,
+// and ^C in the terminal does not reach the child before this process.
+func setProcessGroup(cmd *exec.Cmd) { cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} }
 
 // signalGroup signals the group to end, or kills it. A missing group is no error.
 func signalGroup(cmd *exec.Cmd, kill bool) {

@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
-// secretQuery reports whether a URL's query has a value that looks like a secret.
-func secretQuery(u *url.URL) bool {
+// hasSecretQuery reports whether a URL's query has a value that looks like a secret.
+func hasSecretQuery(u *url.URL) bool {
 	for name, values := range u.Query() {
 		for _, v := range values {
 			if redact.Hides(name, v) || redact.Text(v, 10_000) != v {
@@ -27,12 +27,12 @@ func secretQuery(u *url.URL) bool {
 }
 
 const (
-	filePrefix    = "file:"
-	maxSecretFile = 64 << 10
-	shortSecret   = 4 // shorter secrets occur in too many words for redaction
+	filePrefix        = "file:"
+	maxSecretFile     = 64 << 10
+	minRedactedSecret = 4 // a shorter secret is part of too many words to be redacted
 )
 
-var reference = regexp.MustCompile(`\$\{([a-zA-Z_][a-zA-Z0-9_]*)\}`)
+var referencePattern = regexp.MustCompile(`\$\{([a-zA-Z_][a-zA-Z0-9_]*)\}`)
 
 // checkValue rejects a header or a variable that holds a secret. A reference to a secret is valid.
 func checkValue(field, name string, value any) fielderr.List {
@@ -48,7 +48,7 @@ func checkValue(field, name string, value any) fielderr.List {
 		}
 		return nil
 	}
-	rest := reference.ReplaceAllString(text, "")
+	rest := referencePattern.ReplaceAllString(text, "")
 	switch {
 	case strings.Contains(rest, "${"):
 		return []error{fmt.Errorf("%s: write a reference as ${NAME}", field)}
@@ -64,20 +64,20 @@ func checkValue(field, name string, value any) fielderr.List {
 // resolve replaces the references in values, and returns the resolved secrets. The error names an unresolved reference.
 func resolve(
 	values map[string]any, getenv func(string) string,
-) (filled map[string]string, secrets []string, err error) {
-	filled = make(map[string]string, len(values))
+) (resolved map[string]string, secrets []string, err error) {
+	resolved = make(map[string]string, len(values))
 	for _, name := range slices.Sorted(maps.Keys(values)) {
 		text, _ := values[name].(string)
 		if file, ok := strings.CutPrefix(text, filePrefix); ok {
-			if filled[name], err = readSecret(file); err != nil {
+			if resolved[name], err = readSecret(file); err != nil {
 				return nil, nil, fmt.Errorf("read the secret of %s: %w", name, err)
 			}
-			secrets = append(secrets, filled[name])
+			secrets = append(secrets, resolved[name])
 			continue
 		}
 		var missing string
-		filled[name] = reference.ReplaceAllStringFunc(text, func(r string) string {
-			variable := reference.FindStringSubmatch(r)[1]
+		resolved[name] = referencePattern.ReplaceAllStringFunc(text, func(r string) string {
+			variable := referencePattern.FindStringSubmatch(r)[1]
 			value := getenv(variable)
 			if value == "" {
 				missing = variable
@@ -88,11 +88,11 @@ func resolve(
 		if missing != "" {
 			return nil, nil, fmt.Errorf("set the environment variable %s, which %s refers to", missing, name)
 		}
-		if strings.ContainsAny(filled[name], "\r\n\x00") {
-			return nil, nil, fmt.Errorf("%s has a line break once its reference is filled in", name)
+		if strings.ContainsAny(resolved[name], "\r\n\x00") {
+			return nil, nil, fmt.Errorf("%s has a line break after its reference is resolved", name)
 		}
 	}
-	return filled, secrets, nil
+	return resolved, secrets, nil
 }
 
 func readSecret(file string) (string, error) {
@@ -101,8 +101,8 @@ func readSecret(file string) (string, error) {
 		return "", err
 	}
 	raw, err := io.ReadAll(io.LimitReader(f, maxSecretFile+1))
-	if closing := f.Close(); err == nil {
-		err = closing
+	if closeErr := f.Close(); err == nil {
+		err = closeErr
 	}
 	switch text := strings.TrimSpace(string(raw)); {
 	case err != nil:
@@ -114,11 +114,11 @@ func readSecret(file string) (string, error) {
 	}
 }
 
-// newRedactor redacts secrets in a server's texts.
+// newRedactor returns a function that redacts secrets in a server's texts.
 func newRedactor(secrets []string) func(string) string {
 	pairs := make([]string, 0, 2*len(secrets))
 	for _, secret := range secrets {
-		if len(secret) >= shortSecret {
+		if len(secret) >= minRedactedSecret {
 			pairs = append(pairs, secret, "[secret]")
 		}
 	}

@@ -31,9 +31,9 @@ import (
 )
 
 const (
-	maxBody         = 1 << 20
-	refreshInterval = 5 * time.Second // interval of a stdio session's checks for changed offers
-	ourVersion      = "dev"
+	maxRequestBody  = 1 << 20
+	refreshInterval = 5 * time.Second // pause between a stdio session's checks for changed offers
+	defaultVersion  = "dev"
 )
 
 // Server offers skills over MCP. All fields but Version and Logger are required. It is safe for concurrent use.
@@ -43,7 +43,7 @@ type Server struct {
 	Skills *skills.Registry
 	// Invoke calls a skill as a durable step; it is the method of reason.Loop.
 	Invoke func(ctx context.Context, step string, s skills.Skill, args json.RawMessage,
-		call executions.Call) (json.RawMessage, error)
+		callTool executions.Call) (json.RawMessage, error)
 	Agent   string
 	Agents  *agents.Directory // the default agent makes the calls; nil: Agent
 	Version string
@@ -60,7 +60,7 @@ func (s *Server) Handler() http.Handler {
 		server, _ := r.Context().Value(serverKey{}).(*sdk.Server)
 		return server
 	}, &sdk.StreamableHTTPOptions{
-		Stateless: true, PropagateRequestCancellation: true, MaxRequestBodyBytes: maxBody,
+		Stateless: true, PropagateRequestCancellation: true, MaxRequestBodyBytes: maxRequestBody,
 		// The token keeps other sites out, because browsers never send it automatically. A local proxy may forward any host.
 		DisableLocalhostProtection: true,
 	})
@@ -78,30 +78,30 @@ func (s *Server) Handler() http.Handler {
 	})
 }
 
-// Serve answers one client over in and out, one message a line. It returns nil when the client leaves or ctx ends. It
+// Serve serves one client over in and out, one message per line. It returns nil when the client leaves or ctx ends. It
 // answers an invalid line, or a line over 1 MiB, with an error. It notifies the client of changed offers. No other code
 // may write to out.
 func (s *Server) Serve(ctx context.Context, in io.ReadCloser, out io.WriteCloser) error {
 	ctx, cancel := context.WithCancel(ctx)
 	server, err := s.server(ctx, true)
-	var known map[string]int
+	var revisions map[string]int
 	if err == nil {
-		known, err = s.refresh(ctx, server, nil)
+		revisions, err = s.refresh(ctx, server, nil)
 	}
 	if err != nil {
 		cancel()
 		return err
 	}
-	var under sync.WaitGroup
-	under.Go(func() { s.follow(ctx, server, known) })
-	shared := &serializedWriter{WriteCloser: out}
-	asked := &lines{Closer: in, in: bufio.NewReader(in), out: shared, maxBytes: maxBody}
-	err = server.Run(ctx, &sdk.IOTransport{Reader: asked, Writer: shared, MaxLineLength: maxBody})
+	var wg sync.WaitGroup
+	wg.Go(func() { s.watchOffers(ctx, server, revisions) })
+	writer := &serializedWriter{WriteCloser: out}
+	reader := &lineReader{Closer: in, in: bufio.NewReader(in), out: writer, maxBytes: maxRequestBody}
+	err = server.Run(ctx, &sdk.IOTransport{Reader: reader, Writer: writer, MaxLineLength: maxRequestBody})
 	if ctx.Err() != nil || clientLeft(err) {
 		err = nil
 	}
 	cancel()
-	under.Wait()
+	wg.Wait()
 	if err != nil {
 		return fmt.Errorf("serve MCP: %w", err)
 	}
@@ -113,8 +113,8 @@ func clientLeft(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrClosedPipe) || errors.Is(err, sdk.ErrConnectionClosed)
 }
 
-// follow keeps a session's list of tools current until ctx ends.
-func (s *Server) follow(ctx context.Context, server *sdk.Server, known map[string]int) {
+// watchOffers keeps a session's list of tools current until ctx ends.
+func (s *Server) watchOffers(ctx context.Context, server *sdk.Server, revisions map[string]int) {
 	ticker := time.NewTicker(refreshInterval)
 	defer ticker.Stop()
 	for {
@@ -123,32 +123,32 @@ func (s *Server) follow(ctx context.Context, server *sdk.Server, known map[strin
 			return
 		case <-ticker.C:
 		}
-		now, err := s.refresh(ctx, server, known)
+		current, err := s.refresh(ctx, server, revisions)
 		if err != nil {
 			s.log().WarnContext(ctx, "offered skills not read", "error", err)
 			continue
 		}
-		known = now
+		revisions = current
 	}
 }
 
 // server returns an SDK server without tools. changes makes it announce changes of the list.
 func (s *Server) server(ctx context.Context, changes bool) (*sdk.Server, error) {
-	acting, err := s.acting(ctx)
+	agentName, err := s.agentName(ctx)
 	if err != nil {
 		return nil, err
 	}
-	return sdk.NewServer(&sdk.Implementation{Name: "lanekeeper", Version: cmp.Or(s.Version, ourVersion)},
+	return sdk.NewServer(&sdk.Implementation{Name: "lanekeeper", Version: cmp.Or(s.Version, defaultVersion)},
 		&sdk.ServerOptions{
-			Instructions: "Tools are skills of the agent " + acting + ". A tool that needs an admin's approval " +
-				"answers with the id of the approval; call it again with the same arguments when it was given.",
+			Instructions: "Tools are skills of the agent " + agentName + ". A tool that needs an admin's approval " +
+				"answers with the id of the approval; call it again with the same arguments after the approval.",
 			Capabilities: &sdk.ServerCapabilities{Tools: &sdk.ToolCapabilities{ListChanged: changes}},
 			PageSize:     1000,
 		}), nil
 }
 
-// acting returns the name of the agent that makes the calls.
-func (s *Server) acting(ctx context.Context) (string, error) {
+// agentName returns the name of the agent that makes the calls.
+func (s *Server) agentName(ctx context.Context) (string, error) {
 	if s.Agents == nil {
 		return s.Agent, nil
 	}
@@ -156,44 +156,44 @@ func (s *Server) acting(ctx context.Context) (string, error) {
 	return agent.Name, err
 }
 
-// refresh applies the current offers to a server. known are the revisions that the server offers; refresh returns the
-// new revisions.
-func (s *Server) refresh(ctx context.Context, server *sdk.Server, known map[string]int) (map[string]int, error) {
-	all, err := s.offered(ctx)
+// refresh applies the current offers to a server. known has the revisions that the server offers now; refresh returns
+// the new revisions.
+func (s *Server) refresh(ctx context.Context, server *sdk.Server, revisions map[string]int) (map[string]int, error) {
+	offered, err := s.offeredSkills(ctx)
 	if err != nil {
-		return known, err
+		return revisions, err
 	}
-	now := make(map[string]int, len(all))
-	for _, skill := range all {
-		revision, ok := known[skill.Name]
-		if ok && revision == skill.Revision || s.add(ctx, server, skill) {
-			now[skill.Name] = skill.Revision
+	current := make(map[string]int, len(offered))
+	for _, skill := range offered {
+		revision, ok := revisions[skill.Name]
+		if ok && revision == skill.Revision || s.addTool(ctx, server, skill) {
+			current[skill.Name] = skill.Revision
 		}
 	}
-	for name := range known {
-		if _, still := now[name]; !still {
+	for name := range revisions {
+		if _, still := current[name]; !still {
 			server.RemoveTools(name)
 		}
 	}
-	return now, nil
+	return current, nil
 }
 
-// add offers one skill. It returns false if the SDK panics on the schema.
-func (s *Server) add(ctx context.Context, server *sdk.Server, skill skills.Skill) (added bool) {
+// addTool offers one skill. It returns false if the SDK panics on the schema.
+func (s *Server) addTool(ctx context.Context, server *sdk.Server, skill skills.Skill) (added bool) {
 	defer func() {
 		if reason := recover(); reason != nil {
 			s.log().WarnContext(ctx, "skill cannot be offered over MCP", "skill", skill.Name, "reason", fmt.Sprint(reason))
 		}
 	}()
-	about := skill.Description
+	description := skill.Description
 	if skill.Trust == skills.TrustApprove {
-		about += " (An admin must approve each call.)"
+		description += " (An admin must approve each call.)"
 	}
 	server.AddTool(&sdk.Tool{
-		Name: skill.Name, Description: about, InputSchema: skill.Parameters(),
+		Name: skill.Name, Description: description, InputSchema: skill.Parameters(),
 		Annotations: &sdk.ToolAnnotations{IdempotentHint: skill.Idempotent},
 	}, func(ctx context.Context, request *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
-		return s.call(ctx, skill.Name, request.Params.Arguments)
+		return s.callTool(ctx, skill.Name, request.Params.Arguments)
 	})
 	return true
 }
@@ -210,8 +210,8 @@ const Flow = "mcp.call"
 
 const (
 	// answerTTL is how long the caller can collect the answer to an approved call. Later, the same call is a new call.
-	answerTTL = 24 * time.Hour
-	pollCall  = 100 * time.Millisecond
+	answerTTL        = 24 * time.Hour
+	callPollInterval = 100 * time.Millisecond
 )
 
 // callInput is the input of the flow.
@@ -255,60 +255,60 @@ func (s *Server) Register() error {
 
 // requestApproval requests an approval and waits durably for the decision. The error explains a missing approval.
 func requestApproval(ctx context.Context, skill skills.Skill, args json.RawMessage) (id string, err error) {
-	asked, err := approvals.Ask(ctx, approvals.Request{
+	approval, err := approvals.Ask(ctx, approvals.Request{
 		Skill: skill.Name, SkillID: skill.ID, Revision: skill.Revision, Args: args, Park: true,
 	})
 	if err != nil {
 		return "", err
 	}
-	d, err := approvals.Await(ctx, "decision", asked.ID)
+	decision, err := approvals.Await(ctx, "decision", approval.ID)
 	switch {
 	case err != nil:
 		return "", err
-	case d.TimedOut:
-		return "", fmt.Errorf("nobody decided on approval %s in time: %w", asked.ID, executions.ErrTimedOut)
-	case d.Status != "approved":
-		return "", fmt.Errorf("the call was not approved (%s): %s", d.Status, d.Reason)
+	case decision.TimedOut:
+		return "", fmt.Errorf("nobody decided on approval %s in time: %w", approval.ID, executions.ErrTimedOut)
+	case decision.Status != "approved":
+		return "", fmt.Errorf("the call was not approved (%s): %s", decision.Status, decision.Reason)
 	}
-	return asked.ID, nil
+	return approval.ID, nil
 }
 
-// call answers tools/call. The protocol demands a result for a failure of the skill, so the caller's model can read it.
-// An error is an internal failure.
-func (s *Server) call(ctx context.Context, name string, args json.RawMessage) (*sdk.CallToolResult, error) {
+// callTool answers tools/call. The protocol demands a result for a failure of the skill, so the caller's model can read
+// it. An error is an internal failure.
+func (s *Server) callTool(ctx context.Context, name string, args json.RawMessage) (*sdk.CallToolResult, error) {
 	if len(args) == 0 {
 		args = json.RawMessage(`{}`)
 	}
 	skill, err := skills.Get(ctx, s.Pool, name)
 	switch {
 	case errors.Is(err, skills.ErrNotFound):
-		return failure("there is no skill " + name + " any more"), nil
+		return failureResult("the skill " + name + " no longer exists"), nil
 	case err != nil:
 		return nil, s.internalError(ctx, err)
 	case !skill.Enabled:
-		return failure("the skill " + skill.OutOfService()), nil
+		return failureResult("the skill " + skill.OutOfService()), nil
 	}
 	if err := s.Skills.Check(skill, args); err != nil {
-		return failure(err.Error()), nil
+		return failureResult(err.Error()), nil
 	}
-	acting, err := s.acting(ctx)
+	agentName, err := s.agentName(ctx)
 	if err != nil {
 		return nil, s.internalError(ctx, err)
 	}
-	var ended executions.Execution
-	spec := executions.Spec{Flow: Flow, Surface: trace.Flow, Agent: acting, Input: callInput{name, args}}
+	var execution executions.Execution
+	spec := executions.Spec{Flow: Flow, Surface: trace.Flow, Agent: agentName, Input: callInput{name, args}}
 	if skill.Trust == skills.TrustApprove {
-		ended, err = s.callWithApproval(ctx, skill, args, spec)
+		execution, err = s.callWithApproval(ctx, skill, args, spec)
 	} else {
-		ended, err = s.Engine.RunSync(ctx, spec)
+		execution, err = s.Engine.RunSync(ctx, spec)
 	}
 	if errors.Is(err, executions.ErrPaused) {
-		return failure(err.Error()), nil
+		return failureResult(err.Error()), nil
 	}
 	if err != nil {
 		return nil, s.internalError(ctx, err)
 	}
-	return answer(ended), nil
+	return toolResult(execution), nil
 }
 
 // internalError logs an internal failure and hides its cause from the caller.
@@ -317,7 +317,7 @@ func (s *Server) internalError(ctx context.Context, err error) error {
 		return context.Cause(ctx)
 	}
 	s.log().ErrorContext(ctx, "MCP call not made", "error", err)
-	return errors.New("the call could not be made; the server's log says why")
+	return errors.New("the call failed inside the server; the server's log has the cause")
 }
 
 // callWithApproval finds the execution that an earlier try of this call started, or starts an execution. It returns a
@@ -335,49 +335,51 @@ func (s *Server) callWithApproval(
 			return executions.Execution{}, err
 		}
 		spec.DedupeKey = "mcp.call " + id
-		x, err := s.Engine.RunSync(ctx, spec)
+		execution, err := s.Engine.RunSync(ctx, spec)
 		if err != nil {
-			return x, err
+			return execution, err
 		}
-		if x, err = s.awaitSettled(ctx, x, skill.Timeout()); err != nil || !x.Status.Ended() {
-			return x, err
+		if execution, err = s.awaitSettled(ctx, execution, skill.Timeout()); err != nil || !execution.Status.Ended() {
+			return execution, err
 		}
-		mine, err := collect(ctx, s.Pool, id)
+		collected, err := collectAnswer(ctx, s.Pool, id)
 		if err != nil {
-			return x, err
+			return execution, err
 		}
-		old := x.CompletedAt != nil && time.Since(*x.CompletedAt) > answerTTL
-		if mine && !old && x.Status != executions.Timeout {
-			return x, nil
+		expired := execution.CompletedAt != nil && time.Since(*execution.CompletedAt) > answerTTL
+		if collected && !expired && execution.Status != executions.Timeout {
+			return execution, nil
 		}
 		// Another caller collected the answer, or it is stale: this is a new call.
 	}
 }
 
-// awaitSettled waits, within patience, for an execution to end or to wait. Another process may run the execution.
+// awaitSettled waits until an execution ends or waits, but at most a second longer than timeout. Another process may
+// run the execution.
 func (s *Server) awaitSettled(
-	ctx context.Context, x executions.Execution, timeout time.Duration,
+	ctx context.Context, execution executions.Execution, timeout time.Duration,
 ) (executions.Execution, error) {
 	deadline := time.Now().Add(timeout + time.Second)
-	ticker := time.NewTicker(pollCall)
+	ticker := time.NewTicker(callPollInterval)
 	defer ticker.Stop()
-	for !x.Status.Ended() && x.Status != executions.Waiting && time.Now().Before(deadline) {
-		if x.ClaimedBy == nil { // it is ready, but no process has claimed it
-			if err := s.Engine.ClaimAndRun(ctx, x.ID); err != nil {
-				return x, err
+	for !execution.Status.Ended() && execution.Status != executions.Waiting && time.Now().Before(deadline) {
+		if execution.ClaimedBy == nil { // it is ready, but no process has claimed it
+			if err := s.Engine.ClaimAndRun(ctx, execution.ID); err != nil {
+				return execution, err
 			}
 		}
 		var err error
-		if x, err = executions.Get(ctx, s.Pool, x.ID); err != nil || x.Status.Ended() || x.Status == executions.Waiting {
-			return x, err
+		if execution, err = executions.Get(ctx, s.Pool, execution.ID); err != nil || execution.Status.Ended() ||
+			execution.Status == executions.Waiting {
+			return execution, err
 		}
 		select {
 		case <-ctx.Done():
-			return x, context.Cause(ctx)
+			return execution, context.Cause(ctx)
 		case <-ticker.C:
 		}
 	}
-	return x, nil
+	return execution, nil
 }
 
 // openCall returns the id of a call's open row. It inserts a missing row.
@@ -394,133 +396,133 @@ func openCall(ctx context.Context, db postgres.DB, skill skills.Skill, hash stri
 	return id, nil
 }
 
-// collect marks a call's answer as collected. Only one of several callers gets true.
-func collect(ctx context.Context, db postgres.DB, id string) (bool, error) {
+// collectAnswer marks a call's answer as collected. Only one of several callers gets true.
+func collectAnswer(ctx context.Context, db postgres.DB, id string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_mcp_calls set collected_at = clock_timestamp() where id = @id and collected_at is null`,
 		postgres.Strict{"id": id})
 	return postgres.Changed(tag, err, "collect answer")
 }
 
-func answer(x executions.Execution) *sdk.CallToolResult {
-	var r *sdk.CallToolResult
+func toolResult(execution executions.Execution) *sdk.CallToolResult {
+	var result *sdk.CallToolResult
 	switch {
-	case x.Status == executions.Completed:
-		r = success(x.Result)
-	case x.Status == executions.Waiting && x.WaitingFor != nil && *x.WaitingFor == "approval":
-		r = pending(*x.WaitingKey)
-	case !x.Status.Ended():
-		r = failure("the call is still under way; call again with the same arguments")
-	case x.ErrorMessage != nil:
-		r = failure(*x.ErrorMessage)
+	case execution.Status == executions.Completed:
+		result = successResult(execution.Result)
+	case execution.Status == executions.Waiting && execution.WaitingFor != nil && *execution.WaitingFor == "approval":
+		result = pendingResult(*execution.WaitingKey)
+	case !execution.Status.Ended():
+		result = failureResult("the call is still running; call again with the same arguments")
+	case execution.ErrorMessage != nil:
+		result = failureResult(*execution.ErrorMessage)
 	default:
-		r = failure("the call was " + string(x.Status))
+		result = failureResult("the call was " + string(execution.Status))
 	}
-	r.Meta = sdk.Meta{"lanekeeper/trace-id": x.TraceID, "lanekeeper/execution-id": x.ID}
-	return r
+	result.Meta = sdk.Meta{"lanekeeper/trace-id": execution.TraceID, "lanekeeper/execution-id": execution.ID}
+	return result
 }
 
-// success returns the value as text, and as structured content if it is an object.
-func success(value json.RawMessage) *sdk.CallToolResult {
+// successResult returns the value as text, and as structured content if it is an object.
+func successResult(value json.RawMessage) *sdk.CallToolResult {
 	var text string
 	var fields map[string]json.RawMessage
-	r := &sdk.CallToolResult{}
+	result := &sdk.CallToolResult{}
 	switch {
 	case json.Unmarshal(value, &text) == nil:
 	case json.Unmarshal(value, &fields) == nil && fields != nil:
-		text, r.StructuredContent = string(value), value
+		text, result.StructuredContent = string(value), value
 	default:
 		text = string(value)
 	}
-	r.Content = []sdk.Content{&sdk.TextContent{Text: text}}
-	return r
+	result.Content = []sdk.Content{&sdk.TextContent{Text: text}}
+	return result
 }
 
-// pending returns a result for a call that awaits approval. The result is an error, so a caller does not mistake the
-// call for done.
-func pending(approval string) *sdk.CallToolResult {
-	r := failure(fmt.Sprintf("Nothing was done yet: the call awaits approval %s. Once an admin has approved it, call "+
-		"again with the same arguments.", approval))
-	r.StructuredContent = map[string]string{"status": "pending_approval", "approval_id": approval}
-	return r
+// pendingResult returns a result for a call that awaits approval. The result is an error, so a caller does not mistake
+// the call for done.
+func pendingResult(approval string) *sdk.CallToolResult {
+	result := failureResult(fmt.Sprintf("Nothing was done yet: the call awaits approval %s. Once an admin has approved it, "+
+		"call again with the same arguments.", approval))
+	result.StructuredContent = map[string]string{"status": "pending_approval", "approval_id": approval}
+	return result
 }
 
-// failure returns a result with an error message.
-func failure(text string) *sdk.CallToolResult {
+// failureResult returns a result with an error message.
+func failureResult(text string) *sdk.CallToolResult {
 	return &sdk.CallToolResult{IsError: true, Content: []sdk.Content{&sdk.TextContent{Text: text}}}
 }
 
 // readResult converts a tool's result to a skill's result: the structured content if present, otherwise the text. It
 // summarizes other content by size and kind. The registry bounds the size.
-func readResult(t skills.RemoteTool, result *sdk.CallToolResult, hide func(string) string) (any, error) {
+func readResult(t skills.RemoteTool, result *sdk.CallToolResult, redactText func(string) string) (any, error) {
 	if len(result.InputRequests) > 0 {
 		return nil, &skills.CallError{Class: skills.ClassHandler, Message: fmt.Sprintf(
-			"%s/%s asks for input from a person; no person is there", t.Server, t.Tool)}
+			"%s/%s asks for input from a person, which this client does not support", t.Server, t.Tool)}
 	}
-	texts, others := split(result.Content)
-	text := hide(strings.Join(texts, "\n"))
+	texts, attachments := splitContent(result.Content)
+	text := redactText(strings.Join(texts, "\n"))
 	if result.IsError {
-		text = cmp.Or(text, "the tool says that it failed, and nothing else")
+		text = cmp.Or(text, "the tool failed and gave no message")
 		return nil, &skills.CallError{
 			Class:   skills.ClassHandler,
 			Message: fmt.Sprintf("%s/%s: %s", t.Server, t.Tool, cleanText(text, 900)),
 		}
 	}
 	switch {
-	case result.StructuredContent != nil && len(others) == 0:
-		return redact.Known(result.StructuredContent, hide), nil
+	case result.StructuredContent != nil && len(attachments) == 0:
+		return redact.Known(result.StructuredContent, redactText), nil
 	case result.StructuredContent != nil:
 		return map[string]any{
-			"structured": redact.Known(result.StructuredContent, hide),
-			"attached":   redact.Known(others, hide),
+			"structured": redact.Known(result.StructuredContent, redactText),
+			"attached":   redact.Known(attachments, redactText),
 		}, nil
-	case len(others) == 0:
+	case len(attachments) == 0:
 		return text, nil
 	case text == "":
-		return map[string]any{"attached": redact.Known(others, hide)}, nil
+		return map[string]any{"attached": redact.Known(attachments, redactText)}, nil
 	}
-	return map[string]any{"text": text, "attached": redact.Known(others, hide)}, nil
+	return map[string]any{"text": text, "attached": redact.Known(attachments, redactText)}, nil
 }
 
-// split separates the texts of a result's content and describes the rest.
-func split(content []sdk.Content) (texts []string, others []any) {
+// splitContent separates the texts of a result's content and describes the rest.
+func splitContent(content []sdk.Content) (texts []string, attachments []any) {
 	for _, item := range content {
 		switch c := item.(type) {
 		case *sdk.TextContent:
 			texts = append(texts, c.Text)
 		case *sdk.ImageContent:
-			others = append(others, blob("image", c.MIMEType, c.Data))
+			attachments = append(attachments, describeBlob("image", c.MIMEType, c.Data))
 		case *sdk.AudioContent:
-			others = append(others, blob("audio", c.MIMEType, c.Data))
+			attachments = append(attachments, describeBlob("audio", c.MIMEType, c.Data))
 		case *sdk.ResourceLink:
-			others = append(others, map[string]any{
+			attachments = append(attachments, map[string]any{
 				"type": "resource_link", "uri": c.URI, "name": cleanText(c.Name, 200), "mime": c.MIMEType,
 				"description": cleanText(c.Description, maxSchemaText),
 			})
 		case *sdk.EmbeddedResource:
-			others = append(others, resource(c.Resource))
+			attachments = append(attachments, describeResource(c.Resource))
 		default:
-			others = append(others, map[string]any{"type": fmt.Sprintf("%T", item)})
+			attachments = append(attachments, map[string]any{"type": fmt.Sprintf("%T", item)})
 		}
 	}
-	return texts, others
+	return texts, attachments
 }
 
-// resource returns an embedded resource: its text, or a description of its bytes.
-func resource(r *sdk.ResourceContents) map[string]any {
+// describeResource returns an embedded resource: its text, or a description of its bytes.
+func describeResource(r *sdk.ResourceContents) map[string]any {
 	if r == nil {
 		return map[string]any{"type": "resource"}
 	}
 	described := map[string]any{"type": "resource", "uri": r.URI, "mime": r.MIMEType, "text": r.Text}
 	if len(r.Blob) > 0 {
-		described = blob("resource", r.MIMEType, r.Blob)
+		described = describeBlob("resource", r.MIMEType, r.Blob)
 		described["uri"] = r.URI
 	}
 	return described
 }
 
-// blob describes binary data.
-func blob(kind, mime string, data []byte) map[string]any {
+// describeBlob describes binary data.
+func describeBlob(kind, mime string, data []byte) map[string]any {
 	sum := sha256.Sum256(data)
 	return map[string]any{"type": kind, "mime": mime, "bytes": len(data), "sha256": hex.EncodeToString(sum[:])}
 }

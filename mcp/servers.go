@@ -61,16 +61,18 @@ func Put(ctx context.Context, db postgres.Beginner, d Definition) (changed bool,
 
 func (d Definition) write(ctx context.Context, tx pgx.Tx) (bool, error) {
 	return postgres.Upsert(ctx, tx, "write the declaration", "agent_mcp_servers", "name", postgres.Strict{
-		"name": d.Name, "transport": d.transport(), "url": d.URL, "command": list(d.Command), "headers": object(d.Headers),
-		"env": object(d.Env), "scope": d.scope(), "trust": d.trust(), "auto": list(d.Auto), "include": list(d.Include),
-		"exclude": list(d.Exclude), "idempotent": list(d.Idempotent), "timeout_ms": d.timeout().Milliseconds(),
+		"name": d.Name, "transport": d.transport(), "url": d.URL, "command": nonNilList(d.Command),
+		"headers": nonNilMap(d.Headers),
+		"env":     nonNilMap(d.Env), "scope": d.scope(), "trust": d.trust(), "auto": nonNilList(d.Auto),
+		"include": nonNilList(d.Include),
+		"exclude": nonNilList(d.Exclude), "idempotent": nonNilList(d.Idempotent), "timeout_ms": d.timeout().Milliseconds(),
 		"source": postgres.SourceWorkspace,
 	}, "revision = t.revision + 1", "attempted_at = null")
 }
 
-func list(s []string) []string { return append([]string{}, s...) }
+func nonNilList(s []string) []string { return append([]string{}, s...) }
 
-func object(m map[string]any) map[string]any {
+func nonNilMap(m map[string]any) map[string]any {
 	if m == nil {
 		return map[string]any{}
 	}
@@ -85,21 +87,22 @@ func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error
 		)
 		select g.name, coalesce(array_agg(t.skill_name) filter (where t.skill_name is not null), '{}')
 		  from gone g left join agent_mcp_tools t on t.server = g.name group by g.name order by g.name`,
-		postgres.Strict{"source": postgres.SourceWorkspace, "keep": list(keep)})
+		postgres.Strict{"source": postgres.SourceWorkspace, "keep": nonNilList(keep)})
 	type removed struct {
 		Name   string
 		Skills []string
 	}
-	gone, err := postgres.Collect(rows, err, "remove MCP servers of the workspace", pgx.RowToStructByPos[removed])
+	removedServers, err := postgres.Collect(rows, err, "remove MCP servers of the workspace",
+		pgx.RowToStructByPos[removed])
 	if err != nil {
 		return nil, err
 	}
 	var names []string
-	for _, g := range gone {
-		if _, err := skills.Delete(ctx, db, Source, g.Skills...); err != nil {
+	for _, server := range removedServers {
+		if _, err := skills.Delete(ctx, db, Source, server.Skills...); err != nil {
 			return nil, err
 		}
-		names = append(names, g.Name)
+		names = append(names, server.Name)
 	}
 	return names, nil
 }

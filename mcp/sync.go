@@ -36,8 +36,8 @@ func (r Report) changed() bool {
 	return len(r.Mounted)+len(r.Quarantined)+len(r.Gone)+len(r.Excluded)+len(r.Refused) > 0
 }
 
-// count counts a tool with a changed state.
-func (r *Report) count(t Tool) {
+// add counts a tool with a changed state.
+func (r *Report) add(t Tool) {
 	switch t.State {
 	case Mounted:
 		r.Mounted = append(r.Mounted, t.Tool)
@@ -53,46 +53,46 @@ func (r *Report) count(t Tool) {
 }
 
 // reconcile updates the rows and skills of a server's tools to match the server's list, and records the changes.
-func reconcile(ctx context.Context, tx pgx.Tx, server, agent string, listed map[string]snapshot) (Report, error) {
+func reconcile(ctx context.Context, tx pgx.Tx, server, agent string, snapshots map[string]snapshot) (Report, error) {
 	report := Report{
-		Server: server, Tools: len(listed), Mounted: []string{}, Quarantined: []string{}, Gone: []string{},
+		Server: server, Tools: len(snapshots), Mounted: []string{}, Quarantined: []string{}, Gone: []string{},
 		Excluded: []string{}, Refused: []string{},
 	}
-	r, known, err := lock(ctx, tx, server)
+	r, tools, err := lockServer(ctx, tx, server)
 	if err != nil {
 		return report, err
 	}
-	rows := make(map[string]Tool, len(known))
-	for _, t := range known {
+	rows := make(map[string]Tool, len(tools))
+	for _, t := range tools {
 		rows[t.Tool] = t
 	}
-	for name := range listed {
+	for name := range snapshots {
 		if _, ok := rows[name]; !ok {
 			rows[name] = Tool{Server: server, Tool: name, Skill: skillName(server, name), Definition: json.RawMessage(`{}`)}
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(rows)) { // a fixed lock order avoids deadlocks
 		old := rows[name]
-		var now *snapshot
-		if s, ok := listed[name]; ok {
-			now = &s
+		var current *snapshot
+		if s, ok := snapshots[name]; ok {
+			current = &s
 		}
-		next, err := writeState(ctx, tx, r, nextState(r, old, now))
+		next, err := writeState(ctx, tx, r, nextState(r, old, current))
 		if err != nil {
 			return report, err
 		}
 		if next.State != old.State || next.SeenPin != old.SeenPin {
-			report.count(next)
+			report.add(next)
 		}
 	}
 	if !report.changed() {
 		return report, nil
 	}
-	return report, record(ctx, tx, agent, "mcp_sync", map[string]any{"server": server}, report)
+	return report, recordActivity(ctx, tx, agent, "mcp_sync", map[string]any{"server": server}, report)
 }
 
-// lock locks a server's row, and reads the row and the server's tools.
-func lock(ctx context.Context, tx pgx.Tx, server string) (r Remote, tools []Tool, err error) {
+// lockServer locks a server's row, and reads the row and the server's tools.
+func lockServer(ctx context.Context, tx pgx.Tx, server string) (r Remote, tools []Tool, err error) {
 	if _, err := tx.Exec(ctx, `select from agent_mcp_servers where name = @name for update`,
 		postgres.Strict{"name": server}); err != nil {
 		return r, nil, fmt.Errorf("lock MCP server %q: %w", server, err)
@@ -106,7 +106,7 @@ func lock(ctx context.Context, tx pgx.Tx, server string) (r Remote, tools []Tool
 // writeState writes a tool's row and updates its skill accordingly.
 func writeState(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (Tool, error) {
 	if t.State == Mounted {
-		if problem, err := mountable(ctx, tx, r, t); err != nil {
+		if problem, err := mountProblem(ctx, tx, r, t); err != nil {
 			return t, err
 		} else if problem != "" {
 			t.State, t.Reason = Refused, problem
@@ -125,9 +125,9 @@ func writeState(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (Tool, error) 
 	return t, err
 }
 
-// mountable returns the reason why a tool cannot become a skill; empty if it can.
-func mountable(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (string, error) {
-	d, err := t.accepted(r)
+// mountProblem returns the reason why a tool cannot become a skill; empty if it can.
+func mountProblem(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (string, error) {
+	d, err := t.skillDefinition(r)
 	if err != nil {
 		return cleanText(err.Error(), 500), nil
 	}
@@ -140,12 +140,12 @@ func mountable(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (string, error)
 	case err != nil:
 		return "", err
 	case s.Source != Source:
-		return fmt.Sprintf("there is a skill %s of another source", t.Skill), nil
+		return fmt.Sprintf("a skill %s from another source exists", t.Skill), nil
 	}
 	return "", nil
 }
 
-func (t Tool) accepted(r Remote) (skills.Definition, error) {
+func (t Tool) skillDefinition(r Remote) (skills.Definition, error) {
 	var d definition
 	if err := json.Unmarshal(t.Definition, &d); err != nil {
 		return skills.Definition{}, fmt.Errorf("read the definition of %s: %w", t.Tool, err)
@@ -155,7 +155,7 @@ func (t Tool) accepted(r Remote) (skills.Definition, error) {
 
 // mount stores the skill, and enables it if this package had disabled it.
 func mount(ctx context.Context, tx pgx.Tx, r Remote, t Tool) error {
-	d, err := t.accepted(r)
+	d, err := t.skillDefinition(r)
 	if err != nil {
 		return err
 	}
@@ -163,10 +163,10 @@ func mount(ctx context.Context, tx pgx.Tx, r Remote, t Tool) error {
 		return err
 	}
 	s, err := skills.Get(ctx, tx, t.Skill)
-	if err != nil || s.Enabled || s.DisabledBy != By {
+	if err != nil || s.Enabled || s.DisabledBy != Actor {
 		return err
 	}
-	_, err = skills.Enable(ctx, tx, t.Skill, By, "the tool is as it was accepted")
+	_, err = skills.Enable(ctx, tx, t.Skill, Actor, "the tool matches its accepted definition")
 	return err
 }
 
@@ -176,7 +176,7 @@ func unmount(ctx context.Context, tx pgx.Tx, t Tool) error {
 	if t.State == Quarantined {
 		reason += fmt.Sprintf("; see agent mcp show %s %s", t.Server, t.Tool)
 	}
-	_, err := skills.Disable(ctx, tx, t.Skill, By, reason, map[string]any{
+	_, err := skills.Disable(ctx, tx, t.Skill, Actor, reason, map[string]any{
 		"state": t.State, "pin": t.Pin, "accepted": t.Definition, "seen_pin": t.SeenPin, "seen": t.Seen,
 	})
 	if errors.Is(err, skills.ErrNotFound) {
@@ -197,7 +197,7 @@ func writeTool(ctx context.Context, tx pgx.Tx, t Tool) error {
 // remount applies a changed declaration's scope, trust and timeout to a server's tools. A newly included tool without
 // an accepted version waits for the next sync.
 func remount(ctx context.Context, tx pgx.Tx, server string) error {
-	r, all, err := lock(ctx, tx, server)
+	r, all, err := lockServer(ctx, tx, server)
 	if err != nil {
 		return err
 	}
@@ -223,7 +223,7 @@ func remount(ctx context.Context, tx pgx.Tx, server string) error {
 func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent string) (Tool, error) {
 	var accepted Tool
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		r, all, err := lock(ctx, tx, server)
+		r, all, err := lockServer(ctx, tx, server)
 		if err != nil {
 			return err
 		}
@@ -238,13 +238,13 @@ func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent 
 		next := old
 		next.State, next.Reason, next.Pin, next.Definition = Mounted, "", old.SeenPin, old.Seen
 		next.SeenPin, next.Seen = "", json.RawMessage(`{}`)
-		if problem, err := mountable(ctx, tx, r, next); err != nil || problem != "" {
+		if problem, err := mountProblem(ctx, tx, r, next); err != nil || problem != "" {
 			return errors.Join(err, fmt.Errorf("it cannot be a skill: %s", problem))
 		}
 		if accepted, err = writeState(ctx, tx, r, next); err != nil {
 			return err
 		}
-		return record(ctx, tx, agent, "mcp_accept",
+		return recordActivity(ctx, tx, agent, "mcp_accept",
 			map[string]any{"server": server, "tool": old.Tool, "pin": old.Pin, "accepted": next.Pin},
 			map[string]any{"was": old.Reason})
 	})
@@ -254,8 +254,8 @@ func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent 
 	return accepted, nil
 }
 
-// record writes the activity of a change to mounted tools, under the trace of ctx or a new one.
-func record(ctx context.Context, db postgres.DB, agent, skill string, input, output any) error {
+// recordActivity writes the activity of a change to mounted tools, under the trace of ctx or a new one.
+func recordActivity(ctx context.Context, db postgres.DB, agent, skill string, input, output any) error {
 	e := activity.Entry{Skill: skill, Input: input}
 	if x, inside := executions.Current(ctx); inside {
 		e.Claim = x.Claim

@@ -2,7 +2,7 @@
 //
 // A prompt is a list of parts: the tools' definitions and each message. A part is redacted as the activity log is, and
 // stored once under the SHA-256 of the redacted text. A model call stores the digests of its parts. A conversation
-// stores each message once, and two calls show the parts that they share.
+// stores each message once, and two calls share the parts that they have in common.
 //
 // Guarantees:
 //
@@ -12,7 +12,8 @@
 //   - The record is the request as sent, with its token limit and the schema of the answer. If the process is lost
 //     during the call, it is the request as prepared.
 //   - A failure to record is logged and fails no model call.
-//   - A part has at most [MaxPart] bytes; a larger one is cut and marked. A picture is its size and digest.
+//   - A part has at most [MaxPart] bytes; a larger part is truncated and marked. An embedded image is recorded as its
+//     size and digest.
 //
 // Package retention deletes old prompts, and parts without a prompt.
 package prompts
@@ -41,10 +42,10 @@ import (
 const (
 	// MaxPart bounds a part, in bytes.
 	MaxPart = 256 << 10
-	// scanned bounds the redacted bytes of a part before the cut.
-	scanned = 8 << 20
-	// maxKnown bounds the stored parts that a recorder remembers.
-	maxKnown = 8192
+	// maxRedacted bounds the redacted bytes of a part before the cut.
+	maxRedacted = 8 << 20
+	// maxKnownParts bounds the stored parts that a recorder remembers.
+	maxKnownParts = 8192
 )
 
 type digest = [sha256.Size]byte
@@ -52,7 +53,7 @@ type digest = [sha256.Size]byte
 // Recorder records prompts. The zero value is ready for use. It is safe for concurrent use.
 type Recorder struct {
 	mu    sync.Mutex
-	day   int64             // of known, in days since 1970
+	day   int64             // day on which the parts in known were stored, in days since 1970
 	known map[digest]digest // digests of stored parts, by the digest before redaction
 }
 
@@ -63,7 +64,7 @@ type Record struct {
 	tools    []byte
 	messages [][]byte
 	options  json.RawMessage
-	fresh    map[digest]digest // parts to store, as in Recorder.known
+	newParts map[digest]digest // parts to store, as in Recorder.known
 
 	digests   [][]byte
 	bodies    []string
@@ -86,76 +87,76 @@ type options struct {
 const maxFormat = redact.DefaultLimit - 1024
 
 func optionsOf(req models.Request) json.RawMessage {
-	about := options{Effort: req.Effort, Temperature: req.Temperature, MaxTokens: req.MaxTokens}
+	o := options{Effort: req.Effort, Temperature: req.Temperature, MaxTokens: req.MaxTokens}
 	if req.Schema != nil {
-		about.Schema, about.Format = req.Schema.Name, redact.JSON(req.Schema, maxFormat)
+		o.Schema, o.Format = req.Schema.Name, redact.JSON(req.Schema, maxFormat)
 	}
-	return redact.JSON(about, redact.DefaultLimit)
+	return redact.JSON(o, redact.DefaultLimit)
 }
 
 // Prepare redacts and hashes a request of [models.Client.Prepared].
 func (r *Recorder) Prepare(req models.Request) *Record {
 	p := &Record{
-		recorder: r, day: time.Now().Unix() / (24 * 60 * 60), fresh: map[digest]digest{}, options: optionsOf(req),
+		recorder: r, day: time.Now().Unix() / (24 * 60 * 60), newParts: map[digest]digest{}, options: optionsOf(req),
 	}
 	if len(req.Tools) > 0 {
-		p.tools = p.part(req.Tools)
+		p.tools = p.addPart(req.Tools)
 	}
-	p.messages = p.parts(req.Messages)
+	p.messages = p.addMessages(req.Messages)
 	return p
 }
 
-// parts returns the digests of messages.
-func (p *Record) parts(messages []models.Message) (list [][]byte) {
+// addMessages returns the digests of messages.
+func (p *Record) addMessages(messages []models.Message) (list [][]byte) {
 	for _, m := range messages {
-		list = append(list, p.part(withoutPictures(m)))
+		list = append(list, p.addPart(withoutImages(m)))
 	}
 	return list
 }
 
-// part returns the digest of a redacted part.
-func (p *Record) part(v any) []byte {
+// addPart returns the digest of a redacted part.
+func (p *Record) addPart(v any) []byte {
 	raw, err := json.Marshal(v)
-	if err != nil { // a tool's parameters are no JSON; redact describes them
+	if err != nil { // a tool's parameters are invalid JSON; redact describes them
 		raw = redact.JSON(v, MaxPart)
 	}
-	was := sha256.Sum256(raw)
-	if stored, ok := p.recorder.stored(was, p.day); ok {
-		return stored[:]
+	rawDigest := sha256.Sum256(raw)
+	if redactedDigest, ok := p.recorder.storedDigest(rawDigest, p.day); ok {
+		return redactedDigest[:]
 	}
-	if stored, ok := p.fresh[was]; ok {
-		return stored[:]
+	if redactedDigest, ok := p.newParts[rawDigest]; ok {
+		return redactedDigest[:]
 	}
-	body := redact.JSON(json.RawMessage(raw), scanned)
+	body := redact.JSON(json.RawMessage(raw), maxRedacted)
 	truncated := len(body) > MaxPart
 	if truncated {
 		body = redact.JSON(body, MaxPart)
 	}
-	stored := sha256.Sum256(body)
-	p.fresh[was] = stored
-	p.digests, p.bodies = append(p.digests, stored[:]), append(p.bodies, string(body))
+	redactedDigest := sha256.Sum256(body)
+	p.newParts[rawDigest] = redactedDigest
+	p.digests, p.bodies = append(p.digests, redactedDigest[:]), append(p.bodies, string(body))
 	p.truncated = append(p.truncated, truncated)
-	return stored[:]
+	return redactedDigest[:]
 }
 
-// stored returns the digest of a part that was stored on a day.
-func (r *Recorder) stored(was digest, day int64) (digest, bool) {
+// storedDigest returns the digest of a part that was stored on a day.
+func (r *Recorder) storedDigest(rawDigest digest, day int64) (digest, bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.day != day || len(r.known) > maxKnown {
+	if r.day != day || len(r.known) > maxKnownParts {
 		r.day, r.known = day, nil
 	}
-	stored, ok := r.known[was]
-	return stored, ok
+	redactedDigest, ok := r.known[rawDigest]
+	return redactedDigest, ok
 }
 
-// Add queues the statement that records the prompt, after the one that opens the call's activity.
+// Add queues the statement that records the prompt. The batch opens the call's activity before.
 func (p *Record) Add(b *pgx.Batch, executionID string, claim int64, step string) {
 	p.missing, p.problem = 0, nil
 	b.Queue(`
 		select missing, problem from lanekeeper.record_agent_prompt(
-		  (select o.activity_id from agent_activity_open o
-		    where o.execution_id = @execution_id::uuid and o.claim = @claim and o.step = @step),
+		  (select open.activity_id from agent_activity_open open
+		    where open.execution_id = @execution_id::uuid and open.claim = @claim and open.step = @step),
 		  @tools, @messages, @options, @digests, @bodies, @truncated)`,
 		postgres.Strict{
 			"execution_id": executionID, "claim": claim, "step": step, "tools": p.tools, "messages": p.messages,
@@ -167,20 +168,20 @@ func (p *Record) Add(b *pgx.Batch, executionID string, claim int64, step string)
 // Amend queues the statement that records the request as sent, in the transaction that ends the call's activity. It
 // logs a failure, and the prompt stays as recorded before the call.
 func (p *Record) Amend(ctx context.Context, log *slog.Logger, b *pgx.Batch, activityID string, sent models.Request) {
-	a := &Record{recorder: p.recorder, day: p.day, fresh: maps.Clone(p.fresh)}
-	if a.messages = a.parts(sent.Messages); slices.EqualFunc(a.messages, p.messages, bytes.Equal) {
-		a.messages = nil
+	amended := &Record{recorder: p.recorder, day: p.day, newParts: maps.Clone(p.newParts)}
+	if amended.messages = amended.addMessages(sent.Messages); slices.EqualFunc(amended.messages, p.messages, bytes.Equal) {
+		amended.messages = nil
 	}
 	options := optionsOf(sent)
-	if a.messages == nil && bytes.Equal(options, p.options) {
+	if amended.messages == nil && bytes.Equal(options, p.options) {
 		return
 	}
 	b.Queue(`
 		select problem from lanekeeper.record_agent_prompt(@activity_id, null, @messages, @options, @digests, @bodies,
 		  @truncated, true)`,
 		postgres.Strict{
-			"activity_id": activityID, "messages": a.messages, "options": options,
-			"digests": a.digests, "bodies": a.bodies, "truncated": a.truncated,
+			"activity_id": activityID, "messages": amended.messages, "options": options,
+			"digests": amended.digests, "bodies": amended.bodies, "truncated": amended.truncated,
 		}).QueryRow(func(row pgx.Row) error {
 		var problem *string
 		err := row.Scan(&problem)
@@ -191,7 +192,7 @@ func (p *Record) Amend(ctx context.Context, log *slog.Logger, b *pgx.Batch, acti
 	})
 }
 
-// Committed remembers the stored parts after the batch, or logs the failure.
+// Committed must follow a committed batch. It remembers the stored parts, or logs the failure.
 func (p *Record) Committed(ctx context.Context, log *slog.Logger) {
 	if p.problem != nil {
 		log.WarnContext(ctx, "prompt not recorded", "error", *p.problem)
@@ -201,26 +202,26 @@ func (p *Record) Committed(ctx context.Context, log *slog.Logger) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	switch {
-	case p.missing > 0: // stored parts were deleted: send all again
+	case p.missing > 0: // retention deleted stored parts, so the next prompts must send all parts again
 		r.known = nil
 		log.WarnContext(ctx, "parts of a prompt not recorded", "missing", p.missing)
 	case r.day == p.day:
 		if r.known == nil {
 			r.known = map[digest]digest{}
 		}
-		maps.Copy(r.known, p.fresh)
+		maps.Copy(r.known, p.newParts)
 	}
 }
 
-// withoutPictures replaces embedded pictures by their type, size and digest.
-func withoutPictures(m models.Message) models.Message {
+// withoutImages replaces embedded images by their type, size and digest.
+func withoutImages(m models.Message) models.Message {
 	parts := slices.Clone(m.Parts)
 	m = m.Shown()
 	for i, p := range parts {
 		if p.Image != nil && strings.HasPrefix(p.Image.URL, "data:") {
 			kind, text, _ := strings.Cut(p.Image.URL, ",")
 			data, err := base64.StdEncoding.DecodeString(text)
-			if err != nil { // a server may accept it nevertheless
+			if err != nil { // a server may accept invalid Base64
 				data = []byte(text)
 			}
 			p.Image = &models.Image{

@@ -20,7 +20,7 @@ import (
 // MaxCalls bounds the calls of one page.
 const MaxCalls = 100
 
-// Page has model calls of a trace in order, with their prompts. It has a shared part once.
+// Page has model calls of a trace in order, with their prompts. Calls that share a part refer to one entry of Parts.
 type Page struct {
 	TraceID string          `json:"trace_id"`
 	Calls   []Call          `json:"calls"`
@@ -39,7 +39,7 @@ type Call struct {
 	CreatedAt  time.Time       `json:"created_at"`
 	TokenUsage activity.Usage  `json:"token_usage"`
 	CostUSD    float64         `json:"cost_usd"`
-	Recorded   bool            `json:"recorded"` // false: not recorded, or deleted since
+	Recorded   bool            `json:"recorded"` // false if the prompt was never recorded, or was deleted
 	Options    json.RawMessage `json:"options"`  // effort, temperature, max_tokens, schema
 	Tools      *string         `json:"tools"`    // digest of the definitions; null without tools
 	Messages   []string        `json:"messages"` // digests, in order
@@ -60,20 +60,20 @@ type Part struct {
 // Filter selects calls of a trace.
 type Filter struct {
 	ActivityID string // only this call
-	Limit      int    // MaxCalls when 0, and at most
-	Cursor     string // of the previous page
+	Limit      int    // at most MaxCalls, which is also the default
+	Cursor     string // Page.Next of the previous page
 }
 
-// line is a row of the query.
-type line struct {
+// callRow is a row of the query.
+type callRow struct {
 	Call
 
 	ToolsDigest []byte
 	Digests     [][]byte
 }
 
-// Of returns the model calls of a trace, by any form of its id. It returns trace.ErrInvalid, activity.ErrNotFound or
-// activity.ErrCursor, wrapped.
+// Of returns model calls of a trace. id may have any form that trace.ParseAny accepts. It returns trace.ErrInvalid,
+// activity.ErrNotFound or activity.ErrCursor, wrapped.
 func Of(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error) {
 	p, err := read(ctx, db, id, f)
 	if err != nil {
@@ -83,7 +83,7 @@ func Of(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error) 
 }
 
 func read(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error) {
-	traceID, err := find(ctx, db, id)
+	traceID, err := findTrace(ctx, db, id)
 	if err != nil {
 		return Page{}, err
 	}
@@ -100,73 +100,81 @@ func read(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error
 		       a.cost_usd::float8 as cost_usd, p.activity_id is not null as recorded,
 		       coalesce(p.options, '{}') as options,
 		       p.tools as tools_digest, coalesce(p.messages, '{}') as digests
-		  from agent_activity a left join agent_prompts p on p.activity_id = a.id
-		 where a.trace_id = @trace_id and a.kind = 'model' and (@only::text = '' or a.id::text = @only)
+		  from agent_activity a
+		  left join agent_prompts p on p.activity_id = a.id
+		 where a.trace_id = @trace_id and a.kind = 'model'
+		   and (@only::text = '' or a.id::text = @only)
 		   and (@after::text is null or a.id > @after::text::uuid)
-		 order by a.id limit @limit::int + 1`,
+		 order by a.id
+		 limit @limit::int + 1`,
 		pgx.QueryExecModeCacheDescribe,
 		postgres.Strict{"trace_id": traceID, "only": strings.ToLower(f.ActivityID), "after": after, "limit": limit})
-	lines, err := postgres.Collect(rows, err, "read calls", pgx.RowToStructByNameLax[line])
+	callRows, err := postgres.Collect(rows, err, "read calls", pgx.RowToStructByNameLax[callRow])
 	if err != nil {
 		return Page{}, err
 	}
 	page := Page{TraceID: traceID, Calls: []Call{}}
-	if len(lines) > limit {
-		lines = lines[:limit]
-		next := activity.ToCursor(lines[limit-1].ActivityID)
+	if len(callRows) > limit {
+		callRows = callRows[:limit]
+		next := activity.ToCursor(callRows[limit-1].ActivityID)
 		page.Next = &next
 	}
-	before := map[string][]string{}
+	previous := map[string][]string{}
 	if after != nil || f.ActivityID != "" {
-		if before, err = earlier(ctx, db, traceID, lines); err != nil {
+		if previous, err = previousParts(ctx, db, traceID, callRows); err != nil {
 			return Page{}, err
 		}
 	}
-	page.Calls = calls(lines, before)
-	page.Parts, err = parts(ctx, db, lines)
+	page.Calls = newCalls(callRows, previous)
+	page.Parts, err = readParts(ctx, db, callRows)
 	return page, err
 }
 
-// earlier returns, by agent, the parts of the last recorded prompt before some calls.
-func earlier(ctx context.Context, db postgres.DB, traceID string, lines []line) (map[string][]string, error) {
-	last := map[string][]string{}
-	if len(lines) == 0 {
-		return last, nil
+// previousParts returns, by agent, the parts of the last recorded prompt before the first of some calls.
+func previousParts(
+	ctx context.Context, db postgres.DB, traceID string, callRows []callRow,
+) (map[string][]string, error) {
+	previous := map[string][]string{}
+	if len(callRows) == 0 {
+		return previous, nil
 	}
 	var agents []string
-	for _, l := range lines {
-		agents = append(agents, l.Agent)
+	for _, row := range callRows {
+		agents = append(agents, row.Agent)
 	}
 	slices.Sort(agents)
 	rows, err := db.Query(ctx, `
-		select g.agent, p.tools as tools_digest, p.messages as digests
-		  from unnest(@agents::text[]) g (agent)
+		select caller.agent, prompt.tools as tools_digest, prompt.messages as digests
+		  from unnest(@agents::text[]) caller (agent)
 		 cross join lateral (
-		       select p.tools, p.messages from agent_activity a join agent_prompts p on p.activity_id = a.id
-		        where a.trace_id = @trace_id and a.kind = 'model' and a.agent = g.agent and a.id < @first::text::uuid
-		        order by a.id desc limit 1) p`,
+		       select p.tools, p.messages
+		         from agent_activity a
+		         join agent_prompts p on p.activity_id = a.id
+		        where a.trace_id = @trace_id and a.kind = 'model' and a.agent = caller.agent and a.id < @first::text::uuid
+		        order by a.id desc
+		        limit 1) prompt`,
 		pgx.QueryExecModeCacheDescribe,
-		postgres.Strict{"trace_id": traceID, "agents": slices.Compact(agents), "first": lines[0].ActivityID})
-	found, err := postgres.Collect(rows, err, "read earlier calls", pgx.RowToStructByNameLax[line])
-	for _, l := range found {
-		last[l.Agent] = l.parts()
+		postgres.Strict{"trace_id": traceID, "agents": slices.Compact(agents), "first": callRows[0].ActivityID})
+	found, err := postgres.Collect(rows, err, "read earlier calls", pgx.RowToStructByNameLax[callRow])
+	for _, row := range found {
+		previous[row.Agent] = row.hexDigests()
 	}
-	return last, err
+	return previous, err
 }
 
-// parts returns the digests of a call in hex, the tools first.
-func (l line) parts() (list []string) {
-	if l.ToolsDigest != nil {
-		list = append(list, hex.EncodeToString(l.ToolsDigest))
+// hexDigests returns the digests of a call in hex, the tools first.
+func (row callRow) hexDigests() (list []string) {
+	if row.ToolsDigest != nil {
+		list = append(list, hex.EncodeToString(row.ToolsDigest))
 	}
-	for _, d := range l.Digests {
+	for _, d := range row.Digests {
 		list = append(list, hex.EncodeToString(d))
 	}
 	return list
 }
 
-// find returns the stored form of a trace's id.
-func find(ctx context.Context, db postgres.DB, anyForm string) (string, error) {
+// findTrace returns the stored form of a trace's id.
+func findTrace(ctx context.Context, db postgres.DB, anyForm string) (string, error) {
 	ids, err := trace.ParseAny(anyForm)
 	if err != nil {
 		return "", err
@@ -176,9 +184,11 @@ func find(ctx context.Context, db postgres.DB, anyForm string) (string, error) {
 		forms[i] = string(id)
 	}
 	found, err := postgres.Values[string](ctx, db, "find trace", `
-		select i.id from unnest(@ids::text[]) i (id)
-		 where exists (select from agent_executions e where e.trace_id = i.id)
-		    or exists (select from agent_activity a where a.trace_id = i.id) limit 1`, postgres.Strict{"ids": forms})
+		select form.id
+		  from unnest(@ids::text[]) form (id)
+		 where exists (select from agent_executions e where e.trace_id = form.id)
+		    or exists (select from agent_activity a where a.trace_id = form.id)
+		 limit 1`, postgres.Strict{"ids": forms})
 	if err == nil && len(found) == 0 {
 		err = activity.ErrNotFound
 	}
@@ -188,35 +198,35 @@ func find(ctx context.Context, db postgres.DB, anyForm string) (string, error) {
 	return found[0], nil
 }
 
-// calls converts lines, and counts the parts that each shares with the previous call of its agent.
-func calls(lines []line, before map[string][]string) []Call {
-	list := make([]Call, len(lines))
-	for i, l := range lines {
-		c, all := l.Call, l.parts()
+// newCalls converts rows to calls. It counts the parts that each call shares with the previous call of its agent.
+func newCalls(callRows []callRow, previous map[string][]string) []Call {
+	list := make([]Call, len(callRows))
+	for i, row := range callRows {
+		c, digests := row.Call, row.hexDigests()
 		c.CreatedAt = c.CreatedAt.UTC()
-		c.Messages = append([]string{}, all...)
-		if l.ToolsDigest != nil {
-			c.Tools, c.Messages = &all[0], c.Messages[1:]
+		c.Messages = append([]string{}, digests...)
+		if row.ToolsDigest != nil {
+			c.Tools, c.Messages = &digests[0], c.Messages[1:]
 		}
-		was := before[c.Agent]
-		for c.SharedParts < min(len(all), len(was)) && all[c.SharedParts] == was[c.SharedParts] {
+		prevParts := previous[c.Agent]
+		for c.SharedParts < min(len(digests), len(prevParts)) && digests[c.SharedParts] == prevParts[c.SharedParts] {
 			c.SharedParts++
 		}
 		if c.Recorded {
-			before[c.Agent] = all
+			previous[c.Agent] = digests
 		}
 		list[i] = c
 	}
 	return list
 }
 
-// parts reads the parts of a page's calls.
-func parts(ctx context.Context, db postgres.DB, lines []line) (map[string]Part, error) {
+// readParts reads the parts of a page's calls.
+func readParts(ctx context.Context, db postgres.DB, callRows []callRow) (map[string]Part, error) {
 	var digests [][]byte
-	for _, l := range lines {
-		digests = slices.Concat(digests, l.Digests)
-		if l.ToolsDigest != nil {
-			digests = append(digests, l.ToolsDigest)
+	for _, row := range callRows {
+		digests = slices.Concat(digests, row.Digests)
+		if row.ToolsDigest != nil {
+			digests = append(digests, row.ToolsDigest)
 		}
 	}
 	rows, err := db.Query(ctx, `

@@ -9,7 +9,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-func TestNamesOfSkillsAreValidAndApart(t *testing.T) {
+func TestSkillNamesAreValidAndUnique(t *testing.T) {
 	t.Parallel()
 	valid := regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 	seen := make(map[string]string)
@@ -30,7 +30,7 @@ func TestNamesOfSkillsAreValidAndApart(t *testing.T) {
 	assert.Equal(t, "mcp__files__read_file", skillName("files", "read_file"))
 }
 
-func TestValidateSaysEverythingThatIsWrong(t *testing.T) {
+func TestValidate(t *testing.T) {
 	t.Parallel()
 	url := "https://example.com/mcp"
 	for name, c := range map[string]struct {
