@@ -16,18 +16,18 @@ import (
 type action struct {
 	Action // the specification of its type
 
-	key   string // key of its record: the id, or type and position
-	when  *expression
-	save  string
-	given map[string]any // the parameters without nested actions and expressions, with parsed templates
-	exprs map[string]*expression
-	flow  string // of trigger_agent
-	// flowPath is the path of the reference.
-	flowPath string
-	skills   map[string]string // referenced skills, by path
-	agents   map[string]string // likewise
+	key    string // key of its record: the id, or type and position
+	when   *expression
+	saveAs string
+	params map[string]any // the parameters without nested actions and expressions, with parsed templates
+	exprs  map[string]*expression
+	flow   string // the flow that trigger_agent starts
 
-	timeout        time.Duration // 0 for the default of its kind
+	flowPath string            // path of that reference in the definition
+	skills   map[string]string // referenced skills, by path
+	agents   map[string]string // referenced agents, by path
+
+	timeout        time.Duration // 0 means the default of the kind of wait
 	onTimeout      string
 	timeoutActions []*action
 
@@ -37,7 +37,7 @@ type action struct {
 
 // branch is one case of a switch.
 type branch struct {
-	condition *expression // nil if equals decides
+	condition *expression // nil if the case has equals
 	equals    any         // with templates
 	actions   []*action
 }
@@ -57,26 +57,26 @@ func (a *action) walk(fn func(*action)) {
 	}
 }
 
-// talks reports whether an action fails without a thread. A request fails only with a message of its own.
-func (a *action) talks() bool {
+// needsThread reports whether an action fails without a thread. A request fails only with a message of its own.
+func (a *action) needsThread() bool {
 	return slices.Contains([]string{"send_message", "open_thread", "wait_for_response"}, a.Type) ||
-		a.Waits != "" && a.given["message"] != nil
+		a.Waits != "" && a.params["message"] != nil
 }
 
-// branches reports whether an action may not run, or may lead elsewhere than to the next one.
+// branches reports whether an action may be skipped or may run nested actions.
 func (a *action) branches() bool {
 	return a.when != nil || len(a.nested)+len(a.cases)+len(a.timeoutActions) > 0
 }
 
 // flag returns a boolean parameter.
 func (a *action) flag(name string, fallback bool) bool {
-	if value, ok := a.given[name].(bool); ok {
+	if value, ok := a.params[name].(bool); ok {
 		return value
 	}
 	return fallback
 }
 
-// compiler collects the problems of a definition.
+// compiler compiles a definition and collects its problems.
 type compiler struct {
 	problems []error
 	ids      map[string]string // the path of each id
@@ -87,26 +87,26 @@ func (c *compiler) add(path, format string, args ...any) {
 	c.problems = append(c.problems, fmt.Errorf("%s: %s", path, fmt.Sprintf(format, args...)))
 }
 
-// unknown reports an unknown name and suggests a similar one.
-func (c *compiler) unknown(path, what, name string, known []string) {
+// addUnknown adds the problem of an unknown name and suggests a similar name.
+func (c *compiler) addUnknown(path, what, name string, known []string) {
 	if near := nearest.To(name, known); near != "" {
-		c.add(path, "unknown %s %q; did you mean %q?", what, shorten(name), near)
+		c.add(path, "unknown %s %q; did you mean %q?", what, truncate(name), near)
 		return
 	}
-	c.add(path, "unknown %s %q; known are %s", what, shorten(name), listed(known))
+	c.add(path, "unknown %s %q; known are %s", what, truncate(name), joinNames(known))
 }
 
 var (
-	idForm       = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
-	variableForm = regexp.MustCompile(`^[a-zA-Z_][a-zA-Z0-9_]{0,63}$`)
-	skillForm    = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
-	agentForm    = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
+	idRegexp       = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
+	variableRegexp = regexp.MustCompile(`^[a-zA-Z_][a-zA-Z0-9_]{0,63}$`)
+	skillRegexp    = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
+	agentRegexp    = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
 )
 
-// reserved are the variables of the runtime and the keywords of the expression language.
+// reserved has the variables that the runtime sets, and keywords those of the expression language.
 var (
 	reserved = []string{"input", "executionId", "traceId", "threadId"}
-	words    = []string{
+	keywords = []string{
 		"true", "false", "nil", "null", "not", "in", "and", "or", "let", "if", "else", "matches",
 		"contains", "startsWith", "endsWith",
 	}
@@ -114,11 +114,11 @@ var (
 
 func (c *compiler) variable(path, name string) {
 	switch {
-	case !variableForm.MatchString(name):
+	case !variableRegexp.MatchString(name):
 		c.add(path, "%q is not the name of a variable: a letter or _, then 0 to 63 of the characters a-z A-Z 0-9 _", name)
 	case slices.Contains(reserved, name):
 		c.add(path, "%q is set by the runtime; choose another name", name)
-	case slices.Contains(words, name):
+	case slices.Contains(keywords, name):
 		c.add(path, "%q is a word of the expression language; choose another name", name)
 	}
 }
@@ -143,7 +143,7 @@ func (c *compiler) actions(given any, path string, depth int) []*action {
 }
 
 // action reads one action; nil if its type is unknown.
-func (c *compiler) action(given any, path string, place, depth int) *action {
+func (c *compiler) action(given any, path string, position, depth int) *action {
 	c.count++
 	fields, ok := given.(map[string]any)
 	if !ok {
@@ -157,14 +157,14 @@ func (c *compiler) action(given any, path string, place, depth int) *action {
 		c.add(path, "actionType is missing; write actionType: send_message, or another")
 		return nil
 	case !isText || !known:
-		c.unknown(path+".actionType", "actionType", fmt.Sprint(fields["actionType"]), typeNames())
+		c.addUnknown(path+".actionType", "actionType", fmt.Sprint(fields["actionType"]), typeNames())
 		return nil
 	}
 	a := &action{
-		Action: spec, key: fmt.Sprintf("%s %d", kind, place), given: map[string]any{}, exprs: map[string]*expression{},
+		Action: spec, key: fmt.Sprintf("%s %d", kind, position), params: map[string]any{}, exprs: map[string]*expression{},
 		nested: map[string][]*action{}, onTimeout: onFail,
 	}
-	c.common(a, fields, path)
+	c.readCommonKeys(a, fields, path)
 	parameters := map[string]any{}
 	if given, has := fields["parameters"]; has {
 		if parameters, ok = given.(map[string]any); !ok {
@@ -179,8 +179,8 @@ func (c *compiler) action(given any, path string, place, depth int) *action {
 
 func typeNames() []string { return slices.Sorted(maps.Keys(specs)) }
 
-// common reads the keys beside an action's parameters.
-func (c *compiler) common(a *action, fields map[string]any, path string) {
+// readCommonKeys reads the keys beside an action's parameters.
+func (c *compiler) readCommonKeys(a *action, fields map[string]any, path string) {
 	known := slices.Clone(commonKeys)
 	if a.Waits != "" {
 		known = append(known, timeoutKeys...)
@@ -191,11 +191,11 @@ func (c *compiler) common(a *action, fields map[string]any, path string) {
 		case slices.Contains(timeoutKeys, key):
 			c.add(path+"."+key, "%s does not wait and has no %s", a.Type, key)
 		default:
-			c.unknown(path+"."+key, "key", key, known)
+			c.addUnknown(path+"."+key, "key", key, known)
 		}
 	}
 	if given, ok := fields["id"]; ok {
-		c.id(a, given, path+".id")
+		c.readID(a, given, path+".id")
 	}
 	if given, ok := fields["when"]; ok {
 		a.when = c.expression(given, path+".when")
@@ -209,13 +209,13 @@ func (c *compiler) common(a *action, fields map[string]any, path string) {
 		c.add(path+".saveAs", "must be the name of a variable")
 	default:
 		c.variable(path+".saveAs", name)
-		a.save = name
+		a.saveAs = name
 	}
 }
 
-func (c *compiler) id(a *action, given any, path string) {
+func (c *compiler) readID(a *action, given any, path string) {
 	id, _ := given.(string)
-	if !idForm.MatchString(id) {
+	if !idRegexp.MatchString(id) {
 		c.add(path, "must begin with a letter and have 1 to 64 of the characters a-z A-Z 0-9 _ -")
 		return
 	}
@@ -252,7 +252,7 @@ func (c *compiler) parameters(a *action, given map[string]any, path string, dept
 	for _, name := range slices.Sorted(maps.Keys(given)) {
 		p, known := a.parameter(name)
 		switch {
-		case known && given[name] == nil && p.sort != valueKind:
+		case known && given[name] == nil && p.kind != valueKind:
 			c.add(path+"."+name, "is empty; write a value, or leave it out")
 		case known:
 			c.parameter(a, p, given[name], path+"."+name, depth)
@@ -264,7 +264,7 @@ func (c *compiler) parameters(a *action, given map[string]any, path string, dept
 			if a.Waits != "" {
 				names = append(names, timeoutKeys...)
 			}
-			c.unknown(path+"."+name, "parameter", name, names)
+			c.addUnknown(path+"."+name, "parameter", name, names)
 		}
 	}
 	for _, p := range a.Parameters {
@@ -273,21 +273,21 @@ func (c *compiler) parameters(a *action, given map[string]any, path string, dept
 		}
 	}
 	for _, group := range a.OneOf {
-		if n := present(given, group); n != 1 {
-			c.add(path, "give exactly one of %s", listed(group))
+		if n := countPresent(given, group); n != 1 {
+			c.add(path, "give exactly one of %s", joinNames(group))
 		}
 	}
 	for _, group := range a.AnyOf {
-		if present(given, group) == 0 {
-			c.add(path, "give at least one of %s", listed(group))
+		if countPresent(given, group) == 0 {
+			c.add(path, "give at least one of %s", joinNames(group))
 		}
 	}
 	if channel, _ := given["channel"].(string); channel != "" && channel != channelWebhook && given["target"] != nil {
-		c.add(path+".target", "only channel webhook has one")
+		c.add(path+".target", "only channel webhook has a target")
 	}
 }
 
-func present(given map[string]any, group []string) int {
+func countPresent(given map[string]any, group []string) int {
 	n := 0
 	for _, name := range group {
 		if _, is := given[name]; is {
@@ -297,20 +297,20 @@ func present(given map[string]any, group []string) int {
 	return n
 }
 
-// timeouts reads an action's timeout. Its keys stand beside the parameters or among them, not both.
-func (c *compiler) timeouts(a *action, beside, among map[string]any, path string, depth int) {
+// timeouts reads an action's timeout keys. Each key stands beside the parameters or among them, but not in both places.
+func (c *compiler) timeouts(a *action, fields, parameters map[string]any, path string, depth int) {
 	if a.Waits == "" {
 		return
 	}
 	for _, key := range timeoutKeys {
 		at := path + "." + key
-		value, given := beside[key]
-		if inner, also := among[key]; also {
+		value, given := fields[key]
+		if nested, also := parameters[key]; also {
 			if given {
 				c.add(at, "is given twice, also among the parameters")
 				continue
 			}
-			at, value, given = path+".parameters."+key, inner, true
+			at, value, given = path+".parameters."+key, nested, true
 		}
 		if !given {
 			continue
@@ -319,7 +319,7 @@ func (c *compiler) timeouts(a *action, beside, among map[string]any, path string
 		case "timeout":
 			a.timeout = c.timeout(value, a.Waits, at)
 		case "onTimeout":
-			a.onTimeout = c.choice(value, reactionKind, at)
+			a.onTimeout = c.oneOf(value, reactionKind, at)
 		case "timeoutActions":
 			a.timeoutActions = c.actions(value, at, depth+1)
 		}
@@ -341,16 +341,16 @@ func (c *compiler) timeout(given any, kind, path string) time.Duration {
 	return d
 }
 
-func (c *compiler) choice(given any, s paramKind, path string) string {
+func (c *compiler) oneOf(given any, kind paramKind, path string) string {
 	word, _ := given.(string)
-	if !slices.Contains(s.choices(), word) {
-		c.unknown(path, "value", fmt.Sprint(given), s.choices())
+	if !slices.Contains(kind.choices(), word) {
+		c.addUnknown(path, "value", fmt.Sprint(given), kind.choices())
 	}
 	return word
 }
 
 func (c *compiler) parameter(a *action, p Parameter, given any, path string, depth int) {
-	switch p.sort {
+	switch p.kind {
 	case exprKind:
 		a.exprs[p.Name] = c.expression(given, path)
 	case exprsKind:
@@ -361,28 +361,28 @@ func (c *compiler) parameter(a *action, p Parameter, given any, path string, dep
 		a.cases = c.cases(given, path, depth)
 	case flowKind:
 		name, ok := given.(string)
-		if !ok || !flowReference.MatchString(name) {
+		if !ok || !flowReferenceRegexp.MatchString(name) {
 			c.add(path, "must be the name of a flow")
 		}
 		a.flow, a.flowPath = name, path
 	case skillKind:
 		name, _ := given.(string)
 		a.recordSkill(path, name)
-		a.given[p.Name] = c.value(p.sort, given, path)
+		a.params[p.Name] = c.value(p.kind, given, path)
 	case agentKind:
 		name, _ := given.(string)
 		a.agents = map[string]string{path: name}
-		a.given[p.Name] = c.value(p.sort, given, path)
+		a.params[p.Name] = c.value(p.kind, given, path)
 	case namesKind:
 		list, _ := given.([]any)
 		for i, item := range list {
 			name, _ := item.(string)
 			a.recordSkill(fmt.Sprintf("%s[%d]", path, i), name)
 		}
-		a.given[p.Name] = c.value(p.sort, given, path)
+		a.params[p.Name] = c.value(p.kind, given, path)
 	case timeoutKind, reactionKind: // read by timeouts
 	default:
-		a.given[p.Name] = c.value(p.sort, given, path)
+		a.params[p.Name] = c.value(p.kind, given, path)
 	}
 }
 
@@ -395,16 +395,16 @@ func (a *action) recordSkill(path, skill string) {
 }
 
 // value reads a parameter's value and parses its templates.
-func (c *compiler) value(s paramKind, given any, path string) any {
+func (c *compiler) value(kind paramKind, given any, path string) any {
 	text, isText := given.(string)
-	switch s {
+	switch kind {
 	case textKind, durationKind, timeKind:
 		if !isText || text == "" {
 			c.add(path, "must be a text")
 		}
-		c.moment(s, text, path)
+		c.checkTime(kind, text, path)
 	case textsKind:
-		c.texts(given, path)
+		c.checkTexts(given, path)
 		if isText {
 			given = []any{given}
 		}
@@ -414,12 +414,12 @@ func (c *compiler) value(s paramKind, given any, path string) any {
 			c.add(path, "must be a mapping of names to values")
 		}
 		for name := range names {
-			if s == setKind {
+			if kind == setKind {
 				c.variable(path+"."+name, name)
 			}
 		}
 	case listKind:
-		if _, isList := given.([]any); !isList && (!isText || !isWhole(text)) {
+		if _, isList := given.([]any); !isList && (!isText || !isSingleReference(text)) {
 			c.add(path, "must be a list, or a template that is one: {{documents}}")
 		}
 	case boolKind:
@@ -428,59 +428,59 @@ func (c *compiler) value(s paramKind, given any, path string) any {
 		}
 	case countKind:
 		if n, err := normalize(given); err != nil || !isCount(n) {
-			c.add(path, "must be a whole number from 1 to %d", maxTimes)
+			c.add(path, "must be a whole number from 1 to %d", maxIterations)
 		}
 	case nameKind:
 		c.variable(path, text)
 	case skillKind:
-		if !skillForm.MatchString(text) {
+		if !skillRegexp.MatchString(text) {
 			c.add(path, "must be the name of a skill")
 		}
 	case agentKind:
-		if !agentForm.MatchString(text) {
+		if !agentRegexp.MatchString(text) {
 			c.add(path, "must be the name of an agent")
 		}
 	case namesKind:
-		c.skills(given, path)
+		c.checkSkillNames(given, path)
 	case channelKind, failureKind, statusKind:
-		c.choice(given, s, path)
+		c.oneOf(given, kind, path)
 	default: // any value, or read elsewhere
 	}
-	settled, err := normalize(given)
+	normalized, err := normalize(given)
 	if err != nil {
 		c.add(path, "%s", err)
 	}
-	return parseTree(settled, path, func(path string, err error) { c.add(path, "%s", err) })
+	return parseTree(normalized, path, func(path string, err error) { c.add(path, "%s", err) })
 }
 
-// moment validates a duration or a time without a template.
-func (c *compiler) moment(s paramKind, text, path string) {
+// checkTime validates a duration or a time that is not a template.
+func (c *compiler) checkTime(kind paramKind, text, path string) {
 	if t, err := parseTemplate(text); t != nil || err != nil || text == "" {
 		return // reported elsewhere, or known only at run time
 	}
-	if s == durationKind {
+	if kind == durationKind {
 		if _, err := validateDelay(text); err != nil {
 			c.add(path, "%s", err)
 		}
 	}
-	if s == timeKind {
+	if kind == timeKind {
 		if _, err := time.Parse(time.RFC3339, text); err != nil {
 			c.add(path, "%q is not a time: write 2026-01-31T09:00:00Z", text)
 		}
 	}
 }
 
-func isWhole(text string) bool {
+func isSingleReference(text string) bool {
 	t, err := parseTemplate(text)
-	return err == nil && t != nil && t.whole()
+	return err == nil && t != nil && t.isSingleReference()
 }
 
 func isCount(value any) bool {
 	n, ok := value.(int)
-	return ok && n >= 1 && n <= maxTimes
+	return ok && n >= 1 && n <= maxIterations
 }
 
-func (c *compiler) texts(given any, path string) {
+func (c *compiler) checkTexts(given any, path string) {
 	list, isList := given.([]any)
 	text, isText := given.(string)
 	switch {
@@ -495,13 +495,13 @@ func (c *compiler) texts(given any, path string) {
 	}
 }
 
-func (c *compiler) skills(given any, path string) {
+func (c *compiler) checkSkillNames(given any, path string) {
 	list, ok := given.([]any)
 	if !ok {
 		c.add(path, "must be a list of names of skills")
 	}
 	for i, item := range list {
-		if name, _ := item.(string); !skillForm.MatchString(name) {
+		if name, _ := item.(string); !skillRegexp.MatchString(name) {
 			c.add(fmt.Sprintf("%s[%d]", path, i), "must be the name of a skill")
 		}
 	}
@@ -535,16 +535,16 @@ func (c *compiler) cases(given any, path string, depth int) []branch {
 			c.add(at, "must be {condition, actions} or {equals, actions}")
 			continue
 		}
-		all = append(all, c.oneCase(fields, at, depth))
+		all = append(all, c.switchCase(fields, at, depth))
 	}
 	return all
 }
 
-func (c *compiler) oneCase(fields map[string]any, path string, depth int) branch {
+func (c *compiler) switchCase(fields map[string]any, path string, depth int) branch {
 	keys := []string{"condition", "equals", "actions"}
 	for _, key := range slices.Sorted(maps.Keys(fields)) {
 		if !slices.Contains(keys, key) {
-			c.unknown(path+"."+key, "key", key, keys)
+			c.addUnknown(path+"."+key, "key", key, keys)
 		}
 	}
 	b := branch{}

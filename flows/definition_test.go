@@ -24,23 +24,23 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// define reads a definition like the API: unknown keys are errors.
-func define(text string) (flows.Definition, error) {
+// parseDefinition parses a definition like the API: unknown keys are errors.
+func parseDefinition(text string) (flows.Definition, error) {
 	var d flows.Definition
 	decoder := json.NewDecoder(strings.NewReader(text))
 	decoder.DisallowUnknownFields()
 	return d, decoder.Decode(&d)
 }
 
-// shapes are definitions, named by the rule that they show, and whether they are valid.
-var shapes = map[string]struct {
-	good bool
-	text string
+// definitionCases are valid and invalid definitions, by the tested rule.
+var definitionCases = map[string]struct {
+	valid bool
+	text  string
 }{
-	"least":                    {true, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "hi"}}]}`},
+	"minimal":                  {true, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "hi"}}]}`},
 	"no name":                  {false, `{"actions": [{"actionType": "send_message", "parameters": {"message": "hi"}}]}`},
 	"bad name":                 {false, `{"name": "1 a", "actions": [{"actionType": "wait_for_response"}]}`},
-	"name of those outside":    {false, `{"name": "external", "actions": [{"actionType": "end"}]}`},
+	"reserved name":            {false, `{"name": "external", "actions": [{"actionType": "end"}]}`},
 	"no actions":               {false, `{"name": "a", "actions": []}`},
 	"actions missing":          {false, `{"name": "a"}`},
 	"unknown key":              {false, `{"name": "a", "action": [], "actions": [{"actionType": "wait_for_response"}]}`},
@@ -61,11 +61,11 @@ var shapes = map[string]struct {
 	"parameters null": {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "parameters": null}]}`},
 	"number for text": {false, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": 5}}]}`},
 	"empty text":      {false, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": ""}}]}`},
-	"timeout among": {
+	"timeout among parameters": {
 		true,
 		`{"name": "a", "actions": [{"actionType": "wait_for_response", "parameters": {"timeout": "24h", "onTimeout": "continue"}}]}`,
 	},
-	"timeout beside": {
+	"timeout beside parameters": {
 		true,
 		`{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": "1d12h", "onTimeout": "retry", "timeoutActions": [{"actionType": "send_message", "parameters": {"message": "there?"}}]}]}`,
 	},
@@ -73,25 +73,25 @@ var shapes = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": "1h", "parameters": {"timeout": "24h"}}]}`,
 	},
-	"bad timeout":        {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": "a day"}]}`},
-	"timeout in numbers": {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": 24}]}`},
-	"bad onTimeout":      {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "onTimeout": "stop"}]}`},
+	"bad timeout":       {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": "a day"}]}`},
+	"timeout as number": {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": 24}]}`},
+	"bad onTimeout":     {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "onTimeout": "stop"}]}`},
 	"timeout without a wait": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "send_message", "timeout": "1h", "parameters": {"message": "hi"}}]}`,
 	},
-	"timeout in its parameters": {
+	"timeout parameter without a wait": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "hi", "timeout": "1h"}}]}`,
 	},
 	"saveAs": {true, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "name"}]}`},
-	"saveAs of nothing": {
+	"saveAs without a result": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "delay", "saveAs": "x", "parameters": {"duration": "1h"}}]}`,
 	},
 	"saveAs reserved": {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "traceId"}]}`},
-	"saveAs a word":   {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "not"}]}`},
-	"saveAs a number": {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": 5}]}`},
+	"saveAs keyword":  {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "not"}]}`},
+	"saveAs number":   {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": 5}]}`},
 	"bad id":          {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "id": "a b"}]}`},
 	"open to a visitor": {
 		true,
@@ -101,7 +101,7 @@ var shapes = map[string]struct {
 		true,
 		`{"name": "a", "actions": [{"actionType": "open_thread", "parameters": {"key": "site", "name": "{{input.user}}"}}]}`,
 	},
-	"open for soon": {
+	"open with invalid expires": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "open_thread", "parameters": {"expires": "soon"}}]}`,
 	},
@@ -121,12 +121,12 @@ var shapes = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"agent": "b", "flow": "b"}}]}`,
 	},
-	"child by none": {false, `{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"input": {}}}]}`},
-	"child with a bad word": {
+	"child by neither": {false, `{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"input": {}}}]}`},
+	"child with a text for a boolean": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"flow": "b", "waitForCompletion": "yes"}}]}`,
 	},
-	"child with another": {
+	"child with unknown onFailure": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"flow": "b", "onFailure": "retry"}}]}`,
 	},
@@ -138,7 +138,7 @@ var shapes = map[string]struct {
 		true,
 		`{"name": "a", "actions": [{"actionType": "request_document", "parameters": {"documents": ["INE", "CURP"], "message": "{{requestId}}", "timeout": "30d"}}]}`,
 	},
-	"documents of nothing": {
+	"empty documents": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "request_document", "parameters": {"documents": []}}]}`,
 	},
@@ -166,9 +166,9 @@ var shapes = map[string]struct {
 		true,
 		`{"name": "a", "channel": "webhook", "target": "crm", "actions": [{"actionType": "send_message", "parameters": {"message": "a", "channel": "webhook", "target": "x"}}]}`,
 	},
-	"target of none": {false, `{"name": "a", "target": "crm", "actions": [{"actionType": "wait_for_response"}]}`},
-	"event":          {true, `{"name": "a", "actions": [{"actionType": "wait_for_event", "parameters": {"key": "{{input.id}}"}}]}`},
-	"delay":          {true, `{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "90m"}}]}`},
+	"target without channel": {false, `{"name": "a", "target": "crm", "actions": [{"actionType": "wait_for_response"}]}`},
+	"event":                  {true, `{"name": "a", "actions": [{"actionType": "wait_for_event", "parameters": {"key": "{{input.id}}"}}]}`},
+	"delay":                  {true, `{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "90m"}}]}`},
 	"delay by a template": {
 		true,
 		`{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "{{input.pause}}"}}]}`,
@@ -177,12 +177,12 @@ var shapes = map[string]struct {
 		true,
 		`{"name": "a", "actions": [{"actionType": "delay", "parameters": {"until": "2026-01-31T09:00:00Z"}}]}`,
 	},
-	"delay until some day": {
+	"delay until an invalid time": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "delay", "parameters": {"until": "Monday"}}]}`,
 	},
-	"delay of nothing": {false, `{"name": "a", "actions": [{"actionType": "delay", "parameters": {}}]}`},
-	"delay of both": {
+	"empty delay": {false, `{"name": "a", "actions": [{"actionType": "delay", "parameters": {}}]}`},
+	"delay by both": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "1h", "until": "2026-01-31T09:00:00Z"}}]}`,
 	},
@@ -200,11 +200,11 @@ var shapes = map[string]struct {
 		true,
 		`{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "Sum up {{lastResponse}}", "skills": ["sizes"]}}]}`,
 	},
-	"reason as an agent": {
+	"reason with an agent": {
 		true,
 		`{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "x", "agent": "sales"}}]}`,
 	},
-	"reason as a template": {
+	"reason with a template agent": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "x", "agent": "{{who}}"}}]}`,
 	},
@@ -216,12 +216,12 @@ var shapes = map[string]struct {
 		true,
 		`{"name": "a", "actions": [{"actionType": "set", "parameters": {"variables": {"x": [1, null]}, "expressions": {"y": "1 + 1"}}}]}`,
 	},
-	"set nothing": {false, `{"name": "a", "actions": [{"actionType": "set", "parameters": {}}]}`},
-	"set a reserved one": {
+	"empty set": {false, `{"name": "a", "actions": [{"actionType": "set", "parameters": {}}]}`},
+	"set a reserved variable": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "set", "parameters": {"variables": {"input": 1}}}]}`,
 	},
-	"set a bad name": {
+	"set an invalid name": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "set", "parameters": {"expressions": {"a-b": "1"}}}]}`,
 	},
@@ -230,7 +230,7 @@ var shapes = map[string]struct {
 		`{"name": "a", "actions": [{"actionType": "if", "parameters": {"condition": "true", "then": [], "else": [{"actionType": "end"}]}}]}`,
 	},
 	"if without then": {false, `{"name": "a", "actions": [{"actionType": "if", "parameters": {"condition": "true"}}]}`},
-	"if with something within": {
+	"if with an invalid action": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "if", "parameters": {"condition": "true", "then": [{"actionType": "delay"}]}}]}`,
 	},
@@ -242,11 +242,11 @@ var shapes = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "switch", "parameters": {"value": 1, "cases": []}}]}`,
 	},
-	"case of both": {
+	"case by both": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "switch", "parameters": {"cases": [{"equals": 1, "condition": "true", "actions": []}]}}]}`,
 	},
-	"case of none": {
+	"case by neither": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "switch", "parameters": {"cases": [{"actions": []}]}}]}`,
 	},
@@ -254,7 +254,7 @@ var shapes = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "switch", "parameters": {"cases": [{"equals": 1}]}}]}`,
 	},
-	"case with more": {
+	"case with unknown key": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "switch", "parameters": {"cases": [{"equals": 1, "action": [], "actions": []}]}}]}`,
 	},
@@ -270,7 +270,7 @@ var shapes = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "for_each", "parameters": {"items": "list", "actions": []}}]}`,
 	},
-	"for each as something bad": {
+	"for each with invalid variable": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "for_each", "parameters": {"items": [], "as": "in", "actions": []}}]}`,
 	},
@@ -282,7 +282,7 @@ var shapes = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "while", "parameters": {"condition": "true", "max": 10001, "actions": []}}]}`,
 	},
-	"while never": {
+	"while zero times": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "while", "parameters": {"condition": "true", "max": 0, "actions": []}}]}`,
 	},
@@ -294,7 +294,7 @@ var shapes = map[string]struct {
 		true,
 		`{"name": "a", "actions": [{"actionType": "end", "parameters": {"status": "failed", "summary": "no", "result": {"a": 1}}}]}`,
 	},
-	"end as nothing known": {
+	"end with unknown status": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "end", "parameters": {"status": "cancelled"}}]}`,
 	},
@@ -310,15 +310,15 @@ var shapes = map[string]struct {
 	},
 	"variables":                 {true, `{"name": "a", "variables": {"x": 1, "y": {"z": []}}, "actions": [{"actionType": "end"}]}`},
 	"variables with a bad name": {false, `{"name": "a", "variables": {"x y": 1}, "actions": [{"actionType": "end"}]}`},
-	"variables with a reserved": {
+	"variables with reserved name": {
 		false,
 		`{"name": "a", "variables": {"threadId": 1}, "actions": [{"actionType": "end"}]}`,
 	},
-	"something bad deep within": {
+	"invalid nested action": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "while", "parameters": {"condition": "true", "actions": [{"actionType": "if", "parameters": {"condition": "true", "then": [{"actionType": "nothing"}]}}]}}]}`,
 	},
-	"something bad at a timeout": {
+	"invalid timeout action": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "wait_for_response", "timeoutActions": [{"actionType": "send_message"}]}]}`,
 	},
@@ -330,14 +330,14 @@ var shapes = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "wait_for_response", "parameters": []}]}`,
 	},
-	"description and all of that": {
+	"description and channel": {
 		true,
 		`{"name": "a", "description": "what it is for", "channel": "log", "actions": [{"actionType": "end", "parameters": {}}]}`,
 	},
 }
 
 // The published schema agrees with Validate wherever a schema can express the rule.
-func TestTheSchemaAcceptsWhatValidateAccepts(t *testing.T) {
+func TestJSONSchemaAgreesWithValidate(t *testing.T) {
 	raw, err := flows.JSONSchema()
 	require.NoError(t, err)
 	doc, err := jsonschema.UnmarshalJSON(bytes.NewReader(raw))
@@ -347,33 +347,33 @@ func TestTheSchemaAcceptsWhatValidateAccepts(t *testing.T) {
 	require.NoError(t, c.AddResource("flow.json", doc))
 	schema, err := c.Compile("flow.json")
 	require.NoError(t, err)
-	for name, shape := range shapes {
+	for name, test := range definitionCases {
 		t.Run(name, func(t *testing.T) {
-			value, err := jsonschema.UnmarshalJSON(strings.NewReader(shape.text))
+			value, err := jsonschema.UnmarshalJSON(strings.NewReader(test.text))
 			require.NoError(t, err)
-			d, err := define(shape.text)
+			d, err := parseDefinition(test.text)
 			if err == nil {
 				err = flows.Validate(d)
 			}
-			assert.Equal(t, shape.good, (err == nil), err)
+			assert.Equal(t, test.valid, (err == nil), err)
 			err = schema.Validate(value)
-			assert.Truef(t, (err == nil) == shape.good, "the schema says %v", err)
+			assert.Truef(t, (err == nil) == test.valid, "the schema says %v", err)
 		})
 	}
 }
 
-func TestEveryActionIsAmongTheCases(t *testing.T) {
+func TestEveryActionHasValidCase(t *testing.T) {
 	for _, a := range flows.Actions() {
 		found := false
-		for _, shape := range shapes {
-			found = found || shape.good && strings.Contains(shape.text, fmt.Sprintf("%q: %q", "actionType", a.Type))
+		for _, test := range definitionCases {
+			found = found || test.valid && strings.Contains(test.text, fmt.Sprintf("%q: %q", "actionType", a.Type))
 		}
-		assert.Truef(t, found, "no case shows a good %s", a.Type)
+		assert.Truef(t, found, "no valid case has the action %s", a.Type)
 	}
 }
 
-// Errors begin with the path of the faulty key, and name the remedy.
-func TestValidateNamesPlaceAndReason(t *testing.T) {
+// An error begins with the path of the invalid key.
+func TestValidateReportsPathAndReason(t *testing.T) {
 	for name, c := range map[string]struct{ actions, want string }{
 		"nearest type": {
 			`[{"actionType": "send_mesage"}]`,
@@ -442,7 +442,7 @@ func TestValidateNamesPlaceAndReason(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d, err := define(`{"name": "a", "actions": ` + c.actions + `}`)
+			d, err := parseDefinition(`{"name": "a", "actions": ` + c.actions + `}`)
 			require.NoError(t, err)
 			err = flows.Validate(d)
 			assert.Truef(t, err != nil && err.Error() == c.want, "got\n%v\nnot\n%s", err, c.want)
@@ -450,21 +450,21 @@ func TestValidateNamesPlaceAndReason(t *testing.T) {
 	}
 }
 
-func TestADefinitionHasBounds(t *testing.T) {
+func TestDefinitionLimits(t *testing.T) {
 	deep := `{"actionType": "end"}`
 	for range 12 {
 		deep = `{"actionType": "if", "parameters": {"condition": "true", "then": [` + deep + `]}}`
 	}
 	many := strings.TrimSuffix(strings.Repeat(`{"actionType": "end"},`, 501), ",")
 	for actions, want := range map[string]string{deep: "is nested more than 10 deep", many: "are 501 in all"} {
-		d, err := define(`{"name": "a", "actions": [` + actions + `]}`)
+		d, err := parseDefinition(`{"name": "a", "actions": [` + actions + `]}`)
 		require.NoError(t, err)
 		assert.ErrorContains(t, flows.Validate(d), want)
 	}
 }
 
-func TestTriggersNamesTheChildren(t *testing.T) {
-	d, err := define(`{"name": "a", "actions": [
+func TestTriggersListsChildFlows(t *testing.T) {
+	d, err := parseDefinition(`{"name": "a", "actions": [
 		{"actionType": "trigger_agent", "parameters": {"flow": "b"}},
 		{"actionType": "wait_for_response", "timeoutActions": [{"actionType": "trigger_agent", "parameters": {"agent": "c"}}]},
 		{"actionType": "switch", "parameters": {"cases": [{"condition": "true", "actions": [{"actionType": "trigger_agent", "parameters": {"agent": "d"}}]}]}}]}`)
@@ -487,15 +487,15 @@ type Verdict struct {
 // Onboard is a flow in Go: a durable function. Each claim of its execution calls it from the top. Recorded steps are
 // not repeated.
 func Onboard(ctx context.Context, input json.RawMessage) (executions.Result, error) {
-	var who Candidate
-	if err := json.Unmarshal(input, &who); err != nil {
+	var candidate Candidate
+	if err := json.Unmarshal(input, &candidate); err != nil {
 		return executions.Result{}, fmt.Errorf("read input: %w", err)
 	}
 	x, _ := executions.Current(ctx)
 
 	// Step: a computation that may differ from run to run. Its typed result is recorded.
 	greeting, err := executions.Step(ctx, "greeting", func(context.Context) (string, error) {
-		return "Hola " + who.Name + ". Tienes experiencia?", nil
+		return "Hola " + candidate.Name + ". Tienes experiencia?", nil
 	})
 	if err != nil {
 		return executions.Result{}, err
@@ -528,13 +528,13 @@ func Onboard(ctx context.Context, input json.RawMessage) (executions.Result, err
 		return executions.Result{}, err
 	}
 	if !child.Success { // the parent handles the child's failure
-		return executions.Result{}, fmt.Errorf("evaluate %s: %s", who.Name, child.Error)
+		return executions.Result{}, fmt.Errorf("evaluate %s: %s", candidate.Name, child.Error)
 	}
 	var verdict Verdict
 	if err := json.Unmarshal(child.Result, &verdict); err != nil {
 		return executions.Result{}, fmt.Errorf("read verdict: %w", err)
 	}
-	return executions.Result{Summary: "onboarded " + who.Name, Value: verdict}, nil
+	return executions.Result{Summary: "onboarded " + candidate.Name, Value: verdict}, nil
 }
 
 // Evaluate is the child.
@@ -549,54 +549,54 @@ func Evaluate(_ context.Context, input json.RawMessage) (executions.Result, erro
 }
 
 // A flow in Go is registered under its name, and started like any other.
-func TestTheExampleOfThePageRuns(t *testing.T) {
+func TestDocumentedGoFlowRuns(t *testing.T) {
 	t.Parallel()
-	w := process(t, pgtest.DB(t), nil, func(e *executions.Engine) error {
+	w := startProcess(t, pgtest.DB(t), nil, func(e *executions.Engine) error {
 		return errors.Join(e.Register("onboard", Onboard), e.Register("evaluate", Evaluate))
 	})
-	id := w.begin(t, "onboard", Candidate{Name: "María"})
-	waits(t, w.pool, id, 1)
-	answer(t, w, "si")
+	id := w.startInThread(t, "onboard", Candidate{Name: "María"})
+	awaitWaiting(t, w.pool, id, 1)
+	receiveMessage(t, w, "si")
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	assert.Truef(t, x.ResultSummary == "onboarded María" && string(x.Result) == `{"fit": true}`,
 		"ended with %q %s", x.ResultSummary, x.Result)
 }
 
-// row is an action as documented on the page.
-func row(a flows.Action) string {
-	var given []string
+// documentationRow returns the row of an action in docs/flows.md.
+func documentationRow(a flows.Action) string {
+	var parameters []string
 	for _, p := range a.Parameters {
 		name := "`" + p.Name + "`"
 		if !p.Required {
 			name = "[" + name + "]"
 		}
-		given = append(given, name+" "+p.About)
+		parameters = append(parameters, name+" "+p.About)
 	}
 	about := a.About
 	if a.Waits != "" {
 		about += " Waits for " + a.Waits + "."
 	}
-	return "| `" + a.Type + "` | " + strings.Join(given, "; ") + " | " + about + " |"
+	return "| `" + a.Type + "` | " + strings.Join(parameters, "; ") + " | " + about + " |"
 }
 
-// The page agrees with the code: its table is that of Actions, its YAML is valid, its Go is the example.
-func TestThePageIsTrue(t *testing.T) {
+// docs/flows.md agrees with the code: its table lists Actions, its YAML is valid, and its Go is the code of this file.
+func TestDocumentationMatchesCode(t *testing.T) {
 	t.Parallel()
-	page := file(t, "../docs/flows.md")
+	page := readFile(t, "../docs/flows.md")
 	for _, a := range flows.Actions() {
-		if !strings.Contains(page, row(a)+"\n") {
-			t.Errorf("docs/flows.md has not this row:\n%s", row(a))
+		if !strings.Contains(page, documentationRow(a)+"\n") {
+			t.Errorf("docs/flows.md lacks the row:\n%s", documentationRow(a))
 		}
 	}
 	yaml := regexp.MustCompile("(?s)```yaml\nkind: flow\n(.*?)```").FindStringSubmatch(page)
-	require.True(t, yaml != nil, "docs/flows.md shows no flow")
-	assert.NoError(t, flows.Validate(read(t, yaml[1])), "docs/flows.md")
-	code := file(t, "definition_test.go")
+	require.True(t, yaml != nil, "docs/flows.md has no flow in YAML")
+	assert.NoError(t, flows.Validate(parseYAML(t, yaml[1])), "docs/flows.md")
+	code := readFile(t, "definition_test.go")
 	from, to := strings.Index(code, "// Onboard is"), strings.Index(code, "// Evaluate is")
 	assert.Contains(t, page, "```go\n"+strings.TrimSpace(code[from:to])+"\n```")
 }
 
-func file(t *testing.T, path string) string {
+func readFile(t *testing.T, path string) string {
 	t.Helper()
 	text, err := os.ReadFile(path)
 	require.NoError(t, err)

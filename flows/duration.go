@@ -11,13 +11,13 @@ import (
 const durationPattern = `^([0-9]+(\.[0-9]+)?(ms|s|m|h|d|w))+$`
 
 var (
-	durationForm = regexp.MustCompile(durationPattern)
-	durationPart = regexp.MustCompile(`([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d|w)`)
+	durationRegexp     = regexp.MustCompile(durationPattern)
+	durationPartRegexp = regexp.MustCompile(`([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d|w)`)
 )
 
 // parseDuration parses a duration such as 90m, 24h, 7d or 1d12h.
 func parseDuration(text string) (time.Duration, error) {
-	if !durationForm.MatchString(text) {
+	if !durationRegexp.MatchString(text) {
 		return 0, fmt.Errorf("%q is not a duration: write 30s, 90m, 24h or 7d", text)
 	}
 	units := map[string]time.Duration{
@@ -25,7 +25,7 @@ func parseDuration(text string) (time.Duration, error) {
 		"w": 7 * 24 * time.Hour,
 	}
 	total := 0.0
-	for _, part := range durationPart.FindAllStringSubmatch(text, -1) {
+	for _, part := range durationPartRegexp.FindAllStringSubmatch(text, -1) {
 		n, err := strconv.ParseFloat(part[1], 64)
 		if err != nil {
 			return 0, fmt.Errorf("%q is not a duration: %w", text, err)

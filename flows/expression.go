@@ -25,9 +25,9 @@ import (
 // over a list (all, any, …) do not nest and call nothing. Functions that build texts or lists in a loop (map, reduce,
 // join, repeat, ranges) are not allowed.
 const (
-	maxExpression = 2000    // bytes
-	maxNodes      = 300     // nodes of its syntax tree
-	maxMade       = 100_000 // values that an expression may allocate
+	maxExpression  = 2000    // bytes
+	maxNodes       = 300     // nodes of the syntax tree
+	maxAllocations = 100_000 // values that an expression may allocate
 )
 
 // classExpression is the error class of an expression that failed at run time.
@@ -41,7 +41,7 @@ var allowedFunctions = []string{
 	"all", "any", "none", "one", "count", "filter", "find",
 }
 
-// expression is an Expr program with its required names.
+// expression is a compiled Expr program and the variables that it requires.
 type expression struct {
 	text    string
 	program *vm.Program
@@ -58,36 +58,36 @@ func compileExpression(text string) (*expression, error) {
 	case strings.Contains(text, "{{"):
 		return nil, errors.New("is an expression, not a template: write variables without {{ }}")
 	}
-	visit := &inspector{optional: map[ast.Node]bool{}, names: map[ast.Node]string{}, declared: map[string]bool{}}
+	inspection := &inspector{optional: map[ast.Node]bool{}, names: map[ast.Node]string{}, declared: map[string]bool{}}
 	options := []expr.Option{
 		expr.Env(map[string]any{}), expr.AllowUndefinedVariables(), expr.MaxNodes(maxNodes),
-		expr.DisableAllBuiltins(), expr.Patch(visit),
+		expr.DisableAllBuiltins(), expr.Patch(inspection),
 	}
 	for _, name := range allowedFunctions {
 		options = append(options, expr.EnableBuiltin(name))
 	}
-	// A name that is not called is a variable, also count. The checker has the functions only for such names: calls are
-	// nodes of their own.
+	// An identifier that is not called is a variable, even if it has the name of a function, such as count. The checker
+	// uses Builtins only for identifiers; a call of a function is a BuiltinNode.
 	options = append(options, func(c *conf.Config) { clear(c.Builtins) })
 	program, err := expr.Compile(text, options...)
-	if at, ok := errors.AsType[*file.Error](err); ok {
-		return nil, fmt.Errorf("%s (line %d, column %d)", at.Message, at.Line, at.Column+1)
+	if position, ok := errors.AsType[*file.Error](err); ok {
+		return nil, fmt.Errorf("%s (line %d, column %d)", position.Message, position.Line, position.Column+1)
 	}
 	if err != nil {
 		return nil, err
 	}
-	if visit.refused != "" {
-		return nil, errors.New(visit.refused)
+	if inspection.problem != "" {
+		return nil, errors.New(inspection.problem)
 	}
-	return &expression{text: text, program: program, needs: visit.needs()}, nil
+	return &expression{text: text, program: program, needs: inspection.needs()}, nil
 }
 
-// inspector checks a syntax tree: its required names, and the bound of its cost. It visits leaves first.
+// inspector collects the required names of a syntax tree and rejects nodes with unbounded cost. It visits leaves first.
 type inspector struct {
 	names    map[ast.Node]string // the identifiers
 	optional map[ast.Node]bool   // identifiers that may be unset: left of ??, or before ?.
 	declared map[string]bool     // names declared by let
-	refused  string
+	problem  string
 }
 
 // Visit implements ast.Visitor.
@@ -106,18 +106,18 @@ func (l *inspector) Visit(node *ast.Node) {
 		case "??":
 			l.allowUnset(n.Left)
 		case "..":
-			l.refused = "ranges are not offered; use for_each or while"
+			l.problem = "ranges are not offered; use for_each or while"
 		case "**", "^":
-			l.refused = "powers are not offered"
+			l.problem = "powers are not offered"
 		}
 	case *ast.PredicateNode:
 		walkTree(n.Node, func(inner ast.Node) {
 			switch i := inner.(type) {
-			case *ast.BuiltinNode, *ast.CallNode: // a call is a loop, too
-				l.refused = "calls within a loop over a list are not offered; use for_each"
+			case *ast.BuiltinNode, *ast.CallNode: // a call may loop, too
+				l.problem = "calls within a loop over a list are not offered; use for_each"
 			case *ast.BinaryNode:
 				if i.Operator == "+" {
-					l.refused = "+ within a loop over a list is not offered; use for_each"
+					l.problem = "+ within a loop over a list is not offered; use for_each"
 				}
 			}
 		})
@@ -143,7 +143,7 @@ func (l *inspector) needs() []string {
 	return slices.Sorted(maps.Keys(needed))
 }
 
-// walkTree calls look for every node of a tree.
+// walkTree calls visit for every node of a tree.
 func walkTree(tree ast.Node, visit func(ast.Node)) {
 	ast.Walk(&tree, nodeVisitor(visit))
 }
@@ -158,24 +158,24 @@ func (e *expression) value(vars map[string]any) (any, error) {
 	for _, name := range e.needs {
 		if _, known := vars[name]; !known {
 			hint := ""
-			if near := nearest.To(name, slices.Sorted(maps.Keys(vars))); near != "" {
-				hint = fmt.Sprintf(", did you mean %q?", near)
+			if similar := nearest.To(name, slices.Sorted(maps.Keys(vars))); similar != "" {
+				hint = fmt.Sprintf(", did you mean %q?", similar)
 			}
-			return nil, failure(classTemplate, "variable %q is not known%s; set it before, or write (%s ?? …)", name, hint, name)
+			return nil, classErrorf(classTemplate, "variable %q is not known%s; set it before, or write (%s ?? …)", name, hint, name)
 		}
 	}
-	machine := vm.VM{MemoryBudget: maxMade}
-	got, err := machine.Run(e.program, vars)
+	machine := vm.VM{MemoryBudget: maxAllocations}
+	result, err := machine.Run(e.program, vars)
 	if at, ok := errors.AsType[*file.Error](err); ok {
 		err = fmt.Errorf("%s (line %d, column %d)", at.Message, at.Line, at.Column+1)
 	}
 	if err == nil {
-		got, err = normalize(got)
+		result, err = normalize(result)
 	}
 	if err != nil {
-		return nil, failure(classExpression, "%s: %s", shorten(e.text), err)
+		return nil, classErrorf(classExpression, "%s: %s", truncate(e.text), err)
 	}
-	return got, nil
+	return result, nil
 }
 
 // boolValue evaluates a condition.
@@ -186,7 +186,8 @@ func (e *expression) boolValue(vars map[string]any) (bool, error) {
 	}
 	truth, ok := value.(bool)
 	if !ok {
-		return false, failure(classExpression, "%s: is %s, not true or false", shorten(e.text), shorten(asJSON(value)))
+		return false, classErrorf(classExpression, "%s: is %s, not true or false", truncate(e.text),
+			truncate(encodeJSON(value)))
 	}
 	return truth, nil
 }
@@ -202,14 +203,14 @@ type template struct {
 // part is a piece of text, or a reference.
 type part struct {
 	text string
-	ref  *reference
+	ref  *variableRef
 }
 
-// reference is the text between {{ and }}.
-type reference struct {
-	path     []string // a name, then keys and indexes
-	fallback any
-	has      bool // has a default
+// variableRef is the text between {{ and }}.
+type variableRef struct {
+	path         []string // a name, then keys and indexes
+	defaultValue any
+	hasDefault   bool
 }
 
 var (
@@ -217,7 +218,7 @@ var (
 	defaultFilter = regexp.MustCompile(`^default\s*:\s*(.+)$`)
 )
 
-// parseTemplate parses a text; nil if it holds no template.
+// parseTemplate parses a text. It returns nil if the text has no template.
 func parseTemplate(text string) (*template, error) {
 	if !strings.Contains(text, "{{") {
 		return nil, nil
@@ -233,11 +234,11 @@ func parseTemplate(text string) (*template, error) {
 		}
 		inner, next, closed := cutReference(after)
 		if !closed {
-			return nil, fmt.Errorf("the template {{%s is not closed with }}", shorten(after))
+			return nil, fmt.Errorf("the template {{%s is not closed with }}", truncate(after))
 		}
 		piece, err := parseReference(strings.TrimSpace(inner))
 		if err != nil {
-			return nil, fmt.Errorf("the template {{%s}} %w", shorten(inner), err)
+			return nil, fmt.Errorf("the template {{%s}} %w", truncate(inner), err)
 		}
 		t.parts = append(t.parts, piece)
 		rest = next
@@ -267,39 +268,39 @@ func cutReference(text string) (inner, rest string, closed bool) {
 
 func parseReference(inner string) (part, error) {
 	if strings.HasPrefix(inner, `"`) || strings.HasPrefix(inner, "'") {
-		value, err := literal(inner)
+		value, err := parseDefault(inner)
 		text, isText := value.(string)
 		if err != nil || !isText {
 			return part{}, errors.New("is not a text in quotes")
 		}
 		return part{text: text}, nil
 	}
-	path, fallback := inner, ""
+	path, defaultText := inner, ""
 	if before, after, found := strings.Cut(inner, "??"); found {
-		path, fallback = strings.TrimSpace(before), strings.TrimSpace(after)
+		path, defaultText = strings.TrimSpace(before), strings.TrimSpace(after)
 	} else if before, after, found := strings.Cut(inner, "|"); found {
 		match := defaultFilter.FindStringSubmatch(strings.TrimSpace(after))
 		if match == nil {
 			return part{}, errors.New(`knows no other filter than default: write {{name | default: "x"}}`)
 		}
-		path, fallback = strings.TrimSpace(before), match[1]
+		path, defaultText = strings.TrimSpace(before), match[1]
 	}
 	if !referencePath.MatchString(path) {
 		return part{}, errors.New(`is not the name of a variable: write {{name}}, {{a.b}} or {{name ?? "x"}}`)
 	}
-	ref := &reference{path: strings.Split(path, ".")}
+	ref := &variableRef{path: strings.Split(path, ".")}
 	if path != inner {
-		value, err := literal(fallback)
+		value, err := parseDefault(defaultText)
 		if err != nil {
 			return part{}, errors.New(`has a default that is no text in quotes, number, true, false or null`)
 		}
-		ref.fallback, ref.has = value, true
+		ref.defaultValue, ref.hasDefault = value, true
 	}
 	return part{ref: ref}, nil
 }
 
-// literal parses a default: JSON, or a text in single quotes.
-func literal(text string) (any, error) {
+// parseDefault parses a default value: JSON, or a text in single quotes.
+func parseDefault(text string) (any, error) {
 	if n := len(text); n >= 2 && text[0] == '\'' && text[n-1] == '\'' {
 		return text[1 : n-1], nil
 	}
@@ -309,12 +310,12 @@ func literal(text string) (any, error) {
 	return decodeNormal(json.RawMessage(text))
 }
 
-// whole reports whether the template is a single reference.
-func (t *template) whole() bool { return len(t.parts) == 1 && t.parts[0].ref != nil }
+// isSingleReference reports whether the template is one reference without further text.
+func (t *template) isSingleReference() bool { return len(t.parts) == 1 && t.parts[0].ref != nil }
 
-// value fills in the template. A whole template keeps its value's type.
+// value fills in the template. A single reference keeps the type of its value.
 func (t *template) value(vars map[string]any) (any, error) {
-	if t.whole() {
+	if t.isSingleReference() {
 		return t.parts[0].ref.value(vars)
 	}
 	var b strings.Builder
@@ -327,47 +328,47 @@ func (t *template) value(vars map[string]any) (any, error) {
 		if err != nil {
 			return nil, err
 		}
-		if value == nil && !p.ref.has {
-			return nil, failure(classTemplate, "variable %q is null; give it a default: {{%s ?? \"…\"}}", p.ref, p.ref)
+		if value == nil && !p.ref.hasDefault {
+			return nil, classErrorf(classTemplate, "variable %q is null; give it a default: {{%s ?? \"…\"}}", p.ref, p.ref)
 		}
-		b.WriteString(inText(value))
+		b.WriteString(formatText(value))
 	}
 	return b.String(), nil
 }
 
-func (r *reference) String() string { return strings.Join(r.path, ".") }
+func (r *variableRef) String() string { return strings.Join(r.path, ".") }
 
 // value resolves the path. The default replaces null, too.
-func (r *reference) value(vars map[string]any) (any, error) {
+func (r *variableRef) value(vars map[string]any) (any, error) {
 	var at any = vars
 	for i, key := range r.path {
-		next, found := member(at, key)
+		next, found := lookUp(at, key)
 		switch {
-		case !found && r.has:
-			return r.fallback, nil
+		case !found && r.hasDefault:
+			return r.defaultValue, nil
 		case !found:
 			return nil, r.missing(vars, i)
 		}
 		at = next
 	}
-	if at == nil && r.has {
-		return r.fallback, nil
+	if at == nil && r.hasDefault {
+		return r.defaultValue, nil
 	}
 	return at, nil
 }
 
-func (r *reference) missing(vars map[string]any, depth int) error {
+func (r *variableRef) missing(vars map[string]any, depth int) error {
 	hint := ""
 	if near := nearest.To(r.path[0], slices.Sorted(maps.Keys(vars))); depth == 0 && near != "" {
 		hint = fmt.Sprintf(", did you mean %q?", near)
 	}
-	return failure(classTemplate, "variable %q is not known%s; set it before, or give it a default: {{%s ?? \"…\"}}", r,
+	return classErrorf(classTemplate, "variable %q is not known%s; set it before, or give it a default: {{%s ?? \"…\"}}", r,
 		hint, r)
 }
 
-// member returns a map's value or a list's item.
-func member(of any, key string) (any, bool) {
-	switch v := of.(type) {
+// lookUp returns the value of a map's key, or the item at a list's index.
+func lookUp(container any, key string) (any, bool) {
+	switch v := container.(type) {
 	case map[string]any:
 		value, found := v[key]
 		return value, found
@@ -381,8 +382,8 @@ func member(of any, key string) (any, bool) {
 	return nil, false
 }
 
-// inText formats a value within a text. A list of scalars is joined by commas; other structures are JSON.
-func inText(value any) string {
+// formatText formats a value within a text. A list of scalars is joined by commas; other structures are JSON.
+func formatText(value any) string {
 	switch v := value.(type) {
 	case nil:
 		return ""
@@ -393,20 +394,20 @@ func inText(value any) string {
 		for i, item := range v {
 			switch item.(type) {
 			case []any, map[string]any:
-				return asJSON(value)
+				return encodeJSON(value)
 			}
-			words[i] = inText(item)
+			words[i] = formatText(item)
 		}
 		return strings.Join(words, ", ")
 	case map[string]any:
-		return asJSON(value)
+		return encodeJSON(value)
 	case float64:
 		return strconv.FormatFloat(v, 'f', -1, 64)
 	}
 	return fmt.Sprint(value)
 }
 
-func asJSON(value any) string {
+func encodeJSON(value any) string {
 	text, err := exactjson.Encode(value)
 	if err != nil {
 		return fmt.Sprint(value)
@@ -415,12 +416,12 @@ func asJSON(value any) string {
 }
 
 // parseTree parses the templates in a value's texts. A text with one becomes *template.
-func parseTree(value any, path string, bad func(path string, err error)) any {
+func parseTree(value any, path string, report func(path string, err error)) any {
 	switch v := value.(type) {
 	case string:
 		t, err := parseTemplate(v)
 		if err != nil {
-			bad(path, err)
+			report(path, err)
 		}
 		if t != nil {
 			return t
@@ -428,13 +429,13 @@ func parseTree(value any, path string, bad func(path string, err error)) any {
 	case []any:
 		tree := make([]any, len(v))
 		for i, item := range v {
-			tree[i] = parseTree(item, fmt.Sprintf("%s[%d]", path, i), bad)
+			tree[i] = parseTree(item, fmt.Sprintf("%s[%d]", path, i), report)
 		}
 		return tree
 	case map[string]any:
 		tree := make(map[string]any, len(v))
 		for key, item := range v {
-			tree[key] = parseTree(item, path+"."+key, bad)
+			tree[key] = parseTree(item, path+"."+key, report)
 		}
 		return tree
 	}
@@ -470,16 +471,16 @@ func fill(tree any, vars map[string]any) (any, error) {
 	return tree, nil
 }
 
-// shorten cuts a message to a readable length.
-func shorten(text string) string { return textcut.Text(text, 60) }
+// truncate cuts a text for a message.
+func truncate(text string) string { return textcut.Text(text, 60) }
 
-// CheckCondition returns why a text is no condition: an expression of flows over variables.
+// CheckCondition returns an error if a text is not a condition: an expression over variables, as in flows.
 func CheckCondition(text string) error {
 	_, err := compileExpression(text)
 	return err
 }
 
-// Condition evaluates a condition over variables, which are plain JSON values.
+// Condition evaluates a condition over variables. The variables are decoded JSON values.
 func Condition(text string, vars map[string]any) (bool, error) {
 	compiled, err := compileExpression(text)
 	if err != nil {

@@ -58,11 +58,11 @@ var (
 	ErrNotFound = errors.New("no such flow")
 	// ErrRemoved reports a flow that was removed from the workspace and cannot start.
 	ErrRemoved = errors.New("the flow was removed")
-	// ErrNoThread reports the start of a flow that talks, without a thread.
-	ErrNoThread = errors.New("the flow talks in a thread, and none is named")
+	// ErrNoThread reports the start, without a thread, of a flow that needs one.
+	ErrNoThread = errors.New("the flow needs a thread, and none is named")
 )
 
-var flowName = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
+var flowNameRegexp = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
 
 // Definition declares a flow in a workspace file. [Validate] reads the actions; see the package comment.
 type Definition struct {
@@ -70,12 +70,12 @@ type Definition struct {
 	Description string `yaml:"description" json:"description,omitempty"`
 	// JSON Schema of type object; empty accepts any input
 	Input map[string]any `yaml:"input" json:"input,omitempty"`
-	// the subject of an execution, by name: templates over the input; their values find its executions
+	// templates over the input; their values become labels, by which executions are found
 	Labels    map[string]string `yaml:"labels" json:"labels,omitempty"`
 	Variables map[string]any    `yaml:"variables" json:"variables,omitempty"` // initial values
-	// for its messages: chat, webhook or log; the thread's when empty
+	// channel of the flow's messages: chat, webhook or log; empty means the thread's channel
 	Channel string `yaml:"channel" json:"channel,omitempty"`
-	// for channel webhook: the name of a webhook_target; the thread's when empty
+	// name of a webhook_target, for channel webhook; empty means the thread's target
 	Target  string `yaml:"target" json:"target,omitempty"`
 	Actions []any  `yaml:"actions" json:"actions"`
 }
@@ -112,7 +112,7 @@ func Agents(d Definition) map[string]string {
 // waits for a response. A flow that talks in a branch only may start without one.
 func Talks(d Definition) bool {
 	for _, a := range (&compiler{}).actions(d.Actions, "actions", 0) {
-		if a.when == nil && a.talks() {
+		if a.when == nil && a.needsThread() {
 			return true
 		}
 		if a.branches() {
@@ -123,16 +123,16 @@ func Talks(d Definition) bool {
 }
 
 // references collects the references of all actions, including nested ones.
-func references(d Definition, of func(a *action) map[string]string) map[string]string {
-	named := map[string]string{}
+func references(d Definition, referencesOf func(a *action) map[string]string) map[string]string {
+	byPath := map[string]string{}
 	for _, a := range (&compiler{}).actions(d.Actions, "actions", 0) {
-		a.walk(func(a *action) { maps.Copy(named, of(a)) })
+		a.walk(func(a *action) { maps.Copy(byPath, referencesOf(a)) })
 	}
-	return named
+	return byPath
 }
 
-// compiled is a definition ready to run.
-type compiled struct {
+// compiledFlow is a definition that is ready to run.
+type compiledFlow struct {
 	name            string
 	variables       map[string]any
 	labels          map[string]any // with parsed templates
@@ -141,24 +141,24 @@ type compiled struct {
 	actions         []*action
 }
 
-func compile(d Definition) (*compiled, error) {
+func compile(d Definition) (*compiledFlow, error) {
 	c := &compiler{ids: map[string]string{}}
-	if !flowName.MatchString(d.Name) {
+	if !flowNameRegexp.MatchString(d.Name) {
 		c.add("name", "%q must begin with a letter and have 1 to 64 of the characters a-z A-Z 0-9 _ -", d.Name)
 	}
 	if d.Name == executions.External {
-		c.add("name", "%q belongs to workers outside; choose another name", d.Name)
+		c.add("name", "%q is reserved for external workers; choose another name", d.Name)
 	}
 	if len(d.Description) > maxText || strings.ContainsRune(d.Description, 0) {
 		c.add("description", "must have at most %d bytes and no NUL character", maxText)
 	}
 	if d.Channel != "" {
-		c.choice(d.Channel, channelKind, "channel")
+		c.oneOf(d.Channel, channelKind, "channel")
 	}
 	if d.Target != "" && d.Channel != channelWebhook {
-		c.add("target", "only channel webhook has one")
+		c.add("target", "only channel webhook has a target")
 	}
-	f := &compiled{name: d.Name, channel: d.Channel, target: d.Target}
+	f := &compiledFlow{name: d.Name, channel: d.Channel, target: d.Target}
 	f.variables, f.labels = c.variables(d.Variables), c.labels(d.Labels)
 	var err error
 	if f.input, err = compileInput(d.Input); err != nil {
@@ -178,12 +178,12 @@ func compile(d Definition) (*compiled, error) {
 }
 
 // labels validates the names and parses the templates.
-func (c *compiler) labels(given map[string]string) map[string]any {
-	if len(given) > executions.MaxLabels {
-		c.add("labels", "are %d; an execution has at most %d", len(given), executions.MaxLabels)
+func (c *compiler) labels(templates map[string]string) map[string]any {
+	if len(templates) > executions.MaxLabels {
+		c.add("labels", "are %d; an execution has at most %d", len(templates), executions.MaxLabels)
 	}
 	parsed := map[string]any{}
-	for name, text := range given {
+	for name, text := range templates {
 		if err := executions.CheckLabelName(name); err != nil {
 			c.add("labels."+name, "%s", err)
 		}
@@ -202,23 +202,23 @@ func (c *compiler) variables(given map[string]any) map[string]any {
 		c.add("variables", "%s", err)
 		return nil
 	}
-	found, _ := value.(map[string]any)
-	return found
+	variables, _ := value.(map[string]any)
+	return variables
 }
 
-// classedError is an error with a stable class.
-type classedError struct {
+// classError is an error with a stable class.
+type classError struct {
 	class   string
 	message string
 }
 
-func (e *classedError) Error() string { return e.message }
+func (e *classError) Error() string { return e.message }
 
 // ErrorClass returns the class that records store.
-func (e *classedError) ErrorClass() string { return e.class }
+func (e *classError) ErrorClass() string { return e.class }
 
-func failure(class, format string, args ...any) error {
-	return &classedError{class: class, message: fmt.Sprintf(format, args...)}
+func classErrorf(class, format string, args ...any) error {
+	return &classError{class: class, message: fmt.Sprintf(format, args...)}
 }
 
 // inputSchema validates a flow's input.
@@ -226,13 +226,13 @@ type inputSchema struct {
 	schema *jsonschema.Schema
 }
 
-// compileInput compiles a flow's schema; nil for none.
+// compileInput compiles the schema of a flow's input. It returns nil for an empty schema.
 func compileInput(given map[string]any) (*inputSchema, error) {
 	if len(given) == 0 {
 		return nil, nil
 	}
 	if given["type"] != "object" {
-		return nil, fmt.Errorf(`input.type: must be "object": an input has names`)
+		return nil, fmt.Errorf(`input.type: must be "object"`)
 	}
 	raw, err := json.Marshal(given)
 	if err != nil {
@@ -258,8 +258,8 @@ func (e *InvalidInput) Error() string {
 // ErrorClass returns the class that records store.
 func (e *InvalidInput) ErrorClass() string { return "invalid_input" }
 
-// accept validates input and adds the defaults of absent properties. Empty input is the empty object.
-func (s *inputSchema) accept(flow string, raw json.RawMessage) (any, error) {
+// validate validates input and adds the defaults of absent properties. Empty input is the empty object.
+func (s *inputSchema) validate(flow string, raw json.RawMessage) (any, error) {
 	if trimmed := bytes.TrimSpace(raw); len(trimmed) == 0 || string(trimmed) == "null" {
 		raw = json.RawMessage(`{}`)
 	}
@@ -270,8 +270,8 @@ func (s *inputSchema) accept(flow string, raw json.RawMessage) (any, error) {
 	if err != nil {
 		return nil, &InvalidInput{flow, "it is not JSON: " + err.Error()}
 	}
-	if given, ok := doc.(map[string]any); ok {
-		doc = schema.WithDefaults(s.schema, given)
+	if object, ok := doc.(map[string]any); ok {
+		doc = schema.WithDefaults(s.schema, object)
 	}
 	if err := s.schema.Validate(doc); err != nil {
 		return nil, &InvalidInput{flow, schema.OneLine(err)}

@@ -26,18 +26,19 @@ func FuzzTemplate(f *testing.F) {
 		if json.Unmarshal([]byte(variables), &vars) != nil {
 			return
 		}
-		made, err := parseTemplate(text)
-		if err != nil || made == nil {
+		parsed, err := parseTemplate(text)
+		if err != nil || parsed == nil {
 			return
 		}
-		first, err := made.value(vars)
+		rendered, err := parsed.value(vars)
 		if err != nil {
 			return
 		}
-		again, err := fill(parseTree(text, "", func(string, error) {}), vars)
-		assert.Truef(t, err == nil && asJSON(again) == asJSON(first), "%q is %v, then %v, %v", text, first, again, err)
-		_, err = json.Marshal(first)
-		assert.NoError(t, err, text, "gives", first, "which is not JSON")
+		second, err := fill(parseTree(text, "", func(string, error) {}), vars)
+		assert.Truef(t, err == nil && encodeJSON(second) == encodeJSON(rendered), "%q is %v, then %v, %v", text, rendered,
+			second, err)
+		_, err = json.Marshal(rendered)
+		assert.NoError(t, err, text, "gives", rendered, "which is not JSON")
 	})
 }
 
@@ -58,18 +59,18 @@ func FuzzExpression(f *testing.F) {
 		if json.Unmarshal([]byte(variables), &vars) != nil {
 			return
 		}
-		made, err := compileExpression(text)
+		compiled, err := compileExpression(text)
 		if err != nil {
 			return
 		}
-		before := asJSON(vars)
-		got, err := made.value(vars)
+		before := encodeJSON(vars)
+		value, err := compiled.value(vars)
 		if err != nil {
 			return
 		}
-		_, err = json.Marshal(got)
-		assert.NoError(t, err, text, "gives", got, "which is not JSON")
-		assert.Equal(t, before, asJSON(vars), text)
+		_, err = json.Marshal(value)
+		assert.NoError(t, err, text, "gives", value, "which is not JSON")
+		assert.Equal(t, before, encodeJSON(vars), text)
 	})
 }
 
@@ -101,9 +102,9 @@ func FuzzDefinition(f *testing.F) {
 		}
 		stored, err := json.Marshal(d)
 		require.NoError(t, err, text, "cannot be stored")
-		var back Definition
-		require.NoError(t, json.Unmarshal(stored, &back), stored, "cannot be read back")
-		assert.NoError(t, Validate(back), stored, "is valid before the store, and not after")
+		var decoded Definition
+		require.NoError(t, json.Unmarshal(stored, &decoded), stored, "cannot be read back")
+		assert.NoError(t, Validate(decoded), stored, "is valid before the store, and not after")
 	})
 }
 

@@ -28,10 +28,10 @@ type timedOut struct{ *executions.StepError }
 
 func (e *timedOut) Unwrap() []error { return []error{executions.ErrTimedOut, e.StepError} }
 
-// machine runs one execution of a flow. Its variables follow from the records of the actions alone, in their order.
-type machine struct {
+// flowRun runs one execution of a flow. Its variables depend only on the records of the actions, in their order.
+type flowRun struct {
 	in         *Interpreter
-	flow       *compiled
+	flow       *compiledFlow
 	exec       executions.Execution
 	thread     string
 	vars       map[string]any
@@ -39,29 +39,29 @@ type machine struct {
 	collectors []map[string]any // for each open scope, the variables set in it
 }
 
-func newMachine(ctx context.Context, in *Interpreter, flow *compiled, input json.RawMessage) (*machine, error) {
+func newFlowRun(ctx context.Context, in *Interpreter, flow *compiledFlow, input json.RawMessage) (*flowRun, error) {
 	exec, _ := executions.Current(ctx)
-	m := &machine{in: in, flow: flow, exec: exec, vars: maps.Clone(flow.variables), seen: memory.Seen{}}
+	m := &flowRun{in: in, flow: flow, exec: exec, vars: maps.Clone(flow.variables), seen: memory.Seen{}}
 	if m.vars == nil {
 		m.vars = map[string]any{}
 	}
-	given, err := flow.input.accept(flow.name, input)
+	accepted, err := flow.input.validate(flow.name, input)
 	if err != nil {
 		return nil, err
 	}
-	m.vars["input"], m.vars["executionId"], m.vars["traceId"], m.vars["threadId"] = given, exec.ID, exec.TraceID, nil
+	m.vars["input"], m.vars["executionId"], m.vars["traceId"], m.vars["threadId"] = accepted, exec.ID, exec.TraceID, nil
 	if exec.ThreadID != nil {
 		m.thread = *exec.ThreadID
 		m.vars["threadId"] = m.thread
 	}
-	if err := m.label(ctx); err != nil {
+	if err := m.setLabels(ctx); err != nil {
 		return nil, err
 	}
 	return m, executions.SetVariables(ctx, m.vars)
 }
 
-// label sets the labels of the execution. An empty value is none, and a label given at the start stays.
-func (m *machine) label(ctx context.Context) error {
+// setLabels sets the labels of the execution. An empty value sets no label. A label that was given at the start stays.
+func (m *flowRun) setLabels(ctx context.Context) error {
 	labels := executions.Labels{}
 	for name, tree := range m.flow.labels {
 		value, err := fill(tree, m.vars)
@@ -71,7 +71,7 @@ func (m *machine) label(ctx context.Context) error {
 		if value == nil {
 			continue
 		}
-		if text := executions.LabelValue(inText(value)); text != "" {
+		if text := executions.LabelValue(formatText(value)); text != "" {
 			labels[name] = text
 		}
 	}
@@ -81,16 +81,16 @@ func (m *machine) label(ctx context.Context) error {
 	return executions.SetDefaultLabels(ctx, "labels", labels)
 }
 
-// set sets variables, here and for readers of the execution.
-func (m *machine) set(ctx context.Context, values map[string]any) error {
+// setVariables sets variables of the run and of its execution.
+func (m *flowRun) setVariables(ctx context.Context, values map[string]any) error {
 	for name, value := range values {
-		settled, err := normalize(value)
+		normalized, err := normalize(value)
 		if err != nil {
 			return fmt.Errorf("set variable %s: %w", name, err)
 		}
-		m.vars[name] = settled
-		for _, note := range m.collectors {
-			note[name] = settled
+		m.vars[name] = normalized
+		for _, collected := range m.collectors {
+			collected[name] = normalized
 		}
 	}
 	if len(values) == 0 {
@@ -99,16 +99,16 @@ func (m *machine) set(ctx context.Context, values map[string]any) error {
 	return executions.SetVariables(ctx, m.vars)
 }
 
-// collectSets collects the variables set until done is called.
-func (m *machine) collectSets() (set map[string]any, done func()) {
+// collectVariables collects the variables that are set until done is called.
+func (m *flowRun) collectVariables() (set map[string]any, done func()) {
 	set = map[string]any{}
 	depth := len(m.collectors)
 	m.collectors = append(m.collectors, set)
 	return set, func() { m.collectors = m.collectors[:depth] }
 }
 
-// block runs actions in order until one ends the flow.
-func (m *machine) block(ctx context.Context, actions []*action) (*ending, error) {
+// runActions runs actions in order until one ends the flow.
+func (m *flowRun) runActions(ctx context.Context, actions []*action) (*endResult, error) {
 	for _, a := range actions {
 		ended, err := m.runAction(ctx, a)
 		if err != nil || ended != nil {
@@ -118,18 +118,18 @@ func (m *machine) block(ctx context.Context, actions []*action) (*ending, error)
 	return nil, nil
 }
 
-// result is the record of an action.
-type result struct {
+// actionResult is the record of an action.
+type actionResult struct {
 	Set     map[string]any `json:"set,omitempty"`
 	Skipped bool           `json:"skipped,omitempty"`
 	Branch  string         `json:"branch,omitempty"` // the choice of a control action
-	End     *ending        `json:"end,omitempty"`
-	Seen    []memory.Sight `json:"seen,omitempty"` // memory that it read
+	End     *endResult     `json:"end,omitempty"`
+	Seen    []memory.Sight `json:"seen,omitempty"` // memory that the action read
 }
 
 // UnmarshalJSON keeps integers exact, however large.
-func (r *result) UnmarshalJSON(raw []byte) error {
-	type plain result
+func (r *actionResult) UnmarshalJSON(raw []byte) error {
+	type plain actionResult
 	record := struct {
 		*plain
 		Set json.RawMessage `json:"set"`
@@ -142,8 +142,8 @@ func (r *result) UnmarshalJSON(raw []byte) error {
 	return err
 }
 
-// ready is an action with its templates filled in.
-type ready struct {
+// preparedAction is an action with its templates filled in.
+type preparedAction struct {
 	*action
 	args    map[string]any
 	skipped bool
@@ -151,17 +151,17 @@ type ready struct {
 }
 
 // runAction runs one action as a phase with its own row, and then the actions that it chose.
-func (m *machine) runAction(ctx context.Context, a *action) (*ending, error) {
+func (m *flowRun) runAction(ctx context.Context, a *action) (*endResult, error) {
 	r := m.prepare(a)
 	recorded := true
-	got, err := executions.Phase(ctx, a.key, func(ctx context.Context, effect *executions.Effect) (result, error) {
+	got, err := executions.Phase(ctx, a.key, func(ctx context.Context, effect *executions.Effect) (actionResult, error) {
 		recorded = false
 		got, err := m.perform(ctx, r, effect)
 		if err != nil {
-			return result{}, a.blame(err)
+			return actionResult{}, a.wrapError(err)
 		}
 		return got, nil
-	}, executions.As(a.Type), executions.Input(r.shown()))
+	}, executions.As(a.Type), executions.Input(r.activityInput()))
 	if failed, ok := errors.AsType[*executions.StepError](err); ok && failed.Class == classTimedOut {
 		return nil, &timedOut{failed}
 	}
@@ -172,7 +172,7 @@ func (m *machine) runAction(ctx context.Context, a *action) (*ending, error) {
 		return nil, executions.Changed(ctx, a.key)
 	}
 	m.seen.Add(got.Seen...)
-	if err := m.set(ctx, got.Set); err != nil {
+	if err := m.setVariables(ctx, got.Set); err != nil {
 		return nil, err
 	}
 	if got.Skipped || got.End != nil {
@@ -183,52 +183,52 @@ func (m *machine) runAction(ctx context.Context, a *action) (*ending, error) {
 
 // sameResult recomputes a recorded action and reports whether the result is equal. The action's fingerprint does not
 // cover the variables that its expressions read, so a fork with other input may hold a stale record.
-func (m *machine) sameResult(r ready, recorded result) bool {
-	if recorded.Skipped || !r.computes() {
+func (m *flowRun) sameResult(r preparedAction, recorded actionResult) bool {
+	if recorded.Skipped || !r.deterministic() {
 		return true
 	}
-	var now result
+	var recomputed actionResult
 	var err error
 	if r.Type == "set" {
-		now, err = m.assign(r)
+		recomputed, err = m.evaluateSet(r)
 	} else {
-		now, err = m.chooseBranch(r, &executions.Effect{})
+		recomputed, err = m.chooseBranch(r, &executions.Effect{})
 	}
-	return err == nil && now.Branch == recorded.Branch && asJSON(now.Set) == asJSON(recorded.Set)
+	return err == nil && recomputed.Branch == recorded.Branch && encodeJSON(recomputed.Set) == encodeJSON(recorded.Set)
 }
 
-// unordered matches calls with an unordered result.
-var unordered = regexp.MustCompile(`\b(keys|values)\s*\(`)
+// unorderedCall matches calls whose result has no fixed order.
+var unorderedCall = regexp.MustCompile(`\b(keys|values)\s*\(`)
 
-// computes reports whether an action's result depends on the variables alone and is deterministic. The order of keys
-// and values is not.
-func (a *action) computes() bool {
+// deterministic reports whether an action's result depends only on the variables. The order of keys and values is
+// random.
+func (a *action) deterministic() bool {
 	for _, e := range a.exprs {
-		if e != nil && unordered.MatchString(e.text) {
+		if e != nil && unorderedCall.MatchString(e.text) {
 			return false
 		}
 	}
 	return a.Type == "set" || a.Type == "if" || a.Type == "while"
 }
 
-// prepare decides whether an action runs, and fills its templates in. Its phase reports the errors.
-func (m *machine) prepare(a *action) ready {
-	r := ready{action: a}
+// prepare decides whether an action runs, and fills in its templates. The action's phase reports errors.
+func (m *flowRun) prepare(a *action) preparedAction {
+	r := preparedAction{action: a}
 	if a.when != nil {
-		meant, err := a.when.boolValue(m.vars)
-		if r.err, r.skipped = wrapped("when", err), !meant; err != nil || !meant {
+		holds, err := a.when.boolValue(m.vars)
+		if r.err, r.skipped = prefixError("when", err), !holds; err != nil || !holds {
 			return r
 		}
 	}
-	r.args = make(map[string]any, len(a.given))
+	r.args = make(map[string]any, len(a.params))
 	for _, p := range a.Parameters {
-		tree, given := a.given[p.Name]
-		if !given || p.Name == "message" && a.requests() {
+		tree, present := a.params[p.Name]
+		if !present || p.Name == "message" && a.isRequest() {
 			continue
 		}
 		value, err := fill(tree, m.vars)
 		if err != nil {
-			r.err = wrapped(p.Name, err)
+			r.err = prefixError(p.Name, err)
 			return r
 		}
 		r.args[p.Name] = value
@@ -236,21 +236,21 @@ func (m *machine) prepare(a *action) ready {
 	return r
 }
 
-// requests reports whether an action requests something from a person. Its message may name the request, so it is
-// written later.
-func (a *action) requests() bool {
+// isRequest reports whether an action requests something from a person. The message of such an action may contain the
+// request's id, so its template is filled in after the request exists.
+func (a *action) isRequest() bool {
 	return a.Waits == "document" || a.Waits == "signature" || a.Waits == "test"
 }
 
-// wrapped adds the place to an error and keeps its class.
-func wrapped(place string, err error) error {
+// prefixError adds a prefix to an error and keeps its class.
+func prefixError(prefix string, err error) error {
 	if err == nil {
 		return nil
 	}
-	return fmt.Errorf("%s: %w", place, err)
+	return fmt.Errorf("%s: %w", prefix, err)
 }
 
-func (a *action) blame(err error) error {
+func (a *action) wrapError(err error) error {
 	name := a.key
 	if a.Type != "" && a.key[0:min(len(a.key), len(a.Type))] != a.Type {
 		name = a.key + " (" + a.Type + ")"
@@ -258,51 +258,51 @@ func (a *action) blame(err error) error {
 	return fmt.Errorf("action %s: %w", name, err)
 }
 
-// shown is the input in the action's activity.
-func (r ready) shown() map[string]any {
-	shown := map[string]any{}
-	maps.Copy(shown, r.args)
+// activityInput returns the input that the action's activity shows.
+func (r preparedAction) activityInput() map[string]any {
+	values := map[string]any{}
+	maps.Copy(values, r.args)
 	for name, e := range r.exprs {
 		if e != nil {
-			shown[name] = e.text
+			values[name] = e.text
 		}
 	}
 	if r.flow != "" {
-		shown["flow"] = r.flow
+		values["flow"] = r.flow
 	}
 	if r.when != nil {
-		shown["when"] = r.when.text
+		values["when"] = r.when.text
 	}
-	return shown
+	return values
 }
 
 // perform executes an action.
-func (m *machine) perform(ctx context.Context, r ready, effect *executions.Effect) (result, error) {
+func (m *flowRun) perform(ctx context.Context, r preparedAction, effect *executions.Effect) (actionResult, error) {
 	switch {
 	case r.err != nil:
-		return result{}, r.err
+		return actionResult{}, r.err
 	case r.skipped:
 		effect.Status, effect.Output = activity.Skipped, map[string]any{"when": r.when.text, "is": false}
-		return result{Skipped: true}, nil
+		return actionResult{Skipped: true}, nil
 	}
-	noted, done := m.collectSets()
+	set, done := m.collectVariables()
 	defer done()
 	got, err := m.dispatch(ctx, r, effect)
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
-	if len(noted) > 0 { // by its timeoutActions
-		maps.Copy(noted, got.Set)
-		got.Set = noted
+	if len(set) > 0 { // timeoutActions have set variables
+		maps.Copy(set, got.Set)
+		got.Set = set
 	}
 	if effect.Output == nil {
 		effect.Output = got.Set
 	}
-	return got, m.bound(got.Set)
+	return got, m.checkSize(got.Set)
 }
 
-// bound limits the variables to the size of a record.
-func (m *machine) bound(set map[string]any) error {
+// checkSize returns an error if the variables, including set, exceed maxVariables.
+func (m *flowRun) checkSize(set map[string]any) error {
 	if len(set) == 0 {
 		return nil
 	}
@@ -310,16 +310,16 @@ func (m *machine) bound(set map[string]any) error {
 	maps.Copy(all, set)
 	text, err := json.Marshal(all)
 	if err != nil {
-		return failure(classExpression, "a result is not JSON: %s", err)
+		return classErrorf(classExpression, "a result is not JSON: %s", err)
 	}
 	if len(text) > maxVariables {
-		return failure("limit", "the variables would be %d bytes; all together may be %d", len(text), maxVariables)
+		return classErrorf("limit", "the variables would be %d bytes; all together may be %d", len(text), maxVariables)
 	}
 	return nil
 }
 
-// dispatch dispatches to the implementation of an action. A control action returns its choice.
-func (m *machine) dispatch(ctx context.Context, r ready, effect *executions.Effect) (result, error) {
+// dispatch calls the implementation of an action. A control action returns its choice.
+func (m *flowRun) dispatch(ctx context.Context, r preparedAction, effect *executions.Effect) (actionResult, error) {
 	switch r.Type {
 	case "send_message":
 		return m.sendMessage(ctx, r)
@@ -340,42 +340,43 @@ func (m *machine) dispatch(ctx context.Context, r ready, effect *executions.Effe
 	case "reason":
 		return m.reason(ctx, r)
 	case "set":
-		return m.assign(r)
+		return m.evaluateSet(r)
 	case "end":
 		status, _ := r.args["status"].(string)
-		return result{End: &ending{Status: status, Summary: inText(r.args["summary"]), Result: r.args["result"]}}, nil
+		return actionResult{End: &endResult{Status: status, Summary: formatText(r.args["summary"]),
+			Result: r.args["result"]}}, nil
 	case "fail":
-		return result{}, failure("failed", "%s", inText(r.args["message"]))
+		return actionResult{}, classErrorf("failed", "%s", formatText(r.args["message"]))
 	}
 	return m.chooseBranch(r, effect)
 }
 
-// assign computes variables. Each sees the values before the action.
-func (m *machine) assign(r ready) (result, error) {
-	set := maps.Clone(object(r.args["variables"]))
+// evaluateSet computes the variables of an action set. Each expression sees the values from before the action.
+func (m *flowRun) evaluateSet(r preparedAction) (actionResult, error) {
+	set := maps.Clone(asObject(r.args["variables"]))
 	if set == nil {
 		set = map[string]any{}
 	}
 	for name, e := range r.exprs {
 		value, err := e.value(m.vars)
 		if err != nil {
-			return result{}, wrapped(name, err)
+			return actionResult{}, prefixError(name, err)
 		}
 		set[name] = value
 	}
-	return result{Set: set}, nil
+	return actionResult{Set: set}, nil
 }
 
 // Bounds of loops.
 const (
-	maxItems      = 10_000
-	maxTimes      = 10_000
-	standardTimes = 1000
+	maxItems          = 10_000
+	maxIterations     = 10_000
+	defaultIterations = 1000
 )
 
-// chooseBranch chooses the actions of a control action; follow runs them. So the choice is recorded, and the chosen
-// actions have their own rows.
-func (m *machine) chooseBranch(r ready, effect *executions.Effect) (result, error) {
+// chooseBranch chooses the actions of a control action. The choice is recorded before runChosen runs these actions,
+// each with its own row.
+func (m *flowRun) chooseBranch(r preparedAction, effect *executions.Effect) (actionResult, error) {
 	switch r.Type {
 	case "if", "while":
 		vars := m.vars
@@ -386,41 +387,41 @@ func (m *machine) chooseBranch(r ready, effect *executions.Effect) (result, erro
 		holds, err := r.exprs["condition"].boolValue(vars)
 		effect.Output = map[string]any{"condition": holds}
 		branch := map[bool]string{true: "then", false: "else"}[holds]
-		return result{Branch: branch}, wrapped("condition", err)
+		return actionResult{Branch: branch}, prefixError("condition", err)
 	case "switch":
-		branch, err := m.choose(r)
+		branch, err := m.chooseCase(r)
 		effect.Output = map[string]any{"runs": branch}
-		return result{Branch: branch}, err
+		return actionResult{Branch: branch}, err
 	case "for_each":
 		items, ok := r.args["items"].([]any)
 		switch {
 		case !ok:
-			return result{}, failure(classTemplate, "items: is %s, not a list", shorten(asJSON(r.args["items"])))
+			return actionResult{}, classErrorf(classTemplate, "items: is %s, not a list", truncate(encodeJSON(r.args["items"])))
 		case len(items) > maxItems:
-			return result{}, failure("limit", "items: are %d; at most %d are allowed", len(items), maxItems)
+			return actionResult{}, classErrorf("limit", "items: are %d; at most %d are allowed", len(items), maxItems)
 		}
 		effect.Output = map[string]any{"items": len(items)}
-		return result{}, nil
+		return actionResult{}, nil
 	}
-	return result{}, fmt.Errorf("actionType %s is not known to this binary", r.Type)
+	return actionResult{}, fmt.Errorf("actionType %s is not known to this binary", r.Type)
 }
 
-// choose returns the matching case of a switch: "case 1", or "default".
-func (m *machine) choose(r ready) (string, error) {
+// chooseCase returns the matching case of a switch: "case 1", or "default".
+func (m *flowRun) chooseCase(r preparedAction) (string, error) {
 	for i, c := range r.cases {
-		fits := false
+		matches := false
 		var err error
 		if c.condition != nil {
-			fits, err = c.condition.boolValue(m.vars)
+			matches, err = c.condition.boolValue(m.vars)
 		} else {
-			var wanted any
-			wanted, err = fill(c.equals, m.vars)
-			fits = reflect.DeepEqual(wanted, r.args["value"])
+			var expected any
+			expected, err = fill(c.equals, m.vars)
+			matches = reflect.DeepEqual(expected, r.args["value"])
 		}
 		if err != nil {
-			return "", wrapped(fmt.Sprintf("cases[%d]", i), err)
+			return "", prefixError(fmt.Sprintf("cases[%d]", i), err)
 		}
-		if fits {
+		if matches {
 			return fmt.Sprintf("case %d", i+1), nil
 		}
 	}
@@ -428,11 +429,11 @@ func (m *machine) choose(r ready) (string, error) {
 }
 
 // runChosen runs the actions that an action chose.
-func (m *machine) runChosen(ctx context.Context, r ready, got result) (*ending, error) {
+func (m *flowRun) runChosen(ctx context.Context, r preparedAction, got actionResult) (*endResult, error) {
 	inner := executions.Scope(ctx, r.key)
 	switch r.Type {
 	case "if":
-		return m.block(executions.Scope(inner, got.Branch), r.nested[got.Branch])
+		return m.runActions(executions.Scope(inner, got.Branch), r.nested[got.Branch])
 	case "switch":
 		actions := r.nested["default"]
 		for i, c := range r.cases {
@@ -440,7 +441,7 @@ func (m *machine) runChosen(ctx context.Context, r ready, got result) (*ending, 
 				actions = c.actions
 			}
 		}
-		return m.block(executions.Scope(inner, got.Branch), actions)
+		return m.runActions(executions.Scope(inner, got.Branch), actions)
 	case "for_each":
 		return m.forEach(inner, r)
 	case "while":
@@ -453,84 +454,84 @@ func (m *machine) runChosen(ctx context.Context, r ready, got result) (*ending, 
 type loopState struct {
 	Next int            `json:"next"`
 	Set  map[string]any `json:"set"`
-	End  *ending        `json:"end,omitempty"`
+	End  *endResult     `json:"end,omitempty"`
 }
 
 // forEach runs actions for each item of a list.
-func (m *machine) forEach(ctx context.Context, r ready) (*ending, error) {
+func (m *flowRun) forEach(ctx context.Context, r preparedAction) (*endResult, error) {
 	items, _ := r.args["items"].([]any)
-	as := cmp.Or(inText(r.args["as"]), "item")
-	return m.loop(ctx, []string{as, "index"}, func(ctx context.Context, n int) (bool, *ending, error) {
+	as := cmp.Or(formatText(r.args["as"]), "item")
+	return m.loop(ctx, []string{as, "index"}, func(ctx context.Context, n int) (bool, *endResult, error) {
 		if n >= len(items) {
 			return true, nil, nil
 		}
 		m.vars[as], m.vars["index"] = items[n], n
-		ended, err := m.block(ctx, r.nested["actions"])
+		ended, err := m.runActions(ctx, r.nested["actions"])
 		return false, ended, err
 	})
 }
 
 // while runs actions while a condition holds.
-func (m *machine) while(ctx context.Context, r ready) (*ending, error) {
-	most := standardTimes
+func (m *flowRun) while(ctx context.Context, r preparedAction) (*endResult, error) {
+	limit := defaultIterations
 	if n, ok := r.args["max"].(int); ok {
-		most = n
+		limit = n
 	}
-	return m.loop(ctx, []string{"index"}, func(ctx context.Context, n int) (bool, *ending, error) {
+	return m.loop(ctx, []string{"index"}, func(ctx context.Context, n int) (bool, *endResult, error) {
 		m.vars["index"] = n
 		holds, err := r.exprs["condition"].boolValue(m.vars)
-		if err == nil && holds && n >= most {
-			err = failure("limit", "the condition still holds after %d times", most)
+		if err == nil && holds && n >= limit {
+			err = classErrorf("limit", "the condition still holds after %d times", limit)
 		}
 		if err != nil {
-			return false, nil, m.fail(ctx, r.action, err)
+			return false, nil, m.failAction(ctx, r.action, err)
 		}
 		if !holds {
 			return true, nil, nil
 		}
-		ended, err := m.block(ctx, r.nested["actions"])
+		ended, err := m.runActions(ctx, r.nested["actions"])
 		return false, ended, err
 	})
 }
 
-// fail ends an action after its choice was recorded, as the failed step with its own row.
-func (m *machine) fail(ctx context.Context, a *action, err error) error {
-	_, failed := executions.Phase(ctx, a.key, func(context.Context, *executions.Effect) (result, error) {
-		return result{}, a.blame(err)
+// failAction fails an action whose choice is recorded already. The failure is a phase with its own row.
+func (m *flowRun) failAction(ctx context.Context, a *action, err error) error {
+	_, failed := executions.Phase(ctx, a.key, func(context.Context, *executions.Effect) (actionResult, error) {
+		return actionResult{}, a.wrapError(err)
 	}, executions.As(a.Type))
 	return failed
 }
 
-// loop repeats body until it reports the end. own are the variables of the loop's scope.
-func (m *machine) loop(
-	ctx context.Context, own []string, body func(ctx context.Context, n int) (bool, *ending, error),
-) (*ending, error) {
+// loop repeats body until body reports that the loop has finished. It then restores the scoped variables.
+func (m *flowRun) loop(
+	ctx context.Context, scoped []string, body func(ctx context.Context, n int) (bool, *endResult, error),
+) (*endResult, error) {
 	before := maps.Clone(m.vars)
-	set, done := m.collectSets()
+	set, done := m.collectVariables()
 	defer done()
 	first := true
 	last, err := executions.Loop(ctx, "each", loopState{},
 		func(ctx context.Context, s loopState) (loopState, bool, error) {
-			if first { // iterations that a snapshot covers
-				if err := m.set(ctx, s.Set); err != nil {
+			if first { // set the variables of the iterations that a snapshot covers
+				if err := m.setVariables(ctx, s.Set); err != nil {
 					return s, false, err
 				}
 			}
 			first = false
-			over, ended, err := body(ctx, s.Next)
+			finished, ended, err := body(ctx, s.Next)
 			if err != nil {
 				return s, false, err
 			}
-			return loopState{Next: s.Next + 1, Set: maps.Clone(set), End: ended}, over || ended != nil, nil
+			return loopState{Next: s.Next + 1, Set: maps.Clone(set), End: ended}, finished || ended != nil, nil
 		})
 	if err != nil {
 		return nil, err
 	}
-	if err := m.set(ctx, last.Set); err != nil {
+	if err := m.setVariables(ctx, last.Set); err != nil {
 		return nil, err
 	}
-	for _, name := range own {
-		if value, was := before[name]; was {
+	for _, name := range scoped {
+		if value, existed := before[name]; existed {
 			m.vars[name] = value
 		} else {
 			delete(m.vars, name)
@@ -543,7 +544,7 @@ func (m *machine) loop(
 const maxVariables = 512 << 10
 
 // normalize returns a value in the form that the database returns: integers are int, other numbers float64. Every
-// variable has this form at once, so the first run and a replay compute the same values.
+// variable is normalized when it is set, so the first run and a replay compute the same values.
 func normalize(value any) (any, error) {
 	raw, err := json.Marshal(value)
 	if err != nil {
@@ -555,34 +556,34 @@ func normalize(value any) (any, error) {
 	return decodeNormal(raw)
 }
 
-// decodeNormal decodes JSON in the normal form. Empty JSON is null.
+// decodeNormal decodes JSON and normalizes the value. Empty JSON is null.
 func decodeNormal(raw json.RawMessage) (any, error) {
 	if len(bytes.TrimSpace(raw)) == 0 {
 		return nil, nil
 	}
 	value, err := exactjson.Decode(raw)
-	return settled(value), err
+	return normalizeTree(value), err
 }
 
-func settled(value any) any {
+func normalizeTree(value any) any {
 	switch v := value.(type) {
 	case json.Number:
-		return number(v)
+		return normalizeNumber(v)
 	case string:
 		return strings.ReplaceAll(v, "\x00", "\uFFFD") // the records store it this way
 	case []any:
 		for i, item := range v {
-			v[i] = settled(item)
+			v[i] = normalizeTree(item)
 		}
 	case map[string]any:
 		for key, item := range v {
-			v[key] = settled(item)
+			v[key] = normalizeTree(item)
 		}
 	}
 	return value
 }
 
-func number(n json.Number) any {
+func normalizeNumber(n json.Number) any {
 	if whole, err := strconv.Atoi(string(n)); err == nil {
 		return whole
 	}
@@ -596,8 +597,8 @@ func number(n json.Number) any {
 	return f
 }
 
-// object returns a value that is a map; nil otherwise.
-func object(value any) map[string]any {
-	found, _ := value.(map[string]any)
-	return found
+// asObject returns a value that is a map, or nil.
+func asObject(value any) map[string]any {
+	fields, _ := value.(map[string]any)
+	return fields
 }

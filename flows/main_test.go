@@ -32,29 +32,31 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// world is a database with a process that runs flows.
-type world struct {
+// testProcess is a database with a process that runs flows.
+type testProcess struct {
 	*executions.Engine
 	pool *pgxpool.Pool
 	in   *flows.Interpreter
 	stop func()
 }
 
-// newWorld applies the flows of a few YAML documents.
-func newWorld(t *testing.T, documents ...string) *world {
+// newTestProcess stores the flows of YAML documents and starts a process.
+func newTestProcess(t *testing.T, documents ...string) *testProcess {
 	t.Helper()
 	pool := pgtest.DB(t)
 	for _, text := range documents {
-		put(t, pool, text)
+		putFlow(t, pool, text)
 	}
-	return process(t, pool, nil)
+	return startProcess(t, pool, nil)
 }
 
-// process runs an engine until the end of the test, or until the caller calls stop.
-func process(t *testing.T, pool *pgxpool.Pool, loop *reason.Loop, register ...func(*executions.Engine) error) *world {
+// startProcess runs an engine until the test ends or the caller calls stop.
+func startProcess(
+	t *testing.T, pool *pgxpool.Pool, loop *reason.Loop, register ...func(*executions.Engine) error,
+) *testProcess {
 	t.Helper()
 	e := enginetest.New(t, pool)
-	w := &world{Engine: e, pool: pool, in: &flows.Interpreter{
+	w := &testProcess{Engine: e, pool: pool, in: &flows.Interpreter{
 		Pool: pool, Engine: e, Loop: loop,
 		Logger: slog.New(slog.DiscardHandler),
 	}}
@@ -66,26 +68,26 @@ func process(t *testing.T, pool *pgxpool.Pool, loop *reason.Loop, register ...fu
 	return w
 }
 
-// read reads a flow in the form of a file.
-func read(t *testing.T, text string) flows.Definition {
+// parseYAML parses a flow in the format of a workspace file.
+func parseYAML(t *testing.T, text string) flows.Definition {
 	t.Helper()
 	var tree map[string]any
 	require.NoError(t, yaml.Unmarshal([]byte(text), &tree))
 	raw, err := json.Marshal(tree)
 	require.NoError(t, err)
-	d, err := define(string(raw))
+	d, err := parseDefinition(string(raw))
 	require.NoError(t, err)
 	return d
 }
 
-func put(t *testing.T, pool *pgxpool.Pool, text string) {
+func putFlow(t *testing.T, pool *pgxpool.Pool, text string) {
 	t.Helper()
-	_, err := flows.Put(t.Context(), pool, read(t, text))
+	_, err := flows.Put(t.Context(), pool, parseYAML(t, text))
 	require.NoError(t, err)
 }
 
-// thread creates a thread and returns its id.
-func thread(t *testing.T, pool *pgxpool.Pool) string {
+// createThread creates a thread and returns its id.
+func createThread(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	const id = "maria"
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel, agent, owner, participant)
@@ -94,30 +96,30 @@ func thread(t *testing.T, pool *pgxpool.Pool) string {
 	return id
 }
 
-// begin starts a flow in the thread.
-func (w *world) begin(t *testing.T, flow string, input any) string {
+// startInThread starts a flow in the thread.
+func (w *testProcess) startInThread(t *testing.T, flow string, input any) string {
 	t.Helper()
 	x, _, err := w.Start(t.Context(), w.pool, executions.Spec{
 		Flow: flow, Surface: trace.Flow, Input: input,
-		ThreadID: thread(t, w.pool),
+		ThreadID: createThread(t, w.pool),
 	})
 	require.NoError(t, err)
 	return x.ID
 }
 
-// waits waits until an execution waits for the nth time.
-func waits(t *testing.T, db postgres.DB, id string, n int) executions.Execution {
+// awaitWaiting waits until an execution waits for the nth time.
+func awaitWaiting(t *testing.T, db postgres.DB, id string, n int) executions.Execution {
 	t.Helper()
 	var got executions.Execution
 	pgtest.Eventually(t, func() bool {
 		var err error
 		got, err = executions.Get(t.Context(), db, id)
 		return err == nil && got.Status == executions.Waiting && got.WaitNumber >= n
-	}, "execution waits")
+	}, "the execution waits")
 	return got
 }
 
-// variables returns the final variables, without those of the runtime.
+// variables returns the final variables, except those that the runtime sets.
 func variables(t *testing.T, x executions.Execution) map[string]any {
 	t.Helper()
 	var all map[string]any
@@ -130,27 +132,27 @@ func variables(t *testing.T, x executions.Execution) map[string]any {
 	return all
 }
 
-// replies returns the sent messages of the thread, in order.
+// replies returns the sent messages in order.
 func replies(t *testing.T, db postgres.DB) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `select coalesce(string_agg(content, ' | ' order by seq), '') from agent_messages
 		where role = 'assistant' and seq is not null`)
 }
 
-// answer sends a message of the visitor.
-func answer(t *testing.T, w *world, text string) {
+// receiveMessage receives a message of the visitor.
+func receiveMessage(t *testing.T, w *testProcess, text string) {
 	t.Helper()
 	pgtest.Exec(t, w.pool, `select * from lanekeeper.receive_agent_message('maria', @text)`, postgres.Strict{"text": text})
 }
 
-func deliver(t *testing.T, w *world, event, key, data string) {
+func deliverEvent(t *testing.T, w *testProcess, event, key, data string) {
 	t.Helper()
 	_, err := w.Deliver(t.Context(), w.pool, event, key, json.RawMessage(data), "")
 	require.NoError(t, err)
 }
 
-// story lists the activities of an execution: type, status.
-func story(t *testing.T, db postgres.DB, id string) string {
+// phaseStatuses lists the action types of an execution, each with its status unless it succeeded.
+func phaseStatuses(t *testing.T, db postgres.DB, id string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `
 		select coalesce(string_agg(skill_name || case status when 'success' then '' else ' ' || status end, ', '
@@ -158,39 +160,39 @@ func story(t *testing.T, db postgres.DB, id string) string {
 		  from agent_activity where execution_id = @id and kind = 'phase'`, postgres.Strict{"id": id})
 }
 
-// late makes the wait of an execution time out now.
-func late(t *testing.T, w *world, id string, n int) {
+// expireWait lets the nth wait of an execution time out.
+func expireWait(t *testing.T, w *testProcess, id string, n int) {
 	t.Helper()
-	waits(t, w.pool, id, n)
+	awaitWaiting(t, w.pool, id, n)
 	pgtest.Exec(t, w.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second'
 		where id = @id and status = 'waiting'`,
 		postgres.Strict{"id": id})
 }
 
-// flow is a document with these actions.
-func flow(name, actions string) string {
+// flowYAML returns the document of a flow with these actions.
+func flowYAML(name, actions string) string {
 	return "name: " + name + "\nactions:\n" + strings.ReplaceAll(strings.TrimLeft(actions, "\n"), "\t", "  ")
 }
 
-// A fork is rejected at once if its input contradicts the record of a kept action. The error names the action.
-func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
+// Fork rejects input that contradicts the record of a kept action. The error names the action.
+func TestForkRejectsInputThatContradictsRecords(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, flow("greets", `
+	w := newTestProcess(t, flowYAML("greets", `
   - {id: greet, actionType: send_message, parameters: {message: "Hola {{input.name}}"}}
   - {id: more, when: input.more, actionType: send_message, parameters: {message: "Algo mas"}}
   - {id: each, actionType: for_each, parameters: {items: "{{input.items}}", actions: [{id: item, actionType: send_message, parameters: {message: "{{item}}"}}]}}
   - {id: decide, actionType: if, parameters: {condition: input.vip, then: [{id: vip, actionType: send_message, parameters: {message: "Bienvenida"}}]}}
   - {id: compose, actionType: set, parameters: {expressions: {greeting: "input.name2 + '!'"}}}
   - {id: bye, actionType: send_message, parameters: {message: "Adios {{input.farewell}}"}}`))
-	thread(t, w.pool)
-	was := map[string]any{
+	createThread(t, w.pool)
+	original := map[string]any{
 		"name": "Ana", "more": true, "items": []string{"a", "b"}, "vip": true,
 		"name2": "Ana", "farewell": "",
 	}
-	id := w.begin(t, "greets", was)
+	id := w.startInThread(t, "greets", original)
 	enginetest.Await(t, w.pool, id, executions.Completed)
 	w.stop()
-	fresh := process(t, w.pool, nil)
+	restarted := startProcess(t, w.pool, nil)
 	for name, c := range map[string]struct {
 		change any
 		step   string
@@ -202,13 +204,14 @@ func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 		"name2":    {"Bea", "compose"},
 		"farewell": {"!", ""},
 	} {
-		input := maps.Clone(was)
+		input := maps.Clone(original)
 		input[name] = c.change
 		text, err := json.Marshal(input)
 		require.NoError(t, err)
-		x, err := fresh.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "bye", Input: text})
-		_, latest := fresh.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "bye", Input: text, Latest: true})
-		assert.Equal(t, fmt.Sprint(err), fmt.Sprint(latest), name, latest, err)
+		x, err := restarted.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "bye", Input: text})
+		_, latestErr := restarted.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "bye", Input: text,
+			Latest: true})
+		assert.Equal(t, fmt.Sprint(err), fmt.Sprint(latestErr), name, latestErr, err)
 		switch {
 		case c.step == "" && err != nil:
 			t.Errorf("%s: %v", name, err)
@@ -220,16 +223,15 @@ func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 	}
 }
 
-// A fork is also rejected at once if its input violates the flow's schema. That holds even if the step that validated
-// the first input is kept.
-func TestAForkWithAnInputThatTheFlowDoesNotTakeIsRefused(t *testing.T) {
+// Fork rejects input that violates the flow's schema, even if the fork keeps the step that validated the first input.
+func TestForkRejectsInvalidInput(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, `
+	w := newTestProcess(t, `
 name: greets
 input: {type: object, required: [name], properties: {name: {type: string}}}
 actions:
   - {id: greet, actionType: set, parameters: {variables: {hello: "Hola {{input.name}}"}}}`)
-	id := w.begin(t, "greets", map[string]any{"name": "Ana"})
+	id := w.startInThread(t, "greets", map[string]any{"name": "Ana"})
 	enginetest.Await(t, w.pool, id, executions.Completed)
 	for input, want := range map[string]string{`{}`: "name", `[1]`: "object", `{"name": "Eva"}`: ""} {
 		_, err := w.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "greet", Input: json.RawMessage(input)})
@@ -240,13 +242,13 @@ actions:
 }
 
 // A large integer survives a wait unchanged.
-func TestALargeNumberIsKeptOverAWait(t *testing.T) {
+func TestLargeIntegerSurvivesWait(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, flow("numbers", `
+	w := newTestProcess(t, flowYAML("numbers", `
   - {id: take, actionType: set, parameters: {expressions: {id: "input.id"}}}
   - {id: wait, actionType: wait_for_event, parameters: {key: go}}
   - {id: say, actionType: send_message, parameters: {message: "{{id}}"}}`))
-	id := w.begin(t, "numbers", json.RawMessage(`{"id": 123456789012345678}`))
+	id := w.startInThread(t, "numbers", json.RawMessage(`{"id": 123456789012345678}`))
 	enginetest.Await(t, w.pool, id, executions.Waiting)
 	_, err := w.Deliver(t.Context(), w.pool, "EVENT_COMPLETED", "go", nil, "")
 	require.NoError(t, err)
@@ -255,74 +257,75 @@ func TestALargeNumberIsKeptOverAWait(t *testing.T) {
 		`select content from agent_messages order by id desc limit 1`))
 }
 
-// knowing returns a world with the builtins, and a memory that has "first".
-func knowing(t *testing.T, documents ...string) *world {
+// newMemoryProcess starts a process with the builtins. The memory has the value "first" for the key contact.
+func newMemoryProcess(t *testing.T, documents ...string) *testProcess {
 	t.Helper()
 	pool := pgtest.DB(t)
 	for _, text := range documents {
-		put(t, pool, text)
+		putFlow(t, pool, text)
 	}
 	_, err := builtins.Put(t.Context(), pool)
 	require.NoError(t, err)
 	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil), Pool: pool})
 	require.NoError(t, err)
-	keep(t, pool, "first")
-	return process(t, pool, &reason.Loop{Pool: pool, Skills: registry, Logger: slog.New(slog.DiscardHandler)})
+	saveContact(t, pool, "first")
+	return startProcess(t, pool, &reason.Loop{Pool: pool, Skills: registry, Logger: slog.New(slog.DiscardHandler)})
 }
 
-// keep writes the key like another writer.
-func keep(t *testing.T, pool *pgxpool.Pool, value string) {
+// saveContact writes the key contact, as another writer.
+func saveContact(t *testing.T, pool *pgxpool.Pool, value string) {
 	t.Helper()
 	_, err := memory.Save(t.Context(), pool, memory.Note{Key: "contact", Value: value, TraceID: "op_1"})
 	require.NoError(t, err)
 }
 
 const (
-	recalls = "  - {actionType: skill, saveAs: known, parameters: {name: recall, arguments: {query: contact}}}\n"
-	pauses  = "  - {actionType: wait_for_event, parameters: {key: go}}\n"
-	writes  = "  - {id: write, actionType: skill, saveAs: kept, parameters: {name: memory_write, arguments: {key: " +
+	recallAction = "  - {actionType: skill, saveAs: known, parameters: {name: recall, arguments: {query: contact}}}\n"
+	waitAction   = "  - {actionType: wait_for_event, parameters: {key: go}}\n"
+	writeAction  = "  - {id: write, actionType: skill, saveAs: kept, parameters: {name: memory_write, arguments: {key: " +
 		"contact, value: mine}}}\n"
-	forgets = "  - {id: forget, actionType: skill, parameters: {name: memory_forget, arguments: {key: contact}}}\n"
+	forgetAction = "  - {id: forget, actionType: skill, parameters: {name: memory_forget, arguments: {key: contact}}}\n"
 )
 
-func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
+func TestMemoryWriteRequiresRead(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
-		actions   string
-		meanwhile bool
-		want      string // the expected variables at the end
-		failed    string // the action at which the flow ends
+		actions      string
+		overwritten  bool   // another writer writes the key during the wait
+		want         string // the final value and its revision
+		failedAction string // the action that fails; empty for none
 	}{
-		"read": {recalls + pauses + writes, false, `"mine" at 2`, ""},
+		"read": {recallAction + waitAction + writeAction, false, `"mine" at 2`, ""},
 		"read, own, and again": {
-			recalls + pauses + writes + strings.ReplaceAll(writes, "mine", "mine again"), false,
+			recallAction + waitAction + writeAction + strings.ReplaceAll(writeAction, "mine", "mine again"), false,
 			`"mine again" at 3`, "",
 		},
-		"read and written":       {recalls + pauses + writes, true, `"theirs" at 2`, "write"},
-		"never read":             {pauses + writes, false, `"first" at 1`, "write"},
-		"read and forgotten":     {recalls + pauses + forgets, false, "nothing", ""},
-		"written, not forgotten": {recalls + pauses + forgets, true, `"theirs" at 2`, "forget"},
-		"read after all":         {pauses + recalls + writes, true, `"mine" at 3`, ""},
+		"read and overwritten":       {recallAction + waitAction + writeAction, true, `"theirs" at 2`, "write"},
+		"never read":                 {waitAction + writeAction, false, `"first" at 1`, "write"},
+		"read and forgotten":         {recallAction + waitAction + forgetAction, false, "nothing", ""},
+		"overwritten, not forgotten": {recallAction + waitAction + forgetAction, true, `"theirs" at 2`, "forget"},
+		"read after overwrite":       {waitAction + recallAction + writeAction, true, `"mine" at 3`, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := knowing(t, flow("keeps", strings.ReplaceAll(test.actions, "id: write, actionType: skill, saveAs: kept, "+
-				"parameters: {name: memory_write, arguments: {key: contact, value: mine again}",
+			w := newMemoryProcess(t, flowYAML("keeps", strings.ReplaceAll(test.actions,
+				"id: write, actionType: skill, saveAs: kept, "+
+					"parameters: {name: memory_write, arguments: {key: contact, value: mine again}",
 				"id: again, actionType: skill, parameters: {name: memory_write, arguments: {key: contact, value: mine again}")))
-			id := w.begin(t, "keeps", nil)
-			waits(t, w.pool, id, 1)
-			if test.meanwhile {
-				keep(t, w.pool, "theirs")
+			id := w.startInThread(t, "keeps", nil)
+			awaitWaiting(t, w.pool, id, 1)
+			if test.overwritten {
+				saveContact(t, w.pool, "theirs")
 			}
-			deliver(t, w, "EVENT_COMPLETED", "go", `{}`)
-			if test.failed == "" {
+			deliverEvent(t, w, "EVENT_COMPLETED", "go", `{}`)
+			if test.failedAction == "" {
 				enginetest.Await(t, w.pool, id, executions.Completed)
 			} else {
 				x := enginetest.Await(t, w.pool, id, executions.Failed)
-				there, _, _ := strings.Cut(test.want, " ")
+				stored, _, _ := strings.Cut(test.want, " ")
 				message := postgres.Deref(x.ErrorMessage)
-				assert.Truef(t, strings.Contains(message, test.failed) && strings.Contains(message, "nothing was changed") &&
-					strings.Contains(message, there), "it says %q", message)
+				assert.Truef(t, strings.Contains(message, test.failedAction) && strings.Contains(message, "nothing was changed") &&
+					strings.Contains(message, stored), "the error is %q", message)
 				pgtest.Equal(t, w.pool, "skipped", `select status from agent_activity
 					where skill_name in ('memory_write', 'memory_forget') and kind = 'call'`)
 			}
@@ -332,7 +335,7 @@ func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
 	}
 }
 
-const collector = `
+const collectorFlow = `
 name: collector
 variables: {color: child, input2: 1}
 actions:
@@ -343,9 +346,9 @@ actions:
 `
 
 // A child sends messages in its parent's thread while the parent waits, and returns its variables to the parent.
-func TestAParentGoesOnWithWhatItsChildKnows(t *testing.T) {
+func TestChildVariablesReachParent(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, collector, `
+	w := newTestProcess(t, collectorFlow, `
 name: coordinator
 variables: {color: parent}
 actions:
@@ -353,10 +356,10 @@ actions:
   - {id: collect, actionType: trigger_agent, saveAs: child, parameters: {flow: collector, input: {what: "{{input.what}}"}, waitForCompletion: true}}
   - {actionType: send_message, parameters: {message: "Siguiente paso, {{lastResponse}}"}}
 `)
-	id := w.begin(t, "coordinator", map[string]any{"what": "INE"})
-	child := *waits(t, w.pool, id, 1).WaitingKey
-	waits(t, w.pool, child, 1)
-	answer(t, w, "aqui esta")
+	id := w.startInThread(t, "coordinator", map[string]any{"what": "INE"})
+	child := *awaitWaiting(t, w.pool, id, 1).WaitingKey
+	awaitWaiting(t, w.pool, child, 1)
+	receiveMessage(t, w, "aqui esta")
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	assert.Equal(t, "Iniciamos tu proceso | Necesito tu INE | Documento recibido | Siguiente paso, "+
 		"aqui esta", replies(t, w.pool))
@@ -371,68 +374,68 @@ actions:
 	assert.NoDiff(t, want, variables(t, x))
 	var all map[string]any
 	err := json.Unmarshal(x.Variables, &all)
-	assert.Truef(t, err == nil && all["executionId"] == id, "the parent takes itself for %v", all["executionId"])
+	assert.Truef(t, err == nil && all["executionId"] == id, "the parent's executionId is %v", all["executionId"])
 }
 
 // A cancel reaches the awaited children of an execution, at any depth, with the given reason.
-func TestCancellingReachesGrandchildren(t *testing.T) {
+func TestCancelReachesGrandchildren(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, flow("top", "  - {actionType: trigger_agent, parameters: {flow: middle}}"),
-		flow("middle", "  - {actionType: trigger_agent, parameters: {flow: bottom}}"),
-		flow("bottom", "  - {actionType: wait_for_event, parameters: {key: never}}"))
-	top := w.begin(t, "top", nil)
-	middle := *waits(t, w.pool, top, 1).WaitingKey
-	bottom := *waits(t, w.pool, middle, 1).WaitingKey
-	waits(t, w.pool, bottom, 1)
+	w := newTestProcess(t, flowYAML("top", "  - {actionType: trigger_agent, parameters: {flow: middle}}"),
+		flowYAML("middle", "  - {actionType: trigger_agent, parameters: {flow: bottom}}"),
+		flowYAML("bottom", "  - {actionType: wait_for_event, parameters: {key: never}}"))
+	top := w.startInThread(t, "top", nil)
+	middle := *awaitWaiting(t, w.pool, top, 1).WaitingKey
+	bottom := *awaitWaiting(t, w.pool, middle, 1).WaitingKey
+	awaitWaiting(t, w.pool, bottom, 1)
 	_, err := w.Cancel(t.Context(), top, "admin", "Usuario solicito cancelacion")
 	require.NoError(t, err)
 	for _, id := range []string{middle, bottom} {
 		if x := enginetest.Await(t, w.pool, id, executions.Cancelled); postgres.Deref(
 			x.CancelReason) != "its parent was cancelled: Usuario solicito cancelacion" {
-			t.Errorf("cancelled because of %q", postgres.Deref(x.CancelReason))
+			t.Errorf("the cancel reason is %q", postgres.Deref(x.CancelReason))
 		}
 	}
 }
 
-func TestAChildsFailureIsTheParentsToHandle(t *testing.T) {
+func TestParentHandlesChildFailure(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, flow("broken", `
-  - {id: stop, actionType: fail, parameters: {message: no}}`), flow("picky", `
+	w := newTestProcess(t, flowYAML("broken", `
+  - {id: stop, actionType: fail, parameters: {message: no}}`), flowYAML("picky", `
   - {actionType: end}`)+"\ninput: {type: object, required: [x]}\n", `
 name: handles
 actions:
   - {actionType: trigger_agent, parameters: {agent: broken}}
   - {actionType: if, parameters: {condition: not childExecutionSuccess, then: [{actionType: end, parameters: {summary: "child {{childExecutionStatus}}"}}]}}
   - {actionType: fail, parameters: {message: never}}
-`, flow("strict", `
-  - {id: go, actionType: trigger_agent, parameters: {flow: broken, onFailure: fail}}`), flow("lost", `
-  - {id: go, actionType: trigger_agent, parameters: {flow: nobody}}`), flow("wrong", `
-  - {id: go, actionType: trigger_agent, parameters: {flow: picky}}`), flow("loose", `
+`, flowYAML("strict", `
+  - {id: go, actionType: trigger_agent, parameters: {flow: broken, onFailure: fail}}`), flowYAML("lost", `
+  - {id: go, actionType: trigger_agent, parameters: {flow: nobody}}`), flowYAML("wrong", `
+  - {id: go, actionType: trigger_agent, parameters: {flow: picky}}`), flowYAML("loose", `
   - {actionType: trigger_agent, saveAs: it, parameters: {flow: broken, waitForCompletion: false}}`))
-	assert.Equal(t, "child failed", enginetest.Await(t, w.pool, w.begin(t, "handles", nil),
+	assert.Equal(t, "child failed", enginetest.Await(t, w.pool, w.startInThread(t, "handles", nil),
 		executions.Completed).ResultSummary)
 	for name, want := range map[string]string{
 		"strict": "action go (trigger_agent): flow broken ended as failed: action stop (fail): no",
 		"lost":   "action go (trigger_agent): there is no flow nobody",
 		"wrong":  "action go (trigger_agent): flow picky does not take this input: at '': missing property 'x'",
 	} {
-		if x := enginetest.Await(t, w.pool, w.begin(t, name, nil), executions.Failed); postgres.Deref(
+		if x := enginetest.Await(t, w.pool, w.startInThread(t, name, nil), executions.Failed); postgres.Deref(
 			x.ErrorMessage) != want || postgres.Deref(x.FailedStep) != "go" {
 			t.Errorf("%s: %q at %q", name, postgres.Deref(x.ErrorMessage), postgres.Deref(x.FailedStep))
 		}
 	}
-	got := variables(t, enginetest.Await(t, w.pool, w.begin(t, "loose", nil), executions.Completed))
+	got := variables(t, enginetest.Await(t, w.pool, w.startInThread(t, "loose", nil), executions.Completed))
 	id, _ := got["triggeredExecutionId"].(string)
 	assert.Truef(t, id != "" && cmp.Diff(got["it"], map[string]any{"executionId": id}) == "", "variables %v", got)
 }
 
 // A child may be a flow of Go code.
-func TestAChildOfGoCode(t *testing.T) {
+func TestGoFlowAsChild(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	put(t, pool, flow("a", `
+	putFlow(t, pool, flowYAML("a", `
   - {actionType: trigger_agent, saveAs: sum, parameters: {flow: add, input: {a: 1, b: 2}}}`))
-	w := process(t, pool, nil, func(e *executions.Engine) error {
+	w := startProcess(t, pool, nil, func(e *executions.Engine) error {
 		return e.Register("add", func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
 			var in struct{ A, B int }
 			if err := json.Unmarshal(input, &in); err != nil {
@@ -442,37 +445,37 @@ func TestAChildOfGoCode(t *testing.T) {
 				executions.SetVariables(ctx, map[string]int{"total": in.A + in.B})
 		})
 	})
-	got := variables(t, enginetest.Await(t, pool, w.begin(t, "a", nil), executions.Completed))
+	got := variables(t, enginetest.Await(t, pool, w.startInThread(t, "a", nil), executions.Completed))
 	sum, _ := got["sum"].(map[string]any)
 	assert.Truef(t, got["total"] == 3.0 && sum["result"] == 3.0, "variables %v", got)
 }
 
 // An execution finishes on the version with which it started, even if the flow changed or was removed during a wait.
-func TestARunningExecutionKeepsItsVersion(t *testing.T) {
+func TestExecutionKeepsItsVersion(t *testing.T) {
 	t.Parallel()
 	version := func(n string) string {
 		return "name: a\nactions:\n  - {id: before, actionType: send_message, parameters: {message: before " + n + "}}\n" +
 			"  - {actionType: wait_for_event, parameters: {key: '{{input.key}}'}}\n" +
 			"  - {actionType: send_message, parameters: {message: after " + n + "}}\n"
 	}
-	w := newWorld(t, version("1"))
-	first := w.begin(t, "a", map[string]any{"key": "k1"})
-	waits(t, w.pool, first, 1)
-	put(t, w.pool, version("2"))
+	w := newTestProcess(t, version("1"))
+	first := w.startInThread(t, "a", map[string]any{"key": "k1"})
+	awaitWaiting(t, w.pool, first, 1)
+	putFlow(t, w.pool, version("2"))
 	second, _, err := w.Start(t.Context(), w.pool, executions.Spec{
 		Flow: "a", Surface: "flow", ThreadID: "maria",
 		Input: map[string]any{"key": "k2"},
 	})
 	require.NoError(t, err)
-	waits(t, w.pool, second.ID, 1)
+	awaitWaiting(t, w.pool, second.ID, 1)
 	pgtest.Exec(t, w.pool, `update agent_flows set current = false`)
 	w.stop()
-	w = process(t, w.pool, nil) // it has compiled neither version
-	deliver(t, w, "EVENT_COMPLETED", "k1", `{}`)
+	w = startProcess(t, w.pool, nil) // its cache has neither version
+	deliverEvent(t, w, "EVENT_COMPLETED", "k1", `{}`)
 	enginetest.Await(t, w.pool, first, executions.Completed)
-	deliver(t, w, "EVENT_COMPLETED", "k2", `{}`)
+	deliverEvent(t, w, "EVENT_COMPLETED", "k2", `{}`)
 	enginetest.Await(t, w.pool, second.ID, executions.Completed)
-	// A fork gets its version before it starts. It starts after it has lost its thread.
+	// A fork has its version before it starts, here without a thread.
 	var third string
 	err = postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error {
 		fork, err := w.Fork(t.Context(), tx, executions.ForkSpec{ID: first, From: "flow version"})
@@ -493,37 +496,36 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 		select string_agg(flow_version || ' ' || content, ', ' order by m.execution_id, m.id)
 		  from agent_messages m join agent_executions x on x.id = m.execution_id
 		    where x.flow = @flow`, postgres.Strict{"flow": "a"})
-	x = enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"key": "k3"}), executions.Failed)
+	x = enginetest.Await(t, w.pool, w.startInThread(t, "a", map[string]any{"key": "k3"}), executions.Failed)
 	assert.Equal(t, "flow a: the flow was removed", postgres.Deref(x.ErrorMessage))
 }
 
-// Flows that start one another are stopped: the deepest fails. The trace has no more executions than the nesting limit.
-func TestFlowsThatStartOneAnotherAreStopped(t *testing.T) {
+// A flow that starts itself fails at the nesting limit.
+func TestRecursiveFlowsReachNestingLimit(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, `
+	w := newTestProcess(t, `
 name: again
 actions:
   - {id: next, actionType: trigger_agent, parameters: {flow: again, waitForCompletion: false}}
 `)
-	first := w.begin(t, "again", nil)
-	enginetest.Await(t, w.pool, first, executions.Completed)
+	root := w.startInThread(t, "again", nil)
+	enginetest.Await(t, w.pool, root, executions.Completed)
 	pgtest.Until(t, w.pool, true, `select exists (select from agent_executions where status = 'failed')`)
 	pgtest.Equal(t, w.pool, "32 1", `select count(*) || ' ' || count(*) filter (where status = 'failed'
 		and failed_step = 'next' and error_message like '%nested 32 deep%') from agent_executions`)
 }
 
-var errKilled = errors.New("killed by the test")
+var errClaimRevoked = errors.New("killed by the test")
 
-// reaper takes away an execution's claim at its first arrival at each step, right before the step. There a dying
-// process would lose the claim too.
-type reaper struct {
+// claimRevoker simulates a crash before each step: when an execution first reaches the step, its claim is released.
+type claimRevoker struct {
 	pool *pgxpool.Pool
 
 	mu   sync.Mutex
 	seen map[string]bool
 }
 
-func (r *reaper) wrap(
+func (r *claimRevoker) wrapFind(
 	find func(ctx context.Context, name string) (executions.Func, error),
 ) func(context.Context, string) (executions.Func, error) {
 	return func(ctx context.Context, name string) (executions.Func, error) {
@@ -532,44 +534,43 @@ func (r *reaper) wrap(
 			return nil, err
 		}
 		return func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
-			return fn(executions.Gate(ctx, r.pass), input)
+			return fn(executions.Gate(ctx, r.revokeOnce), input)
 		}, nil
 	}
 }
 
-func (r *reaper) pass(ctx context.Context) error {
+func (r *claimRevoker) revokeOnce(ctx context.Context) error {
 	x, _ := executions.Current(ctx)
 	key := x.ID + executions.StepKey(ctx)
 	r.mu.Lock()
-	again := r.seen[key]
+	revoked := r.seen[key]
 	r.seen[key] = true
 	r.mu.Unlock()
-	if again {
+	if revoked {
 		return nil
 	}
 	_, err := r.pool.Exec(ctx, `select lanekeeper.release_agent_claim(@id, @claim)`,
 		postgres.Strict{"id": x.ID, "claim": x.Claim})
-	return errors.Join(errKilled, err)
+	return errors.Join(errClaimRevoked, err)
 }
 
-func (r *reaper) kills() int {
+func (r *claimRevoker) revocations() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return len(r.seen)
 }
 
-// The process of a flow dies before every single step. The flow still ends like an undisturbed one: no step is
-// repeated, and none is missing.
-func TestAFlowSurvivesADeathBeforeEveryStep(t *testing.T) {
+// The claim is lost before every step. The flow still ends like an undisturbed one: no step is repeated or missing.
+func TestFlowSurvivesCrashBeforeEveryStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	put(t, pool, `
+	putFlow(t, pool, `
 name: child
 variables: {from: child}
 actions:
   - {actionType: send_message, parameters: {message: "child of {{input.n}}"}}
 `)
-	put(t, pool, `
+	putFlow(t, pool, `
 name: all
 variables: {seen: ""}
 actions:
@@ -587,15 +588,15 @@ actions:
   - {actionType: delay, parameters: {until: "2020-01-01T00:00:00Z"}}
   - {actionType: send_message, when: childExecutionSuccess, parameters: {message: "bye {{lastResponse}} {{seen}} {{documentUrls}}"}}
 `)
-	r := &reaper{pool: pool, seen: map[string]bool{}}
-	w := process(t, pool, nil, func(e *executions.Engine) error {
-		e.Fallback(r.wrap((&flows.Interpreter{Pool: pool, Engine: e}).Find))
+	r := &claimRevoker{pool: pool, seen: map[string]bool{}}
+	w := startProcess(t, pool, nil, func(e *executions.Engine) error {
+		e.Fallback(r.wrapFind((&flows.Interpreter{Pool: pool, Engine: e}).Find))
 		return nil
 	})
-	id := w.begin(t, "all", nil)
-	late(t, w, id, 1)
-	waits(t, pool, id, 2)
-	answer(t, w, "yes")
+	id := w.startInThread(t, "all", nil)
+	expireWait(t, w, id, 1)
+	awaitWaiting(t, pool, id, 2)
+	receiveMessage(t, w, "yes")
 	var key string
 	pgtest.Eventually(t, func() bool {
 		x, err := executions.Get(t.Context(), pool, id)
@@ -604,7 +605,7 @@ actions:
 		}
 		return key != ""
 	}, "it waits for a document")
-	deliver(t, w, "DOCUMENT_UPLOADED", key, `{"document": "INE", "url": "u"}`)
+	deliverEvent(t, w, "DOCUMENT_UPLOADED", key, `{"document": "INE", "url": "u"}`)
 	x := enginetest.Await(t, pool, id, executions.Completed)
 	assert.Equal(t, "hello | again | at b | child of 1 | Please send us: INE. | A test is waiting for "+
 		"you: sql | bye yes abc u", replies(t, pool))
@@ -619,6 +620,6 @@ actions:
 	assert.NoDiff(t, want, got)
 	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_requests`))
-	n := r.kills()
-	assert.Truef(t, n >= 30, "the process was killed %d times only", n)
+	n := r.revocations()
+	assert.Truef(t, n >= 30, "the claim was revoked only %d times", n)
 }

@@ -38,9 +38,9 @@ const (
 	reactionKind paramKind = "fail, continue or retry"
 )
 
-// choices returns the words of an enumerated sort.
-func (s paramKind) choices() []string {
-	switch s {
+// choices returns the values of an enumerated kind.
+func (kind paramKind) choices() []string {
+	switch kind {
 	case channelKind:
 		return []string{channelChat, channelWebhook, channelLog}
 	case failureKind:
@@ -71,7 +71,7 @@ type Parameter struct {
 	Required bool   `json:"required"`
 	About    string `json:"about"`
 
-	sort paramKind
+	kind paramKind
 }
 
 // Action describes a type of action.
@@ -84,12 +84,12 @@ type Action struct {
 	OneOf, AnyOf [][]string `json:"-"`
 }
 
-func need(name string, s paramKind, about string) Parameter {
-	return Parameter{Name: name, Takes: string(s), Required: true, About: about, sort: s}
+func required(name string, kind paramKind, about string) Parameter {
+	return Parameter{Name: name, Takes: string(kind), Required: true, About: about, kind: kind}
 }
 
-func may(name string, s paramKind, about string) Parameter {
-	return Parameter{Name: name, Takes: string(s), About: about, sort: s}
+func optional(name string, kind paramKind, about string) Parameter {
+	return Parameter{Name: name, Takes: string(kind), About: about, kind: kind}
 }
 
 // Actions lists the types of actions in the order of the documentation.
@@ -97,37 +97,39 @@ func Actions() []Action { return slices.Concat(messagingActions(), workActions()
 
 // messagingActions are the actions between the flow and people.
 func messagingActions() []Action {
-	channel := may("channel", channelKind, "replaces the flow's channel")
-	target := may("target", textKind, "the webhook target, for channel webhook")
-	message := may("message", textKind, "replaces the standard text; may contain {{requestId}}")
-	wait := may("wait", boolKind, "false: continue at once; default true")
+	channel := optional("channel", channelKind, "replaces the flow's channel")
+	target := optional("target", textKind, "the webhook target, for channel webhook")
+	message := optional("message", textKind, "replaces the standard text; may contain {{requestId}}")
+	wait := optional("wait", boolKind, "false: continue at once; default true")
 	return []Action{
 		{
 			Type: "send_message", About: "Send a message to the thread.",
-			Parameters: []Parameter{need("message", textKind, "the text of the message"), channel, target},
+			Parameters: []Parameter{required("message", textKind, "the text of the message"), channel, target},
 		},
 		{
 			Type: "open_thread", About: "Let a visitor into the thread. Saves a join token as joinToken or under saveAs, or admits a chat key.",
 			Parameters: []Parameter{
-				may("key", textKind, "the name of a chat key that may speak in the thread, instead of a token"),
-				may("name", textKind, "the key's name for the thread; default its id"),
-				may("reusable", boolKind, "whether the token admits any number of visitors until it expires; by default it admits one"),
-				may("expires", durationKind, "how long the token is valid, at most 30d, default 24h. It ends with the execution"),
+				optional("key", textKind, "the name of a chat key that may speak in the thread, instead of a token"),
+				optional("name", textKind, "the key's name for the thread; default its id"),
+				optional("reusable", boolKind, "whether the token admits any number of visitors until it expires; by default it admits one"),
+				optional("expires", durationKind, "how long the token is valid, at most 30d, default 24h. It ends with the execution"),
 			},
 		},
 		{Type: "wait_for_response", About: "Wait for the next message in the thread; sets lastResponse.", Waits: "response"},
 		{
 			Type: "request_document", About: "Ask for documents and wait until all are there; sets requestId, documents and documentUrls.", Waits: "document",
-			Parameters: []Parameter{need("documents", textsKind, "the names of the documents"), message, wait, channel, target},
+			Parameters: []Parameter{required("documents", textsKind, "the names of the documents"), message, wait, channel,
+				target},
 		},
 		{
 			Type: "request_signature", About: "Send a document to be signed; sets requestId, signedDocumentUrl and signedAt.",
-			Waits:      "signature",
-			Parameters: []Parameter{need("document", textKind, "the document, or its address"), message, wait, channel, target},
+			Waits: "signature",
+			Parameters: []Parameter{required("document", textKind, "the document, or its address"), message, wait, channel,
+				target},
 		},
 		{
 			Type: "assign_test", About: "Assign a test; sets requestId, testScore and testResult.", Waits: "test",
-			Parameters: []Parameter{need("test", textKind, "the test, or its address"), message, wait, channel, target},
+			Parameters: []Parameter{required("test", textKind, "the test, or its address"), message, wait, channel, target},
 		},
 	}
 }
@@ -138,46 +140,46 @@ func workActions() []Action {
 		{
 			Type: "trigger_agent", About: "Start another flow, and wait for its end.", Waits: "agent",
 			Parameters: []Parameter{
-				may("flow", flowKind, "the flow's name"), may("agent", flowKind, "alias of flow"),
-				may("input", objectKind, "the child's input"),
-				may("waitForCompletion", boolKind, "default true"),
-				may("canInheritLock", boolKind, "whether an awaited child may use the parent's lanes; default true"),
-				may("onFailure", failureKind, "the reaction to a child that did not complete; default continue"),
+				optional("flow", flowKind, "the flow's name"), optional("agent", flowKind, "alias of flow"),
+				optional("input", objectKind, "the child's input"),
+				optional("waitForCompletion", boolKind, "default true"),
+				optional("canInheritLock", boolKind, "whether an awaited child may use the parent's lanes; default true"),
+				optional("onFailure", failureKind, "the reaction to a child that did not complete; default continue"),
 			},
 			OneOf: [][]string{{"flow", "agent"}},
 		},
 		{
 			Type: "wait_for_event", About: "Wait for EVENT_COMPLETED with a key; sets eventData.", Waits: "event",
-			Parameters: []Parameter{need("key", textKind, "the event's key")},
+			Parameters: []Parameter{required("key", textKind, "the event's key")},
 		},
 		{
 			Type: "delay", About: "Wait for a time, at most 30 days.",
 			Parameters: []Parameter{
-				may("duration", durationKind, "the time to wait"),
-				may("until", timeKind, "the moment to wait for; a past moment ends the wait at once"),
+				optional("duration", durationKind, "the time to wait"),
+				optional("until", timeKind, "the moment to wait for; a past moment ends the wait at once"),
 			},
 			OneOf: [][]string{{"duration", "until"}},
 		},
 		{
 			Type: "skill", About: "Call a skill. A skill of trust approve waits for an admin first, and sets approvalStatus and approvalReason.",
 			Parameters: []Parameter{
-				need("name", skillKind, "the skill"), may("arguments", objectKind, "the arguments of the call"),
-				may("onRejection", failureKind, "the reaction to a rejected or expired approval; default fail"),
+				required("name", skillKind, "the skill"), optional("arguments", objectKind, "the arguments of the call"),
+				optional("onRejection", failureKind, "the reaction to a rejected or expired approval; default fail"),
 			},
 		},
 		{
 			Type: "reason", About: "Ask the model. Saves its answer as answer, or under saveAs.",
 			Parameters: []Parameter{
-				need("prompt", textKind, "the prompt"), may("system", textKind, "replaces the standard system message"),
-				may("skills", namesKind, "the skills that the model may call; default none"),
-				may("agent", agentKind,
+				required("prompt", textKind, "the prompt"), optional("system", textKind, "replaces the standard system message"),
+				optional("skills", namesKind, "the skills that the model may call; default none"),
+				optional("agent", agentKind,
 					"the agent whose instructions, model and limits apply; default the execution's agent"),
 			},
 		},
 		{
 			Type: "set", About: "Set variables. Expressions see the values from before the action.",
 			Parameters: []Parameter{
-				may("variables", setKind, "the values"), may("expressions", exprsKind, "expressions for the values"),
+				optional("variables", setKind, "the values"), optional("expressions", exprsKind, "expressions for the values"),
 			},
 			AnyOf: [][]string{{"variables", "expressions"}},
 		},
@@ -190,42 +192,44 @@ func controlActions() []Action {
 		{
 			Type: "if", About: "Run the actions of one of two branches.",
 			Parameters: []Parameter{
-				need("condition", exprKind, "the condition"), need("then", actionsKind, "the actions if it is true"),
-				may("else", actionsKind, "the actions if it is false"),
+				required("condition", exprKind, "the condition"), required("then", actionsKind, "the actions if it is true"),
+				optional("else", actionsKind, "the actions if it is false"),
 			},
 		},
 		{
 			Type: "switch", About: "Run the actions of the first case that matches: its condition is true, or its equals is the value.",
 			Parameters: []Parameter{
-				may("value", valueKind, "the value that equals is compared with"),
-				need("cases", casesKind, "the cases, in order"), may("default", actionsKind, "the actions if no case matches"),
+				optional("value", valueKind, "the value that equals is compared with"),
+				required("cases", casesKind, "the cases, in order"), optional("default", actionsKind,
+					"the actions if no case matches"),
 			},
 		},
 		{
 			Type: "for_each", About: "Run actions for each item of a list, one after another; index counts from 0.",
 			Parameters: []Parameter{
-				need("items", listKind, "the list, at most 10,000 items"),
-				may("as", nameKind, "the variable for the item; default item"), need("actions", actionsKind, "the actions"),
+				required("items", listKind, "the list, at most 10,000 items"),
+				optional("as", nameKind, "the variable for the item; default item"), required("actions", actionsKind,
+					"the actions"),
 			},
 		},
 		{
 			Type: "while", About: "Run actions while a condition holds; index counts from 0.",
 			Parameters: []Parameter{
-				need("condition", exprKind, "checked before each iteration"),
-				may("max", countKind, "the most iterations, default 1,000; the flow fails if the condition still holds after them"),
-				need("actions", actionsKind, "the actions"),
+				required("condition", exprKind, "checked before each iteration"),
+				optional("max", countKind, "the most iterations, default 1,000; the flow fails if the condition still holds after them"),
+				required("actions", actionsKind, "the actions"),
 			},
 		},
 		{
 			Type: "end", About: "End the execution.",
 			Parameters: []Parameter{
-				may("status", statusKind, "default completed"), may("summary", textKind, "the result in words"),
-				may("result", valueKind, "the result as data"),
+				optional("status", statusKind, "default completed"), optional("summary", textKind, "the result in words"),
+				optional("result", valueKind, "the result as data"),
 			},
 		},
 		{
 			Type: "fail", About: "End the execution as failed.",
-			Parameters: []Parameter{need("message", textKind, "the reason")},
+			Parameters: []Parameter{required("message", textKind, "the reason")},
 		},
 	}
 }
@@ -254,19 +258,19 @@ func (a Action) parameter(name string) (Parameter, bool) {
 }
 
 func (a Action) names() []string {
-	names := make([]string, len(a.Parameters))
+	list := make([]string, len(a.Parameters))
 	for i, p := range a.Parameters {
-		names[i] = p.Name
+		list[i] = p.Name
 	}
-	return names
+	return list
 }
 
-// saves reports whether an action has a result for saveAs.
+// saves reports whether an action may have saveAs.
 func (a Action) saves() bool {
 	return !slices.Contains([]string{"set", "delay", "if", "switch", "for_each", "while", "end", "fail"}, a.Type)
 }
 
-func listed(words []string) string { return strings.Join(words, ", ") }
+func joinNames(words []string) string { return strings.Join(words, ", ") }
 
 // schemaID is the id of the published schema.
 const schemaID = "https://lanekeeper.dev/schemas/flow.json"
@@ -283,8 +287,8 @@ func JSONSchema() (json.RawMessage, error) {
 			"description": "Expr (expr-lang.org) over the variables.",
 		},
 		"variable": node{
-			"type": "string", "pattern": variableForm.String(),
-			"not": node{"enum": slices.Concat(reserved, words)},
+			"type": "string", "pattern": variableRegexp.String(),
+			"not": node{"enum": slices.Concat(reserved, keywords)},
 		},
 		"actions": node{"type": "array", "items": node{"$ref": "#/$defs/action"}},
 		"case": node{
@@ -310,7 +314,7 @@ func JSONSchema() (json.RawMessage, error) {
 		"type": "object", "additionalProperties": false, "required": []string{"name", "actions"},
 		"properties": node{
 			"kind": node{"const": "flow"}, "name": node{
-				"type": "string", "pattern": flowName.String(),
+				"type": "string", "pattern": flowNameRegexp.String(),
 				"not": node{"const": executions.External},
 			},
 			"description": node{"type": "string", "maxLength": maxText},
@@ -340,7 +344,7 @@ func targetRule() node {
 // schema returns the schema of an action type.
 func (a Action) schema() node {
 	properties := node{
-		"id": node{"type": "string", "pattern": idForm.String()}, "actionType": node{"const": a.Type},
+		"id": node{"type": "string", "pattern": idRegexp.String()}, "actionType": node{"const": a.Type},
 		"when": ref("expression"), "parameters": a.parameterSchema(),
 	}
 	if a.saves() {
@@ -355,14 +359,14 @@ func (a Action) schema() node {
 	if a.Waits == "" {
 		return s
 	}
-	var once []node
+	var exclusive []node
 	for _, key := range timeoutKeys {
 		properties[key] = timeoutSchema(key)
-		once = append(once, node{"not": node{
+		exclusive = append(exclusive, node{"not": node{
 			"required": []string{key, "parameters"}, "properties": node{"parameters": node{"required": []string{key}}},
 		}})
 	}
-	s["allOf"] = once
+	s["allOf"] = exclusive
 	return s
 }
 
@@ -380,7 +384,7 @@ func (a Action) parameterSchema() node {
 	properties := node{}
 	var required []string
 	for _, p := range a.Parameters {
-		schema := p.sort.schema()
+		schema := p.kind.schema()
 		schema["description"] = p.About
 		properties[p.Name] = schema
 		if p.Required {
@@ -392,23 +396,23 @@ func (a Action) parameterSchema() node {
 			properties[key] = timeoutSchema(key)
 		}
 	}
-	s := node{"type": "object", "additionalProperties": false, "properties": properties}
+	object := node{"type": "object", "additionalProperties": false, "properties": properties}
 	if len(required) > 0 {
-		s["required"] = required
+		object["required"] = required
 	}
 	if _, talks := a.parameter("channel"); talks {
-		s["not"] = node{
+		object["not"] = node{
 			"required":   []string{"channel", "target"},
 			"properties": node{"channel": node{"enum": []string{channelChat, channelLog}}},
 		}
 	}
 	for _, group := range a.OneOf {
-		s["oneOf"] = requireEach(group)
+		object["oneOf"] = requireEach(group)
 	}
 	for _, group := range a.AnyOf {
-		s["anyOf"] = requireEach(group)
+		object["anyOf"] = requireEach(group)
 	}
-	return s
+	return object
 }
 
 func requireEach(names []string) []node {
@@ -437,13 +441,13 @@ func (s paramKind) schema() node {
 	case nameKind:
 		return ref("variable")
 	case skillKind:
-		return node{"type": "string", "pattern": skillForm.String()}
+		return node{"type": "string", "pattern": skillRegexp.String()}
 	case agentKind:
-		return node{"type": "string", "pattern": agentForm.String()}
+		return node{"type": "string", "pattern": agentRegexp.String()}
 	case namesKind:
-		return node{"type": "array", "items": node{"type": "string", "pattern": skillForm.String()}}
+		return node{"type": "array", "items": node{"type": "string", "pattern": skillRegexp.String()}}
 	case flowKind:
-		return node{"type": "string", "pattern": flowReference.String()}
+		return node{"type": "string", "pattern": flowReferenceRegexp.String()}
 	case durationKind:
 		return node{"type": "string", "anyOf": []node{{"pattern": durationPattern}, {"pattern": `\{\{`}}}
 	case timeKind:
@@ -451,7 +455,7 @@ func (s paramKind) schema() node {
 	case boolKind:
 		return node{"type": "boolean"}
 	case countKind:
-		return node{"type": "integer", "minimum": 1, "maximum": maxTimes}
+		return node{"type": "integer", "minimum": 1, "maximum": maxIterations}
 	case exprKind:
 		return ref("expression")
 	case actionsKind:

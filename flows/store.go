@@ -45,25 +45,25 @@ func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error
 	return postgres.RetireOthers(ctx, db, "flows", "agent_flows", keep)
 }
 
-// Get reads the current version of a flow; [ErrNotFound] for none.
+// Get reads the current version of a flow, or returns [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, name string) (Flow, error) {
 	rows, err := db.Query(ctx, `
-		select name, version, digest, definition, source, current, created_at from agent_flows where name = @name
-		  and current`,
+		select name, version, digest, definition, source, current, created_at from agent_flows
+		 where name = @name and current`,
 		postgres.Strict{"name": name})
-	return one(rows, err, name)
+	return collectFlow(rows, err, name)
 }
 
-// GetVersion reads one version of a flow, also of a removed one; [ErrNotFound] for none.
+// GetVersion reads one version of a flow, even of a removed flow, or returns [ErrNotFound].
 func GetVersion(ctx context.Context, db postgres.DB, name string, version int) (Flow, error) {
 	rows, err := db.Query(ctx, `
 		select name, version, digest, definition, source, current, created_at from agent_flows
 		 where name = @name and version = @version`,
 		postgres.Strict{"name": name, "version": version})
-	return one(rows, err, name)
+	return collectFlow(rows, err, name)
 }
 
-func one(rows pgx.Rows, err error, name string) (Flow, error) {
+func collectFlow(rows pgx.Rows, err error, name string) (Flow, error) {
 	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read flow %s", name), pgx.RowToStructByName[Flow])
 }
 
@@ -82,8 +82,8 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Flow, error) {
 	}
 	return postgres.Rows[Flow](ctx, db, "list flows", `
 		select name, version, digest, definition, source, current, created_at from agent_flows
-		 where case when @name = '' then current and name > @after else name = @name
-		   and (@before = 0 or version < @before) end
+		 where case when @name = '' then current and name > @after
+		            else name = @name and (@before = 0 or version < @before) end
 		 order by name, version desc limit @limit`,
 		postgres.Strict{"name": f.Name, "after": f.After, "before": f.Before, "limit": min(f.Limit, 500)})
 }
@@ -103,7 +103,7 @@ func CheckStart(ctx context.Context, db postgres.DB, name string, input json.Raw
 	if err != nil {
 		return fmt.Errorf("check start of flow %s: %w", name, err)
 	}
-	_, err = compiled.accept(name, input)
+	_, err = compiled.validate(name, input)
 	return err
 }
 
@@ -128,8 +128,8 @@ func CheckThread(ctx context.Context, db postgres.DB, name, thread string) error
 func startSchema(ctx context.Context, db postgres.DB, name string) (schema map[string]any, err error) {
 	var current bool
 	err = db.QueryRow(ctx, `
-		select current, coalesce(definition -> 'input', '{}') from agent_flows where name = @name
-		  order by current desc, version desc limit 1`,
+		select current, coalesce(definition -> 'input', '{}') from agent_flows
+		 where name = @name order by current desc, version desc limit 1`,
 		postgres.Strict{"name": name}).Scan(&current, &schema)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
@@ -152,26 +152,26 @@ func exists(ctx context.Context, db postgres.DB, name string) (found bool, err e
 	return found, nil
 }
 
-// Interpreter runs flows. Pool and Engine are required; without a Loop, the actions skill and reason fail. It is safe
-// for concurrent use. Set Find as the engine's Fallback.
+// Interpreter runs flows. Pool and Engine are required. Without a Loop, the actions skill and reason fail. Interpreter
+// is safe for concurrent use. Set Find as the engine's Fallback.
 type Interpreter struct {
 	Pool   *pgxpool.Pool
 	Engine *executions.Engine
 	Loop   *reason.Loop
 	Logger *slog.Logger // may be nil; actions are logged by the engine
 
-	mu    sync.Mutex
-	known map[string]bool // names in agent_flows; they are never deleted
-	ready map[string]*compiled
+	mu       sync.Mutex
+	exists   map[string]bool // names in agent_flows; they are never deleted
+	compiled map[string]*compiledFlow
 }
 
 // maxCompiled bounds the cache of compiled versions.
 const maxCompiled = 256
 
-// Find finds a flow that is data, for the engine. It returns nil for a name that agent_flows never had.
+// Find returns the function that interprets a stored flow. It returns nil for a name that agent_flows never had.
 func (in *Interpreter) Find(ctx context.Context, name string) (executions.Func, error) {
 	in.mu.Lock()
-	known := in.known[name]
+	known := in.exists[name]
 	in.mu.Unlock()
 	if !known {
 		found, err := exists(ctx, in.Pool, name)
@@ -179,10 +179,10 @@ func (in *Interpreter) Find(ctx context.Context, name string) (executions.Func, 
 			return nil, err
 		}
 		in.mu.Lock()
-		if in.known == nil {
-			in.known = map[string]bool{}
+		if in.exists == nil {
+			in.exists = map[string]bool{}
 		}
-		in.known[name] = true
+		in.exists[name] = true
 		in.mu.Unlock()
 	}
 	return func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
@@ -192,30 +192,30 @@ func (in *Interpreter) Find(ctx context.Context, name string) (executions.Func, 
 
 // run is the durable function of a flow.
 func (in *Interpreter) run(ctx context.Context, name string, input json.RawMessage) (executions.Result, error) {
-	version, err := in.begin(ctx, name, input)
+	version, err := in.chooseVersion(ctx, name, input)
 	if err != nil {
 		return executions.Result{}, err
 	}
-	flow, err := in.load(ctx, name, version)
+	flow, err := in.loadVersion(ctx, name, version)
 	if err != nil {
 		return executions.Result{}, err
 	}
-	m, err := newMachine(ctx, in, flow, input)
+	m, err := newFlowRun(ctx, in, flow, input)
 	if err != nil {
 		return executions.Result{}, err
 	}
-	ended, err := m.block(ctx, flow.actions)
-	if late, ok := errors.AsType[*timedOut](err); ok {
-		return executions.Result{Summary: "Timed out: " + late.Error()}, err
+	end, err := m.runActions(ctx, flow.actions)
+	if timeout, ok := errors.AsType[*timedOut](err); ok {
+		return executions.Result{Summary: "Timed out: " + timeout.Error()}, err
 	}
 	if err != nil {
 		return executions.Result{}, err
 	}
-	return ended.result(fmt.Sprintf("Flow %s (version %d) completed.", name, version))
+	return end.executionResult(fmt.Sprintf("Flow %s (version %d) completed.", name, version))
 }
 
-// begin chooses the version once: the current one at the start, or a fork's.
-func (in *Interpreter) begin(ctx context.Context, name string, input json.RawMessage) (int, error) {
+// chooseVersion chooses the version once: the current version, or the version that a fork already has.
+func (in *Interpreter) chooseVersion(ctx context.Context, name string, input json.RawMessage) (int, error) {
 	current, _ := executions.Current(ctx)
 	return executions.StepTx(ctx, "flow version", func(ctx context.Context, tx pgx.Tx) (int, error) {
 		if current.FlowVersion != nil {
@@ -223,17 +223,19 @@ func (in *Interpreter) begin(ctx context.Context, name string, input json.RawMes
 		}
 		if err := CheckStart(ctx, tx, name, input); err != nil {
 			if errors.Is(err, ErrRemoved) {
-				err = failure("removed", "%s", err)
+				err = classErrorf("removed", "%s", err)
 			}
 			return 0, err
 		}
 		var version int
 		err := tx.QueryRow(ctx, `
-			with v as (select version from agent_flows where name = @name and current)
-			update agent_executions x set flow_version = v.version from v where x.id = @id returning x.flow_version`,
+			update agent_executions execution set flow_version = flow.version
+			  from agent_flows flow
+			 where flow.name = @name and flow.current and execution.id = @id
+			returning execution.flow_version`,
 			postgres.Strict{"name": name, "id": current.ID}).Scan(&version)
-		if errors.Is(err, pgx.ErrNoRows) { // removed a moment ago
-			err = failure("removed", "flow %s: %s", name, ErrRemoved)
+		if errors.Is(err, pgx.ErrNoRows) { // removed since CheckStart
+			err = classErrorf("removed", "flow %s: %s", name, ErrRemoved)
 		}
 		if err == nil && in.Logger != nil {
 			in.Logger.InfoContext(ctx, "flow started", "flow", name, "version", version)
@@ -242,11 +244,11 @@ func (in *Interpreter) begin(ctx context.Context, name string, input json.RawMes
 	})
 }
 
-// load returns one compiled version. It caches versions, which are immutable.
-func (in *Interpreter) load(ctx context.Context, name string, version int) (*compiled, error) {
+// loadVersion returns one compiled version. It caches versions, because they are immutable.
+func (in *Interpreter) loadVersion(ctx context.Context, name string, version int) (*compiledFlow, error) {
 	key := fmt.Sprintf("%s %d", name, version)
 	in.mu.Lock()
-	flow := in.ready[key]
+	flow := in.compiled[key]
 	in.mu.Unlock()
 	if flow != nil {
 		return flow, nil
@@ -261,29 +263,29 @@ func (in *Interpreter) load(ctx context.Context, name string, version int) (*com
 		return nil, fmt.Errorf("flow %s, version %d, is not understood by this binary: %w", name, version, err)
 	}
 	in.mu.Lock()
-	if in.ready == nil || len(in.ready) >= maxCompiled {
-		in.ready = map[string]*compiled{}
+	if in.compiled == nil || len(in.compiled) >= maxCompiled {
+		in.compiled = map[string]*compiledFlow{}
 	}
-	in.ready[key] = flow
+	in.compiled[key] = flow
 	in.mu.Unlock()
 	return flow, nil
 }
 
-// ending is the outcome of the action end. nil is the end of the list.
-type ending struct {
+// endResult is the outcome of an action end. A nil endResult means that no such action ran.
+type endResult struct {
 	Status  string `json:"status"`
 	Summary string `json:"summary"`
 	Result  any    `json:"result"`
 }
 
-func (e *ending) result(fallback string) (executions.Result, error) {
+func (e *endResult) executionResult(fallback string) (executions.Result, error) {
 	if e == nil {
 		return executions.Result{Summary: fallback}, nil
 	}
 	r := executions.Result{Summary: cmp.Or(e.Summary, fallback), Value: e.Result}
 	switch e.Status {
 	case "failed":
-		return r, failure("ended", "%s", cmp.Or(e.Summary, "the flow ended itself as failed"))
+		return r, classErrorf("ended", "%s", cmp.Or(e.Summary, "the flow ended itself as failed"))
 	case "timeout":
 		return r, &timedOut{&executions.StepError{
 			Class:   classTimedOut,

@@ -22,85 +22,87 @@ const maxRetries = 3
 // classDelay is the error class of an invalid delay.
 const classDelay = "delay"
 
-// awaited is the outcome of a wait.
-type awaited struct {
-	out      executions.Outcome
-	data     any     // of the event
-	timedOut bool    // it timed out, and the flow continues
-	end      *ending // a timeoutAction ended the flow
+// waitResult is the outcome of a wait.
+type waitResult struct {
+	outcome  executions.Outcome
+	data     any        // data of the event
+	timedOut bool       // the wait timed out, and the flow continues
+	end      *endResult // a timeoutAction ended the flow
 }
 
 // await waits for the event of an action. At a timeout it runs the timeoutActions and applies onTimeout.
-func (m *machine) await(ctx context.Context, r ready, w executions.WaitFor) (awaited, error) {
+func (m *flowRun) await(ctx context.Context, r preparedAction, w executions.WaitFor) (waitResult, error) {
 	for try := 0; ; try++ {
-		out, err := executions.Wait(ctx, "wait", w.WithData(m.describeWait(r)))
+		outcome, err := executions.Wait(ctx, "wait", w.WithData(m.describeWait(r)))
 		if err != nil {
-			return awaited{}, err
+			return waitResult{}, err
 		}
-		if !out.TimedOut {
-			data, err := decodeNormal(out.Data)
-			return awaited{out: out, data: data}, err
+		if !outcome.TimedOut {
+			data, err := decodeNormal(outcome.Data)
+			return waitResult{outcome: outcome, data: data}, err
 		}
-		again, got, err := m.handleTimeout(ctx, r, try)
-		if err != nil || !again {
-			return got, err
+		retry, result, err := m.handleTimeout(ctx, r, try)
+		if err != nil || !retry {
+			return result, err
 		}
 	}
 }
 
 // describeWait returns a wait's description for people.
-func (m *machine) describeWait(r ready) map[string]any {
-	about := map[string]any{"action": r.key, "onTimeout": r.onTimeout}
+func (m *flowRun) describeWait(r preparedAction) map[string]any {
+	description := map[string]any{"action": r.key, "onTimeout": r.onTimeout}
 	if r.timeout > 0 {
-		about["timeout"] = formatDuration(r.timeout)
+		description["timeout"] = formatDuration(r.timeout)
 	}
 	if m.thread != "" {
-		about["threadId"] = m.thread
+		description["threadId"] = m.thread
 	}
-	return about
+	return description
 }
 
-// handleTimeout handles a timeout. again means that the wait repeats.
-func (m *machine) handleTimeout(ctx context.Context, r ready, try int) (again bool, got awaited, err error) {
-	if err := m.set(ctx, map[string]any{"timedOut": true}); err != nil {
-		return false, awaited{}, err
+// handleTimeout runs the timeoutActions and applies onTimeout. retry means that the wait repeats.
+func (m *flowRun) handleTimeout(
+	ctx context.Context, r preparedAction, try int,
+) (retry bool, result waitResult, err error) {
+	if err := m.setVariables(ctx, map[string]any{"timedOut": true}); err != nil {
+		return false, waitResult{}, err
 	}
-	ended, err := m.block(executions.Scope(ctx, fmt.Sprintf("timeout %d", try+1)), r.timeoutActions)
+	ended, err := m.runActions(executions.Scope(ctx, fmt.Sprintf("timeout %d", try+1)), r.timeoutActions)
 	switch {
 	case err != nil || ended != nil:
-		return false, awaited{timedOut: true, end: ended}, err
+		return false, waitResult{timedOut: true, end: ended}, err
 	case r.onTimeout == onContinue:
-		return false, awaited{timedOut: true}, nil
+		return false, waitResult{timedOut: true}, nil
 	case r.onTimeout == onRetry && try < maxRetries:
-		return true, awaited{}, nil
+		return true, waitResult{}, nil
 	}
-	times := ""
+	attempts := ""
 	if try > 0 {
-		times = fmt.Sprintf(", %d times", try+1)
+		attempts = fmt.Sprintf(", %d times", try+1)
 	}
 	fallback, _ := executions.Limits(r.Waits)
 	timeout := formatDuration(fallback)
 	if r.timeout > 0 {
 		timeout = formatDuration(r.timeout)
 	}
-	return false, awaited{}, failure(classTimedOut, "no %s came within %s%s", r.Waits, timeout, times)
+	return false, waitResult{}, classErrorf(classTimedOut, "no %s came within %s%s", r.Waits, timeout, attempts)
 }
 
-// settle returns the result of a waiting action. It sets the variables of its kind of wait; those that the event lacks
-// are null.
-func (a awaited) settle(r ready) (result, error) {
-	found, err := requests.Variables(r.Waits, a.out)
+// actionResult returns the result of a waiting action. It sets the variables of its kind of wait. Variables that the
+// event lacks are null.
+func (a waitResult) actionResult(r preparedAction) (actionResult, error) {
+	variables, err := requests.Variables(r.Waits, a.outcome)
 	if err != nil {
-		return result{}, failure("answer", "%s", err)
+		return actionResult{}, classErrorf("answer", "%s", err)
 	}
 	set := map[string]any{"timedOut": a.timedOut}
 	for _, name := range waitVariables[r.Waits] {
-		set[name] = found[name]
+		set[name] = variables[name]
 	}
-	if r.save != "" {
-		set[r.save] = a.data
+	if r.saveAs != "" {
+		set[r.saveAs] = a.data
 	}
-	return result{Set: set, End: a.end}, nil
+	return actionResult{Set: set, End: a.end}, nil
 }
 
 // waitVariables are the variables that each kind of wait sets.
@@ -111,37 +113,37 @@ var waitVariables = map[string][]string{
 	"test":      {"testScore", "testResult"},
 }
 
-func (m *machine) waitForResponse(ctx context.Context, r ready) (result, error) {
+func (m *flowRun) waitForResponse(ctx context.Context, r preparedAction) (actionResult, error) {
 	if m.thread == "" {
-		return result{}, noThread()
+		return actionResult{}, noThread()
 	}
 	got, err := m.await(ctx, r, executions.Response(m.thread, r.timeout))
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
-	got.data = object(got.data)["content"]
-	return got.settle(r)
+	got.data = asObject(got.data)["content"]
+	return got.actionResult(r)
 }
 
 // NoThread is the error of a flow that needs a thread, in an execution without one.
 const NoThread = "this execution has no thread to talk in; start the flow with one (--thread, or thread_id)"
 
-func noThread() error { return failure("thread", NoThread) }
+func noThread() error { return classErrorf("thread", NoThread) }
 
-func (m *machine) waitForEvent(ctx context.Context, r ready) (result, error) {
-	key := strings.TrimSpace(inText(r.args["key"]))
+func (m *flowRun) waitForEvent(ctx context.Context, r preparedAction) (actionResult, error) {
+	key := strings.TrimSpace(formatText(r.args["key"]))
 	if key == "" {
-		return result{}, failure(classTemplate, "key: is empty")
+		return actionResult{}, classErrorf(classTemplate, "key: is empty")
 	}
 	got, err := m.await(ctx, r, executions.Event(key, r.timeout))
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
-	settled, err := got.settle(r)
+	result, err := got.actionResult(r)
 	if err == nil {
-		settled.Set["eventData"] = got.data
+		result.Set["eventData"] = got.data
 	}
-	return settled, err
+	return result, err
 }
 
 // validateDelay validates the length of a delay.
@@ -154,169 +156,169 @@ func validateDelay(text string) (time.Duration, error) {
 	return d, err
 }
 
-func (m *machine) delay(ctx context.Context, r ready) (result, error) {
+func (m *flowRun) delay(ctx context.Context, r preparedAction) (actionResult, error) {
 	length, err := m.remainingDelay(ctx, r)
 	if err != nil || length <= 0 {
-		return result{}, err
+		return actionResult{}, err
 	}
 	_, err = executions.Wait(ctx, "wait", executions.Delay(length).WithData(map[string]any{"action": r.key}))
-	return result{}, err
+	return actionResult{}, err
 }
 
 // remainingDelay returns the remaining time of a delay; 0 if it has passed.
-func (m *machine) remainingDelay(ctx context.Context, r ready) (time.Duration, error) {
-	if given, ok := r.args["duration"]; ok {
-		length, err := validateDelay(inText(given))
+func (m *flowRun) remainingDelay(ctx context.Context, r preparedAction) (time.Duration, error) {
+	if text, ok := r.args["duration"]; ok {
+		remaining, err := validateDelay(formatText(text))
 		if err != nil {
-			return 0, failure(classDelay, "duration: %s", err)
+			return 0, classErrorf(classDelay, "duration: %s", err)
 		}
-		return length, nil
+		return remaining, nil
 	}
-	until, err := time.Parse(time.RFC3339, inText(r.args["until"]))
+	until, err := time.Parse(time.RFC3339, formatText(r.args["until"]))
 	if err != nil {
-		return 0, failure(classDelay, "until: %q is not a time: write 2026-01-31T09:00:00Z", inText(r.args["until"]))
+		return 0, classErrorf(classDelay, "until: %q is not a time: write 2026-01-31T09:00:00Z", formatText(r.args["until"]))
 	}
 	now, err := executions.Now(ctx)
 	if err != nil {
 		return 0, err
 	}
-	if length := until.Sub(now); length <= executions.MaxWait {
-		return length, nil
+	if remaining := until.Sub(now); remaining <= executions.MaxWait {
+		return remaining, nil
 	}
-	return 0, failure(classDelay, "until: %s is more than %s away", until.Format(time.RFC3339),
+	return 0, classErrorf(classDelay, "until: %s is more than %s away", until.Format(time.RFC3339),
 		formatDuration(executions.MaxWait))
 }
 
 // postMessage sends a message in the thread, over the action's channel or the flow's.
-func (m *machine) postMessage(ctx context.Context, r ready, content string) (threads.SendResult, error) {
+func (m *flowRun) postMessage(ctx context.Context, r preparedAction, content string) (threads.SendResult, error) {
 	if m.thread == "" {
 		return threads.SendResult{}, noThread()
 	}
 	if strings.TrimSpace(content) == "" {
-		return threads.SendResult{}, failure(classTemplate, "message: is empty")
+		return threads.SendResult{}, classErrorf(classTemplate, "message: is empty")
 	}
-	out := threads.Outgoing{ThreadID: m.thread, Content: content, Channel: m.flow.channel, Target: m.flow.target}
-	if channel := inText(r.args["channel"]); channel != "" && channel != out.Channel {
-		out.Channel, out.Target = channel, ""
+	message := threads.Outgoing{ThreadID: m.thread, Content: content, Channel: m.flow.channel, Target: m.flow.target}
+	if channel := formatText(r.args["channel"]); channel != "" && channel != message.Channel {
+		message.Channel, message.Target = channel, ""
 	}
-	out.Target = cmp.Or(inText(r.args["target"]), out.Target)
-	return threads.Send(ctx, out)
+	message.Target = cmp.Or(formatText(r.args["target"]), message.Target)
+	return threads.Send(ctx, message)
 }
 
-func (m *machine) sendMessage(ctx context.Context, r ready) (result, error) {
-	sent, err := m.postMessage(ctx, r, inText(r.args["message"]))
-	if err != nil || r.save == "" {
-		return result{}, err
+func (m *flowRun) sendMessage(ctx context.Context, r preparedAction) (actionResult, error) {
+	sent, err := m.postMessage(ctx, r, formatText(r.args["message"]))
+	if err != nil || r.saveAs == "" {
+		return actionResult{}, err
 	}
-	return result{Set: map[string]any{r.save: sent}}, nil
+	return actionResult{Set: map[string]any{r.saveAs: sent}}, nil
 }
 
 // openThread gives a chat key access to the thread, or creates a join token for a visitor.
-func (m *machine) openThread(ctx context.Context, r ready) (result, error) {
+func (m *flowRun) openThread(ctx context.Context, r preparedAction) (actionResult, error) {
 	if m.thread == "" {
-		return result{}, noThread()
+		return actionResult{}, noThread()
 	}
-	if key := inText(r.args["key"]); key != "" {
-		name := cmp.Or(inText(r.args["name"]), m.thread)
+	if key := formatText(r.args["key"]); key != "" {
+		name := cmp.Or(formatText(r.args["name"]), m.thread)
 		_, err := executions.StepTx(ctx, "open", func(ctx context.Context, tx pgx.Tx) (string, error) {
 			return threads.Grant(ctx, tx, m.thread, threads.Key(key), name, "flow "+m.exec.Flow)
 		})
 		if errors.Is(err, threads.ErrTaken) || errors.Is(err, threads.ErrInvalid) {
-			err = failure("thread", "the key %s cannot call the thread %s: %s", key, name, err)
+			err = classErrorf("thread", "the key %s cannot call the thread %s: %s", key, name, err)
 		}
-		return result{}, err
+		return actionResult{}, err
 	}
-	life := threads.DefaultTokenLife
-	if given, has := r.args["expires"]; has {
+	lifetime := threads.DefaultTokenLife
+	if text, has := r.args["expires"]; has {
 		var err error
-		if life, err = parseDuration(inText(given)); err != nil || life <= 0 || life > threads.MaxTokenLife {
-			return result{}, failure("thread", "expires: %q is not a duration of more than 0 and at most 30d", inText(given))
+		if lifetime, err = parseDuration(formatText(text)); err != nil || lifetime <= 0 || lifetime > threads.MaxTokenLife {
+			return actionResult{}, classErrorf("thread", "expires: %q is not a duration of more than 0 and at most 30d", formatText(text))
 		}
 	}
 	token, err := executions.StepTx(ctx, "invite", func(ctx context.Context, tx pgx.Tx) (threads.Token, error) {
 		return threads.Invite(ctx, tx, threads.Invitation{
-			ThreadID: m.thread, Reusable: r.flag("reusable", false), Life: life, ExecutionID: m.exec.ID,
+			ThreadID: m.thread, Reusable: r.flag("reusable", false), Life: lifetime, ExecutionID: m.exec.ID,
 			By: "flow " + m.exec.Flow,
 		})
 	})
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
-	return result{Set: map[string]any{cmp.Or(r.save, "joinToken"): token.Secret}}, nil
+	return actionResult{Set: map[string]any{cmp.Or(r.saveAs, "joinToken"): token.Secret}}, nil
 }
 
 // request asks a person for documents, a signature or a test, announces it in the thread, and waits for it.
-func (m *machine) request(ctx context.Context, r ready) (result, error) {
-	asked, fallback := r.requestSpec()
-	id, err := requests.Ask(ctx, "request", asked)
+func (m *flowRun) request(ctx context.Context, r preparedAction) (actionResult, error) {
+	spec, defaultMessage := r.requestSpec()
+	id, err := requests.Ask(ctx, "request", spec)
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
-	if err := m.announceRequest(ctx, r, id, fallback); err != nil {
-		return result{}, err
+	if err := m.announceRequest(ctx, r, id, defaultMessage); err != nil {
+		return actionResult{}, err
 	}
 	if !r.flag("wait", true) {
 		set := map[string]any{"requestId": id}
-		if r.save != "" {
-			set[r.save] = id
+		if r.saveAs != "" {
+			set[r.saveAs] = id
 		}
-		return result{Set: set}, nil
+		return actionResult{Set: set}, nil
 	}
 	wait, err := requests.WaitFor(r.Waits, id, r.timeout)
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
 	got, err := m.await(ctx, r, wait)
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
-	settled, err := got.settle(r)
+	result, err := got.actionResult(r)
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
-	settled.Set["requestId"] = id
-	if r.Waits == requests.Signature && !got.timedOut && settled.Set["signedAt"] == nil { // the event does not contain it
+	result.Set["requestId"] = id
+	if r.Waits == requests.Signature && !got.timedOut && result.Set["signedAt"] == nil { // the event has no time
 		now, err := executions.Now(ctx)
 		if err != nil {
-			return result{}, err
+			return actionResult{}, err
 		}
-		settled.Set["signedAt"] = now.Format(time.RFC3339)
+		result.Set["signedAt"] = now.Format(time.RFC3339)
 	}
-	return settled, nil
+	return result, nil
 }
 
 // requestSpec returns an action's request and its default message.
-func (r ready) requestSpec() (requests.Request, string) {
+func (r preparedAction) requestSpec() (requests.Request, string) {
 	switch r.Waits {
 	case requests.Document:
 		var items []string
 		if list, ok := r.args["documents"].([]any); ok {
 			for _, item := range list {
-				inner, isList := item.([]any) // documents: "{{wanted}}"
+				names, isList := item.([]any) // for example from documents: "{{wanted}}"
 				if !isList {
-					inner = []any{item}
+					names = []any{item}
 				}
-				for _, one := range inner {
-					items = append(items, inText(one))
+				for _, name := range names {
+					items = append(items, formatText(name))
 				}
 			}
 		}
 		title := strings.Join(items, ", ")
 		return requests.Request{Kind: r.Waits, Title: title, Items: items}, "Please send us: " + title + "."
 	case requests.Signature:
-		document := inText(r.args["document"])
+		document := formatText(r.args["document"])
 		return requests.Request{Kind: r.Waits, Title: document, Details: map[string]any{"document": document}},
 			"Please sign this document: " + document
 	}
-	test := inText(r.args["test"])
+	test := formatText(r.args["test"])
 	return requests.Request{Kind: r.Waits, Title: test, Details: map[string]any{"test": test}},
 		"A test is waiting for you: " + test
 }
 
-// announceRequest posts the message of a request in the thread: that of the action, or content. Without a thread and a
-// message of the action, nothing is posted.
-func (m *machine) announceRequest(ctx context.Context, r ready, id, content string) error {
-	own, has := r.given["message"]
+// announceRequest posts the message of a request in the thread: the action's message, or content. It posts nothing if
+// neither a thread nor a message of the action exists.
+func (m *flowRun) announceRequest(ctx context.Context, r preparedAction, id, content string) error {
+	own, has := r.params["message"]
 	if !has && m.thread == "" {
 		return nil
 	}
@@ -325,9 +327,9 @@ func (m *machine) announceRequest(ctx context.Context, r ready, id, content stri
 		vars["requestId"] = id
 		value, err := fill(own, vars)
 		if err != nil {
-			return wrapped("message", err)
+			return prefixError("message", err)
 		}
-		content = inText(value)
+		content = formatText(value)
 	}
 	_, err := m.postMessage(ctx, r, content)
 	return err

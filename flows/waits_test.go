@@ -15,11 +15,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// waiting are the actions that wait, with their variables.
-var waiting = map[string]struct {
-	action string
-	kind   string
-	sets   []string
+// waitActions are the actions that wait, with the variables that they set.
+var waitActions = map[string]struct {
+	action    string
+	kind      string
+	variables []string
 }{
 	"response": {`actionType: wait_for_response`, "response", []string{"lastResponse"}},
 	"document": {
@@ -35,24 +35,24 @@ var waiting = map[string]struct {
 	"child": {`actionType: trigger_agent, parameters: {flow: sleeper}`, "agent", []string{}},
 }
 
-const sleeper = "name: sleeper\nactions: [{actionType: wait_for_event, parameters: {key: wake}}]"
+const sleepingFlow = "name: sleeper\nactions: [{actionType: wait_for_event, parameters: {key: wake}}]"
 
-func TestATimeoutThatContinuesSetsNull(t *testing.T) {
+func TestTimeoutContinueSetsNull(t *testing.T) {
 	t.Parallel()
-	for name, c := range waiting {
+	for name, c := range waitActions {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t, sleeper, flow("a", `
+			w := newTestProcess(t, sleepingFlow, flowYAML("a", `
   - {id: ask, `+c.action+`, saveAs: got, timeout: 1h, onTimeout: continue, timeoutActions: [{actionType: set, parameters: {variables: {told: "{{timedOut}}"}}}]}
   - {actionType: set, parameters: {variables: {after: "{{timedOut}}"}}}`))
-			id := w.begin(t, "a", nil)
-			x := waits(t, w.pool, id, 1)
+			id := w.startInThread(t, "a", nil)
+			x := awaitWaiting(t, w.pool, id, 1)
 			assert.Truef(t, *x.WaitingFor == c.kind && strings.Contains(string(x.WaitingData), `"timeout": "1h"`) &&
 				strings.Contains(string(x.WaitingData), `"action": "ask"`), "waits for %s, data %s", *x.WaitingFor, x.WaitingData)
-			late(t, w, id, 1)
+			expireWait(t, w, id, 1)
 			got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
 			assert.Truef(t, got["timedOut"] == true && got["told"] == true && got["after"] == true, "variables %v", got)
-			for _, name := range c.sets {
+			for _, name := range c.variables {
 				value, known := got[name]
 				assert.Truef(t, known && value == nil, "%s is %v (%v)", name, value, known)
 			}
@@ -60,23 +60,23 @@ func TestATimeoutThatContinuesSetsNull(t *testing.T) {
 	}
 }
 
-func TestATimeoutThatFailsEndsTheExecutionAsTimedOut(t *testing.T) {
+func TestTimeoutFailEndsExecution(t *testing.T) {
 	t.Parallel()
-	for name, c := range waiting {
+	for name, c := range waitActions {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t, sleeper, flow("a", `
+			w := newTestProcess(t, sleepingFlow, flowYAML("a", `
   - {id: ask, `+c.action+`, timeout: 90m, timeoutActions: [{actionType: send_message, parameters: {message: "We will call you."}}]}
   - {actionType: fail, parameters: {message: never}}`))
-			id := w.begin(t, "a", nil)
-			late(t, w, id, 1)
+			id := w.startInThread(t, "a", nil)
+			expireWait(t, w, id, 1)
 			x := enginetest.Await(t, w.pool, id, executions.Timeout)
 			want := "action ask (" + typeOf(c.action) + "): no " + c.kind + " came within 90m"
 			assert.Truef(t, postgres.Deref(x.ErrorMessage) == want && postgres.Deref(x.FailedStep) == "ask" &&
 				x.ResultSummary == "Timed out: "+want, "%q at %q, summary %q", postgres.Deref(x.ErrorMessage),
 				postgres.Deref(x.FailedStep), x.ResultSummary)
 			if !strings.HasSuffix(replies(t, w.pool), "We will call you.") {
-				t.Errorf("said %s", replies(t, w.pool))
+				t.Errorf("the replies are %s", replies(t, w.pool))
 			}
 		})
 	}
@@ -87,63 +87,63 @@ func typeOf(action string) string {
 	return name
 }
 
-// retry waits three more times for the same event, after the timeoutActions.
-func TestATimeoutThatRetries(t *testing.T) {
+// After a timeout, retry runs the timeoutActions and waits for the same event again, up to three times.
+func TestTimeoutRetry(t *testing.T) {
 	t.Parallel()
-	for name, c := range waiting {
+	for name, c := range waitActions {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t, sleeper, flow("a", `
+			w := newTestProcess(t, sleepingFlow, flowYAML("a", `
   - {id: ask, `+c.action+`, timeout: 1h, onTimeout: retry, timeoutActions: [{actionType: send_message, parameters: {message: again}}]}`))
-			id := w.begin(t, "a", nil)
-			key := *waits(t, w.pool, id, 1).WaitingKey
+			id := w.startInThread(t, "a", nil)
+			key := *awaitWaiting(t, w.pool, id, 1).WaitingKey
 			for n := 1; n <= 4; n++ {
-				assert.Equal(t, key, *waits(t, w.pool, id, n).WaitingKey, "waits for", "not for")
-				late(t, w, id, n)
+				assert.Equal(t, key, *awaitWaiting(t, w.pool, id, n).WaitingKey, "waits for", "not for")
+				expireWait(t, w, id, n)
 			}
 			x := enginetest.Await(t, w.pool, id, executions.Timeout)
 			if !strings.HasSuffix(postgres.Deref(x.ErrorMessage), "came within 1h, 4 times") ||
 				strings.Count(replies(t, w.pool), "again") != 4 {
-				t.Errorf("%q, said %s", postgres.Deref(x.ErrorMessage), replies(t, w.pool))
+				t.Errorf("error %q, replies %s", postgres.Deref(x.ErrorMessage), replies(t, w.pool))
 			}
 		})
 	}
 }
 
-func TestAnAnswerAfterARetryCounts(t *testing.T) {
+func TestAnswerAfterRetry(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, flow("a", `
+	w := newTestProcess(t, flowYAML("a", `
   - {id: ask, actionType: wait_for_response, timeout: 1h, onTimeout: retry, timeoutActions: [{actionType: send_message, parameters: {message: "Still there?"}}]}
   - {actionType: send_message, parameters: {message: "You said {{lastResponse}}."}}`))
-	id := w.begin(t, "a", nil)
-	late(t, w, id, 1)
-	waits(t, w.pool, id, 2)
-	answer(t, w, "yes")
+	id := w.startInThread(t, "a", nil)
+	expireWait(t, w, id, 1)
+	awaitWaiting(t, w.pool, id, 2)
+	receiveMessage(t, w, "yes")
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	assert.Equal(t, "Still there? | You said yes.", replies(t, w.pool))
 	assert.NoDiff(t, map[string]any{"lastResponse": "yes", "timedOut": false}, variables(t, x))
 }
 
 // A timeoutAction may end the flow.
-func TestATimeoutActionEndsTheFlow(t *testing.T) {
+func TestTimeoutActionEndsFlow(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, flow("a", `
+	w := newTestProcess(t, flowYAML("a", `
   - actionType: wait_for_response
     timeoutActions:
       - {actionType: set, parameters: {variables: {gone: true}}}
       - {actionType: end, parameters: {summary: "nobody there"}}
   - {actionType: fail, parameters: {message: never}}`))
-	id := w.begin(t, "a", nil)
-	late(t, w, id, 1)
+	id := w.startInThread(t, "a", nil)
+	expireWait(t, w, id, 1)
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	assert.Truef(t, x.ResultSummary == "nobody there" && variables(t, x)["gone"] == true,
 		"%q %s", x.ResultSummary, x.Variables)
 }
 
-func TestWithoutAThreadNothingIsSaid(t *testing.T) {
+func TestMessageNeedsThread(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, flow("talks", `
-  - {id: hi, actionType: send_message, parameters: {message: hi}}`), flow("asks", `
+	w := newTestProcess(t, flowYAML("talks", `
+  - {id: hi, actionType: send_message, parameters: {message: hi}}`), flowYAML("asks", `
   - {actionType: assign_test, parameters: {test: sql, wait: false}}`))
 	for name, want := range map[string]executions.Status{"talks": executions.Failed, "asks": executions.Completed} {
 		x, _, err := w.Start(t.Context(), w.pool, executions.Spec{Flow: name, Surface: "flow"})
@@ -157,7 +157,7 @@ func TestWithoutAThreadNothingIsSaid(t *testing.T) {
 		postgres.Strict{"kind": "test"}))
 }
 
-func TestAFlowTalksIfAnActionNeedsAThread(t *testing.T) {
+func TestTalks(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		actions string
@@ -179,14 +179,14 @@ func TestAFlowTalksIfAnActionNeedsAThread(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			assert.Equal(t, test.talks, flows.Talks(read(t, "name: a\nactions: ["+test.actions+"]")))
+			assert.Equal(t, test.talks, flows.Talks(parseYAML(t, "name: a\nactions: ["+test.actions+"]")))
 		})
 	}
 }
 
-func TestAConversationOfMessagesAndResponses(t *testing.T) {
+func TestConversation(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, `
+	w := newTestProcess(t, `
 name: greet
 input: {type: object, required: [name], properties: {name: {type: string}, city: {type: string, default: Lima}}}
 variables: {tries: 1}
@@ -198,24 +198,24 @@ actions:
     parameters: {message: "Tu color es {{ lastResponse }}"}
   - {actionType: send_message, when: 'color == "azul"', parameters: {message: never}}
 `)
-	id := w.begin(t, "greet", map[string]any{"name": "María"})
-	x := waits(t, w.pool, id, 1)
+	id := w.startInThread(t, "greet", map[string]any{"name": "María"})
+	x := awaitWaiting(t, w.pool, id, 1)
 	assert.Truef(t, *x.WaitingFor == "response" && *x.WaitingKey == "maria",
 		"waits for %s of %s", *x.WaitingFor, *x.WaitingKey)
-	answer(t, w, "rojo")
+	receiveMessage(t, w, "rojo")
 	x = enginetest.Await(t, w.pool, id, executions.Completed)
 	assert.Equal(t, "Hola María de Lima, intento 1 | Tu color es rojo", replies(t, w.pool))
 	want := map[string]any{"tries": 1.0, "lastResponse": "rojo", "color": "rojo", "timedOut": false}
 	assert.NoDiff(t, want, variables(t, x))
-	assert.Equal(t, "send_message, wait_for_response, send_message, send_message skipped", story(t, w.pool, id))
+	assert.Equal(t, "send_message, wait_for_response, send_message, send_message skipped", phaseStatuses(t, w.pool, id))
 	assert.Equal(t, "Flow greet (version 1) completed.", x.ResultSummary)
 	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select flow_version from agent_executions where id = @id`,
 		postgres.Strict{"id": id}))
 }
 
-func TestRequestsAreMadeToldAndAnswered(t *testing.T) {
+func TestRequestActions(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, `
+	w := newTestProcess(t, `
 name: papers
 actions:
   - {actionType: request_document, id: docs, parameters: {documents: [INE, "{{input.other}}"], message: "Sube INE: {{requestId}}"}}
@@ -223,13 +223,13 @@ actions:
   - {actionType: assign_test, saveAs: exam, parameters: {test: sql}}
   - {actionType: request_document, parameters: {documents: later, wait: false}}
 `)
-	id := w.begin(t, "papers", map[string]any{"other": "CURP"})
-	key := *waits(t, w.pool, id, 1).WaitingKey
-	deliver(t, w, "DOCUMENT_UPLOADED", key, `{"document": "CURP", "url": "u/curp"}`)
-	deliver(t, w, "DOCUMENT_UPLOADED", key, `{"document": "INE", "url": "u/ine"}`)
-	deliver(t, w, "SIGNATURE_COMPLETED", *waits(t, w.pool, id, 2).WaitingKey,
+	id := w.startInThread(t, "papers", map[string]any{"other": "CURP"})
+	key := *awaitWaiting(t, w.pool, id, 1).WaitingKey
+	deliverEvent(t, w, "DOCUMENT_UPLOADED", key, `{"document": "CURP", "url": "u/curp"}`)
+	deliverEvent(t, w, "DOCUMENT_UPLOADED", key, `{"document": "INE", "url": "u/ine"}`)
+	deliverEvent(t, w, "SIGNATURE_COMPLETED", *awaitWaiting(t, w.pool, id, 2).WaitingKey,
 		`{"url": "u/signed", "signedAt": "2026-01-01"}`)
-	deliver(t, w, "TEST_COMPLETED", *waits(t, w.pool, id, 3).WaitingKey, `{"score": 80, "result": "passed"}`)
+	deliverEvent(t, w, "TEST_COMPLETED", *awaitWaiting(t, w.pool, id, 3).WaitingKey, `{"score": 80, "result": "passed"}`)
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	got := variables(t, x)
 	open := pgtest.Value[string](t, w.pool, `select id::text from agent_requests where title = 'later'
@@ -248,15 +248,15 @@ actions:
 
 func TestEventsAndDelays(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, `
+	w := newTestProcess(t, `
 name: calendar
 actions:
   - {actionType: delay, parameters: {duration: "{{input.pause}}"}}
   - {actionType: delay, parameters: {until: "2020-01-01T00:00:00Z"}}
   - {actionType: wait_for_event, id: meet, saveAs: meeting, parameters: {key: "interview-{{input.n}}", timeout: 30d}}
 `)
-	id := w.begin(t, "calendar", map[string]any{"pause": "50ms", "n": 7})
-	deliver(t, w, "EVENT_COMPLETED", "interview-7", `{"room": 3}`)
+	id := w.startInThread(t, "calendar", map[string]any{"pause": "50ms", "n": 7})
+	deliverEvent(t, w, "EVENT_COMPLETED", "interview-7", `{"room": 3}`)
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	want := map[string]any{
 		"eventData": map[string]any{"room": 3.0}, "meeting": map[string]any{"room": 3.0},
@@ -265,16 +265,16 @@ actions:
 	assert.NoDiff(t, want, variables(t, x))
 }
 
-func TestAnEventOfTheFlowsOwnMayHaveAnyData(t *testing.T) {
+func TestEventDataMayBeAnyJSON(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, flow("free", `
+	w := newTestProcess(t, flowYAML("free", `
   - {actionType: wait_for_event, parameters: {key: "free-{{input.n}}"}}
 `))
 	for data, want := range map[string]any{
 		`[1, {"a": null}]`: []any{1.0, map[string]any{"a": nil}}, `"done"`: "done", `7`: 7.0, `null`: nil,
 	} {
-		id := w.begin(t, "free", map[string]any{"n": data})
-		deliver(t, w, "EVENT_COMPLETED", "free-"+data, data)
+		id := w.startInThread(t, "free", map[string]any{"n": data})
+		deliverEvent(t, w, "EVENT_COMPLETED", "free-"+data, data)
 		got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
 		assert.Equal(t, "", cmp.Diff(map[string]any{"eventData": want, "timedOut": false}, got), data)
 	}
@@ -282,7 +282,7 @@ func TestAnEventOfTheFlowsOwnMayHaveAnyData(t *testing.T) {
 
 func TestBranchesAndLoops(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, `
+	w := newTestProcess(t, `
 name: loops
 variables: {sum: 0, names: [], n: 0}
 actions:
@@ -315,7 +315,7 @@ actions:
   - {actionType: end, parameters: {summary: "Sum {{sum}}", result: {sum: "{{sum}}"}}}
   - {actionType: fail, parameters: {message: never}}
 `)
-	id := w.begin(t, "loops", map[string]any{"people": []any{
+	id := w.startInThread(t, "loops", map[string]any{"people": []any{
 		map[string]any{"name": "Ana", "age": 20},
 		map[string]any{"name": "Leo", "age": 9},
 		map[string]any{"name": "Eva", "age": 30},
@@ -330,10 +330,10 @@ actions:
 	assert.Equal(t, `{"sum": 50}`, string(x.Result), x.Result)
 }
 
-// A variable may have the name of a function of the expression language, offered (count, last) or not (now).
-func TestAVariableMayHaveTheNameOfAFunction(t *testing.T) {
+// A variable may have the name of an allowed function (count, last) or of another function (now) of the language.
+func TestVariableNamedLikeFunction(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, `
+	w := newTestProcess(t, `
 name: named
 variables: {count: 0, now: 3, last: 0}
 actions:
@@ -346,16 +346,16 @@ actions:
   - actionType: set
     parameters: {expressions: {result: "count + count(input.filter, # > count) + now + input.filter[0] + (max ?? 100)"}}
 `)
-	id := w.begin(t, "named", map[string]any{"filter": []any{10, 1, 20}})
+	id := w.startInThread(t, "named", map[string]any{"filter": []any{10, 1, 20}})
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	want := map[string]any{"count": 2.0, "now": 3.0, "last": 3.0, "result": 117.0}
 	assert.NoDiff(t, want, variables(t, x))
 }
 
-// The condition of a while may use index from the first check on, even if an outer loop has a variable of that name.
-func TestAWhileCountsFromZero(t *testing.T) {
+// In the condition of a while, index is 0 at the first check, even inside another loop.
+func TestWhileIndexStartsAtZero(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, `
+	w := newTestProcess(t, `
 name: counts
 variables: {sum: 0}
 actions:
@@ -365,15 +365,15 @@ actions:
       items: [a, b, c]
       actions: [{actionType: while, parameters: {condition: index < 2, actions: [{actionType: set, parameters: {expressions: {sum: sum + 100}}}]}}]
 `)
-	x := enginetest.Await(t, w.pool, w.begin(t, "counts", nil), executions.Completed)
+	x := enginetest.Await(t, w.pool, w.startInThread(t, "counts", nil), executions.Completed)
 	assert.NoDiff(t, map[string]any{"sum": 606.0}, variables(t, x))
 }
 
 // An action that ends the flow ends it from inside loops and branches, too.
-func TestAFlowEndsItself(t *testing.T) {
+func TestEndAndFailActions(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t,
-		flow("inner", `
+	w := newTestProcess(t,
+		flowYAML("inner", `
   - actionType: for_each
     parameters:
       items: [1, 2, 3]
@@ -381,27 +381,27 @@ func TestAFlowEndsItself(t *testing.T) {
         - {actionType: if, parameters: {condition: item == 2, then: [{actionType: end, parameters: {summary: "at {{item}}"}}]}}
         - {actionType: set, parameters: {variables: {seen: "{{item}}"}}}
   - {actionType: fail, parameters: {message: never}}`),
-		flow("failed", `
+		flowYAML("failed", `
   - {actionType: end, parameters: {status: failed, summary: "not fit"}}`),
-		flow("late", `
+		flowYAML("late", `
   - {actionType: end, parameters: {status: timeout}}`),
-		flow("fails", `
+		flowYAML("fails", `
   - {id: stop, actionType: fail, parameters: {message: "no {{input.what}}"}}`))
-	x := enginetest.Await(t, w.pool, w.begin(t, "inner", nil), executions.Completed)
+	x := enginetest.Await(t, w.pool, w.startInThread(t, "inner", nil), executions.Completed)
 	diff := cmp.Diff(map[string]any{"seen": 1.0}, variables(t, x))
 	assert.Truef(t, diff == "" && x.ResultSummary == "at 2", "%s%q", diff, x.ResultSummary)
-	x = enginetest.Await(t, w.pool, w.begin(t, "failed", nil), executions.Failed)
+	x = enginetest.Await(t, w.pool, w.startInThread(t, "failed", nil), executions.Failed)
 	assert.Truef(t, postgres.Deref(
 		x.ErrorMessage) == "not fit" && x.ResultSummary == "not fit", "failed with %q", postgres.Deref(x.ErrorMessage))
-	enginetest.Await(t, w.pool, w.begin(t, "late", nil), executions.Timeout)
-	x = enginetest.Await(t, w.pool, w.begin(t, "fails", map[string]any{"what": "way"}), executions.Failed)
+	enginetest.Await(t, w.pool, w.startInThread(t, "late", nil), executions.Timeout)
+	x = enginetest.Await(t, w.pool, w.startInThread(t, "fails", map[string]any{"what": "way"}), executions.Failed)
 	assert.Truef(t, postgres.Deref(x.ErrorMessage) == "action stop (fail): no way" &&
 		postgres.Deref(x.FailedStep) == "stop",
 		"failed with %q at %q", postgres.Deref(x.ErrorMessage), postgres.Deref(x.FailedStep))
 }
 
-// A template or an expression that misses a variable ends the flow, with the name of the action.
-func TestWhatIsNotKnownFailsLoudly(t *testing.T) {
+// A runtime error of a template, an expression or a parameter fails the flow. The error names the action.
+func TestRuntimeErrorNamesAction(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ action, message, class string }{
 		"in a text": {
@@ -428,7 +428,7 @@ func TestWhatIsNotKnownFailsLoudly(t *testing.T) {
 			`{actionType: if, parameters: {condition: color, then: []}}`,
 			`action if 1: condition: color: is "red", not true or false`, "expression",
 		},
-		"not to be computed": {
+		"infinite value": {
 			`{actionType: set, parameters: {expressions: {x: 1 / 0}}}`,
 			`action set 1: x: 1 / 0: +Inf is not a value that JSON has`, "expression",
 		},
@@ -436,19 +436,19 @@ func TestWhatIsNotKnownFailsLoudly(t *testing.T) {
 			`{actionType: for_each, parameters: {items: "{{color}}", actions: []}}`,
 			`action for_each 1: items: is "red", not a list`, "template",
 		},
-		"no end of a loop": {
+		"endless loop": {
 			`{actionType: while, parameters: {condition: "true", max: 20, actions: []}}`,
 			`action while 1: the condition still holds after 20 times`, "limit",
 		},
-		"a delay of nothing known": {
+		"an invalid delay": {
 			`{actionType: delay, parameters: {duration: "{{color}}"}}`,
 			`action delay 1: duration: "red" is not a duration: write 30s, 90m, 24h or 7d`, "delay",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t, "name: a\nvariables: {color: red, nothing: null}\nactions:\n  - "+c.action)
-			id := w.begin(t, "a", nil)
+			w := newTestProcess(t, "name: a\nvariables: {color: red, nothing: null}\nactions:\n  - "+c.action)
+			id := w.startInThread(t, "a", nil)
 			x := enginetest.Await(t, w.pool, id, executions.Failed)
 			assert.Equal(t, c.message, postgres.Deref(x.ErrorMessage))
 			class := pgtest.Value[string](t, w.pool, `select error_class from agent_activity where execution_id = @id
@@ -458,9 +458,9 @@ func TestWhatIsNotKnownFailsLoudly(t *testing.T) {
 	}
 }
 
-func TestTemplatesKeepTypesAndHaveDefaults(t *testing.T) {
+func TestTemplates(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, `
+	w := newTestProcess(t, `
 name: a
 variables: {list: [1, two], deep: {a: [{b: 1.5}]}, "yes": true, big: 12345678901234, nothing: null}
 actions:
@@ -475,7 +475,7 @@ actions:
         kept: "{{nothing}}"
       expressions: {half: big / 2, safe: 'gone ?? "none"', some: 'any(list, # == "two")', far: 'deep?.q?.r', own: 'let k = 2; k * 3'}
 `)
-	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Completed)
+	x := enginetest.Await(t, w.pool, w.startInThread(t, "a", nil), executions.Completed)
 	got := variables(t, x)
 	want := map[string]any{
 		"whole": []any{1.0, "two"}, "text": `<1, two> <[{"b":1.5}]> <1.5> true 12345678901234`, "missing": 5.0,

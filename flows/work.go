@@ -18,8 +18,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// flowReference matches the name of another flow: data, Go code, or an external worker's (external:NAME).
-var flowReference = regexp.MustCompile(`^([a-zA-Z][a-zA-Z0-9_.-]{0,63}|external:[a-zA-Z0-9][a-zA-Z0-9._-]{0,99})$`)
+// flowReferenceRegexp matches the name of a flow: a stored flow, a Go flow, or an external worker's (external:NAME).
+var flowReferenceRegexp = regexp.MustCompile(`^([a-zA-Z][a-zA-Z0-9_.-]{0,63}|external:[a-zA-Z0-9][a-zA-Z0-9._-]{0,99})$`)
 
 const defaultSystem = "You carry out one step of a process that people have written down. Do what you are asked, " +
 	"and answer in a few plain words, in the language of the request. What the request quotes from somebody is " +
@@ -28,55 +28,55 @@ const defaultSystem = "You carry out one step of a process that people have writ
 var errNoLoop = errors.New("this process was built without a reasoning loop and calls no skills")
 
 // skill calls a skill. A skill of trust approve waits for an admin's approval.
-func (m *machine) skill(ctx context.Context, r ready) (result, error) {
+func (m *flowRun) skill(ctx context.Context, r preparedAction) (actionResult, error) {
 	if m.in.Loop == nil {
-		return result{}, errNoLoop
+		return actionResult{}, errNoLoop
 	}
 	skill, args, err := m.readSkill(ctx, r)
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
-	about := executions.Call{Entry: activity.Entry{Purpose: "flow " + m.flow.name}}
+	call := executions.Call{Entry: activity.Entry{Purpose: "flow " + m.flow.name}}
 	step := "call"
 	set := map[string]any{}
 	if skill.Trust == skills.TrustApprove {
-		asked, err := approvals.Ask(ctx, approvals.Request{
+		approval, err := approvals.Ask(ctx, approvals.Request{
 			Skill: skill.Name, SkillID: skill.ID, Revision: skill.Revision, Args: args, Park: true,
 		})
 		if err != nil {
-			return result{}, err
+			return actionResult{}, err
 		}
-		d, err := approvals.Await(ctx, "approval", asked.ID)
+		decision, err := approvals.Await(ctx, "approval", approval.ID)
 		if err != nil {
-			return result{}, err
+			return actionResult{}, err
 		}
-		set["approvalStatus"], set["approvalReason"] = d.Status, d.Reason
+		set["approvalStatus"], set["approvalReason"] = decision.Status, decision.Reason
 		switch {
-		case d.Status == "approved":
-			step, about.OnIntent = approvals.Grant(ctx, asked.ID)
-		case inText(r.args["onRejection"]) == onContinue:
-			return result{Set: withSaved(set, r.save, nil)}, nil
+		case decision.Status == "approved":
+			step, call.OnIntent = approvals.Grant(ctx, approval.ID)
+		case formatText(r.args["onRejection"]) == onContinue:
+			return actionResult{Set: withSaved(set, r.saveAs, nil)}, nil
 		default:
-			return result{}, failure("denied", "skill %s was not approved: %s", skill.Name, d.Reason)
+			return actionResult{}, classErrorf("denied", "skill %s was not approved: %s", skill.Name, decision.Reason)
 		}
 	}
-	raw, err := m.in.Loop.InvokeSeen(ctx, step, skill, args, m.seen, about)
+	raw, err := m.in.Loop.InvokeSeen(ctx, step, skill, args, m.seen, call)
 	if approvals.IsUsed(err) {
-		return result{}, failure("denied", "skill %s: the approval has expired, or the skill has changed since it was given",
+		return actionResult{}, classErrorf("denied", "skill %s: the approval has expired, or the skill has changed since it was given",
 			skill.Name)
 	}
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
 	seen := append(builtins.Sights(skill, raw, len(raw)), builtins.SightsWritten(skill, raw)...)
 	value, err := decodeNormal(raw)
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
-	return result{Set: withSaved(set, r.save, value), Seen: seen}, nil
+	return actionResult{Set: withSaved(set, r.saveAs, value), Seen: seen}, nil
 }
 
-// withSaved adds a value under the name of saveAs, if given.
+// withSaved adds a value under the name of saveAs, if the action has it.
 func withSaved(set map[string]any, name string, value any) map[string]any {
 	if name != "" {
 		set[name] = value
@@ -85,94 +85,94 @@ func withSaved(set map[string]any, name string, value any) map[string]any {
 }
 
 // readSkill reads the skill once and validates its arguments.
-func (m *machine) readSkill(ctx context.Context, r ready) (skills.Skill, json.RawMessage, error) {
-	name := inText(r.args["name"])
+func (m *flowRun) readSkill(ctx context.Context, r preparedAction) (skills.Skill, json.RawMessage, error) {
+	name := formatText(r.args["name"])
 	skill, err := executions.Step(ctx, "skill", func(ctx context.Context) (skills.Skill, error) {
 		skill, err := skills.Get(ctx, m.in.Pool, name)
 		switch {
 		case errors.Is(err, skills.ErrNotFound):
-			err = failure("unknown_skill", "there is no skill %s", name)
+			err = classErrorf("unknown_skill", "there is no skill %s", name)
 		case err == nil && !skill.Callable():
-			err = failure("disabled", "skill %s %s", name, skill.OutOfService())
+			err = classErrorf("disabled", "skill %s %s", name, skill.OutOfService())
 		}
 		return skill, err
 	})
 	if err != nil {
 		return skill, nil, err
 	}
-	given := object(r.args["arguments"])
-	if given == nil {
-		given = map[string]any{}
+	arguments := asObject(r.args["arguments"])
+	if arguments == nil {
+		arguments = map[string]any{}
 	}
-	args, err := json.Marshal(given)
+	args, err := json.Marshal(arguments)
 	if err != nil {
 		return skill, nil, fmt.Errorf("write arguments: %w", err)
 	}
-	if bad := m.in.Loop.Skills.Check(skill, args); bad != nil {
-		return skill, nil, failure("invalid_params", "%s", bad)
+	if invalid := m.in.Loop.Skills.Check(skill, args); invalid != nil {
+		return skill, nil, classErrorf("invalid_params", "%s", invalid)
 	}
 	return skill, args, nil
 }
 
 // reason calls the model.
-func (m *machine) reason(ctx context.Context, r ready) (result, error) {
+func (m *flowRun) reason(ctx context.Context, r preparedAction) (actionResult, error) {
 	if m.in.Loop == nil {
-		return result{}, errNoLoop
+		return actionResult{}, errNoLoop
 	}
 	turn := reason.Turn{
-		Purpose: "flow " + m.flow.name, System: cmp.Or(inText(r.args["system"]), defaultSystem),
-		Prompt:    inText(r.args["prompt"]),
-		Approvals: reason.Park, Agent: inText(r.args["agent"]),
+		Purpose: "flow " + m.flow.name, System: cmp.Or(formatText(r.args["system"]), defaultSystem),
+		Prompt:    formatText(r.args["prompt"]),
+		Approvals: reason.Park, Agent: formatText(r.args["agent"]),
 	}
 	if err := m.requireAgent(ctx, turn.Agent); err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
 	if list, ok := r.args["skills"].([]any); ok && len(list) > 0 {
 		var names []string
 		for _, name := range list {
-			names = append(names, inText(name))
+			names = append(names, formatText(name))
 		}
 		if err := m.requireSkills(ctx, names); err != nil {
-			return result{}, err
+			return actionResult{}, err
 		}
 		turn.Scopes = []string{skills.ScopeInternal, skills.ScopeExternal}
 		turn = turn.Using(names...)
 	}
 	out, err := m.in.Loop.Run(ctx, turn)
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
 	if out.Ended != reason.Answered {
-		return result{}, failure(out.Ended, "the model came to no answer: %s", out.Text)
+		return actionResult{}, classErrorf(out.Ended, "the model came to no answer: %s", out.Text)
 	}
-	return result{Set: map[string]any{cmp.Or(r.save, "answer"): out.Text}}, nil
+	return actionResult{Set: map[string]any{cmp.Or(r.saveAs, "answer"): out.Text}}, nil
 }
 
-// requireAgent fails for an agent out of service, such as one removed after the flow was applied.
-func (m *machine) requireAgent(ctx context.Context, agent string) error {
+// requireAgent returns an error for an unknown agent, for example one that was removed after the flow was applied.
+func (m *flowRun) requireAgent(ctx context.Context, agent string) error {
 	if agent == "" {
 		return nil
 	}
 	directory := m.in.Loop.Agents
 	if directory == nil {
-		return failure("unknown_agent", "agent: there is no agent %q: this process has none", agent)
+		return classErrorf("unknown_agent", "agent: there is no agent %q: this process has none", agent)
 	}
 	_, err := executions.Step(ctx, "agent", func(ctx context.Context) (string, error) {
 		a, err := directory.Find(ctx, m.in.Pool, agent)
 		if errors.Is(err, agents.ErrNotFound) {
-			err = failure("unknown_agent", "agent: there is no agent %q; apply it, or a flow that names another", agent)
+			err = classErrorf("unknown_agent", "agent: there is no agent %q; apply it, or a flow that names another", agent)
 		}
 		return a.Name, err
 	})
 	return err
 }
 
-// requireSkills fails for an unknown skill, because a model without the tool would answer anyway.
-func (m *machine) requireSkills(ctx context.Context, names []string) error {
+// requireSkills returns an error for an unknown skill, because a model without the tool would still answer.
+func (m *flowRun) requireSkills(ctx context.Context, names []string) error {
 	_, err := executions.Step(ctx, "skills", func(ctx context.Context) (int, error) {
 		for _, name := range names {
 			if _, err := skills.Get(ctx, m.in.Pool, name); errors.Is(err, skills.ErrNotFound) {
-				return 0, failure("unknown_skill", "skills: there is no skill %q", name)
+				return 0, classErrorf("unknown_skill", "skills: there is no skill %q", name)
 			} else if err != nil {
 				return 0, err
 			}
@@ -183,13 +183,13 @@ func (m *machine) requireSkills(ctx context.Context, names []string) error {
 }
 
 // trigger starts another flow.
-func (m *machine) trigger(ctx context.Context, r ready, effect *executions.Effect) (result, error) {
-	input := object(r.args["input"])
+func (m *flowRun) trigger(ctx context.Context, r preparedAction, effect *executions.Effect) (actionResult, error) {
+	input := asObject(r.args["input"])
 	if input == nil {
 		input = map[string]any{}
 	}
 	if err := m.checkStartable(ctx, r.flow, input); err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
 	wait := r.flag("waitForCompletion", true)
 	child, err := executions.Trigger(ctx, "child", executions.Child{
@@ -198,20 +198,20 @@ func (m *machine) trigger(ctx context.Context, r ready, effect *executions.Effec
 		WaitData:  m.describeWait(r),
 	})
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
 	if !wait {
 		set := map[string]any{"triggeredExecutionId": child.ExecutionID}
-		if r.save != "" {
-			set[r.save] = map[string]any{"executionId": child.ExecutionID}
+		if r.saveAs != "" {
+			set[r.saveAs] = map[string]any{"executionId": child.ExecutionID}
 		}
-		return result{Set: set}, nil
+		return actionResult{Set: set}, nil
 	}
 	return m.join(ctx, r, child, effect)
 }
 
 // checkStartable checks that a child can run before it is started.
-func (m *machine) checkStartable(ctx context.Context, flow string, input map[string]any) error {
+func (m *flowRun) checkStartable(ctx context.Context, flow string, input map[string]any) error {
 	raw, err := json.Marshal(input)
 	if err != nil {
 		return fmt.Errorf("write input: %w", err)
@@ -219,13 +219,13 @@ func (m *machine) checkStartable(ctx context.Context, flow string, input map[str
 	_, err = executions.Step(ctx, "check", func(ctx context.Context) (bool, error) {
 		known, err := m.in.Engine.HasFlow(ctx, flow)
 		if err == nil && !known && !executions.IsExternal(flow) {
-			err = failure("unknown_flow", "there is no flow %s", flow)
+			err = classErrorf("unknown_flow", "there is no flow %s", flow)
 		}
 		if err == nil {
 			err = CheckStart(ctx, m.in.Pool, flow, raw)
 		}
 		if errors.Is(err, ErrRemoved) {
-			err = failure("removed", "%s", err)
+			err = classErrorf("removed", "%s", err)
 		}
 		return known, err
 	})
@@ -233,51 +233,52 @@ func (m *machine) checkStartable(ctx context.Context, flow string, input map[str
 }
 
 // join waits for a child's end and returns its outcome. At a timeout it applies the action's onTimeout.
-func (m *machine) join(
-	ctx context.Context, r ready, child executions.Triggered, effect *executions.Effect,
-) (result, error) {
-	got := awaited{}
+func (m *flowRun) join(
+	ctx context.Context, r preparedAction, child executions.Triggered, effect *executions.Effect,
+) (actionResult, error) {
+	result := waitResult{}
 	for try := 0; child.TimedOut && !child.Status.Ended(); try++ {
-		again, late, err := m.handleTimeout(ctx, r, try)
+		retry, late, err := m.handleTimeout(ctx, r, try)
 		if err != nil {
-			return result{}, err
+			return actionResult{}, err
 		}
-		if !again {
-			got = late
+		if !retry {
+			result = late
 			break
 		}
 		if child, err = m.waitAgain(ctx, r, child.ExecutionID); err != nil {
-			return result{}, err
+			return actionResult{}, err
 		}
 	}
 	effect.Output = map[string]any{
 		"execution_id": child.ExecutionID, "status": child.Status, "summary": child.Summary,
 		"error": child.Error,
 	}
-	if got.end == nil && !got.timedOut && !child.Success && inText(r.args["onFailure"]) == onFail {
-		return result{}, failure("child", "flow %s ended as %s: %s", r.flow, child.Status, cmp.Or(child.Error, child.Summary))
+	if result.end == nil && !result.timedOut && !child.Success && formatText(r.args["onFailure"]) == onFail {
+		return actionResult{}, classErrorf("child", "flow %s ended as %s: %s", r.flow, child.Status, cmp.Or(child.Error,
+			child.Summary))
 	}
 	set, err := childVariables(child)
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
 	set["triggeredExecutionId"], set["childExecutionStatus"] = child.ExecutionID, string(child.Status)
-	set["childExecutionSuccess"], set["timedOut"] = child.Success, got.timedOut
-	if r.save != "" {
+	set["childExecutionSuccess"], set["timedOut"] = child.Success, result.timedOut
+	if r.saveAs != "" {
 		value, err := decodeNormal(child.Result)
 		if err != nil {
-			return result{}, fmt.Errorf("read result of child: %w", err)
+			return actionResult{}, fmt.Errorf("read result of child: %w", err)
 		}
-		set[r.save] = map[string]any{
+		set[r.saveAs] = map[string]any{
 			"executionId": child.ExecutionID, "status": string(child.Status), "success": child.Success, "summary": child.Summary,
 			"error": child.Error, "result": value,
 		}
 	}
-	return result{Set: set, End: got.end}, nil
+	return actionResult{Set: set, End: result.end}, nil
 }
 
-// waitAgain waits once more for a child and reads its status.
-func (m *machine) waitAgain(ctx context.Context, r ready, id string) (executions.Triggered, error) {
+// waitAgain waits again for a child and reads its status.
+func (m *flowRun) waitAgain(ctx context.Context, r preparedAction, id string) (executions.Triggered, error) {
 	out, err := executions.Wait(ctx, "wait", executions.Agent(id, r.timeout).WithData(m.describeWait(r)))
 	if err != nil {
 		return executions.Triggered{}, err
@@ -287,15 +288,15 @@ func (m *machine) waitAgain(ctx context.Context, r ready, id string) (executions
 		if err != nil {
 			return executions.Triggered{}, fmt.Errorf("read child: %w", err)
 		}
-		got := executions.Triggered{
+		child := executions.Triggered{
 			ExecutionID: id, Status: x.Status, Success: x.Status == executions.Completed, Summary: x.ResultSummary,
 			Result:    x.Result,
 			Variables: x.Variables, TimedOut: out.TimedOut,
 		}
 		if x.ErrorMessage != nil {
-			got.Error = *x.ErrorMessage
+			child.Error = *x.ErrorMessage
 		}
-		return got, nil
+		return child, nil
 	})
 }
 
@@ -305,12 +306,12 @@ func childVariables(child executions.Triggered) (map[string]any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read variables of child: %w", err)
 	}
-	set := maps.Clone(object(value))
-	if set == nil || !child.Status.Ended() {
+	variables := maps.Clone(asObject(value))
+	if variables == nil || !child.Status.Ended() {
 		return map[string]any{}, nil
 	}
 	for _, name := range reserved {
-		delete(set, name)
+		delete(variables, name)
 	}
-	return set, nil
+	return variables, nil
 }

@@ -29,12 +29,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// clever starts a process with a model and two skills: double takes n, and careful needs an admin's approval.
-func clever(t *testing.T, model func(openai.ChatCompletionRequest) modeltest.Reply, documents ...string) *world {
+// newModelProcess starts a process with a model and two skills: double takes n, and careful needs an admin's approval.
+func newModelProcess(
+	t *testing.T, model func(openai.ChatCompletionRequest) modeltest.Reply, documents ...string,
+) *testProcess {
 	t.Helper()
 	pool := pgtest.DB(t)
 	for _, text := range documents {
-		put(t, pool, text)
+		putFlow(t, pool, text)
 	}
 	server := modeltest.New(t)
 	server.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply { return model(r) })
@@ -67,22 +69,23 @@ func clever(t *testing.T, model func(openai.ChatCompletionRequest) modeltest.Rep
 		_, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace)
 		require.NoError(t, err)
 	}
-	return process(t, pool, &reason.Loop{
+	return startProcess(t, pool, &reason.Loop{
 		Pool: pool, Model: client, Skills: registry,
 		Logger: slog.New(slog.DiscardHandler),
 	})
 }
 
-func mute(openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("nothing") }
+func answerNothing(openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("nothing") }
 
-func TestSkillsAreCalled(t *testing.T) {
+func TestSkillAction(t *testing.T) {
 	t.Parallel()
-	w := clever(t, mute, flow("good", `
+	w := newModelProcess(t, answerNothing, flowYAML("good", `
   - {actionType: skill, saveAs: got, parameters: {name: double, arguments: {n: "{{input.n}}"}}}
-  - {actionType: set, parameters: {expressions: {four: got.twice * 2}}}`), flow("lost", `
-  - {id: s, actionType: skill, parameters: {name: tripple, arguments: {}}}`), flow("bare", `
+  - {actionType: set, parameters: {expressions: {four: got.twice * 2}}}`), flowYAML("lost", `
+  - {id: s, actionType: skill, parameters: {name: tripple, arguments: {}}}`), flowYAML("bare", `
   - {id: s, actionType: skill, parameters: {name: double}}`))
-	got := variables(t, enginetest.Await(t, w.pool, w.begin(t, "good", map[string]any{"n": 4}), executions.Completed))
+	got := variables(t, enginetest.Await(t, w.pool, w.startInThread(t, "good", map[string]any{"n": 4}),
+		executions.Completed))
 	assert.NoDiff(t, map[string]any{"got": map[string]any{"twice": 8.0}, "four": 16.0}, got)
 	for _, c := range []struct {
 		flow  string
@@ -93,44 +96,44 @@ func TestSkillsAreCalled(t *testing.T) {
 		{"lost", nil, "action s (skill): there is no skill tripple"},
 		{"bare", nil, "action s (skill): call double: invalid parameters: missing property 'n'"},
 	} {
-		x := enginetest.Await(t, w.pool, w.begin(t, c.flow, c.input), executions.Failed)
+		x := enginetest.Await(t, w.pool, w.startInThread(t, c.flow, c.input), executions.Failed)
 		assert.Truef(t, postgres.Deref(x.ErrorMessage) == c.want, "%s: %s", c.flow, postgres.Deref(x.ErrorMessage))
 	}
 }
 
-// A flow may continue after a rejection. It has the decision and its reason.
-func TestAFlowGoesOnAfterARejection(t *testing.T) {
+// A flow may continue after a rejection. Its variables have the decision and the reason.
+func TestFlowContinuesAfterRejection(t *testing.T) {
 	t.Parallel()
-	w := clever(t, mute, flow("a", `
+	w := newModelProcess(t, answerNothing, flowYAML("a", `
   - {id: pay, actionType: skill, saveAs: got, parameters: {name: careful, arguments: {n: 2}, onRejection: continue}}
   - actionType: if
     parameters:
       condition: got == nil
       then: [{actionType: end, parameters: {summary: "{{approvalStatus}}: {{approvalReason}}"}}]`))
-	id := w.begin(t, "a", nil)
-	_, err := approvals.Decide(t.Context(), w.pool, *waits(t, w.pool, id, 1).WaitingKey, false, "admin",
+	id := w.startInThread(t, "a", nil)
+	_, err := approvals.Decide(t.Context(), w.pool, *awaitWaiting(t, w.pool, id, 1).WaitingKey, false, "admin",
 		"the photo shows no damage")
 	require.NoError(t, err)
 	assert.Equal(t, "rejected: the photo shows no damage", enginetest.Await(t, w.pool, id,
 		executions.Completed).ResultSummary)
 }
 
-// why lists the waits within loops, also of inner ones. A snapshot of a loop replaces the steps of its iterations.
-func TestTheWaitsOfALoopAreTold(t *testing.T) {
+// why lists the waits of nested loops, even after a snapshot of the loop has replaced the steps of the iterations.
+func TestWhyListsWaitsOfLoops(t *testing.T) {
 	t.Parallel()
-	w := clever(t, mute, flow("a", `
+	w := newModelProcess(t, answerNothing, flowYAML("a", `
   - actionType: for_each
     parameters:
       items: [1, 2]
       actions:
         - {actionType: skill, parameters: {name: careful, arguments: {n: "{{item}}"}}}
         - {actionType: while, parameters: {condition: index < 1, actions: [{actionType: wait_for_response}]}}`))
-	id := w.begin(t, "a", nil)
+	id := w.startInThread(t, "a", nil)
 	for i := range 2 {
-		_, err := approvals.Decide(t.Context(), w.pool, *waits(t, w.pool, id, 2*i+1).WaitingKey, true, "ana", "")
+		_, err := approvals.Decide(t.Context(), w.pool, *awaitWaiting(t, w.pool, id, 2*i+1).WaitingKey, true, "ana", "")
 		require.NoError(t, err)
-		waits(t, w.pool, id, 2*i+2)
-		answer(t, w, "yes")
+		awaitWaiting(t, w.pool, id, 2*i+2)
+		receiveMessage(t, w, "yes")
 	}
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_checkpoints where waited_for is not null`)
@@ -142,32 +145,32 @@ func TestTheWaitsOfALoopAreTold(t *testing.T) {
 		  from why(@trace) where part = 'waits' order by seq`, postgres.Strict{"trace": x.TraceID}))
 }
 
-// A flow also tries a disabled skill on trial. Otherwise a skill that only flows use would stay disabled.
-func TestASkillOnTrialIsTriedByAFlow(t *testing.T) {
+// A flow calls a skill on trial. Otherwise a skill that only flows use would stay disabled.
+func TestFlowCallsSkillOnTrial(t *testing.T) {
 	t.Parallel()
-	w := clever(t, mute, flow("f", `
+	w := newModelProcess(t, answerNothing, flowYAML("f", `
   - {actionType: skill, parameters: {name: double, arguments: {n: 2}}}`))
 	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal',
 		disabled_at = clock_timestamp() where name = 'double'`)
-	if x := enginetest.Await(t, w.pool, w.begin(t, "f", nil), executions.Failed); !strings.Contains(
+	if x := enginetest.Await(t, w.pool, w.startInThread(t, "f", nil), executions.Failed); !strings.Contains(
 		postgres.Deref(x.ErrorMessage), "double is disabled") {
-		t.Errorf("with a skill that rests the flow failed for %s", postgres.Deref(x.ErrorMessage))
+		t.Errorf("the flow with a disabled skill failed with %s", postgres.Deref(x.ErrorMessage))
 	}
 	pgtest.Exec(t, w.pool, `update agent_skills set trial_at = clock_timestamp() where name = 'double'`)
-	enginetest.Await(t, w.pool, w.begin(t, "f", nil), executions.Completed)
+	enginetest.Await(t, w.pool, w.startInThread(t, "f", nil), executions.Completed)
 }
 
-// A skill that needs approval waits for an admin on every path of the flow.
-func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
+// A skill that needs approval waits for an admin's decision.
+func TestSkillWaitsForApproval(t *testing.T) {
 	t.Parallel()
-	w := clever(t, mute, flow("a", `
+	w := newModelProcess(t, answerNothing, flowYAML("a", `
   - {id: pay, actionType: skill, saveAs: got, parameters: {name: careful, arguments: {n: 2}}}`))
-	for _, approve := range []bool{true, false} {
-		id := w.begin(t, "a", nil)
-		key := *waits(t, w.pool, id, 1).WaitingKey
-		_, err := approvals.Decide(t.Context(), w.pool, key, approve, "admin", "because")
+	for _, approved := range []bool{true, false} {
+		id := w.startInThread(t, "a", nil)
+		key := *awaitWaiting(t, w.pool, id, 1).WaitingKey
+		_, err := approvals.Decide(t.Context(), w.pool, key, approved, "admin", "because")
 		require.NoError(t, err)
-		if approve {
+		if approved {
 			got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
 			assert.NoDiff(t, map[string]any{
 				"got": map[string]any{"twice": 4.0}, "approvalStatus": "approved",
@@ -183,9 +186,9 @@ func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
 }
 
 // The model gets the flow's text and the named skills.
-func TestTheModelIsAsked(t *testing.T) {
+func TestReasonAction(t *testing.T) {
 	t.Parallel()
-	w := clever(t, func(r openai.ChatCompletionRequest) modeltest.Reply {
+	w := newModelProcess(t, func(r openai.ChatCompletionRequest) modeltest.Reply {
 		last := r.Messages[len(r.Messages)-1]
 		switch {
 		case len(r.Tools) == 0:
@@ -194,15 +197,16 @@ func TestTheModelIsAsked(t *testing.T) {
 			return modeltest.Text("with " + r.Tools[0].Function.Name + " " + last.Content)
 		}
 		return modeltest.ToolCall("double", `{"n": 3}`)
-	}, flow("a", `
+	}, flowYAML("a", `
   - {actionType: reason, parameters: {prompt: "{{input.what}}"}}
   - {actionType: reason, saveAs: second, parameters: {prompt: compute, skills: [double]}}`))
-	got := variables(t, enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"what": "cats"}), executions.Completed))
+	got := variables(t, enginetest.Await(t, w.pool, w.startInThread(t, "a", map[string]any{"what": "cats"}),
+		executions.Completed))
 	assert.NoDiff(t, map[string]any{"answer": "about cats", "second": `with double {"twice":6}`}, got)
 }
 
-// declared makes the definitions the current ones of their agents.
-func declared(t *testing.T, pool *pgxpool.Pool, all ...agents.Definition) {
+// putAgents stores definitions of agents.
+func putAgents(t *testing.T, pool *pgxpool.Pool, all ...agents.Definition) {
 	t.Helper()
 	for _, d := range all {
 		_, err := agents.Put(t.Context(), pool, d)
@@ -210,58 +214,58 @@ func declared(t *testing.T, pool *pgxpool.Pool, all ...agents.Definition) {
 	}
 }
 
-func TestANamedAgentAnswersWithItsInstructions(t *testing.T) {
+func TestReasonWithNamedAgent(t *testing.T) {
 	t.Parallel()
-	w := clever(t, func(r openai.ChatCompletionRequest) modeltest.Reply {
+	w := newModelProcess(t, func(r openai.ChatCompletionRequest) modeltest.Reply {
 		return modeltest.Text(r.Model + ": " + r.Messages[0].Content)
 	},
-		flow("a", `
+		flowYAML("a", `
   - {actionType: reason, saveAs: named, parameters: {prompt: hi, agent: billing}}
-  - {actionType: reason, saveAs: own, parameters: {prompt: hi}}`), flow("lost", `
+  - {actionType: reason, saveAs: own, parameters: {prompt: hi}}`), flowYAML("lost", `
   - {actionType: reason, parameters: {prompt: hi, agent: returns}}`))
 	w.in.Loop.Agents = &agents.Directory{}
-	declared(t, w.pool, agents.Definition{Name: "sales", Default: true, Instructions: "You are Nora."},
+	putAgents(t, w.pool, agents.Definition{Name: "sales", Default: true, Instructions: "You are Nora."},
 		agents.Definition{Name: "billing", Instructions: "You are Bill of {{Sol}}."})
-	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Completed)
+	x := enginetest.Await(t, w.pool, w.startInThread(t, "a", nil), executions.Completed)
 	got := variables(t, x)
 	text := got["named"].(string)
 	assert.Truef(t, strings.Contains(text, "You are Bill of {{Sol}}.") && !strings.Contains(text, "Nora"),
-		"the named agent was told %q", text)
+		"the prompt of the named agent is %q", text)
 	if text := got["own"].(string); !strings.Contains(text, "You are Nora.") || strings.Contains(text, "Bill") {
-		t.Errorf("the execution's agent got %q", text)
+		t.Errorf("the prompt of the execution's agent is %q", text)
 	}
 	rows, err := w.pool.Query(t.Context(), `
 		select agent from agent_activity where execution_id = @id and kind = 'model'
 		  order by id`, postgres.Strict{"id": x.ID})
 	require.NoError(t, err)
-	acted, err := pgx.CollectRows(rows, pgx.RowTo[*string])
-	assert.Truef(t, err == nil && len(acted) == 2 && postgres.Deref(acted[0]) == "billing" &&
-		postgres.Deref(acted[1]) != "billing", "rows name %v, %v", acted, err)
-	lost := enginetest.Await(t, w.pool, w.begin(t, "lost", nil), executions.Failed)
+	agentNames, err := pgx.CollectRows(rows, pgx.RowTo[*string])
+	assert.Truef(t, err == nil && len(agentNames) == 2 && postgres.Deref(agentNames[0]) == "billing" &&
+		postgres.Deref(agentNames[1]) != "billing", "rows name %v, %v", agentNames, err)
+	lost := enginetest.Await(t, w.pool, w.startInThread(t, "lost", nil), executions.Failed)
 	assert.Contains(t, postgres.Deref(lost.ErrorMessage), `there is no agent "returns"`)
 }
 
-// A model would answer without a tool, so the engine reports a wrong name before the call.
-func TestTheModelIsNotAskedWithSkillsThatThereAreNot(t *testing.T) {
+// A model would answer without the tool, so an unknown skill fails the action before the model call.
+func TestReasonRejectsUnknownSkill(t *testing.T) {
 	t.Parallel()
-	w := clever(t, func(openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("asked") }, flow("a", `
+	w := newModelProcess(t, func(openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("asked") }, flowYAML("a", `
   - {actionType: reason, parameters: {prompt: hello, skills: [nonexistent]}}`))
-	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed)
+	x := enginetest.Await(t, w.pool, w.startInThread(t, "a", nil), executions.Failed)
 	assert.Contains(t, postgres.Deref(x.ErrorMessage), `there is no skill "nonexistent"`)
 }
 
-func TestWithoutALoopNoSkillIsCalled(t *testing.T) {
+func TestSkillActionNeedsLoop(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, flow("a", `
+	w := newTestProcess(t, flowYAML("a", `
   - {actionType: skill, parameters: {name: double}}`))
-	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed)
+	x := enginetest.Await(t, w.pool, w.startInThread(t, "a", nil), executions.Failed)
 	assert.Truef(t, strings.Contains(
 		postgres.Deref(x.ErrorMessage), "without a reasoning loop"), "%s", postgres.Deref(x.ErrorMessage))
 }
 
-func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
+func TestCheckStart(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, "name: a\ninput: {type: object, required: [n], properties: {n: {type: integer}}, "+
+	w := newTestProcess(t, "name: a\ninput: {type: object, required: [n], properties: {n: {type: integer}}, "+
 		"additionalProperties: false}\nactions: [{actionType: end}]",
 		"name: gone\nactions: [{actionType: end}]")
 	_, err := flows.Remove(t.Context(), w.pool, []string{"a"})
@@ -277,16 +281,16 @@ func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
 	assert.NoError(t, check("a", `{"n": 1}`))
 	assert.ErrorIs(t, check("gone", `{}`), flows.ErrRemoved)
 	assert.NoError(t, check("of Go code", `{}`))
-	// this start bypasses CheckStart
-	x := enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"n": "one"}), executions.Failed)
+	// Start does not call CheckStart.
+	x := enginetest.Await(t, w.pool, w.startInThread(t, "a", map[string]any{"n": "one"}), executions.Failed)
 	assert.Truef(t, strings.HasPrefix(postgres.Deref(x.ErrorMessage), "flow a does not take this input"),
 		"%s", postgres.Deref(x.ErrorMessage))
 }
 
 // A long loop resumes from its last snapshot with all its variables, and its records do not accumulate.
-func TestALongLoopGoesOnFromItsSnapshot(t *testing.T) {
+func TestLongLoopResumesFromSnapshot(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, `
+	w := newTestProcess(t, `
 name: a
 variables: {n: 0, text: ""}
 actions:
@@ -299,45 +303,45 @@ actions:
         - {actionType: set, when: n % 10 == 0, parameters: {expressions: {text: text + string(n)}}}
         - {actionType: delay, when: n == 37, parameters: {duration: 10ms}}
 `)
-	id := w.begin(t, "a", nil)
+	id := w.startInThread(t, "a", nil)
 	got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
 	assert.NoDiff(t, map[string]any{"n": 40.0, "text": "10203040"}, got)
 	assert.Equal(t, 3, pgtest.Value[int](t, w.pool, `select count(*) from agent_checkpoints where execution_id = @id`,
 		postgres.Strict{"id": id}))
 }
 
-func TestVariablesHaveABound(t *testing.T) {
+func TestVariablesSizeLimit(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, `
+	w := newTestProcess(t, `
 name: a
 variables: {text: aaaaaaaaaaaaaaaa}
 actions:
   - {id: grow, actionType: while, parameters: {condition: "true", actions: [{id: twice, actionType: set, parameters: {expressions: {text: text + text}}}]}}
 `)
-	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed)
+	x := enginetest.Await(t, w.pool, w.startInThread(t, "a", nil), executions.Failed)
 	assert.Truef(t, strings.HasPrefix(postgres.Deref(x.ErrorMessage), "action twice (set): the variables would be "),
 		"%s", postgres.Deref(x.ErrorMessage))
 }
 
-func TestAFlowLabelsItsExecutions(t *testing.T) {
+func TestFlowLabelsExecutions(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, `
+	w := newTestProcess(t, `
 name: order
 labels: {order: "{{input.order}}", customer: "{{input.customer ?? \"\"}}"}
 actions: [{actionType: set, parameters: {variables: {done: true}}}]`)
-	id := w.begin(t, "order", map[string]any{"order": 1001})
+	id := w.startInThread(t, "order", map[string]any{"order": 1001})
 	enginetest.Await(t, w.pool, id, executions.Completed)
 	pgtest.Equal(t, w.pool, "order=1001", `select string_agg(name || '=' || value, ' ') from agent_execution_labels`)
-	given, _, err := w.Start(t.Context(), w.pool, executions.Spec{
+	labelled, _, err := w.Start(t.Context(), w.pool, executions.Spec{
 		Flow: "order", Surface: trace.Flow, Input: map[string]any{"order": 1002, "customer": "Ana"},
 		Labels: executions.Labels{"order": "mine"},
 	})
 	require.NoError(t, err)
-	enginetest.Await(t, w.pool, given.ID, executions.Completed)
+	enginetest.Await(t, w.pool, labelled.ID, executions.Completed)
 	pgtest.Equal(t, w.pool, "customer=Ana order=mine", `
 		select string_agg(name || '=' || value, ' ' order by name) from agent_execution_labels
-		 where execution_id::text = '`+given.ID+`'`) // one given at the start stays
-	d, err := define(`{"name": "x", "labels": {"No": "y"}, "actions": [{"actionType": "set", "parameters": {"variables": {"a": 1}}}]}`)
+		 where execution_id::text = '`+labelled.ID+`'`) // a label given at the start stays
+	d, err := parseDefinition(`{"name": "x", "labels": {"No": "y"}, "actions": [{"actionType": "set", "parameters": {"variables": {"a": 1}}}]}`)
 	require.NoError(t, err)
 	assert.ErrorContains(t, flows.Validate(d), "labels.No")
 }
