@@ -41,7 +41,7 @@ func SpecOf(a agents.Agent) executions.Spec {
 // agents calls it in the same transaction with server false, because its settings may differ: then existing schedules
 // keep their times, unless the agent's document declares them.
 func Sync(ctx context.Context, tx pgx.Tx, directory *agents.Directory, server bool) error {
-	// or it would remove the schedule of an agent that is applied meanwhile
+	// The lock prevents the removal of a schedule that a concurrent apply has not committed yet.
 	if err := workspace.Lock(ctx, tx); err != nil {
 		return err
 	}
@@ -72,9 +72,9 @@ func Sync(ctx context.Context, tx pgx.Tx, directory *agents.Directory, server bo
 	return executions.RemoveSchedules(ctx, tx, Flow, keep)
 }
 
-// putSchedule writes a schedule. With times false it keeps the times of an existing one.
-func putSchedule(ctx context.Context, db postgres.DB, s executions.Schedule, times bool) error {
-	if !times {
+// putSchedule writes a schedule. Without updateTimes it keeps the times of an existing schedule.
+func putSchedule(ctx context.Context, db postgres.DB, s executions.Schedule, updateTimes bool) error {
+	if !updateTimes {
 		found, err := executions.AssignSchedule(ctx, db, s.Name, s.Agent)
 		if err != nil || found {
 			return err
@@ -89,27 +89,27 @@ type agentInfo struct {
 	Others []string `json:"others,omitempty"` // agents that have heartbeats of their own
 }
 
-// newRun reads the agent of a heartbeat once.
+// newRun reads the agent of a heartbeat in a step.
 func (h *Heartbeat) newRun(ctx context.Context, in input) (*heartbeatRun, error) {
 	b := &heartbeatRun{Heartbeat: h, isDefault: in.Agent == ""}
 	if h.Loop.Agents == nil {
 		return b, nil
 	}
 	var err error
-	b.info, err = executions.Step(ctx, "agent", func(ctx context.Context) (w agentInfo, err error) {
+	b.info, err = executions.Step(ctx, "agent", func(ctx context.Context) (info agentInfo, err error) {
 		all, err := h.Loop.Agents.List(ctx, h.Pool)
 		for _, a := range all {
 			if a.Heartbeat == nil {
 				continue
 			}
 			if a.Name == in.Agent || in.Agent == "" && a.Default {
-				w.Prompt = a.Heartbeat.Prompt
+				info.Prompt = a.Heartbeat.Prompt
 			}
 			if !a.Default {
-				w.Others = append(w.Others, a.Name)
+				info.Others = append(info.Others, a.Name)
 			}
 		}
-		return w, err
+		return info, err
 	})
 	if err != nil {
 		return nil, fmt.Errorf("read the agent: %w", err)
@@ -120,14 +120,14 @@ func (h *Heartbeat) newRun(ctx context.Context, in input) (*heartbeatRun, error)
 
 // runPrompt runs the heartbeat prompt of the agent's document.
 func (b *heartbeatRun) runPrompt(ctx context.Context) (phaseResult, error) {
-	var noted []memoryNote
+	var notes []memoryNote
 	outcome, err := b.Loop.Run(ctx, reason.Turn{
 		Purpose: "heartbeat_prompt", BudgetScope: budgetScope(ctx, "heartbeat_prompt"), Context: b.promptContext(),
 		System: systemPrompt("You carry out the task of your heartbeat."), Prompt: b.info.Prompt,
-		Scopes: []string{skills.ScopeInternal}, Tools: []reason.Tool{rememberTool(&noted)},
+		Scopes: []string{skills.ScopeInternal}, Tools: []reason.Tool{rememberTool(&notes)},
 	})
 	if err != nil {
-		return phaseResult{Memories: noted}, err
+		return phaseResult{Memories: notes}, err
 	}
-	return phaseResult{Summary: "prompt: " + firstLine(outcome.Text), Memories: noted}, nil
+	return phaseResult{Summary: "prompt: " + firstLine(outcome.Text), Memories: notes}, nil
 }

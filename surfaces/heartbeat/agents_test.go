@@ -21,23 +21,23 @@ import (
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
-// declare applies agents, the first as the default.
+// declare stores agents. The first is the default agent.
 func (w *testHeartbeat) declare(t *testing.T, list ...agents.Definition) []agents.Agent {
 	t.Helper()
-	w.beat.Loop.Agents = &agents.Directory{Settings: agents.Settings{Name: "house", HeartbeatCron: "*/30 * * * *"}}
+	w.surface.Loop.Agents = &agents.Directory{Settings: agents.Settings{Name: "house", HeartbeatCron: "*/30 * * * *"}}
 	var all []agents.Agent
 	for i, d := range list {
 		d.Default = i == 0
 		_, err := agents.Put(t.Context(), w.pool, d)
 		require.NoError(t, err)
-		a, err := w.beat.Loop.Agents.Find(t.Context(), w.pool, d.Name)
+		a, err := w.surface.Loop.Agents.Find(t.Context(), w.pool, d.Name)
 		require.NoError(t, err)
 		all = append(all, a)
 	}
 	return all
 }
 
-func (w *testHeartbeat) runOf(t *testing.T, a agents.Agent) executions.Execution {
+func (w *testHeartbeat) runAgent(t *testing.T, a agents.Agent) executions.Execution {
 	t.Helper()
 	x, err := w.engine(t, false).RunSync(context.WithoutCancel(t.Context()), heartbeat.SpecOf(a))
 	require.Truef(t, err == nil && x.Status == executions.Completed,
@@ -65,23 +65,24 @@ func TestHeartbeatPerAgent(t *testing.T) {
 	}
 	w.addAutomation(t, automations.Definition{Name: "digest", Prompt: "Write the digest.", Agent: "press"})
 
-	x := w.runOf(t, all[1])
-	asked := strings.Join(w.prompts(), "\n")
-	assert.Truef(t, strings.Contains(asked, "Bill more.") && strings.Contains(asked, "Look at open returns.") &&
-		!strings.Contains(asked, "Sell more.") && !strings.Contains(asked, "Write") && !strings.Contains(asked, "You sell."),
-		"billing's heartbeat asked %s", asked)
+	x := w.runAgent(t, all[1])
+	prompts := strings.Join(w.prompts(), "\n")
+	assert.Truef(t, strings.Contains(prompts, "Bill more.") && strings.Contains(prompts, "Look at open returns.") &&
+		!strings.Contains(prompts, "Sell more.") && !strings.Contains(prompts, "Write") && !strings.Contains(prompts,
+		"You sell."),
+		"the prompts of billing's heartbeat are %s", prompts)
 	pgtest.Equal(t, w.pool, "advance_plan billing, heartbeat_prompt billing, save_memories billing", `
 		select string_agg(skill_name || ' ' || agent, ', ' order by created_at, id) from agent_activity
 		  where execution_id = $1 and kind = 'phase'`, x.ID)
 	assert.Contains(t, pgtest.Value[string](t, w.pool, `select string_agg(distinct lane, ', ') from agent_activity
 		where execution_id = $1`, x.ID), "heartbeat:billing")
 
-	before := len(asked)
-	x = w.runOf(t, all[0])
-	asked = strings.Join(w.prompts(), "\n")[before:]
-	assert.Truef(t, strings.Contains(asked, "Sell more.") && strings.Contains(asked, "Write more.") &&
-		!strings.Contains(asked, "Bill more.") && !strings.Contains(asked, "open returns"),
-		"the default agent's heartbeat asked %s", asked)
+	before := len(prompts)
+	x = w.runAgent(t, all[0])
+	prompts = strings.Join(w.prompts(), "\n")[before:]
+	assert.Truef(t, strings.Contains(prompts, "Sell more.") && strings.Contains(prompts, "Write more.") &&
+		!strings.Contains(prompts, "Bill more.") && !strings.Contains(prompts, "open returns"),
+		"the prompts of the default agent's heartbeat are %s", prompts)
 	pgtest.Equal(t, w.pool, "press advance_plan, press automation digest, sales advance_plan", `
 		select string_agg(distinct agent || ' ' || purpose, ', ' order by agent || ' ' || purpose)
 		  from agent_activity where execution_id = $1 and kind = 'model'`, x.ID)
@@ -140,7 +141,7 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
 	d := &agents.Directory{Settings: agents.Settings{Name: "house", HeartbeatCron: "*/30 * * * *", Timezone: "UTC"}}
-	w.beat.Loop.Agents = d
+	w.surface.Loop.Agents = d
 	schedules := func(server bool) string {
 		t.Helper()
 		w.sync(t, d, server)
@@ -156,7 +157,7 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 	put(agents.Definition{Name: "sales", Default: true})
 	put(agents.Definition{Name: "billing", Timezone: "Europe/Madrid", Heartbeat: &agents.Heartbeat{Cron: "0 8 * * *"}})
 	put(agents.Definition{Name: "press"})
-	d.Settings.HeartbeatCron = "* * * * *" // another shell's setting must not change the stored schedule
+	d.Settings.HeartbeatCron = "* * * * *" // a command's setting must not change the stored schedule
 	assert.Equal(t, "heartbeat sales */30 * * * * UTC, heartbeat:billing billing 0 8 * * * Europe/Madrid",
 		schedules(false))
 	next := pgtest.Value[string](t, w.pool, `select next_run_at::text from agent_schedules
@@ -177,12 +178,12 @@ func TestIdleHeartbeatsOfAgents(t *testing.T) {
 		list = append(list, agents.Definition{Name: name, Heartbeat: &agents.Heartbeat{Cron: "@every 1s"}})
 	}
 	w.declare(t, list...)
-	w.sync(t, w.beat.Loop.Agents, true)
+	w.sync(t, w.surface.Loop.Agents, true)
 	w.engine(t, true)
 	pgtest.Until(t, w.pool, 9, `select count(distinct agent) from agent_executions where status = 'completed'`)
 	assert.Equal(t, 0, len(w.model.Requests()))
 	lanesHeld := pgtest.Value[string](t, w.pool, `select coalesce(string_agg(distinct a.lane, ' ' order by a.lane), '')
 		from agent_activity a where a.lane like 'heartbeat%'`)
 	got := strings.Fields(lanesHeld)
-	assert.Truef(t, len(got) == 9 && !slices.Contains(got, heartbeat.Lane), "they held %s", lanesHeld)
+	assert.Truef(t, len(got) == 9 && !slices.Contains(got, heartbeat.Lane), "the heartbeats held %s", lanesHeld)
 }

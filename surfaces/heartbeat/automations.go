@@ -19,7 +19,7 @@ import (
 // maxAutomations bounds the runs of one heartbeat; the rest stay due.
 const maxAutomations = 20
 
-// automationTask is an automation's next scheduled time, or a ready run.
+// automationTask is an automation that is due, or a ready run of an automation.
 type automationTask struct {
 	automations.Automation
 	Ready *automations.Run `json:"ready,omitempty"`
@@ -37,14 +37,14 @@ func (b *heartbeatRun) runAutomations(ctx context.Context) (phaseResult, error) 
 	var result phaseResult
 	var texts []string
 	for _, t := range tasks {
-		got, err := b.runItem(executions.Scope(ctx, t.Name), "automation", func(ctx context.Context) (itemResult, error) {
+		item, err := b.runItem(executions.Scope(ctx, t.Name), "automation", func(ctx context.Context) (itemResult, error) {
 			return b.runAutomation(ctx, t)
 		})
-		if isStepError(err) { // it has its own row, and does not hold up the others
-			got.Text, err = "failed: "+err.Error(), nil
+		if isStepError(err) { // the failure has its own row, and the other automations still run
+			item.Text, err = "failed: "+err.Error(), nil
 		}
-		texts = append(texts, t.Name+" "+got.Text)
-		result.Summary, result.Memories = "automations: "+strings.Join(texts, ", "), append(result.Memories, got.Memories...)
+		texts = append(texts, t.Name+" "+item.Text)
+		result.Summary, result.Memories = "automations: "+strings.Join(texts, ", "), append(result.Memories, item.Memories...)
 		if err != nil {
 			return result, err
 		}
@@ -82,7 +82,7 @@ func (b *heartbeatRun) runAutomation(ctx context.Context, t automationTask) (ite
 	if err != nil {
 		return itemResult{}, err
 	}
-	defer func() { _ = hold.Release(ctx) }() // a release that is lost is covered by the lane's end with the execution
+	defer func() { _ = hold.Release(ctx) }() // if the release fails, the end of the execution releases the lane
 	ctx = hold.Context()
 	run, err := claimRun(ctx, t)
 	if err != nil {
@@ -91,27 +91,27 @@ func (b *heartbeatRun) runAutomation(ctx context.Context, t automationTask) (ite
 	if run.ID == "" {
 		return itemResult{Text: "was claimed by another execution"}, nil
 	}
-	var noted []memoryNote
+	var notes []memoryNote
 	_, err = executions.Phase(withoutYield(ctx), "run_automation",
 		func(ctx context.Context, effect *executions.Effect) (string, error) {
-			return b.executeRun(b.yieldToAdmin(ctx), t, run, &noted, effect)
+			return b.executeRun(b.yieldToAdmin(ctx), t, run, &notes, effect)
 		}, executions.Input(map[string]any{"automation": t.Name, "scheduled_for": run.ScheduledFor, "attempt": run.Attempt}))
-	return itemResult{Text: "succeeded", Memories: noted}, err
+	return itemResult{Text: "succeeded", Memories: notes}, err
 }
 
-// recordUnclaimed records an automation that cannot be claimed, for example with an invalid schedule.
-func (b *heartbeatRun) recordUnclaimed(ctx context.Context, t automationTask, why error) error {
-	if !isStepError(why) {
-		return why
+// recordUnclaimed records an automation that cannot be claimed, for example because its schedule is invalid.
+func (b *heartbeatRun) recordUnclaimed(ctx context.Context, t automationTask, cause error) error {
+	if !isStepError(cause) {
+		return cause
 	}
 	_, err := executions.Phase(ctx, "run_automation", func(_ context.Context, effect *executions.Effect) (string, error) {
 		effect.Output = map[string]string{"automation": t.Name}
-		return "", why
+		return "", cause
 	})
 	return err
 }
 
-// claimRun claims the run for this execution. It returns a run without id if another has claimed it.
+// claimRun claims the run for this execution. It returns a run without id if another execution has claimed it.
 func claimRun(ctx context.Context, t automationTask) (automations.Run, error) {
 	return executions.StepTx(ctx, "claim", func(ctx context.Context, tx pgx.Tx) (automations.Run, error) {
 		current, _ := executions.Current(ctx)
@@ -133,11 +133,11 @@ func claimRun(ctx context.Context, t automationTask) (automations.Run, error) {
 
 // executeRun runs an automation, records the result, and returns the run's status.
 func (b *heartbeatRun) executeRun(
-	ctx context.Context, t automationTask, run automations.Run, noted *[]memoryNote, effect *executions.Effect,
+	ctx context.Context, t automationTask, run automations.Run, notes *[]memoryNote, effect *executions.Effect,
 ) (string, error) {
 	output, failure := runner.Work(ctx, b.Loop, t.Automation, run, reason.Turn{
 		System: systemPrompt("You carry out one scheduled task."), Context: b.promptContext(),
-		Tools:       []reason.Tool{rememberTool(noted)},
+		Tools:       []reason.Tool{rememberTool(notes)},
 		BudgetScope: budgetScope(ctx, "run_automations"),
 	})
 	switch {

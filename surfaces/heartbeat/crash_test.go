@@ -42,32 +42,32 @@ func TestHeartbeatSurvivesCrashes(t *testing.T) {
 			w.addAutomation(t, automations.Definition{Name: "write up", Prompt: "Write the daily summary."})
 			scripts := map[string][]modeltest.Reply{
 				"Objective tidy": {
-					modeltest.ToolCall("look", `{}`), complete(steps[0]), lookedUp(steps[1]), rememberTool("one"),
+					modeltest.ToolCall("look", `{}`), completeStep(steps[0]), lookAndComplete(steps[1]), rememberTool("one"),
 					modeltest.Text("ok"),
 				},
 				"daily summary": {rememberTool("two"), modeltest.Text("Written.")},
 				"Reflect":       {rememberTool("three").AndCall("remember", `{"key":"four","value":4}`), modeltest.Text("Mostly well.")},
 			}
-			came, wake := make(chan struct{}), make(chan struct{})
-			var asked atomic.Int32
+			reached, release := make(chan struct{}), make(chan struct{})
+			var requests atomic.Int32
 			w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-				if int(asked.Add(1)) == k {
-					close(came)
+				if int(requests.Add(1)) == k {
+					close(reached)
 					return modeltest.Custom(func(http.ResponseWriter, *http.Request) {
-						<-wake
+						<-release
 						panic(http.ErrAbortHandler)
 					})
 				}
-				return answer(scripts, req)
+				return replyForTask(scripts, req)
 			})
-			x := w.loseProcess(t, came, wake)
+			x := w.loseProcess(t, reached, release)
 			w.checkComplete(t, x, k, calls)
 		})
 	}
 }
 
-// answer selects the reply by task and number of answers.
-func answer(scripts map[string][]modeltest.Reply, req openai.ChatCompletionRequest) modeltest.Reply {
+// replyForTask returns the scripted reply by the task in the prompt and the number of earlier replies.
+func replyForTask(scripts map[string][]modeltest.Reply, req openai.ChatCompletionRequest) modeltest.Reply {
 	_, answers := modeltest.Turn(req)
 	for word, replies := range scripts {
 		if strings.Contains(req.Messages[1].Content, word) && answers < len(replies) {
@@ -77,27 +77,27 @@ func answer(scripts map[string][]modeltest.Reply, req openai.ChatCompletionReque
 	return modeltest.Text("Done.")
 }
 
-// loseProcess runs a heartbeat in a process that stalls when came is closed, then in another. The first wakes after the
-// end of the heartbeat.
-func (w *testHeartbeat) loseProcess(t *testing.T, came, wake chan struct{}) executions.Execution {
+// loseProcess runs a heartbeat in a process that stalls after it closes reached. Another process ends the heartbeat.
+// Only then loseProcess closes release, so the first process continues too late.
+func (w *testHeartbeat) loseProcess(t *testing.T, reached, release chan struct{}) executions.Execution {
 	t.Helper()
 	var first errgroup.Group
 	engine := w.engine(t, false)
-	over := make(chan struct{})
+	ended := make(chan struct{})
 	first.Go(func() error {
-		defer close(over)
+		defer close(ended)
 		_, err := engine.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 		return err
 	})
 	select {
-	case <-came:
-	case <-over:
-		t.Fatalf("the first process ended before it came to the place: %v", first.Wait())
+	case <-reached:
+	case <-ended:
+		t.Fatalf("the first process ended before it stalled: %v", first.Wait())
 	}
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.engine(t, true)
 	x := w.waitStatus(t, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`), executions.Completed)
-	close(wake)
+	close(release)
 	require.NoError(t, first.Wait())
 	return x
 }
@@ -114,19 +114,19 @@ func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost
 	times := map[string]int{}
 	for _, r := range w.model.Requests() {
 		key := r.IdempotencyKey()
-		if body, again := bodies[key]; again && body != r.Body {
-			t.Errorf("a request was repeated otherwise:\n%s", cmp.Diff(body, r.Body))
+		if body, repeated := bodies[key]; repeated && body != r.Body {
+			t.Errorf("a repeated request differs from the first:\n%s", cmp.Diff(body, r.Body))
 		}
 		bodies[key] = r.Body
 		times[key]++
 	}
-	repeated := 0
+	repeats := 0
 	for _, n := range times {
-		repeated += n - 1
+		repeats += n - 1
 	}
-	// The interrupted call is repeated. The first process may retry once when it wakes.
-	assert.Truef(t, len(times) == calls && repeated >= 1 && repeated <= 2,
-		"%d different requests, %d repeated; want %d and the one that was lost", len(times), repeated, calls)
+	// The interrupted call is repeated. The first process may retry once after its release.
+	assert.Truef(t, len(times) == calls && repeats >= 1 && repeats <= 2,
+		"%d different requests, %d repeated; want %d and the one that was lost", len(times), repeats, calls)
 	for what, sql := range map[string]string{
 		"4 memories saved once": `select count(*) = 4 and max(revision) = 1 from agent_memory`,
 		"4 rows of memories":    `select count(*) = 4 from agent_activity where skill_name = 'save_memory'`,
@@ -171,15 +171,15 @@ func TestCancelledHeartbeatRetriesAutomation(t *testing.T) {
 	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	w.runCompleted(t)
 	if got := state(); got != "success 2 " || w.calls.of("look") != 1 {
-		t.Errorf("then the run is %q, after %d calls", got, w.calls.of("look"))
+		t.Errorf("after a retry the run is %q, with %d calls", got, w.calls.of("look"))
 	}
 }
 
 // A heartbeat writes to its agent's memory. The same key in the shared memory is no conflict.
 func TestHeartbeatUsesAgentMemory(t *testing.T) {
 	t.Parallel()
-	w := withMemories(t, modeltest.ToolCall("remember", `{"key":"contact","value":"Bea"}`), modeltest.Text("Done."))
-	w.beat.Loop.Agents = &agents.Directory{}
+	w := newHeartbeatWithMemory(t, modeltest.ToolCall("remember", `{"key":"contact","value":"Bea"}`), modeltest.Text("Done."))
+	w.surface.Loop.Agents = &agents.Directory{}
 	house := agents.Definition{Name: "house", Default: true, Memory: agents.MemoryOwn}
 	_, err := agents.Put(t.Context(), w.pool, house)
 	require.NoError(t, err)

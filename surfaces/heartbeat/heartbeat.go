@@ -65,12 +65,12 @@ type Heartbeat struct {
 	Loop   *reason.Loop
 	Heal   selfheal.Policy
 	Logger *slog.Logger
-	// YieldLimit bounds the wait for an admin; default 1 hour.
+	// YieldLimit bounds a wait for an admin. The default is 1 hour.
 	YieldLimit time.Duration
 }
 
-// yieldError ends a heartbeat that waited too long for an admin. It is no *executions.StepError, because the gated
-// step has no result.
+// yieldError ends a heartbeat that waited for an admin longer than YieldLimit. It is not a *executions.StepError,
+// because the step that waited has no result.
 type yieldError struct{}
 
 func (yieldError) Error() string      { return "an admin is still at work" }
@@ -84,7 +84,7 @@ func isYield(err error) bool {
 	return errors.As(err, &yieldError{}) || errors.As(err, &failure) && failure.Class == classYielded
 }
 
-// isStepError distinguishes the recorded error of one step from errors that end the run or yield.
+// isStepError reports the recorded error of a step. Other errors end the run or yield.
 func isStepError(err error) bool {
 	var failure *executions.StepError
 	return errors.As(err, &failure) && !isYield(err)
@@ -104,7 +104,7 @@ func Spec(agent string) executions.Spec {
 // Summary is the result of a heartbeat's execution.
 type Summary struct {
 	Skipped string            `json:"skipped,omitempty"` // why nothing was done
-	Phases  map[string]string `json:"phases"`            // what each did, in a sentence
+	Phases  map[string]string `json:"phases"`            // a sentence about the result of each phase
 }
 
 type phase struct {
@@ -123,9 +123,9 @@ type phaseResult struct {
 type heartbeatRun struct {
 	*Heartbeat
 	info      agentInfo
-	agent     string // whose heartbeat it is; empty: the default agent's
-	isDefault bool   // of the default agent, which runs the phases that concern all agents
-	report    string // of self-heal, for the prompts
+	agent     string // name of the agent; empty for the default agent
+	isDefault bool   // the default agent also runs the phases that concern all agents
+	report    string // report of self-heal, for the prompts
 	summaries []string
 	memories  []memoryNote
 }
@@ -210,8 +210,8 @@ func (b *heartbeatRun) phases() []phase {
 	return append(list, phase{"save_memories", (*heartbeatRun).saveMemories})
 }
 
-// acquireLane acquires the heartbeat's lane, or returns why it is skipped. A resumed heartbeat that lost its lane
-// waits for it instead of a skip, because half its work would remain undone.
+// acquireLane acquires the heartbeat's lane, or returns why the heartbeat is skipped. A resumed heartbeat that lost its
+// lane waits for it, because a skip would leave half of its work undone.
 func (h *Heartbeat) acquireLane(ctx context.Context, lane string) (hold *executions.Hold, skipped string, err error) {
 	busy := ""
 	switch hold, err = executions.Lane(ctx, lane); {
@@ -220,15 +220,15 @@ func (h *Heartbeat) acquireLane(ctx context.Context, lane string) (hold *executi
 	case err != nil:
 		return nil, "", err
 	}
-	skipped, lost := h.blockedBy(ctx, busy)
-	if lost != nil || skipped != "" {
-		return nil, skipped, lost
+	skipped, stepErr := h.blockedBy(ctx, busy)
+	if stepErr != nil || skipped != "" {
+		return nil, skipped, stepErr
 	}
 	for errors.Is(err, lanes.ErrBusy) {
-		outcome, lost := executions.Wait(ctx, "lane", executions.LaneFree(lane, h.YieldLimit))
+		outcome, stepErr := executions.Wait(ctx, "lane", executions.LaneFree(lane, h.YieldLimit))
 		switch {
-		case lost != nil:
-			return nil, "", lost
+		case stepErr != nil:
+			return nil, "", stepErr
 		case outcome.TimedOut:
 			return nil, err.Error(), nil
 		}
@@ -254,7 +254,7 @@ func (h *Heartbeat) blockedBy(ctx context.Context, busy string) (string, error) 
 // skip records a skipped heartbeat.
 func (h *Heartbeat) skip(ctx context.Context, why string) (executions.Result, error) {
 	h.Logger.WarnContext(ctx, "heartbeat skipped", "reason", why)
-	// A replay may find another holder, so it uses the recorded reason.
+	// A replay may find another holder of the lane, so it uses the recorded reason.
 	why, err := executions.Phase(ctx, Flow, func(_ context.Context, effect *executions.Effect) (string, error) {
 		effect.Status = activity.Skipped
 		return why, nil
@@ -262,10 +262,10 @@ func (h *Heartbeat) skip(ctx context.Context, why string) (executions.Result, er
 	return executions.Result{Summary: "skipped: " + why, Value: Summary{Skipped: why}}, err
 }
 
-// runPhase runs one phase as a durable step. Its error is recorded and the next phase still runs, with the partial
-// result kept.
+// runPhase runs one phase as a durable step. After an error or a yield it records the partial result, so that the notes
+// of the phase are saved.
 func (h *Heartbeat) runPhase(ctx context.Context, b *heartbeatRun, p phase) (phaseResult, error) {
-	var reached phaseResult
+	var partial phaseResult
 	result, err := executions.Phase(ctx, p.name,
 		func(ctx context.Context, effect *executions.Effect) (phaseResult, error) {
 			result, err := p.run(b, h.yieldToAdmin(ctx))
@@ -273,36 +273,23 @@ func (h *Heartbeat) runPhase(ctx context.Context, b *heartbeatRun, p phase) (pha
 				effect.Status = activity.Skipped
 			}
 			effect.Output = map[string]any{"summary": result.Summary, "memories": len(result.Memories)}
-			reached = result
+			partial = result
 			return result, err
 		})
-	if isYield(err) {
-		return h.keepReached(ctx, p, reached, err)
-	}
-	if !isStepError(err) {
+	if !isYield(err) && !isStepError(err) {
 		return result, err
 	}
-	result, lost := executions.Step(ctx, p.name+" reached", func(context.Context) (phaseResult, error) {
-		return reached, nil
+	result, saveErr := executions.Step(ctx, p.name+" reached", func(context.Context) (phaseResult, error) {
+		return partial, nil
 	})
-	if lost != nil {
-		return phaseResult{}, lost
+	if saveErr != nil {
+		return phaseResult{}, saveErr
 	}
 	return result, err
 }
 
-// keepReached records the partial result of a phase that yielded for good, so that its notes are saved.
-func (h *Heartbeat) keepReached(ctx context.Context, p phase, reached phaseResult, why error) (phaseResult, error) {
-	result, lost := executions.Step(ctx, p.name+" reached",
-		func(context.Context) (phaseResult, error) { return reached, nil })
-	if lost != nil {
-		return phaseResult{}, lost
-	}
-	return result, why
-}
-
-// yieldToAdmin returns a context whose steps first yield to an admin. It gates only steps with effects, not phases: a
-// resumed heartbeat must come back to the step before which it waited.
+// yieldToAdmin returns a context whose steps first yield to an admin. Phases themselves do not yield: a resumed
+// heartbeat must reach the step before which it waited.
 func (h *Heartbeat) yieldToAdmin(ctx context.Context) context.Context {
 	return executions.Gate(ctx, h.yield)
 }
@@ -327,20 +314,20 @@ func (h *Heartbeat) yield(ctx context.Context) error {
 	}
 }
 
-// endEarly ends a heartbeat that yielded for good. It still saves the notes, which needs no model and blocks no
-// admin.
+// endEarly ends a heartbeat that waited for an admin longer than YieldLimit. It still saves the notes, which needs no
+// model and does not disturb the admin.
 func (h *Heartbeat) endEarly(
 	ctx context.Context, b *heartbeatRun, at string, summary Summary,
 ) (executions.Result, error) {
 	ctx = withoutYield(ctx)
-	reached := false
+	started := false
 	for _, p := range b.phases() {
-		if reached = reached || p.name == at; !reached {
+		if started = started || p.name == at; !started {
 			continue
 		}
 		summary.Phases[p.name] = "skipped: " + yieldError{}.Error()
 		if p.name == at {
-			continue // it has a row already
+			continue // this phase already has a row
 		}
 		if p.name == "save_memories" && len(b.memories) > 0 {
 			result, err := h.runPhase(ctx, b, phase{p.name, func(b *heartbeatRun, ctx context.Context) (phaseResult, error) {
@@ -363,7 +350,7 @@ func (h *Heartbeat) endEarly(
 	return executions.Result{Summary: "cut short at " + at + ": " + yieldError{}.Error(), Value: summary}, nil
 }
 
-// collect keeps a phase's result for later phases.
+// collect adds a phase's result to the run, for later phases.
 func (b *heartbeatRun) collect(result phaseResult) {
 	if result.Report != "" {
 		b.report = result.Report
@@ -387,8 +374,8 @@ func budgetScope(ctx context.Context, phase string) string {
 	return "run:" + string(trace.IDFrom(ctx)) + ":" + phase
 }
 
-// selfHeal disables failing skills. The report and the rows of disabled skills are one transaction, so a crash cannot
-// lose the evidence.
+// selfHeal disables failing skills. One transaction disables them and writes their activities, so a crash cannot lose
+// the evidence.
 func (b *heartbeatRun) selfHeal(ctx context.Context) (phaseResult, error) {
 	fresh := false
 	report, err := executions.StepTx(ctx, "heal", func(ctx context.Context, tx pgx.Tx) (selfheal.Report, error) {
@@ -413,7 +400,7 @@ func (b *heartbeatRun) selfHeal(ctx context.Context) (phaseResult, error) {
 	return result, nil
 }
 
-// recordHealed writes a row for each disabled skill.
+// recordHealed writes an activity for each disabled skill.
 func recordHealed(ctx context.Context, tx pgx.Tx, report selfheal.Report) error {
 	current, _ := executions.Current(ctx)
 	for _, healed := range report.Healed {
@@ -451,7 +438,7 @@ func (b *heartbeatRun) followThrough(ctx context.Context) (phaseResult, error) {
 	return phaseResult{Summary: fmt.Sprintf("%d of %d approved calls made", ran, len(granted))}, nil
 }
 
-// runApproved runs one approved call. The call's intent consumes the approval.
+// runApproved makes one approved call. The transaction that records the call's intent consumes the approval.
 func (b *heartbeatRun) runApproved(ctx context.Context, grant approvals.Approval) error {
 	skill, err := executions.Step(ctx, "skill of "+grant.ID, func(ctx context.Context) (skills.Skill, error) {
 		skill, err := skills.Get(ctx, b.Pool, grant.SkillName)
@@ -484,8 +471,8 @@ func (b *heartbeatRun) runApproved(ctx context.Context, grant approvals.Approval
 	if err != nil {
 		failure = err.Error()
 	}
-	_, unsettled := executions.StepTx(ctx, "settle "+grant.ID, func(ctx context.Context, tx pgx.Tx) (struct{}, error) {
+	_, settleErr := executions.StepTx(ctx, "settle "+grant.ID, func(ctx context.Context, tx pgx.Tx) (struct{}, error) {
 		return struct{}{}, automations.Settle(ctx, tx, grant.ID, failure)
 	})
-	return cmp.Or(unsettled, err)
+	return cmp.Or(settleErr, err)
 }

@@ -27,7 +27,7 @@ type memoryNote struct {
 	Key      string          `json:"key"`
 	Value    json.RawMessage `json:"value"`
 	Days     float64         `json:"expires_in_days,omitempty"` // 30.0 is an integer to JSON Schema
-	Read     int             `json:"read,omitempty"`            // the revision that the model had read then; 0: none
+	Read     int             `json:"read,omitempty"`            // the revision that the model had read; 0 for none
 }
 
 // Limits of package memory.
@@ -49,7 +49,7 @@ func (m memoryNote) check() error {
 	return nil
 }
 
-// rememberTool lets the model add to the notes that save_memories stores.
+// rememberTool lets the model add a note to list. The phase save_memories stores the notes.
 func rememberTool(list *[]memoryNote) reason.Tool {
 	return reason.Tool{
 		Name: "remember",
@@ -75,7 +75,7 @@ func rememberTool(list *[]memoryNote) reason.Tool {
 	}
 }
 
-// noteBase identifies the state that a note is based on. A later note of the same heartbeat replaces an earlier one.
+// noteBase is the memory and the revision that a note is based on. Of several notes with one base, the last one wins.
 type noteBase struct {
 	memories.Name
 	read int
@@ -91,13 +91,13 @@ func (b *heartbeatRun) saveMemories(ctx context.Context) (phaseResult, error) {
 		return phaseResult{}, err
 	}
 	saved, conflicts := 0, 0
-	own := map[noteBase]int{} // revisions that this heartbeat has stored, by what they are based on
+	stored := map[noteBase]int{} // revisions that this heartbeat has stored, by base
 	var failures []error
 	for _, m := range b.memories {
 		base := noteBase{memories.Name{Category: m.Category, Key: m.Key}, m.Read}
-		m.Read = cmp.Or(own[base], m.Read)
+		m.Read = cmp.Or(stored[base], m.Read)
 		revision, err := b.saveNote(ctx, m)
-		own[base] = revision
+		stored[base] = revision
 		switch {
 		case err != nil && !isStepError(err):
 			return phaseResult{}, err
@@ -118,13 +118,13 @@ func (b *heartbeatRun) saveMemories(ctx context.Context) (phaseResult, error) {
 	return result, errors.Join(failures...)
 }
 
-// errArguments tells the model about arguments that the schema accepts and the tool rejects.
+// errArguments is the error for arguments that the schema accepts and the tool rejects.
 func errArguments(err error) error {
 	return &executions.StepError{Class: "invalid_params", Message: err.Error()}
 }
 
-// saveNote stores one note and its row in one transaction and returns the revision. 0 means the key has changed since
-// the model read it; the note is kept as a conflict for an admin.
+// saveNote stores one note and its activity in one transaction, and returns the revision. Revision 0 means that the key
+// has changed since the model read it. The note is then stored as a conflict for an admin.
 func (b *heartbeatRun) saveNote(ctx context.Context, m memoryNote) (revision int, err error) {
 	return executions.StepTx(ctx, "save memory", func(ctx context.Context, tx pgx.Tx) (int, error) {
 		current, _ := executions.Current(ctx)
@@ -138,10 +138,10 @@ func (b *heartbeatRun) saveNote(ctx context.Context, m memoryNote) (revision int
 			TraceID: string(trace.IDFrom(ctx)), Revision: cmp.Or(m.Read, memories.Absent),
 		}
 		saved, err := memories.Save(ctx, tx, note)
-		if known := acceptableEntry(err, note); known != nil {
-			saved, err = *known, nil
-			if known.TraceID != note.TraceID && writtenByHeartbeat(known.TraceID) {
-				note.Revision = known.Revision
+		if accepted := acceptableEntry(err, note); accepted != nil {
+			saved, err = *accepted, nil
+			if accepted.TraceID != note.TraceID && writtenByHeartbeat(accepted.TraceID) {
+				note.Revision = accepted.Revision
 				saved, err = memories.Save(ctx, tx, note)
 			}
 		}
@@ -174,9 +174,9 @@ func (b *heartbeatRun) memoryOwner(ctx context.Context, tx pgx.Tx, agent string)
 	return owner, err
 }
 
-// acceptableEntry returns the stored entry if an unread key is no conflict: it has the same value, or an earlier
-// heartbeat wrote it and nobody has changed it since. Heartbeats run one after the other, so that is the agent's own
-// older fact.
+// acceptableEntry returns the stored entry if a note about an unread key is no conflict: the entry has the same value,
+// or an earlier heartbeat wrote it last. Heartbeats run one after the other, so that is an older note of the agent
+// itself.
 func acceptableEntry(err error, note memories.Note) *memories.Entry {
 	conflict, ok := errors.AsType[*memories.ConflictError](err)
 	if !ok || conflict.Theirs == nil || note.Revision != memories.Absent {
@@ -198,19 +198,19 @@ func equalJSON(a, b json.RawMessage) bool {
 
 // performance sums up the last 7 days.
 type performance struct {
-	News   int64         `json:"news"` // since the last reflection, this heartbeat's included
+	News   int64         `json:"news"` // calls since the last reflection, including this heartbeat
 	Skills []skillRecord `json:"skills"`
 	Tokens int64         `json:"tokens"`
 	Cost   float64       `json:"cost_usd"`
 }
 
 type skillRecord struct {
-	Skill string   `json:"skill"`
-	Calls int64    `json:"calls"`
-	Rate  *float64 `json:"success_rate"`
-	Run   int64    `json:"streak"`
-	P50   *float64 `json:"p50_ms"`
-	State string   `json:"state"`
+	Skill         string   `json:"skill"`
+	Calls         int64    `json:"calls"`
+	Rate          *float64 `json:"success_rate"`
+	FailureStreak int64    `json:"streak"`
+	P50           *float64 `json:"p50_ms"`
+	State         string   `json:"state"`
 }
 
 // reflect reviews the last 7 days if there is news since the last review.
@@ -224,18 +224,18 @@ func (b *heartbeatRun) reflect(ctx context.Context) (phaseResult, error) {
 	if record.News == 0 {
 		return phaseResult{Idle: true, Summary: "nothing new since the last reflection"}, nil
 	}
-	var noted []memoryNote
+	var notes []memoryNote
 	outcome, err := b.Loop.Run(ctx, reason.Turn{
 		Purpose: "reflect", BudgetScope: budgetScope(ctx, "reflect"),
 		System: "You look back on how an autonomous agent performed. Be brief and concrete. " +
 			"Use the tool remember for each lesson that will matter later; call nothing else.",
 		Prompt: b.reflectionPrompt(record),
-		Tools:  []reason.Tool{rememberTool(&noted)},
+		Tools:  []reason.Tool{rememberTool(&notes)},
 	})
 	if err != nil {
-		return phaseResult{Memories: noted}, err
+		return phaseResult{Memories: notes}, err
 	}
-	return phaseResult{Summary: "reflected on 7 days: " + firstLine(outcome.Text), Memories: noted}, nil
+	return phaseResult{Summary: "reflected on 7 days: " + firstLine(outcome.Text), Memories: notes}, nil
 }
 
 func (b *heartbeatRun) reflectionPrompt(record performance) string {
@@ -251,17 +251,17 @@ func (b *heartbeatRun) reflectionPrompt(record performance) string {
 	for _, s := range record.Skills {
 		rate := "no calls"
 		if s.Rate != nil {
-			rate = fmt.Sprintf("%d calls, %.0f %% succeeded, %d failures in a row", s.Calls, *s.Rate*100, s.Run)
+			rate = fmt.Sprintf("%d calls, %.0f %% succeeded, %d failures in a row", s.Calls, *s.Rate*100, s.FailureStreak)
 		}
 		fmt.Fprintf(&p, "- %s (%s): %s\n", s.Skill, s.State, rate)
 	}
 	return p.String()
 }
 
-// readPerformance reads the performance. News are the model's tool calls and failed calls since the last review,
-// counted by time-ordered ids. Automations without a model cause no review.
+// readPerformance reads the performance. News counts the model's tool calls and the failed calls since the last review.
+// Successful automations without a model cause no review.
 func readPerformance(ctx context.Context, db postgres.DB) (performance, error) {
-	var got performance
+	var p performance
 	err := db.QueryRow(ctx, `
 		with last as (
 		  select coalesce(max(id::text)::uuid, lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days')) as id
@@ -275,21 +275,21 @@ func readPerformance(ctx context.Context, db postgres.DB) (performance, error) {
 		  from agent_activity a
 		 where a.skill_name = 'model_call'
 		   and a.id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days'))`,
-	).Scan(&got.News, &got.Tokens, &got.Cost)
+	).Scan(&p.News, &p.Tokens, &p.Cost)
 	if err != nil {
-		return got, fmt.Errorf("measure performance: %w", err)
+		return p, fmt.Errorf("measure performance: %w", err)
 	}
 	health, err := activity.CountedHealth(ctx, db, activity.HealthFilter{Limit: 100})
 	if err != nil {
-		return got, fmt.Errorf("measure skills: %w", err)
+		return p, fmt.Errorf("measure skills: %w", err)
 	}
 	for _, h := range health.Lines {
-		got.Skills = append(got.Skills, skillRecord{h.Skill, h.Calls, h.SuccessRate, h.Streak, h.P50MS, h.State})
+		p.Skills = append(p.Skills, skillRecord{h.Skill, h.Calls, h.SuccessRate, h.Streak, h.P50MS, h.State})
 	}
-	return got, nil
+	return p, nil
 }
 
-// firstLine truncates a text for a row.
+// firstLine returns the first line of a text, cut to 200 characters.
 func firstLine(text string) string {
 	line, _, _ := strings.Cut(strings.TrimSpace(text), "\n")
 	if r := []rune(line); len(r) > 200 {

@@ -18,8 +18,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// withMemories returns a heartbeat with the memory builtins and a value for the key contact.
-func withMemories(t *testing.T, script ...modeltest.Reply) *testHeartbeat {
+// newHeartbeatWithMemory returns a heartbeat with the memory builtins and a value for the key contact.
+func newHeartbeatWithMemory(t *testing.T, script ...modeltest.Reply) *testHeartbeat {
 	t.Helper()
 	w := newTestHeartbeat(t)
 	maps.Copy(w.builtins, builtins.New(w.pool, nil, nil))
@@ -49,20 +49,20 @@ func (w *testHeartbeat) contact(t *testing.T) memory.Entry {
 }
 
 var (
-	recalled = modeltest.ToolCall("recall", `{"category":"observation"}`)
-	notes    = modeltest.ToolCall("remember", `{"key":"contact","value":"Bea"}`)
+	recallCall   = modeltest.ToolCall("recall", `{"category":"observation"}`)
+	rememberCall = modeltest.ToolCall("remember", `{"key":"contact","value":"Bea"}`)
 )
 
 func TestStaleNoteIsConflict(t *testing.T) {
 	t.Parallel()
-	w := withMemories(t)
-	script := []modeltest.Reply{recalled, notes}
+	w := newHeartbeatWithMemory(t)
+	script := []modeltest.Reply{recallCall, rememberCall}
 	var wrote atomic.Bool
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		if strings.Contains(req.Messages[1].Content, "Reflect") && wrote.CompareAndSwap(false, true) {
 			w.storeMemory(t, "Carla, says the admin")
 		}
-		return answer(map[string][]modeltest.Reply{"Objective tidy": script}, req)
+		return replyForTask(map[string][]modeltest.Reply{"Objective tidy": script}, req)
 	})
 	x, got := w.runCompleted(t)
 	if e := w.contact(t); string(e.Value) != `"Carla, says the admin"` || e.Revision != 2 {
@@ -83,20 +83,20 @@ func TestNoteReplacesReadValue(t *testing.T) {
 		want      string
 		conflicts int
 	}{
-		"read":     {[]modeltest.Reply{recalled, notes}, `"Bea" 2`, 0},
-		"not read": {[]modeltest.Reply{notes}, `"Ana" 1`, 1},
+		"read":     {[]modeltest.Reply{recallCall, rememberCall}, `"Bea" 2`, 0},
+		"not read": {[]modeltest.Reply{rememberCall}, `"Ana" 1`, 1},
 		"noted again": {[]modeltest.Reply{
-			recalled, notes,
+			recallCall, rememberCall,
 			modeltest.ToolCall("remember", `{"key":"contact","value":"Dora"}`),
 		}, `"Dora" 3`, 0},
 		"not read twice": {
-			[]modeltest.Reply{notes, modeltest.ToolCall("remember", `{"key":"contact","value":"Dora"}`)},
+			[]modeltest.Reply{rememberCall, modeltest.ToolCall("remember", `{"key":"contact","value":"Dora"}`)},
 			`"Ana" 1`, 2,
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := withMemories(t, test.script...)
+			w := newHeartbeatWithMemory(t, test.script...)
 			w.runCompleted(t)
 			pgtest.Equal(t, w.pool, test.want, `select value::text || ' ' || revision from agent_memory`)
 			open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{})
@@ -121,7 +121,7 @@ func TestObjectiveNoteReplacesPromptValue(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := withMemories(t, test.script...)
+			w := newHeartbeatWithMemory(t, test.script...)
 			note := func(words string) {
 				_, err := objectives.SetNote(t.Context(), w.pool, "tidy", words, "op_1", 0)
 				assert.NoError(t, err)
@@ -133,7 +133,7 @@ func TestObjectiveNoteReplacesPromptValue(t *testing.T) {
 					wrote.CompareAndSwap(false, true) {
 					note(test.meanwhile)
 				}
-				return answer(map[string][]modeltest.Reply{"Objective tidy": test.script}, req)
+				return replyForTask(map[string][]modeltest.Reply{"Objective tidy": test.script}, req)
 			})
 			w.runCompleted(t)
 			pgtest.Equal(t, w.pool, test.want, `select note from agent_objectives`)
@@ -168,7 +168,7 @@ func TestNoteReplacesEarlierHeartbeat(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := withMemories(t, notes)
+			w := newHeartbeatWithMemory(t, rememberCall)
 			pgtest.Exec(t, w.pool, `delete from agent_memory`)
 			pgtest.Exec(t, w.pool, `delete from agent_memory_forgotten`)
 			test.before(t, w)

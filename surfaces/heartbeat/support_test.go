@@ -39,7 +39,7 @@ func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 type testHeartbeat struct {
 	pool     *pgxpool.Pool
 	model    *modeltest.Server
-	beat     *heartbeat.Heartbeat
+	surface  *heartbeat.Heartbeat
 	builtins map[string]skills.Builtin
 	calls    counter // of the skill look
 }
@@ -66,7 +66,7 @@ func (c *counter) of(name string) int {
 	return c.n[name]
 }
 
-// newTestHeartbeat has the idempotent skill look, which succeeds.
+// newTestHeartbeat returns a heartbeat with the idempotent skill look, which succeeds.
 func newTestHeartbeat(t *testing.T) *testHeartbeat {
 	t.Helper()
 	w := &testHeartbeat{pool: pgtest.DB(t), model: modeltest.New(t), builtins: map[string]skills.Builtin{}}
@@ -80,7 +80,7 @@ func newTestHeartbeat(t *testing.T) *testHeartbeat {
 		return selfheal.Admit(ctx, w.pool, skill, owner)
 	}
 	loop.After = selfheal.After(w.pool)
-	w.beat = &heartbeat.Heartbeat{
+	w.surface = &heartbeat.Heartbeat{
 		Pool: w.pool, Heal: selfheal.Default(), Logger: slog.New(slog.DiscardHandler), Loop: loop,
 	}
 	return w
@@ -91,9 +91,9 @@ func (w *testHeartbeat) replyNothing() {
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Nothing to report.") })
 }
 
-// setReplies scripts the model by task and number of answers in this turn. A word of the prompt identifies the task.
+// setReplies scripts the model by task and number of replies in this turn. A word of the prompt identifies the task.
 func (w *testHeartbeat) setReplies(script map[string][]modeltest.Reply) {
-	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply { return answer(script, req) })
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply { return replyForTask(script, req) })
 }
 
 // addSkill declares a skill whose builtin has the same name.
@@ -152,7 +152,7 @@ func (w *testHeartbeat) addObjective(t *testing.T, d objectives.Definition) (o o
 	return o, steps
 }
 
-// engine starts a process. With running, it claims work until the test ends.
+// engine returns a process's engine. With running, the engine claims work until the test ends.
 func (w *testHeartbeat) engine(t *testing.T, running bool) *executions.Engine {
 	t.Helper()
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
@@ -161,7 +161,7 @@ func (w *testHeartbeat) engine(t *testing.T, running bool) *executions.Engine {
 		LeaseTTL: 20 * time.Second,
 	})
 	require.NoError(t, err)
-	beat := *w.beat
+	beat := *w.surface
 	require.NoError(t, beat.Register(e))
 	if !running {
 		return e
@@ -249,7 +249,7 @@ func (w *testHeartbeat) prompts() (list []string) {
 	return list
 }
 
-// complete returns a call of complete_step.
-func complete(id string) modeltest.Reply {
+// completeStep returns a call of complete_step.
+func completeStep(id string) modeltest.Reply {
 	return modeltest.ToolCall("complete_step", fmt.Sprintf(`{"step_id":%q,"result":"found 42 rows"}`, id))
 }

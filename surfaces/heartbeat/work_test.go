@@ -29,24 +29,24 @@ import (
 // runWithoutLanes runs heartbeats concurrently. Without lanes, only the claims of the work exclude each other.
 func (w *testHeartbeat) runWithoutLanes(t *testing.T, n int) []executions.Execution {
 	t.Helper()
-	ended := make([]executions.Execution, n)
-	var all sync.WaitGroup
-	for i := range ended {
+	runs := make([]executions.Execution, n)
+	var group sync.WaitGroup
+	for i := range runs {
 		e, err := executions.New(w.pool, executions.Options{Keeper: lanes.NewKeeper(w.pool, lanes.Options{Disabled: true})})
 		require.NoError(t, err)
-		beat := *w.beat
+		beat := *w.surface
 		require.NoError(t, beat.Register(e))
-		all.Go(func() {
+		group.Go(func() {
 			x, err := e.RunSync(context.WithoutCancel(t.Context()), executions.Spec{Flow: "heartbeat", Surface: trace.Heartbeat})
 			assert.NoError(t, err)
-			ended[i] = x
+			runs[i] = x
 		})
 	}
-	all.Wait()
-	for _, x := range ended {
+	group.Wait()
+	for _, x := range runs {
 		assert.Equal(t, executions.Completed, x.Status, postgres.Deref(x.ErrorMessage))
 	}
-	return ended
+	return runs
 }
 
 func TestDueRunOnceUnderRace(t *testing.T) {
@@ -69,9 +69,9 @@ func TestHeldAutomationIsSkipped(t *testing.T) {
 	w.addAutomation(t, automations.Definition{Name: "a", Skill: "look"})
 	w.holdLane(t, "automation:"+pgtest.Value[string](t, w.pool, `select id::text from agent_automations`))
 	x, _ := w.runCompleted(t)
-	story := strings.Join(w.traceLines(t, x.TraceID), ", ")
-	assert.Truef(t, strings.Contains(story, "run_automations success, run_automation skipped") && w.calls.of("look") == 0,
-		"story is %s", story)
+	lines := strings.Join(w.traceLines(t, x.TraceID), ", ")
+	assert.Truef(t, strings.Contains(lines, "run_automations success, run_automation skipped") && w.calls.of("look") == 0,
+		"the trace is %s", lines)
 	pgtest.Equal(t, w.pool, "automations: a is run by another execution",
 		`select output ->> 'summary' from agent_activity where skill_name = 'run_automations'`)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_automation_runs`)
@@ -81,7 +81,7 @@ func TestAutomationRetriesThenDead(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
 	w.replyNothing()
-	w.beat.Heal.Failures = 99
+	w.surface.Heal.Failures = 99
 	w.builtins["look"] = func(context.Context, skills.Call) (any, error) {
 		return nil, &skills.CallError{Class: "timeout", Message: "no answer"}
 	}
@@ -157,21 +157,21 @@ func TestAutomationNeedsApproval(t *testing.T) {
 	w.addAutomation(t, automations.Definition{Name: "a", Skill: "drop"})
 	x, _ := w.runCompleted(t)
 	require.Equal(t, 0, w.calls.of("drop"))
-	story := strings.Join(w.traceLines(t, x.TraceID), ", ")
-	assert.Truef(t, strings.Contains(story,
-		"run_automation pending_approval, drop pending_approval"), "story is %s", story)
+	lines := strings.Join(w.traceLines(t, x.TraceID), ", ")
+	assert.Truef(t, strings.Contains(lines,
+		"run_automation pending_approval, drop pending_approval"), "the trace is %s", lines)
 	pending, err := approvals.Pending(t.Context(), w.pool, 5)
 	require.Truef(t, err == nil && len(pending) == 1, "pending are %+v, %v", pending, err)
 	_, err = approvals.Decide(t.Context(), w.pool, pending[0].ID, true, "admin", "")
 	require.NoError(t, err)
 	x, _ = w.runCompleted(t)
-	story = strings.Join(w.traceLines(t, x.TraceID), ", ")
-	assert.Truef(t, strings.Contains(story,
-		"follow_through success, drop success") && w.calls.of("drop") == 1, "story is %s", story)
+	lines = strings.Join(w.traceLines(t, x.TraceID), ", ")
+	assert.Truef(t, strings.Contains(lines,
+		"follow_through success, drop success") && w.calls.of("drop") == 1, "the trace is %s", lines)
 }
 
-// withGrant returns a heartbeat with the skill drop and two approved calls of it.
-func withGrant(t *testing.T) *testHeartbeat {
+// newHeartbeatWithApprovals returns a heartbeat with the skill drop and two approved calls of it.
+func newHeartbeatWithApprovals(t *testing.T) *testHeartbeat {
 	t.Helper()
 	w := newTestHeartbeat(t)
 	w.replyNothing()
@@ -194,9 +194,9 @@ func withGrant(t *testing.T) *testHeartbeat {
 	return w
 }
 
-func TestGrantRunsOnceUnderRace(t *testing.T) {
+func TestApprovedCallRunsOnceUnderRace(t *testing.T) {
 	t.Parallel()
-	w := withGrant(t)
+	w := newHeartbeatWithApprovals(t)
 	w.runWithoutLanes(t, 4)
 	for n := range 2 {
 		assert.Equal(t, 1, w.calls.of(fmt.Sprintf(`{"n": %d}`, n)), n)
@@ -205,7 +205,7 @@ func TestGrantRunsOnceUnderRace(t *testing.T) {
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'drop'`)
 }
 
-func TestInvalidGrantDoesNotRun(t *testing.T) {
+func TestInvalidApprovalDoesNotRun(t *testing.T) {
 	t.Parallel()
 	for name, change := range map[string]string{
 		"rejected": `update agent_approvals set status = 'rejected'`,
@@ -214,12 +214,12 @@ func TestInvalidGrantDoesNotRun(t *testing.T) {
 		"disabled": `update agent_skills set enabled = false, disabled_by = 'admin' where name = 'drop'`,
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := withGrant(t)
+			w := newHeartbeatWithApprovals(t)
 			pgtest.Exec(t, w.pool, change)
 			x, _ := w.runCompleted(t)
-			story := strings.Join(w.traceLines(t, x.TraceID), ", ")
-			assert.Truef(t, strings.Contains(story, "follow_through skipped") && !strings.Contains(story, "drop"),
-				"story is %s", story)
+			lines := strings.Join(w.traceLines(t, x.TraceID), ", ")
+			assert.Truef(t, strings.Contains(lines, "follow_through skipped") && !strings.Contains(lines, "drop"),
+				"the trace is %s", lines)
 		})
 	}
 }
@@ -227,16 +227,16 @@ func TestInvalidGrantDoesNotRun(t *testing.T) {
 func TestForeignStepsAreRejected(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
-	_, foreign := w.addObjective(t, objectives.Definition{
+	_, foreignSteps := w.addObjective(t, objectives.Definition{
 		Name: "zz foreign", Goal: "b", Priority: 9,
 		Steps: []string{"theirs"},
 	})
 	pgtest.Exec(t, w.pool, `update agent_objectives set due_at = clock_timestamp() + interval '1 day'
 		where name = 'zz foreign'`)
-	_, own := w.addObjective(t, objectives.Definition{Name: "own", Goal: "a", Steps: []string{"mine"}})
+	_, ownSteps := w.addObjective(t, objectives.Definition{Name: "own", Goal: "a", Steps: []string{"mine"}})
 	w.setReplies(map[string][]modeltest.Reply{"Objective own": {
-		complete(foreign[0]).AndCall("fail_step", `{"step_id":"`+foreign[0]+`","reason":"x"}`), complete("no id"),
-		lookedUp(own[0]), complete(own[0]), modeltest.Text("ok"),
+		completeStep(foreignSteps[0]).AndCall("fail_step", `{"step_id":"`+foreignSteps[0]+`","reason":"x"}`), completeStep("no id"),
+		lookAndComplete(ownSteps[0]), completeStep(ownSteps[0]), modeltest.Text("ok"),
 	}})
 	w.runCompleted(t)
 	pgtest.Equal(t, w.pool, "mine done 1, theirs pending 0", `select string_agg(title || ' ' || status || ' ' || attempts,
@@ -267,7 +267,7 @@ func TestPlanAndCompleteInOneTurn(t *testing.T) {
 		}
 		_, rest, _ := strings.Cut(last.Content, `"id":"`)
 		id, _, _ := strings.Cut(rest, `"`)
-		return lookedUp(id)
+		return lookAndComplete(id)
 	})
 	_, got := w.runCompleted(t)
 	states := pgtest.Value[string](t, w.pool, `select string_agg(title || ' ' || status, ', ' order by position)
@@ -284,14 +284,14 @@ func TestRecurringObjectiveRestarts(t *testing.T) {
 		Name: "weekly", Goal: "a", ReviewEvery: "7d",
 		Steps: []string{"look"},
 	})
-	w.setReplies(map[string][]modeltest.Reply{"Objective weekly": {lookedUp(steps[0]), modeltest.Text("ok")}})
+	w.setReplies(map[string][]modeltest.Reply{"Objective weekly": {lookAndComplete(steps[0]), modeltest.Text("ok")}})
 	w.runCompleted(t)
 	o, err := objectives.Get(t.Context(), w.pool, "weekly")
 	assert.Truef(t, err == nil && o.Round == 2 && o.Pending == 1 && o.Status == objectives.Active,
 		"objective is %+v, %v", o, err)
-	asked := len(w.model.Requests())
+	requests := len(w.model.Requests())
 	w.runCompleted(t)
-	assert.Equal(t, asked, len(w.model.Requests()))
+	assert.Equal(t, requests, len(w.model.Requests()))
 }
 
 func TestObjectiveBackoff(t *testing.T) {
@@ -303,23 +303,23 @@ func TestObjectiveBackoff(t *testing.T) {
 		modeltest.Text("Still not."),
 	}})
 	// A run without progress does not count if others have reserved the limit of the day.
-	w.beat.Loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 50_000}, MaxWait: time.Millisecond}
+	w.surface.Loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 50_000}, MaxWait: time.Millisecond}
 	enginetest.ReserveDay(t, w.pool, 50_000, 49_000, 990)
 	w.runCompleted(t)
 	o, err := objectives.Get(t.Context(), w.pool, "stuck")
 	assert.Truef(t, err == nil && o.IdleRuns == 0 && len(w.model.Requests()) == 0, "objective is %+v, %v", o, err)
-	w.beat.Loop.Limits = budgets.Limits{}
+	w.surface.Loop.Limits = budgets.Limits{}
 	w.runCompleted(t)
 	o, err = objectives.Get(t.Context(), w.pool, "stuck")
 	assert.Truef(t, err == nil && o.IdleRuns == 1 && o.Status == objectives.Active, "objective is %+v, %v", o, err)
-	asked := len(w.model.Requests())
-	assert.True(t, asked != 0, "the model was not asked at all")
+	requests := len(w.model.Requests())
+	assert.True(t, requests != 0, "the model was not asked at all")
 	w.runCompleted(t)
 	n := len(w.model.Requests())
-	assert.Truef(t, n == asked, "the next heartbeat asked the model %d times", n-asked)
+	assert.Truef(t, n == requests, "the next heartbeat asked the model %d times", n-requests)
 	pgtest.Exec(t, w.pool, `update agent_objectives set goal = 'b'`)
 	w.runCompleted(t)
-	assert.True(t, len(w.model.Requests()) != asked, "an edited objective was not worked on")
+	assert.True(t, len(w.model.Requests()) != requests, "an edited objective was not worked on")
 }
 
 func TestHeldObjectiveIsSkipped(t *testing.T) {
@@ -350,15 +350,15 @@ func TestTrialSkillReturnsToService(t *testing.T) {
 	w.setReplies(map[string][]modeltest.Reply{"Objective o": {modeltest.ToolCall("fetch", `{}`), modeltest.Text("ok")}})
 	x, _ := w.runCompleted(t)
 	assert.Contains(t, w.prompts()[len(w.prompts())-1], "fetch is on trial")
-	story := strings.Join(w.traceLines(t, x.TraceID), ", ")
-	assert.Truef(t, strings.Contains(story, "settle_trial success") && w.calls.of("fetch") >= 1, "story is %s", story)
+	lines := strings.Join(w.traceLines(t, x.TraceID), ", ")
+	assert.Truef(t, strings.Contains(lines, "settle_trial success") && w.calls.of("fetch") >= 1, "the trace is %s", lines)
 	assert.True(t, pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) &&
 		pgtest.Value[bool](t, w.pool, `select enabled from agent_automations`),
 		"the skill or its automation is not back in service")
 }
 
-// The trial of a skill used only by an automation is its next scheduled run, without a model call.
-func TestAutomationRunsTrial(t *testing.T) {
+// If only automations use a skill on trial, the next scheduled run is the trial, without a model call.
+func TestScheduledRunIsTrial(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
 	w.addFailingSkill(t, "fetch")
@@ -372,15 +372,15 @@ func TestAutomationRunsTrial(t *testing.T) {
 	require.Equal(t, 0, w.calls.of("fetch"))
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	x, _ := w.runCompleted(t)
-	story := strings.Join(w.traceLines(t, x.TraceID), ", ")
-	assert.Truef(t, strings.Contains(story, "settle_trial success") && w.calls.of("fetch") >= 1, "story is %s", story)
+	lines := strings.Join(w.traceLines(t, x.TraceID), ", ")
+	assert.Truef(t, strings.Contains(lines, "settle_trial success") && w.calls.of("fetch") >= 1, "the trace is %s", lines)
 	assert.True(t, pgtest.Value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) &&
 		pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`),
 		"the skill or an automation is not back in service")
 }
 
 // Due event runs wait while the skill is disabled. One of them is the trial, and the others follow.
-func TestWaitingRunRunsTrial(t *testing.T) {
+func TestEventRunIsTrial(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
 	w.replyNothing()
@@ -431,7 +431,8 @@ func TestEventRunsAreCreatedOnce(t *testing.T) {
 	}
 	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	e := w.engine(t, true)
-	r := &runner.Runner{Pool: w.pool, Loop: w.beat.Loop, Engine: e, Logger: slog.New(slog.DiscardHandler), Agent: "agent"}
+	r := &runner.Runner{Pool: w.pool, Loop: w.surface.Loop, Engine: e, Logger: slog.New(slog.DiscardHandler),
+		Agent: "agent"}
 	require.NoError(t, r.Register())
 	var group sync.WaitGroup
 	for range 2 {
@@ -466,19 +467,19 @@ func TestStepNeedsEvidence(t *testing.T) {
 	w := newTestHeartbeat(t)
 	_, steps := w.addObjective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"first", "second"}})
 	w.setReplies(map[string][]modeltest.Reply{"Objective o": {
-		complete(steps[0]), modeltest.ToolCall("look", `{}`), complete(steps[0]), complete(steps[1]),
+		completeStep(steps[0]), modeltest.ToolCall("look", `{}`), completeStep(steps[0]), completeStep(steps[1]),
 		modeltest.Text("Both done."),
 	}})
 	w.runCompleted(t)
 	pgtest.Equal(t, w.pool, "first done, second pending", `select string_agg(title || ' ' || status, ', '
 		order by position) from agent_objective_steps`)
-	for n, warned := range map[int]bool{1: true, 3: false, 4: true} {
+	for n, rejected := range map[int]bool{1: true, 3: false, 4: true} {
 		var words []string
 		for _, m := range w.model.Requests()[n].Messages {
 			words = append(words, m.Content)
 		}
 		last := strings.Join(words[len(words)-2:], " ")
-		assert.Equal(t, warned, strings.Contains(last, "Act first, then report"), n, last)
+		assert.Equal(t, rejected, strings.Contains(last, "Act first, then report"), n, last)
 	}
 	pgtest.Equal(t, w.pool, "look true", `select skill_name || ' ' || (given_by = '') from agent_objective_evidence`)
 }

@@ -45,7 +45,7 @@ func TestBusyLaneIsSkipped(t *testing.T) {
 	assert.Equal(t, 0, len(w.model.Requests()))
 }
 
-// Without lanes no row blocks a heartbeat.
+// If lanes are disabled, rows of held lanes do not block a heartbeat.
 func TestHeartbeatWithoutLanes(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
@@ -59,13 +59,13 @@ func TestHeartbeatWithoutLanes(t *testing.T) {
 func TestConcurrentHeartbeatIsSkipped(t *testing.T) {
 	t.Parallel()
 	w := newBusyHeartbeat(t)
-	ended := make([]executions.Execution, 4)
-	var all sync.WaitGroup
-	for n := range ended {
-		all.Go(func() { ended[n], _ = w.run(t) })
+	runs := make([]executions.Execution, 4)
+	var group sync.WaitGroup
+	for n := range runs {
+		group.Go(func() { runs[n], _ = w.run(t) })
 	}
-	all.Wait()
-	for _, x := range ended {
+	group.Wait()
+	for _, x := range runs {
 		assert.Equal(t, executions.Completed, x.Status, postgres.Deref(x.ErrorMessage))
 	}
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'heal_skill'`)
@@ -84,8 +84,8 @@ func TestHeartbeatYieldsToAdmin(t *testing.T) {
 		"the skipped heartbeat still holds its lane")
 }
 
-// withInterruptedPhase has an admin acquire the lane during a skill call of a phase.
-func withInterruptedPhase(t *testing.T, phase string) *testHeartbeat {
+// newInterruptedHeartbeat returns a heartbeat. An admin acquires the lane operate during a skill call of the phase.
+func newInterruptedHeartbeat(t *testing.T, phase string) *testHeartbeat {
 	t.Helper()
 	w := newTestHeartbeat(t)
 	w.builtins["look"] = func(context.Context, skills.Call) (any, error) {
@@ -117,7 +117,7 @@ func TestRunningHeartbeatYields(t *testing.T) {
 	t.Parallel()
 	for _, phase := range []string{"advance_plan", "run_automations"} {
 		t.Run(phase, func(t *testing.T) {
-			w := withInterruptedPhase(t, phase)
+			w := newInterruptedHeartbeat(t, phase)
 			e := w.engine(t, true)
 			x, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 			require.NoError(t, err)
@@ -126,10 +126,10 @@ func TestRunningHeartbeatYields(t *testing.T) {
 				postgres.Deref(x.WaitingFor), postgres.Deref(x.WaitingKey))
 			assert.True(t, pgtest.Value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`),
 				"the heartbeat lost its lane by waiting")
-			asked := len(w.model.Requests())
+			requests := len(w.model.Requests())
 			w.freeLane(t, heartbeat.OperateLane)
 			x = w.waitStatus(t, x.ID, executions.Completed)
-			assert.True(t, len(w.model.Requests()) > asked, "nothing was done after the admin left")
+			assert.True(t, len(w.model.Requests()) > requests, "the heartbeat did not continue after the admin's release")
 			keys := map[string]bool{}
 			for _, r := range w.model.Requests() {
 				assert.True(t, !keys[r.IdempotencyKey()], "a request was made twice")
@@ -143,12 +143,12 @@ func TestRunningHeartbeatYields(t *testing.T) {
 	}
 }
 
-// A waiting heartbeat does not park its lane, so another heartbeat may hold it meanwhile.
+// A waiting heartbeat does not park its lane, so another heartbeat may acquire the lane meanwhile.
 func TestHeartbeatResumesAfterLaneHolder(t *testing.T) {
 	t.Parallel()
 	for _, phase := range []string{"advance_plan", "run_automations"} {
 		t.Run(phase, func(t *testing.T) {
-			w := withInterruptedPhase(t, phase)
+			w := newInterruptedHeartbeat(t, phase)
 			x, err := w.engine(t, true).RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 			require.Truef(t, err == nil && x.Status == executions.Waiting, "the heartbeat is %s: %v", x.Status, err)
 			pgtest.Exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'heartbeat'`)
@@ -182,8 +182,8 @@ func TestHeartbeatWaitTimeout(t *testing.T) {
 		},
 	} {
 		t.Run(phase, func(t *testing.T) {
-			w := withInterruptedPhase(t, phase)
-			w.beat.YieldLimit = 300 * time.Millisecond
+			w := newInterruptedHeartbeat(t, phase)
+			w.surface.YieldLimit = 300 * time.Millisecond
 			e := w.engine(t, true)
 			x, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 			require.NoError(t, err)
@@ -227,6 +227,6 @@ func TestResumedHeartbeatSkipsFinishedPhases(t *testing.T) {
 	w.freeLane(t, heartbeat.OperateLane)
 	x = w.waitStatus(t, x.ID, executions.Completed)
 	assert.Equal(t, "automations: a succeeded, b succeeded", summary(t, x).Phases["run_automations"])
-	story := strings.Join(w.traceLines(t, x.TraceID), ", ")
-	assert.Truef(t, !strings.Contains(story, "run_automation skipped"), "story is %s", story)
+	lines := strings.Join(w.traceLines(t, x.TraceID), ", ")
+	assert.Truef(t, !strings.Contains(lines, "run_automation skipped"), "story is %s", lines)
 }

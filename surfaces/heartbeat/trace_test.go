@@ -27,13 +27,14 @@ func rememberTool(key string) modeltest.Reply {
 	return modeltest.ToolCall("remember", fmt.Sprintf(`{"key":%q,"value":{"n":1}}`, key))
 }
 
-// lookedUp calls look and completes a step.
-func lookedUp(step string) modeltest.Reply {
+// lookAndComplete calls look and completes a step.
+func lookAndComplete(step string) modeltest.Reply {
 	return modeltest.ToolCall("look", `{}`).AndCall("complete_step",
 		fmt.Sprintf(`{"step_id":%q,"result":"found 42 rows"}`, step))
 }
 
-// newBusyHeartbeat has 2 skills to heal, 3 steps, 2 automations, and a model that stores 4 memories.
+// newBusyHeartbeat returns a heartbeat with 2 failing skills, 3 steps, 2 automations, and a model that notes 4
+// memories.
 func newBusyHeartbeat(t *testing.T) *testHeartbeat {
 	t.Helper()
 	w := newTestHeartbeat(t)
@@ -47,7 +48,7 @@ func newBusyHeartbeat(t *testing.T) *testHeartbeat {
 	w.addAutomation(t, automations.Definition{Name: "write up", Prompt: "Write the daily summary."})
 	w.setReplies(map[string][]modeltest.Reply{
 		"Objective tidy": {
-			modeltest.ToolCall("look", `{}`), complete(steps[0]), lookedUp(steps[1]), lookedUp(steps[2]), rememberTool("tables"),
+			modeltest.ToolCall("look", `{}`), completeStep(steps[0]), lookAndComplete(steps[1]), lookAndComplete(steps[2]), rememberTool("tables"),
 			modeltest.Text("All three steps are done."),
 		},
 		"daily summary": {rememberTool("summary"), modeltest.Text("Written.")},
@@ -94,7 +95,7 @@ func TestHealReportReachesModelAndLedger(t *testing.T) {
 	t.Parallel()
 	w := newBusyHeartbeat(t)
 	var log bytes.Buffer
-	w.beat.Logger = slog.New(slog.NewTextHandler(&log, nil))
+	w.surface.Logger = slog.New(slog.NewTextHandler(&log, nil))
 	x, _ := w.runCompleted(t)
 	got := log.String()
 	assert.Truef(t, strings.Count(got, `msg="healing report"`) == 1 && strings.Contains(got, "disabled=2") &&
@@ -140,12 +141,12 @@ func TestIdleHeartbeatCallsNoModel(t *testing.T) {
 	t.Run("after a full one", func(t *testing.T) {
 		w := newBusyHeartbeat(t)
 		w.runCompleted(t)
-		asked := len(w.model.Requests())
+		requests := len(w.model.Requests())
 		for range 3 {
 			x, _ := w.runCompleted(t)
 			assert.NoDiff(t, idle, w.traceLines(t, x.TraceID))
 		}
-		assert.Equal(t, 0, len(w.model.Requests())-asked)
+		assert.Equal(t, 0, len(w.model.Requests())-requests)
 	})
 }
 
@@ -157,10 +158,10 @@ func TestReflectionIgnoresOwnErrors(t *testing.T) {
 	w.addAutomation(t, automations.Definition{Name: "a", Skill: "broken"})
 	w.setReplies(map[string][]modeltest.Reply{"Reflect": {modeltest.ToolCall("nope", `{}`), modeltest.Text("ok")}})
 	w.runCompleted(t)
-	asked := len(w.model.Requests())
+	requests := len(w.model.Requests())
 	w.runCompleted(t)
-	n := len(w.model.Requests())
-	assert.Truef(t, asked == 2 && n == asked, "asked %d times, then %d more", asked, n-asked)
+	total := len(w.model.Requests())
+	assert.Truef(t, requests == 2 && total == requests, "asked %d times, then %d more", requests, total-requests)
 }
 
 func TestSkillAutomationCallsNoModel(t *testing.T) {
@@ -236,12 +237,12 @@ func TestModelReadsMemoryError(t *testing.T) {
 func TestHeartbeatTools(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
-	none := func(context.Context, skills.Call) (any, error) { return nil, nil }
+	builtin := func(context.Context, skills.Call) (any, error) { return nil, nil }
 	for name, scope := range map[string]string{
 		"outer": skills.ScopeExternal, "any": skills.ScopeBoth,
 		"off": skills.ScopeInternal,
 	} {
-		w.builtins[name] = none
+		w.builtins[name] = builtin
 		w.addSkill(t, skills.Definition{Name: name, Scope: scope})
 	}
 	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'admin' where name = 'off'`)
