@@ -20,28 +20,29 @@ import (
 type Content struct {
 	Endpoint, DeliveryID string
 	Header               http.Header
-	Body                 any // decoded JSON, with json.Number; a text where the endpoint accepts no JSON
+	Body                 any // decoded JSON, with json.Number; a string for format text
 }
 
 var (
-	pathForm    = regexp.MustCompile(`^(delivery|endpoint|body(\.[^.{}\s]+)*|header\.[A-Za-z0-9-]+)$`)
-	placeholder = regexp.MustCompile(`\{(delivery|endpoint|body(?:\.[^.{}\s]+)*|header\.[A-Za-z0-9-]+)\}`)
-	brace       = regexp.MustCompile(`[{}]`)
-	suspicious  = regexp.MustCompile(`\{\{|\{\s*(body|header|delivery|endpoint)\b`)
+	pathRegexp                 = regexp.MustCompile(`^(delivery|endpoint|body(\.[^.{}\s]+)*|header\.[A-Za-z0-9-]+)$`)
+	placeholderRegexp          = regexp.MustCompile(`\{(delivery|endpoint|body(?:\.[^.{}\s]+)*|header\.[A-Za-z0-9-]+)\}`)
+	braceRegexp                = regexp.MustCompile(`[{}]`)
+	malformedPlaceholderRegexp = regexp.MustCompile(`\{\{|\{\s*(body|header|delivery|endpoint)\b`)
 )
 
-// checkPath reports a path that can never resolve.
+// checkPath returns an error for a path that can never resolve.
 func checkPath(path string) error {
-	if !pathForm.MatchString(path) {
-		return fmt.Errorf("%q is no path; write body.field, body.list.0.field, header.name, delivery or endpoint", path)
+	if !pathRegexp.MatchString(path) {
+		return fmt.Errorf("%q is not a path; write body.field, body.list.0.field, header.name, delivery or endpoint", path)
 	}
 	return nil
 }
 
-// checkTemplate reports a template with an invalid placeholder. wrong matches what no placeholder explains.
-func checkTemplate(text string, wrong *regexp.Regexp) error {
-	if rest := placeholder.ReplaceAllString(text, ""); wrong.MatchString(rest) {
-		return errors.New("has braces that are no placeholder; write {body.field}, {header.name}, {delivery} or {endpoint}")
+// checkTemplate returns an error for a template with an invalid placeholder. invalid matches such a placeholder in the
+// text without the valid placeholders.
+func checkTemplate(text string, invalid *regexp.Regexp) error {
+	if remainder := placeholderRegexp.ReplaceAllString(text, ""); invalid.MatchString(remainder) {
+		return errors.New("has braces that are not a placeholder; write {body.field}, {header.name}, {delivery} or {endpoint}")
 	}
 	return nil
 }
@@ -75,30 +76,30 @@ func (c Content) At(path string) (any, error) {
 		}
 		return values[0], nil
 	}
-	at := c.Body
+	value := c.Body
 	for step := range strings.SplitSeq(rest, ".") {
 		if step == "" {
 			break
 		}
 		var ok bool
-		if at, ok = descend(at, step); !ok {
+		if value, ok = descend(value, step); !ok {
 			return nil, fmt.Errorf("%s: the body has nothing at %q", path, step)
 		}
 	}
-	return at, nil
+	return value, nil
 }
 
-func descend(at any, step string) (any, bool) {
-	switch at := at.(type) {
+func descend(value any, step string) (any, bool) {
+	switch value := value.(type) {
 	case map[string]any:
-		v, ok := at[step]
+		v, ok := value[step]
 		return v, ok
 	case []any:
 		i, err := strconv.Atoi(step)
-		if err != nil || i < 0 || i >= len(at) {
+		if err != nil || i < 0 || i >= len(value) {
 			return nil, false
 		}
-		return at[i], true
+		return value[i], true
 	}
 	return nil, false
 }
@@ -118,19 +119,19 @@ func (c Content) Text(template string) (string, error) {
 	})
 }
 
-// Quoted fills a template with values as JSON, each cut at most bytes. So the sender's text is distinct from the
+// Quoted fills a template with values as JSON, each cut at maxBytes. The quotes separate the sender's text from the
 // admin's.
-func (c Content) Quoted(template string, most int) (string, error) {
-	return c.fill(template, func(_ string, v any) (string, error) { return quote(v, most), nil })
+func (c Content) Quoted(template string, maxBytes int) (string, error) {
+	return c.fill(template, func(_ string, v any) (string, error) { return quote(v, maxBytes), nil })
 }
 
-func (c Content) fill(template string, show func(path string, v any) (string, error)) (string, error) {
+func (c Content) fill(template string, format func(path string, v any) (string, error)) (string, error) {
 	var problems []error
-	text := placeholder.ReplaceAllStringFunc(template, func(match string) string {
+	text := placeholderRegexp.ReplaceAllStringFunc(template, func(match string) string {
 		path := match[1 : len(match)-1]
 		v, err := c.At(path)
 		if err == nil {
-			match, err = show(path, v)
+			match, err = format(path, v)
 		}
 		if err != nil {
 			problems = append(problems, err)
@@ -140,19 +141,19 @@ func (c Content) fill(template string, show func(path string, v any) (string, er
 	return text, errors.Join(problems...)
 }
 
-// quote encodes a value as JSON of about most bytes, and marks a cut.
-func quote(v any, most int) string {
+// quote encodes a value as JSON. It cuts JSON longer than maxBytes, and marks the cut.
+func quote(v any, maxBytes int) string {
 	var out bytes.Buffer
 	e := json.NewEncoder(&out)
-	e.SetEscapeHTML(true) // escapes < and >, so that no tag can be closed from within
+	e.SetEscapeHTML(true) // escapes < and >, so that the value cannot close a tag of the prompt
 	if err := e.Encode(v); err != nil {
 		return "null"
 	}
 	text := strings.TrimSuffix(out.String(), "\n")
-	if len(text) <= most {
+	if len(text) <= maxBytes {
 		return text
 	}
-	return strings.ToValidUTF8(text[:most], "") + fmt.Sprintf("… (cut: %d bytes in all)", len(text))
+	return strings.ToValidUTF8(text[:maxBytes], "") + fmt.Sprintf("… (cut: %d bytes in all)", len(text))
 }
 
 func kindOf(v any) string {
@@ -167,8 +168,8 @@ func kindOf(v any) string {
 	return fmt.Sprintf("%T", v)
 }
 
-// Matches reports whether every path of a filter has its value, or one of its list of values. A missing path does not
-// match, because other events have other fields.
+// Matches reports whether every path of a filter has the wanted value, or one of several. A missing path does not
+// match, because events differ in their fields.
 func (c Content) Matches(when map[string]any) bool {
 	for path, want := range when {
 		v, err := c.At(path)

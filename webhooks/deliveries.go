@@ -32,8 +32,8 @@ const deliveryColumns = `d.id::text, d.endpoint, d.delivery_id, d.trace_id, d.la
 const maxHeaders = 64 << 10
 
 var (
-	traceparentForm = regexp.MustCompile(`^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}`)
-	plainID         = regexp.MustCompile(`^[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?$`)
+	traceparentRegexp = regexp.MustCompile(`^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}`)
+	printableIDRegexp = regexp.MustCompile(`^[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?$`)
 )
 
 // Incoming is a verified request.
@@ -45,18 +45,18 @@ type Incoming struct {
 
 // StoredHeaders returns the stored headers, with secrets redacted.
 func (e Endpoint) StoredHeaders(h http.Header) json.RawMessage {
-	kept := h.Clone()
+	stored := h.Clone()
 	for _, name := range e.SecretHeaders() {
-		if kept.Get(name) != "" {
-			kept.Set(name, redact.Marker)
+		if stored.Get(name) != "" {
+			stored.Set(name, redact.Marker)
 		}
 	}
-	return redact.JSON(kept, maxHeaders)
+	return redact.JSON(stored, maxHeaders)
 }
 
-// DeliveryID returns the sender's id of a delivery: from the endpoint's path, or from its scheme's place, or else the
-// SHA-256 of the body (after the signed time, if any). A long or unprintable id is hashed. A path that does not
-// resolve is an error.
+// DeliveryID returns the sender's id of a delivery. It reads the endpoint's path, or the field or header of the scheme.
+// Otherwise it returns the SHA-256 of the body, preceded by the signed time if there is one. A long or unprintable id
+// is hashed. A path that does not resolve is an error.
 func (e Endpoint) DeliveryID(in Incoming) (string, error) {
 	path := cmp.Or(e.Settings.ID, e.schemeID(in.Header))
 	if path == Digest {
@@ -70,18 +70,19 @@ func (e Endpoint) DeliveryID(in Incoming) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	const longest = 200
+	const maxLength = 200
 	switch {
 	case strings.TrimSpace(id) == "":
 		return "", fmt.Errorf("%s: the delivery id is empty", path)
-	case len(id) > longest || !plainID.MatchString(id):
+	case len(id) > maxLength || !printableIDRegexp.MatchString(id):
 		return digest("id-sha256:", []byte(id)), nil
 	}
 	return id, nil
 }
 
-// schemeID returns the delivery id of a scheme. With hmac, it reads no unsigned header unless the admin allows it: a
-// replayed request could carry another. A bearer token's holder could forge any request anyway.
+// schemeID returns the path of a scheme's delivery id, or "". For hmac it returns a header only if the endpoint signs
+// it: an attacker could replay a request with another value of an unsigned header. With a bearer token, nothing is
+// signed.
 func (e Endpoint) schemeID(h http.Header) string {
 	switch e.Scheme {
 	case signature.Standard:
@@ -104,8 +105,8 @@ func (e Endpoint) schemeID(h http.Header) string {
 	return ""
 }
 
-func digest(prefix string, of []byte) string {
-	sum := sha256.Sum256(of)
+func digest(prefix string, data []byte) string {
+	sum := sha256.Sum256(data)
 	return prefix + hex.EncodeToString(sum[:])
 }
 
@@ -118,13 +119,13 @@ func (d Delivery) Lane() string {
 	return name
 }
 
-// Insert stores a delivery. Of concurrent deliveries with one id, one is fresh. The others return the first and count
-// as repeats.
+// Insert stores a delivery. isNew is true for one of concurrent deliveries with the same id. The others return that one
+// and count as its repeats.
 func Insert(
 	ctx context.Context, tx pgx.Tx, e Endpoint, deliveryID, traceID string, in Incoming,
-) (d Delivery, fresh bool, err error) {
+) (d Delivery, isNew bool, err error) {
 	parent := in.Header.Get("Traceparent")
-	if !traceparentForm.MatchString(parent) || len(parent) > 200 {
+	if !traceparentRegexp.MatchString(parent) || len(parent) > 200 {
 		parent = ""
 	}
 	args := postgres.Strict{
@@ -158,17 +159,18 @@ func Link(ctx context.Context, tx pgx.Tx, id, executionID string) error {
 	return nil
 }
 
-// Mark is a state of a delivery's handling.
-type Mark struct {
+// StatusUpdate is a change of a delivery's status.
+type StatusUpdate struct {
 	Status  string
 	Attempt int
 	Error   string
-	Retry   float64 // seconds until the next attempt, if failed
+	Retry   float64 // seconds until the next attempt, for status failed
 	Outcome any
 }
 
-// Set stores a mark for the execution that handles the delivery. For another execution it has no effect.
-func Set(ctx context.Context, db postgres.DB, id, executionID string, m Mark) error {
+// UpdateStatus stores the status of a delivery for the execution that handles it. For another execution it has no
+// effect.
+func UpdateStatus(ctx context.Context, db postgres.DB, id, executionID string, u StatusUpdate) error {
 	_, err := db.Exec(ctx, `
 		update agent_webhook_deliveries
 		   set status = @status, attempts = @attempt, error_message = nullif(@error, ''), updated_at = clock_timestamp(),
@@ -177,11 +179,11 @@ func Set(ctx context.Context, db postgres.DB, id, executionID string, m Mark) er
 		       finished_at = case when @status in ('done', 'ignored', 'dead') then clock_timestamp() end
 		 where id = @id and execution_id = @execution`,
 		postgres.Strict{
-			"id": id, "execution": executionID, "status": m.Status, "attempt": m.Attempt, "error": redact.Text(m.Error, 2000),
-			"retry": m.Retry, "outcome": outcome(m.Outcome),
+			"id": id, "execution": executionID, "status": u.Status, "attempt": u.Attempt, "error": redact.Text(u.Error, 2000),
+			"retry": u.Retry, "outcome": outcome(u.Outcome),
 		})
 	if err != nil {
-		return fmt.Errorf("mark delivery %s: %w", m.Status, err)
+		return fmt.Errorf("mark delivery %s: %w", u.Status, err)
 	}
 	return nil
 }
@@ -193,15 +195,15 @@ func outcome(v any) any {
 	return redact.JSON(v, 16<<10)
 }
 
-// Reopen starts a replay: the delivery is received again under a new trace. It returns [ErrInProgress] if the delivery
-// is being handled, or was replayed after the caller read seen replays (negative: any number).
-func Reopen(ctx context.Context, tx pgx.Tx, id, traceID string, seen int) (Delivery, error) {
+// Reopen starts a replay: it sets the status received, with a new trace. It returns [ErrInProgress] if the delivery is
+// being handled, or if its number of replays is not the expected one. A negative number expects any.
+func Reopen(ctx context.Context, tx pgx.Tx, id, traceID string, expected int) (Delivery, error) {
 	d, err := postgres.Row[Delivery](ctx, tx, "reopen delivery", `
 		update agent_webhook_deliveries d
 		   set status = 'received', replays = d.replays + 1, attempts = 0, last_trace_id = @trace_id, error_message = null,
 		       outcome = null, finished_at = null, next_attempt_at = null, updated_at = clock_timestamp()
 		 where d.id = @id and d.status in ('done', 'ignored', 'dead') and (@seen < 0 or d.replays = @seen)
-		returning `+deliveryColumns, postgres.Strict{"id": id, "trace_id": traceID, "seen": seen})
+		returning `+deliveryColumns, postgres.Strict{"id": id, "trace_id": traceID, "seen": expected})
 	if errors.Is(err, pgx.ErrNoRows) {
 		if d, err = Get(ctx, tx, id); err == nil {
 			err = ErrInProgress
@@ -217,14 +219,15 @@ func Get(ctx context.Context, db postgres.DB, id string) (Delivery, error) {
 		select `+deliveryColumns+` from agent_webhook_deliveries d
 		 where d.id = case when @id ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then (@id)::uuid end
 		union all
-		select `+deliveryColumns+` from agent_webhook_deliveries d where d.delivery_id = @id limit 2`, postgres.Strict{"id": id})
+		select `+deliveryColumns+` from agent_webhook_deliveries d
+		 where d.delivery_id = @id limit 2`, postgres.Strict{"id": id})
 	switch {
 	case err != nil:
 		return Delivery{}, err
 	case len(got) == 0:
 		return Delivery{}, fmt.Errorf("delivery %s: %w", redact.Text(id, 100), ErrNotFound)
 	case len(got) > 1 && got[0].ID != got[1].ID && got[0].ID != id:
-		return Delivery{}, fmt.Errorf("delivery %s came to several endpoints; give the id of one: %w",
+		return Delivery{}, fmt.Errorf("several endpoints have a delivery %s; use its own id: %w",
 			redact.Text(id, 100), ErrNotFound)
 	}
 	return got[0], nil
@@ -239,12 +242,12 @@ func Body(ctx context.Context, db postgres.DB, id string) ([]byte, error) {
 // Load returns the content that the paths of a delivery's endpoint read.
 func Load(ctx context.Context, db postgres.DB, d Delivery, format string) (Content, error) {
 	c := Content{Endpoint: d.Endpoint, DeliveryID: d.DeliveryID}
-	var kept map[string]any // a list of values, or the mark of a redacted secret
-	if err := json.Unmarshal(d.Headers, &kept); err != nil {
+	var headers map[string]any // a list of values, or the marker of a redacted secret
+	if err := json.Unmarshal(d.Headers, &headers); err != nil {
 		return c, fmt.Errorf("read headers of delivery: %w", err)
 	}
 	c.Header = http.Header{}
-	for name, value := range kept {
+	for name, value := range headers {
 		values, isList := value.([]any)
 		if !isList {
 			values = []any{value}
@@ -298,7 +301,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Delivery, error) {
 // maxStoredConflicts bounds the stored bodies of one delivery, beside the first.
 const maxStoredConflicts = 5
 
-// Conflict is another body under the id of a delivery. It was not handled.
+// Conflict is a different body that was received under the id of a delivery. It was not handled.
 type Conflict struct {
 	ID         string          `json:"id"`
 	BodySHA256 string          `json:"body_sha256"`
@@ -307,12 +310,12 @@ type Conflict struct {
 	ReceivedAt time.Time       `json:"received_at"`
 }
 
-// StoreConflict compares a repeated delivery with d, which has its id. conflict reports a different body, which is
-// counted. kept reports that it was stored: it is new, and fewer than five others are stored. The caller's
-// transaction locks d.
+// StoreConflict compares a repeated delivery with d, which has the same id. conflict reports a different body, which is
+// counted. stored reports that the body was stored: it is new, and fewer than maxStoredConflicts are stored. The
+// caller's transaction must have locked d.
 func StoreConflict(
 	ctx context.Context, tx pgx.Tx, e Endpoint, d Delivery, in Incoming,
-) (conflict, kept bool, err error) {
+) (conflict, stored bool, err error) {
 	sum := digest("", in.Body)
 	if sum == d.BodySHA256 {
 		return false, false, nil
@@ -327,30 +330,30 @@ func StoreConflict(
 	err = tx.QueryRow(ctx, `
 		with counted as (
 		  update agent_webhook_deliveries set conflicts = conflicts + 1 where id = @delivery),
-		kept as (
+		stored as (
 		  insert into agent_webhook_conflicts (delivery, headers, body, body_sha256)
 		  select @delivery, @headers, @body, @sum
 		   where (select count(*) from agent_webhook_conflicts c where c.delivery = @delivery) < @most
 		  on conflict (delivery, body_sha256) do nothing
 		  returning id)
-		select exists (select from kept)`,
+		select exists (select from stored)`,
 		postgres.Strict{
 			"delivery": d.ID, "headers": e.StoredHeaders(in.Header), "body": in.Body, "sum": sum,
 			"most": maxStoredConflicts,
-		}).Scan(&kept)
+		}).Scan(&stored)
 	if err != nil {
 		return false, false, fmt.Errorf("store another body of delivery %s: %w", d.ID, err)
 	}
-	return true, kept, nil
+	return true, stored, nil
 }
 
 // equalBodies reports whether two bodies of one delivery id are equal. Senders encode JSON anew for each attempt.
 // Stripe also counts its pending webhooks, which decreases.
-func (e Endpoint) equalBodies(first, again any) bool {
+func (e Endpoint) equalBodies(first, second any) bool {
 	if e.Scheme == signature.Stripe {
-		first, again = without(first, "pending_webhooks"), without(again, "pending_webhooks")
+		first, second = without(first, "pending_webhooks"), without(second, "pending_webhooks")
 	}
-	return reflect.DeepEqual(first, again)
+	return reflect.DeepEqual(first, second)
 }
 
 func without(body any, member string) any {
@@ -363,11 +366,12 @@ func without(body any, member string) any {
 	return object
 }
 
-// Conflicts reads the stored other bodies of a delivery, oldest first.
+// Conflicts reads the stored conflicts of a delivery, oldest first.
 func Conflicts(ctx context.Context, db postgres.DB, deliveryID string) ([]Conflict, error) {
 	return postgres.Rows[Conflict](ctx, db, "list conflicts", `
 		select c.id::text, c.body_sha256, octet_length(c.body) as body_bytes, c.headers, c.received_at
-		  from agent_webhook_conflicts c where c.delivery = @delivery order by c.id`, postgres.Strict{"delivery": deliveryID})
+		  from agent_webhook_conflicts c
+		 where c.delivery = @delivery order by c.id`, postgres.Strict{"delivery": deliveryID})
 }
 
 // ConflictBody reads the raw body of a conflict.
@@ -383,7 +387,7 @@ func ConflictBody(ctx context.Context, db postgres.DB, id string) ([]byte, error
 // Resend gives a dead outgoing message one more attempt, now, under the same webhook-id. It returns false if the
 // message is not dead, and [ErrNotFound] for an unknown one. A disabled target receives it once it is enabled.
 func Resend(ctx context.Context, tx pgx.Tx, id string) (bool, error) {
-	// The attempt number grows, so a late end of an old attempt has no effect on the new one.
+	// The attempt number grows, so the late end of an old attempt does not affect the new attempt.
 	tag, err := tx.Exec(ctx, `
 		with again as (
 		  update agent_webhook_outbox

@@ -25,18 +25,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// lease bounds an attempt before another process may make the next.
+// lease is the time after which another process may make the next attempt.
 const lease = 60 * time.Second
 
-// Dispatcher sends the messages of the outbox. Pool, Client and Logger are required. Several may run on one database;
-// each attempt is made by one of them.
+// Dispatcher sends the messages of the outbox. Pool, Client and Logger are required. Several dispatchers may run on one
+// database. Only one of them makes an attempt.
 type Dispatcher struct {
 	Pool *pgxpool.Pool
-	// Client makes the connections; redirects are not followed. It comes from skills.NewGuardedClient, which refuses
-	// private addresses unless the operator allows them. A target must not reach the internal network.
+	// Client makes the connections; redirects are not followed. Use skills.NewGuardedClient, which refuses private
+	// addresses unless the operator allows them: a target must not reach the internal network.
 	Client   *http.Client
 	Logger   *slog.Logger
-	Listener *postgres.Listener  // shortens waits; may be nil
+	Listener *postgres.Listener  // notifies of new messages; nil for polling only
 	Getenv   func(string) string // for secrets; nil reads the process's environment
 	// PublicURL is the agent's public URL, for links in Slack's messages; empty for none.
 	PublicURL string
@@ -75,27 +75,27 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	return nil
 }
 
-// attempt makes one attempt: it records the activity, sends the request, and records the verdict. It sends nothing
-// that it cannot record.
-func (d *Dispatcher) attempt(ctx context.Context, m message) {
+// attempt makes one attempt: it opens the activity, sends the request, and records the result. It sends nothing if it
+// cannot open the activity.
+func (d *Dispatcher) attempt(ctx context.Context, msg message) {
 	ctx, cancel := context.WithTimeout(ctx, lease-5*time.Second)
 	defer cancel()
-	ctx = trace.With(ctx, trace.Span{TraceID: trace.ID(m.TraceID), Surface: trace.Webhook})
+	ctx = trace.With(ctx, trace.Span{TraceID: trace.ID(msg.TraceID), Surface: trace.Webhook})
 	entry := activity.Entry{
-		Skill: "webhook_send", Kind: activity.KindCall, Purpose: m.Event, IdempotencyKey: m.ID,
-		Input: map[string]any{"target": m.Target, "event": m.Event, "webhook_id": m.ID, "attempt": m.Attempt},
+		Skill: "webhook_send", Kind: activity.KindCall, Purpose: msg.Event, IdempotencyKey: msg.ID,
+		Input: map[string]any{"target": msg.Target, "event": msg.Event, "webhook_id": msg.ID, "attempt": msg.Attempt},
 	}
-	id, err := openActivity(ctx, d.Pool, m, entry)
+	id, err := openActivity(ctx, d.Pool, msg, entry)
 	if err != nil {
-		d.Logger.WarnContext(ctx, "outgoing webhook delayed", "target", m.Target, "error", err)
-		return // due again when the lease ends
+		d.Logger.WarnContext(ctx, "outgoing webhook delayed", "target", msg.Target, "error", err)
+		return // the message is due again when the lease ends
 	}
-	v := d.send(trace.WithActivity(ctx, id), m)
-	if !v.ok() && !v.gone && m.Attempt <= len(d.Schedule) {
-		v.retry = max(outbox.Jitter(d.Schedule[m.Attempt-1]), v.pause)
+	result := d.send(trace.WithActivity(ctx, id), msg)
+	if !result.ok() && !result.gone && msg.Attempt <= len(d.Schedule) {
+		result.retry = max(outbox.Jitter(d.Schedule[msg.Attempt-1]), result.pause)
 	}
-	out := activity.Outcome{Status: activity.Success, Output: v.outcome, Message: v.err, Class: v.class}
-	if !v.ok() {
+	out := activity.Outcome{Status: activity.Success, Output: result.outcome, Message: result.message, Class: result.class}
+	if !result.ok() {
 		out.Status = activity.Error
 	}
 	err = postgres.RetryOnDisconnect(ctx, func() error {
@@ -103,33 +103,34 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 			if err := activity.Close(ctx, tx, id, entry, out); err != nil {
 				return err
 			}
-			return settle(ctx, tx, m, v)
+			return settle(ctx, tx, msg, result)
 		})
 	})
 	if err != nil {
-		d.Logger.WarnContext(ctx, "outgoing webhook not settled; it will be resent", "target", m.Target, "error", err)
+		d.Logger.WarnContext(ctx, "outgoing webhook not settled; it will be resent", "target", msg.Target, "error", err)
 	}
-	d.Logger.InfoContext(ctx, "webhook sent", "target", m.Target, "event", m.Event, "attempt", m.Attempt, "http_status",
-		v.status, "error", v.err)
+	d.Logger.InfoContext(ctx, "webhook sent", "target", msg.Target, "event", msg.Event, "attempt", msg.Attempt,
+		"http_status",
+		result.status, "error", result.message)
 }
 
 // send makes the request.
-func (d *Dispatcher) send(ctx context.Context, m message) attemptResult {
-	if m.Format == FormatSlack {
-		body, err := slackBody(m.Payload, d.PublicURL)
+func (d *Dispatcher) send(ctx context.Context, msg message) attemptResult {
+	if msg.Format == FormatSlack {
+		body, err := slackBody(msg.Payload, d.PublicURL)
 		if err != nil {
-			return attemptResult{err: err.Error(), class: "refused"}
+			return attemptResult{message: err.Error(), class: "refused"}
 		}
-		m.Payload = body
+		msg.Payload = body
 	}
 	got := Poster{Client: d.Client, Getenv: d.Getenv}.Post(ctx, Request{
-		ID: m.ID, TraceID: m.TraceID, URL: m.URL, Secrets: m.Secrets, Payload: m.Payload, SentAt: m.SentAt,
+		ID: msg.ID, TraceID: msg.TraceID, URL: msg.URL, Secrets: msg.Secrets, Payload: msg.Payload, SentAt: msg.SentAt,
 	})
-	v := attemptResult{status: got.Status, err: got.Error, class: got.Class, pause: got.Pause, gone: got.Gone}
+	result := attemptResult{status: got.Status, message: got.Error, class: got.Class, pause: got.Pause, gone: got.Gone}
 	if got.Status != 0 {
-		v.outcome = map[string]any{"http_status": got.Status, "answer": got.Answer}
+		result.outcome = map[string]any{"http_status": got.Status, "answer": got.Answer}
 	}
-	return v
+	return result
 }
 
 // message is one attempt to send a row of the outbox.
@@ -144,14 +145,14 @@ type message struct {
 	Payload    string
 	TraceID    string
 	Attempt    int
-	ActivityID *string // of an earlier attempt without a recorded end
+	ActivityID *string // open activity of an earlier attempt without a recorded end
 	SentAt     time.Time
 }
 
-// claimDue claims up to limit attempts, at most each per target, and none of the targets in full. A claimed row is not
-// due again before its lease ends.
+// claimDue claims up to limit due messages, at most perTarget for each target, and none for the targets in full. A
+// claimed message is not due again before the lease ends.
 func claimDue(
-	ctx context.Context, db postgres.DB, limit, each int, full []string, lease time.Duration,
+	ctx context.Context, db postgres.DB, limit, perTarget int, full []string, lease time.Duration,
 ) ([]message, error) {
 	return postgres.Rows[message](ctx, db, "claim outgoing webhooks", `
 		with due as (
@@ -162,16 +163,16 @@ func claimDue(
 		      order by m.next_attempt_at limit @each for update skip locked) o
 		   where t.enabled and t.blocked_until <= clock_timestamp() and t.id <> all(@full::uuid[])
 		   limit @limit),
-		taken as (
+		claimed as (
 		  update agent_webhook_outbox o
 		     set attempts = o.attempts + 1, leased = true, next_attempt_at = clock_timestamp() + make_interval(secs => @lease)
 		    from due where o.id = due.id
 		  returning o.id, o.target_id, o.event, o.payload, o.trace_id, o.attempts, o.activity_id)
-		select k.id::text, k.target_id::text, t.name as target, t.url, t.secrets, t.format, k.event,
-		       k.payload::text as payload, k.trace_id, k.attempts as attempt, k.activity_id::text,
+		select c.id::text, c.target_id::text, t.name as target, t.url, t.secrets, t.format, c.event,
+		       c.payload::text as payload, c.trace_id, c.attempts as attempt, c.activity_id::text,
 		       clock_timestamp() as sent_at
-		  from taken k join agent_webhook_targets t on t.id = k.target_id`,
-		postgres.Strict{"limit": limit, "each": each, "full": full, "lease": lease.Seconds()})
+		  from claimed c join agent_webhook_targets t on t.id = c.target_id`,
+		postgres.Strict{"limit": limit, "each": perTarget, "full": full, "lease": lease.Seconds()})
 }
 
 // nextDue returns the time until a message is due, by the database's clock; outbox.MaxPause without messages.
@@ -184,7 +185,7 @@ func nextDue(ctx context.Context, db postgres.DB) (time.Duration, error) {
 		                       where m.target_id = t.id and m.status = 'pending' order by m.next_attempt_at limit 1) o
 		 where t.enabled`).Scan(&seconds)
 	if err != nil {
-		return 0, fmt.Errorf("look for outgoing webhooks: %w", err)
+		return 0, fmt.Errorf("find due webhooks: %w", err)
 	}
 	if seconds == nil {
 		return outbox.MaxPause, nil
@@ -193,31 +194,31 @@ func nextDue(ctx context.Context, db postgres.DB) (time.Duration, error) {
 }
 
 // openActivity opens the activity of an attempt and links it to the message, so that a later attempt can close it. It
-// closes the activity of an earlier lost attempt.
-func openActivity(ctx context.Context, db postgres.Beginner, m message, entry activity.Entry) (id string, err error) {
+// closes the activity of an earlier attempt whose process was lost.
+func openActivity(ctx context.Context, db postgres.Beginner, msg message, entry activity.Entry) (id string, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		if m.ActivityID != nil {
+		if msg.ActivityID != nil {
 			lost := activity.Outcome{
 				Status: activity.Unknown, Class: "interrupted",
 				Message: "the process was lost during the attempt",
 			}
-			if err := activity.Close(ctx, tx, *m.ActivityID, entry, lost); err != nil {
+			if err := activity.Close(ctx, tx, *msg.ActivityID, entry, lost); err != nil {
 				return err
 			}
 		}
 		if id, err = activity.Open(ctx, tx, entry); err != nil {
 			return err
 		}
-		tag, err := tx.Exec(ctx, `update agent_webhook_outbox set activity_id = @activity where id = @id
-			and attempts = @attempt`,
-			postgres.Strict{"id": m.ID, "attempt": m.Attempt, "activity": id})
+		tag, err := tx.Exec(ctx, `
+			update agent_webhook_outbox set activity_id = @activity where id = @id and attempts = @attempt`,
+			postgres.Strict{"id": msg.ID, "attempt": msg.Attempt, "activity": id})
 		if err == nil && tag.RowsAffected() == 0 {
 			err = errors.New("another attempt has begun")
 		}
 		return err
 	})
 	if err != nil {
-		return "", fmt.Errorf("file outgoing webhook: %w", err)
+		return "", fmt.Errorf("open activity of outgoing webhook: %w", err)
 	}
 	return id, nil
 }
@@ -225,7 +226,7 @@ func openActivity(ctx context.Context, db postgres.Beginner, m message, entry ac
 // attemptResult is the outcome of an attempt.
 type attemptResult struct {
 	status  int // HTTP status; 0 without a response
-	err     string
+	message string
 	class   string
 	retry   time.Duration // until the next attempt; 0 for none
 	pause   time.Duration // requested by the target
@@ -233,16 +234,16 @@ type attemptResult struct {
 	outcome any
 }
 
-func (v attemptResult) ok() bool { return v.err == "" }
+func (v attemptResult) ok() bool { return v.message == "" }
 
-// settle records the outcome of an attempt for the message and its target. An attempt with an expired lease has no
-// effect.
-func settle(ctx context.Context, tx pgx.Tx, m message, v attemptResult) error {
+// settle records the result of an attempt for the message and its target. It has no effect if a later attempt has
+// begun.
+func settle(ctx context.Context, tx pgx.Tx, msg message, result attemptResult) error {
 	status := "pending"
 	switch {
-	case v.ok():
+	case result.ok():
 		status = "sent"
-	case v.retry == 0:
+	case result.retry == 0:
 		status = "dead"
 	}
 	tag, err := tx.Exec(ctx, `
@@ -252,11 +253,12 @@ func settle(ctx context.Context, tx pgx.Tx, m message, v attemptResult) error {
 		       finished_at = case when @status <> 'pending' then clock_timestamp() end
 		 where id = @id and attempts = @attempt and status = 'pending'`,
 		postgres.Strict{
-			"id": m.ID, "attempt": m.Attempt, "status": status, "http": v.status, "error": redact.Text(v.err, 1000),
-			"retry": v.retry.Seconds(),
+			"id": msg.ID, "attempt": msg.Attempt, "status": status, "http": result.status, "error": redact.Text(result.message,
+				1000),
+			"retry": result.retry.Seconds(),
 		})
 	if err == nil && tag.RowsAffected() > 0 {
-		err = countFailure(ctx, tx, m, v)
+		err = countFailure(ctx, tx, msg, result)
 	}
 	if err != nil {
 		return fmt.Errorf("settle outgoing webhook: %w", err)
@@ -269,11 +271,11 @@ const disableAfter = 24 * time.Hour
 
 // countFailure counts a target's failures. It disables the target after a 410, or after max_failures consecutive
 // failures over at least a day.
-func countFailure(ctx context.Context, tx pgx.Tx, m message, v attemptResult) error {
-	if v.ok() {
+func countFailure(ctx context.Context, tx pgx.Tx, msg message, result attemptResult) error {
+	if result.ok() {
 		_, err := tx.Exec(ctx, `
 			update agent_webhook_targets set failures = 0, failing_since = null where id = @id and failures > 0`,
-			postgres.Strict{"id": m.TargetID})
+			postgres.Strict{"id": msg.TargetID})
 		return err
 	}
 	_, err := tx.Exec(ctx, `
@@ -294,8 +296,8 @@ func countFailure(ctx context.Context, tx pgx.Tx, m message, v attemptResult) er
 		                                          @error::text) end
 		  from counted c where t.id = c.id`,
 		postgres.Strict{
-			"id": m.TargetID, "gone": v.gone, "pause": v.pause.Seconds(), "persistent": disableAfter.Seconds(),
-			"error": redact.Text(v.err, 500),
+			"id": msg.TargetID, "gone": result.gone, "pause": result.pause.Seconds(), "persistent": disableAfter.Seconds(),
+			"error": redact.Text(result.message, 500),
 		})
 	return err
 }
@@ -327,41 +329,41 @@ type Request struct {
 type Response struct {
 	Status int    // HTTP status; 0 without a response
 	Answer string // the beginning of the body
-	Error  string // without the address, whose query may be a secret
+	Error  string // without the URL, whose query may be a secret
 	Class  string // secret, refused, network, http_status, …
 	Pause  time.Duration
 	Gone   bool // the target rejects further messages
 }
 
 // Post makes one request within 15 seconds. Pause is the wait that the target requested, at most a day.
-func (p Poster) Post(ctx context.Context, l Request) Response {
+func (p Poster) Post(ctx context.Context, r Request) Response {
 	ctx, cancel := context.WithTimeout(ctx, sendTimeout)
 	defer cancel()
-	secrets, err := Secrets(l.Secrets, p.Getenv)
+	secrets, err := Secrets(r.Secrets, p.Getenv)
 	if err != nil {
 		return Response{Error: err.Error(), Class: "secret"}
 	}
-	if isReference(l.URL) {
-		if l.URL, err = resolveSecret(l.URL, p.getenv()); err != nil {
+	if isReference(r.URL) {
+		if r.URL, err = resolveSecret(r.URL, p.getenv()); err != nil {
 			return Response{Error: err.Error(), Class: "secret"}
 		}
 	}
 	headers := http.Header{}
 	if len(secrets) > 0 {
-		headers, err = signature.Sign(secrets, l.ID, l.SentAt, []byte(l.Payload))
+		headers, err = signature.Sign(secrets, r.ID, r.SentAt, []byte(r.Payload))
 	}
 	if err != nil {
 		return Response{Error: err.Error(), Class: "secret"}
 	}
-	request, err := http.NewRequestWithContext(ctx, http.MethodPost, l.URL, strings.NewReader(l.Payload))
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, r.URL, strings.NewReader(r.Payload))
 	if err != nil {
-		// The error has the address, which may be a secret.
-		return Response{Error: "the target's url is no address", Class: "refused"}
+		// The error contains the URL, which may be a secret.
+		return Response{Error: "the target's url is not a URL", Class: "refused"}
 	}
 	request.Header = headers
 	request.Header.Set("Content-Type", "application/json")
 	request.Header.Set("User-Agent", "lanekeeper")
-	request.Header.Set("X-Trace-Id", l.TraceID)
+	request.Header.Set("X-Trace-Id", r.TraceID)
 	if parent := trace.Traceparent(ctx); parent != "" {
 		request.Header.Set("Traceparent", parent)
 	}
@@ -371,7 +373,7 @@ func (p Poster) Post(ctx context.Context, l Request) Response {
 	if err != nil {
 		return connectionFailure(err)
 	}
-	defer func() { _ = response.Body.Close() }()                    // closing a response loses nothing
+	defer func() { _ = response.Body.Close() }()
 	body, _ := io.ReadAll(io.LimitReader(response.Body, maxAnswer)) // the body is only logged
 	return classifyResponse(response, string(body))
 }
@@ -410,7 +412,7 @@ func classifyResponse(response *http.Response, body string) Response {
 	return r
 }
 
-// retryAfter parses seconds or a date; 0 for neither.
+// retryAfter parses the seconds or the date of Retry-After. It returns 0 for another text.
 func retryAfter(text string, now time.Time) time.Duration {
 	if seconds, err := strconv.Atoi(text); err == nil {
 		return min(max(time.Duration(seconds), 0)*time.Second, maxPause)

@@ -14,23 +14,23 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-func TestAMessageIsSignedAndSentOnceUnderTheCausesTrace(t *testing.T) {
+func TestMessageIsSignedAndSentOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	them := listens(t, status(http.StatusNoContent))
-	target(t, pool, webhooks.TargetDefinition{URL: them.URL})
-	dispatches(t, pool, []string{them.host(t)})
-	dispatches(t, pool, []string{them.host(t)})
+	receiver := newReceiver(t, respondWith(http.StatusNoContent))
+	putTarget(t, pool, webhooks.TargetDefinition{URL: receiver.URL})
+	startDispatcher(t, pool, []string{receiver.host(t)})
+	startDispatcher(t, pool, []string{receiver.host(t)})
 	const n = 100
 	for i := range n {
-		emit(t, pool, []string{"execution.completed", "execution.failed"}[i%2])
+		emitEvent(t, pool, []string{"execution.completed", "execution.failed"}[i%2])
 	}
 	pgtest.Until(t, pool, n, `select count(*) from agent_webhook_outbox where status = 'sent'`)
-	assert.Equal(t, n, them.count())
+	assert.Equal(t, n, receiver.count())
 	ids := map[string]bool{}
-	for i := range them.count() {
-		them.verify(t, i)
-		ids[them.requests[i].Header.Get("webhook-id")] = true
+	for i := range receiver.count() {
+		receiver.verify(t, i)
+		ids[receiver.requests[i].Header.Get("webhook-id")] = true
 	}
 	assert.Equal(t, n, len(ids))
 	var event struct {
@@ -38,32 +38,32 @@ func TestAMessageIsSignedAndSentOnceUnderTheCausesTrace(t *testing.T) {
 		Timestamp time.Time
 		Data      map[string]any
 	}
-	err := json.Unmarshal([]byte(them.bodies[0]), &event)
+	err := json.Unmarshal([]byte(receiver.bodies[0]), &event)
 	assert.Truef(t, err == nil && strings.HasPrefix(event.Type, "execution.") &&
-		time.Since(event.Timestamp) <= time.Minute && event.Data["id"] == "x", "payload %s: %v", them.bodies[0], err)
+		time.Since(event.Timestamp) <= time.Minute && event.Data["id"] == "x", "payload %s: %v", receiver.bodies[0], err)
 	pgtest.Equal(t, pool, n, `select count(*) from agent_activity where trace_id = 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE'
 		and skill_name = 'webhook_send' and status = 'success'`)
 	pgtest.Equal(t, pool, 0, `select count(*) from agent_activity_open`)
 }
 
-func TestAnswersThatAreNoSuccess(t *testing.T) {
+func TestResponseStatuses(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
-		answer func(n int, w http.ResponseWriter, r *http.Request)
-		want   string
-		times  int // requests
+		handle   func(n int, w http.ResponseWriter, r *http.Request)
+		want     string
+		requests int // requests
 	}{
 		"recovers": {func(n int, w http.ResponseWriter, _ *http.Request) {
 			if n < 2 {
 				w.WriteHeader(http.StatusInternalServerError)
 			}
 		}, "sent", 3},
-		"never recovers": {status(http.StatusInternalServerError), "dead", 4},
-		"a redirect is no success and is not followed": {func(_ int, w http.ResponseWriter, r *http.Request) {
+		"never recovers": {respondWith(http.StatusInternalServerError), "dead", 4},
+		"a redirect is not followed": {func(_ int, w http.ResponseWriter, r *http.Request) {
 			http.Redirect(w, r, "/elsewhere", http.StatusTemporaryRedirect)
 		}, "dead", 4},
-		"gone": {status(http.StatusGone), "dead", 1},
-		"a connection that breaks": {func(n int, _ http.ResponseWriter, _ *http.Request) {
+		"gone": {respondWith(http.StatusGone), "dead", 1},
+		"a broken connection": {func(n int, _ http.ResponseWriter, _ *http.Request) {
 			if n == 0 {
 				panic(http.ErrAbortHandler)
 			}
@@ -72,18 +72,18 @@ func TestAnswersThatAreNoSuccess(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			them := listens(t, c.answer)
-			target(t, pool, webhooks.TargetDefinition{URL: them.URL})
-			dispatches(t, pool, []string{them.host(t)}, time.Millisecond, time.Millisecond, time.Millisecond)
-			emit(t, pool, "execution.completed")
-			outbox(t, pool, c.want)
-			assert.Equal(t, c.times, them.count())
-			for i := range them.count() {
-				them.verify(t, i)
-				assert.Truef(t, them.requests[i].Header.Get("webhook-id") == them.requests[0].Header.Get("webhook-id") &&
-					them.bodies[i] == them.bodies[0] && them.requests[i].URL.Path == "/", "attempt %d differs", i)
+			receiver := newReceiver(t, c.handle)
+			putTarget(t, pool, webhooks.TargetDefinition{URL: receiver.URL})
+			startDispatcher(t, pool, []string{receiver.host(t)}, time.Millisecond, time.Millisecond, time.Millisecond)
+			emitEvent(t, pool, "execution.completed")
+			waitForStatus(t, pool, c.want)
+			assert.Equal(t, c.requests, receiver.count())
+			for i := range receiver.count() {
+				receiver.verify(t, i)
+				assert.Truef(t, receiver.requests[i].Header.Get("webhook-id") == receiver.requests[0].Header.Get("webhook-id") &&
+					receiver.bodies[i] == receiver.bodies[0] && receiver.requests[i].URL.Path == "/", "attempt %d differs", i)
 			}
-			pgtest.Equal(t, pool, c.times, `select count(*) from agent_activity where skill_name = 'webhook_send'`)
+			pgtest.Equal(t, pool, c.requests, `select count(*) from agent_activity where skill_name = 'webhook_send'`)
 			got, err := webhooks.GetTarget(t.Context(), pool, "them")
 			assert.Truef(t, err == nil && got.Enabled != (name == "gone"),
 				"enabled %v, %s %v", got.Enabled, got.DisabledReason, err)
@@ -92,26 +92,26 @@ func TestAnswersThatAreNoSuccess(t *testing.T) {
 	}
 }
 
-func TestRetryAfterIsHonouredForTheWholeTarget(t *testing.T) {
+func TestRetryAfterBlocksTarget(t *testing.T) {
 	t.Parallel()
 	for _, code := range []int{http.StatusTooManyRequests, http.StatusServiceUnavailable} {
 		t.Run(fmt.Sprint(code), func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			them := listens(t, func(n int, w http.ResponseWriter, _ *http.Request) {
+			receiver := newReceiver(t, func(n int, w http.ResponseWriter, _ *http.Request) {
 				w.Header().Set("Retry-After", "7200")
 				w.WriteHeader(code)
 			})
-			target(t, pool, webhooks.TargetDefinition{URL: them.URL})
-			dispatches(t, pool, []string{them.host(t)}, time.Millisecond)
-			emit(t, pool, "execution.completed")
+			putTarget(t, pool, webhooks.TargetDefinition{URL: receiver.URL})
+			startDispatcher(t, pool, []string{receiver.host(t)}, time.Millisecond)
+			emitEvent(t, pool, "execution.completed")
 			pgtest.Until(t, pool, true, `select http_status > 0 from agent_webhook_outbox`)
-			emit(t, pool, "execution.failed")
+			emitEvent(t, pool, "execution.failed")
 			for what, sql := range map[string]string{
 				"the message waits": `select next_attempt_at > clock_timestamp() + interval '1 hour' from agent_webhook_outbox
 					where attempts = 1`,
-				"the target rests":    `select blocked_until > clock_timestamp() + interval '1 hour' from agent_webhook_targets`,
-				"nothing else is due": `select count(*) = 1 from agent_webhook_outbox where attempts = 0`,
+				"the target is blocked": `select blocked_until > clock_timestamp() + interval '1 hour' from agent_webhook_targets`,
+				"nothing else is due":   `select count(*) = 1 from agent_webhook_outbox where attempts = 0`,
 			} {
 				assert.Truef(t, pgtest.Value[bool](t, pool, sql), "not so: %s", what)
 			}
@@ -119,58 +119,58 @@ func TestRetryAfterIsHonouredForTheWholeTarget(t *testing.T) {
 	}
 }
 
-func TestPrivateAddressesAreRefused(t *testing.T) {
+func TestPrivateAddressIsRefused(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	inside := listens(t, status(http.StatusOK))
-	target(t, pool, webhooks.TargetDefinition{URL: inside.URL + "/?token=abc123"})
-	dispatches(t, pool, nil, time.Millisecond)
-	emit(t, pool, "execution.completed")
-	outbox(t, pool, "dead")
+	inside := newReceiver(t, respondWith(http.StatusOK))
+	putTarget(t, pool, webhooks.TargetDefinition{URL: inside.URL + "/?token=abc123"})
+	startDispatcher(t, pool, nil, time.Millisecond)
+	emitEvent(t, pool, "execution.completed")
+	waitForStatus(t, pool, "dead")
 	assert.Equal(t, 0, inside.count())
 	got := pgtest.Value[string](t, pool, `select last_error from agent_webhook_outbox`)
 	assert.Truef(t, strings.Contains(got, "AGENT_ALLOW_PRIVATE_HTTP") && !strings.Contains(got, "abc123"), "error %q", got)
 	pgtest.Equal(t, pool, "refused", `select distinct error_class from agent_activity where skill_name = 'webhook_send'`)
 }
 
-func TestATargetThatFailsForADayIsTakenOutAndPutBack(t *testing.T) {
+func TestFailingTargetIsDisabled(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	well := make(chan struct{})
-	them := listens(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
+	recovered := make(chan struct{})
+	receiver := newReceiver(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
 		select {
-		case <-well:
+		case <-recovered:
 		default:
 			w.WriteHeader(http.StatusInternalServerError)
 		}
 	})
-	target(t, pool, webhooks.TargetDefinition{URL: them.URL, MaxFailures: 3})
-	dispatches(t, pool, []string{them.host(t)}, time.Millisecond, time.Millisecond, time.Hour)
-	emit(t, pool, "execution.completed")
+	putTarget(t, pool, webhooks.TargetDefinition{URL: receiver.URL, MaxFailures: 3})
+	startDispatcher(t, pool, []string{receiver.host(t)}, time.Millisecond, time.Millisecond, time.Hour)
+	emitEvent(t, pool, "execution.completed")
 	pgtest.Until(t, pool, 3, `select failures from agent_webhook_targets`)
 	require.True(t, pgtest.Value[bool](t, pool, `select enabled from agent_webhook_targets`),
 		"the target was disabled at once: a restart of the receiver must not do that")
 	pgtest.Exec(t, pool, `update agent_webhook_targets set failing_since = clock_timestamp() - interval '25 hours'`)
-	emit(t, pool, "execution.failed")
+	emitEvent(t, pool, "execution.failed")
 	pgtest.Until(t, pool, false, `select enabled from agent_webhook_targets`)
 	got, err := webhooks.GetTarget(t.Context(), pool, "them")
 	assert.Truef(t, err == nil && got.DisabledBy == "webhooks" &&
 		strings.Contains(got.DisabledReason, "attempts failed in a row") && got.Pending == 2, "%+v, %v", got, err)
 	pgtest.Equal(t, pool, 0, `select lanekeeper.emit_agent_webhook('execution.failed', '', '{}')`)
-	close(well)
+	close(recovered)
 	pgtest.Exec(t, pool, `update agent_webhook_outbox set next_attempt_at = clock_timestamp()`)
 	changed, err := webhooks.SetTarget(t.Context(), pool, "them", true, "admin", "")
 	require.True(t, changed && err == nil, changed, err)
 	pgtest.Until(t, pool, 2, `select count(*) from agent_webhook_outbox where status = 'sent'`)
 }
 
-// A dispatcher dies in the middle of an attempt. It leaves a row that is due after its lease, and an open activity.
-func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
+// A dispatcher that dies during an attempt leaves an open activity, and a message that is due when its lease ends.
+func TestLostAttemptKeepsWebhookID(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	them := listens(t, status(http.StatusOK))
-	target(t, pool, webhooks.TargetDefinition{URL: them.URL})
-	emit(t, pool, "execution.completed")
+	receiver := newReceiver(t, respondWith(http.StatusOK))
+	putTarget(t, pool, webhooks.TargetDefinition{URL: receiver.URL})
+	emitEvent(t, pool, "execution.completed")
 	pgtest.Exec(t, pool, `
 		with lost as (
 		  insert into agent_activity (trace_id, skill_name, status)
@@ -179,10 +179,10 @@ func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
 		update agent_webhook_outbox set attempts = 1, leased = true, next_attempt_at = clock_timestamp() + interval '300 ms',
 		                                activity_id = (select id from lost)`)
 	id := pgtest.Value[string](t, pool, `select id::text from agent_webhook_outbox`)
-	dispatches(t, pool, []string{them.host(t)})
-	outbox(t, pool, "sent")
-	if them.count() != 1 || them.requests[0].Header.Get("webhook-id") != id {
-		t.Errorf("%d requests", them.count())
+	startDispatcher(t, pool, []string{receiver.host(t)})
+	waitForStatus(t, pool, "sent")
+	if receiver.count() != 1 || receiver.requests[0].Header.Get("webhook-id") != id {
+		t.Errorf("%d requests", receiver.count())
 	}
 	pgtest.Equal(t, pool, "unknown success", `select string_agg(status, ' ' order by created_at) from agent_activity
 		where skill_name = 'webhook_send'`)
@@ -191,14 +191,14 @@ func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
 	}
 }
 
-// The activity and the message of an attempt are opened and closed together. If the database fails in between, no row
-// stays open for ever.
-func TestAnAttemptThatTheDatabaseInterruptsLeavesNoOpenRow(t *testing.T) {
+// One transaction opens or closes both the activity and the message of an attempt. If the database fails between them,
+// no activity stays open.
+func TestInterruptedAttemptLeavesNoOpenActivity(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ when, how string }{
-		"while it is filed": {"update of activity_id on agent_webhook_outbox for each row when (new.activity_id is not " +
+		"before the request": {"update of activity_id on agent_webhook_outbox for each row when (new.activity_id is not " +
 			"null)", `raise 'away'`},
-		"while it is settled": {"update on agent_activity for each row", `perform pg_terminate_backend(pg_backend_pid())`},
+		"after the request": {"update on agent_activity for each row", `perform pg_terminate_backend(pg_backend_pid())`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -211,15 +211,15 @@ func TestAnAttemptThatTheDatabaseInterruptsLeavesNoOpenRow(t *testing.T) {
 				  return new;
 				end $$`)
 			pgtest.Exec(t, pool, `create trigger interrupt before `+c.when+` execute function interrupt()`)
-			them := listens(t, status(http.StatusNoContent))
-			target(t, pool, webhooks.TargetDefinition{URL: them.URL})
-			dispatches(t, pool, []string{them.host(t)})
-			emit(t, pool, "execution.completed")
+			receiver := newReceiver(t, respondWith(http.StatusNoContent))
+			putTarget(t, pool, webhooks.TargetDefinition{URL: receiver.URL})
+			startDispatcher(t, pool, []string{receiver.host(t)})
+			emitEvent(t, pool, "execution.completed")
 			pgtest.Until(t, pool, true, `select is_called from interruptions`)
 			pgtest.Exec(t, pool, `update agent_webhook_outbox set next_attempt_at = clock_timestamp() where status = 'pending'
 				and activity_id is null`)
-			outbox(t, pool, "sent")
-			assert.Equal(t, 1, them.count())
+			waitForStatus(t, pool, "sent")
+			assert.Equal(t, 1, receiver.count())
 			pgtest.Equal(t, pool, 0, `select count(*) from agent_activity_open`)
 			pgtest.Equal(t, pool, 0, `select count(*) from agent_activity where skill_name = 'webhook_send'
 				and status <> 'success'`)
@@ -227,26 +227,26 @@ func TestAnAttemptThatTheDatabaseInterruptsLeavesNoOpenRow(t *testing.T) {
 	}
 }
 
-func TestASlowTargetDoesNotHoldUpAnother(t *testing.T) {
+func TestSlowTargetDoesNotBlockOthers(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	free := make(chan struct{})
-	slow := listens(t, func(int, http.ResponseWriter, *http.Request) { <-free })
-	defer close(free)
-	quick := listens(t, status(http.StatusOK))
-	target(t, pool, webhooks.TargetDefinition{Name: "slow", URL: slow.URL})
-	target(t, pool, webhooks.TargetDefinition{Name: "quick", URL: quick.URL})
+	release := make(chan struct{})
+	slow := newReceiver(t, func(int, http.ResponseWriter, *http.Request) { <-release })
+	defer close(release)
+	quick := newReceiver(t, respondWith(http.StatusOK))
+	putTarget(t, pool, webhooks.TargetDefinition{Name: "slow", URL: slow.URL})
+	putTarget(t, pool, webhooks.TargetDefinition{Name: "quick", URL: quick.URL})
 	for range 40 {
-		emit(t, pool, "execution.completed")
+		emitEvent(t, pool, "execution.completed")
 	}
-	dispatches(t, pool, []string{slow.host(t)})
-	pgtest.Eventually(t, func() bool { return quick.count() == 40 }, "the quick target has everything")
+	startDispatcher(t, pool, []string{slow.host(t)})
+	pgtest.Eventually(t, func() bool { return quick.count() == 40 }, "the quick target has received all messages")
 	if slow.count() > 4 {
 		t.Errorf("%d requests at once to the slow one", slow.count())
 	}
 }
 
-func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
+func TestEventsJoinCausingTransaction(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	causes := map[string]string{
@@ -270,8 +270,8 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 			values ('e', 'd', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', '', '');
 			update agent_webhook_deliveries set status = 'dead', error_message = 'why'`,
 	}
-	// If no target wants an event, nothing is written. (The test then undoes each cause.)
-	try := func(event string, wanted bool) {
+	// check causes an event in a transaction that is rolled back. Without a subscribed target, nothing is written.
+	check := func(event string, wanted bool) {
 		tx, err := pool.Begin(t.Context())
 		require.NoError(t, err)
 		defer func() { _ = tx.Rollback(t.Context()) }()
@@ -289,17 +289,17 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 			!strings.Contains(got, "iban"), "%s: %q", event, got)
 	}
 	for event := range causes {
-		try(event, false)
+		check(event, false)
 	}
 	for event := range causes {
-		target(t, pool, webhooks.TargetDefinition{Name: "one", URL: "https://example.com", Events: []string{event}})
+		putTarget(t, pool, webhooks.TargetDefinition{Name: "one", URL: "https://example.com", Events: []string{event}})
 		for other := range causes {
-			try(other, other == event)
+			check(other, other == event)
 		}
 	}
-	target(t, pool, webhooks.TargetDefinition{Name: "one", URL: "https://example.com", Events: []string{"execution.*"}})
-	try("execution.completed", true)
-	try("skill.disabled", false)
+	putTarget(t, pool, webhooks.TargetDefinition{Name: "one", URL: "https://example.com", Events: []string{"execution.*"}})
+	check("execution.completed", true)
+	check("skill.disabled", false)
 	pgtest.Exec(t, pool, `select lanekeeper.emit_agent_webhook('execution.failed', '',
 		jsonb_build_object('id', 1, 'text', repeat('x', 30000)))`)
 	n := pgtest.Value[int](t, pool, `select octet_length(payload::text) from agent_webhook_outbox`)

@@ -30,7 +30,7 @@ type Settings struct {
 	Format           string  `json:"format"` // json, or text: UTF-8, not parsed
 	MaxBytes         int64   `json:"max_bytes"`
 	ToleranceSeconds float64 `json:"tolerance_seconds"`
-	ID               string  `json:"id"` // path of the delivery id, or digest; empty: where the scheme has it
+	ID               string  `json:"id"` // path of the delivery id, or digest; empty for that of the scheme
 	MaxAttempts      int     `json:"max_attempts"`
 	Header           string  `json:"header,omitempty"`
 	Encoding         string  `json:"encoding,omitempty"`
@@ -50,8 +50,8 @@ type HMAC struct {
 	Header          string `yaml:"header" json:"header,omitempty"`                     // X-Signature when empty
 	Encoding        string `yaml:"encoding" json:"encoding,omitempty"`                 // hex or base64; hex when empty
 	Prefix          string `yaml:"prefix" json:"prefix,omitempty"`                     // such as sha256=
-	TimestampHeader string `yaml:"timestamp_header" json:"timestamp_header,omitempty"` // of the signed time
-	IDHeader        string `yaml:"id_header" json:"id_header,omitempty"`               // of the signed id
+	TimestampHeader string `yaml:"timestamp_header" json:"timestamp_header,omitempty"` // header of the signed time
+	IDHeader        string `yaml:"id_header" json:"id_header,omitempty"`               // header of the signed id
 	Signed          string `yaml:"signed" json:"signed,omitempty"`                     // default {id}.{timestamp}.{body}
 }
 
@@ -62,7 +62,7 @@ type EndpointDefinition struct {
 	Scheme      signature.Scheme `yaml:"scheme" json:"scheme"`
 	Secrets     []string         `yaml:"secrets" json:"secrets"` // references; several during a rotation
 	HMAC        HMAC             `yaml:"hmac" json:"hmac,omitzero"`
-	Tolerance   time.Duration    `yaml:"tolerance" json:"tolerance,omitempty"`       // of its time; 5 minutes when 0
+	Tolerance   time.Duration    `yaml:"tolerance" json:"tolerance,omitempty"`       // of the signed time; 5 minutes when 0
 	Format      string           `yaml:"format" json:"format,omitempty"`             // json (when empty) or text
 	MaxBytes    int64            `yaml:"max_bytes" json:"max_bytes,omitempty"`       // 1 MiB when 0, at most 25 MiB
 	ID          string           `yaml:"id" json:"id,omitempty"`                     // path of the delivery id, or digest
@@ -96,8 +96,8 @@ func (a *Action) UnmarshalJSON(text []byte) error {
 	return d.Decode((*plain)(a))
 }
 
-// events maps each kind of wait to the event that ends it. Other events are missing: external senders must not decide
-// approvals, end executions or fire timers.
+// events maps each kind of wait to the event that ends it. It omits other kinds, because external senders must not
+// decide approvals, end executions or fire timers.
 func events() map[string]string {
 	return map[string]string{
 		"response": "MESSAGE_RECEIVED", "document": "DOCUMENT_UPLOADED", "signature": "SIGNATURE_COMPLETED",
@@ -132,7 +132,8 @@ func (e Endpoint) SecretHeaders() []string {
 	}
 }
 
-// PutEndpoint stores the declaration d and reports whether it changed anything. It does not enable or disable.
+// PutEndpoint stores the declaration d and reports whether it changed anything. It does not change whether the endpoint
+// is enabled.
 func PutEndpoint(ctx context.Context, db postgres.DB, d EndpointDefinition) (changed bool, err error) {
 	verb := fmt.Sprintf("put webhook %q", d.Name)
 	e, invalid := d.resolve()
@@ -147,7 +148,7 @@ func PutEndpoint(ctx context.Context, db postgres.DB, d EndpointDefinition) (cha
 	})
 }
 
-// GetEndpoint reads an endpoint by name; [ErrNotFound] for none.
+// GetEndpoint reads an endpoint by name, or returns [ErrNotFound].
 func GetEndpoint(ctx context.Context, db postgres.DB, name string) (Endpoint, error) {
 	if !postgres.IsText(name) {
 		return Endpoint{}, fmt.Errorf("read webhook %q: %w", name, ErrNotFound)

@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 )
 
-var envForm = regexp.MustCompile(`^\$\{[A-Za-z_][A-Za-z0-9_]*\}$`)
+var envRegexp = regexp.MustCompile(`^\$\{[A-Za-z_][A-Za-z0-9_]*\}$`)
 
 // maxSecret bounds a secret's file, in bytes.
 const maxSecret = 64 << 10
@@ -24,10 +24,10 @@ func checkSecrets(secrets []string) fielderr.List {
 		return []error{errors.New("secrets: is empty; name at least one, as ${NAME} or file:/path")}
 	}
 	var problems fielderr.List
-	for i, s := range secrets {
-		if !isReference(s) {
-			problems.Add(fmt.Sprintf("secrets[%d]", i), "is no reference; a secret does not belong into a file that is "+
-				"shared: write ${NAME} of the environment or file:/absolute/path")
+	for i, reference := range secrets {
+		if !isReference(reference) {
+			problems.Add(fmt.Sprintf("secrets[%d]", i), "is not a reference; a shared file must not contain a secret: write "+
+				"${NAME} of the environment or file:/absolute/path")
 		}
 	}
 	return problems
@@ -36,7 +36,7 @@ func checkSecrets(secrets []string) fielderr.List {
 // isReference reports whether a text is ${NAME} or file:/path.
 func isReference(s string) bool {
 	path, isFile := strings.CutPrefix(s, "file:")
-	return envForm.MatchString(s) || isFile && filepath.IsAbs(path)
+	return envRegexp.MatchString(s) || isFile && filepath.IsAbs(path)
 }
 
 // Secrets resolves references. The error of a missing secret names the setting, and never contains a secret. A nil
@@ -59,8 +59,8 @@ func Secrets(references []string, getenv func(string) string) ([]string, error) 
 	return secrets, nil
 }
 
-// CheckTokens reports weak bearer tokens, because nothing else authenticates a request. It skips references that it
-// cannot resolve, because files may be validated on another machine.
+// CheckTokens returns an error for weak bearer tokens, because nothing else authenticates a request. It skips
+// references that it cannot resolve, because a workspace may be validated on another machine.
 func CheckTokens(scheme signature.Scheme, references []string, getenv func(string) string) error {
 	if scheme != signature.Bearer {
 		return nil
@@ -71,9 +71,9 @@ func CheckTokens(scheme signature.Scheme, references []string, getenv func(strin
 	var problems []error
 	for _, r := range references {
 		secret, err := resolveSecret(r, getenv)
-		if why := credentials.Weak(secret); err == nil && why != "" {
+		if weakness := credentials.Weak(secret); err == nil && weakness != "" {
 			problems = append(problems, fmt.Errorf("%s is too weak for a bearer token: %s; set it to a random text, such as "+
-				"that of openssl rand -hex 32", r, why))
+				"that of openssl rand -hex 32", r, weakness))
 		}
 	}
 	return errors.Join(problems...)
@@ -91,7 +91,7 @@ func resolveSecret(reference string, getenv func(string) string) (string, error)
 			return text, nil
 		}
 	}
-	if !envForm.MatchString(reference) {
+	if !envRegexp.MatchString(reference) {
 		return "", errors.New("a reference is ${NAME} or file:/path")
 	}
 	name := reference[2 : len(reference)-1]

@@ -16,20 +16,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-func TestSlackGetsATextWithALinkAtASecretAddress(t *testing.T) {
+func TestSlackFormat(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	them := listens(t, status(http.StatusOK))
+	receiver := newReceiver(t, respondWith(http.StatusOK))
 	d := webhooks.TargetDefinition{Name: "slack", URL: "${SLACK_URL}", Format: webhooks.FormatSlack, Events: []string{"*"}}
 	_, err := webhooks.PutTarget(t.Context(), pool, d)
 	require.NoError(t, err)
-	client, err := skills.NewGuardedClient([]string{them.host(t)}, nil)
+	client, err := skills.NewGuardedClient([]string{receiver.host(t)}, nil)
 	require.NoError(t, err)
 	var log bytes.Buffer
-	out := &webhooks.Dispatcher{
+	dispatcher := &webhooks.Dispatcher{
 		Pool: pool, Client: client, Logger: slog.New(slog.NewTextHandler(&log, nil)), PublicURL: "https://agent.example.com/",
 		Getenv: func(name string) string {
-			return map[string]string{"SLACK_URL": them.URL + "/services/T0/hidden"}[name]
+			return map[string]string{"SLACK_URL": receiver.URL + "/services/T0/hidden"}[name]
 		},
 	}
 	for _, event := range []string{
@@ -40,11 +40,11 @@ func TestSlackGetsATextWithALinkAtASecretAddress(t *testing.T) {
 	} {
 		pgtest.Exec(t, pool, `select lanekeeper.emit_agent_webhook(`+event+`)`)
 	}
-	stop := testkit.Run(t, out.Run)
+	stop := testkit.Run(t, dispatcher.Run)
 	pgtest.Until(t, pool, 4, `select count(*) from agent_webhook_outbox where status = 'sent'`)
 	stop() // the test reads its output below
 	got := map[string]bool{}
-	for _, body := range them.bodies {
+	for _, body := range receiver.bodies {
 		var payload map[string]string
 		err := json.Unmarshal([]byte(body), &payload)
 		assert.Truef(t, err == nil && len(payload) == 1, "body %s: %v", body, err)

@@ -12,12 +12,12 @@ import (
 )
 
 const (
-	defaultFailures = 20
-	mostFailures    = 1000
-	maxURL          = 2048
+	defaultMaxFailures = 20
+	maxMaxFailures     = 1000
+	maxURL             = 2048
 )
 
-var eventForm = regexp.MustCompile(`^(\*|[a-z_]+\.(\*|[a-z_]+))$`)
+var eventRegexp = regexp.MustCompile(`^(\*|[a-z_]+\.(\*|[a-z_]+))$`)
 
 // EventTypes are the agent's own events.
 func EventTypes() []string {
@@ -31,8 +31,8 @@ func EventTypes() []string {
 type TargetDefinition struct {
 	Name        string   `yaml:"name" json:"name"`
 	Description string   `yaml:"description" json:"description,omitempty"`
-	URL         string   `yaml:"url" json:"url"`                 // or a reference, where the address is a secret
-	Secrets     []string `yaml:"secrets" json:"secrets"`         // references; each one signs, so that one can be rotated
+	URL         string   `yaml:"url" json:"url"`                 // a URL, or a reference to a secret URL
+	Secrets     []string `yaml:"secrets" json:"secrets"`         // references; each secret signs, so one can be rotated
 	Format      string   `yaml:"format" json:"format,omitempty"` // FormatSlack, which needs no secrets; else empty
 	Events      []string `yaml:"events" json:"events"`           // execution.failed, execution.*, *
 	MaxFailures int      `yaml:"max_failures" json:"max_failures,omitempty"`
@@ -52,18 +52,18 @@ func ValidateTarget(d TargetDefinition) error {
 	case err != nil, u.Host == "", u.Scheme != "https" && u.Scheme != "http", len(d.URL) > maxURL:
 		problems.Add("url", "must be an https:// or http:// address, or ${NAME} or file:/path of one")
 	case u.User != nil:
-		problems.Add("url", "has a user or a password in it; messages are signed with the secrets instead")
+		problems.Add("url", "contains a user or a password; messages are signed with the secrets instead")
 	}
 	if len(d.Events) == 0 {
 		problems.Add("events", "is empty; name types such as execution.failed, families such as execution.*, or *")
 	}
 	for i, e := range d.Events {
-		if !eventForm.MatchString(e) || !matchesAny(e) {
-			problems.Add(fmt.Sprintf("events[%d]", i), "%q is no event of the agent; there are %v", e, EventTypes())
+		if !eventRegexp.MatchString(e) || !matchesAny(e) {
+			problems.Add(fmt.Sprintf("events[%d]", i), "%q is not an event of the agent; known are %v", e, EventTypes())
 		}
 	}
-	if d.MaxFailures < 0 || d.MaxFailures > mostFailures {
-		problems.Add("max_failures", "must be between 1 and %d", mostFailures)
+	if d.MaxFailures < 0 || d.MaxFailures > maxMaxFailures {
+		problems.Add("max_failures", "must be between 1 and %d", maxMaxFailures)
 	}
 	return errors.Join(problems...)
 }
@@ -96,7 +96,7 @@ func PutTarget(ctx context.Context, db postgres.DB, d TargetDefinition) (changed
 	return postgres.Upsert(ctx, db, verb, "agent_webhook_targets", "name", postgres.Strict{
 		"name": d.Name, "description": d.Description, "url": d.URL, "secrets": append([]string{}, d.Secrets...),
 		"events": d.Events, "format": d.Format,
-		"max_failures": cmp.Or(d.MaxFailures, defaultFailures), "source": postgres.SourceWorkspace,
+		"max_failures": cmp.Or(d.MaxFailures, defaultMaxFailures), "source": postgres.SourceWorkspace,
 	})
 }
 
@@ -105,7 +105,7 @@ func Targets(ctx context.Context, db postgres.DB) ([]Target, error) {
 	return targets(ctx, db, "")
 }
 
-// GetTarget reads a target by name; [ErrNotFound] for none.
+// GetTarget reads a target by name, or returns [ErrNotFound].
 func GetTarget(ctx context.Context, db postgres.DB, name string) (Target, error) {
 	got, err := targets(ctx, db, name)
 	if err == nil && (len(got) == 0 || name == "") {

@@ -18,18 +18,18 @@ import (
 // Bounds and defaults of an endpoint.
 const (
 	defaultMaxBytes = 1 << 20
-	MostMaxBytes    = 25 << 20 // bytes; the largest max_bytes
+	MaxBodyBytes    = 25 << 20 // bytes; the largest max_bytes
 	defaultAttempts = 5
-	mostAttempts    = 20
-	mostActions     = 32
+	maxAttempts     = 20
+	maxActions      = 32
 	maxText         = 8192
 	maxTolerance    = time.Hour
 )
 
 var (
-	nameForm   = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,63}$`)
-	flowForm   = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
-	headerForm = regexp.MustCompile(`^[A-Za-z0-9-]{1,100}$`)
+	nameRegexp   = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,63}$`)
+	flowRegexp   = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
+	headerRegexp = regexp.MustCompile(`^[A-Za-z0-9-]{1,100}$`)
 )
 
 // ValidateEndpoint returns all problems of d, each as "field path: problem", joined as by [errors.Join].
@@ -55,8 +55,8 @@ func (d EndpointDefinition) resolve() (Endpoint, error) {
 	problems = append(problems, checkSecrets(d.Secrets)...)
 	problems = append(problems, d.checkScheme()...)
 	problems = append(problems, e.Settings.check()...)
-	if len(d.Actions) == 0 || len(d.Actions) > mostActions {
-		problems.Add("actions", "must have 1 to %d entries", mostActions)
+	if len(d.Actions) == 0 || len(d.Actions) > maxActions {
+		problems.Add("actions", "must have 1 to %d entries", maxActions)
 	}
 	for i, a := range d.Actions {
 		for _, err := range a.check() {
@@ -68,7 +68,7 @@ func (d EndpointDefinition) resolve() (Endpoint, error) {
 
 func checkName(name, description string) fielderr.List {
 	var problems fielderr.List
-	if !nameForm.MatchString(name) {
+	if !nameRegexp.MatchString(name) {
 		problems.Add("name", "must be 1 to 64 of the characters a-z 0-9 _ -, the first a letter or a digit")
 	}
 	if len(description) > maxText || strings.ContainsRune(description, 0) {
@@ -88,8 +88,8 @@ func (d EndpointDefinition) checkScheme() fielderr.List {
 	for _, h := range []struct{ field, name string }{
 		{"header", d.HMAC.Header}, {"timestamp_header", d.HMAC.TimestampHeader}, {"id_header", d.HMAC.IDHeader},
 	} {
-		if h.name != "" && !headerForm.MatchString(h.name) {
-			problems.Add("hmac."+h.field, "%q is no name of a header", h.name)
+		if h.name != "" && !headerRegexp.MatchString(h.name) {
+			problems.Add("hmac."+h.field, "%q is not a header name", h.name)
 		}
 	}
 	if d.HMAC.Encoding != "" && d.HMAC.Encoding != "hex" && d.HMAC.Encoding != "base64" {
@@ -105,7 +105,8 @@ func (d EndpointDefinition) checkScheme() fielderr.List {
 	return problems
 }
 
-// signsAll reports whether the signed text has the body, and the time and id if they have a header, exactly once.
+// signsAll reports whether the signed text contains the body exactly once, and the time and the id exactly if each has
+// a header.
 func (h HMAC) signsAll() bool {
 	if h.Signed == "" {
 		return true
@@ -117,7 +118,7 @@ func (h HMAC) signsAll() bool {
 		count("{id}") <= 1 && (count("{id}") == 1) == hasID
 }
 
-// checkChallenge reports a challenge that cannot be answered.
+// checkChallenge returns the problems of a challenge that cannot be answered.
 func (s Settings) checkChallenge() fielderr.List {
 	switch {
 	case s.Challenge != "" && s.Challenge != ChallengeSlack && s.Challenge != ChallengeMeta:
@@ -137,11 +138,11 @@ func (s Settings) check() fielderr.List {
 	if s.Format != FormatJSON && s.Format != FormatText {
 		problems.Add("format", "must be json or text")
 	}
-	if s.MaxBytes < 1 || s.MaxBytes > MostMaxBytes {
-		problems.Add("max_bytes", "must be between 1 and %d", MostMaxBytes)
+	if s.MaxBytes < 1 || s.MaxBytes > MaxBodyBytes {
+		problems.Add("max_bytes", "must be between 1 and %d", MaxBodyBytes)
 	}
-	if s.MaxAttempts < 1 || s.MaxAttempts > mostAttempts {
-		problems.Add("max_attempts", "must be between 1 and %d", mostAttempts)
+	if s.MaxAttempts < 1 || s.MaxAttempts > maxAttempts {
+		problems.Add("max_attempts", "must be between 1 and %d", maxAttempts)
 	}
 	if s.ID != "" && s.ID != Digest {
 		switch err := checkPath(s.ID); {
@@ -157,14 +158,14 @@ func (s Settings) check() fielderr.List {
 // check returns the problems of an action, each as "field: problem".
 func (a Action) check() fielderr.List {
 	var problems fielderr.List
-	chosen := 0
-	for _, what := range []string{a.Event, a.Resume, a.Automation, a.Flow, a.Prompt} {
-		if what != "" {
-			chosen++
+	count := 0
+	for _, value := range []string{a.Event, a.Resume, a.Automation, a.Flow, a.Prompt} {
+		if value != "" {
+			count++
 		}
 	}
-	if chosen != 1 {
-		problems.Add("event", "have exactly one of event, resume, automation, flow and prompt")
+	if count != 1 {
+		problems.Add("event", "an action must have exactly one of event, resume, automation, flow and prompt")
 	}
 	for path, want := range a.When {
 		if err := checkPath(path); err != nil {
@@ -174,14 +175,14 @@ func (a Action) check() fielderr.List {
 		if !isList {
 			options = []any{want}
 		}
-		if len(options) == 0 || slices.ContainsFunc(options, isNoScalar) {
+		if len(options) == 0 || slices.ContainsFunc(options, isNotScalar) {
 			problems.Add("when", "%s must be a text, a number, a truth value, or a list of these", path)
 		}
 	}
 	return append(append(problems, a.checkEvent()...), a.checkPrompt()...)
 }
 
-func isNoScalar(v any) bool {
+func isNotScalar(v any) bool {
 	_, is := scalar(v)
 	return !is
 }
@@ -191,25 +192,25 @@ func (a Action) checkEvent() fielderr.List {
 	if a.EventName() == "" && a.Resume != "" {
 		problems.Add("resume", "%q is not one of document, event, response, signature, test", a.Resume)
 	}
-	if raised := slices.Collect(maps.Values(events())); a.Event != "" && !slices.Contains(raised, a.Event) {
-		slices.Sort(raised)
-		problems.Add("event", "%q is not an event that a webhook may raise: %s", a.Event, strings.Join(raised, ", "))
+	if allowed := slices.Collect(maps.Values(events())); a.Event != "" && !slices.Contains(allowed, a.Event) {
+		slices.Sort(allowed)
+		problems.Add("event", "%q is not an event that a webhook may raise: %s", a.Event, strings.Join(allowed, ", "))
 	}
-	raises := a.Event != "" || a.Resume != ""
-	switch err := checkTemplate(a.Key, brace); {
-	case raises && strings.TrimSpace(a.Key) == "":
-		problems.Add("key", "is empty; write which wait the event is for, such as order-{body.order.id}")
-	case !raises && (a.Key != "" || a.Flow == "" && len(a.Data) > 0):
-		problems.Add("key", "only event and resume have a key and data, and a flow has data")
-	case a.Flow != "" && !flowForm.MatchString(a.Flow):
+	isEvent := a.Event != "" || a.Resume != ""
+	switch err := checkTemplate(a.Key, braceRegexp); {
+	case isEvent && strings.TrimSpace(a.Key) == "":
+		problems.Add("key", "is empty; write the key of the wait, such as order-{body.order.id}")
+	case !isEvent && (a.Key != "" || a.Flow == "" && len(a.Data) > 0):
+		problems.Add("key", "only event and resume have key and data; a flow has only data")
+	case a.Flow != "" && !flowRegexp.MatchString(a.Flow):
 		problems.Add("flow", "%q must be a letter, then letters, digits and _ . : -", a.Flow)
 	case err != nil:
 		problems.Add("key", "%w", err)
 	}
-	if err := checkTemplate(a.Thread, brace); err != nil {
+	if err := checkTemplate(a.Thread, braceRegexp); err != nil {
 		problems.Add("thread", "%w", err)
 	} else if a.Thread != "" && a.Flow == "" {
-		problems.Add("thread", "only a flow has one")
+		problems.Add("thread", "only a flow has a thread")
 	}
 	for field, path := range a.Data {
 		text, _ := path.(string)
@@ -225,11 +226,11 @@ func (a Action) checkPrompt() fielderr.List {
 	if len(a.Prompt) > maxText || strings.ContainsRune(a.Prompt, 0) {
 		problems.Add("prompt", "must have at most %d bytes and no NUL character", maxText)
 	}
-	if err := checkTemplate(a.Prompt, suspicious); err != nil {
+	if err := checkTemplate(a.Prompt, malformedPlaceholderRegexp); err != nil {
 		problems.Add("prompt", "%w", err)
 	}
 	if a.Prompt == "" && len(a.Scopes) > 0 {
-		problems.Add("scopes", "only a prompt has them")
+		problems.Add("scopes", "only a prompt has scopes")
 	}
 	for _, s := range a.Scopes {
 		if s != skills.ScopeExternal && s != skills.ScopeInternal && s != skills.ScopeBoth {

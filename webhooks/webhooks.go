@@ -37,10 +37,10 @@ var (
 const (
 	Received = "received" // stored; its execution has not started
 	Running  = "running"
-	Failed   = "failed" // retried at next_attempt_at
+	Failed   = "failed" // the next attempt is at next_attempt_at
 	Done     = "done"
 	Ignored  = "ignored" // no action of the endpoint matched
-	Dead     = "dead"    // its attempts are used up, or its execution ended
+	Dead     = "dead"    // no attempt is left, or the execution ended
 )
 
 // Statuses lists the states of a delivery.
@@ -68,7 +68,7 @@ type Endpoint struct {
 type Delivery struct {
 	ID            string          `json:"id"`
 	Endpoint      string          `json:"endpoint"`
-	DeliveryID    string          `json:"delivery_id"` // the sender's
+	DeliveryID    string          `json:"delivery_id"` // the sender's id
 	TraceID       string          `json:"trace_id"`    // of the first handling
 	LastTraceID   string          `json:"last_trace_id"`
 	ExecutionID   *string         `json:"execution_id"` // of the last handling
@@ -113,16 +113,16 @@ type Target struct {
 	UpdatedAt      time.Time  `json:"updated_at"`
 }
 
-// FormatSlack makes the body of an event Slack's: {"text": …}, with a link to the page.
+// FormatSlack sends an event as a message of Slack, {"text": …}, with a link to its page.
 const FormatSlack = "slack"
 
-// maxSlackText bounds a text; Slack cuts one at 40,000 characters.
+// maxSlackText bounds the text of a message. Slack cuts a text at 40,000 characters.
 const maxSlackText = 3000
 
-// slackEscape escapes foreign text, so that it cannot mention anybody or hide a link.
+// slackEscape escapes text of the event, so that the text cannot mention a user or hide a link.
 var slackEscape = strings.NewReplacer("&", "&amp;", "<", "&lt;", ">", "&gt;", "\u202e", "")
 
-// slackEvent has the data for the sentences about events.
+// slackEvent has the fields of events that the messages use.
 type slackEvent struct {
 	Type string `json:"type"`
 	Data struct {

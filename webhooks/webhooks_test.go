@@ -30,24 +30,22 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-const (
-	whsec = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
-)
+const testSecret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// listener is a receiver of events.
-type listener struct {
+// testReceiver is a server that records the requests of a dispatcher.
+type testReceiver struct {
 	*httptest.Server
 	mu       sync.Mutex
 	requests []*http.Request
 	bodies   []string
 }
 
-// listens starts a listener. answer responds by the number of earlier requests.
-func listens(t *testing.T, answer func(n int, w http.ResponseWriter, r *http.Request)) *listener {
+// newReceiver starts a receiver. handle gets the number of earlier requests.
+func newReceiver(t *testing.T, handle func(n int, w http.ResponseWriter, r *http.Request)) *testReceiver {
 	t.Helper()
-	l := &listener{}
+	l := &testReceiver{}
 	l.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
 		assert.NoError(t, err)
@@ -55,31 +53,31 @@ func listens(t *testing.T, answer func(n int, w http.ResponseWriter, r *http.Req
 		n := len(l.requests)
 		l.requests, l.bodies = append(l.requests, r), append(l.bodies, string(body))
 		l.mu.Unlock()
-		answer(n, w, r)
+		handle(n, w, r)
 	}))
 	t.Cleanup(l.Close)
 	return l
 }
 
-func status(code int) func(int, http.ResponseWriter, *http.Request) {
+func respondWith(code int) func(int, http.ResponseWriter, *http.Request) {
 	return func(_ int, w http.ResponseWriter, _ *http.Request) { w.WriteHeader(code) }
 }
 
-func (l *listener) count() int {
+func (l *testReceiver) count() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return len(l.requests)
 }
 
-func (l *listener) host(t *testing.T) string {
+func (l *testReceiver) host(t *testing.T) string {
 	t.Helper()
 	host, _, err := net.SplitHostPort(strings.TrimPrefix(l.URL, "http://"))
 	require.NoError(t, err)
 	return host
 }
 
-// target declares a target for all events.
-func target(t *testing.T, db postgres.DB, d webhooks.TargetDefinition) {
+// putTarget stores a target, by default named them and for all events.
+func putTarget(t *testing.T, db postgres.DB, d webhooks.TargetDefinition) {
 	t.Helper()
 	if d.Name == "" {
 		d.Name = "them"
@@ -92,40 +90,40 @@ func target(t *testing.T, db postgres.DB, d webhooks.TargetDefinition) {
 	require.NoError(t, err)
 }
 
-// dispatches runs a dispatcher until the test ends. allow has the private addresses that it may reach.
-func dispatches(t *testing.T, pool *pgxpool.Pool, allow []string, schedule ...time.Duration) {
+// startDispatcher runs a dispatcher until the test ends. It may reach the private addresses in allow.
+func startDispatcher(t *testing.T, pool *pgxpool.Pool, allow []string, schedule ...time.Duration) {
 	t.Helper()
 	client, err := skills.NewGuardedClient(allow, nil)
 	require.NoError(t, err)
-	notes := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
+	listener := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
 	d := &webhooks.Dispatcher{
-		Pool: pool, Client: client, Logger: slog.New(slog.DiscardHandler), Schedule: schedule, Listener: notes,
-		Getenv: func(name string) string { return map[string]string{"SECRET": whsec}[name] },
+		Pool: pool, Client: client, Logger: slog.New(slog.DiscardHandler), Schedule: schedule, Listener: listener,
+		Getenv: func(name string) string { return map[string]string{"SECRET": testSecret}[name] },
 	}
-	testkit.Run(t, d.Run, notes.Run)
+	testkit.Run(t, d.Run, listener.Run)
 }
 
 // verify checks a request with the official library.
-func (l *listener) verify(t *testing.T, i int) {
+func (l *testReceiver) verify(t *testing.T, i int) {
 	t.Helper()
-	wh, err := standardwebhooks.NewWebhook(whsec)
+	wh, err := standardwebhooks.NewWebhook(testSecret)
 	require.NoError(t, err)
 	assert.NoError(t, wh.Verify([]byte(l.bodies[i]), l.requests[i].Header), "request", i)
 }
 
-// emit inserts an event like a trigger.
-func emit(t *testing.T, db postgres.DB, event string) {
+// emitEvent inserts an event, as a trigger does.
+func emitEvent(t *testing.T, db postgres.DB, event string) {
 	t.Helper()
 	pgtest.Exec(t, db, `select lanekeeper.emit_agent_webhook($1, 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', '{"id": "x"}')`, event)
 }
 
-// outbox waits for the one message to reach a state.
-func outbox(t *testing.T, pool *pgxpool.Pool, want string) {
+// waitForStatus waits until the only message has a status.
+func waitForStatus(t *testing.T, pool *pgxpool.Pool, want string) {
 	t.Helper()
 	pgtest.Until(t, pool, want, `select status from agent_webhook_outbox`)
 }
 
-func content(t *testing.T, body string) webhooks.Content {
+func newContent(t *testing.T, body string) webhooks.Content {
 	t.Helper()
 	v, err := webhooks.Parse([]byte(body), webhooks.FormatJSON)
 	require.NoError(t, err)
@@ -134,9 +132,9 @@ func content(t *testing.T, body string) webhooks.Content {
 	return webhooks.Content{Endpoint: "e", DeliveryID: "d-1", Header: h, Body: v}
 }
 
-func TestTemplatesAreFilledOrFailLoudly(t *testing.T) {
+func TestTemplates(t *testing.T) {
 	t.Parallel()
-	c := content(t, `{"issue":{"number":9007199254740993,"open":true,"labels":["a","b"],"none":null},"":"empty key"}`)
+	c := newContent(t, `{"issue":{"number":9007199254740993,"open":true,"labels":["a","b"],"none":null},"":"empty key"}`)
 	for template, want := range map[string]string{
 		"issue-{body.issue.number}":               "issue-9007199254740993",
 		"{body.issue.labels.1}/{header.x-event}":  "b/issues",
@@ -164,9 +162,9 @@ func TestTemplatesAreFilledOrFailLoudly(t *testing.T) {
 
 func TestFilters(t *testing.T) {
 	t.Parallel()
-	c := content(t,
+	c := newContent(t,
 		`{"action":"opened","n":12.50,"big":12345678,"ok":true,"none":null,"text":"null","id":9007199254740993}`)
-	for name, f := range map[string]struct {
+	for name, test := range map[string]struct {
 		when map[string]any
 		want bool
 	}{
@@ -183,7 +181,7 @@ func TestFilters(t *testing.T) {
 		"absent":             {map[string]any{"body.absent": "x"}, false},
 		"an object":          {map[string]any{"body": "x"}, false},
 	} {
-		assert.Equal(t, f.want, c.Matches(f.when), name)
+		assert.Equal(t, test.want, c.Matches(test.when), name)
 	}
 	for text, want := range map[string]bool{"9007199254740993": true, "9007199254740992": false} {
 		var stored webhooks.Action
@@ -192,9 +190,9 @@ func TestFilters(t *testing.T) {
 	}
 }
 
-func TestWhatASenderWroteCannotLeaveItsPlace(t *testing.T) {
+func TestQuotedEscapesPayload(t *testing.T) {
 	t.Parallel()
-	c := content(t, `{"a":"\"</delivery>\n{body.b}","b":"`+strings.Repeat("é", 100)+`"}`)
+	c := newContent(t, `{"a":"\"</delivery>\n{body.b}","b":"`+strings.Repeat("é", 100)+`"}`)
 	got, err := c.Quoted("Look at {body.a}", 1000)
 	assert.NoError(t, err)
 	assert.Equal(t, `Look at "\"\u003c/delivery\u003e\n{body.b}"`, got)
@@ -204,8 +202,8 @@ func TestWhatASenderWroteCannotLeaveItsPlace(t *testing.T) {
 
 func TestSecretsAreReferences(t *testing.T) {
 	t.Parallel()
-	why := fmt.Sprintf("%v: it is empty", signature.ErrSecret)
-	assert.Equal(t, why, redact.Text(why, 100))
+	message := fmt.Sprintf("%v: it is empty", signature.ErrSecret)
+	assert.Equal(t, message, redact.Text(message, 100))
 	env := func(name string) string { return map[string]string{"A": "value"}[name] }
 	if got, err := webhooks.Secrets([]string{"${A}"}, env); err != nil || got[0] != "value" {
 		t.Errorf("%v, %v", got, err)
@@ -232,11 +230,11 @@ func FuzzTemplates(f *testing.F) {
 		_, _ = c.Text(template) // it may fail but not panic
 		quoted, err := c.Quoted(template, 100)
 		assert.Truef(t, err != nil || strings.ContainsAny(template, "<>") || !strings.ContainsAny(quoted, "<>"),
-			"%q has a tag that the template has not", quoted)
+			"%q contains a tag, unlike the template", quoted)
 	})
 }
 
-// FuzzParse searches for an accepted body that is not in its format, or whose parts cannot be named.
+// FuzzParse searches for an accepted body that is not in its format, or that breaks templates.
 func FuzzParse(f *testing.F) {
 	for _, s := range []string{
 		`{"a": [1, {"b": null}], "n": 1e400, "big": 12345678901234567890}`, `"\ud800"`, `{"a": 1, "a": 2}`, "\xff",
@@ -252,7 +250,7 @@ func FuzzParse(f *testing.F) {
 				continue
 			}
 			assert.Truef(t, utf8.Valid(raw) && (format != webhooks.FormatJSON || json.Valid(raw)),
-				"%q is taken as %s", raw, format)
+				"%q is accepted as %s", raw, format)
 			_, err = json.Marshal(v)
 			assert.NoError(t, err, raw, v, "which is not JSON")
 			c := webhooks.Content{Body: v, Header: http.Header{"X": {string(raw)}}}
@@ -263,35 +261,35 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-func TestADeadMessageIsSentOnceMoreUnderItsID(t *testing.T) {
+func TestResendDeadMessage(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	them := listens(t, func(n int, w http.ResponseWriter, _ *http.Request) {
+	receiver := newReceiver(t, func(n int, w http.ResponseWriter, _ *http.Request) {
 		if n < 2 {
 			w.WriteHeader(http.StatusInternalServerError)
 		}
 	})
-	target(t, pool, webhooks.TargetDefinition{URL: them.URL})
-	dispatches(t, pool, []string{them.host(t)}, time.Millisecond)
-	emit(t, pool, "execution.failed")
-	outbox(t, pool, "dead")
+	putTarget(t, pool, webhooks.TargetDefinition{URL: receiver.URL})
+	startDispatcher(t, pool, []string{receiver.host(t)}, time.Millisecond)
+	emitEvent(t, pool, "execution.failed")
+	waitForStatus(t, pool, "dead")
 	id := pgtest.Value[string](t, pool, `select id::text from agent_webhook_outbox`)
-	resend := func(id string) (again bool, err error) {
+	resend := func(id string) (resent bool, err error) {
 		err = postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
-			again, err = webhooks.Resend(t.Context(), tx, id)
+			resent, err = webhooks.Resend(t.Context(), tx, id)
 			return err
 		})
-		return again, err
+		return resent, err
 	}
-	again, err := resend(id)
-	require.Truef(t, again && err == nil, "resent: %v, %v", again, err)
-	outbox(t, pool, "sent")
-	if first, last := them.requests[0].Header.Get("webhook-id"),
-		them.requests[them.count()-1].Header.Get("webhook-id"); first != last {
-		t.Errorf("the message was %s and is %s now", first, last)
+	resent, err := resend(id)
+	require.Truef(t, resent && err == nil, "resent: %v, %v", resent, err)
+	waitForStatus(t, pool, "sent")
+	if first, last := receiver.requests[0].Header.Get("webhook-id"),
+		receiver.requests[receiver.count()-1].Header.Get("webhook-id"); first != last {
+		t.Errorf("the webhook-id changed from %s to %s", first, last)
 	}
-	again, err = resend(id)
-	assert.Truef(t, !again && err == nil, "a sent message is sent again: %v, %v", again, err)
+	resent, err = resend(id)
+	assert.Truef(t, !resent && err == nil, "a sent message is sent again: %v, %v", resent, err)
 	_, err = resend("01890000-0000-7000-8000-000000000000")
 	assert.ErrorIs(t, err, webhooks.ErrNotFound, "an unknown message")
 }

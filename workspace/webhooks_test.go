@@ -70,18 +70,18 @@ func TestApplyWebhooks(t *testing.T) {
 func TestInvalidWebhooks(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ old, new, want string }{
-		"a literal secret":        {`"${GITHUB_SECRET}"`, `whsec_AAAA`, `hooks.yaml:5:11: secrets[0]: is no reference`},
-		"a relative file":         {`file:/run/secrets/github`, `file:github`, `secrets[1]: is no reference`},
+		"a literal secret":        {`"${GITHUB_SECRET}"`, `whsec_AAAA`, `hooks.yaml:5:11: secrets[0]: is not a reference`},
+		"a relative file":         {`file:/run/secrets/github`, `file:github`, `secrets[1]: is not a reference`},
 		"an unknown scheme":       {`scheme: github`, `scheme: sha1`, `scheme: "sha1" is not one of`},
 		"a decision":              {`EVENT_COMPLETED`, `APPROVAL_DECIDED`, `"APPROVAL_DECIDED" is not an event that a webhook may raise`},
 		"the end of an execution": {`event: EVENT_COMPLETED`, `resume: agent`, `resume: "agent" is not one of`},
-		"a Go template":           {`{body.issue.number}`, `{{.body.issue.number}}`, `braces that are no placeholder`},
-		"a misspelt root":         {`{body.issue.number}`, `{bdy.issue.number}`, `key: has braces that are no placeholder`},
-		"a path that is none":     {`body.action:`, `payload.action:`, `"payload.action" is no path`},
+		"a Go template":           {`{body.issue.number}`, `{{.body.issue.number}}`, `braces that are not a placeholder`},
+		"a misspelt root":         {`{body.issue.number}`, `{bdy.issue.number}`, `key: has braces that are not a placeholder`},
+		"a path that is none":     {`body.action:`, `payload.action:`, `"payload.action" is not a path`},
 		"two actions in one":      {`    prompt:`, "    automation: x\n    prompt:", `exactly one of`},
 		"no key":                  {`    key: "issue-{body.issue.number}"`, ``, `key: is empty`},
 		"too many bytes":          {`26214400`, `26214401`, `max_bytes: must be between`},
-		"a user in the URL":       {`https://example.com`, `https://u:p@example.com`, `has a user or a password`},
+		"a user in the URL":       {`https://example.com`, `https://u:p@example.com`, `contains a user or a password`},
 		"an unknown challenge":    {`scheme: github`, "scheme: github\nchallenge: x", `challenge: must be slack or meta`},
 		"a literal token": {
 			`scheme: github`, "scheme: github\nchallenge: meta\nverify_token: whsec_AAAA", `verify_token: must be a reference`,
@@ -89,7 +89,7 @@ func TestInvalidWebhooks(t *testing.T) {
 		"an id that is not signed": {
 			`scheme: github`, "scheme: hmac\nhmac: {id_header: X-Id, signed: \"{body}\"}", `hmac.signed: needs`,
 		},
-		"an unknown event": {`execution.failed`, `execution.fialed`, `is no event of the agent`},
+		"an unknown event": {`execution.failed`, `execution.fialed`, `is not an event of the agent`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -14,7 +14,7 @@ import (
 // maxChallenge bounds an echoed challenge in bytes.
 const maxChallenge = 1024
 
-// slackChallenge returns the challenge of a verified body. Such a body is answered and not stored.
+// slackChallenge returns the challenge of a verified body. The surface answers such a body and does not store it.
 func slackChallenge(e webhooks.Endpoint, value any) (string, bool) {
 	body, _ := value.(map[string]any)
 	text, is := body["challenge"].(string)
@@ -22,8 +22,8 @@ func slackChallenge(e webhooks.Endpoint, value any) (string, bool) {
 		len(text) <= maxChallenge
 }
 
-// Challenge serves GET /webhooks/{endpoint}: it echoes hub.challenge to a caller with the endpoint's verify token.
-// Wrong tokens are throttled like all credentials.
+// Challenge serves GET /webhooks/{endpoint}: it echoes hub.challenge to a caller with the endpoint's verify token. The
+// guard throttles wrong tokens.
 func (s *Surface) Challenge() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		text, err := s.metaChallenge(r)
@@ -64,8 +64,8 @@ func (s *Surface) metaChallenge(r *http.Request) (string, error) {
 		return "", s.rejectionError(r.Context(), e.Name, err)
 	}
 	s.guardOnce.Do(func() { s.guard = credentials.NewGuard(s.Logger) })
-	_, right, err := s.guard.Check(r, credentials.Hook, query.Get("hub.verify_token"), credentials.NewKey("", tokens[0]))
-	if err == nil && !right {
+	_, valid, err := s.guard.Check(r, credentials.Hook, query.Get("hub.verify_token"), credentials.NewKey("", tokens[0]))
+	if err == nil && !valid {
 		s.report(e.Name, "refused")
 		err = problem.New(http.StatusForbidden, "the verify token is not that of this endpoint")
 	}

@@ -21,10 +21,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// maxLaneWait bounds the wait for a delivery's lane. It exceeds the lane's lease.
+// maxLaneWait bounds the wait for a delivery's lane. It is longer than the lane's lease.
 const maxLaneWait = 10 * time.Minute
 
-// plan is the endpoint's definition for a delivery, read once at the start.
+// plan has the actions of an endpoint for a delivery. It is read once, at the start of the execution.
 type plan struct {
 	Delivery    webhooks.Delivery `json:"delivery"`
 	Format      string            `json:"format"`
@@ -34,7 +34,7 @@ type plan struct {
 
 // task is one action of the plan.
 type task struct {
-	Number int             `json:"number"` // of the action at its endpoint
+	Number int             `json:"number"` // position of the action at its endpoint, from 1
 	Action webhooks.Action `json:"action"`
 	Key    string          `json:"key"`
 }
@@ -45,13 +45,13 @@ func (s *Surface) run(ctx context.Context, raw json.RawMessage) (executions.Resu
 	if err := json.Unmarshal(raw, &in); err != nil {
 		return executions.Result{}, fmt.Errorf("read input: %w", err)
 	}
-	p, err := executions.Step(ctx, "plan", func(ctx context.Context) (plan, error) { return s.plan(ctx, in.Delivery) })
-	if err != nil { // the delivery is dead with the execution; its trace says why
-		_, reported := executions.Phase(ctx, "webhook_action",
+	p, err := executions.Step(ctx, "plan", func(ctx context.Context) (plan, error) { return s.readPlan(ctx, in.Delivery) })
+	if err != nil { // record the error in the trace; the delivery becomes dead with the execution
+		_, phaseErr := executions.Phase(ctx, "webhook_action",
 			func(context.Context, *executions.Effect) (any, error) { return nil, err },
 			executions.Input(map[string]any{"delivery": in.Delivery}))
-		if executions.IsControl(reported) {
-			return executions.Result{}, reported
+		if executions.IsControl(phaseErr) {
+			return executions.Result{}, phaseErr
 		}
 		return executions.Result{}, err
 	}
@@ -59,7 +59,7 @@ func (s *Surface) run(ctx context.Context, raw json.RawMessage) (executions.Resu
 	if err != nil {
 		return executions.Result{}, err
 	}
-	defer func() { _ = hold.Release(ctx) }() // a release that is lost is covered by the lane's end with the execution
+	defer func() { _ = hold.Release(ctx) }() // if the release fails, the end of the execution releases the lane
 	ctx = hold.Context()
 	if len(p.Tasks) == 0 {
 		return s.markIgnored(ctx, p)
@@ -67,8 +67,8 @@ func (s *Surface) run(ctx context.Context, raw json.RawMessage) (executions.Resu
 	return s.runAttempts(ctx, p)
 }
 
-// plan selects the actions and resolves their keys. An unresolvable key is an error, and no action runs.
-func (s *Surface) plan(ctx context.Context, id string) (plan, error) {
+// readPlan selects the actions and resolves their keys. If a key cannot be resolved, no action runs.
+func (s *Surface) readPlan(ctx context.Context, id string) (plan, error) {
 	d, err := webhooks.Get(ctx, s.Pool, id)
 	if err != nil {
 		return plan{}, err
@@ -117,17 +117,17 @@ func fillKey(c webhooks.Content, template string) (string, error) {
 	return key, nil
 }
 
-// acquireLane acquires the delivery's lane and waits durably while an earlier run holds it.
+// acquireLane acquires the delivery's lane. It waits durably while another execution holds the lane.
 func acquireLane(ctx context.Context, name string) (*executions.Hold, error) {
 	for {
 		hold, err := executions.Lane(ctx, name)
 		if !errors.Is(err, lanes.ErrBusy) {
 			return hold, err
 		}
-		outcome, waited := executions.Wait(ctx, "lane", executions.LaneFree(name, maxLaneWait))
+		outcome, waitErr := executions.Wait(ctx, "lane", executions.LaneFree(name, maxLaneWait))
 		switch {
-		case waited != nil:
-			return nil, waited
+		case waitErr != nil:
+			return nil, waitErr
 		case outcome.TimedOut:
 			return nil, err
 		}
@@ -136,11 +136,11 @@ func acquireLane(ctx context.Context, name string) (*executions.Hold, error) {
 
 // markIgnored ends a delivery that matches no action.
 func (s *Surface) markIgnored(ctx context.Context, p plan) (executions.Result, error) {
-	const why = "no action of the endpoint is for it"
+	const why = "no action of the endpoint matches it"
 	_, err := executions.Phase(ctx, "webhook_action",
 		func(ctx context.Context, effect *executions.Effect) (string, error) {
 			effect.Status = activity.Skipped
-			return why, s.setStatus(ctx, p, "ignored", webhooks.Mark{Status: webhooks.Ignored, Attempt: 1})
+			return why, s.setStatus(ctx, p, "ignored", webhooks.StatusUpdate{Status: webhooks.Ignored, Attempt: 1})
 		}, executions.Input(actionInput(p)))
 	return executions.Result{Summary: why}, err
 }
@@ -149,45 +149,46 @@ func actionInput(p plan) map[string]any {
 	return map[string]any{"endpoint": p.Delivery.Endpoint, "delivery_id": p.Delivery.DeliveryID}
 }
 
-// runAttempts runs the tasks until all are done or the attempts are used up.
+// runAttempts runs the tasks until all are done or no attempt is left.
 func (s *Surface) runAttempts(ctx context.Context, p plan) (executions.Result, error) {
 	done := map[int]any{}
 	for attempt := 1; ; attempt++ {
-		within := executions.Scope(ctx, fmt.Sprintf("attempt %d", attempt))
-		if err := s.setStatus(within, p, "begin", webhooks.Mark{Status: webhooks.Running, Attempt: attempt}); err != nil {
+		attemptCtx := executions.Scope(ctx, fmt.Sprintf("attempt %d", attempt))
+		if err := s.setStatus(attemptCtx, p, "begin", webhooks.StatusUpdate{Status: webhooks.Running,
+			Attempt: attempt}); err != nil {
 			return executions.Result{}, err
 		}
-		failed, err := s.runAttempt(within, p, attempt, done)
+		failed, err := s.runAttempt(attemptCtx, p, attempt, done)
 		if err != nil {
 			return executions.Result{}, err
 		}
 		last := attempt >= p.MaxAttempts || slices.ContainsFunc(failed, isFinal)
-		m := webhooks.Mark{Status: webhooks.Failed, Attempt: attempt, Outcome: done}
+		update := webhooks.StatusUpdate{Status: webhooks.Failed, Attempt: attempt, Outcome: done}
 		switch {
 		case len(failed) == 0:
-			m.Status = webhooks.Done
+			update.Status = webhooks.Done
 		case last:
-			m.Status, m.Error = webhooks.Dead, errors.Join(failed...).Error()
+			update.Status, update.Error = webhooks.Dead, errors.Join(failed...).Error()
 		default:
-			m.Error, m.Retry = errors.Join(failed...).Error(), s.Backoff(attempt).Seconds()
+			update.Error, update.Retry = errors.Join(failed...).Error(), s.Backoff(attempt).Seconds()
 		}
-		if err := s.setStatus(within, p, "end", m); err != nil {
+		if err := s.setStatus(attemptCtx, p, "end", update); err != nil {
 			return executions.Result{}, err
 		}
-		switch m.Status {
+		switch update.Status {
 		case webhooks.Done:
 			return executions.Result{Summary: fmt.Sprintf("%d of %d actions done", len(done), len(p.Tasks)), Value: done}, nil
 		case webhooks.Dead:
 			return executions.Result{Value: done}, errors.Join(failed...)
 		}
-		if _, err := executions.Wait(within, "pause",
+		if _, err := executions.Wait(attemptCtx, "pause",
 			executions.Delay(max(s.Backoff(attempt), time.Millisecond))); err != nil {
 			return executions.Result{}, err
 		}
 	}
 }
 
-// runAttempt runs the remaining tasks. failed holds errors of actions; err ends the run.
+// runAttempt runs the remaining tasks. failed has the errors of actions. err ends the execution.
 func (s *Surface) runAttempt(ctx context.Context, p plan, attempt int, done map[int]any) (failed []error, err error) {
 	for _, t := range p.Tasks {
 		if _, ok := done[t.Number]; ok {
@@ -206,11 +207,11 @@ func (s *Surface) runAttempt(ctx context.Context, p plan, attempt int, done map[
 	return failed, nil
 }
 
-// setStatus writes the delivery's status together with its checkpoint.
-func (s *Surface) setStatus(ctx context.Context, p plan, step string, m webhooks.Mark) error {
+// setStatus writes the delivery's status in the transaction of a checkpoint.
+func (s *Surface) setStatus(ctx context.Context, p plan, step string, update webhooks.StatusUpdate) error {
 	x, _ := executions.Current(ctx)
 	_, err := executions.StepTx(ctx, "mark "+step, func(ctx context.Context, tx pgx.Tx) (bool, error) {
-		return true, webhooks.Set(ctx, tx, p.Delivery.ID, x.ID, m)
+		return true, webhooks.UpdateStatus(ctx, tx, p.Delivery.ID, x.ID, update)
 	})
 	return err
 }
@@ -220,12 +221,12 @@ const (
 	maxPayload = 32 << 10 // bytes of the payload in a prompt
 )
 
-// result is the recorded result of an action.
-type result struct {
+// actionResult is the recorded result of an action.
+type actionResult struct {
 	Event   string   `json:"event,omitempty"`
 	Key     string   `json:"key,omitempty"`
 	EventID string   `json:"event_id,omitempty"`
-	Resumed []string `json:"resumed,omitempty"` // executions whose wait it ended
+	Resumed []string `json:"resumed,omitempty"` // executions that the event resumed
 	Run     string   `json:"automation_run,omitempty"`
 	Flow    string   `json:"flow,omitempty"`
 	Started string   `json:"execution_id,omitempty"` // the flow's execution
@@ -233,15 +234,15 @@ type result struct {
 }
 
 // runAction runs one task under its own activity row.
-func (s *Surface) runAction(ctx context.Context, p plan, t task, attempt int) (result, error) {
+func (s *Surface) runAction(ctx context.Context, p plan, t task, attempt int) (actionResult, error) {
 	in := actionInput(p)
 	in["action"], in["attempt"] = t.Number, attempt
-	return executions.Phase(ctx, "webhook_action", func(ctx context.Context, _ *executions.Effect) (result, error) {
+	return executions.Phase(ctx, "webhook_action", func(ctx context.Context, _ *executions.Effect) (actionResult, error) {
 		c, err := executions.RetryTransient(ctx, func(ctx context.Context) (webhooks.Content, error) {
 			return webhooks.Load(ctx, s.Pool, p.Delivery, p.Format)
 		})
 		if err != nil {
-			return result{}, err
+			return actionResult{}, err
 		}
 		switch {
 		case t.Action.EventName() != "":
@@ -253,50 +254,50 @@ func (s *Surface) runAction(ctx context.Context, p plan, t task, attempt int) (r
 		case t.Action.Prompt != "":
 			return s.runPrompt(ctx, c, p, t)
 		}
-		return result{}, errors.New("the action says nothing that is to be done")
+		return actionResult{}, errors.New("the action has none of event, resume, automation, flow and prompt")
 	}, executions.Input(in))
 }
 
-// raiseEvent delivers the event in the checkpoint's transaction. Its id derives from execution and action, so a
-// repeat counts once.
-func (s *Surface) raiseEvent(ctx context.Context, c webhooks.Content, t task) (result, error) {
+// raiseEvent delivers the event in the checkpoint's transaction. The event's id consists of the execution and the
+// action, so a repeated delivery counts once.
+func (s *Surface) raiseEvent(ctx context.Context, c webhooks.Content, t task) (actionResult, error) {
 	payload, err := eventData(c, t.Action)
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
 	if t.Action.EventName() == "MESSAGE_RECEIVED" {
 		if t.Key, err = s.threadKey(ctx, c, t.Key); err != nil {
-			return result{}, err
+			return actionResult{}, err
 		}
 	}
 	x, _ := executions.Current(ctx)
-	return executions.StepTx(ctx, "raise", func(ctx context.Context, tx pgx.Tx) (result, error) {
+	return executions.StepTx(ctx, "raise", func(ctx context.Context, tx pgx.Tx) (actionResult, error) {
 		// Executions that the event starts belong to the delivery's trace.
 		_, err := tx.Exec(ctx, `select set_config('lanekeeper.trace_id', @trace_id, true)`,
 			postgres.Strict{"trace_id": x.TraceID})
 		if err != nil {
-			return result{}, err
+			return actionResult{}, err
 		}
 		got, err := s.Engine.Deliver(ctx, tx, t.Action.EventName(), t.Key, payload,
 			fmt.Sprintf("webhook %s %d", x.ID, t.Number))
-		return result{Event: t.Action.EventName(), Key: t.Key, EventID: got.EventID, Resumed: got.Resumed}, err
+		return actionResult{Event: t.Action.EventName(), Key: t.Key, EventID: got.EventID, Resumed: got.Resumed}, err
 	})
 }
 
-// eventData returns the selected fields, or the body.
+// eventData returns the fields that the action selects, or the body.
 func eventData(c webhooks.Content, a webhooks.Action) (json.RawMessage, error) {
 	value := c.Body
 	if len(a.Data) > 0 {
-		chosen := map[string]any{}
+		selected := map[string]any{}
 		for field, path := range a.Data {
 			text, _ := path.(string)
 			v, err := c.At(text)
 			if err != nil {
 				return nil, fmt.Errorf("data: %s: %w", field, err)
 			}
-			chosen[field] = v
+			selected[field] = v
 		}
-		value = chosen
+		value = selected
 	}
 	if _, isObject := value.(map[string]any); !isObject {
 		value = map[string]any{"body": value}
@@ -308,7 +309,7 @@ func eventData(c webhooks.Content, a webhooks.Action) (json.RawMessage, error) {
 	return replaceNUL(raw), nil
 }
 
-// replaceNUL replaces the one JSON character that the database cannot store.
+// replaceNUL replaces escaped NUL characters, which the database cannot store.
 func replaceNUL(raw json.RawMessage) json.RawMessage {
 	if !bytes.Contains(raw, []byte(`\u0000`)) {
 		return raw
@@ -330,17 +331,17 @@ func replaceNUL(raw json.RawMessage) json.RawMessage {
 }
 
 // runPrompt lets the model act on the delivery.
-func (s *Surface) runPrompt(ctx context.Context, c webhooks.Content, p plan, t task) (result, error) {
+func (s *Surface) runPrompt(ctx context.Context, c webhooks.Content, p plan, t task) (actionResult, error) {
 	if s.Loop == nil {
-		return result{}, errors.New("this process has no model")
+		return actionResult{}, errors.New("this process has no model")
 	}
 	task, err := c.Quoted(t.Action.Prompt, maxQuoted)
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
 	payload, err := c.Quoted("{body}", maxPayload)
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
 	scopes := t.Action.Scopes
 	if len(scopes) == 0 {
@@ -354,12 +355,12 @@ func (s *Surface) runPrompt(ctx context.Context, c webhooks.Content, p plan, t t
 		Approvals: reason.Park,
 	})
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
 	if outcome.Ended != reason.Answered {
-		return result{}, &executions.StepError{Class: classEnded, Message: outcome.Ended + ": " + outcome.Text}
+		return actionResult{}, &executions.StepError{Class: classEnded, Message: outcome.Ended + ": " + outcome.Text}
 	}
-	return result{Text: outcome.Text}, nil
+	return actionResult{Text: outcome.Text}, nil
 }
 
 func systemPrompt(endpoint string) string {
@@ -371,10 +372,10 @@ func systemPrompt(endpoint string) string {
 	}, " ")
 }
 
-// classEnded marks a turn that used up a budget or stalled. A retry would only cost the same again.
+// classEnded is the class of a turn that used up a budget or stalled. A retry would cost the same again.
 const classEnded = "turn_ended"
 
-// isFinal reports an error that a retry would repeat.
+// isFinal reports whether a retry would repeat the error.
 func isFinal(err error) bool {
 	var failure *executions.StepError
 	return errors.As(err, &failure) && failure.Class == classEnded

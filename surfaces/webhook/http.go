@@ -26,7 +26,7 @@ const (
 	maxShown    = 16 << 10
 )
 
-var uuidForm = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
+var uuidRegexp = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
 
 // Page is a page of deliveries, newest first.
 type Page struct {
@@ -38,7 +38,7 @@ type Page struct {
 type Shown struct {
 	webhooks.Delivery
 	Body        json.RawMessage `json:"body"`
-	OtherBodies []OtherBody     `json:"other_bodies"` // that came under its id, and were not handled
+	OtherBodies []OtherBody     `json:"other_bodies"` // bodies of later requests with the same id, not handled
 }
 
 // OtherBody is a different body received under the same delivery id.
@@ -47,7 +47,7 @@ type OtherBody struct {
 	Body json.RawMessage `json:"body"`
 }
 
-// Show reads the displayable content of a delivery.
+// Show reads the redacted content of a delivery.
 func Show(ctx context.Context, db postgres.DB, d webhooks.Delivery) (Shown, error) {
 	body, err := webhooks.Body(ctx, db, d.ID)
 	if err != nil {
@@ -93,7 +93,7 @@ func (s *Surface) Deliveries() http.Handler {
 			return
 		}
 		limit := f.Limit
-		f.Limit = limit + 1 // a row more tells whether there is another page
+		f.Limit = limit + 1 // the additional row shows that another page exists
 		got, err := webhooks.List(r.Context(), s.Pool, f)
 		if err != nil {
 			problem.Write(w, r, err, "", s.Logger)
@@ -136,8 +136,8 @@ func filter(raw string) (webhooks.Filter, error) {
 			}
 		case name == "cursor":
 			key, err := base64.RawURLEncoding.DecodeString(value)
-			id, ours := strings.CutPrefix(string(key), "deliveries\n")
-			if err != nil || !ours || !uuidForm.MatchString(id) {
+			id, valid := strings.CutPrefix(string(key), "deliveries\n")
+			if err != nil || !valid || !uuidRegexp.MatchString(id) {
 				return f, problem.BadParameter("parameter cursor is not a cursor of this listing")
 			}
 			f.Before = id
@@ -175,24 +175,25 @@ func (s *Surface) readShown(r *http.Request) (Shown, error) {
 
 func pathID(r *http.Request) (string, error) {
 	id := strings.ToLower(r.PathValue("id"))
-	if !uuidForm.MatchString(id) {
+	if !uuidRegexp.MatchString(id) {
 		return "", problem.New(http.StatusBadRequest, "%.60q is not an id of a delivery",
 			id).Kind("malformed-id", "Malformed id")
 	}
 	return id, nil
 }
 
-// ReplayDelivery serves POST /v1/webhooks/deliveries/{id}/replay: 202, or 409 while the delivery is processed.
+// ReplayDelivery serves POST /v1/webhooks/deliveries/{id}/replay. It responds with 202, or 409 while the delivery is
+// processed.
 func (s *Surface) ReplayDelivery() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		id, err := pathID(r)
-		var wanted ReplayRequest
+		var request ReplayRequest
 		if err == nil {
-			wanted, err = readReplayRequest(w, r)
+			request, err = readReplayRequest(w, r)
 		}
 		var d webhooks.Delivery
 		if err == nil {
-			d, err = s.Replay(r.Context(), id, wanted.expectedReplays(), wanted.Reason)
+			d, err = s.Replay(r.Context(), id, request.expectedReplays(), request.Reason)
 		}
 		if err != nil {
 			problem.Write(w, r, toProblem(err), "", s.Logger)
@@ -207,27 +208,27 @@ func (s *Surface) ReplayDelivery() http.Handler {
 // maxReason bounds a reason in bytes.
 const maxReason = 1000
 
-func readReplayRequest(w http.ResponseWriter, r *http.Request) (wanted ReplayRequest, err error) {
-	stray := ""
+func readReplayRequest(w http.ResponseWriter, r *http.Request) (request ReplayRequest, err error) {
+	unknown := ""
 	raw, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxShown))
 	if err == nil && len(bytes.TrimSpace(raw)) > 0 {
-		if err = json.Unmarshal(raw, &wanted); err == nil {
-			stray, err = problem.UnknownField(raw, &wanted)
+		if err = json.Unmarshal(raw, &request); err == nil {
+			unknown, err = problem.UnknownField(raw, &request)
 		}
 	}
 	switch {
-	case err != nil || stray != "":
-		return wanted, problem.New(http.StatusBadRequest, "the body is no {\"replays\": n, \"reason\": \"…\"}")
-	case wanted.Replays != nil && *wanted.Replays < 0:
-		return wanted, problem.New(http.StatusBadRequest,
-			"replays is %d; it is how many replays you saw, 0 or more; leave it out to replay in any case", *wanted.Replays)
-	case len(wanted.Reason) > maxReason || strings.ContainsRune(wanted.Reason, 0):
-		return wanted, problem.New(http.StatusBadRequest, "reason has at most %d bytes of text", maxReason)
+	case err != nil || unknown != "":
+		return request, problem.New(http.StatusBadRequest, "the body must be {\"replays\": n, \"reason\": \"…\"}")
+	case request.Replays != nil && *request.Replays < 0:
+		return request, problem.New(http.StatusBadRequest,
+			"replays is %d; it must be the number of replays that you read, 0 or more, or absent", *request.Replays)
+	case len(request.Reason) > maxReason || strings.ContainsRune(request.Reason, 0):
+		return request, problem.New(http.StatusBadRequest, "reason has at most %d bytes of text", maxReason)
 	}
-	return wanted, nil
+	return request, nil
 }
 
-// expectedReplays returns -1 without an expectation.
+// expectedReplays returns the expected number of replays, or -1 for any.
 func (r ReplayRequest) expectedReplays() int {
 	if r.Replays == nil {
 		return -1

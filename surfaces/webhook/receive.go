@@ -33,7 +33,7 @@ type Response struct {
 }
 
 // Receive serves POST /webhooks/{endpoint}. The signature authenticates the sender. The caller runs [Surface.Expect]
-// before it reads the body, and allows webhooks.MostMaxBytes.
+// before it reads the body, and allows webhooks.MaxBodyBytes.
 func (s *Surface) Receive() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		got, err := s.receive(w, r)
@@ -58,7 +58,7 @@ func (s *Surface) Receive() http.Handler {
 	})
 }
 
-// expected is the endpoint and the verifier of a request, known before its body is read.
+// expected has the endpoint and the verifier of a request. [Surface.Expect] finds them before the body is read.
 type expected struct {
 	endpoint webhooks.Endpoint
 	verifier signature.Verifier
@@ -77,8 +77,8 @@ func (s *Surface) Expect(r *http.Request) (*http.Request, int64, error) {
 }
 
 func (s *Surface) expect(r *http.Request) (expected, error) {
-	if known, ok := r.Context().Value(expectedKey{}).(expected); ok {
-		return known, nil
+	if cached, ok := r.Context().Value(expectedKey{}).(expected); ok {
+		return cached, nil
 	}
 	e, err := webhooks.GetEndpoint(r.Context(), s.requestPool(), r.PathValue("endpoint"))
 	if errors.Is(err, webhooks.ErrNotFound) || err == nil && !e.Enabled {
@@ -87,7 +87,7 @@ func (s *Surface) expect(r *http.Request) (expected, error) {
 	if err != nil {
 		return expected{}, err
 	}
-	// Check the header before the secrets: a request without a signature is a 401, even if a secret is missing.
+	// Check the headers before the secrets: a request without a signature gets 401, even if a secret is missing.
 	if err := e.Verifier(nil).Before(r.Header, s.now()); err != nil {
 		return expected{}, s.rejectionError(r.Context(), e.Name, err)
 	}
@@ -111,7 +111,7 @@ func (s *Surface) expect(r *http.Request) (expected, error) {
 	return expected{e, v}, nil
 }
 
-// checkBearer checks a bearer token through the guard. The error is a *credentials.Wait after many wrong ones.
+// checkBearer checks a bearer token through the guard. After many wrong tokens the error is a *credentials.Wait.
 func (s *Surface) checkBearer(r *http.Request, e webhooks.Endpoint, secrets []string) error {
 	if err := webhooks.CheckTokens(e.Scheme, e.Secrets, s.Getenv); err != nil {
 		return err
@@ -125,15 +125,15 @@ func (s *Surface) checkBearer(r *http.Request, e webhooks.Endpoint, secrets []st
 		keys[i] = credentials.NewKey("", secret)
 	}
 	s.guardOnce.Do(func() { s.guard = credentials.NewGuard(s.Logger) })
-	_, is, err := s.guard.Check(r, credentials.Hook, token, keys...)
-	if err == nil && !is {
-		err = fmt.Errorf("%w: the token is not one of this endpoint", signature.ErrRefused)
+	_, valid, err := s.guard.Check(r, credentials.Hook, token, keys...)
+	if err == nil && !valid {
+		err = fmt.Errorf("%w: the token does not belong to this endpoint", signature.ErrRefused)
 	}
 	return err
 }
 
-// rejectionError maps a failed verification to a problem. A setup error, such as a missing secret, is a 500: the sender
-// retries.
+// rejectionError maps a failed verification to a problem. A setup error, such as a missing secret, is a 500, so that
+// the sender retries.
 func (s *Surface) rejectionError(ctx context.Context, endpoint string, err error) error {
 	if !errors.Is(err, signature.ErrRefused) {
 		s.logRejection(ctx, endpoint, "setup", err)
@@ -155,10 +155,9 @@ func (s *Surface) writeJSON(w http.ResponseWriter, r *http.Request, status int, 
 
 type storedDelivery struct {
 	webhooks.Delivery
-	isNew    bool // first delivery with this id
-	conflict bool // an earlier delivery has this id and another body
-	// challenge is the answer to a sender that checks the address. Nothing was stored.
-	challenge string
+	isNew     bool   // first delivery with this id
+	conflict  bool   // an earlier delivery has this id and another body
+	challenge string // response to a sender that verifies the address; nothing was stored
 }
 
 // receive checks the header, reads, verifies and parses the body, and stores the delivery.
@@ -226,39 +225,39 @@ func tooLarge(maxBytes int64) error {
 // store inserts the delivery and its execution in one transaction.
 func (s *Surface) store(
 	ctx context.Context, e webhooks.Endpoint, id string, in webhooks.Incoming,
-) (got storedDelivery, err error) {
+) (stored storedDelivery, err error) {
 	traceID := trace.New(trace.Webhook)
 	ctx = trace.With(ctx, trace.Span{TraceID: traceID, Surface: trace.Webhook, Agent: s.Agent})
-	err = s.intake.Do(ctx, s.requestPool(), e.Name+"\x00"+id, func(tx pgx.Tx) error {
-		if got.Delivery, got.isNew, err = webhooks.Insert(ctx, tx, e, id, string(traceID), in); err != nil {
+	err = s.deliveryTx.Do(ctx, s.requestPool(), e.Name+"\x00"+id, func(tx pgx.Tx) error {
+		if stored.Delivery, stored.isNew, err = webhooks.Insert(ctx, tx, e, id, string(traceID), in); err != nil {
 			return err
 		}
-		if !got.isNew {
-			got.conflict, err = storeConflict(ctx, tx, e, got.Delivery, in)
+		if !stored.isNew {
+			stored.conflict, err = storeConflict(ctx, tx, e, stored.Delivery, in)
 			return err
 		}
-		if _, err = s.start(ctx, tx, got.Delivery); err != nil {
+		if _, err = s.start(ctx, tx, stored.Delivery); err != nil {
 			return err
 		}
 		return activity.Link(ctx, tx, traceID)
 	})
-	if err == nil && !got.isNew { // log under the first delivery's trace; this request's trace is stored nowhere
-		ctx = trace.With(ctx, trace.Span{TraceID: trace.ID(got.TraceID), Surface: trace.Webhook, Agent: s.Agent})
+	if err == nil && !stored.isNew { // log under the first delivery's trace, because this request's trace is not stored
+		ctx = trace.With(ctx, trace.Span{TraceID: trace.ID(stored.TraceID), Surface: trace.Webhook, Agent: s.Agent})
 	}
 	switch {
 	case err != nil:
 		return storedDelivery{}, err
-	case got.isNew:
+	case stored.isNew:
 		s.report(e.Name, "accepted")
 		s.Logger.InfoContext(ctx, "webhook received", "endpoint", e.Name, "delivery_id", id, "bytes", len(in.Body))
-	case got.conflict:
+	case stored.conflict:
 		s.report(e.Name, "conflict")
 		s.Logger.WarnContext(ctx, "webhook repeated with another body, not run", "endpoint", e.Name, "delivery_id", id)
 	default:
 		s.report(e.Name, "repeated")
 		s.Logger.InfoContext(ctx, "webhook repeated, not processed again", "endpoint", e.Name, "delivery_id", id)
 	}
-	return got, nil
+	return stored, nil
 }
 
 // storeConflict stores a different body of a known delivery, with an activity under the delivery's trace.
@@ -294,23 +293,23 @@ type rejectionCount struct {
 
 const rejectionLogInterval = time.Minute
 
-// logRejection logs unverified requests at a limited rate, so that senders cannot fill the log. class is signature
-// for the sender's error and setup for ours.
-func (s *Surface) logRejection(ctx context.Context, endpoint, class string, why error) {
+// logRejection logs unverified requests at a limited rate, so that senders cannot fill the log. class is signature for
+// an error of the sender, and setup for an error of the installation.
+func (s *Surface) logRejection(ctx context.Context, endpoint, class string, cause error) {
 	s.mu.Lock()
 	if s.rejections == nil {
 		s.rejections = map[string]rejectionCount{}
 	}
-	seen := s.rejections[class+" "+endpoint]
-	seen.count++
-	due := time.Since(seen.loggedAt) >= rejectionLogInterval
-	count := seen.count
-	if due {
-		seen = rejectionCount{loggedAt: time.Now()}
+	rejections := s.rejections[class+" "+endpoint]
+	rejections.count++
+	shouldLog := time.Since(rejections.loggedAt) >= rejectionLogInterval
+	count := rejections.count
+	if shouldLog {
+		rejections = rejectionCount{loggedAt: time.Now()}
 	}
-	s.rejections[class+" "+endpoint] = seen
+	s.rejections[class+" "+endpoint] = rejections
 	s.mu.Unlock()
-	if !due {
+	if !shouldLog {
 		return
 	}
 	ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Webhook), Surface: trace.Webhook, Agent: s.Agent})
@@ -318,10 +317,10 @@ func (s *Surface) logRejection(ctx context.Context, endpoint, class string, why 
 	if class == "setup" {
 		level = slog.LevelError
 	}
-	s.Logger.Log(ctx, level, "webhook refused", "endpoint", endpoint, "reason", why, "count", count)
+	s.Logger.Log(ctx, level, "webhook refused", "endpoint", endpoint, "reason", cause, "count", count)
 	_, err := activity.Note(ctx, s.requestPool(), activity.Entry{
 		Skill: "webhook_refused", Input: map[string]any{"endpoint": endpoint, "count": count},
-	}, activity.Outcome{Status: activity.Error, Class: class, Message: why.Error()})
+	}, activity.Outcome{Status: activity.Error, Class: class, Message: cause.Error()})
 	if err != nil {
 		s.Logger.WarnContext(ctx, "rejected webhook not recorded", "error", err)
 	}

@@ -49,7 +49,7 @@ func TestSignatureSchemes(t *testing.T) {
 		body []byte
 		id   string
 	}{
-		"standard": {webhooks.EndpointDefinition{}, signed(t, whsec, "msg_1", time.Now(), event), event, "msg_1"},
+		"standard": {webhooks.EndpointDefinition{}, signedHeaders(t, testSecret, "msg_1", time.Now(), event), event, "msg_1"},
 		"github": {
 			webhooks.EndpointDefinition{Scheme: signature.GitHub, Secrets: []string{"${GITHUB}"}, Format: webhooks.FormatText},
 			header("X-GitHub-Delivery", "72d3162e-cc78-11e3-81ab-4c9367dc0958", "X-GitHub-Event", "ping",
@@ -58,16 +58,16 @@ func TestSignatureSchemes(t *testing.T) {
 		},
 		"stripe": {
 			webhooks.EndpointDefinition{Scheme: signature.Stripe}, header("Stripe-Signature", stripe.GenerateTestSignedPayload(
-				&stripe.UnsignedPayload{Payload: event, Secret: whsec, Timestamp: time.Now()}).Header), event, "evt_1",
+				&stripe.UnsignedPayload{Payload: event, Secret: testSecret, Timestamp: time.Now()}).Header), event, "evt_1",
 		},
 		"hmac": {
 			webhooks.EndpointDefinition{Scheme: signature.HMAC, ID: "body.type"},
-			header("X-Signature", hexSum(whsec, event)),
+			header("X-Signature", hmacHex(testSecret, event)),
 			event, "invoice.paid",
 		},
 		"svix": {
 			webhooks.EndpointDefinition{}, func() http.Header {
-				h := signed(t, whsec, "msg_svix", time.Now(), event)
+				h := signedHeaders(t, testSecret, "msg_svix", time.Now(), event)
 				return header("svix-id", "msg_svix", "svix-timestamp", h.Get("webhook-timestamp"),
 					"svix-signature", h.Get("webhook-signature"))
 			}(), event, "msg_svix",
@@ -77,13 +77,13 @@ func TestSignatureSchemes(t *testing.T) {
 				Scheme: signature.HMAC,
 				HMAC:   webhooks.HMAC{IDHeader: "X-Id", Signed: "{id}/{body}"},
 			},
-			header("X-Id", "order 7", "X-Signature", hexSum(whsec, append([]byte("order 7/"), event...))),
+			header("X-Id", "order 7", "X-Signature", hmacHex(testSecret, append([]byte("order 7/"), event...))),
 			event, "order 7",
 		},
 		"bearer": {
 			webhooks.EndpointDefinition{Scheme: signature.Bearer},
-			header("Authorization", "Bearer "+whsec), event,
-			"sha256:" + sha(event),
+			header("Authorization", "Bearer "+testSecret), event,
+			"sha256:" + sha256Hex(event),
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -100,11 +100,12 @@ func TestSignatureSchemes(t *testing.T) {
 			require.NoError(t, err)
 			body, err := webhooks.Body(t.Context(), w.pool, stored.ID)
 			assert.Truef(t, err == nil && bytes.Equal(body, c.body), "stored %q, %v", body, err)
-			assert.Truef(t, stored.TraceID == got.TraceID && stored.Traceparent == parent && stored.BodySHA256 == sha(c.body) &&
+			assert.Truef(t, stored.TraceID == got.TraceID &&
+				stored.Traceparent == parent && stored.BodySHA256 == sha256Hex(c.body) &&
 				stored.ExecutionID != nil, "stored %+v", stored)
 			pgtest.Equal(t, w.pool, parent, `select string_agg(traceparent, ' ') from agent_trace_links where trace_id = $1`,
 				got.TraceID)
-			for _, secret := range []string{whsec, "secret-cookie", "757107ea", hexSum(whsec, event)} {
+			for _, secret := range []string{testSecret, "secret-cookie", "757107ea", hmacHex(testSecret, event)} {
 				assert.Truef(t, !strings.Contains(string(stored.Headers), secret),
 					"the headers have %q: %s", secret, stored.Headers)
 			}
@@ -115,37 +116,37 @@ func TestSignatureSchemes(t *testing.T) {
 	}
 }
 
-// Slack checks an address with a signed body, Meta with a GET. Neither request is a delivery.
-func TestChallengesAreAnsweredAndNotStored(t *testing.T) {
+// Slack verifies an address with a signed body, Meta with a GET. The surface answers both and stores no delivery.
+func TestChallenges(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
 	w.env["META"] = "verify-me"
-	act := []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}
+	actions := []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}
 	slack := webhooks.HMAC{
 		Header: "X-Slack-Signature", Prefix: "v0=", TimestampHeader: "X-Slack-Request-Timestamp",
 		Signed: "v0:{timestamp}:{body}",
 	}
 	w.addEndpoint(t, webhooks.EndpointDefinition{
-		Name: "slack", Scheme: signature.HMAC, HMAC: slack, Challenge: webhooks.ChallengeSlack, Actions: act,
+		Name: "slack", Scheme: signature.HMAC, HMAC: slack, Challenge: webhooks.ChallengeSlack, Actions: actions,
 	})
-	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "plain", Scheme: signature.HMAC, HMAC: slack, Actions: act})
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "plain", Scheme: signature.HMAC, HMAC: slack, Actions: actions})
 	w.addEndpoint(t, webhooks.EndpointDefinition{
-		Name: "meta", Scheme: signature.GitHub, ID: webhooks.Digest, Actions: act,
+		Name: "meta", Scheme: signature.GitHub, ID: webhooks.Digest, Actions: actions,
 		Challenge: webhooks.ChallengeMeta, VerifyToken: "${META}",
 	})
 	body := []byte(`{"token":"x","challenge":"3eZbrw1a","type":"url_verification"}`)
 	sign := func(secret string) http.Header {
 		at := fmt.Sprint(time.Now().Unix())
 		return header("X-Slack-Request-Timestamp", at,
-			"X-Slack-Signature", "v0="+hexSum(secret, append([]byte("v0:"+at+":"), body...)))
+			"X-Slack-Signature", "v0="+hmacHex(secret, append([]byte("v0:"+at+":"), body...)))
 	}
-	got := w.post(t, "/webhooks/slack", sign(whsec), bytes.NewReader(body))
+	got := w.post(t, "/webhooks/slack", sign(testSecret), bytes.NewReader(body))
 	assert.Truef(t, got.status == http.StatusOK && strings.TrimSpace(got.body) == `{"challenge":"3eZbrw1a"}`,
 		"Slack: %d %s", got.status, got.body)
-	got = w.post(t, "/webhooks/slack", sign(whsec2), bytes.NewReader(body))
+	got = w.post(t, "/webhooks/slack", sign(otherSecret), bytes.NewReader(body))
 	assert.Equal(t, http.StatusUnauthorized, got.status, "unsigned", got.body)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_webhook_deliveries`)
-	got = w.post(t, "/webhooks/plain", sign(whsec), bytes.NewReader(body))
+	got = w.post(t, "/webhooks/plain", sign(testSecret), bytes.NewReader(body))
 	assert.Equal(t, http.StatusAccepted, got.status, "without the setting the request is no delivery", got.body)
 	for query, want := range map[string]int{
 		"meta?hub.mode=subscribe&hub.verify_token=verify-me&hub.challenge=<b>1158":     200,
@@ -153,7 +154,7 @@ func TestChallengesAreAnsweredAndNotStored(t *testing.T) {
 		"meta?hub.mode=subscribe&hub.challenge=1":                                      403,
 		"meta?hub.mode=unsubscribe&hub.verify_token=verify-me&hub.challenge=1":         400,
 		"meta?hub.mode=subscribe&hub.verify_token=verify-me":                           400,
-		"plain?hub.mode=subscribe&hub.verify_token=" + whsec + "&hub.challenge=1":      404,
+		"plain?hub.mode=subscribe&hub.verify_token=" + testSecret + "&hub.challenge=1": 404,
 		"none?hub.mode=subscribe&hub.verify_token=verify-me&hub.challenge=1":           404,
 		"slack?hub.mode=subscribe&hub.verify_token=verify-me&hub.challenge=1":          404,
 		"meta?hub.mode=subscribe&hub.verify_token=verify-me&hub.challenge=1&more=true": 200,
@@ -169,7 +170,7 @@ func TestChallengesAreAnsweredAndNotStored(t *testing.T) {
 	}
 }
 
-func sha(body []byte) string {
+func sha256Hex(body []byte) string {
 	return fmt.Sprintf("%x", sha256.Sum256(body))
 }
 
@@ -202,8 +203,8 @@ func TestConcurrentDeliveries(t *testing.T) {
 	assert.Truef(t, accepted.Load() == 1 && d.Repeats == 49, "%d accepted, %d repeats", accepted.Load(), d.Repeats)
 	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_executions where surface = 'webhook'`)
 	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_events where event = 'EVENT_COMPLETED' and key = 'msg_same'`)
-	again := w.send(t, "storm", "msg_same", `{"a":1}`)
-	assert.Truef(t, again.status == http.StatusOK && again.TraceID == traces[0], "later: %d %s", again.status, again.body)
+	later := w.send(t, "storm", "msg_same", `{"a":1}`)
+	assert.Truef(t, later.status == http.StatusOK && later.TraceID == traces[0], "later: %d %s", later.status, later.body)
 }
 
 func TestUnauthenticatedDeliveryIsNotStored(t *testing.T) {
@@ -213,10 +214,10 @@ func TestUnauthenticatedDeliveryIsNotStored(t *testing.T) {
 	body := []byte(`{"a":1}`)
 	for name, h := range map[string]http.Header{
 		"no signature": {},
-		"forged":       signed(t, whsec2, "msg", time.Now(), body),
-		"late":         signed(t, whsec, "msg", time.Now().Add(-6*time.Minute), body),
-		"future":       signed(t, whsec, "msg", time.Now().Add(6*time.Minute), body),
-		"other body":   signed(t, whsec, "msg", time.Now(), []byte(`{"a":2}`)),
+		"forged":       signedHeaders(t, otherSecret, "msg", time.Now(), body),
+		"late":         signedHeaders(t, testSecret, "msg", time.Now().Add(-6*time.Minute), body),
+		"future":       signedHeaders(t, testSecret, "msg", time.Now().Add(6*time.Minute), body),
+		"other body":   signedHeaders(t, testSecret, "msg", time.Now(), []byte(`{"a":2}`)),
 	} {
 		got := w.post(t, "/webhooks/strict", h, bytes.NewReader(body))
 		assert.Truef(t, got.status == http.StatusUnauthorized && got.header.Get("Content-Type") == "application/problem+json",
@@ -259,13 +260,13 @@ func TestInvalidBodies(t *testing.T) {
 		"JSON that says it is a form":  {"small", `{"form":1}`, "application/x-www-form-urlencoded", false, 202},
 		"unknown endpoint":             {"none", `{}`, "application/json", false, 404},
 		"disabled endpoint":            {"off", `{}`, "application/json", false, 404},
-		"a name that cannot be":        {"..%2f..", `{}`, "application/json", false, 404},
+		"an invalid name":              {"..%2f..", `{}`, "application/json", false, 404},
 		"a name with NUL":              {"a%00", `{}`, "application/json", false, 404},
 		"a name that is not UTF-8":     {"a%ff", `{}`, "application/json", false, 404},
 		"JSON with a character of NUL": {"small", `{"a":"\u0000"}`, "application/json", false, 202},
 	} {
 		t.Run(name, func(t *testing.T) {
-			h := signed(t, whsec, "msg_"+strings.ReplaceAll(name, " ", "_"), time.Now(), []byte(c.body))
+			h := signedHeaders(t, testSecret, "msg_"+strings.ReplaceAll(name, " ", "_"), time.Now(), []byte(c.body))
 			h.Set("Content-Type", c.contentType)
 			var body io.Reader = strings.NewReader(c.body)
 			if c.chunked {
@@ -288,7 +289,7 @@ func TestTruncatedBody(t *testing.T) {
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(w.server.URL, "http://"))
 	require.NoError(t, err)
 	defer func() { _ = conn.Close() }()
-	h := signed(t, whsec, "msg_cut", time.Now(), []byte(body))
+	h := signedHeaders(t, testSecret, "msg_cut", time.Now(), []byte(body))
 	fmt.Fprintf(conn, "POST /webhooks/cut HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n", len(body)+10)
 	require.NoError(t, h.Write(conn))
 	fmt.Fprintf(conn, "\r\n%s", body)
@@ -313,7 +314,7 @@ func TestConflictingBodyIsStored(t *testing.T) {
 	first := w.sendAccepted(t, "twice", "msg_1", `{"order": 7, "note": "a"}`)
 	for body, conflict := range map[string]bool{
 		`{"order": 7, "note": "a"}`: false,
-		`{"note":"a","order":7}`:    false, // written anew
+		`{"note":"a","order":7}`:    false, // encoded anew
 		`{"order": 8, "note": "a"}`: true,
 	} {
 		got := w.send(t, "twice", "msg_1", body)
@@ -325,7 +326,7 @@ func TestConflictingBodyIsStored(t *testing.T) {
 	}
 	d, err := webhooks.Get(t.Context(), w.pool, "msg_1")
 	assert.Truef(t, err == nil && d.Repeats == 12 && d.Conflicts == 10,
-		"the delivery came %d times again, %d with another body (%v), want 12 and 10", d.Repeats, d.Conflicts, err)
+		"%d repeats, %d conflicts (%v), want 12 and 10", d.Repeats, d.Conflicts, err)
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, w.server.URL+"/v1/webhooks/deliveries/"+d.ID, nil)
 	require.NoError(t, err)
 	var shown webhook.Shown
@@ -350,7 +351,7 @@ func TestConflictingBodyIsStored(t *testing.T) {
 	assert.Equal(t, 12, repeated)
 }
 
-func TestStripeAttemptsAreNoConflict(t *testing.T) {
+func TestStripeRetriesAreNoConflict(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
 	w.addEndpoint(t, webhooks.EndpointDefinition{
@@ -367,7 +368,7 @@ func TestStripeAttemptsAreNoConflict(t *testing.T) {
 		{`{"id": "evt_1", "pending_webhooks": 1, "data": {"pending_webhooks": 2}}`, 200, true},
 	} {
 		got := w.post(t, "/webhooks/pay", header("Stripe-Signature", stripe.GenerateTestSignedPayload(
-			&stripe.UnsignedPayload{Payload: []byte(c.body), Secret: whsec, Timestamp: time.Now()}).Header),
+			&stripe.UnsignedPayload{Payload: []byte(c.body), Secret: testSecret, Timestamp: time.Now()}).Header),
 			strings.NewReader(c.body))
 		assert.Equal(t, c.status, got.status, i, got.body)
 		assert.Equal(t, c.conflict, got.Conflict, i, got.body)
@@ -389,15 +390,15 @@ func TestSecretRotation(t *testing.T) {
 		signer  string
 		want    int
 	}{
-		{[]string{"${SECRET}"}, whsec, 202},
-		{[]string{"${SECRET}", "${NEXT}"}, whsec, 202},
-		{[]string{"${SECRET}", "${NEXT}"}, whsec2, 202},
-		{[]string{"${NEXT}"}, whsec2, 202},
-		{[]string{"${NEXT}"}, whsec, 401},
-		{[]string{"${MISSING}"}, whsec, 500}, // the server's fault: the sender tries again
+		{[]string{"${SECRET}"}, testSecret, 202},
+		{[]string{"${SECRET}", "${NEXT}"}, testSecret, 202},
+		{[]string{"${SECRET}", "${NEXT}"}, otherSecret, 202},
+		{[]string{"${NEXT}"}, otherSecret, 202},
+		{[]string{"${NEXT}"}, testSecret, 401},
+		{[]string{"${MISSING}"}, testSecret, 500}, // a setup error, so the sender retries
 	} {
 		define(c.secrets...)
-		got := w.post(t, "/webhooks/rotate", signed(t, c.signer, fmt.Sprint("msg_", i), time.Now(), body),
+		got := w.post(t, "/webhooks/rotate", signedHeaders(t, c.signer, fmt.Sprint("msg_", i), time.Now(), body),
 			bytes.NewReader(body))
 		assert.Truef(t, got.status == c.want && !strings.Contains(got.body, "MISSING"),
 			"%d: answer %d %s, want %d", i, got.status, got.body, c.want)
@@ -415,7 +416,8 @@ func TestMissingSecretIsLoggedOnce(t *testing.T) {
 		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
 	})
 	for range 50 {
-		got := w.post(t, "/webhooks/unset", signed(t, whsec, "msg_1", time.Now(), []byte("{}")), strings.NewReader("{}"))
+		got := w.post(t, "/webhooks/unset", signedHeaders(t, testSecret, "msg_1", time.Now(), []byte("{}")),
+			strings.NewReader("{}"))
 		require.Truef(t, got.status == 500 && !strings.Contains(got.body, "MISSING"), "answer %d %s", got.status, got.body)
 	}
 	n := strings.Count(log.String(), "\n")
@@ -437,7 +439,7 @@ func TestStorageFailureIsNotAcknowledged(t *testing.T) {
 	w.sendAccepted(t, "lost", "msg_1", `{}`)
 }
 
-// Wrong bearer tokens are slowed down like other secrets. Strong tokens are not.
+// The guard throttles weak bearer tokens from an address with many wrong ones. It does not throttle strong tokens.
 func TestWrongTokensAreThrottled(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
@@ -465,11 +467,11 @@ func TestWrongTokensAreThrottled(t *testing.T) {
 	}
 	assert.Truef(t, statuses[401] >= 5 && statuses[401] <= 20 && statuses[401]+statuses[429] == 200,
 		"the answers are %v", statuses)
-	pgtest.Eventually(t, func() bool { // a slow machine may allow the address another guess
+	pgtest.Eventually(t, func() bool { // on a slow machine the guard may allow another guess
 		post("weak", "sesame-sesame-sesame")
 		return post("weak", w.env["WEAK"]).status == http.StatusTooManyRequests
 	}, "a weak token from an address that guesses is refused")
-	got = post("strong", whsec)
+	got = post("strong", testSecret)
 	assert.Equal(t, http.StatusAccepted, got.status, "a strong token from there", got.body)
 }
 
@@ -478,36 +480,37 @@ func TestConcurrentDuplicates(t *testing.T) {
 	t.Parallel()
 	const deliveries, senders = 200, 16
 	w := newTestWebhooks(t)
-	w.fail.Store(20)
+	w.failures.Store(20)
 	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "storm", MaxAttempts: 20, Actions: []webhooks.Action{
 		{Event: "EVENT_COMPLETED", Key: "storm-{body.n}"}, {Automation: "work"},
 	}})
 	w.runEngine(t)
 	w.runEngine(t)
-	next := make(chan int, 2*deliveries)
+	numbers := make(chan int, 2*deliveries)
 	for i := range 2 * deliveries {
-		next <- (i * 7) % deliveries
+		numbers <- (i * 7) % deliveries
 	}
-	close(next)
+	close(numbers)
 	var mu sync.Mutex
-	var took []time.Duration
+	var latencies []time.Duration
 	codes := map[int]int{}
 	var group sync.WaitGroup
 	for range senders {
 		group.Go(func() {
-			for i := range next {
-				began := time.Now()
+			for i := range numbers {
+				start := time.Now()
 				got := w.send(t, "storm", fmt.Sprint("msg_", i), fmt.Sprintf(`{"n":%d}`, i))
 				mu.Lock()
-				took = append(took, time.Since(began))
+				latencies = append(latencies, time.Since(start))
 				codes[got.status]++
 				mu.Unlock()
 			}
 		})
 	}
 	group.Wait()
-	slices.Sort(took)
-	t.Logf("acknowledged in p50 %s, p99 %s, with %d senders", took[len(took)/2], took[len(took)*99/100], senders)
+	slices.Sort(latencies)
+	t.Logf("acknowledged in p50 %s, p99 %s, with %d senders", latencies[len(latencies)/2],
+		latencies[len(latencies)*99/100], senders)
 	require.Truef(t, codes[http.StatusAccepted] == deliveries && codes[http.StatusOK] == deliveries, "answers %v", codes)
 	pgtest.Until(t, w.pool, deliveries, `select count(*) from agent_executions where flow = 'webhook'
 		and status = 'completed'`)
@@ -521,7 +524,7 @@ func TestConcurrentDuplicates(t *testing.T) {
 		"each trace is complete": `select count(*) = 200
 			from (select trace_id from agent_activity where skill_name = 'webhook_action' and status = 'success'
 			group by 1 having count(*) = 2) x`,
-		"the 20 failures are told": `select count(*) = 20 from agent_activity where skill_name = 'webhook_action'
+		"the 20 failures are recorded": `select count(*) = 20 from agent_activity where skill_name = 'webhook_action'
 			and status = 'error'`,
 		"nothing is left running": `select count(*) = 0 from agent_activity where status = 'running'`,
 		"no lane is held":         `select count(*) = 0 from agent_locks_live`,

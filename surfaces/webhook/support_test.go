@@ -36,43 +36,43 @@ import (
 )
 
 const (
-	whsec  = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
-	whsec2 = "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"
+	testSecret  = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+	otherSecret = "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// testWebhooks is a database, a receiving server, and the parts of its surfaces.
+// testWebhooks is a database with a receiving server, and the settings of its surfaces.
 type testWebhooks struct {
-	pool      *pgxpool.Pool
-	server    *httptest.Server
-	surface   *webhook.Surface // the receiver; it also works when running
-	env       map[string]string
-	make      func() *webhook.Surface
-	automated atomic.Int32
-	fail      atomic.Int32 // that many requests of automations fail
+	pool           *pgxpool.Pool
+	server         *httptest.Server
+	surface        *webhook.Surface // of the server
+	env            map[string]string
+	newSurface     func() *webhook.Surface
+	automationRuns atomic.Int32
+	failures       atomic.Int32 // number of automation requests that will fail
 }
 
-// newTestWebhooks has the secrets SECRET and NEXT, and a surface that only receives.
+// newTestWebhooks starts a server that receives deliveries. The environment has the secrets SECRET and NEXT.
 func newTestWebhooks(t *testing.T) *testWebhooks {
 	t.Helper()
-	w := &testWebhooks{pool: pgtest.DB(t), env: map[string]string{"SECRET": whsec, "NEXT": whsec2}}
-	w.make = func() *webhook.Surface {
+	w := &testWebhooks{pool: pgtest.DB(t), env: map[string]string{"SECRET": testSecret, "NEXT": otherSecret}}
+	w.newSurface = func() *webhook.Surface {
 		return &webhook.Surface{
 			Pool: w.pool, Logger: slog.New(slog.DiscardHandler), Getenv: func(name string) string { return w.env[name] },
 			Backoff: func(int) time.Duration { return 20 * time.Millisecond },
 			Automate: func(ctx context.Context, tx pgx.Tx, r webhook.AutomationRequest) (string, error) {
-				if w.fail.Add(-1) >= 0 {
+				if w.failures.Add(-1) >= 0 {
 					return "", fmt.Errorf("automation %s is out of order", r.Automation)
 				}
-				w.automated.Add(1)
+				w.automationRuns.Add(1)
 				_, err := tx.Exec(ctx, `insert into agent_memory (category, key, value) values ('run', @key, @payload)`,
 					postgres.Strict{"key": r.Key, "payload": r.Payload})
 				return r.Key, err
 			},
 		}
 	}
-	w.surface = w.make()
+	w.surface = w.newSurface()
 	w.engine(t, w.surface)
 	mux := http.NewServeMux()
 	mux.Handle("POST /webhooks/{endpoint}", w.surface.Receive())
@@ -85,7 +85,7 @@ func newTestWebhooks(t *testing.T) *testWebhooks {
 	return w
 }
 
-// engine returns an engine that does not run.
+// engine returns an engine that is not running.
 func (w *testWebhooks) engine(
 	t *testing.T, s *webhook.Surface, more ...func(e *executions.Engine),
 ) (*executions.Engine, *lanes.Keeper) {
@@ -106,7 +106,7 @@ func (w *testWebhooks) engine(
 // runEngine runs a process until the test ends.
 func (w *testWebhooks) runEngine(t *testing.T, more ...func(e *executions.Engine)) *executions.Engine {
 	t.Helper()
-	e, keeper := w.engine(t, w.make(), more...)
+	e, keeper := w.engine(t, w.newSurface(), more...)
 	testkit.Run(t, e.Run, keeper.Run)
 	return e
 }
@@ -162,12 +162,12 @@ func (w *testWebhooks) do(t *testing.T, r *http.Request) reply {
 	raw, err := io.ReadAll(response.Body)
 	assert.NoError(t, err)
 	got := reply{status: response.StatusCode, header: response.Header, body: string(raw)}
-	_ = json.Unmarshal(raw, &got.Response) // problems have none
+	_ = json.Unmarshal(raw, &got.Response) // a problem leaves it empty
 	return got
 }
 
-// signed returns the headers of Standard Webhooks from the official library.
-func signed(t *testing.T, secret, id string, at time.Time, body []byte) http.Header {
+// signedHeaders returns the headers of Standard Webhooks, made by the official library.
+func signedHeaders(t *testing.T, secret, id string, at time.Time, body []byte) http.Header {
 	t.Helper()
 	wh, err := standardwebhooks.NewWebhook(secret)
 	require.NoError(t, err)
@@ -183,7 +183,8 @@ func signed(t *testing.T, secret, id string, at time.Time, body []byte) http.Hea
 // send sends a message of Standard Webhooks.
 func (w *testWebhooks) send(t *testing.T, endpoint, id, body string) reply {
 	t.Helper()
-	return w.post(t, "/webhooks/"+endpoint, signed(t, whsec, id, time.Now(), []byte(body)), bytes.NewReader([]byte(body)))
+	return w.post(t, "/webhooks/"+endpoint, signedHeaders(t, testSecret, id, time.Now(), []byte(body)),
+		bytes.NewReader([]byte(body)))
 }
 
 // sendAccepted sends a message and expects it to be accepted.
@@ -196,13 +197,13 @@ func (w *testWebhooks) sendAccepted(t *testing.T, endpoint, id, body string) rep
 	return got
 }
 
-func hexSum(secret string, message []byte) string {
+func hmacHex(secret string, message []byte) string {
 	mac := hmac.New(sha256.New, []byte(secret))
 	mac.Write(message)
 	return hex.EncodeToString(mac.Sum(nil))
 }
 
-// waitStatus waits for a delivery to reach a state.
+// waitStatus waits for a delivery to reach a status.
 func (w *testWebhooks) waitStatus(t *testing.T, id, want string) (d webhooks.Delivery) {
 	t.Helper()
 	deadline := time.Now().Add(pgtest.Timeout)
@@ -215,13 +216,13 @@ func (w *testWebhooks) waitStatus(t *testing.T, id, want string) (d webhooks.Del
 	return d
 }
 
-// calls counts calls from many goroutines.
-type calls struct {
+// callCounter counts calls from many goroutines.
+type callCounter struct {
 	mu sync.Mutex
 	n  map[string]int
 }
 
-func (c *calls) add(name string) {
+func (c *callCounter) add(name string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.n == nil {
@@ -230,7 +231,7 @@ func (c *calls) add(name string) {
 	c.n[name]++
 }
 
-func (c *calls) of(name string) int {
+func (c *callCounter) of(name string) int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.n[name]

@@ -52,13 +52,13 @@ const Flow = "webhook"
 // endpoint with a weak token rejects everything.
 type Surface struct {
 	Pool        *pgxpool.Pool
-	RequestPool *pgxpool.Pool // for requests, whose senders are anybody; Pool when nil
+	RequestPool *pgxpool.Pool // for requests of unauthenticated senders; Pool when nil
 	Engine      *executions.Engine
 	Loop        *reason.Loop
 	Logger      *slog.Logger
 	Agent       string
-	// Automate starts a run of an automation in the given transaction and returns the run's id. Nil uses package
-	// automations; some process must have its runner registered.
+	// Automate starts a run of an automation in the given transaction and returns the run's id. Nil means package
+	// automations. Some process must register its runner.
 	Automate func(ctx context.Context, tx pgx.Tx, r AutomationRequest) (string, error)
 	// Getenv resolves the secrets of endpoints; nil reads the process's environment.
 	Getenv func(string) string
@@ -69,7 +69,7 @@ type Surface struct {
 	// Received counts each request: accepted, repeated, conflict or refused. It must not block; may be nil.
 	Received func(endpoint, result string)
 
-	intake     postgres.KeyedTx
+	deliveryTx postgres.KeyedTx
 	guardOnce  sync.Once
 	guard      *credentials.Guard // of bearer tokens
 	mu         sync.Mutex
@@ -79,7 +79,7 @@ type Surface struct {
 // AutomationRequest is an action's request to run an automation.
 type AutomationRequest struct {
 	Automation string // its name
-	Key        string // names this request: the same whenever the same action of the same execution asks
+	Key        string // identifies the request; equal for repeats by the same action of the same execution
 	TraceID    string
 	Payload    json.RawMessage
 }
@@ -93,7 +93,7 @@ func (s *Surface) Register(e *executions.Engine) error {
 		s.Now = time.Now
 	}
 	s.Engine = e
-	e.Unforkable(Flow, "a delivery has one handling at a time; agent webhooks replay handles it again")
+	e.Unforkable(Flow, "only one execution handles a delivery at a time; agent webhooks replay starts another")
 	return e.Register(Flow, s.run)
 }
 
@@ -111,8 +111,8 @@ type input struct {
 	Delivery string `json:"delivery"`
 }
 
-// acting returns the name of the default agent.
-func (s *Surface) acting(ctx context.Context, db postgres.DB) (string, error) {
+// defaultAgent returns the name of the default agent.
+func (s *Surface) defaultAgent(ctx context.Context, db postgres.DB) (string, error) {
 	if s.Loop == nil || s.Loop.Agents == nil {
 		return s.Agent, nil
 	}
@@ -122,7 +122,7 @@ func (s *Surface) acting(ctx context.Context, db postgres.DB) (string, error) {
 
 // start inserts the execution in the transaction that stored or reopened the delivery.
 func (s *Surface) start(ctx context.Context, tx pgx.Tx, d webhooks.Delivery) (string, error) {
-	agent, err := s.acting(ctx, tx)
+	agent, err := s.defaultAgent(ctx, tx)
 	if err != nil {
 		return "", fmt.Errorf("start webhook: %w", err)
 	}
@@ -173,32 +173,32 @@ func (s *Surface) Replay(ctx context.Context, id string, expected int, reason st
 	return d, err
 }
 
-// startFlow starts a flow with the delivery's data in the checkpoint's transaction, under the delivery's trace. It
-// does not wait for its end. A replay starts another execution.
-func (s *Surface) startFlow(ctx context.Context, c webhooks.Content, t task) (result, error) {
+// startFlow starts a flow with the delivery's data in the checkpoint's transaction, under the delivery's trace. It does
+// not wait for the end of the flow. A replay starts another execution.
+func (s *Surface) startFlow(ctx context.Context, c webhooks.Content, t task) (actionResult, error) {
 	switch known, err := s.flowExists(ctx, t.Action.Flow); {
 	case err != nil:
-		return result{}, err
+		return actionResult{}, err
 	case !known:
-		return result{}, fmt.Errorf("there is no flow %q; see agent flows ls", t.Action.Flow)
+		return actionResult{}, fmt.Errorf("there is no flow %q; see agent flows ls", t.Action.Flow)
 	}
 	input, err := eventData(c, t.Action)
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
 	thread, err := s.openThread(ctx, c, t.Action.Thread)
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
 	x, _ := executions.Current(ctx)
 	started, err := executions.Trigger(ctx, "begin", executions.Child{
 		Flow: t.Action.Flow, Input: input, ThreadID: thread, DedupeKey: fmt.Sprintf("webhook flow %s %d", x.ID, t.Number),
 	})
-	return result{Flow: t.Action.Flow, Started: started.ExecutionID}, err
+	return actionResult{Flow: t.Action.Flow, Started: started.ExecutionID}, err
 }
 
-// openThread returns the thread that a template names, and creates it if needed. Names are per endpoint, because the
-// sender chooses them and must not reach other threads.
+// openThread returns the thread that a template names, and creates it if it is missing. Each endpoint has its own
+// names, because the sender chooses them and must not reach other threads.
 func (s *Surface) openThread(ctx context.Context, c webhooks.Content, template string) (string, error) {
 	if template == "" {
 		return "", nil
@@ -208,7 +208,7 @@ func (s *Surface) openThread(ctx context.Context, c webhooks.Content, template s
 		return "", fmt.Errorf("thread: %w", err)
 	}
 	return executions.Step(ctx, "thread", func(ctx context.Context) (string, error) {
-		agent, err := s.acting(ctx, s.Pool)
+		agent, err := s.defaultAgent(ctx, s.Pool)
 		if err != nil {
 			return "", err
 		}
@@ -221,8 +221,8 @@ func endpointPrincipal(name string) threads.Principal {
 	return threads.Principal{Kind: threads.ByWebhook, Owner: name}
 }
 
-// threadKey resolves the key of a message event: the endpoint's own thread, or one opened to it. An unknown name
-// stays the key, because a wait may name a conversation elsewhere.
+// threadKey resolves the key of a message event to a thread that the endpoint may use. A key that names no thread stays
+// as it is, because a wait may name a conversation in another system.
 func (s *Surface) threadKey(ctx context.Context, c webhooks.Content, key string) (string, error) {
 	return executions.RetryTransient(ctx, func(ctx context.Context) (string, error) {
 		id, known, err := threads.Resolve(ctx, s.Pool, endpointPrincipal(c.Endpoint), key)
@@ -238,7 +238,7 @@ func (s *Surface) threadKey(ctx context.Context, c webhooks.Content, key string)
 		case err != nil:
 			return "", err
 		}
-		return "", fmt.Errorf("the endpoint has no thread %q; agent threads open lets it into somebody else's", key)
+		return "", fmt.Errorf("the endpoint has no access to the thread %q; agent threads open grants it", key)
 	})
 }
 
@@ -250,23 +250,23 @@ func (s *Surface) flowExists(ctx context.Context, flow string) (bool, error) {
 	return executions.RetryTransient(ctx, func(ctx context.Context) (bool, error) { return s.Engine.HasFlow(ctx, flow) })
 }
 
-// triggerAutomation starts the run in the checkpoint's transaction. The run has its own attempts and dead state.
-func (s *Surface) triggerAutomation(ctx context.Context, c webhooks.Content, t task) (result, error) {
+// triggerAutomation starts the run of an automation in the checkpoint's transaction. The run has its own attempts.
+func (s *Surface) triggerAutomation(ctx context.Context, c webhooks.Content, t task) (actionResult, error) {
 	payload, err := eventData(c, webhooks.Action{})
 	if err != nil {
-		return result{}, err
+		return actionResult{}, err
 	}
 	trigger := s.Automate
 	if trigger == nil {
 		trigger = s.startAutomation
 	}
 	x, _ := executions.Current(ctx)
-	return executions.StepTx(ctx, "automate", func(ctx context.Context, tx pgx.Tx) (result, error) {
+	return executions.StepTx(ctx, "automate", func(ctx context.Context, tx pgx.Tx) (actionResult, error) {
 		run, err := trigger(ctx, tx, AutomationRequest{
 			Automation: t.Action.Automation, Key: fmt.Sprintf("webhook %s %d", x.ID, t.Number),
 			TraceID: x.TraceID, Payload: payload,
 		})
-		return result{Run: run}, err
+		return actionResult{Run: run}, err
 	})
 }
 
@@ -279,7 +279,7 @@ func (s *Surface) startAutomation(ctx context.Context, tx pgx.Tx, r AutomationRe
 	if !a.Enabled {
 		return "", fmt.Errorf("automation %s is out of service: %s", a.Name, a.DisabledReason)
 	}
-	agent, err := s.acting(ctx, tx)
+	agent, err := s.defaultAgent(ctx, tx)
 	if err != nil {
 		return "", err
 	}
