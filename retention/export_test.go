@@ -1,11 +1,11 @@
 package retention
 
-// For tests of the package.
+// The tests use these unexported functions.
 var (
-	Prune     = prune
+	Prune     = pruneBatch
 	Retirable = retirable
 	Mark      = mark
 )
 
-// Remove is the statement that deletes rows of a kind.
-func Remove(name string) string { return kinds[name].remove }
+// DeleteSQL returns the statement that deletes rows of a kind.
+func DeleteSQL(name string) string { return kinds[name].deleteSQL }

@@ -16,15 +16,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
-// effects are the rows whose causes why() reads.
+// effects selects the rows whose causes why() reads.
 const effects = `
 	select 'execution ' || id as effect from agent_executions
 	union all select 'event ' || id from agent_events
 	union all select 'run ' || id from agent_automation_runs
 	union all select 'outgoing ' || id from agent_webhook_outbox`
 
-// noteCauses records a cause for every row that can have one, and a lane and a lost claim for every execution.
-func noteCauses(t *testing.T, db postgres.DB) {
+// seedCauses records a cause for every row that can have one, and a lane and a lost claim for every execution.
+func seedCauses(t *testing.T, db postgres.DB) {
 	t.Helper()
 	pgtest.Exec(t, db, `delete from agent_links`)
 	pgtest.Exec(t, db, `insert into agent_links (cause, kind, effect) select 'trace of a test', 'raised', e.effect from (`+
@@ -36,8 +36,8 @@ func noteCauses(t *testing.T, db postgres.DB) {
 		from agent_executions`)
 }
 
-// causesAreOfWhatIsThere checks that the pass deleted the causes of deleted rows, and no others.
-func causesAreOfWhatIsThere(t *testing.T, db postgres.DB) {
+// checkCauses checks that causes, lane holds and lost claims exist for exactly the remaining rows.
+func checkCauses(t *testing.T, db postgres.DB) {
 	t.Helper()
 	for what, sql := range map[string][2]string{
 		"causes": {effects + ` order by 1`, `select effect from agent_links where cause = 'trace of a test' order by 1`},
@@ -56,7 +56,7 @@ func causesAreOfWhatIsThere(t *testing.T, db postgres.DB) {
 
 // An old run is deleted with its trials and its sample. Open, recent and declared rows stay. A control stays as long as
 // the run compared with it.
-func TestOldRunsOfEvalsGoWithTheirSamples(t *testing.T) {
+func TestEvalRunsAreDeletedWithTheirSamples(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `
@@ -74,15 +74,15 @@ func TestOldRunsOfEvalsGoWithTheirSamples(t *testing.T) {
 		insert into agent_eval_trials (run_id, case_name, trial, position) select id, 'c', 1, 1 from agent_eval_runs`)
 	done, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"evals"}})
 	require.NoError(t, err)
-	assert.Truef(t, len(done) == 1 && done[0].Removed == 2, "the pass did %+v, want 2 runs removed", done)
+	assert.Truef(t, len(done) == 1 && done[0].Removed == 2, "the pass returned %+v, want 2 runs removed", done)
 	pgtest.Equal(t, pool, "counterfactual-new declared", `select string_agg(name, ' ' order by name) from agent_evals`)
 	pgtest.Equal(t, pool, 4, `select count(*)::int from agent_eval_trials`)
 	pgtest.Equal(t, pool, "counterfactual-new counterfactual-new declared declared",
 		`select string_agg(suite, ' ' order by suite) from agent_eval_runs`)
 }
 
-// Labels have their own policy. By default it keeps them for ever.
-func TestOldLabelsGoByTheirPolicy(t *testing.T) {
+// By default the policy of labels keeps them forever.
+func TestEvalLabelsHaveTheirOwnPolicy(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `
@@ -100,7 +100,7 @@ func TestOldLabelsGoByTheirPolicy(t *testing.T) {
 	}
 }
 
-func TestAPartGoesWithTheLastPromptThatHasIt(t *testing.T) {
+func TestPromptPartIsDeletedWithLastPrompt(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `
@@ -114,7 +114,7 @@ func TestAPartGoesWithTheLastPromptThatHasIt(t *testing.T) {
 		  from (values (40, '{shared,old}'::text[]), (10, '{shared}'), (0, '{new}')) p (days, parts)`)
 	done, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"prompts"}})
 	assert.Truef(t, err == nil && len(done) == 1 && done[0].Removed == 3,
-		"a pass has done %+v, %v; want 1 prompt and 2 parts", done, err)
+		"the pass returned %+v, %v; want 1 prompt and 2 parts", done, err)
 	left := pgtest.Value[[]string](t, pool, `select array_agg(body order by body) from agent_prompt_parts`)
 	assert.NoDiff(t, []string{"new", "shared"}, left)
 	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_prompts`))
@@ -124,7 +124,7 @@ func TestAPartGoesWithTheLastPromptThatHasIt(t *testing.T) {
 	require.NoError(t, err)
 	left = pgtest.Value[[]string](t, pool, `select array_agg(body) from agent_prompt_parts`)
 	assert.Truef(t, slices.Equal(left, []string{"new"}),
-		"%v are left of prompts that are kept no longer than their model calls", left)
+		"parts %v are left, but prompts are kept no longer than their model calls", left)
 }
 
 type spend struct {
@@ -133,12 +133,12 @@ type spend struct {
 	CostUSD       float64
 }
 
-// TestSpendStaysWhenTheLogGoes checks that the spend outlives the log, also with a usage or a cost that is not a
-// number.
-func TestSpendStaysWhenTheLogGoes(t *testing.T) {
+// TestSpendOutlivesActivity checks that the spend outlives the activity log. Some rows have a usage or a cost that is
+// not a number.
+func TestSpendOutlivesActivity(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	partitions(t, pool)
+	createPartitions(t, pool)
 	pgtest.Exec(t, pool, `
 		insert into agent_activity (id, trace_id, kind, skill_name, token_usage, cost_usd, created_at)
 		select lanekeeper.agent_uuid7(at), 'hb_x', 'model', 'model', usage::jsonb, cost, at
@@ -147,17 +147,17 @@ func TestSpendStaysWhenTheLogGoes(t *testing.T) {
 		         ('[]', 0)) u (usage, cost)`)
 	want := []spend{{"", 4, 7, 0.75}} // not charged to a skill
 	sums := `select skill, sum(calls)::bigint, sum(tokens)::bigint, sum(cost_usd)::float8 from agent_spend group by 1`
-	for _, when := range []string{"before they are counted", "after", "after the log has gone"} {
+	for _, when := range []string{"before the count", "after the count", "after the pass"} {
 		assert.Equal(t, "", cmp.Diff(want, pgtest.Rows[spend](t, pool, sums)), when)
 		switch when {
-		case "before they are counted":
+		case "before the count":
 			pgtest.Exec(t, pool, `update agent_activity_counted
 				set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
 			_, err := activity.Count(t.Context(), pool)
 			require.NoError(t, err)
-		case "after":
+		case "after the count":
 			pgtest.Exec(t, pool, `update agent_retention set keep = '90 days' where kind = 'activity'`)
-			done := pass(t, pool, time.Minute)
+			done := runPass(t, pool, time.Minute)
 			assert.Truef(t, len(done.Partitions) > 0, "%+v", done)
 		}
 	}

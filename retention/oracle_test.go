@@ -11,8 +11,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// The oracle computes in Go the rows that a pass deletes. It reads all rows and applies the rules of docs/retention.md,
-// without the functions of the database.
+// The oracle computes in Go which rows a pass deletes. It reads all rows and applies the rules of docs/retention.md. It
+// uses no function of the database.
 
 type execution struct {
 	ID, TraceID, WaitingFor, WaitingKey, DedupeKey, ThreadID string
@@ -33,14 +33,14 @@ type approval struct {
 	DecidedAt                                     *time.Time
 }
 
-// row is a row of any other table, with the columns that its rule may read.
+// row is a row of any other table, with the columns that its rule reads. InUse reports that a pass must keep it.
 type row struct {
-	ID, Status, TraceID, ExecutionID, Of string
-	At, Over                             time.Time
-	Held                                 bool
+	ID, Status, TraceID, ExecutionID, ThreadID string
+	CreatedAt, EndedAt                         time.Time
+	InUse                                      bool
 }
 
-type world struct {
+type oracle struct {
 	now        time.Time
 	executions map[string]execution
 	events     []event
@@ -48,8 +48,8 @@ type world struct {
 	rows       map[string][]row // by table
 }
 
-// tables are the tables whose rules need only these rows.
-var tables = map[string]string{
+// tableQueries has the query for the rows of each other table.
+var tableQueries = map[string]string{
 	"activity": `select a.id::text, '', a.trace_id, coalesce(a.execution_id::text, ''), '', a.created_at, a.created_at,
 		exists (select from agent_activity_open o where o.activity_id = a.id)
 		or exists (select from agent_activity_uncounted u where u.activity_id = a.id)
@@ -72,10 +72,10 @@ var tables = map[string]string{
 		from agent_webhook_deliveries`,
 	"channel_messages": `select id::text, status, '', '', '', received_at,
 		coalesce(finished_at, received_at), false from agent_channel_messages`,
-	"outbox":  `select id::text, status, '', '', '', created_at, finished_at, false from agent_webhook_outbox`,
-	"budgets": `select scope, '', '', '', '', created_at, created_at, reserved_tokens > 0 from agent_budgets`,
-	"counts":  `select span || skill, span, '', '', '', start, start, false from agent_activity_counts`,
-	"untold":  `select execution_id::text, '', '', execution_id::text, '', now(), now(), false from agent_unpublished_completions`,
+	"outbox":      `select id::text, status, '', '', '', created_at, finished_at, false from agent_webhook_outbox`,
+	"budgets":     `select scope, '', '', '', '', created_at, created_at, reserved_tokens > 0 from agent_budgets`,
+	"counts":      `select span || skill, span, '', '', '', start, start, false from agent_activity_counts`,
+	"unpublished": `select execution_id::text, '', '', execution_id::text, '', now(), now(), false from agent_unpublished_completions`,
 	"locks": `select lane, '', '', coalesce(execution_id::text, ''), lane, now(), now(), locked_by <> ''
 		and (parked or expires_at > now())
 		from agent_locks`,
@@ -85,239 +85,246 @@ var tables = map[string]string{
 	"memory": `select id::text, '', '', '', '', created_at, created_at, false from agent_memory`,
 }
 
-func read(t *testing.T, db postgres.DB) *world {
+func readOracle(t *testing.T, db postgres.DB) *oracle {
 	t.Helper()
-	w := &world{
+	o := &oracle{
 		executions: map[string]execution{}, approvals: map[string]approval{}, rows: map[string][]row{},
 		now: pgtest.Value[time.Time](t, db, `select now()`),
 	}
 	for _, x := range pgtest.Rows[execution](t, db,
 		`select id::text, trace_id, coalesce(waiting_for, ''), coalesce(waiting_key, ''), coalesce(dedupe_key, ''),
 		coalesce(thread_id, ''), coalesce(parent_id::text, ''), created_at, completed_at from agent_executions`) {
-		w.executions[x.ID] = x
+		o.executions[x.ID] = x
 	}
-	w.events = pgtest.Rows[event](t, db, `select id::text, event, key, coalesce(external_id, ''),
+	o.events = pgtest.Rows[event](t, db, `select id::text, event, key, coalesce(external_id, ''),
 		coalesce(execution_id::text, ''), coalesce(consumed_by::text, ''),
 		created_at from agent_events`)
 	for _, a := range pgtest.Rows[approval](t, db,
 		`select id::text, trace_id, coalesce(execution_id::text, ''), status, consumed_for, parked, created_at,
 		expires_at, decided_at from agent_approvals`) {
-		w.approvals[a.ID] = a
+		o.approvals[a.ID] = a
 	}
-	for name, sql := range tables {
-		w.rows[name] = pgtest.Rows[row](t, db, sql)
+	for name, sql := range tableQueries {
+		o.rows[name] = pgtest.Rows[row](t, db, sql)
 	}
-	return w
+	return o
 }
 
-func (w *world) unfinished(id string) bool {
-	x, ok := w.executions[id]
+func (o *oracle) unfinished(id string) bool {
+	x, ok := o.executions[id]
 	return ok && x.CompletedAt == nil
 }
 
-func (w *world) has(table string, is func(row) bool) bool {
-	return slices.ContainsFunc(w.rows[table], is)
+func (o *oracle) anyRow(table string, is func(row) bool) bool {
+	return slices.ContainsFunc(o.rows[table], is)
 }
 
-// asked reports whether a trace has an unused approval.
-func (w *world) asked(trace string) bool {
-	for _, a := range w.approvals {
-		if a.TraceID == trace && (a.Status == "pending" || a.Status == "approved") && a.ExpiresAt.After(w.now) {
+// hasOpenApproval reports whether a trace has an unused approval.
+func (o *oracle) hasOpenApproval(trace string) bool {
+	for _, a := range o.approvals {
+		if a.TraceID == trace && (a.Status == "pending" || a.Status == "approved") && a.ExpiresAt.After(o.now) {
 			return true
 		}
 	}
 	return false
 }
 
-// before returns the time before which rows are deleted; ok is false if none are.
-func (w *world) before(policy map[string]string, kind string) (cut time.Time, ok bool) {
+// cutoff returns the time before which a pass deletes rows of a kind; ok is false for the policy forever.
+func (o *oracle) cutoff(policy map[string]string, kind string) (cutoff time.Time, ok bool) {
 	days, err := strconv.Atoi(strings.TrimSuffix(policy[kind], "d"))
 	if err != nil {
-		return cut, false
+		return cutoff, false
 	}
-	cut = w.now.AddDate(0, 0, -days)
+	cutoff = o.now.AddDate(0, 0, -days)
 	if kind == "activity" && days >= 60 {
-		cut = time.Date(cut.UTC().Year(), cut.UTC().Month(), 1, 0, 0, 0, 0, time.UTC)
+		cutoff = time.Date(cutoff.UTC().Year(), cutoff.UTC().Month(), 1, 0, 0, 0, 0, time.UTC)
 	}
 	if kind == "hour_counts" {
-		cut = cut.Truncate(time.Hour)
+		cutoff = cutoff.Truncate(time.Hour)
 	}
-	if kind == "prompts" { // kept no longer than its model call
-		if log, ok := w.before(policy, "activity"); ok && log.After(cut) {
-			cut = log
+	if kind == "prompts" { // a prompt is kept no longer than its model call
+		if log, ok := o.cutoff(policy, "activity"); ok && log.After(cutoff) {
+			cutoff = log
 		}
 	}
-	return cut, true
+	return cutoff, true
 }
 
-// overExecutions returns the executions to delete.
-func (w *world) overExecutions(cut time.Time) map[string]bool {
-	gone := map[string]bool{}
-	for id, x := range w.executions {
+// deletableExecutions reports, for each execution, whether a pass deletes it.
+func (o *oracle) deletableExecutions(cutoff time.Time) map[string]bool {
+	deletable := map[string]bool{}
+	for id, x := range o.executions {
 		is := func(r row) bool { return r.ExecutionID == id }
-		stays := x.CreatedAt.After(cut) || w.asked(x.TraceID) || w.unfinished(x.ParentID) || w.has("untold", is) ||
-			w.has("locks", is) ||
-			w.has("reservations", is) ||
-			w.has("runs", func(r row) bool { return r.ExecutionID == id && r.Status == "claimed" }) ||
-			w.has("messages", func(r row) bool {
+		keep := x.CreatedAt.After(cutoff) || o.hasOpenApproval(x.TraceID) || o.unfinished(x.ParentID) ||
+			o.anyRow("unpublished", is) ||
+			o.anyRow("locks", is) ||
+			o.anyRow("reservations", is) ||
+			o.anyRow("runs", func(r row) bool { return r.ExecutionID == id && r.Status == "claimed" }) ||
+			o.anyRow("messages", func(r row) bool {
 				return r.ExecutionID == id && (r.Status == "queued" || r.Status == "sending")
 			}) ||
-			w.has("calls", func(r row) bool { return r.Held && "mcp.call "+r.ID == x.DedupeKey })
-		for _, y := range w.executions {
-			stays = stays || y.TraceID == x.TraceID && (y.CompletedAt == nil || y.CompletedAt.After(cut)) ||
+			o.anyRow("calls", func(r row) bool { return r.InUse && "mcp.call "+r.ID == x.DedupeKey })
+		for _, y := range o.executions {
+			keep = keep || y.TraceID == x.TraceID && (y.CompletedAt == nil || y.CompletedAt.After(cutoff)) ||
 				y.ParentID == id && y.CompletedAt == nil || y.WaitingFor == "agent" && y.WaitingKey == id
 		}
-		for _, v := range w.events {
-			stays = stays || v.ExternalID == "completed "+id && w.unfinished(v.ConsumedBy)
+		for _, v := range o.events {
+			keep = keep || v.ExternalID == "completed "+id && o.unfinished(v.ConsumedBy)
 		}
-		gone[id] = !stays
+		deletable[id] = !keep
 	}
-	return gone
+	return deletable
 }
 
-// takeExecutions deletes executions with their rows.
-func (w *world) takeExecutions(gone map[string]bool) {
+// deleteExecutions deletes executions with their dependent rows.
+func (o *oracle) deleteExecutions(deletable map[string]bool) {
 	for _, table := range []string{"checkpoints", "changes", "requests", "drafts"} {
-		w.rows[table] = slices.DeleteFunc(w.rows[table], func(r row) bool { return gone[r.ExecutionID] })
+		o.rows[table] = slices.DeleteFunc(o.rows[table], func(r row) bool { return deletable[r.ExecutionID] })
 	}
-	w.events = slices.DeleteFunc(w.events, func(v event) bool {
+	o.events = slices.DeleteFunc(o.events, func(v event) bool {
 		end, _ := strings.CutPrefix(v.ExternalID, "completed ")
 		decided, of := strings.CutPrefix(v.ExternalID, "approval ")
-		a := w.approvals[decided]
-		return gone[end] || of && a.Parked && gone[a.ExecutionID]
+		a := o.approvals[decided]
+		return deletable[end] || of && a.Parked && deletable[a.ExecutionID]
 	})
-	for id, over := range gone {
-		if over {
-			delete(w.executions, id)
+	for id, deleted := range deletable {
+		if deleted {
+			delete(o.executions, id)
 		}
 	}
 }
 
-func (w *world) overEvent(v event, cut time.Time) bool {
-	switch _, known := w.executions[v.Key]; {
-	case v.CreatedAt.After(cut) || w.unfinished(v.ConsumedBy):
+func (o *oracle) eventDeletable(v event, cutoff time.Time) bool {
+	switch _, exists := o.executions[v.Key]; {
+	case v.CreatedAt.After(cutoff) || o.unfinished(v.ConsumedBy):
 		return false
 	case v.Event == "AGENT_COMPLETED" && v.ExecutionID == "":
-		return !known
+		return !exists
 	case v.Event == "AGENT_COMPLETED":
-		_, known = w.executions[v.ExecutionID]
-		return !known
+		_, exists = o.executions[v.ExecutionID]
+		return !exists
 	case v.Event == "APPROVAL_DECIDED":
-		_, known = w.executions[w.approvals[v.Key].ExecutionID]
-		return !known
-	case v.Event == "paid" || v.ConsumedBy != "": // no wait expects "paid", and a wait consumed the other
+		_, exists = o.executions[o.approvals[v.Key].ExecutionID]
+		return !exists
+	case v.Event == "paid" || v.ConsumedBy != "": // no wait expects "paid", and a consumed event has had its wait
 		return true
 	}
-	for _, x := range w.executions {
-		if x.CompletedAt == nil && x.CreatedAt.Before(v.CreatedAt.Add(w.now.Sub(cut))) {
+	for _, x := range o.executions {
+		if x.CompletedAt == nil && x.CreatedAt.Before(v.CreatedAt.Add(o.now.Sub(cutoff))) {
 			return false
 		}
 	}
 	return true
 }
 
-func (w *world) overApproval(a approval, cut time.Time) bool {
-	_, known := w.executions[a.ExecutionID]
-	used, _, _ := strings.Cut(a.ConsumedFor, " ")
-	over := a.Status == "rejected" || a.Status == "expired" || a.Status == "consumed" || a.ExpiresAt.Before(cut)
-	return over && a.CreatedAt.Before(cut) && (a.DecidedAt == nil || a.DecidedAt.Before(cut)) &&
-		!w.unfinished(a.ExecutionID) &&
-		(!a.Parked || !known) && !w.unfinished(used)
+func (o *oracle) approvalDeletable(a approval, cutoff time.Time) bool {
+	_, exists := o.executions[a.ExecutionID]
+	consumer, _, _ := strings.Cut(a.ConsumedFor, " ")
+	closed := a.Status == "rejected" || a.Status == "expired" || a.Status == "consumed" || a.ExpiresAt.Before(cutoff)
+	return closed && a.CreatedAt.Before(cutoff) && (a.DecidedAt == nil || a.DecidedAt.Before(cutoff)) &&
+		!o.unfinished(a.ExecutionID) &&
+		(!a.Parked || !exists) && !o.unfinished(consumer)
 }
 
-// rests reports whether a thread has no pending work.
-func (w *world) rests(id string) bool {
-	for _, x := range w.executions {
+// threadIdle reports whether a thread has no pending work.
+func (o *oracle) threadIdle(id string) bool {
+	for _, x := range o.executions {
 		if x.CompletedAt == nil && x.ThreadID == id || x.WaitingFor == "response" && x.WaitingKey == id {
 			return false
 		}
 	}
-	return !w.has("locks", func(r row) bool { return r.Held && r.ID == "thread:"+id }) &&
-		!w.has("messages", func(r row) bool { return r.Of == id && (r.Status == "queued" || w.unfinished(r.ExecutionID)) })
+	return !o.anyRow("locks", func(r row) bool { return r.InUse && r.ID == "thread:"+id }) &&
+		!o.anyRow("messages", func(r row) bool {
+			return r.ThreadID == id && (r.Status == "queued" || o.unfinished(r.ExecutionID))
+		})
 }
 
-// take runs a whole pass with a policy.
-func (w *world) take(policy map[string]string) {
-	if cut, ok := w.before(policy, "executions"); ok {
-		w.takeExecutions(w.overExecutions(cut))
+// prune deletes the rows that a whole pass with a policy deletes.
+func (o *oracle) prune(policy map[string]string) {
+	if cutoff, ok := o.cutoff(policy, "executions"); ok {
+		o.deleteExecutions(o.deletableExecutions(cutoff))
 	}
-	over := map[string]func(r row, cut time.Time) bool{ // by policy and table
-		"automation_runs runs": func(r row, cut time.Time) bool {
-			return (r.Status == "success" || r.Status == "skipped") && r.Over.Before(cut) && !w.unfinished(r.ExecutionID)
+	rules := map[string]func(r row, cutoff time.Time) bool{ // by policy and table
+		"automation_runs runs": func(r row, cutoff time.Time) bool {
+			return (r.Status == "success" || r.Status == "skipped") && r.EndedAt.Before(cutoff) && !o.unfinished(r.ExecutionID)
 		},
-		"deliveries deliveries": func(r row, cut time.Time) bool {
-			return (r.Status == "done" || r.Status == "ignored") && r.Over.Before(cut) && !w.unfinished(r.ExecutionID)
+		"deliveries deliveries": func(r row, cutoff time.Time) bool {
+			return (r.Status == "done" || r.Status == "ignored") && r.EndedAt.Before(cutoff) && !o.unfinished(r.ExecutionID)
 		},
-		"channel_messages channel_messages": func(r row, cut time.Time) bool {
-			return r.Status == "done" && r.Over.Before(cut)
+		"channel_messages channel_messages": func(r row, cutoff time.Time) bool {
+			return r.Status == "done" && r.EndedAt.Before(cutoff)
 		},
-		"outbox outbox":      func(r row, cut time.Time) bool { return r.Status != "pending" && r.Over.Before(cut) },
-		"prompts prompts":    func(r row, _ time.Time) bool { return !r.Held },
+		"outbox outbox":      func(r row, cutoff time.Time) bool { return r.Status != "pending" && r.EndedAt.Before(cutoff) },
+		"prompts prompts":    func(r row, _ time.Time) bool { return !r.InUse },
 		"hour_counts counts": func(r row, _ time.Time) bool { return r.Status == "hour" },
 		"budgets budgets": func(r row, _ time.Time) bool {
 			trace, run := strings.CutPrefix(r.ID, "run:")
-			for _, x := range w.executions {
+			for _, x := range o.executions {
 				if run && x.TraceID == trace && x.CompletedAt == nil {
 					return false
 				}
 			}
-			return !r.Held
+			return !r.InUse
 		},
 		"activity activity": func(r row, _ time.Time) bool {
-			for _, x := range w.executions {
+			for _, x := range o.executions {
 				if x.TraceID == r.TraceID && x.CompletedAt == nil {
 					return false
 				}
 			}
-			return !r.Held && !w.asked(r.TraceID) && !w.unfinished(r.ExecutionID)
+			return !r.InUse && !o.hasOpenApproval(r.TraceID) && !o.unfinished(r.ExecutionID)
 		},
 	}
-	for names, rule := range over {
-		kind, table, _ := strings.Cut(names, " ")
-		if cut, ok := w.before(policy, kind); ok {
-			w.rows[table] = slices.DeleteFunc(w.rows[table], func(r row) bool { return r.At.Before(cut) && rule(r, cut) })
+	for policyAndTable, rule := range rules {
+		kind, table, _ := strings.Cut(policyAndTable, " ")
+		if cutoff, ok := o.cutoff(policy, kind); ok {
+			o.rows[table] = slices.DeleteFunc(o.rows[table], func(r row) bool {
+				return r.CreatedAt.Before(cutoff) && rule(r, cutoff)
+			})
 		}
 	}
-	approvals := w.approvals
-	if cut, ok := w.before(policy, "approvals"); ok {
+	approvals := o.approvals
+	if cutoff, ok := o.cutoff(policy, "approvals"); ok {
 		approvals = map[string]approval{}
-		for id, a := range w.approvals {
-			if !w.overApproval(a, cut) {
+		for id, a := range o.approvals {
+			if !o.approvalDeletable(a, cutoff) {
 				approvals[id] = a
 			}
 		}
 	}
-	w.approvals = approvals
-	if cut, ok := w.before(policy, "events"); ok {
-		w.events = slices.DeleteFunc(w.events, func(v event) bool { return w.overEvent(v, cut) })
+	o.approvals = approvals
+	if cutoff, ok := o.cutoff(policy, "events"); ok {
+		o.events = slices.DeleteFunc(o.events, func(v event) bool { return o.eventDeletable(v, cutoff) })
 	}
-	if cut, ok := w.before(policy, "messages"); ok {
-		var rest []string
-		for _, r := range w.rows["threads"] {
-			if r.At.Before(cut) && w.rests(r.ID) {
-				rest = append(rest, r.ID)
+	if cutoff, ok := o.cutoff(policy, "messages"); ok {
+		var idle []string
+		for _, r := range o.rows["threads"] {
+			if r.CreatedAt.Before(cutoff) && o.threadIdle(r.ID) {
+				idle = append(idle, r.ID)
 			}
 		}
-		w.rows["threads"] = slices.DeleteFunc(w.rows["threads"], func(r row) bool { return slices.Contains(rest, r.ID) })
-		w.rows["messages"] = slices.DeleteFunc(w.rows["messages"], func(r row) bool { return slices.Contains(rest, r.Of) })
+		o.rows["threads"] = slices.DeleteFunc(o.rows["threads"], func(r row) bool { return slices.Contains(idle, r.ID) })
+		o.rows["messages"] = slices.DeleteFunc(o.rows["messages"], func(r row) bool {
+			return slices.Contains(idle, r.ThreadID)
+		})
 	}
 }
 
-// keys returns the remaining rows by table, in order.
-func (w *world) keys() map[string][]string {
+// remaining returns the remaining rows by table, in order.
+func (o *oracle) remaining() map[string][]string {
 	all := map[string][]string{}
-	for name, rows := range w.rows {
+	for name, rows := range o.rows {
 		for _, r := range rows {
 			all[name] = append(all[name], r.ID)
 		}
 	}
-	for id := range w.executions {
+	for id := range o.executions {
 		all["executions"] = append(all["executions"], id)
 	}
-	for id := range w.approvals {
+	for id := range o.approvals {
 		all["approvals"] = append(all["approvals"], id)
 	}
-	for _, v := range w.events {
+	for _, v := range o.events {
 		all["events"] = append(all["events"], v.ID+" "+v.Event)
 	}
 	for _, list := range all {

@@ -26,9 +26,10 @@ import (
 // the detachment when no old snapshot is left.
 
 const (
-	// stuckDays is the time after which a pass prunes a month row by row, because it could not detach the month.
-	stuckDays = 2
-	// dropTries bounds the tries to drop a detached month in one pass. The drop can wait for the next pass.
+	// maxRetirementDays is the time for the retirement of a month. After it, passes delete the rows of an attached month
+	// one by one.
+	maxRetirementDays = 2
+	// dropTries bounds the tries of one pass to drop a detached month. The next pass tries again.
 	dropTries = 5
 )
 
@@ -36,13 +37,13 @@ const (
 type month struct {
 	Partition    string // quoted, with its schema
 	Lower, Upper string // bounds of its ids
-	Marked       bool   // it is in agent_activity_retired
+	Marked       bool   // agent_activity_retired has the partition
 	Attached     bool
 }
 
 // retireMonths retires the old months. It reports whether the pass may prune single rows now. It returns false while a
 // month still waits for its retirement, because to prune its rows would cost much more.
-func (o Options) retireMonths(ctx context.Context, pool *pgxpool.Pool, d *Done) (done bool, err error) {
+func (o Options) retireMonths(ctx context.Context, pool *pgxpool.Pool, d *Result) (done bool, err error) {
 	if d.Keep == Forever {
 		return false, nil
 	}
@@ -61,13 +62,13 @@ func (o Options) retireMonths(ctx context.Context, pool *pgxpool.Pool, d *Done) 
 			d.Later = m.Partition + ": " + result
 		}
 	}
-	var stuck int
+	var waiting int
 	err = pool.QueryRow(ctx, `
 		select count(*) from agent_activity_retired r
 		 where r.decided_at > clock_timestamp() - make_interval(days => @days)
 		   and exists (select from agent_activity_partitions p where p.partition = r.partition and not p.leaving)`,
-		postgres.Strict{"days": stuckDays}).Scan(&stuck)
-	return stuck == 0, err
+		postgres.Strict{"days": maxRetirementDays}).Scan(&waiting)
+	return waiting == 0, err
 }
 
 // retireMonth runs the remaining steps of a partition. It returns "dropped", or the reason why it did not drop the
@@ -75,7 +76,7 @@ func (o Options) retireMonths(ctx context.Context, pool *pgxpool.Pool, d *Done) 
 func (o Options) retireMonth(ctx context.Context, pool *pgxpool.Pool, m month) (string, error) {
 	if !m.Marked {
 		if marked, err := mark(ctx, pool, m.Partition); err != nil || !marked {
-			return "it is needed after all", err
+			return "work needs it again", err
 		}
 	} else if result, err := drop(ctx, pool, m.Partition); !m.Attached || result != notDetached || err != nil {
 		return result, err
@@ -90,7 +91,7 @@ func (o Options) retireMonth(ctx context.Context, pool *pgxpool.Pool, m month) (
 // no work needs. Last month stays, because housekeeping would create its partition again. A name in only limits the
 // list to that partition.
 func retirable(ctx context.Context, db postgres.Beginner, only string) (list []month, err error) {
-	err = byIndex(ctx, db, "0", func(tx pgx.Tx) error {
+	err = inIndexTx(ctx, db, "0", func(tx pgx.Tx) error {
 		s, err := readState(ctx, tx, "activity", false)
 		if err != nil {
 			return err
@@ -114,7 +115,7 @@ func retirable(ctx context.Context, db postgres.Beginner, only string) (list []m
 		for _, m := range all {
 			reason := ""
 			if !m.Marked {
-				if reason, err = needed(ctx, tx, m); err != nil {
+				if reason, err = keepReason(ctx, tx, m); err != nil {
 					return err
 				}
 			}
@@ -127,8 +128,8 @@ func retirable(ctx context.Context, db postgres.Beginner, only string) (list []m
 	return list, err
 }
 
-// needed returns the reason why a partition, attached or not, must stay; empty for none.
-func needed(ctx context.Context, tx pgx.Tx, m month) (reason string, err error) {
+// keepReason returns the reason why a partition must stay; empty if a pass may drop it.
+func keepReason(ctx context.Context, tx pgx.Tx, m month) (reason string, err error) {
 	const query = `
 		select case
 		  when (select c.counted_upto from agent_activity_counted c) < @upper::uuid
@@ -136,16 +137,16 @@ func needed(ctx context.Context, tx pgx.Tx, m month) (reason string, err error) 
 		                   where u.activity_id >= @lower::uuid and u.activity_id < @upper::uuid)
 		    then 'it has rows that are not counted yet'
 		  when exists (select from agent_activity_open o where o.activity_id >= @lower::uuid and o.activity_id < @upper::uuid)
-		    then 'calls in it are under way'
+		    then 'calls in it are still running'
 		  when exists (select from agent_executions e
 		                where e.status in ('pending', 'running', 'waiting')
 		                  and (exists (select from agent_activity a where a.trace_id = e.trace_id)
 		                       or exists (select from agent_activity a where a.execution_id = e.id)))
-		    then 'executions that have not ended have rows in it'
+		    then 'unfinished executions have rows in it'
 		  when exists (select from agent_approvals p
 		                where p.status in ('pending', 'approved') and p.expires_at > clock_timestamp()
 		                  and exists (select from agent_activity a where a.trace_id = p.trace_id))
-		    then 'approvals for it are not decided, or not used'
+		    then 'it has undecided or unused approvals'
 		  else '' end`
 	err = tx.QueryRow(ctx, strings.ReplaceAll(query, "from agent_activity a", "from "+m.Partition+" a"),
 		postgres.Strict{"lower": m.Lower, "upper": m.Upper}).Scan(&reason)
@@ -172,18 +173,18 @@ const notDetached = "it is not detached yet"
 // drop runs dropOrAttach, and retries it while locks block it.
 func drop(ctx context.Context, db postgres.Beginner, partition string) (result string, err error) {
 	for try := 1; ; try++ {
-		err := byIndex(ctx, db, "50ms", func(tx pgx.Tx) (err error) {
+		err := inIndexTx(ctx, db, "50ms", func(tx pgx.Tx) (err error) {
 			result, err = dropOrAttach(ctx, tx, partition)
 			return err
 		})
 		switch {
-		case !postgres.IsCode(err, "55P03", "40P01", "42P01"): // 42P01: another pass is detaching it
+		case !postgres.IsCode(err, "55P03", "40P01", "42P01"): // 42P01: another pass is detaching the partition
 			return result, err
 		case try < dropTries:
 		case postgres.IsCode(err, "42P01"):
 			return "", err
 		default:
-			return "others have it locked", nil
+			return "another session holds a lock on it", nil
 		}
 		if !sleep.For(ctx, time.Duration(try)*50*time.Millisecond) {
 			return "", ctx.Err()
@@ -204,7 +205,7 @@ func dropOrAttach(ctx context.Context, tx pgx.Tx, partition string) (string, err
 	}
 	m, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByNameLax[month])
 	if errors.Is(err, pgx.ErrNoRows) {
-		return "another pass retires it, or it stays", nil
+		return "another pass retires it, or has attached it again", nil
 	}
 	if err != nil {
 		return "", err
@@ -215,7 +216,7 @@ func dropOrAttach(ctx context.Context, tx pgx.Tx, partition string) (string, err
 		}
 	}
 	// No transaction can write to a detached partition. Check again, for rows written before the detachment.
-	reason, err := needed(ctx, tx, m)
+	reason, err := keepReason(ctx, tx, m)
 	switch {
 	case err != nil:
 		return "", err
@@ -223,21 +224,21 @@ func dropOrAttach(ctx context.Context, tx pgx.Tx, partition string) (string, err
 		return notDetached, nil
 	case m.Attached:
 	case reason == "":
-		err = define(ctx, tx, "drop table", partition)
+		err = execDDL(ctx, tx, "drop table", partition)
 	default:
 		bounds := "for values from ('" + m.Lower + "') to ('" + m.Upper + "')"
-		err = define(ctx, tx, "alter table agent_activity attach partition", partition, bounds)
+		err = execDDL(ctx, tx, "alter table agent_activity attach partition", partition, bounds)
 	}
 	if err != nil {
 		return "", err
 	}
-	return cmp.Or(reason, "dropped"), unmark(ctx, tx, partition)
+	return cmp.Or(reason, "dropped"), deleteMark(ctx, tx, partition)
 }
 
 // finalize finishes an interrupted detachment. Old snapshots may still read the partition. It returns "dropped", the
 // reason to wait, or "" for a detached partition.
 func finalize(ctx context.Context, tx pgx.Tx, partition string) (string, error) {
-	var gone, leaving, read bool
+	var missing, detaching, inUse bool
 	err := tx.QueryRow(ctx, `
 		select to_regclass(@partition) is null,
 		       exists (select from agent_activity_partitions p where p.partition = @partition and p.leaving),
@@ -245,28 +246,28 @@ func finalize(ctx context.Context, tx pgx.Tx, partition string) (string, error) 
 		                where s.datid = (select d.oid from pg_database d where d.datname = current_database())
 		                  and s.pid <> pg_backend_pid()
 		                  and s.backend_xmin is not null and s.xact_start < clock_timestamp() - interval '50 milliseconds')`,
-		postgres.Strict{"partition": partition}).Scan(&gone, &leaving, &read)
+		postgres.Strict{"partition": partition}).Scan(&missing, &detaching, &inUse)
 	switch {
 	case err != nil:
 		return "", err
-	case gone:
-		return "dropped", unmark(ctx, tx, partition)
-	case leaving && read:
-		return "older transactions may read it", nil
-	case leaving:
-		return "", define(ctx, tx, "alter table agent_activity detach partition", partition, "finalize")
+	case missing:
+		return "dropped", deleteMark(ctx, tx, partition)
+	case detaching && inUse:
+		return "an older transaction may still read it", nil
+	case detaching:
+		return "", execDDL(ctx, tx, "alter table agent_activity detach partition", partition, "finalize")
 	}
 	return "", nil
 }
 
-// define runs a schema change. Its names are from the catalogue, quoted.
-func define(ctx context.Context, db postgres.DB, words ...string) error {
-	_, err := db.Exec(ctx, strings.Join(words, " "), pgx.QueryExecModeSimpleProtocol)
+// execDDL runs a schema change. All names in it come quoted from the catalog.
+func execDDL(ctx context.Context, db postgres.DB, parts ...string) error {
+	_, err := db.Exec(ctx, strings.Join(parts, " "), pgx.QueryExecModeSimpleProtocol)
 	return err
 }
 
-// unmark removes the mark of a partition.
-func unmark(ctx context.Context, tx pgx.Tx, partition string) error {
+// deleteMark deletes the mark of a partition.
+func deleteMark(ctx context.Context, tx pgx.Tx, partition string) error {
 	_, err := tx.Exec(ctx, `delete from agent_activity_retired r where r.partition = @partition`,
 		postgres.Strict{"partition": partition})
 	return err
@@ -287,16 +288,16 @@ func (o Options) detach(ctx context.Context, pool *pgxpool.Pool, partition strin
 	defer conn.Close(context.WithoutCancel(ctx))
 	detachCtx, cancel := context.WithTimeout(ctx, o.DetachTimeout)
 	defer cancel()
-	err = define(detachCtx, conn, "alter table agent_activity detach partition", partition, "concurrently")
+	err = execDDL(detachCtx, conn, "alter table agent_activity detach partition", partition, "concurrently")
 	switch {
 	case err == nil, postgres.IsCode(err, "55000", "42P01", "42P16"): // another pass detaches or detached it
 		return "", nil
 	case ctx.Err() != nil:
 		return "", ctx.Err()
 	case detachCtx.Err() != nil:
-		return "others have read the log for longer than " + o.DetachTimeout.String(), nil
+		return "another session has read the log for longer than " + o.DetachTimeout.String(), nil
 	case postgres.IsCode(err, "55P03", "40P01"):
-		return "others have the log locked", nil
+		return "another session holds a lock on the log", nil
 	}
 	return "", err
 }

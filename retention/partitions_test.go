@@ -16,12 +16,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
-// months returns a log with ten counted rows in each of the last eight months, and a policy of 90 days.
-func months(t *testing.T) (*pgxpool.Pool, string) {
+// seedMonths returns a database whose log has ten counted rows in each of the last eight months, with a policy of 90
+// days.
+func seedMonths(t *testing.T) (*pgxpool.Pool, string) {
 	t.Helper()
 	url := pgtest.URL(t)
-	pool := pgtest.Pool(t, url, postgres.Options{ApplicationName: passing})
-	partitions(t, pool)
+	pool := pgtest.Pool(t, url, postgres.Options{ApplicationName: passAppName})
+	createPartitions(t, pool)
 	pgtest.Exec(t, pool, `
 		insert into agent_activity (id, trace_id, skill_name, created_at)
 		select lanekeeper.agent_uuid7(lower + n * interval '1 hour'), 'hb_' || partition, 's', lower + n * interval '1 hour'
@@ -36,15 +37,15 @@ func months(t *testing.T) (*pgxpool.Pool, string) {
 	return pool, url
 }
 
-// attached lists the partitions of the log older than a number of days.
-func attached(t *testing.T, db postgres.DB, days int) []string {
+// attachedPartitions lists the partitions of the log older than a number of days.
+func attachedPartitions(t *testing.T, db postgres.DB, days int) []string {
 	t.Helper()
 	return pgtest.Value[[]string](t, db, `
 		select coalesce(array_agg(partition order by lower_id), '{}') from agent_activity_partitions
 		 where upper_id < lanekeeper.agent_uuid7_floor(now() - make_interval(days => $1))`, days)
 }
 
-func pass(t *testing.T, pool *pgxpool.Pool, lockTimeout time.Duration) retention.Done {
+func runPass(t *testing.T, pool *pgxpool.Pool, lockTimeout time.Duration) retention.Result {
 	t.Helper()
 	done, err := retention.Run(t.Context(), pool,
 		retention.Options{Kinds: []string{"activity"}, Restart: true, DetachTimeout: lockTimeout})
@@ -52,20 +53,20 @@ func pass(t *testing.T, pool *pgxpool.Pool, lockTimeout time.Duration) retention
 	return done[0]
 }
 
-func TestOldMonthsAreDroppedWhole(t *testing.T) {
+func TestPassDropsOldMonths(t *testing.T) {
 	t.Parallel()
-	pool, _ := months(t)
-	old := attached(t, pool, 123)
+	pool, _ := seedMonths(t)
+	old := attachedPartitions(t, pool, 123)
 	require.Truef(t, len(old) >= 3, "old months: %v", old)
-	archived := old[0] // an admin archived it
+	archived := old[0] // an admin has detached this partition
 	pgtest.Exec(t, pool, `alter table agent_activity detach partition `+archived)
-	done := pass(t, pool, 0)
+	done := runPass(t, pool, 0)
 	assert.Truef(t, slices.Equal(intersect(done.Partitions, old), old[1:]) && done.Removed == 0 && done.Later == "",
 		"%+v, want %v dropped", done, old[1:])
-	left := attached(t, pool, 123)
+	left := attachedPartitions(t, pool, 123)
 	assert.Truef(t, len(left) == 0, "left: %v", left)
 	assert.Equal(t, 10, pgtest.Value[int](t, pool, `select count(*) from `+archived))
-	again := pass(t, pool, 0)
+	again := runPass(t, pool, 0)
 	assert.Truef(t, len(again.Partitions) == 0 && again.Removed == 0, "again: %+v", again)
 }
 
@@ -73,44 +74,44 @@ func intersect(a, b []string) []string {
 	return slices.DeleteFunc(slices.Clone(a), func(s string) bool { return !slices.Contains(b, s) })
 }
 
-// TestAMonthIsDetachedBesideAReader prunes during a long transaction of a reader. The pass does not wait for long, and
+// TestDetachDuringLongRead prunes during a long transaction of a reader. The pass does not wait for long, and
 // no session waits for the pass. A later pass finishes the detachment after the reader has ended.
-func TestAMonthIsDetachedBesideAReader(t *testing.T) {
+func TestDetachDuringLongRead(t *testing.T) {
 	t.Parallel()
 	if pgtest.Pooled() {
 		t.Skip("the time that a session waits for a lock is set when it begins")
 	}
-	pool, url := months(t)
-	others := hasty(t, url, pool)
+	pool, url := seedMonths(t)
+	others := impatientPool(t, url, pool)
 	reader := pgtest.Begin(t, pool)
 	pgtest.Exec(t, reader, `select count(*) from agent_activity`)
 	worked := make(chan error, 1)
 	stop := make(chan struct{})
-	go func() { worked <- useTheLog(t, others, stop) }()
-	old := attached(t, pool, 123)
+	go func() { worked <- useLog(t, others, stop) }()
+	old := attachedPartitions(t, pool, 123)
 	rows := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`)
 	for range 3 {
-		done := pass(t, pool, 300*time.Millisecond)
-		assert.Truef(t, len(done.Partitions) == 0 && done.Later != "" && done.Removed == 0, "beside a reader: %+v", done)
+		done := runPass(t, pool, 300*time.Millisecond)
+		assert.Truef(t, len(done.Partitions) == 0 && done.Later != "" && done.Removed == 0, "during the read: %+v", done)
 	}
 	left := pgtest.Value[int](t, pool, `select count(*) from agent_activity_partitions where leaving`)
 	n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`)
-	assert.Truef(t, left != 0 && n < rows, "%d months are leaving, and %d of %d rows are read", left, n, rows)
+	assert.Truef(t, left != 0 && n < rows, "%d months are detaching, and queries read %d of %d rows", left, n, rows)
 	require.NoError(t, reader.Rollback(t.Context()))
 	pgtest.Eventually(t, func() bool {
-		pass(t, pool, time.Second)
-		return len(attached(t, pool, 123)) == 0
-	}, "the old months are gone when the reader is")
+		runPass(t, pool, time.Second)
+		return len(attachedPartitions(t, pool, 123)) == 0
+	}, "passes drop the old months after the end of the reader")
 	close(stop)
 	assert.NoError(t, <-worked)
 	for _, name := range old {
 		assert.Truef(t, pgtest.Value[*string](t, pool, `select to_regclass($1)::text`, name) == nil,
-			"%s is detached and was not dropped", name)
+			"%s is detached but not dropped", name)
 	}
 }
 
-// useTheLog writes and reads until the test stops it.
-func useTheLog(t *testing.T, db *pgxpool.Pool, stop chan struct{}) error {
+// useLog writes to the log and reads it until stop is closed.
+func useLog(t *testing.T, db *pgxpool.Pool, stop chan struct{}) error {
 	for {
 		select {
 		case <-stop:
@@ -134,48 +135,49 @@ func useTheLog(t *testing.T, db *pgxpool.Pool, stop chan struct{}) error {
 	}
 }
 
-// markOnly marks a month as retired, and no more.
-func markOnly(t *testing.T, db postgres.Beginner, partition string) {
+// markRetired marks a month as retired, without detaching or dropping it.
+func markRetired(t *testing.T, db postgres.Beginner, partition string) {
 	t.Helper()
-	noted, err := retention.Mark(t.Context(), db, partition)
-	require.Truef(t, noted && err == nil, "note %s: %v, %v", partition, noted, err)
+	marked, err := retention.Mark(t.Context(), db, partition)
+	require.Truef(t, marked && err == nil, "mark %s: %v, %v", partition, marked, err)
 }
 
-// TestAPassGoesOnWhereAnotherWasKilled kills a pass at each step of retiring a month.
-func TestAPassGoesOnWhereAnotherWasKilled(t *testing.T) {
+// TestPassResumesRetirement leaves two months after the first and the second step of their retirement, as a
+// killed pass would.
+func TestPassResumesRetirement(t *testing.T) {
 	t.Parallel()
-	pool, _ := months(t)
-	old := attached(t, pool, 123)
-	markOnly(t, pool, old[0])
-	markOnly(t, pool, old[1])
+	pool, _ := seedMonths(t)
+	old := attachedPartitions(t, pool, 123)
+	markRetired(t, pool, old[0])
+	markRetired(t, pool, old[1])
 	pgtest.Exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`},
 		" "))
-	done := pass(t, pool, 0)
+	done := runPass(t, pool, 0)
 	assert.NoDiff(t, old, intersect(done.Partitions, old))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_activity_retired`))
 }
 
-// TestAMonthThatIsNeededAfterAllIsAttachedAgain: a later execution needs the month again.
-func TestAMonthThatIsNeededAfterAllIsAttachedAgain(t *testing.T) {
+// TestNeededMonthIsReattached starts an execution that needs a month whose retirement has begun.
+func TestNeededMonthIsReattached(t *testing.T) {
 	t.Parallel()
-	pool, _ := months(t)
-	old := attached(t, pool, 123)
+	pool, _ := seedMonths(t)
+	old := attachedPartitions(t, pool, 123)
 	rows := pgtest.Value[int](t, pool, `select count(*) from agent_activity`)
 	for _, name := range old[:2] {
-		markOnly(t, pool, name)
+		markRetired(t, pool, name)
 		pgtest.Exec(t, pool, `insert into agent_executions (trace_id, surface, flow) values ('hb_' || $1, 'flow', 'f')`, name)
 	}
 	pgtest.Exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`},
 		" "))
-	done := pass(t, pool, 0)
+	done := runPass(t, pool, 0)
 	assert.Truef(t, !slices.Contains(done.Partitions, old[0]) && !slices.Contains(done.Partitions, old[1]),
 		"dropped: %v", done.Partitions)
-	got := attached(t, pool, 123)
+	got := attachedPartitions(t, pool, 123)
 	assert.Truef(t, slices.Equal(got, old[:2]), "attached: %v, want %v", got, old[:2])
 	assert.Equal(t, rows-10*len(done.Partitions),
 		pgtest.Value[int](t, pool, `select count(*) from agent_activity`), rows, done.Partitions)
 	// After that execution has ended, the next pass drops the month.
 	pgtest.Exec(t, pool, `update agent_executions set status = 'cancelled'`)
-	done = pass(t, pool, 0)
+	done = runPass(t, pool, 0)
 	assert.Truef(t, slices.Equal(done.Partitions, old[:2]), "after the end: %+v", done)
 }

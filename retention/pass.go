@@ -17,12 +17,12 @@ import (
 )
 
 const (
-	// pieceRows bounds the rows that one transaction examines, which takes some tens of milliseconds.
-	pieceRows = 500
-	// countRows bounds the rows of one query of a dry run, which takes no locks.
-	countRows = 5000
-	// tries bounds the tries of a piece that locked rows block.
-	tries = 20
+	// batchRows bounds the rows that one transaction examines. It takes some tens of milliseconds.
+	batchRows = 500
+	// dryRunRows bounds the rows of one query of a dry run, which locks no rows.
+	dryRunRows = 5000
+	// maxTries bounds the tries of a batch that locks block.
+	maxTries = 20
 )
 
 // Options configure Run.
@@ -36,20 +36,20 @@ type Options struct {
 	Logger        *slog.Logger // nil for none
 }
 
-// Done is the result of a pass for one kind.
-type Done struct {
+// Result is the result of a pass for one kind.
+type Result struct {
 	Kind    string `json:"kind"`
 	Keep    string `json:"keep"`
-	Removed int64  `json:"removed"` // rows; of a dry run, the rows to remove
-	// Partitions are the dropped partitions of the activity log; of a dry run, the partitions to drop. Only a dry run
+	Removed int64  `json:"removed"` // deleted rows; in a dry run, the rows to delete
+	// Partitions are the dropped partitions of the activity log; in a dry run, the partitions to drop. Only a dry run
 	// counts their rows in Removed.
 	Partitions []string `json:"partitions"`
-	Later      string   `json:"later"` // why work remains for another pass; empty for none
+	Later      string   `json:"later"` // why another pass must continue; empty if the pass is complete
 }
 
 // Run makes one pass over the kinds with a policy other than forever, and returns the results. An error of one kind
 // does not stop other kinds.
-func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Done, error) {
+func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Result, error) {
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
@@ -58,13 +58,13 @@ func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Done, error) {
 	if err != nil {
 		return nil, err
 	}
-	done := []Done{}
-	var failed error
+	done := []Result{}
+	var errs error
 	for _, p := range policies {
-		d := Done{Kind: p.Kind, Keep: p.Keep, Partitions: []string{}}
+		d := Result{Kind: p.Kind, Keep: p.Keep, Partitions: []string{}}
 		err := o.pruneKind(ctx, pool, &d)
 		if err != nil {
-			failed = errors.Join(failed, fmt.Errorf("prune %s: %w", p.Kind, err))
+			errs = errors.Join(errs, fmt.Errorf("prune %s: %w", p.Kind, err))
 		}
 		if d.Removed > 0 || len(d.Partitions) > 0 || err == nil {
 			done = append(done, d)
@@ -77,7 +77,7 @@ func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Done, error) {
 			break
 		}
 	}
-	return done, failed
+	return done, errs
 }
 
 // selectPolicies returns the policies of a pass. It includes executions even with the policy forever, for checkpoints
@@ -87,27 +87,27 @@ func (o Options) selectPolicies(ctx context.Context, db postgres.DB) ([]Policy, 
 	if err != nil {
 		return nil, err
 	}
-	known := map[string]Policy{}
-	var chosen []Policy
+	byKind := map[string]Policy{}
+	var selected []Policy
 	for _, p := range all {
-		known[p.Kind] = p
+		byKind[p.Kind] = p
 		if o.Kinds == nil && (p.Keep != Forever || p.Kind == "executions" && !o.DryRun) {
-			chosen = append(chosen, p)
+			selected = append(selected, p)
 		}
 	}
 	for _, kind := range o.Kinds {
-		p, ok := known[kind]
+		p, ok := byKind[kind]
 		if !ok {
 			return nil, fmt.Errorf("%w: there is no kind %q", ErrInvalid, kind)
 		}
-		chosen = append(chosen, p)
+		selected = append(selected, p)
 	}
-	// Executions first: their dependent rows have policies of their own, which follow.
-	slices.SortStableFunc(chosen, func(a, b Policy) int { return order(a) - order(b) })
-	return chosen, nil
+	// Executions come first, because some of their dependent rows have their own policies.
+	slices.SortStableFunc(selected, func(a, b Policy) int { return policyOrder(a) - policyOrder(b) })
+	return selected, nil
 }
 
-func order(p Policy) int {
+func policyOrder(p Policy) int {
 	if p.Kind == "executions" {
 		return 0
 	}
@@ -115,7 +115,7 @@ func order(p Policy) int {
 }
 
 // pruneKind makes a pass over one kind.
-func (o Options) pruneKind(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
+func (o Options) pruneKind(ctx context.Context, pool *pgxpool.Pool, d *Result) error {
 	if o.DryRun {
 		return o.count(ctx, pool, d)
 	}
@@ -126,26 +126,26 @@ func (o Options) pruneKind(ctx context.Context, pool *pgxpool.Pool, d *Done) err
 		}
 	}
 	for restart := o.Restart; ; restart = false {
-		began := time.Now()
-		n, more, err := pruneWithRetry(ctx, pool, d.Kind, restart)
-		d.Removed += n
+		start := time.Now()
+		removed, more, err := pruneWithRetry(ctx, pool, d.Kind, restart)
+		d.Removed += removed
 		if err != nil || !more {
 			return err
 		}
-		// Rest as long as the work took, which leaves the database time for other work.
-		if !sleep.For(ctx, time.Since(began)) {
+		// Pause as long as the batch took, so other work gets at least half of the time.
+		if !sleep.For(ctx, time.Since(start)) {
 			return ctx.Err()
 		}
 	}
 }
 
-// pruneWithRetry runs one piece, and retries it when a lock blocks it.
+// pruneWithRetry runs one batch, and retries it when a lock blocks it.
 func pruneWithRetry(ctx context.Context, db postgres.Beginner, kind string, restart bool) (removed int64, more bool,
 	err error,
 ) {
 	for try := 1; ; try++ {
-		removed, more, err = prune(ctx, db, kind, pieceRows, restart)
-		if !postgres.IsCode(err, "55P03", "40P01") || try == tries {
+		removed, more, err = pruneBatch(ctx, db, kind, batchRows, restart)
+		if !postgres.IsCode(err, "55P03", "40P01") || try == maxTries {
 			return removed, more, err
 		}
 		if !sleep.For(ctx, time.Duration(try)*50*time.Millisecond) {
@@ -155,7 +155,7 @@ func pruneWithRetry(ctx context.Context, db postgres.Beginner, kind string, rest
 }
 
 // count returns the number of rows that a restarted pass would remove now.
-func (o Options) count(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
+func (o Options) count(ctx context.Context, pool *pgxpool.Pool, d *Result) error {
 	s, err := readState(ctx, pool, d.Kind, true)
 	if err != nil || s.Before == nil {
 		return err
@@ -171,14 +171,14 @@ func (o Options) count(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 			}
 		}
 	}
-	for at, seen := s.cursor, countRows; seen == countRows; {
-		err := byIndex(ctx, pool, "0", func(tx pgx.Tx) error {
-			rows, err := kinds[d.Kind].page(ctx, tx, at, *s.Before, countRows)
-			if seen = len(rows); err != nil || seen == 0 {
+	for after, examined := s.cursor, dryRunRows; examined == dryRunRows; {
+		err := inIndexTx(ctx, pool, "0", func(tx pgx.Tx) error {
+			rows, err := kinds[d.Kind].find(ctx, tx, after, *s.Before, dryRunRows)
+			if examined = len(rows); err != nil || examined == 0 {
 				return err
 			}
-			at = rows[seen-1].cursor
-			n, err := kinds[d.Kind].rowsOf(ctx, tx, keysOf(rows))
+			after = rows[examined-1].cursor
+			n, err := kinds[d.Kind].countRows(ctx, tx, deletableKeys(rows))
 			d.Removed += n
 			return err
 		})
@@ -189,11 +189,11 @@ func (o Options) count(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 	return nil
 }
 
-// rowsOf returns the number of rows to delete with keys.
-func (k kind) rowsOf(ctx context.Context, tx pgx.Tx, keys []string) (n int64, err error) {
-	if k.count == "" {
+// countRows returns the number of rows to delete with keys.
+func (k kind) countRows(ctx context.Context, tx pgx.Tx, keys []string) (n int64, err error) {
+	if k.countSQL == "" {
 		return int64(len(keys)), nil
 	}
-	err = tx.QueryRow(ctx, k.count, postgres.Strict{"keys": keys}).Scan(&n)
+	err = tx.QueryRow(ctx, k.countSQL, postgres.Strict{"keys": keys}).Scan(&n)
 	return n, err
 }

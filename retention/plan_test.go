@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
-// much inserts 20,000 rows of every kind, over the last 200 days.
-const much = `
+// seedSQL inserts 20,000 rows of every kind, spread over the last 200 days.
+const seedSQL = `
 	create temp table n as
 	  select n, at, lanekeeper.agent_uuid7(at) as id, 'hb_' || n / 4 as trace
 	    from (select n, clock_timestamp() - interval '200 days' + n * interval '14 minutes' as at
@@ -61,17 +61,17 @@ const much = `
 	insert into agent_activity_open (activity_id, kind) select id, 'call' from n where n % 400 = 0;
 	update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`
 
-// TestAPieceReadsWhatItLooksAt: a removal finds its rows by index, at any size of the tables. It scans no table, and
-// fetches few rows beyond the examined ones.
-func TestAPieceReadsWhatItLooksAt(t *testing.T) {
+// TestBatchReadsByIndex checks that a batch finds its rows by index in large tables. It scans no table, and reads
+// few rows beyond the examined rows.
+func TestBatchReadsByIndex(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	partitions(t, pool)
+	createPartitions(t, pool)
 	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(t.Context(), `set local session_replication_role = replica`); err != nil {
 			return err
 		}
-		_, err := tx.Exec(t.Context(), much, pgx.QueryExecModeSimpleProtocol)
+		_, err := tx.Exec(t.Context(), seedSQL, pgx.QueryExecModeSimpleProtocol)
 		return err
 	})
 	require.NoError(t, err)
@@ -81,38 +81,38 @@ func TestAPieceReadsWhatItLooksAt(t *testing.T) {
 	for _, keep := range []string{"14 days", "90 days"} {
 		pgtest.Exec(t, pool, `update agent_retention set keep = $1::text::interval where kind = 'activity'`, keep)
 		for _, kind := range kinds {
-			wanted := 100
+			wantRemoved := 100
 			if kind == "executions" && keep == "90 days" {
-				wanted = 0 // the pass is busy with checkpoints of deleted executions
+				wantRemoved = 0 // this batch deletes checkpoints of executions that are already deleted
 			}
 			if kind == "evals" || kind == "eval_labels" {
-				wanted = 0 // no rows exist
+				wantRemoved = 0 // no rows exist
 			}
-			readsLittle(t, pool, kind, wanted, piece(kind))
-			readsLittle(t, pool, kind, 0, piece(kind))
+			checkReads(t, pool, kind, wantRemoved, pruneHundred(kind))
+			checkReads(t, pool, kind, 0, pruneHundred(kind))
 		}
 	}
-	readsLittle(t, pool, "months", 0, func(ctx context.Context, db postgres.Beginner) (int64, error) {
+	checkReads(t, pool, "months", 0, func(ctx context.Context, db postgres.Beginner) (int64, error) {
 		_, err := retention.Retirable(ctx, db, "")
 		return 0, err
 	})
 }
 
-// piece deletes up to a hundred rows of a kind.
-func piece(kind string) func(ctx context.Context, db postgres.Beginner) (int64, error) {
+// pruneHundred returns a function that deletes up to a hundred rows of a kind.
+func pruneHundred(kind string) func(ctx context.Context, db postgres.Beginner) (int64, error) {
 	return func(ctx context.Context, db postgres.Beginner) (int64, error) {
 		removed, _, err := retention.Prune(ctx, db, kind, 100, false)
 		return removed, err
 	}
 }
 
-// readsLittle runs a removal in the middle of the old rows, not right after the removed ones.
-func readsLittle(t *testing.T, pool postgres.Beginner, what string, wanted int,
+// checkReads runs a deletion and checks that it scans no table and reads few rows.
+func checkReads(t *testing.T, pool postgres.Beginner, name string, wantRemoved int,
 	run func(context.Context, postgres.Beginner) (int64, error),
 ) {
 	t.Helper()
 	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
-		before, err := reads(t, tx)
+		before, err := readTableStats(t, tx)
 		if err != nil {
 			return err
 		}
@@ -120,27 +120,27 @@ func readsLittle(t *testing.T, pool postgres.Beginner, what string, wanted int,
 		if err != nil {
 			return err
 		}
-		assert.Truef(t, removed >= int64(wanted/4), "%s: %d rows", what, removed)
-		after, err := reads(t, tx)
+		assert.Truef(t, removed >= int64(wantRemoved/4), "%s: %d rows", name, removed)
+		after, err := readTableStats(t, tx)
 		for table, n := range after {
 			seq, rows := n.Seq-before[table].Seq, n.Rows-before[table].Rows
 			if seq > 0 && table != "agent_trial_transactions" || rows > 4000 { // this table has a row for each open trial
-				t.Errorf("%s reads %s from end to end %d times, and %d rows of it", what, table, seq, rows)
+				t.Errorf("%s scans %s %d times, and reads %d rows of it", name, table, seq, rows)
 			}
 		}
 		return err
 	})
-	require.NoError(t, err, what)
+	require.NoError(t, err, name)
 }
 
-// tableRead has the numbers of a table's scans by this session, and of the rows read.
-type tableRead struct {
+// tableStats counts the sequential scans of a table by this session, and the rows read.
+type tableStats struct {
 	Table     string
 	Seq, Rows int64
 }
 
-// reads returns the numbers of all growing tables.
-func reads(t *testing.T, db postgres.DB) (map[string]tableRead, error) {
+// readTableStats returns the statistics of all tables that grow.
+func readTableStats(t *testing.T, db postgres.DB) (map[string]tableStats, error) {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
 		select relname::text, seq_scan, seq_tup_read + coalesce(idx_tup_fetch, 0) from pg_stat_xact_user_tables
@@ -148,27 +148,27 @@ func reads(t *testing.T, db postgres.DB) (map[string]tableRead, error) {
 	if err != nil {
 		return nil, err
 	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByPos[tableRead])
-	by := map[string]tableRead{}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByPos[tableStats])
+	by := map[string]tableStats{}
 	for _, r := range list {
 		by[r.Table] = r
 	}
 	return by, err
 }
 
-// pieces prunes a kind, a hundred rows at a time, until nothing is left. It returns the number of deleted rows of each
-// step.
-func pieces(t *testing.T, db postgres.Beginner, kind string) (removed []int64) {
+// pruneAll prunes a kind, a hundred rows at a time, until no old rows are left. It returns the number of deleted rows
+// of each batch.
+func pruneAll(t *testing.T, db postgres.Beginner, kind string) (removed []int64) {
 	t.Helper()
 	for more := true; more; {
-		n, again, err := retention.Prune(t.Context(), db, kind, 100, false)
+		n, hasMore, err := retention.Prune(t.Context(), db, kind, 100, false)
 		require.Truef(t, err == nil && len(removed) <= 50, "%v after %v", err, removed)
-		removed, more = append(removed, n), again
+		removed, more = append(removed, n), hasMore
 	}
 	return removed
 }
 
-func TestALongThreadGoesInPieces(t *testing.T) {
+func TestLongThreadIsDeletedInBatches(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `update agent_retention set keep = '30 days' where kind = 'messages'`)
@@ -181,19 +181,19 @@ func TestALongThreadGoesInPieces(t *testing.T) {
 		select t, n, n, 'user', n, 'received', case when t = 2 and n = 1 then x.id end from x, generate_series(1, 4) t,
 		       generate_series(1, 150) n`)
 	n, more, err := retention.Prune(t.Context(), pool, "messages", 100, false)
-	assert.Truef(t, n == 100 && more && err == nil, "the first piece: %d, %v, %v", n, more, err)
+	assert.Truef(t, n == 100 && more && err == nil, "the first batch: %d rows, more %v, %v", n, more, err)
 	assert.Equal(t, 101, pgtest.Value[int](t, pool, `select min(seq) from agent_messages where thread_id = '1'`))
-	for _, n := range pieces(t, pool, "messages") {
-		assert.Truef(t, n <= 100, "a piece has deleted %d messages", n)
+	for _, n := range pruneAll(t, pool, "messages") {
+		assert.Truef(t, n <= 100, "a batch deleted %d messages", n)
 	}
 	left := pgtest.Value[[]string](t, pool, `select array_agg(distinct thread_id) from agent_messages`)
 	assert.Truef(t, len(left) == 1 && left[0] == "2",
-		"threads %v have messages, want 2, in which an execution that goes on has spoken", left)
+		"threads %v have messages, want 2, because an unfinished execution has a message in it", left)
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_threads`))
 }
 
-// over inserts executions that ended two days ago, each with an event and some checkpoints.
-func over(t *testing.T, pool *pgxpool.Pool, executions, checkpoints int) {
+// seedEndedExecutions inserts executions that ended two days ago, each with an event and some checkpoints.
+func seedEndedExecutions(t *testing.T, pool *pgxpool.Pool, executions, checkpoints int) {
 	t.Helper()
 	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
 		pgtest.Exec(t, tx, `set local session_replication_role = replica`)
@@ -211,12 +211,12 @@ func over(t *testing.T, pool *pgxpool.Pool, executions, checkpoints int) {
 	require.NoError(t, err)
 }
 
-// A locked row protects the row to which it belongs, and no other.
-func TestOneLockedRowKeepsOnlyItsOwn(t *testing.T) {
+// A locked row protects only the execution or the thread to which it belongs.
+func TestLockedRowKeepsOnlyItsOwner(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `update agent_retention set keep = '1 day' where kind in ('executions', 'messages')`)
-	over(t, pool, 4, 0)
+	seedEndedExecutions(t, pool, 4, 0)
 	pgtest.Exec(t, pool, `
 		insert into agent_threads (id, channel, updated_at, next_seq)
 		select t, 'chat', now() - interval '2 days' + t * interval '1 hour', 1000 from generate_series(1, 4) t`)
@@ -228,27 +228,27 @@ func TestOneLockedRowKeepsOnlyItsOwn(t *testing.T) {
 	pgtest.Exec(t, tx, `select from agent_messages where thread_id = '2' for update`)
 	for _, kind := range []string{"executions", "messages"} {
 		removed, _, err := retention.Prune(t.Context(), pool, kind, 100, false)
-		assert.Truef(t, removed == 3 && err == nil, "beside a locked row %d %s are deleted, want 3: %v", removed, kind, err)
+		assert.Truef(t, removed == 3 && err == nil, "with a locked row %d %s are deleted, want 3: %v", removed, kind, err)
 	}
 	require.NoError(t, tx.Rollback(t.Context()))
 	for _, kind := range []string{"executions", "messages"} {
 		removed, _, err := retention.Prune(t.Context(), pool, kind, 100, true)
-		assert.Truef(t, removed == 1 && err == nil, "afterwards %d %s are deleted, want 1: %v", removed, kind, err)
+		assert.Truef(t, removed == 1 && err == nil, "after the unlock %d %s are deleted, want 1: %v", removed, kind, err)
 	}
 }
 
-func TestManyCheckpointsGoInPieces(t *testing.T) {
+func TestCheckpointsAreDeletedInBatches(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `update agent_retention set keep = '1 day' where kind = 'executions'`)
-	over(t, pool, 3, 150)
-	removed := pieces(t, pool, "executions")
+	seedEndedExecutions(t, pool, 3, 150)
+	removed := pruneAll(t, pool, "executions")
 	left := pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints`)
 	assert.Truef(t, left == 0 && removed[0] == 3 && len(removed) == 6, "%d checkpoints are left after %v", left, removed)
 }
 
-// A row may change between the statement that finds it and the one that deletes it.
-func TestARowThatChangedAfterItWasFoundStays(t *testing.T) {
+// A row may change between the statement that finds it and the statement that deletes it.
+func TestChangedRowIsNotDeleted(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_executions (trace_id, surface, flow) values ('hb_x', 'flow', 'f')`)
@@ -281,7 +281,7 @@ func TestARowThatChangedAfterItWasFoundStays(t *testing.T) {
 		"channel_messages": `select id::text from agent_channel_messages`,
 	} {
 		keys := pgtest.Column[string](t, pool, key)
-		if tag, err := pool.Exec(t.Context(), retention.Remove(kind), postgres.Strict{"keys": keys}); err != nil ||
+		if tag, err := pool.Exec(t.Context(), retention.DeleteSQL(kind), postgres.Strict{"keys": keys}); err != nil ||
 			len(keys) != 1 || tag.RowsAffected() != 0 {
 			t.Errorf("%s: %d rows of %v are deleted: %v", kind, tag.RowsAffected(), keys, err)
 		}

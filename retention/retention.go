@@ -2,8 +2,8 @@
 //
 // A policy is a row of the table agent_retention. It sets for how long the database keeps rows of a kind after their
 // end. The default of most kinds is forever. Run makes one pass over all kinds; agent serve makes one every hour.
-// kinds.go has the statements that find and delete old rows. piece.go runs them, one transaction at a time. pass.go
-// pauses in between. partitions.go drops whole months of the activity log.
+// kinds.go has the statements that find and delete old rows. batch.go runs them, one transaction at a time. pass.go
+// pauses between batches. partitions.go drops whole months of the activity log.
 //
 // It promises:
 //
@@ -11,9 +11,9 @@
 //     executions and all rows of their traces (activity, checkpoints, requests, events that they may consume). It also
 //     keeps threads with a running execution or a queued message, pending approvals and unfinished deliveries. A pass
 //     never deletes memory (package memory deletes expired entries and old decided conflicts).
-//   - A pass blocks no other session. A piece of a pass is one transaction of a fraction of a second, which skips
+//   - A pass blocks no other session. A batch is one transaction of a fraction of a second, which skips
 //     locked rows. A pass detaches a partition concurrently, and no lock request queues behind the detachment.
-//   - A kill may end a pass anywhere, and any number of passes may run at once. A piece is atomic. One pass at a time
+//   - A kill may end a pass anywhere, and any number of passes may run at once. A batch is atomic. One pass at a time
 //     works on a kind, and the next pass continues there.
 //
 // A pass never deletes a row before its policy allows that, but may delete it later. It deletes activity with a policy
@@ -48,8 +48,8 @@ type Policy struct {
 	Keep      string     `json:"keep"`     // such as "90 days", or Forever
 	MinKeep   string     `json:"min_keep"` // the shortest permitted Keep
 	ChangedAt time.Time  `json:"changed_at"`
-	ChangedBy string     `json:"changed_by"` // empty: as installed
-	Removed   int64      `json:"removed"`    // rows, ever
+	ChangedBy string     `json:"changed_by"` // empty if nobody has changed the policy
+	Removed   int64      `json:"removed"`    // rows deleted by all passes
 	EndedAt   *time.Time `json:"ended_at"`   // end of the last full pass; nil while more remains
 }
 
@@ -72,7 +72,7 @@ type Change struct {
 // Set changes policies by kind: each an interval in PostgreSQL's syntax (90d, 36 hours) or Forever. It changes all of
 // them or, with ErrInvalid, none, and records an activity. reason may be empty.
 func Set(ctx context.Context, db postgres.DB, keep map[string]string, by, reason string) (Change, error) {
-	wishes, err := json.Marshal(keep)
+	policies, err := json.Marshal(keep)
 	if err != nil {
 		return Change{}, fmt.Errorf("set retention: %w", err)
 	}
@@ -81,15 +81,15 @@ func Set(ctx context.Context, db postgres.DB, keep map[string]string, by, reason
 	activity.QueueActor(ctx, b)
 	b.Queue(`
 		select changed, trace_id, coalesce(activity_id::text, '') from set_agent_retention(@keep::jsonb, @by, @reason)`,
-		postgres.Strict{"keep": string(wishes), "by": by, "reason": reason}).QueryRow(func(row pgx.Row) error {
+		postgres.Strict{"keep": string(policies), "by": by, "reason": reason}).QueryRow(func(row pgx.Row) error {
 		return row.Scan(&c.Changed, &c.TraceID, &c.ActivityID)
 	})
 	err = db.SendBatch(ctx, b).Close()
-	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22023") {
-		if refused.Hint != "" {
-			return Change{}, fmt.Errorf("%w: %s. %s", ErrInvalid, refused.Message, strings.TrimSuffix(refused.Hint, "."))
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && postgres.IsCode(err, "22023") {
+		if pgErr.Hint != "" {
+			return Change{}, fmt.Errorf("%w: %s. %s", ErrInvalid, pgErr.Message, strings.TrimSuffix(pgErr.Hint, "."))
 		}
-		return Change{}, fmt.Errorf("%w: %s", ErrInvalid, refused.Message)
+		return Change{}, fmt.Errorf("%w: %s", ErrInvalid, pgErr.Message)
 	}
 	if err != nil {
 		return Change{}, fmt.Errorf("set retention: %w", err)

@@ -27,7 +27,7 @@ func rounds() int {
 	return 3
 }
 
-// randomPolicy keeps each kind for some days, or for ever.
+// randomPolicy returns a policy that keeps each kind for some days, or forever.
 func randomPolicy(r *rand.Rand) map[string]string {
 	policy := map[string]string{}
 	for kind, minDays := range map[string]int{
@@ -43,9 +43,9 @@ func randomPolicy(r *rand.Rand) map[string]string {
 	return policy
 }
 
-// TestWhatGoesIsWhatThePolicySays prunes random states under random policies. A pass deletes exactly the rows that an
-// oracle names: no unfinished work, and nothing that such work needs.
-func TestWhatGoesIsWhatThePolicySays(t *testing.T) {
+// TestPassDeletesWhatOracleDeletes prunes random states under random policies. A pass deletes exactly the rows that the
+// oracle deletes: no unfinished work, and nothing that such work needs.
+func TestPassDeletesWhatOracleDeletes(t *testing.T) {
 	t.Parallel()
 	for n := range rounds() {
 		seed := uint64(time.Now().UnixNano()) + uint64(n)
@@ -53,28 +53,28 @@ func TestWhatGoesIsWhatThePolicySays(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
 			r := rand.New(rand.NewPCG(seed, 0))
-			random(t, pool, r)
-			noteCauses(t, pool)
+			seedRandomState(t, pool, r)
+			seedCauses(t, pool)
 			policy := randomPolicy(r)
 			_, err := retention.Set(t.Context(), pool, policy, "admin", "")
 			require.NoError(t, err)
-			want := read(t, pool)
-			had := want.keys()
-			want.take(policy)
+			want := readOracle(t, pool)
+			had := want.remaining()
+			want.prune(policy)
 			counted, err := retention.Run(t.Context(), pool, retention.Options{DryRun: true})
 			require.NoError(t, err)
-			assert.NoDiff(t, had, read(t, pool).keys())
+			assert.NoDiff(t, had, readOracle(t, pool).remaining())
 			done, err := retention.Run(t.Context(), pool, retention.Options{Restart: true})
 			require.NoError(t, err)
-			assert.Equal(t, "", cmp.Diff(want.keys(), read(t, pool).keys()), policy)
-			agree(t, had, want.keys(), counted, done)
-			causesAreOfWhatIsThere(t, pool)
+			assert.Equal(t, "", cmp.Diff(want.remaining(), readOracle(t, pool).remaining()), policy)
+			checkCounts(t, had, want.remaining(), counted, done)
+			checkCauses(t, pool)
 		})
 	}
 }
 
-// agree compares the reported rows with the deleted ones.
-func agree(t *testing.T, had, left map[string][]string, counted, done []retention.Done) {
+// checkCounts compares the reported numbers of rows with the numbers of deleted rows.
+func checkCounts(t *testing.T, had, left map[string][]string, counted, done []retention.Result) {
 	t.Helper()
 	tables := map[string]string{
 		"activity": "activity", "executions": "executions", "deliveries": "deliveries", "outbox": "outbox",
@@ -84,22 +84,24 @@ func agree(t *testing.T, had, left map[string][]string, counted, done []retentio
 	}
 	for _, d := range counted {
 		if table, ok := tables[d.Kind]; ok && d.Removed != int64(len(had[table])-len(left[table])) {
-			t.Errorf("a dry run says %d of %s would go; %d of %d stayed", d.Removed, d.Kind, len(left[table]), len(had[table]))
+			t.Errorf("the dry run reports %d rows of %s; the pass kept %d of %d", d.Removed, d.Kind, len(left[table]),
+				len(had[table]))
 		}
 	}
 	for _, d := range done {
 		if table, ok := tables[d.Kind]; ok && len(d.Partitions) == 0 && d.Removed != int64(len(had[table])-len(left[table])) {
-			t.Errorf("%d of %s are said to have gone; %d of %d stayed", d.Removed, d.Kind, len(left[table]), len(had[table]))
+			t.Errorf("the pass reports %d rows of %s; it kept %d of %d", d.Removed, d.Kind, len(left[table]), len(had[table]))
 		}
 	}
 }
 
-// TestAPassMayBeStoppedAnywhere kills passes repeatedly, several at once. They reach the same result.
-func TestAPassMayBeStoppedAnywhere(t *testing.T) {
+// TestInterruptedPassesReachSameState runs pairs of passes at once and cancels them repeatedly. The result is the same
+// as that of one pass.
+func TestInterruptedPassesReachSameState(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	r := rand.New(rand.NewPCG(7, 7))
-	random(t, pool, r)
+	seedRandomState(t, pool, r)
 	policy := map[string]string{}
 	for _, kind := range []string{
 		"activity", "executions", "events", "messages", "approvals", "automation_runs",
@@ -109,8 +111,8 @@ func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 	}
 	_, err := retention.Set(t.Context(), pool, policy, "admin", "")
 	require.NoError(t, err)
-	want := read(t, pool)
-	want.take(policy)
+	want := readOracle(t, pool)
+	want.prune(policy)
 	for n := range 12 {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(n*n)*3*time.Millisecond)
 		errs := make(chan error, 2)
@@ -130,24 +132,24 @@ func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 		_, err := retention.Run(t.Context(), pool, retention.Options{Restart: true})
 		require.NoError(t, err)
 	}
-	assert.NoDiff(t, want.keys(), read(t, pool).keys())
+	assert.NoDiff(t, want.remaining(), readOracle(t, pool).remaining())
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_retention_leftovers`))
 }
 
-func TestEverythingIsKeptUntilSomebodySaysOtherwise(t *testing.T) {
+func TestForeverKeepsAllRows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	random(t, pool, rand.New(rand.NewPCG(1, 2)))
-	// every kind is kept for ever
+	seedRandomState(t, pool, rand.New(rand.NewPCG(1, 2)))
+	// All other kinds have the policy forever by default.
 	pgtest.Exec(t, pool, `update agent_retention set keep = null
 		where kind in ('deliveries', 'outbox', 'budgets', 'prompts', 'channel_messages', 'evals')`)
-	had := read(t, pool).keys()
+	had := readOracle(t, pool).remaining()
 	done, err := retention.Run(t.Context(), pool, retention.Options{Restart: true})
 	assert.Truef(t, err == nil && len(done) == 1 && done[0].Removed == 0, "%+v, %v", done, err)
-	assert.NoDiff(t, had, read(t, pool).keys())
+	assert.NoDiff(t, had, readOracle(t, pool).remaining())
 }
 
-func TestPoliciesThatCannotBeAreRefusedWhole(t *testing.T) {
+func TestSetRejectsInvalidPolicies(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	before, err := retention.Show(t.Context(), pool)
@@ -171,15 +173,15 @@ func TestPoliciesThatCannotBeAreRefusedWhole(t *testing.T) {
 	_, err = retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"memory"}})
 	assert.ErrorIs(t, err, retention.ErrInvalid, "a pass over memory")
 	_, err = pool.Exec(t.Context(), `update agent_retention set keep = '1 second' where kind = 'executions'`)
-	assert.Truef(t, postgres.IsCode(err, "23514"), "less than the least: %v", err)
+	assert.Truef(t, postgres.IsCode(err, "23514"), "a policy shorter than min_keep: %v", err)
 }
 
-// A pass leaves rows that a client has locked, and deletes the others. The next pass returns to the locked ones.
-func TestAPassGoesOnBesideLockedRows(t *testing.T) {
+// A pass skips rows that a client has locked, and deletes the others. The next pass deletes the formerly locked rows.
+func TestPassSkipsLockedRows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	random(t, pool, rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 0)))
-	noteCauses(t, pool)
+	seedRandomState(t, pool, rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 0)))
+	seedCauses(t, pool)
 	policy := map[string]string{
 		"activity": "7d", "executions": "1d", "events": "1d", "messages": "1d", "approvals": "1d", "automation_runs": "1d",
 		"deliveries":       "1d",
@@ -188,9 +190,9 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 	}
 	_, err := retention.Set(t.Context(), pool, policy, "admin", "")
 	require.NoError(t, err)
-	want := read(t, pool)
-	had := want.keys()
-	want.take(policy)
+	want := readOracle(t, pool)
+	had := want.remaining()
+	want.prune(policy)
 	tx := pgtest.Begin(t, pool)
 	tables := []string{
 		"agent_executions", "agent_events", "agent_messages", "agent_threads", "agent_approvals",
@@ -202,17 +204,17 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 	soon, stop := context.WithTimeout(t.Context(), time.Minute)
 	defer stop()
 	_, err = retention.Run(soon, pool, retention.Options{Restart: true})
-	require.NoError(t, err, "beside locked rows")
-	beside := read(t, pool).keys()
-	for kind, ids := range want.keys() {
+	require.NoError(t, err, "pass with locked rows")
+	beside := readOracle(t, pool).remaining()
+	for kind, ids := range want.remaining() {
 		gone := slices.DeleteFunc(slices.Clone(ids),
 			func(id string) bool { return slices.Contains(beside[kind], id) })
-		assert.Truef(t, len(gone) == 0, "%s that stay are gone: %v", kind, gone)
+		assert.Truef(t, len(gone) == 0, "%s that must stay are deleted: %v", kind, gone)
 	}
 	assert.Truef(t, len(beside["executions"]) < len(had["executions"]),
-		"all %d executions are left", len(beside["executions"]))
+		"the pass deleted none of %d executions", len(beside["executions"]))
 	require.NoError(t, tx.Rollback(t.Context()))
 	_, err = retention.Run(t.Context(), pool, retention.Options{Restart: true})
 	require.NoError(t, err)
-	assert.NoDiff(t, want.keys(), read(t, pool).keys())
+	assert.NoDiff(t, want.remaining(), readOracle(t, pool).remaining())
 }

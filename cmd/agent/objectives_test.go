@@ -264,7 +264,7 @@ func TestRetentionCommands(t *testing.T) {
 			then created_at end where trace_id <> 'fl_3'`, end)
 	}
 	for _, args := range [][]string{{"retention", "run", "--dry-run"}, {"retention", "run", "executions"}} {
-		var done struct{ Items []retention.Done }
+		var done struct{ Items []retention.Result }
 		p.mustJSON(&done, args...)
 		found := false
 		for _, d := range done.Items {

@@ -111,7 +111,7 @@ work. --dry-run only counts.`,
 }
 
 // pruneNow runs a retention pass and records it, unless it only counts.
-func pruneNow(ctx context.Context, s *session, o retention.Options, reason string) (got []retention.Done, err error) {
+func pruneNow(ctx context.Context, s *session, o retention.Options, reason string) (got []retention.Result, err error) {
 	if o.DryRun {
 		return retention.Run(ctx, s.Pool, o)
 	}
@@ -127,13 +127,13 @@ func pruneNow(ctx context.Context, s *session, o retention.Options, reason strin
 	return got, err
 }
 
-func writeRetention(w io.Writer, done []retention.Done, dry bool) {
+func writeRetention(w io.Writer, done []retention.Result, dry bool) {
 	heading := []string{"KIND", "KEEP", "REMOVED", "PARTITIONS", "LATER"}
 	if dry {
 		heading = []string{"KIND", "KEEP", "WOULD REMOVE", "PARTITIONS", "LATER"}
 	}
 	writeRows(w, "all rows are kept for ever; see agent retention set --help",
-		heading, done, func(d retention.Done) []string {
+		heading, done, func(d retention.Result) []string {
 			return []string{d.Kind, d.Keep, fmt.Sprint(d.Removed), strings.Join(d.Partitions, " "), d.Later}
 		})
 }

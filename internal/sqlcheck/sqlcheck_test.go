@@ -50,7 +50,7 @@ var composed = map[string]string{
 	"internal/replica/source.go":        "passes on the statements of others",
 	"retention/partitions.go":           "names a partition",
 	"retention/pass.go":                 "runs a statement of the table of kinds, which is in kinds.go",
-	"retention/piece.go":                "runs the statements of the table of kinds, which is in kinds.go",
+	"retention/batch.go":                "runs the statements of the table of kinds, which is in kinds.go",
 	"skills/sql.go":                     "names a role, and wraps a skill's query",
 	"skills/sqlcheck.go":                "names a role",
 	"skills/sqleffect.go":               "names a role, and wraps a skill's query",
