@@ -276,7 +276,7 @@ func (s *server) methodNotAllowed(rows []route) http.Handler {
 	}
 	allow := strings.Join(methods, ", ")
 	closed := route{
-		access: guarded.access, scopes: authenticated, openAI: guarded.openAI, page: guarded.page, foreign: true,
+		access: guarded.access, scopes: authenticated, openAI: guarded.openAI, page: guarded.page, crossOrigin: true,
 	}
 	return s.authenticateAndAdmit(closed, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Allow", allow)
@@ -288,7 +288,7 @@ func (s *server) methodNotAllowed(rows []route) http.Handler {
 // unknownV1Route returns 404 to admins and chat keys, because OpenAI clients try routes that this server lacks.
 func (s *server) unknownV1Route() http.Handler {
 	visitor := route{openAI: true}
-	toAdmin := s.authenticateAndAdmit(route{access: Admin, scopes: authenticated, foreign: true},
+	toAdmin := s.authenticateAndAdmit(route{access: Admin, scopes: authenticated, crossOrigin: true},
 		s.errorHandler(route{}, routeNotFound))
 	toVisitor := s.errorHandler(visitor, routeNotFound)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -80,7 +80,7 @@ func (g *authenticator) authenticate(w http.ResponseWriter, r *http.Request, rt 
 		}
 		r = r.WithContext(principals.WithCaller(r.Context(), caller, via))
 	}
-	if err := g.cross.Check(r); err != nil && !rt.foreign {
+	if err := g.cross.Check(r); err != nil && !rt.crossOrigin {
 		return r, crossOrigin()
 	}
 	return r, nil
@@ -204,15 +204,15 @@ func missingScope(caller *principals.Caller, scope string) error {
 // It allows links to pages.
 func sameOrigin(r *http.Request, rt route) error {
 	site, origin := r.Header.Get("Sec-Fetch-Site"), r.Header.Get("Origin")
-	ours := site == "same-origin" || site == "none"
+	same := site == "same-origin" || site == "none"
 	if site == "" { // an old browser, or plain HTTP
 		u, err := url.Parse(origin)
-		ours = origin == "" || err == nil && u.Host == r.Host
+		same = origin == "" || err == nil && u.Host == r.Host
 	}
 	reads := r.Method == http.MethodGet || r.Method == http.MethodHead
 	follows := rt.page && !rt.stream && reads && r.Header.Get("Sec-Fetch-Mode") == "navigate" &&
 		r.Header.Get("Sec-Fetch-Dest") == "document"
-	if ours || follows {
+	if same || follows {
 		return nil
 	}
 	return crossOrigin()
@@ -231,5 +231,5 @@ func VisitorFrom(ctx context.Context) (name string, ok bool) {
 	return name, ok
 }
 
-// by is the name of the principal behind a request, for the audit.
-func by(ctx context.Context) string { return activity.ActorFrom(ctx).Name }
+// actorName is the name of the principal behind a request, for the audit.
+func actorName(ctx context.Context) string { return activity.ActorFrom(ctx).Name }

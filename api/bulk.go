@@ -57,11 +57,11 @@ type bulkResponse struct {
 // bulkExecutions stops when the client disconnects. The audit has the completed actions.
 func (s *server) bulkExecutions(r request) (response, error) {
 	b := r.body.(bulkRequest)
-	got := bulkResponse{Items: []bulkItem{}}
+	result := bulkResponse{Items: []bulkItem{}}
 	for _, id := range b.IDs {
 		item, err := s.bulkOne(r, b, id)
 		if ended := r.Context().Err(); ended != nil {
-			return response{}, fmt.Errorf("%s executions: %d are done: %w", b.Action, got.Done, ended)
+			return response{}, fmt.Errorf("%s executions: %d are done: %w", b.Action, result.Done, ended)
 		}
 		if err != nil {
 			p, news := problem.Of(err)
@@ -70,14 +70,14 @@ func (s *server) bulkExecutions(r request) (response, error) {
 					"error", err)
 			}
 			item.Error = p.Detail
-			got.Refused++
+			result.Refused++
 		} else {
-			got.Done++
+			result.Done++
 		}
-		got.Items = append(got.Items, item)
+		result.Items = append(result.Items, item)
 	}
-	got.Detail = got.describe(b.Action)
-	return response{body: got}, nil
+	result.Detail = result.describe(b.Action)
+	return response{body: result}, nil
 }
 
 // bulkOne applies the action to one execution.

@@ -104,13 +104,13 @@ func (s *server) getObjective(r request) (response, error) {
 
 func (s *server) acceptObjective(r request) (response, error) {
 	return s.decideObjective(r, "accept_objective", func(tx pgx.Tx, name, reason string) (bool, error) {
-		return objectives.Accept(r.Context(), tx, name, by(r.Context()), reason)
+		return objectives.Accept(r.Context(), tx, name, actorName(r.Context()), reason)
 	})
 }
 
 func (s *server) rejectObjective(r request) (response, error) {
 	return s.decideObjective(r, "reject_objective", func(tx pgx.Tx, name, reason string) (bool, error) {
-		return objectives.Reject(r.Context(), tx, name, by(r.Context()), reason)
+		return objectives.Reject(r.Context(), tx, name, actorName(r.Context()), reason)
 	})
 }
 
@@ -294,8 +294,8 @@ func (s *server) getApproval(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	got, err := approvals.Get(r.Context(), s.pool, id)
-	return response{body: got, trace: got.TraceID}, err
+	a, err := approvals.Get(r.Context(), s.pool, id)
+	return response{body: a, trace: a.TraceID}, err
 }
 
 // decideApproval decides an approval. The decision has an op_ trace of its own, because the approval's trace belongs to
@@ -308,7 +308,7 @@ func (s *server) decideApproval(r request) (response, error) {
 	body := r.body.(decisionRequest)
 	audit := trace.New(trace.Operate)
 	ctx := trace.With(r.Context(), trace.Span{TraceID: audit, Surface: trace.Operate})
-	got, err := approvals.Decide(ctx, s.pool, id, body.Decision == "approve", by(r.Context()), body.Reason)
+	decided, err := approvals.Decide(ctx, s.pool, id, body.Decision == "approve", actorName(r.Context()), body.Reason)
 	if errors.Is(err, approvals.ErrDecided) {
 		current, getErr := approvals.Get(r.Context(), s.pool, id)
 		return response{trace: current.TraceID}, errors.Join(err, getErr)
@@ -316,7 +316,7 @@ func (s *server) decideApproval(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	return response{body: got, trace: string(audit)}, nil
+	return response{body: decided, trace: string(audit)}, nil
 }
 
 // maxShown bounds a displayed value in bytes.
@@ -371,14 +371,14 @@ func (s *server) enableAutomation(r request) (response, error) {
 func (s *server) disableAutomation(r request) (response, error) {
 	return s.changeNamed(r, "disable_automation", "automation", automations.ErrNotFound,
 		func(tx pgx.Tx, name, reason string) (bool, error) {
-			return automations.Disable(r.Context(), tx, name, by(r.Context()), reason)
+			return automations.Disable(r.Context(), tx, name, actorName(r.Context()), reason)
 		})
 }
 
 func (s *server) acceptAutomation(r request) (response, error) {
 	return s.changeNamed(r, "accept_automation", "automation", automations.ErrNotFound,
 		func(tx pgx.Tx, name, _ string) (bool, error) {
-			accepted, err := automations.Accept(r.Context(), tx, name, by(r.Context()))
+			accepted, err := automations.Accept(r.Context(), tx, name, actorName(r.Context()))
 			return requireChanged(accepted, err, "automation %s is not an open proposal", name)
 		})
 }
@@ -455,7 +455,7 @@ func (s *server) setWebhookEnabled(
 ) func(request) (response, error) {
 	return func(r request) (response, error) {
 		return s.changeNamed(r, action, kind, hooks.ErrNotFound, func(tx pgx.Tx, name, reason string) (bool, error) {
-			return set(r.Context(), tx, name, enabled, by(r.Context()), reason)
+			return set(r.Context(), tx, name, enabled, actorName(r.Context()), reason)
 		})
 	}
 }
@@ -476,27 +476,27 @@ func (s *server) resendWebhook(r request) (response, error) {
 func (s *server) webhookRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/webhooks/targets", response: page[hooks.Target]{}, fn: s.listTargets,
+			method: "GET", path: "/v1/webhooks/targets", response: page[hooks.Target]{}, handle: s.listTargets,
 			about: "Targets of outgoing webhooks by name, with their pending and dead messages.",
 		}, {
 			method: "POST", path: "/v1/webhooks/targets/{id}/enable", body: reasonRequest{}, response: change{},
-			fn:    s.setWebhookEnabled("enable_webhook_target", "target", true, hooks.SetTarget),
-			about: "Enable a target by name and send its pending messages.",
+			handle: s.setWebhookEnabled("enable_webhook_target", "target", true, hooks.SetTarget),
+			about:  "Enable a target by name and send its pending messages.",
 		}, {
 			method: "POST", path: "/v1/webhooks/targets/{id}/disable", body: reasonRequest{}, response: change{},
-			fn:    s.setWebhookEnabled("disable_webhook_target", "target", false, hooks.SetTarget),
-			about: "Disable a target by name. Pending messages wait; new events are not sent.",
+			handle: s.setWebhookEnabled("disable_webhook_target", "target", false, hooks.SetTarget),
+			about:  "Disable a target by name. Pending messages wait; new events are not sent.",
 		}, {
 			method: "POST", path: "/v1/webhooks/endpoints/{id}/enable", body: reasonRequest{}, response: change{},
-			fn:    s.setWebhookEnabled("enable_webhook", "endpoint", true, hooks.SetEndpoint),
-			about: "Enable an endpoint by name.",
+			handle: s.setWebhookEnabled("enable_webhook", "endpoint", true, hooks.SetEndpoint),
+			about:  "Enable an endpoint by name.",
 		}, {
 			method: "POST", path: "/v1/webhooks/endpoints/{id}/disable", body: reasonRequest{}, response: change{},
-			fn:    s.setWebhookEnabled("disable_webhook", "endpoint", false, hooks.SetEndpoint),
-			about: "Disable an endpoint by name. Requests to it get 404.",
+			handle: s.setWebhookEnabled("disable_webhook", "endpoint", false, hooks.SetEndpoint),
+			about:  "Disable an endpoint by name. Requests to it get 404.",
 		}, {
 			method: "POST", path: "/v1/webhooks/outbox/{id}/resend", body: reasonRequest{}, response: change{},
-			fn:        s.resendWebhook,
+			handle:    s.resendWebhook,
 			conflicts: true,
 			about:     "Give a dead outgoing message one more attempt under the same webhook-id. 409 if it is not dead.",
 		},

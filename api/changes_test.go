@@ -471,12 +471,12 @@ func TestApprovalFiltersAndInvalidDecisions(t *testing.T) {
 // raiseEvent posts an event and returns its id and the resumed executions.
 func (a *agent) raiseEvent(body string, header http.Header) (id string, resumed []string) {
 	a.t.Helper()
-	var got struct {
+	var delivered struct {
 		ID      string `json:"event_id"`
 		Resumed []string
 	}
-	a.checkResponse(a.raw("POST", "/v1/events", body, header), "POST", "/v1/events", http.StatusAccepted, &got)
-	return got.ID, got.Resumed
+	a.checkResponse(a.raw("POST", "/v1/events", body, header), "POST", "/v1/events", http.StatusAccepted, &delivered)
+	return delivered.ID, delivered.Resumed
 }
 
 func TestEventResumesWaiterOnce(t *testing.T) {

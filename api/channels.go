@@ -37,19 +37,19 @@ func (b unpairRequest) check() error {
 }
 
 func (s *server) listChannels(r request) (response, error) {
-	got, err := channels.List(r.Context(), s.pool)
-	return response{body: pageOf(got, "")}, err
+	list, err := channels.List(r.Context(), s.pool)
+	return response{body: pageOf(list, "")}, err
 }
 
 func (s *server) listPairings(r request) (response, error) {
-	got, err := channels.Identities(r.Context(), s.pool, 500)
-	return response{body: pageOf(got, "")}, err
+	list, err := channels.Identities(r.Context(), s.pool, 500)
+	return response{body: pageOf(list, "")}, err
 }
 
-func (s *server) switchChannel(action string, enabled bool) func(request) (response, error) {
+func (s *server) setChannelEnabled(action string, enabled bool) func(request) (response, error) {
 	return func(r request) (response, error) {
 		return s.changeNamed(r, action, "channel", channels.ErrNotFound, func(tx pgx.Tx, name, reason string) (bool, error) {
-			return channels.Set(r.Context(), tx, name, enabled, by(r.Context()), reason)
+			return channels.Set(r.Context(), tx, name, enabled, actorName(r.Context()), reason)
 		})
 	}
 }
@@ -58,10 +58,10 @@ func (s *server) switchChannel(action string, enabled bool) func(request) (respo
 func (s *server) pairSender(r request) (response, error) {
 	body := r.body.(pairRequest)
 	input := map[string]any{}
-	var got channels.Identity
+	var paired channels.Identity
 	done, err := s.record(r.Context(), "pair_sender", body.Reason, input, func(tx pgx.Tx, _ string) (_ any, err error) {
-		got, err = channels.Pair(r.Context(), tx, body.Code, by(r.Context()))
-		input["channel"], input["sender"] = got.Channel, got.Subject
+		paired, err = channels.Pair(r.Context(), tx, body.Code, actorName(r.Context()))
+		input["channel"], input["sender"] = paired.Channel, paired.Subject
 		return map[string]bool{"changed": err == nil}, err
 	})
 	if errors.Is(err, channels.ErrCode) {
@@ -70,7 +70,7 @@ func (s *server) pairSender(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	done.Name, done.Changed = got.Subject, true
+	done.Name, done.Changed = paired.Subject, true
 	return response{body: done, trace: done.TraceID}, nil
 }
 
@@ -101,25 +101,25 @@ func (s *server) unpairSender(r request) (response, error) {
 func (s *server) channelRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/channels", response: page[channels.Channel]{}, fn: s.listChannels,
+			method: "GET", path: "/v1/channels", response: page[channels.Channel]{}, handle: s.listChannels,
 			about: "Channels by name, with their state, their queues and maybe-sent messages.",
 		}, {
-			method: "GET", path: "/v1/channels/senders", response: page[channels.Identity]{}, fn: s.listPairings,
+			method: "GET", path: "/v1/channels/senders", response: page[channels.Identity]{}, handle: s.listPairings,
 			about: "Senders of channels: waiting for an admin, or paired.",
 		}, {
-			method: "POST", path: "/v1/channels/pair", body: pairRequest{}, response: change{}, fn: s.pairSender,
+			method: "POST", path: "/v1/channels/pair", body: pairRequest{}, response: change{}, handle: s.pairSender,
 			conflicts: true,
 			about:     "Pair a sender by its code; it may then write as a visitor. 409 for an unknown, used or expired code.",
 		}, {
-			method: "POST", path: "/v1/channels/{id}/unpair", body: unpairRequest{}, response: change{}, fn: s.unpairSender,
+			method: "POST", path: "/v1/channels/{id}/unpair", body: unpairRequest{}, response: change{}, handle: s.unpairSender,
 			about: "Forget a sender of a channel, by name. The sender then needs a new code.",
 		}, {
 			method: "POST", path: "/v1/channels/{id}/enable", body: reasonRequest{}, response: change{},
-			fn: s.switchChannel("enable_channel", true), about: "Enable a channel by name.",
+			handle: s.setChannelEnabled("enable_channel", true), about: "Enable a channel by name.",
 		}, {
 			method: "POST", path: "/v1/channels/{id}/disable", body: reasonRequest{}, response: change{},
-			fn:    s.switchChannel("disable_channel", false),
-			about: "Disable a channel by name. Nothing is received; messages to it wait.",
+			handle: s.setChannelEnabled("disable_channel", false),
+			about:  "Disable a channel by name. Nothing is received; messages to it wait.",
 		},
 	}
 }

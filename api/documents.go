@@ -12,7 +12,7 @@ import (
 )
 
 func (s *server) documentRoutes() []route {
-	adding := route{
+	upload := route{
 		method: "POST", path: "/v1/documents", body: json.RawMessage{}, response: documents.Document{},
 		status: http.StatusCreated, maxBody: s.documentBytes + documents.FormOverhead,
 		params: []param{
@@ -22,28 +22,28 @@ func (s *server) documentRoutes() []route {
 		about: "Store a document: multipart/form-data with a part named file, or the file itself as the body. " +
 			"The content type is detected from the content. 413 names the limit.",
 	}
-	adding.httpHandler = s.rawHandler(adding, s.addDocument)
+	upload.httpHandler = s.rawHandler(upload, s.addDocument)
 	content := route{
 		method: "GET", path: "/v1/documents/{id}/content", contentType: "application/octet-stream",
 		about: "The content of a document, always as an attachment.",
 	}
 	content.httpHandler = s.rawHandler(content, s.sendDocument)
 	return []route{
-		adding,
+		upload,
 		{
-			method: "GET", path: "/v1/documents", response: page[documents.Document]{}, fn: s.listDocuments,
+			method: "GET", path: "/v1/documents", response: page[documents.Document]{}, handle: s.listDocuments,
 			about: "Documents without their content, newest first.",
 			params: listParams(textParam("thread_id", "Only this thread"), param{
 				name: "execution_id", about: "Only this execution", check: checkUUID,
 			}),
 		},
 		{
-			method: "GET", path: "/v1/documents/{id}", response: documents.Document{}, fn: s.getDocument,
+			method: "GET", path: "/v1/documents/{id}", response: documents.Document{}, handle: s.getDocument,
 			about: "One document without its content.",
 		},
 		content,
 		{
-			method: "DELETE", path: "/v1/documents/{id}", body: reasonRequest{}, response: change{}, fn: s.deleteDocument,
+			method: "DELETE", path: "/v1/documents/{id}", body: reasonRequest{}, response: change{}, handle: s.deleteDocument,
 			about: "Delete a document permanently.",
 		},
 	}
@@ -90,13 +90,13 @@ func (s *server) addDocument(w http.ResponseWriter, r request) error {
 }
 
 func (s *server) listDocuments(r request) (response, error) {
-	got, err := readPage("documents", r.query, func(d documents.Document) string { return d.ID },
+	list, err := readPage("documents", r.query, func(d documents.Document) string { return d.ID },
 		func(before string, limit int) ([]documents.Document, error) {
 			return documents.List(r.Context(), s.pool, documents.Filter{
 				ThreadID: r.query["thread_id"], ExecutionID: r.query["execution_id"], Before: before, Limit: limit,
 			})
 		})
-	return response{body: got}, err
+	return response{body: list}, err
 }
 
 func (s *server) getDocument(r request) (response, error) {

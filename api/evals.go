@@ -52,8 +52,8 @@ func (b newEvalLabel) check() error {
 	return nil
 }
 
-// missingEval returns the problem for an unknown eval, run or trial.
-func missingEval(err error, format string, args ...any) error {
+// evalNotFound returns the problem for an unknown eval, run or trial.
+func evalNotFound(err error, format string, args ...any) error {
 	if errors.Is(err, evals.ErrNotFound) {
 		return problem.New(http.StatusNotFound, format, args...)
 	}
@@ -98,11 +98,11 @@ func (s *server) listEvals(r request) (response, error) {
 }
 
 func (s *server) listEvalRuns(r request) (response, error) {
-	got, err := readPage("eval runs", r.query, func(run evals.Run) string { return run.ID },
+	runs, err := readPage("eval runs", r.query, func(run evals.Run) string { return run.ID },
 		func(before string, limit int) ([]evals.Run, error) {
 			return evals.RunsBefore(r.Context(), s.pool, r.query["suite"], before, limit)
 		})
-	return response{body: got}, err
+	return response{body: runs}, err
 }
 
 // getEvalRun reports a run. On request it compares the run with another run.
@@ -113,7 +113,7 @@ func (s *server) getEvalRun(r request) (response, error) {
 	}
 	run, err := evals.GetRun(r.Context(), s.pool, id)
 	if err != nil {
-		return response{}, missingEval(err, "no run %s", id)
+		return response{}, evalNotFound(err, "no run %s", id)
 	}
 	caller, newReport := principals.From(r.Context()), evals.NewBriefReport
 	if r.query["calls"] == "true" {
@@ -135,7 +135,7 @@ func (s *server) getEvalRun(r request) (response, error) {
 		return response{}, problem.BadParameter("parameter against is a run of %s, not of %s", other.Suite, run.Suite)
 	}
 	if err != nil {
-		return response{}, missingEval(err, "against: no run %s", against)
+		return response{}, evalNotFound(err, "against: no run %s", against)
 	}
 	subject, err := evals.SubjectOf(r.Context(), s.pool, run)
 	if err == nil {
@@ -152,7 +152,7 @@ func (s *server) startEvalRun(r request) (response, error) {
 	}
 	suite, err := evals.Get(r.Context(), s.pool, body.Suite)
 	if err != nil {
-		return response{}, missingEval(err, "no eval %.100q; see GET /v1/evals", body.Suite)
+		return response{}, evalNotFound(err, "no eval %.100q; see GET /v1/evals", body.Suite)
 	}
 	run, err := s.evals.Start(r.Context(), suite, runner.Options{Model: body.Model, Trials: body.Trials, Background: true})
 	return response{body: run, status: http.StatusCreated}, evalError(err)
@@ -161,7 +161,7 @@ func (s *server) startEvalRun(r request) (response, error) {
 func (s *server) labelEval(r request) (response, error) {
 	body := r.body.(newEvalLabel)
 	label, done, err := evals.PutLabel(r.Context(), s.pool, evals.NewLabel(body))
-	err = missingEval(err, "no trial %d of case %.100q in run %s", max(body.Trial, 1), body.Case, body.Run)
+	err = evalNotFound(err, "no trial %d of case %.100q in run %s", max(body.Trial, 1), body.Case, body.Run)
 	if !mayReadThreads(principals.From(r.Context())) {
 		label.Answer = ""
 	}
@@ -174,8 +174,8 @@ func mayReadThreads(caller *principals.Caller) bool {
 }
 
 func (s *server) listEvalLabels(r request) (response, error) {
-	got, err := evals.Labels(r.Context(), s.pool, r.query["suite"], r.query["run"], "", maxEvalLabels)
-	return response{body: pageOf(got, "")}, err
+	labels, err := evals.Labels(r.Context(), s.pool, r.query["suite"], r.query["run"], "", maxEvalLabels)
+	return response{body: pageOf(labels, "")}, err
 }
 
 // maxEvalLabels bounds the listed labels.
@@ -190,26 +190,26 @@ func (s *server) evalRoutes() []route {
 	run := param{name: "run", about: "Id of a run", check: checkUUID}
 	return []route{
 		{
-			method: "GET", path: "/v1/evals", response: page[listedEval]{}, fn: s.listEvals,
+			method: "GET", path: "/v1/evals", response: page[listedEval]{}, handle: s.listEvals,
 			about: "Suites of evals by name, each with its newest run.",
 		}, {
-			method: "GET", path: "/v1/evals/runs", response: page[evals.Run]{}, fn: s.listEvalRuns,
+			method: "GET", path: "/v1/evals/runs", response: page[evals.Run]{}, handle: s.listEvalRuns,
 			params: listParams(suite), about: "Runs of suites, newest first.",
 		}, {
 			method: "POST", path: "/v1/evals/runs", body: newEvalRun{}, response: evals.Run{}, status: http.StatusCreated,
-			fn: s.startEvalRun, conflicts: true, missing: true,
+			handle: s.startEvalRun, conflicts: true, notFound: true,
 			about: "Start a run of a suite, which servers play in the background. 409 for a budget in dollars and a model " +
 				"without a price.",
 		}, {
-			method: "GET", path: "/v1/evals/runs/{id}", response: evals.Report{}, fn: s.getEvalRun,
+			method: "GET", path: "/v1/evals/runs/{id}", response: evals.Report{}, handle: s.getEvalRun,
 			params: []param{against, calls},
 			about: "One run: its cases with intervals and pass^k, its trials with reasons and traces, cost, the A/A control, " +
 				"and the comparison with another run. Reasons need the scope threads:read.",
 		}, {
-			method: "GET", path: "/v1/evals/labels", response: page[evals.Label]{}, fn: s.listEvalLabels,
+			method: "GET", path: "/v1/evals/labels", response: page[evals.Label]{}, handle: s.listEvalLabels,
 			params: []param{suite, run}, about: "Labels of answers, newest first, at most 10,000.",
 		}, {
-			method: "POST", path: "/v1/evals/labels", body: newEvalLabel{}, response: evals.Label{}, fn: s.labelEval,
+			method: "POST", path: "/v1/evals/labels", body: newEvalLabel{}, response: evals.Label{}, handle: s.labelEval,
 			repeatable: true, conflicts: true,
 			about: "Say whether the answer of a trial is good or bad; none withdraws your label. 409 while the trial is not " +
 				"decided.",

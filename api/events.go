@@ -73,22 +73,22 @@ func (s *server) raiseEvent(r request) (response, error) {
 	if e.ID == "" {
 		keyed = eventKey(r.Request, e)
 	}
-	var got executions.Delivered
+	var delivered executions.Delivered
 	err := withFreshKey(r.Context(), s.pool, keyed, func(key string) (_ string, err error) {
 		e.ID = cmp.Or(key, e.ID)
-		got, err = s.deliver(r.Context(), e)
-		return got.EventID, err
+		delivered, err = s.deliver(r.Context(), e)
+		return delivered.EventID, err
 	})
 	if err != nil {
 		return response{}, valueError(err)
 	}
-	if err := activity.LinkExecutions(r.Context(), s.pool, got.Resumed); err != nil {
-		s.log.WarnContext(r.Context(), "caller's trace not linked", "event_id", got.EventID, "error", err)
+	if err := activity.LinkExecutions(r.Context(), s.pool, delivered.Resumed); err != nil {
+		s.log.WarnContext(r.Context(), "caller's trace not linked", "event_id", delivered.EventID, "error", err)
 	}
-	if got.Resumed == nil {
-		got.Resumed = []string{}
+	if delivered.Resumed == nil {
+		delivered.Resumed = []string{}
 	}
-	return response{body: eventResponse(got), status: http.StatusAccepted}, nil
+	return response{body: eventResponse(delivered), status: http.StatusAccepted}, nil
 }
 
 // deliver raises an event. It stores a message for an existing thread in that thread, like a message of the visitor.
@@ -119,18 +119,18 @@ func (s *server) deliver(ctx context.Context, e eventRequest) (executions.Delive
 
 // deliverEvent delivers an event and records its sender. Four eyes count the sender as a requester of the resumed
 // executions. Root may decide every approval, so its events join a batch without that record.
-func (s *server) deliverEvent(ctx context.Context, e eventRequest) (got executions.Delivered, err error) {
+func (s *server) deliverEvent(ctx context.Context, e eventRequest) (delivered executions.Delivered, err error) {
 	if !activity.HasActor(ctx) || activity.ActorFrom(ctx).Name == principals.Root {
 		return s.engine.Deliver(ctx, s.pool, e.Event, e.Key, e.Data, e.ID)
 	}
 	what := fmt.Sprintf("the wait for %s %.300q", e.Event, e.Key)
 	err = s.locks.Do(ctx, s.pool, what, func(tx pgx.Tx) (err error) {
-		if got, err = s.engine.Deliver(ctx, tx, e.Event, e.Key, e.Data, e.ID); err == nil {
-			err = activity.Asked(ctx, tx, "event "+got.EventID)
+		if delivered, err = s.engine.Deliver(ctx, tx, e.Event, e.Key, e.Data, e.ID); err == nil {
+			err = activity.Asked(ctx, tx, "event "+delivered.EventID)
 		}
 		return err
 	})
-	return got, postgres.ExplainLock(ctx, s.pool, err, what, "agent_events", "agent_executions", "agent_locks")
+	return delivered, postgres.ExplainLock(ctx, s.pool, err, what, "agent_events", "agent_executions", "agent_locks")
 }
 
 // messageContent returns the text and data of a message; "" for other events.
@@ -169,23 +169,23 @@ func eventKey(r *http.Request, e eventRequest) string {
 func (s *server) flowRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/flows", response: page[flows.Flow]{}, fn: s.listFlows, params: listParams(),
+			method: "GET", path: "/v1/flows", response: page[flows.Flow]{}, handle: s.listFlows, params: listParams(),
 			about: "Flows declared as data, by name, each in its current version.",
 		}, {
-			method: "GET", path: "/v1/flows/{name}", response: flows.Flow{}, fn: s.getFlow,
+			method: "GET", path: "/v1/flows/{name}", response: flows.Flow{}, handle: s.getFlow,
 			about: "One flow in its current version. POST /v1/executions starts it.",
 		}, {
-			method: "GET", path: "/v1/schemas/flow", response: json.RawMessage{}, fn: s.flowSchema,
+			method: "GET", path: "/v1/schemas/flow", response: json.RawMessage{}, handle: s.flowSchema,
 			about: "The JSON Schema of a flow's declaration, for editors and validators.",
 		}, {
-			method: "GET", path: "/v1/requests", response: page[requests.Record]{}, fn: s.listRequests,
+			method: "GET", path: "/v1/requests", response: page[requests.Record]{}, handle: s.listRequests,
 			params: listParams(enumParam("kind", "Kind of the request", "document", "signature", "test"),
 				enumParam("status", "State of the request; closed: its execution ended first", "pending", "completed", "closed"),
 				textParam("thread_id", "Id of the thread"),
 				param{name: "execution_id", about: "Id of the execution", check: checkUUID}),
 			about: "Requests to people, newest first. An event with the request's id as key answers one.",
 		}, {
-			method: "GET", path: "/v1/requests/{id}", response: requests.Record{}, fn: s.getRequest,
+			method: "GET", path: "/v1/requests/{id}", response: requests.Record{}, handle: s.getRequest,
 			about: "One request with its answers.",
 		},
 	}
@@ -230,14 +230,14 @@ func (s *server) getFlow(r request) (response, error) {
 }
 
 func (s *server) listRequests(r request) (response, error) {
-	got, err := readPage("requests", r.query, func(x requests.Record) string { return x.ID },
+	list, err := readPage("requests", r.query, func(x requests.Record) string { return x.ID },
 		func(before string, limit int) ([]requests.Record, error) {
 			return requests.List(r.Context(), s.pool, requests.Filter{
 				Kind: r.query["kind"], Status: r.query["status"], ThreadID: r.query["thread_id"],
 				ExecutionID: strings.ToLower(r.query["execution_id"]), Before: before, Limit: limit,
 			})
 		})
-	return response{body: got}, err
+	return response{body: list}, err
 }
 
 func (s *server) getRequest(r request) (response, error) {
@@ -245,11 +245,11 @@ func (s *server) getRequest(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	asked, err := requests.Get(r.Context(), s.pool, id)
+	req, err := requests.Get(r.Context(), s.pool, id)
 	if errors.Is(err, requests.ErrNotFound) {
 		return response{}, problem.New(http.StatusNotFound, "no request %s", id)
 	}
-	return response{body: asked, trace: asked.TraceID}, err
+	return response{body: req, trace: req.TraceID}, err
 }
 
 func (s *server) flowSchema(request) (response, error) {

@@ -55,7 +55,7 @@ type cancelResponse struct {
 }
 
 func (s *server) listExecutions(r request) (response, error) {
-	got, err := readPage("executions", r.query, func(x executions.Execution) string { return x.ID },
+	list, err := readPage("executions", r.query, func(x executions.Execution) string { return x.ID },
 		func(before string, limit int) ([]executions.Execution, error) {
 			return executions.List(r.Context(), s.pool, executions.Filter{
 				Statuses: r.query.list("status"), Surface: r.query["surface"], Flow: r.query["flow"], Agent: r.query["agent"],
@@ -63,13 +63,13 @@ func (s *server) listExecutions(r request) (response, error) {
 				Before: before, Limit: limit,
 			})
 		})
-	for i := range got.Items {
+	for i := range list.Items {
 		if r.csv { // the table has none of these, and redaction is slow
-			got.Items[i].Input, got.Items[i].Variables, got.Items[i].WaitingData, got.Items[i].Result = nil, nil, nil, nil
+			list.Items[i].Input, list.Items[i].Variables, list.Items[i].WaitingData, list.Items[i].Result = nil, nil, nil, nil
 		}
-		got.Items[i] = got.Items[i].Redacted(r.Context())
+		list.Items[i] = list.Items[i].Redacted(r.Context())
 	}
-	return response{body: got}, err
+	return response{body: list}, err
 }
 
 func (s *server) getExecution(r request) (response, error) {
@@ -128,19 +128,19 @@ func (s *server) mayCancel(ctx context.Context, x executions.Execution) error {
 }
 
 func (s *server) cancel(ctx context.Context, x executions.Execution, reason string) (response, error) {
-	status, err := s.engine.Cancel(ctx, x.ID, by(ctx), reason)
+	status, err := s.engine.Cancel(ctx, x.ID, actorName(ctx), reason)
 	if err != nil {
 		return response{trace: x.TraceID}, err
 	}
-	got := cancelResponse{ID: x.ID, TraceID: x.TraceID, Status: status}
+	result := cancelResponse{ID: x.ID, TraceID: x.TraceID, Status: status}
 	if status.Ended() {
-		return response{body: got, trace: x.TraceID}, nil
+		return response{body: result, trace: x.TraceID}, nil
 	}
-	if got.Detail, err = executions.CancelDetail(ctx, s.pool); err != nil {
+	if result.Detail, err = executions.CancelDetail(ctx, s.pool); err != nil {
 		return response{trace: x.TraceID}, err
 	}
-	got.CancelRequested = true
-	return response{body: got, trace: x.TraceID, status: http.StatusAccepted}, nil
+	result.CancelRequested = true
+	return response{body: result, trace: x.TraceID, status: http.StatusAccepted}, nil
 }
 
 // execution reads the execution in the path.
@@ -321,7 +321,7 @@ func (s *server) openForFlow(ctx context.Context, b startRequest, agent string) 
 	err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) error {
 		err := threads.OpenForFlow(ctx, tx, b.ThreadID, b.Flow, b.ParentID, agent)
 		if err == nil && b.ChatKey != "" {
-			_, err = threads.Grant(ctx, tx, b.ThreadID, threads.Key(b.ChatKey), b.ThreadID, by(ctx))
+			_, err = threads.Grant(ctx, tx, b.ThreadID, threads.Key(b.ChatKey), b.ThreadID, actorName(ctx))
 		}
 		return err
 	})
@@ -461,32 +461,32 @@ func (s *server) timeTravelRoutes() []route {
 		{
 			method: "POST", path: "/v1/executions/{id}/fork", body: forkRequest{}, response: forkResponse{},
 			status: http.StatusCreated,
-			fn:     s.forkExecution, conflicts: true,
+			handle: s.forkExecution, conflicts: true,
 			about: "Start a new execution from a step of another: it copies the checkpoints before the step and " +
 				"runs the rest. 409 if the input contradicts a checkpoint, or the flow cannot be forked.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/retry", response: forkResponse{}, status: http.StatusCreated,
-			fn: s.retryExecution, conflicts: true,
+			handle: s.retryExecution, conflicts: true,
 			about: "Fork a failed, timed out or cancelled execution and repeat the failed part. 409 for any other.",
 		}, {
-			method: "POST", path: "/v1/executions/bulk", body: bulkRequest{}, response: bulkResponse{}, fn: s.bulkExecutions,
+			method: "POST", path: "/v1/executions/bulk", body: bulkRequest{}, response: bulkResponse{}, handle: s.bulkExecutions,
 			about: "Retry or cancel up to 200 executions, each as by its own route and with its own row in the audit. Each " +
 				"item has its result; a refused item has an error.",
 		}, {
-			method: "POST", path: "/v1/executions/{id}/replay", response: executions.Replayed{}, fn: s.replayExecution,
+			method: "POST", path: "/v1/executions/{id}/replay", response: executions.Replayed{}, handle: s.replayExecution,
 			conflicts: true,
 			about: "Replay the flow with recorded results and without side effects. Returns the digests of record " +
 				"and replay, and the first different step. 409 while it runs.",
 		}, {
-			method: "GET", path: "/v1/monitor/status", response: page[executions.StatusCount]{}, fn: s.countExecutions,
+			method: "GET", path: "/v1/monitor/status", response: page[executions.StatusCount]{}, handle: s.countExecutions,
 			about: "Number of pending, running and waiting executions, with their mean age in seconds.",
 		}, {
-			method: "GET", path: "/v1/monitor/waiting", response: page[executions.WaitingRow]{}, fn: s.listWaiting,
+			method: "GET", path: "/v1/monitor/waiting", response: page[executions.WaitingRow]{}, handle: s.listWaiting,
 			params: []param{enumParam("for", "Kind of the wait", "response", "agent", "document", "signature", "test", "event",
 				"delay", "approval", "lane")},
 			about: "Waiting executions, the nearest deadline first; at most 500.",
 		}, {
-			method: "GET", path: "/v1/monitor/stuck", response: page[executions.WaitingRow]{}, fn: s.listStuck,
+			method: "GET", path: "/v1/monitor/stuck", response: page[executions.WaitingRow]{}, handle: s.listStuck,
 			about: "Executions waiting past their deadline without an update for an hour; at most 500.",
 		},
 	}
@@ -498,15 +498,15 @@ func (s *server) forkExecution(r request) (response, error) {
 		return response{}, err
 	}
 	body := r.body.(forkRequest)
-	var got executions.Execution
+	var fork executions.Execution
 	_, err = s.record(r.Context(), "fork_execution", body.Reason, map[string]any{"execution": x.ID, "from": body.From},
 		func(tx pgx.Tx, _ string) (any, error) {
-			got, err = s.engine.Fork(r.Context(), tx, executions.ForkSpec{
+			fork, err = s.engine.Fork(r.Context(), tx, executions.ForkSpec{
 				ID: x.ID, From: body.From, Input: notNull(body.Input), Latest: body.Latest,
 			})
-			return executionRef(got), err
+			return executionRef(fork), err
 		})
-	return forkResult(x, got, body.From, err)
+	return forkResult(x, fork, body.From, err)
 }
 
 // notNull returns nil for JSON null.
@@ -527,14 +527,14 @@ func (s *server) retryExecution(r request) (response, error) {
 
 // retry forks an execution to repeat the failed part.
 func (s *server) retry(ctx context.Context, x executions.Execution, reason string) (response, error) {
-	var got executions.Execution
+	var fork executions.Execution
 	from := ""
 	_, err := s.record(ctx, "retry_execution", reason, map[string]any{"execution": x.ID},
 		func(tx pgx.Tx, _ string) (_ any, err error) {
-			got, from, err = s.engine.Retry(ctx, tx, x.ID)
-			return executionRef(got), err
+			fork, from, err = s.engine.Retry(ctx, tx, x.ID)
+			return executionRef(fork), err
 		})
-	return forkResult(x, got, from, err)
+	return forkResult(x, fork, from, err)
 }
 
 // executionRef is the output of a recorded fork.
@@ -542,7 +542,7 @@ func executionRef(x executions.Execution) map[string]string {
 	return map[string]string{"execution_id": x.ID, "trace_id": x.TraceID}
 }
 
-func forkResult(x, got executions.Execution, from string, err error) (response, error) {
+func forkResult(x, fork executions.Execution, from string, err error) (response, error) {
 	switch {
 	case errors.Is(err, executions.ErrNoStep):
 		return response{trace: x.TraceID}, problem.BadBody("from: %s", err)
@@ -555,7 +555,7 @@ func forkResult(x, got executions.Execution, from string, err error) (response, 
 		return response{trace: x.TraceID}, valueError(err)
 	}
 	return response{
-		body: forkResponse{got.ID, got.TraceID, got.Status, x.ID, from}, trace: got.TraceID,
+		body: forkResponse{fork.ID, fork.TraceID, fork.Status, x.ID, from}, trace: fork.TraceID,
 		status: http.StatusCreated,
 	}, nil
 }
@@ -565,19 +565,19 @@ func (s *server) replayExecution(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	got, err := s.engine.Replay(r.Context(), x.ID)
+	replay, err := s.engine.Replay(r.Context(), x.ID)
 	if errors.Is(err, executions.ErrRunning) || errors.Is(err, executions.ErrUnknownFlow) {
 		err = problem.New(http.StatusConflict, "%s", err).Kind("no-replay", "Cannot be replayed")
 	}
 	if err != nil {
 		return response{trace: x.TraceID}, err
 	}
-	return response{body: got, trace: x.TraceID}, nil
+	return response{body: replay, trace: x.TraceID}, nil
 }
 
 func (s *server) countExecutions(r request) (response, error) {
-	got, err := executions.CountByStatus(r.Context(), s.pool)
-	return response{body: page[executions.StatusCount]{Items: got}}, err
+	counts, err := executions.CountByStatus(r.Context(), s.pool)
+	return response{body: page[executions.StatusCount]{Items: counts}}, err
 }
 
 func (s *server) listWaiting(r request) (response, error) {
@@ -587,9 +587,9 @@ func (s *server) listWaiting(r request) (response, error) {
 func (s *server) listStuck(r request) (response, error) { return s.waitingRows(r, "", true) }
 
 func (s *server) waitingRows(r request, kind string, stuck bool) (response, error) {
-	got, err := executions.ListWaiting(r.Context(), s.pool, kind, stuck, 500)
-	for i := range got {
-		got[i] = got[i].Redacted(r.Context())
+	waiting, err := executions.ListWaiting(r.Context(), s.pool, kind, stuck, 500)
+	for i := range waiting {
+		waiting[i] = waiting[i].Redacted(r.Context())
 	}
-	return response{body: page[executions.WaitingRow]{Items: got}}, err
+	return response{body: page[executions.WaitingRow]{Items: waiting}}, err
 }

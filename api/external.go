@@ -239,11 +239,11 @@ func (s *server) lockExecution(r request) (response, error) {
 		return response{}, err
 	}
 	want := r.body.(lockRequest)
-	got, err := s.engine.LockRun(r.Context(), id, want.Owner, ttl(want.TTLSeconds))
+	lock, err := s.engine.LockRun(r.Context(), id, want.Owner, ttl(want.TTLSeconds))
 	if err != nil {
 		return response{}, err
 	}
-	return response{body: lockOf(got), trace: got.Execution.TraceID}, nil
+	return response{body: lockOf(lock), trace: lock.Execution.TraceID}, nil
 }
 
 // claimExecutions locks ready executions of some flows, or waits for one. A shutdown ends the wait.
@@ -258,32 +258,32 @@ func (s *server) claimExecutions(r request) (response, error) {
 	if known == nil {
 		known = []string{}
 	}
-	got, err := s.engine.ClaimRuns(ctx, executions.ClaimParams{
+	claimed, err := s.engine.ClaimRuns(ctx, executions.ClaimParams{
 		Flows: c.Flows, Owner: c.Owner, TTL: ttl(c.TTLSeconds),
 		Max: cmp.Or(postgres.Deref(c.Max), 1), Known: known, Wait: time.Duration(c.WaitSeconds * float64(time.Second)),
 	})
 	if err != nil {
 		return response{}, err
 	}
-	all := claimResponse{Locks: make([]lockResponse, len(got))}
-	for i, lock := range got {
-		all.Locks[i] = lockOf(lock)
+	result := claimResponse{Locks: make([]lockResponse, len(claimed))}
+	for i, lock := range claimed {
+		result.Locks[i] = lockOf(lock)
 	}
-	return response{body: all}, nil
+	return response{body: result}, nil
 }
 
 func ttl(seconds *int) time.Duration {
 	return time.Duration(cmp.Or(postgres.Deref(seconds), defaultTTL)) * time.Second
 }
 
-func lockOf(got executions.RunLock) lockResponse {
+func lockOf(lock executions.RunLock) lockResponse {
 	l := lockResponse{
-		LockID: got.LockID, ExpiresAt: got.ExpiresAt, Execution: got.Execution,
+		LockID: lock.LockID, ExpiresAt: lock.ExpiresAt, Execution: lock.Execution,
 		Checkpoints: map[string]json.RawMessage{},
 	}
-	for i, c := range got.Checkpoints {
+	for i, c := range lock.Checkpoints {
 		l.Checkpoints[c.Step] = c.Output
-		l.Checkpoint = &got.Checkpoints[i]
+		l.Checkpoint = &lock.Checkpoints[i]
 	}
 	return l
 }
@@ -304,13 +304,13 @@ func (s *server) heartbeatLock(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	got, err := s.engine.RenewLock(r.Context(), id, lockID)
+	renewal, err := s.engine.RenewLock(r.Context(), id, lockID)
 	if err != nil {
 		return response{}, err
 	}
 	return response{
-		body:  heartbeatResponse{postgres.Deref(got.ExpiresAt), postgres.Deref(got.Status), got.CancelRequested},
-		trace: postgres.Deref(got.TraceID),
+		body:  heartbeatResponse{postgres.Deref(renewal.ExpiresAt), postgres.Deref(renewal.Status), renewal.CancelRequested},
+		trace: postgres.Deref(renewal.TraceID),
 	}, nil
 }
 
@@ -319,12 +319,12 @@ func (s *server) heartbeatLocks(r request) (response, error) {
 	if err := s.mayWork(r.Context(), "", locks...); err != nil {
 		return response{}, err
 	}
-	got, err := s.engine.RenewLocks(r.Context(), locks)
+	renewals, err := s.engine.RenewLocks(r.Context(), locks)
 	if err != nil {
 		return response{}, err
 	}
-	list := heartbeatsResponse{Locks: make([]lockState, len(got))}
-	for i, b := range got {
+	list := heartbeatsResponse{Locks: make([]lockState, len(renewals))}
+	for i, b := range renewals {
 		list.Locks[i] = lockState{b.LockID, b.ExecutionID, b.Live, b.ExpiresAt, b.Status, b.CancelRequested}
 	}
 	return response{body: list}, nil
@@ -343,11 +343,11 @@ func (s *server) checkpoint(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	got := response{body: checkpointResponse{id, c.Step}, trace: traceID, status: http.StatusOK}
+	result := response{body: checkpointResponse{id, c.Step}, trace: traceID, status: http.StatusOK}
 	if isNew {
-		got.status = http.StatusCreated
+		result.status = http.StatusCreated
 	}
-	return got, nil
+	return result, nil
 }
 
 func (s *server) releaseLock(r request) (response, error) {
@@ -407,39 +407,39 @@ func (s *server) executionRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/executions", body: startRequest{}, response: executionStatus{},
-			status: http.StatusCreated, fn: s.startExecution, conflicts: true, missing: true, keyed: true,
+			status: http.StatusCreated, handle: s.startExecution, conflicts: true, notFound: true, derivesKey: true,
 			about: "Start an execution of a flow. An external worker locks and runs the flows external and external:NAME. " +
 				"422 for an unknown flow.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/lock", body: lockRequest{}, response: lockResponse{},
-			fn: s.lockExecution, conflicts: true, repeatable: true,
+			handle: s.lockExecution, conflicts: true, repeatable: true,
 			about: "Lock an execution to run it externally, and read its state. The same live owner gets the same " +
 				"lock. 409 with holder if it is locked, waiting or ended.",
 		}, {
 			method: "PUT", path: "/v1/executions/{id}/lock/{lock_id}", response: heartbeatResponse{},
-			fn: s.heartbeatLock, conflicts: true,
+			handle: s.heartbeatLock, conflicts: true,
 			about: "Renew a lock, every 15 seconds. cancel_requested reports a cancel. 409 if the lock is void.",
 		}, {
 			method: "DELETE", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
-			fn: s.releaseLock, conflicts: true,
+			handle: s.releaseLock, conflicts: true,
 			about: "Release a lock: the execution ends or waits, and can be locked again after the wait. timeout " +
 				"is a number of seconds, or text such as 24h or 7d.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
-			fn: s.releaseLock, conflicts: true, repeatable: true,
+			handle: s.releaseLock, conflicts: true, repeatable: true,
 			about: "Release a lock, as DELETE does: some proxies remove the body of a DELETE.",
 		}, {
 			method: "POST", path: "/v1/locks", body: claimRequest{}, response: claimResponse{},
-			fn: s.claimExecutions, repeatable: true,
+			handle: s.claimExecutions, repeatable: true,
 			about: "Lock ready executions of external flows, and read their state. Without one it waits for the first, for " +
 				"wait_seconds. lock_ids are the locks that the worker has; others of the owner are returned again.",
 		}, {
 			method: "PUT", path: "/v1/locks", body: heartbeatsRequest{}, response: heartbeatsResponse{},
-			fn:    s.heartbeatLocks,
-			about: "Renew many locks at once. live is false for void locks.",
+			handle: s.heartbeatLocks,
+			about:  "Renew many locks at once. live is false for void locks.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/checkpoints", body: checkpointRequest{}, response: checkpointResponse{},
-			status: http.StatusCreated, fn: s.checkpoint, conflicts: true, again: true, repeatable: true,
+			status: http.StatusCreated, handle: s.checkpoint, conflicts: true, alreadyDone: true, repeatable: true,
 			about: "Checkpoint the output of a step. 200 if the same output was recorded before; 409 for a different output " +
 				"or a void lock.",
 		},

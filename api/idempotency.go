@@ -57,15 +57,15 @@ func (s *server) withIdempotency(rt route, next http.Handler) http.Handler {
 			next.ServeHTTP(w, r)
 			return
 		}
-		var first *storedResponse
+		var prior *storedResponse
 		if err == nil {
-			first, err = s.claim(r.Context(), id)
+			prior, err = s.claim(r.Context(), id)
 		}
 		switch {
 		case err != nil:
 			s.writeError(w, r, rt, err, "")
-		case first != nil:
-			s.replay(w, r, rt, first)
+		case prior != nil:
+			s.replay(w, r, rt, prior)
 		default:
 			s.runAttempt(w, r, id, next)
 		}
@@ -74,14 +74,14 @@ func (s *server) withIdempotency(rt route, next http.Handler) http.Handler {
 
 // claim completes even if the client disconnected: an orphaned claim would block the same request until its lease ends.
 // It releases a claim whose result was lost.
-func (s *server) claim(ctx context.Context, id *keyedRequest) (first *storedResponse, err error) {
+func (s *server) claim(ctx context.Context, id *keyedRequest) (prior *storedResponse, err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), completeTimeout)
 	defer cancel()
 	s.pending.flush(ctx)
 	what := fmt.Sprintf("%s %q", keyHeader, id.key)
 	err = s.locks.Try(ctx, what+" of "+id.scope, func(ctx context.Context) error {
 		return postgres.RetryOnDisconnect(ctx, func() (err error) {
-			first, err = id.claim(ctx, s.pool)
+			prior, err = id.claim(ctx, s.pool)
 			return err
 		})
 	})
@@ -89,7 +89,7 @@ func (s *server) claim(ctx context.Context, id *keyedRequest) (first *storedResp
 	if err != nil && !postgres.Unchanged(err) {
 		s.pending.add(id, outcome{})
 	}
-	return first, err
+	return prior, err
 }
 
 // identify reads the key and the request's fingerprint. given is false without a key.
@@ -120,8 +120,8 @@ func identify(r *http.Request, rt route) (id *keyedRequest, given bool, err erro
 }
 
 func isKey(key string) bool {
-	odd := func(c rune) bool { return c < ' ' || c > '~' }
-	return strings.TrimSpace(key) != "" && len(key) <= maxKey && !strings.ContainsFunc(key, odd)
+	invalid := func(c rune) bool { return c < ' ' || c > '~' }
+	return strings.TrimSpace(key) != "" && len(key) <= maxKey && !strings.ContainsFunc(key, invalid)
 }
 
 // callerOf separates the keys of callers, so no caller gets another's response.
@@ -129,7 +129,7 @@ func callerOf(ctx context.Context) string {
 	if name, visitor := VisitorFrom(ctx); visitor {
 		return "visitor " + name
 	}
-	if name := by(ctx); name != principals.Root {
+	if name := actorName(ctx); name != principals.Root {
 		return "principal " + name
 	}
 	return "admin"
@@ -138,23 +138,23 @@ func callerOf(ctx context.Context) string {
 // runAttempt runs next, stores its response, and then sends the response. So the database has every sent response.
 func (s *server) runAttempt(w http.ResponseWriter, r *http.Request, id *keyedRequest, next http.Handler) {
 	stop := s.renewLease(r.Context(), id)
-	held := &responseRecorder{ResponseWriter: w}
+	recorder := &responseRecorder{ResponseWriter: w}
 	complete := false
 	defer func() {
 		stop()
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), completeTimeout)
 		defer cancel()
-		as := outcomeOf(held, complete)
-		err := postgres.RetryOnDisconnect(ctx, func() error { return id.complete(ctx, s.pool, as) })
+		result := outcomeOf(recorder, complete)
+		err := postgres.RetryOnDisconnect(ctx, func() error { return id.complete(ctx, s.pool, result) })
 		if err != nil {
-			s.pending.add(id, as)
+			s.pending.add(id, result)
 			s.log.WarnContext(ctx, "response of an idempotency key not stored", "path", problem.Path(r), "error", err)
 		}
 		if complete {
-			held.finish()
+			recorder.finish()
 		}
 	}()
-	next.ServeHTTP(held, r)
+	next.ServeHTTP(recorder, r)
 	complete = true
 }
 
@@ -184,27 +184,27 @@ func (s *server) renewLease(ctx context.Context, id *keyedRequest) (stop func())
 }
 
 // replay responds for a key that is already claimed.
-func (s *server) replay(w http.ResponseWriter, r *http.Request, rt route, first *storedResponse) {
+func (s *server) replay(w http.ResponseWriter, r *http.Request, rt route, prior *storedResponse) {
 	switch {
-	case !first.Same:
+	case !prior.Same:
 		s.writeError(w, r, rt, problem.New(http.StatusUnprocessableEntity, "this %s was used for a different request",
 			keyHeader).
 			Kind("idempotency-key-reused", "Idempotency key reused"), "")
-	case first.State == "running":
+	case prior.State == "running":
 		w.Header().Set("Retry-After", "1")
 		s.writeError(w, r, rt, problem.New(http.StatusConflict, "the first request with this %s is still running", keyHeader).
 			Kind("idempotency-key-running", "Still running"), "")
-	case first.State == "unkept":
+	case prior.State == "unkept":
 		s.writeError(w, r, rt, problem.New(http.StatusConflict, "the request with this %s is done; its streamed response "+
 			"was not stored", keyHeader).
-			Kind("idempotency-key-used", "Already handled"), first.header()["X-Trace-Id"])
+			Kind("idempotency-key-used", "Already handled"), prior.header()["X-Trace-Id"])
 	default:
-		for name, value := range first.header() {
+		for name, value := range prior.header() {
 			w.Header().Set(name, value)
 		}
 		w.Header().Set("Idempotent-Replayed", "true")
-		w.WriteHeader(first.Status)
-		if _, err := w.Write(first.Body); err != nil {
+		w.WriteHeader(prior.Status)
+		if _, err := w.Write(prior.Body); err != nil {
 			s.log.DebugContext(r.Context(), "write response", "path", problem.Path(r), "error", err)
 		}
 	}
@@ -238,7 +238,7 @@ type keyedRequest struct {
 // broken connection finds its own claim.
 func (id *keyedRequest) claim(ctx context.Context, db postgres.DB) (*storedResponse, error) {
 	for {
-		var ours bool
+		var claimed bool
 		err := db.QueryRow(ctx, `
 			with forgotten as (
 			  delete from agent_idempotency
@@ -258,16 +258,16 @@ func (id *keyedRequest) claim(ctx context.Context, db postgres.DB) (*storedRespo
 			"scope": id.scope, "key": id.key, "fingerprint": id.fingerprint, "attempt": id.attempt, "lease": keyLease.Seconds(),
 			"life":         keyTTL.Seconds(),
 			"lock_timeout": postgres.LockTimeout,
-		}).Scan(&ours)
+		}).Scan(&claimed)
 		if err == nil {
 			return nil, nil
 		}
 		if !errors.Is(err, pgx.ErrNoRows) {
 			return nil, fmt.Errorf("claim idempotency key: %w", err)
 		}
-		first, err := id.read(ctx, db)
+		prior, err := id.read(ctx, db)
 		if !errors.Is(err, pgx.ErrNoRows) { // another attempt released the key meanwhile: retry
-			return first, err
+			return prior, err
 		}
 	}
 }
@@ -299,14 +299,14 @@ type outcome struct {
 }
 
 // outcomeOf releases the key for a transient response.
-func outcomeOf(held *responseRecorder, complete bool) outcome {
+func outcomeOf(w *responseRecorder, complete bool) outcome {
 	switch {
-	case !complete && !held.passthrough, !isFinal(held.code()):
+	case !complete && !w.passthrough, !isFinal(w.code()):
 		return outcome{}
-	case held.passthrough:
-		return outcome{"unkept", held.code(), held.storedHeaders(), held.storedBody()}
+	case w.passthrough:
+		return outcome{"unkept", w.code(), w.storedHeaders(), w.storedBody()}
 	}
-	return outcome{"answered", held.code(), held.storedHeaders(), held.storedBody()}
+	return outcome{"answered", w.code(), w.storedHeaders(), w.storedBody()}
 }
 
 // complete stores the response or releases the key. An attempt that lost its lease changes nothing.
@@ -371,12 +371,12 @@ func (w *responseRecorder) Write(b []byte) (int, error) {
 func (w *responseRecorder) passThrough() {
 	if !w.passthrough {
 		w.passthrough = true
-		w.writeHeld()
+		w.flushBuffer()
 	}
 }
 
-// writeHeld sends the buffered part. The next write reports a disconnected client.
-func (w *responseRecorder) writeHeld() {
+// flushBuffer sends the buffered part. The next write reports a disconnected client.
+func (w *responseRecorder) flushBuffer() {
 	w.ResponseWriter.WriteHeader(w.code())
 	if w.body.Len() > 0 {
 		_, _ = w.ResponseWriter.Write(w.body.Bytes())
@@ -386,7 +386,7 @@ func (w *responseRecorder) writeHeld() {
 // finish sends a buffered response.
 func (w *responseRecorder) finish() {
 	if !w.passthrough {
-		w.writeHeld()
+		w.flushBuffer()
 	}
 }
 
@@ -445,17 +445,17 @@ type pendingResults struct {
 
 type pendingResult struct {
 	request *keyedRequest
-	out     outcome
+	outcome outcome
 	until   time.Time // end of its lease
 }
 
-func (u *pendingResults) add(id *keyedRequest, as outcome) {
+func (u *pendingResults) add(id *keyedRequest, out outcome) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	if len(u.results) >= maxPending {
 		return
 	}
-	u.results = append(u.results, pendingResult{id, as, time.Now().Add(keyLease)})
+	u.results = append(u.results, pendingResult{id, out, time.Now().Add(keyLease)})
 	if !u.running {
 		u.running = true
 		go u.run()
@@ -477,9 +477,9 @@ func (u *pendingResults) run() {
 		cancel()
 		u.mu.Lock()
 		u.running = len(u.results) > 0
-		left := u.running
+		pending := u.running
 		u.mu.Unlock()
-		if !left {
+		if !pending {
 			return
 		}
 	}
@@ -505,7 +505,7 @@ func (u *pendingResults) flush(ctx context.Context) {
 	}
 	defer func() { <-u.writing }()
 	for _, a := range u.unexpired() {
-		if postgres.RetryOnDisconnect(ctx, func() error { return a.request.complete(ctx, u.db, a.out) }) != nil {
+		if postgres.RetryOnDisconnect(ctx, func() error { return a.request.complete(ctx, u.db, a.outcome) }) != nil {
 			return
 		}
 		u.mu.Lock()
@@ -534,8 +534,8 @@ func withFreshKey(ctx context.Context, db postgres.DB, key string, do func(key s
 // keyExpired reports whether a row is older than a key's lifetime, by the time in its UUIDv7 and the database's clock.
 // For a row that is new by this process's clock, it does not query the database.
 func keyExpired(ctx context.Context, db postgres.DB, id string) (old bool, err error) {
-	stamp, _, _ := strings.Cut(strings.Replace(id, "-", "", 1), "-")
-	milliseconds, err := strconv.ParseInt(stamp, 16, 64)
+	hexTime, _, _ := strings.Cut(strings.Replace(id, "-", "", 1), "-")
+	milliseconds, err := strconv.ParseInt(hexTime, 16, 64)
 	if err != nil {
 		return false, fmt.Errorf("read time of id %q: %w", id, err)
 	}

@@ -219,11 +219,11 @@ func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
 		s.logInByLink(w, r, next, link)
 		return
 	}
-	right, err := s.auth.isAdminToken(r, strings.TrimSpace(r.PostForm.Get("token")))
+	valid, err := s.auth.isAdminToken(r, strings.TrimSpace(r.PostForm.Get("token")))
 	switch {
 	case err != nil:
 		s.refuseLogin(w, r, next, "tokens", err)
-	case !right:
+	case !valid:
 		s.pages.LogIn(w, r, http.StatusUnauthorized, next, "This is not the admin token.")
 	default:
 		s.startSession(w, r, principals.Root, principals.WithToken, next)

@@ -49,34 +49,34 @@ func (s *server) memoryRoutes() []route {
 	return []route{
 		{
 			method: "GET", path: "/v1/memory/entries/{category}/{key}", response: memory.Entry{},
-			fn: s.getMemory, versioned: true,
+			handle: s.getMemory, hasETag: true,
 			params: []param{agentParam},
 			about:  "One entry of the memory. Its ETag is the precondition of a change. Category and key are path-escaped.",
 		}, {
 			method: "PUT", path: "/v1/memory/entries/{category}/{key}", body: memoryWrite{}, response: memory.Entry{},
-			fn: s.putMemory, versioned: true, guarded: true,
+			handle: s.putMemory, hasETag: true, ifMatch: true,
 			params: []param{agentParam},
 			about: "Store a value under a key. Requires If-Match with the ETag, or If-None-Match: * for a new key; 412 " +
 				"returns both values.",
 		}, {
 			method: "DELETE", path: "/v1/memory/entries/{category}/{key}", body: reasonRequest{}, response: change{},
-			fn: s.deleteMemory, guarded: true,
+			handle: s.deleteMemory, ifMatch: true,
 			params: []param{agentParam},
 			about:  "Delete an entry permanently. Requires If-Match with the ETag; 412 returns the current value.",
 		}, {
 			method: "POST", path: "/v1/memory/{id}/forget", body: reasonRequest{}, response: change{},
-			fn: s.forgetMemory, guarded: true,
+			handle: s.forgetMemory, ifMatch: true,
 			about: "Delete an entry of the memory permanently by id, optionally with If-Match.",
 		}, {
-			method: "GET", path: "/v1/memory/conflicts", response: page[memory.Conflict]{}, fn: s.listMemoryConflicts,
+			method: "GET", path: "/v1/memory/conflicts", response: page[memory.Conflict]{}, handle: s.listMemoryConflicts,
 			about: "Writes rejected because their key had changed, newest first. Default the open ones. " +
 				"revision and current show the stored value.",
 			params: listParams(enumParam("status", "State of the conflict", memory.ConflictOpen, memory.ConflictKept,
 				memory.ConflictTaken, "all")),
 		}, {
 			method: "POST", path: "/v1/memory/conflicts/{id}/decide", body: conflictDecision{}, response: memory.Conflict{},
-			fn:        s.decideMemoryConflict,
-			conflicts: true, guarded: true, versioned: true,
+			handle:    s.decideMemoryConflict,
+			conflicts: true, ifMatch: true, hasETag: true,
 			about: "Decide a conflict once: keep the stored value, or take the late value if the key is at the " +
 				"revision of If-Match, default that of the conflict; otherwise 412, and the conflict stays open.",
 		},
@@ -121,9 +121,9 @@ func (s *server) putMemory(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	based, err := r.readPrecondition()
+	expected, err := r.readPrecondition()
 	if err == nil {
-		err = based.require()
+		err = expected.require()
 	}
 	if err != nil {
 		return response{}, err
@@ -132,7 +132,7 @@ func (s *server) putMemory(r request) (response, error) {
 	var saved memory.Entry
 	done, err := s.record(r.Context(), "set_memory", body.Reason, memoryInput(owner, category, key),
 		func(tx pgx.Tx, traceID string) (any, error) {
-			revision, err := based.memoryRevision(r.Context(),
+			revision, err := expected.memoryRevision(r.Context(),
 				func(ctx context.Context) (memory.Entry, error) { return owner.Get(ctx, tx, category, key) })
 			if err != nil {
 				return nil, err
@@ -175,11 +175,11 @@ func (s *server) deleteMemory(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	based, err := r.readPrecondition()
+	expected, err := r.readPrecondition()
 	if err == nil {
-		err = based.require()
+		err = expected.require()
 	}
-	if err == nil && based.absent {
+	if err == nil && expected.absent {
 		err = badPrecondition("If-None-Match: * is invalid for a deletion")
 	}
 	if err != nil {
@@ -190,8 +190,8 @@ func (s *server) deleteMemory(r request) (response, error) {
 		if err != nil {
 			return e, err
 		}
-		revision := based.revision
-		if based.exists {
+		revision := expected.revision
+		if expected.exists {
 			revision = e.Revision
 		}
 		return memory.ForgetID(r.Context(), tx, e.ID, revision)
@@ -211,14 +211,14 @@ func (s *server) forgetMemory(r request) (response, error) {
 }
 
 func (s *server) listMemoryConflicts(r request) (response, error) {
-	got, err := readPage("memory conflicts", r.query, func(c memory.Conflict) string { return c.ID },
+	conflicts, err := readPage("memory conflicts", r.query, func(c memory.Conflict) string { return c.ID },
 		func(before string, limit int) ([]memory.Conflict, error) {
 			return memory.Conflicts(r.Context(), s.pool, memory.ConflictFilter{
 				Status: r.query["status"],
 				Before: before, Limit: limit,
 			})
 		})
-	return response{body: got}, err
+	return response{body: conflicts}, err
 }
 
 func (s *server) decideMemoryConflict(r request) (response, error) {
@@ -226,7 +226,7 @@ func (s *server) decideMemoryConflict(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	based, err := r.readPrecondition()
+	expected, err := r.readPrecondition()
 	if err != nil {
 		return response{}, err
 	}
@@ -236,7 +236,7 @@ func (s *server) decideMemoryConflict(r request) (response, error) {
 	done, err := s.record(r.Context(), "decide_memory_conflict", body.Reason,
 		input,
 		func(tx pgx.Tx, traceID string) (any, error) {
-			revision, err := based.memoryRevision(r.Context(), func(ctx context.Context) (memory.Entry, error) {
+			revision, err := expected.memoryRevision(r.Context(), func(ctx context.Context) (memory.Entry, error) {
 				c, err := memory.GetConflict(ctx, tx, id)
 				if err != nil {
 					return memory.Entry{}, err
@@ -247,7 +247,7 @@ func (s *server) decideMemoryConflict(r request) (response, error) {
 				return nil, err
 			}
 			decided, err = memory.Decide(r.Context(), tx, id, memory.Decision{
-				Take: body.Decision == "take", By: by(r.Context()), Reason: body.Reason, IfRevision: revision, TraceID: traceID,
+				Take: body.Decision == "take", By: actorName(r.Context()), Reason: body.Reason, IfRevision: revision, TraceID: traceID,
 			})
 			maps.Copy(input, memoryInput(decided.Owner, decided.Category, decided.Key))
 			return map[string]any{"status": decided.Status, "revision": decided.Revision}, err

@@ -12,12 +12,12 @@ import (
 func (s *server) monitorRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/monitor/verdict", response: monitor.Status{}, fn: s.verdict,
+			method: "GET", path: "/v1/monitor/verdict", response: monitor.Status{}, handle: s.verdict,
 			about: "Whether the agent works: working, degraded or stopped, and why with links to pages. It has each agent's " +
 				"verdict, the heartbeats, today's spend against its limits, and failures, grouped by root error.",
 		}, {
 			method: "POST", path: "/v1/monitor/acknowledge", body: acknowledgeRequest{}, response: monitor.Status{},
-			fn: s.acknowledge, repeatable: true, conflicts: true,
+			handle: s.acknowledge, repeatable: true, conflicts: true,
 			about: "Acknowledge the reasons of a degraded verdict. They do not count until they change or are over. mark is " +
 				"that of the verdict. 409 when the reasons are others now.",
 		},
@@ -37,16 +37,16 @@ func (b acknowledgeRequest) check() error {
 }
 
 func (s *server) verdict(r request) (response, error) {
-	got, err := s.monitor.Status(r.Context(), s.pool)
-	return response{body: got}, err
+	status, err := s.monitor.Status(r.Context(), s.pool)
+	return response{body: status}, err
 }
 
 func (s *server) acknowledge(r request) (response, error) {
 	body, _ := r.body.(acknowledgeRequest)
-	got, traceID, err := s.monitor.Acknowledge(r.Context(), s.pool, body.Mark, body.Reason, by(r.Context()))
+	status, traceID, err := s.monitor.Acknowledge(r.Context(), s.pool, body.Mark, body.Reason, actorName(r.Context()))
 	if errors.Is(err, monitor.ErrChanged) {
 		return response{}, problem.New(http.StatusConflict, "%s", monitor.ErrChanged).
 			Kind("verdict-changed", "Verdict changed")
 	}
-	return response{body: got, trace: traceID}, err
+	return response{body: status, trace: traceID}, err
 }

@@ -76,9 +76,9 @@ func (s *server) oidcRoutes() []route {
 	}
 }
 
-// asking returns a context whose requests to the issuer end in time. The provider fetches keys with the context of its
+// clientContext returns a context whose requests to the issuer end in time. The provider fetches keys with the context of its
 // discovery.
-func (o *oidcLogin) asking(ctx context.Context) context.Context {
+func (o *oidcLogin) clientContext(ctx context.Context) context.Context {
 	return oidc.ClientContext(ctx, &http.Client{Timeout: cmp.Or(o.Timeout, issuerTimeout)})
 }
 
@@ -86,7 +86,7 @@ func (o *oidcLogin) config(ctx context.Context, r *http.Request) (*oauth2.Config
 	provider := o.provider.Load()
 	if provider == nil {
 		var err error
-		if provider, err = oidc.NewProvider(o.asking(context.WithoutCancel(ctx)), o.Issuer); err != nil {
+		if provider, err = oidc.NewProvider(o.clientContext(context.WithoutCancel(ctx)), o.Issuer); err != nil {
 			return nil, nil, fmt.Errorf("discover OIDC issuer: %w", err)
 		}
 		o.provider.Store(provider)
@@ -132,7 +132,7 @@ func (s *server) beginOIDC(w http.ResponseWriter, r *http.Request) {
 // finishOIDC checks the issuer's answer and starts a session. It responds with a page that refreshes: a redirect from
 // another site would not send the strict cookie.
 func (s *server) finishOIDC(w http.ResponseWriter, r *http.Request) {
-	a, err := attemptOf(r)
+	a, err := readAttempt(r)
 	if err != nil {
 		s.pages.Refuse(w, r, err)
 		return
@@ -166,8 +166,8 @@ func (s *server) finishOIDC(w http.ResponseWriter, r *http.Request) {
 		html.EscapeString(a.Next)) // the write fails only if the client disconnected
 }
 
-// attemptOf returns the attempt that this browser began, if the answer belongs to it.
-func attemptOf(r *http.Request) (a loginAttempt, err error) {
+// readAttempt returns the attempt that this browser began, if the answer belongs to it.
+func readAttempt(r *http.Request) (a loginAttempt, err error) {
 	var text []byte
 	c, err := r.Cookie(origin.CookieName(r, oidcCookie))
 	if err == nil {
@@ -204,15 +204,15 @@ func addClaims(claims map[string]any, info *oidc.UserInfo, subject string) error
 
 // exchangeError explains a failed exchange of a code, without the issuer's answer, which may quote secrets.
 func exchangeError(err error) error {
-	if lost, ok := errors.AsType[*url.Error](err); ok {
-		return fmt.Errorf("exchange code: %w", lost)
+	if transport, ok := errors.AsType[*url.Error](err); ok {
+		return fmt.Errorf("exchange code: %w", transport)
 	}
-	refused, ok := errors.AsType[*oauth2.RetrieveError](err)
+	rejected, ok := errors.AsType[*oauth2.RetrieveError](err)
 	if !ok {
 		return fmt.Errorf("%w: exchange code", errIssuer)
 	}
-	err = fmt.Errorf("exchange code: status %d, error %.100q", refused.Response.StatusCode, refused.ErrorCode)
-	if refused.Response.StatusCode >= 500 {
+	err = fmt.Errorf("exchange code: status %d, error %.100q", rejected.Response.StatusCode, rejected.ErrorCode)
+	if rejected.Response.StatusCode >= 500 {
 		return err
 	}
 	return fmt.Errorf("%w: %w", errIssuer, err)
@@ -228,7 +228,7 @@ func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name strin
 	if code == "" {
 		return "", "", "", fmt.Errorf("%w: %.100s", errIssuer, r.URL.Query().Get("error"))
 	}
-	ctx := o.asking(r.Context())
+	ctx := o.clientContext(r.Context())
 	tokens, err := config.Exchange(ctx, code, oauth2.VerifierOption(a.Verifier))
 	if err != nil {
 		return "", "", "", exchangeError(err)
@@ -290,9 +290,9 @@ func hasClaim(given any, want string) bool {
 // refuseOIDC logs the cause of a failed login, and reports only the failure to the browser.
 func (s *server) refuseOIDC(w http.ResponseWriter, r *http.Request, err error) {
 	s.log.WarnContext(r.Context(), "OIDC login failed", "error", err)
-	status, words := http.StatusBadGateway, "the OIDC issuer cannot be reached; the log has the cause"
+	status, detail := http.StatusBadGateway, "the OIDC issuer cannot be reached; the log has the cause"
 	if errors.Is(err, errIssuer) {
-		status, words = http.StatusForbidden, "the issuer did not confirm the login; log in again"
+		status, detail = http.StatusForbidden, "the issuer did not confirm the login; log in again"
 	}
-	s.pages.Refuse(w, r, problem.New(status, "%s", words))
+	s.pages.Refuse(w, r, problem.New(status, "%s", detail))
 }

@@ -152,7 +152,7 @@ func (s *schemas) parameters(rt route) []object {
 			"schema": object{"type": "string", "minLength": 1, "maxLength": maxKey},
 		})
 	}
-	if rt.guarded {
+	if rt.ifMatch {
 		list = append(list, object{
 			"name": "If-Match", "in": "header", "description": "The ETag of the expected state; 412 if it has changed.",
 			"schema": object{"type": "string"},
@@ -183,7 +183,7 @@ func (s *schemas) responses(rt route) object {
 		answer["headers"] = headers
 	}
 	all := object{strconv.Itoa(max(rt.status, http.StatusOK)): answer}
-	if rt.again {
+	if rt.alreadyDone {
 		all["200"] = object{"description": "Already done", "content": answer["content"]}
 	}
 	if rt.deferred {
@@ -219,7 +219,7 @@ func headersOf(rt route) object {
 	if strings.Contains(rt.path, "{") || rt.httpHandler != nil {
 		headers["X-Trace-Id"] = object{"description": "The trace of the response.", "schema": object{"type": "string"}}
 	}
-	if rt.versioned {
+	if rt.hasETag {
 		headers["ETag"] = object{"description": "The revision of the shown object.", "schema": object{"type": "string"}}
 	}
 	if rt.replica {
@@ -258,7 +258,7 @@ func problems(rt route) []int {
 		list = append(list, http.StatusBadRequest, http.StatusUnauthorized, http.StatusForbidden,
 			http.StatusInternalServerError,
 			http.StatusServiceUnavailable)
-		if strings.Contains(rt.path, "{") || rt.missing {
+		if strings.Contains(rt.path, "{") || rt.notFound {
 			list = append(list, http.StatusNotFound)
 		}
 	}
@@ -277,7 +277,7 @@ func problems(rt route) []int {
 	if rt.idempotent {
 		list = append(list, http.StatusUnprocessableEntity)
 	}
-	if rt.guarded {
+	if rt.ifMatch {
 		list = append(list, http.StatusPreconditionFailed)
 		if !rt.idempotent {
 			list = append(list, http.StatusPreconditionRequired)

@@ -123,8 +123,8 @@ func withID(handle func(r request, id string) (response, error)) func(request) (
 }
 
 func (s *server) listPrincipals(r request) (response, error) {
-	got, err := principals.List(r.Context(), s.pool)
-	return response{body: pageOf(got, "")}, err
+	list, err := principals.List(r.Context(), s.pool)
+	return response{body: pageOf(list, "")}, err
 }
 
 func (s *server) getPrincipal(r request, id string) (response, error) {
@@ -186,8 +186,8 @@ func (s *server) createLoginLink(r request, id string) (response, error) {
 }
 
 func (s *server) listTokens(r request) (response, error) {
-	got, err := principals.Tokens(r.Context(), s.pool, r.query["principal"])
-	return response{body: pageOf(got, "")}, err
+	tokens, err := principals.Tokens(r.Context(), s.pool, r.query["principal"])
+	return response{body: pageOf(tokens, "")}, err
 }
 
 func (s *server) createToken(r request) (response, error) {
@@ -208,8 +208,8 @@ func (s *server) revokeToken(r request, id string) (response, error) {
 }
 
 func (s *server) listSessions(r request) (response, error) {
-	got, err := principals.Sessions(r.Context(), s.pool, r.query["principal"])
-	return response{body: pageOf(got, "")}, err
+	rows, err := principals.Sessions(r.Context(), s.pool, r.query["principal"])
+	return response{body: pageOf(rows, "")}, err
 }
 
 func (s *server) revokeSession(r request, id string) (response, error) {
@@ -223,50 +223,50 @@ func (s *server) principalRoutes() []route {
 	of := []param{textParam("principal", "Name or id of a principal")}
 	return []route{
 		{
-			method: "GET", path: "/v1/me", response: me{}, fn: s.getMe,
+			method: "GET", path: "/v1/me", response: me{}, handle: s.getMe,
 			about: "The caller: its principal, role and scopes.",
 		}, {
-			method: "GET", path: "/v1/principals", response: page[principals.Principal]{}, fn: s.listPrincipals,
+			method: "GET", path: "/v1/principals", response: page[principals.Principal]{}, handle: s.listPrincipals,
 			about: "Principals by name.",
 		}, {
 			method: "POST", path: "/v1/principals", body: newPrincipal{}, response: principals.Principal{},
-			status: http.StatusCreated, fn: s.createPrincipal, conflicts: true,
+			status: http.StatusCreated, handle: s.createPrincipal, conflicts: true,
 			about: "Create a principal: a user or a service, with a role. 409 if the name is taken.",
 		}, {
-			method: "GET", path: "/v1/principals/{id}", response: principalDetail{}, fn: withID(s.getPrincipal),
+			method: "GET", path: "/v1/principals/{id}", response: principalDetail{}, handle: withID(s.getPrincipal),
 			about: "One principal by name or id, with its identities, tokens and sessions.",
 		}, {
 			method: "PATCH", path: "/v1/principals/{id}", body: principalPatch{}, response: principals.Principal{},
-			fn: withID(s.changePrincipal), about: "Set the role of a principal, or disable or enable it. Tokens and sessions follow at once.",
+			handle: withID(s.changePrincipal), about: "Set the role of a principal, or disable or enable it. Tokens and sessions follow at once.",
 		}, {
 			method: "POST", path: "/v1/principals/{id}/identities", body: identityRequest{}, response: change{},
-			fn: withID(s.linkIdentity), conflicts: true,
+			handle: withID(s.linkIdentity), conflicts: true,
 			about: "Link an account elsewhere, by issuer and subject, to a principal. 409 if another principal has it.",
 		}, {
 			method: "DELETE", path: "/v1/principals/{id}/identities", body: identityRequest{}, response: change{},
-			fn: withID(s.unlinkIdentity), about: "Unlink an account.",
+			handle: withID(s.unlinkIdentity), about: "Unlink an account.",
 		}, {
 			method: "POST", path: "/v1/principals/{id}/login_links", body: reasonRequest{}, response: loginLink{},
-			status: http.StatusCreated, fn: withID(s.createLoginLink), secret: true,
+			status: http.StatusCreated, handle: withID(s.createLoginLink), secret: true,
 			about: "Create a link that logs in a user once, within 15 minutes.",
 		}, {
-			method: "GET", path: "/v1/tokens", response: page[principals.Token]{}, fn: s.listTokens, params: of,
+			method: "GET", path: "/v1/tokens", response: page[principals.Token]{}, handle: s.listTokens, params: of,
 			about: "API tokens, newest first. Their secrets are stored nowhere.",
 		}, {
 			method: "POST", path: "/v1/tokens", body: tokenRequest{}, response: newToken{},
-			status: http.StatusCreated, fn: s.createToken, secret: true,
+			status: http.StatusCreated, handle: s.createToken, secret: true,
 			about: "Create an API token. This response alone has its text. Scopes narrow the role: *, runs:read, work:GLOB, …",
 		}, {
 			method: "POST", path: "/v1/tokens/{id}/revoke", body: reasonRequest{}, response: change{},
-			fn:    withID(s.revokeToken),
-			about: "Revoke an API token, at once and everywhere.",
+			handle: withID(s.revokeToken),
+			about:  "Revoke an API token, at once and everywhere.",
 		}, {
-			method: "GET", path: "/v1/sessions", response: page[principals.Session]{}, fn: s.listSessions, params: of,
+			method: "GET", path: "/v1/sessions", response: page[principals.Session]{}, handle: s.listSessions, params: of,
 			about: "Sessions of browsers, newest first.",
 		}, {
 			method: "POST", path: "/v1/sessions/{id}/revoke", body: reasonRequest{}, response: change{},
-			fn:    withID(s.revokeSession),
-			about: "End a session, at once and everywhere.",
+			handle: withID(s.revokeSession),
+			about:  "End a session, at once and everywhere.",
 		},
 	}
 }

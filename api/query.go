@@ -58,10 +58,10 @@ func listParams(more ...param) []param {
 		textParam("cursor", "next_cursor of the previous page"))
 }
 
-func limitParam(what string, most, usual int) param {
+func limitParam(what string, maximum, normal int) param {
 	return param{
-		name: "limit", about: fmt.Sprintf("%s per page, 1 to %d", what, most), format: "integer", max: most, def: usual,
-		check: checkUpTo(most),
+		name: "limit", about: fmt.Sprintf("%s per page, 1 to %d", what, maximum), format: "integer", max: maximum, def: normal,
+		check: checkUpTo(maximum),
 	}
 }
 
@@ -96,7 +96,7 @@ func readQuery(raw string, params []param) (query, error) {
 	if err != nil {
 		return nil, problem.BadParameter("malformed query: %s", err)
 	}
-	got := query{}
+	validated := query{}
 	for _, name := range slices.Sorted(maps.Keys(values)) {
 		i := slices.IndexFunc(params, func(p param) bool { return p.name == name })
 		if i < 0 {
@@ -108,9 +108,9 @@ func readQuery(raw string, params []param) (query, error) {
 		if err := params[i].accept(values[name][0]); err != nil {
 			return nil, problem.BadParameter("parameter %s %s", name, err)
 		}
-		got[name] = values[name][0]
+		validated[name] = values[name][0]
 	}
-	return got, nil
+	return validated, nil
 }
 
 // accept validates a value. The error continues "parameter x".
@@ -158,10 +158,10 @@ func checkStatuses(value string) error {
 	return nil
 }
 
-func checkUpTo(most int) func(string) error {
+func checkUpTo(maximum int) func(string) error {
 	return func(value string) error {
-		if n, err := strconv.Atoi(value); err != nil || n < 1 || n > most {
-			return fmt.Errorf("is %q; use 1 to %d", value, most)
+		if n, err := strconv.Atoi(value); err != nil || n < 1 || n > maximum {
+			return fmt.Errorf("is %q; use 1 to %d", value, maximum)
 		}
 		return nil
 	}
@@ -256,8 +256,8 @@ func decodeCursor(listing, cursor string) (string, error) {
 		return "", nil
 	}
 	raw, err := base64.RawURLEncoding.DecodeString(cursor)
-	key, ours := strings.CutPrefix(string(raw), listing+"\n")
-	if err != nil || !ours || key == "" || !postgres.IsText(key) {
+	key, matches := strings.CutPrefix(string(raw), listing+"\n")
+	if err != nil || !matches || key == "" || !postgres.IsText(key) {
 		return "", activity.ErrCursor
 	}
 	return key, nil

@@ -45,11 +45,11 @@ func (s *server) healthz(request) (response, error) {
 }
 
 func (s *server) readyz(r request) (response, error) {
-	got := s.prober.run(r.Context(), s.probe)
-	if got.Status != "ready" {
-		return response{status: http.StatusServiceUnavailable, body: got}, nil
+	result := s.prober.run(r.Context(), s.probe)
+	if result.Status != "ready" {
+		return response{status: http.StatusServiceUnavailable, body: result}, nil
 	}
-	return response{body: got}, nil
+	return response{body: result}, nil
 }
 
 // prober shares one probe among concurrent callers, because probes are public.
@@ -63,8 +63,8 @@ type prober struct {
 
 // run returns the result of the running probe, or starts one.
 func (p *prober) run(ctx context.Context, probe func(context.Context) readiness) readiness {
-	got, _, _ := p.flight.Do("", func() (any, error) { return probe(context.WithoutCancel(ctx)), nil })
-	return got.(readiness)
+	result, _, _ := p.flight.Do("", func() (any, error) { return probe(context.WithoutCancel(ctx)), nil })
+	return result.(readiness)
 }
 
 func (s *server) probe(ctx context.Context) readiness {
@@ -74,15 +74,15 @@ func (s *server) probe(ctx context.Context) readiness {
 	if s.isDraining() {
 		draining = check{false, "this process is shutting down"}
 	}
-	got := readiness{"ready", map[string]check{"worker": worker, "draining": draining}}
-	got.Checks["database"], got.Checks["schema"] = s.checkDatabase(ctx)
-	got.Checks["writes"] = s.checkWrites(ctx)
-	for _, c := range got.Checks {
+	result := readiness{"ready", map[string]check{"worker": worker, "draining": draining}}
+	result.Checks["database"], result.Checks["schema"] = s.checkDatabase(ctx)
+	result.Checks["writes"] = s.checkWrites(ctx)
+	for _, c := range result.Checks {
 		if !c.OK {
-			got.Status = "unready"
+			result.Status = "unready"
 		}
 	}
-	return got
+	return result
 }
 
 // checkWrites reports whether the database accepts writes. It costs nothing until a statement of this process fails

@@ -40,11 +40,11 @@ func (r readiness) failing() string {
 	return strings.Join(list, " ")
 }
 
-func (a *agent) readyz(status int) (got readiness) {
+func (a *agent) readyz(status int) (result readiness) {
 	a.t.Helper()
-	a.checkResponse(a.raw("GET", "/readyz", "", nil), "GET", "/readyz", status, &got)
-	assert.Truef(a.t, (got.Status == "ready") == (status == http.StatusOK), "%d says %q", status, got.Status)
-	return got
+	a.checkResponse(a.raw("GET", "/readyz", "", nil), "GET", "/readyz", status, &result)
+	assert.Truef(a.t, (result.Status == "ready") == (status == http.StatusOK), "%d says %q", status, result.Status)
+	return result
 }
 
 // run runs an engine and returns its stop function.

@@ -35,18 +35,18 @@ type route struct {
 	status       int                             // of the response; 200 when 0
 	contentType  string                          // of the response; JSON when empty
 	unready      bool                            // may respond with 503
-	again        bool                            // responds with 200 if already done
+	alreadyDone  bool                            // responds with 200 if already done
 	repeatable   bool                            // an idempotent POST: needs no Idempotency-Key
-	keyed        bool                            // derives a database key from the Idempotency-Key
+	derivesKey   bool                            // derives a database key from the Idempotency-Key
 	conflicts    bool                            // may respond with 409
-	missing      bool                            // may respond with 404 for an id in the body
+	notFound     bool                            // may respond with 404 for an id in the body
 	deferred     bool                            // may respond with 202
-	versioned    bool                            // the response has an ETag, the object's revision
-	guarded      bool                            // supports If-Match, may respond with 412
+	hasETag      bool                            // the response has an ETag, the object's revision
+	ifMatch      bool                            // supports If-Match, may respond with 412
 	stream       bool                            // no deadline
 	finite       bool                            // a stream whose end a shutdown awaits
 	openAI       bool                            // errors in OpenAI's format
-	foreign      bool                            // accepts cross-origin requests
+	crossOrigin  bool                            // accepts cross-origin requests
 	replica      bool                            // may read from the replica
 	csv          bool                            // a listing that can be a table
 	page         bool                            // undocumented, errors as pages
@@ -54,7 +54,7 @@ type route struct {
 	maxBody      int64                           // bytes
 	expect       expectation                     // runs before the server reads the body; may be nil
 	probe        bool                            // bypasses admission
-	fn           func(request) (response, error) // of this package's routes
+	handle       func(request) (response, error) // of this package's routes
 	httpHandler  http.Handler                    // of streams and of endpoints
 }
 
@@ -102,10 +102,10 @@ func (s *server) routes(endpoints []Endpoint) ([]route, error) {
 func (s *server) probeRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/healthz", access: Public, probe: true, response: health{}, fn: s.healthz,
+			method: "GET", path: "/healthz", access: Public, probe: true, response: health{}, handle: s.healthz,
 			about: "Whether the process is alive, without any check.",
 		}, {
-			method: "GET", path: "/readyz", access: Public, probe: true, response: readiness{}, unready: true, fn: s.readyz,
+			method: "GET", path: "/readyz", access: Public, probe: true, response: readiness{}, unready: true, handle: s.readyz,
 			about: "Whether this process accepts work: database, schema, writes, worker, not shutting down.",
 		},
 	}
@@ -114,28 +114,28 @@ func (s *server) probeRoutes() []route {
 func (s *server) readRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/traces", response: page[activity.TraceSummary]{}, fn: s.listTraces, replica: true,
+			method: "GET", path: "/v1/traces", response: page[activity.TraceSummary]{}, handle: s.listTraces, replica: true,
 			about: "Traces, newest first, each summed up in one row.",
 			params: listParams(surfaceParam, enumParam("status", "State of the root execution", statuses()...),
 				textParam("agent", "Agent of the root execution"), sinceParam),
 		}, {
-			method: "GET", path: "/v1/traces/{id}", response: activity.Trace{}, fn: s.getTrace, replica: true,
+			method: "GET", path: "/v1/traces/{id}", response: activity.Trace{}, handle: s.getTrace, replica: true,
 			about: "A trace with its activities. The id may be prefixed, its ULID alone, or the 32 hex digits of OpenTelemetry.",
 		}, {
-			method: "GET", path: "/v1/traces/{id}/prompts", response: prompts.Page{}, fn: s.getPrompts, replica: true,
+			method: "GET", path: "/v1/traces/{id}/prompts", response: prompts.Page{}, handle: s.getPrompts, replica: true,
 			about: "The exact prompt of each model call of a trace, redacted; shared parts occur once.",
 			params: []param{
 				{name: "activity_id", about: "Only the model call of this activity", check: checkUUID},
 				limitParam("Calls", prompts.MaxCalls, prompts.MaxCalls), textParam("cursor", "next_cursor of the previous page"),
 			},
 		}, {
-			method: "GET", path: "/v1/activity", response: page[activity.Row]{}, fn: s.listActivity, replica: true,
+			method: "GET", path: "/v1/activity", response: page[activity.Row]{}, handle: s.listActivity, replica: true,
 			about: "The activity log, newest first. Without since, trace_id or skill it covers the last 30 days.",
 			params: listParams(surfaceParam, enumParam("status", "State of the activity", activityStatuses()...),
 				textParam("skill", "Name of the skill"), textParam("lane", "Lane of the work"), traceParam,
 				textParam("agent", "Name of the agent"), sinceParam, timeParam("until", "End of the period")),
 		}, {
-			method: "GET", path: "/v1/executions", response: page[executions.Execution]{}, fn: s.listExecutions,
+			method: "GET", path: "/v1/executions", response: page[executions.Execution]{}, handle: s.listExecutions,
 			csv: true, about: "Executions, newest first.",
 			params: listParams(param{
 				name: "status", about: "State of the execution, or several with commas: " + strings.Join(statuses(), ", "),
@@ -145,20 +145,20 @@ func (s *server) readRoutes() []route {
 				textParam("label", "Label: name=value, or a value"), traceParam,
 				timeParam("since", "Created at or after"), timeParam("until", "Created before")),
 		}, {
-			method: "GET", path: "/v1/executions/{id}", response: executionDetail{}, fn: s.getExecution,
+			method: "GET", path: "/v1/executions/{id}", response: executionDetail{}, handle: s.getExecution,
 			about: "One execution with its latest checkpoint and open wait.",
 		}, {
-			method: "GET", path: "/v1/lanes", response: page[lanes.LiveLane]{}, fn: s.listLanes, params: listParams(),
+			method: "GET", path: "/v1/lanes", response: page[lanes.LiveLane]{}, handle: s.listLanes, params: listParams(),
 			about: "Held lanes, newest grant first, then running executions, newest first.",
 		}, {
-			method: "GET", path: "/v1/skills", response: page[skillRow]{}, fn: s.listSkills,
+			method: "GET", path: "/v1/skills", response: page[skillRow]{}, handle: s.listSkills,
 			about: "Skills, newest first, each with its health over the last 7 days.",
 			params: listParams(enumParam("enabled", "Whether it is enabled", "true", "false"),
 				enumParam("scope", "Its scope", "internal", "external", "both"),
 				textParam("source", "Source of the declaration"),
 				textParam("disabled_by", "Person or program that disabled it")),
 		}, {
-			method: "GET", path: "/v1/skills/{name}", response: skillRow{}, fn: s.getSkill, versioned: true,
+			method: "GET", path: "/v1/skills/{name}", response: skillRow{}, handle: s.getSkill, hasETag: true,
 			about: "One skill by its name, with its health over the last 7 days. Its ETag is the revision of its state.",
 		},
 	}
@@ -173,45 +173,45 @@ func (s *server) stateRoutes() []route {
 				"waiting_for, at}. First the current state (for external executions the changes since " +
 				"Last-Event-ID), then each change until the end. 204 if Last-Event-ID is the end.",
 		}, {
-			method: "GET", path: "/v1/approvals", response: page[approvals.Approval]{}, fn: s.listApprovals,
+			method: "GET", path: "/v1/approvals", response: page[approvals.Approval]{}, handle: s.listApprovals,
 			about: "Calls that need approval, newest first.",
 			params: listParams(enumParam("status", "State of the approval", approvalStatuses()...),
 				textParam("skill", "Name of the skill"),
 				traceParam),
 		}, {
-			method: "GET", path: "/v1/approvals/{id}", response: approvals.Approval{}, fn: s.getApproval,
+			method: "GET", path: "/v1/approvals/{id}", response: approvals.Approval{}, handle: s.getApproval,
 			about: "One call that needs approval, with its exact arguments.",
 		}, {
-			method: "GET", path: "/v1/objectives", response: page[objectives.Objective]{}, fn: s.listObjectives,
+			method: "GET", path: "/v1/objectives", response: page[objectives.Objective]{}, handle: s.listObjectives,
 			about: "Objectives with their progress, newest first.",
 			params: listParams(enumParam("status", "State of the objective", "active", "paused", "completed", "failed",
 				"proposed", "rejected"),
 				textParam("source", "Source of the objective")),
 		}, {
-			method: "GET", path: "/v1/objectives/{id}", response: objectiveDetail{}, versioned: true, fn: s.getObjective,
+			method: "GET", path: "/v1/objectives/{id}", response: objectiveDetail{}, hasETag: true, handle: s.getObjective,
 			about: "One objective by name or id, with its steps and their evidence.",
 		}, {
-			method: "GET", path: "/v1/automations", response: page[automations.Automation]{}, fn: s.listAutomations,
+			method: "GET", path: "/v1/automations", response: page[automations.Automation]{}, handle: s.listAutomations,
 			about: "Automations, newest first.",
 			params: listParams(enumParam("enabled", "Whether it is enabled", "true", "false"),
 				textParam("skill", "Name of the skill"),
 				textParam("source", "Source of the declaration")),
 		}, {
-			method: "GET", path: "/v1/automations/{id}", response: automationDetail{}, versioned: true, fn: s.getAutomation,
+			method: "GET", path: "/v1/automations/{id}", response: automationDetail{}, hasETag: true, handle: s.getAutomation,
 			about: "One automation by name or id, with its latest runs.",
 		}, {
-			method: "GET", path: "/v1/memory", response: page[memory.Entry]{}, fn: s.listMemory,
+			method: "GET", path: "/v1/memory", response: page[memory.Entry]{}, handle: s.listMemory,
 			about: "Memories, newest first; with q the best matches on one page.",
 			params: listParams(textParam("category", "Only this category"), textParam("prefix", "Prefix of the key"), traceParam,
 				textParam("q", "A search query, in the shared memory or that of agent"),
 				textParam("agent", "Only this agent's memory")),
 		}, {
-			method: "GET", path: "/v1/threads", response: page[threads.Thread]{}, fn: s.listThreads,
+			method: "GET", path: "/v1/threads", response: page[threads.Thread]{}, handle: s.listThreads,
 			about: "Conversations, most recent first. A new message moves its conversation to the front.",
 			params: listParams(textParam("channel", "Channel of the conversation"),
 				textParam("owner", "Owner of the conversation"), textParam("agent", "Agent of the conversation")),
 		}, {
-			method: "GET", path: "/v1/threads/{id}", response: threadDetail{}, fn: s.getThread, params: listParams(),
+			method: "GET", path: "/v1/threads/{id}", response: threadDetail{}, handle: s.getThread, params: listParams(),
 			about: "One conversation with a page of its messages, newest first.",
 		},
 	}
@@ -221,20 +221,20 @@ func (s *server) actionRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/executions/{id}/cancel", body: reasonRequest{}, response: cancelResponse{},
-			fn: s.cancelExecution, deferred: true,
+			handle: s.cancelExecution, deferred: true,
 			about: "Cancel an execution now. An ended one keeps its status. 202 with cancel_requested if another " +
 				"transaction locks the row for more than a second: detail names the blocker, and the cancel follows when it ends.",
 		}, {
-			method: "POST", path: "/v1/skills/{name}/enable", body: reasonRequest{}, guarded: true, response: skillChange{},
-			fn:    s.enableSkill,
-			about: "Enable a skill and its paused automations. Earlier failures no longer count.",
+			method: "POST", path: "/v1/skills/{name}/enable", body: reasonRequest{}, ifMatch: true, response: skillChange{},
+			handle: s.enableSkill,
+			about:  "Enable a skill and its paused automations. Earlier failures no longer count.",
 		}, {
-			method: "POST", path: "/v1/skills/{name}/disable", body: reasonRequest{}, guarded: true, response: skillChange{},
-			fn:    s.disableSkill,
-			about: "Disable a skill and pause its automations.",
+			method: "POST", path: "/v1/skills/{name}/disable", body: reasonRequest{}, ifMatch: true, response: skillChange{},
+			handle: s.disableSkill,
+			about:  "Disable a skill and pause its automations.",
 		}, {
 			method: "POST", path: "/v1/lanes/{lane}/break", body: reasonRequest{}, response: laneBreak{},
-			fn: s.breakLane, conflicts: true,
+			handle: s.breakLane, conflicts: true,
 			about: "Break a lane; its holder's fencing token becomes invalid. The lane is path-escaped.",
 		},
 	}
@@ -244,50 +244,50 @@ func (s *server) decisionRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/approvals/{id}", body: decisionRequest{}, response: approvals.Approval{},
-			fn:        s.decideApproval,
+			handle:    s.decideApproval,
 			conflicts: true,
 			about:     "Approve or reject a call once. The waiting execution resumes. 409 if it was decided or has expired.",
 		}, {
 			method: "POST", path: "/v1/events", body: eventRequest{}, response: eventResponse{}, status: http.StatusAccepted,
-			fn: s.raiseEvent, keyed: true,
+			handle: s.raiseEvent, derivesKey: true,
 			about: "Raise an event and resume its waiters; without a waiter it is stored for the first one. " +
 				"The same id counts once.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/accept", body: reasonRequest{}, guarded: true, response: change{},
-			fn:        s.acceptObjective,
+			method: "POST", path: "/v1/objectives/{id}/accept", body: reasonRequest{}, ifMatch: true, response: change{},
+			handle:    s.acceptObjective,
 			conflicts: true, about: "Accept a proposed objective. 409 if it is not an open proposal.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/reject", body: reasonRequest{}, guarded: true, response: change{},
-			fn:        s.rejectObjective,
+			method: "POST", path: "/v1/objectives/{id}/reject", body: reasonRequest{}, ifMatch: true, response: change{},
+			handle:    s.rejectObjective,
 			conflicts: true, about: "Reject a proposed objective. 409 if it is not an open proposal.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/pause", body: reasonRequest{}, guarded: true, response: change{},
-			fn:        s.pauseObjective,
+			method: "POST", path: "/v1/objectives/{id}/pause", body: reasonRequest{}, ifMatch: true, response: change{},
+			handle:    s.pauseObjective,
 			conflicts: true, about: "Pause an active objective. 409 if it is not active.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/resume", body: reasonRequest{}, guarded: true, response: change{},
-			fn:        s.resumeObjective,
+			method: "POST", path: "/v1/objectives/{id}/resume", body: reasonRequest{}, ifMatch: true, response: change{},
+			handle:    s.resumeObjective,
 			conflicts: true, about: "Resume a paused objective. 409 if it is not paused.",
 		}, {
-			method: "POST", path: "/v1/automations/{id}/enable", body: reasonRequest{}, guarded: true, response: change{},
-			fn:    s.enableAutomation,
-			about: "Enable an automation by name.",
+			method: "POST", path: "/v1/automations/{id}/enable", body: reasonRequest{}, ifMatch: true, response: change{},
+			handle: s.enableAutomation,
+			about:  "Enable an automation by name.",
 		}, {
-			method: "POST", path: "/v1/automations/{id}/disable", body: reasonRequest{}, guarded: true, response: change{},
-			fn:    s.disableAutomation,
-			about: "Disable an automation by name, or reject a proposal.",
+			method: "POST", path: "/v1/automations/{id}/disable", body: reasonRequest{}, ifMatch: true, response: change{},
+			handle: s.disableAutomation,
+			about:  "Disable an automation by name, or reject a proposal.",
 		}, {
-			method: "POST", path: "/v1/automations/{id}/accept", body: reasonRequest{}, guarded: true, response: change{},
-			fn:        s.acceptAutomation,
+			method: "POST", path: "/v1/automations/{id}/accept", body: reasonRequest{}, ifMatch: true, response: change{},
+			handle:    s.acceptAutomation,
 			conflicts: true, about: "Accept a proposed automation. 409 if it is not an open proposal.",
 		}, {
 			method: "POST", path: "/v1/automations/{id}/run", body: reasonRequest{}, response: automations.Run{},
 			status: http.StatusAccepted,
-			fn:     s.runAutomation, about: "Run an automation now, even a disabled one. The response has its trace.",
+			handle: s.runAutomation, about: "Run an automation now, even a disabled one. The response has its trace.",
 		}, {
 			method: "POST", path: "/v1/automations/runs/{id}/redrive", body: reasonRequest{}, response: automations.Run{},
 			status: http.StatusAccepted,
-			fn:     s.redriveRun, conflicts: true,
+			handle: s.redriveRun, conflicts: true,
 			about: "Give a dead run one more attempt. 409 if it is not dead.",
 		},
 	}
@@ -318,8 +318,8 @@ type Endpoint struct {
 	Query map[string]string
 	// Status documents the success status; 200 when 0.
 	Status int
-	// Again documents that a repeated request returns 200 with the same content.
-	Again bool
+	// AlreadyDone documents that a repeated request returns 200 with the same content.
+	AlreadyDone bool
 	// ContentType documents the response; application/json when empty.
 	ContentType string
 	// Stream removes the request's deadline; each write must succeed within half a minute. The request's context ends when
@@ -364,9 +364,9 @@ func (e Endpoint) route() (route, error) {
 	rt := route{
 		method: e.Method, path: e.Path, about: e.About, access: e.Access, body: e.Body,
 		response: e.Response, status: e.Status,
-		again: e.Again, contentType: e.ContentType, stream: e.Stream, finite: e.Finite, openAI: e.OpenAIErrors,
+		alreadyDone: e.AlreadyDone, contentType: e.ContentType, stream: e.Stream, finite: e.Finite, openAI: e.OpenAIErrors,
 		maxBody: e.MaxBody, idempotent: e.Idempotent,
-		foreign: strings.HasPrefix(e.Path, webhooks), page: e.Page, httpHandler: e.Handler, expect: e.Expect,
+		crossOrigin: strings.HasPrefix(e.Path, webhooks), page: e.Page, httpHandler: e.Handler, expect: e.Expect,
 	}
 	if e.Access == Admin {
 		rt.scopes = []principals.Scope{e.Scope}

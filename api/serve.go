@@ -75,7 +75,7 @@ func (s *server) dispatch(rt route, req request) (resp response, source *replica
 	source, err = s.read.Do(r.Context(), replica.Fresh(r), func(ctx context.Context) (err error) {
 		req.Request = r.WithContext(ctx)
 		if replica.From(ctx).Replica() { // no retry on the replica
-			resp, err = rt.fn(req)
+			resp, err = rt.handle(req)
 			return err
 		}
 		resp, err = rt.invoke(req)
@@ -87,12 +87,12 @@ func (s *server) dispatch(rt route, req request) (resp response, source *replica
 // invoke calls the route's function. It retries repeatable requests after a broken database connection.
 func (rt route) invoke(req request) (resp response, err error) {
 	retryable := req.Method == http.MethodGet || req.Method == http.MethodHead || rt.repeatable ||
-		rt.keyed && req.Header.Get(keyHeader) != ""
+		rt.derivesKey && req.Header.Get(keyHeader) != ""
 	if !retryable {
-		return rt.fn(req)
+		return rt.handle(req)
 	}
 	err = postgres.RetryOnDisconnect(req.Context(), func() error {
-		resp, err = rt.fn(req)
+		resp, err = rt.handle(req)
 		return err
 	})
 	return resp, err

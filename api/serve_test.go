@@ -51,7 +51,7 @@ func TestPanicIsProblem(t *testing.T) {
 	}
 	h := s.withMiddleware(s.serve(route{
 		access: Public,
-		fn:     func(request) (response, error) { panic("the secret inside") },
+		handle: func(request) (response, error) { panic("the secret inside") },
 	}))
 	w := httptest.NewRecorder()
 	h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
@@ -93,7 +93,7 @@ func TestServerErrorHasFormatOfRoute(t *testing.T) {
 	} {
 		for _, openAI := range []bool{false, true} {
 			w := httptest.NewRecorder()
-			s.withMiddleware(s.serve(route{access: Public, openAI: openAI, fn: fn})).ServeHTTP(w,
+			s.withMiddleware(s.serve(route{access: Public, openAI: openAI, handle: fn})).ServeHTTP(w,
 				httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
 			var got struct{ Error, Title any }
 			require.NoError(t, json.Unmarshal(w.Body.Bytes(), &got), name)

@@ -114,7 +114,7 @@ func withHealth(ctx context.Context, db postgres.DB, list []skills.Skill) ([]ski
 
 func (s *server) enableSkill(r request) (response, error) {
 	return s.changeSkill(r, "enable_skill", func(tx pgx.Tx, name, reason string, c *skillChange) error {
-		restored, err := selfheal.Reenable(r.Context(), tx, name, by(r.Context()), reason)
+		restored, err := selfheal.Reenable(r.Context(), tx, name, actorName(r.Context()), reason)
 		c.Enabled, c.Changed, c.Automations = true, restored.Settled, restored.Automations
 		return err
 	})
@@ -122,8 +122,8 @@ func (s *server) enableSkill(r request) (response, error) {
 
 func (s *server) disableSkill(r request) (response, error) {
 	return s.changeSkill(r, "disable_skill", func(tx pgx.Tx, name, reason string, c *skillChange) (err error) {
-		c.Changed, err = skills.Disable(r.Context(), tx, name, by(r.Context()), reason,
-			map[string]string{"disabled_by": by(r.Context()), "reason": reason})
+		c.Changed, err = skills.Disable(r.Context(), tx, name, actorName(r.Context()), reason,
+			map[string]string{"disabled_by": actorName(r.Context()), "reason": reason})
 		if err == nil {
 			c.Automations, err = automations.PausedFor(r.Context(), tx, name)
 		}
@@ -167,10 +167,10 @@ type listedAgent struct {
 func (s *server) agentRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/agents", response: page[listedAgent]{}, fn: s.listAgents, params: listParams(),
+			method: "GET", path: "/v1/agents", response: page[listedAgent]{}, handle: s.listAgents, params: listParams(),
 			about: "Enabled agents, the default first, then by name: effective values and today's usage.",
 		}, {
-			method: "GET", path: "/v1/agents/{name}", response: agents.Shown{}, fn: s.getAgent,
+			method: "GET", path: "/v1/agents/{name}", response: agents.Shown{}, handle: s.getAgent,
 			about: "One agent: effective values with their sources (document, setting or default), and its versions.",
 			params: []param{{
 				name: "version", about: "A version, also of a removed agent; default the current one",

@@ -209,7 +209,7 @@ func (s *server) createJoinToken(r request) (response, error) {
 	c, err := s.record(r.Context(), "invite_into_thread", "a join token was given out", map[string]any{"thread_id": id},
 		func(tx pgx.Tx, _ string) (any, error) {
 			token, err = threads.Invite(r.Context(), tx, threads.Invitation{
-				ThreadID: id, Reusable: b.Reusable, Life: life, ExecutionID: b.ExecutionID, By: by(r.Context()),
+				ThreadID: id, Reusable: b.Reusable, Life: life, ExecutionID: b.ExecutionID, By: actorName(r.Context()),
 			})
 			return map[string]any{"access_id": token.ID, "expires_at": token.ExpiresAt.UTC().Format(time.RFC3339)}, err
 		})
@@ -233,7 +233,7 @@ func (s *server) grantAccess(r request) (response, error) {
 	c, err := s.record(r.Context(), "open_thread", "a thread was opened to "+string(to.Kind)+" "+to.Owner,
 		map[string]any{"thread_id": id, string(to.Kind): to.Owner},
 		func(tx pgx.Tx, _ string) (any, error) {
-			granted.ID, err = threads.Grant(r.Context(), tx, id, to, granted.Name, by(r.Context()))
+			granted.ID, err = threads.Grant(r.Context(), tx, id, to, granted.Name, actorName(r.Context()))
 			return map[string]any{"access_id": granted.ID}, err
 		})
 	if errors.Is(err, threads.ErrTaken) {
@@ -251,8 +251,8 @@ func (s *server) listAccess(r request) (response, error) {
 	if _, err := threads.Get(r.Context(), s.pool, id); err != nil {
 		return response{}, threadError(err)
 	}
-	got, err := threads.AccessOf(r.Context(), s.pool, id)
-	return response{body: pageOf(got, "")}, err
+	list, err := threads.AccessOf(r.Context(), s.pool, id)
+	return response{body: pageOf(list, "")}, err
 }
 
 func (s *server) revokeAccess(r request) (response, error) {
@@ -315,19 +315,19 @@ func (s *server) accessRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/threads/{id}/join_tokens", body: joinTokenRequest{}, response: threads.Token{},
-			status: http.StatusCreated, fn: s.createJoinToken, repeatable: true,
+			status: http.StatusCreated, handle: s.createJoinToken, repeatable: true,
 			about: "Create a join token: a visitor joins the conversation by sending it as X-Thread-Join. It is " +
 				"valid for one visitor, or reusable until it expires, and is shown once.",
 		}, {
 			method: "POST", path: "/v1/threads/{id}/participants", body: accessRequest{}, response: accessResponse{},
-			status: http.StatusCreated, fn: s.grantAccess, repeatable: true, conflicts: true,
+			status: http.StatusCreated, handle: s.grantAccess, repeatable: true, conflicts: true,
 			about: "Open a conversation to a chat key, a flow or a webhook endpoint. 409 if the participant has another one " +
 				"of that name.",
 		}, {
-			method: "GET", path: "/v1/threads/{id}/access", response: page[threads.Access]{}, fn: s.listAccess,
+			method: "GET", path: "/v1/threads/{id}/access", response: page[threads.Access]{}, handle: s.listAccess,
 			about: "Access grants and join tokens of a conversation, without the secrets.",
 		}, {
-			method: "DELETE", path: "/v1/threads/{id}/access/{access_id}", response: change{}, fn: s.revokeAccess,
+			method: "DELETE", path: "/v1/threads/{id}/access/{access_id}", response: change{}, handle: s.revokeAccess,
 			about: "Revoke an access. Revoking a join token also ends the access of its visitors.",
 		},
 	}
@@ -408,25 +408,25 @@ func (s *server) openThread(r request) (response, error) {
 			return response{}, problem.BadBody("no outgoing webhook target %q; declare it in the workspace", o.Target)
 		}
 	}
-	var got threads.Thread
-	var made bool
+	var thread threads.Thread
+	var created bool
 	done, err := s.record(r.Context(), "begin_thread", "a conversation was begun", map[string]any{"thread_id": o.ID},
 		func(tx pgx.Tx, _ string) (_ any, err error) {
-			if got, made, err = s.createThread(r.Context(), tx, o); err != nil || !made {
+			if thread, created, err = s.createThread(r.Context(), tx, o); err != nil || !created {
 				return activity.Unchanged, err
 			}
-			return map[string]string{"thread_id": got.ID}, nil
+			return map[string]string{"thread_id": thread.ID}, nil
 		})
 	switch {
 	case errors.Is(err, threads.ErrTaken):
 		return response{}, problem.New(http.StatusConflict, "the key %s already has a thread %q; choose another id", o.Owner,
 			o.ID)
-	case errors.Is(err, threads.ErrForeign) || err == nil && !made:
+	case errors.Is(err, threads.ErrForeign) || err == nil && !created:
 		return response{}, problem.New(http.StatusConflict, "thread %q exists", o.ID)
 	case err != nil:
 		return response{}, err
 	}
-	return response{body: got, status: http.StatusCreated, trace: done.TraceID}, nil
+	return response{body: thread, status: http.StatusCreated, trace: done.TraceID}, nil
 }
 
 // createThread creates a thread of the admin or of its channel, and opens it to the named key.
@@ -545,7 +545,7 @@ func (s *server) sendAsAdmin(r request, o threads.Outgoing) (response, error) {
 	if err != nil {
 		return response{}, messageError(err)
 	}
-	sent.Log(r.Context(), s.log.With("trace_id", c.TraceID), o.ThreadID, by(r.Context()))
+	sent.Log(r.Context(), s.log.With("trace_id", c.TraceID), o.ThreadID, actorName(r.Context()))
 	return response{
 		body: messageResponse{true, sent.Queued, sent.MessageID}, status: http.StatusCreated, trace: c.TraceID,
 	}, nil
@@ -573,13 +573,13 @@ func (s *server) messageRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/threads", body: threadRequest{}, response: threads.Thread{}, status: http.StatusCreated,
-			fn: s.openThread, conflicts: true, about: "Create a conversation. 409 if the id exists.",
+			handle: s.openThread, conflicts: true, about: "Create a conversation. 409 if the id exists.",
 		}, {
-			method: "PATCH", path: "/v1/threads/{id}", body: titleRequest{}, response: threads.Thread{}, fn: s.nameThread,
+			method: "PATCH", path: "/v1/threads/{id}", body: titleRequest{}, response: threads.Thread{}, handle: s.nameThread,
 			about: "Name a conversation for people. Lists show the title and searches use it; it identifies no thread.",
 		}, {
 			method: "POST", path: "/v1/threads/{id}/messages", body: messageRequest{}, response: messageResponse{},
-			status: http.StatusCreated, fn: s.sendMessage, conflicts: true, keyed: true,
+			status: http.StatusCreated, handle: s.sendMessage, conflicts: true, derivesKey: true,
 			about: "Send a message to a conversation: for a locked external execution with execution_id and lock_id, " +
 				"else as the admin. The thread's holder sends at once; other messages are queued, first in, first out.",
 		},

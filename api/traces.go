@@ -72,7 +72,7 @@ func (s *server) reportRoutes() []route {
 	since := timeParam("since", "Start of the period; default the last 7 days")
 	return []route{
 		{
-			method: "GET", path: "/v1/activity/spend", response: page[activity.Spending]{}, fn: s.listSpend, replica: true,
+			method: "GET", path: "/v1/activity/spend", response: page[activity.Spending]{}, handle: s.listSpend, replica: true,
 			csv: true,
 			about: "Cost of model calls by day (UTC), skill, surface and model, the latest day first. A call's " +
 				"cost is split over the skills that its answer calls; without skills it counts for its surface, " +
@@ -81,14 +81,14 @@ func (s *server) reportRoutes() []route {
 				stringsOf(activity.BySkill, activity.ByPurpose)...),
 				skill, surfaceParam, textParam("model", "Name of the model"), sinceParam, timeParam("until", "End of the period")),
 		}, {
-			method: "GET", path: "/v1/activity/slowest", response: page[activity.Slow]{}, fn: s.listSlowest, replica: true,
+			method: "GET", path: "/v1/activity/slowest", response: page[activity.Slow]{}, handle: s.listSlowest, replica: true,
 			about: "Skills by call duration, the slowest first.", params: listParams(skill, since),
 		}, {
 			method: "GET", path: "/v1/activity/failing", response: page[activity.Failure]{},
-			fn: s.listFailing, replica: true,
+			handle: s.listFailing, replica: true,
 			about: "Skills with failed calls, the most failures first.", params: listParams(skill, since),
 		}, {
-			method: "GET", path: "/v1/activity/audit", response: page[activity.AuditEntry]{}, fn: s.listAudit, replica: true,
+			method: "GET", path: "/v1/activity/audit", response: page[activity.AuditEntry]{}, handle: s.listAudit, replica: true,
 			csv: true,
 			about: "The audit log, newest first: actor, action, object, reason, result. A page before the last may " +
 				"be short or empty, because a request scans at most 10,000 rows.",
@@ -147,16 +147,16 @@ func (s *server) listAudit(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	got, err := activity.Audit(r.Context(), s.read, activity.Filter{
+	audit, err := activity.Audit(r.Context(), s.read, activity.Filter{
 		Surface: r.query["surface"], Skill: r.query["skill"], TraceID: r.query["trace_id"], Since: r.query.time("since"),
 		Until: r.query.time("until"), Limit: r.query.limit(), Cursor: cursor,
 	})
-	return logPage("audit", got.Rows, got.Next, err)
+	return logPage("audit", audit.Rows, audit.Next, err)
 }
 
 func (s *server) whyRoutes() []route {
 	return []route{{
-		method: "GET", path: "/v1/traces/{id}/why", response: why.Answer{}, fn: s.getWhy, replica: true,
+		method: "GET", path: "/v1/traces/{id}/why", response: why.Answer{}, handle: s.getWhy, replica: true,
 		about: "Explain a trace, in rows from top to bottom: causes across traces, actions, waits, lanes, " +
 			"failures, effects and cost. from_ref caused to_ref. The id may have any form; in SQL: why(trace).",
 	}}
@@ -173,10 +173,10 @@ func (s *server) getWhy(r request) (response, error) {
 func (s *server) retentionRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/retention", response: retentionResponse{}, fn: s.getRetention,
+			method: "GET", path: "/v1/retention", response: retentionResponse{}, handle: s.getRetention,
 			about: "How long finished rows of each kind are kept, and how many were pruned. Unfinished rows are never pruned.",
 		}, {
-			method: "PUT", path: "/v1/retention", body: retentionRequest{}, response: retention.Change{}, fn: s.setRetention,
+			method: "PUT", path: "/v1/retention", body: retentionRequest{}, response: retention.Change{}, handle: s.setRetention,
 			about: "Set the retention of kinds of rows: a duration such as 90d, or forever. Other kinds stay unchanged. " +
 				"All are changed or, with 400, none; changed is false if nothing had to change.",
 		},
@@ -211,9 +211,9 @@ func (s *server) getRetention(r request) (response, error) {
 
 func (s *server) setRetention(r request) (response, error) {
 	b := r.body.(retentionRequest)
-	got, err := retention.Set(r.Context(), s.pool, b.Keep, by(r.Context()), b.Reason)
+	policy, err := retention.Set(r.Context(), s.pool, b.Keep, actorName(r.Context()), b.Reason)
 	if errors.Is(err, retention.ErrInvalid) {
 		return response{}, problem.BadBody("%s", err)
 	}
-	return response{body: got, trace: got.TraceID}, err
+	return response{body: policy, trace: policy.TraceID}, err
 }
