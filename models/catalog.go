@@ -182,7 +182,7 @@ func (c *Client) isOpenAI() bool {
 	return err == nil && (u.Hostname() == "api.openai.com" || strings.HasSuffix(u.Hostname(), ".api.openai.com"))
 }
 
-// api returns the protocol for a model: configured, known or learned.
+// api returns the protocol for a model: configured, declared in the model table, or learned.
 func (c *Client) api(model string, d dialect) API {
 	switch {
 	case c.config.API == APIChat || c.config.API == APIResponses:

@@ -243,15 +243,15 @@ func (c *calls) finished(req Request, origin string, cut bool) []ToolCall {
 			call.id = derivedID(req, place, call.name)
 		}
 		seen[call.id] = true
-		made := ToolCall{
+		toolCall := ToolCall{
 			ID:        call.id,
 			Name:      cmp.Or(call.name, "unnamed"), // no tool has this name; servers reject an empty name in a history
 			Arguments: cmp.Or(call.arguments.String(), "{}"),
 		}
 		if members := call.opaque.texts(); members != nil {
-			made.Opaque = &Opaque{Origin: origin, Digest: made.digest(), Members: members}
+			toolCall.Opaque = &Opaque{Origin: origin, Digest: toolCall.digest(), Members: members}
 		}
-		out = append(out, made)
+		out = append(out, toolCall)
 	}
 	return out
 }
@@ -307,12 +307,12 @@ func foldSystem(messages []Message) []Message {
 		last := len(out) - 1
 		switch {
 		case last >= 0 && m.Role == RoleSystem && out[last].Role != RoleAssistant:
-			out[last] = with(out[last], m)
+			out[last] = appendContent(out[last], m)
 		case last >= 0 && m.Role == RoleSystem:
 			m.Role = RoleUser
 			out = append(out, m)
 		case last >= 0 && m.Role == RoleUser && out[last].Role == RoleUser:
-			out[last] = with(out[last], m)
+			out[last] = appendContent(out[last], m)
 		default:
 			out = append(out, m)
 		}
@@ -320,18 +320,18 @@ func foldSystem(messages []Message) []Message {
 	return out
 }
 
-// with returns m with the content of another message appended.
-func with(m, more Message) Message {
+// appendContent returns m with the content of another message appended.
+func appendContent(m, next Message) Message {
 	if len(m.Parts) == 0 {
-		m.Content = strings.Join(slices.DeleteFunc([]string{m.Content, more.Content}, isBlank), "\n\n")
-		m.Parts = more.Parts
+		m.Content = strings.Join(slices.DeleteFunc([]string{m.Content, next.Content}, isBlank), "\n\n")
+		m.Parts = next.Parts
 		return m
 	}
 	m.Parts = slices.Clip(m.Parts)
-	if more.Content != "" {
-		m.Parts = append(m.Parts, Part{Text: more.Content})
+	if next.Content != "" {
+		m.Parts = append(m.Parts, Part{Text: next.Content})
 	}
-	m.Parts = append(m.Parts, more.Parts...)
+	m.Parts = append(m.Parts, next.Parts...)
 	return m
 }
 

@@ -47,16 +47,16 @@ func (d dialect) names() (names []string) {
 	return names
 }
 
-// sent describes a rejected request.
-type sent struct {
+// attemptedRequest is a rejected request.
+type attemptedRequest struct {
 	req Request
 	api API
 	own API // the configured protocol
 }
 
-// after returns the dialect to try next, if the refusal shows a rejected feature. Every change removes a feature, so
-// the number of tries is small.
-func (d dialect) after(refusal *Error, s sent) (next dialect, changed bool) {
+// next returns the dialect to try next, if the refusal shows a rejected feature. Every change removes a feature, so the
+// number of tries is small.
+func (d dialect) next(refusal *Error, s attemptedRequest) (next dialect, changed bool) {
 	words := strings.ToLower(refusal.Code + " " + refusal.param + " " + refusal.Message)
 	words = strings.ReplaceAll(words, "invalid_request_error", "") // a generic type that isUnsupported would match
 	switch refusal.Status {
@@ -74,7 +74,7 @@ func (d dialect) after(refusal *Error, s sent) (next dialect, changed bool) {
 	if refusal.Code == codeContentFilter {
 		return d, false
 	}
-	for _, subtract := range []func(dialect, string, sent) dialect{
+	for _, subtract := range []func(dialect, string, attemptedRequest) dialect{
 		dialect.withoutAPI, dialect.withoutOption, dialect.withoutHistory, dialect.withoutStream,
 	} {
 		if next = subtract(d, words, s); next != d {
@@ -85,7 +85,7 @@ func (d dialect) after(refusal *Error, s sent) (next dialect, changed bool) {
 }
 
 // afterNotFound drops the Responses API if the server lacks its route. An unknown model is no reason to drop it.
-func (d dialect) afterNotFound(words string, s sent) (next dialect, changed bool) {
+func (d dialect) afterNotFound(words string, s attemptedRequest) (next dialect, changed bool) {
 	next = d
 	model := strings.ToLower(s.req.Model)
 	switch {
@@ -98,7 +98,7 @@ func (d dialect) afterNotFound(words string, s sent) (next dialect, changed bool
 }
 
 // withoutAPI changes the protocol, once in each direction.
-func (d dialect) withoutAPI(words string, s sent) dialect {
+func (d dialect) withoutAPI(words string, s attemptedRequest) dialect {
 	switch {
 	case s.own != APIAuto:
 	case s.api == APIChat && !d.has(noResponses) &&
@@ -111,7 +111,7 @@ func (d dialect) withoutAPI(words string, s sent) dialect {
 }
 
 // withoutOption drops an option that the refusal names.
-func (d dialect) withoutOption(words string, s sent) dialect {
+func (d dialect) withoutOption(words string, s attemptedRequest) dialect {
 	names := func(options ...string) bool {
 		for _, option := range options {
 			if strings.Contains(words, option) {
@@ -146,7 +146,7 @@ func (d dialect) withoutOption(words string, s sent) dialect {
 }
 
 // withoutHistory changes the form of the history.
-func (d dialect) withoutHistory(words string, s sent) dialect {
+func (d dialect) withoutHistory(words string, s attemptedRequest) dialect {
 	unsupported := isUnsupported(words)
 	switch {
 	case aboutRoles(words) && needsFolding(s.req.Messages):
@@ -166,7 +166,7 @@ func (d dialect) withoutHistory(words string, s sent) dialect {
 }
 
 // withoutStream requests the answer in one piece.
-func (d dialect) withoutStream(words string, _ sent) dialect {
+func (d dialect) withoutStream(words string, _ attemptedRequest) dialect {
 	if strings.Contains(words, "stream") && isUnsupported(words) {
 		d |= noStream
 	}

@@ -115,7 +115,7 @@ func (r *run) response(a answer) Response {
 func (r *run) failed() Response {
 	_, found := r.client.config.Prices.Of(r.req.Model)
 	return Response{
-		Model: r.req.Model, Priced: found, Duration: time.Since(r.started), Attempts: r.sent, Unknown: r.unknown,
+		Model: r.req.Model, Priced: found, Duration: time.Since(r.started), Attempts: r.attempts, Unknown: r.unknown,
 		Sent: r.last,
 	}
 }
@@ -178,18 +178,18 @@ func (o *object) members(texts map[string]string) {
 func (o *object) merge(extra map[string]json.RawMessage) {
 	for _, name := range slices.Sorted(maps.Keys(extra)) {
 		value := extra[name]
-		var mine, more map[string]json.RawMessage
+		var present, members map[string]json.RawMessage
 		switch {
 		case isNull(value):
 			delete(o.texts, name)
 			o.names = slices.DeleteFunc(o.names, func(n string) bool { return n == name })
-		case json.Unmarshal([]byte(o.texts[name]), &mine) == nil && mine != nil &&
-			json.Unmarshal(value, &more) == nil && more != nil:
+		case json.Unmarshal([]byte(o.texts[name]), &present) == nil && present != nil &&
+			json.Unmarshal(value, &members) == nil && members != nil:
 			var inner object
-			for _, n := range slices.Sorted(maps.Keys(mine)) {
-				inner.raw(n, string(mine[n]))
+			for _, n := range slices.Sorted(maps.Keys(present)) {
+				inner.raw(n, string(present[n]))
 			}
-			inner.merge(more)
+			inner.merge(members)
 			text, err := inner.end()
 			if err != nil && o.err == nil {
 				o.err = err
@@ -322,7 +322,7 @@ func withForm(req Request, d dialect, known ModelInfo) []Message {
 	for i := len(req.Messages) - 1; i >= 0; i-- {
 		if req.Messages[i].Role == RoleUser {
 			messages := slices.Clone(req.Messages)
-			messages[i] = with(messages[i], Message{Content: s.instruction()})
+			messages[i] = appendContent(messages[i], Message{Content: s.instruction()})
 			return messages
 		}
 	}

@@ -130,10 +130,10 @@ func inputParts(m Message) (parts []responsePart) {
 // response assembles an answer of the Responses API. Its zero value is ready.
 type response struct {
 	assembly
-	items   []outputItem
-	spoken  int // items of text started
-	pending int // bytes of arguments received
-	over    bool
+	items         []outputItem
+	textItems     int // items of text started
+	argumentBytes int // bytes of arguments received
+	over          bool
 }
 
 // outputItem is an item of an answer, with its bytes.
@@ -191,7 +191,7 @@ func (r *response) add(raw []byte) (text string, err error) {
 	case "error":
 		return "", streamError(unnested(raw))
 	case "response.output_item.added":
-		return r.begun(e.Item)
+		return r.startItem(e.Item)
 	case "response.output_text.delta":
 		r.text.WriteString(string(e.Delta))
 		return string(e.Delta), nil
@@ -200,7 +200,7 @@ func (r *response) add(raw []byte) (text string, err error) {
 	case "response.reasoning_summary_text.delta", "response.reasoning_text.delta":
 		r.reasoning.WriteString(string(e.Delta))
 	case "response.function_call_arguments.delta":
-		r.pending += len(e.Delta)
+		r.argumentBytes += len(e.Delta)
 	case "response.output_item.done":
 		return "", r.done(e.Item)
 	case "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed":
@@ -213,15 +213,15 @@ func (r *response) add(raw []byte) (text string, err error) {
 
 // addDocument handles an answer in one piece.
 func (r *response) addDocument(raw []byte) (string, error) {
-	var whole responseObject
-	if err := json.Unmarshal(raw, &whole); err != nil {
+	var document responseObject
+	if err := json.Unmarshal(raw, &document); err != nil {
 		return "", invalidChunk(raw, err)
 	}
-	if whole.Status == "" && whole.Output == nil {
+	if document.Status == "" && document.Output == nil {
 		return "", streamError(raw)
 	}
-	whole.Status = cmp.Or(whole.Status, "completed")
-	if err := r.end(whole); err != nil {
+	document.Status = cmp.Or(document.Status, "completed")
+	if err := r.end(document); err != nil {
 		return "", err
 	}
 	text, _, _ := r.parts()
@@ -247,16 +247,16 @@ func unnested(raw []byte) []byte {
 	return raw
 }
 
-// begun separates the texts of two items.
-func (r *response) begun(item json.RawMessage) (string, error) {
+// startItem returns the separator before the text of a further item.
+func (r *response) startItem(item json.RawMessage) (string, error) {
 	var begun outputItem
 	if err := json.Unmarshal(item, &begun); err != nil {
-		begun.Type = "" // an unknown kind
+		begun.Type = "" // an unknown type of item
 	}
 	if begun.Type != "message" {
 		return "", nil
 	}
-	if r.spoken++; r.spoken > 1 && r.text.Len() > 0 {
+	if r.textItems++; r.textItems > 1 && r.text.Len() > 0 {
 		r.text.WriteString(betweenItems)
 		return betweenItems, nil
 	}
@@ -266,7 +266,7 @@ func (r *response) begun(item json.RawMessage) (string, error) {
 // betweenItems separates the texts of two items.
 const betweenItems = "\n\n"
 
-// done stores an item.
+// done adds a complete item.
 func (r *response) done(raw json.RawMessage) error {
 	item := outputItem{raw: string(raw)}
 	if err := json.Unmarshal(raw, &item); err != nil {
@@ -276,7 +276,7 @@ func (r *response) done(raw json.RawMessage) error {
 	return nil
 }
 
-// end stores the state of the whole answer.
+// end applies the state of the whole answer.
 func (r *response) end(state responseObject) error {
 	r.model = cmp.Or(state.Model, r.model)
 	if u := state.Usage; u != nil {
@@ -317,7 +317,7 @@ func (r *response) ended(bool) bool { return r.over }
 func (r *response) empty() bool { return r.assembly.empty() && len(r.items) == 0 }
 
 func (r *response) beyond(maxTokens int) bool {
-	return exceedsLimit(r.size()+r.pending, r.usage, maxTokens)
+	return exceedsLimit(r.size()+r.argumentBytes, r.usage, maxTokens)
 }
 
 // parts returns the texts of the items.

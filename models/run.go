@@ -24,13 +24,13 @@ import (
 
 // run is one Complete call: attempts until one succeeds.
 type run struct {
-	client  *Client
-	req     Request
-	started time.Time
-	sent    int     // attempts made, including those that taught a dialect
-	last    Request // request of the last attempt
-	shown   bool    // OnDelta received text of the current attempt
-	unknown bool    // the server may bill the last attempt at an unknown amount
+	client   *Client
+	req      Request
+	started  time.Time
+	attempts int     // including those that revealed a dialect
+	last     Request // request of the last attempt
+	shown    bool    // OnDelta received text of the current attempt
+	unknown  bool    // the server may bill the last attempt at an unknown amount
 }
 
 // untilDone repeats the request while a retry may succeed.
@@ -49,15 +49,15 @@ func (r *run) untilDone(ctx context.Context) (answer, error) {
 		if r.schemaRefused(failure) {
 			continue
 		}
-		if next, changed := d.after(failure, sent{r.req, api, r.client.config.API}); changed {
+		if next, changed := d.next(failure, attemptedRequest{r.req, api, r.client.config.API}); changed {
 			r.client.learn(ctx, r.req.Model, next)
 			continue // servers do not bill a refusal
 		}
 		if failure.namesResponses() && api == APIChat {
 			failure.Advice = adviseResponses
 		}
-		wait, again := r.client.config.Retry.wait(attempt, failure)
-		if _, silent := errors.AsType[*idleError](failure); silent && r.req.Fallback || !again || !outlives(ctx, wait) {
+		wait, retry := r.client.config.Retry.wait(attempt, failure)
+		if _, silent := errors.AsType[*idleError](failure); silent && r.req.Fallback || !retry || !outlives(ctx, wait) {
 			return answer{}, failure
 		}
 		r.client.config.Logger.WarnContext(ctx, "model call repeated", slog.String("model", r.req.Model),
@@ -91,7 +91,7 @@ func (r *run) restart() {
 
 // try sends the request once.
 func (r *run) try(ctx context.Context, api API, d dialect) (answer, *Error) {
-	r.sent++
+	r.attempts++
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	r.last = adaptRequest(r.req, d)
@@ -110,9 +110,9 @@ func (r *run) try(ctx context.Context, api API, d dialect) (answer, *Error) {
 	if api == APIResponses {
 		parts = &response{}
 	}
-	exchange := r.stream
+	exchange := r.exchangeStream
 	if d.has(noStream) {
-		exchange = r.whole
+		exchange = r.exchangeDocument
 	}
 	err = exchange(ctx, link, api, parts)
 	if err == nil && !parts.ended(false) && parts.empty() {
@@ -143,8 +143,8 @@ func (r *run) open(ctx context.Context, link *link, api API) (receiver, error) {
 	return r.client.openAIClient(link).CreateChatCompletionStream(ctx, openai.ChatCompletionRequest{})
 }
 
-// stream assembles the answer from its chunks.
-func (r *run) stream(ctx context.Context, link *link, api API, parts assembler) error {
+// exchangeStream receives the answer in chunks.
+func (r *run) exchangeStream(ctx context.Context, link *link, api API, parts assembler) error {
 	stream, err := r.open(ctx, link, api)
 	if err != nil {
 		return err
@@ -156,17 +156,17 @@ func (r *run) stream(ctx context.Context, link *link, api API, parts assembler) 
 		if err != nil {
 			err = cutOff(err)
 		} else {
-			err = r.take(parts, chunk)
+			err = r.addChunk(parts, chunk)
 		}
-		switch whole := parts.ended(link.sawDone()); {
-		case err != nil && whole: // an error after the end loses only the usage
+		switch complete := parts.ended(link.sawDone()); {
+		case err != nil && complete: // an error after the end loses only the usage
 			parts.misses(!link.sawDone() && !ended)
 			return nil
 		case err != nil:
 			return err
-		case whole && api == APIResponses: // nothing follows, and some servers keep the connection open
+		case complete && api == APIResponses: // nothing follows, and some servers keep the connection open
 			return nil
-		case !whole && parts.beyond(r.req.MaxTokens):
+		case !complete && parts.beyond(r.req.MaxTokens):
 			r.client.config.Logger.WarnContext(
 				ctx,
 				"model ignored its limit, answer cut",
@@ -180,8 +180,8 @@ func (r *run) stream(ctx context.Context, link *link, api API, parts assembler) 
 	}
 }
 
-// whole receives the answer in one piece, from servers without streams.
-func (r *run) whole(ctx context.Context, link *link, api API, parts assembler) error {
+// exchangeDocument receives the answer as one document, from servers without streams.
+func (r *run) exchangeDocument(ctx context.Context, link *link, api API, parts assembler) error {
 	var err error
 	if api == APIResponses {
 		_, err = r.client.openAIClient(link).CreateResponse(ctx, openai.CreateResponseRequest{})
@@ -191,11 +191,11 @@ func (r *run) whole(ctx context.Context, link *link, api API, parts assembler) e
 	if err != nil {
 		return err
 	}
-	return r.take(parts, link.document)
+	return r.addChunk(parts, link.document)
 }
 
-// take adds a chunk to the answer and shows its text.
-func (r *run) take(parts assembler, chunk []byte) error {
+// addChunk adds a chunk to the answer and passes its text to the viewer.
+func (r *run) addChunk(parts assembler, chunk []byte) error {
 	text, err := parts.add(chunk)
 	if err != nil {
 		return err
@@ -235,11 +235,11 @@ var (
 // lacks some fields, and sets headers. It reads refusals with all headers and filters event streams. It accepts a whole
 // document instead of a stream, and enforces the idle timeout.
 type link struct {
-	config Config
-	key    string // idempotency key
-	out    string // the body that replaces go-openai's
-	idle   *time.Timer
-	sent   atomic.Bool // the request may have left this process
+	config      Config
+	key         string // idempotency key
+	requestBody string // the body that replaces go-openai's
+	idle        *time.Timer
+	requestSent atomic.Bool // the request may have left this process
 
 	body     io.ReadCloser
 	failure  *Error     // the server refused
@@ -247,9 +247,9 @@ type link struct {
 	document []byte     // set if the answer is whole
 }
 
-// newLink starts the idle timer; giveUp cancels the attempt.
+// newLink starts the idle timer, which calls cancel.
 func newLink(config Config, idempotencyKey, body string, cancel context.CancelCauseFunc) *link {
-	l := &link{config: config, key: idempotencyKey, out: body}
+	l := &link{config: config, key: idempotencyKey, requestBody: body}
 	l.idle = time.AfterFunc(config.IdleTimeout, func() {
 		cancel(&idleError{config.IdleTimeout})
 	})
@@ -289,19 +289,19 @@ func (l *link) Do(req *http.Request) (*http.Response, error) {
 		req.Header.Set("Traceparent", parent)
 	}
 	ctx := httptrace.WithClientTrace(req.Context(), &httptrace.ClientTrace{
-		GotConn: func(httptrace.GotConnInfo) { l.sent.Store(true) },
+		GotConn: func(httptrace.GotConnInfo) { l.requestSent.Store(true) },
 	})
 	req = req.WithContext(ctx)
-	req.Body, req.ContentLength = io.NopCloser(strings.NewReader(l.out)), int64(len(l.out))
+	req.Body, req.ContentLength = io.NopCloser(strings.NewReader(l.requestBody)), int64(len(l.requestBody))
 	req.GetBody = nil // forbids net/http to repeat the request
 	resp, err := l.config.HTTPClient.Do(req)
 	if err != nil {
 		return nil, err
 	}
 	l.body = resp.Body
-	body := bufio.NewReader(&idleReader{in: resp.Body, link: l})
+	body := bufio.NewReader(&idleReader{body: resp.Body, link: l})
 	if resp.StatusCode < 200 || resp.StatusCode > 299 {
-		l.refused(resp, body)
+		l.readRefusal(resp, body)
 		return replaced(resp, []byte("{}")), nil
 	}
 	if first, err := firstByte(body); err == nil && first == '<' {
@@ -314,8 +314,8 @@ func (l *link) Do(req *http.Request) (*http.Response, error) {
 	return resp, nil
 }
 
-// refused stores the reason of a refusal.
-func (l *link) refused(resp *http.Response, body io.Reader) {
+// readRefusal stores the reason of a refusal.
+func (l *link) readRefusal(resp *http.Response, body io.Reader) {
 	text, err := io.ReadAll(io.LimitReader(body, maxRefusalBytes))
 	if err != nil && len(text) == 0 {
 		text = []byte(http.StatusText(resp.StatusCode)) // the status decides; the connection cut the message
@@ -350,7 +350,7 @@ func (l *link) readDocument(resp *http.Response, body io.Reader) (*http.Response
 // not refuse it. A gateway's timeout shows nothing about the model behind the gateway.
 func (l *link) mayBeBilled(err error) bool {
 	if l.failure == nil {
-		return l.sent.Load() && !errors.Is(err, errWebPage)
+		return l.requestSent.Load() && !errors.Is(err, errWebPage)
 	}
 	switch status := l.failure.Status; status {
 	case http.StatusNotImplemented, http.StatusServiceUnavailable, statusOverloaded:
@@ -379,12 +379,12 @@ func (l *link) explain(ctx context.Context, err error) *Error {
 
 // idleReader resets the idle timer on each read.
 type idleReader struct {
-	in   io.Reader
+	body io.Reader
 	link *link
 }
 
 func (h *idleReader) Read(p []byte) (int, error) {
-	n, err := h.in.Read(p)
+	n, err := h.body.Read(p)
 	if n > 0 {
 		h.link.idle.Reset(h.link.config.IdleTimeout)
 	}

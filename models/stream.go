@@ -26,14 +26,14 @@ var errAnswerTooLong = errors.New("the answer is longer than 32 MiB")
 // document without one. It puts a blank before the key error, so the chunk reaches assembly.add like every other. Lines
 // may end in LF, CR or CRLF; the last line may lack an end.
 type dataLines struct {
-	in     *bufio.Reader
-	out    []byte // filtered and unread
-	buffer []byte
-	taken  int
-	skipLF bool
-	err    error
-	done   bool   // [DONE] arrived
-	begun  []byte // an incomplete document without the field name
+	in      *bufio.Reader
+	out     []byte // filtered and unread
+	buffer  []byte
+	read    int
+	skipLF  bool
+	err     error
+	done    bool   // [DONE] arrived
+	partial []byte // an incomplete document without the field name
 }
 
 var (
@@ -68,7 +68,7 @@ func (d *dataLines) line() ([]byte, error) {
 		if err != nil {
 			return d.buffer, err
 		}
-		if d.taken++; d.taken > maxAnswerBytes {
+		if d.read++; d.read > maxAnswerBytes {
 			return nil, errAnswerTooLong
 		}
 		if d.skipLF && b == '\n' {
@@ -107,19 +107,19 @@ func (d *dataLines) filter(line []byte) {
 
 // document collects a document without the field name, as some servers send an error, and returns it when complete.
 func (d *dataLines) document(line []byte) []byte {
-	if len(d.begun) == 0 && !bytes.HasPrefix(line, []byte("{")) && !bytes.HasPrefix(line, []byte("[")) {
+	if len(d.partial) == 0 && !bytes.HasPrefix(line, []byte("{")) && !bytes.HasPrefix(line, []byte("[")) {
 		return nil
 	}
-	d.begun = append(d.begun, line...)
-	if len(d.begun) > maxRefusalBytes && len(d.begun) > len(line) {
-		d.begun = nil // longer than any error
+	d.partial = append(d.partial, line...)
+	if len(d.partial) > maxRefusalBytes && len(d.partial) > len(line) {
+		d.partial = nil // longer than any error
 		return nil
 	}
-	if !json.Valid(d.begun) {
+	if !json.Valid(d.partial) {
 		return nil
 	}
-	whole := d.begun
-	d.begun = nil
+	whole := d.partial
+	d.partial = nil
 	return whole
 }
 

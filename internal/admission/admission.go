@@ -44,10 +44,10 @@ type Budget struct {
 	by map[string]*usage
 }
 
-// usage is the amount that a name holds. The name of the whole budget is empty.
+// usage is the acquired amount of a name. The whole budget has the name "".
 type usage struct {
-	n    int64
-	over *Hold // the hold that may exceed the share; nil for none
+	n         int64
+	exceeding *Hold // the hold that may exceed the share; nil for none
 }
 
 // New returns a budget of limit.
@@ -85,7 +85,7 @@ func (b *Budget) Used() int64 {
 	return b.usage("").n
 }
 
-// usage returns the amount that a name holds. The caller holds the lock.
+// usage returns the usage of a name. The caller holds the lock.
 func (b *Budget) usage(name string) usage {
 	if u := b.by[name]; u != nil {
 		return *u
@@ -110,8 +110,8 @@ func (h *Hold) Add(n int64) error {
 	for _, s := range h.shares {
 		u := h.budget.usage(s.Name)
 		switch {
-		case u.counted(s.Limit)+n <= h.bound(s.Limit), u.over == h:
-		case u.over == nil && u.n-h.n <= s.Limit-h.bound(s.Limit):
+		case u.counted(s.Limit)+n <= h.bound(s.Limit), u.exceeding == h:
+		case u.exceeding == nil && u.n-h.n <= s.Limit-h.bound(s.Limit):
 			exceeds = append(exceeds, s.Name)
 		default:
 			return ErrFull
@@ -119,25 +119,25 @@ func (h *Hold) Add(n int64) error {
 	}
 	h.count(n)
 	for _, name := range exceeds {
-		h.budget.by[name].over = h
+		h.budget.by[name].exceeding = h
 	}
 	return nil
 }
 
 // bound returns the maximum part of a share for the hold.
-func (h *Hold) bound(most int64) int64 {
+func (h *Hold) bound(limit int64) int64 {
 	if h.large {
-		return most - most/ReservePart
+		return limit - limit/ReservePart
 	}
-	return most
+	return limit
 }
 
-// counted is the usage that counts against others: the hold that may exceed the share counts up to its bound.
-func (u usage) counted(most int64) int64 {
-	if u.over == nil {
+// counted returns the usage that counts against other holds. It counts an exceeding hold up to its bound.
+func (u usage) counted(limit int64) int64 {
+	if u.exceeding == nil {
 		return u.n
 	}
-	return u.n - max(0, u.over.n-u.over.bound(most))
+	return u.n - max(0, u.exceeding.n-u.exceeding.bound(limit))
 }
 
 // count changes the amount of the hold. The caller holds the budget's lock.
@@ -150,8 +150,8 @@ func (h *Hold) count(n int64) {
 			h.budget.by[s.Name] = u
 		}
 		u.n += n
-		if u.over == h && h.n == 0 {
-			u.over = nil
+		if u.exceeding == h && h.n == 0 {
+			u.exceeding = nil
 		}
 		if u.n == 0 {
 			delete(h.budget.by, s.Name)

@@ -7,189 +7,187 @@ import (
 	"sync"
 )
 
-// The sizes of the pieces of an arriving body. Pieces of the largest size are reused, so bodies of strangers leave no
-// garbage.
+// Sizes of the chunks of an incoming body. A pool reuses full chunks, so large bodies leave no garbage.
 const (
-	firstPiece = 1 << 10
-	fullPiece  = 64 << 10
+	firstChunk = 1 << 10
+	fullChunk  = 64 << 10
 )
 
-var fullPieces = sync.Pool{New: func() any { return new([fullPiece]byte) }}
+var chunkPool = sync.Pool{New: func() any { return new([fullChunk]byte) }}
 
-// joining lets one body at a time be joined: for that moment, memory holds one copy more than the budget counts.
-var joining sync.Mutex
+// mergeMu allows one merge at a time, because a merge briefly holds a second copy that the budget does not count.
+var mergeMu sync.Mutex
 
-// arrival is an arriving body. Its bytes are in pieces until half of an announced length has arrived, or the end; after
-// that they are contiguous.
-type arrival struct {
-	body   io.Reader
-	length int64 // -1 if unannounced
-	most   int64
-	pace   pace
-	hold   *Hold // nil for no bound
-	held   int64 // of the budget
+// incomingBody is a body while it arrives. Its bytes are in chunks until half of an announced length, or the end, has
+// arrived. Then they are in one buffer.
+type incomingBody struct {
+	body     io.Reader
+	length   int64 // -1 if unannounced
+	limit    int64
+	pace     pace
+	hold     *Hold // nil for no bound
+	acquired int64 // of the budget
 
-	pieces [][]byte
-	whole  []byte
-	got    int64
+	chunks   [][]byte
+	buf      []byte
+	received int64
 }
 
-// open refuses a body if nothing is left for its first piece. It holds nothing.
-func (a *arrival) open(l Limits) (err error) {
+// probe rejects a body if the budget has no room for its first chunk. It keeps no part of the budget.
+func (a *incomingBody) probe(l Limits) (err error) {
 	if l.Budget == nil {
 		return nil
 	}
-	first := int64(firstPiece)
+	size := int64(firstChunk)
 	if a.length >= 0 {
-		first = min(first, a.length)
+		size = min(size, a.length)
 	}
-	if a.hold, err = l.Budget.acquire(first, a.length < 0 || a.length > Small, l.Shares); err == nil {
-		a.hold.Return(first)
+	if a.hold, err = l.Budget.acquire(size, a.length < 0 || a.length > Small, l.Shares); err == nil {
+		a.hold.Return(size)
 	}
 	return err
 }
 
-// take acquires more of the budget for the body.
-func (a *arrival) take(n int64) error {
+// acquire acquires n bytes of the budget.
+func (a *incomingBody) acquire(n int64) error {
 	if a.hold != nil {
 		if err := a.hold.Add(n); err != nil {
 			return err
 		}
 	}
-	a.held += n
+	a.acquired += n
 	return nil
 }
 
-// give returns the budget of the body.
-func (a *arrival) give(n int64) {
+// release returns n bytes to the budget.
+func (a *incomingBody) release(n int64) {
 	if a.hold != nil {
 		a.hold.Return(n)
 	}
-	a.held -= n
+	a.acquired -= n
 }
 
-// read reads until the end. c is the connection; nil if unknown.
-func (a *arrival) read(c *conn) ([]byte, error) {
-	defer a.free()
-	c.done()
-	defer c.work()
-	// the target of a read without room: for the first byte, before anything is acquired, and for one byte too many
-	var spare [1]byte
+// read reads the whole body. c is the connection; nil if unknown.
+func (a *incomingBody) read(c *conn) ([]byte, error) {
+	defer a.freeChunks()
+	c.markIdle()
+	defer c.markActive()
+	// overflow is the target of a read without space: for the first byte, and for a byte beyond the limit.
+	var overflow [1]byte
 	for {
-		room := a.room()
-		if len(room) == 0 {
-			room = spare[:]
+		space := a.space()
+		if len(space) == 0 {
+			space = overflow[:]
 		}
-		a.pace.expect(a.got)
-		n, err := a.body.Read(room)
+		a.pace.setDeadline(a.received)
+		n, err := a.body.Read(space)
 		if n > 0 {
-			c.progress()
-			if err := a.add(room[:n]); err != nil {
+			c.touch()
+			if err := a.add(space[:n]); err != nil {
 				return nil, err
 			}
 		}
 		switch {
 		case errors.Is(err, io.EOF):
-			return a.end()
+			return a.finish()
 		case err != nil:
 			return nil, fmt.Errorf("read body: %w", err)
 		}
 	}
 }
 
-// room returns the space for the next bytes; none if more must be acquired first.
-func (a *arrival) room() []byte {
-	if a.whole != nil {
-		return a.whole[a.got:]
+// space returns the free space for the next bytes; none if the body has to grow first.
+func (a *incomingBody) space() []byte {
+	if a.buf != nil {
+		return a.buf[a.received:]
 	}
-	if n := len(a.pieces); n > 0 {
-		last := a.pieces[n-1]
+	if n := len(a.chunks); n > 0 {
+		last := a.chunks[n-1]
 		return last[len(last):cap(last)]
 	}
 	return nil
 }
 
-// add counts bytes that were read into room, or are spare.
-func (a *arrival) add(read []byte) error {
-	spare := len(a.room()) == 0
-	if spare {
-		if a.got == a.most || a.got == a.length {
-			return &TooLarge{Most: a.most}
+// add counts bytes that were read into space, or copies them from overflow.
+func (a *incomingBody) add(read []byte) error {
+	full := len(a.space()) == 0
+	if full {
+		if a.received == a.limit || a.received == a.length {
+			return &TooLarge{Most: a.limit}
 		}
 		if err := a.grow(); err != nil {
 			return err
 		}
-		copy(a.room(), read)
+		copy(a.space(), read)
 	}
-	a.got += int64(len(read))
-	if a.whole == nil {
-		n := len(a.pieces) - 1
-		a.pieces[n] = a.pieces[n][:len(a.pieces[n])+len(read)]
+	a.received += int64(len(read))
+	if a.buf == nil {
+		n := len(a.chunks) - 1
+		a.chunks[n] = a.chunks[n][:len(a.chunks[n])+len(read)]
 	}
 	return nil
 }
 
-// grow makes room: a piece as large as the received bytes, or the rest of an announced length once half of it has
-// arrived.
-func (a *arrival) grow() error {
-	if a.length >= 0 && 2*a.got >= a.length && a.got > 0 {
-		return a.join(a.length)
+// grow adds a chunk as large as the received bytes. Once half of an announced length has arrived, it adds the rest.
+func (a *incomingBody) grow() error {
+	if a.length >= 0 && 2*a.received >= a.length && a.received > 0 {
+		return a.merge(a.length)
 	}
-	end := a.most
+	end := a.limit
 	if a.length >= 0 {
 		end = a.length
 	}
-	size := min(max(firstPiece, min(a.got, fullPiece)), end-a.got)
-	if err := a.take(size); err != nil {
+	size := min(max(firstChunk, min(a.received, fullChunk)), end-a.received)
+	if err := a.acquire(size); err != nil {
 		return err
 	}
-	if size == fullPiece {
-		a.pieces = append(a.pieces, fullPieces.Get().(*[fullPiece]byte)[:0])
+	if size == fullChunk {
+		a.chunks = append(a.chunks, chunkPool.Get().(*[fullChunk]byte)[:0])
 	} else {
-		a.pieces = append(a.pieces, make([]byte, 0, size))
+		a.chunks = append(a.chunks, make([]byte, 0, size))
 	}
 	return nil
 }
 
-// join makes the body contiguous, with a given number of bytes.
-func (a *arrival) join(length int64) error {
-	if more := length - a.held; more > 0 {
-		if err := a.take(more); err != nil {
+// merge copies the chunks into one buffer of length bytes.
+func (a *incomingBody) merge(length int64) error {
+	if missing := length - a.acquired; missing > 0 {
+		if err := a.acquire(missing); err != nil {
 			return err
 		}
 	} else {
-		a.give(-more)
+		a.release(-missing)
 	}
-	joining.Lock()
-	defer joining.Unlock()
-	whole := make([]byte, 0, length)
-	for _, piece := range a.pieces {
-		whole = append(whole, piece...)
+	mergeMu.Lock()
+	defer mergeMu.Unlock()
+	buf := make([]byte, 0, length)
+	for _, chunk := range a.chunks {
+		buf = append(buf, chunk...)
 	}
-	a.free()
-	a.whole = whole[:length]
+	a.freeChunks()
+	a.buf = buf[:length]
 	return nil
 }
 
-// end is the whole body.
-func (a *arrival) end() ([]byte, error) {
-	if len(a.pieces) == 1 {
-		return a.pieces[0], nil // the first piece is not reused
+// finish returns the whole body.
+func (a *incomingBody) finish() ([]byte, error) {
+	if len(a.chunks) == 1 {
+		return a.chunks[0], nil // the pool does not reuse the first chunk
 	}
-	if a.whole == nil {
-		if err := a.join(a.got); err != nil {
+	if a.buf == nil {
+		if err := a.merge(a.received); err != nil {
 			return nil, err
 		}
 	}
-	return a.whole[:a.got], nil
+	return a.buf[:a.received], nil
 }
 
-// free makes the pieces available to others.
-func (a *arrival) free() {
-	for _, piece := range a.pieces {
-		if cap(piece) == fullPiece {
-			fullPieces.Put((*[fullPiece]byte)(piece[:fullPiece]))
+// freeChunks returns full chunks to the pool.
+func (a *incomingBody) freeChunks() {
+	for _, chunk := range a.chunks {
+		if cap(chunk) == fullChunk {
+			chunkPool.Put((*[fullChunk]byte)(chunk[:fullChunk]))
 		}
 	}
-	a.pieces = nil
+	a.chunks = nil
 }

@@ -15,8 +15,8 @@ const Grace = 4
 // Small is the announced length, in bytes, up to which a body may use the reserve of [NewBytes].
 const Small = 64 << 10
 
-// collected is the size of a body, in bytes, from which its memory is garbage-collected before it counts as free.
-const collected = 4 << 20
+// gcThreshold is the size in bytes from which Close collects garbage before it returns the budget.
+const gcThreshold = 4 << 20
 
 // MostUnsized is the maximum size, in bytes, of a body without a length.
 const MostUnsized = 8 << 20
@@ -61,11 +61,11 @@ func (b *Body) Read(p []byte) (int, error) {
 
 // Close returns the memory to the budget. It may be called more than once.
 func (b *Body) Close() error {
-	large := cap(b.raw) >= collected
+	large := cap(b.raw) >= gcThreshold
 	b.raw, b.at = nil, 0
 	if b.hold != nil {
 		if large {
-			runtime.GC() // frees the memory first: the next large body could arrive before the next garbage collection
+			runtime.GC() // the next large body may arrive before the next collection
 		}
 		b.hold.Release()
 		b.hold = nil
@@ -90,15 +90,15 @@ func Bytes(r io.Reader) ([]byte, error) {
 
 // All returns the whole body of a request, up to a number of bytes, without a copy if [Read] has read it. The error is
 // a *[TooLarge], or the connection's.
-func All(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
+func All(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, error) {
 	if b, ok := r.Body.(*Body); ok {
-		if int64(len(b.raw)-b.at) > most {
-			return nil, &TooLarge{Most: most}
+		if int64(len(b.raw)-b.at) > limit {
+			return nil, &TooLarge{Most: limit}
 		}
 		return Bytes(b)
 	}
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, most))
-	if large, is := errors.AsType[*http.MaxBytesError](err); is {
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, limit))
+	if large, ok := errors.AsType[*http.MaxBytesError](err); ok {
 		return nil, &TooLarge{Most: large.Limit}
 	}
 	if err != nil {
@@ -114,23 +114,23 @@ func Read(w http.ResponseWriter, r *http.Request, l Limits) error {
 	if r.ContentLength > l.Most {
 		return &TooLarge{Most: l.Most}
 	}
-	a := arrival{body: r.Body, length: r.ContentLength, most: l.Most}
+	a := incomingBody{body: r.Body, length: r.ContentLength, limit: l.Most}
 	if a.length < 0 {
-		a.most = min(a.most, MostUnsized)
+		a.limit = min(a.limit, MostUnsized)
 	}
-	if err := a.open(l); err != nil {
+	if err := a.probe(l); err != nil {
 		return err
 	}
-	a.pace = pace{control: http.NewResponseController(w), began: time.Now(), limit: l.Time, size: a.most}
+	a.pace = pace{control: http.NewResponseController(w), began: time.Now(), limit: l.Time, size: a.limit}
 	if a.length >= 0 {
 		a.pace.size = a.length
 	}
 	raw, err := a.read(connOf(r))
 	if err != nil {
-		if large, is := errors.AsType[*TooLarge](err); is {
-			large.Unsized = a.most < l.Most
+		if large, ok := errors.AsType[*TooLarge](err); ok {
+			large.Unsized = a.limit < l.Most
 		}
-		a.give(a.held)
+		a.release(a.acquired)
 		return err
 	}
 	_ = a.pace.control.SetReadDeadline(time.Time{})
@@ -146,13 +146,13 @@ type pace struct {
 	size    int64
 }
 
-// expect sets the deadline of the next byte, after a number of bytes.
-func (p *pace) expect(got int64) {
+// setDeadline sets the deadline of the byte after the received ones.
+func (p *pace) setDeadline(received int64) {
 	if p.limit <= 0 {
 		return
 	}
 	grace := p.limit / Grace
-	share := float64(got+1) / float64(max(p.size, got+1))
-	// A deadline that cannot be set means a closed connection, or none: the next read reports it.
+	share := float64(received+1) / float64(max(p.size, received+1))
+	// The error means a closed connection, or none; the next read reports it.
 	_ = p.control.SetReadDeadline(p.began.Add(grace + time.Duration(share*float64(p.limit-grace))))
 }

@@ -10,8 +10,8 @@ import (
 
 // Listen returns a listener with a bounded number of connections, for a server whose ConnContext and handler are
 // [ConnContext] and [Handler].
-func Listen(l net.Listener, most int) net.Listener {
-	return &listener{Listener: l, conns: &conns{most: most}}
+func Listen(l net.Listener, maxConns int) net.Listener {
+	return &listener{Listener: l, conns: &conns{max: maxConns}}
 }
 
 type listener struct {
@@ -19,7 +19,7 @@ type listener struct {
 	conns *conns
 }
 
-// Accept accepts a connection, and closes the one that has been idle longest if that exceeds the bound.
+// Accept accepts a connection. Above the bound, it closes the connection that has been idle longest.
 func (l *listener) Accept() (net.Conn, error) {
 	c, err := l.Listener.Accept()
 	if err != nil {
@@ -30,50 +30,50 @@ func (l *listener) Accept() (net.Conn, error) {
 
 // conns are the open connections of a listener.
 type conns struct {
-	most int
+	max int
 
 	mu   sync.Mutex
-	n    int
-	idle list.List // of *conn without a request in work, the longest first
+	open int
+	idle list.List // of *conn without an active request, the longest idle first
 }
 
 // conn is a connection. The lock of conns protects its fields.
 type conn struct {
 	net.Conn
-	of      *conns
-	at      *list.Element // nil while a request is in work
-	working int
-	closed  bool
+	conns    *conns
+	idleElem *list.Element // nil while a request is active
+	active   int
+	closed   bool
 }
 
 func (s *conns) add(c net.Conn) *conn {
-	added := &conn{Conn: c, of: s}
+	added := &conn{Conn: c, conns: s}
 	s.mu.Lock()
-	var over *conn
-	if s.n++; s.n > s.most && s.idle.Len() > 0 {
-		over = s.idle.Front().Value.(*conn)
+	var longestIdle *conn
+	if s.open++; s.open > s.max && s.idle.Len() > 0 {
+		longestIdle = s.idle.Front().Value.(*conn)
 	}
-	added.at = s.idle.PushBack(added)
+	added.idleElem = s.idle.PushBack(added)
 	s.mu.Unlock()
-	if over != nil {
-		_ = over.Close() // its server notices
+	if longestIdle != nil {
+		_ = longestIdle.Close() // the server's next read or write fails
 	}
 	return added
 }
 
 // Close forgets the connection.
 func (c *conn) Close() error {
-	c.of.mu.Lock()
+	c.conns.mu.Lock()
 	if !c.closed {
 		c.closed = true
-		c.of.n--
-		c.rest(nil)
+		c.conns.open--
+		c.setIdleElem(nil)
 	}
-	c.of.mu.Unlock()
+	c.conns.mu.Unlock()
 	return c.Conn.Close()
 }
 
-// CloseWrite is for the server, which ends an answer that way while the client still sends.
+// CloseWrite lets the server end its response while the client still sends.
 func (c *conn) CloseWrite() error {
 	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {
 		return half.CloseWrite()
@@ -81,45 +81,46 @@ func (c *conn) CloseWrite() error {
 	return nil
 }
 
-// rest moves the connection to a place in the list of idle ones, or out of it. The caller holds the lock.
-func (c *conn) rest(at *list.Element) {
-	if c.at != nil {
-		c.of.idle.Remove(c.at)
+// setIdleElem replaces the connection's element in the list of idle connections; nil removes it. The caller holds the
+// lock.
+func (c *conn) setIdleElem(at *list.Element) {
+	if c.idleElem != nil {
+		c.conns.idle.Remove(c.idleElem)
 	}
-	c.at = at
+	c.idleElem = at
 }
 
-// work marks the connection as having an active request; done ends that. On a nil connection it does nothing.
-func (c *conn) work() {
+// markActive counts an active request of the connection, and markIdle its end. Both accept nil.
+func (c *conn) markActive() {
 	if c == nil {
 		return
 	}
-	c.of.mu.Lock()
-	defer c.of.mu.Unlock()
-	c.working++
-	c.rest(nil)
+	c.conns.mu.Lock()
+	defer c.conns.mu.Unlock()
+	c.active++
+	c.setIdleElem(nil)
 }
 
-func (c *conn) done() {
+func (c *conn) markIdle() {
 	if c == nil {
 		return
 	}
-	c.of.mu.Lock()
-	defer c.of.mu.Unlock()
-	if c.working--; c.working == 0 && !c.closed {
-		c.rest(c.of.idle.PushBack(c))
+	c.conns.mu.Lock()
+	defer c.conns.mu.Unlock()
+	if c.active--; c.active == 0 && !c.closed {
+		c.setIdleElem(c.conns.idle.PushBack(c))
 	}
 }
 
-// progress records that bytes of a body have arrived on an idle connection.
-func (c *conn) progress() {
+// touch records that bytes of a body have arrived on an idle connection.
+func (c *conn) touch() {
 	if c == nil {
 		return
 	}
-	c.of.mu.Lock()
-	defer c.of.mu.Unlock()
-	if c.at != nil {
-		c.of.idle.MoveToBack(c.at)
+	c.conns.mu.Lock()
+	defer c.conns.mu.Unlock()
+	if c.idleElem != nil {
+		c.conns.idle.MoveToBack(c.idleElem)
 	}
 }
 
@@ -133,8 +134,8 @@ type connKey struct{}
 
 // ConnContext is the ConnContext of an http.Server on such a listener.
 func ConnContext(ctx context.Context, c net.Conn) context.Context {
-	if ours, ok := c.(*conn); ok {
-		return context.WithValue(ctx, connKey{}, ours)
+	if own, ok := c.(*conn); ok {
+		return context.WithValue(ctx, connKey{}, own)
 	}
 	return ctx
 }
@@ -143,8 +144,8 @@ func ConnContext(ctx context.Context, c net.Conn) context.Context {
 func Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		c := connOf(r)
-		c.work()
-		defer c.done()
+		c.markActive()
+		defer c.markIdle()
 		next.ServeHTTP(w, r)
 	})
 }

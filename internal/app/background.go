@@ -52,20 +52,20 @@ func (a *App) runHousekeeping(ctx context.Context) error {
 }
 
 // runActivityCounts updates the counters of the activity log until ctx ends. Several processes may run it.
-func runActivityCounts(ctx context.Context, db postgres.Beginner, every time.Duration, log *slog.Logger) error {
-	return runCounts(ctx, every, log, "activity",
+func runActivityCounts(ctx context.Context, db postgres.Beginner, interval time.Duration, log *slog.Logger) error {
+	return runCounts(ctx, interval, log, "activity",
 		func(ctx context.Context) (bool, error) { return activity.Count(ctx, db) })
 }
 
 // runExecutionCounts updates the counters of executions, likewise.
-func runExecutionCounts(ctx context.Context, db postgres.Beginner, every time.Duration, log *slog.Logger) error {
-	return runCounts(ctx, every, log, "executions",
+func runExecutionCounts(ctx context.Context, db postgres.Beginner, interval time.Duration, log *slog.Logger) error {
+	return runCounts(ctx, interval, log, "executions",
 		func(ctx context.Context) (bool, error) { return executions.Count(ctx, db) })
 }
 
 // runCounts calls count until ctx ends. It works off a backlog at half speed.
 func runCounts(
-	ctx context.Context, every time.Duration, log *slog.Logger, of string, count func(context.Context) (bool, error),
+	ctx context.Context, interval time.Duration, log *slog.Logger, kind string, count func(context.Context) (bool, error),
 ) error {
 	next := time.NewTimer(0)
 	defer next.Stop()
@@ -78,12 +78,12 @@ func runCounts(
 		began := time.Now()
 		more, err := count(ctx)
 		if err != nil && ctx.Err() == nil {
-			log.WarnContext(ctx, "rows not counted; reports lag", "of", of, "error", err)
+			log.WarnContext(ctx, "rows not counted; reports lag", "of", kind, "error", err)
 		}
 		if more {
 			next.Reset(time.Since(began))
 		} else {
-			next.Reset(every)
+			next.Reset(interval)
 		}
 	}
 }
@@ -96,8 +96,8 @@ func (a *App) warnUnpriced(ctx context.Context) {
 		}
 	}
 	l := a.Config.Limits
-	bounded := a.Config.Budget.MaxCostUSD > 0 || l.DayUSD+l.HeartbeatUSD+l.OperateUSD+l.ChatUSD+l.WebhookUSD > 0
-	if bounded && a.Loop.Model != nil && !a.Loop.Model.Priced() {
+	limited := a.Config.Budget.MaxCostUSD > 0 || l.DayUSD+l.HeartbeatUSD+l.OperateUSD+l.ChatUSD+l.WebhookUSD > 0
+	if limited && a.Loop.Model != nil && !a.Loop.Model.Priced() {
 		a.Log.WarnContext(ctx, "the model has no price, so dollar limits have no effect; set AGENT_PRICES", "model",
 			a.Loop.Model.Model())
 	}

@@ -44,26 +44,26 @@ func Connect(
 	options := postgres.Options{
 		MaxConns: int32(min(cfg.Workers, 1000)) + 12, IdleTransaction: idleTransaction(cfg.WorkerLease),
 	}
-	var kept reservation
+	var reserved reservation
 	if serving {
-		options.Reserve = func(most int32) int32 {
-			kept = reserveConns(most)
-			return kept.system + kept.admin + kept.visitors
+		options.Reserve = func(total int32) int32 {
+			reserved = reserveConns(total)
+			return reserved.system + reserved.admin + reserved.visitors
 		}
 	}
 	if d.Pool, err = postgres.Open(ctx, url, options); err != nil {
 		return d, err
 	}
-	if err := d.reserve(ctx, kept); err != nil {
+	if err := d.reserve(ctx, reserved); err != nil {
 		return d, err
 	}
-	own := url == cfg.DatabaseURL.Reveal() // the other addresses are of this database
-	if cfg.DirectURL.IsSet() && own {
+	isDefault := url == cfg.DatabaseURL.Reveal() // the other addresses are of this database
+	if cfg.DirectURL.IsSet() && isDefault {
 		if err := d.openDirect(ctx, cfg); err != nil {
 			return d, err
 		}
 	}
-	d.Read = d.newReader(cfg, own, serving, log)
+	d.Read = d.newReader(cfg, isDefault, serving, log)
 	return d, nil
 }
 
@@ -122,19 +122,19 @@ func settingError(format string, args ...any) error {
 }
 
 // sameDatabase reports whether all pools reach one database of one running server.
-func sameDatabase(ctx context.Context, ways ...*pgxpool.Pool) (bool, error) {
-	var first string
-	for i, way := range ways {
-		var here string
-		err := way.QueryRow(ctx, `
+func sameDatabase(ctx context.Context, pools ...*pgxpool.Pool) (bool, error) {
+	var firstID string
+	for i, pool := range pools {
+		var id string
+		err := pool.QueryRow(ctx, `
 			select concat_ws(' ', extract(epoch from pg_postmaster_start_time()),
-			  (select oid from pg_database where datname = current_database()))`).Scan(&here)
+			  (select oid from pg_database where datname = current_database()))`).Scan(&id)
 		if err != nil {
 			return false, fmt.Errorf("compare the databases: %w", err)
 		}
 		if i == 0 {
-			first = here
-		} else if here != first {
+			firstID = id
+		} else if id != firstID {
 			return false, nil
 		}
 	}
@@ -148,12 +148,12 @@ const minDividedPool = 6
 type reservation struct{ system, admin, visitors int32 }
 
 // reserveConns splits a pool of most connections.
-func reserveConns(most int32) reservation {
-	if most < minDividedPool {
+func reserveConns(total int32) reservation {
+	if total < minDividedPool {
 		return reservation{}
 	}
-	each := min(max(most/7, 1), 8)
-	return reservation{system: min(most/minDividedPool, 2), admin: each, visitors: each}
+	share := min(max(total/7, 1), 8)
+	return reservation{system: min(total/minDividedPool, 2), admin: share, visitors: share}
 }
 
 // reservedPools are pools beside the engine's. They are nil when the process does not serve, or has few connections.
@@ -164,17 +164,17 @@ type reservedPools struct {
 	pools    []*pgxpool.Pool
 }
 
-func (d *Database) reserve(ctx context.Context, kept reservation) error {
+func (d *Database) reserve(ctx context.Context, sizes reservation) error {
 	for _, part := range []struct {
 		into **pgxpool.Pool
-		most int32
+		size int32
 	}{
-		{&d.reserved.system, kept.system}, {&d.reserved.admin, kept.admin}, {&d.reserved.visitors, kept.visitors},
+		{&d.reserved.system, sizes.system}, {&d.reserved.admin, sizes.admin}, {&d.reserved.visitors, sizes.visitors},
 	} {
-		if part.most == 0 {
+		if part.size == 0 {
 			continue
 		}
-		pool, err := postgres.Reserve(ctx, d.Pool, part.most)
+		pool, err := postgres.Reserve(ctx, d.Pool, part.size)
 		if err != nil {
 			return err
 		}
@@ -187,8 +187,8 @@ func (d *Database) reserve(ctx context.Context, kept reservation) error {
 const replicaConns = 8
 
 // newReader reads from DATABASE_READ_URL if set, else from the primary.
-func (d *Database) newReader(cfg config.Config, own, serving bool, log *slog.Logger) *replica.Reader {
-	if !cfg.ReadURL.IsSet() || !own {
+func (d *Database) newReader(cfg config.Config, isDefault, serving bool, log *slog.Logger) *replica.Reader {
+	if !cfg.ReadURL.IsSet() || !isDefault {
 		return replica.Primary(d.admin())
 	}
 	if !serving { // commands print the source themselves

@@ -20,11 +20,11 @@ const eventStream = "text/event-stream"
 
 func (a *App) endpoints() []api.Endpoint {
 	var all []api.Endpoint
-	for _, some := range [][]api.Endpoint{
+	for _, group := range [][]api.Endpoint{
 		a.operateEndpoints(), a.chatEndpoints(), a.visitorEndpoints(), a.webhookEndpoints(), a.mcpEndpoints(),
 		a.metricsEndpoints(), a.commandEndpoints(), a.channelEndpoints(),
 	} {
-		all = append(all, some...)
+		all = append(all, group...)
 	}
 	return all
 }

@@ -65,9 +65,9 @@ func query(values map[string]string) url.Values {
 
 // Prices returns the built-in price table with the overrides of AGENT_PRICES.
 func Prices(cfg config.Config) models.Prices {
-	own := models.Prices{}
+	prices := models.Prices{}
 	for model, p := range cfg.Prices {
-		own[model] = models.Price{
+		prices[model] = models.Price{
 			Prompt: p.Input, Cached: cmp.Or(p.Cached, p.Input), CacheWrite: p.CacheWrite, Completion: p.Output,
 			Long: models.Long{
 				Over: p.Long.Over, Prompt: p.Long.Input, Cached: cmp.Or(p.Long.Cached, p.Long.Input), CacheWrite: p.Long.CacheWrite,
@@ -75,7 +75,7 @@ func Prices(cfg config.Config) models.Prices {
 			},
 		}
 	}
-	return models.DefaultPrices().With(own)
+	return models.DefaultPrices().With(prices)
 }
 
 // PriceOf names the source of a model's price.

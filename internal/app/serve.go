@@ -18,7 +18,7 @@ import (
 )
 
 // Handler serves API, pages and surfaces. at signals the phases of the shutdown.
-func (a *App) Handler(at Stages) (http.Handler, error) {
+func (a *App) Handler(stages Stages) (http.Handler, error) {
 	keys := make(map[string]string, len(a.Config.ChatKeys))
 	for name, key := range a.Config.ChatKeys {
 		keys[name] = key.Reveal()
@@ -35,7 +35,7 @@ func (a *App) Handler(at Stages) (http.Handler, error) {
 		Proxies: a.Config.Proxies, Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.Log,
 		Listener: a.listener, OIDC: oidcOf(a.Config),
 		DocumentBytes: int64(a.Config.DocumentMaxBytes),
-		Draining:      at.draining, Stopping: at.stopping, ForceStop: at.forceStop,
+		Draining:      stages.draining, Stopping: stages.stopping, ForceStop: stages.forceStop,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("prepare HTTP: %w", err)
@@ -90,19 +90,19 @@ type Stages struct{ draining, stopping, forceStop chan struct{} }
 func NewStages() Stages { return Stages{make(chan struct{}), make(chan struct{}), make(chan struct{})} }
 
 // End begins all stages.
-func (at Stages) End() {
-	close(at.draining)
-	close(at.stopping)
-	close(at.forceStop)
+func (s Stages) End() {
+	close(s.draining)
+	close(s.stopping)
+	close(s.forceStop)
 }
 
 // Serve runs the engine and HTTP until ctx ends, then shuts down in stages. It waits for extra.
 func (a *App) Serve(ctx context.Context, listener net.Listener, extra ...func(ctx context.Context) error) error {
 	manager := sdnotify.New(a.Getenv)
 	watchdog, stopWatchdog := context.WithCancel(context.WithoutCancel(ctx))
-	var watching sync.WaitGroup
-	watching.Go(func() { manager.Watchdog(watchdog) })
-	defer watching.Wait()
+	var watchdogs sync.WaitGroup
+	watchdogs.Go(func() { manager.Watchdog(watchdog) })
+	defer watchdogs.Wait()
 	defer stopWatchdog()
 	work, end := context.WithCancel(context.WithoutCancel(ctx))
 	defer end()
@@ -116,8 +116,8 @@ func (a *App) Serve(ctx context.Context, listener net.Listener, extra ...func(ct
 func (a *App) serveHTTP(
 	work context.Context, stop <-chan struct{}, listener net.Listener, manager *sdnotify.Manager,
 ) error {
-	at := NewStages()
-	handler, err := a.Handler(at)
+	stages := NewStages()
+	handler, err := a.Handler(stages)
 	if err != nil {
 		return err
 	}
@@ -133,7 +133,7 @@ func (a *App) serveHTTP(
 	case <-work.Done():
 	}
 	a.notify(work, manager, sdnotify.Stopping)
-	a.drain(work, at, server)
+	a.drain(work, stages, server)
 	if err := <-failed; !errors.Is(err, http.ErrServerClosed) {
 		return fmt.Errorf("serve HTTP: %w", err)
 	}
@@ -141,19 +141,19 @@ func (a *App) serveHTTP(
 }
 
 // drain runs the shutdown phases. After a failed engine it skips the waits.
-func (a *App) drain(work context.Context, at Stages, server *http.Server) {
+func (a *App) drain(work context.Context, stages Stages, server *http.Server) {
 	began := time.Now()
-	close(at.draining)
+	close(stages.draining)
 	a.Log.InfoContext(work, "stopping", "drain_delay", a.Config.DrainDelay)
 	select {
 	case <-time.After(a.Config.DrainDelay):
 	case <-work.Done():
 	}
-	close(at.stopping)
+	close(stages.stopping)
 	closing, cancel := context.WithTimeout(work, a.Config.ShutdownTimeout)
 	err := server.Shutdown(closing)
 	cancel()
-	close(at.forceStop)
+	close(stages.forceStop)
 	if err != nil {
 		last, cancel := context.WithTimeout(context.WithoutCancel(work), cutTimeout)
 		err = server.Shutdown(last)

@@ -84,9 +84,9 @@ type reply[Out any] struct {
 // Do makes a write, in a batch or by alone. It returns when the write is durable or has failed. When ctx ends first, Do
 // returns its cause, and the batch may still make the write.
 func (b *Batcher[In, Out]) Do(ctx context.Context, in In, alone func() (Out, error)) (Out, error) {
-	w, own := b.enqueue(in)
-	if own != nil {
-		defer own.finish(1)
+	w, single := b.enqueue(in)
+	if single != nil {
+		defer single.finish(1)
 		return alone()
 	}
 	got := b.await(ctx, w)
@@ -122,8 +122,8 @@ func (b *Batcher[In, Out]) enqueue(in In) (*write[In, Out], *inFlight) {
 // await waits for the reply to w.
 func (b *Batcher[In, Out]) await(ctx context.Context, w *write[In, Out]) reply[Out] {
 	select {
-	case got := <-w.done:
-		return got
+	case r := <-w.done:
+		return r
 	case <-ctx.Done():
 		if !b.withdraw(w) {
 			go b.discard(w)
@@ -147,12 +147,12 @@ func (b *Batcher[In, Out]) withdraw(w *write[In, Out]) bool {
 
 // discard takes the reply of a caller who has left.
 func (b *Batcher[In, Out]) discard(w *write[In, Out]) {
-	got := <-w.done
+	r := <-w.done
 	switch {
-	case got.inFlight != nil:
-		got.inFlight.finish(0)
-	case got.err == nil && !got.Alone && b.Late != nil:
-		b.Late(w.in, got.Value)
+	case r.inFlight != nil:
+		r.inFlight.finish(0)
+	case r.err == nil && !r.Alone && b.Late != nil:
+		b.Late(w.in, r.Value)
 	}
 }
 
@@ -186,20 +186,20 @@ func (b *Batcher[In, Out]) sendLocked() {
 
 // dequeueLocked removes the first n writes from the queue.
 func (b *Batcher[In, Out]) dequeueLocked(n int) []*write[In, Out] {
-	taken := slices.Clone(b.queued[:n])
+	writes := slices.Clone(b.queued[:n])
 	b.queued = slices.Delete(b.queued, 0, n)
 	b.Scheduler.queued -= n
-	return taken
+	return writes
 }
 
 // share makes a batch and replies to its callers. The scheduler expects their next writes.
 func (b *Batcher[In, Out]) share(f *inFlight, writes []*write[In, Out]) {
 	answers, err := b.send(writes)
-	again := err != nil && (b.Unchanged == nil || b.Unchanged(err))
+	retry := err != nil && (b.Unchanged == nil || b.Unchanged(err))
 	f.finish(len(writes))
 	for i, w := range writes {
 		switch {
-		case again:
+		case retry:
 			w.done <- reply[Out]{Answer: Answer[Out]{Alone: true}}
 		case err != nil:
 			w.done <- reply[Out]{err: err}

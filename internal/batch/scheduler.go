@@ -36,7 +36,7 @@ type Scheduler struct {
 	expected int         // callers of the last batch without a new write; expected until then
 	until    time.Time
 	timer    *time.Timer
-	alarm    time.Time // when the timer fires; zero when it is not set
+	fireAt   time.Time // when the timer fires; zero when it is not set
 }
 
 // queue is a Batcher of any type.
@@ -120,14 +120,14 @@ func (s *Scheduler) nextLocked() (next queue) {
 func (s *Scheduler) armLocked(after time.Duration) {
 	at := time.Now().Add(after)
 	switch {
-	case !s.alarm.IsZero() && !s.alarm.After(at):
+	case !s.fireAt.IsZero() && !s.fireAt.After(at):
 		return
 	case s.timer == nil:
 		s.timer = time.AfterFunc(after, s.check)
 	default:
 		s.timer.Reset(after)
 	}
-	s.alarm = at
+	s.fireAt = at
 }
 
 // check stops waiting for slow batches, and returns writes with too long a time in the queue to their callers. It runs
@@ -135,7 +135,7 @@ func (s *Scheduler) armLocked(after time.Duration) {
 func (s *Scheduler) check() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.alarm = time.Time{}
+	s.fireAt = time.Time{}
 	now := time.Now()
 	for _, b := range s.batchers {
 		b.expireLocked(now)

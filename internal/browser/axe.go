@@ -15,7 +15,7 @@ var axeScript string
 // rule, with the elements. It omits findings that axe-core cannot decide.
 func (p *Page) Inaccessible() []string {
 	p.tb.Helper()
-	var found []struct {
+	var violations []struct {
 		ID    string `json:"id"`
 		Help  string `json:"help"`
 		Nodes []struct {
@@ -23,17 +23,17 @@ func (p *Page) Inaccessible() []string {
 			Summary string `json:"failureSummary"`
 		} `json:"nodes"`
 	}
-	var here bool
-	p.Eval(`Boolean(window.axe)`, &here)
+	var loaded bool
+	p.Eval(`Boolean(window.axe)`, &loaded)
 	script := axeScript + ";"
-	if here {
+	if loaded {
 		script = ""
 	}
 	p.Eval(script+
 		`axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"], resultTypes: ["violations"]})
-		.then(r => r.violations.map(v => ({id: v.id, help: v.help, nodes: v.nodes.slice(0, 5).map(n => ({html: n.html.slice(0, 300), failureSummary: n.failureSummary}))})))`, &found)
-	list := make([]string, 0, len(found))
-	for _, rule := range found {
+		.then(r => r.violations.map(v => ({id: v.id, help: v.help, nodes: v.nodes.slice(0, 5).map(n => ({html: n.html.slice(0, 300), failureSummary: n.failureSummary}))})))`, &violations)
+	list := make([]string, 0, len(violations))
+	for _, rule := range violations {
 		var nodes strings.Builder
 		for _, n := range rule.Nodes {
 			fmt.Fprintf(&nodes, "\n    %s\n      %s", n.HTML, strings.ReplaceAll(n.Summary, "\n", "\n      "))

@@ -50,9 +50,9 @@ type Look struct {
 // Page is a tab with a profile of its own. Its methods fail the test if a step exceeds its time. Only one goroutine may
 // use a Page at a time.
 type Page struct {
-	tb  testing.TB
-	ctx context.Context // chromedp stores the tab in the context
-	now Look            // the current presentation
+	tb   testing.TB
+	ctx  context.Context // chromedp stores the tab in the context
+	look Look            // the current presentation
 
 	mu       sync.Mutex
 	problems []string
@@ -65,7 +65,7 @@ func Open(tb testing.TB, look Look) *Page {
 	ctx, cancel := chromedp.NewContext(process(tb), chromedp.WithTargetID(newTab(tb)))
 	tb.Cleanup(cancel)
 	p := &Page{tb: tb, ctx: ctx}
-	chromedp.ListenTarget(ctx, p.hear)
+	chromedp.ListenTarget(ctx, p.recordEvent)
 	if err := chromedp.Run(ctx); err != nil {
 		tb.Fatalf("open a page: %v", err)
 	}
@@ -80,10 +80,10 @@ func (p *Page) As(look Look) {
 	if look.Width == 0 {
 		look.Width, look.Height = 1280, 900
 	}
-	if look == p.now {
+	if look == p.look {
 		return
 	}
-	p.now = look
+	p.look = look
 	scheme, motion, colors := "light", "no-preference", "none"
 	if look.Dark {
 		scheme = "dark"
@@ -137,12 +137,12 @@ func (p *Page) do(what string, steps ...chromedp.Action) {
 	ctx, cancel := context.WithTimeout(p.ctx, waitTimeout)
 	defer cancel()
 	if err := chromedp.Run(ctx, steps...); err != nil {
-		p.tb.Fatalf("%s: %v\n%s", what, err, p.where())
+		p.tb.Fatalf("%s: %v\n%s", what, err, p.location())
 	}
 }
 
-// where describes the current page, for a failing test.
-func (p *Page) where() string {
+// location describes the current page, for a failing test.
+func (p *Page) location() string {
 	ctx, cancel := context.WithTimeout(p.ctx, 5*time.Second)
 	defer cancel()
 	var at, text string
@@ -276,16 +276,16 @@ func (p *Page) poll(what, script string, now any, done func() bool) {
 		}
 		select {
 		case <-ctx.Done():
-			p.tb.Fatalf("%s: it did not come (%v)\n%s", what, last, p.where())
+			p.tb.Fatalf("%s: it did not come (%v)\n%s", what, last, p.location())
 		case <-tick.C:
 		}
 	}
 }
 
-// Shows waits until the text of the page contains words.
-func (p *Page) Shows(words string) {
+// Shows waits until the page contains a text.
+func (p *Page) Shows(text string) {
 	p.tb.Helper()
-	p.Until("the page shows "+words, fmt.Sprintf("document.body.innerText.includes(%q)", words))
+	p.Until("the page shows "+text, fmt.Sprintf("document.body.innerText.includes(%q)", text))
 }
 
 // Offline disconnects the page from the network, or connects the page again. While the page is offline, new requests
@@ -305,25 +305,25 @@ func (p *Page) Offline(off bool) {
 // LayoutDuration. Other load affects these values less than elapsed times.
 func (p *Page) Metrics() map[string]float64 {
 	p.tb.Helper()
-	of := map[string]float64{}
+	values := map[string]float64{}
 	p.do("measure", chromedp.ActionFunc(func(ctx context.Context) error {
 		if err := performance.Enable().WithTimeDomain(performance.EnableTimeDomainThreadTicks).Do(ctx); err != nil {
 			return err
 		}
 		list, err := performance.GetMetrics().Do(ctx)
 		for _, m := range list {
-			of[m.Name] = m.Value
+			values[m.Name] = m.Value
 		}
 		return err
 	}))
-	return of
+	return values
 }
 
-// Screenshot writes the window, or, if whole is set, the whole page as PNG.
-func (p *Page) Screenshot(path string, whole bool) {
+// Screenshot writes the window, or with fullPage the whole page, as PNG.
+func (p *Page) Screenshot(path string, fullPage bool) {
 	p.tb.Helper()
 	var picture []byte
-	if whole {
+	if fullPage {
 		p.do("take a picture", chromedp.FullScreenshot(&picture, 100))
 	} else {
 		p.do("take a picture", chromedp.CaptureScreenshot(&picture))
@@ -334,7 +334,7 @@ func (p *Page) Screenshot(path string, whole bool) {
 	}
 }
 
-// Expect declares that a complaint with these words is part of the test.
+// Expect declares that the test causes a complaint with these words.
 func (p *Page) Expect(words string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -363,22 +363,22 @@ func (p *Page) isExpected(problem string) bool {
 	return false
 }
 
-// hear records the browser's complaints.
-func (p *Page) hear(event any) {
+// recordEvent records the browser's complaints.
+func (p *Page) recordEvent(event any) {
 	problem := ""
 	switch e := event.(type) {
 	case *runtime.EventExceptionThrown:
 		problem = "exception: " + e.ExceptionDetails.Error()
 	case *runtime.EventConsoleAPICalled:
 		if e.Type == runtime.APITypeError || e.Type == runtime.APITypeWarning || e.Type == runtime.APITypeAssert {
-			problem = "console: " + words(e.Args)
+			problem = "console: " + argText(e.Args)
 		}
 	case *cdplog.EventEntryAdded:
 		if e.Entry.Level == cdplog.LevelError || e.Entry.Level == cdplog.LevelWarning {
 			problem = fmt.Sprintf("%s: %s %s", e.Entry.Source, e.Entry.Text, e.Entry.URL)
 		}
 	case *network.EventRequestWillBeSent:
-		if at, err := url.Parse(e.Request.URL); err == nil && foreign(at) {
+		if at, err := url.Parse(e.Request.URL); err == nil && isForeign(at) {
 			problem = "request to another host: " + e.Request.URL
 		}
 	}
@@ -390,7 +390,7 @@ func (p *Page) hear(event any) {
 	p.problems = append(p.problems, problem)
 }
 
-func foreign(at *url.URL) bool {
+func isForeign(at *url.URL) bool {
 	switch at.Hostname() {
 	case "", "127.0.0.1", "localhost", "::1":
 		return false
@@ -398,7 +398,7 @@ func foreign(at *url.URL) bool {
 	return true
 }
 
-func words(args []*runtime.RemoteObject) string {
+func argText(args []*runtime.RemoteObject) string {
 	list := make([]string, 0, len(args))
 	for _, a := range args {
 		list = append(list, string(a.Value)+a.Description)

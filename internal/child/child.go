@@ -1,8 +1,8 @@
-// Package child starts commands that end with us.
+// Package child starts commands that end with this process.
 //
-// On Linux the kernel sends a child a signal when its parent dies, however that dies. It takes the thread that
-// started the child for the parent, and Go ends threads as it likes: so the one that starts a command waits for it,
-// too, and is nobody else's meanwhile. Elsewhere a command whose parent was killed goes on.
+// On Linux the kernel signals a child when its parent dies for any reason. The kernel counts the thread that started
+// the child as the parent, and Go may end idle threads. So a goroutine locks its thread, starts the command and waits
+// for it. On other systems a command outlives a killed parent.
 package child
 
 import (
@@ -11,9 +11,9 @@ import (
 	"syscall"
 )
 
-// Start starts cmd, which gets s when this process dies. over is called with what cmd.Wait says, on a goroutine of
-// its own; after an error there is none.
-func Start(cmd *exec.Cmd, s syscall.Signal, over func(err error)) error {
+// Start starts cmd, which gets the signal s when this process dies. When cmd ends, its own goroutine calls onExit with
+// the error of cmd.Wait. If Start returns an error, it does not call onExit.
+func Start(cmd *exec.Cmd, s syscall.Signal, onExit func(err error)) error {
 	if cmd.SysProcAttr == nil {
 		cmd.SysProcAttr = &syscall.SysProcAttr{}
 	}
@@ -21,12 +21,12 @@ func Start(cmd *exec.Cmd, s syscall.Signal, over func(err error)) error {
 	started := make(chan error)
 	go func() {
 		runtime.LockOSThread()
-		// or the thread would end with the goroutine, and what it has started otherwise with it
+		// Go ends a thread that stays locked, and with it other children that the thread has started.
 		defer runtime.UnlockOSThread()
 		err := cmd.Start()
 		started <- err
 		if err == nil {
-			over(cmd.Wait())
+			onExit(cmd.Wait())
 		}
 	}()
 	return <-started

@@ -3,10 +3,9 @@
 // The client's address is the address of the connection, unless that is a trusted proxy (AGENT_TRUSTED_PROXIES). Then
 // the address is the right-most one of X-Forwarded-For, or else of Forwarded, that is not a trusted proxy: a client can
 // write anything further left. After an unreadable header, or two headers that disagree, the address is the last proxy
-// that was read. A client that sends nonsense shares a limit with others that do, never with a visitor of another
-// address.
+// that was read. So clients that send invalid headers share the limits of that proxy, never those of another client.
 //
-// An untrusted peer that sends such a header is logged, now and then, with the remedy.
+// The handler logs an untrusted peer that sends such a header, at most once in logEvery, with the remedy.
 //
 // Rate limits count by [Key]: an IPv4 address, or the /64 network of an IPv6 address, which one host can choose from
 // freely.
@@ -75,19 +74,19 @@ func (t Trusted) Find(r *http.Request) netip.Addr {
 	if !t.Has(peer) {
 		return peer
 	}
-	list, both := hops(r.Header)
-	client := t.walk(peer, list)
-	if both != nil && t.walk(peer, both) != client {
+	addrs, forwarded := hops(r.Header)
+	client := t.followHops(peer, addrs)
+	if forwarded != nil && t.followHops(peer, forwarded) != client {
 		return peer
 	}
 	return client
 }
 
-// walk follows the hops from the right while the previous hop is trusted.
-func (t Trusted) walk(peer netip.Addr, list []string) netip.Addr {
+// followHops follows the hops from the right while the previous hop is trusted.
+func (t Trusted) followHops(peer netip.Addr, addrs []string) netip.Addr {
 	client := peer
-	for i := len(list) - 1; i >= 0 && t.Has(client); i-- {
-		next, ok := parseHost(list[i])
+	for i := len(addrs) - 1; i >= 0 && t.Has(client); i-- {
+		next, ok := parseHost(addrs[i])
 		if !ok {
 			break
 		}

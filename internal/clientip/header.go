@@ -6,28 +6,28 @@ import (
 	"strings"
 )
 
-// hops returns the last addresses that proxies added, the nearest proxy's last. both has those of Forwarded if both
-// headers are sent.
-func hops(h http.Header) (list, both []string) {
-	forwardedFor, forwarded := h.Values("X-Forwarded-For"), h.Values("Forwarded")
+// hops returns the last addresses that proxies added, the nearest proxy's last. If the request has both headers,
+// forwarded has the addresses of Forwarded, and addrs those of X-Forwarded-For.
+func hops(h http.Header) (addrs, forwarded []string) {
+	xForwardedFor, forwardedHeader := h.Values("X-Forwarded-For"), h.Values("Forwarded")
 	switch {
-	case len(forwarded) == 0:
-		return lastItems(forwardedFor), nil
-	case len(forwardedFor) == 0:
-		return nodes(forwarded), nil
+	case len(forwardedHeader) == 0:
+		return lastItems(xForwardedFor), nil
+	case len(xForwardedFor) == 0:
+		return forwardedNodes(forwardedHeader), nil
 	}
-	return lastItems(forwardedFor), nodes(forwarded)
+	return lastItems(xForwardedFor), forwardedNodes(forwardedHeader)
 }
 
 // lastItems splits a header at commas from the right, into at most maxHops items in the header's order.
 func lastItems(values []string) []string {
 	var list []string
 	for _, rest := range slices.Backward(values) {
-		more := true
-		for more && len(list) < maxHops {
+		left := true
+		for left && len(list) < maxHops {
 			at := strings.LastIndexByte(rest, ',')
 			list = append(list, rest[at+1:])
-			if more = at >= 0; more {
+			if left = at >= 0; left {
 				rest = rest[:at]
 			}
 		}
@@ -36,10 +36,10 @@ func lastItems(values []string) []string {
 	return list
 }
 
-// nodes are the for= parameters of Forwarded (RFC 7239); an element without one is an empty text, which is not an
-// address. An address has no comma and no semicolon, quoted or not, so quotes need no parser. An element cut inside a
-// quoted text has no readable address.
-func nodes(values []string) []string {
+// forwardedNodes are the for= parameters of Forwarded (RFC 7239); an element without one is an empty text, which is not
+// an address. An address has no comma and no semicolon, quoted or not, so quotes need no parser. An element cut inside
+// a quoted text has no readable address.
+func forwardedNodes(values []string) []string {
 	list := lastItems(values)
 	for i, element := range list {
 		list[i] = ""

@@ -26,13 +26,13 @@ import (
 
 // checker collects problems. A variable in wrong is already reported.
 type checker struct {
-	wrong    invalidValues
+	invalid  invalidValues
 	problems []string
 }
 
 // report reports a variable once.
 func (k *checker) report(name, format string, args ...any) {
-	if _, done := k.wrong[name]; !done {
+	if _, done := k.invalid[name]; !done {
 		k.problems = append(k.problems, name+": "+fmt.Sprintf(format, args...)+"; set "+helpOf(name))
 	}
 }
@@ -313,11 +313,11 @@ func splitListen(listen string) (string, error) {
 // [Config.RequireServe].
 func LoadServe(environ map[string]string, also ...string) (Config, error) {
 	c, err := Load(environ, also...)
-	wrong, ok := errors.AsType[*Error](err)
+	invalid, ok := errors.AsType[*Error](err)
 	if !ok {
 		return c, err
 	}
-	problems, values := wrong.Problems, nonEmpty(environ)
+	problems, values := invalid.Problems, nonEmpty(environ)
 	for _, name := range []string{"DATABASE_URL", "AGENT_ADMIN_TOKEN"} {
 		if values[name] == "" && values[name+fileSuffix] == "" {
 			problems = append(problems, unsetProblem(name))
@@ -367,8 +367,8 @@ func (c Config) Loopback() bool {
 func (c Config) weakSecrets() []string {
 	var problems []string
 	check := func(name, prefix string, secret Secret) {
-		if why := credentials.Weak(secret.Reveal()); why != "" {
-			problems = append(problems, fmt.Sprintf("%s: %s%s; set %s", name, prefix, why, helpOf(name)))
+		if reason := credentials.Weak(secret.Reveal()); reason != "" {
+			problems = append(problems, fmt.Sprintf("%s: %s%s; set %s", name, prefix, reason, helpOf(name)))
 		}
 	}
 	if c.AdminToken.IsSet() {

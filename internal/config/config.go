@@ -237,12 +237,12 @@ func (k *checker) provider(p *Provider) {
 }
 
 // decodeObject decodes exactly one JSON object; empty text is an empty object.
-func decodeObject(text string, into any) bool {
+func decodeObject(text string, out any) bool {
 	if text == "" {
 		return true
 	}
 	d := json.NewDecoder(bytes.NewReader([]byte(text)))
-	return d.Decode(into) == nil && !d.More() && strings.HasPrefix(strings.TrimSpace(text), "{")
+	return d.Decode(out) == nil && !d.More() && strings.HasPrefix(strings.TrimSpace(text), "{")
 }
 
 func isHeader(name string) bool {
@@ -312,9 +312,9 @@ func (k *checker) oidc(o OIDC) {
 	}
 	k.token("AGENT_OIDC_CLIENT_ID", Secret(o.ClientID))
 	k.token("AGENT_OIDC_CLIENT_SECRET", o.ClientSecret)
-	for _, one := range o.Roles {
-		if !claimRole.MatchString(one) {
-			k.report("AGENT_OIDC_ROLES", "%q is not claim=value:role with a role of viewer, operator, approver or admin", one)
+	for _, text := range o.Roles {
+		if !claimRole.MatchString(text) {
+			k.report("AGENT_OIDC_ROLES", "%q is not claim=value:role with a role of viewer, operator, approver or admin", text)
 		}
 	}
 }

@@ -60,7 +60,7 @@ func Load(environ map[string]string, also ...string) (Config, error) {
 		return Config{}, fmt.Errorf("read settings: %w", err)
 	}
 	c.Unknown = unknownWarnings(environ, list, also)
-	checks := checker{wrong: bad, problems: append(problems, bad.lines()...)}
+	checks := checker{invalid: bad, problems: append(problems, bad.lines()...)}
 	checks.all(&c)
 	if len(checks.problems) > 0 {
 		return Config{}, &Error{Problems: checks.problems}
@@ -214,7 +214,7 @@ var forbiddenInFile = []string{"AGENT_PG_BIN", "AGENT_TEST_DATABASE_URL", "PATH"
 
 // LoadDotEnv reads .env if it exists. Values of environ take precedence. more reports names that are settings of
 // other components. The error is an [*Error] for a forbidden combination.
-func LoadDotEnv(path string, environ map[string]string, more func(name string) bool) (DotEnv, error) {
+func LoadDotEnv(path string, environ map[string]string, isOther func(name string) bool) (DotEnv, error) {
 	out := DotEnv{Environ: maps.Clone(environ), References: map[string]string{}}
 	if out.Environ == nil {
 		out.Environ = map[string]string{}
@@ -236,7 +236,7 @@ func LoadDotEnv(path string, environ map[string]string, more func(name string) b
 		settings[s.Name] = true
 	}
 	for _, name := range slices.Sorted(maps.Keys(values)) {
-		setting := settings[name] || more(name)
+		setting := settings[name] || isOther(name)
 		switch {
 		case environ[name] != "" || hasFileVariant(environ, name):
 			continue
@@ -316,8 +316,8 @@ func unknownWarnings(environ map[string]string, list []Setting, also []string) [
 			continue
 		}
 		warning := name + " is not a setting"
-		if near := nearest.To(name, known); near != "" {
-			warning = fmt.Sprintf("%s; did you mean %s?", warning, near)
+		if suggestion := nearest.To(name, known); suggestion != "" {
+			warning = fmt.Sprintf("%s; did you mean %s?", warning, suggestion)
 		}
 		warnings = append(warnings, warning)
 	}

@@ -1,20 +1,19 @@
-// Package credentials checks what requests present as secrets: the admin token as a bearer or at the login, chat keys,
-// API tokens, login links, and the bearer tokens of webhooks.
+// Package credentials checks the secrets of requests: the admin token as a bearer token or at the login, chat keys, API
+// tokens, login links, and the bearer tokens of webhooks.
 //
 // It promises:
 //
-//   - A secret is compared by digest, and all secrets of a kind are compared whichever is right: neither their text
-//     nor their length shows in how long that takes.
-//   - Wrong tries are counted by kind and by the client's address (see internal/clientip). After freeTries of them
-//     each further one costs a wait that doubles up to maxWait; meanwhile tries from there are refused unread with
-//     [Wait]. An address without a wrong try for forgetAfter begins again.
-//   - A right secret that is [Strong] passes also from an address that has to wait: it cannot be guessed, so the wait
-//     would only keep out its owner, who may share the address with who guesses. A weaker one has to wait.
-//   - The memory is bounded. An address that is pushed out begins again; no address has to wait for another's tries.
-//   - Wrong tries are logged, at most one line per kind and logEvery. A line says how many had none.
+//   - It compares a secret by digest, and always with all secrets of its kind. So the duration reveals neither their
+//     text nor their length.
+//   - It counts failures by kind and by the client's address (see internal/clientip). After freeTries failures, each
+//     further failure doubles the address's wait, up to maxWait. During the wait, it rejects attempts from the address
+//     with [Wait]. It forgets an address that has not failed for forgetAfter.
+//   - A valid [Strong] secret passes even during the wait: nobody can guess it, and its owner may share the address
+//     with an attacker. A weaker secret has to wait.
+//   - Its memory is bounded. It forgets the oldest address first. The failures of one address never delay another.
+//   - It logs failures, at most one line per kind and logEvery. A line has the number of unlogged failures before it.
 //
-// [Weak] is what a secret has to pass at the start of the program, and a bearer token of a webhook before it is
-// compared.
+// The program checks its secrets with [Weak] at the start, and a webhook's bearer token before each comparison.
 package credentials
 
 import (
@@ -26,10 +25,11 @@ import (
 	"time"
 )
 
-// Kind says what a secret is for. Each kind is counted apart, so that who has one secret gains nothing for another.
+// Kind is the use of a secret. Each kind has its own counts, so a valid secret of one kind does not help to guess
+// another kind.
 type Kind string
 
-// The kinds.
+// Kinds of secrets.
 const (
 	Admin Kind = "admin token"
 	Chat  Kind = "chat key"
@@ -37,7 +37,7 @@ const (
 	Hook  Kind = "bearer token of a webhook"
 )
 
-// Key is a secret that is accepted. The zero value accepts nothing.
+// Key is an accepted secret. The zero value accepts nothing.
 type Key struct {
 	Name   string
 	digest [sha256.Size]byte
@@ -45,7 +45,7 @@ type Key struct {
 	set    bool
 }
 
-// NewKey makes a key of its secret. An empty secret accepts nothing.
+// NewKey returns the key of a secret. An empty secret accepts nothing.
 func NewKey(name, secret string) Key {
 	return Key{Name: name, digest: sha256.Sum256([]byte(secret)), strong: Strong(secret), set: secret != ""}
 }
@@ -53,23 +53,23 @@ func NewKey(name, secret string) Key {
 // Same reports whether two keys have the same secret.
 func (k Key) Same(other Key) bool { return k.digest == other.digest }
 
-// Wait refuses a try because of the wrong ones before it.
+// Wait is the error of an attempt during the wait after earlier failures.
 type Wait struct{ For time.Duration }
 
-// Error says how long to wait.
+// Error returns the remaining wait as a sentence.
 func (w *Wait) Error() string {
 	return fmt.Sprintf("too many wrong tries came from this address; try again in %d s", w.Seconds())
 }
 
-// Seconds is the wait, rounded up.
+// Seconds returns the wait in seconds, rounded up.
 func (w *Wait) Seconds() int { return int((w.For + time.Second - 1) / time.Second) }
 
-// find looks for the key of a secret, in a time that does not depend on which it is.
+// find returns the key of a secret. Its duration does not depend on the key.
 func find(secret string, keys []Key) (key Key, found bool) {
-	given, at := sha256.Sum256([]byte(secret)), -1
+	digest, at := sha256.Sum256([]byte(secret)), -1
 	for i := range keys {
-		same := subtle.ConstantTimeCompare(given[:], keys[i].digest[:])
-		at = subtle.ConstantTimeSelect(same, i, at)
+		equal := subtle.ConstantTimeCompare(digest[:], keys[i].digest[:])
+		at = subtle.ConstantTimeSelect(equal, i, at)
 	}
 	if at < 0 || !keys[at].set {
 		return Key{}, false
@@ -78,19 +78,19 @@ func find(secret string, keys []Key) (key Key, found bool) {
 }
 
 const (
-	// MinLength is the fewest characters of a secret.
+	// MinLength is the minimum length of a secret in bytes.
 	MinLength = 16
-	// minDistinct is the fewest different characters of one.
+	// minDistinct is the minimum number of different bytes in a secret.
 	minDistinct = 8
-	// strongBits is what cannot be guessed. It is below 128, because a random text may happen to have no digit.
+	// strongBits is the entropy of an unguessable secret. It is below 128, because a random text may lack digits.
 	strongBits = 120
 )
 
-// placeholders begin texts that stand in examples in the place of a secret.
+// placeholders are the beginnings of the placeholders in examples.
 var placeholders = []string{"replace", "change", "your-", "your_", "example", "<"}
 
-// Weak says why a secret is too weak to be one; empty when it is not. It finds what is weak at sight: no program can
-// tell a random text from one that somebody made up.
+// Weak returns why a secret is too weak; "" if it is not. It detects only obvious weakness: no program can distinguish
+// a random text from an invented one.
 func Weak(secret string) string {
 	lower := strings.ToLower(secret)
 	switch {
@@ -109,8 +109,8 @@ func Weak(secret string) string {
 	return ""
 }
 
-// Strong reports whether a secret has room for what cannot be guessed: its length times the bits of the alphabets it
-// uses.
+// Strong reports whether a secret may have the entropy of an unguessable one: its length times the bits of its
+// alphabets.
 func Strong(secret string) bool {
 	return Weak(secret) == "" && float64(len(secret))*math.Log2(float64(alphabet(secret))) >= strongBits
 }
@@ -127,7 +127,7 @@ func distinct(secret string) int {
 	return n
 }
 
-// repeated reports a text that is a shorter one again and again, the last time perhaps in part.
+// repeated reports whether a text repeats a shorter one. The last repetition may be incomplete.
 func repeated(text string) bool {
 	for n := 1; n <= len(text)/2; n++ {
 		if strings.HasPrefix(text, text[n:]) {
@@ -137,7 +137,8 @@ func repeated(text string) bool {
 	return false
 }
 
-// alphabet is how many characters the kinds of characters in use have; hexadecimal digits count as such.
+// alphabet returns the size of the alphabet of a secret: the sum of its character classes, or 16 for hexadecimal
+// digits.
 func alphabet(secret string) int {
 	if strings.Trim(secret, "0123456789abcdef") == "" || strings.Trim(secret, "0123456789ABCDEF") == "" {
 		return 16
@@ -152,7 +153,7 @@ func alphabet(secret string) int {
 		case c >= '0' && c <= '9':
 			digit = 10
 		default:
-			other = 4 // what separates words: made-up texts have them, and few different ones
+			other = 4 // separators: invented texts use few different ones
 		}
 	}
 	return lower + upper + digit + other

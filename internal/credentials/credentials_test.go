@@ -20,15 +20,15 @@ const (
 	weak   = "correct-horse-17"
 )
 
-// stand is a guard with its own clock and log.
-type stand struct {
+// guardTest is a guard with its own clock and log.
+type guardTest struct {
 	*Guard
 	clock time.Time
 	log   bytes.Buffer
 }
 
-func newStand() *stand {
-	s := &stand{clock: time.Unix(1_800_000_000, 0)}
+func newGuardTest() *guardTest {
+	s := &guardTest{clock: time.Unix(1_800_000_000, 0)}
 	s.Guard = NewGuard(slog.New(slog.NewTextHandler(&s.log, nil)))
 	s.now = func() time.Time { return s.clock }
 	return s
@@ -50,7 +50,7 @@ func waits(err error) time.Duration {
 
 func TestWaitGrowsWithFailures(t *testing.T) {
 	t.Parallel()
-	s, r := newStand(), from(t, "192.0.2.1:99")
+	s, r := newGuardTest(), from(t, "192.0.2.1:99")
 	key := NewKey("", weak)
 	var got []time.Duration
 	for range 15 {
@@ -75,7 +75,7 @@ func TestWaitGrowsWithFailures(t *testing.T) {
 
 func TestValidSecretPasses(t *testing.T) {
 	t.Parallel()
-	s, guesser := newStand(), from(t, "192.0.2.1:99")
+	s, guesser := newGuardTest(), from(t, "192.0.2.1:99")
 	keys := []Key{NewKey("strong", strong), NewKey("weak", weak)}
 	for range 1000 {
 		_, _, _ = s.Check(guesser, Admin, "wrong", keys...)
@@ -101,7 +101,7 @@ func TestValidSecretPasses(t *testing.T) {
 
 func TestEmptySecretIsRejected(t *testing.T) {
 	t.Parallel()
-	s, r := newStand(), from(t, "192.0.2.1:99")
+	s, r := newGuardTest(), from(t, "192.0.2.1:99")
 	for name, keys := range map[string][]Key{"no key": nil, "an empty key": {NewKey("", "")}, "the zero value": {{}}} {
 		_, ok, _ := s.Check(r, Chat, "", keys...)
 		assert.Truef(t, !ok, "%s is opened by nothing", name)
@@ -110,7 +110,7 @@ func TestEmptySecretIsRejected(t *testing.T) {
 
 func TestHostCountsAsOneAddress(t *testing.T) {
 	t.Parallel()
-	s := newStand()
+	s := newGuardTest()
 	for i := range 100 {
 		_, _, _ = s.Check(from(t, fmt.Sprintf("[2001:db8::%x]:99", i)), Admin, "wrong", NewKey("", weak))
 	}
@@ -120,17 +120,17 @@ func TestHostCountsAsOneAddress(t *testing.T) {
 
 func TestGuardMemoryIsBounded(t *testing.T) {
 	t.Parallel()
-	s := newStand()
+	s := newGuardTest()
 	for i := range maxAddresses + 100 {
 		_, _, _ = s.Check(from(t, fmt.Sprintf("10.%d.%d.%d:9", i>>16, i>>8&255, i&255)), Admin, "wrong", NewKey("", weak))
 	}
-	assert.Equal(t, maxAddresses, len(s.known))
-	assert.Equal(t, maxAddresses, s.recent.Len())
+	assert.Equal(t, maxAddresses, len(s.bySource))
+	assert.Equal(t, maxAddresses, s.order.Len())
 }
 
 func TestFailuresAreLoggedRarely(t *testing.T) {
 	t.Parallel()
-	s := newStand()
+	s := newGuardTest()
 	for i := range 3000 {
 		_, _, _ = s.Check(from(t, fmt.Sprintf("10.0.%d.%d:9", i>>8, i&255)), Admin, "sesame-sesame", NewKey("", weak))
 		s.clock = s.clock.Add(time.Millisecond)

@@ -11,85 +11,85 @@ import (
 )
 
 const (
-	// freeTries is how many wrong tries in a row cost nothing.
+	// freeTries is the number of consecutive failures without a wait.
 	freeTries = 5
-	// maxWait is the longest wait after a wrong try.
+	// maxWait bounds the wait after a failure.
 	maxWait = 30 * time.Second
-	// forgetAfter is after how long without a wrong try an address begins again.
+	// forgetAfter is the time without a failure after which the guard forgets an address.
 	forgetAfter = 10 * time.Minute
-	// maxAddresses is how many addresses are remembered, the latest ones.
+	// maxAddresses bounds the remembered addresses; the guard drops the oldest.
 	maxAddresses = 8192
-	// logEvery is the time between two lines of a kind.
+	// logEvery is the minimum time between two log lines of a kind.
 	logEvery = 10 * time.Second
 )
 
-// Guard checks secrets and slows down who guesses. Safe for concurrent use.
+// Guard checks secrets and slows down guesses. It is safe for concurrent use.
 type Guard struct {
 	log *slog.Logger
 	now func() time.Time
 
-	mu     sync.Mutex
-	known  map[source]*list.Element
-	recent *list.List // of *tries, the latest first
-	lines  map[Kind]*lineState
+	mu       sync.Mutex
+	bySource map[source]*list.Element
+	order    *list.List // of *failures, the latest first
+	logLines map[Kind]*lineState
 }
 
-// source is where tries are counted.
+// source identifies a count of failures.
 type source struct {
 	kind    Kind
 	address string
 }
 
-// tries are the wrong ones of a source.
-type tries struct {
-	from        source
-	wrong       int
-	last, until time.Time
+// failures are the consecutive failures of a source.
+type failures struct {
+	source        source
+	count         int
+	lastAt, until time.Time
 }
 
-// lineState is what the log has of a kind.
+// lineState is the state of the log lines of a kind.
 type lineState struct {
-	next     time.Time // when the next line may come
+	next     time.Time // earliest time of the next line
 	unlogged int
 }
 
-// NewGuard makes a guard that remembers nothing.
+// NewGuard returns a guard without failures.
 func NewGuard(log *slog.Logger) *Guard {
 	return &Guard{
-		log: log, now: time.Now, known: map[source]*list.Element{}, recent: list.New(),
-		lines: map[Kind]*lineState{},
+		log: log, now: time.Now, bySource: map[source]*list.Element{}, order: list.New(),
+		logLines: map[Kind]*lineState{},
 	}
 }
 
-// Check returns the name of the key that the secret opens. ok is false for a wrong one; the error is a [*Wait] where
-// tries from the address are not answered for a while.
+// Check returns the name of the secret's key. ok is false for an invalid secret. The error is a [*Wait] if the address
+// has to wait.
 func (g *Guard) Check(r *http.Request, kind Kind, secret string, keys ...Key) (name string, ok bool, err error) {
 	key, found := find(secret, keys)
 	return key.Name, found, g.Judge(r, kind, found, key.strong)
 }
 
-// Judge counts a try whose outcome the caller has found out in constant time. strong says that a right one cannot be
-// guessed. An error, a [*Wait], means that the outcome must not show.
-func (g *Guard) Judge(r *http.Request, kind Kind, right, strong bool) error {
-	if right && strong {
+// Judge counts an attempt that the caller has checked in constant time. strong marks an unguessable secret. If Judge
+// returns an error, a [*Wait], the caller must not reveal the outcome.
+func (g *Guard) Judge(r *http.Request, kind Kind, valid, strong bool) error {
+	if valid && strong {
 		return nil
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	now, from := g.now(), source{kind, clientip.Key(r)}
-	e, wait := g.waiting(from, now)
+	now, src := g.now(), source{kind, clientip.Key(r)}
+	e, wait := g.lookup(src, now)
 	switch {
 	case wait > 0:
-		g.report(r, from, e.Value.(*tries).wrong, now)
+		g.report(r, src, e.Value.(*failures).count, now)
 		return &Wait{wait}
-	case !right:
-		g.count(r, e, from, now)
+	case !valid:
+		g.addFailure(r, e, src, now)
 	}
 	return nil
 }
 
-// Knows reports whether the secret opens one of the keys, where that may show. It counts nothing: it is for a caller
-// that has a wrong secret checked as of this kind next.
+// Knows reports whether the secret is one of the keys and its address need not wait. It counts nothing, so the caller
+// must pass an unknown secret to Check for the same kind.
 func (g *Guard) Knows(r *http.Request, kind Kind, secret string, keys ...Key) bool {
 	key, found := find(secret, keys)
 	if !found || key.strong {
@@ -97,56 +97,56 @@ func (g *Guard) Knows(r *http.Request, kind Kind, secret string, keys ...Key) bo
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	_, wait := g.waiting(source{kind, clientip.Key(r)}, g.now())
+	_, wait := g.lookup(source{kind, clientip.Key(r)}, g.now())
 	return wait <= 0
 }
 
-// waiting returns what is known of a source, nil for nothing, and how long it has to wait.
-func (g *Guard) waiting(from source, now time.Time) (e *list.Element, wait time.Duration) {
-	if e = g.known[from]; e == nil {
+// lookup returns the failures of a source, or nil, and its remaining wait.
+func (g *Guard) lookup(src source, now time.Time) (e *list.Element, wait time.Duration) {
+	if e = g.bySource[src]; e == nil {
 		return nil, 0
 	}
-	t := e.Value.(*tries)
-	if now.Sub(t.last) > forgetAfter {
+	t := e.Value.(*failures)
+	if now.Sub(t.lastAt) > forgetAfter {
 		g.forget(e)
 		return nil, 0
 	}
 	return e, t.until.Sub(now)
 }
 
-// count notes a wrong try of a source, which e has already or nil.
-func (g *Guard) count(r *http.Request, e *list.Element, from source, now time.Time) {
+// addFailure counts a failure of a source. e is the source's element, or nil.
+func (g *Guard) addFailure(r *http.Request, e *list.Element, src source, now time.Time) {
 	if e == nil {
-		e = g.recent.PushFront(&tries{from: from})
-		g.known[from] = e
-		if g.recent.Len() > maxAddresses {
-			g.forget(g.recent.Back())
+		e = g.order.PushFront(&failures{source: src})
+		g.bySource[src] = e
+		if g.order.Len() > maxAddresses {
+			g.forget(g.order.Back())
 		}
 	}
-	g.recent.MoveToFront(e)
-	t := e.Value.(*tries)
-	t.wrong, t.last = t.wrong+1, now
-	if over := t.wrong - freeTries; over >= 0 {
-		t.until = now.Add(min(maxWait, time.Second<<min(over, 10)))
+	g.order.MoveToFront(e)
+	t := e.Value.(*failures)
+	t.count, t.lastAt = t.count+1, now
+	if excess := t.count - freeTries; excess >= 0 {
+		t.until = now.Add(min(maxWait, time.Second<<min(excess, 10)))
 	}
-	g.report(r, from, t.wrong, now)
+	g.report(r, src, t.count, now)
 }
 
-func (g *Guard) forget(e *list.Element) { delete(g.known, g.recent.Remove(e).(*tries).from) }
+func (g *Guard) forget(e *list.Element) { delete(g.bySource, g.order.Remove(e).(*failures).source) }
 
-// report writes the line of a wrong try, or counts it as one without.
-func (g *Guard) report(r *http.Request, from source, wrong int, now time.Time) {
-	line := g.lines[from.kind]
+// report logs a failure, or counts it as unlogged.
+func (g *Guard) report(r *http.Request, src source, failed int, now time.Time) {
+	line := g.logLines[src.kind]
 	if line == nil {
 		line = &lineState{}
-		g.lines[from.kind] = line
+		g.logLines[src.kind] = line
 	}
 	if now.Before(line.next) {
 		line.unlogged++
 		return
 	}
-	g.log.WarnContext(r.Context(), "wrong credential", "kind", string(from.kind), "remote", from.address, "wrong_here",
-		wrong,
+	g.log.WarnContext(r.Context(), "wrong credential", "kind", string(src.kind), "remote", src.address, "wrong_here",
+		failed,
 		"unlogged_before", line.unlogged)
 	*line = lineState{next: now.Add(logEvery)}
 }

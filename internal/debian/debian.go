@@ -19,11 +19,11 @@ const (
 // Program is a program that tests need.
 type Program struct {
 	Package string   // of Debian
-	Names   []string // of the file, with or without a folder; the first that exists is taken
+	Names   []string // file names, with or without a folder; Find returns the first that exists
 	Setting string   // environment variable that names another file
 }
 
-// Find returns the path of the program. As root it installs a missing one, and reports that to progress.
+// Find returns the path of the program. As root it installs a missing program and reports the installation to progress.
 func (p Program) Find(ctx context.Context, progress func(string)) (string, error) {
 	if set := os.Getenv(p.Setting); set != "" {
 		return set, nil
@@ -55,7 +55,7 @@ func (p Program) known() string {
 	return ""
 }
 
-// install tries again while other installations hold the lock that apt-get cannot wait for.
+// install retries, because apt-get cannot wait for every lock of other installations.
 func (p Program) install(ctx context.Context, apt string) error {
 	ctx, cancel := context.WithTimeout(ctx, installLimit)
 	defer cancel()
@@ -75,7 +75,7 @@ func (p Program) install(ctx context.Context, apt string) error {
 	return last
 }
 
-// AptGet returns a command of apt-get that asks no question and waits for other installations.
+// AptGet returns a non-interactive apt-get command that waits for other installations.
 func AptGet(ctx context.Context, apt string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, apt, append([]string{"-o", "DPkg::Lock::Timeout=300"}, args...)...)
 	cmd.Env = append(os.Environ(), "DEBIAN_FRONTEND=noninteractive")

@@ -1,4 +1,4 @@
-// Package enginetest starts engines for tests, and waits for their executions.
+// Package enginetest starts engines for tests and waits for their executions.
 package enginetest
 
 import (
@@ -79,7 +79,7 @@ func Await(tb testing.TB, db postgres.DB, id string, want executions.Status) (x 
 	return x
 }
 
-// message is the error of an execution, with its step.
+// message returns the failed step and the error of an execution.
 func message(x executions.Execution) (text string) {
 	for _, part := range []*string{x.FailedStep, x.ErrorMessage} {
 		if part != nil {

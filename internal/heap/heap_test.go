@@ -29,7 +29,7 @@ func set() int {
 	return p
 }
 
-// Between collections the heap grows by at most the minimum, however small it is, also before the first one.
+// The first collection of a small heap comes after MinGrowth, like later collections.
 func TestFirstCollectionComesAfterMinGrowth(t *testing.T) {
 	defer debug.SetGCPercent(debug.SetGCPercent(growth))
 	for _, collect := range []bool{false, true} {

@@ -1,12 +1,12 @@
-// Package outbox delivers messages that are stored in PostgreSQL until somebody has taken them.
+// Package outbox delivers messages that are stored in PostgreSQL until their delivery.
 //
-// A [Dispatcher] claims the messages that are due, makes their attempts at the same time, and sleeps until the next
-// one is due, a notification comes or an attempt ends. It bounds the attempts of a process, and those to one target:
-// a slow target does not hold up the others. What a claim, an attempt and its record are is up to the outbox: threads
-// and webhooks keep their messages in tables of their own.
+// A [Dispatcher] claims due messages and attempts them concurrently. Then it sleeps until the next message is due, a
+// notification arrives or an attempt ends. It bounds the concurrent attempts in total and per target, so a slow target
+// does not delay others. The outbox defines claims, attempts and records: threads and webhooks store their messages in
+// their own tables.
 //
-// It is not built on River, whose jobs lock for their whole attempt, are counted per queue and know no targets: a
-// target's bound would be a queue for each target, and a message of a thread has to wait for the one before it.
+// It does not use River. River bounds jobs per queue, so a bound per target would need a queue for each target. A
+// thread's message also has to wait for the message before it.
 package outbox
 
 import (
@@ -20,29 +20,29 @@ import (
 )
 
 const (
-	// maxAttempts bounds the attempts of a process at the same time.
+	// maxAttempts bounds the concurrent attempts of a process.
 	maxAttempts = 16
-	// PerTarget is how many attempts to one target a claim begins at most, and none while so many are in flight. So
-	// fewer than twice as many are made at the same time.
+	// PerTarget bounds the attempts to one target in one claim. A claim skips targets with that many attempts in flight.
+	// So a target has fewer than twice as many concurrent attempts.
 	PerTarget = 4
 
-	// MaxPause is the longest pause between two claims, where no notification comes.
+	// MaxPause bounds the pause between two claims without a notification.
 	MaxPause = 5 * time.Second
 	minPause = 100 * time.Millisecond
 )
 
-// Dispatcher runs the attempts of one outbox. All fields but Wake are required. Any number of processes may run one
-// on the same database.
+// Dispatcher runs the attempts of one outbox. All fields but Wake are required. Any number of processes may run a
+// Dispatcher on the same database.
 type Dispatcher[M any] struct {
 	Logger *slog.Logger
-	// Claim begins at most limit attempts, none to the targets in full. A claimed message is not due again for as long
-	// as an attempt may take.
+	// Claim claims at most limit due messages, none of the targets in full. A claimed message is not due again for the
+	// maximum duration of an attempt.
 	Claim func(ctx context.Context, limit int, full []string) ([]M, error)
 	// Target names the target of a message.
 	Target func(m M) string
-	// Attempt delivers a message and records how that ended. Its ctx does not end with that of Run.
+	// Attempt delivers a message and records the result. Its ctx does not end with the ctx of Run.
 	Attempt func(ctx context.Context, m M)
-	// NextDue returns how long it is until a message is due whose target is not in full; MaxPause when there is none.
+	// NextDue returns the time until the next message is due whose target is not in full; MaxPause without such a message.
 	NextDue func(ctx context.Context, full []string) (time.Duration, error)
 	// Wake is a notification of new messages; nil for none.
 	Wake <-chan string
@@ -54,7 +54,7 @@ type Dispatcher[M any] struct {
 	attempts sync.WaitGroup
 }
 
-// Run delivers until ctx ends, then lets the attempts under way finish. It waits for a database that is away.
+// Run delivers until ctx ends, and then waits for the attempts in flight. It retries while the database is unavailable.
 func (d *Dispatcher[M]) Run(ctx context.Context) {
 	d.inFlight, d.ended = map[string]int{}, make(chan struct{}, 1)
 	defer d.attempts.Wait()
@@ -78,7 +78,7 @@ func (d *Dispatcher[M]) Run(ctx context.Context) {
 	}
 }
 
-// dispatch begins the attempts that are due, as far as there is room, and returns how long nothing is to be done.
+// dispatch starts due attempts within the bounds, and returns the pause until the next call.
 func (d *Dispatcher[M]) dispatch(ctx context.Context) (time.Duration, error) {
 	room, full := d.room()
 	if room == 0 {
@@ -99,12 +99,12 @@ func (d *Dispatcher[M]) dispatch(ctx context.Context) (time.Duration, error) {
 	if len(claimed) > 0 {
 		return 0, nil
 	}
-	// A message that is due already is another process's, or its target is full.
+	// Another process has claimed a message that is still due, or its target is full.
 	pause, err := d.NextDue(ctx, full)
 	return min(max(pause, minPause), MaxPause), err
 }
 
-// room returns how many attempts may begin, and the targets that are full.
+// room returns the number of attempts that may start, and the full targets.
 func (d *Dispatcher[M]) room() (int, []string) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -134,5 +134,5 @@ func (d *Dispatcher[M]) end(target string) {
 	}
 }
 
-// Jitter returns d or up to a fifth more, so that attempts that failed together do not come back together.
+// Jitter returns d plus up to a fifth. So attempts that failed at the same time are retried at different times.
 func Jitter(d time.Duration) time.Duration { return max(d, time.Millisecond) + rand.N(max(d, 0)/5+1) }

@@ -1,8 +1,8 @@
-// Package pgproxy stands between a process and its database, for tests that break what goes between them.
+// Package pgproxy is a proxy between a process and its database, for tests that break connections.
 //
-// A Proxy accepts connections and makes one to the server for each; what is done with the two is the test's affair,
-// and both are closed when either direction has ended. Requests and Answers read the protocol for it: what a client
-// sends before it waits for an answer, and when the answer is whole. There is no encryption.
+// A Proxy opens a connection to the server for each accepted connection. The test forwards data between the two. When
+// one direction ends, the Proxy closes both. Requests and Answers parse the protocol: the requests of a client, and the
+// end of each answer. The proxy supports no encryption.
 package pgproxy
 
 import (
@@ -23,14 +23,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// Link carries what goes over one connection: each function is called once, in a goroutine of its own, and returns
-// when its direction has ended.
+// Link forwards the data of one connection. The Proxy calls each method once, in its own goroutine. A method returns
+// when its direction ends.
 type Link interface {
 	Upstream()
 	Downstream()
 }
 
-// Proxy is a proxy before one database.
+// Proxy is a proxy in front of one database.
 type Proxy struct {
 	listener net.Listener
 	target   *pgx.ConnConfig
@@ -42,8 +42,8 @@ type Proxy struct {
 	closed bool
 }
 
-// Listen makes a proxy before the database of a URL, which is closed when the test ends. link is called for each
-// connection, one at a time.
+// Listen starts a proxy in front of the database of a URL, and closes it at the end of the test. The proxy calls link
+// for each connection, one at a time.
 func Listen(tb testing.TB, target string, link func(client, server net.Conn) Link) *Proxy {
 	tb.Helper()
 	config, err := pgx.ParseConfig(target)
@@ -56,7 +56,7 @@ func Listen(tb testing.TB, target string, link func(client, server net.Conn) Lin
 	return p
 }
 
-// URL is where a process finds the database. Its connections have an application_name, unless that is empty.
+// URL returns the connection string of the proxy. name is the application_name of its connections; "" for none.
 func (p *Proxy) URL(name string) string {
 	query := url.Values{"sslmode": {"disable"}}
 	if name != "" {
@@ -69,7 +69,7 @@ func (p *Proxy) URL(name string) string {
 	return u.String()
 }
 
-// Close ends all connections, and returns when nothing more is carried.
+// Close closes all connections, and returns when all Links have returned.
 func (p *Proxy) Close() {
 	p.mu.Lock()
 	p.closed = true
@@ -103,7 +103,7 @@ func (p *Proxy) accept() {
 	}
 }
 
-// keep makes sure that connections are closed at the end.
+// keep registers connections for Close.
 func (p *Proxy) keep(conns ...net.Conn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -125,31 +125,32 @@ func (p *Proxy) drop(conns ...net.Conn) {
 	}
 }
 
-// The codes of first messages that begin no session.
+// Codes of first messages that start no session.
 const (
 	sslRequest    = 80877103
 	gssRequest    = 80877104
 	cancelRequest = 80877102
 )
 
-// Requests reads what a client says.
+// Requests reads the requests of a client.
 type Requests struct {
 	in         *bufio.Reader
 	statements map[string]string // prepared, by name
 }
 
-// Request is what a client sends before it waits for an answer: one statement, or a batch that commits together.
+// Request is the data that a client sends before it waits for an answer: one statement, or a batch that commits
+// together.
 type Request struct {
 	Raw      []byte
-	Last     int      // where its last message begins
+	Last     int      // offset of the last message in Raw
 	Simple   bool     // a query in the simple protocol, such as begin and commit
-	Prepared []string // statements that the server is to read
-	Bound    []string // statements that it is to carry out
-	Executes bool     // it is to carry them out now
+	Prepared []string // statements to parse
+	Bound    []string // statements to execute
+	Executes bool     // has an Execute message, or is Simple
 }
 
-// NewRequests reads the first message of a session, which it returns, and answers no to encryption before. A message
-// that asks for a cancel begins none: IsCancel.
+// NewRequests reads and returns the first message of a session. It declines encryption first. The first message may be
+// a cancel request, see IsCancel.
 func NewRequests(client io.ReadWriter) (*Requests, []byte, error) {
 	in := bufio.NewReader(client)
 	for {
@@ -185,7 +186,7 @@ func Forward(client io.ReadWriter, server io.Writer, send func(Request) bool) {
 	}
 }
 
-// IsCancel reports a first message that asks the server to cancel what another session does.
+// IsCancel reports whether a first message is a cancel request.
 func IsCancel(first []byte) bool { return binary.BigEndian.Uint32(first[4:]) == cancelRequest }
 
 // Next reads the next request.
@@ -198,13 +199,13 @@ func (r *Requests) Next() (next Request, err error) {
 		next.Last = len(next.Raw)
 		next.Raw = append(next.Raw, frame...)
 		r.read(&next, kind, frame[5:])
-		if strings.IndexByte("PBDEC", kind) < 0 { // else more follows before the client waits
+		if strings.IndexByte("PBDEC", kind) < 0 { // else the client sends more before it waits
 			return next, nil
 		}
 	}
 }
 
-// read takes one message into its request.
+// read adds one message to its request.
 func (r *Requests) read(next *Request, kind byte, body []byte) {
 	switch kind {
 	case 'P':
@@ -224,9 +225,9 @@ func (r *Requests) read(next *Request, kind byte, body []byte) {
 	}
 }
 
-// Answers passes on what a server says until a connection ends, or an answer is lost: then it returns true at the end
-// of that answer, when what was asked has been done, and committed where it should be. lost is asked before each
-// message of an answer.
+// Answers forwards the server's messages until a connection ends. Before each message it calls lost. Once lost returns
+// true, Answers drops the rest of the answer, and returns true at its end: by then the server has executed, and
+// possibly committed, the request.
 func Answers(server io.Reader, client io.Writer, lost func() bool) bool {
 	in := bufio.NewReader(server)
 	for {
@@ -235,7 +236,7 @@ func Answers(server io.Reader, client io.Writer, lost func() bool) bool {
 			return false
 		}
 		if lost() {
-			if kind == 'Z' { // ready for the next
+			if kind == 'Z' { // ReadyForQuery
 				return true
 			}
 			continue
@@ -263,7 +264,7 @@ func readFrame(in *bufio.Reader) (kind byte, frame []byte, err error) {
 	return frame[0], frame, err
 }
 
-// cString splits a body after its first zero.
+// cString returns the text before the first zero byte, and the rest.
 func cString(body []byte) (string, []byte) {
 	text, rest, _ := bytes.Cut(body, []byte{0})
 	return string(text), rest

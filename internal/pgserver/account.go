@@ -58,8 +58,8 @@ func (a *account) attributes() *syscall.SysProcAttr {
 	return attributes
 }
 
-// own makes the account the owner of path.
-func (a *account) own(path string) error {
+// chown makes the account the owner of path.
+func (a *account) chown(path string) error {
 	if a == nil {
 		return nil
 	}
@@ -74,7 +74,7 @@ func (a *account) ownTree(root string) error {
 		if err != nil {
 			return err
 		}
-		return a.own(path)
+		return a.chown(path)
 	})
 }
 

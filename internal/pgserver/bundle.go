@@ -145,7 +145,7 @@ func packBundle(ctx context.Context, config Config, npm, work, version string) (
 		bundleScope+bundlePlatform()+"@"+version)
 	cmd.Dir = work
 	cmd.Env = append(os.Environ(), "npm_config_cache="+filepath.Join(work, "npm"), "npm_config_update_notifier=false")
-	if err := runTelling(cmd, config.Progress, "npm pack"); err != nil {
+	if err := runReporting(cmd, config.Progress, "npm pack"); err != nil {
 		return "", err
 	}
 	archives, err := filepath.Glob(filepath.Join(work, "*.tgz"))
@@ -155,7 +155,7 @@ func packBundle(ctx context.Context, config Config, npm, work, version string) (
 	return archives[0], nil
 }
 
-func unpackBundle(archive, into, integrity string) error {
+func unpackBundle(archive, dir, integrity string) error {
 	if err := checkIntegrity(archive, integrity); err != nil {
 		return err
 	}
@@ -168,10 +168,10 @@ func unpackBundle(archive, into, integrity string) error {
 	if err != nil {
 		return err
 	}
-	if err := os.Mkdir(into, 0o755); err != nil {
+	if err := os.Mkdir(dir, 0o755); err != nil {
 		return err
 	}
-	root, err := os.OpenRoot(into)
+	root, err := os.OpenRoot(dir)
 	if err != nil {
 		return err
 	}
@@ -182,7 +182,7 @@ func unpackBundle(archive, into, integrity string) error {
 	if err := linkBundle(root); err != nil {
 		return err
 	}
-	return openFolders(into)
+	return openFolders(dir)
 }
 
 // openFolders makes folders accessible to the server's user, under any umask.
@@ -205,8 +205,8 @@ func checkIntegrity(archive, integrity string) error {
 	if _, err := io.Copy(sum, f); err != nil {
 		return err
 	}
-	if got := base64.StdEncoding.EncodeToString(sum.Sum(nil)); got != integrity {
-		return fmt.Errorf("its SHA-512 is %s and should be %s: not used", got, integrity)
+	if hash := base64.StdEncoding.EncodeToString(sum.Sum(nil)); hash != integrity {
+		return fmt.Errorf("its SHA-512 is %s and should be %s: not used", hash, integrity)
 	}
 	return nil
 }

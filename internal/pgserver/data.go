@@ -28,7 +28,7 @@ func prepareData(ctx context.Context, l layout, bin Binaries, config Config) err
 	if exists(l.data()) {
 		return checkVersion(l, bin)
 	}
-	noticeOthers(l, bin, config)
+	reportOtherVersions(l, bin, config)
 	config.Progress("making a PostgreSQL " + bin.Version + " data directory in " + l.root)
 	if err := initdb(ctx, l, bin, config.Durable); err != nil {
 		return err
@@ -36,7 +36,7 @@ func prepareData(ctx context.Context, l layout, bin Binaries, config Config) err
 	if err := os.WriteFile(l.path(bootFile), []byte(bootID()), 0o600); err != nil {
 		return err
 	}
-	return l.user.own(l.path(bootFile))
+	return l.user.chown(l.path(bootFile))
 }
 
 // initdb fills a folder beside the final folder and renames it. So an interrupted initdb never leaves a data directory.
@@ -72,8 +72,8 @@ func checkVersion(l layout, bin Binaries) error {
 		l.data(), major, bin.Dir, bin.Version, major, moveRecipe(l.data(), major))
 }
 
-// noticeOthers reports data of other versions beside the empty folder for the new data.
-func noticeOthers(l layout, bin Binaries, config Config) {
+// reportOtherVersions reports data of other versions beside the empty folder for the new data.
+func reportOtherVersions(l layout, bin Binaries, config Config) {
 	for major := newestMajor; major >= oldestMajor; major-- {
 		other := filepath.Join(filepath.Dir(l.root), strconv.Itoa(major), dataDir)
 		if l.keep && major != bin.Major && exists(other) {
@@ -101,18 +101,18 @@ func dataMajor(data string) (int, error) {
 // rebooted reports that the machine restarted after initdb made the data directory: without fsync the data may be
 // damaged.
 func rebooted(l layout) bool {
-	then, err := os.ReadFile(l.path(bootFile))
+	bootIDBefore, err := os.ReadFile(l.path(bootFile))
 	if err != nil {
 		return !errors.Is(err, os.ErrNotExist)
 	}
-	return string(then) != bootID()
+	return string(bootIDBefore) != bootID()
 }
 
 // makeSockets makes an empty folder for the socket of a new server. A unix socket's path may have about a hundred
 // bytes, and PostgreSQL reads a path with a comma as a list. A server with a long path gets a short folder below /tmp.
 // A file records the folder's name for later processes.
 func makeSockets(l layout) (string, error) {
-	if err := removeShort(l); err != nil {
+	if err := removeSocketDir(l); err != nil {
 		return "", err
 	}
 	dir := l.path(runDir)
@@ -123,7 +123,7 @@ func makeSockets(l layout) (string, error) {
 		if err := os.Mkdir(dir, 0o700); err != nil {
 			return "", err
 		}
-		return dir, l.user.own(dir)
+		return dir, l.user.chown(dir)
 	}
 	dir, err := os.MkdirTemp(shortTemp, socketPattern)
 	if err != nil {
@@ -133,7 +133,7 @@ func makeSockets(l layout) (string, error) {
 	if err := os.WriteFile(record, []byte(dir+"\n"), 0o600); err != nil {
 		return "", err
 	}
-	return dir, errors.Join(l.user.own(record), l.user.own(dir))
+	return dir, errors.Join(l.user.chown(record), l.user.chown(dir))
 }
 
 func fits(dir string) bool {
@@ -150,9 +150,9 @@ func recordedSockets(l layout) (string, error) {
 	return strings.TrimSpace(string(text)), err
 }
 
-// removeShort removes the folder below /tmp, if the folder exists and still belongs to this user. After the machine
+// removeSocketDir removes the folder below /tmp, if the folder exists and still belongs to this user. After the machine
 // cleaned /tmp, another user may have made a folder of that name.
-func removeShort(l layout) error {
+func removeSocketDir(l layout) error {
 	dir, err := recordedSockets(l)
 	if err != nil || dir == l.path(runDir) {
 		return err
@@ -173,7 +173,7 @@ func removeShort(l layout) error {
 
 // awaitReady returns when the server accepts connections to database. It creates a missing database. It returns
 // errNoServer when gone reports that the server has ended.
-func awaitReady(ctx context.Context, l layout, database string, gone func() (bool, error)) error {
+func awaitReady(ctx context.Context, l layout, database string, ended func() (bool, error)) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, readyLimit,
 		fmt.Errorf("the server does not accept connections after %s; see %s", readyLimit, l.path(logFile)))
 	defer cancel()
@@ -189,7 +189,7 @@ func awaitReady(ctx context.Context, l layout, database string, gone func() (boo
 		if postgres.Code(err) != "" && !postgres.IsCode(err, "57P03", "53300") {
 			return false, err
 		}
-		if left, goneErr := gone(); left || goneErr != nil {
+		if left, goneErr := ended(); left || goneErr != nil {
 			return false, errors.Join(errNoServer, goneErr)
 		}
 		return false, nil

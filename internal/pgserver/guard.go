@@ -18,7 +18,7 @@ const (
 	guardArg   = "__pg-guard"
 	guardHello = "pg-guard ready\n"
 	helloLimit = 10 * time.Second
-	logMost    = 8 << 20
+	maxLogSize = 8 << 20
 )
 
 // order is the guard's input.
@@ -59,11 +59,11 @@ func launchGuard(l layout, bin Binaries, config Config) (*guard, error) {
 		return nil, err
 	}
 	defer log.Close()
-	heard, write, err := os.Pipe()
+	hello, write, err := os.Pipe()
 	if err != nil {
 		return nil, err
 	}
-	defer heard.Close()
+	defer hello.Close()
 	cmd := exec.Command(self, guardArg, l.root)
 	cmd.Dir = l.root
 	cmd.Env = serverEnv() // a process that may outlive this one must not keep its secrets in the environment
@@ -80,7 +80,7 @@ func launchGuard(l layout, bin Binaries, config Config) (*guard, error) {
 		defer close(g.ended)
 		_ = cmd.Wait() // the log has the exit status; only the end matters here
 	}()
-	return g, g.greeted(heard)
+	return g, g.waitHello(hello)
 }
 
 func newOrder(l layout, bin Binaries, config Config) order {
@@ -91,13 +91,13 @@ func newOrder(l layout, bin Binaries, config Config) order {
 	return o
 }
 
-// greeted waits for the guard's hello. Without an early call of GuardMain, the program would run its main instead of
-// the guard.
-func (g *guard) greeted(heard *os.File) error {
-	if err := heard.SetReadDeadline(time.Now().Add(helloLimit)); err != nil {
+// waitHello waits for the guard's first message. Without an early call of GuardMain, the program would run its main
+// instead of the guard.
+func (g *guard) waitHello(hello *os.File) error {
+	if err := hello.SetReadDeadline(time.Now().Add(helloLimit)); err != nil {
 		return errors.Join(err, g.abandon())
 	}
-	line, err := bufio.NewReader(heard).ReadString('\n')
+	line, err := bufio.NewReader(hello).ReadString('\n')
 	if line == guardHello {
 		return nil
 	}
@@ -107,8 +107,8 @@ func (g *guard) greeted(heard *os.File) error {
 	return errors.Join(fmt.Errorf("start the guard: %w", err), g.abandon())
 }
 
-// gone reports whether the guard has ended.
-func (g *guard) gone() (bool, error) {
+// hasEnded reports whether the guard process has ended.
+func (g *guard) hasEnded() (bool, error) {
 	select {
 	case <-g.ended:
 		return true, nil
@@ -138,7 +138,7 @@ func (g *guard) abandon() error {
 // openLog opens the server's log for appending. It renames a large log first.
 func openLog(l layout) (*os.File, error) {
 	path := l.path(logFile)
-	if info, err := os.Stat(path); err == nil && info.Size() > logMost {
+	if info, err := os.Stat(path); err == nil && info.Size() > maxLogSize {
 		if err := os.Rename(path, path+".1"); err != nil {
 			return nil, err
 		}
@@ -147,7 +147,7 @@ func openLog(l layout) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	return f, l.user.own(path)
+	return f, l.user.chown(path)
 }
 
 func serverArgs(l layout, config Config) []string {

@@ -52,7 +52,7 @@ func runGuard(in io.Reader, out io.WriteCloser) error {
 	if err != nil {
 		return err
 	}
-	err = attend(l, o, signals, users)
+	err = serveUntilUnused(l, o, signals, users)
 	return errors.Join(err, cleanUp(l), alone.close(), users.close())
 }
 
@@ -74,9 +74,9 @@ func lockGuard(l layout) (*flock, error) {
 	}
 }
 
-// attend starts the server. It ends the server when the kernel grants users exclusively: then no process uses the
-// server.
-func attend(l layout, o order, signals <-chan os.Signal, users *flock) error {
+// serveUntilUnused starts the server. It ends the server when the kernel grants users exclusively: then no process uses
+// the server.
+func serveUntilUnused(l layout, o order, signals <-chan os.Signal, users *flock) error {
 	cmd := exec.Command(o.Program, o.Args...)
 	cmd.Dir = l.root
 	cmd.Env = serverEnv()
@@ -121,7 +121,7 @@ func shutDown(server *os.Process, ended <-chan error) error {
 }
 
 func cleanUp(l layout) error {
-	err := removeShort(l)
+	err := removeSocketDir(l)
 	if !l.keep {
 		err = errors.Join(err, os.RemoveAll(l.root))
 	}

@@ -103,11 +103,11 @@ func aptInstall(ctx context.Context, config Config, apt, name string) error {
 }
 
 func aptGet(ctx context.Context, config Config, apt string, args ...string) error {
-	return runTelling(debian.AptGet(ctx, apt, args...), config.Progress, "apt-get "+args[0])
+	return runReporting(debian.AptGet(ctx, apt, args...), config.Progress, "apt-get "+args[0])
 }
 
-// runTelling runs cmd, passes its output to progress line by line, and adds the end of the output to the error.
-func runTelling(cmd *exec.Cmd, progress func(string), name string) error {
+// runReporting runs cmd, passes its output to progress line by line, and adds the end of the output to the error.
+func runReporting(cmd *exec.Cmd, progress func(string), name string) error {
 	var all bytes.Buffer
 	out, in := io.Pipe()
 	cmd.Stdout = in
@@ -160,9 +160,9 @@ func FindBinaries(getenv func(string) string) (Binaries, error) {
 }
 
 // findAll returns one folder per version, newest first.
-func findAll(getenv func(string) string, given string) ([]Binaries, error) {
-	if given != "" {
-		b, err := givenBinaries(given)
+func findAll(getenv func(string) string, binDir string) ([]Binaries, error) {
+	if binDir != "" {
+		b, err := givenBinaries(binDir)
 		return []Binaries{b}, err
 	}
 	var found []Binaries
@@ -265,11 +265,11 @@ func serverEnv() []string {
 // resolve chooses the newest binaries whose version already has data, or the newest without such data. So another
 // PostgreSQL on the machine does not hide the data. Without binaries on the machine, resolve installs them.
 func resolve(ctx context.Context, config Config) (Binaries, error) {
-	given := config.BinDir
-	if given == "" {
-		given = os.Getenv("AGENT_PG_BIN")
+	binDir := config.BinDir
+	if binDir == "" {
+		binDir = os.Getenv("AGENT_PG_BIN")
 	}
-	all, err := findAll(os.Getenv, given)
+	all, err := findAll(os.Getenv, binDir)
 	if errors.Is(err, ErrNoBinaries) && !config.NoInstall {
 		if err := install(ctx, config); err != nil {
 			return Binaries{}, err

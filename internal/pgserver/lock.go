@@ -24,18 +24,18 @@ func openLock(path string, owner *account) (*flock, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := owner.own(path); err != nil {
+	if err := owner.chown(path); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
 	return &flock{file: f}, nil
 }
 
-func lockPolling(ctx context.Context, path string, owner *account, how int) (*flock, error) {
+func lockPolling(ctx context.Context, path string, owner *account, mode int) (*flock, error) {
 	l, err := openLock(path, owner)
 	if err != nil {
 		return nil, err
 	}
-	err = poll(ctx, func() (bool, error) { return l.try(how) })
+	err = poll(ctx, func() (bool, error) { return l.try(mode) })
 	if err != nil {
 		return nil, fmt.Errorf("lock %s: %w", path, errors.Join(err, l.file.Close()))
 	}
@@ -43,17 +43,17 @@ func lockPolling(ctx context.Context, path string, owner *account, how int) (*fl
 }
 
 // try acquires the lock if it is free.
-func (l *flock) try(how int) (bool, error) {
-	err := l.apply(how | syscall.LOCK_NB)
+func (l *flock) try(mode int) (bool, error) {
+	err := l.apply(mode | syscall.LOCK_NB)
 	if errors.Is(err, syscall.EWOULDBLOCK) {
 		return false, nil
 	}
 	return err == nil, err
 }
 
-func (l *flock) apply(how int) error {
+func (l *flock) apply(mode int) error {
 	for {
-		err := syscall.Flock(int(l.file.Fd()), how)
+		err := syscall.Flock(int(l.file.Fd()), mode)
 		if !errors.Is(err, syscall.EINTR) {
 			return err
 		}
@@ -72,20 +72,20 @@ func (l *flock) close() error {
 // isLocked reports whether a process holds the lock exclusively. It acquires the lock for a moment. So a process that
 // tries for the exclusive lock without a wait must retry.
 func isLocked(path string) (bool, error) {
-	free, err := couldLock(path, syscall.LOCK_SH)
+	free, err := tryLock(path, syscall.LOCK_SH)
 	return !free, err
 }
 
 // othersUse reports whether a process holds a shared lock, and no process an exclusive lock.
 func othersUse(path string) (bool, error) {
-	if unused, err := couldLock(path, syscall.LOCK_EX); err != nil || unused {
+	if unused, err := tryLock(path, syscall.LOCK_EX); err != nil || unused {
 		return false, err
 	}
-	return couldLock(path, syscall.LOCK_SH)
+	return tryLock(path, syscall.LOCK_SH)
 }
 
-// couldLock reports whether the lock is free now; a missing file is a free lock.
-func couldLock(path string, how int) (free bool, err error) {
+// tryLock reports whether the lock is free now; a missing file is a free lock.
+func tryLock(path string, mode int) (free bool, err error) {
 	f, err := os.OpenFile(path, os.O_RDWR, 0)
 	if errors.Is(err, os.ErrNotExist) {
 		return true, nil
@@ -94,7 +94,7 @@ func couldLock(path string, how int) (free bool, err error) {
 		return false, err
 	}
 	l := &flock{file: f}
-	free, err = l.try(how)
+	free, err = l.try(mode)
 	return free, errors.Join(err, l.close())
 }
 

@@ -119,7 +119,7 @@ func start(ctx context.Context, config Config) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	l, err := place(config, bin)
+	l, err := choosePlace(config, bin)
 	if err != nil {
 		return nil, err
 	}
@@ -176,11 +176,11 @@ func (s *Server) join(ctx context.Context, config Config) error {
 	if s.layout.sockets, err = recordedSockets(s.layout); err != nil {
 		return err
 	}
-	gone := func() (bool, error) {
+	ended := func() (bool, error) {
 		held, err := isLocked(s.layout.path(guardLock))
 		return !held, err
 	}
-	if err := awaitReady(ctx, s.layout, config.Database, gone); err != nil {
+	if err := awaitReady(ctx, s.layout, config.Database, ended); err != nil {
 		return err
 	}
 	s.adopted = true
@@ -223,7 +223,7 @@ func (s *Server) tryLaunch(ctx context.Context, config Config) error {
 	if err != nil {
 		return err
 	}
-	if err := awaitReady(ctx, s.layout, config.Database, g.gone); err != nil {
+	if err := awaitReady(ctx, s.layout, config.Database, g.hasEnded); err != nil {
 		return errors.Join(s.explainStart(err), g.abandon())
 	}
 	s.guard = g

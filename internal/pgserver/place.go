@@ -42,12 +42,12 @@ type layout struct {
 func (l layout) path(name string) string { return filepath.Join(l.root, name) }
 func (l layout) data() string            { return l.path(dataDir) }
 
-// place chooses the folder of the server's files and creates it.
+// choosePlace chooses the folder of the server's files and creates it.
 //
 // The folder is config.Dir/<major>. Under root, the server's user may be unable to reach that folder (a project below
 // /root) or to own files there (some mounts). Then place chooses a folder below /var/lib/lanekeeper named after the
 // project. The file LOCATION in config.Dir names the folder for later starts.
-func place(config Config, bin Binaries) (layout, error) {
+func choosePlace(config Config, bin Binaries) (layout, error) {
 	user, err := serverAccount()
 	if err != nil {
 		return layout{}, err
@@ -87,7 +87,7 @@ func placeAsRoot(config Config, dir, major string, user *account) (layout, error
 	} else {
 		reason = err.Error()
 	}
-	base := elsewhere(dir)
+	base := fallbackDir(dir)
 	if err := leavePointer(dir, base); err != nil {
 		return l, err
 	}
@@ -96,8 +96,8 @@ func placeAsRoot(config Config, dir, major string, user *account) (layout, error
 	return l, l.claim()
 }
 
-// elsewhere returns the folder below /var/lib that replaces dir.
-func elsewhere(dir string) string {
+// fallbackDir returns the folder below /var/lib that replaces dir.
+func fallbackDir(dir string) string {
 	project := filepath.Base(filepath.Dir(filepath.Dir(dir))) // <project>/.agent/pg
 	sum := sha256.Sum256([]byte(dir))
 	return filepath.Join(stateDir, project+"-"+hex.EncodeToString(sum[:4]))
@@ -128,7 +128,7 @@ func (l *layout) claim() error {
 	if err := l.settleOwner(); err != nil {
 		return err
 	}
-	if err := l.user.own(l.root); err != nil {
+	if err := l.user.chown(l.root); err != nil {
 		return err
 	}
 	return os.Chmod(l.root, 0o700)
@@ -172,7 +172,7 @@ func placeTemporary(user *account) (layout, error) {
 	if err != nil {
 		return layout{}, err
 	}
-	return layout{root: root, user: user}, user.own(root)
+	return layout{root: root, user: user}, user.chown(root)
 }
 
 // sweepTemporary removes ephemeral servers whose guard was killed. A new server has no users yet either, so only
@@ -188,10 +188,10 @@ func sweepTemporary(temp string) error {
 		if err != nil || time.Since(info.ModTime()) < sweepAge {
 			continue
 		}
-		if free, err := couldLock(mark, syscall.LOCK_EX); err != nil || !free {
+		if free, err := tryLock(mark, syscall.LOCK_EX); err != nil || !free {
 			continue // in use, or owned by another user
 		}
-		if free, err := couldLock(filepath.Join(root, usersLock), syscall.LOCK_EX); err == nil && free {
+		if free, err := tryLock(filepath.Join(root, usersLock), syscall.LOCK_EX); err == nil && free {
 			if err := os.RemoveAll(root); err != nil {
 				return err
 			}

@@ -2,8 +2,8 @@ package postgres
 
 import "github.com/jackc/pgx/v5"
 
-// TextsMost is the maximum number of texts per connection.
-const TextsMost = textsMost
+// MaxCachedQueries is the maximum number of cached queries per connection.
+const MaxCachedQueries = maxCachedQueries
 
-// Texts is the number of a connection's texts.
-func Texts(conn *pgx.Conn) int { return len(textsOf(conn)) }
+// CachedQueries returns the number of a connection's cached queries.
+func CachedQueries(conn *pgx.Conn) int { return len(cachedQueries(conn)) }

@@ -51,7 +51,7 @@ func (k *KeyedTx) try(ctx context.Context, key string,
 	}
 	defer release()
 	return retryLocked(ctx, LockRetryTimeout, func(ctx context.Context, wait time.Duration) error {
-		err := k.bounded(ctx, func(ctx context.Context) error { return write(ctx, wait) })
+		err := k.inSlot(ctx, func(ctx context.Context) error { return write(ctx, wait) })
 		if Locked(err) && wait == maxLockWait { // a shorter wait may only have lost to other writers
 			k.queue.MarkBlocked(key)
 		}
@@ -59,8 +59,8 @@ func (k *KeyedTx) try(ctx context.Context, key string,
 	})
 }
 
-// bounded runs a write in one of the slots.
-func (k *KeyedTx) bounded(ctx context.Context, write func(ctx context.Context) error) error {
+// inSlot runs a write in one of the slots.
+func (k *KeyedTx) inSlot(ctx context.Context, write func(ctx context.Context) error) error {
 	if k.Slots == nil {
 		return write(ctx)
 	}

@@ -14,11 +14,11 @@ import (
 )
 
 const (
-	subscriberBuffer = 16
-	reconnectFirst   = 100 * time.Millisecond
-	reconnectMost    = 10 * time.Second
-	silenceCheck     = 30 * time.Second
-	pingLimit        = 5 * time.Second
+	subscriberBuffer  = 16
+	reconnectFirst    = 100 * time.Millisecond
+	maxReconnectPause = 10 * time.Second
+	silenceCheck      = 30 * time.Second
+	pingLimit         = 5 * time.Second
 )
 
 // Listener is the one LISTEN connection of a process. It delivers each notification to every subscriber of the channel,
@@ -31,9 +31,9 @@ const (
 //
 // All methods are safe for concurrent use.
 type Listener struct {
-	connect func(ctx context.Context) (*pgx.Conn, error)
-	logger  *slog.Logger
-	lost    bool // of Run alone: the last connection broke
+	connect      func(ctx context.Context) (*pgx.Conn, error)
+	logger       *slog.Logger
+	disconnected bool // only Run uses it: the last connection broke
 
 	mu      sync.Mutex
 	subs    map[string]map[*subscriber]struct{}
@@ -110,16 +110,16 @@ func (l *Listener) Run(ctx context.Context) error {
 			<-ctx.Done()
 			return nil
 		}
-		if time.Since(began) > reconnectMost {
+		if time.Since(began) > maxReconnectPause {
 			pause = reconnectFirst
 		}
-		l.lost = true
+		l.disconnected = true
 		l.logger.WarnContext(ctx, "notification connection lost", "error", err, "retry_in", pause)
 		select {
 		case <-ctx.Done():
 		case <-time.After(pause/2 + rand.N(pause/2)):
 		}
-		pause = min(2*pause, reconnectMost)
+		pause = min(2*pause, maxReconnectPause)
 	}
 	return nil
 }
@@ -144,8 +144,8 @@ func (l *Listener) session(ctx context.Context) error {
 	} else if p {
 		return errPooled
 	}
-	if l.lost {
-		l.lost = false
+	if l.disconnected {
+		l.disconnected = false
 		l.logger.InfoContext(ctx, "notification connection restored")
 	}
 	listening := make(map[string]bool)

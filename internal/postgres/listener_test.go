@@ -20,12 +20,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// text is a log that goroutines write while a test reads it.
-type text struct{ testkit.Log }
+// rewrittenQuery is a log that goroutines write while a test reads it.
+type rewrittenQuery struct{ testkit.Log }
 
-func listen(t *testing.T, db *pgxpool.Pool) (*postgres.Listener, *text) {
+func listen(t *testing.T, db *pgxpool.Pool) (*postgres.Listener, *rewrittenQuery) {
 	t.Helper()
-	log := &text{}
+	log := &rewrittenQuery{}
 	l := postgres.NewListener(postgres.Dialer(db), slog.New(slog.NewTextHandler(log, nil)))
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)

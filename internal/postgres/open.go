@@ -202,13 +202,13 @@ func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) err
 				" set default_transaction_isolation = 'read committed'", nil,
 		}
 	}
-	given := make(map[string]bool)
+	set := make(map[string]bool)
 	for name := range config.RuntimeParams {
-		given[strings.ToLower(name)] = true
+		set[strings.ToLower(name)] = true
 	}
 	setDefaults := func(defaults map[string]string) {
 		for name, value := range defaults {
-			if !given[name] {
+			if !set[name] {
 				config.RuntimeParams[name] = value
 			}
 		}
@@ -218,7 +218,7 @@ func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) err
 		return nil
 	}
 	setDefaults(sessionDefaults)
-	if !given["idle_in_transaction_session_timeout"] {
+	if !set["idle_in_transaction_session_timeout"] {
 		config.RuntimeParams["idle_in_transaction_session_timeout"] = strconv.FormatInt(idle.Milliseconds(), 10)
 	}
 	config.RuntimeParams["default_transaction_isolation"] = readCommitted // also if the server default changes later

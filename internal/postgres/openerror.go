@@ -71,11 +71,11 @@ func explain(config *pgx.ConnConfig, err error) error {
 		e.what = "none of its servers can be used (" + strings.Join(attempts(err), "; ") + ")"
 		e.todo = "check host and port of each, and target_session_attrs"
 	case unreachable(err):
-		why := root(err).Error()
+		reason := root(err).Error()
 		if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, os.ErrDeadlineExceeded) {
-			why = "no answer"
+			reason = "no answer"
 		}
-		e.what = "cannot reach the server (" + why + ")"
+		e.what = "cannot reach the server (" + reason + ")"
 		e.todo = "check host and port, and that PostgreSQL is running there"
 	default:
 		e.what = root(err).Error()

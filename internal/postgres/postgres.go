@@ -109,11 +109,11 @@ func Collect[T any](rows pgx.Rows, err error, verb string, fn pgx.RowToFunc[T]) 
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", verb, err)
 	}
-	got, err := pgx.CollectRows(rows, fn)
+	values, err := pgx.CollectRows(rows, fn)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", verb, err)
 	}
-	return got, nil
+	return values, nil
 }
 
 // Rows reads the rows of a query into structs, by the names of the columns. It wraps an error in verb.
@@ -173,17 +173,17 @@ func RowOr[T any](ctx context.Context, db DB, missing error, verb, sql string, a
 // CollectOne reads the only row of a query with fn. Without a row, and for an id that is no UUID or no text, it returns
 // missing. A text parameter that PostgreSQL cannot store has the same result: pass it through Text. CollectOne wraps
 // every error in verb.
-func CollectOne[T any](rows pgx.Rows, err, missing error, verb string, fn pgx.RowToFunc[T]) (got T, _ error) {
+func CollectOne[T any](rows pgx.Rows, err, missing error, verb string, fn pgx.RowToFunc[T]) (value T, _ error) {
 	if err == nil {
-		got, err = pgx.CollectExactlyOneRow(rows, fn)
+		value, err = pgx.CollectExactlyOneRow(rows, fn)
 	}
 	if errors.Is(err, pgx.ErrNoRows) || IsCode(err, "22P02", "22021") {
 		err = missing
 	}
 	if err != nil {
-		return got, fmt.Errorf("%s: %w", verb, err)
+		return value, fmt.Errorf("%s: %w", verb, err)
 	}
-	return got, nil
+	return value, nil
 }
 
 // Deref returns the value of a nullable column; the zero value for NULL.
@@ -195,11 +195,11 @@ func Deref[T any](column *T) (value T) {
 }
 
 // PageSize returns the size of a page: normal for no limit, and most at most.
-func PageSize(limit, normal, most int) int {
+func PageSize(limit, normal, maximum int) int {
 	if limit <= 0 {
 		return normal
 	}
-	return min(limit, most)
+	return min(limit, maximum)
 }
 
 // Changed reports whether a statement changed a row. It wraps an error in verb.

@@ -326,8 +326,7 @@ func TestRowsGeneric(t *testing.T) {
 	}
 }
 
-// A repeated text is rewritten like the first time, with the current values. Each time a missing or extra name is
-// rejected.
+// A cached query takes the current values. Each use rejects a missing or extra name.
 func TestCachedQueryTakesCurrentValues(t *testing.T) {
 	t.Parallel()
 	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
@@ -355,19 +354,19 @@ func TestCachedQueryTakesCurrentValues(t *testing.T) {
 	}
 }
 
-// A connection drops texts before there are too many. Dropped texts still work.
+// A connection drops its cached queries at the maximum. Dropped queries still work.
 func TestCachedQueriesAreBounded(t *testing.T) {
 	t.Parallel()
 	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
 	require.NoError(t, err)
 	defer func() { _ = conn.Close(t.Context()) }()
 	for round := range 2 {
-		for i := range postgres.TextsMost + 10 {
+		for i := range postgres.MaxCachedQueries + 10 {
 			sql, args, err := postgres.Strict{"a": i}.RewriteQuery(t.Context(), conn, fmt.Sprintf("select @a, %d", i), nil)
 			require.Truef(t, err == nil && sql == fmt.Sprintf("select $1, %d", i) && len(args) == 1 && args[0] == i,
 				"round %d: %q, %v, %v", round, sql, args, err)
-			n := postgres.Texts(conn)
-			require.Truef(t, n <= postgres.TextsMost, "%d texts are kept", n)
+			n := postgres.CachedQueries(conn)
+			require.Truef(t, n <= postgres.MaxCachedQueries, "%d texts are kept", n)
 		}
 	}
 	sql, _, err := (postgres.Strict{"a": 1}).RewriteQuery(t.Context(), nil, "select @a", nil)

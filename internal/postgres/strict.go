@@ -11,26 +11,26 @@ import (
 )
 
 // Strict is the standard form of named arguments: a missing or extra name is an error, not a NULL. A connection caches
-// the rewritten texts, because the search for names in a long text takes longer than the rest of the client's work.
+// the rewritten queries, because the search for names in a long query takes longer than the rest of the client's work.
 type Strict map[string]any
 
-// text is a query in the form for the server.
-type text struct {
+// rewrittenQuery is a query with positional parameters.
+type rewrittenQuery struct {
 	sql   string
 	names []string // names of the parameters, in their order
 }
 
-// textsMost bounds the texts of a connection. pgx keeps as many prepared statements.
-const textsMost = 512
+// maxCachedQueries bounds the cached queries of a connection. pgx keeps as many prepared statements.
+const maxCachedQueries = 512
 
-// textsKey is the key of the texts in a connection.
-const textsKey = "lanekeeper texts"
+// queryCacheKey is the key of the cached queries in a connection's custom data.
+const queryCacheKey = "lanekeeper texts"
 
 // RewriteQuery implements pgx.QueryRewriter.
 func (s Strict) RewriteQuery(ctx context.Context, conn *pgx.Conn, sql string, args []any) (string, []any, error) {
-	known := textsOf(conn)
+	known := cachedQueries(conn)
 	if t, ok := known[sql]; ok {
-		if values, ok := s.in(t.names); ok {
+		if values, ok := s.values(t.names); ok {
 			return t.sql, values, nil
 		}
 	}
@@ -47,19 +47,19 @@ func (s Strict) RewriteQuery(ctx context.Context, conn *pgx.Conn, sql string, ar
 	if err != nil {
 		return "", nil, err
 	}
-	t := text{sql: rewritten, names: make([]string, len(order))}
+	t := rewrittenQuery{sql: rewritten, names: make([]string, len(order))}
 	for i, name := range order {
 		t.names[i], _ = name.(string)
 	}
-	if len(known) >= textsMost {
+	if len(known) >= maxCachedQueries {
 		clear(known)
 	}
 	known[sql] = t
 	return rewritten, values, nil
 }
 
-// in lists the values of names; false if names and the argument names differ.
-func (s Strict) in(names []string) ([]any, bool) {
+// values lists the values of names; false if names and the argument names differ.
+func (s Strict) values(names []string) ([]any, bool) {
 	if len(names) != len(s) {
 		return nil, false
 	}
@@ -74,17 +74,17 @@ func (s Strict) in(names []string) ([]any, bool) {
 	return values, true
 }
 
-// textsOf returns the cached texts of a connection; nil without a connection. Only one goroutine uses a connection at a
-// time.
-func textsOf(conn *pgx.Conn) map[string]text {
+// cachedQueries returns the cached queries of a connection; nil without a connection. Only one goroutine uses a
+// connection at a time.
+func cachedQueries(conn *pgx.Conn) map[string]rewrittenQuery {
 	if conn == nil {
 		return nil
 	}
 	data := conn.PgConn().CustomData()
-	known, ok := data[textsKey].(map[string]text)
+	known, ok := data[queryCacheKey].(map[string]rewrittenQuery)
 	if !ok {
-		known = map[string]text{}
-		data[textsKey] = known
+		known = map[string]rewrittenQuery{}
+		data[queryCacheKey] = known
 	}
 	return known
 }

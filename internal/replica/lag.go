@@ -21,9 +21,9 @@ type position struct {
 	Ago      *time.Duration // since the standby's last replayed transaction; nil for none
 }
 
-// ask reads a server's position.
-func ask(ctx context.Context, pool *pgxpool.Pool) (position, error) {
-	ctx, cancel := context.WithTimeout(ctx, askWithin)
+// readPosition reads a server's position.
+func readPosition(ctx context.Context, pool *pgxpool.Pool) (position, error) {
+	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
 	return postgres.Row[position](ctx, pool, "read position in the log", `
 		select (select system_identifier from pg_control_system()) || ' ' ||
@@ -34,11 +34,11 @@ func ask(ctx context.Context, pool *pgxpool.Pool) (position, error) {
 		       clock_timestamp() - pg_last_xact_replay_timestamp() as ago`)
 }
 
-// mostPending bounds the positions of a meter: ten minutes of them.
-const mostPending = 600
+// maxPending bounds the positions of a lagMeter: ten minutes of them.
+const maxPending = 600
 
-// meter remembers positions of the primary with their times.
-type meter struct {
+// lagMeter remembers positions of the primary with their times.
+type lagMeter struct {
 	pending []mark    // not replayed by the standby yet, oldest first
 	covered time.Time // of the newest replayed mark; zero for none
 }
@@ -50,22 +50,22 @@ type mark struct {
 }
 
 // note adds a position of the primary. A lower position than the last belongs to another server.
-func (m *meter) note(at time.Time, position int64) {
+func (m *lagMeter) note(at time.Time, position int64) {
 	if n := len(m.pending); n > 0 && position < m.pending[n-1].position {
-		*m = meter{}
+		*m = lagMeter{}
 	}
-	if len(m.pending) < mostPending {
+	if len(m.pending) < maxPending {
 		m.pending = append(m.pending, mark{at, position})
 	}
 }
 
 // behind returns the lag of a standby. The lag is unknown without a replayed mark and without a replayed transaction.
-func (m *meter) behind(asked time.Time, standby position, answers bool) (behind time.Duration, known bool) {
+func (m *lagMeter) behind(askedAt time.Time, standby position, primaryAnswers bool) (behind time.Duration, known bool) {
 	for len(m.pending) > 0 && m.pending[0].position <= standby.Position {
 		m.covered, m.pending = m.pending[0].at, m.pending[1:]
 	}
 	switch {
-	case answers && m.covered.Equal(asked):
+	case primaryAnswers && m.covered.Equal(askedAt):
 		return 0, true
 	case !m.covered.IsZero():
 		return time.Since(m.covered), true

@@ -40,7 +40,7 @@ func TestLagIsAgeOfReplayedPosition(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			var m meter
+			var m lagMeter
 			for _, n := range test.noted {
 				m.note(n.at, n.position)
 			}
@@ -54,12 +54,12 @@ func TestLagIsAgeOfReplayedPosition(t *testing.T) {
 // A standby that stands still for a day does not use memory for each second.
 func TestLagMeterIsBounded(t *testing.T) {
 	t.Parallel()
-	var m meter
+	var m lagMeter
 	began := time.Now().Add(-24 * time.Hour)
 	for i := range 24 * 60 * 60 {
 		m.note(began.Add(time.Duration(i)*time.Second), int64(i))
 	}
-	assert.Equal(t, mostPending, len(m.pending))
+	assert.Equal(t, maxPending, len(m.pending))
 	behind, known := m.behind(time.Now(), position{Position: 5}, true)
 	assert.Truef(t, known && behind >= 23*time.Hour, "%s behind, known %v; want about a day", behind, known)
 }

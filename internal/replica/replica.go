@@ -39,11 +39,11 @@ const (
 	// FreshFor is how long a client reads from the primary after its write. It exceeds MaxLag plus the age of a
 	// measurement.
 	FreshFor = MaxLag + validFor + 2*time.Second
-	// every is the pause between measurements, and validFor the lifetime of one.
-	every    = time.Second
+	// interval is the pause between measurements, and validFor the lifetime of one.
+	interval = time.Second
 	validFor = 8 * time.Second
-	// askWithin bounds one query of a measurement.
-	askWithin = 2 * time.Second
+	// queryTimeout bounds one query of a measurement.
+	queryTimeout = 2 * time.Second
 	// ReplayWait bounds a measurement's wait for the replay, and replayTick is its poll interval.
 	ReplayWait = 250 * time.Millisecond
 	replayTick = 25 * time.Millisecond
@@ -67,13 +67,13 @@ type Options struct {
 // Reader reads from the standby or the primary. It is safe for concurrent use.
 type Reader struct {
 	Options
-	state atomic.Pointer[state]
-	again chan struct{} // a read failed: measure now
+	state  atomic.Pointer[state]
+	wakeup chan struct{} // a read failed: measure now
 
 	measuring sync.Mutex // guards the fields below
 	standby   *pgxpool.Pool
 	checked   bool // the standby's schema is checked
-	lag       meter
+	lag       lagMeter
 	identity  string // of the primary's database, once known
 }
 
@@ -100,7 +100,7 @@ func New(o Options) *Reader {
 	if o.MaxLag <= 0 || o.MaxLag > MaxLag {
 		o.MaxLag = MaxLag
 	}
-	return &Reader{Options: o, again: make(chan struct{}, 1)}
+	return &Reader{Options: o, wakeup: make(chan struct{}, 1)}
 }
 
 // Configured reports whether the Reader may have a standby; a nil Reader has none.
@@ -111,7 +111,7 @@ func (r *Reader) Run(ctx context.Context) error {
 	if !r.Configured() {
 		return nil
 	}
-	tick := time.NewTicker(every)
+	tick := time.NewTicker(interval)
 	defer tick.Stop()
 	for {
 		_, _ = r.Measure(ctx) // Measure logs its errors
@@ -119,7 +119,7 @@ func (r *Reader) Run(ctx context.Context) error {
 		case <-ctx.Done():
 			return nil
 		case <-tick.C:
-		case <-r.again:
+		case <-r.wakeup:
 		}
 	}
 }
@@ -138,7 +138,7 @@ func (r *Reader) Close() {
 // ErrOther reports a standby of another database, or with another schema: a mistake in DATABASE_READ_URL.
 var ErrOther = errors.New("it does not name a standby of this database")
 
-var errAway = errors.New("the primary could not be reached")
+var errPrimaryUnreachable = errors.New("the primary could not be reached")
 
 // Measure measures the lag of the standby. The error says why the standby is unusable.
 func (r *Reader) Measure(ctx context.Context) (time.Duration, error) {
@@ -167,16 +167,16 @@ func (r *Reader) report(ctx context.Context, before, now *state) {
 }
 
 func (r *Reader) measure(ctx context.Context) state {
-	asked := time.Now()
-	primary, away := position{}, errAway
+	askedAt := time.Now()
+	primary, primaryErr := position{}, errPrimaryUnreachable
 	if r.Probe != nil {
-		primary, away = ask(ctx, r.Probe)
+		primary, primaryErr = readPosition(ctx, r.Probe)
 	}
-	if away == nil {
+	if primaryErr == nil {
 		r.identity = primary.Identity
-		r.lag.note(asked, primary.Position)
+		r.lag.note(askedAt, primary.Position)
 	}
-	now := state{primaryAway: away != nil}
+	now := state{primaryAway: primaryErr != nil}
 	standby, err := r.askStandby(ctx)
 	if err == nil && r.identity != "" && standby.Identity != r.identity {
 		err = fmt.Errorf("it is another database than DATABASE_URL; %w", ErrOther)
@@ -186,7 +186,7 @@ func (r *Reader) measure(ctx context.Context) state {
 		err = errors.New("it is not a standby")
 	}
 	if err == nil {
-		now.behind, err = r.behind(ctx, asked, standby, away == nil)
+		now.behind, err = r.behind(ctx, askedAt, standby, primaryErr == nil)
 	}
 	if err == nil && !r.checked {
 		err = r.Check(ctx, r.standby)
@@ -206,42 +206,42 @@ func (r *Reader) measure(ctx context.Context) state {
 // askStandby reads the standby's position, and connects first if necessary.
 func (r *Reader) askStandby(ctx context.Context) (position, error) {
 	if r.standby == nil {
-		opening, cancel := context.WithTimeout(ctx, askWithin)
+		openCtx, cancel := context.WithTimeout(ctx, queryTimeout)
 		defer cancel()
-		pool, err := r.Open(opening)
+		pool, err := r.Open(openCtx)
 		if err != nil {
 			return position{}, err
 		}
 		r.standby, r.checked = pool, false
 	}
-	found, err := ask(ctx, r.standby)
+	pos, err := readPosition(ctx, r.standby)
 	if err != nil {
 		return position{}, fmt.Errorf("it does not answer: %w", err)
 	}
-	return found, nil
+	return pos, nil
 }
 
 // behind returns the lag of the standby. A lag above MaxLag is an error while the primary answers.
-func (r *Reader) behind(ctx context.Context, asked time.Time, standby position, answers bool) (time.Duration, error) {
-	behind, known := r.lag.behind(asked, standby, answers)
-	for wait := time.Now().Add(ReplayWait); answers && behind > 0 && time.Now().Before(wait); {
+func (r *Reader) behind(ctx context.Context, askedAt time.Time, standby position, primaryAnswers bool) (time.Duration, error) {
+	behind, known := r.lag.behind(askedAt, standby, primaryAnswers)
+	for wait := time.Now().Add(ReplayWait); primaryAnswers && behind > 0 && time.Now().Before(wait); {
 		select {
 		case <-ctx.Done():
 			return 0, ctx.Err()
 		case <-time.After(replayTick):
 		}
-		later, err := ask(ctx, r.standby)
+		later, err := readPosition(ctx, r.standby)
 		if err != nil {
 			return 0, err
 		}
-		behind, known = r.lag.behind(asked, later, answers)
+		behind, known = r.lag.behind(askedAt, later, primaryAnswers)
 		if behind == 0 {
-			behind = time.Since(asked)
+			behind = time.Since(askedAt)
 			break
 		}
 	}
 	switch {
-	case !answers:
+	case !primaryAnswers:
 		return behind, nil
 	case !known:
 		return 0, errors.New("how far it is behind is not known yet")

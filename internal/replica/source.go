@@ -38,8 +38,8 @@ func (s *Source) String() string {
 	return text
 }
 
-// note remembers a failed read. A missing row is no failure.
-func (s *Source) note(err error) {
+// noteError remembers a failed read. A missing row is no failure.
+func (s *Source) noteError(err error) {
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
 		s.failed.Store(true)
 	}
@@ -68,12 +68,12 @@ func (r *Reader) Choose(ctx context.Context, fresh bool) (context.Context, *Sour
 // Do calls fn, and repeats it on the primary after an error on the standby. A missing row is such an error: the primary
 // may already have the row.
 func (r *Reader) Do(ctx context.Context, fresh bool, fn func(ctx context.Context) error) (*Source, error) {
-	chosen, from := r.Choose(ctx, fresh)
-	err := fn(chosen)
-	if !from.Replica() || err == nil && !from.Failed() || ctx.Err() != nil || r.Primary == nil {
-		return from, err
+	chosenCtx, source := r.Choose(ctx, fresh)
+	err := fn(chosenCtx)
+	if !source.Replica() || err == nil && !source.Failed() || ctx.Err() != nil || r.Primary == nil {
+		return source, err
 	}
-	if from.Failed() {
+	if source.Failed() {
 		r.wake()
 	}
 	return nil, fn(context.WithValue(ctx, sourceKey{}, &Source{}))
@@ -82,7 +82,7 @@ func (r *Reader) Do(ctx context.Context, fresh bool, fn func(ctx context.Context
 // wake makes Run measure at once.
 func (r *Reader) wake() {
 	select {
-	case r.again <- struct{}{}:
+	case r.wakeup <- struct{}{}:
 	default:
 	}
 }
@@ -96,7 +96,7 @@ func (r *Reader) Exec(ctx context.Context, sql string, args ...any) (pgconn.Comm
 		return r.Primary.Exec(ctx, sql, args...)
 	}
 	tag, err := s.standby.Exec(ctx, sql, args...)
-	s.note(err)
+	s.noteError(err)
 	return tag, err
 }
 
@@ -106,9 +106,9 @@ func (r *Reader) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, 
 	if !s.Replica() {
 		return r.Primary.Query(ctx, sql, args...)
 	}
-	got, err := s.standby.Query(ctx, sql, args...)
-	s.note(err)
-	return rows{got, s}, err
+	result, err := s.standby.Query(ctx, sql, args...)
+	s.noteError(err)
+	return rows{result, s}, err
 }
 
 // QueryRow is part of postgres.DB.
@@ -132,47 +132,47 @@ func (r *Reader) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
 // rows, row and results note failed reads.
 type rows struct {
 	pgx.Rows
-	from *Source
+	source *Source
 }
 
 func (r rows) Err() error {
 	err := r.Rows.Err()
-	r.from.note(err)
+	r.source.noteError(err)
 	return err
 }
 
 type row struct {
 	pgx.Row
-	from *Source
+	source *Source
 }
 
 func (r row) Scan(dest ...any) error {
 	err := r.Row.Scan(dest...)
-	r.from.note(err)
+	r.source.noteError(err)
 	return err
 }
 
 type results struct {
 	pgx.BatchResults
-	from *Source
+	source *Source
 }
 
 func (r results) Exec() (pgconn.CommandTag, error) {
 	tag, err := r.BatchResults.Exec()
-	r.from.note(err)
+	r.source.noteError(err)
 	return tag, err
 }
 
 func (r results) Query() (pgx.Rows, error) {
-	got, err := r.BatchResults.Query()
-	r.from.note(err)
-	return rows{got, r.from}, err
+	result, err := r.BatchResults.Query()
+	r.source.noteError(err)
+	return rows{result, r.source}, err
 }
 
-func (r results) QueryRow() pgx.Row { return row{r.BatchResults.QueryRow(), r.from} }
+func (r results) QueryRow() pgx.Row { return row{r.BatchResults.QueryRow(), r.source} }
 
 func (r results) Close() error {
 	err := r.BatchResults.Close()
-	r.from.note(err)
+	r.source.noteError(err)
 	return err
 }

@@ -22,14 +22,14 @@ const (
 // Manager is the service manager of this process.
 type Manager struct {
 	socket string
-	every  time.Duration // 0: no sign of life is asked for
+	every  time.Duration // 0 if the manager expects no WATCHDOG=1
 }
 
 // New reads the socket and the interval from the environment.
 func New(getenv func(string) string) *Manager {
 	m := &Manager{socket: getenv("NOTIFY_SOCKET")}
 	usec, err := strconv.ParseInt(getenv("WATCHDOG_USEC"), 10, 64)
-	pid := getenv("WATCHDOG_PID") // of the process that is meant, which may be our parent
+	pid := getenv("WATCHDOG_PID") // pid of the addressed process, which may be our parent
 	if err == nil && usec > 1 && (pid == "" || pid == strconv.Itoa(os.Getpid())) {
 		m.every = time.Duration(usec) * time.Microsecond / 2
 	}

@@ -81,8 +81,8 @@ type Layout struct {
 
 // claim is the sender's proof in the headers of a request.
 type claim struct {
-	id, at string
-	given  map[string][][]byte // signatures by version
+	id, at     string
+	signatures map[string][][]byte // by version
 }
 
 // Before returns an error for a request that is refused with any body: without a signature, with a time too far from
@@ -119,18 +119,18 @@ func (v Verifier) Verify(h http.Header, body []byte, now time.Time) error {
 	if err != nil {
 		return err
 	}
-	right := false
+	valid := false
 	switch v.Scheme {
 	case Standard:
 		return v.standard(c, body)
 	case Bearer:
 		return v.bearer(h)
 	case Stripe:
-		right = anyOf(c.given["v1"], v.sums([]byte(c.at), []byte("."), body))
+		valid = anyMatches(c.signatures["v1"], v.sums([]byte(c.at), []byte("."), body))
 	default:
-		right = anyOf(c.given[""], v.sums(v.layout().parts(c, body)...))
+		valid = anyMatches(c.signatures[""], v.sums(v.layout().parts(c, body)...))
 	}
-	if !right {
+	if !valid {
 		return refuse("the signature is not of this body")
 	}
 	return nil
@@ -140,8 +140,8 @@ func refuse(format string, args ...any) error {
 	return fmt.Errorf("%w: %s", ErrRefused, fmt.Sprintf(format, args...))
 }
 
-// near refuses a time that is too far from now.
-func (v Verifier) near(unix string, now time.Time) error {
+// checkTime rejects a time that is too far from now.
+func (v Verifier) checkTime(unix string, now time.Time) error {
 	seconds, err := strconv.ParseInt(unix, 10, 64)
 	if err != nil || seconds < 0 || seconds > 1<<40 {
 		return refuse("the timestamp is no unix time")
@@ -157,11 +157,11 @@ func (v Verifier) near(unix string, now time.Time) error {
 	return nil
 }
 
-// anyOf reports whether one of the given signatures is correct. It always compares all.
-func anyOf(given, right [][]byte) bool {
+// anyMatches reports whether one of the signatures is one of the expected ones. It always compares all.
+func anyMatches(signatures, expected [][]byte) bool {
 	equal := 0
-	for _, g := range given {
-		for _, r := range right {
+	for _, g := range signatures {
+		for _, r := range expected {
 			equal |= subtle.ConstantTimeCompare(g, r)
 		}
 	}
@@ -215,11 +215,11 @@ func (v Verifier) layoutClaim(h http.Header, now time.Time) (claim, error) {
 	if !ok || text == "" {
 		return claim{}, refuse("header %s has no signature", l.Header)
 	}
-	given, err := decode(l.Encoding, text)
+	signature, err := decode(l.Encoding, text)
 	if err != nil {
 		return claim{}, refuse("the signature in header %s is not %s", l.Header, l.Encoding)
 	}
-	c := claim{given: map[string][][]byte{"": {given}}}
+	c := claim{signatures: map[string][][]byte{"": {signature}}}
 	if l.IDHeader != "" {
 		if c.id = h.Get(l.IDHeader); c.id == "" {
 			return claim{}, refuse("header %s has no id", l.IDHeader)
@@ -227,7 +227,7 @@ func (v Verifier) layoutClaim(h http.Header, now time.Time) (claim, error) {
 	}
 	if l.TimestampHeader != "" {
 		c.at = h.Get(l.TimestampHeader)
-		return c, v.near(c.at, now)
+		return c, v.checkTime(c.at, now)
 	}
 	return c, nil
 }
@@ -256,7 +256,7 @@ func decode(encoding, text string) ([]byte, error) {
 
 // stripeClaim reads t=…,v1=…[,v1=…]; other keys are of other schemes.
 func (v Verifier) stripeClaim(h http.Header, now time.Time) (claim, error) {
-	c := claim{given: map[string][][]byte{}}
+	c := claim{signatures: map[string][][]byte{}}
 	for part := range strings.SplitSeq(h.Get("Stripe-Signature"), ",") {
 		key, value, _ := strings.Cut(strings.TrimSpace(part), "=")
 		switch key {
@@ -264,14 +264,14 @@ func (v Verifier) stripeClaim(h http.Header, now time.Time) (claim, error) {
 			c.at = value
 		case "v1":
 			if raw, err := hex.DecodeString(value); err == nil {
-				c.given[key] = append(c.given[key], raw)
+				c.signatures[key] = append(c.signatures[key], raw)
 			}
 		}
 	}
-	if c.at == "" || len(c.given["v1"]) == 0 {
+	if c.at == "" || len(c.signatures["v1"]) == 0 {
 		return c, refuse("header Stripe-Signature has no time or no v1 signature")
 	}
-	return c, v.near(c.at, now)
+	return c, v.checkTime(c.at, now)
 }
 
 // Token is the bearer token of a request.
@@ -289,13 +289,13 @@ func (v Verifier) bearer(h http.Header) error {
 	if err != nil {
 		return err
 	}
-	given := sha256.Sum256([]byte(token))
-	var right [][]byte
+	digest := sha256.Sum256([]byte(token))
+	var expected [][]byte
 	for _, secret := range v.Secrets {
 		hash := sha256.Sum256([]byte(secret))
-		right = append(right, hash[:])
+		expected = append(expected, hash[:])
 	}
-	if !anyOf([][]byte{given[:]}, right) {
+	if !anyMatches([][]byte{digest[:]}, expected) {
 		return refuse("the token is not one of this endpoint")
 	}
 	return nil

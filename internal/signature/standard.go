@@ -41,7 +41,7 @@ const maxSignatures = 16
 // standardClaim reads the three headers. It never mixes headers of two prefixes.
 func (v Verifier) standardClaim(h http.Header, now time.Time) (claim, error) {
 	prefix := standardPrefix(h)
-	c := claim{id: h.Get(prefix + "Id"), at: h.Get(prefix + "Timestamp"), given: map[string][][]byte{}}
+	c := claim{id: h.Get(prefix + "Id"), at: h.Get(prefix + "Timestamp"), signatures: map[string][][]byte{}}
 	list := strings.Fields(h.Get(prefix + "Signature"))
 	if c.id == "" || c.at == "" || len(list) == 0 {
 		return c, refuse("headers webhook-id, webhook-timestamp and webhook-signature are required")
@@ -52,32 +52,32 @@ func (v Verifier) standardClaim(h http.Header, now time.Time) (claim, error) {
 	for _, entry := range list {
 		version, text, _ := strings.Cut(entry, ",")
 		if raw, err := base64.StdEncoding.DecodeString(text); err == nil {
-			c.given[version] = append(c.given[version], raw)
+			c.signatures[version] = append(c.signatures[version], raw)
 		}
 	}
-	return c, v.near(c.at, now)
+	return c, v.checkTime(c.at, now)
 }
 
 // standard checks v1 signatures with whsec_ secrets and v1a signatures with whpk_ public keys.
 func (v Verifier) standard(c claim, body []byte) error {
 	before := []byte(c.id + "." + c.at + ".")
-	var right [][]byte
+	var expected [][]byte
 	proved := false
 	for _, secret := range v.Secrets {
 		key, public, err := standardKey(secret, "whpk_")
 		switch {
 		case err != nil:
 			return err
-		case public && len(c.given["v1a"]) > 0:
+		case public && len(c.signatures["v1a"]) > 0:
 			message := slices.Concat(before, body)
-			for _, s := range c.given["v1a"] {
+			for _, s := range c.signatures["v1a"] {
 				proved = ed25519.Verify(key, message, s) || proved
 			}
 		case !public:
-			right = append(right, sum(key, before, body))
+			expected = append(expected, sum(key, before, body))
 		}
 	}
-	if !anyOf(c.given["v1"], right) && !proved {
+	if !anyMatches(c.signatures["v1"], expected) && !proved {
 		return refuse("no signature is of this id, timestamp and body")
 	}
 	return nil

@@ -1,25 +1,25 @@
-// Package ssetest reads server-sent events as the HTML standard tells a browser to, for tests of what writes them.
+// Package ssetest parses server-sent events like a browser, by the HTML standard, for tests of their writers.
 package ssetest
 
 import "strings"
 
-// Event is one event as a client gets it.
+// Event is one event as a client receives it.
 type Event struct {
-	ID   string // the last one that was given
+	ID   string // the latest id of the stream
 	Name string
 	Data string
 }
 
-// Stream is what a client makes of an answer.
+// Stream is the parsed form of a response.
 type Stream struct {
 	Events   []Event
 	Comments []string
 	Retry    []string
-	Unknown  []string // lines that a client passes over because it knows no such field, or cannot use its value
-	Left     string   // an event that was begun and not ended, which a client drops
+	Unknown  []string // lines with an unknown field or an invalid value, which a client ignores
+	Left     string   // an incomplete event at the end, which a client drops
 }
 
-// Read takes an answer apart.
+// Read parses a response.
 func Read(answer string) Stream {
 	var s Stream
 	var id, name string

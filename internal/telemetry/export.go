@@ -21,10 +21,10 @@ import (
 const (
 	// Backlog is the maximum age of spans that a later pass still sends.
 	Backlog = time.Hour
-	// every is the pause between export passes.
-	every = time.Second
-	// right is the lease of the right to send: a silent sender loses the right after this time.
-	right = 10 * time.Second
+	// passInterval is the pause between export passes.
+	passInterval = time.Second
+	// senderLease is the lease of the right to send: a silent sender loses the right after this time.
+	senderLease = 10 * time.Second
 	// longestTransaction bounds the wait of a pass for a running transaction.
 	longestTransaction = 30 * time.Second
 	// longestPause bounds the pause between two tries while the receiver rejects everything.
@@ -35,32 +35,32 @@ const (
 
 // The bounds of one request: rows with content are large.
 const (
-	mostRows        = 1000
-	mostWithContent = 100
-	mostPending     = 20000
+	maxRows            = 1000
+	maxRowsWithContent = 100
+	maxPending         = 20000
 )
 
 // Exporter sends spans while its process has the right to send.
 type Exporter struct {
-	pool    *pgxpool.Pool
-	log     *slog.Logger
-	metrics *Metrics
-	sender  *sender
-	me      string
-	content bool
-	most    int
+	pool     *pgxpool.Pool
+	log      *slog.Logger
+	metrics  *Metrics
+	sender   *sender
+	senderID string
+	content  bool
+	rowLimit int
 
-	mark     *mark // the end of the next pass
-	failures int   // in a row
-	moved    time.Time
-	last     bool // the process ends
+	mark       *mark // the end of the next pass
+	failures   int   // consecutive
+	advancedAt time.Time
+	final      bool // the process ends
 }
 
-// mark is a time, and the transactions that were writing just after it.
+// mark is the end of a pass, and the transactions that were writing just after it.
 type mark struct {
-	upto    string
-	writing []string
-	set     time.Time
+	end     string
+	writers []string
+	at      time.Time
 }
 
 // NewExporter returns the exporter of a process; nil if the settings name no receiver. The methods of a nil exporter do
@@ -70,11 +70,11 @@ func NewExporter(pool *pgxpool.Pool, s Settings, version string, m *Metrics, log
 		return nil
 	}
 	e := &Exporter{
-		pool: pool, log: log, metrics: m, sender: newSender(s, version), me: ulid.Make().String(), content: s.Content,
-		most: mostRows,
+		pool: pool, log: log, metrics: m, sender: newSender(s, version), senderID: ulid.Make().String(), content: s.Content,
+		rowLimit: maxRows,
 	}
 	if s.Content {
-		e.most = mostWithContent
+		e.rowLimit = maxRowsWithContent
 	}
 	return e
 }
@@ -85,7 +85,7 @@ func (e *Exporter) Run(ctx context.Context) error {
 		return nil
 	}
 	for ctx.Err() == nil {
-		more := e.look(ctx)
+		more := e.runPass(ctx)
 		if more {
 			continue
 		}
@@ -99,7 +99,7 @@ func (e *Exporter) Run(ctx context.Context) error {
 	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), flushLimit)
 	defer cancel()
 	e.flush(last)
-	e.leave(last)
+	e.releaseLease(last)
 	_ = e.sender.receiver.Shutdown(last)
 	return nil
 }
@@ -107,16 +107,16 @@ func (e *Exporter) Run(ctx context.Context) error {
 // pause is the time to the next pass.
 func (e *Exporter) pause() time.Duration {
 	if e.failures == 0 {
-		return every
+		return passInterval
 	}
-	return min(every<<min(e.failures, 6), longestPause)
+	return min(passInterval<<min(e.failures, 6), longestPause)
 }
 
-// look makes one pass. It logs a failure once and does not return it, because no caller depends on the pass.
-func (e *Exporter) look(ctx context.Context) (more bool) {
-	patient, end := graced(ctx)
+// runPass makes one pass. It logs a failure once and does not return it, because no caller depends on the pass.
+func (e *Exporter) runPass(ctx context.Context) (more bool) {
+	passCtx, end := withGrace(ctx)
 	defer end()
-	more, err := e.pass(patient)
+	more, err := e.pass(passCtx)
 	switch {
 	case err == nil:
 		if e.failures > 0 {
@@ -134,35 +134,36 @@ func (e *Exporter) look(ctx context.Context) (more bool) {
 	return more && err == nil
 }
 
-// graced extends ctx for a running pass: the pass may still record the sent spans, which prevents sending them again.
-func graced(ctx context.Context) (context.Context, func()) {
-	patient, cancel := context.WithCancel(context.WithoutCancel(ctx))
+// withGrace extends ctx for a running pass, so the pass can still record the sent spans and no process sends them
+// again.
+func withGrace(ctx context.Context) (context.Context, func()) {
+	passCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	stop := context.AfterFunc(ctx, func() {
-		enough := time.AfterFunc(flushLimit, cancel)
-		context.AfterFunc(patient, func() { enough.Stop() })
+		timer := time.AfterFunc(flushLimit, cancel)
+		context.AfterFunc(passCtx, func() { timer.Stop() })
 	})
-	return patient, func() { stop(); cancel() }
+	return passCtx, func() { stop(); cancel() }
 }
 
 // flush sends all spans that have ended by now, if no other process has the right to send.
 func (e *Exporter) flush(ctx context.Context) {
-	e.mark, e.last = nil, true
-	upto := ""
+	e.mark, e.final = nil, true
+	end := ""
 	for ctx.Err() == nil {
-		mine, err := e.take(ctx)
-		if err != nil || mine == nil {
+		pos, err := e.acquireLease(ctx)
+		if err != nil || pos == nil {
 			return
 		}
-		upto = cmp.Or(upto, mine.Next)
+		end = cmp.Or(end, pos.Next)
 		_, err = e.pass(ctx)
 		if err != nil {
 			e.log.WarnContext(ctx, "last traces not sent; the next sender sends them", "error", err)
 			return
 		}
-		if mine, err = e.take(ctx); err != nil || mine == nil || mine.SentUpto >= upto {
+		if pos, err = e.acquireLease(ctx); err != nil || pos == nil || pos.SentUpto >= end {
 			return
 		}
-		timer := time.NewTimer(20 * time.Millisecond) // the millisecond is not over, or another transaction is running
+		timer := time.NewTimer(20 * time.Millisecond) // the millisecond has not ended, or another transaction is running
 		select {
 		case <-ctx.Done():
 		case <-timer.C:
@@ -171,10 +172,10 @@ func (e *Exporter) flush(ctx context.Context) {
 	}
 }
 
-// leave releases the right to send. So another process can acquire the right at once.
-func (e *Exporter) leave(ctx context.Context) {
+// releaseLease releases the right to send. So another process can acquire the right at once.
+func (e *Exporter) releaseLease(ctx context.Context) {
 	_, err := e.pool.Exec(ctx, `update agent_span_export set sender = '', sender_until = '-infinity' where sender = @me`,
-		postgres.Strict{"me": e.me})
+		postgres.Strict{"me": e.senderID})
 	if err != nil {
 		e.log.DebugContext(ctx, "the right to send traces expires", "error", err)
 	}
@@ -191,41 +192,41 @@ type position struct {
 //go:embed position.sql
 var positionSQL string
 
-// take acquires or renews the right to send; it returns nil if another process has it.
-func (e *Exporter) take(ctx context.Context) (*position, error) {
+// acquireLease acquires or renews the right to send; it returns nil if another process has it.
+func (e *Exporter) acquireLease(ctx context.Context) (*position, error) {
 	rows, err := e.pool.Query(ctx, positionSQL,
-		postgres.Strict{"me": e.me, "seconds": right.Seconds(), "backlog": Backlog.Seconds()})
-	got, err := postgres.CollectOne(rows, err, pgx.ErrNoRows, "take the right to send traces",
+		postgres.Strict{"me": e.senderID, "seconds": senderLease.Seconds(), "backlog": Backlog.Seconds()})
+	pos, err := postgres.CollectOne(rows, err, pgx.ErrNoRows, "take the right to send traces",
 		pgx.RowToAddrOfStructByName[position])
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil
 	}
-	return got, err
+	return pos, err
 }
 
 // pass sends the spans that ended since the last pass. more reports that further spans are ready.
 func (e *Exporter) pass(ctx context.Context) (more bool, err error) {
-	at, err := e.take(ctx)
-	if err != nil || at == nil {
+	pos, err := e.acquireLease(ctx)
+	if err != nil || pos == nil {
 		e.mark = nil
 		return false, err
 	}
-	settled, err := e.settled(ctx, at)
-	if err != nil || !settled {
+	ended, err := e.writersEnded(ctx, pos)
+	if err != nil || !ended {
 		return false, err
 	}
-	batch, err := e.gather(ctx, at)
+	batch, err := e.collectBatch(ctx, pos)
 	if err != nil {
 		return false, err
 	}
-	got, err := read(ctx, e.pool, batch.ended, batch.runs, e.content)
+	rows, err := read(ctx, e.pool, batch.ended, batch.runs, e.content)
 	if err != nil {
 		return false, err
 	}
-	spans := got.spans(e.content)
+	spans := rows.spans(e.content)
 	sent, err := e.sender.send(ctx, spans)
 	switch {
-	case err != nil && refusedForGood(err):
+	case err != nil && isPermanent(err):
 		e.log.ErrorContext(ctx, "spans refused by the receiver, and given up", "spans", sent, "error", err)
 		e.metrics.exported("refused", sent)
 	case err != nil:
@@ -235,12 +236,12 @@ func (e *Exporter) pass(ctx context.Context) (more bool, err error) {
 		e.metrics.exported("sent", sent)
 		e.metrics.exported("sampled_out", len(spans)-sent)
 	}
-	idle := len(batch.ended)+len(batch.runs) == 0 && slices.Equal(batch.pending, at.Pending)
-	if !idle || e.last || time.Since(e.moved) > right/2 {
-		if err := e.advance(ctx, at, batch); err != nil {
+	idle := len(batch.ended)+len(batch.runs) == 0 && slices.Equal(batch.pending, pos.Pending)
+	if !idle || e.final || time.Since(e.advancedAt) > senderLease/2 {
+		if err := e.advance(ctx, pos, batch); err != nil {
 			return false, err
 		}
-		e.moved = time.Now()
+		e.advancedAt = time.Now()
 	}
 	if !batch.more {
 		e.mark = nil
@@ -248,19 +249,19 @@ func (e *Exporter) pass(ctx context.Context) (more bool, err error) {
 	return batch.more, nil
 }
 
-// refusedForGood reports that the receiver rejects the batch itself, so a retry is useless.
-func refusedForGood(err error) bool {
+// isPermanent reports that the receiver rejects the batch itself, so a retry is useless.
+func isPermanent(err error) bool {
 	text := err.Error()
 	return strings.Contains(text, ": 400 ") || strings.Contains(text, ": 413 ") || strings.Contains(text, ": 422 ") ||
 		strings.Contains(text, "request body too large")
 }
 
-// settled reports whether all writes that were running at the mark have ended. Without a mark, the present time becomes
-// the mark.
+// writersEnded reports whether all writes that were running at the mark have ended. Without a mark, the present time
+// becomes the mark.
 //
 // A writer of an activity or an event locks the table before the row gets its id, until the transaction ends. A
 // transaction without such a lock after the mark has committed its earlier ids, or will write later ids.
-func (e *Exporter) settled(ctx context.Context, at *position) (bool, error) {
+func (e *Exporter) writersEnded(ctx context.Context, pos *position) (bool, error) {
 	var writing []string
 	err := e.pool.QueryRow(ctx, `
 		select array(select distinct l.virtualtransaction from pg_locks l
@@ -271,33 +272,33 @@ func (e *Exporter) settled(ctx context.Context, at *position) (bool, error) {
 	if err != nil {
 		return false, fmt.Errorf("look for transactions under way: %w", err)
 	}
-	if e.mark == nil || e.mark.upto <= at.SentUpto {
-		e.mark = &mark{at.Now, writing, time.Now()}
+	if e.mark == nil || e.mark.end <= pos.SentUpto {
+		e.mark = &mark{pos.Now, writing, time.Now()}
 	}
-	e.mark.writing = slices.DeleteFunc(e.mark.writing, func(one string) bool { return !slices.Contains(writing, one) })
-	return len(e.mark.writing) == 0 || time.Since(e.mark.set) > longestTransaction, nil
+	e.mark.writers = slices.DeleteFunc(e.mark.writers, func(writer string) bool { return !slices.Contains(writing, writer) })
+	return len(e.mark.writers) == 0 || time.Since(e.mark.at) > longestTransaction, nil
 }
 
 // batch is the content of one pass.
 type batch struct {
-	upto    string
+	end     string
 	ended   []string // activities
 	pending []string // activities that had not ended
 	runs    []string
 	more    bool
 }
 
-// gather finds the ids of rows that ended up to the mark. Of many rows, it finds the first.
-func (e *Exporter) gather(ctx context.Context, at *position) (batch, error) {
-	b := batch{upto: e.mark.upto}
-	type fresh struct {
+// collectBatch finds the ids of rows that ended up to the mark. Of many rows, it finds the first.
+func (e *Exporter) collectBatch(ctx context.Context, pos *position) (batch, error) {
+	b := batch{end: e.mark.end}
+	type activityState struct {
 		ID    string
 		Ended bool
 	}
-	rows, err := postgres.Rows[fresh](ctx, e.pool, "look for activities", `
+	rows, err := postgres.Rows[activityState](ctx, e.pool, "look for activities", `
 		select a.id::text, a.status <> 'running' as ended from agent_activity a
 		 where a.id > @since::uuid and a.id <= @upto::uuid order by a.id limit @most`, customPlan,
-		postgres.Strict{"since": at.SentUpto, "upto": b.upto, "most": e.most})
+		postgres.Strict{"since": pos.SentUpto, "upto": b.end, "most": e.rowLimit})
 	if err != nil {
 		return b, err
 	}
@@ -307,35 +308,35 @@ func (e *Exporter) gather(ctx context.Context, at *position) (batch, error) {
 		 where v.id > @since::uuid and v.id <= @upto::uuid and v.event = 'AGENT_COMPLETED' and v.execution_id is not null
 		   and v.key = v.execution_id::text
 		 order by v.id limit @most`, customPlan,
-		postgres.Strict{"since": at.SentUpto, "upto": b.upto, "most": e.most})
+		postgres.Strict{"since": pos.SentUpto, "upto": b.end, "most": e.rowLimit})
 	if err != nil {
 		return b, err
 	}
-	if len(rows) == e.most {
-		b.upto, b.more = rows[len(rows)-1].ID, true
+	if len(rows) == e.rowLimit {
+		b.end, b.more = rows[len(rows)-1].ID, true
 	}
-	if len(ends) == e.most {
-		b.upto, b.more = min(b.upto, ends[len(ends)-1].ID), true
+	if len(ends) == e.rowLimit {
+		b.end, b.more = min(b.end, ends[len(ends)-1].ID), true
 	}
 	for _, end := range ends {
-		if end.ID <= b.upto && !slices.Contains(b.runs, end.Run) {
+		if end.ID <= b.end && !slices.Contains(b.runs, end.Run) {
 			b.runs = append(b.runs, end.Run)
 		}
 	}
 	for _, row := range rows {
 		switch {
-		case row.ID > b.upto:
+		case row.ID > b.end:
 		case row.Ended:
 			b.ended = append(b.ended, row.ID)
 		default:
 			b.pending = append(b.pending, row.ID)
 		}
 	}
-	return b, e.revisit(ctx, at.Pending, &b)
+	return b, e.readPending(ctx, pos.Pending, &b)
 }
 
-// revisit reads pending activities again. It drops activities that no longer exist.
-func (e *Exporter) revisit(ctx context.Context, pending []string, b *batch) error {
+// readPending reads pending activities again. It drops activities that no longer exist.
+func (e *Exporter) readPending(ctx context.Context, pending []string, b *batch) error {
 	if len(pending) == 0 {
 		return nil
 	}
@@ -349,7 +350,7 @@ func (e *Exporter) revisit(ctx context.Context, pending []string, b *batch) erro
 	var ended bool
 	_, err = pgx.ForEachRow(rows, []any{&id, &ended}, func() error {
 		switch {
-		case !ended || len(b.ended) >= 2*e.most:
+		case !ended || len(b.ended) >= 2*e.rowLimit:
 			b.pending = append(b.pending, id)
 			b.more = b.more || ended
 		default:
@@ -360,30 +361,30 @@ func (e *Exporter) revisit(ctx context.Context, pending []string, b *batch) erro
 	if err != nil {
 		return fmt.Errorf("look at open activities: %w", err)
 	}
-	if over := len(b.pending) - mostPending; over > 0 {
+	if excess := len(b.pending) - maxPending; excess > 0 {
 		slices.Sort(b.pending)
-		b.pending = b.pending[over:]
-		e.metrics.exported("forgotten", over)
+		b.pending = b.pending[excess:]
+		e.metrics.exported("forgotten", excess)
 	}
 	return nil
 }
 
-// errOvertaken reports that another process has acquired the right to send. That process may send the spans of this
+// errLeaseLost reports that another process has acquired the right to send. That process may send the spans of this
 // process a second time.
-var errOvertaken = errors.New("another process sends traces by now")
+var errLeaseLost = errors.New("another process sends traces by now")
 
 // advance moves the position past the sent spans.
-func (e *Exporter) advance(ctx context.Context, at *position, b batch) error {
+func (e *Exporter) advance(ctx context.Context, pos *position, b batch) error {
 	tag, err := e.pool.Exec(ctx, `
 		update agent_span_export set sent_upto = greatest(sent_upto, @upto::uuid), pending = @pending::uuid[],
 		                             updated_at = clock_timestamp()
 		 where sender = @me and sent_upto = @since::uuid`,
-		postgres.Strict{"me": e.me, "since": at.SentUpto, "upto": b.upto, "pending": append([]string{}, b.pending...)})
+		postgres.Strict{"me": e.senderID, "since": pos.SentUpto, "upto": b.end, "pending": append([]string{}, b.pending...)})
 	if err != nil {
 		return fmt.Errorf("note how far traces were sent: %w", err)
 	}
 	if tag.RowsAffected() == 0 {
-		return errOvertaken
+		return errLeaseLost
 	}
 	return nil
 }

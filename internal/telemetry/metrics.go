@@ -24,9 +24,9 @@ type Metrics struct {
 	runs, claimsLost, requests, tokens, cost, skills, lanesLost, deliveries, spans *prometheus.CounterVec
 	exportFailures                                                                 prometheus.Counter
 	active                                                                         *prometheus.GaugeVec
-	runTook, requestTook, skillTook, laneWait                                      *prometheus.HistogramVec
+	runDuration, requestDuration, skillDuration, laneWait                          *prometheus.HistogramVec
 
-	models, named *few
+	models, names *labelLimiter
 }
 
 // The buckets of durations: a skill takes milliseconds or minutes, a run up to hours.
@@ -37,7 +37,7 @@ var (
 
 // NewMetrics returns the metrics of a process of a version. Each scrape reads state, which may be nil.
 func NewMetrics(version string, state prometheus.Collector) *Metrics {
-	m := &Metrics{registry: prometheus.NewRegistry(), models: &few{most: 100}, named: &few{most: 500}}
+	m := &Metrics{registry: prometheus.NewRegistry(), models: &labelLimiter{max: 100}, names: &labelLimiter{max: 500}}
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
 		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
 		m.registry.MustRegister(c)
@@ -50,18 +50,18 @@ func NewMetrics(version string, state prometheus.Collector) *Metrics {
 	}
 	m.runs = counter("agent_runs_total", "Executions that ended in this process, by surface and by the status they "+
 		"ended in.", "surface", "status")
-	m.runTook = histogram("agent_run_duration_seconds", "From the begin of an execution to its end, waits included.",
+	m.runDuration = histogram("agent_run_duration_seconds", "From the begin of an execution to its end, waits included.",
 		durationBuckets, "surface")
 	m.claimsLost = counter("agent_claims_lost_total",
 		"Executions that this process ran and lost, because its lease ended.", "surface")
 	m.requests = counter("agent_llm_requests_total", "Model calls that ended, with their retries as one.", "model",
 		"status")
-	m.requestTook = histogram("agent_llm_request_duration_seconds", "How long model calls took, with their retries.",
+	m.requestDuration = histogram("agent_llm_request_duration_seconds", "How long model calls took, with their retries.",
 		latencyBuckets, "model")
 	m.tokens = counter("agent_llm_tokens_total", "Tokens of model calls, of type input or output.", "model", "type")
 	m.cost = counter("agent_llm_cost_usd_total", "Cost of model calls in US dollars, by AGENT_PRICES.", "model")
 	m.skills = counter("agent_skill_invocations_total", "Calls of skills that ended.", "skill", "status")
-	m.skillTook = histogram("agent_skill_duration_seconds", "How long calls of skills took.", latencyBuckets, "skill")
+	m.skillDuration = histogram("agent_skill_duration_seconds", "How long calls of skills took.", latencyBuckets, "skill")
 	m.laneWait = histogram("agent_lane_lock_wait_seconds",
 		"How long it was waited for a lane, by its kind, whether it was got or not.", latencyBuckets, "lane", "got")
 	m.lanesLost = counter("agent_lock_lost_total", "Lanes that this process held and lost, by their kind.", "lane")
@@ -129,12 +129,12 @@ func (m *Metrics) ExecutionEnded(x executions.Execution, status executions.Statu
 	}
 	m.runs.WithLabelValues(x.Surface, string(status)).Inc()
 	if x.StartedAt != nil {
-		m.runTook.WithLabelValues(x.Surface).Observe(max(0, time.Since(*x.StartedAt).Seconds()))
+		m.runDuration.WithLabelValues(x.Surface).Observe(max(0, time.Since(*x.StartedAt).Seconds()))
 	}
 }
 
 // ActivityClosed counts an activity whose end this process recorded.
-func (m *Metrics) ActivityClosed(e activity.Entry, o activity.Outcome, took time.Duration) {
+func (m *Metrics) ActivityClosed(e activity.Entry, o activity.Outcome, duration time.Duration) {
 	if m == nil {
 		return
 	}
@@ -145,27 +145,27 @@ func (m *Metrics) ActivityClosed(e activity.Entry, o activity.Outcome, took time
 		if o.Model != "" {
 			model = o.Model
 		}
-		model = m.models.of(model)
+		model = m.models.limit(model)
 		m.requests.WithLabelValues(model, status).Inc()
-		m.requestTook.WithLabelValues(model).Observe(took.Seconds())
+		m.requestDuration.WithLabelValues(model).Observe(duration.Seconds())
 		m.tokens.WithLabelValues(model, "input").Add(float64(max(0, o.Usage.PromptTokens)))
 		m.tokens.WithLabelValues(model, "output").Add(float64(max(0, o.Usage.CompletionTokens)))
 		m.cost.WithLabelValues(model).Add(max(0, o.CostUSD))
 	case activity.KindCall:
-		skill := m.named.of(e.Skill)
+		skill := m.names.limit(e.Skill)
 		if o.Class == "unknown_tool" {
-			skill = "unknown_tool" // a name that a model made up
+			skill = "unknown_tool" // a name that the model invented
 		}
 		m.skills.WithLabelValues(skill, status).Inc()
-		m.skillTook.WithLabelValues(skill).Observe(took.Seconds())
+		m.skillDuration.WithLabelValues(skill).Observe(duration.Seconds())
 	case activity.KindPhase, activity.KindNote:
 	}
 }
 
 // LaneWaited counts a wait for a lane.
-func (m *Metrics) LaneWaited(lane string, took time.Duration, got bool) {
+func (m *Metrics) LaneWaited(lane string, duration time.Duration, acquired bool) {
 	if m != nil {
-		m.laneWait.WithLabelValues(laneKind(lane), map[bool]string{true: "yes", false: "no"}[got]).Observe(took.Seconds())
+		m.laneWait.WithLabelValues(laneKind(lane), map[bool]string{true: "yes", false: "no"}[acquired]).Observe(duration.Seconds())
 	}
 }
 
@@ -179,7 +179,7 @@ func (m *Metrics) LaneLost(lane string) {
 // Delivery counts a webhook delivery to a declared endpoint.
 func (m *Metrics) Delivery(endpoint, result string) {
 	if m != nil {
-		m.deliveries.WithLabelValues(m.named.of(endpoint), result).Inc()
+		m.deliveries.WithLabelValues(m.names.limit(endpoint), result).Inc()
 	}
 }
 
@@ -207,19 +207,19 @@ func laneKind(lane string) string {
 	return "other"
 }
 
-// few bounds the values of a label: further values become "other".
-type few struct {
-	most int
+// labelLimiter bounds the values of a label: further values become "other".
+type labelLimiter struct {
+	max  int
 	mu   sync.Mutex
 	seen map[string]bool
 }
 
-func (f *few) of(value string) string {
+func (f *labelLimiter) limit(value string) string {
 	value = strings.ToValidUTF8(value, "\uFFFD")
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if !f.seen[value] {
-		if len(f.seen) >= f.most || len(value) > 255 {
+		if len(f.seen) >= f.max || len(value) > 255 {
 			return "other"
 		}
 		if f.seen == nil {

@@ -22,7 +22,7 @@ type sender struct {
 	receiver sdktrace.SpanExporter
 	provider *sdktrace.TracerProvider
 	tracer   oteltrace.Tracer
-	ended    *ended
+	ended    *spanCollector
 }
 
 // newSender makes a sender. It opens no connection yet.
@@ -39,9 +39,9 @@ func newSender(s Settings, version string) *sender {
 	if s.JSON {
 		options = append(options, otlptracehttp.WithEncoding(otlptracehttp.EncodingJSON))
 	}
-	out := &sender{receiver: otlptracehttp.NewUnstarted(options...), ended: &ended{}}
+	out := &sender{receiver: otlptracehttp.NewUnstarted(options...), ended: &spanCollector{}}
 	out.provider = sdktrace.NewTracerProvider(
-		sdktrace.WithIDGenerator(given{}), sdktrace.WithSampler(s.sampler), sdktrace.WithSpanProcessor(out.ended),
+		sdktrace.WithIDGenerator(fixedIDs{}), sdktrace.WithSampler(s.sampler), sdktrace.WithSpanProcessor(out.ended),
 		sdktrace.WithResource(s.resource(version)), sdktrace.WithRawSpanLimits(sdktrace.SpanLimits{
 			AttributeValueLengthLimit: -1, AttributeCountLimit: 128, EventCountLimit: 128, LinkCountLimit: 128,
 			AttributePerEventCountLimit: 128, AttributePerLinkCountLimit: 128,
@@ -66,31 +66,31 @@ func (s Settings) resource(version string) *resource.Resource {
 
 // send sends spans. It returns the number of spans after sampling, once the receiver has accepted them.
 func (s *sender) send(ctx context.Context, spans []span) (int, error) {
-	for _, one := range spans {
-		s.make(ctx, one)
+	for _, sp := range spans {
+		s.convert(ctx, sp)
 	}
-	made := s.ended.take()
-	if len(made) == 0 {
+	ended := s.ended.drain()
+	if len(ended) == 0 {
 		return 0, nil
 	}
-	return len(made), s.receiver.ExportSpans(ctx, made)
+	return len(ended), s.receiver.ExportSpans(ctx, ended)
 }
 
-// make begins and ends one span, which adds it to the ended spans.
-func (s *sender) make(ctx context.Context, one span) {
-	ids := ids{traceID(one.trace.OTel()), spanID(one.id)}
+// convert starts and ends one span of the SDK, so the span processor collects it.
+func (s *sender) convert(ctx context.Context, sp span) {
+	ids := ids{traceID(sp.trace.OTel()), spanID(sp.id)}
 	ctx = context.WithValue(ctx, idsKey{}, ids)
-	if one.parent != "" {
+	if sp.parent != "" {
 		ctx = oteltrace.ContextWithSpanContext(ctx, oteltrace.NewSpanContext(oteltrace.SpanContextConfig{
-			TraceID: ids.trace, SpanID: spanID(one.parent), TraceFlags: oteltrace.FlagsSampled,
+			TraceID: ids.trace, SpanID: spanID(sp.parent), TraceFlags: oteltrace.FlagsSampled,
 		}))
 	}
-	_, made := s.tracer.Start(ctx, one.name, oteltrace.WithTimestamp(one.start), oteltrace.WithSpanKind(one.kind),
-		oteltrace.WithAttributes(one.attributes...), oteltrace.WithLinks(links(one.links)...))
-	if one.failed {
-		made.SetStatus(codes.Error, one.message)
+	_, otelSpan := s.tracer.Start(ctx, sp.name, oteltrace.WithTimestamp(sp.start), oteltrace.WithSpanKind(sp.kind),
+		oteltrace.WithAttributes(sp.attributes...), oteltrace.WithLinks(links(sp.links)...))
+	if sp.failed {
+		otelSpan.SetStatus(codes.Error, sp.message)
 	}
-	made.End(oteltrace.WithTimestamp(one.end))
+	otelSpan.End(oteltrace.WithTimestamp(sp.end))
 }
 
 func links(all []trace.Remote) []oteltrace.Link {
@@ -112,30 +112,30 @@ type ids struct {
 
 type idsKey struct{}
 
-// given returns the given ids, which follow from the rows.
-type given struct{}
+// fixedIDs is an IDGenerator that returns the ids in the context. They are derived from the rows.
+type fixedIDs struct{}
 
 // NewIDs returns the ids of a root.
-func (given) NewIDs(ctx context.Context) (oteltrace.TraceID, oteltrace.SpanID) {
-	got, _ := ctx.Value(idsKey{}).(ids)
-	return got.trace, got.span
+func (fixedIDs) NewIDs(ctx context.Context) (oteltrace.TraceID, oteltrace.SpanID) {
+	v, _ := ctx.Value(idsKey{}).(ids)
+	return v.trace, v.span
 }
 
-// NewSpanID serves spans without a given id.
-func (given) NewSpanID(ctx context.Context, _ oteltrace.TraceID) oteltrace.SpanID {
-	got, _ := ctx.Value(idsKey{}).(ids)
-	return got.span
+// NewSpanID returns the id of a span with a parent.
+func (fixedIDs) NewSpanID(ctx context.Context, _ oteltrace.TraceID) oteltrace.SpanID {
+	v, _ := ctx.Value(idsKey{}).(ids)
+	return v.span
 }
 
-// ended collects the spans of one pass. Only the goroutine of the pass uses it.
-type ended struct{ spans []sdktrace.ReadOnlySpan }
+// spanCollector collects the spans of one pass. Only the goroutine of the pass uses it.
+type spanCollector struct{ spans []sdktrace.ReadOnlySpan }
 
-func (e *ended) OnStart(context.Context, sdktrace.ReadWriteSpan) {}
-func (e *ended) OnEnd(s sdktrace.ReadOnlySpan)                   { e.spans = append(e.spans, s) }
-func (e *ended) Shutdown(context.Context) error                  { return nil }
-func (e *ended) ForceFlush(context.Context) error                { return nil }
+func (e *spanCollector) OnStart(context.Context, sdktrace.ReadWriteSpan) {}
+func (e *spanCollector) OnEnd(s sdktrace.ReadOnlySpan)                   { e.spans = append(e.spans, s) }
+func (e *spanCollector) Shutdown(context.Context) error                  { return nil }
+func (e *spanCollector) ForceFlush(context.Context) error                { return nil }
 
-func (e *ended) take() []sdktrace.ReadOnlySpan {
+func (e *spanCollector) drain() []sdktrace.ReadOnlySpan {
 	spans := e.spans
 	e.spans = nil
 	return spans

@@ -27,54 +27,54 @@ type Settings struct {
 // Load reads the settings. It reports all errors, one line each. Without an endpoint it ignores all other variables.
 func Load(environ map[string]string) (Settings, error) {
 	get := func(name string) string { return strings.TrimSpace(environ[name]) }
-	either := func(name string) (string, string) { // of traces, or of all signals
-		if own := "OTEL_EXPORTER_OTLP_TRACES_" + name; get(own) != "" {
-			return own, get(own)
+	lookup := func(name string) (string, string) { // of traces, or of all signals
+		if traces := "OTEL_EXPORTER_OTLP_TRACES_" + name; get(traces) != "" {
+			return traces, get(traces)
 		}
 		return "OTEL_EXPORTER_OTLP_" + name, get("OTEL_EXPORTER_OTLP_" + name)
 	}
 	s := Settings{Service: "lanekeeper", Timeout: 10 * time.Second}
-	var wrong []error
-	note := func(name string, err error) {
+	var errs []error
+	check := func(name string, err error) {
 		if err != nil {
-			wrong = append(wrong, fmt.Errorf("%s: %w", name, err))
+			errs = append(errs, fmt.Errorf("%s: %w", name, err))
 		}
 	}
-	name, address := either("ENDPOINT")
+	name, address := lookup("ENDPOINT")
 	off := strings.EqualFold(get("OTEL_SDK_DISABLED"), "true") || get("OTEL_TRACES_EXPORTER") == "none"
 	if address == "" || off {
 		return Settings{}, nil
 	}
 	var err error
 	s.Endpoint, err = endpoint(address, name == "OTEL_EXPORTER_OTLP_ENDPOINT")
-	note(name, err)
+	check(name, err)
 	if e := get("OTEL_TRACES_EXPORTER"); e != "" && e != "otlp" {
-		note("OTEL_TRACES_EXPORTER", fmt.Errorf("%q is not supported; set otlp or none", e))
+		check("OTEL_TRACES_EXPORTER", fmt.Errorf("%q is not supported; set otlp or none", e))
 	}
-	name, text := either("PROTOCOL")
+	name, text := lookup("PROTOCOL")
 	s.JSON, err = protocol(text)
-	note(name, err)
-	name, text = either("COMPRESSION")
+	check(name, err)
+	name, text = lookup("COMPRESSION")
 	if s.Gzip = text == "gzip"; text != "" && text != "gzip" && text != "none" {
-		note(name, fmt.Errorf("%q is not supported; set gzip or none", text))
+		check(name, fmt.Errorf("%q is not supported; set gzip or none", text))
 	}
-	name, text = either("TIMEOUT")
+	name, text = lookup("TIMEOUT")
 	s.Timeout, err = milliseconds(text, s.Timeout)
-	note(name, err)
-	name, text = either("HEADERS")
+	check(name, err)
+	name, text = lookup("HEADERS")
 	s.Headers, err = pairs(text)
-	note(name, err)
+	check(name, err)
 	s.Attributes, err = pairs(get("OTEL_RESOURCE_ATTRIBUTES"))
-	note("OTEL_RESOURCE_ATTRIBUTES", err)
+	check("OTEL_RESOURCE_ATTRIBUTES", err)
 	for _, named := range []string{s.Attributes["service.name"], get("OTEL_SERVICE_NAME")} {
 		if named != "" {
 			s.Service = named
 		}
 	}
 	s.sampler, err = sampler(get("OTEL_TRACES_SAMPLER"), get("OTEL_TRACES_SAMPLER_ARG"))
-	note("OTEL_TRACES_SAMPLER", err)
+	check("OTEL_TRACES_SAMPLER", err)
 	s.Content = strings.EqualFold(get(captureContent), "true")
-	return s, errors.Join(wrong...)
+	return s, errors.Join(errs...)
 }
 
 // endpoint returns the URL of the POST. The variable for all signals lacks the path for traces.
@@ -113,7 +113,7 @@ func milliseconds(text string, standard time.Duration) (time.Duration, error) {
 // pairs reads name=value,name=value with percent-encoded values. Errors do not repeat the text, because it may be a
 // secret.
 func pairs(text string) (map[string]string, error) {
-	got := map[string]string{}
+	values := map[string]string{}
 	for pair := range strings.SplitSeq(text, ",") {
 		if strings.TrimSpace(pair) == "" {
 			continue
@@ -123,9 +123,9 @@ func pairs(text string) (map[string]string, error) {
 		if name = strings.TrimSpace(name); !ok || name == "" || err != nil {
 			return nil, errors.New("not a list of name=value,name=value with percent-encoded values")
 		}
-		got[name] = decoded
+		values[name] = decoded
 	}
-	return got, nil
+	return values, nil
 }
 
 // sampler decides by the trace id alone, so every process makes the same decision for a trace.

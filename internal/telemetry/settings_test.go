@@ -112,16 +112,16 @@ func TestVariablesAreDocumented(t *testing.T) {
 	require.NoError(t, err)
 	page, err := os.ReadFile("../../docs/settings.md")
 	require.NoError(t, err)
-	names := regexp.MustCompile(`(get|either)\("?(\w+)"?\)`).FindAllStringSubmatch(string(source), -1)
+	names := regexp.MustCompile(`(get|lookup)\("?(\w+)"?\)`).FindAllStringSubmatch(string(source), -1)
 	assert.Truef(t, len(names) >= 13, "the source has only the variables %q", names)
 	for _, name := range names {
 		variable := name[2]
 		switch {
-		case name[1] == "either":
+		case name[1] == "lookup":
 			variable = "OTEL_EXPORTER_OTLP_" + variable
 		case variable == "captureContent":
 			variable = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
-		case variable == "own":
+		case variable == "traces":
 			variable = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 		}
 		assert.Contains(t, string(page), "| `"+variable+"` |")

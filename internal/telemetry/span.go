@@ -38,7 +38,7 @@ type span struct {
 }
 
 // spans converts rows to spans. It skips rows with an invalid trace id.
-func (f found) spans(content bool) []span {
+func (f passRows) spans(content bool) []span {
 	var all []span
 	owner := map[string]runRow{}
 	for _, r := range f.runs {
@@ -91,13 +91,13 @@ func (r runRow) span() span {
 			s.links = append(s.links, remote)
 		}
 	}
-	operation, target, named := opWorkflow, r.Flow, genWorkflowName
+	operation, target, nameKey := opWorkflow, r.Flow, genWorkflowName
 	if r.isTurn() {
-		operation, target, named = opAgent, r.Agent, genAgentName
+		operation, target, nameKey = opAgent, r.Agent, genAgentName
 	}
 	s.name = spanName(operation, target)
 	s.attributes = set(
-		text(genOperation, operation), text(named, target), text(genAgentName, r.Agent), text(genConversation, r.ThreadID),
+		text(genOperation, operation), text(nameKey, target), text(genAgentName, r.Agent), text(genConversation, r.ThreadID),
 		text(agentTraceRef, r.TraceID), text(agentSurface, r.Surface), text(agentExecution, r.ID), text(agentFlow, r.Flow),
 		text(agentStatus, r.Status), text(agentResult, r.ResultType), attribute.Int64(agentClaim, r.Claim),
 		attribute.Int64(agentQueued, max(0, r.StartedAt.Sub(r.CreatedAt).Milliseconds())),
@@ -120,19 +120,19 @@ func (r runRow) isTurn() bool {
 }
 
 // crossTraceLink returns the link to an execution of another trace; none for an execution of the same trace.
-func crossTraceLink(id *string, its, ours string) []trace.Remote {
-	if id == nil || its == "" || its == ours || !trace.ID(its).Valid() {
+func crossTraceLink(id *string, linked, own string) []trace.Remote {
+	if id == nil || linked == "" || linked == own || !trace.ID(linked).Valid() {
 		return nil
 	}
-	return []trace.Remote{{TraceID: trace.ID(its).OTel(), SpanID: trace.SpanID(*id), Sampled: true}}
+	return []trace.Remote{{TraceID: trace.ID(linked).OTel(), SpanID: trace.SpanID(*id), Sampled: true}}
 }
 
-func (w waitRow) span(of runRow) span {
+func (w waitRow) span(run runRow) span {
 	s := span{
-		trace: trace.ID(of.TraceID), id: trace.SpanID(w.ExecutionID, "wait", w.Step), parent: trace.SpanID(w.ExecutionID),
+		trace: trace.ID(run.TraceID), id: trace.SpanID(w.ExecutionID, "wait", w.Step), parent: trace.SpanID(w.ExecutionID),
 		name: spanName("wait", w.kind()), kind: oteltrace.SpanKindInternal, start: w.BeganAt, end: w.EndedAt,
 		attributes: set(
-			text(agentTraceRef, of.TraceID), text(agentSurface, of.Surface), text(agentExecution, w.ExecutionID),
+			text(agentTraceRef, run.TraceID), text(agentSurface, run.Surface), text(agentExecution, w.ExecutionID),
 			text(agentWaitFor, w.kind()), text(agentStep, w.Step), attribute.Bool(agentTimedOut, w.TimedOut),
 		),
 	}
@@ -142,7 +142,7 @@ func (w waitRow) span(of runRow) span {
 	if s.start.After(s.end) {
 		s.start = s.end
 	}
-	return s.clampEnd(of.CompletedAt)
+	return s.clampEnd(run.CompletedAt)
 }
 
 // kind maps the event that ended a wait to the kind of the wait.
@@ -174,9 +174,9 @@ func (a activityRow) span(content bool) span {
 		kind:   oteltrace.SpanKindInternal,
 		failed: a.Status == "error" || a.Status == "unknown", message: redact.Text(a.ErrorMessage, maxMessage),
 	}
-	for _, above := range []*string{a.ParentID, a.RunID, a.RootID} {
-		if above != nil && *above != a.ID {
-			s.parent = trace.SpanID(*above)
+	for _, ancestor := range []*string{a.ParentID, a.RunID, a.RootID} {
+		if ancestor != nil && *ancestor != a.ID {
+			s.parent = trace.SpanID(*ancestor)
 			break
 		}
 	}

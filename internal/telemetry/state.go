@@ -15,9 +15,9 @@ import (
 )
 
 const (
-	askEvery    = 3 * time.Second // for any number of scrapes
-	askLimit    = time.Second     // the time limit of the database
-	countAtMost = 100_000
+	queryInterval = 3 * time.Second // for any number of scrapes
+	queryTimeout  = time.Second     // the time limit of the database
+	maxCount      = 100_000
 )
 
 var (
@@ -28,7 +28,7 @@ var (
 	oldestDesc = prometheus.NewDesc("agent_queue_oldest_seconds",
 		"Age of the oldest execution that has not begun; 0 when there is none.", nil, nil)
 	approvalsDesc = prometheus.NewDesc("agent_approvals_pending", "Calls that wait for an admin's approval.", nil, nil)
-	beatDesc      = prometheus.NewDesc("agent_heartbeat_last_success_timestamp_seconds",
+	heartbeatDesc = prometheus.NewDesc("agent_heartbeat_last_success_timestamp_seconds",
 		"When the last heartbeat completed that was not skipped; 0 when none did.", nil, nil)
 	pausedDesc = prometheus.NewDesc("agent_paused", "1 while autonomous work is paused.", nil, nil)
 	heldDesc   = prometheus.NewDesc("agent_lane_lock_held", "Lanes that are held now, by their kind.", []string{"lane"},
@@ -51,43 +51,43 @@ type State struct {
 	db  postgres.DB
 	log *slog.Logger
 
-	mu    sync.Mutex // held during a query; all other scrapes wait for the result
-	asked time.Time
-	found *state // nil if the database did not answer
+	mu        sync.Mutex // held during a query; all other scrapes wait for the result
+	queriedAt time.Time
+	last      *state // nil if the database did not answer
 }
 
 // NewState returns a collector. It runs no query before the first scrape.
 func NewState(db postgres.DB, log *slog.Logger) *State { return &State{db: db, log: log} }
 
 // Describe implements prometheus.Collector.
-func (s *State) Describe(to chan<- *prometheus.Desc) {
+func (s *State) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		upDesc, executionsDesc, oldestDesc, approvalsDesc, beatDesc, pausedDesc,
+		upDesc, executionsDesc, oldestDesc, approvalsDesc, heartbeatDesc, pausedDesc,
 		heldDesc,
 	} {
-		to <- d
+		ch <- d
 	}
 }
 
 // Collect implements prometheus.Collector.
-func (s *State) Collect(to chan<- prometheus.Metric) {
+func (s *State) Collect(ch chan<- prometheus.Metric) {
 	gauge := func(d *prometheus.Desc, value float64, labels ...string) {
-		to <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, labels...)
+		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, labels...)
 	}
-	found := s.look()
-	if found == nil {
+	latest := s.read()
+	if latest == nil {
 		gauge(upDesc, 0)
 		return
 	}
 	gauge(upDesc, 1)
-	gauge(executionsDesc, float64(found.Pending), "pending")
-	gauge(executionsDesc, float64(found.Running), "running")
-	gauge(executionsDesc, float64(found.Waiting), "waiting")
-	gauge(oldestDesc, max(0, found.Oldest))
-	gauge(approvalsDesc, float64(found.Approvals))
-	gauge(beatDesc, found.Beat)
+	gauge(executionsDesc, float64(latest.Pending), "pending")
+	gauge(executionsDesc, float64(latest.Running), "running")
+	gauge(executionsDesc, float64(latest.Waiting), "waiting")
+	gauge(oldestDesc, max(0, latest.Oldest))
+	gauge(approvalsDesc, float64(latest.Approvals))
+	gauge(heartbeatDesc, latest.Beat)
 	paused := 0.0
-	if found.Paused {
+	if latest.Paused {
 		paused = 1
 	}
 	gauge(pausedDesc, paused)
@@ -95,7 +95,7 @@ func (s *State) Collect(to chan<- prometheus.Metric) {
 	for _, kind := range laneKinds {
 		held[kind] = 0
 	}
-	for _, lane := range found.Lanes {
+	for _, lane := range latest.Lanes {
 		held[laneKind(lane)]++
 	}
 	for kind, n := range held {
@@ -103,25 +103,25 @@ func (s *State) Collect(to chan<- prometheus.Metric) {
 	}
 }
 
-// look queries the database, or repeats a recent result.
-func (s *State) look() *state {
+// read queries the database, or returns a recent result.
+func (s *State) read() *state {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if time.Since(s.asked) < askEvery {
-		return s.found
+	if time.Since(s.queriedAt) < queryInterval {
+		return s.last
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), askLimit)
+	ctx, cancel := context.WithTimeout(context.Background(), queryTimeout)
 	defer cancel()
-	s.found = nil
-	rows, err := s.db.Query(ctx, stateSQL, postgres.Strict{"most": countAtMost})
+	s.last = nil
+	rows, err := s.db.Query(ctx, stateSQL, postgres.Strict{"most": maxCount})
 	if err == nil {
-		s.found, err = pgx.CollectExactlyOneRow(rows, pgx.RowToAddrOfStructByName[state])
+		s.last, err = pgx.CollectExactlyOneRow(rows, pgx.RowToAddrOfStructByName[state])
 	}
 	if err != nil {
 		s.log.WarnContext(ctx, "gauges of the database not gathered", "error", err)
 	}
-	s.asked = time.Now()
-	return s.found
+	s.queriedAt = time.Now()
+	return s.last
 }
 
 // activityRow is an activity and its place in the trace.
@@ -173,11 +173,11 @@ var runsSQL string
 //go:embed read_waits.sql
 var waitsSQL string
 
-// waitsMost bounds the waits per pass: a loop may have waited any number of times.
-const waitsMost = 5000
+// maxWaits bounds the waits per pass: a loop may have waited any number of times.
+const maxWaits = 5000
 
-// found is the data of one pass.
-type found struct {
+// passRows are the rows of one pass.
+type passRows struct {
 	activities []activityRow
 	runs       []runRow
 	waits      []waitRow
@@ -187,12 +187,12 @@ type found struct {
 const customPlan = pgx.QueryExecModeCacheDescribe
 
 // read reads finished rows by their ids.
-func read(ctx context.Context, db postgres.DB, activities, runs []string, content bool) (f found, err error) {
+func read(ctx context.Context, db postgres.DB, activities, runs []string, content bool) (f passRows, err error) {
 	if len(activities) > 0 {
 		f.activities, err = postgres.Rows[activityRow](ctx, db, "read activities for spans", activitiesSQL, customPlan,
 			postgres.Strict{"ids": activities, "content": content})
 		if err != nil {
-			return found{}, err
+			return passRows{}, err
 		}
 	}
 	if len(runs) == 0 {
@@ -201,9 +201,9 @@ func read(ctx context.Context, db postgres.DB, activities, runs []string, conten
 	f.runs, err = postgres.Rows[runRow](ctx, db, "read executions for spans", runsSQL, customPlan,
 		postgres.Strict{"ids": runs})
 	if err != nil {
-		return found{}, err
+		return passRows{}, err
 	}
 	f.waits, err = postgres.Rows[waitRow](ctx, db, "read waits for spans", waitsSQL, customPlan,
-		postgres.Strict{"ids": runs, "most": waitsMost})
+		postgres.Strict{"ids": runs, "most": maxWaits})
 	return f, err
 }

@@ -76,15 +76,15 @@ const (
 	fewTokens   = 16              // the smallest limit of the Responses API, which every server accepts
 )
 
-// of returns the target, with the client's model if the target names none.
-func (t Target) of(client *models.Client) Target {
+// withDefault returns the target, by default with the client's model.
+func (t Target) withDefault(client *models.Client) Target {
 	t.Model = cmp.Or(t.Model, client.Model())
 	return t
 }
 
 // Calls returns how many calls [Run] makes. Each part of the protocol that the server refuses adds one.
 func Calls(client *models.Client, t Target) int {
-	if client.SupportsImages(t.of(client).Model) {
+	if client.SupportsImages(t.withDefault(client).Model) {
 		return 7
 	}
 	return 6
@@ -92,7 +92,7 @@ func Calls(client *models.Client, t Target) int {
 
 // Run makes all checks. It calls begin before each and done after it. It returns an error only when ctx has ended.
 func Run(ctx context.Context, client *models.Client, t Target, begin func(check string), done func(Result)) error {
-	t = t.of(client)
+	t = t.withDefault(client)
 	p := &probe{client: client, target: t}
 	for _, c := range []struct {
 		name string
@@ -110,12 +110,12 @@ func Run(ctx context.Context, client *models.Client, t Target, begin func(check 
 		begin(c.name)
 		p.calls, p.cost = 0, 0
 		started := time.Now()
-		found := c.run(ctx)
+		result := c.run(ctx)
 		if err := ctx.Err(); err != nil {
 			return fmt.Errorf("check model %s: %w", t.Model, err)
 		}
 		done(Result{
-			Check: c.name, Status: found.status, Detail: found.detail, Help: found.help,
+			Check: c.name, Status: result.status, Detail: result.detail, Help: result.help,
 			Millis: time.Since(started).Milliseconds(), Calls: p.calls, CostUSD: p.cost,
 		})
 	}
@@ -209,8 +209,8 @@ func (p *probe) stream(ctx context.Context) finding {
 			shown.Reset()
 		},
 	})
-	if found := answered(resp, err); found.status != Pass {
-		return found
+	if result := answered(resp, err); result.status != Pass {
+		return result
 	}
 	switch {
 	case resp.Message.Refusal == "" && shown.String() != resp.Message.Content:
@@ -266,10 +266,10 @@ func Help(err error) string {
 	case !ok:
 		return ""
 	}
-	words := strings.ToLower(failure.Code + " " + failure.Message)
-	says := func(texts ...string) bool {
+	message := strings.ToLower(failure.Code + " " + failure.Message)
+	contains := func(texts ...string) bool {
 		for _, text := range texts {
-			if strings.Contains(words, text) {
+			if strings.Contains(message, text) {
 				return true
 			}
 		}
@@ -278,20 +278,20 @@ func Help(err error) string {
 	switch {
 	case failure.Status == http.StatusUnauthorized, failure.Status == http.StatusForbidden:
 		return `set OPENAI_API_KEY; for a server that wants the key elsewhere, AGENT_MODEL_HEADERS: {"api-key":"…"}`
-	case says("insufficient_quota", "billing", "credit"):
+	case contains("insufficient_quota", "billing", "credit"):
 		return "pay at the provider, or set another OPENAI_API_KEY"
 	case failure.Status == http.StatusTooManyRequests:
 		return "wait, or raise the provider's limit"
-	case says("api-version"):
+	case contains("api-version"):
 		return `set AGENT_MODEL_QUERY: {"api-version":"…"}`
-	case says("/responses", "responses api"):
+	case contains("/responses", "responses api"):
 		return "set AGENT_MODEL_API to auto or responses"
 	case failure.Status == http.StatusNotFound:
 		return "set AGENT_MODEL to a model of `agent models ls`, OPENAI_BASE_URL to the path before " +
 			"/chat/completions, or AGENT_MODEL_API to chat"
-	case says("reasoning", "effort", "thinking"):
+	case contains("reasoning", "effort", "thinking"):
 		return "set AGENT_REASONING_EFFORT to a word that the model takes, or leave it out"
-	case says("tool", "function"):
+	case contains("tool", "function"):
 		return toolHelp
 	case failure.Status == 0:
 		return "set OPENAI_BASE_URL to where the server listens"
@@ -318,7 +318,7 @@ func tools() []models.Tool {
 const toolHelp = "set AGENT_MODEL to a model that calls tools; a server of your own may need a flag for it " +
 	"(vLLM: --enable-auto-tool-choice --tool-call-parser; llama.cpp: --jinja)"
 
-// call asks for a call of the tool, and keeps the conversation.
+// call requests a call of the tool and stores the conversation.
 func (p *probe) call(ctx context.Context) finding {
 	history := prompt("What is the temperature in Madrid? Call the tool temperature.")
 	resp, err := p.ask(ctx, models.Request{Messages: history, Tools: tools()})
@@ -328,8 +328,8 @@ func (p *probe) call(ctx context.Context) finding {
 	}
 	calls := resp.Message.ToolCalls
 	if len(calls) == 0 {
-		if found := answered(resp, nil); found.status != Pass {
-			return found
+		if result := answered(resp, nil); result.status != Pass {
+			return result
 		}
 		return failed(toolHelp, "the model answered in words, and called no tool")
 	}
@@ -353,8 +353,8 @@ func (p *probe) results(text string) []models.Message {
 }
 
 func (p *probe) tools(ctx context.Context) finding {
-	if found := p.call(ctx); found.status != Pass {
-		return found
+	if result := p.call(ctx); result.status != Pass {
+		return result
 	}
 	resp, err := p.ask(ctx, models.Request{Messages: p.results(`{"celsius":21}`), Tools: tools()})
 	if err == nil && len(resp.Message.ToolCalls) > 0 {
@@ -392,10 +392,10 @@ func (p *probe) image(ctx context.Context) finding {
 	history := prompt("What colour is this square? Answer in one English word.")
 	history[1].Parts = []models.Part{{Image: &models.Image{URL: picture}}}
 	resp, err := p.ask(ctx, models.Request{Messages: history})
-	found := answered(resp, err)
+	result := answered(resp, err)
 	switch {
-	case found.status != Pass:
-		return found
+	case result.status != Pass:
+		return result
 	case !p.client.SupportsImages(p.target.Model):
 		return skipped(noImages+": the server refused one", "")
 	case !strings.Contains(strings.ToLower(resp.Message.Text()), "red"):
@@ -419,7 +419,7 @@ func redSquare() (string, error) {
 // Once makes one call with a tool and, if the server refuses it, one without. It returns the results of [Answers] and
 // [Tools].
 func Once(ctx context.Context, client *models.Client, t Target) (answers, tools Result) {
-	p := &probe{client: client, target: t.of(client)}
+	p := &probe{client: client, target: t.withDefault(client)}
 	called := p.call(ctx)
 	answer := called
 	switch {

@@ -64,7 +64,7 @@ func (t turn) conversationSummary() string {
 
 // findings returns a text about the results, failures and records of the calls. Its first line makes sense alone.
 func (t turn) findings() string {
-	var found, failed, recorded []string
+	var succeeded, failed, recorded []string
 	for _, c := range t.calls {
 		switch {
 		case c.failed:
@@ -72,11 +72,11 @@ func (t turn) findings() string {
 		case listed("bookkeeping", c.name):
 			recorded = append(recorded, c.name)
 		case !listed("navigation", c.name):
-			found = append(found, t.outcome(c))
+			succeeded = append(succeeded, t.outcome(c))
 		}
 	}
 	var first string
-	lines := append(found, failed...)
+	lines := append(succeeded, failed...)
 	switch {
 	case len(lines)+len(recorded) == 0:
 		return t.withoutCalls()
@@ -84,10 +84,10 @@ func (t turn) findings() string {
 		first = t.summary("recorded", recorded, textcut.Text(append(factLines(t.prompt), oneLine(t.prompt))[0], 150))
 	case len(lines)+len(recorded) == 1:
 		first, lines = strings.TrimRight(lines[0], ".")+".", nil
-	case len(found) == 0:
+	case len(succeeded) == 0:
 		first = t.summary("all_failed", failed, "")
 	default:
-		first = t.summary("found", found, textcut.Text(strings.Join(found, "; "), 170))
+		first = t.summary("found", succeeded, textcut.Text(strings.Join(succeeded, "; "), 170))
 	}
 	for _, s := range t.steps {
 		if s.open && !t.reported(s) {
@@ -119,7 +119,7 @@ func (t turn) withoutCalls() string {
 	if lines := factLines(t.prompt); len(lines) > 0 && (len(t.tools) == 0 || t.isTask()) {
 		return "From what I was given: " + textcut.Text(strings.Join(lines[:min(len(lines), 3)], "; "), 400) + "."
 	}
-	return t.say("about")
+	return t.lexiconText("about")
 }
 
 // needs returns a text about the arguments that a tool requires.
@@ -127,8 +127,8 @@ func (t turn) needs(tl tool) string {
 	return t.text("needs", "$tool", tl.name, "$parameters", strings.Join(required(tl.schema), ", "))
 }
 
-// say returns a text of the lexicon and fills in the offered tools.
-func (t turn) say(key string) string {
+// lexiconText returns a text of the lexicon and fills in the offered tools.
+func (t turn) lexiconText(key string) string {
 	switch {
 	case key == "identity" && t.identity != "":
 		return t.identity

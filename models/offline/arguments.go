@@ -24,16 +24,16 @@ type filler struct {
 }
 
 // fill makes a call of a tool. known is false if a required argument had to be invented.
-func (t turn) fill(tl tool, given map[string]any) (c call, known bool) {
+func (t turn) fill(tl tool, values map[string]any) (c call, known bool) {
 	f := filler{turn: t, text: textcut.Text(oneLine(t.prompt), 200)}
-	return call{name: tl.name, arguments: encode(f.object(tl.schema, given))}, !f.invented
+	return call{name: tl.name, arguments: encode(f.object(tl.schema, values))}, !f.invented
 }
 
 // object fills the required properties and those given.
-func (f *filler) object(schema, given map[string]any) map[string]any {
+func (f *filler) object(schema, values map[string]any) map[string]any {
 	out := map[string]any{}
 	properties, _ := schema["properties"].(map[string]any)
-	for name, value := range given {
+	for name, value := range values {
 		if _, declared := properties[name]; declared && value != "" {
 			out[name] = value
 		}

@@ -90,9 +90,9 @@ func complete(w http.ResponseWriter, r *http.Request) {
 	}
 	switch {
 	case err != nil:
-		refuse(w, "decode request: "+err.Error())
+		writeRefusal(w, "decode request: "+err.Error())
 	case len(req.Messages) == 0:
-		refuse(w, "the request has no messages")
+		writeRefusal(w, "the request has no messages")
 	case req.Stream:
 		usage := req.StreamOptions != nil && req.StreamOptions.IncludeUsage
 		_ = chatwire.WriteStream(w, answerTo(req, body), usage) // the client closed the connection
@@ -131,7 +131,7 @@ func answerTo(req openai.ChatCompletionRequest, body []byte) chatwire.Answer {
 
 func tokens(bytes int) int { return (bytes + bytesPerToken - 1) / bytesPerToken }
 
-func refuse(w http.ResponseWriter, why string) {
-	failure := chatwire.Failure{Message: why, Type: "invalid_request_error"}
+func writeRefusal(w http.ResponseWriter, reason string) {
+	failure := chatwire.Failure{Message: reason, Type: "invalid_request_error"}
 	_ = chatwire.WriteFailure(w, http.StatusBadRequest, failure) // the client closed the connection
 }

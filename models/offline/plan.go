@@ -57,7 +57,7 @@ func (t turn) matchIntent() (reply, bool) {
 			continue
 		}
 		if in.Text != "" {
-			return reply{text: t.say(in.Text)}, true
+			return reply{text: t.lexiconText(in.Text)}, true
 		}
 		m = append(m, "", "") // absent groups
 		subject := strings.TrimSpace(m[1])
