@@ -247,7 +247,8 @@ func (s *server) decideMemoryConflict(r request) (response, error) {
 				return nil, err
 			}
 			decided, err = memory.Decide(r.Context(), tx, id, memory.Decision{
-				Take: body.Decision == "take", By: actorName(r.Context()), Reason: body.Reason, IfRevision: revision, TraceID: traceID,
+				Take: body.Decision == "take", By: actorName(r.Context()), Reason: body.Reason,
+				IfRevision: revision, TraceID: traceID,
 			})
 			maps.Copy(input, memoryInput(decided.Owner, decided.Category, decided.Key))
 			return map[string]any{"status": decided.Status, "revision": decided.Revision}, err

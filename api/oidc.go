@@ -76,8 +76,8 @@ func (s *server) oidcRoutes() []route {
 	}
 }
 
-// clientContext returns a context whose requests to the issuer end in time. The provider fetches keys with the context of its
-// discovery.
+// clientContext returns a context whose requests to the issuer end in time. The provider fetches keys with the context
+// of its discovery.
 func (o *oidcLogin) clientContext(ctx context.Context) context.Context {
 	return oidc.ClientContext(ctx, &http.Client{Timeout: cmp.Or(o.Timeout, issuerTimeout)})
 }

@@ -60,8 +60,8 @@ func listParams(more ...param) []param {
 
 func limitParam(what string, maximum, normal int) param {
 	return param{
-		name: "limit", about: fmt.Sprintf("%s per page, 1 to %d", what, maximum), format: "integer", max: maximum, def: normal,
-		check: checkUpTo(maximum),
+		name: "limit", about: fmt.Sprintf("%s per page, 1 to %d", what, maximum), format: "integer",
+		max: maximum, def: normal, check: checkUpTo(maximum),
 	}
 }
 

@@ -222,7 +222,9 @@ func (r *Reader) askStandby(ctx context.Context) (position, error) {
 }
 
 // behind returns the lag of the standby. A lag above MaxLag is an error while the primary answers.
-func (r *Reader) behind(ctx context.Context, askedAt time.Time, standby position, primaryAnswers bool) (time.Duration, error) {
+func (r *Reader) behind(
+	ctx context.Context, askedAt time.Time, standby position, primaryAnswers bool,
+) (time.Duration, error) {
 	behind, known := r.lag.behind(askedAt, standby, primaryAnswers)
 	for wait := time.Now().Add(ReplayWait); primaryAnswers && behind > 0 && time.Now().Before(wait); {
 		select {

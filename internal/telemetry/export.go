@@ -275,7 +275,7 @@ func (e *Exporter) writersEnded(ctx context.Context, pos *position) (bool, error
 	if e.mark == nil || e.mark.end <= pos.SentUpto {
 		e.mark = &mark{pos.Now, writing, time.Now()}
 	}
-	e.mark.writers = slices.DeleteFunc(e.mark.writers, func(writer string) bool { return !slices.Contains(writing, writer) })
+	e.mark.writers = slices.DeleteFunc(e.mark.writers, func(w string) bool { return !slices.Contains(writing, w) })
 	return len(e.mark.writers) == 0 || time.Since(e.mark.at) > longestTransaction, nil
 }
 

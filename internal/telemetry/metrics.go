@@ -165,7 +165,8 @@ func (m *Metrics) ActivityClosed(e activity.Entry, o activity.Outcome, duration 
 // LaneWaited counts a wait for a lane.
 func (m *Metrics) LaneWaited(lane string, duration time.Duration, acquired bool) {
 	if m != nil {
-		m.laneWait.WithLabelValues(laneKind(lane), map[bool]string{true: "yes", false: "no"}[acquired]).Observe(duration.Seconds())
+		result := map[bool]string{true: "yes", false: "no"}[acquired]
+		m.laneWait.WithLabelValues(laneKind(lane), result).Observe(duration.Seconds())
 	}
 }
 
