@@ -19,26 +19,26 @@ import (
 const backField = "back"
 
 // performAction runs an action. It calls the API's route as the sender of the form, and redirects back with a message.
-func (room *Room) performAction(l action) http.Handler {
+func (room *Room) performAction(a action) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if err := r.ParseForm(); err != nil {
 			room.Refuse(w, r, problem.New(http.StatusBadRequest, "this is no form of an action"))
 			return
 		}
 		back := originPage(r)
-		body, err := l.body(r.PostForm)
+		body, err := a.body(r.PostForm)
 		if err != nil {
 			room.redirectBack(w, r, back, flash{Text: err.Error(), Bad: true})
 			return
 		}
-		status, header, reply := room.callRoute(r, l, body)
+		status, header, reply := room.callRoute(r, a, body)
 		switch {
 		case status == http.StatusUnauthorized:
 			http.Redirect(w, r, "/login?next="+url.QueryEscape(back), http.StatusSeeOther)
-		case status == http.StatusCreated && l.makesSecret():
+		case status == http.StatusCreated && a.returnsSecret():
 			room.showSecret(w, r, back, reply)
 		case status >= http.StatusOK && status < http.StatusMultipleChoices:
-			room.redirectBack(w, r, back, flash{Text: l.successMessage(r, reply), Trace: header.Get("X-Trace-Id")})
+			room.redirectBack(w, r, back, flash{Text: a.successMessage(r, reply), Trace: header.Get("X-Trace-Id")})
 		default:
 			room.redirectBack(w, r, back, flash{Text: problemDetail(status, reply), Bad: true, Trace: header.Get("X-Trace-Id")})
 		}
@@ -48,24 +48,24 @@ func (room *Room) performAction(l action) http.Handler {
 // redirectBack stores a message and redirects.
 func (room *Room) redirectBack(w http.ResponseWriter, r *http.Request, back string, f flash) {
 	room.setFlash(w, r, f)
-	guard(w.Header())
+	setSecurityHeaders(w.Header())
 	http.Redirect(w, r, back, http.StatusSeeOther)
 }
 
 // originPage returns the form's page.
 func originPage(r *http.Request) string {
-	if given := r.PostForm.Get(backField); given != "" {
-		return origin.Path(given)
+	if back := r.PostForm.Get(backField); back != "" {
+		return origin.Path(back)
 	}
 	return origin.Referer(r)
 }
 
 // callRoute sends the body to the route within this process.
-func (room *Room) callRoute(r *http.Request, l action, body []byte) (status int, header http.Header, reply []byte) {
+func (room *Room) callRoute(r *http.Request, a action, body []byte) (status int, header http.Header, reply []byte) {
 	target := *r.URL
 	target.Path, target.RawPath, target.RawQuery = strings.TrimPrefix(target.Path, "/act"),
 		strings.TrimPrefix(target.RawPath, "/act"), ""
-	inner, err := http.NewRequestWithContext(r.Context(), l.method, target.RequestURI(), bytes.NewReader(body))
+	inner, err := http.NewRequestWithContext(r.Context(), a.method, target.RequestURI(), bytes.NewReader(body))
 	if err != nil || room.API == nil {
 		room.Logger.ErrorContext(r.Context(), "action not run: there is no API", "error", err)
 		return http.StatusInternalServerError, http.Header{}, nil
@@ -74,20 +74,20 @@ func (room *Room) callRoute(r *http.Request, l action, body []byte) (status int,
 	inner.Header.Set("Content-Type", "application/json")
 	inner.Header.Set("Accept", "application/json") // selects the complete outcome
 	for _, name := range []string{"Authorization", "Cookie"} {
-		if given, has := r.Header[name]; has {
-			inner.Header[name] = given
+		if values, has := r.Header[name]; has {
+			inner.Header[name] = values
 		}
 	}
-	l.setPrecondition(r.PostForm, inner.Header)
-	answer := &responseRecorder{header: http.Header{}}
-	room.API().ServeHTTP(answer, inner)
-	return max(answer.status, http.StatusOK), answer.header, answer.body.Bytes()
+	a.setPrecondition(r.PostForm, inner.Header)
+	recorder := &responseRecorder{header: http.Header{}}
+	room.API().ServeHTTP(recorder, inner)
+	return max(recorder.status, http.StatusOK), recorder.header, recorder.body.Bytes()
 }
 
 // body encodes the form for the route.
-func (l action) body(form url.Values) ([]byte, error) {
+func (a action) body(form url.Values) ([]byte, error) {
 	kinds := map[string]kind{}
-	for _, f := range l.fields {
+	for _, f := range a.fields {
 		kinds[f.name] = f.kind
 	}
 	object := map[string]any{}
@@ -111,8 +111,8 @@ func (l action) body(form url.Values) ([]byte, error) {
 }
 
 // setPrecondition sets the precondition header with the form's revision.
-func (l action) setPrecondition(form url.Values, header http.Header) {
-	for _, f := range l.fields {
+func (a action) setPrecondition(form url.Values, header http.Header) {
+	for _, f := range a.fields {
 		if f.kind != asRevision || form.Get(f.name) == "" {
 			continue
 		}
@@ -158,11 +158,11 @@ func (k kind) read(values []string) (value any, given bool, err error) {
 			return nil, false, fmt.Errorf("is %.60q; it has to be a number", last)
 		}
 		return json.Number(strings.TrimSpace(last)), true, nil
-	case asRevision: // see condition
+	case asRevision: // setPrecondition sends it
 		return nil, false, nil
 	case asJSON:
 		if !json.Valid([]byte(last)) {
-			return nil, false, fmt.Errorf("is not JSON; a text is written in quotation marks")
+			return nil, false, fmt.Errorf("is not JSON; a text needs quotation marks")
 		}
 		return json.RawMessage(last), true, nil
 	}
@@ -170,12 +170,12 @@ func (k kind) read(values []string) (value any, given bool, err error) {
 }
 
 // successMessage returns the message of a success.
-func (l action) successMessage(r *http.Request, body []byte) string {
-	text := l.done
+func (a action) successMessage(r *http.Request, body []byte) string {
+	text := a.success
 	if text == "" { // the answer of the route has the message
 		return problemDetail(http.StatusOK, body)
 	}
-	for _, m := range wildcard.FindAllStringSubmatch(l.path, -1) {
+	for _, m := range wildcard.FindAllStringSubmatch(a.path, -1) {
 		text = strings.ReplaceAll(text, m[0], cut(120, r.PathValue(m[1])))
 	}
 	return text
@@ -212,10 +212,10 @@ func (a *responseRecorder) Write(b []byte) (int, error) {
 
 // action is a route of the API that a form may call, with its fields.
 type action struct {
-	method string // of the route; the form always uses POST
-	path   string // of the route, in http.ServeMux syntax
-	fields []field
-	done   string // message of a success, {name} is a path value; empty for the detail of the answer
+	method  string // of the route; the form always uses POST
+	path    string // of the route, in http.ServeMux syntax
+	fields  []field
+	success string // message of a success, {name} is a path value; empty for the detail of the answer
 }
 
 // field is a field of the body.
@@ -242,9 +242,9 @@ var reasonField = []field{{"reason", asText}}
 // versionedFields are the fields of an action on a versioned object.
 var versionedFields = append([]field{{"if_revision", asRevision}}, reasonField...)
 
-// makesSecret reports whether the response has a secret, which the page shows once.
-func (l action) makesSecret() bool {
-	return l.path == "/v1/tokens" || strings.HasSuffix(l.path, "/login_links")
+// returnsSecret reports whether the response has a secret, which the page shows once.
+func (a action) returnsSecret() bool {
+	return a.path == "/v1/tokens" || strings.HasSuffix(a.path, "/login_links")
 }
 
 // actions lists all actions. The Engine Room calls no other routes.

@@ -34,8 +34,8 @@ type apiCall struct {
 	header                   http.Header
 }
 
-// pulled serves the room over an API with a scripted response, and records the API calls.
-func pulled(t *testing.T, answer http.HandlerFunc) (*[]apiCall, *httptest.Server, *http.Client) {
+// serveWithAPI serves the room over an API with a scripted response, and records the API calls.
+func serveWithAPI(t *testing.T, answer http.HandlerFunc) (*[]apiCall, *httptest.Server, *http.Client) {
 	t.Helper()
 	var calls []apiCall
 	routes := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -49,7 +49,7 @@ func pulled(t *testing.T, answer http.HandlerFunc) (*[]apiCall, *httptest.Server
 		Key: []byte("k"),
 	})
 	require.NoError(t, err)
-	server := served(t, room)
+	server := serveRoom(t, room)
 	stay := &http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 	return &calls, server, stay
 }
@@ -67,8 +67,9 @@ func post(t *testing.T, client *http.Client, address string, form url.Values, he
 	return resp
 }
 
-// after returns the page after an action, with its message, and the same page loaded again.
-func after(t *testing.T, client *http.Client, server *httptest.Server, resp *http.Response) (first, second string) {
+// pagesAfter returns the page after an action, with its message, and the same page loaded again.
+func pagesAfter(t *testing.T, client *http.Client, server *httptest.Server, resp *http.Response) (first,
+	second string) {
 	t.Helper()
 	look := func(cookies []*http.Cookie) (string, []*http.Cookie) {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+"/lanes", http.NoBody)
@@ -90,9 +91,9 @@ func after(t *testing.T, client *http.Client, server *httptest.Server, resp *htt
 	return first, second
 }
 
-func TestAnActionCallsTheRouteAndComesBack(t *testing.T) {
+func TestActionCallsRouteAndRedirectsBack(t *testing.T) {
 	t.Parallel()
-	calls, server, client := pulled(t, func(w http.ResponseWriter, _ *http.Request) {
+	calls, server, client := serveWithAPI(t, func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("X-Trace-Id", "op_1")
 		w.WriteHeader(http.StatusCreated)
 	})
@@ -114,13 +115,13 @@ func TestAnActionCallsTheRouteAndComesBack(t *testing.T) {
 	assert.NoDiff(t, want, got, cmp.AllowUnexported(apiCall{}))
 	assert.Truef(t, sent.Get("Authorization") == "Bearer x" && sent.Get("Cookie") == "lanekeeper_session=y" &&
 		sent.Get("Sec-Fetch-Site") == "", "the route is called as %v", sent)
-	first, second := after(t, client, server, resp)
+	first, second := pagesAfter(t, client, server, resp)
 	assert.Truef(t, strings.Contains(first, `role="status"`) && strings.Contains(first, "Lane a//b c is released.") &&
 		strings.Contains(first, `<a href="/traces/op_1">`), "the page does not say what came of it:\n%s", first)
 	assert.True(t, !strings.Contains(second, "is released"), "the message is shown twice")
 }
 
-func TestWhatARouteRefusesIsTold(t *testing.T) {
+func TestActionShowsErrorOfRoute(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		answer http.HandlerFunc
@@ -139,21 +140,21 @@ func TestWhatARouteRefusesIsTold(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			_, server, client := pulled(t, test.answer)
+			_, server, client := serveWithAPI(t, test.answer)
 			resp := post(t, client, server.URL+"/act/v1/skills/x/disable", url.Values{"reason": {"r"}},
 				http.Header{"Referer": {server.URL + "/skills/x?y=1"}})
 			assert.Truef(t, resp.StatusCode == http.StatusSeeOther && resp.Header.Get("Location") == "/skills/x?y=1",
 				"status %d, to %s", resp.StatusCode, resp.Header.Get("Location"))
-			first, _ := after(t, client, server, resp)
+			first, _ := pagesAfter(t, client, server, resp)
 			assert.Truef(t, strings.Contains(first, test.says) && strings.Contains(first, `role="alert"`),
 				"the page does not say %s:\n%s", test.says, first)
 		})
 	}
 }
 
-func TestAnActionSendsOnlyWhatItTakes(t *testing.T) {
+func TestActionRejectsUnknownFields(t *testing.T) {
 	t.Parallel()
-	calls, server, client := pulled(t, func(http.ResponseWriter, *http.Request) {})
+	calls, server, client := serveWithAPI(t, func(http.ResponseWriter, *http.Request) {})
 	for _, name := range []string{"/act/v1/threads", "/act/v1/locks", "/act/v1/nothing", "/act/v1/skills/x/delete"} {
 		assert.Equal(t, http.StatusNotFound, post(t, client, server.URL+name, url.Values{}, nil).StatusCode, name)
 	}
@@ -169,7 +170,7 @@ func TestAnActionSendsOnlyWhatItTakes(t *testing.T) {
 		"no flag": {url.Values{"latest": {"maybe"}}, "latest is &#34;maybe&#34;; it can be true or false"},
 	} {
 		resp := post(t, client, server.URL+"/act/v1/executions/1/fork", test.form, nil)
-		first, _ := after(t, client, server, resp)
+		first, _ := pagesAfter(t, client, server, resp)
 		assert.Truef(t, strings.Contains(first, test.says), "%s: the page does not say %s", name, test.says)
 	}
 	assert.Truef(t, len(*calls) == 0, "the API was called: %+v", *calls)
@@ -182,9 +183,9 @@ func TestAnActionSendsOnlyWhatItTakes(t *testing.T) {
 	assert.Equal(t, "/", resp.Header.Get("Location"))
 }
 
-func TestFieldsHaveTypes(t *testing.T) {
+func TestActionFieldTypes(t *testing.T) {
 	t.Parallel()
-	l := action{fields: []field{{"t", asText}, {"l", asList}, {"f", asFlag}, {"n", asNumber}, {"j", asJSON}}}
+	a := action{fields: []field{{"t", asText}, {"l", asList}, {"f", asFlag}, {"n", asNumber}, {"j", asJSON}}}
 	for name, test := range map[string]struct {
 		form url.Values
 		want string // JSON, or the error
@@ -200,7 +201,7 @@ func TestFieldsHaveTypes(t *testing.T) {
 		"hexadecimal":   {url.Values{"n": {"0x10"}}, "n is"},
 		"text for JSON": {url.Values{"j": {"hello"}}, "j is not JSON"},
 	} {
-		body, err := l.body(test.form)
+		body, err := a.body(test.form)
 		if err != nil {
 			body = []byte(err.Error())
 		}
@@ -209,9 +210,9 @@ func TestFieldsHaveTypes(t *testing.T) {
 	}
 }
 
-func TestAMessageThatThisAgentDidNotSignIsNotShown(t *testing.T) {
+func TestFlashNeedsValidSignature(t *testing.T) {
 	t.Parallel()
-	_, server, client := pulled(t, func(http.ResponseWriter, *http.Request) {})
+	_, server, client := serveWithAPI(t, func(http.ResponseWriter, *http.Request) {})
 	resp := post(t, client, server.URL+"/act/v1/executions/1/retry", nil, nil)
 	c := resp.Cookies()[0]
 	assert.Truef(t, c.HttpOnly && c.SameSite == http.SameSiteStrictMode && c.MaxAge > 0 && c.MaxAge <= 60, "cookie %+v", c)
@@ -234,9 +235,9 @@ func TestAMessageThatThisAgentDidNotSignIsNotShown(t *testing.T) {
 	assert.Truef(t, f == nil, "another agent reads %+v", f)
 }
 
-func TestEveryPageSaysWhatABrowserHasToKnow(t *testing.T) {
+func TestEveryPageSetsSecurityHeaders(t *testing.T) {
 	t.Parallel()
-	_, server, client := pulled(t, func(http.ResponseWriter, *http.Request) {})
+	_, server, client := serveWithAPI(t, func(http.ResponseWriter, *http.Request) {})
 	for _, address := range []string{"/lanes", "/login", "/assets/room.css", "/traces/nothing"} {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+address, http.NoBody)
 		require.NoError(t, err)
@@ -244,17 +245,19 @@ func TestEveryPageSaysWhatABrowserHasToKnow(t *testing.T) {
 		require.NoError(t, err)
 		resp.Body.Close()
 		h := resp.Header
-		assert.Truef(t, h.Get("Content-Security-Policy") == policy && h.Get("X-Content-Type-Options") == "nosniff" &&
+		assert.Truef(t, h.Get("Content-Security-Policy") == contentSecurityPolicy &&
+			h.Get("X-Content-Type-Options") == "nosniff" &&
 			h.Get("Cross-Origin-Opener-Policy") == "same-origin" && h.Get("Cross-Origin-Resource-Policy") == "same-origin" &&
 			h.Get("Referrer-Policy") == "same-origin", "%s: %v", address, h)
 	}
-	assert.Truef(t, !strings.Contains(policy, "unsafe") && strings.HasPrefix(policy, "default-src 'none'"),
-		"the policy is %s", policy)
+	assert.Truef(t, !strings.Contains(contentSecurityPolicy, "unsafe") &&
+		strings.HasPrefix(contentSecurityPolicy, "default-src 'none'"),
+		"the policy is %s", contentSecurityPolicy)
 }
 
-func TestAssetsAreKeptByTheirDigest(t *testing.T) {
+func TestAssetsAreCachedByDigest(t *testing.T) {
 	t.Parallel()
-	_, server, client := pulled(t, func(http.ResponseWriter, *http.Request) {})
+	_, server, client := serveWithAPI(t, func(http.ResponseWriter, *http.Request) {})
 	address, err := assetURL("room.css")
 	require.NoError(t, err)
 	get := func(address, tag string) *http.Response {
@@ -280,9 +283,9 @@ func TestAssetsAreKeptByTheirDigest(t *testing.T) {
 	assert.Error(t, err, "a file that is not there has an address")
 }
 
-func TestTheLoginPageIsThereForEverybody(t *testing.T) {
+func TestLoginPageIsPublic(t *testing.T) {
 	t.Parallel()
-	_, server, _ := pulled(t, func(http.ResponseWriter, *http.Request) {})
+	_, server, _ := serveWithAPI(t, func(http.ResponseWriter, *http.Request) {})
 	for next, want := range map[string]string{
 		"/lanes?a=b":     `name="next" value="/lanes?a=b"`,
 		"//evil.example": `name="next" value="/"`,
@@ -303,7 +306,7 @@ func TestTheLoginPageIsThereForEverybody(t *testing.T) {
 }
 
 // The stylesheet hides the forms that the viewer's scopes do not cover. It has a rule for each action.
-func TestTheFormOfEveryActionIsHiddenFromSomebody(t *testing.T) {
+func TestStylesheetHidesFormOfEveryAction(t *testing.T) {
 	t.Parallel()
 	css, err := os.ReadFile("assets/room.css")
 	require.NoError(t, err)
@@ -316,18 +319,18 @@ func TestTheFormOfEveryActionIsHiddenFromSomebody(t *testing.T) {
 			}
 		}
 	}
-	for _, l := range actions() {
-		assert.Truef(t, slices.ContainsFunc(hidden, func(h string) bool { return strings.HasPrefix("/act"+l.path, h) }),
-			"no rule hides the form of %s", l.path)
+	for _, a := range actions() {
+		assert.Truef(t, slices.ContainsFunc(hidden, func(h string) bool { return strings.HasPrefix("/act"+a.path, h) }),
+			"no rule hides the form of %s", a.path)
 	}
 }
 
 // Without this test, only an admin would find a form whose route is missing in the table.
-func TestEveryActionOfATemplateIsInTheTable(t *testing.T) {
+func TestTemplatesUseOnlyListedActions(t *testing.T) {
 	t.Parallel()
 	mux := http.NewServeMux()
-	for _, l := range actions() {
-		mux.HandleFunc("POST "+l.path, func(http.ResponseWriter, *http.Request) {})
+	for _, a := range actions() {
+		mux.HandleFunc("POST "+a.path, func(http.ResponseWriter, *http.Request) {})
 	}
 	files, err := templateFiles.ReadDir("templates")
 	require.NoError(t, err)
@@ -349,10 +352,10 @@ func TestEveryActionOfATemplateIsInTheTable(t *testing.T) {
 	assert.Truef(t, found >= 10, "only %d actions were found", found)
 }
 
-// asked inserts an approval of the skill drop that expires after some hours.
-func asked(t *testing.T, pool *pgxpool.Pool, status, arguments string, hours float64) string {
+// insertApproval inserts an approval of the skill drop that expires after some hours.
+func insertApproval(t *testing.T, pool *pgxpool.Pool, status, arguments string, hours float64) string {
 	t.Helper()
-	return put(t, pool, `
+	return insert(t, pool, `
 		with s as (insert into agent_skills (name, handler, trust, tool_definition)
 		  values ('drop', 'builtin:drop', 'approve', '{}') on conflict (name) do nothing)
 		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, decided_by,
@@ -366,88 +369,93 @@ func asked(t *testing.T, pool *pgxpool.Pool, status, arguments string, hours flo
 		returning id::text`, postgres.Strict{"status": status, "arguments": arguments, "hours": hours})
 }
 
-func TestApprovalsAreInTheTabOfTheirState(t *testing.T) {
+func TestApprovalTabsByState(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	shows(t, server.URL+"/approvals", "No approval is requested")
+	pool, server := openRoom(t)
+	wantTexts(t, server.URL+"/approvals", "No approval is requested")
 	ids := map[string]string{
-		"pending": asked(t, pool, "pending", `{"n": 1}`, 5), "overdue": asked(t, pool, "pending", `{"n": 2}`, -1),
-		"approved": asked(t, pool, "approved", `{"n": 3}`, 5), "rejected": asked(t, pool, "rejected", `{"n": 4}`, -9),
-		"consumed": asked(t, pool, "consumed", `{"n": 5}`, -9), "unused": asked(t, pool, "approved", `{"n": 6}`, -1),
-		"void": asked(t, pool, "expired", `{"n": 7}`, 5),
+		"pending":  insertApproval(t, pool, "pending", `{"n": 1}`, 5),
+		"overdue":  insertApproval(t, pool, "pending", `{"n": 2}`, -1),
+		"approved": insertApproval(t, pool, "approved", `{"n": 3}`, 5),
+		"rejected": insertApproval(t, pool, "rejected", `{"n": 4}`, -9),
+		"consumed": insertApproval(t, pool, "consumed", `{"n": 5}`, -9),
+		"unused":   insertApproval(t, pool, "approved", `{"n": 6}`, -1),
+		"void":     insertApproval(t, pool, "expired", `{"n": 7}`, 5),
 	}
 	for tab, want := range map[string]string{
 		"": "pending", "?status=pending": "pending", "?status=decided": "approved rejected consumed",
 		"?status=expired": "overdue unused void",
 	} {
-		body := shows(t, server.URL+"/approvals"+tab)
+		body := wantTexts(t, server.URL+"/approvals"+tab)
 		for name, id := range ids {
 			has := strings.Contains(body, `id="approval-`+id)
 			assert.Truef(t, has == strings.Contains(" "+want+" ", " "+name+" "), "%q has the %s one: %v", tab, name, has)
 		}
 	}
-	turnsAway(t, server.URL+"/approvals?status=maybe", 400, "it can be pending, decided")
-	turnsAway(t, server.URL+"/approvals?before=yesterday", 400, "no place in this list")
+	wantError(t, server.URL+"/approvals?status=maybe", 400, "it can be pending, decided")
+	wantError(t, server.URL+"/approvals?before=yesterday", 400, "no place in this list")
 }
 
-func TestAnApprovalShowsExactlyWhatIsApproved(t *testing.T) {
+func TestApprovalShowsExactArguments(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	first := asked(t, pool, "consumed", `{"table": "a", "password": "hunter22", "n": 9007199254740993}`, 5)
-	shows(t, server.URL+"/approvals/"+first, "hunter22", "9007199254740993", "No call of this skill was approved before",
+	pool, server := openRoom(t)
+	first := insertApproval(t, pool, "consumed", `{"table": "a", "password": "hunter22", "n": 9007199254740993}`, 5)
+	wantTexts(t, server.URL+"/approvals/"+first, "hunter22", "9007199254740993",
+		"No call of this skill was approved before",
 		"by the admin", "looks right")
-	asked(t, pool, "rejected", `{"table": "never"}`, 5)
-	second := asked(t, pool, "pending", `{"table": "b", "password": "hunter22", "n": 9007199254740993}`, 5)
-	body := shows(t, server.URL+"/approvals/"+second, `/approvals/`+first,
+	insertApproval(t, pool, "rejected", `{"table": "never"}`, 5)
+	second := insertApproval(t, pool, "pending", `{"table": "b", "password": "hunter22", "n": 9007199254740993}`, 5)
+	body := wantTexts(t, server.URL+"/approvals/"+second, `/approvals/`+first,
 		`<del>− `+"  &#34;table&#34;: &#34;a&#34;</del>", `<ins>&#43; `+"  &#34;table&#34;: &#34;b&#34;</ins>",
 		`action="/act/v1/approvals/`+second+`"`, `name="decision" value="approve"`, `name="decision" value="reject"`)
 	assert.True(t, !strings.Contains(body, "never"), "it is compared with what was denied")
-	turnsAway(t, server.URL+"/approvals/01890000-0000-7000-8000-000000000000", 404, "there is no approval")
-	turnsAway(t, server.URL+"/approvals/nonsense", 404, "there is no approval")
+	wantError(t, server.URL+"/approvals/01890000-0000-7000-8000-000000000000", 404, "there is no approval")
+	wantError(t, server.URL+"/approvals/nonsense", 404, "there is no approval")
 }
 
-func TestWhatIsDecidedOrVoidHasNoActions(t *testing.T) {
+func TestDecidedApprovalHasNoActions(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	for _, id := range []string{asked(t, pool, "rejected", `{}`, 5), asked(t, pool, "pending", `{}`, -1)} {
-		body := shows(t, server.URL+"/approvals/"+id)
+	pool, server := openRoom(t)
+	for _, id := range []string{insertApproval(t, pool, "rejected", `{}`, 5),
+		insertApproval(t, pool, "pending", `{}`, -1)} {
+		body := wantTexts(t, server.URL+"/approvals/"+id)
 		assert.Truef(t, !strings.Contains(body, "/act/"), "it can be decided again:\n%s", body)
 	}
-	pending := asked(t, pool, "pending", `{}`, 5)
-	put(t, pool, `update agent_skills set revision = 2 returning name`)
-	body := shows(t, server.URL+"/approvals/"+pending, "it is at revision 2 now",
+	pending := insertApproval(t, pool, "pending", `{}`, 5)
+	insert(t, pool, `update agent_skills set revision = 2 returning name`)
+	body := wantTexts(t, server.URL+"/approvals/"+pending, "it is at revision 2 now",
 		"the skill drop was changed: revision 1 is now 2")
 	assert.Truef(t, !strings.Contains(body, "/act/"),
 		"an approval of a skill that has changed can still be decided:\n%s", body)
 }
 
-func TestWhatIsNotShownWholeCannotBeApproved(t *testing.T) {
+func TestTruncatedArgumentsCannotBeApproved(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	id := asked(t, pool, "pending", `{"text": "`+strings.Repeat("a", maxArguments)+`"}`, 5)
-	shows(t, server.URL+"/approvals", "Read them whole")
-	body := shows(t, server.URL+"/approvals/"+id, "Only the beginning", "cannot be approved here", `value="reject"`)
+	pool, server := openRoom(t)
+	id := insertApproval(t, pool, "pending", `{"text": "`+strings.Repeat("a", maxArguments)+`"}`, 5)
+	wantTexts(t, server.URL+"/approvals", "Read them whole")
+	body := wantTexts(t, server.URL+"/approvals/"+id, "Only the beginning", "cannot be approved here", `value="reject"`)
 	assert.Truef(t, !strings.Contains(body, `value="approve"`) && len(body) <= 100_000,
 		"the page has %d bytes, or takes leave for what it does not show", len(body))
 }
 
-func TestWhatHappenedAfterADecisionIsTold(t *testing.T) {
+func TestApprovalShowsOutcome(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	x := put(t, pool, `insert into agent_executions (trace_id, surface, flow, status, result_summary)
+	pool, server := openRoom(t)
+	x := insert(t, pool, `insert into agent_executions (trace_id, surface, flow, status, result_summary)
 		values ('op_00000000000000000000000001', 'operate', 'turn', 'pending', 'dropped it') returning id::text`)
-	id := asked(t, pool, "consumed", `{}`, 5)
-	put(t, pool, `
+	id := insertApproval(t, pool, "consumed", `{}`, 5)
+	insert(t, pool, `
 		with a as (insert into agent_activity (trace_id, execution_id, step, skill_name, status, output, duration_ms)
 		           values ('op_00000000000000000000000001', $2::uuid, 'call 1/drop', 'drop', 'success', '{"rows": 17}', 40))
 		update agent_approvals set consumed_for = $2::text || ' call 1/drop' where id = $1::uuid returning id::text`, id, x)
-	shows(t, server.URL+"/approvals/"+id, "was used", "/executions/"+x, "rows", "17", "40 ms")
+	wantTexts(t, server.URL+"/approvals/"+id, "was used", "/executions/"+x, "rows", "17", "40 ms")
 }
 
 const aSession = "ses_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
 
-// spoken inserts a session with one turn.
-func spoken(t *testing.T, db interface {
+// insertSession inserts a session with one turn.
+func insertSession(t *testing.T, db interface {
 	Begin(ctx context.Context) (pgx.Tx, error)
 }, said, answer, status string,
 ) {
@@ -485,20 +493,20 @@ func spoken(t *testing.T, db interface {
 	require.NoError(t, err)
 }
 
-func TestOperateShowsASession(t *testing.T) {
+func TestOperateShowsSession(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	_, body := testkit.Get(t, server.URL+"/operate")
 	assert.Contains(t, body, "No message yet", "Lane operate: free", "No session yet", `action="/act/v1/operate"`,
 		"operate.js")
 	assert.True(t, !strings.Contains(body, `name="agent"`), "one agent alone is no choice")
-	acts(t, pool, agents.Definition{Name: "sales", Default: true})
-	acts(t, pool, agents.Definition{Name: "billing"})
-	shows(t, server.URL+"/operate",
+	putAgent(t, pool, agents.Definition{Name: "sales", Default: true})
+	putAgent(t, pool, agents.Definition{Name: "billing"})
+	wantTexts(t, server.URL+"/operate",
 		`<select name="agent" id="agent"><option value="sales">sales</option><option value="billing">`)
 	hostile := "<script>alert(1)</script>\u202eevil " + strings.Repeat("x", 1<<16)
-	spoken(t, pool, "what did you do? <b>", hostile, "cancelled")
-	spoken(t, pool, "and now?", "", "pending")
+	insertSession(t, pool, "what did you do? <b>", hostile, "cancelled")
+	insertSession(t, pool, "and now?", "", "pending")
 	status, body := testkit.Get(t, server.URL+"/operate?session="+aSession)
 	for _, want := range []string{
 		"what did you do? &lt;b&gt;", "&lt;script&gt;alert(1)", "⟨U+202E⟩evil", "characters in all",
@@ -525,7 +533,7 @@ func TestOperateShowsASession(t *testing.T) {
 		"a session that was never spoken in: %d", status)
 }
 
-func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
+func TestOperateFormWithoutScript(t *testing.T) {
 	t.Parallel()
 	answers := map[string]func(w http.ResponseWriter){
 		"hello": func(w http.ResponseWriter) {
@@ -585,9 +593,9 @@ func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
 
 // A HEAD request of a stream gets its response at once. Otherwise the next request on its connection would wait for
 // ever.
-func TestAStreamThatIsAskedForItsHeadersEnds(t *testing.T) {
+func TestStreamAnswersHEAD(t *testing.T) {
 	t.Parallel()
-	_, server := open(t)
+	_, server := openRoom(t)
 	client := &http.Client{Transport: &http.Transport{MaxConnsPerHost: 1}, Timeout: 60 * time.Second}
 	t.Cleanup(client.CloseIdleConnections)
 	for _, c := range []struct {

@@ -45,64 +45,65 @@ func (a activityFilter) Narrowed() bool {
 }
 
 // openActivity reads the filters from the URL.
-func openActivity(_ context.Context, v *visit) (string, error) {
-	asked := activityFilter{Surfaces: activitySurfaces, States: activityStates}
+func openActivity(_ context.Context, req *pageRequest) (string, error) {
+	filter := activityFilter{Surfaces: activitySurfaces, States: activityStates}
 	var err error
-	if asked.Surface, err = v.oneOf("surface", append([]string{""}, activitySurfaces...)...); err != nil {
+	if filter.Surface, err = req.oneOf("surface", append([]string{""}, activitySurfaces...)...); err != nil {
 		return "", err
 	}
-	status, err := v.oneOf("status", append([]string{""}, activityStates...)...)
+	status, err := req.oneOf("status", append([]string{""}, activityStates...)...)
 	if err != nil {
 		return "", err
 	}
-	asked.Status = activity.Status(status)
+	filter.Status = activity.Status(status)
 	for name, into := range map[string]*string{
-		"skill": &asked.Skill, "lane": &asked.Lane, "trace": &asked.TraceID, "agent": &asked.Agent, "cursor": &asked.Cursor,
+		"skill": &filter.Skill, "lane": &filter.Lane, "trace": &filter.TraceID, "agent": &filter.Agent,
+		"cursor": &filter.Cursor,
 	} {
-		if *into, err = v.textFilter(name); err != nil {
+		if *into, err = req.textFilter(name); err != nil {
 			return "", err
 		}
 	}
-	if activity.CheckCursor(asked.Cursor) != nil {
-		return "", badCursor()
+	if activity.CheckCursor(filter.Cursor) != nil {
+		return "", invalidCursor()
 	}
-	if asked.TraceID != "" {
-		if _, err := trace.ParseAny(asked.TraceID); err != nil {
+	if filter.TraceID != "" {
+		if _, err := trace.ParseAny(filter.TraceID); err != nil {
 			return "", problem.BadParameter("trace %s", err)
 		}
 	}
-	if asked.Since, err = v.timeFilter("since"); err != nil {
+	if filter.Since, err = req.timeFilter("since"); err != nil {
 		return "", err
 	}
-	if asked.Until, err = v.timeFilter("until"); err != nil {
+	if filter.Until, err = req.timeFilter("until"); err != nil {
 		return "", err
 	}
-	if asked.Row, err = v.uuidFilter("row"); err != nil {
+	if filter.Row, err = req.uuidFilter("row"); err != nil {
 		return "", err
 	}
-	v.About = asked
+	req.Subject = filter
 	return "", nil
 }
 
 // openLog is openActivity for the pages of the log, whose filters match parts of names and of ids.
-func (room *Room) openLog(ctx context.Context, v *visit) (string, error) {
-	if _, is := v.About.(activityFilter); is {
+func (room *Room) openLog(ctx context.Context, req *pageRequest) (string, error) {
+	if _, is := req.Subject.(activityFilter); is {
 		return "", nil // found for the same address
 	}
-	id := strings.TrimSpace(v.Query.Get("trace"))
-	rest := *v
-	rest.Query = maps.Clone(v.Query)
+	id := strings.TrimSpace(req.Query.Get("trace"))
+	rest := *req
+	rest.Query = maps.Clone(req.Query)
 	if _, err := trace.ParseAny(id); id != "" && err != nil {
 		rest.Query.Del("trace")
 	}
 	if _, err := openActivity(ctx, &rest); err != nil {
 		return "", err
 	}
-	asked, _ := rest.About.(activityFilter)
-	asked.Entered = activityEntered{Skill: asked.Skill, Lane: asked.Lane, Agent: asked.Agent, ID: id}
+	filter, _ := rest.Subject.(activityFilter)
+	filter.Entered = activityEntered{Skill: filter.Skill, Lane: filter.Lane, Agent: filter.Agent, ID: id}
 	var err error
 	if !rest.Query.Has("trace") && id != "" {
-		if asked.TraceIDs, err = room.tracesFor(ctx, id); err != nil {
+		if filter.TraceIDs, err = room.tracesFor(ctx, id); err != nil {
 			return "", err
 		}
 	}
@@ -112,8 +113,8 @@ func (room *Room) openLog(ctx context.Context, v *visit) (string, error) {
 		select coalesce((select a.skill_name = @skill from agent_activity a where a.skill_name >= @skill
 		  order by a.skill_name limit 1), false),
 		       exists (select from agent_locks l where l.lane = @lane),
-		       exists (select from agent_agents n where n.name = @agent)`, freshPlan,
-		postgres.Strict{"skill": asked.Skill, "lane": asked.Lane, "agent": asked.Agent}).Scan(&skill, &lane, &agent)
+		       exists (select from agent_agents n where n.name = @agent)`, customPlan,
+		postgres.Strict{"skill": filter.Skill, "lane": filter.Lane, "agent": filter.Agent}).Scan(&skill, &lane, &agent)
 	if err != nil {
 		return "", fmt.Errorf("read names: %w", err)
 	}
@@ -121,15 +122,15 @@ func (room *Room) openLog(ctx context.Context, v *visit) (string, error) {
 		whole      bool
 		name, like *string
 	}{
-		{skill, &asked.Skill, &asked.SkillLike},
-		{lane, &asked.Lane, &asked.LaneLike},
-		{agent, &asked.Agent, &asked.AgentLike},
+		{skill, &filter.Skill, &filter.SkillLike},
+		{lane, &filter.Lane, &filter.LaneLike},
+		{agent, &filter.Agent, &filter.AgentLike},
 	} {
 		if !f.whole {
-			*f.name, *f.like = "", likePart(*f.name)
+			*f.name, *f.like = "", containsPattern(*f.name)
 		}
 	}
-	v.About = asked
+	req.Subject = filter
 	return "", nil
 }
 
@@ -137,8 +138,8 @@ func (room *Room) openLog(ctx context.Context, v *visit) (string, error) {
 type activityEntered struct{ Skill, Lane, Agent, ID string }
 
 // textFilter reads a text filter.
-func (v *visit) textFilter(name string) (string, error) {
-	value := strings.TrimSpace(v.Query.Get(name))
+func (req *pageRequest) textFilter(name string) (string, error) {
+	value := strings.TrimSpace(req.Query.Get(name))
 	if len(value) > maxFilterBytes || !postgres.IsText(value) {
 		return "", problem.BadParameter("%s is not text of at most %d bytes", name, maxFilterBytes)
 	}
@@ -146,8 +147,8 @@ func (v *visit) textFilter(name string) (string, error) {
 }
 
 // timeFilter reads a time filter; resolveTimes has put typed times into UTC.
-func (v *visit) timeFilter(name string) (time.Time, error) {
-	value := v.Query.Get(name)
+func (req *pageRequest) timeFilter(name string) (time.Time, error) {
+	value := req.Query.Get(name)
 	if value == "" {
 		return time.Time{}, nil
 	}
@@ -156,7 +157,8 @@ func (v *visit) timeFilter(name string) (time.Time, error) {
 			return t, nil
 		}
 	}
-	return time.Time{}, problem.BadParameter("%s is %.60q; it looks like 2026-01-31T15:04 or 2026-01-31T15:04Z", name, value)
+	return time.Time{}, problem.BadParameter("%s is %.60q; it looks like 2026-01-31T15:04 or 2026-01-31T15:04Z", name,
+		value)
 }
 
 // feedPage is a page of rows.
@@ -167,7 +169,7 @@ type feedPage struct {
 	Older   string // URL of the next page
 	Newest  string // URL of the first page; empty on the first page
 	Open    *rowDetails
-	visit   *visit
+	visit   *pageRequest
 }
 
 // rowDetails holds the details of the expanded row.
@@ -181,51 +183,52 @@ func (s feedPage) Fold(id string) string {
 	if s.Asked.Row == id {
 		id = ""
 	}
-	return s.visit.at("row", id)
+	return s.visit.withParam("row", id)
 }
 
-// feed reads the newest rows of the log that match the filters.
-func (room *Room) feed(ctx context.Context, v *visit) (any, error) {
-	asked := v.About.(activityFilter)
-	asked.Limit, asked.Cursor, asked.Row = mostFeed, "", ""
-	got, err := room.lines(ctx, asked.Filter)
+// recentActivity reads the newest rows of the log that match the filters.
+func (room *Room) recentActivity(ctx context.Context, req *pageRequest) (any, error) {
+	filter := req.Subject.(activityFilter)
+	filter.Limit, filter.Cursor, filter.Row = maxFeedRows, "", ""
+	got, err := room.lines(ctx, filter.Filter)
 	if err != nil {
 		return nil, err
 	}
-	all := visit{URL: "/activity", Query: v.Query}
-	return feedPage{Asked: asked, Lines: got.Lines, Partial: got.Partial, Older: all.at("cursor", got.Next), visit: v}, nil
+	all := pageRequest{URL: "/activity", Query: req.Query}
+	return feedPage{Asked: filter, Lines: got.Lines, Partial: got.Partial, Older: all.withParam("cursor", got.Next),
+		visit: req}, nil
 }
 
 // activityPage shows the log with filters and pages.
 func (room *Room) activityPage() page {
 	return page{
-		path: "/activity", name: "activity", nav: "Activity", title: "Activity", open: room.openLog,
+		path: "/activity", name: "activity", navLabel: "Activity", title: "Activity", open: room.openLog,
 		parts: []part{
 			room.filtersPart("/activity", "skill", "agent", "lane"),
-			{name: "rows", every: 2 * time.Second, load: room.activityRows},
+			{name: "rows", interval: 2 * time.Second, load: room.activityRows},
 		},
 	}
 }
 
 // activityRows reads a page of the log, and the details of the expanded row.
-func (room *Room) activityRows(ctx context.Context, v *visit) (any, error) {
-	asked := v.About.(activityFilter)
-	asked.Limit = 50
-	got, err := room.lines(ctx, asked.Filter)
+func (room *Room) activityRows(ctx context.Context, req *pageRequest) (any, error) {
+	filter := req.Subject.(activityFilter)
+	filter.Limit = 50
+	got, err := room.lines(ctx, filter.Filter)
 	if err != nil {
 		return nil, err
 	}
-	shown := feedPage{Asked: asked, Lines: got.Lines, Partial: got.Partial, visit: v}
+	shown := feedPage{Asked: filter, Lines: got.Lines, Partial: got.Partial, visit: req}
 	if got.Next != "" {
-		shown.Older = v.withoutRow().at("cursor", got.Next)
+		shown.Older = req.withoutRow().withParam("cursor", got.Next)
 	}
-	if asked.Cursor != "" {
-		shown.Newest = v.withoutRow().at("cursor", "")
+	if filter.Cursor != "" {
+		shown.Newest = req.withoutRow().withParam("cursor", "")
 	}
-	if asked.Row == "" {
+	if filter.Row == "" {
 		return shown, nil
 	}
-	row, err := activity.ReadDetails(ctx, room.Read, asked.Row)
+	row, err := activity.ReadDetails(ctx, room.Read, filter.Row)
 	switch {
 	case errors.Is(err, activity.ErrNoRow):
 		return shown, nil
@@ -240,19 +243,19 @@ func (room *Room) activityRows(ctx context.Context, v *visit) (any, error) {
 }
 
 // withoutRow returns the URL without the expanded row.
-func (v *visit) withoutRow() *visit {
-	query := maps.Clone(v.Query)
+func (req *pageRequest) withoutRow() *pageRequest {
+	query := maps.Clone(req.Query)
 	query.Del("row")
-	return &visit{URL: v.URL, Query: query}
+	return &pageRequest{URL: req.URL, Query: query}
 }
 
 // auditPage shows the audit log.
 func (room *Room) auditPage() page {
 	return page{
-		path: "/audit", name: "audit", nav: "Audit", title: "Audit", open: room.openLog,
+		path: "/audit", name: "audit", navLabel: "Audit", title: "Audit", open: room.openLog,
 		parts: []part{
 			room.filtersPart("/audit", "skill", "agent", "lane"),
-			{name: "rows", every: 5 * time.Second, refreshOnActivity: true, load: room.auditRows},
+			{name: "rows", interval: 5 * time.Second, refreshOnActivity: true, load: room.auditRows},
 		},
 	}
 }
@@ -264,19 +267,19 @@ type auditList struct {
 	Older, Newest string // URLs of the next and the first page; empty for none
 }
 
-func (room *Room) auditRows(ctx context.Context, v *visit) (any, error) {
-	asked, _ := v.About.(activityFilter)
-	asked.Limit = 50
-	got, err := activity.Audit(ctx, room.Read, asked.Filter)
+func (room *Room) auditRows(ctx context.Context, req *pageRequest) (any, error) {
+	filter, _ := req.Subject.(activityFilter)
+	filter.Limit = 50
+	got, err := activity.Audit(ctx, room.Read, filter.Filter)
 	if err != nil {
 		return nil, err
 	}
-	shown := auditList{AuditPage: got, Asked: asked}
+	shown := auditList{AuditPage: got, Asked: filter}
 	if got.Next != "" {
-		shown.Older = v.at("cursor", got.Next)
+		shown.Older = req.withParam("cursor", got.Next)
 	}
-	if asked.Cursor != "" {
-		shown.Newest = v.at("cursor", "")
+	if filter.Cursor != "" {
+		shown.Newest = req.withParam("cursor", "")
 	}
 	return shown, nil
 }

@@ -15,18 +15,18 @@ import (
 )
 
 const (
-	mostAgents        = 200
-	mostVersions      = 100
-	mostInstructions  = 20_000 // characters
-	agentTextBytes    = 64 << 10
-	agentValueLetters = 600
+	maxAgents       = 200
+	maxVersions     = 100
+	maxInstructions = 20_000 // characters
+	maxAgentText    = 64 << 10
+	maxAgentValue   = 600
 )
 
 // agentsPage lists the agents.
 func (room *Room) agentsPage() page {
 	return page{
-		path: "/agents", name: "agents", nav: "Agents", title: "Agents",
-		parts: []part{{name: "list", every: 10 * time.Second, refreshOnActivity: true, load: room.agentsList}},
+		path: "/agents", name: "agents", navLabel: "Agents", title: "Agents",
+		parts: []part{{name: "list", interval: 10 * time.Second, refreshOnActivity: true, load: room.agentsList}},
 	}
 }
 
@@ -39,7 +39,7 @@ type agentRow struct {
 	TodayTokens                                         int64
 }
 
-func (room *Room) agentsList(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) agentsList(ctx context.Context, _ *pageRequest) (any, error) {
 	all, err := room.Agents.List(ctx, room.Read)
 	if err != nil {
 		return nil, err
@@ -48,7 +48,7 @@ func (room *Room) agentsList(ctx context.Context, _ *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	all, more := onPage(all, mostAgents)
+	all, more := firstN(all, maxAgents)
 	list := make([]agentRow, len(all))
 	for i, a := range all {
 		list[i] = agentRow{
@@ -76,82 +76,82 @@ func (room *Room) agentPage() page {
 	return page{
 		path: "/agents/{name}", name: "agent", open: room.openAgent,
 		parts: []part{
-			{name: "values", every: 10 * time.Second, refreshOnActivity: true, load: room.agentValues},
-			{name: "instructions", every: 10 * time.Second, refreshOnActivity: true, load: room.agentInstructions},
-			{name: "versions", every: 10 * time.Second, refreshOnActivity: true, load: room.agentVersions},
+			{name: "values", interval: 10 * time.Second, refreshOnActivity: true, load: room.agentValues},
+			{name: "instructions", interval: 10 * time.Second, refreshOnActivity: true, load: room.agentInstructions},
+			{name: "versions", interval: 10 * time.Second, refreshOnActivity: true, load: room.agentVersions},
 		},
 	}
 }
 
-// agentVisit is the agent of a page.
-type agentVisit struct {
+// agentSubject is the agent of a page.
+type agentSubject struct {
 	name    string
 	version int // 0: the current version
 }
 
-func (room *Room) openAgent(ctx context.Context, v *visit) (string, error) {
-	asked := agentVisit{name: v.path("name")}
-	if given := v.Query.Get("version"); given != "" {
+func (room *Room) openAgent(ctx context.Context, req *pageRequest) (string, error) {
+	subject := agentSubject{name: req.path("name")}
+	if given := req.Query.Get("version"); given != "" {
 		number, err := strconv.ParseInt(given, 10, 32)
 		if err != nil || number < 1 {
 			return "", problem.BadParameter("version is %.40q; it is a number from 1", given)
 		}
-		asked.version = int(number)
+		subject.version = int(number)
 	}
-	a, err := room.Agents.Look(ctx, room.Read, asked.name, asked.version)
+	a, err := room.Agents.Look(ctx, room.Read, subject.name, subject.version)
 	gone, ok := errors.AsType[*agents.MissingError](err)
 	switch {
 	case ok && gone.Latest > 0 && gone.Version == 0:
-		return "", missing("%s; /agents/%s?version=%d shows its last version", gone, gone.Name, gone.Latest)
+		return "", notFound("%s; /agents/%s?version=%d shows its last version", gone, gone.Name, gone.Latest)
 	case ok:
-		return "", missing("%s; the page Agents lists them", gone)
+		return "", notFound("%s; the page Agents lists them", gone)
 	case err != nil:
 		return "", err
 	}
-	asked.name = a.Name
-	v.About = asked
+	subject.name = a.Name
+	req.Subject = subject
 	return "Agent " + cut(60, a.Name), nil
 }
 
 // shownAgent reads the agent again, because another request may have changed it.
-func (room *Room) shownAgent(ctx context.Context, v *visit) (agents.Shown, error) {
-	asked, _ := v.About.(agentVisit)
-	shown, err := room.Agents.Show(ctx, room.Read, asked.name, asked.version)
+func (room *Room) shownAgent(ctx context.Context, req *pageRequest) (agents.Shown, error) {
+	subject, _ := req.Subject.(agentSubject)
+	shown, err := room.Agents.Show(ctx, room.Read, subject.name, subject.version)
 	if errors.Is(err, agents.ErrNotFound) {
-		err = missing("the agent has been removed; the page Agents lists those in service")
+		err = notFound("the agent has been removed; the page Agents lists those in service")
 	}
 	return shown, err
 }
 
-func (room *Room) agentValues(ctx context.Context, v *visit) (any, error) {
-	shown, err := room.shownAgent(ctx, v)
+func (room *Room) agentValues(ctx context.Context, req *pageRequest) (any, error) {
+	shown, err := room.shownAgent(ctx, req)
 	if err != nil {
 		return nil, err
 	}
 	for i, value := range shown.Values {
-		shown.Values[i].Value = cut(agentValueLetters, redact.Text(value.Value, agentTextBytes))
+		shown.Values[i].Value = cut(maxAgentValue, redact.Text(value.Value, maxAgentText))
 	}
-	asked, _ := v.About.(agentVisit)
+	subject, _ := req.Subject.(agentSubject)
 	return map[string]any{
 		"Name": shown.Name, "Default": shown.Default, "Version": shown.Version, "At": shown.CreatedAt, "Source": shown.Source,
-		"Values": shown.Values, "Old": asked.version > 0 && asked.version != shown.Versions[0],
+		"Values": shown.Values, "Old": subject.version > 0 && subject.version != shown.Versions[0],
 	}, nil
 }
 
-func (room *Room) agentInstructions(ctx context.Context, v *visit) (any, error) {
-	shown, err := room.shownAgent(ctx, v)
+func (room *Room) agentInstructions(ctx context.Context, req *pageRequest) (any, error) {
+	shown, err := room.shownAgent(ctx, req)
 	if err != nil {
 		return nil, err
 	}
-	text := strings.TrimSpace(redact.Text(shown.Instructions, agentTextBytes))
-	return map[string]any{"Text": cut(mostInstructions, text), "Bytes": int64(len(shown.Instructions))}, nil
+	text := strings.TrimSpace(redact.Text(shown.Instructions, maxAgentText))
+	return map[string]any{"Text": cut(maxInstructions, text), "Bytes": int64(len(shown.Instructions))}, nil
 }
 
-func (room *Room) agentVersions(ctx context.Context, v *visit) (any, error) {
-	shown, err := room.shownAgent(ctx, v)
+func (room *Room) agentVersions(ctx context.Context, req *pageRequest) (any, error) {
+	shown, err := room.shownAgent(ctx, req)
 	if err != nil {
 		return nil, err
 	}
-	versions, more := onPage(shown.Versions, mostVersions)
+	versions, more := firstN(shown.Versions, maxVersions)
 	return map[string]any{"Name": shown.Name, "Versions": versions, "Shown": shown.Version, "More": more}, nil
 }

@@ -26,7 +26,7 @@ var approvalStates = map[string][][2]string{
 	"pending": {{"pending", "live"}},
 	"decided": {{"approved", "live"}, {"rejected", ""}, {"consumed", ""}},
 	"expired": {{"expired", ""}, {"pending", "over"}, {"approved", "over"}},
-	// The API's names of the states, which have no tab.
+	// The API has these states too; the page has no tab for them.
 	"approved": {{"approved", "live"}},
 	"rejected": {{"rejected", ""}},
 	"consumed": {{"consumed", ""}},
@@ -35,13 +35,13 @@ var approvalStates = map[string][][2]string{
 // approvalsPage lists requested and decided approvals.
 func (room *Room) approvalsPage() page {
 	return page{
-		path: "/approvals", name: "approvals", nav: "Approvals", title: "Approvals",
-		open: func(_ context.Context, v *visit) (string, error) {
-			about, err := openApprovals(v)
-			v.About = about
+		path: "/approvals", name: "approvals", navLabel: "Approvals", title: "Approvals",
+		open: func(_ context.Context, req *pageRequest) (string, error) {
+			about, err := openApprovals(req)
+			req.Subject = about
 			return "Approvals", err
 		},
-		parts: []part{{name: "list", every: 2 * time.Second, load: room.approvalsList}},
+		parts: []part{{name: "list", interval: 2 * time.Second, load: room.approvalsList}},
 	}
 }
 
@@ -52,24 +52,24 @@ type approvalFilter struct {
 	BeforeID string
 }
 
-func openApprovals(v *visit) (want approvalFilter, err error) {
-	want.Status, err = v.oneOf("status", "pending", "decided", "expired", "approved", "rejected", "consumed")
-	before := v.Query.Get("before")
+func openApprovals(req *pageRequest) (filter approvalFilter, err error) {
+	filter.Status, err = req.oneOf("status", "pending", "decided", "expired", "approved", "rejected", "consumed")
+	before := req.Query.Get("before")
 	if err != nil || before == "" {
-		return want, err
+		return filter, err
 	}
 	moment, id, _ := strings.Cut(before, "_")
-	at, wrong := time.Parse(time.RFC3339Nano, moment)
-	if wrong != nil || !uuidShape.MatchString(id) {
-		return want, problem.BadParameter("before is %.60q, which is no place in this list; begin at its top", before)
+	at, parseErr := time.Parse(time.RFC3339Nano, moment)
+	if parseErr != nil || !uuidPattern.MatchString(id) {
+		return filter, problem.BadParameter("before is %.60q, which is no place in this list; begin at its top", before)
 	}
-	want.BeforeAt, want.BeforeID = at, id
-	return want, nil
+	filter.BeforeAt, filter.BeforeID = at, id
+	return filter, nil
 }
 
-// maxListed bounds the arguments of one approval in a list, in bytes. A list offers a decision only on arguments that
-// it shows in full.
-const maxListed = 4000
+// maxListedArguments bounds the arguments of one approval in a list, in bytes. A list offers a decision only on
+// arguments that it shows in full.
+const maxListedArguments = 4000
 
 // approvalRow is an approval in the list.
 type approvalRow struct {
@@ -90,7 +90,7 @@ type pendingApproval struct {
 }
 
 // Whole reports that the page shows the arguments in full.
-func (a approvalRow) Whole() bool { return a.Bytes <= maxListed }
+func (a approvalRow) Whole() bool { return a.Bytes <= maxListedArguments }
 
 // Changed reports that the skill has changed since the request, so an approval would be void.
 func (a approvalRow) Changed() bool { return a.RevisionNow == nil || *a.RevisionNow != a.SkillRevision }
@@ -103,8 +103,8 @@ func (a approvalRow) Text() string {
 	return a.Arguments + "…"
 }
 
-// cardsOf returns the approvals as cards of a page.
-func cardsOf(rows []approvalRow, back string) []pendingApproval {
+// approvalCards returns the approvals as cards of a page.
+func approvalCards(rows []approvalRow, back string) []pendingApproval {
 	list := make([]pendingApproval, 0, len(rows))
 	for _, a := range rows {
 		list = append(list, pendingApproval{a, back})
@@ -114,11 +114,11 @@ func cardsOf(rows []approvalRow, back string) []pendingApproval {
 
 // approvalsList reads a page, the latest expiry first. It merges the rows of each state, which the index yields in
 // order.
-func (room *Room) approvalsList(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(approvalFilter)
+func (room *Room) approvalsList(ctx context.Context, req *pageRequest) (any, error) {
+	filter, _ := req.Subject.(approvalFilter)
 	var all []approvalRow
-	for _, state := range approvalStates[want.Status] {
-		rows, err := room.approvalsIn(ctx, want, state[0], state[1])
+	for _, state := range approvalStates[filter.Status] {
+		rows, err := room.approvalsIn(ctx, filter, state[0], state[1])
 		if err != nil {
 			return nil, err
 		}
@@ -127,10 +127,11 @@ func (room *Room) approvalsList(ctx context.Context, v *visit) (any, error) {
 	slices.SortFunc(all, func(a, b approvalRow) int {
 		return cmp.Or(b.ExpiresAt.Compare(a.ExpiresAt), strings.Compare(b.ID, a.ID))
 	})
-	list, links := paged(v, all, maxApprovals, func(a approvalRow) string {
+	list, links := paginate(req, all, maxApprovals, func(a approvalRow) string {
 		return a.ExpiresAt.UTC().Format(time.RFC3339Nano) + "_" + a.ID
 	})
-	return map[string]any{"Approvals": list, "Cards": cardsOf(list, v.URL), "Status": want.Status, "Links": links}, nil
+	return map[string]any{"Approvals": list, "Cards": approvalCards(list, req.URL), "Status": filter.Status,
+		"Links": links}, nil
 }
 
 // selectApproval reads approvals a of executions e.
@@ -144,19 +145,20 @@ const selectApproval = `
 		  left join agent_skills s on s.name = a.skill_name`
 
 // approvalsIn reads approvals in one state: expired, not expired, or (empty) both.
-func (room *Room) approvalsIn(ctx context.Context, want approvalFilter, status, times string) ([]approvalRow, error) {
-	before := pgtype.Timestamptz{Time: want.BeforeAt, InfinityModifier: pgtype.Infinity, Valid: true}
-	if want.BeforeID != "" {
+func (room *Room) approvalsIn(ctx context.Context, filter approvalFilter, status, expiry string) ([]approvalRow,
+	error) {
+	before := pgtype.Timestamptz{Time: filter.BeforeAt, InfinityModifier: pgtype.Infinity, Valid: true}
+	if filter.BeforeID != "" {
 		before.InfinityModifier = pgtype.Finite
 	}
 	return postgres.Rows[approvalRow](ctx, room.Read, "list approvals", selectApproval+`
 		 where a.status = @status and (@time::text <> 'live' or a.expires_at > now())
 		   and (@time::text <> 'over' or a.expires_at <= now())
 		   and (a.expires_at, a.id) < (@before_at::timestamptz, @before_id::uuid)
-		 order by a.expires_at desc, a.id desc limit @most + 1`,
-		freshPlan, postgres.Strict{
-			"status": status, "time": times, "before_at": before, "most": maxApprovals, "listed": maxListed,
-			"before_id": cmp.Or(want.BeforeID, "ffffffff-ffff-ffff-ffff-ffffffffffff"),
+		 order by a.expires_at desc, a.id desc limit @limit + 1`,
+		customPlan, postgres.Strict{
+			"status": status, "time": expiry, "before_at": before, "limit": maxApprovals, "listed": maxListedArguments,
+			"before_id": cmp.Or(filter.BeforeID, "ffffffff-ffff-ffff-ffff-ffffffffffff"),
 		})
 }
 
@@ -165,9 +167,9 @@ func (room *Room) approvalsOf(ctx context.Context, trace, back string) ([]pendin
 	rows, err := postgres.Rows[approvalRow](ctx, room.Pool, "list approvals of a turn", selectApproval+`
 		 where a.execution_id in (select x.id from agent_executions x where x.trace_id = @trace)
 		   and a.parked and a.status = 'pending' and a.expires_at > now()
-		 order by a.id limit @most`,
-		postgres.Strict{"trace": trace, "most": maxApprovals, "time": "live", "listed": maxListed})
-	return cardsOf(rows, back), err
+		 order by a.id limit @limit`,
+		postgres.Strict{"trace": trace, "limit": maxApprovals, "time": "live", "listed": maxListedArguments})
+	return approvalCards(rows, back), err
 }
 
 // maxArguments bounds the arguments shown in full, in bytes. The page offers no approval of longer arguments.
@@ -177,12 +179,12 @@ const maxArguments = 1 << 20
 func (room *Room) approvalPage() page {
 	return page{
 		path: "/approvals/{id}", name: "approval", title: "Approval",
-		open: room.opener("approval", "Approval of ", `select skill_name from agent_approvals where id = @id`),
+		open: room.openByID("approval", "Approval of ", `select skill_name from agent_approvals where id = @id`),
 		parts: []part{
-			{name: "decision", every: 2 * time.Second, load: room.approvalDecision},
+			{name: "decision", interval: 2 * time.Second, load: room.approvalDecision},
 			{name: "arguments", load: room.approvalArguments},
 			{name: "difference", load: room.approvalDifference},
-			{name: "after", every: 2 * time.Second, load: room.approvalAfter},
+			{name: "after", interval: 2 * time.Second, load: room.approvalAfter},
 		},
 	}
 }
@@ -200,8 +202,8 @@ type approvalFacts struct {
 	FourEyes                                                         bool
 	RequestedBy                                                      []string
 	RootOnly                                                         bool
-	Own                                                              bool `db:"-"` // the viewer requested it, so cannot decide
-	Refused                                                          bool `db:"-"` // only root decides
+	Own                                                              bool `db:"-"` // the viewer requested the call, so may not decide
+	Refused                                                          bool `db:"-"` // only root may decide
 }
 
 // Pending reports an open decision.
@@ -215,7 +217,7 @@ func (a approvalFacts) Changed() bool {
 // Whole reports that the page shows the arguments in full.
 func (a approvalFacts) Whole() bool { return a.Bytes <= maxArguments }
 
-func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
+func (room *Room) approvalDecision(ctx context.Context, req *pageRequest) (any, error) {
 	got, err := postgres.Row[approvalFacts](ctx, room.Read, "read approval", `
 		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.arguments_hash,
 		       case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired'
@@ -228,7 +230,7 @@ func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
 		       left(a.reason, 4000) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at,
 		       octet_length(a.arguments::text) as bytes, s.revision as revision_now
 		  from agent_approvals a left join agent_skills s on s.name = a.skill_name where a.id = @id`,
-		postgres.Strict{"id": v.About})
+		postgres.Strict{"id": req.Subject})
 	who := principals.From(ctx)
 	named := who != nil && who.Name != principals.Root
 	got.Own = named && got.FourEyes && slices.Contains(got.RequestedBy, who.Name)
@@ -237,15 +239,15 @@ func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
 }
 
 // approvalArguments formats the stored arguments, unredacted, because the approver must see the exact call.
-func (room *Room) approvalArguments(ctx context.Context, v *visit) (any, error) {
+func (room *Room) approvalArguments(ctx context.Context, req *pageRequest) (any, error) {
 	var text string
 	var bytes int
 	err := room.Read.QueryRow(ctx, `
-		select case when octet_length(a.arguments::text) <= @most then a.arguments::text
+		select case when octet_length(a.arguments::text) <= @limit then a.arguments::text
 		            else left(a.arguments::text, 20000) end,
 		       octet_length(a.arguments::text)
 		  from agent_approvals a where a.id = @id`,
-		postgres.Strict{"id": v.About, "most": maxArguments}).Scan(&text, &bytes)
+		postgres.Strict{"id": req.Subject, "limit": maxArguments}).Scan(&text, &bytes)
 	if err != nil {
 		return nil, fmt.Errorf("read arguments: %w", err)
 	}
@@ -257,21 +259,21 @@ func (room *Room) approvalArguments(ctx context.Context, v *visit) (any, error) 
 }
 
 // approvalDifference compares the arguments with the last approved arguments of the same skill.
-func (room *Room) approvalDifference(ctx context.Context, v *visit) (any, error) {
+func (room *Room) approvalDifference(ctx context.Context, req *pageRequest) (any, error) {
 	var last struct {
 		ID, Before, After, By string
 		At                    *time.Time
 	}
 	err := room.Read.QueryRow(ctx, `
 		select p.id::text, p.decided_by, p.decided_at,
-		       case when octet_length(p.arguments::text) <= @most then p.arguments::text else '' end,
-		       case when octet_length(a.arguments::text) <= @most then a.arguments::text else '' end
+		       case when octet_length(p.arguments::text) <= @limit then p.arguments::text else '' end,
+		       case when octet_length(a.arguments::text) <= @limit then a.arguments::text else '' end
 		  from agent_approvals a
 		 cross join lateral (
 		    select x.id, x.decided_by, x.decided_at, x.arguments from agent_approvals x
 		     where x.skill_name = a.skill_name and x.decided_at is not null and x.status <> 'rejected' and x.id < a.id
 		     order by x.id desc limit 1) p
-		 where a.id = @id`, postgres.Strict{"id": v.About, "most": maxArguments}).
+		 where a.id = @id`, postgres.Strict{"id": req.Subject, "limit": maxArguments}).
 		Scan(&last.ID, &last.By, &last.At, &last.Before, &last.After)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return map[string]any{"First": true}, nil
@@ -303,7 +305,7 @@ type approvalOutcome struct {
 	AskedBy                                   string `db:"-"`
 }
 
-func (room *Room) approvalAfter(ctx context.Context, v *visit) (any, error) {
+func (room *Room) approvalAfter(ctx context.Context, req *pageRequest) (any, error) {
 	got, err := postgres.Row[approvalOutcome](ctx, room.Read, "read outcome of decision", `
 		select case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired'
 		            else a.status end as status, a.parked, a.consumed_at,
@@ -323,12 +325,12 @@ func (room *Room) approvalAfter(ctx context.Context, v *visit) (any, error) {
 		    select x.status, x.error_message, x.output, x.trace_id, x.duration_ms from agent_activity x
 		     where x.execution_id = u.id and x.step = substr(a.consumed_for, 38) and x.id >= a.id
 		     order by x.id desc limit 1) c on true
-		 where a.id = @id`, postgres.Strict{"id": v.About})
+		 where a.id = @id`, postgres.Strict{"id": req.Subject})
 	if err != nil {
 		return nil, err
 	}
 	hideResult(ctx, &got.Summary, got.Flow, got.Surface, got.ThreadID)
-	id, _ := v.About.(string)
+	id, _ := req.Subject.(string)
 	asked, err := approvals.Get(ctx, room.Read, id)
 	got.AskedBy = asked.AskedBy()
 	return got, err

@@ -14,34 +14,34 @@ import (
 )
 
 const (
-	mostAutomations = 50
-	maxProposals    = 20 // bound of undecided proposals
-	mostDead        = 20
-	upcomingTimes   = 3
+	maxAutomations = 50
+	maxProposals   = 20 // bound of undecided proposals
+	maxDeadRuns    = 20
+	upcomingTimes  = 3
 )
 
 // automationsPage lists the automations.
 func (room *Room) automationsPage() page {
 	return page{
-		path: "/automations", name: "automations", nav: "Automations", title: "Automations",
-		open: func(_ context.Context, v *visit) (string, error) {
-			state, err := v.oneOf("state", "", "enabled", "disabled")
+		path: "/automations", name: "automations", navLabel: "Automations", title: "Automations",
+		open: func(_ context.Context, req *pageRequest) (string, error) {
+			state, err := req.oneOf("state", "", "enabled", "disabled")
 			if err != nil {
 				return "", err
 			}
-			name, err := v.textFilter("name")
+			name, err := req.textFilter("name")
 			if err != nil {
 				return "", err
 			}
-			before, err := v.uuidFilter("before")
-			v.About = automationFilter{state, name, before}
+			before, err := req.uuidFilter("before")
+			req.Subject = automationFilter{state, name, before}
 			return "Automations", err
 		},
 		parts: []part{
 			room.filtersPart("/automations"),
-			{name: "proposals", every: 5 * time.Second, load: room.automationProposals},
-			{name: "list", every: 5 * time.Second, load: room.automationsList},
-			{name: "dead", every: 5 * time.Second, load: room.automationsDead},
+			{name: "proposals", interval: 5 * time.Second, load: room.automationProposals},
+			{name: "list", interval: 5 * time.Second, load: room.automationsList},
+			{name: "dead", interval: 5 * time.Second, load: room.automationsDead},
 		},
 	}
 }
@@ -89,8 +89,8 @@ const automationColumns = `a.id::text, a.name, left(a.description, 300) as descr
 	coalesce(r.status, '') as run_status, coalesce(left(r.trace_id, 300), '') as run_trace, coalesce(left(r.error_message, 300), '') as run_error,
 	r.claimed_at as run_at`
 
-func (room *Room) automationsList(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(automationFilter)
+func (room *Room) automationsList(ctx context.Context, req *pageRequest) (any, error) {
+	filter, _ := req.Subject.(automationFilter)
 	all, err := postgres.Rows[automationRow](ctx, room.Read, "list automations", `
 		select `+automationColumns+`
 		  from agent_automations a
@@ -100,23 +100,23 @@ func (room *Room) automationsList(ctx context.Context, v *visit) (any, error) {
 		 where a.disabled_by <> 'proposal' and (@state = '' or a.enabled = (@state = 'enabled'))
 		   and (@name = '' or a.name ilike @name or a.skill_name ilike @name or a.flow ilike @name)
 		   and (@before = '' or a.id < nullif(@before, '')::uuid)
-		 order by a.id desc limit @most + 1`,
-		freshPlan, postgres.Strict{
-			"state": want.State, "name": likePart(want.Name), "before": want.Before,
-			"most": mostAutomations,
+		 order by a.id desc limit @limit + 1`,
+		customPlan, postgres.Strict{
+			"state": filter.State, "name": containsPattern(filter.Name), "before": filter.Before,
+			"limit": maxAutomations,
 		})
 	if err != nil {
 		return nil, err
 	}
-	list, links := paged(v, all, mostAutomations, func(a automationRow) string { return a.ID })
-	return map[string]any{"Automations": list, "State": want.State, "Name": want.Name, "Links": links}, nil
+	list, links := paginate(req, all, maxAutomations, func(a automationRow) string { return a.ID })
+	return map[string]any{"Automations": list, "State": filter.State, "Name": filter.Name, "Links": links}, nil
 }
 
-func (room *Room) automationProposals(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) automationProposals(ctx context.Context, _ *pageRequest) (any, error) {
 	return postgres.Rows[automationRow](ctx, room.Read, "list automations", `
 		select `+automationColumns+`
 		  from agent_automations a left join agent_automation_runs r on false
-		 where a.disabled_by = 'proposal' order by a.id desc limit @most`, postgres.Strict{"most": maxProposals})
+		 where a.disabled_by = 'proposal' order by a.id desc limit @limit`, postgres.Strict{"limit": maxProposals})
 }
 
 // automationRun is one run of an automation.
@@ -133,21 +133,21 @@ const runColumns = `r.id::text, a.name as automation, r.cause, r.status, left(r.
 	r.execution_id::text`
 
 // automationsDead lists the newest dead runs of all automations.
-func (room *Room) automationsDead(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) automationsDead(ctx context.Context, _ *pageRequest) (any, error) {
 	all, err := postgres.Rows[automationRun](ctx, room.Read, "list runs", `
 		select `+runColumns+`
-		  from (select * from agent_automation_runs x where x.status = 'dead' order by x.id desc limit @most + 1) r
+		  from (select * from agent_automation_runs x where x.status = 'dead' order by x.id desc limit @limit + 1) r
 		  join agent_automations a on a.id = r.automation_id
-		 order by r.id desc`, postgres.Strict{"most": mostDead})
+		 order by r.id desc`, postgres.Strict{"limit": maxDeadRuns})
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(all, mostDead)
+	list, more := firstN(all, maxDeadRuns)
 	return map[string]any{"Runs": list, "More": more}, nil
 }
 
 const (
-	mostRuns = 30
+	maxRuns  = 30
 	maxShown = 64 << 10 // bytes of one value
 )
 
@@ -157,19 +157,19 @@ func (room *Room) automationPage() page {
 		path: "/automations/{name}", name: "automation", title: "Automation",
 		open: room.openAutomation,
 		parts: []part{
-			{name: "definition", every: 5 * time.Second, load: room.automationDefinition},
-			{name: "dead", every: 5 * time.Second, load: room.automationDead},
-			{name: "runs", every: 2 * time.Second, load: room.automationRuns},
+			{name: "definition", interval: 5 * time.Second, load: room.automationDefinition},
+			{name: "dead", interval: 5 * time.Second, load: room.automationDead},
+			{name: "runs", interval: 2 * time.Second, load: room.automationRuns},
 		},
 	}
 }
 
-// automationVisit is the automation of a page and the position in its runs.
-type automationVisit struct{ ID, Before string }
+// automationSubject is the automation of a page and the position in its runs.
+type automationSubject struct{ ID, Before string }
 
-func (room *Room) openAutomation(ctx context.Context, v *visit) (string, error) {
-	name := v.path("name")
-	before, err := v.uuidFilter("before")
+func (room *Room) openAutomation(ctx context.Context, req *pageRequest) (string, error) {
+	name := req.path("name")
+	before, err := req.uuidFilter("before")
 	if err != nil {
 		return "", err
 	}
@@ -177,9 +177,9 @@ func (room *Room) openAutomation(ctx context.Context, v *visit) (string, error) 
 	err = room.Read.QueryRow(ctx, `select id::text, name from agent_automations where name = @name`,
 		postgres.Strict{"name": name}).Scan(&id, &name)
 	if errors.Is(err, pgx.ErrNoRows) {
-		return "", missing("there is no automation %.80q", name)
+		return "", notFound("there is no automation %.80q", name)
 	}
-	v.About = automationVisit{id, before}
+	req.Subject = automationSubject{id, before}
 	return "Automation " + cut(80, name), err
 }
 
@@ -192,8 +192,8 @@ type automationFacts struct {
 	UpdatedAt                               time.Time
 }
 
-func (room *Room) automationDefinition(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(automationVisit)
+func (room *Room) automationDefinition(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(automationSubject)
 	a, err := postgres.Row[automationFacts](ctx, room.Read, "read automation", `
 		select a.id::text, a.name, left(a.description, 8192) as description, a.trigger, left(a.cron, 300) as cron,
 		       left(a.timezone, 300) as timezone, left(a.event, 300) as event, left(a.signal, 4000) as signal, a.skill_name,
@@ -201,12 +201,12 @@ func (room *Room) automationDefinition(ctx context.Context, v *visit) (any, erro
 		       left(a.disabled_reason, 2000) as disabled_reason, a.disabled_at, left(a.paused_for, 300) as paused_for,
 		       left(a.proposed_by, 300) as proposed_by, left(a.last_trace_id, 300) as last_trace_id, a.next_run_at,
 		       a.created_at, left(a.condition, 4000) as condition,
-		       case when octet_length(a.arguments::text) <= @most then a.arguments::text
+		       case when octet_length(a.arguments::text) <= @limit then a.arguments::text
 		         else left(a.arguments::text, 4000) end as arguments,
 		       left(a.source, 300) as source, left(a.decided_by, 300) as decided_by, a.max_attempts, a.revision, a.signal_armed,
 		         a.updated_at,
 		       '' as run_status, '' as run_trace, '' as run_error, null::timestamptz as run_at
-		  from agent_automations a where a.id = @id`, postgres.Strict{"id": want.ID, "most": maxShown})
+		  from agent_automations a where a.id = @id`, postgres.Strict{"id": subject.ID, "limit": maxShown})
 	if err != nil {
 		return nil, err
 	}
@@ -222,18 +222,18 @@ func argumentsShown(text string) string {
 	return formatJSON(string(redact.JSON(json.RawMessage(text), maxShown)))
 }
 
-func (room *Room) automationRuns(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(automationVisit)
+func (room *Room) automationRuns(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(automationSubject)
 	all, err := postgres.Rows[automationRun](ctx, room.Read, "list runs", `
 		select `+runColumns+`
 		  from agent_automation_runs r join agent_automations a on a.id = r.automation_id
 		 where r.automation_id = @id and (@before = '' or r.id < nullif(@before, '')::uuid)
-		 order by r.id desc limit @most + 1`,
-		freshPlan, postgres.Strict{"id": want.ID, "before": want.Before, "most": mostRuns})
+		 order by r.id desc limit @limit + 1`,
+		customPlan, postgres.Strict{"id": subject.ID, "before": subject.Before, "limit": maxRuns})
 	if err != nil {
 		return nil, err
 	}
-	list, links := paged(v, all, mostRuns, func(r automationRun) string { return r.ID })
+	list, links := paginate(req, all, maxRuns, func(r automationRun) string { return r.ID })
 	for i := range list {
 		list[i].Output = redact.Text(list[i].Output, maxShown)
 	}
@@ -241,16 +241,16 @@ func (room *Room) automationRuns(ctx context.Context, v *visit) (any, error) {
 }
 
 // automationDead lists the automation's dead runs.
-func (room *Room) automationDead(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(automationVisit)
+func (room *Room) automationDead(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(automationSubject)
 	all, err := postgres.Rows[automationRun](ctx, room.Read, "list runs", `
 		select `+runColumns+`
 		  from agent_automation_runs r join agent_automations a on a.id = r.automation_id
-		 where r.automation_id = @id and r.status = 'dead' order by r.id desc limit @most + 1`,
-		postgres.Strict{"id": want.ID, "most": mostDead})
+		 where r.automation_id = @id and r.status = 'dead' order by r.id desc limit @limit + 1`,
+		postgres.Strict{"id": subject.ID, "limit": maxDeadRuns})
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(all, mostDead)
+	list, more := firstN(all, maxDeadRuns)
 	return map[string]any{"Runs": list, "More": more}, nil
 }

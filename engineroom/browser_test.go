@@ -43,7 +43,7 @@ func (l *rowList) set(rows ...string) {
 	l.rows = rows
 }
 
-func listedPage(t *testing.T) *rowList {
+func serveRowList(t *testing.T) *rowList {
 	t.Helper()
 	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
 	require.NoError(t, err)
@@ -52,12 +52,12 @@ func listedPage(t *testing.T) *rowList {
 	room.pages = append(room.pages, page{
 		path: "/listed", name: "listed", title: "Listed",
 		parts: []part{
-			{name: "rows", every: 20 * time.Millisecond, load: func(context.Context, *visit) (any, error) {
+			{name: "rows", interval: 20 * time.Millisecond, load: func(context.Context, *pageRequest) (any, error) {
 				l.mu.Lock()
 				defer l.mu.Unlock()
 				return map[string]any{"Rows": l.rows, "At": at}, nil
 			}},
-			{name: "pause", load: func(context.Context, *visit) (any, error) { return nil, nil }},
+			{name: "pause", load: func(context.Context, *pageRequest) (any, error) { return nil, nil }},
 		},
 	})
 	room.templates = template.Must(room.templates.Parse(`{{define "listed/pause"}}{{end}}{{define "listed"}}
@@ -67,13 +67,13 @@ func listedPage(t *testing.T) *rowList {
 		<td>{{template "action" (dict "Path" (printf "/v1/lanes/%s/break" .) "Word" "Break" "Reason" true)}}
 		<details class="more"><summary>More of {{.}}</summary><p>Folded</p></details><button type="button" class="copy" data-copy="text of {{.}}">Copy</button></td></tr>{{end}}</tbody></table>
 		<p>There are {{len .Rows}} rows.</p></section>{{end}}`))
-	server := served(t, room)
+	server := serveRoom(t, room)
 	l.url, l.cut = server.URL+"/listed", server.CloseClientConnections
 	return l
 }
 
-// looked opens the page and waits until it is live.
-func (l *rowList) looked(t *testing.T, look browser.Look) *browser.Page {
+// open opens the page and waits until it is live.
+func (l *rowList) open(t *testing.T, look browser.Look) *browser.Page {
 	t.Helper()
 	p := browser.Open(t, look)
 	p.Go(l.url)
@@ -81,16 +81,16 @@ func (l *rowList) looked(t *testing.T, look browser.Look) *browser.Page {
 	return p
 }
 
-func noComplaint(t *testing.T, p *browser.Page) {
+func wantNoBrowserErrors(t *testing.T, p *browser.Page) {
 	t.Helper()
 	all := append(p.Problems(), p.Inaccessible()...)
 	assert.Truef(t, len(all) == 0, "the browser complains: %s", strings.Join(all, "\n"))
 }
 
-func TestUpdatesLeaveAloneWhatTheReaderDoes(t *testing.T) {
+func TestUpdatesLeaveReaderInputAlone(t *testing.T) {
 	t.Parallel()
-	l := listedPage(t)
-	p := l.looked(t, browser.Look{})
+	l := serveRowList(t)
+	p := l.open(t, browser.Look{})
 	p.Click("#row-b details.more > summary")
 	p.Click("#row-b details.action > summary")
 	p.Until("the form has the focus", `document.activeElement.name === "reason"`)
@@ -111,13 +111,13 @@ func TestUpdatesLeaveAloneWhatTheReaderDoes(t *testing.T) {
 	p.Until("the focus is where the row was", `document.activeElement.id === "rows"`)
 	p.Until("clocks count",
 		`/min|h/.test(document.querySelector("time.since").textContent) && document.querySelector("time.since").title !== ""`)
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 }
 
-func TestUpdatesCanBePausedAndGoOn(t *testing.T) {
+func TestUpdatesPauseAndResume(t *testing.T) {
 	t.Parallel()
-	l := listedPage(t)
-	p := l.looked(t, browser.Look{Dark: true})
+	l := serveRowList(t)
+	p := l.open(t, browser.Look{Dark: true})
 	p.Click("#live-pause")
 	l.set("c", "d", "a", "b")
 	p.Shows("2 new")
@@ -128,17 +128,17 @@ func TestUpdatesCanBePausedAndGoOn(t *testing.T) {
 	p.Expect("ERR_INCOMPLETE_CHUNKED_ENCODING") // the cut connection
 	l.set("c", "d", "e", "a", "b")
 	p.Shows("3 new")
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 	p.Click("#live-pause")
 	p.Shows("There are 5 rows.")
 	p.Until("nothing waits",
 		`document.querySelector(".news") === null && document.getElementById("live-pause").textContent === "Pause updates"`)
 }
 
-func TestABrokenStreamGoesOn(t *testing.T) {
+func TestBrokenStreamReconnects(t *testing.T) {
 	t.Parallel()
-	l := listedPage(t)
-	p := l.looked(t, browser.Look{})
+	l := serveRowList(t)
+	p := l.open(t, browser.Look{})
 	p.Eval(
 		`window.morphs = []; document.addEventListener("part", () => morphs.push(document.querySelector("#rows > p").textContent))`, nil)
 	for i := range 4 {
@@ -151,8 +151,8 @@ func TestABrokenStreamGoesOn(t *testing.T) {
 	assert.Equal(t, "There are 3 rows. There are 4 rows. There are 5 rows. There are 6 rows.", all)
 }
 
-// copies clicks a copy button and waits for its message.
-func copies(p *browser.Page, selector string) {
+// clickCopy clicks a copy button and waits for its message.
+func clickCopy(p *browser.Page, selector string) {
 	p.Eval(fmt.Sprintf(`window.said = ""; (b => new MutationObserver(() => { said += b.textContent; })
 		.observe(b, {childList: true}))(document.querySelector(%q))`, selector), nil)
 	p.Click(selector)
@@ -161,8 +161,8 @@ func copies(p *browser.Page, selector string) {
 
 func TestKeysAndThemes(t *testing.T) {
 	t.Parallel()
-	l := listedPage(t)
-	p := l.looked(t, browser.Look{})
+	l := serveRowList(t)
+	p := l.open(t, browser.Look{})
 	p.Press(kb.Tab)
 	p.Until("the first stop is the way past the navigation", `document.activeElement.matches("a.skip")`)
 	p.Press(kb.Enter)
@@ -182,7 +182,7 @@ func TestKeysAndThemes(t *testing.T) {
 	p.Eval(`document.activeElement.blur()`, nil)
 	p.Press("?")
 	p.Until("help is open", `document.getElementById("help").open`)
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 	p.Click("#keys-on")
 	p.Press("\x1b")
 	p.Until("help is closed", `!document.getElementById("help").open`)
@@ -195,15 +195,15 @@ func TestKeysAndThemes(t *testing.T) {
 	p.Go(l.url)
 	p.Until("the choice is kept",
 		`document.documentElement.dataset.theme === "dark" && document.getElementById("theme").textContent.includes("dark")`)
-	copies(p, "button.copy")
+	clickCopy(p, "button.copy")
 	p.Eval(`document.getElementById("keys-on").click();
 		for (const key of ["g", "o"]) document.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}))`, nil)
 	p.Until("a chord opens a page", `location.pathname === "/"`)
 }
 
-func TestAFormThatIsRefusedHasAgainWhatWasWritten(t *testing.T) {
+func TestRejectedFormKeepsInput(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/executions/" + rows.Execution(t, pool, "failed", "flow", "import"))
 	p.Type("#fork input[name=from]", "pay")
@@ -215,12 +215,12 @@ func TestAFormThatIsRefusedHasAgainWhatWasWritten(t *testing.T) {
 	p.Until("what was written stands there", kept+` === 'pay {"rows": 7'`)
 	p.Reload()
 	p.Until("it is asked for anew", `!document.querySelector(".flash-bad") && !(`+kept+`).includes("pay")`)
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 }
 
-func TestTheNavigationOfAPhoneShowsWhereOneIs(t *testing.T) {
+func TestPhoneNavigationMarksCurrentPage(t *testing.T) {
 	t.Parallel()
-	_, server := open(t)
+	_, server := openRoom(t)
 	p := browser.Open(t, browser.Look{Width: 390, Height: 844})
 	for path, where := range map[string]string{
 		"/": "> ul > li > a[aria-current]", "/executions": "> ul > li > a[aria-current]",
@@ -232,12 +232,12 @@ func TestTheNavigationOfAPhoneShowsWhereOneIs(t *testing.T) {
 			return r.left >= 0 && r.right <= innerWidth && r.bottom <= innerHeight && r.top > innerHeight - 80 && r.height >= 44 && scrollY === 0 })()`, &seen)
 		assert.Truef(t, seen, "%s: its word at the lower edge is not to be seen", path)
 	}
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 }
 
-func TestAPageWithoutScriptIsWhole(t *testing.T) {
+func TestPageWorksWithoutScript(t *testing.T) {
 	t.Parallel()
-	l := listedPage(t)
+	l := serveRowList(t)
 	p := browser.Open(t, browser.Look{NoScript: true, Width: 390, Height: 800})
 	p.Go(l.url)
 	text := p.Text("main")
@@ -247,46 +247,47 @@ func TestAPageWithoutScriptIsWhole(t *testing.T) {
 	}
 }
 
-func TestALinkLogsIn(t *testing.T) {
+func TestLoginLink(t *testing.T) {
 	t.Parallel()
-	l := listedPage(t)
+	l := serveRowList(t)
 	p := browser.Open(t, browser.Look{})
 	p.Go(strings.TrimSuffix(l.url, "/listed") + "/login?next=/listed")
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 	p.Expect("405") // no handler takes the form here
 	p.Go(strings.TrimSuffix(l.url, "/listed") + "/login?next=/listed#token=secret")
 	p.Until("the token is out of the address", `!location.href.includes("secret")`)
 }
 
-// populated inserts data for every page, with text in each free text. It returns an address for each page's path.
-func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string {
+// seedAllPages inserts data for every page, with text in each free text. It returns an address for each page's path.
+func seedAllPages(t *testing.T, pool *pgxpool.Pool, text string) map[string]string {
 	t.Helper()
-	waitsForPeople(t, pool, text)
-	did(t, pool, 60)
+	seedAttentionItems(t, pool, text)
+	insertActivities(t, pool, 60)
 	id, run := seedTrace(t, pool)
-	spend(t, pool, text, "model-one", "0.75", "0")
-	spend(t, pool, "reflect", "model-two", "0.25", "2 days")
+	insertModelCall(t, pool, text, "model-one", "0.75", "0")
+	insertModelCall(t, pool, "reflect", "model-two", "0.25", "2 days")
 	waiting := rows.Execution(t, pool, "waiting", "flow", "onboarding")
 	for _, status := range []string{"pending", "running", "completed", "failed", "timeout", "cancelled"} {
 		rows.Execution(t, pool, status, "chat", text)
 	}
-	asked(t, pool, "consumed", `{"table": "orders", "limit": 10}`, 5)
-	approval := asked(t, pool, "pending", fmt.Sprintf(`{"table": "orders", "limit": 20, "why": %s}`, quoted(t, text)), 5)
-	automation := scheduled(t, pool, "weekly")
-	ran(t, pool, automation, "success")
-	ran(t, pool, automation, "dead")
-	delivery, message := delivered(t, pool, "dead", text), undelivered(t, pool, "shop", "dead")
-	undelivered(t, pool, "shop", "pending")
-	aims(t, pool, "grow")
-	keeps(t, pool, "facts", "prices", text)
-	acts(t, pool, agents.Definition{
+	insertApproval(t, pool, "consumed", `{"table": "orders", "limit": 10}`, 5)
+	approval := insertApproval(t, pool, "pending", fmt.Sprintf(`{"table": "orders", "limit": 20, "why": %s}`,
+		quoteJSON(t, text)), 5)
+	automation := insertAutomation(t, pool, "weekly")
+	insertAutomationRun(t, pool, automation, "success")
+	insertAutomationRun(t, pool, automation, "dead")
+	delivery, message := insertDelivery(t, pool, "dead", text), insertOutgoing(t, pool, "shop", "dead")
+	insertOutgoing(t, pool, "shop", "pending")
+	insertObjective(t, pool, "grow")
+	insertMemory(t, pool, "facts", "prices", text)
+	putAgent(t, pool, agents.Definition{
 		Name: "sales", Default: true, Description: text, Instructions: text, Greeting: text,
 		Keys: []string{"web"},
 	})
-	acts(t, pool, agents.Definition{Name: "billing", Memory: "own", Instructions: text})
+	putAgent(t, pool, agents.Definition{Name: "billing", Memory: "own", Instructions: text})
 	rows.Calls(t, pool, "fetch", "error", text, 3)
 	rows.Calls(t, pool, "fetch", "success", "", 9)
-	spoken(t, pool, text, text, "completed")
+	insertSession(t, pool, text, text, "completed")
 	rows.Quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq)
 		values ('talk', 'chat', 'key1', $1, 3)`, text)
 	rows.Quiet(t, pool, `
@@ -299,7 +300,7 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 		         ('pipeline:prices', 'somebody', 2, now() + interval '1 hour', null)`, waiting)
 	model := pgtest.Value[string](t, pool, `select id::text from agent_activity where trace_id = $1 and kind = 'model'`,
 		string(id))
-	older, newer := tried(t, pool, text)
+	older, newer := seedSuite(t, pool, text)
 	rows.Quiet(t, pool, `
 		insert into agent_eval_labels (run_id, suite, case_name, trial, principal, answer, answer_digest, good, note)
 		values ($1::uuid, 'returns', 'late', 2, 'anna', $2, 'x', false, left($2, 2000))`, newer, text)
@@ -325,22 +326,22 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 	}
 }
 
-// quoted returns a text as JSON.
-func quoted(t *testing.T, text string) string {
+// quoteJSON returns a text as JSON.
+func quoteJSON(t *testing.T, text string) string {
 	t.Helper()
 	raw, err := json.Marshal(text)
 	require.NoError(t, err)
 	return string(raw)
 }
 
-// manners are the browser settings in which every page must be readable.
-var manners = map[string]browser.Look{
+// displayModes are the browser settings in which every page must be readable.
+var displayModes = map[string]browser.Look{
 	"light": {}, "dark": {Dark: true}, "light phone": {Width: 390, Height: 844},
 	"dark phone": {Width: 390, Height: 844, Dark: true},
 }
 
-// addresses returns an address of each page of the room, and some more. It fails for a new page without one.
-func addresses(t *testing.T, pool *pgxpool.Pool, made map[string]string) []string {
+// pageAddresses returns an address of each page of the room, and some more. It fails for a new page without one.
+func pageAddresses(t *testing.T, pool *pgxpool.Pool, made map[string]string) []string {
 	t.Helper()
 	room, err := New(Options{Pool: pool})
 	require.NoError(t, err)
@@ -360,14 +361,14 @@ func addresses(t *testing.T, pool *pgxpool.Pool, made map[string]string) []strin
 	return append(list, trace+"?span="+made["run span"], trace+"?tab=why", trace+"?q=fetch&errors=1")
 }
 
-// fit opens a page in some manners. It reports errors of the browser, pages wider than the window and, with axe,
-// accessibility problems.
-func fit(t *testing.T, p *browser.Page, address string, axe bool, ways ...string) {
+// checkPage opens a page in some display modes. It reports errors of the browser, pages wider than the window and, with
+// axe, accessibility problems.
+func checkPage(t *testing.T, p *browser.Page, address string, axe bool, ways ...string) {
 	t.Helper()
-	p.As(manners[ways[0]])
+	p.As(displayModes[ways[0]])
 	p.Go(address)
 	for _, way := range ways {
-		look := manners[way]
+		look := displayModes[way]
 		p.As(look)
 		if axe {
 			for _, fault := range p.Inaccessible() {
@@ -385,11 +386,11 @@ func fit(t *testing.T, p *browser.Page, address string, axe bool, ways ...string
 
 // The test combines both widths and both colour schemes, but not each with each: the layout does not depend on the
 // colours.
-func TestEveryPageIsFitToBeReadInLightAndDarkAndOnAPhone(t *testing.T) {
+func TestEveryPageIsFitForLightDarkAndPhone(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	made := populated(t, pool, "It is done. See the list of orders that were refunded.")
-	list := addresses(t, pool, made)
+	pool, server := openRoom(t)
+	made := seedAllPages(t, pool, "It is done. See the list of orders that were refunded.")
+	list := pageAddresses(t, pool, made)
 	p := browser.Open(t, browser.Look{})
 	if os.Getenv("AGENT_PICTURES") != "" {
 		list = nil // make pictures
@@ -400,7 +401,7 @@ func TestEveryPageIsFitToBeReadInLightAndDarkAndOnAPhone(t *testing.T) {
 		if testing.Short() {
 			ways = ways[i%2 : i%2+1]
 		}
-		fit(t, p, server.URL+address, true, ways...)
+		checkPage(t, p, server.URL+address, true, ways...)
 		for _, width := range []int64{390, 320} { // F12: no page is wider than a phone's window
 			p.As(browser.Look{Width: width, Height: 844})
 			var wide int64
@@ -413,11 +414,11 @@ func TestEveryPageIsFitToBeReadInLightAndDarkAndOnAPhone(t *testing.T) {
 			.map(c => c.textContent)`, &over)
 		assert.Truef(t, len(over) == 0, "%s: the text of cells lies over the next ones: %q", address, over)
 	}
-	pictures(t, p, server.URL, made)
+	takePictures(t, p, server.URL, made)
 }
 
-// pictures makes the pictures of the documentation in the folder AGENT_PICTURES (make pictures).
-func pictures(t *testing.T, p *browser.Page, base string, made map[string]string) {
+// takePictures makes the pictures of the documentation in the folder AGENT_PICTURES (make pictures).
+func takePictures(t *testing.T, p *browser.Page, base string, made map[string]string) {
 	t.Helper()
 	dir := os.Getenv("AGENT_PICTURES")
 	if dir == "" {
@@ -429,25 +430,25 @@ func pictures(t *testing.T, p *browser.Page, base string, made map[string]string
 		{"approval", "/approvals/{id}", "dark"},
 		{"evals", "/evals/runs/{id}/cases/{case}", "light"},
 	} {
-		p.As(manners[shot.way])
+		p.As(displayModes[shot.way])
 		p.Go(base + made[shot.page])
 		p.Until("the page is live", `document.body.innerText.includes("Live")`)
 		p.Screenshot(filepath.Join(dir, shot.name+".png"), false)
 	}
 }
 
-func TestEveryPageShowsHostileTextAsText(t *testing.T) {
+func TestEveryPageEscapesHostileText(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	text := hostile + strings.Repeat("W", 2000)
-	list := addresses(t, pool, populated(t, pool, text))
-	soil(t, pool, text+strings.Repeat("W", 1<<14))
+	list := pageAddresses(t, pool, seedAllPages(t, pool, text))
+	fillTextColumns(t, pool, text+strings.Repeat("W", 1<<14))
 	for _, address := range list {
-		harmless(t, server.URL+address)
+		wantEscaped(t, server.URL+address)
 	}
 	p := browser.Open(t, browser.Look{})
 	for _, address := range list {
-		fit(t, p, server.URL+address, !testing.Short(), "dark phone")
+		checkPage(t, p, server.URL+address, !testing.Short(), "dark phone")
 		var odd []string
 		p.Eval(
 			`[...document.querySelectorAll("script:not([src]), img, iframe, object, [onerror], [onload], [style]")].map(e => e.outerHTML.slice(0, 200))`, &odd)
@@ -458,9 +459,9 @@ func TestEveryPageShowsHostileTextAsText(t *testing.T) {
 	}
 }
 
-// soil writes a text into every column of free text or JSON, of every row, if the schema allows it. Columns that pages
-// search by keep their values.
-func soil(t *testing.T, pool *pgxpool.Pool, text string) {
+// fillTextColumns writes a text into every column of free text or JSON, of every row, if the schema allows it. Columns
+// that pages search by keep their values.
+func fillTextColumns(t *testing.T, pool *pgxpool.Pool, text string) {
 	t.Helper()
 	rows, err := pool.Query(t.Context(), `
 		select c.table_name::text, c.column_name::text, c.data_type::text from information_schema.columns c
@@ -617,7 +618,7 @@ func (f *fakeTurns) rest(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-func TestTheConsoleInABrowser(t *testing.T) {
+func TestOperateConsoleInBrowser(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	room, err := New(Options{Pool: pool, Agent: "agent"})
@@ -639,8 +640,8 @@ func TestTheConsoleInABrowser(t *testing.T) {
 		end() // ends the stream of the open page
 		server.Close()
 	})
-	acts(t, pool, agents.Definition{Name: "sales", Default: true})
-	acts(t, pool, agents.Definition{Name: "billing"})
+	putAgent(t, pool, agents.Definition{Name: "sales", Default: true})
+	putAgent(t, pool, agents.Definition{Name: "billing"})
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/operate")
 	p.Eval(`document.getElementById("agent").value = "billing", 1`, new(int))
@@ -707,7 +708,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	p.Type("#message", "break early")
 	p.Click("#send")
 	p.Shows("It went on.")
-	spoken(t, pool, "what did you do?", "", "pending")
+	insertSession(t, pool, "what did you do?", "", "pending")
 	p.Go(server.URL + "/operate?session=" + aSession)
 	p.Shows("It went on.")
 	problems := p.Problems()
@@ -715,9 +716,9 @@ func TestTheConsoleInABrowser(t *testing.T) {
 }
 
 // A system's forced colours hide backgrounds, so a border shows the current item.
-func TestForcedColoursShowWhatIsCurrent(t *testing.T) {
+func TestForcedColoursMarkCurrentItem(t *testing.T) {
 	t.Parallel()
-	_, server := open(t)
+	_, server := openRoom(t)
 	p := browser.Open(t, browser.Look{Forced: true})
 	p.Go(server.URL + "/executions?status=failed")
 	p.Until("one tab has a line", `(tabs => tabs.filter(a => getComputedStyle(a).borderBottomColor ===

@@ -46,7 +46,7 @@ func retryAction(ids []string) bulkAction {
 	}
 }
 
-// retryGroup is the action on the failed executions of a group.
+// retryGroup returns the action on the failed executions of a group.
 func retryGroup(ids []string) bulkAction {
 	b := retryAction(ids)
 	b.More = len(ids) == monitor.MaxRetry
@@ -55,8 +55,8 @@ func retryGroup(ids []string) bulkAction {
 
 // bulkActions offers to retry or cancel the matching executions. The page fixes their ids at its read. Without a filter
 // the page offers no action.
-func (room *Room) bulkActions(ctx context.Context, v *visit) (any, error) {
-	f, _ := v.About.(executionFilter)
+func (room *Room) bulkActions(ctx context.Context, req *pageRequest) (any, error) {
+	f, _ := req.Subject.(executionFilter)
 	if f.View == "waiting" {
 		f.View, f.Status = "", string(executions.Waiting)
 	}
@@ -70,30 +70,30 @@ func (room *Room) bulkActions(ctx context.Context, v *visit) (any, error) {
 	}
 	var offered []bulkAction
 	for _, b := range []*bulkAction{&retry, &cancel} {
-		args := f.wanted(maxRanked, maxBulk)
+		args := f.args(maxRanked, maxBulk)
 		delete(args, "by")
-		delete(args, "looked_flow")
+		delete(args, "searched_flow")
 		args["retry"], args["unforkable"] = b.Action == "retry", slices.Collect(maps.Keys(room.Unforkable()))
 		rows, err := room.Read.Query(ctx, `
 			select w.id::text from (
 			  (select x.* from unnest(array['failed', 'timeout', 'cancelled']) s (status) cross join lateral (
 			    select `+candidateColumns+`
 			     where @retry and x.status in ('failed', 'timeout', 'cancelled') and x.status = s.status
-			       and x.id >= @from::uuid and x.id < @until::uuid order by x.id desc limit @looked) x)
+			       and x.id >= @from::uuid and x.id < @until::uuid order by x.id desc limit @searched) x)
 			  union all
 			  (select x.* from unnest(array['pending', 'running', 'waiting']) s (status) cross join lateral (
 			    select `+candidateColumns+`
 			     where not @retry and x.status in ('pending', 'running', 'waiting') and x.status = s.status
-			       and x.id >= @from::uuid and x.id < @until::uuid order by x.id desc limit @looked) x)) w
-			 where `+executionWanted+`
+			       and x.id >= @from::uuid and x.id < @until::uuid order by x.id desc limit @searched) x)) w
+			 where `+executionConditions+`
 			   and (@traces::text[] is null or w.trace_id = any (@traces) or w.id = any (@ids::text[]::uuid[]))
 			   and (not @retry or w.flow <> all (coalesce(@unforkable::text[], '{}'))
 			        and not exists (select from agent_executions k where k.forked_from = w.id))
-			 order by w.id desc limit @most + 1`, freshPlan, args)
+			 order by w.id desc limit @limit + 1`, customPlan, args)
 		if b.IDs, err = postgres.Collect(rows, err, "find executions of a bulk action", pgx.RowTo[string]); err != nil {
 			return nil, err
 		}
-		if b.IDs, b.More = onPage(b.IDs, maxBulk); len(b.IDs) > 0 {
+		if b.IDs, b.More = firstN(b.IDs, maxBulk); len(b.IDs) > 0 {
 			offered = append(offered, *b)
 		}
 	}

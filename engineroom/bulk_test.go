@@ -13,8 +13,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// bulks returns the ids of a page's bulk forms, by action.
-func bulks(body string) map[string]string {
+// bulkForms returns the ids of a page's bulk forms, by action.
+func bulkForms(body string) map[string]string {
 	got := map[string]string{}
 	for _, form := range strings.Split(body, `action="/act/v1/executions/bulk"`)[1:] {
 		form, _, _ = strings.Cut(form, "</form>")
@@ -29,9 +29,9 @@ func bulks(body string) map[string]string {
 	return got
 }
 
-func TestWhatAFilterMatchesIsRetriedOrCancelledTogether(t *testing.T) {
+func TestBulkActionsOnFilteredExecutions(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	first, second := rows.Execution(t, pool, "failed", "flow", "ship"), rows.Execution(t, pool, "timeout", "flow", "ship")
 	retried := rows.Execution(t, pool, "failed", "flow", "ship")
 	fork := rows.Execution(t, pool, "running", "flow", "ship")
@@ -39,7 +39,7 @@ func TestWhatAFilterMatchesIsRetriedOrCancelledTogether(t *testing.T) {
 	rows.Execution(t, pool, "completed", "flow", "ship")
 	other := rows.Execution(t, pool, "waiting", "chat", "talk")
 	turn := rows.Execution(t, pool, "failed", "operate", "turn")
-	trace := put(t, pool, `select trace_id from agent_executions where id = $1::uuid`, first)
+	trace := insert(t, pool, `select trace_id from agent_executions where id = $1::uuid`, first)
 	for query, want := range map[string]map[string]string{
 		"":                           {},
 		"?flow=ship":                 {"retry": second + " " + first, "cancel": fork},
@@ -53,38 +53,40 @@ func TestWhatAFilterMatchesIsRetriedOrCancelledTogether(t *testing.T) {
 		"?flow=ship&sort=took":       {},
 		"?until=2020-01-01&failed=1": {},
 	} {
-		got := bulks(shows(t, server.URL+"/executions"+query))
+		got := bulkForms(wantTexts(t, server.URL+"/executions"+query))
 		assert.Truef(t, len(got) == len(want) && got["retry"] == want["retry"] && got["cancel"] == want["cancel"],
 			"%q offers %v, want %v", query, got, want)
 	}
-	shows(t, server.URL+"/executions?failed=1", "Retry all 2", `name="reason" required`)
+	wantTexts(t, server.URL+"/executions?failed=1", "Retry all 2", `name="reason" required`)
 	rows.Quiet(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status) select 'fl_' || n, 'flow', 'many', 'pending'
 		  from generate_series(1, 201) n`)
 	rows.Quiet(t, pool, `update agent_executions set error_message = 'no answer' where status in ('failed', 'timeout')`)
-	body := shows(t, server.URL+"/executions?flow=many", "Cancel the newest 200")
-	assert.Equal(t, 200, len(strings.Fields(bulks(body)["cancel"])))
-	links := regexp.MustCompile(`href="(/executions\?failed=1&amp;since=[^"]*)"`).FindStringSubmatch(shows(t, server.URL+"/"))
-	assert.Truef(t, links != nil && strings.Contains(shows(t, server.URL+html.UnescapeString(links[1])), `id="execution-`),
+	body := wantTexts(t, server.URL+"/executions?flow=many", "Cancel the newest 200")
+	assert.Equal(t, 200, len(strings.Fields(bulkForms(body)["cancel"])))
+	links := regexp.MustCompile(`href="(/executions\?failed=1&amp;since=[^"]*)"`).FindStringSubmatch(wantTexts(t,
+		server.URL+"/"))
+	assert.Truef(t, links != nil && strings.Contains(wantTexts(t, server.URL+html.UnescapeString(links[1])),
+		`id="execution-`),
 		"an hour of the overview does not lead to what failed in it: %q", links)
-	group := strings.Fields(bulks(shows(t, server.URL+"/", "Retry all 2"))["retry"])
+	group := strings.Fields(bulkForms(wantTexts(t, server.URL+"/", "Retry all 2"))["retry"])
 	slices.Sort(group)
 	assert.Equal(t, first+" "+second, strings.Join(group, " "))
-	trace = put(t, pool, `select trace_id from agent_executions where id = $1::uuid`, turn)
-	body = shows(t, server.URL+"/executions/"+turn, "cannot be forked: say it again") +
-		shows(t, server.URL+"/traces/"+trace)
+	trace = insert(t, pool, `select trace_id from agent_executions where id = $1::uuid`, turn)
+	body = wantTexts(t, server.URL+"/executions/"+turn, "cannot be forked: say it again") +
+		wantTexts(t, server.URL+"/traces/"+trace)
 	assert.True(t, !strings.Contains(body, "/retry"), "a turn is offered to be retried")
 }
 
-func TestABulkActionSaysHowManyItChanged(t *testing.T) {
+func TestBulkActionShowsCounts(t *testing.T) {
 	t.Parallel()
-	calls, server, client := pulled(t, func(w http.ResponseWriter, _ *http.Request) {
+	calls, server, client := serveWithAPI(t, func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = w.Write([]byte(`{"done": 1, "refused": 1, "detail": "1 of 2 executions retried. 1 refused.", "items": []}`))
 	})
 	resp := post(t, client, server.URL+"/act/v1/executions/bulk", url.Values{
 		"action": {"retry"}, "ids": {"a\nb"}, "reason": {"it is back"}, "back": {"/executions?failed=1"},
 	}, nil)
-	notice, _ := after(t, client, server, resp)
+	notice, _ := pagesAfter(t, client, server, resp)
 	assert.Contains(t, notice, "1 of 2 executions retried. 1 refused.")
 	assert.Equal(t, `{"action":"retry","ids":["a","b"],"reason":"it is back"}`, (*calls)[0].body)
 }

@@ -7,32 +7,32 @@ import (
 	"github.com/lanekeeper/lanekeeper/channels"
 )
 
-// mostSenders bounds the senders and the lost messages of the page.
-const mostSenders = 100
+// maxSenders bounds the senders and the lost messages of the page.
+const maxSenders = 100
 
 // channelsPage lists channels, their senders, and messages whose delivery is unknown.
 func (room *Room) channelsPage() page {
 	return page{
-		path: "/channels", name: "channels", nav: "Channels", title: "Channels",
+		path: "/channels", name: "channels", navLabel: "Channels", title: "Channels",
 		parts: []part{
-			{name: "list", every: 2 * time.Second, load: room.channelList},
-			{name: "senders", every: 5 * time.Second, load: room.channelSenders},
-			{name: "lost", every: 5 * time.Second, load: room.channelLost},
+			{name: "list", interval: 2 * time.Second, load: room.channelList},
+			{name: "senders", interval: 5 * time.Second, load: room.channelSenders},
+			{name: "lost", interval: 5 * time.Second, load: room.channelLost},
 		},
 	}
 }
 
-func (room *Room) channelList(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) channelList(ctx context.Context, _ *pageRequest) (any, error) {
 	got, err := channels.List(ctx, room.Read)
 	return map[string]any{"Channels": got}, err
 }
 
-func (room *Room) channelSenders(ctx context.Context, _ *visit) (any, error) {
-	got, err := channels.Identities(ctx, room.Read, mostSenders)
-	return map[string]any{"Senders": got, "More": len(got) == mostSenders}, err
+func (room *Room) channelSenders(ctx context.Context, _ *pageRequest) (any, error) {
+	got, err := channels.Identities(ctx, room.Read, maxSenders)
+	return map[string]any{"Senders": got, "More": len(got) == maxSenders}, err
 }
 
-func (room *Room) channelLost(ctx context.Context, _ *visit) (any, error) {
-	got, err := channels.Sends(ctx, room.Read, channels.SendFilter{Limit: mostSenders})
-	return map[string]any{"Sends": got, "More": len(got) == mostSenders}, err
+func (room *Room) channelLost(ctx context.Context, _ *pageRequest) (any, error) {
+	got, err := channels.Sends(ctx, room.Read, channels.SendFilter{Limit: maxSenders})
+	return map[string]any{"Sends": got, "More": len(got) == maxSenders}, err
 }

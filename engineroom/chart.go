@@ -37,19 +37,19 @@ type chart struct {
 	Tick         float64              // the distance of two ticks; 0 derives it from the highest bar
 }
 
-// bar is a piece of a bar.
+// bar is a rectangle of a chart: one series of one point, or the area of a point.
 type bar struct{ X, Y, W, H, Class, Text string }
 
 // mark is a label at an axis.
 type mark struct{ X, Y, Text string }
 
-// place formats a number for SVG.
-func place(f float64) string {
+// formatSVG formats a number for SVG.
+func formatSVG(f float64) string {
 	return strings.TrimSuffix(strings.TrimRight(fmt.Sprintf("%.1f", f), "0"), ".")
 }
 
-// across formats a place or a width across a chart, in per cent.
-func across(f float64) string {
+// percentX formats a place or a width across a chart, in per cent.
+func percentX(f float64) string {
 	return strings.TrimSuffix(strings.TrimRight(fmt.Sprintf("%.2f", 100*f/chartWide), "0"), ".") + "%"
 }
 
@@ -134,8 +134,8 @@ func (c chart) Paths() []chartLine {
 				continue
 			}
 			at := wide * (float64(i) + .5)
-			last = mark{X: across(at), Y: place(chartHigh - chartBottom - c.height(p.Values[s]))}
-			piece = append(piece, place(at)+","+last.Y)
+			last = mark{X: percentX(at), Y: formatSVG(chartHigh - chartBottom - c.height(p.Values[s]))}
+			piece = append(piece, formatSVG(at)+","+last.Y)
 		}
 		end()
 	}
@@ -155,8 +155,8 @@ func (c chart) Areas() []bar {
 			words = append(words, c.Series[s].Name, c.Write(v))
 		}
 		list = append(list, bar{
-			X: across(wide * float64(i)), Y: place(chartTop), W: across(wide),
-			H:    place(chartHigh - chartTop - chartBottom),
+			X: percentX(wide * float64(i)), Y: formatSVG(chartTop), W: percentX(wide),
+			H:    formatSVG(chartHigh - chartTop - chartBottom),
 			Text: strings.Join(words, " "),
 		})
 	}
@@ -187,7 +187,7 @@ func (c chart) Bars() []bar {
 			}
 			base -= high
 			list = append(list, bar{
-				X: across(wide * (float64(i) + .1)), Y: place(base), W: across(wide * .8), H: place(max(high, .5)),
+				X: percentX(wide * (float64(i) + .1)), Y: formatSVG(base), W: percentX(wide * .8), H: formatSVG(max(high, .5)),
 				Class: c.Series[s].Class, Text: fmt.Sprintf("%s: %s %s", p.Name, c.Write(v), c.Series[s].Name),
 			})
 		}
@@ -200,27 +200,29 @@ func (c chart) Ticks() []mark {
 	list := []mark{}
 	for i := range chartTicks + 1 {
 		v := c.step() * float64(i)
-		list = append(list, mark{Y: place(chartHigh - chartBottom - c.height(v)), Text: c.Write(v)})
+		list = append(list, mark{Y: formatSVG(chartHigh - chartBottom - c.height(v)), Text: c.Write(v)})
 	}
 	return list
 }
 
-// Labels are as many labels below the chart as fit.
+// Labels are the labels below the chart, at most maxLabels.
 func (c chart) Labels() []mark {
 	list := []mark{}
 	wide := chartWide / float64(max(len(c.Points), 1))
 	every := (len(c.Points) + maxLabels - 1) / maxLabels
 	for i, p := range c.Points {
 		if i%every == 0 {
-			list = append(list, mark{X: across(wide * (float64(i) + .5)), Y: place(chartHigh - 5), Text: p.Short})
+			list = append(list, mark{X: percentX(wide * (float64(i) + .5)), Y: formatSVG(chartHigh - 5), Text: p.Short})
 		}
 	}
 	return list
 }
 
 // Box is the viewBox of the lines, and High the height of the chart.
-func (c chart) Box() string  { return fmt.Sprintf("0 0 %s %s", place(chartWide), place(chartHigh)) }
-func (c chart) High() string { return place(chartHigh) }
+func (c chart) Box() string {
+	return fmt.Sprintf("0 0 %s %s", formatSVG(chartWide), formatSVG(chartHigh))
+}
+func (c chart) High() string { return formatSVG(chartHigh) }
 
 // Rows are the points with formatted values, latest first.
 func (c chart) Rows() [][]string {

@@ -18,25 +18,25 @@ import (
 const topSeries = 4
 
 // chartRanges are the ranges of the page, each with the length and the number of its points.
-var chartRanges = map[string]scale{
+var chartRanges = map[string]timeAxis{
 	"24h": {time.Hour, 24, "hour"}, "7d": {6 * time.Hour, 28, "6 hours"}, "30d": {24 * time.Hour, 30, "day"},
 	"90d": {24 * time.Hour, 90, "day"},
 }
 
-// scale is the time axis of a chart. Its points have one length and begin in UTC; the last point is now.
-type scale struct {
-	step   time.Duration
-	points int
-	word   string
+// timeAxis is the time axis of a chart. Its points have one length and begin in UTC; the last point is now.
+type timeAxis struct {
+	step  time.Duration
+	count int
+	unit  string
 }
 
 // since is the beginning of the first point.
-func (s scale) since() time.Time {
-	return time.Now().UTC().Truncate(s.step).Add(-time.Duration(s.points-1) * s.step)
+func (s timeAxis) since() time.Time {
+	return time.Now().UTC().Truncate(s.step).Add(-time.Duration(s.count-1) * s.step)
 }
 
-// per is the period of the counts.
-func (s scale) per() activity.Period {
+// period is the period of the counts.
+func (s timeAxis) period() activity.Period {
 	if s.step < 24*time.Hour {
 		return activity.ByHour
 	}
@@ -44,20 +44,20 @@ func (s scale) per() activity.Period {
 }
 
 // key is the point of a moment.
-func (s scale) key(at time.Time) int64 { return at.UTC().Truncate(s.step).Unix() }
+func (s timeAxis) key(at time.Time) int64 { return at.UTC().Truncate(s.step).Unix() }
 
-// draw returns the points with their values. A point without values gets the values in none.
-func (s scale) draw(of map[int64][]float64, none ...float64) []point {
-	list := make([]point, 0, s.points)
+// points returns the points with their values. A point without values gets the values in none.
+func (s timeAxis) points(of map[int64][]float64, empty ...float64) []point {
+	list := make([]point, 0, s.count)
 	name, short := time.DateOnly, "Jan 2"
 	if s.step < 24*time.Hour {
 		name, short = "2006-01-02 15:04", "Jan 2 15h"
 	}
-	for i := range s.points {
+	for i := range s.count {
 		at := s.since().Add(time.Duration(i) * s.step)
-		values, has := of[at.Unix()]
-		if !has {
-			values = none
+		values, ok := of[at.Unix()]
+		if !ok {
+			values = empty
 		}
 		list = append(list, point{Name: at.Format(name), Short: at.Format(short), Values: values})
 	}
@@ -77,31 +77,31 @@ type chartRange struct{ Name, Word, URL string }
 // cost does not depend on the size of the tables.
 func (room *Room) chartsPage() page {
 	return page{
-		path: "/charts", name: "charts", nav: "Charts", title: "Charts", open: openCharts, parallel: true,
+		path: "/charts", name: "charts", navLabel: "Charts", title: "Charts", open: openCharts, parallel: true,
 		parts: []part{
-			{name: "runs", every: 2 * time.Minute, load: room.runCharts},
-			{name: "latency", every: 2 * time.Minute, load: room.latencyCharts},
-			{name: "spend", every: 2 * time.Minute, load: room.spendCharts},
-			{name: "skills", every: 2 * time.Minute, load: room.skillCharts},
+			{name: "runs", interval: 2 * time.Minute, load: room.runCharts},
+			{name: "latency", interval: 2 * time.Minute, load: room.latencyCharts},
+			{name: "spend", interval: 2 * time.Minute, load: room.spendCharts},
+			{name: "skills", interval: 2 * time.Minute, load: room.skillCharts},
 		},
 	}
 }
 
-func openCharts(_ context.Context, v *visit) (title string, err error) {
-	var want chartFilter
-	if want.Range, err = v.oneOf("range", "7d", "24h", "30d", "90d"); err != nil {
+func openCharts(_ context.Context, req *pageRequest) (title string, err error) {
+	var filter chartFilter
+	if filter.Range, err = req.oneOf("range", "7d", "24h", "30d", "90d"); err != nil {
 		return "", err
 	}
-	if want.Agent, err = v.textFilter("agent"); err != nil {
+	if filter.Agent, err = req.textFilter("agent"); err != nil {
 		return "", err
 	}
-	if want.Flow, err = v.textFilter("flow"); err != nil {
+	if filter.Flow, err = req.textFilter("flow"); err != nil {
 		return "", err
 	}
 	for _, r := range [][2]string{{"24h", "24 hours"}, {"7d", "7 days"}, {"30d", "30 days"}, {"90d", "90 days"}} {
-		want.Ranges = append(want.Ranges, chartRange{r[0], r[1], v.at("range", r[0])})
+		filter.Ranges = append(filter.Ranges, chartRange{r[0], r[1], req.withParam("range", r[0])})
 	}
-	v.About = want
+	req.Subject = filter
 	return "", nil
 }
 
@@ -109,7 +109,7 @@ func openCharts(_ context.Context, v *visit) (title string, err error) {
 type figure struct {
 	Chart chart
 	Words string
-	Empty string // why the chart is empty
+	Empty string // text for a chart without values
 	Links []link
 }
 
@@ -117,9 +117,9 @@ type figure struct {
 type link struct{ URL, Word string }
 
 // runCharts draws ended executions, by the time of their end.
-func (room *Room) runCharts(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(chartFilter)
-	axis := chartRanges[want.Range]
+func (room *Room) runCharts(ctx context.Context, req *pageRequest) (any, error) {
+	filter, _ := req.Subject.(chartFilter)
+	axis := chartRanges[filter.Range]
 	type line struct {
 		Start                                 time.Time
 		Completed, Failed, Timeout, Cancelled int64
@@ -131,8 +131,8 @@ func (room *Room) runCharts(ctx context.Context, v *visit) (any, error) {
 		 where c.span = @span and c.start >= @since::timestamptz
 		   and (@agent::text = '' or c.agent = lanekeeper.agent_count_key(@agent))
 		   and (@flow::text = '' or c.flow = lanekeeper.agent_count_key(@flow))
-		 group by c.start`, freshPlan, postgres.Strict{
-		"span": string(axis.per()), "since": axis.since(), "agent": want.Agent, "flow": want.Flow,
+		 group by c.start`, customPlan, postgres.Strict{
+		"span": string(axis.period()), "since": axis.since(), "agent": filter.Agent, "flow": filter.Flow,
 	})
 	if err != nil {
 		return nil, err
@@ -147,28 +147,28 @@ func (room *Room) runCharts(ctx context.Context, v *visit) (any, error) {
 			all.Failed+l.Failed+l.Timeout
 	}
 	d := figure{Empty: "No end of an execution in this time is counted yet.", Chart: chart{
-		Title: "Runs and errors per " + axis.word, About: "Executions by the time of their end.",
+		Title: "Runs and errors per " + axis.unit, About: "Executions by the time of their end.",
 		Series: []series{{"completed", "bar-accent"}, {"cancelled", "bar-wait"}, {"failed", "bar-bad"}}, Write: countTick,
-		Points: axis.draw(of, 0, 0, 0),
+		Points: axis.points(of, 0, 0, 0),
 	}}
 	if ended := all.Completed + all.Cancelled + all.Failed; ended > 0 {
 		d.Words = human.Count(ended) + " runs, " + human.Count(all.Failed) + " failed (" +
 			human.Percent(float64(all.Failed)/float64(ended)) + ")"
 	}
 	flow := ""
-	if want.Flow != "" {
-		flow = "&flow=" + url.QueryEscape(want.Flow)
+	if filter.Flow != "" {
+		flow = "&flow=" + url.QueryEscape(filter.Flow)
 	}
 	d.Links = []link{{"/executions?status=failed" + flow, "Failed executions"}}
 	return map[string]any{"Charts": []figure{d}}, nil
 }
 
-// valuesAt returns the values of a point, which are zero at first.
-func valuesAt(of map[int64][]float64, key int64, n int) []float64 {
-	if of[key] == nil {
-		of[key] = make([]float64, n)
+// valuesAt returns the n values of a point. It adds a missing point with zeros.
+func valuesAt(values map[int64][]float64, key int64, n int) []float64 {
+	if values[key] == nil {
+		values[key] = make([]float64, n)
 	}
-	return of[key]
+	return values[key]
 }
 
 // histogram counts durations by bucket.
@@ -191,9 +191,9 @@ func (h histogram) percentiles() []float64 {
 }
 
 // latencyCharts draws how long runs took, waited for a worker, and waited for a lane.
-func (room *Room) latencyCharts(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(chartFilter)
-	axis := chartRanges[want.Range]
+func (room *Room) latencyCharts(ctx context.Context, req *pageRequest) (any, error) {
+	filter, _ := req.Subject.(chartFilter)
+	axis := chartRanges[filter.Range]
 	// For all agents and flows together, the index has the rows of each point. One of the two selects has no rows.
 	list, err := postgres.Rows[histogram](ctx, room.Read, "read durations", `
 		select x.start, x.measure, array_agg(x.bucket order by x.bucket) as buckets,
@@ -212,9 +212,9 @@ func (room *Room) latencyCharts(ctx context.Context, v *visit) (any, error) {
 		   and (@agent::text = '' or d.agent = lanekeeper.agent_count_key(@agent))
 		   and (@flow::text = '' or d.flow = lanekeeper.agent_count_key(@flow))
 		 group by 1, 2, 3) x
-		 group by 1, 2`, freshPlan, postgres.Strict{
-		"span": string(axis.per()), "since": axis.since(), "step": "1 " + string(axis.per()),
-		"agent": want.Agent, "flow": want.Flow,
+		 group by 1, 2`, customPlan, postgres.Strict{
+		"span": string(axis.period()), "since": axis.since(), "step": "1 " + string(axis.period()),
+		"agent": filter.Agent, "flow": filter.Flow,
 	})
 	if err != nil {
 		return nil, err
@@ -241,7 +241,7 @@ func (room *Room) latencyCharts(ctx context.Context, v *visit) (any, error) {
 }
 
 // percentileChart draws percentiles as lines.
-func percentileChart(title, about, empty string, list []histogram, axis scale) figure {
+func percentileChart(title, about, empty string, list []histogram, axis timeAxis) figure {
 	all, parts := map[int32]int64{}, map[int64]map[int32]int64{}
 	for _, h := range list {
 		part := parts[axis.key(h.Start)]
@@ -253,14 +253,14 @@ func percentileChart(title, about, empty string, list []histogram, axis scale) f
 			all[b], part[b] = all[b]+h.Counts[i], part[b]+h.Counts[i]
 		}
 	}
-	of := map[int64][]float64{}
+	values := map[int64][]float64{}
 	for key, part := range parts {
-		of[key] = histogramOf(part).percentiles()
+		values[key] = histogramOf(part).percentiles()
 	}
 	d := figure{Empty: empty, Chart: chart{
 		Title: title, About: about, Lines: true, Write: millisTick,
 		Series: []series{{"p50", "bar-good"}, {"p95", "bar-warn"}, {"p99", "bar-bad"}},
-		Points: axis.draw(of, math.NaN(), math.NaN(), math.NaN()),
+		Points: axis.points(values, math.NaN(), math.NaN(), math.NaN()),
 	}}
 	if len(all) > 0 {
 		sum := histogramOf(all)
@@ -275,7 +275,7 @@ func percentileChart(title, about, empty string, list []histogram, axis scale) f
 	return d
 }
 
-// histogramOf orders buckets.
+// histogramOf returns the counts as a histogram, with its buckets in order.
 func histogramOf(counts map[int32]int64) (h histogram) {
 	h.Buckets = slices.Sorted(maps.Keys(counts))
 	for _, b := range h.Buckets {
@@ -284,7 +284,7 @@ func histogramOf(counts map[int32]int64) (h histogram) {
 	return h
 }
 
-// millisTick formats milliseconds; NaN is no value.
+// millisTick formats milliseconds. NaN means that there is no value.
 func millisTick(ms float64) string {
 	if math.IsNaN(ms) {
 		return "–"
@@ -293,21 +293,21 @@ func millisTick(ms float64) string {
 }
 
 // spendCharts draws spend by agent, skill and model, and the share of cached tokens.
-func (room *Room) spendCharts(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(chartFilter)
-	if want.Flow != "" {
+func (room *Room) spendCharts(ctx context.Context, req *pageRequest) (any, error) {
+	filter, _ := req.Subject.(chartFilter)
+	if filter.Flow != "" {
 		return map[string]any{}, nil // the counts have no spend by flow
 	}
-	axis := chartRanges[want.Range]
+	axis := chartRanges[filter.Range]
 	var charts []figure
 	var until *time.Time
-	days := map[string]string{"24h": "1", "7d": "7", "30d": "30", "90d": "90"}[want.Range]
+	days := map[string]string{"24h": "1", "7d": "7", "30d": "30", "90d": "90"}[filter.Range]
 	for _, by := range []activity.Dimension{activity.ByAgent, activity.BySkill, activity.ByModel} {
-		if want.Agent != "" && by == activity.BySkill {
+		if filter.Agent != "" && by == activity.BySkill {
 			continue // the counts have no skills by agent
 		}
 		sums, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{
-			Since: axis.since(), By: by, Period: axis.per(), Agent: want.Agent,
+			Since: axis.since(), By: by, Period: axis.period(), Agent: filter.Agent,
 		})
 		if err != nil {
 			return nil, err
@@ -323,8 +323,8 @@ func (room *Room) spendCharts(ctx context.Context, v *visit) (any, error) {
 }
 
 // stackedSpend draws the keys that cost most, and the sum of the rest. It draws tokens if no call has a price.
-func stackedSpend(by activity.Dimension, lines []activity.SpendLine, axis scale) figure {
-	all := added(lines)
+func stackedSpend(by activity.Dimension, lines []activity.SpendLine, axis timeAxis) figure {
+	all := sumSpend(lines)
 	value := func(l activity.SpendLine) float64 { return l.CostUSD }
 	d := figure{Empty: "No model was called in this time.", Chart: chart{
 		Title: "Spend by " + string(by), About: "Cost of model calls.", Write: moneyTick,
@@ -356,14 +356,14 @@ func stackedSpend(by activity.Dimension, lines []activity.SpendLine, axis scale)
 	if len(names) > topSeries {
 		d.Chart.Series = append(d.Chart.Series, series{"others", "bar-wait"})
 	}
-	of := map[int64][]float64{}
+	values := map[int64][]float64{}
 	for _, l := range lines {
 		if l.Period == nil {
 			continue
 		}
-		valuesAt(of, axis.key(*l.Period), len(d.Chart.Series))[place[l.Key]] += value(l)
+		valuesAt(values, axis.key(*l.Period), len(d.Chart.Series))[place[l.Key]] += value(l)
 	}
-	d.Chart.Points = axis.draw(of, make([]float64, len(d.Chart.Series))...)
+	d.Chart.Points = axis.points(values, make([]float64, len(d.Chart.Series))...)
 	if len(names) > 0 {
 		most := human.Money(totals[names[0]])
 		if all.CostUSD == 0 {
@@ -374,7 +374,7 @@ func stackedSpend(by activity.Dimension, lines []activity.SpendLine, axis scale)
 	return d
 }
 
-// tokensOrMoney is a sum in dollars, or in tokens without prices.
+// tokensOrMoney formats a sum in dollars, or in tokens if no call has a price.
 func tokensOrMoney(l activity.SpendLine) string {
 	if l.CostUSD > 0 {
 		return human.Money(l.CostUSD)
@@ -383,23 +383,23 @@ func tokensOrMoney(l activity.SpendLine) string {
 }
 
 // cacheChart draws the share of prompt tokens that providers had cached.
-func cacheChart(lines []activity.SpendLine, axis scale) figure {
+func cacheChart(lines []activity.SpendLine, axis timeAxis) figure {
 	sums := map[int64][]float64{}
-	all := added(lines)
+	all := sumSpend(lines)
 	for _, l := range lines {
 		if l.Period != nil {
 			values := valuesAt(sums, axis.key(*l.Period), 2)
 			values[0], values[1] = values[0]+float64(l.CachedTokens), values[1]+float64(l.PromptTokens)
 		}
 	}
-	of := map[int64][]float64{}
+	shares := map[int64][]float64{}
 	for key, values := range sums {
-		of[key] = []float64{values[0] / values[1]} // NaN without prompts
+		shares[key] = []float64{values[0] / values[1]} // NaN without prompts
 	}
 	d := figure{Empty: "No model was called in this time.", Chart: chart{
 		Title: "Cached prompt tokens", About: "Share of prompt tokens that the provider had cached.", Lines: true,
 		Series: []series{{"cached", "bar-accent"}}, Write: shareTick, Tick: .25,
-		Points: axis.draw(of, math.NaN()),
+		Points: axis.points(shares, math.NaN()),
 	}}
 	if all.PromptTokens > 0 {
 		d.Words = human.Percent(float64(all.CachedTokens)/float64(all.PromptTokens)) + " of " +
@@ -416,12 +416,12 @@ func shareTick(f float64) string {
 }
 
 // skillCharts draws the outcomes and durations of skill calls. The counts have no calls by agent and flow.
-func (room *Room) skillCharts(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(chartFilter)
-	if want.Agent != "" || want.Flow != "" {
+func (room *Room) skillCharts(ctx context.Context, req *pageRequest) (any, error) {
+	filter, _ := req.Subject.(chartFilter)
+	if filter.Agent != "" || filter.Flow != "" {
 		return map[string]any{}, nil
 	}
-	axis := chartRanges[want.Range]
+	axis := chartRanges[filter.Range]
 	type line struct {
 		Start          time.Time
 		Worked, Failed int64
@@ -431,8 +431,8 @@ func (room *Room) skillCharts(ctx context.Context, v *visit) (any, error) {
 		  from generate_series(@since::timestamptz, clock_timestamp(), @step::interval) g (start)
 		 cross join lateral (select u.worked, u.failed from agent_activity_counts u
 		                      where u.span = @span and u.start = g.start and u.kind = 'call' offset 0) c
-		 group by g.start`, freshPlan, postgres.Strict{
-		"span": string(axis.per()), "since": axis.since(), "step": "1 " + string(axis.per()),
+		 group by g.start`, customPlan, postgres.Strict{
+		"span": string(axis.period()), "since": axis.since(), "step": "1 " + string(axis.period()),
 	})
 	if err != nil {
 		return nil, err
@@ -445,14 +445,14 @@ func (room *Room) skillCharts(ctx context.Context, v *visit) (any, error) {
 		worked, failed = worked+l.Worked, failed+l.Failed
 	}
 	d := figure{Empty: "No skill was called in this time.", Links: []link{{"/skills", "Skills by health"}}, Chart: chart{
-		Title: "Skill calls and errors per " + axis.word, About: "Calls that count for the health of their skill.",
-		Series: []series{{"succeeded", "bar-accent"}, {"failed", "bar-bad"}}, Write: countTick, Points: axis.draw(of, 0, 0),
+		Title: "Skill calls and errors per " + axis.unit, About: "Calls that count for the health of their skill.",
+		Series: []series{{"succeeded", "bar-accent"}, {"failed", "bar-bad"}}, Write: countTick, Points: axis.points(of, 0, 0),
 	}}
 	if worked > 0 {
 		d.Words = human.Count(worked) + " calls, " + human.Count(failed) + " failed (" +
 			human.Percent(float64(failed)/float64(worked)) + ")"
 	}
-	daily := scale{24 * time.Hour, max(2, int(time.Duration(axis.points)*axis.step/(24*time.Hour))), "day"}
+	daily := timeAxis{24 * time.Hour, max(2, int(time.Duration(axis.count)*axis.step/(24*time.Hour))), "day"}
 	lasted, err := postgres.Rows[histogram](ctx, room.Read, "read durations of calls", `
 		select x.day::timestamp at time zone 'UTC' as start, '' as measure, array_agg(x.bucket order by x.bucket) as buckets,
 		       array_agg(x.n order by x.bucket) as counts
@@ -461,7 +461,7 @@ func (room *Room) skillCharts(ctx context.Context, v *visit) (any, error) {
 		                               interval '1 day') g (day)
 		         cross join lateral (select u.bucket, u.calls from agent_activity_durations u
 		                              where u.day = g.day::date and u.skill = '' offset 0) d) x
-		 group by 1`, freshPlan, postgres.Strict{"since": daily.since()})
+		 group by 1`, customPlan, postgres.Strict{"since": daily.since()})
 	if err != nil {
 		return nil, err
 	}

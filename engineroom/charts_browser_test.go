@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// twoDays inserts two days of runs, model calls and skill calls, and counts them.
-func twoDays(t *testing.T, pool *pgxpool.Pool) {
+// seedTwoDays inserts two days of runs, model calls and skill calls, and counts them.
+func seedTwoDays(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, agent, flow, status, wait_number, created_at, started_at,
@@ -46,11 +46,11 @@ func twoDays(t *testing.T, pool *pgxpool.Pool) {
 	}
 }
 
-func TestChartsShowErrorsLatencyAndSpendWithTheirNumbers(t *testing.T) {
+func TestChartsShowErrorsLatencyAndSpend(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	shows(t, server.URL+"/charts", "No end of an execution in this time is counted yet.", "No skill was called")
-	twoDays(t, pool)
+	pool, server := openRoom(t)
+	wantTexts(t, server.URL+"/charts", "No end of an execution in this time is counted yet.", "No skill was called")
+	seedTwoDays(t, pool)
 	p := browser.Open(t, browser.Look{Width: 1280, Height: 900})
 	p.Go(server.URL + "/charts?range=7d")
 	for _, words := range []string{
@@ -70,22 +70,23 @@ func TestChartsShowErrorsLatencyAndSpendWithTheirNumbers(t *testing.T) {
 	p.Until("values are named where one points", `document.querySelector(".chart-area title").textContent.includes("p95")`)
 	p.Click(".charts details > summary")
 	p.Until("a table has the numbers", `document.querySelector(".charts details[open] table td").textContent !== ""`)
-	shot(t, p, "charts-7d", true)
-	noComplaint(t, p)
+	screenshot(t, p, "charts-7d", true)
+	wantNoBrowserErrors(t, p)
 	p.Click(`nav[aria-label="Range"] a[href*="90d"]`)
 	p.Until("the range is in the address",
 		`location.search === "?range=90d" && document.querySelector("[aria-current=page][href*='90d']")`)
-	noComplaint(t, p)
-	shows(t, server.URL+"/charts?range=30d&flow=flow_2", "175 runs", "Spend is not counted by flow.")
-	shows(t, server.URL+"/charts?range=30d&agent=sales", "Spend by model", "Skill calls are not counted by agent or flow.")
-	turnsAway(t, server.URL+"/charts?range=1y", 400, "range is")
+	wantNoBrowserErrors(t, p)
+	wantTexts(t, server.URL+"/charts?range=30d&flow=flow_2", "175 runs", "Spend is not counted by flow.")
+	wantTexts(t, server.URL+"/charts?range=30d&agent=sales", "Spend by model",
+		"Skill calls are not counted by agent or flow.")
+	wantError(t, server.URL+"/charts?range=1y", 400, "range is")
 }
 
 // What yesterday cost, and why, takes one click from the overview or the spend page, and one more to a trace.
-func TestWhatADayCostAndWhyIsTwoClicksAway(t *testing.T) {
+func TestSpendOfDayIsTwoClicksAway(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	twoDays(t, pool)
+	pool, server := openRoom(t)
+	seedTwoDays(t, pool)
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	p.Go(server.URL + "/spend")
 	p.Click(`p.pager a:nth-of-type(2)`)
@@ -95,8 +96,8 @@ func TestWhatADayCostAndWhyIsTwoClicksAway(t *testing.T) {
 	} {
 		p.Shows(words)
 	}
-	shot(t, p, "spend-day", true)
-	noComplaint(t, p)
+	screenshot(t, p, "spend-day", true)
+	wantNoBrowserErrors(t, p)
 	p.Click("#traces tbody a")
 	p.Until("it leads to the trace", `location.pathname.startsWith("/traces/fl_")`)
 	p.Go(server.URL + "/")
@@ -109,8 +110,8 @@ func TestWhatADayCostAndWhyIsTwoClicksAway(t *testing.T) {
 		p.Eval(`document.documentElement.scrollWidth`, &wide)
 		assert.Truef(t, wide <= 320, "%s is %d wide", path, wide)
 	}
-	turnsAway(t, server.URL+"/spend/2999-01-01", 404, "no day")
-	turnsAway(t, server.URL+"/spend/soon", 404, "no day")
-	assert.True(t, strings.Contains(shows(t, server.URL+"/spend?by=agent", "research"),
+	wantError(t, server.URL+"/spend/2999-01-01", 404, "no day")
+	wantError(t, server.URL+"/spend/soon", 404, "no day")
+	assert.True(t, strings.Contains(wantTexts(t, server.URL+"/spend?by=agent", "research"),
 		"<option value=\"agent\" selected>"), "the choice is not shown")
 }

@@ -70,14 +70,14 @@ type Options struct {
 // Room serves the pages. It is safe for concurrent use.
 type Room struct {
 	Options
-	pages     []page
-	templates *template.Template
-	mark      string // see show.Part
-	hub       *hub
-	hints     suggestions
-	waits     recent[waits]
+	pages           []page
+	templates       *template.Template
+	placeholder     string // see show.Part
+	hub             *hub
+	suggestionCache suggestions
+	pendingCache    cached[pendingCounts]
 	// traceCosts has the most expensive traces of days.
-	traceCosts dayMemo
+	traceCosts dayCache
 }
 
 // Route is a handler with its path.
@@ -92,7 +92,7 @@ type Route struct {
 // New returns a Room. It does not use the database.
 func New(o Options) (*Room, error) {
 	if o.Pool == nil {
-		return nil, errors.New("make the Engine Room: a pool is required")
+		return nil, errors.New("create the Engine Room: a pool is required")
 	}
 	if o.Read == nil {
 		o.Read = replica.Primary(o.Pool)
@@ -109,12 +109,12 @@ func New(o Options) (*Room, error) {
 	if o.Key == nil {
 		o.Key = []byte(rand.Text())
 	}
-	room := &Room{Options: o, mark: "part " + rand.Text() + " "}
+	room := &Room{Options: o, placeholder: "part " + rand.Text() + " "}
 	room.hub = newHub(room)
-	room.pages = room.all()
+	room.pages = room.allPages()
 	parsed, err := parseTemplates()
 	if err != nil {
-		return nil, fmt.Errorf("make the Engine Room: %w", err)
+		return nil, fmt.Errorf("create the Engine Room: %w", err)
 	}
 	room.templates = parsed
 	return room, nil
@@ -141,7 +141,7 @@ func (room *Room) Routes() []Route {
 		})
 	for _, p := range room.pages {
 		routes = append(routes, Route{Method: http.MethodGet, Path: p.pattern(), Scope: p.scope(), Handler: room.serve(p)})
-		if len(p.live()) > 0 {
+		if len(p.liveParts()) > 0 {
 			routes = append(routes, Route{
 				Method: http.MethodGet, Path: "/live" + p.pattern(), Stream: true, Scope: p.scope(),
 				Handler: room.live(p),
@@ -150,12 +150,12 @@ func (room *Room) Routes() []Route {
 	}
 	for i := range routes {
 		if !routes[i].Stream {
-			routes[i].Handler = compressed(routes[i].Handler)
+			routes[i].Handler = compress(routes[i].Handler)
 		}
 	}
-	for _, l := range actions() {
+	for _, a := range actions() {
 		routes = append(routes, Route{
-			Method: http.MethodPost, Path: "/act" + l.path, Scope: principals.Authenticated, Handler: room.performAction(l),
+			Method: http.MethodPost, Path: "/act" + a.path, Scope: principals.Authenticated, Handler: room.performAction(a),
 		})
 	}
 	return routes
@@ -181,9 +181,9 @@ func (p page) scope() principals.Scope {
 	return principals.RunsRead
 }
 
-// all lists the pages in the order of the navigation.
-func (room *Room) all() []page {
-	return room.withReplica(room.withPause(room.withWaits([]page{
+// allPages lists the pages in the order of the navigation.
+func (room *Room) allPages() []page {
+	return room.withReplica(room.withPause(room.withPendingCounts([]page{
 		room.overviewPage(), room.activityPage(), room.auditPage(),
 		room.tracesPage(), room.tracePage(),
 		room.executionsPage(), room.executionPage(), room.flowsPage(), room.flowPage(), room.threadsPage(), room.threadPage(),
@@ -205,9 +205,9 @@ func (room *Room) withReplica(pages []page) []page {
 		return pages
 	}
 	for i := range pages {
-		one := part{name: "replica", shared: true, load: sourceOf}
-		if len(pages[i].live()) > 0 {
-			one.every = 2 * time.Second
+		one := part{name: "replica", sharedTemplate: true, load: sourceOf}
+		if len(pages[i].liveParts()) > 0 {
+			one.interval = 2 * time.Second
 		}
 		pages[i].parts = append([]part{one}, pages[i].parts...)
 	}
@@ -215,4 +215,4 @@ func (room *Room) withReplica(pages []page) []page {
 }
 
 // sourceOf returns the source of the page.
-func sourceOf(ctx context.Context, _ *visit) (any, error) { return replica.From(ctx), nil }
+func sourceOf(ctx context.Context, _ *pageRequest) (any, error) { return replica.From(ctx), nil }

@@ -26,18 +26,18 @@ func (room *Room) evalCasePage() page {
 	return page{
 		path: "/evals/runs/{id}/cases/{case}", name: "evalcase", open: room.openEvalCase,
 		parts: []part{
-			{name: "trials", every: 2 * time.Second, load: room.caseTrials},
-			{name: "sides", every: 2 * time.Second, load: room.caseSides},
-			{name: "judges", every: 5 * time.Second, load: room.caseJudges},
-			{name: "label", every: 2 * time.Second, load: room.caseLabel},
+			{name: "trials", interval: 2 * time.Second, load: room.caseTrials},
+			{name: "sides", interval: 2 * time.Second, load: room.caseSides},
+			{name: "judges", interval: 5 * time.Second, load: room.caseJudges},
+			{name: "label", interval: 2 * time.Second, load: room.caseLabel},
 			{name: "case", load: room.caseDefinition},
 		},
 	}
 }
 
-// evalCaseAbout is the subject of the page.
-type evalCaseAbout struct {
-	evalRunAbout
+// evalCaseSubject is the subject of the page.
+type evalCaseSubject struct {
+	evalRunSubject
 	Case    string
 	Subject evals.Subject
 	Defined *evals.Case   // nil when the run's suite lacks the case
@@ -53,36 +53,36 @@ type caseStep struct {
 	Trial int
 }
 
-func (room *Room) openEvalCase(ctx context.Context, v *visit) (string, error) {
-	about := evalCaseAbout{Case: v.path("case")}
+func (room *Room) openEvalCase(ctx context.Context, req *pageRequest) (string, error) {
+	subject := evalCaseSubject{Case: req.path("case")}
 	var err error
-	if about.evalRunAbout, err = room.readEvalRun(ctx, v); err != nil {
+	if subject.evalRunSubject, err = room.readEvalRun(ctx, req); err != nil {
 		return "", err
 	}
-	all, err := evals.BriefTrials(ctx, room.Read, about.Run.ID, "")
+	all, err := evals.BriefTrials(ctx, room.Read, subject.Run.ID, "")
 	if err != nil {
 		return "", err
 	}
-	about.setTrials(all)
-	if len(about.Trials) == 0 {
-		return "", missing("the run has no case %.100q", about.Case)
+	subject.setTrials(all)
+	if len(subject.Trials) == 0 {
+		return "", notFound("the run has no case %.100q", subject.Case)
 	}
-	if err := about.choose(v); err != nil {
+	if err := subject.chooseTrials(req); err != nil {
 		return "", err
 	}
-	about.Subject, err = evals.SubjectOf(ctx, room.Read, about.Run)
+	subject.Subject, err = evals.SubjectOf(ctx, room.Read, subject.Run)
 	if err != nil && !errors.Is(err, evals.ErrNotFound) {
 		return "", err
 	}
-	if c, has := about.Subject.Suite.Definition.Case(about.Case); has {
-		about.Defined = &c
+	if c, has := subject.Subject.Suite.Definition.Case(subject.Case); has {
+		subject.Defined = &c
 	}
-	v.About = about
-	return "Case " + cut(80, about.Case), nil
+	req.Subject = subject
+	return "Case " + cut(80, subject.Case), nil
 }
 
 // setTrials stores the trials of the case, and the order of all trials.
-func (a *evalCaseAbout) setTrials(all []evals.Trial) {
+func (s *evalCaseSubject) setTrials(all []evals.Trial) {
 	var names []string
 	byCase := map[string][]caseStep{}
 	for _, t := range all {
@@ -90,19 +90,20 @@ func (a *evalCaseAbout) setTrials(all []evals.Trial) {
 			names = append(names, t.Case)
 		}
 		byCase[t.Case] = append(byCase[t.Case], caseStep{t.Case, t.Trial})
-		if t.Case == a.Case {
-			a.Trials = append(a.Trials, t)
+		if t.Case == s.Case {
+			s.Trials = append(s.Trials, t)
 		}
 	}
 	for _, name := range names {
-		a.Steps = append(a.Steps, byCase[name]...)
+		s.Steps = append(s.Steps, byCase[name]...)
 	}
 }
 
-// choose selects the shown trials. The default is the first failed trial beside the first trial with another verdict.
-func (a *evalCaseAbout) choose(v *visit) error {
+// chooseTrials selects the shown trials. The default is the first failed trial beside the first trial with another
+// verdict.
+func (s *evalCaseSubject) chooseTrials(req *pageRequest) error {
 	number := func(name string) (int, error) {
-		text := v.Query.Get(name)
+		text := req.Query.Get(name)
 		if text == "" {
 			return 0, nil
 		}
@@ -113,103 +114,103 @@ func (a *evalCaseAbout) choose(v *visit) error {
 		return n, nil
 	}
 	var err error
-	if a.Trial, err = number("trial"); err != nil {
+	if s.Trial, err = number("trial"); err != nil {
 		return err
 	}
-	if a.Other, err = number("other"); err != nil {
+	if s.Other, err = number("other"); err != nil {
 		return err
 	}
-	if a.Trial == 0 {
-		a.Trial = a.Trials[max(0, slices.IndexFunc(a.Trials, failed))].Trial
+	if s.Trial == 0 {
+		s.Trial = s.Trials[max(0, slices.IndexFunc(s.Trials, hasFailed))].Trial
 	}
-	i := slices.IndexFunc(a.Trials, func(t evals.Trial) bool { return t.Trial == a.Trial })
+	i := slices.IndexFunc(s.Trials, func(t evals.Trial) bool { return t.Trial == s.Trial })
 	if i < 0 {
-		return missing("the case has no trial %d in this run", a.Trial)
+		return notFound("the case has no trial %d in this run", s.Trial)
 	}
-	if a.Other == 0 && a.Against != nil {
-		a.Other = 1
+	if s.Other == 0 && s.Against != nil {
+		s.Other = 1
 	}
-	if a.Other == 0 && a.Trials[i].Verdict != "" {
-		other := slices.IndexFunc(a.Trials, func(t evals.Trial) bool {
-			return t.Verdict != "" && t.Verdict != a.Trials[i].Verdict
+	if s.Other == 0 && s.Trials[i].Verdict != "" {
+		other := slices.IndexFunc(s.Trials, func(t evals.Trial) bool {
+			return t.Verdict != "" && t.Verdict != s.Trials[i].Verdict
 		})
 		if other >= 0 {
-			a.Other = a.Trials[other].Trial
+			s.Other = s.Trials[other].Trial
 		}
 	}
 	return nil
 }
 
-func failed(t evals.Trial) bool { return t.Verdict != "" && t.Verdict != evals.Pass }
+func hasFailed(t evals.Trial) bool { return t.Verdict != "" && t.Verdict != evals.Pass }
 
-// step returns the address of the trial by steps further; empty past the ends.
-func (a *evalCaseAbout) step(by int) string {
-	i := slices.Index(a.Steps, caseStep{a.Case, a.Trial}) + by
-	if i < 0 || i >= len(a.Steps) {
+// neighborURL returns the address of the trial by steps further; empty past the ends.
+func (s *evalCaseSubject) neighborURL(by int) string {
+	i := slices.Index(s.Steps, caseStep{s.Case, s.Trial}) + by
+	if i < 0 || i >= len(s.Steps) {
 		return ""
 	}
-	return casePath(a.Run.ID, a.Steps[i].Case, a.Steps[i].Trial, a.Against)
+	return casePath(s.Run.ID, s.Steps[i].Case, s.Steps[i].Trial, s.Against)
 }
 
-func (room *Room) caseTrials(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(evalCaseAbout)
-	rows, _, err := room.trialRows(ctx, about.evalRunAbout, about.Case)
+func (room *Room) caseTrials(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(evalCaseSubject)
+	rows, _, err := room.trialRows(ctx, subject.evalRunSubject, subject.Case)
 	return map[string]any{
-		"About": about, "Trials": rows, "Previous": about.step(-1), "Next": about.step(1),
+		"About": subject, "Trials": rows, "Previous": subject.neighborURL(-1), "Next": subject.neighborURL(1),
 	}, err
 }
 
-// side is one of two trials.
-type side struct {
+// comparedTrial is one of the two trials that the page compares.
+type comparedTrial struct {
 	evals.Trial
 	Run    evals.Run
 	steps  []evals.Call
 	Answer shownValue
 }
 
-// versusRow is a call of both trials, or the answer. Differs marks the first difference.
-type versusRow struct {
+// comparisonRow shows a call of both trials, or their answers. Differs marks the first difference.
+type comparisonRow struct {
 	Word        string
-	Left, Right versusCell
+	Left, Right comparisonCell
 	Differs     bool
-	What        string     // differs
-	Lines       []diffLine // of arguments or answers
+	What        string     // names the difference
+	Lines       []diffLine // difference of the arguments or answers
 }
 
-// versusCell is a call; no call without a skill.
-type versusCell struct {
+// comparisonCell is a call of one trial. Skill is empty if the trial has no such call.
+type comparisonCell struct {
 	Skill, State string
 	Args         string
 	Answer       bool
 }
 
-// versus is two trials side by side, or a single trial.
-type versus struct {
+// trialComparison is two trials side by side, or a single trial.
+type trialComparison struct {
 	Prompt      string
-	Left        *side
-	Right       *side // nil for none
-	Rows        []versusRow
-	Same        bool // no difference
+	Left        *comparedTrial
+	Right       *comparedTrial // nil for none
+	Rows        []comparisonRow
+	Same        bool // the trials do not differ
 	Undecidable bool // one trial has no verdict yet
 }
 
-func (room *Room) caseSides(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(evalCaseAbout)
-	shown := versus{}
-	if c := about.Defined; c != nil && len(c.Messages) > 0 {
-		shown.Prompt = redact.Text(c.Messages[len(c.Messages)-1].User, maxPre)
+func (room *Room) caseSides(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(evalCaseSubject)
+	shown := trialComparison{}
+	if c := subject.Defined; c != nil && len(c.Messages) > 0 {
+		shown.Prompt = redact.Text(c.Messages[len(c.Messages)-1].User, maxShownText)
 	}
-	left, err := room.side(ctx, about.Run, about.Case, about.Trial)
+	left, err := room.readComparedTrial(ctx, subject.Run, subject.Case, subject.Trial)
 	if err != nil {
 		return nil, err
 	}
 	shown.Left = &left
-	if about.Other > 0 {
-		run := about.Run
-		if about.Against != nil {
-			run = *about.Against
+	if subject.Other > 0 {
+		run := subject.Run
+		if subject.Against != nil {
+			run = *subject.Against
 		}
-		right, err := room.side(ctx, run, about.Case, about.Other)
+		right, err := room.readComparedTrial(ctx, run, subject.Case, subject.Other)
 		switch {
 		case errors.Is(err, evals.ErrNotFound): // the compared run lacks the case or the trial
 		case err != nil:
@@ -222,48 +223,49 @@ func (room *Room) caseSides(ctx context.Context, v *visit) (any, error) {
 	return shown, nil
 }
 
-func (room *Room) side(ctx context.Context, run evals.Run, of string, trial int) (side, error) {
+func (room *Room) readComparedTrial(ctx context.Context, run evals.Run, of string, trial int) (comparedTrial, error) {
 	t, err := evals.GetTrial(ctx, room.Read, run.ID, of, trial)
-	s := side{Trial: t, Run: run, Answer: shownText(t.Answer, int64(len(t.Answer)))}
+	s := comparedTrial{Trial: t, Run: run, Answer: shownText(t.Answer, int64(len(t.Answer)))}
 	if json.Unmarshal(t.Calls, &s.steps) != nil {
 		s.steps = nil
 	}
 	return s, err
 }
 
-// maxVersus bounds the compared calls.
-const maxVersus = 100
+// maxComparedCalls bounds the compared calls.
+const maxComparedCalls = 100
 
 // compare makes the rows, and marks the first difference: a call, its arguments, or the answer.
-func (s *versus) compare() {
-	calls := len(s.Left.steps)
-	if s.Right != nil {
-		calls = max(calls, len(s.Right.steps))
-		s.Undecidable = s.Left.Verdict == "" || s.Right.Verdict == ""
+func (c *trialComparison) compare() {
+	calls := len(c.Left.steps)
+	if c.Right != nil {
+		calls = max(calls, len(c.Right.steps))
+		c.Undecidable = c.Left.Verdict == "" || c.Right.Verdict == ""
 	}
-	marked := s.Right == nil || s.Undecidable
-	for i := range min(calls, maxVersus) {
-		row := versusRow{Word: fmt.Sprintf("call %d", i+1), Left: s.Left.cell(i)}
-		if s.Right != nil {
-			row.Right = s.Right.cell(i)
+	marked := c.Right == nil || c.Undecidable
+	for i := range min(calls, maxComparedCalls) {
+		row := comparisonRow{Word: fmt.Sprintf("call %d", i+1), Left: c.Left.cell(i)}
+		if c.Right != nil {
+			row.Right = c.Right.cell(i)
 		}
 		if !marked && row.Left != row.Right {
 			marked = true
-			row.mark()
+			row.setDifference()
 		}
-		s.Rows = append(s.Rows, row)
+		c.Rows = append(c.Rows, row)
 	}
-	answer := versusRow{Word: "answer", Left: versusCell{Answer: true}, Right: versusCell{Answer: s.Right != nil}}
-	if !marked && s.Left.Trial.Answer != s.Right.Trial.Answer {
+	answer := comparisonRow{Word: "answer", Left: comparisonCell{Answer: true},
+		Right: comparisonCell{Answer: c.Right != nil}}
+	if !marked && c.Left.Trial.Answer != c.Right.Trial.Answer {
 		marked, answer.Differs, answer.What = true, true, "the answer"
-		answer.Lines, _ = compare(s.Left.Answer.Text, s.Right.Answer.Text)
+		answer.Lines, _ = compare(c.Left.Answer.Text, c.Right.Answer.Text)
 	}
-	s.Rows = append(s.Rows, answer)
-	s.Same = !marked
+	c.Rows = append(c.Rows, answer)
+	c.Same = !marked
 }
 
-// mark marks the differences.
-func (r *versusRow) mark() {
+// setDifference marks the differences.
+func (r *comparisonRow) setDifference() {
 	r.Differs = true
 	switch l, o := r.Left, r.Right; {
 	case l.Skill == "" || o.Skill == "":
@@ -279,12 +281,12 @@ func (r *versusRow) mark() {
 }
 
 // cell returns a call of a trial; empty past the last call.
-func (s *side) cell(i int) versusCell {
+func (s *comparedTrial) cell(i int) comparisonCell {
 	if i >= len(s.steps) {
-		return versusCell{}
+		return comparisonCell{}
 	}
 	c := s.steps[i]
-	cell := versusCell{Skill: c.Skill, State: c.Approval, Args: shownJSON(string(c.Args), int64(len(c.Args))).Text}
+	cell := comparisonCell{Skill: c.Skill, State: c.Approval, Args: shownJSON(string(c.Args), int64(len(c.Args))).Text}
 	if c.Refused {
 		cell.State = "refused"
 	}
@@ -310,51 +312,51 @@ func (j shownJudgement) Verdict() string {
 }
 
 // caseJudges reads the judges' verdicts about the trial, and how far each judge agrees with people.
-func (room *Room) caseJudges(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(evalCaseAbout)
-	trial, err := evals.GetTrial(ctx, room.Read, about.Run.ID, about.Case, about.Trial)
+func (room *Room) caseJudges(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(evalCaseSubject)
+	trial, err := evals.GetTrial(ctx, room.Read, subject.Run.ID, subject.Case, subject.Trial)
 	if err != nil {
 		return nil, err
 	}
 	list := make([]shownJudgement, len(trial.Judgements))
 	for i, j := range trial.Judgements {
 		list[i] = shownJudgement{Judgement: j}
-		if about.Defined == nil {
+		if subject.Defined == nil {
 			continue
 		}
-		rule, has := about.Defined.Judges()[j.Expect]
+		rule, has := subject.Defined.Judges()[j.Expect]
 		if !has {
 			continue
 		}
-		c, _, err := evals.CalibrationOf(ctx, room.Read, about.Subject, rule)
+		c, _, err := evals.CalibrationOf(ctx, room.Read, subject.Subject, rule)
 		if err != nil {
 			return nil, err
 		}
 		list[i].Rubric, list[i].Calibration = rule.Rubric, &c
 	}
-	return map[string]any{"Judges": list, "Trial": about.Trial}, nil
+	return map[string]any{"Judges": list, "Trial": subject.Trial}, nil
 }
 
 // caseLabel reads the labels of the trial, for the form.
-func (room *Room) caseLabel(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(evalCaseAbout)
-	trial, err := evals.GetTrial(ctx, room.Read, about.Run.ID, about.Case, about.Trial)
+func (room *Room) caseLabel(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(evalCaseSubject)
+	trial, err := evals.GetTrial(ctx, room.Read, subject.Run.ID, subject.Case, subject.Trial)
 	if err != nil {
 		return nil, err
 	}
-	labels, err := evals.Labels(ctx, room.Read, "", about.Run.ID, about.Case, maxTrialRows)
+	labels, err := evals.Labels(ctx, room.Read, "", subject.Run.ID, subject.Case, maxTrialRows)
 	return map[string]any{
-		"Run": about.Run, "Trial": trial, "Labels": labelsOf(labels, trial), "Here": v.URL,
+		"Run": subject.Run, "Trial": trial, "Labels": labelsOf(labels, trial), "Here": req.URL,
 		"Reached": trial.Verdict != "",
 	}, err
 }
 
-func (room *Room) caseDefinition(_ context.Context, v *visit) (any, error) {
-	about, _ := v.About.(evalCaseAbout)
-	if about.Defined == nil {
+func (room *Room) caseDefinition(_ context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(evalCaseSubject)
+	if subject.Defined == nil {
 		return shownValue{}, nil
 	}
-	text, err := about.Defined.YAML()
+	text, err := subject.Defined.YAML()
 	return shownText(text, int64(len(text))), err
 }
 
@@ -366,57 +368,57 @@ func (room *Room) caseFromPage() page {
 	}
 }
 
-// newCase is a case made from a trace, as a file of the workspace has it.
+// newCase is a case made from a trace, in the form of a workspace file.
 type newCase struct {
 	Trace, Suite string
 	Suites       []string
-	Text         string // text of the case, or of a whole suite without Suite
+	Text         string // YAML of the case, or of a new suite if Suite is empty
 	Why          string // the reason why there is no case
 }
 
-func (room *Room) openCaseFrom(ctx context.Context, v *visit) (string, error) {
-	made, err := room.readCase(ctx, v.path("id"), v.Query.Get("suite"))
-	v.About = made
+func (room *Room) openCaseFrom(ctx context.Context, req *pageRequest) (string, error) {
+	result, err := room.readCase(ctx, req.path("id"), req.Query.Get("suite"))
+	req.Subject = result
 	return "A case from a trace", err
 }
 
 // readCase makes the case. An unknown suite counts as no suite.
 func (room *Room) readCase(ctx context.Context, id, suite string) (newCase, error) {
-	made := newCase{Trace: id}
-	story := activity.Trace{TraceID: id}
+	result := newCase{Trace: id}
+	trace := activity.Trace{TraceID: id}
 	rows, err := room.Read.Query(ctx, `
 		select a.kind, a.skill_name, a.status, a.input, a.output, a.error_message, a.error_class, a.created_at
 		  from agent_activity a where a.trace_id = @trace and a.kind in ('model', 'call')
-		 order by a.created_at, a.id limit @most`, freshPlan, postgres.Strict{"trace": id, "most": maxCaseCalls})
-	story.Activities, err = postgres.Collect(rows, err, "read trace "+id, pgx.RowToStructByNameLax[activity.Row])
+		 order by a.created_at, a.id limit @limit`, customPlan, postgres.Strict{"trace": id, "limit": maxCaseCalls})
+	trace.Activities, err = postgres.Collect(rows, err, "read trace "+id, pgx.RowToStructByNameLax[activity.Row])
 	if err != nil {
-		return made, err
+		return result, err
 	}
-	if len(story.Activities) == 0 {
-		return made, missing("there is no trace %.60q with model calls", id)
+	if len(trace.Activities) == 0 {
+		return result, notFound("there is no trace %.60q with model calls", id)
 	}
 	list, err := evals.List(ctx, room.Read)
 	if err != nil {
-		return made, err
+		return result, err
 	}
 	for _, s := range list[:min(len(list), maxSuites)] {
-		made.Suites = append(made.Suites, s.Name)
+		result.Suites = append(result.Suites, s.Name)
 	}
-	if slices.Contains(made.Suites, suite) {
-		made.Suite = suite
+	if slices.Contains(result.Suites, suite) {
+		result.Suite = suite
 	}
-	c, err := evals.FromTrace(story, "")
+	c, err := evals.FromTrace(trace, "")
 	if errors.Is(err, evals.ErrNoCase) {
-		made.Why = err.Error()
-		return made, nil
+		result.Why = err.Error()
+		return result, nil
 	}
 	if err != nil {
-		return made, err
+		return result, err
 	}
-	if made.Text, err = c.YAML(); made.Suite == "" {
-		made.Text = "kind: eval\nname: " + newSuiteName + "\ncases:\n" + made.Text
+	if result.Text, err = c.YAML(); result.Suite == "" {
+		result.Text = "kind: eval\nname: " + newSuiteName + "\ncases:\n" + result.Text
 	}
-	return made, err
+	return result, err
 }
 
 // maxCaseCalls bounds the calls of a case.
@@ -425,7 +427,7 @@ const maxCaseCalls = 500
 // newSuiteName is the name of a new suite.
 const newSuiteName = "from-traces"
 
-func (room *Room) caseFrom(_ context.Context, v *visit) (any, error) { return v.About, nil }
+func (room *Room) caseFrom(_ context.Context, req *pageRequest) (any, error) { return req.Subject, nil }
 
 // Command adds the case in a terminal.
 func (c newCase) Command() string { return "agent eval add " + c.Trace + " --to FILE" }
@@ -441,20 +443,20 @@ func (c newCase) Download() string {
 
 // downloadCase serves a case made from a trace as a file.
 func (room *Room) downloadCase(w http.ResponseWriter, r *http.Request) {
-	made, err := room.readCase(r.Context(), r.PathValue("id"), r.URL.Query().Get("suite"))
-	if err == nil && made.Why != "" {
-		err = problem.New(http.StatusNotFound, "%s", made.Why)
+	result, err := room.readCase(r.Context(), r.PathValue("id"), r.URL.Query().Get("suite"))
+	if err == nil && result.Why != "" {
+		err = problem.New(http.StatusNotFound, "%s", result.Why)
 	}
 	if err != nil {
 		room.Refuse(w, r, err)
 		return
 	}
 	h := w.Header()
-	guard(h)
+	setSecurityHeaders(h)
 	h.Set("Content-Type", "application/yaml; charset=utf-8")
 	h.Set("Content-Disposition", `attachment; filename="case.yaml"`)
 	h.Set("Cache-Control", "no-store")
-	if _, err := strings.NewReader(made.Text).WriteTo(w); err != nil {
+	if _, err := strings.NewReader(result.Text).WriteTo(w); err != nil {
 		room.Logger.DebugContext(r.Context(), "case not sent", "error", err)
 	}
 }

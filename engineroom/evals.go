@@ -28,10 +28,10 @@ const (
 // evalsPage lists the suites with their newest runs.
 func (room *Room) evalsPage() page {
 	return page{
-		path: "/evals", name: "evals", nav: "Evals", title: "Evals",
+		path: "/evals", name: "evals", navLabel: "Evals", title: "Evals",
 		parts: []part{
-			{name: "list", every: 5 * time.Second, load: room.listSuites},
-			{name: "recorded", every: 5 * time.Second, refreshOnActivity: true, load: room.recordedRuns},
+			{name: "list", interval: 5 * time.Second, load: room.listSuites},
+			{name: "recorded", interval: 5 * time.Second, refreshOnActivity: true, load: room.recordedRuns},
 		},
 	}
 }
@@ -41,8 +41,10 @@ func (room *Room) suitePage() page {
 	return page{
 		path: "/evals/{suite}", name: "suite", open: room.openSuite,
 		parts: []part{
-			{name: "facts", load: func(_ context.Context, v *visit) (any, error) { return v.About, nil }}, // holds a form
-			{name: "matrix", every: 5 * time.Second, load: room.suiteMatrix},
+			{name: "facts", load: func(_ context.Context, req *pageRequest) (any, error) {
+				return req.Subject, nil
+			}}, // holds a form
+			{name: "matrix", interval: 5 * time.Second, load: room.suiteMatrix},
 			{name: "labels", load: room.suiteLabels},
 		},
 	}
@@ -53,15 +55,15 @@ func (room *Room) evalRunPage() page {
 	return page{
 		path: "/evals/runs/{id}", name: "evalrun", open: room.openEvalRun,
 		parts: []part{
-			{name: "facts", every: 2 * time.Second, load: room.evalRunFacts},
+			{name: "facts", interval: 2 * time.Second, load: room.evalRunFacts},
 			{name: "against", load: room.otherRuns}, // holds a form
-			{name: "cases", every: 2 * time.Second, load: room.evalRunCases},
-			{name: "trials", every: 2 * time.Second, load: room.evalRunTrials},
+			{name: "cases", interval: 2 * time.Second, load: room.evalRunCases},
+			{name: "trials", interval: 2 * time.Second, load: room.evalRunTrials},
 		},
 	}
 }
 
-// passes are the passes of trials with their 95 % interval, as a text and a drawing.
+// passes counts the passed trials. The page shows it with the 95 % interval as a text and a drawing.
 type passes struct {
 	Passed, Trials, Open int
 	Rate                 stats.Interval
@@ -78,10 +80,10 @@ func passesOfRun(r evals.Report) (p passes) {
 }
 
 // From and Width place the interval in a drawing of 100, and At the rate.
-func (p passes) From() string  { return place(100 * p.Rate.Low) }
-func (p passes) Width() string { return place(100 * (p.Rate.High - p.Rate.Low)) }
+func (p passes) From() string  { return formatSVG(100 * p.Rate.Low) }
+func (p passes) Width() string { return formatSVG(100 * (p.Rate.High - p.Rate.Low)) }
 func (p passes) At() string {
-	return place(min(98, max(0, 100*stats.Count{Passed: p.Passed, Trials: p.Trials}.Rate()-1)))
+	return formatSVG(min(98, max(0, 100*stats.Count{Passed: p.Passed, Trials: p.Trials}.Rate()-1)))
 }
 
 // shownRun is a run in a list, compared with the run before it.
@@ -90,8 +92,8 @@ type shownRun struct {
 	Passes passes
 }
 
-// Deaf reports whether the control does not follow its own recorded turns.
-func (r shownRun) Deaf() bool {
+// ControlDiffers reports whether the control repeats less than half of its own recorded turns.
+func (r shownRun) ControlDiffers() bool {
 	return r.ControlRun != nil && r.ControlRun.Coverage.Played > 2*r.ControlRun.Coverage.Followed
 }
 
@@ -105,10 +107,10 @@ func (r shownRun) Answer() string {
 
 // comparedRuns returns the shown runs of a suite, newest first, each compared with the previous run. margin is the
 // accepted loss.
-func comparedRuns(list []evals.Report, most int, margin float64) []shownRun {
-	shown := make([]shownRun, 0, most)
+func comparedRuns(list []evals.Report, limit int, margin float64) []shownRun {
+	shown := make([]shownRun, 0, limit)
 	for i, r := range list {
-		if len(shown) == most {
+		if len(shown) == limit {
 			break
 		}
 		if i+1 < len(list) && r.FinishedAt != nil {
@@ -131,18 +133,18 @@ type suiteRow struct {
 func (s suiteRow) Missing() int { return suiteRuns - max(1, len(s.Runs)) }
 
 // listSuites reads the current suites by name, with their newest runs.
-func (room *Room) listSuites(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) listSuites(ctx context.Context, _ *pageRequest) (any, error) {
 	list, err := postgres.Rows[suiteRow](ctx, room.Read, "list evals", `
 		select e.name, e.version, left(coalesce(e.definition ->> 'description', ''), 300) as about,
 		       left(coalesce(e.definition ->> 'agent', ''), 100) as agent,
 		       case when jsonb_typeof(e.definition -> 'cases') = 'array' then jsonb_array_length(e.definition -> 'cases') else 0 end as cases,
 		       case when jsonb_typeof(e.definition -> 'gate' -> 'margin') = 'number'
 		            then (e.definition -> 'gate' ->> 'margin')::float8 else 0 end as margin
-		  from agent_evals e where e.current order by e.name limit @most + 1`, postgres.Strict{"most": maxSuites})
+		  from agent_evals e where e.current order by e.name limit @limit + 1`, postgres.Strict{"limit": maxSuites})
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(list, maxSuites)
+	list, more := firstN(list, maxSuites)
 	names := make([]string, len(list))
 	for i, s := range list {
 		names[i] = s.Name
@@ -166,7 +168,7 @@ func (room *Room) listSuites(ctx context.Context, _ *visit) (any, error) {
 const maxRecordedRuns = 10
 
 // recordedRuns lists the newest counterfactuals and shadows, compared with their controls.
-func (room *Room) recordedRuns(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) recordedRuns(ctx context.Context, _ *pageRequest) (any, error) {
 	list, err := evals.RecordedRuns(ctx, room.Read, maxRecordedRuns)
 	if err != nil {
 		return nil, err
@@ -180,12 +182,12 @@ func (room *Room) recordedRuns(ctx context.Context, _ *visit) (any, error) {
 }
 
 // openSuite finds the suite.
-func (room *Room) openSuite(ctx context.Context, v *visit) (string, error) {
-	suite, err := evals.Get(ctx, room.Read, v.path("suite"))
+func (room *Room) openSuite(ctx context.Context, req *pageRequest) (string, error) {
+	suite, err := evals.Get(ctx, room.Read, req.path("suite"))
 	if errors.Is(err, evals.ErrNotFound) {
-		return "", missing("there is no eval %.100q; see /evals", v.path("suite"))
+		return "", notFound("there is no eval %.100q; see /evals", req.path("suite"))
 	}
-	v.About = suite
+	req.Subject = suite
 	return "Eval " + suite.Name, err
 }
 
@@ -196,8 +198,8 @@ type matrixRow struct {
 }
 
 // suiteMatrix reads the cases of a suite in its newest runs. Present cases come first, in their order.
-func (room *Room) suiteMatrix(ctx context.Context, v *visit) (any, error) {
-	suite, _ := v.About.(evals.Suite)
+func (room *Room) suiteMatrix(ctx context.Context, req *pageRequest) (any, error) {
+	suite, _ := req.Subject.(evals.Suite)
 	runs, err := evals.Runs(ctx, room.Read, suite.Name, matrixRuns+1)
 	if err != nil {
 		return nil, err
@@ -218,7 +220,7 @@ func (room *Room) suiteMatrix(ctx context.Context, v *visit) (any, error) {
 			}
 		}
 	}
-	names, more := onPage(names, maxCaseRows)
+	names, more := firstN(names, maxCaseRows)
 	rows := make([]matrixRow, len(names))
 	for i, name := range names {
 		rows[i] = matrixRow{Case: name, Cells: make([]*evals.CaseResult, len(shown))}
@@ -231,11 +233,11 @@ func (room *Room) suiteMatrix(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Suite": suite, "Runs": shown, "Rows": rows, "More": more}, nil
 }
 
-func (room *Room) suiteLabels(ctx context.Context, v *visit) (any, error) {
-	suite, _ := v.About.(evals.Suite)
+func (room *Room) suiteLabels(ctx context.Context, req *pageRequest) (any, error) {
+	suite, _ := req.Subject.(evals.Suite)
 	list, err := evals.Labels(ctx, room.Read, suite.Name, "", "", maxLabelRows+1)
-	list, more := onPage(list, maxLabelRows)
-	if !v.texts {
+	list, more := firstN(list, maxLabelRows)
+	if !req.mayReadThreads {
 		for i := range list {
 			list[i].Answer, list[i].Note = "", ""
 		}
@@ -243,105 +245,105 @@ func (room *Room) suiteLabels(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Suite": suite, "Labels": list, "More": more}, err
 }
 
-// evalRunAbout is the subject of a run's page.
-type evalRunAbout struct {
+// evalRunSubject is the subject of a run's page.
+type evalRunSubject struct {
 	Run     evals.Run
 	Against *evals.Run
 	Margin  float64
 }
 
 // ofControl reports whether the run plays recorded turns, so the page compares it only with its control.
-func (a evalRunAbout) ofControl() bool {
-	return a.Run.Kind != evals.OfSuite && (a.Against == nil || a.Against.ID == a.Run.ControlID)
+func (s evalRunSubject) ofControl() bool {
+	return s.Run.Kind != evals.OfSuite && (s.Against == nil || s.Against.ID == s.Run.ControlID)
 }
 
 // openEvalRun finds the run, and the run to compare with.
-func (room *Room) openEvalRun(ctx context.Context, v *visit) (string, error) {
-	about, err := room.readEvalRun(ctx, v)
-	v.About = about
-	if about.Run.Kind != evals.OfSuite {
-		return capital(about.Run.Kind) + " of " + cut(80, about.Run.Agent), err
+func (room *Room) openEvalRun(ctx context.Context, req *pageRequest) (string, error) {
+	subject, err := room.readEvalRun(ctx, req)
+	req.Subject = subject
+	if subject.Run.Kind != evals.OfSuite {
+		return capital(subject.Run.Kind) + " of " + cut(80, subject.Run.Agent), err
 	}
-	return "Run of " + cut(80, about.Run.Suite), err
+	return "Run of " + cut(80, subject.Run.Suite), err
 }
 
-func (room *Room) readEvalRun(ctx context.Context, v *visit) (about evalRunAbout, err error) {
-	if about.Run, err = room.evalRun(ctx, v.path("id")); err != nil {
-		return about, err
+func (room *Room) readEvalRun(ctx context.Context, req *pageRequest) (subject evalRunSubject, err error) {
+	if subject.Run, err = room.evalRun(ctx, req.path("id")); err != nil {
+		return subject, err
 	}
-	subject, err := evals.SubjectOf(ctx, room.Read, about.Run)
+	definedBy, err := evals.SubjectOf(ctx, room.Read, subject.Run)
 	if err != nil && !errors.Is(err, evals.ErrNotFound) {
-		return about, err
+		return subject, err
 	}
-	about.Margin = subject.Suite.Definition.Margin()
-	id, err := v.uuidFilter("against")
+	subject.Margin = definedBy.Suite.Definition.Margin()
+	id, err := req.uuidFilter("against")
 	if id == "" {
-		id = about.Run.ControlID
+		id = subject.Run.ControlID
 	}
 	if err != nil || id == "" {
-		return about, err
+		return subject, err
 	}
 	other, err := room.evalRun(ctx, id)
-	if err == nil && other.Suite != about.Run.Suite {
+	if err == nil && other.Suite != subject.Run.Suite {
 		err = problem.BadParameter("against is a run of another suite")
 	}
-	about.Against = &other
-	return about, err
+	subject.Against = &other
+	return subject, err
 }
 
 // evalRun reads a run by its id.
 func (room *Room) evalRun(ctx context.Context, id string) (evals.Run, error) {
-	if !uuidShape.MatchString(id) {
-		return evals.Run{}, missing("there is no run %.60q of an eval; see /evals", id)
+	if !uuidPattern.MatchString(id) {
+		return evals.Run{}, notFound("there is no run %.60q of an eval; see /evals", id)
 	}
 	run, err := evals.GetRun(ctx, room.Read, id)
 	if errors.Is(err, evals.ErrNotFound) {
-		err = missing("there is no run %s of an eval; see /evals", id)
+		err = notFound("there is no run %s of an eval; see /evals", id)
 	}
 	return run, err
 }
 
 // evalRunReport reads the run with its trials, and compares the run.
-func (room *Room) evalRunReport(ctx context.Context, v *visit) (evals.Report, *evals.Report, error) {
-	about, _ := v.About.(evalRunAbout)
-	trials, err := evals.BriefTrials(ctx, room.Read, about.Run.ID, "")
+func (room *Room) evalRunReport(ctx context.Context, req *pageRequest) (evals.Report, *evals.Report, error) {
+	subject, _ := req.Subject.(evalRunSubject)
+	trials, err := evals.BriefTrials(ctx, room.Read, subject.Run.ID, "")
 	if err != nil {
 		return evals.Report{}, nil, err
 	}
-	report := evals.ReportOf(about.Run, trials)
-	if !v.texts {
+	report := evals.ReportOf(subject.Run, trials)
+	if !req.mayReadThreads {
 		report.HideTexts()
 	}
-	if about.Against == nil {
+	if subject.Against == nil {
 		return report, nil, nil
 	}
-	others, err := evals.Summaries(ctx, room.Read, []evals.Run{*about.Against})
+	others, err := evals.Summaries(ctx, room.Read, []evals.Run{*subject.Against})
 	if err != nil {
 		return report, nil, err
 	}
-	report.Compare(others[0], about.Margin)
+	report.Compare(others[0], subject.Margin)
 	return report, &others[0], nil
 }
 
-func (room *Room) evalRunFacts(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(evalRunAbout)
+func (room *Room) evalRunFacts(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(evalRunSubject)
 	var report evals.Report
 	var err error
-	if about.ofControl() {
-		report, err = evals.NewBriefReport(ctx, room.Read, about.Run)
+	if subject.ofControl() {
+		report, err = evals.NewBriefReport(ctx, room.Read, subject.Run)
 	} else {
-		report, _, err = room.evalRunReport(ctx, v)
+		report, _, err = room.evalRunReport(ctx, req)
 	}
 	doubtful := report.Control.Answer == stats.Better || report.Control.Answer == stats.Worse
 	return map[string]any{"Run": shownRun{report, passesOfRun(report)}, "Doubtful": doubtful}, err
 }
 
 // otherRuns lists the runs to compare with.
-func (room *Room) otherRuns(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(evalRunAbout)
-	list, err := evals.Runs(ctx, room.Read, about.Run.Suite, 30)
-	list = slices.DeleteFunc(list, func(r evals.Run) bool { return r.ID == about.Run.ID })
-	return map[string]any{"Run": about.Run, "Against": about.Against, "Others": list}, err
+func (room *Room) otherRuns(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(evalRunSubject)
+	list, err := evals.Runs(ctx, room.Read, subject.Run.Suite, 30)
+	list = slices.DeleteFunc(list, func(r evals.Run) bool { return r.ID == subject.Run.ID })
+	return map[string]any{"Run": subject.Run, "Against": subject.Against, "Others": list}, err
 }
 
 // caseRow is a case of a run, beside the case of the compared run.
@@ -352,16 +354,16 @@ type caseRow struct {
 	Href   string
 }
 
-func (room *Room) evalRunCases(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(evalRunAbout)
-	report, other, err := room.evalRunReport(ctx, v)
+func (room *Room) evalRunCases(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(evalRunSubject)
+	report, other, err := room.evalRunReport(ctx, req)
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(report.Cases, maxCaseRows)
+	list, more := firstN(report.Cases, maxCaseRows)
 	rows := make([]caseRow, len(list))
 	for i, c := range list {
-		rows[i] = caseRow{CaseResult: c, Passes: passesOf(c), Href: casePath(report.ID, c.Case, 0, about.Against)}
+		rows[i] = caseRow{CaseResult: c, Passes: passesOf(c), Href: casePath(report.ID, c.Case, 0, subject.Against)}
 		if other == nil {
 			continue
 		}
@@ -370,7 +372,7 @@ func (room *Room) evalRunCases(ctx context.Context, v *visit) (any, error) {
 			rows[i].Other = &p
 		}
 	}
-	return map[string]any{"Rows": rows, "More": more, "Against": about.Against, "Kind": about.Run.Kind}, nil
+	return map[string]any{"Rows": rows, "More": more, "Against": subject.Against, "Kind": subject.Run.Kind}, nil
 }
 
 // trialRow is a trial in a list, with its labels by people.
@@ -380,11 +382,11 @@ type trialRow struct {
 	Href   string
 }
 
-func (room *Room) evalRunTrials(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(evalRunAbout)
-	rows, more, err := room.trialRows(ctx, about, "")
+func (room *Room) evalRunTrials(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(evalRunSubject)
+	rows, more, err := room.trialRows(ctx, subject, "")
 	for i := range rows {
-		if !v.texts {
+		if !req.mayReadThreads {
 			rows[i].Reasons = nil
 		}
 	}
@@ -392,16 +394,16 @@ func (room *Room) evalRunTrials(ctx context.Context, v *visit) (any, error) {
 }
 
 // trialRows reads the trials of a run, of one case if named.
-func (room *Room) trialRows(ctx context.Context, about evalRunAbout, of string) ([]trialRow, bool, error) {
-	trials, err := evals.BriefTrials(ctx, room.Read, about.Run.ID, of)
+func (room *Room) trialRows(ctx context.Context, subject evalRunSubject, of string) ([]trialRow, bool, error) {
+	trials, err := evals.BriefTrials(ctx, room.Read, subject.Run.ID, of)
 	if err != nil {
 		return nil, false, err
 	}
-	trials, more := onPage(trials, maxTrialRows)
-	labels, err := evals.Labels(ctx, room.Read, "", about.Run.ID, of, maxTrialRows)
+	trials, more := firstN(trials, maxTrialRows)
+	labels, err := evals.Labels(ctx, room.Read, "", subject.Run.ID, of, maxTrialRows)
 	rows := make([]trialRow, len(trials))
 	for i, t := range trials {
-		rows[i] = trialRow{t, labelsOf(labels, t), casePath(about.Run.ID, t.Case, t.Trial, about.Against)}
+		rows[i] = trialRow{t, labelsOf(labels, t), casePath(subject.Run.ID, t.Case, t.Trial, subject.Against)}
 	}
 	return rows, more, err
 }
@@ -416,7 +418,7 @@ func labelsOf(all []evals.Label, t evals.Trial) []evals.Label {
 func casePath(run, of string, trial int, against *evals.Run) string {
 	q := url.Values{}
 	if trial > 0 {
-		q.Set("trial", place(float64(trial)))
+		q.Set("trial", formatSVG(float64(trial)))
 	}
 	if against != nil {
 		q.Set("against", against.ID)
@@ -436,8 +438,8 @@ func (room *Room) findEvals(ctx context.Context, q findQuery) ([]hit, error) {
 		  left join lateral (select r.status, r.created_at from agent_eval_runs r where r.suite = e.name
 		    order by r.id desc limit 1) r on true
 		 where e.name ilike @like or left(e.definition ->> 'description', 1000) ilike @like
-		 order by e.name ilike @like desc, e.name limit @most`,
-		postgres.Strict{"like": q.like, "window": maxNames, "most": hitsShown + 1}, byName("/evals/"))
+		 order by e.name ilike @like desc, e.name limit @limit`,
+		postgres.Strict{"like": q.like, "window": maxNames, "limit": hitsShown + 1}, pathWithID("/evals/"))
 }
 
 func (room *Room) findEvalRuns(ctx context.Context, q findQuery) ([]hit, error) {
@@ -451,5 +453,5 @@ func (room *Room) findEvalRuns(ctx context.Context, q findQuery) ([]hit, error) 
 	return room.hitsOf(ctx, `
 		select r.id::text, r.suite as title, left(r.agent || ' with ' || r.model, 300) as about, r.status as state, r.created_at as at
 		  from agent_eval_runs r where r.id = any (@ids::uuid[]) order by r.id desc`, postgres.Strict{"ids": ids},
-		byName("/evals/runs/"))
+		pathWithID("/evals/runs/"))
 }

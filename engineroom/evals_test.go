@@ -21,9 +21,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
-// tried inserts a suite "returns" with two finished runs of six cases. It returns the runs, the older one first. The
-// newer one passes everything except one trial of "late", whose calls differ. The messages of users and agent are text.
-func tried(t *testing.T, pool *pgxpool.Pool, text string) (older, newer string) {
+// seedSuite inserts a suite "returns" with two finished runs of six cases. It returns the runs, the older one first.
+// The newer one passes everything except one trial of "late", whose calls differ. The messages of users and agent are
+// text.
+func seedSuite(t *testing.T, pool *pgxpool.Pool, text string) (older, newer string) {
 	t.Helper()
 	d := evals.Definition{Name: "returns", Description: text, Trials: 2}
 	for _, name := range []string{"late", "b", "c", "d", "e", "f"} {
@@ -34,7 +35,7 @@ func tried(t *testing.T, pool *pgxpool.Pool, text string) (older, newer string) 
 	_, err := evals.Put(t.Context(), pool, d)
 	require.NoError(t, err)
 	run := func(status, passes string) string {
-		return put(t, pool, `
+		return insert(t, pool, `
 			with run as (insert into agent_eval_runs (suite, version, agent, agent_version, model, trials, status, finished_at)
 			  values ('returns', 1, 'sales', 3, 'model-one', 2, $1, clock_timestamp()) returning id),
 			trials as (insert into agent_eval_trials (run_id, case_name, trial, position, verdict, answer, trace_id, reasons, calls,
@@ -53,21 +54,22 @@ func tried(t *testing.T, pool *pgxpool.Pool, text string) (older, newer string) 
 	return run("failed", "none"), run("failed", "some")
 }
 
-func TestSuitesAreShownWithTheirRunsAndCases(t *testing.T) {
+func TestEvalSuitesShowRunsAndCases(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	shows(t, server.URL+"/evals", "No suite yet", "kind: eval")
-	shows(t, server.URL+"/find?q=evals", `href="/evals"`)
-	older, newer := tried(t, pool, "Money <b>back</b>!")
-	shows(t, server.URL+"/evals", `href="/evals/returns"`, "Money &lt;b&gt;back", "11/12", "0.65–0.99", "0/12", "better",
+	pool, server := openRoom(t)
+	wantTexts(t, server.URL+"/evals", "No suite yet", "kind: eval")
+	wantTexts(t, server.URL+"/find?q=evals", `href="/evals"`)
+	older, newer := seedSuite(t, pool, "Money <b>back</b>!")
+	wantTexts(t, server.URL+"/evals", `href="/evals/returns"`, "Money &lt;b&gt;back", "11/12", "0.65–0.99", "0/12",
+		"better",
 		`href="/evals/runs/`+newer, `action="/act/v1/evals/runs"`, "$0.06")
-	shows(t, server.URL+"/evals/returns", "Cases in the newest runs", "1/2", "pass^2 0.00", "pass^2 1.00",
+	wantTexts(t, server.URL+"/evals/returns", "Cases in the newest runs", "1/2", "pass^2 0.00", "pass^2 1.00",
 		`href="/evals/runs/`+newer+`/cases/late"`, "No label yet")
-	body := shows(t, server.URL+"/evals/runs/"+newer+"?against="+older, "better", "&#43;0.92", "in 6 cases",
+	body := wantTexts(t, server.URL+"/evals/runs/"+newer+"?against="+older, "better", "&#43;0.92", "in 6 cases",
 		`/cases/late?against=`+older, "Compared run", "does not count for the limits of the day", "Money &lt;b&gt;back")
 	assert.Equal(t, 1, strings.Count(body, "selected"))
-	shows(t, server.URL+"/find?q="+newer, `href="/evals/runs/`+newer)
-	shows(t, server.URL+"/find?q=return", `href="/evals/returns"`)
+	wantTexts(t, server.URL+"/find?q="+newer, `href="/evals/runs/`+newer)
+	wantTexts(t, server.URL+"/find?q=return", `href="/evals/returns"`)
 	for _, path := range []string{
 		"/evals/nope", "/evals/runs/nope", "/evals/runs/" + newer + "/cases/nope",
 		"/evals/runs/" + newer + "/cases/late?trial=9",
@@ -77,25 +79,25 @@ func TestSuitesAreShownWithTheirRunsAndCases(t *testing.T) {
 	}
 	pgtest.Exec(t, pool, `
 		update agent_eval_runs set kind = 'counterfactual', control_id = case id when $1::uuid then $2::uuid end`, newer, older)
-	shows(t, server.URL+"/evals", "Recorded turns, played again", `href="/evals/runs/`+newer)
-	shows(t, server.URL+"/evals/runs/"+newer, "Counterfactual of sales", "in 6 cases", "The control follows 0 of 6",
+	wantTexts(t, server.URL+"/evals", "Recorded turns, played again", `href="/evals/runs/`+newer)
+	wantTexts(t, server.URL+"/evals/runs/"+newer, "Counterfactual of sales", "in 6 cases", "The control follows 0 of 6",
 		"does not follow its own recorded turns")
 	pgtest.Exec(t, pool, `
 		update agent_eval_runs set status = 'running', finished_at = null, created_at = now() - interval '1 hour' where id = $1`,
 		newer)
-	shows(t, server.URL+"/evals/runs/"+newer, "interrupted", "agent eval counterfactual --resume "+newer)
+	wantTexts(t, server.URL+"/evals/runs/"+newer, "interrupted", "agent eval counterfactual --resume "+newer)
 }
 
 // A shadow without turns has no result. One as good as its control shows the comparison. One "not worse" than a control
 // that repeats no recorded call is undecided.
-func TestARunOfRecordedTurnsShowsItsComparison(t *testing.T) {
+func TestRecordedRunShowsComparison(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	older, newer := tried(t, pool, "Money back!")
+	pool, server := openRoom(t)
+	older, newer := seedSuite(t, pool, "Money back!")
 	state := func() string {
 		t.Helper()
-		_, list, _ := strings.Cut(shows(t, server.URL+"/evals"), `id="recorded"`)
-		_, page, _ := strings.Cut(shows(t, server.URL+"/evals/runs/"+newer), `id="facts-title">`)
+		_, list, _ := strings.Cut(wantTexts(t, server.URL+"/evals"), `id="recorded"`)
+		_, page, _ := strings.Cut(wantTexts(t, server.URL+"/evals/runs/"+newer), `id="facts-title">`)
 		found := regexp.MustCompile(`status-([a-z-]+)`)
 		a, b := found.FindStringSubmatch(list), found.FindStringSubmatch(page)
 		require.Truef(t, len(a) > 0 && len(b) > 0 && a[1] == b[1], "the list shows %v, the page %v", a, b)
@@ -112,18 +114,18 @@ func TestARunOfRecordedTurnsShowsItsComparison(t *testing.T) {
 	assert.Equal(t, "undecided", state())
 	pgtest.Exec(t, pool, `delete from agent_eval_trials`)
 	assert.Equal(t, "no-turns", state())
-	shows(t, server.URL+"/evals/runs/"+newer, "No turn has been played", "No trial yet")
+	wantTexts(t, server.URL+"/evals/runs/"+newer, "No turn has been played", "No trial yet")
 	pgtest.Exec(t, pool, `update agent_eval_runs set kind = 'suite', control_id = null`)
-	shows(t, server.URL+"/evals/runs/"+older, "no trials", "The run has no cases")
+	wantTexts(t, server.URL+"/evals/runs/"+older, "no trials", "The run has no cases")
 }
 
 // The page of a trial shows each judge's verdict, whether it counts, and how often the judge agrees with people.
-func TestATrialShowsItsJudges(t *testing.T) {
+func TestTrialShowsJudges(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	_, newer := tried(t, pool, "Money back!")
+	pool, server := openRoom(t)
+	_, newer := seedSuite(t, pool, "Money back!")
 	at := server.URL + "/evals/runs/" + newer + "/cases/b?trial=1"
-	assert.True(t, !strings.Contains(shows(t, at), "Judges of trial"), "a trial without judges shows judges")
+	assert.True(t, !strings.Contains(wantTexts(t, at), "Judges of trial"), "a trial without judges shows judges")
 	pgtest.Exec(t, pool, `
 		update agent_evals set definition = jsonb_set(definition, '{cases,1,expect}',
 		  '[{"judge": {"rubric": "Be <i>kind</i>.", "model": "judge-one"}}]')`)
@@ -133,7 +135,8 @@ func TestATrialShowsItsJudges(t *testing.T) {
 		      'decided', true, 'pass', false, 'calibrated', false, 'same_model', true),
 		    jsonb_build_object('expect', 7, 'model', 'judge-two', 'votes', 2, 'passes', 1, 'why', 'no majority', 'calibrated', true))
 		 where run_id = $1 and case_name = 'b' and trial = 1`, newer)
-	shows(t, at, "Judges of trial 1", "judge-one", "same model as the agent", "1 of 3 votes pass", "It is &lt;b&gt;gruff",
+	wantTexts(t, at, "Judges of trial 1", "judge-one", "same model as the agent", "1 of 3 votes pass",
+		"It is &lt;b&gt;gruff",
 		"Rubric: Be &lt;i&gt;kind", "does not decide: not calibrated", "It has judged no labelled answer",
 		"0 labels, less than 30",
 		"judge-two", "1 of 2 votes pass", `status-undecided`, ">decides<")
@@ -148,55 +151,57 @@ func TestATrialShowsItsJudges(t *testing.T) {
 		require.NoError(t, evals.PutJudgement(t.Context(), pool, "01a21abd-4de8-7876-b240-505ac1bc02d6", judge, about,
 			evals.Judgement{Decided: true, Pass: pass}))
 	}
-	shows(t, at, "Agrees with people on 1 of 2 labelled answers (0.09–0.91)", "2 labels, less than 30")
+	wantTexts(t, at, "Agrees with people on 1 of 2 labelled answers (0.09–0.91)", "2 labels, less than 30")
 }
 
 // The page shows two trials side by side with their first difference. By default it pairs a failed one with a passed
 // one.
-func TestTwoTrialsOfACaseAreCompared(t *testing.T) {
+func TestTrialsAreCompared(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	older, newer := tried(t, pool, "Money back!")
+	pool, server := openRoom(t)
+	older, newer := seedSuite(t, pool, "Money back!")
 	at := server.URL + "/evals/runs/" + newer + "/cases/"
 	differs := func(path string) string {
 		t.Helper()
-		_, rest, _ := strings.Cut(shows(t, path), `id="difference"`)
+		_, rest, _ := strings.Cut(wantTexts(t, path), `id="difference"`)
 		row, _, _ := strings.Cut(rest, "</tbody>")
 		return row
 	}
-	assert.Contains(t, differs(at+"late"), "Call 2", "first difference: the arguments", `<del>−   &#34;text&#34;: &#34;paid&#34;`,
+	assert.Contains(t, differs(at+"late"), "Call 2", "first difference: the arguments",
+		`<del>−   &#34;text&#34;: &#34;paid&#34;`,
 		`<ins>&#43;   &#34;text&#34;: &#34;due&#34;`)
 	assert.Equal(t, "", differs(at+"late?trial=2&against="+older+"&other=1"))
-	shows(t, at+"late?trial=2&against="+older+"&other=1", "Their calls and answers are the same")
+	wantTexts(t, at+"late?trial=2&against="+older+"&other=1", "Their calls and answers are the same")
 	assert.Contains(t, differs(at+"b?against="+older), "first difference: the arguments")
 	pgtest.Exec(t, pool, `update agent_eval_trials set calls = '[]' where run_id = $1 and trial = 1`, newer)
 	assert.Contains(t, differs(at+"late"), "Call 1", "first difference: only one calls")
 	pgtest.Exec(t, pool, `update agent_eval_trials set calls = '[]' where run_id = $1`, newer)
 	assert.Contains(t, differs(at+"late"), "Answer", "first difference: the answer", "<del>− Money back! Paid.</del>")
-	shows(t, at+"b", "Trial 1", `rel="next" href="/evals/runs/`+newer+`/cases/b?trial=2"`)
-	shows(t, at+"late?trial=2", `rel="next" href="/evals/runs/`+newer+`/cases/b?trial=1"`)
+	wantTexts(t, at+"b", "Trial 1", `rel="next" href="/evals/runs/`+newer+`/cases/b?trial=2"`)
+	wantTexts(t, at+"late?trial=2", `rel="next" href="/evals/runs/`+newer+`/cases/b?trial=1"`)
 }
 
 // A trace with a message becomes a case. Other traces say why they cannot.
-func TestATraceBecomesACase(t *testing.T) {
+func TestCaseFromTrace(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	const id = "ch_01J8052XG1XHJAZ95GX5TCNBAZ"
 	rows.Quiet(t, pool, `
 		insert into agent_activity (trace_id, surface, skill_name, kind, status, token_usage, input) values
 		($1, 'chat', 'model_call', 'model', 'success', '{"total_tokens": 9}', '{"messages": [{"role": "user", "content": "<b>Order</b> 7?"}]}')`, id)
-	shows(t, server.URL+"/traces/"+id, `href="/evals/from/`+id+`"`)
-	shows(t, server.URL+"/evals/from/"+id, "name: from-traces", "&lt;b&gt;Order&lt;/b&gt; 7?", `class="copy"`, "agent eval add "+id)
-	tried(t, pool, "Money back!")
-	shows(t, server.URL+"/evals/from/"+id+"?suite=returns", "<code>name: returns</code>", "/case.yaml?suite=returns")
+	wantTexts(t, server.URL+"/traces/"+id, `href="/evals/from/`+id+`"`)
+	wantTexts(t, server.URL+"/evals/from/"+id, "name: from-traces", "&lt;b&gt;Order&lt;/b&gt; 7?", `class="copy"`,
+		"agent eval add "+id)
+	seedSuite(t, pool, "Money back!")
+	wantTexts(t, server.URL+"/evals/from/"+id+"?suite=returns", "<code>name: returns</code>", "/case.yaml?suite=returns")
 	status, text := testkit.Get(t, server.URL+"/evals/from/"+id+"/case.yaml?suite=returns")
 	assert.Truef(t, status == http.StatusOK && strings.HasPrefix(text, "  - name: from "+id+"\n"), "%d %s", status, text)
 	rows.Quiet(t, pool, `update agent_activity set input = '{}'`)
-	shows(t, server.URL+"/evals/from/"+id, "No case can be made")
+	wantTexts(t, server.URL+"/evals/from/"+id, "No case can be made")
 }
 
 // One key labels, one undoes, and two lead to the trials before and after.
-func TestATrialIsLabelledByOneKey(t *testing.T) {
+func TestTrialIsLabelledByOneKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	mux := http.NewServeMux()
@@ -212,8 +217,8 @@ func TestATrialIsLabelledByOneKey(t *testing.T) {
 	})
 	room, err := New(Options{Pool: pool, Agent: "agent", API: func() http.Handler { return mux }})
 	require.NoError(t, err)
-	server := served(t, room)
-	_, newer := tried(t, pool, "Money back!")
+	server := serveRoom(t, room)
+	_, newer := seedSuite(t, pool, "Money back!")
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/evals/runs/" + newer + "/cases/late?trial=1")
 	p.Shows("No label yet")
@@ -225,12 +230,12 @@ func TestATrialIsLabelledByOneKey(t *testing.T) {
 	pgtest.Equal(t, pool, "true good, but gruff", `select good || ' ' || note from agent_eval_labels`)
 	p.PressUntil("j", `location.search === "?trial=2" && document.getElementById("label-keys")?.hidden === false`)
 	p.PressUntil("k", `location.search === "?trial=1"`)
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 }
 
 // The buttons depend on the role: a viewer makes no case of a trace, an approver reads a trial and labels nothing, and
 // only an operator starts a run. The server rejects the rest; see TestEveryPageForEveryRole.
-func TestEvalButtonsDependOnTheRole(t *testing.T) {
+func TestEvalButtonsDependOnRole(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	room, err := New(Options{Pool: pool, Agent: "agent"})
@@ -241,7 +246,7 @@ func TestEvalButtonsDependOnTheRole(t *testing.T) {
 		mux.ServeHTTP(w, r.WithContext(principals.WithCaller(r.Context(), who, "session")))
 	}))
 	t.Cleanup(server.Close)
-	_, newer := tried(t, pool, "Money back!")
+	_, newer := seedSuite(t, pool, "Money back!")
 	const trace = "ch_01J8052XG1XHJAZ95GX5TCNBAZ"
 	rows.Quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name, kind, status, token_usage) values
 		($1, 'chat', 'model_call', 'model', 'success', '{"total_tokens": 9}')`, trace)
@@ -270,16 +275,16 @@ func TestEvalButtonsDependOnTheRole(t *testing.T) {
 			assert.Truef(t, seen == button.seen, "%s sees %s on %s: %t", c.role, button.selector, at, seen)
 		}
 	}
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 }
 
 // Labels, notes and reasons of verdicts may quote answers. Only callers with threads:read get them.
-func TestLabelsQuoteAnswersToReadersOfThreads(t *testing.T) {
+func TestLabelTextsNeedThreadsRead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	room, err := New(Options{Pool: pool, Agent: "agent"})
 	require.NoError(t, err)
-	_, newer := tried(t, pool, "Money back!")
+	_, newer := seedSuite(t, pool, "Money back!")
 	_, _, err = evals.PutLabel(t.Context(), pool, evals.NewLabel{
 		Run: newer, Case: "late", Trial: 2, Word: evals.Good, Note: "too kind",
 	})
@@ -306,22 +311,23 @@ func TestLabelsQuoteAnswersToReadersOfThreads(t *testing.T) {
 }
 
 // The cost of trials is spend of the surface eval, without a skill. No daily budget includes it.
-func TestSpendOfEvalsIsASurfaceOfItsOwn(t *testing.T) {
+func TestEvalSpendHasItsOwnSurface(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	spend(t, pool, "advance_plan", "model-one", "0.75", "0")
+	pool, server := openRoom(t)
+	insertModelCall(t, pool, "advance_plan", "model-one", "0.75", "0")
 	rows.Quiet(t, pool, `
 		insert into agent_activity (trace_id, kind, skill_name, purpose, model, surface, cost_usd, token_usage, led_to)
 		values ('ev_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'model', 'model_call', 'eval', 'model-one', 'eval', 0.25,
 		  '{"prompt_tokens": 400, "completion_tokens": 100, "total_tokens": 500}', '{"check_order": 1}'),
 		  ('ev_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'call', 'check_order', '', '', 'eval', 0, '{}', '{}')`)
 	for by, text := range map[string]string{"surface": "surface=eval", "purpose": "purpose=eval"} {
-		shows(t, server.URL+"/spend?days=1&by="+by, "$1.00 and 1,500 tokens", text, "25 %")
+		wantTexts(t, server.URL+"/spend?days=1&by="+by, "$1.00 and 1,500 tokens", text, "25 %")
 	}
-	shows(t, server.URL+"/", "Evals are included", "$0.25", "They do not count for the limits of the day")
-	shows(t, server.URL+"/spend?days=1&surface=eval&by=model", "$0.25 and 500 tokens", `<option value="eval" selected>`)
-	body := shows(t, server.URL+"/spend?days=1&surface=eval")
+	wantTexts(t, server.URL+"/", "Evals are included", "$0.25", "They do not count for the limits of the day")
+	wantTexts(t, server.URL+"/spend?days=1&surface=eval&by=model", "$0.25 and 500 tokens",
+		`<option value="eval" selected>`)
+	body := wantTexts(t, server.URL+"/spend?days=1&surface=eval")
 	assert.Truef(t, !strings.Contains(body, "skill=check_order"), "trials are charged to a skill: %s", body)
-	shows(t, server.URL+"/activity?surface=eval", "check_order")
-	shows(t, server.URL+"/executions?surface=eval", "eval")
+	wantTexts(t, server.URL+"/activity?surface=eval", "check_order")
+	wantTexts(t, server.URL+"/executions?surface=eval", "eval")
 }

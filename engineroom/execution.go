@@ -24,42 +24,42 @@ func (room *Room) executionPage() page {
 	return page{
 		path: "/executions/{id}", name: "execution", title: "Execution", open: room.openExecution,
 		parts: []part{
-			{name: "view", every: time.Second, refreshOnActivity: true, load: room.executionView},
-			{name: "wait", every: time.Second, load: room.executionWait},
-			{name: "timeline", every: 2 * time.Second, load: room.executionTimeline},
-			{name: "values", every: 5 * time.Second, load: room.executionValues},
-			{name: "relatives", every: 3 * time.Second, load: room.executionRelatives},
-			{name: "lanes", every: 2 * time.Second, load: room.executionLanes},
-			{name: "messages", every: 3 * time.Second, load: room.executionMessages},
+			{name: "view", interval: time.Second, refreshOnActivity: true, load: room.executionView},
+			{name: "wait", interval: time.Second, load: room.executionWait},
+			{name: "timeline", interval: 2 * time.Second, load: room.executionTimeline},
+			{name: "values", interval: 5 * time.Second, load: room.executionValues},
+			{name: "relatives", interval: 3 * time.Second, load: room.executionRelatives},
+			{name: "lanes", interval: 2 * time.Second, load: room.executionLanes},
+			{name: "messages", interval: 3 * time.Second, load: room.executionMessages},
 			{name: "fork", load: room.executionFork},
 		},
 	}
 }
 
-// executionVisit is the execution of a page.
-type executionVisit struct {
+// executionSubject is the execution of a page.
+type executionSubject struct {
 	ID   string
 	From string // first step of the fork form
 	Tab  string // of the values
 	// before is the position in the timeline; nil for the newest.
-	before *stepPlace
+	before *stepCursor
 }
 
 // openExecution finds the execution.
-func (room *Room) openExecution(ctx context.Context, v *visit) (string, error) {
-	id := v.path("id")
-	if !uuidShape.MatchString(id) {
+func (room *Room) openExecution(ctx context.Context, req *pageRequest) (string, error) {
+	id := req.path("id")
+	if !uuidPattern.MatchString(id) {
 		return "", problem.New(http.StatusNotFound, "no execution has the id %.60q", id)
 	}
-	q, err := filtersOf(v.Query, "before", "from", "tab")
+	q, err := filtersOf(req.Query, "before", "from", "tab")
 	if err != nil {
 		return "", err
 	}
-	about := executionVisit{ID: id, From: q["from"], Tab: q["tab"]}
-	if err := oneOf("tab", about.Tab, []string{"checkpoint"}); err != nil {
+	subject := executionSubject{ID: id, From: q["from"], Tab: q["tab"]}
+	if err := checkOneOf("tab", subject.Tab, []string{"checkpoint"}); err != nil {
 		return "", err
 	}
-	if about.before, err = stepPlaceOf(q["before"]); err != nil {
+	if subject.before, err = parseStepCursor(q["before"]); err != nil {
 		return "", err
 	}
 	var flow string
@@ -71,7 +71,7 @@ func (room *Room) openExecution(ctx context.Context, v *visit) (string, error) {
 	case err != nil:
 		return "", fmt.Errorf("read execution: %w", err)
 	}
-	v.About = about
+	req.Subject = subject
 	return flow + " " + short(id), nil
 }
 
@@ -127,7 +127,7 @@ func (x executionRecord) Took() string {
 	if x.StartedAt != nil {
 		from = *x.StartedAt
 	}
-	if ms := between(from, x.CompletedAt); ms != nil {
+	if ms := millisBetween(from, x.CompletedAt); ms != nil {
 		return human.Millis(*ms)
 	}
 	return ""
@@ -138,8 +138,8 @@ func (x executionRecord) Queued() string {
 	return traceRun{CreatedAt: x.CreatedAt, StartedAt: x.StartedAt}.Queued()
 }
 
-// executionShown is an execution with its part of the waterfall.
-type executionShown struct {
+// executionView is an execution with its part of the waterfall.
+type executionView struct {
 	executionRecord
 
 	View  *spansView // nil if the page of the trace omits the execution
@@ -155,13 +155,13 @@ type executionShown struct {
 }
 
 // executionView reads the row, without the lock's secret, and its lines of the trace.
-func (room *Room) executionView(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(executionVisit)
-	x, err := room.factOf(ctx, about.ID)
+func (room *Room) executionView(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(executionSubject)
+	x, err := room.readExecution(ctx, subject.ID)
 	if err != nil {
 		return nil, err
 	}
-	shown := &executionShown{executionRecord: x, Unforkable: room.Unforkable()[x.Flow] != ""}
+	shown := &executionView{executionRecord: x, Unforkable: room.Unforkable()[x.Flow] != ""}
 	if shown.Missing, err = room.missingFor(ctx, x); err != nil {
 		return nil, err
 	}
@@ -205,15 +205,15 @@ func subtree(order []*spanNode, id string) (list []*spanNode) {
 			list = append(list, n)
 		case len(list) > 0 && n.Level <= list[0].Level:
 			// Lines follow their parent without a gap.
-			return leveled(list)
+			return relativeLevels(list)
 		case len(list) > 0:
 			list = append(list, n)
 		}
 	}
-	return leveled(list)
+	return relativeLevels(list)
 }
 
-func leveled(list []*spanNode) []*spanNode {
+func relativeLevels(list []*spanNode) []*spanNode {
 	for _, n := range slices.Backward(list) {
 		n.Level -= list[0].Level
 	}
@@ -229,7 +229,7 @@ func (room *Room) missingFor(ctx context.Context, x executionRecord) (*missingWo
 	return room.missingWorkerOf(ctx, x.Flow)
 }
 
-func (room *Room) factOf(ctx context.Context, id string) (executionRecord, error) {
+func (room *Room) readExecution(ctx context.Context, id string) (executionRecord, error) {
 	x, err := postgres.Row[executionRecord](ctx, room.Read, "read execution", `
 		select e.id::text, e.trace_id, e.surface, left(e.agent, 100) as agent, e.flow, e.status, left(e.queue, 100) as queue,
 		       e.flow_version, e.parent_id::text, e.thread_id, e.forked_from::text, left(e.forked_step, 600) as forked_step,
@@ -251,15 +251,15 @@ func (room *Room) factOf(ctx context.Context, id string) (executionRecord, error
 	return x, nil
 }
 
-// openWait is an execution's current wait.
+// openWait is the current wait of an execution.
 type openWait struct {
 	ID, For, Key, Step string
-	Until              *time.Time // nil for no deadline
+	Until              *time.Time // deadline; nil for none
 	Since              time.Time
 	Number             int
 	Data               shownValue
-	Event              string // the event that ends it
-	Raise              bool   // an admin may emit the event
+	Event              string // the event that ends the wait
+	Raise              bool   // the page offers to emit the event
 	Requests           []openRequest
 }
 
@@ -271,8 +271,8 @@ type openRequest struct {
 }
 
 // executionWait reads the current wait, if any.
-func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
-	w := openWait{ID: v.About.(executionVisit).ID}
+func (room *Room) executionWait(ctx context.Context, req *pageRequest) (any, error) {
+	w := openWait{ID: req.Subject.(executionSubject).ID}
 	var data string
 	err := room.Read.QueryRow(ctx, `
 		select left(coalesce(e.waiting_for, ''), 200), left(coalesce(e.waiting_key, ''), 1000),
@@ -295,9 +295,9 @@ func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 	w.Data = shownJSON(data, w.Data.Bytes)
 	switch w.For {
 	case "response", "document", "signature", "test", "event":
-		// A form must not change the key, so some keys have no form.
+		// A form must send the key unchanged, so a key that the page does not show unchanged has no form.
 		w.Raise = len(w.Key) <= maxEventKey && redact.Text(w.Key, maxValue) == w.Key &&
-			!strings.ContainsFunc(w.Key, changesReading)
+			!strings.ContainsFunc(w.Key, isInvisible)
 	}
 	w.Key, w.Step = redact.Text(w.Key, maxValue), redact.Text(w.Step, maxValue)
 	w.Requests, err = postgres.Rows[openRequest](ctx, room.Read, "read open requests", `
@@ -309,7 +309,7 @@ func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 	return w, nil
 }
 
-// maxEventKey bounds an event's key over HTTP, in bytes.
+// maxEventKey is the API's bound of an event's key, in bytes.
 const maxEventKey = 500
 
 const (
@@ -318,8 +318,8 @@ const (
 	stepsOffered  = 200 // options of the fork form
 )
 
-// valuesOf holds an execution's input, variables and result, or its latest checkpoint.
-type valuesOf struct {
+// valuesView holds an execution's input, variables and result, or its latest checkpoint.
+type valuesView struct {
 	ID, Tab                  string
 	Checkpoint               shownValue
 	Status                   string
@@ -328,13 +328,13 @@ type valuesOf struct {
 }
 
 // executionValues reads the row's values, each up to maxValue characters.
-func (room *Room) executionValues(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(executionVisit)
-	got := valuesOf{ID: about.ID, Tab: about.Tab}
-	if about.Tab == "checkpoint" {
+func (room *Room) executionValues(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(executionSubject)
+	view := valuesView{ID: subject.ID, Tab: subject.Tab}
+	if subject.Tab == "checkpoint" {
 		var err error
-		got.Checkpoint, err = room.latestCheckpoint(ctx, about.ID)
-		return got, err
+		view.Checkpoint, err = room.latestCheckpoint(ctx, subject.ID)
+		return view, err
 	}
 	var input, variables, result, summary, failure string
 	err := room.Read.QueryRow(ctx, `
@@ -344,29 +344,30 @@ func (room *Room) executionValues(ctx context.Context, v *visit) (any, error) {
 		  from agent_executions e
 		 cross join lateral (select e.input::text as input, e.variables::text as variables,
 		                            coalesce(e.result::text, '') as result, coalesce(e.error_message, '') as error) v
-		 where e.id = @id`, postgres.Strict{"id": v.About.(executionVisit).ID}).
-		Scan(&got.Status, &input, &got.Input.Bytes, &variables, &got.Variables.Bytes, &result, &got.Result.Bytes,
-			&summary, &got.Summary.Bytes, &failure, &got.Error.Bytes)
+		 where e.id = @id`, postgres.Strict{"id": req.Subject.(executionSubject).ID}).
+		Scan(&view.Status, &input, &view.Input.Bytes, &variables, &view.Variables.Bytes, &result, &view.Result.Bytes,
+			&summary, &view.Summary.Bytes, &failure, &view.Error.Bytes)
 	if err != nil {
 		return nil, fmt.Errorf("read the values of the execution: %w", err)
 	}
-	hide, err := room.hidesTextsOf(ctx, about.ID)
+	hide, err := room.hidesTextsOf(ctx, subject.ID)
 	if err != nil {
 		return nil, err
 	}
-	hideJSON(hide, &input, &got.Input.Bytes)
-	hideJSON(hide, &variables, &got.Variables.Bytes)
-	hideJSON(hide, &result, &got.Result.Bytes)
+	hideJSON(hide, &input, &view.Input.Bytes)
+	hideJSON(hide, &variables, &view.Variables.Bytes)
+	hideJSON(hide, &result, &view.Result.Bytes)
 	if hide && summary != "" {
-		summary, got.Summary.Bytes = activity.HiddenText, int64(len(activity.HiddenText))
+		summary, view.Summary.Bytes = activity.HiddenText, int64(len(activity.HiddenText))
 	}
-	got.Input, got.Variables, got.Result = shownJSON(input, got.Input.Bytes), shownJSON(variables, got.Variables.Bytes),
-		shownJSON(result, got.Result.Bytes)
-	got.Summary, got.Error = shownText(summary, got.Summary.Bytes), shownText(failure, got.Error.Bytes)
-	return got, nil
+	view.Input, view.Variables, view.Result = shownJSON(input, view.Input.Bytes),
+		shownJSON(variables, view.Variables.Bytes),
+		shownJSON(result, view.Result.Bytes)
+	view.Summary, view.Error = shownText(summary, view.Summary.Bytes), shownText(failure, view.Error.Bytes)
+	return view, nil
 }
 
-// latestCheckpoint reads the newest checkpoint of an execution as JSON.
+// latestCheckpoint reads the newest checkpoint of an execution, as JSON.
 func (room *Room) latestCheckpoint(ctx context.Context, id string) (shownValue, error) {
 	hide, err := room.hidesTextsOf(ctx, id)
 	if err != nil {
@@ -376,7 +377,7 @@ func (room *Room) latestCheckpoint(ctx context.Context, id string) (shownValue, 
 		select left(j.text, 8192), octet_length(j.text) from (
 		  select case when @hide then jsonb_set(c.row, '{output}', to_jsonb(@note::text)) else c.row end::text as text from (
 		    select to_jsonb(k) as row from agent_checkpoints k where k.execution_id = @id
-		     order by k.created_at desc, k.step desc limit 1) c) j`, freshPlan,
+		     order by k.created_at desc, k.step desc limit 1) c) j`, customPlan,
 		postgres.Strict{"id": id, "hide": hide, "note": activity.HiddenText})
 	var body string
 	var size int64
@@ -400,19 +401,19 @@ type executionLane struct {
 }
 
 // executionLanes reads the lanes that the execution holds, borrows or has lent.
-func (room *Room) executionLanes(ctx context.Context, v *visit) (any, error) {
+func (room *Room) executionLanes(ctx context.Context, req *pageRequest) (any, error) {
 	list, err := postgres.Rows[executionLane](ctx, room.Read, "read the lanes of the execution", `
 		select k.* from ((select l.lane, l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end
 		  as expires_at,
 		        (select o.lender::text from agent_lock_loans o where o.lane = l.lane order by o.depth desc limit 1) as lender,
 		        null::text as borrower
 		   from agent_locks l
-		  where l.execution_id = @id and l.locked_by <> '' and l.expires_at > clock_timestamp() limit @most)
+		  where l.execution_id = @id and l.locked_by <> '' and l.expires_at > clock_timestamp() limit @limit)
 		union all
 		(select l.lane, l.fencing_token, o.lent_at, case when not l.parked then l.expires_at end, null, o.borrower::text
 		   from agent_lock_loans o join agent_locks l on l.lane = o.lane
-		  where o.lender = @id limit @most)) k order by k.lane`, freshPlan,
-		postgres.Strict{"id": v.About.(executionVisit).ID, "most": lanesShown})
+		  where o.lender = @id limit @limit)) k order by k.lane`, customPlan,
+		postgres.Strict{"id": req.Subject.(executionSubject).ID, "limit": lanesShown})
 	if err != nil {
 		return nil, err
 	}
@@ -428,18 +429,18 @@ type sentMessage struct {
 
 // executionMessages reads the execution's messages, newest first, in the order of the index on the execution; see
 // descendants.
-func (room *Room) executionMessages(ctx context.Context, v *visit) (any, error) {
+func (room *Room) executionMessages(ctx context.Context, req *pageRequest) (any, error) {
 	list, err := postgres.Rows[sentMessage](ctx, room.Read, "read the messages of the execution", `
 		select m.id::text, m.thread_id, m.status, left(m.content, 600) as text, octet_length(m.content) as bytes, m.created_at
 		  from (select y.id from (select x.id, x.execution_id from agent_messages x
 		          where x.execution_id <= @id order by x.execution_id desc limit @near) y
-		         where y.execution_id = @id order by y.id desc limit @most + 1) p
+		         where y.execution_id = @id order by y.id desc limit @limit + 1) p
 		  join agent_messages m on m.id = p.id
-		 order by m.id desc`, freshPlan, postgres.Strict{"id": v.About.(executionVisit).ID, "most": messagesShown, "near": 20 * messagesShown})
+		 order by m.id desc`, customPlan, postgres.Strict{"id": req.Subject.(executionSubject).ID, "limit": messagesShown, "near": 20 * messagesShown})
 	if err != nil {
 		return nil, err
 	}
-	hide, err := room.hidesTextsOf(ctx, v.About.(executionVisit).ID)
+	hide, err := room.hidesTextsOf(ctx, req.Subject.(executionSubject).ID)
 	if err != nil {
 		return nil, err
 	}
@@ -449,7 +450,7 @@ func (room *Room) executionMessages(ctx context.Context, v *visit) (any, error) 
 		}
 		list[i].Text = clip(list[i].Text, list[i].Bytes, 300)
 	}
-	list, more := onPage(list, messagesShown)
+	list, more := firstN(list, messagesShown)
 	return map[string]any{"Messages": list, "More": more}, nil
 }
 
@@ -457,38 +458,38 @@ func (room *Room) executionMessages(ctx context.Context, v *visit) (any, error) 
 type forkForm struct {
 	ID, From string
 	Flow     string
-	Why      string // the reason if a fork is impossible
-	Data     bool   // the flow is versioned data
+	Why      string // reason why the execution cannot be forked; empty if it can
+	Data     bool   // the flow is a document with versions
 	Input    string
-	Hidden   bool     // the input is too long or redacted, so not editable
-	Steps    []string // some of the possible steps
+	Hidden   bool     // the input is too long or redacted, so the form does not show it
+	Steps    []string // newest recorded steps, from which the fork can start
 }
 
 // executionFork reads the fork form. It is not live, because an update would lose edits.
-func (room *Room) executionFork(ctx context.Context, v *visit) (any, error) {
-	about := v.About.(executionVisit)
-	f := forkForm{ID: about.ID, From: about.From}
+func (room *Room) executionFork(ctx context.Context, req *pageRequest) (any, error) {
+	subject := req.Subject.(executionSubject)
+	f := forkForm{ID: subject.ID, From: subject.From}
 	var size int64
 	err := room.Read.QueryRow(ctx, `
 		select left(e.flow, 200), e.flow_version is not null, left(i.text, 8192), octet_length(i.text)
 		  from agent_executions e cross join lateral (select e.input::text as text) i where e.id = @id`,
-		postgres.Strict{"id": about.ID}).Scan(&f.Flow, &f.Data, &f.Input, &size)
+		postgres.Strict{"id": subject.ID}).Scan(&f.Flow, &f.Data, &f.Input, &size)
 	if err != nil {
 		return nil, fmt.Errorf("read the input of the execution: %w", err)
 	}
 	if f.Why = room.Unforkable()[f.Flow]; f.Why != "" {
 		return f, nil
 	}
-	hide, err := room.hidesTextsOf(ctx, about.ID)
+	hide, err := room.hidesTextsOf(ctx, subject.ID)
 	if err != nil {
 		return nil, err
 	}
-	if f.Hidden = hide || int64(len(f.Input)) < size || hides(f.Input); f.Hidden {
+	if f.Hidden = hide || int64(len(f.Input)) < size || isAbridged(f.Input); f.Hidden {
 		f.Input = ""
 	}
 	rows, err := room.Read.Query(ctx, `
 		select c.step from agent_checkpoints c where c.execution_id = @id and octet_length(c.step) <= 300
-		 order by c.created_at desc, c.step desc limit @most`, postgres.Strict{"id": about.ID, "most": stepsOffered})
+		 order by c.created_at desc, c.step desc limit @limit`, postgres.Strict{"id": subject.ID, "limit": stepsOffered})
 	if err != nil {
 		return nil, fmt.Errorf("read recorded steps: %w", err)
 	}
@@ -498,17 +499,17 @@ func (room *Room) executionFork(ctx context.Context, v *visit) (any, error) {
 	return f, nil
 }
 
-// hides reports whether the page shows JSON incompletely. An edit of the shown text would lose the rest.
-func hides(text string) bool {
+// isAbridged reports whether the page shows JSON incompletely. An edit of the shown text would lose the rest.
+func isAbridged(text string) bool {
 	shown := shownJSON(text, int64(len(text)))
-	return !shown.Whole || shown.Text != formatJSON(text) || strings.ContainsFunc(text, changesReading)
+	return !shown.Whole || shown.Text != formatJSON(text) || strings.ContainsFunc(text, isInvisible)
 }
 
 const (
 	maxTreeDepth = 4   // levels below an execution
 	maxTreeWidth = 50  // children of each
-	maxTree      = 100 // in all
-	forksMax     = 50
+	maxTree      = 100 // descendants in all
+	maxForks     = 50
 )
 
 // relative is an execution of a family.
@@ -527,7 +528,7 @@ type fork struct {
 	CreatedAt        time.Time
 }
 
-// executionFamily is an execution's place in its family.
+// executionFamily has the relatives of an execution.
 type executionFamily struct {
 	Root  *relative // the first ancestor; nil without parent and children
 	More  bool
@@ -535,20 +536,20 @@ type executionFamily struct {
 }
 
 // executionRelatives reads the ancestors, descendants and forks.
-func (room *Room) executionRelatives(ctx context.Context, v *visit) (any, error) {
-	id := v.About.(executionVisit).ID
-	above, err := room.ancestors(ctx, id)
+func (room *Room) executionRelatives(ctx context.Context, req *pageRequest) (any, error) {
+	id := req.Subject.(executionSubject).ID
+	ancestors, err := room.ancestors(ctx, id)
 	if err != nil {
 		return nil, err
 	}
-	below, err := room.descendants(ctx, id)
+	descendants, err := room.descendants(ctx, id)
 	if err != nil {
 		return nil, err
 	}
-	below, more := onPage(below, maxTree)
+	descendants, more := firstN(descendants, maxTree)
 	family := executionFamily{More: more}
-	if len(above) > 1 || len(below) > 0 {
-		family.Root = treeOf(above, below, id)
+	if len(ancestors) > 1 || len(descendants) > 0 {
+		family.Root = buildTree(ancestors, descendants, id)
 	}
 	family.Forks, err = room.forks(ctx, id)
 	return family, err
@@ -563,7 +564,7 @@ func (room *Room) ancestors(ctx context.Context, id string) ([]relative, error) 
 		  select p.id, l.level + 1 from line l join agent_executions x on x.id = l.id
 		    join agent_executions p on p.id = x.parent_id where l.level < @deepest)
 		select x.id::text, left(x.flow, 100) as flow, x.status, x.parent_id::text, x.created_at, l.level
-		  from line l join agent_executions x on x.id = l.id order by l.level`, freshPlan,
+		  from line l join agent_executions x on x.id = l.id order by l.level`, customPlan,
 		postgres.Strict{"id": id, "deepest": executions.MaxDepth})
 	if err != nil {
 		return nil, fmt.Errorf("read the parents of the execution: %w", err)
@@ -588,9 +589,9 @@ func (room *Room) descendants(ctx context.Context, id string) ([]relative, error
 		     where y.parent_id = t.id order by y.id limit @wide) c
 		   where t.level < @deep)
 		select x.id::text, left(x.flow, 100) as flow, x.status, x.parent_id::text, x.created_at, t.level
-		  from (select id, level from tree limit @most + 2) t join agent_executions x on x.id = t.id
-		 where t.level > 0 order by t.level, x.id`, freshPlan,
-		postgres.Strict{"id": id, "wide": maxTreeWidth, "near": 4 * maxTreeWidth, "deep": maxTreeDepth, "most": maxTree})
+		  from (select id, level from tree limit @limit + 2) t join agent_executions x on x.id = t.id
+		 where t.level > 0 order by t.level, x.id`, customPlan,
+		postgres.Strict{"id": id, "wide": maxTreeWidth, "near": 4 * maxTreeWidth, "deep": maxTreeDepth, "limit": maxTree})
 	if err != nil {
 		return nil, fmt.Errorf("read the children of the execution: %w", err)
 	}
@@ -607,12 +608,12 @@ func collectRelatives(rows pgx.Rows) ([]relative, error) {
 	})
 }
 
-// treeOf builds the family from the first ancestor.
-func treeOf(above, below []relative, id string) *relative {
+// buildTree builds the tree of the ancestors and descendants, and returns its root.
+func buildTree(ancestors, descendants []relative, id string) *relative {
 	known := map[string]*relative{}
 	var root *relative
-	slices.Reverse(above)
-	all := append(above, below...)
+	slices.Reverse(ancestors)
+	all := append(ancestors, descendants...)
 	for i := range all {
 		r := &all[i]
 		r.Here = r.ID == id
@@ -632,7 +633,7 @@ func (room *Room) forks(ctx context.Context, id string) ([]fork, error) {
 		select x.id::text, x.status, left(coalesce(x.forked_step, ''), 600), x.created_at from (
 		  select y.id, y.status, y.forked_step, y.created_at, y.forked_from from agent_executions y
 		   where y.forked_from <= @id order by y.forked_from desc limit @near) x
-		 where x.forked_from = @id order by x.id desc limit @most`, freshPlan, postgres.Strict{"id": id, "most": forksMax, "near": 4 * forksMax})
+		 where x.forked_from = @id order by x.id desc limit @limit`, customPlan, postgres.Strict{"id": id, "limit": maxForks, "near": 4 * maxForks})
 	list, err := postgres.Collect(rows, err, "read the forks of the execution", pgx.RowToStructByPos[fork])
 	if err != nil {
 		return nil, err

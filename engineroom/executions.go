@@ -25,14 +25,14 @@ const (
 // executionsPage lists executions and the queue.
 func (room *Room) executionsPage() page {
 	return page{
-		path: "/executions", name: "executions", nav: "Executions", title: "Executions", open: room.openExecutions,
+		path: "/executions", name: "executions", navLabel: "Executions", title: "Executions", open: room.openExecutions,
 		parallel: true,
 		parts: []part{
-			{name: "states", every: 2 * time.Second, load: room.executionStates},
+			{name: "states", interval: 2 * time.Second, load: room.executionStates},
 			room.filtersPart("/executions", "flow", "agent"),
-			{name: "list", every: 2 * time.Second, load: room.listExecutions},
+			{name: "list", interval: 2 * time.Second, load: room.listExecutions},
 			{name: "bulk", load: room.bulkActions}, // an update would lose typed text
-			{name: "queue", every: 2 * time.Second, load: room.executionQueue},
+			{name: "queue", interval: 2 * time.Second, load: room.executionQueue},
 		},
 	}
 }
@@ -91,16 +91,16 @@ func collectExecutions(ctx context.Context, rows pgx.Rows, err error) ([]executi
 	return list, nil
 }
 
-// running returns the id of a running row, for haltRunning; empty for other rows.
-func (l *executionList) running(i int) string {
+// runningID returns the id of a running row, for haltRunning; empty for other rows.
+func (l *executionList) runningID(i int) string {
 	if x := l.Rows[i]; x.Status == "running" {
 		return x.ID
 	}
 	return ""
 }
 
-// lose marks a row with a lost worker. A row without a claim is ready again.
-func (l *executionList) lose(i int, h halt) {
+// markLost marks a row with a lost worker. A row without a claim is ready again.
+func (l *executionList) markLost(i int, h halt) {
 	if h.State == stateLost && !h.Unclaimed {
 		l.Rows[i].Status = h.State
 	}
@@ -124,48 +124,48 @@ const candidateColumns = `x.id, x.trace_id, x.status, x.surface, x.flow, x.agent
 const executionCandidates = `
 	(select ` + candidateColumns + `
 	  where @by = 'trace' and x.trace_id = any (@traces) and x.id >= @from::uuid and x.id < @until::uuid
-	  order by x.id desc limit @looked)
+	  order by x.id desc limit @searched)
 	union all
 	(select ` + candidateColumns + `
 	  where @by = 'trace' and x.id = any (@ids::text[]::uuid[]) and x.trace_id <> all (@traces)
-	    and x.id >= @from::uuid and x.id < @until::uuid order by x.id desc limit @looked)
+	    and x.id >= @from::uuid and x.id < @until::uuid order by x.id desc limit @searched)
 	union all
 	(select ` + candidateColumns + `
 	  where @by = 'label' and x.id = any (array(
 	    select b.execution_id from agent_execution_labels b
 	     where b.value = @label and (@label_name = '' or b.name = @label_name)
 	       and b.execution_id >= @from::uuid and b.execution_id < @until::uuid
-	     order by b.execution_id desc limit @looked)))
+	     order by b.execution_id desc limit @searched)))
 	union all
 	(select ` + candidateColumns + `
 	  where @by = 'status' and x.status = @status and x.id >= @from::uuid and x.id < @until::uuid
-	  order by x.id desc limit @looked)
+	  order by x.id desc limit @searched)
 	union all
 	(select ` + candidateColumns + `
 	  where @by = 'failed' and x.status = 'failed' and x.id >= @from::uuid and x.id < @until::uuid
-	  order by x.id desc limit @looked)
+	  order by x.id desc limit @searched)
 	union all
 	(select ` + candidateColumns + `
 	  where @by = 'failed' and x.status = 'timeout' and x.id >= @from::uuid and x.id < @until::uuid
-	  order by x.id desc limit @looked)
+	  order by x.id desc limit @searched)
 	union all
 	(select x.* from unnest(@flows::text[]) f (name) cross join lateral (
 	  select ` + candidateColumns + `
 	   where @by = 'flow' and x.flow = f.name and x.claimed_by is null
 	     and x.id >= @from::uuid and x.id < @until::uuid
-	   order by x.id desc limit @looked_flow) x)
+	   order by x.id desc limit @searched_flow) x)
 	union all
 	(select ` + candidateColumns + `
 	  where @by = 'flow' and x.flow = any (@flows) and x.claimed_by is not null
 	    and x.id >= @from::uuid and x.id < @until::uuid
-	  order by x.id desc limit @looked)
+	  order by x.id desc limit @searched)
 	union all
 	(select ` + candidateColumns + `
 	  where @by = 'newest' and x.id >= @from::uuid and x.id < @until::uuid
-	  order by x.id desc limit @looked)`
+	  order by x.id desc limit @searched)`
 
-// executionWanted has all other filters, for candidates w. Each filter may exclude its value.
-const executionWanted = `
+// executionConditions has all other filters, for candidates w. Each filter may exclude its value.
+const executionConditions = `
 	(@status = '' or (w.status = @status) <> @not_status) and (not @failed or w.status in ('failed', 'timeout'))
 	and (@surface = '' or (w.surface = @surface) <> @not_surface)
 	and (@flows::text[] is null or (w.flow = any (@flows)) <> @not_flow)
@@ -175,8 +175,8 @@ const executionWanted = `
 	   where b.execution_id = w.id and b.value = @label and (@label_name = '' or b.name = @label_name)))`
 
 // listExecutions reads a page of the listing.
-func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
-	f := v.About.(executionFilter)
+func (room *Room) listExecutions(ctx context.Context, req *pageRequest) (any, error) {
+	f := req.Subject.(executionFilter)
 	switch {
 	case f.View != "":
 		return room.listWaiting(ctx, f)
@@ -186,21 +186,21 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select `+executionRowColumns+` from (select w.id from (
 `+executionCandidates+`) w
-		  where `+executionWanted+`
-		  order by w.id desc limit @most + 1) p
+		  where `+executionConditions+`
+		  order by w.id desc limit @limit + 1) p
 		  join agent_executions e on e.id = p.id
-		 order by e.id desc`, freshPlan,
-		f.wanted(maxSearched, executionsShown))
+		 order by e.id desc`, customPlan,
+		f.args(maxSearched, executionsShown))
 	got := executionList{executionFilter: f, Window: maxSearched}
 	if got.Rows, err = collectExecutions(ctx, rows, err); err == nil {
-		err = haltRunning(ctx, room.Read, len(got.Rows), got.running, got.lose)
+		err = haltRunning(ctx, room.Read, len(got.Rows), got.runningID, got.markLost)
 	}
 	if err != nil {
 		return nil, err
 	}
 	if len(got.Rows) > executionsShown {
 		got.Rows = got.Rows[:executionsShown]
-		got.Older = f.with("before", got.Rows[executionsShown-1].ID)
+		got.Older = f.urlWith("before", got.Rows[executionsShown-1].ID)
 		return got, nil
 	}
 	return room.lastSearched(ctx, f, got)
@@ -208,17 +208,17 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 
 // rankExecutions reads the slowest or the dearest executions of the newest maxRanked, or of their model calls.
 func (room *Room) rankExecutions(ctx context.Context, f executionFilter) (any, error) {
-	args := f.wanted(maxRanked, rankedShown)
+	args := f.args(maxRanked, rankedShown)
 	var rows pgx.Rows
 	var err error
 	if f.Sort == byTook {
 		rows, err = room.Read.Query(ctx, `
 			select w.id::text from (
 `+executionCandidates+`) w
-			 where (w.completed_at is not null or w.status = 'running') and `+executionWanted+`
-			 order by coalesce(w.completed_at, clock_timestamp()) - w.created_at desc, w.id desc limit @most`, freshPlan, args)
+			 where (w.completed_at is not null or w.status = 'running') and `+executionConditions+`
+			 order by coalesce(w.completed_at, clock_timestamp()) - w.created_at desc, w.id desc limit @limit`, customPlan, args)
 	} else {
-		for _, unused := range []string{"by", "looked_flow"} {
+		for _, unused := range []string{"by", "searched_flow"} {
 			delete(args, unused)
 		}
 		rows, err = room.Read.Query(ctx, `
@@ -226,12 +226,12 @@ func (room *Room) rankExecutions(ctx context.Context, f executionFilter) (any, e
 			  select c.execution_id, sum(c.cost_usd) as cost from (
 			    select a.execution_id, a.cost_usd from agent_activity a
 			     where a.skill_name between 'model_call' and 'model_call' and a.id >= @from::uuid and a.id < @until::uuid
-			     order by a.skill_name desc, a.id desc limit @looked) c
+			     order by a.skill_name desc, a.id desc limit @searched) c
 			   where c.cost_usd > 0 group by c.execution_id) c
 			 cross join lateral (select * from agent_executions x where x.id = c.execution_id offset 0) w
-			 where w.id >= @from::uuid and w.id < @until::uuid and `+executionWanted+`
+			 where w.id >= @from::uuid and w.id < @until::uuid and `+executionConditions+`
 			   and (@traces::text[] is null or w.trace_id = any (@traces) or w.id = any (@ids::text[]::uuid[]))
-			 order by c.cost desc, w.id desc limit @most`, freshPlan, args)
+			 order by c.cost desc, w.id desc limit @limit`, customPlan, args)
 	}
 	ids, err := postgres.Collect(rows, err, "rank executions", pgx.RowTo[string])
 	if err != nil {
@@ -239,10 +239,10 @@ func (room *Room) rankExecutions(ctx context.Context, f executionFilter) (any, e
 	}
 	rows, err = room.Read.Query(ctx, `
 		select `+executionRowColumns+` from unnest(@ids::text[]::uuid[]) with ordinality p (id, place)
-		  join agent_executions e on e.id = p.id order by p.place`, freshPlan, postgres.Strict{"ids": ids})
+		  join agent_executions e on e.id = p.id order by p.place`, customPlan, postgres.Strict{"ids": ids})
 	got := executionList{executionFilter: f, Window: maxRanked}
 	if got.Rows, err = collectExecutions(ctx, rows, err); err == nil {
-		err = haltRunning(ctx, room.Read, len(got.Rows), got.running, got.lose)
+		err = haltRunning(ctx, room.Read, len(got.Rows), got.runningID, got.markLost)
 	}
 	return got, err
 }
@@ -261,37 +261,37 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, got execu
 		  (select b.execution_id as id from agent_execution_labels b
 		    where @by = 'label' and b.value = @label and (@label_name = '' or b.name = @label_name)
 		      and b.execution_id >= @from::uuid and b.execution_id < @until::uuid
-		    order by b.execution_id desc offset @looked - 1 limit 1)
+		    order by b.execution_id desc offset @searched - 1 limit 1)
 		  union all
 		  (select x.id from agent_executions x
 		    where @by = 'status' and x.status = @status and x.id >= @from::uuid and x.id < @until::uuid
-		    order by x.id desc offset @looked - 1 limit 1)
+		    order by x.id desc offset @searched - 1 limit 1)
 		  union all
 		  (select x.id from agent_executions x
 		    where @by = 'failed' and x.status = 'failed' and x.id >= @from::uuid and x.id < @until::uuid
-		    order by x.id desc offset @looked - 1 limit 1)
+		    order by x.id desc offset @searched - 1 limit 1)
 		  union all
 		  (select x.id from agent_executions x
 		    where @by = 'failed' and x.status = 'timeout' and x.id >= @from::uuid and x.id < @until::uuid
-		    order by x.id desc offset @looked - 1 limit 1)
+		    order by x.id desc offset @searched - 1 limit 1)
 		  union all
 		  (select x.id from unnest(@flows::text[]) f (name) cross join lateral (select x.id from agent_executions x
 		    where @by = 'flow' and x.flow = f.name and x.claimed_by is null
 		      and x.id >= @from::uuid and x.id < @until::uuid
-		    order by x.id desc offset @looked_flow - 1 limit 1) x)
+		    order by x.id desc offset @searched_flow - 1 limit 1) x)
 		  union all
 		  (select x.id from agent_executions x
 		    where @by = 'flow' and x.flow = any (@flows) and x.claimed_by is not null
 		      and x.id >= @from::uuid and x.id < @until::uuid
-		    order by x.id desc offset @looked - 1 limit 1)
+		    order by x.id desc offset @searched - 1 limit 1)
 		  union all
 		  (select x.id from agent_executions x
 		    where @by = 'newest' and x.id >= @from::uuid and x.id < @until::uuid
-		    order by x.id desc offset @looked - 1 limit 1)) w
-		 order by w.id desc limit 1), '')`, freshPlan,
+		    order by x.id desc offset @searched - 1 limit 1)) w
+		 order by w.id desc limit 1), '')`, customPlan,
 		postgres.Strict{
 			"by": f.leadingFilter(), "status": f.Status, "flows": f.flows, "from": from, "until": until,
-			"looked": maxSearched, "looked_flow": f.perFlow(maxSearched), "label": label, "label_name": name,
+			"searched": maxSearched, "searched_flow": f.searchedPerFlow(maxSearched), "label": label, "label_name": name,
 		}).Scan(&end)
 	if err != nil {
 		return got, fmt.Errorf("read how far the search went: %w", err)
@@ -302,17 +302,17 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, got execu
 	for len(got.Rows) > 0 && got.Rows[len(got.Rows)-1].ID < end {
 		got.Rows = got.Rows[:len(got.Rows)-1]
 	}
-	got.Older, got.Farther = f.with("before", end), true
+	got.Older, got.Farther = f.urlWith("before", end), true
 	return got, nil
 }
 
 // listWaiting reads waiting executions by deadline, or stuck executions. Other filters apply to the maxSearched
 // nearest.
 func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, error) {
-	args := f.wanted(maxSearched, executionsShown)
+	args := f.args(maxSearched, executionsShown)
 	args["from"], args["until"] = f.bounds("")
 	args["view"], args["kind"], args["after"], args["before"] = f.View, f.Kind, f.after, f.Before
-	for _, unused := range []string{"by", "looked_flow", "status", "not_status", "failed"} {
+	for _, unused := range []string{"by", "searched_flow", "status", "not_status", "failed"} {
 		delete(args, unused)
 	}
 	rows, err := room.Read.Query(ctx, `
@@ -320,12 +320,12 @@ func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, erro
 		  (select w.id, w.waiting_until, w.waiting_for, w.surface, w.flow, w.agent, w.trace_id from agent_executions w
 		    where w.status = 'waiting' and @view = 'waiting'
 		      and (@after::timestamptz is null or (w.waiting_until, w.id) > (@after, nullif(@before, '')::uuid))
-		    order by w.waiting_until, w.id limit @looked)
+		    order by w.waiting_until, w.id limit @searched)
 		  union all
 		  (select s.id, s.waiting_until, s.waiting_for, s.surface, s.flow, s.agent, s.trace_id from agent_executions_stuck s
 		    where @view = 'stuck' and s.waiting_until <= now()
 		      and (@after::timestamptz is null or (s.waiting_until, s.id) > (@after, nullif(@before, '')::uuid))
-		    order by s.waiting_until, s.id limit @looked)) l
+		    order by s.waiting_until, s.id limit @searched)) l
 		   where (@kind = '' or l.waiting_for = @kind) and (@surface = '' or (l.surface = @surface) <> @not_surface)
 		     and (@flows::text[] is null or (l.flow = any (@flows)) <> @not_flow)
 		     and (@agent = '' or (l.agent ilike @agent) <> @not_agent)
@@ -334,13 +334,13 @@ func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, erro
 		        where b.execution_id = l.id and b.value = @label and (@label_name = '' or b.name = @label_name)))
 		     and l.id >= @from::uuid and l.id < @until::uuid
 		       and (@traces::text[] is null or l.trace_id = any (@traces) or l.id = any (@ids::text[]::uuid[]))
-		   order by l.waiting_until, l.id limit @most + 1) p
+		   order by l.waiting_until, l.id limit @limit + 1) p
 		  join agent_executions e on e.id = p.id
-		 order by p.waiting_until, p.id`, freshPlan,
+		 order by p.waiting_until, p.id`, customPlan,
 		args)
 	got := executionList{executionFilter: f, Window: maxSearched}
 	if got.Rows, err = collectExecutions(ctx, rows, err); err == nil {
-		err = haltRunning(ctx, room.Read, len(got.Rows), got.running, got.lose)
+		err = haltRunning(ctx, room.Read, len(got.Rows), got.runningID, got.markLost)
 	}
 	if err != nil {
 		return nil, err
@@ -349,7 +349,7 @@ func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, erro
 		got.Rows = got.Rows[:executionsShown]
 		last := got.Rows[executionsShown-1]
 		if last.WaitingUntil != nil { // the execution may have resumed meanwhile
-			got.Older = f.with("before", last.WaitingUntil.UTC().Format(time.RFC3339Nano)+" "+last.ID)
+			got.Older = f.urlWith("before", last.WaitingUntil.UTC().Format(time.RFC3339Nano)+" "+last.ID)
 		}
 	}
 	return got, nil

@@ -56,11 +56,11 @@ func (executionFilter) Surfaces() []string { return surfaceNames() }
 func (executionFilter) Kinds() []string { return waitKinds() }
 
 // openExecutions reads the filters.
-func (room *Room) openExecutions(ctx context.Context, v *visit) (string, error) {
-	if f, is := v.About.(executionFilter); is {
+func (room *Room) openExecutions(ctx context.Context, req *pageRequest) (string, error) {
+	if f, is := req.Subject.(executionFilter); is {
 		return titleOf(f), nil // found for the same address
 	}
-	q, err := filtersOf(v.Query, append([]string{
+	q, err := filtersOf(req.Query, append([]string{
 		"view", "status", "surface", "flow", "agent", "label", "trace_id", "failed", "for", "before",
 	}, rangeFilters...)...)
 	if err != nil {
@@ -82,13 +82,13 @@ func (room *Room) openExecutions(ctx context.Context, v *visit) (string, error) 
 	} {
 		value := q[one.name]
 		if one.name == "status" || one.name == "surface" {
-			value, _ = without(value)
+			value, _ = parseExclusion(value)
 		}
-		if err := oneOf(one.name, value, one.known); err != nil {
+		if err := checkOneOf(one.name, value, one.known); err != nil {
 			return "", err
 		}
 	}
-	if f.timeRange, err = v.timeRange(); err != nil {
+	if f.timeRange, err = req.timeRange(); err != nil {
 		return "", err
 	}
 	f.Failed = q["failed"] != ""
@@ -103,18 +103,18 @@ func (room *Room) openExecutions(ctx context.Context, v *visit) (string, error) 
 	if f.traces, f.ids, err = room.runsFor(ctx, f.Trace); err != nil {
 		return "", err
 	}
-	flow, _ := without(f.Flow)
+	flow, _ := parseExclusion(f.Flow)
 	if f.flows, err = room.namesLike(ctx, "flow", flow); err != nil {
 		return "", err
 	}
-	if err := f.begin(q["before"]); err != nil {
+	if err := f.parseCursor(q["before"]); err != nil {
 		return "", err
 	}
-	v.About = f
+	req.Subject = f
 	return titleOf(f), nil
 }
 
-// titleOf returns the listing's title.
+// titleOf returns the title of the listing.
 func titleOf(f executionFilter) string {
 	switch {
 	case f.View == "waiting":
@@ -129,8 +129,8 @@ func titleOf(f executionFilter) string {
 	return "Executions"
 }
 
-// begin reads the position of a page.
-func (f *executionFilter) begin(before string) error {
+// parseCursor reads the position of a page.
+func (f *executionFilter) parseCursor(before string) error {
 	if before == "" {
 		return nil
 	}
@@ -139,34 +139,34 @@ func (f *executionFilter) begin(before string) error {
 		at, rest, _ := strings.Cut(before, " ")
 		deadline, err := time.Parse(time.RFC3339Nano, at)
 		if err != nil {
-			return badCursor()
+			return invalidCursor()
 		}
 		f.after, id = &deadline, rest
 	}
-	if !uuidShape.MatchString(id) {
-		return badCursor()
+	if !uuidPattern.MatchString(id) {
+		return invalidCursor()
 	}
 	f.Before = id
 	return nil
 }
 
-// perFlow returns the bound of searched rows for each flow, out of looked in all.
-func (f executionFilter) perFlow(looked int) int { return looked / max(len(f.flows), 1) }
+// searchedPerFlow returns the bound of searched rows for each flow, out of looked in all.
+func (f executionFilter) searchedPerFlow(searched int) int { return searched / max(len(f.flows), 1) }
 
-// wanted returns the arguments of executionCandidates and executionWanted: looked bounds the searched rows, most the
-// returned rows.
-func (f executionFilter) wanted(looked, most int) postgres.Strict {
+// args returns the arguments of executionCandidates and executionConditions. searched bounds the searched rows, and
+// limit the returned rows.
+func (f executionFilter) args(searched, limit int) postgres.Strict {
 	from, until := f.bounds(f.Before)
-	status, notStatus := without(f.Status)
-	surface, notSurface := without(f.Surface)
-	_, notFlow := without(f.Flow)
-	agent, notAgent := without(f.Agent)
+	status, notStatus := parseExclusion(f.Status)
+	surface, notSurface := parseExclusion(f.Surface)
+	_, notFlow := parseExclusion(f.Flow)
+	agent, notAgent := parseExclusion(f.Agent)
 	name, label := executions.ParseLabel(f.Label)
 	return postgres.Strict{
-		"by": f.leadingFilter(), "traces": f.traces, "ids": f.ids, "from": from, "until": until, "looked": looked,
-		"looked_flow": f.perFlow(looked), "status": status, "not_status": notStatus, "failed": f.Failed,
+		"by": f.leadingFilter(), "traces": f.traces, "ids": f.ids, "from": from, "until": until, "searched": searched,
+		"searched_flow": f.searchedPerFlow(searched), "status": status, "not_status": notStatus, "failed": f.Failed,
 		"surface": surface, "not_surface": notSurface, "flows": f.flows, "not_flow": notFlow,
-		"agent": likePart(agent), "not_agent": notAgent, "label": label, "label_name": name, "most": most,
+		"agent": containsPattern(agent), "not_agent": notAgent, "label": label, "label_name": name, "limit": limit,
 	}
 }
 
@@ -190,10 +190,10 @@ func (f executionFilter) leadingFilter() string {
 // searchesAll reports whether the listing searches all rows.
 func (f executionFilter) searchesAll() bool {
 	by := f.leadingFilter()
-	others := (f.Label != "" && by != "label") || f.Surface != "" || f.Agent != "" ||
+	hasOther := (f.Label != "" && by != "label") || f.Surface != "" || f.Agent != "" ||
 		(f.Flow != "" && by != "flow") || (f.Status != "" && by != "status") ||
 		(f.Failed && by != "failed")
-	return by == "trace" || !others
+	return by == "trace" || !hasOther
 }
 
 // Narrowed reports whether a filter beyond the view or tab is set.
@@ -201,8 +201,8 @@ func (f executionFilter) Narrowed() bool {
 	return f.Surface != "" || f.Flow != "" || f.Agent != "" || f.Label != "" || f.Trace != "" || f.Bounded()
 }
 
-// query returns the filters as URL parameters, without the position.
-func (f executionFilter) query() url.Values {
+// urlValues returns the filters as URL parameters, without the position.
+func (f executionFilter) urlValues() url.Values {
 	q := url.Values{}
 	for name, value := range map[string]string{
 		"view": f.View, "status": f.Status, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "label": f.Label,
@@ -216,24 +216,24 @@ func (f executionFilter) query() url.Values {
 	if f.Failed {
 		q.Set("failed", "1")
 	}
-	f.put(q)
+	f.addTo(q)
 	return q
 }
 
-// with returns the listing's URL with one more filter.
-func (f executionFilter) with(name, value string) string {
-	q := f.query()
+// urlWith returns the listing's URL with one more filter.
+func (f executionFilter) urlWith(name, value string) string {
+	q := f.urlValues()
 	q.Set(name, value)
 	return "/executions?" + q.Encode()
 }
 
-// tab returns the listing's URL for a tab.
-func (f executionFilter) tab(name, value string) string {
+// tabURL returns the listing's URL for a tab.
+func (f executionFilter) tabURL(name, value string) string {
 	f.View, f.Status, f.Failed, f.Kind = "", "", false, ""
 	if name == "view" {
 		f.Sort = ""
 	}
-	q := f.query()
+	q := f.urlValues()
 	if name != "" {
 		q.Set(name, value)
 	}
@@ -296,6 +296,6 @@ func (room *Room) runsFor(ctx context.Context, text string) (traces, ids []strin
 	return traces, ids, err
 }
 
-func badCursor() error {
+func invalidCursor() error {
 	return problem.BadParameter("this is not a cursor of this listing: take it from the page before")
 }

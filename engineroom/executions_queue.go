@@ -23,8 +23,8 @@ type stateTab struct {
 
 // executionStates returns the tabs, which are the only filter of states. Failed includes timeouts. Waiting is in order
 // of the deadline. A tab keeps the filters. Counts cover all executions, so the page shows counts only without filters.
-func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
-	f := v.About.(executionFilter)
+func (room *Room) executionStates(ctx context.Context, req *pageRequest) (any, error) {
+	f := req.Subject.(executionFilter)
 	counts := map[string]string{}
 	if !f.Narrowed() {
 		var err error
@@ -32,21 +32,21 @@ func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 			return nil, err
 		}
 	}
-	tabs := []stateTab{{Word: "All", Link: f.tab("", ""), Now: f.View == "" && f.Status == "" && !f.Failed}}
+	tabs := []stateTab{{Word: "All", Link: f.tabURL("", ""), Now: f.View == "" && f.Status == "" && !f.Failed}}
 	for _, s := range executionStatuses() {
-		tab := stateTab{Word: s, Link: f.tab("status", s), Count: counts[s], Now: f.Status == s}
+		tab := stateTab{Word: s, Link: f.tabURL("status", s), Count: counts[s], Now: f.Status == s}
 		switch s {
 		case string(executions.Waiting):
-			tab.Link, tab.Now = f.tab("view", s), tab.Now || f.View == s
+			tab.Link, tab.Now = f.tabURL("view", s), tab.Now || f.View == s
 		case string(executions.Failed):
-			tab.Link, tab.Now = f.tab("failed", "1"), tab.Now || f.Failed || f.Status == string(executions.Timeout)
+			tab.Link, tab.Now = f.tabURL("failed", "1"), tab.Now || f.Failed || f.Status == string(executions.Timeout)
 		case string(executions.Timeout):
 			continue // counted as failed
 		}
 		tabs = append(tabs, tab)
 	}
 	return append(tabs, stateTab{
-		Word: "stuck", Link: f.tab("view", "stuck"), Count: counts["stuck"], Now: f.View == "stuck",
+		Word: "stuck", Link: f.tabURL("view", "stuck"), Count: counts["stuck"], Now: f.View == "stuck",
 	}), nil
 }
 
@@ -59,24 +59,24 @@ func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 		         select e.status from agent_executions e
 		          where e.status in ('pending', 'running', 'waiting')
 		            and (e.status, e.id) >= (s.status, '00000000-0000-0000-0000-000000000000')
-		          order by e.status, e.id limit @most + 1) x)
+		          order by e.status, e.id limit @limit + 1) x)
 		  from unnest(array['pending', 'running', 'waiting']) s (status)
 		union all
 		select s.status, false, (select count(*) filter (where x.status = s.status) from (
 		         select e.status from agent_executions e
 		          where e.status in ('failed', 'timeout', 'cancelled')
 		            and (e.status, e.id) >= (s.status, '00000000-0000-0000-0000-000000000000')
-		          order by e.status, e.id limit @most + 1) x)
+		          order by e.status, e.id limit @limit + 1) x)
 		  from unnest(array['failed', 'timeout', 'cancelled']) s (status)
 		union all
-		select 'completed', exists (select e.id from agent_executions e order by e.id desc offset @looked limit 1),
+		select 'completed', exists (select e.id from agent_executions e order by e.id desc offset @searched limit 1),
 		       (select count(*) from (
-		         select from (select e.status from agent_executions e order by e.id desc limit @looked) x
-		           where x.status = 'completed' limit @most + 1) y)
+		         select from (select e.status from agent_executions e order by e.id desc limit @searched) x
+		           where x.status = 'completed' limit @limit + 1) y)
 		union all
 		select 'stuck', false, (select count(*)
-		  from (select from agent_executions_stuck k where k.waiting_until <= now() limit @most + 1) x)`, freshPlan,
-		postgres.Strict{"most": maxCount, "looked": 4 * maxCount})
+		  from (select from agent_executions_stuck k where k.waiting_until <= now() limit @limit + 1) x)`, customPlan,
+		postgres.Strict{"limit": maxCount, "searched": 4 * maxCount})
 	if err != nil {
 		return nil, fmt.Errorf("count executions: %w", err)
 	}
@@ -104,9 +104,9 @@ func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 }
 
 // capped formats a bounded count.
-func capped(n, most int64) string {
-	if n > most {
-		return human.Count(most) + "+"
+func capped(n, limit int64) string {
+	if n > limit {
+		return human.Count(limit) + "+"
 	}
 	return human.Count(n)
 }
@@ -131,7 +131,7 @@ type admission struct {
 func (a admission) Full() bool { return a.Running >= int64(a.Most) }
 
 // executionQueue reads the ready work by kind, and the limits.
-func (room *Room) executionQueue(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) executionQueue(ctx context.Context, _ *pageRequest) (any, error) {
 	ready, err := postgres.Rows[readyKind](ctx, room.Read, "read the queue", `
 		select k.queue, left(k.flow, 200) as flow, k.surface,
 		       (select count(*) from (select from agent_executions x
@@ -139,7 +139,7 @@ func (room *Room) executionQueue(ctx context.Context, _ *visit) (any, error) {
 		            and x.flow = k.flow and x.surface = k.surface limit @counted + 1) c) as ready
 		  from lanekeeper.agent_ready_kinds k
 		 order by k.queue desc, k.flow, k.surface
-		 limit @most + 1`, freshPlan, postgres.Strict{"counted": maxCount, "most": queueKinds})
+		 limit @limit + 1`, customPlan, postgres.Strict{"counted": maxCount, "limit": queueKinds})
 	if err != nil {
 		return nil, err
 	}
@@ -149,11 +149,11 @@ func (room *Room) executionQueue(ctx context.Context, _ *visit) (any, error) {
 		           where x.claimed_by is not null and x.flow = l.name limit @counted + 1) c)
 		         else (select count(*) from (select from agent_executions x
 		           where x.claimed_by is not null and x.surface = l.name limit @counted + 1) c) end as running
-		  from agent_limits l order by l.kind, l.name limit @most`, freshPlan,
-		postgres.Strict{"counted": maxCount, "most": queueKinds})
+		  from agent_limits l order by l.kind, l.name limit @limit`, customPlan,
+		postgres.Strict{"counted": maxCount, "limit": queueKinds})
 	if err != nil {
 		return nil, err
 	}
-	ready, more := onPage(ready, queueKinds)
+	ready, more := firstN(ready, queueKinds)
 	return map[string]any{"Ready": ready, "More": more, "Limits": limits}, nil
 }

@@ -20,27 +20,27 @@ import (
 
 // Completed executions are in no index of states. The page counts them among the newest executions, and marks the count
 // as incomplete if there are more.
-func TestCompletedExecutionsAreCountedAmongTheNewest(t *testing.T) {
+func TestCountOfCompletedExecutionsIsBounded(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	for range 3 {
 		rows.Execution(t, pool, "completed", "chat", "flow")
 	}
-	shows(t, server.URL+"/executions", "completed")
+	wantTexts(t, server.URL+"/executions", "completed")
 	counts, err := (&Room{Options: Options{Read: replica.Primary(pool)}}).countStates(t.Context())
 	assert.Truef(t, err == nil && counts["completed"] == "3" && counts["failed"] == "0", "counted %v, %v", counts, err)
 	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, is_external, status, completed_at)
 		select lanekeeper.agent_uuid7(clock_timestamp() - interval '1 hour'), 'fl_1', 'flow', 'flow', false, 'failed',
 		       clock_timestamp()
-		  from generate_series(1, 4 * @most::int) n`, postgres.Strict{"most": maxCount})
+		  from generate_series(1, 4 * @limit::int) n`, postgres.Strict{"limit": maxCount})
 	counts, err = (&Room{Options: Options{Read: replica.Primary(pool)}}).countStates(t.Context())
 	assert.Truef(t, err == nil && counts["completed"] == "3+" && counts["failed"] == "1,000+",
 		"counted %v, %v", counts, err)
 }
 
-// listed returns the names of the ids that have a row on the page.
-func listed(body string, ids map[string]string) string {
+// listedNames returns the names of the ids that have a row on the page.
+func listedNames(body string, ids map[string]string) string {
 	var names []string
 	for _, name := range []string{"pending", "running", "waiting", "completed", "failed", "timeout", "cancelled"} {
 		if strings.Contains(body, `id="execution-`+ids[name]+`"`) {
@@ -50,17 +50,17 @@ func listed(body string, ids map[string]string) string {
 	return strings.Join(names, " ")
 }
 
-func TestExecutionsAreListedByState(t *testing.T) {
+func TestListExecutionsByState(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	shows(t, server.URL+"/executions", "No execution yet", "The queue is empty")
+	pool, server := openRoom(t)
+	wantTexts(t, server.URL+"/executions", "No execution yet", "The queue is empty")
 	ids := map[string]string{}
 	for i, status := range executionStatuses() {
 		ids[status] = rows.Execution(t, pool, status, []string{"chat", "webhook"}[i%2], "flow_"+status)
 	}
 	// A claimed execution is in no index of its flow.
 	rows.Quiet(t, pool, `update agent_executions set claimed_by = lanekeeper.agent_uuid7() where status = 'running'`)
-	trace := put(t, pool, `select trace_id from agent_executions where id = $1`, ids["failed"])
+	trace := insert(t, pool, `select trace_id from agent_executions where id = $1`, ids["failed"])
 	for query, want := range map[string]string{
 		"":                                       "pending running waiting completed failed timeout cancelled",
 		"?status=failed":                         "failed",
@@ -93,8 +93,8 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		"?sort=took&surface=!webhook":            "failed cancelled",
 		"?sort=took&range=24h&status=running":    "running",
 	} {
-		body := shows(t, server.URL+"/executions"+query)
-		assert.Equal(t, want, listed(body, ids), query, "lists")
+		body := wantTexts(t, server.URL+"/executions"+query)
+		assert.Equal(t, want, listedNames(body, ids), query, "lists")
 	}
 	for query, want := range map[string]string{
 		"?failed=1&flow=flow_failed&range=1h":      `href="/v1/executions?flow=flow_failed&amp;format=csv&amp;since=`,
@@ -102,19 +102,19 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		"?status=!failed&agent=a&since=2020-01-01": `since=2020-01-01T00%3A00%3A00Z" download>Download CSV</a>, at most 10,000 rows, without the filters status, agent`,
 		"?failed=1": `status=failed%2Ctimeout" download>`,
 	} {
-		shows(t, server.URL+"/executions"+query, want)
+		wantTexts(t, server.URL+"/executions"+query, want)
 	}
 	for surface, flows := range map[string][2]string{
 		"webhook": {"flow_running", "flow_pending"},
 		"chat":    {"flow_waiting", "flow_running"},
 	} {
-		body := shows(t, server.URL+"/traces?surface="+surface, flows[0])
+		body := wantTexts(t, server.URL+"/traces?surface="+surface, flows[0])
 		assert.Truef(t, !strings.Contains(body, flows[1]),
 			"/traces?surface=%s shows %s, which is of another", surface, flows[1])
 	}
 	rows.Quiet(t, pool, `update agent_executions set waiting_until = now() - interval '2 hours',
 		updated_at = now() - interval '2 hours' where status = 'waiting'`)
-	assert.Equal(t, "waiting", listed(shows(t, server.URL+"/executions?view=stuck"), ids))
+	assert.Equal(t, "waiting", listedNames(wantTexts(t, server.URL+"/executions?view=stuck"), ids))
 	for query, why := range map[string]string{
 		"?status=odd": "pending, running", "?surface=odd": "heartbeat", "?view=odd": "waiting, stuck",
 		"?view=waiting&for=odd": "response",
@@ -123,53 +123,53 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		"?colour=red":                  "no filter",
 		"?status=failed&status=failed": "2 times",
 	} {
-		turnsAway(t, server.URL+"/executions"+query, 400, why)
+		wantError(t, server.URL+"/executions"+query, 400, why)
 	}
 }
 
-// next returns the target of the first link after a text.
-func next(body, after string) string {
+// nextLink returns the target of the first link after a text.
+func nextLink(body, after string) string {
 	_, link, _ := strings.Cut(body, after+`<a href="`)
 	link, _, _ = strings.Cut(link, `"`)
 	return html.UnescapeString(link)
 }
 
-func TestARareCombinationIsLookedForInSteps(t *testing.T) {
+func TestRareFilterSearchesInPages(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status)
 		select lanekeeper.agent_uuid7(clock_timestamp() - n * interval '1 second'), 'fl_' || n, case
-		  when n > @looked then 'chat' else 'flow' end, 'f',
-		       case when n = @looked + 3 then 'timeout' else 'failed' end
-		  from generate_series(1, @looked + 5) n`, postgres.Strict{"looked": maxSearched})
-	analyse(t, pool, "agent_executions")
+		  when n > @searched then 'chat' else 'flow' end, 'f',
+		       case when n = @searched + 3 then 'timeout' else 'failed' end
+		  from generate_series(1, @searched + 5) n`, postgres.Strict{"searched": maxSearched})
+	analyze(t, pool, "agent_executions")
 	// timed-out executions have their own window, which reaches further
 	for _, filter := range []string{"?surface=chat", "?surface=chat&failed=1"} {
-		body := shows(t, server.URL+"/executions"+filter, "among those searched", "Search further back")
+		body := wantTexts(t, server.URL+"/executions"+filter, "among those searched", "Search further back")
 		assert.Truef(t, !strings.Contains(body, `id="execution-`), "%s: what lies farther back is on the first page", filter)
-		body = shows(t, server.URL+next(body, "searched.</span> "))
+		body = wantTexts(t, server.URL+nextLink(body, "searched.</span> "))
 		if n := strings.Count(body, `id="execution-`); n != 5 || strings.Contains(body, "Search further back") {
 			t.Errorf("%s: the next page has %d executions", filter, n)
 		}
 	}
-	shows(t, server.URL+"/executions", "1,000&#43;")
+	wantTexts(t, server.URL+"/executions", "1,000&#43;")
 }
 
-func TestTheQueueAndItsLimitsAreShown(t *testing.T) {
+func TestQueueAndLimits(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	rows.Execution(t, pool, "pending", "chat", "greet")
 	rows.Execution(t, pool, "pending", "chat", "greet")
 	rows.Quiet(t, pool, `insert into agent_limits values ('flow', 'greet', 0), ('surface', 'chat', 3)`)
-	shows(t, server.URL+"/executions", `aria-label="2 ready, flow greet, surface chat`, "full", "surface=chat")
+	wantTexts(t, server.URL+"/executions", `aria-label="2 ready, flow greet, surface chat`, "full", "surface=chat")
 }
 
-func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
+func TestWaitingExecutionShowsItsWait(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	id := rows.Execution(t, pool, "waiting", "flow", "greet")
-	body := shows(t, server.URL+"/executions/"+id, "Waits for event", "EVENT_COMPLETED", `name="key" value="news"`,
+	body := wantTexts(t, server.URL+"/executions/"+id, "Waits for event", "EVENT_COMPLETED", `name="key" value="news"`,
 		`action="/act/v1/events"`,
 		"wait for news", `action="/act/v1/executions/`+id+`/cancel"`, `action="/act/v1/executions/`+id+`/fork"`,
 		"No step is recorded yet",
@@ -180,37 +180,37 @@ func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
 		"delay": "the clock",
 	} {
 		rows.Quiet(t, pool, `update agent_executions set waiting_for = $2 where id = $1`, id, kind)
-		body := shows(t, server.URL+"/executions/"+id, want)
+		body := wantTexts(t, server.URL+"/executions/"+id, want)
 		assert.Truef(t, !strings.Contains(body, "/act/v1/events"), "the end of a wait for %s can be raised by hand", kind)
 	}
 	// a form would send a different key
 	for _, key := range []string{"password=hunter22", "\u202eyek", strings.Repeat("k", maxEventKey+1)} {
 		rows.Quiet(t, pool, `update agent_executions set waiting_for = 'event', waiting_key = $2 where id = $1`, id, key)
-		body := shows(t, server.URL+"/executions/"+id)
+		body := wantTexts(t, server.URL+"/executions/"+id)
 		assert.Truef(t, !strings.Contains(body, "/act/v1/events") && !strings.Contains(body, "hunter22"),
 			"%.20q is a field of a form", key)
 	}
-	turnsAway(t, server.URL+"/executions/01890000-0000-7000-8000-000000000000", 404, "there is no execution")
-	turnsAway(t, server.URL+"/executions/nonsense", 404, "no execution has the id")
-	turnsAway(t, server.URL+"/executions/"+id+"?before=odd", 400, "not a cursor of this listing")
-	turnsAway(t, server.URL+"/executions/"+id+"?colour=red", 400, "no filter")
+	wantError(t, server.URL+"/executions/01890000-0000-7000-8000-000000000000", 404, "there is no execution")
+	wantError(t, server.URL+"/executions/nonsense", 404, "no execution has the id")
+	wantError(t, server.URL+"/executions/"+id+"?before=odd", 400, "not a cursor of this listing")
+	wantError(t, server.URL+"/executions/"+id+"?colour=red", 400, "no filter")
 }
 
-func TestAnExecutionThatFailedCanBeRetried(t *testing.T) {
+func TestFailedExecutionCanBeRetried(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	id := rows.Execution(t, pool, "failed", "flow", "greet")
 	rows.Quiet(t, pool, `
 		update agent_executions set error_message = 'the roof is off', failed_step = 'lift' where id = $1`, id)
-	body := shows(t, server.URL+"/executions/"+id, `action="/act/v1/executions/`+id+`/retry"`, "the roof is off",
+	body := wantTexts(t, server.URL+"/executions/"+id, `action="/act/v1/executions/`+id+`/retry"`, "the roof is off",
 		"Failed step", "Ended: failed")
 	assert.True(t, !strings.Contains(body, "/cancel") && !strings.Contains(body, "Emit the event"),
 		"an ended execution can be cancelled, or waits")
 }
 
-func TestTheTimelineGoesOnOverPages(t *testing.T) {
+func TestTimelinePages(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	id := rows.Execution(t, pool, "waiting", "flow", "greet")
 	rows.Quiet(t, pool, `
 		insert into agent_checkpoints (execution_id, step, claim, failed, output, created_at)
@@ -224,9 +224,9 @@ func TestTheTimelineGoesOnOverPages(t *testing.T) {
 	path, seen := "/executions/"+id, map[string]int{}
 	for pages := 0; path != ""; pages++ {
 		require.True(t, pages <= 5, "the pages have no end")
-		body := shows(t, server.URL+path, `<svg class="strip"`, `role="img"`)
+		body := wantTexts(t, server.URL+path, `<svg class="strip"`, `role="img"`)
 		if pages == 0 {
-			shows(t, server.URL+path, "Waits, for the 3rd time", "Wait ended by EVENT_COMPLETED", "Wait timed out",
+			wantTexts(t, server.URL+path, "Waits, for the 3rd time", "Wait ended by EVENT_COMPLETED", "Wait timed out",
 				`class="moment-failed"`)
 		}
 		_, list, _ := strings.Cut(body, `<ol class="moments">`)
@@ -235,19 +235,19 @@ func TestTheTimelineGoesOnOverPages(t *testing.T) {
 		if strings.Contains(body, "Under claim 2 from here on") {
 			seen["claim"]++
 		}
-		path = strings.TrimSuffix(next(body, `<p class="pager">`), "#timeline")
+		path = strings.TrimSuffix(nextLink(body, `<p class="pager">`), "#timeline")
 		if !strings.Contains(body, "Earlier steps") {
 			path = ""
 			assert.True(t, strings.Contains(body, "Created: pending"), "the first page does not show its start")
 		}
 	}
 	assert.Truef(t, seen["all"] == 90 && seen["claim"] == 1, "seen %v", seen)
-	shows(t, server.URL+"/executions/"+id+"?from="+url.QueryEscape("step 7"), `name="from" value="step 7"`)
+	wantTexts(t, server.URL+"/executions/"+id+"?from="+url.QueryEscape("step 7"), `name="from" value="step 7"`)
 }
 
-func TestAnExecutionShowsItsFamily(t *testing.T) {
+func TestExecutionShowsParentChildrenAndForks(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	root, here, child, fork := rows.Execution(t, pool, "waiting", "flow", "root"),
 		rows.Execution(t, pool, "running", "flow", "here"),
 		rows.Execution(t, pool, "completed", "flow", "child"), rows.Execution(t, pool, "pending", "flow", "forked")
@@ -256,22 +256,23 @@ func TestAnExecutionShowsItsFamily(t *testing.T) {
 	rows.Quiet(t, pool, `update agent_executions set forked_from = $1, forked_step = 'pay' where id = $2`, here, fork)
 	rows.Quiet(t, pool, `insert into agent_checkpoints (execution_id, step, claim, created_at)
 		values ($1, 'before', 1, now() - interval '1 day')`, fork)
-	shows(t, server.URL+"/executions/"+here, "(this one)", `id="relative-`+root, `id="relative-`+child, `id="fork-`+fork,
+	wantTexts(t, server.URL+"/executions/"+here, "(this one)", `id="relative-`+root, `id="relative-`+child,
+		`id="fork-`+fork,
 		"from step", "Started by")
-	shows(t, server.URL+"/executions/"+fork, "Forked from", "before step", "taken over")
-	shows(t, server.URL+"/executions", "child of", ">parent</span>", "fork of")
+	wantTexts(t, server.URL+"/executions/"+fork, "Forked from", "before step", "taken over")
+	wantTexts(t, server.URL+"/executions", "child of", ">parent</span>", "fork of")
 	rows.Quiet(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, parent_id) select 'x', 'flow', 'many',
 		'pending', $1 from generate_series(1, 120)`, child)
 	rows.Quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id)
 		select 'x', 'flow', 'more', 'pending', id from agent_executions where flow = 'many'`)
-	body := shows(t, server.URL+"/executions/"+here, "The list is cut")
+	body := wantTexts(t, server.URL+"/executions/"+here, "The list is cut")
 	assert.Equal(t, maxTree+2, strings.Count(body, `id="relative-`))
 }
 
-func TestAnExecutionShowsWhoRunsItAndItsLanes(t *testing.T) {
+func TestExecutionShowsWorkerAndLanes(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	id, other := rows.Execution(t, pool, "running", "flow", "external:crawler"),
 		rows.Execution(t, pool, "running", "flow", "other")
 	rows.Quiet(t, pool, `
@@ -288,22 +289,22 @@ func TestAnExecutionShowsWhoRunsItAndItsLanes(t *testing.T) {
 		values ('thread:t1', 1, $2, $1, 60), ('pipeline:lent', 1, $1, $2, 60)`, id, other)
 	rows.Quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status, execution_id)
 		values ('t1', 1, 1, 'assistant', 'here it is', 'sent', $1)`, id)
-	body := shows(t, server.URL+"/executions/"+id, "the crawler", "number 7", "pipeline:prices", "borrowed from",
+	body := wantTexts(t, server.URL+"/executions/"+id, "the crawler", "number 7", "pipeline:prices", "borrowed from",
 		"lent to", "here it is", "Became running")
 	assert.True(t, !strings.Contains(body, "a secret of a lock"), "the secret of a lock is shown")
 }
 
-func TestValuesAreShownWithoutSecrets(t *testing.T) {
+func TestExecutionValuesAreRedacted(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	id := rows.Execution(t, pool, "completed", "flow", "greet")
 	rows.Quiet(t, pool, `update agent_executions set input = '{"password": "hunter22", "n": 9007199254740993}',
 		result = '{"ok": true}' where id = $1`, id)
-	body := shows(t, server.URL+"/executions/"+id, "[redacted]", "9007199254740993", "&#34;ok&#34;: true",
+	body := wantTexts(t, server.URL+"/executions/"+id, "[redacted]", "9007199254740993", "&#34;ok&#34;: true",
 		"has values that are not shown")
 	assert.True(t, !strings.Contains(body, "hunter22"), "a secret is shown")
 	rows.Quiet(t, pool, `update agent_executions set input = '{"n": 9007199254740993}' where id = $1`, id)
-	body = shows(t, server.URL+"/executions/"+id)
+	body = wantTexts(t, server.URL+"/executions/"+id)
 	_, form, _ := strings.Cut(body, `<textarea name="input"`)
 	assert.True(t, strings.Contains(form[:300], "9007199254740993"), "the form does not begin with the input")
 	for name, input := range map[string]string{
@@ -311,7 +312,7 @@ func TestValuesAreShownWithoutSecrets(t *testing.T) {
 		"deep": strings.Repeat("[", 1500) + strings.Repeat("]", 1500),
 	} {
 		rows.Quiet(t, pool, `update agent_executions set input = $2::jsonb where id = $1`, id, input)
-		body = shows(t, server.URL+"/executions/"+id, "The input is not shown here")
+		body = wantTexts(t, server.URL+"/executions/"+id, "The input is not shown here")
 		assert.Truef(t, len(body) <= 100_000, "%s: the page has %d bytes", name, len(body))
 	}
 }
@@ -321,14 +322,14 @@ var (
 	actionField = regexp.MustCompile(`<(?:input|textarea|select)[^>]* name="([^"]+)"`)
 )
 
-// pulls checks that every form of a page is an action of the room, with known fields. It returns the routes.
-func pulls(t *testing.T, body string) []string {
+// formRoutes checks that every form of a page is an action of the room, with known fields. It returns the routes.
+func formRoutes(t *testing.T, body string) []string {
 	t.Helper()
 	mux, fields := http.NewServeMux(), map[string][]string{}
-	for _, l := range actions() {
-		mux.Handle(l.method+" "+l.path, http.NotFoundHandler())
-		for _, f := range l.fields {
-			fields[l.method+" "+l.path] = append(fields[l.method+" "+l.path], f.name)
+	for _, a := range actions() {
+		mux.Handle(a.method+" "+a.path, http.NotFoundHandler())
+		for _, f := range a.fields {
+			fields[a.method+" "+a.path] = append(fields[a.method+" "+a.path], f.name)
 		}
 	}
 	var routes []string
@@ -348,9 +349,9 @@ func pulls(t *testing.T, body string) []string {
 	return slices.Compact(routes)
 }
 
-func TestExecutionsAndThreadsHaveActionsOfTheTable(t *testing.T) {
+func TestExecutionAndThreadPagesUseListedActions(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	waiting, failed := rows.Execution(t, pool, "waiting", "flow", "greet"),
 		rows.Execution(t, pool, "failed", "flow", "greet")
 	rows.Quiet(t, pool, `update agent_executions set flow_version = 2`)
@@ -362,16 +363,16 @@ func TestExecutionsAndThreadsHaveActionsOfTheTable(t *testing.T) {
 		"/executions/" + failed:             "executions/{id}/fork executions/{id}/retry",
 		"/threads/a%2Fb:%C3%BC%20%3F%23%25": "lanes/{lane}/break threads/{id}/messages",
 	} {
-		assert.Equal(t, want, strings.Join(pulls(t, shows(t, server.URL+path)), " "), path, "pulls")
+		assert.Equal(t, want, strings.Join(formRoutes(t, wantTexts(t, server.URL+path)), " "), path, "pulls")
 	}
 }
 
-func TestThreadsAreListed(t *testing.T) {
+func TestListThreads(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	shows(t, server.URL+"/threads", "No conversation yet")
-	shows(t, server.URL+"/threads?view=held", "No thread is held")
-	shows(t, server.URL+"/threads?view=queue", "No message is queued")
+	pool, server := openRoom(t)
+	wantTexts(t, server.URL+"/threads", "No conversation yet")
+	wantTexts(t, server.URL+"/threads?view=held", "No thread is held")
+	wantTexts(t, server.URL+"/threads?view=queue", "No message is queued")
 	x := rows.Execution(t, pool, "running", "chat", "chat")
 	rows.Quiet(t, pool, `
 		insert into agent_threads (id, channel, owner, participant, next_seq) values ('a/b c', 'chat', 'key1', 'Ana', 3),
@@ -385,28 +386,28 @@ func TestThreadsAreListed(t *testing.T) {
 		"": "Ana Ben", "?channel=log": "Ben", "?owner=key1": "Ana", "?owner=key1&channel=log": "", "?view=held": "Ana",
 		"?view=queue": "Ana",
 	} {
-		body := shows(t, server.URL+"/threads"+query)
+		body := wantTexts(t, server.URL+"/threads"+query)
 		for _, name := range []string{"Ana", "Ben"} {
 			has := strings.Contains(body, "with "+name+"<")
 			assert.Truef(t, has == strings.Contains(want, name), "%q lists %s: %v", query, name, has)
 		}
 	}
-	shows(t, server.URL+"/threads", `href="/threads/a%2Fb%20c"`, "an answer", `aria-label="1 queued`,
+	wantTexts(t, server.URL+"/threads", `href="/threads/a%2Fb%20c"`, "an answer", `aria-label="1 queued`,
 		`href="/executions/`+x)
-	turnsAway(t, server.URL+"/threads?channel=odd", 400, "chat, webhook, log")
-	turnsAway(t, server.URL+"/threads?view=odd", 400, "held, queue")
-	turnsAway(t, server.URL+"/threads?view=held&owner=x", 400, "leave other filters out")
-	turnsAway(t, server.URL+"/threads?before=odd", 400, "not a cursor of this listing")
+	wantError(t, server.URL+"/threads?channel=odd", 400, "chat, webhook, log")
+	wantError(t, server.URL+"/threads?view=odd", 400, "held, queue")
+	wantError(t, server.URL+"/threads?view=held&owner=x", 400, "leave other filters out")
+	wantError(t, server.URL+"/threads?before=odd", 400, "not a cursor of this listing")
 }
 
-func TestAConversationIsShown(t *testing.T) {
+func TestThreadShowsConversation(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	x := rows.Execution(t, pool, "running", "chat", "chat")
 	rows.Quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq, summary, summary_through)
 		values ('a/b', 'chat', 'key1', 'Ana', 121, 'of prices', 3)`)
 	address := server.URL + "/threads/" + url.PathEscape("a/b")
-	shows(t, address, "Thread with Ana", "No messages yet", "No message is queued",
+	wantTexts(t, address, "Thread with Ana", "No messages yet", "No message is queued",
 		"nobody; the next speaker takes it", "of prices")
 	rows.Quiet(t, pool, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status, trace_id)
@@ -420,17 +421,17 @@ func TestAConversationIsShown(t *testing.T) {
 	rows.Quiet(t, pool, `insert into agent_message_drafts (execution_id, claim, content) values ($1, 1, 'I am just')`, x)
 	rows.Quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
 		values ('thread:a/b', 'x', 1, now() + interval '1 hour', $1)`, x)
-	body := shows(t, address, "words 121.", "words 72.", "place 1 in the queue", "place 2 in the queue", "never mind",
+	body := wantTexts(t, address, "words 121.", "words 72.", "place 1 in the queue", "place 2 in the queue", "never mind",
 		"taken back", "I am just",
 		`action="/act/v1/threads/a%2Fb/messages"`, `action="/act/v1/lanes/thread:a%2Fb/break"`, `href="/executions/`+x,
 		"bubble-user", "10 min without")
 	if strings.Contains(body, "words 71.") || strings.Index(body, "words 72.") > strings.Index(body, "words 121.") {
 		t.Error("a page is longer than it may be, or in the wrong order")
 	}
-	body = shows(t, server.URL+strings.TrimSuffix(next(body, `<p class="pager">`), "#conversation"), "words 71.",
+	body = wantTexts(t, server.URL+strings.TrimSuffix(nextLink(body, `<p class="pager">`), "#conversation"), "words 71.",
 		"words 22.", "Latest messages", "Older messages")
 	assert.True(t, !strings.Contains(body, "words 72.") && !strings.Contains(body, "words 21."), "pages overlap")
-	turnsAway(t, server.URL+"/threads/unknown", 404, "there is no thread")
-	turnsAway(t, server.URL+"/threads/"+strings.Repeat("x", 300), 400, "1 to 200 printable")
-	turnsAway(t, address+"?before=odd", 400, "not a cursor of this listing")
+	wantError(t, server.URL+"/threads/unknown", 404, "there is no thread")
+	wantError(t, server.URL+"/threads/"+strings.Repeat("x", 300), 400, "1 to 200 printable")
+	wantError(t, address+"?before=odd", 400, "not a cursor of this listing")
 }

@@ -11,45 +11,46 @@ import (
 // maxFailingShown bounds the groups of failures.
 const maxFailingShown = 6
 
-// visitMemo holds data that the parts of a page share.
-type visitMemo struct {
-	failures recent[monitor.Failures]
-	hours    recent[hourChart]
+// pageCache holds data that the parts of a page share.
+type pageCache struct {
+	failures cached[monitor.Failures]
+	hours    cached[hourChart]
 }
 
-// memoLasts is the cache time of failures. The parts of one page, or of one refresh, share a read.
-const memoLasts = 250 * time.Millisecond
+// failuresTTL is the cache time of failures. The parts of one page, or of one refresh, share a read.
+const failuresTTL = 250 * time.Millisecond
 
 // failures reads the failures, or returns the failures that another part has just read. Streams share one read until
-// the pulse reports a failure or a recovery.
-func (room *Room) failures(ctx context.Context, v *visit) (monitor.Failures, error) {
+// pollChanges detects a failure or a recovery.
+func (room *Room) failures(ctx context.Context, req *pageRequest) (monitor.Failures, error) {
 	read := func() (monitor.Failures, error) { return monitor.ReadFailures(ctx, room.Read) }
 	switch {
-	case v.live:
-		return room.hub.failures.read(sumsEvery, func() (monitor.Failures, error) {
+	case req.streaming:
+		return room.hub.failures.read(sumsInterval, func() (monitor.Failures, error) {
 			got, err := read()
 			if err == nil {
-				room.hub.failing.Store(got.Failing())
+				room.hub.lastFailing.Store(got.Failing())
 			}
 			return got, err
 		})
-	case v.memo != nil:
-		return v.memo.failures.read(memoLasts, read)
+	case req.cache != nil:
+		return req.cache.failures.read(failuresTTL, read)
 	}
 	return read()
 }
 
-// failingNow is the panel of failures.
-func (room *Room) failingNow(ctx context.Context, v *visit) (any, error) {
-	f, err := room.failures(ctx, v)
+// failingNow returns the groups of failures that match the selected agent: those that still fail, and those that have
+// recovered.
+func (room *Room) failingNow(ctx context.Context, req *pageRequest) (any, error) {
+	f, err := room.failures(ctx, req)
 	if err != nil {
 		return nil, err
 	}
-	concerns, err := room.concerned(ctx, v)
+	isShown, err := room.agentFilter(ctx, req)
 	if err != nil {
 		return nil, err
 	}
-	groups := f.Groups(concerns, room.Unforkable())
+	groups := f.Groups(isShown, room.Unforkable())
 	failing := slices.IndexFunc(groups, func(g monitor.Group) bool { return !g.Failing })
 	if failing < 0 {
 		failing = len(groups)

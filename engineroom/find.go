@@ -49,8 +49,8 @@ type hitGroup struct {
 // findQuery is the text of a search.
 type findQuery struct {
 	Text string
-	like string   // the text as a part of a name
-	id   fragment // the text as a part of an id
+	like string   // LIKE pattern of names that contain the text
+	id   fragment // the text as a fragment of an id
 	isID bool
 	// runs has the executions whose ids contain the part, for two kinds of hits; nil makes the finder read them.
 	runs *[]string
@@ -59,7 +59,7 @@ type findQuery struct {
 // newFindQuery parses a text. usable is false for an empty text.
 func newFindQuery(text string) (q findQuery, usable bool) {
 	text = strings.TrimSpace(text)
-	q = findQuery{Text: text, like: likePart(text)}
+	q = findQuery{Text: text, like: containsPattern(text)}
 	q.id, q.isID = fragmentOf(text)
 	return q, text != ""
 }
@@ -115,11 +115,11 @@ var finders = []struct {
 	{"settings", "Settings", "", false, (*Room).findSettings},
 }
 
-// foundBy are the pages whose address may have a part of an id or of a name.
-var foundBy map[string]finder
+// findersByPath are the pages whose address may have a part of an id or of a name.
+var findersByPath map[string]finder
 
-func init() { // the finders use the pages
-	foundBy = map[string]finder{
+func init() { // a literal would be an initialization cycle, because the finders use the pages
+	findersByPath = map[string]finder{
 		"/traces/{id}": (*Room).findTraces, "/executions/{id}": (*Room).findExecutions,
 		"/approvals/{id}":  (*Room).findApprovals,
 		"/deliveries/{id}": (*Room).findDeliveries, "/outgoing/{id}": (*Room).findOutgoing,
@@ -135,20 +135,20 @@ func init() { // the finders use the pages
 func (room *Room) findPage() page {
 	return page{
 		path: "/find", name: "find", title: "Find",
-		open: func(_ context.Context, v *visit) (string, error) {
-			text, err := v.textFilter("q")
-			v.About = text
+		open: func(_ context.Context, req *pageRequest) (string, error) {
+			text, err := req.textFilter("q")
+			req.Subject = text
 			return "Find", err
 		},
-		parts: []part{{name: "results", load: func(ctx context.Context, v *visit) (any, error) {
-			text, _ := v.About.(string)
+		parts: []part{{name: "results", load: func(ctx context.Context, req *pageRequest) (any, error) {
+			text, _ := req.Subject.(string)
 			return room.search(ctx, text)
 		}}},
 	}
 }
 
-// found is the result of a search.
-type found struct {
+// searchResult is the result of a search.
+type searchResult struct {
 	Text   string
 	Groups []hitGroup
 	IsID   bool
@@ -156,7 +156,7 @@ type found struct {
 }
 
 // Count is the number of hits.
-func (f found) Count() (n int) {
+func (f searchResult) Count() (n int) {
 	for _, g := range f.Groups {
 		n += len(g.Hits)
 	}
@@ -164,9 +164,9 @@ func (f found) Count() (n int) {
 }
 
 // search finds the groups of hits, best first. Without a text it returns the newest items.
-func (room *Room) search(ctx context.Context, text string) (found, error) {
+func (room *Room) search(ctx context.Context, text string) (searchResult, error) {
 	q, usable := newFindQuery(text)
-	f := found{Text: q.Text, IsID: q.isID, Window: maxFragments}
+	f := searchResult{Text: q.Text, IsID: q.isID, Window: maxFragments}
 	if !usable {
 		groups, err := room.recentItems(ctx)
 		f.Groups = groups
@@ -176,19 +176,19 @@ func (room *Room) search(ctx context.Context, text string) (found, error) {
 	if err != nil {
 		return f, err
 	}
-	for i, kind := range finders {
+	for i, group := range finders {
 		hits := found[i]
 		if len(hits) == 0 {
 			continue
 		}
-		g := hitGroup{Name: kind.name, Word: kind.word, Hits: hits[:min(len(hits), hitsShown)], rank: 4 * len(finders)}
+		g := hitGroup{Name: group.name, Word: group.word, Hits: hits[:min(len(hits), hitsShown)], rank: 4 * len(finders)}
 		if len(hits) > hitsShown {
-			g.More = kind.all
+			g.More = group.all
 		}
 		for _, h := range g.Hits {
 			g.rank = min(g.rank, q.rank(h.Title)*len(finders)+i)
 		}
-		if kind.byID && q.isID {
+		if group.byID && q.isID {
 			g.rank = i - len(finders)
 		}
 		f.Groups = append(f.Groups, g)
@@ -201,27 +201,27 @@ func (room *Room) search(ctx context.Context, text string) (found, error) {
 func (room *Room) findAll(ctx context.Context, q findQuery) ([][]hit, error) {
 	runs, err := []string{}, error(nil)
 	if q.isID {
-		if runs, err = room.runsWith(ctx, q); err != nil {
+		if runs, err = room.matchingRuns(ctx, q); err != nil {
 			return nil, err
 		}
 	}
 	q.runs = &runs
-	found := make([][]hit, len(finders))
+	hits := make([][]hit, len(finders))
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(2)
 	for i, kind := range finders {
 		group.Go(func() (err error) {
-			found[i], err = kind.find(room, ctx, q)
+			hits[i], err = kind.find(room, ctx, q)
 			return err
 		})
 	}
-	return found, group.Wait()
+	return hits, group.Wait()
 }
 
 // findResults serves the results alone, for the dialog.
 func (room *Room) findResults(w http.ResponseWriter, r *http.Request) {
-	v := newVisit(r, room.findPage(), "")
-	text, err := v.textFilter("q")
+	req := newPageRequest(r, room.findPage(), "")
+	text, err := req.textFilter("q")
 	var body []byte
 	if err == nil {
 		_, err = room.Read.Do(r.Context(), false, func(ctx context.Context) error {
@@ -236,27 +236,27 @@ func (room *Room) findResults(w http.ResponseWriter, r *http.Request) {
 		room.Refuse(w, r, err)
 		return
 	}
-	room.send(w, r, http.StatusOK, v.unlink(body))
+	room.writePage(w, r, http.StatusOK, req.unlink(body))
 }
 
 // recentItems are the newest traces and failures, open approvals and the pages.
 func (room *Room) recentItems(ctx context.Context) ([]hitGroup, error) {
 	latest, err := room.runHits(ctx, `
-		select e.id from agent_executions e order by e.id desc limit @most`, postgres.Strict{"most": hitsShown})
+		select e.id from agent_executions e order by e.id desc limit @limit`, postgres.Strict{"limit": hitsShown})
 	if err != nil {
 		return nil, err
 	}
 	failed, err := room.runHits(ctx, `
-		(select e.id from agent_executions e where e.status = 'failed' order by e.id desc limit @most)
+		(select e.id from agent_executions e where e.status = 'failed' order by e.id desc limit @limit)
 		union all
-		(select e.id from agent_executions e where e.status = 'timeout' order by e.id desc limit @most)
-		order by id desc limit @most`, postgres.Strict{"most": hitsShown})
+		(select e.id from agent_executions e where e.status = 'timeout' order by e.id desc limit @limit)
+		order by id desc limit @limit`, postgres.Strict{"limit": hitsShown})
 	if err != nil {
 		return nil, err
 	}
 	pending, err := room.approvalHits(ctx, `
-		select a.id from agent_approvals a where a.status = 'pending' order by a.id desc limit @most`,
-		postgres.Strict{"most": hitsShown})
+		select a.id from agent_approvals a where a.status = 'pending' order by a.id desc limit @limit`,
+		postgres.Strict{"limit": hitsShown})
 	if err != nil {
 		return nil, err
 	}
@@ -275,7 +275,7 @@ func (room *Room) recentItems(ctx context.Context) ([]hitGroup, error) {
 	return groups, nil
 }
 
-// hitRow is a hit in SQL.
+// hitRow is a hit as a query returns it.
 type hitRow struct {
 	ID, Title, About, State string
 	At                      *time.Time
@@ -285,7 +285,7 @@ type hitRow struct {
 func (room *Room) hitsOf(
 	ctx context.Context, sql string, args postgres.Strict, href func(id string) string,
 ) ([]hit, error) {
-	rows, err := postgres.Rows[hitRow](ctx, room.Read, "find", sql, freshPlan, args)
+	rows, err := postgres.Rows[hitRow](ctx, room.Read, "find", sql, customPlan, args)
 	if err != nil {
 		return nil, err
 	}
@@ -295,7 +295,7 @@ func (room *Room) hitsOf(
 			Href: href(r.ID), Title: cut(120, r.Title), About: cut(160, redact.Text(r.About, maxValue)),
 			State: r.State, At: r.At,
 		}
-		if uuidShape.MatchString(r.ID) || len(r.ID) == traceIDLength {
+		if uuidPattern.MatchString(r.ID) || len(r.ID) == traceIDLength {
 			list[i].ID = r.ID
 		}
 	}
@@ -305,8 +305,8 @@ func (room *Room) hitsOf(
 // traceIDLength is the length of a trace id.
 const traceIDLength = 29
 
-// byName makes addresses below a path.
-func byName(path string) func(string) string {
+// pathWithID returns a function that appends an escaped id to a path.
+func pathWithID(path string) func(string) string {
 	return func(id string) string { return path + url.PathEscape(id) }
 }
 
@@ -316,11 +316,11 @@ func (room *Room) runHits(ctx context.Context, ids string, args postgres.Strict)
 		select e.id::text, left(e.flow, 200) as title,
 		       left(coalesce(nullif(e.error_message, ''), e.result_summary), 600) as about, e.status as state,
 		       e.created_at as at
-		  from agent_executions e where e.id = any (array(`+ids+`)) order by e.id desc`, args, byName("/executions/"))
+		  from agent_executions e where e.id = any (array(`+ids+`)) order by e.id desc`, args, pathWithID("/executions/"))
 }
 
-// runsWith returns the executions whose ids contain the part.
-func (room *Room) runsWith(ctx context.Context, q findQuery) ([]string, error) {
+// matchingRuns returns the executions whose ids contain the part.
+func (room *Room) matchingRuns(ctx context.Context, q findQuery) ([]string, error) {
 	if q.runs != nil {
 		return *q.runs, nil
 	}
@@ -331,7 +331,7 @@ func (room *Room) findExecutions(ctx context.Context, q findQuery) ([]hit, error
 	if !q.isID {
 		return nil, nil
 	}
-	ids, err := room.runsWith(ctx, q)
+	ids, err := room.matchingRuns(ctx, q)
 	if err != nil || len(ids) == 0 {
 		return nil, err
 	}
@@ -342,7 +342,7 @@ func (room *Room) findTraces(ctx context.Context, q findQuery) ([]hit, error) {
 	if !q.isID {
 		return nil, nil
 	}
-	runs, err := room.runsWith(ctx, q)
+	runs, err := room.matchingRuns(ctx, q)
 	if err != nil {
 		return nil, err
 	}
@@ -357,7 +357,7 @@ func (room *Room) findTraces(ctx context.Context, q findQuery) ([]hit, error) {
 		  left join lateral (select e.flow, e.status, e.created_at, coalesce(nullif(e.error_message, ''), e.result_summary)
 		    as about
 		         from agent_executions e where e.trace_id = i.id order by e.id limit 1) r on true
-		 order by i.n`, postgres.Strict{"ids": ids}, byName("/traces/"))
+		 order by i.n`, postgres.Strict{"ids": ids}, pathWithID("/traces/"))
 }
 
 // findLabels finds the newest executions with a label's value, at any age. Then it finds executions by the beginning of
@@ -367,13 +367,13 @@ func (room *Room) findLabels(ctx context.Context, q findQuery) ([]hit, error) {
 	return room.runHits(ctx, `
 		select x.id from (
 		(select b.execution_id as id, 1 as place from agent_execution_labels b
-		  where lower(b.value) = lower(@value) and (@name = '' or b.name = @name) order by b.execution_id desc limit @most)
+		  where lower(b.value) = lower(@value) and (@name = '' or b.name = @name) order by b.execution_id desc limit @limit)
 		union
 		(select b.execution_id, 2 from agent_execution_labels b
 		  where lower(b.value) like lower(@prefix) and (@name = '' or b.name = @name)
-		  order by lower(b.value) using operator(pg_catalog.~<~), b.execution_id limit @most)) x
-		 group by x.id order by min(x.place), x.id desc limit @most`,
-		postgres.Strict{"value": value, "prefix": prefixPattern(value), "name": name, "most": hitsShown + 1})
+		  order by lower(b.value) using operator(pg_catalog.~<~), b.execution_id limit @limit)) x
+		 group by x.id order by min(x.place), x.id desc limit @limit`,
+		postgres.Strict{"value": value, "prefix": prefixPattern(value), "name": name, "limit": hitsShown + 1})
 }
 
 // findWork compares the texts of the newest executions.
@@ -383,7 +383,7 @@ func (room *Room) findWork(ctx context.Context, q findQuery) ([]hit, error) {
 		                   order by w.id desc limit @window) x
 		 where x.flow ilike @like or x.agent ilike @like or left(x.error_message, 4000) ilike @like
 		    or left(x.result_summary, 4000) ilike @like
-		 order by x.id desc limit @most`, postgres.Strict{"like": q.like, "window": maxRecentRuns, "most": hitsShown + 1})
+		 order by x.id desc limit @limit`, postgres.Strict{"like": q.like, "window": maxRecentRuns, "limit": hitsShown + 1})
 }
 
 // approvalHits reads approvals by a statement that selects their ids.
@@ -395,7 +395,7 @@ func (room *Room) approvalHits(ctx context.Context, ids string, args postgres.St
 		         else a.status end as state,
 		       a.created_at as at
 		  from agent_approvals a where a.id = any (array(`+ids+`))
-		 order by a.status = 'pending' and a.expires_at > now() desc, a.id desc`, args, byName("/approvals/"))
+		 order by a.status = 'pending' and a.expires_at > now() desc, a.id desc`, args, pathWithID("/approvals/"))
 }
 
 func (room *Room) findApprovals(ctx context.Context, q findQuery) ([]hit, error) {
@@ -410,8 +410,8 @@ func (room *Room) findApprovals(ctx context.Context, q findQuery) ([]hit, error)
 		(select i.id::uuid as id from unnest(@ids::text[]) i (id))
 		union
 		(select x.id from (select n.id, n.skill_name from agent_approvals n order by n.id desc limit @window) x
-		  where x.skill_name ilike @like order by x.id desc limit @most)
-		limit @most`, postgres.Strict{"ids": ids, "like": q.like, "window": maxNames, "most": hitsShown + 1})
+		  where x.skill_name ilike @like order by x.id desc limit @limit)
+		limit @limit`, postgres.Strict{"ids": ids, "like": q.like, "window": maxNames, "limit": hitsShown + 1})
 }
 
 func (room *Room) findSkills(ctx context.Context, q findQuery) ([]hit, error) {
@@ -420,8 +420,8 @@ func (room *Room) findSkills(ctx context.Context, q findQuery) ([]hit, error) {
 		       case when s.enabled then 'enabled' else 'disabled' end as state, null::timestamptz as at
 		  from (select * from agent_skills a order by a.name limit @window) s
 		 where s.name ilike @like or left(s.description, 1000) ilike @like
-		 order by s.name ilike @like desc, s.name limit @most`,
-		postgres.Strict{"like": q.like, "window": maxNames, "most": hitsShown + 1}, byName("/skills/"))
+		 order by s.name ilike @like desc, s.name limit @limit`,
+		postgres.Strict{"like": q.like, "window": maxNames, "limit": hitsShown + 1}, pathWithID("/skills/"))
 }
 
 func (room *Room) findFlows(ctx context.Context, q findQuery) ([]hit, error) {
@@ -458,8 +458,8 @@ func (room *Room) findAutomations(ctx context.Context, q findQuery) ([]hit, erro
 		       case when a.enabled then 'enabled' else 'disabled' end as state, null::timestamptz as at
 		  from (select * from agent_automations x order by x.name limit @window) a
 		 where a.name ilike @like or left(a.description, 1000) ilike @like or a.skill_name ilike @like or a.flow ilike @like
-		 order by a.name ilike @like desc, a.name limit @most`,
-		postgres.Strict{"like": q.like, "window": maxNames, "most": hitsShown + 1}, byName("/automations/"))
+		 order by a.name ilike @like desc, a.name limit @limit`,
+		postgres.Strict{"like": q.like, "window": maxNames, "limit": hitsShown + 1}, pathWithID("/automations/"))
 }
 
 func (room *Room) findObjectives(ctx context.Context, q findQuery) ([]hit, error) {
@@ -467,8 +467,8 @@ func (room *Room) findObjectives(ctx context.Context, q findQuery) ([]hit, error
 		select o.name as id, o.name as title, left(o.goal, 300) as about, o.status as state, o.created_at as at
 		  from (select * from agent_objectives x order by x.id desc limit @window) o
 		 where o.name ilike @like or left(o.goal, 1000) ilike @like
-		 order by o.name ilike @like desc, o.id desc limit @most`,
-		postgres.Strict{"like": q.like, "window": maxNames, "most": hitsShown + 1}, byName("/objectives/"))
+		 order by o.name ilike @like desc, o.id desc limit @limit`,
+		postgres.Strict{"like": q.like, "window": maxNames, "limit": hitsShown + 1}, pathWithID("/objectives/"))
 }
 
 func (room *Room) findThreads(ctx context.Context, q findQuery) ([]hit, error) {
@@ -480,31 +480,31 @@ func (room *Room) findThreads(ctx context.Context, q findQuery) ([]hit, error) {
 		        (select x.id from (select n.id, n.participant, n.name, n.owner from agent_threads n
 		                            order by n.updated_at desc, n.id desc limit @window) x
 		          where x.id ilike @like or x.participant ilike @like or x.name ilike @like or x.owner ilike @like
-		          limit @most)) p
+		          limit @limit)) p
 		  join agent_threads t on t.id = p.id
 		  left join lateral (select left(c.content, 400) as words from agent_messages c where c.thread_id = t.id
 		    and c.seq is not null
 		                      order by c.seq desc limit 1) m on true
-		 order by t.updated_at desc limit @most`,
-		postgres.Strict{"text": q.Text, "like": q.like, "window": maxRecentThreads, "most": hitsShown + 1},
-		byName("/threads/"))
+		 order by t.updated_at desc limit @limit`,
+		postgres.Strict{"text": q.Text, "like": q.like, "window": maxRecentThreads, "limit": hitsShown + 1},
+		pathWithID("/threads/"))
 }
 
 func (room *Room) findMemory(ctx context.Context, q findQuery) ([]hit, error) {
 	list, err := room.hitsOf(ctx, `
 		select m.key as id, m.key as title, left(m.value::text, 300) as about, '' as state, max(m.updated_at) as at
-		  from ((select k.id from agent_memory k where k.key like @prefix order by k.key limit @most)
+		  from ((select k.id from agent_memory k where k.key like @prefix order by k.key limit @limit)
 		        union
 		        (select x.id from (select n.id, n.key from agent_memory n order by n.updated_at desc limit @window) x
-		          where x.key ilike @like limit @most)
+		          where x.key ilike @like limit @limit)
 		        union
-		        (select w.id from agent_memory w where w.search @@ websearch_to_tsquery('simple', @text) limit @most)) p
+		        (select w.id from agent_memory w where w.search @@ websearch_to_tsquery('simple', @text) limit @limit)) p
 		  join agent_memory m on m.id = p.id
 		 where m.expires_at is null or m.expires_at > clock_timestamp()
-		 group by m.key, m.value::text order by m.key ilike @like desc, max(m.updated_at) desc limit @most`,
+		 group by m.key, m.value::text order by m.key ilike @like desc, max(m.updated_at) desc limit @limit`,
 		postgres.Strict{
-			"text": q.Text, "like": q.like, "prefix": prefixPattern(q.Text), "window": maxRecentThreads, "most": hitsShown + 1,
-		}, byName("/memory/"))
+			"text": q.Text, "like": q.like, "prefix": prefixPattern(q.Text), "window": maxRecentThreads, "limit": hitsShown + 1,
+		}, pathWithID("/memory/"))
 	return list, err
 }
 
@@ -512,8 +512,8 @@ func (room *Room) findLanes(ctx context.Context, q findQuery) ([]hit, error) {
 	return room.hitsOf(ctx, `
 		select l.lane as id, l.lane as title, 'held by ' || left(l.locked_by, 200) as about, '' as state, l.locked_at as at
 		  from (select * from agent_locks x where x.locked_by <> '' and x.expires_at > now() order by x.lane limit @window) l
-		 where l.lane ilike @like order by l.lane limit @most`,
-		postgres.Strict{"like": q.like, "window": maxNames, "most": hitsShown + 1},
+		 where l.lane ilike @like order by l.lane limit @limit`,
+		postgres.Strict{"like": q.like, "window": maxNames, "limit": hitsShown + 1},
 		func(lane string) string { return "/lanes?lane=" + url.QueryEscape(lane) })
 }
 
@@ -534,9 +534,9 @@ func (room *Room) findDeliveries(ctx context.Context, q findQuery) ([]hit, error
 		        union
 		        (select x.id from (select n.id, n.endpoint, n.delivery_id from agent_webhook_deliveries n
 		                            order by n.id desc limit @window) x
-		          where x.delivery_id ilike @like or x.endpoint ilike @like order by x.id desc limit @most)))
-		 order by d.id desc limit @most`,
-		postgres.Strict{"ids": ids, "like": q.like, "window": maxNames, "most": hitsShown + 1}, byName("/deliveries/"))
+		          where x.delivery_id ilike @like or x.endpoint ilike @like order by x.id desc limit @limit)))
+		 order by d.id desc limit @limit`,
+		postgres.Strict{"ids": ids, "like": q.like, "window": maxNames, "limit": hitsShown + 1}, pathWithID("/deliveries/"))
 }
 
 func (room *Room) findOutgoing(ctx context.Context, q findQuery) ([]hit, error) {
@@ -551,7 +551,7 @@ func (room *Room) findOutgoing(ctx context.Context, q findQuery) ([]hit, error) 
 		select o.id::text, left(o.event, 200) as title, left(o.last_error, 300) as about, o.status as state, o.created_at
 		  as at
 		  from agent_webhook_outbox o where o.id = any (@ids::text[]::uuid[]) order by o.id desc`,
-		postgres.Strict{"ids": ids}, byName("/outgoing/"))
+		postgres.Strict{"ids": ids}, pathWithID("/outgoing/"))
 }
 
 // findActions finds rows of the activity log by the beginning of their ids.
@@ -563,8 +563,8 @@ func (room *Room) findActions(ctx context.Context, q findQuery) ([]hit, error) {
 	return room.hitsOf(ctx, `
 		select a.id::text, left(a.skill_name, 200) as title,
 		       left(coalesce(nullif(a.error_message, ''), a.purpose), 300) as about, a.status as state, a.created_at as at
-		  from agent_activity a where a.id between @low::text::uuid and @high::text::uuid order by a.id desc limit @most`,
-		postgres.Strict{"low": low, "high": high, "most": hitsShown + 1},
+		  from agent_activity a where a.id between @low::text::uuid and @high::text::uuid order by a.id desc limit @limit`,
+		postgres.Strict{"low": low, "high": high, "limit": hitsShown + 1},
 		func(id string) string { return "/activity?row=" + id + "#row-" + id })
 }
 
@@ -576,8 +576,8 @@ func (room *Room) findPages(ctx context.Context, q findQuery) ([]hit, error) {
 		if who != nil && !who.May(p.scope()) {
 			continue
 		}
-		if p.nav != "" && q.matches(p.nav, p.path) {
-			list = append(list, hit{Href: p.path, Title: p.nav})
+		if p.navLabel != "" && q.matches(p.navLabel, p.path) {
+			list = append(list, hit{Href: p.path, Title: p.navLabel})
 		}
 	}
 	return list, nil

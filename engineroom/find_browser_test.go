@@ -18,8 +18,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// lands follows redirects. It returns the final path and the page.
-func lands(t *testing.T, address string) (path, body string) {
+// followRedirects follows redirects. It returns the final path and the page.
+func followRedirects(t *testing.T, address string) (path, body string) {
 	t.Helper()
 	answer, err := http.Get(address)
 	require.NoError(t, err)
@@ -34,9 +34,9 @@ const (
 )
 
 // F5: any part of a displayed id works in an address, a filter and the find box.
-func TestAPartOfAnIDIsFoundWhereverItIsPasted(t *testing.T) {
+func TestPartOfIDIsFoundEverywhere(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	rows.Quiet(t, pool, `insert into agent_executions (id, trace_id, surface, flow, status)
 		values ($1, $2, 'chat', 'refund_order', 'completed')`,
 		fragmentRun, fragmentTrace)
@@ -51,50 +51,50 @@ func TestAPartOfAnIDIsFoundWhereverItIsPasted(t *testing.T) {
 	} {
 		escaped := url.PathEscape(strings.TrimSpace(part))
 		if !strings.Contains(part, "://") {
-			path, _ := lands(t, server.URL+"/executions/"+escaped)
+			path, _ := followRedirects(t, server.URL+"/executions/"+escaped)
 			assert.Equal(t, "/executions/"+fragmentRun, path)
 		}
-		body := shows(t, server.URL+"/executions?trace_id="+url.QueryEscape(part), "refund_order")
+		body := wantTexts(t, server.URL+"/executions?trace_id="+url.QueryEscape(part), "refund_order")
 		assert.Truef(t, !strings.Contains(body, ">other<"), "%s: other executions are listed", part)
-		shows(t, server.URL+"/find?q="+url.QueryEscape(part), `href="/executions/`+fragmentRun)
+		wantTexts(t, server.URL+"/find?q="+url.QueryEscape(part), `href="/executions/`+fragmentRun)
 	}
 	for _, part := range []string{
 		fragmentTrace, strings.ToLower(fragmentTrace), "01JD3V7K8ZQ6W2M5T9X44YGH89", "ch_01JD3V", "4YGH89", "…4YGH89",
 		"ch_01JD…YGH89", "9X44YG",
 		"01JD3V7K8", "88e6e4f1c345",
 	} {
-		path, _ := lands(t, server.URL+"/traces/"+url.PathEscape(part))
+		path, _ := followRedirects(t, server.URL+"/traces/"+url.PathEscape(part))
 		assert.Truef(t, strings.HasSuffix(path, fragmentTrace) || strings.EqualFold(path, "/traces/"+part),
 			"%s leads to %s", part, path)
-		shows(t, server.URL+"/executions?trace_id="+url.QueryEscape(part), "refund_order")
-		shows(t, server.URL+"/activity?trace="+url.QueryEscape(part), "pay_back")
-		shows(t, server.URL+"/audit?trace="+url.QueryEscape(part), "pay_back")
-		shows(t, server.URL+"/find?q="+url.QueryEscape(part), `href="/traces/`+fragmentTrace)
+		wantTexts(t, server.URL+"/executions?trace_id="+url.QueryEscape(part), "refund_order")
+		wantTexts(t, server.URL+"/activity?trace="+url.QueryEscape(part), "pay_back")
+		wantTexts(t, server.URL+"/audit?trace="+url.QueryEscape(part), "pay_back")
+		wantTexts(t, server.URL+"/find?q="+url.QueryEscape(part), `href="/traces/`+fragmentTrace)
 	}
 
 	// The page lists several matches. Without a match, it says where it searched.
 	rows.Quiet(t, pool, `insert into agent_executions (id, trace_id, surface, flow, status)
 		values ('01a2d7d3-9f53-7e3c-b8ab-88e6e4f1c345', 'hb_01JD3V7K8ZQ6W2M5T9X44YGH90', 'chat', 'second', 'completed')`)
-	path, body := lands(t, server.URL+"/executions/88e6e4f1c345")
+	path, body := followRedirects(t, server.URL+"/executions/88e6e4f1c345")
 	assert.Equal(t, "/find", path)
 	assert.Contains(t, body, "second")
 	assert.Contains(t, body, "refund_order")
-	path, body = lands(t, server.URL+"/traces/0000beef")
+	path, body = followRedirects(t, server.URL+"/traces/0000beef")
 	assert.Equal(t, "/find", path)
 	assert.Contains(t, body, "among the newest 30,000")
-	shows(t, server.URL+"/executions?trace_id=0000beef", "No execution matches")
-	shows(t, server.URL+"/activity?trace=0000beef", "No activity matches")
-	turnsAway(t, server.URL+"/traces/hb_01JD3V7K8ZQ6W2M5T9X44YGH99", 404, "no trace has the id")
-	turnsAway(t, server.URL+"/executions/01a2d7d3-0000-7e3c-b8ab-88e6e4f1c345", 404, "there is no execution")
+	wantTexts(t, server.URL+"/executions?trace_id=0000beef", "No execution matches")
+	wantTexts(t, server.URL+"/activity?trace=0000beef", "No activity matches")
+	wantError(t, server.URL+"/traces/hb_01JD3V7K8ZQ6W2M5T9X44YGH99", 404, "no trace has the id")
+	wantError(t, server.URL+"/executions/01a2d7d3-0000-7e3c-b8ab-88e6e4f1c345", 404, "there is no execution")
 }
 
-func TestNamesAreFoundByAPart(t *testing.T) {
+func TestFindByPartOfName(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	rows.Skill(t, pool, "fetch_price", "Fetches what oil costs.", "", "")
-	scheduled(t, pool, "weekly_report")
-	aims(t, pool, "grow_sales")
-	keeps(t, pool, "facts", "Price_of_oil", "90")
+	insertAutomation(t, pool, "weekly_report")
+	insertObjective(t, pool, "grow_sales")
+	insertMemory(t, pool, "facts", "Price_of_oil", "90")
 	rows.Execution(t, pool, "failed", "flow", "import_orders")
 	rows.Quiet(t, pool, `insert into agent_threads (id, channel, participant) values ('talk-7', 'chat', 'Ana Müller')`)
 	for text, want := range map[string]string{
@@ -103,23 +103,23 @@ func TestNamesAreFoundByAPart(t *testing.T) {
 		"müller": "/threads/talk-7", "talk": "/threads/talk-7", "spend": `"/spend"`, "AGENT_WORK": "AGENT_WORKERS",
 		"how many background executions": "AGENT_WORKERS", "100%": "Nothing has",
 	} {
-		shows(t, server.URL+"/find?q="+url.QueryEscape(text), want)
+		wantTexts(t, server.URL+"/find?q="+url.QueryEscape(text), want)
 	}
 	for path, want := range map[string]string{
 		"/skills/price": "/skills/fetch_price", "/automations/WEEKLY": "/automations/weekly_report",
 		"/objectives/sales": "/objectives/grow_sales", "/threads/müller": "/threads/talk-7",
 	} {
-		got, _ := lands(t, server.URL+path)
+		got, _ := followRedirects(t, server.URL+path)
 		assert.Equal(t, want, got)
 	}
-	shows(t, server.URL+"/executions?flow=IMPORT", "import_orders")
-	shows(t, server.URL+"/executions?flow=nothing", "No execution matches")
-	turnsAway(t, server.URL+"/skills/zzz", 404, "there is no skill")
+	wantTexts(t, server.URL+"/executions?flow=IMPORT", "import_orders")
+	wantTexts(t, server.URL+"/executions?flow=nothing", "No execution matches")
+	wantError(t, server.URL+"/skills/zzz", 404, "there is no skill")
 }
 
-func TestFindIsOpenedByKeysAndLeadsOn(t *testing.T) {
+func TestFindDialogWithKeys(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	rows.Skill(t, pool, "fetch_price", "Fetches.", "", "")
 	rows.Skill(t, pool, "fetch_news", "Fetches.", "", "")
 	p := browser.Open(t, browser.Look{})
@@ -134,7 +134,7 @@ func TestFindIsOpenedByKeysAndLeadsOn(t *testing.T) {
 	p.Type("#find-q", "fetch")
 	p.Until("both are options",
 		`document.querySelectorAll("#find-list [role=option]").length >= 2 && document.querySelector("#find-list [aria-selected=true]")`)
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 	var first string
 	const chosen = `document.getElementById("find-q").getAttribute("aria-activedescendant")`
 	p.Eval(chosen, &first)
@@ -159,10 +159,10 @@ func TestFindIsOpenedByKeysAndLeadsOn(t *testing.T) {
 }
 
 // F12: on a phone, rows are cards and the navigation is at the bottom.
-func TestAPhoneHasCardsAndItsPagesAtTheLowerEdge(t *testing.T) {
+func TestPhoneShowsCardsAndBottomNavigation(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	populated(t, pool, "It is done.")
+	pool, server := openRoom(t)
+	seedAllPages(t, pool, "It is done.")
 	for _, width := range []int64{390, 320} {
 		p := browser.Open(t, browser.Look{Width: width, Height: 844})
 		p.Go(server.URL + "/executions")
@@ -177,16 +177,16 @@ func TestAPhoneHasCardsAndItsPagesAtTheLowerEdge(t *testing.T) {
 		p.Click(`.thumb-pages a[href="/memory"]`)
 		p.Until("More has the other pages", `location.pathname === "/memory"`)
 		p.Until("it shows where one is", `document.querySelector(".thumb-more [aria-current]") !== null`)
-		noComplaint(t, p)
+		wantNoBrowserErrors(t, p)
 	}
 }
 
 // F12: the buttons of an approval are in reach of a thumb.
-func TestAnApprovalIsDecidedWithOneThumb(t *testing.T) {
+func TestApprovalButtonsOnPhone(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	rows.Skill(t, pool, "refund", "Refunds.", "", "")
-	asked(t, pool, "pending", `{"order": 1042, "amount": "12.50"}`, 5)
+	insertApproval(t, pool, "pending", `{"order": 1042, "amount": "12.50"}`, 5)
 	for _, width := range []int64{390, 320} {
 		p := browser.Open(t, browser.Look{Width: width, Height: 844})
 		p.Go(server.URL + "/approvals")
@@ -196,16 +196,16 @@ func TestAnApprovalIsDecidedWithOneThumb(t *testing.T) {
 			return buttons.length < 2 ? "there are no two buttons" : buttons.filter(b => b.height < 44 || b.width < 44 || card.bottom - b.bottom > 140 ||
 				b.left < 0 || b.right > innerWidth).map(b => JSON.stringify(b)).join(" ") })()`, &far)
 		assert.Equal(t, "", far, "at", width)
-		noComplaint(t, p)
+		wantNoBrowserErrors(t, p)
 	}
 }
 
 // The dialog turns keys off, for approvals too.
-func TestNoKeyLeadsToAButtonWhenKeysAreOff(t *testing.T) {
+func TestKeysCanBeTurnedOff(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	rows.Skill(t, pool, "refund", "Refunds.", "", "")
-	asked(t, pool, "pending", `{"order": 1042}`, 5)
+	insertApproval(t, pool, "pending", `{"order": 1042}`, 5)
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/approvals")
 	for _, want := range []string{"approve", ""} {
@@ -218,13 +218,13 @@ func TestNoKeyLeadsToAButtonWhenKeysAreOff(t *testing.T) {
 	}
 }
 
-func TestFiltersAreChipsAndViewsAreKept(t *testing.T) {
+func TestFilterChipsAndSavedViews(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	for _, flow := range []string{"import_orders", "import_orders", "import_prices", "other"} {
 		rows.Execution(t, pool, "failed", "flow", flow)
 	}
-	body := shows(t, server.URL+"/executions?flow=IMPORT&failed=1", "import_orders", "import_prices",
+	body := wantTexts(t, server.URL+"/executions?flow=IMPORT&failed=1", "import_orders", "import_prices",
 		`<option value="import_orders" label="2">`)
 	assert.Equal(t, 3, strings.Count(body, `id="execution-`), "a part of a name finds")
 	p := browser.Open(t, browser.Look{})
@@ -234,7 +234,7 @@ func TestFiltersAreChipsAndViewsAreKept(t *testing.T) {
 	p.Eval(`document.querySelector(".view-form input").value = "", 1`, new(int))
 	p.Type(".view-form input", "Broken imports\r")
 	p.Until("the view is there", `document.querySelector(".view [aria-current]")?.textContent === "Broken imports"`)
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 	p.Click(`.chips a[aria-label="Remove filter Flow: IMPORT"]`)
 	p.Until("the other filter stays", `location.search === "?failed=1" && document.querySelector(".chips") === null`)
 	p.Go(server.URL + "/executions")
@@ -248,11 +248,11 @@ func TestFiltersAreChipsAndViewsAreKept(t *testing.T) {
 }
 
 // No list is wider than its window. The first cell says what happened, the last has the id.
-func TestListsLeadWithWhatHappened(t *testing.T) {
+func TestListLayout(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	populated(t, pool, "The order was refunded.")
-	plenty(t, pool)
+	pool, server := openRoom(t)
+	seedAllPages(t, pool, "The order was refunded.")
+	seedLists(t, pool)
 	p := browser.Open(t, browser.Look{Width: 1280, Height: 800})
 	for path, want := range map[string]string{
 		"/executions": "was refunded in full", "/traces": "502 Bad Gateway", "/activity": "502 Bad Gateway",
@@ -269,15 +269,15 @@ func TestListsLeadWithWhatHappened(t *testing.T) {
 		p.Eval(
 			`[...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth).map(e => e.getAttribute("aria-labelledby")).join(" ")`, &wide)
 		assert.Equal(t, path, path+wide)
-		assert.Truef(t, strings.Count(shows(t, server.URL+path), `<th scope="col"`) != 0, "%s has no table", path)
+		assert.Truef(t, strings.Count(wantTexts(t, server.URL+path), `<th scope="col"`) != 0, "%s has no table", path)
 	}
 }
 
-// plenty fills the lists: 20 or more of each kind, with failures, waits, retries, long names and several agents.
-func plenty(t *testing.T, pool *pgxpool.Pool) {
+// seedLists fills the lists: 20 or more of each kind, with failures, waits, retries, long names and several agents.
+func seedLists(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	for _, name := range []string{"sales", "billing", "support_for_large_customers"} {
-		acts(t, pool, agents.Definition{Name: name, Description: "Answers what customers of " + name + " ask."})
+		putAgent(t, pool, agents.Definition{Name: name, Description: "Answers what customers of " + name + " ask."})
 	}
 	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, agent, status, attempt, created_at, started_at, updated_at,
@@ -314,11 +314,12 @@ func plenty(t *testing.T, pool *pgxpool.Pool) {
 		  from agent_executions e, generate_series(1, 2) k`)
 	for n := range 20 {
 		name := fmt.Sprintf("report_%02d_of_the_week", n)
-		ran(t, pool, scheduled(t, pool, name), []string{"success", "dead", "error"}[n%3])
-		aims(t, pool, "goal_"+name)
-		keeps(t, pool, []string{"facts", "lessons"}[n%2], "price_of_"+name, "It costs 12 EUR since Monday.")
+		insertAutomationRun(t, pool, insertAutomation(t, pool, name), []string{"success", "dead", "error"}[n%3])
+		insertObjective(t, pool, "goal_"+name)
+		insertMemory(t, pool, []string{"facts", "lessons"}[n%2], "price_of_"+name, "It costs 12 EUR since Monday.")
 		rows.Skill(t, pool, "skill_"+name, "Makes the report of the week and sends it.", "", "")
-		asked(t, pool, "pending", fmt.Sprintf(`{"order": %d, "amount": "12.50", "reason": "broken on arrival"}`, n), 5)
+		insertApproval(t, pool, "pending", fmt.Sprintf(`{"order": %d, "amount": "12.50", "reason": "broken on arrival"}`, n),
+			5)
 		rows.Quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, agent, next_seq)
 			values ($1, 'chat', 'shop', 'Customer ' || $1, 'sales', 2)`, fmt.Sprintf("visitor:%d", n))
 		rows.Quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status)

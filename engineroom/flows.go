@@ -32,9 +32,12 @@ const (
 // flowsPage lists the flows.
 func (room *Room) flowsPage() page {
 	return page{
-		path: "/flows", name: "flows", nav: "Flows", title: "Flows",
-		open:  func(_ context.Context, v *visit) (string, error) { _, err := filtersOf(v.Query); return "", err },
-		parts: []part{{name: "list", every: 5 * time.Second, refreshOnActivity: true, load: room.listFlows}},
+		path: "/flows", name: "flows", navLabel: "Flows", title: "Flows",
+		open: func(_ context.Context, req *pageRequest) (string, error) {
+			_, err := filtersOf(req.Query)
+			return "", err
+		},
+		parts: []part{{name: "list", interval: 5 * time.Second, refreshOnActivity: true, load: room.listFlows}},
 	}
 }
 
@@ -43,7 +46,7 @@ func (room *Room) flowPage() page {
 	return page{
 		path: "/flows/{name}", name: "flow", open: room.openFlow,
 		parts: []part{
-			{name: "facts", every: 2 * time.Second, load: room.flowFacts},
+			{name: "facts", interval: 2 * time.Second, load: room.flowFacts},
 			{name: "start", load: room.flowStart}, // an update would lose typed text
 			{name: "definition", load: room.flowDefinition},
 		},
@@ -69,12 +72,12 @@ type flowRun struct {
 func (f flowRow) Startable() bool { return f.Kind != flowBuiltIn }
 
 // listFlows reads the flows: those of the workspace, those of live processes, and those with executions.
-func (room *Room) listFlows(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) listFlows(ctx context.Context, _ *pageRequest) (any, error) {
 	list, err := room.readFlows(ctx, "")
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(list, maxFlows)
+	list, more := firstN(list, maxFlows)
 	return map[string]any{"Flows": list, "More": more}, room.countFlows(ctx, list)
 }
 
@@ -85,8 +88,8 @@ func (room *Room) readFlows(ctx context.Context, only string) ([]flowRow, error)
 		Version             *int
 	}](ctx, room.Read, "list flows", `
 		select f.name, f.version, left(f.source, 200) as source, left(coalesce(f.definition ->> 'description', ''), 300) as about
-		  from agent_flows f where f.current and (@only = '' or f.name = @only) order by f.name limit @most + 1`, freshPlan,
-		postgres.Strict{"only": only, "most": maxFlows})
+		  from agent_flows f where f.current and (@only = '' or f.name = @only) order by f.name limit @limit + 1`, customPlan,
+		postgres.Strict{"only": only, "limit": maxFlows})
 	if err != nil {
 		return nil, err
 	}
@@ -100,8 +103,8 @@ func (room *Room) readFlows(ctx context.Context, only string) ([]flowRow, error)
 		select distinct f.name from (
 		  select p.go_flows from agent_workers p where p.kind = 'process' and p.expires_at > clock_timestamp()
 		   order by p.expires_at desc limit @workers) w cross join lateral unnest(w.go_flows) f (name)
-		 where @only = '' or f.name = @only order by f.name limit @most + 1`, freshPlan,
-		postgres.Strict{"only": only, "most": maxFlows, "workers": maxCount})
+		 where @only = '' or f.name = @only order by f.name limit @limit + 1`, customPlan,
+		postgres.Strict{"only": only, "limit": maxFlows, "workers": maxCount})
 	if err != nil {
 		return nil, err
 	}
@@ -157,8 +160,8 @@ func (room *Room) countFlows(ctx context.Context, list []flowRow) error {
 		  select c.flow, sum(c.completed + c.failed + c.timeout + c.cancelled)::bigint as runs, sum(c.failed + c.timeout)::bigint as failed
 		    from agent_execution_counts c
 		   where c.span = 'day' and c.start > clock_timestamp() - interval '7 days' group by c.flow)
-		select f.place::int, coalesce(r.runs, 0) + case when i.runs > @most then greatest(c.runs, i.runs) else i.runs end as runs,
-		       case when i.runs > @most then greatest(c.failed, i.failed) else i.failed end as failed,
+		select f.place::int, coalesce(r.runs, 0) + case when i.runs > @limit then greatest(c.runs, i.runs) else i.runs end as runs,
+		       case when i.runs > @limit then greatest(c.failed, i.failed) else i.failed end as failed,
 		       n.id::text as newest, n.trace_id, n.status as how, n.created_at as at
 		  from unnest(@names::text[]) with ordinality f (name, place)
 		  left join running r on r.flow = f.name left join counted c on c.flow = f.name
@@ -167,11 +170,11 @@ func (room *Room) countFlows(ctx context.Context, list []flowRow) error {
 		     select e.status from agent_executions e
 		      where e.flow = f.name and e.claimed_by is null
 		        and e.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days')
-		      order by e.id desc limit @most + 1) x) i
+		      order by e.id desc limit @limit + 1) x) i
 		  left join lateral (
 		    select e.id from agent_executions e where e.flow = f.name and e.claimed_by is null order by e.id desc limit 1) q on true
 		  left join agent_executions n on n.id = greatest(q.id, r.newest)
-		 order by f.place`, freshPlan, postgres.Strict{"names": names, "most": maxFlowRuns, "running": maxLocks})
+		 order by f.place`, customPlan, postgres.Strict{"names": names, "limit": maxFlowRuns, "running": maxLocks})
 	if err != nil {
 		return err
 	}
@@ -186,31 +189,31 @@ func (room *Room) countFlows(ctx context.Context, list []flowRow) error {
 }
 
 // openFlow finds the flow.
-func (room *Room) openFlow(ctx context.Context, v *visit) (string, error) {
-	if f, is := v.About.(flowRow); is {
+func (room *Room) openFlow(ctx context.Context, req *pageRequest) (string, error) {
+	if f, is := req.Subject.(flowRow); is {
 		return f.Name, nil // found for the same address
 	}
-	if _, err := filtersOf(v.Query); err != nil {
+	if _, err := filtersOf(req.Query); err != nil {
 		return "", err
 	}
-	name := v.path("name")
+	name := req.path("name")
 	list, err := room.readFlows(ctx, name)
 	switch {
 	case err != nil:
 		return "", err
 	case len(list) > 0:
-		v.About = list[0]
+		req.Subject = list[0]
 		return list[0].Name, nil
 	case executions.IsExternal(name): // an external worker may run any such flow
-		v.About = flowRow{Name: name, Kind: flowExternal}
+		req.Subject = flowRow{Name: name, Kind: flowExternal}
 		return name, nil
 	}
 	return "", problem.New(http.StatusNotFound, "there is no flow %.100q", name)
 }
 
 // flowFacts reads the numbers of a flow, and whether a process or worker runs it.
-func (room *Room) flowFacts(ctx context.Context, v *visit) (any, error) {
-	f, _ := v.About.(flowRow)
+func (room *Room) flowFacts(ctx context.Context, req *pageRequest) (any, error) {
+	f, _ := req.Subject.(flowRow)
 	one := []flowRow{f}
 	if err := room.countFlows(ctx, one); err != nil {
 		return nil, err
@@ -231,8 +234,8 @@ type startForm struct {
 }
 
 // flowStart prefills the form: with the input of the newest execution, or with an example of the schema.
-func (room *Room) flowStart(ctx context.Context, v *visit) (any, error) {
-	f, _ := v.About.(flowRow)
+func (room *Room) flowStart(ctx context.Context, req *pageRequest) (any, error) {
+	f, _ := req.Subject.(flowRow)
 	form := startForm{flowRow: f, Input: "{}"}
 	var schema map[string]any
 	if f.Kind == flowOfYAML {
@@ -260,13 +263,13 @@ func (room *Room) flowStart(ctx context.Context, v *visit) (any, error) {
 		select left(coalesce(i.text, ''), 8192), coalesce(octet_length(i.text), 0)
 		  from (select e.input::text as text from agent_executions e
 		         where e.flow = @flow and e.claimed_by is null and (not @hide or e.thread_id is null and e.surface = 'flow')
-		         order by e.id desc limit 1) i`, freshPlan,
+		         order by e.id desc limit 1) i`, customPlan,
 		postgres.Strict{"flow": f.Name, "hide": activity.HidesTexts(ctx)}).Scan(&input, &size)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 	case err != nil:
 		return nil, fmt.Errorf("read newest input of flow %s: %w", f.Name, err)
-	case input != "" && input != "null" && int64(len(input)) == size && !hides(input):
+	case input != "" && input != "null" && int64(len(input)) == size && !isAbridged(input):
 		form.Input, form.From = formatJSON(input), "the input of its newest execution"
 	}
 	return form, nil
@@ -317,8 +320,8 @@ func numberOr0(value any) any {
 }
 
 // flowDefinition reads the definition of a flow of the workspace.
-func (room *Room) flowDefinition(ctx context.Context, v *visit) (any, error) {
-	f, _ := v.About.(flowRow)
+func (room *Room) flowDefinition(ctx context.Context, req *pageRequest) (any, error) {
+	f, _ := req.Subject.(flowRow)
 	if f.Kind != flowOfYAML {
 		return shownValue{}, nil
 	}

@@ -16,16 +16,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// process inserts a process that runs flows in Go, with a lease in seconds.
-func process(t *testing.T, pool *pgxpool.Pool, name string, lease int, inGo ...string) string {
+// insertProcess inserts a process that runs flows in Go, with a lease in seconds.
+func insertProcess(t *testing.T, pool *pgxpool.Pool, name string, lease int, inGo ...string) string {
 	t.Helper()
-	return put(t, pool, `
+	return insert(t, pool, `
 		insert into agent_workers (name, go_flows, expires_at)
 		values ($1, $2::text[], clock_timestamp() + make_interval(secs => $3::int)) returning id::text`, name, inGo, lease)
 }
 
-// lockedOutside inserts an execution locked by an external worker.
-func lockedOutside(t *testing.T, pool *pgxpool.Pool, flow, owner string) {
+// insertExternalLock inserts an execution locked by an external worker.
+func insertExternalLock(t *testing.T, pool *pgxpool.Pool, flow, owner string) {
 	t.Helper()
 	id := rows.Execution(t, pool, "running", "flow", flow)
 	rows.Quiet(t, pool, `
@@ -34,18 +34,18 @@ func lockedOutside(t *testing.T, pool *pgxpool.Pool, flow, owner string) {
 		update agent_executions x set claimed_by = w.id, claim = 1 from w where x.id = $1::uuid`, id, owner)
 }
 
-// textIn returns the content of a page's only text field.
-func textIn(t *testing.T, body string) string {
+// textareaOf returns the content of a page's only text field.
+func textareaOf(t *testing.T, body string) string {
 	t.Helper()
 	found := regexp.MustCompile(`(?s)<textarea[^>]*>(.*?)</textarea>`).FindStringSubmatch(body)
 	require.Truef(t, found != nil, "no text field:\n%s", body)
 	return html.UnescapeString(found[1])
 }
 
-func TestFlowsAreListedWithTheirRunsAndStarted(t *testing.T) {
+func TestListFlows(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	shows(t, server.URL+"/flows", "No flow yet")
+	pool, server := openRoom(t)
+	wantTexts(t, server.URL+"/flows", "No flow yet")
 	_, err := flows.Put(t.Context(), pool, flows.Definition{
 		Name: "onboard", Description: "Welcomes <b>somebody</b>.", Actions: []any{map[string]any{"actionType": "end"}},
 		Input: map[string]any{"type": "object", "properties": map[string]any{
@@ -53,7 +53,7 @@ func TestFlowsAreListedWithTheirRunsAndStarted(t *testing.T) {
 		}},
 	})
 	require.NoError(t, err)
-	process(t, pool, "host-1", 60, "ship", "heartbeat")
+	insertProcess(t, pool, "host-1", 60, "ship", "heartbeat")
 	for _, status := range []string{"completed", "failed", "timeout"} {
 		rows.Execution(t, pool, status, "flow", "ship")
 	}
@@ -62,34 +62,37 @@ func TestFlowsAreListedWithTheirRunsAndStarted(t *testing.T) {
 	rows.Quiet(t, pool, `update agent_executions set input = '{"password": "hunter2-Zq81xLm0Kk77"}' where flow = 'ship'`)
 	room, err := New(Options{Pool: pool, Agent: "agent"}) // this room has no cached suggestions
 	require.NoError(t, err)
-	list := served(t, room).URL
+	list := serveRoom(t, room).URL
 	row := func(name string) string {
-		body := shows(t, list+"/flows")
+		body := wantTexts(t, list+"/flows")
 		_, rest, _ := strings.Cut(body, `<tr id="flow-`+name+`"`)
 		text, _, _ := strings.Cut(rest, "</tr>")
 		return text
 	}
 	assert.Contains(t, row("onboard"), "YAML", "version 1", "Welcomes &lt;b&gt;", `href="/flows/onboard#start"`)
-	assert.Contains(t, row("ship"), "Go", `aria-label="3 executions of ship"`, `aria-label="2 failed executions of ship"`, "timeout")
-	assert.Contains(t, row("external:sum"), "external", `aria-label="1 executions of external:sum"`, `href="/executions/`+id)
+	assert.Contains(t, row("ship"), "Go", `aria-label="3 executions of ship"`, `aria-label="2 failed executions of ship"`,
+		"timeout")
+	assert.Contains(t, row("external:sum"), "external", `aria-label="1 executions of external:sum"`,
+		`href="/executions/`+id)
 	if text := row("heartbeat"); !strings.Contains(text, "built in") || strings.Contains(text, "#start") {
 		t.Errorf("a flow that only the program starts: %s", text)
 	}
 	assert.Equal(t, `{
   "days": 3,
   "name": ""
-}`, textIn(t, shows(t, list+"/flows/onboard", "an example of its schema", "Definition")))
-	assert.Equal(t, "{\n  \"start\": 10\n}", textIn(t, shows(t, list+"/flows/external:sum", "of its newest execution")))
-	body := shows(t, list+"/flows/ship")
-	assert.True(t, textIn(t, body) == "{}" && !strings.Contains(body, "hunter2"), "a secret is prefilled")
-	shows(t, list+"/flows/heartbeat", "Only the program itself starts this flow")
-	turnsAway(t, list+"/flows/shipp", http.StatusNotFound, "there is no flow")
-	turnsAway(t, list+"/flows?x=1", http.StatusBadRequest, "there is no filter")
+}`, textareaOf(t, wantTexts(t, list+"/flows/onboard", "an example of its schema", "Definition")))
+	assert.Equal(t, "{\n  \"start\": 10\n}", textareaOf(t, wantTexts(t, list+"/flows/external:sum",
+		"of its newest execution")))
+	body := wantTexts(t, list+"/flows/ship")
+	assert.True(t, textareaOf(t, body) == "{}" && !strings.Contains(body, "hunter2"), "a secret is prefilled")
+	wantTexts(t, list+"/flows/heartbeat", "Only the program itself starts this flow")
+	wantError(t, list+"/flows/shipp", http.StatusNotFound, "there is no flow")
+	wantError(t, list+"/flows?x=1", http.StatusBadRequest, "there is no filter")
 }
 
-func TestThePageOfATalkingFlowDemandsAThread(t *testing.T) {
+func TestTalkingFlowNeedsThread(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	for name, action := range map[string]string{"silent": "end", "talks": "wait_for_response"} {
 		_, err := flows.Put(t.Context(), pool, flows.Definition{
 			Name: name, Actions: []any{map[string]any{"actionType": action}},
@@ -97,7 +100,7 @@ func TestThePageOfATalkingFlowDemandsAThread(t *testing.T) {
 		require.NoError(t, err)
 	}
 	field := func(name string) string {
-		return regexp.MustCompile(`<label>Thread, .*`).FindString(shows(t, server.URL+"/flows/"+name))
+		return regexp.MustCompile(`<label>Thread, .*`).FindString(wantTexts(t, server.URL+"/flows/"+name))
 	}
 	assert.Contains(t, field("talks"), "because the flow talks", " required>")
 	if silent := field("silent"); !strings.Contains(silent, "if the flow talks") || strings.Contains(silent, "required") {
@@ -105,9 +108,9 @@ func TestThePageOfATalkingFlowDemandsAThread(t *testing.T) {
 	}
 }
 
-func TestAFlowIsStartedFromItsPage(t *testing.T) {
+func TestStartFlowFromPage(t *testing.T) {
 	t.Parallel()
-	calls, server, client := pulled(t, func(w http.ResponseWriter, _ *http.Request) {
+	calls, server, client := serveWithAPI(t, func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("X-Trace-Id", "fl_1")
 		w.WriteHeader(http.StatusCreated)
 	})
@@ -121,14 +124,14 @@ func TestAFlowIsStartedFromItsPage(t *testing.T) {
 	}
 }
 
-func TestProcessesAndWorkersAreListed(t *testing.T) {
+func TestListProcessesAndWorkers(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	shows(t, server.URL+"/lanes", "No process is connected")
-	live := process(t, pool, "host-1 pid 7", 60, "ship", "heartbeat")
-	gone := process(t, pool, "host-2 pid 8", -60, "bill")
-	process(t, pool, "host-3 pid 9", -3600, "old")
-	lockedOutside(t, pool, "external:sum", "sum <worker>")
+	pool, server := openRoom(t)
+	wantTexts(t, server.URL+"/lanes", "No process is connected")
+	live := insertProcess(t, pool, "host-1 pid 7", 60, "ship", "heartbeat")
+	gone := insertProcess(t, pool, "host-2 pid 8", -60, "bill")
+	insertProcess(t, pool, "host-3 pid 9", -3600, "old")
+	insertExternalLock(t, pool, "external:sum", "sum <worker>")
 	rows.Quiet(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by) select 'fl_3', 'flow', 'ship', 'running', $1::uuid
 		  from generate_series(1, 2)`, live)
@@ -138,10 +141,11 @@ func TestProcessesAndWorkersAreListed(t *testing.T) {
 		rows.Quiet(t, pool, `insert into agent_idle_workers (owner, flows, expires_at)
 			values ($1, '{external:mul}', clock_timestamp() + $2::text::interval)`, name, left)
 	}
-	body := shows(t, server.URL+"/lanes")
+	body := wantTexts(t, server.URL+"/lanes")
 	_, body, _ = strings.Cut(body, `<section id="workers"`)
 	body, _, _ = strings.Cut(body, "</section>")
-	assert.Contains(t, body, "host-1 pid 7", `href="/flows/ship"`, "1 flows of the agent itself", "sum &lt;worker&gt;", "worker outside",
+	assert.Contains(t, body, "host-1 pid 7", `href="/flows/ship"`, "1 flows of the agent itself", "sum &lt;worker&gt;",
+		"worker outside",
 		`href="/flows/external:sum"`, `<td class="number" data-label="Running">2</td>`,
 		"idle one", `href="/flows/external:mul"`, `<td class="number" data-label="Running">0</td>`)
 	for _, bad := range []string{"host-3", "lock-Zq81xLm0", "gone home"} {
@@ -151,9 +155,9 @@ func TestProcessesAndWorkersAreListed(t *testing.T) {
 	assert.True(t, strings.Contains(row, "lease over"), "a process whose lease is over is connected")
 }
 
-func TestAPendingExecutionSaysThatNothingRunsIt(t *testing.T) {
+func TestPendingExecutionReportsMissingWorker(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	_, err := flows.Put(t.Context(), pool, flows.Definition{
 		Name: "onboard", Actions: []any{map[string]any{"actionType": "end"}},
 	})
@@ -163,7 +167,7 @@ func TestAPendingExecutionSaysThatNothingRunsIt(t *testing.T) {
 		id := rows.Execution(t, pool, status, "flow", flow)
 		rows.Quiet(t, pool, `
 			update agent_executions set updated_at = updated_at - interval '1 minute' where id = $1::uuid`, id)
-		body := shows(t, server.URL+"/executions/"+id)
+		body := wantTexts(t, server.URL+"/executions/"+id)
 		if has := strings.Contains(body, `href="/lanes#workers"`); has != (text != "") || !strings.Contains(body, text) {
 			t.Errorf("%s %s: reports a missing worker: %t, want %q", status, flow, has, text)
 		}
@@ -172,12 +176,12 @@ func TestAPendingExecutionSaysThatNothingRunsIt(t *testing.T) {
 	says("pending", "onboard", "No process is connected.")
 	says("pending", "external:sum", "No worker for flow external:sum is connected. None has taken")
 	says("completed", "ship", "")
-	process(t, pool, "host-1", 60, "ship")
-	process(t, pool, "host-2", -60, "bill")
+	insertProcess(t, pool, "host-1", 60, "ship")
+	insertProcess(t, pool, "host-2", -60, "bill")
 	says("pending", "ship", "")
 	says("pending", "onboard", "")
 	says("pending", "bill", "No process for flow bill is connected.")
 	says("running", "bill", "No process for flow bill is connected.")
-	lockedOutside(t, pool, "external:sum", "w")
+	insertExternalLock(t, pool, "external:sum", "w")
 	says("pending", "external:sum", "")
 }

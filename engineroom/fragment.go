@@ -89,14 +89,14 @@ func (f fragment) wholeBytes() (even, odd []byte) {
 func bytesOf(digits string) []byte {
 	b, err := hex.DecodeString(digits[:len(digits)/2*2])
 	if err != nil {
-		return []byte{} // every uuid contains no bytes
+		return []byte{} // every uuid contains the empty string
 	}
 	return b
 }
 
 func hexDigits(s string) string { return strings.ToLower(strings.ReplaceAll(s, "-", "")) }
 
-// asUUID fills a uuid's beginning up to a whole uuid.
+// asUUID returns the uuid with a given beginning and the digit fill in all other places.
 func asUUID(begin, fill string) string {
 	h := begin + strings.Repeat(fill, 32-len(begin))
 	return h[:8] + "-" + h[8:12] + "-" + h[12:16] + "-" + h[16:20] + "-" + h[20:]
@@ -132,7 +132,7 @@ var idTables = []string{
 }
 
 // matchUUIDs returns the ids of a table of idTables with a part, newest first, at most most.
-func (room *Room) matchUUIDs(ctx context.Context, table string, f fragment, most int) ([]string, error) {
+func (room *Room) matchUUIDs(ctx context.Context, table string, f fragment, limit int) ([]string, error) {
 	low, high, pattern := f.hexRange()
 	if pattern == "" || !slices.Contains(idTables, table) {
 		return nil, nil
@@ -147,25 +147,26 @@ func (room *Room) matchUUIDs(ctx context.Context, table string, f fragment, most
 	even, odd := f.wholeBytes()
 	return postgres.Values[string](ctx, room.Read, "find ids", `
 		select x.id::text from (
-		  (select r.id from (select t.id from `+table+` t where @low <> '' and t.id between nullif(@low, '')::uuid and nullif(@high, '')::uuid
-		     order by t.id desc limit @looked) r
-		    where not @cut or encode(uuid_send(r.id), 'hex') like @pattern order by r.id desc limit @most)
+		  (select r.id from (select t.id from `+table+` t where @low <> '' and t.id between nullif(@low,
+			'')::uuid and nullif(@high, '')::uuid
+		     order by t.id desc limit @searched) r
+		    where not @cut or encode(uuid_send(r.id), 'hex') like @pattern order by r.id desc limit @limit)
 		  union
 		  -- Bytes are compared first: of most ids nothing else is.
 		  (select n.id from (select t.id from `+table+` t order by t.id desc limit @window) n
 		    where case when position(@even::bytea in uuid_send(n.id)) > 0 or position(@odd::bytea in uuid_send(n.id)) > 0
 		               then encode(uuid_send(n.id), 'hex') like @pattern end
-		    order by n.id desc limit @most)) x
-		 order by x.id desc limit @most`, freshPlan, postgres.Strict{
-		"low": low, "high": high, "pattern": pattern, "cut": f.end != "", "most": most,
-		"looked": maxFragments, "window": window, "even": even, "odd": odd,
+		    order by n.id desc limit @limit)) x
+		 order by x.id desc limit @limit`, customPlan, postgres.Strict{
+		"low": low, "high": high, "pattern": pattern, "cut": f.end != "", "limit": limit,
+		"searched": maxFragments, "window": window, "even": even, "odd": odd,
 	})
 }
 
 // matchTraces returns at most most ids of traces. The trace id, or the id of an action of the trace, contains the part,
 // or the trace has one of runs. runs are the executions whose ids contain the part.
-func (room *Room) matchTraces(ctx context.Context, f fragment, runs []string, most int) ([]string, error) {
-	found, err := room.matchTraceIDs(ctx, f, most)
+func (room *Room) matchTraces(ctx context.Context, f fragment, runs []string, limit int) ([]string, error) {
+	found, err := room.matchTraceIDs(ctx, f, limit)
 	if err != nil {
 		return nil, err
 	}
@@ -173,14 +174,14 @@ func (room *Room) matchTraces(ctx context.Context, f fragment, runs []string, mo
 	if len(hexDigits(f.begin)) < 8 {
 		low = "" // too many actions have such a beginning
 	}
-	of, err := postgres.Values[string](ctx, room.Read, "find traces", `
+	traces, err := postgres.Values[string](ctx, room.Read, "find traces", `
 		(select e.trace_id from agent_executions e where e.id = any (@ids::text[]::uuid[]))
 		union
 		(select a.trace_id from agent_activity a
-		  where @low <> '' and a.id between nullif(@low, '')::uuid and nullif(@high, '')::uuid order by a.id desc limit @most)`,
-		freshPlan, postgres.Strict{"ids": runs, "low": low, "high": high, "most": most})
-	for _, id := range of {
-		if !slices.Contains(found, id) && len(found) < most {
+		  where @low <> '' and a.id between nullif(@low, '')::uuid and nullif(@high, '')::uuid order by a.id desc limit @limit)`,
+		customPlan, postgres.Strict{"ids": runs, "low": low, "high": high, "limit": limit})
+	for _, id := range traces {
+		if !slices.Contains(found, id) && len(found) < limit {
 			found = append(found, id)
 		}
 	}
@@ -188,7 +189,7 @@ func (room *Room) matchTraces(ctx context.Context, f fragment, runs []string, mo
 }
 
 // matchTraceIDs returns the ids of traces with a part, newest first, at most most.
-func (room *Room) matchTraceIDs(ctx context.Context, f fragment, most int) ([]string, error) {
+func (room *Room) matchTraceIDs(ctx context.Context, f fragment, limit int) ([]string, error) {
 	if ids, err := trace.ParseAny(strings.TrimSpace(f.whole())); err == nil {
 		list := make([]string, len(ids))
 		for i, id := range ids {
@@ -197,7 +198,7 @@ func (room *Room) matchTraceIDs(ctx context.Context, f fragment, most int) ([]st
 		found, err := postgres.Values[string](ctx, room.Read, "find traces", `
 			select i.id from unnest(@ids::text[]) i (id)
 			 where exists (select from agent_executions e where e.trace_id = i.id)
-			    or exists (select from agent_activity a where a.trace_id = i.id)`, freshPlan, postgres.Strict{"ids": list})
+			    or exists (select from agent_activity a where a.trace_id = i.id)`, customPlan, postgres.Strict{"ids": list})
 		if err != nil || len(found) > 0 {
 			return found, err
 		}
@@ -218,21 +219,21 @@ func (room *Room) matchTraceIDs(ctx context.Context, f fragment, most int) ([]st
 		select x.trace_id from unnest(@surfaces::text[]) s (surface) cross join lateral (
 		  (select r.trace_id from (select e.trace_id from agent_executions e
 		      where @ranged and e.trace_id between s.surface || '_' || @low and s.surface || '_' || @high
-		      order by e.trace_id desc limit case when @cut then @looked else 10 * @most end) r
+		      order by e.trace_id desc limit case when @cut then @searched else 10 * @limit end) r
 		    where not @cut or substr(r.trace_id, 4) like @pattern)
 		  union
 		  (select r.trace_id from (select a.trace_id from agent_activity a
 		      where @ranged and a.trace_id between s.surface || '_' || @low and s.surface || '_' || @high
-		      order by a.trace_id desc limit 10 * @most) r
+		      order by a.trace_id desc limit 10 * @limit) r
 		    where not @cut or substr(r.trace_id, 4) like @pattern)
 		  union
 		  (select n.trace_id from (select e.trace_id from agent_executions e
 		      where not (@cut and @ranged) and e.trace_id between s.surface || '_' and s.surface || '_' || repeat('Z', 26)
 		      order by e.trace_id desc limit @window) n
 		    where case when strpos(n.trace_id, @part) > 0 then substr(n.trace_id, 4) like @pattern end)) x
-		 order by substr(x.trace_id, 4) collate "C" desc limit @most`, freshPlan, postgres.Strict{
-		"low": low, "high": high, "ranged": low != "", "pattern": pattern, "cut": f.end != "", "part": part, "most": most,
-		"looked": maxFragments, "window": window, "surfaces": f.surfaces(),
+		 order by substr(x.trace_id, 4) collate "C" desc limit @limit`, customPlan, postgres.Strict{
+		"low": low, "high": high, "ranged": low != "", "pattern": pattern, "cut": f.end != "", "part": part, "limit": limit,
+		"searched": maxFragments, "window": window, "surfaces": f.surfaces(),
 	})
 }
 
@@ -256,27 +257,27 @@ func tail(id string) string {
 	return short(id)
 }
 
-// likePart returns the LIKE pattern for texts that contain a text. An empty pattern matches all.
-func likePart(text string) string {
+// containsPattern returns the LIKE pattern for texts that contain a text. An empty pattern matches all.
+func containsPattern(text string) string {
 	if text == "" {
 		return ""
 	}
 	return "%" + strings.TrimSuffix(prefixPattern(text), "%") + "%"
 }
 
-// elsewhere resolves an address with a part of an id or name. It returns the address of the only match, or of the page
-// Find with all matches. For an error without a wrong id, it returns an empty address.
-func (room *Room) elsewhere(ctx context.Context, p page, v *visit, err error) string {
-	refused, _ := problem.Of(err)
-	if refused.Status != http.StatusNotFound && refused.Status != http.StatusBadRequest {
+// resolvePartialID resolves an address with a part of an id or name. It returns the address of the only match, or of
+// the page Find with all matches. For an error without a wrong id, it returns an empty address.
+func (room *Room) resolvePartialID(ctx context.Context, p page, req *pageRequest, err error) string {
+	prob, _ := problem.Of(err)
+	if prob.Status != http.StatusNotFound && prob.Status != http.StatusBadRequest {
 		return ""
 	}
-	kind, has := foundBy[p.path]
+	kind, has := findersByPath[p.path]
 	name := wildcard.FindStringSubmatch(p.path)
-	if !has || name == nil || !(&show{visit: v}).named(p) || len(v.Query) > 0 {
+	if !has || name == nil || !(&pageData{pageRequest: req}).hasValidPath(p) || len(req.Query) > 0 {
 		return ""
 	}
-	text := v.path(name[1])
+	text := req.path(name[1])
 	q, usable := newFindQuery(text)
 	if !usable {
 		return ""
@@ -296,10 +297,10 @@ func (room *Room) elsewhere(ctx context.Context, p page, v *visit, err error) st
 	return "/find?q=" + url.QueryEscape(text)
 }
 
-// isWhole reports a whole id.
+// isWhole reports whether the fragment is a whole id.
 func (f fragment) isWhole() bool {
 	if _, err := trace.ParseAny(f.whole()); err == nil {
 		return true
 	}
-	return uuidShape.MatchString(strings.ToLower(f.whole()))
+	return uuidPattern.MatchString(strings.ToLower(f.whole()))
 }

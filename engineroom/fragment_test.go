@@ -13,7 +13,7 @@ import (
 )
 
 // Any part of an id finds it, even from the middle of a byte.
-func TestAnyPartOfAnIDFindsItsExecutionAndTrace(t *testing.T) {
+func TestPartOfIDFindsExecutionAndTrace(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	room := &Room{Options: Options{Read: replica.Primary(pool)}}

@@ -8,9 +8,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// halt is the end of work whose row still says running. Its execution has ended, or its worker's lease is over. A sweep
-// closes such rows later; pages do not wait for the sweep. The trace page finds the same states in its own rows: see
-// stopLost.
+// halt describes work that has ended although its row still has the status running. Its execution has ended, or its
+// worker's lease is over. A sweep closes such rows later; pages do not wait for the sweep. The trace page finds the
+// same states in its own rows: see markLost.
 type halt struct {
 	ID    string
 	State string // stateStopped or stateLost
@@ -20,9 +20,9 @@ type halt struct {
 }
 
 // haltRunning finds the halted rows among n rows. running returns a row's execution, or empty unless the row is
-// running. stop changes the row.
+// running. update changes the row.
 func haltRunning(
-	ctx context.Context, db postgres.DB, n int, running func(i int) string, stop func(i int, h halt),
+	ctx context.Context, db postgres.DB, n int, running func(i int) string, update func(i int, h halt),
 ) error {
 	var ids []string
 	for i := range n {
@@ -33,7 +33,7 @@ func haltRunning(
 	if len(ids) == 0 {
 		return nil
 	}
-	found, err := postgres.Rows[halt](ctx, db, "find halted work", `
+	halted, err := postgres.Rows[halt](ctx, db, "find halted work", `
 		select e.id::text, case when e.completed_at is not null then @stopped::text else @lost::text end as state,
 		       coalesce(e.completed_at, w.expires_at, e.updated_at) as at,
 		       e.completed_at is null and e.claimed_by is null as unclaimed
@@ -46,12 +46,12 @@ func haltRunning(
 		return err
 	}
 	halts := map[string]halt{}
-	for _, h := range found {
+	for _, h := range halted {
 		halts[h.ID] = h
 	}
 	for i := range n {
 		if h, has := halts[running(i)]; has {
-			stop(i, h)
+			update(i, h)
 		}
 	}
 	return nil

@@ -30,9 +30,9 @@ import (
 // the page's script sees no comments. The script treats a silent stream as a dead server.
 
 const (
-	heartbeat = 3 * time.Second
-	// again is the browser's delay before it reconnects.
-	again = time.Second
+	pingInterval = 3 * time.Second
+	// reconnectDelay is the pause of a browser before it reconnects.
+	reconnectDelay = time.Second
 )
 
 // live streams a page's changed parts.
@@ -42,8 +42,8 @@ func (room *Room) live(p page) http.Handler {
 			room.Refuse(w, r, err)
 			return
 		}
-		v := newVisit(r, p, "/live")
-		if err := (&show{visit: v}).find(r.Context(), p); err != nil {
+		req := newPageRequest(r, p, "/live")
+		if err := (&pageData{pageRequest: req}).loadSubject(r.Context(), p); err != nil {
 			if refused, _ := problem.Of(err); refused.Status < http.StatusInternalServerError {
 				room.Refuse(w, r, err) // the page does not exist; a temporary failure is shown in each part
 				return
@@ -57,20 +57,20 @@ func (room *Room) live(p page) http.Handler {
 			w.Header().Set("Content-Type", "text/event-stream")
 			return // a browser reuses the connection as soon as it has the headers
 		}
-		who, leave, err := room.hub.join(p, v, seen)
+		sub, leave, err := room.hub.join(p, req, seen)
 		if err != nil {
 			room.Refuse(w, r, err)
 			return
 		}
 		defer leave()
 		h := w.Header()
-		guard(h)
+		setSecurityHeaders(h)
 		h.Set("Content-Type", "text/event-stream")
 		h.Set("Cache-Control", "no-store")
 		h.Set("X-Accel-Buffering", "no")
 		out := &stream{w: w, control: http.NewResponseController(w)}
-		out.write(sse.Event{Name: "hello", Data: build(), Retry: again}.Append(nil))
-		if err := out.follow(r.Context(), who, room.hub.heartbeat); err != nil {
+		out.write(sse.Event{Name: "hello", Data: build(), Retry: reconnectDelay}.Append(nil))
+		if err := out.follow(r.Context(), sub, room.hub.pingInterval); err != nil {
 			room.Logger.DebugContext(r.Context(), "viewer disconnected", "path", problem.Path(r), "error", err)
 		}
 	})
@@ -84,8 +84,8 @@ type stream struct {
 }
 
 // follow writes updates until the viewer leaves.
-func (out *stream) follow(ctx context.Context, who *viewer, quiet time.Duration) error {
-	tick := time.NewTicker(quiet)
+func (out *stream) follow(ctx context.Context, sub *subscriber, pingInterval time.Duration) error {
+	tick := time.NewTicker(pingInterval)
 	defer tick.Stop()
 	for out.flush(); out.err == nil; out.flush() {
 		select {
@@ -95,8 +95,8 @@ func (out *stream) follow(ctx context.Context, who *viewer, quiet time.Duration)
 				out.flush()
 			}
 			return out.err
-		case <-who.news:
-			for _, event := range who.pendingUpdates() {
+		case <-sub.notify:
+			for _, event := range sub.pendingUpdates() {
 				out.write(event)
 			}
 		case <-tick.C:
@@ -115,7 +115,7 @@ func encodePart(name string, html []byte) string {
 		ID   string `json:"id"`
 		HTML string `json:"html"`
 	}{name, string(html)}); err != nil {
-		panic(err) // two texts are always JSON
+		panic(err) // a struct of two strings always encodes
 	}
 	return strings.TrimSuffix(b.String(), "\n")
 }
@@ -135,27 +135,28 @@ func (out *stream) flush() {
 	}
 }
 
-var markForm = regexp.MustCompile(`^[\w-]{12}$`)
+var digestPattern = regexp.MustCompile(`^[\w-]{12}$`)
 
-// marks returns the digests in a state's name. An empty digest matches no part.
-func marks(state string, n int) []string {
-	list := strings.Split(state, ".")
-	if len(list) != n {
+// parseDigests returns the digests in the id of a state, one for each of n parts. An invalid digest becomes empty, and
+// matches no part.
+func parseDigests(state string, n int) []string {
+	digests := strings.Split(state, ".")
+	if len(digests) != n {
 		return make([]string, n)
 	}
-	for i, mark := range list {
-		if !markForm.MatchString(mark) {
-			list[i] = ""
+	for i, d := range digests {
+		if !digestPattern.MatchString(d) {
+			digests[i] = ""
 		}
 	}
-	return list
+	return digests
 }
 
 // Bounds of the streams of a process. A viewer costs a connection and a goroutine; a topic costs the queries of its
 // page.
 const (
-	mostTopics  = 300
-	mostViewers = 3000
+	maxTopics  = 300
+	maxViewers = 3000
 	// maxConcurrentReads bounds the concurrent reads of topics, so viewers cannot use all connections.
 	maxConcurrentReads = 3
 )
@@ -164,77 +165,78 @@ const (
 // while it has viewers.
 type hub struct {
 	room          *Room
-	reading       chan struct{} // a semaphore of maxConcurrentReads
-	heartbeat     time.Duration
+	readSlots     chan struct{} // a semaphore of maxConcurrentReads
+	pingInterval  time.Duration
 	pollInterval  time.Duration // interval of the check for changes
 	retryInterval time.Duration // retry interval of a failed part
 	idleRefresh   time.Duration // refresh interval of a part without activity
-	readLimit     time.Duration // timeout of a part
-	pulseLimit    time.Duration // timeout of the check for changes, and of parts after it failed
-	most          struct{ topics, viewers int }
+	readTimeout   time.Duration // timeout of a part
+	pollTimeout   time.Duration // timeout of the check for changes, and of parts after it failed
+	limits        struct{ topics, viewers int }
 
 	mu      sync.Mutex
 	topics  map[string]*topic
-	rows    rowMemory
+	rows    rowHashes
 	viewers int
 
-	away     atomic.Bool                     // the last check for changes failed
-	failures recent[monitor.Failures]        // of all streams
-	failing  atomic.Pointer[monitor.Failing] // as of the last read of them
-	stop     func()                          // stops the pulse goroutine and waits for it; nil without one
+	databaseDown atomic.Bool                     // the last check for changes failed
+	failures     cached[monitor.Failures]        // of all streams
+	lastFailing  atomic.Pointer[monitor.Failing] // as of the last read of them
+	stop         func()                          // stops the goroutine of pollChanges and waits for it; nil if none runs
 }
 
 func newHub(room *Room) *hub {
 	h := &hub{
-		room: room, reading: make(chan struct{}, maxConcurrentReads), topics: map[string]*topic{},
-		heartbeat: heartbeat, pollInterval: 200 * time.Millisecond, retryInterval: 5 * time.Second,
+		room: room, readSlots: make(chan struct{}, maxConcurrentReads), topics: map[string]*topic{},
+		pingInterval: pingInterval, pollInterval: 200 * time.Millisecond, retryInterval: 5 * time.Second,
 		idleRefresh: 30 * time.Second,
-		readLimit:   15 * time.Second,
-		pulseLimit:  5 * time.Second,
+		readTimeout: 15 * time.Second,
+		pollTimeout: 5 * time.Second,
 	}
-	h.most.topics, h.most.viewers = mostTopics, mostViewers
+	h.limits.topics, h.limits.viewers = maxTopics, maxViewers
 	return h
 }
 
 // join subscribes to a page's URL; seen names the viewer's state. The caller must call leave.
-func (h *hub) join(p page, v *visit, seen string) (who *viewer, leave func(), err error) {
-	parts := p.live()
+func (h *hub) join(p page, req *pageRequest, seen string) (sub *subscriber, leave func(), err error) {
+	parts := p.liveParts()
 	if len(parts) == 0 {
 		return nil, nil, problem.New(http.StatusNotFound, "this page has no live updates")
 	}
-	who = &viewer{news: make(chan struct{}, 1), since: time.Now(), marks: marks(seen, len(parts)), fresh: v.fresh}
+	sub = &subscriber{notify: make(chan struct{}, 1), since: time.Now(), digests: parseDigests(seen, len(parts)),
+		fromPrimary: req.fromPrimary}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	key := v.URL + v.lacks
+	key := req.URL + req.missingScopes
 	t := h.topics[key]
-	if h.viewers >= h.most.viewers || t == nil && len(h.topics) >= h.most.topics {
+	if h.viewers >= h.limits.viewers || t == nil && len(h.topics) >= h.limits.topics {
 		return nil, nil, problem.New(http.StatusServiceUnavailable, "too many pages have live updates; this "+
 			"page has none for now").
 			Kind("too-many-viewers", "Too many viewers")
 	}
-	first := t == nil
-	if first {
-		t = newTopic(h, p, v, parts)
+	isFirst := t == nil
+	if isFirst {
+		t = newTopic(h, p, req, parts)
 		h.topics[key] = t
 	}
 	h.viewers++
-	who.topic = t
-	t.add(who)
-	if first { // starts with the viewer, so both share the first read
-		t.stop = owned(t.run)
+	sub.topic = t
+	t.add(sub)
+	if isFirst { // starts with the viewer, so both share the first read
+		t.stop = runInBackground(t.run)
 	}
 	if h.stop == nil {
-		h.stop = owned(h.pulse)
+		h.stop = runInBackground(h.pollChanges)
 	}
-	return who, func() { h.leave(key, t, who) }, nil
+	return sub, func() { h.leave(key, t, sub) }, nil
 }
 
-// leave ends the topic with its last viewer, and the pulse with the last topic.
-func (h *hub) leave(key string, t *topic, who *viewer) {
+// leave stops the topic after its last viewer, and pollChanges after the last topic.
+func (h *hub) leave(key string, t *topic, sub *subscriber) {
 	var stops []func()
 	h.mu.Lock()
 	h.viewers--
-	if t.remove(who) == 0 {
+	if t.remove(sub) == 0 {
 		delete(h.topics, key)
 		stops = append(stops, t.stop)
 	}
@@ -248,8 +250,8 @@ func (h *hub) leave(key string, t *topic, who *viewer) {
 	}
 }
 
-// owned runs fn in a goroutine; stop ends it and waits.
-func owned(fn func(ctx context.Context)) (stop func()) {
+// runInBackground runs fn in a goroutine; stop ends it and waits.
+func runInBackground(fn func(ctx context.Context)) (stop func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
 	go func() {
@@ -262,29 +264,30 @@ func owned(fn func(ctx context.Context)) (stop func()) {
 	}
 }
 
-// viewer is one stream. A topic only notifies it of changes, so a slow viewer gets the latest state without a backlog.
-type viewer struct {
-	topic *topic
-	news  chan struct{}
-	since time.Time // earlier reads may be older than the viewer's state
-	marks []string
-	fresh bool // the viewer has just written
+// subscriber is the stream of one viewer. A topic only notifies it of changes, so a slow viewer gets the latest state
+// without a backlog.
+type subscriber struct {
+	topic       *topic
+	notify      chan struct{}
+	since       time.Time // earlier reads may be older than the viewer's state
+	digests     []string
+	fromPrimary bool // the viewer has just written
 }
 
-// pendingUpdates returns the events of the parts that the viewer lacks.
-func (who *viewer) pendingUpdates() [][]byte {
-	t := who.topic
+// pendingUpdates returns events for the parts that have changed since the viewer's state.
+func (sub *subscriber) pendingUpdates() [][]byte {
+	t := sub.topic
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	var list [][]byte
 	for i := range t.parts {
 		s := &t.parts[i]
-		if s.read.Before(who.since) || s.mark == who.marks[i] {
+		if s.readStart.Before(sub.since) || s.digest == sub.digests[i] {
 			continue
 		}
-		data := s.dataSince(&t.hub.rows, who.marks[i])
-		who.marks[i] = s.mark
-		list = append(list, s.eventFor(strings.Join(who.marks, "."), data))
+		data := s.dataFor(&t.hub.rows, sub.digests[i])
+		sub.digests[i] = s.digest
+		list = append(list, s.eventFor(strings.Join(sub.digests, "."), data))
 	}
 	return list
 }

@@ -8,17 +8,17 @@ import (
 )
 
 const (
-	// rowsFrom is the size from which a stream sends only the changed rows of a part.
-	rowsFrom = 32 << 10
-	// keptRows bounds the states of parts whose rows rowMemory stores.
-	keptRows = 16
+	// minDiffSize is the least size of a part, in bytes, of which a stream sends only the changed rows.
+	minDiffSize = 32 << 10
+	// maxRememberedParts bounds the states of parts whose rows rowHashes stores.
+	maxRememberedParts = 16
 )
 
 // rowStart and rowEnd enclose a line of a waterfall; see spanNode.write.
 var rowStart, rowEnd, rowID = []byte(`<div role="row" class="wf-row`), []byte("</div>\n"), []byte(` id="`)
 
-// rowMemory has the recently sent rows of large parts, by the mark of the part.
-type rowMemory struct {
+// rowHashes has the recently sent rows of large parts, by the mark of the part.
+type rowHashes struct {
 	mu    sync.Mutex
 	seed  maphash.Seed
 	marks []string // the oldest first
@@ -46,9 +46,9 @@ func eachRow(html []byte, text func([]byte), row func(id string, whole []byte)) 
 	text(html)
 }
 
-// keep stores the rows of a part.
-func (m *rowMemory) keep(mark string, html []byte) {
-	if len(html) < rowsFrom {
+// remember stores the rows of a part.
+func (m *rowHashes) remember(mark string, html []byte) {
+	if len(html) < minDiffSize {
 		return
 	}
 	m.mu.Lock()
@@ -59,7 +59,7 @@ func (m *rowMemory) keep(mark string, html []byte) {
 	if m.rows == nil {
 		m.rows, m.seed = map[string]map[string]uint64{}, maphash.MakeSeed()
 	}
-	if len(m.marks) == keptRows {
+	if len(m.marks) == maxRememberedParts {
 		delete(m.rows, m.marks[0])
 		m.marks = slices.Delete(m.marks, 0, 1)
 	}
@@ -68,13 +68,13 @@ func (m *rowMemory) keep(mark string, html []byte) {
 	m.rows[mark], m.marks = rows, append(m.marks, mark)
 }
 
-// changed returns a part in which unchanged rows since a mark are empty, with the attribute data-same. It returns nil
+// diff returns a part in which unchanged rows since a mark are empty, with the attribute data-same. It returns nil
 // for an unknown mark.
-func (m *rowMemory) changed(mark string, html []byte) []byte {
+func (m *rowHashes) diff(mark string, html []byte) []byte {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	before := m.rows[mark]
-	if len(before) == 0 || len(html) < rowsFrom {
+	if len(before) == 0 || len(html) < minDiffSize {
 		return nil
 	}
 	var b bytes.Buffer

@@ -10,9 +10,9 @@ import (
 )
 
 // A trace of many spans continues. The viewer gets only the changed rows.
-func TestALargeTraceIsSentAsItsChangedRows(t *testing.T) {
+func TestLargeTraceSendsOnlyChangedRows(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	const trace = "fl_01J8052XG1XHJAZ95GX5TCNBAZ"
 	pgtest.Exec(t, pool, `
 		insert into agent_activity (id, trace_id, surface, skill_name, status, duration_ms, created_at, finished_at)
@@ -23,19 +23,19 @@ func TestALargeTraceIsSentAsItsChangedRows(t *testing.T) {
 		  values ('`+trace+`', 'flow', 'slow_call', 'running', now() - interval '100 s') returning id, kind)
 		insert into agent_activity_open (activity_id, kind) select id, kind from slow on conflict do nothing`)
 	_, body := testkit.Get(t, server.URL+"/traces/"+trace)
-	l := listen(t, server.URL+"/live/traces/"+trace+"?seen="+seenBy(t, body), "")
+	l := openStream(t, server.URL+"/live/traces/"+trace+"?seen="+stateOf(t, body), "")
 	pgtest.Exec(t, pool, `
 		insert into agent_activity (trace_id, surface, skill_name, status, duration_ms, created_at, finished_at)
 		select a.trace_id, 'flow', 'late_call', 'success', 1, a.created_at + interval '1 s', a.created_at + interval '2 s'
 		  from agent_activity a where a.skill_name = 'slow_call'`)
 	var html string
 	for !strings.Contains(html, "late_call") {
-		_, html = l.part()
+		_, html = l.nextPart()
 	}
 	same := strings.Count(html, "data-same")
 	assert.Truef(t, same >= 250, "%d of 301 rows are left out of %d bytes", same, len(html))
 	assert.Equal(t, 0, strings.Count(html, "call_7<"), "a row that did not change was sent")
 	assert.Truef(t, len(html)*4 <= len(body), "an update has %d bytes, the page %d", len(html), len(body))
-	whole := listen(t, server.URL+"/live/traces/"+trace, "") // a viewer without state gets all rows
-	whole.until("call_7<")
+	whole := openStream(t, server.URL+"/live/traces/"+trace, "") // a viewer without state gets all rows
+	whole.waitFor("call_7<")
 }

@@ -26,28 +26,28 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// shared is a page with parts whose text a test sets. It counts the reads of each part.
-type shared struct {
+// fakePage is a page with parts whose text a test sets. It counts the reads of each part.
+type fakePage struct {
 	mu    sync.Mutex
 	texts map[string]string
 	err   error
 	reads map[string]*atomic.Int64
 }
 
-func (s *shared) set(part, text string) {
+func (s *fakePage) set(part, text string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.texts[part] = text
 }
 
-func (s *shared) fail(err error) {
+func (s *fakePage) fail(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.err = err
 }
 
-func (s *shared) load(part string) func(context.Context, *visit) (any, error) {
-	return func(context.Context, *visit) (any, error) {
+func (s *fakePage) load(part string) func(context.Context, *pageRequest) (any, error) {
+	return func(context.Context, *pageRequest) (any, error) {
 		s.reads[part].Add(1)
 		s.mu.Lock()
 		defer s.mu.Unlock()
@@ -55,22 +55,22 @@ func (s *shared) load(part string) func(context.Context, *visit) (any, error) {
 	}
 }
 
-// watched serves a room with a page /watched. Its parts are "one", read every 20 ms, "calm", and "still".
-func watched(t *testing.T) (*shared, *Room, *httptest.Server) {
+// serveFakePage serves a room with a page /watched. Its parts are "one", read every 20 ms, "calm", and "still".
+func serveFakePage(t *testing.T) (*fakePage, *Room, *httptest.Server) {
 	t.Helper()
-	return watchedWith(t, func(*page) {})
+	return serveFakePageWith(t, func(*page) {})
 }
 
-func watchedWith(t *testing.T, change func(p *page)) (*shared, *Room, *httptest.Server) {
+func serveFakePageWith(t *testing.T, change func(p *page)) (*fakePage, *Room, *httptest.Server) {
 	t.Helper()
 	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent", Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
 	require.NoError(t, err)
-	s := &shared{texts: map[string]string{}, reads: map[string]*atomic.Int64{"one": {}, "calm": {}, "still": {}}}
+	s := &fakePage{texts: map[string]string{}, reads: map[string]*atomic.Int64{"one": {}, "calm": {}, "still": {}}}
 	p := page{path: "/watched", name: "watched", title: "Watched", parts: []part{
-		{name: "one", every: 20 * time.Millisecond, load: s.load("one")},
-		{name: "calm", every: 20 * time.Millisecond, refreshOnActivity: true, load: s.load("calm")},
+		{name: "one", interval: 20 * time.Millisecond, load: s.load("one")},
+		{name: "calm", interval: 20 * time.Millisecond, refreshOnActivity: true, load: s.load("calm")},
 		{name: "still", load: s.load("still")},
-		{name: "pause", load: func(context.Context, *visit) (any, error) { return nil, nil }}, // every page has it
+		{name: "pause", load: func(context.Context, *pageRequest) (any, error) { return nil, nil }}, // every page has it
 	}}
 	change(&p)
 	room.pages = []page{p}
@@ -80,15 +80,15 @@ func watchedWith(t *testing.T, change func(p *page)) (*shared, *Room, *httptest.
 		text += fmt.Sprintf(`{{define "watched/%s"}}<section id="%s">%s is {{.}}</section>{{end}}`, name, name, name)
 	}
 	room.templates = template.Must(room.templates.Parse(text))
-	server := served(t, room)
+	server := serveRoom(t, room)
 	return s, room, server
 }
 
 // event is an event of a stream.
 type event struct{ name, id, data string }
 
-// listening is an open stream.
-type listening struct {
+// streamReader is an open stream.
+type streamReader struct {
 	t      *testing.T
 	events chan event
 	stop   func()
@@ -96,8 +96,8 @@ type listening struct {
 	status int
 }
 
-// listen opens the stream of an address.
-func listen(t *testing.T, url, lastID string) *listening {
+// openStream opens the stream of an address.
+func openStream(t *testing.T, url, lastID string) *streamReader {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
@@ -107,7 +107,7 @@ func listen(t *testing.T, url, lastID string) *listening {
 	}
 	resp, err := http.DefaultClient.Do(req)
 	require.NoError(t, err)
-	l := &listening{t: t, events: make(chan event, 1000), status: resp.StatusCode}
+	l := &streamReader{t: t, events: make(chan event, 1000), status: resp.StatusCode}
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -141,8 +141,8 @@ func listen(t *testing.T, url, lastID string) *listening {
 	return l
 }
 
-// part waits for the next part, and returns its id and text.
-func (l *listening) part() (id, html string) {
+// nextPart waits for the next part, and returns its id and text.
+func (l *streamReader) nextPart() (id, html string) {
 	l.t.Helper()
 	deadline := time.After(pgtest.Timeout)
 	for {
@@ -162,26 +162,26 @@ func (l *listening) part() (id, html string) {
 	}
 }
 
-// until waits for a part with the words, and skips others.
-func (l *listening) until(words string) {
+// waitFor waits for a part with the words, and skips others.
+func (l *streamReader) waitFor(words string) {
 	l.t.Helper()
 	for {
-		if _, html := l.part(); strings.Contains(html, words) {
+		if _, html := l.nextPart(); strings.Contains(html, words) {
 			return
 		}
 	}
 }
 
-// next checks the next part.
-func (l *listening) next(id, words string) {
+// wantPart checks the next part.
+func (l *streamReader) wantPart(id, words string) {
 	l.t.Helper()
-	if got, html := l.part(); got != id || !strings.Contains(html, words) {
+	if got, html := l.nextPart(); got != id || !strings.Contains(html, words) {
 		l.t.Fatalf("next is part %s: %s, want %s with %s", got, html, id, words)
 	}
 }
 
-// seenBy returns the state that a loaded page names.
-func seenBy(t *testing.T, body string) string {
+// stateOf returns the state that a loaded page names.
+func stateOf(t *testing.T, body string) string {
 	t.Helper()
 	_, rest, found := strings.Cut(body, `data-seen="`)
 	state, _, _ := strings.Cut(rest, `"`)
@@ -191,42 +191,42 @@ func seenBy(t *testing.T, body string) string {
 	return state
 }
 
-func TestAPartThatReadsOtherwiseIsSent(t *testing.T) {
+func TestChangedPartIsSent(t *testing.T) {
 	t.Parallel()
-	s, _, server := watched(t)
+	s, _, server := serveFakePage(t)
 	_, body := testkit.Get(t, server.URL+"/watched?b=2&a=1")
 	assert.Truef(t, strings.Contains(body, `data-live="/live/watched?a=1&amp;b=2"`),
 		"the page does not say where its stream is:\n%s", body)
-	l := listen(t, server.URL+"/live/watched?a=1&b=2&seen="+seenBy(t, body), "")
+	l := openStream(t, server.URL+"/live/watched?a=1&b=2&seen="+stateOf(t, body), "")
 	s.set("one", "a <b>")
-	l.next("one", "one is a &lt;b&gt;")
+	l.wantPart("one", "one is a &lt;b&gt;")
 	s.set("one", "b")
-	l.next("one", "one is b")
+	l.wantPart("one", "one is b")
 	assert.Equal(t, 1, s.reads["still"].Load())
 }
 
-func TestAStreamGoesOnByState(t *testing.T) {
+func TestStreamResumesByState(t *testing.T) {
 	t.Parallel()
-	s, _, server := watched(t)
+	s, _, server := serveFakePage(t)
 	s.set("one", "first")
 	_, body := testkit.Get(t, server.URL+"/watched")
 	s.set("one", "changed between page and stream")
-	l := listen(t, server.URL+"/live/watched?seen="+seenBy(t, body), "")
-	l.next("one", "changed between")
+	l := openStream(t, server.URL+"/live/watched?seen="+stateOf(t, body), "")
+	l.wantPart("one", "changed between")
 	l.stop()
 	s.set("calm", "changed while away")
-	again := listen(t, server.URL+"/live/watched?seen="+seenBy(t, body), l.last)
-	again.next("calm", "changed while away") // and not "one" again, nor the changes since ?seen=
+	again := openStream(t, server.URL+"/live/watched?seen="+stateOf(t, body), l.last)
+	again.wantPart("calm", "changed while away") // and not "one" again, nor the changes since ?seen=
 	again.stop()
-	third := listen(t, server.URL+"/live/watched", again.last)
+	third := openStream(t, server.URL+"/live/watched", again.last)
 	s.set("one", "last")
-	third.next("one", "last")
+	third.wantPart("one", "last")
 	third.stop()
 	for _, state := range []string{"", "x", "x.y", third.last + ".z", "%0Aid:%20evil.y"} {
-		l := listen(t, server.URL+"/live/watched?seen="+state, "")
+		l := openStream(t, server.URL+"/live/watched?seen="+state, "")
 		got := map[string]string{} // in the order of their reads
 		for got["one"] == "" || got["calm"] == "" {
-			id, html := l.part()
+			id, html := l.nextPart()
 			got[id] = html
 		}
 		assert.Truef(t, strings.Contains(got["one"], "last") && strings.Contains(got["calm"], "changed while away"),
@@ -235,58 +235,61 @@ func TestAStreamGoesOnByState(t *testing.T) {
 }
 
 // A page that was just loaded may be newer than the last update of the other viewers.
-func TestWhoComesWithNewerStateIsNotSentTheOlder(t *testing.T) {
+func TestNewerStateIsNotOverwritten(t *testing.T) {
 	t.Parallel()
-	var s *shared
+	var s *fakePage
 	slow := make(chan struct{}, 10)
-	s, room, server := watchedWith(t, func(p *page) {
-		p.parts[0].every, p.parts[1].every = time.Hour, time.Hour
+	s, room, server := serveFakePageWith(t, func(p *page) {
+		p.parts[0].interval, p.parts[1].interval = time.Hour, time.Hour
 		load := p.parts[1].load
-		p.parts[1].load = func(ctx context.Context, v *visit) (any, error) {
+		p.parts[1].load = func(ctx context.Context, req *pageRequest) (any, error) {
 			select {
 			case <-slow:
 			case <-ctx.Done():
 			}
-			return load(ctx, v)
+			return load(ctx, req)
 		}
 	})
 	s.set("one", "old")
 	s.set("calm", "old")
 	slow <- struct{}{}
-	first := listen(t, server.URL+"/live/watched", "")
-	first.next("one", "old")
-	first.next("calm", "old")
+	first := openStream(t, server.URL+"/live/watched", "")
+	first.wantPart("one", "old")
+	first.wantPart("calm", "old")
 	s.set("one", "new")
 	s.set("calm", "new")
 	slow <- struct{}{}
 	_, body := testkit.Get(t, server.URL+"/watched")
 	s.set("one", "newer")
-	who, leave, err := room.hub.join(room.pages[0], &visit{URL: "/watched", texts: true}, seenBy(t, body))
+	sub, leave, err := room.hub.join(room.pages[0], &pageRequest{URL: "/watched", mayReadThreads: true}, stateOf(t, body))
 	require.NoError(t, err)
 	defer leave()
-	first.next("one", "newer") // during the read of the other part
-	if list := who.pendingUpdates(); len(list) != 1 || !strings.Contains(string(list[0]), "newer") {
+	first.wantPart("one", "newer") // during the read of the other part
+	if list := sub.pendingUpdates(); len(list) != 1 || !strings.Contains(string(list[0]), "newer") {
 		t.Errorf("the viewer with the newer state gets %d parts", len(list))
 	}
 	slow <- struct{}{}
-	first.next("calm", "new")
-	if list := who.pendingUpdates(); len(list) != 0 {
+	first.wantPart("calm", "new")
+	if list := sub.pendingUpdates(); len(list) != 0 {
 		t.Errorf("the viewer with that state gets %s", list[0])
 	}
 }
 
-func TestManyViewersCostOneRead(t *testing.T) {
+func TestManyViewersShareOneRead(t *testing.T) {
 	t.Parallel()
 	const viewers = 100
-	s, room, server := watchedWith(t, func(p *page) { p.parts[0].every, p.parts[1].every = time.Hour, time.Hour })
+	s, room, server := serveFakePageWith(t, func(p *page) {
+		p.parts[0].interval, p.parts[1].interval = time.Hour,
+			time.Hour
+	})
 	_, body := testkit.Get(t, server.URL+"/watched")
-	state := seenBy(t, body)
-	first := listen(t, server.URL+"/live/watched?seen="+state, "")
+	state := stateOf(t, body)
+	first := openStream(t, server.URL+"/live/watched?seen="+state, "")
 	pgtest.Eventually(t, func() bool { return s.reads["one"].Load() == 2 && s.reads["calm"].Load() == 2 },
 		"the first viewer's parts are read")
-	all := []*listening{first}
+	all := []*streamReader{first}
 	for range viewers - 1 {
-		all = append(all, listen(t, server.URL+"/live/watched?seen="+state, ""))
+		all = append(all, openStream(t, server.URL+"/live/watched?seen="+state, ""))
 	}
 	s.set("one", "news")
 	before := s.reads["one"].Load()
@@ -295,25 +298,25 @@ func TestManyViewersCostOneRead(t *testing.T) {
 	room.hub.mu.Lock()
 	for _, topic := range room.hub.topics {
 		topic.mu.Lock()
-		topic.parts[0].wanted = true
+		topic.parts[0].requested = true
 		topic.mu.Unlock()
 		signal(topic.wake)
 	}
 	room.hub.mu.Unlock()
 	for _, l := range all {
-		l.next("one", "news")
+		l.wantPart("one", "news")
 	}
 	now := s.reads["one"].Load()
 	assert.Truef(t, now == before+1, "a change for %d viewers cost %d reads", viewers, now-before)
 }
 
-func TestACalmPartIsReadWhenTheLogMoves(t *testing.T) {
+func TestCalmPartIsReadAfterActivity(t *testing.T) {
 	t.Parallel()
-	s, room, server := watched(t)
+	s, room, server := serveFakePage(t)
 	room.hub.idleRefresh = time.Hour
-	l := listen(t, server.URL+"/live/watched", "")
-	l.until("calm is")
-	// The pulse reports a change once at its start. After that the log does not change.
+	l := openStream(t, server.URL+"/live/watched", "")
+	l.waitFor("calm is")
+	// pollChanges reports a change once at its start. After that the log does not change.
 	var before int64
 	pgtest.Eventually(t, func() bool {
 		ones, calm := s.reads["one"].Load(), s.reads["calm"].Load()
@@ -323,35 +326,36 @@ func TestACalmPartIsReadWhenTheLogMoves(t *testing.T) {
 	}, "the calm part is left alone")
 	s.set("calm", "moved")
 	pgtest.Exec(t, room.Pool, `insert into agent_activity (trace_id, skill_name, status) values ('op_1', 'x', 'success')`)
-	l.until("calm is moved")
+	l.waitFor("calm is moved")
 }
 
-func TestAPartIsReadAtOnceForWhatItIsAbout(t *testing.T) {
+func TestPartIsReadAtOnceAfterItsTrigger(t *testing.T) {
 	t.Parallel()
-	s, room, server := watchedWith(t, func(p *page) {
-		p.parts[0].every, p.parts[0].about = time.Hour, failureChanged
-		p.parts[1].every, p.parts[1].about = time.Hour, asksChanged
+	s, room, server := serveFakePageWith(t, func(p *page) {
+		p.parts[0].interval, p.parts[0].triggers = time.Hour, failureChanged
+		p.parts[1].interval, p.parts[1].triggers = time.Hour, asksChanged
 	})
-	parts := newTopic(room.hub, room.pages[0], nil, room.pages[0].live())
-	parts.moved(logChanged | failureChanged)
-	if one, calm := parts.parts[0], parts.parts[1]; !one.urgent || !one.moved || calm.urgent || !calm.moved {
+	parts := newTopic(room.hub, room.pages[0], nil, room.pages[0].liveParts())
+	parts.markChanged(logChanged | failureChanged)
+	if one, calm := parts.parts[0], parts.parts[1]; !one.urgent || !one.changed || calm.urgent || !calm.changed {
 		t.Errorf("after a failure the parts are %+v and %+v", one, calm)
 	}
-	l := listen(t, server.URL+"/live/watched", "")
-	l.until("calm is")
-	for n := range 2 { // the pulse's start may cause the first read
+	l := openStream(t, server.URL+"/live/watched", "")
+	l.waitFor("calm is")
+	for n := range 2 { // the start of pollChanges may cause the first read
 		s.set("calm", fmt.Sprint("asked ", n))
 		rows.Quiet(t, room.Pool, `
 			insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash,
 			expires_at) values ('op_1', 'x', 1, '{}', $1, clock_timestamp() + interval '1 hour')`, fmt.Sprint(n))
-		l.until(fmt.Sprint("calm is asked ", n))
+		l.waitFor(fmt.Sprint("calm is asked ", n))
 	}
 }
 
-func TestAnUrgentReadRestsAfterAnother(t *testing.T) {
+func TestUrgentReadsAreSpaced(t *testing.T) {
 	t.Parallel()
 	began := time.Now()
-	s := state{part: part{every: 3 * time.Second}, read: began, ended: began.Add(20 * time.Millisecond), moved: true}
+	s := partState{part: part{interval: 3 * time.Second}, readStart: began, readEnd: began.Add(20 * time.Millisecond),
+		changed: true}
 	for _, c := range []struct {
 		urgent bool
 		hurry  time.Time
@@ -362,17 +366,17 @@ func TestAnUrgentReadRestsAfterAnother(t *testing.T) {
 		{true, began.Add(-time.Second), 120 * time.Millisecond},
 		{true, began, 600 * time.Millisecond},
 	} {
-		s.urgent, s.hurry = c.urgent, c.hurry
-		if due := s.next(time.Minute, time.Minute).Sub(began); due != c.want {
+		s.urgent, s.urgentRead = c.urgent, c.hurry
+		if due := s.dueAt(time.Minute, time.Minute).Sub(began); due != c.want {
 			t.Errorf("urgent %v: due after %s, want %s", c.urgent, due, c.want)
 		}
 	}
 }
 
-func TestThePulseTellsWhatChanged(t *testing.T) {
+func TestSnapshotReportsChanges(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	last := pulseOf(t.Context(), pool, nil)
+	last := readSnapshot(t.Context(), pool, nil)
 	for _, c := range []struct {
 		statement string
 		want      changes
@@ -389,7 +393,8 @@ func TestThePulseTellsWhatChanged(t *testing.T) {
 		},
 		{`select 1`, 0},
 		{`insert into agent_executions (trace_id, surface, flow) values ('op_1', 'operate', 'f')`, runsChanged},
-		{`update agent_executions set status = 'failed', error_message = 'broken', updated_at = clock_timestamp()`, failureChanged},
+		{`update agent_executions set status = 'failed', error_message = 'broken', updated_at = clock_timestamp()`,
+			failureChanged},
 		{
 			`insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
 			 values ('op_1', 'x', 1, '{}', 'x', clock_timestamp() + interval '1 hour')`, asksChanged,
@@ -399,17 +404,17 @@ func TestThePulseTellsWhatChanged(t *testing.T) {
 		{`alter table away rename to agent_activity`, anyChange},
 	} {
 		rows.Quiet(t, pool, c.statement)
-		now := pulseOf(t.Context(), pool, nil)
-		if got := now.since(last); got != c.want {
+		now := readSnapshot(t.Context(), pool, nil)
+		if got := now.changedSince(last); got != c.want {
 			t.Errorf("%s: changes are %b, want %b", c.statement, got, c.want)
 		}
 		last = now
 	}
 }
 
-func TestASharedReadIsForgottenAlsoWhileItIsUnderWay(t *testing.T) {
+func TestCachedValueIsInvalidatedDuringRead(t *testing.T) {
 	t.Parallel()
-	var r recent[int]
+	var r cached[int]
 	n := 0
 	read := func() (int, error) { n++; return n, nil }
 	value := func(fn func() (int, error)) int {
@@ -419,17 +424,17 @@ func TestASharedReadIsForgottenAlsoWhileItIsUnderWay(t *testing.T) {
 	}
 	assert.Equal(t, 1, value(read))
 	assert.Equal(t, 1, value(read))
-	r.forget()
-	assert.Equal(t, 2, value(func() (int, error) { r.forget(); return read() }))
+	r.invalidate()
+	assert.Equal(t, 2, value(func() (int, error) { r.invalidate(); return read() }))
 	assert.Equal(t, 3, value(read))
 	assert.Equal(t, 3, value(read))
-	r.forget()
+	r.invalidate()
 	_, err := r.read(time.Hour, func() (int, error) { return 0, errors.New("away") })
 	require.Error(t, err)
 	assert.Equal(t, 4, value(read))
 }
 
-func TestStreamsShareFailuresUntilThePulseTellsOfAnother(t *testing.T) {
+func TestStreamsShareFailuresUntilAnotherFailure(t *testing.T) {
 	t.Parallel()
 	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
 	require.NoError(t, err)
@@ -439,109 +444,111 @@ func TestStreamsShareFailuresUntilThePulseTellsOfAnother(t *testing.T) {
 			completed_at) select 'fl_1', 'flow', 'nightly', $1::text, case when $1::text = 'failed' then 'no such table' end, m.at, m.at, m.at
 			from (select clock_timestamp() as at) m`, status)
 	}
-	groups := func(v *visit) int {
-		f, err := room.failures(t.Context(), v)
+	groups := func(req *pageRequest) int {
+		f, err := room.failures(t.Context(), req)
 		require.NoError(t, err)
 		return len(f.Groups(func(string) bool { return true }, nil))
 	}
-	stream := &visit{live: true}
+	stream := &pageRequest{streaming: true}
 	assert.Equal(t, 0, groups(stream))
-	quietly := pulseOf(t.Context(), room.Pool, room.hub.failing.Load())
+	quietly := readSnapshot(t.Context(), room.Pool, room.hub.lastFailing.Load())
 	for range 3 {
 		run("failed")
 	}
 	assert.Equal(t, 0, groups(stream))
-	assert.Equal(t, 1, groups(&visit{}))
-	failed := pulseOf(t.Context(), room.Pool, room.hub.failing.Load())
-	assert.Equal(t, failureChanged|runsChanged, failed.since(quietly))
-	room.hub.failures.forget()
+	assert.Equal(t, 1, groups(&pageRequest{}))
+	failed := readSnapshot(t.Context(), room.Pool, room.hub.lastFailing.Load())
+	assert.Equal(t, failureChanged|runsChanged, failed.changedSince(quietly))
+	room.hub.failures.invalidate()
 	assert.Equal(t, 1, groups(stream))
-	failing := room.hub.failing.Load()
+	failing := room.hub.lastFailing.Load()
 	assert.Equal(t, "nightly", strings.Join(failing.Flows, ", "))
-	failed = pulseOf(t.Context(), room.Pool, failing)
+	failed = readSnapshot(t.Context(), room.Pool, failing)
 	run("completed")
-	assert.Equal(t, failureChanged|runsChanged, pulseOf(t.Context(), room.Pool, failing).since(failed))
+	assert.Equal(t, failureChanged|runsChanged, readSnapshot(t.Context(), room.Pool, failing).changedSince(failed))
 }
 
-func TestWhatCannotBeReadIsSaidAndRecovers(t *testing.T) {
+func TestFailedReadIsShownAndRecovers(t *testing.T) {
 	t.Parallel()
-	s, room, server := watched(t)
+	s, room, server := serveFakePage(t)
 	room.hub.idleRefresh = time.Hour
 	s.set("one", "fine")
-	l := listen(t, server.URL+"/live/watched", "")
-	l.until("one is fine")
+	l := openStream(t, server.URL+"/live/watched", "")
+	l.waitFor("one is fine")
 	s.set("calm", "fine too")
 	s.fail(errors.New("relation agent_x at 10.0.0.7"))
 	trouble := func(part string) string { return `<section id="` + part + `" class="part trouble"` }
 	for got := map[string]bool{}; !got["one"] || !got["calm"]; {
-		id, html := l.part()
+		id, html := l.nextPart()
 		got[id] = strings.Contains(html, trouble(id)) &&
 			strings.Contains(html, "This could not be read: something went wrong here")
 		room.hub.notifyTopics(anyChange)
 	}
 	s.fail(nil)
 	for got := map[string]bool{}; !got["one"] || !got["calm"]; {
-		id, html := l.part()
+		id, html := l.nextPart()
 		got[id] = strings.Contains(html, id+" is fine")
 	}
 }
 
-func TestASlowViewerGetsTheLatestAndNoBacklog(t *testing.T) {
+func TestSlowViewerGetsOnlyLatest(t *testing.T) {
 	t.Parallel()
-	s, room, _ := watched(t)
+	s, room, _ := serveFakePage(t)
 	p := room.pages[0]
-	v := &visit{URL: "/watched"}
-	who, leave, err := room.hub.join(p, v, "")
+	req := &pageRequest{URL: "/watched"}
+	sub, leave, err := room.hub.join(p, req, "")
 	require.NoError(t, err)
 	defer leave()
 	for i := range 50 {
 		s.set("one", fmt.Sprint("number ", i))
 		pgtest.Eventually(t, func() bool {
-			who.topic.mu.Lock()
-			defer who.topic.mu.Unlock()
-			return strings.Contains(who.topic.parts[0].data, fmt.Sprint("number ", i))
+			sub.topic.mu.Lock()
+			defer sub.topic.mu.Unlock()
+			return strings.Contains(sub.topic.parts[0].data, fmt.Sprint("number ", i))
 		}, "it is read")
 	}
-	assert.Equal(t, 1, len(who.news))
-	list := who.pendingUpdates()
+	assert.Equal(t, 1, len(sub.notify))
+	list := sub.pendingUpdates()
 	assert.Truef(t, len(list) > 0 && len(list) <= 2 && strings.Contains(string(list[0]), "number 49"),
 		"the viewer gets %d parts, first %s", len(list), list[0])
-	if list := who.pendingUpdates(); len(list) != 0 {
+	if list := sub.pendingUpdates(); len(list) != 0 {
 		t.Errorf("the viewer gets %s twice", list[0])
 	}
 }
 
 func TestViewersAndTopicsAreBounded(t *testing.T) {
 	t.Parallel()
-	_, room, server := watched(t)
-	room.hub.most.topics, room.hub.most.viewers = 2, 3
-	a, b := listen(t, server.URL+"/live/watched?x=1", ""), listen(t, server.URL+"/live/watched?x=2", "")
-	assert.Equal(t, http.StatusServiceUnavailable, listen(t, server.URL+"/live/watched?x=3", "").status, "a third topic")
-	third := listen(t, server.URL+"/live/watched?x=2", "")
+	_, room, server := serveFakePage(t)
+	room.hub.limits.topics, room.hub.limits.viewers = 2, 3
+	a, b := openStream(t, server.URL+"/live/watched?x=1", ""), openStream(t, server.URL+"/live/watched?x=2", "")
+	assert.Equal(t, http.StatusServiceUnavailable, openStream(t, server.URL+"/live/watched?x=3", "").status,
+		"a third topic")
+	third := openStream(t, server.URL+"/live/watched?x=2", "")
 	assert.Truef(t, a.status == 200 && b.status == 200 && third.status == 200,
 		"viewers within the bounds: %d, %d, %d", a.status, b.status, third.status)
-	assert.Equal(t, http.StatusServiceUnavailable, listen(t, server.URL+"/live/watched?x=1", "").status, "a fourth viewer")
+	assert.Equal(t, http.StatusServiceUnavailable, openStream(t, server.URL+"/live/watched?x=1", "").status,
+		"a fourth viewer")
 	a.stop()
 	pgtest.Eventually(t, func() bool {
-		l := listen(t, server.URL+"/live/watched?x=3", "")
+		l := openStream(t, server.URL+"/live/watched?x=3", "")
 		defer l.stop()
 		return l.status == 200
 	}, "there is room again")
 }
 
-func TestNothingIsLeftWhenTheLastViewerLeaves(t *testing.T) {
+func TestLastViewerStopsTopic(t *testing.T) {
 	t.Parallel()
-	_, room, _ := watched(t)
+	_, room, _ := serveFakePage(t)
 	var group sync.WaitGroup
 	for i := range 200 {
 		group.Go(func() {
-			who, leave, err := room.hub.join(room.pages[0], &visit{URL: fmt.Sprint("/watched?", i%7)}, "")
+			sub, leave, err := room.hub.join(room.pages[0], &pageRequest{URL: fmt.Sprint("/watched?", i%7)}, "")
 			if err != nil {
 				t.Error(err)
 				return
 			}
 			select {
-			case <-who.news:
+			case <-sub.notify:
 			case <-time.After(pgtest.Timeout):
 				t.Error("nothing came")
 			}
@@ -552,32 +559,32 @@ func TestNothingIsLeftWhenTheLastViewerLeaves(t *testing.T) {
 	room.hub.mu.Lock()
 	defer room.hub.mu.Unlock()
 	assert.Truef(t, len(room.hub.topics) == 0 && room.hub.viewers == 0 && room.hub.stop == nil &&
-		len(room.hub.reading) == 0, "left are %d topics, %d viewers, a pulse %v, %d readers", len(room.hub.topics),
-		room.hub.viewers, room.hub.stop != nil, len(room.hub.reading))
+		len(room.hub.readSlots) == 0, "left are %d topics, %d viewers, a pulse %v, %d readers", len(room.hub.topics),
+		room.hub.viewers, room.hub.stop != nil, len(room.hub.readSlots))
 }
 
-func TestLeavingEndsWhatIsReadAndWaitsForIt(t *testing.T) {
+func TestLeavingCancelsRead(t *testing.T) {
 	t.Parallel()
 	var began, ended atomic.Int64
-	_, room, _ := watchedWith(t, func(p *page) {
-		p.parts[0].load = func(ctx context.Context, _ *visit) (any, error) {
+	_, room, _ := serveFakePageWith(t, func(p *page) {
+		p.parts[0].load = func(ctx context.Context, _ *pageRequest) (any, error) {
 			began.Add(1)
 			<-ctx.Done()
 			ended.Add(1)
 			return nil, ctx.Err()
 		}
 	})
-	_, leave, err := room.hub.join(room.pages[0], &visit{URL: "/watched"}, "")
+	_, leave, err := room.hub.join(room.pages[0], &pageRequest{URL: "/watched"}, "")
 	require.NoError(t, err)
 	pgtest.Eventually(t, func() bool { return began.Load() == 1 }, "the part is being read")
 	leave()
 	assert.Truef(t, began.Load() == 1 && ended.Load() == 1, "%d reads began, %d ended", began.Load(), ended.Load())
 }
 
-func TestAStreamEndsWithItsRequestAndSaysWhenTheLoginIsOver(t *testing.T) {
+func TestStreamEndsWithRequestOrLogin(t *testing.T) {
 	t.Parallel()
-	_, room, _ := watched(t)
-	room.hub.heartbeat = 10 * time.Millisecond
+	_, room, _ := serveFakePage(t)
+	room.hub.pingInterval = 10 * time.Millisecond
 	handler := room.live(room.pages[0])
 	serve := func(ctx context.Context) string {
 		w := httptest.NewRecorder()
@@ -601,11 +608,11 @@ func TestAStreamEndsWithItsRequestAndSaysWhenTheLoginIsOver(t *testing.T) {
 	assert.Truef(t, !strings.Contains(text, "expired"), "the stream reports a shutdown as\n%s", text)
 }
 
-func TestAPageThatIsNotThereHasNoStream(t *testing.T) {
+func TestMissingPageHasNoStream(t *testing.T) {
 	t.Parallel()
-	s, _, server := watchedWith(t, func(p *page) {
-		p.open = func(_ context.Context, v *visit) (string, error) {
-			switch v.Query.Get("x") {
+	s, _, server := serveFakePageWith(t, func(p *page) {
+		p.open = func(_ context.Context, req *pageRequest) (string, error) {
+			switch req.Query.Get("x") {
 			case "bad":
 				return "", problem.New(http.StatusBadRequest, "x cannot be bad")
 			case "away":
@@ -614,39 +621,39 @@ func TestAPageThatIsNotThereHasNoStream(t *testing.T) {
 			return "Title", nil
 		}
 	})
-	if l := listen(t, server.URL+"/live/watched?x=bad", ""); l.status != http.StatusBadRequest {
+	if l := openStream(t, server.URL+"/live/watched?x=bad", ""); l.status != http.StatusBadRequest {
 		t.Errorf("a filter that does not exist: %d", l.status)
 	}
-	l := listen(t, server.URL+"/live/watched?x=away", "")
-	l.next("one", "This could not be read")
+	l := openStream(t, server.URL+"/live/watched?x=away", "")
+	l.wantPart("one", "This could not be read")
 	assert.Equal(t, 0, s.reads["one"].Load(), "a part of a missing object was read")
 }
 
 // A database may hang without an error. The check for changes detects that. Then the page waits for one part only, not
 // for each.
-func TestAPageDoesNotWaitWithEachPartForADatabaseThatHangs(t *testing.T) {
+func TestHangingDatabaseDelaysOnePart(t *testing.T) {
 	t.Parallel()
-	s, room, server := watchedWith(t, func(p *page) {
-		p.parts[0].load = func(ctx context.Context, _ *visit) (any, error) {
+	s, room, server := serveFakePageWith(t, func(p *page) {
+		p.parts[0].load = func(ctx context.Context, _ *pageRequest) (any, error) {
 			<-ctx.Done()
 			return nil, ctx.Err()
 		}
 	})
-	room.hub.pulseLimit, room.hub.readLimit = 100*time.Millisecond, time.Hour
-	room.hub.away.Store(true)
+	room.hub.pollTimeout, room.hub.readTimeout = 100*time.Millisecond, time.Hour
+	room.hub.databaseDown.Store(true)
 	watched := room.pages[0]
-	both := newTopic(room.hub, watched, &visit{URL: "/watched"}, watched.live())
+	both := newTopic(room.hub, watched, &pageRequest{URL: "/watched"}, watched.liveParts())
 	both.refresh(t.Context(), []int{0, 1})
 	for _, one := range both.parts[:2] {
 		assert.Contains(t, one.data, "the database does not answer")
 	}
 	assert.Equal(t, 0, s.reads["calm"].Load(), "a part was read after another had timed out")
-	room.hub.readLimit = 100 * time.Millisecond
-	listen(t, server.URL+"/live/watched", "")
-	pgtest.Eventually(t, func() bool { return !room.hub.away.Load() }, "the check for changes succeeds")
+	room.hub.readTimeout = 100 * time.Millisecond
+	openStream(t, server.URL+"/live/watched", "")
+	pgtest.Eventually(t, func() bool { return !room.hub.databaseDown.Load() }, "the check for changes succeeds")
 	lock := pgtest.Begin(t, room.Pool)
 	pgtest.Exec(t, lock, `lock table agent_activity in access exclusive mode`)
-	pgtest.Eventually(t, room.hub.away.Load, "the check for changes fails")
+	pgtest.Eventually(t, room.hub.databaseDown.Load, "the check for changes fails")
 }
 
 // FuzzStream sends parts of a page with any text, and reads them like a browser.
@@ -660,8 +667,8 @@ func FuzzStream(f *testing.F) {
 	f.Fuzz(func(t *testing.T, name, id, html string) {
 		w := httptest.NewRecorder()
 		out := &stream{w: w, control: http.NewResponseController(w)}
-		out.write((&state{}).eventFor(id, encodePart(name, []byte(html))))
-		out.write((&state{}).eventFor("s", encodePart("last", []byte("the end"))))
+		out.write((&partState{}).eventFor(id, encodePart(name, []byte(html))))
+		out.write((&partState{}).eventFor("s", encodePart("last", []byte("the end"))))
 		got := ssetest.Read(w.Body.String())
 		require.Truef(t, len(got.Events) == 2 && len(got.Unknown)+len(got.Comments)+len(got.Retry) == 0 && got.Left == "" &&
 			out.err == nil, "%q are not two events (%v)", w.Body, out.err)

@@ -35,8 +35,8 @@ func TestMain(m *testing.M) {
 	pgtest.Main(leaks.Tests{M: browser.Tests{M: m}})
 }
 
-// open serves the room on its own database, without a login.
-func open(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
+// openRoom serves the room on its own database, without a login.
+func openRoom(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 	t.Helper()
 	pool := pgtest.DB(t)
 	room, err := New(Options{
@@ -44,7 +44,7 @@ func open(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 		Unforkable: func() map[string]string { return map[string]string{"turn": "say it again"} },
 	})
 	require.NoError(t, err)
-	return pool, served(t, room)
+	return pool, serveRoom(t, room)
 }
 
 // muxOf routes the requests of a room.
@@ -56,8 +56,8 @@ func muxOf(room *Room) *http.ServeMux {
 	return mux
 }
 
-// served serves a room until the test ends.
-func served(t *testing.T, room *Room) *httptest.Server {
+// serveRoom serves a room until the test ends.
+func serveRoom(t *testing.T, room *Room) *httptest.Server {
 	t.Helper()
 	server := httptest.NewServer(muxOf(room))
 	t.Cleanup(server.Close)
@@ -66,9 +66,9 @@ func served(t *testing.T, room *Room) *httptest.Server {
 
 // Rows written by plain SQL, past the checks of the packages, break no page: infinite times, impossible counts, texts
 // of a megabyte in short fields.
-func TestRowsThatNobodyChecked(t *testing.T) {
+func TestPagesShowInvalidRows(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
 	const run = "01a20055-1dbc-7d0e-8014-41a4f664fe0a"
 	for _, sql := range []string{
@@ -78,47 +78,47 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 		pgtest.Exec(t, pool, sql)
 	}
 	const unknown = "01a20055-1dbc-7d0e-8014-41a4f664fe0b"
-	put(t, pool, `
+	insert(t, pool, `
 		insert into agent_threads (id, channel, next_seq, created_at, updated_at)
 		values ('odd', repeat('é<b>', 100000), 9, 'infinity', '-infinity') returning id`)
-	put(t, pool, `
+	insert(t, pool, `
 		insert into agent_messages (thread_id, seq, turn, role, content, channel, status, execution_id, trace_id, created_at,
 		  sent_at)
 		values ('odd', 1, 1, 'user', 'hello', repeat('é<b>', 100000), 'failed', $1::text::uuid, repeat('é<b>', 100000),
 		  'infinity', '-infinity')
 		returning id::text`, run)
-	put(t, pool, `
+	insert(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_key, waiting_until,
 		  waiting_step, thread_id, created_at, started_at, updated_at)
 		values ($1::text::uuid, $2, 'operate', 'operate', 'waiting', 'response', 'odd', null, 's', 'odd', '-infinity',
 		  '4713-01-01 BC', 'infinity')
 		returning id::text`, run, trace)
-	put(t, pool, `
+	insert(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_until)
 		values ($1::text::uuid, $2, 'operate', 'odd', 'waiting', 'godot', 'infinity') returning id::text`, unknown, trace)
-	put(t, pool, `
+	insert(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, created_at, started_at, completed_at)
 		values ($1, 'operate', 'odd', 'completed', '-infinity', '-infinity', '294276-12-31') returning id::text`, trace)
 	for _, usage := range []string{
 		`"x"`, `[]`, `{"prompt_tokens": "abc", "total_tokens": 1e30, "completion_tokens": -5}`,
 		`{"total_tokens": 1.5, "prompt_tokens": {}}`,
 	} {
-		put(t, pool, `
+		insert(t, pool, `
 			insert into agent_activity (trace_id, execution_id, surface, skill_name, kind, status, token_usage, cost_usd,
 			  duration_ms, thread_id, created_at, finished_at)
 			values ($1, $2::text::uuid, 'operate', 'model_call', 'model', 'error', $3::text::jsonb, 'NaN', -5,
 			  repeat('é<b>', 100000), 'infinity', '-infinity') returning id::text`, trace, run, usage)
 	}
-	put(t, pool, `
+	insert(t, pool, `
 		insert into agent_automations (name, trigger, cron, prompt, enabled, disabled_by, paused_for, timezone, source,
 		  next_run_at)
 		values ('odd', 'cron', '* * * * *', 'p', false, 'admin', repeat('é<b>', 100000), repeat('é<b>', 100000),
 		  repeat('é<b>', 100000), 'infinity')
 		returning id::text`)
-	put(t, pool, `
+	insert(t, pool, `
 		insert into agent_automation_runs (automation_id, cause, scheduled_for, status, trace_id)
 		select id, 'cron', '-infinity', 'dead', repeat('é<b>', 100000) from agent_automations returning id::text`)
-	put(t, pool, `
+	insert(t, pool, `
 		insert into agent_webhook_targets (name, url, secrets, events)
 		values ('odd', 'https://user:hunter2hunter2@ops.example/?token=hunter2hunter2', '{"s"}', '{null,"*"}')
 		  returning id::text`)
@@ -140,14 +140,14 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 		"/operate?session=odd", "/automations", "/automations/odd", "/spend", "/spend?by=purpose", "/audit",
 		"/skills", "/deliveries",
 	} {
-		body := shows(t, server.URL+path)
+		body := wantTexts(t, server.URL+path)
 		assert.Truef(t, len(body) <= 300_000, "%s has %d bytes", path, len(body))
 		assert.Truef(t, !strings.Contains(body, "hunter2"), "%s shows the password of an address", path)
 	}
 }
 
 // The smallest number has no positive counterpart. Count must not negate it for ever.
-func TestEveryNumberIsWritten(t *testing.T) {
+func TestCountOfAnyNumber(t *testing.T) {
 	t.Parallel()
 	for n, want := range map[int64]string{
 		0: "0", 999: "999", 1000: "1,000", -1: "-1", -999: "-999", -123456: "-123,456",
@@ -159,9 +159,9 @@ func TestEveryNumberIsWritten(t *testing.T) {
 }
 
 // A path that cannot be in the tables is rejected without a query.
-func TestAddressesThatNothingHas(t *testing.T) {
+func TestUnknownAddresses(t *testing.T) {
 	t.Parallel()
-	_, server := open(t)
+	_, server := openRoom(t)
 	for _, list := range []string{
 		"traces", "executions", "threads", "approvals", "skills", "automations", "objectives",
 		"memory", "deliveries", "outgoing", "agents",
@@ -180,24 +180,24 @@ func TestAddressesThatNothingHas(t *testing.T) {
 		"/executions/nope": `no execution has the id &#34;nope&#34;`,
 		"/flows/nope":      `there is no flow &#34;nope&#34;`,
 	} {
-		turnsAway(t, server.URL+path, http.StatusNotFound, sentence)
-		turnsAway(t, server.URL+path, http.StatusNotFound, `name="q" value="nope"`)
+		wantError(t, server.URL+path, http.StatusNotFound, sentence)
+		wantError(t, server.URL+path, http.StatusNotFound, `name="q" value="nope"`)
 	}
-	turnsAway(t, server.URL+"/activity?cursor="+strings.Repeat("A", 43), http.StatusBadRequest,
+	wantError(t, server.URL+"/activity?cursor="+strings.Repeat("A", 43), http.StatusBadRequest,
 		"take it from the page before")
 }
 
 // hostile is text of an attacker.
 const hostile = "<script>alert(1)</script>\u202egnihtemos\u0007 \"'><img src=x onerror=alert(2)>"
 
-// put inserts rows and returns the id from the statement.
-func put(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) string {
+// insert inserts rows and returns the id from the statement.
+func insert(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) string {
 	t.Helper()
 	return pgtest.Value[string](t, pool, sql, args...)
 }
 
-// shows checks that a page contains the texts.
-func shows(t *testing.T, url string, texts ...string) string {
+// wantTexts checks that a page contains the texts.
+func wantTexts(t *testing.T, url string, texts ...string) string {
 	t.Helper()
 	status, body := testkit.Get(t, url)
 	require.Truef(t, status == 200, "%s: status %d\n%s", url, status, body)
@@ -208,23 +208,23 @@ func shows(t *testing.T, url string, texts ...string) string {
 	return body
 }
 
-// harmless checks that a page shows hostile as text only, and only the beginning of a long text.
-func harmless(t *testing.T, url string) {
+// wantEscaped checks that a page shows hostile as text only, and only the beginning of a long text.
+func wantEscaped(t *testing.T, url string) {
 	t.Helper()
-	body := shows(t, url)
+	body := wantTexts(t, url)
 	for _, bad := range []string{"<script>alert", "<img src=x", "\u202e", "\u0007"} {
 		assert.Truef(t, !strings.Contains(body, bad), "%s has %q in it", url, bad)
 	}
 	assert.Truef(t, len(body) <= 400_000, "%s has %d bytes", url, len(body))
 }
 
-// walk follows the links of a pager from a path to the last page. It returns the number of rows of each page, and fails
-// if two pages show the same row. The group of row is a row's id.
-func walk(t *testing.T, server *httptest.Server, path string, row *regexp.Regexp) (counts []int) {
+// followPager follows the links of a pager from a path to the last page. It returns the number of rows of each page,
+// and fails if two pages show the same row. The group of row is a row's id.
+func followPager(t *testing.T, server *httptest.Server, path string, row *regexp.Regexp) (counts []int) {
 	t.Helper()
 	seen := map[string]string{}
 	for path != "" && len(counts) < 10 {
-		body := shows(t, server.URL+path)
+		body := wantTexts(t, server.URL+path)
 		rows := row.FindAllStringSubmatch(body, -1)
 		for _, m := range rows {
 			before := seen[m[1]]
@@ -244,9 +244,9 @@ func walk(t *testing.T, server *httptest.Server, path string, row *regexp.Regexp
 var olderLink = regexp.MustCompile(
 	`<p class="pager">(?:<span>[^<]*</span> |<a href="[^"]+">(?:Newest|First|Latest) [^<]*</a>)*<a href="([^"]+)">(?:Older|Further|Earlier|Later|More|Search) `)
 
-func TestListsGoOnOverPages(t *testing.T) {
+func TestListPages(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_key, waiting_until,
 		  claimed_by, created_at)
@@ -267,7 +267,7 @@ func TestListsGoOnOverPages(t *testing.T) {
 		select 'op_1', 'drop', 1, '{}', n::text, (array['approved', 'rejected'])[1 + n % 2], now(), now() + interval '5 hours'
 		  from generate_series(1, 52) n;
 		insert into agent_objectives (name, goal) select 'o' || n, 'g' from generate_series(1, 51) n`)
-	did(t, pool, 120)
+	insertActivities(t, pool, 120)
 	for path, c := range map[string]struct{ row, want string }{
 		"/executions":                       {`<tr id="execution-`, "[50 50 20]"},
 		"/executions?status=waiting&flow=f": {`<tr id="execution-`, "[50 50 20]"},
@@ -283,57 +283,58 @@ func TestListsGoOnOverPages(t *testing.T) {
 		"/objectives":                       {`<tr id="objective-`, "[50 1]"},
 		"/activity?surface=heartbeat":       {`<tr id="row-`, "[50 46]"},
 	} {
-		got := fmt.Sprint(walk(t, server, path, regexp.MustCompile(c.row+`([^"]+)"`)))
+		got := fmt.Sprint(followPager(t, server, path, regexp.MustCompile(c.row+`([^"]+)"`)))
 		assert.Truef(t, got == c.want, "the pages of %s have %s rows, want %s", path, got, c.want)
 	}
 }
 
-// turnsAway checks that an address is rejected.
-func turnsAway(t *testing.T, url string, want int, why string) {
+// wantError checks that an address is rejected.
+func wantError(t *testing.T, url string, want int, why string) {
 	t.Helper()
 	if status, body := testkit.Get(t, url); status != want || !strings.Contains(body, why) {
 		t.Errorf("%s: status %d, want %d because of %q:\n%s", url, status, want, why, body)
 	}
 }
 
-// asking records every query of its connections.
-type asking struct {
-	mu  sync.Mutex
-	all []pgx.TraceQueryStartData
+// queryRecorder records every query of its connections.
+type queryRecorder struct {
+	mu      sync.Mutex
+	queries []pgx.TraceQueryStartData
 }
 
-func (a *asking) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
+func (a *queryRecorder) TraceQueryStart(ctx context.Context, _ *pgx.Conn,
+	data pgx.TraceQueryStartData) context.Context {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.all = append(a.all, data)
+	a.queries = append(a.queries, data)
 	return ctx
 }
 
-func (*asking) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+func (*queryRecorder) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
-// analyse updates the planner's statistics of tables.
-func analyse(t *testing.T, pool *pgxpool.Pool, tables ...string) {
+// analyze updates the planner's statistics of tables.
+func analyze(t *testing.T, pool *pgxpool.Pool, tables ...string) {
 	t.Helper()
 	for _, table := range tables {
 		pgtest.Exec(t, pool, "analyze "+pgx.Identifier{table}.Sanitize())
 	}
 }
 
-// mostRead is the maximum number of rows that a step of a plan may read or filter out, for a page of a large table.
-const mostRead = 1500
+// maxRowsRead is the maximum number of rows that a step of a plan may read or filter out, for a page of a large table.
+const maxRowsRead = 1500
 
 var (
-	passedOver = regexp.MustCompile(`Rows Removed by (?:Join )?Filter: (\d+)`)
-	wasRead    = regexp.MustCompile(`\(actual rows=(\d+)`)
+	filteredRows = regexp.MustCompile(`Rows Removed by (?:Join )?Filter: (\d+)`)
+	actualRows   = regexp.MustCompile(`\(actual rows=(\d+)`)
 )
 
-// planned opens a page. No query of the page may read one of the tables whole. No step of a plan may read or filter out
-// more than most rows.
-func planned(t *testing.T, pool *pgxpool.Pool, path string, tables []string, most int) {
+// checkPlans opens a page. No query of the page may read one of the tables whole. No step of a plan may read or filter
+// out more than most rows.
+func checkPlans(t *testing.T, pool *pgxpool.Pool, path string, tables []string, limit int) {
 	t.Helper()
 	scanned := regexp.MustCompile(`Seq Scan on (` + strings.Join(tables, "|") + `)\b`)
-	config, notes := pool.Config(), &asking{}
-	config.ConnConfig.Tracer = notes
+	config, recorder := pool.Config(), &queryRecorder{}
+	config.ConnConfig.Tracer = recorder
 	traced, err := pgxpool.NewWithConfig(t.Context(), config)
 	require.NoError(t, err)
 	defer traced.Close()
@@ -344,25 +345,26 @@ func planned(t *testing.T, pool *pgxpool.Pool, path string, tables []string, mos
 	mux.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, path, http.NoBody))
 	require.Truef(t, w.Code == http.StatusOK && !strings.Contains(w.Body.String(), "This could not be read"),
 		"%s: status %d\n%s", path, w.Code, w.Body)
-	looked := 0
-	for _, q := range notes.all {
+	checked := 0
+	for _, q := range recorder.queries {
 		if !regexp.MustCompile(`^\s*(select|with)\s`).MatchString(q.SQL) {
 			continue
 		}
-		looked++
+		checked++
 		rows, err := pool.Query(t.Context(), "explain (analyze, timing off, summary off) "+q.SQL, q.Args...)
 		require.NoError(t, err, "explain", q.SQL)
 		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
 		require.NoError(t, err, "explain", q.SQL)
 		plan := strings.Join(lines, "\n")
-		much := scanned.MatchString(plan)
-		for _, found := range append(passedOver.FindAllStringSubmatch(plan, -1), wasRead.FindAllStringSubmatch(plan, -1)...) {
+		tooMuch := scanned.MatchString(plan)
+		for _, found := range append(filteredRows.FindAllStringSubmatch(plan, -1),
+			actualRows.FindAllStringSubmatch(plan, -1)...) {
 			n, err := strconv.Atoi(found[1])
-			much = much || err != nil || n > most
+			tooMuch = tooMuch || err != nil || n > limit
 		}
-		assert.Truef(t, !much, "%s reads too much:\n%s\n%s", path, q.SQL, plan)
+		assert.Truef(t, !tooMuch, "%s reads too much:\n%s\n%s", path, q.SQL, plan)
 	}
-	assert.Truef(t, looked != 0, "%s asked nothing", path)
+	assert.Truef(t, checked != 0, "%s asked nothing", path)
 }
 
 // indexedPages are pages over large tables. The seed runs without triggers.
@@ -382,7 +384,7 @@ var indexedPages = map[string]struct {
 		update agent_approvals set id = '01890000-0000-7000-8000-000000000000' where arguments_hash = '20000'`,
 		"agent_approvals",
 		`/approvals /find?q=skill_7 /approvals?status=decided /approvals?status=expired /approvals/01890000-0000-7000-8000-000000000000
-		/approvals?status=expired&before=2026-01-01T00:00:00Z_01890000-0000-7000-8000-000000000000`, mostRead,
+		/approvals?status=expired&before=2026-01-01T00:00:00Z_01890000-0000-7000-8000-000000000000`, maxRowsRead,
 	},
 	"automations": {
 		`
@@ -392,7 +394,7 @@ var indexedPages = map[string]struct {
 		select a.id, 'manual', now(), (array['success', 'error', 'dead'])[1 + n % 3] from agent_automations a,
 		       generate_series(1, 300) n`,
 		"agent_automation_runs", `/automations /automations?state=enabled /automations/a7
-		/automations/a7?before=01890000-0000-7000-8000-000000000000`, mostRead,
+		/automations/a7?before=01890000-0000-7000-8000-000000000000`, maxRowsRead,
 	},
 	"deliveries": {
 		`
@@ -409,7 +411,7 @@ var indexedPages = map[string]struct {
 		"agent_webhook_deliveries agent_webhook_outbox", `/deliveries /find?q=e3 /deliveries?endpoint=e3 /deliveries?status=ignored
 		/deliveries?status=dead /deliveries?endpoint=e3&status=ignored /deliveries?endpoint=e3&before=01890000-0000-7000-8000-000000000000
 		/deliveries/01890000-0000-7000-8000-000000000000 /outgoing /outgoing?target=ops&before=01890000-0000-7000-8000-000000000000
-		/outgoing?status=pending`, mostRead,
+		/outgoing?status=pending`, maxRowsRead,
 	},
 	"executions": {
 		`
@@ -474,7 +476,7 @@ var indexedPages = map[string]struct {
 		  when n % 500 = 0 then 'running' else 'pending' end,
 		       case when n % 500 = 0 then (select id from agent_workers limit 1) end from generate_series(1, 20000) n`,
 		"agent_locks agent_executions", `/lanes /lanes?after=lane+7 /lanes?lane=lane+8
-		/lanes?before=01890000-0000-7000-8000-000000000000`, mostRead,
+		/lanes?before=01890000-0000-7000-8000-000000000000`, maxRowsRead,
 	},
 	"memory": {
 		`
@@ -500,7 +502,7 @@ var indexedPages = map[string]struct {
 		select '` + aSession + `', g + 10, g + 10, 'user', 'hello', 'received' from generate_series(1, 6000) g;
 		insert into agent_pauses (paused_by, reason, trace_id, resumed_at) select 'ana', 'why', 'op_1', now() from generate_series(1, 6000);
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at) values ('operate', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 1, now() + interval '1 hour')`,
-		"agent_executions agent_messages agent_pauses", "/operate /operate?session=" + aSession, mostRead,
+		"agent_executions agent_messages agent_pauses", "/operate /operate?session=" + aSession, maxRowsRead,
 	},
 	"overview": {
 		`
@@ -542,13 +544,13 @@ var indexedPages = map[string]struct {
 		select gen_random_uuid(), 'manual', now(), 'success' from generate_series(1, 5000) n;
 		insert into agent_objectives (name, goal, status) select 'o' || n, 'x', 'completed' from generate_series(1, 5000) n;
 		insert into agent_objective_steps (objective_id, position, title) select o.id, 1, 'x'
-		  from agent_objectives o;` + manyActivities,
+		  from agent_objectives o;` + insertActivitiesSQL,
 		`agent_executions agent_locks agent_messages agent_approvals agent_requests agent_webhook_deliveries agent_webhook_outbox
 		agent_automation_runs agent_objectives agent_objective_steps agent_memory agent_activity agent_activity_counts
 		agent_lock_waiters`, "/ /?agent=billing", 10_000,
 	},
 	"activity": {
-		manyActivities, "agent_activity",
+		insertActivitiesSQL, "agent_activity",
 		`/activity /activity?surface=chat&status=error /activity?lane=none /activity?skill=even
 		/activity?trace=0000 /find?q=42 /activity?agent=nobody&since=2020-01-01 /activity?trace=hb_00000000000000000000000042 /activity?status=running`, 0,
 	},
@@ -570,7 +572,8 @@ var indexedPages = map[string]struct {
 		  from unnest(array['hour', 'day']) s, generate_series(1, 20000) n;
 		update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7(clock_timestamp())`,
 		"agent_activity agent_activity_counts agent_executions",
-		"/spend?days=7 /spend?days=1&per=hour /spend?by=purpose /spend?by=agent /spend/" + time.Now().UTC().Format(time.DateOnly) + " /charts /charts?range=90d /audit?surface=chat /skills /skills/skill_7", 0,
+		"/spend?days=7 /spend?days=1&per=hour /spend?by=purpose /spend?by=agent /spend/" +
+			time.Now().UTC().Format(time.DateOnly) + " /charts /charts?range=90d /audit?surface=chat /skills /skills/skill_7", 0,
 	},
 	"threads": {
 		`
@@ -618,7 +621,7 @@ var indexedPages = map[string]struct {
 	},
 }
 
-func TestPagesAreFoundByIndexes(t *testing.T) {
+func TestPagesReadByIndex(t *testing.T) {
 	t.Parallel()
 	for name, c := range indexedPages {
 		t.Run(name, func(t *testing.T) {
@@ -632,7 +635,7 @@ func TestPagesAreFoundByIndexes(t *testing.T) {
 					from agent_activity group by tableoid having count(*) > 5000`)...)
 			}
 			for path := range strings.FieldsSeq(c.paths) {
-				planned(t, pool, path, tables, cmp.Or(c.most, math.MaxInt))
+				checkPlans(t, pool, path, tables, cmp.Or(c.most, math.MaxInt))
 			}
 		})
 	}
@@ -640,7 +643,7 @@ func TestPagesAreFoundByIndexes(t *testing.T) {
 
 type namedState string
 
-func TestAStateIsAShapeAndAWord(t *testing.T) {
+func TestStateHasShapeAndWord(t *testing.T) {
 	t.Parallel()
 	parsed := template.Must(parseTemplates())
 	failed := "failed"
@@ -700,7 +703,7 @@ func luminance(t *testing.T, colour string) float64 {
 	return sum
 }
 
-func TestColoursHaveContrastInBothThemes(t *testing.T) {
+func TestColourContrast(t *testing.T) {
 	t.Parallel()
 	pairs := colours(t)
 	measure := func(fore, back string, least float64) {

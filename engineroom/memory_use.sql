@@ -1,6 +1,6 @@
 with recursive names as (
--- The memory by category: the first @categories by name, each with its entries, counted up to @beyond, and with the new
--- entries of the last day and week, among the @window newest entries.
+-- The use of memory by category: the first @categories by name, each with its number of entries, counted up to
+-- @count_limit, and the entries of the last day and week, among the @window newest entries.
   (select m.category from agent_memory m order by m.category limit 1)
   union all
   select (select m.category from agent_memory m where m.category > n.category order by m.category limit 1)
@@ -23,7 +23,7 @@ select n.category, h.entries, h.bytes, h.updated_at,
   cross join lateral (
        select count(*) as entries, coalesce(sum(x.bytes), 0)::bigint as bytes, max(x.updated_at) as updated_at
          from (select octet_length(m.key) + pg_column_size(m.value) as bytes, m.updated_at from agent_memory m
-                where m.category = n.category and (m.expires_at is null or m.expires_at > clock_timestamp()) limit @beyond) x) h
+                where m.category = n.category and (m.expires_at is null or m.expires_at > clock_timestamp()) limit @count_limit) x) h
   left join grown g on g.category = n.category
  where h.entries > 0
  order by n.category

@@ -14,8 +14,8 @@ import (
 )
 
 const (
-	mostSteps       = 200
-	mostEvidence    = 500
+	maxSteps        = 200
+	maxEvidence     = 500
 	objectivesShown = 50
 )
 
@@ -68,19 +68,19 @@ const objectiveColumns = `
 		         from agent_objective_steps s where s.objective_id = o.id) p`
 
 // activeObjectives reads the active objectives by priority.
-func (room *Room) activeObjectives(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) activeObjectives(ctx context.Context, _ *pageRequest) (any, error) {
 	list, err := postgres.Rows[objectiveRow](ctx, room.Read, "list objectives", objectiveColumns+`
 		 where o.status = 'active' order by o.priority, o.due_at,
-		   o.id limit @most::int + 1`, postgres.Strict{"most": mostObjectives})
+		   o.id limit @limit::int + 1`, postgres.Strict{"limit": maxOverviewObjectives})
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(list, mostObjectives)
+	list, more := firstN(list, maxOverviewObjectives)
 	all := int64(len(list))
 	if more {
 		err = room.Read.QueryRow(ctx, `select count(*) from (
-			select from agent_objectives o where o.status = 'active' limit @beyond) x`,
-			postgres.Strict{"beyond": beyond}).Scan(&all)
+			select from agent_objectives o where o.status = 'active' limit @count_limit) x`,
+			postgres.Strict{"count_limit": countLimit}).Scan(&all)
 	}
 	return map[string]any{"Objectives": list, "More": more, "All": all}, err
 }
@@ -88,10 +88,10 @@ func (room *Room) activeObjectives(ctx context.Context, _ *visit) (any, error) {
 // objectivesPage lists the objectives.
 func (room *Room) objectivesPage() page {
 	return page{
-		path: "/objectives", name: "objectives", nav: "Objectives", title: "Objectives", open: openObjectives,
+		path: "/objectives", name: "objectives", navLabel: "Objectives", title: "Objectives", open: openObjectives,
 		parts: []part{
 			room.filtersPart("/objectives"),
-			{name: "list", every: 3 * time.Second, load: room.listObjectives},
+			{name: "list", interval: 3 * time.Second, load: room.listObjectives},
 		},
 	}
 }
@@ -102,38 +102,38 @@ type objectiveFilter struct {
 	States               []string
 }
 
-func openObjectives(_ context.Context, v *visit) (string, error) {
-	asked := objectiveFilter{States: objectiveStates}
+func openObjectives(_ context.Context, req *pageRequest) (string, error) {
+	filter := objectiveFilter{States: objectiveStates}
 	var err error
-	if asked.Status, err = v.oneOf("status", append([]string{""}, objectiveStates...)...); err != nil {
+	if filter.Status, err = req.oneOf("status", append([]string{""}, objectiveStates...)...); err != nil {
 		return "", err
 	}
-	if asked.Name, err = v.textFilter("name"); err != nil {
+	if filter.Name, err = req.textFilter("name"); err != nil {
 		return "", err
 	}
-	if asked.Before, err = v.uuidFilter("before"); err != nil {
+	if filter.Before, err = req.uuidFilter("before"); err != nil {
 		return "", err
 	}
-	v.About = asked
+	req.Subject = filter
 	return "", nil
 }
 
-func (room *Room) listObjectives(ctx context.Context, v *visit) (any, error) {
-	asked := v.About.(objectiveFilter)
+func (room *Room) listObjectives(ctx context.Context, req *pageRequest) (any, error) {
+	filter := req.Subject.(objectiveFilter)
 	list, err := postgres.Rows[objectiveRow](ctx, room.Read, "list objectives", objectiveColumns+`
 		 where (@status::text = '' or o.status = @status)
 		   and (@name::text = '' or o.name ilike @name or left(o.goal, 4000) ilike @name)
 		   and (@before::text = '' or o.id < nullif(@before, '')::uuid)
-		 order by o.id desc limit @most::int + 1`,
-		freshPlan, postgres.Strict{
-			"status": asked.Status, "name": likePart(asked.Name), "before": asked.Before,
-			"most": objectivesShown,
+		 order by o.id desc limit @limit::int + 1`,
+		customPlan, postgres.Strict{
+			"status": filter.Status, "name": containsPattern(filter.Name), "before": filter.Before,
+			"limit": objectivesShown,
 		})
 	if err != nil {
 		return nil, err
 	}
-	list, links := paged(v, list, objectivesShown, func(o objectiveRow) string { return o.ID })
-	return map[string]any{"Asked": asked, "Objectives": list, "Links": links}, nil
+	list, links := paginate(req, list, objectivesShown, func(o objectiveRow) string { return o.ID })
+	return map[string]any{"Asked": filter, "Objectives": list, "Links": links}, nil
 }
 
 // objectivePage shows one objective.
@@ -141,16 +141,16 @@ func (room *Room) objectivePage() page {
 	return page{
 		path: "/objectives/{name}", name: "objective", title: "Objective", open: room.openObjective,
 		parts: []part{
-			{name: "progress", every: 3 * time.Second, load: room.progress},
-			{name: "steps", every: 3 * time.Second, load: room.objectiveSteps},
-			{name: "traces", every: 10 * time.Second, refreshOnActivity: true, load: room.objectiveTraces},
+			{name: "progress", interval: 3 * time.Second, load: room.progress},
+			{name: "steps", interval: 3 * time.Second, load: room.objectiveSteps},
+			{name: "traces", interval: 10 * time.Second, refreshOnActivity: true, load: room.objectiveTraces},
 		},
 	}
 }
 
 // openObjective finds the objective by name or id.
-func (room *Room) openObjective(ctx context.Context, v *visit) (string, error) {
-	key := v.path("name")
+func (room *Room) openObjective(ctx context.Context, req *pageRequest) (string, error) {
+	key := req.path("name")
 	if strings.ContainsRune(key, 0) {
 		return "", objectives.ErrNotFound
 	}
@@ -159,18 +159,18 @@ func (room *Room) openObjective(ctx context.Context, v *visit) (string, error) {
 		select o.id::text, o.name from agent_objectives o where o.name = @key or o.id = lanekeeper.agent_uuid(@key)
 		 order by o.name = @key desc limit 1`, postgres.Strict{"key": key}).Scan(&id, &name)
 	if errors.Is(err, pgx.ErrNoRows) {
-		return "", missing("there is no objective %.60q", key)
+		return "", notFound("there is no objective %.60q", key)
 	}
 	if err != nil {
 		return "", fmt.Errorf("find objective: %w", err)
 	}
-	v.About = id
+	req.Subject = id
 	return cut(80, name), nil
 }
 
-func (room *Room) progress(ctx context.Context, v *visit) (any, error) {
+func (room *Room) progress(ctx context.Context, req *pageRequest) (any, error) {
 	list, err := postgres.Rows[objectiveRow](ctx, room.Read, "list objectives", objectiveColumns+` where o.id = @id`,
-		postgres.Strict{"id": v.About})
+		postgres.Strict{"id": req.Subject})
 	if err == nil && len(list) == 0 {
 		err = objectives.ErrNotFound
 	}
@@ -196,12 +196,12 @@ type evidenceRow struct {
 }
 
 // objectiveSteps reads the steps and this round's evidence.
-func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
+func (room *Room) objectiveSteps(ctx context.Context, req *pageRequest) (any, error) {
 	steps, err := postgres.Rows[stepRow](ctx, room.Read, "list steps", `
 		select s.id::text, left(s.title, 500) as title, s.status, left(s.result, 4000) as result,
 		       left(s.trace_id, 300) as trace_id, s.position, s.attempts, s.updated_at
-		  from agent_objective_steps s where s.objective_id = @id order by s.position limit @most::int + 1`,
-		postgres.Strict{"id": v.About, "most": mostSteps})
+		  from agent_objective_steps s where s.objective_id = @id order by s.position limit @limit::int + 1`,
+		postgres.Strict{"id": req.Subject, "limit": maxSteps})
 	if err != nil {
 		return nil, err
 	}
@@ -212,11 +212,11 @@ func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
 		  cross join lateral (select * from agent_objective_evidence x
 		    where x.step_id = s.id and x.created_at >= s.started_at order by x.created_at limit 10) e
 		 where s.objective_id = @id order by s.position,
-		   e.id limit @most`, postgres.Strict{"id": v.About, "most": mostEvidence})
+		   e.id limit @limit`, postgres.Strict{"id": req.Subject, "limit": maxEvidence})
 	if err != nil {
 		return nil, err
 	}
-	steps, more := onPage(steps, mostSteps)
+	steps, more := firstN(steps, maxSteps)
 	for i := range steps {
 		for _, p := range proofs {
 			if p.StepID == steps[i].ID {
@@ -228,21 +228,21 @@ func (room *Room) objectiveSteps(ctx context.Context, v *visit) (any, error) {
 }
 
 // objectiveTraces reads the traces that worked on the objective, latest first.
-func (room *Room) objectiveTraces(ctx context.Context, v *visit) (any, error) {
+func (room *Room) objectiveTraces(ctx context.Context, req *pageRequest) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select left(x.trace_id, 300) as trace_id, max(x.at) as at, array_agg(distinct x.did order by x.did) as did
 		  from (select o.last_trace_id, o.updated_at, 'worked on it last' from agent_objectives o where o.id = @id
 		        union all select o.proposed_trace, o.created_at, 'proposed it' from agent_objectives o where o.id = @id
 		        union all
 		        (select s.trace_id, s.updated_at, 'ended a step' from agent_objective_steps s where s.objective_id = @id
-		          order by s.updated_at desc limit @most)
+		          order by s.updated_at desc limit @limit)
 		        union all
 		        (select e.trace_id, e.created_at, 'gave evidence' from agent_objective_steps s
 		           join agent_objective_evidence e on e.step_id = s.id where s.objective_id = @id
-		             order by e.created_at desc limit @most)
+		             order by e.created_at desc limit @limit)
 		       ) x (trace_id, at, did)
 		 where x.trace_id <> '' group by x.trace_id order by max(x.at) desc limit 50`,
-		postgres.Strict{"id": v.About, "most": mostEvidence})
+		postgres.Strict{"id": req.Subject, "limit": maxEvidence})
 	if err != nil {
 		return nil, fmt.Errorf("list traces of an objective: %w", err)
 	}

@@ -20,13 +20,13 @@ import (
 )
 
 const (
-	operateFlow        = "operate" // flow of an admin's turn; also its lane
-	maxSessions        = 30        // in the list
-	walkSessions       = 1000      // searched for a name
-	maxSessionMessages = 60        // messages of the shown session
-	maxMessageLength   = 8000      // characters of one
-	maxTurnCalls       = 40        // calls of skills of one turn
-	callTurns          = 5         // the newest turns of the session whose calls the page shows
+	operateFlow         = "operate" // flow of an admin's turn; also its lane
+	maxSessions         = 30        // in the list
+	maxSearchedSessions = 1000      // searched for a name
+	maxSessionMessages  = 60        // messages of the shown session
+	maxMessageLength    = 8000      // characters of one
+	maxTurnCalls        = 40        // calls of skills of one turn
+	callTurns           = 5         // the newest turns of the session whose calls the page shows
 )
 
 // operatePage is the admin's conversation with the agent. It shows one session with its requested approvals, a message
@@ -34,33 +34,33 @@ const (
 // Without JavaScript the response is the finished turn.
 func (room *Room) operatePage() page {
 	return page{
-		path: "/operate", name: "operate", nav: "Operate", title: "Operate", open: openSession, follows: true,
+		path: "/operate", name: "operate", navLabel: "Operate", title: "Operate", open: openSession, fromPrimary: true,
 		parts: []part{
 			{name: "session", load: room.sessionMessages},
 			{name: "who", load: room.operateAgents},
-			{name: "holder", every: time.Second, load: room.operateHolder},
-			{name: "sessions", every: 3 * time.Second, refreshOnActivity: true, load: room.operateSessions},
+			{name: "holder", interval: time.Second, load: room.operateHolder},
+			{name: "sessions", interval: 3 * time.Second, refreshOnActivity: true, load: room.operateSessions},
 		},
 	}
 }
 
-// operateVisit holds the parameters of the page.
-type operateVisit struct{ Session, Q string }
+// operateSubject holds the parameters of the page.
+type operateSubject struct{ Session, Q string }
 
 // openSession reads the session from the URL; none starts a new one.
-func openSession(_ context.Context, v *visit) (string, error) {
-	for name := range v.Query {
+func openSession(_ context.Context, req *pageRequest) (string, error) {
+	for name := range req.Query {
 		if name != "session" && name != "q" {
 			return "", problem.BadParameter("%.60q is no filter of this page; it takes session and q", name)
 		}
 	}
-	session := v.Query.Get("session")
+	session := req.Query.Get("session")
 	if session != "" && threads.CheckID(session) != nil {
 		return "", problem.New(http.StatusBadRequest, "session: %s", threads.CheckID(session)).Kind("malformed-id",
 			"Malformed id")
 	}
-	q, err := v.textFilter("q")
-	v.About = operateVisit{session, q}
+	q, err := req.textFilter("q")
+	req.Subject = operateSubject{session, q}
 	return "", err
 }
 
@@ -106,53 +106,53 @@ type sessionView struct {
 }
 
 // sessionMessages reads the shown session once. The page's script appends later messages.
-func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(operateVisit)
-	got := sessionView{Session: about.Session}
-	if got.Session == "" {
-		return got, nil
+func (room *Room) sessionMessages(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(operateSubject)
+	view := sessionView{Session: subject.Session}
+	if view.Session == "" {
+		return view, nil
 	}
 	err := room.Pool.QueryRow(ctx, `
 		select left(t.title, 200) from agent_threads t where t.id = @session and t.channel = 'operate'`,
-		postgres.Strict{"session": got.Session}).Scan(&got.Title)
+		postgres.Strict{"session": view.Session}).Scan(&view.Title)
 	if errors.Is(err, pgx.ErrNoRows) {
-		return got, nil
+		return view, nil
 	}
 	if err != nil {
 		return nil, fmt.Errorf("read the messages of a session's thread: %w", err)
 	}
-	got.Known = true
+	view.Known = true
 	messages, err := postgres.Rows[sessionMessage](ctx, room.Pool, "read session", `
 		select m.id::text, m.role, left(m.content, @long) as content, length(m.content)::bigint as length,
 		       left(coalesce(m.trace_id, ''), 200) as trace_id, m.created_at as at
 		  from (select n.* from agent_messages n where n.thread_id = @session and n.seq is not null
-		         order by n.turn desc, n.seq desc limit @most::int + 1) m
-		 order by m.turn, m.seq`, postgres.Strict{"session": got.Session, "most": maxSessionMessages, "long": maxMessageLength})
+		         order by n.turn desc, n.seq desc limit @limit::int + 1) m
+		 order by m.turn, m.seq`, postgres.Strict{"session": view.Session, "limit": maxSessionMessages, "long": maxMessageLength})
 	if err != nil {
 		return nil, err
 	}
-	if got.Earlier = len(messages) > maxSessionMessages; got.Earlier {
+	if view.Earlier = len(messages) > maxSessionMessages; view.Earlier {
 		messages = messages[1:]
 	}
-	under, err := postgres.Rows[runningTurn](ctx, room.Pool, "read turn", `
+	turns, err := postgres.Rows[runningTurn](ctx, room.Pool, "read turn", `
 		select x.id::text as execution_id, x.trace_id, x.status, coalesce(x.waiting_for, '') as waiting_for
 		  from agent_executions x
 		 where x.thread_id = @session and x.completed_at is null and x.flow = @flow order by x.id desc limit 1`,
-		postgres.Strict{"session": got.Session, "flow": operateFlow})
+		postgres.Strict{"session": view.Session, "flow": operateFlow})
 	if err != nil {
 		return nil, err
 	}
-	if len(under) > 0 {
-		got.Now = &under[0]
-		err := haltRunning(ctx, room.Pool, 1, func(int) string { return got.Now.ExecutionID }, func(_ int, h halt) {
+	if len(turns) > 0 {
+		view.Now = &turns[0]
+		err := haltRunning(ctx, room.Pool, 1, func(int) string { return view.Now.ExecutionID }, func(_ int, h halt) {
 			if !h.Unclaimed {
-				got.Now.Status = h.State
+				view.Now.Status = h.State
 			}
 		})
 		if err != nil {
 			return nil, err
 		}
-		if got.Approvals, err = room.approvalsOf(ctx, got.Now.TraceID, v.URL); err != nil {
+		if view.Approvals, err = room.approvalsOf(ctx, view.Now.TraceID, req.URL); err != nil {
 			return nil, err
 		}
 	}
@@ -160,8 +160,8 @@ func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	got.Entries = transcript(messages, calls)
-	return got, nil
+	view.Entries = transcript(messages, calls)
+	return view, nil
 }
 
 // callsOfTurns reads the calls of the newest turns.
@@ -180,8 +180,8 @@ func (room *Room) callsOfTurns(ctx context.Context, messages []sessionMessage) (
 		  coalesce(octet_length(a.output::text), 0)::bigint as output_bytes, a.duration_ms
 		  from unnest(@traces::text[]) t (id)
 		 cross join lateral (select c.* from agent_activity c where c.trace_id = t.id and c.kind = 'call'
-		                      order by c.created_at limit @most) a
-		 order by a.created_at, a.id`, freshPlan, postgres.Strict{"traces": traces, "most": maxTurnCalls})
+		                      order by c.created_at limit @limit) a
+		 order by a.created_at, a.id`, customPlan, postgres.Strict{"traces": traces, "limit": maxTurnCalls})
 	for i := range calls {
 		c := &calls[i]
 		c.Arguments, c.Result = shownJSON(c.Input, c.InputBytes), shownJSON(c.Output, c.OutputBytes)
@@ -203,7 +203,7 @@ func (room *Room) callsOfTurns(ctx context.Context, messages []sessionMessage) (
 // transcript puts the calls of a turn before its answer, or at its end.
 func transcript(messages []sessionMessage, calls []sessionCall) []sessionEntry {
 	var list []sessionEntry
-	add := func(trace string) {
+	addCalls := func(trace string) {
 		for i := range calls {
 			if c := &calls[i]; c.TraceID == trace && trace != "" {
 				list = append(list, sessionEntry{Call: c})
@@ -214,18 +214,18 @@ func transcript(messages []sessionMessage, calls []sessionCall) []sessionEntry {
 		m := &messages[i]
 		answer := m.Role != string(threads.User)
 		if answer && (i == 0 || messages[i-1].TraceID != m.TraceID || messages[i-1].Role == string(threads.User)) {
-			add(m.TraceID)
+			addCalls(m.TraceID)
 		}
 		list = append(list, sessionEntry{Message: m})
 		if !answer && (i+1 == len(messages) || messages[i+1].TraceID != m.TraceID) {
-			add(m.TraceID)
+			addCalls(m.TraceID)
 		}
 	}
 	return list
 }
 
 // operateHolder reads the lane's holder.
-func (room *Room) operateHolder(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) operateHolder(ctx context.Context, _ *pageRequest) (any, error) {
 	type holder struct {
 		LockedBy         string
 		LockedAt         time.Time
@@ -233,7 +233,7 @@ func (room *Room) operateHolder(ctx context.Context, _ *visit) (any, error) {
 		TraceID, Session string
 		ExecutionID      *string
 	}
-	held, err := postgres.Rows[holder](ctx, room.Pool, "read lane", `
+	holders, err := postgres.Rows[holder](ctx, room.Pool, "read lane", `
 		select left(l.locked_by, 100) as locked_by, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
 		       coalesce(x.trace_id, '') as trace_id, coalesce(x.thread_id, '') as session, x.id::text as execution_id
 		  from agent_locks l
@@ -247,10 +247,10 @@ func (room *Room) operateHolder(ctx context.Context, _ *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	if len(held) == 0 {
+	if len(holders) == 0 {
 		return map[string]any{"Held": false}, nil
 	}
-	return map[string]any{"Held": true, "By": held[0]}, nil
+	return map[string]any{"Held": true, "By": holders[0]}, nil
 }
 
 // operateSession is a line of the list.
@@ -261,19 +261,19 @@ type operateSession struct {
 
 // operateSessions lists sessions, the latest message first. The name of a session without a title is its first message.
 // A search reads a bounded number of threads of admins.
-func (room *Room) operateSessions(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(operateVisit)
+func (room *Room) operateSessions(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(operateSubject)
 	list, err := postgres.Rows[operateSession](ctx, room.Pool, "list sessions", `
 		select s.id, s.name, s.updated_at, coalesce(x.status, '') as status, coalesce(x.waiting_for, '') as waiting_for
 		  from (select t.id, coalesce(nullif(left(t.title, 200), ''), m.content, 'Empty session') as name, t.updated_at
 		          from (select w.* from agent_threads w where w.owner = @owner
-		                 order by w.updated_at desc, w.id desc limit @walk) t
+		                 order by w.updated_at desc, w.id desc limit @searched) t
 		          left join lateral (
 		                select left(n.content, 200) as content from agent_messages n
 		                 where n.thread_id = t.id and n.seq is not null order by n.turn, n.seq limit 1) m on t.title = ''
 		         where t.channel = 'operate'
 		           and (@q::text = '' or strpos(lower(coalesce(nullif(t.title, ''), m.content, '')), lower(@q)) > 0)
-		         order by t.updated_at desc, t.id desc limit @most) s
+		         order by t.updated_at desc, t.id desc limit @limit) s
 		  left join lateral (
 		        select e.status, coalesce((
 		               select c.waiting_for from agent_executions c
@@ -281,19 +281,20 @@ func (room *Room) operateSessions(ctx context.Context, v *visit) (any, error) {
 		               e.waiting_for) as waiting_for
 		          from agent_executions e
 		         where e.thread_id = s.id and e.completed_at is null order by e.id desc limit 1) x on true
-		 order by s.updated_at desc, s.id desc`, freshPlan, postgres.Strict{
-		"owner": threads.Admin.Owner, "walk": walkSessions, "q": about.Q, "most": maxSessions,
+		 order by s.updated_at desc, s.id desc`, customPlan, postgres.Strict{
+		"owner": threads.Admin.Owner, "searched": maxSearchedSessions, "q": subject.Q, "limit": maxSessions,
 	})
 	if err != nil {
 		return nil, err
 	}
-	return map[string]any{"Sessions": list, "Here": about.Session, "Q": about.Q, "Walked": int64(walkSessions)}, nil
+	return map[string]any{"Sessions": list, "Here": subject.Session, "Q": subject.Q, "Walked": int64(maxSearchedSessions)},
+		nil
 }
 
 // operateAgents returns the agents to choose from, if there are several. A session keeps its first agent.
-func (room *Room) operateAgents(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(operateVisit)
-	session := about.Session
+func (room *Room) operateAgents(ctx context.Context, req *pageRequest) (any, error) {
+	subject, _ := req.Subject.(operateSubject)
+	session := subject.Session
 	all, err := room.Agents.List(ctx, room.Pool)
 	if err != nil || len(all) < 2 {
 		return map[string]any{}, err
@@ -311,7 +312,7 @@ func (room *Room) operateAgents(ctx context.Context, v *visit) (any, error) {
 			return nil, fmt.Errorf("read the session's agent: %w", err)
 		}
 	}
-	all, _ = onPage(all, mostAgents)
+	all, _ = firstN(all, maxAgents)
 	names := make([]string, len(all))
 	for i, a := range all {
 		names[i] = a.Name
@@ -339,7 +340,7 @@ func (room *Room) runTurn(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	status, header, answer := room.callRoute(r, operateAction, body)
-	var done struct {
+	var result struct {
 		SessionID string `json:"session_id"`
 		Ended     string `json:"ended"`
 	}
@@ -348,18 +349,18 @@ func (room *Room) runTurn(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	traceID := header.Get("X-Trace-Id")
-	if status < http.StatusOK || status >= http.StatusMultipleChoices || json.Unmarshal(answer, &done) != nil {
+	if status < http.StatusOK || status >= http.StatusMultipleChoices || json.Unmarshal(answer, &result) != nil {
 		room.redirectBack(w, r, back, flash{Text: problemDetail(status, answer), Bad: true, Trace: traceID})
 		return
 	}
-	text := operateAction.done
-	switch done.Ended {
+	text := operateAction.success
+	switch result.Ended {
 	case "waiting_approval":
 		text = "The turn waits for an approval. Decide below; the turn then resumes."
 	case "handed_on":
 		text = "The turn continues in another process. Reload the page to see its answer."
 	}
-	room.redirectBack(w, r, sessionAt(done.SessionID), flash{Text: text, Trace: traceID})
+	room.redirectBack(w, r, sessionAt(result.SessionID), flash{Text: text, Trace: traceID})
 }
 
 // sessionAt returns a session's URL; without an id, the URL of a new session.

@@ -23,8 +23,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// console serves the room with the test's own API.
-func console(t *testing.T, api map[string]http.HandlerFunc) (*pgxpool.Pool, string) {
+// serveConsole serves the room with the test's own API.
+func serveConsole(t *testing.T, api map[string]http.HandlerFunc) (*pgxpool.Pool, string) {
 	t.Helper()
 	pool := pgtest.DB(t)
 	room, err := New(Options{Pool: pool, Agent: "agent"})
@@ -49,8 +49,8 @@ func console(t *testing.T, api map[string]http.HandlerFunc) (*pgxpool.Pool, stri
 	return pool, server.URL
 }
 
-// turnOf answers with events. With stay, the stream stays open until the test or the page ends.
-func turnOf(stay bool, list ...string) http.HandlerFunc {
+// streamTurn answers with events. With stay, the stream stays open until the test or the page ends.
+func streamTurn(stay bool, list ...string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
 		fmt.Fprint(w, startEvent)
@@ -71,15 +71,15 @@ func turnEvent(t *testing.T, name string, data any) string {
 	return fmt.Sprintf("event: %s\ndata: %s\n\n", name, text)
 }
 
-func answer(body string) http.HandlerFunc {
+func respond(body string) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
 		fmt.Fprint(w, body)
 	}
 }
 
-// shot saves a screenshot in the folder AGENT_SHOTS, if set.
-func shot(t *testing.T, p *browser.Page, name string, whole bool) {
+// screenshot saves a screenshot in the folder AGENT_SHOTS, if set.
+func screenshot(t *testing.T, p *browser.Page, name string, whole bool) {
 	t.Helper()
 	if dir := os.Getenv("AGENT_SHOTS"); dir != "" {
 		p.Screenshot(filepath.Join(dir, name+".png"), whole)
@@ -90,11 +90,11 @@ const inWindow = `(() => { const r = document.querySelector(".approval .decide")
 	c = document.getElementById("say").getBoundingClientRect(); return r.top >= 0 && r.bottom <= c.top + 1 })()`
 
 // F1: an approval is fully visible above the composer. A line there announces one out of view.
-func TestAnApprovalInASessionIsInViewOrALineLeadsToIt(t *testing.T) {
+func TestApprovalInSessionIsVisibleOrLinked(t *testing.T) {
 	t.Parallel()
 	decided := make(chan string, 1)
-	_, url := console(t, map[string]http.HandlerFunc{
-		"POST /v1/operate": turnOf(true,
+	_, url := serveConsole(t, map[string]http.HandlerFunc{
+		"POST /v1/operate": streamTurn(true,
 			turnEvent(t, "delta", map[string]string{"text": strings.Repeat("A line of the answer.\n\n", 40)}),
 			turnEvent(t, "approval", map[string]any{
 				"id": "a1", "skill": "refund", "expires_at": "2030-01-01T00:00:00Z",
@@ -105,7 +105,7 @@ func TestAnApprovalInASessionIsInViewOrALineLeadsToIt(t *testing.T) {
 			if json.NewDecoder(r.Body).Decode(&body) == nil {
 				decided <- body.Decision
 			}
-			answer(`{}`)(w, r)
+			respond(`{}`)(w, r)
 		},
 	})
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
@@ -115,11 +115,11 @@ func TestAnApprovalInASessionIsInViewOrALineLeadsToIt(t *testing.T) {
 	p.Shows("Approval requested: refund")
 	p.Until("its buttons are above the composer", inWindow)
 	p.Until("no line is needed", `document.getElementById("asked-line").hidden`)
-	shot(t, p, "operate-approval", false)
+	screenshot(t, p, "operate-approval", false)
 	p.Eval(`scrollTo(0, 0), 1`, new(int))
 	p.Shows("1 approval requested: show")
-	shot(t, p, "operate-approval-line", false)
-	noComplaint(t, p)
+	screenshot(t, p, "operate-approval-line", false)
+	wantNoBrowserErrors(t, p)
 	p.Click("#asked-link")
 	p.Until("it is in view again", inWindow+` && document.activeElement.value === "approve"`)
 	p.Press("\r")
@@ -128,19 +128,19 @@ func TestAnApprovalInASessionIsInViewOrALineLeadsToIt(t *testing.T) {
 	p.Until("no line is left", `document.getElementById("asked-line").hidden && !document.querySelector(".decide")`)
 	p.Until("the composer is in the window",
 		`document.getElementById("say").getBoundingClientRect().bottom <= innerHeight + 1`)
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 }
 
 // F8: a call that ended with its stopped turn is not shown as running.
-func TestAStoppedToolIsNoLongerShownAsRunning(t *testing.T) {
+func TestStoppedToolIsNotShownAsRunning(t *testing.T) {
 	t.Parallel()
-	_, url := console(t, map[string]http.HandlerFunc{
-		"POST /v1/operate": turnOf(false, turnEvent(t, "tool", map[string]any{
+	_, url := serveConsole(t, map[string]http.HandlerFunc{
+		"POST /v1/operate": streamTurn(false, turnEvent(t, "tool", map[string]any{
 			"id": "t1", "name": "long_import", "arguments": map[string]int{"rows": 9}, "status": "started",
 		})),
-		"POST /v1/executions/{id}/cancel": answer(`{}`),
-		"GET /v1/executions/{id}":         answer(`{"status":"cancelled","cancel_reason":"stopped in the console"}`),
-		"GET /v1/activity":                answer(`{"items":[]}`),
+		"POST /v1/executions/{id}/cancel": respond(`{}`),
+		"GET /v1/executions/{id}":         respond(`{"status":"cancelled","cancel_reason":"stopped in the console"}`),
+		"GET /v1/activity":                respond(`{"items":[]}`),
 	})
 	p := browser.Open(t, browser.Look{})
 	p.Go(url + "/operate")
@@ -150,15 +150,15 @@ func TestAStoppedToolIsNoLongerShownAsRunning(t *testing.T) {
 	p.Until("the call has stopped", `document.querySelector(".bubble-tool").textContent.includes("⊘ stopped")`)
 	text := p.Text("#transcript")
 	assert.Truef(t, !strings.Contains(text, "running"), "something still runs: %s", text)
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 }
 
-func TestAnswersOfASessionAreSafeMarkdown(t *testing.T) {
+func TestAnswersAreSafeMarkdown(t *testing.T) {
 	t.Parallel()
 	const text = "## Result\n\n**12** rows, [docs](https://example.com/a) and [no](javascript:alert(1))\n\n" +
 		"| a | b |\n|---|---|\n| 1 | 2 |\n\n```sql\nselect 1;\n```\n\n<b>raw</b> <img src=x onerror=alert(1)> مرحبا ![p](https://evil.example/p.png)"
-	pool, url := console(t, map[string]http.HandlerFunc{
-		"POST /v1/operate": turnOf(false, turnEvent(t, "delta", map[string]string{"text": text}), doneEvent),
+	pool, url := serveConsole(t, map[string]http.HandlerFunc{
+		"POST /v1/operate": streamTurn(false, turnEvent(t, "delta", map[string]string{"text": text}), doneEvent),
 	})
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	const holds = `(() => { const s = document.querySelector(".bubble-assistant .said"); return s && s.querySelector("h2, h3") &&
@@ -170,35 +170,35 @@ func TestAnswersOfASessionAreSafeMarkdown(t *testing.T) {
 	p.Click("#send")
 	p.Shows("Done. Trace")
 	p.Until("a streamed answer is drawn", holds)
-	shot(t, p, "operate-markdown", false)
-	noComplaint(t, p)
-	spoken(t, pool, "hello", text, "cancelled")
+	screenshot(t, p, "operate-markdown", false)
+	wantNoBrowserErrors(t, p)
+	insertSession(t, pool, "hello", text, "cancelled")
 	p.Go(url + "/operate?session=" + aSession)
 	p.Until("so is one that is read again", holds)
-	copies(p, ".said .block button")
-	noComplaint(t, p)
+	clickCopy(p, ".said .block button")
+	wantNoBrowserErrors(t, p)
 }
 
-func TestCommandsAreSuggestedAndCallTheirRoutes(t *testing.T) {
+func TestCommandsAreSuggestedAndRun(t *testing.T) {
 	t.Parallel()
 	asked := make(chan string, 4)
 	note := func(w http.ResponseWriter, r *http.Request) {
 		var body map[string]string
 		_ = json.NewDecoder(r.Body).Decode(&body)
 		asked <- fmt.Sprint(r.Method, " ", r.URL.Path, " ", body)
-		answer(`{}`)(w, r)
+		respond(`{}`)(w, r)
 	}
-	pool, url := console(t, map[string]http.HandlerFunc{
+	pool, url := serveConsole(t, map[string]http.HandlerFunc{
 		"POST /v1/pause": note, "PATCH /v1/threads/{id}": note,
-		"GET /v1/skills": answer(`{"items":[{"name":"fetch","description":"reads a page","enabled":false}]}`),
+		"GET /v1/skills": respond(`{"items":[{"name":"fetch","description":"reads a page","enabled":false}]}`),
 	})
-	spoken(t, pool, "hello", "hi", "cancelled")
+	insertSession(t, pool, "hello", "hi", "cancelled")
 	p := browser.Open(t, browser.Look{})
 	p.Go(url + "/operate?session=" + aSession)
 	p.Type("#message", "/")
 	p.Until("all are listed", `document.querySelectorAll("#commands [role=option]").length > 8`)
-	noComplaint(t, p)
-	shot(t, p, "operate-commands", false)
+	wantNoBrowserErrors(t, p)
+	screenshot(t, p, "operate-commands", false)
 	p.Type("#message", "ski")
 	p.Press("\r")
 	p.Until("the list has a link", `document.querySelector("#transcript a[href='/skills/fetch']") !== null`)
@@ -208,7 +208,8 @@ func TestCommandsAreSuggestedAndCallTheirRoutes(t *testing.T) {
 		document.querySelectorAll("#transcript li a").length === 2 && document.querySelectorAll("#transcript li a[href]").length === 1`)
 	p.Type("#message", "/pause")
 	p.Press(kb.Tab)
-	p.Until("it is completed", `document.getElementById("message").value === "/pause " && document.getElementById("commands").hidden`)
+	p.Until("it is completed",
+		`document.getElementById("message").value === "/pause " && document.getElementById("commands").hidden`)
 	p.Type("#message", "a release\r")
 	p.Shows("Autonomous work is paused.")
 	assert.Equal(t, "POST /v1/pause map[reason:a release]", <-asked, "asked")
@@ -219,13 +220,13 @@ func TestCommandsAreSuggestedAndCallTheirRoutes(t *testing.T) {
 	p.Shows("there is no command /nothing")
 	p.Type("#message", "/help\r")
 	p.Shows("/objectives list objectives")
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 }
 
-// waitingTurn inserts a turn that waits for an approval after one call.
-func waitingTurn(t *testing.T, pool *pgxpool.Pool) (approval string) {
+// insertWaitingTurn inserts a turn that waits for an approval after one call.
+func insertWaitingTurn(t *testing.T, pool *pgxpool.Pool) (approval string) {
 	t.Helper()
-	spoken(t, pool, "refund order A-1001", "", "pending")
+	insertSession(t, pool, "refund order A-1001", "", "pending")
 	var id, trace string
 	require.NoError(t, pool.QueryRow(t.Context(), `select id::text, trace_id from agent_executions
 		where thread_id = $1 and completed_at is null`, aSession).Scan(&id, &trace))
@@ -234,7 +235,7 @@ func waitingTurn(t *testing.T, pool *pgxpool.Pool) (approval string) {
 		values ($1, $2::uuid, 'operate', 'read_order', 'success', '{"order": "A-1001"}', '{"total": 120.5}', 31) returning id::text`,
 		trace, id)
 	require.True(t, did != "", "no call")
-	asked := asked(t, pool, "pending", `{"order": "A-1001", "amount": 120.50}`, 5)
+	asked := insertApproval(t, pool, "pending", `{"order": "A-1001", "amount": 120.50}`, 5)
 	rows.Quiet(t, pool, fmt.Sprintf(`
 		update agent_approvals set execution_id = '%s', trace_id = '%s', parked = true, step = 's'
 		where id = '%s'`, id, trace, asked))
@@ -244,17 +245,17 @@ func waitingTurn(t *testing.T, pool *pgxpool.Pool) (approval string) {
 	return asked
 }
 
-func TestASessionIsWholeAfterAReloadAndWithoutScript(t *testing.T) {
+func TestSessionAfterReloadAndWithoutScript(t *testing.T) {
 	t.Parallel()
-	pool, url := console(t, nil)
-	spoken(t, pool, "what did you do?", "I **read** the orders.", "cancelled")
-	approval := waitingTurn(t, pool)
+	pool, url := serveConsole(t, nil)
+	insertSession(t, pool, "what did you do?", "I **read** the orders.", "cancelled")
+	approval := insertWaitingTurn(t, pool)
 	p := browser.Open(t, browser.Look{NoScript: true, Width: 390, Height: 844})
 	p.Go(url + "/operate?session=" + aSession)
 	text := p.Text("main")
 	assert.Contains(t, text, "what did you do?", "I **read** the orders.", "read_order", "1 approval requested: show",
 		"Approval requested: drop", `"amount": 120.50`, "Approve", "Reject", "Rename", "Sessions")
-	shot(t, p, "operate-noscript-phone", true)
+	screenshot(t, p, "operate-noscript-phone", true)
 	p.As(browser.Look{Width: 320, Height: 700})
 	p.Expect("404") // this test has no API
 	p.Go(url + "/operate?session=" + aSession)
@@ -267,23 +268,23 @@ func TestASessionIsWholeAfterAReloadAndWithoutScript(t *testing.T) {
 	p.Until("a session is found by its first message", `document.querySelectorAll("#sessions li").length === 1`)
 	p.Go(url + "/operate?q=nothing+like+it")
 	p.Shows("No match among the newest")
-	noComplaint(t, p)
-	shows(t, url+"/operate?session="+aSession, "approval-"+approval)
+	wantNoBrowserErrors(t, p)
+	wantTexts(t, url+"/operate?session="+aSession, "approval-"+approval)
 	rows.Quiet(t, pool, fmt.Sprintf(`
 		with turn as (update agent_executions set waiting_for = 'agent' where waiting_for = 'approval' returning *),
 		     task as (insert into agent_executions (flow, surface, trace_id, parent_id, status, waiting_for, waiting_until)
 		              select 'delegate', surface, trace_id, id, status, 'approval', waiting_until from turn returning id)
 		update agent_approvals set execution_id = (select id from task) where id = '%s'`, approval))
-	shows(t, url+"/operate?session="+aSession, "approval-"+approval, "<strong>approval requested</strong>")
+	wantTexts(t, url+"/operate?session="+aSession, "approval-"+approval, "<strong>approval requested</strong>")
 }
 
 // A network may drop a connection silently. The page then looks for the turn.
-func TestASilentStreamOfATurnIsLeft(t *testing.T) {
+func TestSilentStreamOfTurnIsClosed(t *testing.T) {
 	t.Parallel()
-	_, url := console(t, map[string]http.HandlerFunc{
-		"POST /v1/operate":        turnOf(true, turnEvent(t, "delta", map[string]string{"text": "It is"})),
-		"GET /v1/executions/{id}": answer(`{"id": "x-1", "status": "completed", "result": {"text": "It is done."}}`),
-		"GET /v1/activity":        answer(`{"items": []}`),
+	_, url := serveConsole(t, map[string]http.HandlerFunc{
+		"POST /v1/operate":        streamTurn(true, turnEvent(t, "delta", map[string]string{"text": "It is"})),
+		"GET /v1/executions/{id}": respond(`{"id": "x-1", "status": "completed", "result": {"text": "It is done."}}`),
+		"GET /v1/activity":        respond(`{"items": []}`),
 	})
 	p := browser.Open(t, browser.Look{})
 	p.Go(url + "/operate")
@@ -302,7 +303,7 @@ func TestASilentStreamOfATurnIsLeft(t *testing.T) {
 }
 
 // Another process continues after a crash. It replaces a partial answer, and keeps a text before an approval.
-func TestATurnWhoseStreamBrokeIsShownOnce(t *testing.T) {
+func TestTurnIsShownOnceAfterBrokenStream(t *testing.T) {
 	t.Parallel()
 	delta := func(text string) string { return turnEvent(t, "delta", map[string]string{"text": text}) }
 	row := func(text string) string {
@@ -320,21 +321,21 @@ func TestATurnWhoseStreamBrokeIsShownOnce(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			var asked atomic.Int64
-			_, url := console(t, map[string]http.HandlerFunc{
-				"POST /v1/operate": turnOf(false, test.stream...),
+			_, url := serveConsole(t, map[string]http.HandlerFunc{
+				"POST /v1/operate": streamTurn(false, test.stream...),
 				"GET /v1/executions/{id}": func(w http.ResponseWriter, r *http.Request) {
 					status := "running"
 					if asked.Add(1) > 2 {
 						status = "completed"
 					}
-					answer(`{"status": "`+status+`", "result": {"text": "It is done."}}`)(w, r)
+					respond(`{"status": "`+status+`", "result": {"text": "It is done."}}`)(w, r)
 				},
 				"GET /v1/activity": func(w http.ResponseWriter, r *http.Request) {
 					items := test.log
 					if asked.Load() >= 2 { // newest first
 						items = append([]string{row("It is done.")}, items...)
 					}
-					answer(`{"items": [`+strings.Join(items, ", ")+`]}`)(w, r)
+					respond(`{"items": [`+strings.Join(items, ", ")+`]}`)(w, r)
 				},
 			})
 			p := browser.Open(t, browser.Look{})

@@ -25,8 +25,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// deciding serves the room with a budget of $5 a day, and an API that decides approvals.
-func deciding(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
+// serveWithApprovals serves the room with a budget of $5 a day, and an API that decides approvals.
+func serveWithApprovals(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 	t.Helper()
 	pool := pgtest.DB(t)
 	api := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -45,19 +45,19 @@ func deciding(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 		API: func() http.Handler { return api },
 	})
 	require.NoError(t, err)
-	return pool, served(t, room)
+	return pool, serveRoom(t, room)
 }
 
-// busy inserts 20 of everything on the overview: two agents with heartbeats (one fails), approvals with
+// seedBusyOverview inserts 20 of everything on the overview: two agents with heartbeats (one fails), approvals with
 // arguments, failures with few root errors, locks, objectives, skills in every state, and spend.
-func busy(t *testing.T, pool *pgxpool.Pool) {
+func seedBusyOverview(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
-	acts(t, pool, agents.Definition{Name: "sales", Default: true, Description: "Answers customers."})
-	acts(t, pool, agents.Definition{Name: "billing", Heartbeat: &agents.Heartbeat{Cron: "*/30 * * * *"}})
+	putAgent(t, pool, agents.Definition{Name: "sales", Default: true, Description: "Answers customers."})
+	putAgent(t, pool, agents.Definition{Name: "billing", Heartbeat: &agents.Heartbeat{Cron: "*/30 * * * *"}})
 	rows.Quiet(t, pool, strings.ReplaceAll(busySeed, "SALT", "0000000000000000000"))
 	for _, purpose := range []string{"advance_plan", "reflect"} {
-		spend(t, pool, purpose, "model-one", "0.75", "0")
-		spend(t, pool, purpose, "model-two", "1.25", "1 day")
+		insertModelCall(t, pool, purpose, "model-one", "0.75", "0")
+		insertModelCall(t, pool, purpose, "model-two", "1.25", "1 day")
 	}
 	pgtest.Exec(t, pool, "analyze")
 }
@@ -153,10 +153,10 @@ const busySeed = `
 	select 'github', 'd' || n, 'wh_1', 'wh_1', 'dead', '', '', 'the flow refused it' from generate_series(1, 20) n`
 
 // F10: the overview shows whether the agent works.
-func TestTheOverviewSaysWhetherTheAgentWorks(t *testing.T) {
+func TestOverviewShowsHealth(t *testing.T) {
 	t.Parallel()
-	pool, server := deciding(t)
-	busy(t, pool)
+	pool, server := serveWithApprovals(t)
+	seedBusyOverview(t, pool)
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	p.Go(server.URL + "/")
 	assert.Contains(t, p.Text("#verdict"), "Degraded", "2 flows failing since", "5 skills failing since",
@@ -178,14 +178,14 @@ func TestTheOverviewSaysWhetherTheAgentWorks(t *testing.T) {
 	require.NoError(t, err)
 	p.Until("a pause is shown as it happens", `document.querySelector("#verdict-title").innerText.includes("Stopped")`)
 	assert.Contains(t, p.Text(".verdict-why"), "paused by ana since")
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 }
 
 // F4: the overview shows failed executions.
-func TestFailedExecutionsAreShownByTheirRootError(t *testing.T) {
+func TestFailuresAreGroupedByRootError(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	busy(t, pool)
+	pool, server := openRoom(t)
+	seedBusyOverview(t, pool)
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	p.Go(server.URL + "/")
 	assert.Contains(t, p.Text("#failing"), "connection refused", "flow reconcile_ledger, flow import_orders",
@@ -199,10 +199,10 @@ func TestFailedExecutionsAreShownByTheirRootError(t *testing.T) {
 }
 
 // F3: skill health starts with the worst skills, and a skill with 0 % success is not green.
-func TestTheWorstSkillsComeFirstAndNoneThatFailsIsGreen(t *testing.T) {
+func TestWorstSkillsComeFirst(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	busy(t, pool)
+	pool, server := openRoom(t)
+	seedBusyOverview(t, pool)
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	for _, at := range []struct{ address, rows, want string }{
 		{"/", "#health tbody tr", "disabled disabled disabled disabled on trial failing"},
@@ -223,23 +223,23 @@ func TestTheWorstSkillsComeFirstAndNoneThatFailsIsGreen(t *testing.T) {
 	p.Until("the failing ones are listed", `document.querySelectorAll("#list tbody tr").length === 5`)
 }
 
-// clipped lists the elements of a page that hide or scroll a part of their content.
-const clipped = `[...document.querySelectorAll("main *")].filter(e => {
+// clippedElements lists the elements of a page that hide or scroll a part of their content.
+const clippedElements = `[...document.querySelectorAll("main *")].filter(e => {
 	const look = getComputedStyle(e);
 	return !e.matches(".aside-text") && !(look.overflowX === "visible" && look.overflowY === "visible") && e.clientHeight > 0 &&
 		(e.scrollHeight > e.clientHeight + 1 || e.scrollWidth > e.clientWidth + 1);
 }).map(e => (e.id || e.className || e.localName) + " in " + e.closest("section")?.id + ": " + e.clientWidth + "x" + e.clientHeight + " of " + e.scrollWidth + "x" + e.scrollHeight).join("; ")`
 
 // F9: no box clips its content.
-func TestNothingOfTheOverviewIsClippedWithTwentyOfEach(t *testing.T) {
+func TestOverviewIsNotClipped(t *testing.T) {
 	t.Parallel()
-	pool, server := deciding(t)
-	busy(t, pool)
+	pool, server := serveWithApprovals(t)
+	seedBusyOverview(t, pool)
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	for _, address := range []string{"/", "/?agent=billing"} {
 		p.Go(server.URL + address)
 		var hidden string
-		p.Eval(clipped, &hidden)
+		p.Eval(clippedElements, &hidden)
 		assert.Equal(t, "", hidden)
 	}
 	p.Go(server.URL + "/")
@@ -249,23 +249,23 @@ func TestNothingOfTheOverviewIsClippedWithTwentyOfEach(t *testing.T) {
 	var order string
 	p.Eval(`[...document.querySelectorAll("main > .part, .board .part")].map(e => e.id).join(" ")`, &order)
 	assert.Equal(t, "verdict needs failing now health feed spend locks objectives memory", order)
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 	p.As(browser.Look{Width: 1280, Height: 800})
 	p.Eval(`document.documentElement.style.fontSize = "200%"`, nil) // enlarges text alone: media queries do not change
 	p.Until("nothing is wider than the window with large text", `document.documentElement.scrollWidth <= 1280`)
 	p.Eval(`document.documentElement.style.fontSize = ""`, nil)
 	p.As(browser.Look{Width: 320, Height: 640, Dark: true})
 	p.Until("nothing is wider than a small phone", `document.documentElement.scrollWidth <= 320`)
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 }
 
 // As in F1, on the overview: an admin decides an approval in place, with its exact arguments in view.
-func TestAnApprovalIsDecidedWhereItIsShown(t *testing.T) {
+func TestApprovalIsDecidedOnOverview(t *testing.T) {
 	t.Parallel()
-	pool, server := deciding(t)
-	refund := asked(t, pool, "pending", `{"order": "A-17", "amount": 9007199254740993, "note": "`+
+	pool, server := serveWithApprovals(t)
+	refund := insertApproval(t, pool, "pending", `{"order": "A-17", "amount": 9007199254740993, "note": "`+
 		strings.Repeat("x", 60)+`"}`, 5)
-	long := asked(t, pool, "pending", `{"note": "`+strings.Repeat("y", maxInPlace)+`"}`, 5)
+	long := insertApproval(t, pool, "pending", `{"note": "`+strings.Repeat("y", maxInlineArguments)+`"}`, 5)
 	p := browser.Open(t, browser.Look{NoScript: true})
 	p.Go(server.URL + "/")
 	assert.Contains(t, p.Text("#decide-"+refund), "drop", `"amount": 9007199254740993`, `"order": "A-17"`)
@@ -274,7 +274,7 @@ func TestAnApprovalIsDecidedWhereItIsShown(t *testing.T) {
 	p.As(browser.Look{})
 	p.Go(server.URL + "/")
 	p.Until("what is not shown whole is not approved here", `document.querySelector('`+inPlace+`') === null`)
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 	p.Type("#decide-"+refund+" input[name=reason]", "the goods came")
 	p.Click("#decide-" + refund + ` [value="reject"]`)
 	p.Shows("The decision is recorded")
@@ -282,22 +282,22 @@ func TestAnApprovalIsDecidedWhereItIsShown(t *testing.T) {
 	assert.Equal(t, "rejected by ana: the goods came", pgtest.Value[string](t, pool,
 		`select status || ' by ' || decided_by || ': ' || reason from agent_approvals where id = $1::text::uuid`, refund))
 	pgtest.Exec(t, pool, `update agent_skills set revision = 2`)
-	asked(t, pool, "pending", `{"n": 1}`, 5)
+	insertApproval(t, pool, "pending", `{"n": 1}`, 5)
 	p.Go(server.URL + "/")
 	p.Shows("The skill has changed since this request, so it can only be rejected.")
 	p.Until("a void approval is not offered", `document.querySelector('#needs [value="approve"]') === null`)
 }
 
 // A new approval becomes the first. It must not move under a pointer that is about to approve another one.
-func TestAButtonStaysUnderThePointer(t *testing.T) {
+func TestButtonStaysUnderPointer(t *testing.T) {
 	t.Parallel()
-	pool, server := deciding(t)
-	first := asked(t, pool, "pending", `{"order": "A-17"}`, 5)
+	pool, server := serveWithApprovals(t)
+	first := insertApproval(t, pool, "pending", `{"order": "A-17"}`, 5)
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/")
 	p.Until("the page is live", `document.body.innerText.includes("Live")`)
 	p.Hover("#decide-" + first + ` [value="approve"]`)
-	second := asked(t, pool, "pending", `{"order": "A-18"}`, 5)
+	second := insertApproval(t, pool, "pending", `{"order": "A-18"}`, 5)
 	p.Until("the change is known", `document.title.includes("2")`)
 	var under string
 	p.Eval(`document.querySelector("form.decide:hover").closest("li").id`, &under)
@@ -310,19 +310,19 @@ func TestAButtonStaysUnderThePointer(t *testing.T) {
 // pictures makes its pictures.
 func TestFiveTasksFromTheOverview(t *testing.T) {
 	t.Parallel()
-	pool, server := deciding(t)
-	busy(t, pool)
+	pool, server := serveWithApprovals(t)
+	seedBusyOverview(t, pool)
 	pgtest.Exec(t, pool, `delete from agent_approvals; delete from agent_executions where status = 'running'`)
-	run := put(t, pool, `insert into agent_executions (trace_id, surface, agent, flow, status, claimed_by, claim)
+	run := insert(t, pool, `insert into agent_executions (trace_id, surface, agent, flow, status, claimed_by, claim)
 		values ('ch_00000000000000000000000042', 'chat', 'sales', 'answer_customer', 'running',
 		'018f0000-0000-7000-8000-000000000001', 1)
 		returning id::text`)
-	call := put(t, pool, `insert into agent_activity (trace_id, execution_id, skill_name, status)
+	call := insert(t, pool, `insert into agent_activity (trace_id, execution_id, skill_name, status)
 		values ('ch_00000000000000000000000042', $1::text::uuid, 'look_up_order', 'running') returning id::text`, run)
 	pgtest.Exec(t, pool, `insert into agent_activity_open (activity_id, execution_id, kind)
 		values ($1::text::uuid, $2::text::uuid, 'call')`,
 		call, run)
-	refund := put(t, pool, `
+	refund := insert(t, pool, `
 		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash,
 		  expires_at)
 		values ('ch_00000000000000000000000042', $1::text::uuid, 'issue_refund', 1,
@@ -354,7 +354,8 @@ func TestFiveTasksFromTheOverview(t *testing.T) {
 		p.Go(server.URL + "/")
 	}
 	done := func(name, task string, most int) {
-		t.Logf("%s: %d clicks, %d screens further down, %.1f s of the browser", task, clicks, screens, time.Since(began).Seconds())
+		t.Logf("%s: %d clicks, %d screens further down, %.1f s of the browser", task, clicks, screens,
+			time.Since(began).Seconds())
 		assert.Truef(t, clicks <= most, "%s takes %d clicks, want at most %d", task, clicks, most)
 		if name != "refund" { // this page is the form
 			picture("task-" + name)
@@ -388,16 +389,16 @@ func TestFiveTasksFromTheOverview(t *testing.T) {
 	open()
 	assert.Contains(t, read("#yesterday"), "$2.50", "2,000 tokens", "advance_plan $1.25 (50 %)", "reflect $1.25 (50 %)")
 	done("yesterday", "what did yesterday cost, and why", 0)
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 	if pictures == "" {
 		return
 	}
-	put(t, pool, `
+	insert(t, pool, `
 		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
 		select 'ch_00000000000000000000000042', $1::text::uuid, 'issue_refund', 1,
 		       jsonb_build_object('order', 'A-' || 1042 + n, 'amount', 35 * n, 'currency', 'EUR'), 'x' || n,
 		       now() + interval '1 day' from generate_series(1, 3) n returning id::text`, run)
-	p.As(manners["dark phone"])
+	p.As(displayModes["dark phone"])
 	for name, path := range map[string]string{"phone": "/", "phone-approvals": "/approvals"} {
 		p.Go(server.URL + path)
 		p.Until("the page is live", `document.getElementById("live-state").dataset.state === "live"`)

@@ -36,135 +36,135 @@ import (
 
 // page is a page of the Engine Room.
 type page struct {
-	path  string // as http.ServeMux has it; "/" is the overview
-	name  string // of its templates: <name> arranges the parts, <name>/<part> is a part
-	nav   string // label in the navigation; empty for a subpage
-	title string // used when open returns no title
+	path     string // as http.ServeMux has it; "/" is the overview
+	name     string // of its templates: <name> arranges the parts, <name>/<part> is a part
+	navLabel string // label in the navigation; empty for a subpage
+	title    string // used when open returns no title
 	// open loads the page's subject and returns its title; nil for a page without a subject. An error becomes the response
 	// (not found, invalid filter).
-	open  func(ctx context.Context, v *visit) (title string, err error)
+	open  func(ctx context.Context, req *pageRequest) (title string, err error)
 	parts []part
 	// follows marks a page that reads from the primary, to follow a running turn.
-	follows bool
-	// parallel marks a page whose parts do not change the visit. The server reads such parts two at a time.
+	fromPrimary bool
+	// parallel marks a page whose parts do not change the request. The server reads such parts two at a time.
 	parallel bool
 }
 
 // part is a part of a page.
 type part struct {
-	name  string        // also the id of its element
-	every time.Duration // least refresh interval while a viewer is present; 0 for never
+	name     string        // also the id of its element
+	interval time.Duration // least refresh interval while a viewer is present; 0 for never
 	// refreshOnActivity limits refreshes to one after activity, and one every half minute.
 	refreshOnActivity bool
-	about             changes // changes that refresh it at once; 0: any change, if every is short
-	shared            bool    // shared by all pages, with a template of its own name
-	load              func(ctx context.Context, v *visit) (any, error)
+	triggers          changes // changes that refresh it at once; 0: any change, if every is short
+	sharedTemplate    bool    // shared by all pages, with a template of its own name
+	load              func(ctx context.Context, req *pageRequest) (any, error)
 }
 
-// visit is a request for a page, also for its stream.
-type visit struct {
-	path  func(name string) string // value of a path wildcard
-	Query url.Values               // of the URL
-	URL   string                   // canonical path and query
-	About any                      // the subject that open found
-	fresh bool                     // read from the primary, after a write
-	live  bool                     // of a stream
-	memo  *visitMemo               // shared by the parts of a page
-	zone  *time.Location           // of the reader
-	texts bool                     // the viewer may read threads and their quotes
-	lacks string                   // scopes of linked pages that the viewer lacks, each after a space
+// pageRequest is a request for a page, also for its stream.
+type pageRequest struct {
+	path           func(name string) string // value of a path wildcard
+	Query          url.Values               // of the URL
+	URL            string                   // canonical path and query
+	Subject        any                      // the subject that open found
+	fromPrimary    bool                     // read from the primary, after a write
+	streaming      bool                     // of a stream
+	cache          *pageCache               // shared by the parts of a page
+	zone           *time.Location           // of the reader
+	mayReadThreads bool                     // the viewer may read threads and their quotes
+	missingScopes  string                   // scopes of linked pages that the viewer lacks, each after a space
 }
 
-// show is the data of a page's template.
-type show struct {
-	*visit
+// pageData is the data of a page's template.
+type pageData struct {
+	*pageRequest
 	Agent string
 	Title string
-	Waits waits
+	Waits pendingCounts
 	Page  page
 	Nav   []page
 	Flash *flash // message of the last action; shown once
 	// Live is the URL of the stream, empty for none; Seen names the state of the parts.
 	Live, Seen string
-	Who        *principals.Caller // the viewer; nil for parts that all viewers share
+	Viewer     *principals.Caller // the viewer; nil for parts that all viewers share
 	Replicated bool               // the page may come from a replica
 	// Arrangement is the page's executed template.
-	Arrangement template.HTML
+	Content     template.HTML
 	parts       map[string][]byte
-	mark        string // stands before the name of a part in its place
+	placeholder string // stands before the name of a part in its place
 	zoneCookie  string
 }
 
-// keys are the letters after g that open a page.
-var keys = map[string]string{
+// shortcutKeys has the key that opens a page after the key g.
+var shortcutKeys = map[string]string{
 	"/": "o", "/activity": "a", "/traces": "t", "/executions": "e", "/flows": "f", "/threads": "h", "/approvals": "p",
 	"/skills": "s", "/agents": "n",
 	"/automations": "u", "/objectives": "b", "/memory": "m", "/deliveries": "d", "/spend": "c",
 	"/lanes": "l", "/operate": "r", "/charts": "v", "/evals": "x",
 }
 
-// NavWord is the page's label in the navigation; empty for none.
-func (p page) NavWord() string { return p.nav }
+// NavLabel is the page's label in the navigation; empty for none.
+func (p page) NavLabel() string { return p.navLabel }
 
 // Path is the page's path.
 func (p page) Path() string { return p.path }
 
 // Key is the letter that opens the page; empty for none.
-func (p page) Key() string { return keys[p.path] }
+func (p page) Key() string { return shortcutKeys[p.path] }
 
-// thumbs are the signs of the pages at the lower edge of a phone.
-var thumbs = map[string]string{"/": "⌂", "/approvals": "✓", "/traces": "≋", "/executions": "▷", "/operate": "›_"}
+// phoneIcons has the icons of the pages in the bottom navigation of a phone.
+var phoneIcons = map[string]string{"/": "⌂", "/approvals": "✓", "/traces": "≋", "/executions": "▷", "/operate": "›_"}
 
-// Thumb is the page's sign at the lower edge of a phone; empty for a page under More.
-func (p page) Thumb() string { return thumbs[p.path] }
+// PhoneIcon is the page's icon in the bottom navigation of a phone; empty for a page in the menu More.
+func (p page) PhoneIcon() string { return phoneIcons[p.path] }
 
-// live lists the parts that change while viewed.
-func (p page) live() []part {
+// liveParts lists the parts that change while viewed.
+func (p page) liveParts() []part {
 	var all []part
 	for _, one := range p.parts {
-		if one.every > 0 {
+		if one.interval > 0 {
 			all = append(all, one)
 		}
 	}
 	return all
 }
 
-// Here reports whether the shown page is other or its subpage.
-func (s show) Here(other page) bool {
-	return s.Page.path == other.path || other.path != "/" && strings.HasPrefix(s.Page.path, other.path+"/")
+// IsCurrent reports whether the shown page is other or its subpage.
+func (d pageData) IsCurrent(other page) bool {
+	return d.Page.path == other.path || other.path != "/" && strings.HasPrefix(d.Page.path, other.path+"/")
 }
 
 // Now is the server's time in milliseconds, for browsers with a wrong clock.
-func (s show) Now() int64 { return time.Now().UnixMilli() }
+func (d pageData) Now() int64 { return time.Now().UnixMilli() }
 
-// Has reports whether the page has a part.
-func (s show) Has(name string) bool {
-	_, has := s.parts[name]
+// HasPart reports whether the page has a part.
+func (d pageData) HasPart(name string) bool {
+	_, has := d.parts[name]
 	return has
 }
 
-// Part returns the placeholder of a rendered part: its name behind the room's secret mark.
-func (s show) Part(name string) (template.HTML, error) {
-	if !s.Has(name) {
-		return "", fmt.Errorf("page %s has no part %q", s.Page.name, name)
+// Part returns the placeholder of a rendered part: its name after a secret prefix, which no text of a page can contain.
+func (d pageData) Part(name string) (template.HTML, error) {
+	if !d.HasPart(name) {
+		return "", fmt.Errorf("page %s has no part %q", d.Page.name, name)
 	}
-	return template.HTML(s.mark + name + ";"), nil // the name is a constant of this package
+	return template.HTML(d.placeholder + name + ";"), nil // the name is a constant of this package
 }
 
 // withParts puts the rendered parts into their places. A part may have a megabyte, so no template copies it.
-func (s show) withParts(layout []byte) []byte {
+func (d pageData) withParts(layout []byte) []byte {
 	size := len(layout)
-	for _, text := range s.parts {
+	for _, text := range d.parts {
 		size += len(text)
 	}
 	page := make([]byte, 0, size)
 	for {
-		before, after, found := bytes.Cut(layout, []byte(s.mark))
+		before, after, found := bytes.Cut(layout, []byte(d.placeholder))
 		if page = append(page, before...); !found {
 			return page
 		}
 		name, rest, _ := bytes.Cut(after, []byte(";"))
-		page, layout = append(page, s.parts[string(name)]...), rest
+		page, layout = append(page, d.parts[string(name)]...), rest
 	}
 }
 
@@ -183,76 +183,78 @@ func (room *Room) serve(p page) http.Handler {
 			room.Refuse(w, r, err)
 			return
 		}
-		s := show{
-			visit: newVisit(r, p, ""), Flash: room.takeFlash(w, r), zoneCookie: origin.CookieName(r, zoneCookie),
+		d := pageData{
+			pageRequest: newPageRequest(r, p, ""), Flash: room.popFlash(w, r), zoneCookie: origin.CookieName(r, zoneCookie),
 		}
 		var body []byte
-		from, err := room.Read.Do(r.Context(), p.follows || s.fresh, func(ctx context.Context) (err error) {
-			if part := r.URL.Query().Get(partField); part != "" {
-				body, err = room.renderAlone(ctx, p, part, s)
+		source, err := room.Read.Do(r.Context(), p.fromPrimary || d.fromPrimary, func(ctx context.Context) (err error) {
+			if part := r.URL.Query().Get(partParam); part != "" {
+				body, err = room.renderAlone(ctx, p, part, d)
 				return err
 			}
-			body, err = room.render(ctx, p, s)
+			body, err = room.render(ctx, p, d)
 			return err
 		})
 		if to := ""; err != nil {
-			if to = room.elsewhere(r.Context(), p, s.visit, err); to == "" {
+			if to = room.resolvePartialID(r.Context(), p, d.pageRequest, err); to == "" {
 				room.Refuse(w, r, err)
 				return
 			}
-			guard(w.Header())
+			setSecurityHeaders(w.Header())
 			http.Redirect(w, r, to, http.StatusSeeOther)
 			return
 		}
-		from.SetHeader(w.Header())
-		room.send(w, r, http.StatusOK, body)
+		source.SetHeader(w.Header())
+		room.writePage(w, r, http.StatusOK, body)
 	})
 }
 
-// partField is the parameter that requests one part of a page. A script puts the part into the page.
-const partField = "part"
+// partParam is the parameter that requests one part of a page. A script puts the part into the page.
+const partParam = "part"
 
 // renderAlone renders one part of a page.
-func (room *Room) renderAlone(ctx context.Context, p page, name string, s show) ([]byte, error) {
+func (room *Room) renderAlone(ctx context.Context, p page, name string, d pageData) ([]byte, error) {
 	i := slices.IndexFunc(p.parts, func(one part) bool { return one.name == name })
 	if i < 0 {
-		return nil, missing("page %s has no part %.60q", p.path, name)
+		return nil, notFound("page %s has no part %.60q", p.path, name)
 	}
-	if err := s.find(ctx, p); err != nil {
+	if err := d.loadSubject(ctx, p); err != nil {
 		return nil, err
 	}
-	return room.renderPart(ctx, p, p.parts[i], s.visit)
+	return room.renderPart(ctx, p, p.parts[i], d.pageRequest)
 }
 
-// newVisit parses a request below prefix.
-func newVisit(r *http.Request, p page, prefix string) *visit {
+// newPageRequest parses a request below prefix.
+func newPageRequest(r *http.Request, p page, prefix string) *pageRequest {
 	wild := map[string]string{}
 	for _, m := range wildcard.FindAllStringSubmatch(p.path, -1) {
 		wild[m[1]] = r.PathValue(m[1])
 	}
-	v := &visit{
-		path: func(name string) string { return wild[name] }, Query: r.URL.Query(), fresh: replica.Fresh(r), zone: zoneOf(r),
-		memo: &visitMemo{}, live: prefix != "",
+	req := &pageRequest{
+		path: func(name string) string {
+			return wild[name]
+		}, Query: r.URL.Query(), fromPrimary: replica.Fresh(r), zone: zoneOf(r),
+		cache: &pageCache{}, streaming: prefix != "",
 	}
-	v.Query.Del(partField)
+	req.Query.Del(partParam)
 	if prefix != "" {
-		v.Query.Del("seen")
-		v.fresh = replica.JustWrote(r)
+		req.Query.Del("seen")
+		req.fromPrimary = replica.JustWrote(r)
 	}
 	who := principals.From(r.Context())
 	for _, scope := range linkedScopes {
 		if who != nil && !who.May(scope) {
-			v.lacks += " " + string(scope)
+			req.missingScopes += " " + string(scope)
 		}
 	}
-	v.texts = !strings.Contains(v.lacks, string(principals.ThreadsRead))
-	v.resolveTimes()
+	req.mayReadThreads = !strings.Contains(req.missingScopes, string(principals.ThreadsRead))
+	req.resolveTimes()
 	address := url.URL{
 		Path: strings.TrimPrefix(r.URL.Path, prefix), RawPath: strings.TrimPrefix(r.URL.RawPath, prefix),
-		RawQuery: v.Query.Encode(),
+		RawQuery: req.Query.Encode(),
 	}
-	v.URL = address.RequestURI()
-	return v
+	req.URL = address.RequestURI()
+	return req
 }
 
 // linkedScopes are the scopes of pages that other pages link to. Only pages of principals link to pages of principals.
@@ -262,81 +264,81 @@ var linkedScopes = []principals.Scope{
 
 // unlink removes the addresses that the viewer may not open, so their links become text. Templates escape > in
 // attributes.
-func (v *visit) unlink(body []byte) []byte {
-	if v.lacks == "" {
+func (req *pageRequest) unlink(body []byte) []byte {
+	if req.missingScopes == "" {
 		return body
 	}
-	kept := make([]byte, 0, len(body))
+	result := make([]byte, 0, len(body))
 	for {
 		text, rest, found := bytes.Cut(body, []byte("<a "))
-		if kept = append(kept, text...); !found {
-			return kept
+		if result = append(result, text...); !found {
+			return result
 		}
 		tag, rest, _ := bytes.Cut(rest, []byte(">"))
 		before, value, has := bytes.Cut(tag, []byte(`href="`))
 		address, after, _ := bytes.Cut(value, []byte(`"`))
-		if has && !v.opens(html.UnescapeString(string(address))) {
+		if has && !req.mayOpen(html.UnescapeString(string(address))) {
 			tag = slices.Concat(before, after)
 		}
-		kept = append(append(append(kept, "<a "...), tag...), '>')
+		result = append(append(append(result, "<a "...), tag...), '>')
 		body = rest
 	}
 }
 
-// opens reports whether the viewer may open the page or route of an address.
-func (v *visit) opens(address string) bool {
+// mayOpen reports whether the viewer may open the page or route of an address.
+func (req *pageRequest) mayOpen(address string) bool {
 	at, err := url.Parse(address)
-	if err != nil || at.Query().Get("tab") == "prompt" && !v.texts {
+	if err != nil || at.Query().Get("tab") == "prompt" && !req.mayReadThreads {
 		return false
 	}
 	need := page{path: strings.TrimPrefix(at.Path, "/v1")}.scope()
-	return at.Path == "" || !strings.Contains(v.lacks, string(need))
+	return at.Path == "" || !strings.Contains(req.missingScopes, string(need))
 }
 
 // wildcard matches the names in a path.
 var wildcard = regexp.MustCompile(`\{(\w+)(?:\.\.\.)?\}`)
 
 // render renders a whole page.
-func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
-	s.Who = principals.From(ctx)
-	s.Agent, s.Title, s.Page, s.Nav, s.parts = room.Agent, p.title, p, room.pages, map[string][]byte{}
-	s.mark = room.mark
-	s.Replicated = room.Read.Configured()
-	if err := s.find(ctx, p); err != nil {
+func (room *Room) render(ctx context.Context, p page, d pageData) ([]byte, error) {
+	d.Viewer = principals.From(ctx)
+	d.Agent, d.Title, d.Page, d.Nav, d.parts = room.Agent, p.title, p, room.pages, map[string][]byte{}
+	d.placeholder = room.placeholder
+	d.Replicated = room.Read.Configured()
+	if err := d.loadSubject(ctx, p); err != nil {
 		return nil, err
 	}
 	var err error
-	if s.Waits, err = room.waiting(ctx); err != nil { // the part shows the error
+	if d.Waits, err = room.countPending(ctx); err != nil { // the part shows the error
 		room.Logger.DebugContext(ctx, "waits not read", "error", err)
 	}
-	texts, err := room.renderParts(ctx, p, s.visit)
+	texts, err := room.renderParts(ctx, p, d.pageRequest)
 	if err != nil {
 		return nil, err
 	}
 	var seen []string
 	for i, one := range p.parts {
 		text := texts[i]
-		s.parts[one.name] = text
-		if one.every > 0 {
+		d.parts[one.name] = text
+		if one.interval > 0 {
 			mark := digest(text)
-			room.hub.rows.keep(mark, text)
+			room.hub.rows.remember(mark, text)
 			seen = append(seen, mark)
 		}
 	}
 	if len(seen) > 0 {
-		s.Live, s.Seen = "/live"+s.URL, strings.Join(seen, ".")
+		d.Live, d.Seen = "/live"+d.URL, strings.Join(seen, ".")
 	}
-	arranged, err := room.execute(p.name, s)
+	arranged, err := room.execute(p.name, d)
 	if err != nil {
 		return nil, err
 	}
-	s.Arrangement = template.HTML(arranged) // a template of this package made it
-	layout, err := room.execute("layout", s)
-	return s.withParts(s.unlink(layout)), err
+	d.Content = template.HTML(arranged) // a template of this package made it
+	layout, err := room.execute("layout", d)
+	return d.withParts(d.unlink(layout)), err
 }
 
 // renderParts renders the parts of a page in their order.
-func (room *Room) renderParts(ctx context.Context, p page, v *visit) ([][]byte, error) {
+func (room *Room) renderParts(ctx context.Context, p page, req *pageRequest) ([][]byte, error) {
 	texts := make([][]byte, len(p.parts))
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(1)
@@ -345,34 +347,34 @@ func (room *Room) renderParts(ctx context.Context, p page, v *visit) ([][]byte, 
 	}
 	for i, one := range p.parts {
 		group.Go(func() (err error) {
-			texts[i], err = room.renderPart(ctx, p, one, v)
+			texts[i], err = room.renderPart(ctx, p, one, req)
 			return err
 		})
 	}
 	return texts, group.Wait()
 }
 
-// find loads the page's subject.
-func (s *show) find(ctx context.Context, p page) error {
+// loadSubject loads the page's subject.
+func (d *pageData) loadSubject(ctx context.Context, p page) error {
 	if p.open == nil {
 		return nil
 	}
-	title, err := p.open(ctx, s.visit)
+	title, err := p.open(ctx, d.pageRequest)
 	if err == nil && title != "" {
-		s.Title = title
+		d.Title = title
 	}
-	if err != nil && !s.named(p) {
+	if err != nil && !d.hasValidPath(p) {
 		if refused, _ := problem.Of(err); refused.Status >= http.StatusInternalServerError {
-			return missing("there is no page %.200q", s.URL)
+			return notFound("there is no page %.200q", d.URL)
 		}
 	}
 	return err
 }
 
-// named reports whether the path values are valid text for PostgreSQL.
-func (s *show) named(p page) bool {
+// hasValidPath reports whether PostgreSQL accepts the path values as text.
+func (d *pageData) hasValidPath(p page) bool {
 	for _, m := range wildcard.FindAllStringSubmatch(p.path, -1) {
-		if value := s.path(m[1]); !postgres.IsText(value) {
+		if value := d.path(m[1]); !postgres.IsText(value) {
 			return false
 		}
 	}
@@ -380,69 +382,69 @@ func (s *show) named(p page) bool {
 }
 
 // renderPart renders one part, or its error.
-func (room *Room) renderPart(ctx context.Context, p page, one part, v *visit) ([]byte, error) {
-	data, err := one.read(ctx, v)
+func (room *Room) renderPart(ctx context.Context, p page, one part, req *pageRequest) ([]byte, error) {
+	data, err := one.read(ctx, req)
 	if err != nil {
-		return room.renderTrouble(ctx, p, one, err)
+		return room.renderPartError(ctx, p, one, err)
 	}
-	return room.fill(p, one, data, v)
+	return room.renderTemplate(p, one, data, req)
 }
 
-// fill executes a part's template for its viewers.
-func (room *Room) fill(p page, one part, data any, v *visit) ([]byte, error) {
+// renderTemplate executes a part's template for its viewers.
+func (room *Room) renderTemplate(p page, one part, data any, req *pageRequest) ([]byte, error) {
 	name := one.name
-	if !one.shared {
+	if !one.sharedTemplate {
 		name = p.name + "/" + name
 	}
 	body, err := room.execute(name, data)
-	return v.unlink(body), err
+	return req.unlink(body), err
 }
 
-// renderTrouble renders a part's error.
-func (room *Room) renderTrouble(ctx context.Context, p page, one part, err error) ([]byte, error) {
-	refused, news := problem.Of(err)
-	if news {
+// renderPartError renders a part's error.
+func (room *Room) renderPartError(ctx context.Context, p page, one part, err error) ([]byte, error) {
+	refused, unexpected := problem.Of(err)
+	if unexpected {
 		room.Logger.ErrorContext(ctx, "page part not read", "page", p.name, "part", one.name, "error", err)
 	}
 	return room.execute("trouble", map[string]any{"Name": one.name, "Detail": refused.Detail})
 }
 
-// digest identifies a render.
+// digest returns a digest of rendered HTML.
 func digest(text []byte) string {
 	sum := sha256.Sum256(text)
 	return base64.RawURLEncoding.EncodeToString(sum[:9])
 }
 
-// buffers holds buffers for reuse, because a large buffer costs more to grow than to fill.
-var buffers = sync.Pool{New: func() any { return new(bytes.Buffer) }}
+// bufferPool holds buffers for reuse, because a large buffer costs more to grow than to fill.
+var bufferPool = sync.Pool{New: func() any { return new(bytes.Buffer) }}
 
-// maxKeptBuffer bounds a buffer that execute keeps for reuse.
-const maxKeptBuffer = 4 << 20
+// maxPooledBuffer bounds a buffer that execute keeps for reuse.
+const maxPooledBuffer = 4 << 20
 
 // execute runs a template and makes control characters visible.
 func (room *Room) execute(name string, data any) ([]byte, error) {
-	b, _ := buffers.Get().(*bytes.Buffer)
+	b, _ := bufferPool.Get().(*bytes.Buffer)
 	b.Reset()
 	if err := room.templates.ExecuteTemplate(b, name, data); err != nil {
 		return nil, fmt.Errorf("render %s: %w", name, err)
 	}
-	text := plain(bytes.Clone(b.Bytes()))
-	if b.Cap() <= maxKeptBuffer {
-		buffers.Put(b)
+	text := escapeInvisible(bytes.Clone(b.Bytes()))
+	if b.Cap() <= maxPooledBuffer {
+		bufferPool.Put(b)
 	}
 	return text, nil
 }
 
-// freshPlan plans a query for its values. An unset filter costs nothing, and a set filter chooses its index. A generic
-// plan could do neither.
-const freshPlan = pgx.QueryExecModeCacheDescribe
+// customPlan makes the server plan a query for its arguments. An unset filter then costs nothing, and a set filter uses
+// its index. A generic plan could do neither.
+const customPlan = pgx.QueryExecModeCacheDescribe
 
-// uuidShape matches ids of rows.
-var uuidShape = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
+// uuidPattern matches ids of rows.
+var uuidPattern = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
 
-// oneOf reads an enumerated filter; the default is the first value.
-func (v *visit) oneOf(name string, known ...string) (string, error) {
-	value := v.Query.Get(name)
+// oneOf returns the value of an enumerated filter. The default is the first known value.
+func (req *pageRequest) oneOf(name string, known ...string) (string, error) {
+	value := req.Query.Get(name)
 	switch {
 	case value == "":
 		return known[0], nil
@@ -454,19 +456,19 @@ func (v *visit) oneOf(name string, known ...string) (string, error) {
 }
 
 // uuidFilter reads an id parameter; empty if absent.
-func (v *visit) uuidFilter(name string) (string, error) {
-	value := v.Query.Get(name)
-	if value != "" && !uuidShape.MatchString(value) {
+func (req *pageRequest) uuidFilter(name string) (string, error) {
+	value := req.Query.Get(name)
+	if value != "" && !uuidPattern.MatchString(value) {
 		return "", problem.BadParameter("%s is %.60q, which is no place in this list; begin at its top", name, value)
 	}
 	return value, nil
 }
 
-// at returns the page's URL with one parameter changed, or removed if the value is empty.
-func (v *visit) at(name, value string) string {
-	path, _, _ := strings.Cut(v.URL, "?")
+// withParam returns the page's URL with one parameter changed, or removed if the value is empty.
+func (req *pageRequest) withParam(name, value string) string {
+	path, _, _ := strings.Cut(req.URL, "?")
 	query := url.Values{}
-	for key, values := range v.Query {
+	for key, values := range req.Query {
 		if len(values) > 0 && values[0] != "" && key != name {
 			query.Set(key, values[0])
 		}
@@ -480,55 +482,56 @@ func (v *visit) at(name, value string) string {
 	return path + "?" + query.Encode()
 }
 
-// missing returns the error for an unknown id.
-func missing(format string, args ...any) error {
+// notFound returns the error for an unknown id.
+func notFound(format string, args ...any) error {
 	return problem.New(http.StatusNotFound, format, args...)
 }
 
-// opener opens a page by the id in its path. The query returns the name in the title.
-func (room *Room) opener(kind, title, query string) func(ctx context.Context, v *visit) (string, error) {
-	return func(ctx context.Context, v *visit) (string, error) {
-		id := strings.ToLower(v.path("id"))
-		if !uuidShape.MatchString(id) {
-			return "", missing("there is no %s %.60q", kind, id)
+// openByID opens a page by the id in its path. The query returns the name in the title.
+func (room *Room) openByID(kind, title, query string) func(ctx context.Context, req *pageRequest) (string, error) {
+	return func(ctx context.Context, req *pageRequest) (string, error) {
+		id := strings.ToLower(req.path("id"))
+		if !uuidPattern.MatchString(id) {
+			return "", notFound("there is no %s %.60q", kind, id)
 		}
 		var name string
 		err := room.Read.QueryRow(ctx, query, postgres.Strict{"id": id}).Scan(&name)
 		if errors.Is(err, pgx.ErrNoRows) {
-			return "", missing("there is no %s %s", kind, id)
+			return "", notFound("there is no %s %s", kind, id)
 		}
-		v.About = id
+		req.Subject = id
 		return title + cut(80, name), err
 	}
 }
 
-// onPage returns the first n items, and whether there are more.
-func onPage[T any](list []T, n int) ([]T, bool) { return list[:min(len(list), n)], len(list) > n }
+// firstN returns the first n items, and reports whether there are more.
+func firstN[T any](list []T, n int) ([]T, bool) { return list[:min(len(list), n)], len(list) > n }
 
 // pager holds the links from a page of a list to the next page and to the first page. Each is empty for none.
 type pager struct{ Older, Newest string }
 
-// paged returns the first n items and the links. The URL names the last item of a page, by cursor, in the parameter
+// paginate returns the first n items and the links. The URL names the last item of a page, by cursor, in the parameter
 // before.
-func paged[T any](v *visit, list []T, n int, cursor func(T) string) ([]T, pager) {
+func paginate[T any](req *pageRequest, list []T, n int, cursor func(T) string) ([]T, pager) {
 	var links pager
-	if v.Query.Get("before") != "" {
-		links.Newest = v.at("before", "")
+	if req.Query.Get("before") != "" {
+		links.Newest = req.withParam("before", "")
 	}
-	list, more := onPage(list, n)
+	list, more := firstN(list, n)
 	if more {
-		links.Older = v.at("before", cursor(list[n-1]))
+		links.Older = req.withParam("before", cursor(list[n-1]))
 	}
 	return list, links
 }
 
-// policy permits only files and connections of this server.
-const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; " +
+// contentSecurityPolicy permits only files and connections of this server.
+const contentSecurityPolicy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; " +
 	"connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 
-// guard sets the security headers. Only this server receives the referrer, which the redirect after an action needs.
-func guard(h http.Header) {
-	h.Set("Content-Security-Policy", policy)
+// setSecurityHeaders sets the security headers. Only this server receives the referrer, which the redirect after an
+// action needs.
+func setSecurityHeaders(h http.Header) {
+	h.Set("Content-Security-Policy", contentSecurityPolicy)
 	h.Set("Cross-Origin-Opener-Policy", "same-origin")
 	h.Set("Cross-Origin-Resource-Policy", "same-origin")
 	h.Set("Origin-Agent-Cluster", "?1")
@@ -538,25 +541,25 @@ func guard(h http.Header) {
 	h.Set("X-Frame-Options", "DENY")
 }
 
-// compressed compresses pages and files. A page holds an admin's data beside input of the URL, so its size could reveal
+// compress compresses pages and files. A page holds an admin's data beside input of the URL, so its size could reveal
 // that data (BREACH). That attack needs requests of another site with the login's cookie, which is SameSite=Strict. No
 // page holds a lasting secret, such as a token or a key.
-var compressed = newCompressor()
+var compress = newCompressor()
 
 func newCompressor() func(http.Handler) http.Handler {
 	wrap, err := gzhttp.NewWrapper(gzhttp.MinSize(1000), gzhttp.ContentTypes([]string{
 		"text/html", "text/css", "text/javascript", "image/svg+xml",
 	}))
 	if err != nil {
-		panic(err) // of constants
+		panic(err) // the arguments are constants
 	}
 	return func(h http.Handler) http.Handler { return wrap(h) }
 }
 
-// send writes a page.
-func (room *Room) send(w http.ResponseWriter, r *http.Request, status int, body []byte) {
+// writePage writes a page.
+func (room *Room) writePage(w http.ResponseWriter, r *http.Request, status int, body []byte) {
 	h := w.Header()
-	guard(h)
+	setSecurityHeaders(h)
 	h.Set("Content-Type", "text/html; charset=utf-8")
 	h.Set("Cache-Control", "no-store")
 	w.WriteHeader(status)
@@ -567,25 +570,25 @@ func (room *Room) send(w http.ResponseWriter, r *http.Request, status int, body 
 
 // Refuse writes an error page.
 func (room *Room) Refuse(w http.ResponseWriter, r *http.Request, err error) {
-	refused, news := problem.Of(err)
-	if news {
+	p, unexpected := problem.Of(err)
+	if unexpected {
 		room.Logger.ErrorContext(r.Context(), "page not rendered", "path", problem.Path(r), "error", err)
 	}
-	if refused.Status == http.StatusServiceUnavailable && w.Header().Get("Retry-After") == "" {
+	if p.Status == http.StatusServiceUnavailable && w.Header().Get("Retry-After") == "" {
 		w.Header().Set("Retry-After", "2")
 	}
 	body, err := room.execute("refusal", map[string]any{
-		"Agent": room.Agent, "Problem": refused, "Find": refused.Status == http.StatusNotFound,
+		"Agent": room.Agent, "Problem": p, "Find": p.Status == http.StatusNotFound,
 		"Text": lastSegment(r.URL.Path),
 	})
 	if err != nil {
-		http.Error(w, refused.Detail, refused.Status)
+		http.Error(w, p.Detail, p.Status)
 		return
 	}
-	room.send(w, r, refused.Status, body)
+	room.writePage(w, r, p.Status, body)
 }
 
-// lastSegment is the end of a path, to search for.
+// lastSegment returns the last segment of a path, as the text of a search. It is empty if the segment is no valid text.
 func lastSegment(path string) string {
 	text := path[strings.LastIndexByte(path, '/')+1:]
 	if len(text) > maxFilter || !utf8.ValidString(text) || strings.ContainsFunc(text, unicode.IsControl) {
@@ -607,7 +610,7 @@ func (room *Room) LogIn(w http.ResponseWriter, r *http.Request, status int, next
 		room.Refuse(w, r, err)
 		return
 	}
-	room.send(w, r, status, body)
+	room.writePage(w, r, status, body)
 }
 
 // login serves the login page.
@@ -617,7 +620,7 @@ func (room *Room) login(w http.ResponseWriter, r *http.Request) {
 
 const (
 	flashCookie = "lanekeeper_flash"
-	flashLasts  = time.Minute
+	flashTTL    = time.Minute
 	// maxFlash bounds a message, because a cookie holds four kilobytes.
 	maxFlash = 600
 )
@@ -637,16 +640,16 @@ func (room *Room) setFlash(w http.ResponseWriter, r *http.Request, f flash) {
 		room.Logger.ErrorContext(r.Context(), "flash message not stored", "error", err)
 		return
 	}
-	body := strconv.FormatInt(time.Now().Add(flashLasts).Unix(), 36) + "." + base64.RawURLEncoding.EncodeToString(text)
+	body := strconv.FormatInt(time.Now().Add(flashTTL).Unix(), 36) + "." + base64.RawURLEncoding.EncodeToString(text)
 	http.SetCookie(w, &http.Cookie{
 		Name: origin.CookieName(r, flashCookie), Value: body + "." + room.sign(body), Path: "/",
-		MaxAge:   int(flashLasts.Seconds()),
+		MaxAge:   int(flashTTL.Seconds()),
 		HttpOnly: true, SameSite: http.SameSiteStrictMode, Secure: origin.ViaTLS(r),
 	})
 }
 
-// takeFlash returns and clears the stored message; nil for none.
-func (room *Room) takeFlash(w http.ResponseWriter, r *http.Request) *flash {
+// popFlash returns and clears the stored message; nil for none.
+func (room *Room) popFlash(w http.ResponseWriter, r *http.Request) *flash {
 	c, err := r.Cookie(origin.CookieName(r, flashCookie))
 	if err != nil || r.Method != http.MethodGet {
 		return nil
@@ -658,7 +661,7 @@ func (room *Room) takeFlash(w http.ResponseWriter, r *http.Request) *flash {
 	return room.readFlash(c.Value)
 }
 
-// readFlash returns nil for an unsigned or expired message.
+// readFlash reads a message from a cookie. It returns nil for an unsigned or expired message.
 func (room *Room) readFlash(value string) *flash {
 	at := strings.LastIndexByte(value, '.')
 	if at < 0 || !hmac.Equal([]byte(value[at+1:]), []byte(room.sign(value[:at]))) {
@@ -677,7 +680,7 @@ func (room *Room) readFlash(value string) *flash {
 	return &f
 }
 
-// sign returns the signature of a text.
+// sign returns the signature of a flash message.
 func (room *Room) sign(text string) string {
 	mac := hmac.New(sha256.New, room.Key)
 	mac.Write([]byte("flash " + text))

@@ -15,13 +15,13 @@ import (
 // principalsPage lists principals with their rights, and creates principals.
 func (room *Room) principalsPage() page {
 	return page{
-		path: "/principals", name: "principals", nav: "Principals", title: "Principals",
+		path: "/principals", name: "principals", navLabel: "Principals", title: "Principals",
 		parts: []part{
-			{name: "list", load: func(ctx context.Context, _ *visit) (any, error) { return principals.List(ctx, room.Pool) }},
-			{name: "create", load: func(context.Context, *visit) (any, error) { return principals.Roles(), nil }},
-			{name: "sessions", load: func(ctx context.Context, _ *visit) (any,
-				error,
-			) {
+			{name: "list", load: func(ctx context.Context, _ *pageRequest) (any, error) {
+				return principals.List(ctx, room.Pool)
+			}},
+			{name: "create", load: func(context.Context, *pageRequest) (any, error) { return principals.Roles(), nil }},
+			{name: "sessions", load: func(ctx context.Context, _ *pageRequest) (any, error) {
 				return principals.Sessions(ctx, room.Pool, "")
 			}},
 		},
@@ -33,34 +33,34 @@ func (room *Room) principalPage() page {
 	return page{
 		path: "/principals/{name}", name: "principal", open: room.openPrincipal,
 		parts: []part{
-			{name: "facts", load: func(_ context.Context, v *visit) (any, error) {
-				return map[string]any{"Principal": v.About, "Roles": principals.Roles()}, nil
+			{name: "facts", load: func(_ context.Context, req *pageRequest) (any, error) {
+				return map[string]any{"Principal": req.Subject, "Roles": principals.Roles()}, nil
 			}},
-			{name: "tokens", load: func(ctx context.Context, v *visit) (any, error) {
-				list, err := principals.Tokens(ctx, room.Pool, v.About.(principals.Principal).ID)
-				return map[string]any{"Principal": v.About, "Tokens": list}, err
+			{name: "tokens", load: func(ctx context.Context, req *pageRequest) (any, error) {
+				list, err := principals.Tokens(ctx, room.Pool, req.Subject.(principals.Principal).ID)
+				return map[string]any{"Principal": req.Subject, "Tokens": list}, err
 			}},
-			{name: "sessions", load: func(ctx context.Context, v *visit) (any, error) {
-				return principals.Sessions(ctx, room.Pool, v.About.(principals.Principal).ID)
+			{name: "sessions", load: func(ctx context.Context, req *pageRequest) (any, error) {
+				return principals.Sessions(ctx, room.Pool, req.Subject.(principals.Principal).ID)
 			}},
-			{name: "identities", load: func(ctx context.Context, v *visit) (any, error) {
-				list, err := principals.Identities(ctx, room.Pool, v.About.(principals.Principal).ID)
-				return map[string]any{"Principal": v.About, "Identities": list}, err
+			{name: "identities", load: func(ctx context.Context, req *pageRequest) (any, error) {
+				list, err := principals.Identities(ctx, room.Pool, req.Subject.(principals.Principal).ID)
+				return map[string]any{"Principal": req.Subject, "Identities": list}, err
 			}},
 		},
 	}
 }
 
-func (room *Room) openPrincipal(ctx context.Context, v *visit) (string, error) {
-	p, err := principals.Find(ctx, room.Pool, v.path("name"))
+func (room *Room) openPrincipal(ctx context.Context, req *pageRequest) (string, error) {
+	p, err := principals.Find(ctx, room.Pool, req.path("name"))
 	if errors.Is(err, principals.ErrNotFound) {
-		return "", missing("there is no principal %.60q", v.path("name"))
+		return "", notFound("there is no principal %.60q", req.path("name"))
 	}
-	v.About = p
+	req.Subject = p
 	return "Principal " + p.Name, err
 }
 
-// showSecret writes the page with a new token or login link. No cookie and no history holds the secret.
+// showSecret writes the page with a new token or login link. The secret is neither in a cookie nor in a URL.
 func (room *Room) showSecret(w http.ResponseWriter, r *http.Request, back string, body []byte) {
 	var made struct{ Token, Path string }
 	if err := json.Unmarshal(body, &made); err != nil {
@@ -79,7 +79,7 @@ func (room *Room) showSecret(w http.ResponseWriter, r *http.Request, back string
 		room.Refuse(w, r, err)
 		return
 	}
-	room.send(w, r, http.StatusOK, body)
+	room.writePage(w, r, http.StatusOK, body)
 }
 
 // mayView rejects a view that needs more than the page's scope. For example, the prompts of a trace are texts of
@@ -93,16 +93,16 @@ func mayView(r *http.Request) error {
 		principals.ThreadsRead, who.Name, who.Role).Kind("missing-scope", "Missing scope")
 }
 
-// May lists the scopes of the viewer. The stylesheet hides forms that need other scopes.
-func (s show) May() string {
-	if s.Who == nil {
+// Scopes lists the scopes of the viewer. The stylesheet hides forms that need other scopes.
+func (d pageData) Scopes() string {
+	if d.Viewer == nil {
 		return strings.Join((&principals.Caller{
 			Principal: principals.Principal{Role: principals.Admin},
 			Scopes:    []string{"*"},
 		}).Effective(), " ")
 	}
-	return strings.Join(s.Who.Effective(), " ")
+	return strings.Join(d.Viewer.Effective(), " ")
 }
 
-// Opens reports whether the viewer may open a page.
-func (s show) Opens(p page) bool { return s.Who == nil || s.Who.May(p.scope()) }
+// MayOpen reports whether the viewer may open a page.
+func (d pageData) MayOpen(p page) bool { return d.Viewer == nil || d.Viewer.May(p.scope()) }

@@ -35,14 +35,14 @@ type promptPart struct {
 // promptTool is a tool or a call of one, with its definition or arguments as JSON.
 type promptTool struct{ Name, About, Text string }
 
-// promptOf reads the prompt of a model call. All its texts together have at most traceAllText characters.
+// promptOf reads the prompt of a model call. All its texts together have at most maxPromptText characters.
 func (room *Room) promptOf(ctx context.Context, id, row, answer string) (*promptView, error) {
 	page, err := prompts.Of(ctx, room.Read, id, prompts.Filter{ActivityID: row})
 	if err != nil || len(page.Calls) == 0 {
 		return nil, err
 	}
 	p := &promptView{Call: page.Calls[0]}
-	left := traceAllText
+	left := maxPromptText
 	read := func(digest string) promptPart {
 		part, found := page.Parts[digest]
 		shown := promptPart{
@@ -76,16 +76,16 @@ func (part *promptPart) fill(body json.RawMessage, left *int) {
 	var m models.Message
 	whole := ""
 	if json.Unmarshal(body, &m) == nil && (m.Role != "" || m.Content != "" || len(m.ToolCalls) > 0) {
-		whole, part.Name, part.Reasoning = m.Content, cut(80, m.Name), cut(traceWhole, m.Reasoning)
-		for _, one := range m.Parts {
-			if one.Image != nil {
+		whole, part.Name, part.Reasoning = m.Content, cut(80, m.Name), cut(maxSpanText, m.Reasoning)
+		for _, p := range m.Parts {
+			if p.Image != nil {
 				part.Images++
 			} else {
-				whole = strings.TrimPrefix(whole+"\n"+one.Text, "\n")
+				whole = strings.TrimPrefix(whole+"\n"+p.Text, "\n")
 			}
 		}
 		for _, c := range m.ToolCalls {
-			part.Calls = append(part.Calls, promptTool{Name: cut(80, c.Name), Text: cut(traceWhole, formatJSON(c.Arguments))})
+			part.Calls = append(part.Calls, promptTool{Name: cut(80, c.Name), Text: cut(maxSpanText, formatJSON(c.Arguments))})
 		}
 		if m.Refusal != "" {
 			whole += "\n" + m.Refusal
@@ -93,7 +93,7 @@ func (part *promptPart) fill(body json.RawMessage, left *int) {
 	} else {
 		whole, part.JSON = formatJSON(string(body)), true
 	}
-	part.Text = cut(min(*left, traceWhole), whole)
+	part.Text = cut(min(*left, maxSpanText), whole)
 	part.TextCut = part.Text != whole
 	*left = max(*left-utf8.RuneCountInString(part.Text), 0)
 }

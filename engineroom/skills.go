@@ -20,32 +20,32 @@ import (
 )
 
 const (
-	mostSkills      = 100
-	mostSkillCalls  = 20
-	mostSkillErrors = 10
-	// walkSkillCalls bounds the rows of a skill searched for failures.
-	walkSkillCalls = 2000
+	maxSkills      = 100
+	maxSkillCalls  = 20
+	maxSkillErrors = 10
+	// maxSearchedSkillCalls bounds the rows of a skill searched for failures.
+	maxSearchedSkillCalls = 2000
 )
 
-// maxTroubled bounds the skills on the overview.
-const maxTroubled = 6
+// maxListedSkills bounds the skills on the overview.
+const maxListedSkills = 6
 
 // skillHealth formats a skill's health.
 type skillHealth struct{ activity.Health }
 
 // Rate is the success rate.
-func (f skillHealth) Rate() string {
-	if f.SuccessRate == nil {
+func (h skillHealth) Rate() string {
+	if h.SuccessRate == nil {
 		return "–"
 	}
-	return human.Percent(*f.SuccessRate)
+	return human.Percent(*h.SuccessRate)
 }
 
 // P50 is the median duration.
-func (f skillHealth) P50() string { return milliseconds(f.P50MS) }
+func (h skillHealth) P50() string { return milliseconds(h.P50MS) }
 
 // P95 is the 95th percentile of the duration.
-func (f skillHealth) P95() string { return milliseconds(f.P95MS) }
+func (h skillHealth) P95() string { return milliseconds(h.P95MS) }
 
 // milliseconds formats a percentile with two digits, which is its precision.
 func milliseconds(ms *float64) string {
@@ -60,17 +60,17 @@ func milliseconds(ms *float64) string {
 }
 
 // Since is the start of the counted period.
-func (f skillHealth) Since() string {
+func (h skillHealth) Since() string {
 	return time.Now().UTC().Truncate(time.Hour).AddDate(0, 0, -7).Format("2006-01-02T15:04Z")
 }
 
 // healthPart is the panel of the overview.
 func (room *Room) healthPart() part {
-	return part{name: "health", every: sumsEvery, refreshOnActivity: true, load: room.healthPanel}
+	return part{name: "health", interval: sumsInterval, refreshOnActivity: true, load: room.healthPanel}
 }
 
 // healthPanel lists the least healthy skills.
-func (room *Room) healthPanel(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) healthPanel(ctx context.Context, _ *pageRequest) (any, error) {
 	sums, err := activity.CountedHealth(ctx, room.Read, activity.HealthFilter{NoDurations: true})
 	if err != nil {
 		return nil, err
@@ -80,17 +80,17 @@ func (room *Room) healthPanel(ctx context.Context, _ *visit) (any, error) {
 		counts[h.Look()]++
 	}
 	return map[string]any{
-		"Skills": list[:min(len(list), maxTroubled)], "All": len(list), "Until": sums.Until, "Counts": counts,
+		"Skills": list[:min(len(list), maxListedSkills)], "All": len(list), "Until": sums.Until, "Counts": counts,
 	}, nil
 }
 
 // Look is the state on the page. An enabled skill is failing if its newest 3 or more calls failed, or if its newest
 // call and most calls in 7 days failed.
-func (f skillHealth) Look() string {
-	if f.State == "enabled" && (f.Streak >= monitor.FailingStreak || f.Streak > 0 && 2*f.Failed > f.Calls) {
+func (h skillHealth) Look() string {
+	if h.State == "enabled" && (h.Streak >= monitor.FailingStreak || h.Streak > 0 && 2*h.Failed > h.Calls) {
 		return "failing"
 	}
-	return f.State
+	return h.State
 }
 
 // worstFirst orders skills: disabled, on trial, failing, then all other skills by failures and calls.
@@ -108,30 +108,30 @@ func worstFirst(lines []activity.Health) []skillHealth {
 	return list
 }
 
-// skillShape matches names of skills.
-var skillShape = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
+// skillNamePattern matches names of skills.
+var skillNamePattern = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 
 // skillsPage lists the skills and their health.
 func (room *Room) skillsPage() page {
 	return page{
-		path: "/skills", name: "skills", nav: "Skills", title: "Skills", parallel: true,
-		open: func(_ context.Context, v *visit) (string, error) {
-			state, err := v.oneOf("state", "", "enabled", "failing", "on trial", "disabled")
+		path: "/skills", name: "skills", navLabel: "Skills", title: "Skills", parallel: true,
+		open: func(_ context.Context, req *pageRequest) (string, error) {
+			state, err := req.oneOf("state", "", "enabled", "failing", "on trial", "disabled")
 			if err != nil {
 				return "", err
 			}
-			name, err := v.textFilter("skill")
+			name, err := req.textFilter("skill")
 			if err != nil {
 				return "", err
 			}
-			after, err := v.textFilter("after")
-			v.About = activity.HealthFilter{State: state, Skill: name, After: after}
+			after, err := req.textFilter("after")
+			req.Subject = activity.HealthFilter{State: state, Skill: name, After: after}
 			return "", err
 		},
 		parts: []part{
 			room.filtersPart("/skills", "skill"),
-			{name: "list", every: 5 * time.Second, refreshOnActivity: true, load: room.skillsList},
-			{name: "figures", every: sumsEvery, refreshOnActivity: true, load: room.skillFigures},
+			{name: "list", interval: 5 * time.Second, refreshOnActivity: true, load: room.skillsList},
+			{name: "figures", interval: sumsInterval, refreshOnActivity: true, load: room.skillFigures},
 		},
 	}
 }
@@ -142,23 +142,23 @@ type failingSkill struct {
 	Look string
 }
 
-// mostFigures bounds the failing and the slow skills.
-const mostFigures = 50
+// maxFigures bounds the failing and the slow skills.
+const maxFigures = 50
 
 // skillFigures lists the rows of the views agent_failing_skills and agent_slowest_skills for the last 7 days.
-func (room *Room) skillFigures(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) skillFigures(ctx context.Context, _ *pageRequest) (any, error) {
 	figures, err := activity.ReadFigures(ctx, room.Read, activity.ReportFilter{})
 	if err != nil {
 		return nil, err
 	}
-	failures, moreFailures := onPage(figures.Failing(), mostFigures)
+	failures, moreFailures := firstN(figures.Failing(), maxFigures)
 	list := make([]failingSkill, len(failures))
 	for i, f := range failures {
 		list[i] = failingSkill{f, skillHealth{activity.Health{
 			State: f.State, Calls: f.Calls, Failed: f.Errors, Streak: f.Streak,
 		}}.Look()}
 	}
-	slow, moreSlow := onPage(figures.Slowest(), mostFigures)
+	slow, moreSlow := firstN(figures.Slowest(), maxFigures)
 	return map[string]any{
 		"Failing": map[string]any{"Skills": list, "More": moreFailures},
 		"Slowest": map[string]any{"Skills": slow, "More": moreSlow},
@@ -177,8 +177,8 @@ type skillAbout struct {
 	StateRevision                            int
 }
 
-func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(activity.HealthFilter)
+func (room *Room) skillsList(ctx context.Context, req *pageRequest) (any, error) {
+	want, _ := req.Subject.(activity.HealthFilter)
 	filter := want
 	if filter.After, filter.Skill = "", ""; want.State == "failing" {
 		filter.State = "enabled"
@@ -198,29 +198,29 @@ func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
 	if i := slices.IndexFunc(all, func(h skillHealth) bool { return h.Skill == want.After }); i >= 0 {
 		all = all[i+1:]
 	}
-	healths, more := onPage(all, mostSkills)
+	healths, more := firstN(all, maxSkills)
 	names := make([]string, 0, len(healths))
 	for _, h := range healths {
 		names = append(names, h.Skill)
 	}
-	abouts, err := postgres.Rows[skillAbout](ctx, room.Read, "list skills", `
+	details, err := postgres.Rows[skillAbout](ctx, room.Read, "list skills", `
 		select s.name, left(s.description, 160) as description, left(s.handler, 100) as handler, s.scope, s.trust,
 		       s.state_revision
 		  from agent_skills s where s.name = any (@names::text[])`, postgres.Strict{"names": names})
 	if err != nil {
 		return nil, err
 	}
-	of := map[string]skillAbout{}
-	for _, a := range abouts {
-		of[a.Name] = a
+	aboutByName := map[string]skillAbout{}
+	for _, a := range details {
+		aboutByName[a.Name] = a
 	}
 	list := make([]listedSkill, 0, len(healths))
 	for _, h := range healths {
-		list = append(list, listedSkill{h, of[h.Skill]})
+		list = append(list, listedSkill{h, aboutByName[h.Skill]})
 	}
 	next := ""
 	if more {
-		next = v.at("after", names[len(names)-1])
+		next = req.withParam("after", names[len(names)-1])
 	}
 	return map[string]any{"Skills": list, "Want": want, "Until": sums.Until, "Next": next}, nil
 }
@@ -230,19 +230,19 @@ func (room *Room) skillPage() page {
 	return page{
 		path: "/skills/{name}", name: "skill", open: room.openSkill, parallel: true,
 		parts: []part{
-			{name: "about", every: 3 * time.Second, load: room.skillAbout},
-			{name: "health", every: 5 * time.Second, refreshOnActivity: true, load: room.skillHealth},
-			{name: "errors", every: 5 * time.Second, refreshOnActivity: true, load: room.skillErrors},
-			{name: "calls", every: 2 * time.Second, refreshOnActivity: true, load: room.skillCalls},
-			{name: "automations", every: 10 * time.Second, load: room.skillAutomations},
+			{name: "about", interval: 3 * time.Second, load: room.skillAbout},
+			{name: "health", interval: 5 * time.Second, refreshOnActivity: true, load: room.skillHealth},
+			{name: "errors", interval: 5 * time.Second, refreshOnActivity: true, load: room.skillErrors},
+			{name: "calls", interval: 2 * time.Second, refreshOnActivity: true, load: room.skillCalls},
+			{name: "automations", interval: 10 * time.Second, load: room.skillAutomations},
 		},
 	}
 }
 
-func (room *Room) openSkill(ctx context.Context, v *visit) (string, error) {
-	name := v.path("name")
-	unknown := missing("there is no skill %.80q; it may have been removed with its declaration", name)
-	if !skillShape.MatchString(name) {
+func (room *Room) openSkill(ctx context.Context, req *pageRequest) (string, error) {
+	name := req.path("name")
+	unknown := notFound("there is no skill %.80q; it may have been removed with its declaration", name)
+	if !skillNamePattern.MatchString(name) {
 		return "", unknown
 	}
 	var found string
@@ -254,7 +254,7 @@ func (room *Room) openSkill(ctx context.Context, v *visit) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("find skill: %w", err)
 	}
-	v.About = found
+	req.Subject = found
 	return "Skill " + found, nil
 }
 
@@ -282,7 +282,7 @@ func (s shownSkill) Proof() shownValue { return shownJSON(s.Evidence, s.Evidence
 // Ever reports whether the skill was ever re-enabled.
 func (s shownSkill) Ever() bool { return s.EnabledAt.After(time.Unix(0, 0)) }
 
-func (room *Room) skillAbout(ctx context.Context, v *visit) (any, error) {
+func (room *Room) skillAbout(ctx context.Context, req *pageRequest) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		select s.name, left(s.description, 4000) as description, left(s.handler, 300) as handler, s.scope, s.trust,
 		       left(s.source, 300) as source, s.disabled_by, left(s.disabled_reason, 2000) as disabled_reason, s.idempotent,
@@ -291,13 +291,13 @@ func (room *Room) skillAbout(ctx context.Context, v *visit) (any, error) {
 		       left(s.tool_definition::text, 8192) as tool, octet_length(s.tool_definition::text) as tool_size,
 		       left(s.config::text, 8192) as config, octet_length(s.config::text) as config_size,
 		       left(s.evidence::text, 8192) as evidence, octet_length(s.evidence::text) as evidence_size
-		  from agent_skills s where s.name = @name`, postgres.Strict{"name": v.About})
+		  from agent_skills s where s.name = @name`, postgres.Strict{"name": req.Subject})
 	if err != nil {
 		return nil, fmt.Errorf("read skill: %w", err)
 	}
 	skill, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[shownSkill])
 	if errors.Is(err, pgx.ErrNoRows) {
-		return nil, missing("the skill has been removed")
+		return nil, notFound("the skill has been removed")
 	}
 	if err != nil {
 		return nil, fmt.Errorf("read skill: %w", err)
@@ -305,24 +305,24 @@ func (room *Room) skillAbout(ctx context.Context, v *visit) (any, error) {
 	return skill, nil
 }
 
-func (room *Room) skillHealth(ctx context.Context, v *visit) (any, error) {
-	name, _ := v.About.(string)
+func (room *Room) skillHealth(ctx context.Context, req *pageRequest) (any, error) {
+	name, _ := req.Subject.(string)
 	sums, err := activity.CountedHealth(ctx, room.Read, activity.HealthFilter{Skill: name})
 	if err != nil {
 		return nil, err
 	}
 	if len(sums.Lines) == 0 {
-		return nil, missing("the skill has been removed")
+		return nil, notFound("the skill has been removed")
 	}
 	since := today().AddDate(0, 0, -6)
 	days, err := activity.CountedCalls(ctx, room.Read, name, since, activity.ByDay)
 	if err != nil {
 		return nil, err
 	}
-	of := map[int64]activity.CallLine{}
+	callsByDay := map[int64]activity.CallLine{}
 	for _, l := range days.Lines {
 		if l.Period != nil {
-			of[l.Period.Unix()] = l
+			callsByDay[l.Period.Unix()] = l
 		}
 	}
 	c := chart{
@@ -331,7 +331,7 @@ func (room *Room) skillHealth(ctx context.Context, v *visit) (any, error) {
 		Series: []series{{"succeeded", "bar-good"}, {"failed", "bar-bad"}, {"other", "bar-note"}}, Write: countTick,
 	}
 	c.Points = periodsSince(since, activity.ByDay, func(at time.Time) []float64 {
-		l := of[at.Unix()]
+		l := callsByDay[at.Unix()]
 		return []float64{float64(l.Worked - l.Failed), float64(l.Failed), float64(l.Calls - l.Worked)}
 	})
 	return map[string]any{"Health": skillHealth{sums.Lines[0]}, "Chart": c, "Until": sums.Until}, nil
@@ -345,26 +345,26 @@ type skillCall struct {
 }
 
 // skillErrors returns the newest failures among the newest rows.
-func (room *Room) skillErrors(ctx context.Context, v *visit) (any, error) {
-	list, err := room.callsOf(ctx, v, "error", mostSkillErrors)
-	return map[string]any{"Calls": list, "Skill": v.About, "Walked": int64(walkSkillCalls)}, err
+func (room *Room) skillErrors(ctx context.Context, req *pageRequest) (any, error) {
+	list, err := room.callsOf(ctx, req, "error", maxSkillErrors)
+	return map[string]any{"Calls": list, "Skill": req.Subject, "Walked": int64(maxSearchedSkillCalls)}, err
 }
 
-func (room *Room) skillCalls(ctx context.Context, v *visit) (any, error) {
-	list, err := room.callsOf(ctx, v, "", mostSkillCalls)
-	return map[string]any{"Calls": list, "Skill": v.About}, err
+func (room *Room) skillCalls(ctx context.Context, req *pageRequest) (any, error) {
+	list, err := room.callsOf(ctx, req, "", maxSkillCalls)
+	return map[string]any{"Calls": list, "Skill": req.Subject}, err
 }
 
-func (room *Room) callsOf(ctx context.Context, v *visit, status string, most int) ([]skillCall, error) {
+func (room *Room) callsOf(ctx context.Context, req *pageRequest, status string, limit int) ([]skillCall, error) {
 	return postgres.Rows[skillCall](ctx, room.Read, "list calls", `
 		select x.id::text, x.trace_id, left(x.surface, 40) as surface, x.status, left(x.error_class, 100) as class,
 		       coalesce(left(x.error_message, 400), '') as message, x.duration_ms, x.created_at
 		  from (select a.id, a.trace_id, a.surface, a.status, a.error_class, a.error_message, a.duration_ms, a.created_at,
 		               a.kind
-		          from agent_activity a where a.skill_name = @name order by a.id desc limit @walk::int) x
+		          from agent_activity a where a.skill_name = @name order by a.id desc limit @searched::int) x
 		 where x.kind = 'call' and (@status::text = '' or x.status = @status)
-		 order by x.id desc limit @most::int`, freshPlan, postgres.Strict{
-		"name": v.About, "walk": walkSkillCalls, "status": status, "most": most,
+		 order by x.id desc limit @limit::int`, customPlan, postgres.Strict{
+		"name": req.Subject, "searched": maxSearchedSkillCalls, "status": status, "limit": limit,
 	})
 }
 
@@ -374,10 +374,10 @@ type callingAutomation struct {
 	NextRunAt                         *time.Time
 }
 
-func (room *Room) skillAutomations(ctx context.Context, v *visit) (any, error) {
+func (room *Room) skillAutomations(ctx context.Context, req *pageRequest) (any, error) {
 	return postgres.Rows[callingAutomation](ctx, room.Read, "list automations of a skill", `
 		select left(a.name, 100) as name, a.trigger, case when a.enabled then 'enabled' else 'disabled' end as state,
 		       a.last_trace_id, case when a.enabled then a.next_run_at end as next_run_at
 		  from agent_automations a where a.skill_name = @name
-		    order by a.name limit @most::int`, postgres.Strict{"name": v.About, "most": mostSkills})
+		    order by a.name limit @limit::int`, postgres.Strict{"name": req.Subject, "limit": maxSkills})
 }

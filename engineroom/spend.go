@@ -20,8 +20,8 @@ const (
 	maxSpenders = 100
 	// topSpenders bounds the lines on the overview.
 	topSpenders = 3
-	// maxModelCalls bounds the listed model calls, and walkModelCalls the rows searched for them.
-	maxModelCalls, walkModelCalls = 25, 2000
+	// maxModelCalls bounds the listed model calls, and maxSearchedCalls the rows searched for them.
+	maxModelCalls, maxSearchedCalls = 25, 2000
 )
 
 // spendFilter holds the parameters of the page.
@@ -32,8 +32,8 @@ type spendFilter struct {
 }
 
 // since is the beginning of the first day (UTC).
-func (w spendFilter) since() time.Time {
-	days, err := strconv.Atoi(w.Days)
+func (f spendFilter) since() time.Time {
+	days, err := strconv.Atoi(f.Days)
 	if err != nil {
 		days = 1
 	}
@@ -41,15 +41,15 @@ func (w spendFilter) since() time.Time {
 }
 
 // Narrowed reports whether a filter is set.
-func (w spendFilter) Narrowed() bool {
-	return w.Skill != "" || w.Purpose != "" || w.Surface != "" || w.Model != ""
+func (f spendFilter) Narrowed() bool {
+	return f.Skill != "" || f.Purpose != "" || f.Surface != "" || f.Model != ""
 }
 
 // spendDay is a link to a day.
 type spendDay struct{ Date, Word string }
 
 // LatestDays are the last seven days, today first.
-func (w spendFilter) LatestDays() []spendDay {
+func (f spendFilter) LatestDays() []spendDay {
 	list := []spendDay{}
 	for i := range 7 {
 		day := today().AddDate(0, 0, -i)
@@ -65,109 +65,111 @@ func (w spendFilter) LatestDays() []spendDay {
 	return list
 }
 
-// today is the beginning of the day (UTC).
+// today returns the beginning of this day (UTC).
 func today() time.Time { return time.Now().UTC().Truncate(24 * time.Hour) }
 
 // spendPage shows the cost of model calls.
 func (room *Room) spendPage() page {
 	return page{
-		path: "/spend", name: "spend", nav: "Spend", title: "Spend", open: openSpend, parallel: true,
+		path: "/spend", name: "spend", navLabel: "Spend", title: "Spend", open: openSpend, parallel: true,
 		parts: []part{
-			{name: "budget", every: 5 * time.Second, refreshOnActivity: true, load: room.budgetLines},
-			{name: "sums", every: 10 * time.Second, refreshOnActivity: true, load: room.spendSums},
-			{name: "calls", every: 5 * time.Second, refreshOnActivity: true, load: room.modelCalls},
+			{name: "budget", interval: 5 * time.Second, refreshOnActivity: true, load: room.budgetLines},
+			{name: "sums", interval: 10 * time.Second, refreshOnActivity: true, load: room.spendSums},
+			{name: "calls", interval: 5 * time.Second, refreshOnActivity: true, load: room.modelCalls},
 		},
 	}
 }
 
-func openSpend(_ context.Context, v *visit) (title string, err error) {
-	want := spendFilter{Surfaces: activitySurfaces}
-	if want.Days, err = v.oneOf("days", "7", "1", "30", "90"); err != nil {
+func openSpend(_ context.Context, req *pageRequest) (title string, err error) {
+	filter := spendFilter{Surfaces: activitySurfaces}
+	if filter.Days, err = req.oneOf("days", "7", "1", "30", "90"); err != nil {
 		return "", err
 	}
-	if want.By, err = v.oneOf("by", string(activity.BySkill), string(activity.ByPurpose), string(activity.BySurface),
+	if filter.By, err = req.oneOf("by", string(activity.BySkill), string(activity.ByPurpose), string(activity.BySurface),
 		string(activity.ByModel), string(activity.ByAgent), string(activity.ByKey)); err != nil {
 		return "", err
 	}
-	if want.Per, err = v.oneOf("per", string(activity.ByDay), string(activity.ByHour)); err != nil {
+	if filter.Per, err = req.oneOf("per", string(activity.ByDay), string(activity.ByHour)); err != nil {
 		return "", err
 	}
-	if days := want.Days; want.Per == string(activity.ByHour) && days != "1" && days != "7" {
+	if days := filter.Days; filter.Per == string(activity.ByHour) && days != "1" && days != "7" {
 		return "", problem.BadParameter("per is hour; that is shown for 1 or 7 days, not for %s", days)
 	}
-	if want.Surface, err = v.oneOf("surface", append([]string{""}, activitySurfaces...)...); err != nil {
+	if filter.Surface, err = req.oneOf("surface", append([]string{""}, activitySurfaces...)...); err != nil {
 		return "", err
 	}
-	for name, into := range map[string]*string{"skill": &want.Skill, "purpose": &want.Purpose, "model": &want.Model} {
-		if *into, err = v.textFilter(name); err != nil {
+	for name, into := range map[string]*string{"skill": &filter.Skill, "purpose": &filter.Purpose,
+		"model": &filter.Model} {
+		if *into, err = req.textFilter(name); err != nil {
 			return "", err
 		}
 	}
-	if bySkill, byPurpose := want.Skill != "" || want.By == "skill", want.Purpose != "" ||
-		want.By == "purpose"; bySkill && byPurpose {
-		if want.Skill != "" || v.Query.Get("by") != "" {
+	if bySkill, byPurpose := filter.Skill != "" || filter.By == "skill", filter.Purpose != "" ||
+		filter.By == "purpose"; bySkill && byPurpose {
+		if filter.Skill != "" || req.Query.Get("by") != "" {
 			return "", problem.BadParameter("%s", activity.ErrSkillOrPurpose)
 		}
-		want.By = string(activity.ByPurpose)
+		filter.By = string(activity.ByPurpose)
 	}
-	byCaller := want.By == string(activity.ByAgent) || want.By == string(activity.ByKey)
-	if byCaller && (want.Skill != "" || want.Purpose != "") {
-		return "", problem.BadParameter("by is %s; skills and purposes are not counted by %s", want.By, want.By)
+	byCaller := filter.By == string(activity.ByAgent) || filter.By == string(activity.ByKey)
+	if byCaller && (filter.Skill != "" || filter.Purpose != "") {
+		return "", problem.BadParameter("by is %s; skills and purposes are not counted by %s", filter.By, filter.By)
 	}
-	v.About = want
+	req.Subject = filter
 	return "", nil
 }
 
 // spendRow is a line of the sums.
 type spendRow struct {
 	activity.SpendLine
-	Share           string // of the cost, or of the tokens without prices
+	Share           string // share of the cost, or of the tokens if no call has a price
 	More            string // URL of the line's breakdown
-	P50, P95, Price string // of a model
+	P50, P95, Price string // durations of the calls of a model, and the source of its price
 	Errored, Cached string // shares of the calls and of the prompt tokens; empty without counts
 }
 
 // spendSums reads the sums.
-func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(spendFilter)
-	filter := activity.SpendFilter{
-		Since: want.since(), By: activity.Dimension(want.By), Skill: want.Skill, Purpose: want.Purpose,
-		Surface: want.Surface, Model: want.Model,
+func (room *Room) spendSums(ctx context.Context, req *pageRequest) (any, error) {
+	filter, _ := req.Subject.(spendFilter)
+	query := activity.SpendFilter{
+		Since: filter.since(), By: activity.Dimension(filter.By), Skill: filter.Skill, Purpose: filter.Purpose,
+		Surface: filter.Surface, Model: filter.Model,
 	}
-	by, err := activity.CountedSpend(ctx, room.Read, filter)
+	by, err := activity.CountedSpend(ctx, room.Read, query)
 	if err != nil {
 		return nil, err
 	}
-	if filter.By != activity.ByAgent && filter.By != activity.ByKey {
-		filter.By = activity.Together
+	if query.By != activity.ByAgent && query.By != activity.ByKey {
+		query.By = activity.Together
 	}
-	filter.Period = activity.Period(want.Per)
-	periods, err := activity.CountedSpend(ctx, room.Read, filter)
+	query.Period = activity.Period(filter.Per)
+	periods, err := activity.CountedSpend(ctx, room.Read, query)
 	if err != nil {
 		return nil, err
 	}
-	all := added(by.Lines)
+	all := sumSpend(by.Lines)
 	lines := by.Lines[:min(len(by.Lines), maxSpenders)]
 	spenders := make([]spendRow, 0, len(lines))
 	for _, l := range lines {
-		row := spendRow{SpendLine: l, Share: share(l, all), More: breakdownURL(want, l.Key)}
-		spenders = append(spenders, row.withShares(want))
+		row := spendRow{SpendLine: l, Share: share(l, all), More: breakdownURL(filter, l.Key)}
+		spenders = append(spenders, row.withShares(filter))
 	}
-	if want.By == string(activity.ByModel) {
-		if err := room.describeModels(ctx, spenders, want.since()); err != nil {
+	if filter.By == string(activity.ByModel) {
+		if err := room.describeModels(ctx, spenders, filter.since()); err != nil {
 			return nil, err
 		}
 	}
 	return map[string]any{
-		"Want": want, "All": all, "Spenders": spenders, "Others": added(by.Lines[len(lines):]), "Until": by.Until,
-		"Since": want.since(),
-		"Chart": spendChart("Spend by "+want.Per, periods.Lines, want.since(), activity.Period(want.Per), all.CostUSD > 0),
+		"Want": filter, "All": all, "Spenders": spenders, "Others": sumSpend(by.Lines[len(lines):]), "Until": by.Until,
+		"Since": filter.since(),
+		"Chart": spendChart("Spend by "+filter.Per, periods.Lines, filter.since(), activity.Period(filter.Per),
+			all.CostUSD > 0),
 	}, nil
 }
 
-// withShares adds the shares of failed calls and of cached tokens. The counts have neither by skill.
-func (r spendRow) withShares(want spendFilter) spendRow {
-	if want.By == string(activity.BySkill) || want.Skill != "" {
+// withShares adds the shares of failed calls and of cached tokens. The counts by skill have neither.
+func (r spendRow) withShares(filter spendFilter) spendRow {
+	if filter.By == string(activity.BySkill) || filter.Skill != "" {
 		return r
 	}
 	r.Errored, r.Cached = "0", "–"
@@ -202,30 +204,30 @@ func (room *Room) describeModels(ctx context.Context, list []spendRow, since tim
 }
 
 // breakdownURL returns the URL of a line's breakdown; empty for none.
-func breakdownURL(want spendFilter, key string) string {
-	if key == "" || want.By == "agent" || want.By == "key" || len(key) > maxFilterBytes ||
-		(want.By == "surface" && !slices.Contains(activitySurfaces, key)) {
+func breakdownURL(filter spendFilter, key string) string {
+	if key == "" || filter.By == "agent" || filter.By == "key" || len(key) > maxFilterBytes ||
+		(filter.By == "surface" && !slices.Contains(activitySurfaces, key)) {
 		return ""
 	}
-	by := map[string]string{"skill": "model", "purpose": "model", "surface": "skill", "model": "skill"}[want.By]
-	if want.Purpose != "" && by == "skill" {
+	by := map[string]string{"skill": "model", "purpose": "model", "surface": "skill", "model": "skill"}[filter.By]
+	if filter.Purpose != "" && by == "skill" {
 		by = "purpose"
 	}
-	query := url.Values{"days": {want.Days}, "by": {by}}
+	query := url.Values{"days": {filter.Days}, "by": {by}}
 	for name, value := range map[string]string{
-		"skill": want.Skill, "purpose": want.Purpose, "surface": want.Surface,
-		"model": want.Model,
+		"skill": filter.Skill, "purpose": filter.Purpose, "surface": filter.Surface,
+		"model": filter.Model,
 	} {
 		if value != "" {
 			query.Set(name, value)
 		}
 	}
-	query.Set(want.By, key)
+	query.Set(filter.By, key)
 	return "/spend?" + query.Encode()
 }
 
-// added returns the sum of lines.
-func added(lines []activity.SpendLine) (sum activity.SpendLine) {
+// sumSpend returns the sum of lines.
+func sumSpend(lines []activity.SpendLine) (sum activity.SpendLine) {
 	for _, l := range lines {
 		sum.Calls += l.Calls
 		sum.PromptTokens += l.PromptTokens
@@ -240,7 +242,7 @@ func added(lines []activity.SpendLine) (sum activity.SpendLine) {
 	return sum
 }
 
-// share is a line's part of the total.
+// share returns a line's share of the total cost, or of the tokens if no call has a price.
 func share(l, all activity.SpendLine) string {
 	switch {
 	case all.CostUSD > 0:
@@ -251,7 +253,7 @@ func share(l, all activity.SpendLine) string {
 	return ""
 }
 
-// spendChart draws all periods since a time: cost, or tokens without prices.
+// spendChart draws all periods since a time. It draws cost, or tokens if no call has a price.
 func spendChart(title string, lines []activity.SpendLine, since time.Time, per activity.Period, priced bool) chart {
 	c := chart{
 		Title: title, About: "Each bar is the cost of model calls in that period.", Series: []series{{"spent", "bar-accent"}},
@@ -261,18 +263,18 @@ func spendChart(title string, lines []activity.SpendLine, since time.Time, per a
 		c.About, c.Series[0].Name = "Each bar is the tokens of model calls in that period.", "tokens"
 		c.Write = countTick
 	}
-	of := map[int64]float64{}
+	sums := map[int64]float64{}
 	for _, l := range lines {
 		if l.Period == nil {
 			continue
 		}
 		if priced {
-			of[l.Period.Unix()] += l.CostUSD
+			sums[l.Period.Unix()] += l.CostUSD
 		} else {
-			of[l.Period.Unix()] += float64(l.Tokens)
+			sums[l.Period.Unix()] += float64(l.Tokens)
 		}
 	}
-	c.Points = periodsSince(since, per, func(at time.Time) []float64 { return []float64{of[at.Unix()]} })
+	c.Points = periodsSince(since, per, func(at time.Time) []float64 { return []float64{sums[at.Unix()]} })
 	return c
 }
 
@@ -301,16 +303,16 @@ func moneyTick(f float64) string {
 func countTick(f float64) string {
 	switch {
 	case f >= 1e9:
-		return place(f/1e9) + "G"
+		return formatSVG(f/1e9) + "G"
 	case f >= 1e6:
-		return place(f/1e6) + "M"
+		return formatSVG(f/1e6) + "M"
 	case f >= 1e4:
-		return place(f/1e3) + "k"
+		return formatSVG(f/1e3) + "k"
 	}
 	return strconv.FormatFloat(f, 'f', -1, 64)
 }
 
-// modelCall is a row of the log with a cost.
+// modelCall is a model call in the activity log.
 type modelCall struct {
 	ID, TraceID, Purpose, Surface, Model, Status string
 	Tokens                                       int64
@@ -319,9 +321,9 @@ type modelCall struct {
 	CreatedAt                                    time.Time
 }
 
-// modelCalls lists the newest model calls of the sums.
-func (room *Room) modelCalls(ctx context.Context, v *visit) (any, error) {
-	want, _ := v.About.(spendFilter)
+// modelCalls lists the newest model calls that match the filters of the sums.
+func (room *Room) modelCalls(ctx context.Context, req *pageRequest) (any, error) {
+	filter, _ := req.Subject.(spendFilter)
 	list, err := postgres.Rows[modelCall](ctx, room.Read, "list model calls", `
 		select x.id::text, x.trace_id, left(x.purpose, 100) as purpose, left(x.surface, 40) as surface,
 		       left(x.model, 100) as model, x.status, lanekeeper.agent_tokens(x.token_usage, 'total_tokens') as tokens,
@@ -330,19 +332,19 @@ func (room *Room) modelCalls(ctx context.Context, v *visit) (any, error) {
 		               a.status, a.kind, a.token_usage, a.cost_usd, a.duration_ms, a.created_at, a.led_to
 		          from agent_activity a
 		         where a.skill_name = 'model_call' and a.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
-		         order by a.id desc limit @walk::int) x
+		         order by a.id desc limit @searched::int) x
 		 where x.kind = 'model' and (@purpose::text = ''
 		   or lanekeeper.agent_count_key(x.purpose) = lanekeeper.agent_count_key(@purpose))
 		   and (@skill::text = '' or x.led_to ? @skill)
 		   and (@surface::text = '' or x.surface = @surface)
 		     and (@model::text = '' or lanekeeper.agent_count_key(x.model) = lanekeeper.agent_count_key(@model))
-		 order by x.id desc limit @most::int`, freshPlan, postgres.Strict{
-		"since": want.since(), "walk": walkModelCalls, "skill": want.Skill, "purpose": want.Purpose,
-		"surface": want.Surface, "model": want.Model,
-		"most": maxModelCalls,
+		 order by x.id desc limit @limit::int`, customPlan, postgres.Strict{
+		"since": filter.since(), "searched": maxSearchedCalls, "skill": filter.Skill, "purpose": filter.Purpose,
+		"surface": filter.Surface, "model": filter.Model,
+		"limit": maxModelCalls,
 	})
 	if err != nil {
 		return nil, err
 	}
-	return map[string]any{"Calls": list, "Want": want, "Since": want.since(), "Walked": int64(walkModelCalls)}, nil
+	return map[string]any{"Calls": list, "Want": filter, "Since": filter.since(), "Walked": int64(maxSearchedCalls)}, nil
 }

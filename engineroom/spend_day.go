@@ -13,8 +13,8 @@ import (
 const (
 	// maxDayLines bounds the lines of each breakdown of a day.
 	maxDayLines = 12
-	// maxDayTraces bounds the listed traces, and walkDayCalls the model calls to read for these traces.
-	maxDayTraces, walkDayCalls = 20, 10_000
+	// maxDayTraces bounds the listed traces, and maxSearchedDayCalls the model calls to read for these traces.
+	maxDayTraces, maxSearchedDayCalls = 20, 10_000
 )
 
 // spendDayPage breaks down a day's cost by agent, skill, model and purpose, and lists the most expensive traces.
@@ -23,18 +23,18 @@ func (room *Room) spendDayPage() page {
 		path: "/spend/{day}", name: "spendday", title: "Spend of a day", open: openSpendDay,
 		parallel: true,
 		parts: []part{
-			{name: "sums", every: 30 * time.Second, refreshOnActivity: true, load: room.spendOfDay},
-			{name: "traces", every: 30 * time.Second, refreshOnActivity: true, load: room.expensiveTraces},
+			{name: "sums", interval: 30 * time.Second, refreshOnActivity: true, load: room.spendOfDay},
+			{name: "traces", interval: 30 * time.Second, refreshOnActivity: true, load: room.expensiveTraces},
 		},
 	}
 }
 
-func openSpendDay(_ context.Context, v *visit) (string, error) {
-	day, err := time.Parse(time.DateOnly, v.path("day"))
+func openSpendDay(_ context.Context, req *pageRequest) (string, error) {
+	day, err := time.Parse(time.DateOnly, req.path("day"))
 	if err != nil || day.After(today()) || day.Year() < 2000 {
-		return "", missing("there is no day %.60q; a day looks like 2026-01-31 (UTC)", v.path("day"))
+		return "", notFound("there is no day %.60q; a day looks like 2026-01-31 (UTC)", req.path("day"))
 	}
-	v.About = day
+	req.Subject = day
 	return "Spend of " + day.Format(time.DateOnly), nil
 }
 
@@ -45,8 +45,8 @@ type dayShare struct {
 	Others activity.SpendLine
 }
 
-func (room *Room) spendOfDay(ctx context.Context, v *visit) (any, error) {
-	day, _ := v.About.(time.Time)
+func (room *Room) spendOfDay(ctx context.Context, req *pageRequest) (any, error) {
+	day, _ := req.Subject.(time.Time)
 	next := day.AddDate(0, 0, 1)
 	var shares []dayShare
 	var all activity.SpendLine
@@ -56,12 +56,12 @@ func (room *Room) spendOfDay(ctx context.Context, v *visit) (any, error) {
 		if err != nil {
 			return nil, err
 		}
-		of := added(sums.Lines)
+		of := sumSpend(sums.Lines)
 		if by == activity.BySkill {
 			all, until = of, sums.Until
 		}
 		n := min(len(sums.Lines), maxDayLines)
-		s := dayShare{By: string(by), Others: added(sums.Lines[n:])}
+		s := dayShare{By: string(by), Others: sumSpend(sums.Lines[n:])}
 		for _, l := range sums.Lines[:n] {
 			s.Lines = append(s.Lines, spendRow{SpendLine: l, Share: share(l, of)})
 		}
@@ -75,7 +75,7 @@ func (room *Room) spendOfDay(ctx context.Context, v *visit) (any, error) {
 	}
 	shown := map[string]any{
 		"Day": day, "All": all, "Shares": shares, "Until": until, "Before": day.AddDate(0, 0, -1),
-		"Compared": compared(all, added(before.Lines)),
+		"Compared": compareSpend(all, sumSpend(before.Lines)),
 	}
 	if !next.After(today()) {
 		shown["Next"] = next
@@ -83,8 +83,8 @@ func (room *Room) spendOfDay(ctx context.Context, v *visit) (any, error) {
 	return shown, nil
 }
 
-// compared compares a day's spend with the spend of the day before; empty if that day had none.
-func compared(all, before activity.SpendLine) string {
+// compareSpend compares a day's spend with the spend of the day before; empty if that day had none.
+func compareSpend(all, before activity.SpendLine) string {
 	now, then := all.CostUSD, before.CostUSD
 	if now == 0 && then == 0 {
 		now, then = float64(all.Tokens), float64(before.Tokens)
@@ -106,9 +106,10 @@ type traceCost struct {
 }
 
 // expensiveTraces lists the traces of a day whose model calls cost most. On a day with very many calls it reads a part
-// of the calls, and the page says so. It caches a result for half a minute, and the result of a past day for ten.
-func (room *Room) expensiveTraces(ctx context.Context, v *visit) (any, error) {
-	day, _ := v.About.(time.Time)
+// of the calls, and the page says so. It caches the result for half a minute, and the result of a past day for ten
+// minutes.
+func (room *Room) expensiveTraces(ctx context.Context, req *pageRequest) (any, error) {
+	day, _ := req.Subject.(time.Time)
 	keep := 30 * time.Second
 	if day.Before(today()) {
 		keep = 10 * time.Minute
@@ -116,22 +117,22 @@ func (room *Room) expensiveTraces(ctx context.Context, v *visit) (any, error) {
 	return room.traceCosts.read(day, keep, func() (any, error) { return room.readExpensiveTraces(ctx, day) })
 }
 
-// dayMemo caches the results of a few days.
-type dayMemo struct {
+// dayCache caches the results of a few days.
+type dayCache struct {
 	mu   sync.Mutex
-	days map[time.Time]keptDay
+	days map[time.Time]cachedDay
 }
 
-type keptDay struct {
+type cachedDay struct {
 	data any
 	at   time.Time
 }
 
-// maxKeptDays bounds the kept days.
-const maxKeptDays = 32
+// maxCachedDays bounds the kept days.
+const maxCachedDays = 32
 
 // read returns the cached result of a day, or reads it.
-func (m *dayMemo) read(day time.Time, keep time.Duration, read func() (any, error)) (any, error) {
+func (m *dayCache) read(day time.Time, keep time.Duration, read func() (any, error)) (any, error) {
 	m.mu.Lock()
 	kept, has := m.days[day]
 	m.mu.Unlock()
@@ -144,10 +145,10 @@ func (m *dayMemo) read(day time.Time, keep time.Duration, read func() (any, erro
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.days == nil || len(m.days) >= maxKeptDays {
-		m.days = map[time.Time]keptDay{}
+	if m.days == nil || len(m.days) >= maxCachedDays {
+		m.days = map[time.Time]cachedDay{}
 	}
-	m.days[day] = keptDay{data, time.Now()}
+	m.days[day] = cachedDay{data, time.Now()}
 	return data, nil
 }
 
@@ -157,23 +158,24 @@ func (room *Room) readExpensiveTraces(ctx context.Context, day time.Time) (any, 
 		  select a.trace_id, a.agent, a.surface, a.purpose, a.cost_usd, a.token_usage from agent_activity a
 		   where a.kind = 'model' and (a.created_at at time zone 'UTC')::date = @day::date
 		     and a.id >= lanekeeper.agent_uuid7_floor(@from::timestamptz) and a.id < lanekeeper.agent_uuid7_floor(@upto::timestamptz)
-		   limit @walk::int),
+		   limit @searched::int),
 		traces as materialized (
 		  select c.trace_id, max(left(c.agent, 100)) as agent, max(left(c.surface, 40)) as surface,
 		         (array_agg(left(c.purpose, 100) order by c.cost_usd desc))[1] as purpose, count(*) as calls,
 		         sum(lanekeeper.agent_tokens(c.token_usage, 'total_tokens'))::bigint as tokens,
 		         sum(case when c.cost_usd <> 'NaN' then c.cost_usd else 0 end)::float8 as cost_usd
-		    from calls c group by c.trace_id order by cost_usd desc, tokens desc, c.trace_id limit @most::int)
+		    from calls c group by c.trace_id order by cost_usd desc, tokens desc, c.trace_id limit @limit::int)
 		select left(t.trace_id, 200) as trace_id, t.agent, t.surface, t.purpose, t.calls, t.tokens, t.cost_usd,
 		       coalesce((select left(e.flow, 100) from agent_executions e where e.trace_id = t.trace_id order by e.id limit 1), '') as flow,
 		       (select count(*) from calls) as walked
-		  from traces t order by t.cost_usd desc, t.tokens desc, t.trace_id`, freshPlan, postgres.Strict{
-		"day": day.Format(time.DateOnly), "from": day.Add(-time.Hour), "upto": day.Add(25 * time.Hour), "walk": walkDayCalls,
-		"most": maxDayTraces,
+		  from traces t order by t.cost_usd desc, t.tokens desc, t.trace_id`, customPlan, postgres.Strict{
+		"day": day.Format(time.DateOnly), "from": day.Add(-time.Hour), "upto": day.Add(25 * time.Hour),
+		"searched": maxSearchedDayCalls,
+		"limit":    maxDayTraces,
 	})
 	if err != nil {
 		return nil, err
 	}
-	partly := len(list) > 0 && list[0].Walked >= walkDayCalls
-	return map[string]any{"Traces": list, "Partly": partly, "Walked": int64(walkDayCalls)}, nil
+	partly := len(list) > 0 && list[0].Walked >= maxSearchedDayCalls
+	return map[string]any{"Traces": list, "Partly": partly, "Walked": int64(maxSearchedDayCalls)}, nil
 }

@@ -18,7 +18,7 @@ import (
 
 // spendPart is the panel of the overview.
 func (room *Room) spendPart() part {
-	return part{name: "spend", every: sumsEvery, refreshOnActivity: true, load: room.spendPanel}
+	return part{name: "spend", interval: sumsInterval, refreshOnActivity: true, load: room.spendPanel}
 }
 
 // window is the spend of the last days, including today.
@@ -28,7 +28,7 @@ type window struct {
 	activity.SpendLine
 }
 
-func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) spendPanel(ctx context.Context, _ *pageRequest) (any, error) {
 	since := today().AddDate(0, 0, -29)
 	days, err := activity.CountedSpend(ctx, room.Read,
 		activity.SpendFilter{Since: since, By: activity.BySurface, Period: activity.ByDay})
@@ -56,30 +56,30 @@ func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
 	windows := []window{{Days: 1, Name: "today"}, {Days: 7, Name: "7 days"}, {Days: 30, Name: "30 days"}}
 	for i, w := range windows {
 		from := today().AddDate(0, 0, 1-w.Days)
-		windows[i].SpendLine = added(slices.DeleteFunc(slices.Clone(days.Lines), func(l activity.SpendLine) bool {
+		windows[i].SpendLine = sumSpend(slices.DeleteFunc(slices.Clone(days.Lines), func(l activity.SpendLine) bool {
 			return l.Period == nil || l.Period.Before(from)
 		}))
 	}
 	return map[string]any{
-		"Windows": windows, "Top": bySkillTogether(bySkill.Lines), "Until": days.Until,
+		"Windows": windows, "Top": topSkills(bySkill.Lines), "Until": days.Until,
 		"Budget": budget, "Heartbeats": beats,
 		"Week": week, "Yesterday": yesterday,
-		"Evals": added(slices.DeleteFunc(slices.Clone(days.Lines), func(l activity.SpendLine) bool {
+		"Evals": sumSpend(slices.DeleteFunc(slices.Clone(days.Lines), func(l activity.SpendLine) bool {
 			return l.Key != string(trace.Eval)
 		})),
-		"Chart": spendChart("Spend by day, 30 days", days.Lines, since, activity.ByDay, added(days.Lines).CostUSD > 0),
+		"Chart": spendChart("Spend by day, 30 days", days.Lines, since, activity.ByDay, sumSpend(days.Lines).CostUSD > 0),
 	}, nil
 }
 
-// bySkillTogether adds the days of each skill, and returns the skills that cost most.
-func bySkillTogether(lines []activity.SpendLine) []activity.SpendLine {
-	of := map[string]activity.SpendLine{}
+// topSkills adds the days of each skill, and returns the skills that cost most.
+func topSkills(lines []activity.SpendLine) []activity.SpendLine {
+	bySkill := map[string]activity.SpendLine{}
 	for _, l := range lines {
-		sum := added([]activity.SpendLine{of[l.Key], l})
+		sum := sumSpend([]activity.SpendLine{bySkill[l.Key], l})
 		sum.Key = l.Key
-		of[l.Key] = sum
+		bySkill[l.Key] = sum
 	}
-	all := slices.SortedFunc(maps.Values(of), func(a, b activity.SpendLine) int {
+	all := slices.SortedFunc(maps.Values(bySkill), func(a, b activity.SpendLine) int {
 		return cmp.Or(cmp.Compare(b.CostUSD, a.CostUSD), cmp.Compare(b.Tokens, a.Tokens), cmp.Compare(a.Key, b.Key))
 	})
 	return all[:min(len(all), topSpenders)]
@@ -101,7 +101,7 @@ func (room *Room) spendOfYesterday(ctx context.Context, bySkill []activity.Spend
 		lines = slices.DeleteFunc(slices.Clone(lines), func(l activity.SpendLine) bool {
 			return l.Period == nil || !l.Period.Equal(day)
 		})
-		all := added(lines)
+		all := sumSpend(lines)
 		rows := make([]spendRow, 0, topSpenders)
 		for _, l := range lines[:min(len(lines), topSpenders)] {
 			rows = append(rows, spendRow{SpendLine: l, Share: share(l, all)})
@@ -118,48 +118,48 @@ const maxHeartbeats = 4000
 
 // budgetLine is the rest of a daily limit, in one unit.
 type budgetLine struct {
-	Scope              string // a surface, or "agent NAME"; empty for the total
-	Spent, Aside, Left string
-	Unknown            string  // the part of Spent without a provider's report; empty for none
-	Limit              string  // empty for none
-	Used, Held         float64 // of the limit, 0 to 1
-	Over               bool    // exhausted
-	Percent            string
+	Scope                    string // a surface, or "agent NAME"; empty for the total
+	Spent, Reserved, Left    string
+	Unknown                  string  // the part of Spent without a provider's report; empty for none
+	Limit                    string  // empty for none
+	UsedShare, ReservedShare float64 // of the limit, 0 to 1
+	Over                     bool    // exhausted
+	Percent                  string
 }
 
 // Bar is the width of the spent part of the meter, of 100.
-func (b budgetLine) Bar() string { return place(100 * b.Used) }
+func (b budgetLine) Bar() string { return formatSVG(100 * b.UsedShare) }
 
-// BarHeld is the width of the reserved part.
-func (b budgetLine) BarHeld() string { return place(100 * b.Held) }
+// BarReserved is the width of the reserved part.
+func (b budgetLine) BarReserved() string { return formatSVG(100 * b.ReservedShare) }
 
 // budgetLines reads today's limits, and the spend without a limit.
-func (room *Room) budgetLines(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) budgetLines(ctx context.Context, _ *pageRequest) (any, error) {
 	list, err := room.monitor().Budgets(ctx, room.Read)
 	lines := []budgetLine{}
 	for _, b := range list {
-		lines = append(lines, budgetLineOf(b))
+		lines = append(lines, newBudgetLine(b))
 	}
 	return lines, err
 }
 
 func tokensText(f float64) string { return human.Count(int64(f)) + " tokens" }
 
-// budgetLineOf writes the rest of a limit.
-func budgetLineOf(b monitor.Budget) budgetLine {
-	write := tokensText
+// newBudgetLine writes the rest of a limit.
+func newBudgetLine(b monitor.Budget) budgetLine {
+	format := tokensText
 	if b.Unit == "usd" {
-		write = human.Money
+		format = human.Money
 	}
-	l := budgetLine{Scope: strings.TrimPrefix(b.Scope, "surface "), Spent: write(b.Spent)}
+	l := budgetLine{Scope: strings.TrimPrefix(b.Scope, "surface "), Spent: format(b.Spent)}
 	if b.Scope == "day" {
 		l.Scope = ""
 	}
 	if b.Unknown > 0 {
-		l.Unknown = write(b.Unknown)
+		l.Unknown = format(b.Unknown)
 	}
 	if b.Reserved > 0 {
-		l.Aside = write(b.Reserved)
+		l.Reserved = format(b.Reserved)
 	}
 	if b.Limit <= 0 {
 		if b.Spent == 0 && b.Reserved == 0 {
@@ -167,9 +167,9 @@ func budgetLineOf(b monitor.Budget) budgetLine {
 		}
 		return l
 	}
-	l.Limit, l.Left = write(b.Limit), write(max(0, b.Limit-b.Spent-b.Reserved))
-	l.Used = min(1, b.Share())
-	l.Held = min(1-l.Used, b.Reserved/b.Limit)
+	l.Limit, l.Left = format(b.Limit), format(max(0, b.Limit-b.Spent-b.Reserved))
+	l.UsedShare = min(1, b.Share())
+	l.ReservedShare = min(1-l.UsedShare, b.Reserved/b.Limit)
 	l.Over, l.Percent = b.Over(), human.Percent(b.Share())
 	return l
 }
@@ -193,14 +193,14 @@ func (room *Room) costOfHeartbeats(
 		   where e.flow = 'heartbeat' and e.claimed_by is null and e.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
 		     and e.status = 'completed'
 		     and e.result_summary not like 'skipped:%'
-		   limit @most::int + 1) x`, freshPlan, postgres.Strict{"since": since, "most": maxHeartbeats}).Scan(&cost.Successful)
+		   limit @limit::int + 1) x`, customPlan, postgres.Strict{"since": since, "limit": maxHeartbeats}).Scan(&cost.Successful)
 	if err != nil {
 		return cost, fmt.Errorf("count heartbeats: %w", err)
 	}
 	if cost.More = cost.Successful > maxHeartbeats; cost.More || cost.Successful == 0 {
 		return cost, nil
 	}
-	all := added(slices.DeleteFunc(slices.Clone(lines), func(l activity.SpendLine) bool {
+	all := sumSpend(slices.DeleteFunc(slices.Clone(lines), func(l activity.SpendLine) bool {
 		return l.Key != string(trace.Heartbeat) || l.Period == nil || l.Period.Before(since)
 	}))
 	cost.Each, cost.EachTokens = all.CostUSD/float64(cost.Successful), all.Tokens/cost.Successful

@@ -13,13 +13,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-func TestSpendIsShownByChatKeyAndByModelWithItsLatency(t *testing.T) {
+func TestSpendByChatKeyAndModel(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	price := func(string) string { return "list price of 2026-07-24: $1 in, $2 out" }
 	room, err := New(Options{Pool: pool, PriceOf: price})
 	require.NoError(t, err)
-	server := served(t, room)
+	server := serveRoom(t, room)
 	pgtest.Exec(t, pool, `
 		insert into agent_threads (id, channel, owner_kind, owner) values ('t', 'chat', 'visitor', 'shop <site>');
 		insert into agent_activity (trace_id, surface, kind, skill_name, purpose, model, thread_id, status, duration_ms, token_usage, led_to)
@@ -28,10 +28,10 @@ func TestSpendIsShownByChatKeyAndByModelWithItsLatency(t *testing.T) {
 		       '{"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120, "cached_tokens": 25}', '{"fetch": 2, "price": 1}'
 		  from generate_series(1, 4) n`)
 	check := func() {
-		shows(t, server.URL+"/spend?by=key", "shop &lt;site&gt;", "no price", "360", "1 (33 %)", "25 %")
-		shows(t, server.URL+"/spend?by=model", "m-1", "list price of 2026-07-24", "1 (25 %)", "480")
-		shows(t, server.URL+"/spend?by=agent", "agent", "480")
-		body := shows(t, server.URL+"/spend", `title="Counted at the skill that the answers called most">shared<`)
+		wantTexts(t, server.URL+"/spend?by=key", "shop &lt;site&gt;", "no price", "360", "1 (33 %)", "25 %")
+		wantTexts(t, server.URL+"/spend?by=model", "m-1", "list price of 2026-07-24", "1 (25 %)", "480")
+		wantTexts(t, server.URL+"/spend?by=agent", "agent", "480")
+		body := wantTexts(t, server.URL+"/spend", `title="Counted at the skill that the answers called most">shared<`)
 		for _, text := range []string{"$0.00", `#calls">0</a>`} {
 			assert.Truef(t, !strings.Contains(body, text), "the page says %q", text)
 		}
@@ -39,7 +39,7 @@ func TestSpendIsShownByChatKeyAndByModelWithItsLatency(t *testing.T) {
 	check() // of rows not counted yet
 	countActivity(t, pool, -time.Minute)
 	check()
-	shows(t, server.URL+"/spend?by=model", `data-label="p50">3`, `data-label="p95">3`)
+	wantTexts(t, server.URL+"/spend?by=model", `data-label="p50">3`, `data-label="p95">3`)
 }
 
 // countActivity counts all rows older than lag. An open transaction, even of another database, delays that.

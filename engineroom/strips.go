@@ -15,9 +15,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/monitor"
 )
 
-// concerned returns the agents that the page shows.
-func (room *Room) concerned(ctx context.Context, v *visit) (func(name string) bool, error) {
-	name, err := room.chosenName(ctx, v)
+// agentFilter returns the agents that the page shows.
+func (room *Room) agentFilter(ctx context.Context, req *pageRequest) (func(name string) bool, error) {
+	name, err := room.selectedAgent(ctx, req)
 	if name == "" || err != nil {
 		return func(string) bool { return true }, err
 	}
@@ -25,9 +25,9 @@ func (room *Room) concerned(ctx context.Context, v *visit) (func(name string) bo
 	return func(other string) bool { return agents.Acting(all, other).Name == name }, err
 }
 
-// chosenName is the name of the selected agent; empty for all.
-func (room *Room) chosenName(ctx context.Context, v *visit) (string, error) {
-	name := v.Query.Get("agent")
+// selectedAgent returns the name of the selected agent; empty for all agents.
+func (room *Room) selectedAgent(ctx context.Context, req *pageRequest) (string, error) {
+	name := req.Query.Get("agent")
 	if name == "" {
 		return "", nil
 	}
@@ -38,11 +38,11 @@ func (room *Room) chosenName(ctx context.Context, v *visit) (string, error) {
 	return name, err
 }
 
-// agentStrip is the line of an agent, or of all.
-type agentStrip struct {
+// agentStatus is the status line of one agent, or of all agents together.
+type agentStatus struct {
 	monitor.Verdict
-	Agent string // empty for all
-	URL   string // of its overview
+	Agent string // empty for all agents
+	URL   string // overview of the agent
 	Here  bool
 	Beat  *monitor.Beat // the agent's newest heartbeat, or the newest of all
 	Next  *time.Time
@@ -50,16 +50,16 @@ type agentStrip struct {
 }
 
 // Overdue reports whether the next heartbeat is in the past.
-func (s agentStrip) Overdue() bool { return s.Next != nil && s.Next.Before(time.Now()) }
+func (s agentStatus) Overdue() bool { return s.Next != nil && s.Next.Before(time.Now()) }
 
-// monitor judges the installation of the page.
+// monitor returns the monitor of the installation.
 func (room *Room) monitor() monitor.Monitor {
 	return monitor.Monitor{Agents: room.Agents, Limits: room.Limits}
 }
 
 // verdictPart reads the strip of the page, and with several agents one strip for each.
-func (room *Room) verdictPart(ctx context.Context, v *visit) (any, error) {
-	failures, err := room.failures(ctx, v)
+func (room *Room) verdictPart(ctx context.Context, req *pageRequest) (any, error) {
+	failures, err := room.failures(ctx, req)
 	if err != nil {
 		return nil, err
 	}
@@ -75,40 +75,41 @@ func (room *Room) verdictPart(ctx context.Context, v *visit) (any, error) {
 			used = -1
 		}
 		if b.Scope == "day" && used > closest {
-			closest, total = used, budgetLineOf(b)
+			closest, total = used, newBudgetLine(b)
 		}
 	}
-	head := agentStripOf(c, nil, all, total)
-	head.URL = v.at("agent", "")
-	var each []agentStrip
+	selected := newAgentStatus(c, nil, all, total)
+	selected.URL = req.withParam("agent", "")
+	var perAgent []agentStatus
 	for _, a := range all {
-		one := agentStripOf(c, &a, all, budgetLineOf(c.AgentBudgets[a.Name]))
-		one.URL, one.Here = v.at("agent", a.Name), len(all) > 1 && v.Query.Get("agent") == a.Name
-		if each = append(each, one); one.Here {
-			head = one
+		one := newAgentStatus(c, &a, all, newBudgetLine(c.AgentBudgets[a.Name]))
+		one.URL, one.Here = req.withParam("agent", a.Name), len(all) > 1 && req.Query.Get("agent") == a.Name
+		if perAgent = append(perAgent, one); one.Here {
+			selected = one
 		}
 	}
 	if len(all) == 1 {
-		each = nil
+		perAgent = nil
 	}
-	shown, more := onPage(each, mostStrips)
-	chosen := head.Agent
-	hours, err := room.hoursOf(ctx, v, chosen)
-	return map[string]any{"Head": head, "Each": shown, "More": more, "All": v.at("agent", ""), "Hours": hours}, err
+	shown, more := firstN(perAgent, maxAgentStatuses)
+	chosen := selected.Agent
+	hours, err := room.hourChart(ctx, req, chosen)
+	return map[string]any{"Head": selected, "Each": shown, "More": more, "All": req.withParam("agent", ""),
+		"Hours": hours}, err
 }
 
-// mostStrips bounds the agents on the overview.
-const mostStrips = 20
+// maxAgentStatuses bounds the agents on the overview.
+const maxAgentStatuses = 20
 
-// agentStripOf makes the line of an agent, or of all.
-func agentStripOf(c monitor.Condition, of *agents.Agent, all []agents.Agent, spent budgetLine) agentStrip {
-	s := agentStrip{Verdict: c.Judge(of, all), Spent: spent}
-	concerns := func(string) bool { return true }
+// newAgentStatus returns the status line of an agent, or of all agents if of is nil.
+func newAgentStatus(c monitor.Condition, of *agents.Agent, all []agents.Agent, spent budgetLine) agentStatus {
+	s := agentStatus{Verdict: c.Judge(of, all), Spent: spent}
+	isShown := func(string) bool { return true }
 	if of != nil {
 		s.Agent = of.Name
-		concerns = func(name string) bool { return agents.Acting(all, name).Name == of.Name }
+		isShown = func(name string) bool { return agents.Acting(all, name).Name == of.Name }
 	}
-	for _, b := range c.BeatsOf(concerns) {
+	for _, b := range c.BeatsOf(isShown) {
 		if s.Next == nil || b.NextRunAt.Before(*s.Next) {
 			s.Next = &b.NextRunAt
 		}
@@ -128,7 +129,7 @@ var hoursSQL string
 type hourRuns struct {
 	At           time.Time
 	Runs, Failed int64
-	Agent        string `db:"-"` // empty for all
+	Agent        string `db:"-"` // empty for all agents
 }
 
 // URL is the address of the list of the hour's executions, or of its failed executions.
@@ -150,27 +151,28 @@ type hourChart struct {
 	Many         bool // an hour has more executions than counted
 }
 
-// hourWide and hourHigh are measures of the chart.
-const hourWide, hourHigh = 20, 56
+// hourWidth is the width of an hour in the chart, and hourHeight the height of the chart.
+const hourWidth, hourHeight = 20, 56
 
-// hoursOf returns the chart. A stream refreshes the chart like sums.
-func (room *Room) hoursOf(ctx context.Context, v *visit, agent string) (hourChart, error) {
+// hourChart returns the chart. A stream refreshes the chart like sums.
+func (room *Room) hourChart(ctx context.Context, req *pageRequest, agent string) (hourChart, error) {
 	read := func() (hourChart, error) { return room.runsByHour(ctx, agent) }
-	if !v.live || v.memo == nil {
+	if !req.streaming || req.cache == nil {
 		return read()
 	}
-	return v.memo.hours.read(sumsEvery, read)
+	return req.cache.hours.read(sumsInterval, read)
 }
 
-// runsByHour reads the chart of an agent, or of all for "": this hour, and the 23 before it.
+// runsByHour reads the chart of this hour and the 23 hours before it, for one agent, or for all agents if agent is
+// empty.
 func (room *Room) runsByHour(ctx context.Context, agent string) (c hourChart, err error) {
 	until := time.Now().UTC().Truncate(time.Hour)
 	c.Hours, err = postgres.RowsGeneric[hourRuns](ctx, room.Read, "count executions", hoursSQL, postgres.Strict{
-		"since": until.Add(-23 * time.Hour), "until": until, "agent": agent, "beyond": beyond,
+		"since": until.Add(-23 * time.Hour), "until": until, "agent": agent, "count_limit": countLimit,
 	})
 	for i, h := range c.Hours {
 		c.Hours[i].At, c.Hours[i].Agent = h.At.UTC(), agent
-		c.Many = c.Many || h.Runs >= beyond
+		c.Many = c.Many || h.Runs >= countLimit
 		c.Runs, c.Failed = c.Runs+h.Runs, c.Failed+h.Failed
 	}
 	return c, err
@@ -184,7 +186,7 @@ func (c hourChart) Bars() []bar {
 	}
 	var list []bar
 	for i, h := range c.Hours {
-		base := float64(hourHigh)
+		base := float64(hourHeight)
 		for _, piece := range []struct {
 			n     int64
 			class string
@@ -192,11 +194,11 @@ func (c hourChart) Bars() []bar {
 			if piece.n <= 0 {
 				continue
 			}
-			high := max(float64(piece.n)/float64(most)*(hourHigh-2), 2)
+			high := max(float64(piece.n)/float64(most)*(hourHeight-2), 2)
 			base -= high
 			list = append(list, bar{
-				X: place(float64(i*hourWide + 2)), Y: place(max(base, 0)), W: place(hourWide - 4),
-				H: place(high), Class: piece.class,
+				X: formatSVG(float64(i*hourWidth + 2)), Y: formatSVG(max(base, 0)), W: formatSVG(hourWidth - 4),
+				H: formatSVG(high), Class: piece.class,
 			})
 		}
 	}
@@ -208,7 +210,7 @@ func (c hourChart) Columns() []bar {
 	list := make([]bar, len(c.Hours))
 	for i, h := range c.Hours {
 		list[i] = bar{
-			X: place(float64(i * hourWide)), W: place(hourWide), H: place(hourHigh),
+			X: formatSVG(float64(i * hourWidth)), W: formatSVG(hourWidth), H: formatSVG(hourHeight),
 			Text: fmt.Sprintf("%s UTC: %s, %s failed", h.At.Format("15:04"), monitor.Counted(h.Runs, "run"),
 				human.Count(h.Failed)),
 		}
@@ -224,4 +226,4 @@ func (c hourChart) Latest() []hourRuns {
 }
 
 // Box is the chart's viewBox.
-func (c hourChart) Box() string { return fmt.Sprintf("0 0 %d %d", 24*hourWide, hourHigh) }
+func (c hourChart) Box() string { return fmt.Sprintf("0 0 %d %d", 24*hourWidth, hourHeight) }

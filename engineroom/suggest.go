@@ -29,7 +29,7 @@ const (
 // suggestion is a value that a filter can have.
 type suggestion struct {
 	Value string
-	Count string // of its rows; empty if no index counts them
+	Count string // number of rows with the value; empty if no index counts them
 }
 
 // suggestions caches the values of filters for suggestionTTL.
@@ -56,9 +56,9 @@ const distinctSQL = `
 	         select count(*) filter (where c.value = v.value) from (
 	           select x.%[1]s as value from %[2]s x where %[3]s and x.%[1]s >= v.value
 	            order by x.%[1]s limit @counted + 1) c) as count
-	  from (select * from v where v.value is not null limit @most) v`
+	  from (select * from v where v.value is not null limit @limit) v`
 
-// distinct has the columns with such an index.
+// distinct has, by kind, the arguments of distinctSQL.
 var distinct = map[string][3]string{
 	"flow":     {"flow", "agent_executions", "x.claimed_by is null"},
 	"owner":    {"owner", "agent_threads", "true"},
@@ -68,9 +68,9 @@ var distinct = map[string][3]string{
 
 // suggested returns the values that a filter can have, at most suggestionTTL old.
 func (room *Room) suggested(ctx context.Context, kind string) ([]suggestion, error) {
-	room.hints.mu.Lock()
-	cached := room.hints.cached[kind]
-	room.hints.mu.Unlock()
+	room.suggestionCache.mu.Lock()
+	cached := room.suggestionCache.cached[kind]
+	room.suggestionCache.mu.Unlock()
 	if time.Since(cached.at) < suggestionTTL {
 		return cached.list, nil
 	}
@@ -78,12 +78,12 @@ func (room *Room) suggested(ctx context.Context, kind string) ([]suggestion, err
 	if err != nil {
 		return nil, err
 	}
-	room.hints.mu.Lock()
-	defer room.hints.mu.Unlock()
-	if room.hints.cached == nil {
-		room.hints.cached = map[string]cachedSuggestions{}
+	room.suggestionCache.mu.Lock()
+	defer room.suggestionCache.mu.Unlock()
+	if room.suggestionCache.cached == nil {
+		room.suggestionCache.cached = map[string]cachedSuggestions{}
 	}
-	room.hints.cached[kind] = cachedSuggestions{list, time.Now()}
+	room.suggestionCache.cached[kind] = cachedSuggestions{list, time.Now()}
 	return list, nil
 }
 
@@ -104,12 +104,12 @@ func (room *Room) readSuggestions(ctx context.Context, kind string) ([]suggestio
 		return list, err
 	case "target":
 		return postgres.Rows[suggestion](ctx, room.Read, "suggest targets", `
-			select t.name as value, '' as count from agent_webhook_targets t order by t.name limit @most`,
-			postgres.Strict{"most": maxSuggested})
+			select t.name as value, '' as count from agent_webhook_targets t order by t.name limit @limit`,
+			postgres.Strict{"limit": maxSuggested})
 	case "lane":
 		return postgres.Rows[suggestion](ctx, room.Read, "suggest lanes", `
-			select l.lane as value, '' as count from agent_locks l order by l.lane limit @most`,
-			postgres.Strict{"most": maxSuggested})
+			select l.lane as value, '' as count from agent_locks l order by l.lane limit @limit`,
+			postgres.Strict{"limit": maxSuggested})
 	}
 	source := distinct[kind]
 	type counted struct {
@@ -117,8 +117,8 @@ func (room *Room) readSuggestions(ctx context.Context, kind string) ([]suggestio
 		Count int64
 	}
 	rows, err := postgres.Rows[counted](ctx, room.Read, "suggest values",
-		fmt.Sprintf(distinctSQL, source[0], source[1], source[2]), freshPlan,
-		postgres.Strict{"most": maxSuggested, "counted": maxSuggestedCount})
+		fmt.Sprintf(distinctSQL, source[0], source[1], source[2]), customPlan,
+		postgres.Strict{"limit": maxSuggested, "counted": maxSuggestedCount})
 	for _, r := range rows {
 		if r.Value != "" {
 			list = append(list, suggestion{r.Value, capped(r.Count, maxSuggestedCount)})
@@ -152,7 +152,7 @@ func (room *Room) namesLike(ctx context.Context, kind, text string) ([]string, e
 	return names, nil
 }
 
-// chip is a set filter.
+// chip shows a set filter, with a link to the page without the filter.
 type chip struct{ Word, Value, Href string }
 
 // filterWords are the labels of the filters' parameters, in the order of the chips. Cursors have none.
@@ -186,14 +186,14 @@ var filterWords = [][2]string{
 }
 
 // Chips lists the set filters, except the named ones. Each link is the page without that filter.
-func (v *visit) Chips(except ...string) []chip {
+func (req *pageRequest) Chips(except ...string) []chip {
 	var list []chip
 	for _, w := range filterWords {
-		value := strings.TrimSpace(v.Query.Get(w[0]))
+		value := strings.TrimSpace(req.Query.Get(w[0]))
 		if value == "" || slices.Contains(except, w[0]) {
 			continue
 		}
-		rest := v.withoutRow()
+		rest := req.withoutRow()
 		for _, cursor := range []string{"before", "after", "cursor"} {
 			rest.Query.Del(cursor)
 		}
@@ -208,17 +208,17 @@ func (v *visit) Chips(except ...string) []chip {
 		case "errors 1":
 			value = "errors"
 		}
-		list = append(list, chip{w[1], cut(60, value), rest.at(w[0], "")})
+		list = append(list, chip{w[1], cut(60, value), rest.withParam(w[0], "")})
 	}
 	return list
 }
 
 // Set returns the number of set filters, except the named ones.
-func (v *visit) Set(except ...string) int { return len(v.Chips(except...)) }
+func (req *pageRequest) Set(except ...string) int { return len(req.Chips(except...)) }
 
 // filterForm is the data of a page's filters.
 type filterForm struct {
-	*visit
+	*pageRequest
 	Path  string
 	Lists map[string][]suggestion // by the names of kinds
 }
@@ -226,8 +226,8 @@ type filterForm struct {
 // filtersPart shows the filters of a page with suggestions of some kinds. No update replaces the part, so a viewer's
 // input stays.
 func (room *Room) filtersPart(path string, kinds ...string) part {
-	return part{name: "filters", load: func(ctx context.Context, v *visit) (any, error) {
-		form := filterForm{visit: v, Path: path, Lists: map[string][]suggestion{}}
+	return part{name: "filters", load: func(ctx context.Context, req *pageRequest) (any, error) {
+		form := filterForm{pageRequest: req, Path: path, Lists: map[string][]suggestion{}}
 		for _, kind := range kinds {
 			list, err := room.suggested(ctx, kind)
 			if err != nil {

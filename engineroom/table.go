@@ -10,19 +10,19 @@ import (
 
 // tableLink downloads a listing as CSV from the API.
 type tableLink struct {
-	Href string
-	Left []string // the filters of the page that the API does not have
+	Href    string
+	Omitted []string // filters of the page that the API lacks
 }
 
-// newTableLink returns the link for the parameters of a route, without empty parameters.
-func newTableLink(path string, parameters map[string]string, left ...string) tableLink {
+// newTableLink returns the link to a route with its nonempty parameters.
+func newTableLink(path string, parameters map[string]string, omitted ...string) tableLink {
 	q := url.Values{"format": {"csv"}}
 	for name, value := range parameters {
 		if value != "" {
 			q.Set(name, value)
 		}
 	}
-	return tableLink{path + "?" + q.Encode(), left}
+	return tableLink{path + "?" + q.Encode(), omitted}
 }
 
 // apiTime formats a time for the API; empty for none.
@@ -34,7 +34,7 @@ func apiTime(t time.Time) string {
 }
 
 // Without names the omitted filters.
-func (l tableLink) Without() string { return strings.Join(l.Left, ", ") }
+func (l tableLink) Without() string { return strings.Join(l.Omitted, ", ") }
 
 // Table links to the executions of the filter as a table. The API compares only whole names, and has no excluding
 // filters.
@@ -54,12 +54,12 @@ func (l executionList) Table() tableLink {
 		q["status"], left = "waiting", append(left, "stuck")
 	}
 	for name, value := range map[string]string{"status": q["status"], "surface": l.Surface} {
-		if _, excluded := without(value); excluded {
+		if _, excluded := parseExclusion(value); excluded {
 			delete(q, name)
 			left = append(left, name)
 		}
 	}
-	if flow, excluded := without(l.Flow); len(l.flows) == 1 && !excluded {
+	if flow, excluded := parseExclusion(l.Flow); len(l.flows) == 1 && !excluded {
 		q["flow"] = l.flows[0]
 	} else if flow != "" {
 		left = append(left, "flow")
@@ -103,15 +103,15 @@ func (l auditList) Table() tableLink {
 }
 
 // Table links to the spend of the filter as a table: by day, surface and model, and by skill or purpose.
-func (w spendFilter) Table() tableLink {
+func (f spendFilter) Table() tableLink {
 	by, left := "", []string(nil)
-	if w.By == "purpose" {
+	if f.By == "purpose" {
 		by = "purpose"
 	}
-	if w.Purpose != "" {
+	if f.Purpose != "" {
 		by, left = "purpose", append(left, "purpose")
 	}
 	return newTableLink("/v1/activity/spend", map[string]string{
-		"by": by, "skill": w.Skill, "surface": w.Surface, "model": w.Model, "since": apiTime(w.since()),
+		"by": by, "skill": f.Skill, "surface": f.Surface, "model": f.Model, "since": apiTime(f.since()),
 	}, left...)
 }

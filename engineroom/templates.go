@@ -55,7 +55,7 @@ func millis(ms any) string { return human.Seconds(number(ms) / 1000) }
 // seconds formats a number of seconds of any type.
 func seconds(s any) string { return human.Seconds(number(s)) }
 
-// number reads a number of any type; NaN is none.
+// number converts a number of any type. It returns NaN for any other value.
 func number(n any) float64 {
 	v := reflect.Indirect(reflect.ValueOf(n))
 	switch {
@@ -101,7 +101,7 @@ func clock(class string, t time.Time) template.HTML {
 		class, t.Format(time.RFC3339Nano), t.Format("2006-01-02 15:04:05")))
 }
 
-// capital begins a text with a capital.
+// capital returns a text with its first letter in upper case.
 func capital(s string) string {
 	if s == "" {
 		return s
@@ -109,7 +109,7 @@ func capital(s string) string {
 	return strings.ToUpper(s[:1]) + s[1:]
 }
 
-// short is the end of an id.
+// short returns the last group of a uuid, and any other id whole.
 func short(id string) string {
 	if i := strings.LastIndexByte(id, '-'); i > 0 && len(id) == 36 {
 		return id[i+1:]
@@ -117,7 +117,7 @@ func short(id string) string {
 	return id
 }
 
-// dict makes arguments for a template: {{template "x" (dict "Name" .Name)}}.
+// dict returns a map of pairs, as the argument of a template: {{template "x" (dict "Name" .Name)}}.
 func dict(pairs ...any) (map[string]any, error) {
 	if len(pairs)%2 != 0 {
 		return nil, fmt.Errorf("dict wants pairs, got %d values", len(pairs))
@@ -126,7 +126,7 @@ func dict(pairs ...any) (map[string]any, error) {
 	for i := 0; i < len(pairs); i += 2 {
 		key, is := pairs[i].(string)
 		if !is {
-			return nil, fmt.Errorf("dict wants a text as key, got %T", pairs[i])
+			return nil, fmt.Errorf("dict wants string keys, got %T", pairs[i])
 		}
 		m[key] = pairs[i+1]
 	}
@@ -137,10 +137,10 @@ func dict(pairs ...any) (map[string]any, error) {
 var assetFiles embed.FS
 
 // fingerprints has the digests of the embedded files by name, and under "" a digest of all files and templates.
-var fingerprints = takeFingerprints()
+var fingerprints = computeFingerprints()
 
-func takeFingerprints() map[string]string {
-	all, every := map[string]string{}, sha256.New()
+func computeFingerprints() map[string]string {
+	all, whole := map[string]string{}, sha256.New()
 	for _, files := range []embed.FS{assetFiles, templateFiles, webassets.Files} {
 		err := fs.WalkDir(files, ".", func(name string, entry fs.DirEntry, err error) error {
 			if err != nil || entry.IsDir() {
@@ -150,20 +150,20 @@ func takeFingerprints() map[string]string {
 			if err != nil {
 				return err
 			}
-			all[path.Base(name)] = short8(text)
-			every.Write(text)
+			all[path.Base(name)] = shortDigest(text)
+			whole.Write(text)
 			return nil
 		})
 		if err != nil {
 			return map[string]string{} // embedded files are readable; without digests, browsers only do not cache them
 		}
 	}
-	all[""] = base64.RawURLEncoding.EncodeToString(every.Sum(nil)[:6])
+	all[""] = base64.RawURLEncoding.EncodeToString(whole.Sum(nil)[:6])
 	return all
 }
 
-// short8 is a digest of eight characters.
-func short8(text []byte) string {
+// shortDigest is a digest of eight characters.
+func shortDigest(text []byte) string {
 	sum := sha256.Sum256(text)
 	return base64.RawURLEncoding.EncodeToString(sum[:6])
 }
@@ -191,7 +191,7 @@ func (room *Room) asset(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	h, tag := w.Header(), `"`+fingerprints[name]+`"`
-	guard(h)
+	setSecurityHeaders(h)
 	h.Set("ETag", tag)
 	h.Set("Cache-Control", "public, no-cache")
 	if r.URL.Query().Get("v") == fingerprints[name] || path.Ext(name) == ".woff2" { // a font's name has its version
@@ -207,15 +207,15 @@ func (room *Room) asset(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// plain makes control characters and direction marks visible. The templates have none.
-func plain(text []byte) []byte {
-	if readsAsItself(text) {
+// escapeInvisible makes control characters and direction marks visible. The templates have none.
+func escapeInvisible(text []byte) []byte {
+	if isPlainText(text) {
 		return text
 	}
 	var b bytes.Buffer
 	for len(text) > 0 {
 		r, size := utf8.DecodeRune(text)
-		if changesReading(r) {
+		if isInvisible(r) {
 			fmt.Fprintf(&b, "⟨U+%04X⟩", r)
 		} else {
 			b.Write(text[:size])
@@ -225,23 +225,23 @@ func plain(text []byte) []byte {
 	return b.Bytes()
 }
 
-// asIs has the bytes of ASCII that a browser displays as themselves.
-var asIs = func() (is [256]bool) {
+// plainASCII has the bytes of ASCII that a browser displays as themselves.
+var plainASCII = func() (is [256]bool) {
 	for c := range rune(utf8.RuneSelf) {
-		is[c] = !changesReading(c)
+		is[c] = !isInvisible(c)
 	}
 	return is
 }()
 
-// readsAsItself reports a text without characters to make visible. A page may have a megabyte, most of it ASCII.
-func readsAsItself(text []byte) bool {
+// isPlainText reports a text without characters to make visible. A page may have a megabyte, most of it ASCII.
+func isPlainText(text []byte) bool {
 	for i := 0; i < len(text); {
-		if asIs[text[i]] {
+		if plainASCII[text[i]] {
 			i++
 			continue
 		}
 		r, size := utf8.DecodeRune(text[i:])
-		if changesReading(r) {
+		if isInvisible(r) {
 			return false
 		}
 		i += size
@@ -249,8 +249,8 @@ func readsAsItself(text []byte) bool {
 	return true
 }
 
-// changesReading reports a character that a browser does not display as itself.
-func changesReading(r rune) bool {
+// isInvisible reports a character that a browser does not display as itself.
+func isInvisible(r rune) bool {
 	switch r {
 	case '\n', '\t', utf8.RuneError:
 		return false
@@ -275,11 +275,11 @@ func brief(n int, s string) string {
 // cut returns at most n characters of a text, and how many are omitted.
 func cut(n int, s string) string { return human.Cut(n, s) }
 
-// stateLook is the display of a state: a class for its colour, and a shape.
-type stateLook struct{ tone, shape string }
+// stateStyle is the display of a state: a class for its colour, and a shape.
+type stateStyle struct{ tone, shape string }
 
-// looks has the states with a display of their own. Other states are grey, with a dot.
-var looks = map[string]stateLook{
+// stateStyles has the states with a display of their own. Other states are grey, with a dot.
+var stateStyles = map[string]stateStyle{
 	"success": {"tone-good", "✓"}, "completed": {"tone-good", "✓"}, "approved": {"tone-good", "✓"},
 	"enabled": {"tone-good", "✓"},
 	"active":  {"tone-good", "✓"}, "delivered": {"tone-good", "✓"}, "healthy": {"tone-good", "✓"},
@@ -306,32 +306,32 @@ var looks = map[string]stateLook{
 	"interrupted": {"tone-warn", "◌"}, "no turns": {"", "–"}, "no trials": {"", "–"},
 }
 
-// tone is the class of a state's colour; empty for none.
-func tone(state any) string { return looks[stateWord(state)].tone }
+// tone returns the class of a state's colour; empty for none.
+func tone(state any) string { return stateStyles[stateText(state)].tone }
 
-// shape is the sign before a state's word.
+// shape returns the sign before the word of a state.
 func shape(state any) string {
-	if l, has := looks[stateWord(state)]; has {
+	if l, has := stateStyles[stateText(state)]; has {
 		return l.shape
 	}
 	return "·"
 }
 
 // words formats a state: pending_approval becomes pending approval.
-func words(state any) string { return strings.ReplaceAll(stateWord(state), "_", " ") }
+func words(state any) string { return strings.ReplaceAll(stateText(state), "_", " ") }
 
-// class is a state as a part of a class name.
+// class returns a state as a part of a class name.
 func class(state any) string {
 	return strings.Map(func(r rune) rune {
 		if (r >= 'a' && r <= 'z') || (r >= '0' && r <= '9') {
 			return r
 		}
 		return '-'
-	}, stateWord(state))
+	}, stateText(state))
 }
 
-// stateWord returns a state of any type as text; empty for a nil pointer.
-func stateWord(state any) string {
+// stateText returns a state of any type as text; empty for a nil pointer.
+func stateText(state any) string {
 	v := reflect.ValueOf(state)
 	if v.Kind() == reflect.Pointer {
 		if v.IsNil() {
@@ -346,15 +346,15 @@ const (
 	// maxValue bounds the characters read of a value. It exceeds the shown part, so redaction covers a whole secret at the
 	// cut. The statements repeat the number.
 	maxValue = 8192
-	// maxPre bounds the shown characters of a value.
-	maxPre = 4000
+	// maxShownText bounds the shown characters of a value.
+	maxShownText = 4000
 )
 
 // shownValue is a redacted and cut value.
 type shownValue struct {
 	Text  string
-	Bytes int64 // of the whole
-	Whole bool  // nothing was cut
+	Bytes int64 // size of the whole value
+	Whole bool  // Text is the whole value
 }
 
 // shownJSON formats the first maxValue characters of JSON of a given size.
@@ -362,7 +362,7 @@ func shownJSON(text string, size int64) shownValue {
 	if text == "" {
 		return shownValue{Whole: true}
 	}
-	if int64(len(text)) < size || len(text) > maxPre || !json.Valid([]byte(text)) {
+	if int64(len(text)) < size || len(text) > maxShownText || !json.Valid([]byte(text)) {
 		return shownText(text, size)
 	}
 	return shownValue{Text: formatJSON(string(redact.JSON(json.RawMessage(text), maxValue))), Bytes: size, Whole: true}
@@ -371,8 +371,8 @@ func shownJSON(text string, size int64) shownValue {
 // shownText formats the first maxValue characters of a text of a given size.
 func shownText(text string, size int64) shownValue {
 	clean := redact.Text(text, 4*maxValue)
-	whole := int64(len(text)) == size && utf8.RuneCountInString(clean) <= maxPre
-	return shownValue{Text: clip(clean, size, maxPre), Bytes: size, Whole: whole}
+	whole := int64(len(text)) == size && utf8.RuneCountInString(clean) <= maxShownText
+	return shownValue{Text: clip(clean, size, maxShownText), Bytes: size, Whole: whole}
 }
 
 // clip returns at most n characters of a text, with its original size if it was cut.
@@ -393,13 +393,13 @@ func clip(text string, size int64, n int) string {
 // maxJSONDepth bounds the nesting of formatted JSON.
 const maxJSONDepth = 60
 
-// maxLines bounds the compared lines.
-const maxLines = 20_000
+// maxDiffLines bounds the compared lines.
+const maxDiffLines = 20_000
 
 // formatJSON formats JSON with sorted keys, which is the hashed order, and unchanged numbers. Deeply nested or invalid
 // JSON stays unchanged.
 func formatJSON(text string) string {
-	if depth(text) > maxJSONDepth {
+	if jsonDepth(text) > maxJSONDepth {
 		return text
 	}
 	decoder := json.NewDecoder(strings.NewReader(text))
@@ -418,9 +418,9 @@ func formatJSON(text string) string {
 	return strings.TrimSuffix(b.String(), "\n")
 }
 
-// depth returns the nesting of JSON.
-func depth(text string) int {
-	now, most, inText := 0, 0, false
+// jsonDepth returns the nesting of JSON.
+func jsonDepth(text string) int {
+	current, most, inText := 0, 0, false
 	for i := 0; i < len(text); i++ {
 		switch c := text[i]; {
 		case inText && c == '\\':
@@ -429,10 +429,10 @@ func depth(text string) int {
 			inText = !inText
 		case inText:
 		case c == '{' || c == '[':
-			now++
-			most = max(most, now)
+			current++
+			most = max(most, current)
 		case c == '}' || c == ']':
-			now--
+			current--
 		}
 	}
 	return most
@@ -450,7 +450,7 @@ func (l diffLine) New() bool { return l.Sign == "+" }
 
 // compare returns the differences of two texts; nil for equal texts. ok is false for too many lines.
 func compare(before, after string) ([]diffLine, bool) {
-	if strings.Count(before, "\n")+strings.Count(after, "\n") > maxLines {
+	if strings.Count(before, "\n")+strings.Count(after, "\n") > maxDiffLines {
 		return nil, false
 	}
 	before, after = before+"\n", after+"\n"

@@ -13,11 +13,11 @@ import (
 )
 
 // read loads the part for its viewers. Package activity decides which texts to hide from viewers without the scope.
-func (p part) read(ctx context.Context, v *visit) (any, error) {
-	if !v.texts {
+func (p part) read(ctx context.Context, req *pageRequest) (any, error) {
+	if !req.mayReadThreads {
 		ctx = activity.WithoutTexts(ctx)
 	}
-	return p.load(ctx, v)
+	return p.load(ctx, req)
 }
 
 // hidesTextsOf reports whether ctx hides the texts of an execution.

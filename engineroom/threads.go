@@ -27,10 +27,10 @@ const (
 // threadsPage lists conversations.
 func (room *Room) threadsPage() page {
 	return page{
-		path: "/threads", name: "threads", nav: "Threads", title: "Threads", open: room.openThreads,
+		path: "/threads", name: "threads", navLabel: "Threads", title: "Threads", open: room.openThreads,
 		parts: []part{
 			room.filtersPart("/threads", "owner", "agent"),
-			{name: "list", every: 2 * time.Second, load: room.listThreads},
+			{name: "list", interval: 2 * time.Second, load: room.listThreads},
 		},
 	}
 }
@@ -42,11 +42,11 @@ type threadFilter struct {
 	Agent          string
 	Name           string // a part of the id, participant or public name
 	owners         []string
-	before         *threadPlace
+	before         *threadCursor
 }
 
-// threadPlace is a thread's position in the listing.
-type threadPlace struct {
+// threadCursor is a thread's position in the listing.
+type threadCursor struct {
 	At time.Time
 	ID string
 }
@@ -59,18 +59,18 @@ func threadChannels() []string {
 func (threadFilter) Channels() []string { return threadChannels() }
 
 // openThreads reads the filters.
-func (room *Room) openThreads(ctx context.Context, v *visit) (string, error) {
-	if _, is := v.About.(threadFilter); is {
+func (room *Room) openThreads(ctx context.Context, req *pageRequest) (string, error) {
+	if _, is := req.Subject.(threadFilter); is {
 		return "Threads", nil // found for the same address
 	}
-	q, err := filtersOf(v.Query, "view", "channel", "owner", "agent", "name", "before")
+	q, err := filtersOf(req.Query, "view", "channel", "owner", "agent", "name", "before")
 	if err != nil {
 		return "", err
 	}
-	if err := oneOf("view", q["view"], []string{"held", "queue"}); err != nil {
+	if err := checkOneOf("view", q["view"], []string{"held", "queue"}); err != nil {
 		return "", err
 	}
-	if err := oneOf("channel", q["channel"], threadChannels()); err != nil {
+	if err := checkOneOf("channel", q["channel"], threadChannels()); err != nil {
 		return "", err
 	}
 	f := threadFilter{View: q["view"], Channel: q["channel"], Owner: q["owner"], Agent: q["agent"], Name: q["name"]}
@@ -84,11 +84,11 @@ func (room *Room) openThreads(ctx context.Context, v *visit) (string, error) {
 		at, id, found := strings.Cut(q["before"], " ")
 		moment, err := time.Parse(time.RFC3339Nano, at)
 		if err != nil || !found {
-			return "", badCursor()
+			return "", invalidCursor()
 		}
-		f.before = &threadPlace{moment, id}
+		f.before = &threadCursor{moment, id}
 	}
-	v.About = f
+	req.Subject = f
 	return "Threads", nil
 }
 
@@ -109,7 +109,7 @@ func (f threadFilter) moreOwners() []string {
 }
 
 // link returns the listing's URL from a position on.
-func (f threadFilter) link(p threadPlace) string {
+func (f threadFilter) link(p threadCursor) string {
 	q := url.Values{"before": {p.At.UTC().Format(time.RFC3339Nano) + " " + p.ID}}
 	if f.Channel != "" {
 		q.Set("channel", f.Channel)
@@ -172,8 +172,8 @@ type threadList struct {
 }
 
 // listThreads reads a page, by the last message.
-func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
-	f := v.About.(threadFilter)
+func (room *Room) listThreads(ctx context.Context, req *pageRequest) (any, error) {
+	f := req.Subject.(threadFilter)
 	if f.View != "" {
 		return room.listBusyThreads(ctx, f)
 	}
@@ -194,13 +194,13 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 		  where (@channel = '' or w.channel = @channel) and (@agent = '' or w.agent ilike @agent)
 		    and (@owners::text[] is null or w.owner = any (@owners))
 		    and (@name = '' or w.id ilike @name or w.participant ilike @name or w.name ilike @name)
-		  order by w.updated_at desc, w.id desc limit @most + 1) p
+		  order by w.updated_at desc, w.id desc limit @limit + 1) p
 		  join agent_threads t on t.id = p.id`+threadRowJoins+`
-		 order by t.updated_at desc, t.id desc`, freshPlan,
+		 order by t.updated_at desc, t.id desc`, customPlan,
 		postgres.Strict{
-			"owner": f.oneOwner(), "owners": f.moreOwners(), "name": likePart(f.Name), "channel": f.Channel,
-			"agent": likePart(f.Agent), "at": at, "before": id, "searched": maxSearched,
-			"most":        threadsShown,
+			"owner": f.oneOwner(), "owners": f.moreOwners(), "name": containsPattern(f.Name), "channel": f.Channel,
+			"agent": containsPattern(f.Agent), "at": at, "before": id, "searched": maxSearched,
+			"limit":       threadsShown,
 			"queued_most": maxQueued,
 		})
 	got := threadList{threadFilter: f, Window: maxSearched}
@@ -210,7 +210,7 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 	if len(got.Rows) > threadsShown {
 		got.Rows = got.Rows[:threadsShown]
 		last := got.Rows[threadsShown-1]
-		got.Older = f.link(threadPlace{last.UpdatedAt, last.ID})
+		got.Older = f.link(threadCursor{last.UpdatedAt, last.ID})
 		return got, nil
 	}
 	if f.Channel == "" && f.Agent == "" && f.Name == "" && len(f.owners) < 2 {
@@ -229,7 +229,7 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 // searchEnd returns the last thread that a bounded search reads. farther is false if the search reaches all threads.
 func (room *Room) searchEnd(
 	ctx context.Context, f threadFilter, at *time.Time, before string,
-) (end threadPlace, farther bool, err error) {
+) (end threadCursor, farther bool, err error) {
 	err = room.Read.QueryRow(ctx, `
 		select w.* from ((select x.updated_at, x.id from agent_threads x
 		  where @owner <> '' and x.owner = @owner and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
@@ -237,7 +237,7 @@ func (room *Room) searchEnd(
 		union all
 		(select x.updated_at, x.id from agent_threads x
 		  where @owner = '' and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
-		  order by x.updated_at desc, x.id desc offset @searched - 1 limit 1)) w`, freshPlan,
+		  order by x.updated_at desc, x.id desc offset @searched - 1 limit 1)) w`, customPlan,
 		postgres.Strict{"owner": f.oneOwner(), "at": at, "before": before, "searched": maxSearched}).Scan(&end.At, &end.ID)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return end, false, nil
@@ -257,16 +257,16 @@ func (room *Room) listBusyThreads(ctx context.Context, f threadFilter) (any, err
 		    from waiting w where w.id is not null)
 		select `+threadRowColumns+` from (
 		  (select h.thread_id as id, h.execution_locked_at as at from agent_thread_locks h where @view = 'held'
-		    order by h.execution_locked_at limit @most + 1)
+		    order by h.execution_locked_at limit @limit + 1)
 		  union all
-		  (select w.id, null from waiting w where w.id is not null limit @most + 1)) p
+		  (select w.id, null from waiting w where w.id is not null limit @limit + 1)) p
 		  join agent_threads t on t.id = p.id`+threadRowJoins+`
-		 order by p.at, t.id`, freshPlan, postgres.Strict{"view": f.View, "most": maxBusyThreads, "queued_most": maxQueued})
+		 order by p.at, t.id`, customPlan, postgres.Strict{"view": f.View, "limit": maxBusyThreads, "queued_most": maxQueued})
 	got := threadList{threadFilter: f, Most: maxBusyThreads}
 	if got.Rows, err = collectThreads(rows, err); err != nil {
 		return nil, err
 	}
-	got.Rows, got.More = onPage(got.Rows, maxBusyThreads)
+	got.Rows, got.More = firstN(got.Rows, maxBusyThreads)
 	return got, nil
 }
 
@@ -294,39 +294,39 @@ func (room *Room) threadPage() page {
 	return page{
 		path: "/threads/{id}", name: "thread", title: "Thread", open: room.openThread,
 		parts: []part{
-			{name: "about", every: time.Second, load: room.threadFacts},
-			{name: "conversation", every: time.Second, load: room.conversation},
-			{name: "queued", every: time.Second, load: room.queuedMessages},
+			{name: "about", interval: time.Second, load: room.threadFacts},
+			{name: "conversation", interval: time.Second, load: room.conversation},
+			{name: "queued", interval: time.Second, load: room.queuedMessages},
 			{name: "say", load: room.sayForm},
 		},
 	}
 }
 
-// threadVisit is the thread of a page.
-type threadVisit struct {
+// threadSubject is the thread of a page.
+type threadSubject struct {
 	ID string
 	// turn and seq are the position in the conversation; zero for the newest.
 	turn, seq int64
 }
 
 // openThread finds the thread.
-func (room *Room) openThread(ctx context.Context, v *visit) (string, error) {
-	id := v.path("id")
+func (room *Room) openThread(ctx context.Context, req *pageRequest) (string, error) {
+	id := req.path("id")
 	if err := threads.CheckID(id); err != nil {
 		return "", problem.New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id")
 	}
-	q, err := filtersOf(v.Query, "before")
+	q, err := filtersOf(req.Query, "before")
 	if err != nil {
 		return "", err
 	}
-	about := threadVisit{ID: id}
+	subject := threadSubject{ID: id}
 	if q["before"] != "" {
 		turn, seq, _ := strings.Cut(q["before"], "-")
 		var one, two error
-		about.turn, one = strconv.ParseInt(turn, 10, 64)
-		about.seq, two = strconv.ParseInt(seq, 10, 64)
-		if one != nil || two != nil || about.turn < 1 || about.seq < 1 {
-			return "", badCursor()
+		subject.turn, one = strconv.ParseInt(turn, 10, 64)
+		subject.seq, two = strconv.ParseInt(seq, 10, 64)
+		if one != nil || two != nil || subject.turn < 1 || subject.seq < 1 {
+			return "", invalidCursor()
 		}
 	}
 	var participant string
@@ -338,7 +338,7 @@ func (room *Room) openThread(ctx context.Context, v *visit) (string, error) {
 	case err != nil:
 		return "", fmt.Errorf("read thread: %w", err)
 	}
-	v.About = about
+	req.Subject = subject
 	if participant != "" {
 		return "Thread with " + participant, nil
 	}
@@ -365,7 +365,7 @@ type threadRecord struct {
 func (t threadRecord) Lane() string { return threads.Lane(t.ID) }
 
 // SummaryShown is the summary, cut.
-func (t threadRecord) SummaryShown() string { return clip(t.Summary, t.SummaryBytes, maxPre) }
+func (t threadRecord) SummaryShown() string { return clip(t.Summary, t.SummaryBytes, maxShownText) }
 
 // threadTurn is a running execution that speaks in a thread.
 type threadTurn struct {
@@ -377,8 +377,8 @@ type threadTurn struct {
 }
 
 // threadFacts reads the thread with its lane and running turns.
-func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
-	id := v.About.(threadVisit).ID
+func (room *Room) threadFacts(ctx context.Context, req *pageRequest) (any, error) {
+	id := req.Subject.(threadSubject).ID
 	rows, err := room.Read.Query(ctx, `
 		select t.id, left(t.channel, 100) as channel, left(t.target, 200) as target, left(t.agent, 100) as agent,
 		       left(t.owner, 200) as owner, left(t.participant, 200) as participant, t.idle_seconds, t.next_seq - 1 as said,
@@ -403,7 +403,7 @@ func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
 		  from (select x.id, x.flow, x.status, x.created_at, x.thread_id from agent_executions x
 		         where x.thread_id <= @id and x.completed_at is null order by x.thread_id desc limit @near) e
 		  left join agent_message_drafts d on d.execution_id = e.id
-		 where e.thread_id = @id order by e.id desc limit 20`, freshPlan, postgres.Strict{"id": id, "near": 200})
+		 where e.thread_id = @id order by e.id desc limit 20`, customPlan, postgres.Strict{"id": id, "near": 200})
 	if err != nil {
 		return nil, err
 	}
@@ -440,47 +440,47 @@ func collectThreadMessages(rows pgx.Rows, err error) ([]threadMessage, error) {
 		return nil, err
 	}
 	for i := range list {
-		list[i].Text = clip(list[i].Text, list[i].Bytes, maxPre)
+		list[i].Text = clip(list[i].Text, list[i].Bytes, maxShownText)
 	}
 	return list, nil
 }
 
 // conversation reads a page of messages by turn, oldest first.
-func (room *Room) conversation(ctx context.Context, v *visit) (any, error) {
-	about := v.About.(threadVisit)
+func (room *Room) conversation(ctx context.Context, req *pageRequest) (any, error) {
+	subject := req.Subject.(threadSubject)
 	rows, err := room.Read.Query(ctx, `
 		select `+messageRowColumns+` from (
 		  select x.id from agent_messages x
 		   where x.thread_id = @id and x.turn > 0 and (@turn::bigint = 0 or (x.turn, x.seq) < (@turn, @seq::bigint))
-		   order by x.turn desc, x.seq desc limit @most + 1) p
+		   order by x.turn desc, x.seq desc limit @limit + 1) p
 		  join agent_messages m on m.id = p.id
-		 order by m.turn desc, m.seq desc`, freshPlan,
-		postgres.Strict{"id": about.ID, "turn": about.turn, "seq": about.seq, "most": threadMessagesShown})
+		 order by m.turn desc, m.seq desc`, customPlan,
+		postgres.Strict{"id": subject.ID, "turn": subject.turn, "seq": subject.seq, "limit": threadMessagesShown})
 	list, err := collectThreadMessages(rows, err)
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(list, threadMessagesShown)
+	list, more := firstN(list, threadMessagesShown)
 	slices.Reverse(list)
 	got := map[string]any{"Messages": list, "Older": "", "Latest": ""}
-	address := "/threads/" + url.PathEscape(about.ID)
+	address := "/threads/" + url.PathEscape(subject.ID)
 	if more {
 		got["Older"] = fmt.Sprintf("%s?before=%d-%d#conversation", address, *list[0].Turn, *list[0].Seq)
 	}
-	if about.turn != 0 {
+	if subject.turn != 0 {
 		got["Latest"] = address + "#conversation"
 	}
 	return got, nil
 }
 
 // queuedMessages reads the queue in order, and the latest withdrawn or undelivered messages.
-func (room *Room) queuedMessages(ctx context.Context, v *visit) (any, error) {
-	id := v.About.(threadVisit).ID
+func (room *Room) queuedMessages(ctx context.Context, req *pageRequest) (any, error) {
+	id := req.Subject.(threadSubject).ID
 	rows, err := room.Read.Query(ctx, `
 		select `+messageRowColumns+`, row_number() over (order by m.id) as place from (
-		  select x.id from agent_messages x where x.thread_id = @id and x.status = 'queued' order by x.id limit @most + 1) p
+		  select x.id from agent_messages x where x.thread_id = @id and x.status = 'queued' order by x.id limit @limit + 1) p
 		  join agent_messages m on m.id = p.id
-		 order by m.id`, freshPlan, postgres.Strict{"id": id, "most": queueShown})
+		 order by m.id`, customPlan, postgres.Strict{"id": id, "limit": queueShown})
 	line, err := collectThreadMessages(rows, err)
 	if err != nil {
 		return nil, err
@@ -491,16 +491,16 @@ func (room *Room) queuedMessages(ctx context.Context, v *visit) (any, error) {
 		   where x.thread_id = @id and x.seq is null and x.status in ('withdrawn', 'failed')
 		     order by x.created_at desc limit 10) p
 		  join agent_messages m on m.id = p.id
-		 order by m.id desc`, freshPlan, postgres.Strict{"id": id})
+		 order by m.id desc`, customPlan, postgres.Strict{"id": id})
 	unsent, err := collectThreadMessages(rows, err)
 	if err != nil {
 		return nil, err
 	}
-	line, more := onPage(line, queueShown)
+	line, more := firstN(line, queueShown)
 	return map[string]any{"Line": line, "More": more, "Unsent": unsent}, nil
 }
 
 // sayForm is the admin's form. It is not live, because an update would lose typed text.
-func (room *Room) sayForm(_ context.Context, v *visit) (any, error) {
-	return v.About.(threadVisit), nil
+func (room *Room) sayForm(_ context.Context, req *pageRequest) (any, error) {
+	return req.Subject.(threadSubject), nil
 }

@@ -18,23 +18,23 @@ import (
 // stepsShown bounds the recorded steps on a page.
 const stepsShown = 40
 
-// stepPlace is a recorded step's position.
-type stepPlace struct {
+// stepCursor is a recorded step's position.
+type stepCursor struct {
 	At   time.Time
 	Step string
 }
 
-// stepPlaceOf parses a position; nil for none.
-func stepPlaceOf(text string) (*stepPlace, error) {
+// parseStepCursor parses a position; nil for none.
+func parseStepCursor(text string) (*stepCursor, error) {
 	if text == "" {
 		return nil, nil
 	}
 	at, step, found := strings.Cut(text, " ")
 	moment, err := time.Parse(time.RFC3339Nano, at)
 	if err != nil || !found {
-		return nil, badCursor()
+		return nil, invalidCursor()
 	}
-	return &stepPlace{moment, step}, nil
+	return &stepCursor{moment, step}, nil
 }
 
 // recordedStep is a checkpoint.
@@ -57,7 +57,7 @@ type moment struct {
 	Word   string
 	Step   string
 	Claim  int64
-	Taken  bool // copied from the forked execution
+	Copied bool // copied from the forked execution
 	Output shownValue
 	Fork   string // URL of the fork form from here
 }
@@ -71,13 +71,13 @@ type timeline struct {
 }
 
 // executionTimeline reads a page of recorded steps, and merges the row's changes of status.
-func (room *Room) executionTimeline(ctx context.Context, v *visit) (any, error) {
-	about := v.About.(executionVisit)
-	x, err := room.factOf(ctx, about.ID)
+func (room *Room) executionTimeline(ctx context.Context, req *pageRequest) (any, error) {
+	subject := req.Subject.(executionSubject)
+	x, err := room.readExecution(ctx, subject.ID)
 	if err != nil {
 		return nil, err
 	}
-	steps, more, err := room.recordedSteps(ctx, about)
+	steps, more, err := room.recordedSteps(ctx, subject)
 	if err != nil {
 		return nil, err
 	}
@@ -89,8 +89,8 @@ func (room *Room) executionTimeline(ctx context.Context, v *visit) (any, error) 
 		first := steps[0].CreatedAt
 		all = slices.DeleteFunc(all, func(m moment) bool { return m.At.Before(first) })
 	}
-	if about.before != nil {
-		all = slices.DeleteFunc(all, func(m moment) bool { return !m.At.Before(about.before.At) })
+	if subject.before != nil {
+		all = slices.DeleteFunc(all, func(m moment) bool { return !m.At.Before(subject.before.At) })
 	}
 	t := timeline{Moments: append(all, stepMoments(x, steps)...), Steps: len(steps)}
 	slices.SortStableFunc(t.Moments, func(a, b moment) int { return a.At.Compare(b.At) })
@@ -101,7 +101,7 @@ func (room *Room) executionTimeline(ctx context.Context, v *visit) (any, error) 
 			t.Earlier = ""
 		}
 	}
-	if about.before != nil {
+	if subject.before != nil {
 		t.Latest = "/executions/" + x.ID + "#timeline"
 	}
 	t.Strip = stripOf(x, t.Moments)
@@ -110,11 +110,12 @@ func (room *Room) executionTimeline(ctx context.Context, v *visit) (any, error) 
 
 // recordedSteps reads the newest steps before a position, oldest first, and whether earlier steps exist. It reads
 // outputs for the page's steps only, and cuts them.
-func (room *Room) recordedSteps(ctx context.Context, about executionVisit) (list []recordedStep, more bool, err error) {
+func (room *Room) recordedSteps(ctx context.Context, subject executionSubject) (list []recordedStep, more bool,
+	err error) {
 	var at *time.Time
 	step := ""
-	if about.before != nil {
-		at, step = &about.before.At, about.before.Step
+	if subject.before != nil {
+		at, step = &subject.before.At, subject.before.Step
 	}
 	list, err = postgres.Rows[recordedStep](ctx, room.Read, "read recorded steps", `
 		select c.step, c.claim, c.failed, left(o.text, 8192) as output, octet_length(o.text) as bytes,
@@ -123,22 +124,22 @@ func (room *Room) recordedSteps(ctx context.Context, about executionVisit) (list
 		       coalesce(c.output -> 'timed_out' = 'true', false) as timed_out, c.created_at
 		  from (select p.step from agent_checkpoints p
 		         where p.execution_id = @id and (@at::timestamptz is null or (p.created_at, p.step) < (@at, @step))
-		         order by p.created_at desc, p.step desc limit @most + 1) p
+		         order by p.created_at desc, p.step desc limit @limit + 1) p
 		  join agent_checkpoints c on c.execution_id = @id and c.step = p.step
 		 cross join lateral (select coalesce(c.output::text, '') as text) o
-		 order by c.created_at desc, c.step desc`, freshPlan,
-		postgres.Strict{"id": about.ID, "at": at, "step": step, "most": stepsShown})
+		 order by c.created_at desc, c.step desc`, customPlan,
+		postgres.Strict{"id": subject.ID, "at": at, "step": step, "limit": stepsShown})
 	if err != nil {
 		return nil, false, err
 	}
-	hide, err := room.hidesTextsOf(ctx, about.ID)
+	hide, err := room.hidesTextsOf(ctx, subject.ID)
 	if err != nil {
 		return nil, false, err
 	}
 	for i := range list {
 		hideJSON(hide, &list[i].Output, &list[i].Bytes)
 	}
-	list, more = onPage(list, stepsShown)
+	list, more = firstN(list, stepsShown)
 	slices.Reverse(list)
 	return list, more, nil
 }
@@ -150,7 +151,7 @@ func stepMoments(x executionRecord, steps []recordedStep) []moment {
 	for _, s := range steps {
 		m := moment{
 			ID: elementID("step", s.Step), At: s.CreatedAt, Kind: "step", Word: "Recorded", Step: s.Step, Claim: s.Claim,
-			Taken:  x.ForkedFrom != nil && s.CreatedAt.Before(x.CreatedAt),
+			Copied: x.ForkedFrom != nil && s.CreatedAt.Before(x.CreatedAt),
 			Output: shownJSON(s.Output, s.Bytes),
 		}
 		switch {
@@ -164,7 +165,7 @@ func stepMoments(x executionRecord, steps []recordedStep) []moment {
 		if len(s.Step) <= maxFilter {
 			m.Fork = "/executions/" + x.ID + "?from=" + url.QueryEscape(s.Step) + "#fork"
 		}
-		if claim != 0 && s.Claim != claim && !m.Taken {
+		if claim != 0 && s.Claim != claim && !m.Copied {
 			all = append(all, moment{
 				ID: fmt.Sprintf("claim-%d", s.Claim), At: s.CreatedAt, Kind: "claim", Claim: s.Claim,
 				Word: fmt.Sprintf("Under claim %d from here on", s.Claim),
@@ -176,7 +177,7 @@ func stepMoments(x executionRecord, steps []recordedStep) []moment {
 	return all
 }
 
-// elementID returns an element's id for any name.
+// elementID returns the id of an HTML element for any name.
 func elementID(kind, name string) string {
 	h := fnv.New64a()
 	_, _ = h.Write([]byte(name)) // never fails
@@ -239,7 +240,7 @@ func (room *Room) statusChanges(ctx context.Context, id string) ([]moment, error
 	return all, nil
 }
 
-// ordinal returns 1st, 2nd, 3rd, 4th.
+// ordinal returns a number in the form 1st, 2nd, 3rd, 4th.
 func ordinal(n int) string {
 	if n%100 < 11 || n%100 > 13 {
 		switch n % 10 {
@@ -254,8 +255,8 @@ func ordinal(n int) string {
 	return fmt.Sprintf("%dth", n)
 }
 
-// stripWide is the strip's width in its own units.
-const stripWide = 1000
+// stripWidth is the strip's width in its own units.
+const stripWidth = 1000
 
 // strip draws the timeline: bars for the queue time and the time since the first claim, ticks for records. The list
 // below the strip has the same content.
@@ -277,7 +278,7 @@ func stripOf(x executionRecord, moments []moment) *strip {
 	from, to := time.Time{}, time.Time{}
 	var own []moment
 	for _, m := range moments {
-		if m.Taken || m.At.Before(x.CreatedAt) {
+		if m.Copied || m.At.Before(x.CreatedAt) {
 			continue
 		}
 		if from.IsZero() {
@@ -290,7 +291,7 @@ func stripOf(x executionRecord, moments []moment) *strip {
 	if span <= 0 {
 		return nil
 	}
-	place := func(t time.Time) int { return int(stripWide * (float64(t.Sub(from)) / float64(span))) }
+	place := func(t time.Time) int { return int(stripWidth * (float64(t.Sub(from)) / float64(span))) }
 	s := &strip{Label: fmt.Sprintf("%d events in %s, listed below", len(own), human.Millis(span.Milliseconds()))}
 	bar := func(a, b time.Time, class, title string) {
 		if b.After(a) {
@@ -313,7 +314,7 @@ func stripOf(x executionRecord, moments []moment) *strip {
 	}
 	for _, m := range own {
 		s.Bars = append(s.Bars, stripBar{
-			X: min(place(m.At), stripWide-4), Width: 4, Y: 4, Height: 24, Class: stripClass(m.Kind),
+			X: min(place(m.At), stripWidth-4), Width: 4, Y: 4, Height: 24, Class: stripClass(m.Kind),
 			Title: cut(80, m.Word+" "+m.Step),
 		})
 	}

@@ -9,7 +9,7 @@ import (
 )
 
 const (
-	// maxRanked bounds the rows searched for the slowest rows, the dearest rows, or rows with errors.
+	// maxRanked bounds the rows searched for the slowest or the most expensive rows, or for rows with errors.
 	maxRanked = 10_000
 	// rankedShown bounds the rows of such a list, which has one page.
 	rankedShown = 50
@@ -17,8 +17,8 @@ const (
 
 // Orders of a list; empty is newest first.
 const (
-	byTook = "took" // slowest first
-	byCost = "cost" // dearest first
+	byTook = "took" // the slowest first
+	byCost = "cost" // the most expensive first
 )
 
 // rangeOption is a period that ends now.
@@ -45,24 +45,24 @@ type timeRange struct {
 var rangeFilters = []string{"range", "since", "until", "sort"}
 
 // timeRange reads the period and the order.
-func (v *visit) timeRange() (p timeRange, err error) {
+func (req *pageRequest) timeRange() (p timeRange, err error) {
 	names := make([]string, len(rangeOptions))
 	for i, r := range rangeOptions {
 		names[i] = r.Value
 	}
-	p.Range, p.Sort = v.Query.Get("range"), v.Query.Get("sort")
-	if since := v.Query.Get("since"); slices.Contains(names, since) {
+	p.Range, p.Sort = req.Query.Get("range"), req.Query.Get("sort")
+	if since := req.Query.Get("since"); slices.Contains(names, since) {
 		p.Range = since
-	} else if p.Since, err = v.timeFilter("since"); err != nil {
+	} else if p.Since, err = req.timeFilter("since"); err != nil {
 		return p, err
 	}
-	if p.Until, err = v.timeFilter("until"); err != nil {
+	if p.Until, err = req.timeFilter("until"); err != nil {
 		return p, err
 	}
-	if err := oneOf("range", p.Range, names); err != nil {
+	if err := checkOneOf("range", p.Range, names); err != nil {
 		return p, err
 	}
-	return p, oneOf("sort", p.Sort, []string{byTook, byCost})
+	return p, checkOneOf("sort", p.Sort, []string{byTook, byCost})
 }
 
 // Ranges are the options of Range.
@@ -71,8 +71,8 @@ func (timeRange) Ranges() []rangeOption { return rangeOptions }
 // Bounded reports whether the period is bounded.
 func (p timeRange) Bounded() bool { return p.Range != "" || !p.Since.IsZero() || !p.Until.IsZero() }
 
-// put adds the parameters to a query.
-func (p timeRange) put(q url.Values) {
+// addTo adds the parameters to a query.
+func (p timeRange) addTo(q url.Values) {
 	for name, value := range map[string]string{"range": p.Range, "sort": p.Sort} {
 		if value != "" {
 			q.Set(name, value)
@@ -96,7 +96,7 @@ func (p timeRange) start() time.Time {
 	return start
 }
 
-// Least and greatest ids.
+// firstID and lastID are the least and the greatest id.
 const (
 	firstID = "00000000-0000-0000-0000-000000000000"
 	lastID  = "ffffffff-ffff-ffff-ffff-ffffffffffff"
@@ -118,14 +118,14 @@ func (p timeRange) bounds(before string) (from, until string) {
 	return from, until
 }
 
-// idFloor is the smallest id of a millisecond; see lanekeeper.agent_uuid7_floor.
+// idFloor returns the least id of a millisecond, like lanekeeper.agent_uuid7_floor.
 func idFloor(t time.Time) string {
 	ms := fmt.Sprintf("%012x", min(max(t.UnixMilli(), 0), 1<<48-1))
 	return ms[:8] + "-" + ms[8:] + "-7000-8000-000000000000"
 }
 
-// without splits a filter that excludes a value: !heartbeat matches all values but heartbeat.
-func without(value string) (rest string, excluded bool) {
+// parseExclusion splits a filter that excludes a value: !heartbeat matches all values but heartbeat.
+func parseExclusion(value string) (rest string, excluded bool) {
 	rest, excluded = strings.CutPrefix(strings.TrimSpace(value), "!")
 	return strings.TrimSpace(rest), excluded
 }

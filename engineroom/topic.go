@@ -14,83 +14,83 @@ const minRefreshAge = 250 * time.Millisecond
 
 // topic is a viewed URL. Only its goroutine reads the parts.
 type topic struct {
-	hub  *hub
-	page page
-	seen *visit
-	wake chan struct{} // signals changed due times
-	stop func()        // stops the goroutine and waits for it
+	hub     *hub
+	page    page
+	request *pageRequest
+	wake    chan struct{} // signals changed due times
+	stop    func()        // stops the goroutine and waits for it
 
-	mu      sync.Mutex
-	parts   []state
-	viewers map[*viewer]struct{}
-	fresh   time.Time // end of the reads from the primary, after a viewer's write
-	replica bool      // the last read was from the replica
+	mu           sync.Mutex
+	parts        []partState
+	viewers      map[*subscriber]struct{}
+	primaryUntil time.Time // end of the reads from the primary, after a viewer's write
+	onReplica    bool      // the last read was from the replica
 }
 
-// state is the last read of a part.
-type state struct {
+// partState is the last read of a part.
+type partState struct {
 	part
-	data   string    // of its event
-	mark   string    // digest of its HTML
-	read   time.Time // start of the read; zero for never
-	ended  time.Time // end of the read
-	moved  bool      // any change has occurred since
-	urgent bool      // a change concerned the part since
-	hurry  time.Time // start of the last read that was urgent
-	wanted bool      // a new viewer has another state
-	failed bool      // the read failed
+	data       string    // of its event
+	digest     string    // digest of its HTML
+	readStart  time.Time // start of the read; zero for never
+	readEnd    time.Time // end of the read
+	changed    bool      // any change has occurred since
+	urgent     bool      // a change concerned the part since
+	urgentRead time.Time // start of the last read that was urgent
+	requested  bool      // a new viewer has another state
+	failed     bool      // the read failed
 	// For a large part: its HTML, and its event for a viewer with the part as of the mark since.
-	html         []byte
-	since, short string
+	html               []byte
+	diffFrom, diffData string
 	// The last event of the part, its id and its data. Viewers with the same state get the same bytes.
-	event         []byte
-	eventID, sent string
+	event              []byte
+	eventID, eventData string
 }
 
-func newTopic(h *hub, p page, v *visit, parts []part) *topic {
-	t := &topic{hub: h, page: p, seen: v, wake: make(chan struct{}, 1), viewers: map[*viewer]struct{}{}}
+func newTopic(h *hub, p page, req *pageRequest, parts []part) *topic {
+	t := &topic{hub: h, page: p, request: req, wake: make(chan struct{}, 1), viewers: map[*subscriber]struct{}{}}
 	for _, one := range parts {
-		t.parts = append(t.parts, state{part: one})
+		t.parts = append(t.parts, partState{part: one})
 	}
 	return t
 }
 
 // add adds a viewer. The topic reads parts with a differing state again, because either side may be older.
-func (t *topic) add(who *viewer) {
+func (t *topic) add(sub *subscriber) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.viewers[who] = struct{}{}
-	t.hub.failures.forget()
-	if t.seen.memo != nil {
-		t.seen.memo.hours.forget()
+	t.viewers[sub] = struct{}{}
+	t.hub.failures.invalidate()
+	if t.request.cache != nil {
+		t.request.cache.hours.invalidate()
 	}
-	if who.fresh {
-		t.fresh = time.Now().Add(replica.FreshFor)
+	if sub.fromPrimary {
+		t.primaryUntil = time.Now().Add(replica.FreshFor)
 	}
 	for i := range t.parts {
-		if s := &t.parts[i]; s.mark != who.marks[i] {
-			s.wanted = true
+		if s := &t.parts[i]; s.digest != sub.digests[i] {
+			s.requested = true
 			signal(t.wake)
 		}
 	}
 }
 
 // remove removes a viewer and returns the number of remaining viewers.
-func (t *topic) remove(who *viewer) int {
+func (t *topic) remove(sub *subscriber) int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	delete(t.viewers, who)
+	delete(t.viewers, sub)
 	return len(t.viewers)
 }
 
-// moved makes parts due if they depend on the changes.
-func (t *topic) moved(changed changes) {
+// markChanged makes parts due if they depend on the changes.
+func (t *topic) markChanged(changed changes) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for i := range t.parts {
 		s := &t.parts[i]
-		s.moved = true
-		s.urgent = s.urgent || s.about&changed != 0 || s.about == 0 && s.every <= quickPart
+		s.changed = true
+		s.urgent = s.urgent || s.triggers&changed != 0 || s.triggers == 0 && s.interval <= maxEagerInterval
 	}
 	signal(t.wake)
 }
@@ -103,7 +103,7 @@ func signal(ch chan struct{}) {
 	}
 }
 
-// run reads the parts when due.
+// run reads each part when it is due, until ctx ends.
 func (t *topic) run(ctx context.Context) {
 	for {
 		due, wait := t.due(time.Now())
@@ -126,98 +126,98 @@ func (t *topic) run(ctx context.Context) {
 	}
 }
 
-// due returns the parts to read now, or the wait until the next.
+// due returns the parts to read now. If there are none, it returns the time until the next read.
 func (t *topic) due(now time.Time) (list []int, wait time.Duration) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	wait = t.hub.idleRefresh
 	for i, s := range t.parts {
-		in := s.next(t.hub.idleRefresh, t.hub.retryInterval).Sub(now)
-		if in <= 0 {
+		untilDue := s.dueAt(t.hub.idleRefresh, t.hub.retryInterval).Sub(now)
+		if untilDue <= 0 {
 			list = append(list, i)
 			continue
 		}
-		wait = min(wait, in)
+		wait = min(wait, untilDue)
 	}
 	return list, wait
 }
 
 // A change of a part's topics triggers its read at once. Any change triggers the read of a part without topics if the
-// part's interval is at most quickPart. After such a read the part rests restFactor times as long as the read took. So
-// these reads take at most 3 % of the time. Other changes wait for the part's interval.
+// part's interval is at most maxEagerInterval. After such a read the part rests restFactor times as long as the read
+// took. So these reads take at most 3 % of the time. Other changes wait for the part's interval.
 const (
-	quickPart  = 2 * time.Second
-	minRest    = 100 * time.Millisecond
-	restFactor = 30
+	maxEagerInterval = 2 * time.Second
+	minRest          = 100 * time.Millisecond
+	restFactor       = 30
 )
 
-// next returns when a part is due. The part rests at least as long as the read took.
-func (s state) next(idle, retry time.Duration) time.Time {
-	pause := s.every
+// dueAt returns the time of a part's next read. The pause is at least as long as the last read took.
+func (s partState) dueAt(idle, retry time.Duration) time.Time {
+	pause := s.interval
 	switch {
 	case s.urgent:
-		rest := min(s.every, max(minRest, restFactor*s.ended.Sub(s.read)))
-		pause = max(min(s.every, minRest), s.hurry.Add(rest).Sub(s.ended))
-	case s.moved:
+		rest := min(s.interval, max(minRest, restFactor*s.readEnd.Sub(s.readStart)))
+		pause = max(min(s.interval, minRest), s.urgentRead.Add(rest).Sub(s.readEnd))
+	case s.changed:
 	case s.failed:
-		pause = max(retry, s.every)
+		pause = max(retry, s.interval)
 	case s.refreshOnActivity:
-		pause = max(idle, s.every)
+		pause = max(idle, s.interval)
 	}
-	if s.wanted {
+	if s.requested {
 		pause = min(pause, minRefreshAge)
 	}
-	if s.read.IsZero() {
-		return s.read
+	if s.readStart.IsZero() {
+		return s.readStart
 	}
-	return s.ended.Add(max(pause, s.ended.Sub(s.read)))
+	return s.readEnd.Add(max(pause, s.readEnd.Sub(s.readStart)))
 }
 
 // refresh reads parts and notifies the viewers of changed parts.
 func (t *topic) refresh(ctx context.Context, due []int) {
 	select {
-	case t.hub.reading <- struct{}{}:
-		defer func() { <-t.hub.reading }()
+	case t.hub.readSlots <- struct{}{}:
+		defer func() { <-t.hub.readSlots }()
 	case <-ctx.Done():
 		return
 	}
-	began, v := t.markReadStart(due), *t.seen
+	start, v := t.markReadStart(due), *t.request
 	room := t.hub.room
 	reading, from := room.Read.Choose(ctx, t.fromPrimary())
-	opened := (&show{visit: &v}).find(reading, t.page)
+	openErr := (&pageData{pageRequest: &v}).loadSubject(reading, t.page)
 	for _, i := range due {
-		html, failed := t.render(reading, t.parts[i].part, &v, opened)
+		html, failed := t.render(reading, t.parts[i].part, &v, openErr)
 		if from.Replica() && (failed || from.Failed()) { // the topic reads the rest from the primary
 			reading, from = room.Read.Choose(ctx, true)
-			opened = (&show{visit: &v}).find(reading, t.page)
-			html, failed = t.render(reading, t.parts[i].part, &v, opened)
+			openErr = (&pageData{pageRequest: &v}).loadSubject(reading, t.page)
+			html, failed = t.render(reading, t.parts[i].part, &v, openErr)
 		}
 		if ctx.Err() != nil {
 			return
 		}
-		t.store(i, html, failed, began)
-		if failed && opened == nil && t.hub.away.Load() {
-			opened = context.DeadlineExceeded // all remaining parts would wait as long and fail alike
+		t.store(i, html, failed, start)
+		if failed && openErr == nil && t.hub.databaseDown.Load() {
+			openErr = context.DeadlineExceeded // all remaining parts would wait as long and fail alike
 		}
 	}
-	t.readFrom(from.Replica())
+	t.setSource(from.Replica())
 }
 
 // fromPrimary reports whether to read from the primary.
 func (t *topic) fromPrimary() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.page.follows || time.Now().Before(t.fresh)
+	return t.page.fromPrimary || time.Now().Before(t.primaryUntil)
 }
 
-// readFrom makes every part due after a change of the source, because a page has one source.
-func (t *topic) readFrom(replica bool) {
+// setSource makes every part due after a change of the source, because a page has one source.
+func (t *topic) setSource(replica bool) {
 	t.mu.Lock()
-	changed := t.replica != replica
-	t.replica = replica
+	changed := t.onReplica != replica
+	t.onReplica = replica
 	t.mu.Unlock()
 	if changed {
-		t.moved(anyChange)
+		t.markChanged(anyChange)
 	}
 }
 
@@ -228,77 +228,77 @@ func (t *topic) markReadStart(due []int) time.Time {
 	for _, i := range due {
 		s := &t.parts[i]
 		if s.urgent {
-			s.hurry = time.Now()
+			s.urgentRead = time.Now()
 		}
-		s.moved, s.urgent, s.wanted = false, false, false
+		s.changed, s.urgent, s.requested = false, false, false
 	}
 	return time.Now()
 }
 
 // render renders one part, or its error.
-func (t *topic) render(ctx context.Context, one part, v *visit, opened error) (html []byte, failed bool) {
-	limit := t.hub.readLimit
-	if t.hub.away.Load() {
-		limit = min(limit, t.hub.pulseLimit)
+func (t *topic) render(ctx context.Context, one part, req *pageRequest, openErr error) (html []byte, failed bool) {
+	limit := t.hub.readTimeout
+	if t.hub.databaseDown.Load() {
+		limit = min(limit, t.hub.pollTimeout)
 	}
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	room := t.hub.room
-	err := opened
+	err := openErr
 	var data any
 	if err == nil {
-		data, err = one.read(ctx, v)
+		data, err = one.read(ctx, req)
 	}
 	if err == nil {
-		html, err = room.fill(t.page, one, data, v)
+		html, err = room.renderTemplate(t.page, one, data, req)
 	}
 	if err == nil {
 		return html, false
 	}
-	if html, err = room.renderTrouble(ctx, t.page, one, err); err != nil {
+	if html, err = room.renderPartError(ctx, t.page, one, err); err != nil {
 		room.Logger.ErrorContext(ctx, "page part not rendered", "page", t.page.name, "part", one.name, "error", err)
 	}
 	return html, true
 }
 
-// store stores a read, which is not older than began.
-func (t *topic) store(i int, html []byte, failed bool, began time.Time) {
+// store stores the HTML of a part that a read since start has rendered.
+func (t *topic) store(i int, html []byte, failed bool, start time.Time) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	s := &t.parts[i]
-	if mark := digest(html); s.mark != mark {
-		s.data, s.mark, s.html, s.short = encodePart(s.name, html), mark, nil, ""
-		if len(html) >= rowsFrom {
+	if newDigest := digest(html); s.digest != newDigest {
+		s.data, s.digest, s.html, s.diffData = encodePart(s.name, html), newDigest, nil, ""
+		if len(html) >= minDiffSize {
 			s.html = html
-			t.hub.rows.keep(mark, html)
+			t.hub.rows.remember(newDigest, html)
 		}
 	}
-	s.failed, s.read, s.ended = failed, began, time.Now()
-	for who := range t.viewers {
-		if who.marks[i] != s.mark {
-			signal(who.news)
+	s.failed, s.readStart, s.readEnd = failed, start, time.Now()
+	for sub := range t.viewers {
+		if sub.digests[i] != s.digest {
+			signal(sub.notify)
 		}
 	}
 }
 
-// dataSince returns the part for a viewer with the part as of a mark. Of a large part, it returns the changed rows.
-func (s *state) dataSince(rows *rowMemory, mark string) string {
+// dataFor returns the part for a viewer with the part as of a mark. Of a large part, it returns the changed rows.
+func (s *partState) dataFor(rows *rowHashes, mark string) string {
 	if s.html == nil {
 		return s.data
 	}
-	if s.short == "" || s.since != mark {
-		s.since, s.short = mark, s.data
-		if html := rows.changed(mark, s.html); html != nil {
-			s.short = encodePart(s.name, html)
+	if s.diffData == "" || s.diffFrom != mark {
+		s.diffFrom, s.diffData = mark, s.data
+		if html := rows.diff(mark, s.html); html != nil {
+			s.diffData = encodePart(s.name, html)
 		}
 	}
-	return s.short
+	return s.diffData
 }
 
-// eventFor returns the event of the part with an id and data.
-func (s *state) eventFor(id, data string) []byte {
-	if s.eventID != id || s.sent != data {
-		s.event, s.eventID, s.sent = sse.Event{ID: id, Name: "part", Data: data}.Append(nil), id, data
+// eventFor returns the event of the part with an id and data. It reuses the last event if both are equal.
+func (s *partState) eventFor(id, data string) []byte {
+	if s.eventID != id || s.eventData != data {
+		s.event, s.eventID, s.eventData = sse.Event{ID: id, Name: "part", Data: data}.Append(nil), id, data
 	}
 	return s.event
 }

@@ -22,9 +22,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// failedNight inserts a failed flow: its child's query failed three times, a model was called, an approval was pending,
-// a worker was lost, and notifications were not delivered.
-func failedNight(t *testing.T, pool *pgxpool.Pool) trace.ID {
+// seedFailedTrace inserts a failed flow: its child's query failed three times, a model was called, an approval was
+// pending, a worker was lost, and notifications were not delivered.
+func seedFailedTrace(t *testing.T, pool *pgxpool.Pool) trace.ID {
 	t.Helper()
 	id := trace.New(trace.Flow)
 	const cause = `relation "caretaker_notes" does not exist (SQLSTATE 42P01)`
@@ -86,23 +86,24 @@ func failedNight(t *testing.T, pool *pgxpool.Pool) trace.ID {
 	return id
 }
 
-// spanOf returns the newest activity of a skill.
-func spanOf(t *testing.T, pool *pgxpool.Pool, skill string) string {
+// latestSpan returns the newest activity of a skill.
+func latestSpan(t *testing.T, pool *pgxpool.Pool, skill string) string {
 	t.Helper()
-	return pgtest.Value[string](t, pool, `select id::text from agent_activity where skill_name = $1 order by id desc limit 1`,
+	return pgtest.Value[string](t, pool,
+		`select id::text from agent_activity where skill_name = $1 order by id desc limit 1`,
 		skill)
 }
 
-// lived waits until a page follows its stream.
-func lived(p *browser.Page) {
+// waitForStream waits until a page follows its stream.
+func waitForStream(p *browser.Page) {
 	p.Until("it is live", `document.getElementById("live-state").dataset.state === "live"`)
 }
 
 // F11: the waterfall is on the first screen, below one card with the root error.
-func TestAFailedTraceShowsOneRootCauseAboveItsWaterfall(t *testing.T) {
+func TestFailedTraceShowsRootCause(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	id := failedNight(t, pool)
+	pool, server := openRoom(t)
+	id := seedFailedTrace(t, pool)
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	p.Go(server.URL + "/traces/" + string(id))
 	p.Shows("×4 upstream")
@@ -113,16 +114,18 @@ func TestAFailedTraceShowsOneRootCauseAboveItsWaterfall(t *testing.T) {
 	p.Eval(`[...document.querySelectorAll(".wf-row")].filter(r => r.getBoundingClientRect().bottom < 900).length`, &seen)
 	assert.Truef(t, seen >= 12, "%d lines of the waterfall are on the first screen", seen)
 	p.Click(".cause a")
-	p.Until("the cause is open", `document.getElementById("panel").dataset.span === "`+spanOf(t, pool, "broken_on_purpose")+`"`)
-	p.Until("its line is selected", `document.querySelector('.wf-row[aria-selected="true"] .kind').textContent === "attempt 3"`)
-	noComplaint(t, p)
+	p.Until("the cause is open", `document.getElementById("panel").dataset.span === "`+latestSpan(t, pool,
+		"broken_on_purpose")+`"`)
+	p.Until("its line is selected",
+		`document.querySelector('.wf-row[aria-selected="true"] .kind').textContent === "attempt 3"`)
+	wantNoBrowserErrors(t, p)
 }
 
 // F11: failed bars are red, attempts have their own lines, waits and the queue are drawn.
-func TestFailedBarsAreRedAndAttemptsStandApart(t *testing.T) {
+func TestWaterfallBarsAndAttempts(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	id := failedNight(t, pool)
+	pool, server := openRoom(t)
+	id := seedFailedTrace(t, pool)
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	p.Go(server.URL + "/traces/" + string(id))
 	var bars map[string]string
@@ -142,10 +145,10 @@ func TestFailedBarsAreRedAndAttemptsStandApart(t *testing.T) {
 }
 
 // F11: keys and buttons collapse, search and zoom, as in the treegrid of the ARIA Authoring Practices.
-func TestLinesOfATraceCollapseZoomAndAreSearchedByKeys(t *testing.T) {
+func TestWaterfallKeys(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	id := failedNight(t, pool)
+	pool, server := openRoom(t)
+	id := seedFailedTrace(t, pool)
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	p.Go(server.URL + "/traces/" + string(id))
 	const shown = `[...document.querySelectorAll(".wf-row")].filter(r => !r.hidden).length`
@@ -179,7 +182,8 @@ func TestLinesOfATraceCollapseZoomAndAreSearchedByKeys(t *testing.T) {
 	p.Click("#wf-fit")
 	p.Eval(`document.querySelector(".wf-row").focus()`, nil)
 	p.Press(kb.Enter)
-	p.Until("Enter opens", `document.getElementById("panel-title").textContent === "nightly_report" && location.search.startsWith("?span=")`)
+	p.Until("Enter opens",
+		`document.getElementById("panel-title").textContent === "nightly_report" && location.search.startsWith("?span=")`)
 	p.Until("the focus stays", focused+` === "nightly_report"`)
 	var stops int
 	p.Eval(`document.querySelectorAll('#wf-grid [tabindex="0"]').length`, &stops)
@@ -189,7 +193,8 @@ func TestLinesOfATraceCollapseZoomAndAreSearchedByKeys(t *testing.T) {
 	p.Click("#wf-collapse")
 	p.Until("expand all", shown+` === 17`)
 	p.Type(".wf-tools input[name=q]", "broken")
-	p.Until("the search leaves what it found and what is around it", shown+` === 6 && location.search.includes("q=broken")`)
+	p.Until("the search leaves what it found and what is around it",
+		shown+` === 6 && location.search.includes("q=broken")`)
 	p.Until("it is counted", `document.getElementById("wf-count").textContent === "6 of 17 lines"`)
 	p.Eval(`document.querySelector(".wf-tools input[name=q]").select()`, nil)
 	p.Press(kb.Backspace)
@@ -197,32 +202,36 @@ func TestLinesOfATraceCollapseZoomAndAreSearchedByKeys(t *testing.T) {
 	p.Until("only errors", shown+` === 9`)
 	p.Reload()
 	p.Until("the address has the filter", shown+` === 9`)
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 }
 
 // F11: a span has an address. A click loads only the panel. Without JavaScript the same link loads the page.
-func TestASpanHasAnAddressAndOpensBesideTheWaterfall(t *testing.T) {
+func TestSpanPanelHasAddress(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	id := failedNight(t, pool)
-	span := spanOf(t, pool, "table_sizes")
+	pool, server := openRoom(t)
+	id := seedFailedTrace(t, pool)
+	span := latestSpan(t, pool, "table_sizes")
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	p.Go(server.URL + "/traces/" + string(id))
 	p.Eval(`window.same = true; document.querySelector("#row-`+span+` .wf-took").click()`, nil)
 	p.Until("the panel shows it", `document.getElementById("panel-title").textContent === "table_sizes"`)
 	p.Until("its clocks are those of the page", `!/UTC/.test(document.querySelector("#panel time").textContent)`)
-	p.Until("its address is shareable, and the page was not loaded again", `location.search === "?span=`+span+`" && window.same`)
+	p.Until("its address is shareable, and the page was not loaded again",
+		`location.search === "?span=`+span+`" && window.same`)
 	var beside, loads bool
 	p.Eval(`document.getElementById("panel").getBoundingClientRect().left > document.getElementById("spans").getBoundingClientRect().right`, &beside)
 	p.Eval(`performance.getEntriesByType("resource").some(e => e.name.includes("part=panel"))`, &loads)
 	assert.Truef(t, beside && loads, "the panel is beside the waterfall: %t; it alone was loaded: %t", beside, loads)
 	p.Click(`#panel .tabs a[href*="tab=raw"]`)
-	p.Until("the tab is open", `document.querySelector("#panel pre.json").textContent.includes('"skill_name": "table_sizes"') && window.same`)
+	p.Until("the tab is open",
+		`document.querySelector("#panel pre.json").textContent.includes('"skill_name": "table_sizes"') && window.same`)
 	p.Eval(`history.back()`, nil)
-	p.Until("back leads to the details", `document.querySelector("#panel .tabs a[aria-current]").textContent === "Details"`)
+	p.Until("back leads to the details",
+		`document.querySelector("#panel .tabs a[aria-current]").textContent === "Details"`)
 	p.Click(".span-close")
-	p.Until("it is closed", `document.getElementById("panel-title").textContent === "The whole trace" && location.search === ""`)
-	noComplaint(t, p)
+	p.Until("it is closed",
+		`document.getElementById("panel-title").textContent === "The whole trace" && location.search === ""`)
+	wantNoBrowserErrors(t, p)
 
 	plain := browser.Open(t, browser.Look{Width: 390, Height: 844, NoScript: true})
 	plain.Go(server.URL + "/traces/" + string(id))
@@ -233,9 +242,9 @@ func TestASpanHasAnAddressAndOpensBesideTheWaterfall(t *testing.T) {
 }
 
 // F8: an action is not shown as running if its execution has ended or its worker is lost.
-func TestAStoppedActionDoesNotRunOn(t *testing.T) {
+func TestStoppedActionIsNotRunning(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	id := trace.New(trace.Operate)
 	rows.Quiet(t, pool, `
 		with w as (
@@ -254,7 +263,7 @@ func TestAStoppedActionDoesNotRunOn(t *testing.T) {
 		string(id))
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	p.Go(server.URL + "/traces/" + string(id))
-	lived(p)
+	waitForStream(p)
 	rows := func() (list map[string]string) {
 		p.Eval(`Object.fromEntries([...document.querySelectorAll(".wf-row")].map(r => [r.querySelector("a").textContent,
 			[r.querySelector(".status")?.textContent, r.querySelector(".wf-took").textContent, r.querySelectorAll("time, .wf-open").length].join("|")]))`, &list)
@@ -271,17 +280,17 @@ func TestAStoppedActionDoesNotRunOn(t *testing.T) {
 	time.Sleep(2 * time.Second)
 	after := rows()
 	assert.Truef(t, fmt.Sprint(after) == fmt.Sprint(before), "the clocks still run: %v, then %v", before, after)
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 }
 
 // F11: an update of a live trace keeps the reader's settings.
-func TestALiveTraceKeepsZoomCollapseSelectionAndFocus(t *testing.T) {
+func TestALiveTraceKeepsViewSettings(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	id := failedNight(t, pool)
+	pool, server := openRoom(t)
+	id := seedFailedTrace(t, pool)
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	p.Go(server.URL + "/traces/" + string(id))
-	lived(p)
+	waitForStream(p)
 	const set = `(() => { const row = document.activeElement.closest(".wf-row"), selected = document.querySelectorAll('.wf-row[aria-selected="true"]');
 		return [row?.querySelector("a").textContent, row?.getAttribute("aria-expanded"), selected.length, selected[0]?.querySelector("a").textContent,
 			getComputedStyle(document.documentElement).getPropertyValue("--wf-zoom"), document.querySelector(".wf-tools select").value,
@@ -302,13 +311,13 @@ func TestALiveTraceKeepsZoomCollapseSelectionAndFocus(t *testing.T) {
 		p.Eval(set, &after)
 		assert.Equal(t, before, after)
 	}
-	noComplaint(t, p)
+	wantNoBrowserErrors(t, p)
 }
 
-func TestAnExecutionShowsItsRootCauseItsWaterfallAndItsCheckpoint(t *testing.T) {
+func TestExecutionShowsRootCauseAndWaterfall(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	id := failedNight(t, pool)
+	pool, server := openRoom(t)
+	id := seedFailedTrace(t, pool)
 	runs := map[string]string{}
 	for _, flow := range []string{"nightly_report", "nightly_child"} {
 		runs[flow] = pgtest.Value[string](t, pool, `select id::text from agent_executions where flow = $1`, flow)
@@ -317,26 +326,29 @@ func TestAnExecutionShowsItsRootCauseItsWaterfallAndItsCheckpoint(t *testing.T) 
 	p.Go(server.URL + "/executions/" + runs["nightly_child"])
 	assert.Contains(t, p.Text(".cause"), "broken_on_purpose", "×2 upstream")
 	const shown = `[...document.querySelectorAll(".wf-row")].filter(r => !r.hidden).length`
-	p.Until("its own lines are drawn", shown+` === 7 && document.querySelector(".wf-row").getAttribute("aria-level") === "1"`)
+	p.Until("its own lines are drawn",
+		shown+` === 7 && document.querySelector(".wf-row").getAttribute("aria-level") === "1"`)
 	p.Click("#wf-collapse")
 	p.Until("they collapse", shown+` === 3`)
 	p.Click(".wf-row a")
-	p.Until("a line leads to its span in the trace", `location.pathname === "/traces/`+string(id)+`" && location.search === "?span=`+
-		runs["nightly_child"]+`" && document.getElementById("panel-title").textContent === "nightly_child"`)
-	noComplaint(t, p)
-	body := shows(t, server.URL+"/executions/"+runs["nightly_report"]+"?tab=checkpoint", "Latest checkpoint",
-		"APPROVAL_DECIDED", "the lease of worker web-2 was over", `action="/act/v1/executions/`+runs["nightly_report"]+`/retry"`,
+	p.Until("a line leads to its span in the trace",
+		`location.pathname === "/traces/`+string(id)+`" && location.search === "?span=`+
+			runs["nightly_child"]+`" && document.getElementById("panel-title").textContent === "nightly_child"`)
+	wantNoBrowserErrors(t, p)
+	body := wantTexts(t, server.URL+"/executions/"+runs["nightly_report"]+"?tab=checkpoint", "Latest checkpoint",
+		"APPROVAL_DECIDED", "the lease of worker web-2 was over",
+		`action="/act/v1/executions/`+runs["nightly_report"]+`/retry"`,
 		`name="from" value="prices"`, "/v1/executions/"+runs["nightly_report"])
 	assert.True(t, !strings.Contains(body, "/cancel"), "an ended execution can be cancelled")
-	turnsAway(t, server.URL+"/executions/"+runs["nightly_report"]+"?tab=x", 400, "tab")
+	wantError(t, server.URL+"/executions/"+runs["nightly_report"]+"?tab=x", 400, "tab")
 }
 
 // The page of a trace with 2,000 spans is light: 200 kB compressed, and the browser paints the first lines before the
 // layout of the rest.
 func TestATraceOfTwoThousandSpansIsLight(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	id := wideTrace(t, pool, 2000)
+	pool, server := openRoom(t)
+	id := seedWideTrace(t, pool, 2000)
 	_, body := testkit.Get(t, server.URL+"/traces/"+string(id))
 	if n := strings.Count(body, `<div role="row" class="wf-row`); n != 2001 { // with their run
 		t.Errorf("the page has %d lines", n)
@@ -358,7 +370,8 @@ func TestATraceOfTwoThousandSpansIsLight(t *testing.T) {
 		p.Eval(`performance.getEntriesByName("first-contentful-paint")[0].startTime -
 			performance.getEntriesByType("navigation")[0].responseStart`, &now)
 		paint = min(paint, now)
-		p.Until("all lines are there", `document.readyState === "complete" && document.querySelectorAll(".wf-row").length === 2001`)
+		p.Until("all lines are there",
+			`document.readyState === "complete" && document.querySelectorAll(".wf-row").length === 2001`)
 		took := p.Metrics()
 		t.Logf("painted %.0f ms after the first byte; processor time until all lines are there:", now)
 		for _, name := range []string{"TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration"} {
@@ -377,8 +390,8 @@ func TestATraceOfTwoThousandSpansIsLight(t *testing.T) {
 	assert.Truef(t, len(all) == 0, "the browser complains: %s", strings.Join(all, "\n"))
 }
 
-// wideTrace inserts a run of n activities: 40 phases with calls in them.
-func wideTrace(t *testing.T, pool *pgxpool.Pool, n int) trace.ID {
+// seedWideTrace inserts a run of n activities: 40 phases with calls in them.
+func seedWideTrace(t *testing.T, pool *pgxpool.Pool, n int) trace.ID {
 	t.Helper()
 	id := trace.New(trace.Flow)
 	rows.Quiet(t, pool, `

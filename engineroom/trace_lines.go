@@ -14,8 +14,8 @@ func (view *spansView) Lines() template.HTML {
 	b.Grow(600 * len(view.Order))
 	base := template.HTMLEscapeString(view.Base)
 	for _, n := range view.Order {
-		if n.Sort == "more" {
-			view.writeRest(&b, n)
+		if n.Type == "more" {
+			view.writeOmitted(&b, n)
 			continue
 		}
 		n.write(&b, base, n.Span() == view.Span)
@@ -23,11 +23,11 @@ func (view *spansView) Lines() template.HTML {
 	return template.HTML(b.String()) // the functions below escape every text
 }
 
-// writeRest writes the line of omitted rows.
-func (view *spansView) writeRest(b *strings.Builder, n *spanNode) {
+// writeOmitted writes the line of omitted rows.
+func (view *spansView) writeOmitted(b *strings.Builder, n *spanNode) {
 	words := "more activities in the table"
-	if n.Left > 0 {
-		words = human.Count(n.Left) + " " + words
+	if n.Omitted > 0 {
+		words = human.Count(n.Omitted) + " " + words
 	}
 	write(b, `<div role="row" class="wf-row" id="rest" aria-level="1"><span role="gridcell" class="wf-name"><a href="/traces/`,
 		esc(view.ID), `?view=table&amp;after=`, esc(n.After), `">… `, words, "</a></span></div>\n")
@@ -37,11 +37,11 @@ func (view *spansView) writeRest(b *strings.Builder, n *spanNode) {
 func (n *spanNode) write(b *strings.Builder, base string, selected bool) {
 	level := strconv.Itoa(n.Level + 1)
 	write(b, `<div role="row" class="wf-row`)
-	if n.Bad() {
+	if n.Failed() {
 		write(b, " wf-bad")
 	}
 	write(b, `" id="`, esc(n.ID), `" aria-level="`, level, `" data-kind="`, n.Kind(), `"`)
-	if !n.Fine() {
+	if !n.Succeeded() {
 		write(b, ` data-state="`, esc(n.Status), `"`)
 	}
 	if len(n.Children) > 0 {
@@ -50,15 +50,16 @@ func (n *spanNode) write(b *strings.Builder, base string, selected bool) {
 	if selected {
 		write(b, ` aria-selected="true"`)
 	}
-	if n.Out {
+	if n.Hidden {
 		write(b, ` hidden`)
 	}
-	write(b, `><span role="gridcell" class="wf-name lv-`, strconv.Itoa(n.Depth()), `"><span class="kind kind-`, n.Sort, `">`,
+	write(b, `><span role="gridcell" class="wf-name lv-`, strconv.Itoa(n.Depth()), `"><span class="kind kind-`, n.Type,
+		`">`,
 		n.Label(), `</span> <a href="`, base, esc(n.Span()), `#panel">`, esc(cut(80, n.Name)), `</a>`)
 	if n.Row != nil && n.Row.Model != "" {
 		write(b, ` <span class="muted">`, esc(cut(40, n.Row.Model)), `</span>`)
 	}
-	if !n.Fine() {
+	if !n.Succeeded() {
 		write(b, ` <span class="status `, tone(n.Status), `"><span aria-hidden="true">`, shape(n.Status), `</span>`,
 			esc(words(n.Status)), `</span>`)
 	}
@@ -77,7 +78,7 @@ func (n *spanNode) write(b *strings.Builder, base string, selected bool) {
 		bar.write(b)
 	}
 	write(b, `</svg></span><span role="gridcell" class="number wf-took">`)
-	if n.Goes() {
+	if n.Running() {
 		write(b, string(since(n.From)))
 	} else {
 		write(b, n.Took())
@@ -109,7 +110,8 @@ func (n *spanNode) writeSums(b *strings.Builder) {
 // write writes a rectangle, or the mark of a note.
 func (bar spanBar) write(b *strings.Builder) {
 	if bar.Width == "" {
-		write(b, `<svg x="`, bar.X, `" y="4" width="9" height="12" overflow="visible"><path class="bar-note" d="M0 1 L5 6 L0 11 L-5 6 Z"/></svg>`)
+		write(b, `<svg x="`, bar.X,
+			`" y="4" width="9" height="12" overflow="visible"><path class="bar-note" d="M0 1 L5 6 L0 11 L-5 6 Z"/></svg>`)
 		return
 	}
 	open, box := "", `" y="4" height="12"/>`

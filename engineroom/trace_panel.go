@@ -17,7 +17,7 @@ import (
 	reasons "github.com/lanekeeper/lanekeeper/why"
 )
 
-// panelTabs are the tabs of the panel; the first one is the default.
+// panelTabs are the tabs of the panel. The first tab is the default.
 var panelTabs = []string{"details", "why", "prompt", "cost", "raw"}
 
 // spanPanel is the panel beside the spans: of one span, or of the trace as a whole.
@@ -26,14 +26,14 @@ type spanPanel struct {
 	Query         url.Values
 	path          string
 
-	Head   *traceHead // of the trace as a whole
-	Around traceRelated
-	Row    *spanRow
-	Run    *traceRun
-	Wait   *spanWait
-	Lost   []lostClaim
-	Node   *spanNode // of the span; nil for the trace, or an unknown span
-	Cause  *activity.RootCause
+	Head    *traceHead // of the trace as a whole
+	Related traceRelated
+	Row     *spanRow
+	Run     *traceRun
+	Wait    *spanWait
+	Lost    []lostClaim
+	Node    *spanNode // of the span; nil for the trace, or an unknown span
+	Cause   *activity.RootCause
 
 	Why    []whyPart
 	Prompt *promptView
@@ -43,10 +43,10 @@ type spanPanel struct {
 }
 
 // tracePanel loads the panel. It reads only the open tab.
-func (room *Room) tracePanel(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(*traceRequest)
-	p := &spanPanel{ID: about.ID, Span: about.Span, Tab: about.Tab, Query: v.Query, path: v.at("tab", "")}
-	if err := room.findSpan(ctx, about, p); err != nil {
+func (room *Room) tracePanel(ctx context.Context, req *pageRequest) (any, error) {
+	t, _ := req.Subject.(*traceSubject)
+	p := &spanPanel{ID: t.ID, Span: t.Span, Tab: t.Tab, Query: req.Query, path: req.withParam("tab", "")}
+	if err := room.findSpan(ctx, t, p); err != nil {
 		return nil, err
 	}
 	if tabs := p.Tabs(); !slices.Contains(tabs, p.Tab) {
@@ -71,7 +71,7 @@ func (room *Room) tracePanel(ctx context.Context, v *visit) (any, error) {
 	return p, err
 }
 
-// Tabs are the tabs that this panel has.
+// Tabs returns the tabs of this panel.
 func (p *spanPanel) Tabs() []string {
 	switch {
 	case p.Row != nil && p.Row.Kind == "model":
@@ -87,7 +87,7 @@ func (p *spanPanel) Found() bool { return p.Span == "" || p.Node != nil }
 
 // TabURL is the address of a tab.
 func (p *spanPanel) TabURL(tab string) string {
-	return (&visit{URL: p.path, Query: p.Query}).at("tab", strings.TrimPrefix(tab, panelTabs[0])) + "#panel"
+	return (&pageRequest{URL: p.path, Query: p.Query}).withParam("tab", strings.TrimPrefix(tab, panelTabs[0])) + "#panel"
 }
 
 // CloseURL is the address of the trace as a whole.
@@ -98,7 +98,7 @@ func (p *spanPanel) CloseURL() string {
 			query[name] = values
 		}
 	}
-	return (&visit{URL: p.path, Query: query}).at("span", "")
+	return (&pageRequest{URL: p.path, Query: query}).withParam("span", "")
 }
 
 // SpanURL is the address of another span of the trace.
@@ -115,17 +115,17 @@ func (p *spanPanel) TabWord(tab string) string {
 }
 
 // findSpan finds the panel's span.
-func (room *Room) findSpan(ctx context.Context, about *traceRequest, p *spanPanel) (err error) {
+func (room *Room) findSpan(ctx context.Context, t *traceSubject, p *spanPanel) (err error) {
 	if p.Span == "" {
-		if p.Head = about.head(); p.Head == nil {
+		if p.Head = t.head(); p.Head == nil {
 			p.Head, err = room.readHead(ctx, p.ID, false)
 		}
 		if err == nil && (p.Tab == "" || p.Tab == panelTabs[0]) {
-			p.Around, err = room.aroundOf(ctx, p.Head)
+			p.Related, err = room.readRelated(ctx, p.Head)
 		}
 		return err
 	}
-	if uuidShape.MatchString(p.Span) {
+	if uuidPattern.MatchString(p.Span) {
 		rows, err := room.rowOf(ctx, p.ID, p.Span)
 		if err != nil {
 			return err
@@ -139,13 +139,13 @@ func (room *Room) findSpan(ctx context.Context, about *traceRequest, p *spanPane
 	if err != nil {
 		return err
 	}
-	if p.Lost, err = room.lostOf(ctx, runs); err != nil {
+	if p.Lost, err = room.readLostClaims(ctx, runs); err != nil {
 		return err
 	}
 	switch {
 	case p.Row != nil:
-		stopLost([]*spanNode{p.Node}, runs, p.Lost)
-		if p.Node.Bad() || p.Node.Halted() {
+		markLost([]*spanNode{p.Node}, runs, p.Lost)
+		if p.Node.Failed() || p.Node.Halted() {
 			p.Cause, err = activity.RootCauseOf(ctx, room.Read, p.ID)
 		}
 		return err
@@ -165,7 +165,7 @@ func (room *Room) findSpan(ctx context.Context, about *traceRequest, p *spanPane
 	p.Node = nodesOf(nil, runs[i:i+1], nil)[0]
 	p.Run = p.Node.Run
 	p.Lost = slices.DeleteFunc(p.Lost, func(l lostClaim) bool { return l.ExecutionID != p.Span })
-	if p.Node.Bad() {
+	if p.Node.Failed() {
 		p.Cause, err = activity.RootCauseOf(ctx, room.Read, p.ID)
 	}
 	return err
@@ -255,8 +255,8 @@ func (room *Room) panelCosts(ctx context.Context, p *spanPanel) (err error) {
 		 where a.kind = 'model' and (@run::text = '' or a.execution_id = nullif(@run::text, '')::uuid)
 		   and (@step::text = '' or starts_with(a.step, @step::text || '/'))
 		   and (@row::text = '' or a.id = nullif(@row::text, '')::uuid)
-		 group by 1, 2 order by 9 desc, 8 desc, 1, 2 limit @most`, freshPlan, postgres.Strict{
-		"id": p.ID, "scan": traceSummed, "run": run, "step": step, "row": row, "most": maxCosts,
+		 group by 1, 2 order by 9 desc, 8 desc, 1, 2 limit @limit`, customPlan, postgres.Strict{
+		"id": p.ID, "scan": traceSummed, "run": run, "step": step, "row": row, "limit": maxCosts,
 	})
 	for _, c := range p.Costs {
 		p.Sum.Calls, p.Sum.Prompt, p.Sum.Cached, p.Sum.CacheWrites = p.Sum.Calls+c.Calls, p.Sum.Prompt+c.Prompt,
@@ -285,10 +285,10 @@ func (room *Room) panelRaw(ctx context.Context, p *spanPanel) error {
 			hidden = fmt.Sprintf(`{"input":{"note":%[1]q},"output":{"note":%[1]q}}`, activity.HiddenText)
 		}
 		rows, err := room.Read.Query(ctx, `
-			select left(j.text, @most::int), octet_length(j.text) from (
+			select left(j.text, @limit::int), octet_length(j.text) from (
 			  select ((to_jsonb(a) - 'conversation_id') || @hidden::text::jsonb)::text as text from agent_activity a
 			   where a.id = @row::text::uuid and a.trace_id = @id) j`,
-			freshPlan, postgres.Strict{"id": p.ID, "row": p.Row.ID, "most": traceWhole, "hidden": hidden})
+			customPlan, postgres.Strict{"id": p.ID, "row": p.Row.ID, "limit": maxSpanText, "hidden": hidden})
 		var body string
 		var size int64
 		if err == nil {
@@ -302,10 +302,10 @@ func (room *Room) panelRaw(ctx context.Context, p *spanPanel) error {
 	return nil
 }
 
-// rawValue formats JSON, up to the traceWhole characters that the query read.
+// rawValue formats JSON, up to the maxSpanText characters that the query read.
 func rawValue(body string, size int64) shownValue {
-	if int64(len(body)) < size || len(body) > traceWhole {
-		return shownValue{Text: cut(traceWhole, body), Bytes: size}
+	if int64(len(body)) < size || len(body) > maxSpanText {
+		return shownValue{Text: cut(maxSpanText, body), Bytes: size}
 	}
 	return shownValue{Text: formatJSON(body), Bytes: size, Whole: true}
 }
@@ -316,7 +316,7 @@ func (p *spanPanel) Began() time.Time { return p.Node.From }
 // Trouble reports a row about a failure.
 func (r whyRow) Trouble() bool { return r.Part == reasons.Trouble && r.Kind != reasons.More }
 
-// whyLinks are the links of a row: to its other trace, if any, and to its other pages.
+// whyLinks returns the links of a reason: to another trace, if it belongs to one, and to the pages of its objects.
 func whyLinks(trace string, r reasons.Reason) []whyLink {
 	var links []whyLink
 	if r.TraceID != trace && r.Kind != reasons.More {

@@ -29,7 +29,7 @@ type spanRow struct {
 	Purpose, Status                       string
 	CauseID                               *string
 	LedTo                                 string // JSON: calls of each skill in a model's answer
-	Open                                  bool   // a process works on it
+	Open                                  bool   // agent_activity_open has the row
 	Input, Output, Message                string
 	InputBytes, OutputBytes, MessageBytes int64
 	Class, Model                          string
@@ -53,13 +53,13 @@ type spanRow struct {
 // show formats complete JSON texts.
 func (r *spanRow) show(id string) {
 	r.TraceID = id
-	r.Input, r.InputCut = setOutWhole(r.Input, r.InputBytes)
-	r.Output, r.OutputCut = setOutWhole(r.Output, r.OutputBytes)
+	r.Input, r.InputCut = formatWhole(r.Input, r.InputBytes)
+	r.Output, r.OutputCut = formatWhole(r.Output, r.OutputBytes)
 	r.MessageCut = int64(len(r.Message)) < r.MessageBytes
 }
 
-// setOutWhole formats complete JSON, and reports incomplete JSON.
-func setOutWhole(text string, size int64) (string, bool) {
+// formatWhole formats complete JSON, and reports incomplete JSON.
+func formatWhole(text string, size int64) (string, bool) {
 	if text == "" || int64(len(text)) < size {
 		return text, int64(len(text)) < size
 	}
@@ -98,8 +98,8 @@ const lineColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.clai
 func (room *Room) firstRowsOf(ctx context.Context, id string) ([]spanRow, error) {
 	rows, err := room.Read.Query(ctx, `
 		select `+lineColumns+`
-		  from agent_activity a where a.trace_id = @id order by a.created_at, a.id limit @most`,
-		postgres.Strict{"id": id, "most": traceFirst + traceLast + 1})
+		  from agent_activity a where a.trace_id = @id order by a.created_at, a.id limit @limit`,
+		postgres.Strict{"id": id, "limit": traceFirst + traceLast + 1})
 	return room.collectSpans(ctx, rows, err, id)
 }
 
@@ -119,7 +119,7 @@ func (room *Room) rowsOf(ctx context.Context, h *traceHead) ([]spanRow, error) {
 		    where a.status in ('error', 'unknown') order by a.created_at limit @failed))
 		select `+lineColumns+`
 		  from picked p join agent_activity a on a.id = p.id
-		 order by a.created_at, a.id`, freshPlan, postgres.Strict{
+		 order by a.created_at, a.id`, customPlan, postgres.Strict{
 		"id": h.ID, "first": traceFirst, "last": traceLast, "failed": traceFailed, "scan": traceSummed,
 	})
 	return room.collectSpans(ctx, rows, err, h.ID)
@@ -135,18 +135,18 @@ func (room *Room) pageOf(ctx context.Context, id, after string) ([]spanRow, erro
 		                                               where b.id = nullif(@after::text, '')::uuid and b.trace_id = @id))
 		   and (@after::text = '' or (a.created_at, a.id) > (select b.created_at, b.id from agent_activity b
 		                                               where b.id = nullif(@after::text, '')::uuid and b.trace_id = @id))
-		 order by a.created_at, a.id limit @limit::int + 1`, freshPlan, postgres.Strict{
+		 order by a.created_at, a.id limit @limit::int + 1`, customPlan, postgres.Strict{
 		"id": id, "after": after, "limit": tracePerPage,
 	})
 	return room.collectSpans(ctx, rows, err, id)
 }
 
-// rowOf reads one activity of a trace, almost uncut; none if it is unknown.
+// rowOf reads one activity of a trace, with its texts cut at maxSpanText. It returns no row for an unknown activity.
 func (room *Room) rowOf(ctx context.Context, id, row string) ([]spanRow, error) {
 	rows, err := room.Read.Query(ctx, `
 		select `+spanColumns+`
 		  from agent_activity a where a.id = @row::text::uuid and a.trace_id = @id`,
-		freshPlan, postgres.Strict{"id": id, "row": row, "text": traceWhole})
+		customPlan, postgres.Strict{"id": id, "row": row, "text": maxSpanText})
 	return room.collectSpans(ctx, rows, err, id)
 }
 
@@ -158,7 +158,7 @@ func (room *Room) collectSpans(ctx context.Context, rows pgx.Rows, err error, id
 		return nil, err
 	}
 	tries := map[[2]string]int{}
-	var asked []string
+	var approvalIDs []string
 	for i := range list {
 		r := &list[i]
 		hide := activity.HidesTexts(ctx) && activity.HasTexts(activity.Kind(r.Kind), r.Skill)
@@ -166,14 +166,14 @@ func (room *Room) collectSpans(ctx context.Context, rows pgx.Rows, err error, id
 		hideJSON(hide, &r.Output, &r.OutputBytes)
 		r.show(id)
 		if r.Status == string(activity.PendingApproval) {
-			asked = append(asked, r.ID)
+			approvalIDs = append(approvalIDs, r.ID)
 		}
-		if r.Try = 1; r.ExecutionID != nil && r.Step != "" && r.acts() {
+		if r.Try = 1; r.ExecutionID != nil && r.Step != "" && r.isCall() {
 			tries[[2]string{*r.ExecutionID, r.Step}]++
 			r.Try = tries[[2]string{*r.ExecutionID, r.Step}]
 		}
 	}
-	decisions, err := activity.Decisions(ctx, room.Read, asked)
+	decisions, err := activity.Decisions(ctx, room.Read, approvalIDs)
 	for i := range list {
 		if d, decided := decisions[list[i].ID]; decided {
 			list[i].Status, list[i].Decision = d.Status, d.String()
@@ -182,24 +182,24 @@ func (room *Room) collectSpans(ctx context.Context, rows pgx.Rows, err error, id
 	return list, err
 }
 
-// acts reports a call of a skill or model, which a process can retry.
-func (r *spanRow) acts() bool { return r.Kind == "call" || r.Kind == "model" }
+// isCall reports whether the row is a call of a skill or a model, which a process can retry.
+func (r *spanRow) isCall() bool { return r.Kind == "call" || r.Kind == "model" }
 
 // addApprovals adds each row's approval.
 func (room *Room) addApprovals(ctx context.Context, id string, list []spanRow) error {
 	rows, err := room.Read.Query(ctx, `
 		select p.id::text, coalesce(p.activity_id::text, '') as activity_id,
 		       coalesce(p.execution_id::text, '') as execution_id, p.step, p.status
-		  from agent_approvals p where p.trace_id = @id order by p.id desc limit @most`,
-		freshPlan, postgres.Strict{"id": id, "most": traceWaits})
-	asked, err := postgres.Collect(rows, err, "list approvals of trace", pgx.RowToStructByName[struct {
+		  from agent_approvals p where p.trace_id = @id order by p.id desc limit @limit`,
+		customPlan, postgres.Strict{"id": id, "limit": traceWaits})
+	approvals, err := postgres.Collect(rows, err, "list approvals of trace", pgx.RowToStructByName[struct {
 		ID, ActivityID, ExecutionID, Step, Status string
 	}])
 	if err != nil {
 		return err
 	}
 	byRow, byStep := map[string]int{}, map[[2]string]int{}
-	for i, p := range asked {
+	for i, p := range approvals {
 		byRow[p.ActivityID] = i
 		byStep[[2]string{p.ExecutionID, p.Step}] = i
 	}
@@ -210,14 +210,14 @@ func (room *Room) addApprovals(ctx context.Context, id string, list []spanRow) e
 			at, has = byStep[[2]string{*r.ExecutionID, r.Step}]
 		}
 		if has {
-			r.ApprovalID, r.ApprovalStatus = asked[at].ID, asked[at].Status
+			r.ApprovalID, r.ApprovalStatus = approvals[at].ID, approvals[at].Status
 		}
 	}
 	return nil
 }
 
-// Sort is the row's sort, for texts and colours.
-func (r *spanRow) Sort() string { return rowNode(r).Sort }
+// Type is the row's sort, for texts and colours.
+func (r *spanRow) Type() string { return rowNode(r).Type }
 
 // Name is the purpose of a model call, and the skill of any other row.
 func (r *spanRow) Name() string { return rowNode(r).Name }
@@ -241,8 +241,8 @@ const maxTreeLevel = 16
 
 // spanNode is a line of a trace: a run, an activity, a wait, or omitted rows.
 type spanNode struct {
-	ID     string // of its element
-	Sort   string // run, model, call, retry, phase, note, wait, lane or more; selects a colour and a label
+	ID     string // id of the HTML element
+	Type   string // run, model, call, retry, phase, note, wait, lane or more; selects a colour and a label
 	Name   string
 	Status string
 	From   time.Time
@@ -261,9 +261,9 @@ type spanNode struct {
 
 	Children []*spanNode
 	Bars     []spanBar
-	Left     int64 // omitted rows; -1 if not counted
+	Omitted  int64 // omitted rows; -1 if not counted
 	After    string
-	Out      bool        // the filter hides it
+	Hidden   bool        // the filter hides it
 	Lost     []lostClaim // claims of a run that ended without a wait or an end
 
 	parent *spanNode
@@ -278,14 +278,14 @@ var sortLabels = map[string]string{
 
 // Label is the node's sort for people, with the round of its loop.
 func (n *spanNode) Label() string {
-	label, step := sortLabels[n.Sort], ""
+	label, step := sortLabels[n.Type], ""
 	switch {
 	case n.Row != nil:
 		step = n.Row.Step
 	case n.Wait != nil:
 		step = n.Wait.Step
 	}
-	if n.Sort == "retry" && n.Row != nil {
+	if n.Type == "retry" && n.Row != nil {
 		label = "attempt " + strconv.Itoa(n.Row.Try)
 	}
 	if round := activity.Round(step); round != "" {
@@ -297,7 +297,7 @@ func (n *spanNode) Label() string {
 // Depth is the drawn depth.
 func (n *spanNode) Depth() int { return min(n.Level, maxTreeLevel) }
 
-// Deep reports a node below the drawn depth.
+// Deep reports whether the node is below the drawn depth.
 func (n *spanNode) Deep() bool { return n.Level > maxTreeLevel }
 
 // DurationMS is the duration; nil while it runs.
@@ -305,11 +305,11 @@ func (n *spanNode) DurationMS() *int64 {
 	if n.Row != nil && n.Row.DurationMS != nil {
 		return n.Row.DurationMS
 	}
-	return between(n.From, n.To)
+	return millisBetween(n.From, n.To)
 }
 
-// Point reports a node without a duration.
-func (n *spanNode) Point() bool { return n.Sort == "note" || n.Sort == "more" }
+// Point reports whether the node has no duration.
+func (n *spanNode) Point() bool { return n.Type == "note" || n.Type == "more" }
 
 // nodesOf makes nodes in order of their start.
 func nodesOf(rows []spanRow, runs []traceRun, waits []spanWait) []*spanNode {
@@ -318,7 +318,7 @@ func nodesOf(rows []spanRow, runs []traceRun, waits []spanWait) []*spanNode {
 		r := &runs[i]
 		r.Error, r.Summary = redact.Text(r.Error, 4000), redact.Text(r.Summary, 1000)
 		nodes = append(nodes, &spanNode{
-			ID: "run-" + r.ID, Sort: "run", Name: r.Flow, Status: r.State(), From: r.CreatedAt, To: r.CompletedAt, Run: r,
+			ID: "run-" + r.ID, Type: "run", Name: r.Flow, Status: r.State(), From: r.CreatedAt, To: r.CompletedAt, Run: r,
 		})
 		if r.Lost != nil {
 			nodes[len(nodes)-1].To = r.Lost
@@ -331,14 +331,14 @@ func nodesOf(rows []spanRow, runs []traceRun, waits []spanWait) []*spanNode {
 		nodes = append(nodes, waitNode(&waits[i]))
 	}
 	slices.SortStableFunc(nodes, func(a, b *spanNode) int {
-		return cmp.Or(a.From.Compare(b.From), cmp.Compare(rank(a), rank(b)))
+		return cmp.Or(a.From.Compare(b.From), cmp.Compare(containerRank(a), containerRank(b)))
 	})
 	return nodes
 }
 
-// rank orders a container before its children at equal times.
-func rank(n *spanNode) int {
-	switch n.Sort {
+// containerRank orders a container before its children at equal times.
+func containerRank(n *spanNode) int {
+	switch n.Type {
 	case "run":
 		return 0
 	case "phase":
@@ -349,14 +349,14 @@ func rank(n *spanNode) int {
 
 func rowNode(r *spanRow) *spanNode {
 	n := &spanNode{
-		ID: "row-" + r.ID, Sort: r.Kind, Name: r.Skill, Status: r.Status, From: r.CreatedAt, To: r.FinishedAt, Row: r,
+		ID: "row-" + r.ID, Type: r.Kind, Name: r.Skill, Status: r.Status, From: r.CreatedAt, To: r.FinishedAt, Row: r,
 		Tokens: r.Tokens, CostUSD: r.CostUSD,
 	}
 	if r.Kind == "model" {
 		n.Name = modelName(r.Purpose, r.LedTo)
 	}
 	if r.Try > 1 {
-		n.Sort = "retry"
+		n.Type = "retry"
 	}
 	if r.Status == "error" {
 		n.Errors = 1
@@ -366,10 +366,10 @@ func rowNode(r *spanRow) *spanNode {
 
 func waitNode(w *spanWait) *spanNode {
 	n := &spanNode{
-		ID: w.elementID(), Sort: "wait", Name: "for " + w.About(), Status: "done", From: w.From, To: w.To, Wait: w,
+		ID: w.elementID(), Type: "wait", Name: "for " + w.About(), Status: "done", From: w.From, To: w.To, Wait: w,
 	}
 	if w.Kind == "lane" {
-		n.Sort = "lane"
+		n.Type = "lane"
 	}
 	if w.Kind == "lane" && w.Key != "" {
 		n.Name = "for " + w.Key
@@ -383,10 +383,10 @@ func waitNode(w *spanWait) *spanNode {
 	return n
 }
 
-// arrange builds the tree and returns its nodes in drawing order. An activity is below its parent, or without a parent
-// below its run. A run is below the run that started it. A wait is below the phase of its step. Each node appears once,
-// also with circular parents, which SQL writers can create.
-func arrange(nodes []*spanNode) []*spanNode {
+// orderTree builds the tree and returns its nodes in drawing order. An activity is below its parent, or without a
+// parent below its run. A run is below the run that started it. A wait is below the phase of its step. Each node
+// appears once, also with circular parents, which SQL writers can create.
+func orderTree(nodes []*spanNode) []*spanNode {
 	byID := make(map[string]*spanNode, len(nodes))
 	phases := map[string][]*spanNode{}
 	for _, n := range nodes {
@@ -395,18 +395,18 @@ func arrange(nodes []*spanNode) []*spanNode {
 			phases[*n.Row.ExecutionID] = append(phases[*n.Row.ExecutionID], n)
 		}
 	}
-	var top []*spanNode
+	var roots []*spanNode
 	for _, n := range nodes {
-		above := n.above(byID, phases)
-		if above == nil || above == n {
-			top = append(top, n)
+		parent := n.findParent(byID, phases)
+		if parent == nil || parent == n {
+			roots = append(roots, n)
 			continue
 		}
-		above.Children = append(above.Children, n)
+		parent.Children = append(parent.Children, n)
 	}
 	order := make([]*spanNode, 0, len(nodes))
-	for _, n := range append(top, nodes...) { // unreached nodes form a circle; its first node breaks it
-		order = n.walk(nil, order)
+	for _, n := range append(roots, nodes...) { // unreached nodes form a circle; its first node breaks it
+		order = n.appendTree(nil, order)
 	}
 	for _, n := range slices.Backward(order) {
 		if n.parent != nil {
@@ -418,8 +418,8 @@ func arrange(nodes []*spanNode) []*spanNode {
 	return order
 }
 
-// above returns the parent of n; nil for none.
-func (n *spanNode) above(byID map[string]*spanNode, phases map[string][]*spanNode) *spanNode {
+// findParent returns the parent of n; nil for none.
+func (n *spanNode) findParent(byID map[string]*spanNode, phases map[string][]*spanNode) *spanNode {
 	switch {
 	case n.Run != nil && n.Run.ParentID != nil:
 		return byID["run-"+*n.Run.ParentID]
@@ -436,15 +436,15 @@ func (n *spanNode) above(byID map[string]*spanNode, phases map[string][]*spanNod
 		return nil
 	}
 	if n.Row.ParentID != nil {
-		if above := byID["row-"+*n.Row.ParentID]; above != nil {
-			return above
+		if parent := byID["row-"+*n.Row.ParentID]; parent != nil {
+			return parent
 		}
 	}
 	return byID["run-"+postgres.Deref(n.Row.ExecutionID)]
 }
 
-// walk appends n and its unplaced descendants. It does not recurse, because a chain of parents may be long.
-func (n *spanNode) walk(parent *spanNode, order []*spanNode) []*spanNode {
+// appendTree appends n and its unplaced descendants. It does not recurse, because a chain of parents may be long.
+func (n *spanNode) appendTree(parent *spanNode, order []*spanNode) []*spanNode {
 	type visit struct{ node, parent *spanNode }
 	stack := []visit{{n, parent}}
 	for len(stack) > 0 {
@@ -474,11 +474,11 @@ func (n *spanNode) Took() string {
 	return human.Millis(*ms)
 }
 
-// Goes reports whether the node's work is running.
-func (n *spanNode) Goes() bool { return n.To == nil && !n.Point() }
+// Running reports whether the node's work is running.
+func (n *spanNode) Running() bool { return n.To == nil && !n.Point() }
 
-// Fine reports a state whose sign is enough.
-func (n *spanNode) Fine() bool {
+// Succeeded reports a state whose sign is enough.
+func (n *spanNode) Succeeded() bool {
 	return n.Status == "success" || n.Status == "completed" || n.Status == "done"
 }
 
@@ -497,7 +497,7 @@ var purposeNames = map[string]string{
 	"heartbeat_prompt": "follow the heartbeat's prompt",
 }
 
-// modelName names a model call by the tools that its answer calls. Without tools it uses the recorded purpose.
+// modelName names a model call by the tools that its answer calls, or by the recorded purpose if it calls none.
 func modelName(purpose, ledTo string) string {
 	var calls map[string]any
 	if json.Unmarshal([]byte(ledTo), &calls) == nil && len(calls) > 0 {
@@ -533,26 +533,26 @@ type lostClaim struct {
 	How, Worker string
 }
 
-// lostOf reads the lost claims of runs.
-func (room *Room) lostOf(ctx context.Context, runs []traceRun) ([]lostClaim, error) {
-	var again []string
+// readLostClaims reads the lost claims of runs.
+func (room *Room) readLostClaims(ctx context.Context, runs []traceRun) ([]lostClaim, error) {
+	var reclaimed []string
 	for _, r := range runs {
 		if r.Claim > 1 {
-			again = append(again, r.ID)
+			reclaimed = append(reclaimed, r.ID)
 		}
 	}
-	if len(again) == 0 {
+	if len(reclaimed) == 0 {
 		return nil, nil
 	}
 	return postgres.Rows[lostClaim](ctx, room.Read, "list lost claims", `
 		select l.execution_id::text, l.claim, l.at, l.how, left(coalesce(nullif(l.worker_name, ''), l.worker::text, ''), 200) as worker
 		  from agent_claims_lost l where l.execution_id = any (@runs::text[]::uuid[])
-		 order by l.execution_id, l.claim limit @most`, freshPlan, postgres.Strict{"runs": again, "most": traceWaits})
+		 order by l.execution_id, l.claim limit @limit`, customPlan, postgres.Strict{"runs": reclaimed, "limit": traceWaits})
 }
 
-// stopLost marks orphaned activities as stopped or lost: no process works on them any more. Their rows say running
+// markLost marks orphaned activities as stopped or lost: no process works on them any more. Their rows say running
 // until the sweep closes them.
-func stopLost(nodes []*spanNode, runs []traceRun, lost []lostClaim) {
+func markLost(nodes []*spanNode, runs []traceRun, lost []lostClaim) {
 	byID := map[string]*traceRun{}
 	for i := range runs {
 		byID[runs[i].ID] = &runs[i]
@@ -590,8 +590,8 @@ func stopLost(nodes []*spanNode, runs []traceRun, lost []lostClaim) {
 	}
 }
 
-// Bad reports a failure, which the page draws red.
-func (n *spanNode) Bad() bool {
+// Failed reports a failure, which the page draws red.
+func (n *spanNode) Failed() bool {
 	switch n.Status {
 	case "error", "failed", "timeout":
 		return true
@@ -599,7 +599,7 @@ func (n *spanNode) Bad() bool {
 	return false
 }
 
-// Halted reports work that ended without a result: cancelled, stopped, or with an unknown outcome.
+// Halted reports whether the work ended without a result: it was cancelled or stopped, or its outcome is unknown.
 func (n *spanNode) Halted() bool {
 	switch n.Status {
 	case "cancelled", "unknown", stateStopped, stateLost:
@@ -613,7 +613,7 @@ func (n *spanNode) Message() string {
 	switch {
 	case n.Row != nil:
 		return cmp.Or(n.Row.Message, n.Row.Decision)
-	case n.Run != nil && n.Bad():
+	case n.Run != nil && n.Failed():
 		return n.Run.Error
 	}
 	return ""

@@ -29,30 +29,30 @@ type timeGap struct {
 	X, Width, Middle string
 	MS               int64
 	After            int64 // milliseconds from the start
-	Rest             bool  // omitted rows instead of idle time
-	Roomy            bool  // its label fits
+	Omitted          bool  // omitted rows instead of idle time
+	LabelFits        bool  // its label fits
 }
 
 // traceScale maps times to positions from 0 to 100. It draws long idle time shorter, so a wait of three days leaves
 // room for the work around it.
 type traceScale struct {
-	stretches []segment
-	whole     float64 // of the drawing, in drawn seconds
-	start     time.Time
-	open      bool // it is running: the right edge is now
+	segments []segment
+	total    float64 // of the drawing, in drawn seconds
+	start    time.Time
+	running  bool // it is running: the right edge is now
 }
 
 // segment is a part of the scale with one ratio.
 type segment struct {
-	from, to time.Time
-	at, wide float64 // in drawn seconds
-	short    bool    // drawn shorter
-	rest     bool    // it has omitted rows
+	from, to      time.Time
+	offset, width float64 // in drawn seconds
+	shortened     bool    // drawn shorter
+	omitted       bool    // it has omitted rows
 }
 
 const (
 	minIdle   = time.Second // idle time of up to three times this is drawn to scale
-	maxGaps   = 12          // the longest ones
+	maxGaps   = 12          // number of shortened gaps, the longest first
 	minBar    = 0.02        // least width of a bar, in percent; its outline makes it visible
 	scaleStep = 1.1         // growth of the scale of a running trace
 	openTail  = 0.06        // share of the drawing for running work
@@ -68,7 +68,7 @@ func newTraceScale(nodes []*spanNode) *traceScale {
 		case n.To != nil:
 			moments = append(moments, *n.To)
 		case !n.Point():
-			t.open = true
+			t.running = true
 		}
 	}
 	if len(moments) == 0 {
@@ -77,24 +77,26 @@ func newTraceScale(nodes []*spanNode) *traceScale {
 	slices.SortFunc(moments, time.Time.Compare)
 	moments = slices.CompactFunc(moments, time.Time.Equal)
 	t.start = moments[0]
-	var rest *spanNode
-	if i := slices.IndexFunc(nodes, func(n *spanNode) bool { return n.Sort == "more" }); i >= 0 {
-		rest = nodes[i]
-		moments = slices.DeleteFunc(moments, func(at time.Time) bool { return at.After(rest.From) && at.Before(*rest.To) })
+	var omitted *spanNode
+	if i := slices.IndexFunc(nodes, func(n *spanNode) bool { return n.Type == "more" }); i >= 0 {
+		omitted = nodes[i]
+		moments = slices.DeleteFunc(moments, func(at time.Time) bool {
+			return at.After(omitted.From) && at.Before(*omitted.To)
+		})
 	}
-	t.stretch(moments, busyOf(nodes, moments[len(moments)-1]), rest)
+	t.layOut(moments, busyPeriods(nodes, moments[len(moments)-1]), omitted)
 	return t
 }
 
 // period is a period of time.
 type period struct{ from, to time.Time }
 
-// busyOf returns the periods with a running call, in order and disjoint.
-func busyOf(nodes []*spanNode, last time.Time) []period {
+// busyPeriods returns the periods with a running call, in order and disjoint.
+func busyPeriods(nodes []*spanNode, end time.Time) []period {
 	var all []period
 	for _, n := range nodes {
-		if n.Row != nil && n.Row.acts() {
-			to := last
+		if n.Row != nil && n.Row.isCall() {
+			to := end
 			if n.To != nil {
 				to = *n.To
 			}
@@ -115,16 +117,16 @@ func busyOf(nodes []*spanNode, last time.Time) []period {
 	return busy
 }
 
-// stretch lays out the time between moments. All gaps together take at most two fifths of the drawing. Omitted rows
+// layOut lays out the time between moments. All gaps together take at most two fifths of the drawing. Omitted rows
 // take as much of it as the shown rows.
-func (t *traceScale) stretch(moments []time.Time, busy []period, rest *spanNode) {
-	worked := time.Duration(0)
+func (t *traceScale) layOut(moments []time.Time, busy []period, omitted *spanNode) {
+	busyTime := time.Duration(0)
 	for _, p := range busy {
-		if rest == nil || !p.from.After(rest.From) || !p.to.Before(*rest.To) {
-			worked += p.to.Sub(p.from)
+		if omitted == nil || !p.from.After(omitted.From) || !p.to.Before(*omitted.To) {
+			busyTime += p.to.Sub(p.from)
 		}
 	}
-	limit := max(minIdle, worked/8)
+	limit := max(minIdle, busyTime/8)
 	next := 0
 	for i := 1; i < len(moments); i++ {
 		s := segment{from: moments[i-1], to: moments[i]}
@@ -132,17 +134,17 @@ func (t *traceScale) stretch(moments []time.Time, busy []period, rest *spanNode)
 			next++
 		}
 		idle := next == len(busy) || !busy[next].from.Before(s.to)
-		s.rest = rest != nil && s.from.Equal(rest.From)
-		s.short = idle && !s.rest && s.to.Sub(s.from) > 3*limit
-		t.stretches = append(t.stretches, s)
+		s.omitted = omitted != nil && s.from.Equal(omitted.From)
+		s.shortened = idle && !s.omitted && s.to.Sub(s.from) > 3*limit
+		t.segments = append(t.segments, s)
 	}
-	t.keepLongest()
+	t.limitGaps()
 	linear, gaps := 0.0, 0
-	for _, s := range t.stretches {
+	for _, s := range t.segments {
 		switch {
-		case s.short:
+		case s.shortened:
 			gaps++
-		case !s.rest:
+		case !s.omitted:
 			linear += s.to.Sub(s.from).Seconds()
 		}
 	}
@@ -150,27 +152,27 @@ func (t *traceScale) stretch(moments []time.Time, busy []period, rest *spanNode)
 	if linear > 0 && gaps > 0 {
 		wide = min(wide, linear*2/3/float64(gaps))
 	}
-	for i := range t.stretches {
-		s := &t.stretches[i]
-		s.at, s.wide = t.whole, s.to.Sub(s.from).Seconds()
+	for i := range t.segments {
+		s := &t.segments[i]
+		s.offset, s.width = t.total, s.to.Sub(s.from).Seconds()
 		switch {
-		case s.short:
-			s.wide = wide
-		case s.rest:
-			s.wide = min(s.wide, max(linear, limit.Seconds()))
+		case s.shortened:
+			s.width = wide
+		case s.omitted:
+			s.width = min(s.width, max(linear, limit.Seconds()))
 		}
-		t.whole += s.wide
+		t.total += s.width
 	}
-	if t.open && t.whole > 0 { // in steps, so ended lines stay unchanged while the trace grows
-		t.whole = math.Pow(scaleStep, math.Ceil(math.Log(t.whole)/math.Log(scaleStep)))
+	if t.running && t.total > 0 { // in steps, so ended lines stay unchanged while the trace grows
+		t.total = math.Pow(scaleStep, math.Ceil(math.Log(t.total)/math.Log(scaleStep)))
 	}
 }
 
-// keepLongest shortens only the longest gaps.
-func (t *traceScale) keepLongest() {
+// limitGaps keeps only the longest maxGaps gaps shortened.
+func (t *traceScale) limitGaps() {
 	var short []int
-	for i, s := range t.stretches {
-		if s.short {
+	for i, s := range t.segments {
+		if s.shortened {
 			short = append(short, i)
 		}
 	}
@@ -178,52 +180,52 @@ func (t *traceScale) keepLongest() {
 		return
 	}
 	slices.SortFunc(short, func(a, b int) int {
-		x, y := t.stretches[a], t.stretches[b]
+		x, y := t.segments[a], t.segments[b]
 		return cmp.Compare(y.to.Sub(y.from), x.to.Sub(x.from))
 	})
 	for _, i := range short[maxGaps:] {
-		t.stretches[i].short = false
+		t.segments[i].shortened = false
 	}
 }
 
-// place returns the position of a time, in percent.
-func (t *traceScale) place(at time.Time) float64 {
+// position returns the position of a time, in percent.
+func (t *traceScale) position(at time.Time) float64 {
 	edge := 100.0
-	if t.open {
+	if t.running {
 		edge -= 100 * openTail
 	}
-	i, _ := slices.BinarySearchFunc(t.stretches, at, func(s segment, at time.Time) int { return s.to.Compare(at) })
-	if i == len(t.stretches) || t.whole == 0 {
+	i, _ := slices.BinarySearchFunc(t.segments, at, func(s segment, at time.Time) int { return s.to.Compare(at) })
+	if i == len(t.segments) || t.total == 0 {
 		if at.After(t.start) {
 			return edge
 		}
 		return 0
 	}
-	s := t.stretches[i]
+	s := t.segments[i]
 	part := 0.0
 	if long := s.to.Sub(s.from).Seconds(); long > 0 {
 		part = min(max(at.Sub(s.from).Seconds()/long, 0), 1)
 	}
-	return edge * (s.at + part*s.wide) / t.whole
+	return edge * (s.offset + part*s.width) / t.total
 }
 
 // percent formats an SVG length.
 func percent(x float64) string { return strconv.FormatFloat(x, 'f', 2, 64) + "%" }
 
-// draw sets the bars of nodes.
-func (t *traceScale) draw(nodes []*spanNode) {
+// setBars sets the bars of nodes.
+func (t *traceScale) setBars(nodes []*spanNode) {
 	for _, n := range nodes {
 		switch {
-		case n.Sort == "run":
+		case n.Type == "run":
 			n.Bars = t.runBars(n)
-		case n.Point() && n.Sort == "note":
-			n.Bars = []spanBar{{Class: "note", X: percent(min(t.place(n.From), 99.6))}}
+		case n.Point() && n.Type == "note":
+			n.Bars = []spanBar{{Class: "note", X: percent(min(t.position(n.From), 99.6))}}
 		default:
-			sort := n.Sort
-			if sort == "retry" {
-				sort = n.Row.Kind
+			name := n.Type
+			if name == "retry" {
+				name = n.Row.Kind
 			}
-			n.Bars = []spanBar{t.bar(n.look(sort), n.From, n.To)}
+			n.Bars = []spanBar{t.bar(n.barClass(name), n.From, n.To)}
 		}
 	}
 }
@@ -244,15 +246,15 @@ func (t *traceScale) runBars(n *spanNode) (bars []spanBar) {
 			from = l.At
 		}
 	}
-	return append(bars, t.bar(n.look("run"), from, n.To))
+	return append(bars, t.bar(n.barClass("run"), from, n.To))
 }
 
-// look returns the class of a node's bar: a bad or halted state, or otherwise the sort.
-func (n *spanNode) look(sort string) string {
+// barClass returns the class of a node's bar: a bad or halted state, or otherwise the sort.
+func (n *spanNode) barClass(sort string) string {
 	switch {
-	case n.Bad() && n.Run != nil:
+	case n.Failed() && n.Run != nil:
 		return "bad-run"
-	case n.Bad():
+	case n.Failed():
 		return "bad"
 	case n.Halted():
 		return "halted"
@@ -262,9 +264,9 @@ func (n *spanNode) look(sort string) string {
 
 // bar returns the rectangle between two times, or to the edge.
 func (t *traceScale) bar(class string, from time.Time, to *time.Time) spanBar {
-	x, end := t.place(from), 100.0
+	x, end := t.position(from), 100.0
 	if to != nil {
-		end = t.place(*to)
+		end = t.position(*to)
 	}
 	wide := max(end-x, minBar)
 	return spanBar{Class: class, X: percent(min(x, 100-wide)), Width: percent(wide), Open: to == nil}
@@ -274,18 +276,18 @@ func (t *traceScale) bar(class string, from time.Time, to *time.Time) spanBar {
 func (t *traceScale) gaps() []timeGap {
 	var all []timeGap
 	last := -100.0
-	for _, s := range t.stretches {
-		if !s.short && !s.rest {
+	for _, s := range t.segments {
+		if !s.shortened && !s.omitted {
 			continue
 		}
-		x, end := t.place(s.from), t.place(s.to)
+		x, end := t.position(s.from), t.position(s.to)
 		roomy := (x+end)/2-last >= 20
 		if roomy {
 			last = (x + end) / 2
 		}
 		all = append(all, timeGap{
 			X: percent(x), Width: percent(end - x), Middle: percent((x + end) / 2), MS: s.to.Sub(s.from).Milliseconds(),
-			After: s.from.Sub(t.start).Milliseconds(), Roomy: roomy, Rest: s.rest,
+			After: s.from.Sub(t.start).Milliseconds(), LabelFits: roomy, Omitted: s.omitted,
 		})
 	}
 	return all
@@ -297,20 +299,20 @@ var tickZooms = []int{1, 4, 16}
 // ticks returns the marks of the axis: round times since the start, where the scale is linear.
 func (t *traceScale) ticks() []timeTick {
 	all := []timeTick{{percent(0), "0", 1}}
-	if t.whole == 0 {
+	if t.total == 0 {
 		return all
 	}
 	taken := []float64{0}
 	for _, zoom := range tickZooms {
-		step, least, made := roundStep(t.whole/4/float64(zoom)), 16/float64(zoom), 0
-		for _, s := range t.stretches {
-			if s.short || s.rest {
+		step, least, made := roundStep(t.total/4/float64(zoom)), 16/float64(zoom), 0
+		for _, s := range t.segments {
+			if s.shortened || s.omitted {
 				continue
 			}
 			from, to := s.from.Sub(t.start).Seconds(), s.to.Sub(t.start).Seconds()
 			for n := int64(from/step) + 1; float64(n)*step <= to && made < 24*zoom; n++ {
 				after := time.Duration(float64(n) * step * float64(time.Second))
-				x := t.place(t.start.Add(after))
+				x := t.position(t.start.Add(after))
 				i, _ := slices.BinarySearch(taken, x)
 				if x > 100-12/float64(zoom) || x-taken[i-1] < least || i < len(taken) && taken[i]-x < least {
 					continue

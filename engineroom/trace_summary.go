@@ -41,7 +41,7 @@ func (r traceRun) State() string {
 	return r.Status
 }
 
-// began is the run's start of work, or its creation.
+// began returns the time of the first claim, or of the creation if no worker has claimed the run.
 func (r traceRun) began() time.Time {
 	if r.StartedAt != nil {
 		return *r.StartedAt
@@ -62,14 +62,14 @@ func (room *Room) runsOf(ctx context.Context, id string) (runs []traceRun, more 
 		       e.claim, e.wait_number, e.attempt, left(e.result_summary, 1000) as summary,
 		       left(coalesce(e.error_message, ''), 4000) as error, left(coalesce(e.failed_step, ''), 300) as failed_step,
 		       e.created_at, e.updated_at, e.started_at, e.completed_at
-		  from (select x.* from agent_executions x where x.trace_id = @id order by x.id limit @most::int + 1) e
+		  from (select x.* from agent_executions x where x.trace_id = @id order by x.id limit @limit::int + 1) e
 		  left join agent_workers w on w.id = e.claimed_by
 		 order by e.id`,
-		postgres.Strict{"id": id, "most": traceRuns})
+		postgres.Strict{"id": id, "limit": traceRuns})
 	if err != nil {
 		return nil, false, err
 	}
-	runs, more = onPage(runs, traceRuns)
+	runs, more = firstN(runs, traceRuns)
 	for i := range runs {
 		hideResult(ctx, &runs[i].Summary, runs[i].Flow, runs[i].Surface, runs[i].ThreadID)
 	}
@@ -101,9 +101,9 @@ func (room *Room) sumsOf(
 		       coalesce(sum(a.cost_usd), 0)::float8 as cost_usd, min(a.created_at) as first,
 		       max(coalesce(a.finished_at, a.created_at)) as last, min(a.surface) as surface
 		  from (select x.execution_id, x.kind, x.status, x.token_usage, x.cost_usd, x.created_at, x.finished_at, x.surface
-		          from agent_activity x where x.trace_id = @id order by x.created_at limit @most::int + 1) a
+		          from agent_activity x where x.trace_id = @id order by x.created_at limit @limit::int + 1) a
 		 group by a.execution_id`,
-		postgres.Strict{"id": id, "most": traceSummed})
+		postgres.Strict{"id": id, "limit": traceSummed})
 	if err != nil {
 		return nil, all, false, err
 	}
@@ -176,9 +176,9 @@ type traceRelated struct {
 	Newer, Older *string  // the next and the previous trace
 }
 
-// aroundOf reads data about a trace from other tables. It finds the traces before and after the trace among the nearest
-// idle roots of each surface, in index order, and the few claimed roots.
-func (room *Room) aroundOf(ctx context.Context, h *traceHead) (traceRelated, error) {
+// readRelated reads data about a trace from other tables. It finds the traces before and after the trace among the
+// nearest idle roots of each surface, in index order, and the few claimed roots.
+func (room *Room) readRelated(ctx context.Context, h *traceHead) (traceRelated, error) {
 	root, ids := "", make([]string, len(h.Runs))
 	for i, r := range h.Runs {
 		if ids[i] = r.ID; r.ParentID == nil && root == "" {
@@ -189,7 +189,7 @@ func (room *Room) aroundOf(ctx context.Context, h *traceHead) (traceRelated, err
 	if h.whole {
 		scan = 0
 	}
-	around, err := postgres.Row[traceRelated](ctx, room.Read, "look around trace", `
+	related, err := postgres.Row[traceRelated](ctx, room.Read, "look around trace", `
 		with roots as materialized (
 		  select i.id, i.trace_id from unnest(@surfaces::text[]) s (surface) cross join lateral (
 		    (select e.id, e.trace_id from agent_executions e
@@ -209,14 +209,14 @@ func (room *Room) aroundOf(ctx context.Context, h *traceHead) (traceRelated, err
 		              where l.execution_id = any (@runs::text[]::uuid[]) order by l.lane limit 20) as held,
 		       (select n.trace_id from roots n where n.id > nullif(@root::text, '')::uuid order by n.id limit 1) as newer,
 		       (select n.trace_id from roots n where n.id < nullif(@root::text, '')::uuid order by n.id desc limit 1) as older`,
-		freshPlan, postgres.Strict{"id": h.ID, "runs": ids, "root": root, "surfaces": surfaceNames(), "scan": scan})
+		customPlan, postgres.Strict{"id": h.ID, "runs": ids, "root": root, "surfaces": surfaceNames(), "scan": scan})
 	if h.whole {
-		around.Lanes = lanesOf(h.rows)
+		related.Lanes = lanesOf(h.rows)
 	}
-	return around, err
+	return related, err
 }
 
-// lanesOf are the first lanes of rows.
+// lanesOf returns at most 20 lanes of rows, by name.
 func lanesOf(rows []spanRow) []string {
 	seen := map[string]bool{}
 	for i := range rows {
@@ -245,7 +245,7 @@ type traceHead struct {
 	Pending             int64               // requested approvals, counted up to 100
 	byRun               map[string]traceSums
 	rows                []spanRow // all of them, if whole
-	whole               bool
+	whole               bool      // rows has all rows of the trace
 }
 
 // readHead reads a trace's subject and its sums. With lines it adds up all rows, if a page can draw them all.
@@ -321,19 +321,19 @@ func (h *traceHead) fill() {
 	h.FinishedAt = h.Sums.Last
 }
 
-// Failed reports a trace that has a root cause.
+// Failed reports whether the trace failed or timed out, so it has a root cause.
 func (h *traceHead) Failed() bool { return h.Status == "failed" || h.Status == "timeout" }
 
 // Took is the duration in short form; empty while it runs.
 func (h *traceHead) Took() string {
-	if ms := between(h.StartedAt, h.FinishedAt); ms != nil {
+	if ms := millisBetween(h.StartedAt, h.FinishedAt); ms != nil {
 		return human.Millis(*ms)
 	}
 	return ""
 }
 
-// Goes reports whether the trace is running.
-func (h *traceHead) Goes() bool { return h.FinishedAt == nil && h.Status != stateLost }
+// Running reports whether the trace is running.
+func (h *traceHead) Running() bool { return h.FinishedAt == nil && h.Status != stateLost }
 
 // OpenChildren counts the executions still open after the root's end.
 func (h *traceHead) OpenChildren() (n int64) {

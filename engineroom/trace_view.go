@@ -40,21 +40,21 @@ var traceKinds = []string{"run", "phase", "model", "call", "wait", "note"}
 func (lineFilter) Kinds() []string { return traceKinds }
 
 // Set reports whether a filter is set.
-func (w lineFilter) Set() bool { return w != lineFilter{} }
+func (f lineFilter) Set() bool { return f != lineFilter{} }
 
 // has reports whether a line matches.
-func (w lineFilter) has(n *spanNode) bool {
-	if w.Errors && !n.Bad() || w.Kind != "" && w.Kind != n.Kind() {
+func (f lineFilter) has(n *spanNode) bool {
+	if f.Errors && !n.Failed() || f.Kind != "" && f.Kind != n.Kind() {
 		return false
 	}
-	if w.Text == "" {
+	if f.Text == "" {
 		return true
 	}
 	text := strings.Join([]string{n.Name, n.Label(), n.Status, n.Message(), n.ID}, " ")
 	if n.Row != nil {
 		text += " " + n.Row.Skill + " " + n.Row.Model + " " + n.Row.Step
 	}
-	return strings.Contains(strings.ToLower(text), strings.ToLower(w.Text))
+	return strings.Contains(strings.ToLower(text), strings.ToLower(f.Text))
 }
 
 // Kind is the node's sort without the distinction of retries and lanes.
@@ -65,25 +65,25 @@ func (n *spanNode) Kind() string {
 	case n.Wait != nil:
 		return "wait"
 	}
-	return n.Sort
+	return n.Type
 }
 
 // traceView loads the head and the chosen view.
-func (room *Room) traceView(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(*traceRequest)
-	return room.settled(ctx, about, "view", func(now traceState) (any, bool, error) {
-		head, err := room.readHead(ctx, about.ID, about.View != "table")
+func (room *Room) traceView(ctx context.Context, req *pageRequest) (any, error) {
+	t, _ := req.Subject.(*traceSubject)
+	return room.loadUnlessEnded(ctx, t, "view", func(now traceState) (any, bool, error) {
+		head, err := room.readHead(ctx, t.ID, t.View != "table")
 		if err != nil {
 			return nil, false, err
 		}
 		head.Pending = now.Pending
 		view := &spansView{
-			traceHead: head, View: about.View, Span: about.Span, Filter: about.Filter, Paged: about.After != "",
-			Base: spanBase(v),
+			traceHead: head, View: t.View, Span: t.Span, Filter: t.Filter, Paged: t.After != "",
+			Base: spanBase(req),
 		}
 		open := head.Sums.Running
-		if about.View == "table" {
-			open, err = room.loadTable(ctx, about, view)
+		if t.View == "table" {
+			open, err = room.loadTable(ctx, t, view)
 		} else {
 			err = room.loadLines(ctx, view)
 		}
@@ -97,8 +97,8 @@ func (room *Room) traceView(ctx context.Context, v *visit) (any, error) {
 }
 
 // spanBase returns the address of a span on this page, up to its id.
-func spanBase(v *visit) string {
-	_, query, _ := strings.Cut(v.at("span", ""), "?")
+func spanBase(req *pageRequest) string {
+	_, query, _ := strings.Cut(req.withParam("span", ""), "?")
 	if query != "" {
 		query += "&"
 	}
@@ -117,16 +117,16 @@ func (room *Room) firstStep(ctx context.Context, id string) (step string, err er
 }
 
 // loadTable reads a page of the table, and on the first page the waits.
-func (room *Room) loadTable(ctx context.Context, about *traceRequest, view *spansView) (open bool, err error) {
-	rows, err := room.pageOf(ctx, view.ID, about.After)
+func (room *Room) loadTable(ctx context.Context, t *traceSubject, view *spansView) (open bool, err error) {
+	rows, err := room.pageOf(ctx, view.ID, t.After)
 	if err != nil {
 		return false, err
 	}
-	rows, more := onPage(rows, tracePerPage)
+	rows, more := firstN(rows, tracePerPage)
 	if view.Table = rows; more {
 		view.Next = rows[len(rows)-1].ID
 	}
-	if about.After == "" {
+	if t.After == "" {
 		if view.Waits, err = room.waitsOf(ctx, view.Runs); err != nil {
 			return false, err
 		}
@@ -155,40 +155,40 @@ func (room *Room) linesOf(ctx context.Context, h *traceHead) (order []*spanNode,
 	if err != nil {
 		return nil, 0, err
 	}
-	lost, err := room.lostOf(ctx, h.Runs)
+	lost, err := room.readLostClaims(ctx, h.Runs)
 	if err != nil {
 		return nil, 0, err
 	}
 	nodes := nodesOf(rows, h.Runs, waits)
-	stopLost(nodes, h.Runs, lost)
+	markLost(nodes, h.Runs, lost)
 	incomplete := int64(len(rows)) < h.Sums.Rows
 	if incomplete && len(rows) > traceFirst {
-		nodes = withRest(nodes, rows, h.Sums.Rows, h.MoreRows)
+		nodes = withOmitted(nodes, rows, h.Sums.Rows, h.MoreRows)
 	}
-	order = arrange(nodes)
+	order = orderTree(nodes)
 	if incomplete {
 		rollUp(order, h.byRun)
 	}
 	return order, len(rows), nil
 }
 
-// withRest adds a line for the omitted rows after the first rows.
-func withRest(nodes []*spanNode, rows []spanRow, count int64, more bool) []*spanNode {
+// withOmitted adds a line for the omitted rows after the first rows.
+func withOmitted(nodes []*spanNode, rows []spanRow, count int64, more bool) []*spanNode {
 	before, after := rows[traceFirst-1], rows[traceFirst]
 	last := rows[max(len(rows)-traceLast, traceFirst)] // the order up to here is unknown
-	rest := &spanNode{
-		ID: "rest", Sort: "more", From: before.CreatedAt, To: new(last.CreatedAt), After: before.ID,
-		Left: count - int64(len(rows)),
+	omitted := &spanNode{
+		ID: "rest", Type: "more", From: before.CreatedAt, To: new(last.CreatedAt), After: before.ID,
+		Omitted: count - int64(len(rows)),
 	}
 	if more {
-		rest.Left = -1
+		omitted.Omitted = -1
 	}
 	for i, n := range nodes {
 		if n.Row != nil && n.Row.ID == after.ID {
-			return slices.Insert(nodes, i, rest)
+			return slices.Insert(nodes, i, omitted)
 		}
 	}
-	return append(nodes, rest)
+	return append(nodes, omitted)
 }
 
 // rollUp sets the exact totals of runs, and marks other sums as lower bounds.
@@ -216,7 +216,7 @@ func rollUp(order []*spanNode, byRun map[string]traceSums) {
 // fill draws the lines, and hides lines that do not match the filter. The ancestors of a match stay.
 func (view *spansView) fill(order []*spanNode) {
 	if t := newTraceScale(order); t != nil {
-		t.draw(order)
+		t.setBars(order)
 		view.Ticks, view.Gaps = t.ticks(), t.gaps()
 	}
 	view.Order = order
@@ -228,13 +228,13 @@ func (view *spansView) fill(order []*spanNode) {
 			}
 		}
 		for _, n := range order {
-			n.Out = !shown[n]
+			n.Hidden = !shown[n]
 		}
 		view.Wanted = len(shown)
 	}
 	for _, n := range view.Order {
 		for _, b := range n.Bars {
-			if !slices.Contains(view.Sorts, b.sort()) && n.Sort != "more" {
+			if !slices.Contains(view.Sorts, b.sort()) && n.Type != "more" {
 				view.Sorts = append(view.Sorts, b.sort())
 			}
 		}
@@ -273,5 +273,5 @@ func (view *spansView) Partly() bool {
 
 // Idle reports whether the view draws idle time shorter.
 func (view *spansView) Idle() bool {
-	return slices.ContainsFunc(view.Gaps, func(g timeGap) bool { return !g.Rest })
+	return slices.ContainsFunc(view.Gaps, func(g timeGap) bool { return !g.Omitted })
 }

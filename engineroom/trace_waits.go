@@ -23,7 +23,7 @@ type spanWait struct {
 	Until             *time.Time // its deadline, while it lasts
 	TimedOut          bool
 	Key               string // of the awaited approval, execution, lane or event
-	Standing          bool   // in the queue of a lane, with its process
+	Queued            bool   // in the queue of a lane, with its process
 }
 
 // waitWords name the object of each kind of wait.
@@ -38,7 +38,7 @@ func (w spanWait) About() string { return waitWords[w.Kind] }
 // elementID returns an id that stays the same when the wait ends.
 func (w spanWait) elementID() string {
 	place := "step " + w.Step
-	if w.Standing {
+	if w.Queued {
 		place = "lane " + w.Key
 	}
 	sum := fnv.New64a()
@@ -48,11 +48,11 @@ func (w spanWait) elementID() string {
 
 // waitsOf reads the past and present waits of runs, and their places in the queues of lanes.
 func (room *Room) waitsOf(ctx context.Context, runs []traceRun) ([]spanWait, error) {
-	var parked, queued []string
+	var waited, queued []string
 	var waits []spanWait
 	for _, r := range runs {
 		if r.WaitNumber > 0 {
-			parked = append(parked, r.ID)
+			waited = append(waited, r.ID)
 		}
 		switch r.Status {
 		case "running":
@@ -64,12 +64,12 @@ func (room *Room) waitsOf(ctx context.Context, runs []traceRun) ([]spanWait, err
 			})
 		}
 	}
-	over, err := room.pastWaits(ctx, parked)
+	past, err := room.pastWaits(ctx, waited)
 	if err != nil || len(queued) == 0 {
-		return append(over, waits...), err
+		return append(past, waits...), err
 	}
-	inQueue, err := room.queuedWaits(ctx, queued)
-	return append(append(over, waits...), inQueue...), err
+	queuedWaits, err := room.queuedWaits(ctx, queued)
+	return append(append(past, waits...), queuedWaits...), err
 }
 
 // pastWaits reads the ended waits of runs.
@@ -86,8 +86,8 @@ func (room *Room) pastWaits(ctx context.Context, runs []string) ([]spanWait, err
 		select r.id::text as execution_id, left(c.step, 300) as step, left(coalesce(c.event, ''), 100) as event,
 		       c.kind, left(coalesce(c.key, ''), 300) as key, c.timed_out, c.since, c.until as ended
 		  from unnest(@runs::text[]::uuid[]) r (id) cross join lateral lanekeeper.agent_past_waits(r.id) c
-		 order by c.until limit @most`,
-		freshPlan, postgres.Strict{"runs": runs, "most": traceWaits})
+		 order by c.until limit @limit`,
+		customPlan, postgres.Strict{"runs": runs, "limit": traceWaits})
 	if err != nil {
 		return nil, err
 	}
@@ -109,8 +109,8 @@ func (room *Room) pastWaits(ctx context.Context, runs []string) ([]spanWait, err
 func (room *Room) queuedWaits(ctx context.Context, owners []string) ([]spanWait, error) {
 	rows, err := room.Read.Query(ctx, `
 		select left(w.owner, 36) as execution_id, w.lane, w.since from agent_lock_waiters w
-		 where w.owner = any (@owners) order by w.since limit @most`,
-		freshPlan, postgres.Strict{"owners": owners, "most": traceWaits})
+		 where w.owner = any (@owners) order by w.since limit @limit`,
+		customPlan, postgres.Strict{"owners": owners, "limit": traceWaits})
 	list, err := postgres.Collect(rows, err, "list places in queues", pgx.RowToStructByName[struct {
 		ExecutionID, Lane string
 		Since             time.Time
@@ -120,7 +120,7 @@ func (room *Room) queuedWaits(ctx context.Context, owners []string) ([]spanWait,
 	}
 	waits := make([]spanWait, len(list))
 	for i, l := range list {
-		waits[i] = spanWait{ExecutionID: l.ExecutionID, Kind: "lane", Key: l.Lane, From: l.Since, Standing: true}
+		waits[i] = spanWait{ExecutionID: l.ExecutionID, Kind: "lane", Key: l.Lane, From: l.Since, Queued: true}
 	}
 	return waits, nil
 }

@@ -27,10 +27,10 @@ const (
 // tracesPage lists traces, one a line.
 func (room *Room) tracesPage() page {
 	return page{
-		path: "/traces", name: "traces", nav: "Traces", title: "Traces", open: room.openTraces,
+		path: "/traces", name: "traces", navLabel: "Traces", title: "Traces", open: room.openTraces,
 		parts: []part{
 			room.filtersPart("/traces", "agent"),
-			{name: "list", every: 2 * time.Second, refreshOnActivity: true, load: room.listTraces},
+			{name: "list", interval: 2 * time.Second, refreshOnActivity: true, load: room.listTraces},
 		},
 	}
 }
@@ -41,7 +41,7 @@ type traceFilter struct {
 	Trace                          string // as entered
 	Errors                         bool   // only traces with a failed action
 	timeRange
-	ids []string // that Trace means; nil without it
+	ids []string // ids that match Trace; nil if Trace is empty
 }
 
 // traceRow is a trace in the listing.
@@ -54,19 +54,19 @@ type traceRow struct {
 	FinishedAt                                           *time.Time
 	Tokens, Rows, Errors                                 int64
 	CostUSD                                              float64
-	More                                                 bool // the sums are of the first tracesSummed rows
+	More                                                 bool // the sums include only the first tracesSummed rows
 }
 
 // Took is the duration in short form; empty while the trace runs.
-func (w traceRow) Took() string {
-	if ms := between(w.StartedAt, w.FinishedAt); ms != nil {
+func (r traceRow) Took() string {
+	if ms := millisBetween(r.StartedAt, r.FinishedAt); ms != nil {
 		return human.Millis(*ms)
 	}
 	return ""
 }
 
-// between returns the milliseconds between two moments; nil without the second moment.
-func between(from time.Time, to *time.Time) *int64 {
+// millisBetween returns the milliseconds between two moments; nil without the second moment.
+func millisBetween(from time.Time, to *time.Time) *int64 {
 	if to == nil {
 		return nil
 	}
@@ -75,42 +75,42 @@ func between(from time.Time, to *time.Time) *int64 {
 
 // openTraces reads the filters. It rejects an unknown value. Otherwise a reader could mistake the whole list for a
 // filtered list.
-func (room *Room) openTraces(ctx context.Context, v *visit) (string, error) {
-	if _, is := v.About.(traceFilter); is {
+func (room *Room) openTraces(ctx context.Context, req *pageRequest) (string, error) {
+	if _, is := req.Subject.(traceFilter); is {
 		return "Traces", nil // found for the same address
 	}
-	q, err := filtersOf(v.Query, append([]string{"surface", "status", "agent", "before", "trace", "errors"},
+	q, err := filtersOf(req.Query, append([]string{"surface", "status", "agent", "before", "trace", "errors"},
 		rangeFilters...)...)
 	if err != nil {
 		return "", err
 	}
-	w := traceFilter{
+	f := traceFilter{
 		Surface: q["surface"], Status: q["status"], Agent: q["agent"], Trace: q["trace"], Errors: q["errors"] != "",
 	}
-	if w.ids, err = room.tracesFor(ctx, w.Trace); err != nil {
+	if f.ids, err = room.tracesFor(ctx, f.Trace); err != nil {
 		return "", err
 	}
-	if w.Before, err = v.uuidFilter("before"); err != nil {
+	if f.Before, err = req.uuidFilter("before"); err != nil {
 		return "", err
 	}
-	surface, _ := without(w.Surface)
-	if err := oneOf("surface", surface, surfaceNames()); err != nil {
+	surface, _ := parseExclusion(f.Surface)
+	if err := checkOneOf("surface", surface, surfaceNames()); err != nil {
 		return "", err
 	}
-	status, _ := without(w.Status)
-	if err := oneOf("status", status, executionStatuses()); err != nil {
+	status, _ := parseExclusion(f.Status)
+	if err := checkOneOf("status", status, executionStatuses()); err != nil {
 		return "", err
 	}
-	if err := oneOf("errors", q["errors"], []string{"1"}); err != nil {
+	if err := checkOneOf("errors", q["errors"], []string{"1"}); err != nil {
 		return "", err
 	}
-	w.timeRange, err = v.timeRange()
-	v.About = w
+	f.timeRange, err = req.timeRange()
+	req.Subject = f
 	return "Traces", err
 }
 
-// oneOf rejects a value outside the filter's list; empty is no filter.
-func oneOf(name, value string, allowed []string) error {
+// checkOneOf rejects a value outside the filter's list; empty is no filter.
+func checkOneOf(name, value string, allowed []string) error {
 	if value == "" || slices.Contains(allowed, value) {
 		return nil
 	}
@@ -120,40 +120,40 @@ func oneOf(name, value string, allowed []string) error {
 
 // listTraces reads one page. The surface's index yields the newest traces of each surface, and the index of claims
 // yields the claimed traces. So the query never reads child executions.
-func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
-	w, _ := v.About.(traceFilter)
-	if w.Errors || w.Sort != "" {
-		return room.rankedTraces(ctx, v, w)
+func (room *Room) listTraces(ctx context.Context, req *pageRequest) (any, error) {
+	f, _ := req.Subject.(traceFilter)
+	if f.Errors || f.Sort != "" {
+		return room.rankedTraces(ctx, req, f)
 	}
-	list, err := room.readTraces(ctx, w, tracesPerPage)
+	list, err := room.readTraces(ctx, f, tracesPerPage)
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(list, tracesPerPage)
+	list, more := firstN(list, tracesPerPage)
 	older := ""
 	if more {
-		older = v.at("before", list[len(list)-1].ExecutionID)
+		older = req.withParam("before", list[len(list)-1].ExecutionID)
 	}
-	return traceList(v, w, list, older), nil
+	return traceList(req, f, list, older), nil
 }
 
 // traceList is the data of the list.
-func traceList(v *visit, w traceFilter, list []traceRow, older string) map[string]any {
+func traceList(req *pageRequest, f traceFilter, list []traceRow, older string) map[string]any {
 	return map[string]any{
-		"Traces": list, "Older": older, "Newest": v.at("before", ""), "Wanted": w, "Most": int64(tracesSummed),
+		"Traces": list, "Older": older, "Newest": req.withParam("before", ""), "Wanted": f, "Most": int64(tracesSummed),
 		"Window": int64(maxSearched), "Ranked": int64(maxRanked),
-		"Sampled": slices.ContainsFunc(list, func(w traceRow) bool { return w.More }),
+		"Sampled": slices.ContainsFunc(list, func(r traceRow) bool { return r.More }),
 	}
 }
 
 // readTraces reads the newest traces of a filter. If more than most match, it reads one more.
-func (room *Room) readTraces(ctx context.Context, w traceFilter, most int) ([]traceRow, error) {
-	from, until := w.bounds(w.Before)
-	status, notStatus := without(w.Status)
-	agent, notAgent := without(w.Agent)
+func (room *Room) readTraces(ctx context.Context, f traceFilter, limit int) ([]traceRow, error) {
+	from, until := f.bounds(f.Before)
+	status, notStatus := parseExclusion(f.Status)
+	agent, notAgent := parseExclusion(f.Agent)
 	list, err := postgres.Rows[traceRow](ctx, room.Read, "list traces", `
 		select r.id::text as execution_id, r.trace_id, r.surface, r.agent, r.flow, r.summary, r.failed, r.thread_id, r.status, r.started_at,
-		       r.completed_at as finished_at, t.tokens, t.cost_usd, t.rows, t.errors, t.rows > @most as more
+		       r.completed_at as finished_at, t.tokens, t.cost_usd, t.rows, t.errors, t.rows > @max_rows as more
 		  from (select e.id, e.trace_id, s.surface, e.agent, e.flow, e.summary, e.failed, e.thread_id, e.status, e.started_at, e.completed_at
 		          from unnest(@surfaces::text[]) s (surface)
 		         cross join lateral (
@@ -173,7 +173,7 @@ func (room *Room) readTraces(ctx context.Context, w traceFilter, most int) ([]tr
 		                           and (@status::text = '' or @not_status or k.status = @status)
 		                           and k.id >= @from::uuid and k.id < @until::uuid
 		                         order by k.id desc limit case when @agent::text = '' and not @not_status then @limit::int + 1
-		                           else @looked::int end) w
+		                           else @searched::int end) w
                          where (@agent::text = '' or (w.agent ilike @agent) <> @not_agent)
                            and (not @not_status or w.status <> @status::text) order by w.id desc limit @limit::int + 1)
 		                       union all
@@ -183,7 +183,7 @@ func (room *Room) readTraces(ctx context.Context, w traceFilter, most int) ([]tr
 		                           and (@status::text = '' or @not_status or k.status = @status)
 		                           and k.id >= @from::uuid and k.id < @until::uuid
 		                         order by k.id desc limit case when @agent::text = '' and not @not_status then @limit::int + 1
-		                           else @looked::int end) w
+		                           else @searched::int end) w
                          where (@agent::text = '' or (w.agent ilike @agent) <> @not_agent)
                            and (not @not_status or w.status <> @status::text) order by w.id desc limit @limit::int + 1)
 		                       order by id desc limit @limit::int + 1) p
@@ -194,10 +194,11 @@ func (room *Room) readTraces(ctx context.Context, w traceFilter, most int) ([]tr
 		              coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint as tokens,
 		              coalesce(sum(a.cost_usd), 0)::float8 as cost_usd
 		         from (select y.status, y.token_usage, y.cost_usd from agent_activity y
-		                where y.trace_id = r.trace_id order by y.created_at limit @most::int + 1) a) t
-		 order by r.id desc`, freshPlan, postgres.Strict{
-		"surfaces": w.surfaces(), "status": status, "not_status": notStatus, "agent": likePart(agent), "not_agent": notAgent,
-		"traces": w.ids, "from": from, "until": until, "limit": most, "most": tracesSummed, "looked": maxSearched,
+		                where y.trace_id = r.trace_id order by y.created_at limit @max_rows::int + 1) a) t
+		 order by r.id desc`, customPlan, postgres.Strict{
+		"surfaces": f.surfaces(), "status": status, "not_status": notStatus, "agent": containsPattern(agent),
+		"not_agent": notAgent,
+		"traces":    f.ids, "from": from, "until": until, "limit": limit, "max_rows": tracesSummed, "searched": maxSearched,
 	})
 	for i := range list {
 		if w := &list[i]; !w.Failed {
@@ -211,21 +212,21 @@ func (room *Room) readTraces(ctx context.Context, w traceFilter, most int) ([]tr
 // rankedTraces reads the traces with errors, the slowest traces or the dearest traces. It searches for failed actions
 // among the newest maxRanked rows of the log. For the dearest, it searches as many model calls; for the slowest, as
 // many traces. With errors alone, the next page continues with older rows of the log, and Before is a row's id.
-func (room *Room) rankedTraces(ctx context.Context, v *visit, w traceFilter) (any, error) {
-	from, until := w.bounds(w.Before)
-	status, notStatus := without(w.Status)
-	agent, notAgent := without(w.Agent)
-	ranked, err := postgres.Rows[rankedTrace](ctx, room.Read, "rank traces", rankedTracesSQL, freshPlan, postgres.Strict{
-		"sort": w.Sort, "errors": w.Errors, "from": from, "until": until, "looked": maxRanked,
-		"surfaces": w.surfaces(), "traces": w.ids, "status": status, "not_status": notStatus,
-		"agent": likePart(agent), "not_agent": notAgent, "most": rankedShown,
+func (room *Room) rankedTraces(ctx context.Context, req *pageRequest, f traceFilter) (any, error) {
+	from, until := f.bounds(f.Before)
+	status, notStatus := parseExclusion(f.Status)
+	agent, notAgent := parseExclusion(f.Agent)
+	ranked, err := postgres.Rows[rankedTrace](ctx, room.Read, "rank traces", rankedTracesSQL, customPlan, postgres.Strict{
+		"sort": f.Sort, "errors": f.Errors, "from": from, "until": until, "searched": maxRanked,
+		"surfaces": f.surfaces(), "traces": f.ids, "status": status, "not_status": notStatus,
+		"agent": containsPattern(agent), "not_agent": notAgent, "limit": rankedShown,
 	})
 	if err != nil {
 		return nil, err
 	}
-	ranked, more := onPage(ranked, rankedShown)
+	ranked, more := firstN(ranked, rankedShown)
 	older := ""
-	if w.Sort == "" {
+	if f.Sort == "" {
 		var end string
 		if more {
 			end = ranked[rankedShown-1].Last
@@ -233,10 +234,10 @@ func (room *Room) rankedTraces(ctx context.Context, v *visit, w traceFilter) (an
 			return nil, err
 		}
 		if end != "" {
-			older = v.at("before", end)
+			older = req.withParam("before", end)
 		}
 	}
-	place, shown := map[string]int{}, w
+	place, shown := map[string]int{}, f
 	shown.timeRange, shown.Before, shown.ids = timeRange{}, "", []string{}
 	for i, r := range ranked {
 		if _, twice := place[r.TraceID]; !twice { // a trace may have several roots
@@ -250,15 +251,15 @@ func (room *Room) rankedTraces(ctx context.Context, v *visit, w traceFilter) (an
 	}
 	slices.SortStableFunc(rows, func(a, b traceRow) int { return cmp.Compare(place[a.TraceID], place[b.TraceID]) })
 	rows = slices.CompactFunc(rows, func(a, b traceRow) bool { return a.TraceID == b.TraceID })
-	return traceList(v, w, rows, older), nil
+	return traceList(req, f, rows, older), nil
 }
 
 // lastSearchedRow returns the id of the last of maxRanked rows of the log; empty for fewer rows.
 func (room *Room) lastSearchedRow(ctx context.Context, from, until string) (id string, err error) {
 	err = room.Read.QueryRow(ctx, `
 		select coalesce((select a.id::text from agent_activity a where a.id >= @from::uuid and a.id < @until::uuid
-		  order by a.id desc offset @looked - 1 limit 1), '')`, freshPlan,
-		postgres.Strict{"from": from, "until": until, "looked": maxRanked}).Scan(&id)
+		  order by a.id desc offset @searched - 1 limit 1), '')`, customPlan,
+		postgres.Strict{"from": from, "until": until, "searched": maxRanked}).Scan(&id)
 	if err != nil {
 		return "", fmt.Errorf("find the last searched row: %w", err)
 	}
@@ -273,25 +274,25 @@ const rankedTracesSQL = `
 	with failed as materialized (
 	  select a.trace_id, max(a.id::text) as last from (
 	    select y.trace_id, y.id, y.status from agent_activity y
-	     where @errors and y.id >= @from::uuid and y.id < @until::uuid order by y.id desc limit @looked) a
+	     where @errors and y.id >= @from::uuid and y.id < @until::uuid order by y.id desc limit @searched) a
 	   where a.status = 'error' group by a.trace_id),
 	spent as materialized (
 	  select c.trace_id, sum(c.cost_usd) as cost from (
 	    select y.trace_id, y.cost_usd from agent_activity y
 	     where @sort = 'cost' and y.skill_name between 'model_call' and 'model_call' and y.id >= @from::uuid
-	       and y.id < @until::uuid order by y.skill_name desc, y.id desc limit @looked) c
+	       and y.id < @until::uuid order by y.skill_name desc, y.id desc limit @searched) c
 	   where c.cost_usd > 0 group by c.trace_id),
 	newest as (
 	  select k.id from unnest(@surfaces::text[]) s (surface) cross join lateral (
 	    (select x.id from agent_executions x
 	      where @sort = 'took' and not @errors and x.surface between s.surface and s.surface and x.parent_id is null and x.claimed_by is null
-	        and x.id >= @from::uuid and x.id < @until::uuid order by x.surface desc, x.id desc limit @looked)
+	        and x.id >= @from::uuid and x.id < @until::uuid order by x.surface desc, x.id desc limit @searched)
 	    union all
 	    (select x.id from agent_executions x
 	      where @sort = 'took' and not @errors and x.surface between s.surface and s.surface and x.parent_id is null
 	        and x.claimed_by is not null and x.id >= @from::uuid and x.id < @until::uuid
-	      order by x.surface desc, x.id desc limit @looked)) k
-	   order by k.id desc limit @looked),
+	      order by x.surface desc, x.id desc limit @searched)) k
+	   order by k.id desc limit @searched),
 	found as (
 	  select f.trace_id, f.last, 0::numeric as cost, null::uuid as root from failed f where @sort <> 'cost'
 	  union all
@@ -310,11 +311,11 @@ const rankedTracesSQL = `
 	   and (@sort <> 'took' or e.completed_at is not null or e.status = 'running')
 	 order by f.cost desc, case when @sort = 'took'
 	            then coalesce(e.completed_at, clock_timestamp()) - coalesce(e.started_at, e.created_at) end desc, f.last desc
-	 limit @most + 1`
+	 limit @limit + 1`
 
 // surfaces returns the surfaces of the listing.
-func (w traceFilter) surfaces() []string {
-	switch surface, excluded := without(w.Surface); {
+func (f traceFilter) surfaces() []string {
+	switch surface, excluded := parseExclusion(f.Surface); {
 	case surface == "":
 		return surfaceNames()
 	case excluded:
@@ -331,22 +332,22 @@ func (traceFilter) Surfaces() []string { return surfaceNames() }
 func (traceFilter) States() []string { return executionStatuses() }
 
 // Narrowed reports whether a filter is set.
-func (w traceFilter) Narrowed() bool {
-	return w.Surface != "" || w.Status != "" || w.Agent != "" || w.Bounded() || w.Before != "" ||
-		w.Trace != "" || w.Errors
+func (f traceFilter) Narrowed() bool {
+	return f.Surface != "" || f.Status != "" || f.Agent != "" || f.Bounded() || f.Before != "" ||
+		f.Trace != "" || f.Errors
 }
 
 // Bounds of the reads of a trace. The page always names the omitted rows, with a link.
 const (
-	traceFirst   = 1500   // rows from its beginning
-	traceLast    = 500    // rows from its end
-	traceFailed  = 50     // failed rows, anywhere in the trace
-	traceRuns    = 200    // executions
-	traceWaits   = 200    // ended waits
-	traceSummed  = 20_000 // rows added up and searched for errors
-	tracePerPage = 100    // rows of a page of the table
-	traceWhole   = 64_000 // characters of an input or an output
-	traceAllText = 600_000
+	traceFirst    = 1500   // rows from its beginning
+	traceLast     = 500    // rows from its end
+	traceFailed   = 50     // failed rows, anywhere in the trace
+	traceRuns     = 200    // executions
+	traceWaits    = 200    // ended waits
+	traceSummed   = 20_000 // rows added up and searched for errors
+	tracePerPage  = 100    // rows of a page of the table
+	maxSpanText   = 64_000 // characters of an input or an output
+	maxPromptText = 600_000
 )
 
 var traceViews = []string{"waterfall", "table"}
@@ -356,14 +357,14 @@ func (room *Room) tracePage() page {
 	return page{
 		path: "/traces/{id}", name: "trace", open: room.openTrace,
 		parts: []part{
-			{name: "view", every: time.Second, refreshOnActivity: true, load: room.traceView},
+			{name: "view", interval: time.Second, refreshOnActivity: true, load: room.traceView},
 			{name: "panel", load: room.tracePanel}, // the page's script reloads the panel when its span changes
 		},
 	}
 }
 
-// traceRequest is the subject of a trace's page. All viewers of one URL share it.
-type traceRequest struct {
+// traceSubject is the subject of a trace's page. All viewers of one URL share it.
+type traceSubject struct {
 	ID     string // in its stored form
 	Flow   string // of its first execution
 	View   string
@@ -372,73 +373,73 @@ type traceRequest struct {
 	After  string // start of the table's page
 	Filter lineFilter
 
-	mu   sync.Mutex
-	seen map[string]settledPart // by part, once the trace has ended
+	mu     sync.Mutex
+	loaded map[string]loadedPart // by part, once the trace has ended
 }
 
-// settledPart is the loaded data of a part of an ended trace.
-type settledPart struct {
+// loadedPart is the loaded data of a part of an ended trace.
+type loadedPart struct {
 	state traceState
 	data  any
 }
 
 // openTrace finds a trace by any form of its id.
-func (room *Room) openTrace(ctx context.Context, v *visit) (string, error) {
-	if found, is := v.About.(*traceRequest); is {
+func (room *Room) openTrace(ctx context.Context, req *pageRequest) (string, error) {
+	if found, is := req.Subject.(*traceSubject); is {
 		return found.title(), nil // found for the same address, with the data read so far
 	}
-	q, err := filtersOf(v.Query, "view", "span", "tab", "after", "q", "kind", "errors")
+	q, err := filtersOf(req.Query, "view", "span", "tab", "after", "q", "kind", "errors")
 	if err != nil {
 		return "", err
 	}
-	about := &traceRequest{
-		View: q["view"], Span: q["span"], Tab: q["tab"], seen: map[string]settledPart{},
+	t := &traceSubject{
+		View: q["view"], Span: q["span"], Tab: q["tab"], loaded: map[string]loadedPart{},
 		Filter: lineFilter{Text: strings.TrimSpace(q["q"]), Kind: q["kind"], Errors: q["errors"] != ""},
 	}
-	if err := oneOf("view", about.View, traceViews); err != nil {
+	if err := checkOneOf("view", t.View, traceViews); err != nil {
 		return "", err
 	}
-	if about.View == "" {
-		about.View = traceViews[0]
+	if t.View == "" {
+		t.View = traceViews[0]
 	}
-	if about.Span != "" && !spanShape.MatchString(about.Span) {
-		return "", problem.BadParameter("span is %.60q, which is no span of a trace; take it from the waterfall", about.Span)
+	if t.Span != "" && !spanIDPattern.MatchString(t.Span) {
+		return "", problem.BadParameter("span is %.60q, which is no span of a trace; take it from the waterfall", t.Span)
 	}
-	if err := oneOf("tab", about.Tab, panelTabs); err != nil {
+	if err := checkOneOf("tab", t.Tab, panelTabs); err != nil {
 		return "", err
 	}
-	if err := oneOf("kind", about.Filter.Kind, traceKinds); err != nil {
+	if err := checkOneOf("kind", t.Filter.Kind, traceKinds); err != nil {
 		return "", err
 	}
-	if about.After, err = v.uuidFilter("after"); err != nil {
+	if t.After, err = req.uuidFilter("after"); err != nil {
 		return "", err
 	}
-	if about.ID, about.Flow, err = room.findTrace(ctx, v.path("id")); err != nil {
+	if t.ID, t.Flow, err = room.findTrace(ctx, req.path("id")); err != nil {
 		return "", err
 	}
-	v.About = about
-	return about.title(), nil
+	req.Subject = t
+	return t.title(), nil
 }
 
-// spanShape matches the ids of spans: activities, executions and waits.
-var spanShape = regexp.MustCompile(`^(wait-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(-[0-9a-f]{1,16})?$`)
+// spanIDPattern matches the ids of spans: activities, executions and waits.
+var spanIDPattern = regexp.MustCompile(`^(wait-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(-[0-9a-f]{1,16})?$`)
 
 // head returns the head of the loaded view; nil for none.
-func (about *traceRequest) head() *traceHead {
-	about.mu.Lock()
-	defer about.mu.Unlock()
-	if view, is := about.seen["view"].data.(*spansView); is {
+func (t *traceSubject) head() *traceHead {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if view, is := t.loaded["view"].data.(*spansView); is {
 		return view.traceHead
 	}
 	return nil
 }
 
 // title names the trace by its flow and the end of its id.
-func (about *traceRequest) title() string {
-	if about.Flow == "" {
-		return "Trace " + about.ID
+func (t *traceSubject) title() string {
+	if t.Flow == "" {
+		return "Trace " + t.ID
 	}
-	return about.Flow + " " + tail(about.ID)
+	return t.Flow + " " + tail(t.ID)
 }
 
 // findTrace returns the stored form of an id, and the flow of the trace's first execution; empty for none.
@@ -466,7 +467,7 @@ func (room *Room) findTrace(ctx context.Context, anyForm string) (id, flow strin
 	return found[0].ID, found[0].Flow, nil
 }
 
-// traceState shows whether an ended trace has changed.
+// traceState is compared to find out whether an ended trace has changed.
 type traceState struct {
 	Ended  bool
 	Runs   int64
@@ -476,11 +477,11 @@ type traceState struct {
 	Pending int64
 }
 
-// settled returns a part's loaded data if the trace has ended and not changed since. Otherwise it loads the part. So
-// each refresh of an ended trace's page costs one small query. load also reports whether the part still shows running
-// work.
-func (room *Room) settled(
-	ctx context.Context, about *traceRequest, part string, load func(now traceState) (any, bool, error),
+// loadUnlessEnded returns a part's loaded data if the trace has ended and not changed since. Otherwise it loads the
+// part. So each refresh of an ended trace's page costs one small query. load also reports whether the part still shows
+// running work.
+func (room *Room) loadUnlessEnded(
+	ctx context.Context, t *traceSubject, part string, load func(now traceState) (any, bool, error),
 ) (any, error) {
 	now, err := postgres.Row[traceState](ctx, room.Read, "read trace", `
 		select r.runs, r.moved, r.ended and not exists (
@@ -491,35 +492,35 @@ func (room *Room) settled(
 		  from (select count(*) as runs, max(e.updated_at) as moved, array_agg(e.id) as ids,
 		               count(*) > 0 and bool_and(e.completed_at is not null) as ended
 		          from (select x.id, x.updated_at, x.completed_at from agent_executions x
-		                 where x.trace_id = @id order by x.id desc limit @most) e) r`,
-		postgres.Strict{"id": about.ID, "most": traceRuns})
+		                 where x.trace_id = @id order by x.id desc limit @limit) e) r`,
+		postgres.Strict{"id": t.ID, "limit": traceRuns})
 	if err != nil {
 		return nil, err
 	}
-	about.mu.Lock()
-	was, has := about.seen[part]
-	about.mu.Unlock()
-	if has && now.Ended && was.state.same(now) {
-		return was.data, nil
+	t.mu.Lock()
+	previous, ok := t.loaded[part]
+	t.mu.Unlock()
+	if ok && now.Ended && previous.state.equal(now) {
+		return previous.data, nil
 	}
 	data, open, err := load(now)
 	if err != nil {
 		return nil, err
 	}
 	now.Ended = now.Ended && !open
-	about.mu.Lock()
-	defer about.mu.Unlock()
-	about.seen[part] = settledPart{now, data}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.loaded[part] = loadedPart{now, data}
 	return data, nil
 }
 
-// same reports whether two states are equal.
-func (s traceState) same(other traceState) bool {
+// equal reports whether two states are equal.
+func (s traceState) equal(other traceState) bool {
 	return s.Ended == other.Ended && s.Runs == other.Runs && s.Pending == other.Pending &&
-		sameMoment(s.Moved, other.Moved) && sameMoment(s.Latest, other.Latest)
+		equalTimes(s.Moved, other.Moved) && equalTimes(s.Latest, other.Latest)
 }
 
-func sameMoment(a, b *time.Time) bool {
+func equalTimes(a, b *time.Time) bool {
 	if a == nil || b == nil {
 		return a == b
 	}

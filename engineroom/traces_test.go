@@ -18,51 +18,51 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// began inserts a run that began some minutes ago. Unless it is running, it ended three seconds later.
-func began(t *testing.T, pool *pgxpool.Pool, surface trace.Surface, status string, minutes int) trace.ID {
+// insertRun inserts a run that began some minutes ago. Unless it is running, it ended three seconds later.
+func insertRun(t *testing.T, pool *pgxpool.Pool, surface trace.Surface, status string, minutes int) trace.ID {
 	t.Helper()
 	id := trace.New(surface)
-	sql(t, pool, `
+	exec(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status, created_at, started_at)
 		select lanekeeper.agent_uuid7(at), @id, @surface, 'beat', 'running', at, at
 		  from (select clock_timestamp() - @minutes::int * interval '1 minute' as at) x`,
 		postgres.Strict{"id": string(id), "surface": string(surface), "minutes": minutes})
 	if status != "running" {
-		sql(t, pool, `update agent_executions set status = @status, completed_at = created_at + interval '3 s'
+		exec(t, pool, `update agent_executions set status = @status, completed_at = created_at + interval '3 s'
 			where trace_id = @id`,
 			postgres.Strict{"id": string(id), "status": status})
 	}
 	return id
 }
 
-func TestTracesAreRolledUp(t *testing.T) {
+func TestListTracesWithTotals(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	shows(t, server.URL+"/traces", "No trace yet")
-	id := began(t, pool, trace.Heartbeat, "completed", 5)
-	sql(t, pool, `
+	pool, server := openRoom(t)
+	wantTexts(t, server.URL+"/traces", "No trace yet")
+	id := insertRun(t, pool, trace.Heartbeat, "completed", 5)
+	exec(t, pool, `
 		insert into agent_activity (trace_id, kind, skill_name, status, token_usage, cost_usd, finished_at)
 		values (@id, 'model', 'model_call', 'success', '{"total_tokens": 12840}', 0.25, clock_timestamp()),
 		       (@id, 'call', 'fetch', 'error', '{}', 0.5, clock_timestamp())`, postgres.Strict{"id": string(id)})
-	sql(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id) select trace_id, 'flow',
+	exec(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id) select trace_id, 'flow',
 		'child', 'pending', id from agent_executions`, nil)
-	body := shows(t, server.URL+"/traces", `href="/traces/`+string(id)+`"`, "heartbeat", "completed", "3 s", "12,840",
+	body := wantTexts(t, server.URL+"/traces", `href="/traces/`+string(id)+`"`, "heartbeat", "completed", "3 s", "12,840",
 		"$0.75", `href="/traces/`+string(id)+`#errors"`)
 	assert.Equal(t, 1, strings.Count(body, `<tr id="trace-`))
 }
 
-func TestFiltersOfTracesCombine(t *testing.T) {
+func TestTraceFiltersCombine(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
-	old := began(t, pool, trace.Heartbeat, "failed", 3000)
-	failed := began(t, pool, trace.Heartbeat, "failed", 30)
-	done := began(t, pool, trace.Heartbeat, "completed", 20)
-	chat := began(t, pool, trace.Chat, "failed", 10)
+	pool, server := openRoom(t)
+	old := insertRun(t, pool, trace.Heartbeat, "failed", 3000)
+	failed := insertRun(t, pool, trace.Heartbeat, "failed", 30)
+	done := insertRun(t, pool, trace.Heartbeat, "completed", 20)
+	chat := insertRun(t, pool, trace.Chat, "failed", 10)
 	anHourAgo := time.Now().Add(-time.Hour).UTC().Format(time.RFC3339)
 	all := []trace.ID{old, failed, done, chat}
-	sql(t, pool, `update agent_executions set completed_at = created_at + interval '9 s' where trace_id = @id`,
+	exec(t, pool, `update agent_executions set completed_at = created_at + interval '9 s' where trace_id = @id`,
 		postgres.Strict{"id": string(failed)})
-	sql(t, pool, `
+	exec(t, pool, `
 		insert into agent_activity (trace_id, execution_id, kind, skill_name, status, cost_usd, finished_at)
 		select e.trace_id, e.id, x.kind, x.name, x.status, case when e.trace_id = @dear then 2 * x.cost else x.cost end, now()
 		  from agent_executions e, (values ('model', 'model_call', 'success', 0.25), ('call', 'fetch', 'error', 0)) x (kind, name, status, cost)
@@ -93,7 +93,7 @@ func TestFiltersOfTracesCombine(t *testing.T) {
 			assert.Truef(t, has == should, "%q: trace %s is there: %t", query, id, has)
 		}
 	}
-	shows(t, server.URL+"/traces?surface=webhook", "No trace matches")
+	wantTexts(t, server.URL+"/traces?surface=webhook", "No trace matches")
 	for query, first := range map[string]trace.ID{"?sort=took&range=24h": failed, "?sort=cost": chat, "?errors=1": chat} {
 		_, body := testkit.Get(t, server.URL+"/traces"+query)
 		_, rows, _ := strings.Cut(body, `<tr id="trace-`)
@@ -102,24 +102,24 @@ func TestFiltersOfTracesCombine(t *testing.T) {
 	}
 	runs := map[string]string{}
 	for name, id := range map[string]trace.ID{"failed": chat, "completed": done} {
-		runs[name] = put(t, pool, `select id::text from agent_executions where trace_id = $1`, string(id))
+		runs[name] = insert(t, pool, `select id::text from agent_executions where trace_id = $1`, string(id))
 	}
 	_, body := testkit.Get(t, server.URL+"/executions?sort=cost")
-	if assert.Equal(t, "completed failed", listed(body, runs)); strings.Index(body, runs["failed"]) >
+	if assert.Equal(t, "completed failed", listedNames(body, runs)); strings.Index(body, runs["failed"]) >
 		strings.Index(body, runs["completed"]) {
 		t.Error("the dearest execution is not the first")
 	}
-	assert.Equal(t, "completed", listed(shows(t, server.URL+"/executions?sort=cost&status=!failed"), runs))
+	assert.Equal(t, "completed", listedNames(wantTexts(t, server.URL+"/executions?sort=cost&status=!failed"), runs))
 	for query, why := range map[string]string{
 		"surface=fax": "surface", "status=great": "status", "since=3w": "since", "before=x": "before", "colour=red": "colour",
 		"range=3w": "range", "sort=name": "sort", "errors=2": "errors", "status=!great": "status",
 	} {
-		turnsAway(t, server.URL+"/traces?"+query, 400, why)
+		wantError(t, server.URL+"/traces?"+query, 400, why)
 	}
 }
 
-// sql runs statements of a test.
-func sql(t *testing.T, pool *pgxpool.Pool, text string, args postgres.Strict) {
+// exec runs statements of a test.
+func exec(t *testing.T, pool *pgxpool.Pool, text string, args postgres.Strict) {
 	t.Helper()
 	if args == nil {
 		pgtest.Exec(t, pool, text)
@@ -139,7 +139,7 @@ func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
 		  from (select clock_timestamp() - interval '1 hour' as at) x
 		    returning id::text`, postgres.Strict{"id": string(id)}).Scan(&run)
 	require.NoError(t, err)
-	sql(t, pool, `
+	exec(t, pool, `
 		with e as (select id, created_at as at from agent_executions where id = @run::text::uuid),
 		child as (
 		  insert into agent_executions (trace_id, surface, flow, status, parent_id, created_at)
@@ -160,36 +160,37 @@ func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
 		    (6, 'call', 'fetch', 'plan/fetch', 'error', '', '{}', 0, 'timeout', 'no answer came')) v (s, k, n, st, w, m, u, c,
 		      cl, er)`,
 		postgres.Strict{"id": string(id), "run": run})
-	sql(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = 'go'
+	exec(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = 'go'
 		where id = @run::text::uuid`,
 		postgres.Strict{"run": run})
-	sql(t, pool, `
+	exec(t, pool, `
 		insert into agent_checkpoints (execution_id, step, claim, output, waited_for, waited_key, waited_since, created_at)
 		select id, 'plan/wait', claim, '{"event": "EVENT_COMPLETED", "data": {}, "timed_out": false}', 'event', 'go',
 		       created_at + interval '8 s', created_at + interval '30 min'
 		  from agent_executions where id = @run::text::uuid`, postgres.Strict{"run": run})
-	sql(t, pool, `update agent_executions set status = 'running' where id = @run::text::uuid`, postgres.Strict{"run": run})
-	sql(t, pool, `
+	exec(t, pool, `update agent_executions set status = 'running' where id = @run::text::uuid`,
+		postgres.Strict{"run": run})
+	exec(t, pool, `
 		update agent_executions set status = 'failed', error_message = 'no prices', failed_step = 'plan/fetch',
 		       completed_at = created_at + interval '40 min' where id = @run::text::uuid`, postgres.Strict{"run": run})
 	return id, run
 }
 
-func TestTheHeadOfATraceSaysThatAChildGoesOn(t *testing.T) {
+func TestTraceHeadShowsOpenChildren(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	id, run := seedTrace(t, pool)
 	page := server.URL + "/traces/" + string(id)
-	shows(t, page, "children still open: 1")
-	sql(t, pool, `update agent_executions set status = 'cancelled', completed_at = now()
+	wantTexts(t, page, "children still open: 1")
+	exec(t, pool, `update agent_executions set status = 'cancelled', completed_at = now()
 		where parent_id = @run::text::uuid`,
 		postgres.Strict{"run": run})
-	assert.True(t, !strings.Contains(shows(t, page, "no prices"), "not ended yet"), "the child has ended")
+	assert.True(t, !strings.Contains(wantTexts(t, page, "no prices"), "not ended yet"), "the child has ended")
 }
 
-func TestATraceIsShownFromEveryFormOfItsID(t *testing.T) {
+func TestTraceByAnyFormOfID(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	id, run := seedTrace(t, pool)
 	for _, form := range []string{string(id), id.OTel(), id.Suffix()} {
 		status, body := testkit.Get(t, server.URL+"/traces/"+form)
@@ -208,9 +209,9 @@ func TestATraceIsShownFromEveryFormOfItsID(t *testing.T) {
 	}
 }
 
-func TestAWaterfallTellsItsLinesApart(t *testing.T) {
+func TestWaterfallLineKinds(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	id, _ := seedTrace(t, pool)
 	_, body := testkit.Get(t, server.URL+"/traces/"+string(id))
 	assert.Contains(t, body, `kind-run">run<`, `kind-phase">phase<`, `kind-model">model call<`, `kind-call">skill call<`,
@@ -222,21 +223,23 @@ func TestAWaterfallTellsItsLinesApart(t *testing.T) {
 		`?view=table">4</a>`)
 }
 
-func TestThePanelShowsASpan(t *testing.T) {
+func TestPanelShowsSpan(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	id, run := seedTrace(t, pool)
 	base := server.URL + "/traces/" + string(id)
 	failed := pgtest.Value[string](t, pool, `select id::text from agent_activity where trace_id = $1 and status = 'error'`,
 		string(id))
 	model := pgtest.Value[string](t, pool, `select id::text from agent_activity where trace_id = $1 and kind = 'model'`,
 		string(id))
-	wait := regexp.MustCompile(`span=(wait-[0-9a-f-]+)`).FindStringSubmatch(shows(t, base))
+	wait := regexp.MustCompile(`span=(wait-[0-9a-f-]+)`).FindStringSubmatch(wantTexts(t, base))
 	require.True(t, wait != nil, "the wait is no link")
 	for path, texts := range map[string][]string{
-		"?span=" + failed:                            {"no answer came", "key-1", `&#34;to&#34;: &#34;ana&#34;`, "Fork from here", "&amp;tab=raw"},
-		"?span=" + failed + "&tab=why":               {"Part of", "Executions"},
-		"?span=" + failed + "&tab=raw":               {`&#34;error_class&#34;: &#34;timeout&#34;`, "/v1/traces/" + string(id)},
+		"?span=" + failed: {"no answer came", "key-1", `&#34;to&#34;: &#34;ana&#34;`,
+			"Fork from here", "&amp;tab=raw"},
+		"?span=" + failed + "&tab=why": {"Part of", "Executions"},
+		"?span=" + failed + "&tab=raw": {`&#34;error_class&#34;: &#34;timeout&#34;`, "/v1/traces/" +
+			string(id)},
 		"?span=" + failed + "&tab=cost":              {"Only model calls cost money"},
 		"?span=" + model + "&tab=cost":               {"gpt-4o-mini", "$0.50"},
 		"?span=" + model + "&tab=prompt":             {"was not recorded"},
@@ -248,53 +251,55 @@ func TestThePanelShowsASpan(t *testing.T) {
 		"?span=01890000-0000-7000-8000-000000000000": {"no such span"},
 	} {
 		t.Run(path, func(t *testing.T) {
-			shows(t, base+path, append(texts, `id="spans"`, `id="panel"`)...)
-			alone := shows(t, base+path+"&part=panel", texts...)
+			wantTexts(t, base+path, append(texts, `id="spans"`, `id="panel"`)...)
+			alone := wantTexts(t, base+path+"&part=panel", texts...)
 			assert.Truef(t, strings.HasPrefix(strings.TrimSpace(alone), `<section id="panel"`) &&
 				!strings.Contains(alone, `id="spans"`), "part=panel is\n%s", alone)
 		})
 	}
-	turnsAway(t, base+"?part=none", 404, "no part")
+	wantError(t, base+"?part=none", 404, "no part")
 	for _, query := range []string{"tab=x", "kind=x", "span=wait-x", "span=" + failed + "x"} {
-		turnsAway(t, base+"?"+query, 400, "")
+		wantError(t, base+"?"+query, 400, "")
 	}
 }
 
-func TestATraceShowsTheDecisionOnAnApproval(t *testing.T) {
+func TestTraceShowsApprovalDecision(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	id, run := seedTrace(t, pool)
-	approval := put(t, pool, `
+	approval := insert(t, pool, `
 		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
 		values ($1, $2::text::uuid, 'drop', 1, '{}', 'x', clock_timestamp() + interval '1 hour') returning id::text`,
 		string(id), run)
-	row := put(t, pool, `
+	row := insert(t, pool, `
 		insert into agent_activity (trace_id, execution_id, kind, skill_name, status, output, finished_at)
 		values ($1, $2::text::uuid, 'call', 'drop', 'pending_approval', jsonb_build_object('approval_id', $3::text),
 		        clock_timestamp()) returning id::text`, string(id), run, approval)
 	base := server.URL + "/traces/" + string(id)
-	shows(t, base, "◷</span>pending approval")
+	wantTexts(t, base, "◷</span>pending approval")
 	for _, test := range []struct{ change, state, who string }{
 		{`expires_at = clock_timestamp() - interval '1 hour'`, "expired", ""},
 		{
 			`decided_by = 'ana', decided_via = 'slack', decided_at = now(), reason = 'not <now>', status = 'rejected'`,
 			"rejected", "by ana via slack: not &lt;now&gt;",
 		},
-		{`reason = '', status = 'approved', expires_at = clock_timestamp() + interval '1 hour'`, "approved", "by ana via slack"},
+		{`reason = '', status = 'approved', expires_at = clock_timestamp() + interval '1 hour'`, "approved",
+			"by ana via slack"},
 		{`status = 'consumed'`, "approved", "by ana via slack"},
 	} {
 		rows.Quiet(t, pool, `update agent_approvals set `+test.change+` where id = $1::text::uuid`, approval)
 		for _, view := range []string{"", "?view=table", "?span=" + row} {
-			body := shows(t, base+view, "</span>"+test.state+"</span>", test.who)
+			body := wantTexts(t, base+view, "</span>"+test.state+"</span>", test.who)
 			assert.Truef(t, !strings.Contains(body, "pending approval"), "%s%s: %s", test.state, view, body)
-			assert.Truef(t, !strings.Contains(body, `class="wf-why">by ana`), "%s%s: a decision looks like an error", test.state, view)
+			assert.Truef(t, !strings.Contains(body, `class="wf-why">by ana`), "%s%s: a decision looks like an error", test.state,
+				view)
 		}
 	}
 }
 
-func TestLinesOfATraceAreFiltered(t *testing.T) {
+func TestWaterfallFilters(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	id, _ := seedTrace(t, pool)
 	hidden := regexp.MustCompile(`<div role="row" class="wf-row[^>]* hidden>`)
 	for query, want := range map[string]string{
@@ -307,42 +312,42 @@ func TestLinesOfATraceAreFiltered(t *testing.T) {
 		"?q=nothing+like+it":  "0 of 7 lines",
 		"?q=gpt-4o&kind=call": "0 of 7 lines",
 	} {
-		body := shows(t, server.URL+"/traces/"+string(id)+query, want)
+		body := wantTexts(t, server.URL+"/traces/"+string(id)+query, want)
 		shown := 7 - len(hidden.FindAllString(body, -1))
 		assert.Truef(t, (want == "" || strings.HasPrefix(want, fmt.Sprint(shown)+" ")) && (want != "" || shown == 7),
 			"%s shows %d lines", query, shown)
 	}
 }
 
-func TestWhatATraceWaitsForNowIsDrawn(t *testing.T) {
+func TestWaterfallShowsOpenWaits(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	id := trace.New(trace.Chat)
-	sql(t, pool, `insert into agent_executions (trace_id, surface, flow, status, claim)
+	exec(t, pool, `insert into agent_executions (trace_id, surface, flow, status, claim)
 		values (@id, 'chat', 'one', 'running', 4), (@id, 'chat', 'two', 'running', 1)`,
 		postgres.Strict{"id": string(id)})
-	sql(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'approval', waiting_key = 'a/b',
+	exec(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'approval', waiting_key = 'a/b',
 		waiting_step = 'leave' where flow = 'two'`, nil)
-	sql(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at)
+	exec(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at)
 		select 'operate', id || '#4', clock_timestamp() + interval '1 minute' from agent_executions where flow = 'one'`, nil)
 	base := server.URL + "/traces/" + string(id)
-	body := shows(t, base, "for an approval", `kind-lane">lane wait<`, "for operate", "wf-open")
+	body := wantTexts(t, base, "for an approval", `kind-lane">lane wait<`, "for operate", "wf-open")
 	spans := regexp.MustCompile(`span=(wait-[0-9a-f-]+)`).FindAllStringSubmatch(body, -1)
 	var panels strings.Builder
 	for _, span := range spans {
-		panels.WriteString(shows(t, base+"?span="+span[1]))
+		panels.WriteString(wantTexts(t, base+"?span="+span[1]))
 	}
 	assert.Contains(t, panels.String(), `href="/approvals/a%2Fb"`, "still waiting, at most until", "holding its process")
 }
 
-func TestATraceOfManyRowsIsBounded(t *testing.T) {
+func TestLargeTraceIsBounded(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	id := trace.New(trace.Flow)
-	sql(t, pool, `
+	exec(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, created_at)
 		values (@id, 'flow', 'import', 'running', clock_timestamp() - interval '6 hours')`, postgres.Strict{"id": string(id)})
-	sql(t, pool, `
+	exec(t, pool, `
 		insert into agent_activity (id, trace_id, execution_id, skill_name, status, created_at, finished_at, duration_ms,
 		  cost_usd)
 		select lanekeeper.agent_uuid7(e.created_at + n * interval '1 s'), @id, e.id, 'row_' || n, case n
@@ -366,25 +371,25 @@ func TestATraceOfManyRowsIsBounded(t *testing.T) {
 	}
 }
 
-func TestADeepChainAndACircleOfParents(t *testing.T) {
+func TestDeepAndCircularParents(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	deep, circle := trace.New(trace.Operate), trace.New(trace.Operate)
-	sql(t, pool, `
+	exec(t, pool, `
 		with ids as (select n, lanekeeper.agent_uuid7(clock_timestamp() + n * interval '1 ms') as id
 		  from generate_series(1, 1000) n)
 		insert into agent_activity (id, trace_id, parent_id, skill_name, created_at, finished_at, duration_ms, kind, cost_usd)
 		select i.id, @id, p.id, 'level_' || i.n, clock_timestamp() + i.n * interval '1 ms',
 		       clock_timestamp() + interval '2 s', 1, 'phase', 0.01
 		  from ids i left join ids p on p.n = i.n - 1`, postgres.Strict{"id": string(deep)})
-	sql(t, pool, `
+	exec(t, pool, `
 		with ids as (select n, lanekeeper.agent_uuid7() as id from generate_series(0, 2) n)
 		insert into agent_activity (id, trace_id, parent_id, skill_name, finished_at)
 		select i.id, @id, p.id, 'round_' || i.n, clock_timestamp() from ids i
 		  join ids p on p.n = (i.n + 1) % 3`, postgres.Strict{"id": string(circle)})
 	_, body := testkit.Get(t, server.URL+"/traces/"+string(deep))
 	assert.Contains(t, body, ">level_1<", ">level_200<", ">level_1000<", "level 999", `aria-level="1000"`)
-	n := nesting(body, "<div", "</div>")
+	n := maxNesting(body, "<div", "</div>")
 	assert.Truef(t, n <= 12, "elements lie %d deep", n)
 	_, body = testkit.Get(t, server.URL+"/traces/"+string(circle))
 	for n := range 3 {
@@ -393,8 +398,8 @@ func TestADeepChainAndACircleOfParents(t *testing.T) {
 	}
 }
 
-// nesting returns the greatest depth of an element.
-func nesting(body, begin, end string) (most int) {
+// maxNesting returns the greatest depth of an element.
+func maxNesting(body, begin, end string) (most int) {
 	now := 0
 	for i := range body {
 		switch {
@@ -408,20 +413,20 @@ func nesting(body, begin, end string) (most int) {
 	return most
 }
 
-func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {
+func TestEndedTraceIsReadOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	room, err := New(Options{Pool: pool, Agent: "agent"})
 	require.NoError(t, err)
 	id, _ := seedTrace(t, pool)
-	v := visit{path: func(string) string { return string(id) }}
+	v := pageRequest{path: func(string) string { return string(id) }}
 	loads := 0
 	look := func() {
 		t.Helper()
 		_, err := room.openTrace(t.Context(), &v)
 		require.NoError(t, err)
-		about, _ := v.About.(*traceRequest)
-		_, err = room.settled(t.Context(), about, "view", func(traceState) (any, bool, error) {
+		about, _ := v.Subject.(*traceSubject)
+		_, err = room.loadUnlessEnded(t.Context(), about, "view", func(traceState) (any, bool, error) {
 			loads++
 			return loads, false, nil
 		})
@@ -430,32 +435,32 @@ func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {
 	look()
 	look()
 	require.Equal(t, 2, loads, "its child has not ended, but the trace was read", "times for two looks")
-	sql(t, pool, `update agent_executions set status = 'cancelled' where completed_at is null`, nil)
+	exec(t, pool, `update agent_executions set status = 'cancelled' where completed_at is null`, nil)
 	look()
 	look()
 	look()
 	require.Equal(t, 3, loads, "it was read", "times, not once more")
-	sql(t, pool, `insert into agent_activity (trace_id, kind, skill_name, finished_at)
+	exec(t, pool, `insert into agent_activity (trace_id, kind, skill_name, finished_at)
 		values (@id, 'note', 'break_lane', clock_timestamp())`,
 		postgres.Strict{"id": string(id)})
 	look()
 	require.Equal(t, 4, loads, "after a later note the trace was not read again")
 }
 
-func TestBarsKeepTheirOrderOnTheScale(t *testing.T) {
+func TestTraceScaleKeepsOrder(t *testing.T) {
 	t.Parallel()
 	start := time.Date(2026, 11, 21, 4, 30, 0, 0, time.UTC)
 	at := func(d time.Duration) *time.Time { return new(start.Add(d)) }
 	call := func(from, to time.Duration) *spanNode {
-		return &spanNode{Sort: "call", From: *at(from), To: at(to), Row: &spanRow{Kind: "call"}}
+		return &spanNode{Type: "call", From: *at(from), To: at(to), Row: &spanRow{Kind: "call"}}
 	}
-	wait := &spanNode{Sort: "wait", From: *at(4 * time.Second), To: at(72 * time.Hour)}
+	wait := &spanNode{Type: "wait", From: *at(4 * time.Second), To: at(72 * time.Hour)}
 	nodes := []*spanNode{
 		call(0, 2*time.Second), call(2*time.Second, 4*time.Second), wait,
 		call(72*time.Hour, 72*time.Hour+4*time.Second),
 	}
 	scale := newTraceScale(nodes)
-	scale.draw(nodes)
+	scale.setBars(nodes)
 	gaps := scale.gaps()
 	require.Truef(t, len(gaps) == 1 && (gaps[0].Word() == "2 d 23 h" || gaps[0].Word() == "3 d"), "gaps are %+v", gaps)
 	before := -1.0
@@ -463,28 +468,28 @@ func TestBarsKeepTheirOrderOnTheScale(t *testing.T) {
 		0, time.Second, 2 * time.Second, 4 * time.Second, 30 * time.Hour,
 		72 * time.Hour, 72*time.Hour + 4*time.Second,
 	} {
-		x := scale.place(*at(moment))
+		x := scale.position(*at(moment))
 		assert.Truef(t, x > before && x <= 100, "%s is at %f, after %f", moment, x, before)
 		before = x
 	}
-	if two, four := scale.place(*at(2 * time.Second)), scale.place(*at(4 * time.Second)); four-two < 15 {
+	if two, four := scale.position(*at(2 * time.Second)), scale.position(*at(4 * time.Second)); four-two < 15 {
 		t.Errorf("two seconds of work got %.2f percent beside three days of waiting", four-two)
 	}
 }
 
-func TestAModelCallShowsItsPrompt(t *testing.T) {
+func TestModelCallShowsPrompt(t *testing.T) {
 	t.Parallel()
-	pool, server := open(t)
+	pool, server := openRoom(t)
 	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
-	call := put(t, pool, `
+	call := insert(t, pool, `
 		insert into agent_activity (trace_id, surface, skill_name, kind, status, token_usage)
 		values ($1, 'operate', 'model_call', 'model', 'success',
 		  '{"prompt_tokens": 1200, "cached_tokens": 1000, "cache_write_tokens": 50, "total_tokens": 1210}')
 		returning id::text`, trace)
-	assert.Contains(t, shows(t, server.URL+"/traces/"+trace+"?span="+call+"&tab=prompt"),
+	assert.Contains(t, wantTexts(t, server.URL+"/traces/"+trace+"?span="+call+"&tab=prompt"),
 		"was not recorded, or has been deleted")
-	shows(t, server.URL+"/traces/"+trace+"?span="+call, "1,000 cached", "50 cache writes")
-	put(t, pool, `
+	wantTexts(t, server.URL+"/traces/"+trace+"?span="+call, "1,000 cached", "50 cache writes")
+	insert(t, pool, `
 		with part as (
 		  insert into agent_prompt_parts (digest, body) select sha256(b::bytea), b
 		    from unnest(array['[{"type": "function"}]', '{"role": "user", "content": "Is <b>it</b> so?"}',
@@ -494,7 +499,7 @@ func TestAModelCallShowsItsPrompt(t *testing.T) {
 		       array[sha256('{"role": "user", "content": "Is <b>it</b> so?"}'), sha256(repeat('é<b>', 100000)::bytea),
 		       sha256('gone')]
 		returning activity_id::text`, call)
-	body := shows(t, server.URL+"/traces/"+trace+"?span="+call+"&tab=prompt")
+	body := wantTexts(t, server.URL+"/traces/"+trace+"?span="+call+"&tab=prompt")
 	assert.Contains(t, body, "<summary>tools", "A part that is no longer kept",
 		`<details id="part-0" class="bubble bubble-user" open>`, `<p class="bubble-text">Is &lt;b&gt;it&lt;/b&gt; so?</p>`)
 	assert.True(t, strings.Index(body, "<summary>tools") >= strings.Index(body, "Is &lt;b&gt;it"),

@@ -1,4 +1,4 @@
--- Texts that change when the agent works, and the newest failure: see the type changes. Each part reads a bounded number
+-- Texts that change with the work of the agent, and the time of the newest failure; see the type changes. Each part reads a bounded number
 -- of rows by an index, because the query runs five times a second while a page is open.
 select coalesce((select a.id::text from agent_activity a order by a.id desc limit 1), ''),
        (select concat_ws(' ', count(*), max(o.started_at)) from agent_activity_open o),
