@@ -25,19 +25,19 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// post is nodemailer and smtp-server: a client and a server of e-mail in Node.
-type post struct {
+// mailServers is nodemailer and smtp-server: a client and a server of e-mail in Node.
+type mailServers struct {
 	*testing.T
-	w     *world
-	in    io.Writer
+	env   *testEnv
+	input io.Writer
 	agent string // the address of the agent's listener
 
-	mu  sync.Mutex
-	got []postLine
+	mu    sync.Mutex
+	lines []mailLine
 }
 
-// postLine is a line from the server.
-type postLine struct {
+// mailLine is a line from the server.
+type mailLine struct {
 	Received, To, From, Raw string
 	Port                    int
 }
@@ -45,8 +45,8 @@ type postLine struct {
 //go:embed testdata/mail.mjs
 var mailScript string
 
-// newPost starts both programs, and a database with a channel between them.
-func newPost(t *testing.T, model *modeltest.Server, faults, more string, settings ...string) *post {
+// newMailServers starts both programs, and a database with a channel between them.
+func newMailServers(t *testing.T, model *modeltest.Server, faults, more string, settings ...string) *mailServers {
 	t.Helper()
 	run := npmtest.Command(t, mailScript, "smtp-server@3.21.6", "nodemailer@10.6.0")
 	run.SysProcAttr = proctest.DieWithUs()
@@ -57,24 +57,24 @@ func newPost(t *testing.T, model *modeltest.Server, faults, more string, setting
 	require.NoError(t, err)
 	require.NoError(t, run.Start())
 	t.Cleanup(func() { _ = run.Process.Kill(); _ = run.Wait() })
-	p := &post{T: t, in: in}
+	p := &mailServers{T: t, input: in}
 	ready := make(chan int, 1)
 	go func() {
 		lines := bufio.NewScanner(out)
 		for lines.Buffer(nil, 1<<20); lines.Scan(); {
-			var l postLine
+			var l mailLine
 			_ = json.Unmarshal(lines.Bytes(), &l)
 			if l.Port > 0 {
 				ready <- l.Port
 			} else if l.Received != "" {
 				p.mu.Lock()
-				p.got = append(p.got, l)
+				p.lines = append(p.lines, l)
 				p.mu.Unlock()
 			}
 		}
 	}()
 	p.agent = testkit.FreeAddress(t)
-	p.w = newWorld(t, model, fmt.Sprintf(`
+	p.env = newTestEnv(t, model, fmt.Sprintf(`
 kind: channel
 name: mail
 type: email
@@ -91,7 +91,7 @@ settings:
 }
 
 // send sends a mail of a person, until the agent accepts it. The pinned server authenticates the person.
-func (p *post) send(from, id, to, text string, headers map[string]string) {
+func (p *mailServers) send(from, id, to, text string, headers map[string]string) {
 	p.Helper()
 	all := map[string]string{"Authentication-Results": "mx.shop.example; dmarc=pass header.from=home.example"}
 	maps.Copy(all, headers)
@@ -100,15 +100,15 @@ func (p *post) send(from, id, to, text string, headers map[string]string) {
 		"text": text, "headers": all,
 	}})
 	require.NoError(p, err)
-	_, err = fmt.Fprintf(p.in, "%s\n", line)
+	_, err = fmt.Fprintf(p.input, "%s\n", line)
 	require.NoError(p, err)
 }
 
 // answers returns the answers to a mail.
-func (p *post) answers(id string) (all []*netmail.Message) {
+func (p *mailServers) answers(id string) (all []*netmail.Message) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, l := range p.got {
+	for _, l := range p.lines {
 		m, err := netmail.ReadMessage(strings.NewReader(l.Raw))
 		require.NoError(p, err)
 		if m.Header.Get("In-Reply-To") == "<"+id+"@home.example>" || id == "" && m.Header.Get("In-Reply-To") == "" {
@@ -118,9 +118,9 @@ func (p *post) answers(id string) (all []*netmail.Message) {
 	return all
 }
 
-func (p *post) answered(id string) *netmail.Message {
+func (p *mailServers) waitAnswer(id string) *netmail.Message {
 	p.Helper()
-	p.w.until("the answer to "+id, func() bool { return len(p.answers(id)) > 0 })
+	p.env.waitUntil("the answer to "+id, func() bool { return len(p.answers(id)) > 0 })
 	return p.answers(id)[0]
 }
 
@@ -130,10 +130,10 @@ const shopAddress = "support@shop.example"
 // never.
 func TestMailThreadIsConversation(t *testing.T) {
 	t.Parallel()
-	p := newPost(t, echo(t), "", "")
-	p.w.serve()
+	p := newMailServers(t, echoModel(t), "", "")
+	p.env.serve()
 	p.send("bob", "1", shopAddress, "Where is it?", nil)
-	first := p.answered("1")
+	first := p.waitAnswer("1")
 	assert.Equal(t, "Re: Order 12", first.Header.Get("Subject"))
 	assert.Equal(t, "auto-replied", first.Header.Get("Auto-Submitted"))
 	p.send("bob", "1", shopAddress, "Where is it?", nil)
@@ -141,19 +141,19 @@ func TestMailThreadIsConversation(t *testing.T) {
 	replyTo, err := first.Header.AddressList("Reply-To")
 	require.NoError(t, err)
 	p.send("bob", "2", replyTo[0].Address, "Thanks\n\nOn 3 Nov 2026, Shop wrote:\n> You said", nil)
-	second := p.answered("2")
+	second := p.waitAnswer("2")
 	text, err := io.ReadAll(second.Body)
 	require.NoError(t, err)
 	assert.Contains(t, string(text), "You said **Thanks**.", "<strong>Thanks</strong>")
 	p.send("eve", "3", replyTo[0].Address, "Mine now?", nil)
-	p.answered("3")
-	p.w.until("all messages", func() bool {
-		return value[int](p.w, `select count(*) from agent_channel_messages where status in ('done', 'ignored')`) == 4
+	p.waitAnswer("3")
+	p.env.waitUntil("all messages", func() bool {
+		return value[int](p.env, `select count(*) from agent_channel_messages where status in ('done', 'ignored')`) == 4
 	})
 	assert.Equal(t, 1, len(p.answers("1")))
 	assert.Equal(t, 0, len(p.answers("away")))
-	assert.Equal(t, 2, value[int](p.w, `select count(distinct thread_id) from agent_channel_messages where status = 'done'`))
-	assert.Equal(t, 1, value[int](p.w, `
+	assert.Equal(t, 2, value[int](p.env, `select count(distinct thread_id) from agent_channel_messages where status = 'done'`))
+	assert.Equal(t, 1, value[int](p.env, `
 		select count(distinct thread_id) from agent_channel_messages where sender = 'bob@home.example' and status = 'done'`))
 }
 
@@ -161,27 +161,27 @@ func TestMailThreadIsConversation(t *testing.T) {
 // once or not at all, is counted and listed.
 func TestMailIsAnsweredOnceDespiteFaults(t *testing.T) {
 	t.Parallel()
-	mails, people := pick(24, 300), pick(4, 20)
-	p := newPost(t, echo(t), "yes", "", "AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=20")
-	serves, kills := p.w.serve(), 0
+	mails, people := bySize(24, 300), bySize(4, 20)
+	p := newMailServers(t, echoModel(t), "yes", "", "AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=20")
+	serves, kills := p.env.serve(), 0
 	for i := range mails {
 		for range 1 + i%2 { // every second mail is sent twice
 			p.send(fmt.Sprint("person", i%people), fmt.Sprint("m", i), shopAddress, fmt.Sprint(i), nil)
 		}
-		if i%pick(12, 75) == pick(12, 75)-1 && i < mails-1 {
-			p.w.answered(i / 4)
-			serves = p.w.kill(serves)
+		if i%bySize(12, 75) == bySize(12, 75)-1 && i < mails-1 {
+			p.env.waitAnswered(i / 4)
+			serves = p.env.kill(serves)
 			kills++
 		}
 	}
-	maybe := p.w.settled(mails)
+	maybe := p.env.waitSettled(mails)
 	for i := range mails {
-		status := value[string](p.w, `
+		status := value[string](p.env, `
 			select s.status from agent_channel_sends s join agent_messages m on m.id = s.message_id
 			  join agent_channel_messages i on i.execution_id = m.execution_id
 			 where i.external_id like $1`, fmt.Sprintf("m%d@%%", i))
 		if status == "sent" {
-			p.answered(fmt.Sprint("m", i)) // the server's line may come after its reply to the agent
+			p.waitAnswer(fmt.Sprint("m", i)) // the server's line may come after its reply to the agent
 		}
 		got := len(p.answers(fmt.Sprint("m", i)))
 		assert.Truef(t, got <= 1 && (got != 0 || status == "maybe_sent"), "mail %d has %d answers and is %s", i, got, status)
@@ -207,7 +207,7 @@ func TestMailCannotApprove(t *testing.T) {
 		}
 		return modeltest.Text("I cannot approve that.")
 	})
-	p := newPost(t, model, "", fmt.Sprintf(`report_to: boss@home.example
+	p := newMailServers(t, model, "", fmt.Sprintf(`report_to: boss@home.example
 ---
 kind: skill
 name: refund
@@ -217,18 +217,18 @@ trust: approve
 parameters: {type: object, required: [order], properties: {order: {type: integer}}}
 handler: http:POST %s/refunds
 `, shop.URL), "AGENT_PUBLIC_URL=https://agent.shop.example")
-	p.w.serve()
+	p.env.serve()
 	p.send("bob", "1", shopAddress, "My money back, please", nil)
-	p.w.until("the request", func() bool { return len(p.answers("")) == 1 })
+	p.env.waitUntil("the request", func() bool { return len(p.answers("")) == 1 })
 	asked := p.answers("")[0]
 	replyTo, err := asked.Header.AddressList("Reply-To")
 	require.NoError(t, err)
 	text, err := io.ReadAll(asked.Body)
 	require.NoError(t, err)
-	id := value[string](p.w, `select id::text from agent_approvals`)
+	id := value[string](p.env, `select id::text from agent_approvals`)
 	assert.Contains(t, strings.ReplaceAll(string(text), "=\r\n", ""), "https://agent.shop.example/approvals/"+id)
 	p.send("boss", "2", replyTo[0].Address, "Approve", nil)
-	p.answered("2")
-	assert.Equal(t, "pending", value[string](p.w, `select status from agent_approvals`))
+	p.waitAnswer("2")
+	assert.Equal(t, "pending", value[string](p.env, `select status from agent_approvals`))
 	assert.Equal(t, 0, int(paid.Load()))
 }

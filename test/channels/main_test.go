@@ -30,19 +30,19 @@ func TestMain(m *testing.M) {
 
 const waitTimeout = 10 * time.Minute
 
-// world is a database with a workspace and its serving processes.
-type world struct {
+// testEnv is a database with a workspace and its serving processes.
+type testEnv struct {
 	t       *testing.T
 	pool    *pgxpool.Pool
 	environ []string
 	folder  string
 }
 
-// newWorld applies a workspace. settings are further environment variables.
-func newWorld(t *testing.T, model *modeltest.Server, workspace string, settings ...string) *world {
+// newTestEnv applies a workspace. settings are further environment variables.
+func newTestEnv(t *testing.T, model *modeltest.Server, workspace string, settings ...string) *testEnv {
 	t.Helper()
 	database := pgtest.URL(t)
-	w := &world{
+	w := &testEnv{
 		t: t, pool: pgtest.Pool(t, database, postgres.Options{}), folder: t.TempDir(),
 		environ: testkit.Environ(database, model, append([]string{
 			"AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836", "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_FORMAT=json",
@@ -56,7 +56,7 @@ func newWorld(t *testing.T, model *modeltest.Server, workspace string, settings 
 }
 
 // run runs a command to its end and returns its output.
-func (w *world) run(args ...string) string {
+func (w *testEnv) run(args ...string) string {
 	w.t.Helper()
 	p := proctest.Start(w.t, waitTimeout, w.folder, w.environ, append([]string{program}, args...)...)
 	code := p.Exit()
@@ -64,19 +64,19 @@ func (w *world) run(args ...string) string {
 	return p.Out.String()
 }
 
-func (w *world) serve() *proctest.Process {
+func (w *testEnv) serve() *proctest.Process {
 	w.t.Helper()
 	p := proctest.Start(w.t, waitTimeout, w.folder, w.environ, program, "serve")
 	p.Base()
 	return p
 }
 
-// long reports whether the large forms run, like in scripts/prove.
-func long() bool { return os.Getenv("AGENT_CHANNELS") == "long" }
+// isLong reports whether the large forms run, like in scripts/prove.
+func isLong() bool { return os.Getenv("AGENT_CHANNELS") == "long" }
 
-// pick returns the number of the small form, or that of the large one.
-func pick(small, large int) int {
-	if long() {
+// bySize returns the number of the small form, or that of the large one.
+func bySize(small, large int) int {
+	if isLong() {
 		return large
 	}
 	return small
@@ -84,38 +84,38 @@ func pick(small, large int) int {
 
 // lease returns a worker's lease. It is longer if a busy machine has much work.
 func lease() string {
-	if long() {
+	if isLong() {
 		return "10s"
 	}
 	return "2s"
 }
 
-// answered waits until that many answers were sent, or may have been sent.
-func (w *world) answered(n int) {
+// waitAnswered waits until that many answers were sent, or may have been sent.
+func (w *testEnv) waitAnswered(n int) {
 	w.t.Helper()
-	w.until(fmt.Sprint(n, " answers"), func() bool {
+	w.waitUntil(fmt.Sprint(n, " answers"), func() bool {
 		return value[int](w, `select count(*) from agent_channel_sends where status in ('sent', 'maybe_sent')`) > n
 	})
 }
 
 // kill kills the serving process, starts another one and returns it.
-func (w *world) kill(p *proctest.Process) *proctest.Process {
+func (w *testEnv) kill(p *proctest.Process) *proctest.Process {
 	w.t.Helper()
 	p.Kill()
 	return w.serve()
 }
 
-// settled waits until no message is left to send. It returns the number of messages with an uncertain send. Each of
+// waitSettled waits until no message is left to send. It returns the number of messages with an uncertain send. Each of
 // those is listed.
-func (w *world) settled(messages int) (maybe int) {
+func (w *testEnv) waitSettled(messages int) (maybe int) {
 	w.t.Helper()
-	w.until("all is sent", func() bool {
+	w.waitUntil("all is sent", func() bool {
 		return messages == value[int](w, `select count(*) from agent_channel_sends where status not in ('queued', 'sending')`)
 	})
 	maybe = value[int](w, `select count(*) from agent_channel_sends where status = 'maybe_sent'`)
 	failed := value[int](w, `select count(*) from agent_channel_sends where status = 'failed'`)
 	assert.Truef(w.t, failed == 0, "%d messages failed", failed)
-	w.until("all are done", func() bool {
+	w.waitUntil("all are done", func() bool {
 		return messages == value[int](w, `select count(*) from agent_channel_messages where status = 'done'`)
 	})
 	listed := strings.Count(w.run("channels", "sends", "--limit", "500"), "maybe_sent")
@@ -123,8 +123,8 @@ func (w *world) settled(messages int) (maybe int) {
 	return maybe
 }
 
-// until waits until a condition holds.
-func (w *world) until(what string, holds func() bool) {
+// waitUntil waits until a condition holds.
+func (w *testEnv) waitUntil(what string, holds func() bool) {
 	w.t.Helper()
 	ctx, cancel := context.WithTimeout(w.t.Context(), waitTimeout)
 	defer cancel()
@@ -133,14 +133,14 @@ func (w *world) until(what string, holds func() bool) {
 	}
 }
 
-func value[T any](w *world, sql string, args ...any) T {
+func value[T any](w *testEnv, sql string, args ...any) T {
 	w.t.Helper()
 	var v T
 	require.NoError(w.t, w.pool.QueryRow(w.t.Context(), sql, args...).Scan(&v))
 	return v
 }
 
-func declare(base, more string) string {
+func joinYAML(base, more string) string {
 	return fmt.Sprintf(`
 kind: channel
 name: support

@@ -19,12 +19,12 @@ import (
 )
 
 // newSlack starts a fake Slack, and a database with an open channel of it.
-func newSlack(t *testing.T, model *modeltest.Server, more string, settings ...string) (*slacktest.Server, *world) {
+func newSlack(t *testing.T, model *modeltest.Server, more string, settings ...string) (*slacktest.Server, *testEnv) {
 	t.Helper()
 	fake := slacktest.New()
 	fake.RetryAfter = time.Second
 	t.Cleanup(fake.Close)
-	return fake, newWorld(t, model, fmt.Sprintf(`
+	return fake, newTestEnv(t, model, fmt.Sprintf(`
 kind: channel
 name: support
 type: slack
@@ -48,17 +48,17 @@ func answers(fake *slacktest.Server, channel, thread string) (all []slacktest.Me
 // that Slack repeats is answered once.
 func TestSlackThreadIsConversation(t *testing.T) {
 	t.Parallel()
-	fake, w := newSlack(t, echo(t), "")
+	fake, w := newSlack(t, echoModel(t), "")
 	fake.Twice = true
 	w.serve()
-	w.until("the socket", func() bool { return fake.Connected() == 1 })
+	w.waitUntil("the socket", func() bool { return fake.Connected() == 1 })
 	root := fake.Say("U1", "C1", "<@"+slacktest.BotUser+"> is <!here> &amp; there on?", "")
-	w.until("the answer", func() bool { return len(answers(fake, "C1", root)) == 1 })
+	w.waitUntil("the answer", func() bool { return len(answers(fake, "C1", root)) == 1 })
 	fake.Say("U1", "C1", "people among themselves", "")
 	fake.LoseAcks(2)
 	fake.Say("U2", "C1", "and more", root)
 	fake.Say("U1", "D1", "hello", "")
-	w.until("more answers", func() bool {
+	w.waitUntil("more answers", func() bool {
 		return len(answers(fake, "C1", root)) == 2 && len(answers(fake, "D1", "")) == 1
 	})
 	fake.Wait()
@@ -80,9 +80,9 @@ func TestSlackAnswerIsStreamedAndSplit(t *testing.T) {
 	})
 	fake, w := newSlack(t, model, "")
 	w.serve()
-	w.until("the socket", func() bool { return fake.Connected() == 1 })
+	w.waitUntil("the socket", func() bool { return fake.Connected() == 1 })
 	fake.Say("U1", "D1", "tell me a lot", "")
-	w.until("the answer", func() bool {
+	w.waitUntil("the answer", func() bool {
 		got := answers(fake, "D1", "")
 		return len(got) > 0 && strings.HasSuffix(got[len(got)-1].Text, "The end.")
 	})
@@ -98,10 +98,10 @@ func TestSlackAnswerIsStreamedAndSplit(t *testing.T) {
 // Over kills, lost answers and limits, each message is answered once and in order. The fake reports what arrived.
 func TestSlackIsAnsweredOnceDespiteFaults(t *testing.T) {
 	t.Parallel()
-	people, each := pick(4, 15), pick(6, 20)
-	fake, w := newSlack(t, echo(t), "", "AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=20")
+	people, each := bySize(4, 15), bySize(6, 20)
+	fake, w := newSlack(t, echoModel(t), "", "AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=20")
 	fake.Twice = true
-	if long() {
+	if isLong() {
 		fake.RetryAfter = 3 * time.Second // like Slack
 	}
 	fake.Faults(func(method string, call int) slacktest.Fault {
@@ -117,7 +117,7 @@ func TestSlackIsAnsweredOnceDespiteFaults(t *testing.T) {
 		return slacktest.Fault{}
 	})
 	p, kills := w.serve(), 0
-	w.until("the socket", func() bool { return fake.Connected() == 1 })
+	w.waitUntil("the socket", func() bool { return fake.Connected() == 1 })
 	for i := range each {
 		for person := range people {
 			fake.Say(fmt.Sprintf("U%d", person), fmt.Sprintf("D%d", person), fmt.Sprint(i), "")
@@ -126,13 +126,13 @@ func TestSlackIsAnsweredOnceDespiteFaults(t *testing.T) {
 		if i%5 == 3 {
 			p = w.kill(p)
 			kills++
-			w.until("the socket", func() bool { return fake.Connected() == 1 })
+			w.waitUntil("the socket", func() bool { return fake.Connected() == 1 })
 		}
 	}
 	if got := value[int](w, `select count(*) from agent_channel_messages`); got < people*each {
 		t.Fatalf("%d of %d messages came; Slack gave up %d deliveries", got, people*each, fake.GivenUp())
 	}
-	maybe := w.settled(people * each)
+	maybe := w.waitSettled(people * each)
 	assert.Truef(t, maybe == 0, "%d messages were maybe sent, though Slack tells", maybe)
 	for person := range people {
 		var got []string
@@ -190,11 +190,11 @@ handler: http:POST %s/refunds
 		require.NoError(t, principals.LinkIdentity(t.Context(), w.pool, p.Name, "slack:"+slacktest.Team, account, ""))
 	}
 	w.serve()
-	w.until("the socket", func() bool { return fake.Connected() == 1 })
+	w.waitUntil("the socket", func() bool { return fake.Connected() == 1 })
 	ask := func(user, conversation string, order int) (shown slacktest.Message) {
 		t.Helper()
 		fake.Say(user, conversation, fmt.Sprint("money back for order ", order), "")
-		w.until("the request", func() bool {
+		w.waitUntil("the request", func() bool {
 			for _, m := range answers(fake, "C0OPS", "") {
 				if strings.Contains(string(m.Blocks), fmt.Sprintf(`\"order\": %d`, order)) {
 					shown = m
@@ -206,7 +206,7 @@ handler: http:POST %s/refunds
 	}
 	expect := func(want string) {
 		t.Helper()
-		w.until(want, func() bool {
+		w.waitUntil(want, func() bool {
 			all := answers(fake, "C0OPS", "")
 			return strings.Contains(all[len(all)-1].Text, want)
 		})
@@ -221,11 +221,11 @@ handler: http:POST %s/refunds
 	assert.Equal(t, 0, int(paid.Load()))
 	require.NoError(t, fake.Click("U0ANA", "C0OPS", shown.TS, "Approve"))
 	expect("You have approved")
-	w.until("the answer", func() bool {
+	w.waitUntil("the answer", func() bool {
 		all := answers(fake, "D1", "")
 		return len(all) > 0 && all[len(all)-1].Text == "It is paid back."
 	})
-	decidedIn(w, shown)
+	checkDecision(w, shown)
 	fake.ClickAgain(false) // repeats the event
 	fake.ClickAgain(true)
 	expect("used already")
@@ -244,8 +244,8 @@ handler: http:POST %s/refunds
 		select string_agg(case status when 'consumed' then 'approved' else status end, ' ' order by id) from agent_approvals`))
 }
 
-// decidedIn checks that the decision names requester, approver, interface and the message with the button.
-func decidedIn(w *world, shown slacktest.Message) {
+// checkDecision checks that the decision names requester, approver, interface and the message with the button.
+func checkDecision(w *testEnv, shown slacktest.Message) {
 	w.t.Helper()
 	message := value[string](w, `select decided_message from agent_approvals`)
 	assert.Truef(w.t, strings.Contains(message, shown.TS),

@@ -15,8 +15,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// echo answers each message with its last line.
-func echo(t *testing.T) *modeltest.Server {
+// echoModel answers each message with its last line.
+func echoModel(t *testing.T) *modeltest.Server {
 	t.Helper()
 	model := modeltest.New(t)
 	model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
@@ -30,10 +30,10 @@ func echo(t *testing.T) *modeltest.Server {
 func TestTelegramSenderIsPaired(t *testing.T) {
 	t.Parallel()
 	bot := telegramtest.New(t)
-	w := newWorld(t, echo(t), declare(bot.URL(), ""))
+	w := newTestEnv(t, echoModel(t), joinYAML(bot.URL(), ""))
 	w.serve()
 	bot.Say(77, 7, "Mara", "hello?")
-	w.until("the code", func() bool { return len(bot.Sent(77)) == 1 })
+	w.waitUntil("the code", func() bool { return len(bot.Sent(77)) == 1 })
 	text := bot.Sent(77)[0].Text
 	_, rest, _ := strings.Cut(text, "<code>")
 	code, _, _ := strings.Cut(rest, "</code>")
@@ -41,9 +41,9 @@ func TestTelegramSenderIsPaired(t *testing.T) {
 	assert.Contains(t, w.run("channels", "pairings"), "Mara")
 	assert.Contains(t, w.run("channels", "pair", strings.ToLower(code)), "Mara")
 	bot.Say(77, 7, "Mara", "is <b>this</b> & that on?")
-	w.until("the answer", func() bool { return len(bot.Sent(77)) == 2 })
+	w.waitUntil("the answer", func() bool { return len(bot.Sent(77)) == 2 })
 	assert.Equal(t, "You said <b>is &lt;b&gt;this&lt;/b&gt; &amp; that on?</b>.", bot.Sent(77)[1].Text)
-	w.until("the state", func() bool {
+	w.waitUntil("the state", func() bool {
 		return value[string](w, `select string_agg(status, ' ' order by id) from agent_channel_messages`) == "ignored done"
 	})
 	listed := w.run("channels", "ls")
@@ -62,11 +62,11 @@ func TestTelegramAnswerIsStreamedAndSplit(t *testing.T) {
 	model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
 		return modeltest.Text(answer).Slowly(20 * time.Millisecond)
 	})
-	w := newWorld(t, model, declare(bot.URL(), "pairing: open"))
+	w := newTestEnv(t, model, joinYAML(bot.URL(), "pairing: open"))
 	w.serve()
 	bot.Say(5, 5, "Ada", "tell me a lot")
-	w.until("a draft", func() bool { return len(bot.Sent(5)) == 1 })
-	w.until("the answer", func() bool {
+	w.waitUntil("a draft", func() bool { return len(bot.Sent(5)) == 1 })
+	w.waitUntil("the answer", func() bool {
 		sent := bot.Sent(5)
 		return strings.Contains(sent[len(sent)-1].Text, "The end.")
 	})
@@ -85,7 +85,7 @@ func TestTelegramAnswerIsStreamedAndSplit(t *testing.T) {
 // answered once, in the order of its conversation. Uncertain sends are counted.
 func TestTelegramIsAnsweredOnceDespiteFaults(t *testing.T) {
 	t.Parallel()
-	people, each := pick(20, 50), pick(10, 20) // and nearly as many duplicates as people
+	people, each := bySize(20, 50), bySize(10, 20) // and nearly as many duplicates as people
 	bot := telegramtest.New(t)
 	bot.Shuffle()
 	n := 0
@@ -104,7 +104,8 @@ func TestTelegramIsAnsweredOnceDespiteFaults(t *testing.T) {
 		}
 		return telegramtest.Broken
 	})
-	w := newWorld(t, echo(t), declare(bot.URL(), "pairing: open"), "AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=30")
+	w := newTestEnv(t, echoModel(t), joinYAML(bot.URL(), "pairing: open"),
+		"AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=30")
 	p, kills := w.serve(), 0
 	for i := range each {
 		for person := range people {
@@ -112,12 +113,12 @@ func TestTelegramIsAnsweredOnceDespiteFaults(t *testing.T) {
 		}
 		bot.Repeat(people * 2 / 3)
 		if i%3 == 0 && i > 0 && i < each-1 {
-			w.answered(i * people * 2 / 3) // after 5 kills the engine gives up a turn in a queue
+			w.waitAnswered(i * people * 2 / 3) // after 5 kills the engine gives up a turn in a queue
 			p = w.kill(p)
 			kills++
 		}
 	}
-	lost := w.settled(people * each)
+	lost := w.waitSettled(people * each)
 	answered := 0
 	for person := range people {
 		last := -1
@@ -147,19 +148,19 @@ func TestLostTurnIsAnsweredByNotice(t *testing.T) {
 		}
 		return modeltest.Text("Here I am.")
 	})
-	w := newWorld(t, model, declare(bot.URL(), "pairing: open"))
+	w := newTestEnv(t, model, joinYAML(bot.URL(), "pairing: open"))
 	w.serve()
 	bot.Say(5, 5, "Ada", "hello?")
-	w.until("the turn", func() bool {
+	w.waitUntil("the turn", func() bool {
 		return value[int](w, `select count(*) from agent_executions where status = 'running' and thread_id is not null`) == 1
 	})
 	_, err := w.pool.Exec(t.Context(), `
 		update agent_executions set status = 'failed', claim = claim + 1, error_message = 'given up after 5 workers'
 		 where status = 'running' and thread_id is not null`) // what the sweep writes
 	require.NoError(t, err)
-	w.until("the notice", func() bool { return len(bot.Sent(5)) == 1 })
+	w.waitUntil("the notice", func() bool { return len(bot.Sent(5)) == 1 })
 	bot.Say(5, 5, "Ada", "again")
-	w.until("the answer", func() bool { return len(bot.Sent(5)) == 2 })
+	w.waitUntil("the answer", func() bool { return len(bot.Sent(5)) == 2 })
 	assert.Equal(t, channels.FailedNotice, bot.Sent(5)[0].Text)
 	assert.Equal(t, "Here I am.", bot.Sent(5)[1].Text)
 }

@@ -59,8 +59,8 @@ func (a *agent) address() string {
 	return found[1]
 }
 
-// answers reports whether a process accepts connections at an address.
-func answers(t testing.TB, address string) bool {
+// acceptsConnections reports whether a process accepts connections at an address.
+func acceptsConnections(t testing.TB, address string) bool {
 	t.Helper()
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", address)
 	if err != nil {
@@ -117,8 +117,8 @@ func TestKilledDevLeavesNoServer(t *testing.T) {
 	assert.Truef(t, err == nil && len(files) == 0, "after an orderly stop there is %v (%v)", files, err)
 }
 
-// asks matches the first statement of a chat message.
-var asks = regexp.MustCompile(`hashtextextended\('chat `)
+// chatStart matches the first statement of a chat message.
+var chatStart = regexp.MustCompile(`hashtextextended\('chat `)
 
 // TestKillAtEveryBoundaryOfChatAnswer kills the process with the visitor's connection before each of its requests, and
 // after each took effect. If the message was stored, another process finishes the answer. If not, the visitor's client
@@ -128,49 +128,49 @@ func TestKillAtEveryBoundaryOfChatAnswer(t *testing.T) {
 	for name, stream := range map[string]bool{"streamed": true, "whole": false} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			total := cleanChat(t, stream)
+			total := countChatRequests(t, stream)
 			t.Logf("%d boundaries", total)
-			atBoundaries(t, total, 5, map[string]verdict{"before": killBefore, "after": killAfter},
-				func(t *testing.T, n int, how verdict) { killChat(t, n, how, stream) })
+			atBoundaries(t, total, 5, map[string]proxyAction{"before": killBefore, "after": killAfter},
+				func(t *testing.T, n int, how proxyAction) { killChat(t, n, how, stream) })
 		})
 	}
 }
 
-// cleanChat answers a message without faults and returns the number of its requests.
-func cleanChat(t *testing.T, stream bool) int {
+// countChatRequests answers a message without faults and returns the number of its requests.
+func countChatRequests(t *testing.T, stream bool) int {
 	t.Helper()
-	s := newTalk(t)
-	a, c := s.killed(asks, -1, pass)
-	got := s.say(a, message{"th", "weather", stream})
+	s := newChatTestEnv(t)
+	a, c := s.startUntilKilled(chatStart, -1, pass)
+	got := s.sendMessage(a, message{"th", "weather", stream})
 	n := c.count()
 	require.Truef(t, got.Complete && got.Status == 200, "the answer is %+v", got)
-	s.answered(a, "th", map[string]testkit.Answer{"weather": got}, "weather")
-	s.settled(snapshot{})
+	s.checkThread(a, "th", map[string]testkit.Answer{"weather": got}, "weather")
+	s.checkSettled(snapshot{})
 	assert.Truef(t, n >= 20, "an answer made %d requests; does the proxy still see them?", n)
 	return n
 }
 
-func killChat(t *testing.T, n int, how verdict, stream bool) {
+func killChat(t *testing.T, n int, action proxyAction, stream bool) {
 	t.Helper()
-	s := newTalk(t)
+	s := newChatTestEnv(t)
 	m := message{"th", "weather", stream}
-	a, _ := s.killed(asks, n, how)
-	first := s.say(a, m)
-	before := s.over(a)
+	a, _ := s.startUntilKilled(chatStart, n, action)
+	first := s.sendMessage(a, m)
+	before := s.killAndSnapshot(a)
 	stored := pgtest.Value[int](s.t, s.db, `select count(*) from agent_messages where role = 'user'`)
 	assert.True(t, stored != 0 || first.ID == "" &&
 		pgtest.Value[int](s.t, s.db, `select count(*) from agent_executions`) <= 0, "a turn without its message")
-	b := s.serve("")
-	got := s.insist(b, m)
-	s.answered(b, "th", map[string]testkit.Answer{m.words: got}, m.words)
+	b := s.startServer("")
+	got := s.sendUntilAnswered(b, m)
+	s.checkThread(b, "th", map[string]testkit.Answer{m.words: got}, m.words)
 	assert.Truef(t, !first.Complete || first.Text == got.Text, "the client got %q, then %q", first.Text, got.Text)
 	if id := first.ID; id != "" { // the client knows which answer to attach to
-		if again := s.attach(b, id, "?stream=true"); again.ID != got.ID || again.Text != got.Text || !again.Complete {
+		if again := s.attachAnswer(b, id, "?stream=true"); again.ID != got.ID || again.Text != got.Text || !again.Complete {
 			t.Errorf("attached again: %+v, want %+v", again, got)
 		}
 	}
-	assert.Equal(t, 1, strings.Count(got.Text, reply(m.words)), got.Text)
-	s.settled(before)
+	assert.Equal(t, 1, strings.Count(got.Text, finalReply(m.words)), got.Text)
+	s.checkSettled(before)
 }
 
 // evalsYAML has a skill. No test calls its address.
@@ -186,8 +186,8 @@ handler: "http:GET %s/order"
 // callsPerTrial is the number of a trial's model calls.
 const callsPerTrial = 2
 
-// suiteOf returns a suite of some cases, each with one call of a skill.
-func suiteOf(cases, trials int) string {
+// newSuite returns a suite of some cases, each with one call of a skill.
+func newSuite(cases, trials int) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "---\nkind: eval\nname: load\ntrials: %d\ncases:\n", trials)
 	for n := range cases {
@@ -220,7 +220,7 @@ func TestKilledEvalResumesWithoutPayingTwice(t *testing.T) {
 	if long {
 		cases, trials, concurrent = 100, 5, 8
 	}
-	s := newStage(t, pgtest.URL(t), evalsYAML+suiteOf(cases, trials))
+	s := newIdleTestEnv(t, pgtest.URL(t), evalsYAML+newSuite(cases, trials))
 	run := func(args ...string) *proctest.Process {
 		command := append([]string{program, "eval", "run"}, args...)
 		return proctest.Start(t, 2*time.Minute, s.dir, s.environ("", "AGENT_WORKER_LEASE=6s"), command...)
@@ -272,16 +272,16 @@ func TestKilledEvalResumesWithoutPayingTwice(t *testing.T) {
 func TestEvalRunResumesOnAnotherServer(t *testing.T) {
 	t.Parallel()
 	const cases, trials = 4, 2
-	s := newStage(t, pgtest.URL(t), evalsYAML+suiteOf(cases, trials))
+	s := newIdleTestEnv(t, pgtest.URL(t), evalsYAML+newSuite(cases, trials))
 	s.model.Handle(orderModel)
-	first := s.serve("", "AGENT_WORKER_LEASE=6s")
+	first := s.startServer("", "AGENT_WORKER_LEASE=6s")
 	answer, err := testkit.Do(t.Context(), http.DefaultClient, http.MethodPost, "http://"+first.address()+"/v1/evals/runs",
 		`{"suite": "load"}`, testkit.Bearer(adminToken))
 	require.NoError(t, err)
 	assert.Equal(t, http.StatusCreated, answer.Status)
 	eventually(t, "some answers came", func() bool { return len(s.model.Requests()) >= cases })
 	first.Kill()
-	s.serve("", "AGENT_WORKER_LEASE=6s")
+	s.startServer("", "AGENT_WORKER_LEASE=6s")
 	eventually(t, "the run ends", func() bool {
 		return pgtest.Value[string](t, s.db, `select status from agent_eval_runs`) != "running"
 	})

@@ -16,44 +16,44 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// asksOrOperates matches the first statement of a message, from a visitor or an admin.
-var asksOrOperates = regexp.MustCompile(`hashtextextended\('chat |lanekeeper\.acquire_agent_lock\(`)
+// turnStart matches the first statement of a message, from a visitor or an admin.
+var turnStart = regexp.MustCompile(`hashtextextended\('chat |lanekeeper\.acquire_agent_lock\(`)
 
-// partner is a visitor or an admin who requests a call that needs approval.
-type partner struct {
-	words string
-	say   func(s *scene, a *agent) // returns at the end of the answer or of the connection
+// sender is a visitor or an admin who requests a call that needs approval.
+type sender struct {
+	text string
+	send func(s *testEnv, a *agent) // returns at the end of the answer or of the connection
 	// again sends the message once more, if necessary, and waits for a chat's answer.
-	again func(s *scene, a *agent)
+	resend func(s *testEnv, a *agent)
 }
 
 var order = message{"th", "order", true}
 
-// partners are a visitor and an admin.
-var partners = map[string]partner{
+// senders are a visitor and an admin.
+var senders = map[string]sender{
 	"a visitor": {
-		words: order.words,
-		say:   func(s *scene, a *agent) { s.say(a, order) },
-		again: func(s *scene, a *agent) { s.insist(a, order) },
+		text:   order.words,
+		send:   func(s *testEnv, a *agent) { s.sendMessage(a, order) },
+		resend: func(s *testEnv, a *agent) { s.sendUntilAnswered(a, order) },
 	},
 	"an admin": {
-		words: "order",
-		say:   func(s *scene, a *agent) { s.operate(a) },
-		again: func(s *scene, a *agent) {
+		text: "order",
+		send: func(s *testEnv, a *agent) { s.sendOperate(a) },
+		resend: func(s *testEnv, a *agent) {
 			if pgtest.Value[int](s.t, s.db, `select count(*) from agent_messages where role = 'user'`) == 0 {
 				// The first sweep releases the lane of the dead process's session, long before its lease ends.
 				eventually(s.t, "the lane of the dead process is free", func() bool {
 					return pgtest.Value[bool](s.t, s.db, `select not is_agent_lock_held('operate')`)
 				})
-				s.operate(a)
+				s.sendOperate(a)
 			}
 		},
 	},
 }
 
-// operate sends an admin's order in the session th. The session ends with it.
-func (s *scene) operate(a *agent) {
-	testkit.Chat(s.request(a, http.MethodPost, "/v1/operate", adminToken, `{"message": "order", "session_id": "th"}`), nil)
+// sendOperate sends an admin's order in the session th. The session ends with it.
+func (s *testEnv) sendOperate(a *agent) {
+	testkit.Chat(s.newRequest(a, http.MethodPost, "/v1/operate", adminToken, `{"message": "order", "session_id": "th"}`), nil)
 }
 
 // TestKillAtEveryBoundaryOfApproval runs a turn that requests an approval, waits for the decision and makes its call.
@@ -61,39 +61,39 @@ func (s *scene) operate(a *agent) {
 // none does. The grant is used once, and the call is made at most once.
 func TestKillAtEveryBoundaryOfApproval(t *testing.T) {
 	t.Parallel()
-	for name, who := range partners {
+	for name, who := range senders {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			total := cleanApproval(t, who)
+			total := countApprovalRequests(t, who)
 			t.Logf("%d boundaries", total)
-			atBoundaries(t, total, 4, map[string]verdict{"before": killBefore, "after": killAfter},
-				func(t *testing.T, n int, how verdict) { killApproval(t, who, n, how) })
+			atBoundaries(t, total, 4, map[string]proxyAction{"before": killBefore, "after": killAfter},
+				func(t *testing.T, n int, how proxyAction) { killApproval(t, who, n, how) })
 		})
 	}
 }
 
-// cleanApproval runs the turn without faults and returns the number of its requests.
-func cleanApproval(t *testing.T, who partner) int {
+// countApprovalRequests runs the turn without faults and returns the number of its requests.
+func countApprovalRequests(t *testing.T, who sender) int {
 	t.Helper()
-	s := newTalk(t)
-	a, c := s.killed(asksOrOperates, -1, pass)
-	s.through(a, who)
+	s := newChatTestEnv(t)
+	a, c := s.startUntilKilled(turnStart, -1, pass)
+	s.runApprovalTurn(a, who)
 	n := c.count()
-	s.closes(a)
-	s.allowed(a, who, snapshot{})
+	s.closeSession(a)
+	s.checkApprovedTurn(a, who, snapshot{})
 	assert.Truef(t, n >= 30, "it made %d requests; does the proxy still see them?", n)
 	return n
 }
 
-// through sends the partner's message and approves its call over HTTP. It returns when all executions have ended or the
-// process is dead.
-func (s *scene) through(a *agent, who partner) {
+// runApprovalTurn sends the sender's message and approves its call over HTTP. It returns when all executions have ended
+// or the process is dead.
+func (s *testEnv) runApprovalTurn(a *agent, who sender) {
 	s.t.Helper()
 	var asking sync.WaitGroup
 	defer asking.Wait()
-	asking.Go(func() { who.say(s, a) })
-	if s.awaitsApproval(a) {
-		s.decide(a, true) // the process may be dead: ignore the status
+	asking.Go(func() { who.send(s, a) })
+	if s.waitPendingApproval(a) {
+		s.decideApproval(a, true) // the process may be dead: ignore the status
 	}
 	eventually(s.t, "it is over, or the process dead", func() bool {
 		return !a.Running() || pgtest.Value[bool](s.t, s.db,
@@ -101,32 +101,32 @@ func (s *scene) through(a *agent, who partner) {
 	})
 }
 
-// awaitsApproval waits for a pending approval. It returns false if the process is dead.
-func (s *scene) awaitsApproval(a *agent) (asks bool) {
+// waitPendingApproval waits for a pending approval. It returns false if the process is dead.
+func (s *testEnv) waitPendingApproval(a *agent) (asks bool) {
 	s.t.Helper()
 	eventually(s.t, "the approval is requested", func() bool {
-		asks = s.pending() != ""
+		asks = s.pendingApproval() != ""
 		return asks || !a.Running()
 	})
 	return asks && a.Running()
 }
 
-// pending returns the id of the pending approval, or "".
-func (s *scene) pending() string {
+// pendingApproval returns the id of the pending approval, or "".
+func (s *testEnv) pendingApproval() string {
 	s.t.Helper()
 	return pgtest.Value[string](s.t, s.db, `select coalesce((select id::text from agent_approvals
 		where status = 'pending'), '')`)
 }
 
-// decide decides the approval over HTTP. It returns the status of the response, or 0 without one.
-func (s *scene) decide(a *agent, approve bool) int {
+// decideApproval decides the approval over HTTP. It returns the status of the response, or 0 without one.
+func (s *testEnv) decideApproval(a *agent, approve bool) int {
 	s.t.Helper()
 	id := pgtest.Value[string](s.t, s.db, `select id::text from agent_approvals`)
 	word := "reject"
 	if approve {
 		word = "approve"
 	}
-	response, err := http.DefaultClient.Do(s.request(a, http.MethodPost, "/v1/approvals/"+id, adminToken,
+	response, err := http.DefaultClient.Do(s.newRequest(a, http.MethodPost, "/v1/approvals/"+id, adminToken,
 		`{"decision": "`+word+`"}`))
 	if err != nil {
 		return 0
@@ -135,45 +135,45 @@ func (s *scene) decide(a *agent, approve bool) int {
 	return response.StatusCode
 }
 
-// closes ends the admin's session of a process. The session would hold the lane until it is idle.
-func (s *scene) closes(a *agent) {
+// closeSession ends the admin's session of a process. The session would hold the lane until it is idle.
+func (s *testEnv) closeSession(a *agent) {
 	s.t.Helper()
 	pgtest.Exec(s.t, s.db, `select break_agent_lock('operate', 'the test is over') where is_agent_lock_held('operate')`)
 }
 
-func killApproval(t *testing.T, who partner, n int, how verdict) {
+func killApproval(t *testing.T, who sender, n int, action proxyAction) {
 	t.Helper()
-	s := newTalk(t)
-	a, _ := s.killed(asksOrOperates, n, how)
-	s.through(a, who)
-	before := s.over(a)
-	if id := s.pending(); id != "" && n%2 == 0 { // no process works meanwhile
-		assert.Equal(t, 0, s.agent("", "approvals", "approve", id).Exit())
+	s := newChatTestEnv(t)
+	a, _ := s.startUntilKilled(turnStart, n, action)
+	s.runApprovalTurn(a, who)
+	before := s.killAndSnapshot(a)
+	if id := s.pendingApproval(); id != "" && n%2 == 0 { // no process works meanwhile
+		assert.Equal(t, 0, s.startAgent("", "approvals", "approve", id).Exit())
 	}
-	b := s.serve("")
+	b := s.startServer("")
 	var asking sync.WaitGroup
-	asking.Go(func() { who.again(s, b) })
+	asking.Go(func() { who.resend(s, b) })
 	eventually(t, "the approval is requested", func() bool {
 		return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_approvals)`)
 	})
-	if s.pending() != "" {
-		assert.Equal(t, http.StatusOK, s.decide(b, true))
+	if s.pendingApproval() != "" {
+		assert.Equal(t, http.StatusOK, s.decideApproval(b, true))
 	}
 	asking.Wait()
 	eventually(t, "the turn ends", func() bool {
 		return pgtest.Value[bool](s.t, s.db, `select count(*) = 1 and bool_and(completed_at is not null)
 			from agent_executions`)
 	})
-	assert.Equal(t, http.StatusConflict, s.decide(b, false))
-	s.closes(b)
-	s.allowed(b, who, before)
+	assert.Equal(t, http.StatusConflict, s.decideApproval(b, false))
+	s.closeSession(b)
+	s.checkApprovedTurn(b, who, before)
 }
 
-// allowed checks a turn whose call was approved.
-func (s *scene) allowed(a *agent, who partner, before snapshot) {
+// checkApprovedTurn checks a turn whose call was approved.
+func (s *testEnv) checkApprovedTurn(a *agent, who sender, before snapshot) {
 	s.t.Helper()
-	s.settled(before)
-	s.answered(a, "th", nil, who.words)
+	s.checkSettled(before)
+	s.checkThread(a, "th", nil, who.text)
 	for what, sql := range map[string]string{
 		"approvals": `select count(*) from agent_approvals`,
 		"grants used": `select count(*) from agent_approvals a where status = 'consumed'
@@ -187,7 +187,7 @@ func (s *scene) allowed(a *agent, who partner, before snapshot) {
 	}
 	unknown := pgtest.Value[bool](s.t, s.db,
 		`select status = 'unknown' from agent_activity where skill_name = 'order' and status <> 'pending_approval'`)
-	assert.True(s.t, !unknown || s.logged("nobody knows whether it took effect"),
+	assert.True(s.t, !unknown || s.modelSawResult("nobody knows whether it took effect"),
 		"the model did not learn that the effect of its call is unknown")
 }
 
@@ -195,72 +195,72 @@ func (s *scene) allowed(a *agent, who partner, before snapshot) {
 // learns of the denial.
 func TestDenialWhileNoProcessRuns(t *testing.T) {
 	t.Parallel()
-	for name, who := range partners {
+	for name, who := range senders {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			s := newTalk(t)
-			a := s.serve("", "PGAPPNAME="+victim)
+			s := newChatTestEnv(t)
+			a := s.startServer("", "PGAPPNAME="+victim)
 			var asking sync.WaitGroup
-			asking.Go(func() { who.say(s, a) })
+			asking.Go(func() { who.send(s, a) })
 			eventually(t, "it waits for the admin", func() bool {
 				return pgtest.Value[bool](s.t, s.db,
 					`select exists (select from agent_executions where status = 'waiting' and waiting_for = 'approval')`)
 			})
-			before := s.over(a)
+			before := s.killAndSnapshot(a)
 			asking.Wait()
-			cli := s.agent("", "approvals", "reject", s.pending(), "--reason", "too dear", "--json")
+			cli := s.startAgent("", "approvals", "reject", s.pendingApproval(), "--reason", "too dear", "--json")
 			assert.Equal(t, 0, cli.Exit())
-			b := s.serve("")
-			who.again(s, b)
+			b := s.startServer("")
+			who.resend(s, b)
 			eventually(t, "the turn ends", func() bool {
 				return pgtest.Value[bool](s.t, s.db, `select bool_and(completed_at is not null) from agent_executions`)
 			})
-			s.settled(before)
-			s.answered(b, "th", nil, who.words)
+			s.checkSettled(before)
+			s.checkThread(b, "th", nil, who.text)
 			for _, c := range s.skills.Calls() {
 				assert.Truef(t, c.Skill != "order", "the call was made: %+v", c)
 			}
-			assert.True(t, s.logged("too dear"), "the model did not get the reason")
+			assert.True(t, s.modelSawResult("too dear"), "the model did not get the reason")
 			assert.Equal(t, "rejected", pgtest.Value[string](s.t, s.db, `select string_agg(status, ' ') from agent_approvals`))
 		})
 	}
 }
 
-// delegationWaits matches the record of a turn's wait for its delegated task. By then the turn has released its lane.
-var delegationWaits = regexp.MustCompile(`lanekeeper\.wait_agent_execution\(`)
+// delegationWait matches the record of a turn's wait for its delegated task. By then the turn has released its lane.
+var delegationWait = regexp.MustCompile(`lanekeeper\.wait_agent_execution\(`)
 
 // TestKillBeforeDelegationWaits kills a turn that continues without its admin. The kill comes between the release of
 // the lane operate and the wait for the delegated task. The next process releases the lane again before that wait.
 func TestKillBeforeDelegationWaits(t *testing.T) {
 	t.Parallel()
-	s := newTalk(t)
-	asked := newStop(t, 1)
-	s.atModel.Store(asked)
+	s := newChatTestEnv(t)
+	asked := newBlocker(t, 1)
+	s.modelBlocker.Store(asked)
 	s.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-		s.atModel.Load().pass()
+		s.modelBlocker.Load().enter()
 		words, said := modeltest.Turn(req)
 		switch {
 		case said > 0:
-			return modeltest.Text(reply(words))
+			return modeltest.Text(finalReply(words))
 		case words == "delegate":
 			return modeltest.ToolCall("delegate", `{"task": "order"}`)
 		}
 		return modeltest.ToolCall("order", `{"item": 1}`)
 	})
-	a := s.serve("", "PGAPPNAME="+victim)
+	a := s.startServer("", "PGAPPNAME="+victim)
 	var asking sync.WaitGroup
 	defer asking.Wait()
 	asking.Go(func() {
-		testkit.Chat(s.request(a, http.MethodPost, "/v1/operate", adminToken, `{"message": "delegate"}`), nil)
+		testkit.Chat(s.newRequest(a, http.MethodPost, "/v1/operate", adminToken, `{"message": "delegate"}`), nil)
 	})
-	<-asked.arrived
+	<-asked.blocked
 	a.Kill()
-	asked.free()
-	s.quiet()
-	s.hurry()
-	s.breakIn(&counter{from: delegationWaits}, 1, killBefore, "serve").Exit()
-	s.over(a)
-	s.serve("")
+	asked.release()
+	s.waitSessionsEnd()
+	s.expireLeases()
+	s.startWithFaultIn(&counter{first: delegationWait}, 1, killBefore, "serve").Exit()
+	s.killAndSnapshot(a)
+	s.startServer("")
 	eventually(t, "the delegated task waits for the admin", func() bool {
 		return pgtest.Value[bool](s.t, s.db, `select count(*) = 2 from agent_executions
 			where waiting_for = 'agent' and flow = 'operate' or waiting_for = 'approval' and flow = 'delegate'`)
@@ -273,21 +273,21 @@ func TestKillBeforeDelegationWaits(t *testing.T) {
 func TestKillDuringDecision(t *testing.T) {
 	t.Parallel()
 	from := regexp.MustCompile(`decide_agent_approval`)
-	atBoundaries(t, 6, 3, map[string]verdict{"before": killBefore, "after": killAfter},
-		func(t *testing.T, n int, how verdict) {
-			s := newTalk(t)
-			first := s.serve("", "PGAPPNAME="+victim)
+	atBoundaries(t, 6, 3, map[string]proxyAction{"before": killBefore, "after": killAfter},
+		func(t *testing.T, n int, how proxyAction) {
+			s := newChatTestEnv(t)
+			first := s.startServer("", "PGAPPNAME="+victim)
 			var asking sync.WaitGroup
-			asking.Go(func() { s.say(first, order) })
+			asking.Go(func() { s.sendMessage(first, order) })
 			eventually(t, "it waits for the admin", func() bool {
 				return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_executions where status = 'waiting')`)
 			})
-			before := s.over(first)
+			before := s.killAndSnapshot(first)
 			asking.Wait()
-			cli := s.breakIn(&counter{from: from}, n, how, "approvals", "approve", s.pending(), "--json")
+			cli := s.startWithFaultIn(&counter{first: from}, n, how, "approvals", "approve", s.pendingApproval(), "--json")
 			cli.Exit()
-			s.quiet()
-			decided := s.pending() == ""
+			s.waitSessionsEnd()
+			decided := s.pendingApproval() == ""
 			known := pgtest.Value[bool](s.t, s.db, `select exists (select from agent_events where event = 'APPROVAL_DECIDED')`)
 			noted := pgtest.Value[bool](s.t, s.db,
 				`select exists (select from agent_activity where skill_name = 'decide_approval')`)
@@ -297,11 +297,11 @@ func TestKillDuringDecision(t *testing.T) {
 			out := cli.Out.String()
 			assert.Truef(t, out == "" || json.Unmarshal([]byte(out), &printed) == nil &&
 				(!strings.Contains(out, "approved") || decided), "decided: %t, and the command says %s", decided, out)
-			b := s.serve("")
+			b := s.startServer("")
 			if !decided {
-				s.decide(b, true)
+				s.decideApproval(b, true)
 			}
-			s.insist(b, order)
-			s.allowed(b, partner{words: order.words}, before)
+			s.sendUntilAnswered(b, order)
+			s.checkApprovedTurn(b, sender{text: order.words}, before)
 		})
 }

@@ -24,9 +24,9 @@ const victim = "victim"
 
 // counter numbers the requests of one run, from its first request on. It skips the process's background requests.
 type counter struct {
-	from      *regexp.Regexp // matches the first request; nil means that of a heartbeat
+	first     *regexp.Regexp // matches the first request; nil means that of a heartbeat
 	mu        sync.Mutex
-	begun     bool
+	started   bool
 	n         int
 	committed int // the number of the first commit, which has the start and its requester
 }
@@ -38,27 +38,27 @@ func (c *counter) count() int {
 	return c.n
 }
 
-// start returns the number of the request that commits the start, or 0.
-func (c *counter) start() int {
+// startRequest returns the number of the request that commits the start, or 0.
+func (c *counter) startRequest() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.committed
 }
 
-// begins matches the first requests of a heartbeat.
-var begins = regexp.MustCompile(`insert into agent_executions|(claim|take)_agent_execution`)
+// heartbeatStart matches the first requests of a heartbeat.
+var heartbeatStart = regexp.MustCompile(`insert into agent_executions|(claim|take)_agent_execution`)
 
-// beside matches the background requests of a process.
-var beside = regexp.MustCompile(
+// backgroundRequest matches the background requests of a process.
+var backgroundRequest = regexp.MustCompile(
 	`(?i)renew_agent|^select from agent_workers|sweep_agent|ensure_agent|river|^listen|agent_schedules|^select 1$|^-- ping|` +
 		`trigger = 'signal'|^with ready as|(claim|take)_agent_executions|pg_notify\('agent_ready'|set_agent_limits|r.status = 'claimed' and case|agent_webhook_targets`)
 
-// boundary numbers the requests of a run from 1. It returns 0 for other requests.
-func (c *counter) boundary(r request) int {
+// number numbers the requests of a run from 1. It returns 0 for other requests.
+func (c *counter) number(r request) int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.begun = c.begun || cmp.Or(c.from, begins).MatchString(r.sql)
-	if !c.begun || beside.MatchString(strings.Join(strings.Fields(r.sql), " ")) {
+	c.started = c.started || cmp.Or(c.first, heartbeatStart).MatchString(r.sql)
+	if !c.started || backgroundRequest.MatchString(strings.Join(strings.Fields(r.sql), " ")) {
 		return 0
 	}
 	c.n++
@@ -68,21 +68,21 @@ func (c *counter) boundary(r request) int {
 	return c.n
 }
 
-// cleanRun runs one heartbeat through a proxy and returns its requests.
-func cleanRun(t *testing.T) []string {
+// heartbeatRequests runs one heartbeat through a proxy and returns its requests.
+func heartbeatRequests(t *testing.T) []string {
 	t.Helper()
-	s := newScene(t)
+	s := newTestEnv(t)
 	var c counter
 	var boundaries []string
-	p := newProxy(t, s.url, func(r request) verdict {
-		if c.boundary(r) > 0 {
+	p := newProxy(t, s.url, func(r request) proxyAction {
+		if c.number(r) > 0 {
 			boundaries = append(boundaries, r.sql)
 		}
 		return pass
 	})
-	a := s.agent(p.URL(victim), "heartbeat")
+	a := s.startAgent(p.URL(victim), "heartbeat")
 	require.Equal(t, 0, a.Exit())
-	s.whole(s.heartbeat(), snapshot{})
+	s.checkHeartbeat(s.heartbeat(), snapshot{})
 	assert.Truef(t, len(boundaries) >= 40, "a heartbeat made %d requests; does the proxy still see them?", len(boundaries))
 	return boundaries
 }
@@ -91,85 +91,85 @@ func cleanRun(t *testing.T) []string {
 // process completes it.
 func TestKillAtEveryBoundary(t *testing.T) {
 	t.Parallel()
-	clean := cleanRun(t)
+	clean := heartbeatRequests(t)
 	require.Truef(t, slices.Contains(clean, "commit"), "does the proxy still see commits?")
-	atBoundaries(t, len(clean), 16, map[string]verdict{"before": killBefore, "after": killAfter},
-		func(t *testing.T, n int, how verdict) {
-			s := newScene(t)
+	atBoundaries(t, len(clean), 16, map[string]proxyAction{"before": killBefore, "after": killAfter},
+		func(t *testing.T, n int, how proxyAction) {
+			s := newTestEnv(t)
 			var c counter
-			s.breakIn(&c, n, how, "heartbeat").Exit()
-			s.quiet()
-			before := s.look()
+			s.startWithFaultIn(&c, n, how, "heartbeat").Exit()
+			s.waitSessionsEnd()
+			before := s.takeSnapshot()
 			id := s.heartbeat()
 			if id == "" {
-				commit := c.start()
+				commit := c.startRequest()
 				assert.True(t, commit == 0 || commit == n && how == killBefore, "the heartbeat has vanished")
 				return // the heartbeat had not begun
 			}
-			s.hurry()
-			s.serve("")
-			s.ends(id, "completed")
-			s.whole(id, before)
+			s.expireLeases()
+			s.startServer("")
+			s.waitStatus(id, "completed")
+			s.checkHeartbeat(id, before)
 		})
 }
 
 // TestKillRescuer also kills the process that takes over, at one of its requests.
 func TestKillRescuer(t *testing.T) {
 	t.Parallel()
-	total := len(cleanRun(t))
-	atBoundaries(t, total, 5, map[string]verdict{"before": killBefore, "after": killAfter},
-		func(t *testing.T, n int, how verdict) {
-			s := newScene(t)
-			s.breakAt(n, how, "heartbeat").Exit()
-			s.quiet()
-			s.hurry()
+	total := len(heartbeatRequests(t))
+	atBoundaries(t, total, 5, map[string]proxyAction{"before": killBefore, "after": killAfter},
+		func(t *testing.T, n int, how proxyAction) {
+			s := newTestEnv(t)
+			s.startWithFault(n, how, "heartbeat").Exit()
+			s.waitSessionsEnd()
+			s.expireLeases()
 			id := s.heartbeat()
 			if id == "" {
 				return
 			}
 			// The second process has more requests left if the first made fewer.
-			second := s.breakAt(1+(total-n)/3, how, "serve")
+			second := s.startWithFault(1+(total-n)/3, how, "serve")
 			eventually(t, "the second process is killed, or through before", func() bool {
 				return !second.Running() || s.status(id) == "completed"
 			})
 			second.Kill()
-			s.quiet()
-			before := s.look()
-			s.hurry()
-			s.serve("")
-			s.ends(id, "completed")
-			s.whole(id, before)
+			s.waitSessionsEnd()
+			before := s.takeSnapshot()
+			s.expireLeases()
+			s.startServer("")
+			s.waitStatus(id, "completed")
+			s.checkHeartbeat(id, before)
 		})
 }
 
 // TestStopAtEveryBoundary stops `agent serve` gracefully at each request of the heartbeat.
 func TestStopAtEveryBoundary(t *testing.T) {
 	t.Parallel()
-	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"at": terminate},
-		func(t *testing.T, n int, how verdict) {
-			s := newScene(t)
-			id := s.begin()
-			a := s.breakAt(n, how, "serve")
+	atBoundaries(t, len(heartbeatRequests(t)), 4, map[string]proxyAction{"at": terminate},
+		func(t *testing.T, n int, how proxyAction) {
+			s := newTestEnv(t)
+			id := s.requestHeartbeat()
+			a := s.startWithFault(n, how, "serve")
 			assert.Equal(t, 0, a.Exit())
-			before := s.look()
-			open := s.running()
+			before := s.takeSnapshot()
+			open := s.runningCalls()
 			assert.Truef(t, len(open) == 0, "left open: %+v", open)
 			if s.status(id) != "completed" {
-				s.handedBack(id)
+				s.checkReleased(id)
 			}
-			s.serve("")
-			s.ends(id, "completed")
-			s.whole(id, before)
+			s.startServer("")
+			s.waitStatus(id, "completed")
+			s.checkHeartbeat(id, before)
 		})
 }
 
 // TestInterruptAtEveryBoundary sends ^C to `agent heartbeat` at each of its requests.
 func TestInterruptAtEveryBoundary(t *testing.T) {
 	t.Parallel()
-	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"at": interrupt},
-		func(t *testing.T, n int, how verdict) {
-			s := newScene(t)
-			code := s.breakAt(n, how, "heartbeat").Exit()
+	atBoundaries(t, len(heartbeatRequests(t)), 4, map[string]proxyAction{"at": interrupt},
+		func(t *testing.T, n int, how proxyAction) {
+			s := newTestEnv(t)
+			code := s.startWithFault(n, how, "heartbeat").Exit()
 			id := s.heartbeat()
 			switch got := s.status(id); {
 			case code == 130 && got == "cancelled", code == 0 && got == "completed":
@@ -186,14 +186,14 @@ func TestInterruptAtEveryBoundary(t *testing.T) {
 // behind, and the next heartbeat runs.
 func TestCancelAtEveryBoundary(t *testing.T) {
 	t.Parallel()
-	atBoundaries(t, len(cleanRun(t)), 4, map[string]verdict{"at": pass},
-		func(t *testing.T, n int, _ verdict) {
-			s := newScene(t)
-			id := s.begin()
+	atBoundaries(t, len(heartbeatRequests(t)), 4, map[string]proxyAction{"at": pass},
+		func(t *testing.T, n int, _ proxyAction) {
+			s := newTestEnv(t)
+			id := s.requestHeartbeat()
 			var c counter
 			var admin sync.WaitGroup
-			p := newProxy(t, s.url, func(r request) verdict {
-				if c.boundary(r) == n {
+			p := newProxy(t, s.url, func(r request) proxyAction {
+				if c.number(r) == n {
 					admin.Go(func() { // in parallel: if the run is in a transaction, the cancel waits for its end
 						_, err := s.db.Exec(t.Context(), `select cancel_agent_execution($1, 'admin', 'enough')`, id)
 						assert.NoError(t, err)
@@ -201,7 +201,7 @@ func TestCancelAtEveryBoundary(t *testing.T) {
 				}
 				return pass
 			})
-			s.serve(p.URL(victim))
+			s.startServer(p.URL(victim))
 			eventually(t, "the execution ends", func() bool {
 				return pgtest.Value[bool](s.t, s.db, `select completed_at is not null from agent_executions where id = $1`, id)
 			})
@@ -211,8 +211,8 @@ func TestCancelAtEveryBoundary(t *testing.T) {
 			for _, what := range []string{"lanes held", "calls open", "rows running"} {
 				eventually(t, "no "+what, func() bool { return pgtest.Value[int](s.t, s.db, leftovers[what]) == 0 })
 			}
-			next := s.begin()
-			s.ends(next, "completed")
+			next := s.requestHeartbeat()
+			s.waitStatus(next, "completed")
 			summary := pgtest.Value[string](s.t, s.db, `select result_summary from agent_executions where id = $1`, next)
 			assert.Truef(t, !strings.HasPrefix(summary, "skipped"), "the next heartbeat was %s", summary)
 		})
@@ -220,11 +220,11 @@ func TestCancelAtEveryBoundary(t *testing.T) {
 
 // atBoundaries runs a test at evenly spread boundaries, each in several ways. A sample alternates the ways from
 // boundary to boundary.
-func atBoundaries(t *testing.T, total, sample int, ways map[string]verdict,
-	test func(t *testing.T, n int, how verdict),
+func atBoundaries(t *testing.T, total, sample int, ways map[string]proxyAction,
+	test func(t *testing.T, n int, how proxyAction),
 ) {
 	t.Helper()
-	every := distance(total, sample)
+	every := boundaryStep(total, sample)
 	for n := every; n <= total; n += every {
 		for i, word := range slices.Sorted(maps.Keys(ways)) {
 			if every > 1 && n/every%len(ways) != i {
@@ -238,8 +238,8 @@ func atBoundaries(t *testing.T, total, sample int, ways map[string]verdict,
 	}
 }
 
-// distance returns the step between tested boundaries. 1 tests all.
-func distance(total, sample int) int {
+// boundaryStep returns the step between tested boundaries. 1 tests all.
+func boundaryStep(total, sample int) int {
 	switch {
 	case os.Getenv("AGENT_CRASH_ALL") != "":
 		return 1
@@ -249,21 +249,21 @@ func distance(total, sample int) int {
 	return max(2, total/max(sample, 1))
 }
 
-// breakAt starts the program with a fault at one request of its heartbeat.
-func (s *scene) breakAt(n int, how verdict, args ...string) *agent {
+// startWithFault starts the program with a fault at one request of its heartbeat.
+func (s *testEnv) startWithFault(n int, action proxyAction, args ...string) *agent {
 	s.t.Helper()
-	return s.breakIn(&counter{}, n, how, args...)
+	return s.startWithFaultIn(&counter{}, n, action, args...)
 }
 
-// breakIn is breakAt for the requests of a counter.
-func (s *scene) breakIn(c *counter, n int, how verdict, args ...string) *agent {
+// startWithFaultIn is breakAt for the requests of a counter.
+func (s *testEnv) startWithFaultIn(c *counter, n int, action proxyAction, args ...string) *agent {
 	s.t.Helper()
-	p := newProxy(s.t, s.url, func(r request) verdict {
-		if c.boundary(r) != n {
+	p := newProxy(s.t, s.url, func(r request) proxyAction {
+		if c.number(r) != n {
 			return pass
 		}
 		s.t.Logf("at %q", strings.Join(strings.Fields(r.sql), " "))
-		return how
+		return action
 	})
 	started := make(chan struct{})
 	var a *agent
@@ -275,13 +275,13 @@ func (s *scene) breakIn(c *counter, n int, how verdict, args ...string) *agent {
 		}
 		a.Signal(sig)
 	}
-	a = s.agent(p.URL(victim), args...)
+	a = s.startAgent(p.URL(victim), args...)
 	close(started)
 	return a
 }
 
-// quiet waits until the server has ended the sessions of a killed process.
-func (s *scene) quiet() {
+// waitSessionsEnd waits until the server has ended the sessions of a killed process.
+func (s *testEnv) waitSessionsEnd() {
 	s.t.Helper()
 	eventually(s.t, "the server has let go of the killed process", func() bool {
 		return pgtest.Value[int](s.t, s.db, `
@@ -291,9 +291,9 @@ func (s *scene) quiet() {
 
 // snapshot is the state of the database and of the counted calls at one moment.
 type snapshot struct {
-	rows   map[string]row // calls and model calls, by idempotency key
-	asked  map[string]int
-	called map[string]int
+	rows       map[string]row // calls and model calls, by idempotency key
+	modelCalls map[string]int
+	skillCalls map[string]int
 }
 
 // row is the activity log's record of the calls under one key.
@@ -306,8 +306,8 @@ type row struct {
 	Unknown    int
 }
 
-// look takes a snapshot.
-func (s *scene) look() snapshot {
+// takeSnapshot takes a snapshot.
+func (s *testEnv) takeSnapshot() snapshot {
 	s.t.Helper()
 	rows, err := s.db.Query(s.ctx(), `
 		select a.idempotency_key as key, min(a.skill_name) as skill,
@@ -320,7 +320,7 @@ func (s *scene) look() snapshot {
 	require.NoError(s.t, err)
 	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[row])
 	require.NoError(s.t, err)
-	got := snapshot{map[string]row{}, s.asked(), s.called()}
+	got := snapshot{map[string]row{}, s.modelCalls(), s.skillCalls()}
 	for _, r := range list {
 		got.rows[r.Key] = r
 	}
@@ -328,27 +328,27 @@ func (s *scene) look() snapshot {
 }
 
 // calls returns how often a key was sent to the model or to a skill.
-func (x snapshot) calls(key string) int { return x.asked[key] + x.called[key] }
+func (x snapshot) calls(key string) int { return x.modelCalls[key] + x.skillCalls[key] }
 
-// whole compares a completed heartbeat with the snapshot from its first process's death.
-func (s *scene) whole(id string, before snapshot) {
+// checkHeartbeat compares a completed heartbeat with the snapshot from its first process's death.
+func (s *testEnv) checkHeartbeat(id string, before snapshot) {
 	s.t.Helper()
-	after := s.look()
-	keys := maps.Clone(after.asked)
-	maps.Copy(keys, after.called)
+	after := s.takeSnapshot()
+	keys := maps.Clone(after.modelCalls)
+	maps.Copy(keys, after.skillCalls)
 	for key := range keys {
 		_, logged := after.rows[key]
 		assert.Truef(s.t, logged, "a call went out under key %q that the log does not know", key)
 	}
 	for key, now := range after.rows {
-		s.compare(before.rows[key], now, before.calls(key), after.calls(key))
+		s.checkCall(before.rows[key], now, before.calls(key), after.calls(key))
 	}
-	s.phases(id)
-	s.effects(id)
+	s.checkPhases(id)
+	s.checkEffects(id)
 }
 
-// compare checks one call: how often it was made, and its record in the activity log.
-func (s *scene) compare(was, now row, callsWere, callsAre int) {
+// checkCall checks one call: how often it was made, and its record in the activity log.
+func (s *testEnv) checkCall(was, now row, callsWere, callsAre int) {
 	s.t.Helper()
 	again, most := callsAre-callsWere, 1
 	want := row{
@@ -365,8 +365,8 @@ func (s *scene) compare(was, now row, callsWere, callsAre int) {
 	assert.Truef(s.t, now == want, "the log says of a call %+v, want %+v (before the crash: %+v)", now, want, was)
 }
 
-// phases checks that each of the six phases has one successful row, in order.
-func (s *scene) phases(id string) {
+// checkPhases checks that each of the six phases has one successful row, in order.
+func (s *testEnv) checkPhases(id string) {
 	s.t.Helper()
 	got := pgtest.Value[string](s.t, s.db, `
 		select coalesce(string_agg(skill_name || ' ' || status, ', ' order by created_at), '') from agent_activity
@@ -376,8 +376,8 @@ func (s *scene) phases(id string) {
 	assert.Truef(s.t, got == want, "phases: %s\n  want: %s", got, want)
 }
 
-// effects checks the heartbeat's effects in its own database: each happened once, and nothing is left open.
-func (s *scene) effects(id string) {
+// checkEffects checks the heartbeat's effects in its own database: each happened once, and nothing is left open.
+func (s *testEnv) checkEffects(id string) {
 	s.t.Helper()
 	for what, sql := range map[string]string{
 		"execution completed": `select count(*) from agent_executions where id = $1 and status = 'completed'
@@ -401,7 +401,7 @@ func (s *scene) effects(id string) {
 	if unknown := pgtest.Value[int](s.t, s.db, `
 		select count(*) from agent_activity where execution_id = $1 and skill_name = 'pay' and status = 'unknown'
 		  and purpose = 'advance_plan'`,
-		id); unknown > 0 && !s.logged("nobody knows whether it took effect") {
+		id); unknown > 0 && !s.modelSawResult("nobody knows whether it took effect") {
 		s.t.Error("the model did not learn that the effect of its call is unknown")
 	}
 }
@@ -415,7 +415,7 @@ var leftovers = map[string]string{
 }
 
 // count runs a counting query, which may use the execution's id.
-func (s *scene) count(sql, id string) int {
+func (s *testEnv) count(sql, id string) int {
 	s.t.Helper()
 	if !strings.Contains(sql, "$1") {
 		return pgtest.Value[int](s.t, s.db, sql)

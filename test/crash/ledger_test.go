@@ -36,54 +36,54 @@ func TestBudgetCoversProviderLog(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("%d moments, seed %d", moments, seed)
 	x := newLedger(t, seed)
-	talking := x.talk(4)
+	talking := x.startVisitors(4)
 	for n := range moments {
-		x.moment(n)
-		x.covers()
+		x.randomFault(n)
+		x.checkBudget()
 	}
-	x.wake()
+	x.resumePaused()
 	talking()
 	eventually(t, "everything has ended", func() bool {
 		return pgtest.Value[bool](x.t, x.db, `select not exists (select from agent_executions where completed_at is null)`)
 	})
-	x.covers()
-	x.equal()
+	x.checkBudget()
+	x.checkAmounts()
 }
 
-// ledger is a scene with two processes and a billing provider.
+// ledger is a test environment with two processes and a billing provider.
 type ledger struct {
-	*scene
-	random   *rand.Rand // used only by the test's own goroutine
-	agents   [2]*agent
-	paused   *agent
-	mu       sync.Mutex // guards the fields below
-	billed   map[string]int64
-	total    int64
-	unbound  int // requests without a limit for the answer
-	requests int
-	visits   map[int]context.CancelFunc
+	*testEnv
+	random       *rand.Rand // used only by the test's own goroutine
+	agents       [2]*agent
+	paused       *agent
+	mu           sync.Mutex // guards the fields below
+	billed       map[string]int64
+	total        int64
+	unbounded    int // requests without a limit for the answer
+	requests     int
+	cancelVisits map[int]context.CancelFunc
 }
 
 func newLedger(t *testing.T, seed uint64) *ledger {
 	t.Helper()
 	x := &ledger{
-		scene: newTalk(t), random: rand.New(rand.NewPCG(seed, 0)), billed: map[string]int64{},
-		visits: map[int]context.CancelFunc{},
+		testEnv: newChatTestEnv(t), random: rand.New(rand.NewPCG(seed, 0)), billed: map[string]int64{},
+		cancelVisits: map[int]context.CancelFunc{},
 	}
-	x.more = append(x.more, "AGENT_SHUTDOWN_TIMEOUT=500ms", `AGENT_PRICES={"scripted":{"input":1,"output":1}}`)
+	x.extraEnviron = append(x.extraEnviron, "AGENT_SHUTDOWN_TIMEOUT=500ms", `AGENT_PRICES={"scripted":{"input":1,"output":1}}`)
 	x.model.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
-		return x.provide(n, rand.New(rand.NewPCG(seed, uint64(n)+1)), x.model.Requests()[n].IdempotencyKey(), req)
+		return x.providerReply(n, rand.New(rand.NewPCG(seed, uint64(n)+1)), x.model.Requests()[n].IdempotencyKey(), req)
 	})
 	for i := range x.agents {
-		x.agents[i] = x.serve("")
+		x.agents[i] = x.startServer("")
 	}
 	return x
 }
 
-// provide answers a request, or fails. It bills each request that it does not reject, for the whole answer, even if the
-// client has left. It bills the first request and then breaks the connection, so each run has a request of unknown
-// usage.
-func (x *ledger) provide(n int, random *rand.Rand, key string, req openai.ChatCompletionRequest) modeltest.Reply {
+// providerReply answers a request, or fails. It bills each request that it does not reject, for the whole answer, even
+// if the client has left. It bills the first request and then breaks the connection, so each run has a request of
+// unknown usage.
+func (x *ledger) providerReply(n int, random *rand.Rand, key string, req openai.ChatCompletionRequest) modeltest.Reply {
 	words := "All is well. " + strings.Repeat("It takes a while. ", random.IntN(40))
 	prompt, answer := 0, len(words)/3
 	for _, m := range req.Messages {
@@ -100,7 +100,7 @@ func (x *ledger) provide(n int, random *rand.Rand, key string, req openai.ChatCo
 	x.total += int64(prompt + answer)
 	x.requests++
 	if req.MaxTokens < answer { //nolint:staticcheck // the field of most servers
-		x.unbound++
+		x.unbounded++
 	}
 	x.mu.Unlock()
 	if n == 0 {
@@ -128,8 +128,8 @@ func (x *ledger) provide(n int, random *rand.Rand, key string, req openai.ChatCo
 	return reply.WithUsage(prompt, answer, 0).Slowly(time.Duration(random.IntN(20)) * time.Millisecond)
 }
 
-// talk has visitors send one message after the other until the caller calls end.
-func (x *ledger) talk(visitors int) (end func()) {
+// startVisitors has visitors send one message after the other until the caller calls end.
+func (x *ledger) startVisitors(visitors int) (end func()) {
 	stop := make(chan struct{})
 	var all sync.WaitGroup
 	for v := range visitors {
@@ -140,7 +140,7 @@ func (x *ledger) talk(visitors int) (end func()) {
 				case <-stop:
 					return
 				default:
-					x.say(v, random, fmt.Sprintf("message %d of visitor %d", n, v))
+					x.sendVisitorMessage(v, random, fmt.Sprintf("message %d of visitor %d", n, v))
 				}
 			}
 		})
@@ -151,39 +151,39 @@ func (x *ledger) talk(visitors int) (end func()) {
 	}
 }
 
-// say sends a message and ignores the response.
-func (x *ledger) say(v int, random *rand.Rand, words string) {
+// sendVisitorMessage sends a message and ignores the response.
+func (x *ledger) sendVisitorMessage(v int, random *rand.Rand, words string) {
 	ctx, leave := context.WithTimeout(x.ctx(), 20*time.Second)
 	defer leave()
 	x.mu.Lock()
 	a := x.agents[random.IntN(2)]
-	x.visits[v] = leave
+	x.cancelVisits[v] = leave
 	x.mu.Unlock()
 	if !listens.MatchString(a.Err.String()) {
 		return
 	}
 	m := message{fmt.Sprintf("visitor-%d", v), words, random.IntN(2) == 0}
-	testkit.Chat(x.asking(a, m).WithContext(ctx), nil)
+	testkit.Chat(x.messageRequest(a, m).WithContext(ctx), nil)
 }
 
-// moment waits briefly, then acts on a process or a visitor.
-func (x *ledger) moment(n int) {
+// randomFault waits briefly, then acts on a process or a visitor.
+func (x *ledger) randomFault(n int) {
 	if !testkit.Wait(x.ctx(), time.Duration(x.random.IntN(300))*time.Millisecond) {
 		return
 	}
-	x.wake()
+	x.resumePaused()
 	i := x.random.IntN(2)
 	a := x.agents[i]
 	switch x.random.IntN(8) {
 	case 0, 1, 2:
 		x.t.Logf("%d: kill %s", n, a.pid())
 		a.Kill()
-		x.expire(a)
+		x.expireLease(a)
 		x.replace(i)
 	case 3, 4, 5:
 		x.t.Logf("%d: pause %s", n, a.pid())
 		a.Signal(syscall.SIGSTOP)
-		x.expire(a)
+		x.expireLease(a)
 		x.paused = a
 	case 6:
 		x.t.Logf("%d: stop %s", n, a.pid())
@@ -192,7 +192,7 @@ func (x *ledger) moment(n int) {
 		x.replace(i)
 	case 7:
 		x.mu.Lock()
-		leave := x.visits[x.random.IntN(4)]
+		leave := x.cancelVisits[x.random.IntN(4)]
 		x.mu.Unlock()
 		if leave != nil {
 			leave()
@@ -200,8 +200,8 @@ func (x *ledger) moment(n int) {
 	}
 }
 
-// wake continues the paused process, which has lost its work by then.
-func (x *ledger) wake() {
+// resumePaused continues the paused process, which has lost its work by then.
+func (x *ledger) resumePaused() {
 	if x.paused != nil {
 		x.paused.Signal(syscall.SIGCONT)
 		x.paused = nil
@@ -210,14 +210,14 @@ func (x *ledger) wake() {
 
 // replace starts another process in place of the i-th.
 func (x *ledger) replace(i int) {
-	a := x.serve("")
+	a := x.startServer("")
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	x.agents[i] = a
 }
 
-// covers checks that the budget has at least the amount billed so far.
-func (x *ledger) covers() {
+// checkBudget checks that the budget has at least the amount billed so far.
+func (x *ledger) checkBudget() {
 	x.t.Helper()
 	x.mu.Lock()
 	billed := x.total
@@ -227,13 +227,13 @@ func (x *ledger) covers() {
 	assert.Truef(x.t, counted >= billed, "the provider has billed %d tokens, the ledger has %d", billed, counted)
 }
 
-// equal checks the amounts of each call, and the sums.
-func (x *ledger) equal() {
+// checkAmounts checks the amounts of each call, and the sums.
+func (x *ledger) checkAmounts() {
 	x.t.Helper()
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	assert.Truef(x.t, x.requests != 0 && x.unbound == 0,
-		"%d of %d requests do not bound the answer", x.unbound, x.requests)
+	assert.Truef(x.t, x.requests != 0 && x.unbounded == 0,
+		"%d of %d requests do not bound the answer", x.unbounded, x.requests)
 	rows, err := x.db.Query(x.ctx(), `
 		select idempotency_key, coalesce(sum((token_usage ->> 'total_tokens')::bigint), 0)::bigint,
 		       coalesce(sum((token_usage ->> 'unknown_tokens')::bigint), 0)::bigint

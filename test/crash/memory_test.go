@@ -42,7 +42,7 @@ func TestNoMemoryIsLostOnKill(t *testing.T) {
 	}
 	seed := rand.Uint64()
 	t.Logf("%d moments, seed %d", rounds*moments, seed)
-	x := newWords(t, seed)
+	x := newMemoryTest(t, seed)
 	for round := range rounds {
 		x.round(fmt.Sprintf("words%d", round), moments)
 	}
@@ -67,45 +67,47 @@ actions:
     scopes: [internal]
 `
 
-// words is a scene in which all writers share one memory.
-type words struct {
-	*scene
+// memoryTest is a test environment in which all writers share one memory.
+type memoryTest struct {
+	*testEnv
 	random *rand.Rand // used only by the test's own goroutine
 
-	mu        sync.Mutex // guards the fields below
-	agents    [2]*agent
-	key       string
-	over      context.Context   // ends the writers
-	heard     map[string]bool   // words whose write was confirmed to the writer
-	noted     map[string]string // words noted by heartbeats, with the key of one request of the run
-	conflicts int               // conflicts shown to models
+	mu             sync.Mutex // guards the fields below
+	agents         [2]*agent
+	key            string
+	roundCtx       context.Context   // ends the writers
+	confirmed      map[string]bool   // words whose write was confirmed to the writer
+	heartbeatNotes map[string]string // words noted by heartbeats, with the key of one request of the run
+	conflicts      int               // conflicts shown to models
 }
 
-func newWords(t *testing.T, seed uint64) *words {
+func newMemoryTest(t *testing.T, seed uint64) *memoryTest {
 	t.Helper()
-	x := &words{
-		scene: newStage(t, pgtest.URL(t), wordsYAML), random: rand.New(rand.NewPCG(seed, 0)),
-		heard: map[string]bool{}, noted: map[string]string{},
+	x := &memoryTest{
+		testEnv: newIdleTestEnv(t, pgtest.URL(t), wordsYAML), random: rand.New(rand.NewPCG(seed, 0)),
+		confirmed: map[string]bool{}, heartbeatNotes: map[string]string{},
 	}
-	x.more = append(x.more, "SHOP_SECRET="+hookSecret)
+	x.extraEnviron = append(x.extraEnviron, "SHOP_SECRET="+hookSecret)
 	x.model.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
-		return x.think(x.model.Requests()[n].IdempotencyKey(), req)
+		return x.modelReply(x.model.Requests()[n].IdempotencyKey(), req)
 	})
 	for i := range x.agents {
-		x.agents[i] = x.serve("")
+		x.agents[i] = x.startServer("")
 	}
 	return x
 }
 
 // round has all writers write one key while processes die, and checks the final value.
-func (x *words) round(key string, moments int) {
+func (x *memoryTest) round(key string, moments int) {
 	writing, end := context.WithCancel(x.ctx())
 	defer end()
 	x.mu.Lock()
-	x.key, x.over = key, writing
+	x.key, x.roundCtx = key, writing
 	x.mu.Unlock()
 	var writers sync.WaitGroup
-	for n, write := range []func(r *rand.Rand, word string){x.run, x.run, x.beat, x.admin, x.admin, x.command} {
+	for n, write := range []func(r *rand.Rand, word string){
+		x.runTurn, x.runTurn, x.runHeartbeat, x.addAsAdmin, x.addAsAdmin, x.addByCommand,
+	} {
 		random := rand.New(rand.NewPCG(x.random.Uint64(), 0))
 		writers.Go(func() {
 			for i := 0; writing.Err() == nil; i++ {
@@ -117,29 +119,29 @@ func (x *words) round(key string, moments int) {
 		x.pause(x.random, 400)
 		i := x.random.IntN(len(x.agents))
 		x.agents[i].Kill()
-		x.expire(x.agents[i])
-		a := x.serve("")
+		x.expireLease(x.agents[i])
+		a := x.startServer("")
 		x.mu.Lock()
 		x.agents[i] = a
 		x.mu.Unlock()
 	}
-	eventually(x.t, "everybody has written, a run has met a conflict and a heartbeat came too late", x.seenAll)
+	eventually(x.t, "everybody has written, a run has met a conflict and a heartbeat came too late", x.allCasesSeen)
 	end()
 	writers.Wait()
-	x.ended("")
-	x.judge()
+	x.waitEnded("")
+	x.checkValue()
 }
 
-// seenAll reports whether each case of the test has happened in this round.
-func (x *words) seenAll() bool {
+// allCasesSeen reports whether each case of the test has happened in this round.
+func (x *memoryTest) allCasesSeen() bool {
 	late := pgtest.Value[bool](x.t, x.db, `select exists (select from agent_memory_conflicts where key = $1)`, x.key)
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	return late && x.conflicts > 0 && len(x.heard) > 0 && len(x.noted) > 0
+	return late && x.conflicts > 0 && len(x.confirmed) > 0 && len(x.heartbeatNotes) > 0
 }
 
-// judge compares the value with the confirmed words.
-func (x *words) judge() {
+// checkValue compares the value with the confirmed words.
+func (x *memoryTest) checkValue() {
 	x.t.Helper()
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -151,38 +153,38 @@ func (x *words) judge() {
 	for rows.Next() {
 		var value string
 		require.NoError(x.t, rows.Scan(&value))
-		kept[last(value)] = true
+		kept[lastWord(value)] = true
 	}
 	require.NoError(x.t, rows.Err())
-	for word := range x.heard {
+	for word := range x.confirmed {
 		assert.Truef(x.t, slices.Contains(there, word),
 			"%s: the writer of %s heard that it is written, and it is gone", x.key, word)
 	}
-	for word, request := range x.noted {
-		if written := slices.Contains(there, word); written == kept[word] && (written || !x.givenUp(request)) {
+	for word, request := range x.heartbeatNotes {
+		if written := slices.Contains(there, word); written == kept[word] && (written || !x.engineGaveUp(request)) {
 			x.t.Errorf("%s: a heartbeat's note %s is in the value: %v, and among the conflicts: %v\n%s", x.key, word, written,
-				kept[word], x.beats())
+				kept[word], x.heartbeats())
 		}
 	}
 	slices.Sort(there)
 	once := slices.Compact(slices.Clone(there))
 	assert.Truef(x.t, len(once) == len(there), "%s: a word was written twice: %v", x.key, there)
 	x.t.Logf("%s: %d words are there, %d were heard of, %d were noted, %d are conflicts; models met %d conflicts",
-		x.key, len(there), len(x.heard), len(x.noted), len(kept), x.conflicts)
+		x.key, len(there), len(x.confirmed), len(x.heartbeatNotes), len(kept), x.conflicts)
 	x.conflicts = 0
-	clear(x.heard)
-	clear(x.noted)
+	clear(x.confirmed)
+	clear(x.heartbeatNotes)
 }
 
-// givenUp reports whether the engine gave up a run because too many processes died under it.
-func (x *words) givenUp(request string) bool {
+// engineGaveUp reports whether the engine gave up a run because too many processes died under it.
+func (x *memoryTest) engineGaveUp(request string) bool {
 	return pgtest.Value[bool](x.t, x.db, `
 		select exists (select from agent_activity a join agent_executions x on x.id = a.execution_id
 		                where a.idempotency_key = $1 and x.error_message like 'given up after%')`, request)
 }
 
-// beats lists the heartbeats, for a failure.
-func (x *words) beats() string {
+// heartbeats lists the heartbeats, for a failure.
+func (x *memoryTest) heartbeats() string {
 	return pgtest.Value[string](x.t, x.db, `
 		select string_agg(concat_ws(' ', x.id, x.status, x.error_message, a.skill_name, a.status, a.step, a.input, a.output,
 		                            a.error_message), e'\n' order by a.id)
@@ -190,32 +192,32 @@ func (x *words) beats() string {
 		 where x.flow = 'heartbeat'`)
 }
 
-func last(value string) string {
+func lastWord(value string) string {
 	all := strings.Fields(value)
 	return all[len(all)-1]
 }
 
-func (x *words) hears(word string) {
+func (x *memoryTest) confirm(word string) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	x.heard[word] = true
+	x.confirmed[word] = true
 }
 
-// subject returns the key of this round, and the context that ends with it.
-func (x *words) subject() (key string, over context.Context) {
+// currentKey returns the key of this round, and the context that ends with it.
+func (x *memoryTest) currentKey() (key string, over context.Context) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	return x.key, x.over
+	return x.key, x.roundCtx
 }
 
 // pause waits for a random time below most milliseconds, or until the round ends.
-func (x *words) pause(r *rand.Rand, most int) {
-	_, over := x.subject()
+func (x *memoryTest) pause(r *rand.Rand, most int) {
+	_, over := x.currentKey()
 	testkit.Wait(over, time.Duration(r.IntN(most))*time.Millisecond)
 }
 
-// ended waits until a run has ended; "" means all runs.
-func (x *words) ended(thread string) {
+// waitEnded waits until a run has ended; "" means all runs.
+func (x *memoryTest) waitEnded(thread string) {
 	eventually(x.t, "what was asked for has ended", func() bool {
 		return pgtest.Value[bool](x.t, x.db, `
 			select not exists (select from agent_executions x
@@ -224,8 +226,8 @@ func (x *words) ended(thread string) {
 	})
 }
 
-// somebody returns a random process, or nil if it does not serve yet.
-func (x *words) somebody(r *rand.Rand) *agent {
+// randomAgent returns a random process, or nil if it does not serve yet.
+func (x *memoryTest) randomAgent(r *rand.Rand) *agent {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if a := x.agents[r.IntN(len(x.agents))]; listens.MatchString(a.Err.String()) {
@@ -235,16 +237,16 @@ func (x *words) somebody(r *rand.Rand) *agent {
 }
 
 // send makes a request; 0 means no response.
-func (x *words) send(r *rand.Rand, method, path, secret, body string, header ...string) (status int, tag string,
+func (x *memoryTest) send(r *rand.Rand, method, path, secret, body string, header ...string) (status int, tag string,
 	answer []byte,
 ) {
-	a := x.somebody(r)
+	a := x.randomAgent(r)
 	if a == nil {
 		x.pause(r, 20)
 		return 0, "", nil
 	}
 	client := http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
-	response, err := client.Do(x.request(a, method, path, secret, body, header...))
+	response, err := client.Do(x.newRequest(a, method, path, secret, body, header...))
 	if err != nil {
 		x.pause(r, 20)
 		return 0, "", nil
@@ -256,23 +258,24 @@ func (x *words) send(r *rand.Rand, method, path, secret, body string, header ...
 	return response.StatusCode, response.Header.Get("ETag"), answer
 }
 
-// run has a process run a turn of the model that adds a word. The sender repeats the request until it gets a response.
-func (x *words) run(r *rand.Rand, word string) {
-	key, over := x.subject()
+// runTurn has a process run a turn of the model that adds a word. The sender repeats the request until it gets a
+// response.
+func (x *memoryTest) runTurn(r *rand.Rand, word string) {
+	key, over := x.currentKey()
 	body := modeltest.Arguments(map[string]string{"word": word, "key": key})
 	for over.Err() == nil {
 		if status, _, _ := x.send(r, http.MethodPost, "/webhooks/notes", hookSecret, body, "webhook-id",
 			key+word); status/100 == 2 {
-			x.ended(key + word)
+			x.waitEnded(key + word)
 			return
 		}
 	}
 }
 
-// beat has a process run a heartbeat.
-func (x *words) beat(r *rand.Rand, _ string) {
+// runHeartbeat has a process run a heartbeat.
+func (x *memoryTest) runHeartbeat(r *rand.Rand, _ string) {
 	pgtest.Exec(x.t, x.db, `update agent_objectives set due_at = clock_timestamp()`)
-	id := x.begin()
+	id := x.requestHeartbeat()
 	eventually(x.t, "the heartbeat ends", func() bool {
 		return pgtest.Value[bool](x.t, x.db, `select completed_at is not null from agent_executions where id = $1`, id)
 	})
@@ -285,17 +288,17 @@ type entry struct {
 	Revision int    `json:"revision"`
 }
 
-// with returns the value with one more word; false if it has the word.
-func (e entry) with(word string) (value string, more bool) {
+// withWord returns the value with one more word; false if it has the word.
+func (e entry) withWord(word string) (value string, more bool) {
 	if slices.Contains(strings.Fields(e.Value), word) {
 		return "", false
 	}
 	return strings.TrimSpace(e.Value + " " + word), true
 }
 
-// admin adds a word over HTTP: it reads, writes based on that, and reads again until the value has the word.
-func (x *words) admin(r *rand.Rand, word string) {
-	key, over := x.subject()
+// addAsAdmin adds a word over HTTP: it reads, writes based on that, and reads again until the value has the word.
+func (x *memoryTest) addAsAdmin(r *rand.Rand, word string) {
+	key, over := x.currentKey()
 	path := "/v1/memory/entries/general/" + key
 	for over.Err() == nil {
 		status, tag, answer := x.send(r, http.MethodGet, path, adminToken, "")
@@ -307,9 +310,9 @@ func (x *words) admin(r *rand.Rand, word string) {
 		case status != http.StatusNotFound:
 			continue
 		}
-		value, more := there.with(word)
+		value, more := there.withWord(word)
 		if !more {
-			x.hears(word)
+			x.confirm(word)
 			return
 		}
 		x.pause(r, 30)
@@ -317,7 +320,7 @@ func (x *words) admin(r *rand.Rand, word string) {
 		status, _, answer = x.send(r, http.MethodPut, path, adminToken, body, precondition...)
 		switch status {
 		case http.StatusOK:
-			x.hears(word)
+			x.confirm(word)
 			x.pause(r, 200)
 			return
 		case 0, http.StatusPreconditionFailed, http.StatusServiceUnavailable:
@@ -328,29 +331,29 @@ func (x *words) admin(r *rand.Rand, word string) {
 	}
 }
 
-// command adds a word with the command line. Some of its processes are killed.
-func (x *words) command(r *rand.Rand, word string) {
-	key, over := x.subject()
+// addByCommand adds a word with the command line. Some of its processes are killed.
+func (x *memoryTest) addByCommand(r *rand.Rand, word string) {
+	key, over := x.currentKey()
 	for over.Err() == nil {
-		get := x.agent("", "memory", "get", key, "--json")
+		get := x.startAgent("", "memory", "get", key, "--json")
 		there, revision := entry{}, 0
 		if get.Exit() == 0 {
 			get.decode(&there)
 			revision = there.Revision
 		}
-		value, more := there.with(word)
+		value, more := there.withWord(word)
 		if !more {
-			x.hears(word)
+			x.confirm(word)
 			return
 		}
-		set := x.agent("", "memory", "set", key, value, "--if-revision", strconv.Itoa(revision))
+		set := x.startAgent("", "memory", "set", key, value, "--if-revision", strconv.Itoa(revision))
 		if r.IntN(3) == 0 {
 			x.pause(r, 300)
 			set.Kill()
 		}
 		switch code := set.Exit(); {
 		case code == 0:
-			x.hears(word)
+			x.confirm(word)
 			return
 		case code > 0 && !strings.Contains(set.Err.String(), "nothing was written"):
 			x.t.Errorf("the command ends with %d: %s", code, set.Err.String())
@@ -372,11 +375,11 @@ type toolAnswer struct {
 	Revision int     `json:"revision"`
 }
 
-// think is the model. Its output depends only on its input, and on the key of the request. A repeated request has the
-// same key.
-func (x *words) think(request string, req openai.ChatCompletionRequest) modeltest.Reply {
+// modelReply is the model. Its output depends only on its input, and on the key of the request. A repeated request has
+// the same key.
+func (x *memoryTest) modelReply(request string, req openai.ChatCompletionRequest) modeltest.Reply {
 	if strings.Contains(req.Messages[0].Content, "You pursue one objective") {
-		return x.pursue(request, req)
+		return x.heartbeatReply(request, req)
 	}
 	var word, key string
 	for _, m := range req.Messages {
@@ -388,17 +391,17 @@ func (x *words) think(request string, req openai.ChatCompletionRequest) modeltes
 		return modeltest.Text("All is well.")
 	}
 	write := func(e entry) modeltest.Reply {
-		value, more := e.with(word)
+		value, more := e.withWord(word)
 		if !more {
-			x.hears(word)
+			x.confirm(word)
 			return modeltest.Text("It is there.")
 		}
 		return modeltest.ToolCall("memory_write", modeltest.Arguments(map[string]string{"key": key, "value": value}))
 	}
-	answer := answered(req)
+	answer := lastToolAnswer(req)
 	switch {
 	case answer == nil:
-		return recall(key)
+		return recallCall(key)
 	case answer.Error == "conflict":
 		x.mu.Lock()
 		x.conflicts++
@@ -408,9 +411,9 @@ func (x *words) think(request string, req openai.ChatCompletionRequest) modeltes
 		}
 		return write(*answer.Theirs)
 	case answer.Error != "":
-		return recall(key)
+		return recallCall(key)
 	case answer.Revision > 0:
-		x.hears(word)
+		x.confirm(word)
 		return modeltest.Text("It is written.")
 	case len(answer.Memories) == 0:
 		return write(entry{})
@@ -418,12 +421,12 @@ func (x *words) think(request string, req openai.ChatCompletionRequest) modeltes
 	return write(answer.Memories[0])
 }
 
-func recall(key string) modeltest.Reply {
+func recallCall(key string) modeltest.Reply {
 	return modeltest.ToolCall("recall", modeltest.Arguments(map[string]string{"query": key}))
 }
 
-// answered returns the last tool result, or nil without one.
-func answered(req openai.ChatCompletionRequest) *toolAnswer {
+// lastToolAnswer returns the last tool result, or nil without one.
+func lastToolAnswer(req openai.ChatCompletionRequest) *toolAnswer {
 	m := req.Messages[len(req.Messages)-1]
 	if m.Role != openai.ChatMessageRoleTool {
 		return nil
@@ -435,10 +438,10 @@ func answered(req openai.ChatCompletionRequest) *toolAnswer {
 	return &answer
 }
 
-// pursue is the model of a heartbeat. It notes a word, then usually waits until another writer has written. So the note
-// mostly comes too late.
-func (x *words) pursue(request string, req openai.ChatCompletionRequest) modeltest.Reply {
-	key, over := x.subject()
+// heartbeatReply is the model of a heartbeat. It notes a word, then usually waits until another writer has written. So
+// the note mostly comes too late.
+func (x *memoryTest) heartbeatReply(request string, req openai.ChatCompletionRequest) modeltest.Reply {
+	key, over := x.currentKey()
 	replies := 0
 	for _, m := range req.Messages {
 		if m.Role == openai.ChatMessageRoleAssistant {
@@ -447,20 +450,20 @@ func (x *words) pursue(request string, req openai.ChatCompletionRequest) modelte
 		for _, call := range m.ToolCalls {
 			if found := notes.FindStringSubmatch(call.Function.Arguments); call.Function.Name == "remember" && found != nil {
 				x.mu.Lock()
-				x.noted[last(found[1])] = request
+				x.heartbeatNotes[lastWord(found[1])] = request
 				x.mu.Unlock()
 			}
 		}
 	}
 	switch replies {
 	case 0:
-		return recall(key)
+		return recallCall(key)
 	case 1:
 		there := entry{}
-		if a := answered(req); a != nil && len(a.Memories) > 0 {
+		if a := lastToolAnswer(req); a != nil && len(a.Memories) > 0 {
 			there = a.Memories[0]
 		}
-		value, _ := there.with(fmt.Sprintf("h%x", crc32.ChecksumIEEE([]byte(request))))
+		value, _ := there.withWord(fmt.Sprintf("h%x", crc32.ChecksumIEEE([]byte(request))))
 		return modeltest.ToolCall("remember", modeltest.Arguments(map[string]string{
 			"category": "general", "key": key,
 			"value": value,

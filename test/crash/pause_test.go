@@ -20,29 +20,29 @@ import (
 // has completed the run. The writes of the woken process are rejected and recorded.
 func TestResumedWorkerWritesNothing(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
-	held := s.holdSkill("look", 1)
-	a := s.serve("", "AGENT_WORKER_LEASE=6s")
-	id := s.begin()
-	held.wait()
-	token := s.token()
+	s := newTestEnv(t)
+	held := s.blockSkill("look", 1)
+	a := s.startServer("", "AGENT_WORKER_LEASE=6s")
+	id := s.requestHeartbeat()
+	held.waitBlocked()
+	token := s.fencingToken()
 	a.Signal(syscall.SIGSTOP)
-	before := s.look()
+	before := s.takeSnapshot()
 
-	second := s.holdPay(1, 1) // holds the lane while the test reads its token
-	s.serve("")
-	second.wait()
-	later := s.token()
+	second := s.blockPayment(1, 1) // holds the lane while the test reads its token
+	s.startServer("")
+	second.waitBlocked()
+	later := s.fencingToken()
 	assert.Truef(t, later > token, "the lane's token went from %d to %d, want a larger one", token, later)
-	second.free()
-	s.ends(id, "completed")
-	s.whole(id, before)
+	second.release()
+	s.waitStatus(id, "completed")
+	s.checkHeartbeat(id, before)
 
-	record := s.record(id)
-	held.free()
+	record := s.executionRows(id)
+	held.release()
 	a.Signal(syscall.SIGCONT)
-	s.rejects(id, "look")
-	assert.Equal(t, record, s.record(id))
+	s.waitRejectedWrite(id, "look")
+	assert.Equal(t, record, s.executionRows(id))
 	// The process has lost that run only. It continues under a new lease.
 	eventually(t, "the woken process has a lease again", func() bool {
 		return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_workers where expires_at > clock_timestamp()
@@ -68,9 +68,9 @@ func TestLateWriteIsRejected(t *testing.T) {
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			s := newScene(t)
+			s := newTestEnv(t)
 			once := false
-			p := newProxy(t, s.url, func(r request) verdict {
+			p := newProxy(t, s.url, func(r request) proxyAction {
 				if once || !strings.Contains(r.sql, c.sql) || !strings.Contains(r.sql, c.also) ||
 					c.not != "" && strings.Contains(r.sql, c.not) {
 					return pass
@@ -79,52 +79,52 @@ func TestLateWriteIsRejected(t *testing.T) {
 				return hold
 			})
 			if name == "a wait for an admin" {
-				s.adminComes()
+				s.acquireLaneAsAdmin()
 			}
 			lease := "6s" // half of the processes wake after their own deadline
 			if c.early {
 				lease = "60s"
 			}
-			a := s.serve(p.URL(victim), "AGENT_WORKER_LEASE="+lease)
-			id := s.begin()
-			p.holds()
+			a := s.startServer(p.URL(victim), "AGENT_WORKER_LEASE="+lease)
+			id := s.requestHeartbeat()
+			p.waitHeld()
 			a.Signal(syscall.SIGSTOP)
 			if c.early {
-				s.expire(a)
+				s.expireLease(a)
 			}
 			pgtest.Exec(s.t, s.db, `select release_agent_lock('operate', 'admin')`)
-			s.serve("")
-			s.ends(id, "completed")
-			record := s.record(id)
+			s.startServer("")
+			s.waitStatus(id, "completed")
+			record := s.executionRows(id)
 			close(p.released)
 			a.Signal(syscall.SIGCONT)
-			s.rejects(id, "")
-			assert.Equal(t, record, s.record(id))
+			s.waitRejectedWrite(id, "")
+			assert.Equal(t, record, s.executionRows(id))
 		})
 	}
 }
 
-// adminComes has an admin take the lane operate at the heartbeat's first call.
-func (s *scene) adminComes() {
+// acquireLaneAsAdmin has an admin take the lane operate at the heartbeat's first call.
+func (s *testEnv) acquireLaneAsAdmin() {
 	s.skills.Before(func(bills.Call) {
 		s.skills.Before(nil)
 		pgtest.Exec(s.t, s.db, `select try_acquire_agent_lock('operate', 'admin', 300)`)
 	})
 }
 
-// token returns the fencing token of the heartbeat's lane.
-func (s *scene) token() int64 {
+// fencingToken returns the fencing token of the heartbeat's lane.
+func (s *testEnv) fencingToken() int64 {
 	s.t.Helper()
 	return pgtest.Value[int64](s.t, s.db, `select fencing_token from agent_locks_live where lane = 'heartbeat'`)
 }
 
-// rejects waits until the log of an execution has a rejected write, for one skill if given.
-func (s *scene) rejects(id, skill string) {
+// waitRejectedWrite waits until the log of an execution has a rejected write, for one skill if given.
+func (s *testEnv) waitRejectedWrite(id, skill string) {
 	s.t.Helper()
-	eventually(s.t, "the refused write is in the activity log", func() bool { return s.rejected(id, skill) })
+	eventually(s.t, "the refused write is in the activity log", func() bool { return s.hasRejectedWrite(id, skill) })
 }
 
-func (s *scene) rejected(id, skill string) bool {
+func (s *testEnv) hasRejectedWrite(id, skill string) bool {
 	s.t.Helper()
 	return pgtest.Value[bool](s.t, s.db, `
 		select exists (select from agent_activity
@@ -132,8 +132,8 @@ func (s *scene) rejected(id, skill string) bool {
 		   and ($2 = '' or input ->> 'rejected_write' = $2))`, id, skill)
 }
 
-// record returns all rows of a run, except the notes about rejected writes.
-func (s *scene) record(id string) string {
+// executionRows returns all rows of a run, except the notes about rejected writes.
+func (s *testEnv) executionRows(id string) string {
 	s.t.Helper()
 	return pgtest.Value[string](s.t, s.db, `
 		select string_agg(line, e'\n' order by line) from (
@@ -148,21 +148,21 @@ func (s *scene) record(id string) string {
 // TestYieldedHeartbeatSurvivesItsProcess: a waiting heartbeat needs no process.
 func TestYieldedHeartbeatSurvivesItsProcess(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
-	held := s.holdSkill("look", 1)
-	a := s.serve("", "PGAPPNAME="+victim)
-	id := s.begin()
-	held.wait()
+	s := newTestEnv(t)
+	held := s.blockSkill("look", 1)
+	a := s.startServer("", "PGAPPNAME="+victim)
+	id := s.requestHeartbeat()
+	held.waitBlocked()
 	pgtest.Exec(s.t, s.db, `select try_acquire_agent_lock('operate', 'admin', 300)`)
-	held.free()
+	held.release()
 	eventually(t, "the heartbeat waits for the admin", func() bool { return s.status(id) == "waiting" })
 	a.Kill()
-	s.quiet()
-	before := s.look()
+	s.waitSessionsEnd()
+	before := s.takeSnapshot()
 	pgtest.Exec(s.t, s.db, `select release_agent_lock('operate', 'admin')`)
-	s.serve("")
-	s.ends(id, "completed")
-	s.whole(id, before)
+	s.startServer("")
+	s.waitStatus(id, "completed")
+	s.checkHeartbeat(id, before)
 }
 
 // TestDatabaseRestart restarts the database during a heartbeat. The process stays up, and continues after the restart.
@@ -173,41 +173,41 @@ func TestDatabaseRestart(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			own := pgtest.Own(t)
-			s := newSceneOn(t, own.URL())
-			held := s.holdSkill("look", 1)
-			a := s.serve("", "AGENT_WORKER_LEASE=5m")
-			id := s.begin()
-			held.wait()
-			before := s.look()
+			s := newTestEnvOn(t, own.URL())
+			held := s.blockSkill("look", 1)
+			a := s.startServer("", "AGENT_WORKER_LEASE=5m")
+			id := s.requestHeartbeat()
+			held.waitBlocked()
+			before := s.takeSnapshot()
 			own.Stop(immediate)
-			held.free() // the process has a result to record during the outage
+			held.release() // the process has a result to record during the outage
 			a.Says("database unavailable, trying again")
 			own.Start()
 			require.Equal(t, s.url, own.URL())
 			s.db.Reset()
-			s.ends(id, "completed")
+			s.waitStatus(id, "completed")
 			assert.True(t, a.Running(), "the process did not survive")
 			// The call was in flight and its process lived on, so the call is recorded once.
 			key := pgtest.Value[string](s.t, s.db, `select idempotency_key from agent_activity where skill_name = $1`, "look")
 			before.rows[key] = row{}
-			before.called[key] = 0
-			s.whole(id, before)
-			again := s.begin()
-			s.ends(again, "completed")
+			before.skillCalls[key] = 0
+			s.checkHeartbeat(id, before)
+			again := s.requestHeartbeat()
+			s.waitStatus(again, "completed")
 		})
 	}
 }
 
-// verdict is the proxy's action on one request of the client.
-type verdict int
+// proxyAction is the proxy's action on one request of the client.
+type proxyAction int
 
 const (
-	pass       verdict = iota
-	killBefore         // the server never gets it
-	killAfter          // it takes effect, the client gets no response
-	terminate          // forward it, then send SIGTERM to the process
-	interrupt          // forward it, then send SIGINT to the process
-	hold               // hold it until the test closes released, then deliver its response
+	pass       proxyAction = iota
+	killBefore             // the server never gets it
+	killAfter              // it takes effect, the client gets no response
+	terminate              // forward it, then send SIGTERM to the process
+	interrupt              // forward it, then send SIGINT to the process
+	hold                   // hold it until the test closes released, then deliver its response
 )
 
 // proxy stands between a process and the database.
@@ -216,7 +216,7 @@ type proxy struct {
 
 	t        testing.TB
 	signal   func(syscall.Signal) // signals the client's process; a kill returns when the process is gone
-	decide   func(request) verdict
+	decide   func(request) proxyAction
 	held     chan request  // the request on hold
 	released chan struct{} // closed: forward it
 	ended    chan struct{} // closed: the test is over
@@ -233,7 +233,7 @@ type request struct {
 
 // newProxy creates a proxy for the database of a URL. The proxy calls decide for each request, one at a time, with
 // numbers from 1. Set signal before the first connection.
-func newProxy(t testing.TB, target string, decide func(request) verdict) *proxy {
+func newProxy(t testing.TB, target string, decide func(request) proxyAction) *proxy {
 	t.Helper()
 	p := &proxy{
 		t: t, decide: decide, held: make(chan request, 1), released: make(chan struct{}), ended: make(chan struct{}),
@@ -245,8 +245,8 @@ func newProxy(t testing.TB, target string, decide func(request) verdict) *proxy 
 	return p
 }
 
-// holds waits until a request is on hold.
-func (p *proxy) holds() {
+// waitHeld waits until a request is on hold.
+func (p *proxy) waitHeld() {
 	p.t.Helper()
 	select {
 	case <-p.held:
@@ -256,7 +256,7 @@ func (p *proxy) holds() {
 }
 
 // step counts a request and returns the verdict.
-func (p *proxy) step(sql string) (request, verdict) {
+func (p *proxy) step(sql string) (request, proxyAction) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.n++

@@ -39,13 +39,13 @@ func TestThroughPgBouncer(t *testing.T) {
 	for name, direct := range map[string]bool{"polling": false, "direct URL": true} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			s, through := pooledScene(t)
+			s, through := newPooledTestEnv(t)
 			var more []string
 			if direct {
 				more = append(more, "DATABASE_DIRECT_URL="+s.url)
 			}
-			migrateThrough(s, through, more...)
-			a := s.serve(through, more...)
+			migrate(s, through, more...)
+			a := s.startServer(through, more...)
 			// The process and its queue listen over the direct URL, or not at all.
 			listening := func() int {
 				return pgtest.Value[int](s.t, s.db, `select count(*) from pg_stat_activity where datname = current_database()
@@ -57,18 +57,18 @@ func TestThroughPgBouncer(t *testing.T) {
 				a.Says("notifications are not delivered through a connection pooler")
 			}
 
-			beat := s.begin()
+			beat := s.requestHeartbeat()
 			flow := s.post(a, "/v1/executions", `{"flow": "patient"}`, http.StatusCreated)["id"]
-			got := s.say(a, message{"visitor", "Hello there", true})
-			assert.Truef(t, got.Complete && strings.Contains(got.Text, reply("Hello there")), "the answer is %+v", got)
-			s.ends(beat, "completed")
+			got := s.sendMessage(a, message{"visitor", "Hello there", true})
+			assert.Truef(t, got.Complete && strings.Contains(got.Text, finalReply("Hello there")), "the answer is %+v", got)
+			s.waitStatus(beat, "completed")
 			eventually(t, "the flow waits for its event", func() bool {
 				return pgtest.Value[bool](s.t, s.db,
 					`select coalesce(waiting_for = 'event', false) from agent_executions where id = $1`, flow)
 			})
 			s.post(a, "/v1/events", `{"event": "EVENT_COMPLETED", "key": "go-on"}`, http.StatusAccepted)
-			s.ends(flow, "completed")
-			for key, n := range s.called() {
+			s.waitStatus(flow, "completed")
+			for key, n := range s.skillCalls() {
 				assert.Equal(t, 1, n, key)
 			}
 			n := listening()
@@ -80,7 +80,7 @@ func TestThroughPgBouncer(t *testing.T) {
 // TestInvalidDirectURLIsRejected expects the start to fail with advice.
 func TestInvalidDirectURLIsRejected(t *testing.T) {
 	t.Parallel()
-	s, through := pooledScene(t)
+	s, through := newPooledTestEnv(t)
 	for wantLog, direct := range map[string]string{
 		"it also names a connection pooler": through,
 		"not the database of DATABASE_URL":  pgtest.DirectURL(t, pgtest.EmptyURL(t)),
@@ -93,13 +93,13 @@ func TestInvalidDirectURLIsRejected(t *testing.T) {
 	}
 }
 
-// pooledScene returns a scene on a database behind a PgBouncer, and PgBouncer's connection string.
-func pooledScene(t *testing.T) (_ *scene, through string) {
+// newPooledTestEnv returns a test environment on a database behind a PgBouncer, and PgBouncer's connection string.
+func newPooledTestEnv(t *testing.T) (_ *testEnv, through string) {
 	t.Helper()
 	url := pgtest.DirectURL(t, pgtest.URL(t))
-	s := newStage(t, url, pooledYAML)
-	s.model.Handle(s.converse)
-	s.more = []string{"AGENT_CHAT_KEY=" + chatKey, "SHOP_SECRET=" + hookSecret}
+	s := newIdleTestEnv(t, url, pooledYAML)
+	s.model.Handle(s.chatModelReply)
+	s.extraEnviron = []string{"AGENT_CHAT_KEY=" + chatKey, "SHOP_SECRET=" + hookSecret}
 	pooler, err := pgbouncer.Start(t.Context(), pgbouncer.Config{Server: url, PoolSize: 3})
 	require.NoError(t, err)
 	t.Cleanup(func() {
@@ -110,17 +110,17 @@ func pooledScene(t *testing.T) (_ *scene, through string) {
 	return s, through
 }
 
-// migrateThrough runs agent migrate. It has no migration to run, but acquires the migration lock.
-func migrateThrough(s *scene, through string, more ...string) {
+// migrate runs agent migrate. It has no migration to run, but acquires the migration lock.
+func migrate(s *testEnv, through string, more ...string) {
 	s.t.Helper()
 	a := launch(s.t, s.dir, s.environ(through, more...), "migrate")
 	require.Equal(s.t, 0, a.Exit(), "exit code of agent migrate")
 }
 
 // post sends an admin's request to the API, and returns the string fields of the response.
-func (s *scene) post(a *agent, path, body string, want int) map[string]string {
+func (s *testEnv) post(a *agent, path, body string, want int) map[string]string {
 	s.t.Helper()
-	response, err := http.DefaultClient.Do(s.request(a, http.MethodPost, path, adminToken, body))
+	response, err := http.DefaultClient.Do(s.newRequest(a, http.MethodPost, path, adminToken, body))
 	require.NoError(s.t, err)
 	defer response.Body.Close()
 	raw, err := io.ReadAll(response.Body)

@@ -13,69 +13,69 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
-// stop blocks calls, like a response that does not come.
-type stop struct {
-	t       testing.TB
-	arrived chan struct{}
-	freed   chan struct{}
-	once    sync.Once
-	left    int
-	mu      sync.Mutex
+// blocker blocks calls, like a response that does not come.
+type blocker struct {
+	t         testing.TB
+	blocked   chan struct{}
+	released  chan struct{}
+	once      sync.Once
+	remaining int
+	mu        sync.Mutex
 }
 
-// newStop creates a stop that blocks the first n calls and lets later ones pass.
-func newStop(t testing.TB, n int) *stop {
+// newBlocker creates a blocker that blocks the first n calls and lets later ones pass.
+func newBlocker(t testing.TB, n int) *blocker {
 	t.Helper()
-	x := &stop{t: t, arrived: make(chan struct{}, n), freed: make(chan struct{}), left: n}
-	t.Cleanup(x.free)
+	x := &blocker{t: t, blocked: make(chan struct{}, n), released: make(chan struct{}), remaining: n}
+	t.Cleanup(x.release)
 	return x
 }
 
-// pass blocks a call. A nil stop blocks none.
-func (x *stop) pass() {
+// enter blocks a call. A nil stop blocks none.
+func (x *blocker) enter() {
 	if x == nil {
 		return
 	}
 	x.mu.Lock()
-	mine := x.left > 0
-	x.left--
+	mine := x.remaining > 0
+	x.remaining--
 	x.mu.Unlock()
 	if mine {
-		x.arrived <- struct{}{}
-		<-x.freed
+		x.blocked <- struct{}{}
+		<-x.released
 	}
 }
 
-// wait waits until a call is blocked.
-func (x *stop) wait() {
+// waitBlocked waits until a call is blocked.
+func (x *blocker) waitBlocked() {
 	x.t.Helper()
 	select {
-	case <-x.arrived:
+	case <-x.blocked:
 	case <-time.After(waitTimeout):
 		x.t.Fatal("no call arrived")
 	}
 }
 
-// free lets all calls pass.
-func (x *stop) free() { x.once.Do(func() { close(x.freed) }) }
+// release lets all calls pass.
+func (x *blocker) release() { x.once.Do(func() { close(x.released) }) }
 
-// holdSkill blocks the first n calls of a skill.
-func (s *scene) holdSkill(skill string, n int) *stop {
+// blockSkill blocks the first n calls of a skill.
+func (s *testEnv) blockSkill(skill string, n int) *blocker {
 	s.t.Helper()
-	x := newStop(s.t, n)
+	x := newBlocker(s.t, n)
 	s.skills.Before(func(c bills.Call) {
 		if c.Skill == skill {
-			x.pass()
+			x.enter()
 		}
 	})
 	return x
 }
 
-// holdModel blocks the first n requests to the model.
-func (s *scene) holdModel(n int) *stop {
+// blockModel blocks the first n requests to the model.
+func (s *testEnv) blockModel(n int) *blocker {
 	s.t.Helper()
-	x := newStop(s.t, n)
-	s.atModel.Store(x)
+	x := newBlocker(s.t, n)
+	s.modelBlocker.Store(x)
 	return x
 }
 
@@ -84,40 +84,40 @@ func (s *scene) holdModel(n int) *stop {
 func TestKillDuringCall(t *testing.T) {
 	t.Parallel()
 	cases := map[string]struct {
-		hold  func(s *scene, kills int) *stop
+		hold  func(s *testEnv, kills int) *blocker
 		skill string // the skill of the row
 		again bool   // the next process repeats the call under the same key
 	}{
-		"a model's answer":          {func(s *scene, n int) *stop { return s.holdModel(n) }, "model_call", true},
-		"an idempotent skill":       {func(s *scene, n int) *stop { return s.holdSkill("look", n) }, "look", true},
-		"a skill that is not so":    {func(s *scene, n int) *stop { return s.holdPay(1, n) }, "pay", false},
-		"an approved call":          {func(s *scene, n int) *stop { return s.holdPay(3, n) }, "pay", false},
-		"the call of an automation": {func(s *scene, n int) *stop { return s.holdPay(7, n) }, "pay", false},
+		"a model's answer":          {func(s *testEnv, n int) *blocker { return s.blockModel(n) }, "model_call", true},
+		"an idempotent skill":       {func(s *testEnv, n int) *blocker { return s.blockSkill("look", n) }, "look", true},
+		"a skill that is not so":    {func(s *testEnv, n int) *blocker { return s.blockPayment(1, n) }, "pay", false},
+		"an approved call":          {func(s *testEnv, n int) *blocker { return s.blockPayment(3, n) }, "pay", false},
+		"the call of an automation": {func(s *testEnv, n int) *blocker { return s.blockPayment(7, n) }, "pay", false},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			s := newScene(t)
+			s := newTestEnv(t)
 			held := c.hold(s, 1)
-			a := s.serve("", "PGAPPNAME="+victim)
-			id := s.begin()
-			held.wait()
+			a := s.startServer("", "PGAPPNAME="+victim)
+			id := s.requestHeartbeat()
+			held.waitBlocked()
 			a.Kill()
-			s.quiet()
-			before := s.look()
-			inFlight := s.running()
+			s.waitSessionsEnd()
+			before := s.takeSnapshot()
+			inFlight := s.runningCalls()
 			require.Truef(t, len(inFlight) == 1 && inFlight[0].Skill == c.skill && before.calls(inFlight[0].Key) == 1,
 				"in flight: %+v", inFlight)
-			s.hurry()
-			s.serve("")
-			s.ends(id, "completed")
-			s.whole(id, before)
+			s.expireLeases()
+			s.startServer("")
+			s.waitStatus(id, "completed")
+			s.checkHeartbeat(id, before)
 			want := 1
 			if c.again {
 				want = 2
 			}
-			assert.Equal(t, want, s.look().calls(inFlight[0].Key))
-			s.shows(id, "unknown")
+			assert.Equal(t, want, s.takeSnapshot().calls(inFlight[0].Key))
+			s.checkTrace(id, "unknown")
 		})
 	}
 }
@@ -125,43 +125,43 @@ func TestKillDuringCall(t *testing.T) {
 // TestKillTwiceDuringCall: each crash leaves its own row, and the key stays the same.
 func TestKillTwiceDuringCall(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
-	held := s.holdSkill("look", 2)
-	id := s.begin()
+	s := newTestEnv(t)
+	held := s.blockSkill("look", 2)
+	id := s.requestHeartbeat()
 	for range 2 {
-		a := s.serve("", "PGAPPNAME="+victim)
-		held.wait()
+		a := s.startServer("", "PGAPPNAME="+victim)
+		held.waitBlocked()
 		a.Kill()
-		s.quiet()
-		s.hurry()
+		s.waitSessionsEnd()
+		s.expireLeases()
 	}
-	key := s.running()[0].Key
-	s.serve("")
-	s.ends(id, "completed")
-	now := s.look().rows[key]
-	assert.Truef(t, now.Unknown == 2 && now.Recorded == 1 && s.called()[key] == 3,
-		"the log says %+v of a call that was made %d times, want 2 unknown, 1 recorded, 3 calls", now, s.called()[key])
-	s.phases(id)
-	s.effects(id)
+	key := s.runningCalls()[0].Key
+	s.startServer("")
+	s.waitStatus(id, "completed")
+	now := s.takeSnapshot().rows[key]
+	assert.Truef(t, now.Unknown == 2 && now.Recorded == 1 && s.skillCalls()[key] == 3,
+		"the log says %+v of a call that was made %d times, want 2 unknown, 1 recorded, 3 calls", now, s.skillCalls()[key])
+	s.checkPhases(id)
+	s.checkEffects(id)
 }
 
-// holdPay blocks the first n payments of an amount.
-func (s *scene) holdPay(amount, n int) *stop {
+// blockPayment blocks the first n payments of an amount.
+func (s *testEnv) blockPayment(amount, n int) *blocker {
 	s.t.Helper()
-	x := newStop(s.t, n)
+	x := newBlocker(s.t, n)
 	s.skills.Before(func(c bills.Call) {
 		if c.Skill == "pay" && strings.Contains(c.Args, string(rune('0'+amount))) {
-			x.pass()
+			x.enter()
 		}
 	})
 	return x
 }
 
-// running lists the calls whose row is open.
-func (s *scene) running() []row {
+// runningCalls lists the calls whose row is open.
+func (s *testEnv) runningCalls() []row {
 	s.t.Helper()
 	var open []row
-	for _, r := range s.look().rows {
+	for _, r := range s.takeSnapshot().rows {
 		if r.Running > 0 {
 			open = append(open, r)
 		}
@@ -169,11 +169,11 @@ func (s *scene) running() []row {
 	return open
 }
 
-// shows checks that the trace of an execution has certain words.
-func (s *scene) shows(id, words string) {
+// checkTrace checks that the trace of an execution has certain words.
+func (s *testEnv) checkTrace(id, words string) {
 	s.t.Helper()
 	trace := pgtest.Value[string](s.t, s.db, `select trace_id from agent_executions where id = $1`, id)
-	a := s.agent("", "trace", trace, "--no-color")
+	a := s.startAgent("", "trace", trace, "--no-color")
 	if code := a.Exit(); code != 0 || !strings.Contains(a.Out.String(), words) {
 		s.t.Errorf("agent trace exits %d and does not show %q:\n%s", code, words, a.Out.String())
 	}
@@ -182,31 +182,31 @@ func (s *scene) shows(id, words string) {
 // TestSecondSignalEndsProcess: a second signal ends the process without the waits of the first.
 func TestSecondSignalEndsProcess(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
-	held := s.holdSkill("look", 1)
-	a := s.serve("", "PGAPPNAME="+victim)
-	id := s.begin()
-	held.wait()
+	s := newTestEnv(t)
+	held := s.blockSkill("look", 1)
+	a := s.startServer("", "PGAPPNAME="+victim)
+	id := s.requestHeartbeat()
+	held.waitBlocked()
 	a.Signal(syscall.SIGTERM)
-	eventually(t, "the API has closed", func() bool { return s.stopping(a) })
+	eventually(t, "the API has closed", func() bool { return s.isStopping(a) })
 	a.Signal(syscall.SIGTERM)
 	assert.Equal(t, 130, a.Exit())
-	s.quiet()
-	before := s.look()
-	s.hurry()
-	s.serve("")
-	s.ends(id, "completed")
-	s.whole(id, before)
+	s.waitSessionsEnd()
+	before := s.takeSnapshot()
+	s.expireLeases()
+	s.startServer("")
+	s.waitStatus(id, "completed")
+	s.checkHeartbeat(id, before)
 }
 
 // TestInterruptedCommandCancelsHeartbeat: ^C cancels the heartbeat of its command.
 func TestInterruptedCommandCancelsHeartbeat(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
-	held := s.holdSkill("look", 1)
-	a := s.agent("", "heartbeat")
-	held.wait()
-	s.serve("") // this server must not take over the cancelled heartbeat
+	s := newTestEnv(t)
+	held := s.blockSkill("look", 1)
+	a := s.startAgent("", "heartbeat")
+	held.waitBlocked()
+	s.startServer("") // this server must not take over the cancelled heartbeat
 	a.Signal(syscall.SIGINT)
 	assert.Equal(t, 130, a.Exit())
 	id := s.heartbeat()
@@ -220,18 +220,18 @@ func TestInterruptedCommandCancelsHeartbeat(t *testing.T) {
 	}
 	assert.Equal(t, "unknown", pgtest.Value[string](s.t, s.db,
 		`select status from agent_activity where skill_name = 'look'`))
-	assert.Equal(t, 2, len(s.called()))
+	assert.Equal(t, 2, len(s.skillCalls()))
 }
 
-// stopping reports whether a process has begun to shut down.
-func (s *scene) stopping(a *agent) bool {
+// isStopping reports whether a process has begun to shut down.
+func (s *testEnv) isStopping(a *agent) bool {
 	s.t.Helper()
 	address := a.address()
-	return !answers(s.t, address)
+	return !acceptsConnections(s.t, address)
 }
 
-// handedBack checks that an execution is free for another process, and that no other resource is held for it.
-func (s *scene) handedBack(id string) {
+// checkReleased checks that an execution is free for another process, and that no other resource is held for it.
+func (s *testEnv) checkReleased(id string) {
 	s.t.Helper()
 	if !pgtest.Value[bool](s.t, s.db, `select status = 'running' and claimed_by is null and attempt = 0
 		from agent_executions where id = $1`, id) {

@@ -44,19 +44,19 @@ actions:
   - automation: ship
 `
 
-// newTalk creates a scene for visitors, admins and webhooks.
-func newTalk(t testing.TB) *scene {
+// newChatTestEnv creates a test environment for visitors, admins and webhooks.
+func newChatTestEnv(t testing.TB) *testEnv {
 	t.Helper()
-	s := newStage(t, pgtest.URL(t), talkYAML)
-	s.model.Handle(s.converse)
-	s.more = []string{"AGENT_CHAT_KEY=" + chatKey, "AGENT_CHAT_RATE=100000", "SHOP_SECRET=" + hookSecret}
+	s := newIdleTestEnv(t, pgtest.URL(t), talkYAML)
+	s.model.Handle(s.chatModelReply)
+	s.extraEnviron = []string{"AGENT_CHAT_KEY=" + chatKey, "AGENT_CHAT_RATE=100000", "SHOP_SECRET=" + hookSecret}
 	return s
 }
 
-// converse is the model of a conversation. Its output depends only on its input: on the user's last message, and the
-// number of replies to it.
-func (s *scene) converse(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-	s.atModel.Load().pass()
+// chatModelReply is the model of a conversation. Its output depends only on its input: on the user's last message, and
+// the number of replies to it.
+func (s *testEnv) chatModelReply(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+	s.modelBlocker.Load().enter()
 	words, turn := modeltest.Turn(req)
 	orders := strings.Contains(words, "order")
 	switch {
@@ -65,11 +65,13 @@ func (s *scene) converse(_ int, req openai.ChatCompletionRequest) modeltest.Repl
 	case turn == 1 && orders:
 		return modeltest.ToolCall("order", `{"item": 1}`)
 	}
-	return modeltest.Text(reply(words))
+	return modeltest.Text(finalReply(words))
 }
 
-// reply returns the model's last message of a turn.
-func reply(words string) string { return "That is all about: " + strings.SplitN(words, "\n", 2)[0] }
+// finalReply returns the model's last message of a turn.
+func finalReply(words string) string {
+	return "That is all about: " + strings.SplitN(words, "\n", 2)[0]
+}
 
 // message is a client's message in a thread, under an idempotency key.
 type message struct {
@@ -77,29 +79,29 @@ type message struct {
 	stream        bool
 }
 
-// say sends a message to a process and reads until the answer, or the connection, has ended.
-func (s *scene) say(a *agent, m message) testkit.Answer {
+// sendMessage sends a message to a process and reads until the answer, or the connection, has ended.
+func (s *testEnv) sendMessage(a *agent, m message) testkit.Answer {
 	s.t.Helper()
-	return testkit.Chat(s.asking(a, m), nil)
+	return testkit.Chat(s.messageRequest(a, m), nil)
 }
 
-func (s *scene) asking(a *agent, m message) *http.Request {
+func (s *testEnv) messageRequest(a *agent, m message) *http.Request {
 	s.t.Helper()
 	body := modeltest.Arguments(map[string]any{
 		"model": "agent", "stream": m.stream, "messages": []map[string]string{{"role": "user", "content": m.words}},
 	})
-	return s.request(a, http.MethodPost, "/v1/chat/completions", chatKey, body, "X-Thread-Id", m.thread, "Idempotency-Key",
-		m.thread+" "+m.words)
+	return s.newRequest(a, http.MethodPost, "/v1/chat/completions", chatKey, body, "X-Thread-Id", m.thread,
+		"Idempotency-Key", m.thread+" "+m.words)
 }
 
-// attach requests an answer by its id.
-func (s *scene) attach(a *agent, id, query string) testkit.Answer {
+// attachAnswer requests an answer by its id.
+func (s *testEnv) attachAnswer(a *agent, id, query string) testkit.Answer {
 	s.t.Helper()
-	return testkit.Chat(s.request(a, http.MethodGet, "/v1/chat/completions/"+id+query, chatKey, ""), nil)
+	return testkit.Chat(s.newRequest(a, http.MethodGet, "/v1/chat/completions/"+id+query, chatKey, ""), nil)
 }
 
-// request builds a request; further words are headers.
-func (s *scene) request(a *agent, method, path, key, body string, header ...string) *http.Request {
+// newRequest builds a request; further words are headers.
+func (s *testEnv) newRequest(a *agent, method, path, key, body string, header ...string) *http.Request {
 	s.t.Helper()
 	r, err := http.NewRequestWithContext(s.ctx(), method, "http://"+a.address()+path, strings.NewReader(body))
 	require.NoError(s.t, err)
@@ -113,29 +115,29 @@ func (s *scene) request(a *agent, method, path, key, body string, header ...stri
 	return r
 }
 
-// insist acts like a client whose connection broke: it sends the message again under its key, and attaches to the
-// answer in progress. It returns the answer.
-func (s *scene) insist(a *agent, m message) (got testkit.Answer) {
+// sendUntilAnswered acts like a client whose connection broke: it sends the message again under its key, and attaches
+// to the answer in progress. It returns the answer.
+func (s *testEnv) sendUntilAnswered(a *agent, m message) (got testkit.Answer) {
 	s.t.Helper()
 	eventually(s.t, "the database is there", func() bool {
-		got = s.say(a, m)
+		got = s.sendMessage(a, m)
 		return got.Status != http.StatusServiceUnavailable
 	})
 	if got.Status == http.StatusConflict && got.ID != "" {
 		id := got.ID
 		eventually(s.t, "the answer is there", func() bool {
-			return s.attach(a, id, "?stream=true").Code != "answer_restarted" // the stream ends with the turn
+			return s.attachAnswer(a, id, "?stream=true").Code != "answer_restarted" // the stream ends with the turn
 		})
-		got = s.attach(a, id, "")
+		got = s.attachAnswer(a, id, "")
 	}
 	assert.Truef(s.t, got.Status == http.StatusOK && got.Complete, "no answer to %q: %+v", m.words, got)
 	return got
 }
 
-// lines returns a thread in the admin's view, each message before its answer.
-func (s *scene) lines(a *agent, thread string) (lines []string) {
+// threadLines returns a thread in the admin's view, each message before its answer.
+func (s *testEnv) threadLines(a *agent, thread string) (lines []string) {
 	s.t.Helper()
-	response, err := http.DefaultClient.Do(s.request(a, http.MethodGet, "/v1/threads/"+thread, adminToken, ""))
+	response, err := http.DefaultClient.Do(s.newRequest(a, http.MethodGet, "/v1/threads/"+thread, adminToken, ""))
 	require.NoError(s.t, err)
 	defer func() { _ = response.Body.Close() }()
 	type line struct {
@@ -157,25 +159,25 @@ func (s *scene) lines(a *agent, thread string) (lines []string) {
 	return lines
 }
 
-// settled checks the final state after any fault: no finished call was repeated, nothing is left open, and each
+// checkSettled checks the final state after any fault: no finished call was repeated, nothing is left open, and each
 // execution has ended once.
-func (s *scene) settled(before snapshot) {
+func (s *testEnv) checkSettled(before snapshot) {
 	s.t.Helper()
 	eventually(s.t, "everything has ended, and nothing is held", func() bool {
 		open := pgtest.Value[int](s.t, s.db, `select count(*) from agent_executions where completed_at is null`)
 		return open+pgtest.Value[int](s.t, s.db, leftovers["lanes held"]) == 0
 	})
-	after := s.look()
-	for key := range after.asked {
+	after := s.takeSnapshot()
+	for key := range after.modelCalls {
 		_, logged := after.rows[key]
 		assert.Truef(s.t, logged, "the model was asked under key %q, which the log does not know", key)
 	}
-	for key := range after.called {
+	for key := range after.skillCalls {
 		_, logged := after.rows[key]
 		assert.Truef(s.t, logged, "a call went out under key %q, which the log does not know", key)
 	}
 	for key, now := range after.rows {
-		s.compare(before.rows[key], now, before.calls(key), after.calls(key))
+		s.checkCall(before.rows[key], now, before.calls(key), after.calls(key))
 	}
 	for what, sql := range leftovers {
 		assert.Equal(s.t, 0, pgtest.Value[int](s.t, s.db, sql), what, "want none")
@@ -192,16 +194,16 @@ func (s *scene) settled(before snapshot) {
 	}
 }
 
-// answered checks a thread: it has each message once, in order. One answer follows it, the same that its client got.
-func (s *scene) answered(a *agent, thread string, answers map[string]testkit.Answer, words ...string) {
+// checkThread checks a thread: it has each message once, in order. One answer follows it, the same that its client got.
+func (s *testEnv) checkThread(a *agent, thread string, answers map[string]testkit.Answer, words ...string) {
 	s.t.Helper()
-	got := s.lines(a, thread)
+	got := s.threadLines(a, thread)
 	if len(got) != 2*len(words) {
 		s.t.Errorf("the thread is %q, want %d messages with their answers", got, len(words))
 		return
 	}
 	for i, w := range words {
-		assert.Truef(s.t, got[2*i] == "user: "+w && strings.HasSuffix(got[2*i+1], reply(w)),
+		assert.Truef(s.t, got[2*i] == "user: "+w && strings.HasSuffix(got[2*i+1], finalReply(w)),
 			"the thread is %q, want %q answered in place %d", got, w, i)
 		if heard, ok := answers[w]; ok && "assistant: "+heard.Text != got[2*i+1] {
 			s.t.Errorf("the client got %q, the thread has %q", heard.Text, got[2*i+1])
@@ -209,11 +211,11 @@ func (s *scene) answered(a *agent, thread string, answers map[string]testkit.Ans
 	}
 }
 
-// killed starts a server that dies at a boundary, and waits until it is ready.
-func (s *scene) killed(from *regexp.Regexp, n int, how verdict) (*agent, *counter) {
+// startUntilKilled starts a server that dies at a boundary, and waits until it is ready.
+func (s *testEnv) startUntilKilled(from *regexp.Regexp, n int, action proxyAction) (*agent, *counter) {
 	s.t.Helper()
-	c := &counter{from: from}
-	a := s.breakIn(c, n, how, "serve")
+	c := &counter{first: from}
+	a := s.startWithFaultIn(c, n, action, "serve")
 	a.Says("msg=serving")
 	eventually(s.t, "the process takes work", func() bool {
 		return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_workers where expires_at > clock_timestamp())`)
@@ -221,13 +223,13 @@ func (s *scene) killed(from *regexp.Regexp, n int, how verdict) (*agent, *counte
 	return a, c
 }
 
-// over kills the process, if it still runs, and ends its leases. It returns a snapshot of the state that the process
-// left.
-func (s *scene) over(a *agent) snapshot {
+// killAndSnapshot kills the process, if it still runs, and ends its leases. It returns a snapshot of the state that the
+// process left.
+func (s *testEnv) killAndSnapshot(a *agent) snapshot {
 	s.t.Helper()
 	a.Kill()
-	s.quiet()
-	before := s.look()
-	s.hurry()
+	s.waitSessionsEnd()
+	before := s.takeSnapshot()
+	s.expireLeases()
 	return before
 }

@@ -37,10 +37,11 @@ actions:
   - {actionType: end, parameters: {summary: settled}}
 `
 
-// newTraced creates a scene with a trace receiver. Its heartbeat has a model call, skills, a wait and a child.
-func newTraced(t *testing.T) (*scene, *otlptest.Server) {
+// newTracedTestEnv creates a test environment with a trace receiver. Its heartbeat has a model call, skills, a wait and
+// a child.
+func newTracedTestEnv(t *testing.T) (*testEnv, *otlptest.Server) {
 	t.Helper()
-	s := newStage(t, pgtest.URL(t), tracedYAML)
+	s := newIdleTestEnv(t, pgtest.URL(t), tracedYAML)
 	s.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		if strings.Contains(req.Messages[0].Content, "You pursue one objective") {
 			return bills.Model(req, modeltest.ToolCall("settle", `{}`))
@@ -48,19 +49,19 @@ func newTraced(t *testing.T) (*scene, *otlptest.Server) {
 		return modeltest.Text("It went well.")
 	})
 	receiver := otlptest.New(t)
-	s.more = append(s.more, "OTEL_EXPORTER_OTLP_ENDPOINT="+receiver.URL())
+	s.extraEnviron = append(s.extraEnviron, "OTEL_EXPORTER_OTLP_ENDPOINT="+receiver.URL())
 	return s, receiver
 }
 
-// otel returns the id of an execution's trace in tracing tools.
-func (s *scene) otel(execution string) string {
+// otelTraceID returns the id of an execution's trace in tracing tools.
+func (s *testEnv) otelTraceID(execution string) string {
 	s.t.Helper()
 	return trace.ID(pgtest.Value[string](s.t, s.db, `select trace_id from agent_executions where id = $1`,
 		execution)).OTel()
 }
 
-// sent waits until the receiver has all spans of a trace, as many as SQL counts, and returns them.
-func (s *scene) sent(from *otlptest.Server, execution string) []otlptest.Span {
+// waitSpans waits until the receiver has all spans of a trace, as many as SQL counts, and returns them.
+func (s *testEnv) waitSpans(from *otlptest.Server, execution string) []otlptest.Span {
 	s.t.Helper()
 	eventually(s.t, "all executions of the trace end", func() bool {
 		return pgtest.Value[bool](s.t, s.db, `
@@ -71,7 +72,7 @@ func (s *scene) sent(from *otlptest.Server, execution string) []otlptest.Span {
 		select (select count(*) from agent_activity where trace_id = x.trace_id and status <> 'running')
 		     + (select count(*) from agent_executions where trace_id = x.trace_id and completed_at is not null)
 		  from agent_executions x where x.id = $1`, execution)
-	id := s.otel(execution)
+	id := s.otelTraceID(execution)
 	rows := func() int {
 		return len(slices.DeleteFunc(from.Trace(id),
 			func(one otlptest.Span) bool { return strings.HasPrefix(one.Name, "wait ") }))
@@ -81,8 +82,8 @@ func (s *scene) sent(from *otlptest.Server, execution string) []otlptest.Span {
 	return from.Trace(id)
 }
 
-// mirrored compares each span with its row, and checks that the trace is well-formed.
-func (s *scene) mirrored(spans []otlptest.Span) {
+// checkSpans compares each span with its row, and checks that the trace is well-formed.
+func (s *testEnv) checkSpans(spans []otlptest.Span) {
 	s.t.Helper()
 	for _, wrong := range otlptest.Check(spans) {
 		s.t.Error(wrong)
@@ -106,7 +107,7 @@ func (s *scene) mirrored(spans []otlptest.Span) {
 	}
 }
 
-func names(spans []otlptest.Span) map[string]int {
+func spanNames(spans []otlptest.Span) map[string]int {
 	counts := map[string]int{}
 	for _, one := range spans {
 		counts[one.Name]++
@@ -118,20 +119,20 @@ func names(spans []otlptest.Span) map[string]int {
 // one trace, under the id in SQL.
 func TestHeartbeatIsCompleteTrace(t *testing.T) {
 	t.Parallel()
-	s, receiver := newTraced(t)
-	held := s.holdSkill("look", 1)
-	a := s.serve("")
-	id := s.begin()
-	held.wait()
+	s, receiver := newTracedTestEnv(t)
+	held := s.blockSkill("look", 1)
+	a := s.startServer("")
+	id := s.requestHeartbeat()
+	held.waitBlocked()
 	pgtest.Exec(s.t, s.db, `select try_acquire_agent_lock('operate', 'admin', 300)`) // the heartbeat has to wait
-	held.free()
+	held.release()
 	eventually(t, "the heartbeat waits for the admin", func() bool { return s.status(id) == "waiting" })
 	pgtest.Exec(s.t, s.db, `select release_agent_lock('operate', 'admin')`)
-	s.ends(id, "completed")
-	spans := s.sent(receiver, id)
-	s.mirrored(spans)
-	s.agrees(a)
-	got := names(spans)
+	s.waitStatus(id, "completed")
+	spans := s.waitSpans(receiver, id)
+	s.checkSpans(spans)
+	s.compareMetrics(a)
+	got := spanNames(spans)
 	for name, want := range map[string]int{
 		"invoke_workflow heartbeat": 1, "invoke_workflow settlement": 1, "execute_tool look": 2, "execute_tool pay": 1,
 		"execute_tool settle": 1,
@@ -153,42 +154,42 @@ func TestHeartbeatIsCompleteTrace(t *testing.T) {
 // TestSpansOfKilledProcessAreSent: the process that takes over sends the spans. None is missing, none came twice.
 func TestSpansOfKilledProcessAreSent(t *testing.T) {
 	t.Parallel()
-	s, receiver := newTraced(t)
-	held := s.holdSkill("pay", 1)
-	a := s.serve("")
-	id := s.begin()
-	held.wait()
+	s, receiver := newTracedTestEnv(t)
+	held := s.blockSkill("pay", 1)
+	a := s.startServer("")
+	id := s.requestHeartbeat()
+	held.waitBlocked()
 	eventually(t, "what had ended before is sent",
-		func() bool { return names(receiver.Trace(s.otel(id)))["execute_tool look"] == 1 })
+		func() bool { return spanNames(receiver.Trace(s.otelTraceID(id)))["execute_tool look"] == 1 })
 	// A batch without a recorded response is sent again, with the same ids.
 	eventually(t, "the process has noted that it was", func() bool {
 		return pgtest.Value[bool](s.t, s.db, `select sent_upto > (select id from agent_activity where skill_name = 'look')
 			from agent_span_export`)
 	})
 	a.Kill()
-	held.free()
-	s.hurry()
+	held.release()
+	s.expireLeases()
 	pgtest.Exec(s.t, s.db, `update agent_span_export set sender_until = '-infinity'`) // instead of waiting
-	b := s.serve("")
-	s.ends(id, "completed")
-	spans := s.sent(receiver, id)
-	s.mirrored(spans)
+	b := s.startServer("")
+	s.waitStatus(id, "completed")
+	spans := s.waitSpans(receiver, id)
+	s.checkSpans(spans)
 	for _, one := range spans {
 		assert.Truef(t, one.Name != "execute_tool pay" || one.Attributes["agent.status"] == "unknown" &&
 			one.Attributes["error.type"] == "interrupted" && one.Failed, "the call that was interrupted is shown as %v",
 			one.Attributes)
 	}
-	assert.Equal(t, 1, names(spans)["execute_tool pay"], names(spans))
-	s.counted(b, map[string]float64{`agent_runs_total{status="completed",surface="heartbeat"}`: 2})
+	assert.Equal(t, 1, spanNames(spans)["execute_tool pay"], spanNames(spans))
+	s.checkMetrics(b, map[string]float64{`agent_runs_total{status="completed",surface="heartbeat"}`: 2})
 }
 
 // TestTraceReceiverOutage: a receiver that is down delays no work, and gets everything later. A one-shot command sends
 // before it exits.
 func TestTraceReceiverOutage(t *testing.T) {
 	t.Parallel()
-	s, receiver := newTraced(t)
+	s, receiver := newTracedTestEnv(t)
 	receiver.Fail(func(int) int { return 503 })
-	require.Equal(t, 0, s.agent("", "heartbeat").Exit())
+	require.Equal(t, 0, s.startAgent("", "heartbeat").Exit())
 	id := s.heartbeat()
 	if n := len(receiver.Trace("")); n != 0 || len(receiver.Requests()) == 0 {
 		t.Fatalf("a receiver that is down accepted %d spans in %d requests", n, len(receiver.Requests()))
@@ -196,16 +197,16 @@ func TestTraceReceiverOutage(t *testing.T) {
 	receiver.Fail(nil)
 	// no process serves
 	pgtest.Exec(s.t, s.db, `delete from agent_executions where flow = 'settlement' and status = 'pending'`)
-	require.Equal(t, 0, s.agent("", "heartbeat").Exit())
+	require.Equal(t, 0, s.startAgent("", "heartbeat").Exit())
 	want := pgtest.Value[int](s.t, s.db, `
 		select (select count(*) from agent_activity where trace_id <> 'op_0') + (select count(*) from agent_executions
 		  where completed_at is not null)`)
 	assert.Equal(t, want, len(receiver.Trace("")), "spans came until the process had ended, SQL has")
-	s.mirrored(receiver.Trace(s.otel(id)))
+	s.checkSpans(receiver.Trace(s.otelTraceID(id)))
 }
 
-// counted compares counters of a process with the wanted values.
-func (s *scene) counted(a *agent, want map[string]float64) {
+// checkMetrics compares counters of a process with the wanted values.
+func (s *testEnv) checkMetrics(a *agent, want map[string]float64) {
 	s.t.Helper()
 	got := s.metrics(a)
 	for series, n := range want {
@@ -214,7 +215,7 @@ func (s *scene) counted(a *agent, want map[string]float64) {
 }
 
 // metrics scrapes a process. A series is written as name{labels in order}.
-func (s *scene) metrics(a *agent) map[string]float64 {
+func (s *testEnv) metrics(a *agent) map[string]float64 {
 	s.t.Helper()
 	answer, err := http.Get("http://" + a.address() + "/metrics")
 	require.NoError(s.t, err)
@@ -240,8 +241,9 @@ func (s *scene) metrics(a *agent) map[string]float64 {
 	return got
 }
 
-// agrees compares all counters of runs, model calls and skills with SQL, in both directions. No other process has run.
-func (s *scene) agrees(a *agent) {
+// compareMetrics compares all counters of runs, model calls and skills with SQL, in both directions. No other process
+// has run.
+func (s *testEnv) compareMetrics(a *agent) {
 	s.t.Helper()
 	want := map[string]float64{}
 	rows, err := s.db.Query(s.ctx(), `

@@ -15,55 +15,55 @@ import (
 // River's leader in the middle of one, and then checks all heartbeats.
 func TestTwoServersRunOneHeartbeatPerTick(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
+	s := newTestEnv(t)
 	pgtest.Exec(s.t, s.db, `update agent_automations set cron = '@every 1s', skill_name = 'look', arguments = '{}'`)
 	fast := []string{"AGENT_HEARTBEAT_CRON=@every 1s", "AGENT_WORKER_LEASE=6s"}
-	first := s.serve("", fast...)
+	first := s.startServer("", fast...)
 	eventually(t, "the first process leads", func() bool {
 		return pgtest.Value[bool](s.t, s.db, `select exists (select from river.river_leader where expires_at > now())`)
 	})
-	s.serve("", fast...)
+	s.startServer("", fast...)
 
 	// A heartbeat is delayed for some ticks. Each of them is skipped.
-	slow := s.holdSkill("look", 1)
-	slow.wait()
-	skipped := s.beats("skipped")
-	eventually(t, "ticks are skipped while a heartbeat is at work", func() bool { return s.beats("skipped") >= skipped+2 })
-	slow.free()
-	s.atLeast("done", 4)
+	slow := s.blockSkill("look", 1)
+	slow.waitBlocked()
+	skipped := s.countHeartbeats("skipped")
+	eventually(t, "ticks are skipped during a heartbeat", func() bool { return s.countHeartbeats("skipped") >= skipped+2 })
+	slow.release()
+	s.waitHeartbeats("done", 4)
 
 	// The leader dies during a heartbeat.
-	lost := s.holdSkillOf(first, "look")
-	lost.wait()
+	lost := s.blockSkillOf(first, "look")
+	lost.waitBlocked()
 	id := pgtest.Value[string](s.t, s.db, `select id::text from agent_executions where status = 'running' and claimed_by in
 		(select id from agent_workers where name like '%pid ' || $1) limit 1`, first.pid())
 	first.Kill()
-	done := s.beats("done")
-	s.ends(id, "completed")
-	s.atLeast("done", done+4)
+	done := s.countHeartbeats("done")
+	s.waitStatus(id, "completed")
+	s.waitHeartbeats("done", done+4)
 	claims := pgtest.Value[int](s.t, s.db, `select claim from agent_executions where id = $1`, id)
 	assert.Truef(t, claims >= 3, "the killed leader's heartbeat ended with claim %d: no process took it over", claims)
-	s.ticksWereSingle()
+	s.checkTicks()
 }
 
-// beats counts the ended heartbeats: done or skipped.
-func (s *scene) beats(how string) int {
+// countHeartbeats counts the ended heartbeats: done or skipped.
+func (s *testEnv) countHeartbeats(how string) int {
 	s.t.Helper()
 	return pgtest.Value[int](s.t, s.db, `
 		select count(*) from agent_executions
 		 where flow = 'heartbeat' and status = 'completed' and (result_summary like 'skipped: %') = ($1 = 'skipped')`, how)
 }
 
-// atLeast waits for a number of heartbeats.
-func (s *scene) atLeast(how string, n int) {
+// waitHeartbeats waits for a number of heartbeats.
+func (s *testEnv) waitHeartbeats(how string, n int) {
 	s.t.Helper()
-	eventually(s.t, "heartbeats go on", func() bool { return s.beats(how) >= n })
+	eventually(s.t, "heartbeats go on", func() bool { return s.countHeartbeats(how) >= n })
 }
 
-// holdSkillOf blocks one call of a skill by a certain process.
-func (s *scene) holdSkillOf(a *agent, skill string) *stop {
+// blockSkillOf blocks one call of a skill by a certain process.
+func (s *testEnv) blockSkillOf(a *agent, skill string) *blocker {
 	s.t.Helper()
-	x := newStop(s.t, 1)
+	x := newBlocker(s.t, 1)
 	s.skills.Before(func(c bills.Call) {
 		var its bool
 		err := s.db.QueryRow(s.ctx(), `
@@ -71,14 +71,14 @@ func (s *scene) holdSkillOf(a *agent, skill string) *stop {
 			   join agent_executions e on e.id = v.execution_id join agent_workers w on w.id = e.claimed_by
 			 where v.idempotency_key = $1 and v.status = 'running' and w.name like '%pid ' || $2)`, c.Key, a.pid()).Scan(&its)
 		if err == nil && its && c.Skill == skill {
-			x.pass()
+			x.enter()
 		}
 	})
 	return x
 }
 
-// ticksWereSingle checks that each due time ran once, no two heartbeats ran at once, and each skip was recorded.
-func (s *scene) ticksWereSingle() {
+// checkTicks checks that each due time ran once, no two heartbeats ran at once, and each skip was recorded.
+func (s *testEnv) checkTicks() {
 	s.t.Helper()
 	for what, sql := range map[string]string{
 		"executions without a due time": `
@@ -116,7 +116,7 @@ func (s *scene) ticksWereSingle() {
 }
 
 // timeline lists the heartbeats, for a failure.
-func (s *scene) timeline() string {
+func (s *testEnv) timeline() string {
 	s.t.Helper()
 	rows, err := s.db.Query(s.ctx(), `
 		select concat_ws(' ', dedupe_key, status, claim, result_summary, error_message) from agent_executions order by id`)

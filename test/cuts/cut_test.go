@@ -22,9 +22,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// together is the number of cuts in one run of the sample. It equals the retries of postgres.RetryOnDisconnect, since
+// cutsPerRun is the number of cuts in one run of the sample. It equals the retries of postgres.RetryOnDisconnect, since
 // all cuts may hit one transaction.
-const together = 3
+const cutsPerRun = 3
 
 // trial is a story and its cuts.
 type trial struct {
@@ -36,7 +36,7 @@ type trial struct {
 // TestCuts plays each story with a cut at each message, in each way. As a sample, it cuts each statement in each way,
 // several in one run.
 func TestCuts(t *testing.T) {
-	clean := undisturbed(t)
+	clean := runWithoutCuts(t)
 	trials := plan(clean)
 	t.Logf("%d runs", len(trials))
 	found := &findings{}
@@ -51,16 +51,16 @@ func TestCuts(t *testing.T) {
 	found.check(t, len(trials))
 }
 
-// undisturbed plays each story without a cut, for the comparison.
-func undisturbed(t *testing.T) map[string]ending {
+// runWithoutCuts plays each story without a cut, for the comparison.
+func runWithoutCuts(t *testing.T) map[string]storyResult {
 	t.Helper()
 	var mu sync.Mutex
-	clean := map[string]ending{}
+	clean := map[string]storyResult{}
 	t.Run("undisturbed", func(t *testing.T) {
 		for _, s := range stories {
 			t.Run(s.name, func(t *testing.T) {
 				t.Parallel()
-				e := s.end(t, nil)
+				e := s.run(t, nil)
 				assert.Equal(t, 0, len(e.incidents), e.incidents)
 				assert.Truef(t, len(e.sent) >= 60, "%d different messages; does the proxy still see them?", len(e.sent))
 				mu.Lock()
@@ -77,38 +77,38 @@ func undisturbed(t *testing.T) map[string]ending {
 
 // plan returns the cuts: all, or each statement once in each way. A sample cuts background statements only in the idle
 // story, and preparations in none.
-func plan(clean map[string]ending) []trial {
+func plan(clean map[string]storyResult) []trial {
 	beside := map[string]bool{}
 	for _, x := range clean["idle"].sent {
-		beside[x.text] = x.beside
+		beside[x.text] = x.background
 	}
 	var trials []trial
 	for _, s := range stories {
 		var cuts []cut
 		for _, x := range slices.SortedFunc(slices.Values(clean[s.name].sent),
-			func(a, b sent) int { return cmp.Compare(a.text, b.text) }) {
+			func(a, b countedMessage) int { return cmp.Compare(a.text, b.text) }) {
 			idle := s.name == "idle"
-			if idle != beside[x.text] && (idle || !whole()) || strings.HasPrefix(x.text, "prepare: ") && !whole() {
+			if idle != beside[x.text] && (idle || !cutsAll()) || strings.HasPrefix(x.text, "prepare: ") && !cutsAll() {
 				continue
 			}
 			for time := 1; time <= x.times; time++ {
-				for _, w := range []way{before, after} {
-					if whole() || time == sample(x, w) && (!testing.Short() || w == shortWay(x)) {
+				for _, w := range []cutKind{before, after} {
+					if cutsAll() || time == sample(x, w) && (!testing.Short() || w == sampleKind(x)) {
 						cuts = append(cuts, cut{x.text, time, w})
 					}
 				}
 			}
 		}
-		trials = append(trials, s.spread(cuts)...)
+		trials = append(trials, s.groupCuts(cuts)...)
 	}
 	return trials
 }
 
-// spread groups cuts into trials: one in each, or several that are far apart in their order.
-func (s story) spread(cuts []cut) []trial {
+// groupCuts groups cuts into trials: one in each, or several that are far apart in their order.
+func (s story) groupCuts(cuts []cut) []trial {
 	n := len(cuts)
-	if !whole() {
-		n = (n + together - 1) / together
+	if !cutsAll() {
+		n = (n + cutsPerRun - 1) / cutsPerRun
 	}
 	trials := make([]trial, n)
 	for i := range trials {
@@ -121,29 +121,29 @@ func (s story) spread(cuts []cut) []trial {
 }
 
 // sample returns the occurrence of a text that a sample cuts.
-func sample(x sent, w way) int {
+func sample(x countedMessage, w cutKind) int {
 	return 1 + (hash(x)+int(w))%x.times
 }
 
-func hash(x sent) int {
+func hash(x countedMessage) int {
 	h := fnv.New32a()
 	h.Write([]byte(x.text)) // cannot fail
 	return int(h.Sum32() >> 1)
 }
 
-// shortWay returns the only way of a cut in the short run.
-func shortWay(x sent) way { return []way{before, after}[hash(x)%2] }
+// sampleKind returns the only way of a cut in the short run.
+func sampleKind(x countedMessage) cutKind { return []cutKind{before, after}[hash(x)%2] }
 
 // run plays the story with the cuts and compares the end. A lost lease may mean that the machine stalled. Then run
 // plays the story again.
 func (x trial) run(t *testing.T, want []string, found *findings) {
 	t.Helper()
-	var got ending
+	var got storyResult
 	var seen []string
 	for range 3 {
-		got = x.story.end(t, x.cuts)
+		got = x.story.run(t, x.cuts)
 		seen = append(got.incidents, difference(want, got.digest)...)
-		if !got.slow || len(seen) == 0 || t.Failed() {
+		if !got.leaseLost || len(seen) == 0 || t.Failed() {
 			break
 		}
 	}
@@ -153,21 +153,21 @@ func (x trial) run(t *testing.T, want []string, found *findings) {
 
 // findings are the results of all trials.
 type findings struct {
-	mu        sync.Mutex
-	done      int
-	cuts      int
-	unreached []string
-	met       map[int]int // occurrences of each exception
+	mu              sync.Mutex
+	done            int
+	cuts            int
+	unreached       []string
+	exceptionCounts map[int]int // occurrences of each exception
 }
 
 // add records the result of a trial.
-func (f *findings) add(t *testing.T, x trial, seen []string, got ending) {
+func (f *findings) add(t *testing.T, x trial, seen []string, got storyResult) {
 	t.Helper()
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.done++
 	f.cuts += len(x.cuts)
-	for _, c := range got.left {
+	for _, c := range got.uncut {
 		f.unreached = append(f.unreached, x.name+": "+c.String())
 	}
 	unlisted := f.unlisted(x, seen)
@@ -179,10 +179,10 @@ func (f *findings) unlisted(x trial, seen []string) []string {
 	return slices.DeleteFunc(seen, func(what string) bool {
 		for i, e := range exceptions {
 			if e.covers(x, what) {
-				if f.met == nil {
-					f.met = map[int]int{}
+				if f.exceptionCounts == nil {
+					f.exceptionCounts = map[int]int{}
 				}
-				f.met[i]++
+				f.exceptionCounts[i]++
 				return true
 			}
 		}
@@ -198,25 +198,26 @@ func (f *findings) check(t *testing.T, planned int) {
 	t.Logf("%d of %d cuts were not reached:\n%s", len(f.unreached), f.cuts, strings.Join(f.unreached, "\n"))
 	assert.True(t, f.done != planned || len(f.unreached) <= f.cuts/5,
 		"a process sends other messages than without cuts; the sample covers too little")
-	if !whole() || f.done < planned {
+	if !cutsAll() || f.done < planned {
 		return
 	}
 	for i, e := range exceptions {
-		assert.Truef(t, f.met[i] != 0,
+		assert.Truef(t, f.exceptionCounts[i] != 0,
 			"the exception %q has not occurred: take it out of the table and out of docs/exceptions.md", e.name)
 	}
 }
 
-// ask makes a request over HTTP. It repeats the request under the same Idempotency-Key, like a careful client: after a
-// broken connection, after a server error, or while the first request still runs. It notes each failed attempt.
-func (w *world) ask(ctx context.Context, method, path, body, key string) []byte {
+// requestUntilDone makes a request over HTTP. It repeats the request under the same Idempotency-Key, like a careful
+// client: after a broken connection, after a server error, or while the first request still runs. It notes each failed
+// attempt.
+func (w *testEnv) requestUntilDone(ctx context.Context, method, path, body, key string) []byte {
 	w.t.Helper()
 	for {
 		status, answer, err := w.request(ctx, method, path, adminToken, body, "Idempotency-Key", key)
 		if err == nil && status < 300 {
 			return answer
 		}
-		w.note("%s %s: %s", method, strings.SplitN(path, "-", 2)[0], outcome(status, answer, err))
+		w.noteIncident("%s %s: %s", method, strings.SplitN(path, "-", 2)[0], outcome(status, answer, err))
 		again := err != nil || status >= 500 || strings.Contains(string(answer), "idempotency-key-running")
 		if !again || !pause(ctx) {
 			return nil
@@ -243,7 +244,7 @@ func outcome(status int, answer []byte, err error) string {
 func pause(ctx context.Context) bool { return testkit.Wait(ctx, 5*time.Millisecond) }
 
 // request makes one request; further words are headers.
-func (w *world) request(ctx context.Context, method, path, key, body string, header ...string) (int, []byte, error) {
+func (w *testEnv) request(ctx context.Context, method, path, key, body string, header ...string) (int, []byte, error) {
 	r, err := http.NewRequestWithContext(ctx, method, w.url+path, strings.NewReader(body))
 	if err != nil {
 		return 0, nil, err
@@ -263,9 +264,9 @@ func (w *world) request(ctx context.Context, method, path, key, body string, hea
 	return response.StatusCode, answer, err
 }
 
-// say sends a visitor's message and reads the answer. If that breaks off, it acts like a careful client: it repeats the
-// message under the same key, or attaches to the answer in progress.
-func (w *world) say(ctx context.Context, thread, words string) string {
+// sendMessage sends a visitor's message and reads the answer. If that breaks off, it acts like a careful client: it
+// repeats the message under the same key, or attaches to the answer in progress.
+func (w *testEnv) sendMessage(ctx context.Context, thread, words string) string {
 	w.t.Helper()
 	body, err := json.Marshal(map[string]any{
 		"model": "agent", "stream": true, "messages": []map[string]string{{"role": "user", "content": words}},
@@ -273,11 +274,11 @@ func (w *world) say(ctx context.Context, thread, words string) string {
 	require.NoError(w.t, err)
 	method, path, attached := http.MethodPost, "/v1/chat/completions", false
 	for {
-		got := w.hear(ctx, method, path, string(body), thread)
+		got := w.readAnswer(ctx, method, path, string(body), thread)
 		if got.Complete && got.Status == http.StatusOK {
 			return got.Text
 		}
-		w.note("the visitor was told: %d %s", got.Status, got.Code)
+		w.noteIncident("the visitor was told: %d %s", got.Status, got.Code)
 		if attached = got.ID != ""; attached {
 			method, path, body = http.MethodGet, "/v1/chat/completions/"+got.ID+"?stream=true", nil
 		}
@@ -287,8 +288,8 @@ func (w *world) say(ctx context.Context, thread, words string) string {
 	}
 }
 
-// hear makes a request of the chat API and reads the response.
-func (w *world) hear(ctx context.Context, method, path, body, thread string) testkit.Answer {
+// readAnswer makes a request of the chat API and reads the response.
+func (w *testEnv) readAnswer(ctx context.Context, method, path, body, thread string) testkit.Answer {
 	r, err := http.NewRequestWithContext(ctx, method, w.url+path, strings.NewReader(body))
 	require.NoError(w.t, err)
 	r.Header.Set("Authorization", "Bearer "+chatKey)
@@ -341,9 +342,9 @@ func (l *link) name(r pgproxy.Request) string {
 		if len(r.Prepared) == 0 {
 			return ""
 		}
-		return "prepare: " + tidy(r.Prepared)
+		return "prepare: " + oneLine(r.Prepared)
 	}
-	name := tidy(slices.Compact(r.Bound))
+	name := oneLine(slices.Compact(r.Bound))
 	switch word, _, _ := strings.Cut(name, " "); word {
 	case "commit", "rollback":
 		name += " after: " + l.last
@@ -356,7 +357,7 @@ func (l *link) name(r pgproxy.Request) string {
 // send forwards a message unless the ledger cuts it. It forwards all messages without a name.
 func (l *link) send(name string, raw []byte) bool {
 	if name != "" {
-		switch l.ledger.note(name) {
+		switch l.ledger.next(name) {
 		case before:
 			return false
 		case after:
@@ -371,8 +372,8 @@ func (l *link) send(name string, raw []byte) bool {
 // Downstream forwards the server's answers.
 func (l *link) Downstream() { pgproxy.Answers(l.server, l.client, l.cut.Load) }
 
-// tidy returns statements on one line.
-func tidy(statements []string) string {
+// oneLine returns statements on one line.
+func oneLine(statements []string) string {
 	lines := make([]string, len(statements))
 	for i, sql := range statements {
 		lines[i] = strings.Join(strings.Fields(sql), " ")

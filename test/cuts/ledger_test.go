@@ -17,52 +17,52 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// way is the way in which a connection breaks at a message.
-type way int
+// cutKind is the way in which a connection breaks at a message.
+type cutKind int
 
 const (
-	pass   way = iota // no break
-	before            // the server never receives the message
-	after             // the server has executed it, and the client gets no answer
+	pass   cutKind = iota // no break
+	before                // the server never receives the message
+	after                 // the server has executed it, and the client gets no answer
 )
 
 // String returns the name of the way.
-func (w way) String() string { return [...]string{"pass", "before", "after"}[w] }
+func (w cutKind) String() string { return [...]string{"pass", "before", "after"}[w] }
 
 // cut is a message, and the way in which the connection breaks there.
 type cut struct {
 	text string // the text of the message
 	time int    // the occurrence of that text, from 1
-	way  way
+	way  cutKind
 }
 
 // String describes a cut in a failure.
 func (c cut) String() string { return fmt.Sprintf("%s time %d of %q", c.way, c.time, c.text) }
 
-// sent is a text and the number of its messages.
-type sent struct {
-	text   string
-	times  int
-	beside bool // the process sent it before the story began: background work
+// countedMessage is a text and the number of its messages.
+type countedMessage struct {
+	text       string
+	times      int
+	background bool // the process sent it before the story began: background work
 }
 
 // ledger counts the messages of a process, and decides the cuts.
 type ledger struct {
-	mu     sync.Mutex
-	cuts   []cut // cuts not made yet
-	made   []cut
-	order  []string
-	times  map[string]int
-	beside map[string]bool
-	closed bool // later messages do not count
+	mu         sync.Mutex
+	cuts       []cut // cuts not made yet
+	done       []cut
+	order      []string
+	times      map[string]int
+	background map[string]bool
+	closed     bool // later messages do not count
 }
 
 func newLedger(cuts []cut) *ledger {
-	return &ledger{cuts: slices.Clone(cuts), times: map[string]int{}, beside: map[string]bool{}}
+	return &ledger{cuts: slices.Clone(cuts), times: map[string]int{}, background: map[string]bool{}}
 }
 
-// note counts a message and returns its way.
-func (l *ledger) note(text string) way {
+// next counts a message and returns its way.
+func (l *ledger) next(text string) cutKind {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.closed {
@@ -77,16 +77,16 @@ func (l *ledger) note(text string) way {
 		return pass
 	}
 	c := l.cuts[i]
-	l.cuts, l.made = slices.Delete(l.cuts, i, i+1), append(l.made, c)
+	l.cuts, l.done = slices.Delete(l.cuts, i, i+1), append(l.done, c)
 	return c.way
 }
 
-// begins marks the begin of the story. Earlier messages are background work.
-func (l *ledger) begins() {
+// startStory marks the begin of the story. Earlier messages are background work.
+func (l *ledger) startStory() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for text := range l.times {
-		l.beside[text] = true
+		l.background[text] = true
 	}
 }
 
@@ -97,44 +97,44 @@ func (l *ledger) close() {
 	l.closed = true
 }
 
-// left returns the cuts that were not made.
-func (l *ledger) left() []cut {
+// pending returns the cuts that were not made.
+func (l *ledger) pending() []cut {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.Clone(l.cuts)
 }
 
-// all returns the messages in the order of their first occurrence.
-func (l *ledger) all() []sent {
+// messages returns the messages in the order of their first occurrence.
+func (l *ledger) messages() []countedMessage {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	list := make([]sent, len(l.order))
+	list := make([]countedMessage, len(l.order))
 	for i, text := range l.order {
-		list[i] = sent{text, l.times[text], l.beside[text]}
+		list[i] = countedMessage{text, l.times[text], l.background[text]}
 	}
 	return list
 }
 
-// passing are the tables without lasting state: workers, counts and progress, and the logs of claims and lanes, which
-// record the fault itself.
-var passing = []string{
+// transientTables are the tables without lasting state: workers, counts and progress, and the logs of claims and lanes,
+// which record the fault itself.
+var transientTables = []string{
 	"agent_workers", "agent_migrations", "agent_schema_code", "agent_activity_counted", "agent_activity_counts",
 	"agent_activity_durations", "agent_activity_uncounted",
 	"agent_span_export", "agent_retention_passes", "agent_claims_lost", "agent_lane_holds", "agent_chat_requests",
 	"agent_prompts", "agent_prompt_parts",
 }
 
-// differs are the columns, and the fields of JSON, that differ between runs: counters of attempts and claims,
+// volatileColumns are the columns, and the fields of JSON, that differ between runs: counters of attempts and claims,
 // durations, hashes over ids or times, and sizes of prompts with times in them.
-var differs = []string{
+var volatileColumns = []string{
 	"claim", "attempt of agent_executions", "attempt of agent_idempotency", "hinted_at", "wait_number", "wake",
 	"fencing_token", "duration_ms", "spent_ns", "p50_ms", "p95_ms",
 	"fingerprint", "idempotency_key", "arguments_hash", "body", "search", "spent", "tokens", "token_usage", "usage",
 	"cost_usd", "next_run_at", "messages",
 }
 
-// words replace the parts of texts that differ between runs.
-var words = []struct {
+// volatileTexts replace the parts of texts that differ between runs.
+var volatileTexts = []struct {
 	pattern *regexp.Regexp
 	word    string
 }{
@@ -149,32 +149,32 @@ var words = []struct {
 
 var uuid = regexp.MustCompile(`[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}`)
 
-// canon makes rows comparable. It replaces each id by the name of its object.
-type canon struct {
+// canonicalizer makes rows comparable. It replaces each id by the name of its object.
+type canonicalizer struct {
 	table string
 	names map[string]string
 }
 
 // digest returns the final state without the parts that differ between runs. It has a line for each row of each table,
 // and for each external effect.
-func digest(w *world) []string {
+func digest(w *testEnv) []string {
 	w.t.Helper()
 	tables := pgtest.Column[string](w.t, w.db, `
 		select c.relname from pg_class c where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p')
 		  and not c.relispartition
 		 order by 1`)
-	names := named(w)
+	names := objectNames(w)
 	var lines []string
 	for _, table := range tables {
-		if !slices.Contains(passing, table) {
-			lines = append(lines, contents(w, canon{table, names})...)
+		if !slices.Contains(transientTables, table) {
+			lines = append(lines, contents(w, canonicalizer{table, names})...)
 		}
 	}
 	return append(lines, effects(w)...)
 }
 
-// named maps ids to the names of their objects.
-func named(w *world) map[string]string {
+// objectNames maps ids to the names of their objects.
+func objectNames(w *testEnv) map[string]string {
 	w.t.Helper()
 	rows, err := w.db.Query(w.t.Context(), `
 		select id::text, 'EXECUTION ' || flow from agent_executions
@@ -189,7 +189,7 @@ func named(w *world) map[string]string {
 }
 
 // contents returns the rows of a table.
-func contents(w *world, c canon) []string {
+func contents(w *testEnv, c canonicalizer) []string {
 	w.t.Helper()
 	found := pgtest.Column[map[string]any](w.t, w.db, `select to_jsonb(t) from `+pgx.Identifier{c.table}.Sanitize()+` t`)
 	lines := make([]string, len(found))
@@ -203,12 +203,12 @@ func contents(w *world, c canon) []string {
 }
 
 // value returns a value without the parts that differ.
-func (c canon) value(v any) any {
+func (c canonicalizer) value(v any) any {
 	switch v := v.(type) {
 	case map[string]any:
 		kept := map[string]any{}
 		for name, field := range v {
-			if !slices.Contains(differs, name) && !slices.Contains(differs, name+" of "+c.table) {
+			if !slices.Contains(volatileColumns, name) && !slices.Contains(volatileColumns, name+" of "+c.table) {
 				kept[c.text(name)] = c.value(field)
 			}
 		}
@@ -226,21 +226,21 @@ func (c canon) value(v any) any {
 }
 
 // text returns a text without the parts that differ.
-func (c canon) text(s string) string {
+func (c canonicalizer) text(s string) string {
 	s = uuid.ReplaceAllStringFunc(s, func(id string) string {
 		if name, ok := c.names[id]; ok {
 			return name
 		}
 		return "ID"
 	})
-	for _, w := range words {
+	for _, w := range volatileTexts {
 		s = w.pattern.ReplaceAllString(s, w.word)
 	}
 	return s
 }
 
 // effects returns the external effects: how often, and under how many idempotency keys.
-func effects(w *world) []string {
+func effects(w *testEnv) []string {
 	keys, calls := map[string]map[string]bool{}, map[string]int{}
 	note := func(what, key string) {
 		if keys[what] == nil {
@@ -286,11 +286,11 @@ func difference(want, got []string) []string {
 
 // exception is a known reason for an end that differs from the undisturbed run, or for a retry by an external client.
 type exception struct {
-	name  string         // as in docs/exceptions.md
-	story string         // "" for any
-	at    *regexp.Regexp // the text of the message
-	way   way            // pass for both
-	shows *regexp.Regexp // the difference
+	name       string         // as in docs/exceptions.md
+	story      string         // "" for any
+	at         *regexp.Regexp // the text of the message
+	way        cutKind        // pass for both
+	difference *regexp.Regexp // the difference
 }
 
 // releasedWithTheEnd matches a lane that was released with the end of its run.
@@ -303,23 +303,23 @@ var exceptions = []exception{
 		at: regexp.MustCompile(
 			`^(prepare: )?(connect$|select pg_backend_pid|select current_setting|select clock_timestamp|insert into agent_schedules|` +
 				`select set_agent_limits|select extract\(epoch from \(select min\(next_run_at\))`),
-		shows: regexp.MustCompile(`^the process ended when it started, and was started again$`),
+		difference: regexp.MustCompile(`^the process ended when it started, and was started again$`),
 	},
 	{
 		name: "A lane whose release is lost", story: "heartbeat", way: before,
-		at:    regexp.MustCompile(`lanekeeper\.release_agent_lock\(`),
-		shows: releasedWithTheEnd,
+		at:         regexp.MustCompile(`lanekeeper\.release_agent_lock\(`),
+		difference: releasedWithTheEnd,
 	},
 	{ // a preparation releases nothing
 		name: "A lane whose release is lost", story: "heartbeat", way: pass,
-		at:    regexp.MustCompile(`^prepare: .*lanekeeper\.release_agent_lock\(`),
-		shows: releasedWithTheEnd,
+		at:         regexp.MustCompile(`^prepare: .*lanekeeper\.release_agent_lock\(`),
+		difference: releasedWithTheEnd,
 	},
 }
 
 // covers reports whether the exception explains a difference of a trial.
 func (e exception) covers(x trial, what string) bool {
-	return (e.story == "" || e.story == x.story.name) && e.shows.MatchString(what) &&
+	return (e.story == "" || e.story == x.story.name) && e.difference.MatchString(what) &&
 		slices.ContainsFunc(x.cuts, func(c cut) bool {
 			return (e.way == pass || e.way == c.way) && e.at.MatchString(c.text)
 		})

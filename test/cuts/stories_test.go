@@ -16,23 +16,23 @@ import (
 
 // stories are all stories.
 var stories = []story{
-	{name: "heartbeat", declared: bills.YAML, begin: due, tell: beat},
-	{name: "chat", declared: bills.ShopYAML, begin: converse, tell: order},
-	{name: "flow", declared: flowYAML, begin: func(*world) {}, tell: onboard},
+	{name: "heartbeat", declared: bills.YAML, prepare: prepareHeartbeat, play: runHeartbeat},
+	{name: "chat", declared: bills.ShopYAML, prepare: scriptConversation, play: playOrder},
+	{name: "flow", declared: flowYAML, prepare: func(*testEnv) {}, play: playOnboarding},
 	{
-		name: "idle", declared: flowYAML, begin: func(*world) {}, tell: rest,
+		name: "idle", declared: flowYAML, prepare: func(*testEnv) {}, play: waitBackground,
 		settings: settings{sweep: 200 * time.Millisecond, automations: 200 * time.Millisecond},
 	},
 }
 
-// due gives each phase of a heartbeat something to do.
-func due(w *world) {
+// prepareHeartbeat gives each phase of a heartbeat something to do.
+func prepareHeartbeat(w *testEnv) {
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply { return bills.Model(req) })
 	bills.MakeDue(w.t, w.db)
 }
 
-// beat makes a heartbeat due and waits for its end.
-func beat(ctx context.Context, w *world) {
+// runHeartbeat makes a heartbeat due and waits for its end.
+func runHeartbeat(ctx context.Context, w *testEnv) {
 	pgtest.Exec(w.t, w.db, `update agent_schedules set next_run_at = clock_timestamp() where name = 'heartbeat'`)
 	for w.agent.engine.Tick(ctx) != nil && ctx.Err() == nil { // the sweep ticks if the leader does not
 	}
@@ -40,8 +40,8 @@ func beat(ctx context.Context, w *world) {
 		`select exists (select from agent_executions where flow = 'heartbeat' and completed_at is not null)`)
 }
 
-// converse scripts the model of a conversation.
-func converse(w *world) {
+// scriptConversation scripts the model of a conversation.
+func scriptConversation(w *testEnv) {
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		switch _, turn := modeltest.Turn(req); turn {
 		case 0:
@@ -53,14 +53,14 @@ func converse(w *world) {
 	})
 }
 
-// order plays a visitor who orders, and the admin who approves.
-func order(ctx context.Context, w *world) {
+// playOrder plays a visitor who orders, and the admin who approves.
+func playOrder(ctx context.Context, w *testEnv) {
 	heard := make(chan string, 1)
-	go func() { heard <- w.say(ctx, "t1", "one, please") }()
+	go func() { heard <- w.sendMessage(ctx, "t1", "one, please") }()
 	w.eventually("the answer waits for approval",
 		`select exists (select from agent_executions where status = 'waiting' and waiting_for = 'approval')`)
 	id := pgtest.Value[string](w.t, w.db, `select id::text from agent_approvals`)
-	w.ask(ctx, "POST", "/v1/approvals/"+id, `{"decision": "approve"}`, "decision")
+	w.requestUntilDone(ctx, "POST", "/v1/approvals/"+id, `{"decision": "approve"}`, "decision")
 	select {
 	case text := <-heard:
 		w.skills.Add(bills.Call{Skill: "the visitor heard", Key: "1", Args: text})
@@ -98,9 +98,9 @@ actions:
   - {actionType: send_message, parameters: {message: "paid {{input.n}}"}}
 `
 
-// onboard starts a flow, sends its event, and waits for its end.
-func onboard(ctx context.Context, w *world) {
-	answer := w.ask(ctx, "POST", "/v1/executions", `{"flow": "parent", "thread_id": "t1"}`, "start")
+// playOnboarding starts a flow, sends its event, and waits for its end.
+func playOnboarding(ctx context.Context, w *testEnv) {
+	answer := w.requestUntilDone(ctx, "POST", "/v1/executions", `{"flow": "parent", "thread_id": "t1"}`, "start")
 	var started struct{ ID string }
 	if err := json.Unmarshal(answer, &started); err != nil {
 		w.t.Errorf("start: %v: %s", err, answer)
@@ -108,14 +108,14 @@ func onboard(ctx context.Context, w *world) {
 	}
 	w.eventually("the flow waits", `select exists (select from agent_executions where flow = 'parent'
 		and status = 'waiting' and waiting_for = 'event')`)
-	w.ask(ctx, "POST", "/v1/events", `{"event": "EVENT_COMPLETED", "key": "the event", "data": {"is": "so"}}`, "event")
+	w.requestUntilDone(ctx, "POST", "/v1/events", `{"event": "EVENT_COMPLETED", "key": "the event", "data": {"is": "so"}}`, "event")
 	w.eventually("the flow ends", `select completed_at is not null from agent_executions where id = $1`, started.ID)
 }
 
-// rest waits until all background work of the process has run, then plays a flow.
-func rest(ctx context.Context, w *world) {
+// waitBackground waits until all background work of the process has run, then plays a flow.
+func waitBackground(ctx context.Context, w *testEnv) {
 	late := time.After(1500 * time.Millisecond)
-	for over := false; !over && (len(w.ledger.left()) > 0 || !w.cutting); {
+	for over := false; !over && (len(w.ledger.pending()) > 0 || !w.hasCuts); {
 		select {
 		case <-late:
 			over = true
@@ -123,8 +123,8 @@ func rest(ctx context.Context, w *world) {
 			over = !pause(ctx)
 		}
 	}
-	w.ledger.begins()
-	onboard(ctx, w)
+	w.ledger.startStory()
+	playOnboarding(ctx, w)
 }
 
 // story is a piece of work of a process, and its end.
@@ -132,34 +132,34 @@ type story struct {
 	name     string
 	declared string // the workspace
 	settings settings
-	begin    func(w *world)                      // before the process starts
-	tell     func(ctx context.Context, w *world) // while the process works; returns at the end of the work
+	prepare  func(w *testEnv)                      // before the process starts
+	play     func(ctx context.Context, w *testEnv) // while the process works; returns at the end of the work
 }
 
-// ending is the result of a story.
-type ending struct {
+// storyResult is the result of a story.
+type storyResult struct {
 	digest    []string // the final state, see ledger_test.go
 	incidents []string // failed attempts of clients
-	sent      []sent
-	left      []cut // cuts that were not made
-	slow      bool  // a lease was lost; on a stalled machine that needs no cut
+	sent      []countedMessage
+	uncut     []cut // cuts that were not made
+	leaseLost bool  // a lease was lost; on a stalled machine that needs no cut
 	log       string
 }
 
-// end plays a story with cuts, and returns its ending.
-func (s story) end(t *testing.T, cuts []cut) ending {
+// run plays a story with cuts, and returns its ending.
+func (s story) run(t *testing.T, cuts []cut) storyResult {
 	t.Helper()
 	database := pgtest.URL(t)
-	w := newWorld(t, database, s.declared, cuts)
-	s.begin(w)
+	w := newTestEnv(t, database, s.declared, cuts)
+	s.prepare(w)
 	w.run(database, s.settings, func(ctx context.Context) {
-		s.tell(ctx, w)
+		s.play(ctx, w)
 		w.eventually("everything is over", `
 			select not exists (select from agent_executions where completed_at is null)
 			   and not exists (select from agent_activity_open) and not exists (select from agent_locks_live)`)
 	})
 	slow := pgtest.Value[int](w.t, w.db, `select count(*) from agent_workers`) > 1
-	return ending{digest(w), w.reported(), w.ledger.all(), w.ledger.left(), slow, w.log.String()}
+	return storyResult{digest(w), w.reportedIncidents(), w.ledger.messages(), w.ledger.pending(), slow, w.log.String()}
 }
 
 func TestMain(m *testing.M) {
@@ -167,5 +167,5 @@ func TestMain(m *testing.M) {
 	pgtest.Main(m)
 }
 
-// whole reports whether every message is cut.
-func whole() bool { return os.Getenv("AGENT_CUT_ALL") != "" }
+// cutsAll reports whether every message is cut.
+func cutsAll() bool { return os.Getenv("AGENT_CUT_ALL") != "" }

@@ -23,43 +23,43 @@ import (
 // load plays all clients: they start executions, send events, write in threads and ask as visitors, and one takes a
 // lane by plain SQL. Each repeats its request under the same key until it gets an answer, and notes the answer.
 type load struct {
-	*world
+	*testEnv
 	ctx   context.Context // ends when no client may start more
 	stop  context.CancelFunc
 	group sync.WaitGroup
 	jobs  errgroup.Group
 
-	mu     sync.Mutex
-	turn   int
-	runs   map[int]string    // ids of started executions
-	given  map[string]string // keys of accepted events, by id
-	notes  map[string]string // contents of messages, by id
-	heard  map[string]string // answers to visitors, by thread and question
-	tokens []int64           // of the lane probe, in the order of its grants
-	tries  int               // requests without an answer, or with a server error
+	mu             sync.Mutex
+	nextAgent      int
+	runs           map[int]string    // ids of started executions
+	acceptedEvents map[string]string // keys of accepted events, by id
+	messages       map[string]string // contents of messages, by id
+	answers        map[string]string // answers to visitors, by thread and question
+	tokens         []int64           // of the lane probe, in the order of its grants
+	failedRequests int               // requests without an answer, or with a server error
 }
 
 // newLoad creates a load that has not started.
-func (w *world) newLoad() *load {
+func (w *testEnv) newLoad() *load {
 	ctx, stop := context.WithCancel(w.t.Context())
 	l := &load{
-		world: w, ctx: ctx, stop: stop, runs: map[int]string{}, given: map[string]string{}, notes: map[string]string{},
-		heard: map[string]string{},
+		testEnv: w, ctx: ctx, stop: stop, runs: map[int]string{}, acceptedEvents: map[string]string{},
+		messages: map[string]string{}, answers: map[string]string{},
 	}
 	l.jobs.SetLimit(8)
 	w.t.Cleanup(func() {
 		stop()
-		w.open()
+		w.releaseCalls()
 		l.group.Wait()
 		_ = l.jobs.Wait() // none fails
 	})
 	return l
 }
 
-func (w *world) begin() *load {
+func (w *testEnv) startLoad() *load {
 	l := w.newLoad()
-	l.group.Go(l.people)
-	l.group.Go(l.lane)
+	l.group.Go(l.runClients)
+	l.group.Go(l.useLane)
 	return l
 }
 
@@ -70,26 +70,26 @@ func (l *load) end() {
 	_ = l.jobs.Wait() // none fails
 }
 
-// people start an execution, send its event, and send a message, again and again.
-func (l *load) people() {
+// runClients start an execution, send its event, and send a message, again and again.
+func (l *load) runClients() {
 	for n := 1; testkit.Wait(l.ctx, 250*time.Millisecond); n++ {
 		l.jobs.Go(func() error {
-			l.start(n)
+			l.startExecution(n)
 			if n%3 == 0 {
-				l.say(n)
+				l.sendMessage(n)
 			}
-			l.give(n)
+			l.sendEvent(n)
 			return nil
 		})
 		if n%4 == 0 {
-			l.jobs.Go(func() error { l.ask(n); return nil })
+			l.jobs.Go(func() error { l.askQuestion(n); return nil })
 		}
 	}
 }
 
-func (l *load) start(n int) {
+func (l *load) startExecution(n int) {
 	var got struct{ ID string }
-	l.insist("/v1/executions", adminToken, fmt.Sprintf("start %d", n), "", map[string]any{
+	l.retryUntilDone("/v1/executions", adminToken, fmt.Sprintf("start %d", n), "", map[string]any{
 		"flow": "errand", "thread_id": fmt.Sprintf("t%d", n), "input": map[string]any{"n": n},
 	}, &got)
 	l.mu.Lock()
@@ -97,43 +97,44 @@ func (l *load) start(n int) {
 	l.runs[n] = got.ID
 }
 
-func (l *load) give(n int) {
+func (l *load) sendEvent(n int) {
 	key, id := fmt.Sprintf("event %d", n), fmt.Sprintf("given %d", n)
-	l.insist("/v1/events", adminToken, "", "",
+	l.retryUntilDone("/v1/events", adminToken, "", "",
 		map[string]any{"event": "EVENT_COMPLETED", "key": key, "data": map[string]any{"is": key}, "id": id}, nil)
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.given[id] = key
+	l.acceptedEvents[id] = key
 }
 
-func (l *load) say(n int) {
+func (l *load) sendMessage(n int) {
 	var got struct {
 		ID string `json:"message_id"`
 	}
 	content := fmt.Sprintf("note %d", n)
-	l.insist(fmt.Sprintf("/v1/threads/t%d/messages", n), adminToken, content, "", map[string]any{"content": content}, &got)
+	body := map[string]any{"content": content}
+	l.retryUntilDone(fmt.Sprintf("/v1/threads/t%d/messages", n), adminToken, content, "", body, &got)
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.notes[got.ID] = content
+	l.messages[got.ID] = content
 }
 
-func (l *load) ask(n int) {
+func (l *load) askQuestion(n int) {
 	var got struct {
 		Choices []struct{ Message struct{ Content string } }
 	}
 	question := fmt.Sprintf("question %d", n)
-	l.insist("/v1/chat/completions", visitorKey, question, fmt.Sprintf("v%d", n), map[string]any{
+	l.retryUntilDone("/v1/chat/completions", visitorKey, question, fmt.Sprintf("v%d", n), map[string]any{
 		"model": "agent", "messages": []map[string]any{{"role": "user", "content": question}},
 	}, &got)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, c := range got.Choices {
-		l.heard[question] = c.Message.Content
+		l.answers[question] = c.Message.Content
 	}
 }
 
-// lane acquires and releases a lane, again and again.
-func (l *load) lane() {
+// useLane acquires and releases a lane, again and again.
+func (l *load) useLane() {
 	for n := 0; testkit.Wait(l.ctx, 200*time.Millisecond); n++ {
 		ctx, cancel := context.WithTimeout(l.ctx, 10*time.Second)
 		var token int64
@@ -150,8 +151,8 @@ func (l *load) lane() {
 	}
 }
 
-// insist sends a request to the processes in turn until one succeeds.
-func (l *load) insist(path, token, key, thread string, body, into any) {
+// retryUntilDone sends a request to the processes in turn until one succeeds.
+func (l *load) retryUntilDone(path, token, key, thread string, body, into any) {
 	text, err := json.Marshal(body)
 	if err != nil {
 		l.t.Error(err)
@@ -170,7 +171,7 @@ func (l *load) insist(path, token, key, thread string, body, into any) {
 			return
 		}
 		l.mu.Lock()
-		l.tries++
+		l.failedRequests++
 		l.mu.Unlock()
 	}
 }
@@ -179,8 +180,8 @@ func (l *load) post(ctx context.Context, path, token, key, thread string, body [
 	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
 	defer cancel()
 	l.mu.Lock()
-	l.turn++
-	base := l.bases[l.turn%len(l.bases)]
+	l.nextAgent++
+	base := l.baseURLs[l.nextAgent%len(l.baseURLs)]
 	l.mu.Unlock()
 	got, err := testkit.Do(ctx, http.DefaultClient, http.MethodPost, base+path, string(body), testkit.Bearer(token),
 		"Idempotency-Key: "+key, "X-Thread-Id: "+thread)
@@ -190,15 +191,15 @@ func (l *load) post(ctx context.Context, path, token, key, thread string, body [
 	return got.Status, got.Body
 }
 
-// started returns the number of confirmed executions.
-func (l *load) started() int {
+// countStarted returns the number of confirmed executions.
+func (l *load) countStarted() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return len(l.runs)
 }
 
-// truthTables store what only the test knows.
-const truthTables = `
+// recordTables store what only the test knows.
+const recordTables = `
 	create schema truth;
 	create table truth.runs (n int not null, id uuid not null);
 	create table truth.given (id text not null, key text not null);
@@ -284,8 +285,8 @@ var checks = map[string]string{
 		select format('activity %s is under way', activity_id) from agent_activity_open`,
 }
 
-// underWay lists everything that has not ended.
-const underWay = `
+// unfinishedWork lists everything that has not ended.
+const unfinishedWork = `
 	select format('%s of %s are %s, wait for %s', count(*), flow, status, waiting_for) from agent_executions
 	 where completed_at is null group by flow, status, waiting_for
 	union all
@@ -294,20 +295,20 @@ const underWay = `
 	union all
 	select format('lane %s is held by %s', lane, locked_by) from agent_locks where locked_by <> '' and lane <> 'probe'`
 
-// settle waits until the load and its work have ended, stops the processes, and runs all checks.
-func (l *load) settle() {
+// stopAndCheck waits until the load and its work have ended, stops the processes, and runs all checks.
+func (l *load) stopAndCheck() {
 	l.t.Helper()
 	l.end()
 	pgtest.Exec(l.t, l.db, `update agent_schedules set next_run_at = clock_timestamp() + interval '1 day'`)
 	pgtest.EventuallyWithin(l.t, 2*pgtest.Timeout, func() bool {
-		return len(pgtest.Column[string](l.t, l.db, underWay)) == 0
+		return len(pgtest.Column[string](l.t, l.db, unfinishedWork)) == 0
 	},
 		"everything that was begun ends")
-	l.survived()
+	l.checkRunning()
 	for _, a := range l.agents {
 		a.Stop()
 	}
-	l.note()
+	l.storeRecords()
 	for _, name := range slices.Sorted(maps.Keys(checks)) {
 		for i, violation := range pgtest.Column[string](l.t, l.db, checks[name]) {
 			if i == 5 {
@@ -317,21 +318,21 @@ func (l *load) settle() {
 			l.t.Errorf("%s: %s", name, violation)
 		}
 	}
-	l.tally()
+	l.checkCounts()
 }
 
-// note stores what only the test knows.
-func (l *load) note() {
+// storeRecords stores what only the test knows.
+func (l *load) storeRecords() {
 	for n, id := range l.runs {
 		pgtest.Exec(l.t, l.db, `insert into truth.runs values ($1, $2)`, n, id)
 	}
-	for id, key := range l.given {
+	for id, key := range l.acceptedEvents {
 		pgtest.Exec(l.t, l.db, `insert into truth.given values ($1, $2)`, id, key)
 	}
-	for id, content := range l.notes {
+	for id, content := range l.messages {
 		pgtest.Exec(l.t, l.db, `insert into truth.notes values ($1, $2)`, id, content)
 	}
-	for question, answer := range l.heard {
+	for question, answer := range l.answers {
 		pgtest.Exec(l.t, l.db, `insert into truth.heard values ($1, $2)`, question, answer)
 	}
 	for _, c := range l.calls {
@@ -349,10 +350,10 @@ func (l *load) note() {
 	}
 }
 
-// tally logs the counts of each kind of work, and fails the test if a kind did not happen.
-func (l *load) tally() {
+// checkCounts logs the counts of each kind of work, and fails the test if a kind did not happen.
+func (l *load) checkCounts() {
 	l.t.Helper()
-	l.t.Logf("%6d requests were not answered and sent again", l.tries)
+	l.t.Logf("%6d requests were not answered and sent again", l.failedRequests)
 	for _, c := range []struct {
 		what, sql string
 		may       bool // be none
@@ -379,8 +380,8 @@ func TestChecksFindPlantedViolations(t *testing.T) {
 	for name, planted := range plantedRows {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := &world{t: t, db: pgtest.DB(t)}
-			pgtest.Exec(w.t, w.db, truthTables)
+			w := &testEnv{t: t, db: pgtest.DB(t)}
+			pgtest.Exec(w.t, w.db, recordTables)
 			found := pgtest.Column[string](w.t, w.db, checks[name])
 			require.Truef(t, len(found) == 0, "an empty database violates it: %s", strings.Join(found, "; "))
 			pgtest.Exec(w.t, w.db, planted)

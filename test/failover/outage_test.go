@@ -31,37 +31,37 @@ import (
 func TestDatabaseOutages(t *testing.T) {
 	t.Parallel()
 	away, lease := 4*time.Second, "30s"
-	if long() {
+	if isLong() {
 		away, lease = time.Minute, "15s"
 	}
 	s := newServer(t)
-	w := newWorld(t, urlOf(s), lease)
+	w := newTestEnv(t, urlOf(s), lease)
 	w.serve(2)
-	l := w.begin()
-	l.atTheWorstMoment()
+	l := w.startLoad()
+	l.waitCallsBlocked()
 	l.kill(0)
-	w.open()
-	l.recovers()
+	w.releaseCalls()
+	l.checkRecovery()
 	for _, outage := range []struct {
 		how  syscall.Signal
 		away time.Duration
 	}{{syscall.SIGINT, 0}, {syscall.SIGQUIT, 0}, {syscall.SIGINT, away}} {
-		l.atTheWorstMoment()
+		l.waitCallsBlocked()
 		s.stop(outage.how)
 		if outage.away > 0 {
-			w.unready("database")
+			w.waitUnready("database")
 		}
-		w.open() // calls get their answers, which cannot be recorded
+		w.releaseCalls() // calls get their answers, which cannot be recorded
 		testkit.Wait(t.Context(), outage.away)
-		w.survived()
+		w.checkRunning()
 		s.start()
-		l.recovers()
+		l.checkRecovery()
 	}
 	for _, a := range w.agents {
 		assert.Contains(t, a.Err.String(), "database unavailable, trying again", "not ready: the database does not answer",
 			"notification connection lost")
 	}
-	l.settle()
+	l.stopAndCheck()
 }
 
 // kill ends a process with SIGKILL, ends its lease, and starts another in its place.
@@ -74,23 +74,23 @@ func (l *load) kill(i int) {
 	base := l.agents[i].Base()
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.bases[i] = base
+	l.baseURLs[i] = base
 }
 
-// atTheWorstMoment returns when calls of each skill and of the model are blocked.
-func (l *load) atTheWorstMoment() {
+// waitCallsBlocked returns when calls of each skill and of the model are blocked.
+func (l *load) waitCallsBlocked() {
 	l.t.Helper()
-	l.shut()
-	pgtest.Eventually(l.t, func() bool { return l.holds("look", "pay", "model") }, "calls are blocked")
+	l.blockCalls()
+	pgtest.Eventually(l.t, func() bool { return l.hasBlocked("look", "pay", "model") }, "calls are blocked")
 }
 
-// recovers waits until the processes are ready and new work completes.
-func (l *load) recovers() {
+// checkRecovery waits until the processes are ready and new work completes.
+func (l *load) checkRecovery() {
 	l.t.Helper()
 	began := time.Now()
-	l.ready("after the outage")
-	before := l.started()
-	pgtest.Eventually(l.t, func() bool { return l.started() > before+4 },
+	l.waitReady("after the outage")
+	before := l.countStarted()
+	pgtest.Eventually(l.t, func() bool { return l.countStarted() > before+4 },
 		"executions are started after the outage")
 	pgtest.Eventually(l.t, func() bool {
 		n := 0
@@ -112,16 +112,16 @@ func TestStandbyPromotion(t *testing.T) {
 	t.Parallel()
 	primary := newServer(t)
 	standby := standbyOf(t, primary)
-	w := newWorld(t, urlOf(primary, standby), "30s")
+	w := newTestEnv(t, urlOf(primary, standby), "30s")
 	w.serve(2)
-	l := w.begin()
-	l.atTheWorstMoment()
+	l := w.startLoad()
+	l.waitCallsBlocked()
 	primary.stop(syscall.SIGKILL)
-	w.unready("database")
-	w.open()
+	w.waitUnready("database")
+	w.releaseCalls()
 	standby.sql(`select pg_promote()`)
-	l.recovers()
-	l.settle()
+	l.checkRecovery()
+	l.stopAndCheck()
 }
 
 // counter is a proxy in front of a database. It counts the requests of all its connections. It kills the process at one
@@ -129,37 +129,37 @@ func TestStandbyPromotion(t *testing.T) {
 type counter struct {
 	*pgproxy.Proxy
 
-	mu     sync.Mutex
-	n      int
-	at     int  // the request of the kill; 0 for none
-	before bool // the request arrives
-	die    func()
+	mu         sync.Mutex
+	n          int
+	killNumber int  // the request of the kill; 0 for none
+	arrives    bool // the request arrives
+	kill       func()
 }
 
-// count starts counting for a process that dies at request n.
-func (c *counter) count(n int, before bool, die func()) {
+// killAt starts counting for a process that dies at request n.
+func (c *counter) killAt(n int, before bool, die func()) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.n, c.at, c.before, c.die = 0, n, before, die
+	c.n, c.killNumber, c.arrives, c.kill = 0, n, before, die
 }
 
 // newCounter creates a counter in front of a database.
 func newCounter(t testing.TB, to string) *counter {
 	t.Helper()
 	c := &counter{}
-	c.Proxy = pgproxy.Listen(t, to, func(client, server net.Conn) pgproxy.Link { return &counted{c, client, server} })
+	c.Proxy = pgproxy.Listen(t, to, func(client, server net.Conn) pgproxy.Link { return &countedLink{c, client, server} })
 	return c
 }
 
-// counted is one connection through a counter.
-type counted struct {
+// countedLink is one connection through a counter.
+type countedLink struct {
 	*counter
 
 	client, server net.Conn
 }
 
 // Upstream forwards the client's requests, up to the one of the kill.
-func (c *counted) Upstream() {
+func (c *countedLink) Upstream() {
 	pgproxy.Forward(c.client, c.server, func(r pgproxy.Request) bool {
 		last, arrives := false, true
 		if kind := r.Raw[r.Last]; kind == 'Q' || kind == 'S' {
@@ -170,22 +170,22 @@ func (c *counted) Upstream() {
 			_, err = c.server.Write(r.Raw)
 		}
 		if last {
-			c.die()
+			c.kill()
 		}
 		return err == nil && !last
 	})
 }
 
 // Downstream forwards the server's answers.
-func (c *counted) Downstream() { pgproxy.Answers(c.server, c.client, func() bool { return false }) }
+func (c *countedLink) Downstream() { pgproxy.Answers(c.server, c.client, func() bool { return false }) }
 
 // step counts a request. It reports whether this is the one of the kill and whether it arrives.
 func (c *counter) step() (last, arrives bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.n++
-	last = c.n == c.at
-	return last, !last || c.before
+	last = c.n == c.killNumber
+	return last, !last || c.arrives
 }
 
 // TestKillMigrateAtEveryRequest kills `agent migrate` with SIGKILL at one request after the other, before it arrives
@@ -210,7 +210,7 @@ func TestKillMigrateAtEveryRequest(t *testing.T) {
 	t.Logf("%d processes were killed; runs that ended with so many files applied: %v", kills, seen)
 	assert.Truef(t, kills >= 10, "only %d processes were killed: the test covers too little", kills)
 	assert.NoError(t, migrations.Check(t.Context(), db), "in the end")
-	if got, want := shape(t, db), shape(t, pgtest.DB(t)); got != want {
+	if got, want := schemaDigest(t, db), schemaDigest(t, pgtest.DB(t)); got != want {
 		t.Errorf("the schema differs from that of a database that was migrated in peace: %s, not %s", got, want)
 	}
 }
@@ -220,7 +220,7 @@ func TestKillMigrateAtEveryRequest(t *testing.T) {
 // file or between two.
 func nextRequest(n, files int) int {
 	switch {
-	case long(), n < 12:
+	case isLong(), n < 12:
 		return n + 1
 	case files == 0:
 		return n + 7 // River's own migrations
@@ -233,7 +233,7 @@ func migrateUntil(t *testing.T, c *counter, n int, before bool) bool {
 	t.Helper()
 	started := make(chan *proctest.Process, 1)
 	var once sync.Once
-	c.count(n, before, func() {
+	c.killAt(n, before, func() {
 		once.Do(func() {
 			a := <-started
 			_ = a.Cmd.Process.Kill() // the process may have ended
@@ -262,8 +262,8 @@ func appliedFiles(t *testing.T, db *pgxpool.Pool) int {
 	return pgtest.Value[int](t, db, `select count(*) from agent_migrations`)
 }
 
-// shape returns a digest of a database's schema, including River's.
-func shape(t *testing.T, db *pgxpool.Pool) string {
+// schemaDigest returns a digest of a database's schema, including River's.
+func schemaDigest(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
 	var digest string
 	err := db.QueryRow(t.Context(), `
@@ -306,8 +306,8 @@ func TestTwoProcessesMigrateAtOnce(t *testing.T) {
 	assert.Truef(t, applied == n && n != 0, "the two report %d applied files, and the database has %d", applied, n)
 }
 
-// documented runs the command of docs/retention.md that starts with a word, with the tests' PostgreSQL programs.
-func documented(t *testing.T, word, dir string, environ ...string) {
+// runDocumented runs the command of docs/retention.md that starts with a word, with the tests' PostgreSQL programs.
+func runDocumented(t *testing.T, word, dir string, environ ...string) {
 	t.Helper()
 	text, err := os.ReadFile("../../docs/retention.md")
 	require.NoError(t, err)
@@ -338,45 +338,45 @@ func TestRestoredDumpContinues(t *testing.T) {
 	if pgtest.Pooled() {
 		t.Skip("pg_dump needs a session")
 	}
-	w := newWorld(t, pgtest.URL(t), "30s")
+	w := newTestEnv(t, pgtest.URL(t), "30s")
 	w.serve(2)
 	l := w.newLoad()
 	const waiting, running = 8, 2
 	for n := 1; n <= waiting; n++ {
-		l.start(n)
+		l.startExecution(n)
 	}
 	pgtest.Eventually(t, func() bool { return pgtest.Value[int](w.t, w.db, asleep) == waiting },
 		"all wait for their event")
-	w.shut()
+	w.blockCalls()
 	for n := waiting + 1; n <= waiting+running; n++ {
-		l.start(n)
+		l.startExecution(n)
 	}
 	pgtest.Eventually(t, func() bool {
-		return w.holds("look") && pgtest.Value[int](w.t, w.db, atWork) == running
+		return w.hasBlocked("look") && pgtest.Value[int](w.t, w.db, atWork) == running
 	},
 		"the others are in the middle of a call")
 	pgtest.Exec(w.t, w.db, `select acquire_agent_lock('probe', 'old', 60)`)
 
 	dir := t.TempDir()
-	documented(t, "pg_dump", dir, "DATABASE_URL="+w.url)
+	runDocumented(t, "pg_dump", dir, "DATABASE_URL="+w.url)
 
 	// After the dump, the old processes work on, and take more claims and tokens.
 	pgtest.Exec(w.t, w.db, `select release_agent_lock('probe', 'old')`)
 	token := pgtest.Value[int64](w.t, w.db, `select fencing_token from acquire_agent_lock('probe', 'older', 60)`)
 	claims := pgtest.Value[int64](w.t, w.db, `select max(claim) from agent_executions`)
-	w.open()
+	w.releaseCalls()
 	for _, a := range w.agents {
 		a.Stop()
 	}
 
 	to := pgtest.EmptyURL(t)
-	documented(t, "pg_restore", dir, "NEW_DATABASE_URL="+to)
+	runDocumented(t, "pg_restore", dir, "NEW_DATABASE_URL="+to)
 	// the schema of the test itself
 	run(t, `psql --dbname="$NEW_DATABASE_URL" --command='drop schema truth cascade'`, dir, "NEW_DATABASE_URL="+to)
-	documented(t, "psql --dbname", dir, "NEW_DATABASE_URL="+to)
-	restored := newWorld(t, to, "30s")
+	runDocumented(t, "psql --dbname", dir, "NEW_DATABASE_URL="+to)
+	restored := newTestEnv(t, to, "30s")
 	assert.Equal(t, waiting, pgtest.Value[int](restored.t, restored.db, asleep))
-	goesOn(restored, waiting+running, token, claims)
+	checkRestored(restored, waiting+running, token, claims)
 }
 
 const (
@@ -386,8 +386,8 @@ const (
 		and claimed_by is not null`
 )
 
-// goesOn serves a restored database, sends every event, and waits until everything has ended.
-func goesOn(w *world, errands int, token, claims int64) {
+// checkRestored serves a restored database, sends every event, and waits until everything has ended.
+func checkRestored(w *testEnv, errands int, token, claims int64) {
 	w.t.Helper()
 	lost := pgtest.Column[string](w.t, w.db, fmt.Sprintf(`
 		select format('%%s %%s has claim %%s', status, id, claim) from agent_executions where completed_at is null
@@ -404,9 +404,9 @@ func goesOn(w *world, errands int, token, claims int64) {
 		and completed_at is not null`)
 	w.serve(2)
 	l := w.newLoad()
-	l.start(errands + 1) // the processes accept new work
+	l.startExecution(errands + 1) // the processes accept new work
 	for n := 1; n <= errands+1; n++ {
-		l.give(n)
+		l.sendEvent(n)
 	}
 	const left = `select count(*)::int from agent_executions where flow = 'errand' and status <> 'completed'`
 	pgtest.Eventually(w.t, func() bool { return pgtest.Value[int](w.t, w.db, left) == 0 },
@@ -415,7 +415,7 @@ func goesOn(w *world, errands int, token, claims int64) {
 		`select count(distinct content)::int from agent_messages where content like '% got [event %' and status = 'sent'`)
 	assert.Equal(w.t, errands+1, messages, "messages of the executions")
 	// Timers and schedules work too: a deadline that passed while no process ran, and the next heartbeat.
-	l.start(errands + 2)
+	l.startExecution(errands + 2)
 	pgtest.Eventually(w.t, func() bool { return pgtest.Value[int](w.t, w.db, asleep) == 1 }, "one waits")
 	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() where flow = 'errand'
 		and status = 'waiting'`)
@@ -425,5 +425,5 @@ func goesOn(w *world, errands int, token, claims int64) {
 			pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where surface = 'heartbeat'
 				and completed_at is not null`) > beats
 	}, "its time runs out, and the heart beats")
-	w.survived()
+	w.checkRunning()
 }

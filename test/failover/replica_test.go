@@ -32,17 +32,17 @@ const (
 	oldRun   = "01890000-0000-7000-8000-000000000001"
 )
 
-// replicated is a database and its read replica.
-type replicated struct {
+// replicaEnv is a database and its read replica.
+type replicaEnv struct {
 	t                *testing.T
 	primary, standby *server
 	db               *pgxpool.Pool
 }
 
-// newReplicated creates a primary and a replica with some history.
-func newReplicated(t *testing.T) *replicated {
+// newReplicaEnv creates a primary and a replica with some history.
+func newReplicaEnv(t *testing.T) *replicaEnv {
 	t.Helper()
-	r := &replicated{t: t, primary: newServer(t)}
+	r := &replicaEnv{t: t, primary: newServer(t)}
 	r.db = r.open(r.primary)
 	_, err := migrations.Up(t.Context(), r.db)
 	require.NoError(t, err)
@@ -58,21 +58,21 @@ func newReplicated(t *testing.T) *replicated {
 	return r
 }
 
-func (r *replicated) open(s *server) *pgxpool.Pool {
+func (r *replicaEnv) open(s *server) *pgxpool.Pool {
 	r.t.Helper()
 	pool := pgtest.Pool(r.t, urlOf(s), postgres.Options{MaxConns: 4, ApplicationName: "test"})
 	return pool
 }
 
-// act writes an activity of a skill. Pages about its trace show it.
-func (r *replicated) act(skill string) {
+// addActivity writes an activity of a skill. Pages about its trace show it.
+func (r *replicaEnv) addActivity(skill string) {
 	r.t.Helper()
 	pgtest.Exec(r.t, r.db, `insert into agent_activity (trace_id, execution_id, kind, agent, surface, skill_name, status)
 	        values ('`+oldTrace+`', '`+oldRun+`', 'call', 'agent', 'operate', '`+skill+`', 'success')`)
 }
 
 // reader returns a Reader of both servers.
-func (r *replicated) reader(o replica.Options) *replica.Reader {
+func (r *replicaEnv) reader(o replica.Options) *replica.Reader {
 	o.Primary, o.Check = r.db, migrations.Check
 	if o.Open == nil {
 		o.Open = func(ctx context.Context) (*pgxpool.Pool, error) {
@@ -91,8 +91,8 @@ type page struct {
 	lag    string // from the response; empty for the primary
 }
 
-// get loads a page as the admin; fresh requests the primary.
-func get(t *testing.T, client *http.Client, url string, fresh bool) page {
+// getPage loads a page as the admin; fresh requests the primary.
+func getPage(t *testing.T, client *http.Client, url string, fresh bool) page {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, http.NoBody)
 	require.NoError(t, err)
@@ -102,10 +102,10 @@ func get(t *testing.T, client *http.Client, url string, fresh bool) page {
 	if fresh {
 		req.Header.Set("Cache-Control", "no-cache")
 	}
-	return answered(t, client, req)
+	return doRequest(t, client, req)
 }
 
-func answered(t *testing.T, client *http.Client, req *http.Request) page {
+func doRequest(t *testing.T, client *http.Client, req *http.Request) page {
 	t.Helper()
 	resp, err := client.Do(req)
 	require.NoError(t, err)
@@ -115,11 +115,11 @@ func answered(t *testing.T, client *http.Client, req *http.Request) page {
 	return page{resp.StatusCode, string(body), resp.Header.Get(replica.Header)}
 }
 
-// passing matches the parts that differ between two reads of the same state.
-var passing = regexp.MustCompile(`\s*<p id="replica".*</p>\s*|data-(?:now|seen)="[^"]*"`)
+// volatileParts matches the parts that differ between two reads of the same state.
+var volatileParts = regexp.MustCompile(`\s*<p id="replica".*</p>\s*|data-(?:now|seen)="[^"]*"`)
 
-// roomPages are the pages that read from a replica.
-var roomPages = []string{
+// engineRoomPages are the pages that read from a replica.
+var engineRoomPages = []string{
 	"/", "/activity", "/audit", "/traces", "/traces/" + oldTrace,
 	"/traces/" + oldTrace + "?view=table",
 	"/executions", "/executions?view=waiting", "/executions?view=stuck", "/executions/" + oldRun, "/threads",
@@ -130,15 +130,15 @@ var roomPages = []string{
 
 func TestReadFromReplica(t *testing.T) {
 	t.Parallel()
-	r := newReplicated(t)
-	t.Run("same answers", r.sameAnswers)
-	t.Run("other database", r.otherDatabase)
-	t.Run("too far", r.tooFar)
-	t.Run("program", r.served)
+	r := newReplicaEnv(t)
+	t.Run("same answers", r.comparePages)
+	t.Run("other database", r.checkOtherDatabase)
+	t.Run("too far", r.checkLagLimit)
+	t.Run("program", r.checkServing)
 }
 
-// sameAnswers compares every page, and why, on both servers while no process writes.
-func (r *replicated) sameAnswers(t *testing.T) {
+// comparePages compares every page, and why, on both servers while no process writes.
+func (r *replicaEnv) comparePages(t *testing.T) {
 	read := r.reader(replica.Options{})
 	pgtest.Eventually(t, func() bool { _, err := read.Measure(t.Context()); return err == nil },
 		"the replica is read")
@@ -149,19 +149,20 @@ func (r *replicated) sameAnswers(t *testing.T) {
 		mux.Handle(route.Method+" "+route.Path, route.Handler)
 	}
 	server := testkit.Serve(t, mux)
-	for _, path := range roomPages {
+	for _, path := range engineRoomPages {
 		// a measurement is valid for seconds, and a slow machine takes longer for all pages
 		_, err := read.Measure(t.Context())
 		require.NoError(t, err)
-		there, here := get(t, http.DefaultClient, server+path, false), get(t, http.DefaultClient, server+path, true)
+		there, here := getPage(t, http.DefaultClient, server+path, false), getPage(t, http.DefaultClient, server+path, true)
 		assert.Truef(t, there.status == http.StatusOK && there.lag != "" &&
 			strings.Contains(there.body, "From the replica, ") && !strings.Contains(there.body, "could not be read"),
 			"%s: status %d, lag %q, not from the replica as a whole:\n%s", path, there.status, there.lag, there.body)
 		assert.Truef(t, here.lag == "" && !strings.Contains(here.body, "From the replica"),
 			"%s says that it is from the replica, and is not", path)
-		assert.Equal(t, "", cmp.Diff(passing.ReplaceAllString(here.body, ""), passing.ReplaceAllString(there.body, "")), path)
+		stable := func(p page) string { return volatileParts.ReplaceAllString(p.body, "") }
+		assert.Equal(t, "", cmp.Diff(stable(here), stable(there)), path)
 	}
-	operate := get(t, http.DefaultClient, server+"/operate", false)
+	operate := getPage(t, http.DefaultClient, server+"/operate", false)
 	assert.Truef(t, operate.status == http.StatusOK && operate.lag == "",
 		"a page that follows a turn: status %d, lag %q, want the primary's", operate.status, operate.lag)
 	var answers [2]why.Answer
@@ -177,8 +178,8 @@ func (r *replicated) sameAnswers(t *testing.T) {
 	}
 }
 
-// otherDatabase tries a replica of another database of the same cluster.
-func (r *replicated) otherDatabase(t *testing.T) {
+// checkOtherDatabase tries a replica of another database of the same cluster.
+func (r *replicaEnv) checkOtherDatabase(t *testing.T) {
 	for url, says := range map[string]string{
 		strings.Replace(urlOf(r.standby), "/agent?", "/postgres?", 1): "it is another database than DATABASE_URL",
 		urlOf(r.standby, r.primary):                                   "it names 2 servers",
@@ -190,9 +191,9 @@ func (r *replicated) otherDatabase(t *testing.T) {
 	}
 }
 
-// tooFar stops the replay. The reader does not use a replica beyond the maximum lag. It uses one within the maximum and
-// reports the lag.
-func (r *replicated) tooFar(t *testing.T) {
+// checkLagLimit stops the replay. The reader does not use a replica beyond the maximum lag. It uses one within the
+// maximum and reports the lag.
+func (r *replicaEnv) checkLagLimit(t *testing.T) {
 	near, far := r.reader(replica.Options{MaxLag: 1}), r.reader(replica.Options{})
 	for _, read := range []*replica.Reader{near, far} {
 		pgtest.Eventually(t, func() bool { d, err := read.Measure(t.Context()); return err == nil || d > 0 },
@@ -200,7 +201,7 @@ func (r *replicated) tooFar(t *testing.T) {
 	}
 	r.standby.sql(`select pg_wal_replay_pause()`)
 	defer r.standby.sql(`select pg_wal_replay_resume()`)
-	r.act("late")
+	r.addActivity("late")
 	if _, err := near.Measure(t.Context()); err == nil || !strings.Contains(err.Error(), "behind, more than") {
 		t.Errorf("a replica that is too far behind: %v", err)
 	}
@@ -220,7 +221,7 @@ func (r *replicated) tooFar(t *testing.T) {
 }
 
 // environ returns the environment of a process.
-func (r *replicated) environ(more ...string) []string {
+func (r *replicaEnv) environ(more ...string) []string {
 	return append([]string{
 		"DATABASE_URL=" + urlOf(r.primary), "AGENT_ADMIN_TOKEN=" + adminToken, "AGENT_LISTEN=127.0.0.1:0",
 		"AGENT_LOG_FORMAT=json",
@@ -228,15 +229,15 @@ func (r *replicated) environ(more ...string) []string {
 	}, more...)
 }
 
-// served runs the program while the replay pauses, the replica stops and restarts, and the primary stops.
-func (r *replicated) served(t *testing.T) {
+// checkServing runs the program while the replay pauses, the replica stops and restarts, and the primary stops.
+func (r *replicaEnv) checkServing(t *testing.T) {
 	a := launch(t, t.TempDir(), r.environ("DATABASE_READ_URL="+urlOf(r.standby)), "serve")
 	base := a.Base()
 	from := func(what, path string, is func(page) bool) {
 		t.Helper()
 		var got page
 		pgtest.Eventually(t, func() bool {
-			got = get(t, http.DefaultClient, base+path, false)
+			got = getPage(t, http.DefaultClient, base+path, false)
 			require.Truef(t, got.status == http.StatusOK && !strings.Contains(got.body, "could not be read"),
 				"%s: status %d:\n%s", what, got.status, got.body)
 			return is(got)
@@ -244,7 +245,7 @@ func (r *replicated) served(t *testing.T) {
 	}
 	ofReplica := func(p page) bool { return p.lag != "" }
 	from("pages come from the replica", "/traces/"+oldTrace, ofReplica)
-	r.questions(base)
+	r.compareQueries(base)
 
 	r.standby.sql(`select pg_wal_replay_pause()`)
 	admin := r.logIn(base)
@@ -255,8 +256,8 @@ func (r *replicated) served(t *testing.T) {
 		return p.lag >= "1" && !strings.Contains(p.body, "Autonomous work is paused") &&
 			regexp.MustCompile(`From the replica, (\d+ ms|[\d.]+ s) behind`).MatchString(p.body)
 	})
-	r.seesItsOwn(admin, base)
-	r.asksThePrimary(base)
+	r.checkReadYourWrites(admin, base)
+	r.checkUnreplayedTrace(base)
 	r.standby.sql(`select pg_wal_replay_resume()`)
 	from("the replica catches up", "/", func(p page) bool {
 		return p.lag != "" && strings.Contains(p.body, "Autonomous work is paused")
@@ -272,16 +273,16 @@ func (r *replicated) served(t *testing.T) {
 	r.primary.stop(syscall.SIGQUIT)
 	from("pages are shown without the primary", "/traces/"+oldTrace,
 		func(p page) bool { return strings.Contains(p.body, "the primary does not answer") })
-	assert.Equal(t, http.StatusServiceUnavailable, get(t, admin, base+"/traces", false).status)
-	if asked := r.ask("why", oldTrace); !strings.Contains(asked.Out.String(), oldTrace) ||
+	assert.Equal(t, http.StatusServiceUnavailable, getPage(t, admin, base+"/traces", false).status)
+	if asked := r.runCommand("why", oldTrace); !strings.Contains(asked.Out.String(), oldTrace) ||
 		!strings.Contains(asked.Err.String(), "the primary does not answer") {
 		t.Errorf("agent why without the primary:\n%s\n%s", asked.Out.Tail(30), asked.Err.Tail(30))
 	}
 }
 
-// questions compares answers from the replica with the primary's, over HTTP and on the command line, and checks their
-// lag.
-func (r *replicated) questions(base string) {
+// compareQueries compares answers from the replica with the primary's, over HTTP and on the command line, and checks
+// their lag.
+func (r *replicaEnv) compareQueries(base string) {
 	r.t.Helper()
 	trace := "/v1/traces/" + oldTrace
 	for _, path := range []string{
@@ -289,48 +290,48 @@ func (r *replicated) questions(base string) {
 		"/v1/activity/failing",
 		"/v1/activity/audit",
 	} {
-		there, here := get(r.t, http.DefaultClient, base+path, false), get(r.t, http.DefaultClient, base+path, true)
+		there, here := getPage(r.t, http.DefaultClient, base+path, false), getPage(r.t, http.DefaultClient, base+path, true)
 		assert.Truef(r.t, there.status == http.StatusOK && there.lag != "" && here.lag == "" && there.body == here.body,
 			"%s: status %d, lag %q and %q, want the same answer from both:\n%s\n%s", path, there.status, there.lag, here.lag,
 			there.body, here.body)
 	}
 	for _, path := range []string{"/v1/executions", "/v1/executions/" + oldRun, "/v1/lanes", "/v1/skills"} {
-		if got := get(r.t, http.DefaultClient, base+path, false); got.status != http.StatusOK || got.lag != "" {
+		if got := getPage(r.t, http.DefaultClient, base+path, false); got.status != http.StatusOK || got.lag != "" {
 			r.t.Errorf("%s: status %d, lag %q, want the primary's", path, got.status, got.lag)
 		}
 	}
 	for _, args := range [][]string{{"why", oldTrace}, {"activity", "ls"}} {
-		if asked := r.ask(args...); !strings.Contains(asked.Out.String(), oldTrace) ||
+		if asked := r.runCommand(args...); !strings.Contains(asked.Out.String(), oldTrace) ||
 			!strings.HasPrefix(asked.Err.String(), "read from the replica, ") {
 			r.t.Errorf("agent %v:\n%s\n%s", args, asked.Out.Tail(30), asked.Err.Tail(30))
 		}
 	}
-	doctor := r.ask("doctor")
+	doctor := r.runCommand("doctor")
 	assert.Truef(r.t, strings.Contains(doctor.Out.String(), "ok   replica"), "agent doctor: %s", doctor.Out.String())
 }
 
-// ask runs a command to its end.
-func (r *replicated) ask(args ...string) *proctest.Process {
+// runCommand runs a command to its end.
+func (r *replicaEnv) runCommand(args ...string) *proctest.Process {
 	r.t.Helper()
 	asked := launch(r.t, r.t.TempDir(), r.environ("DATABASE_READ_URL="+urlOf(r.standby), "AGENT_LOG_LEVEL=error"), args...)
 	asked.Exit()
 	return asked
 }
 
-// seesItsOwn watches pages while the replay pauses. A client that has just written sees the primary's state, others the
-// replica's.
-func (r *replicated) seesItsOwn(admin *http.Client, base string) {
+// checkReadYourWrites watches pages while the replay pauses. A client that has just written sees the primary's state,
+// others the replica's.
+func (r *replicaEnv) checkReadYourWrites(admin *http.Client, base string) {
 	r.t.Helper()
-	r.act("seen_by_itself")
-	if got := r.watch(http.DefaultClient, base+"/live/"); !strings.Contains(got, "From the replica") {
+	r.addActivity("seen_by_itself")
+	if got := r.firstUpdate(http.DefaultClient, base+"/live/"); !strings.Contains(got, "From the replica") {
 		r.t.Errorf("a reader gets the primary's state: %.300s", got)
 	}
-	got := r.watch(admin, base+"/live/")
+	got := r.firstUpdate(admin, base+"/live/")
 	assert.Truef(r.t, !strings.Contains(got, "From the replica"), "the writer gets the replica's state: %.300s", got)
 }
 
-// watch returns the first update of a page's stream about its source, or about the newest activity.
-func (r *replicated) watch(client *http.Client, url string) string {
+// firstUpdate returns the first update of a page's stream about its source, or about the newest activity.
+func (r *replicaEnv) firstUpdate(client *http.Client, url string) string {
 	r.t.Helper()
 	req, err := http.NewRequestWithContext(r.t.Context(), http.MethodGet, url, http.NoBody)
 	require.NoError(r.t, err)
@@ -352,21 +353,21 @@ func (r *replicated) watch(client *http.Client, url string) string {
 	return ""
 }
 
-// asksThePrimary requests a trace that the replica has not replayed.
-func (r *replicated) asksThePrimary(base string) {
+// checkUnreplayedTrace requests a trace that the replica has not replayed.
+func (r *replicaEnv) checkUnreplayedTrace(base string) {
 	r.t.Helper()
 	const newTrace = "op_01JD3V7K8ZQ6W2M5T9X4C1B0AF"
 	pgtest.Exec(r.t, r.db, `insert into agent_executions (trace_id, surface, agent, flow, status) values ('`+newTrace+
 		`', 'operate', 'agent', 'external:turn', 'pending')`)
 	for _, path := range []string{"/v1/traces/" + newTrace, "/traces/" + newTrace} {
-		got := get(r.t, http.DefaultClient, base+path, false)
+		got := getPage(r.t, http.DefaultClient, base+path, false)
 		assert.Truef(r.t, got.status == http.StatusOK && got.lag == "",
 			"%s, which the replica does not have yet: status %d, lag %q, want the primary's answer", path, got.status, got.lag)
 	}
 }
 
 // logIn returns a logged-in client.
-func (r *replicated) logIn(base string) *http.Client {
+func (r *replicaEnv) logIn(base string) *http.Client {
 	r.t.Helper()
 	jar, err := cookiejar.New(nil)
 	require.NoError(r.t, err)
@@ -377,7 +378,7 @@ func (r *replicated) logIn(base string) *http.Client {
 }
 
 // pause pauses the agent on the overview.
-func (r *replicated) pause(client *http.Client, base string) page {
+func (r *replicaEnv) pause(client *http.Client, base string) page {
 	r.t.Helper()
 	return post(r.t, client, base+"/act/v1/pause", url.Values{"reason": {"a test"}, "back": {"/"}})
 }
@@ -387,5 +388,5 @@ func post(t *testing.T, client *http.Client, to string, form url.Values) page {
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, to, strings.NewReader(form.Encode()))
 	require.NoError(t, err)
 	req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
-	return answered(t, client, req)
+	return doRequest(t, client, req)
 }

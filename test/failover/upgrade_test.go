@@ -33,8 +33,8 @@ var expansion = map[string]string{
 		"agent_executions (more, id);\n",
 }
 
-// files returns the migrations of this version and further changes.
-func files(t testing.TB, further map[string]string) fstest.MapFS {
+// migrationFiles returns the migrations of this version and further changes.
+func migrationFiles(t testing.TB, further map[string]string) fstest.MapFS {
 	t.Helper()
 	all := fstest.MapFS{}
 	for _, pattern := range []string{"schema/*.sql", "changes/*.sql", "bridges/*.sql"} {
@@ -57,26 +57,26 @@ func files(t testing.TB, further map[string]string) fstest.MapFS {
 // the processes stop, and cannot start again.
 func TestNewerVersionMigratesWhileProcessesServe(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, pgtest.URL(t), "30s")
+	w := newTestEnv(t, pgtest.URL(t), "30s")
 	w.serve(2)
-	l := w.begin()
-	l.atTheWorstMoment()
-	_, err := migrations.UpWith(t.Context(), w.db, files(t, expansion))
+	l := w.startLoad()
+	l.waitCallsBlocked()
+	_, err := migrations.UpWith(t.Context(), w.db, migrationFiles(t, expansion))
 	require.NoError(t, err)
-	w.open()
-	for i, base := range w.bases {
+	w.releaseCalls()
+	for i, base := range w.baseURLs {
 		if got := probe(t, base+"/readyz"); got.status != http.StatusOK ||
 			!strings.Contains(got.Checks["schema"].Detail, "newer than this process") {
 			t.Errorf("process %d says %d, %+v", i, got.status, got.Checks)
 		}
 	}
-	l.recovers()
+	l.checkRecovery()
 	again := launch(t, w.dir, w.environ(), "serve")
 	if code := again.Exit(); code != 2 || !strings.Contains(again.Err.String(),
 		"migrated by a newer version of agent; use that version or newer") {
 		t.Errorf("agent serve on a newer schema: exit code %d: %s", code, again.Err.String())
 	}
-	l.settle()
+	l.stopAndCheck()
 }
 
 // TestWaitsOfEarlierVersionFinish upgrades data of schema version 118 with the program, and serves it. The data comes
@@ -102,11 +102,11 @@ func TestWaitsOfEarlierVersionFinish(t *testing.T) {
 	pgtest.Exec(t, conn, here, pgx.QueryExecModeSimpleProtocol)
 	a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + to}, "migrate")
 	require.Truef(t, a.Exit() == 0, "agent migrate: %s", a.Err.Tail(30))
-	finishes(t, newWorld(t, to, "30s"))
+	finishWaits(t, newTestEnv(t, to, "30s"))
 }
 
-// finishes sends what the executions wait for, and waits until everything has ended.
-func finishes(t *testing.T, w *world) {
+// finishWaits sends what the executions wait for, and waits until everything has ended.
+func finishWaits(t *testing.T, w *testEnv) {
 	t.Helper()
 	// The dump is old, so the test moves the deadlines into the future and ends the workers.
 	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() + interval '1 day'
@@ -120,9 +120,9 @@ func finishes(t *testing.T, w *world) {
 		"%d executions wait and %d run: the data does not show what it is for", waited, running)
 	w.serve(1)
 	l := w.newLoad()
-	l.insist("/v1/events", adminToken, "", "",
+	l.retryUntilDone("/v1/events", adminToken, "", "",
 		map[string]any{"event": "EVENT_COMPLETED", "key": "event old", "data": map[string]any{"is": "heard"}, "id": "1"}, nil)
-	l.insist("/v1/events", adminToken, "", "",
+	l.retryUntilDone("/v1/events", adminToken, "", "",
 		map[string]any{"event": "MESSAGE_RECEIVED", "key": "old", "data": map[string]any{"content": "heard"}, "id": "2"}, nil)
 	for kind, event := range map[string]string{
 		"document": "DOCUMENT_UPLOADED", "signature": "SIGNATURE_COMPLETED",
@@ -130,7 +130,7 @@ func finishes(t *testing.T, w *world) {
 	} {
 		id := pgtest.Value[string](w.t, w.db, `select id::text from agent_requests where kind = $1 and status = 'pending'`,
 			kind)
-		l.insist("/v1/events", adminToken, "", "", map[string]any{
+		l.retryUntilDone("/v1/events", adminToken, "", "", map[string]any{
 			"event": event, "key": id, "id": kind,
 			"data": map[string]any{"document": "INE", "url": "heard", "score": 7, "result": "passed"},
 		}, nil)
@@ -147,5 +147,5 @@ func finishes(t *testing.T, w *world) {
 	assert.Equal(t, waited+running, pgtest.Value[int](w.t, w.db,
 		`select count(*) from agent_messages m join agent_executions x on x.id = m.execution_id
 		where x.flow like 'old%' and m.content like 'done%' and m.status = 'sent'`))
-	w.survived()
+	w.checkRunning()
 }

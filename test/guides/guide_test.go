@@ -33,7 +33,7 @@ func pages(t *testing.T) []page {
 	var list []page
 	for _, path := range slices.Concat(paths, []string{"../../README.md"}, docs) {
 		p := readPage(t, path)
-		console := slices.ContainsFunc(p.blocks, func(b block) bool { return b.is("console") })
+		console := slices.ContainsFunc(p.blocks, func(b block) bool { return b.hasInfo("console") })
 		if console || !slices.Contains(docs, path) {
 			list = append(list, p)
 		}
@@ -41,9 +41,9 @@ func pages(t *testing.T) []page {
 	return list
 }
 
-// elsewhere lists the commands that need a missing environment. deploy and deploy/checks read the files of those
+// skippedCommands lists the commands that need a missing environment. deploy and deploy/checks read the files of those
 // commands.
-var elsewhere = []string{
+var skippedCommands = []string{
 	"OPENAI_API_KEY=… AGENT_MODEL=gpt-4o-mini agent dev      # or OPENAI_BASE_URL=… for any compatible server",
 	"agent apply ./workspace          # skills, automations, objectives, webhooks as YAML; shows a diff, applies it in one transaction",
 	"agent migrate",
@@ -66,12 +66,12 @@ func TestSkippedCommandsAreListed(t *testing.T) {
 	var found []string
 	for _, p := range pages(t) {
 		for _, b := range p.blocks {
-			assert.Truef(t, !b.is("sh") && !b.is("bash") && !b.is("shell") || b.isTheFirst(p),
+			assert.Truef(t, !b.hasInfo("sh") && !b.hasInfo("bash") && !b.hasInfo("shell") || b.isQuickStart(p),
 				"%s:%d: make it a console: what it shows is run then", p.path, b.line)
-			if !b.is("console") && slices.ContainsFunc(b.lines, func(l string) bool { return strings.HasPrefix(l, "$ ") }) {
+			if !b.hasInfo("console") && slices.ContainsFunc(b.lines, func(l string) bool { return strings.HasPrefix(l, "$ ") }) {
 				t.Errorf("%s:%d: it has commands and is no console", p.path, b.line)
 			}
-			if b.is("elsewhere") {
+			if b.hasInfo("elsewhere") {
 				for _, c := range b.commands() {
 					found = append(found, c.text)
 				}
@@ -79,7 +79,7 @@ func TestSkippedCommandsAreListed(t *testing.T) {
 		}
 	}
 	slices.Sort(found)
-	assert.NoDiff(t, elsewhere, slices.Compact(found))
+	assert.NoDiff(t, skippedCommands, slices.Compact(found))
 }
 
 func TestCommandsOfPages(t *testing.T) {
@@ -93,10 +93,10 @@ func TestCommandsOfPages(t *testing.T) {
 			t.Parallel()
 			var s *shell
 			for _, b := range p.blocks {
-				if (b.is("console") && !b.is("elsewhere") || b.file() != "" || b.isTheFirst(p)) && s == nil {
+				if (b.hasInfo("console") && !b.hasInfo("elsewhere") || b.file() != "" || b.isQuickStart(p)) && s == nil {
 					s = newShell(t, p)
 				}
-				commands.Add(s.play(t, p, b))
+				commands.Add(s.runBlock(t, p, b))
 			}
 		})
 	}
@@ -111,7 +111,7 @@ func TestCommandsOfPagesOnServer(t *testing.T) {
 			s := newShell(t, p)
 			sent := s.sendCommands()
 			for _, b := range p.blocks {
-				s.play(t, p, b)
+				s.runBlock(t, p, b)
 			}
 			text, err := os.ReadFile(sent)
 			require.NoError(t, err)
@@ -121,30 +121,30 @@ func TestCommandsOfPagesOnServer(t *testing.T) {
 	}
 }
 
-// isTheFirst reports whether the block has the two commands at the top of README.md.
-func (b block) isTheFirst(p page) bool {
-	return b.is("sh") && strings.HasSuffix(p.path, "README.md") && len(b.lines) == 2 &&
+// isQuickStart reports whether the block has the two commands at the top of README.md.
+func (b block) isQuickStart(p page) bool {
+	return b.hasInfo("sh") && strings.HasSuffix(p.path, "README.md") && len(b.lines) == 2 &&
 		strings.HasPrefix(b.lines[0], "go run ./cmd/agent dev ") && strings.HasPrefix(b.lines[1], "./scripts/test ")
 }
 
-// play runs a block, and returns the number of its commands.
-func (s *shell) play(t *testing.T, p page, b block) (ran int64) {
+// runBlock runs a block, and returns the number of its commands.
+func (s *shell) runBlock(t *testing.T, p page, b block) (ran int64) {
 	t.Helper()
 	if name := b.file(); name != "" {
 		path := filepath.Join(s.dir, name)
 		require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o755))
-		require.NoError(t, os.WriteFile(path, []byte(s.here(strings.Join(b.lines, "\n"))+"\n"), 0o600))
+		require.NoError(t, os.WriteFile(path, []byte(s.toLocal(strings.Join(b.lines, "\n"))+"\n"), 0o600))
 	}
-	if b.isTheFirst(p) {
+	if b.isQuickStart(p) {
 		s.start(command{b.line, "agent dev", []string{"  ^C stops"}})
 		return 1
 	}
-	if !b.is("console") || b.is("elsewhere") {
+	if !b.hasInfo("console") || b.hasInfo("elsewhere") {
 		return 0
 	}
 	for _, c := range b.commands() {
 		ran++
-		if b.is("background") {
+		if b.hasInfo("background") {
 			s.start(c)
 			continue
 		}
@@ -181,7 +181,7 @@ func TestGoCodeOfPagesIsTested(t *testing.T) {
 			paths = append(paths, path)
 		case strings.HasSuffix(path, "_test.go"), strings.Contains(path, "/examples/") && strings.HasSuffix(path, ".go"):
 			text, err := os.ReadFile(path)
-			sources = append(sources, bare(strings.Split(string(text), "\n")))
+			sources = append(sources, trimmedLines(strings.Split(string(text), "\n")))
 			return err
 		}
 		return nil
@@ -190,19 +190,20 @@ func TestGoCodeOfPagesIsTested(t *testing.T) {
 	shown := 0
 	for _, path := range paths {
 		for _, b := range readPage(t, path).blocks {
-			if !b.is("go") {
+			if !b.hasInfo("go") {
 				continue
 			}
 			shown++
-			assert.Truef(t, slices.ContainsFunc(sources, func(s string) bool { return strings.Contains(s, bare(b.lines)) }),
+			code := trimmedLines(b.lines)
+			assert.Truef(t, slices.ContainsFunc(sources, func(s string) bool { return strings.Contains(s, code) }),
 				"%s:%d: no test has this code: make it that of an example", path, b.line)
 		}
 	}
 	assert.Truef(t, shown >= 3, "%d blocks of Go in all pages: the test does not see them", shown)
 }
 
-// bare returns text without its indentation, with each line between two newlines.
-func bare(lines []string) string {
+// trimmedLines returns text without its indentation, with each line between two newlines.
+func trimmedLines(lines []string) string {
 	trimmed := make([]string, len(lines))
 	for i, line := range lines {
 		trimmed[i] = strings.TrimSpace(line)

@@ -29,8 +29,8 @@ type block struct {
 	lines []string
 }
 
-// is reports whether the fence has a word.
-func (b block) is(word string) bool { return slices.Contains(b.info, word) }
+// hasInfo reports whether the fence has a word.
+func (b block) hasInfo(word string) bool { return slices.Contains(b.info, word) }
 
 // file returns the name of the file that the block defines, or "".
 func (b block) file() string {
@@ -131,14 +131,14 @@ func matches(want, got []string) bool {
 		}
 		return false
 	}
-	return len(got) > 0 && like(want[0], got[0]) && matches(want[1:], got[1:])
+	return len(got) > 0 && matchesLine(want[0], got[0]) && matches(want[1:], got[1:])
 }
 
 // spaces match the gaps of table columns, whose widths differ from the page.
 var spaces = regexp.MustCompile(`  +`)
 
-// like reports whether a line is as on the page. … stands for any text.
-func like(want, got string) bool {
+// matchesLine reports whether a line is as on the page. … stands for any text.
+func matchesLine(want, got string) bool {
 	squeeze := func(s string) string { return spaces.ReplaceAllString(strings.TrimSpace(s), "  ") }
 	var parts []string
 	for part := range strings.SplitSeq(squeeze(want), "…") {
@@ -173,23 +173,23 @@ func TestOutputIsCompared(t *testing.T) {
 const (
 	// waitTimeout bounds the time of a command.
 	waitTimeout = 2 * time.Minute
-	// shown is the address in the pages.
-	shown = "127.0.0.1:8080"
+	// shownAddress is the address in the pages.
+	shownAddress = "127.0.0.1:8080"
 	// shownDatabase is the database of pages with a database from the start.
 	shownDatabase = "postgres://agent:agent@localhost/agent"
 )
 
 // shell runs the commands of a page, one after the other.
 type shell struct {
-	t       testing.TB
-	page    page
-	dir     string
-	address string
-	urls    map[string]string // URLs of databases, by those on the page
-	model   string            // the URL of a scripted model; "" for the offline one
-	in      io.Writer
-	out     *bufio.Reader
-	beside  []*exec.Cmd
+	t          testing.TB
+	page       page
+	dir        string
+	address    string
+	urls       map[string]string // URLs of databases, by those on the page
+	model      string            // the URL of a scripted model; "" for the offline one
+	in         io.Writer
+	out        *bufio.Reader
+	background []*exec.Cmd
 }
 
 // newShell starts bash in its own folder.
@@ -212,7 +212,7 @@ func newShell(t testing.TB, p page) *shell {
 	_ = writer.Close()
 	s.out = bufio.NewReader(reader)
 	t.Cleanup(func() {
-		for _, c := range append(s.beside, cmd) {
+		for _, c := range append(s.background, cmd) {
 			_ = syscall.Kill(-c.Process.Pid, syscall.SIGTERM)
 			done := make(chan struct{})
 			go func() { _ = c.Wait(); close(done) }()
@@ -251,17 +251,17 @@ func (s *shell) command(name string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// here replaces the addresses of the pages by those of this run; there does the opposite.
-func (s *shell) here(text string) string {
-	text = strings.ReplaceAll(text, shown, s.address)
+// toLocal replaces the addresses of the pages by those of this run; there does the opposite.
+func (s *shell) toLocal(text string) string {
+	text = strings.ReplaceAll(text, shownAddress, s.address)
 	for shown, url := range s.urls {
 		text = strings.ReplaceAll(text, shown, url)
 	}
 	return text
 }
 
-func (s *shell) there(text string) string {
-	text = strings.ReplaceAll(text, s.address, shown)
+func (s *shell) toShown(text string) string {
+	text = strings.ReplaceAll(text, s.address, shownAddress)
 	for shown, url := range s.urls {
 		text = strings.ReplaceAll(text, url, shown)
 	}
@@ -277,7 +277,7 @@ func (s *shell) run(text string) (output string, code int) {
 	})
 	defer late.Stop()
 	// The command reads no input. Variables that it sets stay.
-	_, err := fmt.Fprintf(s.in, "{ %s\n} </dev/null\nprintf '\\n%s %%d\\n' $?\n", s.here(text), mark)
+	_, err := fmt.Fprintf(s.in, "{ %s\n} </dev/null\nprintf '\\n%s %%d\\n' $?\n", s.toLocal(text), mark)
 	require.NoError(s.t, err)
 	var printed strings.Builder
 	for {
@@ -286,7 +286,7 @@ func (s *shell) run(text string) (output string, code int) {
 		if rest, is := strings.CutPrefix(line, mark+" "); is {
 			_, err := fmt.Sscan(rest, &code)
 			require.NoError(s.t, err)
-			return s.there(strings.TrimSuffix(printed.String(), "\n")), code
+			return s.toShown(strings.TrimSuffix(printed.String(), "\n")), code
 		}
 		printed.WriteString(line)
 	}
@@ -327,15 +327,15 @@ func (s *shell) start(c command) {
 	s.t.Helper()
 	env, _ := s.run("export -p; pwd")
 	env, dir := cutLastLine(env)
-	cmd := s.command("bash", "--noprofile", "--norc", "-c", s.here(env+"\n"+c.text))
+	cmd := s.command("bash", "--noprofile", "--norc", "-c", s.toLocal(env+"\n"+c.text))
 	cmd.Dir = dir
 	var printed testkit.Log
 	cmd.Stdout, cmd.Stderr = &printed, &printed
 	require.NoError(s.t, cmd.Start())
-	s.beside = append(s.beside, cmd)
+	s.background = append(s.background, cmd)
 	want := append(append([]string{"…"}, c.output...), "…")
 	pgtest.EventuallyWithin(s.t, waitTimeout, func() bool {
-		return difference(want, s.there(printed.String())) == "" || strings.HasPrefix(printed.String(), "agent: ")
+		return difference(want, s.toShown(printed.String())) == "" || strings.HasPrefix(printed.String(), "agent: ")
 	}, c.text)
-	require.Equal(s.t, "", difference(want, s.there(printed.String())), c.text)
+	require.Equal(s.t, "", difference(want, s.toShown(printed.String())), c.text)
 }

@@ -1,14 +1,14 @@
 // Package linearizability tests that lanes are linearizable. Each operation takes effect at one moment between its call
 // and its answer, by the rules of lanes, under faults of processes, sessions and the server.
 //
-// A scene records real histories. Its processes are this test binary, started again. They use the same lanes in three
-// ways: through package lanes, through plain SQL (acquire, try, await, renew, release, break, sweep), and as
+// A scenario records real histories. Its processes are this test binary, started again. They use the same lanes in
+// three ways: through package lanes, through plain SQL (acquire, try, await, renew, release, break, sweep), and as
 // executions. Executions park in their lane, lend it to a child and are claimed again (the SQL functions that package
 // executions calls). All processes make fenced writes, also under long void tokens, and release and renew lanes that
-// they do not hold. Meanwhile the scene kills processes with kill -9, stops them past every TTL, and ends sessions with
-// pg_terminate_backend. A proxy breaks connections before the server receives a request, between its execution and the
-// commit, and after the commit. The scene stops the server in immediate mode, and the server recovers. The wall clocks
-// of three processes in four are wrong, by an hour or a year (linux on amd64; elsewhere they are right).
+// they do not hold. Meanwhile the scenario kills processes with kill -9, stops them past every TTL, and ends sessions
+// with pg_terminate_backend. A proxy breaks connections before the server receives a request, between its execution and
+// the commit, and after the commit. The scenario stops the server in immediate mode, and the server recovers. The wall
+// clocks of three processes in four are wrong, by an hour or a year (linux on amd64; elsewhere they are right).
 //
 // The model (model_test.go, family_model_test.go) is a sequential lane with the database's clock. porcupine searches
 // for an order of the operations that the model accepts. A recorded operation has two moments of the machine's clock,

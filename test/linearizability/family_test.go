@@ -23,8 +23,8 @@ type executionSession struct {
 	children chan string // from the parent to the session of the children
 }
 
-// families plays a parent and its children in a lane, from two sessions, until ctx ends.
-func (p part) families(ctx context.Context, history *history) {
+// runFamilies plays a parent and its children in a lane, from two sessions, until ctx ends.
+func (p processConfig) runFamilies(ctx context.Context, history *history) {
 	children := make(chan string, 1)
 	side := func(n int) *executionSession {
 		return &executionSession{
@@ -159,7 +159,7 @@ func (k *executionSession) runClaim(ctx context.Context, id string, claim int64)
 	for range 4 {
 		got, ok := k.acquireOrBorrow(ctx, g)
 		if ok {
-			k.keep(got)
+			k.addGrant(got)
 			k.write(ctx, got)
 			break
 		}
@@ -231,7 +231,7 @@ func (k *executionSession) runChild(ctx context.Context, g grant, id string) {
 		}
 	}
 	if g.token != 0 {
-		k.keep(g)
+		k.addGrant(g)
 		k.write(ctx, g)
 		if k.rand.IntN(3) == 0 {
 			k.renew(ctx, g)
@@ -293,7 +293,7 @@ func (s state) parentOwner() string {
 // returnToParent gives the lane to the parent under its present claim, parked while the parent waits.
 func (s state) returnToParent(now, until int64) state {
 	s.family.depth = 0
-	s = s.give(s.parentOwner(), 0, now, now+parentTTL, addTime(until, parentTTL))
+	s = s.grantTo(s.parentOwner(), 0, now, now+parentTTL, addTime(until, parentTTL))
 	if s.family.waits != "" {
 		s.from, s.to, s.parked = never, never, true
 	}
@@ -314,7 +314,7 @@ func (s state) expireLoan(o *op) (state, bool) {
 	if s.family.depth == 0 {
 		return s, false
 	}
-	_, at, ok := s.gone(s.clock, o.until())
+	_, at, ok := s.ifFree(s.clock, o.until())
 	if !ok {
 		return s, false
 	}
@@ -332,7 +332,7 @@ func (s state) applyBorrow(o *op, lo, hi int64) (bool, state) {
 	if !s.lends(o.Owner) || o.Lender != s.family.parent || o.Got <= s.token {
 		return false, s
 	}
-	s = s.give(o.Owner, o.Got, lo, lo+o.TTL, hi+o.TTL)
+	s = s.grantTo(o.Owner, o.Got, lo, lo+o.TTL, hi+o.TTL)
 	s.family.depth = 1
 	return true, s
 }
@@ -341,7 +341,7 @@ func (s state) applyUnansweredBorrow(o *op, now int64) (state, bool) {
 	if o.Kind != kindTake || !s.lends(o.Owner) {
 		return s, false
 	}
-	s = s.give(o.Owner, 0, now, now+o.TTL, never)
+	s = s.grantTo(o.Owner, 0, now, now+o.TTL, never)
 	s.family.depth = 1
 	return s, true
 }
@@ -352,7 +352,7 @@ func (s state) applyExecution(o *op, now int64) (bool, state) {
 	if !o.OK && !o.Blind {
 		return true, s // rejected: no change
 	}
-	_, live := s.live(now)
+	_, live := s.ifLive(now)
 	has := live && execution(s.owner) == o.Owner
 	switch o.Kind {
 	case kindClaim:
@@ -376,7 +376,7 @@ func (s state) applyExecution(o *op, now int64) (bool, state) {
 			s = s.returnToParent(now, o.until())
 		}
 		return true, s
-	case kindFinish: // of a child: the scenes end no parent
+	case kindFinish: // of a child: the scenarios end no parent
 		switch {
 		case s.family.depth > 0 && execution(s.owner) == o.Owner:
 			return true, s.returnToParent(now, o.until())

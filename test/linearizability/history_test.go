@@ -189,7 +189,7 @@ func read(paths []string) (map[string][]*op, error) {
 	}
 	for _, ops := range byLane {
 		slices.SortFunc(ops, func(a, b *op) int { return cmp.Compare(a.Call, b.Call) })
-		mark(ops)
+		markConcurrency(ops)
 	}
 	return byLane, nil
 }
@@ -231,8 +231,8 @@ func (o *op) findHeirs(ops []*op) {
 	}
 }
 
-// mark notes for each operation of a lane whether another overlaps it, and whether an owner may have waited.
-func mark(ops []*op) {
+// markConcurrency notes for each operation of a lane whether another overlaps it, and whether an owner may have waited.
+func markConcurrency(ops []*op) {
 	latest := int64(math.MinInt64) // latest end of an earlier operation
 	waits := int64(math.MinInt64)  // latest end of an earlier place in the queue
 	for i, o := range ops {
@@ -334,14 +334,14 @@ func checkAll(t *testing.T, byLane map[string][]*op) (n int) {
 	for lane, ops := range byLane {
 		n += len(ops)
 		if err := check(lane, ops, state{}, checkLimit); err != nil {
-			t.Errorf("%v\nthe history is kept in %s", err, keep(t, ops))
+			t.Errorf("%v\nthe history is kept in %s", err, saveHistory(t, ops))
 		}
 	}
 	return n
 }
 
-// keep saves the history of a lane for a later analysis.
-func keep(t *testing.T, ops []*op) string {
+// saveHistory saves the history of a lane for a later analysis.
+func saveHistory(t *testing.T, ops []*op) string {
 	t.Helper()
 	file, err := os.CreateTemp("", "lanetest-history-*.jsonl") //nolint:usetesting // outlives the test
 	if err != nil {

@@ -20,9 +20,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// recorded is a database that records every statement of package lanes, with its answer. So the history includes
+// recordingDB is a database that records every statement of package lanes, with its answer. So the history includes
 // background renewals.
-type recorded struct {
+type recordingDB struct {
 	*pgxpool.Pool
 	history *history
 }
@@ -33,7 +33,7 @@ var handsOver = regexp.MustCompile(`\blanekeeper\.release_agent_lock\(`)
 var laneFunction = regexp.MustCompile(`\b\w*agent_(execution_)?lock\w*\(`)
 
 // begin records the call of a statement, as one operation for each of its lanes.
-func (r recorded) begin(sql string, args []any) []*op {
+func (r recordingDB) begin(sql string, args []any) []*op {
 	var a postgres.Strict
 	if len(args) == 1 {
 		a, _ = args[0].(postgres.Strict)
@@ -91,7 +91,7 @@ func (r recorded) begin(sql string, args []any) []*op {
 }
 
 // end records the answers. An operation of several without an answer had no effect.
-func (r recorded) end(ops []*op, err error) {
+func (r recordingDB) end(ops []*op, err error) {
 	for _, o := range ops {
 		if err == nil && o.Many && !o.answered {
 			o.Kind = kindLeave
@@ -100,8 +100,8 @@ func (r recorded) end(ops []*op, err error) {
 	}
 }
 
-// passed notes the new owner from a release's answer: lane, owner, token and end.
-func (o *op) passed(to string) {
+// setHeir notes the new owner from a release's answer: lane, owner, token and end.
+func (o *op) setHeir(to string) {
 	if parts := strings.Split(to, "\t"); len(parts) == 4 && parts[0] == o.Lane {
 		o.Heir = parts[1]
 		o.Got, _ = strconv.ParseInt(parts[2], 10, 64)
@@ -109,7 +109,7 @@ func (o *op) passed(to string) {
 	}
 }
 
-func (r recorded) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
+func (r recordingDB) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
 	ops := r.begin(sql, args)
 	tag, err := r.Pool.Exec(ctx, sql, args...)
 	for _, o := range ops {
@@ -119,29 +119,29 @@ func (r recorded) Exec(ctx context.Context, sql string, args ...any) (pgconn.Com
 	return tag, err
 }
 
-func (r recorded) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+func (r recordingDB) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
 	ops := r.begin(sql, args)
 	rows, err := r.Pool.Query(ctx, sql, args...)
 	if err != nil || ops == nil {
 		r.end(ops, err)
 		return rows, err
 	}
-	return &recordedRows{Rows: rows, r: r, ops: ops}, nil
+	return &recordingRows{Rows: rows, r: r, ops: ops}, nil
 }
 
-func (r recorded) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+func (r recordingDB) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	ops := r.begin(sql, args)
-	return recordedRow{r.Pool.QueryRow(ctx, sql, args...), r, ops}
+	return recordingRow{r.Pool.QueryRow(ctx, sql, args...), r, ops}
 }
 
-// recordedRow records a single yes or no.
-type recordedRow struct {
+// recordingRow records a single yes or no.
+type recordingRow struct {
 	pgx.Row
-	r   recorded
+	r   recordingDB
 	ops []*op
 }
 
-func (w recordedRow) Scan(dest ...any) error {
+func (w recordingRow) Scan(dest ...any) error {
 	err := w.Row.Scan(dest...)
 	for _, o := range w.ops {
 		if yes, ok := dest[0].(*bool); ok {
@@ -149,22 +149,22 @@ func (w recordedRow) Scan(dest ...any) error {
 		}
 		if passed, ok := dest[0].(**string); ok && *passed != nil {
 			o.OK = true
-			o.passed(**passed)
+			o.setHeir(**passed)
 		}
 	}
 	w.r.end(w.ops, err)
 	return err
 }
 
-// recordedRows records the rows that the caller reads.
-type recordedRows struct {
+// recordingRows records the rows that the caller reads.
+type recordingRows struct {
 	pgx.Rows
-	r    recorded
+	r    recordingDB
 	ops  []*op
 	done bool
 }
 
-func (w *recordedRows) Next() bool {
+func (w *recordingRows) Next() bool {
 	more := w.Rows.Next()
 	if !more {
 		w.finish()
@@ -172,19 +172,19 @@ func (w *recordedRows) Next() bool {
 	return more
 }
 
-func (w *recordedRows) Close() {
+func (w *recordingRows) Close() {
 	w.Rows.Close()
 	w.finish()
 }
 
-func (w *recordedRows) finish() {
+func (w *recordingRows) finish() {
 	if !w.done {
 		w.done = true
 		w.r.end(w.ops, w.Err())
 	}
 }
 
-func (w *recordedRows) Scan(dest ...any) error {
+func (w *recordingRows) Scan(dest ...any) error {
 	if err := w.Rows.Scan(dest...); err != nil {
 		return err
 	}
@@ -205,7 +205,7 @@ func (w *recordedRows) Scan(dest ...any) error {
 		o.answered = true
 		if o.Kind == kindRelease {
 			o.OK = true
-			o.passed(passed)
+			o.setHeir(passed)
 		} else if o.Kind != kindRenew {
 			o.OK, _ = got["acquired"].(bool)
 			o.Got = token

@@ -39,8 +39,8 @@ func (s state) free(now int64) state {
 	return s
 }
 
-// give makes owner the holder of a lease that ends between two moments. A token of 0 is unknown.
-func (s state) give(owner string, token, now, from, to int64) state {
+// grantTo makes owner the holder of a lease that ends between two moments. A token of 0 is unknown.
+func (s state) grantTo(owner string, token, now, from, to int64) state {
 	s.clock, s.owner, s.parked, s.was = now, owner, false, lease{}
 	s.from, s.to = from, to
 	if token == 0 {
@@ -51,21 +51,21 @@ func (s state) give(owner string, token, now, from, to int64) state {
 	return s
 }
 
-// is reports whether the lane can have the token.
-func (s state) is(token int64) bool {
+// mayHaveToken reports whether the lane can have the token.
+func (s state) mayHaveToken(token int64) bool {
 	return token == s.token || !s.exact && token > s.token
 }
 
-// known is the state with the token from an answer.
-func (s state) known(token int64) state {
+// withToken is the state with the token from an answer.
+func (s state) withToken(token int64) state {
 	if token != 0 {
 		s.token, s.exact = token, true
 	}
 	return s
 }
 
-// live reports whether the lease can be live at some moment from now on, and returns the state if it is.
-func (s state) live(now int64) (state, bool) {
+// ifLive reports whether the lease can be live at some moment from now on, and returns the state if it is.
+func (s state) ifLive(now int64) (state, bool) {
 	if s.owner == "" || now >= s.to {
 		return s, false
 	}
@@ -75,9 +75,9 @@ func (s state) live(now int64) (state, bool) {
 	return s, true
 }
 
-// gone reports whether the lane can be free at some moment of [now, until]. It returns the state if it is, and the
+// ifFree reports whether the lane can be free at some moment of [now, until]. It returns the state if it is, and the
 // earliest such moment.
-func (s state) gone(now, until int64) (state, int64, bool) {
+func (s state) ifFree(now, until int64) (state, int64, bool) {
 	if s.owner == "" {
 		return s, now, true
 	}
@@ -97,7 +97,7 @@ func step(s state, o *op) (bool, state) {
 	}
 	now := max(s.clock, o.from())
 	if o.Return == 0 {
-		after, counts := s.unheard(o, now)
+		after, counts := s.unanswered(o, now)
 		return counts || s.over, after
 	}
 	switch o.Kind {
@@ -133,22 +133,22 @@ func (s state) granted(o *op, now int64) (bool, state) {
 	if o.Lender != "" {
 		return s.applyBorrow(o, lo, hi)
 	}
-	after, ok := s.live(lo)
-	mine := ok && s.owner == o.Owner && (o.Got == 0 || s.is(o.Got))
-	free, at, ended := s.gone(lo, hi)
+	after, ok := s.ifLive(lo)
+	mine := ok && s.owner == o.Owner && (o.Got == 0 || s.mayHaveToken(o.Got))
+	free, at, ended := s.ifFree(lo, hi)
 	ended = ended && (o.Got == 0 || o.Got > s.token) && s.family.depth == 0
 	switch {
 	case mine && s.parked:
-		return o.Ends == 0 || o.Ends >= parkedAfter, after.known(o.Got)
+		return o.Ends == 0 || o.Ends >= parkedAfter, after.withToken(o.Got)
 	case mine:
 		after.clock, after.from, after.to = lo, lo+o.TTL, hi+o.TTL
-		after = after.known(o.Got)
+		after = after.withToken(o.Got)
 		if o.Got == 0 && ended {
 			after.exact = false // the lease may also have ended and been granted again
 		}
 		return true, after
 	case ended:
-		return true, free.give(o.Owner, o.Got, at, at+o.TTL, hi+o.TTL)
+		return true, free.grantTo(o.Owner, o.Got, at, at+o.TTL, hi+o.TTL)
 	}
 	return false, s
 }
@@ -157,7 +157,7 @@ func (s state) granted(o *op, now int64) (bool, state) {
 // The last two are facts of the history, see mark.
 func (s state) refused(o *op, now int64) (bool, state) {
 	if o.Kind == kindTry {
-		after, ok := s.live(now)
+		after, ok := s.ifLive(now)
 		if ok && s.owner != o.Owner {
 			return true, after
 		}
@@ -166,32 +166,32 @@ func (s state) refused(o *op, now int64) (bool, state) {
 	if o.Holder == "" {
 		return o.contended, s
 	}
-	if o.Got != 0 && !s.is(o.Got) {
+	if o.Got != 0 && !s.mayHaveToken(o.Got) {
 		return false, s
 	}
-	after, ok := s.live(now)
+	after, ok := s.ifLive(now)
 	if ok && s.owner == o.Holder && s.owner != o.Owner && o.Ends > now &&
 		(s.parked && o.Ends >= parkedAfter || o.Ends >= after.from && o.Ends <= after.to) {
 		if !s.parked {
 			after.from, after.to = o.Ends, o.Ends
 		}
-		return true, after.known(o.Got)
+		return true, after.withToken(o.Got)
 	}
-	if after, _, ok := s.gone(now, o.until()); ok && o.promised {
-		return true, after.known(o.Got)
+	if after, _, ok := s.ifFree(now, o.until()); ok && o.promised {
+		return true, after.withToken(o.Got)
 	}
 	return false, s
 }
 
 // renewed is a renewal. It succeeds if the owner has a live lease under that token.
 func (s state) renewed(o *op, now int64) (bool, state) {
-	mine := s.owner != "" && s.owner == o.Owner && s.is(o.Token)
-	after, ok := s.live(now)
+	mine := s.owner != "" && s.owner == o.Owner && s.mayHaveToken(o.Token)
+	after, ok := s.ifLive(now)
 	switch {
 	case o.OK && mine && ok && s.parked:
-		return true, after.known(o.Token)
+		return true, after.withToken(o.Token)
 	case o.OK && mine && ok:
-		after = after.known(o.Token)
+		after = after.withToken(o.Token)
 		lo, hi := now, o.until()
 		if o.Ends != 0 {
 			lo, hi = o.Ends-o.TTL, o.Ends-o.TTL
@@ -209,14 +209,14 @@ func (s state) renewed(o *op, now int64) (bool, state) {
 	if !mine || !s.exact {
 		return true, s
 	}
-	after, _, ok = s.gone(now, o.until())
+	after, _, ok = s.ifFree(now, o.until())
 	return ok, after
 }
 
 // released is a release by the owner, or a break by anyone.
 func (s state) released(o *op, now int64) (bool, state) {
-	mine := s.owner != "" && (o.Kind == kindBreak || s.owner == o.Owner && (o.Token == 0 || s.is(o.Token)))
-	_, ok := s.live(now)
+	mine := s.owner != "" && (o.Kind == kindBreak || s.owner == o.Owner && (o.Token == 0 || s.mayHaveToken(o.Token)))
+	_, ok := s.ifLive(now)
 	can := mine && ok && (!s.parked || o.Kind == kindBreak)
 	switch {
 	case o.Blind && can, o.OK && can:
@@ -228,7 +228,7 @@ func (s state) released(o *op, now int64) (bool, state) {
 		switch {
 		case o.Heir != "":
 			return o.Got >= after.token && o.Ends > now && slices.Contains(o.heirs, o.Heir),
-				after.give(o.Heir, o.Got, now, o.Ends, o.Ends)
+				after.grantTo(o.Heir, o.Got, now, o.Ends, o.Ends)
 		case o.Passes:
 			after.was = s.lease
 		}
@@ -240,43 +240,43 @@ func (s state) released(o *op, now int64) (bool, state) {
 	case !mine || s.parked || !s.exact:
 		return true, s
 	}
-	after, _, ok := s.gone(now, o.until())
+	after, _, ok := s.ifFree(now, o.until())
 	return ok, after
 }
 
 // written is a fenced write. It succeeds under the live token only.
 func (s state) written(o *op, now int64) (bool, state) {
-	after, ok := s.live(now)
+	after, ok := s.ifLive(now)
 	if o.OK {
-		return ok && s.is(o.Token), after.known(o.Token)
+		return ok && s.mayHaveToken(o.Token), after.withToken(o.Token)
 	}
-	if !s.is(o.Token) || !s.exact {
+	if !s.mayHaveToken(o.Token) || !s.exact {
 		return true, s
 	}
-	after, _, ok = s.gone(now, o.until())
+	after, _, ok = s.ifFree(now, o.until())
 	return ok, after
 }
 
-// unheard is an operation without a received answer. It takes effect at this moment if it can. The second result
+// unanswered is an operation without a received answer. It takes effect at this moment if it can. The second result
 // reports whether it did.
-func (s state) unheard(o *op, now int64) (state, bool) {
+func (s state) unanswered(o *op, now int64) (state, bool) {
 	switch o.Kind {
 	case kindAcquire, kindTry, kindAwait, kindTake:
-		if after, ok := s.live(now); ok && s.owner == o.Owner {
+		if after, ok := s.ifLive(now); ok && s.owner == o.Owner {
 			if s.parked {
 				return s, false
 			}
 			after.clock, after.from, after.to, after.exact = now, now+o.TTL, never, false
 			return after, true
 		}
-		if after, at, ok := s.gone(now, never); ok && s.family.depth == 0 {
-			return after.give(o.Owner, 0, at, at+o.TTL, never), true
+		if after, at, ok := s.ifFree(now, never); ok && s.family.depth == 0 {
+			return after.grantTo(o.Owner, 0, at, at+o.TTL, never), true
 		}
 		return s.applyUnansweredBorrow(o, now)
 	case kindRenew:
-		if after, ok := s.live(now); ok && s.owner == o.Owner && s.is(o.Token) && !s.parked {
+		if after, ok := s.ifLive(now); ok && s.owner == o.Owner && s.mayHaveToken(o.Token) && !s.parked {
 			after.clock, after.from, after.to = now, now+o.TTL, never
-			return after.known(o.Token), true
+			return after.withToken(o.Token), true
 		}
 	case kindRelease, kindBreak:
 		blind := *o
@@ -307,7 +307,7 @@ func steps(s state, o *op) (all []any) {
 	}
 	if ok && o.Return == 0 && o.Passes && after.owner == "" && s.owner != "" {
 		for _, heir := range o.heirs {
-			all = append(all, after.give(heir, 0, after.clock, after.clock, never))
+			all = append(all, after.grantTo(heir, 0, after.clock, after.clock, never))
 		}
 	}
 	if ok && o.Kind == kindCrash && s.was.owner != "" {

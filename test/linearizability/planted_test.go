@@ -336,7 +336,7 @@ func TestCheckerTimeoutIsFailure(t *testing.T) {
 			OK:     n%2 == 0,
 		})
 	}
-	mark(ops)
+	markConcurrency(ops)
 	err := check("x", ops, state{}, time.Millisecond)
 	assert.ErrorIs(t, err, errUnchecked)
 }

@@ -33,11 +33,11 @@ import (
 // waitTimeout bounds every wait of a test, for busy machines.
 const waitTimeout = 90 * time.Second
 
-// partVariable is the environment variable with the part of a process: this test binary, started again.
-const partVariable = "LANECHECK_PART"
+// configVariable is the environment variable with the configuration of a process: this test binary, started again.
+const configVariable = "LANECHECK_PART"
 
-// part is the role of a process in a scene.
-type part struct {
+// processConfig configures a process of a scenario.
+type processConfig struct {
 	Role    string   `json:"role"` // sql, lanes or family
 	Own     string   `json:"own"`  // the lane of a family
 	Name    string   `json:"name"`
@@ -51,8 +51,8 @@ type part struct {
 
 func TestMain(m *testing.M) {
 	pgserver.GuardMain()
-	if raw := os.Getenv(partVariable); raw != "" {
-		if err := act(raw); err != nil {
+	if raw := os.Getenv(configVariable); raw != "" {
+		if err := runProcess(raw); err != nil {
 			fmt.Fprintln(os.Stderr, "lanetest:", err)
 			os.Exit(1)
 		}
@@ -61,9 +61,9 @@ func TestMain(m *testing.M) {
 	pgtest.Main(m)
 }
 
-// act plays a part until standard input ends. It also ends if the test dies.
-func act(raw string) error {
-	var p part
+// runProcess plays its role until standard input ends. It also ends if the test dies.
+func runProcess(raw string) error {
+	var p processConfig
 	if err := json.Unmarshal([]byte(raw), &p); err != nil {
 		return err
 	}
@@ -89,17 +89,17 @@ func act(raw string) error {
 		p.sessions(ctx, history)
 		return nil
 	case "family":
-		p.families(ctx, history)
+		p.runFamilies(ctx, history)
 		return nil
 	}
 	return p.workers(ctx, history)
 }
 
-func (p part) random(n int) *rand.Rand {
+func (p processConfig) random(n int) *rand.Rand {
 	return rand.New(rand.NewPCG(p.Seed, uint64(n))) // not a secret
 }
 
-func (p part) sessions(ctx context.Context, history *history) {
+func (p processConfig) sessions(ctx context.Context, history *history) {
 	var group sync.WaitGroup
 	for n := range p.Clients {
 		s := &session{history: history, url: p.URL, name: fmt.Sprintf("%s.%d", p.Name, n), lanes: p.Lanes, rand: p.random(n)}
@@ -108,7 +108,7 @@ func (p part) sessions(ctx context.Context, history *history) {
 	group.Wait()
 }
 
-func (p part) workers(ctx context.Context, history *history) error {
+func (p processConfig) workers(ctx context.Context, history *history) error {
 	pool, err := postgres.Open(ctx, p.URL, postgres.Options{
 		MaxConns: int32(p.Clients) + 2, ConnectWait: waitTimeout, ApplicationName: "lanetest",
 	})
@@ -120,7 +120,7 @@ func (p part) workers(ctx context.Context, history *history) error {
 	}
 	defer pool.Close()
 	listener := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
-	keeper := lanes.NewKeeper(recorded{pool, history}, lanes.Options{Listener: listener})
+	keeper := lanes.NewKeeper(recordingDB{pool, history}, lanes.Options{Listener: listener})
 	var background, group sync.WaitGroup
 	running, stop := context.WithCancel(context.WithoutCancel(ctx))
 	var failed [2]error
@@ -136,26 +136,26 @@ func (p part) workers(ctx context.Context, history *history) error {
 	return errors.Join(failed[:]...)
 }
 
-// process is a process with a part.
+// process is a process of a scenario.
 type process struct {
-	part  part
-	cmd   *exec.Cmd
-	stdin io.Closer
-	ended chan struct{}
-	err   error // of its end
+	config processConfig
+	cmd    *exec.Cmd
+	stdin  io.Closer
+	ended  chan struct{}
+	err    error // of its end
 }
 
 // start starts a process. The end of the test kills it.
-func start(t testing.TB, p part) *process {
+func start(t testing.TB, p processConfig) *process {
 	t.Helper()
 	raw, err := json.Marshal(p)
 	require.NoError(t, err)
 	cmd := exec.Command(os.Args[0], "-test.run=^$")
-	cmd.Env = append(os.Environ(), partVariable+"="+string(raw))
+	cmd.Env = append(os.Environ(), configVariable+"="+string(raw))
 	cmd.Stderr, cmd.SysProcAttr = os.Stderr, proctest.DieWithUs()
 	stdin, err := cmd.StdinPipe()
 	require.NoError(t, err)
-	a := &process{part: p, cmd: cmd, stdin: stdin, ended: make(chan struct{})}
+	a := &process{config: p, cmd: cmd, stdin: stdin, ended: make(chan struct{})}
 	err = child.Start(cmd, syscall.SIGKILL, func(err error) {
 		a.err = err
 		close(a.ended)
@@ -176,7 +176,7 @@ func (a *process) kill() {
 
 func (a *process) signal(t testing.TB, s syscall.Signal) {
 	t.Helper()
-	assert.NoError(t, a.cmd.Process.Signal(s), "signal", s, "to", a.part.Name)
+	assert.NoError(t, a.cmd.Process.Signal(s), "signal", s, "to", a.config.Name)
 }
 
 // stop asks a process to end, and waits for it.
@@ -185,10 +185,10 @@ func (a *process) stop(t testing.TB) {
 	_ = a.stdin.Close() // the signal is the request
 	select {
 	case <-a.ended:
-		assert.NoError(t, a.err, "process", a.part.Name)
+		assert.NoError(t, a.err, "process", a.config.Name)
 	case <-time.After(waitTimeout):
 		a.kill()
-		t.Errorf("process %s did not end within %s", a.part.Name, waitTimeout)
+		t.Errorf("process %s did not end within %s", a.config.Name, waitTimeout)
 	}
 }
 
@@ -226,8 +226,8 @@ func newProxy(t testing.TB, target string) *proxy {
 type link struct {
 	proxy          *proxy
 	client, server net.Conn
-	inside         bool        // inside a transaction
-	mute           atomic.Bool // lose the next answer and the connection
+	inTx           bool        // inside a transaction
+	dropAnswer     atomic.Bool // lose the next answer and the connection
 }
 
 // Upstream forwards whole requests of the client.
@@ -237,8 +237,8 @@ func (l *link) Upstream() { pgproxy.Forward(l.client, l.server, l.send) }
 func (l *link) aboutLanes(r pgproxy.Request) bool {
 	if r.Simple {
 		begins := strings.HasPrefix(r.Bound[0], "begin")
-		ends := l.inside && !begins // a commit or a rollback
-		l.inside = begins
+		ends := l.inTx && !begins // a commit or a rollback
+		l.inTx = begins
 		return ends
 	}
 	for _, sql := range r.Bound {
@@ -261,7 +261,7 @@ func (l *link) send(r pgproxy.Request) bool {
 			_, _ = l.server.Write(r.Raw[:r.Last]) // the connection breaks in any case
 			return false
 		case unanswered:
-			l.mute.Store(true)
+			l.dropAnswer.Store(true)
 		case uncut, cuts:
 		}
 	}
@@ -270,4 +270,4 @@ func (l *link) send(r pgproxy.Request) bool {
 }
 
 // Downstream forwards the server's answers.
-func (l *link) Downstream() { pgproxy.Answers(l.server, l.client, l.mute.Load) }
+func (l *link) Downstream() { pgproxy.Answers(l.server, l.client, l.dropAnswer.Load) }

@@ -131,7 +131,7 @@ func (s *session) callRelease(ctx context.Context, o *op, sql string, args ...an
 	err := s.conn.QueryRow(ctx, sql, args...).Scan(&to)
 	if to != nil {
 		o.OK = true
-		o.passed(*to)
+		o.setHeir(*to)
 	}
 	s.history.done(o, err)
 }
@@ -162,7 +162,7 @@ func (s *session) callAcquire(ctx context.Context, kind kind, sql string, g gran
 	s.history.done(o, err)
 	if err == nil && o.OK {
 		g.token = o.Got
-		s.keep(g)
+		s.addGrant(g)
 	}
 	return err != nil || o.OK
 }
@@ -177,7 +177,7 @@ func (o *op) setResult(ends time.Time, holder string) {
 	}
 }
 
-func (s *session) keep(g grant) {
+func (s *session) addGrant(g grant) {
 	s.held = append(s.held, g)
 	if len(s.held) > 6 {
 		s.held = s.held[1:]
@@ -190,7 +190,7 @@ func (s *session) try(ctx context.Context, g grant) {
 	err := s.conn.QueryRow(ctx, `select try_acquire_agent_lock($1, $2, $3)`, g.lane, g.owner, g.ttl/1_000_000).Scan(&o.OK)
 	s.history.done(o, err)
 	if err == nil && o.OK {
-		s.keep(g)
+		s.addGrant(g)
 	}
 }
 

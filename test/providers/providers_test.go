@@ -67,11 +67,11 @@ func TestEverySurfaceWithEveryProvider(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t, test.server(t), test.model, test.change)
-			w.server.Handle(w.answer)
-			w.heartbeatFinishes(t)
-			w.sessionFinishes(t)
-			w.chatFinishes(t)
+			w := newTestEnv(t, test.server(t), test.model, test.change)
+			w.server.Handle(w.modelReply)
+			w.runHeartbeat(t)
+			w.runSession(t)
+			w.runChat(t)
 			got := w.client.RejectedFeatures(test.model)
 			assert.Truef(t, slices.Equal(got, test.learned), "learned %q, want %q", got, test.learned)
 			assert.Equal(t, len(test.learned), len(w.server.Refused()), lastRefused(w.server))
@@ -87,8 +87,8 @@ func lastRefused(server *modeltest.Server) string {
 	return all[len(all)-1].Body
 }
 
-// heartbeatFinishes runs a heartbeat that completes the steps of an objective.
-func (w *world) heartbeatFinishes(t *testing.T) {
+// runHeartbeat runs a heartbeat that completes the steps of an objective.
+func (w *testEnv) runHeartbeat(t *testing.T) {
 	t.Helper()
 	x, err := w.engine.RunSync(t.Context(), heartbeat.Spec("nora"))
 	require.NoError(t, err)
@@ -97,16 +97,16 @@ func (w *world) heartbeatFinishes(t *testing.T) {
 		`select status from agent_objectives where name = 'tidy'`), w.failures(t))
 }
 
-// turns is enough for a summary of the first ones.
-const turns = 4
+// sessionTurns is enough for a summary of the first ones.
+const sessionTurns = 4
 
-// sessionFinishes runs an admin's turns until the first are summarised and a request has the summary.
-func (w *world) sessionFinishes(t *testing.T) {
+// runSession runs an admin's turns until the first are summarised and a request has the summary.
+func (w *testEnv) runSession(t *testing.T) {
 	t.Helper()
 	s, err := w.operate.Session("", true)
 	require.NoError(t, err)
-	before := w.looked.Load()
-	for n := range turns {
+	before := w.lookCalls.Load()
+	for n := range sessionTurns {
 		done, err := s.Turn(t.Context(), fmt.Sprintf("Turn %d. Count. %s", n, strings.Repeat("word ", 20)), false,
 			func(operate.Event) {})
 		if err != nil {
@@ -115,36 +115,36 @@ func (w *world) sessionFinishes(t *testing.T) {
 		require.Equal(t, string(reason.Answered), done.Ended, n, w.failures(t))
 	}
 	require.NoError(t, s.Close(context.WithoutCancel(t.Context())))
-	assert.Equal(t, turns, w.looked.Load()-before)
+	assert.Equal(t, sessionTurns, w.lookCalls.Load()-before)
 	sent := slices.ContainsFunc(w.server.Requests(), func(r modeltest.Request) bool {
-		return !strings.Contains(r.Messages[0].Content, "You keep the summary") && strings.Contains(r.Body, summary)
+		return !strings.Contains(r.Messages[0].Content, "You keep the summary") && strings.Contains(r.Body, sessionSummary)
 	})
 	if !sent {
 		t.Errorf("no turn was given the summary; failed calls: %s", w.failures(t))
 	}
 }
 
-// chatFinishes sends a visitor's question. The model's first arguments are invalid JSON.
-func (w *world) chatFinishes(t *testing.T) {
+// runChat sends a visitor's question. The model's first arguments are invalid JSON.
+func (w *testEnv) runChat(t *testing.T) {
 	t.Helper()
 	config := openai.DefaultConfig("visitor")
 	config.BaseURL = w.chat + "/v1"
-	before := w.looked.Load()
+	before := w.lookCalls.Load()
 	got, err := openai.NewClientWithConfig(config).CreateChatCompletion(t.Context(), openai.ChatCompletionRequest{
 		Model: "nora", Messages: []openai.ChatCompletionMessage{{Role: "user", Content: "Count the orders."}},
 	})
 	if err != nil {
 		t.Fatalf("chat: %v; failed calls: %s", err, w.failures(t))
 	}
-	if text := got.Choices[0].Message.Content; text != "It is 42." || w.looked.Load() != before+1 {
-		t.Errorf("the visitor reads %q after %d calls; failed calls: %s", text, w.looked.Load()-before, w.failures(t))
+	if text := got.Choices[0].Message.Content; text != "It is 42." || w.lookCalls.Load() != before+1 {
+		t.Errorf("the visitor reads %q after %d calls; failed calls: %s", text, w.lookCalls.Load()-before, w.failures(t))
 	}
 	pgtest.Equal(t, w.pool, "1", `select count(*)::text from agent_activity where skill_name = 'look'
 		and surface = 'chat' and status = 'error'`)
 }
 
 // failures returns the failed model calls of the log.
-func (w *world) failures(t *testing.T) string {
+func (w *testEnv) failures(t *testing.T) string {
 	t.Helper()
 	return pgtest.Value[string](t, w.pool, `select coalesce(string_agg(error_message, '; '), 'none') from agent_activity
 		where skill_name = 'model_call' and status = 'error'`)
@@ -152,22 +152,22 @@ func (w *world) failures(t *testing.T) string {
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// world is one process with all surfaces, on its own database, and a provider's server.
-type world struct {
-	pool    *pgxpool.Pool
-	server  *modeltest.Server
-	client  *models.Client
-	engine  *executions.Engine
-	operate *operate.Operate
-	chat    string // its URL
-	steps   []string
-	looked  atomic.Int32 // calls of the skill look
+// testEnv is one process with all surfaces, on its own database, and a provider's server.
+type testEnv struct {
+	pool      *pgxpool.Pool
+	server    *modeltest.Server
+	client    *models.Client
+	engine    *executions.Engine
+	operate   *operate.Operate
+	chat      string // its URL
+	steps     []string
+	lookCalls atomic.Int32 // calls of the skill look
 }
 
-// newWorld starts the process. change sets the options of the provider's client.
-func newWorld(t *testing.T, server *modeltest.Server, model string, change func(*models.Config)) *world {
+// newTestEnv starts the process. change sets the options of the provider's client.
+func newTestEnv(t *testing.T, server *modeltest.Server, model string, change func(*models.Config)) *testEnv {
 	t.Helper()
-	w := &world{pool: pgtest.DB(t), server: server}
+	w := &testEnv{pool: pgtest.DB(t), server: server}
 	w.client = newClient(t, server, model, change)
 	loop := w.newLoop(t)
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
@@ -209,10 +209,10 @@ func newClient(t *testing.T, server *modeltest.Server, model string, change func
 }
 
 // newLoop offers one skill, look, with a schema for its arguments.
-func (w *world) newLoop(t *testing.T) *reason.Loop {
+func (w *testEnv) newLoop(t *testing.T) *reason.Loop {
 	t.Helper()
 	look := func(context.Context, skills.Call) (any, error) {
-		w.looked.Add(1)
+		w.lookCalls.Add(1)
 		return map[string]int{"rows": 42}, nil
 	}
 	registry, err := skills.New(skills.Options{Builtins: map[string]skills.Builtin{"look": look}, Pool: w.pool})
@@ -229,7 +229,7 @@ func (w *world) newLoop(t *testing.T) *reason.Loop {
 }
 
 // run runs the process until the test ends.
-func (w *world) run(t *testing.T, parts ...func(context.Context) error) {
+func (w *testEnv) run(t *testing.T, parts ...func(context.Context) error) {
 	t.Helper()
 	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
 	var group errgroup.Group
@@ -248,7 +248,7 @@ func (w *world) run(t *testing.T, parts ...func(context.Context) error) {
 }
 
 // objective declares an objective with two steps.
-func (w *world) objective(t *testing.T) {
+func (w *testEnv) objective(t *testing.T) {
 	t.Helper()
 	_, err := objectives.Put(t.Context(), w.pool, objectives.Definition{
 		Name: "tidy", Goal: "Keep the tables small.", Steps: []string{"look", "judge"},
@@ -263,8 +263,8 @@ func (w *world) objective(t *testing.T) {
 	}
 }
 
-// answer is the model. If asked to count, it first calls look with wrong arguments, then corrects itself.
-func (w *world) answer(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+// modelReply is the model. If asked to count, it first calls look with wrong arguments, then corrects itself.
+func (w *testEnv) modelReply(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 	var prompt string // the prompt of this turn
 	answers := 0      // given since
 	for _, m := range req.Messages {
@@ -282,7 +282,7 @@ func (w *world) answer(_ int, req openai.ChatCompletionRequest) modeltest.Reply 
 	}
 	switch {
 	case strings.Contains(req.Messages[0].Content, "You keep the summary"):
-		return modeltest.Text(summary)
+		return modeltest.Text(sessionSummary)
 	case strings.Contains(last, "INVALID_PARAMS"):
 		return modeltest.ToolCall("look", `{"limit":3}`)
 	case strings.Contains(prompt, "Objective tidy") && answers < len(w.steps):
@@ -295,5 +295,5 @@ func (w *world) answer(_ int, req openai.ChatCompletionRequest) modeltest.Reply 
 	return modeltest.Text("It is 42.")
 }
 
-// summary is the model's summary of the session.
-const summary = "The admin counts."
+// sessionSummary is the model's summary of the session.
+const sessionSummary = "The admin counts."

@@ -110,7 +110,7 @@ var checks = map[string]string{
 }
 
 // expect stores the model's result of each flow and of its children.
-func (w *world) expect(seeds []uint64) {
+func (w *testEnv) expect(seeds []uint64) {
 	w.t.Helper()
 	b := &pgx.Batch{}
 	for _, seed := range seeds {
@@ -132,7 +132,7 @@ func (e *expected) write(b *pgx.Batch, root bool) {
 }
 
 // replays lists the executions whose replay differs from the record.
-func (w *world) replays() (found []string) {
+func (w *testEnv) replays() (found []string) {
 	w.t.Helper()
 	for _, id := range pgtest.Column[string](w.t, w.pool, `select id::text from agent_executions order by id`) {
 		if differs := w.replay(id); differs != "" {
@@ -148,8 +148,8 @@ const waitTimeout = 2 * time.Minute
 // workers is the number of processes that run flows at once.
 const workers = 3
 
-// trouble makes the faults of the processes.
-type trouble struct {
+// faultInjector makes the faults of the processes.
+type faultInjector struct {
 	t       testing.TB
 	pool    *pgxpool.Pool
 	sink    string
@@ -159,10 +159,10 @@ type trouble struct {
 	kills, stops, ends, cuts, pauses int
 }
 
-func newTrouble(w *world, database string) *trouble {
+func newFaultInjector(w *testEnv, database string) *faultInjector {
 	t := w.t
 	t.Helper()
-	x := &trouble{t: t, pool: w.pool, sink: w.url}
+	x := &faultInjector{t: t, pool: w.pool, sink: w.url}
 	for i := range workers {
 		x.proxies[i] = newProxy(t, database)
 		x.launch(i)
@@ -171,7 +171,7 @@ func newTrouble(w *world, database string) *trouble {
 }
 
 // launch starts a process in a slot.
-func (x *trouble) launch(i int) {
+func (x *faultInjector) launch(i int) {
 	x.t.Helper()
 	program, err := os.Executable()
 	require.NoError(x.t, err)
@@ -179,10 +179,10 @@ func (x *trouble) launch(i int) {
 	x.slots[i] = proctest.Start(x.t, waitTimeout, x.t.TempDir(), environ, program, "worker")
 }
 
-// make makes faults for a time, each kind equally often, and cuts more often.
-func (x *trouble) make(lasts time.Duration) {
+// injectFaults makes faults for a time, each kind equally often, and cuts more often.
+func (x *faultInjector) injectFaults(lasts time.Duration) {
 	var next []int
-	for end := time.Now().Add(lasts); time.Now().Before(end); rest(500 * time.Millisecond) {
+	for end := time.Now().Add(lasts); time.Now().Before(end); sleepAbout(500 * time.Millisecond) {
 		i := rand.IntN(workers)
 		p := x.slots[i]
 		if !p.Running() { // its connection broke at its start
@@ -201,7 +201,7 @@ func (x *trouble) make(lasts time.Duration) {
 			x.kills++
 		case 1:
 			p.Signal(syscall.SIGSTOP)
-			rest(lease)
+			sleepAbout(lease)
 			p.Signal(syscall.SIGCONT)
 			x.stops++
 		case 2:
@@ -211,20 +211,20 @@ func (x *trouble) make(lasts time.Duration) {
 			x.launch(i)
 			x.ends++
 		case 3:
-			x.pause()
+			x.pauseAgent()
 		default:
 			x.cuts += x.proxies[i].cut()
 		}
 	}
 	for i := range x.slots {
-		for !x.works(i) {
+		for !x.waitWorking(i) {
 			x.launch(i)
 		}
 	}
 }
 
-// works waits until the process of a slot works. It returns false if the connection broke at the start.
-func (x *trouble) works(i int) bool {
+// waitWorking waits until the process of a slot works. It returns false if the connection broke at the start.
+func (x *faultInjector) waitWorking(i int) bool {
 	x.t.Helper()
 	p := x.slots[i]
 	begun := func() bool { return strings.Contains(p.Out.String(), "works") }
@@ -232,12 +232,12 @@ func (x *trouble) works(i int) bool {
 	return begun() && p.Running()
 }
 
-// pause pauses the agent for a while.
-func (x *trouble) pause() {
+// pauseAgent pauses the agent for a while.
+func (x *faultInjector) pauseAgent() {
 	ctx := x.t.Context()
 	_, err := executions.PauseAll(ctx, x.pool, "somebody", "to see what is in the way")
 	assert.NoError(x.t, err, "pause")
-	rest(500 * time.Millisecond)
+	sleepAbout(500 * time.Millisecond)
 	_, err = executions.ResumeAll(ctx, x.pool, "somebody", "")
 	assert.NoError(x.t, err, "resume")
 	x.pauses++

@@ -66,12 +66,12 @@ type op struct {
 // names are few, so steps share them.
 var names = []string{"a", "b", "a", "a#2", "c/d", "é"}
 
-// lanesWanted are few, too. They are lanes of threads: an execution keeps them when a shutdown or a pause releases it.
-// It would lose other lanes until it continues.
-var lanesWanted = []string{"thread:one", "thread:two", "thread:three"}
+// laneNames are few, too. They are lanes of threads: an execution keeps them when a shutdown or a pause releases it. It
+// would lose other lanes until it continues.
+var laneNames = []string{"thread:one", "thread:two", "thread:three"}
 
-// deepest is the maximum nesting of children and groups.
-const deepest = 3
+// maxDepth is the maximum nesting of children and groups.
+const maxDepth = 3
 
 // plan draws the flow of a seed. The flow has at most one lane: each run acquires and releases all recorded lanes again
 // (executions.Lane).
@@ -99,7 +99,7 @@ func draw(r *rand.Rand, depth, n int, top bool) []op {
 	ops := make([]op, n)
 	for i := range ops {
 		k := simple[r.IntN(len(simple))]
-		if depth < deepest && r.IntN(3) == 0 {
+		if depth < maxDepth && r.IntN(3) == 0 {
 			k = grouped[r.IntN(len(grouped))]
 		}
 		o := op{
@@ -118,7 +118,7 @@ func draw(r *rand.Rand, depth, n int, top bool) []op {
 			o.times = 1 + r.IntN(20)
 			o.parts = [][]op{drawPlain(r, 1+r.IntN(2))}
 		case lane:
-			o.name = lanesWanted[r.IntN(len(lanesWanted))]
+			o.name = laneNames[r.IntN(len(laneNames))]
 			o.parts = [][]op{drawPlain(r, 1+r.IntN(2))}
 		default:
 		}
@@ -140,8 +140,8 @@ func drawPlain(r *rand.Rand, n int) []op {
 	return ops
 }
 
-// then returns the value of a flow after one more op.
-func then(value, next int) int { return (value*31 + next) % 1_000_003 }
+// nextValue returns the value of a flow after one more op.
+func nextValue(value, next int) int { return (value*31 + next) % 1_000_003 }
 
 // expected is the model's result of an execution and of its descendants.
 type expected struct {
@@ -159,24 +159,24 @@ type expected struct {
 // model returns the result of a flow without faults.
 func model(seed uint64, depth int) *expected {
 	e := &expected{seed: seed, variables: "{}"}
-	e.value = e.play(plan(seed, depth), depth, keyOf(seed), 0)
+	e.value = e.applyOps(plan(seed, depth), depth, keyOf(seed), 0)
 	return e
 }
 
 // keyOf returns the prefix of a flow's event keys.
 func keyOf(seed uint64) string { return strconv.FormatUint(seed, 36) }
 
-// at returns the name of a place in a flow.
-func at(path string, i int) string { return path + "." + strconv.Itoa(i) }
+// opPath returns the name of a place in a flow.
+func opPath(path string, i int) string { return path + "." + strconv.Itoa(i) }
 
-func (e *expected) play(ops []op, depth int, path string, value int) int {
+func (e *expected) applyOps(ops []op, depth int, path string, value int) int {
 	for i, o := range ops {
-		value = then(value, e.one(o, depth, at(path, i), value))
+		value = nextValue(value, e.applyOp(o, depth, opPath(path, i), value))
 	}
 	return value
 }
 
-func (e *expected) one(o op, depth int, path string, value int) int {
+func (e *expected) applyOp(o op, depth int, path string, value int) int {
 	switch o.kind {
 	case effect:
 		e.effects++
@@ -190,7 +190,7 @@ func (e *expected) one(o op, depth int, path string, value int) int {
 	case event:
 		e.events = append(e.events, path)
 	case show:
-		e.variables = shown(value)
+		e.variables = variablesOf(value)
 	case child, aside:
 		e.children++
 		c := model(o.seed, depth+1)
@@ -201,15 +201,15 @@ func (e *expected) one(o op, depth int, path string, value int) int {
 	case branches:
 		all := 0
 		for b, part := range o.parts {
-			all = then(all, e.play(part, depth+1, at(path, b), 0))
+			all = nextValue(all, e.applyOps(part, depth+1, opPath(path, b), 0))
 		}
 		return all
 	case phase, nest, scope, lane:
-		return e.play(o.parts[0], depth+1, path, 0)
+		return e.applyOps(o.parts[0], depth+1, path, 0)
 	case loop:
 		all := 0
 		for range o.times {
-			all = e.play(o.parts[0], depth+1, path, all)
+			all = e.applyOps(o.parts[0], depth+1, path, all)
 		}
 		return all
 	case step, fails, bounded, delay, never, now:
@@ -217,8 +217,8 @@ func (e *expected) one(o op, depth int, path string, value int) int {
 	return o.n
 }
 
-// shown returns the variables that show sets.
-func shown(value int) string { return fmt.Sprintf(`{"value": %d}`, value) }
+// variablesOf returns the variables that show sets.
+func variablesOf(value int) string { return fmt.Sprintf(`{"value": %d}`, value) }
 
 // keys returns the events of a flow and of its descendants.
 func (e *expected) keys() []string {
@@ -229,26 +229,26 @@ func (e *expected) keys() []string {
 	return keys
 }
 
-// made is a call that arrived.
-type made struct{ kind, execution, step, key string }
+// receivedCall is a call that arrived.
+type receivedCall struct{ kind, execution, step, key string }
 
 // sink is the server of the calls. It is slow, so that processes die during some.
 type sink struct {
 	mu    sync.Mutex
-	calls []made
+	calls []receivedCall
 }
 
 // ServeHTTP counts a call.
 func (s *sink) ServeHTTP(_ http.ResponseWriter, r *http.Request) {
 	q := r.URL.Query()
 	s.mu.Lock()
-	s.calls = append(s.calls, made{q.Get("kind"), q.Get("execution"), q.Get("step"), q.Get("key")})
+	s.calls = append(s.calls, receivedCall{q.Get("kind"), q.Get("execution"), q.Get("step"), q.Get("key")})
 	s.mu.Unlock()
 	time.Sleep(rand.N(30 * time.Millisecond))
 }
 
-// world is a database with the tables of the test, and an engine that runs nothing.
-type world struct {
+// testEnv is a database with the tables of the test, and an engine that runs nothing.
+type testEnv struct {
 	t      testing.TB
 	pool   *pgxpool.Pool
 	engine *executions.Engine
@@ -256,10 +256,10 @@ type world struct {
 	url    string // of the sink
 }
 
-func newWorld(t testing.TB, url string) *world {
+func newTestEnv(t testing.TB, url string) *testEnv {
 	t.Helper()
 	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 12})
-	w := &world{t: t, pool: pool, sink: &sink{}}
+	w := &testEnv{t: t, pool: pool, sink: &sink{}}
 	var err error
 	w.engine, err = executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 	require.NoError(t, err)
@@ -270,8 +270,8 @@ func newWorld(t testing.TB, url string) *world {
 	return w
 }
 
-// many returns the number of flows, and the duration of the faults.
-func many(t *testing.T) (flows int, lasts time.Duration) {
+// runSize returns the number of flows, and the duration of the faults.
+func runSize(t *testing.T) (flows int, lasts time.Duration) {
 	t.Helper()
 	text := os.Getenv("AGENT_FLOWS")
 	if text == "" {
@@ -298,28 +298,28 @@ func seedOf(t *testing.T) uint64 {
 func TestRandomFlowsMatchModel(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	w := newWorld(t, url)
-	flows, lasts := many(t)
+	w := newTestEnv(t, url)
+	flows, lasts := runSize(t)
 	seed := seedOf(t)
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Logf("drawn from AGENT_FLOW_SEED=%d", seed)
 		}
 	})
-	x := newTrouble(w, url)
+	x := newFaultInjector(w, url)
 	r := rand.New(rand.NewPCG(seed, 0))
 	seeds := make([]uint64, flows)
 	for i := range seeds {
 		seeds[i] = r.Uint64()
 	}
 	var group errgroup.Group
-	group.Go(func() error { return w.begin(t.Context(), seeds, lasts*7/10) })
-	x.make(lasts)
+	group.Go(func() error { return w.startFlows(t.Context(), seeds, lasts*7/10) })
+	x.injectFaults(lasts)
 	require.NoError(t, group.Wait())
-	w.settle(waitTimeout + 4*lasts)
-	w.keep()
-	w.report(seeds)
-	w.refork(r)
+	w.waitSettled(waitTimeout + 4*lasts)
+	w.storeCalls()
+	w.reportViolations(seeds)
+	w.checkForks(r)
 	for _, p := range x.slots {
 		p.Stop()
 	}
@@ -328,15 +328,15 @@ func TestRandomFlowsMatchModel(t *testing.T) {
 		"there was no fault: the run covers nothing")
 }
 
-// begin starts a flow of each seed within a time. It delivers their events at random times, some of them twice.
-func (w *world) begin(ctx context.Context, seeds []uint64, within time.Duration) error {
+// startFlows starts a flow of each seed within a time. It delivers their events at random times, some of them twice.
+func (w *testEnv) startFlows(ctx context.Context, seeds []uint64, within time.Duration) error {
 	var group errgroup.Group
 	group.SetLimit(32)
 	start := time.Now()
 	for i, seed := range seeds {
-		rest(max(0, time.Until(start.Add(within*time.Duration(i)/time.Duration(len(seeds))))))
+		sleepAbout(max(0, time.Until(start.Add(within*time.Duration(i)/time.Duration(len(seeds))))))
 		_, _, err := w.engine.Start(ctx, w.pool, executions.Spec{
-			Flow: flowName, Surface: trace.Flow, Input: asked{Seed: strconv.FormatUint(seed, 10)},
+			Flow: flowName, Surface: trace.Flow, Input: flowInput{Seed: strconv.FormatUint(seed, 10)},
 			DedupeKey: strconv.FormatUint(seed, 10), MaxAttempts: 50,
 		})
 		if err != nil {
@@ -345,7 +345,7 @@ func (w *world) begin(ctx context.Context, seeds []uint64, within time.Duration)
 		for _, key := range model(seed, 0).keys() {
 			for range 1 + rand.IntN(2) {
 				group.Go(func() error {
-					rest(2 * time.Second)
+					sleepAbout(2 * time.Second)
 					_, err := w.engine.Deliver(ctx, w.pool, "EVENT_COMPLETED", key, json.RawMessage(dataOf(key)), key)
 					return err
 				})
@@ -355,8 +355,8 @@ func (w *world) begin(ctx context.Context, seeds []uint64, within time.Duration)
 	return group.Wait()
 }
 
-// settle waits until everything has ended.
-func (w *world) settle(limit time.Duration) {
+// waitSettled waits until everything has ended.
+func (w *testEnv) waitSettled(limit time.Duration) {
 	w.t.Helper()
 	began := time.Now()
 	pgtest.EventuallyWithin(w.t, limit, func() bool {
@@ -367,8 +367,8 @@ func (w *world) settle(limit time.Duration) {
 	w.t.Logf("the running work ended within %s", time.Since(began).Round(time.Millisecond))
 }
 
-// keep stores what only the sink knows.
-func (w *world) keep() {
+// storeCalls stores what only the sink knows.
+func (w *testEnv) storeCalls() {
 	w.t.Helper()
 	w.sink.mu.Lock()
 	defer w.sink.mu.Unlock()
@@ -379,8 +379,8 @@ func (w *world) keep() {
 	}
 }
 
-// report reports every violation as an error.
-func (w *world) report(seeds []uint64) {
+// reportViolations reports every violation as an error.
+func (w *testEnv) reportViolations(seeds []uint64) {
 	w.t.Helper()
 	w.expect(seeds)
 	for name, sql := range checks {
@@ -397,21 +397,21 @@ func (w *world) report(seeds []uint64) {
 	}
 }
 
-// forks is the number of executions that the test forks at the end.
-const forks = 60
+// forkCount is the number of executions that the test forks at the end.
+const forkCount = 60
 
-// recorded is a recorded step of an execution without events. A fork with events would wait for new ones.
-type recorded struct {
+// recordedStep is a recorded step of an execution without events. A fork with events would wait for new ones.
+type recordedStep struct {
 	ID, Step string
 	Value    int
 }
 
-// refork forks executions from random recorded steps, without faults. Each fork has the result of its execution, and
-// its replay equals its record.
-func (w *world) refork(r *rand.Rand) {
+// checkForks forks executions from random recorded steps, without faults. Each fork has the result of its execution,
+// and its replay equals its record.
+func (w *testEnv) checkForks(r *rand.Rand) {
 	w.t.Helper()
 	ctx := w.t.Context()
-	steps := pgtest.Rows[recorded](w.t, w.pool, `
+	steps := pgtest.Rows[recordedStep](w.t, w.pool, `
 		select x.id::text, c.step, (x.result #>> '{}')::int from agent_executions x
 		  join agent_checkpoints c on c.execution_id = x.id
 		 where not exists (select from agent_executions y join agent_events v on v.consumed_by = y.id
@@ -419,7 +419,7 @@ func (w *world) refork(r *rand.Rand) {
 		                    where y.trace_id = x.trace_id)
 		 order by x.id, c.step`)
 	require.True(w.t, len(steps) > 0, "no steps to fork from")
-	for range forks {
+	for range forkCount {
 		s := steps[r.IntN(len(steps))]
 		fork, err := w.engine.Fork(ctx, w.pool, executions.ForkSpec{ID: s.ID, From: s.Step})
 		if err != nil {
@@ -428,7 +428,7 @@ func (w *world) refork(r *rand.Rand) {
 		}
 		pgtest.Exec(w.t, w.pool, `insert into proof.forks values ($1, $2, $3)`, fork.ID, s.Step, s.Value)
 	}
-	w.settle(waitTimeout)
+	w.waitSettled(waitTimeout)
 	for _, found := range pgtest.Column[string](w.t, w.pool, wrongForks) {
 		w.t.Error(found)
 	}
@@ -445,7 +445,7 @@ const wrongForks = `
 	 where (x.status, x.result) is distinct from ('completed', to_jsonb(f.value))`
 
 // replay returns the difference between an execution's replay and its record, or "".
-func (w *world) replay(id string) string {
+func (w *testEnv) replay(id string) string {
 	got, err := w.engine.Replay(w.t.Context(), id)
 	switch {
 	case err != nil:

@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// innocent is a correct flow and its child. Ids are made from short names.
-const innocent = `
+// validRows is a correct flow and its child. Ids are made from short names.
+const validRows = `
 	create function pg_temp.id(name text) returns uuid language sql immutable as $$ select md5(name)::uuid $$;
 	insert into agent_executions (id, trace_id, surface, flow, status, parent_id, claim, input, result, variables,
 	  completed_at)
@@ -43,8 +43,8 @@ const innocent = `
 	        ('one', 'root', '.2', 'begins'), ('two', 'child', '.1', 'ends'), ('one', 'root', '.2', 'ends')) v (lane, name,
 	        place, at)`
 
-// planted are changes that each violate one check. Every check has some.
-var planted = map[string][]string{
+// violations are changes that each violate one check. Every check has some.
+var violations = map[string][]string{
 	"each flow was run once": {
 		`delete from agent_executions where id = pg_temp.id('root')`, `update agent_executions set parent_id = null`,
 		`insert into agent_executions (trace_id, surface, flow, input)
@@ -115,20 +115,20 @@ var planted = map[string][]string{
 // TestEveryCheckCanFail plants the violations of each check in a correct database.
 func TestEveryCheckCanFail(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, pgtest.URL(t))
-	for name := range planted {
+	w := newTestEnv(t, pgtest.URL(t))
+	for name := range violations {
 		assert.Truef(t, checks[name] != "", "there is no check %q", name)
 	}
 	for name, check := range checks {
-		assert.Truef(t, len(planted[name]) > 0, "nothing shows that %q can fail", name)
-		for _, sql := range planted[name] {
+		assert.Truef(t, len(violations[name]) > 0, "nothing shows that %q can fail", name)
+		for _, sql := range violations[name] {
 			w.plant(name, check, sql)
 		}
 	}
 }
 
 // plant makes a change to the innocent rows, in a transaction without triggers, and rolls it back.
-func (w *world) plant(name, check, sql string) {
+func (w *testEnv) plant(name, check, sql string) {
 	w.t.Helper()
 	ctx := w.t.Context()
 	tx, err := w.pool.Begin(ctx)
@@ -146,7 +146,7 @@ func (w *world) plant(name, check, sql string) {
 		return n
 	}
 	change(`set local session_replication_role = replica`)
-	change(innocent)
+	change(validRows)
 	n := count()
 	assert.Truef(w.t, n == 0, "%s: finds %d faults in innocent rows", name, n)
 	change(sql)
@@ -156,15 +156,15 @@ func (w *world) plant(name, check, sql string) {
 // TestDifferentReplayIsReported replays a flow whose record has a different result for a step.
 func TestDifferentReplayIsReported(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, pgtest.URL(t))
+	w := newTestEnv(t, pgtest.URL(t))
 	seed := uint64(1)
-	for plan(seed, deepest)[0].kind != step {
+	for plan(seed, maxDepth)[0].kind != step {
 		seed++
 	}
-	input := asked{Seed: strconv.FormatUint(seed, 10), Depth: deepest}
+	input := flowInput{Seed: strconv.FormatUint(seed, 10), Depth: maxDepth}
 	x, _, err := w.engine.Start(t.Context(), w.pool, executions.Spec{Flow: flowName, Surface: trace.Flow, Input: input})
 	require.NoError(t, err)
-	name := plan(seed, deepest)[0].name
+	name := plan(seed, maxDepth)[0].name
 	b := &pgx.Batch{}
 	b.Queue(`set local session_replication_role = replica`)
 	b.Queue(`insert into agent_checkpoints (execution_id, step, claim, output) values ($1, $2, 1, $3)`, x.ID, name,

@@ -22,8 +22,8 @@ import (
 // flowName is the name of the only flow. Its input determines its ops.
 const flowName = "drawn"
 
-// asked is the input. The seed is text, because JSON numbers have 53 bits.
-type asked struct {
+// flowInput is the input. The seed is text, because JSON numbers have 53 bits.
+type flowInput struct {
 	Seed  string `json:"seed"`
 	Depth int    `json:"depth"`
 }
@@ -33,7 +33,7 @@ type player struct{ sink string }
 
 // flow is the durable function.
 func (p player) flow(ctx context.Context, input json.RawMessage) (executions.Result, error) {
-	var a asked
+	var a flowInput
 	if err := json.Unmarshal(input, &a); err != nil {
 		return executions.Result{}, err
 	}
@@ -41,34 +41,36 @@ func (p player) flow(ctx context.Context, input json.RawMessage) (executions.Res
 	if err != nil {
 		return executions.Result{}, err
 	}
-	value, err := p.play(ctx, plan(seed, a.Depth), a.Depth, keyOf(seed), 0)
+	value, err := p.runOps(ctx, plan(seed, a.Depth), a.Depth, keyOf(seed), 0)
 	return executions.Result{Value: value}, err
 }
 
-func (p player) play(ctx context.Context, ops []op, depth int, path string, value int) (int, error) {
+func (p player) runOps(ctx context.Context, ops []op, depth int, path string, value int) (int, error) {
 	for i, o := range ops {
-		next, err := p.one(ctx, o, depth, at(path, i), value)
+		next, err := p.runOp(ctx, o, depth, opPath(path, i), value)
 		if err != nil {
 			return 0, err
 		}
-		value = then(value, next)
+		value = nextValue(value, next)
 	}
 	return value, nil
 }
 
-// one runs one op. Its error ends the run of the flow, for now or finally.
-func (p player) one(ctx context.Context, o op, depth int, path string, value int) (int, error) {
+// runOp runs one op. Its error ends the run of the flow, for now or finally.
+func (p player) runOp(ctx context.Context, o op, depth int, path string, value int) (int, error) {
 	switch o.kind {
 	case step:
 		return executions.Step(ctx, o.name, func(ctx context.Context) (int, error) { return o.n, pause(ctx, o.lasts) },
 			executions.Input(value))
 	case fails, bounded:
-		return o.n, p.inVain(ctx, o)
+		return o.n, p.runFailingStep(ctx, o)
 	case effect:
-		return executions.StepTx(ctx, o.name, func(ctx context.Context, tx pgx.Tx) (int, error) { return o.n, note(ctx, tx) })
+		return executions.StepTx(ctx, o.name, func(ctx context.Context, tx pgx.Tx) (int, error) {
+			return o.n, insertNote(ctx, tx)
+		})
 	case within:
 		return executions.StepTx(ctx, o.name, func(ctx context.Context, tx pgx.Tx) (int, error) {
-			return p.within(ctx, tx, o)
+			return p.runTx(ctx, tx, o)
 		})
 	case call, once:
 		return p.call(ctx, o)
@@ -77,7 +79,7 @@ func (p player) one(ctx context.Context, o op, depth int, path string, value int
 	case child, aside:
 		return p.trigger(ctx, o, depth)
 	case show:
-		return o.n, executions.SetVariables(ctx, json.RawMessage(shown(value)))
+		return o.n, executions.SetVariables(ctx, json.RawMessage(variablesOf(value)))
 	case now:
 		got, err := executions.Now(ctx)
 		if err == nil && got.IsZero() {
@@ -88,18 +90,18 @@ func (p player) one(ctx context.Context, o op, depth int, path string, value int
 		return p.branches(ctx, o, depth, path)
 	case phase:
 		return executions.Phase(ctx, o.name, func(ctx context.Context, _ *executions.Effect) (int, error) {
-			return p.play(ctx, o.parts[0], depth+1, path, 0)
+			return p.runOps(ctx, o.parts[0], depth+1, path, 0)
 		})
 	case nest:
 		return executions.Step(ctx, o.name, func(ctx context.Context) (int, error) {
-			return p.play(ctx, o.parts[0], depth+1, path, 0)
+			return p.runOps(ctx, o.parts[0], depth+1, path, 0)
 		})
 	case scope:
-		return p.play(executions.Scope(ctx, o.name+path), o.parts[0], depth+1, path, 0)
+		return p.runOps(executions.Scope(ctx, o.name+path), o.parts[0], depth+1, path, 0)
 	case loop:
 		return p.loop(ctx, o, depth, path)
 	case lane:
-		return p.alone(ctx, o, depth, path)
+		return p.runInLane(ctx, o, depth, path)
 	}
 	return 0, fmt.Errorf("no such op: %s", o.kind)
 }
@@ -112,28 +114,28 @@ func pause(ctx context.Context, lasts time.Duration) error {
 	return nil
 }
 
-// note writes a row of the step it is in.
-func note(ctx context.Context, tx pgx.Tx) error {
+// insertNote writes a row of the step it is in.
+func insertNote(ctx context.Context, tx pgx.Tx) error {
 	x, _ := executions.Current(ctx)
 	_, err := tx.Exec(ctx, `insert into proof.effects (execution_id, step) values (@id, @step)`,
 		postgres.Strict{"id": x.ID, "step": executions.StepKey(ctx)})
 	return err
 }
 
-// within is the body of a transaction with a step and a call.
-func (p player) within(ctx context.Context, tx pgx.Tx, o op) (int, error) {
+// runTx is the body of a transaction with a step and a call.
+func (p player) runTx(ctx context.Context, tx pgx.Tx, o op) (int, error) {
 	n, err := executions.Step(ctx, o.name, func(context.Context) (int, error) { return o.n, nil })
 	if err == nil {
 		_, err = p.call(ctx, op{kind: call, name: o.name, n: o.n})
 	}
 	if err == nil {
-		err = note(ctx, tx)
+		err = insertNote(ctx, tx)
 	}
 	return n, err
 }
 
-// inVain runs a step that fails by itself or by its limit. The flow continues.
-func (p player) inVain(ctx context.Context, o op) error {
+// runFailingStep runs a step that fails by itself or by its limit. The flow continues.
+func (p player) runFailingStep(ctx context.Context, o op) error {
 	failing := func(context.Context) (int, error) { return 0, errors.New("as it should") }
 	if o.kind == bounded {
 		limited, cancel := context.WithTimeout(ctx, o.lasts)
@@ -219,7 +221,7 @@ func dataOf(key string) string { return fmt.Sprintf(`{"key": %q}`, key) }
 // trigger starts a child, and waits for it if the op says so.
 func (p player) trigger(ctx context.Context, o op, depth int) (int, error) {
 	got, err := executions.Trigger(ctx, o.name, executions.Child{
-		Flow: flowName, Input: asked{Seed: strconv.FormatUint(o.seed, 10), Depth: depth + 1}, Wait: o.kind == child,
+		Flow: flowName, Input: flowInput{Seed: strconv.FormatUint(o.seed, 10), Depth: depth + 1}, Wait: o.kind == child,
 	})
 	if err != nil || o.kind == aside {
 		return o.n, err
@@ -241,7 +243,7 @@ func (p player) branches(ctx context.Context, o op, depth int, path string) (int
 	}
 	for b, part := range o.parts {
 		group.Go(func() (err error) {
-			values[b], err = p.play(executions.Scope(within, at(path, b)), part, depth+1, at(path, b), 0)
+			values[b], err = p.runOps(executions.Scope(within, opPath(path, b)), part, depth+1, opPath(path, b), 0)
 			return err
 		})
 	}
@@ -250,7 +252,7 @@ func (p player) branches(ctx context.Context, o op, depth int, path string) (int
 	}
 	all := 0
 	for _, value := range values {
-		all = then(all, value)
+		all = nextValue(all, value)
 	}
 	return all, nil
 }
@@ -260,14 +262,14 @@ type state struct{ Value, Done int }
 
 func (p player) loop(ctx context.Context, o op, depth int, path string) (int, error) {
 	last, err := executions.Loop(ctx, o.name+path, state{}, func(ctx context.Context, s state) (state, bool, error) {
-		value, err := p.play(ctx, o.parts[0], depth+1, path, s.Value)
+		value, err := p.runOps(ctx, o.parts[0], depth+1, path, s.Value)
 		return state{Value: value, Done: s.Done + 1}, s.Done+1 == o.times, err
 	})
 	return last.Value, err
 }
 
-// alone runs ops in a lane, and records their begin and end.
-func (p player) alone(ctx context.Context, o op, depth int, path string) (int, error) {
+// runInLane runs ops in a lane, and records their begin and end.
+func (p player) runInLane(ctx context.Context, o op, depth int, path string) (int, error) {
 	hold, err := executions.Lane(ctx, o.name)
 	for errors.Is(err, lanes.ErrBusy) {
 		if _, err = executions.Wait(ctx, "free "+path, executions.LaneFree(o.name, time.Hour)); err == nil {
@@ -286,7 +288,7 @@ func (p player) alone(ctx context.Context, o op, depth int, path string) (int, e
 			return 0, err
 		})
 		if err == nil && at == "begins" {
-			value, err = p.play(within, o.parts[0], depth+1, path, 0)
+			value, err = p.runOps(within, o.parts[0], depth+1, path, 0)
 		}
 		if err != nil {
 			return 0, err

@@ -36,7 +36,7 @@ const lease = 2 * time.Second
 
 func TestMain(m *testing.M) {
 	if url := os.Getenv(workerURL); url != "" {
-		if err := work(url, os.Getenv(workerSink)); err != nil {
+		if err := runWorker(url, os.Getenv(workerSink)); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
 		}
@@ -46,8 +46,8 @@ func TestMain(m *testing.M) {
 	pgtest.Main(m)
 }
 
-// work runs flows until SIGTERM.
-func work(url, sink string) error {
+// runWorker runs flows until SIGTERM.
+func runWorker(url, sink string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
@@ -109,7 +109,7 @@ func (p *proxy) cut() (n int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for l := range p.links {
-		if rand.IntN(3) == 0 && l.doomed.CompareAndSwap(whole, []int32{unheard, unanswered}[rand.IntN(2)]) {
+		if rand.IntN(3) == 0 && l.fate.CompareAndSwap(whole, []int32{unheard, unanswered}[rand.IntN(2)]) {
 			n++
 		}
 	}
@@ -128,7 +128,7 @@ const (
 type link struct {
 	proxy          *proxy
 	client, server net.Conn
-	doomed         atomic.Int32
+	fate           atomic.Int32
 }
 
 // Upstream forwards the client's requests.
@@ -138,7 +138,7 @@ func (l *link) Upstream() { l.carry(l.client, l.server, unheard) }
 func (l *link) Downstream() { l.carry(l.server, l.client, unanswered) }
 
 // carry copies data from one side to the other, until one side has left or the link breaks in this direction.
-func (l *link) carry(from io.Reader, to io.Writer, doom int32) {
+func (l *link) carry(from io.Reader, to io.Writer, fate int32) {
 	defer func() {
 		l.proxy.mu.Lock()
 		defer l.proxy.mu.Unlock()
@@ -147,7 +147,7 @@ func (l *link) carry(from io.Reader, to io.Writer, doom int32) {
 	buf := make([]byte, 1<<16)
 	for {
 		n, err := from.Read(buf)
-		if err != nil || l.doomed.CompareAndSwap(doom, broken) {
+		if err != nil || l.fate.CompareAndSwap(fate, broken) {
 			return
 		}
 		if _, err := to.Write(buf[:n]); err != nil {
@@ -156,5 +156,5 @@ func (l *link) carry(from io.Reader, to io.Writer, doom int32) {
 	}
 }
 
-// rest waits for about the given time.
-func rest(d time.Duration) { time.Sleep(d/2 + rand.N(max(d, 1))) }
+// sleepAbout waits for about the given time.
+func sleepAbout(d time.Duration) { time.Sleep(d/2 + rand.N(max(d, 1))) }

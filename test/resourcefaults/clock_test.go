@@ -59,7 +59,7 @@ func TestDatabaseClockJumps(t *testing.T) {
 			for i := range 4 {
 				_, err := executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
 					if i == 2 {
-						at.pass()
+						at.enter()
 					}
 					_, err := tx.Exec(ctx, `insert into effects (by, what) values ($1, $2)`, x.ID, fmt.Sprint(i))
 					return i, err
@@ -112,7 +112,7 @@ func TestDatabaseClockJumps(t *testing.T) {
 // offset from a file.
 func TestProcessClockJumps(t *testing.T) {
 	t.Parallel()
-	if !atLength() {
+	if !isLong() {
 		return // the build takes minutes; see the package comment
 	}
 	jump := filepath.Join(t.TempDir(), "jump")
@@ -124,7 +124,7 @@ func TestProcessClockJumps(t *testing.T) {
 	url := pgtest.URL(t)
 	apply(t, url)
 	db := admin(t, url)
-	a := serveProgram(t, jumping(t), "", environ(url, "CLOCK_JUMP="+jump))
+	a := serveProgram(t, buildWithClock(t), "", environ(url, "CLOCK_JUMP="+jump))
 	assert.True(t, strings.Contains(a.Err.String(), "time="+time.Now().Add(-3*time.Hour).Format("2006-01-02T15")) ||
 		strings.Contains(a.Err.String(), "time="+time.Now().UTC().Add(-3*time.Hour).Format("2006-01-02T15")),
 		"the process does not have another time")
@@ -139,7 +139,7 @@ func TestProcessClockJumps(t *testing.T) {
 		wrong(by)
 		refused := yes.send(a)
 		assert.Truef(t, refused == nil, "%s: %+v", by, refused)
-		got := a.ask(http.MethodPost, "/v1/executions", fmt.Sprintf(`{"flow": "wide", "input": {"n": %d}}`, i))
+		got := a.request(http.MethodPost, "/v1/executions", fmt.Sprintf(`{"flow": "wide", "input": {"n": %d}}`, i))
 		assert.Truef(t, got.status == http.StatusCreated, "%s: %+v", by, got)
 		eventually(t, "the flow ends with a clock that is wrong by "+by.String(), func() bool {
 			return pgtest.Value[int](t, db,
@@ -151,11 +151,12 @@ func TestProcessClockJumps(t *testing.T) {
 				from agent_workers where id = $1`, worker, renewed)
 		})
 	}
-	yes.kept(t, url)
+	yes.checkStored(t, url)
 }
 
-// jumping returns the program with a clock that a test can move. CLOCK_JUMP names a file with the offset in seconds.
-func jumping(t *testing.T) string {
+// buildWithClock returns the program with a clock that a test can move. CLOCK_JUMP names a file with the offset in
+// seconds.
+func buildWithClock(t *testing.T) string {
 	t.Helper()
 	root, err := exec.CommandContext(t.Context(), "go", "env", "GOROOT").Output()
 	require.NoError(t, err)

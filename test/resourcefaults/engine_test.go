@@ -54,8 +54,8 @@ func engine(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, 
 	return e
 }
 
-// large returns an incompressible text that needs new pages.
-func large() string {
+// largeText returns an incompressible text that needs new pages.
+func largeText() string {
 	b := make([]byte, 128<<10)
 	rand.Read(b)
 	return hex.EncodeToString(b)
@@ -65,14 +65,14 @@ func large() string {
 // completes after the fault, and takes earlier steps from the record.
 func TestUnrecordableStepEndsRun(t *testing.T) {
 	t.Parallel()
-	for name, arrange := range troubles {
+	for name, arrange := range faults {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			bad := arrange(t)
 			db := admin(t, bad.url)
 			pool := pgtest.Pool(t, bad.url, postgres.Options{ApplicationName: "engine"})
 			var first, second atomic.Int32
-			at, outcome, log := newGate(), newHeard(), &testkit.Log{}
+			at, outcome, log := newGate(), newFirstError(), &testkit.Log{}
 			e := engine(t, pool, map[string]executions.Func{"two": func(ctx context.Context,
 				_ json.RawMessage,
 			) (executions.Result, error) {
@@ -82,10 +82,10 @@ func TestUnrecordableStepEndsRun(t *testing.T) {
 				}
 				_, err := executions.Step(ctx, "second", func(context.Context) (string, error) {
 					second.Add(1)
-					at.pass()
-					return large(), nil
+					at.enter()
+					return largeText(), nil
 				})
-				outcome.tell(err)
+				outcome.set(err)
 				return executions.Result{Summary: "done"}, err
 			}}, log)
 			x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "two", Surface: trace.Flow})
@@ -93,7 +93,7 @@ func TestUnrecordableStepEndsRun(t *testing.T) {
 			testkit.Receive(t, at.entered)
 			bad.begin()
 			close(at.opened)
-			assert.ErrorIs(t, testkit.Receive(t, outcome.first), executions.ErrLost)
+			assert.ErrorIs(t, testkit.Receive(t, outcome.ch), executions.ErrLost)
 			got := pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID)
 			assert.Truef(t, got == "running" || got == "pending", "the execution is %s, and its step is not recorded", got)
 			assert.Equal(t, 1, pgtest.Value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID))
@@ -103,7 +103,7 @@ func TestUnrecordableStepEndsRun(t *testing.T) {
 			})
 			assert.Truef(t, first.Load() == 1 && second.Load() >= 2,
 				"the first step ran %d times, the second %d times", first.Load(), second.Load())
-			assert.Contains(t, log.String(), "database unavailable, trying again", bad.words, bad.hint)
+			assert.Contains(t, log.String(), "database unavailable, trying again", bad.message, bad.hint)
 		})
 	}
 }
@@ -112,7 +112,7 @@ func TestUnrecordableStepEndsRun(t *testing.T) {
 // goes. All work that was confirmed without an error exists, and had its effect once.
 func TestAcknowledgedWorkIsStored(t *testing.T) {
 	t.Parallel()
-	for name, arrange := range troubles {
+	for name, arrange := range faults {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			bad := arrange(t)
@@ -123,12 +123,12 @@ func TestAcknowledgedWorkIsStored(t *testing.T) {
 			var started, events []string
 			refused := func(round int) (failed error) {
 				for i := range 400 {
-					x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "effect", Surface: trace.Flow, Input: large()})
+					x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "effect", Surface: trace.Flow, Input: largeText()})
 					if err == nil {
 						started = append(started, x.ID)
 					}
 					event := rand.Text()
-					_, other := e.Deliver(t.Context(), pool, "EVENT_COMPLETED", event, json.RawMessage(`"`+large()+`"`), event)
+					_, other := e.Deliver(t.Context(), pool, "EVENT_COMPLETED", event, json.RawMessage(`"`+largeText()+`"`), event)
 					if other == nil {
 						events = append(events, event)
 					}
@@ -143,7 +143,7 @@ func TestAcknowledgedWorkIsStored(t *testing.T) {
 				bad.begin()
 				if err := refused(round + 1); err == nil {
 					t.Error("nothing was refused")
-				} else if what, _ := postgres.Diagnose(err); !strings.Contains(what, bad.words) {
+				} else if what, _ := postgres.Diagnose(err); !strings.Contains(what, bad.message) {
 					t.Errorf("the rejected request returned %v", err)
 				}
 				bad.end()
@@ -181,27 +181,27 @@ func effect(ctx context.Context, input json.RawMessage) (executions.Result, erro
 
 // gate blocks the first caller.
 type gate struct {
-	passed          atomic.Int32
+	entries         atomic.Int32
 	entered, opened chan struct{}
 }
 
 func newGate() *gate { return &gate{entered: make(chan struct{}), opened: make(chan struct{})} }
 
-func (g *gate) pass() {
-	if g.passed.Add(1) == 1 {
+func (g *gate) enter() {
+	if g.entries.Add(1) == 1 {
 		close(g.entered)
 		<-g.opened
 	}
 }
 
-// heard keeps the first error of a flow.
-type heard struct{ first chan error }
+// firstError keeps the first error of a flow.
+type firstError struct{ ch chan error }
 
-func newHeard() heard { return heard{make(chan error, 1)} }
+func newFirstError() firstError { return firstError{make(chan error, 1)} }
 
-func (h heard) tell(err error) {
+func (h firstError) set(err error) {
 	select {
-	case h.first <- err:
+	case h.ch <- err:
 	default:
 	}
 }

@@ -70,8 +70,8 @@ func TestFloodDoesNotBlockAdmin(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			a := serve(t, "", environ(url, "AGENT_CHAT_KEY="+chatKey, "AGENT_CHAT_RATE=100000", "AGENT_LOG_LEVEL=info"))
 			eventually(t, "the process is ready",
-				func() bool { return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK })
-			a.ask(http.MethodGet, "/v1/lanes", "")
+				func() bool { return a.request(http.MethodGet, "/readyz", "").status == http.StatusOK })
+			a.request(http.MethodGet, "/v1/lanes", "")
 			before := a.memory("VmRSS")
 			ctx, stop := context.WithCancel(t.Context())
 			defer stop()
@@ -83,10 +83,10 @@ func TestFloodDoesNotBlockAdmin(t *testing.T) {
 			for i := range 24 {
 				group.Go(func() { a.floodChat(ctx, chatKey, i, &chats) })
 			}
-			a.staysWell()
+			a.checkResponsive()
 			eventually(t, "as much was sent as all of them send at once",
 				func() bool { return bodies.Load() >= 64 && chats.Load() >= 24 })
-			a.staysWell()
+			a.checkResponsive()
 			stop()
 			group.Wait()
 			if after := a.memory("VmHWM"); after-before > floodMemory {
@@ -98,12 +98,13 @@ func TestFloodDoesNotBlockAdmin(t *testing.T) {
 	}
 }
 
-// staysWell measures the response times of the admin's paths. It repeats a slow round, because the machine may be busy.
-func (a *agent) staysWell() {
+// checkResponsive measures the response times of the admin's paths. It repeats a slow round, because the machine may be
+// busy.
+func (a *agent) checkResponsive() {
 	a.t.Helper()
 	const rounds, each = 5, 20
 	for round := 1; ; round++ {
-		ready, lanes := a.times("/readyz", each), a.times("/v1/lanes", each)
+		ready, lanes := a.p95("/readyz", each), a.p95("/v1/lanes", each)
 		a.t.Logf("round %d: 95 of 100 answers of /readyz within %s, of /v1/lanes within %s", round, ready, lanes)
 		if a.t.Failed() || ready <= floodBound && lanes <= floodBound {
 			return
@@ -115,14 +116,14 @@ func (a *agent) staysWell() {
 	}
 }
 
-// times requests a path over new connections and returns the 95th percentile of the response times.
-func (a *agent) times(path string, n int) time.Duration {
+// p95 requests a path over new connections and returns the 95th percentile of the response times.
+func (a *agent) p95(path string, n int) time.Duration {
 	a.t.Helper()
 	var took []time.Duration
 	for range n {
 		a.client.CloseIdleConnections()
 		began := time.Now()
-		got := a.ask(http.MethodGet, path, "")
+		got := a.request(http.MethodGet, path, "")
 		lasted := time.Since(began)
 		if got.status != http.StatusOK {
 			a.t.Logf("%s: %d %s", path, got.status, got.body)
@@ -213,7 +214,7 @@ func TestExhaustedPool(t *testing.T) {
 	db := admin(t, url)
 	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 3, ApplicationName: "engine"})
 	var first, second atomic.Int32
-	at, outcome := newGate(), newHeard()
+	at, outcome := newGate(), newFirstError()
 	e := engine(t, pool, map[string]executions.Func{"two": func(ctx context.Context, _ json.RawMessage) (executions.Result,
 		error,
 	) {
@@ -222,21 +223,21 @@ func TestExhaustedPool(t *testing.T) {
 			return executions.Result{}, err
 		}
 		_, err := executions.Step(ctx, "second", func(context.Context) (int32, error) {
-			at.pass()
+			at.enter()
 			return second.Add(1), nil
 		})
 		if err == nil { // the second step has a checkpoint before the third starts
 			_, err = executions.Step(ctx, "third", func(context.Context) (int, error) { return 0, nil })
 		}
-		outcome.tell(err)
+		outcome.set(err)
 		return executions.Result{}, err
 	}}, &testkit.Log{})
 	x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "two", Surface: trace.Flow})
 	require.NoError(t, err)
 	testkit.Receive(t, at.entered)
-	giveBack := take(t, pool, 3)
+	giveBack := acquireConns(t, pool, 3)
 	close(at.opened)
-	assert.ErrorIs(t, testkit.Receive(t, outcome.first), executions.ErrLost)
+	assert.ErrorIs(t, testkit.Receive(t, outcome.ch), executions.ErrLost)
 	assert.Equal(t, 1, pgtest.Value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID))
 	got := pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID)
 	assert.Truef(t, got == "running" || got == "pending", "the execution is %s", got)
@@ -248,8 +249,8 @@ func TestExhaustedPool(t *testing.T) {
 		"the first step ran %d times, the second %d times", first.Load(), second.Load())
 }
 
-// take acquires connections of a pool, like code that leaks them.
-func take(t *testing.T, pool *pgxpool.Pool, n int) (giveBack func()) {
+// acquireConns acquires connections of a pool, like code that leaks them.
+func acquireConns(t *testing.T, pool *pgxpool.Pool, n int) (release func()) {
 	t.Helper()
 	var taken []*pgxpool.Conn
 	for range n {
@@ -258,7 +259,7 @@ func take(t *testing.T, pool *pgxpool.Pool, n int) (giveBack func()) {
 		taken = append(taken, c)
 	}
 	given := false
-	giveBack = func() {
+	release = func() {
 		for _, c := range taken {
 			if !given {
 				c.Release()
@@ -266,8 +267,8 @@ func take(t *testing.T, pool *pgxpool.Pool, n int) (giveBack func()) {
 		}
 		given = true
 	}
-	t.Cleanup(giveBack)
-	return giveBack
+	t.Cleanup(release)
+	return release
 }
 
 // TestEngineOnSmallestPool runs many flows with every kind of step on two connections.
@@ -277,7 +278,7 @@ func TestEngineOnSmallestPool(t *testing.T) {
 	db := admin(t, url)
 	pgtest.Exec(t, db, `create table effects (by text not null, what text not null)`)
 	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 2, ApplicationName: "engine"})
-	e := engine(t, pool, map[string]executions.Func{"effect": effect, "all": everything}, &testkit.Log{},
+	e := engine(t, pool, map[string]executions.Func{"effect": effect, "all": allSteps}, &testkit.Log{},
 		func(o *executions.Options) { o.Workers, o.LeaseTTL = 8, 20*time.Second })
 	const runs = 20
 	for range runs {
@@ -291,8 +292,8 @@ func TestEngineOnSmallestPool(t *testing.T) {
 	assert.Equal(t, 2*runs, pgtest.Value[int](t, db, `select count(distinct by) from effects`))
 }
 
-// everything has each kind of step, a timer, a child, and one lane for all.
-func everything(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+// allSteps has each kind of step, a timer, a child, and one lane for all.
+func allSteps(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 	x, _ := executions.Current(ctx)
 	if _, err := executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }); err != nil {
 		return executions.Result{}, err
@@ -342,10 +343,10 @@ func TestLockedThreadBlocksOnlyItsWriters(t *testing.T) {
 	pool := declare(t, url, bearerEndpoint)
 	a := serve(t, "", environ(url, "AGENT_CHAT_KEY="+key, "AGENT_CHAT_RATE=100000", "AGENT_LOG_LEVEL=info"))
 	eventually(t, "the process is ready", func() bool {
-		return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK
+		return a.request(http.MethodGet, "/readyz", "").status == http.StatusOK
 	})
 	say := func(ctx context.Context, thread string) answer {
-		return a.askIn(ctx, http.MethodPost, "/v1/chat/completions",
+		return a.requestIn(ctx, http.MethodPost, "/v1/chat/completions",
 			`{"model":"agent","messages":[{"role":"user","content":"hello"}]}`,
 			"Authorization", "Bearer "+key, "X-Thread-Id", thread)
 	}
@@ -376,13 +377,13 @@ func TestLockedThreadBlocksOnlyItsWriters(t *testing.T) {
 	for name, ask := range map[string]func() answer{
 		"other visitors": func() answer { return say(t.Context(), fmt.Sprint("other ", n)) },
 		"webhooks": func() answer {
-			return a.ask(http.MethodPost, "/webhooks/open", fmt.Sprintf(`{"key":"%d"}`, n), "Authorization",
+			return a.request(http.MethodPost, "/webhooks/open", fmt.Sprintf(`{"key":"%d"}`, n), "Authorization",
 				"Bearer hook-secret-of-the-test")
 		},
-		"readiness": func() answer { return a.ask(http.MethodGet, "/readyz", "") },
-		"the admin": func() answer { return a.ask(http.MethodGet, "/v1/lanes", "") },
+		"readiness": func() answer { return a.request(http.MethodGet, "/readyz", "") },
+		"the admin": func() answer { return a.request(http.MethodGet, "/v1/lanes", "") },
 	} {
-		a.within(name, func() answer { n++; return ask() })
+		a.checkFast(name, func() answer { n++; return ask() })
 	}
 	stop()
 	group.Wait()
@@ -391,9 +392,9 @@ func TestLockedThreadBlocksOnlyItsWriters(t *testing.T) {
 		func() bool { return say(t.Context(), "held").status == http.StatusOK })
 }
 
-// within checks that all requests succeed, and nearly all quickly in one of a few rounds. The machine may be as busy as
-// the process.
-func (a *agent) within(name string, ask func() answer) {
+// checkFast checks that all requests succeed, and nearly all quickly in one of a few rounds. The machine may be as busy
+// as the process.
+func (a *agent) checkFast(name string, ask func() answer) {
 	a.t.Helper()
 	const rounds, each = 5, 20
 	for round := 1; ; round++ {

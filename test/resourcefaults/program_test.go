@@ -34,17 +34,17 @@ func (y *acknowledged) send(a *agent) (refused *answer) {
 		header         []string
 	}{
 		{"/v1/events", fmt.Sprintf(`{"event": "EVENT_COMPLETED", "key": %q, "id": %q, "data": {"x": %q}}`, event, event,
-			large()), event, &y.events, nil},
+			largeText()), event, &y.events, nil},
 		{
-			"/webhooks/hook", fmt.Sprintf(`{"key": %q, "x": %q}`, delivery, large()), delivery, &y.deliveries,
+			"/webhooks/hook", fmt.Sprintf(`{"key": %q, "x": %q}`, delivery, largeText()), delivery, &y.deliveries,
 			[]string{"Authorization", "Bearer hook-secret-of-the-test", "X-Id", delivery},
 		},
 		{
-			"/v1/executions", fmt.Sprintf(`{"flow": "external:job", "input": {"key": %q, "x": %q}}`, key, large()), key,
+			"/v1/executions", fmt.Sprintf(`{"flow": "external:job", "input": {"key": %q, "x": %q}}`, key, largeText()), key,
 			&y.executions, nil,
 		},
 	} {
-		switch got := a.ask(http.MethodPost, r.path, r.body, r.header...); {
+		switch got := a.request(http.MethodPost, r.path, r.body, r.header...); {
 		case got.status/100 == 2:
 			*r.into = append(*r.into, r.id)
 		case refused == nil:
@@ -54,8 +54,8 @@ func (y *acknowledged) send(a *agent) (refused *answer) {
 	return refused
 }
 
-// kept reports confirmed work that does not exist.
-func (y *acknowledged) kept(t *testing.T, url string) {
+// checkStored reports confirmed work that does not exist.
+func (y *acknowledged) checkStored(t *testing.T, url string) {
 	t.Helper()
 	db := admin(t, url)
 	for what, look := range map[string]struct {
@@ -79,7 +79,7 @@ func (y *acknowledged) kept(t *testing.T, url string) {
 // up, and accepts everything after the fault.
 func TestProgramReportsFaultAndRemedy(t *testing.T) {
 	t.Parallel()
-	for name, arrange := range troubles {
+	for name, arrange := range faults {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			bad := arrange(t)
@@ -98,32 +98,32 @@ func TestProgramReportsFaultAndRemedy(t *testing.T) {
 			switch {
 			case refused == nil:
 				t.Fatal("nothing was refused")
-			case refused.status != http.StatusServiceUnavailable || !strings.Contains(refused.problem(), bad.words) ||
+			case refused.status != http.StatusServiceUnavailable || !strings.Contains(refused.problem(), bad.message) ||
 				refused.header.Get("Retry-After") == "":
 				t.Errorf("refused with %d %v %s", refused.status, refused.header, refused.body)
 			}
 			assert.Contains(t, a.Err.String(), bad.hint)
-			got := a.ask(http.MethodGet, "/readyz", "")
-			assert.Truef(t, got.status == http.StatusServiceUnavailable && strings.Contains(got.body, bad.words),
+			got := a.request(http.MethodGet, "/readyz", "")
+			assert.Truef(t, got.status == http.StatusServiceUnavailable && strings.Contains(got.body, bad.message),
 				"readyz: %+v", got)
 			if code, out, errs := command(t, env, "executions", "ls"); code != 0 {
 				t.Errorf("a command that reads: exit code %d, %s%s", code, out, errs)
 			}
 			input := filepath.Join(t.TempDir(), "input.json")
-			require.NoError(t, os.WriteFile(input, fmt.Appendf(nil, `{"x": %q}`, large()), 0o600))
+			require.NoError(t, os.WriteFile(input, fmt.Appendf(nil, `{"x": %q}`, largeText()), 0o600))
 			code, out, errs := command(t, env, "executions", "start", "external:job", "--input", "@"+input)
-			assert.Truef(t, code == 1 && strings.Contains(errs, bad.words) && strings.Contains(errs, bad.hint) && out == "",
+			assert.Truef(t, code == 1 && strings.Contains(errs, bad.message) && strings.Contains(errs, bad.hint) && out == "",
 				"a command that writes: exit code %d, %s%s", code, out, errs)
-			got = a.ask(http.MethodGet, "/healthz", "")
+			got = a.request(http.MethodGet, "/healthz", "")
 			assert.Truef(t, got.status == http.StatusOK, "healthz: %+v", got)
 			bad.end()
 			eventually(t, "everything is taken again", func() bool { return yes.send(a) == nil })
 			eventually(t, "the process is ready",
-				func() bool { return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK })
+				func() bool { return a.request(http.MethodGet, "/readyz", "").status == http.StatusOK })
 			code, out, errs = command(t, env, "executions", "start", "external:job", "--input", `{"key": "last"}`)
 			assert.Truef(t, code == 0, "the same command afterwards: exit code %d, %s%s", code, out, errs)
 			yes.executions = append(yes.executions, "last")
-			yes.kept(t, bad.url)
+			yes.checkStored(t, bad.url)
 		})
 	}
 }
@@ -132,7 +132,7 @@ func TestProgramReportsFaultAndRemedy(t *testing.T) {
 // running work continues. After the clients have left, all works as before.
 func TestFileDescriptorExhaustion(t *testing.T) {
 	t.Parallel()
-	bad := pretendedFullDisk(t) // only its database
+	bad := simulatedFullDisk(t) // only its database
 	apply(t, bad.url)
 	env := environ(bad.url, "AGENT_WORKERS=2")
 	a := serve(t, "ulimit -n 56;", env)
@@ -162,15 +162,15 @@ func TestFileDescriptorExhaustion(t *testing.T) {
 	}
 	eventually(t, "everything is taken again", func() bool { return yes.send(a) == nil })
 	eventually(t, "the process is ready", func() bool {
-		return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK
+		return a.request(http.MethodGet, "/readyz", "").status == http.StatusOK
 	})
-	yes.kept(t, bad.url)
+	yes.checkStored(t, bad.url)
 }
 
 // TestProgramOnSmallestPool: no holder of a connection needs a second one to finish.
 func TestProgramOnSmallestPool(t *testing.T) {
 	t.Parallel()
-	bad := pretendedFullDisk(t) // only its database
+	bad := simulatedFullDisk(t) // only its database
 	apply(t, bad.url)
 	separator := "?"
 	if strings.Contains(bad.url, "?") {
@@ -185,13 +185,13 @@ func TestProgramOnSmallestPool(t *testing.T) {
 		assert.Truef(t, refused == nil, "refused: %+v", refused)
 	}
 	for i := range 12 {
-		got := a.ask(http.MethodPost, "/v1/executions", fmt.Sprintf(`{"flow": "wide", "input": {"n": %d}}`, i))
+		got := a.request(http.MethodPost, "/v1/executions", fmt.Sprintf(`{"flow": "wide", "input": {"n": %d}}`, i))
 		assert.Equal(t, http.StatusCreated, got.status, got)
 	}
 	code, _, errs := command(t, env, "heartbeat")
 	assert.Equal(t, 0, code, "heartbeat: exit code", errs)
 	const hello = `{"model": "agent", "messages": [{"role": "user", "content": "Hello"}]}`
-	got := a.ask(http.MethodPost, "/v1/chat/completions", hello, "Authorization", "Bearer "+chatKey)
+	got := a.request(http.MethodPost, "/v1/chat/completions", hello, "Authorization", "Bearer "+chatKey)
 	assert.Truef(t, got.status == http.StatusOK, "chat: %+v", got)
 	db := admin(t, bad.url)
 	eventually(t, "all runs have ended", func() bool {
@@ -200,7 +200,7 @@ func TestProgramOnSmallestPool(t *testing.T) {
 	})
 	assert.Equal(t, 12, pgtest.Value[int](t, db,
 		`select count(*) from agent_executions where flow = 'wide' and status = 'completed'`))
-	yes.kept(t, bad.url)
+	yes.checkStored(t, bad.url)
 }
 
 const token = "a-long-random-text-for-tests"
@@ -270,16 +270,16 @@ func (a answer) problem() string {
 	return p.Detail
 }
 
-// ask makes a request as the admin.
-func (a *agent) ask(method, path, body string, header ...string) answer {
+// request makes a request as the admin.
+func (a *agent) request(method, path, body string, header ...string) answer {
 	a.t.Helper()
 	ctx, cancel := context.WithTimeout(a.t.Context(), pgtest.Timeout)
 	defer cancel()
-	return a.askIn(ctx, method, path, body, header...)
+	return a.requestIn(ctx, method, path, body, header...)
 }
 
-// askIn is ask with the caller's time limit.
-func (a *agent) askIn(ctx context.Context, method, path, body string, header ...string) answer {
+// requestIn is ask with the caller's time limit.
+func (a *agent) requestIn(ctx context.Context, method, path, body string, header ...string) answer {
 	a.t.Helper()
 	headers := []string{testkit.Bearer(token), "Content-Type: application/json"}
 	for pair := range slices.Chunk(header, 2) {
@@ -297,8 +297,8 @@ var program string
 
 func TestMain(m *testing.M) { proctest.Main(m, "faults", &program) }
 
-// atLength reports whether the long run is requested.
-func atLength() bool { return os.Getenv("AGENT_FAULTS_ALL") != "" }
+// isLong reports whether the long run is requested.
+func isLong() bool { return os.Getenv("AGENT_FAULTS_ALL") != "" }
 
 // eventually polls a condition.
 func eventually(t testing.TB, what string, condition func() bool) {

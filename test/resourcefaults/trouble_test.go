@@ -22,18 +22,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
-// trouble is a database that rejects writes between begin and end, with the texts of the errors.
-type trouble struct {
+// fault is a database that rejects writes between begin and end, with the texts of the errors.
+type fault struct {
 	url        string
 	begin, end func()
-	words      string // in the client's error
+	message    string // in the client's error
 	hint       string // in the operator's log
 }
 
-// troubles are the faults that tests try one by one.
-var troubles = map[string]func(t *testing.T) trouble{
+// faults are the faults that tests try one by one.
+var faults = map[string]func(t *testing.T) fault{
 	"full disk":            fullDisk,
-	"full disk, pretended": pretendedFullDisk,
+	"full disk, pretended": simulatedFullDisk,
 	"read-only":            readOnly,
 }
 
@@ -44,8 +44,8 @@ func admin(t *testing.T, url string) *pgxpool.Pool {
 	return pool
 }
 
-// pretendedFullDisk returns a database that rejects every insert and update like a full disk.
-func pretendedFullDisk(t *testing.T) trouble {
+// simulatedFullDisk returns a database that rejects every insert and update like a full disk.
+func simulatedFullDisk(t *testing.T) fault {
 	url := pgtest.URL(t)
 	db := admin(t, url)
 	pgtest.Exec(t, db, `
@@ -69,7 +69,7 @@ func pretendedFullDisk(t *testing.T) trouble {
 		  end loop;
 		end $$`)
 	set := func(yes bool) func() { return func() { pgtest.Exec(t, db, `update faults set yes = $1`, yes) } }
-	return trouble{url, set(true), set(false), "disk is full", "free space on it"}
+	return fault{url, set(true), set(false), "disk is full", "free space on it"}
 }
 
 // ownServer returns the test's own PostgreSQL.
@@ -90,7 +90,7 @@ func migrate(t *testing.T, url string) {
 }
 
 // readOnly returns a server that its administrator, or a failover, made read-only.
-func readOnly(t *testing.T) trouble {
+func readOnly(t *testing.T) fault {
 	own := ownServer(t)
 	migrate(t, own.URL())
 	db := admin(t, own.URL())
@@ -103,38 +103,38 @@ func readOnly(t *testing.T) trouble {
 			})
 		}
 	}
-	return trouble{own.URL(), set("on"), set("off"), "read-only", "primary"}
+	return fault{own.URL(), set("on"), set("off"), "read-only", "primary"}
 }
 
 // fullDisk returns a database on a small file system that begin fills to the last byte. If none can be mounted, the
 // fault is simulated.
-func fullDisk(t *testing.T) trouble {
+func fullDisk(t *testing.T) fault {
 	disk, ok := mount(t, "128m")
 	if !ok {
 		t.Log("no file system can be mounted here: the full disk is pretended")
-		return pretendedFullDisk(t)
+		return simulatedFullDisk(t)
 	}
 	own := ownServer(t) // stops before the unmount of its disk
 	space := filepath.Join(disk, "space")
 	require.NoError(t, os.Mkdir(space, 0o700))
-	ownAs(t, own.Dir(), space)
+	copyOwner(t, own.Dir(), space)
 	db := admin(t, own.URL())
 	pgtest.Exec(t, db, `create tablespace small location '`+space+`'`)
 	pgtest.Exec(t, db, `create database agent tablespace small template template0`)
 	url := strings.Replace(own.URL(), "/postgres?", "/agent?", 1)
 	migrate(t, url)
 	ballast := filepath.Join(disk, "ballast")
-	return trouble{
+	return fault{
 		url: url, begin: func() { fill(t, ballast) },
 		end: func() {
 			require.NoError(t, os.Remove(ballast))
 		},
-		words: "disk is full", hint: "free space on it",
+		message: "disk is full", hint: "free space on it",
 	}
 }
 
-// ownAs gives a file the owner of another file.
-func ownAs(t *testing.T, like, path string) {
+// copyOwner gives a file the owner of another file.
+func copyOwner(t *testing.T, like, path string) {
 	t.Helper()
 	info, err := os.Stat(like)
 	require.NoError(t, err)

@@ -17,7 +17,7 @@ import (
 // stays up and rejects requests. After there is space and PostgreSQL runs, all confirmed work exists.
 func TestFullWriteAheadLog(t *testing.T) {
 	t.Parallel()
-	if !atLength() {
+	if !isLong() {
 		return // writes a hundred megabytes
 	}
 	disk, ok := mount(t, "112m")
@@ -59,7 +59,7 @@ func TestFullWriteAheadLog(t *testing.T) {
 		return yes.send(a) == nil
 	})
 	require.Equal(t, url, own.URL())
-	yes.kept(t, url)
+	yes.checkStored(t, url)
 }
 
 // durable returns a server with durable commits.

@@ -24,36 +24,36 @@ import (
 
 // load plays all clients of the proxy.
 type load struct {
-	*world
+	*testEnv
 	ctx   context.Context // ends when no client may start more
 	stop  context.CancelFunc
 	group sync.WaitGroup
 
 	crossing atomic.Bool  // processes of a version that cannot write any more may get requests
 	crossed  bool         // a bridge was crossed: a call in flight may be unknown
-	holders  atomic.Int32 // holders of the lane of tallies
+	holders  atomic.Int32 // holders of the lane of the counter
 
-	mu   sync.Mutex
-	lost map[string]bool     // messages with a rejected request: stored or not
-	runs map[int]string      // confirmed executions
-	sent map[string][]string // by thread, in order
-	done map[string]int      // counts of each kind of work
+	mu               sync.Mutex
+	unconfirmedTexts map[string]bool     // messages with a rejected request: stored or not
+	runs             map[int]string      // confirmed executions
+	sent             map[string][]string // by thread, in order
+	counts           map[string]int      // counts of each kind of work
 }
 
-func (w *world) begin() *load {
+func (w *testEnv) startLoad() *load {
 	ctx, stop := context.WithCancel(w.t.Context())
 	l := &load{
-		world: w, ctx: ctx, stop: stop, lost: map[string]bool{}, runs: map[int]string{},
-		sent: map[string][]string{}, done: map[string]int{},
+		testEnv: w, ctx: ctx, stop: stop, unconfirmedTexts: map[string]bool{}, runs: map[int]string{},
+		sent: map[string][]string{}, counts: map[string]int{},
 	}
 	w.t.Cleanup(l.end)
 	for i := range 4 {
-		l.group.Go(func() { l.converse(fmt.Sprintf("visitor-%d", i), i%2 == 0) })
+		l.group.Go(func() { l.askQuestions(fmt.Sprintf("visitor-%d", i), i%2 == 0) })
 	}
 	for i := range 2 {
-		l.group.Go(func() { l.speak(fmt.Sprintf("talk-%d", i)) })
-		l.group.Go(func() { l.errands(i, 2) })
-		l.group.Go(func() { l.tally(fmt.Sprintf("importer-%d", i)) })
+		l.group.Go(func() { l.sendMessages(fmt.Sprintf("talk-%d", i)) })
+		l.group.Go(func() { l.runExecutions(i, 2) })
+		l.group.Go(func() { l.incrementUnderLane(fmt.Sprintf("importer-%d", i)) })
 	}
 	return l
 }
@@ -67,20 +67,20 @@ func (l *load) end() {
 func (l *load) count(what string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.done[what]++
+	l.counts[what]++
 }
 
-// hasBegun waits until more of each kind of work is done.
-func (l *load) hasBegun() {
+// waitForWork waits until more of each kind of work is done.
+func (l *load) waitForWork() {
 	l.t.Helper()
 	l.mu.Lock()
-	before := maps.Clone(l.done)
+	before := maps.Clone(l.counts)
 	l.mu.Unlock()
 	pgtest.Eventually(l.t, func() bool {
 		l.mu.Lock()
 		defer l.mu.Unlock()
-		return l.t.Failed() || l.done["answer"] > before["answer"]+2 && l.done["message"] > before["message"] &&
-			l.done["end"] > before["end"] && l.done["tally"] > before["tally"]
+		return l.t.Failed() || l.counts["answer"] > before["answer"]+2 && l.counts["message"] > before["message"] &&
+			l.counts["end"] > before["end"] && l.counts["tally"] > before["tally"]
 	}, "everybody goes on")
 }
 
@@ -103,8 +103,8 @@ func (l *load) send(r request) (status int, answer []byte, err error) {
 	return got.Status, got.Body, err
 }
 
-// once sends a request that must not be repeated. Any failure is the agent's, unless a bridge is crossed.
-func (l *load) once(r request) (answer []byte, well bool) {
+// sendOnce sends a request that must not be repeated. Any failure is the agent's, unless a bridge is crossed.
+func (l *load) sendOnce(r request) (answer []byte, ok bool) {
 	crossing := l.crossing.Load()
 	status, answer, err := l.send(r)
 	if err != nil || status < 200 || status >= 300 {
@@ -118,8 +118,8 @@ func (l *load) once(r request) (answer []byte, well bool) {
 	return answer, true
 }
 
-// insist repeats a request until it succeeds.
-func (l *load) insist(r request) (answer []byte) {
+// retryUntilDone repeats a request until it succeeds.
+func (l *load) retryUntilDone(r request) (answer []byte) {
 	for l.t.Context().Err() == nil {
 		status, answer, err := l.send(r)
 		switch {
@@ -137,22 +137,22 @@ func (l *load) insist(r request) (answer []byte) {
 	return nil
 }
 
-// converse asks one question after the other.
-func (l *load) converse(thread string, stream bool) {
+// askQuestions asks one question after the other.
+func (l *load) askQuestions(thread string, stream bool) {
 	for n := 1; testkit.Wait(l.ctx, 10*time.Millisecond); n++ {
 		question := fmt.Sprintf("question %d of %s", n, thread)
 		crossing := l.crossing.Load()
-		answer, well := l.once(request{"POST", "/v1/chat/completions", visitorKey, "", thread, map[string]any{
+		answer, well := l.sendOnce(request{"POST", "/v1/chat/completions", visitorKey, "", thread, map[string]any{
 			"model": "agent", "stream": stream, "messages": []map[string]any{{"role": "user", "content": question}},
 		}})
 		want := "This is the answer to " + question
-		got := heard(answer, stream)
+		got := answerText(answer, stream)
 		switch {
 		case well && got == want:
 		case l.t.Failed():
 			return
-		case !well, (crossing || l.crossing.Load()) && strings.HasPrefix(got, brokenOff):
-			l.unconfirmed(question, want)
+		case !well, (crossing || l.crossing.Load()) && strings.HasPrefix(got, incompleteMark):
+			l.noteUnconfirmed(question, want)
 			continue
 		default:
 			l.t.Errorf("%s got %q, want %q: %s", thread, got, want, answer)
@@ -165,20 +165,20 @@ func (l *load) converse(thread string, stream bool) {
 	}
 }
 
-// brokenOff marks the text of an incomplete stream.
-const brokenOff = "(broken off) "
+// incompleteMark marks the text of an incomplete stream.
+const incompleteMark = "(broken off) "
 
-// unconfirmed notes words that the agent did not confirm.
-func (l *load) unconfirmed(words ...string) {
+// noteUnconfirmed notes words that the agent did not confirm.
+func (l *load) noteUnconfirmed(words ...string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, w := range words {
-		l.lost[w] = true
+		l.unconfirmedTexts[w] = true
 	}
 }
 
-// heard returns the text of an answer, or of a complete stream.
-func heard(answer []byte, stream bool) string {
+// answerText returns the text of an answer, or of a complete stream.
+func answerText(answer []byte, stream bool) string {
 	type choice struct{ Message, Delta struct{ Content string } }
 	type chunk struct{ Choices []choice }
 	if !stream {
@@ -199,22 +199,22 @@ func heard(answer []byte, stream bool) string {
 			text.WriteString(one.Choices[0].Delta.Content)
 		}
 	}
-	return brokenOff + text.String()
+	return incompleteMark + text.String()
 }
 
-// speak sends one message after the other in a thread.
-func (l *load) speak(thread string) {
-	l.once(request{"POST", "/v1/threads", adminToken, "", "", map[string]any{"id": thread}})
+// sendMessages sends one message after the other in a thread.
+func (l *load) sendMessages(thread string) {
+	l.sendOnce(request{"POST", "/v1/threads", adminToken, "", "", map[string]any{"id": thread}})
 	for n := 1; testkit.Wait(l.ctx, 30*time.Millisecond); n++ {
 		words := fmt.Sprintf("note %d of %s", n, thread)
-		if _, well := l.once(request{
+		if _, well := l.sendOnce(request{
 			"POST", "/v1/threads/" + thread + "/messages", adminToken, "", "",
 			map[string]any{"content": words},
 		}); !well {
 			if l.t.Failed() {
 				return
 			}
-			l.unconfirmed(words)
+			l.noteUnconfirmed(words)
 			continue
 		}
 		l.mu.Lock()
@@ -224,14 +224,14 @@ func (l *load) speak(thread string) {
 	}
 }
 
-// errands starts executions, each under a key, sends their events, and follows them to their end.
-func (l *load) errands(first, step int) {
+// runExecutions starts executions, each under a key, sends their events, and follows them to their end.
+func (l *load) runExecutions(first, step int) {
 	for n := first; testkit.Wait(l.ctx, 20*time.Millisecond); n += step {
 		start := request{"POST", "/v1/executions", adminToken, fmt.Sprintf("start %d", n), "", map[string]any{
 			"flow": "errand", "thread_id": fmt.Sprintf("errand-%d", n), "input": map[string]any{"n": n},
 		}}
 		var got, again struct{ ID string }
-		if err := json.Unmarshal(l.insist(start), &got); err != nil {
+		if err := json.Unmarshal(l.retryUntilDone(start), &got); err != nil {
 			l.t.Error(err)
 			return
 		}
@@ -239,27 +239,28 @@ func (l *load) errands(first, step int) {
 		l.runs[n] = got.ID
 		l.mu.Unlock()
 		if n%3 == 0 {
-			l.insist(request{"POST", "/webhooks/shop", shopSecret, fmt.Sprintf("hook %d", n), "", map[string]any{"n": n}})
+			key := fmt.Sprintf("hook %d", n)
+			l.retryUntilDone(request{"POST", "/webhooks/shop", shopSecret, key, "", map[string]any{"n": n}})
 			l.count("hook")
 		} else {
-			l.insist(request{"POST", "/v1/events", adminToken, "", "", map[string]any{
+			l.retryUntilDone(request{"POST", "/v1/events", adminToken, "", "", map[string]any{
 				"event": "EVENT_COMPLETED", "key": fmt.Sprintf("event %d", n), "id": fmt.Sprintf("given %d", n),
 			}})
 		}
-		if err := json.Unmarshal(l.insist(start), &again); err != nil || again.ID != got.ID {
+		if err := json.Unmarshal(l.retryUntilDone(start), &again); err != nil || again.ID != got.ID {
 			l.t.Errorf("number %d under the same key: %s %v, the first was %s", n, again.ID, err, got.ID)
 		}
-		l.insist(request{"GET", "/v1/executions/" + got.ID, adminToken, "", "", nil})
+		l.retryUntilDone(request{"GET", "/v1/executions/" + got.ID, adminToken, "", "", nil})
 		l.count("read")
-		l.follow(got.ID)
+		l.followExecution(got.ID)
 	}
 }
 
-// tally increments a number under a lane, again and again, like an importer in SQL.
-func (l *load) tally(owner string) {
+// incrementUnderLane increments a number under a lane, again and again, like an importer in SQL.
+func (l *load) incrementUnderLane(owner string) {
 	for testkit.Wait(l.ctx, 20*time.Millisecond) {
 		crossing := l.crossing.Load()
-		if err := l.addOne(owner); err != nil {
+		if err := l.increment(owner); err != nil {
 			if !crossing && !l.crossing.Load() {
 				l.t.Errorf("%s: %v", owner, err)
 				return
@@ -269,8 +270,8 @@ func (l *load) tally(owner string) {
 	}
 }
 
-// addOne does nothing while another owner holds the lane. Two concurrent holders would read the same number.
-func (l *load) addOne(owner string) error {
+// increment does nothing while another owner holds the lane. Two concurrent holders would read the same number.
+func (l *load) increment(owner string) error {
 	ctx := l.t.Context()
 	var acquired bool
 	var token int64
@@ -299,8 +300,8 @@ func (l *load) addOne(owner string) error {
 	return errors.Join(err, released)
 }
 
-// follow reads the stream of an execution until its end, with reconnects.
-func (l *load) follow(id string) {
+// followExecution reads the stream of an execution until its end, with reconnects.
+func (l *load) followExecution(id string) {
 	for l.t.Context().Err() == nil {
 		_, answer, _ := l.send(request{"GET", "/v1/executions/" + id + "/events", adminToken, "", "", nil})
 		for lines := bufio.NewScanner(bytes.NewReader(answer)); lines.Scan(); {

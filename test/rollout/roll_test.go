@@ -61,8 +61,8 @@ actions:
   - {event: EVENT_COMPLETED, key: "event {body.n}"}
 `
 
-// world is a database with a workspace, a model and a skill, and the replicas behind a proxy.
-type world struct {
+// testEnv is a database with a workspace, a model and a skill, and the replicas behind a proxy.
+type testEnv struct {
 	t       testing.TB
 	program string // the program of the next replica
 	db      *pgxpool.Pool
@@ -74,14 +74,14 @@ type world struct {
 	keys map[string]bool // their keys; nil for a skill that must not be repeated
 }
 
-// newWorld creates a world in a database. If the database has no schema, the program creates it. With again, the skill
-// may be repeated under the same key.
-func newWorld(t testing.TB, program, at string, again bool, further ...string) *world {
+// newTestEnv creates a test environment in a database. If the database has no schema, the program creates it. With
+// repeatable, the skill may be repeated under the same key.
+func newTestEnv(t testing.TB, program, at string, repeatable bool, further ...string) *testEnv {
 	t.Helper()
 	db := pgtest.Pool(t, at, postgres.Options{MaxConns: 6, ApplicationName: "test"})
-	w := &world{t: t, program: program, db: db, paid: map[string]int{}}
+	w := &testEnv{t: t, program: program, db: db, paid: map[string]int{}}
 	model := modeltest.New(t)
-	model.Handle(think)
+	model.Handle(modelReply)
 	skill := testkit.Serve(t, http.HandlerFunc(w.pay))
 	w.environ = append(testkit.Environ(at, model, "AGENT_ADMIN_TOKEN="+adminToken, "AGENT_CHAT_KEY=visitors="+visitorKey,
 		"AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 2s", "AGENT_WORKERS=6", "SHOP_SECRET="+shopSecret,
@@ -90,7 +90,7 @@ func newWorld(t testing.TB, program, at string, again bool, further ...string) *
 	pgtest.Exec(t, db, `create table tally (n int not null); insert into tally values (0)`)
 	dir := t.TempDir()
 	file := strings.ReplaceAll(workspaceYAML, "%s", skill)
-	if again {
+	if repeatable {
 		w.keys = map[string]bool{}
 		file = strings.Replace(file, "description: Must not be repeated.", "description: Takes a key.\nidempotent: true", 1)
 	}
@@ -102,14 +102,14 @@ func newWorld(t testing.TB, program, at string, again bool, further ...string) *
 }
 
 // migrate has a program migrate the database.
-func (w *world) migrate(program string) {
+func (w *testEnv) migrate(program string) {
 	w.t.Helper()
 	m := launch(w.t, program, w.environ, "migrate")
 	require.Truef(w.t, m.Exit() == 0, "agent migrate: %s", m.Err.String())
 }
 
-// think answers visitors slowly, so that answers are in progress at each stop of a replica.
-func think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+// modelReply answers visitors slowly, so that answers are in progress at each stop of a replica.
+func modelReply(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 	last := modeltest.Said(req.Messages[len(req.Messages)-1])
 	if strings.HasPrefix(last, "question ") {
 		return modeltest.Text("This is the answer to " + last).Slowly(400 * time.Millisecond)
@@ -118,7 +118,7 @@ func think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 }
 
 // pay is the skill that must not be repeated.
-func (w *world) pay(rw http.ResponseWriter, r *http.Request) {
+func (w *testEnv) pay(rw http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
 		return // the client has disconnected
@@ -136,29 +136,29 @@ func (w *world) pay(rw http.ResponseWriter, r *http.Request) {
 }
 
 // add starts a replica and waits until it gets requests.
-func (w *world) add() *proctest.Process {
+func (w *testEnv) add() *proctest.Process {
 	w.t.Helper()
 	r := launch(w.t, w.program, w.environ, "serve")
 	base := r.Base()
 	w.proxy.replace("", base)
-	pgtest.Eventually(w.t, func() bool { return w.proxy.sendsTo(base) },
+	pgtest.Eventually(w.t, func() bool { return w.proxy.isTarget(base) },
 		"the proxy sends requests to a new replica")
 	return r
 }
 
 func TestRollReplicasUnderLoad(t *testing.T) {
-	w := newWorld(t, program, pgtest.URL(t), false)
+	w := newTestEnv(t, program, pgtest.URL(t), false)
 	replicas := []*proctest.Process{w.add(), w.add()}
-	l := w.begin()
-	l.hasBegun()
+	l := w.startLoad()
+	l.waitForWork()
 	for range rounds() {
 		l.roll(replicas)
 	}
-	l.settle()
+	l.stopAndWait()
 	l.check()
 }
 
-// roll replaces one replica after the other by the world's program.
+// roll replaces one replica after the other by the environment's program.
 func (l *load) roll(replicas []*proctest.Process) {
 	l.t.Helper()
 	for i, r := range replicas {
@@ -167,12 +167,12 @@ func (l *load) roll(replicas []*proctest.Process) {
 		assert.Truef(l.t, code == 0 || l.crossing.Load(), "a replica ended with %d", code)
 		l.proxy.replace(base, "")
 		replicas[i] = l.add()
-		l.hasBegun()
+		l.waitForWork()
 	}
 }
 
-// settle starts no more work, and waits until all work has ended.
-func (l *load) settle() {
+// stopAndWait starts no more work, and waits until all work has ended.
+func (l *load) stopAndWait() {
 	l.t.Helper()
 	l.end()
 	pgtest.Eventually(l.t, func() bool {
@@ -215,7 +215,7 @@ func (l *load) check() {
 		got := pgtest.Column[string](l.t, l.db,
 			`select content from agent_messages where thread_id = (select id from agent_threads where id = $1 or name = $1)
 				and content not like '% begins' and content not like '% ends' order by turn, seq`, thread)
-		got = slices.DeleteFunc(got, func(words string) bool { return l.lost[words] })
+		got = slices.DeleteFunc(got, func(words string) bool { return l.unconfirmedTexts[words] })
 		assert.Truef(l.t, strings.Join(got, "\n") == strings.Join(want, "\n"),
 			"in %s was said\n%s\nthere is\n%s", thread, strings.Join(want, "\n"), strings.Join(got, "\n"))
 	}
@@ -223,12 +223,13 @@ func (l *load) check() {
 		`select format('%s executions', count(*)) from agent_executions where flow = 'errand'`)
 	assert.Truef(l.t, n[0] == fmt.Sprintf("%d executions", len(l.runs)), "%s, %d were confirmed", n[0], len(l.runs))
 	n = pgtest.Column[string](l.t, l.db, `select format('%s tallies', n) from tally`)
-	assert.Truef(l.t, n[0] == fmt.Sprintf("%d tallies", l.done["tally"]), "%s, %d were committed", n[0], l.done["tally"])
+	assert.Truef(l.t, n[0] == fmt.Sprintf("%d tallies", l.counts["tally"]), "%s, %d were committed", n[0],
+		l.counts["tally"])
 	l.t.Logf("%d executions, %d answers, %d messages, %d tallies, %d ends of streams, %d reads; sent again: %d, "+
-		"refused: %d", len(l.runs), l.done["answer"],
-		l.done["message"], l.done["tally"], l.done["end"], l.done["read"], l.done["again"], l.done["refused"])
+		"refused: %d", len(l.runs), l.counts["answer"],
+		l.counts["message"], l.counts["tally"], l.counts["end"], l.counts["read"], l.counts["again"], l.counts["refused"])
 	for _, what := range []string{"answer", "message", "tally", "end", "read", "hook"} {
-		assert.Truef(l.t, l.done[what] != 0, "there was no %s: the test does not cover it", what)
+		assert.Truef(l.t, l.counts[what] != 0, "there was no %s: the test does not cover it", what)
 	}
 }
 
@@ -295,19 +296,19 @@ func nextRelease(t testing.TB) string {
 // The next release migrates under load, and replaces each process of this one in turn. No client notices.
 func TestRollToNextReleaseUnderLoad(t *testing.T) {
 	next := nextRelease(t)
-	w := newWorld(t, program, pgtest.URL(t), false)
+	w := newTestEnv(t, program, pgtest.URL(t), false)
 	replicas := []*proctest.Process{w.add(), w.add()}
-	l := w.begin()
-	l.hasBegun()
+	l := w.startLoad()
+	l.waitForWork()
 	w.migrate(next)
 	n := len(pgtest.Column[string](w.t, w.db, `select name from agent_migrations where version = 9001
 		union all select c.name from agent_schema_code c, agent_migrations m where m.version = 270
 		and c.applied_at > m.applied_at + interval '1 second'`))
 	assert.Truef(t, n >= 10, "the next release applied %d files", n)
-	l.hasBegun() // this release works on the schema of the next
+	l.waitForWork() // this release works on the schema of the next
 	w.program = next
 	l.roll(replicas)
-	l.settle()
+	l.stopAndWait()
 	l.check()
 }
 
@@ -329,25 +330,25 @@ func TestCrossBridgesUnderLoad(t *testing.T) {
 				t.Skip(err)
 			}
 			require.NoError(t, err)
-			w := newWorld(t, old, pgtest.EmptyURL(t), true, "AGENT_WORKER_LEASE=10s")
+			w := newTestEnv(t, old, pgtest.EmptyURL(t), true, "AGENT_WORKER_LEASE=10s")
 			replicas := []*proctest.Process{w.add(), w.add()}
-			l := w.begin()
-			l.hasBegun()
+			l := w.startLoad()
+			l.waitForWork()
 			l.crossing.Store(true)
 			l.crossed = true
 			w.program = program
 			w.migrate(program)
 			l.roll(replicas)
 			l.crossing.Store(false)
-			l.hasBegun()
-			l.settle()
+			l.waitForWork()
+			l.stopAndWait()
 			l.check()
 		})
 	}
 }
 
-// askEvery is the pause between readiness checks of each replica.
-const askEvery = 50 * time.Millisecond
+// probeInterval is the pause between readiness checks of each replica.
+const probeInterval = 50 * time.Millisecond
 
 // proxy distributes requests among the ready replicas in turn.
 type proxy struct {
@@ -376,8 +377,8 @@ func newProxy(t testing.TB) *proxy {
 	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
 	var asking sync.WaitGroup
 	asking.Go(func() {
-		for testkit.Wait(ctx, askEvery) {
-			p.ask(ctx)
+		for testkit.Wait(ctx, probeInterval) {
+			p.probe(ctx)
 		}
 	})
 	t.Cleanup(func() {
@@ -388,8 +389,8 @@ func newProxy(t testing.TB) *proxy {
 	return p
 }
 
-// ask checks every replica, all at once.
-func (p *proxy) ask(ctx context.Context) {
+// probe checks every replica, all at once.
+func (p *proxy) probe(ctx context.Context) {
 	p.mu.Lock()
 	list := slices.Clone(p.replicas)
 	p.mu.Unlock()
@@ -435,8 +436,8 @@ func (p *proxy) replace(old, replica string) {
 	}
 }
 
-// sendsTo reports whether a replica gets requests.
-func (p *proxy) sendsTo(base string) bool {
+// isTarget reports whether a replica gets requests.
+func (p *proxy) isTarget(base string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.ready[base]

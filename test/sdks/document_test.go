@@ -35,16 +35,16 @@ var sdkRoutes = []string{
 // The types of the SDKs are written by hand. Here a worker and its client see only the response fields that
 // openapi.json declares, and each request and response has to match its schema there.
 func TestSDKsFollowOpenAPI(t *testing.T) {
-	eachSDK(t, func(w *world) {
+	eachSDK(t, func(w *testEnv) {
 		d := readDocument(w)
 		w.worker("first", testkit.Serve(w, d), 3)
 		long := w.start("external:scenario", `{"steps":1,"pause_ms":60000}`)
 		id := w.start("external:client", `{}`)
-		w.await("add 1", 1)
+		w.waitEffects("add 1", 1)
 		w.call("POST", "/v1/executions/"+long+"/cancel", `{"reason":"not needed"}`, nil)
-		w.await("aborted 1", 1) // a heartbeat reported it
-		w.expect(id, "completed", "42, then cancelled: not needed, then 404")
-		d.used(w)
+		w.waitEffects("aborted 1", 1) // a heartbeat reported it
+		w.checkEnd(id, "completed", "42, then cancelled: not needed, then 404")
+		d.checkUsed(w)
 	})
 }
 
@@ -53,12 +53,12 @@ type document struct {
 	*httputil.ReverseProxy
 	raw any
 
-	mu    sync.Mutex
-	seen  map[string]bool
-	wrong []string
+	mu         sync.Mutex
+	seen       map[string]bool
+	violations []string
 }
 
-func readDocument(w *world) *document {
+func readDocument(w *testEnv) *document {
 	w.Helper()
 	got, err := testkit.Do(w.Context(), http.DefaultClient, "GET", w.base+"/openapi.json", "")
 	require.NoError(w, err)
@@ -79,7 +79,7 @@ func (d *document) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	d.mu.Unlock()
 	body, err := io.ReadAll(r.Body)
 	if err == nil && len(body) > 0 {
-		_, err = d.check(d.of(r, "requestBody", "content", "application/json", "schema"), body)
+		_, err = d.check(d.pointerTo(r, "requestBody", "content", "application/json", "schema"), body)
 	}
 	if err != nil {
 		d.fault("%s with %s: %v", operation, body, err)
@@ -95,7 +95,7 @@ func (d *document) answer(r *http.Response) error {
 		return err
 	}
 	kind, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";")
-	kept, err := d.check(d.of(r.Request, "responses", strconv.Itoa(r.StatusCode), "content", kind, "schema"), body)
+	kept, err := d.check(d.pointerTo(r.Request, "responses", strconv.Itoa(r.StatusCode), "content", kind, "schema"), body)
 	if err != nil {
 		d.fault("the response of %s %s is %s: %v", r.Request.Method, r.Request.URL.Path, body, err)
 		kept = body
@@ -108,16 +108,16 @@ func (d *document) answer(r *http.Response) error {
 func (d *document) fault(format string, args ...any) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.wrong = append(d.wrong, fmt.Sprintf(format, args...))
+	d.violations = append(d.violations, fmt.Sprintf(format, args...))
 }
 
-// used checks that every operation was used, and no other.
-func (d *document) used(w *world) {
+// checkUsed checks that every operation was used, and no other.
+func (d *document) checkUsed(w *testEnv) {
 	w.Helper()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	assert.Equal(w, strings.Join(sdkRoutes, "\n"), strings.Join(slices.Sorted(maps.Keys(d.seen)), "\n"))
-	for _, text := range d.wrong {
+	for _, text := range d.violations {
 		w.Error(text)
 	}
 }
@@ -125,7 +125,7 @@ func (d *document) used(w *world) {
 // operation returns method and path in the form of the document.
 func (d *document) operation(r *http.Request) (operation, path string) {
 	parts := strings.Split(r.URL.Path, "/")
-	paths := d.at("paths").(map[string]any)
+	paths := d.lookup("paths").(map[string]any)
 	for _, path := range slices.Sorted(maps.Keys(paths)) {
 		want := strings.Split(path, "/")
 		same := len(want) == len(parts) && paths[path].(map[string]any)[strings.ToLower(r.Method)] != nil
@@ -139,14 +139,14 @@ func (d *document) operation(r *http.Request) (operation, path string) {
 	return r.Method + " " + r.URL.Path + ", which is not in the document", ""
 }
 
-// of returns the pointer to a part of a request's operation.
-func (d *document) of(r *http.Request, parts ...string) []string {
+// pointerTo returns the pointer to a part of a request's operation.
+func (d *document) pointerTo(r *http.Request, parts ...string) []string {
 	_, path := d.operation(r)
 	return append([]string{"paths", path, strings.ToLower(r.Method)}, parts...)
 }
 
-// at returns a part of the document, or nil.
-func (d *document) at(pointer ...string) (part any) {
+// lookup returns a part of the document, or nil.
+func (d *document) lookup(pointer ...string) (part any) {
 	part = d.raw
 	for _, key := range pointer {
 		within, _ := part.(map[string]any)
@@ -157,7 +157,7 @@ func (d *document) at(pointer ...string) (part any) {
 
 // check validates JSON against a schema of the document, and returns it without undeclared properties.
 func (d *document) check(pointer []string, text []byte) (kept []byte, err error) {
-	schema, is := d.at(pointer...).(map[string]any)
+	schema, is := d.lookup(pointer...).(map[string]any)
 	if !is {
 		return nil, fmt.Errorf("the document has no %q", pointer)
 	}
@@ -181,27 +181,27 @@ func (d *document) check(pointer []string, text []byte) (kept []byte, err error)
 	if err != nil {
 		return nil, err
 	}
-	declared, extra := d.declared(schema, value)
+	declared, extra := d.declaredPart(schema, value)
 	if len(extra) > 0 && pointer[3] == "requestBody" {
 		return nil, fmt.Errorf("the document has no %q", extra)
 	}
 	return json.Marshal(declared)
 }
 
-// declared returns a value with the properties of a schema, and the names of the others.
-func (d *document) declared(schema map[string]any, value any) (kept any, extra []string) {
+// declaredPart returns a value with the properties of a schema, and the names of the others.
+func (d *document) declaredPart(schema map[string]any, value any) (kept any, extra []string) {
 	if reference, is := schema["$ref"].(string); is {
-		return d.declared(d.at(strings.Split(strings.TrimPrefix(reference, "#/"), "/")...).(map[string]any), value)
+		return d.declaredPart(d.lookup(strings.Split(strings.TrimPrefix(reference, "#/"), "/")...).(map[string]any), value)
 	}
 	if either, is := schema["anyOf"].([]any); is { // nullable parts
-		return d.declared(either[0].(map[string]any), value)
+		return d.declaredPart(either[0].(map[string]any), value)
 	}
 	switch value := value.(type) {
 	case []any:
 		if items, is := schema["items"].(map[string]any); is {
 			for i := range value {
 				var more []string
-				value[i], more = d.declared(items, value[i])
+				value[i], more = d.declaredPart(items, value[i])
 				extra = append(extra, more...)
 			}
 		}
@@ -218,7 +218,7 @@ func (d *document) declared(schema map[string]any, value any) (kept any, extra [
 				continue
 			}
 			var more []string
-			value[name], more = d.declared(property, of)
+			value[name], more = d.declaredPart(property, of)
 			extra = append(extra, more...)
 		}
 	}
@@ -228,7 +228,7 @@ func (d *document) declared(schema map[string]any, value any) (kept any, extra [
 // A README begins with a whole worker in less than 20 lines, and the README is a page. The test runs the worker as
 // printed. Only its bank comes from here.
 func TestReadmeWorker(t *testing.T) {
-	eachSDK(t, func(w *world) {
+	eachSDK(t, func(w *testEnv) {
 		fence, bank, file := "```python\n", readmeBank, "worker.py"
 		if w.name == "typescript" {
 			fence, bank, file = "```ts\n", "const bank = { charge: async (order, key) => `charged for ${order.id}` };\n", "worker.mjs"
@@ -257,7 +257,7 @@ func TestReadmeWorker(t *testing.T) {
 		if w.name == "python" {
 			text = `{"paid": "charged for 7", "parcel": "parcel 3"}`
 		}
-		w.expect(id, "completed", text)
+		w.checkEnd(id, "completed", text)
 	})
 }
 
@@ -356,7 +356,7 @@ func installed(t *testing.T, name string) string {
 // Clients that generate code read the API's document. Redocly checks it where the packages are tested.
 func TestDocumentIsValidOpenAPI(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, language{name: "document"})
+	w := newTestEnv(t, language{name: "document"})
 	got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", w.base+"/openapi.json", "")
 	require.NoError(t, err)
 	var doc struct {

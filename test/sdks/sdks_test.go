@@ -68,8 +68,8 @@ func languages(t *testing.T) []language {
 	return all
 }
 
-// world is a server with workers of one SDK.
-type world struct {
+// testEnv is a server with workers of one SDK.
+type testEnv struct {
 	*testing.T
 	language
 	db      *pgxpool.Pool
@@ -77,20 +77,20 @@ type world struct {
 	effects string
 }
 
-func newWorld(t *testing.T, l language) *world {
+func newTestEnv(t *testing.T, l language) *testEnv {
 	t.Helper()
 	address := pgtest.URL(t)
 	server := proctest.Start(t, waitTimeout, t.TempDir(), proctest.Environ("DATABASE_URL="+address,
 		"AGENT_ADMIN_TOKEN="+token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_FORMAT=json", "AGENT_LOG_LEVEL=info"),
 		program, "serve")
-	w := &world{T: t, language: l, base: server.Base(), effects: filepath.Join(t.TempDir(), "effects")}
+	w := &testEnv{T: t, language: l, base: server.Base(), effects: filepath.Join(t.TempDir(), "effects")}
 	w.db = pgtest.Pool(t, address, postgres.Options{})
 	require.NoError(t, os.WriteFile(w.effects, nil, 0o600))
 	return w
 }
 
 // worker starts a worker that connects to the server at base.
-func (w *world) worker(owner, base string, ttl int) *proctest.Process {
+func (w *testEnv) worker(owner, base string, ttl int) *proctest.Process {
 	w.Helper()
 	sdk, err := filepath.Abs("../../sdk/python")
 	require.NoError(w, err)
@@ -103,7 +103,7 @@ func (w *world) worker(owner, base string, ttl int) *proctest.Process {
 }
 
 // call sends a request as the admin.
-func (w *world) call(method, path, body string, into any) {
+func (w *testEnv) call(method, path, body string, into any) {
 	w.Helper()
 	got, err := testkit.Do(w.Context(), http.DefaultClient, method, w.base+path, body, testkit.Bearer(token))
 	require.NoError(w, err)
@@ -116,15 +116,15 @@ func (w *world) call(method, path, body string, into any) {
 }
 
 // start starts an execution of a flow.
-func (w *world) start(flow, input string) string {
+func (w *testEnv) start(flow, input string) string {
 	w.Helper()
 	var x struct{ ID string }
 	w.call("POST", "/v1/executions", fmt.Sprintf(`{"flow":%q,"on_lost":"hand_on","input":%s}`, flow, input), &x)
 	return x.ID
 }
 
-// ended waits for the end, and returns the status, with the summary or the error.
-func (w *world) ended(id string) (status, text string) {
+// waitEnded waits for the end, and returns the status, with the summary or the error.
+func (w *testEnv) waitEnded(id string) (status, text string) {
 	w.Helper()
 	pgtest.Until(w, w.db, true, `select completed_at is not null from agent_executions where id = $1::uuid`, id)
 	var x struct {
@@ -139,18 +139,18 @@ func (w *world) ended(id string) (status, text string) {
 	return x.Status, x.Summary
 }
 
-// lines returns the effects so far.
-func (w *world) lines() []string {
+// effectLines returns the effects so far.
+func (w *testEnv) effectLines() []string {
 	w.Helper()
 	text, err := os.ReadFile(w.effects)
 	require.NoError(w, err)
 	return strings.Split(strings.TrimSpace(string(text)), "\n")
 }
 
-// count counts the effects that begin with a text.
-func (w *world) count(prefix string) (n int) {
+// countEffects counts the effects that begin with a text.
+func (w *testEnv) countEffects(prefix string) (n int) {
 	w.Helper()
-	for _, line := range w.lines() {
+	for _, line := range w.effectLines() {
 		if strings.HasPrefix(line, prefix) {
 			n++
 		}
@@ -158,75 +158,75 @@ func (w *world) count(prefix string) (n int) {
 	return n
 }
 
-// await waits for effects.
-func (w *world) await(prefix string, n int) {
+// waitEffects waits for effects.
+func (w *testEnv) waitEffects(prefix string, n int) {
 	w.Helper()
-	pgtest.EventuallyWithin(w, waitTimeout, func() bool { return w.count(prefix) >= n }, "no effect "+prefix)
+	pgtest.EventuallyWithin(w, waitTimeout, func() bool { return w.countEffects(prefix) >= n }, "no effect "+prefix)
 }
 
-// expect checks the end of an execution.
-func (w *world) expect(id, status, text string) {
+// checkEnd checks the end of an execution.
+func (w *testEnv) checkEnd(id, status, text string) {
 	w.Helper()
-	if s, got := w.ended(id); s != status || got != text {
+	if s, got := w.waitEnded(id); s != status || got != text {
 		w.Errorf("the execution ended %s: %q, want %s: %q", s, got, status, text)
 	}
 }
 
 // eachSDK runs a test for both SDKs.
-func eachSDK(t *testing.T, test func(w *world)) {
+func eachSDK(t *testing.T, test func(w *testEnv)) {
 	t.Helper()
 	t.Parallel()
 	for _, l := range languages(t) {
 		t.Run(l.name, func(t *testing.T) {
 			t.Parallel()
-			test(newWorld(t, l))
+			test(newTestEnv(t, l))
 		})
 	}
 }
 
 func TestFlowResumesAfterKill(t *testing.T) {
-	eachSDK(t, func(w *world) {
+	eachSDK(t, func(w *testEnv) {
 		first := w.worker("first", w.base, 6)
 		id := w.start("external:scenario", `{"steps":4,"pause_ms":500}`)
-		w.await("add 2", 1)
+		w.waitEffects("add 2", 1)
 		first.Kill()
 		w.worker("second", w.base, 20)
-		w.expect(id, "completed", "the sum is 10")
+		w.checkEnd(id, "completed", "the sum is 10")
 		keys := map[string]bool{}
-		for _, line := range w.lines() {
+		for _, line := range w.effectLines() {
 			keys[line] = true // a repeated step has its key twice
 		}
-		if n := w.count("add 1"); n != 1 || len(keys) != 4 || w.count("add 2")+w.count("add 3") > 3 {
-			w.Errorf("the effects are %q: want add 1 once, one step at most twice, each under one key", w.lines())
+		if n := w.countEffects("add 1"); n != 1 || len(keys) != 4 || w.countEffects("add 2")+w.countEffects("add 3") > 3 {
+			w.Errorf("the effects are %q: want add 1 once, one step at most twice, each under one key", w.effectLines())
 		}
 	})
 }
 
 func TestStaleWorkerChangesNothing(t *testing.T) {
-	eachSDK(t, func(w *world) {
+	eachSDK(t, func(w *testEnv) {
 		first := w.worker("first", w.base, 6)
 		id := w.start("external:scenario", `{"steps":3,"pause_ms":1500}`)
-		w.await("add 1", 1)
+		w.waitEffects("add 1", 1)
 		first.Signal(syscall.SIGSTOP)
 		w.worker("second", w.base, 20)
-		w.expect(id, "completed", "the sum is 6")
-		done := len(w.lines())
+		w.checkEnd(id, "completed", "the sum is 6")
+		done := len(w.effectLines())
 		first.Signal(syscall.SIGCONT)
 		first.Says("stopped here")
-		before, after := w.lines()[:done], w.lines()[done:]
+		before, after := w.effectLines()[:done], w.effectLines()[done:]
 		for _, line := range after { // of the current step, which a slow machine may have started twice
 			if line != "aborted 1" && (!strings.HasPrefix(line, "add 1 ") || !slices.Contains(before, line)) {
 				w.Errorf("after it woke: %q", after)
 			}
 		}
-		if w.count("add 3") != 1 {
-			w.Errorf("the effects are %q", w.lines())
+		if w.countEffects("add 3") != 1 {
+			w.Errorf("the effects are %q", w.effectLines())
 		}
 	})
 }
 
 func TestWaitsSuspendFlow(t *testing.T) {
-	eachSDK(t, func(w *world) {
+	eachSDK(t, func(w *testEnv) {
 		worker := w.worker("first", w.base, 30)
 		id := w.start("external:scenario", `{"steps":1,"pause_ms":0,"event":"paid 7","sleep":"1s"}`)
 		late := w.start("external:scenario", `{"steps":0,"pause_ms":0,"event":"never","timeout":"1s"}`)
@@ -236,30 +236,30 @@ func TestWaitsSuspendFlow(t *testing.T) {
 		worker.Stop() // a waiting execution needs no worker
 		w.call("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"paid 7","data":{"amount":41}}`, nil)
 		w.worker("second", w.base, 30)
-		w.expect(id, "completed", "the sum is 42")
-		w.expect(late, "completed", "the sum is -1")
-		w.expect(failed, "failed", "it is broken")
-		if w.count("add 1") != 1 {
-			w.Errorf("a recorded step was called again: %q", w.lines())
+		w.checkEnd(id, "completed", "the sum is 42")
+		w.checkEnd(late, "completed", "the sum is -1")
+		w.checkEnd(failed, "failed", "it is broken")
+		if w.countEffects("add 1") != 1 {
+			w.Errorf("a recorded step was called again: %q", w.effectLines())
 		}
-		w.await("swallowed", 1)
+		w.waitEffects("swallowed", 1)
 		pgtest.Until(w, w.db, "waiting", `select status::text from agent_executions where id = $1::uuid`, careless)
 		w.call("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"care","data":{}}`, nil)
-		w.expect(careless, "completed", "done")
-		if w.count("after") != 1 {
-			w.Errorf("the careless flow did %q", w.lines())
+		w.checkEnd(careless, "completed", "done")
+		if w.countEffects("after") != 1 {
+			w.Errorf("the careless flow did %q", w.effectLines())
 		}
 	})
 }
 
 // Otherwise the worker with the lock would run the flow again and again.
 func TestRejectedEndFailsFlow(t *testing.T) {
-	eachSDK(t, func(w *world) {
+	eachSDK(t, func(w *testEnv) {
 		w.worker("first", w.base, 30)
-		w.expect(w.start("external:huge", `{}`), "failed",
+		w.checkEnd(w.start("external:huge", `{}`), "failed",
 			"the end of the flow was refused: 413: the body is larger than 1048576 bytes")
-		w.expect(w.start("external:exit", `{}`), "failed", "it gives up") // in Python it is no Exception
-		if status, text := w.ended(w.start("external:no-json", `{}`)); status != "failed" || !strings.Contains(text, "JSON") &&
+		w.checkEnd(w.start("external:exit", `{}`), "failed", "it gives up") // in Python it is no Exception
+		if status, text := w.waitEnded(w.start("external:no-json", `{}`)); status != "failed" || !strings.Contains(text, "JSON") &&
 			!strings.Contains(text, "serialize") {
 			w.Errorf("the step without JSON ended the flow %s: %q", status, text)
 		}
@@ -267,7 +267,7 @@ func TestRejectedEndFailsFlow(t *testing.T) {
 }
 
 func TestUnreachableServerIsNamed(t *testing.T) {
-	eachSDK(t, func(w *world) {
+	eachSDK(t, func(w *testEnv) {
 		w.worker("first", "http://127.0.0.1:1", 30).Says("the request to http://127.0.0.1:1 failed and is tried again: ")
 		w.worker("second", "127.0.0.1:8080", 30).Says("the URL 127.0.0.1:8080 does not begin with http:// or https://")
 	})
@@ -275,7 +275,7 @@ func TestUnreachableServerIsNamed(t *testing.T) {
 
 // A proxy cuts off the response to a heartbeat, and then responds in place of the server.
 func TestHeartbeatsContinueAfterBrokenResponse(t *testing.T) {
-	eachSDK(t, func(w *world) {
+	eachSDK(t, func(w *testEnv) {
 		target, err := url.Parse(w.base)
 		require.NoError(w, err)
 		var beats atomic.Int64
@@ -297,20 +297,20 @@ func TestHeartbeatsContinueAfterBrokenResponse(t *testing.T) {
 		id := w.start("external:scenario", `{"steps":1,"pause_ms":60000}`)
 		pgtest.EventuallyWithin(w, waitTimeout, func() bool { return beats.Load() > 2 }, "the beats ended")
 		w.call("POST", "/v1/executions/"+id+"/cancel", `{"reason":"not needed"}`, nil)
-		w.await("aborted 1", 1)
+		w.waitEffects("aborted 1", 1)
 	})
 }
 
 func TestCancelStopsWork(t *testing.T) {
-	eachSDK(t, func(w *world) {
+	eachSDK(t, func(w *testEnv) {
 		worker := w.worker("first", w.base, 3)
 		id := w.start("external:scenario", `{"steps":2,"pause_ms":60000}`)
-		w.await("add 1", 1)
+		w.waitEffects("add 1", 1)
 		w.call("POST", "/v1/executions/"+id+"/cancel", `{"reason":"not needed"}`, nil)
-		w.await("aborted 1", 1)
+		w.waitEffects("aborted 1", 1)
 		worker.Says("was cancelled")
-		if w.count("add 2") != 0 {
-			w.Errorf("it went on: %q", w.lines())
+		if w.countEffects("add 2") != 0 {
+			w.Errorf("it went on: %q", w.effectLines())
 		}
 	})
 }
@@ -329,7 +329,7 @@ func TestSDKsHaveNoDependencies(t *testing.T) {
 
 // The responses of a third of all requests are lost after the server has done the work.
 func TestLostResponses(t *testing.T) {
-	eachSDK(t, func(w *world) {
+	eachSDK(t, func(w *testEnv) {
 		target, err := url.Parse(w.base)
 		require.NoError(w, err)
 		var asked atomic.Int64
@@ -346,10 +346,10 @@ func TestLostResponses(t *testing.T) {
 			ids = append(ids, w.start("external:scenario", `{"steps":3,"pause_ms":10}`))
 		}
 		for _, id := range ids {
-			w.expect(id, "completed", "the sum is 6")
+			w.checkEnd(id, "completed", "the sum is 6")
 		}
-		if n := w.count("add"); n != 18 {
-			w.Errorf("%d effects, want 18 of 6 runs: %q", n, w.lines())
+		if n := w.countEffects("add"); n != 18 {
+			w.Errorf("%d effects, want 18 of 6 runs: %q", n, w.effectLines())
 		}
 	})
 }

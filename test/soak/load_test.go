@@ -21,24 +21,24 @@ import (
 
 // load plays all clients during the soak.
 type load struct {
-	*world
+	*testEnv
 	ctx   context.Context // ends when no client may start more
 	group sync.WaitGroup
 
-	mu       sync.Mutex
-	bases    []string // of the serving processes
-	turn     int
-	finished []*proctest.Process // heartbeats of the load
-	asked    int                 // sent questions of visitors
-	hungUp   int
+	mu          sync.Mutex
+	bases       []string // of the serving processes
+	next        int
+	finished    []*proctest.Process // heartbeats of the load
+	asked       int                 // sent questions of visitors
+	disconnects int
 }
 
-// base returns the address for the next request, of each process in turn.
-func (l *load) base() string {
+// nextBase returns the address for the next request, of each process in turn.
+func (l *load) nextBase() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.turn++
-	return l.bases[l.turn%len(l.bases)]
+	l.next++
+	return l.bases[l.next%len(l.bases)]
 }
 
 func (l *load) add(base string) {
@@ -50,14 +50,14 @@ func (l *load) add(base string) {
 // pause waits. It returns false when no client may start more.
 func (l *load) pause(d time.Duration) bool { return testkit.Wait(l.ctx, d) }
 
-// note stores a fact. It works until the test ends.
-func (l *load) note(sql string, args ...any) {
+// insertFact stores a fact. It works until the test ends.
+func (l *load) insertFact(sql string, args ...any) {
 	_, err := l.db.Exec(l.t.Context(), sql, args...)
 	assert.Truef(l.t, err == nil, "%v\n%s", err, sql)
 }
 
-// heartbeats runs one `agent heartbeat` after the other.
-func (l *load) heartbeats() {
+// runHeartbeats runs one `agent heartbeat` after the other.
+func (l *load) runHeartbeats() {
 	for l.pause(700 * time.Millisecond) {
 		a := launch(l.t, l.dir, l.environ(), "heartbeat")
 		code := a.Exit()
@@ -68,8 +68,8 @@ func (l *load) heartbeats() {
 	}
 }
 
-// admin sends messages as the admin, one turn after the other.
-func (l *load) admin() {
+// runAdmin sends messages as the admin, one turn after the other.
+func (l *load) runAdmin() {
 	for n := 1; l.pause(500 * time.Millisecond); n++ {
 		body := fmt.Sprintf(`{"message": "Count one more, please; this is turn %d.", "wait": true}`, n)
 		status, raw := l.post("/v1/operate", body, testkit.Bearer(adminToken), "Accept: application/json")
@@ -82,20 +82,20 @@ func (l *load) admin() {
 			l.t.Errorf("operate answers %d %s", status, raw)
 			continue
 		}
-		l.note(`insert into soak.operated (n, trace_id, answer) values ($1, $2, $3)`, n, got.TraceID, got.Text)
+		l.insertFact(`insert into soak.operated (n, trace_id, answer) values ($1, $2, $3)`, n, got.TraceID, got.Text)
 	}
 }
 
 // post sends a request and returns the response; status 0 means none.
 func (l *load) post(path, body string, headers ...string) (int, []byte) {
-	got, err := testkit.Do(l.t.Context(), http.DefaultClient, http.MethodPost, l.base()+path, body, headers...)
+	got, err := testkit.Do(l.t.Context(), http.DefaultClient, http.MethodPost, l.nextBase()+path, body, headers...)
 	assert.NoError(l.t, err, "POST", path)
 	return got.Status, got.Body
 }
 
-// visitor asks one question after the other in its own thread. Every fourth time it sends a second question before the
-// first answer. An impatient visitor disconnects in the middle of every third answer.
-func (l *load) visitor(thread string, impatient bool) {
+// runVisitor asks one question after the other in its own thread. Every fourth time it sends a second question before
+// the first answer. An impatient visitor disconnects in the middle of every third answer.
+func (l *load) runVisitor(thread string, impatient bool) {
 	q := 0
 	next := func() int {
 		q++
@@ -107,14 +107,14 @@ func (l *load) visitor(thread string, impatient bool) {
 	for round := 1; l.pause(150 * time.Millisecond); round++ {
 		first := next()
 		if impatient && round%3 == 0 {
-			l.hangUp(thread, first)
+			l.disconnect(thread, first)
 			continue
 		}
 		var both sync.WaitGroup
-		both.Go(func() { l.ask(thread, first, round%2 == 0) })
+		both.Go(func() { l.askQuestion(thread, first, round%2 == 0) })
 		if round%4 == 0 {
 			second := next()
-			both.Go(func() { l.ask(thread, second, false) })
+			both.Go(func() { l.askQuestion(thread, second, false) })
 		}
 		both.Wait()
 	}
@@ -122,11 +122,11 @@ func (l *load) visitor(thread string, impatient bool) {
 
 func (l *load) client() *openai.Client {
 	config := openai.DefaultConfig(visitorKey)
-	config.BaseURL = l.base() + "/v1"
+	config.BaseURL = l.nextBase() + "/v1"
 	return openai.NewClientWithConfig(config)
 }
 
-func asking(thread string, n int) openai.ChatCompletionRequest {
+func newQuestion(thread string, n int) openai.ChatCompletionRequest {
 	return openai.ChatCompletionRequest{
 		Model: "agent", Metadata: map[string]string{"thread_id": thread}, Messages: []openai.ChatCompletionMessage{{
 			Role: openai.ChatMessageRoleUser, Content: fmt.Sprintf("Here is question %d of thread %s.", n, thread),
@@ -134,15 +134,15 @@ func asking(thread string, n int) openai.ChatCompletionRequest {
 	}
 }
 
-// ask notes the client's answer.
-func (l *load) ask(thread string, n int, stream bool) {
+// askQuestion notes the client's answer.
+func (l *load) askQuestion(thread string, n int, stream bool) {
 	var words string
 	var err error
 	if stream {
-		words, err = l.listen(l.t.Context(), thread, n, nil)
+		words, err = l.streamAnswer(l.t.Context(), thread, n, nil)
 	} else {
 		var got openai.ChatCompletionResponse
-		if got, err = l.client().CreateChatCompletion(l.t.Context(), asking(thread, n)); err == nil {
+		if got, err = l.client().CreateChatCompletion(l.t.Context(), newQuestion(thread, n)); err == nil {
 			words = got.Choices[0].Message.Content
 		}
 	}
@@ -150,12 +150,12 @@ func (l *load) ask(thread string, n int, stream bool) {
 		l.t.Errorf("question %d of %s: %v", n, thread, err)
 		return
 	}
-	l.note(`insert into soak.answers (thread, question, answer) values ($1, $2, $3)`, thread, n, words)
+	l.insertFact(`insert into soak.answers (thread, question, answer) values ($1, $2, $3)`, thread, n, words)
 }
 
-// listen streams an answer. It calls heard, if set, with each chunk.
-func (l *load) listen(ctx context.Context, thread string, n int, heard func()) (string, error) {
-	stream, err := l.client().CreateChatCompletionStream(ctx, asking(thread, n))
+// streamAnswer streams an answer. It calls onChunk, if set, with each chunk.
+func (l *load) streamAnswer(ctx context.Context, thread string, n int, onChunk func()) (string, error) {
+	stream, err := l.client().CreateChatCompletionStream(ctx, newQuestion(thread, n))
 	if err != nil {
 		return "", err
 	}
@@ -172,25 +172,25 @@ func (l *load) listen(ctx context.Context, thread string, n int, heard func()) (
 		for _, c := range chunk.Choices {
 			words.WriteString(c.Delta.Content)
 		}
-		if heard != nil {
-			heard()
+		if onChunk != nil {
+			onChunk()
 		}
 	}
 }
 
-// hangUp disconnects after the first chunk.
-func (l *load) hangUp(thread string, n int) {
+// disconnect disconnects after the first chunk.
+func (l *load) disconnect(thread string, n int) {
 	ctx, cancel := context.WithCancel(l.t.Context())
 	defer cancel()
-	_, err := l.listen(ctx, thread, n, cancel)
+	_, err := l.streamAnswer(ctx, thread, n, cancel)
 	assert.Truef(l.t, err == nil || errors.Is(err, context.Canceled), "question %d of %s: %v", n, thread, err)
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.hungUp++
+	l.disconnects++
 }
 
-// storm sends 20 webhooks a second. It repeats every fourth, at once or later, at another process.
-func (l *load) storm() {
+// sendWebhooks sends 20 webhooks a second. It repeats every fourth, at once or later, at another process.
+func (l *load) sendWebhooks() {
 	var sent sync.WaitGroup
 	defer sent.Wait()
 	ticker := time.NewTicker(50 * time.Millisecond)
@@ -226,13 +226,13 @@ func (l *load) storm() {
 
 // deliver posts a webhook and notes the response. It repeats a delivery rejected with 429.
 func (l *load) deliver(n int, kind string) {
-	for !l.delivered(n, kind) {
+	for !l.deliverOnce(n, kind) {
 		time.Sleep(2 * time.Second) // from the response
 	}
 }
 
-// delivered posts a webhook once. It returns false for a 429.
-func (l *load) delivered(n int, kind string) bool {
+// deliverOnce posts a webhook once. It returns false for a 429.
+func (l *load) deliverOnce(n int, kind string) bool {
 	id := fmt.Sprintf("msg_%d", n)
 	body := fmt.Appendf(nil, `{"type": %q, "n": %d}`, kind, n)
 	header, err := signature.Sign([]string{"whsec_" + shopKey}, id, time.Now(), body)
@@ -249,16 +249,16 @@ func (l *load) delivered(n int, kind string) bool {
 		return false
 	}
 	assert.Truef(l.t, status == http.StatusAccepted || status == http.StatusOK, "delivery %d: %d %s", n, status, raw)
-	l.note(`insert into soak.deliveries (id, n, type, status) values ($1, $2, $3, $4)`, id, n, kind, status)
+	l.insertFact(`insert into soak.deliveries (id, n, type, status) values ($1, $2, $3, $4)`, id, n, kind, status)
 	return true
 }
 
-// noteLanes stores the log lines about lanes.
-func (l *load) noteLanes(agents ...*proctest.Process) {
+// storeLaneLines stores the log lines about lanes.
+func (l *load) storeLaneLines(agents ...*proctest.Process) {
 	for _, a := range agents {
 		for _, line := range a.Lines() {
 			if line.Message == "lane acquired" {
-				l.note(`insert into soak.lanes (lane, owner, token) values ($1, $2, $3)`, line.Lane, line.Owner,
+				l.insertFact(`insert into soak.lanes (lane, owner, token) values ($1, $2, $3)`, line.Lane, line.Owner,
 					line.Token.String())
 			}
 		}

@@ -13,9 +13,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// innocent is a small correct history: a turn of a visitor, one of the admin, a heartbeat, and a delivery whose event
+// validRows is a small correct history: a turn of a visitor, one of the admin, a heartbeat, and a delivery whose event
 // started the run of an automation. Ids are short names; see id.
-const innocent = `
+const validRows = `
 	insert into agent_executions (id, trace_id, surface, flow, status, completed_at, thread_id, input, result) values
 	  (id('chat'), tr('ch', 1), 'chat', 'chat', 'completed', now(), 't1', '{}', '{}'),
 	  (id('op'), tr('op', 1), 'operate', 'operate', 'completed', now(), null, '{}', '{}'),
@@ -78,14 +78,14 @@ const innocent = `
 	insert into soak.lanes (lane, owner, token) values ('heartbeat', id('hb') || '#1', 1),
 	  ('thread:t1', id('chat') || '#1', 1)`
 
-// helpers name objects in innocent and in planted rows: id makes a uuid from a name, tr a trace from a number.
-const helpers = `
+// helperFunctions name objects in innocent and in planted rows: id makes a uuid from a name, tr a trace from a number.
+const helperFunctions = `
 	create function id(name text) returns uuid language sql immutable as $$ select md5(name)::uuid $$;
 	create function tr(prefix text, n int) returns text language sql immutable as $$
 	  select prefix || '_' || lpad(n::text, 26, '0') $$`
 
-// planted are rows that each violate one check. Every check has some.
-var planted = map[string][]string{
+// violations are rows that each violate one check. Every check has some.
+var violations = map[string][]string{
 	"no lost update: the counter is what was counted": {
 		`update agent_memory set value = '5'`, `update agent_memory set revision = 3`, `delete from agent_memory`,
 	},
@@ -225,17 +225,17 @@ func overlapping(surface, flow, thread, purpose, lane string) string {
 // TestEveryCheckCanFail plants the violations of each check. Without them, no check may find anything.
 func TestEveryCheckCanFail(t *testing.T) {
 	db := pgtest.DB(t)
-	for name := range planted {
+	for name := range violations {
 		_, ok := checks[name]
 		assert.Truef(t, ok, "there is no check %q", name)
 	}
-	for _, sql := range []string{noted, helpers} {
+	for _, sql := range []string{factTables, helperFunctions} {
 		pgtest.Exec(t, db, sql)
 	}
 	for _, name := range slices.Sorted(maps.Keys(checks)) {
-		assert.Truef(t, len(planted[name]) > 0, "nothing shows that %q can fail", name)
-		for _, sql := range planted[name] {
-			inHistory(t, db, func(tx pgx.Tx) {
+		assert.Truef(t, len(violations[name]) > 0, "nothing shows that %q can fail", name)
+		for _, sql := range violations[name] {
+			withValidRows(t, db, func(tx pgx.Tx) {
 				found := pgtest.Column[string](t, tx, checks[name])
 				assert.Truef(t, len(found) == 0, "%s: finds fault with innocent rows: %q", name, found)
 				pgtest.Exec(t, tx, sql)
@@ -245,15 +245,15 @@ func TestEveryCheckCanFail(t *testing.T) {
 	}
 }
 
-// inHistory calls f in a transaction with the innocent rows and without triggers, and rolls it back.
-func inHistory(t *testing.T, db postgres.Beginner, f func(tx pgx.Tx)) {
+// withValidRows calls f in a transaction with the innocent rows and without triggers, and rolls it back.
+func withValidRows(t *testing.T, db postgres.Beginner, f func(tx pgx.Tx)) {
 	t.Helper()
 	tx, err := db.Begin(t.Context())
 	require.NoError(t, err)
 	defer func() {
 		assert.NoError(t, tx.Rollback(t.Context()))
 	}()
-	for _, sql := range []string{`set local session_replication_role = replica`, innocent} {
+	for _, sql := range []string{`set local session_replication_role = replica`, validRows} {
 		pgtest.Exec(t, tx, sql)
 	}
 	f(tx)

@@ -80,8 +80,8 @@ func soakWorkspace() string {
 	return yaml.String()
 }
 
-// lasts returns the duration of the load.
-func lasts(t testing.TB) time.Duration {
+// loadDuration returns the duration of the load.
+func loadDuration(t testing.TB) time.Duration {
 	t.Helper()
 	given := os.Getenv("AGENT_SOAK")
 	switch {
@@ -97,26 +97,26 @@ func lasts(t testing.TB) time.Duration {
 
 // TestEverythingAtOnce is the soak; see the package.
 func TestEverythingAtOnce(t *testing.T) {
-	w := newWorld(t, soakWorkspace())
-	w.model.Handle(think)
-	total := lasts(t)
+	w := newTestEnv(t, soakWorkspace())
+	w.model.Handle(modelReply)
+	total := loadDuration(t)
 	ctx, end := context.WithTimeout(t.Context(), total)
 	defer end()
-	l := &load{world: w, ctx: ctx}
-	first, base := w.serve("AGENT_HEARTBEAT_CRON=@every 3s")
+	l := &load{testEnv: w, ctx: ctx}
+	first, base := w.startServer("AGENT_HEARTBEAT_CRON=@every 3s")
 	l.add(base)
-	for _, work := range []func(){l.heartbeats, l.admin, l.storm} {
+	for _, work := range []func(){l.runHeartbeats, l.runAdmin, l.sendWebhooks} {
 		l.group.Go(work)
 	}
 	for i := range 5 {
-		l.group.Go(func() { l.visitor(fmt.Sprint("t", i+1), i == 4) })
+		l.group.Go(func() { l.runVisitor(fmt.Sprint("t", i+1), i == 4) })
 	}
 	l.pause(total / 2)
-	second, base := w.serve("AGENT_HEARTBEAT_CRON=@every 3s")
+	second, base := w.startServer("AGENT_HEARTBEAT_CRON=@every 3s")
 	l.add(base)
 	l.group.Wait()
-	l.settle(first, second)
-	l.noteLanes(append(l.finished, first, second)...)
+	l.stopAndWait(first, second)
+	l.storeLaneLines(append(l.finished, first, second)...)
 	for _, name := range slices.Sorted(maps.Keys(checks)) {
 		for i, violation := range pgtest.Column[string](t, w.db, checks[name]) {
 			if i == 10 {
@@ -126,21 +126,21 @@ func TestEverythingAtOnce(t *testing.T) {
 			t.Errorf("%s: %s", name, violation)
 		}
 	}
-	l.tally()
+	l.checkCounts()
 	for _, a := range []*proctest.Process{first, second} {
-		n := acquired(a)
+		n := acquiredLanes(a)
 		t.Logf("%6d lanes acquired by one of the processes", n)
 		assert.True(t, n != 0, "one of the processes did nothing")
 	}
 	if t.Failed() {
 		for _, a := range []*proctest.Process{first, second} {
-			t.Logf("agent %s:\n%s", strings.Join(a.Cmd.Args[1:], " "), worst(a))
+			t.Logf("agent %s:\n%s", strings.Join(a.Cmd.Args[1:], " "), warnings(a))
 		}
 	}
 }
 
-// settle waits until all work has ended, and stops the processes.
-func (l *load) settle(agents ...*proctest.Process) {
+// stopAndWait waits until all work has ended, and stops the processes.
+func (l *load) stopAndWait(agents ...*proctest.Process) {
 	l.t.Helper()
 	pgtest.Eventually(l.t, func() bool {
 		return pgtest.Value[bool](l.t, l.db, `select exists (select from agent_automation_runs where cause = 'cron')`)
@@ -153,10 +153,10 @@ func (l *load) settle(agents ...*proctest.Process) {
 	l.t.Cleanup(func() {
 		if !quiet() {
 			l.t.Logf("under way: %s", strings.Join(pgtest.Column[string](l.t, l.db, unfinished), ", "))
-			l.t.Logf("complaints:\n%s", worst(agents[0]))
+			l.t.Logf("complaints:\n%s", warnings(agents[0]))
 		}
 	})
-	pgtest.EventuallyWithin(l.t, pgtest.Timeout+lasts(l.t), quiet, "everything that was begun ends")
+	pgtest.EventuallyWithin(l.t, pgtest.Timeout+loadDuration(l.t), quiet, "everything that was begun ends")
 	l.t.Logf("the running work ended within %s", time.Since(began).Round(time.Millisecond))
 	for _, a := range agents {
 		a.Stop()
@@ -175,10 +175,10 @@ const unfinished = `
 	select format('%s deliveries %s: %s', count(*), status, min(error_message)) from agent_webhook_deliveries
 	 where status in ('received', 'running', 'failed') group by status`
 
-// tally logs the counts of each kind of work, and fails the test if a kind did not happen.
-func (l *load) tally() {
+// checkCounts logs the counts of each kind of work, and fails the test if a kind did not happen.
+func (l *load) checkCounts() {
 	l.t.Helper()
-	l.t.Logf("visitors asked %d questions and hung up %d times", l.asked, l.hungUp)
+	l.t.Logf("visitors asked %d questions and hung up %d times", l.asked, l.disconnects)
 	for _, c := range []struct {
 		what, sql string
 		most      int // the maximum; -1 if at least one must exist
@@ -210,8 +210,8 @@ func (l *load) tally() {
 	}
 }
 
-// acquired counts the lanes acquired by a process.
-func acquired(a *proctest.Process) (n int) {
+// acquiredLanes counts the lanes acquired by a process.
+func acquiredLanes(a *proctest.Process) (n int) {
 	for _, l := range a.Lines() {
 		if l.Message == "lane acquired" {
 			n++
@@ -220,8 +220,8 @@ func acquired(a *proctest.Process) (n int) {
 	return n
 }
 
-// worst returns the warnings and errors of a process.
-func worst(a *proctest.Process) string {
+// warnings returns the warnings and errors of a process.
+func warnings(a *proctest.Process) string {
 	var bad []string
 	for _, l := range a.Lines() {
 		if l.Level == "ERROR" || l.Level == "WARN" && l.Message != "lane busy" && l.Message != "model call repeated" &&

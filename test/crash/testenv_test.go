@@ -22,82 +22,83 @@ import (
 // never is a heartbeat schedule that does not fire during a test.
 const never = "0 0 29 2 *"
 
-// scene is a database, a model and skills. Its workspace gives every phase of a heartbeat something to do.
-type scene struct {
-	t      testing.TB
-	url    string
-	db     *pgxpool.Pool
-	model  *modeltest.Server
-	skills *bills.Skills
-	dir    string
-	more   []string // additional environment of its processes
+// testEnv is a database, a model and skills. Its workspace gives every phase of a heartbeat something to do.
+type testEnv struct {
+	t            testing.TB
+	url          string
+	db           *pgxpool.Pool
+	model        *modeltest.Server
+	skills       *bills.Skills
+	dir          string
+	extraEnviron []string // additional environment of its processes
 
-	atModel atomic.Pointer[stop] // before the model answers
+	modelBlocker atomic.Pointer[blocker] // before the model answers
 }
 
-// newScene creates a scene with a new database.
-func newScene(t testing.TB) *scene {
+// newTestEnv creates a test environment with a new database.
+func newTestEnv(t testing.TB) *testEnv {
 	t.Helper()
-	return newSceneOn(t, pgtest.URL(t))
+	return newTestEnvOn(t, pgtest.URL(t))
 }
 
-// newSceneOn creates a scene on a database that has the schema.
-func newSceneOn(t testing.TB, database string) *scene {
+// newTestEnvOn creates a test environment on a database that has the schema.
+func newTestEnvOn(t testing.TB, database string) *testEnv {
 	t.Helper()
-	s := newStage(t, database, bills.YAML)
-	s.model.Handle(s.think)
+	s := newIdleTestEnv(t, database, bills.YAML)
+	s.model.Handle(s.modelReply)
 	bills.MakeDue(t, s.db)
 	return s
 }
 
-// newStage creates a scene with a workspace but no work, and a model without replies.
-func newStage(t testing.TB, database, declared string) *scene {
+// newIdleTestEnv creates a test environment with a workspace but no work, and a model without replies.
+func newIdleTestEnv(t testing.TB, database, declared string) *testEnv {
 	t.Helper()
-	s := &scene{t: t, url: database, model: modeltest.New(t), dir: t.TempDir()}
+	s := &testEnv{t: t, url: database, model: modeltest.New(t), dir: t.TempDir()}
 	s.db = pgtest.Pool(t, s.url, postgres.Options{MaxConns: 4, ApplicationName: "crash"})
 	s.skills = bills.Apply(t, s.db, declared)
 	return s
 }
 
-// think is the model of a heartbeat.
-func (s *scene) think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-	s.atModel.Load().pass()
+// modelReply is the model of a heartbeat.
+func (s *testEnv) modelReply(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+	s.modelBlocker.Load().enter()
 	return bills.Model(req)
 }
 
 // ctx returns the test's context. A cleanup must not use it.
-func (s *scene) ctx() context.Context { return s.t.Context() }
+func (s *testEnv) ctx() context.Context { return s.t.Context() }
 
-// environ returns the environment of a process. A database of "" is the scene's own, without a proxy.
-func (s *scene) environ(database string, more ...string) []string {
+// environ returns the environment of a process. A database of "" is the test's own, without a proxy.
+func (s *testEnv) environ(database string, more ...string) []string {
 	return append(testkit.Environ(cmp.Or(database, s.url), s.model, "AGENT_ADMIN_TOKEN="+adminToken,
-		"AGENT_HEARTBEAT_CRON="+never, "AGENT_WORKER_LEASE=30s", "AGENT_LOG_LEVEL=debug"), slices.Concat(s.more, more)...)
+		"AGENT_HEARTBEAT_CRON="+never, "AGENT_WORKER_LEASE=30s", "AGENT_LOG_LEVEL=debug"),
+		slices.Concat(s.extraEnviron, more)...)
 }
 
-// agent starts the program in this scene. The database is as in environ.
-func (s *scene) agent(database string, args ...string) *agent {
+// startAgent starts the program in the test environment. The database is as in environ.
+func (s *testEnv) startAgent(database string, args ...string) *agent {
 	s.t.Helper()
 	return launch(s.t, s.dir, s.environ(database), args...)
 }
 
-// serve starts `agent serve` with further settings and waits until it is ready.
-func (s *scene) serve(database string, more ...string) *agent {
+// startServer starts `agent serve` with further settings and waits until it is ready.
+func (s *testEnv) startServer(database string, more ...string) *agent {
 	s.t.Helper()
 	a := launch(s.t, s.dir, s.environ(database, more...), "serve")
-	s.t.Cleanup(s.atWork) // before the cleanup that kills the process
+	s.t.Cleanup(s.reportSessions) // before the cleanup that kills the process
 	a.Says("msg=serving")
 	return a
 }
 
-// atWork reports blocking sessions after a failed test.
-func (s *scene) atWork() {
+// reportSessions reports blocking sessions after a failed test.
+func (s *testEnv) reportSessions() {
 	if s.t.Failed() {
 		s.t.Log(s.sessions())
 	}
 }
 
-// begin requests a heartbeat from any serving process, and returns its execution's id.
-func (s *scene) begin() string {
+// requestHeartbeat requests a heartbeat from any serving process, and returns its execution's id.
+func (s *testEnv) requestHeartbeat() string {
 	s.t.Helper()
 	return pgtest.Value[string](s.t, s.db, `
 		insert into agent_executions (trace_id, surface, flow, status, hinted_at)
@@ -105,20 +106,20 @@ func (s *scene) begin() string {
 }
 
 // heartbeat returns the id of the only heartbeat, or "" without one.
-func (s *scene) heartbeat() string {
+func (s *testEnv) heartbeat() string {
 	s.t.Helper()
 	return pgtest.Value[string](s.t, s.db, `select coalesce((select id::text from agent_executions where flow = 'heartbeat'
 		order by id limit 1), '')`)
 }
 
 // status returns the status of an execution.
-func (s *scene) status(id string) string {
+func (s *testEnv) status(id string) string {
 	s.t.Helper()
 	return pgtest.Value[string](s.t, s.db, `select status from agent_executions where id = $1`, id)
 }
 
-// ends waits for an execution to end in a status.
-func (s *scene) ends(id, status string) {
+// waitStatus waits for an execution to end in a status.
+func (s *testEnv) waitStatus(id, status string) {
 	s.t.Helper()
 	late, logged := time.Now().Add(waitTimeout*9/10), false
 	eventually(s.t, "execution "+id+" ends", func() bool {
@@ -136,7 +137,7 @@ func (s *scene) ends(id, status string) {
 
 // sessions lists the database's sessions, workers and unfinished executions, for a failure. It also works after the
 // test has ended.
-func (s *scene) sessions() (report string) {
+func (s *testEnv) sessions() (report string) {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 	err := s.db.QueryRow(ctx, `
@@ -154,14 +155,14 @@ func (s *scene) sessions() (report string) {
 	return report
 }
 
-// hurry ends the leases of all workers at once. Their processes are dead.
-func (s *scene) hurry() {
+// expireLeases ends the leases of all workers at once. Their processes are dead.
+func (s *testEnv) expireLeases() {
 	s.t.Helper()
 	pgtest.Exec(s.t, s.db, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 }
 
-// asked counts the model's requests, by idempotency key.
-func (s *scene) asked() map[string]int {
+// modelCalls counts the model's requests, by idempotency key.
+func (s *testEnv) modelCalls() map[string]int {
 	counts := map[string]int{}
 	for _, r := range s.model.Requests() {
 		counts[r.IdempotencyKey()]++
@@ -169,8 +170,8 @@ func (s *scene) asked() map[string]int {
 	return counts
 }
 
-// called counts the requests of skills, by idempotency key.
-func (s *scene) called() map[string]int {
+// skillCalls counts the requests of skills, by idempotency key.
+func (s *testEnv) skillCalls() map[string]int {
 	counts := map[string]int{}
 	for _, c := range s.skills.Calls() {
 		counts[c.Key]++
@@ -178,8 +179,8 @@ func (s *scene) called() map[string]int {
 	return counts
 }
 
-// logged reports whether a request to the model had a tool result with these words.
-func (s *scene) logged(words string) bool {
+// modelSawResult reports whether a request to the model had a tool result with these words.
+func (s *testEnv) modelSawResult(words string) bool {
 	for _, r := range s.model.Requests() {
 		for _, m := range r.Messages {
 			if m.Role == openai.ChatMessageRoleTool && strings.Contains(m.Content, words) {

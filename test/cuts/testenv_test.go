@@ -22,8 +22,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
-// world is the database, the model, the skills and the process of a story.
-type world struct {
+// testEnv is the database, the model, the skills and the process of a story.
+type testEnv struct {
 	t      testing.TB
 	db     *pgxpool.Pool // the test's own connections, without the proxy
 	model  *modeltest.Server
@@ -32,17 +32,17 @@ type world struct {
 	agent  *agent
 
 	ledger  *ledger
-	cutting bool // the story has cuts
+	hasCuts bool // the story has cuts
 
 	mu        sync.Mutex
 	incidents []string // failed attempts of clients
 	log       testkit.Log
 }
 
-// newWorld creates a database with a workspace.
-func newWorld(t testing.TB, database, declared string, cuts []cut) *world {
+// newTestEnv creates a database with a workspace.
+func newTestEnv(t testing.TB, database, declared string, cuts []cut) *testEnv {
 	t.Helper()
-	w := &world{t: t, model: modeltest.New(t), ledger: newLedger(cuts), cutting: len(cuts) > 0}
+	w := &testEnv{t: t, model: modeltest.New(t), ledger: newLedger(cuts), hasCuts: len(cuts) > 0}
 	w.db = pgtest.Pool(t, database, postgres.Options{MaxConns: 3, ApplicationName: "cuts"})
 	_, err := builtins.Put(t.Context(), w.db)
 	require.NoError(t, err)
@@ -51,7 +51,7 @@ func newWorld(t testing.TB, database, declared string, cuts []cut) *world {
 }
 
 // run calls fn while the parts of a process work. Their connections use the proxy.
-func (w *world) run(database string, s settings, fn func(ctx context.Context)) {
+func (w *testEnv) run(database string, s settings, fn func(ctx context.Context)) {
 	w.t.Helper()
 	p := newProxy(w.t, database, w.ledger)
 	defer p.Close()
@@ -60,14 +60,14 @@ func (w *world) run(database string, s settings, fn func(ctx context.Context)) {
 		if err == nil {
 			return
 		}
-		if w.note("the process ended when it started, and was started again"); w.t.Context().Err() != nil {
+		if w.noteIncident("the process ended when it started, and was started again"); w.t.Context().Err() != nil {
 			w.t.Fatal(err)
 		}
 	}
 }
 
 // process runs one process. An error means that it did not start; a supervisor would start it again.
-func (w *world) process(url string, s settings, fn func(ctx context.Context)) error {
+func (w *testEnv) process(url string, s settings, fn func(ctx context.Context)) error {
 	ctx, cancel := context.WithCancel(w.t.Context())
 	defer cancel()
 	pool, err := postgres.Open(ctx, url, postgres.Options{MaxConns: 20})
@@ -83,7 +83,7 @@ func (w *world) process(url string, s settings, fn func(ctx context.Context)) er
 	defer served.CloseClientConnections()
 	ended := make(chan error, 1)
 	go func() { ended <- a.run(ctx) }()
-	if err := w.works(ctx, a, ended); err != nil {
+	if err := w.waitWorking(ctx, a, ended); err != nil {
 		return err
 	}
 	w.url, w.agent = served.URL, a
@@ -107,8 +107,8 @@ func (w *world) process(url string, s settings, fn func(ctx context.Context)) er
 	return nil
 }
 
-// works waits until the engine claims work.
-func (w *world) works(ctx context.Context, a *agent, ended <-chan error) error {
+// waitWorking waits until the engine claims work.
+func (w *testEnv) waitWorking(ctx context.Context, a *agent, ended <-chan error) error {
 	late := time.After(pgtest.Timeout)
 	for a.engine.Live() != nil {
 		select {
@@ -123,22 +123,22 @@ func (w *world) works(ctx context.Context, a *agent, ended <-chan error) error {
 	return nil
 }
 
-// note records a failed attempt of a client.
-func (w *world) note(format string, args ...any) {
+// noteIncident records a failed attempt of a client.
+func (w *testEnv) noteIncident(format string, args ...any) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.incidents = append(w.incidents, fmt.Sprintf(format, args...))
 }
 
-// reported returns the incidents so far.
-func (w *world) reported() []string {
+// reportedIncidents returns the incidents so far.
+func (w *testEnv) reportedIncidents() []string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return append([]string(nil), w.incidents...)
 }
 
 // eventually waits for a condition. On a timeout, the failure has the log.
-func (w *world) eventually(what, sql string, args ...any) {
+func (w *testEnv) eventually(what, sql string, args ...any) {
 	w.t.Helper()
 	late := time.After(pgtest.Timeout)
 	for !pgtest.Value[bool](w.t, w.db, sql, args...) {

@@ -24,7 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// These are the secrets of a world. No output may contain them.
+// These are the secrets of a test environment. No output may contain them.
 const (
 	adminToken   = "admin-9f2c7a51e0b84d36"
 	visitorKey   = "visitor-41d6e8a90c7b2f35"
@@ -34,9 +34,9 @@ const (
 	shopKey      = "c29hay1vZi13ZWJob29rcy1zZWNyZXQtMDE="
 )
 
-// world is a database with the schema `soak` beside the product's, a model, a server for the skills, and an applied
+// testEnv is a database with the schema `soak` beside the product's, a model, a server for the skills, and an applied
 // workspace.
-type world struct {
+type testEnv struct {
 	t     testing.TB
 	url   string
 	db    *pgxpool.Pool
@@ -44,8 +44,8 @@ type world struct {
 	dir   string
 }
 
-// noted stores what only the test knows.
-const noted = `
+// factTables stores what only the test knows.
+const factTables = `
 	create schema soak;
 	create table soak.calls (skill text not null, key text not null, body jsonb not null,
 	  at timestamptz not null default clock_timestamp());
@@ -54,23 +54,23 @@ const noted = `
 	create table soak.lanes (lane text not null, owner text not null, token bigint not null);
 	create table soak.operated (n int not null, trace_id text not null, answer text not null)`
 
-// newWorld creates a world with the workspace yaml. %s in it is the address of the skills' server.
-func newWorld(t testing.TB, yaml string) *world {
+// newTestEnv creates a test environment with the workspace yaml. %s in it is the address of the skills' server.
+func newTestEnv(t testing.TB, yaml string) *testEnv {
 	t.Helper()
-	w := &world{t: t, url: pgtest.URL(t), model: modeltest.New(t), dir: t.TempDir()}
+	w := &testEnv{t: t, url: pgtest.URL(t), model: modeltest.New(t), dir: t.TempDir()}
 	w.db = pgtest.Pool(t, w.url, postgres.Options{MaxConns: 8, ApplicationName: "soak"})
-	pgtest.Exec(w.t, w.db, noted)
+	pgtest.Exec(w.t, w.db, factTables)
 	served := testkit.Serve(t, http.HandlerFunc(w.serveSkill))
 	require.NoError(t, os.Mkdir(filepath.Join(w.dir, "workspace"), 0o755))
 	file := filepath.Join(w.dir, "workspace", "all.yaml")
 	require.NoError(t, os.WriteFile(file, []byte(strings.ReplaceAll(yaml, "%s", served)), 0o600))
-	a := w.agent("apply", "workspace")
+	a := w.startAgent("apply", "workspace")
 	require.Truef(t, a.Exit() == 0, "agent apply: %s", a.Err.Tail(30))
 	return w
 }
 
 // serveSkill answers the skills' requests and stores them.
-func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
+func (w *testEnv) serveSkill(rw http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
 		return // the client has disconnected
@@ -92,21 +92,21 @@ func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 }
 
 // environ returns the environment of a process.
-func (w *world) environ(more ...string) []string {
+func (w *testEnv) environ(more ...string) []string {
 	return append(testkit.Environ(w.url, w.model, "AGENT_ADMIN_TOKEN="+adminToken,
 		"AGENT_CHAT_KEY=visitors="+visitorKey+",stranger="+strangerKey, "OPENAI_API_KEY="+modelKey,
 		`AGENT_PRICES={"scripted":{"input":2.5,"output":10}}`, "SHOP_SECRET=whsec_"+shopKey, "WEATHER_TOKEN="+weatherToken,
 		"AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=0 0 29 2 *"), more...)
 }
 
-// agent starts the program in this world.
-func (w *world) agent(args ...string) *proctest.Process {
+// startAgent starts the program in the test environment.
+func (w *testEnv) startAgent(args ...string) *proctest.Process {
 	w.t.Helper()
 	return launch(w.t, w.dir, w.environ(), args...)
 }
 
-// serve starts `agent serve` with further settings, and returns its URL when it is ready.
-func (w *world) serve(more ...string) (*proctest.Process, string) {
+// startServer starts `agent serve` with further settings, and returns its URL when it is ready.
+func (w *testEnv) startServer(more ...string) (*proctest.Process, string) {
 	w.t.Helper()
 	a := launch(w.t, w.dir, w.environ(more...), "serve")
 	return a, a.Base()
@@ -121,30 +121,30 @@ var (
 	aboutSupply  = regexp.MustCompile(`About delivery (\d+)`)
 )
 
-// think is the model of the soak. Its output depends only on its input. It rejects one request in sixty, like providers
-// on a busy day.
-func think(n int, req openai.ChatCompletionRequest) modeltest.Reply {
+// modelReply is the model of the soak. Its output depends only on its input. It rejects one request in sixty, like
+// providers on a busy day.
+func modelReply(n int, req openai.ChatCompletionRequest) modeltest.Reply {
 	if n%60 == 59 {
 		return modeltest.Status(503, 0)
 	}
-	t := read(req)
-	reply := t.next()
+	t := readTranscript(req)
+	reply := t.reply()
 	return reply.Slowly(time.Millisecond)
 }
 
 // transcript is the model's input: the task, and the results of its calls.
 type transcript struct {
 	system, prompt string
-	offered        []string
+	tools          []string
 	results        []result // of this task's calls, in order
 }
 
 type result struct{ name, args, content string }
 
-func (r result) good() bool { return !strings.Contains(r.content, `"error"`) }
+func (r result) succeeded() bool { return !strings.Contains(r.content, `"error"`) }
 
-// read finds the task: the user's last message, and the calls since.
-func read(req openai.ChatCompletionRequest) transcript {
+// readTranscript finds the task: the user's last message, and the calls since.
+func readTranscript(req openai.ChatCompletionRequest) transcript {
 	var t transcript
 	last := 0
 	for i, m := range req.Messages {
@@ -157,7 +157,7 @@ func read(req openai.ChatCompletionRequest) transcript {
 	}
 	t.prompt = modeltest.Said(req.Messages[last])
 	for _, tool := range req.Tools {
-		t.offered = append(t.offered, tool.Function.Name)
+		t.tools = append(t.tools, tool.Function.Name)
 	}
 	calls := map[string]openai.FunctionCall{}
 	for _, m := range req.Messages[last:] {
@@ -172,25 +172,25 @@ func read(req openai.ChatCompletionRequest) transcript {
 	return t
 }
 
-// done returns the last successful result of a tool, or nil.
-func (t transcript) done(name string) *result {
+// lastSuccess returns the last successful result of a tool, or nil.
+func (t transcript) lastSuccess(name string) *result {
 	for _, r := range slices.Backward(t.results) {
-		if r.name == name && r.good() {
+		if r.name == name && r.succeeded() {
 			return &r
 		}
 	}
 	return nil
 }
 
-// next returns the model's next reply.
-func (t transcript) next() modeltest.Reply {
+// reply returns the model's next reply.
+func (t transcript) reply() modeltest.Reply {
 	switch {
 	case strings.Contains(t.system, "You pursue one objective"):
-		return t.pursue()
+		return t.objectiveReply()
 	case strings.Contains(t.prompt, "Ship what was paid"):
-		return t.ship()
+		return t.shipReply()
 	case strings.Contains(t.prompt, "Count one more"):
-		if reply, counted := t.count(); !counted {
+		if reply, counted := t.countReply(); !counted {
 			return reply
 		}
 		if m := operateTurn.FindStringSubmatch(t.prompt); m != nil {
@@ -198,10 +198,10 @@ func (t transcript) next() modeltest.Reply {
 		}
 		return modeltest.Text("Counted.")
 	case question.MatchString(t.prompt):
-		return t.answer()
+		return t.visitorReply()
 	case aboutSupply.MatchString(t.prompt):
 		n := aboutSupply.FindStringSubmatch(t.prompt)[1]
-		if t.done("look_up") == nil {
+		if t.lastSuccess("look_up") == nil {
 			return modeltest.ToolCall("look_up", fmt.Sprintf(`{"about": "delivery %s"}`, n))
 		}
 		return modeltest.Text("Looked into delivery " + n + ".")
@@ -209,19 +209,19 @@ func (t transcript) next() modeltest.Reply {
 	return modeltest.Text("All is well.")
 }
 
-// answer replies to visitors.
-func (t transcript) answer() modeltest.Reply {
+// visitorReply replies to visitors.
+func (t transcript) visitorReply() modeltest.Reply {
 	all := question.FindAllStringSubmatch(t.prompt, -1)
 	m := all[len(all)-1]
-	if t.done("look_up") == nil {
+	if t.lastSuccess("look_up") == nil {
 		return modeltest.Text("Let me look. ").AndCall("look_up", fmt.Sprintf(`{"about": "question %s of %s"}`, m[1], m[2]))
 	}
 	return modeltest.Text(fmt.Sprintf("This is the answer to question %s of thread %s.", m[1], m[2]))
 }
 
-// count reads the counter and writes it back, until no other write came first.
-func (t transcript) count() (reply modeltest.Reply, counted bool) {
-	if t.done("memory_write") != nil {
+// countReply reads the counter and writes it back, until no other write came first.
+func (t transcript) countReply() (reply modeltest.Reply, counted bool) {
+	if t.lastSuccess("memory_write") != nil {
 		return reply, true
 	}
 	if len(t.results) == 0 || t.results[len(t.results)-1].name != "memory_search" {
@@ -247,26 +247,26 @@ func (t transcript) count() (reply modeltest.Reply, counted bool) {
 	})), false
 }
 
-// ship replies to the automation that an order starts.
-func (t transcript) ship() modeltest.Reply {
+// shipReply replies to the automation that an order starts.
+func (t transcript) shipReply() modeltest.Reply {
 	n := orderNumber.FindStringSubmatch(t.prompt)
 	if n == nil || !orderPayload.MatchString(t.prompt) {
 		return modeltest.Text("There is no order in: " + t.prompt)
 	}
-	if t.done("ship") == nil {
+	if t.lastSuccess("ship") == nil {
 		return modeltest.ToolCall("ship", `{"order": `+n[1]+`}`)
 	}
-	if reply, counted := t.count(); !counted {
+	if reply, counted := t.countReply(); !counted {
 		return reply
 	}
 	return modeltest.Text("Shipped order " + n[1] + ".")
 }
 
-// pursue takes one step after the other: look, count, report.
-func (t transcript) pursue() modeltest.Reply {
+// objectiveReply takes one step after the other: look, count, report.
+func (t transcript) objectiveReply() modeltest.Reply {
 	reported := 0
 	for _, r := range t.results {
-		if r.name == "complete_step" && r.good() {
+		if r.name == "complete_step" && r.succeeded() {
 			reported++
 		}
 	}
@@ -274,10 +274,10 @@ func (t transcript) pursue() modeltest.Reply {
 	switch {
 	case reported == len(steps):
 		return modeltest.Text("The stock is counted.")
-	case t.done("look_up") == nil:
+	case t.lastSuccess("look_up") == nil:
 		return modeltest.ToolCall("look_up", `{"about": "the stock"}`)
 	}
-	if reply, counted := t.count(); !counted {
+	if reply, counted := t.countReply(); !counted {
 		return reply
 	}
 	return modeltest.ToolCall("complete_step",

@@ -69,8 +69,8 @@ func (s *server) count(sql string, args ...any) (n int) {
 	}
 }
 
-// scene is a group of processes that compete for lanes while faults happen.
-type scene struct {
+// scenario is a group of processes that compete for lanes while faults happen.
+type scenario struct {
 	t           testing.TB
 	server      *server
 	proxy       *proxy
@@ -92,9 +92,9 @@ type scene struct {
 // skews are the offsets of the processes' clocks in seconds.
 var skews = []int64{0, 3600, -3600, 86_400 * 400}
 
-func newScene(t testing.TB, s *server, seed uint64, round int) *scene {
+func newScenario(t testing.TB, s *server, seed uint64, round int) *scenario {
 	t.Helper()
-	c := &scene{
+	c := &scenario{
 		t: t, server: s, proxy: newProxy(t, s.URL()), dir: t.TempDir(),
 		round: round, seed: seed + uint64(round),
 		rand: rand.New(rand.NewPCG(seed, uint64(round))), faults: map[string]int{}, // not a secret
@@ -110,11 +110,11 @@ func newScene(t testing.TB, s *server, seed uint64, round int) *scene {
 }
 
 // launch starts one more process.
-func (c *scene) launch(role string) {
+func (c *scenario) launch(role string) {
 	c.t.Helper()
 	n := len(c.histories)
 	name := fmt.Sprintf("r%d.%s%d", c.round, role, n)
-	p := part{
+	p := processConfig{
 		Role: role, Name: name, URL: c.proxy.URL("lanetest"), History: historyPath(c.dir, name), Lanes: c.lanes, Clients: 3,
 		Seed: c.seed<<8 + uint64(n), Skew: skews[n%len(skews)],
 	}
@@ -130,7 +130,7 @@ func (c *scene) launch(role string) {
 }
 
 // takeRandom removes a random process from the list and returns it.
-func (c *scene) takeRandom() *process {
+func (c *scenario) takeRandom() *process {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	i := c.rand.IntN(len(c.processes))
@@ -139,8 +139,8 @@ func (c *scene) takeRandom() *process {
 	return a
 }
 
-// busy waits until the processes have done that many more operations.
-func (c *scene) busy(more int64) {
+// waitOperations waits until the processes have done that many more operations.
+func (c *scenario) waitOperations(more int64) {
 	c.t.Helper()
 	size := func() (all int64) {
 		for _, path := range c.histories {
@@ -158,15 +158,15 @@ func (c *scene) busy(more int64) {
 }
 
 // kill ends a process with SIGKILL and starts another.
-func (c *scene) kill() {
+func (c *scenario) kill() {
 	a := c.takeRandom()
 	a.kill()
 	c.faults["kill -9"]++
-	c.launch(a.part.Role)
+	c.launch(a.config.Role)
 }
 
 // pause stops a process for longer than any lease. The others continue.
-func (c *scene) pause() {
+func (c *scenario) pause() {
 	a := c.takeRandom()
 	a.signal(c.t, syscall.SIGSTOP)
 	c.faults["SIGSTOP past the TTL"]++
@@ -180,7 +180,7 @@ func (c *scene) pause() {
 }
 
 // terminate ends some sessions with pg_terminate_backend.
-func (c *scene) terminate() {
+func (c *scenario) terminate() {
 	n := c.server.count(`select count(pg_terminate_backend(pid)) from (
 		select pid from pg_stat_activity where application_name = 'lanetest' and pid <> pg_backend_pid()
 		 order by (state <> 'idle') desc, random() limit 3) t`)
@@ -188,7 +188,7 @@ func (c *scene) terminate() {
 }
 
 // cut breaks the connection of the next request.
-func (c *scene) cut(where cut) {
+func (c *scenario) cut(where cut) {
 	p := c.proxy
 	before := p.done[where].Load()
 	p.next.Store(int32(where))
@@ -200,7 +200,7 @@ func (c *scene) cut(where cut) {
 }
 
 // crash crashes the server, and records that.
-func (c *scene) crash() {
+func (c *scenario) crash() {
 	history, err := newHistory(historyPath(c.dir, "harness"), "harness")
 	require.NoError(c.t, err)
 	c.histories = append(c.histories, history.file.Name())
@@ -215,15 +215,15 @@ func (c *scene) crash() {
 	c.faults["crash of the server"]++
 }
 
-// play runs the scene: all kinds of faults, in random order.
-func (c *scene) play() map[string][]*op {
+// play runs the scenario: all kinds of faults, in random order.
+func (c *scenario) play() map[string][]*op {
 	c.t.Helper()
 	for range 2 {
 		c.launch("sql")
 		c.launch("lanes")
 		c.launch("family")
 	}
-	c.busy(100)
+	c.waitOperations(100)
 	acts := []func(){c.kill, c.kill, c.pause, c.pause, c.terminate, c.terminate, c.crash}
 	for where := unseen; where < cuts; where++ {
 		for range 4 {
@@ -233,10 +233,10 @@ func (c *scene) play() map[string][]*op {
 	c.rand.Shuffle(len(acts), func(i, j int) { acts[i], acts[j] = acts[j], acts[i] })
 	for _, act := range acts {
 		act()
-		c.busy(60)
+		c.waitOperations(60)
 	}
 	c.group.Wait()
-	c.busy(100)
+	c.waitOperations(100)
 	for len(c.processes) > 0 {
 		c.takeRandom().stop(c.t)
 	}
@@ -285,11 +285,11 @@ func TestLanesAreLinearizable(t *testing.T) {
 	t.Logf("seed %d", *seed)
 	counts, faults := map[string]int{}, map[string]int{}
 	all := 0
-	for round := 0; round < *rounds || len(missing(counts)) > 0; round++ {
+	for round := 0; round < *rounds || len(missingCounts(counts)) > 0; round++ {
 		if round > *rounds+5 {
-			t.Fatalf("%d rounds had none of %q: they prove nothing about it", round, missing(counts))
+			t.Fatalf("%d rounds had none of %q: they prove nothing about it", round, missingCounts(counts))
 		}
-		c := newScene(t, s, *seed, round)
+		c := newScenario(t, s, *seed, round)
 		began := time.Now()
 		history := c.play()
 		recorded := time.Since(began)
@@ -310,7 +310,7 @@ func TestLanesAreLinearizable(t *testing.T) {
 }
 
 // checkWrites checks the rows of the fenced writes.
-func (c *scene) checkWrites() {
+func (c *scenario) checkWrites() {
 	c.t.Helper()
 	n := c.server.count(decreasingTokenWrites)
 	assert.Truef(c.t, n == 0, "round %d: %d fenced writes under a token after one under a larger", c.round, n)
@@ -318,7 +318,7 @@ func (c *scene) checkWrites() {
 	assert.Truef(c.t, n == 0, "round %d: more than one owner wrote under each of %d tokens", c.round, n)
 }
 
-func missing(counts map[string]int) (all []string) {
+func missingCounts(counts map[string]int) (all []string) {
 	for _, name := range requiredCounts {
 		if counts[name] == 0 {
 			all = append(all, name)

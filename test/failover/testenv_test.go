@@ -71,41 +71,41 @@ review_every: 1m
 steps: [Look around]
 `
 
-// world is a database with a workspace, the model, the skills and the serving processes.
-type world struct {
-	t      testing.TB
-	url    string
-	db     *pgxpool.Pool
-	model  *modeltest.Server
-	dir    string
-	lease  string
-	agents []*proctest.Process
-	bases  []string // where they serve
+// testEnv is a database with a workspace, the model, the skills and the serving processes.
+type testEnv struct {
+	t        testing.TB
+	url      string
+	db       *pgxpool.Pool
+	model    *modeltest.Server
+	dir      string
+	lease    string
+	agents   []*proctest.Process
+	baseURLs []string // where they serve
 
-	mu    sync.Mutex
-	calls []called
-	gate  chan struct{} // closed: calls pass
-	held  map[string]int
+	mu      sync.Mutex
+	calls   []called
+	gate    chan struct{} // closed: calls pass
+	blocked map[string]int
 }
 
 type called struct{ skill, key, body string }
 
-// newWorld migrates the database and applies the workspace.
-func newWorld(t testing.TB, url, lease string) *world {
+// newTestEnv migrates the database and applies the workspace.
+func newTestEnv(t testing.TB, url, lease string) *testEnv {
 	t.Helper()
-	w := &world{
+	w := &testEnv{
 		t: t, url: url, model: modeltest.New(t), dir: t.TempDir(), lease: lease, gate: make(chan struct{}),
-		held: map[string]int{},
+		blocked: map[string]int{},
 	}
 	close(w.gate)
-	t.Cleanup(w.open) // releases blocked calls before the servers close
+	t.Cleanup(w.releaseCalls) // releases blocked calls before the servers close
 	w.db = pgtest.Pool(w.t, w.url, postgres.Options{MaxConns: 8, ApplicationName: "test"})
 	_, err := migrations.Up(t.Context(), w.db)
 	require.NoError(t, err)
-	pgtest.Exec(w.t, w.db, truthTables)
-	w.model.Handle(w.think)
+	pgtest.Exec(w.t, w.db, recordTables)
+	w.model.Handle(w.modelReply)
 	served := testkit.Serve(t, http.HandlerFunc(w.serveSkill))
-	t.Cleanup(w.open)
+	t.Cleanup(w.releaseCalls)
 	file := filepath.Join(w.dir, "all.yaml")
 	require.NoError(t, os.WriteFile(file, []byte(strings.ReplaceAll(workspaceYAML, "%s", served)), 0o600))
 	a := launch(t, w.dir, w.environ(), "apply", ".")
@@ -114,34 +114,34 @@ func newWorld(t testing.TB, url, lease string) *world {
 }
 
 // environ returns the environment of a process.
-func (w *world) environ() []string {
+func (w *testEnv) environ() []string {
 	return testkit.Environ(w.url, w.model, "AGENT_ADMIN_TOKEN="+adminToken, "AGENT_CHAT_KEY=visitors="+visitorKey,
 		"AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 3s", "AGENT_WORKER_LEASE="+w.lease, "AGENT_WORKERS=6")
 }
 
 // serve starts processes and returns when they are ready.
-func (w *world) serve(processes int) {
+func (w *testEnv) serve(processes int) {
 	w.t.Helper()
 	for range processes {
 		a := launch(w.t, w.dir, w.environ(), "serve")
-		w.agents, w.bases = append(w.agents, a), append(w.bases, a.Base())
+		w.agents, w.baseURLs = append(w.agents, a), append(w.baseURLs, a.Base())
 	}
-	w.ready("at the beginning")
+	w.waitReady("at the beginning")
 }
 
-// ready waits until every process is ready.
-func (w *world) ready(when string) {
+// waitReady waits until every process is ready.
+func (w *testEnv) waitReady(when string) {
 	w.t.Helper()
-	for _, base := range w.bases {
+	for _, base := range w.baseURLs {
 		pgtest.Eventually(w.t, func() bool { return probe(w.t, base+"/readyz").status == http.StatusOK },
 			"a process is ready "+when)
 	}
 }
 
-// unready waits until every process is unready, and checks that it is alive.
-func (w *world) unready(failing string) {
+// waitUnready waits until every process is unready, and checks that it is alive.
+func (w *testEnv) waitUnready(failing string) {
 	w.t.Helper()
-	for i, base := range w.bases {
+	for i, base := range w.baseURLs {
 		pgtest.Eventually(w.t, func() bool {
 			got := probe(w.t, base+"/readyz")
 			return got.status == http.StatusServiceUnavailable && !got.Checks[failing].OK
@@ -169,8 +169,8 @@ func probe(t testing.TB, url string) (got probed) {
 	return got
 }
 
-// survived checks that no process has ended.
-func (w *world) survived() {
+// checkRunning checks that no process has ended.
+func (w *testEnv) checkRunning() {
 	w.t.Helper()
 	for i, a := range w.agents {
 		select {
@@ -181,18 +181,18 @@ func (w *world) survived() {
 	}
 }
 
-// heldMost is the number of blocked calls of each kind. Others pass, so that not all workers wait.
-const heldMost = 2
+// maxBlocked is the number of blocked calls of each kind. Others pass, so that not all workers wait.
+const maxBlocked = 2
 
-// shut blocks further calls of skills and of the model.
-func (w *world) shut() {
+// blockCalls blocks further calls of skills and of the model.
+func (w *testEnv) blockCalls() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.gate, w.held = make(chan struct{}), map[string]int{}
+	w.gate, w.blocked = make(chan struct{}), map[string]int{}
 }
 
-// open releases the blocked calls.
-func (w *world) open() {
+// releaseCalls releases the blocked calls.
+func (w *testEnv) releaseCalls() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	select {
@@ -202,12 +202,12 @@ func (w *world) open() {
 	}
 }
 
-// pass blocks a call while the gate is shut.
-func (w *world) pass(ctx context.Context, what string) {
+// waitGate blocks a call while the gate is shut.
+func (w *testEnv) waitGate(ctx context.Context, what string) {
 	w.mu.Lock()
 	gate := w.gate
-	w.held[what]++
-	mine := w.held[what] <= heldMost
+	w.blocked[what]++
+	mine := w.blocked[what] <= maxBlocked
 	w.mu.Unlock()
 	if !mine {
 		return
@@ -218,12 +218,12 @@ func (w *world) pass(ctx context.Context, what string) {
 	}
 }
 
-// holds reports whether a call of each kind is blocked.
-func (w *world) holds(kinds ...string) bool {
+// hasBlocked reports whether a call of each kind is blocked.
+func (w *testEnv) hasBlocked(kinds ...string) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, kind := range kinds {
-		if w.held[kind] == 0 {
+		if w.blocked[kind] == 0 {
 			return false
 		}
 	}
@@ -231,7 +231,7 @@ func (w *world) holds(kinds ...string) bool {
 }
 
 // serveSkill answers the skills' requests and records them.
-func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
+func (w *testEnv) serveSkill(rw http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
 		return // the client has disconnected
@@ -240,18 +240,18 @@ func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
 	w.mu.Lock()
 	w.calls = append(w.calls, called{skill, r.Header.Get("Idempotency-Key"), string(body)})
 	w.mu.Unlock()
-	w.pass(r.Context(), skill)
+	w.waitGate(r.Context(), skill)
 	rw.Header().Set("Content-Type", "application/json")
 	if _, err := fmt.Fprintf(rw, `{"%s": "done"}`, skill); err != nil {
 		return // the client has disconnected
 	}
 }
 
-// think is the model. It answers a visitor's question, and all others with "All is well.".
-func (w *world) think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+// modelReply is the model. It answers a visitor's question, and all others with "All is well.".
+func (w *testEnv) modelReply(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 	last := modeltest.Said(req.Messages[len(req.Messages)-1])
 	if strings.HasPrefix(last, "question ") {
-		w.pass(w.t.Context(), "model")
+		w.waitGate(w.t.Context(), "model")
 		return modeltest.Text("answer to " + last)
 	}
 	return modeltest.Text("All is well.")
@@ -270,7 +270,7 @@ type server struct {
 // newServer creates an empty server and starts it.
 func newServer(t testing.TB) *server {
 	t.Helper()
-	s := place(t)
+	s := prepareServer(t)
 	s.run("initdb", "-D", s.dir, "-U", "postgres", "--auth=trust", "--no-locale", "-E", "UTF8", "--no-sync")
 	s.start()
 	s.sql(`create database agent`)
@@ -291,15 +291,15 @@ func standbyOf(t testing.TB, primary *server) *server {
 // replicaOf copies a running server and starts the copy as an asynchronous replica.
 func replicaOf(t testing.TB, primary *server) *server {
 	t.Helper()
-	s := place(t)
+	s := prepareServer(t)
 	s.run("pg_basebackup", "-D", s.dir, "-X", "stream", "-c", "fast", "-R", "--no-sync",
 		"-d", fmt.Sprintf("host=127.0.0.1 port=%s user=postgres application_name=standby", primary.port))
 	s.start()
 	return s
 }
 
-// place finds the programs, a folder and a port.
-func place(t testing.TB) *server {
+// prepareServer finds the programs, a folder and a port.
+func prepareServer(t testing.TB) *server {
 	t.Helper()
 	found, err := pgserver.FindBinaries(os.Getenv)
 	if errors.Is(err, pgserver.ErrNoBinaries) { // pgtest installs them
@@ -448,8 +448,8 @@ func tail(s string) string {
 // program is the program under test, built once.
 var program string
 
-// long reports whether the long form is requested.
-func long() bool { return os.Getenv("AGENT_OUTAGES") == "long" }
+// isLong reports whether the long form is requested.
+func isLong() bool { return os.Getenv("AGENT_OUTAGES") == "long" }
 
 func TestMain(m *testing.M) { proctest.Main(m, "failover", &program) }
 
