@@ -85,7 +85,7 @@ func (s *server) listEvals(r request) (response, error) {
 	list := make([]listedEval, len(suites))
 	for i, one := range suites {
 		d := one.Definition
-		list[i] = listedEval{one.Name, one.Version, d.Agent, len(d.Cases), d.TrialsOf(), nil}
+		list[i] = listedEval{one.Name, one.Version, d.Agent, len(d.Cases), d.TrialCount(), nil}
 		last, err := evals.Runs(r.Context(), s.pool, one.Name, 1)
 		if err != nil {
 			return response{}, err
@@ -137,7 +137,7 @@ func (s *server) getEvalRun(r request) (response, error) {
 	if err != nil {
 		return response{}, evalNotFound(err, "against: no run %s", against)
 	}
-	subject, err := evals.SubjectOf(r.Context(), s.pool, run)
+	subject, err := evals.ReadSubject(r.Context(), s.pool, run)
 	if err == nil {
 		err = report.CompareWith(r.Context(), s.pool, other, subject.Suite.Definition.Margin())
 	}

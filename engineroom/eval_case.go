@@ -70,7 +70,7 @@ func (room *Room) openEvalCase(ctx context.Context, req *pageRequest) (string, e
 	if err := subject.chooseTrials(req); err != nil {
 		return "", err
 	}
-	subject.Subject, err = evals.SubjectOf(ctx, room.Read, subject.Run)
+	subject.Subject, err = evals.ReadSubject(ctx, room.Read, subject.Run)
 	if err != nil && !errors.Is(err, evals.ErrNotFound) {
 		return "", err
 	}
@@ -328,7 +328,7 @@ func (room *Room) caseJudges(ctx context.Context, req *pageRequest) (any, error)
 		if !has {
 			continue
 		}
-		c, _, err := evals.CalibrationOf(ctx, room.Read, subject.Subject, rule)
+		c, _, err := evals.ReadCalibration(ctx, room.Read, subject.Subject, rule)
 		if err != nil {
 			return nil, err
 		}

@@ -271,7 +271,7 @@ func (room *Room) readEvalRun(ctx context.Context, req *pageRequest) (subject ev
 	if subject.Run, err = room.evalRun(ctx, req.path("id")); err != nil {
 		return subject, err
 	}
-	definedBy, err := evals.SubjectOf(ctx, room.Read, subject.Run)
+	definedBy, err := evals.ReadSubject(ctx, room.Read, subject.Run)
 	if err != nil && !errors.Is(err, evals.ErrNotFound) {
 		return subject, err
 	}

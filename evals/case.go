@@ -20,8 +20,8 @@ import (
 // ErrNoCase reports a trace that yields no case.
 var ErrNoCase = errors.New("the trace has no message to a model")
 
-// FromTrace makes a case from a trace: the last message of its first model call, and stubs of the calls of that
-// execution. The rows of a trace are redacted. The stub omits a redacted argument, and so matches any value.
+// FromTrace creates a case from a trace: the messages of its first model call, and a stub for each call of that
+// execution. The rows of a trace are redacted. A stub omits a redacted argument, so it matches any value.
 func FromTrace(t activity.Trace, name string) (Case, error) {
 	c := Case{Name: name, From: t.TraceID, Skills: map[string][]Stub{}, Approvals: map[string]string{}}
 	if c.Name == "" {
@@ -30,21 +30,21 @@ func FromTrace(t activity.Trace, name string) (Case, error) {
 	order, iterations := []string{}, 0
 	first := slices.IndexFunc(t.Activities, func(row activity.Row) bool { return row.Kind == activity.KindModel })
 	for _, row := range t.Activities {
-		if first >= 0 && executionOf(row) != executionOf(t.Activities[first]) {
-			continue // of a delegated task, or of a flow that a skill started
+		if first >= 0 && executionID(row) != executionID(t.Activities[first]) {
+			continue // the row belongs to a delegated task, or to a flow that a skill started
 		}
 		if row.Kind == activity.KindModel && row.Purpose != PurposeJudge {
 			iterations++
 		}
 		switch {
 		case row.Kind == activity.KindModel && c.Messages == nil:
-			c.Messages, c.Now = messagesOf(row.Input), row.CreatedAt.UTC().Format(time.RFC3339)
+			c.Messages, c.Now = parseMessages(row.Input), row.CreatedAt.UTC().Format(time.RFC3339)
 		case isCall(row) && (row.Status == activity.Success || row.Status == activity.Error):
 			if isRefusal(row.ErrorClass) {
 				continue
 			}
 			order = append(order, row.SkillName)
-			c.Skills[row.SkillName] = append(c.Skills[row.SkillName], stubOf(row))
+			c.Skills[row.SkillName] = append(c.Skills[row.SkillName], newStub(row))
 		}
 	}
 	if len(c.Messages) == 0 {
@@ -57,7 +57,7 @@ func FromTrace(t activity.Trace, name string) (Case, error) {
 	return c, nil
 }
 
-// YAML renders a case as an entry of the cases of a suite.
+// YAML encodes a case as an entry of the cases of a suite.
 func (c Case) YAML() (string, error) {
 	text, err := exactjson.YAML([]Case{c})
 	if err != nil {
@@ -70,19 +70,19 @@ func (c Case) YAML() (string, error) {
 	return out.String(), nil
 }
 
-func executionOf(row activity.Row) string {
+func executionID(row activity.Row) string {
 	if row.ExecutionID == nil {
 		return ""
 	}
 	return *row.ExecutionID
 }
 
-// isCall reports a call of a skill or of the tool delegate, whose activity is a phase.
+// isCall reports whether a row is a call of a skill, or a call of the tool delegate, whose row is a phase.
 func isCall(row activity.Row) bool {
 	return row.Kind == activity.KindCall || row.Kind == activity.KindPhase && row.SkillName == "delegate"
 }
 
-// isRefusal reports the class of a call that was not made.
+// isRefusal reports whether an error class means that the call was not made.
 func isRefusal(class string) bool {
 	return slices.Contains([]string{"invalid_params", "unknown_tool", "denied", "stall", "disabled"}, class)
 }
@@ -90,8 +90,8 @@ func isRefusal(class string) bool {
 // prefaceEnd ends the data of the runtime before a message.
 const prefaceEnd = "[End of context]\n\n"
 
-// messagesOf reads the messages that a model call added, from the first one of a user on.
-func messagesOf(input json.RawMessage) (list []Message) {
+// parseMessages reads the messages that a model call added, from the first message of a user on.
+func parseMessages(input json.RawMessage) (list []Message) {
 	var in struct {
 		Messages []struct{ Role, Content string } `json:"messages"`
 	}
@@ -117,13 +117,13 @@ func messagesOf(input json.RawMessage) (list []Message) {
 	return list
 }
 
-// stubOf makes the stub of a call.
-func stubOf(row activity.Row) Stub {
+// newStub creates the stub of a call.
+func newStub(row activity.Row) Stub {
 	var s Stub
 	if json.Unmarshal(row.Input, &s.When) != nil {
 		s.When = nil
 	}
-	delegated := row.Kind == activity.KindPhase // its input has all parameters, including those that the model omitted
+	delegated := row.Kind == activity.KindPhase // the input of delegate has even the parameters that the model omitted
 	for key, value := range s.When {
 		text, err := json.Marshal(value)
 		if err != nil || strings.Contains(string(text), redact.Marker) ||
@@ -163,7 +163,7 @@ func CheckAppended(before, after []byte, name string) error {
 	}
 	for _, c := range old.Cases {
 		if c.Name == name {
-			return fmt.Errorf("it has a case %q", name)
+			return fmt.Errorf("the suite has a case %q already", name)
 		}
 	}
 	return nil
@@ -190,7 +190,7 @@ func lastSuite(text []byte) (suite suiteNames, err error) {
 		suite = next
 	}
 	if suite.Kind != "eval" {
-		return suite, errors.New("its last document is no kind: eval")
+		return suite, errors.New("its last document is not of kind: eval")
 	}
 	return suite, nil
 }

@@ -38,7 +38,7 @@ type Definition struct {
 	Surface     string `yaml:"surface" json:"surface,omitempty"` // its rules and skills: chat if empty, or operate
 	Trials      int    `yaml:"trials" json:"trials,omitempty"`   // of each case; DefaultTrials when 0
 	Budget      Budget `yaml:"budget" json:"budget,omitzero"`
-	ApplyGate   *Gate  `yaml:"gate" json:"gate,omitempty"` // nil: does not gate
+	ApplyGate   *Gate  `yaml:"gate" json:"gate,omitempty"` // nil means that the suite gates no apply
 	Cases       []Case `yaml:"cases" json:"cases"`
 }
 
@@ -51,8 +51,8 @@ type Budget struct {
 	Timeout string  `yaml:"timeout" json:"timeout,omitempty"`   // 10m if empty
 }
 
-// Gate determines the runs that let an apply pass. Margin is the loss of the mean pass rate that counts as not worse.
-// PassRate is the mean pass rate that suffices unless the run is worse; all trials must pass when it is 0.
+// Gate determines which run lets an apply pass. Margin is the loss of the mean pass rate that still counts as not
+// worse. PassRate is the mean pass rate that suffices unless the run is worse. PassRate 0 requires all trials to pass.
 type Gate struct {
 	Margin   float64 `yaml:"margin" json:"margin,omitempty"`
 	PassRate float64 `yaml:"pass_rate" json:"pass_rate,omitempty"`
@@ -65,7 +65,7 @@ type Case struct {
 	Now       string            `yaml:"now" json:"now,omitempty"`   // RFC 3339; the time of the run when empty
 	Messages  []Message         `yaml:"messages" json:"messages"`
 	Memory    map[string]any    `yaml:"memory" json:"memory,omitempty"` // by category/key
-	Skills    map[string][]Stub `yaml:"skills" json:"skills,omitempty"` // stubs by skill; delegate is one
+	Skills    map[string][]Stub `yaml:"skills" json:"skills,omitempty"` // stubs by skill, including delegate
 	Approvals map[string]string `yaml:"approvals" json:"approvals,omitempty"`
 	Expect    []Expectation     `yaml:"expect" json:"expect"`
 }
@@ -96,14 +96,14 @@ type Expectation struct {
 	Answer        *Answer  `yaml:"answer" json:"answer,omitempty"`
 	Called        *Called  `yaml:"called" json:"called,omitempty"`
 	NotCalled     []string `yaml:"not_called" json:"not_called,omitempty"`
-	InOrder       []string `yaml:"in_order" json:"in_order,omitempty"` // these, in this order, with others between
+	InOrder       []string `yaml:"in_order" json:"in_order,omitempty"` // these calls in this order, possibly with others between
 	Exact         []string `yaml:"exact" json:"exact,omitempty"`       // these calls and no others
 	ApprovalAsked string   `yaml:"approval_asked" json:"approval_asked,omitempty"`
 	Delegated     string   `yaml:"delegated" json:"delegated,omitempty"`
 	MemoryWritten string   `yaml:"memory_written" json:"memory_written,omitempty"` // category/key
 	Within        *Within  `yaml:"within" json:"within,omitempty"`
 
-	Judge *JudgeRule `yaml:"judge" json:"judge,omitempty"` // called if all others are met
+	Judge *JudgeRule `yaml:"judge" json:"judge,omitempty"` // called if all other expectations are met
 }
 
 // Answer describes the text of the answer. Every key must hold. Letter case does not matter to Contains and Lacks.
@@ -147,7 +147,7 @@ func Validate(d Definition) error {
 		v.Add("name", "%q must begin with a letter and have 1 to 64 of the characters a-z A-Z 0-9 _ -", d.Name)
 	}
 	if !slices.Contains([]string{"", "chat", "operate"}, d.Surface) {
-		v.Add("surface", "%.60q is none of chat, operate", d.Surface)
+		v.Add("surface", "%.60q is not one of chat, operate", d.Surface)
 	}
 	if d.Trials < 0 || d.Trials > maxTrials {
 		v.Add("trials", "must be 1 to %d", maxTrials)
@@ -155,7 +155,7 @@ func Validate(d Definition) error {
 	if d.Budget.CostUSD < 0 {
 		v.Add("budget.cost_usd", "must not be negative")
 	}
-	v.duration("budget.timeout", d.Budget.Timeout)
+	v.checkDuration("budget.timeout", d.Budget.Timeout)
 	if g := d.gate(); g.Margin < 0 || g.Margin >= 1 {
 		v.Add("gate.margin", "must be from 0 to less than 1")
 	} else if g.PassRate < 0 || g.PassRate > 1 {
@@ -168,23 +168,23 @@ func Validate(d Definition) error {
 	for i, c := range d.Cases {
 		at := fmt.Sprintf("cases[%d]", i)
 		if names[c.Name] {
-			v.Add(at+".name", "%.60q is there twice", c.Name)
+			v.Add(at+".name", "%.60q is used twice", c.Name)
 		}
 		names[c.Name] = true
-		v.theCase(at, c)
+		v.checkCase(at, c)
 	}
 	return errors.Join(v.List...)
 }
 
 type validator struct{ fielderr.List }
 
-func (v *validator) duration(field, text string) {
+func (v *validator) checkDuration(field, text string) {
 	if d, err := time.ParseDuration(text); text != "" && (err != nil || d <= 0) {
 		v.Add(field, "%.60q must be a duration such as 500ms, 30s or 10m", text)
 	}
 }
 
-func (v *validator) theCase(at string, c Case) {
+func (v *validator) checkCase(at string, c Case) {
 	if c.Name == "" || len(c.Name) > 100 || strings.ContainsFunc(c.Name, func(r rune) bool { return r < ' ' }) {
 		v.Add(at+".name", "must have 1 to 100 bytes in one line")
 	}
@@ -220,18 +220,18 @@ func (v *validator) theCase(at string, c Case) {
 		v.Add(at+".expect", "is empty; a case without expectations always passes")
 	}
 	for i, e := range c.Expect {
-		v.expectation(fmt.Sprintf("%s.expect[%d]", at, i), e)
+		v.checkExpectation(fmt.Sprintf("%s.expect[%d]", at, i), e)
 	}
 }
 
-func (v *validator) expectation(at string, e Expectation) {
+func (v *validator) checkExpectation(at string, e Expectation) {
 	keys := 0
-	for _, there := range []bool{
+	for _, present := range []bool{
 		e.Answer != nil, e.Called != nil, e.NotCalled != nil, e.InOrder != nil, e.Exact != nil, e.ApprovalAsked != "",
 		e.Delegated != "", e.MemoryWritten != "", e.Within != nil,
 		e.Judge != nil,
 	} {
-		if there {
+		if present {
 			keys++
 		}
 	}
@@ -245,20 +245,20 @@ func (v *validator) expectation(at string, e Expectation) {
 		v.Add(at+".called", "must name a skill, and times must not be negative")
 	}
 	if e.Within != nil {
-		v.duration(at+".within.latency", e.Within.Latency)
+		v.checkDuration(at+".within.latency", e.Within.Latency)
 		if *e.Within == (Within{}) || e.Within.Iterations < 0 || e.Within.CostUSD < 0 {
 			v.Add(at+".within", "must have a positive limit: iterations, cost_usd or latency")
 		}
 	}
 	if a := e.Answer; a != nil {
-		v.answer(at+".answer", *a)
+		v.checkAnswer(at+".answer", *a)
 	}
 	if e.Judge != nil {
-		v.judge(at+".judge", *e.Judge)
+		v.checkJudge(at+".judge", *e.Judge)
 	}
 }
 
-func (v *validator) answer(at string, a Answer) {
+func (v *validator) checkAnswer(at string, a Answer) {
 	if a.Contains == "" && a.Lacks == "" && a.Regex == "" && a.MaxWords == 0 && a.Schema == nil && a.Expr == "" {
 		v.Add(at, "is empty; write contains, lacks, regex, max_words, schema or expr")
 	}
@@ -281,20 +281,20 @@ func (v *validator) answer(at string, a Answer) {
 }
 
 // compile compiles the schema of an answer.
-func compile(of map[string]any) (*jsonschema.Schema, error) {
-	text, err := json.Marshal(of)
+func compile(schemaOf map[string]any) (*jsonschema.Schema, error) {
+	text, err := json.Marshal(schemaOf)
 	if err != nil {
 		return nil, err
 	}
 	return schema.Compile(text, func(*jsonschema.Compiler) {})
 }
 
-// Skills returns the skills that a suite names, by their place in the document. The tool delegate is none.
+// Skills returns the skills that a suite names, by their path in the document. It omits delegate, which is a tool.
 func Skills(d Definition) map[string]string {
-	named := map[string]string{}
+	byPath := map[string]string{}
 	add := func(at, skill string) {
 		if skill != "delegate" {
-			named[at] = skill
+			byPath[at] = skill
 		}
 	}
 	for i, c := range d.Cases {
@@ -320,18 +320,18 @@ func Skills(d Definition) map[string]string {
 			}
 		}
 	}
-	return named
+	return byPath
 }
 
-// TrialsOf returns the number of trials of each case.
-func (d Definition) TrialsOf() int {
+// TrialCount returns the number of trials of each case.
+func (d Definition) TrialCount() int {
 	if d.Trials == 0 {
 		return DefaultTrials
 	}
 	return d.Trials
 }
 
-// gate returns the gate, or that of a suite without one.
+// gate returns the gate. For a suite without a gate it returns the zero value.
 func (d Definition) gate() Gate {
 	if d.ApplyGate == nil {
 		return Gate{}
@@ -342,7 +342,7 @@ func (d Definition) gate() Gate {
 // Margin returns the loss of the mean pass rate that still counts as not worse.
 func (d Definition) Margin() float64 { return d.gate().Margin }
 
-// SurfaceName returns the surface of the rules and skills.
+// SurfaceName returns the surface whose rules and skills the suite uses.
 func (d Definition) SurfaceName() string { return cmp.Or(d.Surface, "chat") }
 
 // Timeout returns the bound of a run.

@@ -22,12 +22,12 @@ import (
 //
 // The stricter of the gates before and after an apply counts. So an apply cannot loosen its own gate.
 
-// Refusal is the reason why one suite refuses an apply.
+// Refusal is the refusal of an apply by a suite.
 type Refusal struct {
 	Suite string   `json:"suite"`
 	Why   string   `json:"why"`
 	Cases []string `json:"cases"` // the cases that did not pass
-	Run   string   `json:"run"`   // the run that counts; empty for none
+	Run   string   `json:"run"`   // the newest run of the new version; empty for none
 }
 
 func (r Refusal) String() string {
@@ -49,11 +49,11 @@ func (e *GateError) Error() string {
 	return "evals refuse this apply: " + strings.Join(lines, "; ")
 }
 
-// Suites returns the names of the suites that a run can decide.
+// Suites returns the names of the refusing suites for which a new run could change the decision.
 func (e *GateError) Suites() []string {
 	var names []string
 	for _, r := range e.Refusals {
-		if r.Why != whyRemoved {
+		if r.Why != reasonRemoved {
 			names = append(names, r.Suite)
 		}
 	}
@@ -61,11 +61,12 @@ func (e *GateError) Suites() []string {
 }
 
 const (
-	whyNoRun   = "it has not run against this workspace"
-	whyRemoved = "it is removed together with a change of its agent; make these changes one after the other"
+	reasonNoRun   = "it has not run against this workspace"
+	reasonRemoved = "it is removed together with a change of its agent; make these changes one after the other"
 )
 
-// CheckGate returns the refusals of an apply, by suite. before and after are its subjects; db shows the state after it.
+// CheckGate returns the refusals of an apply. before and after are the subjects of the suites before and after the
+// apply. db shows the state after the apply.
 func (in Installation) CheckGate(
 	ctx context.Context, db postgres.DB, before, after map[string]Subject,
 ) ([]Refusal, error) {
@@ -73,18 +74,19 @@ func (in Installation) CheckGate(
 	names := maps.Clone(before)
 	maps.Copy(names, after)
 	for _, name := range slices.Sorted(maps.Keys(names)) {
-		old, was := before[name]
-		now, is := after[name]
-		gate := stricter(old.Suite.Definition.ApplyGate, now.Suite.Definition.ApplyGate)
+		subjectBefore, existedBefore := before[name]
+		subjectAfter, existsAfter := after[name]
+		gate := stricter(subjectBefore.Suite.Definition.ApplyGate, subjectAfter.Suite.Definition.ApplyGate)
 		if gate == nil {
 			continue
 		}
 		refusal, err := Refusal{}, error(nil)
 		switch {
-		case !is:
-			refusal, err = in.checkRemoved(ctx, db, old)
-		case !was || old.AgentDigest() != now.AgentDigest() || old.SuiteDigest() != now.SuiteDigest():
-			refusal, err = checkSuite(ctx, db, old, now, *gate)
+		case !existsAfter:
+			refusal, err = in.checkRemoved(ctx, db, subjectBefore)
+		case !existedBefore || subjectBefore.AgentDigest() != subjectAfter.AgentDigest() ||
+			subjectBefore.SuiteDigest() != subjectAfter.SuiteDigest():
+			refusal, err = checkSuite(ctx, db, subjectBefore, subjectAfter, *gate)
 			if err == nil && refusal.Why == "" && in.Offline {
 				refusal, err = in.checkOffline(ctx, db, name)
 			}
@@ -105,18 +107,18 @@ func stricter(a, b *Gate) *Gate {
 	if a == nil || b == nil {
 		return cmp.Or(a, b)
 	}
-	return &Gate{Margin: min(a.Margin, b.Margin), PassRate: tighterRate(a.PassRate, b.PassRate)}
+	return &Gate{Margin: min(a.Margin, b.Margin), PassRate: stricterRate(a.PassRate, b.PassRate)}
 }
 
-// tighterRate is the higher of two rates. The rate 0 is the strictest: all trials must pass.
-func tighterRate(a, b float64) float64 {
+// stricterRate returns the higher of two rates. The rate 0 is the strictest, because it requires all trials to pass.
+func stricterRate(a, b float64) float64 {
 	if a == 0 || b == 0 {
 		return 0
 	}
 	return max(a, b)
 }
 
-// checkOffline refuses a run that only the offline model passed, if another model has played the suite before.
+// checkOffline refuses an apply if only the offline model passed the suite, and another model has played it before.
 func (in Installation) checkOffline(ctx context.Context, db postgres.DB, suite string) (Refusal, error) {
 	models, err := postgres.Names(ctx, db, "read the models of eval "+suite, `
 		select model from agent_eval_runs where suite = @suite and kind = 'suite' and model not in ('', @offline)
@@ -133,20 +135,20 @@ func (in Installation) checkRemoved(ctx context.Context, db postgres.DB, old Sub
 	now, err := in.Subject(ctx, db, old.Suite)
 	switch {
 	case errors.Is(err, agents.ErrNotFound):
-		return Refusal{}, nil // the agent is removed, too
+		return Refusal{}, nil // the apply also removes the agent
 	case err != nil:
 		return Refusal{}, err
 	case now.AgentDigest() != old.AgentDigest():
-		return Refusal{Why: whyRemoved}, nil
+		return Refusal{Why: reasonRemoved}, nil
 	}
 	return Refusal{}, nil
 }
 
-// checkSuite returns the reason why the newest run of a subject refuses it; empty if it passes.
+// checkSuite returns the refusal of an apply by the newest run of the suite, or an empty Refusal.
 func checkSuite(ctx context.Context, db postgres.DB, old, now Subject, gate Gate) (Refusal, error) {
 	run, err := newestRun(ctx, db, now, now.SuiteDigest())
 	if errors.Is(err, ErrNotFound) {
-		return Refusal{Why: whyNoRun}, nil
+		return Refusal{Why: reasonNoRun}, nil
 	}
 	if err != nil {
 		return Refusal{}, err
@@ -156,7 +158,7 @@ func checkSuite(ctx context.Context, db postgres.DB, old, now Subject, gate Gate
 		return Refusal{}, err
 	}
 	cases := summarize(trials)
-	refusal := Refusal{Run: run.ID, Cases: shortfalls(cases)}
+	refusal := Refusal{Run: run.ID, Cases: failedCases(cases)}
 	if run.Status == Passed {
 		return Refusal{}, nil
 	}
@@ -164,7 +166,7 @@ func checkSuite(ctx context.Context, db postgres.DB, old, now Subject, gate Gate
 		refusal.Why = "not all trials were decided in run " + run.ID
 		return refusal, nil
 	}
-	compared, err := compareWithPresent(ctx, db, old, now, cases, gate.Margin)
+	compared, err := compareWithCurrent(ctx, db, old, now, cases, gate.Margin)
 	switch {
 	case err != nil:
 		return Refusal{}, err
@@ -175,21 +177,21 @@ func checkSuite(ctx context.Context, db postgres.DB, old, now Subject, gate Gate
 	case gate.PassRate > 0 && meanRate(cases) >= gate.PassRate:
 		return Refusal{}, nil
 	default:
-		refusal.Why = fmt.Sprintf("a pass rate of %.2f, below %s, in run %s", meanRate(cases), gate.wanted(), run.ID)
+		refusal.Why = fmt.Sprintf("a pass rate of %.2f, below %s, in run %s", meanRate(cases), gate.requiredRate(), run.ID)
 	}
 	return refusal, nil
 }
 
-// wanted is the pass rate that the gate demands.
-func (g Gate) wanted() string {
+// requiredRate returns the pass rate that the gate requires, as a text.
+func (g Gate) requiredRate() string {
 	if g.PassRate > 0 {
 		return fmt.Sprintf("pass_rate %.2f", g.PassRate)
 	}
 	return "1.00"
 }
 
-// newestRun returns the newest finished run of a subject's agent, or [ErrNotFound]. With a digest of cases, it is one
-// of these cases by this program, with all trials; else any that was decided.
+// newestRun returns the newest finished run of a subject's agent, or [ErrNotFound]. With a digest of cases, it returns
+// a run of these cases by this version of the program, with enough trials. Without one, it returns any decided run.
 func newestRun(ctx context.Context, db postgres.DB, s Subject, cases string) (Run, error) {
 	rows, err := db.Query(ctx, `
 		select `+runColumns+` from agent_eval_runs
@@ -198,13 +200,13 @@ func newestRun(ctx context.Context, db postgres.DB, s Subject, cases string) (Ru
 		     or suite_digest = @cases and runtime = @runtime and trials >= @trials)
 		 order by id desc limit 1`, postgres.Strict{
 		"suite": s.Suite.Name, "agent": s.AgentDigest(), "cases": cases, "runtime": s.Runtime,
-		"trials": s.Suite.Definition.TrialsOf(),
+		"trials": s.Suite.Definition.TrialCount(),
 	})
 	return postgres.CollectOne(rows, err, ErrNotFound, "find a run of eval "+s.Suite.Name, pgx.RowToStructByPos[Run])
 }
 
-// compareWithPresent compares results with the newest run of the present agent, on the cases that are the same in both.
-func compareWithPresent(
+// compareWithCurrent compares results with the newest run of the current agent, on the cases that are equal in both.
+func compareWithCurrent(
 	ctx context.Context, db postgres.DB, old, now Subject, cases []CaseResult, margin float64,
 ) (stats.Comparison, error) {
 	none := stats.Comparison{Answer: stats.Undecided}
@@ -218,7 +220,7 @@ func compareWithPresent(
 	if err != nil {
 		return none, err
 	}
-	played, err := SubjectOf(ctx, db, run)
+	oldSubject, err := ReadSubject(ctx, db, run)
 	if err != nil {
 		return none, err
 	}
@@ -228,9 +230,9 @@ func compareWithPresent(
 	}
 	earlier := map[string]stats.Count{}
 	for _, c := range summarize(trials) {
-		then, _ := played.Suite.Definition.Case(c.Case)
-		here, there := now.Suite.Definition.Case(c.Case)
-		if there && digest(then) == digest(here) {
+		oldCase, _ := oldSubject.Suite.Definition.Case(c.Case)
+		newCase, exists := now.Suite.Definition.Case(c.Case)
+		if exists && digest(oldCase) == digest(newCase) {
 			earlier[c.Case] = stats.Count{Passed: c.Passed, Trials: c.Trials}
 		}
 	}
@@ -241,8 +243,8 @@ func compareWithPresent(
 	return stats.Compare(pairs, stats.Plan{Margin: margin}), nil
 }
 
-// shortfalls lists the cases that did not pass in all trials.
-func shortfalls(cases []CaseResult) (list []string) {
+// failedCases lists the cases that did not pass in all trials.
+func failedCases(cases []CaseResult) (list []string) {
 	for _, c := range cases {
 		if c.Passed < c.Trials+c.Undecided {
 			list = append(list, fmt.Sprintf("%s (%d/%d)", c.Case, c.Passed, c.Trials+c.Undecided))

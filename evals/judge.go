@@ -13,14 +13,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/schema"
 )
 
-// PurposeJudge is the purpose of a judge's model calls; reports of spend show it apart.
+// PurposeJudge is the purpose of a judge's model calls. Reports of spend show it separately.
 const PurposeJudge = "eval_judge"
 
 // Call is a call that the model requested.
 type Call struct {
 	Skill    string          `json:"skill"`
 	Args     json.RawMessage `json:"args"`
-	Refused  bool            `json:"refused,omitempty"`  // not made: unknown, invalid or repeated
+	Refused  bool            `json:"refused,omitempty"`  // not made, because it was unknown, invalid or repeated
 	Approval string          `json:"approval,omitempty"` // approved or denied; empty for none
 }
 
@@ -37,60 +37,60 @@ type Observed struct {
 	Latency    time.Duration
 }
 
-// Judge returns the reasons why a trial fails the expectations of its case; empty if it meets them.
+// Judge returns the reasons why a trial fails the expectations of its case, or nil if it meets them.
 func Judge(c Case, o Observed) []string {
 	var reasons []string
 	for i, e := range c.Expect {
-		for _, why := range e.judge(o) {
+		for _, why := range e.check(o) {
 			reasons = append(reasons, fmt.Sprintf("expect[%d]: %s", i, why))
 		}
 	}
 	return reasons
 }
 
-func (e Expectation) judge(o Observed) []string {
+func (e Expectation) check(o Observed) []string {
 	switch {
 	case e.Answer != nil:
-		return e.Answer.judge(o)
+		return e.Answer.check(o)
 	case e.Called != nil:
-		return e.Called.judge(o)
+		return e.Called.check(o)
 	case e.NotCalled != nil:
 		return notCalled(e.NotCalled, o)
 	case e.InOrder != nil:
 		return inOrder(e.InOrder, o)
 	case e.Exact != nil:
 		if got := skillsOf(o.Calls, Call.made); !slices.Equal(got, e.Exact) {
-			return say("the calls were %s, not %s", listed(got), listed(e.Exact))
+			return reasonf("the calls were %s, not %s", joinNames(got), joinNames(e.Exact))
 		}
 	case e.ApprovalAsked != "":
 		if !slices.ContainsFunc(o.Calls, func(c Call) bool { return c.Skill == e.ApprovalAsked && c.Approval != "" }) {
-			return say("no approval of %s was requested", e.ApprovalAsked)
+			return reasonf("no approval of %s was requested", e.ApprovalAsked)
 		}
 	case e.Delegated != "":
 		to := Called{Skill: "delegate", Args: map[string]any{"agent": e.Delegated}}
 		if to.count(o) == 0 {
-			return say("nothing was delegated to %s", e.Delegated)
+			return reasonf("nothing was delegated to %s", e.Delegated)
 		}
 	case e.MemoryWritten != "":
 		if !slices.Contains(o.Written, e.MemoryWritten) {
-			return say("the memory %s was not written", e.MemoryWritten)
+			return reasonf("the memory %s was not written", e.MemoryWritten)
 		}
 	case e.Within != nil:
-		return e.Within.judge(o)
+		return e.Within.check(o)
 	}
 	return nil
 }
 
-func say(format string, args ...any) []string { return []string{fmt.Sprintf(format, args...)} }
+func reasonf(format string, args ...any) []string { return []string{fmt.Sprintf(format, args...)} }
 
-func listed(names []string) string {
+func joinNames(names []string) string {
 	if len(names) == 0 {
 		return "none"
 	}
 	return strings.Join(names, ", ")
 }
 
-// skillsOf lists the skills of the calls that are kept.
+// skillsOf lists the skills of the calls for which keep returns true.
 func skillsOf(calls []Call, keep func(Call) bool) []string {
 	names := []string{}
 	for _, c := range calls {
@@ -101,7 +101,7 @@ func skillsOf(calls []Call, keep func(Call) bool) []string {
 	return names
 }
 
-func (a Answer) judge(o Observed) (reasons []string) {
+func (a Answer) check(o Observed) (reasons []string) {
 	add := func(format string, args ...any) { reasons = append(reasons, fmt.Sprintf("answer "+format, args...)) }
 	lower := strings.ToLower(o.Answer)
 	if a.Contains != "" && !strings.Contains(lower, strings.ToLower(a.Contains)) {
@@ -126,7 +126,7 @@ func (a Answer) judge(o Observed) (reasons []string) {
 		}
 	}
 	if a.Expr != "" {
-		vars := map[string]any{"answer": o.Answer, "json": decoded, "calls": plainCalls(o.Calls)}
+		vars := map[string]any{"answer": o.Answer, "json": decoded, "calls": exprCalls(o.Calls)}
 		holds, err := flows.Condition(a.Expr, vars)
 		switch {
 		case err != nil:
@@ -139,11 +139,11 @@ func (a Answer) judge(o Observed) (reasons []string) {
 }
 
 // violation returns why a JSON answer violates a schema.
-func violation(of map[string]any, decoded any, isJSON bool) string {
+func violation(answerSchema map[string]any, decoded any, isJSON bool) string {
 	if !isJSON {
 		return "it is not JSON"
 	}
-	compiled, err := compile(of)
+	compiled, err := compile(answerSchema)
 	if err == nil {
 		err = compiled.Validate(decoded)
 	}
@@ -153,8 +153,8 @@ func violation(of map[string]any, decoded any, isJSON bool) string {
 	return ""
 }
 
-// plainCalls are the calls as an expression reads them.
-func plainCalls(calls []Call) []any {
+// exprCalls returns the calls in the form that an expression reads.
+func exprCalls(calls []Call) []any {
 	list := make([]any, len(calls))
 	for i, c := range calls {
 		var args any
@@ -166,21 +166,21 @@ func plainCalls(calls []Call) []any {
 	return list
 }
 
-func (c Called) judge(o Observed) []string {
+func (c Called) check(o Observed) []string {
 	n := c.count(o)
 	what := c.Skill
 	if len(c.Args) > 0 {
 		args, err := json.Marshal(c.Args)
 		if err != nil {
-			return say("called: %s", err)
+			return reasonf("called: %s", err)
 		}
 		what += " with " + string(args)
 	}
 	switch {
 	case c.Times > 0 && n != c.Times:
-		return say("%s was called %d times, not %d", what, n, c.Times)
+		return reasonf("%s was called %d times, not %d", what, n, c.Times)
 	case n == 0:
-		return say("%s was not called", what)
+		return reasonf("%s was not called", what)
 	}
 	return nil
 }
@@ -210,14 +210,14 @@ func inOrder(skills []string, o Observed) []string {
 	for _, skill := range skills {
 		i := slices.Index(rest, skill)
 		if i < 0 {
-			return say("%s was not called in the order %s; the calls were %s", skill, listed(skills), listed(got))
+			return reasonf("%s was not called in the order %s; the calls were %s", skill, joinNames(skills), joinNames(got))
 		}
 		rest = rest[i+1:]
 	}
 	return nil
 }
 
-func (w Within) judge(o Observed) (reasons []string) {
+func (w Within) check(o Observed) (reasons []string) {
 	if w.Iterations > 0 && o.Iterations > w.Iterations {
 		reasons = append(reasons, fmt.Sprintf("it took %d model calls, more than %d", o.Iterations, w.Iterations))
 	}
@@ -244,21 +244,21 @@ func Contains(args json.RawMessage, wanted map[string]any) bool {
 	if err != nil {
 		return false
 	}
-	var plain any
-	return json.Unmarshal(text, &plain) == nil && contains(got, plain)
+	var decoded any
+	return json.Unmarshal(text, &decoded) == nil && contains(got, decoded)
 }
 
 func contains(got, wanted any) bool {
-	object, ok := wanted.(map[string]any)
+	wantedObject, ok := wanted.(map[string]any)
 	if !ok {
 		return reflect.DeepEqual(got, wanted)
 	}
-	has, ok := got.(map[string]any)
+	gotObject, ok := got.(map[string]any)
 	if !ok {
 		return false
 	}
-	for key, value := range object {
-		if inner, there := has[key]; !there || !contains(inner, value) {
+	for key, value := range wantedObject {
+		if inner, exists := gotObject[key]; !exists || !contains(inner, value) {
 			return false
 		}
 	}

@@ -15,7 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Words of a label. None withdraws it.
+// Words of a label. Unlabeled withdraws a label.
 const (
 	Good      = "good"
 	Bad       = "bad"
@@ -32,7 +32,7 @@ var (
 	ErrNoAnswer = errors.New("the trial has no answer yet")
 )
 
-// Label is a person's verdict about the answer of a trial. It contains the answer, and so outlives the run.
+// Label is a person's verdict about the answer of a trial. It contains the answer, so it outlives the run.
 type Label struct {
 	Run       string    `json:"run"`
 	Suite     string    `json:"suite"`
@@ -58,24 +58,27 @@ func (l Label) Word() string {
 type NewLabel struct {
 	Run   string `json:"run"`
 	Case  string `json:"case"`
-	Trial int    `json:"trial,omitempty"` // the first when 0
+	Trial int    `json:"trial,omitempty"` // 0 means the first
 	Word  string `json:"label"`
 	Note  string `json:"note,omitempty"`
 }
 
-// PutLabel stores or withdraws the caller's label of a trial, and records that in the audit. It returns
-// [ErrNotFound] for an unknown trial, [ErrNoAnswer] for one that is not decided, [ErrTrial] and [ErrLabel].
-func PutLabel(ctx context.Context, db postgres.Beginner, l NewLabel) (stored Label, done activity.Recorded, err error) {
+// PutLabel stores or withdraws the caller's label of a trial, and records the change in the audit. It returns
+// [ErrNotFound] for an unknown trial, [ErrNoAnswer] for an undecided trial, and [ErrTrial] or [ErrLabel] for an invalid
+// label.
+func PutLabel(
+	ctx context.Context, db postgres.Beginner, l NewLabel,
+) (stored Label, recorded activity.Recorded, err error) {
 	if l.Trial < 0 || l.Trial > maxTrials {
-		return stored, done, ErrTrial
+		return stored, recorded, ErrTrial
 	}
 	l.Trial = cmp.Or(l.Trial, 1)
 	if l.Word != Good && l.Word != Bad && l.Word != Unlabeled || len(l.Note) > maxNote {
-		return stored, done, ErrLabel
+		return stored, recorded, ErrLabel
 	}
 	input := map[string]any{"run": l.Run, "case": l.Case, "trial": l.Trial, "label": l.Word}
 	act := activity.Act{Name: "label_eval", Reason: l.Note, Input: input}
-	done, err = activity.Record(ctx, db, act, func(tx pgx.Tx, _ string) (any, error) {
+	recorded, err = activity.Record(ctx, db, act, func(tx pgx.Tx, _ string) (any, error) {
 		run, err := GetRun(ctx, tx, l.Run)
 		if err != nil {
 			return nil, err
@@ -99,7 +102,7 @@ func PutLabel(ctx context.Context, db postgres.Beginner, l NewLabel) (stored Lab
 		}
 		return map[string]bool{"changed": true}, err
 	})
-	return stored, done, err
+	return stored, recorded, err
 }
 
 // put writes or deletes the label, and reports whether anything changed.
@@ -128,14 +131,14 @@ func (l *Label) put(ctx context.Context, tx pgx.Tx, withdraw bool) (bool, error)
 	return true, nil
 }
 
-// Labels lists labels, the newest first: of one suite, run or case if named.
-func Labels(ctx context.Context, db postgres.DB, suite, run, of string, limit int) ([]Label, error) {
+// Labels lists labels, newest first. A suite, run or case that is not empty narrows the list.
+func Labels(ctx context.Context, db postgres.DB, suite, run, caseName string, limit int) ([]Label, error) {
 	rows, err := db.Query(ctx, `
 		select run_id::text, suite, case_name, trial, answer, answer_digest, good, note, principal, created_at
 		  from agent_eval_labels
 		 where (@suite = '' or suite = @suite) and (@run = '' or run_id = nullif(@run, '')::uuid)
 		   and (@case = '' or case_name = @case)
 		 order by created_at desc, run_id, case_name, trial, principal limit @limit`,
-		postgres.Strict{"suite": suite, "run": run, "case": of, "limit": limit})
+		postgres.Strict{"suite": suite, "run": run, "case": caseName, "limit": limit})
 	return postgres.Collect(rows, err, "list labels", pgx.RowToStructByPos[Label])
 }

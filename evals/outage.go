@@ -12,15 +12,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// OutageSuite is the suite whose cases run when a skill returns after its trial.
+// OutageSuite is the suite whose cases run after a successful trial has enabled a skill again.
 const OutageSuite = "selfheal"
 
-// maxOutageCalls bounds the model's calls of the broken skill that a case of an outage accepts.
+// maxOutageCalls is the number of calls of the failing skill that a case of an outage accepts.
 const maxOutageCalls = 3
 
-// FromOutage makes a case from a failure for which self-heal disabled a skill. The case has the request to the agent in
-// the trace, and the skill fails at every call as it did. If no message to a model exists, as in a heartbeat, the case
-// requests the call.
+// FromOutage creates a case from a failure for which self-heal disabled a skill. The case has the request to the agent
+// in the trace, and every call of the skill fails with the same error. If the trace has no request of a person, as in a
+// heartbeat, the message of the case requests the call.
 func FromOutage(skill string, f selfheal.Failure, t activity.Trace, name string) (Case, error) {
 	class := cmp.Or(f.ErrorClass, "error")
 	name = cmp.Or(name, fmt.Sprintf("%s fails: %s", skill, class))
@@ -33,8 +33,8 @@ func FromOutage(skill string, f selfheal.Failure, t activity.Trace, name string)
 	}
 	if err != nil || trace.ID(t.TraceID).Surface() == trace.Heartbeat {
 		args := "{}"
-		if i := slices.IndexFunc(t.Activities, func(r activity.Row) bool { return r.ID == f.ActivityID }); i >= 0 {
-			args = string(t.Activities[i].Input)
+		if index := slices.IndexFunc(t.Activities, func(r activity.Row) bool { return r.ID == f.ActivityID }); index >= 0 {
+			args = string(t.Activities[index].Input)
 		}
 		c.Messages = []Message{{User: fmt.Sprintf("Call %s with %s and say what came of it.", skill, args)}}
 	}
@@ -45,7 +45,7 @@ func FromOutage(skill string, f selfheal.Failure, t activity.Trace, name string)
 	return c, nil
 }
 
-// OutageFile begins a file with the suite of outages, for the first case.
+// OutageFile returns the beginning of a file with the suite of outages, up to its cases.
 func OutageFile(surface string) string {
 	return strings.Join([]string{
 		"# What the agent does when a skill fails. These cases run when the skill comes back from its trial.",
@@ -53,8 +53,8 @@ func OutageFile(surface string) string {
 	}, "\n")
 }
 
-// Outages are the cases in which a skill fails.
-func (d Definition) Outages(skill string) (cases []Case) {
+// OutageCases returns the cases in which a skill fails.
+func (d Definition) OutageCases(skill string) (cases []Case) {
 	for _, c := range d.Cases {
 		if slices.ContainsFunc(c.Skills[skill], func(s Stub) bool { return s.Error != "" }) {
 			cases = append(cases, c)

@@ -18,17 +18,17 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// Recorded is the turn of a trace: the prompt, the calls and the results of the model. It is redacted, as prompts and
-// the activity log are.
+// Recorded is the recorded turn of a trace: the prompt, the model's calls, and their results. It is redacted, because
+// prompts and the activity log are.
 type Recorded struct {
 	Surface          string           `json:"surface"`
 	Rules            string           `json:"rules"`             // of the surface, before the agent's instructions
-	Now              time.Time        `json:"now"`               // in the model's form
-	Context          string           `json:"context,omitempty"` // of the preface, without the time
+	Now              time.Time        `json:"now"`               // the time in the prompt
+	Context          string           `json:"context,omitempty"` // the preface of the prompt, without the time
 	Prompt           string           `json:"prompt"`
 	History          []models.Message `json:"history,omitempty"`
-	Tools            []RecordedTool   `json:"tools,omitempty"`  // of the runtime, without the skills
-	Skills           []string         `json:"skills,omitempty"` // the offered ones
+	Tools            []RecordedTool   `json:"tools,omitempty"`  // tools of the runtime, without the skills
+	Skills           []string         `json:"skills,omitempty"` // names of the offered skills
 	Pinned           map[string]any   `json:"pinned,omitempty"` // memory, by category/key
 	Model            string           `json:"model"`
 	Calls            []RecordedCall   `json:"calls"`
@@ -38,7 +38,7 @@ type Recorded struct {
 	CostUSD          float64          `json:"cost_usd"`
 }
 
-// RecordedTool is the definition of a tool, in the form of chat completions.
+// RecordedTool is the definition of a tool, in the format of chat completions.
 type RecordedTool struct {
 	Function struct {
 		Name        string          `json:"name"`
@@ -47,7 +47,7 @@ type RecordedTool struct {
 	} `json:"function"`
 }
 
-// RecordedCall is a call that the model requested, and its result in the model's form.
+// RecordedCall is a call that the model requested, and the result that the model received.
 type RecordedCall struct {
 	Skill  string          `json:"skill"`
 	Args   json.RawMessage `json:"args"`
@@ -55,44 +55,44 @@ type RecordedCall struct {
 	Denied bool            `json:"denied,omitempty"` // its approval was denied
 }
 
-// notPlayable is why a recorded turn cannot be played again.
-type notPlayable string
+// unplayable is the reason why a recorded turn cannot be played.
+type unplayable string
 
-func (n notPlayable) Error() string { return string(n) }
+func (n unplayable) Error() string { return string(n) }
 
 // Reasons why a turn cannot be played.
 const (
-	noPrompt   notPlayable = "its prompt is not recorded"
-	noAnswer   notPlayable = "it ended without an answer"
-	withMedia  notPlayable = "it shows a picture or a document"
-	withForm   notPlayable = "its answer has a form"
-	longResult notPlayable = "a result was cut"
+	noPrompt   unplayable = "its prompt is not recorded"
+	noAnswer   unplayable = "it ended without an answer"
+	withMedia  unplayable = "it shows a picture or a document"
+	withForm   unplayable = "its answer has a form"
+	longResult unplayable = "a result was cut"
 )
 
-// root is the execution of a recorded turn.
-type root struct {
+// sampledTurn is the execution of a recorded turn.
+type sampledTurn struct {
 	TraceID     string
 	ExecutionID string
 	Surface     string
-	Purpose     string // of its first model call
+	Purpose     string // purpose of the first model call
 }
 
-// SampleOf selects recorded turns of an agent.
-type SampleOf struct {
+// SampleFilter selects recorded turns of an agent.
+type SampleFilter struct {
 	Agent  string
-	Others []string // other agents; the default agent also has the turns of all other names
-	All    bool     // the agent is the default one
+	Others []string // names of the other agents
+	All    bool     // also select turns of names that are not in Others, for the default agent
 	Since  time.Duration
 	Size   int
-	// Of a shadow: only turns that completed between these times, and that share of them by the hash of their traces.
-	After, Upto *time.Time
-	Share       float64
+	// For a shadow: select only turns that completed after After and until Until, and of those a share by trace hash.
+	After, Until *time.Time
+	Share        float64
 }
 
-// roots reads the completed turns with a model call. The sample follows from the ids of the traces, so each call
-// returns the same one.
-func (s SampleOf) roots(ctx context.Context, db postgres.DB) ([]root, error) {
-	return postgres.Rows[root](ctx, db, "sample recorded turns", `
+// executions reads the executions of completed turns with a model call. It orders by a hash of the trace ids, so each
+// call returns the same sample.
+func (s SampleFilter) executions(ctx context.Context, db postgres.DB) ([]sampledTurn, error) {
+	return postgres.Rows[sampledTurn](ctx, db, "sample recorded turns", `
 		select e.trace_id, e.id::text as execution_id, e.surface::text as surface, m.purpose
 		  from agent_executions e
 		 cross join lateral (
@@ -100,7 +100,7 @@ func (s SampleOf) roots(ctx context.Context, db postgres.DB) ([]root, error) {
 		        where a.trace_id = e.trace_id and a.execution_id = e.id and a.kind = 'model' and a.status = 'success'
 		        order by a.created_at, a.id limit 1) m
 		 where e.id > (select lanekeeper.agent_uuid7_floor(clock_timestamp() - @since::interval)) and e.parent_id is null
-		   and e.claimed_by is null -- as the index agent_executions_of_surface has it
+		   and e.claimed_by is null -- condition of the index agent_executions_of_surface
 		   and e.surface in ('chat', 'operate', 'webhook', 'heartbeat') and e.flow = any (@flows::text[])
 		   and (@after::timestamptz is null
 		     or e.completed_at > @after::timestamptz and e.completed_at <= @upto::timestamptz)
@@ -108,7 +108,7 @@ func (s SampleOf) roots(ctx context.Context, db postgres.DB) ([]root, error) {
 		   and e.status = 'completed' and (m.agent = @agent or @all::bool and m.agent <> all (@others::text[]))
 		 order by md5(e.trace_id) limit @size`, postgres.Strict{
 		"since": s.Since, "flows": []string{"chat", "chat_relay", "operate", "webhook", "heartbeat"}, "agent": s.Agent,
-		"after": s.After, "upto": s.Upto, "share": s.Share, "all": s.All,
+		"after": s.After, "upto": s.Until, "share": s.Share, "all": s.All,
 		"others": append([]string{}, s.Others...), "size": s.Size,
 	})
 }
@@ -120,44 +120,44 @@ type Sample struct {
 	Turns   map[string]Recorded `json:"turns"`   // by case
 }
 
-// Draw reads a sample of recorded turns, with a case for each that can be played.
-func Draw(ctx context.Context, db postgres.DB, of SampleOf) ([]Case, Sample, error) {
+// DrawSample reads a sample of recorded turns, and returns a case for each turn that can be played.
+func DrawSample(ctx context.Context, db postgres.DB, filter SampleFilter) ([]Case, Sample, error) {
 	sample := Sample{Skipped: map[string]int{}, Turns: map[string]Recorded{}}
-	found, err := of.roots(ctx, db)
+	found, err := filter.executions(ctx, db)
 	if err != nil {
 		return nil, sample, err
 	}
 	sample.Size = len(found)
 	cases := []Case{}
-	known, err := skills.InScope(ctx, db, nil)
+	allSkills, err := skills.InScope(ctx, db, nil)
 	if err != nil {
 		return nil, sample, err
 	}
-	for _, one := range found {
-		turn, err := readTurn(ctx, db, one)
-		if why, is := errors.AsType[notPlayable](err); is {
+	for _, turnSource := range found {
+		turn, err := readTurn(ctx, db, turnSource)
+		if why, is := errors.AsType[unplayable](err); is {
 			sample.Skipped[string(why)]++
 			continue
 		}
 		if err != nil {
 			return nil, sample, err
 		}
-		turn.separateSkills(known)
-		c := turn.Case(one.TraceID)
+		turn.keepRuntimeTools(allSkills)
+		c := turn.Case(turnSource.TraceID)
 		cases, sample.Turns[c.Name] = append(cases, c), turn
 	}
 	return cases, sample, nil
 }
 
-// separateSkills keeps the tools of the runtime, and returns the names of the others.
-func (r *Recorded) separateSkills(known []skills.Skill) {
+// keepRuntimeTools keeps the tools of the runtime in r.Tools, and moves the names of skills to r.Skills.
+func (r *Recorded) keepRuntimeTools(known []skills.Skill) {
 	r.Tools = slices.DeleteFunc(r.Tools, func(t RecordedTool) bool {
 		name := t.Function.Name
 		isSkill := slices.ContainsFunc(known, func(s skills.Skill) bool { return s.Name == name })
 		if isSkill {
 			r.Skills = append(r.Skills, name)
 		}
-		return isSkill || isOfTheRuntime(name)
+		return isSkill || isRuntimeTool(name)
 	})
 }
 
@@ -176,20 +176,20 @@ func (r Recorded) Case(traceID string) Case {
 }
 
 // readTurn reads the first turn of an execution.
-func readTurn(ctx context.Context, db postgres.DB, of root) (Recorded, error) {
-	story, err := activity.TraceOf(activity.WithTexts(ctx), db, of.TraceID)
+func readTurn(ctx context.Context, db postgres.DB, source sampledTurn) (Recorded, error) {
+	trace, err := activity.TraceOf(activity.WithTexts(ctx), db, source.TraceID)
 	if err != nil {
 		return Recorded{}, err
 	}
-	page, err := prompts.Of(ctx, db, of.TraceID, prompts.Filter{})
+	page, err := prompts.Of(ctx, db, source.TraceID, prompts.Filter{})
 	if err != nil {
 		return Recorded{}, err
 	}
-	t := turnReader{page: page, turn: Recorded{Surface: of.Surface, Calls: []RecordedCall{}}}
-	for _, row := range story.Activities {
-		if row.Kind == activity.KindModel && row.ExecutionID != nil && *row.ExecutionID == of.ExecutionID &&
-			row.Purpose == of.Purpose && row.Status == activity.Success {
-			if ended, err := t.add(row); ended || err != nil {
+	t := turnReader{page: page, turn: Recorded{Surface: source.Surface, Calls: []RecordedCall{}}}
+	for _, row := range trace.Activities {
+		if row.Kind == activity.KindModel && row.ExecutionID != nil && *row.ExecutionID == source.ExecutionID &&
+			row.Purpose == source.Purpose && row.Status == activity.Success {
+			if ended, err := t.addModelCall(row); ended || err != nil {
 				return t.turn, err
 			}
 		}
@@ -197,27 +197,27 @@ func readTurn(ctx context.Context, db postgres.DB, of root) (Recorded, error) {
 	return Recorded{}, noAnswer
 }
 
-// turnReader joins the model calls of a turn.
+// turnReader builds a recorded turn from its model calls.
 type turnReader struct {
-	page prompts.Page
-	turn Recorded
-	open []models.ToolCall // of the last reply, whose results are in the next prompt
+	page         prompts.Page
+	turn         Recorded
+	pendingCalls []models.ToolCall // of the last reply, whose results are in the next prompt
 }
 
-// add reads one more model call. ended reports the answer.
-func (t *turnReader) add(row activity.Row) (ended bool, err error) {
+// addModelCall reads the next model call. ended reports that the model has answered.
+func (t *turnReader) addModelCall(row activity.Row) (ended bool, err error) {
 	i := slices.IndexFunc(t.page.Calls, func(c prompts.Call) bool { return c.ActivityID == row.ID })
 	if i < 0 || !t.page.Calls[i].Recorded {
 		return false, noPrompt
 	}
-	messages, err := t.messages(t.page.Calls[i])
+	messages, err := t.readMessages(t.page.Calls[i])
 	if err != nil {
 		return false, err
 	}
 	if t.turn.Iterations == 0 {
-		err = t.begin(t.page.Calls[i], messages, row.Model)
+		err = t.readOpening(t.page.Calls[i], messages, row.Model)
 	} else {
-		err = t.results(messages)
+		err = t.readResults(messages)
 	}
 	if err != nil {
 		return false, err
@@ -231,12 +231,12 @@ func (t *turnReader) add(row activity.Row) (ended bool, err error) {
 		reply.Content == "" && reply.Refusal == "" && len(reply.ToolCalls) == 0 {
 		return false, noAnswer
 	}
-	t.open = reply.ToolCalls
-	return len(t.open) == 0, nil
+	t.pendingCalls = reply.ToolCalls
+	return len(t.pendingCalls) == 0, nil
 }
 
-// messages reads the messages of a prompt.
-func (t *turnReader) messages(call prompts.Call) ([]models.Message, error) {
+// readMessages reads the messages of a prompt.
+func (t *turnReader) readMessages(call prompts.Call) ([]models.Message, error) {
 	list := make([]models.Message, len(call.Messages))
 	for i, digest := range call.Messages {
 		part, ok := t.page.Parts[digest]
@@ -274,8 +274,8 @@ func pinnedOf(system string) map[string]any {
 	return pinned
 }
 
-// begin reads the opening of the turn from its first prompt.
-func (t *turnReader) begin(call prompts.Call, messages []models.Message, model string) error {
+// readOpening reads the opening of the turn from its first prompt.
+func (t *turnReader) readOpening(call prompts.Call, messages []models.Message, model string) error {
 	var options struct {
 		Format json.RawMessage `json:"response_format"`
 	}
@@ -319,9 +319,9 @@ func (t *turnReader) begin(call prompts.Call, messages []models.Message, model s
 	return nil
 }
 
-// results reads the results of the last reply's calls.
-func (t *turnReader) results(messages []models.Message) error {
-	for _, call := range t.open {
+// readResults reads the results of the last reply's calls.
+func (t *turnReader) readResults(messages []models.Message) error {
+	for _, call := range t.pendingCalls {
 		i := slices.IndexFunc(messages, func(m models.Message) bool {
 			return m.Role == models.RoleTool && m.ToolCallID == call.ID
 		})
@@ -330,7 +330,7 @@ func (t *turnReader) results(messages []models.Message) error {
 		}
 		result := json.RawMessage(messages[i].Content)
 		args := json.RawMessage(call.Arguments)
-		if isRefused(result) || !json.Valid(args) || isOfTheRuntime(call.Name) {
+		if isRefused(result) || !json.Valid(args) || isRuntimeTool(call.Name) {
 			continue
 		}
 		t.turn.Calls = append(t.turn.Calls, RecordedCall{call.Name, args, result, isDenied(result)})
@@ -338,22 +338,22 @@ func (t *turnReader) results(messages []models.Message) error {
 	return nil
 }
 
-// isOfTheRuntime reports a tool that only reads data of the turn. Its calls are not compared.
-func isOfTheRuntime(name string) bool { return name == "skill_search" || name == "read_result" }
+// isRuntimeTool reports whether a tool only reads data of the turn. Calls of such a tool are not compared.
+func isRuntimeTool(name string) bool { return name == "skill_search" || name == "read_result" }
 
-// isRefused reports the result of a call that was not made.
+// isRefused reports whether a result means that the call was not made.
 func isRefused(result json.RawMessage) bool {
 	return slices.Contains([]string{`{"error":"UNKNOWN_TOOL"}`, `{"error":"INVALID_PARAMS"}`, `{"error":"REPEATED"}`},
 		strings.ReplaceAll(string(result), " ", ""))
 }
 
-// isDenied reports the result of a call whose approval was denied.
+// isDenied reports whether a result means that the approval of the call was denied.
 func isDenied(result json.RawMessage) bool {
 	var denial struct{ Error, Note string }
 	return json.Unmarshal(result, &denial) == nil && denial.Error == "DENIED" && denial.Note != ""
 }
 
-// Failure returns the class and message of a call that failed; empty for others.
+// Failure returns the class and message of a failed call. They are empty for another call.
 func (c RecordedCall) Failure() (class, message string) {
 	var failed map[string]string
 	if json.Unmarshal(c.Result, &failed) != nil || len(failed) != 2 {
@@ -362,69 +362,70 @@ func (c RecordedCall) Failure() (class, message string) {
 	return failed["error"], failed["message"]
 }
 
-// Match returns the n-th recorded call of a skill with these arguments, or the last one before it.
-func (r Recorded) Match(skill string, args json.RawMessage, n int) (match RecordedCall, ok bool) {
+// Match returns the recorded call of a skill with index n among those with these arguments, or the last one if there
+// are fewer.
+func (r Recorded) Match(skill string, args json.RawMessage, n int) (recorded RecordedCall, ok bool) {
 	for _, call := range r.Calls {
-		if call.Skill == skill && sameArgs(skill, args, call.Args) {
-			if match, ok = call, true; n == 0 {
+		if call.Skill == skill && equalArgs(skill, args, call.Args) {
+			if recorded, ok = call, true; n == 0 {
 				break
 			}
 			n--
 		}
 	}
-	return match, ok
+	return recorded, ok
 }
 
-// Follows returns the first difference between observed and recorded calls; empty if there is none.
+// Follows returns the first difference between observed and recorded calls, or nil if there is none.
 func (r Recorded) Follows(calls []Call) []string {
-	made := slices.DeleteFunc(slices.Clone(calls), func(c Call) bool { return c.Refused || isOfTheRuntime(c.Skill) })
-	for i, want := range r.Calls {
+	requested := slices.DeleteFunc(slices.Clone(calls), func(c Call) bool { return c.Refused || isRuntimeTool(c.Skill) })
+	for i, recorded := range r.Calls {
 		switch {
-		case i >= len(made):
-			return say("%s was not called", want.Skill)
-		case made[i].Skill != want.Skill:
-			return say("call %d is %s; the recorded one is %s", i+1, made[i].Skill, want.Skill)
-		case !sameArgs(want.Skill, made[i].Args, want.Args):
-			return say("call %d of %s has other arguments than the recorded one", i+1, want.Skill)
-		case (made[i].Approval == "denied") != want.Denied:
-			return say("call %d of %s has another decision than the recorded one", i+1, want.Skill)
+		case i >= len(requested):
+			return reasonf("%s was not called", recorded.Skill)
+		case requested[i].Skill != recorded.Skill:
+			return reasonf("call %d is %s; the recorded one is %s", i+1, requested[i].Skill, recorded.Skill)
+		case !equalArgs(recorded.Skill, requested[i].Args, recorded.Args):
+			return reasonf("call %d of %s has other arguments than the recorded one", i+1, recorded.Skill)
+		case (requested[i].Approval == "denied") != recorded.Denied:
+			return reasonf("call %d of %s has another decision than the recorded one", i+1, recorded.Skill)
 		}
 	}
-	if len(made) > len(r.Calls) {
-		return say("%s was called besides the recorded calls", made[len(r.Calls)].Skill)
+	if len(requested) > len(r.Calls) {
+		return reasonf("%s was called besides the recorded calls", requested[len(r.Calls)].Skill)
 	}
 	return nil
 }
 
-// sameArgs reports whether arguments are of the class of the recorded ones: equal, but for letter case and spacing of
-// strings, and for absent and null members. A redacted string equals every string. The value of memory_write is
-// ignored, because the result of the call does not depend on it.
-func sameArgs(skill string, got, recorded json.RawMessage) bool {
+// equalArgs reports whether arguments equal the recorded ones, apart from letter case and spacing of strings, and from
+// null members. A redacted string equals every string. The value of memory_write is ignored, because the result of the
+// call does not depend on it.
+func equalArgs(skill string, got, recorded json.RawMessage) bool {
 	var a, b any
 	if json.Unmarshal(got, &a) != nil || json.Unmarshal(recorded, &b) != nil {
 		return false
 	}
-	x, isObject := a.(map[string]any)
-	y, both := b.(map[string]any)
-	if skill == "memory_write" && isObject && both {
-		delete(x, "value")
-		delete(y, "value")
+	gotArgs, isObject := a.(map[string]any)
+	recordedArgs, bothObjects := b.(map[string]any)
+	if skill == "memory_write" && isObject && bothObjects {
+		delete(gotArgs, "value")
+		delete(recordedArgs, "value")
 	}
-	return sameValue(a, b)
+	return equalValue(a, b)
 }
 
-func sameValue(got, recorded any) bool {
+func equalValue(got, recorded any) bool {
 	switch r := recorded.(type) {
 	case string:
 		g, ok := got.(string)
-		return ok && (strings.Contains(r, redact.Marker) || plainText(g) == plainText(r))
+		return ok && (strings.Contains(r, redact.Marker) || normalizeText(g) == normalizeText(r))
 	case map[string]any:
 		g, ok := got.(map[string]any)
 		if !ok {
 			return false
 		}
 		for key, value := range r {
-			if !sameValue(g[key], value) {
+			if !equalValue(g[key], value) {
 				return false
 			}
 		}
@@ -436,13 +437,13 @@ func sameValue(got, recorded any) bool {
 		return true
 	case []any:
 		g, ok := got.([]any)
-		return ok && slices.EqualFunc(g, r, sameValue)
+		return ok && slices.EqualFunc(g, r, equalValue)
 	}
 	return reflect.DeepEqual(got, recorded)
 }
 
-// plainText is a string without letter case and spacing.
-func plainText(s string) string { return strings.Join(strings.Fields(strings.ToLower(s)), " ") }
+// normalizeText returns a string in lower case, with single spaces.
+func normalizeText(s string) string { return strings.Join(strings.Fields(strings.ToLower(s)), " ") }
 
 // Coverage reports the decided share of a sample.
 type Coverage struct {
@@ -463,36 +464,36 @@ func (c Coverage) Playable() int {
 	return n
 }
 
-// coverageOf counts the cases of a run.
-func coverageOf(s Sample, trials []Trial) Coverage {
+// countCoverage counts the cases of a run.
+func countCoverage(s Sample, trials []Trial) Coverage {
 	c := Coverage{Sampled: s.Size, Diverged: map[string]int{}, Skipped: s.Skipped}
-	type state struct{ played, lost, failed bool }
-	states := map[string]state{}
+	type caseState struct{ played, undecided, failed bool }
+	states := map[string]caseState{}
 	for _, t := range trials {
-		now := states[t.Case]
+		state := states[t.Case]
 		switch t.Verdict {
 		case Pass:
-			now.played = true
+			state.played = true
 		case Fail:
-			now.played, now.failed = true, true
+			state.played, state.failed = true, true
 		case Diverged:
-			if !now.lost && len(t.Reasons) > 0 {
+			if !state.undecided && len(t.Reasons) > 0 {
 				skill, _, _ := strings.Cut(t.Reasons[0], " ")
 				c.Diverged[skill]++
 			}
-			now.played, now.lost = true, true
+			state.played, state.undecided = true, true
 		case Error:
-			now.played, now.lost = true, true
+			state.played, state.undecided = true, true
 		default:
-			now.lost = true
+			state.undecided = true
 		}
-		states[t.Case] = now
+		states[t.Case] = state
 	}
 	for _, s := range states {
 		if s.played {
 			c.Played++
 		}
-		if s.played && !s.lost {
+		if s.played && !s.undecided {
 			c.Decided++
 			if !s.failed {
 				c.Followed++
@@ -503,11 +504,11 @@ func coverageOf(s Sample, trials []Trial) Coverage {
 }
 
 // PutSample stores a suite of recorded turns. No workspace declares it, and it is not current.
-func PutSample(ctx context.Context, db postgres.DB, of Suite, s Sample) (Suite, error) {
+func PutSample(ctx context.Context, db postgres.DB, suite Suite, s Sample) (Suite, error) {
 	raw, err := json.Marshal(struct {
 		Definition
 		Sample Sample `json:"sample"`
-	}{of.Definition, s})
+	}{suite.Definition, s})
 	if err != nil {
 		return Suite{}, fmt.Errorf("store a sample: %w", err)
 	}
@@ -515,16 +516,16 @@ func PutSample(ctx context.Context, db postgres.DB, of Suite, s Sample) (Suite, 
 		insert into agent_evals (name, version, digest, definition, source, current)
 		values (@name, @version, encode(sha256(convert_to(@definition, 'utf8')), 'hex'), @definition::jsonb, @source, false)
 		returning name, version, definition - 'sample' as definition, source, created_at`,
-		postgres.Strict{"name": of.Name, "version": of.Version, "definition": string(raw), "source": of.Source})
+		postgres.Strict{"name": suite.Name, "version": suite.Version, "definition": string(raw), "source": suite.Source})
 }
 
-// RecordedTurn reads the turn of a case; nil if the case was written.
-func RecordedTurn(ctx context.Context, db postgres.DB, r Run, of string) (turn *Recorded, err error) {
+// RecordedTurn reads the recorded turn of a case. It returns nil for a case of a workspace file.
+func RecordedTurn(ctx context.Context, db postgres.DB, r Run, caseName string) (turn *Recorded, err error) {
 	err = db.QueryRow(ctx, `
 		select definition -> 'sample' -> 'turns' -> @case from agent_evals where name = @name and version = @version`,
-		postgres.Strict{"name": r.Suite, "version": r.Version, "case": of}).Scan(&turn)
+		postgres.Strict{"name": r.Suite, "version": r.Version, "case": caseName}).Scan(&turn)
 	if err != nil {
-		return nil, fmt.Errorf("read the recorded turn of %s: %w", of, err)
+		return nil, fmt.Errorf("read the recorded turn of %s: %w", caseName, err)
 	}
 	return turn, nil
 }

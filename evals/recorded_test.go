@@ -11,7 +11,7 @@ import (
 
 // A call may differ from the recorded one in letter case, spacing and null members of its arguments, and in nothing
 // else.
-func TestACallMatchesTheRecordedOne(t *testing.T) {
+func TestRecordedMatch(t *testing.T) {
 	const recorded = `{"order":7,"name":"Ana  Maria","tags":["a","b"],"key":"[redacted]"}`
 	for _, c := range []struct {
 		skill, recorded, args string
@@ -34,7 +34,7 @@ func TestACallMatchesTheRecordedOne(t *testing.T) {
 }
 
 // A trial follows its turn only with the same calls in the same order, and the same decisions.
-func TestATrialFollowsItsTurnOrSaysWhyNot(t *testing.T) {
+func TestRecordedFollows(t *testing.T) {
 	call := func(skill string) evals.Call { return evals.Call{Skill: skill, Args: json.RawMessage(`{}`)} }
 	denied := call("refund")
 	denied.Approval = "denied"

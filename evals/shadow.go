@@ -14,32 +14,32 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Shadow plays a share of the agent's turns as they complete.
+// Shadow is a run that plays a share of the agent's turns as they complete.
 type Shadow struct {
-	RunID     string     `json:"run_id"`
-	Share     float64    `json:"share"`
-	Until     time.Time  `json:"until"`
-	StoppedAt *time.Time `json:"stopped_at"`
-	Agent     string     `json:"agent"`
-	Version   int        `json:"agent_version"`
-	Model     string     `json:"model"`
-	Status    string     `json:"status"` // of the run; in a list that of [Report.State]
-	Turns     int        `json:"turns"`
-	SeenAt    time.Time  `json:"-"`
-	Upto      time.Time  `json:"-"` // turns that completed by then are visible and can be sampled
-	Over      bool       `json:"-"` // stopped, or its time has passed
+	RunID        string     `json:"run_id"`
+	Share        float64    `json:"share"`
+	Until        time.Time  `json:"until"`
+	StoppedAt    *time.Time `json:"stopped_at"`
+	Agent        string     `json:"agent"`
+	Version      int        `json:"agent_version"`
+	Model        string     `json:"model"`
+	Status       string     `json:"status"` // status of the run; in a list the result of [Report.State]
+	Turns        int        `json:"turns"`
+	SeenAt       time.Time  `json:"-"`
+	VisibleUntil time.Time  `json:"-"` // turns that completed by then are committed and can be sampled
+	Over         bool       `json:"-"` // stopped, or its time has passed
 }
 
 const shadowColumns = `s.run_id::text, s.share, s.until, s.stopped_at, r.agent, r.agent_version as version, r.model, r.status,
 	(select count(*)::int from agent_eval_trials t where t.run_id = r.id) as turns, s.seen_at,
-	least(clock_timestamp() - interval '2 seconds', s.until, s.stopped_at) as upto, -- a completion is visible by then
+	least(clock_timestamp() - interval '2 seconds', s.until, s.stopped_at) as visible_until, -- a completion is visible by then
 	s.stopped_at is not null or s.until <= clock_timestamp() as over`
 
-// PutShadow makes a run a shadow that ends after a time.
-func PutShadow(ctx context.Context, db postgres.DB, run string, share float64, lasts time.Duration) error {
+// PutShadow makes a run a shadow that ends after duration.
+func PutShadow(ctx context.Context, db postgres.DB, run string, share float64, duration time.Duration) error {
 	_, err := db.Exec(ctx, `
 		insert into agent_eval_shadows (run_id, share, until) values (@run, @share, clock_timestamp() + @lasts::interval)`,
-		postgres.Strict{"run": run, "share": share, "lasts": lasts})
+		postgres.Strict{"run": run, "share": share, "lasts": duration})
 	if err != nil {
 		return fmt.Errorf("store a shadow: %w", err)
 	}
@@ -66,7 +66,7 @@ func Shadows(ctx context.Context, db postgres.DB, limit int) ([]Shadow, error) {
 		return nil, err
 	}
 	reports, err := Outcomes(ctx, db, runs)
-	for i := range reports { // in the same order
+	for i := range reports { // reports and list have the same order
 		list[i].Status = reports[i].State()
 	}
 	return list, err
@@ -79,15 +79,15 @@ func GetShadow(ctx context.Context, db postgres.DB, run string) (Shadow, error) 
 		postgres.Strict{"run": run})
 }
 
-// StopShadow ends a shadow, and records the caller. It returns [ErrNotFound] for a run that is no shadow or is over.
+// StopShadow ends a shadow, and records the caller. It returns [ErrNotFound] for a run that is not a running shadow.
 func StopShadow(ctx context.Context, db postgres.Beginner, run string) error {
 	act := activity.Act{Name: "stop_shadow", Input: map[string]any{"run": run}}
 	_, err := activity.Record(ctx, db, act, func(tx pgx.Tx, _ string) (any, error) {
-		done, err := tx.Exec(ctx, `
+		tag, err := tx.Exec(ctx, `
 			update agent_eval_shadows s set stopped_at = clock_timestamp() from agent_eval_runs r
 			 where s.run_id = @run and r.id = s.run_id and r.status = 'running' and s.stopped_at is null`,
 			postgres.Strict{"run": run})
-		if err == nil && done.RowsAffected() == 0 {
+		if err == nil && tag.RowsAffected() == 0 {
 			err = ErrNotFound
 		}
 		return nil, err
@@ -98,14 +98,14 @@ func StopShadow(ctx context.Context, db postgres.Beginner, run string) error {
 	return nil
 }
 
-// Extend adds recorded turns that completed after s.SeenAt, with a trial of each for a shadow and its control, and
-// moves SeenAt to s.Upto. It does nothing if another process moved SeenAt meanwhile.
+// Extend adds recorded turns that completed after s.SeenAt, with a trial of each for a shadow and its control. It sets
+// SeenAt to s.VisibleUntil. It does nothing if another process has changed SeenAt meanwhile.
 func Extend(ctx context.Context, db postgres.Beginner, r Run, more Sample, s Shadow) error {
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		moved, err := tx.Exec(ctx, `
+		tag, err := tx.Exec(ctx, `
 			update agent_eval_shadows set seen_at = @upto where run_id = @run and seen_at = @seen`,
-			postgres.Strict{"upto": s.Upto, "seen": s.SeenAt, "run": r.ID})
-		if err != nil || moved.RowsAffected() == 0 || more.Size == 0 {
+			postgres.Strict{"upto": s.VisibleUntil, "seen": s.SeenAt, "run": r.ID})
+		if err != nil || tag.RowsAffected() == 0 || more.Size == 0 {
 			return err
 		}
 		return addTurns(ctx, tx, r, more)
@@ -116,7 +116,7 @@ func Extend(ctx context.Context, db postgres.Beginner, r Run, more Sample, s Sha
 	return nil
 }
 
-// addTurns adds turns to the sample of a run. The caller holds the lock on the shadow's row.
+// addTurns adds turns to the sample of a run. The caller must have locked the shadow's row.
 func addTurns(ctx context.Context, tx pgx.Tx, r Run, more Sample) error {
 	sample, err := readSample(ctx, tx, r)
 	if err != nil {
@@ -128,7 +128,7 @@ func addTurns(ctx context.Context, tx pgx.Tx, r Run, more Sample) error {
 	for why, n := range more.Skipped {
 		sample.Skipped[why] += n
 	}
-	counts, err := json.Marshal(map[string]any{"size": sample.Size + more.Size, "skipped": sample.Skipped})
+	sampleUpdate, err := json.Marshal(map[string]any{"size": sample.Size + more.Size, "skipped": sample.Skipped})
 	if err != nil {
 		return err
 	}
@@ -137,7 +137,7 @@ func addTurns(ctx context.Context, tx pgx.Tx, r Run, more Sample) error {
 		   set definition = jsonb_set(e.definition, '{sample}', e.definition -> 'sample' || @counts::jsonb
 		       || jsonb_build_object('turns', (e.definition -> 'sample' -> 'turns') || @turns::jsonb))
 		 where e.name = @suite and e.version = @version`, postgres.Strict{
-		"counts": string(counts), "turns": more.Turns, "suite": r.Suite, "version": r.Version,
+		"counts": string(sampleUpdate), "turns": more.Turns, "suite": r.Suite, "version": r.Version,
 	})
 	if err != nil {
 		return err

@@ -13,7 +13,7 @@ import (
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
 // A poll of a shadow reads the executions of its time by an index, however many others exist.
-func TestAShadowReadsOnlyTheExecutionsOfItsTime(t *testing.T) {
+func TestShadowPollUsesIndex(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `
@@ -24,8 +24,8 @@ func TestAShadowReadsOnlyTheExecutionsOfItsTime(t *testing.T) {
 	now := time.Now()
 	before := now.Add(-time.Minute)
 	tx := pgtest.Begin(t, pool)
-	_, sample, err := evals.Draw(t.Context(), tx, evals.SampleOf{
-		Agent: "sales", All: true, Since: 24 * time.Hour, Size: 500, Share: 0.5, After: &before, Upto: &now,
+	_, sample, err := evals.DrawSample(t.Context(), tx, evals.SampleFilter{
+		Agent: "sales", All: true, Since: 24 * time.Hour, Size: 500, Share: 0.5, After: &before, Until: &now,
 	})
 	require.NoError(t, err)
 	read := pgtest.Value[int](t, tx, `

@@ -97,11 +97,11 @@ type Run struct {
 	CreatedAt    time.Time  `json:"created_at"`
 	FinishedAt   *time.Time `json:"finished_at"`
 	Candidate    bool       `json:"candidate,omitempty"`  // of a workspace that was not applied
-	Background   bool       `json:"background,omitempty"` // servers play it
+	Background   bool       `json:"background,omitempty"` // servers play the run
 }
 
-// runColumns has the status interrupted for a run that no server and, for a while, no process plays. For a while, the
-// control of a shadow has no turn to play.
+// runColumns computes the status interrupted for a running run that was not left to servers and that no process has
+// played for 30 seconds. Shadows are excluded, because their control often has no turn to play.
 const runColumns = `id::text, kind, coalesce(control_id::text, ''), suite, version, agent, agent_version, model, trials,
 	case when status = 'running' and served_until is null and kind <> 'shadow'
 	      and greatest(began_at, created_at) < clock_timestamp() - interval '30 seconds' and not exists (
@@ -121,12 +121,12 @@ func GetRun(ctx context.Context, db postgres.DB, id string) (Run, error) {
 	return postgres.CollectOne(rows, err, ErrNotFound, "read run "+id+" of an eval", pgx.RowToStructByPos[Run])
 }
 
-// Runs lists the newest runs, of one suite if named.
+// Runs lists the newest runs. A suite that is not empty narrows the list.
 func Runs(ctx context.Context, db postgres.DB, suite string, limit int) ([]Run, error) {
 	return RunsBefore(ctx, db, suite, "", limit)
 }
 
-// RunsBefore lists the newest runs before the one of an id, of one suite if named.
+// RunsBefore lists the newest runs that are older than the run before. A suite that is not empty narrows the list.
 func RunsBefore(ctx context.Context, db postgres.DB, suite, before string, limit int) ([]Run, error) {
 	rows, err := db.Query(ctx, `
 		select `+runColumns+` from agent_eval_runs
@@ -152,7 +152,7 @@ const (
 	Pass           Verdict = "pass"
 	Fail           Verdict = "fail"
 	Diverged       Verdict = "diverged"  // a call had no stub
-	Error          Verdict = "error"     // no answer came
+	Error          Verdict = "error"     // the trial ended without an answer
 	UndecidedTrial Verdict = "undecided" // the budget was used up
 )
 
@@ -182,7 +182,7 @@ const (
 	cost_usd::float8, duration_ms, '[]'::jsonb, judge_tokens, judge_usd::float8`
 )
 
-// Trials lists the trials of a run: the first ones of all cases first, in the order of the suite.
+// Trials lists the trials of a run by number, and trials of one number in the order of the suite.
 func Trials(ctx context.Context, db postgres.DB, run string) ([]Trial, error) {
 	rows, err := db.Query(ctx, `
 		select `+trialColumns+` from agent_eval_trials where run_id = @run order by trial, position`,
@@ -190,20 +190,20 @@ func Trials(ctx context.Context, db postgres.DB, run string) ([]Trial, error) {
 	return postgres.Collect(rows, err, "list trials of run "+run, pgx.RowToStructByPos[Trial])
 }
 
-// BriefTrials lists the trials of a run as [Trials] does, of one case if named, without answers, calls and judgements.
-func BriefTrials(ctx context.Context, db postgres.DB, run, of string) ([]Trial, error) {
+// BriefTrials is [Trials] without answers, calls and judgements. A caseName that is not empty narrows the list.
+func BriefTrials(ctx context.Context, db postgres.DB, run, caseName string) ([]Trial, error) {
 	rows, err := db.Query(ctx, `
 		select `+briefColumns+` from agent_eval_trials
 		 where run_id = @run and (@case = '' or case_name = @case) order by trial, position`,
-		postgres.Strict{"run": run, "case": of})
+		postgres.Strict{"run": run, "case": caseName})
 	return postgres.Collect(rows, err, "list trials of run "+run, pgx.RowToStructByPos[Trial])
 }
 
 // GetTrial reads one trial of a run, or returns [ErrNotFound].
-func GetTrial(ctx context.Context, db postgres.DB, run, of string, number int) (Trial, error) {
+func GetTrial(ctx context.Context, db postgres.DB, run, caseName string, number int) (Trial, error) {
 	rows, err := db.Query(ctx, `
 		select `+trialColumns+` from agent_eval_trials where run_id = @run and case_name = @case and trial = @trial`,
-		postgres.Strict{"run": run, "case": of, "trial": number})
+		postgres.Strict{"run": run, "case": caseName, "trial": number})
 	return postgres.CollectOne(rows, err, ErrNotFound, "read a trial of run "+run, pgx.RowToStructByPos[Trial])
 }
 
@@ -211,7 +211,7 @@ func GetTrial(ctx context.Context, db postgres.DB, run, of string, number int) (
 type CaseResult struct {
 	Case      string         `json:"case"`
 	Passed    int            `json:"passed"`
-	Trials    int            `json:"trials"` // decided ones
+	Trials    int            `json:"trials"` // decided trials
 	Undecided int            `json:"undecided"`
 	Rate      stats.Interval `json:"rate"` // 95 %
 	K         int            `json:"k"`
@@ -219,8 +219,8 @@ type CaseResult struct {
 	CostUSD   float64        `json:"cost_usd"`
 	Tokens    int64          `json:"tokens"`
 	JudgeUSD  float64        `json:"judge_usd"` // besides CostUSD
-	Reasons   []string       `json:"reasons"`   // different ones, at most maxReasons
-	TraceID   string         `json:"trace_id"`  // of the first failed trial, or else of the first
+	Reasons   []string       `json:"reasons"`   // distinct reasons, at most maxReasons
+	TraceID   string         `json:"trace_id"`  // of the first failed trial, or of the first trial
 }
 
 const maxReasons = 5
@@ -237,7 +237,7 @@ type Report struct {
 	CalibrationUSD    float64 `json:"calibration_usd,omitempty"`
 	CalibrationTokens int64   `json:"calibration_tokens,omitempty"`
 
-	Control    stats.Comparison  `json:"control"`              // A/A
+	Control    stats.Comparison  `json:"control"`              // A/A comparison of the run with itself
 	Against    *Run              `json:"against,omitempty"`    // the compared run
 	Comparison *stats.Comparison `json:"comparison,omitempty"` // this run with it
 	Difference *stats.Interval   `json:"difference,omitempty"` // of the mean pass rates
@@ -249,11 +249,11 @@ type Report struct {
 	ControlRun *ControlRun `json:"control_run,omitempty"`
 }
 
-// ControlRun is the control of a run: the present agent, with the recorded models.
+// ControlRun is the control of a run: the current agent, with the recorded models.
 type ControlRun struct {
 	Run
 	Coverage Coverage       `json:"coverage"`
-	Rate     stats.Interval `json:"rate"` // 95 %, of the turns that it follows
+	Rate     stats.Interval `json:"rate"` // 95 % interval of the share of turns that it follows
 	CostUSD  float64        `json:"cost_usd"`
 }
 
@@ -281,7 +281,7 @@ func newReport(ctx context.Context, db postgres.DB, r Run, trials []Trial) (Repo
 		return report, report.addJudges(ctx, db)
 	}
 	sample, err := readSample(ctx, db, r)
-	coverage := coverageOf(sample, trials)
+	coverage := countCoverage(sample, trials)
 	report.Coverage = &coverage
 	if err == nil && r.ControlID != "" {
 		err = report.compareWithControl(ctx, db)
@@ -297,13 +297,13 @@ func ReportOf(r Run, trials []Trial) Report {
 		report.Tokens += c.Tokens
 		report.JudgeUSD += c.JudgeUSD
 	}
-	report.Control = stats.Control(outcomes(trials, report.Cases))
+	report.Control = stats.Control(passesByCase(trials, report.Cases))
 	return report
 }
 
 // addJudges adds the calibrations of the judges.
 func (r *Report) addJudges(ctx context.Context, db postgres.DB) error {
-	subject, err := SubjectOf(ctx, db, r.Run)
+	subject, err := ReadSubject(ctx, db, r.Run)
 	if err != nil {
 		return err
 	}
@@ -317,8 +317,8 @@ func (r *Report) Follows() bool {
 	return r.Coverage != nil && r.Coverage.Followed > 0 && 2*r.Coverage.Followed >= r.Coverage.Played
 }
 
-// compareWithControl compares a run with its control. If the control does not follow its turns, "not worse" means
-// nothing, and is undecided.
+// compareWithControl compares a run with its control. If the control does not follow its turns, the answer "not worse"
+// becomes "undecided".
 func (r *Report) compareWithControl(ctx context.Context, db postgres.DB) error {
 	run, err := GetRun(ctx, db, r.ControlID)
 	if err != nil {
@@ -339,13 +339,13 @@ func (r *Report) compareWithControl(ctx context.Context, db postgres.DB) error {
 	if err := r.CompareWith(ctx, db, run, suite.Definition.Margin()); err != nil {
 		return err
 	}
-	r.doubt(control.Follows())
+	r.requireFollowingControl(control.Follows())
 	return nil
 }
 
-// doubt makes "not worse" undecided if the control does not follow its turns.
-func (r *Report) doubt(follows bool) {
-	if !follows && r.Comparison.Answer == stats.NotWorse {
+// requireFollowingControl changes "not worse" to "undecided" if the control does not follow its turns.
+func (r *Report) requireFollowingControl(controlFollows bool) {
+	if !controlFollows && r.Comparison.Answer == stats.NotWorse {
 		r.Comparison.Answer = stats.Undecided
 	}
 }
@@ -362,11 +362,11 @@ func (r *Report) CompareControl(control Report, margin float64) {
 			}
 		}
 	}
-	r.doubt(followed > 0 && 2*followed >= played)
+	r.requireFollowingControl(followed > 0 && 2*followed >= played)
 }
 
-// CompareWith adds the comparison with another run of the suite, by the cases of the same name. margin is the accepted
-// loss.
+// CompareWith adds the comparison with another run, by the cases of the same name. margin is the accepted loss of the
+// mean pass rate.
 func (r *Report) CompareWith(ctx context.Context, db postgres.DB, other Run, margin float64) error {
 	trials, err := BriefTrials(ctx, db, other.ID, "")
 	if err == nil {
@@ -438,8 +438,8 @@ func (c *CaseResult) add(t Trial) {
 	}
 }
 
-// outcomes lists the decided trials of each case in order.
-func outcomes(trials []Trial, cases []CaseResult) [][]bool {
+// passesByCase lists for each case whether its decided trials passed, in order.
+func passesByCase(trials []Trial, cases []CaseResult) [][]bool {
 	all := make([][]bool, len(cases))
 	for i, c := range cases {
 		for _, t := range trials {
@@ -459,17 +459,16 @@ func RecordedRuns(ctx context.Context, db postgres.DB, limit int) ([]Run, error)
 	return postgres.Collect(rows, err, "list runs of recorded turns", pgx.RowToStructByPos[Run])
 }
 
-// RunsOfSuites lists the newest runs of each suite, at most most of each.
-func RunsOfSuites(ctx context.Context, db postgres.DB, suites []string, most int) ([]Run, error) {
+// RunsOfSuites lists the newest runs of each suite, at most perSuite of each.
+func RunsOfSuites(ctx context.Context, db postgres.DB, suites []string, perSuite int) ([]Run, error) {
 	rows, err := db.Query(ctx, `
 		select `+runColumns+` from unnest(@suites::text[]) s (name) cross join lateral (
-		  select * from agent_eval_runs r where r.suite = s.name order by r.id desc limit @most) r
-		 order by suite, id desc`, postgres.Strict{"suites": suites, "most": most})
+		  select * from agent_eval_runs r where r.suite = s.name order by r.id desc limit @per_suite) r
+		 order by suite, id desc`, postgres.Strict{"suites": suites, "per_suite": perSuite})
 	return postgres.Collect(rows, err, "list runs of suites", pgx.RowToStructByPos[Run])
 }
 
-// Outcomes reports runs as [Summaries] does, those of recorded turns compared with their controls. State is their
-// result.
+// Outcomes is [Summaries] with the comparison of runs of recorded turns with their controls, for [Report.State].
 func Outcomes(ctx context.Context, db postgres.DB, runs []Run) ([]Report, error) {
 	both := slices.Clone(runs)
 	for _, r := range runs {
@@ -496,14 +495,14 @@ func Outcomes(ctx context.Context, db postgres.DB, runs []Run) ([]Report, error)
 	return reports[:len(runs)], nil
 }
 
-// Control reports whether another run of recorded turns plays this one as its control.
+// Control reports whether the run is the control of another run of recorded turns.
 func (r Run) Control() bool { return r.Kind != OfSuite && r.ControlID == "" }
 
-// recorded reports whether a run replays recorded turns: its result is the comparison with its control.
+// recorded reports whether a run plays recorded turns and has a control. Its result is the comparison with the control.
 func (r Run) recorded() bool { return r.Kind != OfSuite && r.ControlID != "" }
 
-// State returns the result of a run, in a word. A run without trials passed nothing. The result of a run of recorded
-// turns is its comparison with the control.
+// State returns the result of a run as a short text. The result of a run of recorded turns is its comparison with the
+// control.
 func (r Report) State() string {
 	switch {
 	case r.FinishedAt == nil:
@@ -529,7 +528,7 @@ func (r *Report) HideTexts() {
 	}
 }
 
-// Summaries reports runs by their cases, without trials and control, in the order of runs.
+// Summaries returns a report of each run with its cases, but without trials and control. The order is that of runs.
 func Summaries(ctx context.Context, db postgres.DB, runs []Run) ([]Report, error) {
 	ids := make([]string, len(runs))
 	for i, r := range runs {

@@ -12,7 +12,7 @@ import (
 )
 
 // A run with the status running and without a live process counts as interrupted.
-func TestARunWithoutAProcessIsInterrupted(t *testing.T) {
+func TestRunWithoutProcessIsInterrupted(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	insert := func(background bool) string {
@@ -23,34 +23,34 @@ func TestARunWithoutAProcessIsInterrupted(t *testing.T) {
 			trials as (insert into agent_eval_trials (run_id, case_name, trial, position) select id, 'late', 1, 1 from run)
 			select id::text from run`)
 	}
-	gone, served := insert(false), insert(true)
-	status := func(id, want string) {
+	abandoned, served := insert(false), insert(true)
+	expectStatus := func(id, want string) {
 		t.Helper()
 		run, err := evals.GetRun(t.Context(), pool, id)
 		require.NoError(t, err)
 		assert.Equal(t, want, run.Status)
 		assert.Equal(t, want, evals.ReportOf(run, nil).State())
 	}
-	status(gone, evals.Interrupted)
-	status(served, evals.Running)
+	expectStatus(abandoned, evals.Interrupted)
+	expectStatus(served, evals.Running)
 	pgtest.Exec(t, pool, `
 		with w as (insert into agent_workers (id, name, kind, expires_at)
 		  values ('018f0000-0000-7000-8000-000000000001', 'w', 'process', now() + interval '1 minute') returning id)
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim, input)
-		select 'ev_00000000000000000000000001', 'eval', 'eval', 'running', id, 1, jsonb_build_object('run', '`+gone+`') from w`)
-	status(gone, evals.Running)
+		select 'ev_00000000000000000000000001', 'eval', 'eval', 'running', id, 1, jsonb_build_object('run', '`+abandoned+`') from w`)
+	expectStatus(abandoned, evals.Running)
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = now() - interval '1 second'`)
-	status(gone, evals.Interrupted)
-	pgtest.Exec(t, pool, `update agent_eval_trials set verdict = 'pass', finished_at = now() where run_id::text = '`+gone+`'`)
-	status(gone, evals.Running) // between two trials
+	expectStatus(abandoned, evals.Interrupted)
+	pgtest.Exec(t, pool, `update agent_eval_trials set verdict = 'pass', finished_at = now() where run_id::text = '`+abandoned+`'`)
+	expectStatus(abandoned, evals.Running) // between two trials
 	pgtest.Exec(t, pool, `update agent_eval_trials set finished_at = now() - interval '1 hour'`)
-	status(gone, evals.Interrupted)
+	expectStatus(abandoned, evals.Interrupted)
 	pgtest.Exec(t, pool, `update agent_eval_runs set kind = 'shadow'`) // another run is its control
-	status(gone, evals.Running)
+	expectStatus(abandoned, evals.Running)
 }
 
 // A list and a report of a run of recorded turns agree.
-func TestARunOfRecordedTurnsComesToItsComparison(t *testing.T) {
+func TestRecordedRunStateIsItsComparison(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `

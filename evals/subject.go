@@ -15,8 +15,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// Subject is the subject of a run: a version of an agent with its skills, and a suite. The run keeps it, so no later
-// change reaches its trials.
+// Subject has the inputs of a run: a version of an agent with its skills, and a suite. It is stored with the run, so
+// later changes do not affect the trials.
 type Subject struct {
 	Suite     Suite               `json:"suite"`
 	Agent     agents.Definition   `json:"agent"` // as declared
@@ -25,22 +25,22 @@ type Subject struct {
 	Installed string              `json:"installed"` // the model of agents without one
 	Effort    string              `json:"effort"`
 	Delegates []agents.Definition `json:"delegates"` // names and descriptions
-	Skills    []skills.Skill      `json:"skills"`    // those that the agent may call, without the tools that call them
+	Skills    []skills.Skill      `json:"skills"`    // the skills that the agent may call
 	Runtime   string              `json:"runtime"`   // the version of this program
 	Setup     string              `json:"setup"`     // identifies the settings of the model calls
 }
 
-// Installation has the dependencies of a subject outside the database.
+// Installation has the inputs of a subject that are not in the database.
 type Installation struct {
 	Agents  *agents.Directory
-	Model   string              // of agents without one
+	Model   string              // model of agents that declare none
 	Offline bool                // Model answers for all agents
 	Scopes  map[string][]string // of the skills of each surface
 	Runtime string
 	Setup   string
 }
 
-// Subject reads the subject of a future run of a suite, in the state that db shows.
+// Subject reads the subject of a new run of a suite.
 func (in Installation) Subject(ctx context.Context, db postgres.DB, s Suite) (Subject, error) {
 	return in.SubjectAt(ctx, db, s, 0)
 }
@@ -51,9 +51,9 @@ func (in Installation) SubjectAt(ctx context.Context, db postgres.DB, s Suite, v
 	if err != nil {
 		return Subject{}, err
 	}
-	who, err := agents.Find(all, s.Definition.Agent)
+	agent, err := agents.Find(all, s.Definition.Agent)
 	if err == nil && version > 0 {
-		who, err = in.Agents.Look(ctx, db, who.Name, version)
+		agent, err = in.Agents.Look(ctx, db, agent.Name, version)
 	}
 	if err != nil {
 		return Subject{}, err
@@ -62,30 +62,30 @@ func (in Installation) SubjectAt(ctx context.Context, db postgres.DB, s Suite, v
 	if err != nil {
 		return Subject{}, err
 	}
-	found := Subject{
-		Suite: s, Agent: who.AsDeclared(), Version: who.Version, Model: who.Model, Effort: who.Effort, Runtime: in.Runtime,
-		Installed: in.Model, Setup: in.Setup,
+	subject := Subject{
+		Suite: s, Agent: agent.AsDeclared(), Version: agent.Version, Model: agent.Model, Effort: agent.Effort,
+		Runtime: in.Runtime, Installed: in.Model, Setup: in.Setup,
 	}
-	found.Agent.Name = who.Name
-	if found.Model == "" || in.Offline {
-		found.Model = in.Model
+	subject.Agent.Name = agent.Name
+	if subject.Model == "" || in.Offline {
+		subject.Model = in.Model
 	}
 	for _, other := range all {
-		if slices.Contains(who.Delegates, other.Name) {
-			found.Delegates = append(found.Delegates, agents.Definition{Name: other.Name, Description: other.Description})
+		if slices.Contains(agent.Delegates, other.Name) {
+			subject.Delegates = append(subject.Delegates, agents.Definition{Name: other.Name, Description: other.Description})
 		}
 	}
 	for _, skill := range offered {
-		if who.May(skill.Name) {
-			found.Skills = append(found.Skills, described(skill))
+		if agent.May(skill.Name) {
+			subject.Skills = append(subject.Skills, describeSkill(skill))
 		}
 	}
-	return found, nil
+	return subject, nil
 }
 
-// described returns a skill's description for a model. Stubs answer its calls, so it omits the handler and the
-// settings. The handlers of builtins stay: they distinguish the memory's skills from others.
-func described(s skills.Skill) skills.Skill {
+// describeSkill returns the part of a skill that a model sees. Stubs answer its calls, so it omits handler and
+// settings. It keeps the handlers of builtins, which identify the skills of the memory.
+func describeSkill(s skills.Skill) skills.Skill {
 	handler := s.Handler
 	if !strings.HasPrefix(handler, "builtin:") {
 		handler = "builtin:stub"
@@ -102,21 +102,21 @@ func (in Installation) Subjects(ctx context.Context, db postgres.DB) (map[string
 	if err != nil {
 		return nil, err
 	}
-	all := map[string]Subject{}
+	subjects := map[string]Subject{}
 	for _, s := range suites {
-		found, err := in.Subject(ctx, db, s)
+		subject, err := in.Subject(ctx, db, s)
 		if errors.Is(err, agents.ErrNotFound) {
 			continue
 		}
 		if err != nil {
 			return nil, err
 		}
-		all[s.Name] = found
+		subjects[s.Name] = subject
 	}
-	return all, nil
+	return subjects, nil
 }
 
-// AgentDigest identifies the agent as a trial sees it. Its schedule, keys and greeting do not count.
+// AgentDigest identifies the agent as a trial sees it. It ignores schedule, keys and greeting.
 func (s Subject) AgentDigest() string {
 	a := s.Agent
 	a.Default, a.Keys, a.Greeting, a.Heartbeat = false, nil, "", nil
@@ -128,21 +128,22 @@ func (s Subject) AgentDigest() string {
 	}{a, s.Model, s.Effort, s.Delegates, s.Skills})
 }
 
-// SuiteDigest identifies the cases of the suite. Its number of trials, budget and gate do not count.
+// SuiteDigest identifies the cases of the suite. It ignores the number of trials, the budget and the gate.
 func (s Subject) SuiteDigest() string {
 	d := s.Suite.Definition
 	return digest(Definition{Name: d.Name, Agent: d.Agent, Surface: d.Surface, Cases: d.Cases})
 }
 
-// digest is the SHA-256 of a value's JSON, after a round trip through JSON, as a database makes it.
+// digest returns a SHA-256 of a value's JSON, cut to 16 bytes. The value is decoded and encoded again first, as if a
+// database had stored it.
 func digest(value any) string {
 	text, err := json.Marshal(value)
-	var plain any
+	var decoded any
 	if err == nil {
-		err = json.Unmarshal(text, &plain)
+		err = json.Unmarshal(text, &decoded)
 	}
 	if err == nil {
-		text, err = json.Marshal(plain)
+		text, err = json.Marshal(decoded)
 	}
 	if err != nil {
 		return "invalid: " + err.Error() // the value was read from JSON
@@ -151,8 +152,8 @@ func digest(value any) string {
 	return hex.EncodeToString(sum[:16])
 }
 
-// SubjectOf reads the subject of a run. For a run of an earlier release, it has only the suite.
-func SubjectOf(ctx context.Context, db postgres.DB, r Run) (Subject, error) {
+// ReadSubject reads the subject of a run. The subject of a run by an early release has only the suite.
+func ReadSubject(ctx context.Context, db postgres.DB, r Run) (Subject, error) {
 	var raw json.RawMessage
 	err := db.QueryRow(ctx, `select subject from agent_eval_runs where id = @id`, postgres.Strict{"id": r.ID}).Scan(&raw)
 	if err != nil {

@@ -230,7 +230,7 @@ func errNoEval() error {
 // evalError adds the exit code and the next step to an error of a run.
 func evalError(err error) error {
 	switch {
-	case errors.Is(err, runner.ErrUnpriced), errors.Is(err, runner.ErrOffline), errors.Is(err, runner.ErrElsewhere):
+	case errors.Is(err, runner.ErrUnpriced), errors.Is(err, runner.ErrOffline), errors.Is(err, runner.ErrOtherSetup):
 		return &exitError{exitUsage, err}
 	case errors.Is(err, runner.ErrNoTurn):
 		return hint(err, "raise --since, or see agent trace ls")
@@ -365,7 +365,7 @@ func (c *cli) reportEval(ctx context.Context, s *session, id, against string) (e
 	if other.Suite != run.Suite {
 		return report, usageError("run %s is of %s, not of %s", other.ID, other.Suite, run.Suite)
 	}
-	subject, err := evals.SubjectOf(ctx, s.Pool, run)
+	subject, err := evals.ReadSubject(ctx, s.Pool, run)
 	if err != nil {
 		return report, err
 	}
@@ -590,7 +590,7 @@ func (c *cli) evalListCommand() *cobra.Command {
 			listed := make([]listedEval, len(suites))
 			for i, one := range suites {
 				d := one.Definition
-				listed[i] = listedEval{one.Name, one.Version, d.Agent, len(d.Cases), d.TrialsOf(), nil}
+				listed[i] = listedEval{one.Name, one.Version, d.Agent, len(d.Cases), d.TrialCount(), nil}
 				last, err := evals.Runs(cmd.Context(), s.Pool, one.Name, 1)
 				if err != nil {
 					return err

@@ -111,7 +111,7 @@ func TestEvalCommands(t *testing.T) {
 		`added "again"`)
 	assert.Contains(t, p.must("apply", dir), "~ eval orders")
 	p.fails(2, "there is no file nowhere.yaml", "eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--to", "nowhere.yaml")
-	p.fails(1, `it has a case "again"`, "eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again",
+	p.fails(1, `the suite has a case "again" already`, "eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again",
 		"--to", path)
 }
 
@@ -133,7 +133,7 @@ func TestEvalAddFromOutage(t *testing.T) {
 	assert.Contains(t, p.must(append(add, "first")...), `added "first"`)
 	far, _ := p.remote()
 	assert.Contains(t, far.must(append(add, "second")...), `added "second"`)
-	p.fails(1, `it has a case "second"`, append(add, "second")...)
+	p.fails(1, `the suite has a case "second" already`, append(add, "second")...)
 	far.fails(2, "there is no file none.jsonl", "selfheal", "report", "--set", "none.jsonl")
 	p.must("apply", dir)
 	assert.Contains(t, p.must("eval", "ls"), "selfheal", "2")

@@ -273,10 +273,10 @@ func (c *conversations) stream(t *testing.T, role principals.Role, path string) 
 func TestRecordedTurnsKeepTheirTexts(t *testing.T) {
 	t.Parallel()
 	c := newConversations(t)
-	of := evals.SampleOf{Agent: "agent", All: true, Since: time.Hour, Size: 5}
-	_, whole, err := evals.Draw(t.Context(), c.pool, of)
+	of := evals.SampleFilter{Agent: "agent", All: true, Since: time.Hour, Size: 5}
+	_, whole, err := evals.DrawSample(t.Context(), c.pool, of)
 	require.NoError(t, err)
-	_, drawn, err := evals.Draw(activity.WithoutTexts(t.Context()), c.pool, of)
+	_, drawn, err := evals.DrawSample(activity.WithoutTexts(t.Context()), c.pool, of)
 	require.NoError(t, err)
 	assert.NoDiff(t, whole, drawn)
 	calls := 0

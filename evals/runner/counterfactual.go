@@ -25,71 +25,71 @@ import (
 // Counterfactual plays recorded turns of an agent with a candidate, and with the present agent as the control.
 type Counterfactual struct {
 	Agent     string
-	Since     time.Duration // of the recorded turns
-	Sample    int
-	Model     string // of the candidate; its agent's model if empty
-	Version   int    // of the candidate's agent; the current one if 0
-	Trials    int    // of each turn
+	Since     time.Duration // maximum age of the recorded turns
+	Sample    int           // maximum number of turns
+	Model     string        // model of the candidate; empty means that of the agent
+	Version   int           // version of the candidate's agent; 0 means the current one
+	Trials    int           // of each turn
 	Margin    float64
-	BudgetUSD float64 // of control and candidate together; 0 for no limit
+	BudgetUSD float64 // for control and candidate together; 0 means no limit
 	Timeout   time.Duration
-	// Candidate, if set, returns the subject of a workspace that is not applied.
+	// Candidate returns the subject of a workspace that is not applied; nil means the applied workspace.
 	Candidate func(ctx context.Context, in evals.Installation, s evals.Suite) (evals.Subject, error)
 }
 
 // ErrNoTurn reports an agent without recorded turns that can be played.
 var ErrNoTurn = errors.New("no recorded turn can be played")
 
-// Planned is a counterfactual that is not stored yet, with its estimated cost.
-type Planned struct {
+// Plan is a counterfactual that is not stored yet, with its estimated cost.
+type Plan struct {
 	Sample    evals.Sample
 	Control   evals.Subject
 	Candidate evals.Subject
 	Run       evals.Run // of the candidate
 	Calls     int       // model calls of both runs
-	USD       float64   // of the models with a price
-	Priced    bool      // every model has one
+	USD       float64   // estimated cost of the models with a price
+	Priced    bool      // every model has a price
 }
 
 // Plan draws the sample of a counterfactual. It stores nothing.
-func (r *Runner) Plan(ctx context.Context, c Counterfactual) (p Planned, err error) {
+func (r *Runner) Plan(ctx context.Context, c Counterfactual) (p Plan, err error) {
 	all, err := r.Agents.List(ctx, r.Pool)
 	if err != nil {
 		return p, err
 	}
-	now, err := agents.Find(all, c.Agent)
+	agent, err := agents.Find(all, c.Agent)
 	if err != nil {
 		return p, err
 	}
-	of := sampleOf(all, now)
-	of.Since, of.Size = c.Since, c.Sample
-	cases, sample, err := evals.Draw(ctx, r.Pool, of)
+	filter := sampleFilter(all, agent)
+	filter.Since, filter.Size = c.Since, c.Sample
+	cases, sample, err := evals.DrawSample(ctx, r.Pool, filter)
 	if err != nil {
 		return p, err
 	}
 	if len(cases) == 0 {
-		return p, fmt.Errorf("%w: %d of %s%s", ErrNoTurn, sample.Size, now.Name, reasons(sample.Skipped))
+		return p, fmt.Errorf("%w: %d of %s%s", ErrNoTurn, sample.Size, agent.Name, formatSkipped(sample.Skipped))
 	}
-	r.nameModels(now, sample)
+	r.nameModels(agent, sample)
 	p.Sample = sample
 	p.Run = evals.Run{Kind: evals.OfCounterfactual, Trials: c.Trials, Candidate: c.Candidate != nil}
 	suite := evals.Suite{Version: 1, Source: p.Run.Kind, Definition: evals.Definition{
-		Agent: now.Name, Surface: "operate", Trials: c.Trials, Cases: cases, ApplyGate: &evals.Gate{Margin: c.Margin},
+		Agent: agent.Name, Surface: "operate", Trials: c.Trials, Cases: cases, ApplyGate: &evals.Gate{Margin: c.Margin},
 		Budget: evals.Budget{CostUSD: c.BudgetUSD, Timeout: c.Timeout.String()},
 	}}
-	if err := r.subjects(ctx, c, suite, &p); err != nil {
+	if err := r.readSubjects(ctx, c, suite, &p); err != nil {
 		return p, err
 	}
 	r.estimate(&p)
 	if c.BudgetUSD > 0 && !p.Priced {
-		return p, fmt.Errorf("plan a counterfactual of %s: %w", now.Name, ErrUnpriced)
+		return p, fmt.Errorf("plan a counterfactual of %s: %w", agent.Name, ErrUnpriced)
 	}
 	return p, nil
 }
 
-// subjects reads the subjects of control and candidate. The suite has the surface with all skills; each turn offers its
-// own skills.
-func (r *Runner) subjects(ctx context.Context, c Counterfactual, s evals.Suite, p *Planned) (err error) {
+// readSubjects reads the subjects of control and candidate. The suite has the surface with all skills, and each turn
+// offers its own skills.
+func (r *Runner) readSubjects(ctx context.Context, c Counterfactual, s evals.Suite, p *Plan) (err error) {
 	in := r.Installation(r.Model.Model())
 	if p.Control, err = in.Subject(ctx, r.Pool, s); err != nil {
 		return err
@@ -103,30 +103,30 @@ func (r *Runner) subjects(ctx context.Context, c Counterfactual, s evals.Suite, 
 	if err != nil {
 		return err
 	}
-	return r.try(&p.Candidate, c.Model)
+	return r.overrideModel(&p.Candidate, c.Model)
 }
 
-// sampleOf selects the turns of one of the agents.
-func sampleOf(all []agents.Agent, a agents.Agent) evals.SampleOf {
-	of := evals.SampleOf{Agent: a.Name, All: a.Default}
+// sampleFilter selects the turns of one of the agents.
+func sampleFilter(all []agents.Agent, a agents.Agent) evals.SampleFilter {
+	filter := evals.SampleFilter{Agent: a.Name, All: a.Default}
 	for _, other := range all {
 		if other.Name != a.Name {
-			of.Others = append(of.Others, other.Name)
+			filter.Others = append(filter.Others, other.Name)
 		}
 	}
-	return of
+	return filter
 }
 
-// nameModels gives the recorded models the agent's names for them.
+// nameModels replaces the recorded names of models by the names that the agent's settings use.
 func (r *Runner) nameModels(a agents.Agent, s evals.Sample) {
 	for name, turn := range s.Turns {
-		turn.Model = configured(a, turn.Model, r.Model.Model())
+		turn.Model = configuredName(a, turn.Model, r.Model.Model())
 		s.Turns[name] = turn
 	}
 }
 
-// configured returns the agent's name for a model, whose server may answer with a dated version.
-func configured(a agents.Agent, model, fallback string) string {
+// configuredName returns the configured name of a model. The server may have recorded a dated version of the name.
+func configuredName(a agents.Agent, model, fallback string) string {
 	for _, name := range append([]string{a.Model, fallback}, a.Fallback...) {
 		version, dated := strings.CutPrefix(model, name+"-20")
 		if name != "" && (model == name || dated && len(version) >= 2) {
@@ -136,7 +136,7 @@ func configured(a agents.Agent, model, fallback string) string {
 	return model
 }
 
-func reasons(skipped map[string]int) string {
+func formatSkipped(skipped map[string]int) string {
 	var text strings.Builder
 	for _, why := range slices.Sorted(maps.Keys(skipped)) {
 		fmt.Fprintf(&text, "; %d: %s", skipped[why], why)
@@ -144,12 +144,12 @@ func reasons(skipped map[string]int) string {
 	return text.String()
 }
 
-// estimate prices the recorded tokens for both runs.
-func (r *Runner) estimate(p *Planned) {
+// estimate adds the prices of the recorded tokens for both runs.
+func (r *Runner) estimate(p *Plan) {
 	p.Priced = true
 	for _, turn := range p.Sample.Turns {
 		p.Calls += 2 * turn.Iterations * p.Run.Trials
-		for _, model := range []string{r.played(turn.Model), p.Candidate.Model} {
+		for _, model := range []string{r.playedModel(turn.Model), p.Candidate.Model} {
 			price, _ := r.Model.Price(model)
 			p.Priced = p.Priced && r.Model.PricedModel(model)
 			p.USD += float64(p.Run.Trials) *
@@ -158,8 +158,8 @@ func (r *Runner) estimate(p *Planned) {
 	}
 }
 
-// played is the model that answers for a recorded one; offline, the offline model.
-func (r *Runner) played(model string) string {
+// playedModel returns the model that answers for a recorded one. A process with the offline model always uses that.
+func (r *Runner) playedModel(model string) string {
 	if r.Model.Model() == offline.Model {
 		return offline.Model
 	}
@@ -167,13 +167,13 @@ func (r *Runner) played(model string) string {
 }
 
 // Store stores the runs of a counterfactual. [Runner.Work] plays the candidate's after the control's.
-func (r *Runner) Store(ctx context.Context, p Planned) (evals.Run, error) {
-	return r.store(ctx, p, func(postgres.DB, evals.Run) error { return nil })
+func (r *Runner) Store(ctx context.Context, p Plan) (evals.Run, error) {
+	return r.storeRuns(ctx, p, func(postgres.DB, evals.Run) error { return nil })
 }
 
-// store stores runs, and the data of the candidate's run, in one transaction.
-func (r *Runner) store(
-	ctx context.Context, p Planned, also func(tx postgres.DB, candidate evals.Run) error,
+// storeRuns stores the runs of control and candidate. extra adds to the transaction.
+func (r *Runner) storeRuns(
+	ctx context.Context, p Plan, extra func(tx postgres.DB, candidate evals.Run) error,
 ) (candidate evals.Run, err error) {
 	err = postgres.InTx(ctx, r.Pool, func(tx pgx.Tx) error {
 		suite := p.Control.Suite
@@ -186,26 +186,26 @@ func (r *Runner) store(
 		if suite, err = evals.PutSample(ctx, tx, suite, p.Sample); err != nil {
 			return err
 		}
-		control, opposed := p.Control, p.Candidate
-		control.Suite, opposed.Suite = suite, suite
-		played, err := r.insert(ctx, tx, evals.Run{Kind: p.Run.Kind, Trials: p.Run.Trials}, control)
+		control, tested := p.Control, p.Candidate
+		control.Suite, tested.Suite = suite, suite
+		controlRun, err := r.insert(ctx, tx, evals.Run{Kind: p.Run.Kind, Trials: p.Run.Trials}, control)
 		if err != nil {
 			return err
 		}
 		run := p.Run
-		run.ControlID = played.ID
-		if candidate, err = r.insert(ctx, tx, run, opposed); err != nil {
+		run.ControlID = controlRun.ID
+		if candidate, err = r.insert(ctx, tx, run, tested); err != nil {
 			return err
 		}
-		return also(tx, candidate)
+		return extra(tx, candidate)
 	})
 	return candidate, err
 }
 
-// recordedTurn repeats the opening of a recorded turn.
+// recordedTurn returns the turn that repeats a recorded one.
 func (r *Runner) recordedTurn(loop *reason.Loop, recorded evals.Recorded) reason.Turn {
 	if s := loop.Sandbox; s.Model == evals.RecordedModel {
-		s.Model = r.played(recorded.Model)
+		s.Model = r.playedModel(recorded.Model)
 	}
 	t := reason.Turn{
 		Purpose: Flow, System: recorded.Rules, Context: recorded.Context, History: recorded.History, Prompt: recorded.Prompt,
@@ -220,7 +220,7 @@ func (r *Runner) recordedTurn(loop *reason.Loop, recorded evals.Recorded) reason
 		if len(recorded.Skills) > 0 { // a phase without skills has tools only
 			t.Scopes = []string{skills.ScopeInternal}
 		}
-	default: // a webhook's action chose them
+	default: // the action of a webhook chose the skills
 		if len(recorded.Skills) > 0 {
 			t.Scopes = r.Surfaces["operate"].Scopes
 			t = t.Using(recorded.Skills...)
@@ -241,10 +241,10 @@ func (r *Runner) recordedTurn(loop *reason.Loop, recorded evals.Recorded) reason
 	return t
 }
 
-// workControl plays the control of a run first. obstacle is the reason why no comparison is possible; "" if it is.
+// workControl plays the control of a run. problem is why no comparison is possible, or "".
 func (r *Runner) workControl(
 	ctx context.Context, run evals.Run, concurrent int, onTrial func(evals.Trial),
-) (obstacle string, err error) {
+) (problem string, err error) {
 	control, err := evals.GetRun(ctx, r.Pool, run.ControlID)
 	if err != nil {
 		return "", err
@@ -252,7 +252,7 @@ func (r *Runner) workControl(
 	if control.FinishedAt == nil {
 		err := r.Work(ctx, control, concurrent, onTrial)
 		if errors.Is(context.Cause(ctx), errTimeout) {
-			return "", cmp.Or(r.decide(context.WithoutCancel(ctx), control, errTimeout), errTimeout)
+			return "", cmp.Or(r.finishRun(context.WithoutCancel(ctx), control, errTimeout), errTimeout)
 		}
 		if err != nil {
 			return "", err
@@ -268,8 +268,8 @@ func (r *Runner) workControl(
 	return noControl, nil
 }
 
-// skip decides the open trials of a run without a possible comparison.
-func (r *Runner) skip(ctx context.Context, run evals.Run, why string) error {
+// skipTrials marks the trials without a verdict as undecided, and ends the run.
+func (r *Runner) skipTrials(ctx context.Context, run evals.Run, why string) error {
 	trials, err := evals.BriefTrials(ctx, r.Pool, run.ID, "")
 	if err != nil {
 		return err
@@ -277,12 +277,12 @@ func (r *Runner) skip(ctx context.Context, run evals.Run, why string) error {
 	for _, t := range trials {
 		if t.Verdict == "" {
 			t.Verdict, t.Reasons, t.Calls = evals.UndecidedTrial, []string{why}, []byte(`[]`)
-			if err := store(ctx, r.Pool, run.ID, t); err != nil {
+			if err := storeVerdict(ctx, r.Pool, run.ID, t); err != nil {
 				return err
 			}
 		}
 	}
-	return r.decide(ctx, run, nil)
+	return r.finishRun(ctx, run, nil)
 }
 
 // Reasons why a trial has no verdict.

@@ -26,8 +26,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// record plays real turns of the agent, like the chat.
-func (w *world) record(t *testing.T, prompts ...string) {
+// record registers a flow like the chat, and records a turn for each prompt.
+func (w *testRunner) record(t *testing.T, prompts ...string) {
 	t.Helper()
 	loop := &reason.Loop{
 		Pool: w.pool, Model: w.runner.Model, Skills: w.runner.Skills, Agents: w.runner.Agents, Budget: w.runner.Budget,
@@ -51,8 +51,8 @@ func (w *world) record(t *testing.T, prompts ...string) {
 	w.play(t, prompts...)
 }
 
-// play plays turns of the registered flow.
-func (w *world) play(t *testing.T, prompts ...string) {
+// play runs the registered flow with each prompt.
+func (w *testRunner) play(t *testing.T, prompts ...string) {
 	t.Helper()
 	for _, prompt := range prompts {
 		x, _, err := w.runner.Engine.Start(t.Context(), w.pool, executions.Spec{
@@ -64,8 +64,8 @@ func (w *world) play(t *testing.T, prompts ...string) {
 	}
 }
 
-// counterfactual plays a counterfactual to its end.
-func (w *world) counterfactual(t *testing.T, c runner.Counterfactual) evals.Report {
+// counterfactual runs a counterfactual to its end.
+func (w *testRunner) counterfactual(t *testing.T, c runner.Counterfactual) evals.Report {
 	t.Helper()
 	c.Since, c.Sample, c.Trials, c.Margin, c.Timeout = time.Hour, 50, 1, 0.05, time.Hour
 	p, err := w.runner.Plan(t.Context(), c)
@@ -76,7 +76,7 @@ func (w *world) counterfactual(t *testing.T, c runner.Counterfactual) evals.Repo
 	return w.report(t, run)
 }
 
-// callID matches an id that the scripted model gives a call.
+// callID matches the id of a call by the scripted model.
 var callID = regexp.MustCompile(`call_\d+_`)
 
 // conversations returns the messages and tools of requests, in a stable order.
@@ -96,9 +96,9 @@ func conversations(requests []modeltest.Request) []string {
 
 // The control sends the recorded requests again, byte for byte: history, context, time, pinned memory, results, errors
 // and denials.
-func TestTheControlRepeatsTheRecordedRequests(t *testing.T) {
+func TestControlRepeatsRecordedRequests(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	pgtest.Exec(t, w.pool, `
 		insert into agent_memory (category, key, value) values ('policy', 'returns', '{"days": 14, "note": "a: b"}')`)
 	w.script(func(prompt string, results []string) modeltest.Reply {
@@ -116,7 +116,7 @@ func TestTheControlRepeatsTheRecordedRequests(t *testing.T) {
 	})
 	w.record(t, "order 7?", "search 7", "wrong 7", "refund 7")
 	recorded := w.model.Requests()
-	made := w.real.Load()
+	calls := w.realCalls.Load()
 	report := w.counterfactual(t, runner.Counterfactual{Agent: "sales", Model: "gpt-4.1"})
 	got := w.model.Requests()[len(recorded):]
 	control := slices.DeleteFunc(slices.Clone(got), func(r modeltest.Request) bool { return r.Model == "gpt-4.1" })
@@ -126,15 +126,15 @@ func TestTheControlRepeatsTheRecordedRequests(t *testing.T) {
 	if c := report.ControlRun.Coverage; c.Sampled != 4 || c.Followed != 4 || report.Coverage.Followed != 4 {
 		t.Errorf("the coverage is %+v and %+v", c, report.Coverage)
 	}
-	assert.Equal(t, made, w.real.Load(), "a call reached a real skill")
+	assert.Equal(t, calls, w.realCalls.Load(), "a call reached a real skill")
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_approvals where trace_id like 'ev\_%'`)
 }
 
 // If the control does not follow its own turns, the runner cannot compare, and plays no candidate.
-func TestACandidateIsNotPlayedIfTheControlFollowsNothing(t *testing.T) {
+func TestCandidateNeedsFollowingControl(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.script(nora)
+	w := newTestRunner(t)
+	w.script(replyAsAgent)
 	w.record(t, "order 7?", "order 8?")
 	before := len(w.model.Requests())
 	w.script(func(_ string, results []string) modeltest.Reply {
@@ -144,15 +144,15 @@ func TestACandidateIsNotPlayedIfTheControlFollowsNothing(t *testing.T) {
 	assert.Truef(t, report.Comparison.Answer == stats.Undecided && report.Coverage.Played == 0 &&
 		report.ControlRun.Coverage.Diverged["check_order"] == 2, "the answer is %s: %+v, control %+v",
 		report.Comparison.Answer, report.Coverage, report.ControlRun.Coverage)
-	// The first unrecorded call ended each trial of the control.
-	made := len(w.model.Requests()) - before
-	assert.Equal(t, 2, made, "model calls")
+	// The first call that is not recorded ended each trial of the control.
+	requests := len(w.model.Requests()) - before
+	assert.Equal(t, 2, requests, "model calls")
 }
 
 // Both runs reserve from one budget.
-func TestControlAndCandidateShareABudget(t *testing.T) {
+func TestControlAndCandidateShareBudget(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		most := max(req.MaxTokens, req.MaxCompletionTokens) //nolint:staticcheck // the field of most servers
 		return modeltest.Text("Hello.").WithUsage(2000, min(1000, most), 0)
@@ -165,10 +165,10 @@ func TestControlAndCandidateShareABudget(t *testing.T) {
 }
 
 // A shadow plays the turns that complete during its time, each once, and so does its control.
-func TestAShadowPlaysTurnsAsTheyComplete(t *testing.T) {
+func TestShadowPlaysCompletedTurns(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.script(nora)
+	w := newTestRunner(t)
+	w.script(replyAsAgent)
 	w.record(t, "order 7?") // from before the shadow
 	run, err := w.runner.StartShadow(t.Context(), runner.Counterfactual{Model: "gpt-4.1", Margin: 0.05}, 1, time.Hour)
 	require.NoError(t, err)
@@ -181,8 +181,8 @@ func TestAShadowPlaysTurnsAsTheyComplete(t *testing.T) {
 	c := report.Coverage
 	assert.Truef(t, c.Sampled == 2 && c.Followed == 2 && report.ControlRun.Coverage.Followed == 2 &&
 		report.Status == evals.Passed, "the shadow is %s: %+v, control %+v", report.Status, c, report.ControlRun.Coverage)
-	made := len(w.model.Requests()) - before
-	assert.Equal(t, 8, made, "model calls")
+	requests := len(w.model.Requests()) - before
+	assert.Equal(t, 8, requests, "model calls")
 	pgtest.Equal(t, w.pool, 1, `select count(*)::int from agent_audit where act = 'stop_shadow'`)
 	assert.Error(t, evals.StopShadow(t.Context(), w.pool, run.ID), "a shadow was stopped twice")
 	// A server finds the run by its claim, like any other run.
@@ -191,13 +191,13 @@ func TestAShadowPlaysTurnsAsTheyComplete(t *testing.T) {
 }
 
 // Two processes may draw the same turns. Each turn counts once.
-func TestAShadowCountsTurnsOnce(t *testing.T) {
+func TestShadowCountsTurnsOnce(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	run := w.shadow(t)
 	seen, err := evals.GetShadow(t.Context(), w.pool, run.ID)
 	require.NoError(t, err)
-	seen.Upto = seen.SeenAt.Add(time.Second)
+	seen.VisibleUntil = seen.SeenAt.Add(time.Second)
 	more := evals.Sample{Size: 1, Skipped: map[string]int{}, Turns: map[string]evals.Recorded{"ch_1": {}}}
 	for range 2 {
 		require.NoError(t, evals.Extend(t.Context(), w.pool, run, more, seen))

@@ -20,15 +20,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// These are the traces of the attack. Each has an execution under a claim.
+// Traces of an eval and of a chat. Each has an execution with a claim.
 const (
-	attacker = `ev_01JD3V7K8ZQ6W2M5T9X4C1B0AE`
-	visitor  = `ch_01JD3V7K8ZQ6W2M5T9X4C1B0AF`
+	evalTrace = `ev_01JD3V7K8ZQ6W2M5T9X4C1B0AE`
+	chatTrace = `ch_01JD3V7K8ZQ6W2M5T9X4C1B0AF`
 )
 
-// doors are writes by which a run would send, wake an execution, count or be remembered. @t is its trace, @x its
-// execution. The database rejects them by the trace in the row.
-var doors = map[string]string{
+// tracedWrites are writes with an effect outside the trial. The database rejects them by the trace in the row. @t is
+// the trace, @x the execution, and @s the surface.
+var tracedWrites = map[string]string{
 	"outbox":          `insert into agent_webhook_outbox (target_id, event, payload, trace_id) select id, 'e', '{}', @t from agent_webhook_targets`,
 	"webhook":         `insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, body, body_sha256) values ('e', 'd', @t, @t, '', '')`,
 	"message":         `insert into agent_messages (thread_id, role, content, status, trace_id) values ('th', 'user', 'x', 'queued', @t)`,
@@ -55,8 +55,9 @@ var doors = map[string]string{
 	"event":           `select raise_agent_event('EVENT_COMPLETED', 'k', '{}', null, @t)`,
 }
 
-// fenced are writes to tables without a trace. The database rejects them under the claim of a trial.
-var fenced = map[string]string{
+// fencedWrites are writes to tables without a trace. The database rejects them in a transaction that has fenced the
+// claim of a trial.
+var fencedWrites = map[string]string{
 	"thread":              `insert into agent_threads (id, channel) values ('new', 'chat')`,
 	"thread access":       `insert into agent_thread_access (thread_id, kind) values ('th', 'flow')`,
 	"forgotten memory":    `delete from agent_memory`,
@@ -82,8 +83,8 @@ var fenced = map[string]string{
 	"suite":               `delete from agent_evals`,
 }
 
-// loopholes are attempts to write to tables without a trace, in a transaction that has fenced the claim of a trial.
-var loopholes = map[string]string{
+// fenceBypasses are statements that try to bypass the rejection of fencedWrites.
+var fenceBypasses = map[string]string{
 	"setting":     `select set_config('lanekeeper.trial', v, true) from unnest('{on,off,""}'::text[]) v`,
 	"all reset":   `reset all`,
 	"note gone":   `delete from lanekeeper.agent_trial_transactions`,
@@ -100,15 +101,15 @@ var loopholes = map[string]string{
 		select set_config('search_path', 'evil,' || current_schema() || ',lanekeeper,pg_catalog', true)`,
 }
 
-// attack runs a write in a transaction and rolls it back. The write is for a trace, optionally under the claim of its
-// execution.
-func attack(ctx context.Context, pool *pgxpool.Pool, sql, traceID string, fence bool) error {
+// attemptWrite runs a write for a trace in a transaction that is rolled back. If fenced is set, the transaction first
+// fences the claim of the trace's execution.
+func attemptWrite(ctx context.Context, pool *pgxpool.Pool, sql, traceID string, fenced bool) error {
 	rollback := errors.New("rolled back")
 	err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
 		var id, surface string
 		err := tx.QueryRow(ctx, `select id::text, surface::text from agent_executions where trace_id = $1`, traceID).
 			Scan(&id, &surface)
-		if err == nil && fence {
+		if err == nil && fenced {
 			_, err = tx.Exec(ctx, `select fence_agent_execution($1, 1)`, id)
 		}
 		if err != nil {
@@ -126,9 +127,8 @@ func attack(ctx context.Context, pool *pgxpool.Pool, sql, traceID string, fence 
 	return err
 }
 
-// The database rejects every write of a trial that would send, wake, count or remember. The same write in a visitor's
-// turn succeeds.
-func TestTheDatabaseRefusesWhatATrialWouldSendWakeCountOrRemember(t *testing.T) {
+// The database rejects every write of a trial with an effect outside the trial. The same write of a chat succeeds.
+func TestDatabaseRefusesWritesOfTrials(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `
@@ -139,16 +139,16 @@ func TestTheDatabaseRefusesWhatATrialWouldSendWakeCountOrRemember(t *testing.T) 
 		insert into agent_objectives (name, goal) values ('o', 'g');
 		insert into agent_objective_steps (objective_id, position, title) select id, 1, 's' from agent_objectives;
 		insert into agent_memory (key, value) values ('k', '1');
-		insert into agent_executions (trace_id, surface, flow) values ('`+attacker+`', 'eval', 'eval'), ('`+visitor+`', 'chat', 'eval');
+		insert into agent_executions (trace_id, surface, flow) values ('`+evalTrace+`', 'eval', 'eval'), ('`+chatTrace+`', 'chat', 'eval');
 		insert into agent_workers (id, name, expires_at) values (gen_random_uuid(), 'w', clock_timestamp() + interval '1 hour');
 		update agent_executions set claimed_by = (select id from agent_workers), claim = 1, status = 'running'`)
-	refused := func(t *testing.T, err error) {
+	expectRefused := func(t *testing.T, err error) {
 		assert.Truef(t, err != nil &&
 			(strings.Contains(err.Error(), "a trial of an eval cannot") || strings.Contains(err.Error(), "is not a trace id")),
 			"the write of a trial was not refused as such: %v", err)
 	}
-	for way, sql := range loopholes {
-		t.Run(way, func(t *testing.T) {
+	for attempt, sql := range fenceBypasses {
+		t.Run(attempt, func(t *testing.T) {
 			_, err := pool.Exec(t.Context(),
 				`begin; select fence_agent_execution(id, 1) from agent_executions where surface = 'eval';`+sql+`; insert into agent_threads (id, channel) values ('new', 'chat'); rollback`, pgx.QueryExecModeSimpleProtocol)
 			if !postgres.IsCode(err, "LK009") {
@@ -156,22 +156,23 @@ func TestTheDatabaseRefusesWhatATrialWouldSendWakeCountOrRemember(t *testing.T) 
 			}
 		})
 	}
-	for under, list := range map[bool]map[string]string{false: doors, true: fenced} {
-		for door, sql := range list {
-			t.Run(door, func(t *testing.T) {
-				refused(t, attack(t.Context(), pool, sql, attacker, under))
-				require.NoError(t, attack(t.Context(), pool, sql, visitor, under))
+	for fenced, writes := range map[bool]map[string]string{false: tracedWrites, true: fencedWrites} {
+		for name, sql := range writes {
+			t.Run(name, func(t *testing.T) {
+				expectRefused(t, attemptWrite(t.Context(), pool, sql, evalTrace, fenced))
+				require.NoError(t, attemptWrite(t.Context(), pool, sql, chatTrace, fenced))
 			})
 		}
 	}
 }
 
-// A write after the rollback of a fence is no write of a trial. The database removes the notes of ended transactions.
-func TestAFenceRolledBackIsForgotten(t *testing.T) {
+// After the rollback of a fence, a write is not a write of a trial. The database removes the records of ended
+// transactions.
+func TestRolledBackFenceHasNoEffect(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `
-		insert into agent_executions (trace_id, surface, flow) values ('`+attacker+`', 'eval', 'eval');
+		insert into agent_executions (trace_id, surface, flow) values ('`+evalTrace+`', 'eval', 'eval');
 		insert into agent_workers (id, name, expires_at) values (gen_random_uuid(), 'w', clock_timestamp() + interval '1 hour');
 		update agent_executions set claimed_by = (select id from agent_workers), claim = 1, status = 'running'`)
 	fence := `select fence_agent_execution(id, 1) from agent_executions;`
@@ -185,20 +186,20 @@ func TestAFenceRolledBackIsForgotten(t *testing.T) {
 	pgtest.Equal(t, pool, 0, `select count(*)::int from lanekeeper.agent_trial_transactions`)
 }
 
-// Code in the path of every trial rejects the rest: every skill, and lanes.
-func TestATrialCallsNoSkillAndHoldsNoLane(t *testing.T) {
+// A trial can call no skill and acquire no lane.
+func TestTrialCannotCallSkillOrAcquireLane(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	call := skills.Call{Skill: skills.Skill{Name: "check_order"}, Args: []byte(`{"order":1}`)}
 	var err error
 	call.Skill, err = skills.Get(t.Context(), w.pool, "check_order")
 	require.NoError(t, err)
 	for surface, allowed := range map[trace.Surface]bool{trace.Eval: false, trace.Chat: true} {
-		before := w.real.Load()
+		before := w.realCalls.Load()
 		ctx := trace.With(t.Context(), trace.Span{TraceID: trace.New(surface)})
 		_, err := w.runner.Skills.Invoke(ctx, call)
-		assert.Truef(t, (err == nil) == allowed && (w.real.Load() > before) == allowed,
-			"%s: the skill answered %v, and was reached %d times", surface, err, w.real.Load()-before)
+		assert.Truef(t, (err == nil) == allowed && (w.realCalls.Load() > before) == allowed,
+			"%s: the error is %v, and the skill was called %d times", surface, err, w.realCalls.Load()-before)
 		engine := enginetest.New(t, w.pool)
 		require.NoError(t, engine.Register("eval", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 			_, err := executions.Lane(ctx, "shop")

@@ -28,48 +28,48 @@ var judgeForm = reason.Form{
 		"properties":{"reason":{"type":"string"},"pass":{"type":"boolean"}}}`,
 }
 
-// judgement asks a judge about an answer until most of its votes are equal. Its model calls are steps of the execution
-// and reserve in the budget of the run.
-func (r *Runner) judgement(
+// judge calls a judge about an answer until a majority of its votes is equal. The model calls are steps of the
+// execution and reserve in the budget of the run.
+func (r *Runner) judge(
 	ctx context.Context, run evals.Run, s evals.Subject, j evals.JudgeRule, answer string,
 ) (evals.Judgement, error) {
-	got := evals.Judgement{}
-	got.Model, got.Same = s.JudgeModel(j)
-	most := j.VotesOf()/2 + 1
+	verdict := evals.Judgement{}
+	verdict.Model, verdict.Same = s.JudgeModel(j)
+	majority := j.VoteCount()/2 + 1
 	reasons := map[bool]string{}
-	for range j.VotesOf() {
-		pass, why, outcome, err := r.vote(ctx, run, s, got.Model, j.Rubric, answer)
+	for range j.VoteCount() {
+		pass, why, outcome, err := r.askJudge(ctx, run, s, verdict.Model, j.Rubric, answer)
 		if err != nil {
-			return got, err
+			return verdict, err
 		}
-		got.Tokens += int64(outcome.Usage.TotalTokens)
-		got.CostUSD += outcome.CostUSD
+		verdict.Tokens += int64(outcome.Usage.TotalTokens)
+		verdict.CostUSD += outcome.CostUSD
 		if outcome.Ended != reason.Answered {
-			got.Why = why
+			verdict.Why = why
 			if outcome.Ended == reason.EndedEval {
 				break
 			}
 			continue
 		}
 		reasons[pass] = why
-		if got.Votes++; pass {
-			got.Passes++
+		if verdict.Votes++; pass {
+			verdict.Passes++
 		}
-		if max(got.Passes, got.Votes-got.Passes) >= most {
+		if max(verdict.Passes, verdict.Votes-verdict.Passes) >= majority {
 			break
 		}
 	}
-	if max(got.Passes, got.Votes-got.Passes) < most {
-		got.Why = "the judge gave no verdict: " + got.Why
-		return got, nil
+	if max(verdict.Passes, verdict.Votes-verdict.Passes) < majority {
+		verdict.Why = "the judge gave no verdict: " + verdict.Why
+		return verdict, nil
 	}
-	got.Decided, got.Pass = true, got.Passes >= most
-	got.Why = redact.Text(reasons[got.Pass], 500)
-	return got, nil
+	verdict.Decided, verdict.Pass = true, verdict.Passes >= majority
+	verdict.Why = redact.Text(reasons[verdict.Pass], 500)
+	return verdict, nil
 }
 
-// vote asks a judge once. If the model fails, outcome.Ended is not [reason.Answered], and the vote does not count.
-func (r *Runner) vote(
+// askJudge calls a judge once. If the model fails, o.Ended is not [reason.Answered], and the vote does not count.
+func (r *Runner) askJudge(
 	ctx context.Context, run evals.Run, s evals.Subject, model, rubric, answer string,
 ) (pass bool, why string, o reason.Outcome, err error) {
 	x, _ := executions.Current(ctx)
@@ -77,7 +77,7 @@ func (r *Runner) vote(
 	if err != nil {
 		return false, "", o, fmt.Errorf("quote the answer: %w", err)
 	}
-	sandbox := newBox(evals.Case{}, nil, x.CreatedAt).sandbox()
+	sandbox := newEnvironment(evals.Case{}, nil, x.CreatedAt).sandbox()
 	sandbox.World = &reason.World{Agent: r.Agents.Of(agents.Definition{Name: "judge", Memory: agents.MemoryNone}, 1)}
 	sandbox.Model, sandbox.Budget = model, runScope(run, s)
 	loop := &reason.Loop{
@@ -93,7 +93,7 @@ func (r *Runner) vote(
 		return false, "", o, err
 	case err != nil:
 		o.Ended = "error"
-		return false, err.Error(), o, nil //nolint:nilerr // a vote that failed has a reason, and is no yes
+		return false, err.Error(), o, nil //nolint:nilerr // a failed vote has a reason and does not pass
 	case o.Ended != reason.Answered:
 		return false, o.Text, o, nil
 	}
@@ -102,38 +102,39 @@ func (r *Runner) vote(
 		Pass   bool
 	}
 	if err := json.Unmarshal([]byte(o.Text), &verdict); err != nil {
-		return false, "", o, fmt.Errorf("read the verdict of a judge: %w", err) // its form was checked
+		return false, "", o, fmt.Errorf("read the verdict of a judge: %w", err) // impossible: the answer has the form
 	}
 	return verdict.Pass, verdict.Reason, o, nil
 }
 
-// judgements asks the judges of a case about a trial that passed so far.
-func (r *Runner) judgements(
-	ctx context.Context, run evals.Run, s evals.Subject, by evals.Calibrations, c evals.Case, answer string,
+// judgeTrial calls the judges of a case about a trial that meets all other expectations.
+func (r *Runner) judgeTrial(
+	ctx context.Context, run evals.Run, s evals.Subject, calibrations evals.Calibrations, c evals.Case, answer string,
 ) ([]evals.Judgement, error) {
 	judges := c.Judges()
 	list := []evals.Judgement{}
-	for _, place := range slices.Sorted(maps.Keys(judges)) {
-		got, err := r.judgement(ctx, run, s, judges[place], redact.Text(answer, maxAnswer))
+	for _, index := range slices.Sorted(maps.Keys(judges)) {
+		judgement, err := r.judge(ctx, run, s, judges[index], redact.Text(answer, maxAnswer))
 		if err != nil {
 			return nil, err
 		}
-		got.Expect, got.Calibrated = place, by.Of(s, judges[place]).Calibrated
-		list = append(list, got)
+		judgement.Expect, judgement.Calibrated = index, calibrations.Find(s, judges[index]).Calibrated
+		list = append(list, judgement)
 	}
 	return list, nil
 }
 
-// calibrate asks the judges about the labelled answers that they have not judged, beside each other, before the trials.
-// It does not ask a judge with too few labels. The run keeps the calibrations, so later labels change no verdict.
-func (r *Runner) calibrate(ctx context.Context, run evals.Run, s evals.Subject, concurrent int) error {
-	if known, err := evals.ReadCalibrations(ctx, r.Pool, run.ID, s); err != nil || known.Frozen || len(known.List) == 0 {
+// calibrateJudges calls the judges concurrently about labelled answers without a verdict, before the trials. It does
+// not call a judge with too few labels. It stores the calibrations with the run, so later labels change no verdict.
+func (r *Runner) calibrateJudges(ctx context.Context, run evals.Run, s evals.Subject, concurrent int) error {
+	calibrations, err := evals.ReadCalibrations(ctx, r.Pool, run.ID, s)
+	if err != nil || calibrations.Frozen || len(calibrations.List) == 0 {
 		return err
 	}
 	var group errgroup.Group
 	group.SetLimit(max(concurrent, 1))
-	for _, j := range s.Suite.Definition.JudgesOf() {
-		c, missing, err := evals.CalibrationOf(ctx, r.Pool, s, j)
+	for _, j := range s.Suite.Definition.UniqueJudges() {
+		c, missing, err := evals.ReadCalibration(ctx, r.Pool, s, j)
 		if err != nil {
 			return errors.Join(err, group.Wait())
 		}
@@ -150,12 +151,12 @@ func (r *Runner) calibrate(ctx context.Context, run evals.Run, s evals.Subject, 
 	return evals.FreezeCalibrations(ctx, r.Pool, run.ID, s)
 }
 
-// judgeLabel plays the execution that judges a labelled answer. A failed one leaves the answer without a verdict.
+// judgeLabel starts and runs the execution that judges a labelled answer. If it fails, the answer has no verdict.
 func (r *Runner) judgeLabel(
 	ctx context.Context, run evals.Run, s evals.Subject, j evals.JudgeRule, l evals.JudgeLabel,
 ) error {
 	if ctx.Err() != nil {
-		return nil //nolint:nilerr // the trials find the time used up, too
+		return nil //nolint:nilerr // the trials report the timeout
 	}
 	model, _ := s.JudgeModel(j)
 	judge, about := evals.JudgeKey(model, j, l.Answer)
@@ -167,7 +168,7 @@ func (r *Runner) judgeLabel(
 	if err != nil {
 		return err
 	}
-	err = r.follow(ctx, x.ID, func() (bool, error) {
+	err = r.runUntil(ctx, x.ID, func() (bool, error) {
 		ended, err := executions.Get(ctx, r.Pool, x.ID)
 		return ended.CompletedAt != nil, err
 	})
@@ -177,26 +178,26 @@ func (r *Runner) judgeLabel(
 	return err
 }
 
-// playLabel runs the execution of a labelled answer.
+// playLabel is the durable function for a labelled answer.
 func (r *Runner) playLabel(ctx context.Context, in trial) (executions.Result, error) {
-	given, err := r.read(ctx, in)
+	data, err := r.readTrial(ctx, in)
 	if err != nil {
 		return executions.Result{}, err
 	}
-	got, err := r.judgement(ctx, given.run, given.subject, *in.Judge, in.Answer)
+	judgement, err := r.judge(ctx, data.run, data.subject, *in.Judge, in.Answer)
 	if err != nil {
 		return executions.Result{}, err
 	}
-	judge, about := evals.JudgeKey(got.Model, *in.Judge, in.Answer)
+	judge, about := evals.JudgeKey(judgement.Model, *in.Judge, in.Answer)
 	_, err = executions.EndTx(ctx, "verdict", func(ctx context.Context, tx pgx.Tx) (bool, error) {
-		return got.Pass, evals.PutJudgement(ctx, tx, in.Run, judge, about, got)
+		return judgement.Pass, evals.PutJudgement(ctx, tx, in.Run, judge, about, judgement)
 	}, func(pass bool) executions.Result {
-		return executions.Result{Summary: fmt.Sprintf("judge %s: %t", got.Model, pass), Value: got}
+		return executions.Result{Summary: fmt.Sprintf("judge %s: %t", judgement.Model, pass), Value: judgement}
 	})
 	return executions.Result{}, err
 }
 
-// runScope bounds the spend of a run, including its judges.
+// runScope returns the budget of a run, including its judges. A candidate shares the budget of its control.
 func runScope(run evals.Run, s evals.Subject) budgets.Scope {
 	return budgets.Scope{
 		Name: "eval:" + cmp.Or(run.ControlID, run.ID), Limit: budgets.Limit{USD: s.Suite.Definition.Budget.CostUSD},

@@ -18,18 +18,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// bench is a world whose model plays the agent and the judge. The judge passes answers with the word kind, and
-// misjudges those with the word trap.
-type bench struct {
-	*world
-	mu    sync.Mutex
-	total int    // requests of the judge
-	onAsk func() // if set, called once, at the 20th request
+// judgeFixture is a runner whose model plays the agent and the judge. The judge passes answers with the word kind. Its
+// verdict about an answer with the word trap is wrong.
+type judgeFixture struct {
+	*testRunner
+	mu            sync.Mutex
+	judgeRequests int    // requests of the judge
+	onTwentieth   func() // called at the 20th request of the judge; may be nil
 }
 
-func newBench(t *testing.T, answers func(prompt string) string) *bench {
+func newJudgeFixture(t *testing.T, answers func(prompt string) string) *judgeFixture {
 	t.Helper()
-	b := &bench{world: newWorld(t)}
+	b := &judgeFixture{testRunner: newTestRunner(t)}
 	b.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		last := req.Messages[len(req.Messages)-1].Content
 		_, quoted, isJudge := strings.Cut(last, "# Answer\n\n")
@@ -38,8 +38,8 @@ func newBench(t *testing.T, answers func(prompt string) string) *bench {
 		}
 		b.mu.Lock()
 		defer b.mu.Unlock()
-		if b.total++; b.total == 20 && b.onAsk != nil {
-			b.onAsk()
+		if b.judgeRequests++; b.judgeRequests == 20 && b.onTwentieth != nil {
+			b.onTwentieth()
 		}
 		pass := strings.Contains(quoted, "kind") != strings.Contains(quoted, "trap")
 		return modeltest.Text(fmt.Sprintf(`{"reason":"It is so.","pass":%t}`, pass)).WithUsage(200, 10, 0)
@@ -47,14 +47,14 @@ func newBench(t *testing.T, answers func(prompt string) string) *bench {
 	return b
 }
 
-func (b *bench) judgeCalls() int {
+func (b *judgeFixture) judgeCalls() int {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.total
+	return b.judgeRequests
 }
 
-// labelled are labels, half of them good. The judge gets the first wrong ones wrong.
-func labelled(n, wrong int) (list []evals.JudgeLabel) {
+// newLabels returns n labels, half of them good. The judge misjudges the first wrong answers.
+func newLabels(n, wrong int) (list []evals.JudgeLabel) {
 	for i := range n {
 		l := evals.JudgeLabel{Answer: fmt.Sprintf("answer %d", i), Pass: i%2 == 0}
 		if l.Pass {
@@ -73,7 +73,7 @@ func judgedSuite(labels []evals.JudgeLabel, others ...evals.Expectation) evals.D
 	d := evals.Definition{Name: "kindness", Agent: "sales", Trials: 1, Budget: evals.Budget{CostUSD: 5}}
 	for _, prompt := range []string{"a kind one", "a harsh one"} {
 		d.Cases = append(d.Cases, evals.Case{
-			Name: prompt, Messages: ask(prompt), Expect: append([]evals.Expectation{{Judge: &judge}}, others...),
+			Name: prompt, Messages: userMessage(prompt), Expect: append([]evals.Expectation{{Judge: &judge}}, others...),
 		})
 	}
 	return d
@@ -83,14 +83,14 @@ func echo(prompt string) string {
 	return "This is " + prompt[strings.LastIndex(prompt, "\n")+1:] + "."
 }
 
-var anything = evals.Expectation{Answer: &evals.Answer{Contains: "this"}}
+var anyAnswer = evals.Expectation{Answer: &evals.Answer{Contains: "this"}}
 
-// A calibrated judge decides trials that meet all other expectations. Its calls count separately. It judges a labelled
-// answer once.
-func TestACalibratedJudgeDecides(t *testing.T) {
+// A calibrated judge decides trials that meet all other expectations. Its cost is separate from the trial's. It judges
+// a labelled answer only once.
+func TestCalibratedJudgeDecides(t *testing.T) {
 	t.Parallel()
-	b := newBench(t, echo)
-	report := b.run(t, judgedSuite(labelled(30, 0), anything), runner.Options{})
+	b := newJudgeFixture(t, echo)
+	report := b.run(t, judgedSuite(newLabels(30, 0), anyAnswer), runner.Options{})
 	kind, harsh := report.TrialRows[0], report.TrialRows[1]
 	assert.Truef(t, kind.Verdict == evals.Pass && harsh.Verdict == evals.Fail &&
 		strings.Join(harsh.Reasons, "") == "expect[0]: the judge gpt-4.1: It is so.", "the trials are %+v and %+v", kind,
@@ -101,52 +101,52 @@ func TestACalibratedJudgeDecides(t *testing.T) {
 	n := b.judgeCalls()
 	assert.Equal(t, 30*2+2*2, n, "2 equal votes for each of 30 labels and 2 trials")
 	pgtest.Equal(t, b.pool, 64, `select count(*)::int from agent_activity where purpose = 'eval_judge' and kind = 'model'`)
-	b.run(t, judgedSuite(labelled(30, 0), anything), runner.Options{})
+	b.run(t, judgedSuite(newLabels(30, 0), anyAnswer), runner.Options{})
 	assert.Equal(t, 30*2+4*2, b.judgeCalls(), "a second run asks the judge", "times in all")
-	// The run keeps the calibration and its cost. The second run paid for none.
+	// The calibration and its cost are stored with the run. The second run paid for no calibration.
 	if j := report.Judges; len(j) != 1 || !j[0].Calibrated || report.CalibrationTokens != 30*2*210 ||
 		report.CalibrationUSD <= 0 {
 		t.Errorf("the run reports the judges %+v, for %d tokens", j, report.CalibrationTokens)
 	}
-	again := b.run(t, judgedSuite(labelled(30, 0), anything), runner.Options{})
+	again := b.run(t, judgedSuite(newLabels(30, 0), anyAnswer), runner.Options{})
 	pgtest.Exec(t, b.pool, `update agent_eval_judgements set pass = not pass`)
 	if again = b.report(t, again.Run); !again.Judges[0].Calibrated || again.CalibrationTokens != 0 {
 		t.Errorf("later verdicts change the run: %+v, %d tokens", again.Judges, again.CalibrationTokens)
 	}
 	pgtest.Exec(t, b.pool, `update agent_eval_judgements set pass = not pass`)
 	subject := b.subject(t)
-	found, err := evals.Calibrate(t.Context(), b.pool, subject)
+	found, err := evals.CalibrateJudges(t.Context(), b.pool, subject)
 	assert.Truef(t, err == nil && len(found) == 1 && found[0].Calibrated && found[0].Agreed == 30,
 		"the calibration is %+v, %v", found, err)
 }
 
-func (b *bench) subject(t *testing.T) evals.Subject {
+func (b *judgeFixture) subject(t *testing.T) evals.Subject {
 	t.Helper()
 	runs, err := evals.Runs(t.Context(), b.pool, "", 1)
 	require.NoError(t, err)
-	s, err := evals.SubjectOf(t.Context(), b.pool, runs[0])
+	s, err := evals.ReadSubject(t.Context(), b.pool, runs[0])
 	require.NoError(t, err)
 	return s
 }
 
-// The report shows the verdict of an uncalibrated judge. The verdict decides nothing.
-func TestAJudgeThatIsNotCalibratedDecidesNothing(t *testing.T) {
+// The report shows the verdict of an uncalibrated judge, but the verdict decides nothing.
+func TestUncalibratedJudgeDecidesNothing(t *testing.T) {
 	t.Parallel()
 	for why, labels := range map[string][]evals.JudgeLabel{
-		"29 labels, less than 30":          labelled(29, 0),
-		"its agreement may be as low as 0": labelled(30, 6),
+		"29 labels, less than 30":          newLabels(29, 0),
+		"its agreement may be as low as 0": newLabels(30, 6),
 		"0 labels, less than 30":           nil,
 	} {
 		t.Run(why, func(t *testing.T) {
 			t.Parallel()
-			b := newBench(t, echo)
-			report := b.run(t, judgedSuite(labels, anything), runner.Options{})
+			b := newJudgeFixture(t, echo)
+			report := b.run(t, judgedSuite(labels, anyAnswer), runner.Options{})
 			for i, trial := range report.TrialRows {
 				if j := trial.Judgements[0]; trial.Verdict != evals.Pass || j.Calibrated || !j.Decided || j.Pass != (i == 0) {
 					t.Errorf("%s is %s with %+v", trial.Case, trial.Verdict, j)
 				}
 			}
-			found, err := evals.Calibrate(t.Context(), b.pool, b.subject(t))
+			found, err := evals.CalibrateJudges(t.Context(), b.pool, b.subject(t))
 			assert.Truef(t, err == nil && strings.HasPrefix(found[0].Why, why),
 				"it is not calibrated because %+v, %v", found, err)
 			alone := b.run(t, judgedSuite(labels), runner.Options{})
@@ -156,28 +156,28 @@ func TestAJudgeThatIsNotCalibratedDecidesNothing(t *testing.T) {
 }
 
 // A trial that fails other expectations does not reach the judge. Labels of trials count like those in the file.
-func TestAJudgeIsAskedLastAndCountsLabelsOfTrials(t *testing.T) {
+func TestJudgeRunsAfterOtherExpectations(t *testing.T) {
 	t.Parallel()
-	b := newBench(t, echo)
-	d := judgedSuite(labelled(29, 0), evals.Expectation{Answer: &evals.Answer{Lacks: "this"}})
+	b := newJudgeFixture(t, echo)
+	d := judgedSuite(newLabels(29, 0), evals.Expectation{Answer: &evals.Answer{Lacks: "this"}})
 	report := b.run(t, d, runner.Options{})
 	if n := b.judgeCalls(); n > 0 || report.Status != evals.Failed || len(report.TrialRows[0].Judgements) > 0 {
 		t.Errorf("the judge was asked %d times about trials that failed", n)
 	}
 	_, _, err := evals.PutLabel(t.Context(), b.pool, evals.NewLabel{Run: report.ID, Case: "a kind one", Word: evals.Good})
 	require.NoError(t, err)
-	report = b.run(t, judgedSuite(labelled(29, 0), anything), runner.Options{})
+	report = b.run(t, judgedSuite(newLabels(29, 0), anyAnswer), runner.Options{})
 	assert.Truef(t, report.TrialRows[0].Judgements[0].Calibrated,
 		"29 labels of the file and one of a trial do not calibrate: %+v", report.TrialRows[0])
 }
 
-// A resumed run does not pay for answered votes again. A run without budget calls no judge.
-func TestAJudgeReservesInTheBudgetAndIsNotPaidTwice(t *testing.T) {
+// A resumed run does not repeat answered votes. A run without budget calls no judge.
+func TestResumedRunRepeatsNoVote(t *testing.T) {
 	t.Parallel()
-	b := newBench(t, echo)
+	b := newJudgeFixture(t, echo)
 	ctx, interrupt := context.WithCancel(t.Context())
-	run := b.start(t, judgedSuite(labelled(30, 0), anything), runner.Options{})
-	b.onAsk = interrupt
+	run := b.start(t, judgedSuite(newLabels(30, 0), anyAnswer), runner.Options{})
+	b.onTwentieth = interrupt
 	require.Error(t, b.runner.Work(ctx, run, 3, func(evals.Trial) {}), "the run was not interrupted")
 	require.NoError(t, b.runner.Work(t.Context(), run, 3, func(evals.Trial) {}))
 	if report := b.report(t, run); report.Cases[0].Passed != 1 || report.Cases[1].Passed != 0 {
@@ -187,19 +187,19 @@ func TestAJudgeReservesInTheBudgetAndIsNotPaidTwice(t *testing.T) {
 		select count(*)::int from (select execution_id, step from agent_activity where kind = 'model' and status = 'success'
 		   group by 1, 2 having count(*) > 1) twice`)
 
-	poor := judgedSuite(labelled(30, 0), anything)
-	poor.Name, poor.Budget.CostUSD = "poor", 0.0001
-	for _, c := range poor.Cases {
+	unfunded := judgedSuite(newLabels(30, 0), anyAnswer)
+	unfunded.Name, unfunded.Budget.CostUSD = "poor", 0.0001
+	for _, c := range unfunded.Cases {
 		c.Expect[0].Judge.Rubric = "It is gentle." // without a verdict
 	}
 	before := b.judgeCalls()
-	report := b.run(t, poor, runner.Options{})
+	report := b.run(t, unfunded, runner.Options{})
 	if report.Status != evals.Undecided || b.judgeCalls() > before {
-		t.Errorf("without money the run is %s, and the judge was asked %d times", report.Status, b.judgeCalls()-before)
+		t.Errorf("without budget the run is %s, and the judge was called %d times", report.Status, b.judgeCalls()-before)
 	}
 }
 
-func TestLabelsAreReadStrictly(t *testing.T) {
+func TestReadLabels(t *testing.T) {
 	t.Parallel()
 	got, err := evals.ReadLabels([]byte("{\"answer\":\"a\",\"pass\":true}\n\n{\"answer\":\"b\",\"rubric\":\"r\",\"pass\":false}"))
 	text, _ := json.Marshal(got)

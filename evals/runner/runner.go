@@ -1,18 +1,18 @@
 // Package runner plays the trials of evals.
 //
 // A trial is one execution of the flow "eval", under a trace of the surface eval. It runs the reasoning loop for the
-// pinned version of an agent inside a [reason.Sandbox]: skills are stubs, memory is an overlay, approvals are
-// scripted and the time is the case's. A call without a stub is refused, and the trial has diverged. The database
-// refuses rows of such a trace in outboxes, events, waits, memory and documents.
+// pinned version of an agent inside a [reason.Sandbox]: skills are stubs, memory is in the process, approvals are
+// scripted, and the case sets the time. A call without a stub is refused, and the trial has diverged. The database
+// rejects rows of such a trace in outboxes, events, waits, memory and documents.
 //
-// A recorded turn answers its trial with the recorded results (counterfactual.go), and the first call that is not
-// recorded ends the trial.
+// A trial of a recorded turn gets the recorded results (counterfactual.go). The first call that is not recorded ends
+// the trial.
 //
-// Each model call reserves its worst case in the budget of the run, so concurrent trials cannot exceed it together. A
-// trial that finds the budget used up is undecided.
+// Each model call reserves its maximum cost in the budget of the run, so concurrent trials cannot exceed the budget. If
+// the budget is used up, a trial is undecided.
 //
-// A trial survives its process, like every execution: model calls that were answered are not paid again.
-// [Runner.Work] of another process continues a run.
+// A trial survives its process, like every execution: answered model calls are not repeated. Another process continues
+// a run with [Runner.Work].
 package runner
 
 import (
@@ -40,14 +40,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Flow begins the name of the flow of a trial. The setup of the process follows: no process with another model server,
-// key or limit plays the trial.
+// Flow is the beginning of the flow name of trials. The setup of the process follows, so no process with another model
+// server, key or limit plays the trial.
 const Flow = "eval"
 
-// ErrElsewhere reports a trial that only processes with another setup play.
-var ErrElsewhere = errors.New("the run began with another model server, key, price or limit; go on with the same settings")
+// ErrOtherSetup reports a run that only processes with another setup can play.
+var ErrOtherSetup = errors.New("the run began with another model server, key, price or limit; go on with the same settings")
 
-// Surface has the rules and skills that a suite borrows from a surface.
+// Surface has the rules and the scopes of the skills of a surface.
 type Surface struct {
 	Rules  string
 	Scopes []string
@@ -64,7 +64,7 @@ type Runner struct {
 	Logger   *slog.Logger
 	Surfaces map[string]Surface // by name
 	Version  string             // of this program
-	Setup    string             // identifies the settings of the model calls; empty is a valid value, too
+	Setup    string             // identifies the settings of the model calls; may be empty
 }
 
 // flow is the flow of the trials that this process plays.
@@ -75,7 +75,7 @@ func (r *Runner) flow() string {
 	return Flow + ":" + r.Setup
 }
 
-// Installation has the dependencies of runs' subjects outside the database. It needs no Model.
+// Installation returns the inputs of subjects that are not in the database. It does not use r.Model.
 func (r *Runner) Installation(model string) evals.Installation {
 	in := evals.Installation{
 		Agents: r.Agents, Model: model, Offline: model == offline.Model, Runtime: r.Version, Setup: r.Setup,
@@ -93,7 +93,7 @@ type trial struct {
 	Case  string `json:"case"`
 	Trial int    `json:"trial"`
 
-	Judge  *evals.JudgeRule `json:"judge,omitempty"` // judges Answer, which a person labelled, instead of a trial
+	Judge  *evals.JudgeRule `json:"judge,omitempty"` // if set, the execution judges the labelled Answer instead of a trial
 	Answer string           `json:"answer,omitempty"`
 }
 
@@ -113,11 +113,11 @@ func (r *Runner) Register() error {
 
 // play runs one trial and stores its verdict.
 func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) {
-	given, err := r.read(ctx, in)
+	data, err := r.readTrial(ctx, in)
 	if err != nil {
 		return executions.Result{}, err
 	}
-	run, subject, recorded := given.run, given.subject, given.recorded
+	run, subject, recorded := data.run, data.subject, data.recorded
 	c, ok := subject.Suite.Definition.Case(in.Case)
 	if recorded != nil {
 		c, ok = recorded.Case(in.Case), true
@@ -125,12 +125,12 @@ func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) 
 	if !ok {
 		return executions.Result{}, fmt.Errorf("eval %s has no case %q", run.Suite, in.Case)
 	}
-	began, err := executions.Now(ctx)
+	start, err := executions.Now(ctx)
 	if err != nil {
 		return executions.Result{}, err
 	}
-	b := newBox(c, recorded, began)
-	outcome, failure := r.turn(ctx, run, subject, c, b)
+	b := newEnvironment(c, recorded, start)
+	outcome, failure := r.runTurn(ctx, run, subject, c, b)
 	if executions.IsControl(failure) {
 		return executions.Result{}, failure
 	}
@@ -138,39 +138,39 @@ func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) 
 	if err != nil {
 		return executions.Result{}, err
 	}
-	got := b.judge(c, outcome, failure, ended.Sub(began))
-	if got.Verdict == evals.Pass {
-		list, err := r.judgements(ctx, run, subject, given.calibrations, c, outcome.Text)
+	verdict := b.evaluate(c, outcome, failure, ended.Sub(start))
+	if verdict.Verdict == evals.Pass {
+		list, err := r.judgeTrial(ctx, run, subject, data.calibrations, c, outcome.Text)
 		if err != nil {
 			return executions.Result{}, err
 		}
-		got.ApplyJudgements(c, list)
+		verdict.ApplyJudgements(c, list)
 	}
 	x, _ := executions.Current(ctx)
-	got.Case, got.Trial, got.TraceID = in.Case, in.Trial, x.TraceID
+	verdict.Case, verdict.Trial, verdict.TraceID = in.Case, in.Trial, x.TraceID
 	_, err = executions.EndTx(ctx, "verdict", func(ctx context.Context, tx pgx.Tx) (evals.Verdict, error) {
-		return got.Verdict, store(ctx, tx, in.Run, got)
+		return verdict.Verdict, storeVerdict(ctx, tx, in.Run, verdict)
 	}, func(v evals.Verdict) executions.Result {
 		return executions.Result{Summary: fmt.Sprintf("%s: %s", in.Case, v), Value: map[string]any{"verdict": v}}
 	})
 	return executions.Result{}, err
 }
 
-// given is the input of a trial.
-type given struct {
+// trialData has the stored inputs of a trial.
+type trialData struct {
 	run          evals.Run
 	subject      evals.Subject
 	calibrations evals.Calibrations
 	recorded     *evals.Recorded
 }
 
-// read reads the input of a trial. The input is immutable.
-func (r *Runner) read(ctx context.Context, in trial) (given, error) {
-	return executions.RetryTransient(ctx, func(ctx context.Context) (g given, err error) {
+// readTrial reads the inputs of a trial, which are immutable.
+func (r *Runner) readTrial(ctx context.Context, in trial) (trialData, error) {
+	return executions.RetryTransient(ctx, func(ctx context.Context) (g trialData, err error) {
 		if g.run, err = evals.GetRun(ctx, r.Pool, in.Run); err != nil {
 			return g, err
 		}
-		if g.subject, err = evals.SubjectOf(ctx, r.Pool, g.run); err != nil {
+		if g.subject, err = evals.ReadSubject(ctx, r.Pool, g.run); err != nil {
 			return g, err
 		}
 		if g.run.Kind != evals.OfSuite {
@@ -182,9 +182,9 @@ func (r *Runner) read(ctx context.Context, in trial) (given, error) {
 	})
 }
 
-// turn plays the messages of a case.
-func (r *Runner) turn(
-	ctx context.Context, run evals.Run, subject evals.Subject, c evals.Case, b *box,
+// runTurn plays the messages of a case.
+func (r *Runner) runTurn(
+	ctx context.Context, run evals.Run, subject evals.Subject, c evals.Case, b *environment,
 ) (reason.Outcome, error) {
 	suite, sandbox := subject.Suite.Definition, b.sandbox()
 	sandbox.World = r.world(subject)
@@ -215,7 +215,8 @@ func (r *Runner) turn(
 	return loop.Run(ctx, t)
 }
 
-// world returns the agents and skills of a trial, instead of the declared ones; nil for a run of an earlier release.
+// world returns the agents and skills of a trial, which replace the declared ones. It returns nil for a run of an early
+// release.
 func (r *Runner) world(s evals.Subject) *reason.World {
 	if s.Agent.Name == "" {
 		return nil
@@ -233,8 +234,8 @@ const (
 	maxCalls  = 64 << 10
 )
 
-// store decides a trial once.
-func store(ctx context.Context, db postgres.DB, run string, t evals.Trial) error {
+// storeVerdict stores the verdict of a trial, unless the trial has one.
+func storeVerdict(ctx context.Context, db postgres.DB, run string, t evals.Trial) error {
 	reasons := make([]string, len(t.Reasons))
 	for i, why := range t.Reasons {
 		reasons[i] = redact.Text(why, 1000)
@@ -258,7 +259,7 @@ func store(ctx context.Context, db postgres.DB, run string, t evals.Trial) error
 	return nil
 }
 
-// Options determine the subject of a run. Zero values mean those of the suite.
+// Options modify a run. Zero values mean the values of the suite.
 type Options struct {
 	Model  string
 	Trials int
@@ -269,12 +270,12 @@ type Options struct {
 // ErrUnpriced reports a budget in dollars for a model without a price.
 var ErrUnpriced = errors.New("the budget is in dollars, and the model has no price; set AGENT_PRICES")
 
-// ErrOffline reports a request for another model in a process that has only the offline one.
+// ErrOffline reports a request for another model in a process that has only the offline model.
 var ErrOffline = errors.New("the offline model answers for every model; set OPENAI_BASE_URL or OPENAI_API_KEY, or name " +
 	"no model")
 
-// try makes a model the subject's model, unless it is empty.
-func (r *Runner) try(s *evals.Subject, model string) error {
+// overrideModel sets the model of a subject, unless model is empty.
+func (r *Runner) overrideModel(s *evals.Subject, model string) error {
 	switch {
 	case model == "":
 	case r.Model.Model() == offline.Model && model != offline.Model:
@@ -291,21 +292,21 @@ func (r *Runner) Start(ctx context.Context, s evals.Suite, o Options) (evals.Run
 	if err != nil {
 		return evals.Run{}, err
 	}
-	return r.start(ctx, subject, o, false)
+	return r.insertRun(ctx, subject, o, false)
 }
 
 // StartCandidate stores a run of a workspace that is not applied. [Runner.Work] plays it.
 func (r *Runner) StartCandidate(ctx context.Context, subject evals.Subject, o Options) (evals.Run, error) {
-	return r.start(ctx, subject, o, true)
+	return r.insertRun(ctx, subject, o, true)
 }
 
-// start stores a run with its trials.
-func (r *Runner) start(ctx context.Context, subject evals.Subject, o Options, candidate bool) (evals.Run, error) {
+// insertRun stores a run with its trials.
+func (r *Runner) insertRun(ctx context.Context, subject evals.Subject, o Options, candidate bool) (evals.Run, error) {
 	run := evals.Run{
-		Kind: evals.OfSuite, Trials: cmp.Or(o.Trials, subject.Suite.Definition.TrialsOf()), Candidate: candidate,
+		Kind: evals.OfSuite, Trials: cmp.Or(o.Trials, subject.Suite.Definition.TrialCount()), Candidate: candidate,
 		Background: o.Background,
 	}
-	if err := r.try(&subject, o.Model); err != nil {
+	if err := r.overrideModel(&subject, o.Model); err != nil {
 		return evals.Run{}, err
 	}
 	if err := r.checkPrices(subject); err != nil {
@@ -318,12 +319,12 @@ func (r *Runner) start(ctx context.Context, subject evals.Subject, o Options, ca
 func (r *Runner) insert(
 	ctx context.Context, db postgres.Beginner, run evals.Run, subject evals.Subject,
 ) (evals.Run, error) {
-	return r.insertAfter(ctx, db, run, subject, "")
+	return r.insertForSkill(ctx, db, run, subject, "")
 }
 
-// insertAfter is insert for a run that begins because a skill returned.
-func (r *Runner) insertAfter(
-	ctx context.Context, db postgres.Beginner, run evals.Run, subject evals.Subject, returned string,
+// insertForSkill is insert for a run that starts because enabledSkill was enabled again.
+func (r *Runner) insertForSkill(
+	ctx context.Context, db postgres.Beginner, run evals.Run, subject evals.Subject, enabledSkill string,
 ) (evals.Run, error) {
 	run.Suite, run.Version, run.Model = subject.Suite.Name, subject.Suite.Version, subject.Model
 	run.Agent, run.AgentVersion = subject.Agent.Name, subject.Version
@@ -334,7 +335,7 @@ func (r *Runner) insertAfter(
 	act := activity.Act{Name: "run_eval", Input: map[string]any{
 		"eval": run.Suite, "agent": run.Agent, "model": run.Model, "trials": run.Trials, "cases": len(names),
 	}}
-	err := r.record(ctx, db, act, returned, func(tx pgx.Tx) (any, error) {
+	err := r.recordStart(ctx, db, act, enabledSkill, func(tx pgx.Tx) (any, error) {
 		err := tx.QueryRow(ctx, `
 			with run as (
 			  insert into agent_eval_runs (kind, control_id, suite, version, agent, agent_version, model, trials, subject,
@@ -358,14 +359,14 @@ func (r *Runner) insertAfter(
 	return run, err
 }
 
-// checkPrices requires prices of the tried model and of the judges' for a budget in dollars.
+// checkPrices returns an error if the budget is in dollars and a model of the agent or of a judge has no price.
 func (r *Runner) checkPrices(s evals.Subject) error {
 	d := s.Suite.Definition
 	if d.Budget.CostUSD == 0 {
 		return nil
 	}
 	names := []string{s.Model}
-	for _, j := range d.JudgesOf() {
+	for _, j := range d.UniqueJudges() {
 		model, _ := s.JudgeModel(j)
 		names = append(names, model)
 	}
@@ -377,7 +378,7 @@ func (r *Runner) checkPrices(s evals.Subject) error {
 	return nil
 }
 
-// spec returns the execution of a trial. Its key makes it unique in every process.
+// spec returns the execution of a trial. Its key makes the execution unique among all processes.
 func (r *Runner) spec(run evals.Run, t evals.Trial) executions.Spec {
 	return executions.Spec{
 		Flow: r.flow(), Surface: trace.Eval, Agent: run.Agent, Priority: 4,
@@ -386,15 +387,16 @@ func (r *Runner) spec(run evals.Run, t evals.Trial) executions.Spec {
 	}
 }
 
-// begin returns the remaining time of a run, by the database's clock. It counts from the first call, and from each one
-// of a run that a person continues.
-func (r *Runner) begin(ctx context.Context, run evals.Run, d evals.Definition) (time.Duration, error) {
+// remainingTime returns the remaining time of a run, by the database's clock. The time starts with the first call. For
+// a run that no server plays, it starts again with each call.
+func (r *Runner) remainingTime(ctx context.Context, run evals.Run, d evals.Definition) (time.Duration, error) {
 	var seconds float64
 	err := r.Pool.QueryRow(ctx, `
-		with begun as (
+		with started as (
 		  update agent_eval_runs set began_at = clock_timestamp()
 		   where id = @id and finished_at is null and (began_at is null or served_until is null) returning began_at)
-		select extract(epoch from coalesce((select b.began_at from begun b), r.began_at, r.created_at) + @timeout::interval
+		select extract(epoch from
+		         coalesce((select s.began_at from started s), r.began_at, r.created_at) + @timeout::interval
 		         - clock_timestamp())::float8
 		  from agent_eval_runs r where r.id = @id`,
 		postgres.Strict{"id": run.ID, "timeout": d.Timeout()}).Scan(&seconds)

@@ -31,17 +31,17 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// world is a database with an agent and skills, a scripted model, and a runner.
-type world struct {
-	pool   *pgxpool.Pool
-	model  *modeltest.Server
-	runner *runner.Runner
-	real   atomic.Int32 // calls that reached a real skill
+// testRunner is a runner with a database, an agent, skills and a scripted model.
+type testRunner struct {
+	pool      *pgxpool.Pool
+	model     *modeltest.Server
+	runner    *runner.Runner
+	realCalls atomic.Int32 // calls that reached a real skill
 }
 
-func newWorld(t *testing.T) *world {
+func newTestRunner(t *testing.T) *testRunner {
 	t.Helper()
-	w := &world{pool: pgtest.DB(t), model: modeltest.New(t)}
+	w := &testRunner{pool: pgtest.DB(t), model: modeltest.New(t)}
 	_, err := agents.Put(t.Context(), w.pool, agents.Definition{
 		Name: "sales", Default: true, Instructions: "You are Nora.", Pinned: []string{"policy/returns"},
 	})
@@ -51,7 +51,7 @@ func newWorld(t *testing.T) *world {
 	own := map[string]skills.Builtin{}
 	for name, trust := range map[string]string{"check_order": skills.TrustAuto, "refund": skills.TrustApprove} {
 		own[name] = func(context.Context, skills.Call) (any, error) {
-			w.real.Add(1)
+			w.realCalls.Add(1)
 			return "real", nil
 		}
 		_, err := skills.Put(t.Context(), w.pool, skills.Definition{
@@ -86,15 +86,15 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-// run applies a suite and plays it to its end.
-func (w *world) run(t *testing.T, d evals.Definition, o runner.Options) evals.Report {
+// run stores a suite and plays it to its end.
+func (w *testRunner) run(t *testing.T, d evals.Definition, o runner.Options) evals.Report {
 	t.Helper()
 	run := w.start(t, d, o)
 	require.NoError(t, w.runner.Work(t.Context(), run, 4, func(evals.Trial) {}))
 	return w.report(t, run)
 }
 
-func (w *world) start(t *testing.T, d evals.Definition, o runner.Options) evals.Run {
+func (w *testRunner) start(t *testing.T, d evals.Definition, o runner.Options) evals.Run {
 	t.Helper()
 	_, err := evals.Put(t.Context(), w.pool, d)
 	require.NoError(t, err)
@@ -105,7 +105,7 @@ func (w *world) start(t *testing.T, d evals.Definition, o runner.Options) evals.
 	return run
 }
 
-func (w *world) report(t *testing.T, run evals.Run) evals.Report {
+func (w *testRunner) report(t *testing.T, run evals.Run) evals.Report {
 	t.Helper()
 	run, err := evals.GetRun(t.Context(), w.pool, run.ID)
 	require.NoError(t, err)
@@ -114,8 +114,8 @@ func (w *world) report(t *testing.T, run evals.Run) evals.Report {
 	return report
 }
 
-// script answers by the last message of the user and the number of tool results since.
-func (w *world) script(answer func(prompt string, results []string) modeltest.Reply) {
+// script lets the model answer by the last message of the user and the tool results after it.
+func (w *testRunner) script(answer func(prompt string, results []string) modeltest.Reply) {
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		prompt, results := "", []string{}
 		for _, m := range req.Messages {
@@ -130,16 +130,16 @@ func (w *world) script(answer func(prompt string, results []string) modeltest.Re
 	})
 }
 
-func ask(text string) []evals.Message { return []evals.Message{{User: text}} }
+func userMessage(text string) []evals.Message { return []evals.Message{{User: text}} }
 
-// orders has a case for each verdict.
-func orders() evals.Definition {
+// ordersSuite returns a suite with a case for each verdict.
+func ordersSuite() evals.Definition {
 	notDue := map[string][]evals.Stub{"check_order": {{
 		When: map[string]any{"order": 7}, Returns: map[string]any{"due": false},
 	}}}
 	return evals.Definition{Name: "orders", Agent: "sales", Trials: 2, Cases: []evals.Case{
 		{
-			Name: "good", Now: "2026-11-24T10:00:00Z", Messages: ask("order 7?"), Skills: notDue,
+			Name: "good", Now: "2026-11-24T10:00:00Z", Messages: userMessage("order 7?"), Skills: notDue,
 			Memory: map[string]any{"policy/returns": "14 days"},
 			Expect: []evals.Expectation{
 				{Called: &evals.Called{Skill: "check_order", Args: map[string]any{"order": 7}, Times: 1}},
@@ -149,28 +149,28 @@ func orders() evals.Definition {
 			},
 		},
 		{
-			Name: "bad", Messages: ask("order 7?"), Skills: notDue,
+			Name: "bad", Messages: userMessage("order 7?"), Skills: notDue,
 			Expect: []evals.Expectation{{Answer: &evals.Answer{Lacks: "due"}}},
 		},
 		{
-			Name: "diverged", Messages: ask("order 8?"), Skills: notDue,
+			Name: "diverged", Messages: userMessage("order 8?"), Skills: notDue,
 			Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "not due"}}},
 		},
 		{
-			Name: "denied", Messages: ask("refund 7"),
+			Name: "denied", Messages: userMessage("refund 7"),
 			Expect: []evals.Expectation{{ApprovalAsked: "refund"}, {Exact: []string{}}},
 		},
 		{
-			Name: "approved", Messages: ask("refund 7"), Approvals: map[string]string{"refund": evals.Approve},
+			Name: "approved", Messages: userMessage("refund 7"), Approvals: map[string]string{"refund": evals.Approve},
 			Skills: map[string][]evals.Stub{"refund": {{Returns: "done"}}},
 			Expect: []evals.Expectation{{ApprovalAsked: "refund"}, {Exact: []string{"refund"}}},
 		},
-		{Name: "broken", Messages: ask("crash"), Expect: []evals.Expectation{{Exact: []string{}}}},
+		{Name: "broken", Messages: userMessage("crash"), Expect: []evals.Expectation{{Exact: []string{}}}},
 	}}
 }
 
-// nora plays the agent.
-func nora(prompt string, results []string) modeltest.Reply {
+// replyAsAgent is the script of the agent.
+func replyAsAgent(prompt string, results []string) modeltest.Reply {
 	switch {
 	case strings.Contains(prompt, "crash"):
 		return modeltest.Status(400, 0)
@@ -184,11 +184,11 @@ func nora(prompt string, results []string) modeltest.Reply {
 	return modeltest.ToolCall("check_order", `{"order":7}`)
 }
 
-func TestATrialIsJudgedByWhatTheAgentSaidAndCalled(t *testing.T) {
+func TestTrialVerdicts(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.script(nora)
-	report := w.run(t, orders(), runner.Options{})
+	w := newTestRunner(t)
+	w.script(replyAsAgent)
+	report := w.run(t, ordersSuite(), runner.Options{})
 	want := map[string]evals.Verdict{
 		"good": evals.Pass, "bad": evals.Fail, "diverged": evals.Diverged, "denied": evals.Pass, "approved": evals.Pass,
 		"broken": evals.Error,
@@ -201,8 +201,8 @@ func TestATrialIsJudgedByWhatTheAgentSaidAndCalled(t *testing.T) {
 	}
 	pgtest.Equal(t, w.pool, 1, `
 		select count(*)::int from agent_audit where actor = 'admin' and act = 'run_eval'`)
-	assert.Truef(t, report.Status == evals.Failed && w.real.Load() == 0,
-		"the run is %s, and %d calls reached a real skill", report.Status, w.real.Load())
+	assert.Truef(t, report.Status == evals.Failed && w.realCalls.Load() == 0,
+		"the run is %s, and %d calls reached a real skill", report.Status, w.realCalls.Load())
 	for _, r := range w.model.Requests() {
 		system := r.Messages[0].Content
 		assert.Truef(t, strings.Contains(system, "You are Nora.") && strings.HasPrefix(system, "Be kind."),
@@ -213,9 +213,9 @@ func TestATrialIsJudgedByWhatTheAgentSaidAndCalled(t *testing.T) {
 	}
 }
 
-func TestMemoryOfACaseIsReadAndWrittenInItsOverlayOnly(t *testing.T) {
+func TestMemoryOfCaseIsIsolated(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	w.script(func(prompt string, results []string) modeltest.Reply {
 		switch len(results) {
 		case 0:
@@ -226,7 +226,7 @@ func TestMemoryOfACaseIsReadAndWrittenInItsOverlayOnly(t *testing.T) {
 		return modeltest.Text(results[1])
 	})
 	d := evals.Definition{Name: "memory", Agent: "sales", Surface: "operate", Trials: 1, Cases: []evals.Case{{
-		Name: "note", Messages: ask("Ana likes oak"),
+		Name: "note", Messages: userMessage("Ana likes oak"),
 		Expect: []evals.Expectation{{MemoryWritten: "note/ana"}, {Answer: &evals.Answer{Contains: "likes oak"}}},
 	}}}
 	report := w.run(t, d, runner.Options{})
@@ -234,9 +234,9 @@ func TestMemoryOfACaseIsReadAndWrittenInItsOverlayOnly(t *testing.T) {
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_memory`)
 }
 
-func TestTrialsTogetherStayWithinTheBudgetOfTheirRun(t *testing.T) {
+func TestConcurrentTrialsStayWithinBudget(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		most := max(req.MaxTokens, req.MaxCompletionTokens) //nolint:staticcheck // the field of most servers
 		return modeltest.Text("Hello.").WithUsage(100, min(4000, most), 0)
@@ -244,7 +244,8 @@ func TestTrialsTogetherStayWithinTheBudgetOfTheirRun(t *testing.T) {
 	d := evals.Definition{
 		Name: "costly", Agent: "sales", Trials: 20, Budget: evals.Budget{CostUSD: 0.01},
 		Cases: []evals.Case{{
-			Name: "hello", Messages: ask("hello"), Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "hello"}}},
+			Name: "hello", Messages: userMessage("hello"),
+			Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "hello"}}},
 		}},
 	}
 	report := w.run(t, d, runner.Options{})
@@ -255,10 +256,10 @@ func TestTrialsTogetherStayWithinTheBudgetOfTheirRun(t *testing.T) {
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_budgets where scope like 'day:%'`)
 }
 
-func TestAModelWithoutAPriceIsRefusedForABudgetInDollars(t *testing.T) {
+func TestDollarBudgetNeedsPrice(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	d := orders()
+	w := newTestRunner(t)
+	d := ordersSuite()
 	d.Budget.CostUSD = 1
 	_, err := evals.Put(t.Context(), w.pool, d)
 	require.NoError(t, err)
@@ -268,9 +269,9 @@ func TestAModelWithoutAPriceIsRefusedForABudgetInDollars(t *testing.T) {
 	assert.Error(t, err, "the run started")
 }
 
-func TestAnInterruptedRunGoesOnWithoutPayingTwice(t *testing.T) {
+func TestInterruptedRunRepeatsNoModelCall(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	ctx, interrupt := context.WithCancel(t.Context())
 	var mu sync.Mutex
 	answered := map[string]int{}
@@ -287,7 +288,7 @@ func TestAnInterruptedRunGoesOnWithoutPayingTwice(t *testing.T) {
 		}
 		return modeltest.ToolCall("check_order", `{"order":7}`)
 	})
-	d := orders()
+	d := ordersSuite()
 	d.Cases, d.Trials = d.Cases[:1], 6
 	run := w.start(t, d, runner.Options{})
 	require.Error(t, w.runner.Work(ctx, run, 2, func(evals.Trial) {}), "the run was not interrupted")
@@ -303,11 +304,11 @@ func TestAnInterruptedRunGoesOnWithoutPayingTwice(t *testing.T) {
 		   group by 1, 2 having count(*) > 1) twice`)
 }
 
-func TestARunEndsAtItsTimeWithUndecidedTrials(t *testing.T) {
+func TestRunTimeout(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Hang() })
-	d := orders()
+	d := ordersSuite()
 	d.Cases, d.Budget.Timeout = d.Cases[:1], "1s"
 	report := w.run(t, d, runner.Options{})
 	assert.Truef(t, report.Status == evals.Undecided && report.Cases[0].Undecided == 2,
@@ -315,9 +316,9 @@ func TestARunEndsAtItsTimeWithUndecidedTrials(t *testing.T) {
 	pgtest.Until(t, w.pool, 0, `select count(*)::int from agent_executions where completed_at is null`)
 }
 
-func TestAWorseModelIsToldFromTheOneBefore(t *testing.T) {
+func TestCompareWithEarlierRun(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		if req.Model == "gpt-4.1" {
 			return modeltest.Text("no")
@@ -327,7 +328,7 @@ func TestAWorseModelIsToldFromTheOneBefore(t *testing.T) {
 	d := evals.Definition{Name: "yes", Agent: "sales", Trials: 1, ApplyGate: &evals.Gate{Margin: 0.05}}
 	for name := range strings.SplitSeq("abcdefgh", "") {
 		d.Cases = append(d.Cases, evals.Case{
-			Name: name, Messages: ask(name), Expect: []evals.Expectation{{Answer: &evals.Answer{Expr: `answer == "yes"`}}},
+			Name: name, Messages: userMessage(name), Expect: []evals.Expectation{{Answer: &evals.Answer{Expr: `answer == "yes"`}}},
 		})
 	}
 	first := w.run(t, d, runner.Options{})
@@ -339,17 +340,17 @@ func TestAWorseModelIsToldFromTheOneBefore(t *testing.T) {
 	}
 }
 
-// written are the tables that a trial may write: its own execution, its log, and the results of evals.
-var written = []string{
+// trialTables are the tables that a trial may write: its execution, its log, and the results of evals.
+var trialTables = []string{
 	"agent_executions", "agent_checkpoints", "agent_activity", "agent_activity_open", "agent_prompts",
 	"agent_prompt_parts",
 	"agent_budgets", "agent_budget_reservations", "agent_eval_runs", "agent_eval_trials", "agent_evals", "agent_workers",
 	"agent_activity_uncounted", "agent_status_changes", "agent_claims_lost",
 }
 
-func TestATrialThatTriesEveryDoorChangesNothingElse(t *testing.T) {
+func TestTrialIsIsolated(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	pgtest.Exec(t, w.pool, `
 		insert into agent_webhook_targets (name, url, secrets, events) values ('t', 'https://example.com', '{s}', '{*}');
 		insert into agent_automations (name, trigger, event, skill_name) values ('a', 'event', 'AGENT_COMPLETED', 'check_order')`)
@@ -367,20 +368,20 @@ func TestATrialThatTriesEveryDoorChangesNothingElse(t *testing.T) {
 	w.runner.Budget.Iterations = len(calls)
 	w.script(func(_ string, results []string) modeltest.Reply { return calls[min(len(results), len(calls)-1)] })
 	d := evals.Definition{Name: "attack", Agent: "sales", Surface: "operate", Trials: 1, Cases: []evals.Case{{
-		Name: "all", Messages: ask("go"), Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "done"}}},
+		Name: "all", Messages: userMessage("go"), Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "done"}}},
 	}}}
 	run := w.start(t, d, runner.Options{})
-	before := digests(t, w.pool)
+	before := tableDigests(t, w.pool)
 	require.NoError(t, w.runner.Work(t.Context(), run, 1, func(evals.Trial) {}))
 	report := w.report(t, run)
 	if got := report.TrialRows[0]; got.Verdict != evals.Diverged || strings.Count(string(got.Calls), `"skill"`) != len(calls)-1 {
 		t.Errorf("the trial is %s with the calls %s", got.Verdict, got.Calls)
 	}
-	for table, sum := range digests(t, w.pool) {
+	for table, sum := range tableDigests(t, w.pool) {
 		assert.Equal(t, before[table], sum, "the trial changed", table)
 	}
-	assert.True(t, w.real.Load() == 0, "a call reached a real skill")
-	// A trial counts only as spend of the surface eval.
+	assert.True(t, w.realCalls.Load() == 0, "a call reached a real skill")
+	// Statistics count a trial only as spend of the surface eval.
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_skill_calls`)
 	pgtest.Equal(t, w.pool, 0, `
 		select count(*)::int from agent_activity_measured
@@ -388,34 +389,35 @@ func TestATrialThatTriesEveryDoorChangesNothingElse(t *testing.T) {
 	pgtest.Equal(t, w.pool, "eval", `select string_agg(distinct surface || skill, ',') from agent_spend`)
 }
 
-// digests returns the contents of all tables except the trial's own.
-func digests(t *testing.T, pool *pgxpool.Pool) map[string]string {
+// tableDigests returns a digest of each table except trialTables.
+func tableDigests(t *testing.T, pool *pgxpool.Pool) map[string]string {
 	t.Helper()
 	sums := map[string]string{}
 	for _, table := range pgtest.Column[string](t, pool, `
 		select c.relname from pg_class c where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p')
 		   and not c.relispartition order by 1`) {
-		if !slices.Contains(written, table) {
+		if !slices.Contains(trialTables, table) {
 			sums[table] = pgtest.Value[string](t, pool, `select coalesce(md5(string_agg(x::text, '' order by x::text)), '') from `+table+` x`)
 		}
 	}
 	return sums
 }
 
-func TestManyTrialsRunBesideEachOther(t *testing.T) {
+func TestTrialsRunConcurrently(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	var now, most atomic.Int32
+	w := newTestRunner(t)
+	var running, peak atomic.Int32
 	w.script(func(_ string, results []string) modeltest.Reply {
-		most.Store(max(most.Load(), now.Add(1)))
-		time.AfterFunc(20*time.Millisecond, func() { now.Add(-1) })
+		peak.Store(max(peak.Load(), running.Add(1)))
+		time.AfterFunc(20*time.Millisecond, func() { running.Add(-1) })
 		return modeltest.Text("Hello.").Slowly(20 * time.Millisecond)
 	})
 	d := evals.Definition{Name: "many", Agent: "sales", Trials: 40, Cases: []evals.Case{{
-		Name: "hello", Messages: ask("hello"), Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "hello"}}},
+		Name: "hello", Messages: userMessage("hello"),
+		Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "hello"}}},
 	}}}
-	if report := w.run(t, d, runner.Options{}); report.Status != evals.Passed || most.Load() < 2 || most.Load() > 4 {
-		t.Errorf("the run is %s, with up to %d of 4 trials at once", report.Status, most.Load())
+	if report := w.run(t, d, runner.Options{}); report.Status != evals.Passed || peak.Load() < 2 || peak.Load() > 4 {
+		t.Errorf("the run is %s, with up to %d of 4 trials at once", report.Status, peak.Load())
 	}
 	var input struct{ Trial int }
 	raw := pgtest.Value[string](t, w.pool, `select input::text from agent_executions order by id limit 1`)
@@ -423,25 +425,25 @@ func TestManyTrialsRunBesideEachOther(t *testing.T) {
 	assert.Truef(t, err == nil && input.Trial != 0, "the input is %s: %v", raw, err)
 }
 
-// A process with a different model server, key or limit plays no trial of a run, and claims none of its executions.
-func TestOnlyProcessesWithTheSameSetupPlayARun(t *testing.T) {
+// A process with another model server, key or limit plays no trial of a run, and claims none of its executions.
+func TestRunNeedsSameSetup(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	begun := make(chan struct{}, 100)
+	w := newTestRunner(t)
+	started := make(chan struct{}, 100)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
-		begun <- struct{}{}
+		started <- struct{}{}
 		return modeltest.Text("It is not due.").Slowly(time.Minute)
 	})
-	run := w.start(t, orders(), runner.Options{})
+	run := w.start(t, ordersSuite(), runner.Options{})
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() { ended <- w.runner.Work(ctx, run, 1, func(evals.Trial) {}) }()
-	<-begun
+	<-started
 
-	elsewhere := modeltest.New(t)
-	elsewhere.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("No.") })
+	otherModel := modeltest.New(t)
+	otherModel.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("No.") })
 	client, err := models.New(models.Config{
-		BaseURL: elsewhere.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
+		BaseURL: otherModel.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
 	})
 	require.NoError(t, err)
 	other := *w.runner
@@ -451,8 +453,8 @@ func TestOnlyProcessesWithTheSameSetupPlayARun(t *testing.T) {
 	cancel()
 	<-ended
 	err = other.Work(t.Context(), run, 1, func(evals.Trial) {})
-	assert.ErrorIs(t, err, runner.ErrElsewhere, "the other process resumes the run")
+	assert.ErrorIs(t, err, runner.ErrOtherSetup, "the other process resumes the run")
 	time.Sleep(time.Second) // the other process polls for ready executions
-	n := len(elsewhere.Requests())
+	n := len(otherModel.Requests())
 	assert.Truef(t, n == 0, "the other process made %d model calls", n)
 }

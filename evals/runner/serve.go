@@ -27,10 +27,11 @@ const (
 	expiryGrace = time.Minute
 )
 
-// errClaimLost reports a claim that expired and that another server took, or a run that has ended.
+// errClaimLost reports a claim that another server has taken over, or a run that has ended.
 var errClaimLost = errors.New("the claim of the run was lost")
 
-// claim is the right of this process to play a run. Until identifies it: each claim and renewal sets another time.
+// claim is the right of this process to play a run. Until identifies the claim, because each claim and each renewal
+// sets another time.
 type claim struct {
 	ID    string
 	Kind  string
@@ -38,7 +39,7 @@ type claim struct {
 }
 
 // Serve plays the runs that were started with Options.Background, until ctx ends. One process at a time plays a run. If
-// it dies, another one claims the run. A run that cannot be played ends undecided.
+// the process dies, another process claims the run. A run that cannot be played ends undecided.
 func (r *Runner) Serve(ctx context.Context) error {
 	var playing sync.WaitGroup
 	defer playing.Wait()
@@ -56,13 +57,13 @@ func (r *Runner) Serve(ctx context.Context) error {
 			r.Logger.WarnContext(ctx, "runs of evals not read, trying again", "error", err)
 		}
 		if err == nil && c.ID != "" {
-			bound := make(chan struct{}, 1)
+			slot := make(chan struct{}, 1)
 			if c.Kind == evals.OfShadow {
-				bound = shadows
+				slot = shadows
 			}
-			bound <- struct{}{}
+			slot <- struct{}{}
 			playing.Go(func() {
-				defer func() { <-bound; <-slots }()
+				defer func() { <-slot; <-slots }()
 				r.serve(ctx, c)
 			})
 			continue
@@ -80,7 +81,8 @@ func (r *Runner) Serve(ctx context.Context) error {
 func (r *Runner) claimRun(ctx context.Context, shadows bool) (claim, error) {
 	rows, err := r.Pool.Query(ctx, `
 		update agent_eval_runs set served_until = clock_timestamp() + @ttl::interval
-		 where id = (select id from agent_eval_runs where status = 'running' and served_until < statement_timestamp()
+		 where id = (select id from agent_eval_runs
+		              where status = 'running' and served_until < statement_timestamp()
 		                and (@shadows or kind <> 'shadow')
 		              order by served_until limit 1 for update skip locked)
 		returning id::text, kind, served_until`, postgres.Strict{"ttl": serveTTL, "shadows": shadows})
@@ -108,8 +110,8 @@ func (r *Runner) serve(ctx context.Context, c claim) {
 			r.Logger.InfoContext(ctx, "claim of a run lost, leaving it to its owner", "run", c.ID)
 		}
 		return
-	case ctx.Err() != nil: // another server continues at once
-		err = r.hold(context.WithoutCancel(ctx), &c, 0)
+	case ctx.Err() != nil: // release the claim, so that another server continues at once
+		err = r.extendClaim(context.WithoutCancel(ctx), &c, 0)
 		if errors.Is(err, errClaimLost) {
 			return
 		}
@@ -124,8 +126,8 @@ func (r *Runner) serve(ctx context.Context, c claim) {
 	}
 }
 
-// abandon ends a run that cannot be played: at once for a permanent error, and for others after its deadline. It
-// returns cause, or the error of this attempt, if the run continues.
+// abandon ends a run that cannot be played: at once for a permanent error, after its deadline for another error. If the
+// run continues, abandon returns cause, joined with its own error.
 func (r *Runner) abandon(ctx context.Context, run evals.Run, cause error) (ended bool, err error) {
 	if run.ID == "" {
 		return false, cause
@@ -144,7 +146,7 @@ func (r *Runner) abandon(ctx context.Context, run evals.Run, cause error) (ended
 		runs = []evals.Run{control, run}
 	}
 	for _, one := range runs {
-		if err := r.decide(ctx, one, cause); err != nil {
+		if err := r.finishRun(ctx, one, cause); err != nil {
 			return false, errors.Join(cause, err)
 		}
 	}
@@ -152,23 +154,27 @@ func (r *Runner) abandon(ctx context.Context, run evals.Run, cause error) (ended
 	return true, nil
 }
 
-// expired reports that the deadline of a run and expiryGrace have passed. A run whose suite cannot be read has a day.
-func (r *Runner) expired(ctx context.Context, run evals.Run) (is bool, err error) {
+// expired reports whether the deadline of a run and expiryGrace have passed. A run whose suite cannot be read expires
+// after longestTurn.
+func (r *Runner) expired(ctx context.Context, run evals.Run) (passed bool, err error) {
 	timeout := longestTurn
-	if subject, err := evals.SubjectOf(ctx, r.Pool, run); err == nil {
+	if subject, err := evals.ReadSubject(ctx, r.Pool, run); err == nil {
 		timeout = subject.Suite.Definition.Timeout()
 	}
 	err = r.Pool.QueryRow(ctx, `
-		select coalesce(least(s.until, s.stopped_at), coalesce(r.began_at, r.created_at) + @timeout::interval) + @grace::interval < clock_timestamp()
-		  from agent_eval_runs r left join agent_eval_shadows s on s.run_id = r.id where r.id = @id`,
-		postgres.Strict{"id": run.ID, "timeout": timeout, "grace": expiryGrace}).Scan(&is)
+		select coalesce(least(s.until, s.stopped_at), coalesce(r.began_at, r.created_at) + @timeout::interval)
+		       + @grace::interval < clock_timestamp()
+		  from agent_eval_runs r
+		  left join agent_eval_shadows s on s.run_id = r.id
+		 where r.id = @id`,
+		postgres.Strict{"id": run.ID, "timeout": timeout, "grace": expiryGrace}).Scan(&passed)
 	if err != nil {
 		return false, fmt.Errorf("read the deadline of run %s: %w", run.ID, err)
 	}
-	return is, nil
+	return passed, nil
 }
 
-// renew renews the claim until ctx ends, and stops the work if the claim was lost.
+// renew renews the claim until ctx ends. It calls stop if the claim is lost.
 func (r *Runner) renew(ctx context.Context, c *claim, stop context.CancelCauseFunc) {
 	tick := time.NewTicker(serveTTL / 3)
 	defer tick.Stop()
@@ -178,9 +184,9 @@ func (r *Runner) renew(ctx context.Context, c *claim, stop context.CancelCauseFu
 			return
 		case <-tick.C:
 		}
-		// A cancelled update could take effect without c.Until.
+		// A cancelled update could succeed in the database without a new value of c.Until.
 		limited, done := context.WithTimeout(context.WithoutCancel(ctx), serveTTL/3)
-		err := r.hold(limited, c, serveTTL)
+		err := r.extendClaim(limited, c, serveTTL)
 		done()
 		switch {
 		case errors.Is(err, errClaimLost):
@@ -192,8 +198,8 @@ func (r *Runner) renew(ctx context.Context, c *claim, stop context.CancelCauseFu
 	}
 }
 
-// hold extends the claim by a time from now, or returns errClaimLost.
-func (r *Runner) hold(ctx context.Context, c *claim, ttl time.Duration) error {
+// extendClaim sets the end of the claim to now plus ttl, or returns errClaimLost.
+func (r *Runner) extendClaim(ctx context.Context, c *claim, ttl time.Duration) error {
 	err := r.Pool.QueryRow(ctx, `
 		update agent_eval_runs set served_until = clock_timestamp() + @ttl::interval
 		 where id = @id and status = 'running' and served_until = @until
@@ -202,7 +208,7 @@ func (r *Runner) hold(ctx context.Context, c *claim, ttl time.Duration) error {
 		err = errClaimLost
 	}
 	if err != nil {
-		return fmt.Errorf("hold run %s: %w", c.ID, err)
+		return fmt.Errorf("extend claim of run %s: %w", c.ID, err)
 	}
 	return nil
 }

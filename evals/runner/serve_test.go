@@ -15,7 +15,7 @@ import (
 )
 
 // serve runs the loop of a server until the caller calls the returned function, or the test ends.
-func (w *world) serve(t *testing.T) (stop func()) {
+func (w *testRunner) serve(t *testing.T) (stop func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
@@ -31,11 +31,11 @@ func (w *world) serve(t *testing.T) (stop func()) {
 	return stop
 }
 
-// A server plays the runs that clients left to servers. It does not touch a run claimed by another server, and
-// continues it if that server has died. A server that stops releases its runs.
-func TestServersPlayRunsAndGoOnWithThoseOfOthers(t *testing.T) {
+// A server plays background runs. It leaves a run that another server has claimed, and takes the run over after that
+// claim expires. A server that stops releases its runs.
+func TestServersPlayAndTakeOverRuns(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	blocked, reached := make(chan struct{}), make(chan struct{}, 100)
 	w.script(func(_ string, results []string) modeltest.Reply {
 		reached <- struct{}{}
@@ -45,7 +45,7 @@ func TestServersPlayRunsAndGoOnWithThoseOfOthers(t *testing.T) {
 		}
 		return modeltest.Text("It is not due.")
 	})
-	d := orders()
+	d := ordersSuite()
 	d.Cases = d.Cases[:1]
 	stopped := w.start(t, d, runner.Options{Background: true})
 	foreground := w.start(t, d, runner.Options{})
@@ -73,22 +73,22 @@ func TestServersPlayRunsAndGoOnWithThoseOfOthers(t *testing.T) {
 		foreground.ID)
 }
 
-func (w *world) shadow(t *testing.T) evals.Run {
+func (w *testRunner) shadow(t *testing.T) evals.Run {
 	t.Helper()
 	run, err := w.runner.StartShadow(t.Context(), runner.Counterfactual{Model: "gpt-4.1", Margin: 0.05}, 1, time.Hour)
 	require.NoError(t, err)
 	return run
 }
 
-func (w *world) awaitStatus(t *testing.T, id, want string) {
+func (w *testRunner) awaitStatus(t *testing.T, id, want string) {
 	t.Helper()
 	pgtest.Until(t, w.pool, want, `select status from agent_eval_runs where id = $1`, id)
 }
 
-// A run that can never be played ends, and so does its control.
-func TestTheShadowOfARemovedAgentEndsUndecided(t *testing.T) {
+// A run with a permanent error ends undecided, and so does its control.
+func TestShadowOfRemovedAgentEndsUndecided(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	run := w.shadow(t)
 	_, err := agents.Remove(t.Context(), w.pool, nil)
 	require.NoError(t, err)
@@ -97,11 +97,11 @@ func TestTheShadowOfARemovedAgentEndsUndecided(t *testing.T) {
 	w.awaitStatus(t, run.ControlID, evals.Undecided)
 }
 
-// Other errors end a run after its deadline.
-func TestARunThatMeetsErrorsEndsAfterItsDeadline(t *testing.T) {
+// A run with another error ends undecided after its deadline.
+func TestFailingRunEndsAfterDeadline(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	run := w.start(t, orders(), runner.Options{Background: true})
+	w := newTestRunner(t)
+	run := w.start(t, ordersSuite(), runner.Options{Background: true})
 	pgtest.Exec(t, w.pool, `update agent_eval_runs set subject = '[]' where id = $1`, run.ID)
 	w.serve(t)
 	pgtest.Until(t, w.pool, true, `select served_until > clock_timestamp() from agent_eval_runs where id = $1`, run.ID)
@@ -112,9 +112,9 @@ func TestARunThatMeetsErrorsEndsAfterItsDeadline(t *testing.T) {
 }
 
 // A process with an expired claim neither renews nor releases the claim of another process.
-func TestAServerLeavesTheClaimOfAnotherAlone(t *testing.T) {
+func TestServerKeepsForeignClaim(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	blocked, reached := make(chan struct{}), make(chan struct{}, 100)
 	w.script(func(string, []string) modeltest.Reply {
 		reached <- struct{}{}
@@ -122,7 +122,7 @@ func TestAServerLeavesTheClaimOfAnotherAlone(t *testing.T) {
 		return modeltest.Text("It is not due.")
 	})
 	defer close(blocked)
-	run := w.start(t, orders(), runner.Options{Background: true})
+	run := w.start(t, ordersSuite(), runner.Options{Background: true})
 	stop := w.serve(t)
 	<-reached
 	pgtest.Exec(t, w.pool, `update agent_eval_runs set served_until = clock_timestamp() + interval '1 hour' where id = $1`,
@@ -132,10 +132,10 @@ func TestAServerLeavesTheClaimOfAnotherAlone(t *testing.T) {
 		select served_until > clock_timestamp() + interval '50 minutes' from agent_eval_runs where id = $1`, run.ID)
 }
 
-// Shadows last long, and never take all slots.
+// Shadows never use all slots, because they last long.
 func TestShadowsLeaveSlotsForOtherRuns(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	w.script(func(_ string, results []string) modeltest.Reply {
 		if len(results) == 0 {
 			return modeltest.ToolCall("check_order", `{"order":7}`)
@@ -145,7 +145,7 @@ func TestShadowsLeaveSlotsForOtherRuns(t *testing.T) {
 	for range 4 {
 		w.shadow(t)
 	}
-	d := orders()
+	d := ordersSuite()
 	d.Cases = d.Cases[:1]
 	run := w.start(t, d, runner.Options{Background: true})
 	w.serve(t)
@@ -154,25 +154,25 @@ func TestShadowsLeaveSlotsForOtherRuns(t *testing.T) {
 		select count(*)::int from agent_eval_runs where kind = 'shadow' and served_until > clock_timestamp()`)
 }
 
-// A shadow without a new turn since its last poll waits 30 s. So idle shadows cost little.
-func TestAShadowWithoutTurnsPollsEvery30Seconds(t *testing.T) {
+// After a poll without a new turn, a shadow waits 30 s, so an idle shadow costs little.
+func TestPauseAfter(t *testing.T) {
 	t.Parallel()
 	now := time.Now()
-	polled := evals.Shadow{SeenAt: now.Add(-time.Minute), Upto: now}
+	polled := evals.Shadow{SeenAt: now.Add(-time.Minute), VisibleUntil: now}
 	for found, want := range map[int]time.Duration{0: 30 * time.Second, 1: 0} {
 		got := runner.PauseAfter(found, polled)
 		assert.Truef(t, got == want, "after %d turns it waits %s, want %s", found, got, want)
 	}
-	got := runner.PauseAfter(0, evals.Shadow{SeenAt: now, Upto: now})
-	assert.Equal(t, 0, got, "it waits", "before there was anything to poll")
+	got := runner.PauseAfter(0, evals.Shadow{SeenAt: now, VisibleUntil: now})
+	assert.Equal(t, 0, got, "the pause without a completed poll")
 }
 
-// The time limit of a run starts with its first trial, and again if a person resumes it. A server's run has one
-// deadline.
-func TestTheTimeOfARunCountsFromItsFirstTrial(t *testing.T) {
+// The timeout of a run starts with its first trial, and again if a person resumes the run. A run played by servers has
+// one deadline.
+func TestRunTimeStartsWithFirstTrial(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	w.script(nora)
+	w := newTestRunner(t)
+	w.script(replyAsAgent)
 	for name, test := range map[string]struct {
 		change     string
 		background bool
@@ -182,7 +182,7 @@ func TestTheTimeOfARunCountsFromItsFirstTrial(t *testing.T) {
 		"continued": {`began_at = now() - interval '1 day'`, false, evals.Passed},
 		"served":    {`began_at = now() - interval '1 day'`, true, evals.Undecided},
 	} {
-		d := evals.Definition{Name: name, Agent: "sales", Trials: 1, Cases: orders().Cases[:1]}
+		d := evals.Definition{Name: name, Agent: "sales", Trials: 1, Cases: ordersSuite().Cases[:1]}
 		run := w.start(t, d, runner.Options{Background: test.background})
 		pgtest.Exec(t, w.pool, `update agent_eval_runs set `+test.change+` where id = $1`, run.ID)
 		require.NoError(t, w.runner.Work(t.Context(), run, 1, func(evals.Trial) {}))

@@ -12,9 +12,10 @@ import (
 )
 
 const (
-	// shadowPoll is the pause between polls for the end of a shadow, and for completed turns while there are some.
+	// shadowPoll is the pause between polls for the end of a shadow. It is also the pause between polls for completed
+	// turns if the last poll found some.
 	shadowPoll = 5 * time.Second
-	// idlePoll is the pause between polls for completed turns after one that found none.
+	// idlePoll is the pause between polls for completed turns if the last poll found none.
 	idlePoll = 30 * time.Second
 	// longestTurn bounds the duration of a sampled turn.
 	longestTurn = 24 * time.Hour
@@ -22,31 +23,31 @@ const (
 	maxShadow = 500
 )
 
-// StartShadow stores a shadow, which servers play until it ends: a counterfactual that gets a share of the turns as
-// they complete. One turn is played at a time.
+// StartShadow stores a shadow: a counterfactual with a share of the turns as they complete. Servers play the shadow
+// until it ends, one turn at a time.
 func (r *Runner) StartShadow(
-	ctx context.Context, c Counterfactual, share float64, lasts time.Duration,
+	ctx context.Context, c Counterfactual, share float64, duration time.Duration,
 ) (evals.Run, error) {
-	who, err := r.Agents.Find(ctx, r.Pool, c.Agent)
+	agent, err := r.Agents.Find(ctx, r.Pool, c.Agent)
 	if err != nil {
 		return evals.Run{}, err
 	}
-	p := Planned{
+	p := Plan{
 		Run:    evals.Run{Kind: evals.OfShadow, Trials: 1, Background: true, Candidate: c.Candidate != nil},
 		Sample: evals.Sample{Skipped: map[string]int{}, Turns: map[string]evals.Recorded{}},
 	}
 	suite := evals.Suite{Version: 1, Source: evals.OfShadow, Definition: evals.Definition{
-		Agent: who.Name, Surface: "operate", Trials: 1, Cases: []evals.Case{}, ApplyGate: &evals.Gate{Margin: c.Margin},
-		Budget: evals.Budget{CostUSD: c.BudgetUSD, Timeout: lasts.String()},
+		Agent: agent.Name, Surface: "operate", Trials: 1, Cases: []evals.Case{}, ApplyGate: &evals.Gate{Margin: c.Margin},
+		Budget: evals.Budget{CostUSD: c.BudgetUSD, Timeout: duration.String()},
 	}}
-	if err := r.subjects(ctx, c, suite, &p); err != nil {
+	if err := r.readSubjects(ctx, c, suite, &p); err != nil {
 		return evals.Run{}, err
 	}
-	if c.BudgetUSD > 0 && (!r.Model.PricedModel(p.Candidate.Model) || !r.Model.PricedModel(r.played(who.Model))) {
-		return evals.Run{}, fmt.Errorf("start a shadow of %s: %w", who.Name, ErrUnpriced)
+	if c.BudgetUSD > 0 && (!r.Model.PricedModel(p.Candidate.Model) || !r.Model.PricedModel(r.playedModel(agent.Model))) {
+		return evals.Run{}, fmt.Errorf("start a shadow of %s: %w", agent.Name, ErrUnpriced)
 	}
-	return r.store(ctx, p, func(tx postgres.DB, run evals.Run) error {
-		return evals.PutShadow(ctx, tx, run.ID, share, lasts)
+	return r.storeRuns(ctx, p, func(tx postgres.DB, run evals.Run) error {
+		return evals.PutShadow(ctx, tx, run.ID, share, duration)
 	})
 }
 
@@ -56,27 +57,27 @@ func (r *Runner) workShadow(ctx context.Context, run evals.Run, onTrial func(eva
 	if err != nil {
 		return err
 	}
-	var next time.Time
+	var nextPoll time.Time
 	for {
 		shadow, err := evals.GetShadow(ctx, r.Pool, run.ID)
 		if err != nil {
 			return err
 		}
-		if over := shadow.Over || shadow.Turns >= maxShadow; over || !time.Now().Before(next) {
+		if ended := shadow.Over || shadow.Turns >= maxShadow; ended || !time.Now().Before(nextPoll) {
 			found, err := r.extend(ctx, run, shadow)
 			if err != nil {
 				return err
 			}
-			next = time.Now().Add(pauseAfter(found, shadow))
-			spent, err := r.playOpen(ctx, []evals.Run{control, run}, onTrial)
+			nextPoll = time.Now().Add(pauseAfter(found, shadow))
+			spent, err := r.playUndecided(ctx, []evals.Run{control, run}, onTrial)
 			if err != nil {
 				return err
 			}
-			if over || spent {
-				if err := r.decide(ctx, control, nil); err != nil {
+			if ended || spent {
+				if err := r.finishRun(ctx, control, nil); err != nil {
 					return err
 				}
-				return r.decide(ctx, run, nil)
+				return r.finishRun(ctx, run, nil)
 			}
 		}
 		if !sleep.For(ctx, shadowPoll) {
@@ -85,9 +86,9 @@ func (r *Runner) workShadow(ctx context.Context, run evals.Run, onTrial func(eva
 	}
 }
 
-// pauseAfter is the pause after a poll with that number of turns.
+// pauseAfter returns the pause after a poll that found a number of turns.
 func pauseAfter(found int, s evals.Shadow) time.Duration {
-	if found == 0 && s.Upto.After(s.SeenAt) {
+	if found == 0 && s.VisibleUntil.After(s.SeenAt) {
 		return idlePoll
 	}
 	return 0
@@ -95,30 +96,32 @@ func pauseAfter(found int, s evals.Shadow) time.Duration {
 
 // extend adds the turns that have completed since the last poll, and returns their number.
 func (r *Runner) extend(ctx context.Context, run evals.Run, s evals.Shadow) (found int, err error) {
-	if s.Turns >= maxShadow || !s.Upto.After(s.SeenAt) {
+	if s.Turns >= maxShadow || !s.VisibleUntil.After(s.SeenAt) {
 		return 0, nil
 	}
 	all, err := r.Agents.List(ctx, r.Pool)
 	if err != nil {
 		return 0, err
 	}
-	who, err := agents.Find(all, run.Agent)
+	agent, err := agents.Find(all, run.Agent)
 	if err != nil {
 		return 0, err
 	}
-	of := sampleOf(all, who)
-	of.Since, of.Size, of.Share = s.Upto.Sub(s.SeenAt)+longestTurn, maxShadow-s.Turns, s.Share
-	of.After, of.Upto = &s.SeenAt, &s.Upto
-	_, sample, err := evals.Draw(ctx, r.Pool, of)
+	filter := sampleFilter(all, agent)
+	filter.Since, filter.Size, filter.Share = s.VisibleUntil.Sub(s.SeenAt)+longestTurn, maxShadow-s.Turns, s.Share
+	filter.After, filter.Until = &s.SeenAt, &s.VisibleUntil
+	_, sample, err := evals.DrawSample(ctx, r.Pool, filter)
 	if err != nil {
 		return 0, err
 	}
-	r.nameModels(who, sample)
+	r.nameModels(agent, sample)
 	return sample.Size, evals.Extend(ctx, r.Pool, run, sample, s)
 }
 
-// playOpen plays the open trials of runs, one at a time. spent reports that the budget was used up.
-func (r *Runner) playOpen(ctx context.Context, runs []evals.Run, onTrial func(evals.Trial)) (spent bool, err error) {
+// playUndecided plays the trials without a verdict, one at a time. spent reports that the budget is used up.
+func (r *Runner) playUndecided(
+	ctx context.Context, runs []evals.Run, onTrial func(evals.Trial),
+) (spent bool, err error) {
 	for _, run := range runs {
 		trials, err := evals.BriefTrials(ctx, r.Pool, run.ID, "")
 		if err != nil {
@@ -126,7 +129,7 @@ func (r *Runner) playOpen(ctx context.Context, runs []evals.Run, onTrial func(ev
 		}
 		for _, t := range trials {
 			if t.Verdict == "" {
-				if t, err = r.await(ctx, run, t); err != nil {
+				if t, err = r.playTrial(ctx, run, t); err != nil {
 					return false, err
 				}
 				onTrial(t)

@@ -18,50 +18,50 @@ import (
 // pollInterval is the pause between polls of a trial that another process runs.
 const pollInterval = 500 * time.Millisecond
 
-// errTimeout ends the work on a run whose time has passed.
+// errTimeout is the cause that ends the work on a run after its timeout.
 var errTimeout = errors.New("the time of the run is over")
 
-// Work plays the undecided trials of a run, at most concurrent ones at once, and then decides the run. It may be called
-// again, by any process, for a run whose process died. onTrial receives decided trials; it may be called concurrently.
+// Work plays the trials of a run that have no verdict, several concurrently, and then ends the run. Any process may
+// call it again for a run whose process died. Work calls onTrial with each decided trial, possibly concurrently.
 //
-// It plays the control of a run first. If the control does not follow its recorded turns, the trials of the run are
-// undecided without being played.
+// Work first plays the control of a run. If the control does not follow its recorded turns, Work does not play the
+// run's own trials, and they are undecided.
 func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTrial func(evals.Trial)) error {
-	subject, err := evals.SubjectOf(ctx, r.Pool, run)
+	subject, err := evals.ReadSubject(ctx, r.Pool, run)
 	if err != nil {
 		return err
 	}
 	if run.Model == "" {
-		if run, subject, err = r.prepare(ctx, run, subject); err != nil {
+		if run, subject, err = r.completeRun(ctx, run, subject); err != nil {
 			return err
 		}
 	}
 	if subject.Setup != r.Setup {
-		return fmt.Errorf("play run %s: %w", run.ID, ErrElsewhere)
+		return fmt.Errorf("play run %s: %w", run.ID, ErrOtherSetup)
 	}
 	if run.Kind == evals.OfShadow {
 		return r.workShadow(ctx, run, onTrial)
 	}
-	left, err := r.begin(ctx, run, subject.Suite.Definition)
+	remaining, err := r.remainingTime(ctx, run, subject.Suite.Definition)
 	if err != nil {
 		return err
 	}
-	limited, stop := context.WithTimeoutCause(ctx, max(left, 0), errTimeout)
+	limited, stop := context.WithTimeoutCause(ctx, max(remaining, 0), errTimeout)
 	defer stop()
 	if run.ControlID != "" {
-		obstacle, err := r.workControl(limited, run, concurrent, onTrial)
+		reason, err := r.workControl(limited, run, concurrent, onTrial)
 		switch timedOut := errors.Is(context.Cause(limited), errTimeout); {
 		case err != nil && !timedOut:
 			return err
-		case err == nil && obstacle != "":
-			return r.skip(ctx, run, obstacle)
+		case err == nil && reason != "":
+			return r.skipTrials(ctx, run, reason)
 		}
 	}
 	trials, err := evals.BriefTrials(ctx, r.Pool, run.ID, "")
 	if err != nil {
 		return err
 	}
-	err = r.calibrate(limited, run, subject, concurrent)
+	err = r.calibrateJudges(limited, run, subject, concurrent)
 	if err != nil && !errors.Is(context.Cause(limited), errTimeout) {
 		return err
 	}
@@ -73,12 +73,12 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 		return context.Cause(ctx)
 	}
 	if limited.Err() != nil {
-		return r.decide(ctx, run, errTimeout)
+		return r.finishRun(ctx, run, errTimeout)
 	}
-	return r.decide(ctx, run, nil)
+	return r.finishRun(ctx, run, nil)
 }
 
-// playAll plays the undecided of some trials, until ctx ends.
+// playAll plays the trials that have no verdict, until ctx ends.
 func (r *Runner) playAll(ctx context.Context, run evals.Run, trials []evals.Trial, concurrent int,
 	onTrial func(evals.Trial),
 ) error {
@@ -89,9 +89,9 @@ func (r *Runner) playAll(ctx context.Context, run evals.Run, trials []evals.Tria
 			continue
 		}
 		group.Go(func() error {
-			decided, err := r.await(ctx, run, t)
+			verdict, err := r.playTrial(ctx, run, t)
 			if err == nil {
-				onTrial(decided)
+				onTrial(verdict)
 			}
 			return err
 		})
@@ -99,30 +99,30 @@ func (r *Runner) playAll(ctx context.Context, run evals.Run, trials []evals.Tria
 	return group.Wait()
 }
 
-// await starts a trial, runs it here if no other process does, and waits for its verdict.
-func (r *Runner) await(ctx context.Context, run evals.Run, t evals.Trial) (evals.Trial, error) {
+// playTrial starts the execution of a trial, runs it unless another process does, and waits for the verdict.
+func (r *Runner) playTrial(ctx context.Context, run evals.Run, t evals.Trial) (evals.Trial, error) {
 	x, _, err := r.Engine.Start(ctx, r.Pool, r.spec(run, t))
 	if err != nil {
 		return t, err
 	}
 	decided := t
-	err = r.follow(ctx, x.ID, func() (over bool, err error) {
-		decided, err = r.decided(ctx, run, t, x.ID)
+	err = r.runUntil(ctx, x.ID, func() (done bool, err error) {
+		decided, err = r.readVerdict(ctx, run, t, x.ID)
 		return decided.Verdict != "", err
 	})
 	return decided, err
 }
 
-// follow runs an execution here if no other process does, until it is over.
-func (r *Runner) follow(ctx context.Context, id string, over func() (bool, error)) error {
+// runUntil runs an execution unless another process does, and polls until isDone returns true.
+func (r *Runner) runUntil(ctx context.Context, id string, isDone func() (bool, error)) error {
 	for {
 		if err := r.Engine.ClaimAndRun(ctx, id); err != nil {
 			return err
 		}
-		if done, err := over(); done || err != nil {
+		if done, err := isDone(); done || err != nil {
 			return err
 		}
-		if err := r.Engine.Sweep(ctx); err != nil { // frees the claims of processes that died
+		if err := r.Engine.Sweep(ctx); err != nil { // releases the claims of dead processes
 			return err
 		}
 		if !sleep.For(ctx, pollInterval) {
@@ -131,8 +131,8 @@ func (r *Runner) follow(ctx context.Context, id string, over func() (bool, error
 	}
 }
 
-// decided reads the verdict of a trial. An execution that ended without one is an error of the trial.
-func (r *Runner) decided(ctx context.Context, run evals.Run, t evals.Trial, id string) (evals.Trial, error) {
+// readVerdict reads the verdict of a trial. If the execution ended without a verdict, the verdict is an error.
+func (r *Runner) readVerdict(ctx context.Context, run evals.Run, t evals.Trial, id string) (evals.Trial, error) {
 	x, err := executions.Get(ctx, r.Pool, id)
 	if err != nil {
 		return t, err
@@ -143,18 +143,18 @@ func (r *Runner) decided(ctx context.Context, run evals.Run, t evals.Trial, id s
 			why += ": " + *x.ErrorMessage
 		}
 		t.TraceID, t.Verdict, t.Reasons, t.Calls = x.TraceID, evals.Error, []string{why}, []byte(`[]`)
-		if err := store(ctx, r.Pool, run.ID, t); err != nil {
+		if err := storeVerdict(ctx, r.Pool, run.ID, t); err != nil {
 			return t, err
 		}
 	}
 	return evals.GetTrial(ctx, r.Pool, run.ID, t.Case, t.Trial)
 }
 
-// decide ends a run. cause is the reason for open trials; nil if there are none. A trial without a verdict is
-// undecided, and its execution is cancelled. A run never passes with a cause other than errTimeout.
-func (r *Runner) decide(ctx context.Context, run evals.Run, cause error) error {
+// finishRun ends a run. cause is the reason for trials without a verdict, or nil. Such trials become undecided, and
+// their executions are cancelled. With a cause other than errTimeout, a run never passes.
+func (r *Runner) finishRun(ctx context.Context, run evals.Run, cause error) error {
 	if cause != nil {
-		if err := r.cancelOpen(ctx, run, cause); err != nil {
+		if err := r.cancelUndecided(ctx, run, cause); err != nil {
 			return err
 		}
 	}
@@ -177,7 +177,7 @@ func (r *Runner) decide(ctx context.Context, run evals.Run, cause error) error {
 		if err != nil || !run.Background {
 			return err
 		}
-		return r.noteEnd(ctx, tx, run, status)
+		return r.recordEnd(ctx, tx, run, status)
 	})
 	if err != nil {
 		return fmt.Errorf("decide run %s: %w", run.ID, err)
@@ -185,8 +185,8 @@ func (r *Runner) decide(ctx context.Context, run evals.Run, cause error) error {
 	return nil
 }
 
-// cancelOpen cancels the executions of the open trials, and decides these.
-func (r *Runner) cancelOpen(ctx context.Context, run evals.Run, cause error) error {
+// cancelUndecided cancels the executions of the trials without a verdict, and marks the trials as undecided.
+func (r *Runner) cancelUndecided(ctx context.Context, run evals.Run, cause error) error {
 	trials, err := evals.BriefTrials(ctx, r.Pool, run.ID, "")
 	if err != nil {
 		return err
@@ -205,7 +205,7 @@ func (r *Runner) cancelOpen(ctx context.Context, run evals.Run, cause error) err
 			return fmt.Errorf("cancel trial %d of %s: %w", t.Trial, t.Case, err)
 		}
 		t.Verdict, t.Reasons, t.Calls = evals.UndecidedTrial, []string{cause.Error()}, []byte(`[]`)
-		if err := store(ctx, r.Pool, run.ID, t); err != nil {
+		if err := storeVerdict(ctx, r.Pool, run.ID, t); err != nil {
 			return err
 		}
 	}

@@ -2,9 +2,9 @@
 //
 // [Wilson] is the 95 % interval of a case's pass rate, and [PassK] the chance that k trials in a row pass (pass^k,
 // arXiv 2406.12045). [Compare] compares two versions by the differences of their rates per case (arXiv 2411.00640).
-// Its test flips the signs of the differences: if both versions are equal, every difference is as likely positive as
-// negative. The null distribution is exact, not sampled. A comparison may be repeated as trials arrive. The number of
-// looks must be declared beforehand, because each look gets an equal part of the error rate.
+// It is a sign-flip permutation test: if both versions are equal, every difference is as likely positive as negative.
+// The null distribution is exact, not sampled. A comparison may be repeated as trials arrive. The number of looks must
+// be declared beforehand, because each look gets an equal part of the error rate.
 //
 // The answer can be undecided. [Control] compares a run with itself and must find no difference.
 //
@@ -40,8 +40,8 @@ func Wilson(c, n int) Interval {
 	return Interval{max(0, center-half), min(1, center+half)}
 }
 
-// PassK estimates the chance that k trials all pass, from c passes in n trials: C(c,k)/C(n,k). It is not a number for
-// k > n or k < 1.
+// PassK estimates the chance that k trials all pass, from c passes in n trials: C(c,k)/C(n,k). It returns NaN for k > n
+// or k < 1.
 func PassK(c, n, k int) float64 {
 	if k < 1 || k > n {
 		return math.NaN()
@@ -122,12 +122,12 @@ func Compare(pairs []Pair, plan Plan) Comparison {
 
 // Control compares the even trials of a run with its odd ones (A/A). outcomes has the trials of each case in order.
 // The answers Better and Worse are errors of the method or of the cases, for example a model that changes meanwhile.
-func Control(outcomes [][]bool) Comparison {
-	pairs := make([]Pair, len(outcomes))
-	for i, trials := range outcomes {
+func Control(passesByCase [][]bool) Comparison {
+	pairs := make([]Pair, len(passesByCase))
+	for i, trials := range passesByCase {
 		for j, passed := range trials[:len(trials)/2*2] {
 			half := &pairs[i].Old
-			if (i+j)%2 == 1 { // an order effect must not fall on one side
+			if (i+j)%2 == 1 { // alternate by case, so that an effect of the order affects both halves
 				half = &pairs[i].New
 			}
 			half.Trials++
@@ -177,8 +177,8 @@ func shifted(values []float64, by float64) []float64 {
 // trials are exact.
 const grid = 2520
 
-// upperTail returns the chance that random signs give a sum of at least that of the differences. It counts the sums on
-// a grid, which makes the distribution exact up to rounding.
+// upperTail returns the chance that the differences with random signs have at least the observed sum. It counts the
+// sums on a grid, which makes the distribution exact up to rounding.
 func upperTail(diffs []float64) float64 {
 	sizes, sum, total := make([]int, 0, len(diffs)), 0, 0
 	for _, d := range diffs {
@@ -197,15 +197,15 @@ func upperTail(diffs []float64) float64 {
 	}
 	// With s of the sizes positive, the sum of signs is 2s - total. chance[s] is the probability of s.
 	slices.SortFunc(sizes, func(a, b int) int { return cmp.Compare(a, b) })
-	chance, reached := make([]float64, total/unit+1), 0
+	chance, maxSum := make([]float64, total/unit+1), 0
 	chance[0] = 1
 	for _, size := range sizes {
 		step := size / unit
-		for s := reached; s >= 0; s-- {
+		for s := maxSum; s >= 0; s-- {
 			chance[s] /= 2
 			chance[s+step] += chance[s]
 		}
-		reached += step
+		maxSum += step
 	}
 	tail := 0.0
 	for s := (total + sum) / unit / 2; s < len(chance); s++ {
@@ -221,8 +221,9 @@ func gcd(a, b int) int {
 	return a
 }
 
-// Difference returns the interval of the mean difference, at the level of the plan. It inverts the test: it has every
-// difference that the test does not reject. Few cases reject nothing; the interval is then [-1, 1].
+// Difference returns the confidence interval of the mean difference, at the level of the plan. It inverts the test: the
+// interval has every difference that the test does not reject. With few cases the test rejects nothing, and the
+// interval is [-1, 1].
 func Difference(pairs []Pair, plan Plan) Interval {
 	diffs := differences(pairs)
 	alpha := Alpha / 2 / float64(max(plan.Looks, 1))
@@ -234,11 +235,11 @@ func Difference(pairs []Pair, plan Plan) Interval {
 	return Interval{low, 0 - high} // not -0
 }
 
-// bisect returns the smallest kept value in [-1, 1], up to a thousandth.
-func bisect(kept func(float64) bool) float64 {
+// bisect returns the smallest accepted value in [-1, 1], to a thousandth.
+func bisect(accept func(float64) bool) float64 {
 	low, high := -1.0, 1.0
 	for high-low > 0.001 {
-		if middle := (low + high) / 2; kept(middle) {
+		if middle := (low + high) / 2; accept(middle) {
 			high = middle
 		} else {
 			low = middle

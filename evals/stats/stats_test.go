@@ -9,8 +9,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
-// passes simulates the trials of a case.
-func passes(r *rand.Rand, p float64, n int) (c int) {
+// simulate returns the number of passes in n simulated trials of a case.
+func simulate(r *rand.Rand, p float64, n int) (c int) {
 	for range n {
 		if r.Float64() < p {
 			c++
@@ -19,14 +19,14 @@ func passes(r *rand.Rand, p float64, n int) (c int) {
 	return c
 }
 
-func TestTheIntervalOfACaseCoversItsRateInAsManySuitesAsItSays(t *testing.T) {
+func TestWilsonCoverage(t *testing.T) {
 	const suites, cases, trials = 10_000, 10, 20
 	r := rand.New(rand.NewPCG(1, 2))
 	covered := 0
 	for range suites {
 		for range cases {
 			p := r.Float64()
-			i := stats.Wilson(passes(r, p, trials), trials)
+			i := stats.Wilson(simulate(r, p, trials), trials)
 			if i.Low <= p && p <= i.High {
 				covered++
 			}
@@ -37,7 +37,7 @@ func TestTheIntervalOfACaseCoversItsRateInAsManySuitesAsItSays(t *testing.T) {
 	}
 }
 
-func TestPassKIsTheShareOfTheSubsetsThatPass(t *testing.T) {
+func TestPassK(t *testing.T) {
 	for _, tc := range []struct {
 		c, n, k int
 		want    float64
@@ -50,35 +50,35 @@ func TestPassKIsTheShareOfTheSubsetsThatPass(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 4))
 	sum := 0.0
 	for range 10_000 {
-		sum += stats.PassK(passes(r, 0.8, 10), 10, 3)
+		sum += stats.PassK(simulate(r, 0.8, 10), 10, 3)
 	}
 	got = sum / 10_000
 	assert.Truef(t, math.Abs(got-0.512) <= 0.01, "the mean of PassK is %.3f, want 0.8^3 = 0.512", got)
 }
 
-// looks are the numbers of trials per case at which the test compares.
-var looks = []int{5, 10, 20, 40}
+// trialCounts are the numbers of trials per case after which decide compares.
+var trialCounts = []int{5, 10, 20, 40}
 
-// decide simulates a suite of 20 cases, with further trials until the test has an answer. It returns the trials per
-// case.
+// decide simulates a suite of 20 cases, with further trials until the comparison has an answer. It also returns the
+// number of trials per case.
 func decide(r *rand.Rand, before, after float64) (stats.Answer, int) {
 	pairs := make([]stats.Pair, 20)
-	made := 0
-	for _, until := range looks {
+	trials := 0
+	for _, target := range trialCounts {
 		for i := range pairs {
-			pairs[i].Old.Passed += passes(r, before, until-made)
-			pairs[i].New.Passed += passes(r, after, until-made)
-			pairs[i].Old.Trials, pairs[i].New.Trials = until, until
+			pairs[i].Old.Passed += simulate(r, before, target-trials)
+			pairs[i].New.Passed += simulate(r, after, target-trials)
+			pairs[i].Old.Trials, pairs[i].New.Trials = target, target
 		}
-		made = until
-		if got := stats.Compare(pairs, stats.Plan{Looks: len(looks)}); got.Answer != stats.Undecided {
-			return got.Answer, made
+		trials = target
+		if got := stats.Compare(pairs, stats.Plan{Looks: len(trialCounts)}); got.Answer != stats.Undecided {
+			return got.Answer, trials
 		}
 	}
-	return stats.Undecided, made
+	return stats.Undecided, trials
 }
 
-func TestAWorseModelIsFoundAndAnEqualOneIsSeldomCalledWorse(t *testing.T) {
+func TestCompareErrorRates(t *testing.T) {
 	const suites = 1000
 	r := rand.New(rand.NewPCG(5, 6))
 	found, wrong, trials := 0, 0, 0
@@ -103,23 +103,23 @@ func TestAWorseModelIsFoundAndAnEqualOneIsSeldomCalledWorse(t *testing.T) {
 		equal[stats.Worse], equal[stats.Better])
 	assert.Truef(t, found >= 800 && wrong == 0,
 		"a loss of 0.1 was found in %d of %d suites, and called better in %d", found, suites, wrong)
-	if both := equal[stats.Worse] + equal[stats.Better]; both > suites*5/100 {
-		t.Errorf("equal models differed in %d of %d suites, want at most 5 %%", both, suites)
+	if different := equal[stats.Worse] + equal[stats.Better]; different > suites*5/100 {
+		t.Errorf("equal models differed in %d of %d suites, want at most 5 %%", different, suites)
 	}
 }
 
-func TestARunThatIsComparedWithItselfIsSeldomDifferent(t *testing.T) {
+func TestControlErrorRate(t *testing.T) {
 	const suites = 1000
 	r := rand.New(rand.NewPCG(7, 8))
 	wrong := 0
 	for range suites {
-		outcomes := make([][]bool, 20)
-		for i := range outcomes {
+		passesByCase := make([][]bool, 20)
+		for i := range passesByCase {
 			for range 10 {
-				outcomes[i] = append(outcomes[i], r.Float64() < float64(i%4+1)/5)
+				passesByCase[i] = append(passesByCase[i], r.Float64() < float64(i%4+1)/5)
 			}
 		}
-		if got := stats.Control(outcomes).Answer; got == stats.Worse || got == stats.Better {
+		if got := stats.Control(passesByCase).Answer; got == stats.Worse || got == stats.Better {
 			wrong++
 		}
 	}
@@ -127,7 +127,7 @@ func TestARunThatIsComparedWithItselfIsSeldomDifferent(t *testing.T) {
 		"a run differs from itself in %d of %d suites, want at most 5 %%", wrong, suites)
 }
 
-func TestFewCasesOrNoDifferenceDecideNothing(t *testing.T) {
+func TestCompareAnswers(t *testing.T) {
 	one := stats.Pair{Old: stats.Count{Passed: 5, Trials: 5}, New: stats.Count{Passed: 0, Trials: 5}}
 	for name, tc := range map[string]struct {
 		pairs []stats.Pair
@@ -158,7 +158,7 @@ func equalPairs(n int) []stats.Pair {
 	return pairs
 }
 
-func TestTheIntervalOfADifferenceCoversIt(t *testing.T) {
+func TestDifferenceCoverage(t *testing.T) {
 	const suites = 100
 	r := rand.New(rand.NewPCG(9, 10))
 	covered := 0
@@ -166,7 +166,7 @@ func TestTheIntervalOfADifferenceCoversIt(t *testing.T) {
 		pairs := make([]stats.Pair, 12)
 		for i := range pairs {
 			pairs[i] = stats.Pair{
-				Old: stats.Count{Passed: passes(r, 0.8, 5), Trials: 5}, New: stats.Count{Passed: passes(r, 0.7, 5), Trials: 5},
+				Old: stats.Count{Passed: simulate(r, 0.8, 5), Trials: 5}, New: stats.Count{Passed: simulate(r, 0.7, 5), Trials: 5},
 			}
 		}
 		if i := stats.Difference(pairs, stats.Plan{}); i.Low <= -0.1 && -0.1 <= i.High {

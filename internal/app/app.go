@@ -148,7 +148,10 @@ func (a *App) newLoop(model *models.Client, zone *time.Location) *reason.Loop {
 		Admit: func(ctx context.Context, skill, owner string) (bool, error) {
 			return selfheal.Admit(ctx, pool, skill, owner)
 		},
-		After: selfheal.After(pool, func(ctx context.Context, skill string) error { return a.Evals.Returned(ctx, skill) }),
+		After: selfheal.After(pool, func(ctx context.Context, skill string) error {
+			return a.Evals.RunOutageCases(ctx,
+				skill)
+		}),
 	}
 }
 

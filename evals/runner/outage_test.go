@@ -12,10 +12,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// When a skill returns, the runner replays the cases of its outage: only those, once, without a call of the skill.
-func TestAReturnedSkillRunsItsCases(t *testing.T) {
+// RunOutageCases runs the cases in which the skill fails: only those, once each, without a call of the skill.
+func TestRunOutageCases(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
+	w := newTestRunner(t)
 	w.script(func(_ string, results []string) modeltest.Reply {
 		if len(results) == 0 {
 			return modeltest.ToolCall("check_order", `{"order": 7}`)
@@ -24,25 +24,25 @@ func TestAReturnedSkillRunsItsCases(t *testing.T) {
 	})
 	id := trace.New(trace.Heartbeat)
 	ctx := trace.With(t.Context(), trace.Span{TraceID: id, Surface: trace.Heartbeat})
-	require.NoError(t, w.runner.Returned(ctx, "check_order")) // no suite exists
+	require.NoError(t, w.runner.RunOutageCases(ctx, "check_order")) // no suite exists
 
-	fails := func(name, skill string) evals.Case {
+	outageCase := func(name, skill string) evals.Case {
 		return evals.Case{
-			Name: name, Messages: ask("Where is order 7?"),
+			Name: name, Messages: userMessage("Where is order 7?"),
 			Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "not answer"}}},
 			Skills: map[string][]evals.Stub{skill: {{Error: "down", Class: "timeout"}}},
 		}
 	}
 	_, err := evals.Put(t.Context(), w.pool, evals.Definition{
 		Name: evals.OutageSuite, Agent: "sales", Trials: 5,
-		Cases: []evals.Case{fails("orders", "check_order"), fails("refunds", "refund")},
+		Cases: []evals.Case{outageCase("orders", "check_order"), outageCase("refunds", "refund")},
 	})
 	require.NoError(t, err)
-	require.NoError(t, w.runner.Returned(ctx, "other"))
+	require.NoError(t, w.runner.RunOutageCases(ctx, "other"))
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_eval_runs`)
-	modelless := *w.runner // like agent skills call
-	modelless.Model = nil
-	require.NoError(t, modelless.Returned(ctx, "check_order"))
+	withoutModel := *w.runner // as in the command agent skills call
+	withoutModel.Model = nil
+	require.NoError(t, withoutModel.RunOutageCases(ctx, "check_order"))
 
 	serving, stop := context.WithCancel(t.Context())
 	done := make(chan error, 1)
@@ -55,5 +55,5 @@ func TestAReturnedSkillRunsItsCases(t *testing.T) {
 	pgtest.Equal(t, w.pool, "run_eval,eval_ended passed", `
 		select string_agg(skill_name || coalesce(' ' || (output ->> 'status'), ''), ',' order by id) from agent_activity
 		 where trace_id = $1 and agent <> 'admin' and input ->> 'returned' = 'check_order'`, string(id))
-	assert.Equal(t, 0, w.real.Load(), "the skill was called", "times")
+	assert.Equal(t, 0, w.realCalls.Load(), "the skill was called", "times")
 }

@@ -16,41 +16,41 @@ import (
 	"github.com/lanekeeper/lanekeeper/reason"
 )
 
-// box is the isolated environment of one trial. Its state follows from the recorded results, so a resumed trial
-// rebuilds it.
-type box struct {
-	recorded  *evals.Recorded // replaces stubs and memory; nil for a written case
+// environment is the isolated environment of one trial. Its state depends only on the recorded results, so a resumed
+// trial rebuilds it.
+type environment struct {
+	recorded  *evals.Recorded // replaces stubs and memory; nil for a case of a workspace file
 	stubs     map[string][]evals.Stub
 	approvals map[string]string
 	now       time.Time
 	memory    map[string]memory.Entry // by category/key
-	used      map[string]int          // calls of each skill and arguments that stubs have answered
+	answered  map[string]int          // calls of each skill and arguments that stubs have answered
 
 	calls    []evals.Call
 	written  []string
 	diverged []string
 }
 
-func newBox(c evals.Case, recorded *evals.Recorded, began time.Time) *box {
-	b := &box{
-		recorded: recorded, stubs: c.Skills, approvals: c.Approvals, now: began, memory: map[string]memory.Entry{},
-		used: map[string]int{},
+func newEnvironment(c evals.Case, recorded *evals.Recorded, start time.Time) *environment {
+	b := &environment{
+		recorded: recorded, stubs: c.Skills, approvals: c.Approvals, now: start, memory: map[string]memory.Entry{},
+		answered: map[string]int{},
 	}
 	if at, err := time.Parse(time.RFC3339, c.Now); err == nil {
 		b.now = at
 	}
 	for name, value := range c.Memory {
 		category, key, _ := strings.Cut(name, "/")
-		b.put(category, key, value)
+		b.setMemory(category, key, value)
 	}
 	return b
 }
 
-// put stores a memory entry.
-func (b *box) put(category, key string, value any) {
+// setMemory stores a memory entry.
+func (b *environment) setMemory(category, key string, value any) {
 	text, err := json.Marshal(value)
 	if err != nil {
-		return // it was decoded from YAML or JSON
+		return // impossible: the value was decoded from YAML or JSON
 	}
 	name := category + "/" + key
 	b.memory[name] = memory.Entry{
@@ -58,20 +58,20 @@ func (b *box) put(category, key string, value any) {
 	}
 }
 
-func (b *box) sandbox() *reason.Sandbox {
+func (b *environment) sandbox() *reason.Sandbox {
 	s := &reason.Sandbox{
 		Now: b.now, Pinned: b.pinned, Invoke: b.invoke, Approve: b.approve, OnResult: b.onResult,
 		OnCall: func(r reason.Requested) {
 			b.calls = append(b.calls, evals.Call{Skill: r.Name, Args: r.Args, Refused: r.Refused, Approval: r.Approval})
 		},
 	}
-	if b.recorded != nil { // calls after an unknown result cannot be compared
+	if b.recorded != nil { // after an unknown result, further calls cannot be compared
 		s.Stop = func() bool { return len(b.diverged) > 0 }
 	}
 	return s
 }
 
-func (b *box) pinned(names []memory.Name) (entries []memory.Entry) {
+func (b *environment) pinned(names []memory.Name) (entries []memory.Entry) {
 	for _, n := range names {
 		if e, ok := b.memory[n.Category+"/"+n.Key]; ok {
 			entries = append(entries, e)
@@ -80,9 +80,9 @@ func (b *box) pinned(names []memory.Name) (entries []memory.Entry) {
 	return entries
 }
 
-func (b *box) approve(skill string, args json.RawMessage) (bool, string) {
+func (b *environment) approve(skill string, args json.RawMessage) (bool, string) {
 	if b.recorded != nil {
-		call, ok := b.recorded.Match(skill, args, b.used[skill+" "+string(args)])
+		call, ok := b.recorded.Match(skill, args, b.answered[skill+" "+string(args)])
 		if !ok {
 			b.diverge(skill, args)
 		}
@@ -94,7 +94,7 @@ func (b *box) approve(skill string, args json.RawMessage) (bool, string) {
 	return false, "rejected by the case of the eval"
 }
 
-// The builtins that the memory of the case answers, unless it has stubs for them.
+// The builtins that are answered from the memory of the case, unless the case has stubs for them.
 const (
 	recall       = "recall"
 	memorySearch = "memory_search"
@@ -105,13 +105,13 @@ const (
 // classNoStub is the class of a call without a stub.
 const classNoStub = "no_stub"
 
-// invoke answers a call. It changes nothing, because a resumed trial does not repeat it.
-func (b *box) invoke(_ context.Context, skill string, args json.RawMessage) (any, error) {
+// invoke answers a call. It must not change the environment, because a resumed trial does not repeat the call.
+func (b *environment) invoke(_ context.Context, skill string, args json.RawMessage) (any, error) {
 	if b.recorded != nil {
 		return b.replay(skill, args)
 	}
-	if _, has := b.stubs[skill]; !has && b.remembers(skill) {
-		return b.remember(skill, args), nil
+	if _, has := b.stubs[skill]; !has && b.isMemorySkill(skill) {
+		return b.answerMemoryCall(skill, args), nil
 	}
 	stub, ok := b.match(skill, args)
 	switch {
@@ -126,8 +126,8 @@ func (b *box) invoke(_ context.Context, skill string, args json.RawMessage) (any
 }
 
 // replay answers a call with its recorded result.
-func (b *box) replay(skill string, args json.RawMessage) (any, error) {
-	call, ok := b.recorded.Match(skill, args, b.used[skill+" "+string(args)])
+func (b *environment) replay(skill string, args json.RawMessage) (any, error) {
+	call, ok := b.recorded.Match(skill, args, b.answered[skill+" "+string(args)])
 	if !ok {
 		return nil, &executions.StepError{Class: classNoStub, Message: "this call of " + skill + " is not recorded"}
 	}
@@ -138,7 +138,7 @@ func (b *box) replay(skill string, args json.RawMessage) (any, error) {
 }
 
 // diverge records a call whose result is unknown.
-func (b *box) diverge(skill string, args json.RawMessage) {
+func (b *environment) diverge(skill string, args json.RawMessage) {
 	what := "stub"
 	if b.recorded != nil {
 		what = "recorded call"
@@ -146,41 +146,41 @@ func (b *box) diverge(skill string, args json.RawMessage) {
 	b.diverged = append(b.diverged, fmt.Sprintf("%s has no %s for %s", skill, what, redact.Text(string(args), 300)))
 }
 
-// match returns the stub of the next call with these arguments.
-func (b *box) match(skill string, args json.RawMessage) (evals.Stub, bool) {
-	var fit []evals.Stub
+// match returns the stub for the next call with these arguments.
+func (b *environment) match(skill string, args json.RawMessage) (evals.Stub, bool) {
+	var matching []evals.Stub
 	for _, s := range b.stubs[skill] {
 		if evals.Contains(args, s.When) {
-			fit = append(fit, s)
+			matching = append(matching, s)
 		}
 	}
-	if len(fit) == 0 {
+	if len(matching) == 0 {
 		return evals.Stub{}, false
 	}
-	return fit[min(b.used[skill+" "+string(args)], len(fit)-1)], true
+	return matching[min(b.answered[skill+" "+string(args)], len(matching)-1)], true
 }
 
-// onResult follows a call that was made.
-func (b *box) onResult(skill string, args, _ json.RawMessage) {
+// onResult updates the environment after a call.
+func (b *environment) onResult(skill string, args, _ json.RawMessage) {
 	if b.recorded != nil {
 		key := skill + " " + string(args)
-		if _, ok := b.recorded.Match(skill, args, b.used[key]); !ok {
+		if _, ok := b.recorded.Match(skill, args, b.answered[key]); !ok {
 			b.diverge(skill, args)
 		}
-		b.used[key]++
+		b.answered[key]++
 		return
 	}
-	if _, has := b.stubs[skill]; !has && b.remembers(skill) {
-		b.afterMemory(skill, args)
+	if _, has := b.stubs[skill]; !has && b.isMemorySkill(skill) {
+		b.applyMemoryCall(skill, args)
 		return
 	}
 	if _, ok := b.match(skill, args); !ok {
 		b.diverge(skill, args)
 	}
-	b.used[skill+" "+string(args)]++
+	b.answered[skill+" "+string(args)]++
 }
 
-func (b *box) remembers(skill string) bool {
+func (b *environment) isMemorySkill(skill string) bool {
 	return slices.Contains([]string{recall, memorySearch, memoryWrite, memoryForget}, skill)
 }
 
@@ -194,7 +194,7 @@ type memoryArgs struct {
 
 func readMemoryArgs(skill string, raw json.RawMessage) (args memoryArgs) {
 	if json.Unmarshal(raw, &args) != nil {
-		return memoryArgs{} // the schema was checked
+		return memoryArgs{} // impossible: the arguments match the schema
 	}
 	if skill == memoryWrite || skill == memoryForget {
 		args.Category = cmp.Or(args.Category, "general")
@@ -202,29 +202,29 @@ func readMemoryArgs(skill string, raw json.RawMessage) (args memoryArgs) {
 	return args
 }
 
-// remember answers as the builtins of the memory do.
-func (b *box) remember(skill string, raw json.RawMessage) any {
+// answerMemoryCall answers a call like the builtins of the memory.
+func (b *environment) answerMemoryCall(skill string, raw json.RawMessage) any {
 	args := readMemoryArgs(skill, raw)
-	there := b.memory[args.Category+"/"+args.Key]
+	entry := b.memory[args.Category+"/"+args.Key]
 	switch skill {
 	case memoryWrite:
 		return map[string]any{
-			"category": args.Category, "key": args.Key, "revision": there.Revision + 1, "expires_at": nil,
+			"category": args.Category, "key": args.Key, "revision": entry.Revision + 1, "expires_at": nil,
 		}
 	case memoryForget:
-		return map[string]any{"category": args.Category, "key": args.Key, "forgotten": there.Revision > 0}
+		return map[string]any{"category": args.Category, "key": args.Key, "forgotten": entry.Revision > 0}
 	}
-	return map[string]any{"memories": b.found(args)}
+	return map[string]any{"memories": b.searchMemory(args)}
 }
 
-// found returns the entries with a word of the query; all without one.
-func (b *box) found(args memoryArgs) []memory.Entry {
+// searchMemory returns the entries that contain a word of the query, or all entries for an empty query.
+func (b *environment) searchMemory(args memoryArgs) []memory.Entry {
 	entries := []memory.Entry{}
 	for name, e := range b.memory {
 		text := strings.ToLower(name + " " + string(e.Value))
-		hit := args.Query == "" || slices.ContainsFunc(strings.Fields(strings.ToLower(args.Query)),
+		matches := args.Query == "" || slices.ContainsFunc(strings.Fields(strings.ToLower(args.Query)),
 			func(word string) bool { return strings.Contains(text, word) })
-		if hit && (args.Category == "" || args.Category == e.Category) {
+		if matches && (args.Category == "" || args.Category == e.Category) {
 			entries = append(entries, e)
 		}
 	}
@@ -234,20 +234,20 @@ func (b *box) found(args memoryArgs) []memory.Entry {
 	return entries
 }
 
-// afterMemory changes the overlay as a made call did.
-func (b *box) afterMemory(skill string, raw json.RawMessage) {
+// applyMemoryCall applies a call to the memory of the environment.
+func (b *environment) applyMemoryCall(skill string, raw json.RawMessage) {
 	args := readMemoryArgs(skill, raw)
 	switch skill {
 	case memoryWrite:
-		b.put(args.Category, args.Key, args.Value)
+		b.setMemory(args.Category, args.Key, args.Value)
 		b.written = append(b.written, args.Category+"/"+args.Key)
 	case memoryForget:
 		delete(b.memory, args.Category+"/"+args.Key)
 	}
 }
 
-// judge decides the trial.
-func (b *box) judge(c evals.Case, o reason.Outcome, failure error, latency time.Duration) evals.Trial {
+// evaluate decides the trial.
+func (b *environment) evaluate(c evals.Case, o reason.Outcome, failure error, latency time.Duration) evals.Trial {
 	t := evals.Trial{
 		Answer: o.Text, Iterations: o.Iterations, Tokens: int64(o.Usage.TotalTokens), CostUSD: o.CostUSD,
 		DurationMS: latency.Milliseconds(), Verdict: evals.Pass, Reasons: []string{}, Calls: redact.JSON(b.calls, maxCalls),
