@@ -27,18 +27,18 @@ import (
 
 // Many callers run executions at once. A failing or panicking flow does not affect the others: each execution ends
 // once, with its checkpoints.
-func TestConcurrentCallersShareWrites(t *testing.T) {
+func TestConcurrentRunSyncSharesBatches(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var ran atomic.Int32
-	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := newEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		switch ran.Add(1) % 8 {
 		case 1:
 			panic("of the flow")
 		case 2:
 			return executions.Result{}, errors.New("of the flow")
 		}
-		return ends(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
+		return resultOf(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
 	}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
 	var group errgroup.Group
 	for range 48 {
@@ -65,14 +65,14 @@ func TestConcurrentCallersShareWrites(t *testing.T) {
 
 // A database crash may lose a start if no durable write followed it. The execution then never existed: its run ends
 // with an error that says so and writes nothing.
-func TestAStartLostInACrashNeverExisted(t *testing.T) {
+func TestStartLostInACrashNeverExisted(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Own(t)
 	open := func() *pgxpool.Pool { return pgtest.Pool(t, server.URL(), postgres.Options{MaxConns: 8}) }
 	pool := open()
 	lease := func(o *executions.Options) { o.LeaseTTL = time.Minute }
-	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
+	p := newEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
 	}), lease)
 	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
 	durable, err := p.RunSync(t.Context(), spec) // begins the lease
@@ -86,7 +86,7 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	pool.Close()
 	server.Start()
 	pool = open()
-	p = prepare(t, pool, p.flows, lease)
+	p = newEngine(t, pool, p.flows, lease)
 	x, err := p.RunClaimed(t.Context(), &lost[0])
 	assert.Truef(t, errors.Is(err, executions.ErrNotFound) && strings.Contains(err.Error(), "database crash"),
 		"a run whose start is lost: %v, %v", x.Status, err)
@@ -95,12 +95,12 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 		  where execution_id <> @id::uuid)
 		     + (select count(*) from agent_checkpoints
 		       where execution_id <> @id::uuid)`, postgres.Strict{"id": durable.ID}))
-	assert.Equal(t, executions.Completed, get(t, pool, durable.ID).Status)
+	assert.Equal(t, executions.Completed, getExecution(t, pool, durable.ID).Status)
 }
 
-// awaitsStandby returns when a commit of this server waits for a standby. Sessions see the setting earlier than the
+// awaitSyncReplication returns when a commit of this server waits for a standby. Sessions see the setting earlier than the
 // checkpointer. Commits wait only after the checkpointer has read it.
-func awaitsStandby(t *testing.T, url string) {
+func awaitSyncReplication(t *testing.T, url string) {
 	t.Helper()
 	watch, err := pgx.Connect(t.Context(), url)
 	require.NoError(t, err)
@@ -139,11 +139,11 @@ func awaitsStandby(t *testing.T, url string) {
 
 // A start for another process waits for the disk and for a synchronous standby. A start for its own caller does not
 // wait; its completion does. A standby that never answers shows the difference.
-func TestACompletionMakesItsStartDurable(t *testing.T) {
+func TestCompletionMakesStartDurable(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Own(t)
 	pool := pgtest.Pool(t, server.URL(), postgres.Options{MaxConns: 8})
-	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
+	p := newEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
 		func(o *executions.Options) { o.LeaseTTL = time.Minute })
 	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
 	if _, err := p.RunSync(t.Context(), spec); err != nil { // begins the lease
@@ -151,7 +151,7 @@ func TestACompletionMakesItsStartDurable(t *testing.T) {
 	}
 	pgtest.Exec(t, pool, `alter system set synchronous_standby_names = 'nobody'`)
 	pgtest.Exec(t, pool, `select pg_reload_conf()`)
-	awaitsStandby(t, server.URL())
+	awaitSyncReplication(t, server.URL())
 	specs := []executions.Spec{spec, spec}
 	begin := func(here ...bool) ([]executions.Execution, error) {
 		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
@@ -179,9 +179,9 @@ func TestACompletionMakesItsStartDurable(t *testing.T) {
 	pgtest.Exec(t, pool, `select pg_reload_conf()`)
 }
 
-// checkpointAll records a step of each execution, and variables if given. It returns the positions of the recorded
+// checkpointBatch records a step of each execution, and variables if given. It returns the positions of the recorded
 // steps.
-func checkpointAll(
+func checkpointBatch(
 	ctx context.Context, db postgres.DB, ids []string, claims []int64, steps []string, variables []*string,
 ) (kept string, err error) {
 	err = db.QueryRow(ctx, `
@@ -196,13 +196,13 @@ func checkpointAll(
 }
 
 // A batch writes only steps with a live claim and an unlocked row.
-func TestABatchedStepIsFencedByItsClaim(t *testing.T) {
+func TestCheckpointBatchChecksClaims(t *testing.T) {
 	t.Parallel()
 	t.Run("with variables", func(t *testing.T) { testCheckpointBatch(t, true, "1 6 11 14") })
 	t.Run("without", func(t *testing.T) { testCheckpointBatch(t, false, "1 6 11 13 14") })
 }
 
-func testCheckpointBatch(t *testing.T, showing bool, kept string) {
+func testCheckpointBatch(t *testing.T, withVariables bool, want string) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	live, dead := newWorker(t, pool), newWorker(t, pool)
@@ -219,13 +219,13 @@ func testCheckpointBatch(t *testing.T, showing bool, kept string) {
 			ids[i], claims[i], steps[i] = ids[0], claims[0], "other"
 			continue
 		}
-		ids[i] = pending(t, pool)
+		ids[i] = insertPending(t, pool)
 		args := postgres.Strict{"id": ids[i]}
 		if name == "pending" {
 			continue
 		}
 		claims[i] = mustClaim(t, pool, ids[i], map[bool]string{true: dead, false: live}[name == "dead"])
-		if showing && (strings.HasPrefix(name, "shown") || name == "unshowable") {
+		if withVariables && (strings.HasPrefix(name, "shown") || name == "unshowable") {
 			variables[i] = new(`{"x": 2}`)
 		}
 		switch name {
@@ -250,24 +250,24 @@ func testCheckpointBatch(t *testing.T, showing bool, kept string) {
 			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, 1, 'completed', '', null, null, null)`, args)
 		}
 	}
-	expire(t, pool, ids[slices.Index(names, "dead")])
+	expireLease(t, pool, ids[slices.Index(names, "dead")])
 	before := make([]string, len(ids))
 	for i, id := range ids {
-		before[i] = dump(t, pool, id)
+		before[i] = dumpExecution(t, pool, id)
 	}
-	got, err := checkpointAll(t.Context(), pool, ids, claims, steps, variables)
+	got, err := checkpointBatch(t.Context(), pool, ids, claims, steps, variables)
 	assert.NoError(t, err)
-	assert.Equal(t, kept, got)
+	assert.Equal(t, want, got)
 	for i, name := range names {
-		if !slices.Contains(strings.Fields(kept), strconv.Itoa(i+1)) {
-			assert.Equal(t, before[i], dump(t, pool, ids[i]), name)
+		if !slices.Contains(strings.Fields(want), strconv.Itoa(i+1)) {
+			assert.Equal(t, before[i], dumpExecution(t, pool, ids[i]), name)
 			continue
 		}
 		record := pgtest.Value[string](t, pool, `
 			select claim || fingerprint || failed || output from agent_checkpoints where execution_id = @id and step = @step`,
 			postgres.Strict{"id": ids[i], "step": steps[i]})
-		x := get(t, pool, ids[i])
-		if shown := string(x.Variables) == `{"x": 2}`; record != "1printfalse3" || shown != (showing && name == "shown") {
+		x := getExecution(t, pool, ids[i])
+		if shown := string(x.Variables) == `{"x": 2}`; record != "1printfalse3" || shown != (withVariables && name == "shown") {
 			t.Errorf("%s: record %s, variables %s", name, record, x.Variables)
 		}
 	}
@@ -275,7 +275,7 @@ func testCheckpointBatch(t *testing.T, showing bool, kept string) {
 
 // A step with a checkpoint keeps its first result. A batch with such a step writes nothing; the engine then writes its
 // steps or completions one by one.
-func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
+func TestBatchWithDuplicateCheckpointRollsBack(t *testing.T) {
 	t.Parallel()
 	for name, sql := range map[string]string{
 		"steps": `select lanekeeper.checkpoint_agent_executions(@ids, @claims, '{last,last}', '{print,print}', null, '{1,1}',
@@ -289,23 +289,23 @@ func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 			w := newWorker(t, pool)
 			ids, claims := make([]string, 2), make([]int64, 2)
 			for i := range ids {
-				ids[i] = pending(t, pool)
+				ids[i] = insertPending(t, pool)
 				claims[i] = mustClaim(t, pool, ids[i], w)
 			}
-			pgtest.Exec(t, pool, onRecord["step"], postgres.Strict{"id": ids[1]})
-			before := dump(t, pool, ids[0]) + dump(t, pool, ids[1])
+			pgtest.Exec(t, pool, existingRecords["step"], postgres.Strict{"id": ids[1]})
+			before := dumpExecution(t, pool, ids[0]) + dumpExecution(t, pool, ids[1])
 			_, err := pool.Exec(t.Context(), sql, postgres.Strict{"ids": ids, "claims": claims})
 			assert.Truef(t, postgres.IsCode(err, "23505"), "the batch: %v", err)
-			assert.Equal(t, before, dump(t, pool, ids[0])+dump(t, pool, ids[1]))
+			assert.Equal(t, before, dumpExecution(t, pool, ids[0])+dumpExecution(t, pool, ids[1]))
 		})
 	}
 }
 
 // A takeover waits for a fenced write, although the fence's lock lets other writes pass.
-func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
+func TestTakeoverWaitsForFencedWrite(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	id := pending(t, pool)
+	id := insertPending(t, pool)
 	claim := mustClaim(t, pool, id, newWorker(t, pool))
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": id, "claim": claim})
@@ -317,7 +317,7 @@ func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
 }
 
 // A batch tells a stale claim from its neighbour in the order, also without a locked row.
-func TestABatchLeavesOutStaleClaims(t *testing.T) {
+func TestBatchSkipsStaleClaims(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"live", "stale", "ahead", "dead", "cancelled", "parked", "pending", "nobody's"} {
 		for _, ends := range []bool{false, true} {
@@ -325,7 +325,7 @@ func TestABatchLeavesOutStaleClaims(t *testing.T) {
 				t.Parallel()
 				pool := pgtest.DB(t)
 				live, dead := newWorker(t, pool), newWorker(t, pool)
-				ids, claims := []string{pending(t, pool), pending(t, pool)}, make([]int64, 2)
+				ids, claims := []string{insertPending(t, pool), insertPending(t, pool)}, make([]int64, 2)
 				slices.Sort(ids)
 				claims[0] = mustClaim(t, pool, ids[0], live)
 				if name != "pending" {
@@ -338,7 +338,7 @@ func TestABatchLeavesOutStaleClaims(t *testing.T) {
 				case "ahead":
 					claims[1]++
 				case "dead":
-					expire(t, pool, ids[1])
+					expireLease(t, pool, ids[1])
 				case "cancelled":
 					pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
 					claims[1]++
@@ -348,19 +348,19 @@ func TestABatchLeavesOutStaleClaims(t *testing.T) {
 				case "nobody's":
 					pgtest.Exec(t, pool, `update agent_executions set claimed_by = null where id = @id`, args)
 				}
-				before := dump(t, pool, ids[1])
+				before := dumpExecution(t, pool, ids[1])
 				want, got := "1", ""
 				if name == "live" {
 					want = "1 2"
 				}
 				if ends {
-					got = completeAll(t, pool, ids, claims, []*string{new("last"), new("last")}, "completed")
+					got = completeBatch(t, pool, ids, claims, []*string{new("last"), new("last")}, "completed")
 				} else {
 					var err error
-					got, err = checkpointAll(t.Context(), pool, ids, claims, []string{"step", "step"}, make([]*string, 2))
+					got, err = checkpointBatch(t.Context(), pool, ids, claims, []string{"step", "step"}, make([]*string, 2))
 					require.NoError(t, err)
 				}
-				if after := dump(t, pool, ids[1]); got != want || (after == before) == (name == "live") {
+				if after := dumpExecution(t, pool, ids[1]); got != want || (after == before) == (name == "live") {
 					t.Errorf("%s were written:\nbefore %s\nafter  %s", got, before, after)
 				}
 			})
@@ -368,8 +368,8 @@ func TestABatchLeavesOutStaleClaims(t *testing.T) {
 	}
 }
 
-// completeAll completes executions with their last steps. It returns the positions of the completed ones.
-func completeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, steps []*string, status string) string {
+// completeBatch completes executions with their last steps. It returns the positions of the completed ones.
+func completeBatch(t *testing.T, db postgres.DB, ids []string, claims []int64, steps []*string, status string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `
 		select coalesce(string_agg(n::text, ' ' order by n), '')
@@ -383,7 +383,7 @@ func completeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, ste
 }
 
 // If a batch leaves out a completion, it writes nothing of it, not even its last step.
-func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
+func TestCompletionAndLastStepAreAtomic(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	live, dead := newWorker(t, pool), newWorker(t, pool)
@@ -401,7 +401,7 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 			ids[i], claims[i] = ids[i-1], claims[i-1]
 			continue
 		}
-		ids[i] = pending(t, pool)
+		ids[i] = insertPending(t, pool)
 		claims[i] = mustClaim(t, pool, ids[i], w)
 		args := postgres.Strict{"id": ids[i]}
 		switch name {
@@ -426,17 +426,17 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 				  values (@id, 's', '{}', 1, 1, 0)`, args)
 		}
 	}
-	expire(t, pool, ids[2])
+	expireLease(t, pool, ids[2])
 	tx := pgtest.Begin(t, pool)
 	// execution 5 is in a fenced write
 	pgtest.Exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": ids[5], "claim": claims[5]})
 	before := make([]string, len(ids))
 	for i, id := range ids {
-		before[i] = dump(t, pool, id)
+		before[i] = dumpExecution(t, pool, id)
 	}
-	assert.Equal(t, "1 10 12", completeAll(t, pool, ids, claims, steps, "completed"))
+	assert.Equal(t, "1 10 12", completeBatch(t, pool, ids, claims, steps, "completed"))
 	for i, name := range names {
-		x := get(t, pool, ids[i])
+		x := getExecution(t, pool, ids[i])
 		switch name {
 		case "live", "stepless", "twice":
 			step := pgtest.Value[string](t, pool, `
@@ -446,9 +446,9 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 			assert.Truef(t, x.Status == executions.Completed && x.ResultSummary == "said" && string(x.Result) == `{"v": 1}` &&
 				string(x.Variables) == `{"x": 2}` && step == want, "%s: %s, %q, %s, %s, step %s", name, x.Status, x.ResultSummary,
 				x.Result, x.Variables, step)
-			assert.Equal(t, 1, completions(t, pool, ids[i]), name)
+			assert.Equal(t, 1, countCompletions(t, pool, ids[i]), name)
 		default:
-			assert.Equal(t, before[i], dump(t, pool, ids[i]), name)
+			assert.Equal(t, before[i], dumpExecution(t, pool, ids[i]), name)
 		}
 	}
 	assert.True(t, !pgtest.Value[bool](t, pool, `
@@ -463,30 +463,30 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 	}
 }
 
-// onRecord has records of @id that may exist before it ends.
-var onRecord = map[string]string{
+// existingRecords has records of @id that may exist before it ends.
+var existingRecords = map[string]string{
 	"step":  `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'last', 1, '"earlier"')`,
 	"event": `insert into agent_events (event, key, external_id) values ('mine', @id::text, 'completed ' || @id)`,
 }
 
 // Earlier records do not prevent the end of an execution: the first result of a step counts, and an existing event
 // stays.
-func TestACompletionKeepsARecordedStep(t *testing.T) {
+func TestCompletionKeepsExistingCheckpoint(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	flows := map[string]executions.Func{}
-	for what, record := range onRecord {
+	for what, record := range existingRecords {
 		flows[what] = func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			return ends(executions.Step(ctx, "last", func(ctx context.Context) (string, error) {
+			return resultOf(executions.Step(ctx, "last", func(ctx context.Context) (string, error) {
 				x, _ := executions.Current(ctx)
 				_, err := pool.Exec(ctx, record, postgres.Strict{"id": x.ID})
 				return "later", err
 			}))
 		}
 	}
-	p := start(t, pool, flows)
+	p := startEngine(t, pool, flows)
 	for what, want := range map[string]string{"step": `"earlier" 1`, "event": `"later" 1`} {
-		x := until(t, pool, p.begin(t, what), executions.Completed)
+		x := awaitStatus(t, pool, p.startFlow(t, what), executions.Completed)
 		got := pgtest.Value[string](t, pool, `
 			select (select output::text from agent_checkpoints where execution_id = @id) || ' ' || (select count(*)
 			  from agent_events where external_id = 'completed ' || @id::text)`,
@@ -500,41 +500,41 @@ type consequence struct {
 	flow    string // "flow" if empty
 	status  string // "completed" if empty
 	prepare string // of @id
-	follows string // true after it happened to @id
+	check   string // true after it happened to @id
 }
 
 var consequences = map[string]consequence{
-	"none": {prepare: `select @id::text`, follows: `select @id <> ''`},
-	"event": {prepare: `select @id::text`, follows: `select count(*) = 1 from agent_events
+	"none": {prepare: `select @id::text`, check: `select @id <> ''`},
+	"event": {prepare: `select @id::text`, check: `select count(*) = 1 from agent_events
 		where external_id = 'completed ' || @id::text and execution_id = @id::text::uuid and key = @id::text
 		and consumed_by is null and data = jsonb_build_object('execution_id', @id::text, 'status', 'completed', 'result_type',
 		  'success', 'result_summary', 'said', 'locks_released', 0)`},
 	"call": {
 		prepare: `insert into agent_activity_open (activity_id, execution_id, claim, step, kind)
 			values (lanekeeper.agent_uuid7(), @id, 1, 's', 'call')`,
-		follows: `select count(*) = 0 from agent_activity_open where execution_id = @id`,
+		check: `select count(*) = 0 from agent_activity_open where execution_id = @id`,
 	},
 	"approval": {
 		prepare: `insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
 			arguments_hash, expires_at)
 			values ('t', @id::text::uuid, 's', true, 'skill', 1, '{}', @id::text, clock_timestamp() + interval '1 hour')`,
-		follows: `select bool_and(status = 'expired') from agent_approvals where execution_id = @id`,
+		check: `select bool_and(status = 'expired') from agent_approvals where execution_id = @id`,
 	},
 	"request": {
 		prepare: `insert into agent_requests (kind, execution_id, trace_id) values ('signature', @id, 't')`,
-		follows: `select bool_and(status = 'closed') from agent_requests where execution_id = @id`,
+		check:   `select bool_and(status = 'closed') from agent_requests where execution_id = @id`,
 	},
 	"parent": {
 		prepare: `with p as (
 			  insert into agent_executions (trace_id, surface, flow, status) values ('t', 'flow', 'flow', 'running')
 			    returning id)
 			select id, @id::text from p`,
-		follows: `select count(*) = 1 from agent_unpublished_completions where execution_id = @id`,
+		check: `select count(*) = 1 from agent_unpublished_completions where execution_id = @id`,
 	},
 	"target": {
 		prepare: `insert into agent_webhook_targets (name, url, secrets, events)
 			values ('t' || right(@id::text, 12), 'http://localhost/' || @id::text, '{whsec_x}', '{execution.completed}')`,
-		follows: `select count(*) > 0 from agent_webhook_outbox where strpos(payload::text, @id::text) > 0`,
+		check: `select count(*) > 0 from agent_webhook_outbox where strpos(payload::text, @id::text) > 0`,
 	},
 	"delivery": {
 		flow: "webhook", status: "failed",
@@ -543,23 +543,23 @@ var consequences = map[string]consequence{
 			    body_sha256)
 			  values ('e', @id::text, 't', 't', @id::text::uuid, '', '') returning id)
 			update agent_executions set input = jsonb_build_object('delivery', (select id from d)) where id = @id::text::uuid`,
-		follows: `select bool_and(status = 'dead') from agent_webhook_deliveries where execution_id = @id`,
+		check: `select bool_and(status = 'dead') from agent_webhook_deliveries where execution_id = @id`,
 	},
 	"outside": {
 		flow:    "external:there",
 		prepare: `select @id::text`,
-		follows: `select count(*) = 1 from agent_status_changes where execution_id = @id and status = 'completed'`,
+		check:   `select count(*) = 1 from agent_status_changes where execution_id = @id and status = 'completed'`,
 	},
 	"automation": {
 		prepare: `insert into agent_automations (name, trigger, event, prompt)
 			values (@id::text, 'event', 'AGENT_COMPLETED', 'do')`,
-		follows: `select count(*) > 0 from agent_automation_runs r join agent_events v on v.id = r.event_id
+		check: `select count(*) > 0 from agent_automation_runs r join agent_events v on v.id = r.event_id
 			where v.key = @id::text`,
 	},
 }
 
-// prepared creates a running execution whose completion has the consequence.
-func (c consequence) prepared(t *testing.T, pool *pgxpool.Pool, id, w string) string {
+// createRunning creates a running execution whose completion has the consequence.
+func (c consequence) createRunning(t *testing.T, pool *pgxpool.Pool, id, w string) string {
 	t.Helper()
 	args := postgres.Strict{"id": id}
 	if c.flow != "" {
@@ -569,15 +569,15 @@ func (c consequence) prepared(t *testing.T, pool *pgxpool.Pool, id, w string) st
 	pgtest.Exec(t, pool, `update agent_executions set status = 'running', claimed_by = @w, claim = 1 where id = @id`,
 		postgres.Strict{"id": id, "w": w})
 	pgtest.Exec(t, pool, c.prepare, args)
-	if strings.Contains(c.follows, "agent_unpublished_completions") {
+	if strings.Contains(c.check, "agent_unpublished_completions") {
 		pgtest.Exec(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_key = @id::text
 			where trace_id = 't' and status = 'running'`, args)
 	}
 	return id
 }
 
-// pendingAs inserts a pending execution with the given id.
-func pendingAs(t *testing.T, pool *pgxpool.Pool, id string) string {
+// insertPendingWithID inserts a pending execution with the given id.
+func insertPendingWithID(t *testing.T, pool *pgxpool.Pool, id string) string {
 	t.Helper()
 	pgtest.Exec(t, pool, `insert into agent_executions (id, trace_id, surface, flow) values (@id, @trace, 'flow', 'flow')`,
 		postgres.Strict{"id": id, "trace": string(trace.New(trace.Flow))})
@@ -592,9 +592,9 @@ const (
 	third  = "01939999-99ff-7000-8000-000000000003"
 )
 
-// layouts are batches. Field at is the position of the execution with the consequence: alone, between executions that
+// batchLayouts are batches. Field at is the position of the execution with the consequence: alone, between executions that
 // began with it, or apart from them.
-var layouts = map[string]struct {
+var batchLayouts = map[string]struct {
 	ids []string
 	at  int
 }{
@@ -605,34 +605,34 @@ var layouts = map[string]struct {
 }
 
 // A completion has the same consequences alone and in a batch, also next to executions without consequences.
-func TestBatchedCompletionsHaveAllConsequences(t *testing.T) {
+func TestBatchedCompletionHasAllSideEffects(t *testing.T) {
 	t.Parallel()
 	for name, c := range consequences {
-		for place, l := range layouts {
+		for place, l := range batchLayouts {
 			t.Run(name+" "+place, func(t *testing.T) {
 				t.Parallel()
 				pool := pgtest.DB(t)
 				w, status := newWorker(t, pool), map[bool]string{true: "completed", false: c.status}[c.status == ""]
-				alone := c.prepared(t, pool, pending(t, pool), w)
+				alone := c.createRunning(t, pool, insertPending(t, pool), w)
 				claims, ended := make([]int64, len(l.ids)), make([]string, len(l.ids))
 				for i, id := range l.ids {
-					pendingAs(t, pool, id)
+					insertPendingWithID(t, pool, id)
 					claims[i], ended[i] = 1, fmt.Sprint(i+1)
 					if i == l.at {
-						c.prepared(t, pool, id, w)
+						c.createRunning(t, pool, id, w)
 					} else {
 						mustClaim(t, pool, id, w)
 					}
 				}
 				pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, 1, @status, 'said', null, null, null)`,
 					postgres.Strict{"id": alone, "status": status})
-				require.Equal(t, strings.Join(ended, " "), completeAll(t, pool, l.ids, claims, nil, status))
+				require.Equal(t, strings.Join(ended, " "), completeBatch(t, pool, l.ids, claims, nil, status))
 				for how, id := range map[string]string{"by itself": alone, "in a batch": l.ids[l.at]} {
-					assert.Truef(t, pgtest.Value[bool](t, pool, c.follows, postgres.Strict{"id": id}),
+					assert.Truef(t, pgtest.Value[bool](t, pool, c.check, postgres.Strict{"id": id}),
 						"it does not follow an end %s", how)
 				}
 				for _, id := range append([]string{alone}, l.ids...) {
-					assert.Equal(t, 1, completions(t, pool, id))
+					assert.Equal(t, 1, countCompletions(t, pool, id))
 				}
 			})
 		}
@@ -640,7 +640,7 @@ func TestBatchedCompletionsHaveAllConsequences(t *testing.T) {
 }
 
 // Lanes and budgets have their own lock order, so their executions complete alone.
-func TestACompletionBatchLeavesOutLanesAndBudgets(t *testing.T) {
+func TestCompletionBatchSkipsLanesAndBudgets(t *testing.T) {
 	t.Parallel()
 	for what, take := range map[string]string{
 		"lane": `select acquire_agent_lock('lane', @id || '#1')`,
@@ -650,41 +650,41 @@ func TestACompletionBatchLeavesOutLanesAndBudgets(t *testing.T) {
 		"budget": `insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd)
 			values (@id::text::uuid, 's', '{}', 1, 1, 0)`,
 	} {
-		for place, l := range layouts {
+		for place, l := range batchLayouts {
 			t.Run(what+" "+place, func(t *testing.T) {
 				t.Parallel()
 				pool := pgtest.DB(t)
 				w := newWorker(t, pool)
 				claims, want := make([]int64, len(l.ids)), []string{}
 				for i, id := range l.ids {
-					claims[i] = mustClaim(t, pool, pendingAs(t, pool, id), w)
+					claims[i] = mustClaim(t, pool, insertPendingWithID(t, pool, id), w)
 					if i != l.at {
 						want = append(want, fmt.Sprint(i+1))
 					}
 				}
 				pgtest.Exec(t, pool, take, postgres.Strict{"id": l.ids[l.at]})
-				assert.Equal(t, strings.Join(want, " "), completeAll(t, pool, l.ids, claims, nil, "completed"), want)
-				assert.Equal(t, executions.Running, get(t, pool, l.ids[l.at]).Status)
+				assert.Equal(t, strings.Join(want, " "), completeBatch(t, pool, l.ids, claims, nil, "completed"), want)
+				assert.Equal(t, executions.Running, getExecution(t, pool, l.ids[l.at]).Status)
 			})
 		}
 	}
 }
 
 // A completion batch notifies processes of free slots.
-func TestACompletionBatchAnnouncesFreedSlots(t *testing.T) {
+func TestCompletionBatchNotifiesFreeSlots(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := newWorker(t, pool)
 	for _, limited := range []string{"another", "flow"} {
 		pgtest.Exec(t, pool, `insert into agent_limits (kind, name, running) values ('flow', @flow, 1)`,
 			postgres.Strict{"flow": limited})
-		id := pending(t, pool)
+		id := insertPending(t, pool)
 		mustClaim(t, pool, id, w)
 		conn, err := pgtest.Dialer(t, pool)(t.Context())
 		require.NoError(t, err)
 		defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
 		pgtest.Exec(t, conn, `listen agent_ready`)
-		require.Equal(t, "1", completeAll(t, conn, []string{id}, []int64{1}, nil, "completed"))
+		require.Equal(t, "1", completeBatch(t, conn, []string{id}, []int64{1}, nil, "completed"))
 		pgtest.Exec(t, conn, `select pg_notify('agent_ready', 'nothing')`)
 		ctx, cancel := context.WithTimeout(t.Context(), timeout)
 		heard, err := conn.WaitForNotification(ctx)
@@ -695,24 +695,24 @@ func TestACompletionBatchAnnouncesFreedSlots(t *testing.T) {
 }
 
 // The function passes a setting to the triggers. The setting holds for its own statement only.
-func TestACompletionBatchKeepsTheInvariants(t *testing.T) {
+func TestCompletionBatchKeepsInvariants(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := newWorker(t, pool)
-	ended, next := pending(t, pool), pending(t, pool)
+	ended, next := insertPending(t, pool), insertPending(t, pool)
 	mustClaim(t, pool, ended, w)
 	mustClaim(t, pool, next, w)
 	tx := pgtest.Begin(t, pool)
-	require.Equal(t, "1", completeAll(t, tx, []string{ended}, []int64{1}, nil, "completed"))
+	require.Equal(t, "1", completeBatch(t, tx, []string{ended}, []int64{1}, nil, "completed"))
 	pgtest.Exec(t, tx, `update agent_executions set status = 'failed' where id = @id`, postgres.Strict{"id": next})
-	assert.Equal(t, 1, completions(t, tx, next))
+	assert.Equal(t, 1, countCompletions(t, tx, next))
 	_, err := tx.Exec(t.Context(), `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', 1)`,
 		postgres.Strict{"id": ended})
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "a step after the end: %v", err)
 }
 
 // A plan made for small tables must also serve large ones: a batch reads only rows of its executions.
-func TestBatchReadsDoNotGrowWithTheTables(t *testing.T) {
+func TestBatchReadsOnlyItsRows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := newWorker(t, pool)
@@ -731,7 +731,7 @@ func TestBatchReadsDoNotGrowWithTheTables(t *testing.T) {
 		before := read()
 		pgtest.Exec(t, tx, `select lanekeeper.checkpoint_agent_executions(@ids, '{1,1,1}', '{s,s,s}', null, null, '{1,1,1}',
 			null)`, postgres.Strict{"ids": ids})
-		require.Equal(t, "1 2", completeAll(t, tx, ids[:2], []int64{1, 1}, []*string{new("last"), nil}, "completed"))
+		require.Equal(t, "1 2", completeBatch(t, tx, ids[:2], []int64{1, 1}, []*string{new("last"), nil}, "completed"))
 		pgtest.Exec(t, tx, `select lanekeeper.complete_agent_execution(@id, 1, 'completed', '', null, null, null)`,
 			postgres.Strict{"id": ids[2]})
 		return read() - before

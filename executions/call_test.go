@@ -26,40 +26,40 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// row has the columns of an activity that the tests compare.
-type row struct {
+// activityRow has the columns of an activity that the tests compare.
+type activityRow struct {
 	Skill, Step, Kind, Status, Class string
 	Output                           string
 }
 
-func rows(t *testing.T, db postgres.DB, id string) []row {
+func activityRows(t *testing.T, db postgres.DB, id string) []activityRow {
 	t.Helper()
-	return pgtest.Rows[row](t, db, `
+	return pgtest.Rows[activityRow](t, db, `
 		select skill_name, step, kind, status, error_class, coalesce(output::text, '') from agent_activity
 		 where execution_id = @id order by id`, postgres.Strict{"id": id})
 }
 
-// open counts the activities in progress.
-func open(t *testing.T, db postgres.DB) int {
+// countOpenActivities counts the activities in progress.
+func countOpenActivities(t *testing.T, db postgres.DB) int {
 	t.Helper()
 	return pgtest.Value[int](t, db, `select count(*) from agent_activity_open`)
 }
 
-func TestActivitiesOfAThreadRunNameTheThread(t *testing.T) {
+func TestActivityHasThreadOfRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		_, err := activity.Note(ctx, pool, activity.Entry{Skill: "note"}, activity.Outcome{})
 		if err != nil {
 			return executions.Result{}, err
 		}
-		return ends(executions.Do(ctx, "look", executions.Call{Entry: activity.Entry{Skill: "look"}},
+		return resultOf(executions.Do(ctx, "look", executions.Call{Entry: activity.Entry{Skill: "look"}},
 			func(context.Context, *executions.Effect) (string, error) { return "seen", nil }))
 	}))
 	for thread, want := range map[string]string{"talk": "note in talk, look in talk", "": "note in none, look in none"} {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: trace.Flow, ThreadID: thread})
 		require.NoError(t, err)
-		until(t, pool, x.ID, executions.Completed)
+		awaitStatus(t, pool, x.ID, executions.Completed)
 		got := pgtest.Value[string](t, pool, `
 			select string_agg(skill_name || ' in ' || coalesce(thread_id, 'none'), ', ' order by id) from agent_activity
 			  where execution_id = $1`, x.ID)
@@ -69,14 +69,14 @@ func TestActivitiesOfAThreadRunNameTheThread(t *testing.T) {
 
 // The checkpoint of a plain step commits with the intent of the next call. If the delay of a deferred checkpoint ends
 // first, the engine writes it alone.
-func TestAStepIsRecordedWithTheIntentOfTheNextCall(t *testing.T) {
+func TestCheckpointCommitsWithNextCallIntent(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		if _, err := executions.Step(ctx, "read", func(context.Context) (int, error) { return 1, nil }); err != nil {
 			return executions.Result{}, err
 		}
-		return ends(executions.Do(ctx, "act", executions.Call{Entry: activity.Entry{Skill: "act"}, Idempotent: true},
+		return resultOf(executions.Do(ctx, "act", executions.Call{Entry: activity.Entry{Skill: "act"}, Idempotent: true},
 			func(ctx context.Context, effect *executions.Effect) (together bool, err error) {
 				x, _ := executions.Current(ctx)
 				return together, pool.QueryRow(ctx, `
@@ -86,18 +86,18 @@ func TestAStepIsRecordedWithTheIntentOfTheNextCall(t *testing.T) {
 			}))
 	}))
 	pgtest.Eventually(t, func() bool {
-		return string(until(t, pool, p.begin(t, "flow"), executions.Completed).Result) == "true"
+		return string(awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed).Result) == "true"
 	}, "step and intent in one commit")
 }
 
 // A step of another branch may use a step's result while its checkpoint is in flight with the intent of a call.
-func TestABranchWaitsForTheRecordThatACallTakesAlong(t *testing.T) {
+func TestBranchWaitsForDeferredCheckpointInFlight(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	lock, err := pool.Begin(t.Context())
 	require.NoError(t, err)
 	blocked, seen := make(chan struct{}), make(chan int, 1)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		if _, err := executions.Step(ctx, "read", func(context.Context) (int, error) { return 1, nil }); err != nil {
 			return executions.Result{}, err
 		}
@@ -120,7 +120,7 @@ func TestABranchWaitsForTheRecordThatACallTakesAlong(t *testing.T) {
 	}))
 	_, err = lock.Exec(t.Context(), `lock table agent_activity_open in share mode`)
 	require.NoError(t, err)
-	id := p.begin(t, "flow")
+	id := p.startFlow(t, "flow")
 	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[bool](t, pool, `select exists (select from pg_locks where not granted
 			and relation = 'agent_activity_open'::regclass)`)
@@ -132,15 +132,15 @@ func TestABranchWaitsForTheRecordThatACallTakesAlong(t *testing.T) {
 	case <-time.After(200 * time.Millisecond):
 	}
 	require.NoError(t, lock.Rollback(t.Context()))
-	until(t, pool, id, executions.Completed)
+	awaitStatus(t, pool, id, executions.Completed)
 	assert.Equal(t, 1, <-seen)
 }
 
-func TestACallIsARunningRowBeforeItActs(t *testing.T) {
+func TestCallIntentIsRecordedBeforeEffect(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Do(ctx, "mail",
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.Do(ctx, "mail",
 			executions.Call{Entry: activity.Entry{Skill: "send_mail", Input: map[string]any{"to": "ana"}}},
 			func(ctx context.Context, effect *executions.Effect) (string, error) {
 				var status, key, input string
@@ -157,52 +157,52 @@ func TestACallIsARunningRowBeforeItActs(t *testing.T) {
 				return "sent", nil
 			}))
 	}))
-	got := until(t, pool, p.begin(t, "flow"), executions.Completed)
-	want := []row{{"send_mail", "mail", "call", "success", "", `"sent"`}}
-	assert.NoDiff(t, want, rows(t, pool, got.ID))
+	got := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	want := []activityRow{{"send_mail", "mail", "call", "success", "", `"sent"`}}
+	assert.NoDiff(t, want, activityRows(t, pool, got.ID))
 	same := pgtest.Value[bool](t, pool, `
 		select a.xmin = c.xmin from agent_activity a, agent_checkpoints c where a.execution_id = @id
 		  and c.execution_id = @id`,
 		postgres.Strict{"id": got.ID})
-	if !same || open(t, pool) != 0 {
-		t.Errorf("end of the row and checkpoint in one commit: %v; rows listed as open: %d", same, open(t, pool))
+	if !same || countOpenActivities(t, pool) != 0 {
+		t.Errorf("end of the row and checkpoint in one commit: %v; rows listed as open: %d", same, countOpenActivities(t, pool))
 	}
 }
 
-func TestTheRowAndTheLogOfAFailedCallSayWhy(t *testing.T) {
+func TestFailedCallIsRecordedAndLogged(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	l := &lines{}
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Do(ctx, "mail", executions.Call{Entry: activity.Entry{Skill: "send_mail"}},
+	l := &logLines{}
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.Do(ctx, "mail", executions.Call{Entry: activity.Entry{Skill: "send_mail"}},
 			func(_ context.Context, effect *executions.Effect) (string, error) {
 				effect.Output = "half of it"
-				return "", quota{}
+				return "", quotaError{}
 			}))
-	}), l.into)
-	got := until(t, pool, p.begin(t, "flow"), executions.Failed)
-	want := []row{{"send_mail", "mail", "call", "error", "quota", `"half of it"`}}
-	if diff := cmp.Diff(want, rows(t, pool, got.ID)); diff != "" || postgres.Deref(got.FailedStep) != "mail" {
+	}), l.capture)
+	got := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Failed)
+	want := []activityRow{{"send_mail", "mail", "call", "error", "quota", `"half of it"`}}
+	if diff := cmp.Diff(want, activityRows(t, pool, got.ID)); diff != "" || postgres.Deref(got.FailedStep) != "mail" {
 		t.Errorf("failed step %q, activity (-want +got):\n%s", postgres.Deref(got.FailedStep), diff)
 	}
-	assert.Equal(t, any(quota{}.Error()), l.Records(t, "action completed")[0]["error"])
+	assert.Equal(t, any(quotaError{}.Error()), l.Records(t, "action completed")[0]["error"])
 }
 
-// interrupted runs a call, stops its process in the middle, and continues in another process. It returns the
+// runInterruptedCall runs a call, stops its process in the middle, and continues in another process. It returns the
 // idempotency keys of the calls.
-func interrupted(t *testing.T, idempotent bool) (executions.Execution, []row, []string) {
+func runInterruptedCall(t *testing.T, idempotent bool) (executions.Execution, []activityRow, []string) {
 	t.Helper()
 	pool := pgtest.DB(t)
 	middle := newGate(t)
 	var mu sync.Mutex
 	var keys []string
-	flows := flow(func(ctx context.Context) (executions.Result, error) {
+	flows := flowMap(func(ctx context.Context) (executions.Result, error) {
 		v, err := executions.Do(ctx, "pay", executions.Call{Entry: activity.Entry{Skill: "bank"}, Idempotent: idempotent},
 			func(ctx context.Context, effect *executions.Effect) (string, error) {
 				mu.Lock()
 				keys = append(keys, effect.Key)
 				mu.Unlock()
-				if middle.pass(ctx) {
+				if middle.enter(ctx) {
 					return "first", errors.New("the process is dead")
 				}
 				return "second", nil
@@ -210,43 +210,43 @@ func interrupted(t *testing.T, idempotent bool) (executions.Execution, []row, []
 		if failure := (*executions.StepError)(nil); errors.As(err, &failure) && failure.Class == executions.ClassUnknown {
 			return executions.Result{Value: failure.Message}, nil
 		}
-		return ends(v, err)
+		return resultOf(v, err)
 	})
-	prepare(t, pool, flows).runInBackground(t)
-	id := middle.arrival(t)
-	expire(t, pool, id)
-	start(t, pool, flows)
-	got := until(t, pool, id, executions.Completed)
-	assert.Equal(t, 0, open(t, pool))
+	newEngine(t, pool, flows).runInBackground(t)
+	id := middle.awaitFirst(t)
+	expireLease(t, pool, id)
+	startEngine(t, pool, flows)
+	got := awaitStatus(t, pool, id, executions.Completed)
+	assert.Equal(t, 0, countOpenActivities(t, pool))
 	mu.Lock()
 	defer mu.Unlock()
-	return got, rows(t, pool, id), keys
+	return got, activityRows(t, pool, id), keys
 }
 
-func TestAnIdempotentCallIsRepeatedUnderTheSameKey(t *testing.T) {
+func TestIdempotentCallIsRetriedWithSameKey(t *testing.T) {
 	t.Parallel()
-	got, log, keys := interrupted(t, true)
-	want := []row{{"bank", "pay", "call", "unknown", "interrupted", ""}, {"bank", "pay", "call", "success", "", `"second"`}}
+	got, log, keys := runInterruptedCall(t, true)
+	want := []activityRow{{"bank", "pay", "call", "unknown", "interrupted", ""}, {"bank", "pay", "call", "success", "", `"second"`}}
 	assert.NoDiff(t, want, log)
 	assert.Truef(t, len(keys) == 2 && keys[0] == keys[1] && string(got.Result) == `"second"`,
 		"keys %q, result %s", keys, got.Result)
 }
 
-func TestACallThatIsNotIdempotentEndsUnknown(t *testing.T) {
+func TestNonIdempotentCallEndsUnknown(t *testing.T) {
 	t.Parallel()
-	got, log, keys := interrupted(t, false)
-	want := []row{{"bank", "pay", "call", "unknown", "interrupted", ""}}
+	got, log, keys := runInterruptedCall(t, false)
+	want := []activityRow{{"bank", "pay", "call", "unknown", "interrupted", ""}}
 	assert.NoDiff(t, want, log)
 	assert.Truef(t, len(keys) == 1 && strings.Contains(string(got.Result), "the call of bank"),
 		"keys %q, result %s", keys, got.Result)
 }
 
-func TestEachStepOfEachExecutionHasItsOwnKey(t *testing.T) {
+func TestIdempotencyKeysAreUnique(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var mu sync.Mutex
 	seen := map[string]int{}
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		for range 2 {
 			_, err := executions.Do(ctx, "pay", executions.Call{Entry: activity.Entry{Skill: "pay"}},
 				func(_ context.Context, effect *executions.Effect) (int, error) {
@@ -261,54 +261,54 @@ func TestEachStepOfEachExecutionHasItsOwnKey(t *testing.T) {
 		}
 		return executions.Result{}, nil
 	}))
-	one, two := p.begin(t, "flow"), p.begin(t, "flow")
-	until(t, pool, one, executions.Completed)
-	until(t, pool, two, executions.Completed)
+	one, two := p.startFlow(t, "flow"), p.startFlow(t, "flow")
+	awaitStatus(t, pool, one, executions.Completed)
+	awaitStatus(t, pool, two, executions.Completed)
 	mu.Lock()
 	defer mu.Unlock()
 	assert.Equal(t, 4, len(seen))
 }
 
-func TestAPhaseKeepsItsRowOverACrash(t *testing.T) {
+func TestPhaseKeepsItsRowOverACrash(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	middle := newGate(t)
-	flows := flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Phase(ctx, "plan", func(ctx context.Context, _ *executions.Effect) (string, error) {
+	flows := flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.Phase(ctx, "plan", func(ctx context.Context, _ *executions.Effect) (string, error) {
 			_, err := executions.Do(ctx, "ask", executions.Call{Entry: activity.Entry{Skill: "ask"}},
 				func(context.Context, *executions.Effect) (int, error) { return 1, nil })
 			if err != nil {
 				return "", err
 			}
-			middle.pass(ctx)
+			middle.enter(ctx)
 			return "planned", nil
 		}))
 	})
-	prepare(t, pool, flows).runInBackground(t)
-	id := middle.arrival(t)
+	newEngine(t, pool, flows).runInBackground(t)
+	id := middle.awaitFirst(t)
 	first := pgtest.Value[string](t, pool, `select id::text from agent_activity where kind = 'phase'`)
-	expire(t, pool, id)
-	start(t, pool, flows)
-	until(t, pool, id, executions.Completed)
-	want := []row{{"plan", "plan", "phase", "success", "", `"planned"`}, {"ask", "plan/ask", "call", "success", "", "1"}}
-	assert.NoDiff(t, want, rows(t, pool, id))
+	expireLease(t, pool, id)
+	startEngine(t, pool, flows)
+	awaitStatus(t, pool, id, executions.Completed)
+	want := []activityRow{{"plan", "plan", "phase", "success", "", `"planned"`}, {"ask", "plan/ask", "call", "success", "", "1"}}
+	assert.NoDiff(t, want, activityRows(t, pool, id))
 	assert.Equal(t, first, pgtest.Value[string](t, pool,
 		`select parent_id::text from agent_activity where skill_name = 'ask'`))
 }
 
-func TestAStaleWorkerChangesNothingAndItsResultIsKept(t *testing.T) {
+func TestStaleWorkerWriteIsRejectedAndRecorded(t *testing.T) {
 	t.Parallel()
 	cases := map[string]struct {
 		stop func(middle, end *gate) *gate // returns the gate at which the first process stops
-		note row
+		note activityRow
 	}{
 		"in a call": {
 			func(middle, _ *gate) *gate { return middle },
-			row{"stale_write", "pay", "note", "error", "stale", `{"error": "", "output": "first", "status": "success"}`},
+			activityRow{"stale_write", "pay", "note", "error", "stale", `{"error": "", "output": "first", "status": "success"}`},
 		},
 		"before its end": {
 			func(_, end *gate) *gate { return end },
-			row{
+			activityRow{
 				"stale_write", "", "note", "error", "stale",
 				`{"error": "", "output": {"Value": "first", "Summary": ""}, "status": "completed"}`,
 			},
@@ -320,33 +320,33 @@ func TestAStaleWorkerChangesNothingAndItsResultIsKept(t *testing.T) {
 			pool := pgtest.DB(t)
 			here := newGate(t)
 			nowhere := newGate(t)
-			nowhere.passed.Add(1)
+			nowhere.callers.Add(1)
 			middle, end := nowhere, nowhere
 			if c.stop(here, nowhere) == here {
 				middle = here
 			} else {
 				end = here
 			}
-			flows := flow(func(ctx context.Context) (executions.Result, error) {
+			flows := flowMap(func(ctx context.Context) (executions.Result, error) {
 				v, err := executions.Do(ctx, "pay", executions.Call{Entry: activity.Entry{Skill: "pay"}, Idempotent: true},
 					func(ctx context.Context, _ *executions.Effect) (string, error) {
-						if middle.pass(ctx) {
+						if middle.enter(ctx) {
 							return "first", nil
 						}
 						return "second", nil
 					})
-				if end.pass(ctx) {
+				if end.enter(ctx) {
 					v = "first"
 				}
-				return ends(v, err)
+				return resultOf(v, err)
 			})
-			wait := prepare(t, pool, flows).runInBackground(t)
-			id := here.arrival(t)
-			expire(t, pool, id)
-			start(t, pool, flows)
-			before := until(t, pool, id, executions.Completed)
-			kept := rows(t, pool, id)
-			points, err := executions.Checkpoints(t.Context(), pool, id)
+			wait := newEngine(t, pool, flows).runInBackground(t)
+			id := here.awaitFirst(t)
+			expireLease(t, pool, id)
+			startEngine(t, pool, flows)
+			before := awaitStatus(t, pool, id, executions.Completed)
+			kept := activityRows(t, pool, id)
+			checkpoints, err := executions.Checkpoints(t.Context(), pool, id)
 			require.NoError(t, err)
 			here.open()
 			after := wait()
@@ -354,22 +354,22 @@ func TestAStaleWorkerChangesNothingAndItsResultIsKept(t *testing.T) {
 				t.Errorf("the stale end changed the execution (-before +after):\n%s", diff)
 			}
 			now, err := executions.Checkpoints(t.Context(), pool, id)
-			diff := cmp.Diff(points, now)
+			diff := cmp.Diff(checkpoints, now)
 			assert.Truef(t, diff == "" && err == nil, "the stale checkpoint counted %v (-before +after):\n%s", err, diff)
-			assert.NoDiff(t, append(kept, c.note), rows(t, pool, id))
-			assert.Equal(t, 1, completions(t, pool, id))
+			assert.NoDiff(t, append(kept, c.note), activityRows(t, pool, id))
+			assert.Equal(t, 1, countCompletions(t, pool, id))
 		})
 	}
 }
 
 // A wait of one branch interrupts the call of another. In the next run the first branch may wait again before the
 // second reaches its call.
-func TestACallBesideAWaitIsNotRepeated(t *testing.T) {
+func TestCallInterruptedByParallelWaitIsNotRepeated(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var runs, calls atomic.Int32
 	var class atomic.Value
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		run := runs.Add(1)
 		group, ctx := errgroup.WithContext(ctx)
 		begun := make(chan struct{})
@@ -405,28 +405,28 @@ func TestACallBesideAWaitIsNotRepeated(t *testing.T) {
 			}
 			return nil
 		})
-		return ends("done", group.Wait())
+		return resultOf("done", group.Wait())
 	}))
-	id := p.begin(t, "flow")
+	id := p.startFlow(t, "flow")
 	for _, key := range []string{"first", "second"} {
 		pgtest.Eventually(t, func() bool {
-			x := get(t, pool, id)
+			x := getExecution(t, pool, id)
 			return x.Status == executions.Waiting && *x.WaitingKey == key
 		}, "it waits")
 		_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", key, json.RawMessage(`{}`), "")
 		require.NoError(t, err)
 	}
-	until(t, pool, id, executions.Completed)
+	awaitStatus(t, pool, id, executions.Completed)
 	assert.Truef(t, calls.Load() == 1 && class.Load() == executions.ClassUnknown,
 		"called %d times, and the call ended %v", calls.Load(), class.Load())
 }
 
 // A connection failure in a step is not its result, also if another branch has run further steps meanwhile.
-func TestABrokenConnectionBesideAnotherBranchIsRetried(t *testing.T) {
+func TestBrokenConnectionIsRetriedBesideOtherBranch(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var tries atomic.Int32
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		group, ctx := errgroup.WithContext(ctx)
 		begun, beside := make(chan struct{}), make(chan struct{})
 		group.Go(func() error {
@@ -448,16 +448,16 @@ func TestABrokenConnectionBesideAnotherBranchIsRetried(t *testing.T) {
 				func(context.Context) (int, error) { return 0, nil })
 			return err
 		})
-		return ends("done", group.Wait())
+		return resultOf("done", group.Wait())
 	}))
-	id := p.begin(t, "flow")
-	pgtest.Eventually(t, func() bool { return get(t, pool, id).Status.Ended() }, "it ends")
-	got := get(t, pool, id)
+	id := p.startFlow(t, "flow")
+	pgtest.Eventually(t, func() bool { return getExecution(t, pool, id).Status.Ended() }, "it ends")
+	got := getExecution(t, pool, id)
 	assert.Truef(t, got.Status == executions.Completed && tries.Load() == 2, "%s after %d tries", got.Status, tries.Load())
 }
 
 // A wait runs the code again from the top. A transaction, or a call without a safe repeat, cannot be run again.
-func TestWaitsAreRejectedInUnrepeatableSteps(t *testing.T) {
+func TestWaitFailsInNonRepeatableStep(t *testing.T) {
 	t.Parallel()
 	waits := map[string]func(ctx context.Context) error{
 		"wait": func(ctx context.Context) error {
@@ -473,7 +473,7 @@ func TestWaitsAreRejectedInUnrepeatableSteps(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			var failed []error
-			got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+			got, pool := runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 				_, first := executions.StepTx(ctx, "write",
 					func(ctx context.Context, _ pgx.Tx) (int, error) { return 0, wait(ctx) })
 				_, second := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
@@ -490,7 +490,7 @@ func TestWaitsAreRejectedInUnrepeatableSteps(t *testing.T) {
 	}
 }
 
-func TestATransactionThatItsStepSpoilsFailsTheStep(t *testing.T) {
+func TestMisusedTransactionFailsStep(t *testing.T) {
 	t.Parallel()
 	for says, spoil := range map[string]func(ctx context.Context, tx pgx.Tx){
 		"the transaction is still being read from": func(ctx context.Context, tx pgx.Tx) {
@@ -504,7 +504,7 @@ func TestATransactionThatItsStepSpoilsFailsTheStep(t *testing.T) {
 			_, _ = tx.Exec(ctx, `select 1 / 0`)
 		},
 	} {
-		got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+		got, _ := runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 			_, err := executions.StepTx(ctx, "spoil", func(ctx context.Context, tx pgx.Tx) (bool, error) {
 				spoil(ctx, tx)
 				return true, nil
@@ -516,12 +516,12 @@ func TestATransactionThatItsStepSpoilsFailsTheStep(t *testing.T) {
 }
 
 // A step starts a run. The run continues elsewhere with its own keys, and may wait although the step may not.
-func TestARunStartedInAStepHasItsOwnKeys(t *testing.T) {
+func TestNestedRunHasOwnStepKeys(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var effects atomic.Int32
-	var p *process
-	p = start(t, pool, map[string]executions.Func{
+	var p *testEngine
+	p = startEngine(t, pool, map[string]executions.Func{
 		"outer": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 			closed := executions.Gate(executions.Scope(ctx, "branch"), func(ctx context.Context) error {
 				if x, _ := executions.Current(ctx); x.Flow != "outer" {
@@ -529,7 +529,7 @@ func TestARunStartedInAStepHasItsOwnKeys(t *testing.T) {
 				}
 				return nil
 			})
-			return ends(executions.Do(closed, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
+			return resultOf(executions.Do(closed, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
 				func(ctx context.Context, _ *executions.Effect) (string, error) {
 					x, err := p.RunSync(ctx, executions.Spec{Flow: "inner", Surface: trace.Flow})
 					return x.ID, err
@@ -543,7 +543,7 @@ func TestARunStartedInAStepHasItsOwnKeys(t *testing.T) {
 			if _, err := executions.Wait(ctx, "pause", executions.Delay(time.Millisecond)); err != nil {
 				return executions.Result{}, err
 			}
-			return ends(n, nil)
+			return resultOf(n, nil)
 		},
 	})
 	outer, err := p.RunSync(t.Context(), executions.Spec{Flow: "outer", Surface: trace.Flow})
@@ -560,15 +560,15 @@ func TestARunStartedInAStepHasItsOwnKeys(t *testing.T) {
 		"%s with %s, %v, after %d effects", inner.Status, inner.Result, inner.ErrorMessage, effects.Load())
 }
 
-func TestTransactionsLeaveAConnectionForInnerSteps(t *testing.T) {
+func TestStepTxLeavesConnectionForInnerSteps(t *testing.T) {
 	t.Parallel()
 	config := pgtest.DB(t).Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = 3, 0, 0
 	pool, err := pgxpool.NewWithConfig(t.Context(), config)
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.StepTx(ctx, "write", func(ctx context.Context, _ pgx.Tx) (int, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.StepTx(ctx, "write", func(ctx context.Context, _ pgx.Tx) (int, error) {
 			for range 3 {
 				if _, err := executions.Step(ctx, "within", func(context.Context) (int, error) { return 1, nil }); err != nil {
 					return 0, err
@@ -578,63 +578,65 @@ func TestTransactionsLeaveAConnectionForInnerSteps(t *testing.T) {
 		}))
 	}))
 	for range 30 {
-		p.begin(t, "flow")
+		p.startFlow(t, "flow")
 	}
 	pgtest.Until(t, pool, 30, `select count(*) from agent_executions where status = 'completed'`)
 }
 
-// declined is an error type. The code returns a nil pointer to it.
-type declined struct{ by string }
+// nilError is an error type. The code returns a nil pointer to it.
+type nilError struct{ by string }
 
-func (d *declined) Error() string { return d.by }
+func (d *nilError) Error() string { return d.by }
 
-// unfolded has a cause that only errors.Is inspects.
-type unfolded struct{ cause error }
+// errorWithCause has a cause that only errors.Is inspects.
+type errorWithCause struct{ cause error }
 
-func (*unfolded) Error() string   { return "unfolded" }
-func (u *unfolded) Unwrap() error { return u.cause }
+func (*errorWithCause) Error() string   { return "unfolded" }
+func (u *errorWithCause) Unwrap() error { return u.cause }
 
-// explosive is a value whose method panics.
-type explosive struct{}
+// panickingJSON is a value whose method panics.
+type panickingJSON struct{}
 
-func (explosive) MarshalJSON() ([]byte, error) { panic("out of order") }
+func (panickingJSON) MarshalJSON() ([]byte, error) { panic("out of order") }
 
 // The engine calls methods of results outside a recover. A panic there would end the process, and each process that
 // runs it next.
-func TestPanickingMethodsOfResultsFailTheStep(t *testing.T) {
+func TestPanickingResultFailsStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	call := executions.Call{Entry: activity.Entry{Skill: "call"}}
 	flows := map[string]executions.Func{
 		"nil error": func(context.Context, json.RawMessage) (executions.Result, error) {
-			var err *declined
+			var err *nilError
 			return executions.Result{}, err
 		},
 		"nil cause": func(context.Context, json.RawMessage) (executions.Result, error) {
-			var err *unfolded
+			var err *errorWithCause
 			return executions.Result{}, err
 		},
 		"nil error of a step": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			return ends(executions.Step(ctx, "a", func(context.Context) (int, error) {
-				var err *declined
+			return resultOf(executions.Step(ctx, "a", func(context.Context) (int, error) {
+				var err *nilError
 				return 0, err
 			}))
 		},
-		"result": func(context.Context, json.RawMessage) (executions.Result, error) { return ends(explosive{}, nil) },
+		"result": func(context.Context, json.RawMessage) (executions.Result, error) {
+			return resultOf(panickingJSON{}, nil)
+		},
 		"result of a step": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			return ends(executions.Step(ctx, "a", func(context.Context) (explosive, error) { return explosive{}, nil }))
+			return resultOf(executions.Step(ctx, "a", func(context.Context) (panickingJSON, error) { return panickingJSON{}, nil }))
 		},
 		"result of a transaction": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			return ends(executions.StepTx(ctx, "a",
-				func(context.Context, pgx.Tx) (explosive, error) { return explosive{}, nil }))
+			return resultOf(executions.StepTx(ctx, "a",
+				func(context.Context, pgx.Tx) (panickingJSON, error) { return panickingJSON{}, nil }))
 		},
 		"result of a call": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			return ends(executions.Do(ctx, "a", call, func(context.Context, *executions.Effect) (explosive, error) {
-				return explosive{}, nil
+			return resultOf(executions.Do(ctx, "a", call, func(context.Context, *executions.Effect) (panickingJSON, error) {
+				return panickingJSON{}, nil
 			}))
 		},
 	}
-	p := start(t, pool, flows)
+	p := startEngine(t, pool, flows)
 	for name := range flows {
 		got, err := p.RunSync(t.Context(), executions.Spec{Flow: name, Surface: trace.Flow})
 		assert.Truef(t, err == nil && got.Status == executions.Failed && got.ErrorMessage != nil &&
@@ -646,19 +648,19 @@ func TestPanickingMethodsOfResultsFailTheStep(t *testing.T) {
 		activity.Error), pgtest.Value[string](t, pool, `select status from agent_activity where skill_name = 'call'`))
 }
 
-type classed struct{ class string }
+type classifiedError struct{ class string }
 
-func (classed) Error() string        { return "declined" }
-func (c classed) ErrorClass() string { return c.class }
+func (classifiedError) Error() string        { return "declined" }
+func (c classifiedError) ErrorClass() string { return c.class }
 
 // Invalid text may come from other services.
-func TestInvalidTextInACallIsReplaced(t *testing.T) {
+func TestInvalidTextOfCallIsReplaced(t *testing.T) {
 	t.Parallel()
-	got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+	got, pool := runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 		call := executions.Call{Entry: activity.Entry{Skill: "call"}}
 		_, err := executions.Do(ctx, "fails", call, func(_ context.Context, effect *executions.Effect) (int, error) {
 			effect.Model = "a\x00\xff"
-			return 0, classed{"c\x00\xff"}
+			return 0, classifiedError{"c\x00\xff"}
 		})
 		n, failed := executions.Do(ctx, "works", call, func(_ context.Context, effect *executions.Effect) (int, error) {
 			effect.Model = "a\x00\xff"
@@ -677,10 +679,10 @@ func TestInvalidTextInACallIsReplaced(t *testing.T) {
 }
 
 // One NaN row would make each sum with it NaN. JSON cannot encode NaN.
-func TestACostThatIsNoAmountIsAnError(t *testing.T) {
+func TestInvalidCostFailsCall(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int32
-	got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+	got, pool := runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 		var results []string
 		for _, cost := range []float64{math.NaN(), math.Inf(1), -1e300, 99_999_999} {
 			_, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}, Idempotent: true},
@@ -700,24 +702,24 @@ func TestACostThatIsNoAmountIsAnError(t *testing.T) {
 		from agent_activity`)
 }
 
-func TestAResultThatCannotBeReadBackNamesItsType(t *testing.T) {
+func TestUndecodableResultNamesType(t *testing.T) {
 	t.Parallel()
-	got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+	got, _ := runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 		return executions.Step(ctx, "a", func(context.Context) (fmt.Stringer, error) { return time.Second, nil })
 	})
 	assert.Truef(t, got.ErrorMessage != nil && strings.Contains(*got.ErrorMessage, "does not fit fmt.Stringer"),
 		"%s %v", got.Status, got.ErrorMessage)
 }
 
-// untilDone is the body of a call or step. It runs until its context ends.
-func untilDone(ctx context.Context, _ *executions.Effect) (int, error) {
+// blockUntilDone is the body of a call or step. It runs until its context ends.
+func blockUntilDone(ctx context.Context, _ *executions.Effect) (int, error) {
 	<-ctx.Done()
 	return 0, ctx.Err()
 }
 
 // The code ends a step by a time limit, or because another branch failed. The step then has an error as its result, the
 // same in every run.
-func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
+func TestCancelledStepIsRecorded(t *testing.T) {
 	t.Parallel()
 	call := executions.Call{Entry: activity.Entry{Skill: "call"}}
 	cases := map[string]struct {
@@ -727,13 +729,13 @@ func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 		"a step with a limit": {func(ctx context.Context) error {
 			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
 			defer cancel()
-			_, err := executions.Step(ctx, "slow", func(ctx context.Context) (int, error) { return untilDone(ctx, nil) })
+			_, err := executions.Step(ctx, "slow", func(ctx context.Context) (int, error) { return blockUntilDone(ctx, nil) })
 			return err
 		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
 		"a call with a limit": {func(ctx context.Context) error {
 			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
 			defer cancel()
-			_, err := executions.Do(ctx, "slow", call, untilDone)
+			_, err := executions.Do(ctx, "slow", call, blockUntilDone)
 			return err
 		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
 		"a transaction with a limit": {func(ctx context.Context) error {
@@ -749,7 +751,7 @@ func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
 			defer cancel()
 			_, err := executions.StepTx(ctx, "slow",
-				func(ctx context.Context, _ pgx.Tx) (int, error) { return untilDone(ctx, nil) })
+				func(ctx context.Context, _ pgx.Tx) (int, error) { return blockUntilDone(ctx, nil) })
 			return err
 		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
 		"a call beside one that fails": {func(ctx context.Context) (err error) {
@@ -760,7 +762,7 @@ func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 				_, err = executions.Do(executions.Scope(ctx, "one"), "slow", call,
 					func(ctx context.Context, effect *executions.Effect) (int, error) {
 						begun <- struct{}{}
-						return untilDone(ctx, effect)
+						return blockUntilDone(ctx, effect)
 					})
 				return nil
 			})
@@ -778,7 +780,7 @@ func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			var seen []executions.StepError
-			got, pool := replayed(t, func(ctx context.Context, again bool) (any, error) {
+			got, pool := runAndReplay(t, func(ctx context.Context, again bool) (any, error) {
 				err := c.fn(ctx)
 				failure, ok := errors.AsType[*executions.StepError](err)
 				if !ok {
@@ -798,7 +800,7 @@ func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 
 // A step past its deadline does not start, and records that as its result. Otherwise a later run, which replays faster
 // and is in time, would run the step.
-func TestAStepPastItsDeadlineIsRecorded(t *testing.T) {
+func TestStepPastDeadlineIsRecorded(t *testing.T) {
 	t.Parallel()
 	cases := map[string]func(ctx context.Context, made *atomic.Int64) error{
 		"step": func(ctx context.Context, made *atomic.Int64) error {
@@ -826,7 +828,7 @@ func TestAStepPastItsDeadlineIsRecorded(t *testing.T) {
 			t.Parallel()
 			var made atomic.Int64
 			var seen []string
-			got, pool := replayed(t, func(ctx context.Context, again bool) (any, error) {
+			got, pool := runAndReplay(t, func(ctx context.Context, again bool) (any, error) {
 				if !again {
 					ended, cancel := context.WithTimeout(ctx, 0)
 					defer cancel()
@@ -850,7 +852,7 @@ func TestAStepPastItsDeadlineIsRecorded(t *testing.T) {
 }
 
 // The name of a step may equal the key of another.
-func TestNoTwoStepsShareAKey(t *testing.T) {
+func TestStepKeysAreUnique(t *testing.T) {
 	t.Parallel()
 	for _, names := range [][]string{
 		{"a", "a", "a#2", "a"},
@@ -860,7 +862,7 @@ func TestNoTwoStepsShareAKey(t *testing.T) {
 		t.Run(strings.Join(names, " "), func(t *testing.T) {
 			t.Parallel()
 			var seen [][]int
-			got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+			got, _ := runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 				var all []int
 				for i, name := range names {
 					n, err := executions.Step(ctx, name, func(context.Context) (int, error) { return i, nil })
@@ -880,24 +882,24 @@ func TestNoTwoStepsShareAKey(t *testing.T) {
 }
 
 // A retry of the transaction does not repeat a call within it.
-func TestACallInATransactionRunsOnce(t *testing.T) {
+func TestCallInTransactionRunsOnce(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"write", "table/write"} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			testCallWithin(t, name)
+			testCallInTx(t, name)
 		})
 	}
 }
 
-// testCallWithin makes a call in a transaction with a given name. The connection of the transaction breaks.
-func testCallWithin(t *testing.T, name string) {
+// testCallInTx makes a call in a transaction with a given name. The connection of the transaction breaks.
+func testCallInTx(t *testing.T, name string) {
 	t.Helper()
 	pool := pgtest.DB(t)
-	effects(t, pool)
+	createEffects(t, pool)
 	var calls, tries atomic.Int32
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (int32, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (int32, error) {
 			n, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
 				func(context.Context, *executions.Effect) (int32, error) { return calls.Add(1), nil })
 			if err == nil && tries.Add(1) == 1 {
@@ -909,7 +911,7 @@ func testCallWithin(t *testing.T, name string) {
 			return n, err
 		}))
 	}))
-	got := until(t, pool, p.begin(t, "flow"), executions.Completed)
+	got := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Truef(t, calls.Load() == 1 && tries.Load() == 2 && string(got.Result) == "1",
 		"called %d times in %d tries, result %s", calls.Load(), tries.Load(), got.Result)
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from effects`))
@@ -917,10 +919,10 @@ func testCallWithin(t *testing.T, name string) {
 
 // A snapshot replaces only the records of its own loop, whatever the names of other steps. Every run sees the same
 // state.
-func TestASnapshotIsOfItsOwnLoop(t *testing.T) {
+func TestSnapshotReplacesOnlyItsLoop(t *testing.T) {
 	t.Parallel()
 	var steps atomic.Int32
-	got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+	got, _ := runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 		n, err := executions.Step(ctx, "mail@home", func(context.Context) (int32, error) { return steps.Add(1), nil })
 		if err != nil {
 			return nil, err
@@ -939,14 +941,14 @@ func TestASnapshotIsOfItsOwnLoop(t *testing.T) {
 
 // Keys of inner steps start with the key of their step, slashes included. So a phase covers its steps, a snapshot
 // replaces them, and a replay reaches all.
-func TestInnerStepsHaveTheKeyOfTheirStep(t *testing.T) {
+func TestInnerStepKeysHavePrefix(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	inner := func(ctx context.Context) (string, error) {
 		return executions.Step(ctx, "in/ner",
 			func(ctx context.Context) (string, error) { return executions.StepKey(ctx), nil })
 	}
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		gated := executions.Gate(ctx, func(ctx context.Context) error {
 			_, err := executions.Step(ctx, "gate", func(context.Context) (int, error) { return 1, nil })
 			return err
@@ -957,13 +959,13 @@ func TestInnerStepsHaveTheKeyOfTheirStep(t *testing.T) {
 		if err != nil {
 			return executions.Result{}, err
 		}
-		return ends(executions.Loop(ctx, "lo/op", key, func(ctx context.Context, all string) (string, bool, error) {
+		return resultOf(executions.Loop(ctx, "lo/op", key, func(ctx context.Context, all string) (string, bool, error) {
 			key, err := inner(ctx)
 			return all + " " + key, key == "lo/op@16/in/ner", err
 		}))
 	}))
-	id := p.begin(t, "flow")
-	got := until(t, pool, id, executions.Completed)
+	id := p.startFlow(t, "flow")
+	got := awaitStatus(t, pool, id, executions.Completed)
 	var keys string
 	if err := json.Unmarshal(got.Result, &keys); err != nil || !strings.HasPrefix(keys, "pha/se/in/ner lo/op@0/in/ner ") {
 		t.Errorf("keys of the steps: %s, %v", got.Result, err)

@@ -16,33 +16,33 @@ import (
 const cancelTimeout = time.Second
 
 // Cancel ends an execution and returns its status: cancelled, or its earlier terminal status. The claim is void at
-// once, so no run records anything more. Cancel notifies the process that runs the execution, and that process stops
-// its step.
+// once, so the run records nothing more. Cancel notifies the process that runs the execution, and that process stops
+// the current step.
 //
 // A step in a transaction (StepTx) locks the execution. Cancel notifies the step first and waits up to a second. If the
-// step still runs then, the cancel stays requested until the step's transaction ends. The returned status is then not
+// step still runs then, the cancel remains requested until the step's transaction ends, and the returned status is not
 // terminal. CancelDetail names the open transactions.
 func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, error) {
 	notify := func() { e.stopIfCancelled(context.WithoutCancel(ctx), id) }
-	return cancel(ctx, e.pool, id, by, reason, notify, func() (Status, error) {
+	return cancelUntilEnded(ctx, e.pool, id, by, reason, notify, func() (Status, error) {
 		var status *string
-		var ends []endedExecution
+		var ended []endedExecution
 		b := &pgx.Batch{}
 		queueCancel(ctx, b, id, by, reason, &status)
-		queueEnded(b, &ends)
-		err := e.pool.SendBatch(ctx, b).Close() // sets status
-		now, err := cancelResult(id, status, err)
-		if err == nil && now.Ended() {
+		queueEnded(b, &ended)
+		err := e.pool.SendBatch(ctx, b).Close()
+		current, err := cancelResult(id, status, err)
+		if err == nil && current.Ended() {
 			e.deliverCompletion(ctx, id)
-			e.logEnded(ctx, ends)
+			e.logEnded(ctx, ended)
 		}
-		return now, err
+		return current, err
 	})
 }
 
 // Cancel is Engine.Cancel for a process without an engine.
 func Cancel(ctx context.Context, db postgres.DB, id, by, reason string) (Status, error) {
-	return cancel(ctx, db, id, by, reason, func() {}, func() (Status, error) {
+	return cancelUntilEnded(ctx, db, id, by, reason, func() {}, func() (Status, error) {
 		return cancelOnce(ctx, db, id, by, reason)
 	})
 }
@@ -57,11 +57,11 @@ func cancelOnce(ctx context.Context, db postgres.DB, id, by, reason string) (Sta
 	var status *string
 	b := &pgx.Batch{}
 	queueCancel(ctx, b, id, by, reason, &status)
-	err := db.SendBatch(ctx, b).Close() // sets status
+	err := db.SendBatch(ctx, b).Close()
 	return cancelResult(id, status, err)
 }
 
-// queueCancel queues a cancel by the actor of ctx.
+// queueCancel queues a cancel by the actor of ctx. The batch sets status to the result.
 func queueCancel(ctx context.Context, b *pgx.Batch, id, by, reason string, status **string) {
 	activity.QueueActor(ctx, b)
 	b.Queue(`select cancel_agent_execution(@id, @by, @reason)`,
@@ -69,10 +69,10 @@ func queueCancel(ctx context.Context, b *pgx.Batch, id, by, reason string, statu
 		func(row pgx.Row) error { return row.Scan(status) })
 }
 
-// cancel requests the cancel of a locked execution and notifies its process. It retries until the execution ends, for
-// at most a second.
-func cancel(
-	ctx context.Context, db postgres.DB, id, by, reason string, notify func(), attempt func() (Status, error),
+// cancelUntilEnded calls tryCancel until the execution ends, for at most cancelTimeout. If another transaction locks the
+// execution, it requests the cancel and notifies the process that runs the execution.
+func cancelUntilEnded(
+	ctx context.Context, db postgres.DB, id, by, reason string, notify func(), tryCancel func() (Status, error),
 ) (Status, error) {
 	var requested bool
 	b := &pgx.Batch{}
@@ -85,12 +85,12 @@ func cancel(
 		_, err = cancelResult(id, nil, err)
 		return "", err
 	}
-	until := time.Now().Add(cancelTimeout)
+	deadline := time.Now().Add(cancelTimeout)
 	for pause := 5 * time.Millisecond; ; pause = min(2*pause, 50*time.Millisecond) {
 		if requested {
 			notify()
 		}
-		status, err := attempt()
+		status, err := tryCancel()
 		if postgres.IsCode(err, "55P03") { // another transaction locks a row that the end changes
 			b := &pgx.Batch{}
 			activity.QueueActor(ctx, b)
@@ -101,7 +101,7 @@ func cancel(
 			case err == nil:
 				requested = true
 				status, err = statusOf(ctx, db, id)
-			case postgres.IsCode(err, "55P03") && time.Now().Before(until) && sleep.For(ctx, pause):
+			case postgres.IsCode(err, "55P03") && time.Now().Before(deadline) && sleep.For(ctx, pause):
 				continue // another transaction completes an earlier request
 			default:
 				_, err = cancelResult(id, nil, err)
@@ -110,7 +110,7 @@ func cancel(
 		if err == nil {
 			notify()
 		}
-		if err != nil || status.Ended() || time.Now().After(until) || !sleep.For(ctx, pause) {
+		if err != nil || status.Ended() || time.Now().After(deadline) || !sleep.For(ctx, pause) {
 			return status, err
 		}
 	}
@@ -135,7 +135,7 @@ func CancelDetail(ctx context.Context, db postgres.DB) (string, error) {
 	return detail, nil
 }
 
-// cancelResult maps the answer of a cancel to a status or an error.
+// cancelResult maps the result of a cancel query to a status or an error.
 func cancelResult(id string, status *string, err error) (Status, error) {
 	switch {
 	case postgres.IsCode(err, "22P02", "22021") || (err == nil && status == nil):
@@ -159,15 +159,15 @@ func (e *Engine) stopIfCancelled(ctx context.Context, id string) {
 	var cancelled bool
 	err := e.pool.QueryRow(ctx, `
 		select exists (select from agent_executions x where x.id = @id and x.status = 'cancelled')
-		    or exists (select from agent_cancel_requests c
-		      where c.execution_id = @id)`, postgres.Strict{"id": id}).Scan(&cancelled)
+		    or exists (select from agent_cancel_requests c where c.execution_id = @id)`,
+		postgres.Strict{"id": id}).Scan(&cancelled)
 	if err == nil && cancelled {
 		r.stop(ErrCancelled)
 	}
 }
 
-// completeCancel completes a requested cancel after the run stopped. The run's transaction was just rolled back, and
-// the server may still hold the locks. The sweep completes remaining cancels.
+// completeCancel completes a requested cancel after the run stopped. It retries, because the server may still hold the
+// locks of the run's transaction, which was just rolled back. The sweep completes cancels that remain.
 func (e *Engine) completeCancel(ctx context.Context, id string) {
 	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), cancelTimeout)
 	defer stop()
@@ -180,7 +180,7 @@ func (e *Engine) completeCancel(ctx context.Context, id string) {
 
 // tryCompleteCancel makes one attempt to complete a cancel. done is false when another attempt is needed.
 func (e *Engine) tryCompleteCancel(ctx context.Context, id string) (done bool, err error) {
-	var ends []endedExecution
+	var ended []endedExecution
 	b := &pgx.Batch{}
 	b.Queue(`
 		select case when c.execution_id is null then true
@@ -189,13 +189,13 @@ func (e *Engine) tryCompleteCancel(ctx context.Context, id string) (done bool, e
 		            else false end
 		  from (values (true)) one left join agent_cancel_requests c on c.execution_id = @id`,
 		postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&done) })
-	queueEnded(b, &ends)
+	queueEnded(b, &ended)
 	if err := e.pool.SendBatch(ctx, b).Close(); err != nil {
 		return false, fmt.Errorf("complete cancel of execution %s: %w", id, err)
 	}
-	if len(ends) > 0 {
+	if len(ended) > 0 {
 		e.deliverCompletion(ctx, id)
-		e.logEnded(ctx, ends)
+		e.logEnded(ctx, ended)
 	}
 	return done, nil
 }
@@ -203,8 +203,8 @@ func (e *Engine) tryCompleteCancel(ctx context.Context, id string) (done bool, e
 // completeCancels completes all requested cancels that are not blocked. Each cancel has its own transaction, so a
 // blocked cancel delays no other.
 func (e *Engine) completeCancels(ctx context.Context) error {
-	rows, err := e.pool.Query(ctx, `select c.execution_id::text from agent_cancel_requests c
-		order by c.requested_at limit 1000`)
+	rows, err := e.pool.Query(ctx, `
+		select c.execution_id::text from agent_cancel_requests c order by c.requested_at limit 1000`)
 	ids, err := postgres.Collect(rows, err, "list requested cancels", pgx.RowTo[string])
 	if err != nil {
 		return err

@@ -26,7 +26,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-func TestCancelOfMissingAndEndedExecutions(t *testing.T) {
+func TestCancelMissingOrEndedExecution(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for _, id := range []string{"01a1fc71-3adb-78b8-86ab-983dc5c92f7f", "nonsense", ""} {
@@ -35,37 +35,37 @@ func TestCancelOfMissingAndEndedExecutions(t *testing.T) {
 		_, err = executions.Get(t.Context(), pool, id)
 		assert.ErrorIs(t, err, executions.ErrNotFound, "get", id)
 	}
-	id := pending(t, pool)
+	id := insertPending(t, pool)
 	n := mustClaim(t, pool, id, newWorker(t, pool))
 	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
 		postgres.Strict{"id": id, "claim": n})
 	status, err := executions.Cancel(t.Context(), pool, id, "ana", "")
 	assert.Truef(t, err == nil && status == executions.Completed, "cancel of a completed one: %s, %v", status, err)
-	assert.Equal(t, 1, completions(t, pool, id))
+	assert.Equal(t, 1, countCompletions(t, pool, id))
 }
 
-func TestCancelStopsAStepInTheMiddle(t *testing.T) {
+func TestCancelStopsRunningStep(t *testing.T) {
 	t.Parallel()
 	cases := map[string]struct {
 		options func(t *testing.T, pool *pgxpool.Pool) func(*executions.Options)
-		cancel  func(ctx context.Context, p *process, id string) error
+		cancel  func(ctx context.Context, p *testEngine, id string) error
 	}{
 		"told by a notification": {
 			func(t *testing.T, pool *pgxpool.Pool) func(*executions.Options) {
-				l := listener(t, pool)
+				l := newListener(t, pool)
 				return func(o *executions.Options) { o.Listener, o.LeaseTTL = l, time.Hour }
 			},
-			func(ctx context.Context, p *process, id string) error { return cancelElsewhere(ctx, p, id) },
+			func(ctx context.Context, p *testEngine, id string) error { return cancelFromAnotherProcess(ctx, p, id) },
 		},
 		"told by the renewal": {
 			func(*testing.T, *pgxpool.Pool) func(*executions.Options) { return func(*executions.Options) {} },
-			func(ctx context.Context, p *process, id string) error { return cancelElsewhere(ctx, p, id) },
+			func(ctx context.Context, p *testEngine, id string) error { return cancelFromAnotherProcess(ctx, p, id) },
 		},
 		"told by itself": {
 			func(*testing.T, *pgxpool.Pool) func(*executions.Options) {
 				return func(o *executions.Options) { o.LeaseTTL = time.Hour }
 			},
-			func(ctx context.Context, p *process, id string) error {
+			func(ctx context.Context, p *testEngine, id string) error {
 				_, err := p.Cancel(ctx, id, "ana", "")
 				return err
 			},
@@ -76,11 +76,11 @@ func TestCancelStopsAStepInTheMiddle(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
 			entered, ended := make(chan struct{}), make(chan error, 1)
-			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 				if _, err := executions.Lane(ctx, "automation:a"); err != nil {
 					return executions.Result{}, err
 				}
-				return ends(executions.Phase(ctx, "plan", func(ctx context.Context, _ *executions.Effect) (int, error) {
+				return resultOf(executions.Phase(ctx, "plan", func(ctx context.Context, _ *executions.Effect) (int, error) {
 					return executions.Do(ctx, "pay", executions.Call{Entry: activity.Entry{Skill: "pay"}},
 						func(ctx context.Context, _ *executions.Effect) (int, error) {
 							close(entered)
@@ -90,7 +90,7 @@ func TestCancelStopsAStepInTheMiddle(t *testing.T) {
 						})
 				}))
 			}), c.options(t, pool))
-			id := p.begin(t, "flow")
+			id := p.startFlow(t, "flow")
 			testkit.Receive(t, entered)
 			require.NoError(t, c.cancel(t.Context(), p, id))
 			select {
@@ -100,30 +100,30 @@ func TestCancelStopsAStepInTheMiddle(t *testing.T) {
 				t.Fatalf("the step was not stopped within %s", timeout)
 			}
 			p.stop()
-			want := []row{
+			want := []activityRow{
 				{"plan", "plan", "phase", "error", "cancelled", ""},
 				{"pay", "plan/pay", "call", "unknown", "cancelled", ""},
 			}
-			assert.NoDiff(t, want, rows(t, pool, id))
-			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`) || open(t, pool) != 0 ||
-				completions(t, pool, id) != 1 {
-				t.Errorf("%d open rows, %d AGENT_COMPLETED, lane held: %v", open(t, pool), completions(t, pool, id),
+			assert.NoDiff(t, want, activityRows(t, pool, id))
+			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`) || countOpenActivities(t, pool) != 0 ||
+				countCompletions(t, pool, id) != 1 {
+				t.Errorf("%d open rows, %d AGENT_COMPLETED, lane held: %v", countOpenActivities(t, pool), countCompletions(t, pool, id),
 					pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`))
 			}
-			points, err := executions.Checkpoints(t.Context(), pool, id)
-			assert.NoError(t, err, points)
-			assert.Equal(t, 0, len(points), points)
+			checkpoints, err := executions.Checkpoints(t.Context(), pool, id)
+			assert.NoError(t, err, checkpoints)
+			assert.Equal(t, 0, len(checkpoints), checkpoints)
 		})
 	}
 }
 
-// cancelElsewhere cancels an execution like another process.
-func cancelElsewhere(ctx context.Context, p *process, id string) error {
+// cancelFromAnotherProcess cancels an execution like another process.
+func cancelFromAnotherProcess(ctx context.Context, p *testEngine, id string) error {
 	_, err := executions.Cancel(ctx, p.pool, id, "ana", "")
 	return err
 }
 
-func TestEveryEndReleasesLanesClosesRowsAndNotifiesOnce(t *testing.T) {
+func TestCompletionReleasesLanesAndClosesActivity(t *testing.T) {
 	t.Parallel()
 	for status, err := range map[executions.Status]error{
 		executions.Completed: nil, executions.Failed: errors.New("no"), executions.Timeout: executions.ErrTimedOut,
@@ -131,7 +131,7 @@ func TestEveryEndReleasesLanesClosesRowsAndNotifiesOnce(t *testing.T) {
 		t.Run(string(status), func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 				if _, err := executions.Lane(ctx, "thread:7"); err != nil {
 					return executions.Result{}, err
 				}
@@ -141,11 +141,11 @@ func TestEveryEndReleasesLanesClosesRowsAndNotifiesOnce(t *testing.T) {
 				}
 				return executions.Result{}, err
 			}))
-			id := p.begin(t, "flow")
-			until(t, pool, id, status)
-			assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('thread:7')`) && open(t, pool) == 0,
+			id := p.startFlow(t, "flow")
+			awaitStatus(t, pool, id, status)
+			assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('thread:7')`) && countOpenActivities(t, pool) == 0,
 				"the lane is held, or a row is open")
-			log := rows(t, pool, id)
+			log := activityRows(t, pool, id)
 			assert.Truef(t, len(log) == 1 && log[0].Status == "unknown" && log[0].Class == string(status), "activity %v", log)
 			pgtest.Equal(t, pool, "1", `
 				select string_agg(data->>'locks_released', ' ') from agent_events where event = 'AGENT_COMPLETED' and key = @id`, postgres.Strict{"id": id})
@@ -153,11 +153,11 @@ func TestEveryEndReleasesLanesClosesRowsAndNotifiesOnce(t *testing.T) {
 	}
 }
 
-func TestALaneFollowsItsExecution(t *testing.T) {
+func TestLaneBelongsToExecution(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	tokens := make(chan int64, 2)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		hold, err := executions.Lane(ctx, "objective:7")
 		if err != nil {
 			return executions.Result{}, err
@@ -167,10 +167,10 @@ func TestALaneFollowsItsExecution(t *testing.T) {
 			return executions.Result{}, err
 		}
 		tokens <- hold.Token()
-		return ends(executions.Wait(ctx, "event", executions.Event("key", 0)))
+		return resultOf(executions.Wait(ctx, "event", executions.Event("key", 0)))
 	}))
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Waiting)
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Waiting)
 	first := testkit.Receive(t, tokens)
 	p.stop()
 	parked := func(lane string) bool {
@@ -182,36 +182,36 @@ func TestALaneFollowsItsExecution(t *testing.T) {
 		t.Errorf("parked: objective %v, heartbeat %v", parked("objective:7"), parked("heartbeat"))
 	}
 	mustDeliver(t, pool, "key", `{}`)
-	start(t, pool, p.flows, func(*executions.Options) {})
-	until(t, pool, id, executions.Completed)
+	startEngine(t, pool, p.flows, func(*executions.Options) {})
+	awaitStatus(t, pool, id, executions.Completed)
 	second := testkit.Receive(t, tokens)
 	assert.Truef(t, second > first, "token %d after %d", second, first)
 	assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('objective:7')`),
 		"the lane is held after the end")
 }
 
-func TestAnOldTokenIsRefusedAfterANewClaim(t *testing.T) {
+func TestOldTokenIsRejectedAfterNewClaim(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	middle := newGate(t)
 	tokens := make(chan int64, 2)
 	next := make(chan struct{})
-	flows := flow(func(ctx context.Context) (executions.Result, error) {
+	flows := flowMap(func(ctx context.Context) (executions.Result, error) {
 		hold, err := executions.Lane(ctx, "pipeline:prices")
 		if err != nil {
 			return executions.Result{}, err
 		}
 		tokens <- hold.Token()
-		if !middle.pass(ctx) {
+		if !middle.enter(ctx) {
 			<-next
 		}
 		return executions.Result{}, nil
 	})
-	aside := prepare(t, pool, flows)
+	aside := newEngine(t, pool, flows)
 	wait := aside.runInBackground(t)
-	id := middle.arrival(t)
-	expire(t, pool, id)
-	start(t, pool, flows)
+	id := middle.awaitFirst(t)
+	expireLease(t, pool, id)
+	startEngine(t, pool, flows)
 	first, second := testkit.Receive(t, tokens), testkit.Receive(t, tokens)
 	fence := func(token int64) error {
 		_, err := pool.Exec(t.Context(), `select fence_agent_lock('pipeline:prices', @token)`,
@@ -226,10 +226,10 @@ func TestAnOldTokenIsRefusedAfterANewClaim(t *testing.T) {
 	wait()
 	assert.NoError(t, fence(second), "the stale process freed the lane")
 	close(next)
-	until(t, pool, id, executions.Completed)
+	awaitStatus(t, pool, id, executions.Completed)
 }
 
-func TestAWaitForALaneEndsWhenItIsFree(t *testing.T) {
+func TestLaneWaitEndsWhenLaneIsFree(t *testing.T) {
 	t.Parallel()
 	for _, notified := range []bool{true, false} {
 		t.Run(fmt.Sprint("notified ", notified), func(t *testing.T) {
@@ -237,13 +237,13 @@ func TestAWaitForALaneEndsWhenItIsFree(t *testing.T) {
 			pool := pgtest.DB(t)
 			var option func(*executions.Options)
 			if notified {
-				l := listener(t, pool)
+				l := newListener(t, pool)
 				option = func(o *executions.Options) { o.Listener, o.SweepEvery = l, time.Hour }
 			} else {
 				option = func(*executions.Options) {}
 			}
 			pgtest.Exec(t, pool, `select acquire_agent_lock('operate', 'admin', 600)`)
-			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 				for {
 					if _, err := executions.Lane(ctx, "operate"); !errors.Is(err, lanes.ErrBusy) {
 						return executions.Result{}, err
@@ -253,19 +253,19 @@ func TestAWaitForALaneEndsWhenItIsFree(t *testing.T) {
 					}
 				}
 			}), option)
-			id := p.begin(t, "flow")
-			until(t, pool, id, executions.Waiting)
+			id := p.startFlow(t, "flow")
+			awaitStatus(t, pool, id, executions.Waiting)
 			pgtest.Exec(t, pool, `select release_agent_lock('operate', 'admin')`)
-			until(t, pool, id, executions.Completed) // by a notification: the next sweep is an hour away
+			awaitStatus(t, pool, id, executions.Completed) // by a notification: the next sweep is an hour away
 		})
 	}
 }
 
-// inTx is a flow whose step runs in a transaction. It writes a row, signals entered and blocks until its context ends.
+// txFlow is a flow whose step runs in a transaction. It writes a row, signals entered and blocks until its context ends.
 // A deaf one blocks until leave is closed.
-func inTx(entered chan struct{}, leave <-chan struct{}, deaf bool) map[string]executions.Func {
-	return flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.StepTx(ctx, "step", func(ctx context.Context, tx pgx.Tx) (int, error) {
+func txFlow(entered chan struct{}, leave <-chan struct{}, deaf bool) map[string]executions.Func {
+	return flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.StepTx(ctx, "step", func(ctx context.Context, tx pgx.Tx) (int, error) {
 			if _, err := tx.Exec(ctx, `insert into effects values (1)`); err != nil {
 				return 0, err
 			}
@@ -280,29 +280,29 @@ func inTx(entered chan struct{}, leave <-chan struct{}, deaf bool) map[string]ex
 	})
 }
 
-func effectRows(t *testing.T, pool *pgxpool.Pool) int {
+func countEffects(t *testing.T, pool *pgxpool.Pool) int {
 	t.Helper()
 	return pgtest.Value[int](t, pool, `select count(*) from effects`)
 }
 
-func TestACancelStopsAStepInATransaction(t *testing.T) {
+func TestCancelStopsStepInTransaction(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		listens bool
-		cancel  func(ctx context.Context, p *process, id string) (executions.Status, error)
+		cancel  func(ctx context.Context, p *testEngine, id string) (executions.Status, error)
 		within  time.Duration // or four times the duration of an unblocked cancel
 	}{
-		"by notification": {true, func(ctx context.Context, p *process, id string) (executions.Status, error) {
+		"by notification": {true, func(ctx context.Context, p *testEngine, id string) (executions.Status, error) {
 			return executions.Cancel(ctx, p.pool, id, "ana", "enough")
 		}, 100 * time.Millisecond},
-		"by itself": {false, func(ctx context.Context, p *process, id string) (executions.Status, error) {
+		"by itself": {false, func(ctx context.Context, p *testEngine, id string) (executions.Status, error) {
 			return p.Cancel(ctx, id, "ana", "enough")
 		}, 100 * time.Millisecond},
-		"by SQL": {true, func(ctx context.Context, p *process, id string) (status executions.Status, err error) {
+		"by SQL": {true, func(ctx context.Context, p *testEngine, id string) (status executions.Status, err error) {
 			err = p.pool.QueryRow(ctx, `select cancel_agent_execution($1, 'ana', 'enough')`, id).Scan(&status)
 			return status, err
 		}, 0},
-		"by renewal": {false, func(ctx context.Context, p *process, id string) (executions.Status, error) {
+		"by renewal": {false, func(ctx context.Context, p *testEngine, id string) (executions.Status, error) {
 			return executions.Cancel(ctx, p.pool, id, "ana", "enough")
 		}, 0},
 	} {
@@ -311,10 +311,10 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 			pool := pgtest.DB(t)
 			pgtest.Exec(t, pool, `create table effects (n int)`)
 			entered := make(chan struct{}, 1)
-			p := start(t, pool, inTx(entered, nil, false), func(o *executions.Options) {
+			p := startEngine(t, pool, txFlow(entered, nil, false), func(o *executions.Options) {
 				o.SweepEvery, o.LeaseTTL = time.Hour, 12*time.Second
 				if test.listens {
-					o.Listener = listener(t, pool)
+					o.Listener = newListener(t, pool)
 				}
 			})
 			timed := func(id string) (executions.Status, time.Duration) {
@@ -325,8 +325,8 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 			}
 			var id string
 			for try := 1; ; try++ { // other processes may delay one try, hardly all
-				_, plain := timed(queued(t, pool, "other", "flow", 1)) // of an execution that no session has locked
-				id = p.begin(t, "flow")
+				_, plain := timed(insertQueued(t, pool, "other", "flow", 1)) // of an execution that no session has locked
+				id = p.startFlow(t, "flow")
 				testkit.Receive(t, entered)
 				status, took := timed(id)
 				t.Logf("answered after %s: %s; without a transaction after %s", took, status, plain)
@@ -337,13 +337,13 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 					t.Errorf("answered after %s: %s", took, status)
 					break
 				}
-				until(t, pool, id, executions.Cancelled)
+				awaitStatus(t, pool, id, executions.Cancelled)
 			}
-			x := until(t, pool, id, executions.Cancelled)
+			x := awaitStatus(t, pool, id, executions.Cancelled)
 			if postgres.Deref(x.CancelledBy) != "ana" || postgres.Deref(x.CancelReason) != "enough" ||
-				effectRows(t, pool) != 0 ||
-				completions(t, pool, id) != 1 {
-				t.Errorf("%+v, %d effects", x, effectRows(t, pool))
+				countEffects(t, pool) != 0 ||
+				countCompletions(t, pool, id) != 1 {
+				t.Errorf("%+v, %d effects", x, countEffects(t, pool))
 			}
 			// The cancel may have completed elsewhere and left its request. The sweep removes it.
 			pgtest.Eventually(t, func() bool {
@@ -355,14 +355,14 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 
 // A step that ignores the cancel does not delay it. The cancel names the blocking transaction and completes when the
 // step ends.
-func TestACancelOfABlockedStepCompletesAtItsEnd(t *testing.T) {
+func TestCancelCompletesWhenBlockedStepEnds(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `create table effects (n int)`)
 	entered, leave := make(chan struct{}, 1), make(chan struct{})
-	p := start(t, pool, inTx(entered, leave, true),
+	p := startEngine(t, pool, txFlow(entered, leave, true),
 		func(o *executions.Options) { o.SweepEvery, o.LeaseTTL = time.Hour, time.Hour })
-	id := p.begin(t, "flow")
+	id := p.startFlow(t, "flow")
 	testkit.Receive(t, entered)
 	status, err := p.Cancel(t.Context(), id, "ana", "enough")
 	assert.NoError(t, err)
@@ -370,14 +370,14 @@ func TestACancelOfABlockedStepCompletesAtItsEnd(t *testing.T) {
 	who, err := executions.CancelDetail(t.Context(), pool)
 	assert.Truef(t, err == nil && strings.Contains(who, "idle in transaction"), "in the way: %q, %v", who, err)
 	close(leave)
-	if x := until(t, pool, id, executions.Cancelled); postgres.Deref(x.CancelReason) != "enough" ||
-		effectRows(t, pool) != 0 {
-		t.Errorf("%+v, %d effects", x, effectRows(t, pool))
+	if x := awaitStatus(t, pool, id, executions.Cancelled); postgres.Deref(x.CancelReason) != "enough" ||
+		countEffects(t, pool) != 0 {
+		t.Errorf("%+v, %d effects", x, countEffects(t, pool))
 	}
 }
 
 // The sweep cancels executions that a client had locked, also waiting ones and those of a dead process.
-func TestTheSweepCompletesACancelOfALockedExecution(t *testing.T) {
+func TestSweepCompletesCancelOfLockedExecution(t *testing.T) {
 	t.Parallel()
 	for name, lock := range map[string]string{
 		"row":  `select from agent_executions for update`,
@@ -386,31 +386,31 @@ func TestTheSweepCompletesACancelOfALockedExecution(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 				if _, err := executions.Lane(ctx, "automation:a"); err != nil {
 					return executions.Result{}, err
 				}
 				_, err := executions.Wait(ctx, "wait", executions.Event("key", 0))
 				return executions.Result{}, err
 			}))
-			id := p.begin(t, "flow")
-			until(t, pool, id, executions.Waiting)
+			id := p.startFlow(t, "flow")
+			awaitStatus(t, pool, id, executions.Waiting)
 			tx := openTx(t, pool, lock)
 			status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough")
 			assert.Truef(t, err == nil && status == executions.Waiting, "cancel: %s, %v", status, err)
 			require.NoError(t, tx.Rollback(t.Context()))
-			until(t, pool, id, executions.Cancelled)
+			awaitStatus(t, pool, id, executions.Cancelled)
 			assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`), "its lane is held")
 		})
 	}
 }
 
 // The engine does not claim a ready execution with a requested cancel, and does not poll it again and again.
-func TestAnExecutionWhoseCancelIsRequestedIsNotClaimed(t *testing.T) {
+func TestRequestedCancelPreventsClaim(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	first := queued(t, pool, "flow", "flow", 1)
-	second := queued(t, pool, "flow", "flow", 2)
+	first := insertQueued(t, pool, "flow", "flow", 1)
+	second := insertQueued(t, pool, "flow", "flow", 2)
 	pgtest.Exec(t, pool, `insert into agent_cancel_requests (execution_id, cancelled_by) values ($1, 'ana')`, first)
 	tx := openTx(t, pool, `select 1`)
 	if got := claimReady(t, tx, newWorker(t, pool), 10); len(got) != 1 || got[0] != second {
@@ -420,29 +420,29 @@ func TestAnExecutionWhoseCancelIsRequestedIsNotClaimed(t *testing.T) {
 }
 
 // A cancel ends a parent at once while its child is in a transaction, and ends the child with it.
-func TestACancelStopsAChildInATransaction(t *testing.T) {
+func TestCancelStopsChildInTransaction(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `create table effects (n int)`)
 	entered := make(chan struct{}, 1)
-	flows := inTx(entered, nil, false)
+	flows := txFlow(entered, nil, false)
 	flows["parent"] = func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		_, err := executions.Trigger(ctx, "child", executions.Child{Flow: "flow", Wait: true})
 		return executions.Result{}, err
 	}
-	p := start(t, pool, flows, func(o *executions.Options) {
-		o.SweepEvery, o.LeaseTTL, o.Listener = time.Hour, time.Hour, listener(t, pool)
+	p := startEngine(t, pool, flows, func(o *executions.Options) {
+		o.SweepEvery, o.LeaseTTL, o.Listener = time.Hour, time.Hour, newListener(t, pool)
 	})
-	id := p.begin(t, "parent")
+	id := p.startFlow(t, "parent")
 	testkit.Receive(t, entered)
-	until(t, pool, id, executions.Waiting)
+	awaitStatus(t, pool, id, executions.Waiting)
 	status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough")
 	assert.Truef(t, err == nil && status == executions.Cancelled, "cancel: %s, %v", status, err)
 	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where parent_id = @id`,
 		postgres.Strict{"id": id})
-	if x := until(t, pool, child, executions.Cancelled); postgres.Deref(
-		x.CancelReason) != "its parent was cancelled: enough" || effectRows(t, pool) != 0 {
-		t.Errorf("%+v, %d effects", x, effectRows(t, pool))
+	if x := awaitStatus(t, pool, child, executions.Cancelled); postgres.Deref(
+		x.CancelReason) != "its parent was cancelled: enough" || countEffects(t, pool) != 0 {
+		t.Errorf("%+v, %d effects", x, countEffects(t, pool))
 	}
 	_, err = executions.Cancel(t.Context(), pool, "01a1fc71-3adb-78b8-86ab-983dc5c92f7f", "ana", "")
 	assert.ErrorIs(t, err, executions.ErrNotFound, "cancel of nothing")
@@ -460,8 +460,8 @@ func openTx(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) pgx.Tx {
 	return tx
 }
 
-// measure has each caller run do n times. It returns the 99th percentile of the durations.
-func measure(t *testing.T, callers, n int, do func(caller, i int) error) time.Duration {
+// measureP99 has each caller run do n times. It returns the 99th percentile of the durations.
+func measureP99(t *testing.T, callers, n int, do func(caller, i int) error) time.Duration {
 	t.Helper()
 	var mu sync.Mutex
 	var took []time.Duration
@@ -485,25 +485,25 @@ func measure(t *testing.T, callers, n int, do func(caller, i int) error) time.Du
 	return took[len(took)*99/100]
 }
 
-// eventuallyWithin fails if the slowest call takes longer than 100 ms and longer than four times an undisturbed one. A
+// wantP99 fails if the slowest call takes longer than 100 ms and longer than four times an undisturbed one. A
 // loaded machine is slow in both cases. A real delay would last until the transaction ends.
-func eventuallyWithin(t *testing.T, measured func(round string) time.Duration, calm time.Duration) {
+func wantP99(t *testing.T, measure func(round string) time.Duration, baseline time.Duration) {
 	t.Helper()
-	const promised, tries = 100 * time.Millisecond, 12
+	const limit, tries = 100 * time.Millisecond, 12
 	for try := 1; ; try++ {
-		held := measured(fmt.Sprint("held ", try))
-		t.Logf("p99 %s, and %s before", held, calm)
-		if held <= max(promised, 4*calm) {
+		blocked := measure(fmt.Sprint("held ", try))
+		t.Logf("p99 %s, and %s before", blocked, baseline)
+		if blocked <= max(limit, 4*baseline) {
 			return
 		}
 		if try == tries { // other processes may delay one try, hardly all
-			t.Errorf("p99 is %s, and was %s before", held, calm)
+			t.Errorf("p99 is %s, and was %s before", blocked, baseline)
 			return
 		}
 	}
 }
 
-func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
+func TestUncommittedEventDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	const callers, each, repeats = 12, 150, 24
 	for name, sql := range map[string]string{
@@ -515,13 +515,13 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 				_, err := executions.Wait(ctx, "wait", executions.Event("key", 0))
 				return executions.Result{}, err
 			}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
-			until(t, pool, p.begin(t, "flow"), executions.Waiting)
+			awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Waiting)
 			deliver := func(round string) time.Duration {
-				return measure(t, callers, each, func(caller, i int) error {
+				return measureP99(t, callers, each, func(caller, i int) error {
 					key := fmt.Sprint(round, " ", caller, " ", i)
 					_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", key, nil, key)
 					return err
@@ -536,8 +536,8 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 					return err
 				})
 			}
-			pgtest.Eventually(t, func() bool { return locksWanted(t, pool) > 0 }, "the repeats meet the transaction")
-			eventuallyWithin(t, deliver, calm)
+			pgtest.Eventually(t, func() bool { return countLockWaiters(t, pool) > 0 }, "the repeats meet the transaction")
+			wantP99(t, deliver, calm)
 			require.NoError(t, tx.Commit(t.Context()))
 			assert.NoError(t, repeated.Wait())
 			assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_events where external_id = 'held'`))
@@ -545,18 +545,18 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 	}
 }
 
-// locksWanted counts the sessions of this database that wait for a lock.
-func locksWanted(t *testing.T, pool *pgxpool.Pool) int {
+// countLockWaiters counts the sessions of this database that wait for a lock.
+func countLockWaiters(t *testing.T, pool *pgxpool.Pool) int {
 	t.Helper()
 	return pgtest.Value[int](t, pool, `select count(*) from pg_stat_activity where wait_event_type = 'Lock'
 		and datname = current_database()`)
 }
 
 // Events and starts of a caller with another pool use the engine's pool, which batches statements and bounds waits.
-func TestEventsAndStartsOverAnotherPoolUseTheEnginesOwn(t *testing.T) {
+func TestOtherPoolIsReplacedByEnginePool(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	p := startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
 	other, err := postgres.Reserve(t.Context(), pool, 1)
 	require.NoError(t, err)
 	defer other.Close()
@@ -568,17 +568,17 @@ func TestEventsAndStartsOverAnotherPoolUseTheEnginesOwn(t *testing.T) {
 	for _, key := range []string{"", "key"} {
 		x, _, err := p.Start(t.Context(), other, executions.Spec{Flow: "flow", Surface: trace.Flow, DedupeKey: key})
 		require.NoError(t, err)
-		until(t, pool, x.ID, executions.Completed)
+		awaitStatus(t, pool, x.ID, executions.Completed)
 	}
 }
 
 // A caller with a lock timeout learns the blocked key and the blocking transaction.
-func TestWithLockTimeoutBoundsTheWaitForATransaction(t *testing.T) {
+func TestWithLockTimeoutBoundsLockWait(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	engines := map[string]*process{
-		"works": start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil })),
-		"calls": prepare(t, pool, nil),
+	engines := map[string]*testEngine{
+		"works": startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil })),
+		"calls": newEngine(t, pool, nil),
 	}
 	tx := openTx(t, pool, `
 		with e as (insert into agent_events (event, key, external_id) values ('EVENT_COMPLETED', 'somewhere', 'held'))
@@ -597,13 +597,13 @@ func TestWithLockTimeoutBoundsTheWaitForATransaction(t *testing.T) {
 	}
 }
 
-func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {
+func TestUncommittedDedupeKeyDelaysNoOtherStart(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
+	p := startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
 		func(o *executions.Options) { o.LeaseTTL = time.Minute })
 	begin := func(round string) time.Duration {
-		return measure(t, 12, 60, func(caller, i int) error {
+		return measureP99(t, 12, 60, func(caller, i int) error {
 			_, _, err := p.Start(t.Context(), pool, executions.Spec{
 				Flow: "flow", Surface: trace.Flow, DedupeKey: fmt.Sprint(round, caller, " ", i),
 			})
@@ -625,20 +625,20 @@ func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {
 			return err
 		})
 	}
-	pgtest.Eventually(t, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
-	eventuallyWithin(t, begin, calm)
+	pgtest.Eventually(t, func() bool { return countLockWaiters(t, pool) > 0 }, "they meet the transaction")
+	wantP99(t, begin, calm)
 	require.NoError(t, tx.Rollback(t.Context()))
 	assert.NoError(t, group.Wait())
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_executions where dedupe_key = 'held'`))
 }
 
 // Executions with locked rows do not use up the connections of others.
-func TestExecutionsLockedInAnOpenTransactionDelayNoOther(t *testing.T) {
+func TestLockedExecutionsDelayNoOther(t *testing.T) {
 	t.Parallel()
 	const runs = 30
 	pool := pgtest.DB(t)
 	gates := make(chan struct{})
-	p := start(t, pool, map[string]executions.Func{
+	p := startEngine(t, pool, map[string]executions.Func{
 		"held": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 			if _, err := executions.Step(ctx, "wait",
 				func(context.Context) (int, error) { <-gates; return 1, nil }); err != nil {
@@ -654,26 +654,26 @@ func TestExecutionsLockedInAnOpenTransactionDelayNoOther(t *testing.T) {
 		},
 	}, func(o *executions.Options) { o.LeaseTTL, o.Workers = time.Minute, 2*runs })
 	run := func(string) time.Duration {
-		return measure(t, 4, 300, func(int, int) error {
+		return measureP99(t, 4, 300, func(int, int) error {
 			_, err := p.RunSync(t.Context(), executions.Spec{Flow: "free", Surface: trace.Flow})
 			return err
 		})
 	}
 	var ids []string
 	for range runs {
-		ids = append(ids, p.begin(t, "held"))
+		ids = append(ids, p.startFlow(t, "held"))
 	}
 	for _, id := range ids {
-		until(t, pool, id, executions.Running)
+		awaitStatus(t, pool, id, executions.Running)
 	}
 	calm := run("calm")
 	tx := openTx(t, pool, `select from agent_executions where id = any (@ids::uuid[]) for update`,
 		postgres.Strict{"ids": ids})
 	close(gates)
-	pgtest.Eventually(t, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
-	eventuallyWithin(t, run, calm)
+	pgtest.Eventually(t, func() bool { return countLockWaiters(t, pool) > 0 }, "they meet the transaction")
+	wantP99(t, run, calm)
 	require.NoError(t, tx.Rollback(t.Context()))
 	for _, id := range ids {
-		until(t, pool, id, executions.Completed)
+		awaitStatus(t, pool, id, executions.Completed)
 	}
 }

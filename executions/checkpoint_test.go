@@ -24,8 +24,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// unwritable blocks writes of checkpoints, but no reads, until the caller calls end.
-func unwritable(t *testing.T, pool *pgxpool.Pool) (end func()) {
+// blockCheckpointWrites blocks writes of checkpoints, but no reads, until the caller calls end.
+func blockCheckpointWrites(t *testing.T, pool *pgxpool.Pool) (end func()) {
 	t.Helper()
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
@@ -43,23 +43,23 @@ func unwritable(t *testing.T, pool *pgxpool.Pool) (end func()) {
 
 func shortLease(o *executions.Options) { o.LeaseTTL = time.Second }
 
-// another runs a further step. By then the previous step has a checkpoint.
-func another(ctx context.Context) error {
+// runNextStep runs a further step. By then the previous step has a checkpoint.
+func runNextStep(ctx context.Context) error {
 	_, err := executions.Step(ctx, "next", func(context.Context) (int, error) { return 0, nil })
 	return err
 }
 
 // A result that cannot be written within a lease does not count. The run ends, the execution continues elsewhere, and
 // repeats the step.
-func TestAnUnwrittenResultReleasesTheRun(t *testing.T) {
+func TestFailedCheckpointReleasesRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	done := make(chan error, 1)
 	var calls atomic.Int32
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		n, err := executions.Step(ctx, "step", func(context.Context) (int32, error) { return calls.Add(1), nil })
 		if err == nil {
-			err = another(ctx)
+			err = runNextStep(ctx)
 		}
 		if err != nil {
 			select {
@@ -67,19 +67,19 @@ func TestAnUnwrittenResultReleasesTheRun(t *testing.T) {
 			default: // a later try
 			}
 		}
-		return ends(n, err)
+		return resultOf(n, err)
 	}), shortLease)
-	end := unwritable(t, pool)
-	id := p.begin(t, "flow")
+	end := blockCheckpointWrites(t, pool)
+	id := p.startFlow(t, "flow")
 	assert.ErrorIs(t, testkit.Receive(t, done), executions.ErrLost)
 	end()
-	x := until(t, pool, id, executions.Completed)
+	x := awaitStatus(t, pool, id, executions.Completed)
 	assert.Truef(t, calls.Load() >= 2 && string(x.Result) != "1",
 		"the step ran %d times, and ended with %s", calls.Load(), x.Result)
 }
 
 // A warning for each write would fill the server's log.
-func TestTheServerWarnsOfNoWrite(t *testing.T) {
+func TestWritesCauseNoServerWarning(t *testing.T) {
 	t.Parallel()
 	config := pgtest.DB(t).Config()
 	var warned atomic.Pointer[pgconn.Notice]
@@ -87,22 +87,22 @@ func TestTheServerWarnsOfNoWrite(t *testing.T) {
 	pool, err := pgxpool.NewWithConfig(t.Context(), config)
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Do(ctx, "look", executions.Call{Entry: activity.Entry{Skill: "look"}},
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.Do(ctx, "look", executions.Call{Entry: activity.Entry{Skill: "look"}},
 			func(context.Context, *executions.Effect) (int, error) { return 1, nil }))
 	}))
-	until(t, pool, p.begin(t, "flow"), executions.Completed)
+	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Equal(t, nil, warned.Load())
 }
 
 // If the result of a step cannot be written, its outer steps have no result either. That also holds if their context
 // cannot see the stop (WithoutCancel), and if the database is back by then.
-func TestAnOuterStepOfAnUnwrittenResultHasNoCheckpoint(t *testing.T) {
+func TestFailedCheckpointLeavesOuterStepUnrecorded(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var calls atomic.Int32
 	ready, locked := make(chan struct{}), make(chan func(), 1)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		n, err := executions.Phase(context.WithoutCancel(ctx), "around",
 			func(ctx context.Context, _ *executions.Effect) (int32, error) {
 				end := func() {}
@@ -117,22 +117,22 @@ func TestAnOuterStepOfAnUnwrittenResultHasNoCheckpoint(t *testing.T) {
 				end()
 				return n, err
 			})
-		return ends(n, err)
+		return resultOf(n, err)
 	}), shortLease)
-	id := p.begin(t, "flow")
+	id := p.startFlow(t, "flow")
 	<-ready
-	locked <- unwritable(t, pool)
-	x := until(t, pool, id, executions.Completed)
+	locked <- blockCheckpointWrites(t, pool)
+	x := awaitStatus(t, pool, id, executions.Completed)
 	assert.Truef(t, string(x.Result) == "2", "it ended with %s", x.Result)
 }
 
 // Another process has the claim by now. The result comes too late, and the activity log keeps it as rejected.
-func TestALateResultIsRecordedAsRejected(t *testing.T) {
+func TestLateResultIsRecordedAsRejected(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	done := make(chan error, 1)
 	var calls atomic.Int32
-	body := flow(func(ctx context.Context) (executions.Result, error) {
+	body := flowMap(func(ctx context.Context) (executions.Result, error) {
 		n, err := executions.Step(ctx, "step", func(ctx context.Context) (int32, error) {
 			if calls.Add(1) > 1 {
 				return 2, nil
@@ -144,21 +144,21 @@ func TestALateResultIsRecordedAsRejected(t *testing.T) {
 			return 1, err
 		})
 		if err == nil {
-			err = another(ctx)
+			err = runNextStep(ctx)
 		}
 		if err != nil {
 			done <- err
 		}
-		return ends(n, err)
+		return resultOf(n, err)
 	})
-	ghost := prepare(t, pool, body, shortLease)
-	end := unwritable(t, pool)
+	ghost := newEngine(t, pool, body, shortLease)
+	end := blockCheckpointWrites(t, pool)
 	wait := ghost.runInBackground(t)
 	assert.ErrorIs(t, testkit.Receive(t, done), executions.ErrStale)
 	end()
 	x := wait()
-	start(t, pool, body)
-	x = until(t, pool, x.ID, executions.Completed)
+	startEngine(t, pool, body)
+	x = awaitStatus(t, pool, x.ID, executions.Completed)
 	assert.Truef(t, string(x.Result) == "2", "ended with %s", x.Result)
 	pgtest.Equal(t, pool, "1", `
 		select output ->> 'output' from agent_activity where execution_id = @id and skill_name = 'stale_write'
@@ -167,22 +167,22 @@ func TestALateResultIsRecordedAsRejected(t *testing.T) {
 
 // The engine writes the last step with the completion or not at all. In the second case the execution continues
 // elsewhere and repeats the step.
-func TestAnUnwrittenCompletionDropsItsLastStep(t *testing.T) {
+func TestFailedCompletionDropsLastStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var calls atomic.Int32
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		n, err := executions.Step(ctx, "step", func(context.Context) (int32, error) { return calls.Add(1), nil })
-		return ends(n, err)
+		return resultOf(n, err)
 	}), shortLease)
-	end := unwritable(t, pool)
-	id := p.begin(t, "flow")
+	end := blockCheckpointWrites(t, pool)
+	id := p.startFlow(t, "flow")
 	pgtest.Eventually(t, func() bool { return calls.Load() > 1 }, "the step is made again")
-	if x := get(t, pool, id); x.Status.Ended() {
+	if x := getExecution(t, pool, id); x.Status.Ended() {
 		t.Errorf("the execution is %s before its step is recorded", x.Status)
 	}
 	end()
-	x := until(t, pool, id, executions.Completed)
+	x := awaitStatus(t, pool, id, executions.Completed)
 	if kept := pgtest.Value[string](t, pool, `select output::text from agent_checkpoints where execution_id = @id
 		and step = 'step'`,
 		postgres.Strict{"id": id}); kept != string(x.Result) {
@@ -191,27 +191,27 @@ func TestAnUnwrittenCompletionDropsItsLastStep(t *testing.T) {
 }
 
 // A deferred result is written soon, even if the code runs no further step.
-func TestADeferredResultIsWrittenSoon(t *testing.T) {
+func TestDeferredCheckpointIsFlushed(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	goOn := make(chan struct{})
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		n, err := executions.Step(ctx, "step", func(context.Context) (int, error) { return 7, nil })
 		<-goOn
-		return ends(n, err)
+		return resultOf(n, err)
 	}))
-	id := p.begin(t, "flow")
+	id := p.startFlow(t, "flow")
 	pgtest.Until(t, pool, true, `select exists (select from agent_checkpoints where execution_id = @id
 			and step = 'step')`, postgres.Strict{"id": id})
 	close(goOn)
-	until(t, pool, id, executions.Completed)
+	awaitStatus(t, pool, id, executions.Completed)
 }
 
 // Parallel branches: a step has a checkpoint no later than a step of another branch that ended after it.
-func TestResultsAreRecordedInTheOrderOfTheirSteps(t *testing.T) {
+func TestCheckpointsKeepStepOrder(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		for i := range 20 {
 			first := make(chan struct{})
 			other := make(chan error, 1)
@@ -230,8 +230,8 @@ func TestResultsAreRecordedInTheOrderOfTheirSteps(t *testing.T) {
 		}
 		return executions.Result{}, nil
 	}))
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Completed)
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Completed)
 	assert.Equal(t, 40, pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where execution_id = @id`,
 		postgres.Strict{"id": id}))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `
@@ -242,25 +242,25 @@ func TestResultsAreRecordedInTheOrderOfTheirSteps(t *testing.T) {
 }
 
 // An exponent may exceed jsonb. The code gets the error, so the result is not deferred.
-func TestARejectedResultIsReturnedToTheCode(t *testing.T) {
+func TestRejectedResultIsReturnedToFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	done := make(chan error, 1)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		_, err := executions.Step(ctx, "step",
 			func(context.Context) (json.RawMessage, error) { return json.RawMessage(`{"n": 1e400000}`), nil })
 		done <- err
 		return executions.Result{}, nil
 	}))
-	id := p.begin(t, "flow")
+	id := p.startFlow(t, "flow")
 	var failure *executions.StepError
 	err := testkit.Receive(t, done)
 	assert.Truef(t, errors.As(err, &failure) && failure.Class == "result", "the code got the error %v", err)
-	until(t, pool, id, executions.Completed)
+	awaitStatus(t, pool, id, executions.Completed)
 }
 
 // The database may reject the name of a step, too.
-func TestARejectedStepNameIsReturnedToTheCode(t *testing.T) {
+func TestRejectedStepNameIsReturnedToFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var long strings.Builder
@@ -272,7 +272,7 @@ func TestARejectedStepNameIsReturnedToTheCode(t *testing.T) {
 		"a long name": long.String(),
 	} {
 		done := make(chan error, 1)
-		p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 			_, err := executions.Step(ctx, name, func(context.Context) (int, error) { return 7, nil })
 			select {
 			case done <- err:
@@ -280,15 +280,15 @@ func TestARejectedStepNameIsReturnedToTheCode(t *testing.T) {
 			}
 			return executions.Result{}, nil
 		}))
-		id := p.begin(t, "flow")
+		id := p.startFlow(t, "flow")
 		assert.Error(t, testkit.Receive(t, done), what, "the code got no error")
-		until(t, pool, id, executions.Completed)
+		awaitStatus(t, pool, id, executions.Completed)
 		p.stop()
 	}
 }
 
 // The database rejects the last step. The run fails instead of repeating for ever.
-func TestARejectedLastStepFailsTheRun(t *testing.T) {
+func TestRejectedLastStepFailsExecution(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `create function refuse() returns trigger language plpgsql
@@ -296,11 +296,11 @@ func TestARejectedLastStepFailsTheRun(t *testing.T) {
 	pgtest.Exec(t, pool, `create trigger refuse before insert on agent_checkpoints for each row
 		when (new.step = 'bad') execute function refuse()`)
 	var calls atomic.Int32
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		n, err := executions.Step(ctx, "bad", func(context.Context) (int32, error) { return calls.Add(1), nil })
-		return ends(n, err)
+		return resultOf(n, err)
 	}))
-	x := until(t, pool, p.begin(t, "flow"), executions.Failed)
+	x := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Failed)
 	assert.Truef(t, x.FailedStep != nil && *x.FailedStep == "bad" && x.ErrorMessage != nil &&
 		strings.Contains(*x.ErrorMessage, "could not be recorded"), "it failed with %v at %v", x.ErrorMessage, x.FailedStep)
 	assert.Equal(t, 1, calls.Load())
@@ -308,7 +308,7 @@ func TestARejectedLastStepFailsTheRun(t *testing.T) {
 
 // The function returns while the checkpoint of its last step is in flight and about to fail. The run must not end as if
 // the step were recorded.
-func TestACompletionWaitsForACheckpointInFlight(t *testing.T) {
+func TestCompletionWaitsForCheckpointInFlight(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `create function refuse() returns trigger language plpgsql as $$ begin
@@ -320,33 +320,33 @@ func TestACompletionWaitsForACheckpointInFlight(t *testing.T) {
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select pg_advisory_xact_lock(77)`)
 	returns := make(chan struct{})
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		defer close(returns)
 		n, err := executions.Step(ctx, "bad", func(context.Context) (int, error) { return 7, nil })
 		pgtest.Until(t, pool, true, `select exists (select from pg_locks where locktype = 'advisory' and objid = 77
 				and not granted
 				and database = (select oid from pg_database where datname = current_database()))`)
-		return ends(n, err)
+		return resultOf(n, err)
 	}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
-	id := p.begin(t, "flow")
+	id := p.startFlow(t, "flow")
 	testkit.Receive(t, returns)
 	assert.NoError(t, tx.Rollback(t.Context()))
-	x := until(t, pool, id, executions.Failed)
+	x := awaitStatus(t, pool, id, executions.Failed)
 	assert.Truef(t, x.FailedStep != nil && *x.FailedStep == "bad", "it failed at %v", x.FailedStep)
 }
 
 // A goroutine that outlives its flow gets an error from its steps.
-func TestAStepAfterTheFlowReturnedFails(t *testing.T) {
+func TestStepAfterFlowReturnedFails(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	left := make(chan context.Context, 1)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		left <- context.WithoutCancel(ctx)
 		return executions.Result{}, nil
 	}))
-	id := p.begin(t, "flow")
+	id := p.startFlow(t, "flow")
 	ctx := <-left
-	until(t, pool, id, executions.Completed)
+	awaitStatus(t, pool, id, executions.Completed)
 	_, err := executions.Step(ctx, "late", func(context.Context) (int, error) { return 1, nil })
 	assert.Truef(t, errors.Is(err, executions.ErrNotInExecution) &&
 		strings.Contains(err.Error(), "after its flow returned"), "the step: %v", err)
@@ -356,18 +356,18 @@ func TestAStepAfterTheFlowReturnedFails(t *testing.T) {
 // storedVariables returns the variables in the row.
 func storedVariables(t *testing.T, pool *pgxpool.Pool, id string) string {
 	t.Helper()
-	text, err := compact(get(t, pool, id).Variables)
+	text, err := compact(getExecution(t, pool, id).Variables)
 	require.NoError(t, err)
 	return string(text)
 }
 
-type vars = map[string]any
+type variables = map[string]any
 
-func set(ctx context.Context, v any, errs *error) {
+func setVariables(ctx context.Context, v any, errs *error) {
 	*errs = errors.Join(*errs, executions.SetVariables(ctx, v))
 }
 
-func TestVariablesTravelWithTheNextWrite(t *testing.T) {
+func TestVariablesAreStoredWithNextWrite(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	seen := make(chan string, 10)
@@ -378,42 +378,42 @@ func TestVariablesTravelWithTheNextWrite(t *testing.T) {
 		seen <- string(text)
 		return 0, errors.Join(err, wrong)
 	}
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		var wrong error
-		set(ctx, vars{"a": 1}, &wrong)
+		setVariables(ctx, variables{"a": 1}, &wrong)
 		_, one := executions.Step(ctx, "first", look)  // not written yet
 		_, two := executions.Step(ctx, "second", look) // with the first step's checkpoint
-		set(ctx, vars{"a": 2, "nul": "\x00"}, &wrong)
+		setVariables(ctx, variables{"a": 2, "nul": "\x00"}, &wrong)
 		_, three := executions.StepTx(ctx, "third", func(context.Context, pgx.Tx) (int, error) { return 0, nil })
 		_, four := executions.Step(ctx, "fourth", look) // with the transaction
-		set(ctx, vars{"a": 3}, &wrong)
+		setVariables(ctx, variables{"a": 3}, &wrong)
 		if err := errors.Join(wrong, one, two, three, four); err != nil {
 			return executions.Result{}, err
 		}
 		if _, err := executions.Wait(ctx, "event", executions.Event("go", 0)); err != nil {
 			return executions.Result{}, err
 		}
-		return executions.Result{}, executions.SetVariables(ctx, vars{"a": 4})
+		return executions.Result{}, executions.SetVariables(ctx, variables{"a": 4})
 	}))
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Waiting)
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Waiting)
 	for i, want := range []string{`{}`, `{"a":1}`, "{\"a\":2,\"nul\":\"\ufffd\"}"} {
 		assert.Equal(t, want, testkit.Receive(t, seen), i)
 	}
 	assert.Equal(t, `{"a":3}`, storedVariables(t, pool, id))
 	mustDeliver(t, pool, "go", `{}`)
-	until(t, pool, id, executions.Completed)
+	awaitStatus(t, pool, id, executions.Completed)
 	assert.Equal(t, `{"a":4}`, storedVariables(t, pool, id))
 }
 
 // A crash loses unwritten variables. The replay sets them again, and the row never shows an older value meanwhile.
-func TestAReplaySetsVariablesAgain(t *testing.T) {
+func TestReplaySetsVariablesAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	g := newGate(t)
-	flows := flow(func(ctx context.Context) (executions.Result, error) {
+	flows := flowMap(func(ctx context.Context) (executions.Result, error) {
 		for i := range 3 {
-			if err := executions.SetVariables(ctx, vars{"i": i}); err != nil {
+			if err := executions.SetVariables(ctx, variables{"i": i}); err != nil {
 				return executions.Result{}, err
 			}
 			if i < 2 {
@@ -424,32 +424,32 @@ func TestAReplaySetsVariablesAgain(t *testing.T) {
 				}
 			}
 		}
-		g.pass(ctx)
-		return ends(executions.Step(ctx, "last", func(context.Context) (int, error) { return 0, nil }))
+		g.enter(ctx)
+		return resultOf(executions.Step(ctx, "last", func(context.Context) (int, error) { return 0, nil }))
 	})
-	asleep := prepare(t, pool, flows)
+	asleep := newEngine(t, pool, flows)
 	wait := asleep.runInBackground(t)
-	id := g.arrival(t)
+	id := g.awaitFirst(t)
 	assert.Equal(t, `{"i":1}`, storedVariables(t, pool, id))
-	expire(t, pool, id)
-	start(t, pool, flows)
-	until(t, pool, id, executions.Completed)
+	expireLease(t, pool, id)
+	startEngine(t, pool, flows)
+	awaitStatus(t, pool, id, executions.Completed)
 	assert.Equal(t, `{"i":2}`, storedVariables(t, pool, id))
 	g.open()
 	wait()
 }
 
 // A stale claim writes no variables.
-func TestAStaleClaimWritesNoVariables(t *testing.T) {
+func TestStaleClaimStoresNoVariables(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	g := newGate(t)
-	flows := flow(func(ctx context.Context) (executions.Result, error) {
+	flows := flowMap(func(ctx context.Context) (executions.Result, error) {
 		who := "successor"
-		if g.pass(ctx) {
+		if g.enter(ctx) {
 			who = "ghost"
 		}
-		if err := executions.SetVariables(ctx, vars{"by": who}); err != nil {
+		if err := executions.SetVariables(ctx, variables{"by": who}); err != nil {
 			return executions.Result{}, err
 		}
 		if who == "ghost" {
@@ -458,55 +458,55 @@ func TestAStaleClaimWritesNoVariables(t *testing.T) {
 		}
 		return executions.Result{}, nil
 	})
-	asleep := prepare(t, pool, flows)
+	asleep := newEngine(t, pool, flows)
 	wait := asleep.runInBackground(t)
-	id := g.arrival(t)
-	expire(t, pool, id)
-	start(t, pool, flows)
-	until(t, pool, id, executions.Completed)
+	id := g.awaitFirst(t)
+	expireLease(t, pool, id)
+	startEngine(t, pool, flows)
+	awaitStatus(t, pool, id, executions.Completed)
 	g.open()
 	wait()
 	assert.Equal(t, `{"by":"successor"}`, storedVariables(t, pool, id))
 }
 
-func TestVariablesAreAnObject(t *testing.T) {
+func TestVariablesMustBeObject(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, v := range map[string]any{
 		"list": []int{1}, "null": nil, "channel": make(chan int),
 		"huge": json.RawMessage(`{"n": 1e999}`), "nan": math.NaN(),
 	} {
-		p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		p := newEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 			return executions.Result{}, executions.SetVariables(ctx, v)
 		}))
 		got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: "flow"})
 		assert.Truef(t, err == nil && got.Status == executions.Failed, "%s: %s, %v", name, got.Status, err)
 	}
-	assert.ErrorIs(t, executions.SetVariables(t.Context(), vars{}), executions.ErrNotInExecution)
+	assert.ErrorIs(t, executions.SetVariables(t.Context(), variables{}), executions.ErrNotInExecution)
 }
 
 // The engine leaves out variables that the database rejects, and the execution ends.
-func TestRejectedVariablesDoNotStopTheRun(t *testing.T) {
+func TestRejectedVariablesDoNotStopRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		if err := executions.SetVariables(ctx, json.RawMessage(`{"n": 0.`+strings.Repeat("0", 20000)+`1}`)); err != nil {
 			return executions.Result{}, err
 		}
-		return ends(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
+		return resultOf(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
 	}))
-	until(t, pool, p.begin(t, "flow"), executions.Completed)
+	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
 }
 
 // The record of an end names the step that ended it, not a failed step that the code handled.
-func TestTheEndNamesTheStepThatFailed(t *testing.T) {
+func TestFailedStepIsRecorded(t *testing.T) {
 	t.Parallel()
 	fails := func(ctx context.Context, name string) error {
 		_, err := executions.Step(ctx, name, func(context.Context) (int, error) { return 0, errors.New(name + " broke") })
 		return err
 	}
 	for name, c := range map[string]struct {
-		flow body
+		flow flowFunc
 		end  executions.Status
 		want string
 	}{
@@ -542,8 +542,8 @@ func TestTheEndNamesTheStepThatFailed(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			p := start(t, pgtest.DB(t), flow(c.flow))
-			x := until(t, p.pool, p.begin(t, "flow"), c.end)
+			p := startEngine(t, pgtest.DB(t), flowMap(c.flow))
+			x := awaitStatus(t, p.pool, p.startFlow(t, "flow"), c.end)
 			assert.Truef(t, postgres.Deref(x.FailedStep) == c.want && postgres.Deref(x.ErrorMessage) != "",
 				"failed step %q, %q", postgres.Deref(x.FailedStep), postgres.Deref(x.ErrorMessage))
 		})
@@ -552,13 +552,13 @@ func TestTheEndNamesTheStepThatFailed(t *testing.T) {
 
 // A StepTx may hold lanes that the holder of the row needs, so it does not wait for the row. The next write stores
 // its variables.
-func TestVariablesOfATransactionDoNotWaitForLocks(t *testing.T) {
+func TestStepTxDoesNotWaitForLocksToStoreVariables(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	other := pgtest.Begin(t, pool)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		x, _ := executions.Current(ctx)
-		if err := executions.SetVariables(ctx, vars{"a": 1}); err != nil {
+		if err := executions.SetVariables(ctx, variables{"a": 1}); err != nil {
 			return executions.Result{}, err
 		}
 		bounded, cancel := context.WithTimeout(ctx, timeout/2)
@@ -573,7 +573,7 @@ func TestVariablesOfATransactionDoNotWaitForLocks(t *testing.T) {
 		assert.Equal(t, `{}`, storedVariables(t, pool, x.ID))
 		return executions.Result{}, other.Rollback(ctx)
 	}))
-	id := p.begin(t, "flow")
-	x := until(t, pool, id, executions.Completed)
+	id := p.startFlow(t, "flow")
+	x := awaitStatus(t, pool, id, executions.Completed)
 	assert.Equal(t, `{"a":1}`, storedVariables(t, pool, x.ID))
 }

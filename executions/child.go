@@ -16,12 +16,12 @@ import (
 type Child struct {
 	Flow     string
 	Input    any
-	ThreadID string // the parent's when empty
-	// Wait makes the parent wait durably for the child's end; a cancel of the parent cancels the child.
+	ThreadID string // empty means the parent's thread
+	// Wait makes the parent wait durably for the end of the child. A cancel of the parent then cancels the child.
 	Wait bool
-	// Timeout bounds that wait: 0 is an hour, or longer while the child itself waits; the limit is a day.
+	// Timeout bounds that wait; the limit is a day. 0 means an hour, or longer while the child itself waits.
 	Timeout time.Duration
-	// KeepLanes stops an awaited child from borrowing its parent's lanes.
+	// KeepLanes prevents an awaited child from borrowing its parent's lanes.
 	KeepLanes bool
 	// DedupeKey makes the start idempotent over all executions with the key.
 	DedupeKey string
@@ -29,8 +29,8 @@ type Child struct {
 	WaitData map[string]any `json:"-"`
 }
 
-// Triggered is the result of a child. Without Wait it has only the id.
-type Triggered struct {
+// ChildResult is the result of Trigger. Without Child.Wait it has only the id.
+type ChildResult struct {
 	ExecutionID string          `json:"execution_id"`
 	Status      Status          `json:"status"`
 	Success     bool            `json:"success"`
@@ -41,8 +41,8 @@ type Triggered struct {
 	TimedOut    bool            `json:"timed_out"` // the wait timed out: the child continues with lanes of its own
 }
 
-// identity is the input of the step that starts the child. It leaves out the timeout, which code may change under a
-// running execution. The input is canonical, because a recorded value has its members in another order.
+// identity is the Input of the step that starts the child. It omits the timeout, so new code may change the timeout of a
+// running execution. The child's input is canonical, because a recorded value may have its members in another order.
 func (c Child) identity() (any, error) {
 	input, _, err := encode(c.Input)
 	if err == nil {
@@ -54,22 +54,24 @@ func (c Child) identity() (any, error) {
 	return map[string]any{"flow": c.Flow, "input": input, "thread_id": c.ThreadID, "wait": c.Wait}, nil
 }
 
-// MaxDepth bounds the nesting of children, so flows that start one another end.
+// MaxDepth bounds the nesting of children, so flows that start one another recursively end.
 const MaxDepth = 32
 
-// ClassNesting is the error class of a child that is nested too deep.
+// ClassNesting is the error class of a child that would exceed MaxDepth.
 const ClassNesting = "nesting"
 
 // checkDepth fails if an execution has MaxDepth ancestors already.
 func checkDepth(ctx context.Context, tx pgx.Tx, id string) error {
 	var ancestors int
 	err := tx.QueryRow(ctx, `
-		with recursive line (id, parent_id, above) as (
+		with recursive ancestry (id, parent_id, depth) as (
 		  select x.id, x.parent_id, 0 from agent_executions x where x.id = @id
 		  union all
-		  select x.id, x.parent_id, line.above + 1 from line join agent_executions x on x.id = line.parent_id
-		   where line.above < @deepest::int)
-		select max(above) from line`, postgres.Strict{"id": id, "deepest": MaxDepth}).Scan(&ancestors)
+		  select x.id, x.parent_id, a.depth + 1
+		    from ancestry a
+		    join agent_executions x on x.id = a.parent_id
+		   where a.depth < @max_depth::int)
+		select max(depth) from ancestry`, postgres.Strict{"id": id, "max_depth": MaxDepth}).Scan(&ancestors)
 	if err != nil {
 		return fmt.Errorf("count the ancestors of execution %s: %w", id, err)
 	}
@@ -80,19 +82,19 @@ func checkDepth(ctx context.Context, tx pgx.Tx, id string) error {
 	return nil
 }
 
-// Trigger starts a child execution of the same trace. With Wait, it waits for the child's end. A failed child is a
-// result, not an error. While the parent waits, the child may use the parent's lanes.
-func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
+// Trigger starts a child execution in the same trace. With Child.Wait, it waits for the end of the child, and the child
+// may borrow the parent's lanes meanwhile. A failed child is a result, not an error.
+func Trigger(ctx context.Context, name string, c Child) (ChildResult, error) {
 	r, err := runFrom(ctx)
 	if err == nil && c.Wait {
 		err = checkWaitAllowed(ctx, name)
 	}
 	if err != nil {
-		return Triggered{}, err
+		return ChildResult{}, err
 	}
 	identity, err := c.identity()
 	if err != nil {
-		return Triggered{}, fmt.Errorf("trigger %s: %w", name, err)
+		return ChildResult{}, fmt.Errorf("trigger %s: %w", name, err)
 	}
 	id, err := StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (string, error) {
 		thread := c.ThreadID
@@ -110,28 +112,28 @@ func Trigger(ctx context.Context, name string, c Child) (Triggered, error) {
 		return child.ID, err
 	}, Input(identity))
 	if err != nil || !c.Wait {
-		return Triggered{ExecutionID: id}, err
+		return ChildResult{ExecutionID: id}, err
 	}
 	wait := Agent(id, c.Timeout)
 	if c.WaitData != nil {
 		wait = wait.WithData(c.WaitData)
 	}
-	out, err := Wait(ctx, name+" wait", wait)
+	outcome, err := Wait(ctx, name+" wait", wait)
 	if err != nil {
-		return Triggered{}, err
+		return ChildResult{}, err
 	}
-	return Step(ctx, name+" result", func(ctx context.Context) (Triggered, error) {
+	return Step(ctx, name+" result", func(ctx context.Context) (ChildResult, error) {
 		x, err := Get(ctx, r.e.pool, id)
 		if err != nil {
-			return Triggered{}, fmt.Errorf("read child: %w", err)
+			return ChildResult{}, fmt.Errorf("read child: %w", err)
 		}
-		got := Triggered{
+		result := ChildResult{
 			ExecutionID: id, Status: x.Status, Success: x.Status == Completed, Summary: x.ResultSummary, Result: x.Result,
-			Variables: x.Variables, TimedOut: out.TimedOut,
+			Variables: x.Variables, TimedOut: outcome.TimedOut,
 		}
 		if x.ErrorMessage != nil {
-			got.Error = *x.ErrorMessage
+			result.Error = *x.ErrorMessage
 		}
-		return got, nil
+		return result, nil
 	})
 }

@@ -24,39 +24,39 @@ import (
 )
 
 // A child that plain SQL cancelled does not resume its parent; the sweep does.
-func TestTheSweepResumesParents(t *testing.T) {
+func TestSweepResumesParents(t *testing.T) {
 	pool := pgtest.DB(t)
-	p := start(t, pool, triggers(executions.Child{Wait: true}, hang))
-	parent := p.begin(t, "flow")
-	child := *until(t, pool, parent, executions.Waiting).WaitingKey
-	until(t, pool, child, executions.Waiting)
+	p := startEngine(t, pool, triggerFlows(executions.Child{Wait: true}, waitForever))
+	parent := p.startFlow(t, "flow")
+	child := *awaitStatus(t, pool, parent, executions.Waiting).WaitingKey
+	awaitStatus(t, pool, child, executions.Waiting)
 	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'somebody', 'by hand')`, postgres.Strict{"id": child})
-	got := triggered(t, until(t, pool, parent, executions.Completed))
+	got := childResult(t, awaitStatus(t, pool, parent, executions.Completed))
 	assert.Truef(t, got.Status == executions.Cancelled && !got.Success, "the parent learned %+v", got)
 }
 
-func TestCancellingAParentCancelsAwaitedChildren(t *testing.T) {
+func TestCancelOfParentCancelsAwaitedChildren(t *testing.T) {
 	pool := pgtest.DB(t)
-	p := start(t, pool, triggers(executions.Child{Wait: true}, hang))
-	parent := p.begin(t, "flow")
-	awaited := childOf(t, pool, parent)
-	until(t, pool, awaited, executions.Waiting)
-	until(t, pool, parent, executions.Waiting)
+	p := startEngine(t, pool, triggerFlows(executions.Child{Wait: true}, waitForever))
+	parent := p.startFlow(t, "flow")
+	awaited := awaitChild(t, pool, parent)
+	awaitStatus(t, pool, awaited, executions.Waiting)
+	awaitStatus(t, pool, parent, executions.Waiting)
 	free, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "child", Surface: trace.Flow, ParentID: parent})
 	require.NoError(t, err)
-	until(t, pool, free.ID, executions.Waiting)
+	awaitStatus(t, pool, free.ID, executions.Waiting)
 	_, err = p.Cancel(t.Context(), parent, "admin", "enough")
 	require.NoError(t, err)
-	x := until(t, pool, awaited, executions.Cancelled)
+	x := awaitStatus(t, pool, awaited, executions.Cancelled)
 	assert.Truef(t, x.CancelReason != nil && *x.CancelReason == "its parent was cancelled: enough",
 		"the child was cancelled because of %v", x.CancelReason)
 	x, err = executions.Get(t.Context(), pool, free.ID)
 	assert.Truef(t, err == nil && x.Status == executions.Waiting, "an unawaited child is %s, %v", x.Status, err)
 }
 
-func TestAnInsertOfACallersTransactionRunsAfterItsCommit(t *testing.T) {
+func TestInsertClaimedRunsAfterCommit(t *testing.T) {
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) {
 		return executions.Result{Summary: "ran"}, nil
 	}))
 	spec := executions.Spec{Flow: "flow", Surface: trace.Chat, DedupeKey: "once"}
@@ -88,24 +88,24 @@ func TestAnInsertOfACallersTransactionRunsAfterItsCommit(t *testing.T) {
 }
 
 // If the caller of ClaimAndRun leaves, its run continues in another process.
-func TestClaimAndRunReleasesTheRunOfACallerWhoLeft(t *testing.T) {
+func TestClaimAndRunReleasesRunWhenCallerLeaves(t *testing.T) {
 	pool := pgtest.DB(t)
 	ctx, leave := context.WithCancel(t.Context())
-	p := prepare(t, pool, flow(func(inner context.Context) (executions.Result, error) {
+	p := newEngine(t, pool, flowMap(func(inner context.Context) (executions.Result, error) {
 		leave()
 		<-inner.Done()
 		return executions.Result{}, context.Cause(inner)
 	}))
-	id := p.begin(t, "flow")
+	id := p.startFlow(t, "flow")
 	require.NoError(t, p.ClaimAndRun(ctx, id))
-	start(t, pool, flow(nothing))
-	until(t, pool, id, executions.Completed)
+	startEngine(t, pool, flowMap(noop))
+	awaitStatus(t, pool, id, executions.Completed)
 }
 
-func TestOnResultCommitsWithTheResult(t *testing.T) {
+func TestOnResultCommitsWithResult(t *testing.T) {
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `create table settled (what text primary key)`)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		for i, fail := range []error{nil, errors.New("no")} {
 			_, err := executions.Do(ctx, fmt.Sprint("call ", i), executions.Call{},
 				func(_ context.Context, effect *executions.Effect) (bool, error) {
@@ -120,17 +120,17 @@ func TestOnResultCommitsWithTheResult(t *testing.T) {
 		}
 		return executions.Result{}, nil
 	}))
-	until(t, pool, p.begin(t, "flow"), executions.Completed)
+	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from settled`))
 }
 
-func TestLaneWaitTakesTheLaneWhenItsTurnComes(t *testing.T) {
+func TestLaneWaitAcquiresLaneInTurn(t *testing.T) {
 	pool := pgtest.DB(t)
 	keeper := lanes.NewKeeper(pool, lanes.Options{})
 	first, err := keeper.Acquire(t.Context(), "thread:x")
 	require.NoError(t, err)
 	waits := make(chan struct{})
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		if _, err := executions.LaneWait(ctx, "thread:x", 50*time.Millisecond); !errors.Is(err, lanes.ErrBusy) {
 			return executions.Result{}, fmt.Errorf("beyond its patience: %w", err)
 		}
@@ -144,10 +144,10 @@ func TestLaneWaitTakesTheLaneWhenItsTurnComes(t *testing.T) {
 		}
 		return executions.Result{Value: hold.Token()}, nil
 	}))
-	id := p.begin(t, "flow")
+	id := p.startFlow(t, "flow")
 	testkit.Receive(t, waits)
 	require.NoError(t, first.Release(t.Context()))
-	x := until(t, pool, id, executions.Completed)
+	x := awaitStatus(t, pool, id, executions.Completed)
 	var token int64
 	if err := json.Unmarshal(x.Result, &token); err != nil || token <= first.Token() {
 		t.Errorf("token %d after %d, %v", token, first.Token(), err)
@@ -156,24 +156,24 @@ func TestLaneWaitTakesTheLaneWhenItsTurnComes(t *testing.T) {
 
 // A process may wake after another took over its claim, and still request a lane. It must not keep the lane, since its
 // successor does not know of it.
-func TestAStaleClaimKeepsNoLane(t *testing.T) {
+func TestStaleClaimKeepsNoLane(t *testing.T) {
 	pool := pgtest.DB(t)
 	g := newGate(t)
 	lanes := make(chan error, 1)
-	flows := flow(func(ctx context.Context) (executions.Result, error) {
-		if !g.pass(ctx) {
+	flows := flowMap(func(ctx context.Context) (executions.Result, error) {
+		if !g.enter(ctx) {
 			return executions.Result{}, nil // the successor takes no lane
 		}
 		_, err := executions.Lane(ctx, "pipeline:late")
 		lanes <- err
 		return executions.Result{}, err
 	})
-	asleep := prepare(t, pool, flows)
+	asleep := newEngine(t, pool, flows)
 	wait := asleep.runInBackground(t)
-	id := g.arrival(t)
-	expire(t, pool, id)
-	start(t, pool, flows)
-	until(t, pool, id, executions.Completed)
+	id := g.awaitFirst(t)
+	expireLease(t, pool, id)
+	startEngine(t, pool, flows)
+	awaitStatus(t, pool, id, executions.Completed)
 	g.open()
 	assert.ErrorIs(t, testkit.Receive(t, lanes), executions.ErrStale)
 	wait()
@@ -182,52 +182,52 @@ func TestAStaleClaimKeepsNoLane(t *testing.T) {
 
 // A wait for a lane does not end while its queue has earlier waiters. It does end if the execution itself holds the
 // lane.
-func TestALaneWaitQueuesBehindEarlierWaiters(t *testing.T) {
+func TestLaneFreeWaitsForEarlierWaiters(t *testing.T) {
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		if _, err := executions.Lane(ctx, "thread:own"); err != nil {
 			return executions.Result{}, err
 		}
 		if _, err := executions.Wait(ctx, "own", executions.LaneFree("thread:own", time.Minute)); err != nil {
 			return executions.Result{}, err
 		}
-		return ends(executions.Wait(ctx, "queued", executions.LaneFree("thread:queued", time.Minute)))
+		return resultOf(executions.Wait(ctx, "queued", executions.LaneFree("thread:queued", time.Minute)))
 	}))
 	pgtest.Exec(t, pool, `select await_agent_lock('thread:queued', 'first', 60)`)
 	pgtest.Exec(t, pool, `select await_agent_lock('thread:queued', 'second', 60, 60)`)
 	pgtest.Exec(t, pool, `select release_agent_lock('thread:queued', 'first')`)
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Waiting)
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Waiting)
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select wait_number from agent_executions where id = @id`,
 		postgres.Strict{"id": id}))
 	pgtest.Exec(t, pool, `select leave_agent_lock_queue('thread:queued', 'second')`)
-	until(t, pool, id, executions.Completed)
+	awaitStatus(t, pool, id, executions.Completed)
 }
 
-// triggers returns a flow that triggers a child, and the child. The result of the flow is the outcome of the child.
-func triggers(c executions.Child, child body) map[string]executions.Func {
+// triggerFlows returns a flow that triggers a child, and the child. The result of the flow is the outcome of the child.
+func triggerFlows(c executions.Child, child flowFunc) map[string]executions.Func {
 	c.Flow = "child"
 	return map[string]executions.Func{
 		"flow": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			return ends(executions.Trigger(ctx, "child", c))
+			return resultOf(executions.Trigger(ctx, "child", c))
 		},
 		"child": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) { return child(ctx) },
 	}
 }
 
-func hang(ctx context.Context) (executions.Result, error) {
-	return ends(executions.Wait(ctx, "for ever", executions.Event("never", 0)))
+func waitForever(ctx context.Context) (executions.Result, error) {
+	return resultOf(executions.Wait(ctx, "for ever", executions.Event("never", 0)))
 }
 
-func triggered(t *testing.T, parent executions.Execution) executions.Triggered {
+func childResult(t *testing.T, parent executions.Execution) executions.ChildResult {
 	t.Helper()
-	var got executions.Triggered
+	var got executions.ChildResult
 	require.NoError(t, json.Unmarshal(parent.Result, &got), "result", parent.Result)
 	return got
 }
 
-// childOf waits for the child that an execution started.
-func childOf(t *testing.T, pool *pgxpool.Pool, parent string) (id string) {
+// awaitChild waits for the child that an execution started.
+func awaitChild(t *testing.T, pool *pgxpool.Pool, parent string) (id string) {
 	t.Helper()
 	pgtest.Eventually(t, func() bool {
 		return pool.QueryRow(t.Context(), `select id::text from agent_executions where parent_id = @id`,
@@ -236,41 +236,41 @@ func childOf(t *testing.T, pool *pgxpool.Pool, parent string) (id string) {
 	return id
 }
 
-func TestTriggerLearnsHowItsChildEnded(t *testing.T) {
+func TestTriggerReturnsChildResult(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
-		child body
-		want  executions.Triggered
+		child flowFunc
+		want  executions.ChildResult
 	}{
 		"done": {func(ctx context.Context) (executions.Result, error) {
 			return executions.Result{Summary: "fine", Value: 7}, executions.SetVariables(ctx, map[string]any{"name": "Ana"})
-		}, executions.Triggered{
+		}, executions.ChildResult{
 			Status: "completed", Success: true, Summary: "fine", Result: json.RawMessage("7"),
 			Variables: json.RawMessage(`{"name":"Ana"}`),
 		}},
 		"failed": {
 			func(context.Context) (executions.Result, error) { return executions.Result{}, errors.New("no") },
-			executions.Triggered{Status: "failed", Error: "no"},
+			executions.ChildResult{Status: "failed", Error: "no"},
 		},
 		"timed out": {
 			func(context.Context) (executions.Result, error) { return executions.Result{}, executions.ErrTimedOut },
-			executions.Triggered{Status: "timeout", Error: executions.ErrTimedOut.Error()},
+			executions.ChildResult{Status: "timeout", Error: executions.ErrTimedOut.Error()},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			p := start(t, pool, triggers(executions.Child{Wait: true}, c.child))
-			got := triggered(t, until(t, pool, p.begin(t, "flow"), executions.Completed))
+			p := startEngine(t, pool, triggerFlows(executions.Child{Wait: true}, c.child))
+			got := childResult(t, awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed))
 			assert.Truef(t, got.Status == c.want.Status && got.Success == c.want.Success && got.Summary == c.want.Summary &&
 				got.Error == c.want.Error && !got.TimedOut, "learned %+v", got)
 			assert.Truef(t, c.want.Result == nil || string(got.Result) == string(c.want.Result) &&
-				sameJSON(t, got.Variables, c.want.Variables), "result %s, variables %s", got.Result, got.Variables)
+				equalJSON(t, got.Variables, c.want.Variables), "result %s, variables %s", got.Result, got.Variables)
 		})
 	}
 }
 
-func sameJSON(t *testing.T, one, two json.RawMessage) bool {
+func equalJSON(t *testing.T, one, two json.RawMessage) bool {
 	t.Helper()
 	a, err := compact(one)
 	require.NoError(t, err)
@@ -281,43 +281,43 @@ func sameJSON(t *testing.T, one, two json.RawMessage) bool {
 func TestTriggerWithoutWaitReturnsAtOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, triggers(executions.Child{}, hang))
-	parent := until(t, pool, p.begin(t, "flow"), executions.Completed)
-	child := until(t, pool, triggered(t, parent).ExecutionID, executions.Waiting)
+	p := startEngine(t, pool, triggerFlows(executions.Child{}, waitForever))
+	parent := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	child := awaitStatus(t, pool, childResult(t, parent).ExecutionID, executions.Waiting)
 	assert.Truef(t, postgres.Deref(child.ParentID) == parent.ID && child.TraceID == parent.TraceID,
 		"child of %s in trace %s", postgres.Deref(child.ParentID), child.TraceID)
 }
 
-func TestAChildThatIsCancelledIsAResult(t *testing.T) {
+func TestTriggerReturnsCancelledChild(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, triggers(executions.Child{Wait: true}, hang))
-	parent := p.begin(t, "flow")
-	child := childOf(t, pool, parent)
-	until(t, pool, child, executions.Waiting)
+	p := startEngine(t, pool, triggerFlows(executions.Child{Wait: true}, waitForever))
+	parent := p.startFlow(t, "flow")
+	child := awaitChild(t, pool, parent)
+	awaitStatus(t, pool, child, executions.Waiting)
 	_, err := p.Cancel(t.Context(), child, "admin", "enough")
 	require.NoError(t, err)
-	got := triggered(t, until(t, pool, parent, executions.Completed))
+	got := childResult(t, awaitStatus(t, pool, parent, executions.Completed))
 	assert.Truef(t, got.Status == "cancelled" && !got.Success, "learned %+v", got)
 }
 
 // After the parent's wait timed out, the child continues alone. It has no lanes of the parent, and a cancel of the
 // parent does not reach it.
-func TestAChildOutlivesAWaitThatTimedOut(t *testing.T) {
+func TestChildContinuesAfterParentTimeout(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, triggers(executions.Child{Wait: true, Timeout: 50 * time.Millisecond}, hang))
-	parent := until(t, pool, p.begin(t, "flow"), executions.Completed)
-	got := triggered(t, parent)
+	p := startEngine(t, pool, triggerFlows(executions.Child{Wait: true, Timeout: 50 * time.Millisecond}, waitForever))
+	parent := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	got := childResult(t, parent)
 	assert.Truef(t, got.TimedOut && !got.Success, "learned %+v", got)
 	free := pgtest.Value[bool](t, pool, `select not inherits and not awaited from agent_executions where id = @id`,
 		postgres.Strict{"id": got.ExecutionID})
-	child := until(t, pool, got.ExecutionID, executions.Waiting)
+	child := awaitStatus(t, pool, got.ExecutionID, executions.Waiting)
 	assert.Truef(t, free && child.Status == executions.Waiting, "the child is %s, free %v", child.Status, free)
 }
 
 // A process dies between the start of the child and the wait. The next process starts no second child.
-func TestAChildIsStartedOnce(t *testing.T) {
+func TestChildIsStartedOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	g := newGate(t)
@@ -331,10 +331,10 @@ func TestAChildIsStartedOnce(t *testing.T) {
 				return executions.Result{}, err
 			}
 			c := executions.Child{Flow: "child", Input: input, Wait: true, Timeout: time.Hour}
-			if g.passed.Load() > 0 {
+			if g.callers.Load() > 0 {
 				c.Timeout = 2 * time.Hour // the code has changed, its effect has not
 			}
-			gated := executions.Gate(ctx, func(ctx context.Context) error { g.pass(ctx); return nil })
+			gated := executions.Gate(ctx, func(ctx context.Context) error { g.enter(ctx); return nil })
 			id, err := executions.Trigger(ctx, "child", executions.Child{Flow: c.Flow, Input: c.Input, Timeout: c.Timeout})
 			if err != nil {
 				return executions.Result{}, err
@@ -342,16 +342,16 @@ func TestAChildIsStartedOnce(t *testing.T) {
 			if _, err := executions.Step(gated, "between", func(context.Context) (int, error) { return 1, nil }); err != nil {
 				return executions.Result{}, err
 			}
-			return ends(executions.Wait(ctx, "end", executions.Agent(id.ExecutionID, c.Timeout)))
+			return resultOf(executions.Wait(ctx, "end", executions.Agent(id.ExecutionID, c.Timeout)))
 		},
 		"child": func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil },
 	}
-	asleep := prepare(t, pool, flows)
+	asleep := newEngine(t, pool, flows)
 	wait := asleep.runInBackground(t)
-	id := g.arrival(t)
-	expire(t, pool, id)
-	start(t, pool, flows)
-	x := until(t, pool, id, executions.Completed)
+	id := g.awaitFirst(t)
+	expireLease(t, pool, id)
+	startEngine(t, pool, flows)
+	x := awaitStatus(t, pool, id, executions.Completed)
 	g.open()
 	wait()
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_executions where parent_id = @id`,
@@ -359,7 +359,7 @@ func TestAChildIsStartedOnce(t *testing.T) {
 }
 
 // A child that ends without a running process makes its parent ready.
-func TestAParentIsResumedWithoutAProcess(t *testing.T) {
+func TestParentBecomesReadyWithoutEngine(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, tell := range map[string]func(child string){
@@ -371,7 +371,7 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 		parent, child := newWaiter(t, pool), newWaiter(t, pool)
 		require.True(t, parent.park("child", "agent", child.id) == nil, "it has ended already")
 		pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', 'fine', null, null, null)`,
-			postgres.Strict{"id": child.id, "claim": child.n})
+			postgres.Strict{"id": child.id, "claim": child.claim})
 		assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_unpublished_completions where execution_id = @id`,
 			postgres.Strict{"id": child.id}), name)
 		assert.Equal(t, executions.Waiting, parent.status(), name)
@@ -383,7 +383,7 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 }
 
 // A wait without a timeout lasts as long as the waits of the child and of the child's children.
-func TestAParentWaitsAsLongAsItsChild(t *testing.T) {
+func TestParentWaitExtendsWithChildWait(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	grandparent, parent, child := newWaiter(t, pool), newWaiter(t, pool), newWaiter(t, pool)
@@ -413,7 +413,7 @@ func TestAParentWaitsAsLongAsItsChild(t *testing.T) {
 
 // The end of a child and the parent's wait are written concurrently. One waits for the other's commit, so the parent
 // resumes.
-func TestAnEndAndTheWaitForItMeet(t *testing.T) {
+func TestConcurrentCompletionAndWaitResumeParent(t *testing.T) {
 	t.Parallel()
 	for name, endFirst := range map[string]bool{"the end comes first": true, "the wait comes first": false} {
 		t.Run(name, func(t *testing.T) {
@@ -422,12 +422,12 @@ func TestAnEndAndTheWaitForItMeet(t *testing.T) {
 			parent, child := newWaiter(t, pool), newWaiter(t, pool)
 			end := func(ctx context.Context, db postgres.DB) error {
 				_, err := db.Exec(ctx, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
-					postgres.Strict{"id": child.id, "claim": child.n})
+					postgres.Strict{"id": child.id, "claim": child.claim})
 				return err
 			}
 			wait := func(ctx context.Context, db postgres.DB) error {
 				_, err := db.Exec(ctx, `select lanekeeper.wait_agent_execution(@id, @claim, 'child', 'agent', @child, null, null)`,
-					postgres.Strict{"id": parent.id, "claim": parent.n, "child": child.id})
+					postgres.Strict{"id": parent.id, "claim": parent.claim, "child": child.id})
 				return err
 			}
 			first, second := wait, end

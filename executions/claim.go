@@ -11,39 +11,39 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// MaxClaim bounds the locks of one ClaimRuns.
+// MaxClaim bounds the number of executions that one ClaimRuns locks.
 const MaxClaim = 100
 
-// ClaimParams describe which executions an external worker wants.
+// ClaimParams describe the executions that an external worker requests.
 type ClaimParams struct {
 	Flows []string // external, or external:NAME
-	Owner string   // one process of the worker
+	Owner string   // names one process of the worker
 	TTL   time.Duration
-	Max   int // locks; at most MaxClaim
-	// Known are the locks that the worker already has. ClaimRuns returns the owner's other live locks again, so a lost
-	// response does no harm.
+	Max   int // number of locks, at most MaxClaim
+	// Known are the ids of the locks that the worker has. ClaimRuns returns the owner's other live locks again, because
+	// the response to an earlier call may be lost.
 	Known []string
-	Wait  time.Duration // how long to wait for the first execution; 0 returns at once
+	Wait  time.Duration // maximum wait for the first execution; 0 returns at once
 }
 
-// ClaimRuns locks up to Max executions of the flows, the most urgent and oldest first, as LockRun does. Without a ready
-// execution it waits for the first one. It returns no lock when the time is over, ctx ends, or the agent is paused.
-// Concurrent claims get different executions. Errors: ErrMalformed.
+// ClaimRuns locks up to Max executions of the flows, as LockRun does, by priority and then by age. Without a ready
+// execution it waits for the first one. It returns no lock after Wait, after the end of ctx, and while the agent is
+// paused. Concurrent calls get different executions. Errors: ErrMalformed.
 func (e *Engine) ClaimRuns(ctx context.Context, p ClaimParams) ([]RunLock, error) {
 	if p.Wait <= 0 {
 		return e.tryClaimRuns(ctx, p)
 	}
 	deadline := time.NewTimer(p.Wait)
 	defer deadline.Stop()
-	ready, unsubscribe := e.claimable.subscribe(ctx, p.Flows...) // before the first try, so no start is missed
+	ready, unsubscribe := e.claimable.subscribe(ctx, p.Flows...) // before the first attempt, so it misses no start
 	defer unsubscribe()
-	for tries := 0; ; tries++ {
-		got, err := e.tryClaimRuns(ctx, p)
-		if err != nil || len(got) > 0 {
-			return got, err
+	for attempts := 0; ; attempts++ {
+		locks, err := e.tryClaimRuns(ctx, p)
+		if err != nil || len(locks) > 0 {
+			return locks, err
 		}
-		if tries == 0 {
-			if err := noteIdle(ctx, e.pool, p); err != nil {
+		if attempts == 0 {
+			if err := recordIdle(ctx, e.pool, p); err != nil {
 				e.log.WarnContext(ctx, "idle worker not recorded", "owner", p.Owner, "error", err)
 			}
 		}
@@ -57,13 +57,15 @@ func (e *Engine) ClaimRuns(ctx context.Context, p ClaimParams) ([]RunLock, error
 	}
 }
 
-// noteIdle records that a worker waits, for the Engine Room. It deletes rows that expired more than an hour ago.
-func noteIdle(ctx context.Context, db postgres.DB, p ClaimParams) error {
+// recordIdle records that a worker waits for executions, for the Engine Room. It also deletes rows that expired more than
+// an hour ago.
+func recordIdle(ctx context.Context, db postgres.DB, p ClaimParams) error {
 	_, err := db.Exec(ctx, `
-		with gone as (
-		  delete from agent_idle_workers where owner in (
-		    select g.owner from agent_idle_workers g where g.expires_at < clock_timestamp() - interval '1 hour'
-		       and g.owner <> @owner limit 20 for update skip locked))
+		with expired as (
+		  delete from agent_idle_workers
+		   where owner in (select i.owner from agent_idle_workers i
+		                    where i.expires_at < clock_timestamp() - interval '1 hour' and i.owner <> @owner
+		                    limit 20 for update skip locked))
 		insert into agent_idle_workers as w (owner, flows, expires_at)
 		values (@owner, @flows, clock_timestamp() + make_interval(secs => @wait))
 		on conflict (owner) do update
@@ -73,13 +75,13 @@ func noteIdle(ctx context.Context, db postgres.DB, p ClaimParams) error {
 	return err
 }
 
-// idleGrace is the pause of a worker between two waits.
+// idleGrace is the longest expected pause of a worker between two calls of ClaimRuns.
 const idleGrace = 10 * time.Second
 
 // tryClaimRuns claims ready executions in one transaction.
-func (e *Engine) tryClaimRuns(ctx context.Context, p ClaimParams) (got []RunLock, err error) {
+func (e *Engine) tryClaimRuns(ctx context.Context, p ClaimParams) (locks []RunLock, err error) {
 	err = postgres.InTx(ctx, e.pool, func(tx pgx.Tx) error {
-		got = nil
+		locks = nil
 		ids, err := claimableRuns(ctx, tx, p)
 		if err != nil {
 			return err
@@ -89,8 +91,8 @@ func (e *Engine) tryClaimRuns(ctx context.Context, p ClaimParams) (got []RunLock
 			switch {
 			case err != nil:
 				return err
-			case refused == nil: // a refused execution was locked or cancelled meanwhile
-				got = append(got, lock)
+			case refused == nil: // otherwise the execution was locked or cancelled meanwhile
+				locks = append(locks, lock)
 			}
 		}
 		return nil
@@ -101,16 +103,16 @@ func (e *Engine) tryClaimRuns(ctx context.Context, p ClaimParams) (got []RunLock
 	if err != nil {
 		return nil, fmt.Errorf("claim executions for %s: %w", p.Owner, invalidArgument(err))
 	}
-	for _, lock := range got {
+	for _, lock := range locks {
 		e.log.InfoContext(ctx, "execution claimed", append(executionAttrs(lock.Execution.TraceID, lock.Execution.ID),
 			"flow", lock.Execution.Flow, "claim", lock.Execution.Claim, "owner", p.Owner)...)
 	}
-	return got, nil
+	return locks, nil
 }
 
-// claimableRuns returns the executions to lock. Executions whose lock the owner holds but does not know come first,
-// ready executions after them. claimableRuns takes the advisory lock of lock_agent_execution, so it skips executions
-// that another transaction is locking.
+// claimableRuns returns the ids of the executions to lock: first those whose lock the owner holds but does not know, then
+// ready ones. It takes the advisory lock of lock_agent_execution, so it skips executions that another transaction is
+// locking.
 func claimableRuns(ctx context.Context, tx pgx.Tx, p ClaimParams) ([]string, error) {
 	rows, err := tx.Query(ctx, `
 		(select w.execution_id::text
@@ -133,7 +135,7 @@ func claimableRuns(ctx context.Context, tx pgx.Tx, p ClaimParams) ([]string, err
 	return postgres.Collect(rows, err, "find executions to claim", pgx.RowTo[string])
 }
 
-// readClaimable counts the ready executions of flows, up to MaxClaim. It leaves out flows without ready executions.
+// readClaimable counts the ready executions of each flow, up to MaxClaim. It omits flows without ready executions.
 func (e *Engine) readClaimable(ctx context.Context, flows []string) (map[string]int, error) {
 	type count struct {
 		Flow  string
@@ -141,16 +143,18 @@ func (e *Engine) readClaimable(ctx context.Context, flows []string) (map[string]
 	}
 	rows, err := e.pool.Query(ctx, `
 		select f.flow, r.ready
-		  from unnest(@flows::text[]) f (flow) cross join lateral (
-		    select count(*)::int as ready
-		      from (select from agent_executions e
-		             where e.flow = f.flow and e.is_external and e.status in ('pending', 'running') and e.claimed_by is null
-		             limit @most) x) r
-		 where r.ready > 0`, postgres.Strict{"flows": flows, "most": MaxClaim})
-	list, err := postgres.Collect(rows, err, "count claimable executions", pgx.RowToStructByPos[count])
-	found := make(map[string]int, len(list))
-	for _, c := range list {
-		found[c.Flow] = c.Ready
+		  from unnest(@flows::text[]) f (flow)
+		 cross join lateral (
+		       select count(*)::int as ready
+		         from (select from agent_executions e
+		                where e.flow = f.flow and e.is_external and e.status in ('pending', 'running')
+		                  and e.claimed_by is null
+		                limit @max) x) r
+		 where r.ready > 0`, postgres.Strict{"flows": flows, "max": MaxClaim})
+	counts, err := postgres.Collect(rows, err, "count claimable executions", pgx.RowToStructByPos[count])
+	readyByFlow := make(map[string]int, len(counts))
+	for _, c := range counts {
+		readyByFlow[c.Flow] = c.Ready
 	}
-	return found, err
+	return readyByFlow, err
 }

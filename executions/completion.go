@@ -27,7 +27,7 @@ type completion struct {
 	errorMessage *string
 	failedStep   *string
 	variables    json.RawMessage  // nil when the row has them
-	row          *Execution       // the claimed execution if a caller wants the final row; nil otherwise
+	claimed      *Execution       // the claimed execution if a caller wants the final row; nil otherwise
 	lastStep     *checkpointWrite // deferred checkpoint of the last step; nil for none
 }
 
@@ -54,8 +54,8 @@ func (r *run) complete(
 		done, err = r.writeCompletion(detached, last.write(r), status, "", nil, failure)
 	}
 	if last != nil && rejected(err) { // the last step was rejected, not the result
-		r.setFailedStep(last.s.key)
-		failure, last = errors.Join(errUnrecorded, err), nil
+		r.setFailedStep(last.step.key)
+		failure, last = errors.Join(errNotRecorded, err), nil
 		done, err = r.writeCompletion(detached, nil, status, "", nil, failure)
 	}
 	switch {
@@ -65,7 +65,7 @@ func (r *run) complete(
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, err)
 	}
 	if last != nil {
-		r.e.log.InfoContext(ctx, "checkpoint saved", "step", last.s.key)
+		r.e.log.InfoContext(ctx, "checkpoint saved", "step", last.step.key)
 	}
 	r.afterCompletion(ctx, status, failure, done)
 	return nil
@@ -99,15 +99,15 @@ func (e *Engine) deliverCompletion(ctx context.Context, id string) {
 func (e *Engine) tryDeliverCompletion(ctx context.Context, id string) error {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
-	var woken int
+	var resumed int
 	b := &pgx.Batch{}
 	queueLockTimeout(b)
 	b.Queue(`select count(*) from lanekeeper.resume_agent_waiters('agent', @id)`,
-		postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&woken) })
+		postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&resumed) })
 	err := e.pool.SendBatch(ctx, b).Close()
-	if woken > 0 {
-		e.notifyReady(Background, woken)
-		e.notifyReady(Interactive, woken)
+	if resumed > 0 {
+		e.notifyReady(Background, resumed)
+		e.notifyReady(Interactive, resumed)
 		if !e.dispatching() {
 			e.notifyPeers(ctx)
 		}
@@ -119,14 +119,14 @@ func (e *Engine) tryDeliverCompletion(ctx context.Context, id string) error {
 func (r *run) resolveStaleCompletion(ctx context.Context, status Status, result Result, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
-	now, err := explainMissing(Get(ctx, r.e.pool, r.exec.ID))
+	current, err := explainMissing(Get(ctx, r.e.pool, r.exec.ID))
 	switch {
 	case err != nil:
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, errors.Join(cause, err))
-	case now.Claim == r.exec.Claim && now.Status == status:
+	case current.Claim == r.exec.Claim && current.Status == status:
 		r.e.opts.Observer.ExecutionEnded(r.exec, status)
 		return nil
-	case now.Claim == r.exec.Claim && !errors.Is(cause, ErrStale):
+	case current.Claim == r.exec.Claim && !errors.Is(cause, ErrStale):
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, cause)
 	}
 	r.recordRejected(ctx, activity.Entry{Skill: "finish", Claim: r.exec.Claim}, activity.Outcome{
@@ -150,24 +150,24 @@ func (r *run) failedStepOf(failure error) string {
 func (r *run) writeCompletion(
 	ctx context.Context, last *checkpointWrite, status Status, summary string, value json.RawMessage, failure error,
 ) (done completionResult, err error) {
-	end := completion{
+	c := completion{
 		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.pendingVariables(),
-		row:      r.rowForCaller(),
+		claimed:  r.claimedForCaller(),
 		lastStep: last,
 	}
 	if failure != nil {
-		end.errorMessage, end.failedStep = new(postgres.Text(failure.Error())), null(r.failedStepOf(failure))
+		c.errorMessage, c.failedStep = new(postgres.Text(failure.Error())), null(r.failedStepOf(failure))
 	}
-	until := time.Now().Add(r.e.opts.LeaseTTL)
-	alone := func(write func(ctx context.Context, end completion) (completionResult, error)) (completionResult, error) {
-		bounded, cancel := context.WithDeadline(ctx, until)
+	deadline := time.Now().Add(r.e.opts.LeaseTTL)
+	single := func(write func(ctx context.Context, c completion) (completionResult, error)) (completionResult, error) {
+		bounded, cancel := context.WithDeadline(ctx, deadline)
 		defer cancel()
-		return write(bounded, end)
+		return write(bounded, c)
 	}
 	if r.exec.ThreadID != nil { // it likely holds the thread's lane, which a batch leaves out
-		done, err = alone(r.completeInTx)
+		done, err = single(r.completeInTx)
 	} else {
-		done, err = r.e.batchers.completions.Do(ctx, end, func() (completionResult, error) { return alone(r.completeOne) })
+		done, err = r.e.batchers.completions.Do(ctx, c, func() (completionResult, error) { return single(r.completeOne) })
 	}
 	if done.row != nil {
 		r.onCompleted(done.row)
@@ -177,26 +177,26 @@ func (r *run) writeCompletion(
 
 // completeOne writes a single completion as a batch of one. If the batch leaves the completion out, completeOne writes
 // it in its own transaction.
-func (r *run) completeOne(ctx context.Context, end completion) (completionResult, error) {
-	got, err := r.e.completeBatch(ctx, []completion{end})
-	if err != nil || got[0].Alone {
-		return r.completeInTx(ctx, end)
+func (r *run) completeOne(ctx context.Context, c completion) (completionResult, error) {
+	results, err := r.e.completeBatch(ctx, []completion{c})
+	if err != nil || results[0].Skipped {
+		return r.completeInTx(ctx, c)
 	}
-	return got[0].Value, nil
+	return results[0].Value, nil
 }
 
 // completeInTx writes a completion with all its consequences, such as released lanes, in one transaction.
-func (r *run) completeInTx(ctx context.Context, end completion) (done completionResult, err error) {
-	err = r.withVariables(ctx, end.variables, func(text json.RawMessage) error {
+func (r *run) completeInTx(ctx context.Context, c completion) (done completionResult, err error) {
+	err = r.withVariables(ctx, c.variables, func(text json.RawMessage) error {
 		return r.e.write(ctx, func(b *pgx.Batch) {
 			queueLockTimeout(b)
-			if end.lastStep != nil { // lock the row before its fence takes a weaker lock
+			if c.lastStep != nil { // lock the row before its fence takes a weaker lock
 				b.Queue(`select from agent_executions where id = @id and claim = @claim for update`,
-					postgres.Strict{"id": end.id, "claim": end.claim})
-				end.lastStep.queue(b)
+					postgres.Strict{"id": c.id, "claim": c.claim})
+				c.lastStep.queue(b)
 			}
 			r.queueVariables(b, text)
-			queueCompletion(b, end, &done)
+			queueCompletion(b, c, &done)
 		})
 	})
 	return done, err
@@ -204,17 +204,17 @@ func (r *run) completeInTx(ctx context.Context, end completion) (done completion
 
 // queueCompletion queues a completion and the queries for after the commit: released lanes, waiting executions and the
 // row. A new wait also locks the row first, so either the completion finds the wait or the wait finds the completion.
-func queueCompletion(b *pgx.Batch, end completion, done *completionResult) {
+func queueCompletion(b *pgx.Batch, c completion, done *completionResult) {
 	b.Queue(`select lanekeeper.complete_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`,
 		postgres.Strict{
-			"id": end.id, "claim": end.claim, "status": string(end.status), "summary": end.summary,
-			"result": end.result, "error": end.errorMessage, "step": end.failedStep,
+			"id": c.id, "claim": c.claim, "status": string(c.status), "summary": c.summary,
+			"result": c.result, "error": c.errorMessage, "step": c.failedStep,
 		})
-	queueReleasedLanes(b, end.id, &done.releasedLanes)
-	b.Queue(`select exists (select from agent_unpublished_completions where execution_id = @id)`, postgres.Strict{"id": end.id}).
+	queueReleasedLanes(b, c.id, &done.releasedLanes)
+	b.Queue(`select exists (select from agent_unpublished_completions where execution_id = @id)`, postgres.Strict{"id": c.id}).
 		QueryRow(func(row pgx.Row) error { return row.Scan(&done.awaited) })
-	if end.row != nil {
-		b.Queue(`select `+columns+` from agent_executions where id = @id`, postgres.Strict{"id": end.id}).Query(
+	if c.claimed != nil {
+		b.Queue(`select `+columns+` from agent_executions where id = @id`, postgres.Strict{"id": c.id}).Query(
 			func(rows pgx.Rows) error {
 				row, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
 				done.row = &row
@@ -225,65 +225,65 @@ func queueCompletion(b *pgx.Batch, end completion, done *completionResult) {
 
 // completeBatch writes completions in one commit, each with its last step and under its own claim. It leaves out
 // executions with lanes and those without a live claim.
-func (e *Engine) completeBatch(ctx context.Context, ends []completion) ([]batch.Answer[completionResult], error) {
+func (e *Engine) completeBatch(ctx context.Context, completions []completion) ([]batch.Result[completionResult], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
-	n := len(ends)
-	answers := batch.Unanswered[completionResult](n)
+	n := len(completions)
+	results := batch.AllSkipped[completionResult](n)
 	ids, claims, objects := make([]string, n), make([]int64, n), make([]completionParams, n)
-	for i, x := range ends {
-		ids[i], claims[i], objects[i] = x.id, x.claim, x.params()
+	for i, c := range completions {
+		ids[i], claims[i], objects[i] = c.id, c.claim, c.params()
 	}
-	text, err := json.Marshal(objects)
+	encoded, err := json.Marshal(objects)
 	if err != nil {
 		return nil, fmt.Errorf("finish %d executions: %w", n, err)
 	}
 	rows, err := e.pool.Query(ctx, `
 		select n, updated_at, completed_at, result, variables, inherits, flow_version
 		  from lanekeeper.complete_agent_executions(@ids, @claims, @ends)`,
-		postgres.Strict{"ids": uuidArray(ids), "claims": claims, "ends": json.RawMessage(text)})
+		postgres.Strict{"ids": uuidArray(ids), "claims": claims, "ends": json.RawMessage(encoded)})
 	if err != nil {
 		return nil, fmt.Errorf("finish %d executions: %w", n, err)
 	}
-	var place int
-	var c completedRow
-	into := []any{&place, &c.updated, &c.completed, &c.result, &c.variables, &c.inherits, &c.version}
-	_, err = pgx.ForEachRow(rows, into, func() error {
-		answers[place-1] = batch.Answer[completionResult]{Value: completionResult{row: c.execution(ends[place-1])}}
-		c.result, c.variables = nil, nil // the next row allocates its own
+	var position int
+	var row completedRow
+	dest := []any{&position, &row.updated, &row.completed, &row.result, &row.variables, &row.inherits, &row.version}
+	_, err = pgx.ForEachRow(rows, dest, func() error {
+		results[position-1] = batch.Result[completionResult]{Value: completionResult{row: row.execution(completions[position-1])}}
+		row.result, row.variables = nil, nil // the next row allocates its own
 		return nil
 	})
 	if err != nil {
 		return nil, fmt.Errorf("finish %d executions: %w", n, err)
 	}
-	return answers, nil
+	return results, nil
 }
 
 // completionParams is a completion as complete_agent_executions reads it.
 type completionParams struct {
-	Status     Status          `json:"status"`
-	Summary    string          `json:"summary,omitempty"`
-	Result     json.RawMessage `json:"result,omitempty"`
-	Error      *string         `json:"error,omitempty"`
-	FailedStep *string         `json:"failed_step,omitempty"`
-	Variables  json.RawMessage `json:"variables,omitempty"`
-	Wanted     bool            `json:"wanted,omitempty"`
-	Step       string          `json:"step,omitempty"`
-	Print      string          `json:"print,omitempty"`
-	StepFailed bool            `json:"step_failed,omitempty"`
-	Output     json.RawMessage `json:"output,omitempty"`
+	Status      Status          `json:"status"`
+	Summary     string          `json:"summary,omitempty"`
+	Result      json.RawMessage `json:"result,omitempty"`
+	Error       *string         `json:"error,omitempty"`
+	FailedStep  *string         `json:"failed_step,omitempty"`
+	Variables   json.RawMessage `json:"variables,omitempty"`
+	ReturnRow   bool            `json:"wanted,omitempty"`
+	Step        string          `json:"step,omitempty"`
+	Fingerprint string          `json:"print,omitempty"`
+	StepFailed  bool            `json:"step_failed,omitempty"`
+	Output      json.RawMessage `json:"output,omitempty"`
 }
 
-func (x *completion) params() completionParams {
-	o := completionParams{
-		Status: x.status, Summary: x.summary, Result: x.result, Error: x.errorMessage, FailedStep: x.failedStep,
-		Variables: x.variables, Wanted: x.row != nil,
+func (c *completion) params() completionParams {
+	p := completionParams{
+		Status: c.status, Summary: c.summary, Result: c.result, Error: c.errorMessage, FailedStep: c.failedStep,
+		Variables: c.variables, ReturnRow: c.claimed != nil,
 	}
-	if x.lastStep != nil {
-		o.Step, o.Print, o.StepFailed, o.Output = x.lastStep.step, x.lastStep.fingerprint,
-			x.lastStep.failed, x.lastStep.output
+	if c.lastStep != nil {
+		p.Step, p.Fingerprint, p.StepFailed, p.Output = c.lastStep.step, c.lastStep.fingerprint,
+			c.lastStep.failed, c.lastStep.output
 	}
-	return o
+	return p
 }
 
 // completedRow has the columns of a completed execution that only the database knows.
@@ -296,10 +296,10 @@ type completedRow struct {
 
 // execution returns the final row as a query would; nil without a caller that wants it.
 func (c completedRow) execution(end completion) *Execution {
-	if end.row == nil {
+	if end.claimed == nil {
 		return nil
 	}
-	x := *end.row
+	x := *end.claimed
 	kind := resultType(end.status)
 	x.Status, x.ClaimedBy, x.ResultType, x.ResultSummary, x.Result = end.status, nil, &kind, end.summary, c.result
 	x.ErrorMessage, x.FailedStep, x.Variables = end.errorMessage, end.failedStep, c.variables
@@ -308,8 +308,8 @@ func (c completedRow) execution(end completion) *Execution {
 	return &x
 }
 
-// rowForCaller returns the claimed execution if a caller wants the final row; nil otherwise.
-func (r *run) rowForCaller() *Execution {
+// claimedForCaller returns the claimed execution if a caller wants the final row; nil otherwise.
+func (r *run) claimedForCaller() *Execution {
 	if r.onCompleted == nil {
 		return nil
 	}
@@ -341,10 +341,10 @@ func resultType(s Status) string {
 
 // endedExecution is an execution that a transaction ended, the number of released lanes, and the claim that held them.
 type endedExecution struct {
-	ID, TraceID string
-	Status      Status
-	Freed       int
-	Claim       int64
+	ID, TraceID   string
+	Status        Status
+	ReleasedLanes int
+	Claim         int64
 }
 
 // queueEnded queries the executions that the batch's transaction ended by a cancel or a sweep, because no run reports
@@ -368,15 +368,15 @@ func queueEnded(b *pgx.Batch, dest *[]endedExecution) {
 }
 
 // logEnded logs the end of executions as their runs would.
-func (e *Engine) logEnded(ctx context.Context, ends []endedExecution) {
-	for _, x := range ends {
+func (e *Engine) logEnded(ctx context.Context, ended []endedExecution) {
+	for _, x := range ended {
 		attrs := executionAttrs(x.TraceID, x.ID)
 		e.log.InfoContext(ctx, "execution completed", append(attrs, "result_type", resultType(x.Status), "status",
 			string(x.Status))...)
 		if trace.ID(x.TraceID).Surface() != trace.Eval {
 			e.log.InfoContext(ctx, "event emitted", append(attrs, "event", "AGENT_COMPLETED", "key", x.ID)...)
 		}
-		e.logReleased(ctx, x.ID, x.Claim, x.Freed, attrs...)
+		e.logReleased(ctx, x.ID, x.Claim, x.ReleasedLanes, attrs...)
 	}
 }
 
@@ -420,11 +420,11 @@ func (e *Engine) logReleased(ctx context.Context, id string, claim int64, n int,
 
 // logReleasedLanes logs released lanes under their former owner.
 func (e *Engine) logReleasedLanes(ctx context.Context, owner string, released []releasedLane, attrs ...any) {
-	for _, f := range released {
-		line := append(slices.Clip(attrs), "lane", f.Lane, "owner", owner, "fencing_token", f.Token)
-		if f.Successor != "" {
-			line = append(line, "to", f.Successor)
+	for _, lane := range released {
+		lineAttrs := append(slices.Clip(attrs), "lane", lane.Lane, "owner", owner, "fencing_token", lane.Token)
+		if lane.Successor != "" {
+			lineAttrs = append(lineAttrs, "to", lane.Successor)
 		}
-		e.log.InfoContext(ctx, "lane released", line...)
+		e.log.InfoContext(ctx, "lane released", lineAttrs...)
 	}
 }

@@ -51,9 +51,9 @@ func CountPass(
 
 // countInTx is a pass in its transaction.
 func countInTx(ctx context.Context, tx pgx.Tx, limit int, lag time.Duration) (counted int, more bool, err error) {
-	var upto, checked string
+	var countedUpTo, checkedUpTo string
 	err = tx.QueryRow(ctx, `
-		select c.counted_upto::text, c.checked_upto::text from agent_executions_counted c for update skip locked`).Scan(&upto, &checked)
+		select c.counted_upto::text, c.checked_upto::text from agent_executions_counted c for update skip locked`).Scan(&countedUpTo, &checkedUpTo)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return 0, false, nil // another process counts
 	} else if err != nil {
@@ -67,23 +67,23 @@ func countInTx(ctx context.Context, tx pgx.Tx, limit int, lag time.Duration) (co
 		       not exists (select from agent_executions e where e.id >= @upto::uuid and e.id < f.id)
 		       and not exists (select from agent_executions_uncounted)
 		  from lanekeeper.agent_uuid7_floor(now() - @lag::interval) f (id)`, pgx.QueryExecModeCacheDescribe,
-		postgres.Strict{"upto": upto, "most": limit, "lag": lag}).Scan(&bound, &end, &idle)
+		postgres.Strict{"upto": countedUpTo, "most": limit, "lag": lag}).Scan(&bound, &end, &idle)
 	if err != nil || idle {
 		return 0, false, err
 	}
 	var listed int
-	var last string
+	var lastChecked string
 	err = tx.QueryRow(ctx, countSQL, pgx.QueryExecModeCacheDescribe, postgres.Strict{
-		"counted_upto": upto, "bound": bound, "looked": checked, "most": limit,
-	}).Scan(&counted, &listed, &last)
+		"counted_upto": countedUpTo, "bound": bound, "looked": checkedUpTo, "most": limit,
+	}).Scan(&counted, &listed, &lastChecked)
 	if err != nil {
 		return 0, false, err
 	}
 	if listed < limit {
-		last = noExecution // end of the list: start over
+		lastChecked = noExecution // end of the list: start over
 	}
 	if _, err = tx.Exec(ctx, `update agent_executions_counted set counted_upto = @bound::uuid, checked_upto = @checked_upto::uuid`,
-		postgres.Strict{"bound": bound, "checked_upto": last}); err != nil {
+		postgres.Strict{"bound": bound, "checked_upto": lastChecked}); err != nil {
 		return 0, false, err
 	}
 	_, err = tx.Exec(ctx, `

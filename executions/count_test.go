@@ -10,7 +10,7 @@ import (
 )
 
 // Every execution counts once, by the hour of its end, also if it ended after that hour was counted.
-func TestEndedExecutionsAreCountedOnce(t *testing.T) {
+func TestCountCountsEachExecutionOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pass := func(limit int, lag time.Duration) {

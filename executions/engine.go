@@ -148,7 +148,7 @@ func (e *Engine) Register(flow string, fn Func) error {
 	}
 	e.flowsMu.Lock()
 	defer e.flowsMu.Unlock()
-	if _, taken := e.flows[flow]; taken {
+	if _, exists := e.flows[flow]; exists {
 		return fmt.Errorf("register flow %s: the name is registered already", flow)
 	}
 	e.flows[flow] = fn
@@ -186,14 +186,14 @@ func (e *Engine) Flows(ctx context.Context) ([]string, error) {
 		select name from unnest(@mine::text[]) name
 		union
 		select unnest(w.go_flows) from agent_workers w where w.expires_at > clock_timestamp()`,
-		postgres.Strict{"mine": e.registered()})
+		postgres.Strict{"mine": e.registeredFlows()})
 	names, err := postgres.Collect(rows, err, "list the flows of workers", pgx.RowTo[string])
 	slices.Sort(names)
 	return names, err
 }
 
-// registered returns the flows that are registered here.
-func (e *Engine) registered() []string {
+// registeredFlows returns the flows that are registered here.
+func (e *Engine) registeredFlows() []string {
 	e.flowsMu.RLock()
 	defer e.flowsMu.RUnlock()
 	return slices.AppendSeq(make([]string, 0, len(e.flows)), maps.Keys(e.flows))
@@ -245,9 +245,9 @@ func (e *Engine) Run(ctx context.Context) error {
 	group.Go(func() error { e.listenLoop(runCtx); return nil })
 	group.Go(func() error { e.watchPause(runCtx); return nil })
 	var pollers sync.WaitGroup
-	for _, c := range e.pools {
-		group.Go(func() error { c.notifyLoop(runCtx); return nil })
-		pollers.Go(func() { c.run(ctx, runCtx) })
+	for _, pool := range e.pools {
+		group.Go(func() error { pool.notifyLoop(runCtx); return nil })
+		pollers.Go(func() { pool.run(ctx, runCtx) })
 	}
 	<-ctx.Done()
 	e.drain(runCtx, &pollers)
@@ -290,10 +290,10 @@ func (e *Engine) KeepAlive(ctx context.Context) error {
 	case err != nil:
 		return err
 	}
-	group, beating := errgroup.WithContext(ctx)
-	group.Go(func() error { e.renewLoop(beating); return nil })
-	group.Go(func() error { e.listenLoop(beating); return nil })
-	group.Go(func() error { e.watchPause(beating); return nil })
+	group, groupCtx := errgroup.WithContext(ctx)
+	group.Go(func() error { e.renewLoop(groupCtx); return nil })
+	group.Go(func() error { e.listenLoop(groupCtx); return nil })
+	group.Go(func() error { e.watchPause(groupCtx); return nil })
 	err := group.Wait()
 	e.endLease(context.WithoutCancel(ctx))
 	return err
@@ -306,10 +306,10 @@ func (e *Engine) drain(ctx context.Context, pollers *sync.WaitGroup) {
 	e.mu.Unlock()
 	soft, cancel := context.WithTimeout(ctx, e.opts.StopTimeout)
 	defer cancel()
-	claimed := make(chan struct{}) // closed when no claim is in flight
-	go func() { pollers.Wait(); close(claimed) }()
+	claimsDone := make(chan struct{}) // closed when no claim is in flight
+	go func() { pollers.Wait(); close(claimsDone) }()
 	select {
-	case <-claimed:
+	case <-claimsDone:
 	case <-soft.Done():
 	}
 	if err := e.river.Stop(soft); err != nil {

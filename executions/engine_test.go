@@ -28,20 +28,20 @@ import (
 // timeout bounds each wait of a test. It is long, for slow machines.
 const timeout = 90 * time.Second
 
-// process is the part of an agent process that runs executions.
-type process struct {
+// testEngine is the part of an agent process that runs executions.
+type testEngine struct {
 	*executions.Engine
 	pool  *pgxpool.Pool
 	stop  func()
 	flows map[string]executions.Func
 }
 
-// start runs an engine until the end of the test, or until the caller calls stop.
-func start(
+// startEngine runs an engine until the end of the test, or until the caller calls stop.
+func startEngine(
 	t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, change ...func(*executions.Options),
-) *process {
+) *testEngine {
 	t.Helper()
-	p := prepare(t, pool, flows, change...)
+	p := newEngine(t, pool, flows, change...)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	group, running := errgroup.WithContext(ctx)
 	group.Go(func() error { return p.Run(running) })
@@ -60,7 +60,7 @@ func start(
 
 // tick starts the due executions. A commit with a notification takes a lock of the whole server and may time out on a
 // busy one. Then the next tick starts them.
-func (p *process) tick(ctx context.Context) error {
+func (p *testEngine) tick(ctx context.Context) error {
 	for {
 		if err := p.Tick(ctx); !postgres.Locked(err) {
 			return err
@@ -68,10 +68,10 @@ func (p *process) tick(ctx context.Context) error {
 	}
 }
 
-// prepare creates an engine without running it.
-func prepare(
+// newEngine creates an engine without running it.
+func newEngine(
 	t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, change ...func(*executions.Options),
-) *process {
+) *testEngine {
 	t.Helper()
 	opts := executions.Options{
 		Keeper:     lanes.NewKeeper(pool, lanes.Options{}),
@@ -86,19 +86,19 @@ func prepare(
 	for name, fn := range flows {
 		require.NoError(t, engine.Register(name, fn))
 	}
-	return &process{Engine: engine, pool: pool, flows: flows}
+	return &testEngine{Engine: engine, pool: pool, flows: flows}
 }
 
-// begin starts an execution of a flow.
-func (p *process) begin(t *testing.T, flow string) string {
+// startFlow starts an execution of a flow.
+func (p *testEngine) startFlow(t *testing.T, flow string) string {
 	t.Helper()
 	x, created, err := p.Start(t.Context(), p.pool, executions.Spec{Flow: flow, Surface: trace.Flow})
 	require.Truef(t, err == nil && created, "start %s: created %v, %v", flow, created, err)
 	return x.ID
 }
 
-// until waits for an execution to reach a status.
-func until(t *testing.T, db postgres.DB, id string, want executions.Status) executions.Execution {
+// awaitStatus waits for an execution to reach a status.
+func awaitStatus(t *testing.T, db postgres.DB, id string, want executions.Status) executions.Execution {
 	t.Helper()
 	var got executions.Execution
 	pgtest.Eventually(t, func() bool {
@@ -110,7 +110,7 @@ func until(t *testing.T, db postgres.DB, id string, want executions.Status) exec
 }
 
 // An engine whose context has ended before its start returns no error and leaves no lease.
-func TestAnEngineStoppedBeforeItsStartReturns(t *testing.T) {
+func TestRunWithEndedContextReturns(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	ended, cancel := context.WithCancel(t.Context())
@@ -127,17 +127,17 @@ func TestAnEngineStoppedBeforeItsStartReturns(t *testing.T) {
 		pgtest.Value[int](t, pool, `select count(*) from agent_workers where expires_at > clock_timestamp()`))
 }
 
-func TestAnEngineRunsOnce(t *testing.T) {
+func TestRunTwiceFails(t *testing.T) {
 	t.Parallel()
-	p := start(t, pgtest.DB(t), flow(func(context.Context) (executions.Result, error) { return ends(1, nil) }))
-	until(t, p.pool, p.begin(t, "flow"), executions.Completed)
+	p := startEngine(t, pgtest.DB(t), flowMap(func(context.Context) (executions.Result, error) { return resultOf(1, nil) }))
+	awaitStatus(t, p.pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Error(t, p.Run(t.Context()), "a second Run beside the first")
-	until(t, p.pool, p.begin(t, "flow"), executions.Completed)
+	awaitStatus(t, p.pool, p.startFlow(t, "flow"), executions.Completed)
 	p.stop()
 	assert.Error(t, p.Run(t.Context()), "a Run after the shutdown returned no error")
 }
 
-func TestInvalidOptionsAreAnError(t *testing.T) {
+func TestNewRejectsInvalidOptions(t *testing.T) {
 	t.Parallel()
 	keeper := lanes.NewKeeper(nil, lanes.Options{})
 	for _, opts := range []executions.Options{
@@ -150,14 +150,14 @@ func TestInvalidOptionsAreAnError(t *testing.T) {
 	}
 }
 
-// stopping stops a process in the background.
-func stopping(p *process) (wait func()) {
+// stopInBackground stops a process in the background.
+func stopInBackground(p *testEngine) (wait func()) {
 	var group errgroup.Group
 	group.Go(func() error { p.stop(); return nil })
 	return func() { _ = group.Wait() }
 }
 
-func TestAShutdownFinishesTheStepAndReleasesTheRun(t *testing.T) {
+func TestShutdownFinishesStepAndReleasesRun(t *testing.T) {
 	t.Parallel()
 	for _, now := range []bool{false, true} {
 		name := map[bool]string{false: "taken from the queue", true: "run now"}[now]
@@ -166,18 +166,18 @@ func TestAShutdownFinishesTheStepAndReleasesTheRun(t *testing.T) {
 			pool := pgtest.DB(t)
 			first := newGate(t)
 			var firsts, seconds atomic.Int32
-			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 				if _, err := executions.Lane(ctx, "automation:a"); err != nil {
 					return executions.Result{}, err
 				}
 				_, err := executions.Step(ctx, "first", func(ctx context.Context) (int, error) {
-					first.pass(ctx)
+					first.enter(ctx)
 					return int(firsts.Add(1)), ctx.Err()
 				})
 				if err != nil {
 					return executions.Result{}, err
 				}
-				return ends(executions.Step(ctx, "second", func(context.Context) (int, error) { return int(seconds.Add(1)), nil }))
+				return resultOf(executions.Step(ctx, "second", func(context.Context) (int, error) { return int(seconds.Add(1)), nil }))
 			}))
 			ran := func() {}
 			if now {
@@ -185,39 +185,39 @@ func TestAShutdownFinishesTheStepAndReleasesTheRun(t *testing.T) {
 				wait := p.runInBackground(t)
 				ran = func() { wait() }
 			} else {
-				p.begin(t, "flow")
+				p.startFlow(t, "flow")
 			}
-			id := first.arrival(t)
-			wait := stopping(p)
+			id := first.awaitFirst(t)
+			wait := stopInBackground(p)
 			pgtest.Eventually(t, func() bool { return p.Live() != nil }, "the shutdown has begun")
 			first.open()
 			wait()
 			ran()
-			got := get(t, pool, id)
-			points, err := executions.Checkpoints(t.Context(), pool, id)
-			assert.Truef(t, err == nil && len(points) == 1 && points[0].Step == "first" && seconds.Load() == 0,
-				"recorded %v, %v; the second step ran %d times", points, err, seconds.Load())
+			got := getExecution(t, pool, id)
+			checkpoints, err := executions.Checkpoints(t.Context(), pool, id)
+			assert.Truef(t, err == nil && len(checkpoints) == 1 && checkpoints[0].Step == "first" && seconds.Load() == 0,
+				"recorded %v, %v; the second step ran %d times", checkpoints, err, seconds.Load())
 			assert.Truef(t, got.Status == executions.Running && got.ClaimedBy == nil && got.Attempt == 0,
 				"status %s, claimed by %q, attempt %d", got.Status, postgres.Deref(got.ClaimedBy), got.Attempt)
 			assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`), "its lane is held")
 			if pgtest.Value[bool](t, pool, `select exists (select from agent_workers where expires_at > clock_timestamp())`) {
 				t.Error("the worker's lease has not ended")
 			}
-			start(t, pool, p.flows)
-			until(t, pool, id, executions.Completed)
+			startEngine(t, pool, p.flows)
+			awaitStatus(t, pool, id, executions.Completed)
 			assert.Truef(t, firsts.Load() == 1 && seconds.Load() == 1,
 				"first ran %d times, second %d times", firsts.Load(), seconds.Load())
 		})
 	}
 }
 
-func TestAShutdownCancelsAStepThatTakesTooLong(t *testing.T) {
+func TestStopTimeoutCancelsStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	entered := make(chan string, 1)
 	var calls atomic.Int32
-	flows := flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Do(ctx, "pay", executions.Call{Entry: activity.Entry{Skill: "pay"}, Idempotent: true},
+	flows := flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.Do(ctx, "pay", executions.Call{Entry: activity.Entry{Skill: "pay"}, Idempotent: true},
 			func(ctx context.Context, _ *executions.Effect) (int32, error) {
 				if n := calls.Add(1); n > 1 {
 					return n, nil
@@ -228,23 +228,23 @@ func TestAShutdownCancelsAStepThatTakesTooLong(t *testing.T) {
 				return 0, ctx.Err()
 			}))
 	})
-	p := start(t, pool, flows, func(o *executions.Options) { o.StopTimeout = 200 * time.Millisecond })
-	p.begin(t, "flow")
+	p := startEngine(t, pool, flows, func(o *executions.Options) { o.StopTimeout = 200 * time.Millisecond })
+	p.startFlow(t, "flow")
 	id := testkit.Receive(t, entered)
 	began := time.Now()
 	p.stop()
 	took := time.Since(began)
 	assert.Truef(t, took <= 25*time.Second, "the shutdown took %s", took)
-	if got := get(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil || got.Attempt != 0 {
+	if got := getExecution(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil || got.Attempt != 0 {
 		t.Errorf("status %s, claimed by %q, attempt %d", got.Status, postgres.Deref(got.ClaimedBy), got.Attempt)
 	}
-	start(t, pool, flows)
-	got := until(t, pool, id, executions.Completed)
+	startEngine(t, pool, flows)
+	got := awaitStatus(t, pool, id, executions.Completed)
 	assert.Truef(t, string(got.Result) == "2", "result %s", got.Result)
 }
 
-// TestAnInterruptedRunSyncIsCancelled also checks that its claim is never released: another process could take it.
-func TestAnInterruptedRunSyncIsCancelled(t *testing.T) {
+// TestInterruptedRunSyncIsCancelled also checks that its claim is never released: another process could take it.
+func TestInterruptedRunSyncIsCancelled(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `
@@ -255,7 +255,7 @@ func TestAnInterruptedRunSyncIsCancelled(t *testing.T) {
 		  when (old.claimed_by is not null and new.claimed_by is null and new.status = 'running')
 		  execute function record_release()`)
 	ctx, cancel := context.WithCancel(t.Context())
-	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := newEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		cancel()
 		<-ctx.Done()
 		return executions.Result{}, ctx.Err()
@@ -266,24 +266,24 @@ func TestAnInterruptedRunSyncIsCancelled(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from releases`))
 }
 
-func TestKeepAliveRenewsTheLeaseWithoutClaims(t *testing.T) {
+func TestKeepAliveRenewsLeaseWithoutClaims(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, flow(nothing))
+	p := newEngine(t, pool, flowMap(noop))
 	assert.Equal(t, "the worker has no lease", p.Live().Error(), "before its first lease, as after a lost one")
 	ctx, cancel := context.WithCancel(t.Context())
 	var group errgroup.Group
 	group.Go(func() error { return p.KeepAlive(ctx) })
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	first := pgtest.Value[time.Time](t, pool, `select expires_at from agent_workers`)
-	id := p.begin(t, "flow")
+	id := p.startFlow(t, "flow")
 	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[time.Time](t, pool, `select expires_at from agent_workers`).After(first)
 	}, "the lease is renewed")
 	cancel()
 	err := group.Wait()
 	assert.True(t, err == nil || errors.Is(err, context.Canceled), err)
-	assert.Equal(t, executions.Pending, get(t, pool, id).Status)
+	assert.Equal(t, executions.Pending, getExecution(t, pool, id).Status)
 	if pgtest.Value[bool](t, pool, `select exists (select from agent_workers where expires_at > clock_timestamp())`) {
 		t.Error("the lease has not ended")
 	}
@@ -299,7 +299,7 @@ func (finishObserver) ExecutionEnded(executions.Execution, executions.Status)   
 func (finishObserver) ActivityClosed(activity.Entry, activity.Outcome, time.Duration) {}
 
 // The engine stops working for a caller who left, even if the database does not answer.
-func TestAHangingDatabaseDoesNotBlockACallerWhoLeft(t *testing.T) {
+func TestUnresponsiveDatabaseDoesNotBlockDepartedCaller(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	ctx, leave := context.WithCancel(t.Context())
@@ -312,7 +312,7 @@ func TestAHangingDatabaseDoesNotBlockACallerWhoLeft(t *testing.T) {
 		}
 		assert.NoError(t, err)
 	})
-	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := newEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		_, err := executions.Wait(ctx, "long", executions.Delay(time.Hour))
 		return executions.Result{}, err
 	}), func(o *executions.Options) { o.LeaseTTL, o.Observer = time.Second, hang })
@@ -333,8 +333,8 @@ func newWorker(t *testing.T, pool *pgxpool.Pool) string {
 		  returning id::text`)
 }
 
-// pending inserts an execution by plain SQL.
-func pending(t *testing.T, pool *pgxpool.Pool) string {
+// insertPending inserts an execution by plain SQL.
+func insertPending(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	return pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow) values (@trace, 'flow', 'flow') returning id::text`,
@@ -355,7 +355,7 @@ func mustClaim(t *testing.T, db postgres.DB, id, worker string) int64 {
 	return n
 }
 
-func get(t *testing.T, db postgres.DB, id string) executions.Execution {
+func getExecution(t *testing.T, db postgres.DB, id string) executions.Execution {
 	t.Helper()
 	x, err := executions.Get(t.Context(), db, id)
 	require.NoError(t, err)
@@ -376,7 +376,7 @@ func sweep(t *testing.T, pool *pgxpool.Pool) {
 	require.NoError(t, sweepOnce(t.Context(), pool))
 }
 
-func TestOneOfManyRacersGetsTheClaim(t *testing.T) {
+func TestConcurrentClaimsSucceedOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	workers := make([]string, 8)
@@ -384,7 +384,7 @@ func TestOneOfManyRacersGetsTheClaim(t *testing.T) {
 		workers[i] = newWorker(t, pool)
 	}
 	for range 20 {
-		id := pending(t, pool)
+		id := insertPending(t, pool)
 		var won atomic.Int32
 		group, ctx := errgroup.WithContext(t.Context())
 		for _, w := range workers {
@@ -401,28 +401,28 @@ func TestOneOfManyRacersGetsTheClaim(t *testing.T) {
 	}
 }
 
-func TestAWorkerThatExpiredComesBackUnderANewID(t *testing.T) {
+func TestExpiredWorkerRegistersNewID(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	middle := newGate(t)
 	lost := make(chan error, 1)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Step(ctx, "work", func(ctx context.Context) (int, error) {
-			if middle.passed.Add(1) > 1 {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.Step(ctx, "work", func(ctx context.Context) (int, error) {
+			if middle.callers.Add(1) > 1 {
 				return 2, nil
 			}
 			x, _ := executions.Current(ctx)
-			middle.entered <- x.ID
+			middle.firstID <- x.ID
 			<-ctx.Done()
 			lost <- context.Cause(ctx)
 			return 0, ctx.Err()
 		}))
 	}))
-	p.begin(t, "flow")
-	id := middle.arrival(t)
-	before := postgres.Deref(get(t, pool, id).ClaimedBy)
-	expire(t, pool, id)
-	got := until(t, pool, id, executions.Completed)
+	p.startFlow(t, "flow")
+	id := middle.awaitFirst(t)
+	before := postgres.Deref(getExecution(t, pool, id).ClaimedBy)
+	expireLease(t, pool, id)
+	got := awaitStatus(t, pool, id, executions.Completed)
 	assert.ErrorIs(t, testkit.Receive(t, lost), executions.ErrLost)
 	assert.Truef(t, string(got.Result) == "2" && got.Claim >= 2, "claim %d, result %s", got.Claim, got.Result)
 	after := pgtest.Value[string](t, pool, `select string_agg(id::text, ' ') from agent_workers`)
@@ -431,20 +431,20 @@ func TestAWorkerThatExpiredComesBackUnderANewID(t *testing.T) {
 	}
 }
 
-func TestAnExpiredWorkerIsNotRevived(t *testing.T) {
+func TestExpiredWorkerIsNotRenewed(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := newWorker(t, pool)
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 ms'`)
-	id := pending(t, pool)
+	id := insertPending(t, pool)
 	n, err := claim(t.Context(), pool, id, w)
 	assert.Truef(t, n == 0 && err == nil, "an expired worker got claim %d, %v", n, err)
 	alive, err := executions.RenewWorker(t.Context(), pool, w)
 	assert.Truef(t, err == nil && !alive, "an expired worker was renewed: %v, %v", alive, err)
 }
 
-// lose lets a worker claim an execution and die.
-func lose(t *testing.T, pool *pgxpool.Pool, id, checkpoint string) {
+// loseWorker lets a worker claim an execution and die.
+func loseWorker(t *testing.T, pool *pgxpool.Pool, id, checkpoint string) {
 	t.Helper()
 	w := newWorker(t, pool)
 	n := mustClaim(t, pool, id, w)
@@ -452,14 +452,14 @@ func lose(t *testing.T, pool *pgxpool.Pool, id, checkpoint string) {
 		pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, @step, @claim)`,
 			postgres.Strict{"id": id, "step": checkpoint, "claim": n})
 	}
-	expire(t, pool, id)
+	expireLease(t, pool, id)
 	sweep(t, pool)
 }
 
-func TestACheckpointGivesNewAttempts(t *testing.T) {
+func TestCheckpointResetsAttempts(t *testing.T) {
 	t.Parallel()
 	cases := map[string]func(t *testing.T, pool *pgxpool.Pool, id string){
-		"of a claim that is lost": func(t *testing.T, pool *pgxpool.Pool, id string) { lose(t, pool, id, "progress") },
+		"of a claim that is lost": func(t *testing.T, pool *pgxpool.Pool, id string) { loseWorker(t, pool, id, "progress") },
 		"of a claim that is handed back": func(t *testing.T, pool *pgxpool.Pool, id string) {
 			n := mustClaim(t, pool, id, newWorker(t, pool))
 			pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'progress', @claim)`,
@@ -471,27 +471,27 @@ func TestACheckpointGivesNewAttempts(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			id := pending(t, pool)
+			id := insertPending(t, pool)
 			for range 4 {
-				lose(t, pool, id, "")
+				loseWorker(t, pool, id, "")
 			}
 			progress(t, pool, id)
 			for range 3 {
-				lose(t, pool, id, "")
+				loseWorker(t, pool, id, "")
 			}
-			if got := get(t, pool, id); got.Status != executions.Running {
+			if got := getExecution(t, pool, id); got.Status != executions.Running {
 				t.Errorf("status %s, attempt %d: %s", got.Status, got.Attempt, postgres.Deref(got.ErrorMessage))
 			}
 		})
 	}
 }
 
-func TestAReadyBacklogBurnsNoAttempts(t *testing.T) {
+func TestSweepOfReadyExecutionsKeepsAttempts(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	ids := make([]string, 20)
 	for i := range ids {
-		ids[i] = pending(t, pool)
+		ids[i] = insertPending(t, pool)
 	}
 	for range 10 {
 		sweep(t, pool)
@@ -500,42 +500,42 @@ func TestAReadyBacklogBurnsNoAttempts(t *testing.T) {
 		`select count(*) from agent_executions where status = 'pending' and attempt = 0`))
 }
 
-func TestClaimsOfAnUnknownWorkerAreSwept(t *testing.T) {
+func TestSweepReleasesClaimsOfUnknownWorker(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	id := pending(t, pool)
+	id := insertPending(t, pool)
 	mustClaim(t, pool, id, newWorker(t, pool))
 	pgtest.Exec(t, pool, `delete from agent_workers`)
-	start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
-	until(t, pool, id, executions.Completed)
+	startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	awaitStatus(t, pool, id, executions.Completed)
 }
 
 // A claim whose response was lost with the connection belongs to a live worker that does not know of it.
-func TestAnOrphanedClaimIsReleased(t *testing.T) {
+func TestOrphanedClaimIsReleased(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	p := startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	id := pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim, started_at)
 		select lanekeeper.agent_trace_id('fl'), 'flow', 'flow', 'running', w.id, 1, clock_timestamp() from agent_workers w
 		  returning id::text`)
-	assert.Equal(t, 0, until(t, pool, id, executions.Completed).Attempt)
+	assert.Equal(t, 0, awaitStatus(t, pool, id, executions.Completed).Attempt)
 }
 
-func TestEngineOptionsHaveFloors(t *testing.T) {
+func TestEngineOptionsHaveMinimums(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
+	p := startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
 		func(o *executions.Options) { o.LeaseTTL, o.SweepEvery = time.Millisecond, time.Nanosecond })
-	until(t, pool, p.begin(t, "flow"), executions.Completed)
+	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Error(t, p.Register("flow", nil), "a flow without a function was registered")
 }
 
-func TestADedupeKeyStartsOnce(t *testing.T) {
+func TestDedupeKeyStartsOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, nil)
+	p := newEngine(t, pool, nil)
 	var created atomic.Int32
 	ids := make([]string, 16)
 	var group errgroup.Group
@@ -556,12 +556,12 @@ func TestADedupeKeyStartsOnce(t *testing.T) {
 	}
 }
 
-func TestAnExpiredLeaseStopsWritesBeforeAnybodySweeps(t *testing.T) {
+func TestExpiredLeaseRejectsWritesBeforeSweep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	id := pending(t, pool)
+	id := insertPending(t, pool)
 	args := postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, newWorker(t, pool))}
-	expire(t, pool, id)
+	expireLease(t, pool, id)
 	for name, sql := range map[string]string{
 		"checkpoint": `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', @claim)`,
 		"finish":     `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
@@ -570,20 +570,20 @@ func TestAnExpiredLeaseStopsWritesBeforeAnybodySweeps(t *testing.T) {
 		_, err := pool.Exec(t.Context(), sql, args)
 		assert.Truef(t, postgres.IsCode(err, "LK001"), "%s: %v", name, err)
 	}
-	assert.Equal(t, executions.Running, get(t, pool, id).Status)
+	assert.Equal(t, executions.Running, getExecution(t, pool, id).Status)
 }
 
 // A program that embeds the runtime may have flows of its own. All processes know the flows of a live one.
-func TestTheFlowsOfALiveProcessAreKnownToAll(t *testing.T) {
+func TestFlowsOfOtherProcessesAreKnown(t *testing.T) {
 	pool := pgtest.DB(t)
-	agent := start(t, pool, nil)
+	agent := startEngine(t, pool, nil)
 	known := func() bool {
 		has, err := agent.HasFlow(t.Context(), "pay")
 		require.NoError(t, err)
 		return has
 	}
 	assert.True(t, !known(), "a flow without a process is known")
-	program := start(t, pool, map[string]executions.Func{
+	program := startEngine(t, pool, map[string]executions.Func{
 		"pay": func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil },
 	})
 	pgtest.Eventually(t, known, "the flow of another process is unknown")

@@ -23,42 +23,42 @@ type event struct {
 }
 
 // lockName names the key that another transaction may hold: the event's id, or the wait that it ends.
-func (o event) lockName() string {
-	if o.id == nil {
-		return fmt.Sprintf("the wait for %s %.300q", o.name, o.key)
+func (ev event) lockName() string {
+	if ev.id == nil {
+		return fmt.Sprintf("the wait for %s %.300q", ev.name, ev.key)
 	}
-	return fmt.Sprintf("event id %.300q", *o.id)
+	return fmt.Sprintf("event id %.300q", *ev.id)
 }
 
 // deliverLocal delivers an event in a process that runs executions. The same statement claims the resumed executions
 // while this process has free workers and no queued execution comes first. So one round trip lies between an event and
 // the waiting code. The statement queues all other resumed executions.
-func (e *Engine) deliverLocal(ctx context.Context, o event) (Delivered, error) {
-	single := func(ctx context.Context) (Delivered, error) {
-		got, err := e.deliverBatch(ctx, []event{o})
+func (e *Engine) deliverLocal(ctx context.Context, ev event) (Delivered, error) {
+	deliverOne := func(ctx context.Context) (Delivered, error) {
+		result, err := e.deliverBatch(ctx, []event{ev})
 		if err != nil {
 			return Delivered{}, err
 		}
-		return got[0].Value, nil
+		return result[0].Value, nil
 	}
-	alone := func() (got Delivered, err error) {
-		err = e.retryKey(ctx, o.lockName(), func(ctx context.Context) (err error) {
-			got, err = single(ctx)
+	single := func() (result Delivered, err error) {
+		err = e.retryKey(ctx, ev.lockName(), func(ctx context.Context) (err error) {
+			result, err = deliverOne(ctx)
 			return err
 		})
-		return got, err
+		return result, err
 	}
 	// A replay must not join a batch. An event with a source sets it for its own statement.
-	var got Delivered
-	err := e.serializeKey(ctx, o.lockName(), func() (err error) {
-		if postgres.IsSealed(ctx) || o.source != "" {
-			got, err = alone()
+	var result Delivered
+	err := e.serializeKey(ctx, ev.lockName(), func() (err error) {
+		if postgres.IsSealed(ctx) || ev.source != "" {
+			result, err = single()
 		} else {
-			got, err = e.batchers.events.Do(ctx, o, alone)
+			result, err = e.batchers.events.Do(ctx, ev, single)
 		}
 		return err
 	})
-	return got, err
+	return result, err
 }
 
 // slotTimeout bounds how long workers stay reserved for resumed executions. A lock blocks a slower statement, and other
@@ -77,43 +77,43 @@ type slots struct {
 }
 
 func (e *Engine) reserveSlots(n int) *slots {
-	p := &slots{e: e, background: e.pools[Background].reserve(n), interactive: e.pools[Interactive].reserve(n)}
-	p.unused = map[string]int{Background: p.background, Interactive: p.interactive}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.timer = time.AfterFunc(slotTimeout, p.release)
-	return p
+	s := &slots{e: e, background: e.pools[Background].reserve(n), interactive: e.pools[Interactive].reserve(n)}
+	s.unused = map[string]int{Background: s.background, Interactive: s.interactive}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.timer = time.AfterFunc(slotTimeout, s.release)
+	return s
 }
 
-func (p *slots) start(x claimedExecution, worker string) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	c := p.e.pools[x.Queue]
-	if p.released { // there may be one worker too many for a while
-		c.startUnreserved(c.runContext(), x, worker)
+func (s *slots) start(x claimedExecution, worker string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	pool := s.e.pools[x.Queue]
+	if s.released { // there may be one worker too many for a while
+		pool.startUnreserved(pool.runContext(), x, worker)
 		return
 	}
-	p.unused[x.Queue]--
-	c.startReserved(c.runContext(), x, worker)
+	s.unused[x.Queue]--
+	pool.startReserved(pool.runContext(), x, worker)
 }
 
 // release frees the unused slots.
-func (p *slots) release() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.timer.Stop()
-	if p.released {
+func (s *slots) release() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.timer.Stop()
+	if s.released {
 		return
 	}
-	p.released = true
-	for queue, n := range p.unused {
-		p.e.pools[queue].release(n)
+	s.released = true
+	for queue, n := range s.unused {
+		s.e.pools[queue].release(n)
 	}
 }
 
 // deliverBatch delivers events in one transaction. In a batch of several, it leaves out events that would wait for a
 // lock.
-func (e *Engine) deliverBatch(ctx context.Context, events []event) ([]batch.Answer[Delivered], error) {
+func (e *Engine) deliverBatch(ctx context.Context, events []event) ([]batch.Result[Delivered], error) {
 	if len(events) > 1 {
 		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 		defer cancel()
@@ -130,22 +130,22 @@ func (e *Engine) deliverBatch(ctx context.Context, events []event) ([]batch.Answ
 		return nil, err
 	}
 	defer rows.Close()
-	answers := batch.Unanswered[Delivered](len(events))
+	results := batch.AllSkipped[Delivered](len(events))
 	var claimed []claimedExecution
 	queued := map[string]int{} // executions that stay in each queue
 	for rows.Next() {
-		var n int
+		var position int
 		var eventID, executionID, queue *string
-		x, ok, err := scanClaimed(rows, []any{&n, &eventID, &executionID, &queue})
+		x, ok, err := scanClaimed(rows, []any{&position, &eventID, &executionID, &queue})
 		if err != nil {
 			return nil, err
 		}
 		if eventID != nil {
-			answers[n-1].Alone = false
-			answers[n-1].Value.EventID = *eventID
+			results[position-1].Skipped = false
+			results[position-1].Value.EventID = *eventID
 		}
 		if executionID != nil {
-			answers[n-1].Value.Resumed = append(answers[n-1].Value.Resumed, *executionID)
+			results[position-1].Value.Resumed = append(results[position-1].Value.Resumed, *executionID)
 		}
 		switch {
 		case ok:
@@ -160,17 +160,17 @@ func (e *Engine) deliverBatch(ctx context.Context, events []event) ([]batch.Answ
 	for _, x := range claimed {
 		reserved.start(x, worker)
 	}
-	for queue, n := range queued {
-		e.notifyReady(queue, n)
+	for queue, position := range queued {
+		e.notifyReady(queue, position)
 	}
-	return answers, nil
+	return results, nil
 }
 
 // queryEvents runs the statement: for one event, which waits for locks, or for several.
 func (e *Engine) queryEvents(ctx context.Context, events []event, worker string, reserved *slots) (pgx.Rows, error) {
 	skip := append(e.pools[Background].skippedFlows(), e.pools[Interactive].skippedFlows()...)
 	if len(events) == 1 {
-		o := events[0]
+		ev := events[0]
 		return e.pool.Query(ctx, `
 		select `+deliveredColumns+`
 		  from (select `+deliveredRow+`
@@ -182,14 +182,14 @@ func (e *Engine) queryEvents(ctx context.Context, events []event, worker string,
 			                      when @interactive > 0 then 'interactive' end], null),
 			                    @skip) d) x`,
 			postgres.Strict{
-				"event": o.name, "key": o.key, "data": o.data, "id": o.id, "raiser": o.source, "worker": worker,
+				"event": ev.name, "key": ev.key, "data": ev.data, "id": ev.id, "raiser": ev.source, "worker": worker,
 				"background": reserved.background, "interactive": reserved.interactive, "skip": skip, "lock_timeout": lockTimeout,
 			})
 	}
 	n := len(events)
 	names, keys, data, ids := make([]string, n), make([]string, n), make([]*string, n), make([]*string, n)
-	for i, o := range events {
-		names[i], keys[i], data[i], ids[i] = o.name, o.key, nullableJSON(o.data), o.id
+	for i, ev := range events {
+		names[i], keys[i], data[i], ids[i] = ev.name, ev.key, nullableJSON(ev.data), ev.id
 	}
 	return e.pool.Query(ctx, `
 		select `+deliveredColumns+`
@@ -226,41 +226,41 @@ func (e *Engine) Deliver(
 	if len(data) == 0 {
 		data = json.RawMessage("{}")
 	}
-	o := event{name, key, data, null(id), eventSource(ctx)}
-	var got Delivered
+	ev := event{name, key, data, null(id), eventSource(ctx)}
+	var result Delivered
 	var err error
 	inTx := func(tx pgx.Tx) (err error) {
-		got, err = e.deliverTx(ctx, tx, o)
+		result, err = e.deliverTx(ctx, tx, ev)
 		return err
 	}
 	switch {
 	case !isPool(db):
 		err = postgres.InTx(ctx, db, inTx)
 	case e.dispatching():
-		got, err = e.deliverLocal(ctx, o)
+		result, err = e.deliverLocal(ctx, ev)
 	default:
-		err = e.withKey(ctx, o.lockName(), func(ctx context.Context) error { return postgres.InTxWithin(ctx, e.pool, inTx) })
+		err = e.withKey(ctx, ev.lockName(), func(ctx context.Context) error { return postgres.InTxWithin(ctx, e.pool, inTx) })
 	}
 	if isPool(db) {
-		err = postgres.ExplainLock(ctx, e.pool, err, o.lockName(), "agent_events", "agent_executions")
+		err = postgres.ExplainLock(ctx, e.pool, err, ev.lockName(), "agent_events", "agent_executions")
 	}
 	if err != nil {
 		return Delivered{}, fmt.Errorf("deliver event %s: %w", name, err)
 	}
-	e.log.InfoContext(ctx, "event emitted", "event", name, "key", key, "resumed", len(got.Resumed))
-	return got, nil
+	e.log.InfoContext(ctx, "event emitted", "event", name, "key", key, "resumed", len(result.Resumed))
+	return result, nil
 }
 
 // deliverTx delivers an event in a transaction.
-func (e *Engine) deliverTx(ctx context.Context, tx pgx.Tx, o event) (Delivered, error) {
-	got, wakeups, err := deliver(ctx, tx, postgres.Strict{
-		"event": o.name, "key": o.key, "data": o.data,
-		"id": o.id, "raiser": o.source,
+func (e *Engine) deliverTx(ctx context.Context, tx pgx.Tx, ev event) (Delivered, error) {
+	result, wakeups, err := deliver(ctx, tx, postgres.Strict{
+		"event": ev.name, "key": ev.key, "data": ev.data,
+		"id": ev.id, "raiser": ev.source,
 	})
 	if err != nil {
 		return Delivered{}, err
 	}
-	return got, e.insertWakeups(ctx, tx, wakeups)
+	return result, e.insertWakeups(ctx, tx, wakeups)
 }
 
 // eventSource names the source of an event, for why(): the execution or trace of ctx; empty for external events.
@@ -277,7 +277,7 @@ func eventSource(ctx context.Context) string {
 
 // deliver runs the statement and returns the wake-ups of the resumed executions. The planner expects a thousand rows
 // of the function; the limit prevents a full scan.
-func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (got Delivered, wakeups []wakeup, err error) {
+func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (result Delivered, wakeups []wakeup, err error) {
 	rows, err := db.Query(ctx, `
 		with by as materialized (select set_config('lanekeeper.raised_by', @raiser, true) as raiser)
 		select d.event_id::text, d.execution_id::text, x.wake, x.queue, x.priority
@@ -290,9 +290,9 @@ func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (got Del
 	}
 	var executionID, queue *string
 	var wake, priority *int
-	_, err = pgx.ForEachRow(rows, []any{&got.EventID, &executionID, &wake, &queue, &priority}, func() error {
+	_, err = pgx.ForEachRow(rows, []any{&result.EventID, &executionID, &wake, &queue, &priority}, func() error {
 		if executionID != nil {
-			got.Resumed = append(got.Resumed, *executionID)
+			result.Resumed = append(result.Resumed, *executionID)
 			wakeups = append(wakeups, wakeup{*executionID, *wake, *queue, *priority})
 		}
 		return nil
@@ -300,5 +300,5 @@ func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (got Del
 	if err != nil {
 		return Delivered{}, nil, err
 	}
-	return got, wakeups, nil
+	return result, wakeups, nil
 }

@@ -22,10 +22,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// parked inserts an execution by plain SQL. It waits for an event of the key.
-func parked(t *testing.T, pool *pgxpool.Pool, key, flow string, priority int) string {
+// insertWaiting inserts an execution by plain SQL. It waits for an event of the key.
+func insertWaiting(t *testing.T, pool *pgxpool.Pool, key, flow string, priority int) string {
 	t.Helper()
-	id := queued(t, pool, flow, "flow", priority)
+	id := insertQueued(t, pool, flow, "flow", priority)
 	n := mustClaim(t, pool, id, newWorker(t, pool))
 	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day',
 		null)`,
@@ -45,8 +45,8 @@ type delivery struct {
 
 // The ways to deliver events.
 const (
-	one     = "one waits for locks"
-	several = "a batch does not"
+	singleDelivery = "one waits for locks"
+	batchDelivery  = "a batch does not"
 )
 
 // deliverBatch delivers events like a process with free workers: each by the function for one event, or all in one
@@ -64,7 +64,7 @@ func deliverBatch(t *testing.T, db postgres.DB, worker string, places int, by st
 	from := `unnest(@names::text[], @keys::text[], @ids::text[]) with ordinality v (name, key, id, n)
 		 cross join lateral lanekeeper.deliver_agent_event(v.name, v.key, '{}', v.id, @worker,
 		            case when v.n <= @places then '{background,interactive}'::text[] else '{}' end, '{left}') d`
-	if by == several {
+	if by == batchDelivery {
 		from = `lanekeeper.deliver_agent_events(@names, @keys, array_fill('{}'::jsonb, array[cardinality(@names::text[])]), @ids, @worker,
 		            @places, @places, '{left}') v`
 	}
@@ -73,10 +73,10 @@ func deliverBatch(t *testing.T, db postgres.DB, worker string, places int, by st
 		postgres.Strict{"names": names, "keys": keys, "ids": ids, "worker": worker, "places": places})
 }
 
-// forOneAndMany calls a test for a single event and for a batch.
-func forOneAndMany(t *testing.T, fn func(t *testing.T, pool *pgxpool.Pool, by string)) {
+// forSingleAndBatch calls a test for a single event and for a batch.
+func forSingleAndBatch(t *testing.T, fn func(t *testing.T, pool *pgxpool.Pool, by string)) {
 	t.Parallel()
-	for _, by := range []string{one, several} {
+	for _, by := range []string{singleDelivery, batchDelivery} {
 		t.Run(by, func(t *testing.T) {
 			t.Parallel()
 			fn(t, pgtest.DB(t), by)
@@ -85,8 +85,8 @@ func forOneAndMany(t *testing.T, fn func(t *testing.T, pool *pgxpool.Pool, by st
 }
 
 // An event claims only executions that the queue would claim next.
-func TestAnEventClaimsTheExecutionsAtTheHeadOfTheQueue(t *testing.T) {
-	forOneAndMany(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+func TestEventClaimsHeadOfQueue(t *testing.T) {
+	forSingleAndBatch(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := newWorker(t, pool)
 		cases := map[string]struct {
 			before, after string // SQL; it replaces X by the execution
@@ -130,12 +130,12 @@ func TestAnEventClaimsTheExecutionsAtTheHeadOfTheQueue(t *testing.T) {
 				pgtest.Exec(t, pool, `select unlock_agent_execution(@id, @lock, 'waiting', '', null, 'event', @key)`,
 					postgres.Strict{"id": id, "lock": lock, "key": name})
 			} else {
-				id = parked(t, pool, name, c.flow, 2)
+				id = insertWaiting(t, pool, name, c.flow, 2)
 			}
-			script(t, pool, c.before)
+			execAll(t, pool, c.before)
 			got := deliverBatch(t, pool, me, c.places, by, name)
-			script(t, pool, c.after)
-			x := get(t, pool, id)
+			execAll(t, pool, c.after)
+			x := getExecution(t, pool, id)
 			require.Truef(t, len(got) == 1 && postgres.Deref(got[0].ExecutionID) == id && x.Status == executions.Running,
 				"%s: delivered %+v, status %s", name, got, x.Status)
 			switch claimed := got[0].Claimed != nil; {
@@ -149,8 +149,8 @@ func TestAnEventClaimsTheExecutionsAtTheHeadOfTheQueue(t *testing.T) {
 	})
 }
 
-// script runs statements of a test.
-func script(t *testing.T, pool *pgxpool.Pool, sql string) {
+// execAll runs statements of a test.
+func execAll(t *testing.T, pool *pgxpool.Pool, sql string) {
 	t.Helper()
 	for s := range strings.SplitSeq(sql, ";") {
 		if s != "" {
@@ -159,33 +159,33 @@ func script(t *testing.T, pool *pgxpool.Pool, sql string) {
 	}
 }
 
-func TestTheQueueOrdersExecutionsResumedTogether(t *testing.T) {
-	forOneAndMany(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+func TestResumedExecutionsAreOrderedByPriority(t *testing.T) {
+	forSingleAndBatch(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := newWorker(t, pool)
-		late, first := parked(t, pool, "k", "flow", 4), parked(t, pool, "k", "flow", 1)
+		late, first := insertWaiting(t, pool, "k", "flow", 4), insertWaiting(t, pool, "k", "flow", 1)
 		got := deliverBatch(t, pool, me, 1, by, "k")
-		if by == several { // a batch leaves out an event with two waiters
+		if by == batchDelivery { // a batch leaves out an event with two waiters
 			require.Truef(t, len(got) == 1 && got[0].EventID == nil, "a batch delivered %+v", got)
-			got = deliverBatch(t, pool, me, 1, one, "k")
+			got = deliverBatch(t, pool, me, 1, singleDelivery, "k")
 		}
 		require.Equal(t, 2, len(got), got)
-		if x := get(t, pool, late); x.Status != executions.Running || x.ClaimedBy != nil {
+		if x := getExecution(t, pool, late); x.Status != executions.Running || x.ClaimedBy != nil {
 			t.Errorf("the one of less priority is %s, claimed by %q", x.Status, postgres.Deref(x.ClaimedBy))
 		}
 		claimReady(t, pool, me, 1)
-		assert.True(t, get(t, pool, first).ClaimedBy != nil, "the one of more priority was not first")
+		assert.True(t, getExecution(t, pool, first).ClaimedBy != nil, "the one of more priority was not first")
 	})
 }
 
-func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
-	forOneAndMany(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+func TestDuplicateEventResumesOnce(t *testing.T) {
+	forSingleAndBatch(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := newWorker(t, pool)
-		one, two := parked(t, pool, "one", "flow", 2), parked(t, pool, "two", "flow", 2)
+		one, two := insertWaiting(t, pool, "one", "flow", 2), insertWaiting(t, pool, "two", "flow", 2)
 		first := deliverBatch(t, pool, me, 9, by, "one=id")
 		again := deliverBatch(t, pool, me, 9, by, "two=id")
 		assert.Truef(t, len(again) == 1 && again[0].ExecutionID == nil &&
 			postgres.Deref(again[0].EventID) == postgres.Deref(first[0].EventID), "the repetition: %+v of %+v", again, first)
-		if a, b := get(t, pool, one).Status, get(t, pool, two).Status; a != executions.Running || b != executions.Waiting {
+		if a, b := getExecution(t, pool, one).Status, getExecution(t, pool, two).Status; a != executions.Running || b != executions.Waiting {
 			t.Errorf("they are %s and %s", a, b)
 		}
 		assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`))
@@ -196,13 +196,13 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 }
 
 // A batch never waits for a lock: it leaves out blocked events and reports them.
-func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
+func TestEventBatchSkipsBlockedEvents(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	me := newWorker(t, pool)
 	ids := map[string]string{}
 	for _, key := range []string{"plain", "waits", "row", "lane", "twice"} {
-		ids[key] = parked(t, pool, key, "flow", 2)
+		ids[key] = insertWaiting(t, pool, key, "flow", 2)
 	}
 	pgtest.Exec(t, pool, `
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked, execution_id)
@@ -210,7 +210,7 @@ func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
 	held := pgtest.Begin(t, pool)
 	pgtest.Exec(t, held, `select pg_advisory_xact_lock(hashtextextended('wait event waits', 0)), 1 from agent_executions
 		where id = @id for update`, postgres.Strict{"id": ids["row"]})
-	got := deliverBatch(t, pool, me, 9, several, "plain", "waits", "row", "lane", "twice", "twice",
+	got := deliverBatch(t, pool, me, 9, batchDelivery, "plain", "waits", "row", "lane", "twice", "twice",
 		"a=same", "b=same", "nobody")
 	delivered := map[int]bool{}
 	for _, h := range got {
@@ -224,20 +224,20 @@ func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
 		if key == "plain" || key == "twice" {
 			want = executions.Running
 		}
-		assert.Equal(t, want, get(t, pool, id).Status, key)
+		assert.Equal(t, want, getExecution(t, pool, id).Status, key)
 	}
 	assert.Equal(t, 4, pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`))
 }
 
 // A call that a lost claim left in flight has no record, so the response cannot contain it. The response sets held, and
 // the process reads the rest.
-func TestAResumedExecutionKnowsOfALostClaim(t *testing.T) {
-	forOneAndMany(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+func TestResumedExecutionReportsLostClaim(t *testing.T) {
+	forSingleAndBatch(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := newWorker(t, pool)
 		for lost, key := range []string{"never", "once"} {
-			id := pending(t, pool)
+			id := insertPending(t, pool)
 			if lost > 0 {
-				lose(t, pool, id, "")
+				loseWorker(t, pool, id, "")
 			}
 			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day',
 				null)`,
@@ -263,16 +263,16 @@ func TestAResumedExecutionKnowsOfALostClaim(t *testing.T) {
 	})
 }
 
-func TestLanesFollowAResumedExecution(t *testing.T) {
+func TestResumedExecutionKeepsLanes(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	id := parked(t, pool, "k", "flow", 2)
+	id := insertWaiting(t, pool, "k", "flow", 2)
 	pgtest.Exec(t, pool, `
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked, execution_id)
 		values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": id + "#2", "id": id})
 	var owner atomic.Value
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		by, err := asked[string](ctx, pool, `select locked_by from agent_locks where lane = 'thread:t' and not parked
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		by, err := queryValue[string](ctx, pool, `select locked_by from agent_locks where lane = 'thread:t' and not parked
 			and expires_at > clock_timestamp()`)
 		owner.Store(by)
 		return executions.Result{}, err
@@ -280,31 +280,31 @@ func TestLanesFollowAResumedExecution(t *testing.T) {
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, "")
 	require.NoError(t, err)
-	x := until(t, pool, id, executions.Completed)
+	x := awaitStatus(t, pool, id, executions.Completed)
 	assert.Equal(t, fmt.Sprintf("%s#%d", id, x.Claim), owner.Load().(string), x.Claim)
 }
 
 // A process may die between the claiming statement and the run. Its claims are released like any others.
-func TestAnotherProcessContinuesTheClaimsOfADeadOne(t *testing.T) {
-	forOneAndMany(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
-		id := parked(t, pool, "k", "flow", 2)
+func TestClaimsOfDeadProcessAreReleased(t *testing.T) {
+	forSingleAndBatch(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
+		id := insertWaiting(t, pool, "k", "flow", 2)
 		pgtest.Exec(t, pool, `update agent_executions set input = '"k"'`)
 		dead := newWorker(t, pool)
 		got := deliverBatch(t, pool, dead, 1, by, "k")
 		require.Truef(t, got[0].Claimed != nil, "not claimed: %+v", got)
-		expire(t, pool, id)
+		expireLease(t, pool, id)
 		sweep(t, pool)
-		if x := get(t, pool, id); x.ClaimedBy != nil || x.Attempt != 1 {
+		if x := getExecution(t, pool, id); x.ClaimedBy != nil || x.Attempt != 1 {
 			t.Errorf("after the death the execution is claimed by %q, attempt %d", postgres.Deref(x.ClaimedBy), x.Attempt)
 		}
-		start(t, pool, awaits(0))
-		out := outcome(t, until(t, pool, id, executions.Completed))
+		startEngine(t, pool, eventFlow(0))
+		out := outcome(t, awaitStatus(t, pool, id, executions.Completed))
 		assert.Truef(t, out.Event == "EVENT_COMPLETED", "the outcome is %+v", out)
 	})
 }
 
 // The planner finds a wait by its key, whatever the table statistics are.
-func TestWaitsAreFoundByTheirKey(t *testing.T) {
+func TestWaitsAreFoundByIndex(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_executions (trace_id, surface, flow) select 'fl_x', 'flow', 'flow'
@@ -341,12 +341,12 @@ func TestWaitsAreFoundByTheirKey(t *testing.T) {
 }
 
 // A locked row delays an event. The worker reserved for its execution becomes free meanwhile.
-func TestABlockedEventReservesNoWorker(t *testing.T) {
+func TestBlockedEventReservesNoWorker(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, awaits(0), func(o *executions.Options) { o.Workers, o.LeaseTTL = 1, time.Minute })
-	held := p.beginWith(t, "held")
-	until(t, pool, held, executions.Waiting)
+	p := startEngine(t, pool, eventFlow(0), func(o *executions.Options) { o.Workers, o.LeaseTTL = 1, time.Minute })
+	held := p.startWithInput(t, "held")
+	awaitStatus(t, pool, held, executions.Waiting)
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select pg_advisory_xact_lock(hashtextextended('wait event held', 0))`)
 	var group errgroup.Group
@@ -359,17 +359,17 @@ func TestABlockedEventReservesNoWorker(t *testing.T) {
 			and database = (select oid from pg_database where datname = current_database())`) > 0
 	}, "the event waits")
 	mustDeliver(t, pool, "other", "{}")
-	until(t, pool, p.beginWith(t, "other"), executions.Completed)
+	awaitStatus(t, pool, p.startWithInput(t, "other"), executions.Completed)
 	require.NoError(t, tx.Rollback(t.Context()))
 	assert.NoError(t, group.Wait())
-	until(t, pool, held, executions.Completed)
+	awaitStatus(t, pool, held, executions.Completed)
 }
 
 // An event sent in a replay must not reach the database in a batch with others.
-func TestASealedEventJoinsNoBatch(t *testing.T) {
+func TestReplayedEventJoinsNoBatch(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, awaits(0))
+	p := startEngine(t, pool, eventFlow(0))
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	sealed, _ := postgres.WithoutDatabase(t.Context())
 	group, ctx := errgroup.WithContext(t.Context())
@@ -393,11 +393,11 @@ func TestASealedEventJoinsNoBatch(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_events where key = 'sealed'`))
 }
 
-func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
+func TestWorkerIsFreeDuringCompletion(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	ran := make(chan string, 10)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		x, _ := executions.Current(ctx)
 		ran <- x.ID
 		return executions.Result{}, nil
@@ -405,17 +405,17 @@ func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `lock table agent_events in share mode`) // no execution can complete
-	first, second := p.begin(t, "flow"), p.begin(t, "flow")
+	first, second := p.startFlow(t, "flow"), p.startFlow(t, "flow")
 	both := []string{testkit.Receive(t, ran), testkit.Receive(t, ran)}
 	slices.Sort(both) // a start with a free worker may overtake one without
 	assert.NoDiff(t, []string{first, second}, both)
 	require.NoError(t, tx.Rollback(t.Context()))
-	until(t, pool, first, executions.Completed)
-	until(t, pool, second, executions.Completed)
+	awaitStatus(t, pool, first, executions.Completed)
+	awaitStatus(t, pool, second, executions.Completed)
 }
 
 // The record returned with the claim equals the stored one: for the wait alone, and with earlier records.
-func TestTheClaimedRecordEqualsTheStoredOne(t *testing.T) {
+func TestClaimedCheckpointsEqualStoredOnes(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	me := newWorker(t, pool)
@@ -427,7 +427,7 @@ func TestTheClaimedRecordEqualsTheStoredOne(t *testing.T) {
 		{"early", 2},
 		{"event", 1}, // an existing record under the name of the wait stays
 	} {
-		id := parked(t, pool, "k", "flow", 2)
+		id := insertWaiting(t, pool, "k", "flow", 2)
 		if record.before != "" {
 			pgtest.Exec(t, pool, `
 				insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
@@ -464,7 +464,7 @@ func deliverDuring(t *testing.T, pool *pgxpool.Pool, worker, id string, change f
 	done := make(chan []delivery, 1)
 	go func() {
 		defer close(done) // also on a failure
-		done <- deliverBatch(t, pool, worker, 2, one, "k")
+		done <- deliverBatch(t, pool, worker, 2, singleDelivery, "k")
 	}()
 	pgtest.Until(t, pool, true, `
 			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'
@@ -475,7 +475,7 @@ func deliverDuring(t *testing.T, pool *pgxpool.Pool, worker, id string, change f
 }
 
 // The function decides after it has locked the row.
-func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
+func TestEventRechecksAfterLockWait(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		change  func(t *testing.T, tx pgx.Tx, id, worker string)
@@ -507,9 +507,9 @@ func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			me, id := newWorker(t, pool), parked(t, pool, "k", "flow", 2)
+			me, id := newWorker(t, pool), insertWaiting(t, pool, "k", "flow", 2)
 			got := deliverDuring(t, pool, me, id, func(tx pgx.Tx) { c.change(t, tx, id, me) })
-			x := get(t, pool, id)
+			x := getExecution(t, pool, id)
 			assert.Truef(t, len(got) == 1 && (got[0].Claimed != nil) == c.claimed && (x.ClaimedBy != nil) == c.claimed &&
 				x.Status == c.status, "answered %+v, it is %s and claimed by %q", got, x.Status, postgres.Deref(x.ClaimedBy))
 			taken := pgtest.Value[bool](t, pool, `select consumed_by is not null from agent_events where key = 'k'`)
@@ -523,13 +523,13 @@ func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 }
 
 // The source of an event is recorded for that event only, not for other events of the transaction.
-func TestTheSourceOfAnEventIsRecordedForItAlone(t *testing.T) {
+func TestEventSourceIsRecordedPerEvent(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for range 2 {
-		parked(t, pool, "two", "flow", 2)
+		insertWaiting(t, pool, "two", "flow", 2)
 	}
-	parked(t, pool, "one", "flow", 2)
+	insertWaiting(t, pool, "one", "flow", 2)
 	request := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7()::text`)
 	for name, event := range map[string][2]string{
 		"nobody waits":  {"EVENT_COMPLETED", "none"},
@@ -560,7 +560,7 @@ func TestTheSourceOfAnEventIsRecordedForItAlone(t *testing.T) {
 func (w *waiter) send(thread, text string) (queued bool) {
 	w.t.Helper()
 	return pgtest.Value[bool](w.t, w.pool, `select queued from lanekeeper.send_agent_message(@thread, @id, @claim, @text)`,
-		postgres.Strict{"thread": thread, "id": w.id, "claim": w.n, "text": text})
+		postgres.Strict{"thread": thread, "id": w.id, "claim": w.claim, "text": text})
 }
 
 func receiveMessage(t *testing.T, db postgres.DB, thread, text string) {
@@ -569,7 +569,7 @@ func receiveMessage(t *testing.T, db postgres.DB, thread, text string) {
 		postgres.Strict{"thread": thread, "text": text})
 }
 
-func answer(out *executions.Outcome) string {
+func outcomeData(out *executions.Outcome) string {
 	if out == nil {
 		return "nothing"
 	}
@@ -577,7 +577,7 @@ func answer(out *executions.Outcome) string {
 }
 
 // Only a message after the question answers it, also if it came before the wait began.
-func TestAnAnswerComesAfterItsQuestion(t *testing.T) {
+func TestOnlyLaterMessageAnswersQuestion(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
@@ -585,25 +585,25 @@ func TestAnAnswerComesAfterItsQuestion(t *testing.T) {
 	receiveMessage(t, pool, "t", "old")
 	w.send("t", "how old are you?")
 	if got := w.park("first", "response", "t"); got != nil {
-		t.Fatalf("a message from before the question answered it: %s", answer(got))
+		t.Fatalf("a message from before the question answered it: %s", outcomeData(got))
 	}
 	receiveMessage(t, pool, "t", "seven")
-	if got := w.resume("first"); !strings.Contains(answer(got), "seven") {
-		t.Errorf("answered with %s", answer(got))
+	if got := w.resume("first"); !strings.Contains(outcomeData(got), "seven") {
+		t.Errorf("answered with %s", outcomeData(got))
 	}
 	w.send("t", "and your name?")
 	receiveMessage(t, pool, "t", "Ana")
 	receiveMessage(t, pool, "t", "or Eva")
-	if got := w.park("second", "response", "t"); !strings.Contains(answer(got), "Ana") {
-		t.Errorf("answered with %s", answer(got))
+	if got := w.park("second", "response", "t"); !strings.Contains(outcomeData(got), "Ana") {
+		t.Errorf("answered with %s", outcomeData(got))
 	}
-	if got := w.park("third", "response", "t"); !strings.Contains(answer(got), "Eva") { // it has no new question
-		t.Errorf("answered with %s", answer(got))
+	if got := w.park("third", "response", "t"); !strings.Contains(outcomeData(got), "Eva") { // it has no new question
+		t.Errorf("answered with %s", outcomeData(got))
 	}
 }
 
 // A message and a question come at nearly the same time. Their order in the thread decides, whatever their clocks say.
-func TestTheOrderOfTheThreadDecidesWhatAnswers(t *testing.T) {
+func TestThreadOrderDecidesAnswer(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
@@ -611,19 +611,19 @@ func TestTheOrderOfTheThreadDecidesWhatAnswers(t *testing.T) {
 	w.send("t", "question")
 	receiveMessage(t, pool, "t", "answer")
 	pgtest.Exec(t, pool, `update agent_events set created_at = created_at - interval '1 second' where key = 't'`)
-	if got := w.park("first", "response", "t"); !strings.Contains(answer(got), "answer") {
-		t.Errorf("answered with %s", answer(got))
+	if got := w.park("first", "response", "t"); !strings.Contains(outcomeData(got), "answer") {
+		t.Errorf("answered with %s", outcomeData(got))
 	}
 	receiveMessage(t, pool, "t", "early")
 	pgtest.Exec(t, pool, `update agent_events set created_at = created_at + interval '1 minute' where key = 't'`)
 	w.send("t", "question again")
 	if got := w.park("second", "response", "t"); got != nil {
-		t.Errorf("answered with %s", answer(got))
+		t.Errorf("answered with %s", outcomeData(got))
 	}
 }
 
 // No message answers a question in the queue, and its timeout does not run.
-func TestTheTimeoutStartsWhenTheMessageIsSent(t *testing.T) {
+func TestResponseTimeoutStartsAtSend(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
@@ -633,9 +633,9 @@ func TestTheTimeoutStartsWhenTheMessageIsSent(t *testing.T) {
 		"the second message was not queued, or was answered")
 	first.park("wait", "response", "t")
 	receiveMessage(t, pool, "t", "answer to one")
-	if got := first.resume("wait"); !strings.Contains(answer(got), "answer to one") ||
+	if got := first.resume("wait"); !strings.Contains(outcomeData(got), "answer to one") ||
 		second.status() != executions.Waiting {
-		t.Fatalf("the first got %s, the second is %s", answer(got), second.status())
+		t.Fatalf("the first got %s, the second is %s", outcomeData(got), second.status())
 	}
 	days := func() int {
 		return pgtest.Value[int](t, pool, `select round(extract(epoch from waiting_until - clock_timestamp()) / 86400)::int
@@ -644,11 +644,11 @@ func TestTheTimeoutStartsWhenTheMessageIsSent(t *testing.T) {
 	}
 	assert.Equal(t, 30, days())
 	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
-		postgres.Strict{"id": first.id, "claim": first.n})
+		postgres.Strict{"id": first.id, "claim": first.claim})
 	pgtest.Exec(t, pool, `select lanekeeper.flush_agent_thread('t')`)
 	assert.Equal(t, 1, days())
 	receiveMessage(t, pool, "t", "answer to two")
-	if got := second.resume("wait"); !strings.Contains(answer(got), "answer to two") {
-		t.Errorf("the second got %s", answer(got))
+	if got := second.resume("wait"); !strings.Contains(outcomeData(got), "answer to two") {
+		t.Errorf("the second got %s", outcomeData(got))
 	}
 }

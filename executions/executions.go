@@ -154,7 +154,7 @@ func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {
 	if err != nil {
 		return Execution{}, fmt.Errorf("read execution: %w", err)
 	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
+	x, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return Execution{}, notFoundError(ctx, db, id)
@@ -163,7 +163,7 @@ func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {
 	case err != nil:
 		return Execution{}, fmt.Errorf("read execution: %w", err)
 	}
-	return got, nil
+	return x, nil
 }
 
 // notFoundError returns ErrNotFound. Its text names retention when a pass has removed executions and this id is old
@@ -175,11 +175,11 @@ func notFoundError(ctx context.Context, db postgres.DB, id string) error {
 		 where r.kind = 'executions' and p.removed > 0
 		   and (r.keep is null or @id::uuid < lanekeeper.agent_uuid7_floor(clock_timestamp() - r.keep))`,
 		postgres.Strict{"id": id})
-	keeps, err := postgres.CollectOne(rows, err, ErrNotFound, "execution "+id, pgx.RowTo[string])
+	detail, err := postgres.CollectOne(rows, err, ErrNotFound, "execution "+id, pgx.RowTo[string])
 	if err != nil {
 		return err
 	}
-	return fmt.Errorf("execution %s: %w; retention may have removed it%s", id, ErrNotFound, keeps)
+	return fmt.Errorf("execution %s: %w; retention may have removed it%s", id, ErrNotFound, detail)
 }
 
 // Filter narrows a listing. Zero values do not narrow. Limit defaults to 50 and is at most 1000. The listing
@@ -353,9 +353,9 @@ func (x Execution) hidesTexts(ctx context.Context) bool {
 }
 
 // Redacted returns the checkpoint of an execution without secrets and hidden texts; see [Execution.Redacted].
-func (c Checkpoint) Redacted(ctx context.Context, of Execution) Checkpoint {
+func (c Checkpoint) Redacted(ctx context.Context, x Execution) Checkpoint {
 	c.Step = redact.Text(c.Step, maxRedactedBytes)
-	if c.Output = redactValue(c.Output); of.hidesTexts(ctx) {
+	if c.Output = redactValue(c.Output); x.hidesTexts(ctx) {
 		c.Output = activity.HiddenJSON(c.Output)
 	}
 	return c

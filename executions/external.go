@@ -24,17 +24,17 @@ const External = "external"
 // IsExternal reports whether external workers run a flow.
 func IsExternal(flow string) bool { return flow == External || strings.HasPrefix(flow, External+":") }
 
-// reserved are the flows that only the program itself starts.
-var reserved = []string{
+// reservedFlows are the flows that only the program itself starts.
+var reservedFlows = []string{
 	"automation", "chat", "chat_relay", "chat_summary", "delegate", "eval", "heartbeat", "mcp.call", "operate",
 	"skill_call", "webhook",
 }
 
 // Reserved lists the flows that only the program itself starts, sorted. No other program may register them.
-func Reserved() []string { return slices.Clone(reserved) }
+func Reserved() []string { return slices.Clone(reservedFlows) }
 
 // IsReserved reports whether only the program itself starts a flow.
-func IsReserved(flow string) bool { return slices.Contains(reserved, ReservedName(flow)) }
+func IsReserved(flow string) bool { return slices.Contains(reservedFlows, ReservedName(flow)) }
 
 // ReservedName is the flow without the id of an eval's trial: "eval" for "eval:1f0c".
 func ReservedName(flow string) string {
@@ -94,82 +94,82 @@ type RunLock struct {
 //
 // Errors: ErrNotFound, ErrNotExternal, ErrHeld with its holder, ErrNotReady, ErrEnded, ErrPaused, ErrMalformed.
 func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duration) (RunLock, error) {
-	var got RunLock
-	var refused error
-	var ends []endedExecution
+	var lock RunLock
+	var refusal error
+	var ended []endedExecution
 	err := postgres.InTx(ctx, e.pool, func(tx pgx.Tx) (err error) {
-		got, refused, err = lockRun(ctx, tx, id, owner, ttl)
-		if err != nil || !errors.Is(refused, ErrEnded) {
+		lock, refusal, err = lockRun(ctx, tx, id, owner, ttl)
+		if err != nil || !errors.Is(refusal, ErrEnded) {
 			return err // a refusal commits too: the expired lock is settled
 		}
 		b := &pgx.Batch{}
-		queueEnded(b, &ends)
+		queueEnded(b, &ended)
 		return tx.SendBatch(ctx, b).Close()
 	})
-	if held, paused := errors.AsType[*PausedError](explainPaused(ctx, e.pool, err)); paused {
-		return RunLock{}, &RunError{Err: ErrPaused, Detail: held.Pause.since() + "; lock it after the pause"}
+	if pausedErr, paused := errors.AsType[*PausedError](explainPaused(ctx, e.pool, err)); paused {
+		return RunLock{}, &RunError{Err: ErrPaused, Detail: pausedErr.Pause.since() + "; lock it after the pause"}
 	}
 	switch {
 	case err != nil:
 		return RunLock{}, fmt.Errorf("lock execution %s: %w", id, invalidArgument(err))
-	case refused != nil:
-		if errors.Is(refused, ErrEnded) {
-			e.logEnded(ctx, ends)
+	case refusal != nil:
+		if errors.Is(refusal, ErrEnded) {
+			e.logEnded(ctx, ended)
 			e.deliverCompletion(ctx, id)
 		}
-		return RunLock{}, refused
+		return RunLock{}, refusal
 	}
 	message := "execution resumed"
-	if got.Execution.Claim == 1 {
+	if lock.Execution.Claim == 1 {
 		message = "execution started"
 	}
-	e.log.InfoContext(ctx, message, append(executionAttrs(got.Execution.TraceID, id), "flow", got.Execution.Flow, //nolint:sloglint // one of two constants
-		"claim", got.Execution.Claim, "checkpoints", len(got.Checkpoints), "owner", owner)...)
-	return got, nil
+	e.log.InfoContext(ctx, message, append(executionAttrs(lock.Execution.TraceID, id), "flow", lock.Execution.Flow, //nolint:sloglint // one of two constants
+		"claim", lock.Execution.Claim, "checkpoints", len(lock.Checkpoints), "owner", owner)...)
+	return lock, nil
 }
 
 // lockRun is LockRun in a transaction.
-func lockRun(ctx context.Context, tx pgx.Tx, id, owner string, ttl time.Duration) (got RunLock, refused, err error) {
-	var lockID, holder, why *string
-	var expires *time.Time
+func lockRun(ctx context.Context, tx pgx.Tx, id, owner string, ttl time.Duration) (lock RunLock, refusal, err error) {
+	var lockID, holder, reason *string
+	var expiresAt *time.Time
 	err = tx.QueryRow(ctx, `select lock_id, expires_at, holder, refused from lock_agent_execution(@id, @owner, @ttl)`,
 		postgres.Strict{"id": id, "owner": owner, "ttl": int(min(max(ttl, 0), 1<<20*time.Second).Seconds())}).
-		Scan(&lockID, &expires, &holder, &why)
+		Scan(&lockID, &expiresAt, &holder, &reason)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return RunLock{}, nil, ErrNotFound
 	}
 	if err != nil {
 		return RunLock{}, nil, err
 	}
-	if got.Execution, err = Get(ctx, tx, id); err != nil {
+	if lock.Execution, err = Get(ctx, tx, id); err != nil {
 		return RunLock{}, nil, err
 	}
-	if why != nil {
-		return RunLock{}, lockRefusal(ctx, *why, got.Execution, holder, expires), nil
+	if reason != nil {
+		return RunLock{}, lockRefusal(ctx, *reason, lock.Execution, holder, expiresAt), nil
 	}
-	got.LockID, got.ExpiresAt = *lockID, *expires
-	got.Checkpoints, err = Checkpoints(ctx, tx, id)
-	return got, nil, err
+	lock.LockID, lock.ExpiresAt = *lockID, *expiresAt
+	lock.Checkpoints, err = Checkpoints(ctx, tx, id)
+	return lock, nil, err
 }
 
 // lockRefusal explains a refused lock.
-func lockRefusal(ctx context.Context, why string, x Execution, holder *string, expires *time.Time) error {
+func lockRefusal(ctx context.Context, reason string, x Execution, holder *string, expiresAt *time.Time) error {
 	x = x.Redacted(ctx)
-	refused := &RunError{TraceID: x.TraceID}
-	switch why {
+	refusal := &RunError{TraceID: x.TraceID}
+	switch reason {
 	case "held":
-		refused.Err, refused.Holder = ErrHeld, *holder
-		refused.Detail = fmt.Sprintf("%s holds it until %s, or longer after a heartbeat", *holder,
-			expires.UTC().Format(time.RFC3339))
+		refusal.Err, refusal.Holder = ErrHeld, *holder
+		refusal.Detail = fmt.Sprintf("%s holds it until %s, or longer after a heartbeat", *holder,
+			expiresAt.UTC().Format(time.RFC3339))
 	case "waiting":
-		refused.Err, refused.Detail = ErrNotReady, "for "+describeWait(x)+"; lock it after the wait"
+		refusal.Err, refusal.Detail = ErrNotReady, "for "+describeWait(x)+"; lock it after the wait"
 	case "inside":
-		refused.Err, refused.Detail = ErrNotExternal, fmt.Sprintf("its flow is %s, not %s or %s:NAME",
+		refusal.Err, refusal.Detail = ErrNotExternal, fmt.Sprintf("its flow is %s, not %s or %s:NAME",
 			x.Flow, External, External)
 	default:
-		refused.Err, refused.Detail = ErrEnded, describeEnd(x)
+		refusal.Err, refusal.Detail = ErrEnded, describeEnd(x)
 	}
-	return refused
+	return refusal
 }
 
 // describeWait describes the wait of an execution.
@@ -181,9 +181,9 @@ func describeWait(x Execution) string {
 }
 
 func describeEnd(x Execution) string {
-	for _, why := range []*string{x.ErrorMessage, x.CancelReason} {
-		if why != nil && *why != "" {
-			return fmt.Sprintf("%s, %s", x.Status, *why)
+	for _, reason := range []*string{x.ErrorMessage, x.CancelReason} {
+		if reason != nil && *reason != "" {
+			return fmt.Sprintf("%s, %s", x.Status, *reason)
 		}
 	}
 	return string(x.Status)
@@ -208,14 +208,14 @@ func (e *Engine) RenewLocks(ctx context.Context, lockIDs []string) ([]LockRenewa
 
 // RenewLock renews the lock of one execution. Errors: ErrNotFound, ErrVoid with the reason.
 func (e *Engine) RenewLock(ctx context.Context, id, lockID string) (LockRenewal, error) {
-	got, err := e.renewLocks(ctx, []string{lockID}, id)
+	renewals, err := e.renewLocks(ctx, []string{lockID}, id)
 	if err != nil {
 		return LockRenewal{}, err
 	}
-	if !got[0].Live {
+	if !renewals[0].Live {
 		return LockRenewal{}, e.rejectVoidLock(ctx, id, lockID, "beat", "", nil)
 	}
-	return got[0], nil
+	return renewals[0], nil
 }
 
 // renewLocks renews locks, only those of one execution when id is not nil.
@@ -224,16 +224,16 @@ func (e *Engine) renewLocks(ctx context.Context, lockIDs []string, id any) ([]Lo
 		select lock_id, execution_id::text, trace_id, live, expires_at, status, cancel_requested
 		  from beat_agent_locks(@locks, @id)`,
 		postgres.Strict{"locks": lockIDs, "id": id})
-	got, err := postgres.Collect(rows, err, "renew locks", pgx.RowToStructByPos[LockRenewal])
+	renewals, err := postgres.Collect(rows, err, "renew locks", pgx.RowToStructByPos[LockRenewal])
 	if err != nil {
 		return nil, err
 	}
-	for _, b := range got {
-		if id == nil && !b.Live && b.ExecutionID != nil && b.TraceID != nil {
-			e.recordStale(ctx, *b.TraceID, *b.ExecutionID, b.LockID, "beat", "", nil)
+	for _, renewal := range renewals {
+		if id == nil && !renewal.Live && renewal.ExecutionID != nil && renewal.TraceID != nil {
+			e.recordStale(ctx, *renewal.TraceID, *renewal.ExecutionID, renewal.LockID, "beat", "", nil)
 		}
 	}
-	return got, nil
+	return renewals, nil
 }
 
 // CheckpointRun records a step under a lock. recorded is false when the step has this output already, equal as jsonb.
@@ -244,39 +244,39 @@ func (e *Engine) CheckpointRun(
 	if len(output) == 0 {
 		output = json.RawMessage("null")
 	}
-	var answer string
-	var trace *string
+	var outcome string
+	var storedTraceID *string
 	err = e.pool.QueryRow(ctx, `
 		select checkpoint_agent_execution(@id, @lock, @step, @output), (select trace_id from agent_executions
 		  where id = @id)`,
-		postgres.Strict{"id": id, "lock": lockID, "step": step, "output": output}).Scan(&answer, &trace)
-	if trace != nil {
-		traceID = *trace
+		postgres.Strict{"id": id, "lock": lockID, "step": step, "output": output}).Scan(&outcome, &storedTraceID)
+	if storedTraceID != nil {
+		traceID = *storedTraceID
 	}
 	switch {
 	case postgres.IsCode(err, "LK001"):
 		return "", false, e.rejectVoidLock(ctx, id, lockID, "checkpoint", step, output)
 	case err != nil:
 		return "", false, fmt.Errorf("record step of execution %s: %w", id, invalidArgument(err))
-	case answer == "different":
+	case outcome == "different":
 		return traceID, false, &RunError{
 			Err: ErrOutputConflict, TraceID: traceID,
 			Detail: fmt.Sprintf("%.100q keeps the first output; give each step its own name", step),
 		}
 	}
-	if answer == "created" {
+	if outcome == "created" {
 		e.log.InfoContext(ctx, "checkpoint saved", append(executionAttrs(traceID, id), "step", step)...)
 	}
-	return traceID, answer == "created", nil
+	return traceID, outcome == "created", nil
 }
 
 // rejectVoidLock explains a void lock, and records the rejected write.
 func (e *Engine) rejectVoidLock(ctx context.Context, id, lockID, write, step string, output json.RawMessage) error {
-	refused := e.voidLockError(ctx, id)
-	if void, is := errors.AsType[*RunError](refused); is && errors.Is(void, ErrVoid) {
-		e.recordStale(ctx, void.TraceID, id, lockID, write, step, output)
+	refusal := e.voidLockError(ctx, id)
+	if voidErr, ok := errors.AsType[*RunError](refusal); ok && errors.Is(voidErr, ErrVoid) {
+		e.recordStale(ctx, voidErr.TraceID, id, lockID, write, step, output)
 	}
-	return refused
+	return refusal
 }
 
 // recordStale records a rejected write of an external worker in the activity log. The first few writes per lock have a
@@ -284,12 +284,12 @@ func (e *Engine) rejectVoidLock(ctx context.Context, id, lockID, write, step str
 func (e *Engine) recordStale(ctx context.Context, traceID, id, lockID, write, step string, output json.RawMessage) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
-	var kept any
+	var redacted any
 	if len(output) > 0 {
-		kept = redact.JSON(output, activity.MaxField)
+		redacted = redact.JSON(output, activity.MaxField)
 	}
 	if _, err := e.pool.Exec(ctx, `select record_stale_agent_write(@id, @lock, @write, @step, @output)`,
-		postgres.Strict{"id": id, "lock": lockID, "write": write, "step": step, "output": kept}); err != nil {
+		postgres.Strict{"id": id, "lock": lockID, "write": write, "step": step, "output": redacted}); err != nil {
 		e.log.WarnContext(ctx, "stale write not recorded",
 			append(executionAttrs(traceID, id), "step", step, "error", err)...)
 		return
@@ -304,7 +304,7 @@ func (e *Engine) voidLockError(ctx context.Context, id string) error {
 		return err
 	}
 	x = x.Redacted(ctx)
-	refused := &RunError{Err: ErrVoid, TraceID: x.TraceID}
+	refusal := &RunError{Err: ErrVoid, TraceID: x.TraceID}
 	var owner string
 	err = e.pool.QueryRow(ctx, `
 		select coalesce((select w.owner from agent_workers w join agent_executions x on x.claimed_by = w.id
@@ -315,17 +315,17 @@ func (e *Engine) voidLockError(ctx context.Context, id string) error {
 	}
 	switch {
 	case x.Status.Ended():
-		refused.Detail = "the run has ended: " + describeEnd(x) + ". Stop the work"
+		refusal.Detail = "the run has ended: " + describeEnd(x) + ". Stop the work"
 	case x.Status == Waiting:
-		refused.Detail = "it was released, and the run waits for " + describeWait(x)
+		refusal.Detail = "it was released, and the run waits for " + describeWait(x)
 	case owner != "":
-		refused.Holder = owner
-		refused.Detail = "the run is locked by " + owner + ", which continues it. Stop the work"
+		refusal.Holder = owner
+		refusal.Detail = "the run is locked by " + owner + ", which continues it. Stop the work"
 	default:
-		refused.Detail = "it expired or was released. Stop the work, and lock the run again to continue from its last " +
+		refusal.Detail = "it expired or was released. Stop the work, and lock the run again to continue from its last " +
 			"checkpoint"
 	}
-	return refused
+	return refusal
 }
 
 // executionAttrs are the log attributes of every line about an execution.
@@ -335,11 +335,11 @@ func executionAttrs(traceID, id string) []any {
 
 // invalidArgument turns a rejected argument into ErrMalformed, with the database's message.
 func invalidArgument(err error) error {
-	refused, is := errors.AsType[*pgconn.PgError](err)
-	if !is || !slices.Contains([]string{"22023", "22P02", "22P05", "22003"}, refused.Code) {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok || !slices.Contains([]string{"22023", "22P02", "22P05", "22003"}, pgErr.Code) {
 		return err
 	}
-	return &RunError{Err: ErrMalformed, Detail: postgres.Told(refused)}
+	return &RunError{Err: ErrMalformed, Detail: postgres.Told(pgErr)}
 }
 
 // UnlockParams describe how an external worker releases a lock.
@@ -361,60 +361,60 @@ type UnlockParams struct {
 //
 // Errors: ErrNotFound, ErrVoid with the reason, ErrMalformed.
 func (e *Engine) UnlockRun(
-	ctx context.Context, id, lockID string, r UnlockParams,
+	ctx context.Context, id, lockID string, p UnlockParams,
 ) (status Status, traceID string, err error) {
 	var timeout any
-	if r.Timeout != 0 {
-		timeout = r.Timeout.Seconds()
+	if p.Timeout != 0 {
+		timeout = p.Timeout.Seconds()
 	}
-	var failure, result any
-	if r.Error != "" || r.Status == Failed {
-		failure = r.Error
+	var errorMessage, result any
+	if p.Error != "" || p.Status == Failed {
+		errorMessage = p.Error
 	}
-	if len(r.Result) > 0 {
-		result = r.Result
+	if len(p.Result) > 0 {
+		result = p.Result
 	}
 	err = e.pool.QueryRow(ctx, `
 		select unlock_agent_execution(@id, @lock, @status, @summary, @error, @kind, @key,
 		  make_interval(secs => @timeout::float8), @result),
 		       (select trace_id from agent_executions where id = @id)`, postgres.Strict{
-		"id": id, "lock": lockID, "status": string(r.Status), "summary": r.Summary, "error": failure,
-		"kind": null(r.For), "key": null(r.Key),
+		"id": id, "lock": lockID, "status": string(p.Status), "summary": p.Summary, "error": errorMessage,
+		"kind": null(p.For), "key": null(p.Key),
 		"timeout": timeout, "result": result,
 	}).Scan(&status, &traceID)
 	switch {
 	case postgres.IsCode(err, "LK001"):
-		return "", "", e.rejectVoidLock(ctx, id, lockID, "release", string(r.Status), r.Result)
+		return "", "", e.rejectVoidLock(ctx, id, lockID, "release", string(p.Status), p.Result)
 	case err != nil:
 		return "", "", fmt.Errorf("unlock execution %s: %w", id, invalidArgument(err))
 	}
-	e.logUnlocked(ctx, id, traceID, status, r)
+	e.logUnlocked(ctx, id, traceID, status, p)
 	return status, traceID, nil
 }
 
 // logUnlocked logs the result of an unlock, and resumes waiting executions.
-func (e *Engine) logUnlocked(ctx context.Context, id, traceID string, status Status, r UnlockParams) {
+func (e *Engine) logUnlocked(ctx context.Context, id, traceID string, status Status, p UnlockParams) {
 	attrs := executionAttrs(traceID, id)
 	switch {
 	case status == Waiting:
-		e.log.InfoContext(ctx, "execution waiting", append(attrs, "waiting_for", r.For, "waiting_key", r.Key)...)
-		if r.Timeout > 0 {
-			e.wakeSweepIn(r.Timeout)
+		e.log.InfoContext(ctx, "execution waiting", append(attrs, "waiting_for", p.For, "waiting_key", p.Key)...)
+		if p.Timeout > 0 {
+			e.wakeSweepIn(p.Timeout)
 		}
 	case status.Ended():
 		e.log.InfoContext(ctx, "execution completed", append(attrs, "result_type", resultType(status),
 			"status", string(status))...)
 		e.log.InfoContext(ctx, "event emitted", append(attrs, "event", "AGENT_COMPLETED", "key", id)...)
-		var freed int
+		var released int
 		var claim int64
 		err := e.pool.QueryRow(ctx, `
 			select coalesce((v.data ->> 'locks_released')::int, 0), x.claim from agent_events v
 			  join agent_executions x on x.id = @id::uuid where v.external_id = 'completed ' || @id::text`,
-			postgres.Strict{"id": id}).Scan(&freed, &claim)
+			postgres.Strict{"id": id}).Scan(&released, &claim)
 		if err != nil {
 			e.log.WarnContext(ctx, "number of released lanes not read", append(attrs, "error", err)...)
 		}
-		e.logReleased(ctx, id, claim, freed, attrs...)
+		e.logReleased(ctx, id, claim, released, attrs...)
 		e.deliverCompletion(ctx, id)
 	}
 }

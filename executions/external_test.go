@@ -21,8 +21,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// external starts a run for external workers.
-func (p *process) external(t *testing.T, change ...func(*executions.Spec)) string {
+// startExternal starts a run for external workers.
+func (p *testEngine) startExternal(t *testing.T, change ...func(*executions.Spec)) string {
 	t.Helper()
 	s := executions.Spec{Flow: "external:test", Surface: trace.Flow, Input: map[string]int{"n": 1}}
 	for _, c := range change {
@@ -33,24 +33,24 @@ func (p *process) external(t *testing.T, change ...func(*executions.Spec)) strin
 	return x.ID
 }
 
-func handOn(s *executions.Spec) { s.OnLost = "hand_on" }
+func onLostHandOn(s *executions.Spec) { s.OnLost = "hand_on" }
 
-func (p *process) lock(t *testing.T, id, owner string) executions.RunLock {
+func (p *testEngine) lock(t *testing.T, id, owner string) executions.RunLock {
 	t.Helper()
 	got, err := p.LockRun(t.Context(), id, owner, 30*time.Second)
 	require.NoError(t, err)
 	return got
 }
 
-func (p *process) record(t *testing.T, id, lock, step, output string) bool {
+func (p *testEngine) checkpoint(t *testing.T, id, lock, step, output string) bool {
 	t.Helper()
 	_, anew, err := p.CheckpointRun(t.Context(), id, lock, step, json.RawMessage(output))
 	require.NoError(t, err)
 	return anew
 }
 
-// void checks that every operation under a lock fails with the given words.
-func (p *process) void(t *testing.T, id, lock, words string) {
+// wantVoid checks that every operation under a lock fails with the given words.
+func (p *testEngine) wantVoid(t *testing.T, id, lock, words string) {
 	t.Helper()
 	_, beat := p.RenewLock(t.Context(), id, lock)
 	_, _, record := p.CheckpointRun(t.Context(), id, lock, "late", json.RawMessage(`1`))
@@ -61,16 +61,16 @@ func (p *process) void(t *testing.T, id, lock, words string) {
 	}
 }
 
-// workers counts the rows of agent_workers.
-func workers(t *testing.T, db postgres.DB) int {
+// countExternalWorkers counts the rows of agent_workers.
+func countExternalWorkers(t *testing.T, db postgres.DB) int {
 	t.Helper()
 	return pgtest.Value[int](t, db, `select count(*)::int from agent_workers where kind = 'outside'`)
 }
 
-func TestARunLockIsAcquiredRenewedAndReleased(t *testing.T) {
+func TestRunLockLifecycle(t *testing.T) {
 	t.Parallel()
-	p := prepare(t, pgtest.DB(t), nil)
-	id := p.external(t)
+	p := newEngine(t, pgtest.DB(t), nil)
+	id := p.startExternal(t)
 	first := p.lock(t, id, "worker 1")
 	assert.Truef(t, first.Execution.Status == executions.Running && first.Execution.Claim == 1 &&
 		len(first.Checkpoints) == 0 && string(first.Execution.Input) == `{"n": 1}`, "lock is %+v", first)
@@ -81,8 +81,8 @@ func TestARunLockIsAcquiredRenewedAndReleased(t *testing.T) {
 	_, err := p.LockRun(t.Context(), id, "worker 2", time.Minute)
 	assert.Truef(t, errors.Is(err, executions.ErrHeld) && errors.As(err, &refused) && refused.Holder == "worker 1" &&
 		refused.TraceID == first.Execution.TraceID, "another got %v", err)
-	assert.True(t, p.record(t, id, first.LockID, "a", `{"x": 1, "y": [1.0]}`) &&
-		!p.record(t, id, first.LockID, "a", ` {"y":[1.0],"x":1}`), "the step is not recorded once")
+	assert.True(t, p.checkpoint(t, id, first.LockID, "a", `{"x": 1, "y": [1.0]}`) &&
+		!p.checkpoint(t, id, first.LockID, "a", ` {"y":[1.0],"x":1}`), "the step is not recorded once")
 	_, _, err = p.CheckpointRun(t.Context(), id, first.LockID, "a", json.RawMessage(`{"x": 2}`))
 	assert.ErrorIs(t, err, executions.ErrOutputConflict, "another output")
 	beat, err := p.RenewLock(t.Context(), id, first.LockID)
@@ -93,19 +93,19 @@ func TestARunLockIsAcquiredRenewedAndReleased(t *testing.T) {
 	})
 	assert.Truef(t, err == nil && status == executions.Completed && traceID == first.Execution.TraceID,
 		"unlock: %s %s %v", status, traceID, err)
-	if x := get(t, p.pool, id); x.ResultSummary != "done" || string(x.Result) != "[1]" || workers(t, p.pool) != 0 {
-		t.Errorf("ended as %+v with %d locks left", x, workers(t, p.pool))
+	if x := getExecution(t, p.pool, id); x.ResultSummary != "done" || string(x.Result) != "[1]" || countExternalWorkers(t, p.pool) != 0 {
+		t.Errorf("ended as %+v with %d locks left", x, countExternalWorkers(t, p.pool))
 	}
-	p.void(t, id, first.LockID, "the run has ended: completed")
+	p.wantVoid(t, id, first.LockID, "the run has ended: completed")
 	_, err = p.LockRun(t.Context(), id, "worker 1", time.Minute)
 	assert.ErrorIs(t, err, executions.ErrEnded, "lock after the end")
 }
 
-func TestInvalidLockRequestsAreRejected(t *testing.T) {
+func TestLockRunRejectsInvalidRequests(t *testing.T) {
 	t.Parallel()
-	p := prepare(t, pgtest.DB(t),
-		flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
-	id := p.external(t)
+	p := newEngine(t, pgtest.DB(t),
+		flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	id := p.startExternal(t)
 	const nobody = "018f0000-0000-7000-8000-000000000000"
 	for name, c := range map[string]struct {
 		id, owner string
@@ -113,7 +113,7 @@ func TestInvalidLockRequestsAreRejected(t *testing.T) {
 		want      error
 	}{
 		"unknown":       {nobody, "w", time.Minute, executions.ErrNotFound},
-		"inside":        {p.begin(t, "flow"), "w", time.Minute, executions.ErrNotExternal},
+		"inside":        {p.startFlow(t, "flow"), "w", time.Minute, executions.ErrNotExternal},
 		"no owner":      {id, "", time.Minute, executions.ErrMalformed},
 		"blank owner":   {id, "  ", time.Minute, executions.ErrMalformed},
 		"control":       {id, "a\nb", time.Minute, executions.ErrMalformed},
@@ -127,7 +127,7 @@ func TestInvalidLockRequestsAreRejected(t *testing.T) {
 	}
 	_, err := p.RenewLock(t.Context(), nobody, "x")
 	assert.ErrorIs(t, err, executions.ErrNotFound, "beat of nobody")
-	lock, other := p.lock(t, id, "w"), p.external(t)
+	lock, other := p.lock(t, id, "w"), p.startExternal(t)
 	_, err = p.RenewLock(t.Context(), other, lock.LockID)
 	assert.ErrorIs(t, err, executions.ErrVoid, "another run's lock")
 	for step, output := range map[string]string{
@@ -139,10 +139,10 @@ func TestInvalidLockRequestsAreRejected(t *testing.T) {
 	}
 }
 
-func TestOneOfFiftyWorkersGetsTheLock(t *testing.T) {
+func TestConcurrentLockRunSucceedsOnce(t *testing.T) {
 	t.Parallel()
-	p := prepare(t, pgtest.DB(t), nil)
-	id := p.external(t, handOn)
+	p := newEngine(t, pgtest.DB(t), nil)
+	id := p.startExternal(t, onLostHandOn)
 	for round := range 3 {
 		var won atomic.Int32
 		var winner atomic.Value
@@ -161,15 +161,15 @@ func TestOneOfFiftyWorkersGetsTheLock(t *testing.T) {
 		}
 		err := group.Wait()
 		require.Truef(t, err == nil && won.Load() == 1, "round %d: %d won, %v", round, won.Load(), err)
-		p.record(t, id, winner.Load().(string), fmt.Sprint("step ", round), "1")
-		expire(t, p.pool, id)
+		p.checkpoint(t, id, winner.Load().(string), fmt.Sprint("step ", round), "1")
+		expireLease(t, p.pool, id)
 	}
 }
 
 func TestRenewalsAndCheckpointsDoNotBlockEachOther(t *testing.T) {
 	t.Parallel()
-	p := prepare(t, pgtest.DB(t), nil)
-	id := p.external(t)
+	p := newEngine(t, pgtest.DB(t), nil)
+	id := p.startExternal(t)
 	lock := p.lock(t, id, "w")
 	checkpoint := pgtest.Begin(t, p.pool)
 	pgtest.Exec(t, checkpoint, `select checkpoint_agent_execution($1, $2, 'slow', '1')`, id, lock.LockID)
@@ -183,25 +183,25 @@ func TestRenewalsAndCheckpointsDoNotBlockEachOther(t *testing.T) {
 	require.NoError(t, checkpoint.Commit(t.Context()))
 	beat := pgtest.Begin(t, p.pool)
 	pgtest.Exec(t, beat, `select beat_agent_locks($1)`, []string{lock.LockID})
-	if !p.record(t, id, lock.LockID, "next", "1") { // while the transaction of the heartbeat is open
+	if !p.checkpoint(t, id, lock.LockID, "next", "1") { // while the transaction of the heartbeat is open
 		t.Error("not recorded")
 	}
 }
 
-func TestATakeoverWaitsForACheckpointAndTheSweepDoesNot(t *testing.T) {
+func TestLockRunWaitsForCheckpointSweepDoesNot(t *testing.T) {
 	t.Parallel()
-	p := prepare(t, pgtest.DB(t), nil)
-	id, other := p.external(t, handOn), p.external(t)
+	p := newEngine(t, pgtest.DB(t), nil)
+	id, other := p.startExternal(t, onLostHandOn), p.startExternal(t)
 	lock := p.lock(t, id, "first")
 	p.lock(t, other, "w")
 	checkpoint := pgtest.Begin(t, p.pool)
 	pgtest.Exec(t, checkpoint, `select checkpoint_agent_execution($1, $2, 'slow', '1')`, id, lock.LockID)
-	expire(t, p.pool, id)
-	expire(t, p.pool, other)
+	expireLease(t, p.pool, id)
+	expireLease(t, p.pool, other)
 	sweep(t, p.pool)
-	x := get(t, p.pool, other)
+	x := getExecution(t, p.pool, other)
 	assert.Truef(t, x.Status == executions.Failed, "the sweep was held up: %+v", x)
-	assert.True(t, get(t, p.pool, id).ClaimedBy != nil, "the claim was taken during a write")
+	assert.True(t, getExecution(t, p.pool, id).ClaimedBy != nil, "the claim was taken during a write")
 	var group errgroup.Group
 	var second executions.RunLock
 	group.Go(func() (err error) {
@@ -214,96 +214,96 @@ func TestATakeoverWaitsForACheckpointAndTheSweepDoesNot(t *testing.T) {
 	require.NoError(t, group.Wait())
 	assert.Truef(t, len(second.Checkpoints) == 1 && second.Checkpoints[0].Step == "slow" && second.Execution.Claim == 3,
 		"who took over saw %+v", second)
-	p.void(t, id, lock.LockID, "locked by second")
+	p.wantVoid(t, id, lock.LockID, "locked by second")
 }
 
-func TestAnExpiredLockIsSettledBeforeTheNextOne(t *testing.T) {
+func TestLockRunSettlesExpiredLock(t *testing.T) {
 	t.Parallel()
-	p := prepare(t, pgtest.DB(t), nil)
-	fails := p.external(t)
+	p := newEngine(t, pgtest.DB(t), nil)
+	fails := p.startExternal(t)
 	lock := p.lock(t, fails, "first")
-	expire(t, p.pool, fails)
-	p.void(t, fails, lock.LockID, "it expired or was released")
+	expireLease(t, p.pool, fails)
+	p.wantVoid(t, fails, lock.LockID, "it expired or was released")
 	_, err := p.LockRun(t.Context(), fails, "second", time.Minute)
 	assert.Truef(t, errors.Is(err, executions.ErrEnded) && strings.Contains(err.Error(), "lease expired"),
 		"lock after the time of one that fails: %v", err)
-	x := get(t, p.pool, fails)
+	x := getExecution(t, p.pool, fails)
 	assert.Truef(t, x.Status == executions.Failed && x.OnLost == "fail", "it is %+v", x)
-	goesOn := p.external(t, handOn)
+	goesOn := p.startExternal(t, onLostHandOn)
 	lock = p.lock(t, goesOn, "first")
-	p.record(t, goesOn, lock.LockID, "a", `"mine"`)
-	expire(t, p.pool, goesOn)
+	p.checkpoint(t, goesOn, lock.LockID, "a", `"mine"`)
+	expireLease(t, p.pool, goesOn)
 	again := p.lock(t, goesOn, "first")
 	assert.Truef(t, again.LockID != lock.LockID && again.Execution.Claim == 3, "the same owner, too late, got %+v", again)
-	p.void(t, goesOn, lock.LockID, "locked by first")
-	assert.Equal(t, 1, workers(t, p.pool))
+	p.wantVoid(t, goesOn, lock.LockID, "locked by first")
+	assert.Equal(t, 1, countExternalWorkers(t, p.pool))
 }
 
-func TestTheSweepFailsOrHandsOnUpToMaxAttempts(t *testing.T) {
+func TestSweepAppliesOnLostAndMaxAttempts(t *testing.T) {
 	t.Parallel()
-	p := prepare(t, pgtest.DB(t), nil)
-	fails, goesOn := p.external(t), p.external(t, handOn, func(s *executions.Spec) { s.MaxAttempts = 3 })
+	p := newEngine(t, pgtest.DB(t), nil)
+	fails, goesOn := p.startExternal(t), p.startExternal(t, onLostHandOn, func(s *executions.Spec) { s.MaxAttempts = 3 })
 	p.lock(t, fails, "w")
 	lock := p.lock(t, goesOn, "w 0")
-	p.record(t, goesOn, lock.LockID, "a", "1")
-	expire(t, p.pool, fails)
-	expire(t, p.pool, goesOn)
+	p.checkpoint(t, goesOn, lock.LockID, "a", "1")
+	expireLease(t, p.pool, fails)
+	expireLease(t, p.pool, goesOn)
 	sweep(t, p.pool)
-	if x := get(t, p.pool, fails); x.Status != executions.Failed || *x.ErrorMessage != "the worker's lease expired" {
+	if x := getExecution(t, p.pool, fails); x.Status != executions.Failed || *x.ErrorMessage != "the worker's lease expired" {
 		t.Errorf("it is %+v", x)
 	}
-	x := get(t, p.pool, goesOn)
-	if x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 || workers(t, p.pool) != 0 {
-		t.Errorf("after the handover the execution is %+v, %d locks", x, workers(t, p.pool))
+	x := getExecution(t, p.pool, goesOn)
+	if x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 || countExternalWorkers(t, p.pool) != 0 {
+		t.Errorf("after the handover the execution is %+v, %d locks", x, countExternalWorkers(t, p.pool))
 	}
 	for i := range 2 { // no further step is recorded
 		p.lock(t, goesOn, fmt.Sprint("w ", i+1))
-		expire(t, p.pool, goesOn)
+		expireLease(t, p.pool, goesOn)
 		sweep(t, p.pool)
 	}
-	if x := get(t, p.pool, goesOn); x.Status != executions.Failed || !strings.Contains(*x.ErrorMessage, "3 workers") {
+	if x := getExecution(t, p.pool, goesOn); x.Status != executions.Failed || !strings.Contains(*x.ErrorMessage, "3 workers") {
 		t.Errorf("after three handovers the execution is %+v", x)
 	}
 }
 
-func TestAWorkerWithoutProgressLosesItsLock(t *testing.T) {
+func TestProgressTimeoutVoidsLock(t *testing.T) {
 	t.Parallel()
-	p := prepare(t, pgtest.DB(t), nil)
+	p := newEngine(t, pgtest.DB(t), nil)
 	slow := func(s *executions.Spec) { s.ProgressSeconds = 60 }
-	fails, goesOn, works := p.external(t, slow), p.external(t, slow, handOn), p.external(t, slow)
+	fails, goesOn, works := p.startExternal(t, slow), p.startExternal(t, slow, onLostHandOn), p.startExternal(t, slow)
 	locks := map[string]executions.RunLock{}
 	for _, id := range []string{fails, goesOn, works} {
 		locks[id] = p.lock(t, id, "w")
 	}
 	pgtest.Exec(t, p.pool, `update agent_executions set updated_at = updated_at - interval '61 seconds'`)
-	p.record(t, works, locks[works].LockID, "a", "1")
+	p.checkpoint(t, works, locks[works].LockID, "a", "1")
 	for _, lock := range locks {
 		got, err := p.RenewLocks(t.Context(), []string{lock.LockID})
 		require.Truef(t, err == nil && got[0].Live, "%+v, %v", got, err)
 	}
 	sweep(t, p.pool)
-	x := get(t, p.pool, works)
+	x := getExecution(t, p.pool, works)
 	assert.Truef(t, x.Status == executions.Running && x.ClaimedBy != nil, "an execution with recorded steps is %+v", x)
-	if x := get(t, p.pool, fails); x.Status != executions.Failed || !strings.Contains(*x.ErrorMessage, "no progress") {
+	if x := getExecution(t, p.pool, fails); x.Status != executions.Failed || !strings.Contains(*x.ErrorMessage, "no progress") {
 		t.Errorf("an execution with OnLost fail is %+v", x)
 	}
-	if x := get(t, p.pool, goesOn); x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 {
+	if x := getExecution(t, p.pool, goesOn); x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 {
 		t.Errorf("an execution with OnLost hand_on is %+v", x)
 	}
-	p.void(t, goesOn, locks[goesOn].LockID, "lock the run again")
+	p.wantVoid(t, goesOn, locks[goesOn].LockID, "lock the run again")
 	p.lock(t, goesOn, "another")
 	pgtest.Exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'
 		where owner = 'w'`)
 	sweep(t, p.pool)
-	if x, n := get(t, p.pool, goesOn), workers(t, p.pool); x.ClaimedBy == nil || n != 1 {
+	if x, n := getExecution(t, p.pool, goesOn), countExternalWorkers(t, p.pool); x.ClaimedBy == nil || n != 1 {
 		t.Errorf("with the second worker the execution is %+v, %d locks", x, n)
 	}
 }
 
-func TestTheNextRenewalReportsACancelAndEndsTheLock(t *testing.T) {
+func TestRenewalReportsCancelOnce(t *testing.T) {
 	t.Parallel()
-	p := prepare(t, pgtest.DB(t), nil)
-	id, before := p.external(t), p.external(t)
+	p := newEngine(t, pgtest.DB(t), nil)
+	id, before := p.startExternal(t), p.startExternal(t)
 	lock := p.lock(t, id, "w")
 	for _, x := range []string{id, before} {
 		_, err := p.Cancel(t.Context(), x, "admin", "not wanted")
@@ -314,23 +314,23 @@ func TestTheNextRenewalReportsACancelAndEndsTheLock(t *testing.T) {
 	got, err := p.RenewLock(t.Context(), id, lock.LockID)
 	assert.Truef(t, err == nil && got.CancelRequested && *got.Status == executions.Cancelled && got.ExpiresAt != nil,
 		"beat after a cancel: %+v, %v", got, err)
-	p.void(t, id, lock.LockID, "not wanted")
-	assert.Equal(t, 0, workers(t, p.pool))
+	p.wantVoid(t, id, lock.LockID, "not wanted")
+	assert.Equal(t, 0, countExternalWorkers(t, p.pool))
 	_, err = p.LockRun(t.Context(), before, "w", time.Minute)
 	assert.ErrorIs(t, err, executions.ErrEnded, "one that was cancelled before its start")
 }
 
-func TestManyLocksAreRenewedIndependently(t *testing.T) {
+func TestRenewLocksRenewsIndependently(t *testing.T) {
 	t.Parallel()
-	p := prepare(t, pgtest.DB(t), nil)
+	p := newEngine(t, pgtest.DB(t), nil)
 	var locks []string
 	for range 3 {
-		id := p.external(t)
+		id := p.startExternal(t)
 		locks = append(locks, p.lock(t, id, "w").LockID)
 	}
-	gone := p.external(t)
+	gone := p.startExternal(t)
 	locks = append(locks, p.lock(t, gone, "w").LockID, "never given")
-	expire(t, p.pool, gone)
+	expireLease(t, p.pool, gone)
 	sweeping := pgtest.Begin(t, p.pool) // like the sweep
 	pgtest.Exec(t, sweeping, `select from agent_workers where expires_at < clock_timestamp() for update`)
 	got, err := p.RenewLocks(t.Context(), locks)
@@ -341,10 +341,10 @@ func TestManyLocksAreRenewedIndependently(t *testing.T) {
 	}
 }
 
-func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
+func TestLockRunReturnsWaitOutcome(t *testing.T) {
 	t.Parallel()
-	p := prepare(t, pgtest.DB(t), nil)
-	id := p.external(t, func(s *executions.Spec) { s.ThreadID = "t-1" })
+	p := newEngine(t, pgtest.DB(t), nil)
+	id := p.startExternal(t, func(s *executions.Spec) { s.ThreadID = "t-1" })
 	lock := p.lock(t, id, "w")
 	wait := func(r executions.UnlockParams) executions.Status {
 		t.Helper()
@@ -368,10 +368,10 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 	if status := wait(executions.UnlockParams{
 		For: "event", Key: "paid",
 		Timeout: time.Hour,
-	}); status != executions.Waiting || workers(t, p.pool) != 0 {
-		t.Fatalf("status %s, %d locks", status, workers(t, p.pool))
+	}); status != executions.Waiting || countExternalWorkers(t, p.pool) != 0 {
+		t.Fatalf("status %s, %d locks", status, countExternalWorkers(t, p.pool))
 	}
-	p.void(t, id, lock.LockID, "waits for event paid")
+	p.wantVoid(t, id, lock.LockID, "waits for event paid")
 	if _, err := p.LockRun(t.Context(), id, "w", time.Minute); !errors.Is(err, executions.ErrNotReady) ||
 		!strings.Contains(err.Error(), "event paid") {
 		t.Errorf("lock while it waits: %v", err)
@@ -386,10 +386,10 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 	_, err = p.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "early", nil, "")
 	require.NoError(t, err)
 	status := wait(executions.UnlockParams{For: "event", Key: "early"})
-	assert.Truef(t, status == executions.Running && workers(t, p.pool) == 0, "for what had come it is %s", status)
+	assert.Truef(t, status == executions.Running && countExternalWorkers(t, p.pool) == 0, "for what had come it is %s", status)
 	for i, r := range []executions.UnlockParams{
 		{For: "response"},
-		{For: "agent", Key: p.external(t)},
+		{For: "agent", Key: p.startExternal(t)},
 		{For: "document", Key: "d"},
 		{For: "signature", Key: "s"},
 		{For: "test", Key: "t"},
@@ -414,11 +414,11 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 	assert.Equal(t, "event response agent document signature test approval delay", keys, "it waited for")
 }
 
-func TestNoProcessClaimsAnExternalExecution(t *testing.T) {
+func TestEngineClaimsNoExternalExecution(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, nil)
-	id := p.external(t, handOn)
+	p := startEngine(t, pool, nil)
+	id := p.startExternal(t, onLostHandOn)
 	never := func(when string) {
 		t.Helper()
 		w := newWorker(t, pool)
@@ -432,7 +432,7 @@ func TestNoProcessClaimsAnExternalExecution(t *testing.T) {
 	}
 	never("new")
 	p.lock(t, id, "w")
-	expire(t, pool, id)
+	expireLease(t, pool, id)
 	sweep(t, pool)
 	never("handed on")
 	lock := p.lock(t, id, "w")
@@ -452,43 +452,43 @@ func TestNoProcessClaimsAnExternalExecution(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "LK002"), "one that begins running: %v", err)
 }
 
-func TestTheEndOfAnExternalExecutionResumesItsParent(t *testing.T) {
+func TestExternalCompletionResumesParent(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Trigger(ctx, "child", executions.Child{Flow: executions.External, Wait: true}))
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.Trigger(ctx, "child", executions.Child{Flow: executions.External, Wait: true}))
 	}))
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Waiting)
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Waiting)
 	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where parent_id = $1`, id)
 	lock := p.lock(t, child, "w")
 	_, _, err := p.UnlockRun(t.Context(), child, lock.LockID,
 		executions.UnlockParams{Status: executions.Failed, Error: "no paper"})
 	require.NoError(t, err)
-	var got executions.Triggered
-	require.NoError(t, json.Unmarshal(until(t, pool, id, executions.Completed).Result, &got))
+	var got executions.ChildResult
+	require.NoError(t, json.Unmarshal(awaitStatus(t, pool, id, executions.Completed).Result, &got))
 	assert.Truef(t, got.ExecutionID == child && !got.Success && got.Error == "no paper" && got.Status == executions.Failed,
 		"the parent saw %+v", got)
 }
 
 // Late writes of a worker appear in the activity log and in the output of why. Each lock has a few rows; its last row
 // counts the remaining writes.
-func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
+func TestRejectedExternalWritesAreRecorded(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	l := &lines{}
-	p := prepare(t, pool, nil, l.into)
-	id := p.external(t, handOn)
+	l := &logLines{}
+	p := newEngine(t, pool, nil, l.capture)
+	id := p.startExternal(t, onLostHandOn)
 	late := p.lock(t, id, "late")
-	p.record(t, id, late.LockID, "first", `1`)
-	expire(t, pool, id)
+	p.checkpoint(t, id, late.LockID, "first", `1`)
+	expireLease(t, pool, id)
 	next := p.lock(t, id, "next")
 	for i := range 26 {
 		_, _, err := p.CheckpointRun(t.Context(), id, late.LockID, fmt.Sprint("step ", i),
 			json.RawMessage(`{"api_key": "sk-secret", "n": 1}`))
 		require.ErrorIs(t, err, executions.ErrVoid)
 	}
-	p.void(t, id, late.LockID, "next") // a heartbeat, a step and a release
+	p.wantVoid(t, id, late.LockID, "next") // a heartbeat, a step and a release
 	_, err := p.LockClaim(t.Context(), id, late.LockID)
 	assert.ErrorIs(t, err, executions.ErrVoid, "a message")
 	_, err = p.RenewLock(t.Context(), id, "another")
@@ -519,17 +519,17 @@ func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 		from lanekeeper.agent_why_log(@trace, 100, 1000) where part = 'trouble'`,
 		postgres.Strict{"trace": late.Execution.TraceID})
 	assert.Contains(t, why, "a write under a void lock was refused: checkpoint in step step 4, and 25 more")
-	assert.True(t, p.record(t, id, next.LockID, "second", `2`), "the next one's step is not recorded")
+	assert.True(t, p.checkpoint(t, id, next.LockID, "second", `2`), "the next one's step is not recorded")
 	assert.True(t, !pgtest.Value[bool](t, pool, `select record_stale_agent_write(gen_random_uuid(), 'x', 'checkpoint')`),
 		"a write of no execution is recorded")
 }
 
 // An external worker that waits for a child lends it its thread and has it back afterwards. It learns the outcome of
 // the child, as a flow inside would.
-func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
+func TestExternalParentLendsThread(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, nil)
+	p := startEngine(t, pool, nil)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
 	says := func(id, lock, words string) (queued bool) {
 		t.Helper()
@@ -538,11 +538,11 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 		return pgtest.Value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t', @id, @claim, @words)`,
 			postgres.Strict{"id": id, "claim": claim, "words": words})
 	}
-	id := p.external(t, func(s *executions.Spec) { s.ThreadID = "t" })
+	id := p.startExternal(t, func(s *executions.Spec) { s.ThreadID = "t" })
 	for n, ends := range []string{"while it waits", "before it waits"} {
 		lock := p.lock(t, id, "coordinator")
 		assert.True(t, !says(id, lock.LockID, "I ask"), "the coordinator's message queues")
-		child := p.external(t, func(s *executions.Spec) {
+		child := p.startExternal(t, func(s *executions.Spec) {
 			s.ParentID, s.ThreadID, s.Awaited, s.Inherits = id, "t", true, true
 		})
 		work := func() {
@@ -566,7 +566,7 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 			assert.Equal(t, executions.Waiting, status)
 			work()
 		}
-		until(t, pool, id, executions.Running)
+		awaitStatus(t, pool, id, executions.Running)
 		lock = p.lock(t, id, "coordinator")
 		var out struct {
 			Data struct {
@@ -585,14 +585,14 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 
 // Many concurrent operations on a few runs. Every rejection has a documented reason, none is a deadlock. Each step
 // keeps its first output, and no step is recorded under a stale claim.
-func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
+func TestWorkersSweepsAndCancelsDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, nil)
+	p := newEngine(t, pool, nil)
 	const runs, actors, rounds = 4, 12, 40
 	ids := make([]string, runs)
 	for i := range ids {
-		ids[i] = p.external(t, handOn, func(s *executions.Spec) {
+		ids[i] = p.startExternal(t, onLostHandOn, func(s *executions.Spec) {
 			s.MaxAttempts, s.ProgressSeconds = 1000, 1
 			if i > 0 {
 				s.ParentID, s.Awaited = ids[0], true
@@ -665,7 +665,7 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 	n := pgtest.Value[int](t, pool, `select count(*)::int from agent_checkpoints where step like 'step %'`)
 	assert.Truef(t, n == int(recorded.Load()) && n != 0, "%d steps are recorded, %d were confirmed", n, recorded.Load())
 	for _, id := range ids {
-		x := get(t, pool, id)
+		x := getExecution(t, pool, id)
 		assert.Truef(t, x.Status == executions.Cancelled, "it is %+v", x)
 	}
 }

@@ -39,11 +39,11 @@ type ForkSpec struct {
 
 // Unforkable makes forks of a flow fail with ErrNoFork and a reason, which names an alternative. Use Unforkable for
 // flows whose owner allows one execution. Call it before Run.
-func (e *Engine) Unforkable(flow, why string) {
+func (e *Engine) Unforkable(flow, reason string) {
 	if e.unforkable == nil {
 		e.unforkable = map[string]string{}
 	}
-	e.unforkable[flow] = why
+	e.unforkable[flow] = reason
 }
 
 // WhyUnforkable returns the reasons of Unforkable, by flow. Call it during Run, and do not change the map.
@@ -67,29 +67,29 @@ func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Ex
 	if err != nil {
 		return Execution{}, fmt.Errorf("fork: %w", err)
 	}
-	if why := e.unforkable[x.Flow]; why != "" {
-		return Execution{}, fmt.Errorf("fork execution %s of %s: %w: %s", x.ID, x.Flow, ErrNoFork, why)
+	if reason := e.unforkable[x.Flow]; reason != "" {
+		return Execution{}, fmt.Errorf("fork execution %s of %s: %w: %s", x.ID, x.Flow, ErrNoFork, reason)
 	}
 	if s.Input != nil && !json.Valid(s.Input) {
 		return Execution{}, fmt.Errorf("fork execution %s: the input is not JSON", x.ID)
 	}
-	var got Execution
+	var forked Execution
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		if s.Input != nil {
 			if err := e.checkInput(ctx, tx, x, s); err != nil {
 				return err
 			}
 		}
-		if got, err = e.fork(ctx, tx, s); err != nil {
+		if forked, err = e.fork(ctx, tx, s); err != nil {
 			return err
 		}
-		return activity.Asked(ctx, tx, "execution "+got.ID)
+		return activity.Asked(ctx, tx, "execution "+forked.ID)
 	})
 	if err != nil {
 		return Execution{}, fmt.Errorf("fork execution %s: %w", x.ID, err)
 	}
-	e.log.InfoContext(ctx, "execution forked", "execution", x.ID, "from", s.From, "fork", got.ID)
-	return got, nil
+	e.log.InfoContext(ctx, "execution forked", "execution", x.ID, "from", s.From, "fork", forked.ID)
+	return forked, nil
 }
 
 //go:embed fork_steps.sql
@@ -99,7 +99,7 @@ var forkStepsSQL string
 // loads the checkpoints. The lock keeps retention from pruning the original meanwhile.
 func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, error) {
 	var id string
-	var was, version *int
+	var oldVersion, version *int
 	err := tx.QueryRow(ctx, `
 		with was as materialized (
 		  select x.*, coalesce((select f.version from agent_flows f where @latest and f.name = x.flow and f.current),
@@ -112,13 +112,13 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 		  from was w
 		returning id::text, flow_version, (select w.flow_version from was w)`, postgres.Strict{
 		"id": s.ID, "from": null(s.From), "input": s.Input, "trace_id": string(trace.New(trace.Flow)), "latest": s.Latest,
-	}).Scan(&id, &version, &was)
+	}).Scan(&id, &version, &oldVersion)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return Execution{}, ErrNotFound
 	} else if err != nil {
 		return Execution{}, err
 	}
-	var found int
+	var stepCount int
 	err = tx.QueryRow(ctx, `
 		with steps as materialized (`+forkStepsSQL+`),
 		copied as (
@@ -128,19 +128,19 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 		              else s.output end, s.created_at
 		    from steps s where s.step is not null)
 		select count(*) from steps`, postgres.Strict{
-		"id": s.ID, "from": null(s.From), "fork": id, "was": was, "version": version,
-	}).Scan(&found)
+		"id": s.ID, "from": null(s.From), "fork": id, "was": oldVersion, "version": version,
+	}).Scan(&stepCount)
 	switch {
 	case err != nil:
 		return Execution{}, err
-	case found == 0:
+	case stepCount == 0:
 		return Execution{}, fmt.Errorf("from %q: %w", s.From, ErrNoStep)
 	}
-	got, err := Get(ctx, tx, id)
+	forked, err := Get(ctx, tx, id)
 	if err != nil {
 		return Execution{}, err
 	}
-	return got, e.insertWakeups(ctx, tx, []wakeup{{got.ID, 0, got.Queue, got.Priority}})
+	return forked, e.insertWakeups(ctx, tx, []wakeup{{forked.ID, 0, forked.Queue, forked.Priority}})
 }
 
 func forkSteps(ctx context.Context, tx pgx.Tx, s ForkSpec) ([]Checkpoint, error) {
@@ -185,16 +185,16 @@ func (e *Engine) checkInput(ctx context.Context, tx pgx.Tx, x Execution, s ForkS
 	}
 	slices.SortStableFunc(checkpoints, func(a, b Checkpoint) int { return a.CreatedAt.Compare(b.CreatedAt) })
 	x.Input, x.Status, x.ErrorMessage = s.Input, Running, nil
-	got, err := e.replayCheckpoints(ctx, x, checkpoints, nil)
+	replayed, err := e.replayCheckpoints(ctx, x, checkpoints, nil)
 	if err != nil {
 		return err
 	}
 	switch {
-	case got.changed != "":
-		return &inputConflict{strings.TrimSuffix(got.changed, ": "+ErrChanged.Error()) +
+	case replayed.changed != "":
+		return &inputConflict{strings.TrimSuffix(replayed.changed, ": "+ErrChanged.Error()) +
 			"; fork from this step or one before it"}
-	case got.failure != "":
-		return fmt.Errorf("%w: with this input the flow fails: %s", ErrNoFork, got.failure)
+	case replayed.failure != "":
+		return fmt.Errorf("%w: with this input the flow fails: %s", ErrNoFork, replayed.failure)
 	}
 	return nil
 }
@@ -240,8 +240,8 @@ func (e *Engine) Retry(ctx context.Context, db postgres.Beginner, id string) (Ex
 		return Execution{}, "", err
 	}
 	from := retryStep(x, checkpoints)
-	got, err := e.Fork(ctx, db, ForkSpec{ID: x.ID, From: from})
-	return got, from, err
+	forked, err := e.Fork(ctx, db, ForkSpec{ID: x.ID, From: from})
+	return forked, from, err
 }
 
 // retryStep chooses the first step of a retry; empty to continue after all checkpoints.
@@ -249,7 +249,7 @@ func retryStep(x Execution, checkpoints []Checkpoint) string {
 	if x.Status == Cancelled || failedByWorkers(x) || len(checkpoints) == 0 {
 		return ""
 	}
-	recorded := func(step string) bool {
+	hasCheckpoint := func(step string) bool {
 		for _, c := range checkpoints {
 			if c.Step == step {
 				return true
@@ -271,11 +271,11 @@ func retryStep(x Execution, checkpoints []Checkpoint) string {
 	}
 	// The step of a checkpoint that contradicts the code did not fail.
 	if x.FailedStep != nil && x.ErrorMessage != nil && strings.Contains(*x.ErrorMessage, ErrChanged.Error()) &&
-		recorded(*x.FailedStep) {
+		hasCheckpoint(*x.FailedStep) {
 		return *x.FailedStep
 	}
 	last := checkpoints[len(checkpoints)-1]
-	if start, ok := strings.CutSuffix(last.Step, " result"); ok && recorded(start) && recorded(start+" wait") {
+	if start, ok := strings.CutSuffix(last.Step, " result"); ok && hasCheckpoint(start) && hasCheckpoint(start+" wait") {
 		return start // the flow returned the child's failure: start a new child
 	}
 	return last.Step
@@ -285,7 +285,7 @@ func retryStep(x Execution, checkpoints []Checkpoint) string {
 // it finds the inner step. It removes each found message from the error, so equal messages count as often as they
 // occur.
 func findFailedStep(message, within string, checkpoints []Checkpoint) (step string) {
-	rest, why := message, ""
+	rest, found := message, ""
 	for _, c := range slices.Backward(checkpoints) {
 		if !c.Failed || !strings.HasPrefix(c.Step, within) {
 			continue
@@ -295,13 +295,13 @@ func findFailedStep(message, within string, checkpoints []Checkpoint) (step stri
 			continue
 		}
 		if before, after, ok := strings.Cut(rest, failure.Message); ok {
-			rest, step, why = before+after, c.Step, failure.Message
+			rest, step, found = before+after, c.Step, failure.Message
 		}
 	}
 	if step == "" {
 		return ""
 	}
-	if inner := findFailedStep(why, step+"/", checkpoints); inner != "" {
+	if inner := findFailedStep(found, step+"/", checkpoints); inner != "" {
 		return inner
 	}
 	return step

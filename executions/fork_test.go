@@ -23,46 +23,46 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// journal notes the steps that really ran, by execution.
-type journal struct {
-	mu   sync.Mutex
-	done map[string][]string
+// stepLog notes the steps that really ran, by execution.
+type stepLog struct {
+	mu        sync.Mutex
+	stepsByID map[string][]string
 }
 
-func (d *journal) note(ctx context.Context, what string) {
+func (d *stepLog) add(ctx context.Context, what string) {
 	x, _ := executions.Current(ctx)
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.done == nil {
-		d.done = map[string][]string{}
+	if d.stepsByID == nil {
+		d.stepsByID = map[string][]string{}
 	}
-	d.done[x.ID] = append(d.done[x.ID], what)
+	d.stepsByID[x.ID] = append(d.stepsByID[x.ID], what)
 }
 
-func (d *journal) of(id string) string {
+func (d *stepLog) steps(id string) string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return strings.Join(d.done[id], " ")
+	return strings.Join(d.stepsByID[id], " ")
 }
 
 // sorted returns the steps that ran, sorted, for parallel branches.
-func (d *journal) sorted(id string) string {
-	words := strings.Fields(d.of(id))
+func (d *stepLog) sorted(id string) string {
+	words := strings.Fields(d.steps(id))
 	slices.Sort(words)
 	return strings.Join(words, " ")
 }
 
 // step runs a step that notes itself in the journal.
-func (d *journal) step(ctx context.Context, name string, opts ...executions.Option) error {
+func (d *stepLog) step(ctx context.Context, name string, opts ...executions.Option) error {
 	_, err := executions.Step(ctx, name, func(ctx context.Context) (string, error) {
-		d.note(ctx, name)
+		d.add(ctx, name)
 		return name, nil
 	}, opts...)
 	return err
 }
 
-// dump returns everything that the tables have of an execution.
-func dump(t *testing.T, db postgres.DB, id string) string {
+// dumpExecution returns everything that the tables have of an execution.
+func dumpExecution(t *testing.T, db postgres.DB, id string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `
 		select jsonb_build_object(
@@ -80,20 +80,20 @@ func dump(t *testing.T, db postgres.DB, id string) string {
 }
 
 // fork forks an execution and waits for the fork's end. It checks that the original has not changed.
-func (p *process) fork(t *testing.T, s executions.ForkSpec, want executions.Status) executions.Execution {
+func (p *testEngine) fork(t *testing.T, s executions.ForkSpec, want executions.Status) executions.Execution {
 	t.Helper()
-	before := dump(t, p.pool, s.ID)
+	before := dumpExecution(t, p.pool, s.ID)
 	x, err := p.Fork(t.Context(), p.pool, s)
 	require.NoError(t, err)
-	got := until(t, p.pool, x.ID, want)
-	assert.Equal(t, before, dump(t, p.pool, s.ID), s.From)
-	assert.Truef(t, strings.HasPrefix(got.TraceID, "fl_") && postgres.Deref(got.ForkedFrom) == s.ID &&
-		postgres.Deref(got.ForkedStep) == s.From && got.ParentID == nil, "the fork is %+v", got)
-	return got
+	forked := awaitStatus(t, p.pool, x.ID, want)
+	assert.Equal(t, before, dumpExecution(t, p.pool, s.ID), s.From)
+	assert.Truef(t, strings.HasPrefix(forked.TraceID, "fl_") && postgres.Deref(forked.ForkedFrom) == s.ID &&
+		postgres.Deref(forked.ForkedStep) == s.From && forked.ParentID == nil, "the fork is %+v", forked)
+	return forked
 }
 
-// steps is a flow with one step of every kind.
-func steps(d *journal) body {
+// allStepKinds is a flow with one step of every kind.
+func allStepKinds(d *stepLog) flowFunc {
 	return func(ctx context.Context) (executions.Result, error) {
 		if err := d.step(ctx, "a"); err != nil {
 			return executions.Result{}, err
@@ -127,7 +127,7 @@ func steps(d *journal) body {
 	}
 }
 
-func loops() string {
+func loopSteps() string {
 	var all []string
 	for n := range 20 {
 		all = append(all, fmt.Sprint("n", n))
@@ -135,22 +135,22 @@ func loops() string {
 	return strings.Join(all, " ")
 }
 
-func TestAForkRunsTheStepsAfterAStep(t *testing.T) {
+func TestForkRunsStepsFromStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var d journal
-	p := start(t, pool, flow(steps(&d)))
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Completed)
+	var d stepLog
+	p := startEngine(t, pool, flowMap(allStepKinds(&d)))
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Completed)
 	branches := "left1 left2 right1 right2"
 	for from, want := range map[string]string{
 		"":         "",
 		"z":        "z",
 		"pause":    "z",
-		"count":    loops() + " z",
-		"phase/p2": "p2 " + branches + " " + loops() + " z",
-		"phase":    "p1 p2 " + branches + " " + loops() + " z",
-		"a":        "a p1 p2 " + branches + " " + loops() + " z",
+		"count":    loopSteps() + " z",
+		"phase/p2": "p2 " + branches + " " + loopSteps() + " z",
+		"phase":    "p1 p2 " + branches + " " + loopSteps() + " z",
+		"a":        "a p1 p2 " + branches + " " + loopSteps() + " z",
 	} {
 		got := p.fork(t, executions.ForkSpec{ID: id, From: from}, executions.Completed)
 		words := strings.Fields(want)
@@ -168,13 +168,13 @@ func TestAForkRunsTheStepsAfterAStep(t *testing.T) {
 		"from a scope: did %s", done)
 }
 
-func TestAForkFromAnUnknownStepIsRejected(t *testing.T) {
+func TestForkRejectsUnknownStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var d journal
-	p := start(t, pool, flow(steps(&d)))
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Completed)
+	var d stepLog
+	p := startEngine(t, pool, flowMap(allStepKinds(&d)))
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Completed)
 	for _, from := range []string{"nothing", "phas", "phase/", "count@3"} {
 		_, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: from})
 		assert.ErrorIs(t, err, executions.ErrNoStep, "from", from)
@@ -188,12 +188,12 @@ func TestAForkFromAnUnknownStepIsRejected(t *testing.T) {
 }
 
 // A running loop is forked from its last snapshot, also from a step inside it.
-func TestAForkOfALoopUnderWay(t *testing.T) {
+func TestForkOfUnfinishedLoop(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var d journal
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Loop(ctx, "count", 0, func(ctx context.Context, n int) (int, bool, error) {
+	var d stepLog
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.Loop(ctx, "count", 0, func(ctx context.Context, n int) (int, bool, error) {
 			if err := d.step(ctx, fmt.Sprint("n", n)); err != nil {
 				return n, false, err
 			}
@@ -205,8 +205,8 @@ func TestAForkOfALoopUnderWay(t *testing.T) {
 			return n + 1, n == 19, nil
 		}))
 	}))
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Waiting)
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Waiting)
 	for from, want := range map[string]string{
 		"":             "n19",
 		"count@18/go":  "n19",
@@ -217,29 +217,29 @@ func TestAForkOfALoopUnderWay(t *testing.T) {
 		assert.Truef(t, replay(t, p, got.ID).Equal, "the waiting fork from %q is not replayed", from)
 		_, err := executions.Cancel(t.Context(), pool, got.ID, "test", "enough")
 		require.NoError(t, err)
-		if first, _, _ := strings.Cut(want, " n19"); d.of(got.ID) != strings.TrimSuffix(first, "n19") {
-			t.Errorf("from %q: did %q", from, d.of(got.ID))
+		if first, _, _ := strings.Cut(want, " n19"); d.steps(got.ID) != strings.TrimSuffix(first, "n19") {
+			t.Errorf("from %q: did %q", from, d.steps(got.ID))
 		}
 	}
 	_, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: "count@3/n3"})
 	assert.ErrorIs(t, err, executions.ErrNoStep, "from before the snapshot")
 	x, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id})
 	require.NoError(t, err)
-	until(t, pool, x.ID, executions.Waiting)
+	awaitStatus(t, pool, x.ID, executions.Waiting)
 	_, err = p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "go 18", nil, "")
 	require.NoError(t, err)
 	for _, id := range []string{id, x.ID} { // both branches wait for it
-		got := until(t, pool, id, executions.Completed)
+		got := awaitStatus(t, pool, id, executions.Completed)
 		assert.Truef(t, string(got.Result) == "20", "result %s", got.Result)
 	}
 }
 
-func TestAForkOfARunningExecution(t *testing.T) {
+func TestForkOfRunningExecution(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var d journal
+	var d stepLog
 	g := newGate(t)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		if err := d.step(ctx, "a"); err != nil {
 			return executions.Result{}, err
 		}
@@ -247,29 +247,29 @@ func TestAForkOfARunningExecution(t *testing.T) {
 			if err := d.step(ctx, "b"); err != nil {
 				return 0, err
 			}
-			_, err := executions.Step(ctx, "slow", func(ctx context.Context) (int, error) { g.pass(ctx); return 0, nil })
+			_, err := executions.Step(ctx, "slow", func(ctx context.Context) (int, error) { g.enter(ctx); return 0, nil })
 			return 0, err
 		})
 		return executions.Result{Summary: "done"}, err
 	}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
-	id := p.begin(t, "flow")
-	g.arrival(t)
+	id := p.startFlow(t, "flow")
+	g.awaitFirst(t)
 	_, err := p.Replay(t.Context(), id)
 	assert.ErrorIs(t, err, executions.ErrRunning, "replay of what runs here")
-	if got := p.fork(t, executions.ForkSpec{ID: id}, executions.Completed); d.of(got.ID) != "" {
-		t.Errorf("did %s", d.of(got.ID))
+	if got := p.fork(t, executions.ForkSpec{ID: id}, executions.Completed); d.steps(got.ID) != "" {
+		t.Errorf("did %s", d.steps(got.ID))
 	}
-	if got := p.fork(t, executions.ForkSpec{ID: id, From: "phase"}, executions.Completed); d.of(got.ID) != "b" {
-		t.Errorf("from the phase under way: did %s", d.of(got.ID))
+	if got := p.fork(t, executions.ForkSpec{ID: id, From: "phase"}, executions.Completed); d.steps(got.ID) != "b" {
+		t.Errorf("from the phase under way: did %s", d.steps(got.ID))
 	}
 	g.open()
-	assert.Equal(t, "done", until(t, pool, id, executions.Completed).ResultSummary)
+	assert.Equal(t, "done", awaitStatus(t, pool, id, executions.Completed).ResultSummary)
 }
 
-func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
+func TestForkRejectsInputOfOtherCheckpoint(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var d journal
+	var d stepLog
 	flows := map[string]executions.Func{"greet": func(ctx context.Context, raw json.RawMessage) (executions.Result,
 		error,
 	) {
@@ -283,13 +283,13 @@ func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
 		err := d.step(ctx, "say", executions.Input(in))
 		return executions.Result{Summary: in.Tone + " " + in.Name}, err
 	}}
-	p := start(t, pool, flows)
+	p := startEngine(t, pool, flows)
 	x, _, err := p.Start(t.Context(), pool, executions.Spec{
 		Flow: "greet", Surface: trace.Flow,
 		Input: map[string]string{"name": "Ana", "tone": "hello"},
 	})
 	require.NoError(t, err)
-	until(t, pool, x.ID, executions.Completed)
+	awaitStatus(t, pool, x.ID, executions.Completed)
 	n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`)
 	_, err = p.Fork(t.Context(), pool,
 		executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva", "tone": "hello"}`)})
@@ -298,28 +298,28 @@ func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
 	assert.Equal(t, n, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 	got := p.fork(t, executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Ana", "tone": "bye"}`)},
 		executions.Completed)
-	if got.ResultSummary != "bye Ana" || d.of(got.ID) != "say" {
-		t.Errorf("another tone: %q, did %s", got.ResultSummary, d.of(got.ID))
+	if got.ResultSummary != "bye Ana" || d.steps(got.ID) != "say" {
+		t.Errorf("another tone: %q, did %s", got.ResultSummary, d.steps(got.ID))
 	}
 	// A process without the flow cannot check the fork in advance, so the fork itself fails.
-	other := prepare(t, pool, nil)
+	other := newEngine(t, pool, nil)
 	blind, err := other.Fork(t.Context(), pool,
 		executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva"}`)})
 	require.NoError(t, err)
-	if got := until(t, pool, blind.ID, executions.Failed); !strings.Contains(postgres.Deref(got.ErrorMessage),
+	if got := awaitStatus(t, pool, blind.ID, executions.Failed); !strings.Contains(postgres.Deref(got.ErrorMessage),
 		"step look up") || postgres.Deref(got.FailedStep) != "look up" {
 		t.Errorf("the fork failed with %s at %s", postgres.Deref(got.ErrorMessage), postgres.Deref(got.FailedStep))
 	}
 }
 
-func TestRetryStartsAtTheFailedStep(t *testing.T) {
+func TestRetryStartsAtFailedStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var d journal
+	var d stepLog
 	var broken sync.Map
 	fails := func(ctx context.Context, name string) error {
 		_, err := executions.Step(ctx, name, func(ctx context.Context) (int, error) {
-			d.note(ctx, name)
+			d.add(ctx, name)
 			if _, is := broken.Load(name); is {
 				return 0, errors.New(name + " is out of order")
 			}
@@ -374,7 +374,7 @@ func TestRetryStartsAtTheFailedStep(t *testing.T) {
 			return executions.Result{}, fails(ctx, "inner")
 		},
 	}
-	p := start(t, pool, flows)
+	p := startEngine(t, pool, flows)
 	broke := []string{"optional", "p2", "one", "three", "between", "inner"}
 	for _, b := range broke {
 		broken.Store(b, true)
@@ -384,8 +384,8 @@ func TestRetryStartsAtTheFailedStep(t *testing.T) {
 		"nested": executions.Failed, "joined": executions.Failed, "between": executions.Failed, "timeout": executions.Timeout,
 		"parent": executions.Failed,
 	} {
-		failed[name] = p.begin(t, name)
-		got := until(t, pool, failed[name], want)
+		failed[name] = p.startFlow(t, name)
+		got := awaitStatus(t, pool, failed[name], want)
 		if !replay(t, p, got.ID).Equal {
 			t.Errorf("the failure of %s is not replayed: %+v", name, replay(t, p, got.ID).Divergence)
 		}
@@ -402,33 +402,33 @@ func TestRetryStartsAtTheFailedStep(t *testing.T) {
 		"timeout": {"news", ""},
 		"parent":  {"child", ""},
 	} {
-		before := dump(t, pool, failed[name])
+		before := dumpExecution(t, pool, failed[name])
 		x, from, err := p.Retry(t.Context(), pool, failed[name])
 		if err != nil || from != want.from {
 			t.Errorf("%s: from %q, %v; want %q", name, from, err, want.from)
 			continue
 		}
-		until(t, pool, x.ID, executions.Completed)
-		assert.Equal(t, want.did, d.of(x.ID), name)
-		assert.Equal(t, before, dump(t, pool, failed[name]), name)
+		awaitStatus(t, pool, x.ID, executions.Completed)
+		assert.Equal(t, want.did, d.steps(x.ID), name)
+		assert.Equal(t, before, dumpExecution(t, pool, failed[name]), name)
 		_, _, err = p.Retry(t.Context(), pool, x.ID)
 		assert.ErrorIs(t, err, executions.ErrNotFailed, name, "retry of what succeeded")
 	}
 }
 
-func TestRetryOfACancelledExecutionContinues(t *testing.T) {
+func TestRetryContinuesCancelledExecution(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var d journal
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	var d stepLog
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		if err := d.step(ctx, "a"); err != nil {
 			return executions.Result{}, err
 		}
 		_, err := executions.Wait(ctx, "news", executions.Event("news", 0))
 		return executions.Result{Summary: "done"}, err
 	}))
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Waiting)
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Waiting)
 	if _, _, err := p.Retry(t.Context(), pool, id); !errors.Is(err, executions.ErrNotFailed) {
 		t.Errorf("retry of what waits: %v", err)
 	}
@@ -437,22 +437,22 @@ func TestRetryOfACancelledExecutionContinues(t *testing.T) {
 	assert.True(t, replay(t, p, id).Equal, "the cancelled one is not replayed")
 	x, from, err := p.Retry(t.Context(), pool, id)
 	require.Truef(t, err == nil && from == "", "from %q, %v", from, err)
-	until(t, pool, x.ID, executions.Waiting)
+	awaitStatus(t, pool, x.ID, executions.Waiting)
 	_, err = p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "news", nil, "")
 	require.NoError(t, err)
-	until(t, pool, x.ID, executions.Completed)
-	assert.Equal(t, "", d.of(x.ID))
+	awaitStatus(t, pool, x.ID, executions.Completed)
+	assert.Equal(t, "", d.steps(x.ID))
 }
 
 // An approval belongs to the original's call. A fork without that call requests another.
-func TestAForkRequestsItsOwnApproval(t *testing.T) {
+func TestForkRequestsOwnApproval(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_skills (name, handler, tool_definition) values ('pay', 'builtin:pay', '{}')`)
-	var d journal
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	var d stepLog
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		id, err := executions.StepTx(ctx, "ask pay", func(ctx context.Context, tx pgx.Tx) (string, error) {
-			d.note(ctx, "ask")
+			d.add(ctx, "ask")
 			x, _ := executions.Current(ctx)
 			var id string
 			return id, tx.QueryRow(ctx, `
@@ -469,7 +469,7 @@ func TestAForkRequestsItsOwnApproval(t *testing.T) {
 		}
 		x, _ := executions.Current(ctx)
 		_, err = executions.StepTx(ctx, "approved "+id, func(ctx context.Context, tx pgx.Tx) (int, error) {
-			d.note(ctx, "pay")
+			d.add(ctx, "pay")
 			_, err := tx.Exec(ctx, `select lanekeeper.use_agent_approval(@id, @execution, @step)`,
 				postgres.Strict{"id": id, "execution": x.ID, "step": "approved " + id})
 			return 1, err
@@ -480,7 +480,7 @@ func TestAForkRequestsItsOwnApproval(t *testing.T) {
 		return executions.Result{}, d.step(ctx, "after")
 	}))
 	approve := func(id string) string {
-		until(t, pool, id, executions.Waiting)
+		awaitStatus(t, pool, id, executions.Waiting)
 		asked := pgtest.Value[string](t, pool, `
 			select id::text from agent_approvals where execution_id = @id and status = 'pending'`, postgres.Strict{"id": id})
 		pgtest.Exec(t, pool, `update agent_approvals set status = 'approved', decided_at = clock_timestamp() where id = @id`,
@@ -490,9 +490,9 @@ func TestAForkRequestsItsOwnApproval(t *testing.T) {
 		require.NoError(t, err)
 		return asked
 	}
-	id := p.begin(t, "flow")
+	id := p.startFlow(t, "flow")
 	asked := approve(id)
-	until(t, pool, id, executions.Completed)
+	awaitStatus(t, pool, id, executions.Completed)
 	for from, want := range map[string]string{
 		"after": "after", "approved " + asked: "ask pay after",
 		"decision on " + asked: "ask pay after",
@@ -502,19 +502,19 @@ func TestAForkRequestsItsOwnApproval(t *testing.T) {
 		if strings.HasPrefix(want, "ask") {
 			approve(x.ID)
 		}
-		pgtest.Eventually(t, func() bool { return get(t, pool, x.ID).Status.Ended() }, "the fork ends")
-		if got := get(t, pool, x.ID); got.Status != executions.Completed {
+		pgtest.Eventually(t, func() bool { return getExecution(t, pool, x.ID).Status.Ended() }, "the fork ends")
+		if got := getExecution(t, pool, x.ID); got.Status != executions.Completed {
 			t.Errorf("from %q: %s %s", from, got.Status, postgres.Deref(got.ErrorMessage))
 		}
-		assert.Equal(t, want, d.of(x.ID), from)
+		assert.Equal(t, want, d.steps(x.ID), from)
 	}
 }
 
 // A fork takes its lanes under its own claim. It has no lanes of the original.
-func TestAForkHasLanesOfItsOwn(t *testing.T) {
+func TestForkAcquiresOwnLanes(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		if _, err := executions.Step(ctx, "a", func(context.Context) (int, error) { return 1, nil }); err != nil {
 			return executions.Result{}, err
 		}
@@ -526,8 +526,8 @@ func TestAForkHasLanesOfItsOwn(t *testing.T) {
 		_, err := executions.Wait(ctx, "news", executions.Event("news", 0))
 		return executions.Result{Summary: "held"}, err
 	}))
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Waiting)
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Waiting)
 	if got := p.fork(t, executions.ForkSpec{ID: id}, executions.Completed); got.ResultSummary != "busy" {
 		t.Errorf("the fork ended with %q", got.ResultSummary)
 	} else if again := replay(t, p, got.ID); !again.Equal {
@@ -538,10 +538,10 @@ func TestAForkHasLanesOfItsOwn(t *testing.T) {
 }
 
 // A worker that locks a fork of an external execution gets the copied checkpoints.
-func TestAForkOfAnExternalExecution(t *testing.T) {
+func TestForkOfExternalExecution(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, nil)
+	p := startEngine(t, pool, nil)
 	x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "external", Surface: trace.Flow, OnLost: "hand_on"})
 	require.NoError(t, err)
 	lock := pgtest.Value[string](t, pool, `select lock_id from lock_agent_execution(@id, 'worker')`,
@@ -552,18 +552,18 @@ func TestAForkOfAnExternalExecution(t *testing.T) {
 	}
 	fork, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID, From: "two"})
 	require.NoError(t, err)
-	points, err := executions.Checkpoints(t.Context(), pool, fork.ID)
-	assert.Truef(t, err == nil && len(points) == 1 && points[0].Step == "one", "records %v, %v", points, err)
+	checkpoints, err := executions.Checkpoints(t.Context(), pool, fork.ID)
+	assert.Truef(t, err == nil && len(checkpoints) == 1 && checkpoints[0].Step == "one", "records %v, %v", checkpoints, err)
 	assert.Equal(t, "running", pgtest.Value[string](t, pool, `select status from lock_agent_execution(@id, 'another')`,
 		postgres.Strict{"id": fork.ID}))
 }
 
 // Code that queries the database between steps cannot be replayed to its end. The check still finds an earlier step
 // with a changed input.
-func TestAForkIsRejectedAlthoughTheCodeQueriesTheDatabase(t *testing.T) {
+func TestForkChecksInputOfFlowWithQueries(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context,
+	p := startEngine(t, pool, map[string]executions.Func{"flow": func(ctx context.Context,
 		input json.RawMessage,
 	) (executions.Result, error) {
 		_, err := executions.Step(ctx, "first", func(context.Context) (int, error) { return 1, nil },
@@ -574,10 +574,10 @@ func TestAForkIsRejectedAlthoughTheCodeQueriesTheDatabase(t *testing.T) {
 		if err != nil {
 			return executions.Result{}, err
 		}
-		return ends(executions.Step(ctx, "second", func(context.Context) (int, error) { return 2, nil }))
+		return resultOf(executions.Step(ctx, "second", func(context.Context) (int, error) { return 2, nil }))
 	}})
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Completed)
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Completed)
 	_, err := p.Fork(t.Context(), pool,
 		executions.ForkSpec{ID: id, From: "second", Input: json.RawMessage(`{"other": true}`)})
 	assert.Truef(t, errors.Is(err, executions.ErrChanged) &&

@@ -64,8 +64,8 @@ func (e *Engine) TryComplete(ctx context.Context, id string) (bool, error) {
 	return e.tryCompleteCancel(ctx, id)
 }
 
-// engineAway returns an engine whose database is unreachable. It counts the connection attempts.
-func engineAway(t *testing.T, log *slog.Logger, tries *int) *Engine {
+// unreachableEngine returns an engine whose database is unreachable. It counts the connection attempts.
+func unreachableEngine(t *testing.T, log *slog.Logger, tries *int) *Engine {
 	config, err := pgxpool.ParseConfig("postgres://nobody@127.0.0.1:1/none?sslmode=disable")
 	require.NoError(t, err)
 	config.ConnConfig.DialFunc = func(context.Context, string, string) (net.Conn, error) {
@@ -81,11 +81,11 @@ func engineAway(t *testing.T, log *slog.Logger, tries *int) *Engine {
 }
 
 // During an outage of the database, a due timer does not cause a sweep again and again.
-func TestAFailedSweepIsNotRepeatedAtOnce(t *testing.T) {
+func TestFailedSweepIsDelayed(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		tries := 0
-		e := engineAway(t, slog.New(slog.DiscardHandler), &tries)
+		e := unreachableEngine(t, slog.New(slog.DiscardHandler), &tries)
 		defer e.pool.Close()
 		e.nextDue.set(time.Time{}, time.Now(), 1)
 		ctx, cancel := context.WithTimeout(t.Context(), 9*time.Second+time.Second/2)
@@ -96,12 +96,12 @@ func TestAFailedSweepIsNotRepeatedAtOnce(t *testing.T) {
 	})
 }
 
-func TestFailedHousekeepingIsNotRepeatedAtEachSweep(t *testing.T) {
+func TestFailedHousekeepingIsDelayed(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var log bytes.Buffer
 		tries := 0
-		e := engineAway(t, slog.New(slog.NewTextHandler(&log, nil)), &tries)
+		e := unreachableEngine(t, slog.New(slog.NewTextHandler(&log, nil)), &tries)
 		defer e.pool.Close()
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
 		defer cancel()
@@ -113,7 +113,7 @@ func TestFailedHousekeepingIsNotRepeatedAtEachSweep(t *testing.T) {
 }
 
 // A lane that is handed over was never free. Handovers may happen a thousand times a second, so they request no sweep.
-func TestAHandoverWakesNoSweep(t *testing.T) {
+func TestHandoverRequestsNoSweep(t *testing.T) {
 	t.Parallel()
 	for message, wakes := range map[string]int{
 		"pipeline:prices": 1, "": 1,
@@ -126,7 +126,7 @@ func TestAHandoverWakesNoSweep(t *testing.T) {
 }
 
 // In a long outage of the database, workers claim no more often than in its first seconds, and log no more often.
-func TestFailedClaimsDoNotMultiply(t *testing.T) {
+func TestFailedClaimsAreRateLimited(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var tries atomic.Int32
@@ -138,7 +138,7 @@ func TestFailedClaimsDoNotMultiply(t *testing.T) {
 		pool, err := pgxpool.NewWithConfig(t.Context(), config)
 		require.NoError(t, err)
 		defer pool.Close()
-		log := slog.New(slog.NewTextHandler(counter{&tries, "ready executions not claimed"}, nil))
+		log := slog.New(slog.NewTextHandler(lineCounter{&tries, "ready executions not claimed"}, nil))
 		c := newWorkerPool(&Engine{
 			pool: pool, opts: Options{SweepEvery: time.Second, LeaseTTL: 30 * time.Second, Workers: 1},
 			log: log,
@@ -152,21 +152,21 @@ func TestFailedClaimsDoNotMultiply(t *testing.T) {
 	})
 }
 
-// counter counts the log lines that contain a text.
-type counter struct {
+// lineCounter counts the log lines that contain a text.
+type lineCounter struct {
 	lines *atomic.Int32
 	words string
 }
 
-func (c counter) Write(line []byte) (int, error) {
+func (c lineCounter) Write(line []byte) (int, error) {
 	if strings.Contains(string(line), c.words) {
 		c.lines.Add(1)
 	}
 	return len(line), nil
 }
 
-// TestAReadyRunWakesOneWaitingClaim: two ready executions wake two of three claims.
-func TestAReadyRunWakesOneWaitingClaim(t *testing.T) {
+// TestPollerWakesOneSubscriberPerExecution: two ready executions wake two of three claims.
+func TestPollerWakesOneSubscriberPerExecution(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPoller(slog.New(slog.DiscardHandler), func(context.Context, []string) (map[string]int, error) {
 			return map[string]int{"external:sum": 2}, nil
@@ -190,8 +190,8 @@ func TestAReadyRunWakesOneWaitingClaim(t *testing.T) {
 	})
 }
 
-// TestALocalStartPollsAtOnce: a start in this process does not wait for the next poll.
-func TestALocalStartPollsAtOnce(t *testing.T) {
+// TestPollerWakePollsAtOnce: a start in this process does not wait for the next poll.
+func TestPollerWakePollsAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPoller(slog.New(slog.DiscardHandler), func(context.Context, []string) (map[string]int, error) {
 			return map[string]int{"external:sum": 1}, nil
@@ -205,7 +205,7 @@ func TestALocalStartPollsAtOnce(t *testing.T) {
 	})
 }
 
-func TestTheEventsOfWaitsAreThoseOfTheSchema(t *testing.T) {
+func TestWaitEventsMatchSchema(t *testing.T) {
 	t.Parallel()
 	inSchema := pgtest.Value[map[string]string](t, pgtest.DB(t), `
 		select jsonb_object_agg(k.kind, k.event) from lanekeeper.agent_wait_events k`)

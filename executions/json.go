@@ -17,7 +17,7 @@ import (
 // encode replaces all of these by U+FFFD. altered says that the stored value differs from v, as for raw JSON in v.
 func encode(v any) (text json.RawMessage, altered bool, err error) {
 	text, altered, err = sanitize(v)
-	if err != nil || !holdsRawJSON(reflect.TypeOf(v)) {
+	if err != nil || !containsRawJSON(reflect.TypeOf(v)) {
 		return text, altered, err
 	}
 	text, err = jsonbText(text)
@@ -67,7 +67,7 @@ func stripNegativeZero(text []byte) []byte {
 		return text
 	}
 	var out []byte
-	quoted, from := false, 0
+	quoted, start := false, 0
 	for i := 0; i < len(text); i++ {
 		switch c := text[i]; {
 		case quoted && c == '\\':
@@ -75,10 +75,10 @@ func stripNegativeZero(text []byte) []byte {
 		case c == '"':
 			quoted = !quoted
 		case !quoted && c == '-' && startsWithZero(text[i+1:]) && (i == 0 || text[i-1]|0x20 != 'e'):
-			out, from = append(out, text[from:i]...), i+1
+			out, start = append(out, text[start:i]...), i+1
 		}
 	}
-	return append(out, text[from:]...)
+	return append(out, text[start:]...)
 }
 
 // startsWithZero reports whether the number at the start of text is zero.
@@ -113,10 +113,10 @@ func decode[T any](text []byte) (value T, err error) {
 	return value, nil
 }
 
-// holdsRawJSON reports a type with a json.RawMessage or json.Number in it. parents are the enclosing types. Such a
+// containsRawJSON reports a type with a json.RawMessage or json.Number in it. parents are the enclosing types. Such a
 // value keeps the original JSON text, but the database rewrites that text. So encode converts the value to the
 // database's form, and the first run gets the same value as a replay.
-func holdsRawJSON(t reflect.Type, parents ...reflect.Type) bool {
+func containsRawJSON(t reflect.Type, parents ...reflect.Type) bool {
 	if t == nil || slices.Contains(parents, t) {
 		return false
 	}
@@ -125,11 +125,11 @@ func holdsRawJSON(t reflect.Type, parents ...reflect.Type) bool {
 	}
 	switch t.Kind() {
 	case reflect.Pointer, reflect.Slice, reflect.Array, reflect.Map:
-		return holdsRawJSON(t.Elem(), parents...)
+		return containsRawJSON(t.Elem(), parents...)
 	case reflect.Struct:
 		parents = append(slices.Clip(parents), t)
 		for f := range t.Fields() {
-			if (f.IsExported() || f.Anonymous) && holdsRawJSON(f.Type, parents...) {
+			if (f.IsExported() || f.Anonymous) && containsRawJSON(f.Type, parents...) {
 				return true
 			}
 		}
@@ -192,8 +192,8 @@ func appendString(b []byte, s string) []byte {
 	b = append(b, '"')
 	for i := range len(s) {
 		c := s[i]
-		if at := strings.IndexByte("\"\\\b\f\n\r\t", c); at >= 0 {
-			b = append(b, '\\', `"\bfnrt`[at])
+		if index := strings.IndexByte("\"\\\b\f\n\r\t", c); index >= 0 {
+			b = append(b, '\\', `"\bfnrt`[index])
 		} else if c < ' ' {
 			b = fmt.Appendf(b, `\u%04x`, c)
 		} else {
@@ -208,12 +208,12 @@ const maxExponent = 1000
 
 // expandNumber returns a number without an exponent, and zero without a sign.
 func expandNumber(text string) string {
-	mantissa, exponent, long := strings.Cut(strings.ToLower(text), "e")
+	mantissa, exponent, hasExponent := strings.Cut(strings.ToLower(text), "e")
 	exp, err := strconv.Atoi(cmp.Or(exponent, "0"))
 	if err != nil || max(exp, -exp) > maxExponent {
 		return text
 	}
-	if !long {
+	if !hasExponent {
 		if strings.Trim(text, "-0.") == "" {
 			return strings.TrimPrefix(text, "-")
 		}

@@ -111,43 +111,43 @@ func setLabels(ctx context.Context, tx pgx.Tx, id string, labels Labels, replace
 
 // Redacted returns the labels without secrets. Show this form only.
 func (l Labels) Redacted() Labels {
-	shown := Labels{}
+	redacted := Labels{}
 	for name, value := range l {
-		shown[name] = redact.Text(value, 1000)
+		redacted[name] = redact.Text(value, 1000)
 	}
-	return shown
+	return redacted
 }
 
 // LabelValue converts a text to the value of a label: one line of at most 200 characters. An empty result is not a
 // valid value.
 func LabelValue(text string) string {
 	text = strings.Join(strings.FieldsFunc(text, unicode.IsControl), " ")
-	if long := []rune(text); len(long) > maxLabelValue {
-		text = string(long[:maxLabelValue])
+	if runes := []rune(text); len(runes) > maxLabelValue {
+		text = string(runes[:maxLabelValue])
 	}
 	return strings.TrimSpace(strings.ToValidUTF8(text, ""))
 }
 
 // LabelsOf reads the labels of executions, by their id.
 func LabelsOf(ctx context.Context, db postgres.DB, ids []string) (map[string]Labels, error) {
-	found := map[string]Labels{}
+	labels := map[string]Labels{}
 	rows, err := db.Query(ctx, `
 		select execution_id::text, name, value from agent_execution_labels where execution_id = any (@ids::text[]::uuid[])`,
 		postgres.Strict{"ids": ids})
 	if err == nil {
 		var id, name, value string
 		_, err = pgx.ForEachRow(rows, []any{&id, &name, &value}, func() error {
-			if found[id] == nil {
-				found[id] = Labels{}
+			if labels[id] == nil {
+				labels[id] = Labels{}
 			}
-			found[id][name] = value
+			labels[id][name] = value
 			return nil
 		})
 	}
 	if err != nil {
 		return nil, fmt.Errorf("read labels: %w", err)
 	}
-	return found, nil
+	return labels, nil
 }
 
 // ParseLabel splits a filter by label: name=value, or a value alone. The whole text is a value if its first part is no

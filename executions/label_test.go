@@ -15,7 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-func TestExecutionsAreFoundByTheirLabels(t *testing.T) {
+func TestListFiltersByLabel(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	e := enginetest.New(t, pool)
@@ -72,7 +72,7 @@ func TestExecutionsAreFoundByTheirLabels(t *testing.T) {
 	pgtest.Equal(t, pool, 0, `select count(*) from agent_execution_labels where execution_id = $1`, first)
 }
 
-func TestLabelsAreBounded(t *testing.T) {
+func TestStartRejectsInvalidLabels(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	e := enginetest.New(t, pool)

@@ -57,10 +57,10 @@ func LaneWait(ctx context.Context, name string, timeout time.Duration, opts ...l
 	deadline := time.Now().Add(timeout)
 	return acquireLane(ctx, name, func(r *run, detached context.Context) (*lanes.Lease, error) {
 		// The lease's context derives from this one, so it must outlive the wait.
-		waiting, stop := context.WithCancelCause(detached)
-		defer context.AfterFunc(ctx, func() { stop(context.Cause(ctx)) })()
+		waitCtx, cancel := context.WithCancelCause(detached)
+		defer context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })()
 		remaining := max(time.Until(deadline), time.Millisecond)
-		return r.e.keeper.AcquireWaitAs(waiting, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name,
+		return r.e.keeper.AcquireWaitAs(waitCtx, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name,
 			append(opts, lanes.WithTimeout(remaining))...)
 	})
 }
@@ -103,17 +103,17 @@ func acquireLane(
 	maps.DeleteFunc(r.leases, func(l *lanes.Lease, _ struct{}) bool { return l.Lane() == name && leaseLost(l) })
 	r.leases[lease] = struct{}{}
 	r.mu.Unlock()
-	held, end := context.WithCancelCause(lease.Context())
-	context.AfterFunc(ctx, func() { end(context.Cause(ctx)) })
-	return &Hold{run: r, lease: lease, ctx: trace.WithLane(held, name)}, nil
+	holdCtx, cancel := context.WithCancelCause(lease.Context())
+	context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })
+	return &Hold{run: r, lease: lease, ctx: trace.WithLane(holdCtx, name)}, nil
 }
 
 // withGrace returns a context that ends some time after ctx. So a stopped run still receives the answer to its
 // statement. Otherwise an acquired lane would stay held.
 func withGrace(ctx context.Context, grace time.Duration) context.Context {
-	longer, end := context.WithCancelCause(context.WithoutCancel(ctx))
-	context.AfterFunc(ctx, func() { time.AfterFunc(grace, func() { end(context.Cause(ctx)) }) })
-	return longer
+	graceCtx, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	context.AfterFunc(ctx, func() { time.AfterFunc(grace, func() { cancel(context.Cause(ctx)) }) })
+	return graceCtx
 }
 
 // LaneHeld reports whether an owner holds a lane; false while lanes are off. LaneHeld is not a step.

@@ -23,40 +23,40 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// member is an execution in a chain of parents and children: its id, and its claim while it runs.
-type member struct {
+// chainMember is an execution in a chain of parents and children: its id, and its claim while it runs.
+type chainMember struct {
 	id    string
 	claim int64
 }
 
-func (m member) owner() string { return fmt.Sprint(m.id, "#", m.claim) }
+func (m chainMember) owner() string { return fmt.Sprint(m.id, "#", m.claim) }
 
-// relative starts a running execution. A child inherits lanes.
-func relative(t *testing.T, pool *pgxpool.Pool, parent string) member {
+// startMember starts a running execution. A child inherits lanes.
+func startMember(t *testing.T, pool *pgxpool.Pool, parent string) chainMember {
 	t.Helper()
 	id := pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, parent_id, awaited, inherits)
 		values ($1, 'flow', 'flow', nullif($2, '')::uuid, $2 <> '', $2 <> '')
 		  returning id::text`, string(trace.New(trace.Flow)), parent)
-	return member{id, mustClaim(t, pool, id, newWorker(t, pool))}
+	return chainMember{id, mustClaim(t, pool, id, newWorker(t, pool))}
 }
 
 const parkOnChild = `select lanekeeper.wait_agent_execution($1::uuid, $2, 'child ' || $3::text, 'agent', $3::text,
 	'1 hour', null)`
 
-// ancestors creates a chain of executions. Each waits for the next, the last one runs, and the first holds the lane.
-func ancestors(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []member {
+// startChain creates a chain of executions. Each waits for the next, the last one runs, and the first holds the lane.
+func startChain(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []chainMember {
 	t.Helper()
-	all := []member{relative(t, pool, "")}
+	all := []chainMember{startMember(t, pool, "")}
 	mustAcquire(t, pool, lane, all[0])
 	for n := range depth - 1 {
-		all = append(all, relative(t, pool, all[n].id))
+		all = append(all, startMember(t, pool, all[n].id))
 		pgtest.Exec(t, pool, parkOnChild, all[n].id, all[n].claim, all[n+1].id)
 	}
 	return all
 }
 
-func tryAcquire(t *testing.T, db postgres.DB, lane string, who member) (acquired bool, token int64) {
+func tryAcquire(t *testing.T, db postgres.DB, lane string, who chainMember) (acquired bool, token int64) {
 	t.Helper()
 	err := db.QueryRow(t.Context(), `select acquired, coalesce(fencing_token, 0)
 		from lanekeeper.acquire_agent_execution_lock($1, $2)`, lane, who.owner()).
@@ -65,7 +65,7 @@ func tryAcquire(t *testing.T, db postgres.DB, lane string, who member) (acquired
 	return acquired, token
 }
 
-func mustAcquire(t *testing.T, db postgres.DB, lane string, who member) int64 {
+func mustAcquire(t *testing.T, db postgres.DB, lane string, who chainMember) int64 {
 	t.Helper()
 	ok, token := tryAcquire(t, db, lane, who)
 	require.Truef(t, ok, "%s does not get lane %s", who.id, lane)
@@ -81,7 +81,7 @@ func wantHolder(t *testing.T, db postgres.DB, lane, id string, parked bool) {
 	assert.Equal(t, fmt.Sprint(id, " ", parked), got, lane)
 }
 
-func token(t *testing.T, db postgres.DB, lane string) int64 {
+func readToken(t *testing.T, db postgres.DB, lane string) int64 {
 	t.Helper()
 	return pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = $1`, lane)
 }
@@ -112,38 +112,38 @@ func commit(t *testing.T, tx pgx.Tx) {
 
 const loanLane = "objective:o1"
 
-func TestALoanReturnsHoweverItEnds(t *testing.T) {
+func TestLoanReturnsToLender(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	ends := map[string]func(t *testing.T, lane string, c member){
-		"finished": func(t *testing.T, _ string, c member) {
+	ends := map[string]func(t *testing.T, lane string, c chainMember){
+		"finished": func(t *testing.T, _ string, c chainMember) {
 			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`,
 				c.id, c.claim)
 		},
-		"failed": func(t *testing.T, _ string, c member) {
+		"failed": func(t *testing.T, _ string, c chainMember) {
 			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'failed', '', null, 'no', null)`,
 				c.id, c.claim)
 		},
-		"cancelled": func(t *testing.T, _ string, c member) {
+		"cancelled": func(t *testing.T, _ string, c chainMember) {
 			pgtest.Exec(t, pool, `select cancel_agent_execution($1::uuid, 'somebody', 'why not')`, c.id)
 		},
-		"released": func(t *testing.T, lane string, c member) {
+		"released": func(t *testing.T, lane string, c chainMember) {
 			assert.True(t, pgtest.Value[bool](t, pool, `select release_agent_lock($1, $2)`, lane, c.owner()),
 				"the borrower cannot release")
 		},
-		"handed back": func(t *testing.T, _ string, c member) {
+		"handed back": func(t *testing.T, _ string, c chainMember) {
 			pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim($1::uuid, $2)`, c.id, c.claim)
 		},
-		"expired, and wanted by an outsider": func(t *testing.T, lane string, _ member) {
+		"expired, and wanted by an outsider": func(t *testing.T, lane string, _ chainMember) {
 			pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
 			assert.True(t, !pgtest.Value[bool](t, pool, `select try_acquire_agent_lock($1, 'outsider')`, lane),
 				"an outsider gets a lane that goes back to its lender")
 		},
-		"expired, and swept": func(t *testing.T, lane string, _ member) {
+		"expired, and swept": func(t *testing.T, lane string, _ chainMember) {
 			pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
 			prune(t, pool)
 		},
-		"waiting when its own parent's time is up": func(t *testing.T, lane string, c member) {
+		"waiting when its own parent's time is up": func(t *testing.T, lane string, c chainMember) {
 			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, c.id,
 				c.claim)
 			wantHolder(t, pool, lane, c.id, true)
@@ -155,16 +155,16 @@ func TestALoanReturnsHoweverItEnds(t *testing.T) {
 		for _, depth := range []int{2, 4} {
 			t.Run(fmt.Sprint(name, " at depth ", depth), func(t *testing.T) {
 				lane := fmt.Sprint("objective:", name, depth)
-				all := ancestors(t, pool, lane, depth)
+				all := startChain(t, pool, lane, depth)
 				last, above := all[depth-1], all[depth-2]
 				lent := mustAcquire(t, pool, lane, last)
 				wantLoans(t, pool, lane, depth-1)
 				end(t, lane, last)
-				x := get(t, pool, above.id)
+				x := getExecution(t, pool, above.id)
 				wantHolder(t, pool, lane, above.id, x.Status == executions.Waiting)
 				wantLoans(t, pool, lane, depth-2)
 				wantStale(t, pool, lane, lent)
-				got := token(t, pool, lane)
+				got := readToken(t, pool, lane)
 				assert.Truef(t, got > lent, "token %d after %d", got, lent)
 			})
 		}
@@ -172,7 +172,7 @@ func TestALoanReturnsHoweverItEnds(t *testing.T) {
 }
 
 // Any ancestor in a chain of four may stop waiting. The lane returns to the nearest live ancestor.
-func TestAnyAncestorMayStopWaiting(t *testing.T) {
+func TestLoanReturnsToNearestLiveAncestor(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, c := range map[string]struct {
@@ -189,20 +189,20 @@ func TestAnyAncestorMayStopWaiting(t *testing.T) {
 			where id = $1::uuid`, 0},
 		"the third ends in timeout": {2, `update agent_executions set status = 'timeout', claim = claim + 1
 			where id = $1::uuid`, 1},
-		"the first waits no longer":  {0, resumes, 0},
-		"the second waits no longer": {1, resumes, 1},
-		"the third waits no longer":  {2, resumes, 2},
+		"the first waits no longer":  {0, resumeSQL, 0},
+		"the second waits no longer": {1, resumeSQL, 1},
+		"the third waits no longer":  {2, resumeSQL, 2},
 	} {
 		t.Run(name, func(t *testing.T) {
 			lane := "objective:" + name
-			all := ancestors(t, pool, lane, 4)
+			all := startChain(t, pool, lane, 4)
 			lent := mustAcquire(t, pool, lane, all[3])
 			pgtest.Exec(t, pool, c.stop, all[c.which].id)
 			want := ""
 			if c.holder >= 0 {
 				want = all[c.holder].id
 			}
-			wantHolder(t, pool, lane, want, c.holder >= 0 && get(t, pool, want).Status == executions.Waiting)
+			wantHolder(t, pool, lane, want, c.holder >= 0 && getExecution(t, pool, want).Status == executions.Waiting)
 			wantStale(t, pool, lane, lent)
 			ok, _ := tryAcquire(t, pool, lane, all[3])
 			assert.True(t, !ok || c.holder < 0, "a child without a waiting parent borrows again")
@@ -210,11 +210,11 @@ func TestAnyAncestorMayStopWaiting(t *testing.T) {
 	}
 }
 
-func TestALentLaneIsTheBorrowersAlone(t *testing.T) {
+func TestLentLaneBelongsToBorrower(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	all := ancestors(t, pool, loanLane, 2)
-	before := token(t, pool, loanLane)
+	all := startChain(t, pool, loanLane, 2)
+	before := readToken(t, pool, loanLane)
 	lenders := pgtest.Value[string](t, pool, `select locked_by from agent_locks where lane = $1`, loanLane)
 	lent := mustAcquire(t, pool, loanLane, all[1])
 	wantStale(t, pool, loanLane, before) // the lender's late write
@@ -223,7 +223,7 @@ func TestALentLaneIsTheBorrowersAlone(t *testing.T) {
 		assert.Truef(t, !pgtest.Value[bool](t, pool, `select release_agent_lock($1, $2)`, loanLane, owner),
 			"%s releases what it has lent", owner)
 	}
-	if sibling := relative(t, pool, all[0].id); true {
+	if sibling := startMember(t, pool, all[0].id); true {
 		ok, _ := tryAcquire(t, pool, loanLane, sibling)
 		assert.True(t, !ok, "a sibling without a waiting parent borrows")
 	}
@@ -236,16 +236,16 @@ func TestALentLaneIsTheBorrowersAlone(t *testing.T) {
 }
 
 // After the borrower died, its next claim has the lane, or borrows it again if it expired.
-func TestABorrowerIsClaimedAgain(t *testing.T) {
+func TestReclaimedBorrowerKeepsLane(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, expired := range map[string]bool{"in time": false, "after the lease": true} {
 		t.Run(name, func(t *testing.T) {
 			lane := "objective:" + name
-			all := ancestors(t, pool, lane, 3)
+			all := startChain(t, pool, lane, 3)
 			last := all[2]
 			old := mustAcquire(t, pool, lane, last)
-			expire(t, pool, last.id)
+			expireLease(t, pool, last.id)
 			sweep(t, pool)
 			if expired {
 				pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
@@ -264,19 +264,19 @@ func TestABorrowerIsClaimedAgain(t *testing.T) {
 
 // A thread is lent before its owner begins to wait. Then the child ends while the owner parks, is claimed or ends. In
 // either order the thread is the owner's again: parked while it waits, free after its end.
-func TestAThreadReturnsToAChangedOwner(t *testing.T) {
+func TestThreadReturnsToOwnerThatChangesState(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	changes := map[string]func(tx postgres.DB, p, c member) error{
-		"parks": func(tx postgres.DB, p, c member) error {
+	changes := map[string]func(tx postgres.DB, p, c chainMember) error{
+		"parks": func(tx postgres.DB, p, c chainMember) error {
 			_, err := tx.Exec(context.Background(), parkOnChild, p.id, p.claim, c.id)
 			return err
 		},
-		"is handed back": func(tx postgres.DB, p, _ member) error {
+		"is handed back": func(tx postgres.DB, p, _ chainMember) error {
 			_, err := tx.Exec(context.Background(), `select lanekeeper.release_agent_claim($1::uuid, $2)`, p.id, p.claim)
 			return err
 		},
-		"ends": func(tx postgres.DB, p, _ member) error {
+		"ends": func(tx postgres.DB, p, _ chainMember) error {
 			_, err := tx.Exec(context.Background(), `select lanekeeper.complete_agent_execution($1::uuid, $2, 'failed', '', null,
 				'x', null)`, p.id, p.claim)
 			return err
@@ -286,9 +286,9 @@ func TestAThreadReturnsToAChangedOwner(t *testing.T) {
 		for _, childFirst := range []bool{true, false} {
 			t.Run(fmt.Sprint(name, ", child first: ", childFirst), func(t *testing.T) {
 				lane := fmt.Sprint("thread:", name, childFirst)
-				p := relative(t, pool, "")
+				p := startMember(t, pool, "")
 				mustAcquire(t, pool, lane, p)
-				c := relative(t, pool, p.id)
+				c := startMember(t, pool, p.id)
 				mustAcquire(t, pool, lane, c)
 				back := func(tx postgres.DB) error {
 					_, err := tx.Exec(t.Context(), `select release_agent_lock($1, $2)`, lane, c.owner())
@@ -305,7 +305,7 @@ func TestAThreadReturnsToAChangedOwner(t *testing.T) {
 				wantBlocked(t, pool, 1, text)
 				commit(t, tx)
 				require.NoError(t, group.Wait())
-				x := get(t, pool, p.id)
+				x := getExecution(t, pool, p.id)
 				if x.Status.Ended() {
 					wantHolder(t, pool, lane, "", false)
 					return
@@ -321,13 +321,13 @@ func TestAThreadReturnsToAChangedOwner(t *testing.T) {
 }
 
 // The owner is about to park: its row is locked, its lanes are not yet parked.
-func TestAThreadReturnsToABusyOwner(t *testing.T) {
+func TestThreadReturnsToLockedOwner(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	const lane = "thread:t1"
-	p := relative(t, pool, "")
+	p := startMember(t, pool, "")
 	mustAcquire(t, pool, lane, p)
-	c := relative(t, pool, p.id)
+	c := startMember(t, pool, p.id)
 	mustAcquire(t, pool, lane, c)
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select from agent_executions where id = $1::uuid for update`, p.id)
@@ -340,21 +340,21 @@ func TestAThreadReturnsToABusyOwner(t *testing.T) {
 }
 
 // A child borrows at the moment when its parent stops waiting. The lane ends up with the parent.
-func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
+func TestConcurrentBorrowAndResumeReturnLane(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for _, who := range []struct{ depth, stops int }{{2, 0}, {3, 0}, {3, 1}} { // the second of three never had the lane
 		for _, borrowFirst := range []bool{true, false} {
 			t.Run(fmt.Sprint(who, ", borrow first: ", borrowFirst), func(t *testing.T) {
 				lane := fmt.Sprint("objective:", who, borrowFirst)
-				all := ancestors(t, pool, lane, who.depth)
+				all := startChain(t, pool, lane, who.depth)
 				p, c := all[who.stops], all[who.depth-1]
 				borrow := func(tx postgres.DB) error {
 					_, err := tx.Exec(t.Context(), `select lanekeeper.lend_agent_lock($1, $2::uuid, $3)`, lane, c.id, c.claim)
 					return err
 				}
 				resume := func(tx postgres.DB) error {
-					_, err := tx.Exec(t.Context(), resumes, p.id)
+					_, err := tx.Exec(t.Context(), resumeSQL, p.id)
 					return err
 				}
 				first, second, text := borrow, resume, "resume_agent"
@@ -381,11 +381,11 @@ func TestABorrowMeetsTheEndOfTheWait(t *testing.T) {
 
 // A sending child locks its own row, then waits for the lane. A cancel of its parent must not lock the lane before that
 // row.
-func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
+func TestCancelOfParentDuringChildSend(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t1', 'chat')`)
-	all := ancestors(t, pool, "thread:t1", 2)
+	all := startChain(t, pool, "thread:t1", 2)
 	p, c := all[0], all[1]
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select fence_agent_execution($1::uuid, $2)`, c.id, c.claim) // a step of the child
@@ -399,7 +399,7 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 	pgtest.Exec(t, tx, `select lanekeeper.send_agent_message('t1', $1::uuid, $2, 'hola')`, c.id, c.claim)
 	commit(t, tx)
 	require.NoError(t, group.Wait())
-	engine := prepare(t, pool, nil)
+	engine := newEngine(t, pool, nil)
 	pgtest.Eventually(t, func() bool {
 		done, err := engine.TryComplete(t.Context(), p.id)
 		return done && err == nil
@@ -410,23 +410,23 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 
 // A parent lends a thread to a child that it started. The loan continues while the parent waits for that child.
 // During any other wait the thread is the parent's again, and the child's token is void.
-func TestAThreadIsLentOnlyToTheAwaitedChild(t *testing.T) {
+func TestThreadIsLentOnlyToAwaitedChild(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for i, c := range []struct {
 		kind string
-		key  func(lent, other member) string
+		key  func(lent, other chainMember) string
 		kept bool
 	}{
-		{"agent", func(lent, _ member) string { return lent.id }, true},
-		{"agent", func(_, other member) string { return other.id }, false},
-		{"event", func(member, member) string { return "paid" }, false},
+		{"agent", func(lent, _ chainMember) string { return lent.id }, true},
+		{"agent", func(_, other chainMember) string { return other.id }, false},
+		{"event", func(chainMember, chainMember) string { return "paid" }, false},
 	} {
 		thread := fmt.Sprint("t", i)
 		pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ($1, 'chat')`, thread)
-		p := relative(t, pool, "")
+		p := startMember(t, pool, "")
 		mustAcquire(t, pool, "thread:"+thread, p)
-		lent, other := relative(t, pool, p.id), relative(t, pool, p.id)
+		lent, other := startMember(t, pool, p.id), startMember(t, pool, p.id)
 		token := mustAcquire(t, pool, "thread:"+thread, lent)
 		wantLoans(t, pool, "thread:"+thread, 1)
 		pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', $3, $4, '1 hour', null)`, p.id,
@@ -443,11 +443,11 @@ func TestAThreadIsLentOnlyToTheAwaitedChild(t *testing.T) {
 }
 
 // A shutdown releases a run. Its threads stay with it, its other lanes become free.
-func TestAThreadStaysWithAReleasedRun(t *testing.T) {
+func TestReleasedRunKeepsThreads(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t1', 'chat')`)
-	p, other := relative(t, pool, ""), relative(t, pool, "")
+	p, other := startMember(t, pool, ""), startMember(t, pool, "")
 	old := mustAcquire(t, pool, "thread:t1", p)
 	mustAcquire(t, pool, loanLane, p)
 	pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim($1::uuid, $2)`, p.id, p.claim)
@@ -462,10 +462,10 @@ func TestAThreadStaysWithAReleasedRun(t *testing.T) {
 }
 
 // A lane expires while lent. Its loan must not return after another owner has the lane.
-func TestASweptLaneLeavesNoLoan(t *testing.T) {
+func TestPrunedLaneLeavesNoLoan(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	all := ancestors(t, pool, "pipeline:p", 2)
+	all := startChain(t, pool, "pipeline:p", 2)
 	mustAcquire(t, pool, "pipeline:p", all[1])
 	for range 2 { // the first prune returns it to the parent, the second ends the parent's lease
 		pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() - interval '2 days'`)
@@ -479,10 +479,10 @@ func TestASweptLaneLeavesNoLoan(t *testing.T) {
 
 // A loan ends during a sweep. The next sweep, or the next request, returns the lane. Here the sweep waits for the loan
 // of another lane until then.
-func TestALoanThatEndsDuringASweepStays(t *testing.T) {
+func TestPruneKeepsLoanThatExpiresMeanwhile(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	first, second := ancestors(t, pool, "objective:1", 2), ancestors(t, pool, "objective:2", 2)
+	first, second := startChain(t, pool, "objective:1", 2), startChain(t, pool, "objective:2", 2)
 	mustAcquire(t, pool, "objective:1", first[1])
 	mustAcquire(t, pool, "objective:2", second[1])
 	pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'objective:1'`)
@@ -503,7 +503,7 @@ func TestALoanThatEndsDuringASweepStays(t *testing.T) {
 }
 
 // A child takes the lane of its parent, or of its parent's parent, even if it tries first.
-func TestAChildWorksInItsParentsLane(t *testing.T) {
+func TestChildBorrowsParentLane(t *testing.T) {
 	t.Parallel()
 	for name, enabled := range map[string]bool{"lanes on": true, "lanes off": false} {
 		t.Run(name, func(t *testing.T) {
@@ -524,7 +524,7 @@ func TestAChildWorksInItsParentsLane(t *testing.T) {
 				}
 				return executions.Result{}, err
 			}
-			p := start(t, pool, map[string]executions.Func{
+			p := startEngine(t, pool, map[string]executions.Func{
 				"top": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 					if _, err := executions.Step(ctx, "lane", func(context.Context) (int, error) { return 0, lane(ctx) }); err != nil {
 						return executions.Result{}, err
@@ -536,7 +536,7 @@ func TestAChildWorksInItsParentsLane(t *testing.T) {
 					return executions.Result{}, lane(ctx)
 				},
 			}, func(o *executions.Options) { o.Keeper = lanes.NewKeeper(pool, lanes.Options{Disabled: !enabled}) })
-			until(t, pool, p.begin(t, "top"), executions.Completed)
+			awaitStatus(t, pool, p.startFlow(t, "top"), executions.Completed)
 			first, second := testkit.Receive(t, tokens), testkit.Receive(t, tokens)
 			assert.Truef(t, (!enabled || second > first) && (enabled || first+second == 0), "tokens %d, then %d", first, second)
 			held := pgtest.Column[string](t, pool, `select lane from agent_locks where locked_by <> ''`)
@@ -547,7 +547,7 @@ func TestAChildWorksInItsParentsLane(t *testing.T) {
 }
 
 // KeepLanes keeps the child out, and so does a parent that does not wait.
-func TestAChildWithoutInheritanceIsRefused(t *testing.T) {
+func TestChildWithoutInheritanceIsRefused(t *testing.T) {
 	t.Parallel()
 	for name, child := range map[string]executions.Child{
 		"keeps its lanes": {Flow: "child", Wait: true, KeepLanes: true},
@@ -557,7 +557,7 @@ func TestAChildWithoutInheritanceIsRefused(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
 			answer := make(chan error, 1)
-			p := start(t, pool, map[string]executions.Func{
+			p := startEngine(t, pool, map[string]executions.Func{
 				"parent": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 					if _, err := executions.Lane(ctx, loanLane); err != nil {
 						return executions.Result{}, err
@@ -565,7 +565,7 @@ func TestAChildWithoutInheritanceIsRefused(t *testing.T) {
 					if _, err := executions.Trigger(ctx, "child", child); err != nil {
 						return executions.Result{}, err
 					}
-					return ends(executions.Wait(ctx, "hold", executions.Event("done", time.Hour)))
+					return resultOf(executions.Wait(ctx, "hold", executions.Event("done", time.Hour)))
 				},
 				"child": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 					_, err := executions.Lane(ctx, loanLane)
@@ -573,7 +573,7 @@ func TestAChildWithoutInheritanceIsRefused(t *testing.T) {
 					return executions.Result{}, nil
 				},
 			})
-			p.begin(t, "parent")
+			p.startFlow(t, "parent")
 			assert.ErrorIs(t, testkit.Receive(t, answer), lanes.ErrBusy)
 		})
 	}
@@ -585,8 +585,8 @@ func prune(t testing.TB, db postgres.DB) {
 	require.NoError(t, lanes.Prune(t.Context(), db, 24*time.Hour))
 }
 
-// renewing sets a keeper that renews leases until the test ends.
-func renewing(t *testing.T, o *executions.Options) {
+// renewLeases sets a keeper that renews leases until the test ends.
+func renewLeases(t *testing.T, o *executions.Options) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	var running sync.WaitGroup
@@ -596,7 +596,7 @@ func renewing(t *testing.T, o *executions.Options) {
 
 // After a run lost a lane, none of its steps starts, whatever its context. Steps start again after the run acquires the
 // lane again or releases it.
-func TestNoStepStartsAfterALaneWasLost(t *testing.T) {
+func TestNoStepStartsAfterLaneIsLost(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, c := range map[string]struct {
@@ -617,7 +617,7 @@ func TestNoStepStartsAfterALaneWasLost(t *testing.T) {
 	} {
 		called := false
 		var stopped error
-		p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 			hold, err := executions.Lane(ctx, "objective:1", lanes.WithTTL(9*time.Second))
 			if err != nil {
 				return executions.Result{}, err
@@ -630,8 +630,8 @@ func TestNoStepStartsAfterALaneWasLost(t *testing.T) {
 				return executions.Result{}, err
 			}
 			_, stopped = executions.Step(ctx, "act", func(context.Context) (int, error) { called = true; return 1, nil })
-			return ends(nil, stopped)
-		}), func(o *executions.Options) { renewing(t, o) })
+			return resultOf(nil, stopped)
+		}), func(o *executions.Options) { renewLeases(t, o) })
 		x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 		assert.Truef(t, err == nil && called == c.goOn && errors.Is(stopped, lanes.ErrLost) != c.goOn &&
 			(x.Status == executions.Completed) == c.goOn, "%s: the step was called %t, with %v; the run is %s, %v", name, called,
@@ -641,11 +641,11 @@ func TestNoStepStartsAfterALaneWasLost(t *testing.T) {
 }
 
 // A run holds a lane twice and loses it. The lane stays lost after the run has released the inner hold.
-func TestNoStepStartsAfterAnOuterHoldWasLost(t *testing.T) {
+func TestNoStepStartsAfterOuterHoldIsLost(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	called := false
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		outer, err := executions.Lane(ctx, "objective:1", lanes.WithTTL(9*time.Second))
 		if err != nil {
 			return executions.Result{}, err
@@ -660,8 +660,8 @@ func TestNoStepStartsAfterAnOuterHoldWasLost(t *testing.T) {
 		<-outer.Context().Done()
 		_ = inner.Release(ctx) // its error is that the lane was lost
 		_, err = executions.Step(ctx, "act", func(context.Context) (int, error) { called = true; return 1, nil })
-		return ends(nil, err)
-	}), func(o *executions.Options) { renewing(t, o) })
+		return resultOf(nil, err)
+	}), func(o *executions.Options) { renewLeases(t, o) })
 	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 	assert.Truef(t, err == nil && !called, "the step was called %t; the run is %s, %v", called, x.Status, err)
 	p.stop()

@@ -90,38 +90,38 @@ func CurrentPause(ctx context.Context, db postgres.DB) (Pause, error) {
 // claim succeeds. Running executions stop before their next step: within moments after a notification, otherwise within
 // SweepEvery. Of two concurrent calls, one makes the pause.
 func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChange, error) {
-	got := PauseChange{Pause: Pause{Paused: true}}
+	change := PauseChange{Pause: Pause{Paused: true}}
 	b := &pgx.Batch{}
 	activity.QueueActor(ctx, b)
 	b.Queue(`
 		select changed, paused_at, paused_by, reason, trace_id, coalesce(activity_id::text, '')
 		  from pause_agent(@reason, @by)`,
 		postgres.Strict{"reason": reason, "by": by}).QueryRow(func(row pgx.Row) error {
-		return row.Scan(&got.Changed, &got.PausedAt, &got.PausedBy, &got.Reason, &got.TraceID, &got.ActivityID)
+		return row.Scan(&change.Changed, &change.PausedAt, &change.PausedBy, &change.Reason, &change.TraceID, &change.ActivityID)
 	})
 	if err := db.SendBatch(ctx, b).Close(); err != nil {
 		return PauseChange{}, fmt.Errorf("pause the agent: %w", invalidArgument(err))
 	}
-	return got, nil
+	return change, nil
 }
 
 // ResumeAll ends the pause; workers claim ready executions at once. The result describes the ended pause, with the
 // trace of its end. reason may be empty.
 func ResumeAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChange, error) {
-	var got PauseChange
+	var change PauseChange
 	b := &pgx.Batch{}
 	activity.QueueActor(ctx, b)
 	b.Queue(`
 		select changed, paused_at, paused_by, reason, resumed_at, trace_id, coalesce(activity_id::text, '')
 		  from resume_agent(@by, @reason)`,
 		postgres.Strict{"reason": reason, "by": by}).QueryRow(func(row pgx.Row) error {
-		return row.Scan(&got.Changed, &got.PausedAt, &got.PausedBy, &got.Reason, &got.ResumedAt, &got.TraceID,
-			&got.ActivityID)
+		return row.Scan(&change.Changed, &change.PausedAt, &change.PausedBy, &change.Reason, &change.ResumedAt, &change.TraceID,
+			&change.ActivityID)
 	})
 	if err := db.SendBatch(ctx, b).Close(); err != nil {
 		return PauseChange{}, fmt.Errorf("resume the agent: %w", invalidArgument(err))
 	}
-	return got, nil
+	return change, nil
 }
 
 // RecordSkipped records work that a pause prevents as a skipped activity. It returns the activity's own trace. s gives
@@ -161,9 +161,9 @@ func explainPaused(ctx context.Context, db postgres.DB, err error) error {
 	if !postgres.IsCode(err, pausedCode) {
 		return err
 	}
-	p, failure := CurrentPause(ctx, db)
-	if failure != nil {
-		return failure
+	p, readErr := CurrentPause(ctx, db)
+	if readErr != nil {
+		return readErr
 	}
 	p.Paused = true // it was paused at the refusal of the claim
 	return &PausedError{p}

@@ -21,27 +21,27 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-func pause(t *testing.T, db postgres.DB) executions.PauseChange {
+func pauseAll(t *testing.T, db postgres.DB) executions.PauseChange {
 	t.Helper()
 	got, err := executions.PauseAll(t.Context(), db, "ana", "prices look wrong")
 	require.NoError(t, err)
 	return got
 }
 
-func resume(t *testing.T, db postgres.DB) executions.PauseChange {
+func resumeAll(t *testing.T, db postgres.DB) executions.PauseChange {
 	t.Helper()
 	got, err := executions.ResumeAll(t.Context(), db, "ben", "they were right")
 	require.NoError(t, err)
 	return got
 }
 
-// twoSteps is a flow whose first step waits at a gate. It counts the runs of each step.
-func twoSteps(first *gate, counts *[2]atomic.Int32) body {
+// twoStepFlow is a flow whose first step waits at a gate. It counts the runs of each step.
+func twoStepFlow(first *gate, counts *[2]atomic.Int32) flowFunc {
 	return func(ctx context.Context) (executions.Result, error) {
 		for i, name := range []string{"first", "second"} {
 			_, err := executions.Step(ctx, name, func(ctx context.Context) (int32, error) {
 				if i == 0 {
-					first.pass(ctx)
+					first.enter(ctx)
 				}
 				return counts[i].Add(1), nil
 			})
@@ -53,19 +53,19 @@ func twoSteps(first *gate, counts *[2]atomic.Int32) body {
 	}
 }
 
-func TestOnlyAttendedWorkStartsDuringAPause(t *testing.T) {
+func TestPauseStopsUnattendedStarts(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	heard := listener(t, pool)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Step(ctx, "one", func(context.Context) (int, error) { return 1, nil }))
+	heard := newListener(t, pool)
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.Step(ctx, "one", func(context.Context) (int, error) { return 1, nil }))
 	}), func(o *executions.Options) { neverSweep(o); o.Listener, o.Workers = heard, 2 })
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
-	got := pause(t, pool)
+	got := pauseAll(t, pool)
 	require.Truef(t, got.Changed && got.Paused && got.PausedBy == "ana" && got.ActivityID != "", "pause: %+v", got)
 	var held []string
 	for range 9 { // more than the workers can claim
-		held = append(held, p.begin(t, "flow"))
+		held = append(held, p.startFlow(t, "flow"))
 	}
 	for _, surface := range []trace.Surface{trace.Heartbeat, trace.Webhook} {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: surface, Priority: 1})
@@ -75,20 +75,20 @@ func TestOnlyAttendedWorkStartsDuringAPause(t *testing.T) {
 	for _, surface := range []trace.Surface{trace.Chat, trace.Operate} {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: surface, Priority: 4})
 		require.NoError(t, err)
-		until(t, pool, x.ID, executions.Completed)
+		awaitStatus(t, pool, x.ID, executions.Completed)
 	}
 	require.Equal(t, len(held), pgtest.Value[int](t, pool,
 		`select count(*) from agent_executions where status = 'pending' and claim = 0`))
 	require.NoError(t, p.Sweep(t.Context()))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from lanekeeper.agent_ready_kinds`))
-	got = resume(t, pool)
+	got = resumeAll(t, pool)
 	require.Truef(t, got.Changed && !got.Paused && got.PausedBy == "ana" && got.ResumedAt != nil, "resume: %+v", got)
 	for _, id := range held { // no sweep runs
-		until(t, pool, id, executions.Completed)
+		awaitStatus(t, pool, id, executions.Completed)
 	}
 }
 
-func TestAPausedRunStopsBeforeItsNextStepAndContinuesLater(t *testing.T) {
+func TestPauseReleasesRunBeforeNextStep(t *testing.T) {
 	t.Parallel()
 	for _, announced := range []bool{true, false} {
 		t.Run(map[bool]string{true: "told", false: "found"}[announced], func(t *testing.T) {
@@ -98,50 +98,50 @@ func TestAPausedRunStopsBeforeItsNextStepAndContinuesLater(t *testing.T) {
 			var counts [2]atomic.Int32
 			with := func(*executions.Options) {}
 			if announced {
-				heard := listener(t, pool)
+				heard := newListener(t, pool)
 				with = func(o *executions.Options) { neverSweep(o); o.Listener = heard }
 			}
-			p := start(t, pool, flow(twoSteps(first, &counts)), with)
-			p.begin(t, "flow")
-			id := first.arrival(t)
-			pause(t, pool)
+			p := startEngine(t, pool, flowMap(twoStepFlow(first, &counts)), with)
+			p.startFlow(t, "flow")
+			id := first.awaitFirst(t)
+			pauseAll(t, pool)
 			pgtest.Eventually(t, p.Paused, "the process knows")
 			first.open()
-			pgtest.Eventually(t, func() bool { return get(t, pool, id).ClaimedBy == nil }, "the run is handed back")
-			got := get(t, pool, id)
-			points, err := executions.Checkpoints(t.Context(), pool, id)
-			require.Truef(t, got.Status == executions.Running && got.Attempt == 0 && err == nil && len(points) == 1 &&
+			pgtest.Eventually(t, func() bool { return getExecution(t, pool, id).ClaimedBy == nil }, "the run is handed back")
+			got := getExecution(t, pool, id)
+			checkpoints, err := executions.Checkpoints(t.Context(), pool, id)
+			require.Truef(t, got.Status == executions.Running && got.Attempt == 0 && err == nil && len(checkpoints) == 1 &&
 				counts[1].Load() == 0, "status %s, attempt %d, recorded %v, %v; the second step ran %d times", got.Status,
-				got.Attempt, points, err, counts[1].Load())
-			resume(t, pool)
-			until(t, pool, id, executions.Completed)
+				got.Attempt, checkpoints, err, counts[1].Load())
+			resumeAll(t, pool)
+			awaitStatus(t, pool, id, executions.Completed)
 			assert.Truef(t, counts[0].Load() == 1 && counts[1].Load() == 1,
 				"the steps ran %d and %d times", counts[0].Load(), counts[1].Load())
 		})
 	}
 }
 
-func TestAttendedRunsContinueDuringAPause(t *testing.T) {
+func TestPauseContinuesAttendedRuns(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	first := newGate(t)
 	var counts [2]atomic.Int32
-	p := start(t, pool, flow(twoSteps(first, &counts)))
+	p := startEngine(t, pool, flowMap(twoStepFlow(first, &counts)))
 	x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: trace.Operate})
 	require.NoError(t, err)
-	first.arrival(t)
-	pause(t, pool)
+	first.awaitFirst(t)
+	pauseAll(t, pool)
 	pgtest.Eventually(t, p.Paused, "the process knows")
 	first.open()
-	until(t, pool, x.ID, executions.Completed)
+	awaitStatus(t, pool, x.ID, executions.Completed)
 }
 
 // A claim in progress either precedes the pause, which waits for it, or fails.
-func TestAClaimPrecedesThePauseOrFails(t *testing.T) {
+func TestPauseSerializesWithClaims(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := newWorker(t, pool)
-	before, after := pending(t, pool), pending(t, pool)
+	before, after := insertPending(t, pool), insertPending(t, pool)
 	inTx := func(sql string, args ...any) pgx.Tx {
 		tx := pgtest.Begin(t, pool)
 		pgtest.Exec(t, tx, sql, args...)
@@ -160,7 +160,7 @@ func TestAClaimPrecedesThePauseOrFails(t *testing.T) {
 	mustClaim(t, pool, after, w)
 }
 
-func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
+func TestNoClaimSucceedsAfterPauseAll(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	workers := make([]string, 4)
@@ -183,13 +183,13 @@ func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
 						return nil
 					default:
 					}
-					if _, err := tryReady(ctx, pool, w, 3); err != nil {
+					if _, err := tryClaimReady(ctx, pool, w, 3); err != nil {
 						return err
 					}
 				}
 			})
 		}
-		pause(t, pool)
+		pauseAll(t, pool)
 		claimed := func() int {
 			return pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`)
 		}
@@ -199,11 +199,11 @@ func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
 		halt()
 		require.NoError(t, group.Wait())
 		require.Equal(t, then, now)
-		resume(t, pool)
+		resumeAll(t, pool)
 	}
 }
 
-func TestTwoPausesAtOnceAreOne(t *testing.T) {
+func TestConcurrentPausesChangeOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	several := func(fn func(ctx context.Context) (executions.PauseChange, error)) (changed int,
@@ -241,31 +241,31 @@ func TestTwoPausesAtOnceAreOne(t *testing.T) {
 		  where skill_name in ('pause_agent', 'resume_agent')`)
 }
 
-func TestARunIsNotReleasedAfterAPauseEnded(t *testing.T) {
+func TestRunContinuesAfterUnnoticedResume(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	pause(t, pool)
+	pauseAll(t, pool)
 	first := newGate(t)
 	first.open()
 	var counts [2]atomic.Int32
-	p := start(t, pool, flow(twoSteps(first, &counts)), neverSweep)
+	p := startEngine(t, pool, flowMap(twoStepFlow(first, &counts)), neverSweep)
 	pgtest.Eventually(t, p.Paused, "the process knows of the pause")
-	resume(t, pool) // the process reads the change within the hour, not at once
-	until(t, pool, p.begin(t, "flow"), executions.Completed)
+	resumeAll(t, pool) // the process reads the change within the hour, not at once
+	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.True(t, p.Paused(), "the process was notified of the end of the pause")
 }
 
 // A process may poll the queue before a pause and claim after it. The end of a pause also notifies processes that did
 // not know of it.
-func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
+func TestPauseDuringClaim(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	second := newGate(t)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		for _, name := range []string{"one", "two"} {
 			_, err := executions.Step(ctx, name, func(ctx context.Context) (string, error) {
 				if name == "two" {
-					second.pass(ctx)
+					second.enter(ctx)
 				}
 				return name, nil
 			})
@@ -275,15 +275,15 @@ func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 		}
 		return executions.Result{}, nil
 	}))
-	p.begin(t, "flow")
-	id := second.arrival(t)
+	p.startFlow(t, "flow")
+	id := second.awaitFirst(t)
 	pgtest.Exec(t, pool, `
 		create or replace view lanekeeper.agent_ready_kinds as
 		select 'background'::text as queue, 'flow'::text as flow, 'flow'::text as surface, null::int as places`)
-	pause(t, pool)
-	expire(t, pool, id)
+	pauseAll(t, pool)
+	expireLease(t, pool, id)
 	second.open()
-	pgtest.Eventually(t, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
+	pgtest.Eventually(t, func() bool { return getExecution(t, pool, id).ClaimedBy == nil }, "its claim is lost")
 	for range 3 {
 		require.NoError(t, p.Sweep(t.Context()))
 	}
@@ -291,41 +291,41 @@ func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 	require.NoError(t, err)
 	defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, conn, `listen agent_ready`)
-	resume(t, pool)
+	resumeAll(t, pool)
 	ctx, cancel := context.WithTimeout(t.Context(), timeout)
 	defer cancel()
 	_, err = conn.WaitForNotification(ctx)
 	assert.NoError(t, err, "no notification came")
-	until(t, pool, id, executions.Completed)
+	awaitStatus(t, pool, id, executions.Completed)
 }
 
-func TestAPauseOutlivesEveryProcess(t *testing.T) {
+func TestPauseOutlivesProcess(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	first := newGate(t)
 	var counts [2]atomic.Int32
-	p := start(t, pool, flow(twoSteps(first, &counts)))
-	p.begin(t, "flow")
-	id := first.arrival(t)
-	pause(t, pool)
-	expire(t, pool, id) // the process dies in the middle of its step
-	second := start(t, pool, flow(twoSteps(first, &counts)))
-	pgtest.Eventually(t, func() bool { return get(t, pool, id).ClaimedBy == nil }, "its claim is lost")
+	p := startEngine(t, pool, flowMap(twoStepFlow(first, &counts)))
+	p.startFlow(t, "flow")
+	id := first.awaitFirst(t)
+	pauseAll(t, pool)
+	expireLease(t, pool, id) // the process dies in the middle of its step
+	second := startEngine(t, pool, flowMap(twoStepFlow(first, &counts)))
+	pgtest.Eventually(t, func() bool { return getExecution(t, pool, id).ClaimedBy == nil }, "its claim is lost")
 	for range 3 {
 		require.NoError(t, second.Sweep(t.Context()))
 	}
-	if got := get(t, pool, id); got.ClaimedBy != nil || got.Status != executions.Running {
+	if got := getExecution(t, pool, id); got.ClaimedBy != nil || got.Status != executions.Running {
 		t.Fatalf("status %s, claimed by %q", got.Status, postgres.Deref(got.ClaimedBy))
 	}
 	first.open()
-	resume(t, pool)
-	until(t, pool, id, executions.Completed)
+	resumeAll(t, pool)
+	awaitStatus(t, pool, id, executions.Completed)
 }
 
-func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
+func TestTickDuringPauseIsRecordedAsSkipped(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, nil)
+	p := newEngine(t, pool, nil)
 	err := p.PutSchedule(t.Context(), executions.Schedule{
 		Name: "beat", Flow: "heartbeat", Surface: trace.Heartbeat,
 		Cron: "*/30 * * * *",
@@ -334,7 +334,7 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 	due := func() {
 		pgtest.Exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '3 hours'`)
 	}
-	was := pause(t, pool)
+	was := pauseAll(t, pool)
 	for range 2 {
 		due()
 		for range 2 { // the second finds nothing due
@@ -347,7 +347,7 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 		  from agent_activity where skill_name = 'heartbeat' and status = 'skipped' and input ->> 'schedule' = 'beat'`)
 	assert.Truef(t, strings.HasPrefix(log, "2 2 hb_ heartbeat autonomous work is paused since ") &&
 		strings.HasSuffix(log, "by ana: "+was.Reason), "recorded: %s", log)
-	resume(t, pool)
+	resumeAll(t, pool)
 	require.NoError(t, p.tick(t.Context()))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 	due()
@@ -355,11 +355,11 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 }
 
-func TestRunSyncRefusesAutonomousWorkDuringAPause(t *testing.T) {
+func TestRunSyncFailsDuringPause(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
-	pause(t, pool)
+	p := newEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	pauseAll(t, pool)
 	_, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Heartbeat})
 	var refused *executions.PausedError
 	assert.Truef(t, errors.Is(err, executions.ErrPaused) && errors.As(err, &refused) && refused.Pause.PausedBy == "ana",
@@ -369,10 +369,10 @@ func TestRunSyncRefusesAutonomousWorkDuringAPause(t *testing.T) {
 	assert.Truef(t, err == nil && x.Status == executions.Completed, "attended: %s, %v", x.Status, err)
 }
 
-func TestExternalWorkersGetNoLockDuringAPause(t *testing.T) {
+func TestLockRunFailsDuringPause(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, nil)
+	p := newEngine(t, pool, nil)
 	begin := func() string {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: executions.External, Surface: trace.Flow})
 		require.NoError(t, err)
@@ -381,7 +381,7 @@ func TestExternalWorkersGetNoLockDuringAPause(t *testing.T) {
 	running, waiting := begin(), begin()
 	lock, err := p.LockRun(t.Context(), running, "worker 1", time.Minute)
 	require.NoError(t, err)
-	pause(t, pool)
+	pauseAll(t, pool)
 	var refused *executions.RunError
 	_, err = p.LockRun(t.Context(), waiting, "worker 2", time.Minute)
 	assert.Truef(t, errors.Is(err, executions.ErrPaused) && errors.As(err, &refused) &&
@@ -392,22 +392,22 @@ func TestExternalWorkersGetNoLockDuringAPause(t *testing.T) {
 	assert.Truef(t, err == nil && again.LockID == lock.LockID, "the same lock: %v", err)
 	_, _, err = p.CheckpointRun(t.Context(), running, lock.LockID, "step", []byte(`1`))
 	assert.NoError(t, err)
-	resume(t, pool)
+	resumeAll(t, pool)
 	_, err = p.LockRun(t.Context(), waiting, "worker 2", time.Minute)
 	assert.NoError(t, err)
 }
 
-func TestArrivalsDuringAPauseAreKept(t *testing.T) {
+func TestEventsDuringPauseAreKept(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, map[string]executions.Func{
-		"event": waitsOnce(executions.Event("order 7", 0)), "timer": waitsOnce(executions.Delay(time.Hour)),
+	p := startEngine(t, pool, map[string]executions.Func{
+		"event": waitFlow(executions.Event("order 7", 0)), "timer": waitFlow(executions.Delay(time.Hour)),
 	})
-	event := p.begin(t, "event")
-	timer := p.begin(t, "timer")
-	until(t, pool, event, executions.Waiting)
-	until(t, pool, timer, executions.Waiting)
-	pause(t, pool)
+	event := p.startFlow(t, "event")
+	timer := p.startFlow(t, "timer")
+	awaitStatus(t, pool, event, executions.Waiting)
+	awaitStatus(t, pool, timer, executions.Waiting)
+	pauseAll(t, pool)
 	pgtest.Eventually(t, p.Paused, "the process knows")
 	pgtest.Exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`,
 		postgres.Strict{"id": timer})
@@ -415,24 +415,24 @@ func TestArrivalsDuringAPauseAreKept(t *testing.T) {
 	_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "order 7", nil, "")
 	require.NoError(t, err)
 	for what, id := range map[string]string{"event": event, "timer": timer} {
-		until(t, pool, id, executions.Running)
-		if got := get(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil {
+		awaitStatus(t, pool, id, executions.Running)
+		if got := getExecution(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil {
 			t.Errorf("%s: status %s, claimed by %q", what, got.Status, postgres.Deref(got.ClaimedBy))
 		}
 	}
-	resume(t, pool)
-	until(t, pool, event, executions.Completed)
-	until(t, pool, timer, executions.Completed)
+	resumeAll(t, pool)
+	awaitStatus(t, pool, event, executions.Completed)
+	awaitStatus(t, pool, timer, executions.Completed)
 }
 
-// waitsOnce is a flow that waits for one thing.
-func waitsOnce(w executions.WaitFor) executions.Func {
+// waitFlow is a flow that waits for one thing.
+func waitFlow(w executions.WaitFor) executions.Func {
 	return func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-		return ends(executions.Wait(ctx, "wait", w))
+		return resultOf(executions.Wait(ctx, "wait", w))
 	}
 }
 
-func TestAPauseNamesItsReasonAndAuthor(t *testing.T) {
+func TestPauseRequiresReasonAndAuthor(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, sql := range map[string]string{

@@ -109,14 +109,14 @@ func (r *run) openActivity(ctx context.Context, s stepSpec, effect *Effect) erro
 	r.e.log.InfoContext(ctx, "action started", "action", s.entry.Skill, "step", s.key)
 	detached, end := r.untilRunEnds(ctx)
 	defer end()
-	unrecorded, err := r.writeWithDeferred(detached, func(b *pgx.Batch) {
+	recordErr, err := r.writeWithDeferred(detached, func(b *pgx.Batch) {
 		activity.OpenIn(ctx, b, *s.entry, &effect.ActivityID)
 		if s.onIntent != nil {
 			s.onIntent(b, s.key)
 		}
 	})
-	if unrecorded != nil {
-		return unrecorded
+	if recordErr != nil {
+		return recordErr
 	}
 	return r.handleWriteError(ctx, s, err, activity.Outcome{Status: activity.Running})
 }
@@ -127,9 +127,9 @@ func (r *run) untilRunEnds(ctx context.Context) (context.Context, func()) {
 	if ctx.Done() == r.ctx.Done() {
 		return ctx, func() {}
 	}
-	longer, end := context.WithCancelCause(context.WithoutCancel(ctx))
-	stop := context.AfterFunc(r.ctx, func() { end(context.Cause(r.ctx)) })
-	return longer, func() { stop(); end(nil) }
+	detached, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	stop := context.AfterFunc(r.ctx, func() { cancel(context.Cause(r.ctx)) })
+	return detached, func() { stop(); cancel(nil) }
 }
 
 // recordResult records the result of a step and returns the recorded value or error, as every later run does. A value
@@ -151,7 +151,7 @@ func recordResult[T any](
 	}
 	if r.canDefer(s, effect, output) {
 		err = r.deferCheckpoint(ctx, &deferredCheckpoint{
-			s: s, effect: effect, value: value,
+			step: s, effect: effect, value: value,
 			output: output, failure: failure,
 		})
 	} else {
@@ -202,22 +202,22 @@ func (r *run) recordStep(
 			out.Output = effect.Output
 		}
 	}
-	until := time.Now().Add(r.e.opts.LeaseTTL)
-	err := r.writeResult(context.WithoutCancel(ctx), until, s, effect, out, output, failure != nil)
-	failed := r.handleWriteError(ctx, s, err, out)
+	deadline := time.Now().Add(r.e.opts.LeaseTTL)
+	writeErr := r.writeResult(context.WithoutCancel(ctx), deadline, s, effect, out, output, failure != nil)
+	err := r.handleWriteError(ctx, s, writeErr, out)
 	switch {
-	case failed == nil:
-	case !time.Now().Before(until) && transient(err) && !errors.Is(failed, ErrStale):
+	case err == nil:
+	case !time.Now().Before(deadline) && transient(writeErr) && !errors.Is(err, ErrStale):
 		// The database was unavailable for a whole lease. That is no result of the step: the run ends, and the worker
 		// releases its orphaned claim.
-		r.e.log.ErrorContext(ctx, "result not recorded", "step", s.key, "error", err)
+		r.e.log.ErrorContext(ctx, "result not recorded", "step", s.key, "error", writeErr)
 		if ctx.Err() != nil { // the renewal of the lease failed too
-			return errors.Join(context.Cause(ctx), failed)
+			return errors.Join(context.Cause(ctx), err)
 		}
 		r.stop(ErrLost)
 		return ErrLost
 	default:
-		return failed
+		return err
 	}
 	if s.entry != nil && effect != nil {
 		r.e.opts.Observer.ActivityClosed(*s.entry, out, time.Since(effect.startedAt))
@@ -235,13 +235,13 @@ func (r *run) recordStep(
 
 // writeResult commits a result, with retries until a deadline. A step without an activity row shares a batch.
 func (r *run) writeResult(
-	ctx context.Context, until time.Time, s stepSpec, effect *Effect, out activity.Outcome,
+	ctx context.Context, deadline time.Time, s stepSpec, effect *Effect, out activity.Outcome,
 	output json.RawMessage, failed bool,
 ) error {
 	if s.entry == nil && (effect == nil || effect.OnResult == nil) {
-		return r.writeCheckpoint(ctx, until, s, output, failed)
+		return r.writeCheckpoint(ctx, deadline, s, output, failed)
 	}
-	ctx, cancel := context.WithDeadline(ctx, until)
+	ctx, cancel := context.WithDeadline(ctx, deadline)
 	defer cancel()
 	return r.write(ctx, func(b *pgx.Batch) {
 		if s.entry != nil && effect != nil {
@@ -283,8 +283,8 @@ func (r *run) writeLost(ctx context.Context, s stepSpec, err error, out activity
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
-	var late bool
-	failure := r.e.pool.QueryRow(ctx, `
+	var lost bool
+	queryErr := r.e.pool.QueryRow(ctx, `
 		select x.claim <> @claim and x.wait_number = @waits and not case when @opening
 		         then exists (select from agent_activity a where a.execution_id = x.id and a.claim = @claim
 		           and a.step = @step)
@@ -294,12 +294,12 @@ func (r *run) writeLost(ctx context.Context, s stepSpec, err error, out activity
 		postgres.Strict{
 			"id": r.exec.ID, "claim": r.exec.Claim, "waits": r.exec.WaitNumber, "step": s.key,
 			"opening": out.Status == activity.Running,
-		}).Scan(&late)
-	if failure != nil {
-		r.e.log.WarnContext(ctx, "outcome of a write unknown", "step", s.key, "error", errors.Join(err, failure))
+		}).Scan(&lost)
+	if queryErr != nil {
+		r.e.log.WarnContext(ctx, "outcome of a write unknown", "step", s.key, "error", errors.Join(err, queryErr))
 		return false
 	}
-	return late
+	return lost
 }
 
 // abandon leaves a step of a stopped run without a result. The next claim closes the row of the step's call. A lost
@@ -380,9 +380,9 @@ func recoverPanic[T any](
 func probeError(err error) error {
 	if err != nil {
 		_, _ = err.Error(), errors.Is(err, errProbe)
-		var classed interface{ ErrorClass() string }
-		if errors.As(err, &classed) {
-			_ = classed.ErrorClass()
+		var classified interface{ ErrorClass() string }
+		if errors.As(err, &classified) {
+			_ = classified.ErrorClass()
 		}
 	}
 	return err
@@ -394,13 +394,13 @@ var errProbe = errors.New("never")
 // asStepError reduces an error to its recorded form.
 func asStepError(key string, err error) *StepError {
 	failure := &StepError{Step: key, Class: "error", Message: postgres.Text(err.Error())}
-	var classed interface{ ErrorClass() string }
-	if given, ok := errors.AsType[*StepError](err); ok {
-		failure.Until = given.Until
+	var classified interface{ ErrorClass() string }
+	if stepErr, ok := errors.AsType[*StepError](err); ok {
+		failure.Until = stepErr.Until
 	}
 	switch {
-	case errors.As(err, &classed):
-		failure.Class = postgres.Text(classed.ErrorClass())
+	case errors.As(err, &classified):
+		failure.Class = postgres.Text(classified.ErrorClass())
 	case errors.Is(err, context.DeadlineExceeded):
 		failure.Class = "timeout"
 	}

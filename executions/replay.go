@@ -92,11 +92,11 @@ func (e *Engine) Replay(ctx context.Context, id string) (Replayed, error) {
 			return Replayed{}, err
 		}
 	}
-	got, err := e.replayCheckpoints(ctx, x, checkpoints, waitingIn)
+	result, err := e.replayCheckpoints(ctx, x, checkpoints, waitingIn)
 	if err != nil {
 		return Replayed{}, fmt.Errorf("replay execution %s: %w", x.ID, err)
 	}
-	return got, nil
+	return result, nil
 }
 
 // waitingStep reads the step in which an execution waits.
@@ -126,19 +126,19 @@ func (e *Engine) replayCheckpoints(
 		return Replayed{}, err
 	}
 	engine := &Engine{pool: closed, opts: e.opts, log: slog.New(slog.DiscardHandler), flows: e.flows, fallback: e.fallback}
-	var first *Replayed
+	var firstResult *Replayed
 	var busy []bool
 	for range maxReplays {
 		record := newReplayRecord(x, checkpoints, waitingStep, busy)
-		got := engine.replayOnce(ctx, x, flow, record)
+		result := engine.replayOnce(ctx, x, flow, record)
 		if ctx.Err() != nil {
 			return Replayed{}, context.Cause(ctx)
 		}
-		if got.Divergence == nil {
-			return got, nil
+		if result.Divergence == nil {
+			return result, nil
 		}
-		if first == nil {
-			first = &got
+		if firstResult == nil {
+			firstResult = &result
 		}
 		busy = slices.Clone(record.laneAnswers)
 		for len(busy) > 0 && busy[len(busy)-1] {
@@ -149,7 +149,7 @@ func (e *Engine) replayCheckpoints(
 		}
 		busy[len(busy)-1] = true
 	}
-	return *first, nil
+	return *firstResult, nil
 }
 
 // closedPool is a closed pool for the same database: a replay gets no connections.
@@ -175,27 +175,27 @@ func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, record 
 	}
 	sealed, seal := postgres.WithoutDatabase(r.flowContext(ctx))
 	result, err := r.callFlow(sealed, flow)
-	got := Replayed{
+	replayed := Replayed{
 		ExecutionID: x.ID, TraceID: x.TraceID, Flow: x.Flow, Status: x.Status,
-		Digest: digest(record.ordered, record.counts, string(x.Status), recordedEnd(x)),
+		Digest: digest(record.checkpointsByTime, record.counts, string(x.Status), recordedEnd(x)),
 	}
 	if cause := r.stopCause(); errors.Is(cause, ErrChanged) {
-		got.changed = cause.Error()
+		replayed.changed = cause.Error()
 	}
-	if step, of := errors.AsType[*StepError](err); err != nil && record.divergence == nil && record.endedAt == "" &&
-		!seal.Tried() && (!of || step.Step == "") {
-		got.failure = err.Error()
+	if stepErr, isStepErr := errors.AsType[*StepError](err); err != nil && record.divergence == nil && record.endedAt == "" &&
+		!seal.Tried() && (!isStepErr || stepErr.Step == "") {
+		replayed.failure = err.Error()
 	}
 	status, end := r.compareEnd(x, record, result, err, seal.Tried())
-	got.EndedAt, got.Divergence = record.endedAt, record.divergence
-	got.ReplayDigest = digest(record.ordered, record.wasReached, string(status), end)
-	for _, c := range record.ordered {
+	replayed.EndedAt, replayed.Divergence = record.endedAt, record.divergence
+	replayed.ReplayDigest = digest(record.checkpointsByTime, record.wasReached, string(status), end)
+	for _, c := range record.checkpointsByTime {
 		if record.wasReached(c) {
-			got.Steps++
+			replayed.Steps++
 		}
 	}
-	got.Equal = got.Divergence == nil && got.Digest == got.ReplayDigest
-	return got
+	replayed.Equal = replayed.Divergence == nil && replayed.Digest == replayed.ReplayDigest
+	return replayed
 }
 
 // endState is the end of an execution, for its digest.
@@ -241,9 +241,9 @@ func (r *run) compareEnd(x Execution, record *replayRecord, result Result, err e
 	if err != nil {
 		end.Error = postgres.Text(err.Error())
 	}
-	value, _, wrong := encode(result.Value)
-	if wrong != nil {
-		status, end.Error = Failed, fmt.Errorf("encode result: %w", wrong).Error()
+	value, _, encodeErr := encode(result.Value)
+	if encodeErr != nil {
+		status, end.Error = Failed, fmt.Errorf("encode result: %w", encodeErr).Error()
 	} else {
 		end.Summary, end.Result = postgres.Text(result.Summary), comparableJSON(value)
 	}

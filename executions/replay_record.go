@@ -20,9 +20,9 @@ const replayTimeout = 5 * time.Second
 // replayRecord is the record that a run gets in place of a database. A step gets its checkpoint after the code has
 // reached all earlier steps. So parallel branches interleave as in the recorded run.
 type replayRecord struct {
-	ordered     []Checkpoint // by time of recording
-	checkpoints map[string]Checkpoint
-	nested      map[string]bool // checkpoints within a step whose own checkpoint replaces them
+	checkpointsByTime []Checkpoint // by time of recording
+	checkpoints       map[string]Checkpoint
+	nested            map[string]bool // checkpoints within a step whose own checkpoint replaces them
 	// openEnded says that the record ends before the function returned. waitingStep is the step in which the execution
 	// waits.
 	openEnded   bool
@@ -39,18 +39,18 @@ type replayRecord struct {
 }
 
 func newReplayRecord(x Execution, checkpoints []Checkpoint, waitingStep *string, busy []bool) *replayRecord {
-	p := &replayRecord{
-		ordered: checkpoints, checkpoints: make(map[string]Checkpoint, len(checkpoints)), nested: map[string]bool{},
+	rec := &replayRecord{
+		checkpointsByTime: checkpoints, checkpoints: make(map[string]Checkpoint, len(checkpoints)), nested: map[string]bool{},
 		openEnded: x.Status == Cancelled || !x.Status.Ended() || failedByWorkers(x), waitingStep: waitingStep,
 		progress: make(chan struct{}), reached: map[string]bool{}, busyLanes: busy,
 	}
 	for _, c := range checkpoints {
-		p.checkpoints[c.Step] = c
+		rec.checkpoints[c.Step] = c
 	}
 	for _, c := range checkpoints {
-		p.nested[c.Step] = p.isNested(c.Step)
+		rec.nested[c.Step] = rec.isNested(c.Step)
 	}
-	return p
+	return rec
 }
 
 // failedByWorkers reports an execution that failed because of its workers, not its code.
@@ -64,17 +64,17 @@ func failedByWorkers(x Execution) bool {
 }
 
 // isNested reports a checkpoint within a step that has a checkpoint too, or of a wait before such a step.
-func (p *replayRecord) isNested(step string) bool {
+func (rec *replayRecord) isNested(step string) bool {
 	for i, char := range step {
 		if char != '/' {
 			continue
 		}
-		if _, ok := p.checkpoints[step[:i]]; ok {
+		if _, ok := rec.checkpoints[step[:i]]; ok {
 			return true
 		}
 		scope, name := splitKey(step[:i])
 		if waited, ok := strings.CutPrefix(name, "before "); ok {
-			if _, ok := p.checkpoints[scope+waited]; ok {
+			if _, ok := rec.checkpoints[scope+waited]; ok {
 				return true
 			}
 		}
@@ -96,24 +96,24 @@ func isLaneWait(c Checkpoint) bool {
 }
 
 // counts reports a checkpoint that belongs to the digest.
-func (p *replayRecord) counts(c Checkpoint) bool { return !isLaneWait(c) }
+func (rec *replayRecord) counts(c Checkpoint) bool { return !isLaneWait(c) }
 
 // wasReached reports a checkpoint that the replay reached, or whose containing step it reached.
-func (p *replayRecord) wasReached(c Checkpoint) bool {
+func (rec *replayRecord) wasReached(c Checkpoint) bool {
 	if isLaneWait(c) {
 		return false
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if !p.nested[c.Step] {
-		return p.reached[c.Step]
+	rec.mu.Lock()
+	defer rec.mu.Unlock()
+	if !rec.nested[c.Step] {
+		return rec.reached[c.Step]
 	}
 	for i, char := range c.Step {
 		if char != '/' {
 			continue
 		}
 		scope, name := splitKey(c.Step[:i])
-		if p.reached[c.Step[:i]] || p.reached[scope+strings.TrimPrefix(name, "before ")] {
+		if rec.reached[c.Step[:i]] || rec.reached[scope+strings.TrimPrefix(name, "before ")] {
 			return true
 		}
 	}
@@ -121,12 +121,12 @@ func (p *replayRecord) wasReached(c Checkpoint) bool {
 }
 
 // firstUnreached returns the first unreached checkpoint before a moment; ok is false for none. The caller holds p.mu.
-func (p *replayRecord) firstUnreached(before time.Time) (c Checkpoint, ok bool) {
-	for _, c := range p.ordered {
+func (rec *replayRecord) firstUnreached(before time.Time) (c Checkpoint, ok bool) {
+	for _, c := range rec.checkpointsByTime {
 		if !before.IsZero() && !c.CreatedAt.Before(before) {
 			break
 		}
-		if !p.nested[c.Step] && !p.reached[c.Step] && !isLaneWait(c) {
+		if !rec.nested[c.Step] && !rec.reached[c.Step] && !isLaneWait(c) {
 			return c, true
 		}
 	}
@@ -134,58 +134,58 @@ func (p *replayRecord) firstUnreached(before time.Time) (c Checkpoint, ok bool) 
 }
 
 // reach marks a step as reached; every step calls it. On nil the caller uses the checkpoint; an error ends the run.
-func (p *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
-	checkpoint, recorded := p.checkpoints[s.key]
+func (rec *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
+	checkpoint, recorded := rec.checkpoints[s.key]
 	scope := s.key[:strings.LastIndex(s.key, s.name)]
 	waitCtx := r.ctx // a recorded step waits for its turn, even if its own context ends
 	if !recorded {
-		p.reachNested(s.key)
+		rec.reachNested(s.key)
 		waitCtx = ctx
 	}
 	for {
-		p.mu.Lock()
-		if p.divergence != nil || p.endedAt != "" {
-			p.mu.Unlock()
+		rec.mu.Lock()
+		if rec.divergence != nil || rec.endedAt != "" {
+			rec.mu.Unlock()
 			return ErrParked
 		}
-		earlier, wait := p.firstUnreached(checkpoint.CreatedAt)
-		if !wait || earlier.Step == s.key {
-			p.last = s.key
+		earlier, blocked := rec.firstUnreached(checkpoint.CreatedAt)
+		if !blocked || earlier.Step == s.key {
+			rec.last = s.key
 			if recorded {
-				p.reached[s.key] = true
+				rec.reached[s.key] = true
 			}
-			close(p.progress)
-			p.progress = make(chan struct{})
-			p.mu.Unlock()
+			close(rec.progress)
+			rec.progress = make(chan struct{})
+			rec.mu.Unlock()
 			break
 		}
-		moved := p.progress
-		p.mu.Unlock()
-		if sibling, _ := splitKey(earlier.Step); sibling == scope || !awaitProgress(waitCtx, moved) {
+		progress := rec.progress
+		rec.mu.Unlock()
+		if sibling, _ := splitKey(earlier.Step); sibling == scope || !awaitProgress(waitCtx, progress) {
 			if sibling != scope && waitCtx.Err() != nil {
 				return context.Cause(waitCtx) // another branch ended this one
 			}
 			if recorded {
-				return p.stopDiverged(r, s.key, DivergedOrder,
+				return rec.stopDiverged(r, s.key, DivergedOrder,
 					fmt.Sprintf("the code reaches it before step %q, which was recorded earlier", earlier.Step))
 			}
-			return p.stopDiverged(r, s.key, DivergedUnrecorded,
+			return rec.stopDiverged(r, s.key, DivergedUnrecorded,
 				fmt.Sprintf("the record has no such step; it has step %q there", earlier.Step))
 		}
 	}
 	if recorded {
-		if checkpoint.Failed && cancelledBySibling(checkpoint) && p.hasOtherBranches(scope) {
+		if checkpoint.Failed && cancelledBySibling(checkpoint) && rec.hasOtherBranches(scope) {
 			awaitProgress(ctx, nil) // let the other branch cancel this step first
 		}
 		return nil
 	}
-	if !p.openEnded && p.hasOtherBranches(scope) && !awaitProgress(ctx, nil) && ctx.Err() != nil {
+	if !rec.openEnded && rec.hasOtherBranches(scope) && !awaitProgress(ctx, nil) && ctx.Err() != nil {
 		return context.Cause(ctx) // another branch ended this one, as recorded
 	}
-	if err := p.awaitWaitingBranch(ctx, s.key); err != nil {
+	if err := rec.awaitWaitingBranch(ctx, s.key); err != nil {
 		return err
 	}
-	return p.beyondRecord(r, s.key)
+	return rec.beyondRecord(r, s.key)
 }
 
 // cancelledBySibling reports a step whose context was cancelled, for example by the failure of another branch.
@@ -196,33 +196,33 @@ func cancelledBySibling(c Checkpoint) bool {
 
 // awaitWaitingBranch delays a step without a checkpoint until another branch reaches the wait where the record ends.
 // The step was in flight when that wait began.
-func (p *replayRecord) awaitWaitingBranch(ctx context.Context, key string) error {
-	if !p.openEnded || p.waitingStep == nil {
+func (rec *replayRecord) awaitWaitingBranch(ctx context.Context, key string) error {
+	if !rec.openEnded || rec.waitingStep == nil {
 		return nil
 	}
 	own, _ := splitKey(key)
-	other, _ := splitKey(*p.waitingStep)
+	other, _ := splitKey(*rec.waitingStep)
 	if strings.HasPrefix(own, other) || strings.HasPrefix(other, own) {
 		return nil
 	}
 	for {
-		p.mu.Lock()
-		ended, moved := p.divergence != nil || p.endedAt != "", p.progress
-		p.mu.Unlock()
+		rec.mu.Lock()
+		ended, progress := rec.divergence != nil || rec.endedAt != "", rec.progress
+		rec.mu.Unlock()
 		if ended {
 			return ErrParked
 		}
-		if !awaitProgress(ctx, moved) {
+		if !awaitProgress(ctx, progress) {
 			return context.Cause(ctx) // nil when no branch progresses any more
 		}
 	}
 }
 
 // hasOtherBranches reports whether steps of other branches were reached.
-func (p *replayRecord) hasOtherBranches(scope string) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for step := range p.reached {
+func (rec *replayRecord) hasOtherBranches(scope string) bool {
+	rec.mu.Lock()
+	defer rec.mu.Unlock()
+	for step := range rec.reached {
 		other, _ := splitKey(step)
 		if !strings.HasPrefix(other, scope) && !strings.HasPrefix(scope, other) {
 			return true
@@ -232,15 +232,15 @@ func (p *replayRecord) hasOtherBranches(scope string) bool {
 }
 
 // beyondRecord handles a step without a checkpoint: the record ends there, or the step is new.
-func (p *replayRecord) beyondRecord(r *run, key string) error {
-	if !p.openEnded || p.waitingStep != nil && *p.waitingStep != key &&
-		!strings.HasPrefix(*p.waitingStep, gatePrefix(key)) &&
-		!strings.HasPrefix(*p.waitingStep, key+"/") {
-		return p.stopDiverged(r, key, DivergedUnrecorded, "the record has no such step; the code is different")
+func (rec *replayRecord) beyondRecord(r *run, key string) error {
+	if !rec.openEnded || rec.waitingStep != nil && *rec.waitingStep != key &&
+		!strings.HasPrefix(*rec.waitingStep, gatePrefix(key)) &&
+		!strings.HasPrefix(*rec.waitingStep, key+"/") {
+		return rec.stopDiverged(r, key, DivergedUnrecorded, "the record has no such step; the code is different")
 	}
-	p.mu.Lock()
-	p.endedAt = cmp.Or(p.endedAt, key)
-	p.mu.Unlock()
+	rec.mu.Lock()
+	rec.endedAt = cmp.Or(rec.endedAt, key)
+	rec.mu.Unlock()
 	r.stop(ErrParked)
 	return ErrParked
 }
@@ -252,16 +252,16 @@ func gatePrefix(key string) string {
 }
 
 // awaitProgress waits until any step is reached.
-func awaitProgress(ctx context.Context, moved <-chan struct{}) bool {
+func awaitProgress(ctx context.Context, progress <-chan struct{}) bool {
 	timer := time.NewTimer(replayTimeout)
 	defer timer.Stop()
 	select {
-	case <-moved:
+	case <-progress:
 		return true
 	case <-timer.C:
 	case <-ctx.Done():
 		select {
-		case <-moved: // progress came before the end of ctx
+		case <-progress: // progress came before the end of ctx
 			return true
 		default:
 		}
@@ -269,38 +269,38 @@ func awaitProgress(ctx context.Context, moved <-chan struct{}) bool {
 	return false
 }
 
-func (p *replayRecord) stopDiverged(r *run, step, kind, message string) error {
-	p.diverge(step, kind, message)
+func (rec *replayRecord) stopDiverged(r *run, step, kind, message string) error {
+	rec.diverge(step, kind, message)
 	r.stop(ErrParked)
 	return ErrParked
 }
 
 // diverge stores the first difference.
-func (p *replayRecord) diverge(step, kind, message string) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.divergence == nil {
-		p.divergence = &Divergence{Step: step, Kind: kind, Message: message}
+func (rec *replayRecord) diverge(step, kind, message string) {
+	rec.mu.Lock()
+	defer rec.mu.Unlock()
+	if rec.divergence == nil {
+		rec.divergence = &Divergence{Step: step, Kind: kind, Message: message}
 	}
 }
 
 // divergeUnreached reports whether the replay left a checkpoint unreached, and stores that as the difference.
-func (p *replayRecord) divergeUnreached(why string) bool {
-	p.mu.Lock()
-	c, ok := p.firstUnreached(time.Time{})
-	p.mu.Unlock()
+func (rec *replayRecord) divergeUnreached(why string) bool {
+	rec.mu.Lock()
+	c, ok := rec.firstUnreached(time.Time{})
+	rec.mu.Unlock()
 	if ok {
-		p.diverge(c.Step, DivergedUnreached, "the code ends before this recorded step"+errorSuffix(why))
+		rec.diverge(c.Step, DivergedUnreached, "the code ends before this recorded step"+errorSuffix(why))
 	}
 	return ok
 }
 
 // answerLane answers a lane request: granted without an effect, or busy.
-func (p *replayRecord) answerLane(ctx context.Context, r *run, name string) (*Hold, error) {
-	p.mu.Lock()
-	busy := len(p.laneAnswers) < len(p.busyLanes) && p.busyLanes[len(p.laneAnswers)]
-	p.laneAnswers = append(p.laneAnswers, busy)
-	p.mu.Unlock()
+func (rec *replayRecord) answerLane(ctx context.Context, r *run, name string) (*Hold, error) {
+	rec.mu.Lock()
+	busy := len(rec.laneAnswers) < len(rec.busyLanes) && rec.busyLanes[len(rec.laneAnswers)]
+	rec.laneAnswers = append(rec.laneAnswers, busy)
+	rec.mu.Unlock()
 	if busy {
 		return nil, fmt.Errorf("acquire lane: lane %s: %w", name, lanes.ErrBusy)
 	}
@@ -320,15 +320,15 @@ func (r *run) replayLoop(ctx context.Context, s stepSpec) error {
 
 // isUnderWay reports a started step or phase without a checkpoint. The replay calls its function for the inner steps.
 // The replay never makes a Call, because a Call is an effect.
-func (p *replayRecord) isUnderWay(s stepSpec) bool {
-	if _, ok := p.checkpoints[s.key]; ok || s.entry != nil && s.entry.Kind != activity.KindPhase {
+func (rec *replayRecord) isUnderWay(s stepSpec) bool {
+	if _, ok := rec.checkpoints[s.key]; ok || s.entry != nil && s.entry.Kind != activity.KindPhase {
 		return false
 	}
 	within := s.key + "/"
-	if p.waitingStep != nil && strings.HasPrefix(*p.waitingStep, within) {
+	if rec.waitingStep != nil && strings.HasPrefix(*rec.waitingStep, within) {
 		return true
 	}
-	for _, c := range p.ordered {
+	for _, c := range rec.checkpointsByTime {
 		if strings.HasPrefix(c.Step, within) {
 			return true
 		}
@@ -337,12 +337,12 @@ func (p *replayRecord) isUnderWay(s stepSpec) bool {
 }
 
 // reachNested marks the checkpoints within a skipped step as reached.
-func (p *replayRecord) reachNested(key string) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for _, c := range p.ordered {
+func (rec *replayRecord) reachNested(key string) {
+	rec.mu.Lock()
+	defer rec.mu.Unlock()
+	for _, c := range rec.checkpointsByTime {
 		if strings.HasPrefix(c.Step, key+"/") {
-			p.reached[c.Step] = true
+			rec.reached[c.Step] = true
 		}
 	}
 }

@@ -25,7 +25,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-func replay(t *testing.T, p *process, id string) executions.Replayed {
+func replay(t *testing.T, p *testEngine, id string) executions.Replayed {
 	t.Helper()
 	got, err := p.Replay(t.Context(), id)
 	require.NoError(t, err)
@@ -34,12 +34,12 @@ func replay(t *testing.T, p *process, id string) executions.Replayed {
 	return got
 }
 
-func TestAReplayHasNoEffects(t *testing.T) {
+func TestReplayHasNoEffects(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	effects(t, pool)
+	createEffects(t, pool)
 	var done atomic.Int32
-	flows := flow(func(ctx context.Context) (executions.Result, error) {
+	flows := flowMap(func(ctx context.Context) (executions.Result, error) {
 		act := func(context.Context) (float64, error) { done.Add(1); return 1e21, nil }
 		n, err := executions.Step(ctx, "step", act)
 		if err != nil {
@@ -75,23 +75,23 @@ func TestAReplayHasNoEffects(t *testing.T) {
 	flows["flow2"] = func(context.Context, json.RawMessage) (executions.Result, error) {
 		return executions.Result{}, nil
 	}
-	p := start(t, pool, flows)
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Completed)
-	before, all := dump(t, pool, id), done.Load()
+	p := startEngine(t, pool, flows)
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Completed)
+	before, all := dumpExecution(t, pool, id), done.Load()
 	executionsBefore := pgtest.Value[int](t, pool, `select count(*) from agent_executions`)
 	for range 2 {
 		got := replay(t, p, id)
 		assert.Truef(t, got.Equal && got.Steps == 7 && got.Status == executions.Completed,
 			"replay is %+v, %+v", got, got.Divergence)
 	}
-	assert.True(t, done.Load() == all && dump(t, pool, id) == before &&
+	assert.True(t, done.Load() == all && dumpExecution(t, pool, id) == before &&
 		pgtest.Value[int](t, pool, `select count(*) from agent_executions`) == executionsBefore, "the replay did something")
 	assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('lane:x')`), "the replay took a lane")
 }
 
 // The flow differs from the recorded one as the case says.
-func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
+func TestReplayReportsDivergence(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var how atomic.Value
@@ -148,10 +148,10 @@ func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 		}
 		return executions.Result{Summary: "done"}, nil
 	}
-	p := start(t, pool, flow(code))
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Completed)
-	before := dump(t, pool, id)
+	p := startEngine(t, pool, flowMap(code))
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Completed)
+	before := dumpExecution(t, pool, id)
 	for change, want := range map[string][2]string{
 		"":                {"", ""},
 		"order":           {"b", executions.DivergedOrder},
@@ -181,15 +181,15 @@ func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 			t.Errorf("%s: the reason is missing: %s", change, got.Divergence.Message)
 		}
 	}
-	assert.Equal(t, before, dump(t, pool, id))
+	assert.Equal(t, before, dumpExecution(t, pool, id))
 }
 
 // A replay keeps the order of parallel branches: a branch that ends the others does not end them earlier.
-func TestParallelBranchesAreReplayed(t *testing.T) {
+func TestReplayOfParallelBranches(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	last := make(chan struct{})
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		group, ctx := errgroup.WithContext(ctx)
 		group.Go(func() error {
 			ctx := executions.Scope(ctx, "steady")
@@ -215,9 +215,9 @@ func TestParallelBranchesAreReplayed(t *testing.T) {
 		})
 		return executions.Result{}, group.Wait()
 	}))
-	id := p.begin(t, "flow")
+	id := p.startFlow(t, "flow")
 	pgtest.Eventually(t, func() bool {
-		x := get(t, pool, id)
+		x := getExecution(t, pool, id)
 		return x.Status == executions.Failed || x.Status == executions.Waiting
 	}, "it ends or waits")
 	for range 20 {
@@ -227,12 +227,12 @@ func TestParallelBranchesAreReplayed(t *testing.T) {
 }
 
 // A replay takes a timed-out step from the record, even if its limit passes again before its turn.
-func TestAReplayTakesAStepWhoseTimeIsUp(t *testing.T) {
+func TestReplayReturnsRecordedTimeout(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	recorded := make(chan struct{})
 	var once sync.Once
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		var group errgroup.Group
 		group.Go(func() error {
 			time.Sleep(50 * time.Millisecond) // in a replay the other branch is first
@@ -256,19 +256,19 @@ func TestAReplayTakesAStepWhoseTimeIsUp(t *testing.T) {
 		})
 		return executions.Result{}, group.Wait()
 	}))
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Completed)
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Completed)
 	got := replay(t, p, id)
 	assert.Truef(t, got.Equal, "%+v", got.Divergence)
 }
 
-func TestAReplayOfAnUnknownFlow(t *testing.T) {
+func TestReplayRejectsUnknownFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Completed)
-	other := prepare(t, pool, nil)
+	p := startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Completed)
+	other := newEngine(t, pool, nil)
 	_, err := other.Replay(t.Context(), id)
 	assert.Truef(t, err != nil && errors.Is(err, executions.ErrUnknownFlow), "got %v", err)
 	_, err = other.Replay(t.Context(), "nonsense")
@@ -276,11 +276,11 @@ func TestAReplayOfAnUnknownFlow(t *testing.T) {
 }
 
 // A running phase has no record yet. A replay enters it, up to the end of the records.
-func TestAReplayEntersAPhaseUnderWay(t *testing.T) {
+func TestReplayEntersUnfinishedPhase(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var changed atomic.Bool
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		_, err := executions.Phase(ctx, "outer", func(ctx context.Context, _ *executions.Effect) (int, error) {
 			if _, err := executions.Step(ctx, "a", func(context.Context) (int, error) { return 1, nil }); err != nil {
 				return 0, err
@@ -296,16 +296,16 @@ func TestAReplayEntersAPhaseUnderWay(t *testing.T) {
 		})
 		return executions.Result{}, err
 	}))
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Waiting)
-	before := dump(t, pool, id)
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Waiting)
+	before := dumpExecution(t, pool, id)
 	if got := replay(t, p, id); !got.Equal || got.EndedAt != "outer/inner/news" || got.Steps != 1 {
 		t.Errorf("waiting: %+v, %+v", got, got.Divergence)
 	}
 	changed.Store(true)
 	got := replay(t, p, id)
 	assert.Truef(t, !got.Equal && got.Divergence.Step == "outer/inner/other", "changed: %+v", got.Divergence)
-	assert.Equal(t, before, dump(t, pool, id))
+	assert.Equal(t, before, dumpExecution(t, pool, id))
 	changed.Store(false)
 	_, err := p.Cancel(t.Context(), id, "test", "enough")
 	require.NoError(t, err)
@@ -314,10 +314,10 @@ func TestAReplayEntersAPhaseUnderWay(t *testing.T) {
 	}
 }
 
-// FuzzTextOfARun has code return any text and raw JSON wherever it may: as result, summary and error, and in the
+// FuzzStoredText has code return any text and raw JSON wherever it may: as result, summary and error, and in the
 // activity log. The database cannot store NUL or half of a surrogate pair, so the engine may replace them. But the run
 // ends as the code decided, and reading the result of its step returns the same value.
-func FuzzTextOfARun(f *testing.F) {
+func FuzzStoredText(f *testing.F) {
 	pool := pgtest.DB(f)
 	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 	require.NoError(f, err)

@@ -30,7 +30,7 @@ func WithLockTimeout(ctx context.Context, timeout time.Duration) context.Context
 }
 
 func (e *Engine) lockTimeout(ctx context.Context) time.Duration {
-	if timeout, given := ctx.Value(lockTimeoutKey{}).(time.Duration); given {
+	if timeout, ok := ctx.Value(lockTimeoutKey{}).(time.Duration); ok {
 		return timeout
 	}
 	return e.opts.LeaseTTL
@@ -52,10 +52,10 @@ const unqueuedRetries = 3
 // attempts. All writes that stay blocked share one slot and so one connection. An abandoned transaction therefore
 // delays no other work.
 func retryLocked[T any](ctx context.Context, e *Engine, write func(ctx context.Context) (T, error)) (T, error) {
-	until := time.Now().Add(e.lockTimeout(ctx))
+	deadline := time.Now().Add(e.lockTimeout(ctx))
 	value, err := write(ctx)
 	pause := minBackoff
-	for n := 1; postgres.IsCode(err, "55P03") && time.Now().Before(until); n++ {
+	for n := 1; postgres.IsCode(err, "55P03") && time.Now().Before(deadline); n++ {
 		if !sleep.For(ctx, pause+rand.N(pause)) {
 			return value, err
 		}
@@ -63,7 +63,7 @@ func retryLocked[T any](ctx context.Context, e *Engine, write func(ctx context.C
 			value, err = write(ctx)
 			continue
 		}
-		if !e.acquireRetrySlot(ctx, time.Until(until)) {
+		if !e.acquireRetrySlot(ctx, time.Until(deadline)) {
 			return value, err
 		}
 		value, err = withRetrySlot(ctx, e, write)
@@ -111,12 +111,12 @@ func (e *Engine) serializeKey(ctx context.Context, name string, write func() err
 
 // retryKey is retryLocked. First attempts with keys use at most half of the pool's connections.
 func (e *Engine) retryKey(ctx context.Context, name string, write func(ctx context.Context) error) error {
-	tries := 0
+	attempts := 0
 	_, err := retryLocked(ctx, e, func(ctx context.Context) (struct{}, error) {
-		if tries++; name == "" {
+		if attempts++; name == "" {
 			return struct{}{}, write(ctx)
 		}
-		if tries > 1 {
+		if attempts > 1 {
 			e.keyQueue.MarkBlocked(name)
 			return struct{}{}, write(ctx)
 		}
@@ -174,8 +174,8 @@ func (e *Engine) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 // warnUnavailable logs an attempt that found the database unavailable, with a hint where one is known.
 func (e *Engine) warnUnavailable(ctx context.Context, err error, attrs ...any) {
 	attrs = append(attrs, "error", err)
-	if what, todo := postgres.Diagnose(err); what != "" {
-		attrs = append(attrs, "trouble", what, "hint", todo)
+	if problem, hint := postgres.Diagnose(err); problem != "" {
+		attrs = append(attrs, "trouble", problem, "hint", hint)
 	}
 	e.log.WarnContext(ctx, "database unavailable, trying again", attrs...)
 }
@@ -237,8 +237,8 @@ func RetryTransient[T any](ctx context.Context, fn func(ctx context.Context) (T,
 // retryable reports a database error that a retry may avoid. It excludes errors of other servers and deadlines of the
 // code itself.
 func retryable(err error) bool {
-	var other *url.Error
-	return transient(err) && !errors.As(err, &other) && !errors.Is(err, context.DeadlineExceeded)
+	var urlErr *url.Error
+	return transient(err) && !errors.As(err, &urlErr) && !errors.Is(err, context.DeadlineExceeded)
 }
 
 // countSteps returns the number of started steps.

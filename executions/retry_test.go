@@ -24,20 +24,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-func TestTheSweepCoversALostNotification(t *testing.T) {
+func TestSweepCoversLostNotification(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, flow(nothing))
-	id := p.begin(t, "flow")
+	p := newEngine(t, pool, flowMap(noop))
+	id := p.startFlow(t, "flow")
 	pgtest.Exec(t, pool, `delete from river.river_job`)
-	start(t, pool, flow(nothing))
-	until(t, pool, id, executions.Completed)
+	startEngine(t, pool, flowMap(noop))
+	awaitStatus(t, pool, id, executions.Completed)
 }
 
-func TestAStartThatIsRolledBackLeavesNothing(t *testing.T) {
+func TestRolledBackStartLeavesNothing(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, flow(nothing))
+	p := newEngine(t, pool, flowMap(noop))
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
 	_, _, err = p.Start(t.Context(), tx, executions.Spec{Flow: "flow", Surface: "flow"})
@@ -47,10 +47,10 @@ func TestAStartThatIsRolledBackLeavesNothing(t *testing.T) {
 		from river.river_job)`))
 }
 
-func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
+func TestRepeatedWritesCountOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	id := pending(t, pool)
+	id := insertPending(t, pool)
 	n := mustClaim(t, pool, id, newWorker(t, pool))
 	entry := activity.Entry{TraceID: "fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE", ExecutionID: id, Claim: n, Step: "pay", Skill: "pay"}
 	one, err := activity.Open(t.Context(), pool, entry)
@@ -64,17 +64,17 @@ func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
 			on conflict do nothing`,
 			postgres.Strict{"id": id, "claim": n})
 	}
-	log := rows(t, pool, id)
+	log := activityRows(t, pool, id)
 	assert.Truef(t, len(log) == 1 && log[0].Status == "success", "activity %v", log)
 }
 
 // A process pauses in the middle of a step's transaction. The server ends its session, while its lease may still hold.
-func TestAnIdleTransactionEndedByTheServerIsRetried(t *testing.T) {
+func TestIdleTransactionTimeoutIsRetried(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var tries atomic.Int32
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
 			if tries.Add(1) > 1 {
 				return 0, nil
 			}
@@ -85,16 +85,16 @@ func TestAnIdleTransactionEndedByTheServerIsRetried(t *testing.T) {
 				"idle-in-transaction timeout"}
 		}))
 	}))
-	id := p.begin(t, "flow")
-	pgtest.Eventually(t, func() bool { return get(t, pool, id).Status.Ended() }, "the execution ends")
-	if got := get(t, pool, id); got.Status != executions.Completed || tries.Load() != 2 {
+	id := p.startFlow(t, "flow")
+	pgtest.Eventually(t, func() bool { return getExecution(t, pool, id).Status.Ended() }, "the execution ends")
+	if got := getExecution(t, pool, id); got.Status != executions.Completed || tries.Load() != 2 {
 		t.Errorf("status %s after %d tries: %s", got.Status, tries.Load(), postgres.Deref(got.ErrorMessage))
 	}
 }
 
 // A slow database may cancel a statement by statement_timeout. Like an outage, that does not end the run: the engine
 // repeats the write.
-func TestACancelledWriteIsRetried(t *testing.T) {
+func TestCancelledWriteIsRetried(t *testing.T) {
 	t.Parallel()
 	for name, when := range map[string]string{
 		"a record": "insert on agent_checkpoints for each row",
@@ -117,7 +117,7 @@ func TestACancelledWriteIsRetried(t *testing.T) {
 				end $$`)
 			pgtest.Exec(t, pool, `create trigger cancel before `+when+` execute function cancel()`)
 			var calls, steps atomic.Int32
-			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 				_, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
 					func(context.Context, *executions.Effect) (int32, error) { return calls.Add(1), nil })
 				if err != nil {
@@ -127,17 +127,17 @@ func TestACancelledWriteIsRetried(t *testing.T) {
 					return executions.Result{}, err
 				}
 				n, err := executions.Step(ctx, "step", func(context.Context) (int32, error) { return steps.Add(1), nil })
-				return ends(n, err)
+				return resultOf(n, err)
 			}))
-			id := p.begin(t, "flow")
-			until(t, pool, id, executions.Completed)
+			id := p.startFlow(t, "flow")
+			awaitStatus(t, pool, id, executions.Completed)
 			assert.Truef(t, calls.Load() == 1 && steps.Load() == 1, "%d calls, %d steps", calls.Load(), steps.Load())
 		})
 	}
 }
 
 // A query of a flow may time out once in a slow moment, which is retried. A repeated timeout is intended.
-func TestACancelledQueryIsRetried(t *testing.T) {
+func TestCancelledQueryIsRetried(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		cancels, tries int
@@ -150,7 +150,7 @@ func TestACancelledQueryIsRetried(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
 			var tries atomic.Int32
-			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 				query := func(ctx context.Context, db postgres.DB) (bool, error) {
 					if int(tries.Add(1)) > test.cancels {
 						return true, nil
@@ -168,20 +168,20 @@ func TestACancelledQueryIsRetried(t *testing.T) {
 				_, err = executions.Step(ctx, "step", func(ctx context.Context) (bool, error) { return query(ctx, pool) })
 				return executions.Result{}, err
 			}))
-			id := p.begin(t, "flow")
-			until(t, pool, id, test.ends)
+			id := p.startFlow(t, "flow")
+			awaitStatus(t, pool, id, test.ends)
 			assert.Equal(t, test.tries, int(tries.Load()), tries.Load())
 		})
 	}
 }
 
 // A short lock is not an outage and logs no warning.
-func TestAShortLockIsRetriedInSilence(t *testing.T) {
+func TestShortLockIsRetriedWithoutWarning(t *testing.T) {
 	t.Parallel()
 	for locked, warnings := range map[int]int{3: 0, 5: 2} {
-		l := &lines{}
+		l := &logLines{}
 		tries := 0
-		p := prepare(t, pgtest.DB(t), flow(func(ctx context.Context) (executions.Result, error) {
+		p := newEngine(t, pgtest.DB(t), flowMap(func(ctx context.Context) (executions.Result, error) {
 			_, err := executions.RetryTransient(ctx, func(context.Context) (bool, error) {
 				if tries++; tries > locked {
 					return true, nil
@@ -189,7 +189,7 @@ func TestAShortLockIsRetriedInSilence(t *testing.T) {
 				return false, &pgconn.PgError{Code: "55P03", Message: "canceling statement due to lock timeout"}
 			})
 			return executions.Result{}, err
-		}), l.into)
+		}), l.capture)
 		x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 		require.NoError(t, err)
 		assert.Equal(t, executions.Completed, x.Status)
@@ -199,14 +199,14 @@ func TestAShortLockIsRetriedInSilence(t *testing.T) {
 
 // A connection failure during the release of a lane is not a result of the flow. The engine releases it over another
 // connection, even if the first release took effect.
-func TestALaneIsReleasedAlthoughTheConnectionBreaks(t *testing.T) {
+func TestReleaseSurvivesBrokenConnection(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for lane, done := range map[string]bool{
 		"objective:1": false, "thread:1": false,
 		"objective:2": true, "thread:2": true,
 	} {
-		p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 			hold, err := executions.Lane(ctx, lane)
 			if err != nil {
 				return executions.Result{}, err
@@ -231,7 +231,7 @@ func TestALaneIsReleasedAlthoughTheConnectionBreaks(t *testing.T) {
 				pgtest.Exec(t, pool, `select pg_terminate_backend(pid) `+waits)
 				return tx.Commit(context.WithoutCancel(ctx))
 			})
-			return ends(nil, errors.Join(hold.Release(ctx), broken.Wait()))
+			return resultOf(nil, errors.Join(hold.Release(ctx), broken.Wait()))
 		}))
 		x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 		assert.Truef(t, err == nil && x.Status == executions.Completed,
@@ -244,23 +244,23 @@ func TestALaneIsReleasedAlthoughTheConnectionBreaks(t *testing.T) {
 // commitLink proxies one connection. With lose set, it drops the connection before the response to a commit.
 type commitLink struct {
 	client, server net.Conn
-	lose           *atomic.Bool
-	mute           atomic.Bool
+	dropNext       *atomic.Bool
+	muted          atomic.Bool
 }
 
 func (l *commitLink) Upstream() {
 	pgproxy.Forward(l.client, l.server, func(r pgproxy.Request) bool {
-		if r.Simple && strings.HasPrefix(r.Bound[0], "commit") && l.lose.CompareAndSwap(true, false) {
-			l.mute.Store(true)
+		if r.Simple && strings.HasPrefix(r.Bound[0], "commit") && l.dropNext.CompareAndSwap(true, false) {
+			l.muted.Store(true)
 		}
 		_, err := l.server.Write(r.Raw)
 		return err == nil
 	})
 }
 
-func (l *commitLink) Downstream() { pgproxy.Answers(l.server, l.client, l.mute.Load) }
+func (l *commitLink) Downstream() { pgproxy.Answers(l.server, l.client, l.muted.Load) }
 
-func opened(t *testing.T, url string) *pgxpool.Pool {
+func newPool(t *testing.T, url string) *pgxpool.Pool {
 	t.Helper()
 	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 8})
 	return pool
@@ -268,17 +268,17 @@ func opened(t *testing.T, url string) *pgxpool.Pool {
 
 // The commit that ends an execution may take effect although its response is lost. The effect then exists once, and the
 // caller gets the result.
-func TestEndTxSurvivesALostCommitAnswer(t *testing.T) {
+func TestEndTxSurvivesLostCommitResponse(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	pool := opened(t, url)
+	pool := newPool(t, url)
 	pgtest.Exec(t, pool, `create table effects (n int)`)
 	var lose atomic.Bool
 	through := pgproxy.Listen(t, url, func(client, server net.Conn) pgproxy.Link {
-		return &commitLink{client: client, server: server, lose: &lose}
+		return &commitLink{client: client, server: server, dropNext: &lose}
 	})
 	calls := 0
-	p := start(t, opened(t, through.URL("engine")), flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, newPool(t, through.URL("engine")), flowMap(func(ctx context.Context) (executions.Result, error) {
 		n, err := executions.EndTx(ctx, "end", func(ctx context.Context, tx pgx.Tx) (int, error) {
 			calls++
 			if _, err := tx.Exec(ctx, `insert into effects values (7)`); err != nil {

@@ -88,28 +88,28 @@ func newRiverClient(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error
 // Poll wakes the workers of both queues. Call it after a commit that made executions ready by a SQL function. It
 // never blocks or fails. Work beyond the free workers is announced to other processes.
 func (e *Engine) Poll() {
-	for _, c := range e.pools {
-		c.poll()
+	for _, pool := range e.pools {
+		pool.poll()
 	}
 }
 
 // notifyReady wakes the workers of a queue for n executions. It notifies other processes if too few workers are free,
 // or if this process skips flows.
 func (e *Engine) notifyReady(queue string, n int) {
-	c := e.pools[queue]
-	if c == nil {
+	pool := e.pools[queue]
+	if pool == nil {
 		return
 	}
-	c.poll()
-	if !c.hasFree(n) || len(c.skippedFlows()) > 0 {
-		c.notifyPeers()
+	pool.poll()
+	if !pool.hasFree(n) || len(pool.skippedFlows()) > 0 {
+		pool.notifyPeers()
 	}
 }
 
 // dispatching reports whether this process claims ready executions, so a transaction needs no River job.
 func (e *Engine) dispatching() bool {
-	for _, c := range e.pools {
-		if !c.isOpen() {
+	for _, pool := range e.pools {
+		if !pool.isOpen() {
 			return false
 		}
 	}
@@ -124,8 +124,8 @@ type wakeup struct {
 	Priority int
 }
 
-func (h wakeup) insertOpts() *river.InsertOpts {
-	return &river.InsertOpts{Queue: h.Queue, Priority: h.Priority, MaxAttempts: 1}
+func (w wakeup) insertOpts() *river.InsertOpts {
+	return &river.InsertOpts{Queue: w.Queue, Priority: w.Priority, MaxAttempts: 1}
 }
 
 // insertWakeups inserts River jobs in the transaction that made the executions ready.
@@ -162,12 +162,12 @@ func riverDriver(pool, direct *pgxpool.Pool) riverdriver.Driver[pgx.Tx] {
 type splitDriver struct {
 	*riverpgxv5.Driver
 
-	session *riverpgxv5.Driver
+	direct *riverpgxv5.Driver
 }
 
 // GetListener listens over the direct pool, because a pooler has no sessions.
-func (w *splitDriver) GetListener(params *riverdriver.GetListenenerParams) riverdriver.Listener {
-	return w.session.GetListener(params)
+func (d *splitDriver) GetListener(params *riverdriver.GetListenenerParams) riverdriver.Listener {
+	return d.direct.GetListener(params)
 }
 
 // Logger returns the engine's log for the execution of ctx. Outside executions it returns a logger that discards.
@@ -229,10 +229,10 @@ func (e *Engine) listenLoop(ctx context.Context) {
 	}
 	cancels, stop := e.opts.Listener.Subscribe("agent_cancel")
 	defer stop()
-	freed, stopFreed := e.opts.Listener.Subscribe("agent_lanes")
-	defer stopFreed()
-	woken, stopWoken := e.opts.Listener.Subscribe("agent_wake") // from decisions made in SQL
-	defer stopWoken()
+	laneReleases, stopLaneReleases := e.opts.Listener.Subscribe("agent_lanes")
+	defer stopLaneReleases()
+	wakeups, stopWakeups := e.opts.Listener.Subscribe("agent_wake") // from decisions made in SQL
+	defer stopWakeups()
 	// from a process without free workers, or a freed admission slot
 	ready, stopReady := e.opts.Listener.Subscribe("agent_ready")
 	defer stopReady()
@@ -242,9 +242,9 @@ func (e *Engine) listenLoop(ctx context.Context) {
 			return
 		case id := <-cancels:
 			e.onCancel(ctx, id)
-		case payload := <-freed:
+		case payload := <-laneReleases:
 			e.onLaneFreed(payload)
-		case <-woken:
+		case <-wakeups:
 			e.Poll()
 		case queue := <-ready:
 			e.onReady(queue)
@@ -254,8 +254,8 @@ func (e *Engine) listenLoop(ctx context.Context) {
 
 // onReady polls the named queue, or both.
 func (e *Engine) onReady(queue string) {
-	if c := e.pools[queue]; c != nil {
-		c.poll()
+	if pool := e.pools[queue]; pool != nil {
+		pool.poll()
 		return
 	}
 	e.Poll()

@@ -104,10 +104,10 @@ func (r *run) stopCause() error {
 // executeSync runs an execution whose checkpoints are not loaded yet. It returns the final row if the run knows it
 // without a query. With cancels, executeSync cancels the execution when ctx ends first.
 func (e *Engine) executeSync(
-	ctx context.Context, x *Execution, worker string, cancels bool,
+	ctx context.Context, x *Execution, worker string, cancelOnExit bool,
 ) (completed *Execution, err error) {
 	claim := claimedExecution{Execution: *x, onCompleted: func(row *Execution) { completed = row }}
-	if cancels {
+	if cancelOnExit {
 		claim.callerLeft = func() bool { return ctx.Err() != nil }
 	}
 	err = e.execute(ctx, &claim, worker, func() {})
@@ -159,7 +159,7 @@ func (e *Engine) execute(ctx context.Context, claim *claimedExecution, worker st
 	defer func() { e.opts.Observer.RunFinished(r.exec) }()
 	r.logStart(ctx)
 	var result Result
-	flowErr := error(&StepError{Class: "error", Message: fmt.Sprintf(
+	runErr := error(&StepError{Class: "error", Message: fmt.Sprintf(
 		"flow %s ended its goroutine (runtime.Goexit, or FailNow of a test) instead of returning", claimed.Flow)})
 	defer func() { // runs when the flow ends the goroutine, too
 		r.mu.Lock()
@@ -168,12 +168,12 @@ func (e *Engine) execute(ctx context.Context, claim *claimedExecution, worker st
 		returned()
 		// The database decides about the lanes now: a renewal would report them as lost.
 		e.keeper.Drop(r.laneOwner())
-		err = r.finish(ctx, result, flowErr)
+		err = r.finish(ctx, result, runErr)
 		if stopped := r.stopCause(); ctx.Err() != nil && !errors.Is(stopped, ErrParked) {
 			r.releaseCancelledLanes(ctx)
 		}
 	}()
-	result, flowErr = r.callFlow(ctx, flow)
+	result, runErr = r.callFlow(ctx, flow)
 	return nil
 }
 
@@ -237,8 +237,8 @@ func (r *run) load(ctx context.Context, needsRecovery bool) error {
 		 where execution_id = @id and status = 'unknown' and error_class = 'interrupted' and step <> ''`,
 		args).Query(func(rows pgx.Rows) error {
 		steps, err := pgx.CollectRows(rows, pgx.RowTo[string])
-		for _, s := range steps {
-			r.interrupted[s] = true
+		for _, step := range steps {
+			r.interrupted[step] = true
 		}
 		return err
 	})
@@ -311,7 +311,7 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 		r.e.log.InfoContext(ctx, "execution cancelled")
 		r.e.opts.Observer.ExecutionEnded(r.exec, Cancelled)
 		return nil
-	case errors.Is(stopErr, ErrChanged), errors.Is(stopErr, errUnrecorded):
+	case errors.Is(stopErr, ErrChanged), errors.Is(stopErr, errNotRecorded):
 		return r.complete(ctx, nil, Failed, Result{}, stopErr)
 	case r.callerLeft != nil && r.callerLeft():
 		// While this process holds the claim, no other process continues the execution.

@@ -112,40 +112,40 @@ func (s Schedule) next(ctx context.Context, db postgres.DB) (time.Time, error) {
 // If a schedule cannot start, Tick reports the error and retries it in a minute. Neither a failed nor a locked schedule
 // delays other schedules.
 func (e *Engine) Tick(ctx context.Context) error {
-	var broken []error
+	var failures []error
 	err := postgres.InTxWithin(ctx, e.pool, func(tx pgx.Tx) error {
 		due, err := dueSchedules(ctx, tx)
 		if err != nil {
 			return err
 		}
-		broken = nil
+		failures = nil
 		pause, err := CurrentPause(ctx, tx)
 		if err != nil {
 			return err
 		}
-		for _, d := range due {
+		for _, s := range due {
 			err := postgres.InTx(ctx, tx, func(tx pgx.Tx) error {
 				if pause.Paused {
-					return skipTick(ctx, tx, d.schedule(), d.NextRunAt, pause)
+					return skipTick(ctx, tx, s.schedule(), s.NextRunAt, pause)
 				}
-				return e.startScheduled(ctx, tx, d.schedule(), d.NextRunAt)
+				return e.startScheduled(ctx, tx, s.schedule(), s.NextRunAt)
 			})
 			if err == nil {
 				continue
 			}
-			broken = append(broken, fmt.Errorf("schedule %s: %w", d.Name, err))
+			failures = append(failures, fmt.Errorf("schedule %s: %w", s.Name, err))
 			if postgres.Locked(err) { // the next tick retries
 				continue
 			}
 			if _, err := tx.Exec(ctx, `
 				update agent_schedules set next_run_at = clock_timestamp() + interval '1 minute' where name = @name`,
-				postgres.Strict{"name": d.Name}); err != nil {
+				postgres.Strict{"name": s.Name}); err != nil {
 				return err
 			}
 		}
 		return nil
 	})
-	if err := errors.Join(append(broken, err, e.refreshDue(ctx))...); err != nil {
+	if err := errors.Join(append(failures, err, e.refreshDue(ctx))...); err != nil {
 		return fmt.Errorf("tick: %w", err)
 	}
 	return nil

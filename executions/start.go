@@ -58,11 +58,11 @@ type Spec struct {
 // pool. A process that runs executions needs one statement, and its own workers start at once. The second return value
 // is false when the dedupe key exists; then Start returns the earlier execution. WithLockTimeout bounds the wait for an
 // open transaction that holds the key.
-func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (got Execution, created bool, err error) {
+func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (x Execution, created bool, err error) {
 	switch {
 	case !isPool(db):
 		err = postgres.InTx(ctx, db, func(tx pgx.Tx) (err error) {
-			got, created, err = e.StartTx(ctx, tx, s)
+			x, created, err = e.StartTx(ctx, tx, s)
 			return err
 		})
 	case e.dispatching():
@@ -70,7 +70,7 @@ func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (got E
 	default:
 		err = e.withKey(ctx, s.lockName(), func(ctx context.Context) error {
 			return postgres.InTxWithin(ctx, e.pool, func(tx pgx.Tx) (err error) {
-				got, created, err = e.StartTx(ctx, tx, s)
+				x, created, err = e.StartTx(ctx, tx, s)
 				return err
 			})
 		})
@@ -80,21 +80,21 @@ func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (got E
 		return Execution{}, false, err
 	}
 	e.claimable.wake(s.Flow)
-	return got, created, nil
+	return x, created, nil
 }
 
 // StartByAdmin starts an execution in the engine's pool and records the admin's action in the same transaction. reason
 // may be empty.
-func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (got Execution, created bool, err error) {
+func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (x Execution, created bool, err error) {
 	act := activity.Act{
 		Name: "start_execution", Reason: reason, Within: true, Input: map[string]any{"flow": s.Flow, "thread_id": s.ThreadID},
 	}
 	err = e.withKey(ctx, s.lockName(), func(ctx context.Context) error {
 		_, err := activity.Record(ctx, e.pool, act, func(tx pgx.Tx, _ string) (_ any, err error) {
-			if got, created, err = e.StartTx(ctx, tx, s); err != nil || !created {
+			if x, created, err = e.StartTx(ctx, tx, s); err != nil || !created {
 				return activity.Unchanged, err
 			}
-			return map[string]string{"execution_id": got.ID, "trace_id": got.TraceID}, nil
+			return map[string]string{"execution_id": x.ID, "trace_id": x.TraceID}, nil
 		})
 		return err
 	})
@@ -105,7 +105,7 @@ func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (got E
 		e.Poll()
 	}
 	e.claimable.wake(s.Flow)
-	return got, created, nil
+	return x, created, nil
 }
 
 // lockName names the key that another transaction may hold; empty without a key.
@@ -118,55 +118,55 @@ func (s Spec) lockName() string {
 
 // StartTx starts an execution in the caller's transaction.
 func (e *Engine) StartTx(ctx context.Context, tx pgx.Tx, s Spec) (Execution, bool, error) {
-	got, created, err := s.insert(ctx, tx, "pending", "", "")
+	x, created, err := s.insert(ctx, tx, "pending", "", "")
 	if err == nil && created {
-		err = e.insertWakeups(ctx, tx, []wakeup{{got.ID, 0, got.Queue, got.Priority}})
+		err = e.insertWakeups(ctx, tx, []wakeup{{x.ID, 0, x.Queue, x.Priority}})
 	}
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
 	}
-	return got, created, nil
+	return x, created, nil
 }
 
 // insertWithRetry inserts in its own transaction, and retries while another transaction holds the dedupe key.
 func (e *Engine) insertWithRetry(ctx context.Context, s Spec, status, worker string) (Execution, bool, error) {
 	created := false
-	var got Execution
+	var x Execution
 	err := e.withKey(ctx, s.lockName(), func(ctx context.Context) (err error) {
-		got, created, err = s.insert(ctx, e.pool, status, worker, lockTimeout)
+		x, created, err = s.insert(ctx, e.pool, status, worker, lockTimeout)
 		return err
 	})
-	return got, created, postgres.ExplainLock(ctx, e.pool, err, s.lockName(), "agent_executions")
+	return x, created, postgres.ExplainLock(ctx, e.pool, err, s.lockName(), "agent_executions")
 }
 
 // insert writes the row, with the actor of ctx as its requester. For an existing dedupe key, it returns the existing
 // row. lockTimeout bounds the wait for another transaction with the key; empty keeps the transaction's own setting.
 func (s Spec) insert(
 	ctx context.Context, db postgres.Beginner, status, worker, lockTimeout string,
-) (got Execution, created bool, err error) {
+) (x Execution, created bool, err error) {
 	if len(s.Labels) == 0 && !activity.HasActor(ctx) {
 		return s.insertRow(ctx, db, status, worker, lockTimeout)
 	}
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		got, created, err = s.insertRow(ctx, tx, status, worker, lockTimeout)
+		x, created, err = s.insertRow(ctx, tx, status, worker, lockTimeout)
 		if err != nil || !created {
 			return err
 		}
 		if len(s.Labels) > 0 {
-			if err := setLabels(ctx, tx, got.ID, s.Labels, true); err != nil {
+			if err := setLabels(ctx, tx, x.ID, s.Labels, true); err != nil {
 				return err
 			}
 		}
-		return activity.Asked(ctx, tx, "execution "+got.ID)
+		return activity.Asked(ctx, tx, "execution "+x.ID)
 	})
-	return got, created, err
+	return x, created, err
 }
 
 // insertRow is insert without the labels.
 func (s Spec) insertRow(
 	ctx context.Context, db postgres.DB, status, worker, lockTimeout string,
 ) (Execution, bool, error) {
-	o, err := s.insertParams(status == "running")
+	p, err := s.insertParams(status == "running")
 	if err != nil {
 		return Execution{}, false, err
 	}
@@ -179,13 +179,13 @@ func (s Spec) insertRow(
 		       @progress_seconds
 		  from set_config('lock_timeout', coalesce(@lock_timeout, current_setting('lock_timeout')), true)
 		on conflict do nothing
-		returning `+columns, o.namedArgs(status, worker, lockTimeout))
+		returning `+columns, p.namedArgs(status, worker, lockTimeout))
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("insert execution: %w", err)
 	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
+	x, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
 	if err == nil {
-		return got, true, nil
+		return x, true, nil
 	}
 	if !errors.Is(err, pgx.ErrNoRows) {
 		return Execution{}, false, fmt.Errorf("insert execution: %w", err)
@@ -196,8 +196,8 @@ func (s Spec) insertRow(
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("read execution of dedupe key %s: %w", s.DedupeKey, err)
 	}
-	got, err = Get(ctx, db, id)
-	return got, false, err
+	x, err = Get(ctx, db, id)
+	return x, false, err
 }
 
 // insertParams are the parameters of a start, with defaults applied.
@@ -212,34 +212,34 @@ func (s Spec) insertParams(claimedByCaller bool) (insertParams, error) {
 	if s.Flow == "" || s.Surface.Prefix() == "" {
 		return insertParams{}, fmt.Errorf("an execution needs a flow and a surface, not %q and %q", s.Flow, s.Surface)
 	}
-	o := insertParams{Spec: s, input: json.RawMessage(emptyInput), claimedByCaller: claimedByCaller}
+	p := insertParams{Spec: s, input: json.RawMessage(emptyInput), claimedByCaller: claimedByCaller}
 	if s.Input != nil {
 		var err error
-		if o.input, err = json.Marshal(s.Input); err != nil {
+		if p.input, err = json.Marshal(s.Input); err != nil {
 			return insertParams{}, fmt.Errorf("encode input: %w", err)
 		}
 	}
 	if s.TraceID == "" {
-		o.TraceID = trace.New(s.Surface)
+		p.TraceID = trace.New(s.Surface)
 	}
-	o.Agent, o.Queue, o.OnLost = cmp.Or(s.Agent, defaultAgent), cmp.Or(s.Queue, Background),
+	p.Agent, p.Queue, p.OnLost = cmp.Or(s.Agent, defaultAgent), cmp.Or(s.Queue, Background),
 		cmp.Or(s.OnLost, defaultOnLost)
-	o.Priority, o.MaxAttempts = cmp.Or(s.Priority, defaultPriority), cmp.Or(s.MaxAttempts, defaultMaxAttempts)
-	if o.Priority < 1 || o.Priority > 4 || o.MaxAttempts < 1 || o.ProgressSeconds < 0 {
+	p.Priority, p.MaxAttempts = cmp.Or(s.Priority, defaultPriority), cmp.Or(s.MaxAttempts, defaultMaxAttempts)
+	if p.Priority < 1 || p.Priority > 4 || p.MaxAttempts < 1 || p.ProgressSeconds < 0 {
 		return insertParams{}, fmt.Errorf("priority %d, lost workers %d, progress timeout %d s: a priority is 1 (first) to "+
-			"4 (last), and the others are not negative", o.Priority, o.MaxAttempts, o.ProgressSeconds)
+			"4 (last), and the others are not negative", p.Priority, p.MaxAttempts, p.ProgressSeconds)
 	}
-	return o, nil
+	return p, nil
 }
 
 // namedArgs returns the arguments of a single insert.
-func (o insertParams) namedArgs(status, worker, lockTimeout string) postgres.Strict {
+func (p insertParams) namedArgs(status, worker, lockTimeout string) postgres.Strict {
 	return postgres.Strict{
-		"trace_id": string(o.TraceID), "surface": string(o.Surface), "agent": o.Agent, "flow": o.Flow,
-		"parent_id": null(o.ParentID), "thread_id": null(o.ThreadID), "queue": o.Queue,
-		"priority": o.Priority, "status": status, "worker": null(worker), "input": o.input,
-		"dedupe_key": null(o.DedupeKey), "awaited": o.Awaited, "inherits": o.Inherits, "on_lost": o.OnLost,
-		"max_attempts": o.MaxAttempts, "progress_seconds": o.ProgressSeconds, "lock_timeout": null(lockTimeout),
+		"trace_id": string(p.TraceID), "surface": string(p.Surface), "agent": p.Agent, "flow": p.Flow,
+		"parent_id": null(p.ParentID), "thread_id": null(p.ThreadID), "queue": p.Queue,
+		"priority": p.Priority, "status": status, "worker": null(worker), "input": p.input,
+		"dedupe_key": null(p.DedupeKey), "awaited": p.Awaited, "inherits": p.Inherits, "on_lost": p.OnLost,
+		"max_attempts": p.MaxAttempts, "progress_seconds": p.ProgressSeconds, "lock_timeout": null(lockTimeout),
 	}
 }
 
@@ -259,12 +259,12 @@ func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error
 	if s.DedupeKey != "" || len(s.Labels) > 0 || activity.HasActor(ctx) {
 		return e.startPending(ctx, s)
 	}
-	o, err := s.insertParams(false)
+	p, err := s.insertParams(false)
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
 	}
-	alone := func() (Execution, error) {
-		got, err := e.startBatch(ctx, []insertParams{o})
+	single := func() (Execution, error) {
+		x, err := e.startBatch(ctx, []insertParams{p})
 		if postgres.IsCode(err, pausedCode) { // paused meanwhile
 			queued, _, err := e.startPending(ctx, s)
 			return queued, err
@@ -272,30 +272,30 @@ func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error
 		if err != nil {
 			return Execution{}, err
 		}
-		return got[0].Value, nil
+		return x[0].Value, nil
 	}
-	var got Execution
+	var x Execution
 	if postgres.IsSealed(ctx) { // a replay must not join a batch
-		got, err = alone()
+		x, err = single()
 	} else {
-		got, err = e.batchers.starts.Do(ctx, o, alone)
+		x, err = e.batchers.starts.Do(ctx, p, single)
 	}
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
 	}
-	return got, true, nil
+	return x, true, nil
 }
 
 // startPending inserts a queued execution and wakes a worker of this process.
 func (e *Engine) startPending(ctx context.Context, s Spec) (Execution, bool, error) {
-	got, created, err := e.insertWithRetry(ctx, s, "pending", "")
+	x, created, err := e.insertWithRetry(ctx, s, "pending", "")
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
 	}
 	if created {
-		e.notifyReady(got.Queue, 1)
+		e.notifyReady(x.Queue, 1)
 	}
-	return got, created, nil
+	return x, created, nil
 }
 
 // startBatch starts executions in one statement and runs the claimed ones.
@@ -304,7 +304,7 @@ func (e *Engine) startPending(ctx context.Context, s Spec) (Execution, bool, err
 // the disk. The next commit of the run makes such a start durable, and the caller gets no result before. If the server
 // crashes before that commit, the run has no claim and ends with an error. After the end of the lease, startBatch
 // queues the executions instead.
-func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batch.Answer[Execution], error) {
+func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batch.Result[Execution], error) {
 	if len(inserts) > 1 {
 		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 		defer cancel()
@@ -337,19 +337,19 @@ func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batc
 	if err != nil {
 		return nil, err
 	}
-	answers := make([]batch.Answer[Execution], len(inserts))
+	results := make([]batch.Result[Execution], len(inserts))
 	var n int
-	var b startedRow
-	_, err = pgx.ForEachRow(rows, []any{&n, &b.id, &b.claimed, &b.at, &b.parent, &b.onLost, &b.input, nil}, func() error {
-		b.execution(&answers[n-1].Value, &inserts[n-1], worker)
-		b.input = nil // the next row allocates its own
+	var row startedRow
+	_, err = pgx.ForEachRow(rows, []any{&n, &row.id, &row.claimed, &row.at, &row.parent, &row.onLost, &row.input, nil}, func() error {
+		row.execution(&results[n-1].Value, &inserts[n-1], worker)
+		row.input = nil // the next row allocates its own
 		return nil
 	})
 	if err != nil {
 		return nil, err
 	}
-	for i := range answers {
-		x := &answers[i].Value
+	for i := range results {
+		x := &results[i].Value
 		switch {
 		case inserts[i].claimedByCaller:
 			continue
@@ -360,7 +360,7 @@ func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batc
 		reserved.start(claimedExecution{Execution: *x, checkpoints: map[string]Checkpoint{}, interrupted: map[string]bool{}},
 			worker)
 	}
-	return answers, nil
+	return results, nil
 }
 
 // startedRow has the columns of a started execution that only the database knows.
@@ -373,35 +373,35 @@ type startedRow struct {
 }
 
 // execution fills in the row as a query would return it.
-func (b *startedRow) execution(x *Execution, o *insertParams, worker string) {
+func (row *startedRow) execution(x *Execution, p *insertParams, worker string) {
 	*x = Execution{
-		ID: b.id, ParentID: b.parent, Input: b.input, OnLost: b.onLost, Status: Pending, Variables: json.RawMessage("{}"),
-		CreatedAt: b.at, UpdatedAt: b.at,
-		TraceID: string(o.TraceID), Surface: string(o.Surface), Agent: o.Agent, Flow: o.Flow,
-		ThreadID: null(o.ThreadID), Queue: o.Queue, Priority: o.Priority,
-		MaxAttempts: o.MaxAttempts, Progress: o.ProgressSeconds, Inherits: o.Inherits,
+		ID: row.id, ParentID: row.parent, Input: row.input, OnLost: row.onLost, Status: Pending, Variables: json.RawMessage("{}"),
+		CreatedAt: row.at, UpdatedAt: row.at,
+		TraceID: string(p.TraceID), Surface: string(p.Surface), Agent: p.Agent, Flow: p.Flow,
+		ThreadID: null(p.ThreadID), Queue: p.Queue, Priority: p.Priority,
+		MaxAttempts: p.MaxAttempts, Progress: p.ProgressSeconds, Inherits: p.Inherits,
 	}
-	if b.claimed {
-		at := b.at
+	if row.claimed {
+		at := row.at
 		x.Status, x.ClaimedBy, x.Claim, x.StartedAt = Running, &worker, 1, &at
 	}
 }
 
 // startBatchArgs returns the arguments of start_agent_executions. options is null if all starts use the defaults.
-func startBatchArgs(batch []insertParams) (postgres.Strict, error) {
-	n := len(batch)
+func startBatchArgs(inserts []insertParams) (postgres.Strict, error) {
+	n := len(inserts)
 	traces, surfaces, flows, inputs, options := make([]string, n), make([]string, n), make([]string, n), make([]string, n),
 		make([]startOptions, n)
-	for i := range batch {
-		o := &batch[i]
-		traces[i], surfaces[i], flows[i], inputs[i], options[i] = string(o.TraceID), string(o.Surface), o.Flow,
-			string(o.input), o.options()
+	for i := range inserts {
+		p := &inserts[i]
+		traces[i], surfaces[i], flows[i], inputs[i], options[i] = string(p.TraceID), string(p.Surface), p.Flow,
+			string(p.input), p.options()
 	}
 	args := postgres.Strict{"traces": traces, "surfaces": surfaces, "flows": flows, "inputs": nil, "options": nil}
 	if slices.ContainsFunc(inputs, func(input string) bool { return input != emptyInput }) {
 		args["inputs"] = inputs
 	}
-	if slices.ContainsFunc(options, func(o startOptions) bool { return o != startOptions{} }) {
+	if slices.ContainsFunc(options, func(p startOptions) bool { return p != startOptions{} }) {
 		text, err := json.Marshal(options)
 		if err != nil {
 			return nil, fmt.Errorf("encode options: %w", err)
@@ -426,13 +426,13 @@ type startOptions struct {
 	Progress    int    `json:"progress_seconds,omitempty"`
 }
 
-func (o *insertParams) options() startOptions {
+func (p *insertParams) options() startOptions {
 	return startOptions{
-		Queued: !o.claimedByCaller, ParentID: o.ParentID, Awaited: o.Awaited, Inherits: o.Inherits, ThreadID: o.ThreadID,
-		Progress: o.ProgressSeconds,
-		Queue:    zeroIfDefault(o.Queue, Background), Agent: zeroIfDefault(o.Agent, defaultAgent),
-		OnLost:   zeroIfDefault(o.OnLost, defaultOnLost),
-		Priority: zeroIfDefault(o.Priority, defaultPriority), MaxAttempts: zeroIfDefault(o.MaxAttempts, defaultMaxAttempts),
+		Queued: !p.claimedByCaller, ParentID: p.ParentID, Awaited: p.Awaited, Inherits: p.Inherits, ThreadID: p.ThreadID,
+		Progress: p.ProgressSeconds,
+		Queue:    zeroIfDefault(p.Queue, Background), Agent: zeroIfDefault(p.Agent, defaultAgent),
+		OnLost:   zeroIfDefault(p.OnLost, defaultOnLost),
+		Priority: zeroIfDefault(p.Priority, defaultPriority), MaxAttempts: zeroIfDefault(p.MaxAttempts, defaultMaxAttempts),
 	}
 }
 

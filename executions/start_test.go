@@ -21,8 +21,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// startSpecs returns starts of all kinds.
-func startSpecs(parent string) []executions.Spec {
+// startSpecsOfAllKinds returns starts of all kinds.
+func startSpecsOfAllKinds(parent string) []executions.Spec {
 	return []executions.Spec{
 		{Flow: "flow", Surface: trace.Flow},
 		{Flow: "flow", Surface: trace.Chat, TraceID: trace.New(trace.Chat), ThreadID: "thread", Agent: "somebody"},
@@ -41,16 +41,16 @@ func startSpecs(parent string) []executions.Spec {
 // wantStored compares a returned execution with the stored one.
 func wantStored(t *testing.T, db postgres.DB, how string, got executions.Execution) {
 	t.Helper()
-	assert.Equal(t, "", cmp.Diff(get(t, db, got.ID), got), how)
+	assert.Equal(t, "", cmp.Diff(getExecution(t, db, got.ID), got), how)
 }
 
 // A start does not read its new row: it builds the result from the request and the response.
-func TestAStartReturnsTheStoredRow(t *testing.T) {
+func TestStartReturnsStoredRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
-	parent := pending(t, pool)
-	specs := startSpecs(parent)
+	p := newEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	parent := insertPending(t, pool)
+	specs := startSpecsOfAllKinds(parent)
 	for _, claimed := range []bool{false, true} {
 		here := make([]bool, len(specs))
 		for i, s := range specs {
@@ -73,7 +73,7 @@ func TestAStartReturnsTheStoredRow(t *testing.T) {
 
 // A process starts executions, one by one and many at once. It claims some at their start and leaves the others to the
 // queue.
-func TestALocalStartReturnsTheStoredRow(t *testing.T) {
+func TestLocalStartReturnsStoredRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	leave := make(chan struct{})
@@ -84,7 +84,7 @@ func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 		}
 		return executions.Result{}, nil
 	}
-	p := start(t, pool, flow(body), neverSweep, func(o *executions.Options) { o.Workers = 2 })
+	p := startEngine(t, pool, flowMap(body), neverSweep, func(o *executions.Options) { o.Workers = 2 })
 	defer close(leave)
 	pgtest.Eventually(t, p.Works, "the engine works")
 	begin := func(s executions.Spec) (executions.Execution, error) {
@@ -117,7 +117,7 @@ func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 			wantStored(t, pool, "claimed as it began", x)
 			continue
 		}
-		if now := get(t, pool, x.ID); now.Status == executions.Pending { // else a worker has claimed it since
+		if now := getExecution(t, pool, x.ID); now.Status == executions.Pending { // else a worker has claimed it since
 			wantStored(t, pool, "left to the queue", x)
 		}
 	}
@@ -125,10 +125,10 @@ func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 }
 
 // A run also returns the row as it ended, with concurrent writes of others.
-func TestARunReturnsTheStoredRow(t *testing.T) {
+func TestRunSyncReturnsStoredRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context,
+	p := startEngine(t, pool, map[string]executions.Func{"flow": func(ctx context.Context,
 		input json.RawMessage,
 	) (executions.Result, error) {
 		x, _ := executions.Current(ctx)
@@ -181,13 +181,13 @@ func TestARunReturnsTheStoredRow(t *testing.T) {
 }
 
 // Concurrent runs of a process whose lease expired unnoticed are queued, and their callers get the rows.
-func TestRunsOfAnExpiredLeaseAreQueued(t *testing.T) {
+func TestRunSyncWithExpiredLeaseIsQueued(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	body := flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Step(ctx, "step", func(context.Context) (int, error) { return 7, nil }))
+	body := flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.Step(ctx, "step", func(context.Context) (int, error) { return 7, nil }))
 	})
-	paused := prepare(t, pool, body, func(o *executions.Options) { o.LeaseTTL = 10 * time.Minute })
+	paused := newEngine(t, pool, body, func(o *executions.Options) { o.LeaseTTL = 10 * time.Minute })
 	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
 	_, err := paused.RunSync(t.Context(), spec)
 	require.NoError(t, err)
@@ -208,12 +208,12 @@ func TestRunsOfAnExpiredLeaseAreQueued(t *testing.T) {
 		})
 	}
 	assert.NoError(t, group.Wait())
-	start(t, pool, body)
+	startEngine(t, pool, body)
 	pgtest.Until(t, pool, 21, `select count(*) from agent_executions where status = 'completed'`)
 }
 
 // A batch of starts keeps the rules of a single row.
-func TestABatchOfStartsKeepsTheRules(t *testing.T) {
+func TestStartBatchKeepsConstraints(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := newWorker(t, pool)
@@ -255,7 +255,7 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 }
 
 // The flow alone decides whether an execution is external, for every writer.
-func TestTheFlowDecidesWhetherAnExecutionIsExternal(t *testing.T) {
+func TestIsExternalFollowsFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := pgtest.Value[string](t, pool, `insert into agent_executions (trace_id, surface, flow, is_external)
@@ -276,7 +276,7 @@ func TestTheFlowDecidesWhetherAnExecutionIsExternal(t *testing.T) {
 }
 
 // The ids of a batch are like those of agent_uuid7: version 7, of this moment, unique, and in the order of creation.
-func TestTheIDsOfABatchAreInOrder(t *testing.T) {
+func TestStartBatchIDsAreOrdered(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for range 3 {
@@ -294,7 +294,7 @@ func TestTheIDsOfABatchAreInOrder(t *testing.T) {
 }
 
 // A list reads a few executions of one agent among many without reading those of other agents.
-func TestTheExecutionsOfARareAgentAreFoundByAnIndex(t *testing.T) {
+func TestListByAgentUsesIndex(t *testing.T) {
 	t.Parallel()
 	tx := pgtest.Begin(t, pgtest.DB(t))
 	for _, sql := range []string{
@@ -316,10 +316,10 @@ func TestTheExecutionsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 	assert.Equal(t, 7, scans)
 }
 
-func TestAPrunedExecutionNamesRetention(t *testing.T) {
+func TestNotFoundErrorNamesRetention(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, nil)
+	p := newEngine(t, pool, nil)
 	old := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7(clock_timestamp() - interval '31 days')::text`)
 	recent := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7(clock_timestamp() - interval '29 days')::text`)
 	for _, c := range []struct{ after, id, says string }{
@@ -345,7 +345,7 @@ func TestAPrunedExecutionNamesRetention(t *testing.T) {
 
 // A redacted execution shows every value and every free text bounded and without secrets. The row itself does not
 // change.
-func TestARedactedExecutionHasNoSecret(t *testing.T) {
+func TestRedactedExecutionHasNoSecrets(t *testing.T) {
 	const secret = "Zq81xLm0Kk77"
 	texts := map[string]bool{
 		"ResultSummary": true, "WaitingKey": true, "ErrorMessage": true, "FailedStep": true,
@@ -387,7 +387,7 @@ func TestARedactedExecutionHasNoSecret(t *testing.T) {
 	}
 }
 
-func TestRedactionKeepsTheRest(t *testing.T) {
+func TestRedactedKeepsOtherValues(t *testing.T) {
 	x := executions.Execution{
 		ID: "1", Input: json.RawMessage(`{"n":1.50}`), ResultSummary: "done",
 		WaitingKey: new("invoice-7"),

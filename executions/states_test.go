@@ -40,18 +40,18 @@ var transitions = map[executions.Status][]executions.Status{
 	executions.Completed: nil, executions.Failed: nil, executions.Timeout: nil, executions.Cancelled: nil,
 }
 
-var states = slices.Sorted(maps.Keys(transitions))
+var allStatuses = slices.Sorted(maps.Keys(transitions))
 
-// subject is an execution in a state, with its last claim.
-type subject struct {
+// testExecution is an execution in a state, with its last claim.
+type testExecution struct {
 	id    string
 	claim int64
 }
 
-// inState creates an execution and brings it to a state with the public functions.
-func inState(t *testing.T, db postgres.DB, s executions.Status) subject {
+// newInState creates an execution and brings it to a state with the public functions.
+func newInState(t *testing.T, db postgres.DB, s executions.Status) testExecution {
 	t.Helper()
-	x := subject{id: pgtest.Value[string](t, db, `
+	x := testExecution{id: pgtest.Value[string](t, db, `
 		insert into agent_executions (trace_id, surface, flow) values ($1, 'flow', 'states')
 		  returning id::text`, string(trace.New(trace.Flow)))}
 	if s == executions.Pending {
@@ -76,8 +76,8 @@ func inState(t *testing.T, db postgres.DB, s executions.Status) subject {
 	return x
 }
 
-// watchStates records every committed transition.
-const watchStates = `
+// recordTransitionsSQL records every committed transition.
+const recordTransitionsSQL = `
 create table state_log (n bigint generated always as identity, id uuid, old text, new text);
 create function watch_states() returns trigger language plpgsql as $$
 begin insert into state_log (id, old, new) values (new.id, old.status, new.status); return null; end $$;
@@ -91,11 +91,11 @@ func rowText(t *testing.T, db postgres.DB, id string) string {
 		where x.id = $1::uuid`, id)
 }
 
-// checkEnd checks the record of an execution. An ended one must be complete and have emitted its end once; a live one
+// wantEnd checks the record of an execution. An ended one must be complete and have emitted its end once; a live one
 // must have emitted none.
-func checkEnd(t *testing.T, db postgres.DB, id string) {
+func wantEnd(t *testing.T, db postgres.DB, id string) {
 	t.Helper()
-	x := get(t, db, id)
+	x := getExecution(t, db, id)
 	types := map[executions.Status]string{
 		executions.Completed: "success", executions.Failed: "failure", executions.Timeout: "timeout",
 		executions.Cancelled: "cancelled",
@@ -112,19 +112,19 @@ func checkEnd(t *testing.T, db postgres.DB, id string) {
 	if x.Status.Ended() {
 		want = 1
 	}
-	assert.Equal(t, want, completions(t, db, id), x.Status)
+	assert.Equal(t, want, countCompletions(t, db, id), x.Status)
 }
 
 // Of all 49 pairs of states, plain SQL may make only the legal transitions. A rejected one changes nothing.
-func TestPlainSQLChangesStatesOnlyAsTheyMay(t *testing.T) {
+func TestPlainSQLFollowsStateMachine(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	for _, from := range states {
-		for _, to := range states {
+	for _, from := range allStatuses {
+		for _, to := range allStatuses {
 			if from == to {
 				continue
 			}
-			x := inState(t, pool, from)
+			x := newInState(t, pool, from)
 			before := rowText(t, pool, x.id)
 			_, err := pool.Exec(t.Context(), `update agent_executions set status = $2 where id = $1::uuid`, x.id, string(to))
 			if !slices.Contains(transitions[from], to) {
@@ -133,18 +133,18 @@ func TestPlainSQLChangesStatesOnlyAsTheyMay(t *testing.T) {
 				}
 				continue
 			}
-			got := get(t, pool, x.id)
+			got := getExecution(t, pool, x.id)
 			assert.Truef(t, err == nil && got.Status == to, "%s to %s: %v, the status is %s", from, to, err, got.Status)
-			checkEnd(t, pool, x.id)
+			wantEnd(t, pool, x.id)
 		}
 	}
 }
 
 // operation is an SQL function on an execution, with its transitions.
 type operation struct {
-	sql   string
-	args  int // how many of (id, claim) it takes
-	leads map[executions.Status]executions.Status
+	sql         string
+	args        int // how many of (id, claim) it takes
+	transitions map[executions.Status]executions.Status
 }
 
 var operations = map[string]operation{
@@ -176,7 +176,7 @@ var operations = map[string]operation{
 		`select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour', null)`, 2,
 		map[executions.Status]executions.Status{executions.Running: executions.Waiting},
 	},
-	"resume": {resumes, 1, map[executions.Status]executions.Status{executions.Waiting: executions.Running}},
+	"resume": {resumeSQL, 1, map[executions.Status]executions.Status{executions.Waiting: executions.Running}},
 	"deliver": {
 		`select deliver_agent_event('EVENT_COMPLETED', $1::text)`, 1,
 		map[executions.Status]executions.Status{executions.Waiting: executions.Running},
@@ -189,61 +189,61 @@ var operations = map[string]operation{
 	"wake":       {`select lanekeeper.resume_agent_waiters('agent', $1::text)`, 1, nil},
 }
 
-func (d operation) do(ctx context.Context, db postgres.DB, x subject) error {
+func (d operation) run(ctx context.Context, db postgres.DB, x testExecution) error {
 	_, err := db.Exec(ctx, d.sql, []any{x.id, x.claim}[:d.args]...)
 	return err
 }
 
 // Each function in each state makes a transition of the state machine or none. An ended row does not change.
-func TestTheFunctionsChangeStatesOnlyAsTheyMay(t *testing.T) {
+func TestSQLFunctionsFollowStateMachine(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, d := range operations {
-		for _, from := range states {
-			x := inState(t, pool, from)
+		for _, from := range allStatuses {
+			x := newInState(t, pool, from)
 			before := rowText(t, pool, x.id)
-			err := d.do(t.Context(), pool, x)
+			err := d.run(t.Context(), pool, x)
 			assert.Truef(t, err == nil || postgres.IsCode(err, "LK001"), "%s in %s: %v", name, from, err)
-			want, leads := d.leads[from]
+			want, leads := d.transitions[from]
 			if !leads {
 				want = from
 			}
-			if got := get(t, pool, x.id); got.Status != want || leads && err != nil {
+			if got := getExecution(t, pool, x.id); got.Status != want || leads && err != nil {
 				t.Errorf("%s in %s: %s, want %s; %v", name, from, got.Status, want, err)
 			}
 			assert.Truef(t, !from.Ended() || rowText(t, pool, x.id) == before, "%s changed a row that was %s", name, from)
-			checkEnd(t, pool, x.id)
+			wantEnd(t, pool, x.id)
 		}
 	}
 }
 
 // Two functions run at once, in all pairs, from all live states. The committed transitions are legal, with at most one
 // end.
-func TestTwoTransitionsRace(t *testing.T) {
+func TestConcurrentTransitionsAreLegal(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	pgtest.Exec(t, pool, watchStates)
+	pgtest.Exec(t, pool, recordTransitionsSQL)
 	for _, from := range []executions.Status{executions.Pending, executions.Running, executions.Waiting} {
 		for first, one := range operations {
 			for second, two := range operations {
-				if first > second || one.leads[from] == "" && two.leads[from] == "" {
+				if first > second || one.transitions[from] == "" && two.transitions[from] == "" {
 					continue
 				}
-				x := inState(t, pool, from)
-				runBoth(t, pool, x, one, two)
-				checkTransitions(t, pool, x.id, fmt.Sprintf("%s and %s in %s", first, second, from))
+				x := newInState(t, pool, from)
+				runConcurrently(t, pool, x, one, two)
+				wantLegalTransitions(t, pool, x.id, fmt.Sprintf("%s and %s in %s", first, second, from))
 			}
 		}
 	}
 }
 
-// runBoth runs two operations at once. The second is rejected or finds nothing to do.
-func runBoth(t *testing.T, pool *pgxpool.Pool, x subject, one, two operation) {
+// runConcurrently runs two operations at once. The second is rejected or finds nothing to do.
+func runConcurrently(t *testing.T, pool *pgxpool.Pool, x testExecution, one, two operation) {
 	t.Helper()
 	group, ctx := errgroup.WithContext(t.Context())
 	for _, d := range []operation{one, two} {
 		group.Go(func() error {
-			err := postgres.InTx(ctx, pool, func(tx pgx.Tx) error { return d.do(ctx, tx, x) })
+			err := postgres.InTx(ctx, pool, func(tx pgx.Tx) error { return d.run(ctx, tx, x) })
 			if postgres.IsCode(err, "LK001") || postgres.IsCode(err, "LK002") {
 				return nil
 			}
@@ -254,8 +254,8 @@ func runBoth(t *testing.T, pool *pgxpool.Pool, x subject, one, two operation) {
 	assert.Truef(t, err == nil, "%s\n%s\n%v", one.sql, two.sql, err)
 }
 
-// checkTransitions checks the committed transitions of an execution.
-func checkTransitions(t *testing.T, pool *pgxpool.Pool, id, what string) {
+// wantLegalTransitions checks the committed transitions of an execution.
+func wantLegalTransitions(t *testing.T, pool *pgxpool.Pool, id, what string) {
 	t.Helper()
 	type step struct{ Old, New executions.Status }
 	steps := pgtest.Rows[step](t, pool, `select old, new from state_log where id = $1::uuid order by n`, id)
@@ -267,17 +267,17 @@ func checkTransitions(t *testing.T, pool *pgxpool.Pool, id, what string) {
 		assert.Truef(t, s.Old == at && slices.Contains(transitions[s.Old], s.New), "%s: went %v", what, steps)
 		at = s.New
 	}
-	assert.Equal(t, at, get(t, pool, id).Status, what, steps)
-	checkEnd(t, pool, id)
+	assert.Equal(t, at, getExecution(t, pool, id).Status, what, steps)
+	wantEnd(t, pool, id)
 }
 
 // A later wait for an end that has happened ends too.
-func TestAnEndResumesEveryWait(t *testing.T) {
+func TestWaitForEndedExecutionReturnsAtOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	child := inState(t, pool, executions.Completed)
+	child := newInState(t, pool, executions.Completed)
 	for range 2 {
-		x := inState(t, pool, executions.Running)
+		x := newInState(t, pool, executions.Running)
 		assert.True(t, pgtest.Value[bool](t, pool, `
 			select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'agent', $3::text, '1 hour',
 			  null) ->> 'event' = 'AGENT_COMPLETED'`,
@@ -286,11 +286,11 @@ func TestAnEndResumesEveryWait(t *testing.T) {
 }
 
 // A rejected completion does not affect others of its batch.
-func TestARejectedCompletionFailsAlone(t *testing.T) {
+func TestRejectedCompletionFailsAlone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	gathered := make(chan struct{})
-	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context,
+	p := startEngine(t, pool, map[string]executions.Func{"flow": func(ctx context.Context,
 		input json.RawMessage,
 	) (executions.Result, error) {
 		<-gathered
@@ -301,7 +301,7 @@ func TestARejectedCompletionFailsAlone(t *testing.T) {
 	}}, neverSweep, func(o *executions.Options) { o.Workers = 12 })
 	ids := make([]string, 12)
 	for i := range ids {
-		ids[i] = p.beginWith(t, i)
+		ids[i] = p.startWithInput(t, i)
 	}
 	pgtest.Until(t, pool, len(ids), `select count(*) from agent_executions where claimed_by is not null`)
 	close(gathered)
@@ -310,16 +310,16 @@ func TestARejectedCompletionFailsAlone(t *testing.T) {
 		if i == 3 {
 			want = executions.Failed
 		}
-		if x := until(t, pool, id, want); want == executions.Completed && string(x.Result) != fmt.Sprint(i) {
+		if x := awaitStatus(t, pool, id, want); want == executions.Completed && string(x.Result) != fmt.Sprint(i) {
 			t.Errorf("the result of %d is %s", i, x.Result)
 		}
 	}
 }
 
-func TestARejectedEventFailsAlone(t *testing.T) {
+func TestRejectedEventFailsAlone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, awaits(0))
+	p := startEngine(t, pool, eventFlow(0))
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	group, ctx := errgroup.WithContext(t.Context())
 	for caller := range 8 {
@@ -342,10 +342,10 @@ func TestARejectedEventFailsAlone(t *testing.T) {
 }
 
 // The closed sets are domains, so they hold for every writer.
-func TestARowKeepsItsConstraints(t *testing.T) {
+func TestColumnConstraints(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	id := pending(t, pool)
+	id := insertPending(t, pool)
 	for column, bad := range map[string]string{
 		"trace_id": `''`, "surface": `'page'`, "flow": `''`, "queue": `'slow'`, "priority": `5`,
 		"max_attempts": `0`, "on_lost": `'hope'`,
@@ -362,8 +362,8 @@ func TestARowKeepsItsConstraints(t *testing.T) {
 	}
 }
 
-// attacks are writes that no rule allows, whatever the state of execution $1. Each one fails, or writes no row.
-var attacks = map[string]string{
+// forbiddenWrites are writes that no rule allows, whatever the state of execution $1. Each one fails, or writes no row.
+var forbiddenWrites = map[string]string{
 	"no status":   `update agent_executions set status = 'banana' where id = $1`,
 	"null status": `update agent_executions set status = null where id = $1`,
 	"begins ended": `insert into agent_executions (trace_id, surface, flow, status) select 't', 'flow', 'f',
@@ -393,8 +393,8 @@ var attacks = map[string]string{
 	"end taken back": `update agent_executions set completed_at = null where id = $1 and completed_at is not null`,
 }
 
-// settings returns all names of settings that the code has ever set or read to bypass a rule.
-func settings(t *testing.T) []string {
+// settingNames returns all names of settings that the code has ever set or read to bypass a rule.
+func settingNames(t *testing.T) []string {
 	t.Helper()
 	names := map[string]bool{}
 	for _, n := range []string{"valid", "follows", "fenced", "unpaused", "changed", "claimed", "missed", "trial"} {
@@ -413,7 +413,7 @@ func settings(t *testing.T) []string {
 }
 
 // No role below superuser can write past a rule: with no setting, in no state, with all rights on the tables.
-func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
+func TestNoSettingOrRoleBypassesRules(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	role := "attacker_" + strings.ToLower(pgtest.Value[string](t, pool, `select current_database()`))
@@ -427,9 +427,9 @@ func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
 		grant all on all tables in schema public to %[1]q;
 		grant usage on schema lanekeeper to %[1]q;
 		grant execute on all functions in schema lanekeeper to %[1]q`, role))
-	subjects := map[executions.Status]subject{}
-	for _, s := range states {
-		subjects[s] = inState(t, pool, s)
+	subjects := map[executions.Status]testExecution{}
+	for _, s := range allStatuses {
+		subjects[s] = newInState(t, pool, s)
 	}
 	pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'done', $2)`,
 		subjects[executions.Running].id, subjects[executions.Running].claim)
@@ -440,45 +440,45 @@ func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
 	direct := pgtest.DirectURL(t, pool.Config().ConnString()) // a pooler shares what a session sets
 	for _, as := range []string{"owner", role} {
 		for _, value := range []string{"", "yes", "on", "{}"} {
-			attackAs(t, direct, as, value, subjects)
+			tryForbiddenWrites(t, direct, as, value, subjects)
 		}
 	}
 	assert.Equal(t, before, pgtest.Value[string](t, pool, everything))
 }
 
-// attackAs tries each attack on an execution in each state, with every setting at a value.
-func attackAs(t *testing.T, url, role, value string, subjects map[executions.Status]subject) {
+// tryForbiddenWrites tries each attack on an execution in each state, with every setting at a value.
+func tryForbiddenWrites(t *testing.T, url, role, value string, subjects map[executions.Status]testExecution) {
 	t.Helper()
 	conn, err := pgx.Connect(t.Context(), url)
 	require.NoError(t, err)
 	defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
-	for _, name := range settings(t) {
+	for _, name := range settingNames(t) {
 		pgtest.Exec(t, conn, `select set_config($1, $2, false)`, name, value)
 	}
 	if role != "owner" {
 		pgtest.Exec(t, conn, fmt.Sprintf(`set role %q`, role))
 	}
 	for state, x := range subjects {
-		for what, sql := range attacks {
+		for what, sql := range forbiddenWrites {
 			tag, err := conn.Exec(t.Context(), sql, x.id)
-			if err == nil && tag.RowsAffected() > 0 || err != nil && !refusedByRule(err) {
+			if err == nil && tag.RowsAffected() > 0 || err != nil && !isRuleViolation(err) {
 				t.Errorf("%s with settings %q: %s of one that is %s: %v, %d rows", role, value, what, state,
 					err, tag.RowsAffected())
 			}
 		}
-		for _, to := range states {
+		for _, to := range allStatuses {
 			if to == state || slices.Contains(transitions[state], to) {
 				continue
 			}
 			_, err := conn.Exec(t.Context(), `update agent_executions set status = $2 where id = $1`, x.id, string(to))
-			assert.Truef(t, refusedByRule(err), "%s with settings %q: from %s to %s: %v", role, value, state, to, err)
+			assert.Truef(t, isRuleViolation(err), "%s with settings %q: from %s to %s: %v", role, value, state, to, err)
 		}
-		copied(t, conn, x)
+		tryCopy(t, conn, x)
 	}
 }
 
-// copied tries to load rows past the rules with COPY.
-func copied(t *testing.T, conn *pgx.Conn, x subject) {
+// tryCopy tries to load rows past the rules with COPY.
+func tryCopy(t *testing.T, conn *pgx.Conn, x testExecution) {
 	t.Helper()
 	id, err := conn.PgConn().EscapeString(x.id)
 	require.NoError(t, err)
@@ -490,23 +490,23 @@ func copied(t *testing.T, conn *pgx.Conn, x subject) {
 		"a stale checkpoint": {`copy agent_checkpoints (execution_id, step, claim) from stdin`, id + "\tstolen\t99\n"},
 	} {
 		_, err := conn.PgConn().CopyFrom(t.Context(), strings.NewReader(from[1]), from[0])
-		assert.Truef(t, refusedByRule(err), "%s was copied: %v", what, err)
+		assert.Truef(t, isRuleViolation(err), "%s was copied: %v", what, err)
 	}
 }
 
-// refusedByRule reports whether a rule caused an error, not syntax, rights or the connection.
-func refusedByRule(err error) bool {
+// isRuleViolation reports whether a rule caused an error, not syntax, rights or the connection.
+func isRuleViolation(err error) bool {
 	var e *pgconn.PgError
 	return errors.As(err, &e) && slices.Contains([]string{"LK001", "LK002", "LK003", "23502", "23514"}, e.Code)
 }
 
-// lines collects a program's log.
-type lines struct{ testkit.Log }
+// logLines collects a program's log.
+type logLines struct{ testkit.Log }
 
-func (l *lines) into(o *executions.Options) { o.Logger = slog.New(slog.NewJSONHandler(l, nil)) }
+func (l *logLines) capture(o *executions.Options) { o.Logger = slog.New(slog.NewJSONHandler(l, nil)) }
 
 // The log has every transition, also if SQL or a sweep ended a wait.
-func TestTheLogHasEveryTransition(t *testing.T) {
+func TestTransitionsAreLogged(t *testing.T) {
 	t.Parallel()
 	for name, wake := range map[string]string{
 		"by SQL": `select deliver_agent_event('EVENT_COMPLETED', 'key', '{}')`,
@@ -517,17 +517,17 @@ func TestTheLogHasEveryTransition(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			l := &lines{}
-			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			l := &logLines{}
+			p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 				if _, err := executions.Lane(ctx, "thread:x"); err != nil {
 					return executions.Result{}, err
 				}
-				return ends(executions.Wait(ctx, "event", executions.Event("key", 0)))
-			}), l.into)
-			id := p.begin(t, "flow")
-			until(t, pool, id, executions.Waiting)
+				return resultOf(executions.Wait(ctx, "event", executions.Event("key", 0)))
+			}), l.capture)
+			id := p.startFlow(t, "flow")
+			awaitStatus(t, pool, id, executions.Waiting)
 			pgtest.Exec(t, pool, wake)
-			until(t, pool, id, executions.Completed)
+			awaitStatus(t, pool, id, executions.Completed)
 			pgtest.Eventually(t, func() bool { return len(l.Records(t, "locks released")) > 0 }, "the end is logged")
 			var seen []string
 			for _, record := range l.Records(t, "execution started", "action requires wait",
@@ -559,14 +559,14 @@ func TestTheLogHasEveryTransition(t *testing.T) {
 }
 
 // The log names the owner that acquired the lane.
-func TestTheLogNamesTheOwnerOfAReleasedLane(t *testing.T) {
+func TestReleasedLaneIsLoggedWithOwner(t *testing.T) {
 	t.Parallel()
-	l := &lines{}
-	flows := flow(func(ctx context.Context) (executions.Result, error) {
+	l := &logLines{}
+	flows := flowMap(func(ctx context.Context) (executions.Result, error) {
 		_, err := executions.Lane(ctx, "objective:7")
 		return executions.Result{}, err
 	})
-	p := prepare(t, pgtest.DB(t), flows, l.into)
+	p := newEngine(t, pgtest.DB(t), flows, l.capture)
 	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 	require.NoError(t, err)
 	records := l.Records(t, "lane released")
@@ -574,44 +574,44 @@ func TestTheLogNamesTheOwnerOfAReleasedLane(t *testing.T) {
 }
 
 // An end that happens outside the run is logged once.
-func TestTheLogHasAnExternalEnd(t *testing.T) {
+func TestEndOutsideRunIsLogged(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		result string
-		end    func(t *testing.T, p *process, id string)
+		end    func(t *testing.T, p *testEngine, id string)
 	}{
-		"a cancel": {"cancelled", func(t *testing.T, p *process, id string) {
+		"a cancel": {"cancelled", func(t *testing.T, p *testEngine, id string) {
 			_, err := p.Cancel(t.Context(), id, "ana", "not wanted")
 			require.NoError(t, err)
 		}},
-		"a cancel after a lost claim": {"cancelled", func(t *testing.T, p *process, id string) {
+		"a cancel after a lost claim": {"cancelled", func(t *testing.T, p *testEngine, id string) {
 			pgtest.Exec(t, p.pool, `update agent_executions set on_lost = 'hand_on' where id = $1`, id)
-			expire(t, p.pool, id)
+			expireLease(t, p.pool, id)
 			require.NoError(t, p.Sweep(t.Context()))
 			_, err := p.Cancel(t.Context(), id, "ana", "not wanted")
 			require.NoError(t, err)
 		}},
-		"a sweep": {"failure", func(t *testing.T, p *process, id string) {
-			expire(t, p.pool, id)
+		"a sweep": {"failure", func(t *testing.T, p *testEngine, id string) {
+			expireLease(t, p.pool, id)
 			require.NoError(t, p.Sweep(t.Context()))
 		}},
-		"an unlock": {"failure", func(t *testing.T, p *process, id string) {
+		"an unlock": {"failure", func(t *testing.T, p *testEngine, id string) {
 			lock := pgtest.Value[string](t, p.pool, `select w.lock_id from agent_workers w where w.execution_id = @id`,
 				postgres.Strict{"id": id})
 			_, _, err := p.UnlockRun(t.Context(), id, lock, executions.UnlockParams{Status: executions.Failed, Error: "x"})
 			require.NoError(t, err)
 		}},
-		"a lock that settles the last": {"failure", func(t *testing.T, p *process, id string) {
-			expire(t, p.pool, id)
+		"a lock that settles the last": {"failure", func(t *testing.T, p *testEngine, id string) {
+			expireLease(t, p.pool, id)
 			_, err := p.LockRun(t.Context(), id, "second", time.Minute)
 			require.ErrorIs(t, err, executions.ErrEnded)
 		}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			l := &lines{}
-			p := prepare(t, pgtest.DB(t), nil, l.into)
-			id, others := p.external(t), p.external(t)
+			l := &logLines{}
+			p := newEngine(t, pgtest.DB(t), nil, l.capture)
+			id, others := p.startExternal(t), p.startExternal(t)
 			p.lock(t, id, "first")
 			pgtest.Exec(t, p.pool, `
 				insert into agent_events (id, event, key)
@@ -638,11 +638,11 @@ func TestTheLogHasAnExternalEnd(t *testing.T) {
 	}
 }
 
-func TestASweepLogsTheThreadsThatItFrees(t *testing.T) {
+func TestSweepLogsReleasedThreads(t *testing.T) {
 	t.Parallel()
-	l := &lines{}
-	p := prepare(t, pgtest.DB(t), nil, l.into)
-	id := p.external(t)
+	l := &logLines{}
+	p := newEngine(t, pgtest.DB(t), nil, l.capture)
+	id := p.startExternal(t)
 	pgtest.Exec(t, p.pool, `select acquire_agent_lock('thread:x', $1)`, id+"#1")
 	pgtest.Exec(t, p.pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 hour'
 		where lane = 'thread:x'`)

@@ -204,14 +204,14 @@ func runStep[T any](
 		effect.Key = r.idempotencyKey(s.key)
 	}
 	if !s.repeatable && r.interrupted[s.key] {
-		called := s.name
+		name := s.name
 		if s.entry != nil {
-			called = cmp.Or(s.entry.Skill, called)
+			name = cmp.Or(s.entry.Skill, name)
 		}
 		return recordResult(ctx, r, s, nil, zero, &StepError{Step: s.key, Class: ClassUnknown, Message: fmt.Sprintf(
 			"the process died, or another branch waited, during the call of %s; nobody knows whether it took effect, and it "+
 				"is not safe to repeat",
-			called)})
+			name)})
 	}
 	if err := r.openActivity(ctx, s, effect); err != nil {
 		return zero, err
@@ -228,11 +228,11 @@ func runStep[T any](
 		value, err = recoverPanic(inner, effect, fn)
 		err = cmp.Or(err, effect.validateCost())
 	}
-	stop := r.stopCause()
-	if errors.Is(stop, ErrParked) || errors.Is(stop, ErrDraining) && err != nil {
-		return zero, stop
+	stopErr := r.stopCause()
+	if errors.Is(stopErr, ErrParked) || errors.Is(stopErr, ErrDraining) && err != nil {
+		return zero, stopErr
 	}
-	if err != nil && (stop != nil || r.endedExternally(ctx)) {
+	if err != nil && (stopErr != nil || r.endedExternally(ctx)) {
 		return zero, r.abandon(ctx, s, effect, err)
 	}
 	if ctx.Err() != nil && r.ctx.Err() == nil { // a timeout of the code or another branch ended the step, not the run
@@ -283,17 +283,17 @@ func (s *stepSpec) start(ctx context.Context) (*run, error) {
 	if r.returned {
 		return nil, fmt.Errorf("step %s called after its flow returned: %w", s.name, ErrNotInExecution)
 	}
-	var stop error
+	var stopErr error
 	if ctx.Err() != nil && r.endedExternally(ctx) { // the caller records a timeout of the code as the result
-		stop = context.Cause(ctx)
+		stopErr = context.Cause(ctx)
 	}
-	if stop == nil {
-		stop = r.lostLaneError()
+	if stopErr == nil {
+		stopErr = r.lostLaneError()
 	}
-	if _, recorded := r.checkpoints[s.key]; stop == nil || recorded && r.ctx.Err() == nil {
+	if _, recorded := r.checkpoints[s.key]; stopErr == nil || recorded && r.ctx.Err() == nil {
 		return r, nil
 	}
-	return nil, stop
+	return nil, stopErr
 }
 
 // lostLaneError returns an error while the run has an unreleased lost lane: the run starts no step then, under any

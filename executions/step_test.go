@@ -23,13 +23,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// quota is an error with a class, like that of a client library.
-type quota struct{}
+// quotaError is an error with a class, like that of a client library.
+type quotaError struct{}
 
-func (quota) Error() string      { return "the quota is spent" }
-func (quota) ErrorClass() string { return "quota" }
+func (quotaError) Error() string      { return "the quota is spent" }
+func (quotaError) ErrorClass() string { return "quota" }
 
-func TestAStepsErrorComesBackAlikeOnReplay(t *testing.T) {
+func TestReplayReturnsSameStepError(t *testing.T) {
 	t.Parallel()
 	cases := map[string]struct {
 		fn    func() (int, error)
@@ -37,7 +37,7 @@ func TestAStepsErrorComesBackAlikeOnReplay(t *testing.T) {
 		says  string
 	}{
 		"plain":      {func() (int, error) { return 0, errors.New("no such file") }, "error", "no such file"},
-		"with class": {func() (int, error) { return 0, fmt.Errorf("ask: %w", quota{}) }, "quota", "ask: the quota is spent"},
+		"with class": {func() (int, error) { return 0, fmt.Errorf("ask: %w", quotaError{}) }, "quota", "ask: the quota is spent"},
 		"too late": {
 			func() (int, error) { return 0, fmt.Errorf("ask: %w", context.DeadlineExceeded) }, "timeout",
 			"ask: context deadline exceeded",
@@ -51,7 +51,7 @@ func TestAStepsErrorComesBackAlikeOnReplay(t *testing.T) {
 			t.Parallel()
 			var calls atomic.Int32
 			var seen []executions.StepError
-			got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+			got, pool := runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 				_, err := executions.Step(ctx, "ask", func(context.Context) (int, error) { calls.Add(1); return c.fn() })
 				var failure *executions.StepError
 				if !errors.As(err, &failure) {
@@ -65,17 +65,17 @@ func TestAStepsErrorComesBackAlikeOnReplay(t *testing.T) {
 				t.Errorf("status %s, errors (-want +got):\n%s", got.Status, diff)
 			}
 			assert.Equal(t, 1, calls.Load())
-			points, err := executions.Checkpoints(t.Context(), pool, got.ID)
-			assert.Truef(t, err == nil && len(points) == 2 && points[0].Failed, "checkpoints %v, %v", points, err)
+			checkpoints, err := executions.Checkpoints(t.Context(), pool, got.ID)
+			assert.Truef(t, err == nil && len(checkpoints) == 2 && checkpoints[0].Failed, "checkpoints %v, %v", checkpoints, err)
 		})
 	}
 }
 
-func TestStepsOfOneNameHaveOccurrenceNumbers(t *testing.T) {
+func TestRepeatedStepNamesAreNumbered(t *testing.T) {
 	t.Parallel()
 	var next atomic.Int32
 	var seen [][]int
-	got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+	got, pool := runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 		var run []int
 		for range 3 {
 			n, err := executions.Step(ctx, "draw", func(context.Context) (int, error) { return int(next.Add(1)), nil })
@@ -88,19 +88,19 @@ func TestStepsOfOneNameHaveOccurrenceNumbers(t *testing.T) {
 		return nil, nil
 	})
 	assert.NoDiff(t, [][]int{{1, 2, 3}, {1, 2, 3}}, seen)
-	points, err := executions.Checkpoints(t.Context(), pool, got.ID)
+	checkpoints, err := executions.Checkpoints(t.Context(), pool, got.ID)
 	var keys []string
-	for _, p := range points {
+	for _, p := range checkpoints {
 		keys = append(keys, p.Step)
 	}
 	diff := cmp.Diff([]string{"draw", "draw#2", "draw#3", "pause"}, keys)
 	assert.Truef(t, diff == "" && err == nil, "keys %v (-want +got):\n%s", err, diff)
 }
 
-func TestParallelBranchesDoNotSwapResultsOnReplay(t *testing.T) {
+func TestScopesSeparateBranchResults(t *testing.T) {
 	t.Parallel()
 	var seen [][2]string
-	got, _ := replayed(t, func(ctx context.Context, again bool) (any, error) {
+	got, _ := runAndReplay(t, func(ctx context.Context, again bool) (any, error) {
 		var result [2]string
 		turn := []chan struct{}{make(chan struct{}), make(chan struct{})}
 		first := 0
@@ -130,7 +130,7 @@ func TestParallelBranchesDoNotSwapResultsOnReplay(t *testing.T) {
 	}
 }
 
-func TestCodeThatChangedUnderARunningExecutionFailsItLoudly(t *testing.T) {
+func TestChangedCodeFailsExecution(t *testing.T) {
 	t.Parallel()
 	cases := map[string]func(ctx context.Context, again bool) error{
 		"another input": func(ctx context.Context, again bool) error {
@@ -159,7 +159,7 @@ func TestCodeThatChangedUnderARunningExecutionFailsItLoudly(t *testing.T) {
 		for _, ignore := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s ignored=%v", name, ignore), func(t *testing.T) {
 				t.Parallel()
-				got, _ := replayed(t, func(ctx context.Context, again bool) (any, error) {
+				got, _ := runAndReplay(t, func(ctx context.Context, again bool) (any, error) {
 					err := price(ctx, again)
 					assert.Truef(t, !again || errors.Is(err, executions.ErrChanged), "the step returned %v, not ErrChanged", err)
 					if ignore {
@@ -176,10 +176,10 @@ func TestCodeThatChangedUnderARunningExecutionFailsItLoudly(t *testing.T) {
 	}
 }
 
-func TestAPanicFailsTheExecutionAndNotTheProcess(t *testing.T) {
+func TestPanicFailsExecution(t *testing.T) {
 	t.Parallel()
 	cases := map[string]struct {
-		fn   body
+		fn   flowFunc
 		step string
 		says string
 	}{
@@ -188,21 +188,21 @@ func TestAPanicFailsTheExecutionAndNotTheProcess(t *testing.T) {
 			"flow flow panicked: no map",
 		},
 		"in a step": {func(ctx context.Context) (executions.Result, error) {
-			return ends(executions.Step(ctx, "look", func(context.Context) (int, error) { panic("no map") }))
+			return resultOf(executions.Step(ctx, "look", func(context.Context) (int, error) { panic("no map") }))
 		}, "look", "panic: no map"},
 		"in a transaction": {func(ctx context.Context) (executions.Result, error) {
-			return ends(executions.StepTx(ctx, "look", func(context.Context, pgx.Tx) (int, error) { panic("no map") }))
+			return resultOf(executions.StepTx(ctx, "look", func(context.Context, pgx.Tx) (int, error) { panic("no map") }))
 		}, "look", "panic: no map"},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			p := start(t, pool, flow(c.fn))
-			got := until(t, pool, p.begin(t, "flow"), executions.Failed)
+			p := startEngine(t, pool, flowMap(c.fn))
+			got := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Failed)
 			assert.Truef(t, postgres.Deref(got.ErrorMessage) == c.says && postgres.Deref(got.FailedStep) == c.step,
 				"error %q, failed step %q", postgres.Deref(got.ErrorMessage), postgres.Deref(got.FailedStep))
-			assert.Equal(t, 1, completions(t, pool, got.ID))
+			assert.Equal(t, 1, countCompletions(t, pool, got.ID))
 		})
 	}
 }
@@ -250,23 +250,23 @@ func TestUnstorableResultsAreReplacedOrFail(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+			p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 				if err := c.before(ctx); err != nil {
 					return executions.Result{}, err
 				}
 				return c.result, c.err
 			}))
-			got := until(t, pool, p.begin(t, "flow"), c.status)
+			got := awaitStatus(t, pool, p.startFlow(t, "flow"), c.status)
 			open := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status not in ('success', 'error')`)
 			assert.Truef(t, open == 0, "%d activities have no clear end (%v)", open, postgres.Deref(got.ErrorMessage))
 		})
 	}
 }
 
-func TestAReplayReturnsTheStoredFormOfAnAlteredResult(t *testing.T) {
+func TestReplayReturnsStoredFormOfResult(t *testing.T) {
 	t.Parallel()
 	var seen []string
-	replayed(t, func(ctx context.Context, _ bool) (any, error) {
+	runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 		s, err := executions.Step(ctx, "make", func(context.Context) (string, error) { return "a\x00b", nil })
 		seen = append(seen, s)
 		return nil, err
@@ -275,10 +275,10 @@ func TestAReplayReturnsTheStoredFormOfAnAlteredResult(t *testing.T) {
 		"first run and replay saw %q", seen)
 }
 
-func TestNowIsTheSameInEveryRun(t *testing.T) {
+func TestNowIsRecorded(t *testing.T) {
 	t.Parallel()
 	var seen []time.Time
-	replayed(t, func(ctx context.Context, _ bool) (any, error) {
+	runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 		now, err := executions.Now(ctx)
 		seen = append(seen, now)
 		return nil, err
@@ -287,7 +287,7 @@ func TestNowIsTheSameInEveryRun(t *testing.T) {
 		"first run and replay saw %v", seen)
 }
 
-func TestStepsOutsideAnExecutionFail(t *testing.T) {
+func TestStepOutsideExecutionFails(t *testing.T) {
 	t.Parallel()
 	_, err := executions.Step(t.Context(), "x", func(context.Context) (int, error) { return 0, nil })
 	assert.ErrorIs(t, err, executions.ErrNotInExecution, "Step")
@@ -295,25 +295,25 @@ func TestStepsOutsideAnExecutionFail(t *testing.T) {
 	assert.ErrorIs(t, err, executions.ErrNotInExecution, "Lane")
 }
 
-// effects creates a table for the effects of StepTx. The function counts its rows.
-func effects(t *testing.T, db postgres.DB) func() int {
+// createEffects creates a table for the effects of StepTx. The function counts its rows.
+func createEffects(t *testing.T, db postgres.DB) func() int {
 	t.Helper()
 	pgtest.Exec(t, db, `create table effects (id bigint generated always as identity, by text)`)
 	return func() int { return pgtest.Value[int](t, db, `select count(*) from effects`) }
 }
 
-func TestStepTxCommitsItsEffectWithItsCheckpoint(t *testing.T) {
+func TestStepTxCommitsEffectWithCheckpoint(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	count := effects(t, pool)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	count := createEffects(t, pool)
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		for _, fail := range []bool{false, true} {
 			_, err := executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
 				if _, err := tx.Exec(ctx, `insert into effects (by) values ('step')`); err != nil {
 					return 0, err
 				}
 				if fail {
-					return 0, quota{}
+					return 0, quotaError{}
 				}
 				return 1, nil
 			})
@@ -321,9 +321,9 @@ func TestStepTxCommitsItsEffectWithItsCheckpoint(t *testing.T) {
 				return executions.Result{}, fmt.Errorf("fail %v: %w", fail, err)
 			}
 		}
-		return ends(executions.Wait(ctx, "pause", executions.Delay(1)))
+		return resultOf(executions.Wait(ctx, "pause", executions.Delay(1)))
 	}))
-	got := until(t, pool, p.begin(t, "flow"), executions.Completed)
+	got := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Equal(t, 1, count())
 	same := pgtest.Value[bool](t, pool, `
 		select e.xmin = c.xmin from effects e, agent_checkpoints c where c.execution_id = @id and c.step = 'write'`,
@@ -332,28 +332,28 @@ func TestStepTxCommitsItsEffectWithItsCheckpoint(t *testing.T) {
 	assert.Truef(t, same && failed, "effect and checkpoint in one transaction: %v; error recorded: %v", same, failed)
 }
 
-func TestAStaleStepTxLeavesNoEffect(t *testing.T) {
+func TestStaleStepTxLeavesNoEffect(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	count := effects(t, pool)
+	count := createEffects(t, pool)
 	between := newGate(t)
 	var calls atomic.Int32
-	flows := flow(func(ctx context.Context) (executions.Result, error) {
+	flows := flowMap(func(ctx context.Context) (executions.Result, error) {
 		by := "second"
-		if between.pass(ctx) {
+		if between.enter(ctx) {
 			by = "first"
 		}
-		return ends(executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (string, error) {
+		return resultOf(executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (string, error) {
 			calls.Add(1)
 			_, err := tx.Exec(ctx, `insert into effects (by) values (@by)`, postgres.Strict{"by": by})
 			return by, err
 		}))
 	})
-	wait := prepare(t, pool, flows).runInBackground(t)
-	id := between.arrival(t)
-	expire(t, pool, id)
-	start(t, pool, flows)
-	until(t, pool, id, executions.Completed)
+	wait := newEngine(t, pool, flows).runInBackground(t)
+	id := between.awaitFirst(t)
+	expireLease(t, pool, id)
+	startEngine(t, pool, flows)
+	awaitStatus(t, pool, id, executions.Completed)
 	between.open()
 	got := wait()
 	if n := count(); n != 1 || calls.Load() != 1 || string(got.Result) != `"second"` {
@@ -363,11 +363,11 @@ func TestAStaleStepTxLeavesNoEffect(t *testing.T) {
 		and step = 'write'`))
 }
 
-func TestAGateRunsBeforeNewStepsOnly(t *testing.T) {
+func TestGateRunsBeforeNewStepsOnly(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var asked, waits atomic.Int32
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		gated := executions.Gate(ctx, func(ctx context.Context) error {
 			asked.Add(1)
 			_, err := executions.Wait(ctx, "yield", executions.Delay(1))
@@ -381,21 +381,21 @@ func TestAGateRunsBeforeNewStepsOnly(t *testing.T) {
 				return executions.Result{}, err
 			}
 		}
-		return ends(executions.StepTx(gated, "write", func(context.Context, pgx.Tx) (int, error) { return 0, nil }))
+		return resultOf(executions.StepTx(gated, "write", func(context.Context, pgx.Tx) (int, error) { return 0, nil }))
 	}))
-	until(t, pool, p.begin(t, "flow"), executions.Completed)
+	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Truef(t, asked.Load() == 6 && waits.Load() == 3,
 		"the gate was asked %d times and waited %d times; each of 3 steps asks it, waits, and asks again", asked.Load(),
 		waits.Load())
 }
 
 // A replay of a long loop starts at its last snapshot, not at its beginning. Its old records are gone.
-func TestALoopIsReplayedFromItsSnapshot(t *testing.T) {
+func TestLoopReplaysFromSnapshot(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var steps, bodies atomic.Int32
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Loop(ctx, "count", 0, func(ctx context.Context, sum int) (int, bool, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		return resultOf(executions.Loop(ctx, "count", 0, func(ctx context.Context, sum int) (int, bool, error) {
 			bodies.Add(1)
 			n, err := executions.Step(ctx, "add", func(context.Context) (int, error) { steps.Add(1); return sum + 1, nil })
 			if err == nil && n == 38 {
@@ -404,22 +404,22 @@ func TestALoopIsReplayedFromItsSnapshot(t *testing.T) {
 			return n, n == 40, err
 		}))
 	}))
-	id := p.begin(t, "flow")
-	got := until(t, pool, id, executions.Completed)
+	id := p.startFlow(t, "flow")
+	got := awaitStatus(t, pool, id, executions.Completed)
 	assert.Truef(t, string(got.Result) == "40" && steps.Load() == 40,
 		"result %s after %d steps, want 40 after 40", got.Result, steps.Load())
 	// 38 until the wait, then again from 32 on: 6 replayed, 2 new.
 	assert.Equal(t, 38+8, bodies.Load())
-	points, err := executions.Checkpoints(t.Context(), pool, id)
-	assert.Truef(t, err == nil && len(points) == 1 && points[0].Step == "count",
-		"%d records left (%v), want the loop's alone", len(points), err)
+	checkpoints, err := executions.Checkpoints(t.Context(), pool, id)
+	assert.Truef(t, err == nil && len(checkpoints) == 1 && checkpoints[0].Step == "count",
+		"%d records left (%v), want the loop's alone", len(checkpoints), err)
 }
 
-func TestAFinishedLoopIsNotRepeated(t *testing.T) {
+func TestFinishedLoopIsNotRepeated(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var bodies atomic.Int32
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		last, err := executions.Loop(ctx, "thrice", "", func(_ context.Context, word string) (string, bool, error) {
 			bodies.Add(1)
 			return word + "x", len(word) == 2, nil
@@ -430,16 +430,16 @@ func TestAFinishedLoopIsNotRepeated(t *testing.T) {
 		if _, err := executions.Wait(ctx, "pause", executions.Delay(50*time.Millisecond)); err != nil {
 			return executions.Result{}, err
 		}
-		return ends(last, nil)
+		return resultOf(last, nil)
 	}))
-	got := until(t, pool, p.begin(t, "flow"), executions.Completed)
+	got := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Truef(t, string(got.Result) == `"xxx"` && bodies.Load() == 3,
 		"result %s after %d iterations, want xxx after 3", got.Result, bodies.Load())
 }
 
 // A step may return JSON as it received it, for example from a request. Every run gets the same value, so it can be the
 // input of the next step.
-func TestJSONThatIsAStepsResultIsTheSameInEveryRun(t *testing.T) {
+func TestRawJSONResultIsStable(t *testing.T) {
 	t.Parallel()
 	type answer struct {
 		Code int
@@ -447,7 +447,7 @@ func TestJSONThatIsAStepsResultIsTheSameInEveryRun(t *testing.T) {
 	}
 	const body = `{"price": 1.5e-7, "a": [1,2], "name":"\u00e9 <b>", "a": 1}`
 	var seen []json.RawMessage
-	got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+	got, _ := runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 		plain, err := executions.Step(ctx, "plain",
 			func(context.Context) (json.RawMessage, error) { return json.RawMessage(body), nil })
 		if err != nil {
@@ -471,7 +471,7 @@ func TestJSONThatIsAStepsResultIsTheSameInEveryRun(t *testing.T) {
 }
 
 // The first run gets the same bytes that later runs read from the database.
-func TestJSONIsWrittenAsTheDatabaseWritesIt(t *testing.T) {
+func TestJSONBTextMatchesPostgres(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for _, text := range []string{
@@ -486,14 +486,14 @@ func TestJSONIsWrittenAsTheDatabaseWritesIt(t *testing.T) {
 }
 
 // jsonb has no negative zero, the result of rounding a small negative number.
-func TestAZeroWithASignIsTheSameInEveryRun(t *testing.T) {
+func TestNegativeZeroIsStable(t *testing.T) {
 	t.Parallel()
 	type rounded struct {
 		Text  string
 		Value float64 `json:"-0"`
 		More  []any
 	}
-	got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
+	got, _ := runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 		v, err := executions.Step(ctx, "round", func(context.Context) (rounded, error) {
 			zero := math.Round(-0.3)
 			return rounded{Text: `-0, "-0" \`, Value: zero, More: []any{zero, -0.5, 1e-07, -1e-07, "-0", json.Number("-0.0")}},

@@ -34,7 +34,7 @@ func StepTx[T any](
 		return zero, err
 	}
 	cancelled := 0
-	bounded := func(ctx context.Context, tx pgx.Tx) (T, error) {
+	limited := func(ctx context.Context, tx pgx.Tx) (T, error) {
 		value, err := fn(ctx, tx)
 		if postgres.IsCode(err, "57014") {
 			if cancelled++; cancelled > maxCancelRetries {
@@ -45,7 +45,7 @@ func StepTx[T any](
 	}
 	backoff := newBackoff()
 	for retry := false; ; retry = true {
-		value, err := tryTx(ctx, r, s, retry, bounded)
+		value, err := tryTx(ctx, r, s, retry, limited)
 		switch {
 		case err == nil:
 			return value, nil
@@ -93,29 +93,29 @@ func tryTx[T any](
 		return value, err
 	}
 	defer release()
-	var text json.RawMessage
-	var done *completionResult
+	var variables json.RawMessage
+	var completed *completionResult
 	err = postgres.InTx(ctx, r.e.pool, func(tx pgx.Tx) error {
 		if err := r.beginStep(ctx, tx, s, retry); err != nil {
 			return err
 		}
 		var altered bool
-		var out []byte
+		var output []byte
 		if value, err = callTx(forbidWaits(stepScope(ctx, s), "the transaction of step "+s.key), tx, fn); err != nil {
 			return err
 		}
 		if tx.Conn().PgConn().IsBusy() { // further statements would fail with an error that looks transient
 			return asStepError("", errors.New("the transaction is still being read from: close the rows of its queries"))
 		}
-		if out, altered, err = encode(value); err != nil {
+		if output, altered, err = encode(value); err != nil {
 			return fmt.Errorf("encode result: %w", err)
 		}
 		b := &pgx.Batch{}
-		text = r.pendingVariables()
-		r.queueCheckpoint(b, s, out, false)
-		r.queueVariablesUnlessLocked(b, &text)
+		variables = r.pendingVariables()
+		r.queueCheckpoint(b, s, output, false)
+		r.queueVariablesUnlessLocked(b, &variables)
 		if s.complete != nil {
-			if done, err = r.queueResult(b, s.complete(value)); err != nil {
+			if completed, err = r.queueResult(b, s.complete(value)); err != nil {
 				return err
 			}
 		}
@@ -129,15 +129,15 @@ func tryTx[T any](
 			return err
 		}
 		if altered {
-			value, err = decode[T](out)
+			value, err = decode[T](output)
 		}
 		return err
 	})
-	if err == nil && done != nil {
-		r.setCompleted(done)
+	if err == nil && completed != nil {
+		r.setCompleted(completed)
 	}
 	if err == nil {
-		r.setStoredVariables(text)
+		r.setStoredVariables(variables)
 		r.e.log.InfoContext(ctx, "checkpoint saved", "step", s.key)
 	}
 	return value, err
@@ -250,7 +250,7 @@ func (r *run) queueResult(b *pgx.Batch, result Result) (*completionResult, error
 	queueLockTimeout(b)
 	queueCompletion(b, completion{
 		id: r.exec.ID, claim: r.exec.Claim, status: Completed, summary: postgres.Text(result.Summary), result: value,
-		row: r.rowForCaller(),
+		claimed: r.claimedForCaller(),
 	}, done)
 	return done, nil
 }

@@ -20,18 +20,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// body is a durable function without input, enough for most tests.
-type body = func(ctx context.Context) (executions.Result, error)
+// flowFunc is a durable function without input, enough for most tests.
+type flowFunc = func(ctx context.Context) (executions.Result, error)
 
-// flow registers one body under the name "flow".
-func flow(fn body) map[string]executions.Func {
+// flowMap registers one body under the name "flow".
+func flowMap(fn flowFunc) map[string]executions.Func {
 	return map[string]executions.Func{"flow": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		return fn(ctx)
 	}}
 }
 
-// ends returns the result of a flow that has nothing more to do.
-func ends(value any, err error) (executions.Result, error) {
+// resultOf returns the result of a flow that has nothing more to do.
+func resultOf(value any, err error) (executions.Result, error) {
 	if err != nil {
 		return executions.Result{}, err
 	}
@@ -40,40 +40,40 @@ func ends(value any, err error) (executions.Result, error) {
 
 // gate stops the first caller until the test opens it. Others pass.
 type gate struct {
-	passed  atomic.Int32
-	entered chan string // the id of the first execution
+	callers atomic.Int32
+	firstID chan string // the id of the first execution
 	opened  chan struct{}
 	once    sync.Once
 }
 
 func newGate(t *testing.T) *gate {
-	g := &gate{entered: make(chan string, 1), opened: make(chan struct{})}
+	g := &gate{firstID: make(chan string, 1), opened: make(chan struct{})}
 	t.Cleanup(g.open)
 	return g
 }
 
 func (g *gate) open() { g.once.Do(func() { close(g.opened) }) }
 
-// pass blocks even after ctx ended, like a paused process. It reports whether the caller was the first.
-func (g *gate) pass(ctx context.Context) bool {
-	if g.passed.Add(1) > 1 {
+// enter blocks even after ctx ended, like a paused process. It reports whether the caller was the first.
+func (g *gate) enter(ctx context.Context) bool {
+	if g.callers.Add(1) > 1 {
 		return false
 	}
 	x, _ := executions.Current(ctx)
-	g.entered <- x.ID
+	g.firstID <- x.ID
 	<-g.opened
 	return true
 }
 
-// arrival waits for the first caller.
-func (g *gate) arrival(t *testing.T) string {
+// awaitFirst waits for the first caller.
+func (g *gate) awaitFirst(t *testing.T) string {
 	t.Helper()
-	return testkit.Receive(t, g.entered)
+	return testkit.Receive(t, g.firstID)
 }
 
 // runInBackground runs the flow in a process that renews no lease and receives no notifications, like a paused one. The
 // returned function waits for its end.
-func (p *process) runInBackground(t *testing.T) (wait func() executions.Execution) {
+func (p *testEngine) runInBackground(t *testing.T) (wait func() executions.Execution) {
 	t.Helper()
 	var got executions.Execution
 	var group errgroup.Group
@@ -88,23 +88,23 @@ func (p *process) runInBackground(t *testing.T) (wait func() executions.Executio
 	}
 }
 
-// expire ends the lease of the worker that runs an execution.
-func expire(t *testing.T, db postgres.DB, id string) {
+// expireLease ends the lease of the worker that runs an execution.
+func expireLease(t *testing.T, db postgres.DB, id string) {
 	t.Helper()
 	pgtest.Exec(t, db, `
 		update agent_workers set expires_at = clock_timestamp() - interval '1 second'
 		 where id = (select claimed_by from agent_executions where id = @id)`, postgres.Strict{"id": id})
 }
 
-// completions counts the AGENT_COMPLETED events of an execution.
-func completions(t *testing.T, db postgres.DB, id string) int {
+// countCompletions counts the AGENT_COMPLETED events of an execution.
+func countCompletions(t *testing.T, db postgres.DB, id string) int {
 	t.Helper()
 	return pgtest.Value[int](t, db, `select count(*) from agent_events where event = 'AGENT_COMPLETED' and key = @id`,
 		postgres.Strict{"id": id})
 }
 
-// listener runs a notification listener until the test ends.
-func listener(t *testing.T, pool *pgxpool.Pool) *postgres.Listener {
+// newListener runs a notification listener until the test ends.
+func newListener(t *testing.T, pool *pgxpool.Pool) *postgres.Listener {
 	t.Helper()
 	l := postgres.NewListener(pgtest.Dialer(t, pool), slog.New(slog.DiscardHandler))
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
@@ -117,14 +117,14 @@ func listener(t *testing.T, pool *pgxpool.Pool) *postgres.Listener {
 	return l
 }
 
-// replayed runs a body, then waits briefly, so the engine calls the body again as a replay.
-func replayed(
+// runAndReplay runs a body, then waits briefly, so the engine calls the body again as a replay.
+func runAndReplay(
 	t *testing.T, fn func(ctx context.Context, again bool) (any, error),
 ) (executions.Execution, *pgxpool.Pool) {
 	t.Helper()
 	pool := pgtest.DB(t)
 	var calls atomic.Int32
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		v, err := fn(ctx, calls.Add(1) > 1)
 		if err != nil {
 			return executions.Result{}, err
@@ -134,7 +134,7 @@ func replayed(
 		}
 		return executions.Result{Value: v}, nil
 	}))
-	id := p.begin(t, "flow")
+	id := p.startFlow(t, "flow")
 	var got executions.Execution
 	pgtest.Eventually(t, func() bool {
 		var err error

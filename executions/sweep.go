@@ -55,15 +55,15 @@ func (d *dueTimes) advanceTimer(t time.Time) bool {
 }
 
 // set stores the result of a sweep. dbTimer identifies the timer by the database's clock.
-func (d *dueTimes) set(schedule, timer time.Time, first float64) {
+func (d *dueTimes) set(schedule, timer time.Time, dbTimer float64) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if first == d.dbTimer && !timer.IsZero() && !timer.After(time.Now()) {
+	if dbTimer == d.dbTimer && !timer.IsZero() && !timer.After(time.Now()) {
 		d.skips = min(d.skips+1, maxSkips)
 	} else {
 		d.skips = 0
 	}
-	d.schedule, d.timer, d.dbTimer = schedule, timer, first
+	d.schedule, d.timer, d.dbTimer = schedule, timer, dbTimer
 }
 
 // postpone delays a timer that a failed sweep did not fire.
@@ -174,12 +174,12 @@ const sweepLimit = 500
 // Sweep runs one sweep: lost claims, due timers, free lanes, and ready executions without a notification. Of many
 // concurrent calls, one does the work.
 func (e *Engine) Sweep(ctx context.Context) error {
-	type readyIn struct {
+	type readyCount struct {
 		Queue string
 		N     int
 	}
-	var ready []readyIn
-	var ends []endedExecution
+	var ready []readyCount
+	var ended []endedExecution
 	if err := e.completeCancels(ctx); err != nil {
 		return err
 	}
@@ -188,7 +188,7 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	}
 	b := &pgx.Batch{}
 	queueSweep(b)
-	queueEnded(b, &ends)
+	queueEnded(b, &ended)
 	b.Queue(`
 		select k.queue, sum(r.n)::int from lanekeeper.agent_ready_kinds k cross join lateral (
 		  select count(*) as n from (
@@ -196,7 +196,7 @@ func (e *Engine) Sweep(ctx context.Context) error {
 		      and x.surface = k.surface
 		     limit least(k.places, @most::int)) one) r
 		 where (k.places > 0) is not false group by k.queue`, postgres.Strict{"most": sweepLimit}).Query(func(rows pgx.Rows) (err error) {
-		ready, err = pgx.CollectRows(rows, pgx.RowToStructByPos[readyIn])
+		ready, err = pgx.CollectRows(rows, pgx.RowToStructByPos[readyCount])
 		return err
 	})
 	if err := e.pool.SendBatch(ctx, b).Close(); err != nil {
@@ -206,10 +206,10 @@ func (e *Engine) Sweep(ctx context.Context) error {
 		e.notifyReady(r.Queue, r.N)
 	}
 	err := e.sweepThreads(ctx)
-	left, failed := e.readDue(ctx)
-	err = errors.Join(err, failed)
-	e.logEnded(ctx, ends)
-	if err == nil && left > stuckThreshold {
+	expiredFor, dueErr := e.readDue(ctx)
+	err = errors.Join(err, dueErr)
+	e.logEnded(ctx, ended)
+	if err == nil && expiredFor > stuckThreshold {
 		err = e.warnStuck(ctx)
 	}
 	return err
@@ -274,8 +274,8 @@ const (
 		   order by random() limit @most) d) f`
 )
 
-// Freed is a thread whose lane was released because its holder has ended, is gone, or was idle.
-type Freed struct {
+// ReleasedThread is a thread whose lane was released because its holder has ended, is gone, or was idle.
+type ReleasedThread struct {
 	ThreadID    string  `json:"thread_id"`
 	Holder      string  `json:"holder"`
 	ExecutionID *string `json:"execution_id"`
@@ -283,7 +283,7 @@ type Freed struct {
 }
 
 // Log logs the release. Call Log after the commit.
-func (f Freed) Log(ctx context.Context, log *slog.Logger) {
+func (f ReleasedThread) Log(ctx context.Context, log *slog.Logger) {
 	log.WarnContext(ctx, "lane stale, clearing", "lane", "thread:"+f.ThreadID, "holder", f.Holder,
 		"age", time.Duration(f.IdleSeconds)*time.Second)
 }
@@ -291,7 +291,7 @@ func (f Freed) Log(ctx context.Context, log *slog.Logger) {
 // FlushThreads sends queued messages that may leave now, in up to most threads. It logs the lanes that it acquires for
 // these messages. It waits for no lock. The order of threads is random, so a thread with a blocked message delays no
 // other.
-func FlushThreads(ctx context.Context, db postgres.Beginner, log *slog.Logger, most int) (n int, err error) {
+func FlushThreads(ctx context.Context, db postgres.Beginner, log *slog.Logger, maxThreads int) (n int, err error) {
 	type acquiredLane struct {
 		Lane, Owner                  string
 		Token                        int64
@@ -299,9 +299,9 @@ func FlushThreads(ctx context.Context, db postgres.Beginner, log *slog.Logger, m
 	}
 	var acquired []acquiredLane
 	err = postgres.InTxWithin(ctx, db, func(tx pgx.Tx) error {
-		var tried []string // lanes
-		err := tx.QueryRow(ctx, flushThreads, postgres.Strict{"most": most}).Scan(&n, &tried)
-		if err != nil || len(tried) == 0 {
+		var laneNames []string // lanes
+		err := tx.QueryRow(ctx, flushThreads, postgres.Strict{"most": maxThreads}).Scan(&n, &laneNames)
+		if err != nil || len(laneNames) == 0 {
 			return err
 		}
 		rows, err := tx.Query(ctx, `
@@ -309,7 +309,7 @@ func FlushThreads(ctx context.Context, db postgres.Beginner, log *slog.Logger, m
 			  select o.lender::text from agent_lock_loans o where o.lane = l.lane order by o.depth desc limit 1), '')
 			  from agent_locks l join agent_executions x on x.id = l.execution_id
 			 where l.lane = any (@lanes) and l.xmin = pg_current_xact_id()::xid -- written by this transaction
-			 order by l.lane`, postgres.Strict{"lanes": tried})
+			 order by l.lane`, postgres.Strict{"lanes": laneNames})
 		acquired, err = postgres.Collect(rows, err, "read acquired threads", pgx.RowToStructByPos[acquiredLane])
 		return err
 	})
@@ -330,11 +330,11 @@ func FlushThreads(ctx context.Context, db postgres.Beginner, log *slog.Logger, m
 // sweepThreads ends the leases of abandoned threads, and delivers queued messages of free threads. The outbox usually
 // does both sooner. Locked rows wait for the next sweep.
 func (e *Engine) sweepThreads(ctx context.Context) error {
-	var freed []Freed
+	var freed []ReleasedThread
 	b := &pgx.Batch{}
 	queueLockTimeout(b)
 	b.Queue(ReleaseStaleThreads, postgres.Strict{"overdue": 10.0, "grace": 300.0}).Query(func(rows pgx.Rows) (err error) {
-		freed, err = pgx.CollectRows(rows, pgx.RowToStructByName[Freed])
+		freed, err = pgx.CollectRows(rows, pgx.RowToStructByName[ReleasedThread])
 		return err
 	})
 	err := e.pool.SendBatch(ctx, b).Close()
@@ -360,25 +360,25 @@ func (e *Engine) refreshDue(ctx context.Context) error {
 
 // readDue reads when the next timer and schedule are due, and for how long the first lost worker has been expired. It
 // reads durations, because this process's clock may be wrong.
-func (e *Engine) readDue(ctx context.Context) (left time.Duration, err error) {
+func (e *Engine) readDue(ctx context.Context) (expiredFor time.Duration, err error) {
 	var schedule, timer, lost *float64
-	var first float64
+	var dbTimer float64
 	err = e.pool.QueryRow(ctx, `
 		select extract(epoch from (select min(next_run_at) from agent_schedules) - clock_timestamp())::float8,
 		       extract(epoch from w.first - clock_timestamp())::float8,
 		       extract(epoch from clock_timestamp() - (select min(expires_at) from agent_workers))::float8,
 		       coalesce(extract(epoch from w.first), 0)::float8
 		  from (select min(waiting_until) as first from agent_executions
-		    where status = 'waiting') w`).Scan(&schedule, &timer, &lost, &first)
+		    where status = 'waiting') w`).Scan(&schedule, &timer, &lost, &dbTimer)
 	if err != nil {
 		return 0, fmt.Errorf("read due times: %w", err)
 	}
-	e.nextDue.set(localTime(schedule), localTime(timer), first)
+	e.nextDue.set(localTime(schedule), localTime(timer), dbTimer)
 	signal(e.timerChanged) // the sweeper may sleep until a later time
 	if lost != nil {
-		left = time.Duration(min(*lost, 1e6) * float64(time.Second))
+		expiredFor = time.Duration(min(*lost, 1e6) * float64(time.Second))
 	}
-	return left, nil
+	return expiredFor, nil
 }
 
 // localTime is the local time in some seconds; zero for nil.
@@ -391,8 +391,8 @@ func localTime(seconds *float64) time.Time {
 
 // housekeep creates partitions ahead and deletes unused lanes.
 func (e *Engine) housekeep(ctx context.Context) error {
-	_, first := migrations.EnsureMonths(ctx, e.pool, nil, migrations.MonthsAhead)
-	return errors.Join(first, lanes.Prune(ctx, e.pool, 24*time.Hour))
+	_, err := migrations.EnsureMonths(ctx, e.pool, nil, migrations.MonthsAhead)
+	return errors.Join(err, lanes.Prune(ctx, e.pool, 24*time.Hour))
 }
 
 const (
@@ -404,18 +404,18 @@ const (
 
 // stuckWarnings limits the rate of warnings.
 type stuckWarnings struct {
-	mu   sync.Mutex
-	last time.Time
+	mu          sync.Mutex
+	lastWarning time.Time
 }
 
 // due reports whether to warn now.
 func (n *stuckWarnings) due() bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if !n.last.IsZero() && time.Since(n.last) < stuckInterval {
+	if !n.lastWarning.IsZero() && time.Since(n.lastWarning) < stuckInterval {
 		return false
 	}
-	n.last = time.Now()
+	n.lastWarning = time.Now()
 	return true
 }
 

@@ -20,12 +20,12 @@ import (
 
 // While a session holds the row of a due timer, sweeps run less often. Once no timer is due, the sweeper sleeps a
 // minute or more.
-func TestASkippedTimerIsSweptLessOften(t *testing.T) {
+func TestSkippedTimerBacksOffSweeps(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, flow(nothing))
+	p := newEngine(t, pool, flowMap(noop))
 	for range 2 {
-		p.begin(t, "flow")
+		p.startFlow(t, "flow")
 	}
 	pgtest.Exec(t, pool, `update agent_executions set status = 'running'`)
 	pgtest.Exec(t, pool, `
@@ -53,12 +53,12 @@ func TestASkippedTimerIsSweptLessOften(t *testing.T) {
 }
 
 // A sweep releases all claims of a lost worker at once. Each execution continues or ends by its own rule.
-func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
+func TestSweepReleasesClaimsOfLostWorker(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	lost, other := newWorker(t, pool), newWorker(t, pool)
 	has := func(by, set string) string {
-		id := pending(t, pool)
+		id := insertPending(t, pool)
 		mustClaim(t, pool, id, by)
 		pgtest.Exec(t, pool, `update agent_executions set `+set+` where id = @id`, postgres.Strict{"id": id})
 		return id
@@ -94,12 +94,12 @@ func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 	}
 }
 
-// lostWork creates a dead worker with twenty executions. Every fourth fails with its worker.
-func lostWork(t *testing.T, pool *pgxpool.Pool) {
+// createLostWorker creates a dead worker with twenty executions. Every fourth fails with its worker.
+func createLostWorker(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	dead := newWorker(t, pool)
 	for i := range 20 {
-		id := pending(t, pool)
+		id := insertPending(t, pool)
 		mustClaim(t, pool, id, dead)
 		if i%4 == 0 {
 			pgtest.Exec(t, pool, `update agent_executions set on_lost = 'fail' where id = @id`, postgres.Strict{"id": id})
@@ -108,8 +108,8 @@ func lostWork(t *testing.T, pool *pgxpool.Pool) {
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 }
 
-// became counts the outcomes of a dead worker's executions.
-const became = `
+// outcomeSQL counts the outcomes of a dead worker's executions.
+const outcomeSQL = `
 	select format('%s its still, %s ready, %s ended, %s told, %s noted',
 	  count(*) filter (where x.claim = 1 and x.claimed_by is not null),
 	         count(*) filter (where x.status = 'running' and x.claim = 2 and x.wake = 1 and x.attempt = 1
@@ -119,11 +119,11 @@ const became = `
 	  from agent_executions x`
 
 // Concurrent sweeps release the claims of a dead worker once.
-func TestConcurrentSweepsReleaseLostClaimsOnce(t *testing.T) {
+func TestConcurrentSweepsReleaseClaimsOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	lostWork(t, pool)
-	p := prepare(t, pool, flow(nothing))
+	createLostWorker(t, pool)
+	p := newEngine(t, pool, flowMap(noop))
 	barrier := pgtest.Begin(t, pool) // blocks all until they have started
 	pgtest.Exec(t, barrier, `lock table agent_workers in access exclusive mode`)
 	var group errgroup.Group
@@ -148,15 +148,15 @@ func TestConcurrentSweepsReleaseLostClaimsOnce(t *testing.T) {
 	require.NoError(t, barrier.Commit(t.Context()))
 	assert.NoError(t, group.Wait())
 	assert.NoError(t, p.Sweep(t.Context()))
-	assert.Equal(t, "0 its still, 15 ready, 5 ended, 5 told, 20 noted", pgtest.Value[string](t, pool, became))
+	assert.Equal(t, "0 its still, 15 ready, 5 ended, 5 told, 20 noted", pgtest.Value[string](t, pool, outcomeSQL))
 }
 
 // A sweep that loses its connection changes nothing, and the next sweep does all.
-func TestAnInterruptedSweepChangesNothing(t *testing.T) {
+func TestInterruptedSweepChangesNothing(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	lostWork(t, pool)
-	p := prepare(t, pool, flow(nothing))
+	createLostWorker(t, pool)
+	p := newEngine(t, pool, flowMap(noop))
 	pgtest.Exec(t, pool, `
 		create function stall() returns trigger language plpgsql
 		  as 'begin perform pg_advisory_xact_lock(42); return null; end'`)
@@ -176,20 +176,20 @@ func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 			select coalesce(bool_or(pg_terminate_backend(pid)), false) from pg_stat_activity
 			 where datname = current_database() and wait_event = 'advisory'`)
 	assert.Error(t, group.Wait(), "the sweep returned no error")
-	assert.Equal(t, "20 its still, 0 ready, 0 ended, 0 told, 0 noted", pgtest.Value[string](t, pool, became))
+	assert.Equal(t, "20 its still, 0 ready, 0 ended, 0 told, 0 noted", pgtest.Value[string](t, pool, outcomeSQL))
 	require.NoError(t, stall.Commit(t.Context()))
 	// the server ends the session before it frees its locks
 	pgtest.Eventually(t, func() bool {
 		assert.NoError(t, p.Sweep(t.Context()))
-		return pgtest.Value[string](t, pool, became) == "0 its still, 15 ready, 5 ended, 5 told, 20 noted"
+		return pgtest.Value[string](t, pool, outcomeSQL) == "0 its still, 15 ready, 5 ended, 5 told, 20 noted"
 	}, "the next one takes all, once")
 }
 
-// sweepPatience is far longer than a sweep, and far shorter than a client leaves a transaction open.
-const sweepPatience = 30 * time.Second
+// sweepTimeout is far longer than a sweep, and far shorter than a client leaves a transaction open.
+const sweepTimeout = 30 * time.Second
 
 // A sweep leaves locked executions to a later sweep, and does not delay others.
-func TestASweepSkipsLockedRows(t *testing.T) {
+func TestSweepSkipsLockedRows(t *testing.T) {
 	t.Parallel()
 	const (
 		lane = `select from agent_locks where lane = 'automation:a' for update`
@@ -199,7 +199,7 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 	)
 	lost := func(t *testing.T, pool *pgxpool.Pool, set string) (held, free string) {
 		gone := newWorker(t, pool)
-		held, free = pending(t, pool), pending(t, pool)
+		held, free = insertPending(t, pool), insertPending(t, pool)
 		for _, id := range []string{held, free} {
 			mustClaim(t, pool, id, gone)
 			pgtest.Exec(t, pool, `update agent_executions set `+set+` where id = @id`, postgres.Strict{"id": id})
@@ -209,7 +209,7 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 		return held, free
 	}
 	waits := func(t *testing.T, pool *pgxpool.Pool, wait string) (held, free string) {
-		held, free = pending(t, pool), pending(t, pool)
+		held, free = insertPending(t, pool), insertPending(t, pool)
 		pgtest.Exec(t, pool, `update agent_executions set status = 'running'`)
 		pgtest.Exec(t, pool, `update agent_executions set status = 'waiting', waiting_step = 'w', `+wait)
 		return held, free
@@ -245,7 +245,7 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			p := prepare(t, pool, flow(nothing))
+			p := newEngine(t, pool, flowMap(noop))
 			held, free := one.prepare(t, pool)
 			pgtest.Exec(t, pool, `
 				insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, ttl_seconds, execution_id)
@@ -255,16 +255,16 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 			before, err := executions.Get(t.Context(), pool, held)
 			require.NoError(t, err)
 			tx := openTx(t, pool, one.lock)
-			ctx, cancel := context.WithTimeout(t.Context(), sweepPatience)
+			ctx, cancel := context.WithTimeout(t.Context(), sweepTimeout)
 			defer cancel()
 			require.NoError(t, p.Sweep(ctx))
-			until(t, pool, free, one.then)
+			awaitStatus(t, pool, free, one.then)
 			x, err := executions.Get(t.Context(), pool, held)
 			assert.Truef(t, err == nil && x.Status == before.Status && x.Claim == before.Claim,
 				"what is locked: %+v, %v", x, err)
 			require.NoError(t, tx.Rollback(t.Context()))
 			require.NoError(t, p.Sweep(t.Context()))
-			until(t, pool, held, one.then)
+			awaitStatus(t, pool, held, one.then)
 		})
 	}
 }
@@ -273,10 +273,10 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 func TestStuckExecutionsAreLogged(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	l := &lines{}
-	p := prepare(t, pool, nil, l.into)
+	l := &logLines{}
+	p := newEngine(t, pool, nil, l.capture)
 	lost := newWorker(t, pool)
-	mustClaim(t, pool, pending(t, pool), lost)
+	mustClaim(t, pool, insertPending(t, pool), lost)
 	tx := pgtest.Begin(t, pool) // the server ended it
 	pgtest.Exec(t, tx, `select from agent_executions for key share`)
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 minute'`)
@@ -294,12 +294,12 @@ func TestStuckExecutionsAreLogged(t *testing.T) {
 }
 
 // A process that starts after an outage finds the workers from before. It logs nothing about them until it has swept.
-func TestExecutionsAboutToMoveAreNotLogged(t *testing.T) {
+func TestFirstSweepLogsNoStuckExecutions(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	l := &lines{}
-	p := prepare(t, pool, nil, l.into)
-	mustClaim(t, pool, pending(t, pool), newWorker(t, pool))
+	l := &logLines{}
+	p := newEngine(t, pool, nil, l.capture)
+	mustClaim(t, pool, insertPending(t, pool), newWorker(t, pool))
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 hour'`)
 	err := p.PutSchedule(t.Context(), executions.Schedule{
 		Name: "first", Flow: "heartbeat", Surface: trace.Heartbeat,
@@ -312,32 +312,32 @@ func TestExecutionsAboutToMoveAreNotLogged(t *testing.T) {
 	assert.Truef(t, len(records) == 0, "the log has %v", records)
 }
 
-func nothing(context.Context) (executions.Result, error) { return executions.Result{}, nil }
+func noop(context.Context) (executions.Result, error) { return executions.Result{}, nil }
 
-func every(spec string) executions.Schedule {
+func everySchedule(spec string) executions.Schedule {
 	return executions.Schedule{Name: "pulse", Flow: "flow", Surface: trace.Heartbeat, Cron: spec, Timezone: "UTC"}
 }
 
 // The sweep ticks while River's leader is dead.
-func TestTicksContinueWhileTheLeaderIsDead(t *testing.T) {
+func TestSweepTicksWithoutRiverLeader(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `
 		insert into river.river_leader (name, leader_id, elected_at, expires_at)
 		values ('default', 'dead', now(), now() + interval '1 hour')`)
-	p := start(t, pool, flow(nothing))
-	require.NoError(t, p.PutSchedule(t.Context(), every("@every 1s")))
+	p := startEngine(t, pool, flowMap(noop))
+	require.NoError(t, p.PutSchedule(t.Context(), everySchedule("@every 1s")))
 	pgtest.Eventually(t, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) >= 2
 	}, "two ticks have run")
 	assert.Equal(t, "dead", pgtest.Value[string](t, pool, `select leader_id from river.river_leader`))
 }
 
-func TestManyTickersStartADueTimeOnceAndMissedTicksBecomeOne(t *testing.T) {
+func TestConcurrentTicksStartOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, flow(nothing))
-	require.NoError(t, p.PutSchedule(t.Context(), every("*/30 * * * *")))
+	p := newEngine(t, pool, flowMap(noop))
+	require.NoError(t, p.PutSchedule(t.Context(), everySchedule("*/30 * * * *")))
 	for round := range 5 {
 		pgtest.Exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '9 hours'`)
 		var group errgroup.Group
@@ -351,34 +351,34 @@ func TestManyTickersStartADueTimeOnceAndMissedTicksBecomeOne(t *testing.T) {
 	}
 }
 
-func TestPuttingAScheduleAgainDoesNotPostponeIt(t *testing.T) {
+func TestPutScheduleKeepsNextRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, flow(nothing))
+	p := newEngine(t, pool, flowMap(noop))
 	next := func() time.Time { return pgtest.Value[time.Time](t, pool, `select next_run_at from agent_schedules`) }
 	put := func(s executions.Schedule) {
 		t.Helper()
 		require.NoError(t, p.PutSchedule(t.Context(), s))
 	}
-	put(every("@every 1h"))
+	put(everySchedule("@every 1h"))
 	pgtest.Exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '1 minute'`)
 	due := next()
-	put(every("@every 1h"))
+	put(everySchedule("@every 1h"))
 	if !next().Equal(due) {
 		t.Errorf("due %s, then %s", due, next())
 	}
-	put(every("@every 2h"))
+	put(everySchedule("@every 2h"))
 	left := time.Until(next())
 	assert.Truef(t, left >= 119*time.Minute && left <= 121*time.Minute, "another interval is due in %s", left)
 }
 
-func TestABadScheduleNamesItsFieldAndWritesNothing(t *testing.T) {
+func TestPutScheduleRejectsInvalidFields(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, nil)
+	p := newEngine(t, pool, nil)
 	for says, s := range map[string]executions.Schedule{
-		"minute":      every("61 * * * *"),
-		"5":           every("* * *"),
+		"minute":      everySchedule("61 * * * *"),
+		"5":           everySchedule("* * *"),
 		"Mars/Base":   {Name: "pulse", Flow: "flow", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "Mars/Base"},
 		"name":        {Flow: "flow", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "UTC"},
 		"flow":        {Name: "pulse", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "UTC"},
@@ -389,10 +389,10 @@ func TestABadScheduleNamesItsFieldAndWritesNothing(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_schedules`))
 }
 
-func TestABrokenScheduleDelaysNoOther(t *testing.T) {
+func TestInvalidScheduleDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, nil)
+	p := newEngine(t, pool, nil)
 	for name, change := range map[string]string{
 		"bad cron": `cron = '* *'`, "bad zone": `timezone = 'Mars/Base'`, "bad surface": `surface = 'radio'`,
 		"good": `name = 'good'`,

@@ -58,19 +58,19 @@ func explainMissing(x Execution, err error) (Execution, error) {
 
 // insertClaimed inserts an execution with a claim of this process, in a batch with concurrent starts.
 func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Execution, bool, error) {
-	alone := func() (Execution, error) {
-		got, _, err := e.insertWithRetry(ctx, s, "running", worker)
-		return got, err
+	single := func() (Execution, error) {
+		x, _, err := e.insertWithRetry(ctx, s, "running", worker)
+		return x, err
 	}
 	if s.DedupeKey != "" || postgres.IsSealed(ctx) || activity.HasActor(ctx) {
 		return e.insertWithRetry(ctx, s, "running", worker)
 	}
-	o, err := s.insertParams(true)
+	p, err := s.insertParams(true)
 	if err != nil {
 		return Execution{}, false, err
 	}
-	got, err := e.batchers.starts.Do(ctx, o, alone)
-	return got, err == nil, err
+	x, err := e.batchers.starts.Do(ctx, p, single)
+	return x, err == nil, err
 }
 
 // InsertClaimed inserts an execution with a claim of this process, in the caller's transaction. Call RunClaimed right

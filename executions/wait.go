@@ -104,12 +104,12 @@ func Test(requestID string, timeout time.Duration) WaitFor {
 
 // WithData adds an object to waiting_data, which the Engine Room shows.
 func (w WaitFor) WithData(data map[string]any) WaitFor {
-	all := map[string]any{}
-	maps.Copy(all, data)
+	merged := map[string]any{}
+	maps.Copy(merged, data)
 	if own, ok := w.data.(map[string]any); ok {
-		maps.Copy(all, own)
+		maps.Copy(merged, own)
 	}
-	w.data = all
+	w.data = merged
 	return w
 }
 
@@ -155,7 +155,7 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 			return Outcome{}, r.failChanged(s.key, fmt.Errorf("step %s has a record, but not of a wait for %s: %w", s.key,
 				w.kind, ErrChanged))
 		}
-		r.noteTimeout(s.key, out)
+		r.recordTimeout(s.key, out)
 		return out, nil
 	}
 	if w.kind == "delay" {
@@ -180,7 +180,7 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 			return Outcome{}, fmt.Errorf("wait %s: %w", name, err)
 		}
 		r.e.log.InfoContext(ctx, "checkpoint saved", "step", s.key, "event", out.Event)
-		r.noteTimeout(s.key, out)
+		r.recordTimeout(s.key, out)
 		return out, nil
 	}
 	r.e.log.InfoContext(ctx, "execution waiting", "waiting_for", w.kind, "waiting_key", w.key,
@@ -208,8 +208,8 @@ func checkWaitAllowed(ctx context.Context, name string) error {
 	return nil
 }
 
-// noteTimeout records the step of a timed-out wait as the failed step of the run.
-func (r *run) noteTimeout(step string, out Outcome) {
+// recordTimeout records the step of a timed-out wait as the failed step of the run.
+func (r *run) recordTimeout(step string, out Outcome) {
 	if out.TimedOut {
 		r.setFailedStep(step)
 	}
@@ -231,7 +231,7 @@ func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMes
 			r.setStoredVariables(text)
 			return outcome, nil
 		case postgres.IsCode(err, "LK001"):
-			if now, err := Get(ctx, r.e.pool, r.exec.ID); uncertain && err == nil && now.WaitNumber > r.exec.WaitNumber {
+			if current, err := Get(ctx, r.e.pool, r.exec.ID); uncertain && err == nil && current.WaitNumber > r.exec.WaitNumber {
 				return nil, nil
 			}
 			return nil, ErrStale
@@ -278,29 +278,29 @@ var batchedKinds = []string{"event", "approval", "delay"}
 func (r *run) writeWait(
 	ctx context.Context, step string, w WaitFor, data, variables json.RawMessage,
 ) (outcome []byte, err error) {
-	alone := func() ([]byte, error) { return r.waitInTx(ctx, step, w, data, variables) }
+	single := func() ([]byte, error) { return r.waitInTx(ctx, step, w, data, variables) }
 	// A run with a thread usually holds its lane, and batches skip runs that hold lanes.
 	if !slices.Contains(batchedKinds, w.kind) || r.exec.ThreadID != nil {
-		return alone()
+		return single()
 	}
 	return r.e.batchers.waits.Do(ctx, waitWrite{
 		id: r.exec.ID, step: step, kind: w.kind, key: w.key, claim: r.exec.Claim, seconds: w.timeout.Seconds(), data: data,
 		variables: variables,
-	}, alone)
+	}, single)
 }
 
 // waitBatch starts waits in one commit, each under its own claim. It skips executions that hold lanes, are locked or
 // are stale. It also skips waits that may end at once. The batcher retries each skipped wait alone.
-func (e *Engine) waitBatch(ctx context.Context, waits []waitWrite) ([]batch.Answer[[]byte], error) {
+func (e *Engine) waitBatch(ctx context.Context, waits []waitWrite) ([]batch.Result[[]byte], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(waits)
 	ids, claims, steps, kinds, keys := make([]string, n), make([]int64, n), make([]string, n),
 		make([]string, n), make([]string, n)
 	seconds, data, variables := make([]float64, n), make([]*string, n), make([]*string, n)
-	for i, p := range waits {
-		ids[i], claims[i], steps[i], kinds[i], keys[i], seconds[i] = p.id, p.claim, p.step, p.kind, p.key, p.seconds
-		data[i], variables[i] = nullableJSON(p.data), nullableJSON(p.variables)
+	for i, w := range waits {
+		ids[i], claims[i], steps[i], kinds[i], keys[i], seconds[i] = w.id, w.claim, w.step, w.kind, w.key, w.seconds
+		data[i], variables[i] = nullableJSON(w.data), nullableJSON(w.variables)
 	}
 	rows, err := e.pool.Query(ctx, `
 		select lanekeeper.wait_agent_executions(@ids, @claims, @steps, @kinds, @keys, @seconds, (@data::text[])::jsonb[],
@@ -312,9 +312,9 @@ func (e *Engine) waitBatch(ctx context.Context, waits []waitWrite) ([]batch.Answ
 	if err != nil {
 		return nil, fmt.Errorf("suspend %d executions: %w", n, err)
 	}
-	answers, err := readLeftOut[[]byte](rows, n)
+	results, err := collectSkipped[[]byte](rows, n)
 	if err != nil {
 		return nil, fmt.Errorf("suspend %d executions: %w", n, err)
 	}
-	return answers, nil
+	return results, nil
 }

@@ -24,18 +24,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// awaits is a flow that waits for the event whose key is its input. Its result is the outcome of the wait.
-func awaits(timeout time.Duration) map[string]executions.Func {
+// eventFlow is a flow that waits for the event whose key is its input. Its result is the outcome of the wait.
+func eventFlow(timeout time.Duration) map[string]executions.Func {
 	return map[string]executions.Func{"flow": func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
 		var key string
 		if err := json.Unmarshal(input, &key); err != nil {
 			return executions.Result{}, err
 		}
-		return ends(executions.Wait(ctx, "event", executions.Event(key, timeout)))
+		return resultOf(executions.Wait(ctx, "event", executions.Event(key, timeout)))
 	}}
 }
 
-func (p *process) beginWith(t *testing.T, input any) string {
+func (p *testEngine) startWithInput(t *testing.T, input any) string {
 	t.Helper()
 	x, _, err := p.Start(t.Context(), p.pool, executions.Spec{Flow: "flow", Surface: trace.Flow, Input: input})
 	require.NoError(t, err)
@@ -71,27 +71,27 @@ func compact(data json.RawMessage) (json.RawMessage, error) {
 	return b.Bytes(), err
 }
 
-func TestAnEventEndsTheWaitThatCameBeforeOrAfterIt(t *testing.T) {
+func TestEventBeforeOrAfterWait(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, awaits(0))
+	p := startEngine(t, pool, eventFlow(0))
 	mustDeliver(t, pool, "early", `{"n": 1}`)
-	early := until(t, pool, p.beginWith(t, "early"), executions.Completed)
+	early := awaitStatus(t, pool, p.startWithInput(t, "early"), executions.Completed)
 	out := outcome(t, early)
 	assert.Truef(t, string(out.Data) == `{"n":1}` && out.Event == "EVENT_COMPLETED" && !out.TimedOut &&
 		early.WaitNumber == 0, "event before its wait: %+v, waits %d", out, early.WaitNumber)
-	id := p.beginWith(t, "late")
-	until(t, pool, id, executions.Waiting)
+	id := p.startWithInput(t, "late")
+	awaitStatus(t, pool, id, executions.Waiting)
 	got, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "late", json.RawMessage(`{"n": 2}`), "once")
 	require.Truef(t, err == nil && len(got.Resumed) == 1 && got.Resumed[0] == id, "delivered %+v, %v", got, err)
 	again, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "late", json.RawMessage(`{"n": 3}`), "once")
 	assert.Truef(t, err == nil && len(again.Resumed) == 0 && again.EventID == got.EventID,
 		"delivered again %+v, %v", again, err)
-	out = outcome(t, until(t, pool, id, executions.Completed))
+	out = outcome(t, awaitStatus(t, pool, id, executions.Completed))
 	assert.Truef(t, string(out.Data) == `{"n":2}` && out.EventID == got.EventID, "event after its wait: %+v", out)
 }
 
-func TestNoWakeUpIsLostWhenEventAndWaitMeet(t *testing.T) {
+func TestConcurrentEventAndWaitLoseNoWakeup(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	const rounds = 100
@@ -99,7 +99,7 @@ func TestNoWakeUpIsLostWhenEventAndWaitMeet(t *testing.T) {
 	ids := make([]string, rounds)
 	claims := make([]int64, rounds)
 	for i := range ids {
-		ids[i] = pending(t, pool)
+		ids[i] = insertPending(t, pool)
 		claims[i] = mustClaim(t, pool, ids[i], w)
 	}
 	for i, id := range ids {
@@ -119,43 +119,43 @@ func TestNoWakeUpIsLostWhenEventAndWaitMeet(t *testing.T) {
 	assert.Equal(t, rounds, pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where step = 'wait'`))
 }
 
-func TestANewEventEndsAllWaitsAndAnOldOneOnlyOne(t *testing.T) {
+func TestEventResumesAllWaitersKeptEventOne(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, awaits(0))
-	one, two := p.beginWith(t, "key"), p.beginWith(t, "key")
-	until(t, pool, one, executions.Waiting)
-	until(t, pool, two, executions.Waiting)
+	p := startEngine(t, pool, eventFlow(0))
+	one, two := p.startWithInput(t, "key"), p.startWithInput(t, "key")
+	awaitStatus(t, pool, one, executions.Waiting)
+	awaitStatus(t, pool, two, executions.Waiting)
 	mustDeliver(t, pool, "key", `{}`)
-	until(t, pool, one, executions.Completed)
-	until(t, pool, two, executions.Completed)
+	awaitStatus(t, pool, one, executions.Completed)
+	awaitStatus(t, pool, two, executions.Completed)
 
 	mustDeliver(t, pool, "old", `{}`)
-	first := p.beginWith(t, "old")
-	until(t, pool, first, executions.Completed)
-	second := p.beginWith(t, "old")
-	until(t, pool, second, executions.Waiting)
+	first := p.startWithInput(t, "old")
+	awaitStatus(t, pool, first, executions.Completed)
+	second := p.startWithInput(t, "old")
+	awaitStatus(t, pool, second, executions.Waiting)
 	assert.Equal(t, first, pgtest.Value[string](t, pool, `select consumed_by::text from agent_events where key = 'old'`))
 }
 
-func TestAWaitTimesOut(t *testing.T) {
+func TestWaitTimesOut(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, awaits(30*time.Millisecond))
-	out := outcome(t, until(t, pool, p.beginWith(t, "key"), executions.Completed))
+	p := startEngine(t, pool, eventFlow(30*time.Millisecond))
+	out := outcome(t, awaitStatus(t, pool, p.startWithInput(t, "key"), executions.Completed))
 	assert.Truef(t, out.TimedOut && out.EventID == "", "outcome %+v", out)
 	mustDeliver(t, pool, "key", `{}`)
 	assert.Equal(t, 1, pgtest.Value[int](t, pool,
 		`select count(*) from agent_events where key = 'key' and consumed_by is null`))
 }
 
-func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
+func TestEventTimerAndCancelEndWaitOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := newWorker(t, pool)
 	kinds := map[string]int{}
 	for i := range 60 {
-		id := pending(t, pool)
+		id := insertPending(t, pool)
 		n := mustClaim(t, pool, id, w)
 		pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', @key, '0', null)`,
 			postgres.Strict{"id": id, "key": id, "claim": n})
@@ -177,8 +177,8 @@ func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
 			    where x.id = @id`,
 			postgres.Strict{"id": id})
 		kinds[how]++
-		if got := get(t, pool, id); got.Status != executions.Cancelled || completions(t, pool, id) != 1 {
-			t.Fatalf("status %s, %d AGENT_COMPLETED", got.Status, completions(t, pool, id))
+		if got := getExecution(t, pool, id); got.Status != executions.Cancelled || countCompletions(t, pool, id) != 1 {
+			t.Fatalf("status %s, %d AGENT_COMPLETED", got.Status, countCompletions(t, pool, id))
 		}
 	}
 	for how := range kinds {
@@ -187,10 +187,10 @@ func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
 	}
 }
 
-func TestALostOutcomeIsReturnedAgain(t *testing.T) {
+func TestRepeatedWaitReturnsSameOutcome(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	id := pending(t, pool)
+	id := insertPending(t, pool)
 	n := mustClaim(t, pool, id, newWorker(t, pool))
 	mustDeliver(t, pool, "key", `{"n": 1}`)
 	park := func() string {
@@ -203,34 +203,34 @@ func TestALostOutcomeIsReturnedAgain(t *testing.T) {
 	}
 }
 
-func TestStepsAfterAParkFail(t *testing.T) {
+func TestStepAfterWaitFails(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var after atomic.Int32
 	var cause error
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		if _, err := executions.Wait(ctx, "event", executions.Event("key", 0)); err != nil {
 			_, cause = executions.Step(ctx, "after", func(context.Context) (int, error) { after.Add(1); return 0, nil })
 		}
 		return executions.Result{Value: "ignored the park"}, nil
 	}))
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Waiting)
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Waiting)
 	p.stop()
-	got := get(t, pool, id)
+	got := getExecution(t, pool, id)
 	assert.Truef(t, got.Status == executions.Waiting && after.Load() == 0 && errors.Is(cause, executions.ErrParked),
 		"status %s, the step ran %d times and returned %v", got.Status, after.Load(), cause)
 }
 
-func TestWaitsCheckTheirArguments(t *testing.T) {
+func TestWaitRejectsInvalidArguments(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, w := range map[string]executions.WaitFor{
 		"no time": executions.Delay(0), "too long": executions.Delay(executions.MaxWait + 1),
 		"no key": executions.Event("", 0),
 	} {
-		p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-			return ends(executions.Wait(ctx, "pause", w))
+		p := newEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+			return resultOf(executions.Wait(ctx, "pause", w))
 		}))
 		got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 		assert.Truef(t, err == nil && got.Status == executions.Failed &&
@@ -239,10 +239,10 @@ func TestWaitsCheckTheirArguments(t *testing.T) {
 	}
 }
 
-func TestEventsCheckTheirArguments(t *testing.T) {
+func TestDeliverRejectsInvalidArguments(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, nil)
+	p := newEngine(t, pool, nil)
 	for name, c := range map[string]struct{ event, key, data string }{
 		"unknown event": {"PIZZA", "key", "{}"}, "no event": {"", "key", "{}"}, "no key": {"EVENT_COMPLETED", "", "{}"},
 		"timer's event": {"SCHEDULE_REACHED", "key", "{}"}, "bad data": {"EVENT_COMPLETED", "key", "{"},
@@ -255,29 +255,29 @@ func TestEventsCheckTheirArguments(t *testing.T) {
 
 func TestWaitingNeedsNoGoroutines(t *testing.T) { // not parallel: it counts them
 	pool := pgtest.DB(t)
-	p := start(t, pool, awaits(0))
-	until(t, pool, p.beginWith(t, "first"), executions.Waiting)
+	p := startEngine(t, pool, eventFlow(0))
+	awaitStatus(t, pool, p.startWithInput(t, "first"), executions.Waiting)
 	before := runtime.NumGoroutine()
 	for i := range 500 {
-		p.beginWith(t, fmt.Sprint("key ", i))
+		p.startWithInput(t, fmt.Sprint("key ", i))
 	}
 	pgtest.Until(t, pool, 501, `select count(*) from agent_executions where status = 'waiting'`)
 	pgtest.Eventually(t, func() bool { return runtime.NumGoroutine() <= before+50 }, // the others are River's
 		fmt.Sprintf("goroutines stay near %d with 500 waiting", before))
 }
 
-// resumes ends the wait of an execution, like the sweep.
-const resumes = `
+// resumeSQL ends the wait of an execution, like the sweep.
+const resumeSQL = `
 	select count(*) = 1 from (
 	  select x.id, case when x.waiting_for = 'agent' then lanekeeper.agent_uuid(x.waiting_key) end as child
 	    from agent_executions x
 	   where x.id = $1::uuid and x.status = 'waiting' for no key update) e,
 	  lanekeeper.resume_agent_executions(array[e.id], array['{}'::jsonb], '{}', null, e.child) r`
 
-func TestAWaitNumberIsResumedOnce(t *testing.T) {
+func TestWaitNumberIsResumedOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	id := pending(t, pool)
+	id := insertPending(t, pool)
 	n := mustClaim(t, pool, id, newWorker(t, pool))
 	resume := func(number int) bool {
 		return pgtest.Value[bool](t, pool, `
@@ -291,24 +291,24 @@ func TestAWaitNumberIsResumedOnce(t *testing.T) {
 	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`,
 		postgres.Strict{"id": id, "claim": n})
 	assert.True(t, !resume(2) && resume(1) && !resume(1), "another number, or the same number twice, ended the wait")
-	if x := get(t, pool, id); x.Status != executions.Running || x.WaitNumber != 1 {
+	if x := getExecution(t, pool, id); x.Status != executions.Running || x.WaitNumber != 1 {
 		t.Errorf("status %s, wait number %d", x.Status, x.WaitNumber)
 	}
 }
 
 // waiter is an execution that the test runs by plain SQL.
 type waiter struct {
-	t    *testing.T
-	pool *pgxpool.Pool
-	id   string
-	by   string
-	n    int64
+	t      *testing.T
+	pool   *pgxpool.Pool
+	id     string
+	worker string
+	claim  int64
 }
 
 func newWaiter(t *testing.T, pool *pgxpool.Pool) *waiter {
 	t.Helper()
-	w := &waiter{t: t, pool: pool, id: pending(t, pool), by: newWorker(t, pool)}
-	w.n = mustClaim(t, pool, w.id, w.by)
+	w := &waiter{t: t, pool: pool, id: insertPending(t, pool), worker: newWorker(t, pool)}
+	w.claim = mustClaim(t, pool, w.id, w.worker)
 	return w
 }
 
@@ -317,7 +317,7 @@ func (w *waiter) park(step, kind, key string) *executions.Outcome {
 	w.t.Helper()
 	text := pgtest.Value[*string](w.t, w.pool, `select lanekeeper.wait_agent_execution(@id, @claim, @step, @kind, @key,
 		null, null)::text`,
-		postgres.Strict{"id": w.id, "claim": w.n, "step": step, "kind": kind, "key": key})
+		postgres.Strict{"id": w.id, "claim": w.claim, "step": step, "kind": kind, "key": key})
 	return w.outcome(text)
 }
 
@@ -337,15 +337,15 @@ func (w *waiter) outcome(text *string) *executions.Outcome {
 // resume claims the execution again and returns the outcome of its wait.
 func (w *waiter) resume(step string) *executions.Outcome {
 	w.t.Helper()
-	x := get(w.t, w.pool, w.id)
+	x := getExecution(w.t, w.pool, w.id)
 	require.Truef(w.t, x.Status == executions.Running, "the execution is %s in wait %s", x.Status, step)
-	w.n = mustClaim(w.t, w.pool, w.id, w.by)
+	w.claim = mustClaim(w.t, w.pool, w.id, w.worker)
 	return w.outcome(pgtest.Value[*string](w.t, w.pool, `select output::text from agent_checkpoints
 		where execution_id = @id and step = @step`,
 		postgres.Strict{"id": w.id, "step": step}))
 }
 
-func (w *waiter) status() executions.Status { return get(w.t, w.pool, w.id).Status }
+func (w *waiter) status() executions.Status { return getExecution(w.t, w.pool, w.id).Status }
 
 // expireTimer makes the timer due and sweeps.
 func (w *waiter) expireTimer() {
@@ -368,13 +368,13 @@ func (w *waiter) request(kind string, items ...string) string {
 		postgres.Strict{"kind": kind, "id": w.id, "items": items})
 }
 
-func send(t *testing.T, db postgres.DB, event, key, data, id string) {
+func deliverEvent(t *testing.T, db postgres.DB, event, key, data, id string) {
 	t.Helper()
 	pgtest.Exec(t, db, `select deliver_agent_event(@event, @key, @data, nullif(@id, ''))`,
 		postgres.Strict{"event": event, "key": key, "data": data, "id": id})
 }
 
-var eventOf = map[string]string{
+var eventByKind = map[string]string{
 	"response": "MESSAGE_RECEIVED", "document": "DOCUMENT_UPLOADED", "signature": "SIGNATURE_COMPLETED",
 	"test":  "TEST_COMPLETED",
 	"event": "EVENT_COMPLETED", "approval": "APPROVAL_DECIDED", "agent": "AGENT_COMPLETED",
@@ -384,7 +384,7 @@ var eventOf = map[string]string{
 func TestEveryKindOfWaitHasOneOutcome(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	for kind, event := range eventOf {
+	for kind, event := range eventByKind {
 		for _, asked := range []bool{false, true} {
 			if asked && kind != "document" && kind != "signature" && kind != "test" {
 				continue
@@ -405,17 +405,17 @@ func TestEveryKindOfWaitHasOneOutcome(t *testing.T) {
 				w.expireTimer()
 				out := w.resume("1")
 				assert.Truef(t, out.TimedOut, "timed out with %+v", out)
-				send(t, pool, event, late, `{"document": "cv", "url": "late"}`, "")
+				deliverEvent(t, pool, event, late, `{"document": "cv", "url": "late"}`, "")
 				assert.Equal(t, executions.Running, w.status())
 				require.True(t, w.park("2", kind, twice) == nil, "an event of another wait ended this one")
-				send(t, pool, event, twice, `{"document": "cv", "url": "one"}`, kind+fmt.Sprint(asked))
-				send(t, pool, event, twice, `{"document": "cv", "url": "two"}`, kind+fmt.Sprint(asked))
+				deliverEvent(t, pool, event, twice, `{"document": "cv", "url": "one"}`, kind+fmt.Sprint(asked))
+				deliverEvent(t, pool, event, twice, `{"document": "cv", "url": "two"}`, kind+fmt.Sprint(asked))
 				out = w.resume("2")
 				assert.Truef(t, !out.TimedOut && out.Event == event && out.EventID != "" &&
 					strings.Contains(string(out.Data), "one"), "outcome %+v", out)
-				send(t, pool, event, early, `{"document": "cv", "url": "one"}`, "")
+				deliverEvent(t, pool, event, early, `{"document": "cv", "url": "one"}`, "")
 				// with another id: a second event; a request ignores it
-				send(t, pool, event, early, `{"document": "cv", "url": "two"}`, "")
+				deliverEvent(t, pool, event, early, `{"document": "cv", "url": "two"}`, "")
 				first := w.park("3", kind, early)
 				require.Truef(t, first != nil && !first.TimedOut && strings.Contains(string(first.Data), "one"),
 					"an early event ended the wait with %+v", first)
@@ -426,7 +426,7 @@ func TestEveryKindOfWaitHasOneOutcome(t *testing.T) {
 	}
 }
 
-func TestAWaitForDocumentsEndsWhenAllAreThere(t *testing.T) {
+func TestDocumentWaitEndsWithLastDocument(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, events := range map[string][]string{
@@ -445,7 +445,7 @@ func TestAWaitForDocumentsEndsWhenAllAreThere(t *testing.T) {
 		require.True(t, w.park("docs", "document", id) == nil, "nothing came yet")
 		for i, data := range events {
 			assert.Equal(t, executions.Waiting, w.status(), name, i)
-			send(t, pool, "DOCUMENT_UPLOADED", id, data, "")
+			deliverEvent(t, pool, "DOCUMENT_UPLOADED", id, data, "")
 		}
 		out := w.resume("docs")
 		var data struct{ DocumentURLs []string }
@@ -462,7 +462,7 @@ func TestAWaitForDocumentsEndsWhenAllAreThere(t *testing.T) {
 }
 
 // An upload and the end of the execution run at once. Both lock the execution before the request.
-func TestAnEventAndAnEndDoNotDeadlock(t *testing.T) {
+func TestEventAndCancelDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for range 40 {
@@ -479,7 +479,7 @@ func TestAnEventAndAnEndDoNotDeadlock(t *testing.T) {
 	}
 }
 
-func TestTheEndOfAnExecutionClosesItsRequests(t *testing.T) {
+func TestCompletionClosesRequests(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w, other := newWaiter(t, pool), newWaiter(t, pool)
@@ -488,13 +488,13 @@ func TestTheEndOfAnExecutionClosesItsRequests(t *testing.T) {
 	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": w.id})
 	assert.Equal(t, "closed", pgtest.Value[string](t, pool, `select status from agent_requests where id = @id`,
 		postgres.Strict{"id": id}))
-	send(t, pool, "TEST_COMPLETED", id, `{"score": 1}`, "")
+	deliverEvent(t, pool, "TEST_COMPLETED", id, `{"score": 1}`, "")
 	out := other.resume("other")
 	assert.Truef(t, string(out.Data) == `{"score":1}`, "the waiter for another execution's request got %+v", out)
 }
 
 // A wait without a timeout uses the default of its kind. A timeout above the limit is rejected, from Go and SQL.
-func TestTimeoutsDependOnTheKind(t *testing.T) {
+func TestWaitTimeoutsByKind(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `select try_acquire_agent_lock('held', 'somebody')`) // so the wait for it does not end at once
@@ -506,7 +506,7 @@ func TestTimeoutsDependOnTheKind(t *testing.T) {
 		if standard > 0 {
 			w := newWaiter(t, pool)
 			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'held', null, null)`,
-				postgres.Strict{"id": w.id, "claim": w.n, "kind": kind})
+				postgres.Strict{"id": w.id, "claim": w.claim, "kind": kind})
 			got := pgtest.Value[float64](t, pool, `select extract(epoch from waiting_until - updated_at)::float8
 				from agent_executions where id = @id`,
 				postgres.Strict{"id": w.id})
@@ -518,12 +518,12 @@ func TestTimeoutsDependOnTheKind(t *testing.T) {
 			if !fits {
 				_, err := pool.Exec(t.Context(), `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'k',
 					make_interval(secs => @s), null)`,
-					postgres.Strict{"id": w.id, "claim": w.n, "kind": kind, "s": timeout.Seconds()})
+					postgres.Strict{"id": w.id, "claim": w.claim, "kind": kind, "s": timeout.Seconds()})
 				assert.Truef(t, postgres.IsCode(err, "22023"), "%s: %s was accepted: %v", kind, timeout, err)
 			}
 		}
 		pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'k', make_interval(secs => @s),
 			null)`,
-			postgres.Strict{"id": w.id, "claim": w.n, "kind": kind, "s": longest.Seconds()})
+			postgres.Strict{"id": w.id, "claim": w.claim, "kind": kind, "s": longest.Seconds()})
 	}
 }

@@ -36,9 +36,9 @@ const (
 
 // CurrentStatus reads the state of an execution. It returns ErrNotFound for an unknown execution.
 func (e *Engine) CurrentStatus(ctx context.Context, id string) (StatusChange, error) {
-	found, err := e.readStatus(ctx, []string{id})
-	if now := found[id]; now.ID != "" || err != nil {
-		return now, err
+	statuses, err := e.readStatus(ctx, []string{id})
+	if status := statuses[id]; status.ID != "" || err != nil {
+		return status, err
 	}
 	return StatusChange{}, fmt.Errorf("execution %s: %w", id, ErrNotFound)
 }
@@ -63,8 +63,8 @@ func (e *Engine) Await(ctx context.Context, id string) (Execution, error) {
 			select {
 			case <-ctx.Done():
 				return x, context.Cause(ctx)
-			case now := <-updates:
-				ended = now.ID == "" || now.Status.Ended()
+			case change := <-updates:
+				ended = change.ID == "" || change.Status.Ended()
 			}
 		}
 	}
@@ -77,18 +77,18 @@ func (e *Engine) readStatus(ctx context.Context, ids []string) (map[string]Statu
 		       case when e.is_external then coalesce((select max(c.n) from agent_status_changes c where c.execution_id = e.id), 0)
 		         else 0 end as change
 		  from agent_executions e where e.id = any (@ids::uuid[])`, postgres.Strict{"ids": ids})
-	list, err := postgres.Collect(rows, err, "read status", pgx.RowToStructByName[StatusChange])
+	changes, err := postgres.Collect(rows, err, "read status", pgx.RowToStructByName[StatusChange])
 	if err != nil {
 		return nil, err
 	}
-	found := make(map[string]StatusChange, len(ids))
+	statuses := make(map[string]StatusChange, len(ids))
 	for _, id := range ids {
-		found[id] = StatusChange{}
+		statuses[id] = StatusChange{}
 	}
-	for _, e := range list {
-		found[e.ID] = e
+	for _, e := range changes {
+		statuses[e.ID] = e
 	}
-	return found, nil
+	return statuses, nil
 }
 
 // poller reads the values of all subscribed keys in one query. Its goroutine runs only while the poller has
@@ -179,8 +179,8 @@ func (p *poller[V]) run(ctx context.Context) {
 		case <-tick.C:
 		case <-p.changed:
 		}
-		within, cancel := context.WithTimeout(ctx, watchTimeout)
-		found, err := p.read(within, p.keys())
+		pollCtx, cancel := context.WithTimeout(ctx, watchTimeout)
+		values, err := p.read(pollCtx, p.keys())
 		cancel()
 		if err != nil {
 			if ctx.Err() == nil {
@@ -188,7 +188,7 @@ func (p *poller[V]) run(ctx context.Context) {
 			}
 			continue
 		}
-		p.publish(found)
+		p.publish(values)
 	}
 }
 
@@ -199,16 +199,16 @@ func (p *poller[V]) keys() []string {
 }
 
 // publish replaces an unread value by the latest value.
-func (p *poller[V]) publish(found map[string]V) {
+func (p *poller[V]) publish(values map[string]V) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for key, value := range found {
-		left := len(p.subscribers[key])
+	for key, value := range values {
+		remaining := len(p.subscribers[key])
 		if p.limit != nil {
-			left = p.limit(value)
+			remaining = p.limit(value)
 		}
 		for ch := range p.subscribers[key] {
-			if left--; left < 0 {
+			if remaining--; remaining < 0 {
 				break
 			}
 			select {

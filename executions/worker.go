@@ -30,7 +30,7 @@ func (e *Engine) registerWorker(ctx context.Context) error {
 	err := cmp.Or(e.opts.Lease, e.pool).QueryRow(ctx, `
 		insert into agent_workers (name, ttl_seconds, expires_at, go_flows)
 		values (@name, @ttl::int, clock_timestamp() + make_interval(secs => @ttl::int), @flows) returning id::text`,
-		postgres.Strict{"name": processName(), "ttl": int(e.opts.LeaseTTL.Seconds()), "flows": e.registered()}).Scan(&id)
+		postgres.Strict{"name": processName(), "ttl": int(e.opts.LeaseTTL.Seconds()), "flows": e.registeredFlows()}).Scan(&id)
 	if err != nil {
 		return fmt.Errorf("register worker: %w", err)
 	}
@@ -41,13 +41,13 @@ func (e *Engine) registerWorker(ctx context.Context) error {
 }
 
 // currentLease returns the lease and its deadline; nil when there is none.
-func (e *Engine) currentLease() (w *workerLease, until time.Time) {
+func (e *Engine) currentLease() (w *workerLease, deadline time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.lease != nil {
-		until = e.lease.deadline
+		deadline = e.lease.deadline
 	}
-	return e.lease, until
+	return e.lease, deadline
 }
 
 // WorkerID returns the id of this process in agent_workers. Without a live lease, it registers the process first. A
@@ -56,8 +56,8 @@ func (e *Engine) WorkerID(ctx context.Context) (string, error) {
 	e.registerMu.Lock()
 	defer e.registerMu.Unlock()
 	for range 2 {
-		w, until := e.currentLease()
-		if w != nil && time.Now().Before(until) {
+		w, deadline := e.currentLease()
+		if w != nil && time.Now().Before(deadline) {
 			return w.id, nil
 		}
 		e.dropLease(w)
@@ -104,43 +104,43 @@ func (e *Engine) endLease(ctx context.Context) {
 
 // renewLoop renews the lease. If renewals fail, the lease's deadline stops the runs.
 func (e *Engine) renewLoop(ctx context.Context) {
-	every := e.opts.LeaseTTL / 3
+	interval := e.opts.LeaseTTL / 3
 	for {
-		wait := every
+		pause := interval
 		if err := e.renew(ctx); err != nil && ctx.Err() == nil {
 			e.log.WarnContext(ctx, "worker lease not renewed", "error", err)
-			wait = min(every, time.Second)
+			pause = min(interval, time.Second)
 		}
-		if !sleep.For(ctx, e.clampToDeadline(wait)) {
+		if !sleep.For(ctx, e.clampToDeadline(pause)) {
 			return
 		}
 	}
 }
 
 // clampToDeadline shortens a pause to end at the deadline of the lease.
-func (e *Engine) clampToDeadline(wait time.Duration) time.Duration {
+func (e *Engine) clampToDeadline(pause time.Duration) time.Duration {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.lease != nil {
-		wait = min(wait, max(time.Until(e.lease.deadline), time.Millisecond))
+		pause = min(pause, max(time.Until(e.lease.deadline), time.Millisecond))
 	}
-	return wait
+	return pause
 }
 
 // renew renews the lease and reads its claims in the same round trip. So it finds cancels and takeovers without a
 // notification.
 func (e *Engine) renew(ctx context.Context) error {
-	w, until := e.currentLease()
-	if w == nil || !time.Now().Before(until) {
+	w, deadline := e.currentLease()
+	if w == nil || !time.Now().Before(deadline) {
 		_, err := e.WorkerID(ctx)
 		return err
 	}
 	sentAt := time.Now()
-	timed, cancel := context.WithDeadline(ctx, until)
+	renewCtx, cancel := context.WithDeadline(ctx, deadline)
 	defer cancel()
 	var alive bool
 	var claims, cancels []string
-	err := renewWorker(timed, cmp.Or(e.opts.Lease, e.pool), w.id, &alive, &claims, &cancels)
+	err := renewWorker(renewCtx, cmp.Or(e.opts.Lease, e.pool), w.id, &alive, &claims, &cancels)
 	switch {
 	case err != nil:
 		return fmt.Errorf("renew worker: %w", err)
@@ -156,9 +156,9 @@ func (e *Engine) renew(ctx context.Context) error {
 	for _, r := range lost {
 		e.stopLostRun(ctx, r)
 	}
-	for _, orphan := range orphaned {
-		e.log.WarnContext(ctx, "claim without a run", "claim", orphan)
-		id, claim, _ := strings.Cut(orphan, "#")
+	for _, claimKey := range orphaned {
+		e.log.WarnContext(ctx, "claim without a run", "claim", claimKey)
+		id, claim, _ := strings.Cut(claimKey, "#")
 		e.releaseClaimOf(ctx, id, claim)
 		e.Poll() // this process may claim its execution again
 	}
@@ -172,8 +172,8 @@ func renewWorker(ctx context.Context, pool *pgxpool.Pool, id string, alive *bool
 	b.Queue(`select from agent_workers where id = @id for no key update`, args)
 	b.Queue(`
 		update agent_workers set expires_at = clock_timestamp() + make_interval(secs => ttl_seconds)
-		 where id = @id and expires_at > clock_timestamp()`, args).Exec(func(done pgconn.CommandTag) error {
-		*alive = done.RowsAffected() == 1
+		 where id = @id and expires_at > clock_timestamp()`, args).Exec(func(tag pgconn.CommandTag) error {
+		*alive = tag.RowsAffected() == 1
 		return nil
 	})
 	b.Queue(`
@@ -203,12 +203,12 @@ func (e *Engine) reconcile(w *workerLease, sentAt time.Time, claims []string) (l
 			lost = append(lost, r)
 		}
 	}
-	before := w.orphanedClaims
+	previous := w.orphanedClaims
 	w.orphanedClaims = map[string]bool{}
 	for claim := range held {
 		if !running[claim] {
 			w.orphanedClaims[claim] = true
-			if before[claim] {
+			if previous[claim] {
 				orphaned = append(orphaned, claim)
 			}
 		}
@@ -239,14 +239,14 @@ func (e *Engine) releaseClaim(ctx context.Context, r *run) {
 func (e *Engine) releaseClaimOf(ctx context.Context, id string, claim any) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
-	done, err := e.pool.Exec(ctx, `
+	tag, err := e.pool.Exec(ctx, `
 		select lanekeeper.release_agent_claim(x.id, x.claim) from agent_executions x where x.id = @id and x.claim = @claim`,
 		postgres.Strict{"id": id, "claim": claim})
 	switch {
 	case err != nil:
 		e.log.WarnContext(ctx, "execution not released", "execution", id, "error", err)
 		return
-	case done.RowsAffected() == 0: // another claim has replaced this one
+	case tag.RowsAffected() == 0: // another claim has replaced this one
 
 		return
 	}

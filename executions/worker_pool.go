@@ -57,10 +57,10 @@ func newWorkerPool(e *Engine, queue string) *workerPool {
 	}
 }
 
-func (c *workerPool) poll() { signal(c.wake) }
+func (p *workerPool) poll() { signal(p.wake) }
 
 // notifyPeers requests a notification of other processes.
-func (c *workerPool) notifyPeers() { signal(c.notify) }
+func (p *workerPool) notifyPeers() { signal(p.notify) }
 
 // signal wakes a receiver of ch. It merges pending signals.
 func signal(ch chan struct{}) {
@@ -71,12 +71,12 @@ func signal(ch chan struct{}) {
 }
 
 // run claims and runs ready executions until ctx ends. The runs use runCtx.
-func (c *workerPool) run(ctx, runCtx context.Context) {
-	c.open(runCtx)
-	defer c.close()
-	c.poll() // for executions that became ready before
-	interval := c.e.opts.SweepEvery
-	if c.e.opts.PollOnly {
+func (p *workerPool) run(ctx, runCtx context.Context) {
+	p.open(runCtx)
+	defer p.close()
+	p.poll() // for executions that became ready before
+	interval := p.e.opts.SweepEvery
+	if p.e.opts.PollOnly {
 		interval = min(interval, 500*time.Millisecond)
 	}
 	ticker := time.NewTicker(interval)
@@ -85,10 +85,10 @@ func (c *workerPool) run(ctx, runCtx context.Context) {
 		select {
 		case <-ctx.Done():
 			return
-		case <-c.wake:
+		case <-p.wake:
 		case <-ticker.C: // for lost notifications
 		}
-		for ctx.Err() == nil && c.dispatch(runCtx) {
+		for ctx.Err() == nil && p.dispatch(runCtx) {
 		}
 	}
 }
@@ -97,179 +97,179 @@ func (c *workerPool) run(ctx, runCtx context.Context) {
 const gatherDelay = 100 * time.Microsecond
 
 // dispatch claims for the free workers, and reports whether more may be ready.
-func (c *workerPool) dispatch(runCtx context.Context) bool {
-	free := c.freeWorkers()
-	if c.backlog && free > 0 && free < c.size && sleep.For(runCtx, gatherDelay) {
-		free = c.freeWorkers()
+func (p *workerPool) dispatch(runCtx context.Context) bool {
+	free := p.freeWorkers()
+	if p.backlog && free > 0 && free < p.size && sleep.For(runCtx, gatherDelay) {
+		free = p.freeWorkers()
 	}
 	if free == 0 {
-		c.notifyPeers()
+		p.notifyPeers()
 		return false
 	}
-	worker, claimed, missed, err := c.claim(runCtx, free)
+	worker, claimed, missed, err := p.claim(runCtx, free)
 	if err != nil {
-		c.e.log.WarnContext(runCtx, "ready executions not claimed", "queue", c.queue, "error", err)
-		c.pollAfter(failureDelay)
+		p.e.log.WarnContext(runCtx, "ready executions not claimed", "queue", p.queue, "error", err)
+		p.pollAfter(failureDelay)
 		return false
 	}
 	for _, x := range claimed {
-		c.startUnreserved(runCtx, x, worker)
+		p.startUnreserved(runCtx, x, worker)
 	}
-	c.backlog = len(claimed) == free
+	p.backlog = len(claimed) == free
 	if !missed {
-		c.missDelay = 0
+		p.missDelay = 0
 	} else if len(claimed) < free {
-		c.missDelay = min(max(2*c.missDelay, minMissDelay), maxMissDelay)
-		c.pollAfter(c.missDelay)
+		p.missDelay = min(max(2*p.missDelay, minMissDelay), maxMissDelay)
+		p.pollAfter(p.missDelay)
 	}
 	return len(claimed) == free
 }
 
 // pollAfter polls once after a delay. One timer serves all requests. Otherwise failed polls would add up while the
 // database is unavailable.
-func (c *workerPool) pollAfter(delay time.Duration) {
-	if c.pollTimer == nil {
-		c.pollTimer = time.AfterFunc(delay, c.poll)
+func (p *workerPool) pollAfter(delay time.Duration) {
+	if p.pollTimer == nil {
+		p.pollTimer = time.AfterFunc(delay, p.poll)
 		return
 	}
-	c.pollTimer.Reset(delay)
+	p.pollTimer.Reset(delay)
 }
 
 // freeWorkers returns the number of free workers. When it is 0, the next free worker polls.
-func (c *workerPool) freeWorkers() int {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.starved = c.busy >= c.size
-	return c.size - c.busy
+func (p *workerPool) freeWorkers() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.starved = p.busy >= p.size
+	return p.size - p.busy
 }
 
 // hasFree reports whether a poll would use n free workers.
-func (c *workerPool) hasFree(n int) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.accepting && c.size-c.busy >= n
+func (p *workerPool) hasFree(n int) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.accepting && p.size-p.busy >= n
 }
 
 // idle reports whether no worker is busy.
-func (c *workerPool) idle() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.busy == 0 && c.completing == 0
+func (p *workerPool) idle() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.busy == 0 && p.completing == 0
 }
 
 // reserve reserves up to n slots for executions that a statement claims outside a poll. It returns their number.
-func (c *workerPool) reserve(n int) int {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if !c.accepting {
+func (p *workerPool) reserve(n int) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.accepting {
 		return 0
 	}
-	n = min(n, max(c.size-c.busy, 0))
-	c.busy += n
+	n = min(n, max(p.size-p.busy, 0))
+	p.busy += n
 	return n
 }
 
 // release frees n slots.
-func (c *workerPool) release(n int) {
+func (p *workerPool) release(n int) {
 	if n == 0 {
 		return
 	}
-	c.mu.Lock()
-	c.busy -= n
-	starved := c.starved
-	c.mu.Unlock()
+	p.mu.Lock()
+	p.busy -= n
+	starved := p.starved
+	p.mu.Unlock()
 	if starved {
-		c.poll()
+		p.poll()
 	}
 }
 
-func (c *workerPool) isOpen() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.accepting
+func (p *workerPool) isOpen() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.accepting
 }
 
 // open accepts claims, and sets the context of their runs.
-func (c *workerPool) open(runCtx context.Context) {
-	c.mu.Lock()
-	c.accepting, c.runCtx = true, runCtx
-	c.mu.Unlock()
+func (p *workerPool) open(runCtx context.Context) {
+	p.mu.Lock()
+	p.accepting, p.runCtx = true, runCtx
+	p.mu.Unlock()
 }
 
 // close stops new claims. Claims in flight still run.
-func (c *workerPool) close() {
-	c.mu.Lock()
-	c.accepting = false
-	c.mu.Unlock()
+func (p *workerPool) close() {
+	p.mu.Lock()
+	p.accepting = false
+	p.mu.Unlock()
 }
 
 // runContext returns the context of the runs, also after close.
-func (c *workerPool) runContext() context.Context {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.runCtx
+func (p *workerPool) runContext() context.Context {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.runCtx
 }
 
 // startUnreserved takes a slot and starts a claimed execution.
-func (c *workerPool) startUnreserved(runCtx context.Context, x claimedExecution, worker string) {
-	c.mu.Lock()
-	c.busy++
-	c.mu.Unlock()
-	c.startReserved(runCtx, x, worker)
+func (p *workerPool) startUnreserved(runCtx context.Context, x claimedExecution, worker string) {
+	p.mu.Lock()
+	p.busy++
+	p.mu.Unlock()
+	p.startReserved(runCtx, x, worker)
 }
 
 // startReserved starts a claimed execution in a reserved slot. The return of the flow frees the worker, before the
 // goroutine writes the completion. maxCompletingPerWorker bounds such completions.
-func (c *workerPool) startReserved(runCtx context.Context, x claimedExecution, worker string) {
+func (p *workerPool) startReserved(runCtx context.Context, x claimedExecution, worker string) {
 	go func() {
-		free := sync.OnceValue(c.flowReturned)
-		defer func() { c.runEnded(free()) }() // runs even if the flow ends the goroutine
-		err := c.e.execute(runCtx, &x, worker, func() { free() })
+		freeWorker := sync.OnceValue(p.flowReturned)
+		defer func() { p.runEnded(freeWorker()) }() // runs even if the flow ends the goroutine
+		err := p.e.execute(runCtx, &x, worker, func() { freeWorker() })
 		if err != nil && !errors.Is(err, errClaimTooLow) {
-			c.e.log.WarnContext(trace.With(runCtx, x.span()), "execution not run to its end here", "error", err)
+			p.e.log.WarnContext(trace.With(runCtx, x.span()), "execution not run to its end here", "error", err)
 		}
 	}()
 }
 
 // flowReturned reports whether the return of a flow frees its worker.
-func (c *workerPool) flowReturned() bool {
-	c.mu.Lock()
-	if c.completing >= maxCompletingPerWorker*c.size {
-		c.mu.Unlock()
+func (p *workerPool) flowReturned() bool {
+	p.mu.Lock()
+	if p.completing >= maxCompletingPerWorker*p.size {
+		p.mu.Unlock()
 		return false
 	}
-	c.completing++
-	c.mu.Unlock()
-	c.release(1)
+	p.completing++
+	p.mu.Unlock()
+	p.release(1)
 	return true
 }
 
 // runEnded ends a run. freed says whether its worker is free already.
-func (c *workerPool) runEnded(freed bool) {
+func (p *workerPool) runEnded(freed bool) {
 	if !freed {
-		c.release(1)
+		p.release(1)
 		return
 	}
-	c.mu.Lock()
-	c.completing--
-	c.mu.Unlock()
+	p.mu.Lock()
+	p.completing--
+	p.mu.Unlock()
 }
 
 // skipFlow leaves an unknown flow to other processes for a while.
-func (c *workerPool) skipFlow(flow string) {
-	c.mu.Lock()
-	c.skipUntil[flow] = time.Now().Add(unknownFlowDelay)
-	c.mu.Unlock()
+func (p *workerPool) skipFlow(flow string) {
+	p.mu.Lock()
+	p.skipUntil[flow] = time.Now().Add(unknownFlowDelay)
+	p.mu.Unlock()
 }
 
 // skippedFlows lists the flows that this process leaves to other processes.
-func (c *workerPool) skippedFlows() []string {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+func (p *workerPool) skippedFlows() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	names := []string{}
-	for name, until := range c.skipUntil {
+	for name, until := range p.skipUntil {
 		if time.Now().After(until) {
-			delete(c.skipUntil, name)
+			delete(p.skipUntil, name)
 			continue
 		}
 		names = append(names, name)
@@ -278,16 +278,16 @@ func (c *workerPool) skippedFlows() []string {
 }
 
 // notifyLoop notifies other processes, at most once per notifyInterval. Their own polls cover a lost notification.
-func (c *workerPool) notifyLoop(ctx context.Context) {
+func (p *workerPool) notifyLoop(ctx context.Context) {
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case <-c.notify:
+		case <-p.notify:
 		}
-		if _, err := c.e.pool.Exec(ctx, `select pg_notify('agent_ready', @queue)`,
-			postgres.Strict{"queue": c.queue}); err != nil && ctx.Err() == nil {
-			c.e.log.WarnContext(ctx, "other processes not notified of ready executions", "queue", c.queue, "error", err)
+		if _, err := p.e.pool.Exec(ctx, `select pg_notify('agent_ready', @queue)`,
+			postgres.Strict{"queue": p.queue}); err != nil && ctx.Err() == nil {
+			p.e.log.WarnContext(ctx, "other processes not notified of ready executions", "queue", p.queue, "error", err)
 		}
 		if !sleep.For(ctx, notifyInterval) {
 			return
@@ -307,19 +307,19 @@ type claimedExecution struct {
 
 // claim claims up to n ready executions with their checkpoints, in one round trip and one transaction. missed reports
 // whether other ready executions were locked.
-func (c *workerPool) claim(
+func (p *workerPool) claim(
 	ctx context.Context, n int,
 ) (worker string, claimed []claimedExecution, missed bool, err error) {
-	ctx, cancel := context.WithTimeout(ctx, c.e.opts.LeaseTTL)
+	ctx, cancel := context.WithTimeout(ctx, p.e.opts.LeaseTTL)
 	defer cancel()
-	if worker, err = c.e.WorkerID(ctx); err != nil {
+	if worker, err = p.e.WorkerID(ctx); err != nil {
 		return "", nil, false, err
 	}
-	rows, err := c.e.pool.Query(ctx, `
+	rows, err := p.e.pool.Query(ctx, `
 		select `+columns+`, `+checkpointColumns+`, missed
 		  from (select (t.execution).*, t.held, t.steps, t.claims, t.prints, t.failed, t.outputs, t.times, t.missed
 		          from lanekeeper.claim_agent_executions(@queue, @worker, @n, @skip) t) x order by priority, id`,
-		postgres.Strict{"worker": worker, "queue": c.queue, "n": n, "skip": c.skippedFlows()})
+		postgres.Strict{"worker": worker, "queue": p.queue, "n": n, "skip": p.skippedFlows()})
 	if err != nil {
 		return "", nil, false, err
 	}

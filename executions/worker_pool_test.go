@@ -27,8 +27,8 @@ import (
 // neverSweep rules out that a sweep caused what the test sees.
 func neverSweep(o *executions.Options) { o.SweepEvery, o.LeaseTTL = time.Hour, time.Minute }
 
-// limit sets a limit by plain SQL.
-func limit(t *testing.T, db postgres.DB, kind, name string, running int) {
+// setLimit sets a limit by plain SQL.
+func setLimit(t *testing.T, db postgres.DB, kind, name string, running int) {
 	t.Helper()
 	pgtest.Exec(t, db, `
 		insert into agent_limits (kind, name, running) values (@kind, @name, @running)
@@ -36,8 +36,8 @@ func limit(t *testing.T, db postgres.DB, kind, name string, running int) {
 		postgres.Strict{"kind": kind, "name": name, "running": running})
 }
 
-// tryReady claims from the queue like a process. It returns the ids by priority and age.
-func tryReady(ctx context.Context, db postgres.DB, worker string, n int) ([]string, error) {
+// tryClaimReady claims from the queue like a process. It returns the ids by priority and age.
+func tryClaimReady(ctx context.Context, db postgres.DB, worker string, n int) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		select (c.execution).id::text from lanekeeper.claim_agent_executions('background', @worker, @n) c where not c.missed
 		 order by (c.execution).priority, (c.execution).id`, postgres.Strict{"worker": worker, "n": n})
@@ -49,13 +49,13 @@ func tryReady(ctx context.Context, db postgres.DB, worker string, n int) ([]stri
 
 func claimReady(t *testing.T, db postgres.DB, worker string, n int) []string {
 	t.Helper()
-	ids, err := tryReady(t.Context(), db, worker, n)
+	ids, err := tryClaimReady(t.Context(), db, worker, n)
 	require.NoError(t, err)
 	return ids
 }
 
-// queued inserts a pending execution by plain SQL.
-func queued(t *testing.T, pool *pgxpool.Pool, flow, surface string, priority int) string {
+// insertQueued inserts a pending execution by plain SQL.
+func insertQueued(t *testing.T, pool *pgxpool.Pool, flow, surface string, priority int) string {
 	t.Helper()
 	return pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, priority) values (@trace, @surface, @flow, @priority)
@@ -63,11 +63,11 @@ func queued(t *testing.T, pool *pgxpool.Pool, flow, surface string, priority int
 		postgres.Strict{"trace": string(trace.New(trace.Flow)), "surface": surface, "flow": flow, "priority": priority})
 }
 
-func TestALimitHoldsOverTwoProcesses(t *testing.T) {
+func TestLimitHoldsAcrossProcesses(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var now, most, surplus atomic.Int32
-	flows := flow(func(ctx context.Context) (executions.Result, error) {
+	flows := flowMap(func(ctx context.Context) (executions.Result, error) {
 		n := now.Add(1)
 		defer now.Add(-1)
 		for old := most.Load(); n > old && !most.CompareAndSwap(old, n); old = most.Load() {
@@ -75,34 +75,34 @@ func TestALimitHoldsOverTwoProcesses(t *testing.T) {
 		if n > 3 {
 			surplus.Add(1)
 		}
-		return ends(executions.Step(ctx, "work", func(ctx context.Context) (int, error) {
-			return asked[int](ctx, pool, `select 1 from pg_sleep(0.005)`)
+		return resultOf(executions.Step(ctx, "work", func(ctx context.Context) (int, error) {
+			return queryValue[int](ctx, pool, `select 1 from pg_sleep(0.005)`)
 		}))
 	})
-	heard := listener(t, pool)
+	heard := newListener(t, pool)
 	with := func(o *executions.Options) { neverSweep(o); o.Listener = heard }
-	p := start(t, pool, flows, with)
-	start(t, pool, flows, with)
+	p := startEngine(t, pool, flows, with)
+	startEngine(t, pool, flows, with)
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	require.NoError(t, p.SetLimits(t.Context(), []executions.Admission{{Kind: "flow", Name: "flow", Running: 3}}))
 	for range 60 {
-		p.begin(t, "flow")
+		p.startFlow(t, "flow")
 	}
 	pgtest.Until(t, pool, 0, `select count(*) from agent_executions where status <> 'completed'`)
 	assert.Truef(t, surplus.Load() == 0 && most.Load() >= 2, "%d ran at once", most.Load())
 }
 
-// asked queries one value inside a flow.
-func asked[T any](ctx context.Context, db postgres.DB, sql string) (v T, err error) {
+// queryValue queries one value inside a flow.
+func queryValue[T any](ctx context.Context, db postgres.DB, sql string) (v T, err error) {
 	err = db.QueryRow(ctx, sql).Scan(&v)
 	return v, err
 }
 
-func TestRacingClaimsNeverExceedALimit(t *testing.T) {
+func TestConcurrentClaimsKeepLimit(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	limit(t, pool, "flow", "flow", 5)
-	limit(t, pool, "surface", "flow", 7)
+	setLimit(t, pool, "flow", "flow", 5)
+	setLimit(t, pool, "surface", "flow", 7)
 	workers := make([]string, 6)
 	for i := range workers {
 		workers[i] = newWorker(t, pool)
@@ -111,13 +111,13 @@ func TestRacingClaimsNeverExceedALimit(t *testing.T) {
 		pgtest.Exec(t, pool, `delete from agent_executions`)
 		ids := make([]string, 30)
 		for i := range ids {
-			ids[i] = queued(t, pool, []string{"flow", "other"}[i%2], "flow", 2)
+			ids[i] = insertQueued(t, pool, []string{"flow", "other"}[i%2], "flow", 2)
 		}
 		group, ctx := errgroup.WithContext(t.Context())
 		for i, w := range workers {
 			group.Go(func() error {
 				if i%2 == 0 {
-					_, err := tryReady(ctx, pool, w, 4)
+					_, err := tryClaimReady(ctx, pool, w, 4)
 					return err
 				}
 				_, err := claim(ctx, pool, ids[i], w)
@@ -134,12 +134,12 @@ func TestRacingClaimsNeverExceedALimit(t *testing.T) {
 	assert.Equal(t, 7, pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`))
 }
 
-func TestTheQueueIsOrderedByPriorityAndAge(t *testing.T) {
+func TestQueueIsOrderedByPriorityAndAge(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := newWorker(t, pool)
-	old, urgent, late := queued(t, pool, "a", "flow", 2), queued(t, pool, "b", "chat", 1), queued(t, pool, "c", "flow", 3)
-	young, gone := queued(t, pool, "a", "flow", 2), queued(t, pool, "a", "flow", 1)
+	old, urgent, late := insertQueued(t, pool, "a", "flow", 2), insertQueued(t, pool, "b", "chat", 1), insertQueued(t, pool, "c", "flow", 3)
+	young, gone := insertQueued(t, pool, "a", "flow", 2), insertQueued(t, pool, "a", "flow", 1)
 	_, err := executions.Cancel(t.Context(), pool, gone, "test", "not needed")
 	require.NoError(t, err)
 	if got, want := claimReady(t, pool, w, 2), []string{urgent, old}; !slices.Equal(got, want) {
@@ -151,18 +151,18 @@ func TestTheQueueIsOrderedByPriorityAndAge(t *testing.T) {
 }
 
 // Executions beyond a limit are neither claimed nor announced by the sweep, and do not delay others.
-func TestALimitDelaysNoOtherFlow(t *testing.T) {
+func TestLimitDelaysNoOtherFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := newWorker(t, pool)
-	limit(t, pool, "flow", "full", 1)
-	limit(t, pool, "surface", "webhook", 0)
-	held := queued(t, pool, "full", "flow", 1)
+	setLimit(t, pool, "flow", "full", 1)
+	setLimit(t, pool, "surface", "webhook", 0)
+	held := insertQueued(t, pool, "full", "flow", 1)
 	for range 20 {
-		queued(t, pool, "full", "flow", 1)
-		queued(t, pool, "any", "webhook", 1)
+		insertQueued(t, pool, "full", "flow", 1)
+		insertQueued(t, pool, "any", "webhook", 1)
 	}
-	free := queued(t, pool, "any", "flow", 4)
+	free := insertQueued(t, pool, "any", "flow", 4)
 	if got, want := claimReady(t, pool, w, 10), []string{held, free}; !slices.Equal(got, want) {
 		t.Errorf("claimed %v, want %v", got, want)
 	}
@@ -175,14 +175,14 @@ func TestALimitDelaysNoOtherFlow(t *testing.T) {
 }
 
 // A run frees its slot while it waits, and needs one to continue.
-func TestAWaitingExecutionHoldsNoSlot(t *testing.T) {
+func TestWaitingExecutionHoldsNoSlot(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	w := newWorker(t, pool)
-	limit(t, pool, "flow", "flow", 1)
-	first := pending(t, pool)
+	setLimit(t, pool, "flow", "flow", 1)
+	first := insertPending(t, pool)
 	n := mustClaim(t, pool, first, w)
-	second := pending(t, pool)
+	second := insertPending(t, pool)
 	if n, err := claim(t.Context(), pool, second, w); n != 0 || err != nil {
 		t.Fatalf("claim %d, %v beyond the limit", n, err)
 	}
@@ -198,18 +198,18 @@ func TestAWaitingExecutionHoldsNoSlot(t *testing.T) {
 	assert.Truef(t, slices.Equal(got, []string{first}), "claimed %v, want %s", got, first)
 }
 
-func TestARunSyncIsCountedButNotDelayed(t *testing.T) {
+func TestRunSyncIsCountedButNotLimited(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	limit(t, pool, "surface", "flow", 1)
-	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	setLimit(t, pool, "surface", "flow", 1)
+	p := newEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		return executions.Result{}, func() error {
-			got, err := tryReady(ctx, pool, newWorker(t, pool), 1)
+			got, err := tryClaimReady(ctx, pool, newWorker(t, pool), 1)
 			assert.True(t, err != nil || len(got) == 0, "a place was free")
 			return err
 		}()
 	}))
-	queued(t, pool, "other", "flow", 1)
+	insertQueued(t, pool, "other", "flow", 1)
 	pgtest.Exec(t, pool, `
 		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
 		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by) select 'x', 'flow', 'x', 'running',
@@ -218,10 +218,10 @@ func TestARunSyncIsCountedButNotDelayed(t *testing.T) {
 	assert.Truef(t, err == nil && got.Status == executions.Completed, "status %s, %v", got.Status, err)
 }
 
-func TestLimitsAreSetAsAWhole(t *testing.T) {
+func TestSetLimitsReplacesAll(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, map[string]executions.Func{"flow": func(context.Context, json.RawMessage) (executions.Result,
+	p := newEngine(t, pool, map[string]executions.Func{"flow": func(context.Context, json.RawMessage) (executions.Result,
 		error,
 	) {
 		return executions.Result{}, nil
@@ -241,136 +241,136 @@ func TestLimitsAreSetAsAWhole(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "23514"), "a limit of a page: %v", err)
 }
 
-// jobs counts the hints sent to River.
-func jobs(t *testing.T, db postgres.DB) int {
+// countWakeJobs counts the hints sent to River.
+func countWakeJobs(t *testing.T, db postgres.DB) int {
 	t.Helper()
 	return pgtest.Value[int](t, db, `select count(*) from river.river_job where kind = 'execution_wake'`)
 }
 
-func TestADeliveringProcessRunsTheExecutionAtOnce(t *testing.T) {
+func TestDeliverRunsExecutionWithoutRiverJob(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		x, _ := executions.Current(ctx)
-		return ends(executions.Wait(ctx, "go", executions.Event(x.ID, 0)))
+		return resultOf(executions.Wait(ctx, "go", executions.Event(x.ID, 0)))
 	}), neverSweep)
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
-	before := jobs(t, pool)
+	before := countWakeJobs(t, pool)
 	for range 10 { // one at a time, so each finds a free worker
-		id := p.begin(t, "flow")
-		until(t, pool, id, executions.Waiting)
+		id := p.startFlow(t, "flow")
+		awaitStatus(t, pool, id, executions.Waiting)
 		got, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", id, nil, id)
 		require.Truef(t, err == nil && len(got.Resumed) == 1, "resumed %v, %v", got.Resumed, err)
-		until(t, pool, id, executions.Completed)
+		awaitStatus(t, pool, id, executions.Completed)
 	}
-	if n := jobs(t, pool) - before; n > 1 { // the first may start before the workers do
+	if n := countWakeJobs(t, pool) - before; n > 1 { // the first may start before the workers do
 		t.Errorf("%d hints by way of River", n)
 	}
 }
 
-func TestAWakeupCommitsWithItsTransaction(t *testing.T) {
+func TestDeliverInTransactionInsertsRiverJob(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		x, _ := executions.Current(ctx)
-		return ends(executions.Wait(ctx, "go", executions.Event(x.ID, 0)))
+		return resultOf(executions.Wait(ctx, "go", executions.Event(x.ID, 0)))
 	}), neverSweep)
-	id := p.begin(t, "flow")
-	until(t, pool, id, executions.Waiting)
-	before := jobs(t, pool)
+	id := p.startFlow(t, "flow")
+	awaitStatus(t, pool, id, executions.Waiting)
+	before := countWakeJobs(t, pool)
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
 	_, err = p.Deliver(t.Context(), tx, "EVENT_COMPLETED", id, nil, "")
 	assert.NoError(t, err)
 	require.NoError(t, tx.Commit(t.Context()))
-	until(t, pool, id, executions.Completed)
-	assert.Equal(t, before+1, jobs(t, pool), jobs(t, pool)-before)
+	awaitStatus(t, pool, id, executions.Completed)
+	assert.Equal(t, before+1, countWakeJobs(t, pool), countWakeJobs(t, pool)-before)
 }
 
 // Work beyond the free workers moves to another process without a sweep.
-func TestABusyProcessNotifiesOthers(t *testing.T) {
+func TestBusyProcessNotifiesOthers(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	heard := listener(t, pool)
+	heard := newListener(t, pool)
 	block := newGate(t)
-	full := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		block.pass(ctx)
+	full := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		block.enter(ctx)
 		return executions.Result{}, nil
 	}), neverSweep, func(o *executions.Options) { o.Listener, o.Workers = heard, 1 })
 	pgtest.Eventually(t, func() bool { return full.Live() == nil }, "the engine lives")
-	full.begin(t, "flow")
-	block.arrival(t)
+	full.startFlow(t, "flow")
+	block.awaitFirst(t)
 	var ran atomic.Int32
-	start(t, pool, flow(func(context.Context) (executions.Result, error) {
+	startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) {
 		ran.Add(1)
 		return executions.Result{}, nil
 	}), neverSweep, func(o *executions.Options) { o.Listener = heard })
 	for range 30 {
-		full.begin(t, "flow")
+		full.startFlow(t, "flow")
 	}
 	pgtest.Eventually(t, func() bool { return ran.Load() == 30 }, "the other process runs them")
 }
 
 // A process leaves an unknown flow to others, and claims the executions behind it.
-func TestAnUnknownFlowIsLeftToOtherProcesses(t *testing.T) {
+func TestUnknownFlowIsLeftToOthers(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	heard := listener(t, pool)
+	heard := newListener(t, pool)
 	with := func(o *executions.Options) { o.Listener, o.Workers = heard, 2 }
 	log := &testkit.Log{}
-	p := start(t, pool, flow(nothing), neverSweep, with, func(o *executions.Options) {
+	p := startEngine(t, pool, flowMap(noop), neverSweep, with, func(o *executions.Options) {
 		o.Logger = slog.New(slog.NewJSONHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	})
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	strange := make([]string, 10)
 	for i := range strange {
-		strange[i] = p.begin(t, "strange")
+		strange[i] = p.startFlow(t, "strange")
 	}
 	x, _, err := p.Start(t.Context(), pool,
 		executions.Spec{Flow: "strange", Surface: trace.Flow, Queue: executions.Interactive})
 	require.NoError(t, err)
 	strange = append(strange, x.ID)
-	until(t, pool, p.begin(t, "flow"), executions.Completed)
+	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	pgtest.Eventually(t, func() bool { return len(log.Lines("flow unknown here")) >= 2 }, "each queue meets the flow")
 	if warned := log.Lines("flow unknown here", `"WARN"`); len(warned) > 1 {
 		t.Errorf("the flow is reported more than once: %q", warned)
 	}
-	start(t, pool, map[string]executions.Func{"strange": func(context.Context, json.RawMessage) (executions.Result,
+	startEngine(t, pool, map[string]executions.Func{"strange": func(context.Context, json.RawMessage) (executions.Result,
 		error,
 	) {
 		return executions.Result{}, nil
 	}}, neverSweep, with)
 	for _, id := range strange {
-		until(t, pool, id, executions.Completed)
+		awaitStatus(t, pool, id, executions.Completed)
 	}
 	for range 3 { // by now this process skips the flow
-		until(t, pool, p.begin(t, "strange"), executions.Completed)
+		awaitStatus(t, pool, p.startFlow(t, "strange"), executions.Completed)
 	}
 }
 
 // The end of a child wakes its parent at once.
-func TestAParentResumesWithoutASweep(t *testing.T) {
+func TestParentResumesWithoutSweep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, map[string]executions.Func{
+	p := startEngine(t, pool, map[string]executions.Func{
 		"child": func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil },
 		"flow": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			return ends(executions.Trigger(ctx, "child", executions.Child{Flow: "child", Wait: true}))
+			return resultOf(executions.Trigger(ctx, "child", executions.Child{Flow: "child", Wait: true}))
 		},
 	}, neverSweep)
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	for range 5 {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: trace.Flow})
 		require.NoError(t, err)
-		until(t, pool, x.ID, executions.Completed)
+		awaitStatus(t, pool, x.ID, executions.Completed)
 	}
 }
 
 // A ready execution is locked while the workers poll. They poll for it again.
-func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
+func TestLockedReadyExecutionIsPolledAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(nothing), neverSweep)
+	p := startEngine(t, pool, flowMap(noop), neverSweep)
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	var tx pgx.Tx
 	var locked string
@@ -378,26 +378,26 @@ func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
 		var err error
 		tx, err = pool.Begin(t.Context())
 		require.NoError(t, err)
-		locked = pending(t, pool)
+		locked = insertPending(t, pool)
 		pgtest.Exec(t, tx, `select from agent_executions where id = @id for no key update`, postgres.Strict{"id": locked})
-		until(t, pool, p.begin(t, "flow"), executions.Completed) // the workers have polled
-		if get(t, pool, locked).Status == executions.Pending {
+		awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed) // the workers have polled
+		if getExecution(t, pool, locked).Status == executions.Pending {
 			return true
 		}
 		require.NoError(t, tx.Rollback(t.Context()))
 		return false
 	}, "a ready execution is locked before a worker takes it")
 	require.NoError(t, tx.Commit(t.Context()))
-	until(t, pool, locked, executions.Completed)
+	awaitStatus(t, pool, locked, executions.Completed)
 }
 
 // A thousand executions in two processes wait for one event each. Every event comes several times, in any order, by
 // program and by SQL, and sweeps run in between. Each wait ends once, with the first event of its id.
-func TestAThousandWaitsResumeExactlyOnce(t *testing.T) {
+func TestAThousandWaitsResumeOnce(t *testing.T) {
 	t.Parallel()
 	const many = 1000
 	pool := pgtest.DB(t)
-	one, two := start(t, pool, awaits(0)), start(t, pool, awaits(0))
+	one, two := startEngine(t, pool, eventFlow(0)), startEngine(t, pool, eventFlow(0))
 	pgtest.Exec(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, input)
 		select 'fl_storm', 'flow', 'flow', to_jsonb('key ' || n)
@@ -414,7 +414,7 @@ func TestAThousandWaitsResumeExactlyOnce(t *testing.T) {
 	for s := range senders {
 		group.Go(func() error {
 			for i := s; i < len(sent); i += senders {
-				if err := deliverOnce(ctx, []*process{one, two}[s%2], fmt.Sprint("key ", sent[i]), s); err != nil {
+				if err := deliverWithID(ctx, []*testEngine{one, two}[s%2], fmt.Sprint("key ", sent[i]), s); err != nil {
 					return err
 				}
 				if i%97 == s {
@@ -448,8 +448,8 @@ func TestAThousandWaitsResumeExactlyOnce(t *testing.T) {
 	assert.Equal(t, many, pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where step = 'event'`))
 }
 
-// deliverOnce delivers an event under its id, by the engine or by plain SQL.
-func deliverOnce(ctx context.Context, p *process, key string, sender int) error {
+// deliverWithID delivers an event under its id, by the engine or by plain SQL.
+func deliverWithID(ctx context.Context, p *testEngine, key string, sender int) error {
 	if sender%2 == 0 {
 		_, err := p.Deliver(ctx, p.pool, "EVENT_COMPLETED", key, json.RawMessage(`{}`), "id of "+key)
 		return err

@@ -234,7 +234,7 @@ func (m *flowRun) checkStartable(ctx context.Context, flow string, input map[str
 
 // join waits for a child's end and returns its outcome. At a timeout it applies the action's onTimeout.
 func (m *flowRun) join(
-	ctx context.Context, r preparedAction, child executions.Triggered, effect *executions.Effect,
+	ctx context.Context, r preparedAction, child executions.ChildResult, effect *executions.Effect,
 ) (actionResult, error) {
 	result := waitResult{}
 	for try := 0; child.TimedOut && !child.Status.Ended(); try++ {
@@ -278,17 +278,17 @@ func (m *flowRun) join(
 }
 
 // waitAgain waits again for a child and reads its status.
-func (m *flowRun) waitAgain(ctx context.Context, r preparedAction, id string) (executions.Triggered, error) {
+func (m *flowRun) waitAgain(ctx context.Context, r preparedAction, id string) (executions.ChildResult, error) {
 	out, err := executions.Wait(ctx, "wait", executions.Agent(id, r.timeout).WithData(m.describeWait(r)))
 	if err != nil {
-		return executions.Triggered{}, err
+		return executions.ChildResult{}, err
 	}
-	return executions.Step(ctx, "result", func(ctx context.Context) (executions.Triggered, error) {
+	return executions.Step(ctx, "result", func(ctx context.Context) (executions.ChildResult, error) {
 		x, err := executions.Get(ctx, m.in.Pool, id)
 		if err != nil {
-			return executions.Triggered{}, fmt.Errorf("read child: %w", err)
+			return executions.ChildResult{}, fmt.Errorf("read child: %w", err)
 		}
-		child := executions.Triggered{
+		child := executions.ChildResult{
 			ExecutionID: id, Status: x.Status, Success: x.Status == executions.Completed, Summary: x.ResultSummary,
 			Result:    x.Result,
 			Variables: x.Variables, TimedOut: out.TimedOut,
@@ -301,7 +301,7 @@ func (m *flowRun) waitAgain(ctx context.Context, r preparedAction, id string) (e
 }
 
 // childVariables are the variables that a child passes to its parent: all but those of the runtime.
-func childVariables(child executions.Triggered) (map[string]any, error) {
+func childVariables(child executions.ChildResult) (map[string]any, error) {
 	value, err := decodeNormal(child.Variables)
 	if err != nil {
 		return nil, fmt.Errorf("read variables of child: %w", err)

@@ -42,20 +42,20 @@ func (k *Keeper) AcquireAs(ctx context.Context, owner Owner, lane string, opts .
 
 // acquireResult is the database's answer to an acquire, with the lane's former state.
 type acquireResult struct {
-	Acquired     bool
-	FencingToken int64
-	ExpiresAt    time.Time
-	Holder       string
-	Remaining    float64 // seconds until ExpiresAt by the database's clock
-	WasHolder    string  // holder of the expired lease that was replaced
-	StaleFor     float64 // seconds since that lease expired
-	Lender       string  // execution that lent the lane
-	WillLend     bool    // the holder lends the lane when it waits
+	Acquired      bool
+	FencingToken  int64
+	ExpiresAt     time.Time
+	Holder        string
+	Remaining     float64 // seconds until ExpiresAt by the database's clock
+	ExpiredHolder string  // holder of the expired lease that was replaced
+	ExpiredFor    float64 // seconds since that lease expired
+	Lender        string  // execution that lent the lane
+	WillLend      bool    // the holder lends the lane when it waits
 }
 
-func (a *acquireResult) busyError(lane string) *BusyError {
-	e := &BusyError{Lane: lane, Holder: a.Holder, ExpiresAt: a.ExpiresAt, WillLend: a.WillLend}
-	if a.Holder == "" || a.Remaining > parkedAfter.Seconds() {
+func (r *acquireResult) busyError(lane string) *BusyError {
+	e := &BusyError{Lane: lane, Holder: r.Holder, ExpiresAt: r.ExpiresAt, WillLend: r.WillLend}
+	if r.Holder == "" || r.Remaining > parkedAfter.Seconds() {
 		e.ExpiresAt = time.Time{}
 	}
 	return e
@@ -65,8 +65,8 @@ func (a *acquireResult) busyError(lane string) *BusyError {
 const parkedAfter = 10 * 365 * 24 * time.Hour
 
 // remaining is the time left of the present lease, at most parkedAfter.
-func (a *acquireResult) remaining() time.Duration {
-	return time.Duration(math.Min(a.Remaining, parkedAfter.Seconds()) * float64(time.Second))
+func (r *acquireResult) remaining() time.Duration {
+	return time.Duration(math.Min(r.Remaining, parkedAfter.Seconds()) * float64(time.Second))
 }
 
 // acquireFunc is one statement that acquires a lane: tryLane, tryExecutionLane or waiter.tryOrEnqueue.
@@ -81,7 +81,7 @@ func (k *Keeper) attempt(
 		return nil, nil, fmt.Errorf("acquire %s: %w: the owner is not a claim of an execution", lane, ErrInvalid)
 	}
 	if !k.enabled {
-		return unlockedLease(ctx, k, owner, lane), nil, nil
+		return disabledLease(ctx, k, owner, lane), nil, nil
 	}
 	id := key{lane, owner.name}
 	unlock, err := k.keyed.Lock(ctx, id)
@@ -91,7 +91,7 @@ func (k *Keeper) attempt(
 	defer unlock()
 	ttl, nested := k.nestedTTL(id, ttl)
 	sentAt := time.Now()
-	a, err := k.query(ctx, acquire, lane, owner, ttl)
+	result, err := k.query(ctx, acquire, lane, owner, ttl)
 	switch {
 	case isInvalid(err):
 		return nil, nil, invalidError("acquire", lane, err)
@@ -100,13 +100,13 @@ func (k *Keeper) attempt(
 			k.undoAcquire(ctx, owner, lane, ttl, err)
 		}
 		return nil, nil, fmt.Errorf("acquire %s: %w", lane, err)
-	case !a.Acquired:
-		return nil, &a, nil
+	case !result.Acquired:
+		return nil, &result, nil
 	}
 	lease := k.addGrant(ctx, owner, grant{
-		lane: lane, token: a.FencingToken, ttl: ttl, sentAt: sentAt, expires: a.ExpiresAt, lender: a.Lender,
+		lane: lane, token: result.FencingToken, ttl: ttl, sentAt: sentAt, expires: result.ExpiresAt, lender: result.Lender,
 	})
-	k.logGrant(ctx, lease, a, nested)
+	k.logGrant(ctx, lease, result, nested)
 	return lease, nil, nil
 }
 
@@ -138,19 +138,21 @@ func (k *Keeper) nestedTTL(id key, ttl time.Duration) (_ time.Duration, nested b
 	return ttl, false
 }
 
-func (k *Keeper) logGrant(ctx context.Context, l *Lease, a acquireResult, nested bool) {
+func (k *Keeper) logGrant(ctx context.Context, l *Lease, result acquireResult, nested bool) {
 	if nested {
 		return
 	}
-	if a.Lender != "" {
-		k.log.InfoContext(ctx, "lane inherited", "lane", l.Lane(), "from", a.Lender, "to", l.Owner().name,
-			"fencing_token", a.FencingToken)
+	if result.Lender != "" {
+		k.log.InfoContext(ctx, "lane inherited", "lane", l.Lane(), "from", result.Lender, "to", l.Owner().name,
+			"fencing_token", result.FencingToken)
 		return
 	}
-	if a.WasHolder != "" {
-		k.log.WarnContext(ctx, "lane stale, clearing", "lane", l.Lane(), "holder", a.WasHolder, "age", age(a.StaleFor))
+	if result.ExpiredHolder != "" {
+		k.log.WarnContext(ctx, "lane stale, clearing", "lane", l.Lane(), "holder", result.ExpiredHolder,
+			"age", age(result.ExpiredFor))
 	}
-	k.log.InfoContext(ctx, "lane acquired", "lane", l.Lane(), "owner", l.Owner().name, "fencing_token", a.FencingToken)
+	k.log.InfoContext(ctx, "lane acquired", "lane", l.Lane(), "owner", l.Owner().name,
+		"fencing_token", result.FencingToken)
 }
 
 // undoAcquire releases the lane that a statement without an answer may have acquired, and leaves the queue. A failure
@@ -185,28 +187,28 @@ func (k *Keeper) releaseOrphan(
 
 // acquireRow is a row of acquire_agent_lock or acquire_or_enqueue_agent_lock, with the database's time.
 type acquireRow struct {
-	Acquired     bool
-	FencingToken int64
-	ExpiresAt    time.Time
-	Holder       string
-	WasHolder    string
-	WasUntil     time.Time
-	Now          time.Time
+	Acquired      bool
+	FencingToken  int64
+	ExpiresAt     time.Time
+	Holder        string
+	ExpiredHolder string
+	ExpiredAt     time.Time
+	Now           time.Time
 }
 
 // result computes the durations here, which is cheaper than in SQL.
-func (t *acquireRow) result() acquireResult {
-	a := acquireResult{
-		Acquired: t.Acquired, FencingToken: t.FencingToken, ExpiresAt: t.ExpiresAt, Holder: t.Holder,
-		WasHolder: t.WasHolder,
+func (row *acquireRow) result() acquireResult {
+	r := acquireResult{
+		Acquired: row.Acquired, FencingToken: row.FencingToken, ExpiresAt: row.ExpiresAt, Holder: row.Holder,
+		ExpiredHolder: row.ExpiredHolder,
 	}
-	if t.Holder != "" {
-		a.Remaining = t.ExpiresAt.Sub(t.Now).Seconds()
+	if row.Holder != "" {
+		r.Remaining = row.ExpiresAt.Sub(row.Now).Seconds()
 	}
-	if t.WasHolder != "" {
-		a.StaleFor = t.Now.Sub(t.WasUntil).Seconds()
+	if row.ExpiredHolder != "" {
+		r.ExpiredFor = row.Now.Sub(row.ExpiredAt).Seconds()
 	}
-	return a
+	return r
 }
 
 // acquireRowColumns are the columns of an acquireRow, in order. test/linearizability reads them by name.
@@ -215,9 +217,10 @@ const acquireRowColumns = `acquired, coalesce(fencing_token, 0) as fencing_token
 	coalesce(was_until, 'epoch') as was_until, clock_timestamp() as now`
 
 // scanAcquireRow scans by position, which is several times cheaper than by name.
-func scanAcquireRow(row pgx.CollectableRow) (t acquireRow, err error) {
-	err = row.Scan(&t.Acquired, &t.FencingToken, &t.ExpiresAt, &t.Holder, &t.WasHolder, &t.WasUntil, &t.Now)
-	return t, err
+func scanAcquireRow(row pgx.CollectableRow) (scanned acquireRow, err error) {
+	err = row.Scan(&scanned.Acquired, &scanned.FencingToken, &scanned.ExpiresAt, &scanned.Holder,
+		&scanned.ExpiredHolder, &scanned.ExpiredAt, &scanned.Now)
+	return scanned, err
 }
 
 // tryLane acquires a lane without waiting.
@@ -228,8 +231,8 @@ func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl 
 	if err != nil {
 		return acquireResult{}, err
 	}
-	t, err := pgx.CollectExactlyOneRow(rows, scanAcquireRow)
-	return t.result(), err
+	row, err := pgx.CollectExactlyOneRow(rows, scanAcquireRow)
+	return row.result(), err
 }
 
 // tryExecutionLane is tryLane for the claim of an execution, which may borrow and must be live (LK001). Executions are
@@ -241,8 +244,8 @@ func tryExecutionLane(
 		select a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,
 		       coalesce(a.locked_by, '') as holder,
 		       coalesce(extract(epoch from a.expires_at - clock_timestamp()), 0)::float8 as remaining,
-		       coalesce(was.locked_by, '') as was_holder,
-		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for,
+		       coalesce(was.locked_by, '') as expired_holder,
+		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as expired_for,
 		       coalesce(a.lender::text, '') as lender, a.soon as will_lend
 		  from (select fence_agent_execution(split_part(@owner, '#', 1)::uuid,
 		          split_part(@owner, '#', 2)::bigint) as fenced offset 0) f
@@ -257,7 +260,7 @@ func tryExecutionLane(
 }
 
 // isInvalid reports an argument that the database rejects.
-func isInvalid(err error) bool { return postgres.IsCode(err, codeInvalid, codeNoText) }
+func isInvalid(err error) bool { return postgres.IsCode(err, codeInvalid, codeBadEncoding) }
 
 // invalidError wraps a rejected argument in ErrInvalid, with the database's message.
 func invalidError(verb, lane string, err error) error {

@@ -43,12 +43,12 @@ func newListener(t *testing.T, db *pgxpool.Pool) *postgres.Listener {
 func listeningKeeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 	t.Helper()
 	k := lanes.NewKeeper(db, lanes.Options{Listener: newListener(t, db)})
-	run(t, k)
+	runKeeper(t, k)
 	return k
 }
 
-// queued waits until a lane's queue has n waiters.
-func queued(t *testing.T, db postgres.DB, lane string, n int) {
+// awaitQueueLength waits until a lane's queue has n waiters.
+func awaitQueueLength(t *testing.T, db postgres.DB, lane string, n int) {
 	t.Helper()
 	pgtest.Until(t, db, n, `select count(*) from agent_lock_waiters where lane = $1`, lane)
 }
@@ -57,7 +57,7 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k := listeningKeeper(t, db)
-	l := acquire(t, k, "x")
+	l := acquireLane(t, k, "x")
 
 	const n = 6
 	served := make(chan int, n)
@@ -72,22 +72,22 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 			served <- i
 			assert.NoError(t, l.Release(t.Context()))
 		})
-		queued(t, db, "x", i+1)
+		awaitQueueLength(t, db, "x", i+1)
 	}
 	require.NoError(t, l.Release(t.Context()))
 	waiting.Wait()
 	close(served)
-	order := slices.Collect(values(served))
+	order := slices.Collect(drain(served))
 	assert.Truef(t, slices.IsSorted(order) && len(order) == n, "served in the order %v", order)
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`))
 }
 
-func TestAReleaseWakesTheWaiterAtOnce(t *testing.T) {
+func TestReleaseWakesWaiterAtOnce(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k := listeningKeeper(t, db)
-	retryWithin(t, 600*time.Millisecond, func() time.Duration {
-		l := acquire(t, k, "x")
+	bestOf(t, 600*time.Millisecond, func() time.Duration {
+		l := acquireLane(t, k, "x")
 		got := make(chan error, 1)
 		go func() {
 			l, err := k.AcquireWait(t.Context(), "x")
@@ -96,7 +96,7 @@ func TestAReleaseWakesTheWaiterAtOnce(t *testing.T) {
 			}
 			got <- err
 		}()
-		queued(t, db, "x", 1)
+		awaitQueueLength(t, db, "x", 1)
 		place := func() time.Time { return pgtest.Value[time.Time](t, db, `select expires_at from agent_lock_waiters`) }
 		first := place()
 		pgtest.Eventually(t, func() bool { return place().After(first) }, "the second look")
@@ -107,7 +107,7 @@ func TestAReleaseWakesTheWaiterAtOnce(t *testing.T) {
 	})
 }
 
-func values[T any](c <-chan T) func(func(T) bool) {
+func drain[T any](c <-chan T) func(func(T) bool) {
 	return func(yield func(T) bool) {
 		for v := range c {
 			if !yield(v) {
@@ -120,13 +120,13 @@ func values[T any](c <-chan T) func(func(T) bool) {
 func TestWaitersPollWithoutNotifications(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, log := keeper(t, db)
-	mustTry(t, db, "x", "a run that dies", 8)
+	k, log := newKeeper(t, db)
+	mustAcquire(t, db, "x", "a run that dies", 8)
 	ends := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
 	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
 	l, err := k.AcquireWait(ctx, "x")
-	acquired(t, l, err)
+	mustAcquired(t, l, err)
 	got := l.ExpiresAt().Add(-pgtest.Value[time.Duration](t, db,
 		`select ttl_seconds * 1000000000::bigint from agent_locks`))
 	assert.Truef(t, !got.Before(ends), "got the lane of a dead holder at %s, want the end of its lease, %s", got, ends)
@@ -134,54 +134,54 @@ func TestWaitersPollWithoutNotifications(t *testing.T) {
 	log.want(t, 1, `msg="lane stale, clearing"`)
 }
 
-func TestNobodyOvertakesAWaiter(t *testing.T) {
+func TestNewcomerDoesNotOvertakeWaiter(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	mustTry(t, db, "x", "a", 60)
+	mustAcquire(t, db, "x", "a", 60)
 	for _, waiter := range []string{"b", "c"} {
 		require.True(t, !pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', $1)`, waiter), "granted twice")
 	}
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'a')`)
-	g := try(t, db, "x", "d", 60)
+	g := tryAcquire(t, db, "x", "d", 60)
 	assert.Truef(t, !g.acquired && g.holder == "b", "a newcomer got %+v, want busy by b", g)
 	assert.True(t, !pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'c')`), "c overtook b")
 	assert.True(t, pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'b')`),
 		"b did not get the lane in its turn")
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'b')`)
 	pgtest.Exec(t, db, `select leave_agent_lock_queue('x', 'c')`)
-	mustTry(t, db, "x", "d", 60)
+	mustAcquire(t, db, "x", "d", 60)
 }
 
 // A waiter that acquires the lane with a plain try has no place in the queue after its release.
-func TestAnAcquireEndsTheWaitOfItsOwner(t *testing.T) {
+func TestAcquireRemovesQueueEntry(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	mustTry(t, db, "x", "a", 60)
+	mustAcquire(t, db, "x", "a", 60)
 	pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'b', 60, 3600)`)
 	pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'c', 60, 3600)`)
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'a')`)
-	mustTry(t, db, "x", "b", 60)
+	mustAcquire(t, db, "x", "b", 60)
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'b')`)
-	g := try(t, db, "x", "d", 60)
+	g := tryAcquire(t, db, "x", "d", 60)
 	assert.Truef(t, !g.acquired && g.holder == "c", "a newcomer got %+v, want busy by c, which waits", g)
-	mustTry(t, db, "x", "c", 60)
+	mustAcquire(t, db, "x", "c", 60)
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'c')`)
-	mustTry(t, db, "x", "d", 60)
+	mustAcquire(t, db, "x", "d", 60)
 }
 
-func TestAnAbandonedWaiterBlocksOnlyBriefly(t *testing.T) {
+func TestAbandonedWaiterBlocksBriefly(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	mustTry(t, db, "x", "a", 60)
+	mustAcquire(t, db, "x", "a", 60)
 	pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'killed', 60, 5)`)
 	pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'patient', 60, 60)`)
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'a')`)
-	assert.True(t, !try(t, db, "x", "patient", 60).acquired, "overtook a waiter that was there a moment ago")
-	pgtest.Eventually(t, func() bool { return try(t, db, "x", "patient", 60).acquired },
+	assert.True(t, !tryAcquire(t, db, "x", "patient", 60).acquired, "overtook a waiter that was there a moment ago")
+	pgtest.Eventually(t, func() bool { return tryAcquire(t, db, "x", "patient", 60).acquired },
 		"the next in the queue is served")
 }
 
-func TestAReleaseNotifiesOnlyWhenSomebodyWaits(t *testing.T) {
+func TestReleaseNotifiesOnlyWithWaiter(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	conn, err := pgtest.Dialer(t, db)(t.Context())
@@ -189,7 +189,7 @@ func TestAReleaseNotifiesOnlyWhenSomebodyWaits(t *testing.T) {
 	t.Cleanup(func() { _ = conn.Close(context.Background()) })
 	pgtest.Exec(t, conn, `listen agent_lanes`)
 	for _, lane := range []string{"lonely", "wanted"} {
-		mustTry(t, db, lane, "a", 60)
+		mustAcquire(t, db, lane, "a", 60)
 		if lane == "wanted" {
 			pgtest.Value[bool](t, db, `select acquired from await_agent_lock($1, 'b')`, lane)
 		}
@@ -202,16 +202,16 @@ func TestAReleaseNotifiesOnlyWhenSomebodyWaits(t *testing.T) {
 		"notification %+v, %v; want only for the lane that is waited for", n, err)
 }
 
-func TestGivingUpLeavesTheQueue(t *testing.T) {
+func TestTimeoutOrCancelLeavesQueue(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, _ := keeper(t, db)
-	l := acquire(t, k, "x")
+	k, _ := newKeeper(t, db)
+	l := acquireLane(t, k, "x")
 
 	_, err := k.AcquireWait(t.Context(), "x", lanes.WithTimeout(300*time.Millisecond))
 	busy, ok := errors.AsType[*lanes.BusyError](err)
 	assert.Truef(t, ok && busy.Holder == l.Owner().String(), "out of patience: %v, want the holder", err)
-	queued(t, db, "x", 0)
+	awaitQueueLength(t, db, "x", 0)
 
 	ctx, cancel := context.WithCancelCause(t.Context())
 	gaveUp := make(chan error, 1)
@@ -219,29 +219,29 @@ func TestGivingUpLeavesTheQueue(t *testing.T) {
 		_, err := k.AcquireWait(ctx, "x")
 		gaveUp <- err
 	}()
-	queued(t, db, "x", 1)
+	awaitQueueLength(t, db, "x", 1)
 	why := errors.New("shutting down")
 	cancel(why)
 	err = <-gaveUp
 	assert.Truef(t, errors.Is(err, why) || errors.Is(err, context.Canceled), "cancelled: %v", err)
-	queued(t, db, "x", 0)
+	awaitQueueLength(t, db, "x", 0)
 }
 
 // Events of other lanes, and handovers to other owners, cause no attempt: an attempt writes.
-func TestOtherLanesWakeNobody(t *testing.T) {
+func TestUnrelatedNotificationsCauseNoAttempt(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	w := &wire{DB: db}
+	w := &faultyDB{DB: db}
 	listener := newListener(t, db)
 	k := lanes.NewKeeper(w, lanes.Options{Listener: listener})
-	mustTry(t, db, "x", "a", 600)
+	mustAcquire(t, db, "x", "a", 600)
 	ctx, cancel := context.WithCancel(t.Context())
 	var waiting sync.WaitGroup
 	waiting.Go(func() {
 		_, err := k.AcquireWait(ctx, "x")
 		assert.ErrorIs(t, err, context.Canceled)
 	})
-	settled(t, db, "x")
+	awaitSecondPoll(t, db, "x")
 	heard, stop := listener.Subscribe("agent_lanes")
 	defer stop()
 	before, began := w.count("acquire_or_enqueue_agent_lock"), time.Now()
@@ -260,8 +260,8 @@ func TestOtherLanesWakeNobody(t *testing.T) {
 	waiting.Wait()
 }
 
-// walOf returns the number of records and bytes of WAL that a query writes, including the functions that it calls.
-func walOf(t testing.TB, db postgres.DB, query string) (records, bytes int64) {
+// measureWAL returns the number of records and bytes of WAL that a query writes, including the functions that it calls.
+func measureWAL(t testing.TB, db postgres.DB, query string) (records, bytes int64) {
 	t.Helper()
 	var plans []struct {
 		Plan struct {
@@ -276,15 +276,15 @@ func walOf(t testing.TB, db postgres.DB, query string) (records, bytes int64) {
 }
 
 // A failed try is a read: the server writes nothing for any number of tries.
-func TestAFailedTryWritesNoWAL(t *testing.T) {
+func TestFailedAcquireWritesNoWAL(t *testing.T) {
 	t.Parallel()
 	const tries = 200
 	db := pgtest.DB(t)
-	mustTry(t, db, "held", "holder", 3600)
-	mustTry(t, db, "promised", "holder", 3600)
+	mustAcquire(t, db, "held", "holder", 3600)
+	mustAcquire(t, db, "promised", "holder", 3600)
 	pgtest.Exec(t, db, `select await_agent_lock('promised', 'first', 300, 3600)`)
 	pgtest.Exec(t, db, `select release_agent_lock('promised', 'holder')`)
-	mustTry(t, db, "locked", "holder", 3600)
+	mustAcquire(t, db, "locked", "holder", 3600)
 	pgtest.Exec(t, db, `select release_agent_lock('locked', 'holder')`)
 	lock := pgtest.Begin(t, db)
 	pgtest.Exec(t, lock, `select 1 from agent_locks where lane = 'locked' for key share`)
@@ -299,23 +299,23 @@ func TestAFailedTryWritesNoWAL(t *testing.T) {
 				lanekeeper.acquire_agent_locks(array['%[1]s', '%[1]s'], array['other ' || n, 'another'], array[300, 300]) a`,
 		} {
 			t.Run(lane+"/"+name, func(t *testing.T) {
-				before, sql := row(t, db, lane), fmt.Sprintf(query, lane, tries)
+				before, sql := laneRow(t, db, lane), fmt.Sprintf(query, lane, tries)
 				// Reading a page may prune it, once; WAL of the tries themselves would recur.
-				if records, _ := walOf(t, db, sql); records != 0 {
-					records, bytes := walOf(t, db, sql)
+				if records, _ := measureWAL(t, db, sql); records != 0 {
+					records, bytes := measureWAL(t, db, sql)
 					assert.Truef(t, records == 0, "%d tries wrote %d records of WAL, %d bytes", tries, records, bytes)
 				}
 				assert.Equal(t, 0, pgtest.Value[int](t, db, sql))
-				assert.Equal(t, before, row(t, db, lane))
+				assert.Equal(t, before, laneRow(t, db, lane))
 			})
 		}
 	}
-	records, _ := walOf(t, db, `select acquire_agent_lock('free', 'a', 300)`)
+	records, _ := measureWAL(t, db, `select acquire_agent_lock('free', 'a', 300)`)
 	assert.True(t, records != 0, "a grant writes no WAL: the test does not measure it")
 }
 
-// many acquires lanes with acquire_agent_locks, and returns the owners of the granted ones by lane.
-func many(t testing.TB, db postgres.DB, lanes, owners []string) map[string]string {
+// acquireBatch acquires lanes with acquire_agent_locks, and returns the owners of the granted ones by lane.
+func acquireBatch(t testing.TB, db postgres.DB, lanes, owners []string) map[string]string {
 	t.Helper()
 	granted := map[string]string{}
 	rows, err := db.Query(t.Context(), `
@@ -343,24 +343,24 @@ func many(t testing.TB, db postgres.DB, lanes, owners []string) map[string]strin
 }
 
 // A batch keeps every rule of a single acquire: one owner, the order of the queue, growing tokens.
-func TestABatchAcquiresManyLanes(t *testing.T) {
+func TestAcquireBatchKeepsRules(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	mustTry(t, db, "held", "holder", 600)
-	old := mustTry(t, db, "free", "before", 600)
+	mustAcquire(t, db, "held", "holder", 600)
+	old := mustAcquire(t, db, "free", "before", 600)
 	pgtest.Exec(t, db, `select release_agent_lock('free', 'before')`)
-	mustTry(t, db, "expired", "dead", 600)
+	mustAcquire(t, db, "expired", "dead", 600)
 	expire(t, db, "expired")
-	mustTry(t, db, "mine", "m", 600)
-	mustTry(t, db, "promised", "holder", 600)
+	mustAcquire(t, db, "mine", "m", 600)
+	mustAcquire(t, db, "promised", "holder", 600)
 	pgtest.Exec(t, db, `select await_agent_lock('promised', 'first', 300, 3600)`)
 	pgtest.Exec(t, db, `select release_agent_lock('promised', 'holder')`)
-	mustTry(t, db, "locked", "holder", 600)
+	mustAcquire(t, db, "locked", "holder", 600)
 	pgtest.Exec(t, db, `select release_agent_lock('locked', 'holder')`)
 	lock := pgtest.Begin(t, db)
 	pgtest.Exec(t, lock, `select 1 from agent_locks where lane = 'locked' for key share`)
 
-	got := many(t, db, []string{"held", "free", "free", "expired", "mine", "new", "new", "promised", "locked"},
+	got := acquireBatch(t, db, []string{"held", "free", "free", "expired", "mine", "new", "new", "promised", "locked"},
 		[]string{"a", "b", "c", "d", "m", "e", "f", "g", "h"})
 	want := map[string]string{"free": "b", "expired": "d", "mine": "m", "new": "e"}
 	assert.Equal(t, len(want), len(got), got, want)
@@ -370,25 +370,25 @@ func TestABatchAcquiresManyLanes(t *testing.T) {
 	}
 	token := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'free'`)
 	assert.Truef(t, token > old, "token %d after %d", token, old)
-	before := row(t, db, "free")
+	before := laneRow(t, db, "free")
 	_, err := db.Exec(t.Context(), `select lanekeeper.acquire_agent_locks(array['another', ''], array['a', 'b'], array[60,
 		60])`)
 	wantCode(t, err, "22023")
 	_, err = db.Exec(t.Context(), `select lanekeeper.acquire_agent_locks(array['another', 'free'], array['a'], array[60,
 		60])`)
 	wantCode(t, err, "22023")
-	assert.True(t, row(t, db, "another") == "none" && row(t, db, "free") == before, "a call that failed changed something")
+	assert.True(t, laneRow(t, db, "another") == "none" && laneRow(t, db, "free") == before, "a failed call changed a lane")
 }
 
 // A batch of releases neither waits nor fails. A lane that its owner cannot release now does not change.
-func TestABatchReleasesManyLanes(t *testing.T) {
+func TestReleaseBatchSkipsOthers(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	names := []string{"mine", "stale", "theirs", "expired", "parked", "thread:1", "fenced", "also mine"}
 	var tokens []int64
 	var owners []string
 	for _, name := range names {
-		tokens, owners = append(tokens, mustTry(t, db, name, "a", 600)), append(owners, "a")
+		tokens, owners = append(tokens, mustAcquire(t, db, name, "a", 600)), append(owners, "a")
 	}
 	tokens[1]--
 	owners[2] = "b"
@@ -398,7 +398,7 @@ func TestABatchReleasesManyLanes(t *testing.T) {
 	pgtest.Exec(t, write, `select fence_agent_lock('fenced', $1)`, tokens[6])
 	before := map[string]string{}
 	for _, name := range names {
-		before[name] = row(t, db, name)
+		before[name] = laneRow(t, db, name)
 	}
 	freed := pgtest.Column[int64](t, db, `select n
 		from unnest($1::text[], $2::text[], $3::bigint[]) with ordinality w (lane, owner, token, n)
@@ -407,7 +407,7 @@ func TestABatchReleasesManyLanes(t *testing.T) {
 	assert.Truef(t, slices.Equal(freed, []int64{1, 6, 8}), "released %v, want 1, 6 and 8", freed)
 	for i, name := range names {
 		gone := i == 0 || i == 5 || i == 7
-		assert.Equal(t, gone, row(t, db, name) != before[name], name)
+		assert.Equal(t, gone, laneRow(t, db, name) != before[name], name)
 	}
 	assert.True(t, !pgtest.Value[bool](t, db, `select exists (select from agent_locks where lane in ('mine', 'also mine')
 		and (locked_by <> '' or expires_at > clock_timestamp()
@@ -415,15 +415,15 @@ func TestABatchReleasesManyLanes(t *testing.T) {
 }
 
 // Concurrent callers share statements, and each gets its own answer.
-func TestCallersShareStatements(t *testing.T) {
+func TestConcurrentCallersShareStatements(t *testing.T) {
 	t.Parallel()
-	db := wide(t)
-	w := &wire{DB: db}
-	k, _ := keeper(t, w)
-	mustTry(t, db, "busy", "holder", 3600)
+	db := largePool(t)
+	w := &faultyDB{DB: db}
+	k, _ := newKeeper(t, w)
+	mustAcquire(t, db, "busy", "holder", 3600)
 	round := func() {
 		var running sync.WaitGroup
-		for i := range racers {
+		for i := range numRacers {
 			running.Go(func() {
 				lane := fmt.Sprint("lane", i)
 				if i%8 == 7 {
@@ -464,7 +464,7 @@ func TestOnlyReleasesCommitAsynchronously(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Pool(t, pgtest.URL(t), postgres.Options{MaxConns: 1})
 	pgtest.Exec(t, db, `set synchronous_commit = on`)
-	k, _ := keeper(t, db)
+	k, _ := newKeeper(t, db)
 	lease, err := k.Acquire(t.Context(), "x")
 	require.NoError(t, err)
 	require.NoError(t, lease.Release(t.Context()))

@@ -38,17 +38,18 @@ type numberedRow struct {
 	acquireRow
 }
 
-func scanNumberedRow(row pgx.CollectableRow) (t numberedRow, err error) {
-	err = row.Scan(&t.n, &t.Acquired, &t.FencingToken, &t.ExpiresAt, &t.Holder, &t.WasHolder, &t.WasUntil, &t.Now)
-	return t, err
+func scanNumberedRow(row pgx.CollectableRow) (scanned numberedRow, err error) {
+	err = row.Scan(&scanned.n, &scanned.Acquired, &scanned.FencingToken, &scanned.ExpiresAt, &scanned.Holder,
+		&scanned.ExpiredHolder, &scanned.ExpiredAt, &scanned.Now)
+	return scanned, err
 }
 
 // tryBatch acquires several lanes, of different owners, in one commit.
-func tryBatch(ctx context.Context, db postgres.DB, all []acquireRequest) ([]batch.Answer[acquireResult], error) {
+func tryBatch(ctx context.Context, db postgres.DB, requests []acquireRequest) ([]batch.Result[acquireResult], error) {
 	var lanes, owners []string
 	var ttls []int32
-	for _, w := range all {
-		lanes, owners, ttls = append(lanes, w.lane), append(owners, w.owner.name), append(ttls, seconds(w.ttl))
+	for _, r := range requests {
+		lanes, owners, ttls = append(lanes, r.lane), append(owners, r.owner.name), append(ttls, seconds(r.ttl))
 	}
 	rows, err := db.Query(ctx, `
 		select a.n, a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,
@@ -59,67 +60,67 @@ func tryBatch(ctx context.Context, db postgres.DB, all []acquireRequest) ([]batc
 	if err != nil {
 		return nil, err
 	}
-	found, err := pgx.CollectRows(rows, scanNumberedRow)
+	numbered, err := pgx.CollectRows(rows, scanNumberedRow)
 	if err != nil {
 		return nil, err
 	}
-	answers := batch.Unanswered[acquireResult](len(all))
-	for _, f := range found {
-		answers[f.n-1] = batch.Answer[acquireResult]{Value: f.result()}
+	answers := batch.AllSkipped[acquireResult](len(requests))
+	for _, f := range numbered {
+		answers[f.n-1] = batch.Result[acquireResult]{Value: f.result()}
 	}
 	return answers, nil
 }
 
 // releaseLate releases a lane that was granted to a caller who has left.
-func (k *Keeper) releaseLate(w acquireRequest, a acquireResult) {
+func (k *Keeper) releaseLate(r acquireRequest, result acquireResult) {
 	k.mu.Lock()
-	nested := k.held[key{w.lane, w.owner.name}] != nil
+	nested := k.held[key{r.lane, r.owner.name}] != nil
 	k.mu.Unlock()
-	if !a.Acquired || nested {
+	if !result.Acquired || nested {
 		return
 	}
-	k.releaseOrphan(context.Background(), w.lane, w.owner, w.ttl, func(ctx context.Context) error {
-		_, err := releaseLane(ctx, k.db, releaseRequest{w.lane, w.owner, a.FencingToken})
+	k.releaseOrphan(context.Background(), r.lane, r.owner, r.ttl, func(ctx context.Context) error {
+		_, err := releaseLane(ctx, k.db, releaseRequest{r.lane, r.owner, result.FencingToken})
 		return err
 	})
 }
 
 // releaseResult is the answer to a release.
 type releaseResult struct {
-	done      bool
+	released  bool
 	successor string // the waiter that got the lane
 }
 
 // releaseBatched is releaseLane in a batch of concurrent releases.
-func (k *Keeper) releaseBatched(ctx context.Context, h releaseRequest) (releaseResult, error) {
-	alone := func() (releaseResult, error) { return releaseLane(ctx, k.db, h) }
-	if h.owner.claim {
-		return alone()
+func (k *Keeper) releaseBatched(ctx context.Context, r releaseRequest) (releaseResult, error) {
+	single := func() (releaseResult, error) { return releaseLane(ctx, k.db, r) }
+	if r.owner.claim {
+		return single()
 	}
-	return k.releases.Do(ctx, h, alone)
+	return k.releases.Do(ctx, r, single)
 }
 
 // releaseLane releases one lane. It waits about a second for a fenced write under its token; then the error is
 // ErrBlocked. A release without a handover does not wait for the disk. A server crash within a second may restore the
 // lane of its former owner until the lease expires, which is safe. The statement is the whole transaction. A grant is
 // always durable, with everything committed before it.
-func releaseLane(ctx context.Context, db postgres.DB, h releaseRequest) (releaseResult, error) {
-	var passed *string
+func releaseLane(ctx context.Context, db postgres.DB, r releaseRequest) (releaseResult, error) {
+	var payload *string
 	err := db.QueryRow(ctx, `
 		select f.passed, set_config('synchronous_commit', case f.passed when '' then 'off'
 		  else current_setting('synchronous_commit') end, true)
 		  from lanekeeper.release_agent_lock(@lane, @owner, @token, true) f (passed)`,
-		postgres.Strict{"lane": h.lane, "owner": h.owner.name, "token": h.token}).Scan(&passed, nil)
-	if passed == nil || err != nil {
+		postgres.Strict{"lane": r.lane, "owner": r.owner.name, "token": r.token}).Scan(&payload, nil)
+	if payload == nil || err != nil {
 		return releaseResult{}, asBlocked(err)
 	}
-	return parseRelease(*passed), nil
+	return parseRelease(*payload), nil
 }
 
 // parseRelease parses the handover of a release.
-func parseRelease(passed string) releaseResult {
-	to, _ := parseHandover(passed)
-	return releaseResult{done: true, successor: to.owner}
+func parseRelease(payload string) releaseResult {
+	h, _ := parseHandover(payload)
+	return releaseResult{released: true, successor: h.owner}
 }
 
 // releaseRow is a row of releaseBatch.
@@ -130,11 +131,13 @@ type releaseRow struct {
 }
 
 // releaseBatch is releaseLane for several lanes. It never waits, and leaves blocked ones out.
-func releaseBatch(ctx context.Context, db postgres.DB, all []releaseRequest) ([]batch.Answer[releaseResult], error) {
+func releaseBatch(
+	ctx context.Context, db postgres.DB, requests []releaseRequest,
+) ([]batch.Result[releaseResult], error) {
 	var lanes, owners []string
 	var tokens []int64
-	for _, h := range all {
-		lanes, owners, tokens = append(lanes, h.lane), append(owners, h.owner.name), append(tokens, h.token)
+	for _, r := range requests {
+		lanes, owners, tokens = append(lanes, r.lane), append(owners, r.owner.name), append(tokens, r.token)
 	}
 	rows, err := db.Query(ctx, `
 		with f as materialized (
@@ -153,9 +156,9 @@ func releaseBatch(ctx context.Context, db postgres.DB, all []releaseRequest) ([]
 	if err != nil {
 		return nil, err
 	}
-	answers := batch.Unanswered[releaseResult](len(all))
+	answers := batch.AllSkipped[releaseResult](len(requests))
 	for _, f := range done {
-		answers[f.N-1] = batch.Answer[releaseResult]{Value: parseRelease(f.Handover)}
+		answers[f.N-1] = batch.Result[releaseResult]{Value: parseRelease(f.Handover)}
 	}
 	return answers, nil
 }

@@ -95,7 +95,7 @@ func BenchmarkAcquireRelease(b *testing.B) {
 // BenchmarkBusyTry is a try on a held lane: a read.
 func BenchmarkBusyTry(b *testing.B) {
 	db := pgtest.DB(b)
-	mustTry(b, db, "x", "holder", 3600)
+	mustAcquire(b, db, "x", "holder", 3600)
 	k := lanes.NewKeeper(db, lanes.Options{})
 	b.RunParallel(func(pb *testing.PB) {
 		for pb.Next() {

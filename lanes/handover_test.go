@@ -17,8 +17,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// queues adds owner to the queue of lane, as a waiter for a handover.
-func queues(t *testing.T, db postgres.DB, lane, owner string, ttl int) {
+// enqueue adds owner to the queue of lane, as a waiter for a handover.
+func enqueue(t *testing.T, db postgres.DB, lane, owner string, ttl int) {
 	t.Helper()
 	if pgtest.Value[bool](t, db, `select acquired from lanekeeper.acquire_or_enqueue_agent_lock($1, $2, $3, 60, true)`,
 		lane, owner,
@@ -27,10 +27,10 @@ func queues(t *testing.T, db postgres.DB, lane, owner string, ttl int) {
 	}
 }
 
-// settled waits until the only waiter of a lane has polled twice. Its next poll is 750 ms away or more.
-func settled(t *testing.T, db postgres.DB, lane string) {
+// awaitSecondPoll waits until the only waiter of a lane has polled twice. Its next poll is 750 ms away or more.
+func awaitSecondPoll(t *testing.T, db postgres.DB, lane string) {
 	t.Helper()
-	queued(t, db, lane, 1)
+	awaitQueueLength(t, db, lane, 1)
 	place := func() time.Time {
 		return pgtest.Value[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters
 			where lane = $1`,
@@ -44,7 +44,7 @@ func settled(t *testing.T, db postgres.DB, lane string) {
 // "not released".
 func releaseLane(t *testing.T, db postgres.DB, lane, owner string, token int64) string {
 	t.Helper()
-	to := getWithin[string](t, db, `select coalesce(lanekeeper.release_agent_lock($1, $2, $3, true), 'not released')`,
+	to := queryUnblocked[string](t, db, `select coalesce(lanekeeper.release_agent_lock($1, $2, $3, true), 'not released')`,
 		lane, owner, token)
 	if parts := strings.Split(to, "\t"); len(parts) == 4 {
 		return parts[1]
@@ -52,8 +52,8 @@ func releaseLane(t *testing.T, db postgres.DB, lane, owner string, token int64) 
 	return to
 }
 
-// notified returns the payload of the next notification of conn.
-func notified(t *testing.T, conn *pgx.Conn) string {
+// awaitNotification returns the payload of the next notification of conn.
+func awaitNotification(t *testing.T, conn *pgx.Conn) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
@@ -63,15 +63,15 @@ func notified(t *testing.T, conn *pgx.Conn) string {
 }
 
 // A release hands the lane to the first waiter. The waiter sends nothing more and then has its full TTL.
-func TestAReleaseHandsTheLaneOver(t *testing.T) {
+func TestReleaseHandsLaneOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	here, _ := keeper(t, db)
+	here, _ := newKeeper(t, db)
 	there := listeningKeeper(t, db)
-	held := acquire(t, here, "x")
+	held := acquireLane(t, here, "x")
 	got := acquireLater(t, there, "x", lanes.WithTTL(time.Hour))
-	settled(t, db, "x")
-	queues(t, db, "x", "next", 60)
+	awaitSecondPoll(t, db, "x")
+	enqueue(t, db, "x", "next", 60)
 	require.NoError(t, held.Release(t.Context()))
 	holder, token := pgtest.Value[string](t, db, `select locked_by from agent_locks`),
 		pgtest.Value[int64](t, db, `select fencing_token from agent_locks`)
@@ -89,27 +89,27 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 }
 
 // An attempt before the notification may find the row locked by another attempt.
-func TestTheHolderHasNoPlaceInTheQueue(t *testing.T) {
+func TestHolderHasNoQueueEntry(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	token := mustTry(t, db, "x", "a", 60)
-	queues(t, db, "x", "b", 60)
+	token := mustAcquire(t, db, "x", "a", 60)
+	enqueue(t, db, "x", "b", 60)
 	require.Equal(t, "b", releaseLane(t, db, "x", "a", token))
 	another := pgtest.Begin(t, db)
 	pgtest.Exec(t, another, `update agent_locks set waited_until = clock_timestamp() + interval '5 seconds'
 		where lane = 'x'`)
-	queues(t, db, "x", "b", 60)
+	enqueue(t, db, "x", "b", 60)
 	commit(t, another)
 	token = pgtest.Value[int64](t, db, `select fencing_token from agent_locks`)
 	assert.Equal(t, "", releaseLane(t, db, "x", "b", token))
 }
 
 // A thread's lane has its own rules for parking, queue and delivery.
-func TestTheLaneOfAThreadIsNotHandedOver(t *testing.T) {
+func TestThreadLaneIsNotHandedOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	token := mustTry(t, db, "thread:1", "a", 60)
-	queues(t, db, "thread:1", "b", 60)
+	token := mustAcquire(t, db, "thread:1", "a", 60)
+	enqueue(t, db, "thread:1", "b", 60)
 	assert.Equal(t, "", releaseLane(t, db, "thread:1", "a", token))
 }
 
@@ -140,9 +140,9 @@ func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			lane := strings.ReplaceAll(name, " ", "-")
-			token := mustTry(t, db, lane, "a", 60)
+			token := mustAcquire(t, db, lane, "a", 60)
 			pgtest.Exec(t, db, c.first, lane)
-			queues(t, db, lane, "c", 60)
+			enqueue(t, db, lane, "c", 60)
 			if c.over {
 				pgtest.Exec(t, db, `update agent_lock_waiters set expires_at = clock_timestamp() where lane = $1 and owner = 'b'`,
 					lane)
@@ -152,18 +152,18 @@ func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 				pgtest.Exec(t, tx, c.busy, lane)
 				defer commit(t, tx)
 			}
-			conn := listener(t, db)
+			conn := listenConn(t, db)
 			assert.Equal(t, c.to, releaseLane(t, db, lane, "a", token), "the lane went to")
 			assert.Equal(t, c.to, pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane))
-			payload := notified(t, conn)
+			payload := awaitNotification(t, conn)
 			assert.Equal(t, (payload == lane), c.tell, "notified", payload)
-			assert.True(t, !try(t, db, lane, "d", 60).acquired, "a newcomer overtakes the queue")
+			assert.True(t, !tryAcquire(t, db, lane, "d", 60).acquired, "a newcomer overtakes the queue")
 		})
 	}
 }
 
-// listener is a connection that receives notifications of lanes.
-func listener(t *testing.T, db *pgxpool.Pool) *pgx.Conn {
+// listenConn is a connection that receives notifications of lanes.
+func listenConn(t *testing.T, db *pgxpool.Pool) *pgx.Conn {
 	t.Helper()
 	conn, err := pgtest.Dialer(t, db)(t.Context())
 	require.NoError(t, err)
@@ -173,15 +173,16 @@ func listener(t *testing.T, db *pgxpool.Pool) *pgx.Conn {
 }
 
 // Only its live owner hands a lane over, and the handover waits for a fenced write under its token.
-func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
+func TestOnlyLiveHolderHandsOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	token := mustTry(t, db, "x", "a", 60)
-	queues(t, db, "x", "b", 60)
-	before := row(t, db, "x")
+	token := mustAcquire(t, db, "x", "a", 60)
+	enqueue(t, db, "x", "b", 60)
+	before := laneRow(t, db, "x")
 	for owner, token := range map[string]int64{"b": token, "a": token - 1, "c": token} {
 		to := releaseLane(t, db, "x", owner, token)
-		assert.Truef(t, to == "not released" && row(t, db, "x") == before, "%s released it under %d: %q", owner, token, to)
+		assert.Truef(t, to == "not released" && laneRow(t, db, "x") == before,
+			"%s released the lane under token %d: %q", owner, token, to)
 	}
 	write := pgtest.Begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
@@ -198,11 +199,11 @@ func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
 }
 
 // A lease expires while its release waits for a fenced write. The release does not hand it over.
-func TestAnExpiredLeaseIsNotHandedOver(t *testing.T) {
+func TestExpiredLeaseIsNotHandedOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	token := mustTry(t, db, "x", "a", 2)
-	queues(t, db, "x", "b", 60)
+	token := mustAcquire(t, db, "x", "a", 2)
+	enqueue(t, db, "x", "b", 60)
 	write := pgtest.Begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 	to := make(chan string, 1)
@@ -214,29 +215,29 @@ func TestAnExpiredLeaseIsNotHandedOver(t *testing.T) {
 }
 
 // The waiter has not confirmed a handover, so the lease is short in case it died.
-func TestAHandedOverLeaseIsShort(t *testing.T) {
+func TestHandedOverLeaseIsShort(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for lane, ttl := range map[string]int{"long": 3600, "short": 2} {
-		token := mustTry(t, db, lane, "a", 60)
-		queues(t, db, lane, "dead", ttl)
+		token := mustAcquire(t, db, lane, "a", 60)
+		enqueue(t, db, lane, "dead", ttl)
 		releaseLane(t, db, lane, "a", token)
 		lasts := pgtest.Value[float64](t, db, `select extract(epoch from expires_at - locked_at)::float8 from agent_locks
 			where lane = $1`, lane)
 		assert.Truef(t, lasts == float64(min(ttl, 10)), "%s: the lease lasts %v s", lane, lasts)
 	}
-	queues(t, db, "short", "patient", 60)
-	pgtest.Eventually(t, func() bool { return try(t, db, "short", "patient", 60).acquired },
+	enqueue(t, db, "short", "patient", 60)
+	pgtest.Eventually(t, func() bool { return tryAcquire(t, db, "short", "patient", 60).acquired },
 		"the next in the queue is served")
 }
 
 // A leaving waiter releases a lane that was just handed over, also during the handover.
-func TestAWaiterThatLeavesHoldsNothing(t *testing.T) {
+func TestLeavingWaiterHoldsNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	token := mustTry(t, db, "x", "a", 60)
-	queues(t, db, "x", "b", 60)
-	queues(t, db, "x", "c", 60)
+	token := mustAcquire(t, db, "x", "a", 60)
+	enqueue(t, db, "x", "b", 60)
+	enqueue(t, db, "x", "c", 60)
 	release := pgtest.Begin(t, db)
 	require.Equal(t, "b", releaseLane(t, release, "x", "a", token))
 	left := make(chan string, 1)
@@ -258,7 +259,7 @@ func TestAWaiterThatLeavesHoldsNothing(t *testing.T) {
 }
 
 // The owner of a transaction decides how it commits, not a function in it.
-func TestAReleaseLeavesTheCallersTransactionDurable(t *testing.T) {
+func TestReleaseKeepsCommitModeOfTransaction(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for name, query := range map[string]string{
@@ -273,8 +274,10 @@ func TestAReleaseLeavesTheCallersTransactionDurable(t *testing.T) {
 	} {
 		tx := pgtest.Begin(t, db)
 		pgtest.Exec(t, tx, `set local synchronous_commit = on`)
-		args := pgx.NamedArgs{"lonely": mustTry(t, tx, "lonely", "a", 60), "wanted": mustTry(t, tx, "wanted", "a", 60)}
-		queues(t, tx, "wanted", "b", 60)
+		args := pgx.NamedArgs{
+			"lonely": mustAcquire(t, tx, "lonely", "a", 60), "wanted": mustAcquire(t, tx, "wanted", "a", 60),
+		}
+		enqueue(t, tx, "wanted", "b", 60)
 		pgtest.Exec(t, tx, query, args)
 		assert.Equal(t, "on", pgtest.Value[string](t, tx, `show synchronous_commit`), name)
 		require.NoError(t, tx.Rollback(t.Context()))
@@ -282,7 +285,7 @@ func TestAReleaseLeavesTheCallersTransactionDurable(t *testing.T) {
 }
 
 // The commit of a handover is synchronous: it is a grant. A release to no waiter is asynchronous.
-func TestAHandoverIsDurable(t *testing.T) {
+func TestHandoverCommitsSynchronously(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for name, c := range map[string]struct {
@@ -291,10 +294,10 @@ func TestAHandoverIsDurable(t *testing.T) {
 	}{"wanted": {true, "on"}, "lonely": {false, "off"}} {
 		tx := pgtest.Begin(t, db)
 		pgtest.Exec(t, tx, `set local synchronous_commit = on`)
-		k, _ := keeper(t, tx) // alone, so each of its statements is in the transaction
-		l := acquire(t, k, "x")
+		k, _ := newKeeper(t, tx) // alone, so each of its statements is in the transaction
+		l := acquireLane(t, k, "x")
 		if c.wanted {
-			queues(t, tx, "x", "b", 60)
+			enqueue(t, tx, "x", "b", 60)
 		}
 		require.NoError(t, l.Release(t.Context()))
 		assert.Equal(t, c.mode, pgtest.Value[string](t, tx, `show synchronous_commit`), name, "synchronous_commit")
@@ -303,17 +306,17 @@ func TestAHandoverIsDurable(t *testing.T) {
 }
 
 // Concurrent handovers behave like single ones.
-func TestABatchHandsManyLanesOver(t *testing.T) {
+func TestReleaseBatchHandsOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	names := []string{"wanted", "lonely", "promised", "also wanted"}
 	var owners []string
 	var tokens []int64
 	for _, name := range names {
-		owners, tokens = append(owners, "a"), append(tokens, mustTry(t, db, name, "a", 60))
+		owners, tokens = append(owners, "a"), append(tokens, mustAcquire(t, db, name, "a", 60))
 	}
-	queues(t, db, "wanted", "b", 60)
-	queues(t, db, "also wanted", "c", 60)
+	enqueue(t, db, "wanted", "b", 60)
+	enqueue(t, db, "also wanted", "c", 60)
 	pgtest.Exec(t, db, `select await_agent_lock('promised', 'd', 60, 60)`)
 	n := pgtest.Value[int](t, db, `select count(lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false))
 		from unnest($1::text[], $2::text[], $3::bigint[]) w (lane, owner, token)`, names, owners, tokens)
@@ -321,16 +324,16 @@ func TestABatchHandsManyLanesOver(t *testing.T) {
 	for lane, want := range map[string]string{"wanted": "b", "also wanted": "c", "lonely": "", "promised": ""} {
 		assert.Equal(t, want, pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane), lane)
 	}
-	g := try(t, db, "promised", "e", 60)
+	g := tryAcquire(t, db, "promised", "e", 60)
 	assert.Truef(t, !g.acquired && g.holder == "d", "a newcomer got %+v, want busy by d", g)
 }
 
 // The claim of an execution may have ended at the handover. It acquires lanes itself, and only while it is live.
-func TestAnExecutionClaimGetsNoHandover(t *testing.T) {
+func TestExecutionClaimGetsNoHandover(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k := listeningKeeper(t, db)
-	token := mustTry(t, db, "x", "a", 60)
+	token := mustAcquire(t, db, "x", "a", 60)
 	owner := liveClaim(t, db)
 	other := lanes.ClaimOwner(strings.TrimSuffix(owner.String(), "#1"), 2)
 	_, err := k.AcquireWaitAs(t.Context(), other, "y")
@@ -344,14 +347,14 @@ func TestAnExecutionClaimGetsNoHandover(t *testing.T) {
 		assert.NoError(t, err)
 		got <- lease
 	}()
-	settled(t, db, "x")
+	awaitSecondPoll(t, db, "x")
 	assert.Equal(t, "", releaseLane(t, db, "x", "a", token))
 	lease := <-got
 	assert.Truef(t, lease != nil && lease.Owner() == owner, "got %v", lease)
 }
 
 // A waiter that misses the handover finds the lane at its next attempt. So does a waiter whose keeper does not renew.
-func TestAMissedHandoverIsFoundByPolling(t *testing.T) {
+func TestMissedHandoverIsFoundByPolling(t *testing.T) {
 	t.Parallel()
 	for name, heard := range map[string]bool{"not heard": false, "nothing is renewed": true} {
 		t.Run(name, func(t *testing.T) {
@@ -362,11 +365,11 @@ func TestAMissedHandoverIsFoundByPolling(t *testing.T) {
 			if heard {
 				k = lanes.NewKeeper(db, lanes.Options{Listener: newListener(t, db)})
 			} else {
-				run(t, k)
+				runKeeper(t, k)
 			}
-			token := mustTry(t, db, "x", "a", 60)
+			token := mustAcquire(t, db, "x", "a", 60)
 			got := acquireLater(t, k, "x", lanes.WithTTL(time.Hour))
-			settled(t, db, "x")
+			awaitSecondPoll(t, db, "x")
 			heir := releaseLane(t, db, "x", "a", token)
 			lease := <-got
 			assert.Truef(t, lease != nil && lease.Owner().String() == heir &&
@@ -377,13 +380,13 @@ func TestAMissedHandoverIsFoundByPolling(t *testing.T) {
 }
 
 // A late notification is for a lease that has ended.
-func TestALateHandoverIsIgnored(t *testing.T) {
+func TestLateHandoverIsIgnored(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k := listeningKeeper(t, db)
-	mustTry(t, db, "x", "a", 60)
+	mustAcquire(t, db, "x", "a", 60)
 	got := acquireLater(t, k, "x")
-	settled(t, db, "x")
+	awaitSecondPoll(t, db, "x")
 	place := pgtest.Value[time.Time](t, db, `select expires_at from agent_lock_waiters`)
 	pgtest.Exec(t, db, `select pg_notify('agent_lanes',
 		concat_ws(E'\t', 'x', w.owner, 1, (extract(epoch from clock_timestamp() - interval '1 minute') * 1000000)::bigint))
@@ -399,25 +402,25 @@ func TestALateHandoverIsIgnored(t *testing.T) {
 }
 
 // A handed-over lease ends here no later than in the database: it counts from before the last attempt.
-func TestTheLocalEndOfAHandoverCountsFromBeforeTheAttempt(t *testing.T) {
+func TestHandoverDeadlineCountsFromBeforeAttempt(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	w := &wire{DB: db, delay: 600 * time.Millisecond}
+	w := &faultyDB{DB: db, delay: 600 * time.Millisecond}
 	k := lanes.NewKeeper(w, lanes.Options{Listener: newListener(t, db)})
-	run(t, k)
-	retryWithin(t, 1900*time.Millisecond, func() time.Duration {
-		token := mustTry(t, db, "x", "a", 60)
+	runKeeper(t, k)
+	bestOf(t, 1900*time.Millisecond, func() time.Duration {
+		token := mustAcquire(t, db, "x", "a", 60)
 		got := acquireLater(t, k, "x", lanes.WithTTL(2*time.Second))
-		settled(t, db, "x")
-		w.cut.Store(true) // the keeper renews nothing
-		defer w.cut.Store(false)
+		awaitSecondPoll(t, db, "x")
+		w.disconnected.Store(true) // the keeper renews nothing
+		defer w.disconnected.Store(false)
 		start := time.Now()
 		releaseLane(t, db, "x", "a", token)
 		lease := <-got
 		if lease == nil {
 			t.FailNow()
 		}
-		took := ended(t, lease, pgtest.Timeout).Sub(start)
+		took := awaitLoss(t, lease, pgtest.Timeout).Sub(start)
 		expire(t, db, "x")
 		return took
 	})

@@ -71,12 +71,12 @@ func NewKeeper(db postgres.DB, opts Options) *Keeper {
 		db: db, listener: opts.Listener, log: opts.Logger, enabled: !opts.Disabled, observer: opts.Observer,
 		renewSooner: make(chan struct{}, 1), held: make(map[key]*hold), lanes: make(map[string]map[*hold]struct{}),
 	}
-	k.acquires.Send = func(ctx context.Context, all []acquireRequest) ([]batch.Answer[acquireResult], error) {
-		return tryBatch(ctx, k.db, all)
+	k.acquires.Send = func(ctx context.Context, requests []acquireRequest) ([]batch.Result[acquireResult], error) {
+		return tryBatch(ctx, k.db, requests)
 	}
-	k.acquires.Late = k.releaseLate
-	k.releases.Send = func(ctx context.Context, all []releaseRequest) ([]batch.Answer[releaseResult], error) {
-		return releaseBatch(ctx, k.db, all)
+	k.acquires.OnLate = k.releaseLate
+	k.releases.Send = func(ctx context.Context, requests []releaseRequest) ([]batch.Result[releaseResult], error) {
+		return releaseBatch(ctx, k.db, requests)
 	}
 	scheduler := &batch.Scheduler{}
 	configureBatcher(&k.acquires, scheduler)

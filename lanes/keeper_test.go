@@ -15,8 +15,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// ended waits for the end of a lease and returns its time.
-func ended(t *testing.T, l *lanes.Lease, within time.Duration) time.Time {
+// awaitLoss waits for the end of a lease and returns its time.
+func awaitLoss(t *testing.T, l *lanes.Lease, within time.Duration) time.Time {
 	t.Helper()
 	select {
 	case <-l.Context().Done():
@@ -35,12 +35,12 @@ func ended(t *testing.T, l *lanes.Lease, within time.Duration) time.Time {
 	return at
 }
 
-func TestRunKeepsALeaseBeyondItsTTL(t *testing.T) {
+func TestRunRenewsLease(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, log := keeper(t, db)
-	run(t, k)
-	l := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
+	k, log := newKeeper(t, db)
+	runKeeper(t, k)
+	l := acquireLane(t, k, "x", lanes.WithTTL(9*time.Second))
 	first := l.ExpiresAt()
 	pgtest.Eventually(t, func() bool {
 		return l.Context().Err() != nil || pgtest.Value[bool](t, db, `select clock_timestamp() > $1::timestamptz`, first)
@@ -56,15 +56,15 @@ func TestRunKeepsALeaseBeyondItsTTL(t *testing.T) {
 	log.want(t, 0, "lane lost")
 }
 
-func TestOneStatementRenewsEverything(t *testing.T) {
+func TestOneStatementRenewsAllLeases(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	w := &wire{DB: db}
-	k, _ := keeper(t, w)
-	run(t, k)
+	w := &faultyDB{DB: db}
+	k, _ := newKeeper(t, w)
+	runKeeper(t, k)
 	const n = 20
 	for i := range n {
-		acquire(t, k, fmt.Sprint("x", i), lanes.WithTTL(12*time.Second))
+		acquireLane(t, k, fmt.Sprint("x", i), lanes.WithTTL(12*time.Second))
 	}
 	start, sent := time.Now(), w.count("renew_agent_locks")
 	pgtest.Eventually(t, func() bool { return w.count("renew_agent_locks") >= sent+3 }, "renewals go on")
@@ -75,14 +75,14 @@ func TestOneStatementRenewsEverything(t *testing.T) {
 }
 
 // The local clock starts before the call, so the work ends no later than the lease.
-func TestTheLocalEndCountsFromBeforeTheCall(t *testing.T) {
+func TestLocalDeadlineCountsFromBeforeCall(t *testing.T) {
 	t.Parallel()
-	w := &wire{DB: pgtest.DB(t), delay: 600 * time.Millisecond}
-	k, log := keeper(t, w)
-	least := retryWithin(t, 2400*time.Millisecond, func() time.Duration {
+	w := &faultyDB{DB: pgtest.DB(t), delay: 600 * time.Millisecond}
+	k, log := newKeeper(t, w)
+	least := bestOf(t, 2400*time.Millisecond, func() time.Duration {
 		start := time.Now()
-		l := acquire(t, k, "x", lanes.WithTTL(2*time.Second))
-		took := ended(t, l, pgtest.Timeout).Sub(start)
+		l := acquireLane(t, k, "x", lanes.WithTTL(2*time.Second))
+		took := awaitLoss(t, l, pgtest.Timeout).Sub(start)
 		log.want(t, 1, "level=ERROR", `msg="lane lost"`, "lane=x", "owner="+l.Owner().String())
 		assert.ErrorIs(t, l.Release(t.Context()), lanes.ErrLost)
 		return took
@@ -90,64 +90,64 @@ func TestTheLocalEndCountsFromBeforeTheCall(t *testing.T) {
 	assert.Truef(t, least >= 1900*time.Millisecond, "the work ended %s after the call, want 2 s", least)
 }
 
-// retryWithin measures until one of a few tries is fast enough. On a busy machine each try may be late; a defect makes
+// bestOf measures until one of a few tries is fast enough. On a busy machine each try may be late; a defect makes
 // all of them late. It returns the shortest.
-func retryWithin(t *testing.T, most time.Duration, try func() time.Duration) time.Duration {
+func bestOf(t *testing.T, limit time.Duration, try func() time.Duration) time.Duration {
 	t.Helper()
-	least := try()
-	for n := 1; n < 6 && least > most; n++ {
-		least = min(least, try())
+	shortest := try()
+	for n := 1; n < 6 && shortest > limit; n++ {
+		shortest = min(shortest, try())
 	}
-	assert.Truef(t, least <= most, "it took %s each time, want at most %s", least, most)
-	return least
+	assert.Truef(t, shortest <= limit, "it took %s each time, want at most %s", shortest, limit)
+	return shortest
 }
 
-func TestWorkEndsWithTheLeaseWhenTheDatabaseIsGone(t *testing.T) {
+func TestLeaseContextEndsDuringOutage(t *testing.T) {
 	t.Parallel()
-	w := &wire{DB: pgtest.DB(t)}
-	k, log := keeper(t, w)
-	run(t, k)
-	retryWithin(t, 2400*time.Millisecond, func() time.Duration {
-		l := acquire(t, k, "x", lanes.WithTTL(2*time.Second))
+	w := &faultyDB{DB: pgtest.DB(t)}
+	k, log := newKeeper(t, w)
+	runKeeper(t, k)
+	bestOf(t, 2400*time.Millisecond, func() time.Duration {
+		l := acquireLane(t, k, "x", lanes.WithTTL(2*time.Second))
 		renewed := w.count("renew_agent_locks")
 		pgtest.Eventually(t, func() bool { return w.count("renew_agent_locks") > renewed || l.Context().Err() != nil },
 			"a renewal")
-		w.cut.Store(true)
+		w.disconnected.Store(true)
 		start := time.Now()
-		took := ended(t, l, pgtest.Timeout).Sub(start)
+		took := awaitLoss(t, l, pgtest.Timeout).Sub(start)
 		log.want(t, 1, `msg="lane lost"`, "owner="+l.Owner().String())
-		w.cut.Store(false) // so the release succeeds
+		w.disconnected.Store(false) // so the release succeeds
 		err := l.Release(t.Context())
 		assert.True(t, err == nil || errors.Is(err, lanes.ErrLost), err)
 		return took
 	})
 }
 
-func TestALeaseSurvivesAShortOutage(t *testing.T) {
+func TestLeaseSurvivesShortOutage(t *testing.T) {
 	t.Parallel()
-	w := &wire{DB: pgtest.DB(t)}
-	k, log := keeper(t, w)
-	run(t, k)
-	l := acquire(t, k, "x", lanes.WithTTL(20*time.Second))
-	w.cut.Store(true)
+	w := &faultyDB{DB: pgtest.DB(t)}
+	k, log := newKeeper(t, w)
+	runKeeper(t, k)
+	l := acquireLane(t, k, "x", lanes.WithTTL(20*time.Second))
+	w.disconnected.Store(true)
 	pgtest.Eventually(t, func() bool { return len(log.Lines("lanes not renewed")) > 0 }, "a renewal fails")
-	w.cut.Store(false)
+	w.disconnected.Store(false)
 	ends := l.ExpiresAt()
 	pgtest.Eventually(t, func() bool { return l.ExpiresAt().After(ends) || l.Context().Err() != nil },
 		"renewed again")
 	assert.NoError(t, context.Cause(l.Context()), "lost")
 }
 
-func TestABrokenLaneEndsTheWork(t *testing.T) {
+func TestBreakCancelsLeaseContext(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, log := keeper(t, db)
-	run(t, k)
-	l := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
-	other := acquire(t, k, "y", lanes.WithTTL(9*time.Second))
+	k, log := newKeeper(t, db)
+	runKeeper(t, k)
+	l := acquireLane(t, k, "x", lanes.WithTTL(9*time.Second))
+	other := acquireLane(t, k, "y", lanes.WithTTL(9*time.Second))
 	broken, err := lanes.Break(t.Context(), db, "x", "stuck")
 	require.Truef(t, err == nil && broken, "Break: %v, %v", broken, err)
-	if at, end := ended(t, l, pgtest.Timeout), l.ExpiresAt(); !at.Before(end) {
+	if at, end := awaitLoss(t, l, pgtest.Timeout), l.ExpiresAt(); !at.Before(end) {
 		t.Errorf("the work ended at %s, with its lease at %s", at, end)
 	}
 	assert.NoError(t, other.Context().Err(), "another lane ended too")
@@ -157,17 +157,17 @@ func TestABrokenLaneEndsTheWork(t *testing.T) {
 }
 
 // A break reaches its holder by notification, long before the next renewal.
-func TestABrokenLaneReachesItsHolderAtOnce(t *testing.T) {
+func TestBreakNotifiesHolder(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k := listeningKeeper(t, db)
-	retryWithin(t, time.Second, func() time.Duration {
-		l := acquire(t, k, "x", lanes.WithTTL(time.Hour))
-		other := acquire(t, k, "y", lanes.WithTTL(time.Hour))
+	bestOf(t, time.Second, func() time.Duration {
+		l := acquireLane(t, k, "x", lanes.WithTTL(time.Hour))
+		other := acquireLane(t, k, "y", lanes.WithTTL(time.Hour))
 		began := time.Now()
 		broken, err := lanes.Break(t.Context(), db, "x", "stuck")
 		require.Truef(t, err == nil && broken, "Break: %v, %v", broken, err)
-		took := ended(t, l, pgtest.Timeout).Sub(began)
+		took := awaitLoss(t, l, pgtest.Timeout).Sub(began)
 		if cause := context.Cause(l.Context()); !errors.Is(cause, lanes.ErrLost) || other.Context().Err() != nil {
 			t.Errorf("the work ended with %v, that in another lane with %v", cause, other.Context().Err())
 		}
@@ -177,31 +177,31 @@ func TestABrokenLaneReachesItsHolderAtOnce(t *testing.T) {
 }
 
 // The process acquires the lane again before it notices the loss.
-func TestABrokenLaneThatIsTakenAgainEndsTheOldWorkOnly(t *testing.T) {
+func TestBreakCancelsOnlyEarlierHold(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, _ := keeper(t, db)
-	old := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
+	k, _ := newKeeper(t, db)
+	old := acquireLane(t, k, "x", lanes.WithTTL(9*time.Second))
 	_, err := lanes.Break(t.Context(), db, "x", "stuck")
 	require.NoError(t, err)
-	l := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
-	run(t, k)
-	if at, end := ended(t, old, pgtest.Timeout), old.ExpiresAt(); !at.Before(end) {
+	l := acquireLane(t, k, "x", lanes.WithTTL(9*time.Second))
+	runKeeper(t, k)
+	if at, end := awaitLoss(t, old, pgtest.Timeout), old.ExpiresAt(); !at.Before(end) {
 		t.Errorf("the old work ended at %s, with its lease at %s", at, end)
 	}
 	assert.NoError(t, context.Cause(l.Context()), "the new hold ended")
 }
 
 // The keeper soon retries a renewal if another session has locked the row, well before the end of the lease.
-func TestALockedRowIsRenewedSoon(t *testing.T) {
+func TestRenewalOfLockedRowIsRetried(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	w := &wire{DB: db}
-	k, log := keeper(t, w)
-	l := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
+	w := &faultyDB{DB: db}
+	k, log := newKeeper(t, w)
+	l := acquireLane(t, k, "x", lanes.WithTTL(9*time.Second))
 	stranger := pgtest.Begin(t, db)
 	pgtest.Exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
-	run(t, k)
+	runKeeper(t, k)
 	pgtest.Eventually(t, func() bool { return w.count("renew_agent_locks") >= 2 }, "the row is asked again")
 	commit(t, stranger)
 	ends := l.ExpiresAt()
@@ -210,12 +210,12 @@ func TestALockedRowIsRenewedSoon(t *testing.T) {
 	log.want(t, 0, "lane lost")
 }
 
-func TestThreadLanesAreRenewedManuallyAndTheirLossCancelsNothing(t *testing.T) {
+func TestLossOfThreadLaneCancelsNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, log := keeper(t, db)
-	run(t, k)
-	l := acquire(t, k, "thread:1", lanes.WithTTL(5*time.Second))
+	k, log := newKeeper(t, db)
+	runKeeper(t, k)
+	l := acquireLane(t, k, "thread:1", lanes.WithTTL(5*time.Second))
 	ends := l.ExpiresAt()
 	assert.NoError(t, l.Renew(t.Context()))
 	assert.True(t, l.ExpiresAt().After(ends), "Renew did not prolong the lease")
@@ -233,12 +233,12 @@ func TestThreadLanesAreRenewedManuallyAndTheirLossCancelsNothing(t *testing.T) {
 }
 
 // Waiters poll the lane of a dead process while the sweep releases it.
-func TestTheLaneOfADeadProcessIsReleased(t *testing.T) {
+func TestLaneOfDeadProcessIsReleased(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	process := pgtest.Value[string](t, db, `insert into agent_workers (expires_at) values (clock_timestamp())
 		returning id::text`)
-	mustTry(t, db, "x", "run/1@"+process, 60)
+	mustAcquire(t, db, "x", "run/1@"+process, 60)
 	look := pgtest.Begin(t, db)
 	pgtest.Exec(t, look, `update agent_locks set waited_until = clock_timestamp() where lane = 'x'`)
 	var under sync.WaitGroup
@@ -249,18 +249,18 @@ func TestTheLaneOfADeadProcessIsReleased(t *testing.T) {
 	waitUntilBlocked(t, db, "lose_agent_claims")
 	commit(t, look)
 	under.Wait()
-	g := try(t, db, "x", "b", 60)
+	g := tryAcquire(t, db, "x", "b", 60)
 	assert.Truef(t, g.acquired, "%s still has the lane", g.holder)
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_workers`))
 }
 
 // The sweep does not wait for a transaction that locks the row for long.
-func TestTheSweepDoesNotWaitForLong(t *testing.T) {
+func TestSweepDoesNotWaitForLockedLane(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	process := pgtest.Value[string](t, db, `insert into agent_workers (expires_at) values (clock_timestamp())
 		returning id::text`)
-	token := mustTry(t, db, "x", "run/1@"+process, 60)
+	token := mustAcquire(t, db, "x", "run/1@"+process, 60)
 	write := pgtest.Begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 	pgtest.Exec(t, db, `select lanekeeper.lose_agent_claims(id) from agent_workers`)
@@ -268,13 +268,13 @@ func TestTheSweepDoesNotWaitForLong(t *testing.T) {
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 }
 
-func TestLiveShowsWhoHoldsWhat(t *testing.T) {
+func TestLiveListsHeldLanes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	token := mustTry(t, db, "heartbeat", "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE/01JD3V7K8ZQ6W2M5T9X4C1B0AE", 300)
-	mustTry(t, db, "objective:1", execution+"#2", 300)
+	token := mustAcquire(t, db, "heartbeat", "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE/01JD3V7K8ZQ6W2M5T9X4C1B0AE", 300)
+	mustAcquire(t, db, "objective:1", execution+"#2", 300)
 	pgtest.Exec(t, db, `update agent_locks set parked = true, expires_at = '9000-01-01' where lane = 'objective:1'`)
-	mustTry(t, db, "over", "a", 60)
+	mustAcquire(t, db, "over", "a", 60)
 	expire(t, db, "over")
 
 	live, err := lanes.Live(t.Context(), db)
@@ -298,25 +298,26 @@ func TestLiveShowsWhoHoldsWhat(t *testing.T) {
 	assert.NoDiff(t, want, got)
 }
 
-func TestABreakIsAuditedUnderTheHoldersTrace(t *testing.T) {
+func TestBreakIsRecordedUnderHolderTrace(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	mustTry(t, db, "heartbeat", "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE/01JD3V7K8ZQ6W2M5T9X4C1B0AE", 300)
+	mustAcquire(t, db, "heartbeat", "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE/01JD3V7K8ZQ6W2M5T9X4C1B0AE", 300)
 	broken, err := lanes.Break(t.Context(), db, "heartbeat", "it hangs")
 	require.Truef(t, err == nil && broken, "Break: %v, %v", broken, err)
-	pgtest.Equal(t, db, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE it hangs heartbeat", `select trace_id || ' ' || (input ->> 'reason') || ' ' || lane from agent_activity`)
+	pgtest.Equal(t, db, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE it hangs heartbeat", `
+		select trace_id || ' ' || (input ->> 'reason') || ' ' || lane from agent_activity`)
 	held, err := lanes.Held(t.Context(), db, "heartbeat")
 	assert.Truef(t, err == nil && !held, "held %v, %v", held, err)
 }
 
 // Expire soon clears and logs a lane with an expired lease. It leaves lanes that are held, parked or lent, and those of
 // threads.
-func TestExpiredLanesAreCleared(t *testing.T) {
+func TestExpireClearsExpiredLanes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, log := keeper(t, db)
+	k, log := newKeeper(t, db)
 	for _, lane := range []string{"ended", "just ended", "held", "thread:1", "lent"} {
-		mustTry(t, db, lane, "gone", 60)
+		mustAcquire(t, db, lane, "gone", 60)
 	}
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '1 minute'
 		where lane in ('ended', 'thread:1', 'lent')`)
@@ -335,17 +336,17 @@ func TestExpiredLanesAreCleared(t *testing.T) {
 	assert.Truef(t, now > token, "its token is %d, before %d", now, token)
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`))
 	log.want(t, 1, "level=WARN", `msg="lane stale, clearing"`, "lane=ended", "holder=gone", "age=1m0")
-	mustTry(t, db, "ended", "next", 60)
+	mustAcquire(t, db, "ended", "next", 60)
 }
 
 // Expire examines each of any number of held lanes in its turn.
-func TestExpiredLanesAreClearedInBatches(t *testing.T) {
+func TestExpireReadsInBatches(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `insert into agent_locks (lane, locked_by, fencing_token, expires_at)
 		select 'lane ' || to_char(n, 'FM00000'), 'gone', 1, clock_timestamp() - interval '1 minute'
 		from generate_series(1, 2500) n`)
-	k, _ := keeper(t, db)
+	k, _ := newKeeper(t, db)
 	after, looks := "", 0
 	for ; looks == 0 || after != ""; looks++ {
 		var err error

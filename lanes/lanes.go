@@ -73,10 +73,10 @@ var (
 
 // SQLSTATEs of the lane functions, and that of text which is not valid UTF-8.
 const (
-	codeStale   = "LK001"
-	codeBlocked = "55P03"
-	codeInvalid = "22023"
-	codeNoText  = "22021"
+	codeStale       = "LK001"
+	codeBlocked     = "55P03"
+	codeInvalid     = "22023"
+	codeBadEncoding = "22021"
 )
 
 // BusyError names the holder of a lane. It matches ErrBusy.
@@ -281,6 +281,6 @@ func wholeSeconds(d time.Duration) time.Duration {
 
 // seconds converts d for an int parameter; larger values are out of range anyway.
 func seconds(d time.Duration) int32 {
-	const most = 1<<31 - 1
-	return int32(max(-most, min(most, int64(d/time.Second))))
+	const limit = 1<<31 - 1
+	return int32(max(-limit, min(limit, int64(d/time.Second))))
 }

@@ -12,10 +12,10 @@ import (
 
 // Lease is a hold of a lane. Its methods may be called from any goroutine.
 type Lease struct {
-	hold   *hold
-	ctx    context.Context
-	cancel context.CancelCauseFunc
-	off    bool // lanes are off
+	hold     *hold
+	ctx      context.Context
+	cancel   context.CancelCauseFunc
+	disabled bool // lanes are off
 
 	mu         sync.Mutex
 	released   bool // Release has its answer
@@ -28,10 +28,10 @@ func newLease(ctx context.Context, h *hold) *Lease {
 	return l
 }
 
-// unlockedLease is the lease while lanes are off.
-func unlockedLease(ctx context.Context, k *Keeper, owner Owner, lane string) *Lease {
+// disabledLease is the lease while lanes are off.
+func disabledLease(ctx context.Context, k *Keeper, owner Owner, lane string) *Lease {
 	l := newLease(ctx, &hold{keeper: k, owner: owner, lane: lane, lost: make(chan struct{})})
-	l.off = true
+	l.disabled = true
 	return l
 }
 
@@ -65,7 +65,7 @@ func (l *Lease) Lost() <-chan struct{} { return l.hold.lost }
 // Fence guards the writes of tx; call it before them. It returns ErrStale, and has aborted tx, when the lane is no
 // longer held under this token. Otherwise no other owner can acquire the lane before tx ends; renewals still succeed.
 func (l *Lease) Fence(ctx context.Context, tx postgres.DB) error {
-	if l.off {
+	if l.disabled {
 		return nil
 	}
 	_, err := tx.Exec(ctx, `select fence_agent_lock(@lane, @token)`,
@@ -83,10 +83,10 @@ func (l *Lease) Fence(ctx context.Context, tx postgres.DB) error {
 // returns ErrLost for a lost or released lane. It returns nil also when the row was locked and the lease is
 // unchanged.
 func (l *Lease) Renew(ctx context.Context) error {
-	if l.off {
+	if l.disabled {
 		return nil
 	}
-	if l.isOver() {
+	if l.hasEnded() {
 		return fmt.Errorf("renew %s: %w: it was released", l.hold.lane, ErrLost)
 	}
 	if err := l.hold.keeper.renew(ctx, []*hold{l.hold}); err != nil {
@@ -100,13 +100,13 @@ func (l *Lease) Renew(ctx context.Context) error {
 	}
 }
 
-// isOver reports a lease that was released, or dropped with its owner.
-func (l *Lease) isOver() bool {
+// hasEnded reports a lease that was released, or dropped with its owner.
+func (l *Lease) hasEnded() bool {
 	k := l.hold.keeper
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	_, counts := l.hold.leases[l]
-	return l.hold.state == released || l.hold.state != lost && !counts
+	_, attached := l.hold.leases[l]
+	return l.hold.state == released || l.hold.state != lost && !attached
 }
 
 // Release cancels Context and releases the lane; an inner hold only ends itself. It works with an ended ctx. It retries
@@ -123,7 +123,7 @@ func (l *Lease) ReleaseWithin(ctx context.Context, limit time.Duration) error {
 	if l.released {
 		return l.releaseErr
 	}
-	if l.off {
+	if l.disabled {
 		l.released = true
 		l.hold.keeper.log.InfoContext(ctx, "lane released", "lane", l.hold.lane, "owner", l.hold.owner.name)
 		return nil
@@ -261,8 +261,8 @@ func (h *hold) interval() time.Duration { return min(h.ttl/3, maxRenewInterval) 
 // expire runs at the local end of a lease.
 func (k *Keeper) expire(h *hold) {
 	k.mu.Lock()
-	if left := time.Until(h.deadline); left > 0 && h.state == live {
-		h.timer.Reset(left)
+	if remaining := time.Until(h.deadline); remaining > 0 && h.state == live {
+		h.timer.Reset(remaining)
 		k.mu.Unlock()
 		return
 	}

@@ -19,11 +19,11 @@ import (
 
 const execution = "018f0000-0000-7000-8000-00000000000a"
 
-func TestABusyLaneNamesItsHolder(t *testing.T) {
+func TestBusyErrorNamesHolder(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, log := keeper(t, db)
-	first := acquire(t, k, "heartbeat")
+	k, log := newKeeper(t, db)
+	first := acquireLane(t, k, "heartbeat")
 	_, err := k.Acquire(t.Context(), "heartbeat")
 	busy, ok := errors.AsType[*lanes.BusyError](err)
 	require.Truef(t, ok && errors.Is(err, lanes.ErrBusy), "error %v, want a BusyError", err)
@@ -39,40 +39,40 @@ func TestABusyLaneNamesItsHolder(t *testing.T) {
 }
 
 // A skipped run never frees the lane that it did not get.
-func TestASkippedRunFreesNothing(t *testing.T) {
+func TestFailedAcquireReleasesNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, _ := keeper(t, db)
-	late := acquire(t, k, "x")
+	k, _ := newKeeper(t, db)
+	late := acquireLane(t, k, "x")
 	expire(t, db, "x")
-	acquire(t, k, "x")
-	want := row(t, db, "x")
+	acquireLane(t, k, "x")
+	want := laneRow(t, db, "x")
 	_, err := k.Acquire(t.Context(), "x")
 	assert.ErrorIs(t, err, lanes.ErrBusy)
 	assert.ErrorIs(t, late.Release(t.Context()), lanes.ErrLost)
-	assert.Equal(t, want, row(t, db, "x"))
+	assert.Equal(t, want, laneRow(t, db, "x"))
 }
 
-func TestATakeoverIsLogged(t *testing.T) {
+func TestTakeoverIsLogged(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, log := keeper(t, db)
-	mustTry(t, db, "x", "a dead run", 60)
+	k, log := newKeeper(t, db)
+	mustAcquire(t, db, "x", "a dead run", 60)
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '90 seconds'`)
-	acquire(t, k, "x")
+	acquireLane(t, k, "x")
 	log.want(t, 1, "level=WARN", `msg="lane stale, clearing"`, "lane=x", `holder="a dead run"`, "age=1m30")
 }
 
-func TestOwnersAreNeverTheSame(t *testing.T) {
+func TestOwnersAreUnique(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, _ := keeper(t, db)
+	k, _ := newKeeper(t, db)
 	id := trace.New(trace.Heartbeat)
 	ctx := trace.With(t.Context(), trace.Span{TraceID: id})
 	a, err := k.Acquire(ctx, "a")
-	acquired(t, a, err)
+	mustAcquired(t, a, err)
 	b, err := k.Acquire(ctx, "b")
-	acquired(t, b, err)
+	mustAcquired(t, b, err)
 	if !strings.HasPrefix(a.Owner().String(), string(id)+"/") || a.Owner() == b.Owner() {
 		t.Errorf("owners %s and %s of trace %s", a.Owner(), b.Owner(), id)
 	}
@@ -88,37 +88,37 @@ func TestOwnersAreNeverTheSame(t *testing.T) {
 	assert.Equal(t, execution+"#7", lanes.ClaimOwner(execution, 7).String())
 }
 
-func TestTTLFollowsTheName(t *testing.T) {
+func TestTTLDependsOnLaneName(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, _ := keeper(t, db)
+	k, _ := newKeeper(t, db)
 	for lane, want := range map[string]int{
 		"heartbeat": 300, "operate": 300, "webhook:github:1": 300, "automation:1": 300, "objective:1": 300,
 		"thread:1": 600, "pipeline:prices": 3600, "consolidate:a:2024:11": 3600, "heartbeat:x": 3600, "threads": 3600,
 	} {
-		acquire(t, k, lane)
+		acquireLane(t, k, lane)
 		assert.Equal(t, want, pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = $1`, lane), lane)
 	}
-	acquire(t, k, "short", lanes.WithTTL(1500*time.Millisecond))
+	acquireLane(t, k, "short", lanes.WithTTL(1500*time.Millisecond))
 	assert.Equal(t, 2, pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = 'short'`))
 }
 
-func TestBadInputIsErrInvalid(t *testing.T) {
+func TestInvalidInputIsErrInvalid(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, _ := keeper(t, db)
+	k, _ := newKeeper(t, db)
 	for name, err := range map[string]error{
-		"lane":         second(k.Acquire(t.Context(), "")),
-		"long lane":    second(k.Acquire(t.Context(), strings.Repeat("x", 256))),
-		"zero ttl":     second(k.Acquire(t.Context(), "x", lanes.WithTTL(0))),
-		"negative ttl": second(k.Acquire(t.Context(), "x", lanes.WithTTL(-time.Millisecond))),
-		"long ttl":     second(k.Acquire(t.Context(), "x", lanes.WithTTL(31*24*time.Hour))),
-		"endless ttl":  second(k.Acquire(t.Context(), "x", lanes.WithTTL(1<<62))),
-		"waiting":      second(k.AcquireWait(t.Context(), "a\nb")),
-		"no text":      second(k.Acquire(t.Context(), "a\x00b")),
-		"no UTF-8":     second(k.AcquireWait(t.Context(), "a\xffb")),
-		"reason":       second(lanes.Break(t.Context(), db, "x", " ")),
-		"no reason":    second(lanes.Break(t.Context(), db, "x", "\x00")),
+		"lane":         errOf(k.Acquire(t.Context(), "")),
+		"long lane":    errOf(k.Acquire(t.Context(), strings.Repeat("x", 256))),
+		"zero ttl":     errOf(k.Acquire(t.Context(), "x", lanes.WithTTL(0))),
+		"negative ttl": errOf(k.Acquire(t.Context(), "x", lanes.WithTTL(-time.Millisecond))),
+		"long ttl":     errOf(k.Acquire(t.Context(), "x", lanes.WithTTL(31*24*time.Hour))),
+		"endless ttl":  errOf(k.Acquire(t.Context(), "x", lanes.WithTTL(1<<62))),
+		"waiting":      errOf(k.AcquireWait(t.Context(), "a\nb")),
+		"no text":      errOf(k.Acquire(t.Context(), "a\x00b")),
+		"no UTF-8":     errOf(k.AcquireWait(t.Context(), "a\xffb")),
+		"reason":       errOf(lanes.Break(t.Context(), db, "x", " ")),
+		"no reason":    errOf(lanes.Break(t.Context(), db, "x", "\x00")),
 	} {
 		ours := !strings.HasPrefix(name, "no ") && name != "reason"
 		assert.Truef(t, errors.Is(err, lanes.ErrInvalid) && (!ours || strings.Contains(err.Error(), "is not valid: ")),
@@ -127,17 +127,17 @@ func TestBadInputIsErrInvalid(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_locks`))
 }
 
-func second[T any](_ T, err error) error { return err }
+func errOf[T any](_ T, err error) error { return err }
 
 func TestNestedHoldsAreCounted(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, _ := keeper(t, db)
+	k, _ := newKeeper(t, db)
 	owner := liveClaim(t, db)
 	outer, err := k.AcquireAs(t.Context(), owner, "x", lanes.WithTTL(time.Hour))
-	acquired(t, outer, err)
+	mustAcquired(t, outer, err)
 	inner, err := k.AcquireAs(t.Context(), owner, "x", lanes.WithTTL(time.Second))
-	acquired(t, inner, err)
+	mustAcquired(t, inner, err)
 	assert.Equal(t, 3600, pgtest.Value[int](t, db, `select ttl_seconds from agent_locks`))
 	for range 2 { // idempotent: the second must not count for the outer hold
 		assert.NoError(t, inner.Release(t.Context()))
@@ -152,10 +152,10 @@ func TestNestedHoldsAreCounted(t *testing.T) {
 	assert.Truef(t, err == nil && !held, "after the outer release: held %v, %v", held, err)
 }
 
-func TestAReleasedLeaseIsNotRenewed(t *testing.T) {
+func TestReleasedLeaseIsNotRenewed(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, _ := keeper(t, db)
+	k, _ := newKeeper(t, db)
 	owner := liveClaim(t, db)
 	var outer, inner, other *lanes.Lease
 	for _, lease := range []**lanes.Lease{&outer, &inner, &other} {
@@ -171,13 +171,13 @@ func TestAReleasedLeaseIsNotRenewed(t *testing.T) {
 	assert.ErrorIs(t, outer.Renew(t.Context()), lanes.ErrLost)
 }
 
-func TestReleaseWorksWithACancelledContext(t *testing.T) {
+func TestReleaseWorksWithCancelledContext(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, log := keeper(t, db)
+	k, log := newKeeper(t, db)
 	ctx, cancel := context.WithCancel(t.Context())
 	l, err := k.Acquire(ctx, "x")
-	acquired(t, l, err)
+	mustAcquired(t, l, err)
 	cancel()
 	assert.Error(t, l.Context().Err(), "the lease's context outlives its parent")
 	for range 2 {
@@ -188,24 +188,24 @@ func TestReleaseWorksWithACancelledContext(t *testing.T) {
 }
 
 // A release that did not reach the database can be repeated, and meanwhile its owner can come back.
-func TestReleaseIsRetriedAfterAnOutage(t *testing.T) {
+func TestReleaseIsRetriedAfterOutage(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	w := &wire{DB: db}
-	k, _ := keeper(t, w)
-	l := acquire(t, k, "x")
-	w.cut.Store(true)
+	w := &faultyDB{DB: db}
+	k, _ := newKeeper(t, w)
+	l := acquireLane(t, k, "x")
+	w.disconnected.Store(true)
 	err := l.Release(t.Context())
 	assert.Truef(t, err != nil && !errors.Is(err, lanes.ErrLost), "release without a database: %v", err)
 	assert.Error(t, l.Context().Err(), "work continues after Release")
-	w.cut.Store(false)
+	w.disconnected.Store(false)
 	assert.NoError(t, l.Release(t.Context()))
 	assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "not released")
 }
 
 // An acquire without an answer must not keep the lane busy until its TTL. Nor must one that commits and then gets an
 // error, from a server that shuts down or a pooler that has lost it.
-func TestALostAnswerLeavesTheLaneFree(t *testing.T) {
+func TestLostResponseLeavesLaneFree(t *testing.T) {
 	t.Parallel()
 	for what, err := range map[string]error{
 		"nothing": nil, "the server goes down": &pgconn.PgError{Code: "57P01"},
@@ -214,12 +214,12 @@ func TestALostAnswerLeavesTheLaneFree(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.DB(t)
-			w := &wire{DB: db, lost: err}
-			k, _ := keeper(t, w)
-			w.lose.Store(true)
+			w := &faultyDB{DB: db, responseErr: err}
+			k, _ := newKeeper(t, w)
+			w.dropResponses.Store(true)
 			_, err := k.Acquire(t.Context(), "x")
 			require.Error(t, err, "no error although the answer was lost")
-			w.lose.Store(false)
+			w.dropResponses.Store(false)
 			require.Equal(t, 1, pgtest.Value[int](t, db, `select count(*) from agent_locks where lane = 'x'`))
 			assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "a lane without a known owner is held")
 		})
@@ -228,10 +228,10 @@ func TestALostAnswerLeavesTheLaneFree(t *testing.T) {
 
 // A caller who leaves during the grant must not leave the lane held. The grant commits after the caller's end: the
 // statement here outlives its cancellation.
-func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
+func TestCallerLeavingDuringGrantLeavesLaneFree(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, _ := keeper(t, db)
+	k, _ := newKeeper(t, db)
 	pgtest.Exec(t, db, `
 		create function slowly() returns trigger language plpgsql as $$
 		begin
@@ -269,30 +269,30 @@ func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 	assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "a lane without a known owner is held")
 }
 
-func TestFenceStopsStaleWrites(t *testing.T) {
+func TestFenceRejectsStaleWrites(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, _ := keeper(t, db)
-	l := acquire(t, k, "x")
+	k, _ := newKeeper(t, db)
+	l := acquireLane(t, k, "x")
 	tx := pgtest.Begin(t, db)
 	assert.NoError(t, l.Fence(t.Context(), tx), "fence of a live lease")
 	commit(t, tx)
 	expire(t, db, "x")
-	mustTry(t, db, "x", "another", 60)
+	mustAcquire(t, db, "x", "another", 60)
 	assert.ErrorIs(t, l.Fence(t.Context(), pgtest.Begin(t, db)), lanes.ErrStale)
 }
 
-func TestDropForgetsTheLeasesOfAnExecution(t *testing.T) {
+func TestDropForgetsLeasesOfExecution(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	w := &wire{DB: db}
-	k, log := keeper(t, w)
-	run(t, k)
+	w := &faultyDB{DB: db}
+	k, log := newKeeper(t, w)
+	runKeeper(t, k)
 	owner := liveClaim(t, db)
 	outer, err := k.AcquireAs(t.Context(), owner, "objective:1", lanes.WithTTL(20*time.Second))
-	acquired(t, outer, err)
+	mustAcquired(t, outer, err)
 	step, err := k.AcquireAs(t.Context(), owner, "objective:1", lanes.WithTTL(9*time.Second))
-	acquired(t, step, err)
+	mustAcquired(t, step, err)
 	if step.Token() != outer.Token() {
 		t.Errorf("token %d, want %d of the outer hold", step.Token(), outer.Token())
 	}
@@ -318,10 +318,10 @@ func TestDisabledLanesGrantEverything(t *testing.T) {
 	db := pgtest.DB(t)
 	log := new(logs)
 	k := lanes.NewKeeper(db, lanes.Options{Disabled: true, Logger: slog.New(slog.NewTextHandler(log, nil))})
-	run(t, k)
-	a := acquire(t, k, "x")
+	runKeeper(t, k)
+	a := acquireLane(t, k, "x")
 	b, err := k.AcquireWait(t.Context(), "x")
-	acquired(t, b, err)
+	mustAcquired(t, b, err)
 	assert.NoError(t, errors.Join(b.Fence(t.Context(), db), b.Renew(t.Context()), b.Release(t.Context())))
 	if a.Context().Err() != nil || b.Context().Err() == nil {
 		t.Errorf("contexts: held %v, released %v", a.Context().Err(), b.Context().Err())

@@ -85,17 +85,17 @@ func (k *Keeper) clearExpired(ctx context.Context, after string) (next string, e
 	if err != nil {
 		return "", err
 	}
-	type expired struct {
+	type expiredLane struct {
 		Lane, Holder, ExecutionID string
 		EndedFor                  float64
 	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByName[expired])
+	cleared, err := pgx.CollectRows(rows, pgx.RowToStructByName[expiredLane])
 	if err != nil {
 		return "", err
 	}
-	for _, f := range found {
-		k.log.WarnContext(ctx, "lane stale, clearing", "lane", f.Lane, "holder", f.Holder, "execution_id", f.ExecutionID,
-			"age", age(f.EndedFor))
+	for _, lane := range cleared {
+		k.log.WarnContext(ctx, "lane stale, clearing", "lane", lane.Lane, "holder", lane.Holder,
+			"execution_id", lane.ExecutionID, "age", age(lane.EndedFor))
 	}
 	if len(held) < expireBatch {
 		return "", nil
@@ -109,12 +109,12 @@ func Prune(ctx context.Context, db postgres.DB, free time.Duration) error {
 	if free < 0 {
 		return fmt.Errorf("prune lanes that were free for %s: %w: give 0 or more", free, ErrInvalid)
 	}
-	_, first := db.Exec(ctx, `
+	_, returnErr := db.Exec(ctx, `
 		select count(lanekeeper.return_agent_lock(l.lane)) from (
 		  select l.lane from agent_locks l
 		   where l.expires_at <= statement_timestamp() and exists (select from agent_lock_loans n where n.lane = l.lane)
 		   order by l.lane limit 1000 for update skip locked) l`)
-	_, second := db.Exec(ctx, `
+	_, deleteErr := db.Exec(ctx, `
 		with old as (
 		  select l.lane, l.execution_id, l.fencing_token, l.locked_at, l.expires_at from agent_locks l
 		   where l.expires_at < statement_timestamp() - make_interval(secs => @free)
@@ -126,7 +126,7 @@ func Prune(ctx context.Context, db postgres.DB, free time.Duration) error {
 		    where o.execution_id is not null
 		  on conflict do nothing)
 		delete from agent_locks l using old where l.lane = old.lane`, postgres.Strict{"free": free.Seconds()})
-	if err := errors.Join(first, second); err != nil {
+	if err := errors.Join(returnErr, deleteErr); err != nil {
 		return fmt.Errorf("prune lanes: %w", err)
 	}
 	return nil
@@ -149,13 +149,13 @@ func (k *Keeper) Holder(ctx context.Context, lane string) (*BusyError, error) {
 		Name string
 		Ends *time.Time
 	}
-	found, err := postgres.Collect(rows, err, "read lane "+lane, pgx.RowToStructByPos[holder])
-	if err != nil || len(found) == 0 {
+	holders, err := postgres.Collect(rows, err, "read lane "+lane, pgx.RowToStructByPos[holder])
+	if err != nil || len(holders) == 0 {
 		return nil, err
 	}
-	busy := &BusyError{Lane: lane, Holder: found[0].Name}
-	if found[0].Ends != nil {
-		busy.ExpiresAt = *found[0].Ends
+	busy := &BusyError{Lane: lane, Holder: holders[0].Name}
+	if holders[0].Ends != nil {
+		busy.ExpiresAt = *holders[0].Ends
 	}
 	return busy, nil
 }

@@ -20,16 +20,16 @@ const (
 
 // releaseLease ends one lease of a hold, and with the last one the hold. err means that the lane is not released yet:
 // the keeper continues.
-func (k *Keeper) releaseLease(ctx context.Context, l *Lease) (answer, err error) {
+func (k *Keeper) releaseLease(ctx context.Context, l *Lease) (lossErr, err error) {
 	h := l.hold
-	end, err := k.keyed.Lock(ctx, h.key())
+	unlock, err := k.keyed.Lock(ctx, h.key())
 	if err != nil {
 		return nil, err
 	}
-	defer end()
-	last, answer := k.detach(l)
+	defer unlock()
+	last, lossErr := k.detach(l)
 	if !last {
-		return answer, nil
+		return lossErr, nil
 	}
 	r := releaseLoop{keeper: k, hold: h}
 	released, err := r.try(ctx)
@@ -41,12 +41,12 @@ func (k *Keeper) releaseLease(ctx context.Context, l *Lease) (answer, err error)
 }
 
 // finishRelease ends a hold after the database answered its release.
-func (k *Keeper) finishRelease(ctx context.Context, h *hold, released releaseResult) (answer error) {
+func (k *Keeper) finishRelease(ctx context.Context, h *hold, result releaseResult) (lossErr error) {
 	k.mu.Lock()
-	if released.done {
+	if result.released {
 		k.remove(h)
 		k.mu.Unlock()
-		k.logReleased(ctx, releaseRequest{h.lane, h.owner, h.token}, cmp.Or(released.successor, h.lender))
+		k.logReleased(ctx, releaseRequest{h.lane, h.owner, h.token}, cmp.Or(result.successor, h.lender))
 		return nil
 	}
 	if h.state == releasing {
@@ -59,10 +59,10 @@ func (k *Keeper) finishRelease(ctx context.Context, h *hold, released releaseRes
 }
 
 // logReleased logs a release with the successor: a waiter, or the execution that had lent the lane.
-func (k *Keeper) logReleased(ctx context.Context, h releaseRequest, to string) {
-	attrs := []any{"lane", h.lane, "owner", h.owner.name, "fencing_token", h.token}
-	if to != "" {
-		attrs = append(attrs, "to", to)
+func (k *Keeper) logReleased(ctx context.Context, r releaseRequest, successor string) {
+	attrs := []any{"lane", r.lane, "owner", r.owner.name, "fencing_token", r.token}
+	if successor != "" {
+		attrs = append(attrs, "to", successor)
 	}
 	k.log.InfoContext(ctx, "lane released", attrs...)
 }
@@ -76,16 +76,16 @@ type releaseLoop struct {
 }
 
 // try releases until the database answers, ctx ends or a retry is useless. The caller holds the key's lock.
-func (r *releaseLoop) try(ctx context.Context) (released releaseResult, err error) {
+func (r *releaseLoop) try(ctx context.Context) (result releaseResult, err error) {
 	h := r.hold
 	for pause := minRetryPause; ; pause = min(2*pause, maxRetryPause) {
-		released, err = r.keeper.releaseBatched(ctx, releaseRequest{h.lane, h.owner, h.token})
+		result, err = r.keeper.releaseBatched(ctx, releaseRequest{h.lane, h.owner, h.token})
 		switch {
 		case err == nil:
-			released.done = released.done || r.uncertain
-			return released, nil // the lease was live before, so that attempt released it
+			result.released = result.released || r.uncertain
+			return result, nil // the lease was live before, so that attempt released it
 		case !retryable(err):
-			return released, err
+			return result, err
 		}
 		r.uncertain = r.uncertain || !postgres.Unchanged(err)
 		if !r.warned {
@@ -94,7 +94,7 @@ func (r *releaseLoop) try(ctx context.Context) (released releaseResult, err erro
 				h.owner.name, "error", err)
 		}
 		if !sleep.For(ctx, pause) {
-			return released, err
+			return result, err
 		}
 	}
 }
@@ -109,17 +109,17 @@ func (r *releaseLoop) continueInBackground(ctx context.Context) {
 	if started { // by another Release of the same lease
 		return
 	}
-	k.retryInBackground(ctx, h.ttl, r.once)
+	k.retryInBackground(ctx, h.ttl, r.tryOnce)
 }
 
-// once is one attempt in the background; it returns true if nothing is left to do.
-func (r *releaseLoop) once(ctx context.Context) (done bool) {
+// tryOnce is one attempt in the background; it returns true if nothing is left to do.
+func (r *releaseLoop) tryOnce(ctx context.Context) (done bool) {
 	k, h := r.keeper, r.hold
-	end, err := k.keyed.Lock(ctx, h.key())
+	unlock, err := k.keyed.Lock(ctx, h.key())
 	if err != nil {
 		return false
 	}
-	defer end()
+	defer unlock()
 	k.mu.Lock()
 	done = h.state != releasing
 	h.background = !done
@@ -127,13 +127,13 @@ func (r *releaseLoop) once(ctx context.Context) (done bool) {
 	if done {
 		return true
 	}
-	released, err := k.releaseBatched(ctx, releaseRequest{h.lane, h.owner, h.token})
+	result, err := k.releaseBatched(ctx, releaseRequest{h.lane, h.owner, h.token})
 	if err != nil {
 		r.uncertain = r.uncertain || !postgres.Unchanged(err)
 		return poolClosed(err)
 	}
-	released.done = released.done || r.uncertain
-	_ = k.finishRelease(ctx, h, released) // no caller waits for the answer
+	result.released = result.released || r.uncertain
+	_ = k.finishRelease(ctx, h, result) // no caller waits for the answer
 	return true
 }
 
@@ -167,7 +167,7 @@ func retryable(err error) bool {
 func poolClosed(err error) bool { return errors.Is(err, puddle.ErrClosedPool) }
 
 // detach removes l from its hold. last means that the hold is to be released now.
-func (k *Keeper) detach(l *Lease) (last bool, answer error) {
+func (k *Keeper) detach(l *Lease) (last bool, lossErr error) {
 	h := l.hold
 	k.mu.Lock()
 	defer k.mu.Unlock()

@@ -17,12 +17,12 @@ import (
 )
 
 // If a session dies during a release, the keeper repeats it over another one, also after a wait for a fenced write.
-func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
+func TestReleaseSurvivesKilledSession(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, log := keeper(t, db)
-	retryWithin(t, 2*time.Second, func() time.Duration {
-		l := acquire(t, k, "x", lanes.WithTTL(time.Hour))
+	k, log := newKeeper(t, db)
+	bestOf(t, 2*time.Second, func() time.Duration {
+		l := acquireLane(t, k, "x", lanes.WithTTL(time.Hour))
 		write := pgtest.Begin(t, db)
 		require.NoError(t, l.Fence(t.Context(), write))
 		released := make(chan error, 1)
@@ -40,57 +40,57 @@ func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 }
 
 // A release without an answer succeeded: the lane was not lost.
-func TestAReleaseWhoseAnswerIsLostIsARelease(t *testing.T) {
+func TestReleaseWithLostResponseSucceeds(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	w := &wire{DB: db}
-	k, log := keeper(t, w)
-	l := acquire(t, k, "x")
-	w.lose.Store(true)
+	w := &faultyDB{DB: db}
+	k, log := newKeeper(t, w)
+	l := acquireLane(t, k, "x")
+	w.dropResponses.Store(true)
 	released := make(chan error, 1)
 	go func() { released <- l.Release(t.Context()) }()
 	pgtest.Eventually(t, func() bool { return len(log.Lines("lane not released yet")) > 0 }, "the answer is lost")
-	w.lose.Store(false)
+	w.dropResponses.Store(false)
 	assert.NoError(t, <-released, "Release")
 	log.want(t, 1, "lane released", "lane=x")
 	log.want(t, 0, "lane lost")
 }
 
 // The keeper completes a release that ran out of time, long before the lease expires.
-func TestAReleaseContinuesInTheBackground(t *testing.T) {
+func TestReleaseContinuesInBackground(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	w := &wire{DB: db}
-	k, log := keeper(t, w)
-	l := acquire(t, k, "x", lanes.WithTTL(time.Hour))
-	w.cut.Store(true)
+	w := &faultyDB{DB: db}
+	k, log := newKeeper(t, w)
+	l := acquireLane(t, k, "x", lanes.WithTTL(time.Hour))
+	w.disconnected.Store(true)
 	err := l.ReleaseWithin(t.Context(), 100*time.Millisecond)
 	assert.Truef(t, err != nil && !errors.Is(err, lanes.ErrLost), "a release without a database: %v", err)
-	w.cut.Store(false)
+	w.disconnected.Store(false)
 	pgtest.Until(t, db, false, `select is_agent_lock_held('x')`)
 	log.want(t, 1, "lane released", "lane=x")
 	assert.NoError(t, l.Release(t.Context()), "Release afterwards")
 }
 
 // An owner that acquires the lane again before the release succeeds keeps it.
-func TestAReleaseInTheBackgroundLeavesALaterHoldAlone(t *testing.T) {
+func TestBackgroundReleaseKeepsLaterHold(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	w := &wire{DB: db}
-	k, _ := keeper(t, w)
+	w := &faultyDB{DB: db}
+	k, _ := newKeeper(t, w)
 	owner := liveClaim(t, db)
 	l, err := k.AcquireAs(t.Context(), owner, "x", lanes.WithTTL(time.Hour))
-	acquired(t, l, err)
-	w.cut.Store(true)
+	mustAcquired(t, l, err)
+	w.disconnected.Store(true)
 	assert.Error(t, l.ReleaseWithin(t.Context(), 100*time.Millisecond), "a release without a database")
-	w.cut.Store(false)
+	w.disconnected.Store(false)
 	for { // the background may have released it
 		if l, err = k.AcquireAs(t.Context(), owner, "x", lanes.WithTTL(time.Hour)); !errors.Is(err, lanes.ErrBusy) {
 			break
 		}
 	}
-	acquired(t, l, err)
-	other := acquire(t, k, "y")
+	mustAcquired(t, l, err)
+	other := acquireLane(t, k, "y")
 	before := w.count("release_agent_lock(@")
 	err = other.Release(t.Context())
 	assert.True(t, err == nil && w.count("release_agent_lock(@") != before, err)
@@ -100,12 +100,12 @@ func TestAReleaseInTheBackgroundLeavesALaterHoldAlone(t *testing.T) {
 }
 
 // An acquire has no answer, and its lane cannot be released at once. The keeper releases it later.
-func TestAnOrphanedLaneIsReleasedInTheBackground(t *testing.T) {
+func TestOrphanedLaneIsReleasedInBackground(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	w := &wire{DB: db}
-	k, log := keeper(t, w)
-	w.lose.Store(true)
+	w := &faultyDB{DB: db}
+	k, log := newKeeper(t, w)
+	w.dropResponses.Store(true)
 	pgtest.Exec(t, db, `alter function leave_agent_lock_queue rename to away`)
 	pgtest.Exec(t, db, `create function leave_agent_lock_queue(text, text) returns void language plpgsql as $$ begin
 		raise exception 'the server goes down' using errcode = '57P01'; end $$`)
@@ -116,18 +116,18 @@ func TestAnOrphanedLaneIsReleasedInTheBackground(t *testing.T) {
 		"the statement did not reach the database: the test tests nothing")
 	pgtest.Exec(t, db, `drop function leave_agent_lock_queue`)
 	pgtest.Exec(t, db, `alter function away rename to leave_agent_lock_queue`)
-	w.lose.Store(false)
+	w.dropResponses.Store(false)
 	pgtest.Until(t, db, false, `select is_agent_lock_held('x')`)
 }
 
-// open runs a statement in a transaction that stays open, like a driver with autocommit off.
-func open(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
+// leaveOpen runs a statement in a transaction that stays open, like a driver with autocommit off.
+func leaveOpen(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 	t.Helper()
 	pgtest.Exec(t, pgtest.Begin(t, db), query, args...)
 }
 
-// prepared runs a statement in a transaction that stays prepared.
-func prepared(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
+// leavePrepared runs a statement in a transaction that stays prepared.
+func leavePrepared(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 	t.Helper()
 	if pgtest.Value[string](t, db, `show max_prepared_transactions`) == "0" {
 		t.Skip("this server prepares no transactions")
@@ -143,22 +143,22 @@ func prepared(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 	})
 }
 
-// savepoint runs a statement in a subtransaction of a transaction that stays open.
-func savepoint(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
+// leaveSavepoint runs a statement in a subtransaction of a transaction that stays open.
+func leaveSavepoint(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 	t.Helper()
 	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, `savepoint a`)
 	pgtest.Exec(t, tx, query, args...)
 }
 
-var clumsy = map[string]func(t *testing.T, db *pgxpool.Pool, query string, args ...any){
-	"open": open, "prepared": prepared, "savepoint": savepoint,
+var openTransactions = map[string]func(t *testing.T, db *pgxpool.Pool, query string, args ...any){
+	"open": leaveOpen, "prepared": leavePrepared, "savepoint": leaveSavepoint,
 }
 
 // A waiter in an open transaction blocks neither the holder nor others.
-func TestAWaiterInAnOpenTransactionBlocksNobody(t *testing.T) {
+func TestUncommittedWaiterBlocksNobody(t *testing.T) {
 	t.Parallel()
-	for how, leave := range clumsy {
+	for how, leave := range openTransactions {
 		for what, query := range map[string]string{
 			"first look": `select await_agent_lock('x', 'clumsy', 60)`,
 			"handed":     `select lanekeeper.acquire_or_enqueue_agent_lock('x', 'clumsy', 60, 60, true)`,
@@ -169,17 +169,18 @@ func TestAWaiterInAnOpenTransactionBlocksNobody(t *testing.T) {
 			t.Run(how+" "+what, func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.DB(t)
-				token := mustTry(t, db, "x", "a", 60)
+				token := mustAcquire(t, db, "x", "a", 60)
 				pgtest.Exec(t, db, `insert into agent_locks (lane, fencing_token, expires_at) values ('y', 1, clock_timestamp())`)
 				leave(t, db, query)
-				wantHeld(t, db, token)
+				wantHolderUnaffected(t, db, token)
 			})
 		}
 	}
 }
 
-// wantHeld checks four things: holder a of x renews and releases it, the next owner acquires it, and the sweeps pass.
-func wantHeld(t *testing.T, db *pgxpool.Pool, token int64) {
+// wantHolderUnaffected checks that a, the holder of lane x, can renew and release it, that the next owner can acquire
+// it, and that Expire and Prune do not block.
+func wantHolderUnaffected(t *testing.T, db *pgxpool.Pool, token int64) {
 	t.Helper()
 	hurry := pgtest.Begin(t, db)
 	pgtest.Exec(t, hurry, `set local lock_timeout = '1s'`)
@@ -192,22 +193,22 @@ func wantHeld(t *testing.T, db *pgxpool.Pool, token int64) {
 	} {
 		assert.Truef(t, pgtest.Value[bool](t, hurry, query, token), "%s is refused", what)
 	}
-	g := try(t, hurry, "y", "another", 60)
+	g := tryAcquire(t, hurry, "y", "another", 60)
 	assert.True(t, g.token != 0 || !g.acquired, "a lane without a token")
-	k, _ := keeper(t, hurry)
+	k, _ := newKeeper(t, hurry)
 	_, err := k.Expire(t.Context(), "")
 	assert.NoError(t, err)
 	assert.NoError(t, lanes.Prune(t.Context(), hurry, 24*time.Hour))
 	assert.True(t, pgtest.Value[bool](t, hurry, `select release_agent_lock('x', 'a', $1)`, token),
 		"the holder cannot release")
 	commit(t, hurry)
-	mustTry(t, db, "x", "next", 60)
+	mustAcquire(t, db, "x", "next", 60)
 }
 
 // A lane granted in an open transaction is busy for others at once. No other lane is affected.
-func TestAGrantInAnOpenTransactionIsBusyForOthers(t *testing.T) {
+func TestUncommittedGrantIsBusyForOthers(t *testing.T) {
 	t.Parallel()
-	for how, leave := range clumsy {
+	for how, leave := range openTransactions {
 		for what, before := range map[string]string{
 			"first hold": `select 1`,
 			"next hold":  `insert into agent_locks (lane, fencing_token, expires_at) values ('y', 1, clock_timestamp())`,
@@ -215,22 +216,22 @@ func TestAGrantInAnOpenTransactionIsBusyForOthers(t *testing.T) {
 			t.Run(how+" "+what, func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.DB(t)
-				token := mustTry(t, db, "x", "a", 60)
+				token := mustAcquire(t, db, "x", "a", 60)
 				pgtest.Exec(t, db, before)
 				leave(t, db, `select acquire_agent_lock('y', 'clumsy', 60)`)
-				k, _ := keeper(t, db)
+				k, _ := newKeeper(t, db)
 				_, err := k.Acquire(t.Context(), "y")
 				assert.ErrorIs(t, err, lanes.ErrBusy, "Acquire", "want ErrBusy")
-				wantHeld(t, db, token)
+				wantHolderUnaffected(t, db, token)
 			})
 		}
 	}
 }
 
 // A blocked release or break names the open transaction within about a second.
-func TestABlockedReleaseNamesTheTransaction(t *testing.T) {
+func TestBlockedReleaseNamesTransaction(t *testing.T) {
 	t.Parallel()
-	for how, leave := range clumsy {
+	for how, leave := range openTransactions {
 		for what, query := range map[string]string{
 			"release": `select release_agent_lock('x', 'a')`,
 			"free": `select lanekeeper.release_agent_lock('x', 'a', (select fencing_token from agent_locks where lane = 'x'),
@@ -242,11 +243,11 @@ func TestABlockedReleaseNamesTheTransaction(t *testing.T) {
 				t.Run(how+" "+what+strings.Repeat(" shared", fences-1), func(t *testing.T) {
 					t.Parallel()
 					db := pgtest.DB(t)
-					token := mustTry(t, db, "x", "a", 60)
+					token := mustAcquire(t, db, "x", "a", 60)
 					for range fences {
 						leave(t, db, `select fence_agent_lock('x', $1)`, token)
 					}
-					before := row(t, db, "x")
+					before := laneRow(t, db, "x")
 					_, err := db.Exec(t.Context(), query)
 					pgErr, ok := errors.AsType[*pgconn.PgError](err)
 					require.Truef(t, ok && pgErr.Code == "55P03" && pgErr.Hint != "", "%v, want SQLSTATE 55P03 with a hint", err)
@@ -255,7 +256,7 @@ func TestABlockedReleaseNamesTheTransaction(t *testing.T) {
 					assert.Truef(t, n == fences && strings.Contains(pgErr.Message, " since 2") &&
 						strings.Contains(pgErr.Message, `'x'`),
 						"it says %q, want %d times %q, the lane and since when", pgErr.Message, fences, who)
-					assert.Equal(t, before, row(t, db, "x"))
+					assert.Equal(t, before, laneRow(t, db, "x"))
 				})
 			}
 		}
@@ -263,21 +264,21 @@ func TestABlockedReleaseNamesTheTransaction(t *testing.T) {
 }
 
 // A renewal passes a fenced write, and names any other blocking transaction.
-func TestABlockedRenewalNamesTheTransaction(t *testing.T) {
+func TestBlockedRenewalNamesTransaction(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	token := mustTry(t, db, "x", "a", 60)
-	open(t, db, `select from agent_locks where lane = 'x' for update`)
+	token := mustAcquire(t, db, "x", "a", 60)
+	leaveOpen(t, db, `select from agent_locks where lane = 'x' for update`)
 	_, err := db.Exec(t.Context(), `select renew_agent_lock('x', 'a', $1, 60)`, token)
 	wantCode(t, err, "55P03")
 	assert.ErrorContains(t, err, "pid ")
 }
 
-func TestABlockedBreakNamesTheTransaction(t *testing.T) {
+func TestBlockedBreakNamesTransaction(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, _ := keeper(t, db)
-	l := acquire(t, k, "x")
+	k, _ := newKeeper(t, db)
+	l := acquireLane(t, k, "x")
 	write := pgtest.Begin(t, db)
 	require.NoError(t, l.Fence(t.Context(), write))
 	broken, err := lanes.Break(t.Context(), db, "x", "stuck")
@@ -290,24 +291,24 @@ func TestABlockedBreakNamesTheTransaction(t *testing.T) {
 }
 
 // A queue place that gets the lane in an open transaction blocks no other waiter.
-func TestAHandoverInAnOpenTransactionBlocksNoWaiter(t *testing.T) {
+func TestUncommittedHandoverBlocksNoWaiter(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	token := mustTry(t, db, "x", "a", 60)
-	queues(t, db, "x", "b", 60)
-	open(t, db, `select lanekeeper.release_agent_lock('x', 'a', $1, true)`, token)
+	token := mustAcquire(t, db, "x", "a", 60)
+	enqueue(t, db, "x", "b", 60)
+	leaveOpen(t, db, `select lanekeeper.release_agent_lock('x', 'a', $1, true)`, token)
 	hurry := pgtest.Begin(t, db)
 	pgtest.Exec(t, hurry, `set local lock_timeout = '1s'`)
-	queues(t, hurry, "x", "b", 60)
-	queues(t, hurry, "x", "c", 60)
+	enqueue(t, hurry, "x", "b", 60)
+	enqueue(t, hurry, "x", "c", 60)
 	commit(t, hurry)
 }
 
 // A place lasts a minute at most, so a dead waiter delays no one.
-func TestAPlaceInAQueueIsKeptForAMinute(t *testing.T) {
+func TestQueueEntryLastsAMinuteAtMost(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	mustTry(t, db, "x", "a", 60)
+	mustAcquire(t, db, "x", "a", 60)
 	pgtest.Exec(t, db, `select await_agent_lock('x', 'gone', 60, 86400)`)
 	assert.True(t, pgtest.Value[bool](t, db,
 		`select expires_at < clock_timestamp() + interval '61 seconds' from agent_lock_waiters`),

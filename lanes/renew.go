@@ -25,7 +25,7 @@ func (k *Keeper) Run(ctx context.Context) error {
 	var notifications <-chan string
 	if k.listener != nil && k.enabled {
 		var stop func()
-		notifications, stop = k.listener.SubscribeTo(channel, k.concerns)
+		notifications, stop = k.listener.SubscribeTo(channel, k.isRelevant)
 		defer stop()
 	}
 	timer := time.NewTimer(0)
@@ -48,8 +48,8 @@ func (k *Keeper) Run(ctx context.Context) error {
 	}
 }
 
-// concerns reports a notification about a held lane under another owner or token: it may be lost.
-func (k *Keeper) concerns(payload string) bool {
+// isRelevant reports a notification about a held lane under another owner or token: it may be lost.
+func (k *Keeper) isRelevant(payload string) bool {
 	lane, to, _ := strings.Cut(payload, "\t")
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -102,9 +102,9 @@ func (k *Keeper) due(now time.Time) (due []*hold, next time.Duration) {
 		if h.state != live || !h.policy.renewed {
 			continue
 		}
-		left := h.renewAt.Sub(now)
-		next = min(next, max(left, 0))
-		if left <= h.interval()/2 {
+		remaining := h.renewAt.Sub(now)
+		next = min(next, max(remaining, 0))
+		if remaining <= h.interval()/2 {
 			due = append(due, h)
 		}
 	}
@@ -121,11 +121,11 @@ type renewParams struct {
 	ttls          []int32
 }
 
-func (b *renewParams) add(h *hold) {
-	b.lanes = append(b.lanes, h.lane)
-	b.owners = append(b.owners, h.owner.name)
-	b.tokens = append(b.tokens, h.token)
-	b.ttls = append(b.ttls, seconds(h.ttl))
+func (p *renewParams) add(h *hold) {
+	p.lanes = append(p.lanes, h.lane)
+	p.owners = append(p.owners, h.owner.name)
+	p.tokens = append(p.tokens, h.token)
+	p.ttls = append(p.ttls, seconds(h.ttl))
 }
 
 type renewal struct {
@@ -138,18 +138,18 @@ type renewal struct {
 
 // renew renews leases in one statement and applies the answers. After an error their state is unknown.
 func (k *Keeper) renew(ctx context.Context, holds []*hold) error {
-	var b renewParams
+	var params renewParams
 	limit := renewTimeout
 	k.mu.Lock()
 	for _, h := range holds {
-		b.add(h)
+		params.add(h)
 		limit = min(limit, h.interval()/2) // leaves time for retries before the lease expires
 	}
 	k.mu.Unlock()
 	sentAt := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	answers, err := renewLanes(ctx, k.db, b)
+	renewals, err := renewLanes(ctx, k.db, params)
 	if err != nil {
 		return err
 	}
@@ -157,28 +157,28 @@ func (k *Keeper) renew(ctx context.Context, holds []*hold) error {
 		lane  string
 		token int64
 	}
-	byGrant := make(map[grantKey]renewal, len(answers))
-	for _, a := range answers {
-		byGrant[grantKey{a.Lane, a.FencingToken}] = a
+	byGrant := make(map[grantKey]renewal, len(renewals))
+	for _, r := range renewals {
+		byGrant[grantKey{r.Lane, r.FencingToken}] = r
 	}
 	for i, h := range holds {
-		ttl := time.Duration(b.ttls[i]) * time.Second
+		ttl := time.Duration(params.ttls[i]) * time.Second
 		k.applyRenewal(h, byGrant[grantKey{h.lane, h.token}], sentAt, ttl)
 	}
 	return nil
 }
 
 // applyRenewal applies the answer to one renewal.
-func (k *Keeper) applyRenewal(h *hold, a renewal, sentAt time.Time, ttl time.Duration) {
+func (k *Keeper) applyRenewal(h *hold, r renewal, sentAt time.Time, ttl time.Duration) {
 	k.mu.Lock()
 	notify := func() {}
 	switch {
 	case h.state != live: // released or lost meanwhile
-	case a.Renewed && ttl < h.ttl:
+	case r.Renewed && ttl < h.ttl:
 		h.shorten(sentAt, ttl)
-	case a.Renewed:
-		h.extend(sentAt, ttl, a.ExpiresAt)
-	case a.Busy:
+	case r.Renewed:
+		h.extend(sentAt, ttl, r.ExpiresAt)
+	case r.Busy:
 		h.renewAt = time.Now().Add(lockedRetryDelay)
 	default:
 		notify = k.loseLocked(h, "the database reports that it ended or was taken")
@@ -187,9 +187,9 @@ func (k *Keeper) applyRenewal(h *hold, a renewal, sentAt time.Time, ttl time.Dur
 	notify()
 }
 
-func renewLanes(ctx context.Context, db postgres.DB, b renewParams) ([]renewal, error) {
+func renewLanes(ctx context.Context, db postgres.DB, params renewParams) ([]renewal, error) {
 	return postgres.Rows[renewal](ctx, db, "renew lanes", `
 		select r.lane, r.fencing_token, r.renewed, r.busy, coalesce(r.expires_at, 'epoch') as expires_at
 		  from lanekeeper.renew_agent_locks(@lanes::text[], @owners::text[], @tokens::bigint[], @ttls::int[]) r`,
-		postgres.Strict{"lanes": b.lanes, "owners": b.owners, "tokens": b.tokens, "ttls": b.ttls})
+		postgres.Strict{"lanes": params.lanes, "owners": params.owners, "tokens": params.tokens, "ttls": params.ttls})
 }

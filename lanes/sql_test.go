@@ -21,7 +21,7 @@ import (
 
 // These are the rules of DESIGN.md in plain SQL. They hold for every caller.
 
-func TestTryIsTheSameAsAcquire(t *testing.T) {
+func TestTryAcquireMatchesAcquire(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for i, want := range []bool{true, true, false} {
@@ -31,17 +31,17 @@ func TestTryIsTheSameAsAcquire(t *testing.T) {
 	assert.Equal(t, 300, pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = 'heartbeat'`))
 }
 
-func TestSameOwnerRefreshesWithTheSameToken(t *testing.T) {
+func TestRefreshKeepsToken(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	token := mustTry(t, db, "x", "a", 10)
+	token := mustAcquire(t, db, "x", "a", 10)
 	before := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
-	assert.Equal(t, token, mustTry(t, db, "x", "a", 60))
+	assert.Equal(t, token, mustAcquire(t, db, "x", "a", 60))
 	after := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
 	assert.Truef(t, after.After(before.Add(40*time.Second)), "refresh ends at %s, first hold at %s", after, before)
 }
 
-func TestTokensGrowOverEveryKindOfEnd(t *testing.T) {
+func TestTokensGrowAfterEveryEnd(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for i, end := range []string{ // in this order: the last one makes tokens of the future
@@ -58,42 +58,42 @@ func TestTokensGrowOverEveryKindOfEnd(t *testing.T) {
 		last := pgtest.Value[int64](t, db, `select coalesce(max(fencing_token), 0) from agent_locks`)
 		if i == 4 { // prune after the step before
 			err := lanes.Prune(t.Context(), db, 24*time.Hour)
-			assert.Truef(t, err == nil && row(t, db, "x") == "none", "nothing was pruned: %v", err)
+			assert.Truef(t, err == nil && laneRow(t, db, "x") == "none", "nothing was pruned: %v", err)
 			end = `select release_agent_lock('x', $1)`
 		}
 		owner := fmt.Sprint("owner ", i)
-		token := mustTry(t, db, "x", owner, 60)
+		token := mustAcquire(t, db, "x", owner, 60)
 		assert.Truef(t, token > last && token < 1<<53, "%d: token %d after %d", i, token, last)
 		assert.Truef(t, pgtest.Value[bool](t, db, end, owner), "%s: did nothing", end)
 	}
 }
 
-func TestTryNeverWaits(t *testing.T) {
+func TestTryAcquireNeverWaits(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	mustTry(t, db, "released", "a", 60)
+	mustAcquire(t, db, "released", "a", 60)
 	pgtest.Value[bool](t, db, `select release_agent_lock('released', 'a')`)
-	mustTry(t, db, "own", "c", 60)
+	mustAcquire(t, db, "own", "c", 60)
 	open := pgtest.Begin(t, db)
-	try(t, open, "first", "a", 60)                                                // inserted, not committed
-	try(t, open, "released", "a", 60)                                             // updated, not committed
+	tryAcquire(t, open, "first", "a", 60)                                         // inserted, not committed
+	tryAcquire(t, open, "released", "a", 60)                                      // updated, not committed
 	pgtest.Exec(t, open, `select from agent_locks where lane = 'own' for update`) // locked by a stranger
 	pgtest.Exec(t, open, `select await_agent_lock('awaited', 'a', 60)`)           // through the queue
 	for _, lane := range []string{"first", "released", "own", "awaited"} {
 		tx := pgtest.Begin(t, db)
 		pgtest.Exec(t, tx, `set local statement_timeout = '2s'`)
-		assert.Truef(t, !try(t, tx, lane, "c", 60).acquired, "%s: granted while another transaction changes it", lane)
+		assert.Truef(t, !tryAcquire(t, tx, lane, "c", 60).acquired, "%s: granted while another transaction changes it", lane)
 		commit(t, tx)
 	}
 }
 
-func TestOthersAndOldTokensChangeNothing(t *testing.T) {
+func TestOtherOwnersAndOldTokensChangeNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	old := mustTry(t, db, "x", "a", 60)
+	old := mustAcquire(t, db, "x", "a", 60)
 	expire(t, db, "x")
-	mustTry(t, db, "x", "a", 60) // the same name again: only the token differs
-	want := row(t, db, "x")
+	mustAcquire(t, db, "x", "a", 60) // the same name again: only the token differs
+	want := laneRow(t, db, "x")
 	for name, query := range map[string]string{
 		"release by another":              `select release_agent_lock('x', 'b')`,
 		"release by another, token known": `select release_agent_lock('x', 'b', (select fencing_token from agent_locks))`,
@@ -111,16 +111,16 @@ func TestOthersAndOldTokensChangeNothing(t *testing.T) {
 			args = append(args, old)
 		}
 		assert.Truef(t, !pgtest.Value[bool](t, db, query, args...), "%s succeeded", name)
-		assert.Equal(t, "", cmp.Diff(want, row(t, db, "x")), name)
+		assert.Equal(t, "", cmp.Diff(want, laneRow(t, db, "x")), name)
 	}
 }
 
-func TestAnExpiredLeaseIsLostEvenIfTheLaneIsFree(t *testing.T) {
+func TestExpiredLeaseIsLost(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	token := mustTry(t, db, "x", "a", 60)
+	token := mustAcquire(t, db, "x", "a", 60)
 	expire(t, db, "x")
-	want := row(t, db, "x")
+	want := laneRow(t, db, "x")
 	for name, query := range map[string]string{
 		"renewal": `select renew_agent_lock('x', 'a', $1, 60)`,
 		"renewal of many": `select renewed or busy
@@ -129,12 +129,12 @@ func TestAnExpiredLeaseIsLostEvenIfTheLaneIsFree(t *testing.T) {
 	} {
 		assert.Truef(t, !pgtest.Value[bool](t, db, query, token), "%s of an ended lease succeeded", name)
 	}
-	assert.NoDiff(t, want, row(t, db, "x"))
-	again := mustTry(t, db, "x", "a", 60)
+	assert.NoDiff(t, want, laneRow(t, db, "x"))
+	again := mustAcquire(t, db, "x", "a", 60)
 	assert.Truef(t, again > token, "the same owner got token %d again after %d", again, token)
 }
 
-func TestFencedWritesStopWhenTheTokenIsVoid(t *testing.T) {
+func TestFenceRejectsVoidToken(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for name, end := range map[string]string{
@@ -143,11 +143,11 @@ func TestFencedWritesStopWhenTheTokenIsVoid(t *testing.T) {
 		"break":    `select break_agent_lock('x', 'test')`,
 		"expiry":   `with e as (update agent_locks set expires_at = clock_timestamp() returning 1) select count(*) from e`,
 	} {
-		token := mustTry(t, db, "x", "a", 60)
+		token := mustAcquire(t, db, "x", "a", 60)
 		pgtest.Exec(t, db, `select fence_agent_lock('x', $1)`, token)
 		pgtest.Exec(t, db, end)
 		if name == "takeover" {
-			mustTry(t, db, "x", "b", 60)
+			mustAcquire(t, db, "x", "b", 60)
 		}
 		_, err := db.Exec(t.Context(), `select fence_agent_lock('x', $1)`, token)
 		wantCode(t, err, "LK001")
@@ -156,13 +156,13 @@ func TestFencedWritesStopWhenTheTokenIsVoid(t *testing.T) {
 }
 
 // This fence must fail during a takeover. An insert … select that only reads the token would store a stale row.
-func TestAFenceThatMeetsATakeoverFails(t *testing.T) {
+func TestFenceFailsDuringTakeover(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	token := mustTry(t, db, "x", "a", 60)
+	token := mustAcquire(t, db, "x", "a", 60)
 	expire(t, db, "x")
 	takeover := pgtest.Begin(t, db)
-	mustTry(t, takeover, "x", "b", 60)
+	mustAcquire(t, takeover, "x", "b", 60)
 	fenced := make(chan error, 1)
 	go func() {
 		_, err := db.Exec(t.Context(), `select fence_agent_lock('x', $1)`, token)
@@ -173,10 +173,10 @@ func TestAFenceThatMeetsATakeoverFails(t *testing.T) {
 	wantCode(t, <-fenced, "LK001")
 }
 
-func TestRenewalsPassAFencedWriteAndTakeoversWait(t *testing.T) {
+func TestFencedWriteBlocksTakeoverNotRenewal(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	token := mustTry(t, db, "x", "a", 60)
+	token := mustAcquire(t, db, "x", "a", 60)
 	write := pgtest.Begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 
@@ -202,13 +202,13 @@ func TestRenewalsPassAFencedWriteAndTakeoversWait(t *testing.T) {
 		_ = tx.Rollback(t.Context())
 	}
 	expire(t, db, "x")
-	assert.True(t, !try(t, db, "x", "b", 60).acquired, "a takeover passed through a fenced write")
+	assert.True(t, !tryAcquire(t, db, "x", "b", 60).acquired, "a takeover passed through a fenced write")
 	commit(t, write)
-	mustTry(t, db, "x", "b", 60)
+	mustAcquire(t, db, "x", "b", 60)
 }
 
 // A function that reads the clock before the row lock would revive a lease that ended in between.
-func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
+func TestLockWaitDoesNotReviveExpiredLease(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for name, query := range map[string]string{
@@ -218,12 +218,12 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 		"many":    `select renewed from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
 	} {
 		t.Run(name, func(t *testing.T) {
-			token := mustTry(t, db, "x", "a", 1)
+			token := mustAcquire(t, db, "x", "a", 1)
 			stranger := pgtest.Begin(t, db)
 			pgtest.Exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
 			revived := make(chan bool, 1)
 			go func() {
-				revived <- getWithin[bool](t, db, query, token)
+				revived <- queryUnblocked[bool](t, db, query, token)
 			}()
 			if name == "renewal" || name == "release" {
 				waitUntilBlocked(t, db, "_agent_lock(")
@@ -231,7 +231,7 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 			pgtest.Until(t, db, false, `select is_agent_lock_held('x')`)
 			commit(t, stranger)
 			assert.Truef(t, !<-revived, "%s revived a lease that had ended", name)
-			g := try(t, db, "x", "b", 60)
+			g := tryAcquire(t, db, "x", "b", 60)
 			assert.Truef(t, g.acquired, "the lane of an ended lease is held by %s", g.holder)
 			pgtest.Exec(t, db, `select release_agent_lock('x', 'b')`)
 		})
@@ -239,22 +239,22 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 }
 
 // The TTL counts from the grant, not from before a wait.
-func TestAGrantLastsItsWholeTTL(t *testing.T) {
+func TestGrantLastsWholeTTL(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	tx := pgtest.Begin(t, db)
 	pgtest.Value[string](t, tx, `select pg_sleep(0.3)::text`) // the transaction's own time is old by then
-	mustTry(t, tx, "x", "a", 60)
+	mustAcquire(t, tx, "x", "a", 60)
 	more := pgtest.Value[float64](t, tx, `select extract(epoch from expires_at - now())::float8 from agent_locks`)
 	assert.Truef(t, more >= 60.3, "granted until %.2f seconds after the transaction began, want 60.3 at least", more)
 }
 
-func TestABatchRenewalReportsEachLease(t *testing.T) {
+func TestRenewalBatchReportsEachLease(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	held := mustTry(t, db, "held", "a", 60)
-	locked := mustTry(t, db, "locked", "a", 60)
-	parked := mustTry(t, db, "parked", "a", 60)
+	held := mustAcquire(t, db, "held", "a", 60)
+	locked := mustAcquire(t, db, "locked", "a", 60)
+	parked := mustAcquire(t, db, "parked", "a", 60)
 	pgtest.Exec(t, db, `update agent_locks set parked = true, expires_at = '9000-01-01' where lane = 'parked'`)
 	stranger := pgtest.Begin(t, db)
 	pgtest.Exec(t, stranger, `select from agent_locks where lane = 'locked' for update`)
@@ -270,18 +270,18 @@ func TestABatchRenewalReportsEachLease(t *testing.T) {
 }
 
 // One process may renew a lost lease together with a later one of the same lane.
-func TestABatchRenewalDistinguishesLostAndNewHolds(t *testing.T) {
+func TestRenewalBatchDistinguishesTokens(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	old := mustTry(t, db, "x", "a", 60)
+	old := mustAcquire(t, db, "x", "a", 60)
 	pgtest.Value[bool](t, db, `select break_agent_lock('x', 'test')`)
-	token := mustTry(t, db, "x", "b", 60)
+	token := mustAcquire(t, db, "x", "b", 60)
 	pgtest.Equal(t, db, "false false false, true true false", `
 		select string_agg((fencing_token = $2) || ' ' || renewed || ' ' || busy, ', ' order by fencing_token)
 		  from lanekeeper.renew_agent_locks(array['x', 'x'], array['a', 'b'], array[$1, $2]::bigint[], array[60, 60])`, old, token)
 }
 
-func TestBatchRenewalsInAnyOrderNeverDeadlock(t *testing.T) {
+func TestRenewalBatchesDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `select acquire_agent_lock('lane' || n, 'a', 60) from generate_series(1, 100) n`)
@@ -304,22 +304,22 @@ func TestBatchRenewalsInAnyOrderNeverDeadlock(t *testing.T) {
 	renewers.Wait()
 }
 
-func TestExecutionIsReadFromTheOwner(t *testing.T) {
+func TestExecutionIDIsParsedFromOwner(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := pgtest.Value[string](t, db, `select lanekeeper.agent_uuid7()::text`)
 	for owner, want := range map[string]string{id + "#3": id, id: "", "run/x#3": ""} {
-		mustTry(t, db, "lane of "+owner, owner, 60)
+		mustAcquire(t, db, "lane of "+owner, owner, 60)
 		got := pgtest.Value[string](t, db, `select coalesce(execution_id::text, '') from agent_locks where lane = $1`,
 			"lane of "+owner)
 		assert.Equal(t, want, got, owner)
 	}
 }
 
-func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
+func TestInvalidInputChangesNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	mustTry(t, db, "held", "a", 60)
+	mustAcquire(t, db, "held", "a", 60)
 	bad := map[string]any{
 		"null": nil, "empty": "", "blank": "   ", "too long": strings.Repeat("x", 256), "newline": "a\nb", "tab": "a\tb",
 		"escape": "a\x1bb", "delete": "a\x7fb",
@@ -392,20 +392,20 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 		(select count(*) from agent_lock_waiters) || (select count(*) from agent_activity) from agent_locks`)
 }
 
-func TestGoodInput(t *testing.T) {
+func TestValidInput(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for _, lane := range []string{
 		"x", strings.Repeat("ñ", 255), "consolidate:{dataset}:2024:11", "with space", "::", "línea · 車道", "caf\u00e9 🚚",
 		"'; drop table agent_locks; --",
 	} {
-		mustTry(t, db, lane, lane, 1)
-		mustTry(t, db, lane, lane, 30*86400)
+		mustAcquire(t, db, lane, lane, 1)
+		mustAcquire(t, db, lane, lane, 30*86400)
 	}
 }
 
 // The program and the database accept the same names.
-func TestANameIsValidInTheProgramAndInTheDatabase(t *testing.T) {
+func TestValidNameMatchesDatabase(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	names := []string{
@@ -431,44 +431,44 @@ func TestANameIsValidInTheProgramAndInTheDatabase(t *testing.T) {
 }
 
 const (
-	racers = 32
-	grants = 160
+	numRacers = 32
+	numGrants = 160
 )
 
-// wide returns a pool with a connection for every racer.
-func wide(t testing.TB) *pgxpool.Pool {
+// largePool returns a pool with a connection for every racer.
+func largePool(t testing.TB) *pgxpool.Pool {
 	t.Helper()
-	db := pgtest.Pool(t, pgtest.URL(t), postgres.Options{MaxConns: racers + 4})
+	db := pgtest.Pool(t, pgtest.URL(t), postgres.Options{MaxConns: numRacers + 4})
 	return db
 }
 
-// arena detects two concurrent holders, and tokens that do not grow.
-type arena struct {
-	t      *testing.T
-	inside atomic.Int32
-	mu     sync.Mutex
-	tokens []int64
+// mutualExclusion detects two concurrent holders, and tokens that do not grow.
+type mutualExclusion struct {
+	t       *testing.T
+	holders atomic.Int32
+	mu      sync.Mutex
+	tokens  []int64
 }
 
-// hold notes a holder. The returned function notes its end. last is true after enough grants.
-func (a *arena) hold(token int64) (last bool, leave func()) {
-	assert.Equal(a.t, 1, a.inside.Add(1), "holders at once")
+// enter notes a holder. The returned function notes its end. last is true after enough grants.
+func (a *mutualExclusion) enter(token int64) (last bool, leave func()) {
+	assert.Equal(a.t, 1, a.holders.Add(1), "holders at once")
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if n := len(a.tokens); n > 0 && a.tokens[n-1] >= token {
 		a.t.Errorf("grant %d has token %d after %d", n, token, a.tokens[n-1])
 	}
 	a.tokens = append(a.tokens, token)
-	return len(a.tokens) >= grants, func() { a.inside.Add(-1) }
+	return len(a.tokens) >= numGrants, func() { a.holders.Add(-1) }
 }
 
-// race runs work in every racer until one of them returns last.
-func race(t *testing.T, work func(ctx context.Context, racer, round int) (last bool, err error)) {
+// runRacers runs work in every racer until one of them returns last.
+func runRacers(t *testing.T, work func(ctx context.Context, racer, round int) (last bool, err error)) {
 	t.Helper()
 	ctx, enough := context.WithCancel(t.Context())
 	defer enough()
 	var running sync.WaitGroup
-	for racer := range racers {
+	for racer := range numRacers {
 		running.Go(func() {
 			for round := 0; ctx.Err() == nil; round++ {
 				last, err := work(ctx, racer, round)
@@ -486,17 +486,17 @@ func race(t *testing.T, work func(ctx context.Context, racer, round int) (last b
 }
 
 // Every third holder dies: its lease ends without a release.
-func TestRaceOfPlainSQLSessions(t *testing.T) {
+func TestConcurrentSQLSessionsExcludeEachOther(t *testing.T) {
 	t.Parallel()
-	db := wide(t)
-	a := &arena{t: t}
-	race(t, func(ctx context.Context, racer, round int) (bool, error) {
+	db := largePool(t)
+	a := &mutualExclusion{t: t}
+	runRacers(t, func(ctx context.Context, racer, round int) (bool, error) {
 		owner := fmt.Sprintf("racer %d.%d", racer, round)
-		g, err := tryErr(ctx, db, "x", owner, 60)
+		g, err := tryAcquireErr(ctx, db, "x", owner, 60)
 		if err != nil || !g.acquired {
 			return false, err
 		}
-		last, leave := a.hold(g.token)
+		last, leave := a.enter(g.token)
 		if _, err := db.Exec(ctx, `select fence_agent_lock('x', $1)`, g.token); err != nil {
 			return last, err
 		}
@@ -509,15 +509,15 @@ func TestRaceOfPlainSQLSessions(t *testing.T) {
 		_, err = db.Exec(ctx, end, owner, g.token)
 		return last, err
 	})
-	assert.Truef(t, len(a.tokens) >= grants, "%d grants, want %d", len(a.tokens), grants)
+	assert.Truef(t, len(a.tokens) >= numGrants, "%d grants, want %d", len(a.tokens), numGrants)
 }
 
-func TestRaceThroughGo(t *testing.T) {
+func TestConcurrentKeeperCallsExcludeEachOther(t *testing.T) {
 	t.Parallel()
-	db := wide(t)
+	db := largePool(t)
 	k := listeningKeeper(t, db)
-	a := &arena{t: t}
-	race(t, func(ctx context.Context, racer, round int) (bool, error) {
+	a := &mutualExclusion{t: t}
+	runRacers(t, func(ctx context.Context, racer, round int) (bool, error) {
 		acquire := k.Acquire
 		if racer%4 == 0 {
 			acquire = k.AcquireWait
@@ -529,24 +529,24 @@ func TestRaceThroughGo(t *testing.T) {
 		if err != nil {
 			return false, err
 		}
-		last, leave := a.hold(lease.Token())
+		last, leave := a.enter(lease.Token())
 		cause := context.Cause(lease.Context())
 		assert.Truef(t, cause == nil || ctx.Err() != nil, "a live lease is cancelled: %v", cause)
 		leave()
 		return last, lease.Release(ctx)
 	})
-	assert.Truef(t, len(a.tokens) >= grants, "%d grants, want %d", len(a.tokens), grants)
+	assert.Truef(t, len(a.tokens) >= numGrants, "%d grants, want %d", len(a.tokens), numGrants)
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_locks_live`))
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`))
 }
 
-func TestOneOwnerInManyGoroutinesIsOneHold(t *testing.T) {
+func TestConcurrentNestedHoldsShareOneLease(t *testing.T) {
 	t.Parallel()
-	db := wide(t)
-	k, log := keeper(t, db)
+	db := largePool(t)
+	k, log := newKeeper(t, db)
 	owner := liveClaim(t, db)
 	outer, err := k.AcquireAs(t.Context(), owner, "x")
-	acquired(t, outer, err)
+	mustAcquired(t, outer, err)
 	var running sync.WaitGroup
 	for range 8 {
 		running.Go(func() {

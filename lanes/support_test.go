@@ -35,24 +35,24 @@ type grant struct {
 	holder   string
 }
 
-func try(t testing.TB, db postgres.DB, lane, owner string, ttl int) grant {
+func tryAcquire(t testing.TB, db postgres.DB, lane, owner string, ttl int) grant {
 	t.Helper()
-	g, err := tryErr(t.Context(), db, lane, owner, ttl)
+	g, err := tryAcquireErr(t.Context(), db, lane, owner, ttl)
 	require.Truef(t, err == nil, "acquire_agent_lock(%q, %q): %v", lane, owner, err)
 	return g
 }
 
-func tryErr(ctx context.Context, db postgres.DB, lane, owner string, ttl int) (g grant, err error) {
+func tryAcquireErr(ctx context.Context, db postgres.DB, lane, owner string, ttl int) (g grant, err error) {
 	err = db.QueryRow(ctx, `select acquired, coalesce(fencing_token, 0), coalesce(locked_by, '')
 		from acquire_agent_lock($1, $2, $3)`,
 		lane, owner, ttl).Scan(&g.acquired, &g.token, &g.holder)
 	return g, err
 }
 
-// mustTry acquires a lane that must be free.
-func mustTry(t testing.TB, db postgres.DB, lane, owner string, ttl int) int64 {
+// mustAcquire acquires a lane that must be free.
+func mustAcquire(t testing.TB, db postgres.DB, lane, owner string, ttl int) int64 {
 	t.Helper()
-	g := try(t, db, lane, owner, ttl)
+	g := tryAcquire(t, db, lane, owner, ttl)
 	require.Truef(t, g.acquired, "lane %s was not granted to %s; %s holds it", lane, owner, g.holder)
 	return g.token
 }
@@ -68,8 +68,8 @@ func expire(t testing.TB, db postgres.DB, lane string) {
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
 }
 
-// row returns all data of a lane, with its row version: it differs after any write.
-func row(t testing.TB, db postgres.DB, lane string) string {
+// laneRow returns all data of a lane, with its row version: it differs after any write.
+func laneRow(t testing.TB, db postgres.DB, lane string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `select coalesce((select l.xmin || l.ctid::text || l::text from agent_locks l
 		where l.lane = $1), 'none')`, lane)
@@ -88,8 +88,8 @@ func waitUntilBlocked(t testing.TB, db postgres.DB, text string) {
 			and wait_event_type = 'Lock' and query like '%' || $1 || '%' and pid <> pg_backend_pid())`, text)
 }
 
-// getWithin is get with retries while another transaction uses the lane, like clients.
-func getWithin[T any](t testing.TB, db postgres.DB, query string, args ...any) T {
+// queryUnblocked is get with retries while another transaction uses the lane, like clients.
+func queryUnblocked[T any](t testing.TB, db postgres.DB, query string, args ...any) T {
 	t.Helper()
 	var v T
 	for {
@@ -115,27 +115,27 @@ func (l *logs) want(t testing.TB, n int, words ...string) {
 	}
 }
 
-// wire is a database behind a connection that a test can cut, slow down, or let lose answers.
-type wire struct {
+// faultyDB is a database behind a connection that a test can cut, slow down, or let lose answers.
+type faultyDB struct {
 	postgres.DB
-	cut   atomic.Bool
-	lose  atomic.Bool
-	lost  error // replaces a lost answer; nil blocks until the caller's time runs out
-	delay time.Duration
-	sent  sync.Map // *atomic.Int64 by the function that the statement calls
+	disconnected    atomic.Bool
+	dropResponses   atomic.Bool
+	responseErr     error // replaces a lost answer; nil blocks until the caller's time runs out
+	delay           time.Duration
+	statementCounts sync.Map // *atomic.Int64 by the function that the statement calls
 }
 
-func (w *wire) pass(ctx context.Context, sql string) error {
+func (w *faultyDB) beforeStatement(ctx context.Context, sql string) error {
 	for _, name := range []string{
 		"renew_agent_locks", "acquire_agent_lock(", "release_agent_lock(@", "acquire_or_enqueue_agent_lock",
 		"acquire_agent_locks", "release_agent_lock(w.",
 	} {
 		if strings.Contains(sql, name) {
-			n, _ := w.sent.LoadOrStore(name, new(atomic.Int64))
+			n, _ := w.statementCounts.LoadOrStore(name, new(atomic.Int64))
 			n.(*atomic.Int64).Add(1)
 		}
 	}
-	if w.cut.Load() {
+	if w.disconnected.Load() {
 		<-ctx.Done()
 		return ctx.Err()
 	}
@@ -149,40 +149,40 @@ func (w *wire) pass(ctx context.Context, sql string) error {
 	return nil
 }
 
-func (w *wire) count(name string) int64 {
-	n, ok := w.sent.Load(name)
+func (w *faultyDB) count(name string) int64 {
+	n, ok := w.statementCounts.Load(name)
 	if !ok {
 		return 0
 	}
 	return n.(*atomic.Int64).Load()
 }
 
-func (w *wire) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
-	if err := w.pass(ctx, sql); err != nil {
+func (w *faultyDB) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
+	if err := w.beforeStatement(ctx, sql); err != nil {
 		return pgconn.CommandTag{}, err
 	}
 	return w.DB.Exec(ctx, sql, args...)
 }
 
-func (w *wire) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
-	if err := w.pass(ctx, sql); err != nil {
+func (w *faultyDB) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	if err := w.beforeStatement(ctx, sql); err != nil {
 		return nil, err
 	}
 	rows, err := w.DB.Query(ctx, sql, args...)
-	if err == nil && w.lose.Load() {
+	if err == nil && w.dropResponses.Load() {
 		rows.Close()
-		return nil, cmp.Or(w.lost, context.DeadlineExceeded)
+		return nil, cmp.Or(w.responseErr, context.DeadlineExceeded)
 	}
 	return rows, err
 }
 
-func (w *wire) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	if err := w.pass(ctx, sql); err != nil {
+func (w *faultyDB) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	if err := w.beforeStatement(ctx, sql); err != nil {
 		return failedRow{err}
 	}
-	if w.lose.Load() {
+	if w.dropResponses.Load() {
 		_, err := w.DB.Exec(ctx, sql, args...)
-		return failedRow{cmp.Or(err, w.lost, context.DeadlineExceeded)}
+		return failedRow{cmp.Or(err, w.responseErr, context.DeadlineExceeded)}
 	}
 	return w.DB.QueryRow(ctx, sql, args...)
 }
@@ -191,15 +191,15 @@ type failedRow struct{ err error }
 
 func (r failedRow) Scan(...any) error { return r.err }
 
-// keeper returns a keeper on db, with its log.
-func keeper(t testing.TB, db postgres.DB) (*lanes.Keeper, *logs) {
+// newKeeper returns a keeper on db, with its log.
+func newKeeper(t testing.TB, db postgres.DB) (*lanes.Keeper, *logs) {
 	t.Helper()
 	l := new(logs)
 	return lanes.NewKeeper(db, lanes.Options{Logger: slog.New(slog.NewTextHandler(l, nil))}), l
 }
 
-// run starts the renewals of k until the test ends.
-func run(t testing.TB, k *lanes.Keeper) {
+// runKeeper starts the renewals of k until the test ends.
+func runKeeper(t testing.TB, k *lanes.Keeper) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	var running sync.WaitGroup
@@ -218,11 +218,11 @@ func liveClaim(t testing.TB, db postgres.DB) lanes.Owner {
 		select 'fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'f', 'running', id, 1 from w returning id::text`), 1)
 }
 
-// acquire acquires a lane that must be free, until the end of the test.
-func acquire(t testing.TB, k *lanes.Keeper, lane string, opts ...lanes.Option) *lanes.Lease {
+// acquireLane acquires a lane that must be free, until the end of the test.
+func acquireLane(t testing.TB, k *lanes.Keeper, lane string, opts ...lanes.Option) *lanes.Lease {
 	t.Helper()
 	l, err := k.Acquire(t.Context(), lane, opts...)
-	return acquired(t, l, err)
+	return mustAcquired(t, l, err)
 }
 
 // acquireLater waits for a lane in the background, and sends its lease.
@@ -237,8 +237,8 @@ func acquireLater(t testing.TB, k *lanes.Keeper, lane string, opts ...lanes.Opti
 	return got
 }
 
-// acquired fails the test if the lane was not granted.
-func acquired(t testing.TB, l *lanes.Lease, err error) *lanes.Lease {
+// mustAcquired fails the test if the lane was not granted.
+func mustAcquired(t testing.TB, l *lanes.Lease, err error) *lanes.Lease {
 	t.Helper()
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = l.Release(context.Background()) })

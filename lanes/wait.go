@@ -14,11 +14,11 @@ import (
 )
 
 const (
-	channel       = "agent_lanes"          // of the notifications of releases: a lane, or a handover to a waiter
-	queuePlaceTTL = 5 * time.Second        // lifetime of a place in the queue between two attempts
-	pollInterval  = time.Second            // without a notification
-	pollPromised  = 150 * time.Millisecond // if the lane is free but promised to an earlier waiter
-	pollLocked    = 30 * time.Millisecond  // if the row was locked, and once after the first attempt
+	channel              = "agent_lanes"          // of the notifications of releases: a lane, or a handover to a waiter
+	queuePlaceTTL        = 5 * time.Second        // lifetime of a place in the queue between two attempts
+	pollInterval         = time.Second            // without a notification
+	promisedPollInterval = 150 * time.Millisecond // if the lane is free but promised to an earlier waiter
+	lockedPollInterval   = 30 * time.Millisecond  // if the row was locked, and once after the first attempt
 )
 
 // AcquireWait queues for lane as a new owner. Waiters are served in order of arrival. It returns a *BusyError after
@@ -34,7 +34,7 @@ func (k *Keeper) AcquireWaitAs(ctx context.Context, owner Owner, lane string, op
 	start := time.Now()
 	defer func() { k.observer.LaneWaited(lane, time.Since(start), err == nil) }()
 	if k.listener != nil && k.enabled {
-		freed, cancel := k.listener.SubscribeTo(channel, w.concerns)
+		freed, cancel := k.listener.SubscribeTo(channel, w.isRelevant)
 		defer cancel()
 		w.notifications = freed
 	}
@@ -83,14 +83,17 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) (*Lease, error
 	}
 }
 
-// concerns reports whether a notification is about this lane and not a handover to another owner. The filter here
+// isRelevant reports whether a notification is about this lane and not a handover to another owner. The filter here
 // saves one query per unrelated notification.
-func (w *waiter) concerns(payload string) bool {
+func (w *waiter) isRelevant(payload string) bool {
 	return payload == w.lane || strings.HasPrefix(payload, w.lane+"\t"+w.owner.name+"\t")
 }
 
-// pause returns the lane when it is handed over, and true when the next attempt is due.
-func (w *waiter) pause(ctx context.Context, d time.Duration, deadline <-chan time.Time) (got *handover, retry bool) {
+// pause waits for the next attempt. It returns early with the handover if the lane is handed over to this waiter. retry
+// is false after the deadline or the end of ctx.
+func (w *waiter) pause(
+	ctx context.Context, d time.Duration, deadline <-chan time.Time,
+) (received *handover, retry bool) {
 	poll := time.NewTimer(d)
 	defer poll.Stop()
 	for {
@@ -117,11 +120,11 @@ func (w *waiter) pause(ctx context.Context, d time.Duration, deadline <-chan tim
 func (w *waiter) nextAttempt(busy *acquireResult, attempts int) time.Duration {
 	switch remaining := busy.remaining(); {
 	case busy.Holder == "", attempts == 1:
-		return pollLocked/2 + rand.N(pollLocked)
+		return lockedPollInterval/2 + rand.N(lockedPollInterval)
 	case remaining <= 0:
-		return pollPromised/2 + rand.N(pollPromised)
+		return promisedPollInterval/2 + rand.N(promisedPollInterval)
 	default:
-		return min(remaining+rand.N(pollLocked), pollInterval*3/4+rand.N(pollInterval/2))
+		return min(remaining+rand.N(lockedPollInterval), pollInterval*3/4+rand.N(pollInterval/2))
 	}
 }
 
@@ -168,11 +171,11 @@ func (w *waiter) tryOrEnqueue(
 	if err != nil {
 		return acquireResult{}, err
 	}
-	t, err := pgx.CollectExactlyOneRow(rows, scanAcquireRow)
+	row, err := pgx.CollectExactlyOneRow(rows, scanAcquireRow)
 	if err == nil {
-		w.sentAt, w.dbTime = sentAt, t.Now
+		w.sentAt, w.dbTime = sentAt, row.Now
 	}
-	return t.result(), err
+	return row.result(), err
 }
 
 // handover is the notification of a release that handed the lane to a waiter.

@@ -69,7 +69,7 @@ func claimDue(
 		  from taken k join agent_threads h on h.id = k.thread_id
 		  left join agent_webhook_targets t on t.name = k.target and k.channel = 'webhook'`,
 		postgres.Strict{
-			"limit": limit, "each": outbox.PerTarget, "look": maxDue, "full": fullTargets, "hold": hold.Seconds(),
+			"limit": limit, "each": outbox.MaxPerTarget, "look": maxDue, "full": fullTargets, "hold": hold.Seconds(),
 		})
 }
 
@@ -190,7 +190,7 @@ func flushAll(ctx context.Context, db postgres.Beginner, log *slog.Logger) (int,
 }
 
 // Freed is a thread whose lane was released.
-type Freed = executions.Freed
+type Freed = executions.ReleasedThread
 
 // idleGrace is how much longer an idle holder keeps a thread in which nothing is queued.
 const idleGrace = 5 * time.Minute

@@ -62,7 +62,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		Logger: d.Logger, Attempt: d.attempt,
 		Target: func(m message) string { return m.TargetID },
 		Claim: func(ctx context.Context, limit int, full []string) ([]message, error) {
-			return claimDue(ctx, d.Pool, limit, outbox.PerTarget, full, lease)
+			return claimDue(ctx, d.Pool, limit, outbox.MaxPerTarget, full, lease)
 		},
 		NextDue: func(ctx context.Context, _ []string) (time.Duration, error) { return nextDue(ctx, d.Pool) },
 	}

@@ -1,16 +1,16 @@
 // Package batch lets concurrent writes share one statement and its commit.
 //
-// A [Batcher] collects the writes of one kind. The batchers of one [Scheduler] take turns. It sends one batch at a
-// time, or two while many writes are queued. If no batch is in flight, a caller makes its write at once, so a single
-// caller pays nothing. The batcher queues later writes. The scheduler sends the longest queue next, as a whole. A small
-// batch waits at most 1 ms for as many new writes as the previous batch had. So callers with a next write share a
-// batch.
+// A [Batcher] collects the writes of one kind. The batchers of one [Scheduler] take turns. The scheduler sends one
+// batch at a time, or two while many writes are queued. If no batch is in flight, the caller sends its write itself at
+// once, so a single caller pays no latency. Later writes are queued. The scheduler sends the longest queue next, as a
+// whole. A small batch waits at most 1 ms for as many new writes as the previous batch had, so callers that write again
+// share a batch.
 //
-// Each caller gets the answer to its own write, after the commit. If the batch left the write out, or failed and
-// certainly changed nothing, the caller makes the write alone. So one bad write fails alone. A slow batch, for example
-// behind a lock, does not delay other batches. The scheduler sends up to three batches of one batcher at once. After
-// MaxWait in the queue, the caller makes its write alone, under its own context. So no writes of departed callers
-// accumulate during an outage.
+// Each caller gets the result of its own write after the commit. A caller repeats its write as a single write if the
+// batch skipped it, or if the batch failed and certainly changed nothing. So one rejected write does not fail the
+// others. A slow batch, for example one that waits for a lock, does not delay other batches. The scheduler sends up to
+// three batches of one batcher at once. After MaxWait in the queue, a caller makes a single write under its own
+// context. So writes of departed callers do not accumulate during an outage.
 package batch
 
 import (
@@ -30,77 +30,77 @@ const (
 type Batcher[In, Out any] struct {
 	// Scheduler sends the batches; required.
 	Scheduler *Scheduler
-	// Send makes several writes and returns their answers in the order of ins. Its ctx belongs to no caller.
-	Send func(ctx context.Context, ins []In) ([]Answer[Out], error)
+	// Send makes several writes and returns their results in the order of ins. Its ctx belongs to no caller.
+	Send func(ctx context.Context, ins []In) ([]Result[Out], error)
 	// Compare sorts a batch; equal writes keep their order. Nil keeps the order of arrival.
 	Compare func(a, b In) int
-	// Unchanged reports that a batch that failed with err has certainly changed nothing. Then the callers repeat its
-	// writes. Nil means that they may repeat them after any error.
+	// Unchanged reports whether a batch that failed with err has certainly changed nothing. Then its callers repeat
+	// their writes. If Unchanged is nil, they repeat the writes after any error.
 	Unchanged func(err error) bool
-	// Late receives an answer whose caller has left; nil to drop it.
-	Late func(in In, out Out)
+	// OnLate receives the result of a write whose caller has left. If OnLate is nil, the batcher drops such results.
+	OnLate func(in In, out Out)
 	// MaxSize bounds the writes of one batch; 0 means 100.
 	MaxSize int
-	// MaxWait bounds the time of a write in the queue; 0 means 250 ms. Then the caller makes the write alone. The
+	// MaxWait bounds the time of a write in the queue; 0 means 250 ms. After MaxWait the caller makes a single write. The
 	// scheduler checks every 10 ms.
 	MaxWait time.Duration
 	// Timeout bounds one Send; 0 means no bound.
 	Timeout time.Duration
 
-	// Guarded by the scheduler.
+	// The scheduler's mu guards the fields below.
 	registered bool
 	inFlight   int
 	queued     []*write[In, Out]
 }
 
-// Answer is the outcome of one write of a batch.
-type Answer[Out any] struct {
-	Value Out
-	Alone bool // the batch left the write out: its caller makes it alone
+// Result is the outcome of one write of a batch.
+type Result[Out any] struct {
+	Value   Out
+	Skipped bool // the batch did not make the write, so the caller makes a single write
 }
 
-// Unanswered returns n answers that leave every write out.
-func Unanswered[Out any](n int) []Answer[Out] {
-	answers := make([]Answer[Out], n)
-	for i := range answers {
-		answers[i].Alone = true
+// AllSkipped returns n results with Skipped set.
+func AllSkipped[Out any](n int) []Result[Out] {
+	results := make([]Result[Out], n)
+	for i := range results {
+		results[i].Skipped = true
 	}
-	return answers
+	return results
 }
 
-// write is a queued write. Its channel gets one reply.
+// write is a queued write. Its channel receives one reply.
 type write[In, Out any] struct {
-	in    In
-	since time.Time
-	done  chan reply[Out]
+	in       In
+	queuedAt time.Time
+	done     chan reply[Out]
 }
 
 type reply[Out any] struct {
-	Answer[Out]
+	Result[Out]
 	err      error
-	inFlight *inFlight // batch of one, which the caller makes and finishes
+	inFlight *inFlight // a batch of one, which the caller sends and finishes; nil otherwise
 }
 
-// Do makes a write, in a batch or by alone. It returns when the write is durable or has failed. When ctx ends first, Do
-// returns its cause, and the batch may still make the write.
-func (b *Batcher[In, Out]) Do(ctx context.Context, in In, alone func() (Out, error)) (Out, error) {
-	w, single := b.enqueue(in)
-	if single != nil {
-		defer single.finish(1)
-		return alone()
+// Do makes a write, in a batch or by single. It returns when the write is durable or has failed. When ctx ends first,
+// Do returns the cause of ctx, and the batch may still make the write.
+func (b *Batcher[In, Out]) Do(ctx context.Context, in In, single func() (Out, error)) (Out, error) {
+	w, own := b.enqueue(in)
+	if own != nil {
+		defer own.finish(1)
+		return single()
 	}
-	got := b.await(ctx, w)
-	if got.inFlight != nil {
-		defer got.inFlight.finish(1)
+	r := b.await(ctx, w)
+	if r.inFlight != nil {
+		defer r.inFlight.finish(1)
 	}
-	if got.err == nil && got.Alone {
-		return alone()
+	if r.err == nil && r.Skipped {
+		return single()
 	}
-	return got.Value, got.err
+	return r.Value, r.err
 }
 
-// enqueue queues a write. If no other write is in flight or queued, it returns a batch in flight for the caller
-// instead.
+// enqueue queues a write. If no other write is in flight or queued, it instead returns a batch of one for the caller to
+// send.
 func (b *Batcher[In, Out]) enqueue(in In) (*write[In, Out], *inFlight) {
 	s := b.Scheduler
 	s.mu.Lock()
@@ -108,11 +108,11 @@ func (b *Batcher[In, Out]) enqueue(in In) (*write[In, Out], *inFlight) {
 	if !b.registered {
 		s.batchers, b.registered = append(s.batchers, b), true
 	}
-	s.expected--
+	s.expectedWrites--
 	if s.idleLocked() {
 		return nil, s.startLocked(&b.inFlight)
 	}
-	w := &write[In, Out]{in: in, since: time.Now(), done: make(chan reply[Out], 1)}
+	w := &write[In, Out]{in: in, queuedAt: time.Now(), done: make(chan reply[Out], 1)}
 	b.queued = append(b.queued, w)
 	s.queued++
 	s.dispatchLocked()
@@ -136,52 +136,52 @@ func (b *Batcher[In, Out]) await(ctx context.Context, w *write[In, Out]) reply[O
 func (b *Batcher[In, Out]) withdraw(w *write[In, Out]) bool {
 	b.Scheduler.mu.Lock()
 	defer b.Scheduler.mu.Unlock()
-	at := slices.Index(b.queued, w)
-	if at < 0 {
+	i := slices.Index(b.queued, w)
+	if i < 0 {
 		return false
 	}
-	b.queued = slices.Delete(b.queued, at, at+1)
+	b.queued = slices.Delete(b.queued, i, i+1)
 	b.Scheduler.queued--
 	return true
 }
 
-// discard takes the reply of a caller who has left.
+// discard receives the reply to a write whose caller has left.
 func (b *Batcher[In, Out]) discard(w *write[In, Out]) {
 	r := <-w.done
 	switch {
 	case r.inFlight != nil:
 		r.inFlight.finish(0)
-	case r.err == nil && !r.Alone && b.Late != nil:
-		b.Late(w.in, r.Value)
+	case r.err == nil && !r.Skipped && b.OnLate != nil:
+		b.OnLate(w.in, r.Value)
 	}
 }
 
 // backlogLocked returns the number of queued writes and the time of the oldest. It returns 0 if the batcher may send
 // none now.
-func (b *Batcher[In, Out]) backlogLocked() (n int, since time.Time) {
+func (b *Batcher[In, Out]) backlogLocked() (n int, oldest time.Time) {
 	if len(b.queued) == 0 || b.inFlight >= maxInFlight {
 		return 0, time.Time{}
 	}
-	return len(b.queued), b.queued[0].since
+	return len(b.queued), b.queued[0].queuedAt
 }
 
-// expireLocked returns writes that have been queued for MaxWait to their callers.
+// expireLocked removes writes from the queue after MaxWait. Their callers make single writes.
 func (b *Batcher[In, Out]) expireLocked(now time.Time) {
 	maxWait := cmp.Or(b.MaxWait, defaultMaxWait)
-	for len(b.queued) > 0 && now.Sub(b.queued[0].since) >= maxWait {
-		b.dequeueLocked(1)[0].done <- reply[Out]{Answer: Answer[Out]{Alone: true}}
+	for len(b.queued) > 0 && now.Sub(b.queued[0].queuedAt) >= maxWait {
+		b.dequeueLocked(1)[0].done <- reply[Out]{Result: Result[Out]{Skipped: true}}
 	}
 }
 
-// sendLocked sends the queued writes, up to MaxSize. A caller makes a batch of one itself.
+// sendLocked sends the queued writes, up to MaxSize. The caller of a batch of one sends it itself.
 func (b *Batcher[In, Out]) sendLocked() {
 	writes := b.dequeueLocked(min(len(b.queued), cmp.Or(b.MaxSize, defaultMaxSize)))
 	f := b.Scheduler.startLocked(&b.inFlight)
 	if len(writes) == 1 {
-		writes[0].done <- reply[Out]{Answer: Answer[Out]{Alone: true}, inFlight: f}
+		writes[0].done <- reply[Out]{Result: Result[Out]{Skipped: true}, inFlight: f}
 		return
 	}
-	go b.share(f, writes)
+	go b.sendBatch(f, writes)
 }
 
 // dequeueLocked removes the first n writes from the queue.
@@ -192,24 +192,24 @@ func (b *Batcher[In, Out]) dequeueLocked(n int) []*write[In, Out] {
 	return writes
 }
 
-// share makes a batch and replies to its callers. The scheduler expects their next writes.
-func (b *Batcher[In, Out]) share(f *inFlight, writes []*write[In, Out]) {
-	answers, err := b.send(writes)
+// sendBatch sends a batch and replies to its callers. The scheduler expects their next writes.
+func (b *Batcher[In, Out]) sendBatch(f *inFlight, writes []*write[In, Out]) {
+	results, err := b.send(writes)
 	retry := err != nil && (b.Unchanged == nil || b.Unchanged(err))
 	f.finish(len(writes))
 	for i, w := range writes {
 		switch {
 		case retry:
-			w.done <- reply[Out]{Answer: Answer[Out]{Alone: true}}
+			w.done <- reply[Out]{Result: Result[Out]{Skipped: true}}
 		case err != nil:
 			w.done <- reply[Out]{err: err}
 		default:
-			w.done <- reply[Out]{Answer: answers[i]}
+			w.done <- reply[Out]{Result: results[i]}
 		}
 	}
 }
 
-func (b *Batcher[In, Out]) send(writes []*write[In, Out]) ([]Answer[Out], error) {
+func (b *Batcher[In, Out]) send(writes []*write[In, Out]) ([]Result[Out], error) {
 	ctx := context.Background()
 	if b.Timeout > 0 {
 		limited, cancel := context.WithTimeout(ctx, b.Timeout)

@@ -13,172 +13,174 @@ import (
 )
 
 var (
-	errRefused = errors.New("refused")       // a batch that changed nothing
-	errBroken  = errors.New("broken off")    // a batch with an unknown outcome
-	errFailed  = errors.New("failed")        // a single write
-	errLeft    = errors.New("does not stay") // a caller
+	errUnchanged      = errors.New("the batch changed nothing")
+	errUnknownOutcome = errors.New("the outcome of the batch is unknown")
+	errWriteFailed    = errors.New("the single write failed")
+	errCallerLeft     = errors.New("the caller has left")
 )
 
-// tick is the unit of all times except slow. So a caller may leave exactly when its write starts.
+// tick is the unit of all durations except those of slow writes. So a caller may leave exactly when its write starts.
 const tick = 500 * time.Microsecond
 
-// market has the batchers of one scheduler, with callers who come, leave and fail at random, in synthetic time. No
-// write expires, so the test notices a forgotten one.
-type market struct {
+// simulation has the batchers of one scheduler and callers that start, leave and fail at random, in virtual time.
+// MaxWait is long, so a lost write blocks its caller and the test notices it.
+type simulation struct {
 	t         *testing.T
 	scheduler *Scheduler
 	batchers  []*Batcher[int, int]
 
-	mu     sync.Mutex
-	chance *rand.Rand
-	slow   int               // slow writes per hundred
-	last   int               // number of started writes
-	since  map[int]time.Time // not sent yet
-	made   map[int]int       // how often
-	broken map[int]bool      // sent in a batch that failed
-	left   []int             // their callers have left
-	late   map[int]int       // late answers by write
+	mu             sync.Mutex
+	random         *rand.Rand
+	slowPercent    int               // percentage of slow writes
+	lastID         int               // id of the last started write
+	waitingSince   map[int]time.Time // start of writes that are not sent yet
+	writeCount     map[int]int       // number of times that each write was made
+	unknownOutcome map[int]bool      // writes of batches that failed with errUnknownOutcome
+	abandoned      []int             // writes whose callers have left
+	lateCount      map[int]int       // number of late results by write
 }
 
-func newMarket(t *testing.T, chance *rand.Rand) *market {
+func newSimulation(t *testing.T, chance *rand.Rand) *simulation {
 	t.Helper()
-	m := &market{
-		t: t, scheduler: &Scheduler{}, chance: chance, since: map[int]time.Time{}, made: map[int]int{},
-		broken: map[int]bool{}, late: map[int]int{},
+	m := &simulation{
+		t: t, scheduler: &Scheduler{}, random: chance, waitingSince: map[int]time.Time{}, writeCount: map[int]int{},
+		unknownOutcome: map[int]bool{}, lateCount: map[int]int{},
 	}
-	m.slow = []int{0, 2, 20}[m.of(3)]
-	for _, most := range []int{0, 7, 64} {
+	m.slowPercent = []int{0, 2, 20}[m.randomInt(3)]
+	for _, maxSize := range []int{0, 7, 64} {
 		m.batchers = append(m.batchers, &Batcher[int, int]{
-			Scheduler: m.scheduler, MaxSize: most, MaxWait: time.Hour, Send: m.send,
-			Unchanged: func(err error) bool { return errors.Is(err, errRefused) }, Late: m.tooLate,
+			Scheduler: m.scheduler, MaxSize: maxSize, MaxWait: time.Hour, Send: m.send,
+			Unchanged: func(err error) bool { return errors.Is(err, errUnchanged) }, OnLate: m.onLate,
 		})
 	}
 	return m
 }
 
-func (m *market) of(n int) int {
+func (m *simulation) randomInt(n int) int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return m.chance.IntN(n)
+	return m.random.IntN(n)
 }
 
-// work takes a few milliseconds, or as long as a lock.
-func (m *market) work() {
-	if m.of(100) < m.slow {
-		time.Sleep(time.Duration(m.of(300)) * time.Millisecond)
+// delay sleeps for a few milliseconds. A slow write sleeps for up to 300 ms more.
+func (m *simulation) delay() {
+	if m.randomInt(100) < m.slowPercent {
+		time.Sleep(time.Duration(m.randomInt(300)) * time.Millisecond)
 	}
-	time.Sleep(time.Duration(1+m.of(6)) * tick)
+	time.Sleep(time.Duration(1+m.randomInt(6)) * tick)
 }
 
-// send sends a batch. The answer of a write is twice its number.
-func (m *market) send(_ context.Context, ins []int) ([]Answer[int], error) {
-	m.sent(ins...)
-	m.work()
-	fate := m.of(20)
+// send makes the writes of a batch. The result of a batched write is twice its id.
+func (m *simulation) send(_ context.Context, ins []int) ([]Result[int], error) {
+	m.markSent(ins...)
+	m.delay()
+	outcome := m.randomInt(20)
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	answers := Unanswered[int](len(ins))
+	results := AllSkipped[int](len(ins))
 	for i, id := range ins {
 		switch {
-		case fate == 1:
-			m.broken[id] = true
-		case fate > 1 && m.chance.IntN(10) > 0:
-			answers[i] = Answer[int]{Value: 2 * id}
-			m.made[id]++
+		case outcome == 1:
+			m.unknownOutcome[id] = true
+		case outcome > 1 && m.random.IntN(10) > 0:
+			results[i] = Result[int]{Value: 2 * id}
+			m.writeCount[id]++
 		}
 	}
-	return answers, map[int]error{0: errRefused, 1: errBroken}[fate]
+	return results, map[int]error{0: errUnchanged, 1: errUnknownOutcome}[outcome]
 }
 
-// sent marks writes as in flight.
-func (m *market) sent(ids ...int) {
+// markSent marks writes as in flight.
+func (m *simulation) markSent(ids ...int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for _, id := range ids {
-		came, first := m.since[id]
-		assert.Truef(m.t, !first || time.Since(came) <= time.Minute, "write %d was forgotten for %s", id, time.Since(came))
-		delete(m.since, id)
+		queuedAt, first := m.waitingSince[id]
+		assert.Truef(m.t, !first || time.Since(queuedAt) <= time.Minute,
+			"write %d was not sent for %s", id, time.Since(queuedAt))
+		delete(m.waitingSince, id)
 	}
 }
 
-// write calls Do. The caller may leave. The answer of a single write is three times its number.
-func (m *market) write() {
-	ctx, stays, fails, panics := m.t.Context(), m.of(5) > 0, m.of(20) == 0, m.of(40) == 0
-	if !stays {
-		leaves, cancel := context.WithTimeoutCause(ctx, time.Duration(m.of(15))*tick, errLeft)
+// write calls Do and checks the result. The result of a single write is three times its id.
+func (m *simulation) write() {
+	ctx, callerStays, fails, panics := m.t.Context(), m.randomInt(5) > 0, m.randomInt(20) == 0, m.randomInt(40) == 0
+	if !callerStays {
+		leaveCtx, cancel := context.WithTimeoutCause(ctx, time.Duration(m.randomInt(15))*tick, errCallerLeft)
 		defer cancel()
-		ctx = leaves
+		ctx = leaveCtx
 	}
-	id := m.next()
-	direct := 0
-	value, err := m.do(ctx, id, func() (int, error) {
-		direct++
-		m.sent(id)
-		m.work()
+	id := m.newWrite()
+	singles := 0
+	value, err := m.callBatcher(ctx, id, func() (int, error) {
+		singles++
+		m.markSent(id)
+		m.delay()
 		switch {
 		case panics:
-			panic(errFailed)
+			panic(errWriteFailed)
 		case fails:
-			return 0, errFailed
+			return 0, errWriteFailed
 		}
 		m.mu.Lock()
 		defer m.mu.Unlock()
-		m.made[id]++
+		m.writeCount[id]++
 		return 3 * id, nil
 	})
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	right := false
+	valid := false
 	switch {
-	case err == nil && direct == 0:
-		right = value == 2*id && m.made[id] == 1
+	case err == nil && singles == 0:
+		valid = value == 2*id && m.writeCount[id] == 1
 	case err == nil:
-		right = value == 3*id && m.made[id] == 1 && direct == 1 && !m.broken[id]
-	case errors.Is(err, errFailed):
-		right = direct == 1 && m.made[id] == 0 && !m.broken[id]
-	case errors.Is(err, errBroken):
-		right = direct == 0 && m.broken[id]
-	case errors.Is(err, errLeft):
-		right = direct == 0 && !stays
-		m.left = append(m.left, id)
+		valid = value == 3*id && m.writeCount[id] == 1 && singles == 1 && !m.unknownOutcome[id]
+	case errors.Is(err, errWriteFailed):
+		valid = singles == 1 && m.writeCount[id] == 0 && !m.unknownOutcome[id]
+	case errors.Is(err, errUnknownOutcome):
+		valid = singles == 0 && m.unknownOutcome[id]
+	case errors.Is(err, errCallerLeft):
+		valid = singles == 0 && !callerStays
+		m.abandoned = append(m.abandoned, id)
 	}
-	assert.Truef(m.t, right, "write %d: %d, %v; made %d times, %d direct writes", id, value, err, m.made[id], direct)
+	assert.Truef(m.t, valid, "write %d: %d, %v; made %d times, %d single writes", id, value, err,
+		m.writeCount[id], singles)
 }
 
-// tooLate gets the answers of callers who left.
-func (m *market) tooLate(id, value int) {
+// onLate receives the results of callers who left.
+func (m *simulation) onLate(id, value int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.late[id]++; value != 2*id {
-		m.t.Errorf("write %d: %d, too late", id, value)
+	if m.lateCount[id]++; value != 2*id {
+		m.t.Errorf("late result of write %d: %d", id, value)
 	}
 }
 
-// next returns the number of a new write.
-func (m *market) next() int {
+// newWrite returns the id of a new write.
+func (m *simulation) newWrite() int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.last++
-	m.since[m.last] = time.Now()
-	return m.last
+	m.lastID++
+	m.waitingSince[m.lastID] = time.Now()
+	return m.lastID
 }
 
-// do calls Do of a random batcher, and returns a panic as an error.
-func (m *market) do(ctx context.Context, id int, direct func() (int, error)) (value int, err error) {
+// callBatcher calls Do of a random batcher and returns a panic as an error.
+func (m *simulation) callBatcher(ctx context.Context, id int, single func() (int, error)) (value int, err error) {
 	defer func() {
 		if failure, ok := recover().(error); ok {
 			err = failure
 		}
 	}()
-	return m.batchers[m.of(len(m.batchers))].Do(ctx, id, direct)
+	return m.batchers[m.randomInt(len(m.batchers))].Do(ctx, id, single)
 }
 
-// rests checks that nothing is left.
-func (m *market) rests() {
+// checkIdle checks that no write is queued or in flight, and that OnLate received all late results.
+func (m *simulation) checkIdle() {
 	synctest.Wait()
-	for _, id := range m.left {
-		assert.Truef(m.t, m.made[id] == m.late[id],
-			"write %d was made %d times, and that was handed %d times", id, m.made[id], m.late[id])
+	for _, id := range m.abandoned {
+		assert.Truef(m.t, m.writeCount[id] == m.lateCount[id],
+			"write %d was made %d times, and OnLate received %d results", id, m.writeCount[id], m.lateCount[id])
 	}
 	m.scheduler.mu.Lock()
 	defer m.scheduler.mu.Unlock()
@@ -192,25 +194,25 @@ func (m *market) rests() {
 	}
 }
 
-// Calls may fail, panic, be slow or be left by their callers. Each gets its own answer once, and nothing remains
+// Calls may fail, panic, be slow or lose their caller. Each caller gets its own result once, and no write remains
 // queued.
-func TestEachWriteGetsItsAnswer(t *testing.T) {
+func TestEachWriteGetsItsResult(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(100) {
 		synctest.Test(t, func(t *testing.T) {
-			m := newMarket(t, rand.New(rand.NewPCG(seed, 0)))
+			m := newSimulation(t, rand.New(rand.NewPCG(seed, 0)))
 			var wg sync.WaitGroup
-			for range 1 + m.of(100) {
+			for range 1 + m.randomInt(100) {
 				wg.Go(func() {
 					for range 20 {
 						m.write()
-						time.Sleep(time.Duration(max(0, m.of(12)-4)) * tick)
+						time.Sleep(time.Duration(max(0, m.randomInt(12)-4)) * tick)
 					}
 				})
 			}
 			wg.Wait()
-			time.Sleep(time.Second) // the writes of callers who left
-			m.rests()
+			time.Sleep(time.Second) // until the writes of departed callers end
+			m.checkIdle()
 		})
 	}
 }

@@ -8,16 +8,16 @@ import (
 )
 
 const (
-	// overlap is the number of queued writes that starts a second concurrent batch. With one batch in flight, client and
-	// server take turns idling.
-	overlap = 16
-	// maxInFlight bounds the batches in flight of one batcher, slow ones included.
+	// overlapThreshold is the number of queued writes that starts a second concurrent batch. With one batch in flight,
+	// client and server take turns idling.
+	overlapThreshold = 16
+	// maxInFlight bounds the batches in flight of one batcher, including slow batches.
 	maxInFlight = 3
-	// regroupFor is how long the scheduler expects the callers of a batch to write again. Many callers have a next write
-	// at once, and a batch costs less than single writes.
-	regroupFor = time.Millisecond
-	// checkEvery is the interval at which the scheduler checks the age of queued writes and batches in flight.
-	checkEvery = 10 * time.Millisecond
+	// expectFor is how long the scheduler waits for the callers of a batch to write again. Many callers write again at
+	// once, and a batch costs less than single writes.
+	expectFor = time.Millisecond
+	// checkInterval is the interval between checks of the age of queued writes and batches in flight.
+	checkInterval = 10 * time.Millisecond
 	// slowAfter is the age at which a batch in flight no longer delays other batches.
 	slowAfter = 10 * time.Millisecond
 	// overdueAfter bounds the wait of a queue behind longer queues.
@@ -27,19 +27,19 @@ const (
 // Scheduler decides when its batchers send. Their batches should take about equally long, because each waits for
 // another batch. The zero value is ready.
 type Scheduler struct {
-	slow time.Duration // slowAfter when 0; for tests
+	slowAfter time.Duration // replaces the constant slowAfter in tests; 0 for the constant
 
-	mu       sync.Mutex
-	batchers []queue
-	queued   int         // writes
-	inFlight []*inFlight // batches in flight that are not slow
-	expected int         // callers of the last batch without a new write; expected until then
-	until    time.Time
-	timer    *time.Timer
-	fireAt   time.Time // when the timer fires; zero when it is not set
+	mu             sync.Mutex
+	batchers       []queue
+	queued         int         // number of queued writes of all batchers
+	inFlight       []*inFlight // batches in flight that are not slow
+	expectedWrites int         // callers of the last batch that have not written again, until expectedUntil
+	expectedUntil  time.Time
+	timer          *time.Timer
+	timerAt        time.Time // time at which the timer fires; zero when it is not set
 }
 
-// queue is a Batcher of any type.
+// queue is the part of a Batcher that does not depend on its types.
 type queue interface {
 	backlogLocked() (n int, since time.Time)
 	expireLocked(now time.Time)
@@ -49,18 +49,18 @@ type queue interface {
 // inFlight is a sent batch, or the sent write of a single caller.
 type inFlight struct {
 	scheduler *Scheduler
-	batcher   *int // its number of batches in flight
-	since     time.Time
+	batcher   *int // the batcher's number of batches in flight
+	startedAt time.Time
 }
 
 // idleLocked reports whether a caller may write at once.
 func (s *Scheduler) idleLocked() bool {
-	return s.queued == 0 && len(s.inFlight) == 0 && (s.expected <= 0 || !time.Now().Before(s.until))
+	return s.queued == 0 && len(s.inFlight) == 0 && (s.expectedWrites <= 0 || !time.Now().Before(s.expectedUntil))
 }
 
 // startLocked counts a batch in flight.
 func (s *Scheduler) startLocked(batcher *int) *inFlight {
-	f := &inFlight{scheduler: s, batcher: batcher, since: time.Now()}
+	f := &inFlight{scheduler: s, batcher: batcher, startedAt: time.Now()}
 	*batcher++
 	s.inFlight = append(s.inFlight, f)
 	return f
@@ -71,8 +71,8 @@ func (f *inFlight) finish(n int) {
 	s := f.scheduler
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.expected = 0; n > 1 {
-		s.expected, s.until = n, time.Now().Add(regroupFor)
+	if s.expectedWrites = 0; n > 1 {
+		s.expectedWrites, s.expectedUntil = n, time.Now().Add(expectFor)
 	}
 	*f.batcher--
 	s.inFlight = slices.DeleteFunc(s.inFlight, func(other *inFlight) bool { return other == f })
@@ -81,9 +81,9 @@ func (f *inFlight) finish(n int) {
 
 // dispatchLocked sends the batches that may start now, and schedules the next check.
 func (s *Scheduler) dispatchLocked() {
-	for s.queued > 0 && (len(s.inFlight) == 0 || len(s.inFlight) == 1 && s.queued >= overlap) {
-		if len(s.inFlight) == 0 && s.queued < overlap && s.expected > 0 && time.Now().Before(s.until) {
-			s.armLocked(time.Until(s.until))
+	for s.queued > 0 && (len(s.inFlight) == 0 || len(s.inFlight) == 1 && s.queued >= overlapThreshold) {
+		if len(s.inFlight) == 0 && s.queued < overlapThreshold && s.expectedWrites > 0 && time.Now().Before(s.expectedUntil) {
+			s.armLocked(time.Until(s.expectedUntil))
 			return
 		}
 		next := s.nextLocked()
@@ -93,7 +93,7 @@ func (s *Scheduler) dispatchLocked() {
 		next.sendLocked()
 	}
 	if s.queued > 0 {
-		s.armLocked(checkEvery)
+		s.armLocked(checkInterval)
 	}
 }
 
@@ -102,12 +102,12 @@ func (s *Scheduler) dispatchLocked() {
 func (s *Scheduler) nextLocked() (next queue) {
 	longest, oldest, now := 0, time.Time{}, time.Now()
 	for _, b := range s.batchers {
-		n, since := b.backlogLocked()
+		n, queuedSince := b.backlogLocked()
 		switch {
 		case n == 0:
-		case now.Sub(since) > overdueAfter:
-			if oldest.IsZero() || since.Before(oldest) {
-				next, oldest = b, since
+		case now.Sub(queuedSince) > overdueAfter:
+			if oldest.IsZero() || queuedSince.Before(oldest) {
+				next, oldest = b, queuedSince
 			}
 		case oldest.IsZero() && n > longest:
 			next, longest = b, n
@@ -120,28 +120,28 @@ func (s *Scheduler) nextLocked() (next queue) {
 func (s *Scheduler) armLocked(after time.Duration) {
 	at := time.Now().Add(after)
 	switch {
-	case !s.fireAt.IsZero() && !s.fireAt.After(at):
+	case !s.timerAt.IsZero() && !s.timerAt.After(at):
 		return
 	case s.timer == nil:
 		s.timer = time.AfterFunc(after, s.check)
 	default:
 		s.timer.Reset(after)
 	}
-	s.fireAt = at
+	s.timerAt = at
 }
 
-// check stops waiting for slow batches, and returns writes with too long a time in the queue to their callers. It runs
-// again while writes are queued.
+// check stops waiting for slow batches and expires writes that were queued for MaxWait. It runs again while writes are
+// queued.
 func (s *Scheduler) check() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.fireAt = time.Time{}
+	s.timerAt = time.Time{}
 	now := time.Now()
 	for _, b := range s.batchers {
 		b.expireLocked(now)
 	}
 	s.inFlight = slices.DeleteFunc(s.inFlight, func(f *inFlight) bool {
-		return now.Sub(f.since) >= cmp.Or(s.slow, slowAfter)
+		return now.Sub(f.startedAt) >= cmp.Or(s.slowAfter, slowAfter)
 	})
 	s.dispatchLocked()
 }

@@ -12,34 +12,34 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-// gated is a batcher. Its batches report their size and wait for a release.
-type gated struct {
+// gatedBatcher is a batcher whose batches report their size and block until the test releases them.
+type gatedBatcher struct {
 	*Batcher[int, int]
-	sizes   chan int
-	release chan struct{}
-	callers sync.WaitGroup
+	batchSizes chan int
+	release    chan struct{}
+	callers    sync.WaitGroup
 }
 
-func newGated(s *Scheduler) *gated {
-	g := &gated{sizes: make(chan int, 100), release: make(chan struct{})}
+func newGatedBatcher(s *Scheduler) *gatedBatcher {
+	g := &gatedBatcher{batchSizes: make(chan int, 100), release: make(chan struct{})}
 	g.Batcher = &Batcher[int, int]{
 		Scheduler: s, MaxWait: 1000 * time.Hour,
-		Send: func(_ context.Context, ins []int) ([]Answer[int], error) {
-			g.sizes <- len(ins)
+		Send: func(_ context.Context, ins []int) ([]Result[int], error) {
+			g.batchSizes <- len(ins)
 			<-g.release
-			return make([]Answer[int], len(ins)), nil
+			return make([]Result[int], len(ins)), nil
 		},
 	}
 	return g
 }
 
-// write starts n callers, and waits until the number of queued writes is queued.
-func (g *gated) write(t *testing.T, n, queued int) {
+// startWriters starts n callers and waits until queued writes are in the queue.
+func (g *gatedBatcher) startWriters(t *testing.T, n, queued int) {
 	t.Helper()
 	for range n {
 		g.callers.Go(func() {
 			_, err := g.Do(t.Context(), 0, func() (int, error) {
-				g.sizes <- 1
+				g.batchSizes <- 1
 				<-g.release
 				return 0, nil
 			})
@@ -49,12 +49,12 @@ func (g *gated) write(t *testing.T, n, queued int) {
 	pgtest.Eventually(t, func() bool { return queuedWrites(g.Batcher) == queued }, "writes are queued")
 }
 
-// sent checks the sizes of the next batches.
-func (g *gated) sent(t *testing.T, want ...int) {
+// wantSizes checks the sizes of the next batches.
+func (g *gatedBatcher) wantSizes(t *testing.T, want ...int) {
 	t.Helper()
 	for _, n := range want {
 		select {
-		case got := <-g.sizes:
+		case got := <-g.batchSizes:
 			assert.Equal(t, n, got)
 		case <-time.After(waitTimeout):
 			t.Fatalf("no batch of %d", n)
@@ -62,18 +62,18 @@ func (g *gated) sent(t *testing.T, want ...int) {
 	}
 }
 
-// idle checks that no further batch was sent.
-func (g *gated) idle(t *testing.T) {
+// wantNone checks that no further batch was sent.
+func (g *gatedBatcher) wantNone(t *testing.T) {
 	t.Helper()
 	select {
-	case n := <-g.sizes:
+	case n := <-g.batchSizes:
 		t.Errorf("a batch of %d, want none", n)
 	default:
 	}
 }
 
-// finish lets one batch finish.
-func (g *gated) finish(t *testing.T) {
+// finishOne lets one batch finish.
+func (g *gatedBatcher) finishOne(t *testing.T) {
 	t.Helper()
 	select {
 	case g.release <- struct{}{}:
@@ -82,157 +82,157 @@ func (g *gated) finish(t *testing.T) {
 	}
 }
 
-// end lets all batches finish.
-func (g *gated) end() {
+// finishAll lets all batches finish.
+func (g *gatedBatcher) finishAll() {
 	close(g.release)
 	g.callers.Wait()
 }
 
-// noTimer returns a scheduler without slow batches.
-func noTimer() *Scheduler { return &Scheduler{slow: time.Hour} }
+// newScheduler returns a scheduler without slow batches.
+func newScheduler() *Scheduler { return &Scheduler{slowAfter: time.Hour} }
 
-func TestMaxSize(t *testing.T) {
+func TestMaxSizeBoundsBatch(t *testing.T) {
 	t.Parallel()
-	g := newGated(noTimer())
+	g := newGatedBatcher(newScheduler())
 	g.MaxSize = 4
-	g.write(t, 1, 0)
-	g.sent(t, 1)
-	g.write(t, 6, 6)
-	g.idle(t)
-	g.finish(t)
-	g.sent(t, 4)
-	g.end()
-	g.sent(t, 2)
+	g.startWriters(t, 1, 0)
+	g.wantSizes(t, 1)
+	g.startWriters(t, 6, 6)
+	g.wantNone(t)
+	g.finishOne(t)
+	g.wantSizes(t, 4)
+	g.finishAll()
+	g.wantSizes(t, 2)
 }
 
 func TestLongestQueueIsSentFirst(t *testing.T) {
 	t.Parallel()
-	s := noTimer()
-	few, many := newGated(s), newGated(s)
-	few.write(t, 1, 0)
-	few.sent(t, 1)
-	few.write(t, 2, 2)
-	many.write(t, 3, 3)
+	s := newScheduler()
+	short, long := newGatedBatcher(s), newGatedBatcher(s)
+	short.startWriters(t, 1, 0)
+	short.wantSizes(t, 1)
+	short.startWriters(t, 2, 2)
+	long.startWriters(t, 3, 3)
 	s.mu.Lock()
-	few.queued[0].since = time.Now().Add(time.Hour) // not overdue
-	many.queued[0].since = time.Now().Add(time.Hour)
+	short.queued[0].queuedAt = time.Now().Add(time.Hour) // not overdue
+	long.queued[0].queuedAt = time.Now().Add(time.Hour)
 	s.mu.Unlock()
-	few.finish(t)
-	many.sent(t, 3)
-	few.idle(t)
-	many.end()
-	few.end()
+	short.finishOne(t)
+	long.wantSizes(t, 3)
+	short.wantNone(t)
+	long.finishAll()
+	short.finishAll()
 }
 
-func TestOverdueQueueIsSentBeforeLongerOnes(t *testing.T) {
+func TestOverdueQueueIsSentFirst(t *testing.T) {
 	t.Parallel()
-	s := noTimer()
-	few, many := newGated(s), newGated(s)
-	few.write(t, 1, 0)
-	few.sent(t, 1)
-	few.write(t, 2, 2)
-	many.write(t, 3, 3)
+	s := newScheduler()
+	short, long := newGatedBatcher(s), newGatedBatcher(s)
+	short.startWriters(t, 1, 0)
+	short.wantSizes(t, 1)
+	short.startWriters(t, 2, 2)
+	long.startWriters(t, 3, 3)
 	s.mu.Lock()
-	few.queued[0].since = time.Now().Add(-time.Hour)
-	many.queued[0].since = time.Now().Add(-time.Minute)
+	short.queued[0].queuedAt = time.Now().Add(-time.Hour)
+	long.queued[0].queuedAt = time.Now().Add(-time.Minute)
 	s.mu.Unlock()
-	few.finish(t)
-	few.sent(t, 2)
-	many.idle(t)
-	few.end()
-	many.end()
+	short.finishOne(t)
+	short.wantSizes(t, 2)
+	long.wantNone(t)
+	short.finishAll()
+	long.finishAll()
 }
 
 func TestManyQueuedWritesStartSecondBatch(t *testing.T) {
 	t.Parallel()
-	g := newGated(noTimer())
-	g.MaxSize = overlap
-	g.write(t, 1, 0)
-	g.sent(t, 1)
-	g.write(t, overlap-1, overlap-1)
-	g.idle(t)
-	g.write(t, 1, 0)
-	g.sent(t, overlap) // the second
-	g.write(t, overlap, overlap)
-	g.idle(t) // no third batch
-	g.finish(t)
-	g.sent(t, overlap)
-	g.end()
+	g := newGatedBatcher(newScheduler())
+	g.MaxSize = overlapThreshold
+	g.startWriters(t, 1, 0)
+	g.wantSizes(t, 1)
+	g.startWriters(t, overlapThreshold-1, overlapThreshold-1)
+	g.wantNone(t)
+	g.startWriters(t, 1, 0)
+	g.wantSizes(t, overlapThreshold) // the second
+	g.startWriters(t, overlapThreshold, overlapThreshold)
+	g.wantNone(t) // no third batch
+	g.finishOne(t)
+	g.wantSizes(t, overlapThreshold)
+	g.finishAll()
 }
 
 func TestSlowBatchDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		s := &Scheduler{}
-		slow, other := newGated(s), newGated(s)
+		slow, other := newGatedBatcher(s), newGatedBatcher(s)
 		slow.callers.Go(func() { _, _ = slow.Do(t.Context(), 0, func() (int, error) { <-slow.release; return 0, nil }) })
 		synctest.Wait()
-		began := time.Now()
+		start := time.Now()
 		other.callers.Go(func() { _, _ = other.Do(t.Context(), 0, func() (int, error) { return 0, nil }) })
 		other.callers.Wait()
-		elapsed := time.Since(began)
+		elapsed := time.Since(start)
 		assert.Truef(t, elapsed <= 2*slowAfter, "a write waited %s for a slow one", elapsed)
-		slow.end()
+		slow.finishAll()
 	})
 }
 
 // While three batches of a batcher do not finish, a further write waits for MaxWait.
-func TestBatcherHasAtMostThreeBatchesInFlight(t *testing.T) {
+func TestBatchesInFlightAreBounded(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var sent atomic.Int32
-		free := make(chan struct{})
+		unblock := make(chan struct{})
 		s := &Scheduler{}
-		away := &Batcher[int, int]{Scheduler: s, Send: func(_ context.Context, ins []int) ([]Answer[int], error) {
+		blocked := &Batcher[int, int]{Scheduler: s, Send: func(_ context.Context, ins []int) ([]Result[int], error) {
 			sent.Add(1)
-			<-free
-			return make([]Answer[int], len(ins)), nil
+			<-unblock
+			return make([]Result[int], len(ins)), nil
 		}}
 		var callers sync.WaitGroup
 		for range 100 {
 			for range 4 {
 				callers.Go(func() {
-					ctx, leave := context.WithTimeout(t.Context(), time.Second)
-					defer leave()
-					_, err := away.Do(ctx, 0, func() (int, error) { <-ctx.Done(); return 0, ctx.Err() })
+					ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+					defer cancel()
+					_, err := blocked.Do(ctx, 0, func() (int, error) { <-ctx.Done(); return 0, ctx.Err() })
 					assert.ErrorIs(t, err, context.DeadlineExceeded)
 				})
 			}
 			time.Sleep(100 * time.Millisecond)
 		}
-		began := time.Now()
-		near := &Batcher[int, int]{Scheduler: s}
-		_, err := near.Do(t.Context(), 0, func() (int, error) { return 0, nil })
-		assert.Truef(t, err == nil && time.Since(began) <= 2*slowAfter,
-			"a write of another batcher: %v after %s", err, time.Since(began))
+		start := time.Now()
+		other := &Batcher[int, int]{Scheduler: s}
+		_, err := other.Do(t.Context(), 0, func() (int, error) { return 0, nil })
+		assert.Truef(t, err == nil && time.Since(start) <= 2*slowAfter,
+			"a write of another batcher: %v after %s", err, time.Since(start))
 		callers.Wait()
 		n := sent.Load()
 		assert.Truef(t, n <= maxInFlight, "%d batches in flight, want at most %d", n, maxInFlight)
-		began = time.Now()
-		direct := func() (int, error) { return 1, nil }
-		if n, err := away.Do(t.Context(), 0, direct); n != 1 || err != nil || time.Since(began) > defaultMaxWait+2*slowAfter {
-			t.Errorf("beside %d batches in flight: %d, %v after %s", sent.Load(), n, err, time.Since(began))
+		start = time.Now()
+		value, err := blocked.Do(t.Context(), 0, func() (int, error) { return 1, nil })
+		if value != 1 || err != nil || time.Since(start) > defaultMaxWait+2*slowAfter {
+			t.Errorf("beside %d batches in flight: %d, %v after %s", sent.Load(), value, err, time.Since(start))
 		}
-		close(free)
+		close(unblock)
 		time.Sleep(time.Second)
 	})
 }
 
-// Callers that write again at once also share their next batch.
+// Callers that write again at once share their next batch too.
 func TestReturningCallersShareNextBatch(t *testing.T) {
 	t.Parallel()
 	var batches, writes atomic.Int32
-	a := &Batcher[int, int]{Scheduler: &Scheduler{}, Send: func(_ context.Context, ins []int) ([]Answer[int], error) {
+	b := &Batcher[int, int]{Scheduler: &Scheduler{}, Send: func(_ context.Context, ins []int) ([]Result[int], error) {
 		batches.Add(1)
 		writes.Add(int32(len(ins)))
 		time.Sleep(2 * time.Millisecond)
-		return make([]Answer[int], len(ins)), nil
+		return make([]Result[int], len(ins)), nil
 	}}
 	var callers sync.WaitGroup
 	for range 8 {
 		callers.Go(func() {
 			for range 50 {
-				_, _ = a.Do(t.Context(), 0, func() (int, error) { time.Sleep(2 * time.Millisecond); return 0, nil })
+				_, _ = b.Do(t.Context(), 0, func() (int, error) { time.Sleep(2 * time.Millisecond); return 0, nil })
 			}
 		})
 	}

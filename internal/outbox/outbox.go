@@ -1,12 +1,12 @@
-// Package outbox delivers messages that are stored in PostgreSQL until their delivery.
+// Package outbox delivers messages that are stored in PostgreSQL.
 //
-// A [Dispatcher] claims due messages and attempts them concurrently. Then it sleeps until the next message is due, a
-// notification arrives or an attempt ends. It bounds the concurrent attempts in total and per target, so a slow target
-// does not delay others. The outbox defines claims, attempts and records: threads and webhooks store their messages in
-// their own tables.
+// A [Dispatcher] claims due messages and delivers them concurrently. Then it sleeps until the next message is due, a
+// notification arrives or an attempt ends. It limits the concurrent attempts of the process and of each target, so a
+// slow target does not delay the others. The caller implements claim, attempt and record, because threads, webhooks and
+// channels each store their messages in their own tables.
 //
-// It does not use River. River bounds jobs per queue, so a bound per target would need a queue for each target. A
-// thread's message also has to wait for the message before it.
+// Dispatcher does not use River. River limits concurrency by queue, so a limit by target would need one queue per
+// target. A River job also stays locked for its whole attempt, and the messages of a thread need a fixed order.
 package outbox
 
 import (
@@ -20,43 +20,45 @@ import (
 )
 
 const (
-	// maxAttempts bounds the concurrent attempts of a process.
-	maxAttempts = 16
-	// PerTarget bounds the attempts to one target in one claim. A claim skips targets with that many attempts in flight.
-	// So a target has fewer than twice as many concurrent attempts.
-	PerTarget = 4
+	// maxInFlight bounds the concurrent attempts of a process.
+	maxInFlight = 16
+	// MaxPerTarget bounds the attempts to one target that a claim starts. A claim starts none while MaxPerTarget are in
+	// flight, so one target has fewer than 2 * MaxPerTarget concurrent attempts.
+	MaxPerTarget = 4
 
-	// MaxPause bounds the pause between two claims without a notification.
+	// MaxPause is the longest pause between two claims without a notification.
 	MaxPause = 5 * time.Second
 	minPause = 100 * time.Millisecond
 )
 
-// Dispatcher runs the attempts of one outbox. All fields but Wake are required. Any number of processes may run a
+// Dispatcher delivers the messages of one outbox. All fields but Wake are required. Several processes may run a
 // Dispatcher on the same database.
 type Dispatcher[M any] struct {
 	Logger *slog.Logger
-	// Claim claims at most limit due messages, none of the targets in full. A claimed message is not due again for the
-	// maximum duration of an attempt.
+	// Claim claims at most limit due messages, none for the targets in full. A claimed message is not due again for the
+	// longest duration of an attempt.
 	Claim func(ctx context.Context, limit int, full []string) ([]M, error)
 	// Target names the target of a message.
 	Target func(m M) string
 	// Attempt delivers a message and records the result. Its ctx does not end with the ctx of Run.
 	Attempt func(ctx context.Context, m M)
-	// NextDue returns the time until the next message is due whose target is not in full; MaxPause without such a message.
+	// NextDue returns the time until a message is due whose target is not in full. Without such a message it returns
+	// MaxPause.
 	NextDue func(ctx context.Context, full []string) (time.Duration, error)
-	// Wake is a notification of new messages; nil for none.
+	// Wake receives notifications of new messages; it may be nil.
 	Wake <-chan string
 
-	mu       sync.Mutex
-	inFlight map[string]int // attempts by target
-	total    int
-	ended    chan struct{} // an attempt has ended
-	attempts sync.WaitGroup
+	mu           sync.Mutex
+	inFlight     map[string]int // attempts by target
+	total        int
+	attemptEnded chan struct{} // an attempt has ended
+	attempts     sync.WaitGroup
 }
 
-// Run delivers until ctx ends, and then waits for the attempts in flight. It retries while the database is unavailable.
+// Run delivers messages until ctx ends, then waits for the attempts in flight. It retries while the database is
+// unavailable.
 func (d *Dispatcher[M]) Run(ctx context.Context) {
-	d.inFlight, d.ended = map[string]int{}, make(chan struct{}, 1)
+	d.inFlight, d.attemptEnded = map[string]int{}, make(chan struct{}, 1)
 	defer d.attempts.Wait()
 	for ctx.Err() == nil {
 		pause, err := d.dispatch(ctx)
@@ -72,67 +74,67 @@ func (d *Dispatcher[M]) Run(ctx context.Context) {
 		case <-ctx.Done():
 		case <-timer.C:
 		case <-d.Wake:
-		case <-d.ended:
+		case <-d.attemptEnded:
 		}
 		timer.Stop()
 	}
 }
 
-// dispatch starts due attempts within the bounds, and returns the pause until the next call.
+// dispatch starts due attempts up to the limits. It returns the pause before the next dispatch.
 func (d *Dispatcher[M]) dispatch(ctx context.Context) (time.Duration, error) {
-	room, full := d.room()
-	if room == 0 {
+	free, full := d.capacity()
+	if free == 0 {
 		return MaxPause, nil
 	}
-	claimed, err := d.Claim(ctx, room, full)
+	claimed, err := d.Claim(ctx, free, full)
 	if err != nil {
 		return 0, err
 	}
 	for _, m := range claimed {
 		target := d.Target(m)
-		d.count(target, 1)
+		d.addInFlight(target, 1)
 		d.attempts.Go(func() {
-			defer d.end(target)
+			defer d.finish(target)
 			d.Attempt(context.WithoutCancel(ctx), m)
 		})
 	}
 	if len(claimed) > 0 {
 		return 0, nil
 	}
-	// Another process has claimed a message that is still due, or its target is full.
+	// If a message is due already, another process has claimed it or its target is full. So minPause prevents a busy loop.
 	pause, err := d.NextDue(ctx, full)
 	return min(max(pause, minPause), MaxPause), err
 }
 
-// room returns the number of attempts that may start, and the full targets.
-func (d *Dispatcher[M]) room() (int, []string) {
+// capacity returns the number of attempts that may start, and the targets with MaxPerTarget attempts in flight.
+func (d *Dispatcher[M]) capacity() (int, []string) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	full := []string{}
 	for _, target := range slices.Sorted(maps.Keys(d.inFlight)) {
-		if d.inFlight[target] >= PerTarget {
+		if d.inFlight[target] >= MaxPerTarget {
 			full = append(full, target)
 		}
 	}
-	return maxAttempts - d.total, full
+	return maxInFlight - d.total, full
 }
 
-func (d *Dispatcher[M]) count(target string, by int) {
+func (d *Dispatcher[M]) addInFlight(target string, delta int) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.total += by
-	if d.inFlight[target] += by; d.inFlight[target] == 0 {
+	d.total += delta
+	if d.inFlight[target] += delta; d.inFlight[target] == 0 {
 		delete(d.inFlight, target)
 	}
 }
 
-func (d *Dispatcher[M]) end(target string) {
-	d.count(target, -1)
+func (d *Dispatcher[M]) finish(target string) {
+	d.addInFlight(target, -1)
 	select {
-	case d.ended <- struct{}{}:
+	case d.attemptEnded <- struct{}{}:
 	default:
 	}
 }
 
-// Jitter returns d plus up to a fifth. So attempts that failed at the same time are retried at different times.
+// Jitter adds up to 20 % to d, so messages that failed together are not retried together.
 func Jitter(d time.Duration) time.Duration { return max(d, time.Millisecond) + rand.N(max(d, 0)/5+1) }

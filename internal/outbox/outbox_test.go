@@ -16,20 +16,20 @@ import (
 
 // store holds due messages by target.
 type store struct {
-	due      []string
-	failures int // results of the next claims
-	each     time.Duration
-	wake     chan string
+	due             []string
+	failingClaims   int // number of claims that fail next
+	attemptDuration time.Duration
+	wake            chan string
 
-	mu            sync.Mutex
-	running, most map[string]int
-	started       time.Time
-	ended         []time.Duration // since the start, in order
-	claims        int
-	omitted       []string // full targets missing in the claim's argument
+	mu                  sync.Mutex
+	running, maxRunning map[string]int
+	started             time.Time
+	endTimes            []time.Duration // since the start, in order
+	claims              int
+	missingFull         []string // full targets that the argument of a claim omitted
 }
 
-// check runs fn when all goroutines wait.
+// check runs fn while all other goroutines are blocked.
 func (s *store) check(fn func()) {
 	synctest.Wait()
 	s.mu.Lock()
@@ -37,10 +37,10 @@ func (s *store) check(fn func()) {
 	fn()
 }
 
-// run runs a dispatcher on the store until stop, in virtual time.
+// run runs a dispatcher on the store in virtual time until test returns or calls stop.
 func (s *store) run(t *testing.T, test func(stop context.CancelFunc)) {
 	synctest.Test(t, func(t *testing.T) {
-		s.running, s.most, s.started = map[string]int{}, map[string]int{}, time.Now()
+		s.running, s.maxRunning, s.started = map[string]int{}, map[string]int{}, time.Now()
 		s.wake = make(chan string, 1)
 		d := outbox.Dispatcher[string]{
 			Logger: slog.New(slog.DiscardHandler), Target: func(m string) string { return m }, Wake: s.wake,
@@ -56,39 +56,39 @@ func (s *store) run(t *testing.T, test func(stop context.CancelFunc)) {
 	})
 }
 
-func (s *store) claim(_ context.Context, limit int, full []string) (got []string, err error) {
+func (s *store) claim(_ context.Context, limit int, full []string) (claimed []string, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.claims++
-	if s.failures > 0 {
-		s.failures--
-		return nil, errors.New("the database is away")
+	if s.failingClaims > 0 {
+		s.failingClaims--
+		return nil, errors.New("the database is unavailable")
 	}
 	for target, n := range s.running {
-		if n == outbox.PerTarget && !slices.Contains(full, target) {
-			s.omitted = append(s.omitted, target)
+		if n == outbox.MaxPerTarget && !slices.Contains(full, target) {
+			s.missingFull = append(s.missingFull, target)
 		}
 	}
-	per := map[string]int{}
+	claimedPerTarget := map[string]int{}
 	s.due = slices.DeleteFunc(s.due, func(m string) bool {
-		if len(got) == limit || slices.Contains(full, m) || per[m]+s.running[m] == outbox.PerTarget {
+		if len(claimed) == limit || slices.Contains(full, m) || claimedPerTarget[m]+s.running[m] == outbox.MaxPerTarget {
 			return false
 		}
-		per[m]++
-		got = append(got, m)
+		claimedPerTarget[m]++
+		claimed = append(claimed, m)
 		return true
 	})
-	for target, n := range per {
+	for target, n := range claimedPerTarget {
 		s.running[target] += n
-		s.most[target] = max(s.most[target], s.running[target])
-		s.most["all"] = max(s.most["all"], s.all())
+		s.maxRunning[target] = max(s.maxRunning[target], s.running[target])
+		s.maxRunning["all"] = max(s.maxRunning["all"], s.totalRunning())
 	}
-	return got, nil
+	return claimed, nil
 }
 
-func (s *store) all() (n int) {
-	for _, of := range s.running {
-		n += of
+func (s *store) totalRunning() (n int) {
+	for _, count := range s.running {
+		n += count
 	}
 	return n
 }
@@ -97,58 +97,60 @@ func (s *store) attempt(_ context.Context, m string) {
 	if m == "slow" {
 		time.Sleep(time.Hour)
 	}
-	time.Sleep(s.each)
+	time.Sleep(s.attemptDuration)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.running[m]--
-	s.ended = append(s.ended, time.Since(s.started))
+	s.endTimes = append(s.endTimes, time.Since(s.started))
 }
 
-func TestSlowTargetDoesNotDelayOthers(t *testing.T) {
+func TestSlowTargetDelaysNoOther(t *testing.T) {
 	s := store{
-		due:  slices.Concat(slices.Repeat([]string{"slow"}, 20), slices.Repeat([]string{"fast"}, 40)),
-		each: time.Second,
+		due:             slices.Concat(slices.Repeat([]string{"slow"}, 20), slices.Repeat([]string{"fast"}, 40)),
+		attemptDuration: time.Second,
 	}
 	s.run(t, func(context.CancelFunc) {
 		time.Sleep(time.Minute)
 		s.check(func() {
-			assert.Truef(t, len(s.ended) == 40 && s.ended[39] == 10*time.Second,
-				"%d attempts ended, the last after %v", len(s.ended), s.ended)
-			assert.Truef(t, s.most["slow"] == outbox.PerTarget && s.most["fast"] == outbox.PerTarget && len(s.omitted) == 0,
-				"most attempts of a target at once: %v; full, and not said so: %v", s.most, s.omitted)
+			assert.Truef(t, len(s.endTimes) == 40 && s.endTimes[39] == 10*time.Second,
+				"%d attempts ended, the last after %v", len(s.endTimes), s.endTimes)
+			assert.Truef(t, s.maxRunning["slow"] == outbox.MaxPerTarget && s.maxRunning["fast"] == outbox.MaxPerTarget &&
+				len(s.missingFull) == 0, "maximum concurrent attempts by target: %v; full targets that claims omitted: %v",
+				s.maxRunning, s.missingFull)
 		})
 	})
 	assert.Equal(t, 16, len(s.due))
 }
 
-func TestAttemptsAreBounded(t *testing.T) {
-	s := store{each: time.Second}
+func TestConcurrentAttemptsAreBounded(t *testing.T) {
+	s := store{attemptDuration: time.Second}
 	for i := range 10 {
-		s.due = append(s.due, slices.Repeat([]string{string(rune('a' + i))}, outbox.PerTarget)...)
+		s.due = append(s.due, slices.Repeat([]string{string(rune('a' + i))}, outbox.MaxPerTarget)...)
 	}
 	s.run(t, func(context.CancelFunc) {
 		time.Sleep(time.Minute)
 		s.check(func() {
-			assert.Truef(t, len(s.ended) == 40 && s.most["all"] == 16, "%d attempts, %d at once", len(s.ended), s.most["all"])
+			assert.Truef(t, len(s.endTimes) == 40 && s.maxRunning["all"] == 16,
+				"%d attempts, %d at once", len(s.endTimes), s.maxRunning["all"])
 		})
 	})
 }
 
-func TestStoppedDispatcherFinishesAttempts(t *testing.T) {
+func TestStopFinishesAttempts(t *testing.T) {
 	s := store{due: []string{"slow"}}
 	s.run(t, func(stop context.CancelFunc) {
 		synctest.Wait()
 		stop()
 	})
-	assert.Equal(t, 1, len(s.ended))
+	assert.Equal(t, 1, len(s.endTimes))
 }
 
 func TestFailedClaimIsRetried(t *testing.T) {
-	s := store{due: []string{"fast"}, failures: 3}
+	s := store{due: []string{"fast"}, failingClaims: 3}
 	s.run(t, func(context.CancelFunc) {
 		time.Sleep(3 * time.Second)
 		s.check(func() {
-			assert.Truef(t, len(s.ended) == 1 && s.claims >= 4, "%d claims, %d attempts", s.claims, len(s.ended))
+			assert.Truef(t, len(s.endTimes) == 1 && s.claims >= 4, "%d claims, %d attempts", s.claims, len(s.endTimes))
 		})
 	})
 }
@@ -159,7 +161,7 @@ func TestNotificationEndsPause(t *testing.T) {
 		s.check(func() { s.due = []string{"fast"} })
 		s.wake <- ""
 		s.check(func() {
-			assert.Truef(t, len(s.ended) == 1 && s.ended[0] == 0, "attempts ended after %v", s.ended)
+			assert.Truef(t, len(s.endTimes) == 1 && s.endTimes[0] == 0, "attempts ended after %v", s.endTimes)
 		})
 	})
 }

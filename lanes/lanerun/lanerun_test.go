@@ -26,7 +26,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-func keeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
+func newKeeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 	t.Helper()
 	k := lanes.NewKeeper(db, lanes.Options{Logger: slog.New(slog.DiscardHandler)})
 	ctx, cancel := context.WithCancel(context.Background())
@@ -43,7 +43,7 @@ type result struct {
 	out, log string
 }
 
-func run(ctx context.Context, k *lanes.Keeper, lane string, ttl time.Duration, argv ...string) result {
+func runCommand(ctx context.Context, k *lanes.Keeper, lane string, ttl time.Duration, argv ...string) result {
 	var out, log bytes.Buffer
 	code, err := lanerun.RunCommand(ctx, k, lane, ttl, argv,
 		lanerun.Stdio{In: strings.NewReader("input"), Out: &out, Err: &log})
@@ -56,9 +56,9 @@ func free(t *testing.T, db *pgxpool.Pool, lane string) {
 	assert.Truef(t, err == nil && !held, "after the run %s is held: %v, %v", lane, held, err)
 }
 
-func TestTheExitCodeIsTheCommands(t *testing.T) {
+func TestExitCodeIsThatOfCommand(t *testing.T) {
 	db := pgtest.DB(t)
-	k := keeper(t, db)
+	k := newKeeper(t, db)
 	for name, test := range map[string]struct {
 		argv []string
 		code int
@@ -71,7 +71,7 @@ func TestTheExitCodeIsTheCommands(t *testing.T) {
 		"nothing":         {code: lanerun.ExitFailed, fail: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got := run(t.Context(), k, "job", time.Minute, test.argv...)
+			got := runCommand(t.Context(), k, "job", time.Minute, test.argv...)
 			assert.Truef(t, got.code == test.code && (got.err != nil) == test.fail,
 				"code %d, error %v; want %d, %v", got.code, got.err, test.code, test.fail)
 			assert.Truef(t, name != "success" || got.out == "input\ndone\n", "output %q", got.out)
@@ -80,12 +80,12 @@ func TestTheExitCodeIsTheCommands(t *testing.T) {
 	}
 }
 
-func TestABusyLaneSkipsTheCommand(t *testing.T) {
+func TestBusyLaneSkipsCommand(t *testing.T) {
 	db := pgtest.DB(t)
-	k := keeper(t, db)
+	k := newKeeper(t, db)
 	l, err := k.Acquire(t.Context(), "job")
 	require.NoError(t, err)
-	got := run(t.Context(), k, "job", 0, "echo", "ran")
+	got := runCommand(t.Context(), k, "job", 0, "echo", "ran")
 	assert.Truef(t, got.code == 75 && got.err == nil && got.out == "", "busy: %+v, want exit code 75 and no run", got)
 	assert.Contains(t, got.log, "level=WARN", `msg="already running, skipped"`, "lane=job", l.Owner().String())
 	assert.NoError(t, context.Cause(l.Context()), "the skipped run ended the holder")
@@ -94,9 +94,9 @@ func TestABusyLaneSkipsTheCommand(t *testing.T) {
 
 // A command that has run must not fail because the database does not answer afterwards. A caller that sees a failure
 // repeats it.
-func TestTheExitCodeIsTheCommandsAlsoWithoutARelease(t *testing.T) {
+func TestFailedReleaseKeepsExitCode(t *testing.T) {
 	db := pgtest.DB(t)
-	k := keeper(t, db)
+	k := newKeeper(t, db)
 	leave := filepath.Join(t.TempDir(), "leave")
 	_, done := start(t.Context(), t, k, "while [ ! -e "+leave+" ]; do sleep 0.05; done; exit 7")
 	pgtest.Exec(t, db, `alter function lanekeeper.release_agent_lock rename to away`)
@@ -106,10 +106,11 @@ func TestTheExitCodeIsTheCommandsAlsoWithoutARelease(t *testing.T) {
 		strings.Contains(got.log, `level=WARN msg="lane not released, it ends with its lease" lane=job`), "%+v", got)
 }
 
-func TestBadInputRunsNothing(t *testing.T) {
-	k := keeper(t, pgtest.DB(t))
+func TestInvalidInputRunsNothing(t *testing.T) {
+	k := newKeeper(t, pgtest.DB(t))
 	for name, got := range map[string]result{
-		"lane": run(t.Context(), k, "", 0, "echo", "ran"), "ttl": run(t.Context(), k, "job", -time.Second, "echo", "ran"),
+		"lane": runCommand(t.Context(), k, "", 0, "echo", "ran"),
+		"ttl":  runCommand(t.Context(), k, "job", -time.Second, "echo", "ran"),
 	} {
 		assert.Truef(t, got.code == lanerun.ExitFailed && errors.Is(got.err, lanes.ErrInvalid) && got.out == "",
 			"bad %s: %+v", name, got)
@@ -122,7 +123,8 @@ func start(ctx context.Context, t *testing.T, k *lanes.Keeper, script string) (p
 	file := filepath.Join(t.TempDir(), "pid")
 	finished := make(chan result, 1)
 	go func() {
-		finished <- run(ctx, k, "job", 9*time.Second, "sh", "-c", "echo $$ > "+file+".new; mv "+file+".new "+file+"; "+script)
+		script = "echo $$ > " + file + ".new; mv " + file + ".new " + file + "; " + script
+		finished <- runCommand(ctx, k, "job", 9*time.Second, "sh", "-c", script)
 	}()
 	pgtest.Eventually(t, func() bool { _, err := os.Stat(file); return err == nil }, "the command runs")
 	text, err := os.ReadFile(file)
@@ -139,9 +141,9 @@ func gone(t *testing.T, pid int) {
 	pgtest.Eventually(t, func() bool { return errors.Is(syscall.Kill(-pid, 0), syscall.ESRCH) }, "the group is gone")
 }
 
-func TestALostLaneEndsTheCommandAndItsChildren(t *testing.T) {
+func TestLostLaneKillsProcessGroup(t *testing.T) {
 	db := pgtest.DB(t)
-	pid, done := start(t.Context(), t, keeper(t, db), "sleep 60 & wait")
+	pid, done := start(t.Context(), t, newKeeper(t, db), "sleep 60 & wait")
 	broken, err := lanes.Break(t.Context(), db, "job", "test")
 	require.Truef(t, err == nil && broken, "Break: %v, %v", broken, err)
 	if got := testkit.Receive(t, done); got.code != lanerun.ExitFailed || !errors.Is(got.err, lanes.ErrLost) {
@@ -151,11 +153,11 @@ func TestALostLaneEndsTheCommandAndItsChildren(t *testing.T) {
 }
 
 // lanes run kills a command that ignores SIGTERM after the grace period.
-func TestAStubbornCommandIsKilled(t *testing.T) {
+func TestCommandIgnoringSIGTERMIsKilled(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
 	db := pgtest.DB(t)
-	pid, done := start(ctx, t, keeper(t, db), "trap '' TERM; while :; do sleep 1; done")
+	pid, done := start(ctx, t, newKeeper(t, db), "trap '' TERM; while :; do sleep 1; done")
 	cancel()
 	got := testkit.Receive(t, done)
 	assert.Truef(t, got.code == lanerun.ExitFailed && errors.Is(got.err, context.Canceled), "cancelled: %+v", got)
@@ -163,10 +165,10 @@ func TestAStubbornCommandIsKilled(t *testing.T) {
 	free(t, db, "job")
 }
 
-func TestSignalsReachTheCommand(t *testing.T) {
+func TestSignalsAreForwarded(t *testing.T) {
 	db := pgtest.DB(t)
 	ready := filepath.Join(t.TempDir(), "ready")
-	_, done := start(t.Context(), t, keeper(t, db), "trap 'exit 9' USR1; touch "+ready+"; while :; do sleep 0.05; done")
+	_, done := start(t.Context(), t, newKeeper(t, db), "trap 'exit 9' USR1; touch "+ready+"; while :; do sleep 0.05; done")
 	pgtest.Eventually(t, func() bool { _, err := os.Stat(ready); return err == nil }, "the trap is set")
 	require.NoError(t, syscall.Kill(os.Getpid(), syscall.SIGUSR1))
 	got := testkit.Receive(t, done)
